@@ -1,0 +1,255 @@
+/* test_dry -- the closed form of upipe_plan_bytes against the layer's own code over a dry pool, to the byte
+ *
+ * Random plans of every schedule, type and batch, with random scratch sizes, and the shapes of the paper. The claims
+ * about memory and volume that the documentation makes are asserted here.
+ */
+#include "test.h"
+#include "upipe/upipe.h"
+
+static size_t gemm_scratch, fwd_scratch, bwd_scratch;
+
+static size_t fake_gemm_bytes(const upipe_ops *ops, upipe_view out, upipe_view a, upipe_view b, int flags)
+{
+    (void)ops;
+    (void)a;
+    (void)b;
+    (void)flags;
+    return out.n > 0 ? gemm_scratch : 0;
+}
+
+static size_t fake_attn_bytes(const upipe_ops *ops, const upipe_attn *a, int backward)
+{
+    (void)ops;
+    (void)a;
+    return backward ? bwd_scratch : fwd_scratch;
+}
+
+static upipe_dry *dry;
+static upipe_mem_event *events;
+enum { EVENTS = 1 << 16 };
+
+/* Runs the block dry and compares every figure with the plan's. Returns the plan's bytes. */
+static upipe_bytes compare(const upipe_plan_desc *desc, int qk_norm, upipe_plan *plan, int line)
+{
+    static const char *const intermediate[] = {"k", "v", "kv_send", "q_send"};
+    upipe_err err;
+    upipe_ops ops;
+    upipe_layer layer;
+    upipe_plan_scratch scratch;
+    upipe_bytes bytes;
+    float weight[1];
+    int phase, rank;
+    int64_t i, before;
+    memset(&bytes, 0, sizeof bytes);
+    memset(&layer, 0, sizeof layer);
+    memset(&ops, 0, sizeof ops);
+    ops.gemm_bytes = fake_gemm_bytes;
+    ops.attn_bytes = fake_attn_bytes;
+    if (!CHECK_SAY(upipe_plan_init(plan, desc, &err) == UPIPE_OK, "%s", err.text)) return bytes;
+    layer.plan = plan;
+    layer.wq = layer.wk = layer.wv = layer.wo = weight;
+    if (qk_norm) layer.q_gain = layer.k_gain = weight;
+    layer.rope_theta = 10000;
+    scratch = upipe_layer_scratch(&ops, &layer, 1);
+    bytes = upipe_plan_bytes(plan, &scratch);
+    rank = plan->desc.ranks - 1;
+    CHECK(upipe_dry_init(dry, rank, plan->desc.ranks, &ops) == UPIPE_OK);
+    dry->mem.events = events;
+    dry->mem.events_max = EVENTS;
+    if (!CHECK_SAY(upipe_dry_layer(dry, &layer) == UPIPE_OK, "line %d: %s", line, dry->ctx.err.text))
+        return bytes;
+    for (phase = 0; phase < UPIPE_PHASES; ++phase)
+        CHECK_SAY(
+            dry->mem.phase_peak[phase] == bytes.phase[phase],
+            "line %d: %s holds %zu bytes, the plan says %zu (S %lld B %lld C %d H %d/%d d %d D %lld U %d %s%s%s)",
+            line, upipe_phase_name(phase), dry->mem.phase_peak[phase], bytes.phase[phase],
+            (long long)plan->desc.tokens, (long long)plan->desc.batch, plan->desc.ranks, plan->desc.heads,
+            plan->desc.kv_heads, plan->desc.head_dim, (long long)plan->desc.model_dim, plan->desc.chunk,
+            upipe_dtype_name(plan->desc.dtype), plan->desc.naive ? " naive" : "", qk_norm ? " qk norm" : "");
+    CHECK_INT(dry->mem.peak, bytes.peak);
+    CHECK_INT(dry->mem.live, 0);
+    CHECK(dry->mem.need >= dry->mem.peak);
+    CHECK_INT(dry->team.sent_bytes, upipe_plan_sent(plan, 0) + upipe_plan_sent(plan, 1));
+    /* the forward's chunks and exchange buffers, from the trace */
+    before = dry->mem.events_n;
+    CHECK_INT(dry->mem.events_lost, 0);
+    for (i = 0; i < before; ++i)
+        if (dry->mem.events[i].phase >= UPIPE_BWD_BEFORE && dry->mem.events[i].phase != UPIPE_PHASE_OTHER)
+            break;
+    dry->mem.events_n = i;
+    CHECK_INT(upipe_mem_largest(&dry->mem, intermediate, 4), bytes.intermediate_fwd);
+    return bytes;
+}
+
+static upipe_plan_desc shape(int64_t tokens, int ranks, int heads, int kv_heads, int d, int64_t model,
+                             int chunk, upipe_dtype dtype)
+{
+    upipe_plan_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.tokens = tokens;
+    desc.ranks = ranks;
+    desc.heads = heads;
+    desc.kv_heads = kv_heads;
+    desc.head_dim = d;
+    desc.model_dim = model;
+    desc.chunk = chunk;
+    desc.dtype = dtype;
+    return desc;
+}
+
+static void test_random(void)
+{
+    static const int ranks_of[] = {1, 2, 3, 4, 8, 16}, groups[] = {1, 2, 3, 4, 8};
+    test_rng rng;
+    long draws = test_env("UPIPE_DRAWS", 2000), i;
+    int legal = 0;
+    rng.state = (uint64_t)test_env("UPIPE_SEED", 1);
+    for (i = 0; i < draws; ++i) {
+        int ranks = ranks_of[test_below(&rng, 6)], group = groups[test_below(&rng, 5)];
+        int kv = 1 + test_below(&rng, 16), heads = kv * group, chunk;
+        upipe_plan_desc desc;
+        upipe_plan plan;
+        chunk = ranks * (1 + test_below(&rng, heads / ranks + 1));
+        desc = shape((int64_t)ranks * (1 + test_below(&rng, 700)), ranks, heads, kv,
+                     32 + 8 * test_below(&rng, 29), 8 + test_below(&rng, 4000), chunk,
+                     test_below(&rng, 2) ? UPIPE_BF16 : UPIPE_F32);
+        desc.batch = 1 + test_below(&rng, 3);
+        desc.naive = test_below(&rng, 4) == 0;
+        gemm_scratch = (size_t)test_below(&rng, 2) * (size_t)test_below(&rng, 4000000);
+        fwd_scratch = (size_t)test_below(&rng, 2) * (size_t)test_below(&rng, 1000000);
+        bwd_scratch = (size_t)test_below(&rng, 2) * (size_t)test_below(&rng, 1000000);
+        if (upipe_plan_init(&plan, &desc, NULL) != UPIPE_OK) continue;
+        ++legal;
+        compare(&desc, test_below(&rng, 3) == 0, &plan, __LINE__);
+    }
+    CHECK_SAY(legal > draws / 20, "only %d of %ld random plans were legal", legal, draws);
+}
+
+static void test_claims(void)
+{
+    upipe_plan_desc desc;
+    upipe_plan upipe, ulysses;
+    upipe_bytes a, b;
+    double unit;
+    int64_t tokens = 1 << 20;
+    gemm_scratch = fwd_scratch = bwd_scratch = 0;
+
+    /* as many key/value heads as query heads: the forward's chunks and buffers are 1/nu of Ulysses' */
+    desc = shape(tokens, 8, 32, 32, 128, 4096, 8, UPIPE_BF16);
+    a = compare(&desc, 0, &upipe, __LINE__);
+    desc.chunk = 32;
+    b = compare(&desc, 0, &ulysses, __LINE__);
+    CHECK_INT(a.intermediate_fwd * 4, b.intermediate_fwd);
+    CHECK(a.peak < b.peak);
+    desc = shape(tokens, 8, 64, 64, 128, 5120, 8, UPIPE_BF16);
+    a = compare(&desc, 0, &upipe, __LINE__);
+    desc.chunk = 64;
+    b = compare(&desc, 0, &ulysses, __LINE__);
+    CHECK_INT(a.intermediate_fwd * 8, b.intermediate_fwd); /* the paper's 87.5 % */
+
+    /* grouped: (3/nu) / (1 + 2/G), see docs/memory.md */
+    desc = shape(tokens, 8, 32, 8, 128, 4096, 8, UPIPE_BF16);
+    a = compare(&desc, 0, &upipe, __LINE__);
+    desc.chunk = 32;
+    b = compare(&desc, 0, &ulysses, __LINE__);
+    unit = (double)upipe_plan_unit_bytes(&upipe);
+    CHECK_INT(a.intermediate_fwd * 2, b.intermediate_fwd);
+    CHECK_SAY((double)a.phase[UPIPE_BWD_ATTN] <= 5.0 * unit, "Llama3-8B backward peak %.3f units",
+              (double)a.phase[UPIPE_BWD_ATTN] / unit);
+    CHECK_SAY((double)a.peak <= 5.0 * unit, "Llama3-8B peak %.3f units", (double)a.peak / unit);
+    CHECK(a.peak < b.peak);
+    /* the same bytes sent, forward and backward; one unit per rank is (C-1)/C of a tensor */
+    CHECK_INT(upipe_plan_sent(&upipe, 0), upipe_plan_sent(&ulysses, 0));
+    CHECK_INT(upipe_plan_sent(&upipe, 1), upipe_plan_sent(&ulysses, 1));
+    CHECK_INT(upipe_plan_sent(&upipe, 0) * 8, 7 * (int64_t)(2.5 * unit));
+    desc = shape(tokens, 8, 64, 8, 128, 8192, 8, UPIPE_BF16);
+    a = compare(&desc, 0, &upipe, __LINE__);
+    desc.chunk = 64;
+    b = compare(&desc, 0, &ulysses, __LINE__);
+    CHECK_INT(a.intermediate_fwd * 10, b.intermediate_fwd * 3);
+
+    /* naive order: 2 + 2/min(m, G) units instead of 2 + 2/G */
+    desc = shape(tokens, 8, 32, 8, 128, 4096, 8, UPIPE_BF16);
+    desc.naive = 1;
+    compare(&desc, 0, &upipe, __LINE__);
+    CHECK_INT(upipe_plan_sent(&upipe, 0) * 8, 7 * (int64_t)(4 * unit));
+    desc.chunk = 16;
+    compare(&desc, 0, &upipe, __LINE__);
+    CHECK_INT(upipe_plan_sent(&upipe, 0) * 8, 7 * (int64_t)(3 * unit));
+
+    /* more ranks than key/value heads: K and V cost 2 C/H, in Ulysses too */
+    desc = shape(tokens, 16, 32, 4, 128, 4096, 16, UPIPE_BF16);
+    compare(&desc, 0, &upipe, __LINE__);
+    unit = (double)upipe_plan_unit_bytes(&upipe);
+    CHECK_INT(upipe_plan_sent(&upipe, 0) * 16, 15 * (int64_t)(3 * unit));
+    desc.chunk = 32;
+    compare(&desc, 0, &ulysses, __LINE__);
+    CHECK_INT(upipe_plan_sent(&upipe, 0), upipe_plan_sent(&ulysses, 0));
+
+    /* five million tokens, and a batch: sizes beyond 32 bits */
+    desc = shape(5 * tokens, 8, 32, 8, 128, 4096, 8, UPIPE_BF16);
+    desc.batch = 3;
+    compare(&desc, 1, &upipe, __LINE__);
+}
+
+/* A gradient of x beside x, and the output projection around the block: the same pool, the same rules. */
+static void test_surroundings(void)
+{
+    upipe_plan_desc desc = shape(4096, 4, 16, 4, 64, 1024, 4, UPIPE_BF16);
+    upipe_plan plan;
+    upipe_ops ops;
+    upipe_layer layer;
+    upipe_saved save;
+    upipe_grads grads;
+    upipe_plan_scratch scratch;
+    upipe_bytes bytes;
+    void *x, *y, *gx;
+    upipe_view vx, vy, vgx;
+    upipe_ctx *c = &dry->ctx;
+    float weight[1];
+    memset(&ops, 0, sizeof ops);
+    memset(&layer, 0, sizeof layer);
+    memset(&grads, 0, sizeof grads);
+    ops.gemm_bytes = fake_gemm_bytes;
+    ops.attn_bytes = fake_attn_bytes;
+    gemm_scratch = 1000;
+    fwd_scratch = 2000;
+    bwd_scratch = 3000;
+    CHECK(upipe_plan_init(&plan, &desc, NULL) == UPIPE_OK);
+    layer.plan = &plan;
+    layer.wq = layer.wk = layer.wv = layer.wo = weight;
+    CHECK(upipe_dry_init(dry, 1, 4, &ops) == UPIPE_OK);
+    CHECK(upipe_mem_take(c->mem, &x, upipe_plan_unit_bytes(&plan), "x", NULL) == UPIPE_OK);
+    vx = upipe_view_packed(x, UPIPE_BF16, plan.rows, 1, 1024);
+    CHECK_STATUS(upipe_layer_fwd(c, &layer, &save, vx), UPIPE_OK, c->err);
+    CHECK(upipe_mem_take(c->mem, &y, upipe_plan_unit_bytes(&plan), "y", NULL) == UPIPE_OK);
+    vy = upipe_view_packed(y, UPIPE_BF16, plan.rows, 1, 1024);
+    CHECK_STATUS(upipe_layer_out_fwd(c, &layer, vy, &save), UPIPE_OK, c->err);
+    CHECK_STATUS(upipe_layer_out_bwd(c, &layer, &grads, &save, vy), UPIPE_OK, c->err);
+    CHECK(upipe_mem_give(c->mem, y, NULL) == UPIPE_OK);
+    CHECK(upipe_mem_take(c->mem, &gx, upipe_plan_unit_bytes(&plan), "gx", NULL) == UPIPE_OK);
+    vgx = upipe_view_packed(gx, UPIPE_BF16, plan.rows, 1, 1024);
+    CHECK_STATUS(upipe_layer_bwd(c, &layer, vgx, &grads, &save, &save.out, vx), UPIPE_OK, c->err);
+    scratch = upipe_layer_scratch(&ops, &layer, 0);
+    bytes = upipe_plan_bytes(&plan, &scratch);
+    CHECK_INT(dry->mem.phase_peak[UPIPE_BWD_OUT], bytes.phase[UPIPE_BWD_OUT]);
+    CHECK_INT(dry->mem.phase_peak[UPIPE_BWD_ATTN], bytes.phase[UPIPE_BWD_ATTN]);
+    CHECK_INT(dry->mem.phase_peak[UPIPE_BWD_IN], bytes.phase[UPIPE_BWD_IN]);
+    CHECK_STATUS(upipe_saved_free(c, &save), UPIPE_OK, c->err);
+    CHECK_INT(dry->mem.live, 2 * upipe_plan_unit_bytes(&plan));
+    CHECK_STATUS(upipe_layer_bwd(c, &layer, vgx, &grads, &save, &save.out, vx), UPIPE_ERR_ARG, c->err);
+    CHECK_TEXT(c->err.text, "not there");
+    CHECK_STATUS(upipe_dry_init(dry, 0, 100000, &ops), UPIPE_ERR_UNSUPPORTED, c->err);
+}
+
+int main(void)
+{
+    dry = (upipe_dry *)malloc(sizeof *dry);
+    events = (upipe_mem_event *)malloc(EVENTS * sizeof *events);
+    test_random();
+    test_claims();
+    test_surroundings();
+    free(events);
+    free(dry);
+    return test_end("dry");
+}

@@ -1,0 +1,264 @@
+/* test_mem -- the pool: exact counts, cuts, marks, refusals, dry run = real run, trace */
+#include "test.h"
+#include "upipe/upipe_mem.h"
+
+enum { SLAB = 1 << 16, BLOCKS = 64 };
+
+static char slab[SLAB] __attribute__((aligned(256)));
+static upipe_block blocks[BLOCKS], dry_blocks[BLOCKS];
+
+static void test_counts(void)
+{
+    upipe_mem m;
+    upipe_err e;
+    void *a, *b, *c, *none;
+    size_t span = upi_mem_span(1000);
+    upipe_mem_init(&m, slab, SLAB, blocks, BLOCKS);
+    CHECK(upipe_mem_take(&m, &a, 1000, "a", &e) == UPIPE_OK);
+    CHECK(upipe_mem_take(&m, &b, 1, "b", &e) == UPIPE_OK);
+    CHECK(upipe_mem_take(&m, &c, 1000, "c", &e) == UPIPE_OK);
+    CHECK(upipe_mem_take(&m, &none, 0, "none", &e) == UPIPE_OK);
+    CHECK(none == NULL);
+    CHECK(upipe_mem_give(&m, none, &e) == UPIPE_OK);
+    CHECK_INT(m.live, 2001);
+    CHECK_INT(m.peak, 2001);
+    CHECK_INT(m.need, 2 * span + upi_mem_span(1));
+    CHECK_INT((uintptr_t)a % 256 + (uintptr_t)b % 256 + (uintptr_t)c % 256, 0);
+    memset(a, 1, 1000);
+    memset(c, 3, 1000);
+    CHECK(upipe_mem_give(&m, a, &e) == UPIPE_OK);
+    CHECK_STATUS(upipe_mem_give(&m, a, &e), UPIPE_ERR_ARG, e); /* twice */
+    CHECK_TEXT(e.text, "no live block");
+    CHECK_STATUS(upipe_mem_give(&m, slab + 3, &e), UPIPE_ERR_ARG, e);        /* foreign */
+    CHECK_STATUS(upipe_mem_give(&m, (char *)c + 256, &e), UPIPE_ERR_ARG, e); /* inside a block */
+    CHECK_INT(m.live, 1001);
+    CHECK(upipe_mem_take(&m, &a, 900, "again", &e) == UPIPE_OK);
+    CHECK(a == (void *)slab); /* the hole, not the top */
+    CHECK_INT(((char *)c)[999], 3);
+    CHECK_INT(m.need, 2 * span + upi_mem_span(1));
+    CHECK_STATUS(upipe_mem_free(&m, &e), UPIPE_ERR_ARG, e);
+    CHECK_TEXT(e.text, "3 blocks of 1901 bytes live, the first is 'again'");
+    CHECK_STATUS(upipe_mem_free(&m, &e), UPIPE_OK, e);
+}
+
+static void test_best_fit(void)
+{
+    upipe_mem m;
+    void *p[6], *q;
+    int i;
+    static const size_t sizes[] = {4096, 256, 1024, 256, 2048, 256};
+    upipe_mem_init(&m, slab, SLAB, blocks, BLOCKS);
+    for (i = 0; i < 6; ++i) CHECK(upipe_mem_take(&m, &p[i], sizes[i], "p", NULL) == UPIPE_OK);
+    for (i = 0; i < 6; i += 2) CHECK(upipe_mem_give(&m, p[i], NULL) == UPIPE_OK);
+    CHECK(upipe_mem_take(&m, &q, 1000, "q", NULL) == UPIPE_OK);
+    CHECK(q == p[2]); /* the smallest hole that fits */
+    CHECK(upipe_mem_take(&m, &q, 1000, "q", NULL) == UPIPE_OK);
+    CHECK(q == p[4]);
+    upipe_mem_rewind(&m, 0);
+    CHECK_INT(m.live, 0);
+    CHECK(upipe_mem_free(&m, NULL) == UPIPE_OK);
+}
+
+static upipe_status refuse_large(void *user, size_t bytes, const char *tag)
+{
+    (void)tag;
+    return bytes > *(size_t *)user ? UPIPE_ERR_MEMORY : UPIPE_OK;
+}
+
+static void test_refusals(void)
+{
+    upipe_mem m;
+    upipe_err e;
+    void *p, *q;
+    size_t limit = 100;
+    int i;
+    upipe_mem_init(&m, slab, SLAB, blocks, BLOCKS);
+    CHECK_STATUS(upipe_mem_take(&m, &p, SLAB + 1, "huge", &e), UPIPE_ERR_MEMORY, e);
+    CHECK(p == NULL);
+    CHECK_TEXT(e.text, "65537 bytes for 'huge' do not fit: 0 of the slab's 65536 bytes are live");
+    CHECK_STATUS(upipe_mem_take(&m, &p, SIZE_MAX - 10, "absurd", &e), UPIPE_ERR_OVERFLOW, e);
+    CHECK(upipe_mem_take(&m, &p, SLAB / 2, "half", &e) == UPIPE_OK);
+    CHECK_STATUS(upipe_mem_take(&m, &q, SLAB / 2 + 1, "more", &e), UPIPE_ERR_MEMORY, e);
+    CHECK_INT(m.live, SLAB / 2);
+    CHECK(upipe_mem_give(&m, p, &e) == UPIPE_OK);
+    for (i = 0; i < BLOCKS; ++i) CHECK(upipe_mem_take(&m, &p, 1, "small", &e) == UPIPE_OK);
+    CHECK_STATUS(upipe_mem_take(&m, &p, 1, "one more", &e), UPIPE_ERR_MEMORY, e);
+    CHECK_TEXT(e.text, "table of 64 blocks");
+    upipe_mem_rewind(&m, 0);
+    m.guard = refuse_large;
+    m.user = &limit;
+    CHECK(upipe_mem_take(&m, &p, 100, "allowed", &e) == UPIPE_OK);
+    CHECK_STATUS(upipe_mem_take(&m, &q, 101, "denied", &e), UPIPE_ERR_MEMORY, e);
+    CHECK_TEXT(e.text, "guard refused 101 bytes for 'denied'");
+    CHECK(upipe_mem_give(&m, p, &e) == UPIPE_OK);
+    CHECK_STATUS(upipe_mem_free(&m, &e), UPIPE_OK, e);
+}
+
+static void test_marks(void)
+{
+    upipe_mem m;
+    upipe_err e;
+    void *a, *b, *c, *d;
+    int64_t mark;
+    upipe_mem_init(&m, slab, SLAB, blocks, BLOCKS);
+    upipe_mem_take(&m, &a, 10, "a", &e);
+    upipe_mem_take(&m, &b, 20, "b", &e);
+    mark = upipe_mem_mark(&m);
+    upipe_mem_take(&m, &c, 40, "c", &e);
+    upipe_mem_give(&m, b, &e); /* taken before the mark, given after it */
+    upipe_mem_take(&m, &d, 80, "d", &e);
+    CHECK_INT(m.live, 130);
+    upipe_mem_rewind(&m, mark);
+    CHECK_INT(m.live, 10);
+    upipe_mem_take(&m, &c, 40, "c", &e);
+    upipe_mem_quarantine(&m, mark);
+    upipe_mem_rewind(&m, 0);
+    CHECK_INT(m.live, 40);
+    CHECK_INT(m.quarantined, 40);
+    CHECK_STATUS(upipe_mem_give(&m, c, &e), UPIPE_ERR_ARG, e);
+    CHECK_TEXT(e.text, "quarantined");
+    upipe_mem_take(&m, &a, 40, "a", &e);
+    CHECK(a != c);
+    upipe_mem_free(&m, NULL);
+}
+
+/* Random takes and gives: a real pool of exactly the dry pool's need succeeds, with the same cuts; blocks never
+ * overlap, and one byte less fails. */
+static void test_dry(void)
+{
+    long round, rounds = test_env("UPIPE_DRAWS", 2000) / 10 + 1;
+    test_rng rng;
+    rng.state = (uint64_t)test_env("UPIPE_SEED", 1);
+    for (round = 0; round < rounds; ++round) {
+        upipe_mem dry, m;
+        void *p[BLOCKS], *q[BLOCKS];
+        size_t size[BLOCKS], live = 0, peak = 0;
+        uint64_t start = rng.state;
+        int pass, n, i, failed = 0;
+        for (pass = 0; pass < 3; ++pass) {
+            rng.state = start;
+            live = peak = 0;
+            n = 0;
+            if (pass == 0) {
+                upipe_mem_init_dry(&dry, dry_blocks, BLOCKS);
+            } else {
+                if (dry.need > SLAB) break;
+                upipe_mem_init(&m, slab, dry.need - (pass == 2), blocks, BLOCKS);
+            }
+            for (i = 0; i < 200; ++i) {
+                if (n < 40 && test_below(&rng, 5) < 3) {
+                    size[n] = (size_t)(1 + test_below(&rng, 3000));
+                    if (pass == 0) {
+                        CHECK(upipe_mem_take(&dry, &p[n], size[n], "dry", NULL) == UPIPE_OK);
+                    } else {
+                        upipe_status s = upipe_mem_take(&m, &q[n], size[n], "real", NULL);
+                        if (pass == 2 && s != UPIPE_OK) {
+                            failed = 1;
+                            break;
+                        }
+                        if (!CHECK(s == UPIPE_OK)) break;
+                        memset(q[n], n, size[n]);
+                    }
+                    live += size[n];
+                    if (live > peak) peak = live;
+                    ++n;
+                } else if (n > 0) {
+                    int victim = test_below(&rng, n);
+                    live -= size[victim];
+                    if (pass == 0) {
+                        CHECK(upipe_mem_give(&dry, p[victim], NULL) == UPIPE_OK);
+                    } else {
+                        size_t k;
+                        const char *bytes = (const char *)q[victim];
+                        for (k = 1; k < size[victim]; ++k)
+                            if (bytes[k] != bytes[0]) break;
+                        CHECK_SAY(k == size[victim], "block overwritten at byte %zu", k);
+                        CHECK(upipe_mem_give(&m, q[victim], NULL) == UPIPE_OK);
+                    }
+                    --n;
+                    p[victim] = p[n];
+                    q[victim] = q[n];
+                    size[victim] = size[n];
+                }
+            }
+            if (pass == 0) {
+                CHECK_INT(dry.live, live);
+                CHECK_INT(dry.peak, peak);
+            } else if (pass == 1) {
+                CHECK_INT(m.peak, peak);
+                CHECK_INT(m.need, dry.need);
+            } else {
+                CHECK(failed);
+            }
+            if (pass > 0) {
+                upipe_mem_rewind(&m, 0);
+                CHECK(upipe_mem_free(&m, NULL) == UPIPE_OK);
+            }
+        }
+    }
+}
+
+static double clock_step(void *user)
+{
+    return 0.5 * ++*(int *)user;
+}
+
+static void test_trace(void)
+{
+    static upipe_mem_event events[8];
+    static const char *const tags[] = {"a", "c"};
+    upipe_mem m;
+    void *a, *b, *c;
+    char text[4096];
+    size_t n;
+    int ticks = 0;
+    FILE *f = tmpfile();
+    upipe_mem_init(&m, slab, SLAB, blocks, BLOCKS);
+    m.events = events;
+    m.events_max = 8;
+    m.clock = clock_step;
+    m.user = &ticks;
+    upipe_mem_phase(&m, 0, "first");
+    upipe_mem_take(&m, &a, 100, "a", NULL);
+    upipe_mem_take(&m, &b, 50, "b", NULL);
+    upipe_mem_give(&m, a, NULL);
+    upipe_mem_phase(&m, 1, "second");
+    upipe_mem_take(&m, &c, 30, "c", NULL);
+    CHECK_INT(m.phase_peak[0], 150);
+    CHECK_INT(m.phase_peak[1], 80);
+    CHECK_INT(upipe_mem_largest(&m, tags, 2), 100);
+    CHECK_INT(upipe_mem_trace_write(&m, f, 3, 1), 6);
+    rewind(f);
+    n = fread(text, 1, sizeof text - 1, f);
+    text[n] = 0;
+    fclose(f);
+    CHECK_TEXT(text, "{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":3,\"args\":{\"name\":\"rank 3\"}}");
+    CHECK_TEXT(text, ",{\"ph\":\"B\",\"name\":\"first\",\"cat\":\"phase\",\"pid\":3,\"tid\":1,\"ts\":0.000}");
+    CHECK_TEXT(text, "\"ph\":\"b\",\"name\":\"a\",\"cat\":\"block\",\"id\":\"3.1\"");
+    CHECK_TEXT(text, "\"ts\":1500000.000,\"args\":{\"bytes\":50}"); /* live after a went */
+    upipe_mem_give(&m, b, NULL);
+    upipe_mem_give(&m, c, NULL);
+    upipe_mem_take(&m, &a, 1, "late", NULL);
+    CHECK_INT(m.events_lost, 1);
+    upipe_mem_give(&m, a, NULL);
+    CHECK(upipe_mem_free(&m, NULL) == UPIPE_OK);
+    f = fopen("/dev/full", "w");
+    if (f != NULL) {
+        setvbuf(f, NULL, _IONBF, 0);
+        m.events = events;
+        m.events_n = 6;
+        CHECK_INT(upipe_mem_trace_write(&m, f, 0, 1), -1);
+        fclose(f);
+    }
+}
+
+int main(void)
+{
+    test_counts();
+    test_best_fit();
+    test_refusals();
+    test_marks();
+    test_dry();
+    test_trace();
+    return test_end("mem");
+}

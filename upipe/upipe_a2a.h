@@ -1,0 +1,206 @@
+/* upipe_a2a.h -- sequence <-> heads without packing; slots of final_out; sums over ranks        layer 2
+ *
+ * Layouts are chosen so that the exchange only moves whole blocks:
+ *
+ *     send    [blocks][batch][T][m][d]   tokens of this rank; a block holds the m heads that one rank will attend
+ *     heads   [batch][S][m][d]           all tokens of this rank's heads; rank p's tokens begin at p * T
+ *     slots   [stage][rank][batch][T][m][d]     final_out, stage-major: slot i is a send buffer of stage i
+ *
+ * A projection writes the send layout directly (one strided-batched product), and a slot has the size of Q', so it
+ * can hold Q' before it holds O.
+ */
+#ifndef UPIPE_A2A_H
+#define UPIPE_A2A_H
+
+#include "upipe_comm.h"
+#include "upipe_mem.h"
+#include "upipe_ops.h"
+#include "upipe_plan.h"
+
+/* upi_unwind -- after a failure: the team learns of it, and the pool goes back to the mark
+ *
+ * Where a peer may still be reading, no block of this pool may be used again: any of them may be a send buffer.
+ */
+UPIPE_API upipe_status upi_unwind(upipe_ctx *c, upipe_status s, int64_t mark)
+{
+    upipe_comm_abort(c->team, c->err.text);
+    if (c->team != NULL && c->team->quarantine)
+        upipe_mem_quarantine(c->mem, 0);
+    else
+        upipe_mem_rewind(c->mem, mark);
+    return s;
+}
+
+/* upipe_a2a_to_heads -- trade tokens for heads (the paper's inp_all_to_all)
+ *   dst    [batch][ranks][block]   the block from rank r lands at token r * T of its sequence
+ *   src    [blocks][batch][block]  rank p gets block (share.offset + p * share.step) / share.span
+ *   block  bytes of one block and sequence: T * m * d elements, the same on all ranks
+ *   bytes  sends (ranks - 1) * batch * block, receives as many; dst does not overlap src
+ *   order  returns when dst is complete and src is free
+ *   errors as upipe_comm_wait
+ *   paper  sections 3.1 and 3.3
+ */
+UPIPE_API upipe_status upipe_a2a_to_heads(upipe_ctx *c, void *dst, const void *src, size_t block,
+                                          int64_t batch, upipe_share share)
+{
+    upipe_comm *team = c->team;
+    int p;
+    for (p = 0; p < team->ranks; ++p) {
+        upipe_seg *s = &team->list[p];
+        s->peer = p;
+        s->count = batch;
+        s->send = (const char *)src + (size_t)upipe_share_block(share, p) * (size_t)batch * block;
+        s->recv = (char *)dst + (size_t)p * block;
+        s->send_bytes = s->recv_bytes = s->send_step = block;
+        s->recv_step = (size_t)team->ranks * block;
+    }
+    UPIPE_TRY(upipe_comm_start(c, team, team->list, team->ranks));
+    return upipe_comm_wait(c, team);
+}
+
+/* upipe_a2a_to_tokens -- trade heads for tokens (the paper's out_all_to_all)
+ *   dst    [ranks][batch][block]   from rank r: its heads of this rank's tokens, as block r
+ *   src    [batch][ranks][block]   tokens p * T .. of every sequence go to rank p
+ *   block, bytes, order, errors    as upipe_a2a_to_heads
+ */
+UPIPE_API upipe_status upipe_a2a_to_tokens(upipe_ctx *c, void *dst, const void *src, size_t block,
+                                           int64_t batch)
+{
+    upipe_comm *team = c->team;
+    int p;
+    for (p = 0; p < team->ranks; ++p) {
+        upipe_seg *s = &team->list[p];
+        s->peer = p;
+        s->count = batch;
+        s->send = (const char *)src + (size_t)p * block;
+        s->recv = (char *)dst + (size_t)p * (size_t)batch * block;
+        s->send_bytes = s->recv_bytes = s->recv_step = block;
+        s->send_step = (size_t)team->ranks * block;
+    }
+    UPIPE_TRY(upipe_comm_start(c, team, team->list, team->ranks));
+    return upipe_comm_wait(c, team);
+}
+
+enum { UPIPE_SUM_PIECE = 16384 }; /* elements that a rank sums at a time */
+
+UPIPE_API upipe_status upi_a2a_sum(upipe_ctx *c, float *data, int64_t n)
+{
+    upipe_comm *team = c->team;
+    int64_t ranks = team->ranks, base, piece = (n + ranks - 1) / ranks;
+    void *room;
+    int p, used;
+    if (piece > UPIPE_SUM_PIECE) piece = UPIPE_SUM_PIECE;
+    UPIPE_TRY(upipe_mem_take(c->mem, &room, (size_t)(piece * ranks) * 4, "sum", &c->err));
+    for (base = 0; base < n; base += piece * ranks) {
+        /* Each rank collects its piece from all, adds in rank order, and hands the sum round. */
+        int64_t mine = base + team->rank * piece;
+        int64_t mine_n = mine >= n ? 0 : n - mine < piece ? n - mine : piece;
+        for (p = 0, used = 0; p < team->ranks; ++p) {
+            int64_t first = base + p * piece, len = first >= n ? 0 : n - first < piece ? n - first : piece;
+            upipe_seg *s = &team->list[used];
+            if (len == 0 && mine_n == 0) continue;
+            memset(s, 0, sizeof *s);
+            s->peer = p;
+            s->count = 1;
+            s->send = len > 0 ? data + first : NULL;
+            s->send_bytes = (size_t)len * 4;
+            s->recv = (float *)room + p * piece;
+            s->recv_bytes = (size_t)mine_n * 4;
+            ++used;
+        }
+        UPIPE_TRY(upipe_comm_start(c, team, team->list, used));
+        UPIPE_TRY(upipe_comm_wait(c, team));
+        if (mine_n > 0)
+            UPIPE_TRY(c->ops->sum(c, upipe_view_packed(data + mine, UPIPE_F32, 1, 1, (int32_t)mine_n),
+                                  (const float *)room, piece, team->ranks, 0));
+        for (p = 0, used = 0; p < team->ranks; ++p) {
+            int64_t first = base + p * piece, len = first >= n ? 0 : n - first < piece ? n - first : piece;
+            upipe_seg *s = &team->list[used];
+            if (p == team->rank || (len == 0 && mine_n == 0)) continue;
+            memset(s, 0, sizeof *s);
+            s->peer = p;
+            s->count = 1;
+            s->send = mine_n > 0 ? data + mine : NULL;
+            s->send_bytes = (size_t)mine_n * 4;
+            s->recv = len > 0 ? data + first : NULL;
+            s->recv_bytes = (size_t)len * 4;
+            ++used;
+        }
+        UPIPE_TRY(upipe_comm_start(c, team, team->list, used));
+        UPIPE_TRY(upipe_comm_wait(c, team));
+    }
+    return upipe_mem_give(c->mem, room, &c->err);
+}
+
+/* upipe_a2a_sum -- every rank gets the sum over ranks, added in rank order: the same bits on all, on every transport
+ *   data    n f32 elements, the same n on all ranks; replaced by the sum
+ *   bytes   sends 2 * 4 * n * (ranks - 1) / ranks; takes min(n/ranks, UPIPE_SUM_PIECE) * ranks * 4 from the pool
+ *   errors  as upipe_comm_wait, MEMORY
+ */
+UPIPE_API upipe_status upipe_a2a_sum(upipe_ctx *c, float *data, int64_t n)
+{
+    int64_t mark = upipe_mem_mark(c->mem);
+    upipe_status s;
+    if (n < 1 || c->team->ranks == 1) return UPIPE_OK;
+    s = upi_a2a_sum(c, data, n);
+    return s == UPIPE_OK ? UPIPE_OK : upi_unwind(c, s, mark);
+}
+
+/* ---- slots ---- */
+
+enum { UPIPE_SLOT_EMPTY, UPIPE_SLOT_LENT, UPIPE_SLOT_FULL };
+
+/* upipe_slots -- final_out or its gradient, [stage][rank][batch][T][m][d], with the state of each slot
+ *
+ *   EMPTY  lend   LENT   fill   FULL   drain   EMPTY
+ *
+ * Forward: slot i is lent to Q', then filled with O. Backward: the slot of dO is drained as dO leaves, and lent to dQ.
+ */
+typedef struct upipe_slots {
+    char *data;
+    size_t slot_bytes;
+    int n;
+    unsigned char state[UPIPE_STAGES_MAX];
+} upipe_slots;
+
+/* n slots of slot_bytes each at data, all in the given state. */
+UPIPE_API void upipe_slots_init(upipe_slots *s, void *data, size_t slot_bytes, int n, int state)
+{
+    memset(s, 0, sizeof *s);
+    s->data = (char *)data;
+    s->slot_bytes = slot_bytes;
+    s->n = n;
+    memset(s->state, state, (size_t)n);
+}
+
+UPIPE_API upipe_status upi_slot_move(upipe_slots *s, int i, int from, int to, void **out, upipe_err *e)
+{
+    static const char *const names[] = {"empty", "lent", "full"};
+    if (out != NULL) *out = NULL;
+    if (i < 0 || i >= s->n) return upi_fail(e, UPIPE_ERR_ARG, "slot %d of %d", i, s->n);
+    if (s->state[i] != from)
+        return upi_fail(e, UPIPE_ERR_ARG, "slot %d is %s, not %s", i, names[s->state[i]], names[from]);
+    s->state[i] = (unsigned char)to;
+    if (out != NULL) *out = s->data + (size_t)i * s->slot_bytes;
+    return UPIPE_OK;
+}
+
+/* The empty slot's space, to be written. Errors: ARG where the slot is not empty. */
+UPIPE_API upipe_status upipe_slot_lend(upipe_slots *s, int i, void **out, upipe_err *e)
+{
+    return upi_slot_move(s, i, UPIPE_SLOT_EMPTY, UPIPE_SLOT_LENT, out, e);
+}
+
+/* The lent slot holds its result now. Errors: ARG where the slot is not lent. */
+UPIPE_API upipe_status upipe_slot_fill(upipe_slots *s, int i, upipe_err *e)
+{
+    return upi_slot_move(s, i, UPIPE_SLOT_LENT, UPIPE_SLOT_FULL, NULL, e);
+}
+
+/* The full slot's contents, read for the last time; it is empty from now on. Errors: ARG where it is not full. */
+UPIPE_API upipe_status upipe_slot_drain(upipe_slots *s, int i, void **out, upipe_err *e)
+{
+    return upi_slot_move(s, i, UPIPE_SLOT_FULL, UPIPE_SLOT_EMPTY, out, e);
+}
+
+#endif

@@ -1,0 +1,168 @@
+/* upipe_base.h -- status and error, data types, the tensor view, the context        layer 0, includes nothing of upipe
+ *
+ * Every call returns a upipe_status. A failed call leaves its reason, with the numbers that disagreed, in a
+ * upipe_err: by value in the context, or where the caller points to. Nothing here prints, exits or keeps state.
+ *
+ *     upipe_ctx ctx = {0};
+ *     upipe_status s = upipe_layer_fwd(&ctx, ...);
+ *     if (s) fprintf(stderr, "%s: %s\n", upipe_status_name(s), ctx.err.text);
+ */
+#ifndef UPIPE_BASE_H
+#define UPIPE_BASE_H
+
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+
+#define UPIPE_VERSION_MAJOR 0
+#define UPIPE_VERSION_MINOR 1
+
+/* Header-only: every function is private to the unit that includes it, used there or not. */
+#define UPIPE_API static inline __attribute__((unused))
+
+/* clang-format off */
+#define UPIPE_STATUS_LIST(X)                                                                                 \
+    X(UPIPE_OK,              "ok")                                                                           \
+    X(UPIPE_ERR_ARG,         "invalid argument")      /* the call breaks its documented contract          */ \
+    X(UPIPE_ERR_UNSUPPORTED, "unsupported")           /* a legal wish that this version does not honour   */ \
+    X(UPIPE_ERR_OVERFLOW,    "size overflow")         /* a product of dimensions leaves 63 bits           */ \
+    X(UPIPE_ERR_MEMORY,      "out of memory")         /* the pool has no room for the block               */ \
+    X(UPIPE_ERR_MISMATCH,    "ranks disagree")        /* two ranks run different plans or different calls */ \
+    X(UPIPE_ERR_TIMEOUT,     "deadline passed")       /* a peer did not come in time                      */ \
+    X(UPIPE_ERR_ABORTED,     "aborted")               /* some rank gave up, or failed before              */ \
+    X(UPIPE_ERR_BACKEND,     "backend error")         /* the device library's own error; its text follows */
+/* clang-format on */
+
+typedef enum upipe_status {
+#define UPI_STATUS_ENUM(name, text) name,
+    UPIPE_STATUS_LIST(UPI_STATUS_ENUM)
+#undef UPI_STATUS_ENUM
+} upipe_status;
+
+/* "out of memory" and so on; never NULL. */
+UPIPE_API const char *upipe_status_name(upipe_status s)
+{
+    switch (s) {
+#define UPI_STATUS_CASE(name, text) \
+    case name:                      \
+        return text;
+        UPIPE_STATUS_LIST(UPI_STATUS_CASE)
+#undef UPI_STATUS_CASE
+    }
+    return "unknown status";
+}
+
+typedef struct upipe_err {
+    char text[256]; /* one sentence, empty after success */
+    upipe_status status;
+} upipe_err;
+
+/* Notes a failure in e (which may be NULL) and returns s, so that a function can `return upi_fail(...)`. */
+__attribute__((unused, format(printf, 3, 4))) static inline upipe_status upi_fail(upipe_err *e,
+                                                                                  upipe_status s,
+                                                                                  const char *format, ...)
+{
+    if (e != NULL) {
+        va_list args;
+        va_start(args, format);
+        vsnprintf(e->text, sizeof e->text, format, args);
+        va_end(args);
+        e->status = s;
+    }
+    return s;
+}
+
+#define UPIPE_TRY(call)                            \
+    do {                                           \
+        upipe_status upi_try_ = (call);            \
+        if (upi_try_ != UPIPE_OK) return upi_try_; \
+    } while (0)
+
+typedef enum upipe_dtype { UPIPE_F32, UPIPE_BF16 } upipe_dtype;
+
+UPIPE_API size_t upipe_dtype_bytes(upipe_dtype t)
+{
+    return t == UPIPE_F32 ? 4 : 2;
+}
+
+UPIPE_API const char *upipe_dtype_name(upipe_dtype t)
+{
+    return t == UPIPE_F32 ? "f32" : "bf16";
+}
+
+/* upipe_view -- n tokens x h heads x d contiguous elements; steps count elements, not bytes
+ *
+ * Element (i, j, k) lies at data + i * n_step + j * h_step + k. A matrix is a view with h = 1. In a batched
+ * matrix product j counts the matrices. Statistics of a row (log-sum-exp, delta) are views with d = 1.
+ */
+typedef struct upipe_view {
+    void *data;
+    int64_t n, n_step, h_step;
+    int32_t h, d;
+    upipe_dtype dtype;
+} upipe_view;
+
+UPIPE_API upipe_view upipe_view_make(void *data, upipe_dtype dtype, int64_t n, int64_t n_step, int32_t h,
+                                     int64_t h_step, int32_t d)
+{
+    upipe_view v;
+    v.data = data;
+    v.n = n;
+    v.n_step = n_step;
+    v.h_step = h_step;
+    v.h = h;
+    v.d = d;
+    v.dtype = dtype;
+    return v;
+}
+
+/* A packed [n][h][d] tensor. */
+UPIPE_API upipe_view upipe_view_packed(void *data, upipe_dtype dtype, int64_t n, int32_t h, int32_t d)
+{
+    return upipe_view_make(data, dtype, n, (int64_t)h * d, h, d, d);
+}
+
+/* Address of element (i, j, 0). */
+UPIPE_API void *upipe_view_at(upipe_view v, int64_t i, int32_t j)
+{
+    return (char *)v.data + (i * v.n_step + j * v.h_step) * (int64_t)upipe_dtype_bytes(v.dtype);
+}
+
+/* The same tensor from token `first` on, n tokens long. */
+UPIPE_API upipe_view upipe_view_rows(upipe_view v, int64_t first, int64_t n)
+{
+    v.data = upipe_view_at(v, first, 0);
+    v.n = n;
+    return v;
+}
+
+struct upipe_ops;  /* upipe_ops.h: the compute table */
+struct upipe_mem;  /* upipe_mem.h: the pool */
+struct upipe_comm; /* upipe_comm.h: a communicator */
+
+/* upipe_ctx -- everything a call may use, owned by the host, one per rank
+ *   ops     compute table, shared by all ranks, constant while in use
+ *   mem     pool of this rank; activations and scratch come from it
+ *   team    the C ranks that trade tokens for heads
+ *   ring    the R ranks of ring attention; NULL without one
+ *   stream  handed to every entry of the table (a cudaStream_t for CUDA; the CPU backend has no use for it)
+ *   user    the host's own; the library never looks at it
+ *   err     the last failure
+ */
+typedef struct upipe_ctx {
+    const struct upipe_ops *ops;
+    struct upipe_mem *mem;
+    struct upipe_comm *team, *ring;
+    void *stream, *user;
+    upipe_err err;
+} upipe_ctx;
+
+/* out = a * b in 63 bits; false on overflow or a negative factor. */
+UPIPE_API int upi_mul(int64_t *out, int64_t a, int64_t b)
+{
+    return a >= 0 && b >= 0 && !__builtin_mul_overflow(a, b, out);
+}
+
+#endif

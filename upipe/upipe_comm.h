@@ -1,0 +1,293 @@
+/* upipe_comm.h -- the transport table, and the one-rank team        layer 1, includes upipe_base.h
+ *
+ * One verb moves data: an exchange of segments. Rank r lists what it sends to and receives from whom; k-th
+ * send from r to p meets k-th receive at p from r. All-to-all, shift and gather are lists.
+ *
+ *     upipe_comm_start(ctx, ctx->team, segments, n);   every rank of the team, in the same order
+ *     ...                                              buffers of the list are the transport's until
+ *     upipe_comm_wait(ctx, ctx->team);                 ... it returns
+ *
+ * No call blocks past the deadline. After the first failure the communicator is poisoned on every rank: later
+ * calls return UPIPE_ERR_ABORTED at once, with the first failure's reason. The library adopts communicators;
+ * the transport's header makes and frees them (net/).
+ */
+#ifndef UPIPE_COMM_H
+#define UPIPE_COMM_H
+
+#include "upipe_base.h"
+
+/* upipe_seg -- one peer's part of an exchange: `count` blocks each way
+ *   send  block i at send + i * send_step; recv likewise. Steps and bytes in bytes. NULL with 0 bytes: no such part.
+ *   peer  may be the rank itself: a local copy.
+ */
+typedef struct upipe_seg {
+    const void *send;
+    void *recv;
+    size_t send_bytes, recv_bytes; /* of one block */
+    size_t send_step, recv_step;   /* between blocks */
+    int64_t count;                 /* blocks, the same on both sides */
+    int peer;
+} upipe_seg;
+
+struct upipe_comm;
+
+/* What a transport implements; use the upipe_comm_* functions, which check and count. */
+typedef struct upipe_comm_ops {
+    const char *name;
+    upipe_status (*start)(upipe_ctx *c, struct upipe_comm *comm, const upipe_seg *list, int n);
+    upipe_status (*wait)(upipe_ctx *c, struct upipe_comm *comm);
+    upipe_status (*barrier)(upipe_ctx *c, struct upipe_comm *comm);
+    /* all[r * n + i] = value i of rank r; host memory, n <= UPIPE_GATHER_MAX. */
+    upipe_status (*gather)(upipe_ctx *c, struct upipe_comm *comm, int64_t *all, const int64_t *mine, int n);
+    void (*abort)(struct upipe_comm *comm, const char *why);
+} upipe_comm_ops;
+
+enum { UPIPE_GATHER_MAX = 32, UPIPE_AGREED_MAX = 4 };
+
+typedef struct upipe_comm {
+    upipe_comm_ops ops;
+    void *impl;          /* the transport's own */
+    upipe_seg *list;     /* room for 2 * ranks segments, for the calls that build lists */
+    int64_t *gathered;   /* room for ranks * UPIPE_GATHER_MAX numbers, for upipe_comm_agree */
+    int64_t sent_bytes;  /* handed to other ranks so far; a copy to the rank itself does not count */
+    int64_t moved_bytes; /* counted by the transport as it receives from other ranks */
+    double deadline;     /* seconds that one call may wait for its peers */
+    uint64_t
+        agreed[UPIPE_AGREED_MAX]; /* fingerprints of the descriptions that all ranks were seen to share */
+    int agreed_next;
+    int rank, ranks;
+    int started;    /* an exchange is between start and wait */
+    int quarantine; /* a peer may still touch the buffers of a failed exchange: do not recycle them */
+} upipe_comm;
+
+#define UPIPE_DEADLINE_DEFAULT 30.0
+
+/* upipe_comm_abort -- give up on behalf of the whole team; every rank's present and later calls fail with `why` */
+UPIPE_API void upipe_comm_abort(upipe_comm *comm, const char *why)
+{
+    if (comm != NULL && comm->ops.abort != NULL) comm->ops.abort(comm, why);
+}
+
+/* upipe_comm_start -- post an exchange and return; the lists of all ranks must fit each other
+ *   list    n segments; read until upipe_comm_wait returns
+ *   order   one exchange at a time; send buffers must be complete on ctx->stream before
+ *   errors  ARG (a peer outside the team, an exchange already started), ABORTED, TIMEOUT
+ */
+UPIPE_API upipe_status upipe_comm_start(upipe_ctx *c, upipe_comm *comm, const upipe_seg *list, int n)
+{
+    int i;
+    int64_t bytes = 0;
+    if (comm->started) return upi_fail(&c->err, UPIPE_ERR_ARG, "an exchange is already started on this team");
+    for (i = 0; i < n; ++i) {
+        if (list[i].peer < 0 || list[i].peer >= comm->ranks)
+            return upi_fail(&c->err, UPIPE_ERR_ARG, "segment %d names rank %d of a team of %d", i,
+                            list[i].peer, comm->ranks);
+        if (list[i].count < 1)
+            return upi_fail(&c->err, UPIPE_ERR_ARG, "segment %d has %lld blocks", i,
+                            (long long)list[i].count);
+        if (list[i].peer != comm->rank) bytes += (int64_t)list[i].send_bytes * list[i].count;
+    }
+    UPIPE_TRY(comm->ops.start(c, comm, list, n));
+    comm->sent_bytes += bytes;
+    comm->started = 1;
+    return UPIPE_OK;
+}
+
+/* upipe_comm_wait -- the started exchange is complete: all received, all sent buffers free again
+ *   errors  TIMEOUT (the sentence names the rank that is missing), MISMATCH (lists that do not fit), ABORTED;
+ *           comm->quarantine is then set if a peer may still read the send buffers
+ */
+UPIPE_API upipe_status upipe_comm_wait(upipe_ctx *c, upipe_comm *comm)
+{
+    if (!comm->started) return upi_fail(&c->err, UPIPE_ERR_ARG, "no exchange is started on this team");
+    comm->started = 0;
+    return comm->ops.wait(c, comm);
+}
+
+/* upipe_comm_barrier -- returns when every rank of the team has called it. Errors as upipe_comm_wait. */
+UPIPE_API upipe_status upipe_comm_barrier(upipe_ctx *c, upipe_comm *comm)
+{
+    return comm->ops.barrier(c, comm);
+}
+
+/* upipe_comm_shift_start -- send `bytes` at src to rank + step, receive as many into dst from rank - step
+ *   step    any whole number, taken modulo the ranks; a step of 0 copies locally
+ *   order   complete after upipe_comm_wait
+ */
+UPIPE_API upipe_status upipe_comm_shift_start(upipe_ctx *c, upipe_comm *comm, void *dst, const void *src,
+                                              size_t bytes, int step)
+{
+    upipe_seg *s = comm->list;
+    int ranks = comm->ranks, forth = ((comm->rank + step) % ranks + ranks) % ranks;
+    int back = ((comm->rank - step) % ranks + ranks) % ranks;
+    memset(s, 0, 2 * sizeof *s);
+    s[0].send = src;
+    s[0].send_bytes = bytes;
+    s[1].recv = dst;
+    s[1].recv_bytes = bytes;
+    s[0].count = s[1].count = 1;
+    s[0].peer = forth;
+    s[1].peer = back;
+    return upipe_comm_start(c, comm, s, 2);
+}
+
+/* One line of a description that all ranks must share. */
+typedef struct upipe_field {
+    const char *name;
+    int64_t value;
+} upipe_field;
+
+/* upipe_comm_agree -- all ranks compare descriptions; collective at the first call with this description, then free
+ *   fields  n <= UPIPE_GATHER_MAX named numbers
+ *   errors  MISMATCH on every rank where any rank differs: the sentence names the field, the rank and both values;
+ *           others as upipe_comm_wait
+ */
+UPIPE_API upipe_status upipe_comm_agree(upipe_ctx *c, upipe_comm *comm, const upipe_field *fields, int n)
+{
+    int64_t mine[UPIPE_GATHER_MAX], *all = comm->gathered;
+    uint64_t print = 1469598103934665603u; /* FNV-1a over the values */
+    int i, r;
+    if (n > UPIPE_GATHER_MAX)
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "%d fields to compare, at most %d", n, UPIPE_GATHER_MAX);
+    for (i = 0; i < n; ++i) {
+        int b;
+        mine[i] = fields[i].value;
+        for (b = 0; b < 64; b += 8) print = (print ^ (((uint64_t)mine[i] >> b) & 255)) * 1099511628211u;
+    }
+    for (i = 0; i < UPIPE_AGREED_MAX; ++i)
+        if (comm->agreed[i] == print) return UPIPE_OK;
+    UPIPE_TRY(comm->ops.gather(c, comm, all, mine, n));
+    for (r = 1; r < comm->ranks; ++r) {
+        for (i = 0; i < n; ++i) {
+            if (all[r * n + i] == all[i]) continue;
+            upi_fail(&c->err, UPIPE_ERR_MISMATCH, "%s is %lld on rank 0 and %lld on rank %d", fields[i].name,
+                     (long long)all[i], (long long)all[r * n + i], r);
+            upipe_comm_abort(comm, c->err.text);
+            return UPIPE_ERR_MISMATCH;
+        }
+    }
+    comm->agreed[comm->agreed_next] = print;
+    comm->agreed_next = (comm->agreed_next + 1) % UPIPE_AGREED_MAX;
+    return UPIPE_OK;
+}
+
+/* ---- teams without a transport ---- */
+
+/* What a team of one needs besides its upipe_comm; the host keeps both alive. */
+typedef struct upipe_comm_self_room {
+    upipe_seg list[2];
+    int64_t gathered[UPIPE_GATHER_MAX];
+    upipe_status (*copy)(upipe_ctx *c, void *dst, const void *src, size_t bytes);
+    const upipe_seg *posted;
+    int posted_n;
+} upipe_comm_self_room;
+
+UPIPE_API upipe_status upi_self_start(upipe_ctx *c, upipe_comm *comm, const upipe_seg *list, int n)
+{
+    upipe_comm_self_room *room = (upipe_comm_self_room *)comm->impl;
+    (void)c;
+    room->posted = list;
+    room->posted_n = n;
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_self_wait(upipe_ctx *c, upipe_comm *comm)
+{
+    upipe_comm_self_room *room = (upipe_comm_self_room *)comm->impl;
+    const upipe_seg *list = room->posted;
+    int n = room->posted_n, from = 0, to = 0;
+    for (;;) {
+        int64_t i;
+        while (from < n && list[from].send_bytes == 0) ++from;
+        while (to < n && list[to].recv_bytes == 0) ++to;
+        if (from == n && to == n) return UPIPE_OK;
+        if (from == n || to == n || list[from].send_bytes != list[to].recv_bytes ||
+            list[from].count != list[to].count)
+            return upi_fail(&c->err, UPIPE_ERR_MISMATCH,
+                            "rank 0 sends itself blocks that it does not receive");
+        for (i = 0; i < list[from].count; ++i)
+            UPIPE_TRY(room->copy(c, (char *)list[to].recv + (size_t)i * list[to].recv_step,
+                                 (const char *)list[from].send + (size_t)i * list[from].send_step,
+                                 list[from].send_bytes));
+        ++from;
+        ++to;
+    }
+}
+
+UPIPE_API upipe_status upi_self_barrier(upipe_ctx *c, upipe_comm *comm)
+{
+    (void)c;
+    (void)comm;
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_self_gather(upipe_ctx *c, upipe_comm *comm, int64_t *all, const int64_t *mine,
+                                       int n)
+{
+    (void)c;
+    (void)comm;
+    memcpy(all, mine, (size_t)n * sizeof *all);
+    return UPIPE_OK;
+}
+
+/* upipe_comm_self -- a team of one rank
+ *   room    caller's, kept as long as comm
+ *   copy    how bytes move: the compute table's copy entry
+ */
+UPIPE_API void upipe_comm_self(upipe_comm *comm, upipe_comm_self_room *room,
+                               upipe_status (*copy)(upipe_ctx *c, void *dst, const void *src, size_t bytes))
+{
+    memset(comm, 0, sizeof *comm);
+    memset(room, 0, sizeof *room);
+    room->copy = copy;
+    comm->ops.name = "self";
+    comm->ops.start = upi_self_start;
+    comm->ops.wait = upi_self_wait;
+    comm->ops.barrier = upi_self_barrier;
+    comm->ops.gather = upi_self_gather;
+    comm->impl = room;
+    comm->list = room->list;
+    comm->gathered = room->gathered;
+    comm->deadline = UPIPE_DEADLINE_DEFAULT;
+    comm->ranks = 1;
+}
+
+UPIPE_API upipe_status upi_dry_start(upipe_ctx *c, upipe_comm *comm, const upipe_seg *list, int n)
+{
+    (void)c;
+    (void)comm;
+    (void)list;
+    (void)n;
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_dry_gather(upipe_ctx *c, upipe_comm *comm, int64_t *all, const int64_t *mine,
+                                      int n)
+{
+    int r;
+    (void)c;
+    for (r = 0; r < comm->ranks; ++r) memcpy(all + (size_t)r * (size_t)n, mine, (size_t)n * sizeof *all);
+    return UPIPE_OK;
+}
+
+/* upipe_comm_dry -- rank `rank` of a team that moves nothing and agrees with everything: for dry runs, which
+ *                   count bytes sent and memory
+ *   list      room for 2 * ranks segments
+ *   gathered  room for ranks * UPIPE_GATHER_MAX numbers
+ */
+UPIPE_API void upipe_comm_dry(upipe_comm *comm, int rank, int ranks, upipe_seg *list, int64_t *gathered)
+{
+    memset(comm, 0, sizeof *comm);
+    comm->ops.name = "dry";
+    comm->ops.start = upi_dry_start;
+    comm->ops.wait = upi_self_barrier;
+    comm->ops.barrier = upi_self_barrier;
+    comm->ops.gather = upi_dry_gather;
+    comm->list = list;
+    comm->gathered = gathered;
+    comm->deadline = UPIPE_DEADLINE_DEFAULT;
+    comm->rank = rank;
+    comm->ranks = ranks;
+}
+
+#endif

@@ -1,0 +1,175 @@
+/* upipe_dry.h -- what will a run need? The real code over a dry pool, a dry team and operations that do nothing   layer 5
+ *
+ *     upipe_dry *dry = malloc(sizeof *dry);              about 150 KB: too much for some stacks
+ *     upipe_dry_init(dry, 0, plan.desc.ranks, &ops);     then any code may run with &dry->ctx
+ *     upipe_dry_layer(dry, &layer);                      one block, forward and backward
+ *     dry->mem.need                                      slab bytes, with alignment and holes
+ *     dry->mem.peak, dry->mem.phase_peak[]               live bytes, to be compared with upipe_plan_bytes
+ *     dry->team.sent_bytes
+ *
+ * Sizes are those of the given compute table: its *_bytes entries are asked as in the real run.
+ */
+#ifndef UPIPE_DRY_H
+#define UPIPE_DRY_H
+
+#include "upipe_layer.h"
+#include "upipe_out.h"
+
+enum { UPIPE_DRY_RANKS_MAX = 512, UPIPE_DRY_BLOCKS_MAX = 1024 };
+
+typedef struct upipe_dry {
+    upipe_ctx ctx;
+    upipe_mem mem;
+    upipe_comm team;
+    upipe_ops ops;
+    upipe_block blocks[UPIPE_DRY_BLOCKS_MAX];
+    upipe_seg list[2 * UPIPE_DRY_RANKS_MAX];
+    int64_t gathered[UPIPE_DRY_RANKS_MAX * UPIPE_GATHER_MAX];
+} upipe_dry;
+
+UPIPE_API upipe_status upi_dry_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
+{
+    (void)c;
+    (void)dst;
+    (void)src;
+    (void)bytes;
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_dry_zero(upipe_ctx *c, void *dst, size_t bytes)
+{
+    (void)c;
+    (void)dst;
+    (void)bytes;
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_dry_cast(upipe_ctx *c, upipe_view dst, upipe_view src)
+{
+    (void)c;
+    (void)dst;
+    (void)src;
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_dry_gemm(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags,
+                                    void *work, size_t work_bytes)
+{
+    size_t need = c->ops->gemm_bytes(c->ops, out, a, b, flags);
+    (void)work;
+    if (work_bytes < need)
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "a product needs %zu bytes of scratch, not %zu", need,
+                        work_bytes);
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_dry_attn_fwd(upipe_ctx *c, const upipe_attn *a)
+{
+    (void)c;
+    (void)a;
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_dry_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
+{
+    (void)c;
+    (void)g;
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_dry_rope(upipe_ctx *c, const upipe_rope *r)
+{
+    (void)c;
+    (void)r;
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_dry_headnorm(upipe_ctx *c, upipe_view x, const float *gain, float eps)
+{
+    (void)c;
+    (void)x;
+    (void)gain;
+    (void)eps;
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_dry_headnorm_bwd(upipe_ctx *c, upipe_view dy, upipe_view x, const float *gain,
+                                            float eps, float *dgain)
+{
+    (void)dy;
+    (void)dgain;
+    return upi_dry_headnorm(c, x, gain, eps);
+}
+
+UPIPE_API upipe_status upi_dry_rowdot(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b)
+{
+    (void)out;
+    return upi_dry_cast(c, a, b);
+}
+
+UPIPE_API upipe_status upi_dry_sum(upipe_ctx *c, upipe_view dst, const float *src, int64_t step, int count,
+                                   int accumulate)
+{
+    (void)c;
+    (void)dst;
+    (void)src;
+    (void)step;
+    (void)count;
+    (void)accumulate;
+    return UPIPE_OK;
+}
+
+/* upipe_dry_init -- rank `rank` of `ranks`, with the sizes of the given table
+ *   errors  UNSUPPORTED for more than UPIPE_DRY_RANKS_MAX ranks
+ */
+UPIPE_API upipe_status upipe_dry_init(upipe_dry *dry, int rank, int ranks, const upipe_ops *ops)
+{
+    memset(dry, 0, sizeof *dry);
+    if (ranks < 1 || ranks > UPIPE_DRY_RANKS_MAX)
+        return upi_fail(&dry->ctx.err, UPIPE_ERR_UNSUPPORTED, "a dry run of %d ranks, at most %d", ranks,
+                        UPIPE_DRY_RANKS_MAX);
+    upipe_mem_init_dry(&dry->mem, dry->blocks, UPIPE_DRY_BLOCKS_MAX);
+    upipe_comm_dry(&dry->team, rank, ranks, dry->list, dry->gathered);
+    dry->ops = *ops;
+    dry->ops.copy = upi_dry_copy;
+    dry->ops.zero = upi_dry_zero;
+    dry->ops.cast = upi_dry_cast;
+    dry->ops.gemm = upi_dry_gemm;
+    dry->ops.attn_fwd = upi_dry_attn_fwd;
+    dry->ops.attn_bwd = upi_dry_attn_bwd;
+    dry->ops.rope = upi_dry_rope;
+    dry->ops.headnorm = upi_dry_headnorm;
+    dry->ops.headnorm_bwd = upi_dry_headnorm_bwd;
+    dry->ops.rowdot = upi_dry_rowdot;
+    dry->ops.sum = upi_dry_sum;
+    dry->ctx.ops = &dry->ops;
+    dry->ctx.mem = &dry->mem;
+    dry->ctx.team = &dry->team;
+    return UPIPE_OK;
+}
+
+/* upipe_dry_layer -- x, one forward, a gradient of O, one backward with dX in x's place: the setting of the paper's
+ *                    tables. Pool, bytes sent and phase peaks are in dry afterwards.
+ *   errors  those of upipe_layer_fwd and upipe_layer_bwd but for transport and memory
+ */
+UPIPE_API upipe_status upipe_dry_layer(upipe_dry *dry, const upipe_layer *l)
+{
+    upipe_ctx *c = &dry->ctx;
+    upipe_saved save;
+    upipe_slots gout;
+    upipe_grads grads;
+    float *const weight = (float *)dry->mem.slab; /* asked for its gradient, never touched */
+    void *data;
+    upipe_view x;
+    grads.wq = grads.wk = grads.wv = grads.wo = weight;
+    grads.q_gain = grads.k_gain = weight;
+    UPIPE_TRY(upipe_mem_take(c->mem, &data, upipe_plan_unit_bytes(l->plan), "x", &c->err));
+    x = upipe_view_packed(data, l->plan->desc.dtype, l->plan->rows, 1, (int32_t)l->plan->desc.model_dim);
+    UPIPE_TRY(upipe_layer_fwd(c, l, &save, x));
+    UPIPE_TRY(upipe_layer_slots_take(c, l, &gout, UPIPE_SLOT_FULL, "gout"));
+    UPIPE_TRY(upipe_layer_bwd(c, l, x, &grads, &save, &gout, x));
+    UPIPE_TRY(upipe_mem_give(c->mem, gout.data, &c->err));
+    return upipe_mem_give(c->mem, data, &c->err);
+}
+
+#endif

@@ -1,0 +1,349 @@
+/* upipe_mem.h -- a slab pool that counts to the byte        layer 1, includes upipe_base.h
+ *
+ * The host brings one slab and a table of blocks; nothing is ever allocated here. Blocks are cut best fit, the
+ * space above the highest block last, so that a dry run and the real run make the same cuts.
+ *
+ *     upipe_mem m;
+ *     upipe_mem_init(&m, slab, bytes, blocks, 64);       or upipe_mem_init_dry(&m, blocks, 64)
+ *     upipe_mem_take(&m, &p, n, "q_send", &err);  ...  upipe_mem_give(&m, p, &err);
+ *
+ *     int64_t mark = upipe_mem_mark(&m);                 after a failure: all that was taken since goes back
+ *     upipe_mem_rewind(&m, mark);
+ *
+ * Two numbers: `live` and `peak` sum the bytes asked for, exactly; `need` is the end of the highest block ever,
+ * the slab that this sequence of takes requires, with alignment and holes. A dry pool has no slab: it hands out
+ * addresses that must not be touched and finds both numbers for runs of any size.
+ *
+ * Under AddressSanitizer free space and the tails of blocks are poisoned, and a red zone follows each block; it
+ * counts in `need`, not in `live`.
+ */
+#ifndef UPIPE_MEM_H
+#define UPIPE_MEM_H
+
+#include "upipe_base.h"
+
+#if defined(__SANITIZE_ADDRESS__)
+#define UPI_MEM_ASAN 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define UPI_MEM_ASAN 1
+#endif
+#endif
+#ifdef UPI_MEM_ASAN
+#include <sanitizer/asan_interface.h>
+#endif
+
+enum {
+    UPIPE_MEM_ALIGN = 256,    /* bytes; every block starts on a multiple of it from the slab's start */
+    UPIPE_MEM_PHASES_MAX = 16 /* phases whose peaks are kept */
+};
+
+/* One live block. */
+typedef struct upipe_block {
+    size_t offset, bytes, span; /* from the slab's start; asked for; occupied */
+    int64_t serial;             /* 1 for the first take of the pool's life */
+    const char *tag;            /* the caller's, kept by address */
+    int quarantined;
+} upipe_block;
+
+/* One take or give, or the start of a phase (bytes = 0), as the trace keeps it. */
+typedef struct upipe_mem_event {
+    double seconds; /* of the host's clock; without a clock the number of the event, in microseconds */
+    size_t offset, bytes, live;
+    int64_t serial;
+    const char *tag;
+    int kind; /* +1 take, -1 give, 0 phase */
+    int phase;
+} upipe_mem_event;
+
+typedef struct upipe_mem {
+    char *slab;
+    size_t slab_bytes;   /* SIZE_MAX in a dry pool */
+    upipe_block *blocks; /* live blocks by ascending offset */
+    int blocks_n, blocks_max;
+    int dry;
+    int phase;
+    size_t live, peak;                       /* sum of bytes asked for: now, and its largest value */
+    size_t need;                             /* slab bytes that were needed so far */
+    size_t quarantined;                      /* part of live that will never be given back */
+    int64_t serial;                          /* takes so far */
+    size_t phase_peak[UPIPE_MEM_PHASES_MAX]; /* largest live while the phase was current */
+    /* optional, set by the host after init */
+    upipe_mem_event *events; /* trace; NULL = none */
+    int64_t events_n, events_max, events_lost;
+    double (*clock)(void *user); /* seconds */
+    /* asked before each take; anything but UPIPE_OK refuses it with that status (budgets, fault injection) */
+    upipe_status (*guard)(void *user, size_t bytes, const char *tag);
+    void *user;
+} upipe_mem;
+
+UPIPE_API void upi_mem_poison(upipe_mem *m, size_t offset, size_t bytes, int poison)
+{
+#ifdef UPI_MEM_ASAN
+    if (!m->dry && poison) __asan_poison_memory_region(m->slab + offset, bytes);
+    if (!m->dry && !poison) __asan_unpoison_memory_region(m->slab + offset, bytes);
+#else
+    (void)m;
+    (void)offset;
+    (void)bytes;
+    (void)poison;
+#endif
+}
+
+/* Slab bytes that a block of this size occupies. */
+UPIPE_API size_t upi_mem_span(size_t bytes)
+{
+    size_t span = (bytes + UPIPE_MEM_ALIGN - 1) / UPIPE_MEM_ALIGN * UPIPE_MEM_ALIGN;
+#ifdef UPI_MEM_ASAN
+    span += UPIPE_MEM_ALIGN;
+#endif
+    return span;
+}
+
+UPIPE_API void upi_mem_note(upipe_mem *m, int kind, const upipe_block *b, const char *tag)
+{
+    upipe_mem_event *e;
+    if (m->events == NULL) return;
+    if (m->events_n == m->events_max) {
+        ++m->events_lost;
+        return;
+    }
+    e = &m->events[m->events_n];
+    e->seconds = m->clock != NULL ? m->clock(m->user) : (double)m->events_n * 1e-6;
+    e->offset = b != NULL ? b->offset : 0;
+    e->bytes = b != NULL ? b->bytes : 0;
+    e->serial = b != NULL ? b->serial : 0;
+    e->live = m->live;
+    e->tag = tag;
+    e->kind = kind;
+    e->phase = m->phase;
+    ++m->events_n;
+}
+
+/* upipe_mem_init -- a pool over the host's slab
+ *   slab    bytes long, aligned to 64 bytes at least; stays the host's
+ *   blocks  room for blocks_max live blocks, host memory
+ */
+UPIPE_API void upipe_mem_init(upipe_mem *m, void *slab, size_t bytes, upipe_block *blocks, int blocks_max)
+{
+    memset(m, 0, sizeof *m);
+    m->slab = (char *)slab;
+    m->slab_bytes = bytes;
+    m->blocks = blocks;
+    m->blocks_max = blocks_max;
+    upi_mem_poison(m, 0, bytes, 1);
+}
+
+/* upipe_mem_init_dry -- a pool without a slab: counts, and hands out addresses that must not be touched */
+UPIPE_API void upipe_mem_init_dry(upipe_mem *m, upipe_block *blocks, int blocks_max)
+{
+    memset(m, 0, sizeof *m);
+    m->slab = (char *)(uintptr_t)(1u << 20);
+    m->slab_bytes = SIZE_MAX;
+    m->dry = 1;
+    m->blocks = blocks;
+    m->blocks_max = blocks_max;
+}
+
+/* upipe_mem_free -- the slab is the host's alone again
+ *   errors  ARG when blocks are still live: the sentence names the first one. The pool is gone all the same.
+ */
+UPIPE_API upipe_status upipe_mem_free(upipe_mem *m, upipe_err *e)
+{
+    int left = m->blocks_n;
+    const char *tag = left > 0 ? m->blocks[0].tag : "";
+    size_t live = m->live;
+    upi_mem_poison(m, 0, m->slab_bytes, 0);
+    memset(m, 0, sizeof *m);
+    if (left == 0) return UPIPE_OK;
+    return upi_fail(e, UPIPE_ERR_ARG, "pool freed with %d blocks of %zu bytes live, the first is '%s'", left,
+                    live, tag);
+}
+
+/* upipe_mem_take -- a block of `bytes` bytes, its contents undefined
+ *   out     its address, a multiple of 64 bytes if the slab's is; NULL for 0 bytes
+ *   tag     what it holds: a plain word that outlives the pool, for traces and errors
+ *   errors  MEMORY: live bytes, the largest hole and the slab's size are in the sentence; or the guard's status
+ */
+UPIPE_API upipe_status upipe_mem_take(upipe_mem *m, void **out, size_t bytes, const char *tag, upipe_err *e)
+{
+    size_t span = upi_mem_span(bytes), end = 0, best = SIZE_MAX, largest = 0, offset = 0;
+    int i, at = -1;
+    upipe_block *b;
+    *out = NULL;
+    if (bytes == 0) return UPIPE_OK;
+    if (m->guard != NULL) {
+        upipe_status s = m->guard(m->user, bytes, tag);
+        if (s != UPIPE_OK) return upi_fail(e, s, "the pool's guard refused %zu bytes for '%s'", bytes, tag);
+    }
+    if (bytes > SIZE_MAX / 2)
+        return upi_fail(e, UPIPE_ERR_OVERFLOW, "a block of %zu bytes for '%s'", bytes, tag);
+    if (m->blocks_n == m->blocks_max)
+        return upi_fail(e, UPIPE_ERR_MEMORY, "no room for '%s' in a table of %d blocks", tag, m->blocks_max);
+    for (i = 0; i < m->blocks_n; ++i) {
+        size_t hole = m->blocks[i].offset - end;
+        if (hole > largest) largest = hole;
+        if (hole >= span && hole < best) {
+            best = hole;
+            offset = end;
+            at = i;
+        }
+        end = m->blocks[i].offset + m->blocks[i].span;
+    }
+    if (at < 0) {
+        if (m->slab_bytes - end > largest) largest = m->slab_bytes - end;
+        if (span > m->slab_bytes - end)
+            return upi_fail(
+                e, UPIPE_ERR_MEMORY,
+                "%zu bytes for '%s' do not fit: %zu of the slab's %zu bytes are live, the largest hole "
+                "has %zu",
+                bytes, tag, m->live, m->slab_bytes, largest);
+        offset = end;
+        at = m->blocks_n;
+    }
+    memmove(m->blocks + at + 1, m->blocks + at, (size_t)(m->blocks_n - at) * sizeof *m->blocks);
+    ++m->blocks_n;
+    b = &m->blocks[at];
+    b->offset = offset;
+    b->bytes = bytes;
+    b->span = span;
+    b->serial = ++m->serial;
+    b->tag = tag;
+    b->quarantined = 0;
+    m->live += bytes;
+    if (m->live > m->peak) m->peak = m->live;
+    if (m->live > m->phase_peak[m->phase]) m->phase_peak[m->phase] = m->live;
+    if (offset + span > m->need) m->need = offset + span;
+    upi_mem_poison(m, offset, bytes, 0);
+    upi_mem_note(m, 1, b, tag);
+    *out = m->slab + offset;
+    return UPIPE_OK;
+}
+
+UPIPE_API void upi_mem_drop(upipe_mem *m, int i)
+{
+    upipe_block b = m->blocks[i];
+    m->live -= b.bytes;
+    memmove(m->blocks + i, m->blocks + i + 1, (size_t)(m->blocks_n - i - 1) * sizeof *m->blocks);
+    --m->blocks_n;
+    upi_mem_poison(m, b.offset, b.span, 1);
+    upi_mem_note(m, -1, &b, b.tag);
+}
+
+/* upipe_mem_give -- the block goes back to the pool
+ *   p       address that a take returned; NULL is nothing
+ *   errors  ARG for an address that is no live block (given twice, or never taken here) or is quarantined
+ */
+UPIPE_API upipe_status upipe_mem_give(upipe_mem *m, void *p, upipe_err *e)
+{
+    int i;
+    if (p == NULL) return UPIPE_OK;
+    for (i = 0; i < m->blocks_n; ++i) {
+        if ((char *)p != m->slab + m->blocks[i].offset) continue;
+        if (m->blocks[i].quarantined)
+            return upi_fail(e, UPIPE_ERR_ARG, "block '%s' is quarantined", m->blocks[i].tag);
+        upi_mem_drop(m, i);
+        return UPIPE_OK;
+    }
+    return upi_fail(e, UPIPE_ERR_ARG, "%p is no live block of this pool (given twice?)", p);
+}
+
+/* upipe_mem_mark -- a point in the sequence of takes, for upipe_mem_rewind and upipe_mem_quarantine */
+UPIPE_API int64_t upipe_mem_mark(const upipe_mem *m)
+{
+    return m->serial;
+}
+
+/* upipe_mem_rewind -- gives back every block taken after the mark that is neither given back nor quarantined */
+UPIPE_API void upipe_mem_rewind(upipe_mem *m, int64_t mark)
+{
+    int i = 0;
+    while (i < m->blocks_n) {
+        if (m->blocks[i].serial > mark && !m->blocks[i].quarantined)
+            upi_mem_drop(m, i);
+        else
+            ++i;
+    }
+}
+
+/* upipe_mem_quarantine -- blocks taken after the mark stay live for good: a peer may still read them */
+UPIPE_API void upipe_mem_quarantine(upipe_mem *m, int64_t mark)
+{
+    int i;
+    for (i = 0; i < m->blocks_n; ++i) {
+        if (m->blocks[i].serial <= mark || m->blocks[i].quarantined) continue;
+        m->blocks[i].quarantined = 1;
+        m->quarantined += m->blocks[i].bytes;
+    }
+}
+
+/* upipe_mem_phase -- from now on peaks count for this phase, beginning with what is live
+ *   phase   0 .. UPIPE_MEM_PHASES_MAX - 1
+ *   name    for the trace, kept by address
+ */
+UPIPE_API void upipe_mem_phase(upipe_mem *m, int phase, const char *name)
+{
+    m->phase = phase;
+    if (m->live > m->phase_peak[phase]) m->phase_peak[phase] = m->live;
+    upi_mem_note(m, 0, NULL, name);
+}
+
+/* upipe_mem_largest -- over the traced run, the largest number of live bytes of the blocks with these tags
+ *   tags    n words; needs the trace from the pool's first take on
+ */
+UPIPE_API size_t upipe_mem_largest(const upipe_mem *m, const char *const *tags, int n)
+{
+    size_t live = 0, most = 0;
+    int64_t i;
+    int t;
+    for (i = 0; i < m->events_n; ++i) {
+        const upipe_mem_event *e = &m->events[i];
+        for (t = 0; t < n && strcmp(tags[t], e->tag) != 0; ++t) {
+        }
+        if (t == n) continue;
+        live = e->kind > 0 ? live + e->bytes : e->kind < 0 ? live - e->bytes : live;
+        if (live > most) most = live;
+    }
+    return most;
+}
+
+/* upipe_mem_trace_write -- the trace as Chrome trace events, for Perfetto or chrome://tracing
+ *   file    gets one JSON object a line with a comma before all but the first; the caller writes [ before the
+ *           first pool's and ] after the last one's
+ *   pid     the rank; first is nonzero for the first pool of the file
+ * Each block is a span named by its tag; a counter gives the live bytes; phases are spans on a track of their own.
+ * Returns the number of events written, or -1 when writing failed.
+ */
+UPIPE_API int64_t upipe_mem_trace_write(const upipe_mem *m, FILE *file, int pid, int first)
+{
+    int64_t i;
+    const char *open = NULL;
+    double last = 0;
+    if (fprintf(file,
+                "%s{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}\n",
+                first ? "" : ",", pid, pid) < 0)
+        return -1;
+    for (i = 0; i < m->events_n; ++i) {
+        const upipe_mem_event *e = &m->events[i];
+        double us = (e->seconds - m->events[0].seconds) * 1e6;
+        last = us;
+        if (e->kind == 0) {
+            if (open != NULL) fprintf(file, ",{\"ph\":\"E\",\"pid\":%d,\"tid\":1,\"ts\":%.3f}\n", pid, us);
+            fprintf(file,
+                    ",{\"ph\":\"B\",\"name\":\"%s\",\"cat\":\"phase\",\"pid\":%d,\"tid\":1,\"ts\":%.3f}\n",
+                    e->tag, pid, us);
+            open = e->tag;
+            continue;
+        }
+        fprintf(file,
+                ",{\"ph\":\"%s\",\"name\":\"%s\",\"cat\":\"block\",\"id\":\"%d.%lld\",\"pid\":%d,\"tid\":2,"
+                "\"ts\":%.3f,\"args\":{\"bytes\":%zu,\"offset\":%zu}}\n",
+                e->kind > 0 ? "b" : "e", e->tag, pid, (long long)e->serial, pid, us, e->bytes, e->offset);
+        fprintf(file, ",{\"ph\":\"C\",\"name\":\"live\",\"pid\":%d,\"ts\":%.3f,\"args\":{\"bytes\":%zu}}\n",
+                pid, us, e->live);
+    }
+    if (open != NULL) fprintf(file, ",{\"ph\":\"E\",\"pid\":%d,\"tid\":1,\"ts\":%.3f}\n", pid, last);
+    return ferror(file) ? -1 : m->events_n;
+}
+
+#endif

@@ -1,0 +1,83 @@
+/* upipe_ops.h -- the compute table: what a backend must be able to do        layer 1, includes upipe_base.h
+ *
+ * A backend's header fills the table (upipe_cpu_ops); a host overrides an entry by assigning it:
+ *
+ *     upipe_ops ops;
+ *     upipe_cpu_ops(&ops);
+ *     ops.gemm = my_gemm;
+ *
+ * Rules for every entry. Work is enqueued on ctx->stream; arguments are checked by the caller's layer, but a
+ * wish that the backend lacks returns UPIPE_ERR_UNSUPPORTED with a sentence in ctx->err. Nothing is allocated:
+ * scratch arrives as (work, work_bytes), at least what the matching *_bytes entry asked for, 64-byte aligned.
+ * Storage types are read from the views; sums are kept in f32.
+ */
+#ifndef UPIPE_OPS_H
+#define UPIPE_OPS_H
+
+#include "upipe_base.h"
+
+struct upipe_attn;      /* upipe_attn.h */
+struct upipe_attn_grad; /* upipe_attn.h */
+
+enum {
+    UPIPE_GEMM_TRANS_A = 1,    /* a is stored [depth][rows] instead of [rows][depth] */
+    UPIPE_GEMM_TRANS_B = 2,    /* b is stored [cols][depth] instead of [depth][cols]: y = x * W^T */
+    UPIPE_GEMM_ACCUMULATE = 4, /* c += instead of c =; c must then be f32 */
+};
+
+/* upipe_rope -- rotary position embedding, in place
+ *   x            [count] blocks of tokens x heads x d, block i at x.data + i * step elements
+ *   pos0         position of token 0 of every block
+ *   theta        base of the frequencies: pair p of d/2 turns by position * theta^(-2p/d)
+ *   interleaved  pairs are (2p, 2p+1); otherwise (p, p + d/2), the layout of Hugging Face's Llama
+ *   inverse      turns back: the gradient
+ */
+typedef struct upipe_rope {
+    upipe_view x;
+    int64_t count, step, pos0;
+    double theta;
+    int interleaved, inverse;
+} upipe_rope;
+
+typedef struct upipe_ops {
+    const char *name; /* "cpu-avx2", "cpu-portable", "cuda", ... */
+    void *self;       /* the backend's own (a cuBLAS handle, say) */
+
+    /* Moves bytes; dst and src do not overlap. */
+    upipe_status (*copy)(upipe_ctx *c, void *dst, const void *src, size_t bytes);
+    upipe_status (*zero)(upipe_ctx *c, void *dst, size_t bytes);
+    /* dst = src, element by element, changing the storage type; equal shapes. */
+    upipe_status (*cast)(upipe_ctx *c, upipe_view dst, upipe_view src);
+
+    /* For every j < c.h: C_j (+)= op(A_j) * op(B_j), where C_j is the matrix [c.n][c.d] at head j of the view.
+     * An operand with h = 1 is shared by all j. Every element is one chain of fused multiply-adds over the
+     * depth, in order, starting from 0 or from the old c: its bits depend neither on the blocking nor on how
+     * rows, columns or an accumulated depth are split over calls (a promise of the built-in CPU entry alone).
+     */
+    upipe_status (*gemm)(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags, void *work,
+                         size_t work_bytes);
+    /* Scratch that gemm needs for these shapes; the data pointers are not read. */
+    size_t (*gemm_bytes)(const struct upipe_ops *ops, upipe_view out, upipe_view a, upipe_view b, int flags);
+
+    upipe_status (*attn_fwd)(upipe_ctx *c, const struct upipe_attn *a);
+    upipe_status (*attn_bwd)(upipe_ctx *c, const struct upipe_attn_grad *g);
+    /* Scratch of one call; backward != 0 asks for attn_bwd's. Depends on shapes and types alone. */
+    size_t (*attn_bytes)(const struct upipe_ops *ops, const struct upipe_attn *a, int backward);
+
+    upipe_status (*rope)(upipe_ctx *c, const upipe_rope *r);
+    /* RMS norm of every head's d elements, in place: x = x * rsqrt(mean(x^2) + eps) * gain[d]. */
+    upipe_status (*headnorm)(upipe_ctx *c, upipe_view x, const float *gain, float eps);
+    /* Its backward, dy in place: consumes dy, leaves dx. x is the input of headnorm.
+     * dgain [h][d], f32, one row a head: += over the tokens in order. */
+    upipe_status (*headnorm_bwd)(upipe_ctx *c, upipe_view dy, upipe_view x, const float *gain, float eps,
+                                 float *dgain);
+
+    /* out[i][j] = sum over k of a[i][j][k] * b[i][j][k]; out is an f32 view with d = 1. */
+    upipe_status (*rowdot)(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b);
+    /* dst (+)= src_0 + src_1 + ... in this order, src_i = f32 elements packed as dst's shape, at src + i * step.
+     * The sum of an element is one f32 chain that starts from 0, or from dst if accumulate (dst is then f32). */
+    upipe_status (*sum)(upipe_ctx *c, upipe_view dst, const float *src, int64_t step, int count,
+                        int accumulate);
+} upipe_ops;
+
+#endif

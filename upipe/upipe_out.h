@@ -1,0 +1,132 @@
+/* upipe_out.h -- the output projection over slots of final_out, forward and backward        layer 4
+ *
+ *     upipe_layer_fwd(&ctx, &layer, &saved, x);
+ *     upipe_layer_out_fwd(&ctx, &layer, y, &saved);                          y = O * Wo^T
+ *     ...
+ *     upipe_layer_out_bwd(&ctx, &layer, &grads, &saved, gy);                 final_out becomes its gradient, in place
+ *     upipe_layer_bwd(&ctx, &layer, gx, &grads, &saved, &saved.out, x);
+ *
+ * The projection needs all heads of a row, and final_out holds them stage-major: heads are added to a tile of rows
+ * in their natural order, so y has the same bits for every chunk and for every number of ranks.
+ */
+#ifndef UPIPE_OUT_H
+#define UPIPE_OUT_H
+
+#include "upipe_block.h"
+
+/* Columns of wo (or of its gradient) that belong to the m heads from `head` on: [D][m * d]. */
+UPIPE_API upipe_view upi_out_columns(const upipe_plan *p, void *wo, upipe_dtype dtype, int head)
+{
+    int64_t all = (int64_t)p->desc.heads * p->desc.head_dim;
+    char *data = (char *)wo + (size_t)head * (size_t)p->desc.head_dim * upipe_dtype_bytes(dtype);
+    return upipe_view_make(data, dtype, p->desc.model_dim, all, 1, all, p->per_rank * p->desc.head_dim);
+}
+
+UPIPE_API upipe_status upi_out_check(upipe_ctx *c, const upipe_layer *l, upipe_view y,
+                                     const upipe_saved *save)
+{
+    if (l->wo == NULL) return upi_fail(&c->err, UPIPE_ERR_ARG, "wo is NULL");
+    if (save->out.data == NULL) return upi_fail(&c->err, UPIPE_ERR_ARG, "the forward left no final_out");
+    if (y.n != l->plan->rows || y.h != 1 || y.d != l->plan->desc.model_dim || y.dtype != l->plan->desc.dtype)
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "y is %s [%lld][%d][%d], the plan says %s [%lld][1][%lld]",
+                        upipe_dtype_name(y.dtype), (long long)y.n, y.h, y.d,
+                        upipe_dtype_name(l->plan->desc.dtype), (long long)l->plan->rows,
+                        (long long)l->plan->desc.model_dim);
+    return UPIPE_OK;
+}
+
+UPIPE_API upi_run upi_out_run(upipe_ctx *c, const upipe_layer *l)
+{
+    upi_run r;
+    memset(&r, 0, sizeof r);
+    r.c = c;
+    r.l = l;
+    r.p = l->plan;
+    r.bytes = upipe_layer_scratch(c->ops, l, 1);
+    return r;
+}
+
+UPIPE_API upipe_status upi_layer_out_fwd(upi_run *r, upipe_view y, const upipe_saved *save)
+{
+    const upipe_plan *p = r->p;
+    void *room;
+    int64_t row;
+    UPIPE_TRY(upi_take(r, &room, upi_tile_room(r), "tile"));
+    for (row = 0; row < p->rows; row += upi_tile_rows(r->l)) {
+        upi_tile tile = upi_tile_at(r, y, room, row);
+        int head, stage, rank;
+        for (head = 0; head < p->desc.heads; head += p->per_rank) {
+            upipe_view o;
+            upipe_plan_q_place(p, head, &stage, &rank);
+            o = upi_slot_matrix(p, &save->out, stage, rank);
+            UPIPE_TRY(upi_tile_add(r, &tile, o,
+                                   upi_out_columns(p, (void *)(uintptr_t)r->l->wo, p->desc.dtype, head),
+                                   UPIPE_GEMM_TRANS_B));
+        }
+        UPIPE_TRY(upi_tile_store(r, &tile, y, room));
+    }
+    return upi_give(r, room);
+}
+
+/* upipe_layer_out_fwd -- y = O * Wo^T, no exchange
+ *   y       [rows][1][D] view, the plan's type, written
+ *   bytes   takes one tile in f32 (none for f32 storage) and the scratch of a product
+ *   errors  ARG, MEMORY; the team is then aborted
+ */
+UPIPE_API upipe_status upipe_layer_out_fwd(upipe_ctx *c, const upipe_layer *l, upipe_view y,
+                                           const upipe_saved *save)
+{
+    int64_t mark = upipe_mem_mark(c->mem);
+    upi_run run = upi_out_run(c, l);
+    upipe_status s = upi_out_check(c, l, y, save);
+    if (s == UPIPE_OK) s = upi_layer_out_fwd(&run, y, save);
+    return s == UPIPE_OK ? UPIPE_OK : upi_unwind(c, s, mark);
+}
+
+UPIPE_API upipe_status upi_layer_out_bwd(upi_run *r, upipe_grads *g, upipe_saved *save, upipe_view gy)
+{
+    const upipe_plan *p = r->p;
+    size_t bytes = upipe_plan_rows_bytes(p, p->per_rank);
+    void *room;
+    int stage, rank;
+    UPIPE_TRY(upi_take_delta(r, save));
+    UPIPE_TRY(upi_take(r, &room, bytes, "go_block"));
+    for (stage = 0; stage < p->stages; ++stage) {
+        for (rank = 0; rank < p->desc.ranks; ++rank) {
+            int head = upipe_plan_q_head(p, stage, rank, 0);
+            upipe_view o = upi_slot_matrix(p, &save->out, stage, rank), go = o;
+            go.data = room;
+            UPIPE_TRY(
+                upi_gemm(r, go, gy, upi_out_columns(p, (void *)(uintptr_t)r->l->wo, p->desc.dtype, head), 0));
+            UPIPE_TRY(upi_delta(r, save, stage, rank, go));
+            if (g->wo != NULL)
+                UPIPE_TRY(upi_gemm(r, upi_out_columns(p, g->wo, UPIPE_F32, head), gy, o,
+                                   UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
+            UPIPE_TRY(r->c->ops->copy(r->c, o.data, room, bytes));
+        }
+    }
+    return upi_give(r, room);
+}
+
+/* upipe_layer_out_bwd -- from the gradient of y: dWo, delta, and the gradient of O in O's place
+ *   grads   wo += gy^T * O
+ *   save    consumes out: its slots hold the gradient of O afterwards; delta is taken from the pool
+ *   gy      [rows][1][D] view, the plan's type; may be given back afterwards
+ *   bytes   takes delta (rows * H * 4), one stage and rank's block of O, and the scratch of a product
+ *   errors  ARG, MEMORY; the team is then aborted, and save is good for upipe_saved_free alone
+ */
+UPIPE_API upipe_status upipe_layer_out_bwd(upipe_ctx *c, const upipe_layer *l, upipe_grads *grads,
+                                           upipe_saved *save, upipe_view gy)
+{
+    int64_t mark = upipe_mem_mark(c->mem);
+    upi_run run = upi_out_run(c, l);
+    upipe_status s = upi_out_check(c, l, gy, save);
+    if (s == UPIPE_OK && save->delta != NULL)
+        s = upi_fail(&c->err, UPIPE_ERR_ARG, "final_out is consumed already");
+    if (s == UPIPE_OK) s = upi_layer_out_bwd(&run, grads, save, gy);
+    if (s == UPIPE_OK) return UPIPE_OK;
+    save->delta = NULL;
+    return upi_unwind(c, s, mark);
+}
+
+#endif
