@@ -74,6 +74,11 @@ UPIPE_API upi_heads upi_q_heads(const upipe_plan *p, int stage)
                           upipe_plan_q_step(p));
 }
 
+UPIPE_API upi_heads upi_all_kv_heads(const upipe_plan *p)
+{
+    return upi_heads_make(p->desc.kv_heads, 1, 0, 1);
+}
+
 UPIPE_API upi_heads upi_kv_heads(const upipe_plan *p, int stage)
 {
     return upi_heads_make(upipe_plan_kv_blocks(p, stage), p->kv_per_rank, upipe_plan_kv_head(p, stage, 0, 0),
@@ -150,16 +155,19 @@ UPIPE_API upipe_plan_scratch upipe_layer_scratch(const upipe_ops *ops, const upi
         upipe_view cols = upipe_view_packed(NULL, t, tile, 1, columns);
         upipe_view sum = upipe_view_packed(NULL, UPIPE_F32, tile, 1, model);
         upipe_view w = upipe_view_packed(NULL, t, columns, 1, model);
-        for (stage = 0; stage < p->stages; ++stage) {
-            upi_heads h = which == UPI_Q ? upi_q_heads(p, stage) : upi_kv_heads(p, stage);
+        for (stage = 0; stage <= p->stages; ++stage) {
+            /* beyond the last stage: all heads of K at once, as the naive order ends */
+            upi_heads h = which == UPI_K && stage == p->stages ? upi_all_kv_heads(p)
+                          : which == UPI_Q                     ? upi_q_heads(p, stage % p->stages)
+                                                               : upi_kv_heads(p, stage);
             upipe_view block = upi_block_matrix(p, NULL, h), grad;
-            if (which == UPI_K && p->schedule == UPIPE_ORDER) h.blocks = p->desc.kv_heads;
+            if (stage == p->stages && p->schedule != UPIPE_ORDER) break;
             h.first = 0;
             grad = upi_weight_rows(p, none, UPIPE_F32, h);
             w = upi_weight_rows(p, none, t, h);
             s.gemm = upi_most(s.gemm, ops->gemm_bytes(ops, block, x, w, UPIPE_GEMM_TRANS_B));
-            s.gemm = upi_most(s.gemm, ops->gemm_bytes(ops, grad, upi_block_matrix(p, NULL, h), x,
-                                                      UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
+            s.gemm = upi_most(
+                s.gemm, ops->gemm_bytes(ops, grad, block, x, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
         }
         w = upipe_view_packed(NULL, t, columns, 1, model);
         s.gemm = upi_most(s.gemm, ops->gemm_bytes(ops, sum, cols, w, UPIPE_GEMM_ACCUMULATE));

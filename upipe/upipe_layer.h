@@ -79,11 +79,6 @@ typedef struct upi_parked {
     void *k[UPIPE_STAGES_MAX], *v[UPIPE_STAGES_MAX];
 } upi_parked;
 
-UPIPE_API upi_heads upi_all_kv_heads(const upipe_plan *p)
-{
-    return upi_heads_make(p->desc.kv_heads, 1, 0, 1);
-}
-
 /* A round is over: dK' (or dV'), f32 by head, goes home to the tokens; consumes grad. */
 UPIPE_API upipe_status upi_send_home(upi_run *r, float *grad, void **parked, const char *tag, void *room)
 {

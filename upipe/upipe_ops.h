@@ -56,7 +56,7 @@ typedef struct upipe_ops {
      */
     upipe_status (*gemm)(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags, void *work,
                          size_t work_bytes);
-    /* Scratch that gemm needs for these shapes; the data pointers are not read. */
+    /* Scratch that gemm needs for these shapes; fewer rows never need more. The data pointers are not read. */
     size_t (*gemm_bytes)(const struct upipe_ops *ops, upipe_view out, upipe_view a, upipe_view b, int flags);
 
     upipe_status (*attn_fwd)(upipe_ctx *c, const struct upipe_attn *a);

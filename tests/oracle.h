@@ -1,0 +1,184 @@
+/* oracle.h -- dense attention in plain loops: in f64, the truth; in the kernel's own type, the naive yardstick
+ *
+ * Tensors are packed: q, o and their gradients [sq][h][d], k, v and theirs [sk][hkv][d], lse [sq][h]. Query head x
+ * reads key/value head x / (h / hkv); a causal query i sees key j if q_pos + i >= k_pos + j. A row that sees no
+ * key has o = 0 and lse = -inf. Inputs are values that the storage type holds: round them before (naive_store).
+ *
+ *     oracle_attn_fwd(&shape, q, k, v, o, lse);                          double: the reference
+ *     naive_attn_fwd(&shape, UPIPE_BF16, qf, kf, vf, of, lsef);          float: what a plain kernel would give
+ *     CHECK_CLOSE(got, of, o, n, "o");                                   tolerance.h: got against both
+ *
+ * The naive one does its arithmetic in f32, row by row, and rounds what a kernel would store: o and dq. dk and dv
+ * stay f32. Each takes o and lse of its own forward for its backward.
+ */
+#ifndef UPIPE_TEST_ORACLE_H
+#define UPIPE_TEST_ORACLE_H
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../upipe/cpu/upipe_cpu_simd.h"
+
+typedef struct oracle_attn {
+    int64_t sq, sk, q_pos, k_pos;
+    int h, hkv, d, causal;
+    double scale;
+} oracle_attn;
+
+/* Keys that query i sees: [0, result). */
+static inline int64_t oracle_sees(const oracle_attn *t, int64_t i)
+{
+    int64_t n = t->q_pos + i - t->k_pos + 1;
+    if (!t->causal || n > t->sk) return t->sk;
+    return n > 0 ? n : 0;
+}
+
+/* First element of row i of head x. */
+static inline int64_t oracle_q_row(const oracle_attn *t, int64_t i, int x)
+{
+    return (i * t->h + x) * t->d;
+}
+
+/* First element of the key or value row j that query head x reads. */
+static inline int64_t oracle_k_row(const oracle_attn *t, int64_t j, int x)
+{
+    return (j * t->hkv + x / (t->h / t->hkv)) * t->d;
+}
+
+static inline double oracle_dot(const double *a, const double *b, int d)
+{
+    double s = 0;
+    int c;
+    for (c = 0; c < d; ++c) s += a[c] * b[c];
+    return s;
+}
+
+static inline void oracle_attn_fwd(const oracle_attn *t, const double *q, const double *k, const double *v,
+                                   double *o, double *lse)
+{
+    double *p = (double *)malloc(((size_t)t->sk + 1) * sizeof *p);
+    int64_t i, j;
+    int x, c;
+    for (i = 0; i < t->sq; ++i)
+        for (x = 0; x < t->h; ++x) {
+            int64_t n = oracle_sees(t, i), row = oracle_q_row(t, i, x);
+            double top = -INFINITY, sum = 0;
+            for (c = 0; c < t->d; ++c) o[row + c] = 0;
+            for (j = 0; j < n; ++j) {
+                p[j] = t->scale * oracle_dot(q + row, k + oracle_k_row(t, j, x), t->d);
+                if (p[j] > top) top = p[j];
+            }
+            for (j = 0; j < n; ++j) sum += p[j] = exp(p[j] - top);
+            for (j = 0; j < n; ++j)
+                for (c = 0; c < t->d; ++c) o[row + c] += p[j] / sum * v[oracle_k_row(t, j, x) + c];
+            lse[i * t->h + x] = n > 0 ? top + log(sum) : -INFINITY;
+        }
+    free(p);
+}
+
+/* dq, dk, dv = the gradients of sum(go * o); o and lse are oracle_attn_fwd's. */
+static inline void oracle_attn_bwd(const oracle_attn *t, const double *q, const double *k, const double *v,
+                                   const double *go, const double *o, const double *lse, double *dq,
+                                   double *dk, double *dv)
+{
+    int64_t i, j;
+    int x, c;
+    memset(dq, 0, (size_t)(t->sq * t->h * t->d) * sizeof *dq);
+    memset(dk, 0, (size_t)(t->sk * t->hkv * t->d) * sizeof *dk);
+    memset(dv, 0, (size_t)(t->sk * t->hkv * t->d) * sizeof *dv);
+    for (x = 0; x < t->h; ++x)
+        for (i = 0; i < t->sq; ++i) {
+            int64_t n = oracle_sees(t, i), row = oracle_q_row(t, i, x);
+            double delta = oracle_dot(go + row, o + row, t->d);
+            for (j = 0; j < n; ++j) {
+                int64_t at = oracle_k_row(t, j, x);
+                double p = exp(t->scale * oracle_dot(q + row, k + at, t->d) - lse[i * t->h + x]);
+                double ds = t->scale * p * (oracle_dot(go + row, v + at, t->d) - delta);
+                for (c = 0; c < t->d; ++c) {
+                    dv[at + c] += p * go[row + c];
+                    dk[at + c] += ds * q[row + c];
+                    dq[row + c] += ds * k[at + c];
+                }
+            }
+        }
+}
+
+/* x as the storage type would hold it. */
+static inline float naive_store(upipe_dtype dtype, float x)
+{
+    return dtype == UPIPE_F32 ? x : upi_bf16_to_f32(upi_f32_to_bf16(x));
+}
+
+static inline float naive_dot(const float *a, const float *b, int d)
+{
+    float s = 0;
+    int c;
+    for (c = 0; c < d; ++c) s += a[c] * b[c];
+    return s;
+}
+
+static inline void naive_attn_fwd(const oracle_attn *t, upipe_dtype dtype, const float *q, const float *k,
+                                  const float *v, float *o, float *lse)
+{
+    float *p = (float *)malloc(((size_t)t->sk + 1) * sizeof *p);
+    float scale = (float)t->scale;
+    int64_t i, j;
+    int x, c;
+    for (i = 0; i < t->sq; ++i)
+        for (x = 0; x < t->h; ++x) {
+            int64_t n = oracle_sees(t, i), row = oracle_q_row(t, i, x);
+            float top = -INFINITY, sum = 0;
+            for (c = 0; c < t->d; ++c) o[row + c] = 0;
+            for (j = 0; j < n; ++j) {
+                p[j] = scale * naive_dot(q + row, k + oracle_k_row(t, j, x), t->d);
+                if (p[j] > top) top = p[j];
+            }
+            for (j = 0; j < n; ++j) sum += p[j] = expf(p[j] - top);
+            for (j = 0; j < n; ++j)
+                for (c = 0; c < t->d; ++c) o[row + c] += p[j] * v[oracle_k_row(t, j, x) + c];
+            for (c = 0; c < t->d; ++c) o[row + c] = n > 0 ? naive_store(dtype, o[row + c] / sum) : 0;
+            lse[i * t->h + x] = n > 0 ? top + logf(sum) : -INFINITY;
+        }
+    free(p);
+}
+
+/* What the backward gets as delta: another operation's result, so rounded in another way than the sums there. */
+static inline float naive_delta(const float *go, const float *o, int d)
+{
+    double s = 0;
+    int c;
+    for (c = 0; c < d; ++c) s += (double)go[c] * (double)o[c];
+    return (float)s;
+}
+
+static inline void naive_attn_bwd(const oracle_attn *t, upipe_dtype dtype, const float *q, const float *k,
+                                  const float *v, const float *go, const float *o, const float *lse,
+                                  float *dq, float *dk, float *dv)
+{
+    float scale = (float)t->scale;
+    int64_t i, j;
+    int x, c;
+    memset(dq, 0, (size_t)(t->sq * t->h * t->d) * sizeof *dq);
+    memset(dk, 0, (size_t)(t->sk * t->hkv * t->d) * sizeof *dk);
+    memset(dv, 0, (size_t)(t->sk * t->hkv * t->d) * sizeof *dv);
+    for (x = 0; x < t->h; ++x)
+        for (i = 0; i < t->sq; ++i) {
+            int64_t n = oracle_sees(t, i), row = oracle_q_row(t, i, x);
+            float delta = naive_delta(go + row, o + row, t->d);
+            for (j = 0; j < n; ++j) {
+                int64_t at = oracle_k_row(t, j, x);
+                float p = expf(scale * naive_dot(q + row, k + at, t->d) - lse[i * t->h + x]);
+                float ds = scale * p * (naive_dot(go + row, v + at, t->d) - delta);
+                for (c = 0; c < t->d; ++c) {
+                    dv[at + c] += p * go[row + c];
+                    dk[at + c] += ds * q[row + c];
+                    dq[row + c] += ds * k[at + c];
+                }
+            }
+            for (c = 0; c < t->d; ++c) dq[row + c] = naive_store(dtype, dq[row + c]);
+        }
+}
+
+#endif

@@ -1,0 +1,155 @@
+/* oracle_block.h -- the whole attention block on one rank in plain loops: f64, the truth; f32, the naive yardstick
+ *
+ * Natural layouts, no ranks, no stages: x [batch][S][D], wq [H*d][D], wk, wv [Hkv*d][D], wo [D][H*d], o and go
+ * [batch][S][H*d], lse [batch][S][H], gains [d]. The naive run rounds to the storage type what a plain implementation
+ * would store: Q, K, V after each step, o, dO, dQ, dK, dV, y, dx.
+ *
+ *     block_inputs(&shape, seed, &in);                  values that the storage type holds
+ *     f64_block_run(&shape, &in64, &want);              in64: the same values, f64_block_widen
+ *     f32_block_run(&shape, &in, &naive);
+ *
+ * In a result, x is dx, wq is dWq and so on; go is dQ, the gradient of the projected queries.
+ */
+#ifndef UPIPE_TEST_ORACLE_BLOCK_H
+#define UPIPE_TEST_ORACLE_BLOCK_H
+
+#include "oracle.h"
+#include "test.h"
+
+typedef struct block_shape {
+    int64_t tokens, batch, dim;
+    int h, hkv, d, full;
+    int rope;      /* 0 none, 1 halves, 2 interleaved */
+    int normed;    /* QK norm */
+    int projected; /* with the output projection */
+    upipe_dtype dtype;
+    double scale, theta, eps;
+} block_shape;
+
+/* Inputs or results; elements in block_count's order. */
+#define BLOCK_TENSORS(X) X(x) X(wq) X(wk) X(wv) X(wo) X(q_gain) X(k_gain) X(o) X(go) X(lse) X(y) X(gy)
+
+#define BLOCK_MEMBER(name) *name,
+typedef struct f64_block {
+    double BLOCK_TENSORS(BLOCK_MEMBER) * none;
+} f64_block;
+typedef struct f32_block {
+    float BLOCK_TENSORS(BLOCK_MEMBER) * none;
+} f32_block;
+#undef BLOCK_MEMBER
+
+static int64_t block_count(const block_shape *s, const char *name)
+{
+    int64_t rows = s->batch * s->tokens, hd = (int64_t)s->h * s->d, kvd = (int64_t)s->hkv * s->d;
+    if (!strcmp(name, "wq")) return hd * s->dim;
+    if (!strcmp(name, "wk") || !strcmp(name, "wv")) return kvd * s->dim;
+    if (!strcmp(name, "wo")) return s->projected ? hd * s->dim : 0;
+    if (!strcmp(name, "q_gain") || !strcmp(name, "k_gain")) return s->normed ? s->d : 0;
+    if (!strcmp(name, "o") || !strcmp(name, "go")) return rows * hd;
+    if (!strcmp(name, "lse")) return rows * s->h;
+    if (!strcmp(name, "y") || !strcmp(name, "gy")) return s->projected ? rows * s->dim : 0;
+    return rows * s->dim;
+}
+
+static double *f64_room(int64_t n)
+{
+    return (double *)calloc((size_t)n + 1, sizeof(double));
+}
+
+static float *f32_room(int64_t n)
+{
+    return (float *)calloc((size_t)n + 1, sizeof(float));
+}
+
+/* Zeroed tensors; those that the shape lacks are NULL. */
+static void f64_block_make(const block_shape *s, f64_block *b)
+{
+    memset(b, 0, sizeof *b);
+#define BLOCK_MAKE(name) b->name = block_count(s, #name) > 0 ? f64_room(block_count(s, #name)) : NULL;
+    BLOCK_TENSORS(BLOCK_MAKE)
+#undef BLOCK_MAKE
+}
+
+static void f32_block_make(const block_shape *s, f32_block *b)
+{
+    memset(b, 0, sizeof *b);
+#define BLOCK_MAKE(name) b->name = block_count(s, #name) > 0 ? f32_room(block_count(s, #name)) : NULL;
+    BLOCK_TENSORS(BLOCK_MAKE)
+#undef BLOCK_MAKE
+}
+
+static void f64_block_free(f64_block *b)
+{
+#define BLOCK_FREE(name) free(b->name);
+    BLOCK_TENSORS(BLOCK_FREE)
+#undef BLOCK_FREE
+}
+
+static void f32_block_free(f32_block *b)
+{
+#define BLOCK_FREE(name) free(b->name);
+    BLOCK_TENSORS(BLOCK_FREE)
+#undef BLOCK_FREE
+}
+
+static void f64_block_widen(const block_shape *s, const f32_block *in, f64_block *out)
+{
+    int64_t i;
+    f64_block_make(s, out);
+#define BLOCK_WIDEN(name) \
+    for (i = 0; in->name != NULL && i < block_count(s, #name); ++i) out->name[i] = (double)in->name[i];
+    BLOCK_TENSORS(BLOCK_WIDEN)
+#undef BLOCK_WIDEN
+}
+
+/* Random inputs that give scores of order 1; gains about 1, in f32. */
+static void block_inputs(const block_shape *s, uint64_t seed, f32_block *in)
+{
+    test_rng rng;
+    double weight = 1 / sqrt((double)s->dim);
+    int64_t i;
+    rng.state = seed;
+    f32_block_make(s, in);
+#define BLOCK_FILL(name, size)                                      \
+    for (i = 0; in->name != NULL && i < block_count(s, #name); ++i) \
+        in->name[i] = naive_store(s->dtype, (float)((size)*test_normal(&rng)));
+    BLOCK_FILL(x, 1)
+    BLOCK_FILL(wq, weight)
+    BLOCK_FILL(wk, weight)
+    BLOCK_FILL(wv, weight)
+    BLOCK_FILL(wo, 1 / sqrt((double)s->h * s->d))
+    BLOCK_FILL(go, 1)
+    BLOCK_FILL(gy, 1)
+#undef BLOCK_FILL
+    for (i = 0; s->normed && i < s->d; ++i) {
+        in->q_gain[i] = (float)(1 + 0.1 * test_normal(&rng));
+        in->k_gain[i] = (float)(1 + 0.1 * test_normal(&rng));
+    }
+}
+
+#define REAL                                            double
+#define NAME(x)                                         f64_##x
+#define STORE(s, v)                                     (v)
+#define ATTN_FWD(s, a, q, k, v, o, lse)                 oracle_attn_fwd(a, q, k, v, o, lse)
+#define ATTN_BWD(s, a, q, k, v, go, o, lse, gq, gk, gv) oracle_attn_bwd(a, q, k, v, go, o, lse, gq, gk, gv)
+#include "oracle_block.inc"
+#undef REAL
+#undef NAME
+#undef STORE
+#undef ATTN_FWD
+#undef ATTN_BWD
+
+#define REAL                            float
+#define NAME(x)                         f32_##x
+#define STORE(s, v)                     naive_store((s)->dtype, v)
+#define ATTN_FWD(s, a, q, k, v, o, lse) naive_attn_fwd(a, (s)->dtype, q, k, v, o, lse)
+#define ATTN_BWD(s, a, q, k, v, go, o, lse, gq, gk, gv) \
+    naive_attn_bwd(a, (s)->dtype, q, k, v, go, o, lse, gq, gk, gv)
+#include "oracle_block.inc"
+#undef REAL
+#undef NAME
+#undef STORE
+#undef ATTN_FWD
+#undef ATTN_BWD
+
+#endif

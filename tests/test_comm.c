@@ -1,0 +1,1121 @@
+/* test_comm.c -- the transports that need no library: one rank alone, the dry team, ranks that are threads
+ *
+ * Exact data: every element names where it comes from and where it must land, so that a misrouted one tells.
+ * Faults: each rank in turn stays away, fails or disagrees. Asked are the exact status of every rank, the
+ * words of the reason, that nobody waits much longer than the deadline, and that nothing is left behind.
+ */
+#define _POSIX_C_SOURCE 200809L
+#include <pthread.h>
+#include <stdlib.h>
+
+/* ---- the transport's own calls, counted: `live` must come back to 0; call number `fail_at` fails ---- */
+
+static int live, calls, fail_at;
+
+static int fails_now(void)
+{
+    return ++calls == fail_at;
+}
+
+static void *test_calloc(size_t n, size_t bytes)
+{
+    if (fails_now()) return NULL;
+    ++live;
+    return calloc(n, bytes);
+}
+
+static void test_free(void *p)
+{
+    --live;
+    free(p);
+}
+
+static int test_mutex_init(pthread_mutex_t *m, const pthread_mutexattr_t *how)
+{
+    if (fails_now()) return 11;
+    ++live;
+    return pthread_mutex_init(m, how);
+}
+
+static int test_mutex_destroy(pthread_mutex_t *m)
+{
+    --live;
+    return pthread_mutex_destroy(m);
+}
+
+static int test_cond_init(pthread_cond_t *w, const pthread_condattr_t *how)
+{
+    if (fails_now()) return 11;
+    ++live;
+    return pthread_cond_init(w, how);
+}
+
+static int test_cond_destroy(pthread_cond_t *w)
+{
+    --live;
+    return pthread_cond_destroy(w);
+}
+
+static int test_create(pthread_t *t, const pthread_attr_t *how, void *(*body)(void *), void *p)
+{
+    if (fails_now()) return 11;
+    ++live;
+    return pthread_create(t, how, body, p);
+}
+
+static int test_join(pthread_t t, void **out)
+{
+    --live;
+    return pthread_join(t, out);
+}
+
+#define calloc                test_calloc
+#define free                  test_free
+#define pthread_mutex_init    test_mutex_init
+#define pthread_mutex_destroy test_mutex_destroy
+#define pthread_cond_init     test_cond_init
+#define pthread_cond_destroy  test_cond_destroy
+#define pthread_create        test_create
+#define pthread_join          test_join
+#include "../upipe/net/upipe_net_threads.h"
+#undef calloc
+#undef free
+#undef pthread_mutex_init
+#undef pthread_mutex_destroy
+#undef pthread_cond_init
+#undef pthread_cond_destroy
+#undef pthread_create
+#undef pthread_join
+
+#include "test.h"
+
+/* ---- a crew: a team with one context a rank, and buffers that outlive every call ---- */
+
+enum { RANKS_MAX = 64, WORDS = 8 };
+
+typedef struct crew {
+    upipe_threads team;
+    upipe_ops ops;
+    upipe_ctx ctx[RANKS_MAX];
+    upipe_status status[RANKS_MAX];
+    uint32_t send[RANKS_MAX][RANKS_MAX][WORDS], recv[RANKS_MAX][RANKS_MAX][WORDS];
+    upipe_seg list[RANKS_MAX][RANKS_MAX];
+    int gathers[RANKS_MAX]; /* each rank counts its own */
+    int ranks;
+    int victim, what;           /* of a fault */
+    int inside, copies, let_go; /* atomic, of the copy entries below */
+    uint64_t seed;
+    int64_t began; /* ns */
+} crew;
+
+static crew the_crew; /* one test at a time uses it */
+
+static upipe_status plain_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
+{
+    (void)c;
+    memcpy(dst, src, bytes);
+    return UPIPE_OK;
+}
+
+static crew *crew_begin(int ranks, double deadline)
+{
+    crew *k = &the_crew;
+    upipe_err e;
+    int r;
+    memset(k, 0, sizeof *k);
+    k->ranks = ranks;
+    k->ops.copy = plain_copy;
+    CHECK_INT(live, 0);
+    CHECK_STATUS(upipe_threads_init(&k->team, ranks, deadline, &e), UPIPE_OK, e);
+    for (r = 0; r < ranks; ++r) {
+        k->ctx[r].ops = &k->ops;
+        k->ctx[r].user = k;
+        k->ctx[r].team = upipe_threads_comm(&k->team, r);
+    }
+    k->began = upi_threads_now();
+    return k;
+}
+
+/* Ends a test: nothing may be left, and no deadline overrun by much. They are below a second, or else long
+ * and not to be met. */
+static void crew_end(crew *k)
+{
+    CHECK(upi_threads_now() - k->began < (int64_t)20 * 1000000000);
+    upipe_threads_free(&k->team);
+    CHECK_INT(live, 0);
+}
+
+static void nap(void) /* about a millisecond */
+{
+    struct timespec t;
+    t.tv_sec = 0;
+    t.tv_nsec = 1000000;
+    nanosleep(&t, NULL);
+}
+
+static void until_broken(crew *k)
+{
+    while (!upi_threads_is_broken(&k->team)) nap();
+}
+
+static uint32_t word_of(int source, int dest, int index)
+{
+    return (uint32_t)source << 24 | (uint32_t)dest << 16 | (uint32_t)index;
+}
+
+/* Lists an all-to-all of WORDS words a pair, the rank itself included; returns the number of segments. */
+static int all_list(crew *k, int rank)
+{
+    int p, i;
+    for (p = 0; p < k->ranks; ++p) {
+        upipe_seg *s = &k->list[rank][p];
+        memset(s, 0, sizeof *s);
+        for (i = 0; i < WORDS; ++i) k->send[rank][p][i] = word_of(rank, p, i);
+        memset(k->recv[rank][p], 0xee, sizeof k->recv[rank][p]);
+        s->peer = p;
+        s->count = 1;
+        s->send = k->send[rank][p];
+        s->recv = k->recv[rank][p];
+        s->send_bytes = s->recv_bytes = sizeof k->send[rank][p];
+    }
+    return k->ranks;
+}
+
+static void all_check(crew *k, int rank)
+{
+    int p, i, wrong = 0;
+    for (p = 0; p < k->ranks; ++p)
+        for (i = 0; i < WORDS; ++i) wrong += k->recv[rank][p][i] != word_of(p, rank, i);
+    CHECK_INT(wrong, 0);
+}
+
+static upipe_status all_to_all(crew *k, int rank)
+{
+    upipe_ctx *c = &k->ctx[rank];
+    UPIPE_TRY(upipe_comm_start(c, c->team, k->list[rank], all_list(k, rank)));
+    UPIPE_TRY(upipe_comm_wait(c, c->team));
+    all_check(k, rank);
+    return UPIPE_OK;
+}
+
+/* All meet with patience, so that a short deadline that follows times the fault, not the start of threads. */
+static void line_up(crew *k, int rank, double deadline)
+{
+    upipe_ctx *c = &k->ctx[rank];
+    c->team->deadline = 20;
+    CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_OK, c->err);
+    CHECK_STATUS(all_to_all(k, rank), UPIPE_OK, c->err);
+    c->team->deadline = deadline;
+}
+
+/* After a failure every call must fail at once, with the first reason. */
+static void check_dead(crew *k, int rank)
+{
+    upipe_ctx *c = &k->ctx[rank];
+    upipe_field field;
+    int64_t one = 1, all[RANKS_MAX];
+    upipe_seg list[RANKS_MAX];
+    memset(list, 0, sizeof list);
+    field.name = "never compared";
+    field.value = 99;
+    c->team->deadline = 60;
+    CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_ERR_ABORTED, c->err);
+    CHECK(strcmp(c->err.text, k->team.reason.text) == 0);
+    CHECK_STATUS(upipe_comm_start(c, c->team, list, 0), UPIPE_ERR_ABORTED, c->err);
+    CHECK(strcmp(c->err.text, k->team.reason.text) == 0);
+    CHECK_STATUS(c->team->ops.gather(c, c->team, all, &one, 1), UPIPE_ERR_ABORTED, c->err);
+    CHECK_STATUS(upipe_comm_agree(c, c->team, &field, 1), UPIPE_ERR_ABORTED, c->err);
+    CHECK(strcmp(c->err.text, k->team.reason.text) == 0);
+    CHECK(!c->team->started);
+}
+
+static int count_status(const crew *k, upipe_status s)
+{
+    int r, n = 0;
+    for (r = 0; r < k->ranks; ++r) n += k->status[r] == s;
+    return n;
+}
+
+/* ---- one rank alone, dry ---- */
+
+static void test_self(void)
+{
+    upipe_comm comm;
+    upipe_comm_self_room room;
+    upipe_ctx c;
+    upipe_seg s[2];
+    upipe_field field;
+    uint32_t from[12], to[12];
+    int64_t mine[2] = {5, -7}, all[2] = {0, 0};
+    int i;
+    memset(&c, 0, sizeof c);
+    memset(s, 0, sizeof s);
+    upipe_comm_self(&comm, &room, plain_copy);
+    for (i = 0; i < 12; ++i) from[i] = word_of(0, 0, i);
+    memset(to, 0xee, sizeof to);
+    s[0].send = from; /* 3 blocks of 2 words, from every 4th word to every 3rd, as two segments */
+    s[0].send_bytes = 8;
+    s[0].send_step = 16;
+    s[0].count = s[1].count = 3;
+    s[1].recv = to;
+    s[1].recv_bytes = 8;
+    s[1].recv_step = 12;
+    CHECK_STATUS(upipe_comm_start(&c, &comm, s, 2), UPIPE_OK, c.err);
+    CHECK_STATUS(upipe_comm_start(&c, &comm, s, 2), UPIPE_ERR_ARG, c.err);
+    CHECK_STATUS(upipe_comm_wait(&c, &comm), UPIPE_OK, c.err);
+    for (i = 0; i < 9; ++i) CHECK_INT(to[i], i % 3 == 2 ? 0xeeeeeeee : word_of(0, 0, i / 3 * 4 + i % 3));
+    CHECK_INT(comm.sent_bytes, 0);
+    CHECK_STATUS(upipe_comm_wait(&c, &comm), UPIPE_ERR_ARG, c.err);
+
+    s[1].recv_bytes = 4;
+    CHECK_STATUS(upipe_comm_start(&c, &comm, s, 2), UPIPE_OK, c.err);
+    CHECK_STATUS(upipe_comm_wait(&c, &comm), UPIPE_ERR_MISMATCH, c.err);
+    s[1].recv_bytes = 8;
+    s[1].count = 2;
+    CHECK_STATUS(upipe_comm_start(&c, &comm, s, 2), UPIPE_OK, c.err);
+    CHECK_STATUS(upipe_comm_wait(&c, &comm), UPIPE_ERR_MISMATCH, c.err);
+    CHECK_STATUS(upipe_comm_start(&c, &comm, s, 1), UPIPE_OK, c.err); /* sent, never received */
+    CHECK_STATUS(upipe_comm_wait(&c, &comm), UPIPE_ERR_MISMATCH, c.err);
+    s[0].peer = 1;
+    CHECK_STATUS(upipe_comm_start(&c, &comm, s, 1), UPIPE_ERR_ARG, c.err);
+    s[0].peer = 0;
+    s[0].count = 0;
+    CHECK_STATUS(upipe_comm_start(&c, &comm, s, 1), UPIPE_ERR_ARG, c.err);
+
+    upipe_comm_self(&comm, &room, plain_copy);
+    CHECK_STATUS(upipe_comm_barrier(&c, &comm), UPIPE_OK, c.err);
+    CHECK_STATUS(comm.ops.gather(&c, &comm, all, mine, 2), UPIPE_OK, c.err);
+    CHECK(all[0] == 5 && all[1] == -7);
+    field.name = "tokens";
+    field.value = 3;
+    CHECK_STATUS(upipe_comm_agree(&c, &comm, &field, 1), UPIPE_OK, c.err);
+    CHECK_STATUS(upipe_comm_agree(&c, &comm, &field, UPIPE_GATHER_MAX + 1), UPIPE_ERR_ARG, c.err);
+    CHECK_STATUS(upipe_comm_shift_start(&c, &comm, to, from, sizeof to, -3), UPIPE_OK, c.err);
+    CHECK_STATUS(upipe_comm_wait(&c, &comm), UPIPE_OK, c.err);
+    CHECK_BYTES(to, from, sizeof to);
+}
+
+static void test_dry(void)
+{
+    upipe_comm comm;
+    upipe_ctx c;
+    upipe_seg list[2 * 4], s[2];
+    int64_t gathered[4 * UPIPE_GATHER_MAX], mine = 9, all[4];
+    upipe_field field;
+    char byte = 1;
+    memset(&c, 0, sizeof c);
+    memset(s, 0, sizeof s);
+    upipe_comm_dry(&comm, 2, 4, list, gathered);
+    s[0].send = s[1].send = &byte; /* far less than the bytes that it claims: nothing may be touched */
+    s[0].recv = s[1].recv = &byte;
+    s[0].send_bytes = s[1].send_bytes = s[0].recv_bytes = s[1].recv_bytes = 1 << 20;
+    s[0].count = s[1].count = 3;
+    s[0].peer = 1;
+    s[1].peer = 2; /* itself: not counted */
+    CHECK_STATUS(upipe_comm_start(&c, &comm, s, 2), UPIPE_OK, c.err);
+    CHECK_STATUS(upipe_comm_wait(&c, &comm), UPIPE_OK, c.err);
+    CHECK_INT(comm.sent_bytes, 3 << 20);
+    CHECK_INT(comm.moved_bytes, 0);
+    CHECK_STATUS(upipe_comm_shift_start(&c, &comm, &byte, &byte, 1000, -1), UPIPE_OK, c.err);
+    CHECK_STATUS(upipe_comm_wait(&c, &comm), UPIPE_OK, c.err);
+    CHECK_INT(comm.sent_bytes, (3 << 20) + 1000);
+    CHECK_INT(byte, 1);
+    CHECK_STATUS(upipe_comm_barrier(&c, &comm), UPIPE_OK, c.err);
+    CHECK_STATUS(comm.ops.gather(&c, &comm, all, &mine, 1), UPIPE_OK, c.err);
+    CHECK(all[0] == 9 && all[3] == 9);
+    field.name = "heads";
+    field.value = 8;
+    CHECK_STATUS(upipe_comm_agree(&c, &comm, &field, 1), UPIPE_OK, c.err);
+}
+
+/* ---- thread ranks that behave ---- */
+
+static upipe_status shift_body(void *user, int rank)
+{
+    static const int steps[] = {-1, 0, 1, 2, 7, -6};
+    crew *k = (crew *)user;
+    upipe_ctx *c = &k->ctx[rank];
+    int i, w, ranks = k->ranks;
+    int64_t sent = 0;
+    for (i = 0; i < (int)(sizeof steps / sizeof *steps); ++i) {
+        uint32_t from[WORDS], to[WORDS];
+        int forth = ((rank + steps[i]) % ranks + ranks) % ranks;
+        int back = ((rank - steps[i]) % ranks + ranks) % ranks;
+        for (w = 0; w < WORDS; ++w) from[w] = word_of(rank, forth, w + i);
+        memset(to, 0xee, sizeof to);
+        UPIPE_TRY(upipe_comm_shift_start(c, c->team, to, from, sizeof to, steps[i]));
+        UPIPE_TRY(upipe_comm_wait(c, c->team));
+        for (w = 0; w < WORDS; ++w) CHECK_INT(to[w], word_of(back, rank, w + i));
+        if (forth != rank) sent += (int64_t)sizeof from;
+    }
+    CHECK_INT(c->team->sent_bytes, sent);
+    CHECK_INT(c->team->moved_bytes, sent);
+    return UPIPE_OK;
+}
+
+static void test_shift(void)
+{
+    static const int teams[] = {1, 2, 3, 5};
+    int i;
+    for (i = 0; i < 4; ++i) {
+        crew *k = crew_begin(teams[i], 20);
+        CHECK_INT(upipe_threads_run(&k->team, shift_body, k, k->status), UPIPE_OK);
+        crew_end(k);
+    }
+}
+
+static upipe_status meet_body(void *user, int rank)
+{
+    crew *k = (crew *)user;
+    upipe_ctx *c = &k->ctx[rank];
+    int64_t mine[UPIPE_GATHER_MAX], *all = c->team->gathered;
+    int round, r, i, n;
+    for (round = 0; round < 12; ++round) {
+        n = round == 3 ? 0 : round == 5 ? UPIPE_GATHER_MAX : 1 + round % 4;
+        for (i = 0; i < n; ++i) mine[i] = (int64_t)word_of(rank, round, i) * -3;
+        UPIPE_TRY(c->team->ops.gather(c, c->team, all, mine, n));
+        for (r = 0; r < k->ranks; ++r)
+            for (i = 0; i < n; ++i) CHECK_INT(all[r * n + i], (int64_t)word_of(r, round, i) * -3);
+        if (round % 3 == 0) UPIPE_TRY(all_to_all(k, rank));
+        __atomic_fetch_add(&k->copies, 1, __ATOMIC_RELAXED);
+        UPIPE_TRY(upipe_comm_barrier(c, c->team));
+        CHECK(__atomic_load_n(&k->copies, __ATOMIC_RELAXED) >= (round + 1) * k->ranks);
+    }
+    return UPIPE_OK;
+}
+
+static void test_meet(void)
+{
+    static const int teams[] = {1, 2, 5, 64};
+    int i;
+    for (i = 0; i < 4; ++i) {
+        crew *k = crew_begin(teams[i], 0);
+        CHECK(k->ctx[0].team->deadline == UPIPE_DEADLINE_DEFAULT);
+        CHECK_INT(upipe_threads_run(&k->team, meet_body, k, NULL), UPIPE_OK);
+        k->copies = 0; /* a team may run again */
+        CHECK_INT(upipe_threads_run(&k->team, meet_body, k, NULL), UPIPE_OK);
+        crew_end(k);
+    }
+}
+
+/* ---- random exchanges: 0 to 3 segments from every rank to every rank, blocks with gaps, any order ---- */
+
+enum { PARTS_MAX = 3, ROOM = 4 * 1100 };
+
+/* Part `index` of what `source` sends to `dest` in exchange `round`: the same on both sides. In words. */
+typedef struct part {
+    int64_t count;
+    int words, send_step, recv_step;
+} part;
+
+static part part_of(const crew *k, int round, int source, int dest, int index)
+{
+    test_rng rng;
+    part p;
+    rng.state =
+        k->seed ^ (uint64_t)round << 40 ^ (uint64_t)source << 24 ^ (uint64_t)dest << 8 ^ (uint64_t)index;
+    test_u64(&rng);
+    p.count = 1 + test_below(&rng, 4);
+    p.words = 1 + test_below(&rng, test_below(&rng, 16) == 0 ? 1000 : 24);
+    p.send_step = p.words + test_below(&rng, 3);
+    p.recv_step = p.words + test_below(&rng, 3);
+    return p;
+}
+
+static int parts_of(const crew *k, int round, int source, int dest)
+{
+    return (int)(part_of(k, round, source, dest, 99).words % (PARTS_MAX + 1));
+}
+
+static void idle(int yields)
+{
+    while (yields-- > 0) sched_yield();
+}
+
+/* Words of one element: where from, where to, which part and exchange, which word of the part. */
+static uint32_t part_word(int round, int source, int dest, int index, int at)
+{
+    return word_of(source << 4 | dest, (round & 31) << 3 | index, at);
+}
+
+static upipe_status random_body(void *user, int rank)
+{
+    crew *k = (crew *)user;
+    upipe_ctx *c = &k->ctx[rank];
+    int ranks = k->ranks, most = ranks * PARTS_MAX, round, p, i, b, w;
+    size_t words = (size_t)most * ROOM;
+    uint32_t *send = (uint32_t *)malloc(words * sizeof *send),
+             *recv = (uint32_t *)malloc(words * sizeof *recv);
+    upipe_seg *list = (upipe_seg *)malloc(2 * (size_t)most * sizeof *list);
+    upipe_status s = UPIPE_OK;
+    int64_t sent = 0, moved = 0;
+    test_rng rng;
+    rng.state = k->seed + (uint64_t)rank * 1000003;
+    for (round = 0; round < k->what && s == UPIPE_OK; ++round) {
+        int n = 0, first = test_below(&rng, ranks), sends_first = test_below(&rng, 2);
+        size_t send_at = 0, recv_at = 0;
+        memset(recv, 0xee, words * sizeof *recv);
+        for (p = 0; p < ranks; ++p) {
+            int peer = (first + p) % ranks, pass;
+            for (pass = 0; pass < 2; ++pass) {
+                int sending = pass == sends_first;
+                int parts = sending ? parts_of(k, round, rank, peer) : parts_of(k, round, peer, rank);
+                for (i = 0; i < parts; ++i) {
+                    part q = sending ? part_of(k, round, rank, peer, i) : part_of(k, round, peer, rank, i);
+                    upipe_seg *seg = &list[n++];
+                    memset(seg, 0, sizeof *seg);
+                    seg->peer = peer;
+                    seg->count = q.count;
+                    if (sending) {
+                        seg->send = send + send_at;
+                        seg->send_bytes = (size_t)q.words * 4;
+                        seg->send_step = (size_t)q.send_step * 4;
+                        for (b = 0; b < q.count; ++b)
+                            for (w = 0; w < q.words; ++w)
+                                send[send_at + (size_t)(b * q.send_step + w)] =
+                                    part_word(round, rank, peer, i, b * q.words + w);
+                        send_at += ROOM;
+                        if (peer != rank) sent += q.count * q.words * 4;
+                    } else {
+                        seg->recv = recv + recv_at;
+                        seg->recv_bytes = (size_t)q.words * 4;
+                        seg->recv_step = (size_t)q.recv_step * 4;
+                        recv_at += ROOM;
+                        if (peer != rank) moved += q.count * q.words * 4;
+                    }
+                }
+            }
+        }
+        idle(test_below(&rng, 4) == 0 ? test_below(&rng, 100) : 0);
+        s = upipe_comm_start(c, c->team, list, n);
+        if (s != UPIPE_OK) break;
+        idle(test_below(&rng, 4) == 0 ? test_below(&rng, 100) : 0);
+        s = upipe_comm_wait(c, c->team);
+        if (s != UPIPE_OK) break;
+        /* The transport is done with the send buffers: what is written here must reach nobody. */
+        memset(send, 0xdd, send_at * sizeof *send);
+        recv_at = 0;
+        for (p = 0; p < ranks; ++p) {
+            int peer = (first + p) % ranks;
+            for (i = 0; i < parts_of(k, round, peer, rank); ++i) {
+                part q = part_of(k, round, peer, rank, i);
+                int wrong = 0;
+                for (b = 0; b < q.count; ++b)
+                    for (w = 0; w < q.recv_step; ++w)
+                        wrong +=
+                            recv[recv_at + (size_t)(b * q.recv_step + w)] !=
+                            (w < q.words ? part_word(round, peer, rank, i, b * q.words + w) : 0xeeeeeeeeu);
+                CHECK_SAY(wrong == 0,
+                          "seed %llu, %d ranks, exchange %d, part %d of %d to %d: %d words differ",
+                          (unsigned long long)k->seed, ranks, round, i, peer, rank, wrong);
+                recv_at += ROOM;
+            }
+        }
+    }
+    CHECK_STATUS(s, UPIPE_OK, c->err);
+    CHECK_INT(c->team->sent_bytes, sent);
+    CHECK_INT(c->team->moved_bytes, moved);
+    free(send);
+    free(recv);
+    free(list);
+    return s;
+}
+
+static void test_random(void)
+{
+    static const int teams[] = {1, 2, 3, 4, 8};
+    int i, r;
+    for (i = 0; i < 5; ++i) {
+        crew *k = crew_begin(teams[i], 20);
+        int64_t sent = 0, moved = 0;
+        k->seed = (uint64_t)test_env("UPIPE_SEED", 1);
+        k->what = (int)test_env("UPIPE_DRAWS", 200);
+        CHECK_INT(upipe_threads_run(&k->team, random_body, k, NULL), UPIPE_OK);
+        for (r = 0; r < teams[i]; ++r) {
+            sent += k->ctx[r].team->sent_bytes;
+            moved += k->ctx[r].team->moved_bytes;
+        }
+        CHECK_INT(moved, sent);
+        CHECK(teams[i] == 1 || sent > 0);
+        crew_end(k);
+    }
+}
+
+/* ---- agreement ---- */
+
+static upipe_status counted_gather(upipe_ctx *c, upipe_comm *comm, int64_t *all, const int64_t *mine, int n)
+{
+    crew *k = (crew *)c->user;
+    ++k->gathers[comm->rank];
+    return upi_threads_gather(c, comm, all, mine, n);
+}
+
+static upipe_status agree_body(void *user, int rank)
+{
+    crew *k = (crew *)user;
+    upipe_ctx *c = &k->ctx[rank];
+    upipe_field f[3];
+    int i;
+    memset(f, 0, sizeof f);
+    f[0].name = "tokens";
+    f[1].name = "heads";
+    f[2].name = "chunk";
+    f[0].value = 4096;
+    f[1].value = 32;
+    c->team->ops.gather = counted_gather;
+    for (i = 0; i < 3 * UPIPE_AGREED_MAX; ++i) {
+        f[2].value = i % UPIPE_AGREED_MAX;
+        UPIPE_TRY(upipe_comm_agree(c, c->team, f, 3));
+    }
+    CHECK_INT(k->gathers[rank], UPIPE_AGREED_MAX);
+    f[2].value = 77;
+    if (rank == k->victim) f[1].value = 31;
+    CHECK_STATUS(upipe_comm_agree(c, c->team, f, 3), UPIPE_ERR_MISMATCH, c->err);
+    CHECK_TEXT(c->err.text, "heads");
+    CHECK_TEXT(c->err.text, "31");
+    CHECK_TEXT(c->err.text, "32");
+    check_dead(k, rank);
+    return UPIPE_OK;
+}
+
+static void test_agree(void)
+{
+    int victim, again;
+    for (victim = 0; victim < 4; ++victim) {
+        for (again = 0; again < 10; ++again) { /* who reads the gather first is chance */
+            crew *k = crew_begin(4, 20);
+            k->victim = victim;
+            CHECK_INT(upipe_threads_run(&k->team, agree_body, k, NULL), UPIPE_OK);
+            crew_end(k);
+        }
+    }
+}
+
+/* ---- faults: a rank that stays away ---- */
+
+enum { AT_START, AT_WAIT, AT_BARRIER, AT_GATHER, AT_COUNT };
+
+static upipe_status absent_body(void *user, int rank)
+{
+    crew *k = (crew *)user;
+    upipe_ctx *c = &k->ctx[rank];
+    int64_t mine = rank, all[RANKS_MAX];
+    upipe_status s;
+    char name[32];
+    line_up(k, rank, 0.25);
+    if (rank == k->victim) {
+        if (k->what == AT_WAIT)
+            CHECK_STATUS(upipe_comm_start(c, c->team, k->list[rank], all_list(k, rank)), UPIPE_OK, c->err);
+        until_broken(k);
+        if (k->what == AT_WAIT) CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_ERR_ABORTED, c->err);
+        check_dead(k, rank);
+        return UPIPE_OK;
+    }
+    if (k->what == AT_BARRIER)
+        s = upipe_comm_barrier(c, c->team);
+    else if (k->what == AT_GATHER)
+        s = c->team->ops.gather(c, c->team, all, &mine, 1);
+    else {
+        CHECK_STATUS(upipe_comm_start(c, c->team, k->list[rank], all_list(k, rank)), UPIPE_OK, c->err);
+        s = upipe_comm_wait(c, c->team);
+    }
+    CHECK(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED);
+    CHECK_INT(c->err.status, s);
+    snprintf(name, sizeof name, "for rank %d to %s", k->victim, k->what == AT_WAIT ? "finish" : "come");
+    CHECK_TEXT(c->err.text, name);
+    CHECK_TEXT(c->err.text, "0.25 s");
+    CHECK_INT(c->team->quarantine, 0);
+    check_dead(k, rank);
+    return s;
+}
+
+static void test_absent(void)
+{
+    int victim, what;
+    for (what = 0; what < AT_COUNT; ++what) {
+        for (victim = 0; victim < 3; ++victim) {
+            crew *k = crew_begin(3, 0.25);
+            k->victim = victim;
+            k->what = what;
+            CHECK_INT(upipe_threads_run(&k->team, absent_body, k, k->status), UPIPE_ERR_TIMEOUT);
+            CHECK_INT(count_status(k, UPIPE_ERR_TIMEOUT), 1);
+            CHECK_INT(count_status(k, UPIPE_ERR_ABORTED), 1);
+            crew_end(k);
+        }
+    }
+}
+
+/* Most of the team returns without a word. */
+static upipe_status deserted_body(void *user, int rank)
+{
+    crew *k = (crew *)user;
+    upipe_ctx *c = &k->ctx[rank];
+    line_up(k, rank, 0.2);
+    return rank < 2 ? upipe_comm_barrier(c, c->team) : UPIPE_OK;
+}
+
+static void test_deserted(void)
+{
+    crew *k = crew_begin(12, 0.2);
+    CHECK_INT(upipe_threads_run(&k->team, deserted_body, k, k->status), UPIPE_ERR_TIMEOUT);
+    CHECK_INT(count_status(k, UPIPE_ERR_ABORTED), 1);
+    CHECK_TEXT(k->team.reason.text, "for ranks 2, 3, 4, 5, 6, 7, 8, 9 and 2 more to come");
+    crew_end(k);
+}
+
+/* ---- faults: a rank that gives up, or is given up ---- */
+
+enum { BEFORE_START, BEFORE_WAIT, AFTER_WAIT, IN_COPY, GIVE_UP_COUNT };
+
+static upipe_status burning_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
+{
+    (void)dst;
+    (void)src;
+    return upi_fail(&c->err, UPIPE_ERR_BACKEND, "the engine burns after %zu bytes", bytes);
+}
+
+static upipe_status give_up_body(void *user, int rank)
+{
+    crew *k = (crew *)user;
+    upipe_ctx *c = &k->ctx[rank];
+    upipe_status s;
+    upipe_ops mine = k->ops;
+    line_up(k, rank, 60);
+    if (rank != k->victim) {
+        s = all_to_all(k, rank);
+        if (s == UPIPE_OK) s = upipe_comm_barrier(c, c->team);
+        CHECK_STATUS(s, UPIPE_ERR_ABORTED, c->err);
+        CHECK_TEXT(c->err.text, k->what == IN_COPY       ? "the engine burns"
+                                : k->what == BEFORE_WAIT ? "ill"
+                                                         : "gave up");
+        CHECK_INT(c->team->quarantine, 0);
+        check_dead(k, rank);
+        return s;
+    }
+    if (k->what == BEFORE_WAIT) {
+        UPIPE_TRY(upipe_comm_start(c, c->team, k->list[rank], all_list(k, rank)));
+        upipe_comm_abort(c->team, "rank is ill");
+        CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_ERR_ABORTED, c->err);
+        memset(k->send[rank], 0xdd, sizeof k->send[rank]); /* its own again: a reader now would be a race */
+        check_dead(k, rank);
+    } else if (k->what == AFTER_WAIT) {
+        UPIPE_TRY(all_to_all(k, rank));
+    } else if (k->what == IN_COPY) {
+        mine.copy = burning_copy;
+        c->ops = &mine;
+        s = all_to_all(k, rank);
+        CHECK_TEXT(c->err.text, "the engine burns after 32 bytes");
+        check_dead(k, rank);
+        return s;
+    }
+    return UPIPE_ERR_ARG;
+}
+
+static void test_give_up(void)
+{
+    int victim, what;
+    for (what = 0; what < GIVE_UP_COUNT; ++what) {
+        for (victim = 0; victim < 3; ++victim) {
+            upipe_status want = what == IN_COPY ? UPIPE_ERR_BACKEND : UPIPE_ERR_ARG;
+            crew *k = crew_begin(3, 60);
+            k->victim = victim;
+            k->what = what;
+            CHECK_INT(upipe_threads_run(&k->team, give_up_body, k, k->status), want);
+            CHECK_INT(k->status[victim], want);
+            CHECK_INT(count_status(k, UPIPE_ERR_ABORTED), 2);
+            crew_end(k);
+        }
+    }
+}
+
+/* The host's own threads; the host aborts while all sleep, two of them for a third that never was. */
+typedef struct sleeper {
+    crew *k;
+    int rank;
+} sleeper;
+
+static void *sleeper_main(void *p)
+{
+    sleeper *z = (sleeper *)p;
+    crew *k = z->k;
+    upipe_ctx *c = &k->ctx[z->rank];
+    __atomic_fetch_add(&k->inside, 1, __ATOMIC_RELAXED);
+    if (z->rank == 0) {
+        k->status[0] = upipe_comm_barrier(c, c->team);
+    } else {
+        CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_ERR_ABORTED, c->err);
+        k->status[z->rank] = c->err.status;
+    }
+    CHECK_TEXT(c->err.text, "the host closes");
+    check_dead(k, z->rank);
+    return NULL;
+}
+
+static void test_abort_outside(void)
+{
+    crew *k = crew_begin(3, 60);
+    sleeper z[2];
+    pthread_t t[2];
+    int i;
+    for (i = 0; i < 2; ++i) {
+        z[i].k = k;
+        z[i].rank = i;
+        CHECK_INT(pthread_create(&t[i], NULL, sleeper_main, &z[i]), 0);
+    }
+    while (__atomic_load_n(&k->inside, __ATOMIC_RELAXED) < 2) nap();
+    for (i = 0; i < 20; ++i) nap(); /* most likely asleep by now; right either way */
+    upipe_comm_abort(k->ctx[2].team, "the host closes");
+    upipe_comm_abort(k->ctx[0].team, "a later reason");
+    upipe_comm_abort(k->ctx[1].team, NULL);
+    for (i = 0; i < 2; ++i) {
+        pthread_join(t[i], NULL);
+        CHECK_INT(k->status[i], UPIPE_ERR_ABORTED);
+    }
+    check_dead(k, 2); /* a late comer */
+    CHECK_TEXT(k->ctx[2].err.text, "the host closes");
+    crew_end(k);
+
+    k = crew_begin(1, 60);
+    upipe_comm_abort(k->ctx[0].team, NULL);
+    check_dead(k, 0);
+    CHECK_TEXT(k->ctx[0].err.text, "aborted by the host");
+    crew_end(k);
+}
+
+/* ---- faults: ranks that disagree ---- */
+
+enum { MORE_BYTES, MORE_BLOCKS, NO_SEND, NO_RECV, TWO_SENDS, OTHER_LENGTH, KINDS, KINDS_END = KINDS + 6 };
+
+/* Kinds of call of the victim and of the others: every pair. 0 exchange, 1 barrier, 2 gather. */
+static const int odd_kinds[6][2] = {{0, 1}, {0, 2}, {1, 0}, {1, 2}, {2, 0}, {2, 1}};
+
+static upipe_status call_of_kind(crew *k, int rank, int kind, int numbers)
+{
+    upipe_ctx *c = &k->ctx[rank];
+    int64_t mine[4] = {1, 2, 3, 4}, all[4 * 4];
+    if (kind == 0) return all_to_all(k, rank);
+    if (kind == 1) return upipe_comm_barrier(c, c->team);
+    return c->team->ops.gather(c, c->team, all, mine, numbers);
+}
+
+static upipe_status odd_body(void *user, int rank)
+{
+    crew *k = (crew *)user;
+    upipe_ctx *c = &k->ctx[rank];
+    int other = (k->victim + 1) % k->ranks, is_odd = rank == k->victim, n;
+    upipe_status s;
+    char words[96];
+    line_up(k, rank, 60);
+    if (k->what >= KINDS) {
+        static const char *const names[] = {"an exchange", "a barrier", "a gather"};
+        const int *kinds = odd_kinds[k->what - KINDS];
+        s = call_of_kind(k, rank, kinds[is_odd ? 0 : 1], 2);
+        CHECK_STATUS(s, UPIPE_ERR_MISMATCH, c->err);
+        CHECK_TEXT(c->err.text, names[kinds[0]]);
+        CHECK_TEXT(c->err.text, names[kinds[1]]);
+        snprintf(words, sizeof words, "rank %d is in", k->victim);
+        if (!strstr(c->err.text, words)) snprintf(words, sizeof words, "and rank %d in", k->victim);
+        CHECK_TEXT(c->err.text, words);
+    } else if (k->what == OTHER_LENGTH) {
+        s = call_of_kind(k, rank, 2, is_odd ? 3 : 4);
+        CHECK_STATUS(s, UPIPE_ERR_MISMATCH, c->err);
+        snprintf(words, sizeof words, "rank %d gathers 3", k->victim);
+        CHECK_TEXT(c->err.text, words);
+        CHECK_TEXT(c->err.text, "gathers 4");
+    } else {
+        upipe_seg list[RANKS_MAX], *odd = &list[other];
+        n = all_list(k, rank);
+        memcpy(list, k->list[rank], sizeof list);
+        words[0] = 0;
+        if (k->what == MORE_BYTES) {
+            if (is_odd) odd->send_bytes -= 4;
+            snprintf(words, sizeof words,
+                     "rank %d sends 1 blocks of 28 bytes to rank %d, which receives 1 of 32", k->victim,
+                     other);
+        } else if (k->what == MORE_BLOCKS) {
+            if (is_odd) { /* the block sent twice, and one received as before */
+                list[n] = *odd;
+                list[n].recv_bytes = odd->send_bytes = 0;
+                list[n++].count = 2;
+            }
+            snprintf(words, sizeof words,
+                     "rank %d sends 2 blocks of 32 bytes to rank %d, which receives 1 of 32", k->victim,
+                     other);
+        } else if (k->what == NO_SEND) {
+            if (is_odd) odd->send_bytes = 0;
+            snprintf(words, sizeof words, "rank %d sends 0 segments to rank %d, which receives 1", k->victim,
+                     other);
+        } else if (k->what == NO_RECV) {
+            if (is_odd) odd->recv_bytes = 0;
+            snprintf(words, sizeof words, "rank %d sends 1 segments to rank %d, which receives 0", other,
+                     k->victim);
+        } else {
+            if (is_odd) {
+                list[n] = *odd;
+                list[n++].recv_bytes = 0;
+            }
+            snprintf(words, sizeof words, "rank %d sends 2 segments to rank %d, which receives 1", k->victim,
+                     other);
+        }
+        s = upipe_comm_start(c, c->team, list, n); /* fails if the others have found it already */
+        if (s == UPIPE_OK) s = upipe_comm_wait(c, c->team);
+        CHECK_STATUS(s, UPIPE_ERR_MISMATCH, c->err);
+        CHECK_TEXT(c->err.text, words);
+        CHECK_INT(c->team->quarantine, 0);
+        memset(list, 0xdd, sizeof list); /* nobody may read it any more */
+    }
+    check_dead(k, rank);
+    return UPIPE_OK;
+}
+
+static void test_odd(void)
+{
+    int victim, what, ranks;
+    for (ranks = 2; ranks <= 4; ++ranks) {
+        for (what = 0; what < KINDS_END; ++what) {
+            for (victim = 0; victim < ranks; ++victim) {
+                crew *k = crew_begin(ranks, 60);
+                k->victim = victim;
+                k->what = what;
+                CHECK_INT(upipe_threads_run(&k->team, odd_body, k, NULL), UPIPE_OK);
+                crew_end(k);
+            }
+        }
+    }
+}
+
+/* Ranks 0 and 1 disagree; 2 and 3 have nothing to do with them, and may complete: their next call tells. */
+static upipe_status bystander_body(void *user, int rank)
+{
+    crew *k = (crew *)user;
+    upipe_ctx *c = &k->ctx[rank];
+    upipe_seg *seg = &k->list[rank][rank ^ 1];
+    upipe_status s;
+    line_up(k, rank, 60);
+    all_list(k, rank);
+    if (rank == 0) seg->send_bytes = 12;
+    s = upipe_comm_start(c, c->team, seg, 1);
+    if (s == UPIPE_OK) s = upipe_comm_wait(c, c->team);
+    CHECK(rank > 1 || s == UPIPE_ERR_MISMATCH);
+    if (s == UPIPE_OK) s = upipe_comm_barrier(c, c->team);
+    CHECK_STATUS(s, UPIPE_ERR_MISMATCH, c->err);
+    CHECK_TEXT(c->err.text, "rank 0 sends 1 blocks of 12 bytes to rank 1, which receives 1 of 32");
+    check_dead(k, rank);
+    return UPIPE_OK;
+}
+
+static void test_bystander(void)
+{
+    int again;
+    for (again = 0; again < 20; ++again) {
+        crew *k = crew_begin(4, 60);
+        CHECK_INT(upipe_threads_run(&k->team, bystander_body, k, NULL), UPIPE_OK);
+        crew_end(k);
+    }
+}
+
+/* ---- faults: a reader that is slow, and one that never ends ---- */
+
+static upipe_status slow_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
+{
+    crew *k = (crew *)c->user;
+    int i;
+    if (__atomic_fetch_add(&k->copies, 1, __ATOMIC_SEQ_CST) > 0) return plain_copy(c, dst, src, bytes);
+    __atomic_store_n(&k->inside, 1, __ATOMIC_SEQ_CST);
+    until_broken(k);
+    for (i = 0; i < 30; ++i) nap();
+    plain_copy(c, dst, src, bytes);
+    __atomic_store_n(&k->inside, 0, __ATOMIC_SEQ_CST);
+    return UPIPE_OK;
+}
+
+static upipe_status stuck_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
+{
+    crew *k = (crew *)c->user;
+    __atomic_fetch_add(&k->copies, 1, __ATOMIC_SEQ_CST);
+    while (!__atomic_load_n(&k->let_go, __ATOMIC_SEQ_CST)) nap();
+    return plain_copy(c, dst, src, bytes);
+}
+
+enum { STUCK = 1, TWO_SEGMENTS = 2 };
+
+/* Rank 0 sends two blocks to rank 1, which is in no hurry. */
+static upipe_status slow_body(void *user, int rank)
+{
+    crew *k = (crew *)user;
+    upipe_ctx *c = &k->ctx[rank];
+    upipe_ops mine = k->ops;
+    upipe_seg list[2];
+    upipe_status s;
+    int stuck = k->what & STUCK, n = k->what & TWO_SEGMENTS ? 2 : 1, i;
+    line_up(k, rank, rank == 0 ? 0.4 : 60);
+    memset(list, 0, sizeof list);
+    for (i = 0; i < n; ++i) {
+        list[i].peer = 1 - rank;
+        list[i].count = 2 / n;
+        if (rank == 0) {
+            list[i].send = k->send[0][1] + 4 * i;
+            list[i].send_bytes = list[i].send_step = 16;
+        } else {
+            list[i].recv = k->recv[1][0] + 4 * i;
+            list[i].recv_bytes = list[i].recv_step = 16;
+        }
+    }
+    if (rank == 1) {
+        mine.copy = stuck ? stuck_copy : slow_copy;
+        c->ops = &mine;
+    }
+    CHECK_STATUS(upipe_comm_start(c, c->team, list, n), UPIPE_OK, c->err);
+    s = upipe_comm_wait(c, c->team);
+    CHECK_STATUS(s, rank == 0 ? UPIPE_ERR_TIMEOUT : UPIPE_ERR_ABORTED, c->err);
+    CHECK_TEXT(c->err.text, "rank 0 waited 0.4 s in an exchange for rank 1 to finish receiving");
+    CHECK_INT(c->team->quarantine, rank == 0 && stuck);
+    CHECK_INT(__atomic_load_n(&k->copies, __ATOMIC_SEQ_CST), 1); /* no block was begun after the failure */
+    if (rank == 0) {
+        CHECK_INT(__atomic_load_n(&k->inside, __ATOMIC_SEQ_CST), 0);
+        if (!stuck) memset(k->send[0][1], 0xdd, sizeof k->send[0][1]); /* free again: nobody reads */
+        memset(list, 0xdd, sizeof list);                               /* so is the list, in either case */
+        __atomic_store_n(&k->let_go, 1, __ATOMIC_SEQ_CST);
+    }
+    check_dead(k, rank);
+    c->ops = &k->ops;
+    return s;
+}
+
+static void test_slow(void)
+{
+    int what;
+    for (what = 0; what <= (STUCK | TWO_SEGMENTS); ++what) {
+        crew *k = crew_begin(2, 60);
+        k->what = what;
+        CHECK_INT(upipe_threads_run(&k->team, slow_body, k, k->status), UPIPE_ERR_TIMEOUT);
+        CHECK_INT(k->status[1], UPIPE_ERR_ABORTED);
+        crew_end(k);
+    }
+}
+
+/* ---- arguments, resources ---- */
+
+static upipe_status argument_body(void *user, int rank)
+{
+    crew *k = (crew *)user;
+    upipe_ctx *c = &k->ctx[rank];
+    upipe_seg bad;
+    int64_t mine[UPIPE_GATHER_MAX + 1], *all = c->team->gathered;
+    memset(mine, 0, sizeof mine);
+    CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_ERR_ARG, c->err);
+    memset(&bad, 0, sizeof bad);
+    bad.peer = k->ranks;
+    bad.count = 1;
+    CHECK_STATUS(upipe_comm_start(c, c->team, &bad, 1), UPIPE_ERR_ARG, c->err);
+    bad.peer = -1;
+    CHECK_STATUS(upipe_comm_start(c, c->team, &bad, 1), UPIPE_ERR_ARG, c->err);
+    bad.peer = 0;
+    bad.count = 0;
+    CHECK_STATUS(upipe_comm_start(c, c->team, &bad, 1), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(c->team->ops.gather(c, c->team, all, mine, UPIPE_GATHER_MAX + 1), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(c->team->ops.gather(c, c->team, all, mine, -1), UPIPE_ERR_ARG, c->err);
+
+    CHECK_STATUS(upipe_comm_start(c, c->team, k->list[rank], all_list(k, rank)), UPIPE_OK, c->err);
+    CHECK_STATUS(upipe_comm_start(c, c->team, k->list[rank], k->ranks), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_OK, c->err); /* none of this has hurt the team */
+    all_check(k, rank);
+    CHECK_STATUS(upipe_comm_start(c, c->team, k->list[rank], 0), UPIPE_OK,
+                 c->err); /* nothing to say is legal */
+    CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_OK, c->err);
+    return UPIPE_OK;
+}
+
+static void test_arguments(void)
+{
+    upipe_threads team;
+    upipe_err e;
+    crew *k = crew_begin(2, 20);
+    CHECK_INT(upipe_threads_run(&k->team, argument_body, k, NULL), UPIPE_OK);
+    crew_end(k);
+    CHECK_STATUS(upipe_threads_init(&team, 0, 0, &e), UPIPE_ERR_ARG, e);
+    CHECK_STATUS(upipe_threads_init(&team, -1, 0, &e), UPIPE_ERR_ARG, e);
+    CHECK_STATUS(upipe_threads_init(&team, UPIPE_THREADS_MAX + 1, 0, &e), UPIPE_ERR_ARG, e);
+    CHECK_TEXT(e.text, "257");
+    CHECK_STATUS(upipe_threads_init(&team, 2, -1, &e), UPIPE_ERR_ARG, e);
+    CHECK_STATUS(upipe_threads_init(&team, 2, NAN, &e), UPIPE_ERR_ARG, e);
+    upipe_threads_free(&team); /* a failed init leaves nothing, and free may be called all the same */
+    CHECK_INT(live, 0);
+}
+
+/* A team of one whose rank disagrees with itself, and one whose patience is nil. */
+static void test_alone(void)
+{
+    crew *k = crew_begin(1, 20);
+    upipe_ctx *c = &k->ctx[0];
+    c->team->deadline = 0;
+    CHECK_STATUS(all_to_all(k, 0), UPIPE_OK, c->err);
+    CHECK_INT(c->team->sent_bytes, 0);
+    CHECK_INT(c->team->moved_bytes, 0);
+    all_list(k, 0);
+    k->list[0][0].recv_bytes = 4;
+    CHECK_STATUS(upipe_comm_start(c, c->team, k->list[0], 1), UPIPE_OK, c->err);
+    CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_ERR_MISMATCH, c->err);
+    check_dead(k, 0);
+    crew_end(k);
+
+    k = crew_begin(2, 20);
+    c = &k->ctx[1];
+    c->team->deadline = 0;
+    CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_ERR_TIMEOUT, c->err);
+    CHECK_TEXT(c->err.text, "for rank 0 to come");
+    check_dead(k, 1);
+    check_dead(k, 0);
+    crew_end(k);
+}
+
+static void test_resources(void)
+{
+    upipe_threads team;
+    upipe_err e;
+    int at, ranks = 3;
+    for (at = 1; at <= 2 + 2 * ranks; ++at) { /* one allocation, the team's lock, two things a rank */
+        calls = 0;
+        fail_at = at;
+        CHECK_STATUS(upipe_threads_init(&team, ranks, 0, &e), at == 1 ? UPIPE_ERR_MEMORY : UPIPE_ERR_BACKEND,
+                     e);
+        CHECK_INT(live, 0);
+        upipe_threads_free(&team);
+        CHECK_INT(live, 0);
+    }
+    for (at = 1; at <= ranks; ++at) { /* the thread of rank at - 1 cannot start */
+        crew *k = crew_begin(ranks, 60);
+        int r;
+        calls = 0;
+        fail_at = at;
+        CHECK_INT(upipe_threads_run(&k->team, meet_body, k, k->status), UPIPE_ERR_BACKEND);
+        for (r = 0; r < ranks; ++r)
+            CHECK_INT(k->status[r], r < at - 1 ? UPIPE_ERR_ABORTED : UPIPE_ERR_BACKEND);
+        CHECK_TEXT(k->team.reason.text, "error 11 starting the thread of rank");
+        check_dead(k, 0);
+        fail_at = 0;
+        crew_end(k);
+    }
+    fail_at = 0;
+}
+
+int main(void)
+{
+    test_self();
+    test_dry();
+    test_shift();
+    test_meet();
+    test_random();
+    test_agree();
+    test_absent();
+    test_deserted();
+    test_give_up();
+    test_abort_outside();
+    test_odd();
+    test_bystander();
+    test_slow();
+    test_arguments();
+    test_alone();
+    test_resources();
+    return test_end("comm");
+}

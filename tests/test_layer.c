@@ -1,0 +1,373 @@
+/* test_layer -- the attention block on thread ranks: against f64, the same bits over C and U, failures on every rank */
+#include "runner.h"
+#include "tolerance.h"
+
+static run_case make_case(int64_t tokens, int h, int hkv, int d, int64_t dim, int ranks, int chunk,
+                          upipe_dtype dtype)
+{
+    run_case t;
+    memset(&t, 0, sizeof t);
+    t.shape.tokens = tokens;
+    t.shape.batch = 1;
+    t.shape.dim = dim;
+    t.shape.h = h;
+    t.shape.hkv = hkv;
+    t.shape.d = d;
+    t.shape.dtype = dtype;
+    t.shape.scale = 1 / sqrt((double)d);
+    t.shape.theta = 10000;
+    t.shape.eps = 1e-5;
+    t.ranks = ranks;
+    t.chunk = chunk;
+    return t;
+}
+
+#define SAME(a, b, tensor, shape)                                                                           \
+    CHECK_SAY(memcmp((a).out.tensor, (b).out.tensor, (size_t)block_count(shape, #tensor) * 4) == 0,         \
+              "%s differs: C %d U %d against C %d U %d", #tensor, (a).plan.desc.ranks, (a).plan.desc.chunk, \
+              (b).plan.desc.ranks, (b).plan.desc.chunk)
+
+/* Every legal (C, U): what numerics.md promises to be equal is equal. */
+static void test_bits(int h, int hkv, int rope, int normed, int projected)
+{
+    static const int ranks_of[] = {1, 2, 4, 8};
+    run_case t = make_case(48, h, hkv, 32, 40, 1, h, UPIPE_F32);
+    run_result first, of_ranks, r;
+    f32_block in;
+    int i, chunk, runs = 0;
+    t.shape.batch = 2;
+    t.shape.rope = rope;
+    t.shape.normed = normed;
+    t.shape.projected = projected;
+    t.tile_rows = 7;
+    block_inputs(&t.shape, 42, &in);
+    CHECK(run_block(&t, &in, &first) == UPIPE_OK);
+    for (i = 0; i < 4; ++i) {
+        int begun = 0;
+        t.ranks = ranks_of[i];
+        for (chunk = t.ranks; chunk <= h; chunk += t.ranks) {
+            upipe_status s;
+            t.chunk = chunk;
+            s = run_block(&t, &in, &r);
+            if (s != UPIPE_OK) {
+                CHECK_SAY(s == UPIPE_ERR_ARG || s == UPIPE_ERR_UNSUPPORTED, "%s", r.errors[0].text);
+                run_free(&r);
+                continue;
+            }
+            ++runs;
+            SAME(r, first, o, &t.shape);
+            SAME(r, first, lse, &t.shape);
+            SAME(r, first, go, &t.shape);
+            if (t.ranks <= hkv) SAME(r, first, x, &t.shape);
+            if (projected) SAME(r, first, y, &t.shape);
+            if (!begun) {
+                of_ranks = r;
+                begun = 1;
+                continue;
+            }
+            SAME(r, of_ranks, x, &t.shape);
+            SAME(r, of_ranks, wq, &t.shape);
+            SAME(r, of_ranks, wk, &t.shape);
+            SAME(r, of_ranks, wv, &t.shape);
+            if (projected) SAME(r, of_ranks, wo, &t.shape);
+            if (normed) SAME(r, of_ranks, q_gain, &t.shape);
+            if (normed) SAME(r, of_ranks, k_gain, &t.shape);
+            run_free(&r);
+        }
+        if (begun) run_free(&of_ranks);
+    }
+    CHECK(runs >= 6);
+    run_free(&first);
+    f32_block_free(&in);
+}
+
+static void check_case(const run_case *t, uint64_t seed)
+{
+    f32_block in, naive;
+    f64_block in64, want;
+    run_result r;
+    block_inputs(&t->shape, seed, &in);
+    f64_block_widen(&t->shape, &in, &in64);
+    f64_block_make(&t->shape, &want);
+    f32_block_make(&t->shape, &naive);
+    f64_block_run(&t->shape, &in64, &want);
+    f32_block_run(&t->shape, &in, &naive);
+    if (CHECK_SAY(run_block(t, &in, &r) == UPIPE_OK, "%s", r.errors[0].text)) {
+#define CLOSE(tensor)        \
+    if (want.tensor != NULL) \
+    CHECK_CLOSE(r.out.tensor, naive.tensor, want.tensor, block_count(&t->shape, #tensor), #tensor)
+        CLOSE(o);
+        CLOSE(lse);
+        CLOSE(y);
+        CLOSE(go);
+        CLOSE(x);
+        CLOSE(wq);
+        CLOSE(wk);
+        CLOSE(wv);
+        CLOSE(wo);
+        CLOSE(q_gain);
+        CLOSE(k_gain);
+#undef CLOSE
+    }
+    run_free(&r);
+    f32_block_free(&in);
+    f32_block_free(&naive);
+    f64_block_free(&in64);
+    f64_block_free(&want);
+}
+
+static void test_against_oracle(void)
+{
+    int dtype, kind;
+    for (dtype = 0; dtype < 2; ++dtype) {
+        for (kind = 0; kind < 8; ++kind) {
+            run_case t = make_case(32, 8, 4, 32, 48, 4, 4, (upipe_dtype)dtype);
+            t.shape.batch = 1 + kind % 2;
+            t.shape.rope = kind % 3;
+            t.shape.normed = kind & 1;
+            t.shape.projected = (kind >> 1) & 1;
+            t.shape.full = (kind >> 2) & 1;
+            t.gx_apart = kind == 5;
+            check_case(&t, (uint64_t)(100 + kind));
+            t.ranks = 8; /* more ranks than key/value heads */
+            t.chunk = 8;
+            check_case(&t, (uint64_t)(200 + kind));
+            t.ranks = 2;
+            t.naive = 1;
+            t.chunk = 2;
+            check_case(&t, (uint64_t)(300 + kind));
+        }
+    }
+}
+
+/* The oracle's own gradients: central differences of sum(go * o), or of sum(gy * y). */
+static void test_finite_differences(void)
+{
+    int kind;
+    for (kind = 0; kind < 6; ++kind) {
+        run_case t = make_case(7, 4, 2, 8, 12, 1, 4, UPIPE_F32);
+        f32_block in;
+        f64_block in64, at, moved;
+        int64_t i;
+        t.shape.batch = 2;
+        t.shape.rope = kind % 3;
+        t.shape.normed = kind & 1;
+        t.shape.projected = kind >= 3;
+        t.shape.full = kind == 4;
+        block_inputs(&t.shape, 7, &in);
+        f64_block_widen(&t.shape, &in, &in64);
+        f64_block_make(&t.shape, &at);
+        f64_block_run(&t.shape, &in64, &at);
+#define DIFFERENCE(tensor)                                                                          \
+    for (i = 0; in64.tensor != NULL && i < block_count(&t.shape, #tensor);                          \
+         i += 1 + block_count(&t.shape, #tensor) / 12) {                                            \
+        double kept = in64.tensor[i], h = 1e-5, f[2], got;                                          \
+        int side;                                                                                   \
+        for (side = 0; side < 2; ++side) {                                                          \
+            int64_t k;                                                                              \
+            const double *out = t.shape.projected ? moved.y : moved.o,                              \
+                         *g = t.shape.projected ? in64.gy : in64.go;                                \
+            f64_block_make(&t.shape, &moved);                                                       \
+            in64.tensor[i] = kept + (side ? h : -h);                                                \
+            f64_block_run(&t.shape, &in64, &moved);                                                 \
+            out = t.shape.projected ? moved.y : moved.o;                                            \
+            for (f[side] = 0, k = 0; k < block_count(&t.shape, t.shape.projected ? "y" : "o"); ++k) \
+                f[side] += out[k] * g[k];                                                           \
+            f64_block_free(&moved);                                                                 \
+        }                                                                                           \
+        in64.tensor[i] = kept;                                                                      \
+        got = (f[1] - f[0]) / (2 * h);                                                              \
+        CHECK_SAY(fabs(got - at.tensor[i]) <= 1e-7 * (1 + fabs(got)),                               \
+                  "d %s[%d] is %.12g, differences give %.12g", #tensor, (int)i, at.tensor[i], got); \
+    }
+        memset(&moved, 0, sizeof moved);
+        DIFFERENCE(x)
+        DIFFERENCE(wq)
+        DIFFERENCE(wk)
+        DIFFERENCE(wv)
+        DIFFERENCE(wo)
+        DIFFERENCE(q_gain)
+        DIFFERENCE(k_gain)
+#undef DIFFERENCE
+        f32_block_free(&in);
+        f64_block_free(&in64);
+        f64_block_free(&at);
+    }
+}
+
+typedef struct fail_at {
+    long take, at;
+    int sticky;
+} fail_at;
+
+static upipe_status fail_guard(void *user, size_t bytes, const char *tag)
+{
+    fail_at *f = (fail_at *)user;
+    (void)bytes;
+    (void)tag;
+    if (f == NULL) return UPIPE_OK;
+    ++f->take;
+    return f->take == f->at || (f->sticky && f->take > f->at) ? UPIPE_ERR_MEMORY : UPIPE_OK;
+}
+
+/* Out of memory at every take, on each rank in turn, once and for good: every rank returns, with a reason. */
+static void test_out_of_memory(int h, int hkv, int ranks, int naive, upipe_dtype dtype)
+{
+    run_case t = make_case(8, h, hkv, 32, 16, ranks, ranks, dtype);
+    f32_block in;
+    int victim, sticky;
+    t.naive = naive;
+    t.shape.normed = 1;
+    t.shape.projected = h == 4;
+    t.guard = fail_guard;
+    t.expect_failure = 1;
+    t.deadline = 20;
+    block_inputs(&t.shape, 5, &in);
+    for (victim = 0; victim < ranks; ++victim) {
+        for (sticky = 0; sticky < 2; ++sticky) {
+            long at;
+            for (at = 1; at < 1000; ++at) {
+                fail_at f = {0, at, sticky};
+                run_result r;
+                int rank;
+                upipe_status s;
+                memset(t.guard_user, 0, sizeof t.guard_user);
+                t.guard_user[victim] = &f;
+                s = run_block(&t, &in, &r);
+                for (rank = 0; s != UPIPE_OK && rank < ranks; ++rank) {
+                    CHECK_SAY(r.statuses[rank] == (rank == victim ? UPIPE_ERR_MEMORY : UPIPE_ERR_ABORTED),
+                              "take %ld fails on rank %d: rank %d gets %s (%s)", at, victim, rank,
+                              upipe_status_name(r.statuses[rank]), r.errors[rank].text);
+                    if (rank == victim)
+                        CHECK_TEXT(r.errors[rank].text, "guard refused");
+                    else /* where the host's own take failed, the team learns of it without the sentence */
+                        CHECK(strstr(r.errors[rank].text, "guard refused") != NULL ||
+                              strstr(r.errors[rank].text, "gave up: out of memory") != NULL);
+                }
+                run_free(&r);
+                if (s == UPIPE_OK) break;
+            }
+            CHECK_SAY(at > 40 && at < 1000, "%ld takes", at);
+        }
+    }
+    f32_block_free(&in);
+}
+
+/* A pool one byte short is refused with the numbers; nothing is written past it. */
+typedef struct odd_rank {
+    upipe_threads *team;
+    const upipe_ops *ops;
+    int odd; /* what rank 1 does differently */
+    upipe_err errors[4];
+    upipe_status statuses[4];
+} odd_rank;
+
+static upipe_status odd_body(void *user, int rank)
+{
+    odd_rank *o = (odd_rank *)user;
+    upipe_plan_desc d;
+    upipe_plan p;
+    upipe_layer l;
+    upipe_saved save;
+    upipe_mem mem;
+    upipe_ctx c;
+    upipe_block blocks[64];
+    enum { BYTES = 1 << 22 };
+    char *slab = (char *)malloc(BYTES + 256), *aligned = slab + (256 - (uintptr_t)slab % 256);
+    float *w = f32_room(16 * 32 * 16);
+    upipe_status s;
+    memset(&d, 0, sizeof d);
+    memset(&l, 0, sizeof l);
+    memset(&c, 0, sizeof c);
+    memset(&save, 0, sizeof save);
+    d.tokens = 16;
+    d.ranks = 4;
+    d.heads = 16;
+    d.kv_heads = 4;
+    d.head_dim = 32;
+    d.model_dim = 16;
+    if (rank == 1 && o->odd == 1) d.kv_heads = 8;
+    if (rank == 1 && o->odd == 2) d.chunk = 8;
+    if (rank == 1 && o->odd == 3) l.rope_theta = 500000;
+    if (o->odd == 4) d.head_dim = 24;
+    if (o->odd == 5) d.ranks = 2;
+    s = upipe_plan_init(&p, &d, &c.err);
+    upipe_mem_init(&mem, aligned, o->odd == 7 && rank == 1 ? 20000 : BYTES, blocks, 64);
+    l.plan = &p;
+    l.wq = l.wk = l.wv = w;
+    if (o->odd == 6) l.q_gain = w;
+    c.ops = o->ops;
+    c.mem = &mem;
+    c.team = upipe_threads_comm(o->team, rank);
+    if (s == UPIPE_OK && !(o->odd == 8 && rank == 1)) {
+        upipe_view x = upipe_view_packed(w, UPIPE_F32, o->odd == 9 ? 5 : 4, 1, 16);
+        s = upipe_layer_fwd(&c, &l, &save, x);
+        if (s == UPIPE_OK) s = upipe_saved_free(&c, &save);
+        CHECK_INT(mem.live, 0);
+        if (s != UPIPE_OK) CHECK(save.out.data == NULL && save.lse == NULL);
+    }
+    o->errors[rank] = c.err;
+    upipe_mem_free(&mem, NULL);
+    free(w);
+    free(slab);
+    return s;
+}
+
+static void test_odd_ranks(void)
+{
+    static const struct {
+        int odd;
+        upipe_status status[2]; /* of rank 1, of the others */
+        const char *words;
+    } cases[] = {
+        {0, {UPIPE_OK, UPIPE_OK}, ""},
+        {1, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "kv_heads is 4 on rank 0 and 8 on rank 1"},
+        {2, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "chunk is 4 on rank 0 and 8 on rank 1"},
+        {3, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "rope_theta"},
+        {4, {UPIPE_ERR_UNSUPPORTED, UPIPE_ERR_UNSUPPORTED}, "head dim 24"},
+        {5, {UPIPE_ERR_ARG, UPIPE_ERR_ARG}, "a plan for 2 ranks on a team of 4"},
+        {6, {UPIPE_ERR_ARG, UPIPE_ERR_ARG}, "both gains or none"},
+        {7, {UPIPE_ERR_MEMORY, UPIPE_ERR_ABORTED}, "do not fit"},
+        {8, {UPIPE_OK, UPIPE_ERR_TIMEOUT}, "rank 1"},
+        {9, {UPIPE_ERR_ARG, UPIPE_ERR_ARG}, "x is f32 [5][1][16]"},
+    };
+    upipe_ops ops;
+    size_t i;
+    int rank;
+    upipe_cpu_ops(&ops);
+    for (i = 0; i < sizeof cases / sizeof *cases; ++i) {
+        upipe_threads team;
+        odd_rank o;
+        upipe_err e;
+        memset(&o, 0, sizeof o);
+        CHECK(upipe_threads_init(&team, 4, cases[i].odd == 8 ? 0.3 : 20, &e) == UPIPE_OK);
+        o.team = &team;
+        o.ops = &ops;
+        o.odd = cases[i].odd;
+        upipe_threads_run(&team, odd_body, &o, o.statuses);
+        for (rank = 0; rank < 4; ++rank) {
+            upipe_status want = cases[i].status[rank != 1], got = o.statuses[rank];
+            /* of several that fail by themselves, the first one's abort may reach the others before their own check */
+            int ok = got == want || (want != UPIPE_OK && got == UPIPE_ERR_ABORTED);
+            CHECK_SAY(ok, "case %d rank %d: %s (%s), not %s", cases[i].odd, rank, upipe_status_name(got),
+                      o.errors[rank].text, upipe_status_name(want));
+            if (want != UPIPE_OK) CHECK_TEXT(o.errors[rank].text, cases[i].words);
+        }
+        upipe_threads_free(&team);
+    }
+}
+
+int main(void)
+{
+    test_finite_differences();
+    test_bits(16, 4, 0, 0, 0);
+    test_bits(8, 8, 1, 0, 1);
+    test_bits(8, 2, 2, 1, 1);
+    test_bits(8, 1, 1, 1, 0);
+    test_against_oracle();
+    test_out_of_memory(8, 4, 2, 0, UPIPE_BF16);
+    test_out_of_memory(4, 1, 2, 0, UPIPE_F32);
+    test_out_of_memory(8, 4, 2, 1, UPIPE_BF16);
+    test_odd_ranks();
+    return test_end("layer");
+}

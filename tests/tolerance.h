@@ -1,0 +1,69 @@
+/* tolerance.h -- the one rule that says how far a result may be from the truth
+ *
+ *     max error  <= 2   * max error of the naive implementation  + floor
+ *     mean error <= 1.5 * mean error of the naive implementation + floor
+ *     floor       = 4 eps of f32, the accumulation type, * the largest finite reference value
+ *
+ * Both errors are taken against the same f64 reference, over the whole array. The naive implementation has the same
+ * storage type and sums in f32, in plain loops (oracle.h). Where the reference is infinite, the result must be equal
+ * to it. A NaN is always wrong.
+ *
+ *     CHECK_CLOSE(got, naive, reference, n, "dk");      float, float, double; n elements
+ */
+#ifndef UPIPE_TEST_TOLERANCE_H
+#define UPIPE_TEST_TOLERANCE_H
+
+#include <float.h>
+
+#include "test.h"
+
+#define CHECK_CLOSE(got, naive, reference, n, name) \
+    tolerance_check((got), (naive), (reference), (n), (name), __FILE__, __LINE__)
+
+typedef struct tolerance_error {
+    double max, mean;
+    int64_t worst;      /* element with the greatest error */
+    int64_t impossible; /* elements that are NaN, or not equal to an infinite reference */
+} tolerance_error;
+
+static inline tolerance_error tolerance_measure(const float *x, const double *reference, int64_t n)
+{
+    tolerance_error e;
+    int64_t i;
+    memset(&e, 0, sizeof e);
+    for (i = 0; i < n; ++i) {
+        double error = isinf(reference[i]) ? 0 : fabs((double)x[i] - reference[i]);
+        if (isnan(x[i]) || isinf(error) || (isinf(reference[i]) && (double)x[i] != reference[i])) {
+            ++e.impossible;
+            e.worst = i;
+            continue;
+        }
+        e.mean += error / (double)n;
+        if (error > e.max) {
+            e.max = error;
+            e.worst = e.impossible ? e.worst : i;
+        }
+    }
+    return e;
+}
+
+static inline int tolerance_check(const float *got, const float *naive, const double *reference, int64_t n,
+                                  const char *name, const char *file, int line)
+{
+    tolerance_error g = tolerance_measure(got, reference, n), m = tolerance_measure(naive, reference, n);
+    double largest = 0, floor;
+    int64_t i;
+    int ok;
+    for (i = 0; i < n; ++i)
+        if (!isinf(reference[i]) && fabs(reference[i]) > largest) largest = fabs(reference[i]);
+    floor = 4 * (double)FLT_EPSILON * largest;
+    ok = g.impossible == 0 && m.impossible == 0 && g.max <= 2 * m.max + floor &&
+         g.mean <= 1.5 * m.mean + floor;
+    return test_check(ok, file, line,
+                      "%s: error max %.3g mean %.3g, naive max %.3g mean %.3g, floor %.3g; %lld impossible; "
+                      "element %lld is %.9g, not %.9g",
+                      name, g.max, g.mean, m.max, m.mean, floor, (long long)g.impossible, (long long)g.worst,
+                      n > 0 ? (double)got[g.worst] : 0.0, n > 0 ? reference[g.worst] : 0.0);
+}
+
+#endif
