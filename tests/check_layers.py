@@ -1,0 +1,203 @@
+#!/usr/bin/env python3
+"""check_layers.py TOP -- the library's structure: who includes whom, what headers may say, no state
+
+Arrows point down only: a core header includes lower layers of the table below; a backend includes the core and its
+own folder; the core names no backend. No header prints, exits or holds a mutable object; core headers do not touch
+the heap either. Lengths have ceilings. Prints one line a breach and exits non-zero if there is one.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+
+LAYERS = [
+    ['upipe_base.h'],
+    ['upipe_plan.h', 'upipe_mem.h', 'upipe_ops.h', 'upipe_comm.h'],
+    ['upipe_a2a.h', 'upipe_attn.h', 'upipe_tile.h'],
+    ['upipe_ring.h'],
+    ['upipe_layer.h'],
+    ['upipe.h'],
+]
+LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}
+BACKENDS = ['cpu', 'cuda', 'net']
+CORE_LINES, BACKEND_LINES = 700, 1000
+
+CORE_SYSTEM = {'assert.h', 'float.h', 'limits.h', 'math.h', 'stdarg.h', 'stddef.h', 'stdint.h', 'stdio.h', 'string.h'}
+# A pool that marks its free bytes for AddressSanitizer needs that tool's header.
+CORE_SYSTEM_OF = {'upipe_mem.h': {'sanitizer/asan_interface.h'}}
+# Headers of other projects, and the only places that may include them: a host without that backend has none of them.
+FOREIGN = {
+    'mpi.h': ('net/upipe_mpi.h',),
+    'nccl.h': ('net/upipe_nccl.h',),
+    'cuda_runtime.h': ('cuda/', 'net/upipe_mpi.h', 'net/upipe_nccl.h'),
+    'cuda.h': ('cuda/',),
+    'cublas_v2.h': ('cuda/',),
+}
+
+BACKEND_NAME = re.compile(r'(?i)(?<![a-z0-9])(cpu|cuda|cublas|nccl|mpi|cblas|openblas|avx2?|pthread|thrd)(?![a-z])')
+PRINTS = 'printf vprintf puts putchar fputs fputc putc fwrite perror vfprintf fprintf'.split()
+LEAVES = 'exit _exit _Exit quick_exit abort atexit signal raise system longjmp'.split()
+HEAP = 'malloc calloc realloc free aligned_alloc posix_memalign strdup alloca mmap'.split()
+
+
+def call_of(names):
+    """Matches a call or declaration of one of these functions, not a member of that name."""
+    return re.compile(r'(?<![\w.*])(?<!->)(' + '|'.join(names) + r')\s*\(')
+
+
+def strip_comments(text):
+    """Comments become blanks, so that line numbers stay; string and character literals survive."""
+    pattern = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|//[^\n]*|/\*.*?\*/', re.S)
+
+    def blank(match):
+        word = match.group(0)
+        return re.sub(r'[^\n]', ' ', word) if word[0] == '/' else word
+
+    return pattern.sub(blank, text)
+
+
+def strip_strings(text):
+    return re.sub(r'"(?:\\.|[^"\\\n])*"', '""', text)
+
+
+class Report:
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, name, line, sentence):
+        self.count += 1
+        print(f'upipe/{name}:{line}: {sentence}')
+
+
+def check_include(report, name, line, form, target):
+    folder = os.path.dirname(name)
+    if form == '<':
+        if not folder and target not in CORE_SYSTEM | CORE_SYSTEM_OF.get(name, set()):
+            report(name, line, f'the core includes <{target}>: only standard C headers without state')
+        homes = FOREIGN.get(target)
+        if homes and not name.startswith(homes):
+            report(name, line, f'<{target}> belongs in {" and ".join(homes)} alone')
+        return
+    path = os.path.normpath(os.path.join(folder, target))
+    if path.startswith('..'):
+        report(name, line, f'"{target}" leaves the folder')
+    elif not folder:
+        if path not in LAYER:
+            report(name, line, f'the core includes "{target}", which is not a core header')
+        elif name in LAYER and LAYER[path] >= LAYER[name]:
+            report(name, line, f'"{target}" (layer {LAYER[path]}) is not below layer {LAYER[name]}')
+    elif os.path.dirname(path) not in ('', folder):
+        report(name, line, f'a backend in {folder}/ includes "{target}": only the core and its own folder')
+
+
+def check_source(report, name, text):
+    core = '/' not in name
+    lines = text.count('\n')
+    ceiling = CORE_LINES if core else BACKEND_LINES
+    if lines > ceiling:
+        report(name, lines, f'{lines} lines, at most {ceiling}: split it')
+    if core and name not in LAYER:
+        report(name, 1, 'a core header without a layer: add it to the table in tests/check_layers.py')
+    if not core and name.split('/')[0] not in BACKENDS:
+        report(name, 1, f'an unknown backend folder, not one of {BACKENDS}')
+
+    code = strip_comments(text)
+    for number, line in enumerate(code.split('\n'), 1):
+        include = re.match(r'\s*#\s*include\s*([<"])([^>"]+)[>"]', line)
+        if include:
+            check_include(report, name, number, include.group(1), include.group(2))
+            continue
+        if core:
+            found = BACKEND_NAME.search(line)
+            if found:
+                report(name, number, f'the core names a backend: {found.group(1)}')
+        line = strip_strings(line)
+        prints = [word for word in PRINTS if not (word == 'fprintf' and name == 'upipe_mem.h')]
+        for names, verb in ((prints, 'prints'), (LEAVES, 'ends or hijacks the program'), (HEAP, 'uses the heap')):
+            if verb == 'uses the heap' and not core:
+                continue
+            for word in call_of(names).findall(line):
+                report(name, number, f'{word}() {verb}')
+        for word in re.findall(r'\b(stdin|stdout|stderr|getenv|setenv|errno)\b', line):
+            if core or word != 'errno':
+                report(name, number, f'{word}: state of the process')
+
+
+def check_cycles(report, includes):
+    """Backend headers have no table of layers: within a folder it is enough that there is no circle."""
+    state = {}
+
+    def visit(name, trail):
+        if state.get(name) == 'done':
+            return
+        if name in trail:
+            report(name, 1, 'includes itself: ' + ' -> '.join(trail[trail.index(name):] + [name]))
+            return
+        for other in includes.get(name, []):
+            visit(other, trail + [name])
+        state[name] = 'done'
+
+    for name in includes:
+        visit(name, [])
+
+
+def check_objects(report, top, names):
+    """Compiles each header with everything in it emitted, and looks for writable objects in the result."""
+    compiler, nm = shutil.which('gcc'), shutil.which('nm')
+    if not compiler or not nm:
+        print('left out: mutable objects in headers, as gcc or nm is missing')
+        return
+    version = subprocess.run([compiler, '-dumpmachine'], capture_output=True, text=True, check=True).stdout
+    flag_sets = [[], ['-mavx2', '-mfma']] if version.startswith('x86_64') else [[]]
+    keep = shlex.split('-std=c11 -O0 -w -fno-pic -fkeep-static-functions -fkeep-inline-functions -fno-toplevel-reorder')
+    with tempfile.TemporaryDirectory() as scratch:
+        unit, made = os.path.join(scratch, 'unit.c'), os.path.join(scratch, 'unit.o')
+        for name in names:
+            for flags in flag_sets if name.startswith('cpu/') else [[]]:
+                with open(unit, 'w', encoding='utf-8') as out:
+                    out.write(f'#include "upipe/{name}"\n')
+                run = subprocess.run([compiler, *keep, *flags, '-I', top, '-c', unit, '-o', made],
+                                     capture_output=True, text=True, check=False)
+                if run.returncode != 0:
+                    said = [line for line in run.stderr.splitlines() if 'error' in line] or [run.stderr]
+                    report(name, 1, 'does not compile: ' + said[0])
+                    continue
+                table = subprocess.run([nm, made], capture_output=True, text=True, check=True).stdout
+                for line in table.splitlines():
+                    kind, symbol = line.split()[-2:]
+                    if kind in 'bBdDCsSgGuvV':
+                        report(name, 1, f'a mutable object: {symbol}')
+                    elif kind in 'TRW':
+                        report(name, 1, f'a symbol that other units see: {symbol}')
+
+
+def main():
+    top = os.path.abspath(sys.argv[1])
+    report = Report()
+    names, includes = [], {}
+    for folder, _, files in os.walk(os.path.join(top, 'upipe')):
+        for file in files:
+            path = os.path.join(folder, file)
+            name = os.path.relpath(path, os.path.join(top, 'upipe')).replace(os.sep, '/')
+            if not file.endswith(('.h', '.cuh')):
+                report(name, 1, 'not a header')
+                continue
+            names.append(name)
+    for name in sorted(names):
+        with open(os.path.join(top, 'upipe', name), encoding='utf-8') as source:
+            text = source.read()
+        check_source(report, name, text)
+        found = re.findall(r'^\s*#\s*include\s*"([^"]+)"', strip_comments(text), re.M)
+        includes[name] = [os.path.normpath(os.path.join(os.path.dirname(name), target)) for target in found]
+    check_cycles(report, includes)
+    check_objects(report, top, [name for name in sorted(names) if not name.startswith('cuda/')])
+    print(f'layers: {len(names)} headers, {report.count} breaches')
+    return 1 if report.count or not names else 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())

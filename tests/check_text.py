@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+"""check_text.py TOP -- what every text file of the project keeps to
+
+No notes to self, no paths of somebody's machine, no trailing blanks, a newline at the end; C files as clang-format
+leaves them; a comment right above every public function. Prints one line a breach and exits non-zero if there is one.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+# Spelled in halves, so that this file passes its own test.
+NOTES = re.compile(r'\b(' + '|'.join(['TO' 'DO', 'FIX' 'ME', 'XX' 'X', 'HA' 'CK']) + r')\b')
+PATHS = re.compile(r'(?<![\w.$})~])/(' + '|'.join(['wo' 'rk', 'tm' 'p', 'ro' 'ot', 'ho' 'me', 'Us' 'ers']) + ')/')
+FORMATTED = ('.c', '.h', '.cu', '.cuh')
+# The tree is laid out by this release; others break lines elsewhere.
+FORMAT_RELEASE = '14'
+# Foreign text, kept letter for letter.
+VERBATIM = {'LICENSE'}
+PUBLIC = re.compile(r'UPIPE_API\s[^;({]*?\b(upipe_\w+)\(')
+
+
+def list_files(top):
+    """What git tracks or would track; in a release archive, every file outside build folders."""
+    listed = None
+    if shutil.which('git') and os.path.exists(os.path.join(top, '.git')):
+        run = subprocess.run(['git', '-C', top, 'ls-files', '-z', '--cached', '--others', '--exclude-standard'],
+                             capture_output=True, check=False)
+        if run.returncode == 0:
+            listed = [name for name in run.stdout.decode().split('\0') if name]
+    if listed is None:
+        listed = []
+        for folder, folders, files in os.walk(top):
+            folders[:] = [name for name in folders
+                          if name not in ('.git', '__pycache__') and not (folder == top and name.startswith('build'))]
+            listed += [os.path.relpath(os.path.join(folder, name), top) for name in files]
+    return sorted(name for name in listed if os.path.isfile(os.path.join(top, name)))
+
+
+def check_lines(report, name, text):
+    if text and not text.endswith('\n'):
+        report(name, text.count('\n') + 1, 'no newline at the end')
+    if text.endswith('\n\n'):
+        report(name, text.count('\n'), 'an empty line at the end')
+    for number, line in enumerate(text.split('\n'), 1):
+        if line != line.rstrip():
+            report(name, number, 'blanks at the end of the line')
+        found = NOTES.search(line)
+        if found:
+            report(name, number, f'a note to self: {found.group(0)}')
+        found = PATHS.search(line)
+        if found:
+            report(name, number, f'a path of one machine: {found.group(0)}')
+
+
+def check_comments(report, name, text):
+    lines = text.split('\n')
+    for number, line in enumerate(lines):
+        if not line.startswith('UPIPE_API'):
+            continue
+        found = PUBLIC.match('\n'.join(lines[number:number + 3]))
+        if not found:
+            continue
+        above = lines[number - 1].strip() if number else ''
+        if not above.endswith('*/') or 'clang-format' in above or re.match(r'/\*\s*-+', above):
+            report(name, number + 1, f'{found.group(1)} has no comment right above it')
+
+
+def check_format(report, top, names):
+    for program in (f'clang-format-{FORMAT_RELEASE}', 'clang-format'):
+        if shutil.which(program):
+            said = subprocess.run([program, '--version'], capture_output=True, text=True, check=False).stdout
+            if re.search(rf'version {FORMAT_RELEASE}\.', said):
+                break
+    else:
+        print(f'left out: the layout of C files, as clang-format {FORMAT_RELEASE} is not installed')
+        return
+    for name in names:
+        run = subprocess.run([program, '--dry-run', '--Werror', '--style=file', name], cwd=top, capture_output=True,
+                             text=True, check=False)
+        if run.returncode != 0:
+            where = re.search(r':(\d+):\d+: ', run.stderr)
+            report(name, int(where.group(1)) if where else 1, 'not as clang-format leaves it')
+
+
+def main():
+    top = os.path.abspath(sys.argv[1])
+    breaches = 0
+
+    def report(name, line, sentence):
+        nonlocal breaches
+        breaches += 1
+        print(f'{name}:{line}: {sentence}')
+
+    texts = 0
+    names = list_files(top)
+    for name in names:
+        with open(os.path.join(top, name), 'rb') as source:
+            data = source.read()
+        if b'\0' in data:
+            continue
+        try:
+            text = data.decode('utf-8')
+        except UnicodeDecodeError:
+            report(name, 1, 'neither UTF-8 nor binary')
+            continue
+        texts += 1
+        if name in VERBATIM:
+            continue
+        check_lines(report, name, text)
+        if name.startswith('upipe' + os.sep):
+            check_comments(report, name, text)
+    check_format(report, top, [name for name in names if name.endswith(FORMATTED)])
+    print(f'text: {texts} files, {breaches} breaches')
+    return 1 if breaches or not texts else 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())

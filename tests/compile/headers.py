@@ -1,0 +1,131 @@
+#!/usr/bin/env python3
+"""headers.py TOP -- every header compiles alone, twice, and in two linked units, as C11, C++17 and CUDA
+
+For each header under TOP/upipe and each language two units are made: one includes the header first and then again,
+the other includes it once; both are compiled with all warnings as errors and linked. Headers in cpu/ are compiled
+with and without the AVX2 flags. nvcc is slow, so there one unit a header is compiled, and two with all of them are
+linked. What a missing compiler leaves out is said; it is a failure if no compiler is found at all.
+"""
+
+import concurrent.futures
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+WARNINGS = ['-Wall', '-Wextra', '-Wpedantic', '-Wshadow', '-Wconversion', '-Werror']
+# What net/upipe_net_threads.h asks of a host in strict C11 that includes something else first.
+POSIX = ['-D_POSIX_C_SOURCE=200809L']
+AVX2 = ['-mavx2', '-mfma']
+NVCC_PLACES = ['/usr/local/cuda/bin/nvcc', '/usr/lib/nvidia-cuda-toolkit/bin/nvcc']
+
+# language -> (compiler, flags, suffix of its units)
+HOST = {
+    'C11, gcc': ('gcc', ['-std=c11'], '.c'),
+    'C11, clang': ('clang', ['-std=c11'], '.c'),
+    'C++17, g++': ('g++', ['-std=c++17'], '.cpp'),
+}
+NVCC_FLAGS = ['-std=c++17', '-Werror=all-warnings', '-Xcompiler', '-Wall,-Wextra,-Wshadow', '-Wno-deprecated-gpu-targets']
+
+FIRST = '{includes}{includes}int second(void);\nint main(void)\n{{\n    return second();\n}}\n'
+SECOND = '{includes}int second(void);\nint second(void)\n{{\n    return 0;\n}}\n'
+
+
+def run(command):
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    return done.returncode == 0, done.stdout
+
+
+def write_units(folder, suffix, headers):
+    includes = ''.join(f'#include "upipe/{name}"\n' for name in headers)
+    paths = []
+    for file, text in (('first', FIRST), ('second', SECOND)):
+        paths.append(os.path.join(folder, file + suffix))
+        with open(paths[-1], 'w', encoding='utf-8') as out:
+            out.write(text.format(includes=includes))
+    return paths
+
+
+def compile_pair(label, compiler, flags, suffix, headers, top):
+    """Two units with these headers, compiled apart and linked. Returns (label, ok, what the compiler said)."""
+    with tempfile.TemporaryDirectory() as folder:
+        units = write_units(folder, suffix, headers)
+        for unit in units:
+            ok, said = run([compiler, *flags, '-I', top, '-c', unit, '-o', unit + '.o'])
+            if not ok:
+                return label, False, said
+        ok, said = run([compiler, *[unit + '.o' for unit in units], '-o', os.path.join(folder, 'both'), '-lm'])
+        return label, ok, said
+
+
+def compile_one(label, compiler, flags, suffix, headers, top):
+    """One unit that includes these headers twice."""
+    with tempfile.TemporaryDirectory() as folder:
+        unit = write_units(folder, suffix, headers)[0]
+        ok, said = run([compiler, *flags, '-I', top, '-c', unit, '-o', unit + '.o'])
+        return label, ok, said
+
+
+def find_headers(top):
+    found = []
+    for folder, _, files in os.walk(os.path.join(top, 'upipe')):
+        found += [os.path.relpath(os.path.join(folder, name), os.path.join(top, 'upipe')) for name in files]
+    return sorted(name.replace(os.sep, '/') for name in found if name.endswith('.h'))
+
+
+def find_nvcc():
+    """An nvcc that can compile an empty unit with the host compiler of this machine, or None."""
+    for place in [shutil.which('nvcc'), *NVCC_PLACES]:
+        if place and os.access(place, os.X_OK):
+            with tempfile.TemporaryDirectory() as folder:
+                unit = write_units(folder, '.cu', [])[0]
+                if run([place, *NVCC_FLAGS, '-c', unit, '-o', unit + '.o'])[0]:
+                    return place
+    return None
+
+
+def main():
+    top = os.path.abspath(sys.argv[1])
+    headers = find_headers(top)
+    host_headers = [name for name in headers if not name.startswith('cuda/')]
+    jobs = []
+
+    # The slowest go first.
+    nvcc = find_nvcc()
+    if nvcc:
+        jobs.append((compile_pair, 'CUDA, nvcc: all headers', nvcc, NVCC_FLAGS, '.cu', headers, top))
+        for name in headers:
+            jobs.append((compile_one, f'CUDA, nvcc: {name}', nvcc, NVCC_FLAGS, '.cu', [name], top))
+    else:
+        print('left out: headers as CUDA, as there is no nvcc that works, on the path or in its usual places')
+
+    for language, (program, standard, suffix) in HOST.items():
+        compiler = shutil.which(program)
+        if not compiler:
+            print(f'left out: headers as {language}, as {program} is missing')
+            continue
+        machine = run([compiler, '-dumpmachine'])[1]
+        for name in host_headers:
+            variants = [('', [])]
+            if name.startswith('cpu/') and re.match('x86_64|amd64', machine):
+                variants.append((' with AVX2', AVX2))
+            for note, flags in variants:
+                jobs.append((compile_pair, f'{language}: {name}{note}', compiler, standard + WARNINGS + flags, suffix,
+                             [name], top))
+        jobs.append((compile_pair, f'{language}: all headers', compiler, standard + WARNINGS + POSIX, suffix,
+                     host_headers, top))
+
+    failed = 0
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for label, ok, said in pool.map(lambda job: job[0](*job[1:]), jobs):
+            if not ok:
+                failed += 1
+                print(f'FAILED {label}\n{said}')
+    print(f'headers: {len(headers)} headers, {len(jobs)} compilations, {failed} failed')
+    return 1 if failed or not headers or not jobs else 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,189 @@
+#!/bin/sh
+# run.sh -- installs what is missing, builds and runs every test. Ends with a line "N passed, N failed".
+set -u
+
+usage() {
+    cat <<'END'
+usage: sh tests/run.sh [--quick]
+
+Builds upipe's tests under build/ with gcc, with clang, and with the sanitizers, and runs them. On Debian and Ubuntu
+missing programs are installed with apt-get (through sudo if you are not root). The last line is the verdict,
+"N passed, N failed"; the exit status is zero if nothing failed and something ran.
+
+  --quick   one build with gcc and its tests: no clang, no sanitizers, no valgrind
+  --help    this text
+
+UPIPE_DRAWS is the number of random cases of the property tests (the sanitizer builds take UPIPE_DRAWS_SLOW, 100),
+UPIPE_SEED where they start.
+END
+}
+
+quick=0
+for option in "$@"; do
+    case $option in
+    --quick) quick=1 ;;
+    --help | -h)
+        usage
+        exit 0
+        ;;
+    *)
+        usage >&2
+        exit 2
+        ;;
+    esac
+done
+
+top=$(cd "$(dirname "$0")/.." && pwd) || exit 1
+build=$top/build
+draws_slow=${UPIPE_DRAWS_SLOW:-100}
+began=$(date +%s)
+passed=0
+failed=0
+skipped=0
+
+# ---- programs ----
+
+# program:packages. The first list must be there; what only the second needs is left out, and said, without it.
+required='gcc:gcc,libc6-dev g++:g++ meson:meson ninja:ninja-build pkg-config:pkg-config python3:python3'
+wanted='clang:clang clang-format:clang-format valgrind:valgrind,libc6-dbg'
+
+# The entries of a list whose program is not there.
+missing() {
+    for entry in $1; do
+        command -v "${entry%%:*}" >/dev/null 2>&1 || printf '%s ' "$entry"
+    done
+}
+
+names() {
+    for entry in $1; do printf '%s ' "${entry%%:*}"; done
+}
+
+install_missing() {
+    lacking=$(missing "$1")
+    [ -n "$lacking" ] || return 0
+    root=
+    [ "$(id -u)" = 0 ] || root=sudo
+    if ! command -v apt-get >/dev/null 2>&1 || { [ -n "$root" ] && ! command -v sudo >/dev/null 2>&1; }; then
+        return 0
+    fi
+    packages=$(for entry in $lacking; do printf '%s,' "${entry#*:}"; done | tr ',' ' ')
+    echo "installing with apt-get: $packages"
+    # shellcheck disable=SC2086 # lists of words
+    $root apt-get update -q >/dev/null
+    # shellcheck disable=SC2086
+    $root env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends $packages >/dev/null
+}
+
+if [ $quick = 1 ]; then install_missing "$required"; else install_missing "$required $wanted"; fi
+lacking=$(missing "$required")
+if [ -n "$lacking" ]; then
+    echo "missing programs: $(names "$lacking")" >&2
+    echo "0 passed, 1 failed"
+    exit 1
+fi
+lacking=$(missing "$wanted")
+[ -z "$lacking" ] || [ $quick = 1 ] || echo "left out, as the programs are missing: $(names "$lacking")"
+
+# ---- builds and runs ----
+
+fail() {
+    echo "FAILED: $*"
+    failed=$((failed + 1))
+}
+
+# prepare NAME COMPILER OPTION...: build/NAME, made anew where it was made of something else or somewhere else.
+prepare() {
+    name=$1 compiler=$2
+    shift 2
+    dir=$build/$name
+    made_of="$top; $($compiler --version | head -n 1); meson $(meson --version); $*; ${CFLAGS-}; ${LDFLAGS-}"
+    if [ ! -f "$dir/build.ninja" ] || [ "$(cat "$dir/made_of" 2>/dev/null)" != "$made_of" ]; then
+        rm -rf "$dir"
+        CC=$compiler meson setup "$dir" "$top" "$@" >"$build/$name.log" 2>&1 || {
+            cat "$build/$name.log"
+            fail "meson setup of $name"
+            return 1
+        }
+        printf '%s\n' "$made_of" >"$dir/made_of"
+    fi
+    start=$(date +%s)
+    meson compile -C "$dir" >"$build/$name.log" 2>&1 || {
+        cat "$build/$name.log"
+        fail "build of $name"
+        return 1
+    }
+    echo "$name: built in $(($(date +%s) - start)) s"
+}
+
+count() {
+    cat "$1"/meson-logs/testlog*.json 2>/dev/null | grep -c "$2"
+}
+
+# suite BUILD SUITE OPTION...: runs one suite and adds up its verdicts.
+suite() {
+    name=$1 part=$2
+    shift 2
+    dir=$build/$name
+    rm -f "$dir"/meson-logs/testlog*
+    start=$(date +%s)
+    meson test -C "$dir" --no-rebuild --print-errorlogs --suite "$part" "$@" >"$build/$name-$part.log" 2>&1
+    status=$?
+    ok=$(count "$dir" '"result": "OK"')
+    skip=$(count "$dir" '"result": "SKIP"')
+    bad=$(($(count "$dir" '"result": "') - ok - skip))
+    [ $status = 0 ] || [ $bad != 0 ] || bad=1
+    [ $bad = 0 ] || cat "$build/$name-$part.log"
+    cat "$dir"/meson-logs/testlog*.txt 2>/dev/null | grep '^left out:' | sort -u
+    passed=$((passed + ok)) skipped=$((skipped + skip)) failed=$((failed + bad))
+    echo "$name, $part: $ok passed, $bad failed, $skip skipped in $(($(date +%s) - start)) s"
+}
+
+# Can programs of this sanitizer start here at all? Some kernels lay out memory as gcc's runtime does not expect.
+runs_with() {
+    scratch=$(mktemp -d) || return 1
+    echo 'int main(void) { return 0; }' >"$scratch/empty.c"
+    gcc "$1" "$scratch/empty.c" -o "$scratch/empty" 2>/dev/null && $2 "$scratch/empty" 2>/dev/null
+    status=$?
+    rm -rf "$scratch"
+    return $status
+}
+
+mkdir -p "$build" || exit 1
+if prepare gcc gcc; then
+    for part in compile unit property programs; do suite gcc $part; done
+fi
+
+if [ $quick = 0 ]; then
+    if command -v clang >/dev/null 2>&1 && prepare clang clang; then
+        for part in unit programs; do suite clang $part; done
+    fi
+    if ! valgrind --quiet true >/dev/null 2>&1; then
+        echo "left out: valgrind, as it does not start here"
+    elif [ -f "$build/gcc/build.ninja" ]; then
+        suite gcc memcheck --setup valgrind
+    fi
+
+    # Warnings are the plain builds' business: instrumented code draws false ones.
+    UPIPE_DRAWS=$draws_slow
+    export UPIPE_DRAWS
+    slow='-Dwerror=false -Doptimization=1 -Dexamples=disabled'
+    # shellcheck disable=SC2086 # a list of words
+    if ! runs_with -fsanitize=address,undefined ''; then
+        echo "left out: AddressSanitizer, as its programs do not start here"
+    elif prepare asan gcc $slow -Db_sanitize=address,undefined -Dc_args=-fno-sanitize-recover=all; then
+        for part in unit property; do suite asan $part --timeout-multiplier 4; done
+    fi
+    wrapper=
+    runs_with -fsanitize=thread '' || wrapper='setarch -R'
+    # shellcheck disable=SC2086
+    if ! runs_with -fsanitize=thread "$wrapper"; then
+        echo "left out: ThreadSanitizer, as its programs do not start here"
+    elif prepare tsan gcc $slow -Db_sanitize=thread; then
+        suite tsan threads --timeout-multiplier 4 ${wrapper:+--wrapper "$wrapper"}
+    fi
+fi
+
+[ $skipped = 0 ] || echo "$skipped skipped"
+echo "all in $(($(date +%s) - began)) s"
+echo "$passed passed, $failed failed"
+[ $failed = 0 ] && [ $passed != 0 ]

@@ -1,0 +1,419 @@
+/* test_gemm.c -- the CPU matrix product: against f64, one chain of fused multiply-adds bit by bit, and
+ * bitwise over every way to split a product into several calls
+ *
+ * Matrices lie in exact allocations (the sanitizer sees a read past the end) with gaps full of NaNs (a result
+ * shows a read inside). Built with UPIPE_WITH_CBLAS it also checks the BLAS entry, to the same bound, not
+ * bitwise.
+ */
+#include "test.h"
+
+#include "upipe/upipe_ops.h"
+#include "upipe/cpu/upipe_cpu_gemm.h"
+#ifdef UPIPE_WITH_CBLAS
+#include "upipe/cpu/upipe_cpu_cblas.h"
+#endif
+
+/* The exact chain is known with explicit FMA, or where the target has none that a compiler could slip in. */
+#if UPI_CPU_AVX2
+#define CHAIN_KNOWN 1
+#elif defined(__FMA__) || !(defined(__x86_64__) || defined(__i386__))
+#define CHAIN_KNOWN 0
+#else
+#define CHAIN_KNOWN 1
+#endif
+
+static float chain_step(float x, float y, float sum)
+{
+#if UPI_CPU_AVX2
+    return fmaf(x, y, sum);
+#else
+    return x * y + sum;
+#endif
+}
+
+typedef upipe_status (*gemm_entry)(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags,
+                                   void *work, size_t work_bytes);
+
+/* ---- matrices with gaps ---- */
+
+enum { HEADS_OUTER, HEADS_INNER }; /* [h][n][d] or [n][h][d] */
+
+static size_t view_bytes(upipe_view v)
+{
+    int64_t last = (v.n - 1) * v.n_step + (v.h - 1) * v.h_step + v.d;
+    return v.n > 0 && v.d > 0 ? (size_t)last * upipe_dtype_bytes(v.dtype) : 0;
+}
+
+static double element(upipe_view v, int64_t i, int j, int64_t k)
+{
+    return (double)upi_f1_get(upipe_view_at(v, i, j), v.dtype, k);
+}
+
+/* All bytes 0xff are a NaN in both types. */
+static upipe_view matrix(test_rng *r, upipe_dtype dtype, int64_t n, int h, int d, int layout, int gap)
+{
+    upipe_view v;
+    int64_t i, k;
+    int j;
+    v = layout == HEADS_OUTER ? upipe_view_make(NULL, dtype, n, d + gap, h, n * (d + gap) + gap, d)
+                              : upipe_view_make(NULL, dtype, n, (int64_t)h * (d + gap), h, d + gap, d);
+    v.data = malloc(view_bytes(v) + 1);
+    memset(v.data, 0xff, view_bytes(v) + 1);
+    for (i = 0; i < n; ++i)
+        for (j = 0; j < h; ++j)
+            for (k = 0; k < d; ++k) upi_f1_put(upipe_view_at(v, i, j), dtype, k, (float)test_normal(r));
+    return v;
+}
+
+static void *copy_of(const void *data, size_t bytes)
+{
+    void *p = malloc(bytes + 1);
+    memcpy(p, data, bytes);
+    return p;
+}
+
+/* Rows n0 .. n0+n-1, columns d0 .. d0+d-1 of every head. */
+static upipe_view part(upipe_view v, int64_t n0, int64_t n, int64_t d0, int64_t d)
+{
+    v.data = (char *)upipe_view_at(v, n0, 0) + (size_t)d0 * upipe_dtype_bytes(v.dtype);
+    v.n = n;
+    v.d = (int32_t)d;
+    return v;
+}
+
+/* The same of a stored matrix seen through its transpose flag. */
+static upipe_view part_of(upipe_view v, int trans, int64_t n0, int64_t n, int64_t d0, int64_t d)
+{
+    return trans ? part(v, d0, d, n0, n) : part(v, n0, n, d0, d);
+}
+
+static upipe_view one_head(upipe_view v, int j)
+{
+    if (v.h > 1) v.data = upipe_view_at(v, 0, j);
+    v.h = 1;
+    return v;
+}
+
+/* ---- one product ---- */
+
+typedef struct product {
+    upipe_view out, a, b;
+    int64_t depth;
+    int flags;
+} product;
+
+static void run(gemm_entry gemm, upipe_view out, upipe_view a, upipe_view b, int flags)
+{
+    upipe_ctx c;
+    size_t bytes = upi_cpu_gemm_bytes(NULL, out, a, b, flags);
+    void *work = aligned_alloc(64, bytes == 0 ? 64 : bytes);
+    memset(&c, 0, sizeof c);
+    memset(work, 0xff, bytes);
+    CHECK_SAY(bytes % 64 == 0 && bytes <= 768 * 1024, "scratch of %zu bytes", bytes);
+    CHECK_STATUS(gemm(&c, out, a, b, flags, work, bytes), UPIPE_OK, c.err);
+    free(work);
+}
+
+/* Writes what the chain gives into `want`, a copy of out as it was; returns false if out leaves the f64
+ * bound. */
+static int reference(const product *p, upipe_view before, upipe_view want)
+{
+    int trans_a = p->flags & UPIPE_GEMM_TRANS_A, trans_b = p->flags & UPIPE_GEMM_TRANS_B, ok = 1;
+    int64_t i, k, n;
+    int j;
+    for (j = 0; j < p->out.h; ++j)
+        for (i = 0; i < p->out.n; ++i)
+            for (n = 0; n < p->out.d; ++n) {
+                double exact = 0, size = 0, got, bound;
+                float sum = 0;
+                if (p->flags & UPIPE_GEMM_ACCUMULATE) {
+                    exact = element(before, i, j, n);
+                    size = fabs(exact);
+                    sum = (float)exact;
+                }
+                for (k = 0; k < p->depth; ++k) {
+                    int ja = p->a.h > 1 ? j : 0, jb = p->b.h > 1 ? j : 0;
+                    double x = trans_a ? element(p->a, k, ja, i) : element(p->a, i, ja, k);
+                    double y = trans_b ? element(p->b, n, jb, k) : element(p->b, k, jb, n);
+                    exact += x * y;
+                    size += fabs(x * y);
+                    sum = chain_step((float)x, (float)y, sum);
+                }
+                upi_f1_put(upipe_view_at(want, i, j), want.dtype, n, sum);
+                got = element(p->out, i, j, n);
+                bound = (double)(p->depth + 2) * 0x1.02p-24 * size;
+                if (p->out.dtype == UPIPE_BF16) bound += (fabs(exact) + bound) * 0x1.01p-8 + 0x1p-133;
+                if (!(fabs(got - exact) <= bound)) {
+                    CHECK_SAY(0, "out[%lld][%d][%lld] is %.9g, exactly %.9g, bound %g", (long long)i, j,
+                              (long long)n, got, exact, bound);
+                    ok = 0;
+                }
+            }
+    return ok;
+}
+
+/* The product again as calls on parts, into a fresh copy of the old c: all bytes must equal the whole
+ * call's. */
+static void check_split(const product *p, upipe_view before, const char *how, int64_t row, int64_t col,
+                        int64_t k, int heads)
+{
+    int trans_a = p->flags & UPIPE_GEMM_TRANS_A, trans_b = p->flags & UPIPE_GEMM_TRANS_B, j, step;
+    size_t bytes = view_bytes(p->out);
+    int64_t rows[3], cols[3], depths[3];
+    int r, n, d;
+    upipe_view out = p->out;
+    out.data = copy_of(before.data, bytes);
+    rows[0] = cols[0] = depths[0] = 0;
+    rows[1] = row;
+    cols[1] = col;
+    depths[1] = k;
+    rows[2] = p->out.n;
+    cols[2] = p->out.d;
+    depths[2] = p->depth;
+    step = heads ? 1 : p->out.h;
+    for (j = 0; j < p->out.h; j += step)
+        for (r = 0; r < 2; ++r)
+            for (n = 0; n < 2; ++n)
+                for (d = 0; d < 2; ++d) {
+                    upipe_view po = heads ? one_head(out, j) : out, pa = heads ? one_head(p->a, j) : p->a;
+                    upipe_view pb = heads ? one_head(p->b, j) : p->b;
+                    int64_t m1 = rows[r + 1] - rows[r], n1 = cols[n + 1] - cols[n],
+                            k1 = depths[d + 1] - depths[d];
+                    if (m1 == 0 || n1 == 0 || k1 == 0) continue;
+                    run(upi_cpu_gemm, part(po, rows[r], m1, cols[n], n1),
+                        part_of(pa, trans_a, rows[r], m1, depths[d], k1),
+                        part_of(pb, trans_b, depths[d], k1, cols[n], n1),
+                        p->flags | (depths[d] > 0 ? UPIPE_GEMM_ACCUMULATE : 0));
+                }
+    CHECK_SAY(memcmp(out.data, p->out.data, bytes) == 0,
+              "%s: %lld x %d x %lld, %d heads, flags %d, %s, split at %lld, %lld, %lld: bits differ", how,
+              (long long)p->out.n, p->out.d, (long long)p->depth, p->out.h, p->flags,
+              upipe_dtype_name(p->out.dtype), (long long)row, (long long)col, (long long)k);
+    free(out.data);
+}
+
+/* shared: bit 0 = a has one matrix for all heads, bit 1 = b has. */
+static void check_product(test_rng *r, int64_t rows, int cols, int64_t depth, int heads, int shared,
+                          int flags, upipe_dtype type_a, upipe_dtype type_b, upipe_dtype type_out, int splits)
+{
+    product p;
+    upipe_view before, want;
+    void *a_before, *b_before;
+    int trans_a = flags & UPIPE_GEMM_TRANS_A, trans_b = flags & UPIPE_GEMM_TRANS_B;
+    int a_heads = shared & 1 ? 1 : heads, b_heads = shared & 2 ? 1 : heads;
+    size_t bytes;
+    p.flags = flags;
+    p.depth = depth;
+    p.a = matrix(r, type_a, trans_a ? depth : rows, a_heads, (int)(trans_a ? rows : depth), test_below(r, 2),
+                 test_below(r, 4));
+    p.b = matrix(r, type_b, trans_b ? cols : depth, b_heads, trans_b ? (int)depth : cols, test_below(r, 2),
+                 test_below(r, 4));
+    p.out = matrix(r, type_out, rows, heads, cols, test_below(r, 2), test_below(r, 4));
+    if (!(flags & UPIPE_GEMM_ACCUMULATE)) { /* an old NaN must not survive */
+        int64_t i;
+        int j;
+        for (j = 0; j < heads; ++j)
+            for (i = 0; i < rows; ++i)
+                memset(upipe_view_at(p.out, i, j), 0xff, (size_t)cols * upipe_dtype_bytes(type_out));
+    }
+    bytes = view_bytes(p.out);
+    before = want = p.out;
+    before.data = copy_of(p.out.data, bytes);
+    want.data = copy_of(p.out.data, bytes);
+    a_before = copy_of(p.a.data, view_bytes(p.a));
+    b_before = copy_of(p.b.data, view_bytes(p.b));
+    run(upi_cpu_gemm, p.out, p.a, p.b, flags);
+    CHECK_SAY(reference(&p, before, want), "%lld x %d x %lld, %d heads, shared %d, flags %d, %s x %s -> %s",
+              (long long)rows, cols, (long long)depth, heads, shared, flags, upipe_dtype_name(type_a),
+              upipe_dtype_name(type_b), upipe_dtype_name(type_out));
+    if (CHAIN_KNOWN)
+        CHECK_SAY(
+            memcmp(want.data, p.out.data, bytes) == 0,
+            "%lld x %d x %lld, %d heads, shared %d, flags %d, %s x %s -> %s: not the chain, or a gap written",
+            (long long)rows, cols, (long long)depth, heads, shared, flags, upipe_dtype_name(type_a),
+            upipe_dtype_name(type_b), upipe_dtype_name(type_out));
+    CHECK_BYTES(p.a.data, a_before, view_bytes(p.a));
+    CHECK_BYTES(p.b.data, b_before, view_bytes(p.b));
+    if (splits) {
+        int64_t row = test_below(r, (int)rows + 1), col = test_below(r, cols + 1),
+                k = test_below(r, (int)depth + 1);
+        check_split(&p, before, "rows", row, 0, 0, 0);
+        check_split(&p, before, "columns", 0, col, 0, 0);
+        if (heads > 1) check_split(&p, before, "heads", 0, 0, 0, 1);
+        if (type_out == UPIPE_F32) {
+            check_split(&p, before, "depth", 0, 0, k, 0);
+            check_split(&p, before, "all", row, col, k, 1);
+        }
+    }
+#ifdef UPIPE_WITH_CBLAS
+    memcpy(p.out.data, before.data, bytes);
+    run(upi_cblas_gemm, p.out, p.a, p.b, flags);
+    CHECK_SAY(reference(&p, before, want), "BLAS: %lld x %d x %lld, %d heads, shared %d, flags %d",
+              (long long)rows, cols, (long long)depth, heads, shared, flags);
+#endif
+    free(p.a.data);
+    free(p.b.data);
+    free(p.out.data);
+    free(before.data);
+    free(want.data);
+    free(a_before);
+    free(b_before);
+}
+
+/* ---- the cases ---- */
+
+static void check_tails(test_rng *r)
+{
+    static const int cols[] = {1, 7, 8, 9, 15, 16, 17, 24, 33};
+    int rows, n, flags;
+    for (rows = 1; rows <= 13; ++rows)
+        for (n = 0; n < (int)(sizeof cols / sizeof *cols); ++n)
+            for (flags = 0; flags < 8; ++flags) {
+                upipe_dtype in = (rows + n) % 2 ? UPIPE_F32 : UPIPE_BF16;
+                upipe_dtype out = flags < UPIPE_GEMM_ACCUMULATE && n % 2 ? UPIPE_BF16 : UPIPE_F32;
+                check_product(r, rows, cols[n], 1 + test_below(r, 20), 1, 0, flags, in, in, out, 0);
+            }
+}
+
+/* Past every blocking size: depth, packed strip, packed block, block of rows. */
+static void check_blocks(test_rng *r)
+{
+    int past = UPI_GEMM_DEPTH + 1;
+    check_product(r, 11, 17, past - 1, 1, 0, 0, UPIPE_F32, UPIPE_F32, UPIPE_F32, 1);
+    check_product(r, 11, 17, past, 1, 0, UPIPE_GEMM_TRANS_B, UPIPE_F32, UPIPE_F32, UPIPE_F32, 1);
+    check_product(r, 13, 21, 2 * past + 5, 1, 0, UPIPE_GEMM_TRANS_A, UPIPE_BF16, UPIPE_F32, UPIPE_F32, 1);
+    check_product(r, 13, 21, 2 * past + 5, 2, 1, UPIPE_GEMM_TRANS_B, UPIPE_BF16, UPIPE_BF16, UPIPE_BF16, 1);
+    check_product(r, 59, 275, 40, 1, 0, UPIPE_GEMM_TRANS_B, UPIPE_F32, UPIPE_BF16, UPIPE_F32, 1);
+    check_product(r, 59, 275, 40, 1, 0, 0, UPIPE_BF16, UPIPE_BF16, UPIPE_BF16, 1);
+    check_product(r, UPI_GEMM_BLOCK_F32 * UPI_GEMM_ROWS + 7, 19, past + 2, 1, 0, UPIPE_GEMM_TRANS_B,
+                  UPIPE_F32, UPIPE_F32, UPIPE_F32, 1);
+    check_product(r, UPI_GEMM_BLOCK_BF16 * UPI_GEMM_ROWS + 7, 19, past + 2, 1, 0, UPIPE_GEMM_TRANS_B,
+                  UPIPE_BF16, UPIPE_BF16, UPIPE_BF16, 1);
+    check_product(r, 9, 64, past, 5, 1, UPIPE_GEMM_TRANS_B, UPIPE_F32, UPIPE_F32, UPIPE_F32, 1);
+    check_product(r, 40, 30, past, 3, 2, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE, UPIPE_F32, UPIPE_F32,
+                  UPIPE_F32, 1);
+}
+
+static void check_random(test_rng *r, long draws)
+{
+    long i;
+    for (i = 0; i < draws; ++i) {
+        int kind = test_below(r, 8), heads = kind < 4 ? 1 : 2 + test_below(r, 3);
+        int rows = 1 + test_below(r, 30), cols = 1 + test_below(r, 40), depth = 1 + test_below(r, 40);
+        upipe_dtype type_a = test_below(r, 2) ? UPIPE_F32 : UPIPE_BF16;
+        upipe_dtype type_b = test_below(r, 2) ? UPIPE_F32 : UPIPE_BF16;
+        upipe_dtype type_out = test_below(r, 2) ? UPIPE_F32 : UPIPE_BF16;
+        int flags = test_below(r, type_out == UPIPE_F32 ? 8 : 4);
+        if (kind == 0) rows += 200;
+        if (kind == 1) cols += 250;
+        if (kind == 2 || kind == 4) depth += UPI_GEMM_DEPTH - 20 + test_below(r, 2) * UPI_GEMM_DEPTH;
+        check_product(r, rows, cols, depth, heads, test_below(r, 4), flags, type_a, type_b, type_out, 1);
+    }
+}
+
+/* A caller may size its scratch for its largest tile: no smaller product needs more. */
+static void check_bytes(void)
+{
+    int type, size;
+    for (type = UPIPE_F32; type <= UPIPE_BF16; ++type) {
+        size_t before_rows = 0, before_cols = 0, before_depth = 0;
+        for (size = 1; size < 1300; ++size) {
+            upipe_view a = upipe_view_packed(NULL, UPIPE_BF16, size, 1, 700);
+            upipe_view b = upipe_view_packed(NULL, UPIPE_BF16, size, 1, 700);
+            upipe_view tall = upipe_view_packed(NULL, (upipe_dtype)type, size, 1, 300);
+            upipe_view wide = upipe_view_packed(NULL, (upipe_dtype)type, 300, 1, size);
+            upipe_view deep = upipe_view_packed(NULL, (upipe_dtype)type, 300, 1, 300);
+            upipe_view other = upipe_view_packed(NULL, UPIPE_F32, 300, 1, 700), c;
+            size_t rows = upi_cpu_gemm_bytes(NULL, tall, a, other, UPIPE_GEMM_TRANS_B);
+            size_t cols = upi_cpu_gemm_bytes(NULL, wide, other, b, UPIPE_GEMM_TRANS_B), depth;
+            other.d = size;
+            c = other;
+            depth = upi_cpu_gemm_bytes(NULL, deep, other, c, UPIPE_GEMM_TRANS_B);
+            CHECK_SAY(rows >= before_rows && cols >= before_cols && depth >= before_depth &&
+                          rows <= 768 * 1024 && cols <= 768 * 1024 && depth <= 768 * 1024,
+                      "size %d: %zu, %zu, %zu bytes, after %zu, %zu, %zu", size, rows, cols, depth,
+                      before_rows, before_cols, before_depth);
+            before_rows = rows;
+            before_cols = cols;
+            before_depth = depth;
+        }
+    }
+}
+
+/* An empty sum is 0, or the old c. */
+static void check_empty(test_rng *r)
+{
+    check_product(r, 5, 9, 0, 2, 0, UPIPE_GEMM_TRANS_A, UPIPE_F32, UPIPE_F32, UPIPE_F32, 0);
+    check_product(r, 5, 9, 0, 2, 0, UPIPE_GEMM_TRANS_A, UPIPE_F32, UPIPE_F32, UPIPE_BF16, 0);
+    check_product(r, 5, 9, 0, 1, 0, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE, UPIPE_F32, UPIPE_F32,
+                  UPIPE_F32, 0);
+    check_product(r, 0, 9, 4, 1, 0, 0, UPIPE_F32, UPIPE_F32, UPIPE_F32, 0);
+}
+
+static void check_statuses(gemm_entry gemm)
+{
+    static float room[64];
+    static char work_room[64 * 1024];
+    char *work = work_room + (64 - (uintptr_t)work_room % 64);
+    const size_t enough = sizeof work_room - 64;
+    upipe_view out = upipe_view_packed(room, UPIPE_F32, 3, 1, 4),
+               a = upipe_view_packed(room, UPIPE_F32, 3, 1, 5);
+    upipe_view b = upipe_view_packed(room, UPIPE_F32, 5, 1, 4), v;
+    upipe_ctx c;
+    size_t need = upi_cpu_gemm_bytes(NULL, out, a, b, 0);
+    memset(&c, 0, sizeof c);
+    CHECK(need > 0 && need <= 16 * 1024);
+    CHECK_STATUS(gemm(&c, out, a, b, UPIPE_GEMM_TRANS_B, work, enough), UPIPE_ERR_ARG, c.err);
+    CHECK_TEXT(c.err.text, "op(b) is 4 x 5");
+    CHECK_STATUS(gemm(&c, out, a, b, UPIPE_GEMM_TRANS_A, work, enough), UPIPE_ERR_ARG, c.err);
+    CHECK_TEXT(c.err.text, "op(a) is 5 x 3");
+    v = b;
+    v.n = 6;
+    CHECK_STATUS(gemm(&c, out, a, v, 0, work, enough), UPIPE_ERR_ARG, c.err);
+    CHECK_TEXT(c.err.text, "op(b) is 6 x 4");
+    v = a;
+    v.h = 2;
+    CHECK_STATUS(gemm(&c, out, v, b, 0, work, enough), UPIPE_ERR_ARG, c.err);
+    CHECK_TEXT(c.err.text, "2 matrices of a and 1 of b for 1 of out");
+    v = out;
+    v.h = 0;
+    CHECK_STATUS(gemm(&c, v, a, b, 0, work, enough), UPIPE_ERR_ARG, c.err);
+    CHECK_INT(upi_cpu_gemm_bytes(NULL, v, a, b, 0), 0);
+    v = out;
+    v.dtype = UPIPE_BF16;
+    CHECK_STATUS(gemm(&c, v, a, b, UPIPE_GEMM_ACCUMULATE, work, enough), UPIPE_ERR_UNSUPPORTED, c.err);
+    CHECK_TEXT(c.err.text, "accumulates into f32 only");
+    CHECK_STATUS(gemm(&c, out, a, b, 8, work, enough), UPIPE_ERR_UNSUPPORTED, c.err);
+    CHECK_TEXT(c.err.text, "unknown flags 0x8");
+    v = a;
+    v.data = NULL;
+    CHECK_STATUS(gemm(&c, out, v, b, 0, work, enough), UPIPE_ERR_ARG, c.err);
+    CHECK_TEXT(c.err.text, "a is NULL");
+    v = a;
+    v.dtype = (upipe_dtype)7;
+    CHECK_STATUS(gemm(&c, out, v, b, 0, work, enough), UPIPE_ERR_UNSUPPORTED, c.err);
+    CHECK_TEXT(c.err.text, "storage type 0, 7 or 0");
+    CHECK_STATUS(upi_cpu_gemm(&c, out, a, b, 0, work, need - 1), UPIPE_ERR_ARG, c.err);
+    CHECK_TEXT(c.err.text, "bytes of scratch");
+    CHECK_STATUS(upi_cpu_gemm(&c, out, a, b, 0, NULL, need), UPIPE_ERR_ARG, c.err);
+    CHECK_STATUS(upi_cpu_gemm(&c, out, a, b, 0, work + 4, enough - 64), UPIPE_ERR_ARG, c.err);
+    CHECK_TEXT(c.err.text, "multiple of 64");
+    CHECK_STATUS(gemm(&c, out, a, b, 0, work, need), UPIPE_OK, c.err);
+}
+
+int main(void)
+{
+    test_rng r;
+    r.state = (uint64_t)test_env("UPIPE_SEED", 1);
+    printf("test_gemm: %s, seed %llu\n", upi_cpu_simd_name(), (unsigned long long)r.state);
+    check_tails(&r);
+    check_blocks(&r);
+    check_random(&r, test_env("UPIPE_DRAWS", 300));
+    check_bytes();
+    check_empty(&r);
+    check_statuses(upi_cpu_gemm);
+#ifdef UPIPE_WITH_CBLAS
+    check_statuses(upi_cblas_gemm);
+#endif
+    return test_end("test_gemm");
+}

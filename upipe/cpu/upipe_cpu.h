@@ -1,0 +1,42 @@
+/* upipe_cpu.h -- the CPU compute table        backend cpu, includes all of cpu but cblas
+ *
+ *     upipe_ops ops;
+ *     upipe_cpu_ops(&ops);
+ *     ctx.ops = &ops;
+ *
+ * Compile with -mavx2 -mfma (or -march=native) and -O2 for the fast kernels; otherwise, and with
+ * UPIPE_CPU_PORTABLE defined, the same code runs on the compiler's vector extensions. ops.name says which:
+ * "cpu-avx2" or "cpu-portable". Links with the math library (-lm).
+ *
+ * One call runs on the calling thread, start to end, and uses neither ctx->stream nor memory of its own:
+ * threads that share the table run side by side.
+ */
+#ifndef UPIPE_CPU_H
+#define UPIPE_CPU_H
+
+#include "upipe_cpu_simd.h"
+#include "upipe_cpu_attn.h"
+#include "upipe_cpu_gemm.h"
+#include "upipe_cpu_rows.h"
+
+/* upipe_cpu_ops -- fills every entry of the table */
+UPIPE_API void upipe_cpu_ops(upipe_ops *ops)
+{
+    memset(ops, 0, sizeof *ops);
+    ops->name = upi_cpu_simd_name();
+    ops->copy = upi_cpu_copy;
+    ops->zero = upi_cpu_zero;
+    ops->cast = upi_cpu_cast;
+    ops->gemm = upi_cpu_gemm;
+    ops->gemm_bytes = upi_cpu_gemm_bytes;
+    ops->attn_fwd = upi_cpu_attn_fwd;
+    ops->attn_bwd = upi_cpu_attn_bwd;
+    ops->attn_bytes = upi_cpu_attn_bytes;
+    ops->rope = upi_cpu_rope;
+    ops->headnorm = upi_cpu_headnorm;
+    ops->headnorm_bwd = upi_cpu_headnorm_bwd;
+    ops->rowdot = upi_cpu_rowdot;
+    ops->sum = upi_cpu_sum;
+}
+
+#endif

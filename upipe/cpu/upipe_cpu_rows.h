@@ -1,0 +1,376 @@
+/* upipe_cpu_rows.h -- copies, casts, and all that works row by row        backend cpu, includes cpu_simd, ops
+ *
+ * Fills the table's copy, zero, cast, rope, headnorm, headnorm_bwd, rowdot and sum. Links with the math
+ * library.
+ *
+ *     upi_cpu_rope(&ctx, &r)      x [count][tokens][heads][d], in place; angles once a token, for all heads
+ *     upi_cpu_headnorm(...)       x [tokens][heads][d], in place
+ *     upi_cpu_rowdot(...)         [tokens][heads] = a . b
+ *
+ * A row is d contiguous elements, walked eight at a time; its last few ride in a vector filled up with zeros,
+ * through the same instructions. So the bits of a row depend on its values alone: not on steps, nor on its
+ * neighbours, nor on how tokens are split over calls. Arithmetic is f32, rounded once where a bf16 is stored.
+ */
+#ifndef UPIPE_CPU_ROWS_H
+#define UPIPE_CPU_ROWS_H
+
+#include <math.h>
+
+#include "upipe_cpu_simd.h"
+#include "../upipe_ops.h"
+
+enum {
+    UPI_ROPE_DIM_MAX = 256,
+    UPI_ROPE_ANCHOR = 64, /* positions between angles that come from sin and cos */
+};
+
+/* ---- eight elements, or the last few, of a row ---- */
+
+/* Elements i .. i+7 of a row of d, zeros behind its end. */
+UPI_INLINE upi_f8 upi_row_get(const void *row, upipe_dtype dtype, int64_t i, int64_t d)
+{
+    float t[UPI_LANES] = {0, 0, 0, 0, 0, 0, 0, 0};
+    int64_t k;
+    if (i + UPI_LANES <= d) return upi_f8_get(row, dtype, i);
+    for (k = 0; i + k < d; ++k) t[k] = upi_f1_get(row, dtype, i + k);
+    return upi_f8_load(t);
+}
+
+UPI_INLINE void upi_row_put(void *row, upipe_dtype dtype, int64_t i, int64_t d, upi_f8 v)
+{
+    float t[UPI_LANES];
+    int64_t k;
+    if (i + UPI_LANES <= d) {
+        upi_f8_put(row, dtype, i, v);
+        return;
+    }
+    upi_f8_store(t, v);
+    for (k = 0; i + k < d; ++k) upi_f1_put(row, dtype, i + k, t[k]);
+}
+
+/* ---- checks ---- */
+
+UPIPE_API upipe_status upi_row_check(upipe_ctx *c, const char *call, const char *name, upipe_view v)
+{
+    if (v.n < 0 || v.h < 1 || v.d < 1)
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "%s: %s is [%lld][%d][%d]", call, name, (long long)v.n, v.h,
+                        v.d);
+    if (v.dtype != UPIPE_F32 && v.dtype != UPIPE_BF16)
+        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "%s: %s has storage type %d", call, name,
+                        (int)v.dtype);
+    if (v.data == NULL && v.n > 0) return upi_fail(&c->err, UPIPE_ERR_ARG, "%s: %s is NULL", call, name);
+    return UPIPE_OK;
+}
+
+/* As above, and v must have these rows of d elements. */
+UPIPE_API upipe_status upi_row_check_like(upipe_ctx *c, const char *call, const char *name, upipe_view v,
+                                          upipe_view like, int32_t d)
+{
+    UPIPE_TRY(upi_row_check(c, call, name, v));
+    if (v.n != like.n || v.h != like.h || v.d != d)
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "%s: %s is [%lld][%d][%d], not [%lld][%d][%d]", call, name,
+                        (long long)v.n, v.h, v.d, (long long)like.n, like.h, d);
+    return UPIPE_OK;
+}
+
+/* ---- entries of the table ---- */
+
+UPIPE_API upipe_status upi_cpu_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
+{
+    if (bytes == 0) return UPIPE_OK;
+    if (dst == NULL || src == NULL)
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "copy: %zu bytes, but %s is NULL", bytes,
+                        dst == NULL ? "dst" : "src");
+    memcpy(dst, src, bytes);
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_cpu_zero(upipe_ctx *c, void *dst, size_t bytes)
+{
+    if (bytes == 0) return UPIPE_OK;
+    if (dst == NULL) return upi_fail(&c->err, UPIPE_ERR_ARG, "zero: %zu bytes, but dst is NULL", bytes);
+    memset(dst, 0, bytes);
+    return UPIPE_OK;
+}
+
+/* Rows that follow each other without a gap in both views are one long row. */
+UPI_INLINE void upi_cast_rows(upipe_view dst, upipe_view src, int64_t *rows, int64_t *heads, int64_t *d)
+{
+    *rows = dst.n;
+    *heads = dst.h;
+    *d = dst.d;
+    if (dst.h > 1 && (dst.h_step != dst.d || src.h_step != src.d)) return;
+    *d *= *heads;
+    *heads = 1;
+    if (dst.n > 1 && (dst.n_step != *d || src.n_step != *d)) return;
+    *d *= *rows;
+    *rows = 1;
+}
+
+UPIPE_API upipe_status upi_cpu_cast(upipe_ctx *c, upipe_view dst, upipe_view src)
+{
+    int64_t rows, heads, d, i, j, k;
+    UPIPE_TRY(upi_row_check(c, "cast", "dst", dst));
+    UPIPE_TRY(upi_row_check_like(c, "cast", "src", src, dst, dst.d));
+    if (dst.n == 0) return UPIPE_OK;
+    upi_cast_rows(dst, src, &rows, &heads, &d);
+    for (i = 0; i < rows; ++i)
+        for (j = 0; j < heads; ++j) {
+            void *to = upipe_view_at(dst, i, (int32_t)j);
+            const void *from = upipe_view_at(src, i, (int32_t)j);
+            if (dst.dtype == src.dtype)
+                memcpy(to, from, (size_t)d * upipe_dtype_bytes(dst.dtype));
+            else
+                for (k = 0; k < d; k += UPI_LANES)
+                    upi_row_put(to, dst.dtype, k, d, upi_row_get(from, src.dtype, k, d));
+        }
+    return UPIPE_OK;
+}
+
+/* Angles of one position: cos and sin of position * theta^(-2p/d) for the pairs p < d/2.
+ *
+ * In f64. sin and cos are called at multiples of 64 only; from there each position turns the one before it by
+ * the frequency, which costs four products a pair and adds an error below 3e-14. The anchors are absolute
+ * positions, so a position has the same angles whatever token a call starts with.
+ */
+typedef struct upi_rope_angles {
+    double cos_now[UPI_ROPE_DIM_MAX / 2], sin_now[UPI_ROPE_DIM_MAX / 2];   /* of `position` */
+    double cos_step[UPI_ROPE_DIM_MAX / 2], sin_step[UPI_ROPE_DIM_MAX / 2]; /* of one position */
+    double frequency[UPI_ROPE_DIM_MAX / 2];                                /* radians a position */
+    float cos_row[UPI_ROPE_DIM_MAX / 2], sin_row[UPI_ROPE_DIM_MAX / 2]; /* rounded; sin negative if inverse */
+    int64_t position;
+    int pairs;
+} upi_rope_angles;
+
+UPI_KERNEL void upi_rope_anchor(upi_rope_angles *g, int64_t position)
+{
+    int p;
+    for (p = 0; p < g->pairs; ++p) {
+        g->cos_now[p] = cos((double)position * g->frequency[p]);
+        g->sin_now[p] = sin((double)position * g->frequency[p]);
+    }
+    g->position = position;
+}
+
+UPI_KERNEL void upi_rope_advance(upi_rope_angles *g)
+{
+    int p;
+    for (p = 0; p < g->pairs; ++p) {
+        double cos_p = g->cos_now[p], sin_p = g->sin_now[p];
+        g->cos_now[p] = cos_p * g->cos_step[p] - sin_p * g->sin_step[p];
+        g->sin_now[p] = sin_p * g->cos_step[p] + cos_p * g->sin_step[p];
+    }
+    ++g->position;
+}
+
+UPI_INLINE void upi_rope_begin(upi_rope_angles *g, const upipe_rope *r)
+{
+    int p;
+    memset(g, 0, sizeof *g); /* pairs behind the last are read as whole vectors */
+    g->pairs = r->x.d / 2;
+    for (p = 0; p < g->pairs; ++p) {
+        g->frequency[p] = pow(r->theta, -2.0 * p / r->x.d);
+        g->cos_step[p] = cos(g->frequency[p]);
+        g->sin_step[p] = sin(g->frequency[p]);
+    }
+    upi_rope_anchor(g, r->pos0 / UPI_ROPE_ANCHOR * UPI_ROPE_ANCHOR);
+    while (g->position < r->pos0) upi_rope_advance(g);
+}
+
+UPI_INLINE void upi_rope_next(upi_rope_angles *g)
+{
+    if ((g->position + 1) % UPI_ROPE_ANCHOR == 0)
+        upi_rope_anchor(g, g->position + 1);
+    else
+        upi_rope_advance(g);
+}
+
+/* Turns the pairs (x, y) of eight angles. Spelled out as fused operations, lest the compiler choose which
+ * product of a difference to fuse, and choose differently in two places. */
+UPI_INLINE void upi_rope_turn(const upi_rope_angles *g, int p, upi_f8 *x, upi_f8 *y)
+{
+    upi_f8 c = upi_f8_load(g->cos_row + p), s = upi_f8_load(g->sin_row + p), x0 = *x;
+    *x = upi_f8_fma(x0, c, upi_f8_mul(*y, upi_f8_sub(upi_f8_zero(), s)));
+    *y = upi_f8_fma(x0, s, upi_f8_mul(*y, c));
+}
+
+UPI_INLINE void upi_rope_row(const upi_rope_angles *g, void *row, upipe_dtype dtype, int interleaved)
+{
+    int p, i;
+    for (p = 0; p < g->pairs; p += UPI_LANES) {
+        upi_f8 x, y;
+        if (interleaved) {
+            float pair[2 * UPI_LANES], first[UPI_LANES], second[UPI_LANES];
+            upi_f8_store(pair, upi_row_get(row, dtype, 2 * p, 2 * g->pairs));
+            upi_f8_store(pair + UPI_LANES, upi_row_get(row, dtype, 2 * p + UPI_LANES, 2 * g->pairs));
+            for (i = 0; i < UPI_LANES; ++i) {
+                first[i] = pair[2 * i];
+                second[i] = pair[2 * i + 1];
+            }
+            x = upi_f8_load(first);
+            y = upi_f8_load(second);
+            upi_rope_turn(g, p, &x, &y);
+            upi_f8_store(first, x);
+            upi_f8_store(second, y);
+            for (i = 0; i < UPI_LANES; ++i) {
+                pair[2 * i] = first[i];
+                pair[2 * i + 1] = second[i];
+            }
+            upi_row_put(row, dtype, 2 * p, 2 * g->pairs, upi_f8_load(pair));
+            upi_row_put(row, dtype, 2 * p + UPI_LANES, 2 * g->pairs, upi_f8_load(pair + UPI_LANES));
+        } else {
+            void *half = (char *)row + (size_t)g->pairs * upipe_dtype_bytes(dtype);
+            x = upi_row_get(row, dtype, p, g->pairs);
+            y = upi_row_get(half, dtype, p, g->pairs);
+            upi_rope_turn(g, p, &x, &y);
+            upi_row_put(row, dtype, p, g->pairs, x);
+            upi_row_put(half, dtype, p, g->pairs, y);
+        }
+    }
+}
+
+UPIPE_API upipe_status upi_cpu_rope(upipe_ctx *c, const upipe_rope *r)
+{
+    upi_rope_angles g;
+    int64_t token, block;
+    int32_t head;
+    int p;
+    UPIPE_TRY(upi_row_check(c, "rope", "x", r->x));
+    if (r->x.d % 2 != 0 || r->x.d > UPI_ROPE_DIM_MAX)
+        return upi_fail(&c->err, r->x.d % 2 != 0 ? UPIPE_ERR_ARG : UPIPE_ERR_UNSUPPORTED,
+                        "rope: head dim %d; even ones up to %d are built", r->x.d, UPI_ROPE_DIM_MAX);
+    if (r->count < 0 || r->pos0 < 0 || !(r->theta > 0))
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "rope: %lld blocks from position %lld, theta %g",
+                        (long long)r->count, (long long)r->pos0, r->theta);
+    if (r->count == 0 || r->x.n == 0) return UPIPE_OK;
+    upi_rope_begin(&g, r);
+    for (token = 0; token < r->x.n; ++token) {
+        if (token > 0) upi_rope_next(&g);
+        for (p = 0; p < g.pairs; ++p) {
+            g.cos_row[p] = (float)g.cos_now[p];
+            g.sin_row[p] = (float)(r->inverse ? -g.sin_now[p] : g.sin_now[p]);
+        }
+        for (block = 0; block < r->count; ++block)
+            for (head = 0; head < r->x.h; ++head) {
+                char *row = (char *)upipe_view_at(r->x, token, head) +
+                            block * r->step * (int64_t)upipe_dtype_bytes(r->x.dtype);
+                upi_rope_row(&g, row, r->x.dtype, r->interleaved);
+            }
+    }
+    return UPIPE_OK;
+}
+
+/* Sum of the products of two rows. Eight partial sums, then their sum: one order for every row of d
+ * elements. */
+UPI_INLINE float upi_row_dot(const void *a, upipe_dtype a_type, const void *b, upipe_dtype b_type, int64_t d)
+{
+    upi_f8 sum = upi_f8_zero();
+    int64_t k;
+    for (k = 0; k < d; k += UPI_LANES)
+        sum = upi_f8_fma(upi_row_get(a, a_type, k, d), upi_row_get(b, b_type, k, d), sum);
+    return upi_f8_sum(sum);
+}
+
+/* 1 / sqrt(mean of the squares + eps) */
+UPI_INLINE float upi_row_scale(const void *row, upipe_dtype dtype, int32_t d, float eps)
+{
+    return 1.0f / sqrtf(upi_row_dot(row, dtype, row, dtype, d) / (float)d + eps);
+}
+
+UPIPE_API upipe_status upi_cpu_headnorm(upipe_ctx *c, upipe_view x, const float *gain, float eps)
+{
+    int64_t i;
+    int32_t j, k;
+    UPIPE_TRY(upi_row_check(c, "headnorm", "x", x));
+    if (gain == NULL) return upi_fail(&c->err, UPIPE_ERR_ARG, "headnorm: gain is NULL");
+    if (!(eps >= 0)) return upi_fail(&c->err, UPIPE_ERR_ARG, "headnorm: eps %g", (double)eps);
+    for (i = 0; i < x.n; ++i)
+        for (j = 0; j < x.h; ++j) {
+            void *row = upipe_view_at(x, i, j);
+            upi_f8 scale = upi_f8_set1(upi_row_scale(row, x.dtype, x.d, eps));
+            for (k = 0; k < x.d; k += UPI_LANES) {
+                upi_f8 unit = upi_f8_mul(upi_row_get(row, x.dtype, k, x.d), scale);
+                upi_row_put(row, x.dtype, k, x.d, upi_f8_mul(unit, upi_row_get(gain, UPIPE_F32, k, x.d)));
+            }
+        }
+    return UPIPE_OK;
+}
+
+/* With u = x * scale, the row of mean square 1:  dx = scale * (gain dy - u * mean(u gain dy)),  dgain +=
+ * dy u. */
+UPIPE_API upipe_status upi_cpu_headnorm_bwd(upipe_ctx *c, upipe_view dy, upipe_view x, const float *gain,
+                                            float eps, float *dgain)
+{
+    int64_t i;
+    int32_t j, k;
+    UPIPE_TRY(upi_row_check(c, "headnorm_bwd", "dy", dy));
+    UPIPE_TRY(upi_row_check_like(c, "headnorm_bwd", "x", x, dy, dy.d));
+    if (gain == NULL || dgain == NULL)
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "headnorm_bwd: %s is NULL", gain == NULL ? "gain" : "dgain");
+    if (!(eps >= 0)) return upi_fail(&c->err, UPIPE_ERR_ARG, "headnorm_bwd: eps %g", (double)eps);
+    for (i = 0; i < x.n; ++i)
+        for (j = 0; j < x.h; ++j) {
+            const void *from = upipe_view_at(x, i, j);
+            void *row = upipe_view_at(dy, i, j);
+            float *dg = dgain + (int64_t)j * x.d, one = upi_row_scale(from, x.dtype, x.d, eps);
+            upi_f8 scale = upi_f8_set1(one), sum = upi_f8_zero(), minus_mean;
+            for (k = 0; k < x.d; k += UPI_LANES) {
+                upi_f8 unit = upi_f8_mul(upi_row_get(from, x.dtype, k, x.d), scale);
+                upi_f8 grad = upi_row_get(row, dy.dtype, k, x.d);
+                sum = upi_f8_fma(upi_f8_mul(grad, upi_row_get(gain, UPIPE_F32, k, x.d)), unit, sum);
+                upi_row_put(dg, UPIPE_F32, k, x.d,
+                            upi_f8_fma(grad, unit, upi_row_get(dg, UPIPE_F32, k, x.d)));
+            }
+            minus_mean = upi_f8_set1(-upi_f8_sum(sum) / (float)x.d);
+            for (k = 0; k < x.d; k += UPI_LANES) {
+                upi_f8 unit = upi_f8_mul(upi_row_get(from, x.dtype, k, x.d), scale);
+                upi_f8 grad =
+                    upi_f8_mul(upi_row_get(row, dy.dtype, k, x.d), upi_row_get(gain, UPIPE_F32, k, x.d));
+                upi_row_put(row, dy.dtype, k, x.d, upi_f8_mul(scale, upi_f8_fma(unit, minus_mean, grad)));
+            }
+        }
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_cpu_rowdot(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b)
+{
+    int64_t i;
+    int32_t j;
+    UPIPE_TRY(upi_row_check(c, "rowdot", "a", a));
+    UPIPE_TRY(upi_row_check_like(c, "rowdot", "b", b, a, a.d));
+    UPIPE_TRY(upi_row_check_like(c, "rowdot", "out", out, a, 1));
+    if (out.dtype != UPIPE_F32)
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "rowdot: out is %s, not f32", upipe_dtype_name(out.dtype));
+    for (i = 0; i < a.n; ++i)
+        for (j = 0; j < a.h; ++j)
+            *(float *)upipe_view_at(out, i, j) =
+                upi_row_dot(upipe_view_at(a, i, j), a.dtype, upipe_view_at(b, i, j), b.dtype, a.d);
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_cpu_sum(upipe_ctx *c, upipe_view dst, const float *src, int64_t step, int count,
+                                   int accumulate)
+{
+    int64_t i, packed = 0;
+    int32_t j, k;
+    int part;
+    UPIPE_TRY(upi_row_check(c, "sum", "dst", dst));
+    if (count < 0) return upi_fail(&c->err, UPIPE_ERR_ARG, "sum: %d terms", count);
+    if (src == NULL && count > 0 && dst.n > 0) return upi_fail(&c->err, UPIPE_ERR_ARG, "sum: src is NULL");
+    if (accumulate && dst.dtype != UPIPE_F32)
+        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "sum: accumulates into f32 only, dst is %s",
+                        upipe_dtype_name(dst.dtype));
+    for (i = 0; i < dst.n; ++i)
+        for (j = 0; j < dst.h; ++j, packed += dst.d) {
+            void *row = upipe_view_at(dst, i, j);
+            for (k = 0; k < dst.d; k += UPI_LANES) {
+                upi_f8 sum = accumulate ? upi_row_get(row, UPIPE_F32, k, dst.d) : upi_f8_zero();
+                for (part = 0; part < count; ++part)
+                    sum = upi_f8_add(sum, upi_row_get(src + part * step + packed, UPIPE_F32, k, dst.d));
+                upi_row_put(row, dst.dtype, k, dst.d, sum);
+            }
+        }
+    return UPIPE_OK;
+}
+
+#endif
