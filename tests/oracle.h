@@ -6,10 +6,10 @@
  *
  *     oracle_attn_fwd(&shape, q, k, v, o, lse);                          double: the reference
  *     naive_attn_fwd(&shape, UPIPE_BF16, qf, kf, vf, of, lsef);          float: what a plain kernel would give
- *     CHECK_CLOSE(got, of, o, n, "o");                                   tolerance.h: got against both
+ *     CHECK_CLOSE(got, naive, ways, o, n, "o");                          tolerance.h: got against both
  *
  * The naive one does its arithmetic in f32, row by row, and rounds what a kernel would store: o and dq. dk and dv
- * stay f32. Each takes o and lse of its own forward for its backward.
+ * stay f32. Each takes o and lse of its own forward for its backward. shape.naive says how its sums run.
  */
 #ifndef UPIPE_TEST_ORACLE_H
 #define UPIPE_TEST_ORACLE_H
@@ -24,6 +24,7 @@
 typedef struct oracle_attn {
     int64_t sq, sk, q_pos, k_pos;
     int h, hkv, d, causal;
+    int naive; /* naive runs alone: which of the NAIVE_WAYS ways to sum */
     double scale;
 } oracle_attn;
 
@@ -111,11 +112,25 @@ static inline float naive_store(upipe_dtype dtype, float x)
     return dtype == UPIPE_F32 ? x : upi_bf16_to_f32(upi_f32_to_bf16(x));
 }
 
-static inline float naive_dot(const float *a, const float *b, int d)
+/* A plain loop leaves two things open: where it begins, and whether the compiler fuses multiply and add. */
+enum { NAIVE_DOWN = 1, NAIVE_FUSED = 2, NAIVE_WAYS = 4 };
+
+/* The k-th of n terms of a sum that runs up or down. */
+static inline int64_t naive_term(int64_t k, int64_t n, int naive)
+{
+    return naive & NAIVE_DOWN ? n - 1 - k : k;
+}
+
+static inline float naive_add(float sum, float a, float b, int naive)
+{
+    return naive & NAIVE_FUSED ? fmaf(a, b, sum) : sum + a * b;
+}
+
+static inline float naive_dot(const float *a, const float *b, int d, int naive)
 {
     float s = 0;
     int c;
-    for (c = 0; c < d; ++c) s += a[c] * b[c];
+    for (c = 0; c < d; ++c) s = naive_add(s, a[naive_term(c, d, naive)], b[naive_term(c, d, naive)], naive);
     return s;
 }
 
@@ -124,7 +139,7 @@ static inline void naive_attn_fwd(const oracle_attn *t, upipe_dtype dtype, const
 {
     float *p = (float *)malloc(((size_t)t->sk + 1) * sizeof *p);
     float scale = (float)t->scale;
-    int64_t i, j;
+    int64_t i, j, m;
     int x, c;
     for (i = 0; i < t->sq; ++i)
         for (x = 0; x < t->h; ++x) {
@@ -132,25 +147,19 @@ static inline void naive_attn_fwd(const oracle_attn *t, upipe_dtype dtype, const
             float top = -INFINITY, sum = 0;
             for (c = 0; c < t->d; ++c) o[row + c] = 0;
             for (j = 0; j < n; ++j) {
-                p[j] = scale * naive_dot(q + row, k + oracle_k_row(t, j, x), t->d);
+                p[j] = scale * naive_dot(q + row, k + oracle_k_row(t, j, x), t->d, t->naive);
                 if (p[j] > top) top = p[j];
             }
-            for (j = 0; j < n; ++j) sum += p[j] = expf(p[j] - top);
-            for (j = 0; j < n; ++j)
-                for (c = 0; c < t->d; ++c) o[row + c] += p[j] * v[oracle_k_row(t, j, x) + c];
+            for (m = 0; m < n; ++m) {
+                j = naive_term(m, n, t->naive);
+                sum += p[j] = expf(p[j] - top);
+                for (c = 0; c < t->d; ++c)
+                    o[row + c] = naive_add(o[row + c], p[j], v[oracle_k_row(t, j, x) + c], t->naive);
+            }
             for (c = 0; c < t->d; ++c) o[row + c] = n > 0 ? naive_store(dtype, o[row + c] / sum) : 0;
             lse[i * t->h + x] = n > 0 ? top + logf(sum) : -INFINITY;
         }
     free(p);
-}
-
-/* What the backward gets as delta: another operation's result, so rounded in another way than the sums there. */
-static inline float naive_delta(const float *go, const float *o, int d)
-{
-    double s = 0;
-    int c;
-    for (c = 0; c < d; ++c) s += (double)go[c] * (double)o[c];
-    return (float)s;
 }
 
 static inline void naive_attn_bwd(const oracle_attn *t, upipe_dtype dtype, const float *q, const float *k,
@@ -158,23 +167,30 @@ static inline void naive_attn_bwd(const oracle_attn *t, upipe_dtype dtype, const
                                   float *dq, float *dk, float *dv)
 {
     float scale = (float)t->scale;
-    int64_t i, j;
+    int64_t r, i, j, m;
     int x, c;
     memset(dq, 0, (size_t)(t->sq * t->h * t->d) * sizeof *dq);
     memset(dk, 0, (size_t)(t->sk * t->hkv * t->d) * sizeof *dk);
     memset(dv, 0, (size_t)(t->sk * t->hkv * t->d) * sizeof *dv);
     for (x = 0; x < t->h; ++x)
-        for (i = 0; i < t->sq; ++i) {
-            int64_t n = oracle_sees(t, i), row = oracle_q_row(t, i, x);
-            float delta = naive_delta(go + row, o + row, t->d);
-            for (j = 0; j < n; ++j) {
-                int64_t at = oracle_k_row(t, j, x);
-                float p = expf(scale * naive_dot(q + row, k + at, t->d) - lse[i * t->h + x]);
-                float ds = scale * p * (naive_dot(go + row, v + at, t->d) - delta);
+        for (r = 0; r < t->sq; ++r) {
+            int64_t n, row;
+            float delta;
+            i = naive_term(r, t->sq, t->naive);
+            n = oracle_sees(t, i);
+            row = oracle_q_row(t, i, x);
+            delta = naive_dot(go + row, o + row, t->d, t->naive);
+            for (m = 0; m < n; ++m) {
+                int64_t at;
+                float p, ds;
+                j = naive_term(m, n, t->naive);
+                at = oracle_k_row(t, j, x);
+                p = expf(scale * naive_dot(q + row, k + at, t->d, t->naive) - lse[i * t->h + x]);
+                ds = scale * p * (naive_dot(go + row, v + at, t->d, t->naive) - delta);
                 for (c = 0; c < t->d; ++c) {
-                    dv[at + c] += p * go[row + c];
-                    dk[at + c] += ds * q[row + c];
-                    dq[row + c] += ds * k[at + c];
+                    dv[at + c] = naive_add(dv[at + c], p, go[row + c], t->naive);
+                    dk[at + c] = naive_add(dk[at + c], ds, q[row + c], t->naive);
+                    dq[row + c] = naive_add(dq[row + c], ds, k[at + c], t->naive);
                 }
             }
             for (c = 0; c < t->d; ++c) dq[row + c] = naive_store(dtype, dq[row + c]);

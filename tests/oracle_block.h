@@ -22,6 +22,7 @@ typedef struct block_shape {
     int rope;      /* 0 none, 1 halves, 2 interleaved */
     int normed;    /* QK norm */
     int projected; /* with the output projection */
+    int naive;     /* naive runs alone: how sums run (oracle.h) */
     upipe_dtype dtype;
     double scale, theta, eps;
 } block_shape;
@@ -130,18 +131,21 @@ static void block_inputs(const block_shape *s, uint64_t seed, f32_block *in)
 #define REAL                                            double
 #define NAME(x)                                         f64_##x
 #define STORE(s, v)                                     (v)
+#define ADD(s, sum, a, b)                               ((sum) + (a) * (b))
 #define ATTN_FWD(s, a, q, k, v, o, lse)                 oracle_attn_fwd(a, q, k, v, o, lse)
 #define ATTN_BWD(s, a, q, k, v, go, o, lse, gq, gk, gv) oracle_attn_bwd(a, q, k, v, go, o, lse, gq, gk, gv)
 #include "oracle_block.inc"
 #undef REAL
 #undef NAME
 #undef STORE
+#undef ADD
 #undef ATTN_FWD
 #undef ATTN_BWD
 
 #define REAL                            float
 #define NAME(x)                         f32_##x
 #define STORE(s, v)                     naive_store((s)->dtype, v)
+#define ADD(s, sum, a, b)               naive_add(sum, a, b, (s)->naive)
 #define ATTN_FWD(s, a, q, k, v, o, lse) naive_attn_fwd(a, (s)->dtype, q, k, v, o, lse)
 #define ATTN_BWD(s, a, q, k, v, go, o, lse, gq, gk, gv) \
     naive_attn_bwd(a, (s)->dtype, q, k, v, go, o, lse, gq, gk, gv)
@@ -149,6 +153,7 @@ static void block_inputs(const block_shape *s, uint64_t seed, f32_block *in)
 #undef REAL
 #undef NAME
 #undef STORE
+#undef ADD
 #undef ATTN_FWD
 #undef ATTN_BWD
 

@@ -4,7 +4,7 @@
  * UPIPE_DRAWS draws (2,000), draw i from seed UPIPE_SEED + i; a failing draw prints the line that replays it.
  */
 #include "runner.h"
-#include "tolerance.h"
+#include "close_block.h"
 
 static run_case draw(test_rng *rng)
 {
@@ -93,8 +93,7 @@ int main(void)
         test_rng rng;
         run_case t;
         run_result r, other;
-        f32_block in, naive;
-        f64_block in64, want;
+        f32_block in;
         upipe_status status;
         rng.state = (uint64_t)(seed + i);
         t = draw(&rng);
@@ -106,29 +105,7 @@ int main(void)
         if (status == UPIPE_OK) {
             run_case u = t;
             ++legal;
-            f64_block_widen(&t.shape, &in, &in64);
-            f64_block_make(&t.shape, &want);
-            f32_block_make(&t.shape, &naive);
-            f64_block_run(&t.shape, &in64, &want);
-            f32_block_run(&t.shape, &in, &naive);
-#define CLOSE(tensor)        \
-    if (want.tensor != NULL) \
-    CHECK_CLOSE(r.out.tensor, naive.tensor, want.tensor, block_count(&t.shape, #tensor), #tensor)
-            CLOSE(o);
-            CLOSE(lse);
-            CLOSE(y);
-            CLOSE(go);
-            CLOSE(x);
-            CLOSE(wq);
-            CLOSE(wk);
-            CLOSE(wv);
-            CLOSE(wo);
-            CLOSE(q_gain);
-            CLOSE(k_gain);
-#undef CLOSE
-            f64_block_free(&in64);
-            f64_block_free(&want);
-            f32_block_free(&naive);
+            check_block(&t.shape, &in, &r.out);
             /* Ulysses on the same team, then one rank alone */
             if (i % 2 == 0 && t.shape.dtype == UPIPE_F32) {
                 u.chunk = t.shape.h;

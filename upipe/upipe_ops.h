@@ -72,7 +72,8 @@ typedef struct upipe_ops {
     upipe_status (*headnorm_bwd)(upipe_ctx *c, upipe_view dy, upipe_view x, const float *gain, float eps,
                                  float *dgain);
 
-    /* out[i][j] = sum over k of a[i][j][k] * b[i][j][k]; out is an f32 view with d = 1. */
+    /* out[i][j] = sum over k of a[i][j][k] * b[i][j][k], in f32, in the same order as attn_bwd sums dO * V, so that the
+     * two cancel where they should; out is an f32 view with d = 1. */
     upipe_status (*rowdot)(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b);
     /* dst (+)= src_0 + src_1 + ... in this order, src_i = f32 elements packed as dst's shape, at src + i * step.
      * The sum of an element is one f32 chain that starts from 0, or from dst if accumulate (dst is then f32). */

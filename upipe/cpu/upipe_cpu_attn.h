@@ -198,15 +198,35 @@ UPI_INLINE void upi_attn_tile(int tile, int64_t depth, const float *a, int64_t r
     }
 }
 
+/* sums[4][2] = products of four rows of [d + pad] with a panel [d][16]; see UPI_DOT_PIECE. */
+UPI_INLINE void upi_attn_dot(int d, const float *rows, const float *panel, upi_f8 sums[][2])
+{
+    int c, i;
+    UPI_UNROLL
+    for (i = 0; i < UPI_ATTN_TILE; ++i) sums[i][0] = sums[i][1] = upi_f8_zero();
+    upi_attn_tile(UPI_ATTN_TILE, d < UPI_DOT_PIECE ? d : (int)UPI_DOT_PIECE, rows, d + UPI_ATTN_PAD, 1, panel,
+                  sums);
+    for (c = UPI_DOT_PIECE; c < d; c += UPI_DOT_PIECE) {
+        upi_f8 more[UPI_ATTN_TILE][2];
+        int count = d - c < UPI_DOT_PIECE ? d - c : (int)UPI_DOT_PIECE;
+        UPI_UNROLL
+        for (i = 0; i < UPI_ATTN_TILE; ++i) more[i][0] = more[i][1] = upi_f8_zero();
+        upi_attn_tile(UPI_ATTN_TILE, count, rows + c, d + UPI_ATTN_PAD, 1, panel + c * UPI_ATTN_PANEL, more);
+        UPI_UNROLL
+        for (i = 0; i < UPI_ATTN_TILE; ++i) {
+            sums[i][0] = upi_f8_add(sums[i][0], more[i][0]);
+            sums[i][1] = upi_f8_add(sums[i][1], more[i][1]);
+        }
+    }
+}
+
 /* Products of four keys with a panel: out[4][16]; raises top if there is one. */
 UPI_INLINE void upi_attn_products(int d, const float *keys, const float *panel, float *__restrict out,
                                   upi_f8 *top)
 {
     upi_f8 sums[UPI_ATTN_TILE][2];
     int i;
-    UPI_UNROLL
-    for (i = 0; i < UPI_ATTN_TILE; ++i) sums[i][0] = sums[i][1] = upi_f8_zero();
-    upi_attn_tile(UPI_ATTN_TILE, d, keys, d + UPI_ATTN_PAD, 1, panel, sums);
+    upi_attn_dot(d, keys, panel, sums);
     UPI_UNROLL
     for (i = 0; i < UPI_ATTN_TILE; ++i) {
         upi_f8_store(out + i * UPI_ATTN_PANEL, sums[i][0]);
@@ -420,9 +440,7 @@ UPI_INLINE void upi_attn_weights_grad(int d, const float *k, const float *q, con
 {
     upi_f8 sums[UPI_ATTN_TILE][2];
     int i;
-    UPI_UNROLL
-    for (i = 0; i < UPI_ATTN_TILE; ++i) sums[i][0] = sums[i][1] = upi_f8_zero();
-    upi_attn_tile(UPI_ATTN_TILE, d, k, d + UPI_ATTN_PAD, 1, q, sums);
+    upi_attn_dot(d, k, q, sums);
     UPI_UNROLL
     for (i = 0; i < UPI_ATTN_TILE; ++i) {
         float *at = p + i * UPI_ATTN_PANEL;
@@ -432,9 +450,8 @@ UPI_INLINE void upi_attn_weights_grad(int d, const float *k, const float *q, con
         UPI_OPAQUE(score1);
         upi_f8_store(at, upi_f8_exp(upi_f8_sub(score0, lse[0])));
         upi_f8_store(at + UPI_LANES, upi_f8_exp(upi_f8_sub(score1, lse[1])));
-        sums[i][0] = sums[i][1] = upi_f8_zero();
     }
-    upi_attn_tile(UPI_ATTN_TILE, d, v, d + UPI_ATTN_PAD, 1, go, sums);
+    upi_attn_dot(d, v, go, sums);
     UPI_UNROLL
     for (i = 0; i < UPI_ATTN_TILE; ++i) {
         const float *weight = p + i * UPI_ATTN_PANEL;

@@ -57,7 +57,12 @@
 #define UPI_UNROLL _Pragma("GCC unroll 16")
 #endif
 
-enum { UPI_LANES = 8 };
+enum {
+    UPI_LANES = 8,
+    /* Terms of a dot product over d that are chained before the chain joins the others: rounding grows with the length of
+     * a chain, and scores and dO * V are where attention is sensitive to it. */
+    UPI_DOT_PIECE = 64
+};
 
 #if UPI_CPU_AVX2
 
@@ -195,11 +200,12 @@ UPI_INLINE upi_f8 upi_f8_exp2(upi_f8 x)
     x = upi_f8_max(upi_f8_set1(-127.0f), x);
     shifted = upi_f8_add(x, magic);
     fraction = upi_f8_sub(x, upi_f8_sub(shifted, magic));
-    p = upi_f8_set1(1.326472741e-03f);
-    p = upi_f8_fma(p, fraction, upi_f8_set1(9.671513419e-03f));
-    p = upi_f8_fma(p, fraction, upi_f8_set1(5.550733750e-02f));
-    p = upi_f8_fma(p, fraction, upi_f8_set1(2.402224207e-01f));
-    p = upi_f8_fma(p, fraction, upi_f8_set1(6.931469776e-01f));
+    p = upi_f8_set1(1.559467777e-04f);
+    p = upi_f8_fma(p, fraction, upi_f8_set1(1.340664344e-03f));
+    p = upi_f8_fma(p, fraction, upi_f8_set1(9.617692791e-03f));
+    p = upi_f8_fma(p, fraction, upi_f8_set1(5.550310388e-02f));
+    p = upi_f8_fma(p, fraction, upi_f8_set1(2.402265221e-01f));
+    p = upi_f8_fma(p, fraction, upi_f8_set1(6.931472421e-01f));
     p = upi_f8_fma(p, fraction, upi_f8_set1(1.0f));
 #if UPI_CPU_AVX2
     return _mm256_castsi256_ps(

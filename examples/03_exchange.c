@@ -1,0 +1,70 @@
+/* 03_exchange.c -- trading tokens for heads and back, on four ranks that are threads
+ *
+ * Before: each rank has its own 2 of the 8 tokens, all 4 heads. After: all tokens, one head. An element's value names
+ * its origin: 10 * token + head. Nothing is packed: the send buffer is ordered by the rank that each block goes to.
+ */
+#include "upipe/net/upipe_net_threads.h"
+#include "upipe/cpu/upipe_cpu.h"
+#include "upipe/upipe.h"
+
+enum { RANKS = 4, TOKENS = 8, LOCAL = TOKENS / RANKS };
+
+typedef struct shared {
+    upipe_threads team;
+    upipe_ops ops;
+    float heads[RANKS][TOKENS]; /* what each rank got: its head of all tokens */
+    int64_t sent[RANKS];
+    upipe_err errors[RANKS];
+    int home; /* ranks whose tokens came back as they were */
+} shared;
+
+static upipe_status rank_main(void *user, int rank)
+{
+    shared *all = (shared *)user;
+    float send[RANKS][LOCAL], back[RANKS][LOCAL]; /* [to or from rank][token], one head of one element each */
+    upipe_share one_each;
+    upipe_ctx c;
+    upipe_status s;
+    int peer, t;
+    memset(&c, 0, sizeof c);
+    c.ops = &all->ops;
+    c.team = upipe_threads_comm(&all->team, rank);
+    one_each.offset = 0;
+    one_each.step = one_each.span = 1; /* rank p reads block p */
+
+    for (peer = 0; peer < RANKS; ++peer)
+        for (t = 0; t < LOCAL; ++t) send[peer][t] = (float)(10 * (rank * LOCAL + t) + peer);
+    s = upipe_a2a_to_heads(&c, all->heads[rank], send, sizeof send[0], 1, one_each);
+    if (s == UPIPE_OK) s = upipe_a2a_to_tokens(&c, back, all->heads[rank], sizeof back[0], 1);
+    if (s == UPIPE_OK && memcmp(send, back, sizeof send) == 0)
+        __atomic_fetch_add(&all->home, 1, __ATOMIC_RELAXED);
+    all->sent[rank] = c.team->sent_bytes;
+    all->errors[rank] = c.err;
+    return s;
+}
+
+int main(void)
+{
+    shared all;
+    upipe_err err;
+    upipe_status s;
+    int rank, t;
+    memset(&all, 0, sizeof all);
+    upipe_cpu_ops(&all.ops);
+    s = upipe_threads_init(&all.team, RANKS, 10, &err);
+    if (s != UPIPE_OK) {
+        fprintf(stderr, "%s: %s\n", upipe_status_name(s), err.text);
+        return 1;
+    }
+    s = upipe_threads_run(&all.team, rank_main, &all, NULL);
+    upipe_threads_free(&all.team);
+    for (rank = 0; rank < RANKS; ++rank) {
+        if (s != UPIPE_OK) fprintf(stderr, "rank %d: %s\n", rank, all.errors[rank].text);
+        printf("rank %d had tokens %d and %d of all heads; now head %d of all tokens:", rank, rank * LOCAL,
+               rank * LOCAL + 1, rank);
+        for (t = 0; t < TOKENS; ++t) printf(" %02.0f", (double)all.heads[rank][t]);
+        printf("   (%lld bytes sent, there and back)\n", (long long)all.sent[rank]);
+    }
+    printf("tokens that came home unchanged: on %d of %d ranks\n", all.home, RANKS);
+    return s != UPIPE_OK || all.home != RANKS;
+}

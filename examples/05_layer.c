@@ -1,0 +1,99 @@
+/* 05_layer.c -- the attention block forward and backward on two ranks, with Ulysses and with UPipe
+ *
+ * The two runs differ in one number, the plan's chunk. Their gradients have the same bits; their slabs do not have the
+ * same size.
+ */
+#include "upipe/net/upipe_net_threads.h"
+#include "upipe/cpu/upipe_cpu.h"
+#include "upipe/upipe.h"
+
+#include <math.h>
+
+enum {
+    RANKS = 2,
+    TOKENS = 128,
+    HEADS = 8,
+    DIM = 32,
+    MODEL = HEADS * DIM,
+    LOCAL = TOKENS / RANKS,
+    BLOCKS = 64
+};
+
+typedef struct shared {
+    upipe_threads team;
+    upipe_ops ops;
+    upipe_plan plan;
+    upipe_layer layer;
+    size_t slab_bytes;
+    float w[MODEL * MODEL], x[TOKENS * MODEL], gx[TOKENS * MODEL];
+} shared;
+
+static upipe_status rank_main(void *user, int rank)
+{
+    shared *all = (shared *)user;
+    void *slab = aligned_alloc(UPIPE_MEM_ALIGN, all->slab_bytes), *data;
+    upipe_block blocks[BLOCKS];
+    upipe_grads grads = {0}; /* those of the weights are not wanted here */
+    upipe_saved saved;
+    upipe_slots gout;
+    upipe_mem mem;
+    upipe_view x;
+    upipe_ctx c;
+    if (slab == NULL) return UPIPE_ERR_MEMORY;
+    memset(&c, 0, sizeof c);
+    upipe_mem_init(&mem, slab, all->slab_bytes, blocks, BLOCKS);
+    c.ops = &all->ops, c.mem = &mem, c.team = upipe_threads_comm(&all->team, rank);
+    UPIPE_TRY(upipe_mem_take(&mem, &data, sizeof all->x / RANKS, "x", &c.err));
+    memcpy(data, all->x + rank * LOCAL * MODEL, sizeof all->x / RANKS);
+    x = upipe_view_packed(data, UPIPE_F32, LOCAL, 1, MODEL);
+    UPIPE_TRY(upipe_layer_fwd(&c, &all->layer, &saved, x));
+    UPIPE_TRY(upipe_layer_slots_take(&c, &all->layer, &gout, UPIPE_SLOT_FULL, "gout"));
+    memcpy(gout.data, saved.out.data, upipe_plan_rows_bytes(&all->plan, HEADS)); /* loss = |out|^2 / 2 */
+    UPIPE_TRY(upipe_layer_bwd(&c, &all->layer, x, &grads, &saved, &gout, x));    /* x becomes its gradient */
+    memcpy(all->gx + rank * LOCAL * MODEL, data, sizeof all->x / RANKS);
+    upipe_mem_rewind(&mem, 0); /* gives back x and gout */
+    free(slab);
+    return upipe_mem_free(&mem, &c.err);
+}
+
+static upipe_status run(shared *all, int chunk, upipe_err *err)
+{
+    upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
+    upipe_plan_desc d = {0};
+    upipe_status s;
+    int i;
+    if (dry == NULL) return UPIPE_ERR_MEMORY;
+    for (i = 0; i < MODEL * MODEL; ++i) all->w[i] = (float)sin(i * 0.37) / 16;
+    for (i = 0; i < TOKENS * MODEL; ++i) all->x[i] = (float)cos(i * 0.11);
+    d.tokens = TOKENS, d.ranks = RANKS, d.heads = HEADS, d.head_dim = DIM, d.chunk = chunk;
+    upipe_cpu_ops(&all->ops);
+    all->layer.plan = &all->plan;
+    all->layer.wq = all->layer.wk = all->layer.wv = all->w; /* one matrix will do here */
+    s = upipe_plan_init(&all->plan, &d, err);
+    if (s == UPIPE_OK) s = upipe_dry_init(dry, 0, RANKS, &all->ops);
+    if (s == UPIPE_OK) s = upipe_dry_layer(dry, &all->layer);
+    all->slab_bytes = dry->mem.need; /* known before anything is allocated */
+    free(dry);
+    if (s == UPIPE_OK) s = upipe_threads_init(&all->team, RANKS, 60, err);
+    if (s == UPIPE_OK) s = upipe_threads_run(&all->team, rank_main, all, NULL);
+    upipe_threads_free(&all->team);
+    return s;
+}
+
+int main(void)
+{
+    shared *all = (shared *)calloc(2, sizeof *all);
+    upipe_err err = {{0}, UPIPE_OK};
+    int i, same;
+    if (all == NULL) return 1;
+    for (i = 0; i < 2; ++i) {
+        upipe_status s = run(&all[i], i == 0 ? HEADS : RANKS, &err);
+        if (s != UPIPE_OK) return fprintf(stderr, "%s: %s\n", upipe_status_name(s), err.text) > 0;
+        printf("%s, stages: %d, slab of a rank: %zu bytes\n", i == 0 ? "Ulysses" : "UPipe  ",
+               all[i].plan.stages, all[i].slab_bytes);
+    }
+    same = memcmp(all[0].gx, all[1].gx, sizeof all->gx) == 0;
+    printf("gradient of x: %s bits\n", same ? "the same" : "different");
+    free(all);
+    return !same;
+}

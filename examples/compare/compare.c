@@ -1,0 +1,316 @@
+/* compare.c -- one attention block over a real text, with DeepSpeed-Ulysses and with UPipe, side by side
+ *
+ *     compare --heads 16 --kv-heads 4 --tokens 8192 --json out.json
+ *
+ * The ranks are threads that share this machine's memory: "less memory" is each rank's slab, not the process' size.
+ * Nothing is written until every method has run, and then all files appear or none.
+ */
+#include "upipe/net/upipe_net_threads.h"
+#include "upipe/cpu/upipe_cpu.h"
+#include "upipe/upipe.h"
+
+#include "files.h"
+#include "inputs.h"
+#include "method.h"
+#include "options.h"
+#include "oracle.h"
+#include "report.h"
+
+#define BOOK "examples/data/genesis_exodus.txt"
+
+typedef struct compare {
+    options o;
+    upipe_ops ops;
+    inputs in;
+    method methods[METHODS];
+    files all;
+    oracle_results ref;
+    int shows_progress;
+} compare;
+
+static void progress(const compare *c, const char *what, const char *of)
+{
+    if (c->shows_progress) fprintf(stderr, "compare: %s%s ...\n", what, of);
+}
+
+/* The book beside the sources that this program was built from, or below the current folder. */
+static const char *find_book(void)
+{
+    const char *built_from = UPIPE_SOURCE_ROOT "/" BOOK;
+    return access(built_from, R_OK) != 0 && access(BOOK, R_OK) == 0 ? BOOK : built_from;
+}
+
+/* Says no to what this machine's memory cannot hold, rather than to be killed for it. */
+static int check_memory(const compare *c)
+{
+    double have = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
+    const upipe_plan_desc *d = &c->methods[0].plan.desc;
+    double need = method_kept_bytes(&c->methods[0]); /* for the inputs, about as much as results */
+    double most = 0;
+    int i;
+    for (i = 0; i < c->o.methods_n; ++i) {
+        need += method_kept_bytes(&c->methods[i]);
+        if (method_run_bytes(&c->methods[i]) > most) most = method_run_bytes(&c->methods[i]);
+    }
+    need += most;
+    if (c->o.check == CHECK_ON)
+        need += 8 * (double)d->tokens * (double)d->batch *
+                (3.0 * d->heads * d->head_dim + 4.0 * d->kv_heads * d->head_dim + (double)d->model_dim);
+    if (need <= have) return 0;
+    fprintf(stderr,
+            "compare: out of memory: the ranks share this machine's %.1f GiB, and the run takes %.1f GiB\n",
+            have / (1 << 30), need / (1 << 30));
+    return -1;
+}
+
+/* Folders and files that cannot be written are found now. */
+static int reserve_outputs(compare *c)
+{
+    char path[FILES_PATH], folder[FILES_PATH];
+    int i;
+    if (c->o.trace != NULL && files_folder(&c->all, c->o.trace) != 0) return -1;
+    if (c->o.dump != NULL && files_folder(&c->all, c->o.dump) != 0) return -1;
+    if (c->o.json != NULL && files_reserve(&c->all, c->o.json) != 0) return -1;
+    for (i = 0; i < c->o.methods_n; ++i) {
+        const char *name = c->methods[i].name;
+        if (c->o.trace != NULL) {
+            if (files_path(path, c->o.trace, name, ".json") != 0) return -1;
+            if (c->o.json != NULL && strcmp(path, c->o.json) == 0) {
+                fprintf(stderr, "compare: %s would be both --json's file and a trace\n", path);
+                return -1;
+            }
+            if (files_reserve(&c->all, path) != 0) return -1;
+        }
+        if (c->o.dump != NULL) {
+            if (files_path(folder, c->o.dump, name, "") != 0 || files_folder(&c->all, folder) != 0) return -1;
+            if (files_path(path, folder, "x", ".npy") != 0 || files_reserve(&c->all, path) != 0) return -1;
+        }
+    }
+    return 0;
+}
+
+typedef struct distance {
+    double error, truth; /* sums of squares */
+} distance;
+
+static void add_distance(distance *d, const float *got, const double *truth, int64_t n)
+{
+    int64_t i;
+    for (i = 0; i < n; ++i) {
+        double e = (double)got[i] - truth[i];
+        d->error += e * e;
+        d->truth += truth[i] * truth[i];
+    }
+}
+
+/* Relative L2 errors against the reference. */
+static void measure_errors(const compare *c, method *m)
+{
+    distance out = {0, 0}, dx = {0, 0}, dw = {0, 0};
+    int which;
+    add_distance(&out, m->out, c->ref.out, c->in.rows * c->in.width[0]);
+    add_distance(&dx, m->dx, c->ref.dx, c->in.rows * c->in.dim);
+    for (which = 0; which < 3; ++which)
+        add_distance(&dw, m->ranks[0].grads[which], c->ref.dw[which], c->in.width[which] * c->in.dim);
+    m->err_out = sqrt(out.error / out.truth);
+    m->err_dx = sqrt(dx.error / dx.truth);
+    m->err_dw = sqrt(dw.error / dw.truth);
+}
+
+static int run_reference(compare *c)
+{
+    oracle_inputs in;
+    long processors = sysconf(_SC_NPROCESSORS_ONLN);
+    int which;
+    progress(c, "the reference in double precision", "");
+    in.x = c->in.x;
+    for (which = 0; which < 3; ++which) in.w[which] = c->in.w[which];
+    in.dout = c->in.dout;
+    in.tokens = c->o.tokens;
+    in.batch = c->o.batch;
+    in.dim = c->o.model_dim;
+    in.heads = c->o.heads;
+    in.kv_heads = c->o.kv_heads;
+    in.head_dim = c->o.head_dim;
+    in.full = c->o.full;
+    in.theta = c->o.rope ? rope_theta : 0;
+    in.threads = processors < 1 ? 1 : processors > ORACLE_THREADS_MAX ? ORACLE_THREADS_MAX : (int)processors;
+    if (oracle_run(&in, &c->ref) == 0) return 0;
+    fprintf(stderr, "compare: the reference in double precision found no memory or no threads\n");
+    return -1;
+}
+
+static void compare_bits(const compare *c, const method *first, method *m)
+{
+    int which;
+    m->same_out = memcmp(m->out, first->out, (size_t)(c->in.rows * c->in.width[0]) * 4) == 0;
+    m->same_dx = memcmp(m->dx, first->dx, (size_t)(c->in.rows * c->in.dim) * 4) == 0;
+    m->same_dw = 1;
+    for (which = 0; which < 3; ++which)
+        if (memcmp(m->ranks[0].grads[which], first->ranks[0].grads[which],
+                   (size_t)(c->in.width[which] * c->in.dim) * 4) != 0)
+            m->same_dw = 0;
+}
+
+static int run_methods(compare *c)
+{
+    int i;
+    if (c->o.check == CHECK_ON && run_reference(c) != 0) return -1;
+    for (i = 0; i < c->o.methods_n; ++i) {
+        method *m = &c->methods[i];
+        progress(c, "forward and backward with ", m->name);
+        if (method_run(m, &c->in) != 0) return -1;
+        m->err_out = m->err_dx = m->err_dw = NAN;
+        if (c->o.check == CHECK_ON) measure_errors(c, m);
+        compare_bits(c, &c->methods[0], m);
+    }
+    return 0;
+}
+
+static int write_trace(compare *c, const method *m)
+{
+    char path[FILES_PATH];
+    FILE *f;
+    int r;
+    if (files_path(path, c->o.trace, m->name, ".json") != 0) return -1;
+    f = files_open(&c->all, path);
+    if (f == NULL) return -1;
+    fprintf(f, "[\n");
+    for (r = 0; r < c->o.ranks; ++r) {
+        upipe_mem pool; /* the pool is gone, its trace is not */
+        memset(&pool, 0, sizeof pool);
+        pool.events = m->ranks[r].events;
+        pool.events_n = m->ranks[r].events_n;
+        upipe_mem_trace_write(&pool, f, r, r == 0);
+    }
+    fprintf(f, "]\n");
+    return files_close(&c->all, f);
+}
+
+static int write_dump(compare *c, const method *m)
+{
+    static const char *const weights[] = {"wq", "wk", "wv"}, *const grads[] = {"dwq", "dwk", "dwv"};
+    const inputs *in = &c->in;
+    char folder[FILES_PATH];
+    int which;
+    if (files_path(folder, c->o.dump, m->name, "") != 0) return -1;
+    for (which = 0; which < 3; ++which)
+        if (files_npy(&c->all, folder, weights[which], in->w[which], in->width[which], in->dim) != 0 ||
+            files_npy(&c->all, folder, grads[which], m->ranks[0].grads[which], in->width[which], in->dim) !=
+                0)
+            return -1;
+    if (files_npy(&c->all, folder, "x", in->x, in->rows, in->dim) != 0) return -1;
+    if (files_npy(&c->all, folder, "dx", m->dx, in->rows, in->dim) != 0) return -1;
+    if (files_npy(&c->all, folder, "out", m->out, in->rows, in->width[0]) != 0) return -1;
+    return files_npy(&c->all, folder, "dout", in->dout, in->rows, in->width[0]);
+}
+
+static int write_outputs(compare *c)
+{
+    int i;
+    if (c->o.json != NULL) {
+        FILE *f = files_open(&c->all, c->o.json);
+        if (f == NULL) return -1;
+        report_json(f, c->methods, c->o.methods_n, &c->o);
+        if (files_close(&c->all, f) != 0) return -1;
+    }
+    for (i = 0; i < c->o.methods_n; ++i) {
+        if (c->o.trace != NULL && write_trace(c, &c->methods[i]) != 0) return -1;
+        if (c->o.dump != NULL && write_dump(c, &c->methods[i]) != 0) return -1;
+    }
+    return files_commit(&c->all);
+}
+
+/* The relative L2 error that a sound result stays below: each element is the end of a few chained sums (projection,
+ * scores, attention, projection), whose roundings walk at random over the longest chain, and of as many roundings to
+ * the storage type, 2^-9 each in bf16, that attention's backward may amplify. */
+static double error_limit(const compare *c)
+{
+    const options *o = &c->o;
+    double longest = (double)o->batch * (double)o->tokens + (double)o->model_dim;
+    longest += (double)(o->heads + 2 * (int64_t)o->kv_heads) * o->head_dim;
+    return 4 * 0x1p-24 * sqrt(longest) + (o->dtype == UPIPE_BF16 ? 8 * 0x1p-9 : 0);
+}
+
+/* What the library promises, held against what was measured. */
+static int check_promises(const compare *c)
+{
+    double limit = error_limit(c);
+    int i, phase, bad = 0;
+    for (i = 0; i < c->o.methods_n; ++i) {
+        const method *m = &c->methods[i];
+        for (phase = 0; phase < UPIPE_PHASES; ++phase) {
+            if (m->peak[phase] == m->bytes.phase[phase]) continue;
+            fprintf(stderr, "compare: %s: %s held %zu bytes, the plan says %zu\n", m->name,
+                    upipe_phase_name(phase), m->peak[phase], m->bytes.phase[phase]);
+            bad = 1;
+        }
+        for (phase = 0; phase < 2; ++phase) {
+            long long plan = (long long)upipe_plan_sent(&m->plan, phase);
+            if (m->sent[phase] == plan) continue;
+            fprintf(stderr, "compare: %s: %lld bytes were sent %s, the plan says %lld\n", m->name,
+                    (long long)m->sent[phase], phase == 0 ? "forward" : "backward", plan);
+            bad = 1;
+        }
+        if (c->o.check == CHECK_ON && !(m->err_out <= limit && m->err_dx <= limit && m->err_dw <= limit)) {
+            fprintf(stderr,
+                    "compare: %s: relative errors %.2e %.2e %.2e of out, dx, dw; at most %.1e is sound\n",
+                    m->name, m->err_out, m->err_dx, m->err_dw, limit);
+            bad = 1;
+        }
+    }
+    return bad ? -1 : 0;
+}
+
+static int run(compare *c)
+{
+    int i, status;
+    for (i = 0; i < c->o.methods_n; ++i) {
+        method *m = &c->methods[i];
+        m->which = c->o.methods[i];
+        m->name = method_names[m->which];
+        m->o = &c->o;
+        m->ops = &c->ops;
+        if (method_plan(m) != 0) return -1;
+    }
+    /* A dry run visits every tile of tokens: their number must make sense before. */
+    if (inputs_check(&c->o) != 0 || check_memory(c) != 0) return -1;
+    progress(c, "the slabs, by dry runs", "");
+    for (i = 0; i < c->o.methods_n; ++i)
+        if (method_dry(&c->methods[i]) != 0) return -1;
+    if (reserve_outputs(c) != 0) return -1;
+    progress(c, "embeddings and weights for ", c->o.data);
+    if (inputs_make(&c->in, &c->o, &c->ops) != 0 || run_methods(c) != 0) return -1;
+    report_table(c->methods, c->o.methods_n, &c->o);
+    if (fflush(stdout) != 0) {
+        fprintf(stderr, "compare: the table cannot be written: %s\n", strerror(errno));
+        return -1;
+    }
+    status = check_promises(c);
+    return write_outputs(c) != 0 ? -1 : status;
+}
+
+int main(int argc, char **argv)
+{
+    compare *c = (compare *)calloc(1, sizeof *c);
+    int i, status;
+    if (c == NULL) {
+        fprintf(stderr, "compare: out of memory\n");
+        return EXIT_RUN;
+    }
+    status = options_read(&c->o, argc, argv);
+    if (status != 0) {
+        free(c);
+        return status - 1;
+    }
+    if (c->o.data == NULL) c->o.data = find_book();
+    c->shows_progress = c->o.progress || isatty(STDERR_FILENO);
+    upipe_cpu_ops(&c->ops);
+    status = run(c) == 0 ? 0 : EXIT_RUN;
+    files_abandon(&c->all);
+    for (i = 0; i < c->o.methods_n; ++i) method_free(&c->methods[i]);
+    inputs_free(&c->in);
+    oracle_free(&c->ref);
+    free(c);
+    return status;
+}

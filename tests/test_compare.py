@@ -1,0 +1,470 @@
+#!/usr/bin/env python3
+"""test_compare.py COMPARE TOP -- the program examples/compare, from the outside
+
+Numbers must obey the identities of the schedule and of the paper's tables, spelled out here a second time; dumped
+results must agree with NumPy in double precision; bad input must end in a sentence, a non-zero status and no file.
+"""
+
+import json
+import math
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+
+try:
+    import numpy as np
+except ImportError:
+    # Debian's NumPy belongs to Debian's Python, which need not be the first in PATH.
+    DEBIAN = '/usr/bin/python3'
+    if os.path.exists(DEBIAN) and 'UPIPE_SECOND_PYTHON' not in os.environ:
+        os.environ['UPIPE_SECOND_PYTHON'] = '1'
+        os.execv(DEBIAN, [DEBIAN] + sys.argv)
+    sys.exit('test_compare.py: no NumPy here to check results with: install python3-numpy')
+
+COMPARE, TOP = os.path.abspath(sys.argv[1]), os.path.abspath(sys.argv[2])
+BOOK = os.path.join(TOP, 'examples', 'data', 'genesis_exodus.txt')
+PHASES = ['fwd_before', 'fwd_in', 'fwd_attn', 'fwd_out', 'bwd_before', 'bwd_out', 'bwd_attn', 'bwd_in']
+CONFIG = {'method', 'ranks', 'heads', 'kv_heads', 'head_dim', 'model_dim', 'tokens', 'batch', 'chunk', 'dtype', 'full',
+          'rope', 'seed', 'data', 'check', 'json', 'trace', 'dump', 'deadline', 'progress', 'unit_bytes'}
+METHOD = {'name', 'stages', 'peak_bytes', 'plan_bytes', 'paper_units', 'slab_bytes', 'intermediate_bytes_fwd',
+          'sent_bytes_fwd', 'sent_bytes_bwd', 'seconds_fwd', 'seconds_bwd', 'err_out', 'err_dx', 'err_dw',
+          'same_bits_out', 'same_bits_dx', 'same_bits_dw'}
+ALL = ['--method', 'ulysses', '--method', 'upipe', '--method', 'upipe-naive']
+
+checks = failures = 0
+
+
+def check(ok, sentence):
+    global checks, failures
+    checks += 1
+    if not ok:
+        failures += 1
+        print(f'test_compare.py:{sys._getframe(1).f_lineno}: {sentence}', file=sys.stderr)
+    return ok
+
+
+def equal(got, want, what):
+    return check(got == want, f'{what} is {got}, not {want}')
+
+
+def run(args, folder, **more):
+    return subprocess.run([COMPARE, *args], cwd=folder, capture_output=True, text=True, timeout=100, check=False,
+                          **more)
+
+
+# ---- good runs ----
+
+def paper(name, group, stages):
+    """The rows of the paper's two tables, in units."""
+    g, nu = 1 + 2 / group, stages
+    if name == 'ulysses':
+        return [1, g + 2, g + 2, 3, 3, 4, 2 * g + 3, g + 2]
+    before = 2 * (nu - 1) / nu
+    return [1, 2 + g / nu, 2 + g / nu, 2 + 1 / nu, 3, 3 + 1 / nu, max(3 + 2 * g / nu, 2 + 2 * g / nu + before),
+            2 + g / nu + before]
+
+
+def expected_sent(c, name):
+    """Bytes that a rank sends: [forward, backward]. Heads that a rank sends of each tensor, all stages together."""
+    C, H, Hkv, e = c['ranks'], c['heads'], c['kv_heads'], 2 if c['dtype'] == 'bf16' else 4
+    rows = c['batch'] * c['tokens'] // C
+    m, group = c['chunk'] // C, H // Hkv
+    head = rows * c['head_dim']
+    kv_heads = max(Hkv, C) if name != 'upipe-naive' else H // min(m, group)
+    ulysses_m = H // C
+    partial = (name == 'upipe-naive' and m % group != 0) or (Hkv < C and (name != 'ulysses' or ulysses_m % group != 0))
+    forward = (2 * H + 2 * kv_heads) * head * e
+    backward = forward + H * head * e + H * rows * 4 + 2 * kv_heads * head * (4 if partial else e)
+    return [n * (C - 1) // C for n in (forward, backward)]
+
+
+def error_limits(c):
+    """Roundings walk at random over the longest chain of a sum; each storage in bf16 rounds by 2^-9 at most."""
+    longest = c['batch'] * c['tokens'] + c['model_dim'] + (c['heads'] + 2 * c['kv_heads']) * c['head_dim']
+    return 4 * 2**-24 * math.sqrt(longest) + (8 * 2**-9 if c['dtype'] == 'bf16' else 0)
+
+
+def check_numbers(numbers, what, checked=True):
+    c = numbers['config']
+    equal(set(numbers), {'config', 'methods'}, f'{what}: keys')
+    equal(set(c), CONFIG, f'{what}: keys of config')
+    e = 2 if c['dtype'] == 'bf16' else 4
+    unit = c['batch'] * c['tokens'] // c['ranks'] * c['model_dim'] * e
+    equal(c['unit_bytes'], unit, f'{what}: unit_bytes')
+    equal([m['name'] for m in numbers['methods']], c['method'], f'{what}: names')
+    for m in numbers['methods']:
+        name = f'{what}: {m["name"]}'
+        equal(set(m), METHOD, f'{name}: keys')
+        for key in ('peak_bytes', 'plan_bytes', 'paper_units'):
+            equal(list(m[key]), PHASES, f'{name}: {key}')
+        equal(m['peak_bytes'], m['plan_bytes'], f'{name}: peak')
+        chunk = c['heads'] if m['name'] == 'ulysses' else c['chunk']
+        equal(m['stages'], c['heads'] // chunk, f'{name}: stages')
+        cells = paper(m['name'], c['heads'] / c['kv_heads'], m['stages'])
+        for phase, cell in zip(PHASES, cells):
+            units = m['paper_units'][phase]
+            check(abs(units - cell) < 1e-9, f'{name}: paper {phase} is {units}, not {cell}')
+        equal(m['peak_bytes']['fwd_before'], unit, f'{name}: x')
+        check(m['slab_bytes'] >= max(m['peak_bytes'].values()), f'{name}: slab {m["slab_bytes"]} below the peak')
+        equal([m['sent_bytes_fwd'], m['sent_bytes_bwd']], expected_sent(c, m['name']), f'{name}: bytes sent')
+        check(m['seconds_fwd'] > 0 and m['seconds_bwd'] > 0, f'{name}: seconds {m["seconds_fwd"]} {m["seconds_bwd"]}')
+        for key in ('err_out', 'err_dx', 'err_dw'):
+            if checked:
+                check(0 < m[key] < error_limits(c), f'{name}: {key} {m[key]}, at most {error_limits(c)}')
+            else:
+                equal(m[key], None, f'{name}: {key}')
+        if m['name'] != 'upipe-naive' or m is numbers['methods'][0]:
+            same = [m['same_bits_out'], m['same_bits_dx'], m['same_bits_dw']]
+            equal(same, [True] * 3, f'{name}: same bits')
+
+
+def good(folder, args, what, checked=True):
+    """Runs compare, checks all that holds for every run, returns the numbers."""
+    path = os.path.join(folder, 'numbers.json')
+    done = run([*args, '--json', path], folder)
+    if not check(done.returncode == 0, f'{what}: status {done.returncode}: {done.stderr}'):
+        return None
+    equal(done.stderr, '', f'{what}: stderr')
+    check(all(phase in done.stdout for phase in PHASES), f'{what}: a phase is missing on screen: {done.stdout}')
+    with open(path, encoding='utf-8') as source:
+        numbers = json.load(source)
+    equal([name for name in os.listdir(folder) if '.tmp.' in name], [], f'{what}: temporary files')
+    check_numbers(numbers, what, checked)
+    return numbers
+
+
+def by_name(numbers):
+    return {m['name']: m for m in numbers['methods']}
+
+
+def test_shapes(folder):
+    small = ['--head-dim', '32', '--model-dim', '96', '--tokens', '128']
+    mha = good(folder, small + ALL, 'as many key/value heads')
+    gqa = good(folder, small + ALL + ['--kv-heads', '4', '--rope'], 'groups of four')
+    for args, what in [
+        (['--kv-heads', '4', '--dtype', 'bf16', '--rope'], 'bf16'),
+        (['--dtype', 'bf16', '--full', '--batch', '3'], 'bf16, full, batch'),
+        (['--kv-heads', '8', '--batch', '2', '--full', '--chunk', '8', '--head-dim', '40'], 'two heads a stage'),
+        (['--kv-heads', '2', '--batch', '2', '--rope'], 'more ranks than key/value heads'),
+        (['--ranks', '1', '--heads', '4', '--kv-heads', '2', '--chunk', '2'], 'one rank'),
+        (['--ranks', '3', '--heads', '12', '--tokens', '129'], 'three ranks'),
+    ]:
+        merged = dict(zip(small[::2], small[1::2]))
+        for at in range(0, len(args)):
+            if args[at] in merged:
+                merged.pop(args[at])
+        good(folder, [word for pair in merged.items() for word in pair] + args, what)
+    off = good(folder, small + ['--check', 'off', '--method', 'upipe'], 'unchecked', checked=False)
+    for numbers in (mha, gqa, off):
+        if numbers is None:
+            return
+    # The forward's chunks and buffers: 1/nu of Ulysses' with as many K/V heads, (3/nu)/(1 + 2/G) with groups.
+    m, g = by_name(mha), by_name(gqa)
+    width = mha['config']['heads'] * mha['config']['head_dim'] / mha['config']['model_dim']
+    nu = m['upipe']['stages']
+    equal(m['upipe']['intermediate_bytes_fwd'] * nu, m['ulysses']['intermediate_bytes_fwd'], 'intermediate, MHA')
+    equal(m['ulysses']['intermediate_bytes_fwd'], 3 * width * mha['config']['unit_bytes'], 'intermediate, Ulysses')
+    equal(g['upipe']['intermediate_bytes_fwd'] * nu, 3 * width * gqa['config']['unit_bytes'], 'intermediate, GQA')
+    equal(g['ulysses']['intermediate_bytes_fwd'], 1.5 * width * gqa['config']['unit_bytes'], 'intermediate, Ulysses')
+    # (2 + 2/min(m, G)) / (2 + 2/G) with m = 1, G = 4
+    equal(g['upipe-naive']['sent_bytes_fwd'] * 2.5, g['upipe']['sent_bytes_fwd'] * 4, 'what the naive order sends')
+    equal(m['upipe-naive']['sent_bytes_fwd'], m['upipe']['sent_bytes_fwd'], 'what the naive order sends, MHA')
+    for numbers in (m, g):
+        check(max(numbers['upipe']['peak_bytes'].values()) < max(numbers['ulysses']['peak_bytes'].values()),
+              'UPipe does not hold less')
+    equal(off['config']['data'], BOOK, 'the text that is taken by itself')
+
+
+def test_defaults(folder):
+    numbers = good(folder, ['--tokens', '64'], 'defaults')
+    c = numbers['config'] if numbers else {}
+    for key, want in [('ranks', 4), ('heads', 16), ('kv_heads', 16), ('head_dim', 64), ('model_dim', 1024),
+                      ('batch', 1), ('chunk', 4), ('dtype', 'f32'), ('full', False), ('rope', False), ('check', 'on'),
+                      ('method', ['ulysses', 'upipe']), ('trace', None), ('dump', None)]:
+        equal(c.get(key), want, f'default of {key}')
+    for flag, word in [('--help', '--kv-heads'), ('--version', 'upipe')]:
+        done = run([flag], folder)
+        check(done.returncode == 0 and word in done.stdout, f'{flag}: {done.returncode} {done.stdout}')
+    done = run(['--tokens', '64', '--progress'], folder)
+    check(done.returncode == 0 and 'upipe ...' in done.stderr, f'progress: {done.stderr}')
+
+
+# ---- dumps, against NumPy ----
+
+def rope(t, inverse=False):
+    """t [batch, S, h, d], pairs (p, p + d/2)."""
+    half = t.shape[-1] // 2
+    angle = np.arange(t.shape[1])[:, None] * 10000.0 ** (-2.0 * np.arange(half) / (2 * half))
+    cos, sin = np.cos(angle)[None, :, None], np.sin(angle)[None, :, None] * (-1 if inverse else 1)
+    a, b = t[..., :half], t[..., half:]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def reference(got, c):
+    """out, dx, dwq, dwk, dwv in double precision, by whole matrices."""
+    B, S, H, K, d = c['batch'], c['tokens'], c['heads'], c['kv_heads'], c['head_dim']
+    x = got['x'].astype(np.float64)
+    w = {name: got[name].astype(np.float64) for name in ('wq', 'wk', 'wv')}
+    q, k, v = ((x @ w[name].T).reshape(B, S, -1, d) for name in ('wq', 'wk', 'wv'))
+    if c['rope']:
+        q, k = rope(q), rope(k)
+    repeat = H // K
+    kk, vv = np.repeat(k, repeat, axis=2), np.repeat(v, repeat, axis=2)
+    s = np.einsum('bihd,bjhd->bhij', q, kk) / math.sqrt(d)
+    if not c['full']:
+        s = np.where(np.tril(np.ones((S, S), bool)), s, -np.inf)
+    p = np.exp(s - s.max(axis=-1, keepdims=True))
+    p /= p.sum(axis=-1, keepdims=True)
+    out = np.einsum('bhij,bjhd->bihd', p, vv)
+    do = got['dout'].astype(np.float64).reshape(B, S, H, d)
+    dp = np.einsum('bihd,bjhd->bhij', do, vv)
+    ds = p * (dp - (p * dp).sum(axis=-1, keepdims=True)) / math.sqrt(d)
+    dq = np.einsum('bhij,bjhd->bihd', ds, kk)
+    dk = np.einsum('bhij,bihd->bjhd', ds, q).reshape(B, S, K, repeat, d).sum(axis=3)
+    dv = np.einsum('bhij,bihd->bjhd', p, do).reshape(B, S, K, repeat, d).sum(axis=3)
+    if c['rope']:
+        dq, dk = rope(dq, True), rope(dk, True)
+    grads = {'wq': dq.reshape(B * S, -1), 'wk': dk.reshape(B * S, -1), 'wv': dv.reshape(B * S, -1)}
+    want = {'out': out.reshape(B * S, H * d), 'dx': sum(grads[name] @ w[name] for name in w)}
+    want.update({'d' + name: grads[name].T @ x for name in w})
+    return want
+
+
+def check_dump(folder, c, what):
+    B, S, H, K, d, D = (c[key] for key in ('batch', 'tokens', 'heads', 'kv_heads', 'head_dim', 'model_dim'))
+    shapes = {'x': (B * S, D), 'wq': (H * d, D), 'wk': (K * d, D), 'wv': (K * d, D), 'out': (B * S, H * d),
+              'dout': (B * S, H * d), 'dx': (B * S, D), 'dwq': (H * d, D), 'dwk': (K * d, D), 'dwv': (K * d, D)}
+    equal(sorted(os.listdir(folder)), sorted(name + '.npy' for name in shapes), f'{what}: files')
+    got = {}
+    for name, shape in shapes.items():
+        with open(os.path.join(folder, name + '.npy'), 'rb') as source:
+            equal(source.read(8), b'\x93NUMPY\x01\x00', f'{what}: the head of {name}.npy')
+        got[name] = np.load(os.path.join(folder, name + '.npy'))
+        equal((got[name].shape, str(got[name].dtype)), (shape, 'float32'), f'{what}: {name}')
+    if c['dtype'] == 'bf16':  # what is stored in bf16 has sixteen zero bits in f32
+        for name in ('x', 'wq', 'wk', 'wv', 'out', 'dout', 'dx'):
+            check(not (got[name].view(np.uint32) & 0xffff).any(), f'{what}: {name} is not bf16')
+    # Tokens are the text's bytes: the same byte has the same row, of root mean square 1.
+    with open(BOOK, 'rb') as source:
+        text = np.frombuffer(source.read(B * S), np.uint8)
+    first = {byte: np.flatnonzero(text == byte)[0] for byte in set(text.tolist())}
+    rows = np.array([first[byte] for byte in text.tolist()])
+    check((got['x'] == got['x'][rows]).all(), f'{what}: a byte has two embeddings')
+    equal(len(np.unique(got['x'], axis=0)), len(first), f'{what}: embeddings')
+    rms = np.sqrt((got['x'].astype(np.float64) ** 2).mean(axis=1))
+    check(np.abs(rms - 1).max() < (1e-2 if c['dtype'] == 'bf16' else 1e-6), f'{what}: rows of x have {rms.max()}')
+    for name, variance in [('wq', 1 / D), ('dout', 1)]:
+        measured = got[name].astype(np.float64).var() / variance
+        check(0.9 < measured < 1.1, f'{what}: {name} has {measured} times its variance')
+    for name, want in reference(got, c).items():
+        error = np.linalg.norm(got[name] - want) / np.linalg.norm(want)
+        check(error < error_limits(c), f'{what}: {name} is {error} from the reference')
+    return got
+
+
+def test_dumps(folder):
+    base = ['--head-dim', '32', '--model-dim', '80', '--heads', '8', '--tokens', '96']
+    for args, what in [
+        (['--kv-heads', '4'], 'causal'),
+        (['--kv-heads', '2', '--ranks', '2', '--batch', '2', '--rope', '--full'], 'full, RoPE, batch'),
+        (['--kv-heads', '2', '--rope', '--batch', '2', '--seed', '7'], 'shared heads'),
+        (['--kv-heads', '4', '--dtype', 'bf16', '--rope'], 'bf16'),
+    ]:
+        dump = os.path.join(folder, 'dump')
+        numbers = good(folder, [*base, *args, *ALL, '--dump', dump], what)
+        if numbers is None:
+            continue
+        c = numbers['config']
+        all_got = [check_dump(os.path.join(dump, name), c, f'{what}: {name}') for name in c['method']]
+        for name in all_got[0]:
+            if not name.startswith('d') or name == 'dout':
+                check((all_got[0][name] == all_got[2][name]).all(), f'{what}: {name} differs in the naive order')
+            same = (all_got[0][name].view(np.uint32) == all_got[1][name].view(np.uint32)).all()
+            check(same, f'{what}: {name} has other bits with UPipe')
+        # The same command again replaces the files by equal ones.
+        good(folder, [*base, *args, *ALL, '--dump', dump], what)
+        again = np.load(os.path.join(dump, 'upipe', 'dx.npy'))
+        check((again == all_got[1]['dx']).all(), f'{what}: dx differs from run to run')
+        shutil.rmtree(dump)
+
+
+# ---- traces ----
+
+def test_traces(folder):
+    traces = os.path.join(folder, 'traces')
+    numbers = good(folder, ['--tokens', '128', '--kv-heads', '4', '--trace', traces], 'traced')
+    if numbers is None:
+        return
+    equal(sorted(os.listdir(traces)), ['ulysses.json', 'upipe.json'], 'traces')
+    for m in numbers['methods']:
+        with open(os.path.join(traces, m['name'] + '.json'), encoding='utf-8') as source:
+            events = json.load(source)
+        equal({event['pid'] for event in events}, set(range(4)), f'{m["name"]}: ranks in the trace')
+        for rank in range(4):
+            spans, depth, live, peak, phase = {}, 0, 0, {}, None
+            for event in (event for event in events if event['pid'] == rank):
+                if event['ph'] == 'B':
+                    phase, depth = event['name'], depth + 1
+                    check(depth == 1, f'{m["name"]}: a phase within a phase')
+                elif event['ph'] == 'E':
+                    depth -= 1
+                elif event['ph'] == 'b':
+                    check(event['id'] not in spans, f'{m["name"]}: {event["id"]} begins twice')
+                    spans[event['id']] = event
+                    live += event['args']['bytes']
+                elif event['ph'] == 'e':
+                    begin = spans.pop(event['id'], None)
+                    check(begin is not None and begin['name'] == event['name'] and begin['ts'] <= event['ts'],
+                          f'{m["name"]}: {event["id"]} ends without a beginning')
+                    live -= event['args']['bytes']
+                elif event['ph'] == 'C':
+                    equal(event['args']['bytes'], live, f'{m["name"]}: the counter')
+                if phase in PHASES:
+                    peak[phase] = max(peak.get(phase, 0), live)
+            equal((spans, depth, live), ({}, 0, 0), f'{m["name"]}: open at the end of rank {rank}')
+            for name in PHASES:
+                equal(peak[name], m['peak_bytes'][name], f'{m["name"]}: {name} by the trace of rank {rank}')
+
+
+# ---- bad input ----
+
+def tree(folder):
+    found = {}
+    for where, folders, names in os.walk(folder):
+        for name in folders + names:
+            path = os.path.join(where, name)
+            found[path] = open(path, 'rb').read() if os.path.isfile(path) else None
+    return found
+
+
+def refused(folder, args, status, words, what=None, **more):
+    """Ends with this status and a sentence that has these words, and leaves the folder as it was."""
+    what = what or ' '.join(args)
+    before = tree(folder)
+    done = run(args, folder, **more)
+    equal(done.returncode, status, f'{what}: status')
+    lines = done.stderr.strip().split('\n')
+    check(len(lines) == 1 and lines[0].startswith('compare: '), f'{what}: not one sentence: {done.stderr}')
+    for word in words:
+        check(re.search(word, done.stderr) is not None, f'{what}: "{done.stderr.strip()}" does not say {word}')
+    equal(tree(folder), before, f'{what}: the folder')
+
+
+def test_refusals(folder):
+    for args, words in [
+        (['--ranks', '12x'], ['--ranks', '1 to 256', '12x']),
+        (['--ranks', '-4'], ['--ranks', '-4']),
+        (['--ranks', '0'], ['--ranks', "'0'"]),
+        (['--ranks', '257'], ['257', '256']),
+        (['--tokens', '9e18'], ['--tokens', '9e18']),
+        (['--tokens', '9223372036854775808'], ['9223372036854775808']),
+        (['--tokens', ' 64'], ['--tokens', "' 64'"]),
+        (['--tokens', ''], ['--tokens']),
+        (['--batch', '0x10'], ['--batch', '0x10']),
+        (['--heads', '2147483648'], ['2147483648']),
+        (['--seed', '-1'], ['--seed', '-1']),
+        (['--deadline', '0'], ['--deadline', "'0'"]),
+        (['--deadline', 'nan'], ['--deadline', 'nan']),
+        (['--deadline', '1e9'], ['--deadline', '1e9']),
+        (['--dtype', 'f16'], ['f32 or bf16', 'f16']),
+        (['--check', 'maybe'], ['auto', 'maybe']),
+        (['--method', 'ring'], ['ulysses, upipe', 'ring']),
+        (['--method', 'upipe', '--method', 'upipe'], ['upipe is given twice']),
+        (['--tokens', '64', '--tokens', '64'], ['--tokens is given twice']),
+        (['--full', '--full'], ['--full is given twice']),
+        (['--method', 'ulysses', '--chunk', '8'], ['--chunk 8', 'ulysses', '16']),
+        (['--frobnicate'], ['--frobnicate']),
+        (['--full=yes'], ['--full=yes']),
+        (['--he', '4'], ['--he']),
+        (['--ranks'], ['--ranks wants']),
+        (['-r', '4'], ['-r']),
+        (['4'], ["'4'"]),
+        (['--trace', 'here', '--dump', 'here'], ['same folder', 'here']),
+        (['--json', 'here', '--dump', 'here'], ['here']),
+        (['--json', ''], ['--json']),
+    ]:
+        refused(folder, args, 2, words)
+
+    outputs = ['--json', 'numbers.json', '--trace', 'traces', '--dump', 'dump']
+    for args, words in [
+        (['--heads', '16', '--chunk', '12'], ['16', '12']),
+        (['--chunk', '6'], ['6', '4']),
+        (['--chunk', '32'], ['32', '16']),
+        (['--tokens', '2046'], ['2046', '4']),
+        (['--ranks', '3'], ['3']),
+        (['--kv-heads', '3'], ['16', '3']),
+        (['--kv-heads', '32'], ['16', '32']),
+        (['--head-dim', '24'], ['24', '32', '256']),
+        (['--head-dim', '33'], ['33']),
+        (['--head-dim', '264'], ['264']),
+        (['--tokens', '9000000000000000000'], ['9000000000000000000', '63 bits']),
+        (['--tokens', '4', '--batch', '4611686018427387904'], ['4611686018427387904']),
+        (['--heads', '2147483644', '--ranks', '4'], ['2147483644']),
+        (['--tokens', '388088'], ['388085', '388088']),
+        (['--tokens', '2048', '--batch', '190'], ['388085', '190', '389120']),
+        (['--tokens', '1099511627776'], ['388085', '1099511627776']),
+        (['--model-dim', '2147483647'], ['GiB', '[0-9]']),
+    ]:
+        refused(folder, outputs + args, 1, words)
+
+    text = os.path.join(folder, 'empty.txt')
+    open(text, 'wb').close()
+    refused(folder, outputs + ['--data', text], 1, ['empty.txt', ' 0 bytes', '2048'])
+    refused(folder, outputs + ['--data', 'missing.txt'], 1, ['missing.txt', 'No such file'])
+    refused(folder, outputs + ['--data', folder], 1, ['no regular file'])
+    refused(folder, outputs + ['--data', '/dev/zero'], 1, ['/dev/zero', 'no regular file'])
+    small = ['--tokens', '64']
+    for flag in ('--json', '--trace', '--dump'):
+        refused(folder, small + [flag, 'missing/deeper/out'], 1, ['missing/deeper/out', 'No such file'])
+        refused(folder, small + [flag, text + '/out'], 1, ['Not a directory'])
+    for flag in ('--trace', '--dump'):
+        refused(folder, small + [flag, text], 1, ['empty.txt', 'no folder'])
+    refused(folder, small + ['--json', folder], 1, ['directory'])
+    refused(folder, small + ['--json', '/dev/full'], 1, ['/dev/full'])
+    refused(folder, small + ['--json', 'new/upipe.json', '--trace', 'new'], 1, ['new/upipe.json', 'both'])
+    refused(folder, small + ['--json', 'a' * 300], 1, ['too long'])
+    os.makedirs(os.path.join(folder, 'taken', 'ulysses.json'))
+    refused(folder, small + ['--trace', 'taken'], 1, ['taken/ulysses.json', 'directory'])
+
+
+def test_failures(folder):
+    """What goes wrong on the way: a rank that others wait for too long, no memory, no room on the disk."""
+    with open(os.path.join(folder, 'numbers.json'), 'w', encoding='utf-8') as out:
+        out.write('old')
+    outputs = ['--json', 'numbers.json', '--trace', 'traces', '--dump', 'dump']
+    refused(folder, outputs + ['--tokens', '2048', '--check', 'off', '--deadline', '0.000001'], 1,
+            ['rank [0-3]', 'deadline'])
+
+    def little_memory():
+        resource.setrlimit(resource.RLIMIT_AS, (100 << 20, 100 << 20))
+
+    refused(folder, outputs + ['--tokens', '8192'], 1, ['memory', '[0-9]'], 'little memory', preexec_fn=little_memory)
+
+    def little_room():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+
+    refused(folder, outputs + ['--tokens', '64'], 1, ['cannot be written'], 'little room', preexec_fn=little_room)
+    before = tree(folder)
+    with open('/dev/full', 'w', encoding='utf-8') as full:
+        done = subprocess.run([COMPARE, '--tokens', '64', *outputs], cwd=folder, stdout=full, stderr=subprocess.PIPE,
+                              text=True, timeout=100, check=False)
+    check(done.returncode == 1 and 'table cannot be written' in done.stderr, f'no room on stdout: {done.stderr}')
+    equal(tree(folder), before, 'no room on stdout: the folder')
+
+
+def main():
+    for test in (test_defaults, test_shapes, test_dumps, test_traces, test_refusals, test_failures):
+        with tempfile.TemporaryDirectory() as folder:
+            test(folder)
+    print(f'compare: {checks} checks, {failures} failed')
+    return 1 if failures or not checks else 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())
