@@ -17,9 +17,10 @@ import tempfile
 LAYERS = [
     ['upipe_base.h'],
     ['upipe_plan.h', 'upipe_mem.h', 'upipe_ops.h', 'upipe_comm.h'],
-    ['upipe_a2a.h', 'upipe_attn.h', 'upipe_tile.h'],
-    ['upipe_ring.h'],
-    ['upipe_layer.h'],
+    ['upipe_a2a.h', 'upipe_attn.h'],
+    ['upipe_block.h'],
+    ['upipe_layer.h', 'upipe_out.h'],
+    ['upipe_dry.h'],
     ['upipe.h'],
 ]
 LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}

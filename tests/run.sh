@@ -44,13 +44,22 @@ skipped=0
 # ---- programs ----
 
 # program:packages. The first list must be there; what only the second needs is left out, and said, without it.
-required='gcc:gcc,libc6-dev g++:g++ meson:meson ninja:ninja-build pkg-config:pkg-config python3:python3'
+required='gcc:gcc,libc6-dev g++:g++ meson:meson ninja:ninja-build pkg-config:pkg-config python3:python3 numpy:python3-numpy'
 wanted='clang:clang clang-format:clang-format valgrind:valgrind,libc6-dbg'
 
-# The entries of a list whose program is not there.
+# numpy is a module: an independent check of what `compare` dumps needs it, in any Python here.
+has() {
+    if [ "$1" = numpy ]; then
+        python3 -c 'import numpy' 2>/dev/null || /usr/bin/python3 -c 'import numpy' 2>/dev/null
+    else
+        command -v "$1" >/dev/null 2>&1
+    fi
+}
+
+# The entries of a list that are not there.
 missing() {
     for entry in $1; do
-        command -v "${entry%%:*}" >/dev/null 2>&1 || printf '%s ' "$entry"
+        has "${entry%%:*}" || printf '%s ' "$entry"
     done
 }
 

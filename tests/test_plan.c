@@ -185,6 +185,9 @@ static void test_refusals(void)
     refuse(describe(1024, 8, 32, 8, 0, 8), UPIPE_ERR_ARG, "head dim 0");
     refuse(describe(INT64_C(1) << 56, 8, 32, 8, 128, 8), UPIPE_ERR_OVERFLOW, "overflow");
     refuse(describe(1024, 1, 1 << 20, 1 << 20, 1 << 12, 1), UPIPE_ERR_OVERFLOW, "elements");
+    d.model_dim = INT64_C(1) << 31;
+    refuse(d, UPIPE_ERR_OVERFLOW, "model dim 2147483648");
+    d.model_dim = 0;
     refuse(describe(1024, 1, 512, 512, 64, 1), UPIPE_ERR_UNSUPPORTED, "512 stages");
     d.dtype = (upipe_dtype)7;
     refuse(d, UPIPE_ERR_ARG, "data type 7");

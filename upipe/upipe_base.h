@@ -82,11 +82,13 @@ __attribute__((unused, format(printf, 3, 4))) static inline upipe_status upi_fai
 
 typedef enum upipe_dtype { UPIPE_F32, UPIPE_BF16 } upipe_dtype;
 
+/* Bytes of one element. */
 UPIPE_API size_t upipe_dtype_bytes(upipe_dtype t)
 {
     return t == UPIPE_F32 ? 4 : 2;
 }
 
+/* "f32", "bf16". */
 UPIPE_API const char *upipe_dtype_name(upipe_dtype t)
 {
     return t == UPIPE_F32 ? "f32" : "bf16";
@@ -104,6 +106,7 @@ typedef struct upipe_view {
     upipe_dtype dtype;
 } upipe_view;
 
+/* A view of all its fields: [n][h][d], steps in elements. */
 UPIPE_API upipe_view upipe_view_make(void *data, upipe_dtype dtype, int64_t n, int64_t n_step, int32_t h,
                                      int64_t h_step, int32_t d)
 {

@@ -98,7 +98,7 @@ UPIPE_API upipe_status upipe_plan_init(upipe_plan *p, const upipe_plan_desc *des
     if (d.kv_heads == 0) d.kv_heads = d.heads;
     if (d.chunk == 0) d.chunk = d.ranks;
     if (d.tokens < 1 || d.batch < 1 || d.ranks < 1 || d.heads < 1 || d.kv_heads < 1 || d.head_dim < 1 ||
-        d.chunk < 1 || d.model_dim < 0 || d.model_dim > INT32_MAX)
+        d.chunk < 1 || d.model_dim < 0)
         return upi_fail(
             e, UPIPE_ERR_ARG,
             "a plan needs positive sizes: tokens %lld, batch %lld, ranks %d, heads %d, kv heads %d, "
@@ -107,8 +107,10 @@ UPIPE_API upipe_status upipe_plan_init(upipe_plan *p, const upipe_plan_desc *des
             (long long)d.model_dim);
     if (d.dtype != UPIPE_F32 && d.dtype != UPIPE_BF16)
         return upi_fail(e, UPIPE_ERR_ARG, "data type %d is neither f32 nor bf16", (int)d.dtype);
-    if ((int64_t)d.heads * d.head_dim > INT32_MAX)
-        return upi_fail(e, UPIPE_ERR_OVERFLOW, "%d heads of %d elements", d.heads, d.head_dim);
+    if ((int64_t)d.heads * d.head_dim > INT32_MAX || d.model_dim > INT32_MAX)
+        return upi_fail(e, UPIPE_ERR_OVERFLOW,
+                        "rows of %d heads of %d elements, or of model dim %lld, leave 31 bits", d.heads,
+                        d.head_dim, (long long)d.model_dim);
     if (d.model_dim == 0) d.model_dim = (int64_t)d.heads * d.head_dim;
     if (d.tokens % d.ranks != 0)
         return upi_fail(e, UPIPE_ERR_ARG, "%lld tokens do not divide into %d ranks", (long long)d.tokens,
@@ -227,6 +229,7 @@ typedef struct upipe_share {
     int offset, step, span;
 } upipe_share;
 
+/* The block of the send buffer that goes to this rank. */
 UPIPE_API int upipe_share_block(upipe_share s, int rank)
 {
     return (s.offset + rank * s.step) / s.span;
