@@ -37,6 +37,7 @@ static upipe_status rank_main(void *user, int rank)
     upipe_saved saved;
     upipe_slots gout;
     upipe_mem mem;
+    upipe_status status;
     upipe_view x;
     upipe_ctx c;
     if (slab == NULL) return UPIPE_ERR_MEMORY;
@@ -52,8 +53,9 @@ static upipe_status rank_main(void *user, int rank)
     UPIPE_TRY(upipe_layer_bwd(&c, &all->layer, x, &grads, &saved, &gout, x));    /* x becomes its gradient */
     memcpy(all->gx + rank * LOCAL * MODEL, data, sizeof all->x / RANKS);
     upipe_mem_rewind(&mem, 0); /* gives back x and gout */
+    status = upipe_mem_free(&mem, &c.err);
     free(slab);
-    return upipe_mem_free(&mem, &c.err);
+    return status;
 }
 
 static upipe_status run(shared *all, int chunk, upipe_err *err)

@@ -45,15 +45,15 @@ skipped=0
 
 # program:packages. The first list must be there; what only the second needs is left out, and said, without it.
 required='gcc:gcc,libc6-dev g++:g++ meson:meson ninja:ninja-build pkg-config:pkg-config python3:python3 numpy:python3-numpy'
-wanted='clang:clang clang-format:clang-format valgrind:valgrind,libc6-dbg'
+wanted='clang:clang clang-format:clang-format valgrind:valgrind,libc6-dbg openblas:libopenblas-dev'
 
-# numpy is a module: an independent check of what `compare` dumps needs it, in any Python here.
+# Two are no programs: numpy, with which what `compare` dumps is checked, in any Python here, and the BLAS.
 has() {
-    if [ "$1" = numpy ]; then
-        python3 -c 'import numpy' 2>/dev/null || /usr/bin/python3 -c 'import numpy' 2>/dev/null
-    else
-        command -v "$1" >/dev/null 2>&1
-    fi
+    case $1 in
+    numpy) python3 -c 'import numpy' 2>/dev/null || /usr/bin/python3 -c 'import numpy' 2>/dev/null ;;
+    openblas) pkg-config --exists openblas 2>/dev/null ;;
+    *) command -v "$1" >/dev/null 2>&1 ;;
+    esac
 }
 
 # The entries of a list that are not there.
@@ -165,6 +165,13 @@ fi
 if [ $quick = 0 ]; then
     if command -v clang >/dev/null 2>&1 && prepare clang clang; then
         for part in unit programs; do suite clang $part; done
+    fi
+    # The kernels without vector instructions of their own, and the product by a BLAS through the same table entry.
+    if prepare portable gcc -Dsimd=portable; then
+        for part in unit programs; do suite portable $part; done
+    fi
+    if has openblas && prepare cblas gcc -Dcblas=enabled; then
+        for part in unit programs; do suite cblas $part; done
     fi
     if ! valgrind --quiet true >/dev/null 2>&1; then
         echo "left out: valgrind, as it does not start here"

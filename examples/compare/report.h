@@ -255,8 +255,8 @@ static void json_config(FILE *f, const method *all, int n, const options *o)
     json_path(f, "json", o->json);
     json_path(f, "trace", o->trace);
     json_path(f, "dump", o->dump);
-    fprintf(f, "    \"progress\": %s,\n    \"unit_bytes\": %zu\n  },\n", json_bool(o->progress),
-            upipe_plan_unit_bytes(&all[0].plan));
+    fprintf(f, "    \"progress\": %s,\n    \"products\": \"%s\",\n    \"unit_bytes\": %zu\n  },\n",
+            json_bool(o->progress), PRODUCTS, upipe_plan_unit_bytes(&all[0].plan));
 }
 
 static void report_json(FILE *f, const method *all, int n, const options *o)
