@@ -17,8 +17,6 @@
 
 #include "oracle_block.h"
 
-enum { RUN_BLOCKS = 2 * UPIPE_STAGES_MAX + 64 };
-
 typedef struct run_case {
     block_shape shape;
     int ranks, chunk, naive;
@@ -49,6 +47,7 @@ typedef struct run_state {
     upipe_ops ops;
     upipe_layer layer;
     size_t slab_bytes;
+    int blocks_max;   /* exactly what the dry run says */
     void *weights[4]; /* wq wk wv wo in the storage type */
 } run_state;
 
@@ -101,8 +100,8 @@ static upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float *const 
     g.wk = grads[1];
     g.wv = grads[2];
     g.wo = grads[3];
-    g.q_gain = grads[4];
-    g.k_gain = grads[5];
+    g.q_gain = shape->normed ? grads[4] : NULL;
+    g.k_gain = shape->normed ? grads[5] : NULL;
     memset(&save, 0, sizeof save);
     memset(&gout, 0, sizeof gout);
 
@@ -183,7 +182,7 @@ static upipe_status run_body(void *user, int rank)
     run_state *s = u->s;
     static const char *const names[] = {"wq", "wk", "wv", "wo", "q_gain", "k_gain"};
     void *slab = NULL;
-    upipe_block *blocks = (upipe_block *)malloc(RUN_BLOCKS * sizeof *blocks);
+    upipe_block *blocks = (upipe_block *)malloc((size_t)s->blocks_max * sizeof *blocks);
     upipe_mem mem;
     upipe_ctx c;
     float *grads[6];
@@ -193,7 +192,7 @@ static upipe_status run_body(void *user, int rank)
     if (posix_memalign(&slab, 256, s->slab_bytes) != 0) abort();
     memset(slab, 0xff, s->slab_bytes); /* NaN in both types */
     for (j = 0; j < 6; ++j) grads[j] = f32_room(block_count(&s->test->shape, names[j]));
-    upipe_mem_init(&mem, slab, s->slab_bytes, blocks, RUN_BLOCKS);
+    upipe_mem_init(&mem, slab, s->slab_bytes, blocks, s->blocks_max);
     mem.guard = s->test->guard;
     mem.user = s->test->guard_user[rank];
     c.ops = &s->ops;
@@ -267,7 +266,7 @@ static upipe_status run_block(const run_case *test, const f32_block *in, run_res
     s.layer.k_gain = in->k_gain;
     s.layer.rope_theta = shape->rope ? shape->theta : 0;
     s.layer.rope_interleaved = shape->rope == 2;
-    s.layer.norm_eps = (float)shape->eps;
+    s.layer.norm_eps = shape->normed ? (float)shape->eps : 0;
     s.layer.scale = (float)shape->scale;
     s.layer.full = shape->full;
     s.layer.tile_rows = test->tile_rows;
@@ -277,37 +276,13 @@ static upipe_status run_block(const run_case *test, const f32_block *in, run_res
     /* the same sequence of takes, dry, says how large the slab must be */
     dry = (upipe_dry *)malloc(sizeof *dry);
     if (upipe_dry_init(dry, 0, test->ranks, &s.ops) != UPIPE_OK) abort();
-    {
-        upipe_ctx *c = &dry->ctx;
-        upipe_saved save;
-        upipe_slots gout;
-        upipe_grads g;
-        upipe_view x, gx, y;
-        size_t unit = upipe_plan_unit_bytes(&r->plan);
-        memset(&g, 0, sizeof g);
-        g.q_gain = g.k_gain = g.wq = g.wk = g.wv = g.wo = (float *)dry->mem.slab;
-        memset(&gout, 0, sizeof gout);
-        memset(&x, 0, sizeof x);
-        status = upipe_mem_take(c->mem, &x.data, unit, "x", &c->err);
-        x = gx = upipe_view_packed(x.data, shape->dtype, r->plan.rows, 1, (int32_t)shape->dim);
-        y = x;
-        if (status == UPIPE_OK) status = upipe_layer_fwd(c, &s.layer, &save, x);
-        if (status == UPIPE_OK && shape->projected) {
-            status = upipe_mem_take(c->mem, &y.data, unit, "y", &c->err);
-            if (status == UPIPE_OK) status = upipe_layer_out_fwd(c, &s.layer, y, &save);
-            if (status == UPIPE_OK) status = upipe_layer_out_bwd(c, &s.layer, &g, &save, y);
-            if (status == UPIPE_OK) status = upipe_mem_give(c->mem, y.data, &c->err);
-        } else if (status == UPIPE_OK) {
-            status = upipe_layer_slots_take(c, &s.layer, &gout, UPIPE_SLOT_FULL, "gout");
-        }
-        if (status == UPIPE_OK && test->gx_apart)
-            status = upipe_mem_take(c->mem, &gx.data, unit, "gx", &c->err);
-        if (status == UPIPE_OK)
-            status = upipe_layer_bwd(c, &s.layer, gx, &g, &save, shape->projected ? &save.out : &gout, x);
-        r->errors[0] = c->err;
-    }
+    status = shape->projected ? upipe_dry_block(dry, &s.layer, !test->gx_apart)
+                              : upipe_dry_layer(dry, &s.layer, !test->gx_apart);
+    r->errors[0] = dry->ctx.err;
+    if (status == UPIPE_OK) CHECK_INT(dry->mem.live, 0);
     r->peak = dry->mem.peak;
     r->need = dry->mem.need;
+    s.blocks_max = dry->mem.blocks_peak;
     free(dry);
     if (status == UPIPE_OK) {
         sum_bytes = (int64_t)test->ranks * UPIPE_SUM_PIECE * 4 + 4096;

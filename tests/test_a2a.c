@@ -212,6 +212,41 @@ static void test_sum(void)
     }
 }
 
+/* A second exchange on top of a started one is refused, and does not spoil the first one's list. */
+static upipe_status busy_body(void *user, int rank)
+{
+    world *w = (world *)user;
+    upipe_share own = {0, 1, 1};
+    int out[2] = {rank, rank + 10}, in[2] = {-1, -1}, other[2];
+    upipe_mem mem;
+    upipe_ctx c;
+    memset(&c, 0, sizeof c);
+    memset(&mem, 0, sizeof mem);
+    c.ops = &w->ops;
+    c.mem = &mem;
+    c.team = upipe_threads_comm(&w->team, rank);
+    UPIPE_TRY(upipe_comm_shift_start(&c, c.team, in, out, sizeof in, 1));
+    CHECK_STATUS(upipe_a2a_to_heads(&c, other, out, 4, 1, own), UPIPE_ERR_ARG, c.err);
+    CHECK_STATUS(upipe_a2a_to_tokens(&c, other, out, 4, 1), UPIPE_ERR_ARG, c.err);
+    CHECK_STATUS(upipe_a2a_sum(&c, (float *)(void *)other, 2), UPIPE_ERR_ARG, c.err);
+    UPIPE_TRY(upipe_comm_wait(&c, c.team));
+    CHECK_INT(in[0], 1 - rank);
+    CHECK_INT(in[1], 11 - rank);
+    CHECK_STATUS(upipe_a2a_sum(&c, NULL, -5), UPIPE_ERR_ARG, c.err);
+    return UPIPE_OK;
+}
+
+static void test_busy(void)
+{
+    world w;
+    upipe_err e;
+    memset(&w, 0, sizeof w);
+    w.ops.copy = copy_bytes;
+    CHECK(upipe_threads_init(&w.team, 2, 30, &e) == UPIPE_OK);
+    CHECK(upipe_threads_run(&w.team, busy_body, &w, NULL) == UPIPE_OK);
+    upipe_threads_free(&w.team);
+}
+
 static void test_slots(void)
 {
     char room[40];
@@ -242,6 +277,7 @@ int main(void)
 {
     test_exchange();
     test_sum();
+    test_busy();
     test_slots();
     return test_end("a2a");
 }

@@ -335,7 +335,7 @@ static void test_extreme_scores(void)
 static void test_random(void)
 {
     static const int groups[][2] = {{1, 1}, {2, 2}, {2, 1}, {4, 2}, {3, 1}, {6, 2}, {8, 1}};
-    long seed = test_env("UPIPE_SEED", 1), draws = test_env("UPIPE_DRAWS", 60), i;
+    long seed = test_env("UPIPE_SEED", 1), draws = 20 + test_env("UPIPE_DRAWS", 2000) / 20, i;
     for (i = 0; i < draws; ++i) {
         test_rng r = {(uint64_t)(seed + i)};
         const int *g = groups[test_below(&r, 7)];
@@ -696,6 +696,11 @@ static void test_refusals(void)
     }
     REFUSED(g.a.scale = -1, UPIPE_ERR_ARG, "scale");
     REFUSED(g.a.scale = NAN, UPIPE_ERR_ARG, "scale");
+    REFUSED(g.a.scale = INFINITY, UPIPE_ERR_ARG, "scale");
+    REFUSED(g.a.q.dtype = (upipe_dtype)7, UPIPE_ERR_ARG, "data type 7");
+    REFUSED(g.a.q_pos = INT64_MAX, UPIPE_ERR_OVERFLOW, "queries from");
+    REFUSED(g.a.k_pos = INT64_MIN, UPIPE_ERR_OVERFLOW, "keys from");
+    REFUSED(g.a.work = NULL, UPIPE_ERR_ARG, "0 bytes of scratch");
     REFUSED(g.a.q.h = 3, UPIPE_ERR_ARG, "heads");
     REFUSED(g.a.k.h = 0, UPIPE_ERR_ARG, "heads");
     REFUSED(g.a.q.n = -1, UPIPE_ERR_ARG, "queries");

@@ -267,15 +267,23 @@ static void test_self(void)
     CHECK_INT(comm.sent_bytes, 0);
     CHECK_STATUS(upipe_comm_wait(&c, &comm), UPIPE_ERR_ARG, c.err);
 
-    s[1].recv_bytes = 4;
-    CHECK_STATUS(upipe_comm_start(&c, &comm, s, 2), UPIPE_OK, c.err);
-    CHECK_STATUS(upipe_comm_wait(&c, &comm), UPIPE_ERR_MISMATCH, c.err);
-    s[1].recv_bytes = 8;
-    s[1].count = 2;
-    CHECK_STATUS(upipe_comm_start(&c, &comm, s, 2), UPIPE_OK, c.err);
-    CHECK_STATUS(upipe_comm_wait(&c, &comm), UPIPE_ERR_MISMATCH, c.err);
-    CHECK_STATUS(upipe_comm_start(&c, &comm, s, 1), UPIPE_OK, c.err); /* sent, never received */
-    CHECK_STATUS(upipe_comm_wait(&c, &comm), UPIPE_ERR_MISMATCH, c.err);
+    for (i = 0; i < 3; ++i) { /* fewer bytes, fewer blocks, sent and never received */
+        upipe_comm_self(&comm, &room, plain_copy);
+        s[1].recv_bytes = i == 0 ? 4 : 8;
+        s[1].count = i == 1 ? 2 : 3;
+        CHECK_STATUS(upipe_comm_start(&c, &comm, s, i == 2 ? 1 : 2), UPIPE_OK, c.err);
+        CHECK_STATUS(upipe_comm_wait(&c, &comm), UPIPE_ERR_MISMATCH, c.err);
+        CHECK_STATUS(upipe_comm_start(&c, &comm, s, 2), UPIPE_ERR_ABORTED, c.err); /* for good */
+        CHECK_TEXT(c.err.text, "does not receive");
+    }
+    upipe_comm_self(&comm, &room, plain_copy);
+    upipe_comm_abort(&comm, "enough");
+    upipe_comm_abort(&comm, "more");
+    CHECK_STATUS(upipe_comm_barrier(&c, &comm), UPIPE_ERR_ABORTED, c.err);
+    CHECK_TEXT(c.err.text, "enough");
+    CHECK_STATUS(comm.ops.gather(&c, &comm, all, mine, 2), UPIPE_ERR_ABORTED, c.err);
+
+    upipe_comm_self(&comm, &room, plain_copy);
     s[0].peer = 1;
     CHECK_STATUS(upipe_comm_start(&c, &comm, s, 1), UPIPE_ERR_ARG, c.err);
     s[0].peer = 0;
@@ -288,6 +296,8 @@ static void test_self(void)
     CHECK(all[0] == 5 && all[1] == -7);
     field.name = "tokens";
     field.value = 3;
+    field.real = 0;
+    CHECK_STATUS(upipe_comm_agree(&c, &comm, &field, 0), UPIPE_ERR_ARG, c.err);
     CHECK_STATUS(upipe_comm_agree(&c, &comm, &field, 1), UPIPE_OK, c.err);
     CHECK_STATUS(upipe_comm_agree(&c, &comm, &field, UPIPE_GATHER_MAX + 1), UPIPE_ERR_ARG, c.err);
     CHECK_STATUS(upipe_comm_shift_start(&c, &comm, to, from, sizeof to, -3), UPIPE_OK, c.err);
@@ -529,7 +539,7 @@ static void test_random(void)
         crew *k = crew_begin(teams[i], 20);
         int64_t sent = 0, moved = 0;
         k->seed = (uint64_t)test_env("UPIPE_SEED", 1);
-        k->what = (int)test_env("UPIPE_DRAWS", 200);
+        k->what = (int)(test_env("UPIPE_DRAWS", 2000) / 10);
         CHECK_INT(upipe_threads_run(&k->team, random_body, k, NULL), UPIPE_OK);
         for (r = 0; r < teams[i]; ++r) {
             sent += k->ctx[r].team->sent_bytes;
@@ -563,17 +573,39 @@ static upipe_status agree_body(void *user, int rank)
     f[0].value = 4096;
     f[1].value = 32;
     c->team->ops.gather = counted_gather;
-    for (i = 0; i < 3 * UPIPE_AGREED_MAX; ++i) {
-        f[2].value = i % UPIPE_AGREED_MAX;
+    for (i = 0; i < 12; ++i) { /* compared when it changes, free while it stays */
+        f[2].value = i / 3;
         UPIPE_TRY(upipe_comm_agree(c, c->team, f, 3));
+        CHECK_INT(k->gathers[rank], i / 3 + 1);
     }
-    CHECK_INT(k->gathers[rank], UPIPE_AGREED_MAX);
-    f[2].value = 77;
-    if (rank == k->victim) f[1].value = 31;
-    CHECK_STATUS(upipe_comm_agree(c, c->team, f, 3), UPIPE_ERR_MISMATCH, c->err);
-    CHECK_TEXT(c->err.text, "heads");
-    CHECK_TEXT(c->err.text, "31");
-    CHECK_TEXT(c->err.text, "32");
+    f[2].value = 2; /* known from before, but others may not be back */
+    UPIPE_TRY(upipe_comm_agree(c, c->team, f, 3));
+    f[2].name = "stages"; /* another description with the same numbers */
+    UPIPE_TRY(upipe_comm_agree(c, c->team, f, 3));
+    CHECK_INT(k->gathers[rank], 6);
+    if (k->what == 0) {
+        f[2].value = 77;
+        if (rank == k->victim) f[1].value = 31;
+        CHECK_STATUS(upipe_comm_agree(c, c->team, f, 3), UPIPE_ERR_MISMATCH, c->err);
+        CHECK_TEXT(c->err.text, "heads is 3");
+        CHECK_TEXT(c->err.text, "31");
+        CHECK_TEXT(c->err.text, "32");
+    } else if (k->what == 1) {
+        double theta = rank == k->victim ? 500000 : 0.5;
+        f[0].real = 1;
+        memcpy(&f[0].value, &theta, sizeof theta);
+        CHECK_STATUS(upipe_comm_agree(c, c->team, f, 3), UPIPE_ERR_MISMATCH, c->err);
+        CHECK_TEXT(c->err.text, "500000");
+        CHECK_TEXT(c->err.text, "0.5");
+    } else { /* one rank goes back to what all agreed on once, the others stay: nobody gets through */
+        upipe_status s;
+        if (rank == k->victim) f[2].name = "chunk";
+        s = upipe_comm_agree(c, c->team, f, 3);
+        if (s == UPIPE_OK) s = upipe_comm_barrier(c, c->team);
+        CHECK_STATUS(s, UPIPE_ERR_MISMATCH, c->err);
+        CHECK_TEXT(c->err.text, "gather");
+        CHECK_TEXT(c->err.text, "barrier");
+    }
     check_dead(k, rank);
     return UPIPE_OK;
 }
@@ -585,6 +617,7 @@ static void test_agree(void)
         for (again = 0; again < 10; ++again) { /* who reads the gather first is chance */
             crew *k = crew_begin(4, 20);
             k->victim = victim;
+            k->what = again % 3;
             CHECK_INT(upipe_threads_run(&k->team, agree_body, k, NULL), UPIPE_OK);
             crew_end(k);
         }
@@ -1001,6 +1034,7 @@ static upipe_status argument_body(void *user, int rank)
     crew *k = (crew *)user;
     upipe_ctx *c = &k->ctx[rank];
     upipe_seg bad;
+    upipe_field field = {"tokens", 1, 0};
     int64_t mine[UPIPE_GATHER_MAX + 1], *all = c->team->gathered;
     memset(mine, 0, sizeof mine);
     CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_ERR_ARG, c->err);
@@ -1018,6 +1052,10 @@ static upipe_status argument_body(void *user, int rank)
 
     CHECK_STATUS(upipe_comm_start(c, c->team, k->list[rank], all_list(k, rank)), UPIPE_OK, c->err);
     CHECK_STATUS(upipe_comm_start(c, c->team, k->list[rank], k->ranks), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_ERR_ARG, c->err); /* nothing in between */
+    CHECK_STATUS(upipe_comm_agree(c, c->team, &field, 1), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(upipe_comm_shift_start(c, c->team, mine, all, 8, 1), UPIPE_ERR_ARG, c->err);
+    CHECK_TEXT(c->err.text, "waits for upipe_comm_wait");
     CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_OK, c->err); /* none of this has hurt the team */
     all_check(k, rank);
     CHECK_STATUS(upipe_comm_start(c, c->team, k->list[rank], 0), UPIPE_OK,

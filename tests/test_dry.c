@@ -56,7 +56,7 @@ static upipe_bytes compare(const upipe_plan_desc *desc, int qk_norm, upipe_plan 
     CHECK(upipe_dry_init(dry, rank, plan->desc.ranks, &ops) == UPIPE_OK);
     dry->mem.events = events;
     dry->mem.events_max = EVENTS;
-    if (!CHECK_SAY(upipe_dry_layer(dry, &layer) == UPIPE_OK, "line %d: %s", line, dry->ctx.err.text))
+    if (!CHECK_SAY(upipe_dry_layer(dry, &layer, 1) == UPIPE_OK, "line %d: %s", line, dry->ctx.err.text))
         return bytes;
     for (phase = 0; phase < UPIPE_PHASES; ++phase)
         CHECK_SAY(

@@ -333,8 +333,113 @@ static void test_odd_ranks(void)
     }
 }
 
+/* Calls in the wrong order and tensors of the wrong size, on one rank: each has its sentence, and nothing leaks. */
+static void test_misuse(void)
+{
+    enum { BYTES = 1 << 20 };
+    upipe_plan_desc d;
+    upipe_plan p, other_plan;
+    upipe_layer l, bad;
+    upipe_saved save;
+    upipe_slots gout, other;
+    upipe_grads g;
+    upipe_mem mem;
+    upipe_block blocks[32];
+    upipe_comm team, ring;
+    upipe_comm_self_room room;
+    upipe_ops ops;
+    upipe_ctx c;
+    void *slab = NULL, *data;
+    float *w = f32_room(64 * 64);
+    upipe_view x, heads, narrow;
+    int i;
+    memset(&d, 0, sizeof d);
+    memset(&l, 0, sizeof l);
+    memset(&c, 0, sizeof c);
+    memset(&g, 0, sizeof g);
+    if (posix_memalign(&slab, 256, BYTES) != 0) abort();
+    upipe_cpu_ops(&ops);
+    upipe_mem_init(&mem, slab, BYTES, blocks, 32);
+    c.ops = &ops;
+    c.mem = &mem;
+    c.team = &team;
+    d.tokens = 8;
+    d.heads = 2;
+    d.head_dim = 32;
+    d.model_dim = 24;
+    CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
+    d.heads = 4;
+    CHECK(upipe_plan_init(&other_plan, &d, NULL) == UPIPE_OK);
+    l.plan = &p;
+    l.wq = l.wk = l.wv = l.wo = w;
+    CHECK(upipe_mem_take(&mem, &data, 8 * 24 * 4, "x", NULL) == UPIPE_OK);
+    memset(data, 0, 8 * 24 * 4);
+    x = upipe_view_packed(data, UPIPE_F32, 8, 1, 24);
+    narrow = upipe_view_packed(w, UPIPE_F32, 8, 1, 24);
+    heads = upipe_view_packed(w, UPIPE_F32, 8, 1, 64);
+    /* a refusal breaks the team, so each begins with a new one */
+#define REFUSED(status, words, call)             \
+    do {                                         \
+        upipe_comm_self(&team, &room, ops.copy); \
+        CHECK_STATUS(call, status, c.err);       \
+        CHECK_TEXT(c.err.text, words);           \
+    } while (0)
+#define GOOD(call) REFUSED(UPIPE_OK, "", call)
+    for (i = 0; i < 6; ++i) {
+        const char *words[] = {"norm_eps",       "rope_interleaved", "scale inf",
+                               "rope theta inf", "norm eps nan",     "tile rows -1"};
+        bad = l;
+        if (i == 0) bad.norm_eps = 1e-5f;
+        if (i == 1) bad.rope_interleaved = 1;
+        if (i == 2) bad.scale = INFINITY;
+        if (i == 3) bad.rope_theta = INFINITY;
+        if (i == 4) bad.q_gain = bad.k_gain = w, bad.norm_eps = NAN;
+        if (i == 5) bad.tile_rows = -1;
+        REFUSED(UPIPE_ERR_ARG, words[i], upipe_layer_fwd(&c, &bad, &save, x));
+    }
+    upipe_comm_self(&ring, &room, ops.copy);
+    c.ring = &ring;
+    REFUSED(UPIPE_ERR_UNSUPPORTED, "ring", upipe_layer_fwd(&c, &l, &save, x));
+    c.ring = NULL;
+
+    GOOD(upipe_layer_fwd(&c, &l, &save, x));
+    CHECK_STATUS(upipe_layer_gather(&c, &l, narrow, &save.out), UPIPE_ERR_ARG, c.err);
+    CHECK_TEXT(c.err.text, "[8][1][64], not [8][1][24]");
+    CHECK_STATUS(upipe_layer_scatter(&c, &l, &save.out, narrow), UPIPE_ERR_ARG, c.err);
+    GOOD(upipe_layer_gather(&c, &l, heads, &save.out));
+    REFUSED(UPIPE_ERR_ARG, "upipe_layer_out_bwd was not called",
+            upipe_layer_bwd(&c, &l, x, &g, &save, &save.out, x));
+    upipe_slots_init(&other, save.out.data, 8, 2, UPIPE_SLOT_FULL);
+    REFUSED(UPIPE_ERR_ARG, "slots of 8 bytes", upipe_layer_bwd(&c, &l, x, &g, &save, &other, x));
+    GOOD(upipe_layer_slots_take(&c, &l, &gout, UPIPE_SLOT_EMPTY, "gout"));
+    REFUSED(UPIPE_ERR_ARG, "slot 0 of gout is not full", upipe_layer_bwd(&c, &l, x, &g, &save, &gout, x));
+    CHECK(upipe_mem_give(&mem, gout.data, NULL) == UPIPE_OK);
+    bad = l;
+    bad.plan = &other_plan;
+    REFUSED(UPIPE_ERR_ARG, "the plan says 4", upipe_layer_out_fwd(&c, &bad, x, &save));
+    g.q_gain = w;
+    GOOD(upipe_layer_out_bwd(&c, &l, &g, &save, x));
+    REFUSED(UPIPE_ERR_ARG, "consumed already", upipe_layer_out_bwd(&c, &l, &g, &save, x));
+    CHECK(save.delta != NULL);
+    REFUSED(UPIPE_ERR_ARG, "consumed already", upipe_layer_out_fwd(&c, &l, x, &save));
+    REFUSED(UPIPE_ERR_ARG, "without a QK norm", upipe_layer_bwd(&c, &l, x, &g, &save, &save.out, x));
+    g.q_gain = NULL;
+    GOOD(upipe_layer_bwd(&c, &l, x, &g, &save, &save.out, x));
+    REFUSED(UPIPE_ERR_ARG, "not there", upipe_layer_bwd(&c, &l, x, &g, &save, &save.out, x));
+    REFUSED(UPIPE_ERR_ARG, "consumed already", upipe_layer_out_fwd(&c, &l, x, &save));
+    GOOD(upipe_saved_free(&c, &save));
+    CHECK_INT(mem.live, 8 * 24 * 4);
+#undef REFUSED
+#undef GOOD
+    CHECK(upipe_mem_give(&mem, data, NULL) == UPIPE_OK);
+    CHECK(upipe_mem_free(&mem, NULL) == UPIPE_OK);
+    free(w);
+    free(slab);
+}
+
 int main(void)
 {
+    test_misuse();
     test_finite_differences();
     test_bits(16, 4, 0, 0, 0);
     test_bits(8, 8, 1, 0, 1);

@@ -119,7 +119,12 @@ static void test_marks(void)
     CHECK_TEXT(e.text, "quarantined");
     upipe_mem_take(&m, &a, 40, "a", &e);
     CHECK(a != c);
-    upipe_mem_free(&m, NULL);
+    CHECK_INT(m.blocks_peak, 3);
+    upipe_mem_release(&m); /* the peers are gone */
+    CHECK_INT(m.quarantined, 0);
+    CHECK_STATUS(upipe_mem_give(&m, c, &e), UPIPE_OK, e);
+    CHECK_STATUS(upipe_mem_give(&m, a, &e), UPIPE_OK, e);
+    CHECK_STATUS(upipe_mem_free(&m, &e), UPIPE_OK, e);
 }
 
 /* Random takes and gives: a real pool of exactly the dry pool's need succeeds, with the same cuts; blocks never

@@ -197,6 +197,10 @@ static void test_refusals(void)
     d = describe(1024, 2, 24, 4, 64, 8);
     d.naive = 1;
     refuse(d, UPIPE_ERR_UNSUPPORTED, "do not fit groups of 6");
+    /* absurd, legal, and not to overflow an int on the way */
+    d = describe(1, 1, 1500000000, 1500000000, 1, 1500000000);
+    CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
+    CHECK_INT(upipe_plan_sent(&p, 1), 0);
 }
 
 int main(void)

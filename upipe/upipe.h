@@ -11,7 +11,7 @@
  *     #include "upipe/cpu/upipe_cpu.h"
  *
  *     upipe_plan_init(&plan, &desc, &err);           heads and bytes in closed form           upipe_plan.h
- *     upipe_dry_layer(dry, &layer);                  slab size, before anything is allocated  upipe_dry.h
+ *     upipe_dry_block(dry, &layer, 1);               slab size, before anything is allocated  upipe_dry.h
  *     upipe_cpu_ops(&ops);                           a compute table                          upipe_ops.h
  *     upipe_mem_init(&mem, slab, bytes, blocks, n);  the pool                                 upipe_mem.h
  *     ctx.ops = &ops; ctx.mem = &mem; ctx.team = team of C ranks;                             upipe_comm.h

@@ -19,7 +19,8 @@
 
 /* upi_unwind -- after a failure: the team learns of it, and the pool goes back to the mark
  *
- * Where a peer may still be reading, no block of this pool may be used again: any of them may be a send buffer.
+ * Where a peer may still be reading, no block of this pool may be used again before upipe_mem_release: any of them may
+ * be a send buffer.
  */
 UPIPE_API upipe_status upi_unwind(upipe_ctx *c, upipe_status s, int64_t mark)
 {
@@ -45,6 +46,7 @@ UPIPE_API upipe_status upipe_a2a_to_heads(upipe_ctx *c, void *dst, const void *s
 {
     upipe_comm *team = c->team;
     int p;
+    UPIPE_TRY(upi_comm_idle(c, team));
     for (p = 0; p < team->ranks; ++p) {
         upipe_seg *s = &team->list[p];
         s->peer = p;
@@ -68,6 +70,7 @@ UPIPE_API upipe_status upipe_a2a_to_tokens(upipe_ctx *c, void *dst, const void *
 {
     upipe_comm *team = c->team;
     int p;
+    UPIPE_TRY(upi_comm_idle(c, team));
     for (p = 0; p < team->ranks; ++p) {
         upipe_seg *s = &team->list[p];
         s->peer = p;
@@ -134,14 +137,17 @@ UPIPE_API upipe_status upi_a2a_sum(upipe_ctx *c, float *data, int64_t n)
 
 /* upipe_a2a_sum -- every rank gets the sum over ranks, added in rank order: the same bits on all, on every transport
  *   data    n f32 elements, the same n on all ranks; replaced by the sum
- *   bytes   sends 2 * 4 * n * (ranks - 1) / ranks; takes min(n/ranks, UPIPE_SUM_PIECE) * ranks * 4 from the pool
- *   errors  as upipe_comm_wait, MEMORY
+ *   bytes   sends about 2 * 4 * n * (ranks - 1) / ranks; takes min(ceil(n/ranks), UPIPE_SUM_PIECE) * ranks * 4 from the
+ *           pool
+ *   errors  ARG, MEMORY; others as upipe_comm_wait. The team is then aborted
  */
 UPIPE_API upipe_status upipe_a2a_sum(upipe_ctx *c, float *data, int64_t n)
 {
     int64_t mark = upipe_mem_mark(c->mem);
     upipe_status s;
-    if (n < 1 || c->team->ranks == 1) return UPIPE_OK;
+    if (n < 0) return upi_fail(&c->err, UPIPE_ERR_ARG, "a sum of %lld elements", (long long)n);
+    UPIPE_TRY(upi_comm_idle(c, c->team));
+    if (n == 0 || c->team->ranks == 1) return UPIPE_OK;
     s = upi_a2a_sum(c, data, n);
     return s == UPIPE_OK ? UPIPE_OK : upi_unwind(c, s, mark);
 }
@@ -166,6 +172,7 @@ typedef struct upipe_slots {
 /* n slots of slot_bytes each at data, all in the given state. */
 UPIPE_API void upipe_slots_init(upipe_slots *s, void *data, size_t slot_bytes, int n, int state)
 {
+    assert(n >= 0 && n <= UPIPE_STAGES_MAX);
     memset(s, 0, sizeof *s);
     s->data = (char *)data;
     s->slot_bytes = slot_bytes;

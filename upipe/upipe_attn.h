@@ -71,7 +71,11 @@ UPIPE_API upipe_status upi_attn_like(upipe_ctx *c, const char *name, upipe_view 
 /* Checks what every backend may then rely on. */
 UPIPE_API upipe_status upi_attn_check(upipe_ctx *c, const upipe_attn *a, int backward)
 {
+    const int64_t limit = INT64_C(1) << 60; /* sums and differences of four such numbers stay in 63 bits */
     upipe_view q = a->q, k = a->k;
+    if (q.dtype != UPIPE_F32 && q.dtype != UPIPE_BF16)
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: data type %d is neither f32 nor bf16",
+                        (int)q.dtype);
     if (q.h < 1 || k.h < 1 || q.h % k.h != 0)
         return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: %d query heads over %d key/value heads", q.h,
                         k.h);
@@ -100,7 +104,13 @@ UPIPE_API upipe_status upi_attn_check(upipe_ctx *c, const upipe_attn *a, int bac
         return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "attention: sinks are not built yet");
     if (a->docs != NULL || a->docs_n != 0)
         return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "attention: packed documents are not built yet");
-    if (!(a->scale >= 0)) return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: scale %g", a->scale);
+    if (!(a->scale >= 0) || !__builtin_isfinite(a->scale))
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: scale %g", a->scale);
+    if (a->q_pos < -limit || a->q_pos > limit || a->k_pos < -limit || a->k_pos > limit || q.n > limit ||
+        k.n > limit)
+        return upi_fail(&c->err, UPIPE_ERR_OVERFLOW,
+                        "attention: %lld queries from %lld and %lld keys from %lld", (long long)q.n,
+                        (long long)a->q_pos, (long long)k.n, (long long)a->k_pos);
     return UPIPE_OK;
 }
 
@@ -113,9 +123,9 @@ UPIPE_API upipe_status upipe_attn_fwd(upipe_ctx *c, const upipe_attn *a)
     size_t need;
     UPIPE_TRY(upi_attn_check(c, a, 0));
     need = c->ops->attn_bytes(c->ops, a, 0);
-    if (a->work_bytes < need)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: %zu bytes of scratch, %zu needed", a->work_bytes,
-                        need);
+    if (a->work_bytes < need || (a->work == NULL && need > 0))
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: %zu bytes of scratch, %zu needed",
+                        a->work != NULL ? a->work_bytes : (size_t)0, need);
     return c->ops->attn_fwd(c, a);
 }
 
@@ -131,9 +141,9 @@ UPIPE_API upipe_status upipe_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
     UPIPE_TRY(upi_attn_like(c, "gk", g->gk, a->k.n, a->k.h, a->k.d, UPIPE_F32));
     UPIPE_TRY(upi_attn_like(c, "gv", g->gv, a->k.n, a->k.h, a->k.d, UPIPE_F32));
     need = c->ops->attn_bytes(c->ops, a, 1);
-    if (a->work_bytes < need)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: %zu bytes of scratch, %zu needed", a->work_bytes,
-                        need);
+    if (a->work_bytes < need || (a->work == NULL && need > 0))
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: %zu bytes of scratch, %zu needed",
+                        a->work != NULL ? a->work_bytes : (size_t)0, need);
     return c->ops->attn_bwd(c, g);
 }
 

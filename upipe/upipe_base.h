@@ -10,6 +10,7 @@
 #ifndef UPIPE_BASE_H
 #define UPIPE_BASE_H
 
+#include <assert.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -55,7 +56,7 @@ UPIPE_API const char *upipe_status_name(upipe_status s)
 }
 
 typedef struct upipe_err {
-    char text[256]; /* one sentence, empty after success */
+    char text[256]; /* one sentence; success does not clear it */
     upipe_status status;
 } upipe_err;
 

@@ -19,7 +19,7 @@ enum { UPIPE_TILE_ROWS = 256 }; /* default tile of the output projection and of 
  *   plan        from upipe_plan_init
  *   wq wk wv wo weights, see above; wo is read by the out calls alone
  *   q_gain k_gain  f32 [d]: RMS norm of every head of Q and K before RoPE; both NULL = none
- *   norm_eps    of these norms
+ *   norm_eps    of these norms, added to the mean square; 0 without them. With 0 a head of zeros gives NaN
  *   rope_theta  base of the rotary embedding; 0 = none
  *   rope_interleaved  pairs (2p, 2p+1); otherwise (p, p + d/2)
  *   scale       of the scores; 0 = 1/sqrt(d)
@@ -170,6 +170,7 @@ UPIPE_API upipe_plan_scratch upipe_layer_scratch(const upipe_ops *ops, const upi
                 s.gemm, ops->gemm_bytes(ops, grad, block, x, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
         }
         w = upipe_view_packed(NULL, t, columns, 1, model);
+        s.gemm = upi_most(s.gemm, ops->gemm_bytes(ops, sum, cols, w, 0));
         s.gemm = upi_most(s.gemm, ops->gemm_bytes(ops, sum, cols, w, UPIPE_GEMM_ACCUMULATE));
     }
     if (l->wo != NULL) {
@@ -177,9 +178,11 @@ UPIPE_API upipe_plan_scratch upipe_layer_scratch(const upipe_ops *ops, const upi
         upipe_view wo = upipe_view_make(NULL, t, dim, width, 1, columns, columns);
         upipe_view block = upipe_view_packed(NULL, t, rows, 1, columns);
         upipe_view grad = upipe_view_make(NULL, UPIPE_F32, dim, width, 1, columns, columns);
-        s.gemm = upi_most(s.gemm, ops->gemm_bytes(ops, upipe_view_packed(NULL, UPIPE_F32, tile, 1, model),
-                                                  upipe_view_packed(NULL, t, tile, 1, columns), wo,
-                                                  UPIPE_GEMM_TRANS_B | UPIPE_GEMM_ACCUMULATE));
+        upipe_view sum = upipe_view_packed(NULL, UPIPE_F32, tile, 1, model);
+        upipe_view cols = upipe_view_packed(NULL, t, tile, 1, columns);
+        s.gemm = upi_most(s.gemm, ops->gemm_bytes(ops, sum, cols, wo, UPIPE_GEMM_TRANS_B));
+        s.gemm =
+            upi_most(s.gemm, ops->gemm_bytes(ops, sum, cols, wo, UPIPE_GEMM_TRANS_B | UPIPE_GEMM_ACCUMULATE));
         s.gemm = upi_most(s.gemm, ops->gemm_bytes(ops, block, x, wo, 0));
         s.gemm = upi_most(s.gemm,
                           ops->gemm_bytes(ops, grad, x, block, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
@@ -377,22 +380,56 @@ UPIPE_API upipe_status upi_attend_bwd(upi_run *r, void *q, void *k, void *v, voi
 
 /* ---- checks, and what surrounds a pass ---- */
 
-UPIPE_API int64_t upi_bits(double v)
+UPIPE_API void upi_field_whole(upipe_field *fields, int *n, const char *name, int64_t value)
 {
-    int64_t bits;
-    memcpy(&bits, &v, sizeof bits);
-    return bits;
+    fields[*n].name = name;
+    fields[*n].value = value;
+    fields[*n].real = 0;
+    ++*n;
+}
+
+UPIPE_API void upi_field_real_of(upipe_field *fields, int *n, const char *name, double value)
+{
+    upi_field_whole(fields, n, name, 0);
+    fields[*n - 1].real = 1;
+    memcpy(&fields[*n - 1].value, &value, sizeof value);
+}
+
+/* All ranks run the same block: everything but the data and the tile, which is each rank's own. */
+UPIPE_API upipe_status upi_layer_agree(upipe_ctx *c, const upipe_layer *l)
+{
+    const upipe_plan_desc *d = &l->plan->desc;
+    upipe_field f[UPIPE_GATHER_MAX];
+    int n = 0;
+    upi_field_whole(f, &n, "tokens", d->tokens);
+    upi_field_whole(f, &n, "batch", d->batch);
+    upi_field_whole(f, &n, "model_dim", d->model_dim);
+    upi_field_whole(f, &n, "ranks", d->ranks);
+    upi_field_whole(f, &n, "heads", d->heads);
+    upi_field_whole(f, &n, "kv_heads", d->kv_heads);
+    upi_field_whole(f, &n, "head_dim", d->head_dim);
+    upi_field_whole(f, &n, "chunk", d->chunk);
+    upi_field_whole(f, &n, "naive", d->naive != 0);
+    upi_field_whole(f, &n, "dtype (0 f32, 1 bf16)", (int64_t)d->dtype);
+    upi_field_whole(f, &n, "full", l->full != 0);
+    upi_field_whole(f, &n, "qk_norm", l->q_gain != NULL);
+    upi_field_whole(f, &n, "rope_interleaved", l->rope_interleaved != 0);
+    upi_field_real_of(f, &n, "scale", l->scale);
+    upi_field_real_of(f, &n, "norm_eps", l->norm_eps);
+    upi_field_real_of(f, &n, "rope_theta", l->rope_theta);
+    return upipe_comm_agree(c, c->team, f, n);
+}
+
+UPIPE_API int upi_is_size(double v)
+{
+    return v >= 0 && __builtin_isfinite(v);
 }
 
 UPIPE_API upipe_status upi_layer_check(upipe_ctx *c, const upipe_layer *l, upipe_view x)
 {
     const upipe_plan_desc *d = &l->plan->desc;
-    const char *names[] = {"tokens",   "batch",    "model_dim",  "ranks",           "heads", "kv_heads",
-                           "head_dim", "chunk",    "naive",      "dtype",           "full",  "scale",
-                           "qk_norm",  "norm_eps", "rope_theta", "rope_interleaved"};
-    int64_t values[16];
-    upipe_field fields[16];
-    int i;
+    if (c->ring != NULL)
+        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "a ring beside the team is not built yet");
     if (c->team->ranks != d->ranks)
         return upi_fail(&c->err, UPIPE_ERR_ARG, "a plan for %d ranks on a team of %d", d->ranks,
                         c->team->ranks);
@@ -400,38 +437,23 @@ UPIPE_API upipe_status upi_layer_check(upipe_ctx *c, const upipe_layer *l, upipe
         return upi_fail(&c->err, UPIPE_ERR_ARG, "x is %s [%lld][%d][%d], the plan says %s [%lld][1][%lld]",
                         upipe_dtype_name(x.dtype), (long long)x.n, x.h, x.d, upipe_dtype_name(d->dtype),
                         (long long)l->plan->rows, (long long)d->model_dim);
-    if ((l->q_gain == NULL) != (l->k_gain == NULL))
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "QK norm needs both gains or none");
     if (l->wq == NULL || l->wk == NULL || l->wv == NULL)
         return upi_fail(&c->err, UPIPE_ERR_ARG, "wq, wk or wv is NULL");
     if (d->head_dim < UPIPE_HEAD_DIM_MIN || d->head_dim > UPIPE_HEAD_DIM_MAX ||
         d->head_dim % UPIPE_HEAD_DIM_STEP != 0)
         return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "head dim %d; %d to %d in steps of %d are built",
                         d->head_dim, UPIPE_HEAD_DIM_MIN, UPIPE_HEAD_DIM_MAX, UPIPE_HEAD_DIM_STEP);
-    if (!(l->rope_theta >= 0) || !(l->norm_eps >= 0) || !(l->scale >= 0) || l->tile_rows < 0)
+    if ((l->q_gain == NULL) != (l->k_gain == NULL))
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "QK norm needs both gains or none");
+    if (l->q_gain == NULL && l->norm_eps != 0)
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "norm_eps %g without the gains of a QK norm", l->norm_eps);
+    if (l->rope_theta == 0 && l->rope_interleaved)
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "rope_interleaved without rope_theta");
+    if (!upi_is_size(l->rope_theta) || !upi_is_size(l->norm_eps) || !upi_is_size(l->scale) ||
+        l->tile_rows < 0)
         return upi_fail(&c->err, UPIPE_ERR_ARG, "rope theta %g, norm eps %g, scale %g, tile rows %lld",
                         l->rope_theta, l->norm_eps, l->scale, (long long)l->tile_rows);
-    values[0] = d->tokens;
-    values[1] = d->batch;
-    values[2] = d->model_dim;
-    values[3] = d->ranks;
-    values[4] = d->heads;
-    values[5] = d->kv_heads;
-    values[6] = d->head_dim;
-    values[7] = d->chunk;
-    values[8] = d->naive != 0;
-    values[9] = (int64_t)d->dtype;
-    values[10] = l->full != 0;
-    values[11] = upi_bits(l->scale);
-    values[12] = l->q_gain != NULL;
-    values[13] = upi_bits(l->norm_eps);
-    values[14] = upi_bits(l->rope_theta);
-    values[15] = l->rope_interleaved != 0;
-    for (i = 0; i < 16; ++i) {
-        fields[i].name = names[i];
-        fields[i].value = values[i];
-    }
-    return upipe_comm_agree(c, c->team, fields, 16);
+    return upi_layer_agree(c, l);
 }
 
 UPIPE_API upipe_status upi_layer_begin(upi_run *r, upipe_ctx *c, const upipe_layer *l, upipe_view x)
@@ -475,45 +497,73 @@ UPIPE_API upipe_view upi_slot_matrix(const upipe_plan *p, const upipe_slots *slo
     return upipe_view_packed(data, p->desc.dtype, p->rows, 1, width);
 }
 
-/* upipe_layer_gather -- dst [rows][H*d], heads in natural order, any step and type = the slots' contents */
+/* Slots of this plan, all of them full. */
+UPIPE_API upipe_status upi_slots_check(upipe_ctx *c, const upipe_layer *l, const upipe_slots *slots,
+                                       const char *name)
+{
+    const upipe_plan *p = l->plan;
+    size_t bytes = upipe_plan_rows_bytes(p, p->desc.chunk);
+    int i;
+    if (slots->data == NULL)
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "%s is not there (consumed before?)", name);
+    if (slots->n != p->stages || slots->slot_bytes != bytes)
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "%s has %d slots of %zu bytes, the plan says %d of %zu", name,
+                        slots->n, slots->slot_bytes, p->stages, bytes);
+    for (i = 0; i < slots->n; ++i)
+        if (slots->state[i] != UPIPE_SLOT_FULL)
+            return upi_fail(&c->err, UPIPE_ERR_ARG, "slot %d of %s is not full", i, name);
+    return UPIPE_OK;
+}
+
+/* The same heads in slots and in a tensor of natural order, [rows][H*d]; `to_slots` says which one is written. */
+UPIPE_API upipe_status upi_reorder(upipe_ctx *c, const upipe_layer *l, const upipe_slots *slots,
+                                   upipe_view natural, int to_slots)
+{
+    const upipe_plan *p = l->plan;
+    int64_t width = (int64_t)p->desc.heads * p->desc.head_dim;
+    size_t step = (size_t)p->desc.head_dim * upipe_dtype_bytes(natural.dtype);
+    int stage, rank;
+    if (natural.n != p->rows || natural.h != 1 || natural.d != width)
+        return upi_fail(&c->err, UPIPE_ERR_ARG,
+                        "heads in natural order are [%lld][1][%lld], not [%lld][%d][%d]", (long long)p->rows,
+                        (long long)width, (long long)natural.n, natural.h, natural.d);
+    UPIPE_TRY(upi_slots_check(c, l, slots, "slots"));
+    for (stage = 0; stage < p->stages; ++stage) {
+        for (rank = 0; rank < p->desc.ranks; ++rank) {
+            upipe_view heads = upi_slot_matrix(p, slots, stage, rank), columns = natural;
+            columns.data = (char *)natural.data + (size_t)upipe_plan_q_head(p, stage, rank, 0) * step;
+            columns.d = heads.d;
+            UPIPE_TRY(c->ops->cast(c, to_slots ? heads : columns, to_slots ? columns : heads));
+        }
+    }
+    return UPIPE_OK;
+}
+
+/* upipe_layer_gather -- dst = the slots' contents, heads in natural order
+ *   dst     [rows][1][H*d] view of any step and type
+ *   slots   full ones of this layer's plan
+ *   errors  ARG
+ */
 UPIPE_API upipe_status upipe_layer_gather(upipe_ctx *c, const upipe_layer *l, upipe_view dst,
                                           const upipe_slots *slots)
 {
-    const upipe_plan *p = l->plan;
-    int stage, rank;
-    for (stage = 0; stage < p->stages; ++stage) {
-        for (rank = 0; rank < p->desc.ranks; ++rank) {
-            int head = upipe_plan_q_head(p, stage, rank, 0);
-            upipe_view from = upi_slot_matrix(p, slots, stage, rank), to = dst;
-            to.data =
-                (char *)dst.data + (size_t)head * (size_t)p->desc.head_dim * upipe_dtype_bytes(dst.dtype);
-            to.d = from.d;
-            UPIPE_TRY(c->ops->cast(c, to, from));
-        }
-    }
-    return UPIPE_OK;
+    return upi_reorder(c, l, slots, dst, 0);
 }
 
-/* upipe_layer_scatter -- the slots' contents = src [rows][H*d], heads in natural order, any step and type */
+/* upipe_layer_scatter -- the slots' contents = src
+ *   slots   full ones of this layer's plan (upipe_layer_slots_take with UPIPE_SLOT_FULL)
+ *   src     [rows][1][H*d] view of any step and type, heads in natural order
+ *   errors  ARG
+ */
 UPIPE_API upipe_status upipe_layer_scatter(upipe_ctx *c, const upipe_layer *l, const upipe_slots *slots,
                                            upipe_view src)
 {
-    const upipe_plan *p = l->plan;
-    int stage, rank;
-    for (stage = 0; stage < p->stages; ++stage) {
-        for (rank = 0; rank < p->desc.ranks; ++rank) {
-            int head = upipe_plan_q_head(p, stage, rank, 0);
-            upipe_view to = upi_slot_matrix(p, slots, stage, rank), from = src;
-            from.data =
-                (char *)src.data + (size_t)head * (size_t)p->desc.head_dim * upipe_dtype_bytes(src.dtype);
-            from.d = to.d;
-            UPIPE_TRY(c->ops->cast(c, to, from));
-        }
-    }
-    return UPIPE_OK;
+    return upi_reorder(c, l, slots, src, 1);
 }
 
-/* upipe_saved_free -- gives back what is left of the forward's results */
+/* upipe_saved_free -- gives back what is left of the forward's results
+ *   errors  ARG for blocks that a failed exchange has quarantined: upipe_mem_release first
+ */
 UPIPE_API upipe_status upipe_saved_free(upipe_ctx *c, upipe_saved *save)
 {
     UPIPE_TRY(upipe_mem_give(c->mem, save->out.data, &c->err));

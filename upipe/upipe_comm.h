@@ -7,7 +7,8 @@
  *     ...                                              buffers of the list are the transport's until
  *     upipe_comm_wait(ctx, ctx->team);                 ... it returns
  *
- * No call blocks past the deadline. After the first failure the communicator is poisoned on every rank: later
+ * No call waits for its peers past the deadline (a failing one may then wait for a reader, see the transport). After the
+ * first failure the communicator is poisoned on every rank: later
  * calls return UPIPE_ERR_ABORTED at once, with the first failure's reason. The library adopts communicators;
  * the transport's header makes and frees them (net/).
  */
@@ -42,7 +43,7 @@ typedef struct upipe_comm_ops {
     void (*abort)(struct upipe_comm *comm, const char *why);
 } upipe_comm_ops;
 
-enum { UPIPE_GATHER_MAX = 32, UPIPE_AGREED_MAX = 4 };
+enum { UPIPE_GATHER_MAX = 32 };
 
 typedef struct upipe_comm {
     upipe_comm_ops ops;
@@ -52,9 +53,7 @@ typedef struct upipe_comm {
     int64_t sent_bytes;  /* handed to other ranks so far; a copy to the rank itself does not count */
     int64_t moved_bytes; /* counted by the transport as it receives from other ranks */
     double deadline;     /* seconds that one call may wait for its peers */
-    uint64_t
-        agreed[UPIPE_AGREED_MAX]; /* fingerprints of the descriptions that all ranks were seen to share */
-    int agreed_next;
+    uint64_t agreed;     /* fingerprint of the description that all ranks last agreed on; 0 = none */
     int rank, ranks;
     int started;    /* an exchange is between start and wait */
     int quarantine; /* a peer may still touch the buffers of a failed exchange: do not recycle them */
@@ -68,6 +67,14 @@ UPIPE_API void upipe_comm_abort(upipe_comm *comm, const char *why)
     if (comm != NULL && comm->ops.abort != NULL) comm->ops.abort(comm, why);
 }
 
+/* Between start and wait nothing else may run on the team, nor may its list be built anew. */
+UPIPE_API upipe_status upi_comm_idle(upipe_ctx *c, const upipe_comm *comm)
+{
+    if (!comm->started) return UPIPE_OK;
+    return upi_fail(&c->err, UPIPE_ERR_ARG,
+                    "an exchange is started on this team and waits for upipe_comm_wait");
+}
+
 /* upipe_comm_start -- post an exchange and return; the lists of all ranks must fit each other
  *   list    n segments; read until upipe_comm_wait returns
  *   order   one exchange at a time; send buffers must be complete on ctx->stream before
@@ -77,7 +84,7 @@ UPIPE_API upipe_status upipe_comm_start(upipe_ctx *c, upipe_comm *comm, const up
 {
     int i;
     int64_t bytes = 0;
-    if (comm->started) return upi_fail(&c->err, UPIPE_ERR_ARG, "an exchange is already started on this team");
+    UPIPE_TRY(upi_comm_idle(c, comm));
     for (i = 0; i < n; ++i) {
         if (list[i].peer < 0 || list[i].peer >= comm->ranks)
             return upi_fail(&c->err, UPIPE_ERR_ARG, "segment %d names rank %d of a team of %d", i,
@@ -104,9 +111,12 @@ UPIPE_API upipe_status upipe_comm_wait(upipe_ctx *c, upipe_comm *comm)
     return comm->ops.wait(c, comm);
 }
 
-/* upipe_comm_barrier -- returns when every rank of the team has called it. Errors as upipe_comm_wait. */
+/* upipe_comm_barrier -- returns when every rank of the team has called it
+ *   errors  ARG between start and wait; others as upipe_comm_wait
+ */
 UPIPE_API upipe_status upipe_comm_barrier(upipe_ctx *c, upipe_comm *comm)
 {
+    UPIPE_TRY(upi_comm_idle(c, comm));
     return comm->ops.barrier(c, comm);
 }
 
@@ -120,6 +130,7 @@ UPIPE_API upipe_status upipe_comm_shift_start(upipe_ctx *c, upipe_comm *comm, vo
     upipe_seg *s = comm->list;
     int ranks = comm->ranks, forth = ((comm->rank + step) % ranks + ranks) % ranks;
     int back = ((comm->rank - step) % ranks + ranks) % ranks;
+    UPIPE_TRY(upi_comm_idle(c, comm));
     memset(s, 0, 2 * sizeof *s);
     s[0].send = src;
     s[0].send_bytes = bytes;
@@ -131,43 +142,69 @@ UPIPE_API upipe_status upipe_comm_shift_start(upipe_ctx *c, upipe_comm *comm, vo
     return upipe_comm_start(c, comm, s, 2);
 }
 
-/* One line of a description that all ranks must share. */
+/* One line of a description that all ranks must share: a whole number, or the bits of a double. */
 typedef struct upipe_field {
     const char *name;
     int64_t value;
+    int real; /* value holds the bits of a double */
 } upipe_field;
 
-/* upipe_comm_agree -- all ranks compare descriptions; collective at the first call with this description, then free
+UPIPE_API double upi_field_real(int64_t bits)
+{
+    double v;
+    memcpy(&v, &bits, sizeof v);
+    return v;
+}
+
+/* FNV-1a over names and values; never 0. */
+UPIPE_API uint64_t upi_fingerprint(const upipe_field *fields, int n)
+{
+    uint64_t print = 1469598103934665603u;
+    int i, b;
+    for (i = 0; i < n; ++i) {
+        const char *name = fields[i].name;
+        do print = (print ^ (unsigned char)*name) * 1099511628211u;
+        while (*name++ != 0);
+        for (b = 0; b < 64; b += 8)
+            print = (print ^ (((uint64_t)fields[i].value >> b) & 255)) * 1099511628211u;
+    }
+    return print != 0 ? print : 1;
+}
+
+/* upipe_comm_agree -- all ranks compare descriptions, where this one differs from the last that they agreed on; free
+ *                     otherwise
  *   fields  n <= UPIPE_GATHER_MAX named numbers
- *   errors  MISMATCH on every rank where any rank differs: the sentence names the field, the rank and both values;
- *           others as upipe_comm_wait
+ *   errors  MISMATCH on every rank where any rank differs: the sentence names the field, the rank and both values. Where
+ *           one rank alone has changed its description since, it compares while the others go on: the transport's
+ *           MISMATCH names the two calls instead. ARG; others as upipe_comm_wait
  */
 UPIPE_API upipe_status upipe_comm_agree(upipe_ctx *c, upipe_comm *comm, const upipe_field *fields, int n)
 {
     int64_t mine[UPIPE_GATHER_MAX], *all = comm->gathered;
-    uint64_t print = 1469598103934665603u; /* FNV-1a over the values */
+    uint64_t print;
     int i, r;
-    if (n > UPIPE_GATHER_MAX)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "%d fields to compare, at most %d", n, UPIPE_GATHER_MAX);
-    for (i = 0; i < n; ++i) {
-        int b;
-        mine[i] = fields[i].value;
-        for (b = 0; b < 64; b += 8) print = (print ^ (((uint64_t)mine[i] >> b) & 255)) * 1099511628211u;
-    }
-    for (i = 0; i < UPIPE_AGREED_MAX; ++i)
-        if (comm->agreed[i] == print) return UPIPE_OK;
+    if (n < 1 || n > UPIPE_GATHER_MAX)
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "%d fields to compare, 1 to %d", n, UPIPE_GATHER_MAX);
+    UPIPE_TRY(upi_comm_idle(c, comm));
+    print = upi_fingerprint(fields, n);
+    if (comm->agreed == print) return UPIPE_OK;
+    for (i = 0; i < n; ++i) mine[i] = fields[i].value;
     UPIPE_TRY(comm->ops.gather(c, comm, all, mine, n));
     for (r = 1; r < comm->ranks; ++r) {
         for (i = 0; i < n; ++i) {
-            if (all[r * n + i] == all[i]) continue;
-            upi_fail(&c->err, UPIPE_ERR_MISMATCH, "%s is %lld on rank 0 and %lld on rank %d", fields[i].name,
-                     (long long)all[i], (long long)all[r * n + i], r);
+            int64_t first = all[i], other = all[r * n + i];
+            if (other == first) continue;
+            if (fields[i].real)
+                upi_fail(&c->err, UPIPE_ERR_MISMATCH, "%s is %g on rank 0 and %g on rank %d", fields[i].name,
+                         upi_field_real(first), upi_field_real(other), r);
+            else
+                upi_fail(&c->err, UPIPE_ERR_MISMATCH, "%s is %lld on rank 0 and %lld on rank %d",
+                         fields[i].name, (long long)first, (long long)other, r);
             upipe_comm_abort(comm, c->err.text);
             return UPIPE_ERR_MISMATCH;
         }
     }
-    comm->agreed[comm->agreed_next] = print;
-    comm->agreed_next = (comm->agreed_next + 1) % UPIPE_AGREED_MAX;
+    comm->agreed = print;
     return UPIPE_OK;
 }
 
@@ -180,12 +217,28 @@ typedef struct upipe_comm_self_room {
     upipe_status (*copy)(upipe_ctx *c, void *dst, const void *src, size_t bytes);
     const upipe_seg *posted;
     int posted_n;
+    int broken;
+    char why[200]; /* the first failure's sentence */
 } upipe_comm_self_room;
+
+UPIPE_API void upi_self_abort(upipe_comm *comm, const char *why)
+{
+    upipe_comm_self_room *room = (upipe_comm_self_room *)comm->impl;
+    if (room->broken) return;
+    room->broken = 1;
+    snprintf(room->why, sizeof room->why, "%s", why);
+}
+
+UPIPE_API upipe_status upi_self_ready(upipe_ctx *c, upipe_comm *comm)
+{
+    upipe_comm_self_room *room = (upipe_comm_self_room *)comm->impl;
+    return room->broken ? upi_fail(&c->err, UPIPE_ERR_ABORTED, "%s", room->why) : UPIPE_OK;
+}
 
 UPIPE_API upipe_status upi_self_start(upipe_ctx *c, upipe_comm *comm, const upipe_seg *list, int n)
 {
     upipe_comm_self_room *room = (upipe_comm_self_room *)comm->impl;
-    (void)c;
+    UPIPE_TRY(upi_self_ready(c, comm));
     room->posted = list;
     room->posted_n = n;
     return UPIPE_OK;
@@ -196,6 +249,7 @@ UPIPE_API upipe_status upi_self_wait(upipe_ctx *c, upipe_comm *comm)
     upipe_comm_self_room *room = (upipe_comm_self_room *)comm->impl;
     const upipe_seg *list = room->posted;
     int n = room->posted_n, from = 0, to = 0;
+    UPIPE_TRY(upi_self_ready(c, comm));
     for (;;) {
         int64_t i;
         while (from < n && list[from].send_bytes == 0) ++from;
@@ -214,18 +268,10 @@ UPIPE_API upipe_status upi_self_wait(upipe_ctx *c, upipe_comm *comm)
     }
 }
 
-UPIPE_API upipe_status upi_self_barrier(upipe_ctx *c, upipe_comm *comm)
-{
-    (void)c;
-    (void)comm;
-    return UPIPE_OK;
-}
-
 UPIPE_API upipe_status upi_self_gather(upipe_ctx *c, upipe_comm *comm, int64_t *all, const int64_t *mine,
                                        int n)
 {
-    (void)c;
-    (void)comm;
+    UPIPE_TRY(upi_self_ready(c, comm));
     memcpy(all, mine, (size_t)n * sizeof *all);
     return UPIPE_OK;
 }
@@ -243,8 +289,9 @@ UPIPE_API void upipe_comm_self(upipe_comm *comm, upipe_comm_self_room *room,
     comm->ops.name = "self";
     comm->ops.start = upi_self_start;
     comm->ops.wait = upi_self_wait;
-    comm->ops.barrier = upi_self_barrier;
+    comm->ops.barrier = upi_self_ready;
     comm->ops.gather = upi_self_gather;
+    comm->ops.abort = upi_self_abort;
     comm->impl = room;
     comm->list = room->list;
     comm->gathered = room->gathered;
@@ -261,6 +308,13 @@ UPIPE_API upipe_status upi_dry_start(upipe_ctx *c, upipe_comm *comm, const upipe
     return UPIPE_OK;
 }
 
+UPIPE_API upipe_status upi_dry_meet(upipe_ctx *c, upipe_comm *comm)
+{
+    (void)c;
+    (void)comm;
+    return UPIPE_OK;
+}
+
 UPIPE_API upipe_status upi_dry_gather(upipe_ctx *c, upipe_comm *comm, int64_t *all, const int64_t *mine,
                                       int n)
 {
@@ -270,7 +324,7 @@ UPIPE_API upipe_status upi_dry_gather(upipe_ctx *c, upipe_comm *comm, int64_t *a
     return UPIPE_OK;
 }
 
-/* upipe_comm_dry -- rank `rank` of a team that moves nothing and agrees with everything: for dry runs, which
+/* upipe_comm_dry -- rank `rank` of a team that moves nothing, agrees with everything and cannot fail: for dry runs, which
  *                   count bytes sent and memory
  *   list      room for 2 * ranks segments
  *   gathered  room for ranks * UPIPE_GATHER_MAX numbers
@@ -280,8 +334,8 @@ UPIPE_API void upipe_comm_dry(upipe_comm *comm, int rank, int ranks, upipe_seg *
     memset(comm, 0, sizeof *comm);
     comm->ops.name = "dry";
     comm->ops.start = upi_dry_start;
-    comm->ops.wait = upi_self_barrier;
-    comm->ops.barrier = upi_self_barrier;
+    comm->ops.wait = upi_dry_meet;
+    comm->ops.barrier = upi_dry_meet;
     comm->ops.gather = upi_dry_gather;
     comm->list = list;
     comm->gathered = gathered;

@@ -1,9 +1,9 @@
 /* upipe_dry.h -- what will a run need? The real code over a dry pool, a dry team and operations that do nothing   layer 5
  *
- *     upipe_dry *dry = malloc(sizeof *dry);              about 150 KB: too much for some stacks
+ *     upipe_dry *dry = malloc(sizeof *dry);              about 250 KB: too much for some stacks
  *     upipe_dry_init(dry, 0, plan.desc.ranks, &ops);     then any code may run with &dry->ctx
- *     upipe_dry_layer(dry, &layer);                      one block, forward and backward
- *     dry->mem.need                                      slab bytes, with alignment and holes
+ *     upipe_dry_block(dry, &layer, 1);                   one block, forward and backward
+ *     dry->mem.need, dry->mem.blocks_peak                slab bytes, with alignment and holes; live blocks
  *     dry->mem.peak, dry->mem.phase_peak[]               live bytes, to be compared with upipe_plan_bytes
  *     dry->team.sent_bytes
  *
@@ -149,28 +149,58 @@ UPIPE_API upipe_status upipe_dry_init(upipe_dry *dry, int rank, int ranks, const
     return UPIPE_OK;
 }
 
-/* upipe_dry_layer -- x, one forward, a gradient of O, one backward with dX in x's place: the setting of the paper's
- *                    tables. Pool, bytes sent and phase peaks are in dry afterwards.
- *   errors  those of upipe_layer_fwd and upipe_layer_bwd but for transport and memory
- */
-UPIPE_API upipe_status upipe_dry_layer(upipe_dry *dry, const upipe_layer *l)
+/* What the host does around a block, dry: x, and whatever lies between forward and backward. */
+UPIPE_API upipe_status upi_dry_pass(upipe_dry *dry, const upipe_layer *l, int projected, int gx_in_place)
 {
     upipe_ctx *c = &dry->ctx;
+    size_t unit = upipe_plan_unit_bytes(l->plan);
+    int32_t dim = (int32_t)l->plan->desc.model_dim;
+    float *const weight = (float *)dry->mem.slab; /* asked for its gradient, never touched */
     upipe_saved save;
     upipe_slots gout;
     upipe_grads grads;
-    float *const weight = (float *)dry->mem.slab; /* asked for its gradient, never touched */
-    void *data;
-    upipe_view x;
+    void *data, *between;
+    upipe_view x, y, gx;
     grads.wq = grads.wk = grads.wv = grads.wo = weight;
-    grads.q_gain = grads.k_gain = weight;
-    UPIPE_TRY(upipe_mem_take(c->mem, &data, upipe_plan_unit_bytes(l->plan), "x", &c->err));
-    x = upipe_view_packed(data, l->plan->desc.dtype, l->plan->rows, 1, (int32_t)l->plan->desc.model_dim);
+    grads.q_gain = grads.k_gain = l->q_gain != NULL ? weight : NULL;
+    UPIPE_TRY(upipe_mem_take(c->mem, &data, unit, "x", &c->err));
+    x = gx = upipe_view_packed(data, l->plan->desc.dtype, l->plan->rows, 1, dim);
     UPIPE_TRY(upipe_layer_fwd(c, l, &save, x));
-    UPIPE_TRY(upipe_layer_slots_take(c, l, &gout, UPIPE_SLOT_FULL, "gout"));
-    UPIPE_TRY(upipe_layer_bwd(c, l, x, &grads, &save, &gout, x));
-    UPIPE_TRY(upipe_mem_give(c->mem, gout.data, &c->err));
+    if (projected) {
+        UPIPE_TRY(upipe_mem_take(c->mem, &between, unit, "y", &c->err));
+        y = upipe_view_packed(between, l->plan->desc.dtype, l->plan->rows, 1, dim);
+        UPIPE_TRY(upipe_layer_out_fwd(c, l, y, &save));
+        UPIPE_TRY(upipe_layer_out_bwd(c, l, &grads, &save, y));
+        UPIPE_TRY(upipe_mem_give(c->mem, between, &c->err));
+    } else {
+        UPIPE_TRY(upipe_layer_slots_take(c, l, &gout, UPIPE_SLOT_FULL, "gout"));
+    }
+    if (!gx_in_place) UPIPE_TRY(upipe_mem_take(c->mem, &gx.data, unit, "gx", &c->err));
+    UPIPE_TRY(upipe_layer_bwd(c, l, gx, &grads, &save, projected ? &save.out : &gout, x));
+    if (!gx_in_place) UPIPE_TRY(upipe_mem_give(c->mem, gx.data, &c->err));
+    if (projected)
+        UPIPE_TRY(upipe_saved_free(c, &save));
+    else
+        UPIPE_TRY(upipe_mem_give(c->mem, gout.data, &c->err));
     return upipe_mem_give(c->mem, data, &c->err);
+}
+
+/* upipe_dry_layer -- x, one forward, a gradient of O, one backward: the setting of the paper's tables and of
+ *                    upipe_plan_bytes. Pool, bytes sent and phase peaks are in dry afterwards.
+ *   gx_in_place  nonzero: dX takes x's place; otherwise a tensor of its own, taken before the backward
+ *   errors       those of upipe_layer_fwd and upipe_layer_bwd but for transport and memory
+ */
+UPIPE_API upipe_status upipe_dry_layer(upipe_dry *dry, const upipe_layer *l, int gx_in_place)
+{
+    return upi_dry_pass(dry, l, 0, gx_in_place);
+}
+
+/* upipe_dry_block -- with the output projection: x, forward, y, its gradient in y's place, given back, backward
+ *   gx_in_place, errors  as upipe_dry_layer; ARG without wo
+ */
+UPIPE_API upipe_status upipe_dry_block(upipe_dry *dry, const upipe_layer *l, int gx_in_place)
+{
+    return upi_dry_pass(dry, l, 1, gx_in_place);
 }
 
 #endif

@@ -6,7 +6,8 @@
  *     upipe_layer_fwd(&ctx, &layer, &saved, x);              saved: final_out and lse, in the pool
  *     upipe_layer_bwd(&ctx, &layer, gx, &grads, &saved, &gout, x);     gx may be x itself
  *
- * A failed call gives back what it took, and aborts the team so that no rank waits for this one.
+ * A failed call gives back what it took, and aborts the team so that no rank waits for this one. Where a peer may still
+ * read this rank's memory (team->quarantine), the pool is locked instead until upipe_mem_release.
  */
 #ifndef UPIPE_LAYER_H
 #define UPIPE_LAYER_H
@@ -351,9 +352,15 @@ UPIPE_API upipe_status upipe_layer_bwd(upipe_ctx *c, const upipe_layer *l, upipe
     if (s == UPIPE_OK && (gx.n != x.n || gx.h != 1 || gx.d != x.d || gx.dtype != x.dtype))
         s = upi_fail(&c->err, UPIPE_ERR_ARG, "gx is %s [%lld][%d][%d], not of the shape of x",
                      upipe_dtype_name(gx.dtype), (long long)gx.n, gx.h, gx.d);
-    if (s == UPIPE_OK &&
-        (save->lse == NULL || gout->data == NULL || (delta == NULL && save->out.data == NULL)))
+    if (s == UPIPE_OK && save->lse == NULL)
         s = upi_fail(&c->err, UPIPE_ERR_ARG, "the forward's results are not there (consumed before?)");
+    if (s == UPIPE_OK) s = upi_slots_check(c, l, gout, "gout");
+    if (s == UPIPE_OK && delta == NULL && gout->data == save->out.data)
+        s = upi_fail(&c->err, UPIPE_ERR_ARG,
+                     "gout is final_out, not its gradient: upipe_layer_out_bwd was not called");
+    if (s == UPIPE_OK && delta == NULL) s = upi_slots_check(c, l, &save->out, "final_out");
+    if (s == UPIPE_OK && run.bytes.qk_norm == 0 && (grads->q_gain != NULL || grads->k_gain != NULL))
+        s = upi_fail(&c->err, UPIPE_ERR_ARG, "gradients of gains are wanted without a QK norm");
     if (s == UPIPE_OK) s = upi_layer_bwd(&run, gx, grads, save, gout);
     if (s != UPIPE_OK && delta == NULL) save->delta = NULL; /* taken after the mark: the pool has it back */
     return upi_layer_end(c, s, mark);

@@ -61,12 +61,13 @@ typedef struct upipe_mem {
     size_t slab_bytes;   /* SIZE_MAX in a dry pool */
     upipe_block *blocks; /* live blocks by ascending offset */
     int blocks_n, blocks_max;
+    int blocks_peak; /* most live blocks so far: what the table must hold */
     int dry;
     int phase;
-    size_t live, peak;                       /* sum of bytes asked for: now, and its largest value */
-    size_t need;                             /* slab bytes that were needed so far */
-    size_t quarantined;                      /* part of live that will never be given back */
-    int64_t serial;                          /* takes so far */
+    size_t live, peak;  /* sum of bytes asked for: now, and its largest value */
+    size_t need;        /* slab bytes that were needed so far */
+    size_t quarantined; /* part of live that cannot be given back before upipe_mem_release */
+    int64_t serial;     /* takes so far */
     size_t phase_peak[UPIPE_MEM_PHASES_MAX]; /* largest live while the phase was current */
     /* optional, set by the host after init */
     upipe_mem_event *events; /* trace; NULL = none */
@@ -203,6 +204,7 @@ UPIPE_API upipe_status upipe_mem_take(upipe_mem *m, void **out, size_t bytes, co
     }
     memmove(m->blocks + at + 1, m->blocks + at, (size_t)(m->blocks_n - at) * sizeof *m->blocks);
     ++m->blocks_n;
+    if (m->blocks_n > m->blocks_peak) m->blocks_peak = m->blocks_n;
     b = &m->blocks[at];
     b->offset = offset;
     b->bytes = bytes;
@@ -266,7 +268,7 @@ UPIPE_API void upipe_mem_rewind(upipe_mem *m, int64_t mark)
     }
 }
 
-/* upipe_mem_quarantine -- blocks taken after the mark stay live for good: a peer may still read them */
+/* upipe_mem_quarantine -- blocks taken after the mark stay as they are, since a peer may still read them */
 UPIPE_API void upipe_mem_quarantine(upipe_mem *m, int64_t mark)
 {
     int i;
@@ -277,19 +279,28 @@ UPIPE_API void upipe_mem_quarantine(upipe_mem *m, int64_t mark)
     }
 }
 
+/* upipe_mem_release -- no peer reads any more (the team's ranks have returned): quarantined blocks are live ones again */
+UPIPE_API void upipe_mem_release(upipe_mem *m)
+{
+    int i;
+    for (i = 0; i < m->blocks_n; ++i) m->blocks[i].quarantined = 0;
+    m->quarantined = 0;
+}
+
 /* upipe_mem_phase -- from now on peaks count for this phase, beginning with what is live
  *   phase   0 .. UPIPE_MEM_PHASES_MAX - 1
  *   name    for the trace, kept by address
  */
 UPIPE_API void upipe_mem_phase(upipe_mem *m, int phase, const char *name)
 {
+    assert(phase >= 0 && phase < UPIPE_MEM_PHASES_MAX);
     m->phase = phase;
     if (m->live > m->phase_peak[phase]) m->phase_peak[phase] = m->live;
     upi_mem_note(m, 0, NULL, name);
 }
 
 /* upipe_mem_largest -- over the traced run, the largest number of live bytes of the blocks with these tags
- *   tags    n words; needs the trace from the pool's first take on
+ *   tags    n words; needs the whole trace, from the pool's first take on and with events_lost = 0
  */
 UPIPE_API size_t upipe_mem_largest(const upipe_mem *m, const char *const *tags, int n)
 {

@@ -26,7 +26,9 @@ UPIPE_API upipe_status upi_out_check(upipe_ctx *c, const upipe_layer *l, upipe_v
                                      const upipe_saved *save)
 {
     if (l->wo == NULL) return upi_fail(&c->err, UPIPE_ERR_ARG, "wo is NULL");
-    if (save->out.data == NULL) return upi_fail(&c->err, UPIPE_ERR_ARG, "the forward left no final_out");
+    UPIPE_TRY(upi_slots_check(c, l, &save->out, "final_out"));
+    if (save->lse == NULL || save->delta != NULL)
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "final_out is consumed already: its slots hold a gradient");
     if (y.n != l->plan->rows || y.h != 1 || y.d != l->plan->desc.model_dim || y.dtype != l->plan->desc.dtype)
         return upi_fail(&c->err, UPIPE_ERR_ARG, "y is %s [%lld][%d][%d], the plan says %s [%lld][1][%lld]",
                         upipe_dtype_name(y.dtype), (long long)y.n, y.h, y.d,
@@ -119,13 +121,12 @@ UPIPE_API upipe_status upipe_layer_out_bwd(upipe_ctx *c, const upipe_layer *l, u
                                            upipe_saved *save, upipe_view gy)
 {
     int64_t mark = upipe_mem_mark(c->mem);
+    float *delta = save->delta;
     upi_run run = upi_out_run(c, l);
     upipe_status s = upi_out_check(c, l, gy, save);
-    if (s == UPIPE_OK && save->delta != NULL)
-        s = upi_fail(&c->err, UPIPE_ERR_ARG, "final_out is consumed already");
     if (s == UPIPE_OK) s = upi_layer_out_bwd(&run, grads, save, gy);
     if (s == UPIPE_OK) return UPIPE_OK;
-    save->delta = NULL;
+    if (delta == NULL) save->delta = NULL; /* taken after the mark: the pool has it back */
     return upi_unwind(c, s, mark);
 }
 

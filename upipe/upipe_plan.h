@@ -279,10 +279,10 @@ UPIPE_API int64_t upipe_plan_sent_stage(const upipe_plan *p, int stage, int back
 {
     upipe_stage s = upipe_plan_stage(p, stage);
     int64_t head = p->rows * p->desc.head_dim, e = (int64_t)upipe_dtype_bytes(p->desc.dtype), sum;
-    sum = 2 * p->per_rank * head * e;
-    if (s.kv_fresh) sum += 2 * p->kv_per_rank * head * e;
+    sum = 2 * head * p->per_rank * e;
+    if (s.kv_fresh) sum += 2 * head * p->kv_per_rank * e;
     if (backward) sum += p->per_rank * (head * e + p->rows * 4);
-    if (backward && s.kv_last) sum += 2 * p->kv_per_rank * head * (p->kv_partial ? 4 : e);
+    if (backward && s.kv_last) sum += 2 * head * p->kv_per_rank * (p->kv_partial ? 4 : e);
     return sum * (p->desc.ranks - 1);
 }
 

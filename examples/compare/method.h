@@ -17,8 +17,6 @@
 
 #include "inputs.h"
 
-enum { METHOD_BLOCKS = 2 * UPIPE_STAGES_MAX + 64 };
-
 /* What one rank measured, and its memory. */
 typedef struct method_rank {
     upipe_mem mem;
@@ -47,6 +45,7 @@ typedef struct method {
     method_rank *ranks;
     float *out, *dx; /* [R][H*d], [R][D], natural order; gradients of the weights are rank 0's */
     size_t slab_bytes, pool_bytes;
+    int blocks_max; /* live blocks at most */
     int64_t events_max;
     /* the largest over ranks */
     size_t peak[UPIPE_PHASES], intermediate;
@@ -111,9 +110,10 @@ static int method_dry(method *m)
     m->layer.wq = m->layer.wk = m->layer.wv = &none; /* must be there, and is not read */
     s = upipe_dry_init(dry, 0, m->o->ranks, m->ops);
     dry->mem.events = &none; /* room for none: all are counted as lost */
-    if (s == UPIPE_OK) s = upipe_dry_layer(dry, &m->layer);
+    if (s == UPIPE_OK) s = upipe_dry_layer(dry, &m->layer, 1);
     if (s != UPIPE_OK) method_fail(m, "", s, dry->ctx.err.text);
     m->slab_bytes = dry->mem.need;
+    m->blocks_max = dry->mem.blocks_peak;
     m->pool_bytes = m->slab_bytes > sum ? m->slab_bytes : sum;
     m->events_max = dry->mem.events_lost + 64;
     free(dry);
@@ -180,7 +180,7 @@ static int method_allocate(method *m)
     if (m->out == NULL || m->dx == NULL || m->ranks == NULL) return -1;
     for (r = 0; r < m->o->ranks; ++r) {
         method_rank *rank = &m->ranks[r];
-        rank->blocks = (upipe_block *)calloc(METHOD_BLOCKS, sizeof *rank->blocks);
+        rank->blocks = (upipe_block *)calloc((size_t)m->blocks_max, sizeof *rank->blocks);
         rank->events = (upipe_mem_event *)calloc((size_t)m->events_max, sizeof *rank->events);
         rank->slab = aligned_alloc(UPIPE_MEM_ALIGN, slab);
         rank->host = inputs_room(m->plan.rows, widest);
@@ -265,7 +265,7 @@ static upipe_status method_rank_main(void *user, int r)
     int j;
     memset(&c, 0, sizeof c);
     memset(rank->slab, 0xff, m->pool_bytes); /* NaN: nothing may be read before it is written */
-    upipe_mem_init(&rank->mem, rank->slab, m->pool_bytes, rank->blocks, METHOD_BLOCKS);
+    upipe_mem_init(&rank->mem, rank->slab, m->pool_bytes, rank->blocks, m->blocks_max);
     rank->mem.events = rank->events;
     rank->mem.events_max = m->events_max;
     rank->mem.clock = method_clock;

@@ -623,6 +623,7 @@ UPIPE_API upipe_status upipe_threads_init(upipe_threads *team, int ranks, double
 /* upipe_threads_comm -- a rank's communicator, owned by the team: for one thread at a time, but for abort */
 UPIPE_API upipe_comm *upipe_threads_comm(upipe_threads *team, int rank)
 {
+    assert(rank >= 0 && rank < team->ranks);
     return &team->all[rank].comm;
 }
 
