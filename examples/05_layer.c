@@ -1,8 +1,5 @@
-/* 05_layer.c -- the attention block forward and backward on two ranks, with Ulysses and with UPipe
- *
- * The two runs differ in one number, the plan's chunk. Their gradients have the same bits; their slabs do not have the
- * same size.
- */
+/* 05_layer.c -- the attention block forward and backward on two ranks, with Ulysses and with UPipe: one number of the
+ *               plan differs, the chunk. Gradients have the same bits, slabs not the same size. */
 #include "upipe/net/upipe_net_threads.h"
 #include "upipe/cpu/upipe_cpu.h"
 #include "upipe/upipe.h"

@@ -41,6 +41,33 @@ static void test_counts(void)
     CHECK_STATUS(upipe_mem_free(&m, &e), UPIPE_OK, e);
 }
 
+/* Under AddressSanitizer: the tail of a block, the red zone behind it and free space must not be touched. */
+static void test_poison(void)
+{
+#ifdef UPI_MEM_ASAN
+    upipe_mem m;
+    char *a, *b;
+    void *p;
+    upipe_mem_init(&m, slab, SLAB, blocks, BLOCKS);
+    CHECK(__asan_address_is_poisoned(slab));
+    CHECK(upipe_mem_take(&m, &p, 1000, "a", NULL) == UPIPE_OK);
+    a = (char *)p;
+    CHECK(upipe_mem_take(&m, &p, 1024, "b", NULL) == UPIPE_OK); /* a multiple of the alignment: no tail */
+    b = (char *)p;
+    CHECK(!__asan_address_is_poisoned(a) && !__asan_address_is_poisoned(a + 999));
+    CHECK(__asan_address_is_poisoned(a + 1000) && __asan_address_is_poisoned(b - 1));
+    CHECK(!__asan_address_is_poisoned(b + 1023) && __asan_address_is_poisoned(b + 1024));
+    CHECK_INT(m.live, 2024);
+    CHECK(upipe_mem_give(&m, a, NULL) == UPIPE_OK);
+    CHECK(__asan_address_is_poisoned(a));
+    CHECK(upipe_mem_give(&m, b, NULL) == UPIPE_OK);
+    CHECK(upipe_mem_free(&m, NULL) == UPIPE_OK);
+    CHECK(!__asan_address_is_poisoned(slab)); /* the host's again */
+#else
+    CHECK_INT(upi_mem_span(1024), 1024); /* no red zone in an ordinary build */
+#endif
+}
+
 static void test_best_fit(void)
 {
     upipe_mem m;
@@ -260,6 +287,7 @@ static void test_trace(void)
 int main(void)
 {
     test_counts();
+    test_poison();
     test_best_fit();
     test_refusals();
     test_marks();
