@@ -212,12 +212,10 @@ static void line_up(crew *k, int rank, double deadline)
 static void check_dead(crew *k, int rank)
 {
     upipe_ctx *c = &k->ctx[rank];
-    upipe_field field;
+    upipe_field field = {"never compared", 99, 0};
     int64_t one = 1, all[RANKS_MAX];
     upipe_seg list[RANKS_MAX];
     memset(list, 0, sizeof list);
-    field.name = "never compared";
-    field.value = 99;
     c->team->deadline = 60;
     CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_ERR_ABORTED, c->err);
     CHECK(strcmp(c->err.text, k->team.reason.text) == 0);
@@ -335,6 +333,7 @@ static void test_dry(void)
     CHECK(all[0] == 9 && all[3] == 9);
     field.name = "heads";
     field.value = 8;
+    field.real = 0;
     CHECK_STATUS(upipe_comm_agree(&c, &comm, &field, 1), UPIPE_OK, c.err);
 }
 

@@ -256,9 +256,11 @@ UPIPE_API upipe_status upi_self_wait(upipe_ctx *c, upipe_comm *comm)
         while (to < n && list[to].recv_bytes == 0) ++to;
         if (from == n && to == n) return UPIPE_OK;
         if (from == n || to == n || list[from].send_bytes != list[to].recv_bytes ||
-            list[from].count != list[to].count)
-            return upi_fail(&c->err, UPIPE_ERR_MISMATCH,
-                            "rank 0 sends itself blocks that it does not receive");
+            list[from].count != list[to].count) {
+            upi_fail(&c->err, UPIPE_ERR_MISMATCH, "rank 0 sends itself blocks that it does not receive");
+            upi_self_abort(comm, c->err.text);
+            return UPIPE_ERR_MISMATCH;
+        }
         for (i = 0; i < list[from].count; ++i)
             UPIPE_TRY(room->copy(c, (char *)list[to].recv + (size_t)i * list[to].recv_step,
                                  (const char *)list[from].send + (size_t)i * list[from].send_step,
