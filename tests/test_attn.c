@@ -255,23 +255,21 @@ static oracle_attn shape(int64_t sq, int64_t sk, int h, int hkv, int d, int caus
 {
     oracle_attn t;
     t.sq = sq, t.sk = sk, t.q_pos = q_pos, t.k_pos = k_pos;
-    t.h = h, t.hkv = hkv, t.d = d, t.causal = causal;
+    t.h = h, t.hkv = hkv, t.d = d, t.causal = causal, t.naive = 0;
     t.scale = (double)(float)(1 / sqrt((double)d));
     return t;
 }
 
 static void test_head_dims(void)
 {
-    static const int dims[] = {32, 40, 48, 64, 72, 80, 96, 104, 128, 192, 200, 256};
     test_rng r = {1};
-    size_t i;
-    int b;
-    for (i = 0; i < sizeof dims / sizeof *dims; ++i)
+    int d, b;
+    for (d = UPIPE_HEAD_DIM_MIN; d <= UPIPE_HEAD_DIM_MAX; d += UPIPE_HEAD_DIM_STEP)
         for (b = 0; b < 2; ++b) {
             upipe_dtype dtype = b ? UPIPE_BF16 : UPIPE_F32;
-            oracle_attn t = shape(37, 83, 2, 1, dims[i], b ^ (int)(i & 1), 50, 0);
+            oracle_attn t = shape(37, 83, 2, 1, d, b ^ (d / 8 & 1), 50, 0);
             values in = inputs_make(&t, dtype, &r, 1);
-            check_case(&t, dtype, (int)i % LAYOUTS, &in);
+            check_case(&t, dtype, d / 8 % LAYOUTS, &in);
             values_free(&in);
         }
 }
@@ -483,18 +481,53 @@ static void test_accumulate(void)
 /* A NaN in a row of q is not swallowed, and stays in its row. */
 static void test_nan(void)
 {
-    oracle_attn t = shape(40, 70, 1, 1, 64, 0, 0, 0);
-    test_rng r = {8};
-    values in = inputs_make(&t, UPIPE_F32, &r, 1), out = values_make(&t);
-    int64_t i;
-    in.q[17 * 64 + 5] = NAN;
-    run_kernels(&t, UPIPE_F32, PACKED, 1, &in, &out);
-    for (i = 0; i < t.sq; ++i) {
-        CHECK_INT(isnan(out.lse[i]) != 0, i == 17);
-        CHECK_INT(isnan(out.o[i * 64]) != 0, i == 17);
-        CHECK_INT(isnan(out.dq[i * 64]) != 0, i == 17);
+    /* the quiet NaN of <math.h>, and the one that poisoned memory is full of; one element, and a whole row */
+    static const uint32_t patterns[] = {0x7fc00000u, 0xffffffffu};
+    int kind;
+    for (kind = 0; kind < 8; ++kind) {
+        oracle_attn t = shape(40, 70, 1, 1, 64, kind >> 2, 0, 30);
+        test_rng r = {8};
+        values in = inputs_make(&t, UPIPE_F32, &r, 1), out = values_make(&t);
+        int64_t i, e;
+        t.q_pos = 30;
+        t.k_pos = 0;
+        for (e = 0; e < (kind & 2 ? 64 : 1); ++e) memcpy(&in.q[17 * 64 + e], &patterns[kind & 1], 4);
+        run_kernels(&t, UPIPE_F32, PACKED, 1, &in, &out);
+        for (i = 0; i < t.sq; ++i) {
+            int all = 1, any = 0;
+            for (e = 0; e < 64; ++e) {
+                int nan_o = isnan(out.o[i * 64 + e]) != 0, nan_q = isnan(out.dq[i * 64 + e]) != 0;
+                all &= nan_o && nan_q;
+                any |= nan_o || nan_q;
+            }
+            CHECK_SAY(i == 17 ? all : !any, "kind %d: row %d of o and dq", kind, (int)i);
+            CHECK_INT(isnan(out.lse[i]) != 0, i == 17);
+        }
+        for (i = 0; i < 70 * 64; ++i)
+            CHECK(isnan(out.dk[i]) || (t.causal && i / 64 > 47)); /* what row 17 saw */
+        values_free(&in), values_free(&out);
     }
-    values_free(&in), values_free(&out);
+}
+
+/* A query that sees one key: o is v, dv is dO, dq and dk are 0, bit for bit. */
+static void test_one_key(void)
+{
+    static const int dims[] = {32, 40, 64, 80, 128, 200, 256};
+    size_t k;
+    for (k = 0; k < sizeof dims / sizeof *dims; ++k) {
+        int round;
+        for (round = 0; round < 20; ++round) {
+            oracle_attn t = shape(1, 1, 1, 1, dims[k], round & 1, 0, 0);
+            test_rng r = {(uint64_t)(round * 100 + dims[k])};
+            values in = inputs_make(&t, UPIPE_F32, &r, 1), out = values_make(&t);
+            int c;
+            run_kernels(&t, UPIPE_F32, PACKED, 1, &in, &out);
+            CHECK(memcmp(out.o, in.v, (size_t)dims[k] * 4) == 0);
+            CHECK(memcmp(out.dv, in.go, (size_t)dims[k] * 4) == 0);
+            for (c = 0; c < dims[k]; ++c) CHECK(out.dq[c] == 0 && out.dk[c] == 0);
+            values_free(&in), values_free(&out);
+        }
+    }
 }
 
 /* ---- the vocabulary of lanes ---- */
@@ -761,6 +794,7 @@ int main(void)
     test_prefix();
     test_accumulate();
     test_nan();
+    test_one_key();
     test_random();
     return test_end("attn");
 }

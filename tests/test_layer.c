@@ -50,7 +50,10 @@ static void test_bits(int h, int hkv, int rope, int normed, int projected)
             t.chunk = chunk;
             s = run_block(&t, &in, &r);
             if (s != UPIPE_OK) {
-                CHECK_SAY(s == UPIPE_ERR_ARG || s == UPIPE_ERR_UNSUPPORTED, "%s", r.errors[0].text);
+                /* heads that the chunk does not divide, or that stand across groups */
+                int m = chunk / t.ranks, g = h / hkv, whole = t.ranks > hkv || m % g == 0 || g % m == 0;
+                CHECK_SAY(h % chunk != 0 ? s == UPIPE_ERR_ARG : s == UPIPE_ERR_UNSUPPORTED && !whole,
+                          "C %d U %d: %s", t.ranks, chunk, r.errors[0].text);
                 run_free(&r);
                 continue;
             }
@@ -134,27 +137,27 @@ static void test_finite_differences(void)
         f64_block_widen(&t.shape, &in, &in64);
         f64_block_make(&t.shape, &at);
         f64_block_run(&t.shape, &in64, &at);
-#define DIFFERENCE(tensor)                                                                          \
-    for (i = 0; in64.tensor != NULL && i < block_count(&t.shape, #tensor);                          \
-         i += 1 + block_count(&t.shape, #tensor) / 12) {                                            \
-        double kept = in64.tensor[i], h = 1e-5, f[2], got;                                          \
-        int side;                                                                                   \
-        for (side = 0; side < 2; ++side) {                                                          \
-            int64_t k;                                                                              \
-            const double *out = t.shape.projected ? moved.y : moved.o,                              \
-                         *g = t.shape.projected ? in64.gy : in64.go;                                \
-            f64_block_make(&t.shape, &moved);                                                       \
-            in64.tensor[i] = kept + (side ? h : -h);                                                \
-            f64_block_run(&t.shape, &in64, &moved);                                                 \
-            out = t.shape.projected ? moved.y : moved.o;                                            \
-            for (f[side] = 0, k = 0; k < block_count(&t.shape, t.shape.projected ? "y" : "o"); ++k) \
-                f[side] += out[k] * g[k];                                                           \
-            f64_block_free(&moved);                                                                 \
-        }                                                                                           \
-        in64.tensor[i] = kept;                                                                      \
-        got = (f[1] - f[0]) / (2 * h);                                                              \
-        CHECK_SAY(fabs(got - at.tensor[i]) <= 1e-7 * (1 + fabs(got)),                               \
-                  "d %s[%d] is %.12g, differences give %.12g", #tensor, (int)i, at.tensor[i], got); \
+#define DIFFERENCE(tensor)                                                                                \
+    for (i = 0; in64.tensor != NULL && i < block_count(&t.shape, #tensor);                                \
+         i += 1 + block_count(&t.shape, #tensor) / 12) {                                                  \
+        double kept = in64.tensor[i], h = 1e-5, f[2], got;                                                \
+        int side;                                                                                         \
+        for (side = 0; side < 2; ++side) {                                                                \
+            int64_t k;                                                                                    \
+            const double *out = t.shape.projected ? moved.y : moved.o,                                    \
+                         *g = t.shape.projected ? in64.gy : in64.go;                                      \
+            f64_block_make(&t.shape, &moved);                                                             \
+            in64.tensor[i] = kept + (side ? h : -h);                                                      \
+            f64_block_run(&t.shape, &in64, &moved);                                                       \
+            out = t.shape.projected ? moved.y : moved.o;                                                  \
+            for (f[side] = 0, k = 0; k < block_count(&t.shape, t.shape.projected ? "y" : "o"); ++k)       \
+                f[side] += out[k] * g[k];                                                                 \
+            f64_block_free(&moved);                                                                       \
+        }                                                                                                 \
+        in64.tensor[i] = kept;                                                                            \
+        got = (f[1] - f[0]) / (2 * h);                                                                    \
+        CHECK_SAY(fabs(got - at.tensor[i]) <= 1e-7, "d %s[%d] is %.12g, differences give %.12g", #tensor, \
+                  (int)i, at.tensor[i], got);                                                             \
     }
         memset(&moved, 0, sizeof moved);
         DIFFERENCE(x)
@@ -229,11 +232,11 @@ static void test_out_of_memory(int h, int hkv, int ranks, int naive, upipe_dtype
     f32_block_free(&in);
 }
 
-/* A pool one byte short is refused with the numbers; nothing is written past it. */
 typedef struct odd_rank {
     upipe_threads *team;
     const upipe_ops *ops;
     int odd; /* what rank 1 does differently */
+    size_t need;
     upipe_err errors[4];
     upipe_status statuses[4];
 } odd_rank;
@@ -248,8 +251,9 @@ static upipe_status odd_body(void *user, int rank)
     upipe_mem mem;
     upipe_ctx c;
     upipe_block blocks[64];
-    enum { BYTES = 1 << 22 };
-    char *slab = (char *)malloc(BYTES + 256), *aligned = slab + (256 - (uintptr_t)slab % 256);
+    char *slab = (char *)malloc(o->need + 512), *aligned = slab + (256 - (uintptr_t)slab % 256);
+    size_t bytes;
+    int i;
     float *w = f32_room(16 * 32 * 16);
     upipe_status s;
     memset(&d, 0, sizeof d);
@@ -268,7 +272,10 @@ static upipe_status odd_body(void *user, int rank)
     if (o->odd == 4) d.head_dim = 24;
     if (o->odd == 5) d.ranks = 2;
     s = upipe_plan_init(&p, &d, &c.err);
-    upipe_mem_init(&mem, aligned, o->odd == 7 && rank == 1 ? 20000 : BYTES, blocks, 64);
+    /* rank 1 one byte short in case 7, with a guard behind */
+    bytes = o->odd == 7 && rank == 1 ? o->need - 1 : o->need;
+    memset(aligned + bytes, 0x5a, 256);
+    upipe_mem_init(&mem, aligned, bytes, blocks, 64);
     l.plan = &p;
     l.wq = l.wk = l.wv = w;
     if (o->odd == 6) l.q_gain = w;
@@ -284,9 +291,38 @@ static upipe_status odd_body(void *user, int rank)
     }
     o->errors[rank] = c.err;
     upipe_mem_free(&mem, NULL);
+    for (i = 0; i < 256; ++i) CHECK_INT(aligned[bytes + (size_t)i], 0x5a);
     free(w);
     free(slab);
     return s;
+}
+
+/* The slab that the good case needs, forward alone. */
+static size_t odd_need(const upipe_ops *ops)
+{
+    upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
+    upipe_plan_desc d;
+    upipe_plan p;
+    upipe_layer l;
+    upipe_saved save;
+    float w[1];
+    size_t need;
+    memset(&d, 0, sizeof d);
+    memset(&l, 0, sizeof l);
+    d.tokens = 16;
+    d.ranks = 4;
+    d.heads = 16;
+    d.kv_heads = 4;
+    d.head_dim = 32;
+    d.model_dim = 16;
+    CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
+    l.plan = &p;
+    l.wq = l.wk = l.wv = w;
+    CHECK(upipe_dry_init(dry, 0, 4, ops) == UPIPE_OK);
+    CHECK(upipe_layer_fwd(&dry->ctx, &l, &save, upipe_view_packed(w, UPIPE_F32, 4, 1, 16)) == UPIPE_OK);
+    need = dry->mem.need;
+    free(dry);
+    return need;
 }
 
 static void test_odd_ranks(void)
@@ -320,6 +356,7 @@ static void test_odd_ranks(void)
         o.team = &team;
         o.ops = &ops;
         o.odd = cases[i].odd;
+        o.need = odd_need(&ops);
         upipe_threads_run(&team, odd_body, &o, o.statuses);
         for (rank = 0; rank < 4; ++rank) {
             upipe_status want = cases[i].status[rank != 1], got = o.statuses[rank];

@@ -100,6 +100,11 @@ static void test_refusals(void)
     size_t limit = 100;
     int i;
     upipe_mem_init(&m, slab, SLAB, blocks, BLOCKS);
+    upipe_mem_init(&m, slab + 8, SLAB - 8, blocks, BLOCKS);
+    CHECK_STATUS(upipe_mem_take(&m, &p, 10, "crooked", &e), UPIPE_ERR_ARG, e);
+    CHECK_TEXT(e.text, "not aligned");
+    CHECK(upipe_mem_free(&m, NULL) == UPIPE_OK);
+    upipe_mem_init(&m, slab, SLAB, blocks, BLOCKS);
     CHECK_STATUS(upipe_mem_take(&m, &p, SLAB + 1, "huge", &e), UPIPE_ERR_MEMORY, e);
     CHECK(p == NULL);
     CHECK_TEXT(e.text, "65537 bytes for 'huge' do not fit: 0 of the slab's 65536 bytes are live");
@@ -265,9 +270,10 @@ static void test_trace(void)
     text[n] = 0;
     fclose(f);
     CHECK_TEXT(text, "{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":3,\"args\":{\"name\":\"rank 3\"}}");
-    CHECK_TEXT(text, ",{\"ph\":\"B\",\"name\":\"first\",\"cat\":\"phase\",\"pid\":3,\"tid\":1,\"ts\":0.000}");
+    CHECK_TEXT(text,
+               ",{\"ph\":\"B\",\"name\":\"first\",\"cat\":\"phase\",\"pid\":3,\"tid\":1,\"ts\":500000.000}");
     CHECK_TEXT(text, "\"ph\":\"b\",\"name\":\"a\",\"cat\":\"block\",\"id\":\"3.1\"");
-    CHECK_TEXT(text, "\"ts\":1500000.000,\"args\":{\"bytes\":50}"); /* live after a went */
+    CHECK_TEXT(text, "\"ts\":2000000.000,\"args\":{\"bytes\":50}"); /* live after a went */
     upipe_mem_give(&m, b, NULL);
     upipe_mem_give(&m, c, NULL);
     upipe_mem_take(&m, &a, 1, "late", NULL);

@@ -24,6 +24,7 @@
  */
 UPIPE_API upipe_status upi_unwind(upipe_ctx *c, upipe_status s, int64_t mark)
 {
+    if (c->err.status != s) upi_fail(&c->err, s, "an entry of the compute table failed without a reason");
     upipe_comm_abort(c->team, c->err.text);
     if (c->team != NULL && c->team->quarantine)
         upipe_mem_quarantine(c->mem, 0);

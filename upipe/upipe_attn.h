@@ -114,6 +114,12 @@ UPIPE_API upipe_status upi_attn_check(upipe_ctx *c, const upipe_attn *a, int bac
     return UPIPE_OK;
 }
 
+UPIPE_API upipe_status upi_attn_aligned(upipe_ctx *c, const upipe_attn *a)
+{
+    if ((uintptr_t)a->work % 64 == 0) return UPIPE_OK;
+    return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: scratch at %p is not aligned to 64 bytes", a->work);
+}
+
 /* upipe_attn_fwd -- o and lse of the queries over all keys given
  *   errors  ARG (shapes, too little scratch), UNSUPPORTED (see upipe_attn)
  *   order   enqueued on ctx->stream
@@ -126,6 +132,7 @@ UPIPE_API upipe_status upipe_attn_fwd(upipe_ctx *c, const upipe_attn *a)
     if (a->work_bytes < need || (a->work == NULL && need > 0))
         return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: %zu bytes of scratch, %zu needed",
                         a->work != NULL ? a->work_bytes : (size_t)0, need);
+    UPIPE_TRY(upi_attn_aligned(c, a));
     return c->ops->attn_fwd(c, a);
 }
 
@@ -144,6 +151,7 @@ UPIPE_API upipe_status upipe_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
     if (a->work_bytes < need || (a->work == NULL && need > 0))
         return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: %zu bytes of scratch, %zu needed",
                         a->work != NULL ? a->work_bytes : (size_t)0, need);
+    UPIPE_TRY(upi_attn_aligned(c, a));
     return c->ops->attn_bwd(c, g);
 }
 

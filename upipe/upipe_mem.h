@@ -177,6 +177,8 @@ UPIPE_API upipe_status upipe_mem_take(upipe_mem *m, void **out, size_t bytes, co
         upipe_status s = m->guard(m->user, bytes, tag);
         if (s != UPIPE_OK) return upi_fail(e, s, "the pool's guard refused %zu bytes for '%s'", bytes, tag);
     }
+    if ((uintptr_t)m->slab % 64 != 0)
+        return upi_fail(e, UPIPE_ERR_ARG, "the slab at %p is not aligned to 64 bytes", (void *)m->slab);
     if (bytes > SIZE_MAX / 2)
         return upi_fail(e, UPIPE_ERR_OVERFLOW, "a block of %zu bytes for '%s'", bytes, tag);
     if (m->blocks_n == m->blocks_max)
@@ -322,7 +324,7 @@ UPIPE_API size_t upipe_mem_largest(const upipe_mem *m, const char *const *tags, 
  *   file    gets one JSON object a line with a comma before all but the first; the caller writes [ before the
  *           first pool's and ] after the last one's
  *   pid     the rank; first is nonzero for the first pool of the file
- * Each block is a span named by its tag; a counter gives the live bytes; phases are spans on a track of their own.
+ * Times are the clock's, so the pools of ranks that share a clock are aligned. Each block is a span named by its tag; a counter gives the live bytes; phases are spans on a track of their own.
  * Returns the number of events written, or -1 when writing failed.
  */
 UPIPE_API int64_t upipe_mem_trace_write(const upipe_mem *m, FILE *file, int pid, int first)
@@ -334,9 +336,12 @@ UPIPE_API int64_t upipe_mem_trace_write(const upipe_mem *m, FILE *file, int pid,
                 "%s{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}\n",
                 first ? "" : ",", pid, pid) < 0)
         return -1;
+    fprintf(file,
+            ",{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":%d,\"tid\":1,\"args\":{\"name\":\"phases\"}}\n",
+            pid);
     for (i = 0; i < m->events_n; ++i) {
         const upipe_mem_event *e = &m->events[i];
-        double us = (e->seconds - m->events[0].seconds) * 1e6;
+        double us = e->seconds * 1e6; /* the clock's own zero, which the ranks share */
         last = us;
         if (e->kind == 0) {
             if (open != NULL) fprintf(file, ",{\"ph\":\"E\",\"pid\":%d,\"tid\":1,\"ts\":%.3f}\n", pid, us);

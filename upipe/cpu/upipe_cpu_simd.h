@@ -29,7 +29,8 @@
 #endif
 
 /* Rounding by a magic constant, hidden scores of -inf and sums in a fixed order would all be optimised away. */
-#if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
+#if defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || \
+    (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
 #error "upipe's CPU kernels need IEEE arithmetic: compile without -ffast-math"
 #endif
 
@@ -43,7 +44,7 @@
 #define UPI_KERNELS_BEGIN
 #define UPI_KERNELS_END
 #else
-#define UPI_KERNELS_BEGIN _Pragma("GCC push_options") _Pragma("GCC optimize(\"O3\")")
+#define UPI_KERNELS_BEGIN _Pragma("GCC push_options") _Pragma("GCC optimize(\"O3\", \"no-associative-math\")")
 #define UPI_KERNELS_END   _Pragma("GCC pop_options")
 #endif
 
@@ -86,7 +87,14 @@ typedef struct upi_mask8 {
     upi_i4 lo, hi;
 } upi_mask8;
 
-#define UPI_OPAQUE(v) ((void)(v))
+/* As above, and against the fusing of a product with a later sum, which compilers may do where a target has FMA. */
+#if defined(__x86_64__)
+#define UPI_OPAQUE(v) __asm__("" : "+x"((v).lo), "+x"((v).hi))
+#elif defined(__aarch64__)
+#define UPI_OPAQUE(v) __asm__("" : "+w"((v).lo), "+w"((v).hi))
+#else
+#define UPI_OPAQUE(v) __asm__("" : "+m"((v).lo), "+m"((v).hi))
+#endif
 
 #endif
 
@@ -187,18 +195,19 @@ UPI_INLINE upi_mask8 upi_lanes_above(int32_t threshold)
 #endif
 }
 
-/* 2^x for x <= 126, to 1e-7 of the value; exactly 0 from -127 down, -inf included; a NaN stays one.
+/* 2^x for x <= 126, to 1e-7 of the value down to -126; exactly 0 below -126.5, -inf included; a NaN stays one.
  *
- * Adding 1.5 * 2^23 rounds x to a whole number n, which then stands in the low bits of the sum; a polynomial of
- * the fraction, whose constant is exactly 1, gets n added to its exponent. At n = -127 the exponent of 1.0
- * becomes that of zero: no comparison is needed to send hidden keys to 0.
+ * Adding 1.5 * 2^23 + 127 rounds x to a whole number n, and n + 127, the exponent of 2^n, then stands in the low bits of
+ * the sum. A polynomial of the fraction, whose constant is exactly 1, is multiplied by that power. At n = -127 the power
+ * is 0: no comparison is needed to send hidden keys to 0. A product, not a sum of exponents, so that any NaN survives.
  */
 UPI_INLINE upi_f8 upi_f8_exp2(upi_f8 x)
 {
-    const upi_f8 magic = upi_f8_set1(12582912.0f);
+    const upi_f8 magic = upi_f8_set1(12583039.0f);
     upi_f8 shifted, fraction, p;
     x = upi_f8_max(upi_f8_set1(-127.0f), x);
     shifted = upi_f8_add(x, magic);
+    UPI_OPAQUE(shifted);
     fraction = upi_f8_sub(x, upi_f8_sub(shifted, magic));
     p = upi_f8_set1(1.559467777e-04f);
     p = upi_f8_fma(p, fraction, upi_f8_set1(1.340664344e-03f));
@@ -208,11 +217,9 @@ UPI_INLINE upi_f8 upi_f8_exp2(upi_f8 x)
     p = upi_f8_fma(p, fraction, upi_f8_set1(6.931472421e-01f));
     p = upi_f8_fma(p, fraction, upi_f8_set1(1.0f));
 #if UPI_CPU_AVX2
-    return _mm256_castsi256_ps(
-        _mm256_add_epi32(_mm256_castps_si256(p), _mm256_slli_epi32(_mm256_castps_si256(shifted), 23)));
+    return upi_f8_mul(p, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(shifted), 23)));
 #else
-    return upi_f8_join((upi_f4)((upi_u4)p.lo + ((upi_u4)shifted.lo << 23)),
-                       (upi_f4)((upi_u4)p.hi + ((upi_u4)shifted.hi << 23)));
+    return upi_f8_mul(p, upi_f8_join((upi_f4)((upi_u4)shifted.lo << 23), (upi_f4)((upi_u4)shifted.hi << 23)));
 #endif
 }
 
