@@ -72,8 +72,8 @@ static upipe_status run(shared *all, int chunk, upipe_err *err)
     all->layer.plan = &all->plan;
     all->layer.wq = all->layer.wk = all->layer.wv = all->w; /* one matrix will do here */
     UPIPE_TRY(upipe_plan_init(&all->plan, &d, err));
-    UPIPE_TRY(upipe_dry_init(&dry, 0, RANKS, &all->ops));
-    UPIPE_TRY(upipe_dry_layer(&dry, &all->layer, 1));
+    if (upipe_dry_init(&dry, 0, RANKS, &all->ops) || upipe_dry_layer(&dry, &all->layer, 1))
+        return *err = dry.ctx.err, dry.ctx.err.status;
     all->slab_bytes = dry.mem.need; /* known before anything is allocated */
     UPIPE_TRY(upipe_threads_init(&all->team, RANKS, 60, err));
     s = upipe_threads_run(&all->team, rank_main, all, NULL);

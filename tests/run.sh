@@ -182,19 +182,19 @@ if [ $quick = 0 ]; then
     # Warnings are the plain builds' business: instrumented code draws false ones.
     UPIPE_DRAWS=$draws_slow
     export UPIPE_DRAWS
-    slow='-Dwerror=false -Doptimization=1 -Dexamples=disabled'
+    slow='-Dwerror=false -Doptimization=1'
     # shellcheck disable=SC2086 # a list of words
     if ! runs_with -fsanitize=address,undefined ''; then
         echo "left out: AddressSanitizer, as its programs do not start here"
     elif prepare asan gcc $slow -Db_sanitize=address,undefined -Dc_args=-fno-sanitize-recover=all; then
-        for part in unit property; do suite asan $part --timeout-multiplier 4; done
+        for part in unit property programs; do suite asan $part --timeout-multiplier 4; done
     fi
     wrapper=
     runs_with -fsanitize=thread '' || wrapper='setarch -R'
     # shellcheck disable=SC2086
     if ! runs_with -fsanitize=thread "$wrapper"; then
         echo "left out: ThreadSanitizer, as its programs do not start here"
-    elif prepare tsan gcc $slow -Db_sanitize=thread; then
+    elif prepare tsan gcc $slow -Dexamples=disabled -Db_sanitize=thread; then
         suite tsan threads --timeout-multiplier 4 ${wrapper:+--wrapper "$wrapper"}
     fi
 fi

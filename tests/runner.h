@@ -149,7 +149,8 @@ static upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float *const 
                   "rank %d: %s holds %zu bytes, the plan says %zu", rank, upipe_phase_name(phase),
                   c->mem->phase_peak[phase], s->r->bytes.phase[phase]);
     if (!shape->projected) CHECK_INT(c->mem->peak, s->r->bytes.peak);
-    CHECK_INT(c->mem->need, s->r->need);
+    /* the dry block also sums gradients, which the run does later */
+    CHECK(shape->projected ? c->mem->need <= s->r->need : c->mem->need == s->r->need);
     CHECK_INT(c->team->sent_bytes, upipe_plan_sent(p, 0) + upipe_plan_sent(p, 1));
     moved[rank] = c->team->moved_bytes;
     RUN_TRY(upipe_mem_give(c->mem, gout.data, &c->err));

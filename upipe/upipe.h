@@ -20,6 +20,7 @@
  *     upipe_layer_out_fwd(&ctx, &layer, y, &saved);                                           upipe_out.h
  *     upipe_layer_out_bwd(&ctx, &layer, &grads, &saved, gy);
  *     upipe_layer_bwd(&ctx, &layer, x, &grads, &saved, &saved.out, x);
+ *     upipe_saved_free(&ctx, &saved);
  *
  * Every part serves alone: a trainer with a forward of its own may use the plan, the pool and the exchange
  * (upipe_a2a.h), or attention by itself (upipe_attn.h). Each header opens with its layouts and an example.

@@ -1,7 +1,7 @@
 /* upipe_dry.h -- what will a run need? The real code over a dry pool, a dry team and operations that do nothing   layer 5
  *
  *     upipe_dry *dry = malloc(sizeof *dry);              about 250 KB: too much for some stacks
- *     upipe_dry_init(dry, 0, plan.desc.ranks, &ops);     then any code may run with &dry->ctx
+ *     if (upipe_dry_init(dry, 0, plan.desc.ranks, &ops)) ...      then any code may run with &dry->ctx
  *     upipe_dry_block(dry, &layer, 1);                   one block, forward and backward
  *     dry->mem.need, dry->mem.blocks_peak                slab bytes, with alignment and holes; live blocks
  *     dry->mem.peak, dry->mem.phase_peak[]               live bytes, to be compared with upipe_plan_bytes
@@ -161,6 +161,7 @@ UPIPE_API upipe_status upi_dry_pass(upipe_dry *dry, const upipe_layer *l, int pr
     upipe_grads grads;
     void *data, *between;
     upipe_view x, y, gx;
+    if (c->ops == NULL) return upi_fail(&c->err, UPIPE_ERR_ARG, "upipe_dry_init failed, or was not called");
     grads.wq = grads.wk = grads.wv = grads.wo = weight;
     grads.q_gain = grads.k_gain = l->q_gain != NULL ? weight : NULL;
     UPIPE_TRY(upipe_mem_take(c->mem, &data, unit, "x", &c->err));
@@ -178,10 +179,12 @@ UPIPE_API upipe_status upi_dry_pass(upipe_dry *dry, const upipe_layer *l, int pr
     if (!gx_in_place) UPIPE_TRY(upipe_mem_take(c->mem, &gx.data, unit, "gx", &c->err));
     UPIPE_TRY(upipe_layer_bwd(c, l, gx, &grads, &save, projected ? &save.out : &gout, x));
     if (!gx_in_place) UPIPE_TRY(upipe_mem_give(c->mem, gx.data, &c->err));
-    if (projected)
+    if (projected) {
         UPIPE_TRY(upipe_saved_free(c, &save));
-    else
+        UPIPE_TRY(upipe_a2a_sum(c, weight, (int64_t)l->plan->desc.heads * l->plan->desc.head_dim * dim));
+    } else {
         UPIPE_TRY(upipe_mem_give(c->mem, gout.data, &c->err));
+    }
     return upipe_mem_give(c->mem, data, &c->err);
 }
 
@@ -195,7 +198,9 @@ UPIPE_API upipe_status upipe_dry_layer(upipe_dry *dry, const upipe_layer *l, int
     return upi_dry_pass(dry, l, 0, gx_in_place);
 }
 
-/* upipe_dry_block -- with the output projection: x, forward, y, its gradient in y's place, given back, backward
+/* upipe_dry_block -- a training step: x, forward, output projection into y, its gradient in y's place, both backwards,
+ *                    the gradient of wq summed over ranks. y goes back to the pool before upipe_layer_bwd. A host that
+ *                    keeps more counts its own sequence of calls under dry->ctx.
  *   gx_in_place, errors  as upipe_dry_layer; ARG without wo
  */
 UPIPE_API upipe_status upipe_dry_block(upipe_dry *dry, const upipe_layer *l, int gx_in_place)
