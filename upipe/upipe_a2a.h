@@ -2,12 +2,12 @@
  *
  * Layouts are chosen so that the exchange only moves whole blocks:
  *
- *     send    [blocks][batch][T][m][d]   tokens of this rank; a block holds the m heads that one rank will attend
+ *     send    [blocks][batch][T][m][d]   tokens of this rank; a block holds the m heads of one rank
  *     heads   [batch][S][m][d]           all tokens of this rank's heads; rank p's tokens begin at p * T
  *     slots   [stage][rank][batch][T][m][d]     final_out, stage-major: slot i is a send buffer of stage i
  *
- * A projection writes the send layout directly (one strided-batched product), and a slot has the size of Q', so it
- * can hold Q' before it holds O.
+ * A projection writes the send layout directly (one strided-batched product), and a slot has the size of Q',
+ * so it can hold Q' before it holds O.
  */
 #ifndef UPIPE_A2A_H
 #define UPIPE_A2A_H
@@ -19,8 +19,8 @@
 
 /* upi_unwind -- after a failure: the team learns of it, and the pool goes back to the mark
  *
- * Where a peer may still be reading, no block of this pool may be used again before upipe_mem_release: any of them may
- * be a send buffer.
+ * Where a peer may still be reading, no block of this pool may be used again before upipe_mem_release: any of
+ * them may be a send buffer.
  */
 UPIPE_API upipe_status upi_unwind(upipe_ctx *c, upipe_status s, int64_t mark)
 {
@@ -136,10 +136,11 @@ UPIPE_API upipe_status upi_a2a_sum(upipe_ctx *c, float *data, int64_t n)
     return upipe_mem_give(c->mem, room, &c->err);
 }
 
-/* upipe_a2a_sum -- every rank gets the sum over ranks, added in rank order: the same bits on all, on every transport
+/* upipe_a2a_sum -- every rank gets the sum over ranks, added in rank order: the same bits on all, on every
+ *                  transport
  *   data    n f32 elements, the same n on all ranks; replaced by the sum
- *   bytes   sends about 2 * 4 * n * (ranks - 1) / ranks; takes min(ceil(n/ranks), UPIPE_SUM_PIECE) * ranks * 4 from the
- *           pool
+ *   bytes   sends about 2 * 4 * n * (ranks - 1) / ranks; takes min(ceil(n/ranks), UPIPE_SUM_PIECE) * ranks *
+ *           4 from the pool
  *   errors  ARG, MEMORY; others as upipe_comm_wait. The team is then aborted
  */
 UPIPE_API upipe_status upipe_a2a_sum(upipe_ctx *c, float *data, int64_t n)
@@ -161,7 +162,8 @@ enum { UPIPE_SLOT_EMPTY, UPIPE_SLOT_LENT, UPIPE_SLOT_FULL };
  *
  *   EMPTY  lend   LENT   fill   FULL   drain   EMPTY
  *
- * Forward: slot i is lent to Q', then filled with O. Backward: the slot of dO is drained as dO leaves, and lent to dQ.
+ * Forward: slot i is lent to Q', then filled with O. Backward: the slot of dO is drained as dO leaves, and
+ * lent to dQ.
  */
 typedef struct upipe_slots {
     char *data;
@@ -205,7 +207,8 @@ UPIPE_API upipe_status upipe_slot_fill(upipe_slots *s, int i, upipe_err *e)
     return upi_slot_move(s, i, UPIPE_SLOT_LENT, UPIPE_SLOT_FULL, NULL, e);
 }
 
-/* The full slot's contents, read for the last time; it is empty from now on. Errors: ARG where it is not full. */
+/* The full slot's contents, read for the last time; it is empty from now on. Errors: ARG where it is not
+ * full. */
 UPIPE_API upipe_status upipe_slot_drain(upipe_slots *s, int i, void **out, upipe_err *e)
 {
     return upi_slot_move(s, i, UPIPE_SLOT_FULL, UPIPE_SLOT_EMPTY, out, e);

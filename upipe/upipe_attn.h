@@ -1,13 +1,15 @@
 /* upipe_attn.h -- what one attention call is: arguments and their checks        layer 2, includes ops
  *
- * One operation serves the whole sequence, a tile, a ring step and a document: q and k carry the global position
- * of their first row, and the mask is a statement about positions. Query head h reads key/value head h / (H/Hkv).
+ * One operation serves the whole sequence, a tile, a ring step and a document: q and k carry the global
+ * position of their first row, and the mask is a statement about positions. Query head h reads key/value head
+ * h / (H/Hkv).
  *
  *     s[i][j] = scale * <q_i, k_j>          visible if not causal, or q_pos + i >= k_pos + j
  *     lse[i]  = log sum_j exp(s[i][j])      natural logarithm; -inf for a row that sees no key
  *     o[i]    = sum_j exp(s[i][j] - lse[i]) v_j      0 for a row that sees no key
  *
- * q, o [Sq][H][d]   k, v [Sk][Hkv][d]   lse, delta [Sq][H] in f32. Any steps; rows of d elements are contiguous.
+ * q, o [Sq][H][d]   k, v [Sk][Hkv][d]   lse, delta [Sq][H] in f32. Any steps; rows of d elements are
+ *                   contiguous.
  */
 #ifndef UPIPE_ATTN_H
 #define UPIPE_ATTN_H
@@ -45,8 +47,8 @@ typedef struct upipe_attn {
  *   go      gradient of o, shape and type of o
  *   delta   f32, d = 1: rowsum(go * o)
  *   gq      shape and type of q, written
- *   gk gv   f32, shapes of k and v: += in the order of query heads, and of queries within a head, so that a group's
- *           heads may come in one call or in several with the same bits
+ *   gk gv   f32, shapes of k and v: += in the order of query heads, and of queries within a head, so that a
+ *           group's heads may come in one call or in several with the same bits
  */
 typedef struct upipe_attn_grad {
     upipe_attn a;

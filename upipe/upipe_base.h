@@ -1,7 +1,8 @@
-/* upipe_base.h -- status and error, data types, the tensor view, the context        layer 0, includes nothing of upipe
+/* upipe_base.h -- status and error, data types, the tensor view, the context        layer 0
  *
  * Every call returns a upipe_status. A failed call leaves its reason, with the numbers that disagreed, in a
- * upipe_err: by value in the context, or where the caller points to. Nothing here prints, exits or keeps state.
+ * upipe_err: by value in the context, or where the caller points to. Nothing here prints, exits or keeps
+ * state.
  *
  *     upipe_ctx ctx = {0};
  *     upipe_status s = upipe_layer_fwd(&ctx, ...);

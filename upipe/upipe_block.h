@@ -1,11 +1,12 @@
 /* upipe_block.h -- the attention block's types, and the steps that its passes are made of        layer 3
  *
- * A host describes one block in a upipe_layer and keeps a upipe_saved between its passes; upipe_layer.h runs them,
- * upipe_out.h adds the output projection.
+ * A host describes one block in a upipe_layer and keeps a upipe_saved between its passes; upipe_layer.h runs
+ * them, upipe_out.h adds the output projection.
  *
  * Weights lie as in published Llama checkpoints, heads in natural order: wq [H*d][D], wk, wv [Hkv*d][D],
- * wo [D][H*d], in the plan's storage type. Gradients of weights are f32, += over the rank's own tokens; sum them over
- * ranks with upipe_a2a_sum. Rows of x, y are [batch][T] tokens of this rank, whose position is rank * T + t.
+ * wo [D][H*d], in the plan's storage type. Gradients of weights are f32, += over the rank's own tokens; sum
+ * them over ranks with upipe_a2a_sum. Rows of x, y are [batch][T] tokens of this rank, whose position is rank
+ * * T + t.
  */
 #ifndef UPIPE_BLOCK_H
 #define UPIPE_BLOCK_H
@@ -24,7 +25,8 @@ enum { UPIPE_TILE_ROWS = 256 }; /* default tile of the output projection and of 
  *   rope_interleaved  pairs (2p, 2p+1); otherwise (p, p + d/2)
  *   scale       of the scores; 0 = 1/sqrt(d)
  *   full        nonzero: every token sees all; otherwise causal
- *   tile_rows   rows of a tile of y and dX; 0 = UPIPE_TILE_ROWS. On a GPU model_dim, the paper's square tile, is better
+ *   tile_rows   rows of a tile of y and dX; 0 = UPIPE_TILE_ROWS. On a GPU model_dim, the paper's square tile,
+ *               is better
  */
 typedef struct upipe_layer {
     const upipe_plan *plan;
@@ -51,7 +53,8 @@ typedef struct upipe_saved {
     float *lse, *delta;
 } upipe_saved;
 
-/* Heads of a buffer in send layout [blocks][batch][T][each][d]: block b holds first + b * step + (0 .. each-1). */
+/* Heads of a buffer in send layout [blocks][batch][T][each][d]: block b holds first + b * step + (0 ..
+ * each-1). */
 typedef struct upi_heads {
     int blocks, each, first, step;
 } upi_heads;
@@ -278,7 +281,8 @@ UPIPE_API upipe_status upi_project(upi_run *r, upi_which which, upi_heads h, voi
     return which == UPI_V ? UPIPE_OK : upi_rope(r, dst, h, 0);
 }
 
-/* The backward of upi_project: g [blocks][batch][T][each][d] becomes the gradient of x * W^T, and dW += g^T * x. */
+/* The backward of upi_project: g [blocks][batch][T][each][d] becomes the gradient of x * W^T, and dW += g^T *
+ * x. */
 UPIPE_API upipe_status upi_project_bwd(upi_run *r, upi_which which, upi_heads h, void *g, float *dw)
 {
     const upipe_plan *p = r->p;
@@ -318,7 +322,8 @@ UPIPE_API upipe_share upi_each_its_own(void)
     return s;
 }
 
-/* K, then V, of a round: projected into one send buffer, exchanged into k and v [batch][S][kv_per_rank][d]. */
+/* K, then V, of a round: projected into one send buffer, exchanged into k and v
+ * [batch][S][kv_per_rank][d]. */
 UPIPE_API upipe_status upi_fetch_kv(upi_run *r, int stage, void **k, void **v)
 {
     const upipe_plan *p = r->p;
@@ -515,7 +520,8 @@ UPIPE_API upipe_status upi_slots_check(upipe_ctx *c, const upipe_layer *l, const
     return UPIPE_OK;
 }
 
-/* The same heads in slots and in a tensor of natural order, [rows][H*d]; `to_slots` says which one is written. */
+/* The same heads in slots and in a tensor of natural order, [rows][H*d]; `to_slots` says which one is
+ * written. */
 UPIPE_API upipe_status upi_reorder(upipe_ctx *c, const upipe_layer *l, const upipe_slots *slots,
                                    upipe_view natural, int to_slots)
 {
@@ -598,8 +604,8 @@ UPIPE_API size_t upi_tile_room(const upi_run *r)
     return (size_t)(r->bytes.tile_rows * r->p->desc.model_dim) * 4;
 }
 
-/* tile (+)= heads * weight, where heads [rows][width] are some neighbouring heads of all rows. Heads come in natural
- * order, so the chain of additions of an element is the same for every chunk. */
+/* tile (+)= heads * weight, where heads [rows][width] are some neighbouring heads of all rows. Heads come in
+ * natural order, so the chain of additions of an element is the same for every chunk. */
 UPIPE_API upipe_status upi_tile_add(upi_run *r, upi_tile *t, upipe_view heads, upipe_view weight, int flags)
 {
     if (t->begun) flags |= UPIPE_GEMM_ACCUMULATE;

@@ -7,8 +7,8 @@
  *     ...                                              buffers of the list are the transport's until
  *     upipe_comm_wait(ctx, ctx->team);                 ... it returns
  *
- * No call waits for its peers past the deadline (a failing one may then wait for a reader, see the transport). After the
- * first failure the communicator is poisoned on every rank: later
+ * No call waits for its peers past the deadline (a failing one may then wait for a reader, see the
+ * transport). After the first failure the communicator is poisoned on every rank: later
  * calls return UPIPE_ERR_ABORTED at once, with the first failure's reason. The library adopts communicators;
  * the transport's header makes and frees them (net/).
  */
@@ -18,7 +18,8 @@
 #include "upipe_base.h"
 
 /* upipe_seg -- one peer's part of an exchange: `count` blocks each way
- *   send  block i at send + i * send_step; recv likewise. Steps and bytes in bytes. NULL with 0 bytes: no such part.
+ *   send  block i at send + i * send_step; recv likewise. Steps and bytes in bytes. NULL with 0 bytes: no
+ *         such part.
  *   peer  may be the rank itself: a local copy.
  */
 typedef struct upipe_seg {
@@ -61,7 +62,8 @@ typedef struct upipe_comm {
 
 #define UPIPE_DEADLINE_DEFAULT 30.0
 
-/* upipe_comm_abort -- give up on behalf of the whole team; every rank's present and later calls fail with `why` */
+/* upipe_comm_abort -- give up on behalf of the whole team; every rank's present and later calls fail with
+ *                     `why` */
 UPIPE_API void upipe_comm_abort(upipe_comm *comm, const char *why)
 {
     if (comm != NULL && comm->ops.abort != NULL) comm->ops.abort(comm, why);
@@ -171,12 +173,12 @@ UPIPE_API uint64_t upi_fingerprint(const upipe_field *fields, int n)
     return print != 0 ? print : 1;
 }
 
-/* upipe_comm_agree -- all ranks compare descriptions, where this one differs from the last that they agreed on; free
- *                     otherwise
+/* upipe_comm_agree -- all ranks compare descriptions, where this one differs from the last that they agreed
+ *                     on; free otherwise
  *   fields  n <= UPIPE_GATHER_MAX named numbers
- *   errors  MISMATCH on every rank where any rank differs: the sentence names the field, the rank and both values. Where
- *           one rank alone has changed its description since, it compares while the others go on: the transport's
- *           MISMATCH names the two calls instead. ARG; others as upipe_comm_wait
+ *   errors  MISMATCH on every rank where any rank differs: the sentence names the field, the rank and both
+ *           values. Where one rank alone has changed its description since, it compares while the others go
+ *           on: the transport's MISMATCH names the two calls instead. ARG; others as upipe_comm_wait
  */
 UPIPE_API upipe_status upipe_comm_agree(upipe_ctx *c, upipe_comm *comm, const upipe_field *fields, int n)
 {
@@ -326,8 +328,8 @@ UPIPE_API upipe_status upi_dry_gather(upipe_ctx *c, upipe_comm *comm, int64_t *a
     return UPIPE_OK;
 }
 
-/* upipe_comm_dry -- rank `rank` of a team that moves nothing, agrees with everything and cannot fail: for dry runs, which
- *                   count bytes sent and memory
+/* upipe_comm_dry -- rank `rank` of a team that moves nothing, agrees with everything and cannot fail: for dry
+ *                   runs, which count bytes sent and memory
  *   list      room for 2 * ranks segments
  *   gathered  room for ranks * UPIPE_GATHER_MAX numbers
  */

@@ -1,4 +1,4 @@
-/* upipe_dry.h -- what will a run need? The real code over a dry pool, a dry team and operations that do nothing   layer 5
+/* upipe_dry.h -- what will a run need? The real code over a pool and a team that only count        layer 5
  *
  *     upipe_dry *dry = malloc(sizeof *dry);              about 250 KB: too much for some stacks
  *     if (upipe_dry_init(dry, 0, plan.desc.ranks, &ops)) ...      then any code may run with &dry->ctx
@@ -7,8 +7,9 @@
  *     dry->mem.peak, dry->mem.phase_peak[]               live bytes, to be compared with upipe_plan_bytes
  *     dry->team.sent_bytes
  *
- * Sizes are those of the given compute table: its *_bytes entries are asked as in the real run. The code walks every tile
- * of dX, so its time grows with rows / tile_rows: milliseconds for five million tokens, but do not ask for 2^40.
+ * Sizes are those of the given compute table: its *_bytes entries are asked as in the real run. The code
+ * walks every tile of dX, so its time grows with rows / tile_rows: milliseconds for five million tokens, but
+ * do not ask for 2^40.
  */
 #ifndef UPIPE_DRY_H
 #define UPIPE_DRY_H
@@ -198,9 +199,9 @@ UPIPE_API upipe_status upipe_dry_layer(upipe_dry *dry, const upipe_layer *l, int
     return upi_dry_pass(dry, l, 0, gx_in_place);
 }
 
-/* upipe_dry_block -- a training step: x, forward, output projection into y, its gradient in y's place, both backwards,
- *                    the gradient of wq summed over ranks. y goes back to the pool before upipe_layer_bwd. A host that
- *                    keeps more counts its own sequence of calls under dry->ctx.
+/* upipe_dry_block -- a training step: x, forward, output projection into y, its gradient in y's place, both
+ *                    backwards, the gradient of wq summed over ranks. y goes back to the pool before
+ *                    upipe_layer_bwd. A host that keeps more counts its own sequence of calls under dry->ctx.
  *   gx_in_place, errors  as upipe_dry_layer; ARG without wo
  */
 UPIPE_API upipe_status upipe_dry_block(upipe_dry *dry, const upipe_layer *l, int gx_in_place)

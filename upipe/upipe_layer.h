@@ -1,13 +1,14 @@
 /* upipe_layer.h -- the attention block, forward and backward: composition of the primitives        layer 4
  *
- * x (already normed) -> Q, K, V -> [QK norm] -> [RoPE] -> exchange -> attention -> exchange -> slots of final_out,
- * stage by stage (the paper's Figure (b)). With chunk = heads in the plan the same code is DeepSpeed-Ulysses.
+ * x (already normed) -> Q, K, V -> [QK norm] -> [RoPE] -> exchange -> attention -> exchange -> slots of
+ * final_out, stage by stage (the paper's Figure (b)). With chunk = heads in the plan the same code is
+ * DeepSpeed-Ulysses.
  *
  *     upipe_layer_fwd(&ctx, &layer, &saved, x);              saved: final_out and lse, in the pool
  *     upipe_layer_bwd(&ctx, &layer, gx, &grads, &saved, &gout, x);     gx may be x itself
  *
- * A failed call gives back what it took, and aborts the team so that no rank waits for this one. Where a peer may still
- * read this rank's memory (team->quarantine), the pool is locked instead until upipe_mem_release.
+ * A failed call gives back what it took, and aborts the team so that no rank waits for this one. Where a peer
+ * may still read this rank's memory (team->quarantine), the pool is locked instead until upipe_mem_release.
  */
 #ifndef UPIPE_LAYER_H
 #define UPIPE_LAYER_H
@@ -56,7 +57,8 @@ UPIPE_API upipe_status upi_layer_fwd(upi_run *r, upipe_saved *save)
  *   save    written: slots full of O, and lse; from the pool, upipe_saved_free gives them back
  *   x       [rows][1][D] view of this rank's tokens, the plan's type
  *   bytes   phases FWD_* of upipe_plan_bytes; sends upipe_plan_sent(plan, 0)
- *   errors  ARG, UNSUPPORTED, MEMORY, MISMATCH, TIMEOUT, ABORTED; the team is then aborted, the pool as before
+ *   errors  ARG, UNSUPPORTED, MEMORY, MISMATCH, TIMEOUT, ABORTED; the team is then aborted, the pool as
+ *           before
  *   paper   section 3.3 and Figure (b)
  */
 UPIPE_API upipe_status upipe_layer_fwd(upipe_ctx *c, const upipe_layer *l, upipe_saved *save, upipe_view x)
@@ -74,8 +76,9 @@ UPIPE_API upipe_status upipe_layer_fwd(upipe_ctx *c, const upipe_layer *l, upipe
 
 /* ---- backward ---- */
 
-/* Gradients of K and V on their way to dX. By rounds in storage type, [round][rank][batch][T][kv_per_rank][d]; where
- * ranks or stages share a head, one buffer [Hkv][batch][T][d], which the naive order sums in f32. */
+/* Gradients of K and V on their way to dX. By rounds in storage type,
+ * [round][rank][batch][T][kv_per_rank][d]; where ranks or stages share a head, one buffer [Hkv][batch][T][d],
+ * which the naive order sums in f32. */
 typedef struct upi_parked {
     void *k[UPIPE_STAGES_MAX], *v[UPIPE_STAGES_MAX];
 } upi_parked;
@@ -330,11 +333,12 @@ UPIPE_API upipe_status upi_layer_bwd(upi_run *r, upipe_view gx, upipe_grads *g, 
 }
 
 /* upipe_layer_bwd -- gradients of x and of the weights; Q, K, V are recomputed and exchanged again
- *   gx      [rows][1][D] view, the plan's type, written; its data may be x's: x is read for the last time before
+ *   gx      [rows][1][D] view, the plan's type, written; its data may be x's: x is read for the last time
+ *           before
  *   grads   wq wk wv, and the gains: +=, over this rank's tokens
  *   save    consumed: lse, delta and final_out go back to the pool
- *   gout    slots full of the gradient of O; consumed: they hold dQ afterwards and stay the caller's. &save->out
- *           after upipe_layer_out_bwd
+ *   gout    slots full of the gradient of O; consumed: they hold dQ afterwards and stay the caller's.
+ *           &save->out after upipe_layer_out_bwd
  *   x       the forward's
  *   bytes   phases BWD_* of upipe_plan_bytes; sends upipe_plan_sent(plan, 1)
  *   errors  as upipe_layer_fwd; save is then good for upipe_saved_free alone

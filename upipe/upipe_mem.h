@@ -1,7 +1,7 @@
 /* upipe_mem.h -- a slab pool that counts to the byte        layer 1, includes upipe_base.h
  *
- * The host brings one slab and a table of blocks; nothing is ever allocated here. Blocks are cut best fit, the
- * space above the highest block last, so that a dry run and the real run make the same cuts.
+ * The host brings one slab and a table of blocks; nothing is ever allocated here. Blocks are cut best fit,
+ * the space above the highest block last, so that a dry run and the real run make the same cuts.
  *
  *     upipe_mem m;
  *     upipe_mem_init(&m, slab, bytes, blocks, 64);       or upipe_mem_init_dry(&m, blocks, 64)
@@ -10,12 +10,12 @@
  *     int64_t mark = upipe_mem_mark(&m);                 after a failure: all that was taken since goes back
  *     upipe_mem_rewind(&m, mark);
  *
- * Two numbers: `live` and `peak` sum the bytes asked for, exactly; `need` is the end of the highest block ever,
- * the slab that this sequence of takes requires, with alignment and holes. A dry pool has no slab: it hands out
- * addresses that must not be touched and finds both numbers for runs of any size.
+ * Two numbers: `live` and `peak` sum the bytes asked for, exactly; `need` is the end of the highest block
+ * ever, the slab that this sequence of takes requires, with alignment and holes. A dry pool has no slab: it
+ * hands out addresses that must not be touched and finds both numbers for runs of any size.
  *
- * Under AddressSanitizer free space and the tails of blocks are poisoned, and a red zone follows each block; it
- * counts in `need`, not in `live`.
+ * Under AddressSanitizer free space and the tails of blocks are poisoned, and a red zone follows each block;
+ * it counts in `need`, not in `live`.
  */
 #ifndef UPIPE_MEM_H
 #define UPIPE_MEM_H
@@ -164,7 +164,8 @@ UPIPE_API upipe_status upipe_mem_free(upipe_mem *m, upipe_err *e)
 /* upipe_mem_take -- a block of `bytes` bytes, its contents undefined
  *   out     its address, a multiple of 64 bytes if the slab's is; NULL for 0 bytes
  *   tag     what it holds: a plain word that outlives the pool, for traces and errors
- *   errors  MEMORY: live bytes, the largest hole and the slab's size are in the sentence; or the guard's status
+ *   errors  MEMORY: live bytes, the largest hole and the slab's size are in the sentence; or the guard's
+ *           status
  */
 UPIPE_API upipe_status upipe_mem_take(upipe_mem *m, void **out, size_t bytes, const char *tag, upipe_err *e)
 {
@@ -258,7 +259,8 @@ UPIPE_API int64_t upipe_mem_mark(const upipe_mem *m)
     return m->serial;
 }
 
-/* upipe_mem_rewind -- gives back every block taken after the mark that is neither given back nor quarantined */
+/* upipe_mem_rewind -- gives back every block taken after the mark that is neither given back nor
+ * quarantined */
 UPIPE_API void upipe_mem_rewind(upipe_mem *m, int64_t mark)
 {
     int i = 0;
@@ -281,7 +283,8 @@ UPIPE_API void upipe_mem_quarantine(upipe_mem *m, int64_t mark)
     }
 }
 
-/* upipe_mem_release -- no peer reads any more (the team's ranks have returned): quarantined blocks are live ones again */
+/* upipe_mem_release -- no peer reads any more (the team's ranks have returned): quarantined blocks are live
+ *                      ones again */
 UPIPE_API void upipe_mem_release(upipe_mem *m)
 {
     int i;
@@ -324,8 +327,9 @@ UPIPE_API size_t upipe_mem_largest(const upipe_mem *m, const char *const *tags, 
  *   file    gets one JSON object a line with a comma before all but the first; the caller writes [ before the
  *           first pool's and ] after the last one's
  *   pid     the rank; first is nonzero for the first pool of the file
- * Times are the clock's, so the pools of ranks that share a clock are aligned. Each block is a span named by its tag; a counter gives the live bytes; phases are spans on a track of their own.
- * Returns the number of events written, or -1 when writing failed.
+ * Times are the clock's, so the pools of ranks that share a clock are aligned. Each block is a span named by
+ * its tag; a counter gives the live bytes; phases are spans on a track of their own. Returns the number of
+ * events written, or -1 when writing failed.
  */
 UPIPE_API int64_t upipe_mem_trace_write(const upipe_mem *m, FILE *file, int pid, int first)
 {

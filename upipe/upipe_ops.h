@@ -7,9 +7,9 @@
  *     ops.gemm = my_gemm;
  *
  * Rules for every entry. Work is enqueued on ctx->stream; arguments are checked by the caller's layer, but a
- * wish that the backend lacks returns UPIPE_ERR_UNSUPPORTED with a sentence in ctx->err. Nothing is allocated:
- * scratch arrives as (work, work_bytes), at least what the matching *_bytes entry asked for, 64-byte aligned.
- * Storage types are read from the views; sums are kept in f32.
+ * wish that the backend lacks returns UPIPE_ERR_UNSUPPORTED with a sentence in ctx->err. Nothing is
+ * allocated: scratch arrives as (work, work_bytes), at least what the matching *_bytes entry asked for,
+ * 64-byte aligned. Storage types are read from the views; sums are kept in f32.
  */
 #ifndef UPIPE_OPS_H
 #define UPIPE_OPS_H
@@ -49,14 +49,16 @@ typedef struct upipe_ops {
     /* dst = src, element by element, changing the storage type; equal shapes. */
     upipe_status (*cast)(upipe_ctx *c, upipe_view dst, upipe_view src);
 
-    /* For every j < c.h: C_j (+)= op(A_j) * op(B_j), where C_j is the matrix [c.n][c.d] at head j of the view.
-     * An operand with h = 1 is shared by all j. Every element is one chain of fused multiply-adds over the
-     * depth, in order, starting from 0 or from the old c: its bits depend neither on the blocking nor on how
-     * rows, columns or an accumulated depth are split over calls (a promise of the built-in CPU entry alone).
+    /* For every j < c.h: C_j (+)= op(A_j) * op(B_j), where C_j is the matrix [c.n][c.d] at head j of the
+     * view. An operand with h = 1 is shared by all j. Every element is one chain of fused multiply-adds over
+     * the depth, in order, starting from 0 or from the old c: its bits depend neither on the blocking nor on
+     * how rows, columns or an accumulated depth are split over calls (a promise of the built-in CPU entry
+     * alone).
      */
     upipe_status (*gemm)(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags, void *work,
                          size_t work_bytes);
-    /* Scratch that gemm needs for these shapes; fewer rows never need more. The data pointers are not read. */
+    /* Scratch that gemm needs for these shapes; fewer rows never need more. The data pointers are not
+     * read. */
     size_t (*gemm_bytes)(const struct upipe_ops *ops, upipe_view out, upipe_view a, upipe_view b, int flags);
 
     upipe_status (*attn_fwd)(upipe_ctx *c, const struct upipe_attn *a);
@@ -72,11 +74,12 @@ typedef struct upipe_ops {
     upipe_status (*headnorm_bwd)(upipe_ctx *c, upipe_view dy, upipe_view x, const float *gain, float eps,
                                  float *dgain);
 
-    /* out[i][j] = sum over k of a[i][j][k] * b[i][j][k], in f32, in the same order as attn_bwd sums dO * V, so that the
-     * two cancel where they should; out is an f32 view with d = 1. */
+    /* out[i][j] = sum over k of a[i][j][k] * b[i][j][k], in f32, in the same order as attn_bwd sums dO * V,
+     * so that the two cancel where they should; out is an f32 view with d = 1. */
     upipe_status (*rowdot)(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b);
-    /* dst (+)= src_0 + src_1 + ... in this order, src_i = f32 elements packed as dst's shape, at src + i * step.
-     * The sum of an element is one f32 chain that starts from 0, or from dst if accumulate (dst is then f32). */
+    /* dst (+)= src_0 + src_1 + ... in this order, src_i = f32 elements packed as dst's shape, at src + i *
+     * step. The sum of an element is one f32 chain that starts from 0, or from dst if accumulate (dst is then
+     * f32). */
     upipe_status (*sum)(upipe_ctx *c, upipe_view dst, const float *src, int64_t step, int count,
                         int accumulate);
 } upipe_ops;

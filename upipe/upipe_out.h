@@ -3,12 +3,12 @@
  *     upipe_layer_fwd(&ctx, &layer, &saved, x);
  *     upipe_layer_out_fwd(&ctx, &layer, y, &saved);                          y = O * Wo^T
  *     ...
- *     upipe_layer_out_bwd(&ctx, &layer, &grads, &saved, gy);                 final_out becomes its gradient, in place
+ *     upipe_layer_out_bwd(&ctx, &layer, &grads, &saved, gy);                 O becomes dO, in place
  *     upipe_layer_bwd(&ctx, &layer, gx, &grads, &saved, &saved.out, x);
  *     upipe_saved_free(&ctx, &saved);                                        the slots, which hold dQ now
  *
- * The projection needs all heads of a row, and final_out holds them stage-major: heads are added to a tile of rows
- * in their natural order, so y has the same bits for every chunk and for every number of ranks.
+ * The projection needs all heads of a row, and final_out holds them stage-major: heads are added to a tile of
+ * rows in their natural order, so y has the same bits for every chunk and for every number of ranks.
  */
 #ifndef UPIPE_OUT_H
 #define UPIPE_OUT_H

@@ -9,15 +9,17 @@
  *
  * DeepSpeed-Ulysses is the plan with chunk = heads: one stage.
  *
- * Letters of the paper: S tokens, C ranks, H heads, Hkv kv_heads, G = H/Hkv, U chunk, m = U/C heads a rank and
- * stage, nu = H/U stages, gamma = 1 + 2/G. T = S/C. rows = batch * T. A unit is rows * model_dim elements.
+ * Letters of the paper: S tokens, C ranks, H heads, Hkv kv_heads, G = H/Hkv, U chunk, m = U/C heads a rank
+ * and stage, nu = H/U stages, gamma = 1 + 2/G. T = S/C. rows = batch * T. A unit is rows * model_dim
+ * elements.
  *
- * Schedules (section 4.1 of the paper; query head h always reads key/value head h/G, weights stay in their order):
+ * Schedules (section 4.1 of the paper; query head h always reads key/value head h/G, weights stay in their
+ * order):
  *
- *     GROUP  C <= Hkv, m divides G     round j, step t: kv head j*C + r,        query heads (j*C + r)*G + t*m ..
- *     WHOLE  m a multiple of G         stage i:         kv heads (i*C + r)*m/G .., query heads (i*C + r)*m ..
- *     SPLIT  C > Hkv                   all stages:      kv head r / (C/Hkv),    query heads r*(H/C) + t*m ..
- *     ORDER  the naive order           stage i:         the kv heads it needs,  query heads i*U + r*m ..
+ *     GROUP  C <= Hkv, m divides G  round j, step t: kv head j*C + r,        query heads (j*C + r)*G + t*m ..
+ *     WHOLE  m a multiple of G      stage i:         kv heads (i*C + r)*m/G .., query heads (i*C + r)*m ..
+ *     SPLIT  C > Hkv                all stages:      kv head r / (C/Hkv),    query heads r*(H/C) + t*m ..
+ *     ORDER  the naive order        stage i:         the kv heads it needs,  query heads i*U + r*m ..
  *
  * A round is the stages over which K and V stay; they travel in its first stage only.
  */
@@ -72,7 +74,8 @@ UPIPE_API upipe_status upi_plan_sizes(const upipe_plan *p, upipe_err *e)
 {
     const upipe_plan_desc *d = &p->desc;
     int64_t width = (int64_t)d->heads * d->head_dim, all;
-    /* The largest product is a sum of a few tensors of tokens x (widest row) x 4 bytes: 16 of them are an upper bound. */
+    /* The largest product is a sum of a few tensors of tokens x (widest row) x 4 bytes: 16 of them are an
+     * upper bound. */
     if (d->model_dim > width) width = d->model_dim;
     if ((int64_t)d->ranks * d->head_dim > width) width = (int64_t)d->ranks * d->head_dim;
     if (!upi_mul(&all, d->tokens, d->batch) || !upi_mul(&all, all, width) || !upi_mul(&all, all, 64) ||
@@ -84,8 +87,8 @@ UPIPE_API upipe_status upi_plan_sizes(const upipe_plan *p, upipe_err *e)
 }
 
 /* upipe_plan_init -- checks the description, fills in its defaults, derives the schedule
- *   errors  ARG (numbers that make no sense or do not divide: the sentence has them), UNSUPPORTED (ragged head
- *           counts), OVERFLOW
+ *   errors  ARG (numbers that make no sense or do not divide: the sentence has them), UNSUPPORTED (ragged
+ *           head counts), OVERFLOW
  *   paper   sections 3.3 and 4.1
  */
 UPIPE_API upipe_status upipe_plan_init(upipe_plan *p, const upipe_plan_desc *desc, upipe_err *e)
@@ -223,7 +226,8 @@ UPIPE_API int upipe_plan_kv_head(const upipe_plan *p, int stage, int rank, int j
 
 /* upipe_share -- which block of a send buffer a rank reads: (offset + rank * step) / span
  *
- * With one block a rank that is the rank itself (0, 1, 1). Where ranks share key/value heads, one block serves several.
+ * With one block a rank that is the rank itself (0, 1, 1). Where ranks share key/value heads, one block
+ * serves several.
  */
 typedef struct upipe_share {
     int offset, step, span;
@@ -251,7 +255,8 @@ UPIPE_API upipe_share upipe_plan_kv_share(const upipe_plan *p, int stage)
     return s;
 }
 
-/* Blocks of the K send buffer of a stage; each holds kv_per_rank heads, block 0 begins at kv head of rank 0. */
+/* Blocks of the K send buffer of a stage; each holds kv_per_rank heads, block 0 begins at kv head of rank
+ * 0. */
 UPIPE_API int upipe_plan_kv_blocks(const upipe_plan *p, int stage)
 {
     return upipe_share_block(upipe_plan_kv_share(p, stage), p->desc.ranks - 1) + 1;
@@ -321,7 +326,8 @@ UPIPE_API const char *upipe_phase_name(int phase)
 
 /* upipe_plan_scratch -- what the exact count needs besides the plan
  *   gemm attn_fwd attn_bwd  scratch bytes of the compute table (upipe_layer_scratch fills them)
- *   tile_rows               rows of the tile in which dX is summed; 0 when dX is summed in place (f32 storage)
+ *   tile_rows               rows of the tile in which dX is summed; 0 when dX is summed in place (f32
+ *                           storage)
  *   gx                      bytes of the gradient of x; 0 when it takes x's place
  *   qk_norm                 nonzero: per-head norms of Q and K
  */
@@ -332,8 +338,8 @@ typedef struct upipe_plan_scratch {
     int qk_norm;
 } upipe_plan_scratch;
 
-/* Exact live bytes of one rank, x included: the largest of each phase, of all, and of Q, K, V chunks and exchange
- * buffers in the forward (the paper's "intermediate tensors"). */
+/* Exact live bytes of one rank, x included: the largest of each phase, of all, and of Q, K, V chunks and
+ * exchange buffers in the forward (the paper's "intermediate tensors"). */
 typedef struct upipe_bytes {
     size_t phase[UPIPE_PHASES];
     size_t peak;
@@ -347,7 +353,8 @@ UPIPE_API size_t upi_most(size_t a, size_t b)
 
 /* upipe_plan_bytes -- what the attention block of upipe_layer.h holds, by phase
  *
- * The sum is spelled out in docs/memory.md. A dry pool under the layer's code, and the real run, must agree to the byte.
+ * The sum is spelled out in docs/memory.md. A dry pool under the layer's code, and the real run, must agree
+ * to the byte.
  *   paper  Appendix A; where this count differs from its tables, docs/memory.md says why
  */
 UPIPE_API upipe_bytes upipe_plan_bytes(const upipe_plan *p, const upipe_plan_scratch *s)
@@ -379,7 +386,8 @@ UPIPE_API upipe_bytes upipe_plan_bytes(const upipe_plan *p, const upipe_plan_scr
     b.phase[UPIPE_FWD_OUT] = hold + (p->steps > 1 ? 2 * kv : 0) + q;
 
     b.phase[UPIPE_BWD_BEFORE] = both + 2 * out + 2 * stat;
-    /* dK and dV of finished rounds wait for dX; sums over ranks and stages wait in f32 where the order is naive. */
+    /* dK and dV of finished rounds wait for dX; sums over ranks and stages wait in f32 where the order is
+     * naive. */
     if (p->schedule == UPIPE_ORDER)
         parked = 2 * (kv_all / e * 4);
     else
@@ -428,8 +436,8 @@ typedef enum upipe_paper_row {
  *   row     method
  *   phase   column: the forward table's four, then the backward table's four
  *   group   G;  stages  nu (UPipe's row);  chunks  pi (FPDT's row);  layers  L (Ulysses' row)
- *   paper   tables "Peak activation memory within the forward attention block" (section 2) and "... during the
- *           backward pass" (Appendix A)
+ *   paper   tables "Peak activation memory within the forward attention block" (section 2) and "... during
+ *           the backward pass" (Appendix A)
  */
 UPIPE_API double upipe_paper_units(upipe_paper_row row, upipe_phase phase, double group, double stages,
                                    double chunks, double layers)

@@ -1,4 +1,4 @@
-/* upipe_cpu_attn.h -- attention on one CPU core, forward and backward        backend cpu, includes cpu_simd, attn
+/* upipe_cpu_attn.h -- attention on one CPU core, forward and backward   backend cpu, includes cpu_simd, attn
  *
  * Fills three entries of the table (upi_cpu_attn_fwd, _bwd, _bytes). Links with the math library.
  *
@@ -7,11 +7,12 @@
  *     S^T[key][16] = K[key] . Q^T[d][16]        softmax runs down the columns: no sum across lanes
  *     O^T[d][16]  += V[key][d] . P^T[key][16]   V and K are only broadcast: no transpose, only a copy of rows
  *
- * A block of queries stays in scratch as panels while blocks of 64 keys pass by; o leaves once, at the end. The
- * backward recomputes P from lse in the same form, five products in one pass; dQ stays in scratch, dK and dV are
- * added to memory block by block of queries. Every element of every sum is one chain in a fixed order. All rows are
- * first copied to scratch as f32, so results depend on the values alone, not on steps or addresses.
- * A hidden key gets the weight 0 exactly, and work on it is left out where a whole panel does not see it.
+ * A block of queries stays in scratch as panels while blocks of 64 keys pass by; o leaves once, at the end.
+ * The backward recomputes P from lse in the same form, five products in one pass; dQ stays in scratch, dK and
+ * dV are added to memory block by block of queries. Every element of every sum is one chain in a fixed order.
+ * All rows are first copied to scratch as f32, so results depend on the values alone, not on steps or
+ * addresses. A hidden key gets the weight 0 exactly, and work on it is left out where a whole panel does not
+ * see it.
  */
 #ifndef UPIPE_CPU_ATTN_H
 #define UPIPE_CPU_ATTN_H
@@ -54,7 +55,8 @@ UPI_INLINE int upi_attn_least(int64_t left, int size)
 
 /* ---- scratch ---- */
 
-/* Hands out `count` floats, a multiple of 16, behind *used; NULL if there is no base: then only *used counts. */
+/* Hands out `count` floats, a multiple of 16, behind *used; NULL if there is no base: then only *used
+ * counts. */
 UPI_INLINE float *upi_attn_carve(float *base, size_t *used, int64_t count)
 {
     float *at = base != NULL ? base + *used : NULL;
@@ -274,8 +276,8 @@ UPI_INLINE int64_t upi_attn_reach(const upi_attn_head *a, int64_t first, int64_t
     return reach > 0 ? reach : 0;
 }
 
-/* Of a block of `count` keys from k0, those that the panel at query q0 sees: [0, result); 0 if none. Lane l sees
- * keys up to *last + l; the mask is needed if *last < result - 1, and *last > -16 then. */
+/* Of a block of `count` keys from k0, those that the panel at query q0 sees: [0, result); 0 if none. Lane l
+ * sees keys up to *last + l; the mask is needed if *last < result - 1, and *last > -16 then. */
 UPI_INLINE int upi_attn_panel_keys(const upi_attn_head *a, int64_t q0, int64_t k0, int count, int *last)
 {
     int64_t reach = q0 + a->ahead - k0;
@@ -445,7 +447,8 @@ UPI_INLINE void upi_attn_weights_grad(int d, const float *k, const float *q, con
     for (i = 0; i < UPI_ATTN_TILE; ++i) {
         float *at = p + i * UPI_ATTN_PANEL;
         upi_f8 score0 = upi_f8_mul(scale, sums[i][0]), score1 = upi_f8_mul(scale, sums[i][1]);
-        /* no FMA here: the lse of a row with one weight of 1 is its score as rounded, and must give 1 again */
+        /* no FMA here: the lse of a row with one weight of 1 is its score as rounded, and must give 1
+         * again */
         UPI_OPAQUE(score0);
         UPI_OPAQUE(score1);
         upi_f8_store(at, upi_f8_exp(upi_f8_sub(score0, lse[0])));
@@ -486,8 +489,9 @@ UPI_INLINE void upi_attn_add_grad(int tile, int vectors, int panels, const float
     }
 }
 
-/* Those rows of a block's gradient, all columns. seen[p] = keys of the block that panel p sees; later panels see
- * more. Panels before the first that sees one of the rows are left out; what others don't see weighs 0. */
+/* Those rows of a block's gradient, all columns. seen[p] = keys of the block that panel p sees; later panels
+ * see more. Panels before the first that sees one of the rows are left out; what others don't see weighs
+ * 0. */
 UPI_INLINE void upi_attn_add_grad_rows(int tile, int d, int j, const int *seen, int panels,
                                        const float *weights, const float *columns, float *grad,
                                        int64_t grad_step)

@@ -332,9 +332,9 @@ UPIPE_API upipe_status upi_cpu_headnorm_bwd(upipe_ctx *c, upipe_view dy, upipe_v
     return UPIPE_OK;
 }
 
-/* Up to eight rows at a time, one in each lane, summed in the very order in which the attention backward forms
- * dO * V: chains of UPI_DOT_PIECE. Where a query sees one key alone O is V, delta cancels exactly, and dQ is 0 as it
- * should be.
+/* Up to eight rows at a time, one in each lane, summed in the very order in which the attention backward
+ * forms dO * V: chains of UPI_DOT_PIECE. Where a query sees one key alone O is V, delta cancels exactly, and
+ * dQ is 0 as it should be.
  */
 UPI_INLINE upi_f8 upi_row_dot8(upipe_view a, upipe_view b, int64_t i, int32_t j, int64_t rows)
 {

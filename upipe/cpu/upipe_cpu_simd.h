@@ -1,7 +1,7 @@
 /* upipe_cpu_simd.h -- eight f32 lanes: the vocabulary of the CPU kernels        backend cpu, includes base
  *
- * Two implementations with the same names, chosen when the host compiles: AVX2 with FMA where the compiler may
- * use both (-mavx2 -mfma, or -march=native), otherwise, or with UPIPE_CPU_PORTABLE defined, the vector
+ * Two implementations with the same names, chosen when the host compiles: AVX2 with FMA where the compiler
+ * may use both (-mavx2 -mfma, or -march=native), otherwise, or with UPIPE_CPU_PORTABLE defined, the vector
  * extensions of gcc and clang, which any target lowers to what it has. upi_cpu_simd_name() says which.
  *
  *     upi_f8 sum = upi_f8_zero();
@@ -11,10 +11,10 @@
  *         sum = upi_f8_fma(upi_f8_broadcast(row + k), b, sum);
  *     }
  *
- * Every function inlines. Addresses need no alignment beyond that of their elements. The two compute the same,
- * but for one thing: upi_f8_fma rounds once with AVX2, while the portable one rounds twice unless the compiler
- * contracts it. So an element has the same bits wherever it stands only if it always goes through the same
- * function: a kernel's tail runs through its main loop on padded data, never through scalar code.
+ * Every function inlines. Addresses need no alignment beyond that of their elements. The two compute the
+ * same, but for one thing: upi_f8_fma rounds once with AVX2, while the portable one rounds twice unless the
+ * compiler contracts it. So an element has the same bits wherever it stands only if it always goes through
+ * the same function: a kernel's tail runs through its main loop on padded data, never through scalar code.
  */
 #ifndef UPIPE_CPU_SIMD_H
 #define UPIPE_CPU_SIMD_H
@@ -28,7 +28,8 @@
 #define UPI_CPU_AVX2 0
 #endif
 
-/* Rounding by a magic constant, hidden scores of -inf and sums in a fixed order would all be optimised away. */
+/* Rounding by a magic constant, hidden scores of -inf and sums in a fixed order would all be optimised
+ * away. */
 #if defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || \
     (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
 #error "upipe's CPU kernels need IEEE arithmetic: compile without -ffast-math"
@@ -48,8 +49,8 @@
 #define UPI_KERNELS_END   _Pragma("GCC pop_options")
 #endif
 
-/* Before a loop of at most 16 turns with a constant count, whose body indexes an array of registers. nvcc knows
- * neither pragma. */
+/* Before a loop of at most 16 turns with a constant count, whose body indexes an array of registers. nvcc
+ * knows neither pragma. */
 #if defined(__clang__)
 #define UPI_UNROLL _Pragma("clang loop unroll(full)")
 #elif defined(__CUDACC__)
@@ -60,8 +61,8 @@
 
 enum {
     UPI_LANES = 8,
-    /* Terms of a dot product over d that are chained before the chain joins the others: rounding grows with the length of
-     * a chain, and scores and dO * V are where attention is sensitive to it. */
+    /* Terms of a dot product over d that are chained before the chain joins the others: rounding grows with
+     * the length of a chain, and scores and dO * V are where attention is sensitive to it. */
     UPI_DOT_PIECE = 64
 };
 
@@ -87,7 +88,8 @@ typedef struct upi_mask8 {
     upi_i4 lo, hi;
 } upi_mask8;
 
-/* As above, and against the fusing of a product with a later sum, which compilers may do where a target has FMA. */
+/* As above, and against the fusing of a product with a later sum, which compilers may do where a target has
+ * FMA. */
 #if defined(__x86_64__)
 #define UPI_OPAQUE(v) __asm__("" : "+x"((v).lo), "+x"((v).hi))
 #elif defined(__aarch64__)
@@ -195,11 +197,13 @@ UPI_INLINE upi_mask8 upi_lanes_above(int32_t threshold)
 #endif
 }
 
-/* 2^x for x <= 126, to 1e-7 of the value down to -126; exactly 0 below -126.5, -inf included; a NaN stays one.
+/* 2^x for x <= 126, to 1e-7 of the value down to -126; exactly 0 below -126.5, -inf included; a NaN stays
+ * one.
  *
- * Adding 1.5 * 2^23 + 127 rounds x to a whole number n, and n + 127, the exponent of 2^n, then stands in the low bits of
- * the sum. A polynomial of the fraction, whose constant is exactly 1, is multiplied by that power. At n = -127 the power
- * is 0: no comparison is needed to send hidden keys to 0. A product, not a sum of exponents, so that any NaN survives.
+ * Adding 1.5 * 2^23 + 127 rounds x to a whole number n, and n + 127, the exponent of 2^n, then stands in the
+ * low bits of the sum. A polynomial of the fraction, whose constant is exactly 1, is multiplied by that
+ * power. At n = -127 the power is 0: no comparison is needed to send hidden keys to 0. A product, not a sum
+ * of exponents, so that any NaN survives.
  */
 UPI_INLINE upi_f8 upi_f8_exp2(upi_f8 x)
 {

@@ -26,7 +26,8 @@
  * or a second, whichever is less; after that comm->quarantine is set. Afterwards only upipe_threads_free is
  * legal, once no rank is inside a call.
  *
- * Strict ISO C hides the clock: include this file first, or define _POSIX_C_SOURCE=200809L (on macOS _DARWIN_C_SOURCE too).
+ * Strict ISO C hides the clock: include this file first, or define _POSIX_C_SOURCE=200809L (on macOS
+ * _DARWIN_C_SOURCE too).
  */
 #ifndef UPIPE_NET_THREADS_H
 #define UPIPE_NET_THREADS_H
