@@ -58,6 +58,12 @@ def run(args, folder, **more):
                           **more)
 
 
+def run_to_full(args, folder):
+    with open('/dev/full', 'w', encoding='utf-8') as full:
+        return subprocess.run([COMPARE, *args], cwd=folder, stdout=full, stderr=subprocess.PIPE, text=True,
+                              timeout=100, check=False)
+
+
 # ---- good runs ----
 
 def paper(name, group, stages):
@@ -119,8 +125,9 @@ def check_numbers(numbers, what, checked=True):
                 check(0 < m[key] < error_limits(c), f'{name}: {key} {m[key]}, at most {error_limits(c)}')
             else:
                 equal(m[key], None, f'{name}: {key}')
-        # a BLAS in place of the built-in product promises no equal bits
-        if (m['name'] != 'upipe-naive' and c['products'] == 'built-in') or m is numbers['methods'][0]:
+        # the naive order, and a BLAS in place of the built-in product, promise no equal bits
+        promised = c['products'] == 'built-in' and 'upipe-naive' not in (m['name'], c['method'][0])
+        if promised or m is numbers['methods'][0]:
             same = [m['same_bits_out'], m['same_bits_dx'], m['same_bits_dw']]
             equal(same, [True] * 3, f'{name}: same bits')
 
@@ -161,6 +168,7 @@ def test_shapes(folder):
             if args[at] in merged:
                 merged.pop(args[at])
         good(folder, [word for pair in merged.items() for word in pair] + args, what)
+    good(folder, small + ['--kv-heads', '4', '--method', 'upipe-naive', '--method', 'upipe'], 'the naive order first')
     off = good(folder, small + ['--check', 'off', '--method', 'upipe'], 'unchecked', checked=False)
     for numbers in (mha, gqa, off):
         if numbers is None:
@@ -192,8 +200,18 @@ def test_defaults(folder):
     for flag, word in [('--help', '--kv-heads'), ('--version', 'upipe')]:
         done = run([flag], folder)
         check(done.returncode == 0 and word in done.stdout, f'{flag}: {done.returncode} {done.stdout}')
+        done = run_to_full([flag], folder)
+        check(done.returncode == 1 and 'No space' in done.stderr, f'{flag} on a full disk: {done.stderr}')
     done = run(['--tokens', '64', '--progress'], folder)
     check(done.returncode == 0 and 'upipe ...' in done.stderr, f'progress: {done.stderr}')
+    # A path may hold any bytes: valid UTF-8 is kept, other bytes become the characters of those numbers.
+    odd = os.path.join(os.fsencode(folder), b'\xc3\xa9\xe2\x82\xac\xf0\x9f\x93\x96\xff\xc0\xaf\xed\xa0\x80"\\.txt')
+    shutil.copy(BOOK, odd)
+    done = run(['--tokens', '64', '--data', odd, '--json', 'odd.json'], folder)
+    if check(done.returncode == 0, f'a path of odd bytes: {done.stderr}'):
+        with open(os.path.join(folder, 'odd.json'), encoding='utf-8') as source:
+            got = json.load(source)['config']['data']
+        equal(os.path.basename(got), 'é€📖\xff\xc0\xaf\xed\xa0\x80"\\.txt', 'a path of odd bytes')
 
 
 # ---- dumps, against NumPy ----
@@ -373,6 +391,7 @@ def test_refusals(folder):
         (['--deadline', '0'], ['--deadline', "'0'"]),
         (['--deadline', 'nan'], ['--deadline', 'nan']),
         (['--deadline', '1e9'], ['--deadline', '1e9']),
+        (['--deadline', '0x10'], ['--deadline', '0x10']),
         (['--dtype', 'f16'], ['f32 or bf16', 'f16']),
         (['--check', 'maybe'], ['auto', 'maybe']),
         (['--method', 'ring'], ['ulysses, upipe', 'ring']),
@@ -428,10 +447,26 @@ def test_refusals(folder):
         refused(folder, small + [flag, text], 1, ['empty.txt', 'no folder'])
     refused(folder, small + ['--json', folder], 1, ['directory'])
     refused(folder, small + ['--json', '/dev/full'], 1, ['/dev/full'])
-    refused(folder, small + ['--json', 'new/upipe.json', '--trace', 'new'], 1, ['new/upipe.json', 'both'])
+    for args in (['--json', 'new/upipe.json', '--trace', 'new'], ['--json', 'new/./ulysses.json', '--trace', 'new'],
+                 ['--json', 'new/ulysses/x.npy', '--dump', 'new'], ['--json', 'new/upipe/dwv.npy', '--dump', './new']):
+        refused(folder, small + args, 1, ['new/', 'both'])
     refused(folder, small + ['--json', 'a' * 300], 1, ['too long'])
     os.makedirs(os.path.join(folder, 'taken', 'ulysses.json'))
     refused(folder, small + ['--trace', 'taken'], 1, ['taken/ulysses.json', 'directory'])
+    # The text by another name is still the text.
+    os.makedirs(os.path.join(folder, 'texts', 'upipe'))
+    shutil.copy(BOOK, os.path.join(folder, 'texts', 'book.txt'))
+    os.symlink('book.txt', os.path.join(folder, 'texts', 'link.txt'))
+    os.link(os.path.join(folder, 'texts', 'book.txt'), os.path.join(folder, 'texts', 'upipe.json'))
+    os.symlink('../book.txt', os.path.join(folder, 'texts', 'upipe', 'dx.npy'))
+    for data, args in [('texts/book.txt', ['--json', 'texts/book.txt']),
+                       ('texts/book.txt', ['--json', './texts/book.txt']),
+                       ('texts/book.txt', ['--json', 'texts/link.txt']),
+                       ('texts/link.txt', ['--json', os.path.join(folder, 'texts/book.txt')]),
+                       ('texts/book.txt', ['--trace', 'texts']), ('texts/book.txt', ['--dump', 'texts'])]:
+        refused(folder, small + ['--data', data] + args, 1, ['texts/', 'replace the text'])
+    os.mkfifo(os.path.join(folder, 'pipe'))
+    refused(folder, small + ['--data', 'pipe'], 1, ['pipe', 'no regular file'])
 
 
 def test_failures(folder):
@@ -448,20 +483,58 @@ def test_failures(folder):
     refused(folder, outputs + ['--tokens', '8192'], 1, ['memory', '[0-9]'], 'little memory', preexec_fn=little_memory)
 
     def little_room():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
 
     refused(folder, outputs + ['--tokens', '64'], 1, ['cannot be written'], 'little room', preexec_fn=little_room)
     before = tree(folder)
-    with open('/dev/full', 'w', encoding='utf-8') as full:
-        done = subprocess.run([COMPARE, '--tokens', '64', *outputs], cwd=folder, stdout=full, stderr=subprocess.PIPE,
-                              text=True, timeout=100, check=False)
+    done = run_to_full(['--tokens', '64', *outputs], folder)
     check(done.returncode == 1 and 'table cannot be written' in done.stderr, f'no room on stdout: {done.stderr}')
     equal(tree(folder), before, 'no room on stdout: the folder')
 
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([COMPARE, '--tokens', '64', *outputs], cwd=folder, stdout=writer, stderr=subprocess.PIPE,
+                          text=True, timeout=100, check=False)
+    os.close(writer)
+    check(done.returncode == 1 and 'table cannot be written' in done.stderr, f'nobody reads stdout: {done.stderr}')
+    equal(tree(folder), before, 'nobody reads stdout: the folder')
+
+    for ends in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        with subprocess.Popen([COMPARE, '--heads', '4', '--head-dim', '32', '--tokens', '65536', '--check', 'off',
+                               '--progress', *outputs], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                              text=True) as process:
+            for line in process.stderr:
+                if 'with ulysses' in line:
+                    process.send_signal(ends)
+        equal(process.returncode, -ends, f'{ends.name}: status')
+        equal(tree(folder), before, f'{ends.name}: the folder')
+
+
+def test_replacing(folder):
+    """All older results are replaced, or all stay: here the last trace's older file cannot be moved out of the way."""
+    olds = ['numbers.json', 'traces/ulysses.json', 'traces/upipe.json']
+    os.mkdir(os.path.join(folder, 'traces'))
+    for name in olds:
+        with open(os.path.join(folder, name), 'w', encoding='utf-8') as out:
+            out.write('old ' + name)
+    before = tree(folder)
+    args = ['--tokens', '64', '--json', 'numbers.json', '--trace', 'traces', '--dump', 'dump']
+    for blocked in ['traces/upipe.json', 'numbers.json']:
+        done = subprocess.run(['sh', '-c', f'mkdir {blocked}.old.$$ && exec "$0" "$@"', COMPARE, *args], cwd=folder,
+                              capture_output=True, text=True, timeout=100, check=False)
+        check(done.returncode == 1 and f'{blocked}: cannot be written' in done.stderr, f'{blocked}: {done.stderr}')
+        os.rmdir(next(path for path in tree(folder) if '.old.' in path and os.path.isdir(path)))
+        equal(tree(folder), before, f'{blocked} could not be replaced: the folder')
+    done = run(args, folder)
+    equal(done.returncode, 0, 'replacing: status')
+    after = tree(folder)
+    check(all(after[path] != before[path] for path in before if before[path] is not None), 'an old result stays')
+    equal([path for path in after if re.search(r'[.](old|tmp)[.]', path)], [], 'replacing: other files')
+
 
 def main():
-    for test in (test_defaults, test_shapes, test_dumps, test_traces, test_refusals, test_failures):
+    for test in (test_defaults, test_shapes, test_dumps, test_traces, test_refusals, test_failures,
+                 test_replacing):
         with tempfile.TemporaryDirectory() as folder:
             test(folder)
     print(f'compare: {checks} checks, {failures} failed')

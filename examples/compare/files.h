@@ -1,17 +1,19 @@
 /* files.h -- result files that appear whole or not at all
  *
+ *     files_begin(&all);                                     signals wait
  *     files_folder(&all, "out/traces");                      made if it is not there
- *     files_reserve(&all, "out/numbers.json");               early: can it be written?
+ *     files_reserve(&all, "out/numbers.json", "text");       early, then abandoned: can it be written?
  *     FILE *f = files_open(&all, "out/numbers.json");        writes out/numbers.json.tmp.PID
  *     files_close(&all, f);
  *     files_commit(&all);    or files_abandon(&all);         rename all; or leave nothing behind
  *
- * Each returns 0, or prints a sentence and returns -1 (files_open: NULL).
+ * Each that may fail returns 0, or prints a sentence and returns -1 (files_open: NULL).
  */
 #ifndef COMPARE_FILES_H
 #define COMPARE_FILES_H
 
 #include <errno.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -24,7 +26,9 @@ enum { FILES_MAX = 64, FOLDERS_MAX = 8, FILES_PATH = 4096 };
 typedef struct files {
     char final[FILES_MAX][FILES_PATH], temporary[FILES_MAX][FILES_PATH];
     char folders[FOLDERS_MAX][FILES_PATH]; /* made by us */
-    int n, folders_n;
+    char old[FILES_PATH];
+    int n, folders_n, begun, had_old[FILES_MAX];
+    sigset_t waiting;
 } files;
 
 static int files_fail(const char *path, const char *what)
@@ -59,22 +63,65 @@ static int files_folder(files *all, const char *path)
     return files_fail(path, "is there, but is no folder");
 }
 
+/* From here to commit or abandon, a signal that would end the program waits. */
+static void files_begin(files *all)
+{
+    static const int ends[] = {SIGHUP, SIGINT, SIGTERM};
+    struct sigaction action;
+    size_t i;
+    sigemptyset(&all->waiting);
+    for (i = 0; i < sizeof ends / sizeof *ends; ++i)
+        if (sigaction(ends[i], NULL, &action) == 0 && action.sa_handler != SIG_IGN)
+            sigaddset(&all->waiting, ends[i]);
+    sigprocmask(SIG_BLOCK, &all->waiting, NULL);
+    all->begun = 1;
+}
+
+static void files_end(files *all)
+{
+    all->n = all->folders_n = 0;
+    if (all->begun) sigprocmask(SIG_UNBLOCK, &all->waiting, NULL);
+    all->begun = 0;
+}
+
+static int files_signalled(const files *all)
+{
+    sigset_t pending;
+    int i;
+    sigpending(&pending);
+    for (i = 1; i <= SIGTERM; ++i)
+        if (sigismember(&all->waiting, i) == 1 && sigismember(&pending, i) == 1) return 1;
+    return 0;
+}
+
+/* 0, or why path must not be replaced. */
+static int files_obstacle(const files *all, const char *path)
+{
+    struct stat about;
+    if (files_signalled(all)) return EINTR;
+    if (stat(path, &about) != 0 || S_ISREG(about.st_mode)) return 0;
+    return S_ISDIR(about.st_mode) ? EISDIR : EINVAL; /* a rename would replace a device or a pipe */
+}
+
+static int files_same(const char *one, const char *other)
+{
+    struct stat a, b;
+    return stat(one, &a) == 0 && stat(other, &b) == 0 && a.st_dev == b.st_dev && a.st_ino == b.st_ino;
+}
+
 static FILE *files_open(files *all, const char *path)
 {
     char *temporary = all->temporary[all->n];
-    struct stat about;
     FILE *f;
     int n = snprintf(temporary, FILES_PATH, "%s.tmp.%ld", path, (long)getpid());
-    errno = 0;
-    if (all->n == FILES_MAX || n < 0 || n >= FILES_PATH)
-        errno = ENAMETOOLONG;
-    else if (stat(path, &about) == 0 && !S_ISREG(about.st_mode))
-        errno = S_ISDIR(about.st_mode) ? EISDIR : EINVAL; /* a rename would replace a device or a pipe */
-    else
-        errno = 0;
+    errno = all->n == FILES_MAX || n < 0 || n >= FILES_PATH ? ENAMETOOLONG : files_obstacle(all, path);
     f = errno == 0 ? fopen(temporary, "wbx") : NULL;
     if (f == NULL) {
-        files_fail(path, "cannot be written");
+        if (errno == EEXIST)
+            fprintf(stderr, "compare: %s would be both of two results (or a killed run has left %s)\n", path,
+                    temporary);
+        else
+            files_fail(path, "cannot be written");
         return NULL;
     }
     strcpy(all->final[all->n++], path);
@@ -88,13 +135,17 @@ static int files_close(files *all, FILE *f)
     return bad ? files_fail(all->final[all->n - 1], "cannot be written to the end") : 0;
 }
 
-/* Finds out before hours of work what would fail after them. */
-static int files_reserve(files *all, const char *path)
+/* Finds out before hours of work what would fail after them: all names are taken together, then abandoned. */
+static int files_reserve(files *all, const char *path, const char *text)
 {
-    FILE *f = files_open(all, path);
+    FILE *f;
+    if (files_same(path, text)) {
+        fprintf(stderr, "compare: %s would replace the text of --data\n", path);
+        return -1;
+    }
+    f = files_open(all, path);
     if (f == NULL) return -1;
     fclose(f);
-    remove(all->temporary[--all->n]);
     return 0;
 }
 
@@ -102,19 +153,43 @@ static void files_abandon(files *all)
 {
     while (all->n > 0) remove(all->temporary[--all->n]);
     while (all->folders_n > 0) rmdir(all->folders[--all->folders_n]);
+    files_end(all);
+}
+
+/* The name under which an older file waits until all new ones are in place; as long as the temporary one. */
+static const char *files_old(files *all, int i)
+{
+    sprintf(all->old, "%s.old.%ld", all->final[i], (long)getpid());
+    return all->old;
+}
+
+/* Puts file i in its place. */
+static int files_replace(files *all, int i)
+{
+    all->had_old[i] = rename(all->final[i], files_old(all, i)) == 0;
+    if (!all->had_old[i] && errno != ENOENT) return -1;
+    if (rename(all->temporary[i], all->final[i]) == 0) return 0;
+    if (all->had_old[i]) rename(files_old(all, i), all->final[i]);
+    return -1;
 }
 
 static int files_commit(files *all)
 {
     int i;
     for (i = 0; i < all->n; ++i) {
-        if (rename(all->temporary[i], all->final[i]) == 0) continue;
+        if (files_replace(all, i) == 0) continue;
         files_fail(all->final[i], "cannot be written");
-        while (i-- > 0) remove(all->final[i]);
+        while (i-- > 0)
+            if (all->had_old[i])
+                rename(files_old(all, i), all->final[i]);
+            else
+                remove(all->final[i]);
         files_abandon(all);
         return -1;
     }
-    all->n = all->folders_n = 0;
+    for (i = 0; i < all->n; ++i)
+        if (all->had_old[i]) remove(files_old(all, i));
+    files_end(all);
     return 0;
 }
 

@@ -58,22 +58,25 @@ static double random_normal(random_state *r)
 /* Opens the text if it is long enough; NULL with the sentence out. */
 static FILE *inputs_open(const options *o)
 {
-    long long have, need = (long long)(o->batch * o->tokens);
+    long long need = (long long)(o->batch * o->tokens);
     struct stat about;
-    FILE *f = fopen(o->data, "rb");
-    if (f == NULL || fstat(fileno(f), &about) != 0) {
-        fprintf(stderr, "compare: the text %s cannot be read: %s\n", o->data, strerror(errno));
-        if (f != NULL) fclose(f);
-        return NULL;
+    FILE *f = NULL;
+    int there = stat(o->data, &about) == 0, regular = there && S_ISREG(about.st_mode);
+    if (regular) { /* a pipe without a writer would never open */
+        f = fopen(o->data, "rb");
+        there = f != NULL && fstat(fileno(f), &about) == 0;
+        regular = there && S_ISREG(about.st_mode);
     }
-    have = (long long)about.st_size;
-    if (S_ISREG(about.st_mode) && have >= need) return f;
-    if (!S_ISREG(about.st_mode))
+    if (!there)
+        fprintf(stderr, "compare: the text %s cannot be read: %s\n", o->data, strerror(errno));
+    else if (!regular)
         fprintf(stderr, "compare: the text %s is no regular file\n", o->data);
-    else
+    else if ((long long)about.st_size < need)
         fprintf(stderr, "compare: the text %s has %lld bytes, but %lld x %lld tokens need %lld\n", o->data,
-                have, (long long)o->batch, (long long)o->tokens, need);
-    fclose(f);
+                (long long)about.st_size, (long long)o->batch, (long long)o->tokens, need);
+    else
+        return f;
+    if (f != NULL) fclose(f);
     return NULL;
 }
 

@@ -69,7 +69,7 @@ static const char usage_text[] =
     "  --progress         say on stderr what is being done, terminal or not\n"
     "  --help, --version\n"
     "\n"
-    "Exit status: 0, 1 for a run that failed or whose measured bytes differ from the plan's, 2 for wrong usage.\n";
+    "Exit status: 0, 1 for a run that failed or broke a promise (bytes, errors, bits), 2 for wrong usage.\n";
 /* clang-format on */
 
 __attribute__((format(printf, 1, 2))) static int options_refuse(const char *format, ...)
@@ -192,7 +192,8 @@ static int options_flag(options *o, int flag, const char *text)
         return 0;
     case FLAG_DEADLINE:
         o->deadline = strtod(text, &end);
-        if (text[0] < '0' || text[0] > '9' || *end != '\0' || !(o->deadline > 0) || o->deadline > 1e6)
+        if (text[strspn(text, "0123456789.")] != '\0' || *end != '\0' || !(o->deadline > 0) ||
+            o->deadline > 1e6)
             return options_refuse("--deadline wants seconds above 0, at most 1000000, not '%s'", text);
         return 0;
     case FLAG_DATA:
@@ -223,7 +224,9 @@ static int options_flag(options *o, int flag, const char *text)
         fputs(usage_text, stdout);
     else
         printf("compare, upipe %d.%d\n", UPIPE_VERSION_MAJOR, UPIPE_VERSION_MINOR);
-    return 1;
+    if (fflush(stdout) == 0 && !ferror(stdout)) return 1;
+    fprintf(stderr, "compare: --%s cannot be written: %s\n", name, strerror(errno));
+    return 1 + EXIT_RUN;
 }
 
 /* Wishes that exclude each other, and defaults that depend on other flags. */
@@ -245,8 +248,6 @@ static int options_resolve(options *o, const int *given)
     if (o->json != NULL && ((o->trace != NULL && strcmp(o->json, o->trace) == 0) ||
                             (o->dump != NULL && strcmp(o->json, o->dump) == 0)))
         return options_refuse("--json names %s, which --trace or --dump takes for a folder", o->json);
-    if (o->data != NULL && o->json != NULL && strcmp(o->data, o->json) == 0)
-        return options_refuse("--json would replace the text of --data, %s", o->data);
     if (o->kv_heads == 0) o->kv_heads = o->heads;
     if (o->chunk == 0) o->chunk = o->ranks;
     if (o->model_dim == 0 &&

@@ -190,20 +190,34 @@ static void report_table(const method *all, int n, const options *o)
 
 /* ---- JSON ---- */
 
+/* Bytes of the UTF-8 sequence at s; 0 where none is. */
+static int json_utf8(const unsigned char *s)
+{
+    int i, n = s[0] < 0x80 ? 1 : s[0] < 0xc2 ? 0 : s[0] < 0xe0 ? 2 : s[0] < 0xf0 ? 3 : s[0] < 0xf5 ? 4 : 0;
+    for (i = 1; i < n; ++i)
+        if ((s[i] & 0xc0) != 0x80) return 0;
+    if ((s[0] == 0xe0 && s[1] < 0xa0) || (s[0] == 0xf0 && s[1] < 0x90)) return 0; /* longer than need be */
+    if ((s[0] == 0xed && s[1] > 0x9f) || (s[0] == 0xf4 && s[1] > 0x8f)) return 0; /* no characters */
+    return n;
+}
+
+/* A path may hold any byte: one that is not UTF-8 is written as the character of that number. */
 static void json_string(FILE *f, const char *text)
 {
+    int n;
     if (text == NULL) {
         fputs("null", f);
         return;
     }
     fputc('"', f);
-    for (; *text != '\0'; ++text) {
+    for (; *text != '\0'; text += n > 0 ? n : 1) {
+        n = json_utf8((const unsigned char *)text);
         if (*text == '"' || *text == '\\')
             fprintf(f, "\\%c", *text);
-        else if ((unsigned char)*text < 32)
-            fprintf(f, "\\u%04x", (unsigned)*text);
+        else if (n == 0 || (n == 1 && *text < 32))
+            fprintf(f, "\\u%04x", (unsigned)(unsigned char)*text);
         else
-            fputc(*text, f);
+            fwrite(text, 1, (size_t)n, f);
     }
     fputc('"', f);
 }
