@@ -1,6 +1,7 @@
 /* 01_plan.c -- what a run will hold and send, in closed form: nothing is allocated, nothing runs
  *
- * The attention block of Llama3-8B (32 query heads, 8 key/value heads of 128) on 8 ranks over a million tokens.
+ * The attention block of Llama3-8B (32 query heads, 8 key/value heads of 128) on 8 ranks over a million
+ * tokens.
  */
 #include <stdio.h>
 

@@ -1,7 +1,7 @@
 /* 02_pool.c -- the slab pool: how much will it need? ask a dry pool; what happened? ask the trace
  *
- * The same function runs twice: over a dry pool, whose addresses must not be touched, and over a slab of exactly the
- * size that the dry run found.
+ * The same function runs twice: over a dry pool, whose addresses must not be touched, and over a slab of
+ * exactly the size that the dry run found.
  */
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,7 +1,8 @@
 /* 03_exchange.c -- trading tokens for heads and back, on four ranks that are threads
  *
- * Before: each rank has its own 2 of the 8 tokens, all 4 heads. After: all tokens, one head. An element's value names
- * its origin: 10 * token + head. Nothing is packed: the send buffer is ordered by the rank that each block goes to.
+ * Before: each rank has its own 2 of the 8 tokens, all 4 heads. After: all tokens, one head. An element's
+ * value names its origin: 10 * token + head. Nothing is packed: the send buffer is ordered by the rank that
+ * each block goes to.
  */
 #include "upipe/net/upipe_net_threads.h"
 #include "upipe/cpu/upipe_cpu.h"

@@ -1,7 +1,7 @@
 /* 04_attention.c -- one attention call, by itself: causal, and with fewer key/value heads than query heads
  *
- * A value here is its position, so an output is the mean position that a query looks at: none may look ahead, and the
- * first token sees itself alone.
+ * A value here is its position, so an output is the mean position that a query looks at: none may look ahead,
+ * and the first token sees itself alone.
  */
 #include <math.h>
 #include <stdio.h>

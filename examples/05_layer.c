@@ -1,5 +1,4 @@
-/* 05_layer.c -- the attention block forward and backward on two ranks, with Ulysses and with UPipe: one number of the
- *               plan differs, the chunk. Gradients have the same bits, slabs not the same size. */
+/* 05_layer.c -- the attention block on two ranks, Ulysses and UPipe: same bits of the gradient, another slab */
 #include "upipe/net/upipe_net_threads.h"
 #include "upipe/cpu/upipe_cpu.h"
 #include "upipe/upipe.h"

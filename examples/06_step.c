@@ -1,4 +1,5 @@
-/* 06_step.c -- training steps on two ranks: the block with its output projection, gradients summed, weights moved */
+/* 06_step.c -- training steps on two ranks: the block with its output projection, gradients summed, weights
+ * moved */
 #include "upipe/net/upipe_net_threads.h"
 #include "upipe/cpu/upipe_cpu.h"
 #include "upipe/upipe.h"

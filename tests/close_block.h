@@ -11,7 +11,8 @@
 /* Results of a block: all but the inputs gy. */
 #define BLOCK_RESULTS(X) X(o) X(lse) X(y) X(go) X(x) X(wq) X(wk) X(wv) X(wo) X(q_gain) X(k_gain)
 
-/* The naive ways that are slow to run are asked only where the others do not settle it: more can but raise the bound. */
+/* The naive ways that are slow to run are asked only where the others do not settle it: more can but raise
+ * the bound. */
 static void check_block(const block_shape *s, const f32_block *in, const f32_block *got)
 {
     f32_block naive[NAIVE_WAYS];

@@ -1,15 +1,19 @@
-/* oracle.h -- dense attention in plain loops: in f64, the truth; in the kernel's own type, the naive yardstick
+/* oracle.h -- dense attention in plain loops: in f64, the truth; in the kernel's own type, the naive
+ *             yardstick
  *
- * Tensors are packed: q, o and their gradients [sq][h][d], k, v and theirs [sk][hkv][d], lse [sq][h]. Query head x
- * reads key/value head x / (h / hkv); a causal query i sees key j if q_pos + i >= k_pos + j. A row that sees no
- * key has o = 0 and lse = -inf. Inputs are values that the storage type holds: round them before (naive_store).
+ * Tensors are packed: q, o and their gradients [sq][h][d], k, v and theirs [sk][hkv][d], lse [sq][h]. Query
+ * head x reads key/value head x / (h / hkv); a causal query i sees key j if q_pos + i >= k_pos + j. A row
+ * that sees no key has o = 0 and lse = -inf. Inputs are values that the storage type holds: round them before
+ * (naive_store).
  *
  *     oracle_attn_fwd(&shape, q, k, v, o, lse);                          double: the reference
- *     naive_attn_fwd(&shape, UPIPE_BF16, qf, kf, vf, of, lsef);          float: what a plain kernel would give
+ *     naive_attn_fwd(&shape, UPIPE_BF16, qf, kf, vf, of, lsef);          float: what a plain kernel would
+ *                                                                        give
  *     CHECK_CLOSE(got, naive, ways, o, n, "o");                          tolerance.h: got against both
  *
- * The naive one does its arithmetic in f32, row by row, and rounds what a kernel would store: o and dq. dk and dv
- * stay f32. Each takes o and lse of its own forward for its backward. shape.naive says how its sums run.
+ * The naive one does its arithmetic in f32, row by row, and rounds what a kernel would store: o and dq. dk
+ * and dv stay f32. Each takes o and lse of its own forward for its backward. shape.naive says how its sums
+ * run.
  */
 #ifndef UPIPE_TEST_ORACLE_H
 #define UPIPE_TEST_ORACLE_H

@@ -1,8 +1,9 @@
-/* oracle_block.h -- the whole attention block on one rank in plain loops: f64, the truth; f32, the naive yardstick
+/* oracle_block.h -- the whole attention block on one rank in plain loops: f64, the truth; f32, the naive
+ *                   yardstick
  *
- * Natural layouts, no ranks, no stages: x [batch][S][D], wq [H*d][D], wk, wv [Hkv*d][D], wo [D][H*d], o and go
- * [batch][S][H*d], lse [batch][S][H], gains [d]. The naive run rounds to the storage type what a plain implementation
- * would store: Q, K, V after each step, o, dO, dQ, dK, dV, y, dx.
+ * Natural layouts, no ranks, no stages: x [batch][S][D], wq [H*d][D], wk, wv [Hkv*d][D], wo [D][H*d], o and
+ * go [batch][S][H*d], lse [batch][S][H], gains [d]. The naive run rounds to the storage type what a plain
+ * implementation would store: Q, K, V after each step, o, dO, dQ, dK, dV, y, dx.
  *
  *     block_inputs(&shape, seed, &in);                  values that the storage type holds
  *     f64_block_run(&shape, &in64, &want);              in64: the same values, f64_block_widen

@@ -5,8 +5,8 @@
  *     if (run_block(&test, &in, &r) == UPIPE_OK) ...     r.out: as f32_block; r.peak, r.sent, ...
  *     run_free(&r);
  *
- * Each rank's slab has exactly the bytes that the dry run asked for, filled with NaN. Peaks, bytes sent and moved, and
- * live bytes at the end are checked against the plan on every rank.
+ * Each rank's slab has exactly the bytes that the dry run asked for, filled with NaN. Peaks, bytes sent and
+ * moved, and live bytes at the end are checked against the plan on every rank.
  */
 #ifndef UPIPE_TEST_RUNNER_H
 #define UPIPE_TEST_RUNNER_H
@@ -203,7 +203,8 @@ static upipe_status run_body(void *user, int rank)
     s->r->errors[rank] = c.err;
     s->r->live[rank] = mem.live;
     if (status != UPIPE_OK) {
-        /* what a failed call took for itself is back; what the host holds, or the forward left it, may be live */
+        /* what a failed call took for itself is back; what the host holds, or the forward left it, may be
+         * live */
         static const char *const kept[] = {"x", "y", "gx", "gout", "final_out", "lse", "delta"};
         for (j = 0; j < mem.blocks_n; ++j) {
             int k = 0;

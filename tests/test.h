@@ -1,8 +1,8 @@
 /* test.h -- what every test program uses: checks that print both values, a seeded generator, a verdict
  *
- * A program's main ends with `return test_end("name");`, which prints the number of checks and is non-zero if one
- * failed or none ran. Checks go on after a failure. Random tests take their seed and count from the environment
- * (UPIPE_SEED, UPIPE_DRAWS), and print a line that replays a failing draw.
+ * A program's main ends with `return test_end("name");`, which prints the number of checks and is non-zero if
+ * one failed or none ran. Checks go on after a failure. Random tests take their seed and count from the
+ * environment (UPIPE_SEED, UPIPE_DRAWS), and print a line that replays a failing draw.
  */
 #ifndef UPIPE_TEST_H
 #define UPIPE_TEST_H

@@ -51,7 +51,8 @@ static void check_origin(int64_t got, int64_t want, const char *what)
               (int)(want & 511));
 }
 
-/* Q, K, V to heads and back to tokens, over every stage of a plan; elements are int64, so d counts eight bytes each. */
+/* Q, K, V to heads and back to tokens, over every stage of a plan; elements are int64, so d counts eight
+ * bytes each. */
 static upipe_status exchange_body(void *user, int rank)
 {
     world *w = (world *)user;

@@ -1,9 +1,10 @@
-/* test_attn.c -- the CPU attention kernels against dense attention in f64, and the lanes that they are made of
+/* test_attn.c -- the CPU attention kernels against dense attention in f64, and the lanes that they are made
+ * of
  *
- * Tolerance runs (every head dim, lengths, offsets, masks, groups, types, layouts; extreme scores), bit equality over
- * layouts and over calls, causal prefixes, accumulation, refusals, and finite differences for the oracle itself.
- * A layout with gaps has NaNs in them: a kernel that reads one shows it in its results, one that writes one is found
- * by looking.
+ * Tolerance runs (every head dim, lengths, offsets, masks, groups, types, layouts; extreme scores), bit
+ * equality over layouts and over calls, causal prefixes, accumulation, refusals, and finite differences for
+ * the oracle itself. A layout with gaps has NaNs in them: a kernel that reads one shows it in its results,
+ * one that writes one is found by looking.
  */
 #include "../upipe/cpu/upipe_cpu_attn.h"
 #include "../upipe/cpu/upipe_cpu_rows.h"
@@ -146,8 +147,8 @@ static void attn_ops(upipe_ctx *c, upipe_ops *ops)
     c->ops = ops;
 }
 
-/* Forward and backward of `in` in a layout, `heads_per_call` query heads at a time (all, or a divisor of a group).
- * out->dk and out->dv hold the start of the sums. */
+/* Forward and backward of `in` in a layout, `heads_per_call` query heads at a time (all, or a divisor of a
+ * group). out->dk and out->dv hold the start of the sums. */
 static void run_kernels(const oracle_attn *t, upipe_dtype dtype, int layout, int heads_per_call,
                         const values *in, values *out)
 {
@@ -306,9 +307,9 @@ static void fill_whole(test_rng *r, float *x, int64_t n, upipe_dtype dtype, doub
     for (i = 0; i < n; ++i) x[i] = naive_store(dtype, rintf((float)(size * test_normal(r))));
 }
 
-/* Scores up to tens of thousands, keys that grow so that every block moves the maximum, rows that see nothing. The
- * scores are whole numbers, which f32 sums exactly: rounding one of 10,000 would change its weight by 1e-3, and the
- * result would tell more about luck than about the kernel. */
+/* Scores up to tens of thousands, keys that grow so that every block moves the maximum, rows that see
+ * nothing. The scores are whole numbers, which f32 sums exactly: rounding one of 10,000 would change its
+ * weight by 1e-3, and the result would tell more about luck than about the kernel. */
 static void test_extreme_scores(void)
 {
     static const double sizes[] = {1, 30, 300};

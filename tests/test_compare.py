@@ -480,7 +480,12 @@ def test_failures(folder):
     def little_memory():
         resource.setrlimit(resource.RLIMIT_AS, (100 << 20, 100 << 20))
 
-    refused(folder, outputs + ['--tokens', '8192'], 1, ['memory', '[0-9]'], 'little memory', preexec_fn=little_memory)
+    # A program built with AddressSanitizer reserves terabytes of addresses, and cannot start under such a limit.
+    if run(['--version'], folder, preexec_fn=little_memory).returncode == 0:
+        refused(folder, outputs + ['--tokens', '8192'], 1, ['memory', '[0-9]'], 'little memory',
+                preexec_fn=little_memory)
+    else:
+        print('left out: little memory, as the program does not start under a limit of addresses')
 
     def little_room():
         resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))

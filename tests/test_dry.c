@@ -1,7 +1,7 @@
 /* test_dry -- the closed form of upipe_plan_bytes against the layer's own code over a dry pool, to the byte
  *
- * Random plans of every schedule, type and batch, with random scratch sizes, and the shapes of the paper. The claims
- * about memory and volume that the documentation makes are asserted here.
+ * Random plans of every schedule, type and batch, with random scratch sizes, and the shapes of the paper. The
+ * claims about memory and volume that the documentation makes are asserted here.
  */
 #include "test.h"
 #include "upipe/upipe.h"

@@ -1,4 +1,5 @@
-/* test_layer -- the attention block on thread ranks: against f64, the same bits over C and U, failures on every rank */
+/* test_layer -- the attention block on thread ranks: against f64, the same bits over C and U, failures on
+ * every rank */
 #include "runner.h"
 #include "close_block.h"
 
@@ -360,7 +361,8 @@ static void test_odd_ranks(void)
         upipe_threads_run(&team, odd_body, &o, o.statuses);
         for (rank = 0; rank < 4; ++rank) {
             upipe_status want = cases[i].status[rank != 1], got = o.statuses[rank];
-            /* of several that fail by themselves, the first one's abort may reach the others before their own check */
+            /* of several that fail by themselves, the first one's abort may reach the others before their own
+             * check */
             int ok = got == want || (want != UPIPE_OK && got == UPIPE_ERR_ABORTED);
             CHECK_SAY(ok, "case %d rank %d: %s (%s), not %s", cases[i].odd, rank, upipe_status_name(got),
                       o.errors[rank].text, upipe_status_name(want));
@@ -370,7 +372,8 @@ static void test_odd_ranks(void)
     }
 }
 
-/* Calls in the wrong order and tensors of the wrong size, on one rank: each has its sentence, and nothing leaks. */
+/* Calls in the wrong order and tensors of the wrong size, on one rank: each has its sentence, and nothing
+ * leaks. */
 static void test_misuse(void)
 {
     enum { BYTES = 1 << 20 };

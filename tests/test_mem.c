@@ -159,8 +159,8 @@ static void test_marks(void)
     CHECK_STATUS(upipe_mem_free(&m, &e), UPIPE_OK, e);
 }
 
-/* Random takes and gives: a real pool of exactly the dry pool's need succeeds, with the same cuts; blocks never
- * overlap, and one byte less fails. */
+/* Random takes and gives: a real pool of exactly the dry pool's need succeeds, with the same cuts; blocks
+ * never overlap, and one byte less fails. */
 static void test_dry(void)
 {
     long round, rounds = test_env("UPIPE_DRAWS", 2000) / 10 + 1;

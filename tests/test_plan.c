@@ -15,7 +15,8 @@ static upipe_plan_desc describe(int64_t tokens, int ranks, int heads, int kv_hea
     return d;
 }
 
-/* Walks all stages and ranks: every head once, on the rank that then holds its key/value head, traffic counted. */
+/* Walks all stages and ranks: every head once, on the rank that then holds its key/value head, traffic
+ * counted. */
 static void walk(const upipe_plan *p)
 {
     const upipe_plan_desc *d = &p->desc;
@@ -129,7 +130,8 @@ static void test_figure(void)
     }
 }
 
-/* Every cell of the paper's two tables, at Llama3-8B's numbers: G = 4, nu = 4, pi = 16, L = 32; gamma = 1.5. */
+/* Every cell of the paper's two tables, at Llama3-8B's numbers: G = 4, nu = 4, pi = 16, L = 32; gamma =
+ * 1.5. */
 static void test_tables(void)
 {
     static const double want[4][8] = {

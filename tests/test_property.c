@@ -1,5 +1,6 @@
-/* test_property -- random blocks on random teams: refused exactly as documented, or right to the tolerance rule, with
- * peaks and bytes sent equal to the plan's (runner.h) and bits equal to another chunk's and another team's
+/* test_property -- random blocks on random teams: refused exactly as documented, or right to the tolerance
+ * rule, with peaks and bytes sent equal to the plan's (runner.h) and bits equal to another chunk's and
+ * another team's
  *
  * UPIPE_DRAWS draws (2,000), draw i from seed UPIPE_SEED + i; a failing draw prints the line that replays it.
  */

@@ -2,8 +2,8 @@
  *
  *     compare --heads 16 --kv-heads 4 --tokens 8192 --json out.json
  *
- * The ranks are threads that share this machine's memory: "less memory" is each rank's slab, not the process' size.
- * Nothing is written until every method has run, and then all files appear or none.
+ * The ranks are threads that share this machine's memory: "less memory" is each rank's slab, not the process'
+ * size. Nothing is written until every method has run, and then all files appear or none.
  */
 #include "upipe/net/upipe_net_threads.h"
 #include "upipe/cpu/upipe_cpu.h"
@@ -245,9 +245,9 @@ static int write_outputs(compare *c)
     return files_commit(&c->all);
 }
 
-/* The relative L2 error that a sound result stays below: each element is the end of a few chained sums (projection,
- * scores, attention, projection), whose roundings walk at random over the longest chain, and of as many roundings to
- * the storage type, 2^-9 each in bf16, that attention's backward may amplify. */
+/* The relative L2 error that a sound result stays below: each element is the end of a few chained sums
+ * (projection, scores, attention, projection), whose roundings walk at random over the longest chain, and of
+ * as many roundings to the storage type, 2^-9 each in bf16, that attention's backward may amplify. */
 static double error_limit(const compare *c)
 {
     const options *o = &c->o;

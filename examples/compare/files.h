@@ -207,7 +207,8 @@ static int files_npy(files *all, const char *folder, const char *name, const flo
     if (files_path(path, folder, name, ".npy") != 0) return -1;
     f = files_open(all, path);
     if (f == NULL) return -1;
-    /* 10 bytes of magic, version and length, then text; blanks end it with a newline at a multiple of 64 bytes. */
+    /* 10 bytes of magic, version and length, then text; blanks end it with a newline at a multiple of 64
+     * bytes. */
     n = snprintf(head + 10, sizeof head - 10,
                  "{'descr': '%cf4', 'fortran_order': False, 'shape': (%lld, %lld), }",
                  *(const char *)&one == 1 ? '<' : '>', (long long)rows, (long long)cols);

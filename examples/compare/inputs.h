@@ -8,7 +8,8 @@
  *     w[3]  [H*d][D], [Hkv*d][D], [Hkv*d][D]    normal, variance 1/D
  *     dout  [R][H*d]    normal, variance 1              R = batch * tokens
  *
- * All are f32 rounded to the storage type, so that every method and every reference starts from equal numbers.
+ * All are f32 rounded to the storage type, so that every method and every reference starts from equal
+ * numbers.
  */
 #ifndef COMPARE_INPUTS_H
 #define COMPARE_INPUTS_H
@@ -114,8 +115,8 @@ static float *inputs_room(int64_t rows, int64_t cols)
     return (float *)calloc((size_t)rows, (size_t)cols * sizeof(float));
 }
 
-/* Rounds v [rows][cols] to the storage type, in place. *stored, if wanted, gets the values in that type: v itself for
- * f32, else memory of its own. */
+/* Rounds v [rows][cols] to the storage type, in place. *stored, if wanted, gets the values in that type: v
+ * itself for f32, else memory of its own. */
 static int inputs_round(const upipe_ops *ops, upipe_dtype dtype, float *v, int64_t rows, int64_t cols,
                         void **stored)
 {

@@ -6,8 +6,8 @@
  *     method_run(&m, &inputs);      likewise
  *     method_free(&m);
  *
- * Each rank has a slab of its own, of exactly the size that the dry run found (or what the sum of the weights'
- * gradients needs afterwards, if that is more); its pages are touched before the clock runs.
+ * Each rank has a slab of its own, of exactly the size that the dry run found (or what the sum of the
+ * weights' gradients needs afterwards, if that is more); its pages are touched before the clock runs.
  */
 #ifndef COMPARE_METHOD_H
 #define COMPARE_METHOD_H
@@ -120,8 +120,8 @@ static int method_dry(method *m)
     return s == UPIPE_OK ? 0 : -1;
 }
 
-/* Host bytes that the ranks hold while they run, and those that their results hold until the end; floating-point
- * numbers, so that nothing overflows. */
+/* Host bytes that the ranks hold while they run, and those that their results hold until the end;
+ * floating-point numbers, so that nothing overflows. */
 static double method_run_bytes(const method *m)
 {
     const upipe_plan_desc *d = &m->plan.desc;

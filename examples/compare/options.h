@@ -1,9 +1,10 @@
 /* options.h -- the command line of compare: read, checked, defaults filled in
  *
- *     int status = options_read(&options, argc, argv);      0: run; otherwise the sentence is out, exit with status - 1
+ *     int status = options_read(&options, argc, argv);      0: run; otherwise the sentence is out, exit with
+ *                                                           status - 1
  *
- * Numbers must be plain decimals within their range, a flag comes once (--method once a method), and a flag that
- * would have no effect is refused: what is accepted is honoured.
+ * Numbers must be plain decimals within their range, a flag comes once (--method once a method), and a flag
+ * that would have no effect is refused: what is accepted is honoured.
  */
 #ifndef COMPARE_OPTIONS_H
 #define COMPARE_OPTIONS_H

@@ -7,8 +7,8 @@
  *     q = rope(x wq^T)  k = rope(x wk^T)  v = x wv^T     out = attention(q, k, v), scale 1/sqrt(d)
  *     dx, dwq, dwk, dwv from dout by the chain rule
  *
- * x [R][D], R = batch * tokens; w* [heads * d][D]; out, dout [R][H * d]. Loops run over contiguous rows, so that a
- * compiler can vectorise them without reordering a sum; threads split work that shares no results.
+ * x [R][D], R = batch * tokens; w* [heads * d][D]; out, dout [R][H * d]. Loops run over contiguous rows, so
+ * that a compiler can vectorise them without reordering a sum; threads split work that shares no results.
  */
 #ifndef COMPARE_ORACLE_H
 #define COMPARE_ORACLE_H
