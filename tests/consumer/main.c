@@ -41,7 +41,7 @@ int main(int argc, char **argv)
     pthread_t thread;
     job j;
     size_t slab_bytes = (size_t)1 << 20;
-    void *slab = malloc(slab_bytes);
+    void *slab = aligned_alloc(UPIPE_MEM_ALIGN, slab_bytes);
     int failed = 1;
     (void)argv;
 
