@@ -336,12 +336,12 @@ UPIPE_API upipe_status upi_layer_bwd(upi_run *r, upipe_view gx, upipe_grads *g, 
  *   gx      [rows][1][D] view, the plan's type, written; its data may be x's: x is read for the last time
  *           before
  *   grads   wq wk wv, and the gains: +=, over this rank's tokens
- *   save    consumed: lse, delta and final_out go back to the pool
+ *   save    consumed: lse and delta go back to the pool, and so does final_out, unless it is gout
  *   gout    slots full of the gradient of O; consumed: they hold dQ afterwards and stay the caller's.
  *           &save->out after upipe_layer_out_bwd
  *   x       the forward's
  *   bytes   phases BWD_* of upipe_plan_bytes; sends upipe_plan_sent(plan, 1)
- *   errors  as upipe_layer_fwd; save is then good for upipe_saved_free alone
+ *   errors  as upipe_layer_fwd; save is then good for upipe_saved_free alone, and grads hold part of a sum
  *   paper   Appendix A, with the changes that docs/memory.md explains
  */
 UPIPE_API upipe_status upipe_layer_bwd(upipe_ctx *c, const upipe_layer *l, upipe_view gx, upipe_grads *grads,
