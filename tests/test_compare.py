@@ -50,7 +50,7 @@ def check(ok, sentence):
 
 
 def equal(got, want, what):
-    return check(got == want, f'{what} is {got}, not {want}')
+    return check(got == want, f'{what} is {str(got)[:500]}, not {str(want)[:500]}')
 
 
 def run(args, folder, **more):
@@ -504,10 +504,15 @@ def test_failures(folder):
     check(done.returncode == 1 and 'table cannot be written' in done.stderr, f'nobody reads stdout: {done.stderr}')
     equal(tree(folder), before, 'nobody reads stdout: the folder')
 
+    def heed_signals():
+        """Whoever runs the tests in the background may have had some ignored, and a program inherits that."""
+        for ends in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(ends, signal.SIG_DFL)
+
     for ends in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         with subprocess.Popen([COMPARE, '--heads', '4', '--head-dim', '32', '--tokens', '65536', '--check', 'off',
                                '--progress', *outputs], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                              text=True) as process:
+                              text=True, preexec_fn=heed_signals) as process:
             for line in process.stderr:
                 if 'with ulysses' in line:
                     process.send_signal(ends)
