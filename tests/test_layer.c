@@ -242,6 +242,20 @@ typedef struct odd_rank {
     upipe_status statuses[4];
 } odd_rank;
 
+/* What all ranks should run. */
+static upipe_plan_desc odd_desc(void)
+{
+    upipe_plan_desc d;
+    memset(&d, 0, sizeof d);
+    d.tokens = 16;
+    d.ranks = 4;
+    d.heads = 16;
+    d.kv_heads = 4;
+    d.head_dim = 32;
+    d.model_dim = 16;
+    return d;
+}
+
 static upipe_status odd_body(void *user, int rank)
 {
     odd_rank *o = (odd_rank *)user;
@@ -257,16 +271,10 @@ static upipe_status odd_body(void *user, int rank)
     int i;
     float *w = f32_room(16 * 32 * 16);
     upipe_status s;
-    memset(&d, 0, sizeof d);
     memset(&l, 0, sizeof l);
     memset(&c, 0, sizeof c);
     memset(&save, 0, sizeof save);
-    d.tokens = 16;
-    d.ranks = 4;
-    d.heads = 16;
-    d.kv_heads = 4;
-    d.head_dim = 32;
-    d.model_dim = 16;
+    d = odd_desc();
     if (rank == 1 && o->odd == 1) d.kv_heads = 8;
     if (rank == 1 && o->odd == 2) d.chunk = 8;
     if (rank == 1 && o->odd == 3) l.rope_theta = 500000;
@@ -308,14 +316,8 @@ static size_t odd_need(const upipe_ops *ops)
     upipe_saved save;
     float w[1];
     size_t need;
-    memset(&d, 0, sizeof d);
     memset(&l, 0, sizeof l);
-    d.tokens = 16;
-    d.ranks = 4;
-    d.heads = 16;
-    d.kv_heads = 4;
-    d.head_dim = 32;
-    d.model_dim = 16;
+    d = odd_desc();
     CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
     l.plan = &p;
     l.wq = l.wk = l.wv = w;
