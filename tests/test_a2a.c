@@ -33,7 +33,9 @@ typedef struct world {
     upipe_ops ops;
     upipe_plan plan;
     int64_t sum_n;
+    const float *want;
     float *sums[8];
+    uint16_t *halves[8]; /* to be gathered as elements of two bytes */
 } world;
 
 /* one element: 7 bits of sequence, 21 of token, 10 of head, 9 of dim */
@@ -161,8 +163,22 @@ static upipe_status sum_body(void *user, int rank)
     c.ops = &w->ops;
     c.mem = &mem;
     c.team = upipe_threads_comm(&w->team, rank);
-    s = upipe_a2a_sum(&c, w->sums[rank], w->sum_n);
+    /* The own slice becomes the sum, nothing else moves; then all slices meet. */
+    if (w->sum_n <= 1000) {
+        int64_t first, count = upipe_a2a_slice(w->sum_n, rank, w->team.ranks, &first), i;
+        float *was = (float *)malloc((size_t)w->sum_n * 4);
+        memcpy(was, w->sums[rank], (size_t)w->sum_n * 4);
+        s = upipe_a2a_reduce_scatter(&c, w->sums[rank], w->sum_n);
+        for (i = 0; i < w->sum_n; ++i)
+            CHECK(memcmp(&w->sums[rank][i], i >= first && i < first + count ? &w->want[i] : &was[i], 4) == 0);
+        free(was);
+        if (s == UPIPE_OK) s = upipe_a2a_all_gather(&c, w->sums[rank], w->sum_n, 4);
+    } else {
+        s = upipe_a2a_sum(&c, w->sums[rank], w->sum_n);
+    }
+    CHECK_INT(mem.peak, upipe_a2a_sum_bytes(w->sum_n, w->team.ranks));
     CHECK_INT(mem.live, 0);
+    if (s == UPIPE_OK) s = upipe_a2a_all_gather(&c, w->halves[rank], w->sum_n, 2);
     upipe_mem_free(&mem, NULL);
     free(slab);
     return s;
@@ -179,7 +195,8 @@ static void test_sum(void)
             world w;
             upipe_err e;
             test_rng rng;
-            int64_t n = sizes[k], i;
+            int64_t n = sizes[k], first, held, all = 0, i;
+            int other;
             float *want = (float *)malloc((size_t)n * 4);
             int differs = 0;
             memset(&w, 0, sizeof w);
@@ -187,10 +204,15 @@ static void test_sum(void)
             w.ops.copy = copy_bytes;
             w.ops.sum = sum_rows;
             w.sum_n = n;
+            w.want = want;
             for (r = 0; r < ranks; ++r) {
                 w.sums[r] = (float *)malloc((size_t)n * 4);
                 for (i = 0; i < n; ++i)
                     w.sums[r][i] = (float)(test_normal(&rng) * pow(10, test_below(&rng, 6)));
+                w.halves[r] = (uint16_t *)calloc((size_t)n, 2);
+                held = upipe_a2a_slice(n, r, ranks, &first);
+                for (i = first; i < first + held; ++i) w.halves[r][i] = (uint16_t)(i * 7 + r);
+                all += held;
             }
             for (i = 0; i < n; ++i) {
                 volatile float forth = 0, back = 0;
@@ -207,7 +229,17 @@ static void test_sum(void)
                 CHECK_SAY(memcmp(w.sums[r], want, (size_t)n * 4) == 0,
                           "sum of %lld over %d ranks: rank %d differs", (long long)n, ranks, r);
                 free(w.sums[r]);
+                for (i = 0, other = 0; i < n; ++i) {
+                    held = upipe_a2a_slice(n, other, ranks, &first);
+                    if (i == first + held) ++other;
+                    if (!CHECK_SAY(w.halves[r][i] == (uint16_t)(i * 7 + other),
+                                   "gather of %lld over %d ranks: rank %d has a wrong element %lld",
+                                   (long long)n, ranks, r, (long long)i))
+                        break;
+                }
+                free(w.halves[r]);
             }
+            CHECK_INT(all, n);
             free(want);
         }
     }

@@ -85,22 +85,48 @@ UPIPE_API upipe_status upipe_a2a_to_tokens(upipe_ctx *c, void *dst, const void *
     return upipe_comm_wait(c, team);
 }
 
+/* ---- sums over ranks: each owns a slice ---- */
+
 enum { UPIPE_SUM_PIECE = 16384 }; /* elements that a rank sums at a time */
 
-UPIPE_API upipe_status upi_a2a_sum(upipe_ctx *c, float *data, int64_t n)
+/* upipe_a2a_slice -- the part of n elements that a rank owns: [*first, *first + result), ceil(n / ranks) or
+ *                    what is left */
+UPIPE_API int64_t upipe_a2a_slice(int64_t n, int rank, int ranks, int64_t *first)
+{
+    int64_t piece = n / ranks + (n % ranks != 0), begin = piece * rank;
+    if (begin > n) begin = n;
+    *first = begin;
+    return n - begin < piece ? n - begin : piece;
+}
+
+/* upipe_a2a_sum_bytes -- what upipe_a2a_reduce_scatter and upipe_a2a_sum take from the pool */
+UPIPE_API size_t upipe_a2a_sum_bytes(int64_t n, int ranks)
+{
+    int64_t first, piece = upipe_a2a_slice(n, 0, ranks, &first);
+    if (ranks == 1) return 0;
+    return (size_t)((piece < UPIPE_SUM_PIECE ? piece : (int64_t)UPIPE_SUM_PIECE) * ranks) * 4;
+}
+
+/* Strip `at` of the rank's slice: at most UPIPE_SUM_PIECE elements, perhaps none. */
+UPIPE_API int64_t upi_a2a_strip(int64_t n, int rank, int ranks, int64_t at, int64_t *first)
+{
+    int64_t count = upipe_a2a_slice(n, rank, ranks, first) - at;
+    *first += at;
+    return count < 0 ? 0 : count < UPIPE_SUM_PIECE ? count : (int64_t)UPIPE_SUM_PIECE;
+}
+
+UPIPE_API upipe_status upi_a2a_reduce_scatter(upipe_ctx *c, float *data, int64_t n)
 {
     upipe_comm *team = c->team;
-    int64_t ranks = team->ranks, base, piece = (n + ranks - 1) / ranks;
+    int64_t first, slice = upipe_a2a_slice(n, 0, team->ranks, &first), at; /* nobody's is longer */
+    int64_t piece = slice < UPIPE_SUM_PIECE ? slice : (int64_t)UPIPE_SUM_PIECE;
     void *room;
     int p, used;
-    if (piece > UPIPE_SUM_PIECE) piece = UPIPE_SUM_PIECE;
-    UPIPE_TRY(upipe_mem_take(c->mem, &room, (size_t)(piece * ranks) * 4, "sum", &c->err));
-    for (base = 0; base < n; base += piece * ranks) {
-        /* Each rank collects its piece from all, adds in rank order, and hands the sum round. */
-        int64_t mine = base + team->rank * piece;
-        int64_t mine_n = mine >= n ? 0 : n - mine < piece ? n - mine : piece;
+    UPIPE_TRY(upipe_mem_take(c->mem, &room, upipe_a2a_sum_bytes(n, team->ranks), "sum", &c->err));
+    for (at = 0; at < slice; at += piece) {
+        int64_t mine, mine_n = upi_a2a_strip(n, team->rank, team->ranks, at, &mine);
         for (p = 0, used = 0; p < team->ranks; ++p) {
-            int64_t first = base + p * piece, len = first >= n ? 0 : n - first < piece ? n - first : piece;
+            int64_t len = upi_a2a_strip(n, p, team->ranks, at, &first);
             upipe_seg *s = &team->list[used];
             if (len == 0 && mine_n == 0) continue;
             memset(s, 0, sizeof *s);
@@ -117,41 +143,70 @@ UPIPE_API upipe_status upi_a2a_sum(upipe_ctx *c, float *data, int64_t n)
         if (mine_n > 0)
             UPIPE_TRY(c->ops->sum(c, upipe_view_packed(data + mine, UPIPE_F32, 1, 1, (int32_t)mine_n),
                                   (const float *)room, piece, team->ranks, 0));
-        for (p = 0, used = 0; p < team->ranks; ++p) {
-            int64_t first = base + p * piece, len = first >= n ? 0 : n - first < piece ? n - first : piece;
-            upipe_seg *s = &team->list[used];
-            if (p == team->rank || (len == 0 && mine_n == 0)) continue;
-            memset(s, 0, sizeof *s);
-            s->peer = p;
-            s->count = 1;
-            s->send = mine_n > 0 ? data + mine : NULL;
-            s->send_bytes = (size_t)mine_n * 4;
-            s->recv = len > 0 ? data + first : NULL;
-            s->recv_bytes = (size_t)len * 4;
-            ++used;
-        }
-        UPIPE_TRY(upipe_comm_start(c, team, team->list, used));
-        UPIPE_TRY(upipe_comm_wait(c, team));
     }
     return upipe_mem_give(c->mem, room, &c->err);
 }
 
-/* upipe_a2a_sum -- every rank gets the sum over ranks, added in rank order: the same bits on all, on every
- *                  transport
- *   data    n f32 elements, the same n on all ranks; replaced by the sum
- *   bytes   sends about 2 * 4 * n * (ranks - 1) / ranks; takes min(ceil(n/ranks), UPIPE_SUM_PIECE) * ranks *
- *           4 from the pool
+/* upipe_a2a_reduce_scatter -- every rank's slice becomes the sum over ranks, added in rank order: the same
+ *                             bits on every transport. The rest of data stays as it was
+ *   data    n f32 elements, the same n on all ranks; slices as upipe_a2a_slice
+ *   bytes   sends 4 * (n - its slice); takes upipe_a2a_sum_bytes from the pool
  *   errors  ARG, MEMORY; others as upipe_comm_wait. The team is then aborted
  */
-UPIPE_API upipe_status upipe_a2a_sum(upipe_ctx *c, float *data, int64_t n)
+UPIPE_API upipe_status upipe_a2a_reduce_scatter(upipe_ctx *c, float *data, int64_t n)
 {
     int64_t mark = upipe_mem_mark(c->mem);
     upipe_status s;
     if (n < 0) return upi_fail(&c->err, UPIPE_ERR_ARG, "a sum of %lld elements", (long long)n);
     UPIPE_TRY(upi_comm_idle(c, c->team));
     if (n == 0 || c->team->ranks == 1) return UPIPE_OK;
-    s = upi_a2a_sum(c, data, n);
+    s = upi_a2a_reduce_scatter(c, data, n);
     return s == UPIPE_OK ? UPIPE_OK : upi_unwind(c, s, mark);
+}
+
+/* upipe_a2a_all_gather -- every rank gets every rank's slice
+ *   data    n elements of `element` bytes, the same on all ranks: the own slice is read, the others are
+ *           written
+ *   bytes   sends its slice to each of the others
+ *   errors  ARG; others as upipe_comm_wait. The team is then aborted
+ */
+UPIPE_API upipe_status upipe_a2a_all_gather(upipe_ctx *c, void *data, int64_t n, size_t element)
+{
+    upipe_comm *team = c->team;
+    int64_t mine, mine_n, first, mark = upipe_mem_mark(c->mem);
+    upipe_status status;
+    int p, used = 0;
+    if (n < 0) return upi_fail(&c->err, UPIPE_ERR_ARG, "a gather of %lld elements", (long long)n);
+    UPIPE_TRY(upi_comm_idle(c, team));
+    mine_n = upipe_a2a_slice(n, team->rank, team->ranks, &mine);
+    for (p = 0; p < team->ranks; ++p) {
+        int64_t len = upipe_a2a_slice(n, p, team->ranks, &first);
+        upipe_seg *s = &team->list[used];
+        if (p == team->rank || (len == 0 && mine_n == 0)) continue;
+        memset(s, 0, sizeof *s);
+        s->peer = p;
+        s->count = 1;
+        s->send = mine_n > 0 ? (char *)data + (size_t)mine * element : NULL;
+        s->send_bytes = (size_t)mine_n * element;
+        s->recv = len > 0 ? (char *)data + (size_t)first * element : NULL;
+        s->recv_bytes = (size_t)len * element;
+        ++used;
+    }
+    if (n == 0 || team->ranks == 1) return UPIPE_OK;
+    status = upipe_comm_start(c, team, team->list, used);
+    if (status == UPIPE_OK) status = upipe_comm_wait(c, team);
+    return status == UPIPE_OK ? UPIPE_OK : upi_unwind(c, status, mark);
+}
+
+/* upipe_a2a_sum -- every rank gets the sum over ranks, added in rank order: a reduce-scatter, and a gather
+ *   data    n f32 elements, the same n on all ranks; replaced by the sum
+ *   bytes   sends about 2 * 4 * n * (ranks - 1) / ranks; takes upipe_a2a_sum_bytes from the pool
+ *   errors  ARG, MEMORY; others as upipe_comm_wait. The team is then aborted
+ */
+UPIPE_API upipe_status upipe_a2a_sum(upipe_ctx *c, float *data, int64_t n)
+{
+    UPIPE_TRY(upipe_a2a_reduce_scatter(c, data, n));
+    return upipe_a2a_all_gather(c, data, n, 4);
 }
 
 /* ---- slots ---- */

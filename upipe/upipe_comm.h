@@ -122,6 +122,19 @@ UPIPE_API upipe_status upipe_comm_barrier(upipe_ctx *c, upipe_comm *comm)
     return comm->ops.barrier(c, comm);
 }
 
+/* upipe_comm_gather -- every rank gets n whole numbers of every rank
+ *   all     [ranks][n], host memory;  mine [n], n <= UPIPE_GATHER_MAX, the same n on all ranks
+ *   errors  ARG; others as upipe_comm_wait
+ */
+UPIPE_API upipe_status upipe_comm_gather(upipe_ctx *c, upipe_comm *comm, int64_t *all, const int64_t *mine,
+                                         int n)
+{
+    if (n < 1 || n > UPIPE_GATHER_MAX)
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "%d numbers to gather, 1 to %d", n, UPIPE_GATHER_MAX);
+    UPIPE_TRY(upi_comm_idle(c, comm));
+    return comm->ops.gather(c, comm, all, mine, n);
+}
+
 /* upipe_comm_shift_start -- send `bytes` at src to rank + step, receive as many into dst from rank - step
  *   step    any whole number, taken modulo the ranks; a step of 0 copies locally
  *   order   complete after upipe_comm_wait
