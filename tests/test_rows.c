@@ -325,7 +325,7 @@ static void check_rope_blocks(test_rng *r, upipe_ctx *c)
     }
 }
 
-/* ---- headnorm ---- */
+/* ---- rmsnorm ---- */
 
 static void norm_f64(double *y, const double *x, const float *gain, double eps, int d)
 {
@@ -336,7 +336,7 @@ static void norm_f64(double *y, const double *x, const float *gain, double eps, 
     for (k = 0; k < d; ++k) y[k] = x[k] * scale * (double)gain[k];
 }
 
-static void check_headnorm(test_rng *r, upipe_ctx *c, int d, upipe_dtype dtype, int layout)
+static void check_rmsnorm(test_rng *r, upipe_ctx *c, int d, upipe_dtype dtype, int layout)
 {
     const float eps = 1e-5f;
     upipe_view x = tensor(r, dtype, 4, 3, d, layout), before = twin(x),
@@ -345,7 +345,7 @@ static void check_headnorm(test_rng *r, upipe_ctx *c, int d, upipe_dtype dtype, 
     double row[256], want[256];
     int i, j, k, ok = 1;
     for (k = 0; k < d; ++k) gain[k] = (float)test_normal(r);
-    CHECK_STATUS(upi_cpu_headnorm(c, x, gain, eps), UPIPE_OK, c->err);
+    CHECK_STATUS(upi_cpu_rmsnorm(c, x, x, gain, eps), UPIPE_OK, c->err);
     for (i = 0; i < 4; ++i)
         for (j = 0; j < 3; ++j) {
             for (k = 0; k < d; ++k) row[k] = get(before, i, j, k);
@@ -355,9 +355,9 @@ static void check_headnorm(test_rng *r, upipe_ctx *c, int d, upipe_dtype dtype, 
                 if (!(fabs(get(x, i, j, k) - want[k]) <= near)) ok = 0;
             }
         }
-    CHECK_SAY(ok, "headnorm d %d, %s, layout %d", d, upipe_dtype_name(dtype), layout);
+    CHECK_SAY(ok, "rmsnorm d %d, %s, layout %d", d, upipe_dtype_name(dtype), layout);
     CHECK(gaps_whole(x));
-    CHECK_STATUS(upi_cpu_headnorm(c, other, gain, eps), UPIPE_OK, c->err);
+    CHECK_STATUS(upi_cpu_rmsnorm(c, other, other, gain, eps), UPIPE_OK, c->err);
     CHECK(same(other, x));
     free(x.data);
     free(before.data);
@@ -375,8 +375,8 @@ static double norm_loss(const double *dy, const double *x, const double *gain, d
     return loss / sqrt(sum / d + eps);
 }
 
-static void check_headnorm_bwd(test_rng *r, upipe_ctx *c, int d, upipe_dtype dy_type, upipe_dtype x_type,
-                               int layout)
+static void check_rmsnorm_bwd(test_rng *r, upipe_ctx *c, int d, upipe_dtype dy_type, upipe_dtype x_type,
+                              int layout)
 {
     const float eps = 1e-5f;
     const double step = 1e-4;
@@ -397,7 +397,7 @@ static void check_headnorm_bwd(test_rng *r, upipe_ctx *c, int d, upipe_dtype dy_
     }
     memcpy(dgain2, dgain, gains * sizeof *dgain);
     memcpy(dgain3, dgain, gains * sizeof *dgain);
-    CHECK_STATUS(upi_cpu_headnorm_bwd(c, dy, x, gain, eps, dgain), UPIPE_OK, c->err);
+    CHECK_STATUS(upi_cpu_rmsnorm_bwd(c, dy, dy, x, gain, eps, dgain, 0), UPIPE_OK, c->err);
     for (i = 0; i < TOKENS; ++i)
         for (j = 0; j < HEADS; ++j) {
             double square = 0, bound = 0;
@@ -427,23 +427,23 @@ static void check_headnorm_bwd(test_rng *r, upipe_ctx *c, int d, upipe_dtype dy_
         }
     for (k = 0; k < HEADS * d; ++k)
         if (!(fabs((double)dgain[k] - want_gain[k]) <= size_gain[k] * (16 + d / 8.0) * EPS_F32)) ok_gain = 0;
-    CHECK_SAY(ok, "headnorm_bwd dx: d %d, %s, %s, layout %d", d, upipe_dtype_name(dy_type),
+    CHECK_SAY(ok, "rmsnorm_bwd dx: d %d, %s, %s, layout %d", d, upipe_dtype_name(dy_type),
               upipe_dtype_name(x_type), layout);
-    CHECK_SAY(ok_gain, "headnorm_bwd dgain: d %d, %s, %s, layout %d", d, upipe_dtype_name(dy_type),
+    CHECK_SAY(ok_gain, "rmsnorm_bwd dgain: d %d, %s, %s, layout %d", d, upipe_dtype_name(dy_type),
               upipe_dtype_name(x_type), layout);
     CHECK(gaps_whole(dy));
     CHECK_BYTES(x.data, x_before.data, view_bytes(x));
     /* in two calls over the tokens, and in another layout: the same bits */
-    CHECK_STATUS(
-        upi_cpu_headnorm_bwd(c, upipe_view_rows(halves, 0, 1), upipe_view_rows(x, 0, 1), gain, eps, dgain2),
-        UPIPE_OK, c->err);
-    CHECK_STATUS(
-        upi_cpu_headnorm_bwd(c, upipe_view_rows(halves, 1, 3), upipe_view_rows(x, 1, 3), gain, eps, dgain2),
-        UPIPE_OK, c->err);
+    for (i = 0; i < 2; ++i) {
+        upipe_view part = upipe_view_rows(halves, i, 1 + 2 * i);
+        CHECK_STATUS(
+            upi_cpu_rmsnorm_bwd(c, part, part, upipe_view_rows(x, i, 1 + 2 * i), gain, eps, dgain2, 0),
+            UPIPE_OK, c->err);
+    }
     CHECK_BYTES(halves.data, dy.data, view_bytes(dy));
     CHECK_BYTES(dgain2, dgain, gains * sizeof *dgain);
     other = moved(before, (layout + 2) % LAYOUTS);
-    CHECK_STATUS(upi_cpu_headnorm_bwd(c, other, x, gain, eps, dgain3), UPIPE_OK, c->err);
+    CHECK_STATUS(upi_cpu_rmsnorm_bwd(c, other, other, x, gain, eps, dgain3, 0), UPIPE_OK, c->err);
     CHECK(same(other, dy));
     CHECK_BYTES(dgain3, dgain, gains * sizeof *dgain);
     free(x.data);
@@ -456,6 +456,75 @@ static void check_headnorm_bwd(test_rng *r, upipe_ctx *c, int d, upipe_dtype dy_
     free(dgain);
     free(dgain2);
     free(dgain3);
+}
+
+/* Wherever the result goes, and whatever its type, it is the f32 result of the call in place, rounded. */
+static void check_rmsnorm_places(test_rng *r, upipe_ctx *c, int d, int layout)
+{
+    const float eps = 1e-5f;
+    enum { TOKENS = 3, HEADS = 2 };
+    upipe_view x = tensor(r, UPIPE_F32, TOKENS, HEADS, d, layout), keep_x = twin(x), norm = twin(x);
+    upipe_view dy = tensor(r, UPIPE_F32, TOKENS, HEADS, d, (layout + 1) % LAYOUTS), keep_dy = twin(dy);
+    upipe_view grad = twin(dy), as_x = twin(x), old = tensor(r, UPIPE_F32, TOKENS, HEADS, d, layout);
+    size_t gains = (size_t)(HEADS * d);
+    float *gain = (float *)malloc((size_t)d * sizeof *gain), *dgain = (float *)calloc(gains, sizeof *dgain);
+    float *dgain2 = (float *)calloc(gains, sizeof *dgain);
+    int i, j, k, to;
+    for (k = 0; k < d; ++k) gain[k] = (float)test_normal(r);
+    CHECK_STATUS(upi_cpu_rmsnorm(c, norm, norm, gain, eps), UPIPE_OK, c->err);
+    CHECK_STATUS(upi_cpu_rmsnorm_bwd(c, grad, grad, x, gain, eps, dgain, 0), UPIPE_OK, c->err);
+    CHECK_STATUS(upi_cpu_rmsnorm_bwd(c, as_x, dy, as_x, gain, eps, dgain2, 0), UPIPE_OK, c->err);
+    CHECK(same(as_x, grad));
+    CHECK_BYTES(dgain2, dgain, gains * sizeof *dgain);
+    for (to = 0; to < 2; ++to) {
+        upipe_dtype dtype = (upipe_dtype)to;
+        upipe_view y = empty(dtype, TOKENS, HEADS, d, (layout + 2) % LAYOUTS), dx = twin(y), sum = twin(y);
+        int ok_y = 1, ok_dx = 1, ok_sum = 1;
+        CHECK_STATUS(upi_cpu_cast(c, sum, old), UPIPE_OK, c->err);
+        CHECK_STATUS(upi_cpu_rmsnorm(c, y, x, gain, eps), UPIPE_OK, c->err);
+        CHECK_STATUS(upi_cpu_rmsnorm_bwd(c, dx, dy, x, gain, eps, NULL, 0), UPIPE_OK, c->err);
+        memset(dgain2, 0, gains * sizeof *dgain2);
+        CHECK_STATUS(upi_cpu_rmsnorm_bwd(c, sum, dy, x, gain, eps, dgain2, 1), UPIPE_OK, c->err);
+        CHECK_BYTES(dgain2, dgain, gains * sizeof *dgain);
+        for (i = 0; i < TOKENS; ++i)
+            for (j = 0; j < HEADS; ++j)
+                for (k = 0; k < d; ++k) {
+                    float one[2];
+                    volatile float want;
+                    one[0] = (float)get(norm, i, j, k);
+                    one[1] = (float)get(grad, i, j, k);
+                    want = (float)get(old, i, j, k);
+                    if (dtype == UPIPE_BF16) want = upi_bf16_to_f32(upi_f32_to_bf16(want));
+                    want = want + one[1];
+                    if (dtype == UPIPE_BF16) {
+                        one[0] = upi_bf16_to_f32(upi_f32_to_bf16(one[0]));
+                        one[1] = upi_bf16_to_f32(upi_f32_to_bf16(one[1]));
+                        want = upi_bf16_to_f32(upi_f32_to_bf16(want));
+                    }
+                    if ((float)get(y, i, j, k) != one[0]) ok_y = 0;
+                    if ((float)get(dx, i, j, k) != one[1]) ok_dx = 0;
+                    if ((float)get(sum, i, j, k) != want) ok_sum = 0;
+                }
+        CHECK_SAY(ok_y && ok_dx && ok_sum, "rmsnorm into %s, d %d, layout %d: y %d, dx %d, dx += %d",
+                  upipe_dtype_name(dtype), d, layout, ok_y, ok_dx, ok_sum);
+        CHECK(gaps_whole(y) && gaps_whole(dx) && gaps_whole(sum));
+        free(y.data);
+        free(dx.data);
+        free(sum.data);
+    }
+    CHECK_BYTES(x.data, keep_x.data, view_bytes(x));
+    CHECK_BYTES(dy.data, keep_dy.data, view_bytes(dy));
+    free(x.data);
+    free(keep_x.data);
+    free(norm.data);
+    free(dy.data);
+    free(keep_dy.data);
+    free(grad.data);
+    free(as_x.data);
+    free(old.data);
+    free(gain);
+    free(dgain);
+    free(dgain2);
 }
 
 /* ---- rowdot, sum ---- */
@@ -571,16 +640,33 @@ static void check_statuses(upipe_ctx *c)
     bad.count = 0;
     CHECK_STATUS(upi_cpu_rope(c, &bad), UPIPE_OK, c->err);
 
-    CHECK_STATUS(upi_cpu_headnorm(c, x, NULL, 1e-5f), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(upi_cpu_rmsnorm(c, x, x, NULL, 1e-5f), UPIPE_ERR_ARG, c->err);
     CHECK_TEXT(c->err.text, "gain is NULL");
-    CHECK_STATUS(upi_cpu_headnorm(c, x, room, -1), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(upi_cpu_rmsnorm(c, x, x, room, -1), UPIPE_ERR_ARG, c->err);
     CHECK_TEXT(c->err.text, "eps -1");
-    CHECK_STATUS(upi_cpu_headnorm_bwd(c, x, x, room, 1e-5f, NULL), UPIPE_ERR_ARG, c->err);
-    CHECK_TEXT(c->err.text, "dgain is NULL");
     v = x;
     v.n = 1;
-    CHECK_STATUS(upi_cpu_headnorm_bwd(c, x, v, room, 1e-5f, room), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(upi_cpu_rmsnorm(c, v, x, room, 1e-5f), UPIPE_ERR_ARG, c->err);
+    CHECK_TEXT(c->err.text, "y is [1][2][8], not [2][2][8]");
+    CHECK_STATUS(upi_cpu_rmsnorm_bwd(c, x, x, v, room, 1e-5f, room, 0), UPIPE_ERR_ARG, c->err);
     CHECK_TEXT(c->err.text, "x is [1][2][8], not [2][2][8]");
+    CHECK_STATUS(upi_cpu_rmsnorm_bwd(c, v, x, x, room, 1e-5f, room, 0), UPIPE_ERR_ARG, c->err);
+    CHECK_TEXT(c->err.text, "dx is [1][2][8], not [2][2][8]");
+    v = x;
+    v.dtype = UPIPE_BF16;
+    CHECK_STATUS(upi_cpu_rmsnorm(c, v, x, room, 1e-5f), UPIPE_ERR_ARG, c->err);
+    CHECK_TEXT(c->err.text, "y (bf16, steps 16, 8) lies over x (f32, steps 16, 8)");
+    v = x;
+    v.n_step = 20;
+    CHECK_STATUS(upi_cpu_rmsnorm_bwd(c, v, x, x, room, 1e-5f, NULL, 0), UPIPE_ERR_ARG, c->err);
+    CHECK_TEXT(c->err.text, "dx (f32, steps 20, 8) lies over dy (f32, steps 16, 8)");
+    v = upipe_view_packed(room + 32, UPIPE_F32, 2, 2, 8);
+    CHECK_STATUS(upi_cpu_rmsnorm_bwd(c, x, x, v, room, 1e-5f, NULL, 1), UPIPE_ERR_ARG, c->err);
+    CHECK_TEXT(c->err.text, "dx, which accumulates, is dy");
+    CHECK_STATUS(upi_cpu_rmsnorm_bwd(c, x, v, x, room, 1e-5f, NULL, 1), UPIPE_ERR_ARG, c->err);
+    CHECK_TEXT(c->err.text, "dx, which accumulates, is x");
+    CHECK_STATUS(upi_cpu_rmsnorm_bwd(c, x, x, v, NULL, 1e-5f, NULL, 0), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(upi_cpu_rmsnorm_bwd(c, x, x, v, room, NAN, NULL, 0), UPIPE_ERR_ARG, c->err);
 
     CHECK_STATUS(upi_cpu_rowdot(c, x, x, x), UPIPE_ERR_ARG, c->err);
     CHECK_TEXT(c->err.text, "out is [2][2][8], not [2][2][1]");
@@ -616,11 +702,14 @@ int main(void)
         for (which = 0; which < 4 * LAYOUTS; ++which) {
             int d = dims[pick], layout = which / 4;
             upipe_dtype one = which & 1 ? UPIPE_BF16 : UPIPE_F32, two = which & 2 ? UPIPE_BF16 : UPIPE_F32;
-            if (which % 4 < 2) check_headnorm(&r, &c, d, one, layout);
-            check_headnorm_bwd(&r, &c, d, one, two, layout);
+            if (which % 4 < 2) check_rmsnorm(&r, &c, d, one, layout);
+            check_rmsnorm_bwd(&r, &c, d, one, two, layout);
             check_rowdot(&r, &c, d, one, two, layout);
             check_sum(&r, &c, d, one, layout, (which + pick) % 5, one == UPIPE_F32 && which & 2);
         }
+    for (pick = 0; pick < DIMS; ++pick)
+        for (which = 0; which < LAYOUTS; ++which) check_rmsnorm_places(&r, &c, dims[pick], which);
+    check_rmsnorm_places(&r, &c, 5003, PACKED);
     check_statuses(&c);
     return test_end("test_rows");
 }

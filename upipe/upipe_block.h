@@ -274,10 +274,10 @@ UPIPE_API upipe_status upi_project(upi_run *r, upi_which which, upi_heads h, voi
     const upipe_plan *p = r->p;
     const float *gain = upi_gain(r, which);
     UPIPE_TRY(upi_project_raw(r, which, h, dst));
-    if (gain != NULL)
-        UPIPE_TRY(r->c->ops->headnorm(
-            r->c, upipe_view_packed(dst, p->desc.dtype, h.blocks * p->rows, h.each, p->desc.head_dim), gain,
-            r->l->norm_eps));
+    if (gain != NULL) {
+        upipe_view x = upipe_view_packed(dst, p->desc.dtype, h.blocks * p->rows, h.each, p->desc.head_dim);
+        UPIPE_TRY(r->c->ops->rmsnorm(r->c, x, x, gain, r->l->norm_eps));
+    }
     return which == UPI_V ? UPIPE_OK : upi_rope(r, dst, h, 0);
 }
 
@@ -296,10 +296,11 @@ UPIPE_API upipe_status upi_project_bwd(upi_run *r, upi_which which, upi_heads h,
         UPIPE_TRY(upi_project_raw(r, which, h, raw));
         for (b = 0; b < h.blocks; ++b) {
             int64_t head = h.first + b * h.step + (which == UPI_K ? p->desc.heads : 0);
-            UPIPE_TRY(r->c->ops->headnorm_bwd(
-                r->c, upipe_view_packed((char *)g + b * block, p->desc.dtype, p->rows, h.each, (int32_t)d),
-                upipe_view_packed((char *)raw + b * block, p->desc.dtype, p->rows, h.each, (int32_t)d), gain,
-                r->l->norm_eps, r->norm + head * d));
+            upipe_view dy =
+                upipe_view_packed((char *)g + b * block, p->desc.dtype, p->rows, h.each, (int32_t)d);
+            upipe_view in = dy;
+            in.data = (char *)raw + b * block;
+            UPIPE_TRY(r->c->ops->rmsnorm_bwd(r->c, dy, dy, in, gain, r->l->norm_eps, r->norm + head * d, 0));
         }
         UPIPE_TRY(upi_give(r, raw));
     }

@@ -86,21 +86,20 @@ UPIPE_API upipe_status upi_dry_rope(upipe_ctx *c, const upipe_rope *r)
     return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_dry_headnorm(upipe_ctx *c, upipe_view x, const float *gain, float eps)
+UPIPE_API upipe_status upi_dry_rmsnorm(upipe_ctx *c, upipe_view y, upipe_view x, const float *gain, float eps)
 {
-    (void)c;
-    (void)x;
     (void)gain;
     (void)eps;
-    return UPIPE_OK;
+    return upi_dry_cast(c, y, x);
 }
 
-UPIPE_API upipe_status upi_dry_headnorm_bwd(upipe_ctx *c, upipe_view dy, upipe_view x, const float *gain,
-                                            float eps, float *dgain)
+UPIPE_API upipe_status upi_dry_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upipe_view dy, upipe_view x,
+                                           const float *gain, float eps, float *dgain, int accumulate)
 {
     (void)dy;
     (void)dgain;
-    return upi_dry_headnorm(c, x, gain, eps);
+    (void)accumulate;
+    return upi_dry_rmsnorm(c, dx, x, gain, eps);
 }
 
 UPIPE_API upipe_status upi_dry_rowdot(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b)
@@ -118,6 +117,41 @@ UPIPE_API upipe_status upi_dry_sum(upipe_ctx *c, upipe_view dst, const float *sr
     (void)step;
     (void)count;
     (void)accumulate;
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_dry_swiglu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
+{
+    (void)y;
+    return upi_dry_cast(c, gate, up);
+}
+
+UPIPE_API upipe_status upi_dry_cross_entropy(upipe_ctx *c, const upipe_cross_entropy *x)
+{
+    (void)c;
+    (void)x;
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_dry_embed(upipe_ctx *c, upipe_view x, upipe_view table, const int32_t *tokens)
+{
+    (void)tokens;
+    return upi_dry_cast(c, x, table);
+}
+
+UPIPE_API upipe_status upi_dry_total(upipe_ctx *c, double *out, upipe_view x, int squares)
+{
+    (void)c;
+    (void)x;
+    (void)squares;
+    *out = 0;
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_dry_adamw(upipe_ctx *c, const upipe_adamw *a)
+{
+    (void)c;
+    (void)a;
     return UPIPE_OK;
 }
 
@@ -140,10 +174,18 @@ UPIPE_API upipe_status upipe_dry_init(upipe_dry *dry, int rank, int ranks, const
     dry->ops.attn_fwd = upi_dry_attn_fwd;
     dry->ops.attn_bwd = upi_dry_attn_bwd;
     dry->ops.rope = upi_dry_rope;
-    dry->ops.headnorm = upi_dry_headnorm;
-    dry->ops.headnorm_bwd = upi_dry_headnorm_bwd;
+    dry->ops.rmsnorm = upi_dry_rmsnorm;
+    dry->ops.rmsnorm_bwd = upi_dry_rmsnorm_bwd;
     dry->ops.rowdot = upi_dry_rowdot;
     dry->ops.sum = upi_dry_sum;
+    dry->ops.add = upi_dry_cast;
+    dry->ops.swiglu = upi_dry_swiglu;
+    dry->ops.swiglu_bwd = upi_dry_swiglu;
+    dry->ops.cross_entropy = upi_dry_cross_entropy;
+    dry->ops.embed = upi_dry_embed;
+    dry->ops.embed_bwd = upi_dry_embed;
+    dry->ops.total = upi_dry_total;
+    dry->ops.adamw = upi_dry_adamw;
     dry->ctx.ops = &dry->ops;
     dry->ctx.mem = &dry->mem;
     dry->ctx.team = &dry->team;

@@ -39,6 +39,40 @@ typedef struct upipe_rope {
     int interleaved, inverse;
 } upipe_rope;
 
+/* upipe_cross_entropy -- softmax cross-entropy of rows of logits, and its gradient
+ *   logits   f32 [n][1][V]; consumed
+ *   grad     [n][1][V]: scale * (softmax - onehot), 0 in ignored rows; may be logits itself where it is f32,
+ *            otherwise does not overlap it. data NULL = not wanted
+ *   loss     [n]: log sum exp - logit of the target, not scaled; 0 in ignored rows
+ *   targets  [n], the device's memory; a negative one ignores its row. One beyond V - 1 is an error (ARG)
+ *            where the backend can tell, otherwise the row's loss is NaN
+ */
+typedef struct upipe_cross_entropy {
+    upipe_view logits, grad;
+    float *loss;
+    const int32_t *targets;
+    float scale;
+} upipe_cross_entropy;
+
+/* upipe_adamw -- one step of AdamW (decoupled weight decay) over n elements
+ *
+ *     g' = g * grad_scale;   m = beta1 m + (1 - beta1) g';   v = beta2 v + (1 - beta2) g'^2
+ *     w = w - rate * (m / (1 - beta1^step) / (sqrt(v / (1 - beta2^step)) + eps) + decay * w)
+ *
+ *   w m v   f32 [n], updated
+ *   g       f32 [n]
+ *   copy    [n] elements of copy_dtype: w, rounded; NULL = none
+ *   step    1 for the first one
+ */
+typedef struct upipe_adamw {
+    float *w, *m, *v;
+    const float *g;
+    void *copy;
+    int64_t n, step;
+    double rate, beta1, beta2, eps, decay, grad_scale;
+    upipe_dtype copy_dtype;
+} upipe_adamw;
+
 typedef struct upipe_ops {
     const char *name; /* "cpu-avx2", "cpu-portable", "cuda", ... */
     void *self;       /* the backend's own (a cuBLAS handle, say) */
@@ -67,12 +101,13 @@ typedef struct upipe_ops {
     size_t (*attn_bytes)(const struct upipe_ops *ops, const struct upipe_attn *a, int backward);
 
     upipe_status (*rope)(upipe_ctx *c, const upipe_rope *r);
-    /* RMS norm of every head's d elements, in place: x = x * rsqrt(mean(x^2) + eps) * gain[d]. */
-    upipe_status (*headnorm)(upipe_ctx *c, upipe_view x, const float *gain, float eps);
-    /* Its backward, dy in place: consumes dy, leaves dx. x is the input of headnorm.
-     * dgain [h][d], f32, one row a head: += over the tokens in order. */
-    upipe_status (*headnorm_bwd)(upipe_ctx *c, upipe_view dy, upipe_view x, const float *gain, float eps,
-                                 float *dgain);
+    /* y = x * rsqrt(mean(x^2) + eps) * gain[d], over every row of d: a token, or each of its heads. y may be
+     * x. */
+    upipe_status (*rmsnorm)(upipe_ctx *c, upipe_view y, upipe_view x, const float *gain, float eps);
+    /* Its backward: dx = the gradient of x, the norm's input, or dx += with accumulate. Without it dx may be
+     * dy or x. dgain [h][d], f32, one row a head: += over the tokens in order; NULL = not wanted. */
+    upipe_status (*rmsnorm_bwd)(upipe_ctx *c, upipe_view dx, upipe_view dy, upipe_view x, const float *gain,
+                                float eps, float *dgain, int accumulate);
 
     /* out[i][j] = sum over k of a[i][j][k] * b[i][j][k], in f32, in the same order as attn_bwd sums dO * V,
      * so that the two cancel where they should; out is an f32 view with d = 1. */
@@ -82,6 +117,24 @@ typedef struct upipe_ops {
      * f32). */
     upipe_status (*sum)(upipe_ctx *c, upipe_view dst, const float *src, int64_t step, int count,
                         int accumulate);
+    /* y += x, element by element, rounded once; equal shapes, any types. */
+    upipe_status (*add)(upipe_ctx *c, upipe_view y, upipe_view x);
+
+    /* y = silu(gate) * up, where silu(z) = z / (1 + exp(-z)); y may be gate or up. */
+    upipe_status (*swiglu)(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up);
+    /* Its backward, in place: gate and up become their gradients. */
+    upipe_status (*swiglu_bwd)(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy);
+    upipe_status (*cross_entropy)(upipe_ctx *c, const upipe_cross_entropy *x);
+
+    /* x[i] = table[tokens[i]]; x [n][1][D], table [V][1][D] of any types. tokens: the device's memory. */
+    upipe_status (*embed)(upipe_ctx *c, upipe_view x, upipe_view table, const int32_t *tokens);
+    /* dtable[tokens[i]] += dx[i], for i in order; dtable f32. */
+    upipe_status (*embed_bwd)(upipe_ctx *c, upipe_view dtable, upipe_view dx, const int32_t *tokens);
+
+    /* *out = the sum of all elements of x, or of their squares, in f64; out is host memory, written when the
+     * call returns. */
+    upipe_status (*total)(upipe_ctx *c, double *out, upipe_view x, int squares);
+    upipe_status (*adamw)(upipe_ctx *c, const upipe_adamw *a);
 } upipe_ops;
 
 #endif

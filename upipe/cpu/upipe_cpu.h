@@ -18,6 +18,7 @@
 #include "upipe_cpu_attn.h"
 #include "upipe_cpu_gemm.h"
 #include "upipe_cpu_rows.h"
+#include "upipe_cpu_train.h"
 
 /* upipe_cpu_ops -- fills every entry of the table */
 UPIPE_API void upipe_cpu_ops(upipe_ops *ops)
@@ -33,10 +34,18 @@ UPIPE_API void upipe_cpu_ops(upipe_ops *ops)
     ops->attn_bwd = upi_cpu_attn_bwd;
     ops->attn_bytes = upi_cpu_attn_bytes;
     ops->rope = upi_cpu_rope;
-    ops->headnorm = upi_cpu_headnorm;
-    ops->headnorm_bwd = upi_cpu_headnorm_bwd;
+    ops->rmsnorm = upi_cpu_rmsnorm;
+    ops->rmsnorm_bwd = upi_cpu_rmsnorm_bwd;
     ops->rowdot = upi_cpu_rowdot;
     ops->sum = upi_cpu_sum;
+    ops->add = upi_cpu_add;
+    ops->swiglu = upi_cpu_swiglu;
+    ops->swiglu_bwd = upi_cpu_swiglu_bwd;
+    ops->cross_entropy = upi_cpu_cross_entropy;
+    ops->embed = upi_cpu_embed;
+    ops->embed_bwd = upi_cpu_embed_bwd;
+    ops->total = upi_cpu_total;
+    ops->adamw = upi_cpu_adamw;
 }
 
 #endif

@@ -1,10 +1,10 @@
 /* upipe_cpu_rows.h -- copies, casts, and all that works row by row        backend cpu, includes cpu_simd, ops
  *
- * Fills the table's copy, zero, cast, rope, headnorm, headnorm_bwd, rowdot and sum. Links with the math
+ * Fills the table's copy, zero, cast, rope, rmsnorm, rmsnorm_bwd, rowdot and sum. Links with the math
  * library.
  *
  *     upi_cpu_rope(&ctx, &r)      x [count][tokens][heads][d], in place; angles once a token, for all heads
- *     upi_cpu_headnorm(...)       x [tokens][heads][d], in place
+ *     upi_cpu_rmsnorm(...)        y = norm of x [tokens][heads][d], in place or not
  *     upi_cpu_rowdot(...)         [tokens][heads] = a . b
  *
  * A row is d contiguous elements, walked eight at a time; its last few ride in a vector filled up with zeros,
@@ -71,6 +71,18 @@ UPIPE_API upipe_status upi_row_check_like(upipe_ctx *c, const char *call, const 
         return upi_fail(&c->err, UPIPE_ERR_ARG, "%s: %s is [%lld][%d][%d], not [%lld][%d][%d]", call, name,
                         (long long)v.n, v.h, v.d, (long long)like.n, like.h, d);
     return UPIPE_OK;
+}
+
+/* Views that begin at one address must be the same elements: each is read, then written, and no other. */
+UPIPE_API upipe_status upi_row_check_alias(upipe_ctx *c, const char *call, const char *a_name, upipe_view a,
+                                           const char *b_name, upipe_view b)
+{
+    int same = a.dtype == b.dtype && (a.n == 1 || a.n_step == b.n_step) && (a.h == 1 || a.h_step == b.h_step);
+    if (a.n == 0 || a.data != b.data || same) return UPIPE_OK;
+    return upi_fail(&c->err, UPIPE_ERR_ARG,
+                    "%s: %s (%s, steps %lld, %lld) lies over %s (%s, steps %lld, %lld)", call, a_name,
+                    upipe_dtype_name(a.dtype), (long long)a.n_step, (long long)a.h_step, b_name,
+                    upipe_dtype_name(b.dtype), (long long)b.n_step, (long long)b.h_step);
 }
 
 /* ---- entries of the table ---- */
@@ -277,56 +289,68 @@ UPI_INLINE float upi_row_scale(const void *row, upipe_dtype dtype, int32_t d, fl
     return 1.0f / sqrtf(upi_row_dot(row, dtype, row, dtype, d) / (float)d + eps);
 }
 
-UPIPE_API upipe_status upi_cpu_headnorm(upipe_ctx *c, upipe_view x, const float *gain, float eps)
+UPIPE_API upipe_status upi_cpu_rmsnorm(upipe_ctx *c, upipe_view y, upipe_view x, const float *gain, float eps)
 {
-    int64_t i;
-    int32_t j, k;
-    UPIPE_TRY(upi_row_check(c, "headnorm", "x", x));
-    if (gain == NULL) return upi_fail(&c->err, UPIPE_ERR_ARG, "headnorm: gain is NULL");
-    if (!(eps >= 0)) return upi_fail(&c->err, UPIPE_ERR_ARG, "headnorm: eps %g", (double)eps);
+    int64_t i, k;
+    int32_t j;
+    UPIPE_TRY(upi_row_check(c, "rmsnorm", "x", x));
+    UPIPE_TRY(upi_row_check_like(c, "rmsnorm", "y", y, x, x.d));
+    UPIPE_TRY(upi_row_check_alias(c, "rmsnorm", "y", y, "x", x));
+    if (gain == NULL) return upi_fail(&c->err, UPIPE_ERR_ARG, "rmsnorm: gain is NULL");
+    if (!(eps >= 0)) return upi_fail(&c->err, UPIPE_ERR_ARG, "rmsnorm: eps %g", (double)eps);
     for (i = 0; i < x.n; ++i)
         for (j = 0; j < x.h; ++j) {
-            void *row = upipe_view_at(x, i, j);
-            upi_f8 scale = upi_f8_set1(upi_row_scale(row, x.dtype, x.d, eps));
+            const void *from = upipe_view_at(x, i, j);
+            void *to = upipe_view_at(y, i, j);
+            upi_f8 scale = upi_f8_set1(upi_row_scale(from, x.dtype, x.d, eps));
             for (k = 0; k < x.d; k += UPI_LANES) {
-                upi_f8 unit = upi_f8_mul(upi_row_get(row, x.dtype, k, x.d), scale);
-                upi_row_put(row, x.dtype, k, x.d, upi_f8_mul(unit, upi_row_get(gain, UPIPE_F32, k, x.d)));
+                upi_f8 unit = upi_f8_mul(upi_row_get(from, x.dtype, k, x.d), scale);
+                upi_row_put(to, y.dtype, k, x.d, upi_f8_mul(unit, upi_row_get(gain, UPIPE_F32, k, x.d)));
             }
         }
     return UPIPE_OK;
 }
 
 /* With u = x * scale, the row of mean square 1:  dx = scale * (gain dy - u * mean(u gain dy)),  dgain +=
- * dy u. */
-UPIPE_API upipe_status upi_cpu_headnorm_bwd(upipe_ctx *c, upipe_view dy, upipe_view x, const float *gain,
-                                            float eps, float *dgain)
+ * dy u. The first loop over a row only reads dy and x, so that dx may be either. */
+UPIPE_API upipe_status upi_cpu_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upipe_view dy, upipe_view x,
+                                           const float *gain, float eps, float *dgain, int accumulate)
 {
-    int64_t i;
-    int32_t j, k;
-    UPIPE_TRY(upi_row_check(c, "headnorm_bwd", "dy", dy));
-    UPIPE_TRY(upi_row_check_like(c, "headnorm_bwd", "x", x, dy, dy.d));
-    if (gain == NULL || dgain == NULL)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "headnorm_bwd: %s is NULL", gain == NULL ? "gain" : "dgain");
-    if (!(eps >= 0)) return upi_fail(&c->err, UPIPE_ERR_ARG, "headnorm_bwd: eps %g", (double)eps);
+    int64_t i, k;
+    int32_t j;
+    UPIPE_TRY(upi_row_check(c, "rmsnorm_bwd", "dy", dy));
+    UPIPE_TRY(upi_row_check_like(c, "rmsnorm_bwd", "x", x, dy, dy.d));
+    UPIPE_TRY(upi_row_check_like(c, "rmsnorm_bwd", "dx", dx, dy, dy.d));
+    UPIPE_TRY(upi_row_check_alias(c, "rmsnorm_bwd", "dx", dx, "dy", dy));
+    UPIPE_TRY(upi_row_check_alias(c, "rmsnorm_bwd", "dx", dx, "x", x));
+    if (accumulate && dx.n > 0 && (dx.data == dy.data || dx.data == x.data))
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "rmsnorm_bwd: dx, which accumulates, is %s",
+                        dx.data == dy.data ? "dy" : "x");
+    if (gain == NULL) return upi_fail(&c->err, UPIPE_ERR_ARG, "rmsnorm_bwd: gain is NULL");
+    if (!(eps >= 0)) return upi_fail(&c->err, UPIPE_ERR_ARG, "rmsnorm_bwd: eps %g", (double)eps);
     for (i = 0; i < x.n; ++i)
         for (j = 0; j < x.h; ++j) {
-            const void *from = upipe_view_at(x, i, j);
-            void *row = upipe_view_at(dy, i, j);
-            float *dg = dgain + (int64_t)j * x.d, one = upi_row_scale(from, x.dtype, x.d, eps);
+            const void *from = upipe_view_at(x, i, j), *row = upipe_view_at(dy, i, j);
+            void *to = upipe_view_at(dx, i, j);
+            float *dg = dgain != NULL ? dgain + (int64_t)j * x.d : NULL;
+            float one = upi_row_scale(from, x.dtype, x.d, eps);
             upi_f8 scale = upi_f8_set1(one), sum = upi_f8_zero(), minus_mean;
             for (k = 0; k < x.d; k += UPI_LANES) {
                 upi_f8 unit = upi_f8_mul(upi_row_get(from, x.dtype, k, x.d), scale);
                 upi_f8 grad = upi_row_get(row, dy.dtype, k, x.d);
                 sum = upi_f8_fma(upi_f8_mul(grad, upi_row_get(gain, UPIPE_F32, k, x.d)), unit, sum);
-                upi_row_put(dg, UPIPE_F32, k, x.d,
-                            upi_f8_fma(grad, unit, upi_row_get(dg, UPIPE_F32, k, x.d)));
+                if (dg != NULL)
+                    upi_row_put(dg, UPIPE_F32, k, x.d,
+                                upi_f8_fma(grad, unit, upi_row_get(dg, UPIPE_F32, k, x.d)));
             }
             minus_mean = upi_f8_set1(-upi_f8_sum(sum) / (float)x.d);
             for (k = 0; k < x.d; k += UPI_LANES) {
                 upi_f8 unit = upi_f8_mul(upi_row_get(from, x.dtype, k, x.d), scale);
                 upi_f8 grad =
                     upi_f8_mul(upi_row_get(row, dy.dtype, k, x.d), upi_row_get(gain, UPIPE_F32, k, x.d));
-                upi_row_put(row, dy.dtype, k, x.d, upi_f8_mul(scale, upi_f8_fma(unit, minus_mean, grad)));
+                grad = upi_f8_mul(scale, upi_f8_fma(unit, minus_mean, grad));
+                if (accumulate) grad = upi_f8_add(upi_row_get(to, dx.dtype, k, x.d), grad);
+                upi_row_put(to, dx.dtype, k, x.d, grad);
             }
         }
     return UPIPE_OK;
@@ -339,8 +363,7 @@ UPIPE_API upipe_status upi_cpu_headnorm_bwd(upipe_ctx *c, upipe_view dy, upipe_v
 UPI_INLINE upi_f8 upi_row_dot8(upipe_view a, upipe_view b, int64_t i, int32_t j, int64_t rows)
 {
     upi_f8 total = upi_f8_zero(), sum = upi_f8_zero(), at[UPI_LANES], bt[UPI_LANES];
-    int64_t r;
-    int32_t k;
+    int64_t r, k;
     int l;
     for (k = 0; k < a.d; k += UPI_LANES) {
         for (r = 0; r < UPI_LANES; ++r) {
@@ -380,8 +403,8 @@ UPIPE_API upipe_status upi_cpu_rowdot(upipe_ctx *c, upipe_view out, upipe_view a
 UPIPE_API upipe_status upi_cpu_sum(upipe_ctx *c, upipe_view dst, const float *src, int64_t step, int count,
                                    int accumulate)
 {
-    int64_t i, packed = 0;
-    int32_t j, k;
+    int64_t i, k, packed = 0;
+    int32_t j;
     int part;
     UPIPE_TRY(upi_row_check(c, "sum", "dst", dst));
     if (count < 0) return upi_fail(&c->err, UPIPE_ERR_ARG, "sum: %d terms", count);

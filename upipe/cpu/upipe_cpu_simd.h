@@ -19,6 +19,8 @@
 #ifndef UPIPE_CPU_SIMD_H
 #define UPIPE_CPU_SIMD_H
 
+#include <math.h>
+
 #include "../upipe_base.h"
 
 #if defined(__AVX2__) && defined(__FMA__) && !defined(UPIPE_CPU_PORTABLE)
@@ -137,9 +139,13 @@ UPI_INLINE void   upi_f8_store(float *p, upi_f8 v)               { _mm256_storeu
 UPI_INLINE upi_f8 upi_f8_add(upi_f8 a, upi_f8 b)                 { return _mm256_add_ps(a, b); }
 UPI_INLINE upi_f8 upi_f8_sub(upi_f8 a, upi_f8 b)                 { return _mm256_sub_ps(a, b); }
 UPI_INLINE upi_f8 upi_f8_mul(upi_f8 a, upi_f8 b)                 { return _mm256_mul_ps(a, b); }
+UPI_INLINE upi_f8 upi_f8_div(upi_f8 a, upi_f8 b)                 { return _mm256_div_ps(a, b); }
+UPI_INLINE upi_f8 upi_f8_sqrt(upi_f8 a)                          { return _mm256_sqrt_ps(a); }
 UPI_INLINE upi_f8 upi_f8_fma(upi_f8 a, upi_f8 b, upi_f8 c)       { return _mm256_fmadd_ps(a, b, c); }
 /* The greater one; b where either is a NaN. */
 UPI_INLINE upi_f8 upi_f8_max(upi_f8 a, upi_f8 b)                 { return _mm256_max_ps(a, b); }
+/* The lesser one; b where either is a NaN. */
+UPI_INLINE upi_f8 upi_f8_min(upi_f8 a, upi_f8 b)                 { return _mm256_min_ps(a, b); }
 UPI_INLINE upi_mask8 upi_f8_equal(upi_f8 a, upi_f8 b)            { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
 /* a where the mask is set, b elsewhere. */
 UPI_INLINE upi_f8 upi_f8_select(upi_mask8 m, upi_f8 a, upi_f8 b) { return _mm256_blendv_ps(b, a, m); }
@@ -165,6 +171,15 @@ UPI_INLINE void   upi_f8_store(float *p, upi_f8 v)               { memcpy(p, &v,
 UPI_INLINE upi_f8 upi_f8_add(upi_f8 a, upi_f8 b)                 { return upi_f8_join(a.lo + b.lo, a.hi + b.hi); }
 UPI_INLINE upi_f8 upi_f8_sub(upi_f8 a, upi_f8 b)                 { return upi_f8_join(a.lo - b.lo, a.hi - b.hi); }
 UPI_INLINE upi_f8 upi_f8_mul(upi_f8 a, upi_f8 b)                 { return upi_f8_join(a.lo * b.lo, a.hi * b.hi); }
+UPI_INLINE upi_f8 upi_f8_div(upi_f8 a, upi_f8 b)                 { return upi_f8_join(a.lo / b.lo, a.hi / b.hi); }
+UPI_INLINE upi_f8 upi_f8_sqrt(upi_f8 a)
+{
+    float t[UPI_LANES];
+    int i;
+    upi_f8_store(t, a);
+    for (i = 0; i < UPI_LANES; ++i) t[i] = sqrtf(t[i]);
+    return upi_f8_load(t);
+}
 UPI_INLINE upi_f8 upi_f8_fma(upi_f8 a, upi_f8 b, upi_f8 c)
 {
     return upi_f8_join(a.lo * b.lo + c.lo, a.hi * b.hi + c.hi);
@@ -172,6 +187,10 @@ UPI_INLINE upi_f8 upi_f8_fma(upi_f8 a, upi_f8 b, upi_f8 c)
 UPI_INLINE upi_f8 upi_f8_max(upi_f8 a, upi_f8 b)
 {
     return upi_f8_join(upi_f4_select(a.lo > b.lo, a.lo, b.lo), upi_f4_select(a.hi > b.hi, a.hi, b.hi));
+}
+UPI_INLINE upi_f8 upi_f8_min(upi_f8 a, upi_f8 b)
+{
+    return upi_f8_join(upi_f4_select(a.lo < b.lo, a.lo, b.lo), upi_f4_select(a.hi < b.hi, a.hi, b.hi));
 }
 UPI_INLINE upi_mask8 upi_f8_equal(upi_f8 a, upi_f8 b)
 {
