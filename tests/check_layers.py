@@ -17,7 +17,7 @@ import tempfile
 LAYERS = [
     ['upipe_base.h'],
     ['upipe_plan.h', 'upipe_mem.h', 'upipe_ops.h', 'upipe_comm.h'],
-    ['upipe_a2a.h', 'upipe_attn.h'],
+    ['upipe_a2a.h', 'upipe_attn.h', 'upipe_tile.h'],
     ['upipe_block.h'],
     ['upipe_layer.h', 'upipe_out.h'],
     ['upipe_dry.h'],

@@ -32,11 +32,12 @@ static void check_block(const block_shape *s, const f32_block *in, const f32_blo
 #define BLOCK_HOLDS(tensor)                                                                                 \
     if (want.tensor != NULL) {                                                                              \
         const float *runs[NAIVE_WAYS];                                                                      \
-        tolerance_error g, m;                                                                               \
+        tolerance_error g;                                                                                  \
         double floor;                                                                                       \
         for (i = 0; i < ways; ++i) runs[i] = naive[i].tensor;                                               \
-        holds = holds && tolerance_holds(got->tensor, runs, ways, want.tensor, block_count(s, #tensor), &g, \
-                                         &m, &floor);                                                       \
+        holds = holds && tolerance_holds(got->tensor,                                                       \
+                                         tolerance_naive(runs, ways, want.tensor, block_count(s, #tensor)), \
+                                         want.tensor, block_count(s, #tensor), &g, &floor);                 \
     }
         BLOCK_RESULTS(BLOCK_HOLDS)
 #undef BLOCK_HOLDS

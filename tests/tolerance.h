@@ -19,8 +19,12 @@
 
 #include "test.h"
 
-#define CHECK_CLOSE(got, naive, ways, reference, n, name) \
-    tolerance_check((got), (naive), (ways), (reference), (n), (name), __FILE__, __LINE__)
+#define CHECK_CLOSE(got, naive, ways, reference, n, name)                                                \
+    tolerance_check((got), tolerance_naive((naive), (ways), (reference), (n)), (reference), (n), (name), \
+                    __FILE__, __LINE__)
+/* The same where the naive runs' errors are known. */
+#define CHECK_CLOSE_TO(got, errors, reference, n, name) \
+    tolerance_check((got), (errors), (reference), (n), (name), __FILE__, __LINE__)
 
 typedef struct tolerance_error {
     double max, mean;
@@ -49,36 +53,42 @@ static inline tolerance_error tolerance_measure(const float *x, const double *re
     return e;
 }
 
-/* The rule; the errors that it compared are left in g and m. */
-static inline int tolerance_holds(const float *got, const float *const *naive, int ways,
-                                  const double *reference, int64_t n, tolerance_error *g, tolerance_error *m,
-                                  double *floor)
+/* The largest errors of some naive runs. */
+static inline tolerance_error tolerance_naive(const float *const *naive, int ways, const double *reference,
+                                              int64_t n)
+{
+    tolerance_error m;
+    int way;
+    memset(&m, 0, sizeof m);
+    for (way = 0; way < ways; ++way) {
+        tolerance_error e = tolerance_measure(naive[way], reference, n);
+        if (e.max > m.max) m.max = e.max;
+        if (e.mean > m.mean) m.mean = e.mean;
+        m.impossible += e.impossible;
+    }
+    return m;
+}
+
+/* The rule, given the errors of the naive runs; the result's own and the floor are left in g and floor. */
+static inline int tolerance_holds(const float *got, tolerance_error m, const double *reference, int64_t n,
+                                  tolerance_error *g, double *floor)
 {
     double largest = 0;
     int64_t i;
-    int way;
     *g = tolerance_measure(got, reference, n);
-    memset(m, 0, sizeof *m);
-    for (way = 0; way < ways; ++way) {
-        tolerance_error e = tolerance_measure(naive[way], reference, n);
-        if (e.max > m->max) m->max = e.max;
-        if (e.mean > m->mean) m->mean = e.mean;
-        m->impossible += e.impossible;
-    }
     for (i = 0; i < n; ++i)
         if (!isinf(reference[i]) && fabs(reference[i]) > largest) largest = fabs(reference[i]);
     *floor = 4 * (double)FLT_EPSILON * largest;
-    return g->impossible == 0 && m->impossible == 0 && g->max <= 2 * m->max + *floor &&
-           g->mean <= 1.5 * m->mean + *floor;
+    return g->impossible == 0 && m.impossible == 0 && g->max <= 2 * m.max + *floor &&
+           g->mean <= 1.5 * m.mean + *floor;
 }
 
-static inline int tolerance_check(const float *got, const float *const *naive, int ways,
-                                  const double *reference, int64_t n, const char *name, const char *file,
-                                  int line)
+static inline int tolerance_check(const float *got, tolerance_error m, const double *reference, int64_t n,
+                                  const char *name, const char *file, int line)
 {
-    tolerance_error g, m;
+    tolerance_error g;
     double floor;
-    int ok = tolerance_holds(got, naive, ways, reference, n, &g, &m, &floor);
+    int ok = tolerance_holds(got, m, reference, n, &g, &floor);
     return test_check(ok, file, line,
                       "%s: error max %.3g mean %.3g, naive max %.3g mean %.3g, floor %.3g; %lld impossible; "
                       "element %lld is %.9g, not %.9g",

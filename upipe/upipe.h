@@ -23,6 +23,9 @@
  *     upipe_layer_bwd(&ctx, &layer, x, &grads, &saved, &saved.out, x);
  *     upipe_saved_free(&ctx, &saved);
  *
+ *     upipe_mlp_fwd(&ctx, &mlp, y, x);   upipe_loss_bwd(...);   the rest of a layer, by tiles   upipe_tile.h
+ *     upipe_a2a_reduce_scatter(&ctx, gradients, n);             sums over ranks                 upipe_a2a.h
+ *
  * Every part serves alone: a trainer with a forward of its own may use the plan, the pool and the exchange
  * (upipe_a2a.h), or attention by itself (upipe_attn.h). Each header opens with its layouts and an example.
  */
@@ -36,6 +39,7 @@
 #include "upipe_comm.h"
 #include "upipe_a2a.h"
 #include "upipe_attn.h"
+#include "upipe_tile.h"
 #include "upipe_block.h"
 #include "upipe_layer.h"
 #include "upipe_out.h"

@@ -49,6 +49,16 @@ UPIPE_API upi_run upi_out_run(upipe_ctx *c, const upipe_layer *l)
     return r;
 }
 
+/* upipe_layer_out_bytes -- what upipe_layer_out_fwd or, with backward, upipe_layer_out_bwd takes from the pool,
+ *                          exactly; of that, delta (rows * heads * 4 bytes) stays after the backward
+ *   scratch  from upipe_layer_scratch, for a layer with wo
+ */
+UPIPE_API size_t upipe_layer_out_bytes(const upipe_plan *p, const upipe_plan_scratch *scratch, int backward)
+{
+    if (!backward) return (size_t)(scratch->tile_rows * p->desc.model_dim) * 4 + scratch->gemm;
+    return (size_t)(p->rows * p->desc.heads) * 4 + upipe_plan_rows_bytes(p, p->per_rank) + scratch->gemm;
+}
+
 UPIPE_API upipe_status upi_layer_out_fwd(upi_run *r, upipe_view y, const upipe_saved *save)
 {
     const upipe_plan *p = r->p;

@@ -1,0 +1,144 @@
+/* oracle_tile.h -- the MLP, and head with loss, of all tokens at once in plain loops: f64, the truth; f32,
+ *                  the naive yardstick
+ *
+ * Layouts: x, y, gy [rows][D], gate, up [F][D], down [D][F], head [V][D], gain [D], loss [rows]; F or V is
+ * the shape's `wide`. The naive run rounds to the storage type what a plain implementation would store: the
+ * norm's result, the hidden layer and its factors, their gradients, the gradient of the logits, y, dx.
+ *
+ *     tile_inputs(&shape, seed, &in);                   values that the storage type holds
+ *     f64_tile_run(&shape, &in64, &want);               in64: the same values, f64_tile_widen
+ *     f32_tile_run(&shape, &in, &naive);
+ *
+ * In a result, x is dx, gate is dW_gate and so on.
+ */
+#ifndef UPIPE_TEST_ORACLE_TILE_H
+#define UPIPE_TEST_ORACLE_TILE_H
+
+#include "oracle.h"
+#include "test.h"
+
+typedef struct tile_shape {
+    int64_t rows, dim, wide;
+    const int32_t *targets; /* [rows]: head and loss; NULL: the MLP */
+    int normed, residual;
+    int naive; /* naive runs alone: how sums run (oracle.h) */
+    upipe_dtype dtype;
+    double eps, scale; /* scale of a loss's gradients, as it is */
+} tile_shape;
+
+/* Inputs or results; elements in tile_count's order. */
+#define TILE_TENSORS(X) X(x) X(gate) X(up) X(down) X(head) X(gain) X(y) X(gy) X(loss)
+
+#define TILE_MEMBER(name) *name,
+typedef struct f64_tile {
+    double TILE_TENSORS(TILE_MEMBER) * none;
+} f64_tile;
+typedef struct f32_tile {
+    float TILE_TENSORS(TILE_MEMBER) * none;
+} f32_tile;
+#undef TILE_MEMBER
+
+static int64_t tile_count(const tile_shape *s, const char *name)
+{
+    int mlp = s->targets == NULL;
+    if (!strcmp(name, "gate") || !strcmp(name, "up") || !strcmp(name, "down")) return mlp * s->wide * s->dim;
+    if (!strcmp(name, "y") || !strcmp(name, "gy")) return mlp * s->rows * s->dim;
+    if (!strcmp(name, "head")) return !mlp * s->wide * s->dim;
+    if (!strcmp(name, "loss")) return !mlp * s->rows;
+    if (!strcmp(name, "gain")) return s->normed ? s->dim : 0;
+    return s->rows * s->dim;
+}
+
+/* Zeroed tensors; those that the shape lacks are NULL. */
+static void f64_tile_make(const tile_shape *s, f64_tile *t)
+{
+    memset(t, 0, sizeof *t);
+#define TILE_MAKE(name) \
+    if (tile_count(s, #name) > 0) t->name = (double *)calloc((size_t)tile_count(s, #name), sizeof(double));
+    TILE_TENSORS(TILE_MAKE)
+#undef TILE_MAKE
+}
+
+static void f32_tile_make(const tile_shape *s, f32_tile *t)
+{
+    memset(t, 0, sizeof *t);
+#define TILE_MAKE(name) \
+    if (tile_count(s, #name) > 0) t->name = (float *)calloc((size_t)tile_count(s, #name), sizeof(float));
+    TILE_TENSORS(TILE_MAKE)
+#undef TILE_MAKE
+}
+
+static void f64_tile_free(f64_tile *t)
+{
+#define TILE_FREE(name) free(t->name);
+    TILE_TENSORS(TILE_FREE)
+#undef TILE_FREE
+}
+
+static void f32_tile_free(f32_tile *t)
+{
+#define TILE_FREE(name) free(t->name);
+    TILE_TENSORS(TILE_FREE)
+#undef TILE_FREE
+}
+
+static void f64_tile_widen(const tile_shape *s, const f32_tile *in, f64_tile *out)
+{
+    int64_t i;
+    f64_tile_make(s, out);
+#define TILE_WIDEN(name) \
+    for (i = 0; in->name != NULL && i < tile_count(s, #name); ++i) out->name[i] = (double)in->name[i];
+    TILE_TENSORS(TILE_WIDEN)
+#undef TILE_WIDEN
+}
+
+/* Random inputs that give gates and logits of order 1; gains about 1, in f32. */
+static void tile_inputs(const tile_shape *s, uint64_t seed, f32_tile *in)
+{
+    test_rng rng;
+    double weight = 1 / sqrt((double)s->dim);
+    int64_t i;
+    rng.state = seed;
+    f32_tile_make(s, in);
+#define TILE_FILL(name, size)                                      \
+    for (i = 0; in->name != NULL && i < tile_count(s, #name); ++i) \
+        in->name[i] = naive_store(s->dtype, (float)((size)*test_normal(&rng)));
+    TILE_FILL(x, 1)
+    TILE_FILL(gate, weight)
+    TILE_FILL(up, weight)
+    TILE_FILL(down, 1 / sqrt((double)s->wide))
+    TILE_FILL(head, weight)
+    TILE_FILL(gy, 1)
+#undef TILE_FILL
+    for (i = 0; s->normed && i < s->dim; ++i) in->gain[i] = (float)(1 + 0.1 * test_normal(&rng));
+}
+
+#define REAL              double
+#define NAME(x)           f64_##x
+#define STORE(s, v)       (v)
+#define ADD(s, sum, a, b) ((sum) + (a) * (b))
+#define EXP               exp
+#define LOG               log
+#include "oracle_tile.inc"
+#undef REAL
+#undef NAME
+#undef STORE
+#undef ADD
+#undef EXP
+#undef LOG
+
+#define REAL              float
+#define NAME(x)           f32_##x
+#define STORE(s, v)       naive_store((s)->dtype, v)
+#define ADD(s, sum, a, b) naive_add(sum, a, b, (s)->naive)
+#define EXP               expf
+#define LOG               logf
+#include "oracle_tile.inc"
+#undef REAL
+#undef NAME
+#undef STORE
+#undef ADD
+#undef EXP
+#undef LOG
+
+#endif

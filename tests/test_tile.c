@@ -1,0 +1,1263 @@
+/* test_tile.c -- the MLP and the loss by tiles: against f64, the same bits for any tile, view and place,
+ *                bytes to the last one, failures at every take and every operation
+ *
+ * Tensors lie in exact allocations with gaps full of NaNs, and every run goes through a dry pool first and
+ * then through a slab of exactly the bytes that this one needed.
+ */
+#include "test.h"
+#include "oracle_tile.h"
+#include "tolerance.h"
+
+#include "upipe/upipe_dry.h"
+#include "upipe/upipe_tile.h"
+#include "upipe/cpu/upipe_cpu.h"
+
+/* Results: all tensors but the gradient that comes in. */
+#define TILE_RESULTS(X) X(x) X(gate) X(up) X(down) X(head) X(gain) X(y) X(loss)
+
+/* Weight gradients, and the bits that leave them out. */
+enum { NO_GATE = 1, NO_UP = 2, NO_DOWN = 4, NO_HEAD = 8, NO_GAIN = 16 };
+#define TILE_GRADIENTS(X) X(gate, NO_GATE) X(up, NO_UP) X(down, NO_DOWN) X(head, NO_HEAD) X(gain, NO_GAIN)
+
+typedef struct tile_case {
+    tile_shape shape;
+    size_t tile_bytes;
+    float scale;           /* the head's, 0 too */
+    int gap;               /* elements behind a row of x; gy, y and gx have more */
+    int in_place;          /* y is x; gx is gy, or x in a loss */
+    int unwanted;          /* gradients left out */
+    const f32_tile *start; /* what the weights' gradients hold before; NULL: zeros */
+} tile_case;
+
+static tile_case make_case(int loss, int64_t rows, int64_t dim, int64_t wide, upipe_dtype dtype)
+{
+    static const int32_t none[1] = {0};
+    tile_case t;
+    memset(&t, 0, sizeof t);
+    t.shape.rows = rows;
+    t.shape.dim = dim;
+    t.shape.wide = wide;
+    t.shape.targets = loss ? none : NULL;
+    t.shape.dtype = dtype;
+    t.shape.scale = 1;
+    return t;
+}
+
+/* Targets of all rows, about one in seven ignored. */
+static int32_t *make_targets(test_rng *r, const tile_shape *s)
+{
+    int32_t *targets = (int32_t *)malloc((size_t)s->rows * sizeof *targets + 1);
+    int64_t i;
+    for (i = 0; i < s->rows; ++i)
+        targets[i] = test_below(r, 7) == 0 ? -1 - test_below(r, 100) : test_below(r, (int)s->wide);
+    return targets;
+}
+
+/* ---- the library's arguments ---- */
+
+typedef struct tile_args {
+    upipe_mlp mlp;
+    upipe_head head;
+    upipe_mlp_grads mlp_grads;
+    upipe_head_grads head_grads;
+    upipe_view x, y, gy, gx;
+    void *w[4]; /* in the storage type: gate, up, down, head */
+    float *losses;
+    int loss; /* which of the two */
+    const int32_t *targets;
+} tile_args;
+
+static size_t view_bytes(upipe_view v)
+{
+    return v.n > 0 ? (size_t)((v.n - 1) * v.n_step + v.d) * upipe_dtype_bytes(v.dtype) : 0;
+}
+
+/* A copy of these values in the storage type, in an allocation of its own; NaNs everywhere without values. */
+static upipe_view rows_make(const float *values, upipe_dtype dtype, int64_t rows, int64_t dim, int gap)
+{
+    upipe_view v = upipe_view_make(NULL, dtype, rows, dim + gap, 1, dim, (int32_t)dim);
+    int64_t i, k;
+    v.data = malloc(view_bytes(v) + (rows == 0));
+    memset(v.data, 0xff, view_bytes(v));
+    for (i = 0; values != NULL && i < rows; ++i)
+        for (k = 0; k < dim; ++k) upi_f1_put(upipe_view_at(v, i, 0), dtype, k, values[i * dim + k]);
+    return v;
+}
+
+static void rows_widen(upipe_view v, float *to)
+{
+    int64_t i, k;
+    for (i = 0; i < v.n; ++i)
+        for (k = 0; k < v.d; ++k) to[i * v.d + k] = upi_f1_get(upipe_view_at(v, i, 0), v.dtype, k);
+}
+
+/* The rows hold these values, where they are given, and the gaps are as they were made. */
+static int rows_whole(upipe_view v, const float *values)
+{
+    size_t size = upipe_dtype_bytes(v.dtype), at;
+    int64_t i, k;
+    for (i = 0; i < v.n; ++i) {
+        const unsigned char *gap = (const unsigned char *)upipe_view_at(v, i, 0) + (size_t)v.d * size;
+        for (at = 0; i + 1 < v.n && at < (size_t)(v.n_step - v.d) * size; ++at)
+            if (gap[at] != 0xff) return 0;
+        for (k = 0; values != NULL && k < v.d; ++k)
+            if (upi_f1_get(upipe_view_at(v, i, 0), v.dtype, k) != values[i * v.d + k]) return 0;
+    }
+    return 1;
+}
+
+static void *storage_make(const float *values, upipe_dtype dtype, int64_t n)
+{
+    return values != NULL ? rows_make(values, dtype, 1, n, 0).data : NULL;
+}
+
+static void args_make(const tile_case *t, const f32_tile *in, f32_tile *got, tile_args *a)
+{
+    const tile_shape *s = &t->shape;
+    int64_t i, weight = s->wide * s->dim;
+    memset(a, 0, sizeof *a);
+    f32_tile_make(s, got);
+    a->loss = s->targets != NULL;
+    a->targets = s->targets;
+    a->losses = got->loss;
+    a->x = rows_make(in->x, s->dtype, s->rows, s->dim, t->gap);
+    if (!a->loss) a->gy = rows_make(in->gy, s->dtype, s->rows, s->dim, t->gap * 2);
+    if (!a->loss) a->y = rows_make(t->in_place ? in->x : NULL, s->dtype, s->rows, s->dim, t->gap * 3);
+    a->gx = rows_make(!t->in_place ? NULL : a->loss ? in->x : in->gy, s->dtype, s->rows, s->dim, t->gap * 5);
+    a->mlp.w_gate = a->w[0] = storage_make(in->gate, s->dtype, weight);
+    a->mlp.w_up = a->w[1] = storage_make(in->up, s->dtype, weight);
+    a->mlp.w_down = a->w[2] = storage_make(in->down, s->dtype, weight);
+    a->head.w = a->w[3] = storage_make(in->head, s->dtype, weight);
+    a->mlp.gain = a->head.gain = in->gain;
+    a->mlp.norm_eps = a->head.norm_eps = s->normed ? (float)s->eps : 0;
+    a->mlp.hidden = a->head.vocab = s->wide;
+    a->mlp.residual = s->residual;
+    a->mlp.tile_bytes = a->head.tile_bytes = t->tile_bytes;
+    a->head.scale = t->scale;
+#define START(name, bit)                                                                \
+    for (i = 0; t->start != NULL && got->name != NULL && i < tile_count(s, #name); ++i) \
+        got->name[i] = t->start->name[i];
+    TILE_GRADIENTS(START)
+#undef START
+    a->mlp_grads.w_gate = t->unwanted & NO_GATE ? NULL : got->gate;
+    a->mlp_grads.w_up = t->unwanted & NO_UP ? NULL : got->up;
+    a->mlp_grads.w_down = t->unwanted & NO_DOWN ? NULL : got->down;
+    a->head_grads.w = t->unwanted & NO_HEAD ? NULL : got->head;
+    a->mlp_grads.gain = a->head_grads.gain = t->unwanted & NO_GAIN ? NULL : got->gain;
+}
+
+static void args_free(tile_args *a)
+{
+    int i;
+    free(a->x.data);
+    free(a->y.data);
+    free(a->gy.data);
+    free(a->gx.data);
+    for (i = 0; i < 4; ++i) free(a->w[i]);
+}
+
+/* The call itself. */
+static upipe_status call_tile(upipe_ctx *c, const tile_case *t, tile_args *a, int backward)
+{
+    if (a->loss && !backward) return upipe_loss_fwd(c, &a->head, a->losses, a->x, a->targets);
+    if (a->loss)
+        return upipe_loss_bwd(c, &a->head, a->gx, &a->head_grads, a->losses, t->in_place ? a->gx : a->x,
+                              a->targets);
+    if (!backward) return upipe_mlp_fwd(c, &a->mlp, a->y, t->in_place ? a->y : a->x);
+    return upipe_mlp_bwd(c, &a->mlp, a->gx, &a->mlp_grads, t->in_place ? a->gx : a->gy, a->x);
+}
+
+static upipe_status call_bytes(size_t *bytes, const upipe_ops *ops, const tile_case *t, const tile_args *a,
+                               int backward, upipe_err *e)
+{
+    const tile_shape *s = &t->shape;
+    return a->loss ? upipe_loss_bytes(bytes, ops, &a->head, s->rows, s->dim, s->dtype, backward, e)
+                   : upipe_mlp_bytes(bytes, ops, &a->mlp, s->rows, s->dim, s->dtype, backward, e);
+}
+
+/* ---- one call in a pool that just suffices ---- */
+
+enum { BEFORE = 300, BLOCKS = 16 }; /* bytes that are live before */
+
+/* The pool that this call needs with BEFORE bytes before; its peak is held against *_bytes. */
+static size_t call_dry(const upipe_ops *ops, const tile_case *t, tile_args *a, int backward, size_t *bytes)
+{
+    upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
+    size_t need;
+    void *before;
+    CHECK(upipe_dry_init(dry, 0, 1, ops) == UPIPE_OK);
+    CHECK(upipe_mem_take(&dry->mem, &before, BEFORE, "before", NULL) == UPIPE_OK);
+    CHECK_STATUS(call_bytes(bytes, ops, t, a, backward, &dry->ctx.err), UPIPE_OK, dry->ctx.err);
+    CHECK_STATUS(call_tile(&dry->ctx, t, a, backward), UPIPE_OK, dry->ctx.err);
+    CHECK_INT(dry->mem.peak - BEFORE, *bytes);
+    CHECK_INT(dry->mem.live, BEFORE);
+    need = dry->mem.need;
+    free(dry);
+    return need;
+}
+
+/* A real pool with BEFORE bytes in it. */
+typedef struct tile_pool {
+    upipe_ctx ctx;
+    upipe_mem mem;
+    upipe_block blocks[BLOCKS];
+    void *slab, *before;
+} tile_pool;
+
+static void pool_make(tile_pool *p, const upipe_ops *ops, size_t bytes)
+{
+    memset(p, 0, sizeof *p);
+    if (posix_memalign(&p->slab, 256, bytes) != 0) exit(2);
+    upipe_mem_init(&p->mem, p->slab, bytes, p->blocks, BLOCKS);
+    p->ctx.ops = ops;
+    p->ctx.mem = &p->mem;
+    CHECK(upipe_mem_take(&p->mem, &p->before, BEFORE, "before", NULL) == UPIPE_OK);
+}
+
+static void pool_free(tile_pool *p)
+{
+    CHECK_INT(p->mem.live, BEFORE);
+    CHECK(upipe_mem_give(&p->mem, p->before, NULL) == UPIPE_OK);
+    CHECK(upipe_mem_free(&p->mem, NULL) == UPIPE_OK);
+    free(p->slab);
+}
+
+static void call_exact(const upipe_ops *ops, const tile_case *t, tile_args *a, int backward)
+{
+    size_t bytes, need = call_dry(ops, t, a, backward, &bytes);
+    tile_pool p;
+    pool_make(&p, ops, need);
+    CHECK_STATUS(call_tile(&p.ctx, t, a, backward), UPIPE_OK, p.ctx.err);
+    CHECK_INT(p.mem.peak - BEFORE, bytes);
+    CHECK_INT(p.mem.need, need);
+    pool_free(&p);
+}
+
+/* Forward and backward; the caller frees got. */
+static void run_tile(const tile_case *t, const f32_tile *in, f32_tile *got)
+{
+    const tile_shape *s = &t->shape;
+    upipe_ops ops;
+    tile_args a;
+    upipe_cpu_ops(&ops);
+    args_make(t, in, got, &a);
+    call_exact(&ops, t, &a, 0);
+    if (a.loss) {
+        float *losses = (float *)malloc((size_t)s->rows * sizeof *losses);
+        memcpy(losses, got->loss, (size_t)s->rows * sizeof *losses);
+        memset(got->loss, 0xff, (size_t)s->rows * sizeof *losses);
+        call_exact(&ops, t, &a, 1);
+        CHECK_BYTES(losses, got->loss, (size_t)s->rows * sizeof *losses);
+        free(losses);
+    } else {
+        rows_widen(a.y, got->y);
+        call_exact(&ops, t, &a, 1);
+        CHECK(rows_whole(a.y, got->y));
+        CHECK(rows_whole(a.gy, in->gy));
+    }
+    rows_widen(a.gx, got->x);
+    CHECK(rows_whole(a.gx, NULL));
+    CHECK(rows_whole(a.x, in->x));
+    args_free(&a);
+}
+
+static void check_same(const tile_shape *s, const f32_tile *a, const f32_tile *b, int but, const char *what)
+{
+#define SAME(name)                                                                                      \
+    if (tile_count(s, #name) > 0)                                                                       \
+        CHECK_SAY(memcmp(a->name, b->name, (size_t)tile_count(s, #name) * 4) == 0,                      \
+                  "%s: %s differs, %lld rows, D %lld, width %lld, %s", what, #name, (long long)s->rows, \
+                  (long long)s->dim, (long long)s->wide, upipe_dtype_name(s->dtype));
+    SAME(x)
+    SAME(y)
+    SAME(loss)
+#define SAME_GRADIENT(name, bit) \
+    if (!(but & bit)) SAME(name)
+    TILE_GRADIENTS(SAME_GRADIENT)
+#undef SAME_GRADIENT
+#undef SAME
+}
+
+/* ---- values ---- */
+
+/* The naive ways that are slow to run are asked only where the others do not settle it: more can but raise
+ * the bound. */
+static void check_close(const tile_shape *s, const f32_tile *in, const f32_tile *got)
+{
+    f32_tile naive[NAIVE_WAYS];
+    f64_tile in64, want;
+    tile_shape t = *s;
+    int ways = 0, holds = 0, i;
+    f64_tile_widen(s, in, &in64);
+    f64_tile_make(s, &want);
+    f64_tile_run(s, &in64, &want);
+    while (ways < NAIVE_WAYS && !holds) {
+        for (i = 0; i < 2; ++i, ++ways) {
+            t.naive = ways;
+            f32_tile_make(&t, &naive[ways]);
+            f32_tile_run(&t, in, &naive[ways]);
+        }
+        holds = 1;
+#define HOLDS(name)                                                               \
+    if (tile_count(s, #name) > 0) {                                               \
+        int64_t n = tile_count(s, #name);                                         \
+        const float *runs[NAIVE_WAYS];                                            \
+        tolerance_error g, m;                                                     \
+        double floor;                                                             \
+        for (i = 0; i < ways; ++i) runs[i] = naive[i].name;                       \
+        m = tolerance_naive(runs, ways, want.name, n);                            \
+        holds = holds && tolerance_holds(got->name, m, want.name, n, &g, &floor); \
+    }
+        TILE_RESULTS(HOLDS)
+#undef HOLDS
+    }
+#define CLOSE(name)                                                                 \
+    if (tile_count(s, #name) > 0) {                                                 \
+        const float *runs[NAIVE_WAYS];                                              \
+        for (i = 0; i < ways; ++i) runs[i] = naive[i].name;                         \
+        CHECK_CLOSE(got->name, runs, ways, want.name, tile_count(s, #name), #name); \
+    }
+    TILE_RESULTS(CLOSE)
+#undef CLOSE
+    for (i = 0; i < ways; ++i) f32_tile_free(&naive[i]);
+    f64_tile_free(&in64);
+    f64_tile_free(&want);
+}
+
+/* What the oracle's gradients are gradients of. */
+static double objective(const tile_shape *s, const f64_tile *in)
+{
+    f64_tile r;
+    double sum = 0;
+    int64_t i;
+    f64_tile_make(s, &r);
+    f64_tile_run(s, in, &r);
+    for (i = 0; i < tile_count(s, "y"); ++i) sum += r.y[i] * in->gy[i];
+    for (i = 0; i < tile_count(s, "loss"); ++i) sum += s->scale * r.loss[i];
+    f64_tile_free(&r);
+    return sum;
+}
+
+static void test_finite_differences(void)
+{
+    static const int32_t targets[] = {3, -1, 0, 8, 3};
+    int kind;
+    for (kind = 0; kind < 6; ++kind) {
+        tile_case t = make_case(kind >= 4, 5, 6, 9, UPIPE_F32);
+        const double h = 1e-5;
+        f32_tile in;
+        f64_tile in64, at;
+        int64_t i;
+        t.shape.normed = kind & 1;
+        t.shape.residual = kind == 2 || kind == 3;
+        t.shape.eps = kind & 1 ? 1e-3 : 0;
+        if (kind >= 4) t.shape.targets = targets;
+        t.shape.scale = kind == 5 ? 0.25 : 1;
+        tile_inputs(&t.shape, 7, &in);
+        f64_tile_widen(&t.shape, &in, &in64);
+        f64_tile_make(&t.shape, &at);
+        f64_tile_run(&t.shape, &in64, &at);
+#define DIFFERENCE(name)                                                                                \
+    for (i = 0; i < tile_count(&t.shape, #name); ++i) {                                                 \
+        double kept = in64.name[i], up, down, got;                                                      \
+        in64.name[i] = kept + h;                                                                        \
+        up = objective(&t.shape, &in64);                                                                \
+        in64.name[i] = kept - h;                                                                        \
+        down = objective(&t.shape, &in64);                                                              \
+        in64.name[i] = kept;                                                                            \
+        got = (up - down) / (2 * h);                                                                    \
+        CHECK_SAY(fabs(got - at.name[i]) <= 1e-7, "kind %d: d %s[%d] is %.12g, differences give %.12g", \
+                  kind, #name, (int)i, at.name[i], got);                                                \
+    }
+        DIFFERENCE(x)
+        DIFFERENCE(gate)
+        DIFFERENCE(up)
+        DIFFERENCE(down)
+        DIFFERENCE(head)
+        DIFFERENCE(gain)
+#undef DIFFERENCE
+        f32_tile_free(&in);
+        f64_tile_free(&in64);
+        f64_tile_free(&at);
+    }
+}
+
+/* One random shape: near the truth packed, and the same bits in another tile, with gaps, in place. */
+static void check_random(uint64_t seed)
+{
+    test_rng r;
+    tile_case t;
+    f32_tile in, got, other;
+    int32_t *targets;
+    int loss, first = (int)(seed % 6); /* the smallest of everything, and one row more than a tile */
+    size_t row;
+    r.state = seed;
+    loss = test_below(&r, 2);
+    t = make_case(loss, 1 + test_below(&r, 300), 8 + test_below(&r, 89), 1 + test_below(&r, 300),
+                  (upipe_dtype)test_below(&r, 2));
+    if (first == 0) t.shape.wide = 1 + test_below(&r, 9);
+    if (first == 1) t.shape.rows = 1 + test_below(&r, 3);
+    if (first == 2) t.shape.rows = 1 + (loss ? UPIPE_TILE_LOSS_ROWS : t.shape.dim);
+    t.shape.normed = test_below(&r, 2);
+    t.shape.residual = !loss && test_below(&r, 2);
+    t.shape.eps = t.shape.normed && test_below(&r, 4) ? 0.0625 : 0;
+    t.scale = loss ? 1 / (float)t.shape.rows : 0;
+    t.shape.scale = (double)t.scale;
+    targets = make_targets(&r, &t.shape);
+    if (loss) t.shape.targets = targets;
+    tile_inputs(&t.shape, seed, &in);
+    run_tile(&t, &in, &got);
+    check_close(&t.shape, &in, &got);
+    /* enough for a row of either direction */
+    row = (size_t)(t.shape.dim * 8 + t.shape.wide * 12);
+    t.tile_bytes = row + (size_t)test_below(&r, 20) * row / 2;
+    t.gap = test_below(&r, 9);
+    t.in_place = test_below(&r, 2);
+    run_tile(&t, &in, &other);
+    check_same(&t.shape, &got, &other, 0, "another tile and view");
+    f32_tile_free(&got);
+    f32_tile_free(&other);
+    f32_tile_free(&in);
+    free(targets);
+}
+
+static void test_random(void)
+{
+    long draws = test_env("UPIPE_DRAWS", 2000) / 10 + 1, seed = test_env("UPIPE_SEED", 1), i;
+    for (i = 0; i < draws; ++i) {
+        long failed = test_failures;
+        check_random((uint64_t)(seed + i));
+        if (test_failures > failed) fprintf(stderr, "replay: UPIPE_SEED=%ld UPIPE_DRAWS=1\n", seed + i);
+    }
+}
+
+/* ---- the same bits ---- */
+
+/* A case with everything: norm, residual, ignored targets. The caller frees the targets and in. */
+static tile_case full_case(int loss, upipe_dtype dtype, int64_t rows, f32_tile *in, int32_t **targets)
+{
+    tile_case t = make_case(loss, rows, 20, 37, dtype);
+    test_rng r;
+    r.state = 99;
+    t.shape.normed = 1;
+    t.shape.eps = 0.0625;
+    t.shape.residual = !loss;
+    t.scale = loss ? 0.125f : 0;
+    t.shape.scale = 0.125;
+    *targets = make_targets(&r, &t.shape);
+    if (loss) t.shape.targets = *targets;
+    tile_inputs(&t.shape, 5, in);
+    return t;
+}
+
+/* Bytes of all of a tile's tensors, for one row, as the header says which there are. */
+static size_t row_bytes(const tile_shape *s, int backward)
+{
+    size_t el = upipe_dtype_bytes(s->dtype), dim = (size_t)s->dim, wide = (size_t)s->wide;
+    size_t norm = s->normed ? dim * el : 0;
+    if (s->targets == NULL) return norm + (backward ? 3 : 2) * wide * el + 4 * dim;
+    return norm + 4 * wide + (backward ? 4 * dim + (el < 4 ? wide * el : 0) : 0);
+}
+
+/* Of every kind one that is near the truth; any tile, gaps, in place or not: bits are those of one tile of
+ * all rows. */
+static void test_tiles(void)
+{
+    enum { ROWS = 83 };
+    static const int tiles[] = {1, 2, 3, 7, 64, 82, 83, 1000};
+    size_t i;
+    int kind;
+    for (kind = 0; kind < 16; ++kind) {
+        f32_tile in, whole, got;
+        int32_t *targets;
+        tile_case t = full_case(kind & 1, (upipe_dtype)(kind >> 1 & 1), ROWS, &in, &targets);
+        t.shape.normed = kind >> 2 & 1;
+        t.shape.residual = kind & 1 ? 0 : kind >> 3 & 1;
+        if (!t.shape.normed) {
+            t.shape.eps = 0;
+            free(in.gain);
+            in.gain = NULL;
+        }
+        t.tile_bytes = row_bytes(&t.shape, 1) * ROWS;
+        run_tile(&t, &in, &whole);
+        check_close(&t.shape, &in, &whole);
+        for (i = 0; i <= sizeof tiles / sizeof *tiles; ++i) {
+            t.tile_bytes = i == 0 ? 0 : row_bytes(&t.shape, 1) * (size_t)tiles[i - 1];
+            t.in_place = (int)i & 1;
+            t.gap = (int)i % 3 * 4;
+            run_tile(&t, &in, &got);
+            check_same(&t.shape, &whole, &got, 0, "tiles");
+            f32_tile_free(&got);
+        }
+        f32_tile_free(&whole);
+        f32_tile_free(&in);
+        free(targets);
+    }
+}
+
+/* The first rows' gradients, then the others' on top of them: the chain of all rows. */
+static void test_accumulates(void)
+{
+    enum { ROWS = 50, FIRST = 21 };
+    int kind;
+    for (kind = 0; kind < 4; ++kind) {
+        f32_tile in, part, whole, first, then;
+        int32_t *targets;
+        tile_case t = full_case(kind & 1, (upipe_dtype)(kind >> 1), ROWS, &in, &targets);
+        t.tile_bytes = 9 * row_bytes(&t.shape, 1);
+        run_tile(&t, &in, &whole);
+        t.shape.rows = FIRST;
+        run_tile(&t, &in, &first);
+        part = in;
+        part.x += FIRST * t.shape.dim;
+        if (!(kind & 1)) part.gy += FIRST * t.shape.dim;
+        if (kind & 1) t.shape.targets += FIRST;
+        t.start = &first;
+        t.shape.rows = ROWS - FIRST;
+        run_tile(&t, &part, &then);
+#define CHAIN(name, bit) \
+    if (whole.name != NULL) CHECK_BYTES(then.name, whole.name, tile_count(&t.shape, #name) * 4);
+        TILE_GRADIENTS(CHAIN)
+#undef CHAIN
+        f32_tile_free(&whole);
+        f32_tile_free(&first);
+        f32_tile_free(&then);
+        f32_tile_free(&in);
+        free(targets);
+    }
+}
+
+/* A gradient that is not asked for changes no other one. */
+static void test_unwanted(void)
+{
+    int kind, unwanted;
+    for (kind = 0; kind < 4; ++kind) {
+        f32_tile in, all, got;
+        int32_t *targets;
+        tile_case t = full_case(kind & 1, (upipe_dtype)(kind >> 1), 33, &in, &targets);
+        t.tile_bytes = 10 * row_bytes(&t.shape, 1);
+        run_tile(&t, &in, &all);
+        for (unwanted = 1; unwanted < 32; ++unwanted) {
+            int64_t i, touched = 0;
+            t.unwanted = unwanted;
+            run_tile(&t, &in, &got);
+            check_same(&t.shape, &all, &got, unwanted, "without some gradients");
+#define UNTOUCHED(name, bit)                                                                  \
+    for (i = 0; (unwanted & bit) && got.name != NULL && i < tile_count(&t.shape, #name); ++i) \
+        touched += got.name[i] != 0;
+            TILE_GRADIENTS(UNTOUCHED)
+#undef UNTOUCHED
+            CHECK_INT(touched, 0);
+            f32_tile_free(&got);
+        }
+        f32_tile_free(&all);
+        f32_tile_free(&in);
+        free(targets);
+    }
+}
+
+/* Scales that are powers of two scale gradients exactly, and no loss. */
+static void test_scale(void)
+{
+    static const float scales[] = {0, 0.0078125f, 8, -2};
+    f32_tile in, one, got;
+    int32_t *targets;
+    tile_case t = full_case(1, UPIPE_F32, 70, &in, &targets);
+    size_t i;
+    t.tile_bytes = 16 * row_bytes(&t.shape, 1);
+    t.scale = 1;
+    run_tile(&t, &in, &one);
+    for (i = 0; i < sizeof scales / sizeof *scales; ++i) {
+        float factor = scales[i] == 0 ? 1 : scales[i];
+        int64_t k, wrong = 0;
+        t.scale = scales[i];
+        run_tile(&t, &in, &got);
+#define SCALED(name) \
+    for (k = 0; k < tile_count(&t.shape, #name); ++k) wrong += got.name[k] != factor * one.name[k];
+        SCALED(x)
+        SCALED(head)
+        SCALED(gain)
+#undef SCALED
+        CHECK_SAY(wrong == 0, "%lld gradients are not %g times as large", (long long)wrong, (double)factor);
+        CHECK_BYTES(got.loss, one.loss, t.shape.rows * 4);
+        f32_tile_free(&got);
+    }
+    f32_tile_free(&one);
+    f32_tile_free(&in);
+    free(targets);
+}
+
+/* Rows with negative targets might as well not be there. */
+static void test_ignored(void)
+{
+    enum { ROWS = 90 };
+    int kind;
+    for (kind = 0; kind < 6; ++kind) {
+        f32_tile in, dense, with, without;
+        int32_t *targets, kept_targets[ROWS];
+        tile_case t = full_case(1, (upipe_dtype)(kind & 1), ROWS, &in, &targets);
+        int64_t i, k, kept = 0, dim = t.shape.dim, wrong = 0;
+        for (i = 0; i < ROWS; ++i) {
+            if (kind >= 4) targets[i] = INT32_MIN;
+            if (kind >= 2 && kind < 4 && i >= 16 && i < 48) targets[i] = -100; /* whole tiles */
+        }
+        t.tile_bytes = 8 * row_bytes(&t.shape, 1);
+        run_tile(&t, &in, &with);
+        f32_tile_make(&t.shape, &dense);
+        for (i = 0; i < ROWS; ++i) {
+            if (targets[i] < 0) {
+                for (k = 0; k < dim; ++k) wrong += with.x[i * dim + k] != 0;
+                CHECK(with.loss[i] == 0);
+                continue;
+            }
+            memcpy(dense.x + kept * dim, in.x + i * dim, (size_t)dim * 4);
+            kept_targets[kept++] = targets[i];
+        }
+        CHECK_INT(wrong, 0);
+        CHECK(kind >= 4 ? kept == 0 : kept > 0 && kept < ROWS);
+        memcpy(dense.gain, in.gain, (size_t)dim * 4);
+        memcpy(dense.head, in.head, (size_t)(dim * t.shape.wide) * 4);
+        t.shape.targets = kept_targets;
+        t.shape.rows = kept;
+        if (kept > 0)
+            run_tile(&t, &dense, &without);
+        else
+            f32_tile_make(&t.shape, &without); /* no gradient at all */
+        CHECK_BYTES(with.head, without.head, dim * t.shape.wide * 4);
+        CHECK_BYTES(with.gain, without.gain, dim * 4);
+        for (i = 0, kept = 0; i < ROWS; ++i) {
+            if (targets[i] < 0) continue;
+            CHECK_BYTES(with.x + i * dim, without.x + kept * dim, dim * 4);
+            CHECK(with.loss[i] == without.loss[kept]);
+            ++kept;
+        }
+        f32_tile_free(&with);
+        f32_tile_free(&without);
+        f32_tile_free(&dense);
+        f32_tile_free(&in);
+        free(targets);
+    }
+}
+
+/* ---- bytes ---- */
+
+/* Rows of a tile, told from the block that holds one f32 row of `columns` for each of them. */
+static int64_t traced_rows(const tile_case *t, tile_args *a, int backward, size_t *tensors)
+{
+    upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
+    upipe_mem_event events[32];
+    upipe_ops ops;
+    size_t rows = 0;
+    int64_t i;
+    upipe_cpu_ops(&ops);
+    CHECK(upipe_dry_init(dry, 0, 1, &ops) == UPIPE_OK);
+    dry->mem.events = events;
+    dry->mem.events_max = 32;
+    CHECK_STATUS(call_tile(&dry->ctx, t, a, backward), UPIPE_OK, dry->ctx.err);
+    CHECK_INT(dry->mem.events_lost, 0);
+    *tensors = 0;
+    for (i = 0; i < dry->mem.events_n; ++i) {
+        const upipe_mem_event *e = &events[i];
+        if (e->kind < 1 || strstr(e->tag, "_work") != NULL) continue;
+        *tensors += e->bytes;
+        if (!strcmp(e->tag, "mlp_sum")) rows = e->bytes / 4 / (size_t)t->shape.dim;
+        if (!strcmp(e->tag, "logits")) rows = e->bytes / 4 / (size_t)t->shape.wide;
+    }
+    free(dry);
+    return (int64_t)rows;
+}
+
+static int64_t least(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+/* A tile's rows are those of the header: by default D, or D * D / vocab but UPIPE_TILE_LOSS_ROWS to D;
+ * otherwise as many as fit the budget. */
+static void test_tile_rows(void)
+{
+    static const int rows_of[] = {1, 63, 64, 65, 100, 500}, widths[] = {1, 30, 100, 900};
+    int kind, i, j, backward, dim;
+    for (kind = 0; kind < 8; ++kind)
+        for (i = 0; i < 6; ++i)
+            for (j = 0; j < 4; ++j)
+                for (backward = 0; backward < 2; ++backward) {
+                    const int dims[] = {8, 96, 200};
+                    int64_t want, square;
+                    tile_case t;
+                    tile_args a;
+                    f32_tile in, got;
+                    int32_t targets[500] = {0};
+                    size_t tensors, row;
+                    dim = dims[(i + j) % 3];
+                    t = make_case(kind & 1, rows_of[i], dim, widths[j], (upipe_dtype)(kind >> 1 & 1));
+                    if (kind & 1) t.shape.targets = targets;
+                    t.shape.normed = kind >> 2;
+                    f32_tile_make(&t.shape, &in);
+                    args_make(&t, &in, &got, &a);
+                    square = least((int64_t)dim * dim / widths[j], dim);
+                    want = kind & 1 ? (square < 64 ? 64 : square) : dim;
+                    want = least(want, rows_of[i]);
+                    row = row_bytes(&t.shape, backward);
+                    CHECK_INT(traced_rows(&t, &a, backward, &tensors), want);
+                    CHECK_INT(tensors, (size_t)want * row);
+                    a.mlp.tile_bytes = a.head.tile_bytes = 7 * row + row - 1;
+                    CHECK_INT(traced_rows(&t, &a, backward, &tensors), least(7, rows_of[i]));
+                    CHECK_INT(tensors, (size_t)least(7, rows_of[i]) * row);
+                    a.mlp.tile_bytes = a.head.tile_bytes = row;
+                    CHECK_INT(traced_rows(&t, &a, backward, &tensors), 1);
+                    a.mlp.tile_bytes = a.head.tile_bytes = SIZE_MAX;
+                    CHECK_INT(traced_rows(&t, &a, backward, &tensors), rows_of[i]);
+                    args_free(&a);
+                    f32_tile_free(&in);
+                    f32_tile_free(&got);
+                }
+}
+
+/* A backend whose products each want scratch of their own, whatever the rows; self points to the seed. */
+static size_t odd_gemm_bytes(const struct upipe_ops *ops, upipe_view out, upipe_view a, upipe_view b,
+                             int flags)
+{
+    test_rng r;
+    r.state = *(const uint64_t *)ops->self;
+    if (out.n < 1 || a.n < 1) return 0;
+    r.state = test_u64(&r) + (uint64_t)(out.d * 1000 + b.d);
+    r.state = test_u64(&r) + (uint64_t)((flags & UPIPE_GEMM_TRANS_A ? 0 : b.n) * 1000);
+    r.state = test_u64(&r) + (uint64_t)(flags * 10 + (int)out.dtype);
+    return 64 * (size_t)(1 + test_below(&r, 1000));
+}
+
+/* Every product of a call finds the scratch that the table asks for. */
+static void test_scratch(void)
+{
+    uint64_t seed;
+    for (seed = 0; seed < 256; ++seed) {
+        f32_tile in, got;
+        int32_t *targets;
+        tile_case t = full_case((int)seed & 1, (upipe_dtype)(seed >> 1 & 1), 7, &in, &targets);
+        tile_args a;
+        upipe_ops ops;
+        size_t bytes;
+        upipe_cpu_ops(&ops);
+        ops.gemm_bytes = odd_gemm_bytes;
+        ops.self = &seed;
+        t.tile_bytes = 3 * row_bytes(&t.shape, 1);
+        args_make(&t, &in, &got, &a);
+        call_dry(&ops, &t, &a, 0, &bytes);
+        call_dry(&ops, &t, &a, 1, &bytes);
+        args_free(&a);
+        f32_tile_free(&in);
+        f32_tile_free(&got);
+        free(targets);
+    }
+}
+
+/* ---- failures ---- */
+
+/* Counts takes of the pool, or operations, and fails one of them. */
+typedef struct fail_at {
+    long count, at;
+    upipe_ops ops; /* the real ones */
+} fail_at;
+
+static upipe_status fail_guard(void *user, size_t bytes, const char *tag)
+{
+    fail_at *f = (fail_at *)user;
+    (void)bytes;
+    (void)tag;
+    return ++f->count == f->at ? UPIPE_ERR_MEMORY : UPIPE_OK;
+}
+
+static const upipe_ops *fail_op(upipe_ctx *c, upipe_status *s)
+{
+    fail_at *f = (fail_at *)c->user;
+    *s = ++f->count == f->at ? upi_fail(&c->err, UPIPE_ERR_BACKEND, "operation %ld fails", f->at) : UPIPE_OK;
+    return &f->ops;
+}
+
+#define FAIL_OP(name, parameters, arguments)            \
+    static upipe_status fail_##name parameters          \
+    {                                                   \
+        upipe_status s;                                 \
+        const upipe_ops *ops = fail_op(c, &s);          \
+        return s != UPIPE_OK ? s : ops->name arguments; \
+    }
+FAIL_OP(cast, (upipe_ctx * c, upipe_view dst, upipe_view src), (c, dst, src))
+FAIL_OP(add, (upipe_ctx * c, upipe_view y, upipe_view x), (c, y, x))
+FAIL_OP(gemm,
+        (upipe_ctx * c, upipe_view out, upipe_view a, upipe_view b, int flags, void *work, size_t work_bytes),
+        (c, out, a, b, flags, work, work_bytes))
+FAIL_OP(rmsnorm, (upipe_ctx * c, upipe_view y, upipe_view x, const float *gain, float eps),
+        (c, y, x, gain, eps))
+FAIL_OP(rmsnorm_bwd,
+        (upipe_ctx * c, upipe_view dx, upipe_view dy, upipe_view x, const float *gain, float eps,
+         float *dgain, int accumulate),
+        (c, dx, dy, x, gain, eps, dgain, accumulate))
+FAIL_OP(swiglu, (upipe_ctx * c, upipe_view y, upipe_view gate, upipe_view up), (c, y, gate, up))
+FAIL_OP(swiglu_bwd, (upipe_ctx * c, upipe_view gate, upipe_view up, upipe_view dy), (c, gate, up, dy))
+FAIL_OP(cross_entropy, (upipe_ctx * c, const upipe_cross_entropy *x), (c, x))
+#undef FAIL_OP
+
+/* Fails every take or every operation of a call; a retry in the same pool succeeds with the right bits. */
+static void check_failures(const tile_case *t, const f32_tile *in, int backward, int operations)
+{
+    upipe_ops ops;
+    f32_tile got, good;
+    tile_args a;
+    fail_at f;
+    size_t bytes, need;
+    long at;
+    upipe_status s = UPIPE_ERR_ARG, want = operations ? UPIPE_ERR_BACKEND : UPIPE_ERR_MEMORY;
+    memset(&f, 0, sizeof f);
+    upipe_cpu_ops(&f.ops);
+    run_tile(t, in, &good);
+    ops = f.ops;
+    if (operations) {
+        ops.cast = fail_cast;
+        ops.add = fail_add;
+        ops.gemm = fail_gemm;
+        ops.rmsnorm = fail_rmsnorm;
+        ops.rmsnorm_bwd = fail_rmsnorm_bwd;
+        ops.swiglu = fail_swiglu;
+        ops.swiglu_bwd = fail_swiglu_bwd;
+        ops.cross_entropy = fail_cross_entropy;
+    }
+    for (at = 1; at < 1000 && s != UPIPE_OK; ++at) {
+        tile_pool p;
+        int64_t serial;
+        args_make(t, in, &got, &a);
+        need = call_dry(&f.ops, t, &a, backward, &bytes);
+        pool_make(&p, &ops, need);
+        serial = p.mem.serial;
+        f.count = 0;
+        f.at = at;
+        if (operations)
+            p.ctx.user = &f;
+        else
+            p.mem.guard = fail_guard;
+        p.mem.user = &f;
+        s = call_tile(&p.ctx, t, &a, backward);
+        if (s != UPIPE_OK) {
+            CHECK_STATUS(s, want, p.ctx.err);
+            CHECK_TEXT(p.ctx.err.text, operations ? "operation" : "guard refused");
+            CHECK_INT(p.mem.live, BEFORE);
+            if (!operations) CHECK_INT(p.mem.serial - serial, at - 1);
+        } else { /* it went through because none failed, not because one went unheard */
+            CHECK_INT(f.count, at - 1);
+        }
+        f.at = 0;
+        pool_free(&p);
+        args_free(&a);
+        f32_tile_free(&got);
+        if (s == UPIPE_OK) break;
+        /* the same pool after a failure, with gradients anew where operations had begun */
+        args_make(t, in, &got, &a);
+        pool_make(&p, &ops, need);
+        p.ctx.user = p.mem.user = &f;
+        if (!operations) p.mem.guard = fail_guard;
+        f.count = 0;
+        f.at = at;
+        CHECK(call_tile(&p.ctx, t, &a, backward) == want);
+        if (operations) {
+            tile_args fresh;
+            f32_tile_free(&got);
+            args_make(t, in, &got, &fresh);
+            args_free(&a);
+            a = fresh;
+        }
+        CHECK_STATUS(call_tile(&p.ctx, t, &a, backward), UPIPE_OK, p.ctx.err);
+        pool_free(&p);
+        if (!a.loss && !backward) rows_widen(a.y, got.y);
+        if (backward) rows_widen(a.gx, got.x);
+        if (!backward && a.loss) CHECK_BYTES(got.loss, good.loss, t->shape.rows * 4);
+        if (!backward && !a.loss) CHECK_BYTES(got.y, good.y, t->shape.rows * t->shape.dim * 4);
+        if (backward && !a.loss) memcpy(got.y, good.y, (size_t)(t->shape.rows * t->shape.dim) * 4);
+        if (backward) check_same(&t->shape, &good, &got, 0, "after a failure");
+        args_free(&a);
+        f32_tile_free(&got);
+    }
+    CHECK_SAY(at > (operations ? 4 : 2) && at < 1000, "%ld %s", at, operations ? "operations" : "takes");
+    f32_tile_free(&good);
+}
+
+static void test_every_failure(void)
+{
+    int kind;
+    for (kind = 0; kind < 32; ++kind) {
+        f32_tile in;
+        int32_t *targets;
+        tile_case t = full_case(kind & 1, (upipe_dtype)(kind >> 1 & 1), 7, &in, &targets);
+        if (kind & 16) {
+            t.shape.normed = t.shape.residual = 0;
+            t.shape.eps = 0;
+            free(in.gain);
+            in.gain = NULL;
+        }
+        t.tile_bytes = 3 * row_bytes(&t.shape, 1);
+        check_failures(&t, &in, kind >> 2 & 1, kind >> 3 & 1);
+        f32_tile_free(&in);
+        free(targets);
+    }
+}
+
+/* A slab that lacks a byte of the last block. */
+static void test_slab_short(void)
+{
+    int kind;
+    for (kind = 0; kind < 4; ++kind) {
+        f32_tile in, got;
+        int32_t *targets;
+        tile_case t = full_case(kind & 1, UPIPE_BF16, 40, &in, &targets);
+        tile_args a;
+        tile_pool p;
+        upipe_ops ops;
+        size_t bytes, need;
+        upipe_cpu_ops(&ops);
+        args_make(&t, &in, &got, &a);
+        need = call_dry(&ops, &t, &a, kind >> 1, &bytes);
+        pool_make(&p, &ops, need - 1);
+        CHECK_STATUS(call_tile(&p.ctx, &t, &a, kind >> 1), UPIPE_ERR_MEMORY, p.ctx.err);
+        CHECK_TEXT(p.ctx.err.text, "do not fit");
+        pool_free(&p);
+        args_free(&a);
+        f32_tile_free(&in);
+        f32_tile_free(&got);
+        free(targets);
+    }
+}
+
+/* Every wrong argument has its sentence; nothing is taken, written or left. */
+enum { FWD = 1, BWD = 2, BOTH = 3, MLP = 4, LOSS = 8, ANY = BOTH | MLP | LOSS };
+
+typedef struct wrong_case {
+    int calls; /* which of the four */
+    upipe_status status;
+    const char *words;
+} wrong_case;
+
+static const wrong_case wrongs[] = {
+    {ANY, UPIPE_ERR_ARG, "x is f32 [6][2][20], not f32 [6][1][20]"},
+    {ANY, UPIPE_ERR_ARG, "x is f32 [6][1][20] at NULL"},
+    {ANY, UPIPE_ERR_ARG, "x is f32 [-6][1][20]"},
+    {ANY, UPIPE_ERR_ARG, "x is f32 [6][1][0]"},
+    {BOTH | MLP, UPIPE_ERR_ARG, "is f32 [5][1][20], not f32 [6][1][20]"},
+    {BWD | LOSS, UPIPE_ERR_ARG, "gx is f32 [5][1][20], not f32 [6][1][20]"},
+    {BOTH | MLP, UPIPE_ERR_ARG, "is f32 [6][1][19], not f32 [6][1][20]"},
+    {BWD | LOSS, UPIPE_ERR_ARG, "gx is f32 [6][1][19], not f32 [6][1][20]"},
+    {BOTH | MLP, UPIPE_ERR_ARG, "is bf16 [6][1][20], not f32 [6][1][20]"},
+    {BWD | LOSS, UPIPE_ERR_ARG, "gx is bf16 [6][1][20], not f32 [6][1][20]"},
+    {BOTH | MLP, UPIPE_ERR_ARG, "is f32 [6][2][20], not f32 [6][1][20]"},
+    {BOTH | MLP, UPIPE_ERR_ARG, "is f32 [6][1][20] at NULL"},
+    {BWD | LOSS, UPIPE_ERR_ARG, "gx is f32 [6][1][20] at NULL"},
+    {BWD | MLP, UPIPE_ERR_ARG, "gy is f32 [5][1][20], not f32 [6][1][20]"},
+    {BWD | MLP, UPIPE_ERR_ARG, "gy is bf16 [6][1][20], not f32 [6][1][20]"},
+    {BWD | MLP, UPIPE_ERR_ARG, "gx is x"},
+    {BOTH | MLP, UPIPE_ERR_ARG, "w_gate, w_up or w_down is NULL"},
+    {BOTH | MLP, UPIPE_ERR_ARG, "w_gate, w_up or w_down is NULL"},
+    {BOTH | MLP, UPIPE_ERR_ARG, "w_gate, w_up or w_down is NULL"},
+    {BOTH | LOSS, UPIPE_ERR_ARG, "w, losses or targets is NULL"},
+    {BOTH | LOSS, UPIPE_ERR_ARG, "w, losses or targets is NULL"},
+    {BOTH | LOSS, UPIPE_ERR_ARG, "w, losses or targets is NULL"},
+    {BOTH | MLP, UPIPE_ERR_ARG, "a hidden layer of 0 elements"},
+    {BOTH | LOSS, UPIPE_ERR_ARG, "a vocabulary of 0"},
+    {BOTH | MLP, UPIPE_ERR_ARG, "a hidden layer of 2147483648 elements"},
+    {BOTH | LOSS, UPIPE_ERR_ARG, "a vocabulary of 2147483648"},
+    {ANY, UPIPE_ERR_ARG, "norm_eps nan"},
+    {ANY, UPIPE_ERR_ARG, "norm_eps inf"},
+    {ANY, UPIPE_ERR_ARG, "norm_eps -1e-05"},
+    {ANY, UPIPE_ERR_ARG, "norm_eps without the gain of a norm"},
+    {BWD | MLP | LOSS, UPIPE_ERR_ARG, "a gradient of the gain without the gain of a norm"},
+    {BOTH | LOSS, UPIPE_ERR_ARG, "scale nan"},
+    {BOTH | LOSS, UPIPE_ERR_ARG, "scale -inf"},
+    {ANY, UPIPE_ERR_ARG, "tile_bytes allows"},
+    {BOTH | LOSS, UPIPE_ERR_ARG, "target 37 "},
+    {BOTH | LOSS, UPIPE_ERR_ARG, "target 2147483647 "},
+    {BOTH | LOSS, UPIPE_ERR_ARG, "in the tile from row 4 on: "},
+};
+
+static void wrong_apply(int i, tile_args *a)
+{
+    upipe_view *written = a->loss ? &a->gx : &a->y;
+    static int32_t targets[6];
+    switch (i) {
+    case 0:
+        a->x.h = 2;
+        break;
+    case 1:
+        a->x.data = NULL;
+        break;
+    case 2:
+        a->x.n = -6;
+        break;
+    case 3:
+        a->x.d = 0;
+        break;
+    case 4:
+    case 5:
+        written->n = a->gx.n = 5;
+        break;
+    case 6:
+    case 7:
+        written->d = a->gx.d = 19;
+        break;
+    case 8:
+    case 9:
+        written->dtype = a->gx.dtype = UPIPE_BF16;
+        break;
+    case 10:
+        a->y.h = a->gx.h = 2;
+        break;
+    case 11:
+    case 12:
+        a->y.data = a->gx.data = NULL;
+        break;
+    case 13:
+        a->gy.n = 5;
+        break;
+    case 14:
+        a->gy.dtype = UPIPE_BF16;
+        break;
+    case 15:
+        a->gx = a->x;
+        break;
+    case 16:
+        a->mlp.w_gate = NULL;
+        break;
+    case 17:
+        a->mlp.w_up = NULL;
+        break;
+    case 18:
+        a->mlp.w_down = NULL;
+        break;
+    case 19:
+        a->head.w = NULL;
+        break;
+    case 20:
+        a->losses = NULL;
+        break;
+    case 21:
+        a->targets = NULL;
+        break;
+    case 22:
+    case 23:
+        a->mlp.hidden = a->head.vocab = 0;
+        break;
+    case 24:
+    case 25:
+        a->mlp.hidden = a->head.vocab = (int64_t)INT32_MAX + 1;
+        break;
+    case 26:
+        a->mlp.norm_eps = a->head.norm_eps = NAN;
+        break;
+    case 27:
+        a->mlp.norm_eps = a->head.norm_eps = INFINITY;
+        break;
+    case 28:
+        a->mlp.norm_eps = a->head.norm_eps = -1e-5f;
+        break;
+    case 29:
+        a->mlp.gain = a->head.gain = NULL;
+        break;
+    case 30:
+        a->mlp.gain = a->head.gain = NULL;
+        a->mlp.norm_eps = a->head.norm_eps = 0;
+        break;
+    case 31:
+        a->head.scale = NAN;
+        break;
+    case 32:
+        a->head.scale = -INFINITY;
+        break;
+    case 33:
+        a->mlp.tile_bytes = a->head.tile_bytes = 1;
+        break;
+    default:
+        memset(targets, 0, sizeof targets);
+        targets[4] = i == 35 ? INT32_MAX : 37;
+        if (i == 36) a->head.tile_bytes = 460; /* two rows forward, one backward */
+        a->targets = targets;
+    }
+}
+
+static void test_wrong(void)
+{
+    int i, loss, backward;
+    upipe_ops ops;
+    upipe_cpu_ops(&ops);
+    for (i = 0; i < (int)(sizeof wrongs / sizeof *wrongs); ++i)
+        for (loss = 0; loss < 2; ++loss)
+            for (backward = 0; backward < 2; ++backward) {
+                f32_tile in, got;
+                int32_t *targets;
+                tile_case t = full_case(loss, UPIPE_F32, 6, &in, &targets);
+                tile_args a, kept;
+                tile_pool p;
+                if (!(wrongs[i].calls & (loss ? LOSS : MLP)) || !(wrongs[i].calls & (backward ? BWD : FWD))) {
+                    f32_tile_free(&in);
+                    free(targets);
+                    continue;
+                }
+                t.tile_bytes = i < 34 ? 0 : 2 * row_bytes(&t.shape, 1);
+                args_make(&t, &in, &got, &a);
+                kept = a;
+                wrong_apply(i, &a);
+                pool_make(&p, &ops, 1 << 20);
+                CHECK_STATUS(call_tile(&p.ctx, &t, &a, backward), wrongs[i].status, p.ctx.err);
+                CHECK_TEXT(p.ctx.err.text, wrongs[i].words);
+                CHECK_TEXT(p.ctx.err.text, i >= 34 ? "of 37 columns"
+                                           : loss  ? (backward ? "loss_bwd: " : "loss_fwd: ")
+                                                   : (backward ? "mlp_bwd: " : "mlp_fwd: "));
+                if (i < 34) CHECK_INT(p.mem.serial, 1);
+                if (i == 33) { /* the numbers of a row that does not fit */
+                    char words[80];
+                    size_t bytes;
+                    snprintf(words, sizeof words, "one row takes %zu bytes, tile_bytes allows 1",
+                             row_bytes(&t.shape, backward));
+                    CHECK_TEXT(p.ctx.err.text, words);
+                    CHECK_STATUS(call_bytes(&bytes, &ops, &t, &a, backward, &p.ctx.err), UPIPE_ERR_ARG,
+                                 p.ctx.err);
+                    a.mlp.tile_bytes = a.head.tile_bytes = row_bytes(&t.shape, backward) - 1;
+                    CHECK_STATUS(call_tile(&p.ctx, &t, &a, backward), UPIPE_ERR_ARG, p.ctx.err);
+                    a.mlp.tile_bytes = a.head.tile_bytes = row_bytes(&t.shape, backward);
+                    CHECK_STATUS(call_tile(&p.ctx, &t, &a, backward), UPIPE_OK, p.ctx.err);
+                }
+                pool_free(&p);
+                args_free(&kept);
+                f32_tile_free(&in);
+                f32_tile_free(&got);
+                free(targets);
+            }
+}
+
+/* Views over each other that are not the same rows. */
+static void test_overlapping(void)
+{
+    upipe_ops ops;
+    int kind;
+    upipe_cpu_ops(&ops);
+    for (kind = 1; kind < 4; ++kind) {
+        f32_tile in, got;
+        int32_t *targets;
+        tile_case t = full_case(kind >= 2 ? kind & 1 : 0, UPIPE_F32, 6, &in, &targets);
+        tile_args a;
+        tile_pool p;
+        upipe_status s;
+        t.gap = 1;
+        args_make(&t, &in, &got, &a);
+        pool_make(&p, &ops, 1 << 20);
+        if (kind == 1) {
+            a.y = a.x;
+            a.y.n_step = t.shape.dim;
+            s = upipe_mlp_fwd(&p.ctx, &a.mlp, a.y, a.x);
+        } else {
+            upipe_view over = kind == 2 ? a.gy : a.x;
+            over.n_step = t.shape.dim;
+            s = kind == 2 ? upipe_mlp_bwd(&p.ctx, &a.mlp, over, &a.mlp_grads, a.gy, a.x)
+                          : upipe_loss_bwd(&p.ctx, &a.head, over, &a.head_grads, a.losses, a.x, a.targets);
+        }
+        CHECK_STATUS(s, UPIPE_ERR_ARG, p.ctx.err);
+        CHECK_TEXT(p.ctx.err.text, kind == 2   ? "gx, of step 20, lies over gy, of step 22"
+                                   : kind == 1 ? "y, of step 20, lies over x, of step 21"
+                                               : "gx, of step 20, lies over x, of step 21");
+        CHECK_INT(p.mem.serial, 1);
+        pool_free(&p);
+        if (kind == 1) a.y.data = NULL;
+        args_free(&a);
+        f32_tile_free(&in);
+        f32_tile_free(&got);
+        free(targets);
+    }
+}
+
+/* Sizes that no call could have: *_bytes says so. */
+static void test_bytes_sizes(void)
+{
+    static const struct {
+        int64_t rows, dim, wide;
+        upipe_status status;
+    } cases[] = {
+        {-10, 16, 40, UPIPE_ERR_ARG},
+        {10, 0, 40, UPIPE_ERR_ARG},
+        {10, 16, 0, UPIPE_ERR_ARG},
+        {10, 16, -5, UPIPE_ERR_ARG},
+        {10, ((int64_t)1 << 32) + 16, 40, UPIPE_ERR_ARG},
+        {10, 16, (int64_t)1 << 31, UPIPE_ERR_ARG},
+        {(int64_t)1 << 40, INT32_MAX, INT32_MAX, UPIPE_ERR_OVERFLOW},
+        {0, 16, 40, UPIPE_OK},
+    };
+    size_t i;
+    int kind;
+    upipe_ops ops;
+    upipe_cpu_ops(&ops);
+    for (i = 0; i < sizeof cases / sizeof *cases; ++i)
+        for (kind = 0; kind < 4; ++kind) {
+            tile_case t = make_case(kind & 1, cases[i].rows, cases[i].dim, cases[i].wide, UPIPE_F32);
+            tile_args a;
+            size_t bytes = 1;
+            upipe_err e;
+            memset(&a, 0, sizeof a);
+            a.loss = kind & 1;
+            a.mlp.hidden = a.head.vocab = cases[i].wide;
+            if (cases[i].status == UPIPE_ERR_OVERFLOW && a.loss) continue; /* its default tile is small */
+            CHECK_STATUS(call_bytes(&bytes, &ops, &t, &a, kind >> 1, &e), cases[i].status, e);
+            CHECK_INT(bytes, 0);
+        }
+}
+
+/* No rows: nothing is read, taken or written, wherever the views point. */
+static void test_no_rows(void)
+{
+    int kind;
+    upipe_ops ops;
+    upipe_cpu_ops(&ops);
+    for (kind = 0; kind < 8; ++kind) {
+        f32_tile in, got;
+        int32_t *targets;
+        tile_case t = full_case(kind & 1, (upipe_dtype)(kind >> 1 & 1), 6, &in, &targets);
+        tile_args a, kept;
+        tile_pool p;
+        int64_t i, touched = 0;
+        args_make(&t, &in, &got, &a);
+        kept = a;
+        a.x.n = a.y.n = a.gx.n = a.gy.n = 0;
+        if (kind & 4) {
+            a.x.data = a.y.data = a.gx.data = a.gy.data = NULL;
+            a.losses = NULL;
+            a.targets = NULL;
+        }
+        pool_make(&p, &ops, 1024);
+        CHECK_STATUS(call_tile(&p.ctx, &t, &a, 0), UPIPE_OK, p.ctx.err);
+        CHECK_STATUS(call_tile(&p.ctx, &t, &a, 1), UPIPE_OK, p.ctx.err);
+        CHECK_INT(p.mem.serial, 1);
+        pool_free(&p);
+#define UNTOUCHED(name) \
+    for (i = 0; i < tile_count(&t.shape, #name); ++i) touched += got.name[i] != 0;
+        TILE_RESULTS(UNTOUCHED)
+#undef UNTOUCHED
+        CHECK_INT(touched, 0);
+        args_free(&kept);
+        f32_tile_free(&in);
+        f32_tile_free(&got);
+        free(targets);
+    }
+}
+
+int main(void)
+{
+    test_finite_differences();
+    test_random();
+    test_tiles();
+    test_accumulates();
+    test_unwanted();
+    test_scale();
+    test_ignored();
+    test_tile_rows();
+    test_scratch();
+    test_every_failure();
+    test_slab_short();
+    test_wrong();
+    test_overlapping();
+    test_bytes_sizes();
+    test_no_rows();
+    return test_end("tile");
+}
