@@ -5,6 +5,8 @@
  * The ranks are threads that share this machine's memory: "less memory" is each rank's slab, not the process'
  * size. Nothing is written until every method has run, and then all files appear or none.
  */
+#define PROGRAM "compare"
+
 #include "upipe/net/upipe_net_threads.h"
 #include "upipe/cpu/upipe_cpu.h"
 #ifdef UPIPE_WITH_CBLAS
@@ -17,14 +19,13 @@
 
 #include <signal.h>
 
-#include "files.h"
+#include "../common/cli.h"
+#include "../common/files.h"
 #include "inputs.h"
 #include "method.h"
 #include "options.h"
 #include "oracle.h"
 #include "report.h"
-
-#define BOOK "examples/data/genesis_exodus.txt"
 
 typedef struct compare {
     options o;
@@ -38,20 +39,13 @@ typedef struct compare {
 
 static void progress(const compare *c, const char *what, const char *of)
 {
-    if (c->shows_progress) fprintf(stderr, "compare: %s%s ...\n", what, of);
-}
-
-/* The book beside the sources that this program was built from, or below the current folder. */
-static const char *find_book(void)
-{
-    const char *built_from = UPIPE_SOURCE_ROOT "/" BOOK;
-    return access(built_from, R_OK) != 0 && access(BOOK, R_OK) == 0 ? BOOK : built_from;
+    if (c->shows_progress) fprintf(stderr, PROGRAM ": %s%s ...\n", what, of);
 }
 
 /* Says no to what this machine's memory cannot hold, rather than to be killed for it. */
 static int check_memory(const compare *c)
 {
-    double have = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
+    double have = cli_memory();
     const upipe_plan_desc *d = &c->methods[0].plan.desc;
     double need = method_kept_bytes(&c->methods[0]); /* for the inputs, about as much as results */
     double most = 0;
@@ -65,10 +59,8 @@ static int check_memory(const compare *c)
         need += 8 * (double)d->tokens * (double)d->batch *
                 (3.0 * d->heads * d->head_dim + 4.0 * d->kv_heads * d->head_dim + (double)d->model_dim);
     if (need <= have) return 0;
-    fprintf(stderr,
-            "compare: out of memory: the ranks share this machine's %.1f GiB, and the run takes %.1f GiB\n",
-            have / (1 << 30), need / (1 << 30));
-    return -1;
+    return cli_fail("out of memory: the ranks share this machine's %.1f GiB, and the run takes %.1f GiB",
+                    have / (1 << 30), need / (1 << 30));
 }
 
 enum { DUMPS = 10 };
@@ -158,8 +150,7 @@ static int run_reference(compare *c)
     in.theta = c->o.rope ? rope_theta : 0;
     in.threads = processors < 1 ? 1 : processors > ORACLE_THREADS_MAX ? ORACLE_THREADS_MAX : (int)processors;
     if (oracle_run(&in, &c->ref) == 0) return 0;
-    fprintf(stderr, "compare: the reference in double precision found no memory or no threads\n");
-    return -1;
+    return cli_fail("the reference in double precision found no memory or no threads");
 }
 
 static void compare_bits(const compare *c, const method *first, method *m)
@@ -217,12 +208,14 @@ static int write_dump(compare *c, const method *m)
                                 in->dout, m->dx,    dw[0],    dw[1],    dw[2]};
     const int64_t wide = in->width[0], narrow = in->width[1], all = in->rows;
     const int64_t rows[DUMPS] = {all, wide, narrow, narrow, all, all, all, wide, narrow, narrow};
-    char folder[FILES_PATH];
+    char folder[FILES_PATH], path[FILES_PATH];
     int k;
     if (files_path(folder, c->o.dump, m->name, "") != 0) return -1;
     for (k = 0; k < DUMPS; ++k) {
         int64_t cols = data[k] == m->out || data[k] == in->dout ? wide : in->dim;
-        if (files_npy(&c->all, folder, dump_names[k], data[k], rows[k], cols) != 0) return -1;
+        if (files_path(path, folder, dump_names[k], ".npy") != 0 ||
+            files_npy(&c->all, path, data[k], rows[k], cols) != 0)
+            return -1;
     }
     return 0;
 }
@@ -273,26 +266,25 @@ static int check_promises(const compare *c)
         const method *m = &c->methods[i];
         for (phase = 0; phase < UPIPE_PHASES; ++phase) {
             if (m->peak[phase] == m->bytes.phase[phase]) continue;
-            fprintf(stderr, "compare: %s: %s held %zu bytes, the plan says %zu\n", m->name,
-                    upipe_phase_name(phase), m->peak[phase], m->bytes.phase[phase]);
+            cli_fail("%s: %s held %zu bytes, the plan says %zu", m->name, upipe_phase_name(phase),
+                     m->peak[phase], m->bytes.phase[phase]);
             bad = 1;
         }
         for (phase = 0; phase < 2; ++phase) {
             long long plan = (long long)upipe_plan_sent(&m->plan, phase);
             if (m->sent[phase] == plan) continue;
-            fprintf(stderr, "compare: %s: %lld bytes were sent %s, the plan says %lld\n", m->name,
-                    (long long)m->sent[phase], phase == 0 ? "forward" : "backward", plan);
+            cli_fail("%s: %lld bytes were sent %s, the plan says %lld", m->name, (long long)m->sent[phase],
+                     phase == 0 ? "forward" : "backward", plan);
             bad = 1;
         }
         if (c->o.check == CHECK_ON && !(m->err_out <= limit && m->err_dx <= limit && m->err_dw <= limit)) {
-            fprintf(stderr,
-                    "compare: %s: relative errors %.2e %.2e %.2e of out, dx, dw; at most %.1e is sound\n",
-                    m->name, m->err_out, m->err_dx, m->err_dw, limit);
+            cli_fail("%s: relative errors %.2e %.2e %.2e of out, dx, dw; at most %.1e is sound", m->name,
+                     m->err_out, m->err_dx, m->err_dw, limit);
             bad = 1;
         }
         if (bits_differ(c, m)) {
-            fprintf(stderr, "compare: %s: out, dx or dw has other bits than %s gives, which f32 rules out\n",
-                    m->name, c->methods[0].name);
+            cli_fail("%s: out, dx or dw has other bits than %s gives, which f32 rules out", m->name,
+                     c->methods[0].name);
             bad = 1;
         }
     }
@@ -322,10 +314,8 @@ static int run(compare *c)
     progress(c, "embeddings and weights for ", c->o.data);
     if (inputs_make(&c->in, &c->o, &c->ops) != 0 || run_methods(c) != 0) return -1;
     report_table(c->methods, c->o.methods_n, &c->o);
-    if (fflush(stdout) != 0 || ferror(stdout)) {
-        fprintf(stderr, "compare: the table cannot be written: %s\n", strerror(errno));
-        return -1;
-    }
+    if (fflush(stdout) != 0 || ferror(stdout))
+        return cli_fail("the table cannot be written: %s", strerror(errno));
     status = check_promises(c);
     return write_outputs(c) != 0 ? -1 : status;
 }
@@ -335,7 +325,7 @@ int main(int argc, char **argv)
     compare *c = (compare *)calloc(1, sizeof *c);
     int i, status;
     if (c == NULL) {
-        fprintf(stderr, "compare: out of memory\n");
+        cli_fail("out of memory");
         return EXIT_RUN;
     }
     signal(SIGPIPE, SIG_IGN); /* what cannot be written is said, and cleaned up after */
@@ -345,7 +335,7 @@ int main(int argc, char **argv)
         free(c);
         return status - 1;
     }
-    if (c->o.data == NULL) c->o.data = find_book();
+    if (c->o.data == NULL) c->o.data = cli_book();
     c->shows_progress = c->o.progress || isatty(STDERR_FILENO);
     upipe_cpu_ops(&c->ops);
 #ifdef UPIPE_WITH_CBLAS

@@ -69,12 +69,12 @@ static FILE *inputs_open(const options *o)
         regular = there && S_ISREG(about.st_mode);
     }
     if (!there)
-        fprintf(stderr, "compare: the text %s cannot be read: %s\n", o->data, strerror(errno));
+        cli_fail("the text %s cannot be read: %s", o->data, strerror(errno));
     else if (!regular)
-        fprintf(stderr, "compare: the text %s is no regular file\n", o->data);
+        cli_fail("the text %s is no regular file", o->data);
     else if ((long long)about.st_size < need)
-        fprintf(stderr, "compare: the text %s has %lld bytes, but %lld x %lld tokens need %lld\n", o->data,
-                (long long)about.st_size, (long long)o->batch, (long long)o->tokens, need);
+        cli_fail("the text %s has %lld bytes, but %lld x %lld tokens need %lld", o->data,
+                 (long long)about.st_size, (long long)o->batch, (long long)o->tokens, need);
     else
         return f;
     if (f != NULL) fclose(f);
@@ -101,8 +101,8 @@ static unsigned char *inputs_text(const options *o)
     errno = 0;
     if (text != NULL) got = fread(text, 1, n, f);
     if (got < n) {
-        fprintf(stderr, "compare: %zu of %zu bytes of the text %s could be read: %s\n", got, n, o->data,
-                text == NULL || errno != 0 ? strerror(errno) : "it has become shorter");
+        cli_fail("%zu of %zu bytes of the text %s could be read: %s", got, n, o->data,
+                 text == NULL || errno != 0 ? strerror(errno) : "it has become shorter");
         free(text);
         text = NULL;
     }
@@ -212,8 +212,7 @@ static int inputs_make(inputs *in, const options *o, const upipe_ops *ops)
     status = inputs_fill(in, o, ops, text);
     free(text);
     if (status != 0) {
-        fprintf(stderr, "compare: out of memory for %lld rows of %lld elements\n", (long long)in->rows,
-                (long long)in->dim);
+        cli_fail("out of memory for %lld rows of %lld elements", (long long)in->rows, (long long)in->dim);
         inputs_free(in);
     }
     return status;

@@ -56,18 +56,9 @@ typedef struct method {
     int same_out, same_dx, same_dw;
 } method;
 
-static double method_clock(void *user)
-{
-    struct timespec now;
-    (void)user;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
-}
-
 static int method_fail(const method *m, const char *part, upipe_status s, const char *text)
 {
-    fprintf(stderr, "compare: %s: %s%s: %s\n", m->name, part, upipe_status_name(s), text);
-    return -1;
+    return cli_fail("%s: %s%s: %s", m->name, part, upipe_status_name(s), text);
 }
 
 /* The plan and its bytes in closed form. */
@@ -230,10 +221,10 @@ static upipe_status method_block(method *m, upipe_ctx *c, method_rank *rank, int
     UPIPE_TRY(c->ops->cast(c, x, tokens));
 
     UPIPE_TRY(upipe_comm_barrier(c, c->team));
-    start = method_clock(NULL);
+    start = cli_clock(NULL);
     sent = c->team->sent_bytes;
     UPIPE_TRY(upipe_layer_fwd(c, &m->layer, &saved, x));
-    rank->seconds[0] = method_clock(NULL) - start;
+    rank->seconds[0] = cli_clock(NULL) - start;
     rank->sent[0] = c->team->sent_bytes - sent;
     rank->intermediate = upipe_mem_largest(c->mem, intermediate, 4);
     UPIPE_TRY(upipe_layer_gather(c, &m->layer, heads, &saved.out));
@@ -244,10 +235,10 @@ static upipe_status method_block(method *m, upipe_ctx *c, method_rank *rank, int
     UPIPE_TRY(upipe_layer_scatter(c, &m->layer, &gout, heads));
 
     UPIPE_TRY(upipe_comm_barrier(c, c->team));
-    start = method_clock(NULL);
+    start = cli_clock(NULL);
     sent = c->team->sent_bytes;
     UPIPE_TRY(upipe_layer_bwd(c, &m->layer, x, &grads, &saved, &gout, x));
-    rank->seconds[1] = method_clock(NULL) - start;
+    rank->seconds[1] = cli_clock(NULL) - start;
     rank->sent[1] = c->team->sent_bytes - sent;
     UPIPE_TRY(c->ops->cast(c, tokens, x));
     method_rows(m, r, m->dx, rank->host, in->dim, 1);
@@ -268,7 +259,7 @@ static upipe_status method_rank_main(void *user, int r)
     upipe_mem_init(&rank->mem, rank->slab, m->pool_bytes, rank->blocks, m->blocks_max);
     rank->mem.events = rank->events;
     rank->mem.events_max = m->events_max;
-    rank->mem.clock = method_clock;
+    rank->mem.clock = cli_clock;
     c.ops = m->ops;
     c.mem = &rank->mem;
     c.team = upipe_threads_comm(&m->team, r);
@@ -318,8 +309,7 @@ static int method_run(method *m, const inputs *in)
     m->layer.wv = in->stored[2];
     statuses = (upipe_status *)calloc((size_t)m->o->ranks, sizeof *statuses);
     if (statuses == NULL || method_allocate(m) != 0) {
-        fprintf(stderr, "compare: %s: out of memory: %d ranks with slabs of %zu bytes\n", m->name,
-                m->o->ranks, m->pool_bytes);
+        cli_fail("%s: out of memory: %d ranks with slabs of %zu bytes", m->name, m->o->ranks, m->pool_bytes);
         free(statuses);
         return -1;
     }

@@ -9,23 +9,19 @@
 #ifndef COMPARE_OPTIONS_H
 #define COMPARE_OPTIONS_H
 
-#include <errno.h>
 #include <getopt.h>
-#include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "upipe/net/upipe_net_threads.h"
 #include "upipe/upipe.h"
+
+#include "../common/cli.h"
 
 enum { METHOD_ULYSSES, METHOD_UPIPE, METHOD_NAIVE, METHODS };
 
 static const char *const method_names[METHODS] = {"ulysses", "upipe", "upipe-naive"};
 
 enum { CHECK_AUTO, CHECK_ON, CHECK_OFF, CHECK_AUTO_TOKENS = 2048 };
-
-enum { EXIT_RUN = 1, EXIT_USAGE = 2 };
 
 typedef struct options {
     int methods[METHODS], methods_n; /* in the order of the command line */
@@ -73,47 +69,14 @@ static const char usage_text[] =
     "Exit status: 0, 1 for a run that failed or broke a promise (bytes, errors, bits), 2 for wrong usage.\n";
 /* clang-format on */
 
-__attribute__((format(printf, 1, 2))) static int options_refuse(const char *format, ...)
-{
-    va_list args;
-    va_start(args, format);
-    fputs("compare: ", stderr);
-    vfprintf(stderr, format, args);
-    fputs(" (compare --help lists the flags)\n", stderr);
-    va_end(args);
-    return 1 + EXIT_USAGE;
-}
-
-/* A whole number in plain decimals. */
-static int options_number(const char *flag, const char *text, int64_t least, int64_t most, int64_t *out)
-{
-    char *end = NULL;
-    long long value;
-    errno = 0;
-    value = strtoll(text, &end, 10);
-    if (text[0] < '0' || text[0] > '9' || *end != '\0' || errno != 0 || value < least || value > most)
-        return options_refuse("--%s wants a whole number from %lld to %lld, not '%s'", flag, (long long)least,
-                              (long long)most, text);
-    *out = value;
-    return 0;
-}
-
-static int options_int(const char *flag, const char *text, int most, int *out)
-{
-    int64_t n = 0;
-    int status = options_number(flag, text, 1, most, &n);
-    *out = (int)n;
-    return status;
-}
-
 static int options_method(options *o, const char *name)
 {
     int m, i;
     for (m = 0; m < METHODS && strcmp(name, method_names[m]) != 0; ++m) {
     }
-    if (m == METHODS) return options_refuse("--method is ulysses, upipe or upipe-naive, not '%s'", name);
+    if (m == METHODS) return cli_refuse("--method is ulysses, upipe or upipe-naive, not '%s'", name);
     for (i = 0; i < o->methods_n; ++i)
-        if (o->methods[i] == m) return options_refuse("--method %s is given twice", name);
+        if (o->methods[i] == m) return cli_refuse("--method %s is given twice", name);
     o->methods[o->methods_n++] = m;
     return 0;
 }
@@ -151,52 +114,44 @@ static const struct option option_list[] = {
     {NULL, 0, NULL, 0}};
 /* clang-format on */
 
-static int options_flag(options *o, int flag, const char *text)
+static int options_flag(void *user, int flag, const char *text)
 {
+    options *o = (options *)user;
     const char *name = option_list[flag].name;
     int64_t n = 0;
     int status = 0;
-    char *end;
-    if (option_list[flag].has_arg && text[0] == '\0') return options_refuse("--%s is empty", name);
     switch (flag) {
     case FLAG_METHOD:
         return options_method(o, text);
     case FLAG_RANKS:
-        return options_int(name, text, UPIPE_THREADS_MAX, &o->ranks);
+        return cli_int(name, text, UPIPE_THREADS_MAX, &o->ranks);
     case FLAG_HEADS:
-        return options_int(name, text, INT32_MAX, &o->heads);
+        return cli_int(name, text, INT32_MAX, &o->heads);
     case FLAG_KV_HEADS:
-        return options_int(name, text, INT32_MAX, &o->kv_heads);
+        return cli_int(name, text, INT32_MAX, &o->kv_heads);
     case FLAG_HEAD_DIM:
-        return options_int(name, text, INT32_MAX, &o->head_dim);
+        return cli_int(name, text, INT32_MAX, &o->head_dim);
     case FLAG_CHUNK:
-        return options_int(name, text, INT32_MAX, &o->chunk);
+        return cli_int(name, text, INT32_MAX, &o->chunk);
     case FLAG_MODEL_DIM:
-        return options_number(name, text, 1, INT32_MAX, &o->model_dim);
+        return cli_number(name, text, 1, INT32_MAX, &o->model_dim);
     case FLAG_TOKENS:
-        return options_number(name, text, 1, INT64_MAX, &o->tokens);
+        return cli_number(name, text, 1, INT64_MAX, &o->tokens);
     case FLAG_BATCH:
-        return options_number(name, text, 1, INT64_MAX, &o->batch);
+        return cli_number(name, text, 1, INT64_MAX, &o->batch);
     case FLAG_SEED:
-        status = options_number(name, text, 0, INT64_MAX, &n);
+        status = cli_number(name, text, 0, INT64_MAX, &n);
         o->seed = (uint64_t)n;
         return status;
     case FLAG_DTYPE:
-        if (strcmp(text, "f32") != 0 && strcmp(text, "bf16") != 0)
-            return options_refuse("--dtype is f32 or bf16, not '%s'", text);
-        o->dtype = strcmp(text, "f32") == 0 ? UPIPE_F32 : UPIPE_BF16;
-        return 0;
+        return cli_dtype(name, text, &o->dtype);
     case FLAG_CHECK:
         if (strcmp(text, "auto") != 0 && strcmp(text, "on") != 0 && strcmp(text, "off") != 0)
-            return options_refuse("--check is auto, on or off, not '%s'", text);
+            return cli_refuse("--check is auto, on or off, not '%s'", text);
         o->check = text[0] == 'a' ? CHECK_AUTO : text[1] == 'n' ? CHECK_ON : CHECK_OFF;
         return 0;
     case FLAG_DEADLINE:
-        o->deadline = strtod(text, &end);
-        if (text[strspn(text, "0123456789.")] != '\0' || *end != '\0' || !(o->deadline > 0) ||
-            o->deadline > 1e6)
-            return options_refuse("--deadline wants seconds above 0, at most 1000000, not '%s'", text);
-        return 0;
+        return cli_seconds(name, text, &o->deadline);
     case FLAG_DATA:
         o->data = text;
         return 0;
@@ -218,16 +173,11 @@ static int options_flag(options *o, int flag, const char *text)
     case FLAG_PROGRESS:
         o->progress = 1;
         return 0;
-    default:
-        break;
+    case FLAG_HELP:
+        return cli_print(name, usage_text);
+    default: /* FLAG_VERSION */
+        return cli_version(name);
     }
-    if (flag == FLAG_HELP)
-        fputs(usage_text, stdout);
-    else
-        printf("compare, upipe %d.%d\n", UPIPE_VERSION_MAJOR, UPIPE_VERSION_MINOR);
-    if (fflush(stdout) == 0 && !ferror(stdout)) return 1;
-    fprintf(stderr, "compare: --%s cannot be written: %s\n", name, strerror(errno));
-    return 1 + EXIT_RUN;
 }
 
 /* Wishes that exclude each other, and defaults that depend on other flags. */
@@ -240,15 +190,14 @@ static int options_resolve(options *o, const int *given)
     }
     for (i = 0; i < o->methods_n; ++i) chunked |= o->methods[i] != METHOD_ULYSSES;
     if (given[FLAG_CHUNK] && !chunked)
-        return options_refuse(
-            "--chunk %d and --method ulysses alone contradict each other: ulysses takes all %d "
-            "heads in one stage",
-            o->chunk, o->heads);
+        return cli_refuse("--chunk %d and --method ulysses alone contradict each other: ulysses takes all %d "
+                          "heads in one stage",
+                          o->chunk, o->heads);
     if (o->trace != NULL && o->dump != NULL && strcmp(o->trace, o->dump) == 0)
-        return options_refuse("--trace and --dump name the same folder, %s", o->trace);
+        return cli_refuse("--trace and --dump name the same folder, %s", o->trace);
     if (o->json != NULL && ((o->trace != NULL && strcmp(o->json, o->trace) == 0) ||
                             (o->dump != NULL && strcmp(o->json, o->dump) == 0)))
-        return options_refuse("--json names %s, which --trace or --dump takes for a folder", o->json);
+        return cli_refuse("--json names %s, which --trace or --dump takes for a folder", o->json);
     if (o->kv_heads == 0) o->kv_heads = o->heads;
     if (o->chunk == 0) o->chunk = o->ranks;
     if (o->model_dim == 0 &&
@@ -260,7 +209,7 @@ static int options_resolve(options *o, const int *given)
 
 static int options_read(options *o, int argc, char **argv)
 {
-    int given[FLAGS] = {0}, flag;
+    int given[FLAGS] = {0}, status;
     memset(o, 0, sizeof *o);
     o->ranks = 4;
     o->heads = 16;
@@ -269,21 +218,8 @@ static int options_read(options *o, int argc, char **argv)
     o->batch = 1;
     o->seed = 1;
     o->deadline = 600;
-    opterr = 0;
-    for (;;) {
-        int before = optind, status;
-        flag = getopt_long(argc, argv, "+:", option_list, NULL); /* in order, errors told apart */
-        if (flag < 0) break;
-        if (flag == ':') return options_refuse("%s wants a value", argv[before]);
-        if (flag == '?')
-            return options_refuse("'%s' is no flag of this program, or takes no value", argv[before]);
-        if (given[flag]++ > 0 && flag != FLAG_METHOD)
-            return options_refuse("--%s is given twice", option_list[flag].name);
-        status = options_flag(o, flag, optarg);
-        if (status != 0) return status;
-    }
-    if (optind < argc) return options_refuse("'%s' is not a flag", argv[optind]);
-    return options_resolve(o, given);
+    status = cli_read(option_list, argc, argv, given, FLAG_METHOD, options_flag, o);
+    return status != 0 ? status : options_resolve(o, given);
 }
 
 #endif

@@ -1,5 +1,7 @@
 /* files.h -- result files that appear whole or not at all
  *
+ *     #define PROGRAM "compare"                              the name in sentences, before the first include
+ *
  *     files_begin(&all);                                     signals wait
  *     files_folder(&all, "out/traces");                      made if it is not there
  *     files_reserve(&all, "out/numbers.json", "text");       early, then abandoned: can it be written?
@@ -9,17 +11,22 @@
  *
  * Each that may fail returns 0, or prints a sentence and returns -1 (files_open: NULL).
  */
-#ifndef COMPARE_FILES_H
-#define COMPARE_FILES_H
+#ifndef COMMON_FILES_H
+#define COMMON_FILES_H
 
 #include <errno.h>
 #include <signal.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/types.h>
 #include <unistd.h>
+
+#ifndef PROGRAM
+#error "define PROGRAM, the name in sentences, before this"
+#endif
 
 enum { FILES_MAX = 64, FOLDERS_MAX = 8, FILES_PATH = 4096 };
 
@@ -31,13 +38,13 @@ typedef struct files {
     sigset_t waiting;
 } files;
 
-static int files_fail(const char *path, const char *what)
+static inline int files_fail(const char *path, const char *what)
 {
-    fprintf(stderr, "compare: %s: %s: %s\n", path, what, strerror(errno));
+    fprintf(stderr, PROGRAM ": %s: %s: %s\n", path, what, strerror(errno));
     return -1;
 }
 
-static int files_path(char *out, const char *folder, const char *name, const char *ending)
+static inline int files_path(char *out, const char *folder, const char *name, const char *ending)
 {
     int n = snprintf(out, FILES_PATH, "%s/%s%s", folder, name, ending);
     if (n > 0 && n < FILES_PATH) return 0;
@@ -45,7 +52,7 @@ static int files_path(char *out, const char *folder, const char *name, const cha
     return files_fail(folder, "cannot be written");
 }
 
-static int files_folder(files *all, const char *path)
+static inline int files_folder(files *all, const char *path)
 {
     struct stat about;
     if (strlen(path) >= FILES_PATH || all->folders_n == FOLDERS_MAX) {
@@ -64,7 +71,7 @@ static int files_folder(files *all, const char *path)
 }
 
 /* From here to commit or abandon, a signal that would end the program waits. */
-static void files_begin(files *all)
+static inline void files_begin(files *all)
 {
     static const int ends[] = {SIGHUP, SIGINT, SIGTERM};
     struct sigaction action;
@@ -77,14 +84,14 @@ static void files_begin(files *all)
     all->begun = 1;
 }
 
-static void files_end(files *all)
+static inline void files_end(files *all)
 {
     all->n = all->folders_n = 0;
     if (all->begun) sigprocmask(SIG_UNBLOCK, &all->waiting, NULL);
     all->begun = 0;
 }
 
-static int files_signalled(const files *all)
+static inline int files_signalled(const files *all)
 {
     sigset_t pending;
     int i;
@@ -95,7 +102,7 @@ static int files_signalled(const files *all)
 }
 
 /* 0, or why path must not be replaced. */
-static int files_obstacle(const files *all, const char *path)
+static inline int files_obstacle(const files *all, const char *path)
 {
     struct stat about;
     if (files_signalled(all)) return EINTR;
@@ -103,13 +110,13 @@ static int files_obstacle(const files *all, const char *path)
     return S_ISDIR(about.st_mode) ? EISDIR : EINVAL; /* a rename would replace a device or a pipe */
 }
 
-static int files_same(const char *one, const char *other)
+static inline int files_same(const char *one, const char *other)
 {
     struct stat a, b;
     return stat(one, &a) == 0 && stat(other, &b) == 0 && a.st_dev == b.st_dev && a.st_ino == b.st_ino;
 }
 
-static FILE *files_open(files *all, const char *path)
+static inline FILE *files_open(files *all, const char *path)
 {
     char *temporary = all->temporary[all->n];
     FILE *f;
@@ -118,7 +125,7 @@ static FILE *files_open(files *all, const char *path)
     f = errno == 0 ? fopen(temporary, "wbx") : NULL;
     if (f == NULL) {
         if (errno == EEXIST)
-            fprintf(stderr, "compare: %s would be both of two results (or a killed run has left %s)\n", path,
+            fprintf(stderr, PROGRAM ": %s would be both of two results (or a killed run has left %s)\n", path,
                     temporary);
         else
             files_fail(path, "cannot be written");
@@ -128,7 +135,7 @@ static FILE *files_open(files *all, const char *path)
     return f;
 }
 
-static int files_close(files *all, FILE *f)
+static inline int files_close(files *all, FILE *f)
 {
     int bad = ferror(f);
     if (fclose(f) != 0) bad = 1;
@@ -136,11 +143,11 @@ static int files_close(files *all, FILE *f)
 }
 
 /* Finds out before hours of work what would fail after them: all names are taken together, then abandoned. */
-static int files_reserve(files *all, const char *path, const char *text)
+static inline int files_reserve(files *all, const char *path, const char *text)
 {
     FILE *f;
     if (files_same(path, text)) {
-        fprintf(stderr, "compare: %s would replace the text of --data\n", path);
+        fprintf(stderr, PROGRAM ": %s would replace the text of --data\n", path);
         return -1;
     }
     f = files_open(all, path);
@@ -149,7 +156,7 @@ static int files_reserve(files *all, const char *path, const char *text)
     return 0;
 }
 
-static void files_abandon(files *all)
+static inline void files_abandon(files *all)
 {
     while (all->n > 0) remove(all->temporary[--all->n]);
     while (all->folders_n > 0) rmdir(all->folders[--all->folders_n]);
@@ -157,14 +164,14 @@ static void files_abandon(files *all)
 }
 
 /* The name under which an older file waits until all new ones are in place; as long as the temporary one. */
-static const char *files_old(files *all, int i)
+static inline const char *files_old(files *all, int i)
 {
     sprintf(all->old, "%s.old.%ld", all->final[i], (long)getpid());
     return all->old;
 }
 
 /* Puts file i in its place. */
-static int files_replace(files *all, int i)
+static inline int files_replace(files *all, int i)
 {
     all->had_old[i] = rename(all->final[i], files_old(all, i)) == 0;
     if (!all->had_old[i] && errno != ENOENT) return -1;
@@ -173,7 +180,7 @@ static int files_replace(files *all, int i)
     return -1;
 }
 
-static int files_commit(files *all)
+static inline int files_commit(files *all)
 {
     int i;
     for (i = 0; i < all->n; ++i) {
@@ -196,15 +203,13 @@ static int files_commit(files *all)
 /* ---- NumPy's format, version 1.0 ---- */
 
 /* A matrix [rows][cols] of f32, in C order. */
-static int files_npy(files *all, const char *folder, const char *name, const float *data, int64_t rows,
-                     int64_t cols)
+static inline int files_npy(files *all, const char *path, const float *data, int64_t rows, int64_t cols)
 {
-    char path[FILES_PATH], head[192];
+    char head[192];
     const int one = 1;
     size_t size = (size_t)(rows * cols), length;
     int n;
     FILE *f;
-    if (files_path(path, folder, name, ".npy") != 0) return -1;
     f = files_open(all, path);
     if (f == NULL) return -1;
     /* 10 bytes of magic, version and length, then text; blanks end it with a newline at a multiple of 64
