@@ -1,0 +1,872 @@
+/* checkpoint.h -- a model and its optimizer on the disk, whole or not at all
+ *
+ *     DIR/checkpoint-120/config.json              llama_config_write's
+ *                        model.safetensors        weights of the storage type, gains f32; Hugging Face's
+ *                                                 names
+ *                        optimizer.safetensors    f32: exp_avg.NAME, exp_avg_sq.NAME, and in a bf16 run
+ *                                                 master.NAME of the weights; the run's numbers as metadata
+ *
+ *     llama_save(c, "DIR", &state, &run, 2);                         on all ranks; keeps the 2 newest
+ *     llama_checkpoint_find("DIR", path, &err);                      the newest
+ *     llama_load_weights(c, path, &state);                           also another's model, in several files
+ *     llama_load_optimizer(c, path, &state, &run);                   for any number of ranks
+ *
+ * A checkpoint is written as DIR/.checkpoint-N.tmp and renamed when all its bytes are on the disk. One that
+ * is replaced waits as DIR/.checkpoint-N.old until the new one has its name; if the program stops in between,
+ * that is the checkpoint. What is removed becomes a .tmp first. So a name without .tmp is whole whenever the
+ * program or the machine stops. One program at a time may write to a DIR.
+ *
+ * Device memory is reached through ops->copy and a host chunk of LLAMA_CHUNK bytes: ordinary (pageable)
+ * memory, which a copy that is enqueued has read or filled when it returns, in CUDA too.
+ */
+#ifndef LLAMA_CHECKPOINT_H
+#define LLAMA_CHECKPOINT_H
+
+#include <dirent.h>
+
+#include "../../upipe/upipe_a2a.h"
+#include "../../upipe/upipe_comm.h"
+#include "../../upipe/upipe_ops.h"
+#include "config.h"
+#include "safetensors.h"
+
+enum {
+    LLAMA_PATH = 4096,
+    LLAMA_CHUNK = 1 << 20,      /* bytes */
+    LLAMA_INDEX_MAX = 64 << 20, /* bytes of a model.safetensors.index.json */
+    LLAMA_RANKS_MAX = 1024,     /* of a team that saves */
+    LLAMA_SAVE_DEADLINE = 1200, /* seconds that a rank may write longer than another */
+    LLAMA_CHECKPOINT_VERSION = 1
+};
+
+/* What a run must know to go on. */
+typedef struct llama_run {
+    int64_t step, tokens, batch, text_bytes; /* steps done; tokens of a sequence; sequences of a step */
+    uint64_t seed, text_hash;
+} llama_run;
+
+/* ---- folders ---- */
+
+/* DIR/.checkpoint-N.tmp and so on. */
+static int llama_path(char out[LLAMA_PATH], const char *dir, const char *prefix, int64_t n,
+                      const char *suffix, upipe_err *err)
+{
+    int length = snprintf(out, LLAMA_PATH, "%s/%scheckpoint-%" PRId64 "%s", dir, prefix, n, suffix);
+    if (length > 0 && length < LLAMA_PATH) return 0;
+    return llama_config_fail(err, dir, "the path is too long");
+}
+
+static int llama_path_in(char out[LLAMA_PATH], const char *dir, const char *name, upipe_err *err)
+{
+    int length = snprintf(out, LLAMA_PATH, "%s/%s", dir, name);
+    if (length > 0 && length < LLAMA_PATH) return 0;
+    return llama_config_fail(err, dir, "the path is too long");
+}
+
+typedef enum llama_entry_kind { LLAMA_WHOLE, LLAMA_TMP, LLAMA_OLD } llama_entry_kind;
+
+typedef struct llama_entry {
+    int64_t n;
+    llama_entry_kind kind;
+} llama_entry;
+
+/* A whole number from 0 on, in plain decimals without needless zeros; -1 if it is none. */
+static int64_t llama_decimal(const char *s, const char **end)
+{
+    int64_t x = 0;
+    const char *at = s;
+    for (; *at >= '0' && *at <= '9'; ++at)
+        if (!upi_mul(&x, x, 10) || __builtin_add_overflow(x, *at - '0', &x)) return -1;
+    *end = at;
+    return at == s || (*s == '0' && at != s + 1) ? -1 : x;
+}
+
+static int llama_entry_parse(llama_entry *e, const char *name)
+{
+    int hidden = name[0] == '.';
+    const char *rest;
+    name += hidden;
+    if (strncmp(name, "checkpoint-", 11) != 0) return 0;
+    e->n = llama_decimal(name + 11, &rest);
+    e->kind = !hidden ? LLAMA_WHOLE : strcmp(rest, ".old") == 0 ? LLAMA_OLD : LLAMA_TMP;
+    return e->n >= 0 && strcmp(rest, !hidden ? "" : e->kind == LLAMA_OLD ? ".old" : ".tmp") == 0;
+}
+
+/* Newest first; of one number .tmp, whole, .old. */
+static int llama_entry_order(const void *a, const void *b)
+{
+    static const int places[] = {1, 0, 2};
+    const llama_entry *x = (const llama_entry *)a, *y = (const llama_entry *)b;
+    if (x->n != y->n) return x->n < y->n ? 1 : -1;
+    return places[x->kind] - places[y->kind];
+}
+
+/* All entries of a folder that are ours, in order; free(*out). */
+static int llama_list(const char *dir, llama_entry **out, int *count, upipe_err *err)
+{
+    DIR *d = opendir(dir);
+    const struct dirent *one;
+    llama_entry e, *more;
+    int room = 0, bad = 0;
+    *out = NULL;
+    *count = 0;
+    if (d == NULL) return llama_config_fail(err, dir, "the folder cannot be read: %s", strerror(errno));
+    while (!bad && (errno = 0, one = readdir(d)) != NULL) {
+        if (!llama_entry_parse(&e, one->d_name)) continue;
+        if (*count == room) {
+            more = (llama_entry *)realloc(*out, (size_t)(room * 2 + 16) * sizeof e);
+            bad = more == NULL ? llama_config_fail(err, dir, "no memory for the list of checkpoints") : 0;
+            if (bad) break;
+            *out = more;
+            room = room * 2 + 16;
+        }
+        (*out)[(*count)++] = e;
+    }
+    if (!bad && errno != 0)
+        bad = llama_config_fail(err, dir, "the folder cannot be read: %s", strerror(errno));
+    closedir(d);
+    if (bad) {
+        free(*out);
+        *out = NULL;
+        return -1;
+    }
+    if (*count > 0) qsort(*out, (size_t)*count, sizeof e, llama_entry_order);
+    return 0;
+}
+
+/* Removes a folder and its files, if it is there; a link only itself. */
+static int llama_remove(const char *path, upipe_err *err)
+{
+    char file[LLAMA_PATH];
+    struct stat about;
+    const struct dirent *one;
+    DIR *d;
+    int bad = 0;
+    if (lstat(path, &about) != 0) {
+        if (errno == ENOENT) return 0;
+        return llama_config_fail(err, path, "cannot be removed: %s", strerror(errno));
+    }
+    if (!S_ISDIR(about.st_mode)) {
+        bad = unlink(path) != 0;
+    } else {
+        d = opendir(path);
+        bad = d == NULL;
+        while (!bad && (one = readdir(d)) != NULL) {
+            if (strcmp(one->d_name, ".") == 0 || strcmp(one->d_name, "..") == 0) continue;
+            if (llama_path_in(file, path, one->d_name, err)) bad = errno = ENAMETOOLONG;
+            if (!bad) bad = unlink(file) != 0;
+        }
+        if (d != NULL) closedir(d);
+        if (!bad) bad = rmdir(path) != 0;
+    }
+    return bad ? llama_config_fail(err, path, "cannot be removed: %s", strerror(errno)) : 0;
+}
+
+static int llama_rename(const char *from, const char *to, upipe_err *err)
+{
+    if (rename(from, to) == 0) return 0;
+    return llama_config_fail(err, from, "cannot be renamed: %s", strerror(errno));
+}
+
+/* Names in a folder are on the disk. */
+static int llama_sync_folder(const char *path, upipe_err *err)
+{
+    int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC), bad;
+    bad = fd < 0 || (fsync(fd) != 0 && errno != EINVAL); /* EINVAL: a filesystem that does not sync folders */
+    if (bad) llama_config_fail(err, path, "cannot be brought to the disk: %s", strerror(errno));
+    if (fd >= 0) close(fd);
+    return bad ? -1 : 0;
+}
+
+/* Removes what bears the name of a whole one (prefix "", suffix "") or of one set aside (".", ".old"). */
+static int llama_retire(const char *dir, const char *prefix, int64_t n, const char *suffix, upipe_err *err)
+{
+    char from[LLAMA_PATH], tmp[LLAMA_PATH];
+    if (llama_path(from, dir, prefix, n, suffix, err) || llama_path(tmp, dir, ".", n, ".tmp", err)) return -1;
+    if (llama_remove(tmp, err) || llama_rename(from, tmp, err)) return -1;
+    return llama_remove(tmp, err);
+}
+
+/* Clears up after a run that was stopped; one set aside without a successor gets its name back. */
+static int llama_tidy(const char *dir, upipe_err *err)
+{
+    char from[LLAMA_PATH], to[LLAMA_PATH];
+    llama_entry *all;
+    int count, i, bad = 0;
+    if (llama_list(dir, &all, &count, err)) return -1;
+    for (i = 0; i < count && !bad; ++i) {
+        if (all[i].kind == LLAMA_TMP)
+            bad = llama_path(from, dir, ".", all[i].n, ".tmp", err) || llama_remove(from, err);
+        else if (all[i].kind == LLAMA_OLD && i > 0 && all[i - 1].n == all[i].n &&
+                 all[i - 1].kind == LLAMA_WHOLE)
+            bad = llama_retire(dir, ".", all[i].n, ".old", err);
+        else if (all[i].kind == LLAMA_OLD)
+            bad = llama_path(from, dir, ".", all[i].n, ".old", err) ||
+                  llama_path(to, dir, "", all[i].n, "", err) || llama_rename(from, to, err);
+    }
+    free(all);
+    return bad ? -1 : 0;
+}
+
+/* llama_checkpoint_find -- the model in a folder: itself if it has a config.json, else its newest checkpoint;
+ * 0, or -1 with a sentence */
+__attribute__((unused)) static int llama_checkpoint_find(const char *dir, char out[LLAMA_PATH],
+                                                         upipe_err *err)
+{
+    llama_entry *all;
+    int count, i, bad = 1;
+    if (llama_path_in(out, dir, "config.json", err)) return -1;
+    if (access(out, F_OK) == 0) {
+        snprintf(out, LLAMA_PATH, "%s", dir);
+        return 0;
+    }
+    if (llama_list(dir, &all, &count, err)) return -1;
+    for (i = 0; i < count; ++i)
+        if (all[i].kind != LLAMA_TMP) break;
+    if (i == count)
+        llama_config_fail(err, dir, "holds neither a config.json nor a checkpoint");
+    else
+        bad = llama_path(out, dir, all[i].kind == LLAMA_OLD ? "." : "", all[i].n,
+                         all[i].kind == LLAMA_OLD ? ".old" : "", err);
+    free(all);
+    return bad ? -1 : 0;
+}
+
+/* ---- saving ---- */
+
+typedef struct llama_save_work {
+    upipe_ctx *c;
+    const llama_state *state;
+    const llama_run *run;
+    const char *dir;
+    void *host; /* [LLAMA_CHUNK] bytes */
+    st_writer model, optimizer;
+    char tmp[LLAMA_PATH], whole[LLAMA_PATH], old[LLAMA_PATH];
+    int64_t all[LLAMA_RANKS_MAX];
+} llama_save_work;
+
+static int llama_add_tensor(st_writer *w, const char *prefix, const llama_tensor *t, st_dtype dtype,
+                            upipe_err *err)
+{
+    char name[96];
+    int64_t shape[2];
+    shape[0] = t->rows;
+    shape[1] = t->cols;
+    snprintf(name, sizeof name, "%s%s", prefix, t->name);
+    return st_add(w, name, dtype, t->is_gain ? 1 : 2, shape, err) < 0 ? -1 : 0;
+}
+
+/* The tensors of both files: tensor i of the layout is model's number i, and optimizer's i, n + i, 2n + i. */
+static int llama_save_lists(llama_save_work *s)
+{
+    const llama_layout *l = s->state->layout;
+    const llama_run *run = s->run;
+    const char *const keys[] = {"step", "tokens",    "batch",         "text_bytes",
+                                "seed", "text_hash", "format_version"};
+    upipe_err *err = &s->c->err;
+    uint64_t values[7];
+    char text[24];
+    int i, half = s->state->dtype == UPIPE_BF16;
+    values[0] = (uint64_t)run->step;
+    values[1] = (uint64_t)run->tokens;
+    values[2] = (uint64_t)run->batch;
+    values[3] = (uint64_t)run->text_bytes;
+    values[4] = run->seed;
+    values[5] = run->text_hash;
+    values[6] = LLAMA_CHECKPOINT_VERSION;
+    if (run->step < 0 || run->tokens < 0 || run->batch < 0 || run->text_bytes < 0)
+        return llama_config_fail(err, s->dir, "a run with a negative number cannot be saved");
+    if (st_add_metadata(&s->model, "format", "pt", err) ||
+        st_add_metadata(&s->optimizer, "dtype", upipe_dtype_name(s->state->dtype), err))
+        return -1;
+    for (i = 0; i < 7; ++i) {
+        snprintf(text, sizeof text, "%" PRIu64, values[i]);
+        if (st_add_metadata(&s->optimizer, keys[i], text, err)) return -1;
+    }
+    for (i = 0; i < l->n; ++i)
+        if (llama_add_tensor(&s->model, "", &l->tensors[i], half && !l->tensors[i].is_gain ? ST_BF16 : ST_F32,
+                             err))
+            return -1;
+    for (i = 0; i < l->n; ++i)
+        if (llama_add_tensor(&s->optimizer, "exp_avg.", &l->tensors[i], ST_F32, err)) return -1;
+    for (i = 0; i < l->n; ++i)
+        if (llama_add_tensor(&s->optimizer, "exp_avg_sq.", &l->tensors[i], ST_F32, err)) return -1;
+    for (i = 0; i < l->n && half && !l->tensors[i].is_gain; ++i)
+        if (llama_add_tensor(&s->optimizer, "master.", &l->tensors[i], ST_F32, err)) return -1;
+    return 0;
+}
+
+static int llama_save_prepare(llama_save_work *s)
+{
+    upipe_err *err = &s->c->err;
+    if (llama_path(s->tmp, s->dir, ".", s->run->step, ".tmp", err) ||
+        llama_path(s->old, s->dir, ".", s->run->step, ".old", err) ||
+        llama_path(s->whole, s->dir, "", s->run->step, "", err) || llama_save_lists(s))
+        return -1;
+    s->host = malloc(LLAMA_CHUNK);
+    return s->host == NULL ? llama_config_fail(err, s->dir, "no memory for a chunk") : 0;
+}
+
+/* Makes the folder, and all files in their whole sizes; rank 0 alone, as everything that deals with names. */
+static int llama_save_begin(llama_save_work *s)
+{
+    char path[LLAMA_PATH];
+    upipe_err *err = &s->c->err;
+    if (mkdir(s->dir, 0777) != 0 && errno != EEXIST)
+        return llama_config_fail(err, s->dir, "the folder cannot be made: %s", strerror(errno));
+    if (llama_tidy(s->dir, err)) return -1;
+    if (mkdir(s->tmp, 0777) != 0)
+        return llama_config_fail(err, s->tmp, "the folder cannot be made: %s", strerror(errno));
+    if (llama_path_in(path, s->tmp, "config.json", err) ||
+        llama_config_write(&s->state->layout->config, s->state->dtype, s->run->tokens, path, err))
+        return -1;
+    if (llama_path_in(path, s->tmp, "model.safetensors", err) || st_write_begin(&s->model, path, err))
+        return -1;
+    return llama_path_in(path, s->tmp, "optimizer.safetensors", err) ||
+                   st_write_begin(&s->optimizer, path, err)
+               ? -1
+               : 0;
+}
+
+static int llama_save_join(llama_save_work *s)
+{
+    char path[LLAMA_PATH];
+    upipe_err *err = &s->c->err;
+    if (llama_path_in(path, s->tmp, "model.safetensors", err) || st_write_open(&s->model, path, err))
+        return -1;
+    return llama_path_in(path, s->tmp, "optimizer.safetensors", err) ||
+                   st_write_open(&s->optimizer, path, err)
+               ? -1
+               : 0;
+}
+
+/* Writes this rank's slice of a group; data holds the slice, tensor i of the layout is the file's number
+ * from + i. */
+static int llama_save_slice(llama_save_work *s, st_writer *w, int from, int gains, const void *data,
+                            size_t size)
+{
+    const llama_layout *l = s->state->layout;
+    int64_t first, at, end, n;
+    int64_t last = upipe_a2a_slice(gains ? l->gains : l->weights, s->state->rank, s->state->ranks, &first);
+    int i;
+    last += first;
+    for (i = 0; i < l->n; ++i) {
+        const llama_tensor *t = &l->tensors[i];
+        if (t->is_gain != gains) continue;
+        at = t->at > first ? t->at : first;
+        end = t->at + t->n < last ? t->at + t->n : last;
+        for (; at < end; at += n) {
+            n = LLAMA_CHUNK / (int64_t)size;
+            if (n > end - at) n = end - at;
+            if (s->c->ops->copy(s->c, s->host, (const char *)data + (size_t)(at - first) * size,
+                                (size_t)n * size) != UPIPE_OK ||
+                st_pwrite(w, from + i, at - t->at, n, s->host, &s->c->err))
+                return -1;
+        }
+    }
+    return 0;
+}
+
+static int llama_save_write(llama_save_work *s)
+{
+    const llama_state *state = s->state;
+    const llama_layout *l = state->layout;
+    size_t size = upipe_dtype_bytes(state->dtype);
+    int64_t weight, gain;
+    int g;
+    upipe_a2a_slice(l->weights, state->rank, state->ranks, &weight);
+    upipe_a2a_slice(l->gains, state->rank, state->ranks, &gain);
+    if (llama_save_slice(s, &s->model, 0, 0, (const char *)state->weights + (size_t)weight * size, size) ||
+        llama_save_slice(s, &s->model, 0, 1, state->gains + gain, 4))
+        return -1;
+    for (g = 0; g < 2; ++g)
+        if (llama_save_slice(s, &s->optimizer, 0, g, state->m[g], 4) ||
+            llama_save_slice(s, &s->optimizer, l->n, g, state->v[g], 4))
+            return -1;
+    if (state->dtype == UPIPE_BF16 && llama_save_slice(s, &s->optimizer, 2 * l->n, 0, state->master, 4))
+        return -1;
+    return st_write_end(&s->model, &s->c->err) || st_write_end(&s->optimizer, &s->c->err) ? -1 : 0;
+}
+
+/* Gives the finished folder its name; at every instant the old one or the new one has a name that counts. */
+static int llama_save_commit(llama_save_work *s, int keep)
+{
+    upipe_err *err = &s->c->err;
+    llama_entry *all;
+    int count, i, newer = 0, bad = 0, had;
+    if (llama_sync_folder(s->tmp, err)) return -1;
+    had = rename(s->whole, s->old) == 0;
+    if (!had && errno != ENOENT)
+        return llama_config_fail(err, s->whole, "cannot be replaced: %s", strerror(errno));
+    if (had && llama_sync_folder(s->dir, err)) bad = -1;
+    if (!bad) bad = llama_rename(s->tmp, s->whole, err);
+    if (bad) {
+        if (had && rename(s->old, s->whole) != 0)
+            llama_config_fail(err, s->old, "is the last whole checkpoint: %s", strerror(errno));
+        return -1;
+    }
+    if (llama_sync_folder(s->dir, err)) return -1;
+    if (had && llama_retire(s->dir, ".", s->run->step, ".old", err)) return -1;
+    if (keep <= 0) return 0;
+    if (llama_list(s->dir, &all, &count, err)) return -1;
+    for (i = 0; i < count && !bad; ++i)
+        if (all[i].kind == LLAMA_WHOLE && all[i].n <= s->run->step && ++newer > keep)
+            bad = llama_retire(s->dir, "", all[i].n, "", err);
+    free(all);
+    return bad;
+}
+
+/* Tells all ranks whether one of them has failed; none goes on before all have come. */
+static int llama_save_agree(llama_save_work *s, int bad)
+{
+    upipe_comm *team = s->c->team;
+    upipe_err own = s->c->err;
+    int64_t mine = bad != 0;
+    int r;
+    if (team == NULL) return bad;
+    if (upipe_comm_gather(s->c, team, s->all, &mine, 1) != UPIPE_OK) {
+        if (bad) s->c->err = own;
+        return -1;
+    }
+    for (r = 0; r < team->ranks && !bad; ++r)
+        if (s->all[r])
+            bad = llama_config_fail(&s->c->err, s->whole, "rank %d of %d could not write", r, team->ranks);
+    return bad;
+}
+
+/* llama_save -- writes DIR/checkpoint-N, N = run->step, on all ranks of c->team together (NULL: one rank)
+ *
+ *   dir    made if it is not there; leftovers of a run that was stopped are removed
+ *   keep   so many checkpoints up to N stay, the newest; 0 = all
+ *
+ * One of the same step is replaced. Returns OK when everything is on the disk, on every rank the same; else
+ * the sentence is in c->err (the failing rank's has the reason), checkpoints that were there are whole, and
+ * the team is as good as before unless a rank did not come.
+ */
+__attribute__((unused)) static upipe_status llama_save(upipe_ctx *c, const char *dir,
+                                                       const llama_state *state, const llama_run *run,
+                                                       int keep)
+{
+    llama_save_work *s;
+    upipe_err ignored;
+    double deadline = 0;
+    int bad;
+    if (c->team != NULL
+            ? c->team->rank != state->rank || c->team->ranks != state->ranks || state->ranks > LLAMA_RANKS_MAX
+            : state->ranks != 1)
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "%s: the state is rank %d of %d, the team has %d, at most %d",
+                        dir, state->rank, state->ranks, c->team != NULL ? c->team->ranks : 1,
+                        LLAMA_RANKS_MAX);
+    s = (llama_save_work *)calloc(1, sizeof *s);
+    if (s == NULL) {
+        upipe_comm_abort(c->team, "a rank has no memory to save");
+        return upi_fail(&c->err, UPIPE_ERR_MEMORY, "%s: no memory to save", dir);
+    }
+    s->c = c;
+    s->state = state;
+    s->run = run;
+    s->dir = dir;
+    st_writer_init(&s->model);
+    st_writer_init(&s->optimizer);
+    if (c->team != NULL) {
+        deadline = c->team->deadline;
+        if (deadline < LLAMA_SAVE_DEADLINE) c->team->deadline = LLAMA_SAVE_DEADLINE;
+    }
+    bad = llama_save_prepare(s);
+    if (!bad && state->rank == 0) bad = llama_save_begin(s);
+    bad = llama_save_agree(s, bad);
+    if (!bad) {
+        if (state->rank != 0) bad = llama_save_join(s);
+        if (!bad) bad = llama_save_write(s);
+        bad = llama_save_agree(s, bad);
+    }
+    if (!bad) {
+        if (state->rank == 0) bad = llama_save_commit(s, keep);
+        bad = llama_save_agree(s, bad);
+    }
+    if (c->team != NULL) c->team->deadline = deadline;
+    st_writer_free(&s->model);
+    st_writer_free(&s->optimizer);
+    if (bad && state->rank == 0) llama_remove(s->tmp, &ignored);
+    free(s->host);
+    free(s);
+    if (!bad) return UPIPE_OK;
+    return c->err.status != UPIPE_OK ? c->err.status : UPIPE_ERR_BACKEND;
+}
+
+/* ---- loading ---- */
+
+static int llama_load_shape(const st_file *f, const st_tensor *t, const llama_tensor *want, upipe_err *err)
+{
+    int rank = want->is_gain ? 1 : 2;
+    if (t->rank == rank && t->shape[0] == want->rows && (rank == 1 || t->shape[1] == want->cols)) return 0;
+    if (rank == 1)
+        return st_fail(err, f->path, "%.80s has %d dimensions, the first %" PRId64 ", not 1 of %" PRId64,
+                       t->name, t->rank, t->rank > 0 ? t->shape[0] : 0, want->rows);
+    return st_fail(err, f->path,
+                   "%.80s has %d dimensions, %" PRId64 " x %" PRId64 ", not 2, %" PRId64 " x %" PRId64,
+                   t->name, t->rank, t->rank > 0 ? t->shape[0] : 0, t->rank > 1 ? t->shape[1] : 0, want->rows,
+                   want->cols);
+}
+
+typedef struct llama_load_work {
+    upipe_ctx *c;
+    const llama_state *state;
+    const llama_tensor **by_name; /* [layout's n] */
+    char *seen;                   /* [layout's n] */
+    float *host;                  /* [LLAMA_CHUNK / 4], followed by as many u16 */
+    const char *path;             /* the folder */
+    const json_t *map;            /* of model.safetensors.index.json; NULL = one file */
+    size_t mapped;                /* tensors met that are in the map */
+} llama_load_work;
+
+static int llama_by_name(const void *a, const void *b)
+{
+    return strcmp((*(const llama_tensor *const *)a)->name, (*(const llama_tensor *const *)b)->name);
+}
+
+static int llama_find_name(const void *key, const void *one)
+{
+    return strcmp((const char *)key, (*(const llama_tensor *const *)one)->name);
+}
+
+/* To the nearest, ties to even; what is a bf16 already keeps its bits. */
+static uint16_t llama_to_bf16(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if ((bits & 0xffffu) == 0) return (uint16_t)(bits >> 16);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40u);
+    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+/* n values of the group, from element `at` on, go to where the state keeps them. */
+static int llama_load_values(llama_load_work *w, int gain, int64_t at, int64_t n)
+{
+    const llama_state *state = w->state;
+    uint16_t *narrow = (uint16_t *)(void *)(w->host + LLAMA_CHUNK / 4);
+    int64_t i, first, from, to, last;
+    upipe_ctx *c = w->c;
+    if (gain) return c->ops->copy(c, state->gains + at, w->host, (size_t)n * 4) != UPIPE_OK ? -1 : 0;
+    if (state->dtype == UPIPE_F32)
+        return c->ops->copy(c, (float *)state->weights + at, w->host, (size_t)n * 4) != UPIPE_OK ? -1 : 0;
+    for (i = 0; i < n; ++i) narrow[i] = llama_to_bf16(w->host[i]);
+    if (c->ops->copy(c, (uint16_t *)state->weights + at, narrow, (size_t)n * 2) != UPIPE_OK) return -1;
+    if (state->master == NULL) return 0; /* a model that is not trained has no use for them */
+    last = upipe_a2a_slice(state->layout->weights, state->rank, state->ranks, &first);
+    last += first;
+    from = at > first ? at : first;
+    to = at + n < last ? at + n : last;
+    if (from >= to) return 0;
+    return c->ops->copy(c, state->master + (from - first), w->host + (from - at), (size_t)(to - from) * 4) !=
+                   UPIPE_OK
+               ? -1
+               : 0;
+}
+
+/* What a file may hold beside the model's tensors: nothing in it changes the model. */
+static int llama_load_spare(const char *name)
+{
+    static const char buffer[] = "rotary_emb.inv_freq";
+    size_t length = strlen(name), tail = sizeof buffer - 1;
+    if (strcmp(name, "lm_head.weight") == 0) return 1; /* of a tied model: another has it in its layout */
+    return length >= tail && strcmp(name + length - tail, buffer) == 0;
+}
+
+/* One tensor of a file: checked, and in the second pass read (and checked again: the file may
+ * have changed). */
+static int llama_load_tensor(llama_load_work *w, const st_file *f, const char *part, const st_tensor *t,
+                             int reading)
+{
+    const llama_layout *l = w->state->layout;
+    const llama_tensor *const *found = (const llama_tensor *const *)bsearch(
+        t->name, w->by_name, (size_t)l->n, sizeof *w->by_name, llama_find_name);
+    upipe_err *err = &w->c->err;
+    const char *mapped;
+    int64_t i, n;
+    if (w->map != NULL) {
+        mapped = json_string_value(json_object_get(w->map, t->name));
+        if (mapped == NULL || strcmp(mapped, part) != 0)
+            return st_fail(err, f->path, "%.80s is not here by model.safetensors.index.json", t->name);
+        ++w->mapped;
+    }
+    if (found == NULL)
+        return llama_load_spare(t->name) ? 0
+                                         : st_fail(err, f->path, "%.80s is no tensor of this model", t->name);
+    if (t->dtype != ST_F64 && t->dtype != ST_F32 && t->dtype != ST_F16 && t->dtype != ST_BF16)
+        return st_fail(err, f->path, "%.80s is %s, not F64, F32, F16 or BF16", t->name,
+                       st_dtype_name(t->dtype));
+    if (llama_load_shape(f, t, *found, err)) return -1;
+    w->seen[*found - l->tensors] = 1;
+    for (i = 0; reading && i < t->n; i += n) {
+        n = t->n - i < LLAMA_CHUNK / 4 ? t->n - i : LLAMA_CHUNK / 4;
+        if (st_read_f32(f, t, i, n, w->host, err) ||
+            llama_load_values(w, (*found)->is_gain, (*found)->at + i, n))
+            return -1;
+    }
+    return 0;
+}
+
+static int llama_load_part(llama_load_work *w, const char *part, int reading)
+{
+    char path[LLAMA_PATH];
+    st_file f;
+    int i, bad = 0;
+    if (llama_path_in(path, w->path, part, &w->c->err) || st_open(&f, path, &w->c->err)) return -1;
+    for (i = 0; i < f.n && !bad; ++i) bad = llama_load_tensor(w, &f, part, &f.tensors[i], reading);
+    st_close(&f);
+    return bad;
+}
+
+/* A file of the folder itself: a map is not to lead elsewhere. */
+static int llama_load_part_name(const char *part)
+{
+    return part != NULL && part[0] != 0 && part[0] != '.' && strchr(part, '/') == NULL;
+}
+
+static int llama_load_parts(llama_load_work *w, int reading)
+{
+    upipe_err *err = &w->c->err;
+    json_t *done, *value;
+    const char *name;
+    int bad = 0;
+    if (w->map == NULL) return llama_load_part(w, "model.safetensors", reading);
+    done = json_object();
+    json_object_foreach((json_t *)(uintptr_t)w->map, name, value)
+    {
+        const char *part = json_string_value(value);
+        if (!llama_load_part_name(part))
+            bad = llama_config_fail(err, w->path, "the index names no file of the folder for %.80s", name);
+        else if (json_object_get(done, part) == NULL)
+            bad = json_object_set_new(done, part, json_true()) != 0
+                      ? llama_config_fail(err, w->path, "no memory for the list of files")
+                      : llama_load_part(w, part, reading);
+        if (bad) break;
+    }
+    json_decref(done);
+    if (!bad && !reading && w->mapped != json_object_size(w->map))
+        return llama_config_fail(err, w->path, "the index has %zu tensors, the files have %zu",
+                                 json_object_size(w->map), w->mapped);
+    return bad;
+}
+
+static int llama_load_all(llama_load_work *w)
+{
+    const llama_layout *l = w->state->layout;
+    int i;
+    for (i = 0; i < l->n; ++i) w->by_name[i] = &l->tensors[i];
+    qsort(w->by_name, (size_t)l->n, sizeof *w->by_name, llama_by_name);
+    if (llama_load_parts(w, 0)) return -1;
+    for (i = 0; i < l->n; ++i)
+        if (!w->seen[i]) return llama_config_fail(&w->c->err, w->path, "%s is missing", l->tensors[i].name);
+    return llama_load_parts(w, 1);
+}
+
+/* The map of a model in several files; *root is to be given back. NULL map and no failure: one file. */
+static int llama_load_index(llama_load_work *w, json_t **root)
+{
+    char path[LLAMA_PATH], *text;
+    upipe_err *err = &w->c->err;
+    json_error_t where;
+    size_t bytes;
+    *root = NULL;
+    if (llama_path_in(path, w->path, "model.safetensors", err)) return -1;
+    if (access(path, F_OK) == 0) return 0;
+    if (llama_path_in(path, w->path, "model.safetensors.index.json", err)) return -1;
+    if (access(path, F_OK) != 0)
+        return llama_config_fail(err, w->path,
+                                 "has neither model.safetensors nor model.safetensors.index.json");
+    text = llama_file(path, LLAMA_INDEX_MAX, &bytes, err);
+    if (text == NULL) return -1;
+    *root = json_loadb(text, bytes, JSON_REJECT_DUPLICATES, &where);
+    free(text);
+    if (*root == NULL)
+        return llama_config_fail(err, path, "line %d is no JSON: %.100s", where.line, where.text);
+    w->map = json_object_get(*root, "weight_map");
+    if (!json_is_object(w->map)) return llama_config_fail(err, path, "has no object weight_map");
+    return 0;
+}
+
+/* llama_load_weights -- fills weights, gains and, unless it is NULL, master from the safetensors in a folder
+ *
+ * Values are converted to the storage type. Every tensor of the layout must be there in its shape, and no
+ * other but the head of a tied model and stored rotary frequencies. No call of other ranks is waited for.
+ * After a failure the arrays hold anything; the sentence is in c->err.
+ */
+__attribute__((unused)) static upipe_status llama_load_weights(upipe_ctx *c, const char *path,
+                                                               const llama_state *state)
+{
+    llama_load_work w;
+    size_t n = (size_t)state->layout->n;
+    json_t *root = NULL;
+    int bad;
+    memset(&w, 0, sizeof w);
+    w.c = c;
+    w.state = state;
+    w.path = path;
+    w.by_name = (const llama_tensor **)calloc(n, sizeof *w.by_name);
+    w.seen = (char *)calloc(n, 1);
+    w.host = (float *)malloc(LLAMA_CHUNK + LLAMA_CHUNK / 2);
+    if (w.by_name == NULL || w.seen == NULL || w.host == NULL)
+        bad = llama_config_fail(&c->err, path, "no memory for a chunk");
+    else
+        bad = llama_load_index(&w, &root);
+    if (!bad) bad = llama_load_all(&w);
+    json_decref(root);
+    free((void *)(uintptr_t)w.by_name);
+    free(w.seen);
+    free(w.host);
+    if (!bad) return UPIPE_OK;
+    return c->err.status != UPIPE_OK ? c->err.status : UPIPE_ERR_BACKEND;
+}
+
+/* A number of 64 bits, from the metadata. */
+static int llama_load_u64(const st_file *f, const char *key, uint64_t *out, upipe_err *err)
+{
+    const char *text = st_metadata(f, key), *end;
+    *out = 0;
+    for (end = text; end != NULL && *end >= '0' && *end <= '9'; ++end)
+        if (__builtin_mul_overflow(*out, 10u, out) ||
+            __builtin_add_overflow(*out, (uint64_t)(*end - '0'), out))
+            break;
+    if (text != NULL && end != text && *end == 0) return 0;
+    return st_fail(err, f->path, "%s is %.24s, not a number of 64 bits", key,
+                   text != NULL ? text : "missing");
+}
+
+/* The numbers of a run, from the metadata. */
+static int llama_load_numbers(const st_file *f, llama_run *run, upipe_dtype *dtype, upipe_err *err)
+{
+    const char *const keys[] = {"step", "tokens", "batch", "text_bytes", "format_version"};
+    int64_t values[5];
+    const char *text = st_metadata(f, "dtype"), *end;
+    int i;
+    if (text == NULL || (strcmp(text, "f32") != 0 && strcmp(text, "bf16") != 0))
+        return st_fail(err, f->path, "the dtype is %.20s, not f32 or bf16", text != NULL ? text : "missing");
+    *dtype = strcmp(text, "f32") == 0 ? UPIPE_F32 : UPIPE_BF16;
+    for (i = 0; i < 5; ++i) {
+        text = st_metadata(f, keys[i]);
+        values[i] = text != NULL ? llama_decimal(text, &end) : -1;
+        if (values[i] < 0 || *end != 0)
+            return st_fail(err, f->path, "%s is %.20s, not a number of a run", keys[i],
+                           text != NULL ? text : "missing");
+    }
+    if (values[4] != LLAMA_CHECKPOINT_VERSION)
+        return st_fail(err, f->path, "format_version is %" PRId64 ", not %d", values[4],
+                       LLAMA_CHECKPOINT_VERSION);
+    if (llama_load_u64(f, "seed", &run->seed, err) || llama_load_u64(f, "text_hash", &run->text_hash, err))
+        return -1;
+    run->step = values[0];
+    run->tokens = values[1];
+    run->batch = values[2];
+    run->text_bytes = values[3];
+    return 0;
+}
+
+/* llama_load_run -- the numbers of a run and its storage type, from a checkpoint's folder; 0, or -1 with a
+ * sentence */
+__attribute__((unused)) static int llama_load_run(const char *path, llama_run *run, upipe_dtype *dtype,
+                                                  upipe_err *err)
+{
+    char file[LLAMA_PATH];
+    st_file f;
+    int bad;
+    if (llama_path_in(file, path, "optimizer.safetensors", err) || st_open(&f, file, err)) return -1;
+    bad = llama_load_numbers(&f, run, dtype, err);
+    st_close(&f);
+    return bad;
+}
+
+static const st_tensor *llama_load_entry(const st_file *f, const char *prefix, const llama_tensor *t,
+                                         upipe_err *err)
+{
+    char name[96];
+    const st_tensor *entry;
+    snprintf(name, sizeof name, "%s%s", prefix, t->name);
+    entry = st_find(f, name);
+    if (entry == NULL) {
+        st_fail(err, f->path, "%s is missing", name);
+        return NULL;
+    }
+    if (entry->dtype != ST_F32) {
+        st_fail(err, f->path, "%s is %s, not F32", name, st_dtype_name(entry->dtype));
+        return NULL;
+    }
+    return llama_load_shape(f, entry, t, err) ? NULL : entry;
+}
+
+/* This rank's slice of a group, from the tensors PREFIX.NAME. */
+static int llama_load_slice(upipe_ctx *c, const st_file *f, const llama_state *state, const char *prefix,
+                            int gains, float *data, void *host)
+{
+    const llama_layout *l = state->layout;
+    int64_t first, at, end, n;
+    int64_t last = upipe_a2a_slice(gains ? l->gains : l->weights, state->rank, state->ranks, &first);
+    int i;
+    last += first;
+    for (i = 0; i < l->n; ++i) {
+        const llama_tensor *t = &l->tensors[i];
+        const st_tensor *entry;
+        if (t->is_gain != gains) continue;
+        entry = llama_load_entry(f, prefix, t, &c->err); /* parts of others' slices are checked too */
+        if (entry == NULL) return -1;
+        at = t->at > first ? t->at : first;
+        end = t->at + t->n < last ? t->at + t->n : last;
+        for (; at < end; at += n) {
+            n = end - at < LLAMA_CHUNK / 4 ? end - at : LLAMA_CHUNK / 4;
+            if (st_read_raw(f, entry, at - t->at, n, host, &c->err) ||
+                c->ops->copy(c, data + (at - first), host, (size_t)n * 4) != UPIPE_OK)
+                return -1;
+        }
+    }
+    return 0;
+}
+
+static int llama_load_slices(upipe_ctx *c, const st_file *f, const llama_state *state, void *host)
+{
+    const llama_layout *l = state->layout;
+    int64_t want = 2 * (int64_t)l->n;
+    int i, g;
+    if (state->dtype == UPIPE_BF16)
+        for (i = 0; i < l->n; ++i) want += !l->tensors[i].is_gain;
+    for (g = 0; g < 2; ++g)
+        if (llama_load_slice(c, f, state, "exp_avg.", g, state->m[g], host) ||
+            llama_load_slice(c, f, state, "exp_avg_sq.", g, state->v[g], host))
+            return -1;
+    if (state->dtype == UPIPE_BF16 && llama_load_slice(c, f, state, "master.", 0, state->master, host))
+        return -1;
+    if (f->n != want)
+        return st_fail(&c->err, f->path, "has %d tensors, not the %" PRId64 " of this model's optimizer",
+                       f->n, want);
+    return 0;
+}
+
+/* llama_load_optimizer -- fills this rank's slices of m, v and, in a bf16 run, master; and *run
+ *
+ * To be called after llama_load_weights, which fills master with less exact values. The bits are those that
+ * were saved, by however many ranks. A run of another storage type is refused. Failures as there.
+ */
+__attribute__((unused)) static upipe_status llama_load_optimizer(upipe_ctx *c, const char *path,
+                                                                 const llama_state *state, llama_run *run)
+{
+    char file[LLAMA_PATH];
+    upipe_dtype dtype;
+    st_file f;
+    void *host = malloc(LLAMA_CHUNK);
+    int bad = host == NULL
+                  ? llama_config_fail(&c->err, path, "no memory for a chunk")
+                  : llama_path_in(file, path, "optimizer.safetensors", &c->err) || st_open(&f, file, &c->err);
+    if (!bad) {
+        bad = llama_load_numbers(&f, run, &dtype, &c->err);
+        if (!bad && dtype != state->dtype)
+            bad = st_fail(&c->err, f.path, "is of a run in %s; a run in %s cannot go on from it",
+                          upipe_dtype_name(dtype), upipe_dtype_name(state->dtype));
+        if (!bad) bad = llama_load_slices(c, &f, state, host);
+        st_close(&f);
+    }
+    free(host);
+    if (!bad) return UPIPE_OK;
+    return c->err.status != UPIPE_OK ? c->err.status : UPIPE_ERR_BACKEND;
+}
+
+#endif

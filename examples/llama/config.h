@@ -1,0 +1,487 @@
+/* config.h -- a Llama: its numbers, its tensors by Hugging Face's names, the state of one rank, config.json
+ *
+ *     upipe_err err;
+ *     llama_config config;
+ *     llama_layout layout;
+ *     if (llama_config_read(&config, &dtype, "model/config.json", &err)) fail(err.text);
+ *     if (llama_layout_init(&layout, &config)) fail("too large");
+ *     const llama_tensor *q = llama_find(&layout, LLAMA_WQ, 3);       layer 3's q_proj: weights + q->at
+ *
+ * The tensors lie in two groups, each one flat array: weights (matrices, of the storage type; embed, then wq
+ * wk wv wo gate up down of every layer, then the head unless it is the embedding) and gains (f32; norm1,
+ * q_norm and k_norm if the model has them, norm2 of every layer, then the last norm).
+ *
+ * Read are LlamaForCausalLM, MistralForCausalLM without a window, and Qwen3ForCausalLM. Keys that do not
+ * change the computation are passed over; those that do, and are not built here, are refused. Functions
+ * return 0, or fill *err and return -1. Links with jansson (-ljansson); needs POSIX.
+ */
+#ifndef LLAMA_CONFIG_H
+#define LLAMA_CONFIG_H
+
+#include <errno.h>
+#include <inttypes.h>
+#include <jansson.h>
+#include <math.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "../../upipe/upipe_base.h"
+
+enum {
+    LLAMA_LAYERS_MAX = 4096,         /* bounds the table of tensors that a file can make us allocate */
+    LLAMA_CONFIG_BYTES_MAX = 1 << 20 /* of a config.json */
+};
+
+typedef struct llama_config {
+    int64_t layers, dim, hidden, vocab; /* hidden = the MLP's width F */
+    int heads, kv_heads, head_dim;
+    int tied, qk_norm; /* tied: the head is the embedding table; qk_norm: Qwen3's q_norm and k_norm */
+    double rope_theta, norm_eps;
+} llama_config;
+
+typedef enum llama_kind {
+    LLAMA_EMBED,
+    LLAMA_NORM1,
+    LLAMA_WQ,
+    LLAMA_WK,
+    LLAMA_WV,
+    LLAMA_WO,
+    LLAMA_QNORM,
+    LLAMA_KNORM,
+    LLAMA_NORM2,
+    LLAMA_GATE,
+    LLAMA_UP,
+    LLAMA_DOWN,
+    LLAMA_NORM,
+    LLAMA_HEAD
+} llama_kind;
+
+typedef struct llama_tensor {
+    char name[80];      /* Hugging Face's: model.layers.3.self_attn.q_proj.weight */
+    int64_t rows, cols; /* a gain is [rows], cols = 1 */
+    int is_gain;        /* which group: weights (storage type, matrices) or gains (f32 vectors) */
+    int64_t at, n;      /* first element in its group, elements */
+    int64_t layer;      /* -1 outside layers */
+    llama_kind kind;
+} llama_tensor;
+
+typedef struct llama_layout {
+    llama_config config;
+    llama_tensor *tensors; /* [n]: the weights group in its order, then the gains group */
+    int n;
+    int64_t weights, gains; /* elements of both groups */
+} llama_layout;
+
+/* The state of one rank; the arrays lie in the rank's pool. */
+typedef struct llama_state {
+    const llama_layout *layout;
+    upipe_dtype dtype; /* of weights */
+    int rank, ranks;
+    void *weights;      /* all of the weights group, storage type */
+    float *gains;       /* all of the gains group */
+    float *master;      /* f32 weights, this rank's slice of the weights group; NULL if dtype is f32 */
+    float *m[2], *v[2]; /* AdamW moments, this rank's slices of [weights group, gains group] */
+} llama_state;
+
+/* ---- layout ---- */
+
+static int llama_add(llama_layout *l, llama_kind kind, int64_t layer, const char *part, int64_t rows,
+                     int64_t cols)
+{
+    llama_tensor *t = &l->tensors[l->n];
+    int64_t *group;
+    t->is_gain = kind == LLAMA_NORM1 || kind == LLAMA_QNORM || kind == LLAMA_KNORM || kind == LLAMA_NORM2 ||
+                 kind == LLAMA_NORM;
+    group = t->is_gain ? &l->gains : &l->weights;
+    t->kind = kind;
+    t->layer = layer;
+    t->rows = rows;
+    t->cols = cols;
+    t->at = *group;
+    if (layer < 0)
+        snprintf(t->name, sizeof t->name, "%s.weight", part);
+    else
+        snprintf(t->name, sizeof t->name, "model.layers.%" PRId64 ".%s.weight", layer, part);
+    /* bytes too are to stay within 63 bits */
+    if (!upi_mul(&t->n, rows, cols) || t->n > INT64_MAX / 16 - *group) return -1;
+    *group += t->n;
+    ++l->n;
+    return 0;
+}
+
+static int llama_add_all(llama_layout *l)
+{
+    const llama_config *c = &l->config;
+    int64_t q = (int64_t)c->heads * c->head_dim, kv = (int64_t)c->kv_heads * c->head_dim, i;
+    if (llama_add(l, LLAMA_EMBED, -1, "model.embed_tokens", c->vocab, c->dim)) return -1;
+    for (i = 0; i < c->layers; ++i)
+        if (llama_add(l, LLAMA_WQ, i, "self_attn.q_proj", q, c->dim) ||
+            llama_add(l, LLAMA_WK, i, "self_attn.k_proj", kv, c->dim) ||
+            llama_add(l, LLAMA_WV, i, "self_attn.v_proj", kv, c->dim) ||
+            llama_add(l, LLAMA_WO, i, "self_attn.o_proj", c->dim, q) ||
+            llama_add(l, LLAMA_GATE, i, "mlp.gate_proj", c->hidden, c->dim) ||
+            llama_add(l, LLAMA_UP, i, "mlp.up_proj", c->hidden, c->dim) ||
+            llama_add(l, LLAMA_DOWN, i, "mlp.down_proj", c->dim, c->hidden))
+            return -1;
+    if (!c->tied && llama_add(l, LLAMA_HEAD, -1, "lm_head", c->vocab, c->dim)) return -1;
+    for (i = 0; i < c->layers; ++i) {
+        if (llama_add(l, LLAMA_NORM1, i, "input_layernorm", c->dim, 1)) return -1;
+        if (c->qk_norm && (llama_add(l, LLAMA_QNORM, i, "self_attn.q_norm", c->head_dim, 1) ||
+                           llama_add(l, LLAMA_KNORM, i, "self_attn.k_norm", c->head_dim, 1)))
+            return -1;
+        if (llama_add(l, LLAMA_NORM2, i, "post_attention_layernorm", c->dim, 1)) return -1;
+    }
+    return llama_add(l, LLAMA_NORM, -1, "model.norm", c->dim, 1);
+}
+
+static void llama_layout_free(llama_layout *l)
+{
+    free(l->tensors);
+    memset(l, 0, sizeof *l);
+}
+
+/* llama_layout_init -- names, shapes and places of all tensors
+ *
+ * Returns -1 where a size is not positive, there are more than LLAMA_LAYERS_MAX layers, the bytes leave 63
+ * bits, or there is no memory for the table. Then nothing is to be freed.
+ */
+__attribute__((unused)) static int llama_layout_init(llama_layout *l, const llama_config *c)
+{
+    memset(l, 0, sizeof *l);
+    if (c->layers < 1 || c->layers > LLAMA_LAYERS_MAX || c->dim < 1 || c->hidden < 1 || c->vocab < 1 ||
+        c->heads < 1 || c->kv_heads < 1 || c->head_dim < 1)
+        return -1;
+    l->config = *c;
+    l->tensors = (llama_tensor *)calloc((size_t)c->layers * 11 + 3, sizeof *l->tensors);
+    if (l->tensors != NULL && llama_add_all(l) == 0) return 0;
+    llama_layout_free(l);
+    return -1;
+}
+
+/* The tensor of this kind, layer -1 outside layers; NULL if the model has none. */
+__attribute__((unused)) static const llama_tensor *llama_find(const llama_layout *l, llama_kind kind,
+                                                              int64_t layer)
+{
+    /* a kind's place among its layer's tensors of its group */
+    static const int places[] = {0, 0, 0, 1, 2, 3, 1, 2, 1, 4, 5, 6, 0, 0};
+    const llama_config *c = &l->config;
+    int64_t gains = 1 + 7 * c->layers + !c->tied, step = c->qk_norm ? 4 : 2;
+    if (kind == LLAMA_EMBED || kind == LLAMA_NORM || kind == LLAMA_HEAD) {
+        if (layer != -1 || (kind == LLAMA_HEAD && c->tied)) return NULL;
+        return &l->tensors[kind == LLAMA_EMBED ? 0 : kind == LLAMA_NORM ? l->n - 1 : gains - 1];
+    }
+    if (layer < 0 || layer >= c->layers) return NULL;
+    if ((kind == LLAMA_QNORM || kind == LLAMA_KNORM) && !c->qk_norm) return NULL;
+    if (kind == LLAMA_NORM2) return &l->tensors[gains + step * layer + step - 1];
+    if (kind == LLAMA_NORM1 || kind == LLAMA_QNORM || kind == LLAMA_KNORM)
+        return &l->tensors[gains + step * layer + places[kind]];
+    return &l->tensors[1 + 7 * layer + places[kind]];
+}
+
+/* ---- config.json, reading ---- */
+
+__attribute__((format(printf, 3, 4))) static int llama_config_fail(upipe_err *err, const char *path,
+                                                                   const char *format, ...)
+{
+    char text[176];
+    size_t length = strlen(path);
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    /* the end of a long path says more than its start */
+    upi_fail(err, UPIPE_ERR_ARG, "%s: %s", length > 76 ? path + length - 76 : path, text);
+    return -1;
+}
+
+/* An integer 1 .. 2^31 - 1; absent or null is `otherwise`, or refused if that is 0. */
+static int llama_config_count(int64_t *out, const json_t *root, const char *key, int64_t otherwise,
+                              const char *path, upipe_err *err)
+{
+    const json_t *j = json_object_get(root, key);
+    if (j == NULL || json_is_null(j)) {
+        if (otherwise == 0) return llama_config_fail(err, path, "%s is missing", key);
+        *out = otherwise;
+        return 0;
+    }
+    if (!json_is_integer(j)) return llama_config_fail(err, path, "%s is not an integer", key);
+    *out = json_integer_value(j);
+    if (*out < 1 || *out > INT32_MAX)
+        return llama_config_fail(err, path, "%s is %" PRId64 ", not in 1 .. %d", key, *out, INT32_MAX);
+    return 0;
+}
+
+/* A finite number, above 0; absent or null leaves *out as it is. */
+static int llama_config_real(double *out, const json_t *root, const char *key, const char *path,
+                             upipe_err *err)
+{
+    const json_t *j = json_object_get(root, key);
+    if (j == NULL || json_is_null(j)) return 0;
+    if (!json_is_number(j)) return llama_config_fail(err, path, "%s is not a number", key);
+    *out = json_number_value(j);
+    if (!isfinite(*out) || *out <= 0)
+        return llama_config_fail(err, path, "%s is %g, not a positive number", key, *out);
+    return 0;
+}
+
+/* true or false; absent or null is 0. */
+static int llama_config_flag(int *out, const json_t *root, const char *key, const char *path, upipe_err *err)
+{
+    const json_t *j = json_object_get(root, key);
+    if (j != NULL && !json_is_null(j) && !json_is_boolean(j))
+        return llama_config_fail(err, path, "%s is neither true nor false", key);
+    *out = json_is_true(j);
+    return 0;
+}
+
+/* What must not be there, or have no effect: a flag that is set, a number other than `neutral`. */
+static int llama_config_neutral(const json_t *root, const char *key, double neutral, const char *path,
+                                upipe_err *err)
+{
+    const json_t *j = json_object_get(root, key);
+    if (j == NULL || json_is_null(j) || json_is_false(j)) return 0;
+    if (json_is_number(j) && json_number_value(j) == neutral) return 0;
+    if (json_is_number(j))
+        return llama_config_fail(err, path, "%s is %g; only %g is built", key, json_number_value(j), neutral);
+    return llama_config_fail(err, path, "%s is set, and not built", key);
+}
+
+/* rope_scaling and its successor rope_parameters: an object, of type default. */
+static int llama_config_rope(llama_config *c, const json_t *root, const char *key, const char *path,
+                             upipe_err *err)
+{
+    static const char *const types[] = {"rope_type", "type"};
+    const json_t *j = json_object_get(root, key), *type;
+    size_t i;
+    int named = 0;
+    if (j == NULL || json_is_null(j)) return 0;
+    if (!json_is_object(j)) return llama_config_fail(err, path, "%s is neither null nor an object", key);
+    for (i = 0; i < 2; ++i) {
+        type = json_object_get(j, types[i]);
+        if (type == NULL) continue;
+        named = 1;
+        if (!json_is_string(type) || strcmp(json_string_value(type), "default") != 0)
+            return llama_config_fail(err, path, "%s has %s %.40s; only default is built", key, types[i],
+                                     json_is_string(type) ? json_string_value(type) : "that is no string");
+    }
+    if (!named && json_object_get(j, "factor") != NULL)
+        return llama_config_fail(err, path, "%s has a factor; only the type default is built", key);
+    if (llama_config_neutral(j, "partial_rotary_factor", 1, path, err)) return -1;
+    return llama_config_real(&c->rope_theta, j, "rope_theta", path, err);
+}
+
+static const char *const llama_models[3][2] = {
+    {"llama", "LlamaForCausalLM"}, {"mistral", "MistralForCausalLM"}, {"qwen3", "Qwen3ForCausalLM"}};
+
+/* Which of llama_models; -1 with a sentence. */
+static int llama_config_model(const json_t *root, const char *path, upipe_err *err)
+{
+    const json_t *type = json_object_get(root, "model_type"), *all = json_object_get(root, "architectures");
+    const json_t *one = json_array_size(all) == 1 ? json_array_get(all, 0) : NULL;
+    int i;
+    if (type != NULL && !json_is_string(type))
+        return llama_config_fail(err, path, "model_type is not a string");
+    if (all != NULL && !json_is_null(all) && !json_is_string(one))
+        return llama_config_fail(err, path, "architectures is not a list of one name");
+    if (type == NULL && one == NULL)
+        return llama_config_fail(err, path, "neither model_type nor architectures says what model this is");
+    for (i = 0; i < 3; ++i) {
+        if (type != NULL && strcmp(json_string_value(type), llama_models[i][0]) != 0) continue;
+        if (one != NULL && strcmp(json_string_value(one), llama_models[i][1]) != 0) continue;
+        return i;
+    }
+    return llama_config_fail(err, path, "model_type %.40s with the architecture %.40s is not built",
+                             type != NULL ? json_string_value(type) : "(none)",
+                             one != NULL ? json_string_value(one) : "(none)");
+}
+
+/* Everything that would change what is computed and is not built. */
+static int llama_config_unbuilt(const json_t *root, int model, const char *path, upipe_err *err)
+{
+    const json_t *act = json_object_get(root, "hidden_act"),
+                 *window = json_object_get(root, "sliding_window");
+    const json_t *layers = json_object_get(root, "layer_types"), *one;
+    size_t i;
+    if (act != NULL && (!json_is_string(act) || strcmp(json_string_value(act), "silu") != 0))
+        return llama_config_fail(err, path, "hidden_act is %.40s; only silu is built",
+                                 json_is_string(act) ? json_string_value(act) : "no string");
+    if (llama_config_neutral(root, "attention_bias", 0, path, err) ||
+        llama_config_neutral(root, "mlp_bias", 0, path, err) ||
+        llama_config_neutral(root, "use_sliding_window", 0, path, err) ||
+        llama_config_neutral(root, "attention_dropout", 0, path, err) ||
+        llama_config_neutral(root, "partial_rotary_factor", 1, path, err) ||
+        llama_config_neutral(root, "quantization_config", 0, path, err))
+        return -1;
+    /* a Mistral without the key has a window of 4096; Qwen3 looks at its own only with use_sliding_window */
+    if (model == 1 && !json_is_null(window))
+        return llama_config_fail(err, path, "a mistral whose sliding_window is not null is not built");
+    if (layers != NULL && !json_is_null(layers) && !json_is_array(layers))
+        return llama_config_fail(err, path, "layer_types is not a list");
+    for (i = 0; i < json_array_size(layers); ++i) {
+        one = json_array_get(layers, i);
+        if (!json_is_string(one) || strcmp(json_string_value(one), "full_attention") != 0)
+            return llama_config_fail(err, path, "layer %zu of layer_types is not full_attention", i);
+    }
+    return 0;
+}
+
+static int llama_config_numbers(llama_config *c, const json_t *root, int model, const char *path,
+                                upipe_err *err)
+{
+    int64_t heads, kv_heads, head_dim, dim, queries;
+    llama_layout layout;
+    if (llama_config_count(&c->dim, root, "hidden_size", 0, path, err) ||
+        llama_config_count(&c->hidden, root, "intermediate_size", 0, path, err) ||
+        llama_config_count(&c->layers, root, "num_hidden_layers", 0, path, err) ||
+        llama_config_count(&c->vocab, root, "vocab_size", 0, path, err) ||
+        llama_config_count(&heads, root, "num_attention_heads", 0, path, err))
+        return -1;
+    if (c->layers > LLAMA_LAYERS_MAX)
+        return llama_config_fail(err, path, "num_hidden_layers is %" PRId64 ", the most is %d", c->layers,
+                                 LLAMA_LAYERS_MAX);
+    /* the other two models have defaults of their own where Llama's follow from the rest: not guessed */
+    dim = c->dim % heads == 0 && model != 2 ? c->dim / heads : 0;
+    if (llama_config_count(&kv_heads, root, "num_key_value_heads", model == 0 ? heads : 0, path, err) ||
+        llama_config_count(&head_dim, root, "head_dim", dim, path, err))
+        return -1;
+    if (heads % kv_heads != 0)
+        return llama_config_fail(
+            err, path, "%" PRId64 " heads do not divide among %" PRId64 " key/value heads", heads, kv_heads);
+    if (head_dim % 2 != 0)
+        return llama_config_fail(err, path, "head_dim is %" PRId64 ", and odd: it has no rotary pairs",
+                                 head_dim);
+    if (!upi_mul(&queries, heads, head_dim) || queries > INT32_MAX)
+        return llama_config_fail(err, path, "%" PRId64 " heads of %" PRId64 " are more than %d", heads,
+                                 head_dim, INT32_MAX);
+    c->heads = (int)heads;
+    c->kv_heads = (int)kv_heads;
+    c->head_dim = (int)head_dim;
+    if (llama_config_real(&c->norm_eps, root, "rms_norm_eps", path, err) ||
+        llama_config_real(&c->rope_theta, root, "rope_theta", path, err) ||
+        llama_config_rope(c, root, "rope_scaling", path, err) ||
+        llama_config_rope(c, root, "rope_parameters", path, err) ||
+        llama_config_flag(&c->tied, root, "tie_word_embeddings", path, err))
+        return -1;
+    if (llama_layout_init(&layout, c) != 0)
+        return llama_config_fail(err, path, "the model's bytes leave 63 bits, or memory is out");
+    llama_layout_free(&layout);
+    return 0;
+}
+
+/* The bytes of a whole small file, with a 0 behind them; free() it. NULL with a sentence. */
+static char *llama_file(const char *path, size_t most, size_t *bytes, upipe_err *err)
+{
+    FILE *f = fopen(path, "rb");
+    char *text = NULL, *more;
+    size_t n = 0, room = 0, got;
+    errno = f == NULL ? errno : 0;
+    while (f != NULL && n <= most) {
+        if (n == room) {
+            more = (char *)realloc(text, room * 2 + 4097);
+            if (more == NULL) break;
+            text = more;
+            room = room * 2 + 4096;
+        }
+        got = fread(text + n, 1, room - n, f);
+        n += got;
+        if (got == 0) break;
+    }
+    if (f == NULL || ferror(f))
+        llama_config_fail(err, path, "cannot be read: %s", strerror(errno));
+    else if (n > most)
+        llama_config_fail(err, path, "is longer than %zu bytes", most);
+    else if (text == NULL || !feof(f))
+        llama_config_fail(err, path, "memory is out");
+    else {
+        fclose(f);
+        text[n] = 0;
+        *bytes = n;
+        return text;
+    }
+    if (f != NULL) fclose(f);
+    free(text);
+    return NULL;
+}
+
+/* llama_config_read -- fills *c from a config.json; every number is within its range afterwards
+ *
+ *   dtype   which storage type the file names: bf16 for bfloat16, else f32; NULL = not wanted
+ */
+__attribute__((unused)) static int llama_config_read(llama_config *c, upipe_dtype *dtype, const char *path,
+                                                     upipe_err *err)
+{
+    json_error_t where;
+    json_t *root;
+    const json_t *type;
+    size_t bytes;
+    int model, bad;
+    char *text = llama_file(path, LLAMA_CONFIG_BYTES_MAX, &bytes, err);
+    if (text == NULL) return -1;
+    root = json_loadb(text, bytes, JSON_REJECT_DUPLICATES, &where);
+    free(text);
+    if (root == NULL)
+        return llama_config_fail(err, path, "line %d is no JSON: %.120s", where.line, where.text);
+    memset(c, 0, sizeof *c);
+    c->norm_eps = 1e-6;
+    c->rope_theta = 10000;
+    model = json_is_object(root) ? llama_config_model(root, path, err)
+                                 : llama_config_fail(err, path, "is not a JSON object");
+    bad = model < 0 || llama_config_unbuilt(root, model, path, err) ||
+          llama_config_numbers(c, root, model, path, err);
+    c->qk_norm = model == 2;
+    type = json_object_get(root, "torch_dtype");
+    if (type == NULL) type = json_object_get(root, "dtype");
+    if (dtype != NULL)
+        *dtype =
+            json_is_string(type) && strcmp(json_string_value(type), "bfloat16") == 0 ? UPIPE_BF16 : UPIPE_F32;
+    json_decref(root);
+    return bad ? -1 : 0;
+}
+
+/* ---- config.json, writing ---- */
+
+/* Decimals that give x back, with a point or an exponent: Python is to read a float. */
+static void llama_config_decimals(char out[40], double x)
+{
+    int digits;
+    for (digits = 15; digits <= 17; ++digits) {
+        snprintf(out, 32, "%.*g", digits, x);
+        if (strtod(out, NULL) == x) break;
+    }
+    if (strpbrk(out, ".e") == NULL) strcat(out, ".0");
+}
+
+/* llama_config_write -- makes a config.json that llama_config_read and Hugging Face read; synced to the disk
+ *
+ *   positions   tokens of the longest sequence the model has seen: max_position_embeddings
+ *   path        must not exist
+ */
+__attribute__((unused)) static int llama_config_write(const llama_config *c, upipe_dtype dtype,
+                                                      int64_t positions, const char *path, upipe_err *err)
+{
+    const char *const *model = llama_models[c->qk_norm ? 2 : 0];
+    char eps[40], theta[40];
+    int bad;
+    FILE *f = fopen(path, "wx");
+    if (f == NULL) return llama_config_fail(err, path, "cannot be made: %s", strerror(errno));
+    llama_config_decimals(eps, c->norm_eps);
+    llama_config_decimals(theta, c->rope_theta);
+    fprintf(f, "{\n  \"architectures\": [\"%s\"],\n  \"model_type\": \"%s\",\n", model[1], model[0]);
+    fprintf(f, "  \"hidden_size\": %" PRId64 ",\n  \"intermediate_size\": %" PRId64 ",\n", c->dim, c->hidden);
+    fprintf(f, "  \"num_hidden_layers\": %" PRId64 ",\n  \"num_attention_heads\": %d,\n", c->layers,
+            c->heads);
+    fprintf(f, "  \"num_key_value_heads\": %d,\n  \"head_dim\": %d,\n", c->kv_heads, c->head_dim);
+    fprintf(f, "  \"vocab_size\": %" PRId64 ",\n  \"max_position_embeddings\": %" PRId64 ",\n", c->vocab,
+            positions);
+    fprintf(f, "  \"rms_norm_eps\": %s,\n  \"rope_theta\": %s,\n  \"rope_scaling\": null,\n", eps, theta);
+    fprintf(f, "  \"hidden_act\": \"silu\",\n  \"attention_bias\": false,\n  \"mlp_bias\": false,\n");
+    fprintf(f, "  \"attention_dropout\": 0.0,\n  \"bos_token_id\": null,\n  \"eos_token_id\": null,\n");
+    fprintf(f, "  \"tie_word_embeddings\": %s,\n", c->tied ? "true" : "false");
+    fprintf(f, "  \"torch_dtype\": \"%s\"\n}\n", dtype == UPIPE_BF16 ? "bfloat16" : "float32");
+    bad = fflush(f) != 0 || fsync(fileno(f)) != 0;
+    if (bad) llama_config_fail(err, path, "cannot be written: %s", strerror(errno));
+    if (fclose(f) != 0 && !bad) bad = llama_config_fail(err, path, "cannot be written: %s", strerror(errno));
+    return bad ? -1 : 0;
+}
+
+#endif

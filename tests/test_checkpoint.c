@@ -1,0 +1,1224 @@
+/* test_checkpoint.c -- saving and loading: the same bits on any number of ranks, and nothing half written
+ *
+ * Contents are random bits that follow from the step and a count of saves, so that a loaded checkpoint shows
+ * whether all its parts are of one save. Stops: a process that saves is killed at random instants
+ * (UPIPE_DRAWS times, 30), and one is stopped before each of its calls to the filesystem in turn. Failures:
+ * each of these calls fails in turn. Refusals: each kind of wrong file, by the words of its sentence.
+ */
+#define _POSIX_C_SOURCE 200809L
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+/* ---- the checkpoint's own calls to the filesystem: number `fault_at` fails, or ends the process ---- */
+
+static long fault_calls, fault_at;
+static int fault_kills;
+
+static int fault(void)
+{
+    if (__atomic_add_fetch(&fault_calls, 1, __ATOMIC_RELAXED) != fault_at) return 0;
+    if (fault_kills) _exit(77);
+    errno = EIO;
+    return 1;
+}
+
+static int fault_rename(const char *from, const char *to)
+{
+    return fault() ? -1 : rename(from, to);
+}
+
+static int fault_unlink(const char *path)
+{
+    return fault() ? -1 : unlink(path);
+}
+
+static int fault_rmdir(const char *path)
+{
+    return fault() ? -1 : rmdir(path);
+}
+
+static int fault_mkdir(const char *path, mode_t mode)
+{
+    return fault() ? -1 : mkdir(path, mode);
+}
+
+static int fault_fsync(int fd)
+{
+    return fault() ? -1 : fsync(fd);
+}
+
+static int fault_fallocate(int fd, off_t at, off_t n)
+{
+    return fault() ? EIO : posix_fallocate(fd, at, n);
+}
+
+static ssize_t fault_pwrite(int fd, const void *data, size_t n, off_t at)
+{
+    return fault() ? -1 : pwrite(fd, data, n, at);
+}
+
+static DIR *fault_opendir(const char *path)
+{
+    return fault() ? NULL : opendir(path);
+}
+
+#define rename          fault_rename
+#define unlink          fault_unlink
+#define rmdir           fault_rmdir
+#define mkdir           fault_mkdir
+#define fsync           fault_fsync
+#define posix_fallocate fault_fallocate
+#define pwrite          fault_pwrite
+#define opendir         fault_opendir
+#include "../examples/llama/checkpoint.h"
+#undef rename
+#undef unlink
+#undef rmdir
+#undef mkdir
+#undef fsync
+#undef posix_fallocate
+#undef pwrite
+#undef opendir
+
+#include "../upipe/cpu/upipe_cpu.h"
+#include "../upipe/net/upipe_net_threads.h"
+#include "test.h"
+
+static char folder[1024], dir[1100];
+static upipe_ops ops;
+
+static upipe_err no_err(void)
+{
+    upipe_err err;
+    memset(&err, 0, sizeof err);
+    return err;
+}
+
+/* Removes a tree, two levels deep. */
+static void clear(const char *path)
+{
+    char sub[LLAMA_PATH];
+    const struct dirent *one;
+    DIR *d = opendir(path);
+    while (d != NULL && (one = readdir(d)) != NULL) {
+        if (strcmp(one->d_name, ".") == 0 || strcmp(one->d_name, "..") == 0) continue;
+        snprintf(sub, sizeof sub, "%s/%s", path, one->d_name);
+        if (unlink(sub) != 0) clear(sub);
+    }
+    if (d != NULL) closedir(d);
+    rmdir(path);
+}
+
+static const char *in(const char *parent, const char *name)
+{
+    static char out[4][LLAMA_PATH + 128];
+    static int next;
+    char *o = out[next++ & 3];
+    snprintf(o, sizeof out[0], "%s/%s", parent, name);
+    return o;
+}
+
+/* ---- a model's whole state ---- */
+
+typedef struct truth {
+    llama_layout layout;
+    upipe_dtype dtype;
+    void *weights;
+    float *gains, *master, *m[2], *v[2]; /* whole groups */
+    llama_run run;
+} truth;
+
+static void fill(void *out, int64_t bytes, uint64_t seed)
+{
+    test_rng rng;
+    int64_t i;
+    uint64_t x = 0;
+    rng.state = seed;
+    for (i = 0; i < bytes; ++i) {
+        if (i % 8 == 0) x = test_u64(&rng);
+        ((unsigned char *)out)[i] = (unsigned char)(x >> i % 8 * 8);
+    }
+}
+
+static void *room(int64_t bytes)
+{
+    void *p = malloc((size_t)bytes + 1);
+    if (p == NULL) abort();
+    return p;
+}
+
+static void truth_fill(truth *t, int64_t step, uint64_t save)
+{
+    int64_t w = t->layout.weights, g = t->layout.gains;
+    uint64_t seed = (uint64_t)step * 1000003u + save * 7919u;
+    int k;
+    fill(t->weights, w * (int64_t)upipe_dtype_bytes(t->dtype), seed);
+    fill(t->gains, g * 4, seed + 1);
+    fill(t->master, w * 4, seed + 2);
+    for (k = 0; k < 2; ++k) {
+        fill(t->m[k], (k ? g : w) * 4, seed + 3 + (uint64_t)k);
+        fill(t->v[k], (k ? g : w) * 4, seed + 5 + (uint64_t)k);
+    }
+    t->run.step = step;
+    t->run.tokens = 64 + step;
+    t->run.batch = 3;
+    t->run.text_bytes = 123456789012345;
+    t->run.seed = save;
+    t->run.text_hash = ~save;
+}
+
+static void truth_make(truth *t, upipe_dtype dtype, int tied, int qk_norm, int64_t vocab)
+{
+    llama_config c;
+    int k;
+    memset(&c, 0, sizeof c);
+    c.layers = 2, c.dim = 6, c.hidden = 10, c.vocab = vocab;
+    c.heads = 2, c.kv_heads = 1, c.head_dim = 4;
+    c.tied = tied, c.qk_norm = qk_norm;
+    c.rope_theta = 123456.7, c.norm_eps = 1e-5;
+    memset(t, 0, sizeof *t);
+    if (llama_layout_init(&t->layout, &c) != 0) abort();
+    t->dtype = dtype;
+    t->weights = room(t->layout.weights * 4);
+    t->gains = (float *)room(t->layout.gains * 4);
+    t->master = (float *)room(t->layout.weights * 4);
+    for (k = 0; k < 2; ++k) {
+        t->m[k] = (float *)room((k ? t->layout.gains : t->layout.weights) * 4);
+        t->v[k] = (float *)room((k ? t->layout.gains : t->layout.weights) * 4);
+    }
+    truth_fill(t, 1, 0);
+}
+
+static void truth_free(truth *t)
+{
+    int k;
+    for (k = 0; k < 2; ++k) {
+        free(t->m[k]);
+        free(t->v[k]);
+    }
+    free(t->weights);
+    free(t->gains);
+    free(t->master);
+    llama_layout_free(&t->layout);
+}
+
+/* A rank's state over the whole arrays. */
+static llama_state truth_state(const truth *t, int rank, int ranks)
+{
+    llama_state s;
+    int64_t w, g;
+    memset(&s, 0, sizeof s);
+    upipe_a2a_slice(t->layout.weights, rank, ranks, &w);
+    upipe_a2a_slice(t->layout.gains, rank, ranks, &g);
+    s.layout = &t->layout;
+    s.dtype = t->dtype;
+    s.rank = rank;
+    s.ranks = ranks;
+    s.weights = t->weights;
+    s.gains = t->gains;
+    s.master = t->dtype == UPIPE_BF16 ? t->master + w : NULL;
+    s.m[0] = t->m[0] + w;
+    s.m[1] = t->m[1] + g;
+    s.v[0] = t->v[0] + w;
+    s.v[1] = t->v[1] + g;
+    return s;
+}
+
+/* ---- one rank, alone ---- */
+
+static upipe_ctx alone(void)
+{
+    upipe_ctx c;
+    memset(&c, 0, sizeof c);
+    c.ops = &ops;
+    return c;
+}
+
+static upipe_status save_alone(const truth *t, int keep, upipe_err *err)
+{
+    upipe_ctx c = alone();
+    llama_state s = truth_state(t, 0, 1);
+    upipe_status status = llama_save(&c, dir, &s, &t->run, keep);
+    *err = c.err;
+    return status;
+}
+
+/* Loads a rank's state into fresh memory of exact sizes and compares all of it. */
+static void check_load(const truth *t, const char *path, upipe_comm *team, int rank, int ranks)
+{
+    upipe_ctx c = alone();
+    llama_state s = truth_state(t, rank, ranks), got = s;
+    llama_run run;
+    int64_t first, w = t->layout.weights, g = t->layout.gains;
+    int64_t ws = upipe_a2a_slice(w, rank, ranks, &first), gs = upipe_a2a_slice(g, rank, ranks, &first);
+    int64_t size = (int64_t)upipe_dtype_bytes(t->dtype);
+    upipe_status status;
+    int k;
+    c.team = team;
+    got.weights = room(w * size);
+    got.gains = (float *)room(g * 4);
+    if (s.master != NULL) got.master = (float *)room(ws * 4);
+    for (k = 0; k < 2; ++k) {
+        got.m[k] = (float *)room((k ? gs : ws) * 4);
+        got.v[k] = (float *)room((k ? gs : ws) * 4);
+    }
+    memset(&run, 0, sizeof run);
+    status = llama_load_weights(&c, path, &got);
+    CHECK_STATUS(status, UPIPE_OK, c.err);
+    if (status == UPIPE_OK) {
+        status = llama_load_optimizer(&c, path, &got, &run);
+        CHECK_STATUS(status, UPIPE_OK, c.err);
+    }
+    if (status == UPIPE_OK) {
+        CHECK_BYTES(got.weights, t->weights, w * size);
+        CHECK_BYTES(got.gains, t->gains, g * 4);
+        if (s.master != NULL) CHECK_BYTES(got.master, s.master, ws * 4);
+        for (k = 0; k < 2; ++k) {
+            CHECK_BYTES(got.m[k], s.m[k], (k ? gs : ws) * 4);
+            CHECK_BYTES(got.v[k], s.v[k], (k ? gs : ws) * 4);
+        }
+        CHECK_BYTES(&run, &t->run, sizeof run);
+    }
+    for (k = 0; k < 2; ++k) {
+        free(got.m[k]);
+        free(got.v[k]);
+    }
+    free(got.master);
+    free(got.gains);
+    free(got.weights);
+}
+
+/* The newest checkpoint of `dir` is whole, and of a save with a number from `least` to `most`, which is
+ * returned. */
+static int64_t check_newest(truth *t, int64_t least, int64_t most)
+{
+    char path[LLAMA_PATH];
+    upipe_err err = no_err();
+    upipe_dtype dtype;
+    llama_run run;
+    if (!CHECK_SAY(llama_checkpoint_find(dir, path, &err) == 0, "%s", err.text)) return -1;
+    if (!CHECK_SAY(llama_load_run(path, &run, &dtype, &err) == 0, "%s", err.text)) return -1;
+    CHECK_INT(dtype, t->dtype);
+    CHECK_SAY((int64_t)run.seed >= least && (int64_t)run.seed <= most, "save %lld, not %lld to %lld",
+              (long long)run.seed, (long long)least, (long long)most);
+    truth_fill(t, run.step, run.seed);
+    check_load(t, path, NULL, 0, 1);
+    CHECK(run.text_hash == ~run.seed);
+    return (int64_t)run.seed;
+}
+
+/* What lies in `dir`, sorted by number, as one line. */
+static const char *listing(void)
+{
+    static char out[512];
+    struct dirent **all;
+    int n = scandir(dir, &all, NULL, alphasort), i;
+    out[0] = 0;
+    for (i = 0; i < n; ++i) {
+        if (strcmp(all[i]->d_name, ".") != 0 && strcmp(all[i]->d_name, "..") != 0 &&
+            strlen(out) + strlen(all[i]->d_name) + 2 < sizeof out) {
+            strcat(out, " ");
+            strcat(out, all[i]->d_name);
+        }
+        free(all[i]);
+    }
+    if (n >= 0) free(all);
+    return out;
+}
+
+#define CHECK_LISTING(want)                                                                               \
+    do {                                                                                                  \
+        const char *got_ = listing();                                                                     \
+        test_check(strcmp(got_, want) == 0, __FILE__, __LINE__, "in the folder:%s, not%s", got_, (want)); \
+    } while (0)
+
+/* ---- teams ---- */
+
+typedef struct team_run {
+    upipe_threads team;
+    const truth *t;
+    const char *path; /* to load; NULL = save */
+    int keep, again;  /* again: this many saves more on the same team, which must work */
+    int fails;        /* rank whose copies fail in the first save; -1 = none */
+    upipe_err errors[4];
+} team_run;
+
+static upipe_status failing_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
+{
+    int *left = (int *)c->user;
+    if ((*left)-- == 0) return upi_fail(&c->err, UPIPE_ERR_BACKEND, "the device is gone");
+    return ops.copy(c, dst, src, bytes);
+}
+
+static float *copy_of(const float *data, int64_t n)
+{
+    return (float *)memcpy(room(n * 4), data, (size_t)n * 4);
+}
+
+/* The slices move into memory of their own, of exact sizes. */
+static void own_slices(llama_state *s)
+{
+    int64_t first, n[2];
+    int k;
+    n[0] = upipe_a2a_slice(s->layout->weights, s->rank, s->ranks, &first);
+    n[1] = upipe_a2a_slice(s->layout->gains, s->rank, s->ranks, &first);
+    if (s->master != NULL) s->master = copy_of(s->master, n[0]);
+    for (k = 0; k < 2; ++k) {
+        s->m[k] = copy_of(s->m[k], n[k]);
+        s->v[k] = copy_of(s->v[k], n[k]);
+    }
+}
+
+static void free_slices(llama_state *s)
+{
+    int k;
+    free(s->master);
+    for (k = 0; k < 2; ++k) {
+        free(s->m[k]);
+        free(s->v[k]);
+    }
+}
+
+static upipe_status team_body(void *user, int rank)
+{
+    team_run *r = (team_run *)user;
+    upipe_ctx c = alone();
+    upipe_ops bad = ops;
+    llama_state s = truth_state(r->t, rank, r->team.ranks);
+    upipe_status status;
+    int left = 5, i;
+    bad.copy = failing_copy;
+    c.team = upipe_threads_comm(&r->team, rank);
+    if (r->path != NULL) {
+        check_load(r->t, r->path, c.team, rank, r->team.ranks);
+        return UPIPE_OK;
+    }
+    own_slices(&s);
+    if (r->fails == rank) c.ops = &bad, c.user = &left;
+    status = llama_save(&c, dir, &s, &r->t->run, r->keep);
+    r->errors[rank] = c.err;
+    c.ops = &ops;
+    for (i = 0; i < r->again; ++i)
+        CHECK_STATUS(llama_save(&c, dir, &s, &r->t->run, r->keep), UPIPE_OK, c.err);
+    CHECK(c.team->deadline == UPIPE_DEADLINE_DEFAULT);
+    free_slices(&s);
+    if (r->fails < 0) return status;
+    CHECK(status != UPIPE_OK);
+    return UPIPE_OK;
+}
+
+static void team_go(team_run *r, const truth *t, int ranks, const char *path)
+{
+    upipe_err err = no_err();
+    r->t = t;
+    r->path = path;
+    memset(r->errors, 0, sizeof r->errors);
+    CHECK_STATUS(upipe_threads_init(&r->team, ranks, 0, &err), UPIPE_OK, err);
+    CHECK_STATUS(upipe_threads_run(&r->team, team_body, r, NULL), UPIPE_OK, r->errors[0]);
+    upipe_threads_free(&r->team);
+}
+
+/* ---- the same bits ---- */
+
+static void check_files(const truth *t, const char *path)
+{
+    upipe_err err = no_err();
+    llama_config config;
+    upipe_dtype dtype = UPIPE_F32;
+    st_file f;
+    int i;
+    CHECK_SAY(llama_config_read(&config, &dtype, in(path, "config.json"), &err) == 0, "%s", err.text);
+    CHECK_BYTES(&config, &t->layout.config, sizeof config);
+    CHECK_INT(dtype, t->dtype);
+    if (!CHECK_SAY(st_open(&f, in(path, "model.safetensors"), &err) == 0, "%s", err.text)) return;
+    CHECK_INT(f.n, t->layout.n);
+    CHECK(st_metadata(&f, "format") != NULL && strcmp(st_metadata(&f, "format"), "pt") == 0);
+    CHECK((st_find(&f, "lm_head.weight") == NULL) == t->layout.config.tied);
+    CHECK((st_find(&f, "model.layers.1.self_attn.q_norm.weight") != NULL) == t->layout.config.qk_norm);
+    for (i = 0; i < t->layout.n; ++i) {
+        const llama_tensor *want = &t->layout.tensors[i];
+        const st_tensor *got = st_find(&f, want->name);
+        unsigned char bytes[4];
+        if (!CHECK(got != NULL)) continue;
+        CHECK_INT(got->dtype, want->is_gain || t->dtype == UPIPE_F32 ? ST_F32 : ST_BF16);
+        CHECK_INT(st_read_raw(&f, got, 0, 1, bytes, &err), 0);
+        if (want->is_gain) CHECK_BYTES(bytes, t->gains + want->at, 4);
+        if (!want->is_gain && t->dtype == UPIPE_BF16)
+            CHECK_BYTES(bytes, (uint16_t *)t->weights + want->at, 2);
+    }
+    st_close(&f);
+}
+
+static void test_bits(void)
+{
+    int kind, ranks, loading;
+    for (kind = 0; kind < 8; ++kind) {
+        truth t;
+        team_run r;
+        memset(&r, 0, sizeof r);
+        r.fails = -1;
+        /* one vocabulary makes the embedding larger than a chunk */
+        truth_make(&t, kind & 1 ? UPIPE_BF16 : UPIPE_F32, kind >> 1 & 1, kind >> 2 & 1,
+                   kind < 2 ? 100003 : 11);
+        for (ranks = 1; ranks <= 4; ++ranks) {
+            truth_fill(&t, ranks, (uint64_t)kind);
+            team_go(&r, &t, ranks, NULL);
+            for (loading = 1; loading <= 4; ++loading) {
+                char path[LLAMA_PATH];
+                upipe_err err = no_err();
+                CHECK_INT(llama_checkpoint_find(dir, path, &err), 0);
+                check_files(&t, path);
+                team_go(&r, &t, loading, path);
+            }
+        }
+        truth_free(&t);
+        clear(dir);
+    }
+}
+
+/* Names and places of a layout, against what they must be. */
+static void test_layout(void)
+{
+    truth t;
+    int kind, i, n;
+    int64_t layer, at[2];
+    for (kind = 0; kind < 4; ++kind) {
+        truth_make(&t, UPIPE_F32, kind & 1, kind >> 1, 11);
+        n = 0;
+        for (i = LLAMA_EMBED; i <= LLAMA_HEAD; ++i)
+            for (layer = -2; layer < 4; ++layer) {
+                const llama_tensor *one = llama_find(&t.layout, (llama_kind)i, layer);
+                if (one == NULL) continue;
+                ++n;
+                CHECK_INT(one->kind, i);
+                CHECK_INT(one->layer, layer);
+            }
+        CHECK_INT(n, t.layout.n);
+        CHECK_INT(n, 2 + 2 * 9 + !(kind & 1) + 4 * (kind >> 1));
+        at[0] = at[1] = 0;
+        for (i = 0; i < t.layout.n; ++i) {
+            const llama_tensor *one = &t.layout.tensors[i];
+            CHECK_INT(one->at, at[one->is_gain]);
+            CHECK_INT(one->n, one->rows * one->cols);
+            at[one->is_gain] += one->n;
+        }
+        CHECK_INT(t.layout.weights, at[0]);
+        CHECK_INT(t.layout.gains, at[1]);
+        CHECK(strcmp(llama_find(&t.layout, LLAMA_DOWN, 1)->name, "model.layers.1.mlp.down_proj.weight") == 0);
+        CHECK_INT(llama_find(&t.layout, LLAMA_DOWN, 1)->rows, 6);
+        CHECK_INT(llama_find(&t.layout, LLAMA_WO, 0)->cols, 8);
+        CHECK_INT(llama_find(&t.layout, LLAMA_WK, 0)->rows, 4);
+        truth_free(&t);
+    }
+}
+
+/* ---- what stays in the folder ---- */
+
+static void test_keep(void)
+{
+    truth t;
+    upipe_err err = no_err();
+    char path[LLAMA_PATH];
+    int64_t step;
+    truth_make(&t, UPIPE_BF16, 1, 0, 11);
+    CHECK_INT(llama_checkpoint_find(dir, path, &err), -1);
+    CHECK_TEXT(err.text, "the folder cannot be read");
+    for (step = 8; step < 12; ++step) {
+        truth_fill(&t, step, (uint64_t)step);
+        CHECK_STATUS(save_alone(&t, 2, &err), UPIPE_OK, err);
+    }
+    CHECK_LISTING(" checkpoint-10 checkpoint-11");
+    check_newest(&t, 11, 11);
+    /* the same step again replaces; an earlier one leaves the later ones */
+    truth_fill(&t, 11, 90);
+    CHECK_STATUS(save_alone(&t, 2, &err), UPIPE_OK, err);
+    CHECK_LISTING(" checkpoint-10 checkpoint-11");
+    check_newest(&t, 90, 90);
+    truth_fill(&t, 9, 9);
+    CHECK_STATUS(save_alone(&t, 1, &err), UPIPE_OK, err);
+    CHECK_LISTING(" checkpoint-10 checkpoint-11 checkpoint-9");
+    truth_fill(&t, 12, 12);
+    CHECK_STATUS(save_alone(&t, 0, &err), UPIPE_OK, err);
+    CHECK_LISTING(" checkpoint-10 checkpoint-11 checkpoint-12 checkpoint-9");
+    /* a run was stopped between two renames: the one set aside counts, and gets its name back */
+    CHECK_INT(rename(in(dir, "checkpoint-12"), in(dir, ".checkpoint-12.old")), 0);
+    CHECK_INT(mkdir(in(dir, ".checkpoint-12.tmp"), 0777), 0);
+    CHECK_INT(mkdir(in(dir, "checkpoint-012"), 0777), 0); /* not ours, nor a valid name */
+    CHECK_INT(mkdir(in(dir, "checkpoint-13x"), 0777), 0);
+    check_newest(&t, 12, 12);
+    truth_fill(&t, 13, 13);
+    CHECK_STATUS(save_alone(&t, 2, &err), UPIPE_OK, err);
+    CHECK_LISTING(" checkpoint-012 checkpoint-12 checkpoint-13 checkpoint-13x");
+    check_newest(&t, 13, 13);
+    /* a folder that is a model itself */
+    CHECK_INT(llama_checkpoint_find(in(dir, "checkpoint-12"), path, &err), 0);
+    CHECK_TEXT(path, "checkpoint-12");
+    CHECK_INT(llama_checkpoint_find(in(dir, "checkpoint-012"), path, &err), -1);
+    CHECK_TEXT(err.text, "holds neither a config.json nor a checkpoint");
+    truth_free(&t);
+    clear(dir);
+}
+
+/* ---- failures ---- */
+
+static void test_refusals(void)
+{
+    truth t;
+    team_run r;
+    upipe_err err = no_err();
+    struct rlimit old, small;
+    int rank, status;
+    pid_t child;
+    truth_make(&t, UPIPE_F32, 0, 0, 11);
+    truth_fill(&t, 1, 1);
+    CHECK_STATUS(save_alone(&t, 0, &err), UPIPE_OK, err);
+    /* a full disk, on any number of ranks */
+    truth_fill(&t, 2, 2);
+    getrlimit(RLIMIT_FSIZE, &old);
+    small = old;
+    small.rlim_cur = 3000;
+    signal(SIGXFSZ, SIG_IGN);
+    setrlimit(RLIMIT_FSIZE, &small);
+    CHECK(save_alone(&t, 0, &err) != UPIPE_OK);
+    setrlimit(RLIMIT_FSIZE, &old);
+    CHECK_TEXT(err.text, "no room for");
+    CHECK_LISTING(" checkpoint-1");
+    check_newest(&t, 1, 1);
+    /* one rank cannot go on: all know, nothing is left, and the team works on */
+    for (rank = 0; rank < 3; ++rank) {
+        memset(&r, 0, sizeof r);
+        r.fails = rank;
+        r.again = rank == 2;
+        truth_fill(&t, 2, 2);
+        team_go(&r, &t, 3, NULL);
+        CHECK_TEXT(r.errors[rank].text, "the device is gone");
+        CHECK_TEXT(r.errors[(rank + 1) % 3].text, "could not write");
+        if (rank < 2) CHECK_LISTING(" checkpoint-1");
+        check_newest(&t, rank < 2 ? 1 : 2, rank < 2 ? 1 : 2);
+    }
+    /* a folder that must not be written to; root may write everywhere, so as somebody else */
+    truth_fill(&t, 3, 3);
+    fflush(NULL);
+    child = fork();
+    if (child == 0) {
+        int wrong = chmod(dir, 0555) != 0 || chmod(folder, 0755) != 0;
+        if (geteuid() == 0) wrong += setuid(65534) != 0;
+        wrong += save_alone(&t, 0, &err) == UPIPE_OK || strstr(err.text, "cannot be") == NULL;
+        _exit(wrong);
+    }
+    CHECK_INT(waitpid(child, &status, 0), child);
+    CHECK_INT(status, 0);
+    CHECK_INT(chmod(dir, 0755), 0);
+    CHECK_LISTING(" checkpoint-1 checkpoint-2");
+    check_newest(&t, 2, 2);
+    /* a team and a state that do not fit */
+    {
+        upipe_ctx c = alone();
+        llama_state s = truth_state(&t, 1, 2);
+        CHECK_STATUS(llama_save(&c, dir, &s, &t.run, 0), UPIPE_ERR_ARG, c.err);
+        CHECK_TEXT(c.err.text, "rank 1 of 2");
+    }
+    truth_free(&t);
+    clear(dir);
+    /* a file where the folder is to be */
+    truth_make(&t, UPIPE_F32, 0, 0, 11);
+    close(open(dir, O_CREAT | O_WRONLY, 0600));
+    CHECK(save_alone(&t, 0, &err) != UPIPE_OK);
+    CHECK_TEXT(err.text, "folder cannot be read");
+    unlink(dir);
+    truth_free(&t);
+}
+
+/* checkpoint-4, and checkpoint-5 of save 1; then save 2 replaces the latter, and removes the former. */
+static upipe_status fault_scene(truth *t, long at, int kills, upipe_err *err)
+{
+    upipe_status status;
+    clear(dir);
+    truth_fill(t, 4, 0);
+    CHECK_STATUS(save_alone(t, 0, err), UPIPE_OK, *err);
+    truth_fill(t, 5, 1);
+    CHECK_STATUS(save_alone(t, 0, err), UPIPE_OK, *err);
+    truth_fill(t, 5, 2);
+    fault_calls = 0;
+    fault_at = at;
+    fault_kills = kills;
+    *err = no_err();
+    status = save_alone(t, 1, err);
+    fault_at = 0;
+    return status;
+}
+
+/* Every name that counts is a whole checkpoint. */
+static void check_names(truth *t)
+{
+    static const char *const names[] = {"checkpoint-4", "checkpoint-5", ".checkpoint-5.old"};
+    size_t i;
+    for (i = 0; i < sizeof names / sizeof *names; ++i) {
+        upipe_err err = no_err();
+        upipe_dtype dtype;
+        llama_run run;
+        const char *path = in(dir, names[i]);
+        if (access(path, F_OK) != 0) continue;
+        if (!CHECK_SAY(llama_load_run(path, &run, &dtype, &err) == 0, "%s", err.text)) continue;
+        truth_fill(t, run.step, run.seed);
+        check_load(t, in(dir, names[i]), NULL, 0, 1);
+    }
+}
+
+/* Before each call of a save to the filesystem the process stops, or the call fails. */
+static void test_each_call(void)
+{
+    truth t;
+    upipe_err err = no_err();
+    long calls, at, old = 0, fresh = 0;
+    int kills;
+    truth_make(&t, UPIPE_BF16, 1, 0, 11);
+    CHECK_STATUS(fault_scene(&t, 0, 0, &err), UPIPE_OK, err);
+    calls = fault_calls;
+    CHECK(calls > 80);
+    CHECK_LISTING(" checkpoint-5");
+    for (kills = 0; kills < 2; ++kills)
+        for (at = 1; at <= calls; ++at) {
+            int status;
+            if (kills) {
+                pid_t child;
+                fflush(NULL);
+                child = fork();
+                if (child == 0) {
+                    fault_scene(&t, at, 1, &err);
+                    _exit(1);
+                }
+                CHECK_INT(waitpid(child, &status, 0), child);
+                CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 77);
+            } else {
+                CHECK(fault_scene(&t, at, 0, &err) != UPIPE_OK);
+                CHECK_TEXT(err.text, "Input/output error");
+                CHECK(access(in(dir, "checkpoint-5"), F_OK) == 0);
+            }
+            check_names(&t);
+            if (check_newest(&t, 1, 2) == 1)
+                ++old;
+            else
+                ++fresh;
+            /* the next save finds its way, and clears up */
+            truth_fill(&t, 6, 3);
+            CHECK_STATUS(save_alone(&t, 1, &err), UPIPE_OK, err);
+            CHECK_LISTING(" checkpoint-6");
+        }
+    CHECK(old > 0 && fresh > 0);
+    truth_free(&t);
+    clear(dir);
+}
+
+/* ---- kill -9 ---- */
+
+/* Saves for ever, each step twice, on two ranks; tells the number of each finished save. */
+static void kill_child(truth *t, int64_t save, int out)
+{
+    for (;; ++save) {
+        team_run r;
+        memset(&r, 0, sizeof r);
+        r.fails = -1;
+        r.keep = 2;
+        truth_fill(t, save / 2, (uint64_t)save);
+        team_go(&r, t, 2, NULL);
+        if (test_failures > 0 || write(out, &save, sizeof save) != sizeof save) _exit(1);
+    }
+}
+
+static void test_kills(void)
+{
+    test_rng rng;
+    truth t;
+    long draws = test_env("UPIPE_DRAWS", 30), draw;
+    int64_t done = 1, next = 2;
+    upipe_err err = no_err();
+    rng.state = (uint64_t)test_env("UPIPE_SEED", 1);
+    truth_make(&t, UPIPE_BF16, 0, 1, 5003);
+    truth_fill(&t, 0, 1);
+    CHECK_STATUS(save_alone(&t, 0, &err), UPIPE_OK, err);
+    for (draw = 0; draw < draws && test_failures == 0; ++draw) {
+        struct timespec wait = {0, 0};
+        int ends[2], status;
+        int64_t told;
+        pid_t child;
+        if (pipe(ends) != 0) abort();
+        fflush(NULL);
+        child = fork();
+        if (child == 0) kill_child(&t, next, ends[1]);
+        close(ends[1]);
+        /* every other one may finish a save first, on however slow a machine */
+        if (draw % 2 == 1 && CHECK(read(ends[0], &told, sizeof told) == sizeof told)) done = told;
+        wait.tv_nsec = test_below(&rng, 60) * 1000000 + test_below(&rng, 1000000);
+        nanosleep(&wait, NULL);
+        kill(child, SIGKILL);
+        CHECK_INT(waitpid(child, &status, 0), child);
+        CHECK(WIFSIGNALED(status));
+        while (read(ends[0], &told, sizeof told) == sizeof told) done = told;
+        close(ends[0]);
+        done = check_newest(&t, done, done + (done + 1 < next ? next - done : 1));
+        next = done + 1;
+    }
+    printf("kills: %ld, saves: %lld\n", draw, (long long)done);
+    CHECK(done > 1);
+    truth_free(&t);
+    clear(dir);
+}
+
+/* ---- models of others ---- */
+
+/* Writes model.safetensors (or a part with tensors from .. to) in any type, values k / 8 exact in all. */
+static double value_of(const llama_tensor *one, int64_t k)
+{
+    return (double)((one->at + k) % 61 - 30) / 8 + (one->is_gain ? 0.5 : 0);
+}
+
+typedef struct twist {
+    int missing, shape, type; /* tensor that is left out, has a row more, is I32; -1 = none */
+    const char *extra;
+} twist;
+
+static void write_model(const llama_layout *l, const char *name, st_dtype dtype, int from, int to,
+                        const twist *how)
+{
+    st_writer w;
+    upipe_err err = no_err();
+    int i, index;
+    int64_t k, shape[2], one = 1;
+    st_writer_init(&w);
+    for (i = from; i < to; ++i) {
+        const llama_tensor *t = &l->tensors[i];
+        shape[0] = t->rows + (how->shape == i);
+        shape[1] = t->cols;
+        if (how->missing != i)
+            CHECK(st_add(&w, t->name, how->type == i ? ST_I32 : dtype, t->is_gain ? 1 : 2, shape, &err) >= 0);
+    }
+    if (how->extra != NULL) CHECK(st_add(&w, how->extra, dtype, 1, &one, &err) >= 0);
+    mkdir(dir, 0777);
+    unlink(in(dir, name));
+    CHECK_SAY(st_write_begin(&w, in(dir, name), &err) == 0, "%s", err.text);
+    for (i = from, index = 0; i < to; ++i) {
+        if (how->missing == i) continue;
+        for (k = 0; k < l->tensors[i].n; ++k) {
+            double x = value_of(&l->tensors[i], k), size = fabs(x);
+            float y = (float)x;
+            uint32_t bits;
+            uint16_t half;
+            int exponent;
+            const void *data = &x;
+            memcpy(&bits, &y, 4);
+            half = (uint16_t)(bits >> 16);
+            if (dtype == ST_F16) {
+                half = 0;
+                if (size > 0) {
+                    size = frexp(size, &exponent);
+                    half = (uint16_t)((x < 0) << 15 | (exponent + 14) << 10 | ((int)(size * 2048) & 1023));
+                }
+            }
+            if (dtype == ST_F32) data = &y;
+            if (dtype == ST_F16 || dtype == ST_BF16) data = &half;
+            CHECK_INT(st_pwrite(&w, index, k, 1, data, &err), 0);
+        }
+        ++index;
+    }
+    CHECK_INT(st_write_end(&w, &err), 0);
+    st_writer_free(&w);
+}
+
+static void write_text(const char *path, const char *text)
+{
+    FILE *f = fopen(path, "wb");
+    if (f == NULL || fputs(text, f) < 0 || fclose(f) != 0) abort();
+}
+
+static upipe_status load_model(truth *t, int rank, int ranks, upipe_err *err)
+{
+    upipe_ctx c = alone();
+    llama_state s = truth_state(t, rank, ranks);
+    upipe_status status = llama_load_weights(&c, dir, &s);
+    *err = c.err;
+    return status;
+}
+
+static void check_values(truth *t, int rank, int ranks)
+{
+    int64_t first, k;
+    int64_t count = upipe_a2a_slice(t->layout.weights, rank, ranks, &first);
+    int i, wrong = 0;
+    for (i = 0; i < t->layout.n; ++i) {
+        const llama_tensor *one = &t->layout.tensors[i];
+        for (k = 0; k < one->n; ++k) {
+            int64_t at = one->at + k;
+            double want = value_of(one, k), got;
+            if (one->is_gain)
+                got = (double)t->gains[at];
+            else if (t->dtype == UPIPE_F32)
+                got = (double)((const float *)t->weights)[at];
+            else {
+                uint32_t bits = (uint32_t)((const uint16_t *)t->weights)[at] << 16;
+                float x;
+                memcpy(&x, &bits, 4);
+                got = (double)x;
+                if (at >= first && at < first + count) wrong += (double)t->master[at] != want;
+            }
+            wrong += got != want;
+        }
+    }
+    CHECK_INT(wrong, 0);
+}
+
+/* f32 to bf16: to the nearest, ties to even; infinities and NaN stay what they are. */
+static void test_rounding(void)
+{
+    static const uint32_t pairs[][2] = {
+        {0x3f800000, 0x3f80}, {0x3f807fff, 0x3f80}, {0x3f808000, 0x3f80}, {0x3f808001, 0x3f81},
+        {0x3f818000, 0x3f82}, {0xbf818000, 0xbf82}, {0x7f7fffff, 0x7f80}, {0xff800000, 0xff80},
+        {0x7f800001, 0x7fc0}, {0xffffffff, 0xffff}, {0x7f810000, 0x7f81}, {0x00008001, 0x0001},
+    };
+    size_t i;
+    for (i = 0; i < sizeof pairs / sizeof *pairs; ++i) {
+        float x;
+        memcpy(&x, &pairs[i][0], 4);
+        CHECK_INT(llama_to_bf16(x), pairs[i][1]);
+    }
+}
+
+static void test_models(void)
+{
+    static const st_dtype types[] = {ST_F64, ST_F32, ST_F16, ST_BF16};
+    const twist plain = {-1, -1, -1, NULL};
+    twist how;
+    upipe_err err = no_err();
+    char map[4096];
+    int kind, i;
+    truth t;
+    for (kind = 0; kind < 8; ++kind) {
+        truth_make(&t, kind & 1 ? UPIPE_BF16 : UPIPE_F32, 1, 0, 11);
+        how = plain;
+        how.extra = kind & 2 ? "lm_head.weight" : "model.layers.0.self_attn.rotary_emb.inv_freq";
+        write_model(&t.layout, "model.safetensors", types[kind >> 1], 0, t.layout.n, &how);
+        CHECK_STATUS(load_model(&t, 1, 3, &err), UPIPE_OK, err);
+        check_values(&t, 1, 3);
+        truth_free(&t);
+    }
+    /* refusals, by name */
+    truth_make(&t, UPIPE_F32, 0, 0, 11);
+    for (i = 0; i < t.layout.n; ++i) {
+        how = plain, how.missing = i;
+        write_model(&t.layout, "model.safetensors", ST_F32, 0, t.layout.n, &how);
+        CHECK_STATUS(load_model(&t, 0, 1, &err), UPIPE_ERR_ARG, err);
+        CHECK_TEXT(err.text, t.layout.tensors[i].name);
+        CHECK_TEXT(err.text, "is missing");
+        how = plain, how.shape = i;
+        write_model(&t.layout, "model.safetensors", ST_F32, 0, t.layout.n, &how);
+        CHECK_STATUS(load_model(&t, 0, 1, &err), UPIPE_ERR_ARG, err);
+        CHECK_TEXT(err.text, t.layout.tensors[i].name);
+        CHECK_TEXT(err.text, t.layout.tensors[i].is_gain ? "the first 7, not 1 of 6" : ", not 2, ");
+        how = plain, how.type = i;
+        write_model(&t.layout, "model.safetensors", ST_F32, 0, t.layout.n, &how);
+        CHECK_STATUS(load_model(&t, 0, 1, &err), UPIPE_ERR_ARG, err);
+        CHECK_TEXT(err.text, "is I32, not F64, F32");
+    }
+    how = plain, how.extra = "model.layers.2.mlp.up_proj.weight";
+    write_model(&t.layout, "model.safetensors", ST_F32, 0, t.layout.n, &how);
+    CHECK_STATUS(load_model(&t, 0, 1, &err), UPIPE_ERR_ARG, err);
+    CHECK_TEXT(err.text, "model.layers.2.mlp.up_proj.weight is no tensor of this model");
+    write_model(&t.layout, "model.safetensors", ST_F32, 0, t.layout.n, &plain);
+    CHECK_INT(truncate(in(dir, "model.safetensors"), 4000), 0);
+    CHECK_STATUS(load_model(&t, 0, 1, &err), UPIPE_ERR_ARG, err);
+    CHECK_TEXT(err.text, "of data");
+    /* in parts */
+    unlink(in(dir, "model.safetensors"));
+    CHECK_STATUS(load_model(&t, 0, 1, &err), UPIPE_ERR_ARG, err);
+    CHECK_TEXT(err.text, "has neither model.safetensors nor");
+    write_model(&t.layout, "a.safetensors", ST_F32, 0, 5, &plain);
+    write_model(&t.layout, "b.safetensors", ST_BF16, 5, t.layout.n, &plain);
+    for (kind = 0; kind < 7; ++kind) {
+        const char *const says[] = {
+            NULL, "is missing", "files have", "not here by", "names no file", "b.safetensor", "no JSON"};
+        int at = snprintf(map, sizeof map, "{\"metadata\":{},\"weight_map\":{");
+        for (i = kind == 1 ? 5 : 0; i < t.layout.n; ++i)
+            at += snprintf(map + at, sizeof map - (size_t)at, "%s\"%s\":\"%s\"",
+                           map[at - 1] == '{' ? "" : ",", t.layout.tensors[i].name,
+                           (i < 5) != (kind == 3 && i == 7) ? "a.safetensors" : "b.safetensors");
+        if (kind == 2) at += snprintf(map + at, sizeof map - (size_t)at, ",\"x\":\"a.safetensors\"");
+        if (kind == 4) at += snprintf(map + at, sizeof map - (size_t)at, ",\"x\":\"../a.safetensors\"");
+        snprintf(map + at, sizeof map - (size_t)at, kind == 6 ? "}" : "}}");
+        write_text(in(dir, "model.safetensors.index.json"), map);
+        if (kind == 5) CHECK_INT(truncate(in(dir, "b.safetensors"), 100), 0);
+        memset(t.weights, 0, 8);
+        CHECK_STATUS(load_model(&t, 0, 1, &err), says[kind] ? UPIPE_ERR_ARG : UPIPE_OK, err);
+        if (says[kind] != NULL) CHECK_TEXT(err.text, says[kind]);
+        if (kind == 0) check_values(&t, 0, 1);
+    }
+    truth_free(&t);
+    clear(dir);
+}
+
+/* Loads checkpoint-1's optimizer after a change; it must be refused with these words. */
+static void check_optimizer(const truth *t, const char *says)
+{
+    upipe_ctx c = alone();
+    llama_state s = truth_state(t, 0, 1);
+    llama_run run;
+    CHECK_STATUS(llama_load_optimizer(&c, in(dir, "checkpoint-1"), &s, &run), UPIPE_ERR_ARG, c.err);
+    CHECK_TEXT(c.err.text, says);
+}
+
+/* An optimizer file with something wrong, written by hand: the metadata, then tensors of zeros. */
+static void write_optimizer(const truth *t, const char *key, const char *value, int missing, int kind,
+                            const char *extra)
+{
+    static const char *const keys[] = {"step", "tokens",    "batch",          "text_bytes",
+                                       "seed", "text_hash", "format_version", "dtype"};
+    upipe_err err = no_err();
+    st_writer w;
+    int64_t shape[2], one = 1;
+    int i, k;
+    char name[96];
+    st_writer_init(&w);
+    for (i = 0; i < 8; ++i) {
+        const char *text = key != NULL && strcmp(key, keys[i]) == 0 ? value : i == 7 ? "bf16" : "1";
+        if (text != NULL) CHECK_INT(st_add_metadata(&w, keys[i], text, &err), 0);
+    }
+    for (k = 0; k < 3; ++k)
+        for (i = 0; i < t->layout.n; ++i) {
+            const llama_tensor *a = &t->layout.tensors[i];
+            if (k == 2 && a->is_gain) break;
+            shape[0] = a->rows + (i == missing && k == kind - 3);
+            shape[1] = a->cols;
+            snprintf(name, sizeof name, "%s.%s",
+                     k == 0   ? "exp_avg"
+                     : k == 1 ? "exp_avg_sq"
+                              : "master",
+                     a->name);
+            if (i != missing || k != kind)
+                CHECK(st_add(&w, name, i == missing && k == kind - 6 ? ST_BF16 : ST_F32, a->is_gain ? 1 : 2,
+                             shape, &err) >= 0);
+        }
+    if (extra != NULL) CHECK(st_add(&w, extra, ST_F32, 1, &one, &err) >= 0);
+    mkdir(dir, 0777);
+    mkdir(in(dir, "checkpoint-1"), 0777);
+    unlink(in(dir, "checkpoint-1/optimizer.safetensors"));
+    CHECK_SAY(st_write_begin(&w, in(dir, "checkpoint-1/optimizer.safetensors"), &err) == 0, "%s", err.text);
+    CHECK_INT(st_write_end(&w, &err), 0);
+    st_writer_free(&w);
+}
+
+static void test_optimizers(void)
+{
+    static const struct {
+        const char *key, *value, *says;
+    } wrong[] = {
+        {"step", NULL, "step is missing"},
+        {"step", "-1", "step is -1"},
+        {"tokens", "1.5", "tokens is 1.5"},
+        {"batch", "", "batch is "},
+        {"text_bytes", "9223372036854775808", "text_bytes is 9223372036854775"},
+        {"seed", "18446744073709551616", "seed is 18446744073709551616"},
+        {"seed", "x", "seed is x"},
+        {"seed", NULL, "seed is missing"},
+        {"text_hash", NULL, "text_hash is missing"},
+        {"text_hash", "-1", "text_hash is -1"},
+        {"format_version", "2", "format_version is 2, not 1"},
+        {"step", "01", "step is 01"},
+        {"dtype", "f16", "dtype is f16"},
+        {"dtype", NULL, "dtype is missing"},
+        {"dtype", "f32", "a run in f32; a run in bf16"},
+    };
+    truth t;
+    size_t i;
+    int k, one;
+    upipe_ctx c = alone();
+    llama_state s;
+    llama_run run;
+    truth_make(&t, UPIPE_BF16, 0, 1, 11);
+    s = truth_state(&t, 0, 1);
+    write_optimizer(&t, "seed", "18446744073709551615", -1, 0, NULL);
+    CHECK_STATUS(llama_load_optimizer(&c, in(dir, "checkpoint-1"), &s, &run), UPIPE_OK, c.err);
+    CHECK(run.seed == UINT64_MAX && run.step == 1);
+    for (i = 0; i < sizeof wrong / sizeof *wrong; ++i) {
+        write_optimizer(&t, wrong[i].key, wrong[i].value, -1, 0, NULL);
+        check_optimizer(&t, wrong[i].says);
+    }
+    for (k = 0; k < 9; ++k) /* missing, another shape, another type; of exp_avg, exp_avg_sq, master */
+        for (one = 0; one < t.layout.n; one += 7) {
+            if (k % 3 == 2 && t.layout.tensors[one].is_gain) continue;
+            write_optimizer(&t, NULL, NULL, one, k, NULL);
+            check_optimizer(&t, k < 3 ? "is missing" : k < 6 ? "dimensions, " : "is BF16, not F32");
+            check_optimizer(&t, t.layout.tensors[one].name);
+        }
+    write_optimizer(&t, NULL, NULL, -1, 0, "exp_avg.other");
+    check_optimizer(&t, "tensors, not the");
+    write_optimizer(&t, NULL, NULL, -1, 0, NULL);
+    t.dtype = UPIPE_F32;
+    check_optimizer(&t, "a run in bf16; a run in f32 cannot go on");
+    CHECK_INT(truncate(in(dir, "checkpoint-1/optimizer.safetensors"), 8000), 0);
+    check_optimizer(&t, "of data");
+    unlink(in(dir, "checkpoint-1/optimizer.safetensors"));
+    check_optimizer(&t, "cannot be opened");
+    t.dtype = UPIPE_BF16;
+    truth_free(&t);
+    clear(dir);
+}
+
+/* ---- config.json ---- */
+
+#define NUMBERS                                                            \
+    "\"hidden_size\":64,\"intermediate_size\":96,\"num_hidden_layers\":2," \
+    "\"num_attention_heads\":4,\"vocab_size\":50"
+#define LLAMA "\"model_type\":\"llama\"," NUMBERS
+
+static const struct {
+    const char *text, *says; /* says NULL: accepted */
+} configs[] = {
+    {"{" LLAMA "}", NULL},
+    {"{" LLAMA ",\"rope_scaling\":{\"rope_type\":\"default\"},\"sliding_window\":7,\"other\":[1,{}]}", NULL},
+    {"{" LLAMA
+     ",\"rope_parameters\":{\"rope_theta\":500000,\"type\":\"default\"},\"partial_rotary_factor\":1.0}",
+     NULL},
+    {"{" NUMBERS ",\"architectures\":[\"LlamaForCausalLM\"],\"head_dim\":null,\"hidden_act\":\"silu\"}",
+     NULL},
+    {"{" NUMBERS ",\"model_type\":\"mistral\",\"num_key_value_heads\":2,\"sliding_window\":null}", NULL},
+    {"{" NUMBERS
+     ",\"model_type\":\"qwen3\",\"num_key_value_heads\":2,\"head_dim\":32,\"use_sliding_window\":false,"
+     "\"layer_types\":[\"full_attention\",\"full_attention\"]}",
+     NULL},
+    {"{" NUMBERS ",\"model_type\":\"qwen3\",\"num_key_value_heads\":2}", "head_dim is missing"},
+    {"{" NUMBERS ",\"model_type\":\"qwen3\",\"head_dim\":16}", "num_key_value_heads is missing"},
+    {"{" NUMBERS ",\"model_type\":\"mistral\",\"num_key_value_heads\":2}", "sliding_window is not null"},
+    {"{" NUMBERS ",\"model_type\":\"mistral\",\"num_key_value_heads\":2,\"sliding_window\":4096}",
+     "sliding_window"},
+    {"{" NUMBERS "}", "neither model_type nor architectures"},
+    {"{" NUMBERS ",\"model_type\":\"gemma\"}", "model_type gemma with the architecture (none) is not built"},
+    {"{" NUMBERS ",\"model_type\":3}", "model_type is not a string"},
+    {"{" LLAMA ",\"architectures\":[\"LlamaForSequenceClassification\"]}",
+     "LlamaForSequenceClassification is not"},
+    {"{" LLAMA ",\"architectures\":[\"Qwen3ForCausalLM\"]}", "is not built"},
+    {"{" LLAMA ",\"architectures\":[]}", "architectures is not a list of one name"},
+    {"{" LLAMA ",\"hidden_act\":\"gelu\"}", "hidden_act is gelu"},
+    {"{" LLAMA ",\"hidden_act\":1}", "hidden_act is no string"},
+    {"{" LLAMA ",\"attention_bias\":true}", "attention_bias is set"},
+    {"{" LLAMA ",\"mlp_bias\":true}", "mlp_bias is set"},
+    {"{" LLAMA ",\"use_sliding_window\":true}", "use_sliding_window is set"},
+    {"{" LLAMA ",\"attention_dropout\":0.1}", "attention_dropout is 0.1"},
+    {"{" LLAMA ",\"partial_rotary_factor\":0.5}", "partial_rotary_factor is 0.5"},
+    {"{" LLAMA ",\"quantization_config\":{}}", "quantization_config is set"},
+    {"{" LLAMA ",\"layer_types\":[\"full_attention\",\"sliding_attention\"]}", "layer 1 of layer_types"},
+    {"{" LLAMA ",\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":8.0}}", "rope_type llama3"},
+    {"{" LLAMA ",\"rope_scaling\":{\"type\":\"linear\"}}", "type linear"},
+    {"{" LLAMA ",\"rope_scaling\":{\"factor\":2}}", "rope_scaling has a factor"},
+    {"{" LLAMA ",\"rope_scaling\":2}", "rope_scaling is neither null nor an object"},
+    {"{" LLAMA ",\"rope_parameters\":{\"rope_theta\":1,\"partial_rotary_factor\":0.25}}",
+     "partial_rotary_factor"},
+    {"{" LLAMA ",\"rope_theta\":0}", "rope_theta is 0, not a positive"},
+    {"{" LLAMA ",\"rope_theta\":\"1\"}", "rope_theta is not a number"},
+    {"{" LLAMA ",\"rms_norm_eps\":-1e-6}", "rms_norm_eps is -1e-06"},
+    {"{" LLAMA ",\"rms_norm_eps\":1e999}", "no JSON"},
+    {"{" LLAMA ",\"tie_word_embeddings\":1}", "tie_word_embeddings is neither true nor false"},
+    {"{" LLAMA ",\"num_key_value_heads\":3}", "4 heads do not divide among 3"},
+    {"{" LLAMA ",\"num_key_value_heads\":0}", "num_key_value_heads is 0"},
+    {"{" LLAMA ",\"num_key_value_heads\":2.0}", "num_key_value_heads is not an integer"},
+    {"{" LLAMA ",\"head_dim\":15}", "head_dim is 15, and odd"},
+    {"{" LLAMA ",\"head_dim\":2147483646}", "4 heads of 2147483646 are more"},
+    {"{" LLAMA ",\"head_dim\":2147483648}", "head_dim is 2147483648, not in 1 .. 2147483647"},
+    {"{" LLAMA ",\"hidden_size\":65}", "duplicate"},
+    {"{\"model_type\":\"llama\"}", "hidden_size is missing"},
+    {"{\"model_type\":\"llama\",\"hidden_size\":-64}", "hidden_size is -64"},
+    {"{\"model_type\":\"llama\",\"hidden_size\":64,\"intermediate_size\":96,\"num_hidden_layers\":4097,"
+     "\"num_attention_heads\":4,\"vocab_size\":50}",
+     "num_hidden_layers is 4097, the most is 4096"},
+    {"{\"model_type\":\"llama\",\"hidden_size\":65,\"intermediate_size\":96,\"num_hidden_layers\":2,"
+     "\"num_attention_heads\":4,\"vocab_size\":50}",
+     "head_dim is missing"},
+    {"{\"model_type\":\"llama\",\"hidden_size\":2147483640,\"intermediate_size\":2147483640,"
+     "\"num_hidden_layers\":2,"
+     "\"num_attention_heads\":4,\"vocab_size\":50}",
+     "leave 63 bits"},
+    {"[]", "is not a JSON object"},
+    {"", "no JSON"},
+    {"{", "no JSON"},
+};
+
+static void test_config(void)
+{
+    static const double numbers[] = {1e-5, 1e-6,    10000,        500000, 1e6,
+                                     0.1,  1.0 / 3, 123456789.25, 1e-300, 1e22};
+    char path[1200], *big;
+    upipe_err err = no_err();
+    llama_config c, back;
+    upipe_dtype dtype = UPIPE_F32;
+    size_t i;
+    snprintf(path, sizeof path, "%s/config.json", folder);
+    for (i = 0; i < sizeof configs / sizeof *configs; ++i) {
+        int bad;
+        write_text(path, configs[i].text);
+        err = no_err();
+        bad = llama_config_read(&c, &dtype, path, &err);
+        CHECK_SAY(bad == (configs[i].says != NULL ? -1 : 0), "%s: \"%s\"", configs[i].text, err.text);
+        if (configs[i].says != NULL) CHECK_TEXT(err.text, configs[i].says);
+        if (i == 0) {
+            CHECK(c.dim == 64 && c.hidden == 96 && c.layers == 2 && c.vocab == 50 && c.heads == 4);
+            CHECK(c.kv_heads == 4 && c.head_dim == 16 && !c.tied && !c.qk_norm);
+            CHECK(c.rope_theta == 10000 && c.norm_eps == 1e-6);
+        }
+        if (i == 2) CHECK(c.rope_theta == 500000);
+        if (i == 5) CHECK(c.qk_norm && c.kv_heads == 2 && c.head_dim == 32);
+    }
+    for (i = 0; i < sizeof numbers / sizeof *numbers; ++i) {
+        write_text(path, "{" LLAMA "}");
+        CHECK_INT(llama_config_read(&c, NULL, path, &err), 0);
+        c.rope_theta = numbers[i];
+        c.norm_eps = numbers[i] / 7;
+        CHECK_INT(llama_config_write(&c, UPIPE_BF16, 77, path, &err), -1);
+        CHECK_TEXT(err.text, "cannot be made");
+        unlink(path);
+        CHECK_SAY(llama_config_write(&c, UPIPE_BF16, 77, path, &err) == 0, "%s", err.text);
+        CHECK_SAY(llama_config_read(&back, &dtype, path, &err) == 0, "%s", err.text);
+        CHECK_BYTES(&back, &c, sizeof c);
+        CHECK_INT(dtype, UPIPE_BF16);
+    }
+    big = (char *)room(LLAMA_CONFIG_BYTES_MAX + 2);
+    memset(big, ' ', LLAMA_CONFIG_BYTES_MAX + 1);
+    big[LLAMA_CONFIG_BYTES_MAX + 1] = 0;
+    write_text(path, big);
+    CHECK_INT(llama_config_read(&c, NULL, path, &err), -1);
+    CHECK_TEXT(err.text, "is longer than 1048576 bytes");
+    free(big);
+    CHECK_INT(llama_config_read(&c, NULL, folder, &err), -1);
+    CHECK_TEXT(err.text, "cannot be read");
+    unlink(path);
+    CHECK_INT(llama_config_read(&c, NULL, path, &err), -1);
+    CHECK_TEXT(err.text, "cannot be read: No such file");
+}
+
+int main(void)
+{
+    const char *parent = getenv("TMPDIR");
+    snprintf(folder, sizeof folder, "%s/test_checkpoint.XXXXXX", parent != NULL && *parent ? parent : ".");
+    if (mkdtemp(folder) == NULL) {
+        perror(folder);
+        return 1;
+    }
+    snprintf(dir, sizeof dir, "%s/run", folder);
+    upipe_cpu_ops(&ops);
+    test_layout();
+    test_config();
+    test_bits();
+    test_keep();
+    test_rounding();
+    test_models();
+    test_optimizers();
+    test_refusals();
+    test_each_call();
+    test_kills();
+    CHECK_INT(rmdir(folder), 0);
+    return test_end("checkpoint");
+}
