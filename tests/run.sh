@@ -14,7 +14,8 @@ missing programs are installed with apt-get (through sudo if you are not root). 
   --help    this text
 
 UPIPE_DRAWS is the number of random cases of the property tests (the sanitizer builds take UPIPE_DRAWS_SLOW, 100),
-UPIPE_SEED where they start.
+UPIPE_SEED where they start. UPIPE_FUZZ_SECONDS is how long files are fuzzed (2; 60 under AddressSanitizer). Published
+weights are fetched into UPIPE_CACHE (build/cache).
 END
 }
 
@@ -44,14 +45,15 @@ skipped=0
 # ---- programs ----
 
 # program:packages. The first list must be there; what only the second needs is left out, and said, without it.
-required='gcc:gcc,libc6-dev g++:g++ meson:meson ninja:ninja-build pkg-config:pkg-config python3:python3 numpy:python3-numpy'
-wanted='clang:clang clang-format:clang-format valgrind:valgrind,libc6-dbg openblas:libopenblas-dev'
+required='gcc:gcc,libc6-dev g++:g++ meson:meson ninja:ninja-build pkg-config:pkg-config python3:python3 numpy:python3-numpy jansson:libjansson-dev'
+wanted='clang:clang clang-format:clang-format valgrind:valgrind,libc6-dbg openblas:libopenblas-dev pip:python3-pip'
 
-# Two are no programs: numpy, with which what `compare` dumps is checked, in any Python here, and the BLAS.
+# Some are no programs: NumPy in any Python here, which checks what programs dump, pip, and two libraries.
 has() {
     case $1 in
     numpy) python3 -c 'import numpy' 2>/dev/null || /usr/bin/python3 -c 'import numpy' 2>/dev/null ;;
-    openblas) pkg-config --exists openblas 2>/dev/null ;;
+    openblas | jansson) pkg-config --exists "$1" 2>/dev/null ;;
+    pip) python3 -m pip --version >/dev/null 2>&1 ;;
     *) command -v "$1" >/dev/null 2>&1 ;;
     esac
 }
@@ -159,7 +161,7 @@ runs_with() {
 
 mkdir -p "$build" || exit 1
 if prepare gcc gcc; then
-    for part in compile unit property programs; do suite gcc $part; done
+    for part in compile unit property programs weights; do suite gcc $part; done
 fi
 
 if [ $quick = 0 ]; then
@@ -181,7 +183,8 @@ if [ $quick = 0 ]; then
 
     # Warnings are the plain builds' business: instrumented code draws false ones.
     UPIPE_DRAWS=$draws_slow
-    export UPIPE_DRAWS
+    UPIPE_FUZZ_SECONDS=${UPIPE_FUZZ_SECONDS:-60}
+    export UPIPE_DRAWS UPIPE_FUZZ_SECONDS
     slow='-Dwerror=false -Doptimization=1'
     # shellcheck disable=SC2086 # a list of words
     if ! runs_with -fsanitize=address,undefined ''; then

@@ -1,0 +1,193 @@
+/* data.h -- a text's bytes as tokens, cut into windows, in a shuffled order that a number reproduces
+ *
+ *     corpus t;
+ *     text_order order;                                       one a rank: it caches an epoch's order
+ *     text_open(&t, "book.txt", 1024);                        0, or -1 with the sentence out
+ *     text_order_init(&order);
+ *     k = step * batch + row;                                 which sample, from 0
+ *     w = text_window(&t, &order, seed, k);                   -1 without memory
+ *     text_fill(&t, w, rank * T, T, inputs, targets);         a rank's tokens of it
+ *     text_order_free(&order);  text_close(&t);
+ *
+ * Window w has the inputs text[w*S .. w*S + S - 1], and as targets the byte after each. windows is
+ * ceil((bytes - 1) / S): every byte but the first is a target once an epoch. The last window may reach
+ * beyond the text: there inputs are 0 and targets TEXT_IGNORE. Epoch e = k / windows takes all windows, in an
+ * order that depends on (seed, e) alone.
+ *
+ * A corpus is only read after text_open: ranks share one.
+ */
+#ifndef LLAMA_DATA_H
+#define LLAMA_DATA_H
+
+#include <errno.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+
+#include "../common/cli.h"
+
+enum { TEXT_IGNORE = -1 };
+
+typedef struct corpus {
+    unsigned char *data;
+    int64_t bytes, tokens, windows; /* tokens of a window */
+    uint64_t hash;                  /* of the bytes: FNV-1a */
+} corpus;
+
+typedef struct text_order {
+    int64_t *windows; /* of one epoch, in their order; NULL = none yet */
+    int64_t epoch;
+    uint64_t seed;
+} text_order;
+
+static inline void text_close(corpus *t)
+{
+    free(t->data);
+    memset(t, 0, sizeof *t);
+}
+
+/* The file if it is one, and its size; NULL with the sentence out. */
+static inline FILE *text_file(const char *path, int64_t tokens, int64_t *bytes)
+{
+    struct stat about;
+    FILE *f = NULL;
+    int there = stat(path, &about) == 0, regular = there && S_ISREG(about.st_mode);
+    if (regular) { /* a pipe without a writer would never open */
+        f = fopen(path, "rb");
+        there = f != NULL && fstat(fileno(f), &about) == 0;
+        regular = there && S_ISREG(about.st_mode);
+    }
+    if (!there)
+        cli_fail("the text %s cannot be read: %s", path, strerror(errno));
+    else if (!regular)
+        cli_fail("the text %s is no regular file", path);
+    else if (about.st_size == 0)
+        cli_fail("the text %s is empty", path);
+    else if ((int64_t)about.st_size - 1 < tokens)
+        cli_fail("the text %s has %lld bytes, but a sequence of %lld tokens needs %lld: one more is the last "
+                 "target",
+                 path, (long long)about.st_size, (long long)tokens, (long long)tokens + 1);
+    else {
+        *bytes = (int64_t)about.st_size;
+        return f;
+    }
+    if (f != NULL) fclose(f);
+    return NULL;
+}
+
+/* Tells two texts of the same length apart. */
+static inline uint64_t text_hash(const unsigned char *data, int64_t bytes)
+{
+    uint64_t hash = 1469598103934665603u;
+    int64_t i;
+    for (i = 0; i < bytes; ++i) hash = (hash ^ data[i]) * 1099511628211u;
+    return hash;
+}
+
+/* text_open -- reads a whole text, to be cut into windows of so many tokens, 1 to 2^62
+ *
+ * 0, or -1 with the sentence out; then there is nothing to close.
+ */
+static inline int text_open(corpus *t, const char *path, int64_t tokens)
+{
+    size_t got = 0;
+    int64_t bytes = 0;
+    FILE *f = text_file(path, tokens, &bytes);
+    memset(t, 0, sizeof *t);
+    if (f == NULL) return -1;
+    t->data = (unsigned char *)malloc((size_t)bytes);
+    errno = 0;
+    if (t->data != NULL) got = fread(t->data, 1, (size_t)bytes, f);
+    if (got < (size_t)bytes) {
+        cli_fail("%zu of %lld bytes of the text %s could be read: %s", got, (long long)bytes, path,
+                 t->data == NULL || errno != 0 ? strerror(errno) : "it has become shorter");
+        fclose(f);
+        text_close(t);
+        return -1;
+    }
+    fclose(f);
+    t->bytes = bytes;
+    t->tokens = tokens;
+    t->windows = (bytes - 2) / tokens + 1;
+    t->hash = text_hash(t->data, bytes);
+    return 0;
+}
+
+/* ---- the order ---- */
+
+static inline void text_order_init(text_order *order)
+{
+    memset(order, 0, sizeof *order);
+}
+
+static inline void text_order_free(text_order *order)
+{
+    free(order->windows);
+    memset(order, 0, sizeof *order);
+}
+
+static inline uint64_t text_mix(uint64_t z)
+{
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
+/* Fisher-Yates over splitmix64; the bias of the remainder is windows / 2^64. */
+static inline void text_shuffle(int64_t *windows, int64_t n, uint64_t seed, int64_t epoch)
+{
+    /* seed and epoch are mixed apart, or epoch e + 1 of one seed would be epoch e of the next */
+    uint64_t state = text_mix(text_mix(seed + 0x9e3779b97f4a7c15u) ^ (uint64_t)epoch);
+    int64_t i;
+    for (i = 0; i < n; ++i) windows[i] = i;
+    for (i = n - 1; i > 0; --i) {
+        int64_t j = (int64_t)(text_mix(state += 0x9e3779b97f4a7c15u) % (uint64_t)(i + 1));
+        int64_t moved = windows[i];
+        windows[i] = windows[j];
+        windows[j] = moved;
+    }
+}
+
+/* text_window -- the window of sample k, counted from 0; -1 without memory
+ *
+ * order keeps the table of k's epoch for the next call; it belongs to one text.
+ */
+static inline int64_t text_window(const corpus *t, text_order *order, uint64_t seed, int64_t k)
+{
+    int64_t epoch = k / t->windows;
+    if (order->windows == NULL || order->epoch != epoch || order->seed != seed) {
+        if (order->windows == NULL)
+            order->windows = (int64_t *)malloc((size_t)t->windows * sizeof *order->windows);
+        if (order->windows == NULL) return -1;
+        text_shuffle(order->windows, t->windows, seed, epoch);
+        order->epoch = epoch;
+        order->seed = seed;
+    }
+    return order->windows[k % t->windows];
+}
+
+/* ---- tokens ---- */
+
+/* Targets of a window that are none of TEXT_IGNORE. */
+static inline int64_t text_valid(const corpus *t, int64_t window)
+{
+    int64_t rest = t->bytes - 1 - window * t->tokens;
+    return rest < t->tokens ? rest : t->tokens;
+}
+
+/* Tokens first .. first + n - 1 of a window, into inputs [n] and targets [n]. */
+static inline void text_fill(const corpus *t, int64_t window, int64_t first, int64_t n, int32_t *inputs,
+                             int32_t *targets)
+{
+    const unsigned char *from = t->data + window * t->tokens;
+    int64_t valid = text_valid(t, window), i;
+    for (i = 0; i < n; ++i) {
+        int there = first + i < valid;
+        inputs[i] = there ? from[first + i] : 0;
+        targets[i] = there ? from[first + i + 1] : TEXT_IGNORE;
+    }
+}
+
+#endif

@@ -1,0 +1,385 @@
+/* logits.c -- a Hugging Face checkpoint's logits for given tokens, computed by ranks that share the sequence
+ *
+ *     logits --load SmolLM2-135M --ids ids.npy --out logits.npy --ranks 3
+ *
+ * ids.npy: int32 or int64 [S]. logits.npy: float32 [S][V]. The forward is train's (model.h); the ranks, threads of this
+ * process, read one copy of the weights.
+ */
+#define PROGRAM "logits"
+
+#include "upipe/net/upipe_net_threads.h"
+#include "upipe/cpu/upipe_cpu.h"
+#ifdef UPIPE_WITH_CBLAS
+#include "upipe/cpu/upipe_cpu_cblas.h"
+#define PRODUCTS "cblas"
+#else
+#define PRODUCTS "built-in"
+#endif
+#include "upipe/upipe.h"
+
+#include "../common/cli.h"
+#include "../common/files.h"
+#include "checkpoint.h"
+#include "model.h"
+
+typedef struct options {
+    const char *load, *ids, *out;
+    int ulysses, ranks, chunk;
+    upipe_dtype dtype;
+    double deadline;
+} options;
+
+typedef struct logits {
+    options o;
+    llama_layout layout;
+    upipe_ops ops;
+    model m;
+    upipe_threads team;
+    char folder[LLAMA_PATH];
+    void *weights; /* one copy for all ranks, which only read it */
+    float *gains;
+    int32_t *ids; /* [S] */
+    int64_t tokens;
+    float *out;        /* [S][V] */
+    size_t slab_bytes; /* of a rank */
+    int blocks_max;
+    upipe_err errors[UPIPE_THREADS_MAX];
+} logits;
+
+/* clang-format off */
+enum {
+    FLAG_LOAD, FLAG_IDS, FLAG_OUT, FLAG_METHOD, FLAG_RANKS, FLAG_CHUNK, FLAG_DTYPE, FLAG_DEADLINE, FLAG_HELP,
+    FLAG_VERSION, FLAGS
+};
+
+static const struct option option_list[] = {
+    {"load",     required_argument, NULL, FLAG_LOAD},
+    {"ids",      required_argument, NULL, FLAG_IDS},
+    {"out",      required_argument, NULL, FLAG_OUT},
+    {"method",   required_argument, NULL, FLAG_METHOD},
+    {"ranks",    required_argument, NULL, FLAG_RANKS},
+    {"chunk",    required_argument, NULL, FLAG_CHUNK},
+    {"dtype",    required_argument, NULL, FLAG_DTYPE},
+    {"deadline", required_argument, NULL, FLAG_DEADLINE},
+    {"help",     no_argument,       NULL, FLAG_HELP},
+    {"version",  no_argument,       NULL, FLAG_VERSION},
+    {NULL, 0, NULL, 0}};
+
+static const char usage_text[] =
+    "usage: logits --load DIR --ids FILE --out FILE [flags]\n"
+    "\n"
+    "Runs a Hugging Face checkpoint (Llama, Qwen3) over given tokens, shared by ranks that are threads of this\n"
+    "process, and writes the logits of every token.\n"
+    "\n"
+    "  --load DIR         folder with config.json and model.safetensors (or its index and parts)\n"
+    "  --ids FILE         tokens: a .npy file, int32 or int64, one dimension; their number divides by the ranks\n"
+    "  --out FILE         where the logits go: a .npy file, float32 [tokens][vocabulary]\n"
+    "  --method NAME      ulysses or upipe (upipe)\n"
+    "  --ranks N          ranks that share the tokens (1)\n"
+    "  --chunk N          query heads of a stage of upipe, over all ranks (ranks)\n"
+    "  --dtype TYPE       storage of activations and weights: f32 or bf16 (f32)\n"
+    "  --deadline SECONDS how long a rank waits for another one before it gives up (600)\n"
+    "  --help, --version\n"
+    "\n"
+    "Exit status: 0, 1 for a run that failed, 2 for wrong usage.\n";
+/* clang-format on */
+
+static int options_flag(void *user, int flag, const char *value)
+{
+    options *o = (options *)user;
+    const char *name = option_list[flag].name;
+    char version[64];
+    switch (flag) {
+    case FLAG_LOAD:
+        o->load = value;
+        return 0;
+    case FLAG_IDS:
+        o->ids = value;
+        return 0;
+    case FLAG_OUT:
+        o->out = value;
+        return 0;
+    case FLAG_METHOD:
+        o->ulysses = strcmp(value, "ulysses") == 0;
+        return o->ulysses || strcmp(value, "upipe") == 0
+                   ? 0
+                   : cli_refuse("--method is ulysses or upipe, not '%s'", value);
+    case FLAG_RANKS:
+        return cli_int(name, value, UPIPE_THREADS_MAX, &o->ranks);
+    case FLAG_CHUNK:
+        return cli_int(name, value, INT32_MAX, &o->chunk);
+    case FLAG_DTYPE:
+        return cli_dtype(name, value, &o->dtype);
+    case FLAG_DEADLINE:
+        return cli_seconds(name, value, &o->deadline);
+    case FLAG_HELP:
+        return cli_print(name, usage_text);
+    default:
+        snprintf(version, sizeof version, PROGRAM ", upipe %d.%d, products: " PRODUCTS "\n",
+                 UPIPE_VERSION_MAJOR, UPIPE_VERSION_MINOR);
+        return cli_print(name, version);
+    }
+}
+
+static int options_read(options *o, int argc, char **argv)
+{
+    int given[FLAGS] = {0}, status;
+    memset(o, 0, sizeof *o);
+    o->ranks = 1;
+    o->deadline = 600;
+    status = cli_read(option_list, argc, argv, given, -1, options_flag, o);
+    if (status != 0) return status;
+    if (o->load == NULL || o->ids == NULL || o->out == NULL)
+        return cli_refuse("--load, --ids and --out must be given");
+    if (o->ulysses && given[FLAG_CHUNK])
+        return cli_refuse("--chunk %d and --method ulysses contradict each other", o->chunk);
+    if (!given[FLAG_CHUNK]) o->chunk = o->ranks;
+    return 0;
+}
+
+/* ---- tokens ---- */
+
+/* The header of a .npy file, version 1: one dimension, little-endian whole numbers. Returns bytes of an element, or 0. */
+static int ids_header(FILE *f, int64_t *n)
+{
+    unsigned char magic[10];
+    char text[1024];
+    const char *descr, *order, *shape;
+    char *end;
+    size_t length;
+    if (fread(magic, 1, sizeof magic, f) != sizeof magic || memcmp(magic, "\x93NUMPY\x01\x00", 8) != 0)
+        return 0;
+    length = (size_t)(magic[8] | magic[9] << 8);
+    if (length >= sizeof text || fread(text, 1, length, f) != length) return 0;
+    text[length] = '\0';
+    descr = strstr(text, "'descr': '<i");
+    order = strstr(text, "'fortran_order'"); /* makes no difference in one dimension */
+    shape = strstr(text, "'shape': (");
+    if (descr == NULL || order == NULL || shape == NULL) return 0;
+    errno = 0;
+    *n = strtoll(shape + 10, &end, 10);
+    if (errno != 0 || end == shape + 10 || strncmp(end, ",)", 2) != 0 || *n < 1) return 0;
+    return strncmp(descr + 12, "4'", 2) == 0 ? 4 : strncmp(descr + 12, "8'", 2) == 0 ? 8 : 0;
+}
+
+static int ids_read(logits *g)
+{
+    FILE *f = fopen(g->o.ids, "rb");
+    int64_t i, value, vocab = g->layout.config.vocab, n = 0;
+    struct stat about;
+    int element, bad = 0;
+    if (f == NULL) return cli_fail("%s cannot be read: %s", g->o.ids, strerror(errno));
+    element = ids_header(f, &n);
+    if (element == 0 || fstat(fileno(f), &about) != 0 || n > (int64_t)about.st_size / element) {
+        fclose(f);
+        return cli_fail("%s is no .npy file of int32 or int64 with one dimension", g->o.ids);
+    }
+    g->ids = (int32_t *)malloc((size_t)n * sizeof *g->ids);
+    for (i = 0; i < n && g->ids != NULL && !bad; ++i) {
+        int32_t narrow = 0;
+        value = 0;
+        if (element == 4) {
+            bad = fread(&narrow, 4, 1, f) != 1;
+            value = narrow;
+        } else {
+            bad = fread(&value, 8, 1, f) != 1;
+        }
+        if (bad)
+            cli_fail("%s ends after %lld of %lld tokens", g->o.ids, (long long)i, (long long)n);
+        else if (value < 0 || value >= vocab)
+            bad = cli_fail("%s: token %lld is %lld, the vocabulary has %lld", g->o.ids, (long long)i,
+                           (long long)value, (long long)vocab);
+        g->ids[i] = (int32_t)value;
+    }
+    fclose(f);
+    g->tokens = n;
+    if (g->ids == NULL) return cli_fail("out of memory: %lld tokens", (long long)n);
+    return bad ? -1 : 0;
+}
+
+/* ---- a rank ---- */
+
+/* This rank's logits, row by row of the result. */
+static upipe_status logits_rank(logits *g, upipe_ctx *c)
+{
+    const upipe_plan *p = &g->m.plan;
+    int64_t vocab = g->layout.config.vocab, row, first = c->team->rank * p->local;
+    upipe_view x, room;
+    model_rank r;
+    void *data;
+    memset(&r, 0, sizeof r);
+    r.m = &g->m;
+    r.c = c;
+    r.host = c->mem;
+    r.weights = g->weights;
+    r.gains = g->gains;
+    UPIPE_TRY(upipe_mem_take(c->mem, &data, (size_t)p->local * 4, "tokens", &c->err));
+    r.tokens = (int32_t *)data;
+    UPIPE_TRY(c->ops->copy(c, r.tokens, g->ids + first, (size_t)p->local * 4));
+    UPIPE_TRY(model_fwd(&r, &x, 0));
+    UPIPE_TRY(upipe_mem_take(c->mem, &data, (size_t)(UPIPE_TILE_LOSS_ROWS * vocab) * 4, "logits", &c->err));
+    for (row = 0; row < p->local; row += UPIPE_TILE_LOSS_ROWS) {
+        int64_t rows = p->local - row < UPIPE_TILE_LOSS_ROWS ? p->local - row : (int64_t)UPIPE_TILE_LOSS_ROWS;
+        room = upipe_view_packed(data, UPIPE_F32, rows, 1, (int32_t)vocab);
+        UPIPE_TRY(model_logits(&r, room, upipe_view_rows(x, row, rows)));
+        UPIPE_TRY(c->ops->copy(c, g->out + (first + row) * vocab, data, (size_t)(rows * vocab) * 4));
+    }
+    UPIPE_TRY(upipe_mem_give(c->mem, data, &c->err));
+    UPIPE_TRY(model_give(&r, x));
+    return upipe_mem_give(c->mem, r.tokens, &c->err);
+}
+
+static upipe_status logits_rank_main(void *user, int rank)
+{
+    logits *g = (logits *)user;
+    size_t bytes = (g->slab_bytes + UPIPE_MEM_ALIGN - 1) / UPIPE_MEM_ALIGN * UPIPE_MEM_ALIGN;
+    void *slab = aligned_alloc(UPIPE_MEM_ALIGN, bytes);
+    upipe_block *blocks = (upipe_block *)calloc((size_t)g->blocks_max, sizeof *blocks);
+    upipe_status s = UPIPE_ERR_MEMORY;
+    upipe_mem mem;
+    upipe_ctx c;
+    memset(&c, 0, sizeof c);
+    if (slab == NULL || blocks == NULL) {
+        upi_fail(&c.err, s, "no room for a slab of %zu bytes", bytes);
+    } else {
+        upipe_mem_init(&mem, slab, bytes, blocks, g->blocks_max);
+        c.ops = &g->ops;
+        c.mem = &mem;
+        c.team = upipe_threads_comm(&g->team, rank);
+        s = logits_rank(g, &c);
+        if (s == UPIPE_OK)
+            s = upipe_mem_free(&mem, &c.err);
+        else
+            upipe_mem_free(&mem, NULL);
+    }
+    free(blocks);
+    free(slab);
+    g->errors[rank] = c.err;
+    return s;
+}
+
+/* ---- the run ---- */
+
+static int logits_fail(upipe_status s, const upipe_err *e)
+{
+    return cli_fail("%s: %s", upipe_status_name(s), e->text);
+}
+
+static int logits_load(logits *g)
+{
+    llama_config config;
+    char path[FILES_PATH];
+    llama_state state;
+    upipe_ctx c;
+    upipe_status s;
+    memset(&c, 0, sizeof c);
+    memset(&state, 0, sizeof state);
+    if (llama_checkpoint_find(g->o.load, g->folder, &c.err) != 0) return cli_fail("%s", c.err.text);
+    if (files_path(path, g->folder, "config", ".json") != 0) return -1;
+    if (llama_config_read(&config, NULL, path, &c.err) != 0) return cli_fail("%s", c.err.text);
+    if (llama_layout_init(&g->layout, &config) != 0) return cli_fail("the model is too large for 63 bits");
+    if (ids_read(g) != 0) return -1;
+    g->weights = malloc((size_t)g->layout.weights * upipe_dtype_bytes(g->o.dtype));
+    g->gains = (float *)malloc((size_t)g->layout.gains * sizeof *g->gains);
+    if (g->weights == NULL || g->gains == NULL)
+        return cli_fail("out of memory: %lld weights", (long long)g->layout.weights);
+    state.layout = &g->layout;
+    state.dtype = g->o.dtype;
+    state.ranks = 1;
+    state.weights = g->weights;
+    state.gains = g->gains;
+    c.ops = &g->ops;
+    s = llama_load_weights(&c, g->folder, &state);
+    return s == UPIPE_OK ? 0 : logits_fail(s, &c.err);
+}
+
+/* The plan, and a rank's slab by a dry run of its own code. */
+static int logits_plan(logits *g)
+{
+    upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
+    upipe_status s;
+    if (dry == NULL) return cli_fail("out of memory");
+    memset(&dry->ctx, 0, sizeof dry->ctx);
+    s = model_init(&g->m, &g->layout, g->o.dtype, g->tokens, 1, g->o.ranks,
+                   g->o.ulysses ? g->layout.config.heads : g->o.chunk, &dry->ctx.err);
+    if (s == UPIPE_OK) s = upipe_dry_init(dry, 0, g->o.ranks, &g->ops);
+    if (s == UPIPE_OK) s = logits_rank(g, &dry->ctx);
+    if (s == UPIPE_OK) {
+        g->slab_bytes = dry->mem.need;
+        g->blocks_max = dry->mem.blocks_peak;
+    } else {
+        logits_fail(s, &dry->ctx.err);
+    }
+    free(dry);
+    return s == UPIPE_OK ? 0 : -1;
+}
+
+/* Everything at once: the weights, the ranks' slabs, the result. */
+static int logits_check_memory(const logits *g)
+{
+    double have = cli_memory(), need = (double)g->slab_bytes * g->o.ranks + (double)g->layout.gains * 4;
+    need += (double)g->layout.weights * (double)upipe_dtype_bytes(g->o.dtype);
+    need += (double)g->tokens * (double)g->layout.config.vocab * 4;
+    if (need <= have) return 0;
+    return cli_fail("out of memory: the run takes %.1f GiB of this machine's %.1f GiB", need / (1 << 30),
+                    have / (1 << 30));
+}
+
+static int logits_run(logits *g)
+{
+    upipe_status statuses[UPIPE_THREADS_MAX], s;
+    upipe_err e;
+    int r;
+    memset(&e, 0, sizeof e);
+    g->out = (float *)malloc((size_t)(g->tokens * g->layout.config.vocab) * sizeof *g->out);
+    if (g->out == NULL) return cli_fail("out of memory: %lld tokens' logits", (long long)g->tokens);
+    s = upipe_threads_init(&g->team, g->o.ranks, g->o.deadline, &e);
+    if (s != UPIPE_OK) return logits_fail(s, &e);
+    s = upipe_threads_run(&g->team, logits_rank_main, g, statuses);
+    upipe_threads_free(&g->team);
+    /* The rank that failed first has the reason; the others only heard of it. */
+    for (r = 0; r < g->o.ranks && s != UPIPE_OK; ++r)
+        if (statuses[r] == s) return cli_fail("rank %d: %s: %s", r, upipe_status_name(s), g->errors[r].text);
+    return s == UPIPE_OK ? 0 : cli_fail("%s", upipe_status_name(s));
+}
+
+static int logits_main(logits *g, files *all)
+{
+    if (logits_load(g) != 0 || logits_plan(g) != 0 || logits_check_memory(g) != 0) return -1;
+    if (files_same(g->o.out, g->o.ids)) return cli_fail("%s would replace the tokens of --ids", g->o.out);
+    files_begin(all);
+    if (files_reserve(all, g->o.out, g->o.ids) != 0) return -1;
+    files_abandon(all);
+    if (logits_run(g) != 0) return -1;
+    files_begin(all);
+    if (files_npy(all, g->o.out, g->out, g->tokens, g->layout.config.vocab) != 0) return -1;
+    return files_commit(all);
+}
+
+int main(int argc, char **argv)
+{
+    logits *g = (logits *)calloc(1, sizeof *g);
+    files *all = (files *)calloc(1, sizeof *all);
+    int status = 1 + EXIT_RUN;
+    if (g == NULL || all == NULL) {
+        cli_fail("out of memory");
+    } else {
+        signal(SIGPIPE, SIG_IGN);
+        signal(SIGXFSZ, SIG_IGN);
+        upipe_cpu_ops(&g->ops);
+#ifdef UPIPE_WITH_CBLAS
+        upipe_cpu_cblas(&g->ops);
+#endif
+        status = options_read(&g->o, argc, argv);
+        if (status == 0) status = 1 + (logits_main(g, all) == 0 ? 0 : EXIT_RUN);
+        files_abandon(all);
+        llama_layout_free(&g->layout);
+        free(g->weights);
+        free(g->gains);
+        free(g->ids);
+        free(g->out);
+    }
+    free(g);
+    free(all);
+    return status - 1;
+}

@@ -1,0 +1,417 @@
+/* options.h -- the command line of train: read, checked, defaults filled in
+ *
+ *     int status = options_read(&options, argc, argv);      0: run; otherwise the sentence is out, exit with
+ *                                                           status - 1
+ *
+ * Numbers must be plain and within their range, a flag comes once, and a flag that would have no effect is
+ * refused: what is accepted is honoured. Where --resume or --load names a folder, its config.json has the
+ * model: options.from is the folder, and options.config is all zero until the program has read it.
+ */
+#ifndef LLAMA_OPTIONS_H
+#define LLAMA_OPTIONS_H
+
+#include <getopt.h>
+#include <string.h>
+
+#include "upipe/net/upipe_net_threads.h"
+#include "upipe/upipe.h"
+
+#include "../common/cli.h"
+#include "config.h"
+
+enum { METHOD_ULYSSES, METHOD_UPIPE, METHODS };
+
+static const char *const method_names[METHODS] = {"ulysses", "upipe"};
+
+/* What a flag may say at most. */
+enum { DIM_MAX = 1 << 24, SAMPLE_MAX = 1 << 20, KEEP_MAX = 1000000 };
+
+/* clang-format off */
+enum {
+    FLAG_DATA, FLAG_METHOD, FLAG_RANKS, FLAG_CHUNK, FLAG_LAYERS, FLAG_MODEL_DIM, FLAG_HEADS,
+    FLAG_KV_HEADS, FLAG_HEAD_DIM, FLAG_FF_DIM, FLAG_VOCAB, FLAG_UNTIED, FLAG_QK_NORM, FLAG_ROPE_THETA,
+    FLAG_NORM_EPS, FLAG_TOKENS, FLAG_BATCH, FLAG_STEPS, FLAG_LR, FLAG_MIN_LR, FLAG_WARMUP,
+    FLAG_WEIGHT_DECAY, FLAG_BETA1, FLAG_BETA2, FLAG_ADAM_EPS, FLAG_CLIP, FLAG_DTYPE, FLAG_SEED,
+    FLAG_TILE_BYTES, FLAG_OFFLOAD, FLAG_JSON, FLAG_TRACE, FLAG_SAVE, FLAG_SAVE_EVERY, FLAG_KEEP,
+    FLAG_RESUME, FLAG_LOAD, FLAG_SAMPLE, FLAG_PROMPT, FLAG_TEMPERATURE, FLAG_DEADLINE, FLAG_PLAN,
+    FLAG_PROGRESS, FLAG_HELP, FLAG_VERSION, FLAGS
+};
+
+static const struct option option_list[] = {
+    {"data",         required_argument, NULL, FLAG_DATA},
+    {"method",       required_argument, NULL, FLAG_METHOD},
+    {"ranks",        required_argument, NULL, FLAG_RANKS},
+    {"chunk",        required_argument, NULL, FLAG_CHUNK},
+    {"layers",       required_argument, NULL, FLAG_LAYERS},
+    {"model-dim",    required_argument, NULL, FLAG_MODEL_DIM},
+    {"heads",        required_argument, NULL, FLAG_HEADS},
+    {"kv-heads",     required_argument, NULL, FLAG_KV_HEADS},
+    {"head-dim",     required_argument, NULL, FLAG_HEAD_DIM},
+    {"ff-dim",       required_argument, NULL, FLAG_FF_DIM},
+    {"vocab",        required_argument, NULL, FLAG_VOCAB},
+    {"untied",       no_argument,       NULL, FLAG_UNTIED},
+    {"qk-norm",      no_argument,       NULL, FLAG_QK_NORM},
+    {"rope-theta",   required_argument, NULL, FLAG_ROPE_THETA},
+    {"norm-eps",     required_argument, NULL, FLAG_NORM_EPS},
+    {"tokens",       required_argument, NULL, FLAG_TOKENS},
+    {"batch",        required_argument, NULL, FLAG_BATCH},
+    {"steps",        required_argument, NULL, FLAG_STEPS},
+    {"lr",           required_argument, NULL, FLAG_LR},
+    {"min-lr",       required_argument, NULL, FLAG_MIN_LR},
+    {"warmup",       required_argument, NULL, FLAG_WARMUP},
+    {"weight-decay", required_argument, NULL, FLAG_WEIGHT_DECAY},
+    {"beta1",        required_argument, NULL, FLAG_BETA1},
+    {"beta2",        required_argument, NULL, FLAG_BETA2},
+    {"adam-eps",     required_argument, NULL, FLAG_ADAM_EPS},
+    {"clip",         required_argument, NULL, FLAG_CLIP},
+    {"dtype",        required_argument, NULL, FLAG_DTYPE},
+    {"seed",         required_argument, NULL, FLAG_SEED},
+    {"tile-bytes",   required_argument, NULL, FLAG_TILE_BYTES},
+    {"offload",      no_argument,       NULL, FLAG_OFFLOAD},
+    {"json",         required_argument, NULL, FLAG_JSON},
+    {"trace",        required_argument, NULL, FLAG_TRACE},
+    {"save",         required_argument, NULL, FLAG_SAVE},
+    {"save-every",   required_argument, NULL, FLAG_SAVE_EVERY},
+    {"keep",         required_argument, NULL, FLAG_KEEP},
+    {"resume",       required_argument, NULL, FLAG_RESUME},
+    {"load",         required_argument, NULL, FLAG_LOAD},
+    {"sample",       required_argument, NULL, FLAG_SAMPLE},
+    {"prompt",       required_argument, NULL, FLAG_PROMPT},
+    {"temperature",  required_argument, NULL, FLAG_TEMPERATURE},
+    {"deadline",     required_argument, NULL, FLAG_DEADLINE},
+    {"plan",         no_argument,       NULL, FLAG_PLAN},
+    {"progress",     no_argument,       NULL, FLAG_PROGRESS},
+    {"help",         no_argument,       NULL, FLAG_HELP},
+    {"version",      no_argument,       NULL, FLAG_VERSION},
+    {NULL, 0, NULL, 0}};
+
+static const char usage_text[] =
+    "usage: train [flags]\n"
+    "\n"
+    "Trains a Llama on the bytes of a text, its sequences shared by ranks that are threads of this process,\n"
+    "with DeepSpeed-Ulysses or with UPipe. Prints loss, speed and memory, and writes a little text.\n"
+    "\n"
+    "  --data FILE        the text, at least tokens + 1 bytes (the book in examples/data)\n"
+    "  --method NAME      ulysses or upipe (upipe)\n"
+    "  --ranks N          ranks that share a sequence (4)\n"
+    "  --chunk N          query heads of a stage of upipe, over all ranks (ranks)\n"
+    "\n"
+    "the model; with --resume or --load the folder's config.json says all of it\n"
+    "  --layers N         (4)\n"
+    "  --model-dim N      elements of a token (256)\n"
+    "  --heads N          query heads (8)\n"
+    "  --kv-heads N       key/value heads (4)\n"
+    "  --head-dim N       elements of a head: 32 to 256 in steps of 8 (model-dim / heads, rounded up)\n"
+    "  --ff-dim N         width of the MLP (8/3 model-dim, rounded up to a multiple of 64)\n"
+    "  --vocab N          rows of the embedding, at least 256: a token is a byte (256)\n"
+    "  --untied           the head is a matrix of its own, not the embedding\n"
+    "  --qk-norm          RMS norm of every head of Q and K, as in Qwen3\n"
+    "  --rope-theta X     (10000)\n"
+    "  --norm-eps X       (1e-5)\n"
+    "\n"
+    "the training\n"
+    "  --tokens N         tokens of a sequence, over all ranks (1024)\n"
+    "  --batch N          sequences of a step (1)\n"
+    "  --steps N          of the whole training, those before --resume included (100)\n"
+    "  --lr X             learning rate after the warmup (1e-3)\n"
+    "  --min-lr X         learning rate at the end of its cosine (lr / 10)\n"
+    "  --warmup N         steps in which the learning rate rises (steps / 10, at least 1)\n"
+    "  --weight-decay X   of the matrices (0.1)\n"
+    "  --beta1 X, --beta2 X, --adam-eps X\n"
+    "                     of AdamW (0.9, 0.95, 1e-8)\n"
+    "  --clip X           largest norm of the gradient, 0 for none (1)\n"
+    "  --dtype TYPE       storage of activations and weights: f32 or bf16 (f32)\n"
+    "  --seed N           of the first weights, the order of the text and the sample (1)\n"
+    "  --tile-bytes N     what a tile of the MLP or the loss may take (0: as much as suits the model)\n"
+    "  --offload          layers' inputs wait for the backward in a second pool: host memory on a GPU\n"
+    "  --deadline SECONDS how long a rank waits for another one before it gives up (600)\n"
+    "  --plan             print the memory by component and what a token adds to it; train nothing\n"
+    "\n"
+    "files\n"
+    "  --json FILE        write the numbers; with --plan those of the plan\n"
+    "  --trace FILE       write what the pools did in the first step, for Perfetto or chrome://tracing\n"
+    "  --save DIR         write checkpoints with the weights as Hugging Face has them\n"
+    "  --save-every N     steps between checkpoints (0: one at the end)\n"
+    "  --keep N           checkpoints that stay (1)\n"
+    "  --resume DIR       go on from a checkpoint, bit for bit: same data, seed, tokens, batch and dtype\n"
+    "  --load DIR         start from the weights of a Hugging Face folder\n"
+    "\n"
+    "the text written at the end\n"
+    "  --sample N         bytes, 0 for none (200)\n"
+    "  --prompt TEXT      (\"In the beginning \")\n"
+    "  --temperature X    0 takes the likeliest byte (0.8)\n"
+    "\n"
+    "  --progress         say on stderr what is being done, terminal or not\n"
+    "  --help, --version\n"
+    "\n"
+    "Exit status: 0, 1 for a run that failed or broke a promise (bytes, bits), 2 for wrong usage.\n";
+/* clang-format on */
+
+typedef struct options {
+    llama_config config; /* all zero if the model is in from */
+    const char *from;    /* resume or load; NULL = the model is in config */
+    int method, ranks, chunk, keep;
+    int64_t tokens, batch, steps, warmup, save_every, sample;
+    double lr, min_lr, weight_decay, beta1, beta2, adam_eps, clip, temperature;
+    double deadline; /* seconds that a rank waits for the others */
+    size_t tile_bytes;
+    upipe_dtype dtype;
+    int offload, plan, progress;
+    uint64_t seed;
+    const char *data, *prompt;
+    const char *json, *trace, *save, *resume, *load; /* paths; NULL = not wanted */
+    int given[FLAGS];                                /* how often each flag came: 0 or 1 */
+} options;
+
+static int options_method(options *o, const char *name)
+{
+    int m;
+    for (m = 0; m < METHODS && strcmp(name, method_names[m]) != 0; ++m) {
+    }
+    if (m == METHODS) return cli_refuse("--method is ulysses or upipe, not '%s'", name);
+    o->method = m;
+    return 0;
+}
+
+static int options_model(llama_config *c, int flag, const char *name, const char *text)
+{
+    switch (flag) {
+    case FLAG_LAYERS:
+        return cli_number(name, text, 1, LLAMA_LAYERS_MAX, &c->layers);
+    case FLAG_MODEL_DIM:
+        return cli_number(name, text, 1, DIM_MAX, &c->dim);
+    case FLAG_HEADS:
+        return cli_int(name, text, DIM_MAX, &c->heads);
+    case FLAG_KV_HEADS:
+        return cli_int(name, text, DIM_MAX, &c->kv_heads);
+    case FLAG_HEAD_DIM:
+        return cli_int(name, text, DIM_MAX, &c->head_dim);
+    case FLAG_FF_DIM:
+        return cli_number(name, text, 1, DIM_MAX, &c->hidden);
+    case FLAG_VOCAB:
+        return cli_number(name, text, 256, INT32_MAX, &c->vocab);
+    case FLAG_ROPE_THETA:
+        return cli_real(name, text, 1, 1e12, &c->rope_theta);
+    case FLAG_NORM_EPS:
+        return cli_real(name, text, 1e-12, 1, &c->norm_eps);
+    case FLAG_UNTIED:
+        c->tied = 0;
+        return 0;
+    default: /* FLAG_QK_NORM */
+        c->qk_norm = 1;
+        return 0;
+    }
+}
+
+static int options_path(options *o, int flag, const char *text)
+{
+    const char **paths[FLAGS] = {NULL};
+    paths[FLAG_DATA] = &o->data;
+    paths[FLAG_PROMPT] = &o->prompt;
+    paths[FLAG_JSON] = &o->json;
+    paths[FLAG_TRACE] = &o->trace;
+    paths[FLAG_SAVE] = &o->save;
+    paths[FLAG_RESUME] = &o->resume;
+    paths[FLAG_LOAD] = &o->load;
+    *paths[flag] = text;
+    return 0;
+}
+
+static int options_flag(void *user, int flag, const char *text)
+{
+    options *o = (options *)user;
+    const char *name = option_list[flag].name;
+    int64_t n = 0;
+    int status;
+    switch (flag) {
+    case FLAG_METHOD:
+        return options_method(o, text);
+    case FLAG_RANKS:
+        return cli_int(name, text, UPIPE_THREADS_MAX, &o->ranks);
+    case FLAG_CHUNK:
+        return cli_int(name, text, DIM_MAX, &o->chunk);
+    case FLAG_LAYERS:
+    case FLAG_MODEL_DIM:
+    case FLAG_HEADS:
+    case FLAG_KV_HEADS:
+    case FLAG_HEAD_DIM:
+    case FLAG_FF_DIM:
+    case FLAG_VOCAB:
+    case FLAG_UNTIED:
+    case FLAG_QK_NORM:
+    case FLAG_ROPE_THETA:
+    case FLAG_NORM_EPS:
+        return options_model(&o->config, flag, name, text);
+    case FLAG_TOKENS:
+        return cli_number(name, text, 1, INT32_MAX, &o->tokens);
+    case FLAG_BATCH:
+        return cli_number(name, text, 1, INT32_MAX, &o->batch);
+    case FLAG_STEPS:
+        return cli_number(name, text, 1, INT32_MAX, &o->steps);
+    case FLAG_WARMUP:
+        return cli_number(name, text, 0, INT32_MAX, &o->warmup);
+    case FLAG_LR:
+        return cli_real(name, text, 0, 1000, &o->lr);
+    case FLAG_MIN_LR:
+        return cli_real(name, text, 0, 1000, &o->min_lr);
+    case FLAG_WEIGHT_DECAY:
+        return cli_real(name, text, 0, 1000, &o->weight_decay);
+    case FLAG_BETA1:
+        return cli_real(name, text, 0, 0.99999, &o->beta1);
+    case FLAG_BETA2:
+        return cli_real(name, text, 0, 0.99999, &o->beta2);
+    case FLAG_ADAM_EPS:
+        return cli_real(name, text, 1e-20, 1, &o->adam_eps);
+    case FLAG_CLIP:
+        return cli_real(name, text, 0, 1e30, &o->clip);
+    case FLAG_DTYPE:
+        return cli_dtype(name, text, &o->dtype);
+    case FLAG_SEED:
+        status = cli_number(name, text, 0, INT64_MAX, &n);
+        o->seed = (uint64_t)n;
+        return status;
+    case FLAG_TILE_BYTES:
+        status = cli_number(name, text, 0, INT64_MAX / 2, &n);
+        o->tile_bytes = (size_t)n;
+        return status;
+    case FLAG_OFFLOAD:
+        o->offload = 1;
+        return 0;
+    case FLAG_SAVE_EVERY:
+        return cli_number(name, text, 0, INT32_MAX, &o->save_every);
+    case FLAG_KEEP:
+        return cli_int(name, text, KEEP_MAX, &o->keep);
+    case FLAG_SAMPLE:
+        return cli_number(name, text, 0, SAMPLE_MAX, &o->sample);
+    case FLAG_TEMPERATURE:
+        return cli_real(name, text, 0, 1000, &o->temperature);
+    case FLAG_DEADLINE:
+        return cli_seconds(name, text, &o->deadline);
+    case FLAG_PLAN:
+        o->plan = 1;
+        return 0;
+    case FLAG_PROGRESS:
+        o->progress = 1;
+        return 0;
+    case FLAG_HELP:
+        return cli_print(name, usage_text);
+    case FLAG_VERSION:
+        return cli_version(name);
+    default:
+        return options_path(o, flag, text);
+    }
+}
+
+/* The first of the listed flags that was given; -1 for none. */
+static int options_any(const options *o, const int *flags, size_t n)
+{
+    size_t i;
+    for (i = 0; i < n; ++i)
+        if (o->given[flags[i]]) return flags[i];
+    return -1;
+}
+
+/* Wishes that exclude each other or would have no effect. */
+static int options_contradictions(const options *o)
+{
+    static const int of_model[] = {FLAG_LAYERS,   FLAG_MODEL_DIM,  FLAG_HEADS,   FLAG_KV_HEADS,
+                                   FLAG_HEAD_DIM, FLAG_FF_DIM,     FLAG_VOCAB,   FLAG_UNTIED,
+                                   FLAG_QK_NORM,  FLAG_ROPE_THETA, FLAG_NORM_EPS};
+    static const int of_training[] = {
+        FLAG_TRACE, FLAG_SAVE,  FLAG_SAVE_EVERY, FLAG_KEEP,   FLAG_SAMPLE,   FLAG_PROMPT,  FLAG_TEMPERATURE,
+        FLAG_DATA,  FLAG_STEPS, FLAG_LR,         FLAG_MIN_LR, FLAG_WARMUP,   FLAG_CLIP,    FLAG_WEIGHT_DECAY,
+        FLAG_BETA1, FLAG_BETA2, FLAG_ADAM_EPS,   FLAG_SEED,   FLAG_DEADLINE, FLAG_PROGRESS};
+    static const int of_save[] = {FLAG_SAVE_EVERY, FLAG_KEEP};
+    static const int of_sample[] = {FLAG_PROMPT, FLAG_TEMPERATURE};
+    int flag;
+    if (o->given[FLAG_CHUNK] && o->method == METHOD_ULYSSES)
+        return cli_refuse(
+            "--chunk %d and --method ulysses contradict each other: ulysses takes all heads in one "
+            "stage",
+            o->chunk);
+    if (o->resume != NULL && o->load != NULL)
+        return cli_refuse(
+            "--resume %s and --load %s contradict each other: the weights come from one of them", o->resume,
+            o->load);
+    flag = options_any(o, of_model, sizeof of_model / sizeof *of_model);
+    if (o->from != NULL && flag >= 0)
+        return cli_refuse("--%s and --%s contradict each other: %s/config.json says what the model is",
+                          option_list[flag].name, o->resume != NULL ? "resume" : "load", o->from);
+    flag = options_any(o, of_training, sizeof of_training / sizeof *of_training);
+    if (o->plan && flag >= 0)
+        return cli_refuse("--plan trains nothing, so --%s would have no effect", option_list[flag].name);
+    flag = options_any(o, of_save, sizeof of_save / sizeof *of_save);
+    if (o->save == NULL && flag >= 0) return cli_refuse("--%s wants --save", option_list[flag].name);
+    flag = options_any(o, of_sample, sizeof of_sample / sizeof *of_sample);
+    if (o->sample == 0 && flag >= 0)
+        return cli_refuse("--%s would have no effect, as --sample is 0", option_list[flag].name);
+    if (o->json != NULL && o->trace != NULL && strcmp(o->json, o->trace) == 0)
+        return cli_refuse("--json and --trace name the same file, %s", o->json);
+    if (o->save != NULL && o->json != NULL && strcmp(o->json, o->save) == 0)
+        return cli_refuse("--json names %s, which --save takes for a folder", o->json);
+    if (o->save != NULL && o->trace != NULL && strcmp(o->trace, o->save) == 0)
+        return cli_refuse("--trace names %s, which --save takes for a folder", o->trace);
+    return 0;
+}
+
+/* Defaults that depend on other flags, and what must fit them. */
+static int options_resolve(options *o)
+{
+    llama_config *c = &o->config;
+    int64_t head_dim = (c->dim + c->heads - 1) / c->heads;
+    int status;
+    o->from = o->resume != NULL ? o->resume : o->load;
+    status = options_contradictions(o);
+    if (status != 0) return status;
+    if (!o->given[FLAG_CHUNK]) o->chunk = o->ranks;
+    if (!o->given[FLAG_HEAD_DIM]) c->head_dim = head_dim < 32 ? 32 : (int)((head_dim + 7) / 8 * 8);
+    if (!o->given[FLAG_FF_DIM]) c->hidden = (8 * c->dim + 191) / 192 * 64;
+    if (o->from != NULL) memset(c, 0, sizeof *c);
+    if (!o->given[FLAG_MIN_LR]) o->min_lr = o->lr / 10;
+    if (!o->given[FLAG_WARMUP]) o->warmup = o->steps < 10 ? 1 : o->steps / 10;
+    if (o->min_lr > o->lr) return cli_refuse("--min-lr %g is above --lr %g", o->min_lr, o->lr);
+    if (o->warmup > o->steps)
+        return cli_refuse("--warmup %lld is longer than the %lld steps of the training", (long long)o->warmup,
+                          (long long)o->steps);
+    if (o->save_every > o->steps)
+        return cli_refuse("--save-every %lld is longer than the %lld steps of the training",
+                          (long long)o->save_every, (long long)o->steps);
+    if (o->data == NULL) o->data = cli_book();
+    return 0;
+}
+
+static int options_read(options *o, int argc, char **argv)
+{
+    int status;
+    memset(o, 0, sizeof *o);
+    o->method = METHOD_UPIPE;
+    o->ranks = 4;
+    o->config.layers = 4;
+    o->config.dim = 256;
+    o->config.heads = 8;
+    o->config.kv_heads = 4;
+    o->config.vocab = 256;
+    o->config.tied = 1;
+    o->config.rope_theta = 10000;
+    o->config.norm_eps = 1e-5;
+    o->tokens = 1024;
+    o->batch = 1;
+    o->steps = 100;
+    o->lr = 1e-3;
+    o->weight_decay = 0.1;
+    o->beta1 = 0.9;
+    o->beta2 = 0.95;
+    o->adam_eps = 1e-8;
+    o->clip = 1;
+    o->dtype = UPIPE_F32;
+    o->seed = 1;
+    o->keep = 1;
+    o->sample = 200;
+    o->prompt = "In the beginning ";
+    o->temperature = 0.8;
+    o->deadline = 600;
+    status = cli_read(option_list, argc, argv, o->given, -1, options_flag, o);
+    return status != 0 ? status : options_resolve(o);
+}
+
+#endif

@@ -1,0 +1,276 @@
+/* report.h -- what train says at its end: a table on stdout, numbers as JSON, the pools' trace */
+#ifndef LLAMA_REPORT_H
+#define LLAMA_REPORT_H
+
+#include <jansson.h>
+
+#include "../common/files.h"
+#include "run.h"
+
+/* What the paper's public code holds at Llama3-8B's shape on 8 GPUs: the slope of its peak, in GiB per million
+ * tokens, which there are units (one tensor of the stream in bf16). */
+static const double report_paper_slope[METHODS] = {15.1, 10.6};
+
+static const char *report_bytes(char *out, double bytes)
+{
+    static const char *const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB"};
+    int i = 0;
+    while (bytes >= 1024 && i < 4) {
+        bytes /= 1024;
+        ++i;
+    }
+    snprintf(out, 32, i == 0 ? "%.0f %s" : "%.2f %s", bytes, units[i]);
+    return out;
+}
+
+static void report_memory(const run *u)
+{
+    const run_rank *k = &u->ranks[0];
+    char a[32], b[32];
+    int part;
+    printf("\nmemory of rank 0, by the plan\n\n  %-12s %14s %14s\n", "", "at the peak", "at most");
+    for (part = 0; part < MEMORY_PARTS; ++part)
+        printf("  %-12s %14s %14s\n", memory_part_names[part], report_bytes(a, (double)k->plan.at_peak[part]),
+               report_bytes(b, (double)k->plan.largest[part]));
+    printf("  %-12s %14s   %zu bytes\n", "peak", report_bytes(a, (double)k->plan.peak), k->plan.peak);
+    printf("  %-12s %14s   %zu bytes with alignment and holes\n", "slab", report_bytes(a, (double)k->need),
+           k->need);
+    if (u->o.offload)
+        printf("  %-12s %14s   %zu bytes, the second pool\n", "host", report_bytes(a, (double)k->plan.host),
+               k->plan.host);
+}
+
+/* ---- --plan ---- */
+
+/* What a token more adds to the peak, in units, without and with a second pool; and what to that one. */
+typedef struct report_slopes {
+    double pool[2], host[2];
+} report_slopes;
+
+/* From here to twice as many tokens. */
+static int report_slope(const run *u, int offload, report_slopes *slopes)
+{
+    const upipe_plan_desc *d = &u->m.plan.desc;
+    double unit, rows;
+    run_rank ranks[2];
+    model m[2];
+    upipe_err e;
+    upipe_status s = UPIPE_OK;
+    int i;
+    memset(&e, 0, sizeof e);
+    for (i = 0; i < 2 && s == UPIPE_OK; ++i) {
+        s = model_init(&m[i], &u->layout, d->dtype, d->tokens * (i + 1), d->batch, d->ranks, d->chunk, &e);
+        m[i].tile_bytes = u->o.tile_bytes;
+        m[i].offload = offload;
+        if (s == UPIPE_OK) s = run_dry(u, &m[i], 0, &ranks[i], &e);
+    }
+    if (s != UPIPE_OK) return run_fail(s, &e);
+    unit = (double)(d->model_dim * (int64_t)upipe_dtype_bytes(d->dtype));
+    rows = (double)(m[1].plan.rows - m[0].plan.rows);
+    slopes->pool[offload] = (double)(ranks[1].plan.peak - ranks[0].plan.peak) / rows / unit;
+    slopes->host[offload] = (double)(ranks[1].plan.host - ranks[0].plan.host) / rows / unit;
+    return 0;
+}
+
+static int report_plan(const run *u, report_slopes *slopes)
+{
+    const llama_config *c = &u->layout.config;
+    int offload;
+    printf("%s, %d ranks, chunk %d: %lld layers of %lld, %d/%d heads of %d, MLP %lld, vocabulary %lld, %s\n",
+           method_names[u->o.method], u->o.ranks, u->m.plan.desc.chunk, (long long)c->layers,
+           (long long)c->dim, c->heads, c->kv_heads, c->head_dim, (long long)c->hidden, (long long)c->vocab,
+           upipe_dtype_name(u->o.dtype));
+    printf("%lld tokens x %lld sequences; closed form and dry run agree to the byte in every phase\n",
+           (long long)u->o.tokens, (long long)u->o.batch);
+    report_memory(u);
+    printf("\nwhat a token on a rank adds to the peak, in units of model-dim elements, by dry runs\n\n");
+    for (offload = 0; offload < 2; ++offload) {
+        if (report_slope(u, offload, slopes) != 0) return -1;
+        printf("  layers' inputs %-22s %7.2f", offload ? "in a second pool" : "beside the rest",
+               slopes->pool[offload]);
+        printf(offload ? "   and %.2f there\n" : "\n", slopes->host[offload]);
+    }
+    printf("\nmeasured by the paper for Llama3-8B on 8 GPUs, layers' inputs in host memory: %.1f (%s)\n",
+           report_paper_slope[u->o.method], method_names[u->o.method]);
+    return 0;
+}
+
+/* ---- after training ---- */
+
+static void report_table(const run *u)
+{
+    const llama_config *c = &u->layout.config;
+    double each = (double)u->o.tokens * (double)u->o.batch;
+    printf("%s, %d ranks, %s: %lld parameters in %lld layers, %lld x %lld tokens a step\n",
+           method_names[u->o.method], u->o.ranks, upipe_dtype_name(u->o.dtype),
+           (long long)(u->layout.weights + u->layout.gains), (long long)c->layers, (long long)u->o.batch,
+           (long long)u->o.tokens);
+    if (u->done > 0) {
+        printf("steps %lld to %lld: loss %.4f -> %.4f, %.0f tokens/s\n", (long long)u->position.step + 1,
+               (long long)(u->position.step + u->done), u->loss[0], u->loss[u->done - 1],
+               each * (double)u->done / u->seconds);
+        report_memory(u);
+        printf("\nmeasured: the same to the byte, in every phase, on every rank\n");
+    }
+    if (u->saved > 0) printf("checkpoint: %s/checkpoint-%lld\n", u->o.save, (long long)u->saved);
+    if (u->sample_done) {
+        printf("\n%s", u->o.prompt);
+        fwrite(u->sample, 1, (size_t)u->o.sample, stdout);
+        printf("\n");
+    }
+}
+
+static json_t *report_parts(const size_t *part)
+{
+    json_t *o = json_object();
+    int i;
+    for (i = 0; i < MEMORY_PARTS; ++i)
+        json_object_set_new(o, memory_part_names[i], json_integer((json_int_t)part[i]));
+    return o;
+}
+
+/* A path may hold any byte: one that is not UTF-8 is written as the character of that number. */
+static json_t *report_path(const char *path)
+{
+    char *text, *to;
+    json_t *one;
+    if (path == NULL) return json_null();
+    text = to = (char *)malloc(2 * strlen(path) + 1);
+    if (text == NULL) return NULL;
+    while (*path != '\0') {
+        size_t n = 1, most = strnlen(path, 4);
+        while (n <= most && (one = json_stringn(path, n)) == NULL) ++n;
+        if (n <= most) {
+            json_decref(one);
+            memcpy(to, path, n);
+            to += n;
+            path += n;
+        } else {
+            unsigned char byte = (unsigned char)*path++;
+            *to++ = (char)(0xc0 | byte >> 6);
+            *to++ = (char)(0x80 | (byte & 0x3f));
+        }
+    }
+    one = json_stringn(text, (size_t)(to - text));
+    free(text);
+    return one;
+}
+
+static json_t *report_config(const run *u)
+{
+    const options *o = &u->o;
+    const llama_config *c = &u->layout.config;
+    return json_pack(
+        "{s:s, s:i, s:i, s:I, s:I, s:i, s:i, s:i, s:I, s:I, s:b, s:b, s:f, s:f, s:I, s:I, s:I, s:f, s:f, s:I, s:f, "
+        "s:f, s:f, s:f, s:f, s:s, s:I, s:I, s:b, s:o, s:o, s:o, s:o, s:I, s:s, s:s}",
+        "method", method_names[o->method], "ranks", o->ranks, "chunk", u->m.plan.desc.chunk, "layers",
+        (json_int_t)c->layers, "model_dim", (json_int_t)c->dim, "heads", c->heads, "kv_heads", c->kv_heads,
+        "head_dim", c->head_dim, "ff_dim", (json_int_t)c->hidden, "vocab", (json_int_t)c->vocab, "untied",
+        !c->tied, "qk_norm", c->qk_norm, "rope_theta", c->rope_theta, "norm_eps", c->norm_eps, "tokens",
+        (json_int_t)o->tokens, "batch", (json_int_t)o->batch, "steps", (json_int_t)o->steps, "lr", o->lr,
+        "min_lr", o->min_lr, "warmup", (json_int_t)o->warmup, "weight_decay", o->weight_decay, "beta1",
+        o->beta1, "beta2", o->beta2, "adam_eps", o->adam_eps, "clip", o->clip, "dtype",
+        upipe_dtype_name(o->dtype), "seed", (json_int_t)o->seed, "tile_bytes", (json_int_t)o->tile_bytes,
+        "offload", o->offload, "data", report_path(o->data), "save", report_path(o->save), "resume",
+        report_path(o->resume), "load", report_path(o->load), "text_bytes", (json_int_t)u->text.bytes,
+        "products", PRODUCTS, "kernels", u->ops.name);
+}
+
+static json_t *report_numbers(const double *values, int64_t n)
+{
+    json_t *list = json_array();
+    int64_t i;
+    for (i = 0; i < n; ++i) json_array_append_new(list, json_real(values[i]));
+    return list;
+}
+
+/* What only a training has to say. */
+static void report_json_training(const run *u, json_t *root)
+{
+    const run_rank *k = &u->ranks[0];
+    double tokens = (double)u->o.tokens * (double)u->o.batch * (double)u->done;
+    json_object_set_new(root, "first_step", json_integer((json_int_t)u->position.step + 1));
+    json_object_set_new(root, "loss", report_numbers(u->loss, u->done));
+    json_object_set_new(root, "grad_norm", report_numbers(u->norm, u->done));
+    json_object_set_new(root, "tokens_per_s", json_real(u->done > 0 ? tokens / u->seconds : 0));
+    json_object_set_new(root, "peak_bytes", json_integer((json_int_t)k->peak));
+    json_object_set_new(root, "sent_bytes_per_step", json_integer((json_int_t)k->sent_bytes));
+}
+
+/* slopes: of --plan; NULL after a training. */
+static int report_json(const run *u, files *all, const report_slopes *slopes)
+{
+    const run_rank *k = &u->ranks[0];
+    FILE *f = files_open(all, u->o.json);
+    json_t *root;
+    int bad;
+    if (f == NULL) return -1;
+    root = json_pack("{s:o, s:I, s:I, s:I, s:{s:o, s:o}}", "config", report_config(u), "plan_bytes",
+                     (json_int_t)k->plan.peak, "slab_bytes", (json_int_t)k->need, "host_bytes",
+                     (json_int_t)k->plan.host, "memory", "at_peak", report_parts(k->plan.at_peak), "largest",
+                     report_parts(k->plan.largest));
+    if (slopes == NULL)
+        report_json_training(u, root);
+    else
+        json_object_set_new(root, "slope_units",
+                            json_pack("{s:f, s:f, s:f}", "in_one_pool", slopes->pool[0], "with_offload",
+                                      slopes->pool[1], "offloaded", slopes->host[1]));
+    bad = root == NULL || json_dumpf(root, f, JSON_INDENT(2) | JSON_REAL_PRECISION(17)) != 0 ||
+          fputc('\n', f) == EOF;
+    json_decref(root);
+    if (root == NULL) cli_fail("%s: the numbers cannot be written as JSON", u->o.json);
+    return files_close(all, f) != 0 || bad ? -1 : 0;
+}
+
+static int report_trace(const run *u, files *all)
+{
+    FILE *f = files_open(all, u->o.trace);
+    int r;
+    if (f == NULL) return -1;
+    fprintf(f, "[\n");
+    for (r = 0; r < u->o.ranks; ++r) {
+        upipe_mem pool; /* the pool is gone, its trace is not */
+        memset(&pool, 0, sizeof pool);
+        pool.events = u->ranks[r].events;
+        pool.events_n = u->ranks[r].events_n;
+        upipe_mem_trace_write(&pool, f, r, r == 0);
+    }
+    fprintf(f, "]\n");
+    return files_close(all, f);
+}
+
+/* All files that were asked for, or none. */
+static int report_files(const run *u, files *all, const report_slopes *slopes)
+{
+    files_begin(all);
+    if (u->o.json != NULL && report_json(u, all, slopes) != 0) return -1;
+    if (u->o.trace != NULL && report_trace(u, all) != 0) return -1;
+    return files_commit(all);
+}
+
+/* The folder of --save; made to see that it can be, and left to the first checkpoint to make again. */
+static int report_reserve_folder(const char *path)
+{
+    struct stat about;
+    if (mkdir(path, 0777) == 0) return rmdir(path);
+    if (errno != EEXIST) return files_fail(path, "the folder cannot be made");
+    if (stat(path, &about) == 0 && !S_ISDIR(about.st_mode))
+        errno = ENOTDIR;
+    else if (access(path, R_OK | W_OK | X_OK) == 0)
+        return 0;
+    return files_fail(path, "checkpoints cannot be written there");
+}
+
+/* Names that cannot be written are found before hours of work. */
+static int report_reserve(const run *u, files *all)
+{
+    int bad;
+    if (u->o.save != NULL && report_reserve_folder(u->o.save) != 0) return -1;
+    files_begin(all);
+    bad = (u->o.json != NULL && files_reserve(all, u->o.json, u->o.data) != 0) ||
+          (u->o.trace != NULL && files_reserve(all, u->o.trace, u->o.data) != 0);
+    files_abandon(all);
+    return bad ? -1 : 0;
+}
+
+#endif

@@ -1,0 +1,546 @@
+/* run.h -- one training run: what the ranks share, and what each of them does
+ *
+ *     run_plan(&run);                      the memory of every rank, before anything is allocated
+ *     run_train(&run);                     threads, steps, checkpoints, sample
+ *     run_free(&run);
+ *
+ * The ranks are threads, but share nothing that they write: a rank has its own pool, weights and optimizer,
+ * and all that it hears of the others comes over its communicator.
+ */
+#ifndef LLAMA_RUN_H
+#define LLAMA_RUN_H
+
+#include <signal.h>
+
+#include "upipe/net/upipe_net_threads.h"
+#include "upipe/cpu/upipe_cpu.h"
+#ifdef UPIPE_WITH_CBLAS
+#include "upipe/cpu/upipe_cpu_cblas.h"
+#define PRODUCTS "cblas"
+#else
+#define PRODUCTS "built-in"
+#endif
+#include "upipe/upipe.h"
+
+#include "checkpoint.h"
+#include "data.h"
+#include "memory.h"
+#include "options.h"
+#include "sample.h"
+#include "trainer.h"
+
+/* A rank's memory and what it measured. */
+typedef struct run_rank {
+    memory_plan plan;       /* the closed form */
+    size_t need, host_need; /* slabs, by the dry run */
+    int blocks_max;
+    int64_t events_max;
+    void *slab, *host_slab;
+    upipe_block *blocks, *host_blocks;
+    upipe_mem_event *events;
+    int64_t events_n;
+    upipe_mem mem, host;
+    size_t phase[MODEL_PHASES], peak, host_peak;
+    int64_t sent_bytes; /* in the first step */
+    upipe_err err;
+} run_rank;
+
+typedef struct run {
+    options o;
+    llama_layout layout;
+    upipe_ops ops;
+    model m, sampled;
+    corpus text;
+    upipe_threads team;
+    run_rank *ranks;
+    llama_run position;  /* of the checkpoint that is continued; step 0: none */
+    const char *from;    /* folder of the weights to start from */
+    double *loss, *norm; /* [steps], of the steps done here, from number position.step + 1 on */
+    int64_t done;        /* steps done here */
+    int64_t saved;       /* step of the newest checkpoint; 0 = none */
+    double seconds;      /* in steps */
+    char *sample;
+    int sample_done;   /* sample holds what was asked for */
+    char failure[256]; /* why the training ended early; empty if it did not */
+} run;
+
+/* Signals that end the training after the step they come in. */
+static volatile sig_atomic_t run_signal;
+
+static void run_on_signal(int number)
+{
+    run_signal = number;
+}
+
+/* ---- planning ---- */
+
+static trainer_rates run_rates(const run *u, int64_t step)
+{
+    const options *o = &u->o;
+    double progress = o->steps > o->warmup ? (double)(step - o->warmup) / (double)(o->steps - o->warmup) : 1;
+    trainer_rates r;
+    r.step = step;
+    r.rate = step <= o->warmup ? o->lr * (double)step / (double)o->warmup
+                               : o->min_lr + 0.5 * (o->lr - o->min_lr) * (1 + cos(acos(-1.0) * progress));
+    r.beta1 = o->beta1;
+    r.beta2 = o->beta2;
+    r.eps = o->adam_eps;
+    r.decay = o->weight_decay;
+    r.clip = o->clip;
+    return r;
+}
+
+static sample_wish run_wish(const run *u)
+{
+    sample_wish w;
+    w.prompt = u->o.prompt;
+    w.temperature = u->o.temperature;
+    w.seed = u->o.seed;
+    return w;
+}
+
+/* A rank's trainer over its pools; what it needs of the host is allocated here. */
+static upipe_status run_trainer(const run *u, const model *m, trainer *t, upipe_ctx *c, upipe_mem *host)
+{
+    memset(t, 0, sizeof *t);
+    t->m = *m;
+    t->r.c = c;
+    t->r.host = m->offload ? host : c->mem;
+    t->r.kept = (void **)calloc((size_t)u->layout.config.layers * 2, sizeof *t->r.kept);
+    t->gathered = (int64_t *)calloc((size_t)m->plan.desc.ranks * 2, sizeof *t->gathered);
+    if (t->r.kept != NULL && t->gathered != NULL) return UPIPE_OK;
+    return upi_fail(&c->err, UPIPE_ERR_MEMORY, "no room for the tables of a rank");
+}
+
+static void run_trainer_free(trainer *t)
+{
+    free(t->r.kept);
+    free(t->gathered);
+}
+
+/* The whole life of a rank's pool, dry: one step, one byte of a sample. phase: peaks of the step alone. */
+static upipe_status run_dry_life(const run *u, const model *m, trainer *t, int64_t *events, size_t *phase)
+{
+    trainer_batch batch;
+    trainer_rates rates = run_rates(u, 1);
+    trainer_result result;
+    upipe_mem *mem = t->r.c->mem;
+    memset(&batch, 0, sizeof batch);
+    batch.valid = 1;
+    UPIPE_TRY(trainer_take(t));
+    UPIPE_TRY(trainer_step(t, &batch, &rates, &result));
+    *events = mem->events_lost;
+    memcpy(phase, mem->phase_peak, MODEL_PHASES * sizeof *phase);
+    if (u->o.sample > 0 && m == &u->m) {
+        sample_wish wish = run_wish(u);
+        char byte;
+        t->r.m = &u->sampled;
+        UPIPE_TRY(sample_text(&t->r, &wish, &byte, 1, t->gathered));
+    }
+    return trainer_give(t);
+}
+
+/* run_dry -- the slabs of one rank, found by its own code over pools that only count; checks the closed form
+ *            against it, phase by phase */
+static upipe_status run_dry(const run *u, const model *m, int rank, run_rank *out, upipe_err *e)
+{
+    int blocks_max = (int)u->layout.config.layers * 2 + 64;
+    upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
+    upipe_block *blocks = (upipe_block *)calloc(2 * (size_t)blocks_max, sizeof *blocks);
+    upipe_mem_event none;
+    upipe_mem host;
+    trainer t;
+    upipe_status s;
+    size_t peaks[MODEL_PHASES] = {0};
+    int phase;
+    if (dry == NULL || blocks == NULL) {
+        free(dry);
+        free(blocks);
+        return upi_fail(e, UPIPE_ERR_MEMORY, "no room for a dry run");
+    }
+    s = upipe_dry_init(dry, rank, m->plan.desc.ranks, &u->ops);
+    if (s == UPIPE_OK) {
+        upipe_mem_init_dry(&dry->mem, blocks, blocks_max);
+        upipe_mem_init_dry(&host, blocks + blocks_max, blocks_max);
+        dry->mem.events = &none; /* room for none: all are counted as lost */
+        s = run_trainer(u, m, &t, &dry->ctx, &host);
+        if (s == UPIPE_OK) s = run_dry_life(u, m, &t, &out->events_max, peaks);
+        run_trainer_free(&t);
+    }
+    if (s == UPIPE_OK) s = memory_plan_make(&out->plan, m, &u->ops, rank, &dry->ctx.err);
+    *e = dry->ctx.err;
+    for (phase = 0; phase < MODEL_PHASES && s == UPIPE_OK; ++phase)
+        if (peaks[phase] != out->plan.phase[phase])
+            s = upi_fail(e, UPIPE_ERR_MISMATCH, "%s of rank %d: %zu bytes by the dry run, %zu by the plan",
+                         model_phase_name(phase), rank, peaks[phase], out->plan.phase[phase]);
+    if (s == UPIPE_OK) {
+        out->need = dry->mem.need;
+        out->host_need = m->offload ? host.need : 0;
+        out->blocks_max = dry->mem.blocks_peak > host.blocks_peak ? dry->mem.blocks_peak : host.blocks_peak;
+    }
+    free(blocks);
+    free(dry);
+    return s;
+}
+
+/* The last slices of weights and gains may be shorter than the first, or empty. */
+static int run_same_slices(const run *u, int rank)
+{
+    int64_t first;
+    return upipe_a2a_slice(u->layout.weights, rank, u->o.ranks, &first) ==
+               upipe_a2a_slice(u->layout.weights, 0, u->o.ranks, &first) &&
+           upipe_a2a_slice(u->layout.gains, rank, u->o.ranks, &first) ==
+               upipe_a2a_slice(u->layout.gains, 0, u->o.ranks, &first);
+}
+
+static int run_fail(upipe_status s, const upipe_err *e)
+{
+    return cli_fail("%s: %s", upipe_status_name(s), e->text);
+}
+
+/* Ranks share this machine's memory: says no rather than to be killed for it. */
+static int run_check_memory(const run *u)
+{
+    double have = cli_memory(), need = (double)u->text.bytes + 16.0 * (double)u->o.steps;
+    int r;
+    for (r = 0; r < u->o.ranks; ++r) {
+        const run_rank *k = &u->ranks[r];
+        need += (double)(k->need > k->plan.peak ? k->need : k->plan.peak) + (double)k->plan.host;
+    }
+    if (need <= have) return 0;
+    return cli_fail("out of memory: the ranks share this machine's %.1f GiB, and the run takes %.1f GiB",
+                    have / (1 << 30), need / (1 << 30));
+}
+
+/* Plans of the training and of the sample, and the memory of every rank. 0, or -1 with the sentence out. */
+static int run_plan(run *u)
+{
+    const options *o = &u->o;
+    int chunk = o->method == METHOD_ULYSSES ? u->layout.config.heads : o->chunk, r;
+    upipe_err e;
+    upipe_status s;
+    memset(&e, 0, sizeof e);
+    u->ranks = (run_rank *)calloc((size_t)o->ranks, sizeof *u->ranks);
+    if (u->ranks == NULL) return cli_fail("out of memory: %d ranks", o->ranks);
+    s = model_init(&u->m, &u->layout, o->dtype, o->tokens, o->batch, o->ranks, chunk, &e);
+    u->m.tile_bytes = o->tile_bytes;
+    u->m.offload = o->offload;
+    if (s == UPIPE_OK) s = sample_model(&u->sampled, &u->m, &e);
+    for (r = 0; r < o->ranks && s == UPIPE_OK; ++r)
+        s = memory_plan_make(&u->ranks[r].plan, &u->m, &u->ops, r, &e);
+    /* A dry run walks through all tiles and sums: their number must make sense before. */
+    if (s == UPIPE_OK && !o->plan && run_check_memory(u) != 0) return -1;
+    for (r = 0; r < o->ranks && s == UPIPE_OK; ++r) {
+        if (r > 0 && run_same_slices(u, r))
+            u->ranks[r] = u->ranks[0];
+        else
+            s = run_dry(u, &u->m, r, &u->ranks[r], &e);
+    }
+    return s == UPIPE_OK ? 0 : run_fail(s, &e);
+}
+
+/* ---- one rank ---- */
+
+static upipe_status run_allocate(const run *u, run_rank *k, upipe_ctx *c, upipe_mem **host)
+{
+    size_t slab = (k->need + UPIPE_MEM_ALIGN - 1) / UPIPE_MEM_ALIGN * UPIPE_MEM_ALIGN;
+    size_t second = (k->host_need + UPIPE_MEM_ALIGN - 1) / UPIPE_MEM_ALIGN * UPIPE_MEM_ALIGN;
+    k->slab = aligned_alloc(UPIPE_MEM_ALIGN, slab);
+    k->host_slab = second > 0 ? aligned_alloc(UPIPE_MEM_ALIGN, second) : NULL;
+    k->blocks = (upipe_block *)calloc((size_t)k->blocks_max, sizeof *k->blocks);
+    k->host_blocks = (upipe_block *)calloc((size_t)k->blocks_max, sizeof *k->host_blocks);
+    if (u->o.trace != NULL) k->events = (upipe_mem_event *)calloc((size_t)k->events_max, sizeof *k->events);
+    if (k->slab == NULL || k->blocks == NULL || k->host_blocks == NULL ||
+        (second > 0 && k->host_slab == NULL) || (u->o.trace != NULL && k->events == NULL))
+        return upi_fail(&c->err, UPIPE_ERR_MEMORY, "no room for a rank's slab of %zu bytes", slab + second);
+    memset(k->slab, 0xff, slab); /* NaN: nothing may be read before it is written, and the pages are there */
+    upipe_mem_init(&k->mem, k->slab, slab, k->blocks, k->blocks_max);
+    upipe_mem_init(&k->host, k->host_slab, second, k->host_blocks, k->blocks_max);
+    k->mem.events = k->events;
+    k->mem.events_max = k->events_max;
+    k->mem.clock = cli_clock;
+    c->ops = &u->ops;
+    c->mem = &k->mem;
+    *host = &k->host;
+    return UPIPE_OK;
+}
+
+/* Element i of a new matrix: normal, of the deviation that GPT-2 and Llama start from, smaller where the
+ * stream adds up over 2 * layers halves. A function of the seed and the place alone. */
+static float run_initial(const llama_tensor *t, int64_t layers, uint64_t seed, int64_t i)
+{
+    uint64_t at = text_mix(seed) + (uint64_t)(t->at + i) * 0x9e3779b97f4a7c15u;
+    double one = ((double)(text_mix(at) >> 11) + 1) * 0x1p-53, two = (double)(text_mix(~at) >> 11) * 0x1p-53;
+    double deviation =
+        t->kind == LLAMA_WO || t->kind == LLAMA_DOWN ? 0.02 / sqrt(2.0 * (double)layers) : 0.02;
+    return (float)(deviation * sqrt(-2 * log(one)) * cos(2 * acos(-1.0) * two));
+}
+
+/* A rank makes its slice of the new weights; then the slices meet. */
+static upipe_status run_begin_new(const run *u, trainer *t)
+{
+    enum { CHUNK = 4096 };
+    const llama_layout *l = &u->layout;
+    upipe_ctx *c = t->r.c;
+    size_t element = upipe_dtype_bytes(t->state.dtype);
+    int64_t first, n = trainer_slice(t, 0, &first), at, i;
+    const llama_tensor *tensor = l->tensors;
+    float wide[CHUNK];
+    uint16_t narrow[CHUNK];
+    for (at = first; at < first + n; at += CHUNK) {
+        int64_t count = first + n - at < CHUNK ? first + n - at : CHUNK;
+        for (i = 0; i < count; ++i) {
+            while (at + i >= tensor->at + tensor->n) ++tensor;
+            wide[i] = run_initial(tensor, l->config.layers, u->o.seed, at + i - tensor->at);
+            narrow[i] = upi_f32_to_bf16(wide[i]);
+        }
+        UPIPE_TRY(c->ops->copy(c, (char *)t->state.weights + (size_t)at * element,
+                               t->state.dtype == UPIPE_F32 ? (void *)wide : (void *)narrow,
+                               (size_t)count * element));
+        if (t->state.master != NULL)
+            UPIPE_TRY(c->ops->copy(c, t->state.master + (at - first), wide, (size_t)count * 4));
+    }
+    UPIPE_TRY(upipe_a2a_all_gather(c, t->state.weights, l->weights, element));
+    for (i = 0; i < CHUNK; ++i) wide[i] = 1;
+    for (at = 0; at < l->gains; at += CHUNK)
+        UPIPE_TRY(c->ops->copy(c, t->state.gains + at, wide,
+                               (size_t)(l->gains - at < CHUNK ? l->gains - at : CHUNK) * 4));
+    return UPIPE_OK;
+}
+
+static upipe_status run_begin(const run *u, trainer *t)
+{
+    llama_run position;
+    if (u->from == NULL) return run_begin_new(u, t);
+    UPIPE_TRY(llama_load_weights(t->r.c, u->from, &t->state));
+    if (u->o.resume == NULL) return UPIPE_OK;
+    return llama_load_optimizer(t->r.c, u->from, &t->state, &position);
+}
+
+/* This rank's tokens of the step's sequences, [batch][T]; returns the valid targets, or -1 without memory. */
+static int64_t run_fill(const run *u, text_order *order, int rank, int64_t step, int32_t *inputs,
+                        int32_t *targets)
+{
+    const upipe_plan *p = &u->m.plan;
+    int64_t b, i, valid = 0;
+    for (b = 0; b < p->desc.batch; ++b) {
+        int64_t window = text_window(&u->text, order, u->o.seed, (step - 1) * p->desc.batch + b);
+        if (window < 0) return -1;
+        text_fill(&u->text, window, rank * p->local, p->local, inputs + b * p->local, targets + b * p->local);
+        for (i = 0; i < p->local; ++i) valid += targets[b * p->local + i] >= 0;
+    }
+    return valid;
+}
+
+static upipe_status run_save(run *u, trainer *t, int64_t step, int keep)
+{
+    llama_run position;
+    if (u->o.save == NULL || u->saved == step) return UPIPE_OK;
+    position.step = step;
+    position.tokens = u->o.tokens;
+    position.batch = u->o.batch;
+    position.text_bytes = u->text.bytes;
+    position.text_hash = u->text.hash;
+    position.seed = u->o.seed;
+    UPIPE_TRY(llama_save(t->r.c, u->o.save, &t->state, &position, keep));
+    UPIPE_TRY(upipe_comm_barrier(t->r.c, t->r.c->team)); /* all have read `saved` */
+    if (t->state.rank == 0) u->saved = step;
+    return upipe_comm_barrier(t->r.c, t->r.c->team);
+}
+
+static void run_progress(const run *u, const trainer_result *result, const trainer_rates *rates,
+                         double seconds)
+{
+    int64_t here = u->done, left = u->o.steps - rates->step;
+    double each = seconds / (double)here;
+    if (!u->o.progress) return;
+    fprintf(stderr, "step %lld/%lld  loss %.4f  norm %.3f  rate %.2e  %.0f tokens/s  ETA %.0f s\n",
+            (long long)rates->step, (long long)u->o.steps, result->loss, result->norm, rates->rate,
+            (double)u->o.tokens * (double)u->o.batch / each, each * (double)left);
+}
+
+/* Rank 0 keeps the books. */
+static void run_note(run *u, const trainer_result *result, const trainer_rates *rates, double seconds)
+{
+    if (!result->finite) {
+        snprintf(
+            u->failure, sizeof u->failure,
+            "step %lld: the loss is %g and the norm of the gradient %g; nothing was updated in this step",
+            (long long)rates->step, result->loss, result->norm);
+        return;
+    }
+    u->loss[u->done] = result->loss;
+    u->norm[u->done] = result->norm;
+    ++u->done;
+    u->seconds = seconds;
+    run_progress(u, result, rates, seconds);
+}
+
+/* The steps; *inputs has room for inputs and targets. *ended, the same on all ranks, says whether they ended
+ * before their time. */
+static upipe_status run_steps(run *u, run_rank *k, trainer *t, text_order *order, int32_t *inputs, int *ended)
+{
+    upipe_ctx *c = t->r.c;
+    int rank = t->state.rank;
+    double seconds = 0;
+    int64_t step, last = u->position.step;
+    int keep = u->o.keep;
+    for (step = last + 1, *ended = 0; step <= u->o.steps && !*ended; ++step) {
+        trainer_rates rates = run_rates(u, step);
+        trainer_result result;
+        trainer_batch batch;
+        double start = cli_clock(NULL);
+        batch.inputs = inputs;
+        batch.targets = inputs + u->m.plan.rows;
+        batch.valid = run_fill(u, order, rank, step, inputs, inputs + u->m.plan.rows);
+        batch.stop = run_signal != 0;
+        if (batch.valid < 0) return upi_fail(&c->err, UPIPE_ERR_MEMORY, "no room for the order of the text");
+        UPIPE_TRY(trainer_step(t, &batch, &rates, &result));
+        seconds += cli_clock(NULL) - start;
+        if (k->sent_bytes == 0) k->sent_bytes = c->team->sent_bytes;
+        k->mem.events = NULL; /* the first step is traced */
+        if (rank == 0) run_note(u, &result, &rates, seconds);
+        *ended = !result.finite || result.stop;
+        if (!result.finite) keep = 0; /* an older checkpoint may be the one to go on from */
+        if (result.finite) last = step;
+        if (!*ended && u->o.save_every > 0 && step % u->o.save_every == 0)
+            UPIPE_TRY(run_save(u, t, step, keep));
+    }
+    /* what was learnt is kept, however the training ended */
+    return last > 0 ? run_save(u, t, last, keep) : UPIPE_OK;
+}
+
+static upipe_status run_life(run *u, run_rank *k, trainer *t, text_order *order)
+{
+    upipe_ctx *c = t->r.c;
+    int32_t *inputs = (int32_t *)malloc((size_t)u->m.plan.rows * 2 * sizeof *inputs);
+    sample_wish wish = run_wish(u);
+    upipe_status s = UPIPE_OK;
+    int phase, ended = 0;
+    if (inputs == NULL) return upi_fail(&c->err, UPIPE_ERR_MEMORY, "no room for the tokens of a step");
+    s = trainer_take(t);
+    if (s == UPIPE_OK) s = run_begin(u, t);
+    c->team->sent_bytes = 0;
+    if (s == UPIPE_OK) s = run_steps(u, k, t, order, inputs, &ended);
+    free(inputs);
+    UPIPE_TRY(s);
+    k->events_n = k->mem.events_n;
+    for (phase = 0; phase < MODEL_PHASES; ++phase) k->phase[phase] = k->mem.phase_peak[phase];
+    k->peak = k->mem.peak;
+    k->host_peak = k->host.peak;
+    if (u->o.sample > 0 && !ended) {
+        char *room = t->state.rank == 0 ? u->sample : (char *)malloc((size_t)u->o.sample);
+        if (room == NULL) return upi_fail(&c->err, UPIPE_ERR_MEMORY, "no room for the sample");
+        t->r.m = &u->sampled;
+        s = sample_text(&t->r, &wish, room, u->o.sample, t->gathered);
+        if (t->state.rank != 0)
+            free(room);
+        else
+            u->sample_done = s == UPIPE_OK;
+        UPIPE_TRY(s);
+    }
+    return trainer_give(t);
+}
+
+static upipe_status run_rank_main(void *user, int rank)
+{
+    run *u = (run *)user;
+    run_rank *k = &u->ranks[rank];
+    text_order order;
+    upipe_ctx c;
+    upipe_mem *host = NULL;
+    trainer t;
+    upipe_status s;
+    memset(&c, 0, sizeof c);
+    memset(&t, 0, sizeof t);
+    c.team = upipe_threads_comm(&u->team, rank);
+    text_order_init(&order);
+    s = run_allocate(u, k, &c, &host);
+    if (s == UPIPE_OK) s = run_trainer(u, &u->m, &t, &c, host);
+    if (s == UPIPE_OK) s = run_life(u, k, &t, &order);
+    if (s == UPIPE_OK) s = upipe_mem_free(&k->mem, &c.err);
+    if (s == UPIPE_OK) s = upipe_mem_free(&k->host, &c.err);
+    run_trainer_free(&t);
+    text_order_free(&order);
+    k->err = c.err;
+    return s;
+}
+
+/* ---- all ranks ---- */
+
+/* What the closed form says, held against what the pools measured. */
+static int run_check_promises(const run *u)
+{
+    int r, phase, bad = 0;
+    for (r = 0; r < u->o.ranks && u->done > 0; ++r) {
+        const run_rank *k = &u->ranks[r];
+        for (phase = 0; phase < MODEL_PHASES; ++phase)
+            if (k->phase[phase] != k->plan.phase[phase])
+                bad = cli_fail("rank %d held %zu bytes in %s, the plan says %zu", r, k->phase[phase],
+                               model_phase_name(phase), k->plan.phase[phase]);
+        if (k->peak != k->plan.peak || k->host_peak != k->plan.host)
+            bad = cli_fail("rank %d held %zu bytes, and %zu in the second pool; the plan says %zu and %zu", r,
+                           k->peak, k->host_peak, k->plan.peak, k->plan.host);
+    }
+    return bad;
+}
+
+static void run_free(run *u)
+{
+    int r;
+    for (r = 0; u->ranks != NULL && r < u->o.ranks; ++r) {
+        free(u->ranks[r].slab);
+        free(u->ranks[r].host_slab);
+        free(u->ranks[r].blocks);
+        free(u->ranks[r].host_blocks);
+        free(u->ranks[r].events);
+    }
+    free(u->ranks);
+    free(u->loss);
+    free(u->norm);
+    free(u->sample);
+    text_close(&u->text);
+    llama_layout_free(&u->layout);
+}
+
+/* run_train -- after run_plan, with the text open: trains. 0, or -1 with the sentence out */
+static int run_train(run *u)
+{
+    static const int ends[] = {SIGHUP, SIGINT, SIGTERM};
+    upipe_status *statuses = (upipe_status *)calloc((size_t)u->o.ranks, sizeof *statuses);
+    struct sigaction action, old;
+    upipe_status s;
+    upipe_err e;
+    size_t i;
+    int r, first = -1;
+    memset(&e, 0, sizeof e);
+    u->loss = (double *)calloc((size_t)u->o.steps, sizeof *u->loss);
+    u->norm = (double *)calloc((size_t)u->o.steps, sizeof *u->norm);
+    u->sample = (char *)calloc((size_t)u->o.sample + 1, 1);
+    if (statuses == NULL || u->loss == NULL || u->norm == NULL || u->sample == NULL) {
+        free(statuses);
+        return cli_fail("out of memory");
+    }
+    memset(&action, 0, sizeof action);
+    action.sa_handler = run_on_signal;
+    action.sa_flags = (int)SA_RESETHAND; /* the second one ends the program at once */
+    for (i = 0; i < sizeof ends / sizeof *ends; ++i)
+        if (sigaction(ends[i], NULL, &old) == 0 && old.sa_handler != SIG_IGN)
+            sigaction(ends[i], &action, NULL);
+    s = upipe_threads_init(&u->team, u->o.ranks, u->o.deadline, &e);
+    if (s != UPIPE_OK) {
+        run_fail(s, &e);
+    } else {
+        s = upipe_threads_run(&u->team, run_rank_main, u, statuses);
+        upipe_threads_free(&u->team);
+        /* The rank that failed first has the reason; the others only heard of it. */
+        for (r = 0; r < u->o.ranks && s != UPIPE_OK && first < 0; ++r)
+            if (statuses[r] == s) first = r;
+        if (first >= 0) cli_fail("rank %d: %s: %s", first, upipe_status_name(s), u->ranks[first].err.text);
+    }
+    free(statuses);
+    if (s != UPIPE_OK) return -1;
+    return run_check_promises(u);
+}
+
+#endif

@@ -1,0 +1,109 @@
+/* sample.h -- text from the model: one byte at a time, the whole context anew for each
+ *
+ *     sample_model(&m, &trained);                    a plan for a shorter sequence, batch 1
+ *     sample_text(&rank, &s, out, n);                all ranks together; each gets the same n bytes
+ *
+ * There is no cache of keys and values: this shows what was learnt, it is no inference engine.
+ */
+#ifndef LLAMA_SAMPLE_H
+#define LLAMA_SAMPLE_H
+
+#include "data.h"
+#include "model.h"
+
+enum { SAMPLE_CONTEXT = 256, SAMPLE_BYTES = 256 };
+
+/* What to write: from the bytes of prompt on; temperature 0 takes the likeliest byte. */
+typedef struct sample_wish {
+    const char *prompt;
+    double temperature;
+    uint64_t seed;
+} sample_wish;
+
+/* The same model over at most SAMPLE_CONTEXT tokens. */
+static upipe_status sample_model(model *m, const model *trained, upipe_err *e)
+{
+    const upipe_plan_desc *d = &trained->plan.desc;
+    int64_t context = SAMPLE_CONTEXT / d->ranks * d->ranks;
+    upipe_status s = model_init(m, trained->layout, d->dtype, d->tokens < context ? d->tokens : context, 1,
+                                d->ranks, d->chunk, e);
+    m->tile_bytes = trained->tile_bytes;
+    return s;
+}
+
+/* One of the bytes by the softmax of their logits; tokens beyond bytes are never taken. */
+static int sample_choose(const float *logits, double temperature, double uniform)
+{
+    double weights[SAMPLE_BYTES], sum = 0;
+    int i, best = 0;
+    for (i = 1; i < SAMPLE_BYTES; ++i)
+        if (logits[i] > logits[best]) best = i;
+    if (temperature == 0) return best;
+    for (i = 0; i < SAMPLE_BYTES; ++i)
+        sum += weights[i] = exp(((double)logits[i] - logits[best]) / temperature);
+    uniform *= sum;
+    for (i = 0; i < SAMPLE_BYTES - 1 && uniform >= weights[i]; ++i) uniform -= weights[i];
+    return i;
+}
+
+/* The byte after the last of `used` tokens of history; logits: host room for the vocabulary. */
+static upipe_status sample_next(model_rank *r, const int32_t *history, int64_t used, const sample_wish *wish,
+                                double uniform, float *logits, int64_t *gathered)
+{
+    upipe_ctx *c = r->c;
+    const upipe_plan *p = &r->m->plan;
+    int64_t vocab = r->m->layout->config.vocab, last = used - 1, owner = last / p->local, mine = 0;
+    upipe_view x;
+    void *data;
+    UPIPE_TRY(c->ops->copy(c, r->tokens, history + c->team->rank * p->local, (size_t)p->local * 4));
+    UPIPE_TRY(model_fwd(r, &x, 0));
+    /* all ranks take room, so that a dry run of any rank, whoever owns its one byte, finds the slab of all */
+    UPIPE_TRY(upipe_mem_take(c->mem, &data, (size_t)vocab * 4, "logits", &c->err));
+    if (c->team->rank == owner) {
+        UPIPE_TRY(model_logits(r, upipe_view_packed(data, UPIPE_F32, 1, 1, (int32_t)vocab),
+                               upipe_view_rows(x, last % p->local, 1)));
+        UPIPE_TRY(c->ops->copy(c, logits, data, (size_t)vocab * 4));
+        mine = sample_choose(logits, wish->temperature, uniform);
+    }
+    UPIPE_TRY(upipe_mem_give(c->mem, data, &c->err));
+    UPIPE_TRY(model_give(r, x));
+    UPIPE_TRY(upipe_comm_gather(c, c->team, gathered, &mine, 1));
+    gathered[0] = gathered[owner];
+    return UPIPE_OK;
+}
+
+/* sample_text -- n bytes after the prompt
+ *   r         of a model from sample_model; tokens has room for it
+ *   gathered  room for [ranks] numbers
+ *   errors    those of the library; MEMORY
+ */
+static upipe_status sample_text(model_rank *r, const sample_wish *wish, char *out, int64_t n,
+                                int64_t *gathered)
+{
+    const int64_t context = r->m->plan.desc.tokens;
+    const int64_t length = (int64_t)strlen(wish->prompt);
+    const char *prompt = length > context ? wish->prompt + (length - context) : wish->prompt;
+    int32_t *history = (int32_t *)calloc((size_t)context, sizeof *history);
+    float *logits = (float *)calloc((size_t)r->m->layout->config.vocab, sizeof *logits);
+    upipe_status s = UPIPE_OK;
+    int64_t used, i;
+    if (history == NULL || logits == NULL)
+        s = upi_fail(&r->c->err, UPIPE_ERR_MEMORY, "no room for %lld tokens of a sample", (long long)context);
+    for (used = 0; s == UPIPE_OK && prompt[used] != '\0'; ++used) history[used] = (unsigned char)prompt[used];
+    for (i = 0; s == UPIPE_OK && i < n; ++i) {
+        double uniform = (double)(text_mix(wish->seed + (uint64_t)i * 0x9e3779b97f4a7c15u) >> 11) * 0x1p-53;
+        s = sample_next(r, history, used, wish, uniform, logits, gathered);
+        if (s != UPIPE_OK) break;
+        if (used == context) {
+            memmove(history, history + 1, (size_t)(context - 1) * sizeof *history);
+            --used;
+        }
+        history[used++] = (int32_t)gathered[0];
+        out[i] = (char)gathered[0];
+    }
+    free(history);
+    free(logits);
+    return s;
+}
+
+#endif

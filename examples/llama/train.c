@@ -1,0 +1,115 @@
+/* train.c -- trains a Llama on the bytes of a text, with DeepSpeed-Ulysses or with UPipe
+ *
+ *     train --method upipe --ranks 4 --tokens 4096 --steps 100 --json out.json
+ *
+ * Where to read: model.h (a forward and a backward assembled from upipe's primitives), trainer.h (a step),
+ * memory.h (its bytes in closed form), run.h (ranks, steps, checkpoints), checkpoint.h, sample.h, data.h.
+ */
+#define PROGRAM "train"
+
+#include "report.h"
+
+/* The model is in the flags, or in the folder of --resume or --load. */
+static int find_model(run *u, char folder[LLAMA_PATH])
+{
+    upipe_err e;
+    llama_config config = u->o.config;
+    memset(&e, 0, sizeof e);
+    if (u->o.from != NULL) {
+        char path[FILES_PATH];
+        if (llama_checkpoint_find(u->o.from, folder, &e) != 0) return cli_fail("%s", e.text);
+        if (files_path(path, folder, "config", ".json") != 0) return -1;
+        if (llama_config_read(&config, NULL, path, &e) != 0) return cli_fail("%s", e.text);
+        u->from = folder;
+        if (config.vocab < SAMPLE_BYTES)
+            return cli_fail("%s: a vocabulary of %lld; bytes are tokens, so it needs %d", folder,
+                            (long long)config.vocab, SAMPLE_BYTES);
+    }
+    return llama_layout_init(&u->layout, &config) == 0 ? 0 : cli_fail("the model is too large for 63 bits");
+}
+
+/* A checkpoint is continued with what its data depends on, or not at all. */
+static int find_position(run *u)
+{
+    upipe_err e;
+    llama_run *p = &u->position;
+    upipe_dtype dtype;
+    memset(&e, 0, sizeof e);
+    if (u->o.resume == NULL) return 0;
+    if (llama_load_run(u->from, p, &dtype, &e) != 0) return cli_fail("%s", e.text);
+    if (dtype != u->o.dtype)
+        return cli_fail("%s was trained with --dtype %s, not %s; --load starts anew with its weights",
+                        u->from, upipe_dtype_name(dtype), upipe_dtype_name(u->o.dtype));
+    if (p->seed != u->o.seed || p->tokens != u->o.tokens || p->batch != u->o.batch ||
+        p->text_bytes != u->text.bytes)
+        return cli_fail(
+            "%s was trained with --seed %llu --tokens %lld --batch %lld and a text of %lld bytes, not "
+            "--seed %llu --tokens %lld --batch %lld and %lld bytes; --load starts anew with its weights",
+            u->from, (unsigned long long)p->seed, (long long)p->tokens, (long long)p->batch,
+            (long long)p->text_bytes, (unsigned long long)u->o.seed, (long long)u->o.tokens,
+            (long long)u->o.batch, (long long)u->text.bytes);
+    if (p->text_hash != u->text.hash)
+        return cli_fail(
+            "%s was trained with another text than %s, of the same length; --load starts anew with its weights",
+            u->from, u->o.data);
+    if (p->step >= u->o.steps)
+        return cli_fail("%s has done %lld steps already, --steps says %lld", u->from, (long long)p->step,
+                        (long long)u->o.steps);
+    return 0;
+}
+
+static int train(run *u, files *all)
+{
+    char folder[LLAMA_PATH];
+    report_slopes slopes;
+    int status;
+    if (find_model(u, folder) != 0) return -1;
+    if (!u->o.plan && (text_open(&u->text, u->o.data, u->o.tokens) != 0 || find_position(u) != 0)) return -1;
+    if (run_plan(u) != 0) return -1;
+    if (!u->o.plan && run_check_memory(u) != 0) return -1;
+    if (report_reserve(u, all) != 0) return -1;
+    if (u->o.plan) {
+        if (report_plan(u, &slopes) != 0) return -1;
+    } else {
+        if (run_train(u) != 0) return -1;
+        report_table(u);
+    }
+    status = fflush(stdout) != 0 || ferror(stdout)
+                 ? cli_fail("the table cannot be written: %s", strerror(errno))
+                 : 0;
+    if (report_files(u, all, u->o.plan ? &slopes : NULL) != 0) return -1;
+    if (u->failure[0] != '\0') return cli_fail("%s", u->failure);
+    return status;
+}
+
+int main(int argc, char **argv)
+{
+    run *u = (run *)calloc(1, sizeof *u);
+    files *all = (files *)calloc(1, sizeof *all);
+    int status;
+    if (u == NULL || all == NULL) {
+        free(u);
+        free(all);
+        cli_fail("out of memory");
+        return EXIT_RUN;
+    }
+    signal(SIGPIPE, SIG_IGN); /* what cannot be written is said, and cleaned up after */
+    signal(SIGXFSZ, SIG_IGN);
+    status = options_read(&u->o, argc, argv);
+    if (status == 0) {
+        u->o.progress = u->o.progress || isatty(STDERR_FILENO);
+        upipe_cpu_ops(&u->ops);
+#ifdef UPIPE_WITH_CBLAS
+        upipe_cpu_cblas(&u->ops);
+#endif
+        status = train(u, all) == 0 ? 0 : EXIT_RUN;
+        files_abandon(all);
+        if (status == 0 && run_signal != 0) status = 128 + run_signal;
+    } else {
+        --status;
+    }
+    run_free(u);
+    free(u);
+    free(all);
+    return status;
+}

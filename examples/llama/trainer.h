@@ -1,0 +1,229 @@
+/* trainer.h -- one rank's training state in its pool, and one training step
+ *
+ *     trainer_take(&t);                        weights, gradients, optimizer: from the pool, for the whole run
+ *     ... fill t.state: initial values, or a checkpoint ...
+ *     trainer_step(&t, &batch, &rates, &result);
+ *     trainer_give(&t);
+ *
+ * Every rank has all weights and gradients, and the optimizer of its slice alone (ZeRO-1): gradients are
+ * summed over ranks into slices, each rank moves its slice of the weights, and the slices are gathered.
+ * The loss is the mean over all valid targets of all ranks, however unequally they hold them.
+ */
+#ifndef LLAMA_TRAINER_H
+#define LLAMA_TRAINER_H
+
+#include "model.h"
+
+typedef struct trainer {
+    model m;
+    model_rank r;
+    llama_state state;
+    int64_t *gathered; /* [ranks][2] */
+} trainer;
+
+/* What a rank brings to a step: its tokens of every sequence, [batch][T], host memory. */
+typedef struct trainer_batch {
+    const int32_t *inputs, *targets;
+    int64_t valid; /* targets >= 0 */
+    int stop;      /* this rank wants to stop after the step */
+} trainer_batch;
+
+typedef struct trainer_rates {
+    int64_t step;                                /* 1 for the first one */
+    double rate, beta1, beta2, eps, decay, clip; /* clip 0: none */
+} trainer_rates;
+
+/* The same on all ranks. */
+typedef struct trainer_result {
+    double loss, norm; /* mean over the valid targets; of the gradient before clipping */
+    int finite;        /* 0: loss or norm is not; nothing was updated */
+    int stop;          /* some rank wants to stop */
+} trainer_result;
+
+/* Elements of this rank's slice of a group; *first is where it begins. */
+static int64_t trainer_slice(const trainer *t, int group, int64_t *first)
+{
+    const llama_layout *l = t->m.layout;
+    return upipe_a2a_slice(group == 0 ? l->weights : l->gains, t->r.c->team->rank, t->r.c->team->ranks,
+                           first);
+}
+
+static upipe_status trainer_take_floats(trainer *t, float **out, int64_t n, const char *tag)
+{
+    void *data;
+    UPIPE_TRY(upipe_mem_take(t->r.c->mem, &data, (size_t)n * 4, tag, &t->r.c->err));
+    *out = (float *)data;
+    return UPIPE_OK;
+}
+
+/* trainer_take -- blocks for all that stays over steps; t->m and t->r's c, host and kept are set before
+ *
+ * The moments are zeroed; everything else is not defined yet.
+ */
+__attribute__((unused)) static upipe_status trainer_take(trainer *t)
+{
+    const llama_layout *l = t->m.layout;
+    const upipe_plan *p = &t->m.plan;
+    upipe_ctx *c = t->r.c;
+    int64_t first, held[2];
+    void *data;
+    int group;
+    t->state.layout = l;
+    t->state.dtype = p->desc.dtype;
+    t->state.rank = c->team->rank;
+    t->state.ranks = c->team->ranks;
+    UPIPE_TRY(upipe_mem_take(c->mem, &t->state.weights, (size_t)l->weights * upipe_dtype_bytes(p->desc.dtype),
+                             "weights", &c->err));
+    UPIPE_TRY(trainer_take_floats(t, &t->state.gains, l->gains, "gains"));
+    for (group = 0; group < 2; ++group) {
+        held[group] = trainer_slice(t, group, &first);
+        UPIPE_TRY(
+            trainer_take_floats(t, &t->r.grads[group], group == 0 ? l->weights : l->gains, "gradients"));
+        UPIPE_TRY(trainer_take_floats(t, &t->state.m[group], held[group], "moments"));
+        UPIPE_TRY(trainer_take_floats(t, &t->state.v[group], held[group], "moments"));
+        UPIPE_TRY(c->ops->zero(c, t->state.m[group], (size_t)held[group] * 4));
+        UPIPE_TRY(c->ops->zero(c, t->state.v[group], (size_t)held[group] * 4));
+    }
+    if (p->desc.dtype != UPIPE_F32) UPIPE_TRY(trainer_take_floats(t, &t->state.master, held[0], "master"));
+    UPIPE_TRY(upipe_mem_take(c->mem, &data, (size_t)p->rows * 4, "tokens", &c->err));
+    t->r.tokens = (int32_t *)data;
+    UPIPE_TRY(upipe_mem_take(c->mem, &data, (size_t)p->rows * 4, "tokens", &c->err));
+    t->r.targets = (int32_t *)data;
+    UPIPE_TRY(trainer_take_floats(t, &t->r.losses, p->rows, "losses"));
+    t->r.m = &t->m;
+    t->r.weights = t->state.weights;
+    t->r.gains = t->state.gains;
+    return UPIPE_OK;
+}
+
+__attribute__((unused)) static upipe_status trainer_give(trainer *t)
+{
+    void *const blocks[] = {t->state.weights, t->state.gains, t->r.grads[0], t->r.grads[1],
+                            t->state.m[0],    t->state.m[1],  t->state.v[0], t->state.v[1],
+                            t->state.master,  t->r.tokens,    t->r.targets,  t->r.losses};
+    size_t i;
+    for (i = 0; i < sizeof blocks / sizeof *blocks; ++i)
+        UPIPE_TRY(upipe_mem_give(t->r.c->mem, blocks[i], &t->r.c->err));
+    return UPIPE_OK;
+}
+
+static int64_t trainer_bits(double v)
+{
+    int64_t bits;
+    memcpy(&bits, &v, sizeof bits);
+    return bits;
+}
+
+/* The sum of value number i of all ranks, in rank order. */
+static double trainer_sum(const trainer *t, int i)
+{
+    double sum = 0, v;
+    int r;
+    for (r = 0; r < t->state.ranks; ++r) {
+        memcpy(&v, &t->gathered[2 * r + i], sizeof v);
+        sum += v;
+    }
+    return sum;
+}
+
+/* Losses and gradients of the batch: every rank's gradients are those of the mean loss over its own
+ * tokens' share. */
+static upipe_status trainer_gradients(trainer *t, const trainer_batch *batch, int64_t valid)
+{
+    upipe_ctx *c = t->r.c;
+    const llama_layout *l = t->m.layout;
+    size_t bytes = (size_t)t->m.plan.rows * 4;
+    upipe_view x;
+    UPIPE_TRY(c->ops->zero(c, t->r.grads[0], (size_t)l->weights * 4));
+    UPIPE_TRY(c->ops->zero(c, t->r.grads[1], (size_t)l->gains * 4));
+    UPIPE_TRY(c->ops->copy(c, t->r.tokens, batch->inputs, bytes));
+    UPIPE_TRY(c->ops->copy(c, t->r.targets, batch->targets, bytes));
+    UPIPE_TRY(model_fwd(&t->r, &x, 1));
+    return model_bwd(&t->r, x, (float)(1.0 / (double)valid));
+}
+
+/* Slices of the gradients are summed; what the loss and the gradient's norm are, all ranks learn. */
+static upipe_status trainer_reduce(trainer *t, int64_t valid, trainer_result *result)
+{
+    upipe_ctx *c = t->r.c;
+    double loss, squares[2];
+    int64_t mine[2], first;
+    int group;
+    UPIPE_TRY(c->ops->total(c, &loss, upipe_view_packed(t->r.losses, UPIPE_F32, t->m.plan.rows, 1, 1), 0));
+    for (group = 0; group < 2; ++group) {
+        int64_t n = trainer_slice(t, group, &first);
+        UPIPE_TRY(upipe_a2a_reduce_scatter(c, t->r.grads[group],
+                                           group == 0 ? t->m.layout->weights : t->m.layout->gains));
+        UPIPE_TRY(c->ops->total(c, &squares[group],
+                                upipe_view_packed(t->r.grads[group] + first, UPIPE_F32, n, 1, 1), 1));
+    }
+    mine[0] = trainer_bits(loss);
+    mine[1] = trainer_bits(squares[0] + squares[1]);
+    UPIPE_TRY(upipe_comm_gather(c, c->team, t->gathered, mine, 2));
+    result->loss = trainer_sum(t, 0) / (double)valid;
+    result->norm = sqrt(trainer_sum(t, 1));
+    result->finite = isfinite(result->loss) && isfinite(result->norm);
+    return UPIPE_OK;
+}
+
+/* Each rank moves its slice, then the slices meet. Matrices decay, gains do not. */
+static upipe_status trainer_update(trainer *t, const trainer_rates *rates, double norm)
+{
+    upipe_ctx *c = t->r.c;
+    const llama_layout *l = t->m.layout;
+    size_t element = upipe_dtype_bytes(t->state.dtype);
+    int group;
+    for (group = 0; group < 2; ++group) {
+        upipe_adamw a;
+        int64_t first;
+        memset(&a, 0, sizeof a);
+        a.n = trainer_slice(t, group, &first);
+        a.w = group == 1 ? t->state.gains + first : (float *)t->state.weights + first;
+        if (group == 0 && t->state.master != NULL) {
+            a.w = t->state.master;
+            a.copy = (char *)t->state.weights + (size_t)first * element;
+            a.copy_dtype = t->state.dtype;
+        }
+        a.m = t->state.m[group];
+        a.v = t->state.v[group];
+        a.g = t->r.grads[group] + first;
+        a.step = rates->step;
+        a.rate = rates->rate;
+        a.beta1 = rates->beta1;
+        a.beta2 = rates->beta2;
+        a.eps = rates->eps;
+        a.decay = group == 0 ? rates->decay : 0;
+        a.grad_scale = rates->clip > 0 && norm > rates->clip ? rates->clip / norm : 1;
+        if (a.n > 0) UPIPE_TRY(c->ops->adamw(c, &a));
+    }
+    UPIPE_TRY(upipe_a2a_all_gather(c, t->state.weights, l->weights, element));
+    return upipe_a2a_all_gather(c, t->state.gains, l->gains, 4);
+}
+
+/* trainer_step -- forward, backward, sums over ranks, AdamW; all ranks together
+ *   errors  those of the library; ARG on every rank where no rank has a valid target
+ */
+__attribute__((unused)) static upipe_status trainer_step(trainer *t, const trainer_batch *batch,
+                                                         const trainer_rates *rates, trainer_result *result)
+{
+    upipe_ctx *c = t->r.c;
+    int64_t mine[2], valid = 0;
+    upipe_status s;
+    int r;
+    mine[0] = batch->valid;
+    mine[1] = batch->stop;
+    UPIPE_TRY(upipe_comm_gather(c, c->team, t->gathered, mine, 2));
+    for (r = 0, result->stop = 0; r < t->state.ranks; ++r) {
+        valid += t->gathered[2 * r];
+        result->stop |= t->gathered[2 * r + 1] != 0;
+    }
+    if (valid < 1) return upi_fail(&c->err, UPIPE_ERR_ARG, "no token of this step has a target");
+    UPIPE_TRY(trainer_gradients(t, batch, valid));
+    model_phase(&t->r, MODEL_UPDATE);
+    s = trainer_reduce(t, valid, result);
+    if (s == UPIPE_OK && result->finite) s = trainer_update(t, rates, result->norm);
+    model_phase(&t->r, UPIPE_PHASE_OTHER);
+    return s;
+}
+
+#endif

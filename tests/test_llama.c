@@ -1,0 +1,299 @@
+/* test_llama -- the trainer's model against golden states in f64, for several teams, chunks and pools
+ *
+ * golden/two_layers.safetensors has the weights of a small Llama, two sequences of tokens, and what an automatic
+ * differentiator says of them: the loss and all gradients. Its targets are ignored unevenly, so that ranks hold
+ * different numbers of valid ones.
+ *
+ *     test_llama FILE
+ */
+#include "upipe/net/upipe_net_threads.h"
+#include "upipe/cpu/upipe_cpu.h"
+#include "upipe/upipe.h"
+
+#include "../examples/llama/memory.h"
+#include "../examples/llama/safetensors.h"
+#include "test.h"
+#include "tolerance.h"
+
+enum { TOKENS = 16, BATCH = 2, RANKS_MAX = 4 };
+
+typedef struct golden {
+    st_file file;
+    llama_layout layout;
+    float *weights, *gains;
+    int32_t inputs[BATCH * TOKENS], targets[BATCH * TOKENS];
+    int64_t valid;
+    int tied;
+} golden;
+
+/* One way to compute it. */
+typedef struct way {
+    const golden *g;
+    int ranks, chunk, offload;
+    size_t tile_bytes;
+    upipe_threads team;
+    upipe_ops ops;
+    model m;
+    float *grads[2]; /* rank 0's after the sum */
+    double loss;
+    upipe_err errors[RANKS_MAX];
+} way;
+
+static int64_t golden_count(const golden *g, int group)
+{
+    return group == 0 ? g->layout.weights : g->layout.gains;
+}
+
+/* Elements [first, first + n) of tensor `name`; fails the test without it. */
+static const st_tensor *golden_find(const golden *g, const char *prefix, const char *name)
+{
+    char full[160];
+    const st_tensor *t;
+    snprintf(full, sizeof full, "%s%s", prefix, name);
+    t = st_find(&g->file, full);
+    CHECK_SAY(t != NULL, "the golden file has no tensor %s", full);
+    return t;
+}
+
+static void golden_tokens(const golden *g, const char *name, int32_t *out)
+{
+    const st_tensor *t = golden_find(g, "", name);
+    upipe_err e;
+    if (t == NULL || !CHECK(t->n == BATCH * TOKENS && t->dtype == ST_I32)) exit(1);
+    if (!CHECK(st_read_raw(&g->file, t, 0, t->n, out, &e) == 0)) exit(1);
+}
+
+static void golden_open(golden *g, const char *path, int tied)
+{
+    llama_config c = {2, 32, 40, 24, 4, 2, 32, 0, 1, 10000, 1e-5};
+    upipe_err e;
+    int i;
+    memset(g, 0, sizeof *g);
+    g->tied = c.tied = tied;
+    if (!CHECK_SAY(st_open(&g->file, path, &e) == 0, "%s", e.text)) exit(1);
+    if (!CHECK(llama_layout_init(&g->layout, &c) == 0)) exit(1);
+    g->weights = (float *)malloc((size_t)g->layout.weights * 4);
+    g->gains = (float *)malloc((size_t)g->layout.gains * 4);
+    for (i = 0; i < g->layout.n; ++i) {
+        const llama_tensor *t = &g->layout.tensors[i];
+        const st_tensor *from = golden_find(g, "", t->name);
+        if (from == NULL || !CHECK(from->n == t->n)) exit(1);
+        if (!CHECK(st_read_f32(&g->file, from, 0, t->n, (t->is_gain ? g->gains : g->weights) + t->at, &e) ==
+                   0))
+            exit(1);
+    }
+    golden_tokens(g, "tokens", g->inputs);
+    golden_tokens(g, "targets", g->targets);
+    for (i = 0; i < BATCH * TOKENS; ++i) g->valid += g->targets[i] >= 0;
+}
+
+static void golden_close(golden *g)
+{
+    st_close(&g->file);
+    llama_layout_free(&g->layout);
+    free(g->weights);
+    free(g->gains);
+}
+
+/* ---- a run ---- */
+
+static upipe_status way_rank(way *w, trainer *t)
+{
+    const golden *g = w->g;
+    upipe_ctx *c = t->r.c;
+    int32_t inputs[BATCH * TOKENS], targets[BATCH * TOKENS];
+    int64_t local = w->m.plan.local, b;
+    memory_plan plan;
+    trainer_batch batch;
+    trainer_result result;
+    int group, phase;
+    for (b = 0; b < BATCH; ++b) {
+        memcpy(inputs + b * local, g->inputs + b * TOKENS + c->team->rank * local, (size_t)local * 4);
+        memcpy(targets + b * local, g->targets + b * TOKENS + c->team->rank * local, (size_t)local * 4);
+    }
+    memset(&batch, 0, sizeof batch);
+    batch.inputs = inputs;
+    batch.targets = targets;
+    UPIPE_TRY(trainer_take(t));
+    memcpy(t->state.weights, g->weights, (size_t)g->layout.weights * 4);
+    memcpy(t->state.gains, g->gains, (size_t)g->layout.gains * 4);
+    UPIPE_TRY(trainer_gradients(t, &batch, g->valid));
+    model_phase(&t->r, MODEL_UPDATE);
+    UPIPE_TRY(trainer_reduce(t, g->valid, &result));
+    UPIPE_TRY(memory_plan_make(&plan, &w->m, c->ops, c->team->rank, &c->err));
+    for (phase = 0; phase < MODEL_PHASES; ++phase)
+        CHECK_SAY(c->mem->phase_peak[phase] == plan.phase[phase],
+                  "phase %d of rank %d of %d held %zu bytes, the plan says %zu", phase, c->team->rank,
+                  w->ranks, c->mem->phase_peak[phase], plan.phase[phase]);
+    CHECK_INT(c->mem->peak, plan.peak);
+    if (w->offload) CHECK_INT(t->r.host->peak, plan.host);
+    for (group = 0; group < 2; ++group) {
+        UPIPE_TRY(upipe_a2a_all_gather(c, t->r.grads[group], golden_count(g, group), 4));
+        if (c->team->rank == 0)
+            memcpy(w->grads[group], t->r.grads[group], (size_t)golden_count(g, group) * 4);
+    }
+    if (c->team->rank == 0) w->loss = result.loss;
+    return trainer_give(t);
+}
+
+static upipe_status way_main(void *user, int rank)
+{
+    enum { SLAB = 8 << 20, BLOCKS = 64 };
+    way *w = (way *)user;
+    void *slab = aligned_alloc(UPIPE_MEM_ALIGN, SLAB), *second = aligned_alloc(UPIPE_MEM_ALIGN, SLAB),
+         *kept[4];
+    upipe_block blocks[2][BLOCKS];
+    int64_t gathered[2 * RANKS_MAX];
+    upipe_mem mem, host;
+    upipe_ctx c;
+    trainer t;
+    upipe_status s;
+    memset(&c, 0, sizeof c);
+    memset(&t, 0, sizeof t);
+    memset(slab, 0xff, SLAB);
+    memset(second, 0xff, SLAB);
+    upipe_mem_init(&mem, slab, SLAB, blocks[0], BLOCKS);
+    upipe_mem_init(&host, second, SLAB, blocks[1], BLOCKS);
+    c.ops = &w->ops;
+    c.mem = &mem;
+    c.team = upipe_threads_comm(&w->team, rank);
+    t.m = w->m;
+    t.r.c = &c;
+    t.r.host = w->offload ? &host : &mem;
+    t.r.kept = kept;
+    t.gathered = gathered;
+    s = way_rank(w, &t);
+    CHECK_STATUS(s, UPIPE_OK, c.err);
+    CHECK(mem.live == 0 && host.live == 0);
+    upipe_mem_free(&mem, NULL);
+    upipe_mem_free(&host, NULL);
+    free(slab);
+    free(second);
+    return s;
+}
+
+static void way_run(way *w, const golden *g, int ranks, int chunk, int offload, size_t tile_bytes)
+{
+    upipe_err e;
+    int group;
+    memset(w, 0, sizeof *w);
+    w->g = g;
+    w->ranks = ranks;
+    w->chunk = chunk;
+    w->offload = offload;
+    upipe_cpu_ops(&w->ops);
+    CHECK_STATUS(model_init(&w->m, &g->layout, UPIPE_F32, TOKENS, BATCH, ranks, chunk, &e), UPIPE_OK, e);
+    w->m.offload = offload;
+    w->m.tile_bytes = tile_bytes;
+    for (group = 0; group < 2; ++group) w->grads[group] = (float *)malloc((size_t)golden_count(g, group) * 4);
+    CHECK_STATUS(upipe_threads_init(&w->team, ranks, 60, &e), UPIPE_OK, e);
+    CHECK(upipe_threads_run(&w->team, way_main, w, NULL) == UPIPE_OK);
+    upipe_threads_free(&w->team);
+}
+
+static void way_free(way *w)
+{
+    free(w->grads[0]);
+    free(w->grads[1]);
+}
+
+/* ---- checks ---- */
+
+static double *read_f64(const golden *g, const st_tensor *t)
+{
+    double *out = (double *)malloc((size_t)t->n * sizeof *out);
+    upipe_err e;
+    CHECK(t->dtype == ST_F64 && st_read_raw(&g->file, t, 0, t->n, out, &e) == 0);
+    return out;
+}
+
+/* Errors of the naive f32 runs, as the golden file has them. */
+static tolerance_error naive_errors(const golden *g, const char *name)
+{
+    char prefix[32];
+    const st_tensor *t;
+    tolerance_error m;
+    double *two;
+    snprintf(prefix, sizeof prefix, "%snaive.", g->tied ? "tied." : "");
+    memset(&m, 0, sizeof m);
+    t = golden_find(g, prefix, name);
+    if (t == NULL || !CHECK(t->n == 2)) return m;
+    two = read_f64(g, t);
+    m.max = two[0];
+    m.mean = two[1];
+    free(two);
+    return m;
+}
+
+static void check_golden(const golden *g, const way *w)
+{
+    const char *kind = g->tied ? "tied." : "";
+    const st_tensor *loss = golden_find(g, kind, "loss");
+    float got = (float)w->loss;
+    double *want;
+    int i, compared = 0;
+    if (loss == NULL) return;
+    want = read_f64(g, loss);
+    CHECK_CLOSE_TO(&got, naive_errors(g, "loss"), want, 1, "loss");
+    free(want);
+    for (i = 0; i < g->layout.n; ++i) {
+        const llama_tensor *t = &g->layout.tensors[i];
+        const st_tensor *grad;
+        char name[160];
+        snprintf(name, sizeof name, "%sgrad.%s", kind, t->name);
+        grad = st_find(&g->file, name);
+        if (grad == NULL) { /* of the tied model the file has the embedding and the gains */
+            CHECK_SAY(g->tied && !t->is_gain && t->kind != LLAMA_EMBED, "the golden file has no %s", name);
+            continue;
+        }
+        want = read_f64(g, grad);
+        CHECK_CLOSE_TO(w->grads[t->is_gain] + t->at, naive_errors(g, t->name), want, t->n, name);
+        free(want);
+        ++compared;
+    }
+    CHECK_INT(compared, g->tied ? 1 + 2 * 4 + 1 : g->layout.n);
+}
+
+static int same_bits(const way *a, const way *b)
+{
+    const golden *g = a->g;
+    return a->loss == b->loss && memcmp(a->grads[0], b->grads[0], (size_t)g->layout.weights * 4) == 0 &&
+           memcmp(a->grads[1], b->grads[1], (size_t)g->layout.gains * 4) == 0;
+}
+
+/* Every team and chunk is right; for a fixed team all chunks, pools and tiles give the same bits. */
+static void test_golden(const char *path, int tied)
+{
+    golden g;
+    int ranks, chunk;
+    golden_open(&g, path, tied);
+    for (ranks = 1; ranks <= RANKS_MAX; ranks *= 2) {
+        way ulysses, other;
+        way_run(&ulysses, &g, ranks, g.layout.config.heads, 0, 0);
+        check_golden(&g, &ulysses);
+        for (chunk = ranks; chunk < g.layout.config.heads; chunk *= 2) {
+            way_run(&other, &g, ranks, chunk, 0, 0);
+            check_golden(&g, &other);
+            CHECK_SAY(same_bits(&ulysses, &other), "chunk %d on %d ranks gives other bits than ulysses",
+                      chunk, ranks);
+            way_free(&other);
+        }
+        way_run(&other, &g, ranks, ranks, 1, 1200);
+        CHECK_SAY(same_bits(&ulysses, &other), "a second pool and small tiles on %d ranks give other bits",
+                  ranks);
+        way_free(&other);
+        way_free(&ulysses);
+    }
+    golden_close(&g);
+}
+
+int main(int argc, char **argv)
+{
+    if (argc != 2) {
+        fprintf(stderr, "usage: test_llama FILE\n");
+        return 2;
+    }
+    test_golden(argv[1], 0);
+    test_golden(argv[1], 1);
+    return test_end("llama");
+}

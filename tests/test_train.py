@@ -1,0 +1,972 @@
+#!/usr/bin/env python3
+"""test_train.py TRAIN TOP -- the program examples/llama/train, and logits beside it, from the outside
+
+The two methods must give the same bits, numbers must add up, a training that was stopped anywhere must go on as if it
+had not been, and bad input must end in a sentence, a non-zero status and the files as they were. Checkpoints are read
+here a second time, by the format's specification alone.
+"""
+
+import array
+import json
+import math
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+
+TRAIN, TOP = os.path.abspath(sys.argv[1]), os.path.abspath(sys.argv[2])
+LOGITS = os.path.join(os.path.dirname(TRAIN), 'logits')
+BOOK = os.path.join(TOP, 'examples', 'data', 'genesis_exodus.txt')
+ROOT = {'config', 'first_step', 'loss', 'grad_norm', 'tokens_per_s', 'peak_bytes', 'plan_bytes', 'slab_bytes',
+        'host_bytes', 'sent_bytes_per_step', 'memory'}
+CONFIG = {'method', 'ranks', 'chunk', 'layers', 'model_dim', 'heads', 'kv_heads', 'head_dim', 'ff_dim', 'vocab',
+          'untied', 'qk_norm', 'rope_theta', 'norm_eps', 'tokens', 'batch', 'steps', 'lr', 'min_lr', 'warmup',
+          'weight_decay', 'beta1', 'beta2', 'adam_eps', 'clip', 'dtype', 'seed', 'tile_bytes', 'offload', 'data',
+          'save', 'resume', 'load'}
+MEASURED = {'text_bytes', 'products', 'kernels'}
+NO_NUMBERS = {'json', 'trace', 'save-every', 'keep', 'sample', 'prompt', 'temperature', 'deadline', 'plan',
+              'progress', 'help', 'version'}
+PARTS = ['weights', 'gradients', 'optimizer', 'tokens', 'checkpoints', 'stream', 'attention', 'mlp', 'loss', 'sum']
+MODEL = {'layers': 2, 'model_dim': 64, 'heads': 4, 'kv_heads': 2}
+RUN = {'tokens': 64, 'ranks': 2, 'steps': 4, 'sample': 0}
+EVEN = {'lr': 1e-3, 'min_lr': 1e-3, 'warmup': 0}  # a rate that does not depend on the number of steps
+
+checks = failures = 0
+
+
+def check(ok, sentence):
+    global checks, failures
+    checks += 1
+    if not ok:
+        failures += 1
+        print(f'test_train.py:{sys._getframe(1).f_lineno}: {sentence}', file=sys.stderr)
+    return ok
+
+
+def equal(got, want, what):
+    return check(got == want, f'{what} is {str(got)[:500]}, not {str(want)[:500]}')
+
+
+def near(got, want, relative, what):
+    """Two lists of numbers."""
+    ok = len(got) == len(want) and all(abs(a - b) <= relative * max(abs(a), abs(b)) for a, b in zip(got, want))
+    return check(ok, f'{what} is {got}, not within {relative} of {want}')
+
+
+# ---- running ----
+
+def words_of(flags):
+    out = []
+    for name, value in flags.items():
+        if value is None or value is False:
+            continue
+        out.append('--' + name.replace('_', '-'))
+        if value is not True:
+            out.append(str(value))
+    return out
+
+
+def given(**flags):
+    """A small run's command line; with resume or load the folder says what the model is."""
+    model = {} if flags.get('resume') or flags.get('load') else MODEL
+    return words_of({**model, **RUN, **flags})
+
+
+def run(args, folder, program=TRAIN, **more):
+    more = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, **more}
+    return subprocess.run([program, *args], cwd=folder, encoding='utf-8', errors='backslashreplace', timeout=280,
+                          check=False, **more)
+
+
+def read(path):
+    with open(path, 'rb') as source:
+        return source.read()
+
+
+def write(path, data):
+    with open(path, 'wb') as out:
+        out.write(data)
+
+
+def fnv(data):
+    """FNV-1a of 64 bits: how a checkpoint knows its text."""
+    value = 1469598103934665603
+    for byte in data:
+        value = (value ^ byte) * 1099511628211 & 2**64 - 1
+    return value
+
+
+def numbers_of(folder, name='numbers.json'):
+    return json.loads(read(os.path.join(folder, name)))
+
+
+def tree(folder):
+    found = {}
+    for where, folders, names in os.walk(folder):
+        for name in folders + names:
+            path = os.path.join(where, name)
+            found[path] = read(path) if os.path.isfile(path) else None
+    return found
+
+
+def good(folder, what, **flags):
+    """Trains, checks what holds for every run, returns the numbers."""
+    done = run(given(json='numbers.json', **flags), folder)
+    if not check(done.returncode == 0, f'{what}: status {done.returncode}: {done.stderr}'):
+        return None
+    equal(done.stderr, '', f'{what}: stderr')
+    equal([name for name in os.listdir(folder) if '.tmp' in name], [], f'{what}: temporary files')
+    numbers = numbers_of(folder)
+    check_numbers(numbers, what)
+    return numbers
+
+
+def failed(folder, args, status, words, what=None, kept=True, program=TRAIN, **more):
+    """Ends with this status and one sentence that has these words, and leaves the folder as it was."""
+    what = what or ' '.join(args)
+    before = tree(folder)
+    done = run(args, folder, program, **more)
+    equal(done.returncode, status, f'{what}: status')
+    lines = done.stderr.strip().split('\n')
+    check(len(lines) == 1 and lines[0].startswith(os.path.basename(program) + ': '),
+          f'{what}: not one sentence: {done.stderr}')
+    for word in words:
+        check(re.search(word, done.stderr) is not None, f'{what}: "{done.stderr.strip()}" does not say {word}')
+    if kept:
+        after = tree(folder)
+        equal(sorted(after), sorted(before), f'{what}: the names in the folder')
+        equal([path for path in before if after.get(path) != before[path]], [], f'{what}: files that changed')
+    return done
+
+
+# ---- numbers ----
+
+def check_numbers(numbers, what):
+    c = numbers['config']
+    equal(set(numbers), ROOT, f'{what}: keys')
+    equal(set(c), CONFIG | MEASURED, f'{what}: keys of config')
+    equal(set(numbers['memory']), {'at_peak', 'largest'}, f'{what}: keys of memory')
+    steps = c['steps'] - numbers['first_step'] + 1
+    equal((len(numbers['loss']), len(numbers['grad_norm'])), (steps, steps), f'{what}: steps')
+    check(all(0 < n < 1e6 for n in numbers['loss'] + numbers['grad_norm']), f'{what}: {numbers["loss"]}')
+    check(numbers['tokens_per_s'] > 0, f'{what}: {numbers["tokens_per_s"]} tokens/s')
+    equal(numbers['peak_bytes'], numbers['plan_bytes'], f'{what}: peak')
+    check(numbers['peak_bytes'] <= numbers['slab_bytes'], f'{what}: the slab is less than the peak')
+    at_peak, largest = numbers['memory']['at_peak'], numbers['memory']['largest']
+    equal((list(at_peak), list(largest)), (PARTS, PARTS), f'{what}: parts')
+    equal(sum(at_peak.values()), numbers['plan_bytes'], f'{what}: the parts at the peak')
+    check(all(at_peak[part] <= largest[part] for part in PARTS), f'{what}: {at_peak} above {largest}')
+    element = 2 if c['dtype'] == 'bf16' else 4
+    rows = c['batch'] * c['tokens'] // c['ranks']
+    unit = rows * c['model_dim'] * element
+    shapes = tensors_wanted(c).values()
+    weights, gains = (sum(math.prod(s) for s in shapes if len(s) == n) for n in (2, 1))
+    equal(at_peak['weights'], weights * element + gains * 4, f'{what}: weights')
+    equal(at_peak['gradients'], (weights + gains) * 4, f'{what}: gradients')
+    piece, gain = -(-weights // c['ranks']), -(-gains // c['ranks'])
+    equal(at_peak['optimizer'], 8 * (piece + gain) + (4 * piece if c['dtype'] == 'bf16' else 0), f'{what}: optimizer')
+    equal(at_peak['tokens'], rows * 12, f'{what}: tokens')
+    equal(largest['stream'], unit, f'{what}: stream')
+    equal(largest['checkpoints'], unit * (1 if c['offload'] else 2 * c['layers']), f'{what}: checkpoints')
+    equal(numbers['host_bytes'], 2 * c['layers'] * unit if c['offload'] else 0, f'{what}: the second pool')
+    check((numbers['sent_bytes_per_step'] > 0) == (c['ranks'] > 1), f'{what}: {numbers["sent_bytes_per_step"]} sent')
+
+
+def test_numbers(folder):
+    numbers = good(folder, 'defaults', data=BOOK)
+    if numbers is None:
+        return
+    c = numbers['config']
+    for key, want in [('method', 'upipe'), ('chunk', 2), ('head_dim', 32), ('ff_dim', 192), ('vocab', 256),
+                      ('untied', False), ('qk_norm', False), ('batch', 1), ('lr', 1e-3), ('min_lr', 1e-4),
+                      ('warmup', 1), ('weight_decay', 0.1), ('beta1', 0.9), ('beta2', 0.95), ('clip', 1),
+                      ('dtype', 'f32'), ('seed', 1), ('offload', False), ('data', BOOK), ('save', None),
+                      ('resume', None), ('load', None), ('text_bytes', os.path.getsize(BOOK))]:
+        equal(c[key], want, f'default of {key}')
+    equal(numbers['first_step'], 1, 'the first step')
+    check(abs(numbers['loss'][0] - math.log(256)) < 0.2, f'a new model has the loss {numbers["loss"][0]}')
+    check(0.1 < numbers['grad_norm'][0] < 10, f'a new model has the gradient {numbers["grad_norm"][0]}')
+    texts = json.loads(read(os.path.join(folder, 'numbers.json')), parse_float=str)
+    for text in texts['loss'] + texts['grad_norm']:
+        check(float(text) == float(f'{float(text):.17g}') and len(text) >= 15, f'{text} has not all its digits')
+    done = run(given(data=BOOK, steps=1), folder)
+    check('loss 5.' in done.stdout and f'{numbers["peak_bytes"]} bytes' in done.stdout, f'the table: {done.stdout}')
+    # A path may hold any bytes: valid UTF-8 is kept, other bytes become the characters of those numbers.
+    odd = os.path.join(os.fsencode(folder), b'\xc3\xa9\xe2\x82\xac\xf0\x9f\x93\x96\xff\xc0\xaf\xed\xa0\x80"\\.txt')
+    shutil.copy(BOOK, odd)
+    done = run([*given(steps=1, json='odd.json'), '--data', odd], folder)
+    if check(done.returncode == 0, f'a path of odd bytes: {done.returncode} {done.stderr}'):
+        got = numbers_of(folder, 'odd.json')['config']['data']
+        equal(os.path.basename(got), 'é€📖\xff\xc0\xaf\xed\xa0\x80"\\.txt', 'a path of odd bytes')
+
+
+def test_flags(folder):
+    done = run(['--help'], folder)
+    equal((done.returncode, done.stderr), (0, ''), '--help')
+    flags = set(re.findall(r'--([a-z][a-z0-9-]*)', done.stdout))
+    source = read(os.path.join(TOP, 'examples', 'llama', 'options.h')).decode()
+    kinds = dict(re.findall(r'\{"([a-z0-9-]+)", +(no|required)_argument', source))
+    equal(flags, set(kinds), 'what --help lists')
+    equal({name.replace('-', '_') for name in flags - NO_NUMBERS}, CONFIG, 'flags that the numbers say')
+    for name in sorted(kinds.keys() - {'help', 'version'}):
+        if kinds[name] == 'required':
+            failed(folder, ['--' + name], 2, [f'--{name} wants a value'])
+            failed(folder, ['--' + name, ''], 2, [f'--{name} is empty'])
+        else:
+            failed(folder, ['--' + name, '--' + name], 2, [f'--{name} is given twice'])
+            failed(folder, [f'--{name}=yes'], 2, [f'--{name}=yes'])
+    for program, name in [(TRAIN, 'train'), (LOGITS, 'logits')]:
+        for flag, word in [('--help', '--dtype'), ('--version', name)]:
+            done = run([flag], folder, program)
+            check(done.returncode == 0 and word in done.stdout, f'{name} {flag}: {done.returncode} {done.stdout}')
+            with open('/dev/full', 'w', encoding='utf-8') as full:
+                failed(folder, [flag], 1, ['No space'], f'{name} {flag} on a full disk', program=program, stdout=full)
+
+
+# ---- the same bits ----
+
+def test_bits(folder):
+    book = read(BOOK)
+    write(os.path.join(folder, 'short.txt'), book[:64 + 64 + 21])  # the last window: rank 0 of 4 full, 1 partly
+    for what, flags in [
+        ('groups', {}),
+        ('as many key/value heads', {'heads': 8, 'kv_heads': 8, 'ranks': 4, 'method': 'upipe', 'chunk': 4}),
+        ('more ranks than key/value heads', {'heads': 8, 'kv_heads': 2, 'ranks': 4}),
+        ('one key/value head, two heads a stage', {'heads': 8, 'kv_heads': 1, 'ranks': 4, 'chunk': 8}),
+        ('all of the model', {'qk_norm': True, 'untied': True, 'vocab': 300, 'head_dim': 40, 'ff_dim': 100,
+                              'rope_theta': 500000, 'norm_eps': 1e-6}),
+        ('unequal targets', {'heads': 4, 'kv_heads': 4, 'ranks': 4, 'batch': 2, 'data': 'short.txt'}),
+        ('unequal targets, batch 3, offload', {'ranks': 2, 'batch': 3, 'data': 'short.txt', 'offload': True}),
+        ('three ranks', {'heads': 6, 'kv_heads': 3, 'ranks': 3, 'tokens': 63, 'layers': 3, 'data': 'short.txt'}),
+        ('offload, small tiles', {'offload': True, 'tile_bytes': 20000, 'tokens': 128}),
+        ('one layer, one rank', {'layers': 1, 'ranks': 1, 'chunk': 2}),
+    ]:
+        chunk = flags.get('chunk')
+        upipe = good(folder, f'{what}: upipe', **{**flags, 'method': 'upipe', 'chunk': chunk})
+        ulysses = good(folder, f'{what}: ulysses', **{**flags, 'method': 'ulysses', 'chunk': None})
+        if upipe is None or ulysses is None:
+            continue
+        built_in = upipe['config']['products'] == 'built-in'  # a BLAS in place of it promises no equal bits
+        for key in ('loss', 'grad_norm'):
+            if built_in:
+                equal(upipe[key], ulysses[key], f'{what}: {key}')
+            near(upipe[key], ulysses[key], 1e-4, f'{what}: {key}')
+        check(upipe['peak_bytes'] <= ulysses['peak_bytes'], f'{what}: UPipe holds more')
+
+    first = good(folder, 'first', steps=6, offload=False)
+    again = good(folder, 'again', steps=6)
+    offload = good(folder, 'offload', steps=6, offload=True)
+    other = good(folder, 'another seed', steps=6, seed=2)
+    if first and again and offload and other:
+        for key in ('loss', 'grad_norm'):
+            equal(again[key], first[key], f'twice the same: {key}')
+            equal(offload[key], first[key], f'with offload: {key}')
+            check(all(a != b for a, b in zip(other[key], first[key])), f'the seed makes no difference to {key}')
+    for data in (BOOK, 'short.txt'):
+        ranks = [good(folder, f'{n} ranks', ranks=n, data=data, steps=5) for n in (1, 2, 4)]
+        for key in ('loss', 'grad_norm') if all(ranks) else []:
+            near(ranks[1][key], ranks[0][key], 1e-4, f'{key} of 2 ranks')
+            near(ranks[2][key], ranks[0][key], 1e-4, f'{key} of 4 ranks')
+
+    half = [good(folder, f'bf16, {method}', dtype='bf16', method=method) for method in ('upipe', 'ulysses')]
+    if all(half) and first:
+        near(half[0]['loss'], half[1]['loss'], 1e-2, 'bf16: loss')
+        near(half[0]['grad_norm'], half[1]['grad_norm'], 5e-2, 'bf16: grad_norm')
+        near(half[0]['loss'][:1], first['loss'][:1], 1e-2, 'bf16: the first loss')
+        check(half[0]['loss'] != first['loss'][:4], 'bf16 makes no difference')
+
+
+def test_learning(folder):
+    write(os.path.join(folder, 'text'), read(BOOK)[:4096])
+    wish = {'data': 'text', 'tokens': 128, 'batch': 4, 'steps': 60, 'lr': 1e-2, 'untied': True}
+    numbers = good(folder, 'learning', **wish)
+    if numbers:
+        check(numbers['loss'][-1] < 2.5, f'after 60 steps the loss is {numbers["loss"][-1]}')
+        near(numbers['loss'][:1], [math.log(256)], 0.05, 'learning: the first loss')
+    write(os.path.join(folder, 'text'), read(BOOK)[:513])
+    wish.update(tokens=512, steps=2, batch=1, lr=0, min_lr=0)
+    still = good(folder, 'no rate', **wish)
+    equal(still and still['loss'][1], still and still['loss'][0], 'the loss without a rate')
+
+
+# ---- checkpoints ----
+
+def tensors_wanted(c):
+    """Hugging Face's names and shapes."""
+    D, F, V, d = c['model_dim'], c['ff_dim'], c['vocab'], c['head_dim']
+    H, K = c['heads'] * d, c['kv_heads'] * d
+    want = {'model.embed_tokens.weight': [V, D], 'model.norm.weight': [D]}
+    for layer in range(c['layers']):
+        at = f'model.layers.{layer}.'
+        want.update({at + 'input_layernorm.weight': [D], at + 'post_attention_layernorm.weight': [D],
+                     at + 'self_attn.q_proj.weight': [H, D], at + 'self_attn.k_proj.weight': [K, D],
+                     at + 'self_attn.v_proj.weight': [K, D], at + 'self_attn.o_proj.weight': [D, H],
+                     at + 'mlp.gate_proj.weight': [F, D], at + 'mlp.up_proj.weight': [F, D],
+                     at + 'mlp.down_proj.weight': [D, F]})
+        if c['qk_norm']:
+            want.update({at + 'self_attn.q_norm.weight': [d], at + 'self_attn.k_norm.weight': [d]})
+    if c['untied']:
+        want['lm_head.weight'] = [V, D]
+    return want
+
+
+def safetensors(path):
+    """(metadata, {name: (dtype, shape, bytes)}, header, where the data begins)"""
+    data = read(path)
+    start = 8 + struct.unpack('<Q', data[:8])[0]
+    head = json.loads(data[8:start])
+    tensors = {name: (t['dtype'], t['shape'], data[start + t['data_offsets'][0]:start + t['data_offsets'][1]])
+               for name, t in head.items() if name != '__metadata__'}
+    return head.get('__metadata__', {}), tensors, head, start
+
+
+def check_files(path, c, step, what):
+    equal(sorted(os.listdir(path)), ['config.json', 'model.safetensors', 'optimizer.safetensors'], f'{what}: files')
+    meta, tensors, _, _ = safetensors(os.path.join(path, 'model.safetensors'))
+    want = tensors_wanted(c)
+    half = 'BF16' if c['dtype'] == 'bf16' else 'F32'
+    equal(meta, {'format': 'pt'}, f'{what}: metadata')
+    equal({name: (t[0], t[1]) for name, t in tensors.items()},
+          {name: (half if len(shape) == 2 else 'F32', shape) for name, shape in want.items()}, f'{what}: tensors')
+    for name, (dtype, shape, data) in tensors.items():
+        equal(len(data), math.prod(shape) * (2 if dtype == 'BF16' else 4), f'{what}: bytes of {name}')
+        check(len(set(data[i:i + 4] for i in range(0, len(data), 4))) > len(data) // 64, f'{what}: {name} is flat')
+    meta, moments, _, _ = safetensors(os.path.join(path, 'optimizer.safetensors'))
+    equal(meta, {'dtype': c['dtype'], 'step': str(step), 'tokens': str(c['tokens']), 'batch': str(c['batch']),
+                 'text_bytes': str(c['text_bytes']), 'seed': str(c['seed']),
+                 'text_hash': str(fnv(read(c['data']))), 'format_version': '1'},
+          f'{what}: metadata of the optimizer')
+    names = {prefix + name: ('F32', shape) for name, shape in want.items() for prefix in ('exp_avg.', 'exp_avg_sq.')}
+    if c['dtype'] == 'bf16':
+        names.update({'master.' + name: ('F32', shape) for name, shape in want.items() if len(shape) == 2})
+    equal({name: (t[0], t[1]) for name, t in moments.items()}, names, f'{what}: the optimizer')
+    for name, (_, _, data) in moments.items():
+        if name.startswith('exp_avg_sq.'):
+            check(min(array.array('f', data)) >= 0 < max(array.array('f', data)), f'{what}: {name} is no square')
+        if name.startswith('master.'):  # the weights are its upper halves, rounded to the nearest, ties to even
+            words = array.array('I', data)
+            rounded = array.array('H', [(w + 0x7fff + (w >> 16 & 1)) >> 16 for w in words]).tobytes()
+            equal(tensors[name[7:]][2] == rounded, True, f'{what}: {name} rounds to the weights')
+    config = json.loads(read(os.path.join(path, 'config.json')))
+    for key, value in [('hidden_size', c['model_dim']), ('intermediate_size', c['ff_dim']), ('hidden_act', 'silu'),
+                       ('num_hidden_layers', c['layers']), ('num_attention_heads', c['heads']),
+                       ('num_key_value_heads', c['kv_heads']), ('head_dim', c['head_dim']),
+                       ('vocab_size', c['vocab']), ('max_position_embeddings', c['tokens']),
+                       ('rms_norm_eps', c['norm_eps']), ('rope_theta', c['rope_theta']), ('rope_scaling', None),
+                       ('tie_word_embeddings', not c['untied']), ('attention_bias', False), ('mlp_bias', False),
+                       ('torch_dtype', 'bfloat16' if c['dtype'] == 'bf16' else 'float32'),
+                       ('model_type', 'qwen3' if c['qk_norm'] else 'llama'),
+                       ('architectures', ['Qwen3ForCausalLM' if c['qk_norm'] else 'LlamaForCausalLM'])]:
+        equal(config.get(key, 'missing'), value, f'{what}: {key} of config.json')
+
+
+def test_checkpoints(folder):
+    def path(*names):
+        return os.path.join(folder, *names)
+
+    for what, flags in [('f32', {'ranks': 4, 'kv_heads': 4}), ('bf16', {'dtype': 'bf16', 'untied': True}),
+                        ('f32, qk-norm', {'qk_norm': True, 'offload': True, 'ranks': 3, 'heads': 6, 'kv_heads': 3,
+                                          'tokens': 63, 'data': BOOK})]:
+        here = {key: value for key, value in flags.items()
+                if key in ('ranks', 'dtype', 'offload', 'tokens', 'data')}
+        whole = good(folder, f'{what}: in one go', steps=6, save='whole', save_every=3, keep=2, **flags)
+        if whole is None:
+            continue
+        equal(sorted(os.listdir(path('whole'))), ['checkpoint-3', 'checkpoint-6'], f'{what}: checkpoints')
+        check_files(path('whole', 'checkpoint-6'), whole['config'], 6, what)
+        rest = good(folder, f'{what}: resumed', steps=6, resume='whole/checkpoint-3', save='rest', **here)
+        equal(os.listdir(path('rest')), ['checkpoint-6'], f'{what}: checkpoints of the rest')
+        if rest:
+            equal(rest['first_step'], 4, f'{what}: the first step')
+            for key in ('loss', 'grad_norm'):
+                equal(rest[key], whole[key][3:], f'{what}: {key} resumed')
+        for name in ('config.json', 'model.safetensors', 'optimizer.safetensors'):
+            equal(read(path('rest', 'checkpoint-6', name)) == read(path('whole', 'checkpoint-6', name)), True,
+                  f'{what}: {name} has the same bytes')
+        # The same with another method, which writes into the folder it came from.
+        shutil.copytree(path('whole', 'checkpoint-3'), path('same', 'checkpoint-3'))
+        again = good(folder, f'{what}: by ulysses', steps=6, resume='same', save='same', method='ulysses', **here)
+        if again and again['config']['products'] == 'built-in' and whole['config']['dtype'] == 'f32':
+            equal(again['loss'], whole['loss'][3:], f'{what}: by ulysses')
+        equal(os.listdir(path('same')), ['checkpoint-6'], f'{what}: the newest stays')
+        if whole['config']['ranks'] == 4:
+            fewer = [good(folder, f'{what}: on 2 ranks', steps=6, resume='whole/checkpoint-3', ranks=2, dtype=here.get(
+                'dtype')) for _ in range(2)]
+            if all(fewer):
+                equal(fewer[0]['loss'], fewer[1]['loss'], f'{what}: on 2 ranks, twice')
+                near(fewer[0]['loss'], whole['loss'][3:], 1e-4, f'{what}: on 2 ranks')
+        for name in ('whole', 'rest', 'same'):
+            shutil.rmtree(path(name))
+
+    for flags, want in [({}, [7]), ({'save_every': 2}, [7]), ({'save_every': 2, 'keep': 2}, [6, 7]),
+                        ({'save_every': 3, 'keep': 1000}, [3, 6, 7]), ({'save_every': 7, 'keep': 3}, [7])]:
+        good(folder, f'kept: {flags}', steps=7, save='kept', **flags)
+        equal(sorted(os.listdir(path('kept'))), [f'checkpoint-{n}' for n in want], f'kept: {flags}')
+        shutil.rmtree(path('kept'))
+
+
+def cross_entropy(path, targets, vocab):
+    data = read(path)
+    length = struct.unpack('<H', data[8:10])[0]
+    equal(data[:8], b'\x93NUMPY\x01\x00', 'the head of the logits')
+    check(f'({len(targets)}, {vocab})' in data[10:10 + length].decode(), f'shape of the logits: {data[10:138]}')
+    values = array.array('f', data[10 + length:])
+    total = 0
+    for i, target in enumerate(targets):
+        row = values[i * vocab:(i + 1) * vocab]
+        top = max(row)
+        total += top + math.log(sum(math.exp(v - top) for v in row)) - row[target]
+    return total / len(targets)
+
+
+def npy(values, descr='<i4', shape=None):
+    head = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape or f'({len(values)},)'}, }}"
+    head = head.ljust(117) + '\n'
+    kind = {'<i4': 'i', '<i8': 'q', '<f4': 'f'}[descr]
+    data = array.array(kind, list(values)).tobytes()
+    return b'\x93NUMPY\x01\x00' + struct.pack('<H', len(head)) + head.encode() + data
+
+
+def test_loading(folder):
+    """--load starts anew with the weights; logits must see the same model."""
+    def path(*names):
+        return os.path.join(folder, *names)
+
+    text = read(BOOK)[1000:1065]
+    write(path('window'), text)  # one window: every step has it
+    write(path('ids4.npy'), npy(text[:64]))
+    write(path('ids8.npy'), npy(text[:64], '<i8'))
+    for what, flags in [('tied', {'kv_heads': 4}), ('untied, qk-norm', {'kv_heads': 4, 'untied': True, 'qk_norm': True,
+                                                                        'vocab': 300}),
+                        ('shared key/value heads', {'kv_heads': 1, 'rope_theta': 300, 'norm_eps': 0.01})]:
+        first = good(folder, f'{what}: first', data='window', steps=12, save='out', save_every=11, keep=2, lr=3e-3,
+                     **flags)
+        anew = good(folder, f'{what}: anew', data='window', steps=1, load='out/checkpoint-11', seed=5)
+        if not first or not anew:
+            continue
+        equal(anew['first_step'], 1, f'{what}: starts anew')
+        equal(anew['loss'], first['loss'][11:], f'{what}: the loss after --load')
+        equal(anew['config']['model_dim'], 64, f'{what}: the model after --load')
+        newest = good(folder, f'{what}: the newest', data='window', steps=1, load='out')
+        check(newest and newest['loss'][0] < anew['loss'][0], f'{what}: --load takes not the newest')
+        half = good(folder, f'{what}: in bf16', data='window', steps=1, load='out/checkpoint-11', dtype='bf16')
+        near(half['loss'] if half else [], anew['loss'], 1e-2, f'{what}: loaded into bf16')
+        outs = []
+        for ids, more in [('ids4.npy', {}), ('ids8.npy', {'ranks': 2}), ('ids4.npy', {'ranks': 4}),
+                          ('ids4.npy', {'ranks': 4, 'method': 'ulysses'})]:
+            done = run(words_of({'load': 'out/checkpoint-11', 'ids': ids, 'out': 'out.npy', **more}), folder, LOGITS)
+            if check((done.returncode, done.stderr) == (0, ''), f'{what}: logits {more}: {done.stderr}'):
+                outs.append(read(path('out.npy')))
+        if outs and anew['config']['products'] == 'built-in':
+            check(all(out == outs[0] for out in outs), f'{what}: logits differ with the ranks or the method')
+        mean = cross_entropy(path('out.npy'), text[1:], first['config']['vocab'])
+        near([mean], anew['loss'], 1e-5, f'{what}: the loss by the logits')
+        shutil.rmtree(path('out'))
+
+    good(folder, 'a model', save='m')
+    base = {'load': 'm', 'ids': 'ids4.npy', 'out': 'bad.npy'}
+    for name, data in [('text.npy', text), ('empty.npy', b''), ('float.npy', npy([1.0] * 64, '<f4')),
+                       ('two.npy', npy(text[:64], shape='(8, 8)')),
+                       ('huge.npy', npy(text[:64], shape='(9223372036854775807,)')),
+                       ('minus.npy', npy(text[:64], shape='(-1,)'))]:
+        write(path(name), data)
+        failed(folder, words_of({**base, 'ids': name}), 1, [name, 'no .npy file'], f'ids: {name}', program=LOGITS)
+    write(path('short.npy'), npy(text[:64], shape='(65,)'))
+    failed(folder, words_of({**base, 'ids': 'short.npy'}), 1, ['short.npy', '64', '65'], program=LOGITS)
+    for name, bad in [('above.npy', 256), ('below.npy', -1), ('far.npy', 2**40)]:
+        write(path(name), npy([1, bad], '<i8'))
+        failed(folder, words_of({**base, 'ids': name}), 1, [name, 'token 1 is', str(bad), '256'], program=LOGITS)
+    for more, status, words in [({'load': 'nowhere'}, 1, ['nowhere']), ({'ids': 'nothing'}, 1, ['nothing']),
+                                ({'ranks': 3}, 1, ['64', '3']), ({'ranks': 0}, 2, ["'0'"]), ({'out': 'm'}, 1, ['m']),
+                                ({'out': 'ids4.npy'}, 1, ['ids4.npy', 'replace', '--ids']),
+                                ({'out': None}, 2, ['--out']),
+                                ({'method': 'ring'}, 2, ['ring']), ({'dtype': 'f16'}, 2, ['f16']),
+                                ({'method': 'ulysses', 'chunk': 4}, 2, ['contradict', '4']),
+                                ({'out': 'a/b/c'}, 1, ['a/b/c'])]:
+        failed(folder, words_of({**base, **more}), status, words, program=LOGITS)
+
+
+# ---- stopped on the way ----
+
+def heed_signals():
+    """Whoever runs the tests in the background may have had some ignored, and a program inherits that."""
+    for ends in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ends, signal.SIG_DFL)
+
+
+def test_signals(folder):
+    for number, (ends, flags) in enumerate([(signal.SIGINT, {}), (signal.SIGTERM, {'dtype': 'bf16'}),
+                                            (signal.SIGHUP, {'ranks': 4, 'sample': 5})]):
+        save = f'save{number}'
+        args = given(steps=100000, progress=True, save=save, json='stopped.json', **EVEN, **flags)
+        with subprocess.Popen([TRAIN, *args], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                              encoding='utf-8', preexec_fn=heed_signals) as process:
+            for line in process.stderr:
+                if line.startswith('step 5/'):
+                    process.send_signal(ends)
+        equal(process.returncode, 128 + ends, f'{ends.name}: status')
+        names = os.listdir(os.path.join(folder, save))
+        if not check(len(names) == 1 and re.fullmatch(r'checkpoint-\d+', names[0]), f'{ends.name}: {names}'):
+            continue
+        at = int(names[0].split('-')[1])
+        stopped = numbers_of(folder, 'stopped.json')
+        equal(len(stopped['loss']), at, f'{ends.name}: steps that were done and saved')
+        check(5 <= at < 100000, f'{ends.name}: stopped after {at} steps')
+        whole = good(folder, f'{ends.name}: whole', steps=at + 3, **EVEN, **flags)
+        rest = good(folder, f'{ends.name}: resumed', steps=at + 3, resume=save, **EVEN, **flags)
+        if whole and rest:
+            equal(stopped['loss'] + rest['loss'], whole['loss'], f'{ends.name}: the losses')
+            equal(stopped['grad_norm'] + rest['grad_norm'], whole['grad_norm'], f'{ends.name}: the gradients')
+
+
+def test_kills(folder):
+    steps = 10
+    begin = time.monotonic()
+    whole = good(folder, 'not killed', steps=steps, save='whole', save_every=1, **EVEN)
+    if whole is None:
+        return
+    seconds = time.monotonic() - begin
+    save = os.path.join(folder, 'save')
+    chance = random.Random(1)
+    resumed = 0
+    for number in range(20):
+        names = os.listdir(save) if os.path.isdir(save) else []
+        there = [name for name in names if re.fullmatch(r'checkpoint-\d+|\.checkpoint-\d+\.old', name)]
+        if f'checkpoint-{steps}' in names:
+            shutil.rmtree(save)
+            there = []
+        more = {'resume': 'save'} if there else {}
+        with subprocess.Popen([TRAIN, *given(steps=steps, save='save', save_every=1, **EVEN, **more)], cwd=folder,
+                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding='utf-8') as process:
+            time.sleep(chance.uniform(0, seconds))
+            process.kill()
+            sentence = process.stderr.read()
+        check(process.returncode in (0, -signal.SIGKILL), f'kill {number}: {process.returncode} {sentence}')
+        # What is there now can be resumed, by a run that leaves it as it is.
+        names = os.listdir(save) if os.path.isdir(save) else []
+        found = [int(re.search(r'\d+', name)[0]) for name in names
+                 if re.fullmatch(r'checkpoint-\d+|\.checkpoint-\d+\.old', name)]
+        if not found:
+            failed(folder, given(steps=steps, resume='save', **EVEN), 1, ['save'], f'kill {number}: nothing yet')
+            continue
+        if max(found) == steps:
+            continue
+        rest = good(folder, f'kill {number}', steps=max(found) + 1, resume='save', **EVEN)
+        if rest:
+            resumed += 1
+            equal((rest['first_step'], rest['loss']), (max(found) + 1, whole['loss'][max(found):max(found) + 1]),
+                  f'kill {number}: goes on at {max(found)}')
+    check(resumed > 3, f'only {resumed} of 20 kills left something to resume')
+    names = os.listdir(save) if os.path.isdir(save) else []
+    if f'checkpoint-{steps}' not in names:
+        more = {'resume': 'save'} if any('.tmp' not in name for name in names) else {}
+        rest = good(folder, 'after the kills', steps=steps, save='save', save_every=1, **EVEN, **more)
+        if rest:
+            equal(rest['loss'], whole['loss'][rest['first_step'] - 1:], 'after the kills')
+        equal(os.listdir(save), [f'checkpoint-{steps}'], 'after the kills: what is there')
+    name = os.path.join(f'checkpoint-{steps}', 'model.safetensors')
+    same = read(os.path.join(save, name)) == read(os.path.join(folder, 'whole', name))
+    check(same, 'after the kills: the weights differ')
+
+
+# ---- bad input ----
+
+def test_usage(folder):
+    os.mkdir(os.path.join(folder, 'old'))
+    for args, words in [
+        (['--ranks', '12x'], ['--ranks', '12x']),
+        (['--ranks', '-4'], ['--ranks', '-4']),
+        (['--ranks', '0'], ['--ranks', "'0'", '256']),
+        (['--ranks', '257'], ['257', '256']),
+        (['--layers', '0'], ['--layers', "'0'"]),
+        (['--layers', '999999999'], ['--layers', '4096', '999999999']),
+        (['--model-dim', '16777217'], ['16777216', '16777217']),
+        (['--vocab', '255'], ['256', '255']),
+        (['--tokens', '9e18'], ['--tokens', '9e18']),
+        (['--tokens', '9223372036854775808'], ['9223372036854775808']),
+        (['--tokens', ' 64'], ["' 64'"]),
+        (['--batch', '0x10'], ['--batch', '0x10']),
+        (['--steps', '0'], ['--steps', "'0'"]),
+        (['--lr', 'nan'], ['--lr', 'nan']),
+        (['--lr', '-1'], ['--lr', '-1']),
+        (['--lr', '1e999'], ['--lr', '1e999']),
+        (['--beta1', '1'], ['--beta1', "'1'"]),
+        (['--rope-theta', '0'], ['--rope-theta', "'0'"]),
+        (['--norm-eps', '0'], ['--norm-eps', "'0'"]),
+        (['--seed', '-1'], ['--seed', '-1']),
+        (['--deadline', '0'], ['--deadline', "'0'"]),
+        (['--dtype', 'f16'], ['f32 or bf16', 'f16']),
+        (['--method', 'ring'], ['ulysses or upipe', 'ring']),
+        (['--keep', '0', '--save', 'x'], ['--keep', "'0'"]),
+        (['--tile-bytes', '99999999999999999999'], ['99999999999999999999']),
+        (['--frobnicate'], ['--frobnicate']),
+        (['--he', '4'], ['--he']),
+        (['-r', '4'], ['-r']),
+        (['4'], ["'4'"]),
+        (['--tokens', '64', '--tokens', '64'], ['--tokens is given twice']),
+        (['--method', 'ulysses', '--chunk', '8'], ['--chunk 8', 'ulysses']),
+        (['--resume', 'old', '--load', 'old'], ['--resume', '--load', 'contradict']),
+        (['--load', 'old', '--heads', '4'], ['--heads', '--load', 'config.json']),
+        (['--resume', 'old', '--untied'], ['--untied', '--resume']),
+        (['--plan', '--trace', 'x'], ['--plan', '--trace']),
+        (['--plan', '--lr', '1'], ['--plan', '--lr']),
+        (['--plan', '--data', 'x'], ['--plan', '--data']),
+        (['--plan', '--sample', '0'], ['--plan', '--sample']),
+        (['--save-every', '2'], ['--save-every wants --save']),
+        (['--keep', '2'], ['--keep wants --save']),
+        (['--sample', '0', '--prompt', 'x'], ['--prompt', '--sample is 0']),
+        (['--sample', '0', '--temperature', '1'], ['--temperature', '--sample is 0']),
+        (['--json', 'x', '--trace', 'x'], ['same file, x']),
+        (['--json', 'x', '--save', 'x'], ['x', '--save']),
+        (['--trace', 'x', '--save', 'x'], ['x', '--save']),
+        (['--lr', '0.1', '--min-lr', '0.2'], ['0.2', '0.1']),
+        (['--steps', '5', '--warmup', '6'], ['6', '5']),
+        (['--steps', '5', '--save-every', '6', '--save', 'x'], ['6', '5']),
+    ]:
+        failed(folder, args, 2, words)
+
+
+def test_refusals(folder):
+    outputs = {'json': 'numbers.json', 'trace': 'trace.json', 'save': 'save'}
+    write(os.path.join(folder, 'empty'), b'')
+    write(os.path.join(folder, 'text'), read(BOOK)[:64])
+    os.mkfifo(os.path.join(folder, 'pipe'))
+    for flags, words in [
+        ({'data': 'missing'}, ['missing', 'No such file']),
+        ({'data': 'empty'}, ['empty', 'is empty']),
+        ({'data': 'text'}, ['text', '64 bytes', '65']),
+        ({'data': folder}, ['no regular file']),
+        ({'data': 'pipe'}, ['pipe', 'no regular file']),
+        ({'data': '/dev/zero'}, ['no regular file']),
+        ({'tokens': 2147483646}, ['388085', '2147483646']),
+        ({'heads': 4, 'ranks': 3, 'tokens': 63}, ['4', '3']),
+        ({'heads': 5, 'kv_heads': 2}, ['5', '2']),
+        ({'kv_heads': 8}, ['4', '8']),
+        ({'ranks': 4, 'tokens': 66}, ['66', '4']),
+        ({'chunk': 3}, ['3']),
+        ({'chunk': 8}, ['8', '4']),
+        ({'head_dim': 7}, ['7', '32', '256']),
+        ({'head_dim': 264}, ['264']),
+        ({'tile_bytes': 5}, ['5', '[0-9]{3}']),
+        ({'untied': True, 'vocab': 2147483647}, ['GiB', '[0-9]']),
+        ({'model_dim': 65536, 'head_dim': 256, 'ff_dim': 1000000}, ['GiB', '[0-9]']),
+        ({'layers': 4096, 'model_dim': 16777216, 'head_dim': 256, 'ff_dim': 16777216}, ['[0-9]']),
+        ({'resume': 'nowhere'}, ['nowhere', 'No such file']),
+        ({'load': folder}, ['neither a config.json nor a checkpoint']),
+        ({'json': 'missing/deeper'}, ['missing/deeper', 'No such file']),
+        ({'trace': 'missing/deeper'}, ['missing/deeper', 'No such file']),
+        ({'save': 'missing/deeper'}, ['missing/deeper', 'No such file']),
+        ({'save': 'text'}, ['text', 'Not a directory']),
+        ({'json': folder}, ['directory']),
+        ({'json': '/dev/full'}, ['/dev/full']),
+        ({'json': 'a' * 300}, ['too long']),
+        ({'trace': './numbers.json'}, ['numbers.json', 'both']),
+    ]:
+        failed(folder, given(**{**outputs, **flags}), 1, words)
+    shutil.copy(BOOK, os.path.join(folder, 'book'))
+    os.symlink('book', os.path.join(folder, 'link'))
+    failed(folder, given(data='book', json='link'), 1, ['link', 'replace the text'])
+    failed(folder, given(data='link', trace='book'), 1, ['book', 'replace the text'])
+    if os.geteuid() != 0:
+        os.mkdir(os.path.join(folder, 'closed'), 0o500)
+        for flag in ('json', 'trace', 'save'):
+            failed(folder, given(**{flag: 'closed/x'}), 1, ['closed/x', 'Permission denied'])
+        failed(folder, given(save='closed'), 1, ['closed', 'Permission denied'])
+    else:
+        print('left out: a folder that cannot be written to, as root may write everywhere')
+
+
+def test_resume_refusals(folder):
+    good(folder, 'a run', save='m', seed=3, batch=2)
+    write(os.path.join(folder, 'other'), read(BOOK)[1:])
+    write(os.path.join(folder, 'backwards'), read(BOOK)[::-1])
+    base = {'resume': 'm', 'seed': 3, 'batch': 2, 'steps': 6}
+    failed(folder, given(**{**base, 'steps': 4}), 1, ['done 4 steps', 'says 4'])
+    failed(folder, given(**{**base, 'steps': 2}), 1, ['done 4 steps', 'says 2'])
+    for more, words in [({'seed': 4}, ['--seed 3', '--seed 4']), ({'tokens': 32}, ['--tokens 64', '--tokens 32']),
+                        ({'batch': 1}, ['--batch 2', '--batch 1']), ({'dtype': 'bf16'}, ['f32', 'bf16']),
+                        ({'data': 'other'}, ['388085', '388084']),
+                        ({'data': 'backwards'}, ['another text than backwards', 'same length'])]:
+        failed(folder, given(**{**base, **more, 'save': 'm', 'json': 'x.json'}), 1, words)
+
+
+def changed_header(path, change):
+    data = read(path)
+    _, _, head, start = safetensors(path)
+    change(head)
+    text = json.dumps(head).encode()
+    write(path, struct.pack('<Q', len(text)) + text + data[start:])
+
+
+def test_broken(folder):
+    """A checkpoint that is not what it should be is refused, by --load where it is about the model."""
+    def path(*names):
+        return os.path.join(folder, *names)
+
+    good(folder, 'a run', save='m')
+    whole = path('m', 'checkpoint-4')
+    gate = 'model.layers.1.mlp.gate_proj.weight'
+    model, optimizer = 'model.safetensors', 'optimizer.safetensors'
+
+    def case(what, name, change, words):
+        shutil.copytree(whole, path('broken'))
+        at = path('broken', name)
+        done = change(at)
+        if done is not None:
+            write(at, done)
+        for flag in ['resume', 'load'] if name != optimizer else ['resume']:
+            failed(folder, given(**{flag: 'broken'}, steps=6, save='m', json='x.json'), 1, words, f'{what}, --{flag}')
+        shutil.rmtree(path('broken'))
+
+    for name in (model, optimizer):
+        data = read(os.path.join(whole, name))
+        start = safetensors(os.path.join(whole, name))[3]
+        for cut in (0, 4, 8, 9, start - 1, start, start + 1, len(data) // 2, len(data) - 1):
+            case(f'{name} cut to {cut} bytes', name, lambda at, cut=cut, data=data: data[:cut], [name])
+        case(f'{name} is longer', name, lambda at, data=data: data + b'x', [name])
+        case(f'{name} is gone', name, lambda at: os.remove(at), [model.split('.', maxsplit=1)[0]
+                                                                 if name == model else name])
+        for length in (2**64 - 1, 2**63, 10**8 + 1, len(data), 0):
+            case(f'{name}: a header of {length}', name,
+                 lambda at, length=length, data=data: struct.pack('<Q', length) + data[8:], [name])
+        case(f'{name}: no JSON', name, lambda at, data=data: data[:8] + b'!' + data[9:], [name])
+        case(f'{name}: a list', name, lambda at: struct.pack('<Q', 8) + b'[]      ', [name])
+    for name, prefix in ((model, ''), (optimizer, 'exp_avg.')):
+        for what, change, words in [
+            ('a shape', lambda t: t.update(shape=t['shape'][::-1]), [gate, '192', '64']),
+            ('another dtype', lambda t: t.update(dtype='I32'), [gate, 'I32']),
+            ('a dtype that is none', lambda t: t.update(dtype='F99'), ['F99']),
+            ('a smaller shape', lambda t: t.update(shape=[1, 1]), [name]),
+            ('a huge shape', lambda t: t.update(shape=[2**62, 4]), [name]),
+            ('an overflowing shape', lambda t: t.update(shape=[2**32, 2**32]), [name]),
+            ('a negative shape', lambda t: t.update(shape=[-1, -1]), [name]),
+            ('offsets beyond the end', lambda t: t.update(data_offsets=[2**40, 2**40 + 49152]), [name]),
+            ('offsets that go back', lambda t: t.update(data_offsets=t['data_offsets'][::-1]), [name]),
+            ('no offsets', lambda t: t.pop('data_offsets'), [name]),
+        ]:
+            case(f'{name}: {what}', name,
+                 lambda at, change=change: changed_header(at, lambda head: change(head[prefix + gate])), words)
+        case(f'{name}: another name', name, lambda at: changed_header(at, lambda head: head.update(
+            {'model.layers.9.mlp.gate_proj.weight': head.pop(prefix + gate)})), ['gate_proj'])
+    for key, value in [('step', '-1'), ('step', 'x'), ('tokens', '1e3'), ('seed', '99999999999999999999'),
+                       ('format_version', '2'), ('dtype', 'f16')]:
+        case(f'{key} is {value}', optimizer, lambda at, key=key, value=value: changed_header(
+            at, lambda head: head['__metadata__'].update({key: value})), [key, value[:20]])
+    case('no metadata', optimizer, lambda at: changed_header(at, lambda head: head.pop('__metadata__')), ['missing'])
+
+    config = json.loads(read(os.path.join(whole, 'config.json')))
+    for change, words in [
+        ({'hidden_act': 'gelu'}, ['hidden_act', 'gelu']),
+        ({'rope_scaling': {'rope_type': 'llama3', 'factor': 8.0}}, ['rope_scaling', 'llama3']),
+        ({'rope_scaling': {'type': 'linear', 'factor': 2.0}}, ['rope_scaling', 'linear']),
+        ({'attention_bias': True}, ['attention_bias']),
+        ({'model_type': 'gpt2'}, ['gpt2']),
+        ({'num_hidden_layers': 3}, ['layers.2']),
+        ({'num_hidden_layers': 1}, ['layers.1']),
+        ({'num_hidden_layers': 0}, ['num_hidden_layers', '0']),
+        ({'hidden_size': 2**40}, ['hidden_size', str(2**40)]),
+        ({'hidden_size': '64'}, ['hidden_size']),
+        ({'hidden_size': None}, ['hidden_size']),
+        ({'intermediate_size': 128}, ['192', '128']),
+        ({'num_key_value_heads': 3}, ['4', '3']),
+        ({'vocab_size': 100}, ['100', '256']),
+        ({'tie_word_embeddings': False}, ['lm_head']),
+        ({'rms_norm_eps': -1}, ['rms_norm_eps', '-1']),
+        ({'head_dim': 7}, ['head_dim', '7']),
+    ]:
+        case(f'config.json: {change}', 'config.json', lambda at, change=change: json.dumps(
+            {**config, **change}).encode(), words)
+    for text in (b'', b'{', b'[]', b'{"a": 1, "a": 2}', b'\xff\xfe', b'{} x', b'[' * 100000, b' ' * (1 << 24)):
+        case(f'config.json: {text[:20]}', 'config.json', lambda at, text=text: text, ['config.json'])
+
+
+# ---- what goes wrong on the way ----
+
+def patched(source, target, name, pattern):
+    """A copy of a checkpoint with a number of one tensor replaced."""
+    shutil.copytree(source, target)
+    at = os.path.join(target, 'model.safetensors')
+    data = bytearray(read(at))
+    _, _, head, start = safetensors(at)
+    begin = start + head[name]['data_offsets'][0]
+    data[begin:begin + 4] = pattern
+    write(at, data)
+
+
+def test_not_finite(folder):
+    def path(*names):
+        return os.path.join(folder, *names)
+
+    good(folder, 'a run', save='m')
+    whole = path('m', 'checkpoint-4')
+    for what, name, value in [('nan', 'model.layers.0.mlp.up_proj.weight', float('nan')),
+                              ('inf', 'model.norm.weight', float('inf')),
+                              ('huge', 'model.layers.1.self_attn.v_proj.weight', 3e38)]:
+        patched(whole, path('bad'), name, struct.pack('<f', value))
+        for ranks in (1, 4):
+            failed(folder, given(load='bad', save='out', sample=3, ranks=ranks, deadline=60), 1,
+                   ['step 1:', 'nothing was updated'], f'{what} in the weights')
+        equal(os.path.exists(path('out')), False, f'{what}: a checkpoint')
+        shutil.rmtree(path('bad'))
+    # Too large a rate: what had been saved before stays, and so does the last state with a finite loss.
+    for ranks in (2, 4):
+        done = failed(folder, given(steps=60, lr=1000, clip=0, save='out', save_every=3, json='x.json', ranks=ranks,
+                                    sample=3, deadline=60), 1, [r'step \d+:'], 'too large a rate', kept=False)
+        last = int((re.search(r'step (\d+):', done.stderr) or [0, 0])[1]) - 1
+        if not check(last > 1, f'too large a rate: {done.stderr}'):
+            continue
+        equal(sorted(os.listdir(path('out'))), sorted({f'checkpoint-{n}' for n in (last, last // 3 * 3) if n}),
+              'too large a rate: checkpoints')
+        equal(len(numbers_of(folder, 'x.json')['loss']), last, 'too large a rate: losses')
+        failed(folder, given(steps=60, lr=1000, clip=0, resume='out', ranks=ranks), 1, [f'step {last + 1}:'],
+               'too large a rate: goes on')
+        for name in os.listdir(path('out')):
+            done = run(given(steps=1, load=f'out/{name}', ranks=ranks), folder)
+            check('cannot be' not in done.stderr and done.returncode in (0, 1), f'{name} is not whole: {done.stderr}')
+            check_files(path('out', name), numbers_of(folder, 'x.json')['config'], int(name[11:]), name)
+        shutil.rmtree(path('out'))
+        os.remove(path('x.json'))
+
+
+def limit_files(size):
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def test_disk(folder):
+    good(folder, 'a run', save='save', steps=2)
+    for name in ('numbers.json', 'trace.json'):
+        write(os.path.join(folder, name), b'old')
+    failed(folder, given(json='numbers.json'), 1, ['numbers.json', 'cannot be written'], 'no room for the numbers',
+           preexec_fn=limit_files(1000))
+    failed(folder, given(json='numbers.json', trace='trace.json'), 1, ['trace.json', 'cannot be written'],
+           'no room for the trace', preexec_fn=limit_files(5000))
+    for size in (100, 3000, 100000, 600000):
+        failed(folder, given(save='save', save_every=1, json='numbers.json'), 1, ['checkpoint-1', '[a-z]'],
+               f'no room for a checkpoint beyond {size} bytes', preexec_fn=limit_files(size))
+    failed(folder, given(resume='save', save='save', steps=5), 1, ['checkpoint-5'], 'no room after a resume',
+           preexec_fn=limit_files(100000))
+    with open('/dev/full', 'w', encoding='utf-8') as full:
+        failed(folder, given(), 1, ['table cannot be written', 'No space'], 'no room on stdout', stdout=full)
+    reader, writer = os.pipe()
+    os.close(reader)
+    failed(folder, given(), 1, ['table cannot be written'], 'nobody reads stdout', stdout=writer)
+    os.close(writer)
+    failed(folder, given(deadline='0.000001', tokens=512, steps=300, json='numbers.json', ranks=4), 1,
+           ['rank [0-3]', 'deadline'])
+
+
+# ---- the plan, the trace, the sample ----
+
+def test_plan(folder):
+    shape = {'layers': 32, 'model_dim': 4096, 'heads': 32, 'kv_heads': 8, 'ff_dim': 14336, 'vocab': 128256,
+             'untied': True, 'ranks': 8, 'dtype': 'bf16', 'tokens': 1048576}
+    slopes = {}
+    for method in ('ulysses', 'upipe'):
+        done = run(words_of({**shape, 'method': method, 'plan': True}), folder)
+        equal((done.returncode, done.stderr), (0, ''), f'the plan of {method}')
+        found = re.search(r'beside the rest +([\d.]+)\n.*in a second pool +([\d.]+) +and ([\d.]+) there', done.stdout)
+        if not check(found is not None, f'no slopes: {done.stdout}'):
+            return
+        slopes[method] = beside, second, there = [float(text) for text in found.groups()]
+        equal(there, 64.0, f'{method}: what is in the second pool')
+        check(62 <= beside - second <= 64, f'{method}: slopes {beside} and {second}')
+        check(all(part in done.stdout for part in PARTS), f'{method}: a part is missing: {done.stdout}')
+    check(slopes['upipe'][1] < 10.6, f'UPipe has the slope {slopes["upipe"][1]}')
+    check(slopes['upipe'][1] < slopes['ulysses'][1] < 15.1, f'slopes: {slopes}')
+    # The plan is the run's.
+    numbers = good(folder, 'as planned', offload=True, steps=1)
+    done = run(words_of({**MODEL, 'tokens': 64, 'ranks': 2, 'offload': True, 'plan': True}), folder)
+    for key in ('plan_bytes', 'host_bytes'):
+        check(numbers and f' {numbers[key]} bytes' in done.stdout, f'{key} is not in the plan: {done.stdout}')
+    equal(os.listdir(folder), ['numbers.json'], 'what a plan leaves')
+    plan = words_of({**MODEL, 'tokens': 64, 'ranks': 2, 'offload': True, 'plan': True, 'json': 'plan.json'})
+    equal(run(plan, folder).returncode, 0, 'a plan as JSON: status')
+    planned = numbers_of(folder, 'plan.json')
+    for key in ('plan_bytes', 'host_bytes', 'memory'):
+        equal(planned[key], numbers and numbers[key], f'a plan as JSON: {key}')
+    equal(set(planned), {'config', 'plan_bytes', 'slab_bytes', 'host_bytes', 'memory', 'slope_units'},
+          'keys of a plan')
+
+
+def test_trace(folder):
+    static = {'weights', 'gains', 'gradients', 'moments', 'master', 'tokens', 'losses'}
+    for flags in ({'ranks': 4, 'heads': 8, 'method': 'ulysses'}, {'dtype': 'bf16', 'ranks': 2, 'sample': 3}):
+        numbers = good(folder, 'traced', trace='trace.json', **flags)
+        if numbers is None:
+            continue
+        events = json.loads(read(os.path.join(folder, 'trace.json')))
+        equal({event['pid'] for event in events}, set(range(flags['ranks'])), 'ranks in the trace')
+        for rank in range(flags['ranks']):
+            spans, depth, live, peak, last = {}, 0, 0, 0, 0
+            for event in (event for event in events if event['pid'] == rank):
+                if 'ts' in event:
+                    check(event['ts'] >= last, 'the trace goes back')
+                    last = event['ts']
+                if event['ph'] in 'BE':
+                    depth += 1 if event['ph'] == 'B' else -1
+                    check(0 <= depth <= 1, 'a phase within a phase')
+                elif event['ph'] == 'b':
+                    check(event['id'] not in spans, f'{event["id"]} begins twice')
+                    spans[event['id']] = event
+                    live += event['args']['bytes']
+                    peak = max(peak, live)
+                elif event['ph'] == 'e':
+                    begin = spans.pop(event['id'], None)
+                    check(begin is not None and begin['name'] == event['name'], f'{event["id"]} ends, not there')
+                    live -= event['args']['bytes']
+            equal(depth, 0, 'phases that are open at the end')
+            equal({event['name'] for event in spans.values()} - static, set(), f'rank {rank}: never given back')
+            parts = numbers['memory']['at_peak']
+            if rank == 0:
+                equal(peak, numbers['peak_bytes'], 'the peak by the trace')
+                equal(live, sum(parts[part] for part in PARTS[:4]), 'what stays by the trace')
+
+
+def test_sample(folder):
+    prompt = 'And God said '
+    wish = {'sample': 20, 'temperature': 0, 'prompt': prompt, 'steps': 3, 'ranks': 4}
+    outs = [run(given(**{**wish, **more}), folder) for more in
+            ({}, {}, {'method': 'ulysses'}, {'temperature': 0.9}, {'temperature': 0.9}, {'sample': 0, 'prompt': None,
+                                                                                        'temperature': None})]
+    equal([out.returncode for out in outs], [0] * 6, 'samples: status')
+    texts = [out.stdout[out.stdout.find(prompt):] if prompt in out.stdout else '' for out in outs]
+    check(all(len(text) > len(prompt) + 20 for text in texts[:5]), f'samples: {texts}')
+    check(texts[0] == texts[1] == texts[2], f'the likeliest bytes differ: {texts[:3]}')
+    check(texts[3] == texts[4] != texts[0], f'with the temperature: {texts[3:5]}')
+    equal(texts[5], '', 'no sample')
+    long = 'x' * 100 + 'In the beginning God created the heaven and the earth. And the earth was with'
+    ends = [run(given(**{**wish, 'prompt': text}), folder) for text in (long, long[-64:], 'q' + long)]
+    tails = [end.stdout.split(long[-64:])[-1] for end in ends]
+    equal([end.returncode for end in ends], [0] * 3, 'a long prompt: status')
+    check(tails[0] == tails[1] == tails[2] and len(tails[0]) > 20, f'only the context counts: {tails}')
+    # Logits of a large vocabulary may be what takes most memory, on whichever rank the last token is.
+    for ranks, start in [(4, 'x'), (4, 'x' * 60), (3, 'x' * 60)]:
+        more = {'vocab': 200000, 'model_dim': 32, 'heads': 12, 'layers': 1, 'steps': 1, 'tokens': 72, 'sample': 2}
+        done = run(given(**more, ranks=ranks, kv_heads=12, prompt=start), folder)
+        check(done.returncode == 0, f'a large vocabulary, {ranks} ranks: {done.stderr}')
+    # A text that is not cut: as much as the context can hold, and over its end.
+    done = run(given(sample=80, tokens=64, ranks=1, prompt='a' * 63), folder)
+    equal(done.returncode, 0, 'a sample over the end of the context')
+
+
+def main():
+    for test in (test_flags, test_usage, test_refusals, test_numbers, test_bits, test_learning, test_checkpoints,
+                 test_loading, test_resume_refusals, test_broken, test_not_finite, test_disk, test_signals, test_kills,
+                 test_plan, test_trace, test_sample):
+        with tempfile.TemporaryDirectory() as folder:
+            test(folder)
+        if 'TEST_TIMES' in os.environ:
+            print(f'{test.__name__}: {time.monotonic() - begin:.1f} s')
+    print(f'train: {checks} checks, {failures} failed')
+    return 1 if failures or not checks else 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())
