@@ -1,6 +1,15 @@
 #!/bin/sh
-# run.sh -- installs what is missing, builds, and compares UPipe with DeepSpeed-Ulysses over a book.
+# run.sh -- installs what is missing, builds, and compares UPipe with DeepSpeed-Ulysses over a book: one attention
+# block, and the training of a small Llama.
 set -u
+
+# The Llama that is trained with either method.
+model='--layers 2 --model-dim 256 --heads 16 --kv-heads 4 --head-dim 32'
+schedule='--ranks 4 --tokens 2048 --batch 1 --steps 40 --lr 2e-3 --seed 1 --sample 120'
+
+# Llama3-8B with 3M tokens on 8 ranks, whose memory is planned, as in the paper's figure.
+large='--layers 32 --model-dim 4096 --heads 32 --kv-heads 8 --ff-dim 14336 --vocab 128256 --untied --dtype bf16
+    --ranks 8 --tokens 3145728 --offload'
 
 usage() {
     cat <<'END_OF_USAGE'
@@ -8,7 +17,9 @@ usage: sh examples/run.sh [--save-images]
 
 Runs one attention block, forward and backward, over the bytes of Genesis and Exodus with DeepSpeed-Ulysses and with
 UPipe on 4 ranks (threads of one process), at 16/16 and at 16/4 query/key-value heads. Each shape runs twice: over
-2,048 tokens against a reference in double precision, and over 8,192 tokens, where the memory is drawn over time.
+2,048 tokens against a reference in double precision, and over 8,192 tokens, where the memory is drawn over time. Then
+trains a small Llama on the same bytes with either method: the losses must be the same bits, and are drawn, as is the
+memory of a step by component, also that of Llama3-8B over 3 million tokens, which is planned and not run.
 
 Results are left in build/run/results: numbers as JSON, traces for https://ui.perfetto.dev, pictures as PNG. On Debian
 and Ubuntu missing programs are installed with apt-get (through sudo if you are not root).
@@ -58,6 +69,10 @@ for entry in gcc:gcc,libc6-dev meson:meson ninja:ninja-build python3:python3; do
     command -v "${entry%%:*}" >/dev/null 2>&1 || packages="$packages $(echo "${entry#*:}" | tr ',' ' ')"
 done
 find_python || packages="$packages python3-matplotlib"
+if ! pkg-config --exists jansson 2>/dev/null; then # train reads and writes JSON with it
+    command -v pkg-config >/dev/null 2>&1 || packages="$packages pkg-config"
+    packages="$packages libjansson-dev"
+fi
 if [ -n "$packages" ]; then
     root=
     [ "$(id -u)" = 0 ] || root=sudo
@@ -69,6 +84,7 @@ if [ -n "$packages" ]; then
     $root env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends $packages >/dev/null ||
         die "apt-get could not install:$packages"
     find_python || die "no python3 here can import matplotlib"
+    pkg-config --exists jansson || die "pkg-config does not find jansson"
 fi
 
 # ---- build ----
@@ -88,7 +104,7 @@ meson compile -C "$build" >"$top/build/run.log" 2>&1 || {
     cat "$top/build/run.log" >&2
     die "the build failed"
 }
-echo "built in $(($(date +%s) - began)) s: $build/examples/compare"
+echo "built in $(($(date +%s) - began)) s: $build/examples/compare and train"
 
 # ---- runs ----
 
@@ -122,11 +138,48 @@ shape() {
 shape 16_16 16
 shape 16_4 4
 
+# training METHOD: trains, and leaves the losses alone, every digit of them, in METHOD.losses
+training() {
+    title "training with $1"
+    # shellcheck disable=SC2086 # lists of flags
+    "$build/examples/train" --method "$1" $model $schedule --json "$results/train_$1.json" \
+        --trace "$results/trace_train_$1.json" >"$results/train_$1.txt" || die "train failed ($1)"
+    cat "$results/train_$1.txt"
+    "$python" -c 'import json, sys
+for loss in json.load(open(sys.argv[1]), parse_float=str)["loss"]: print(loss)' \
+        "$results/train_$1.json" >"$results/train_$1.losses" || die "train $1 left no list of losses"
+    [ -s "$results/train_$1.losses" ] || die "train $1 left an empty list of losses"
+}
+
+training ulysses
+training upipe
+cmp "$results/train_ulysses.losses" "$results/train_upipe.losses" ||
+    die "the losses of the two methods are not the same bits"
+printf '\nthe same bits: all %d losses of the two methods\n' "$(wc -l <"$results/train_upipe.losses")"
+"$python" "$top/examples/plot_training.py" loss "$results/loss.png" "$results/train_ulysses.json" \
+    "$results/train_upipe.json" || die "the losses could not be drawn"
+"$python" "$top/examples/plot_training.py" memory "$results/memory_step.png" "$results/train_ulysses.json" \
+    "$results/train_upipe.json" || die "the memory of a step could not be drawn"
+
+# plan METHOD: what Llama3-8B would hold
+plan() {
+    title "the plan for Llama3-8B with $1"
+    # shellcheck disable=SC2086 # a list of flags
+    "$build/examples/train" --method "$1" $large --plan --json "$results/plan_$1.json" || die "train --plan failed ($1)"
+}
+
+plan ulysses
+plan upipe
+"$python" "$top/examples/plot_training.py" memory "$results/memory_llama3_8b.png" "$results/plan_ulysses.json" \
+    "$results/plan_upipe.json" || die "the memory of Llama3-8B could not be drawn"
+
 echo
-for file in "$results"/memory_*.png; do echo "memory over time: $file"; done
-echo "traces for https://ui.perfetto.dev: $results/traces_16_16 and traces_16_4"
+for file in "$results"/memory_16_*.png; do echo "memory over time: $file"; done
+echo "losses: $results/loss.png"
+echo "memory of a step by component: $results/memory_step.png, and of Llama3-8B: $results/memory_llama3_8b.png"
+echo "traces for https://ui.perfetto.dev: $results/traces_16_16, traces_16_4 and trace_train_*.json"
 if [ $save_images = 1 ]; then
-    mkdir -p "$top/docs/images" && cp "$results"/memory_*.png "$top/docs/images/" || exit 1
+    mkdir -p "$top/docs/images" && cp "$results"/*.png "$top/docs/images/" || exit 1
     echo "copied to $top/docs/images"
 fi
 echo "all in $(($(date +%s) - began)) s"

@@ -1,0 +1,191 @@
+#!/usr/bin/env python3
+"""plot_training.py loss|memory PICTURE NUMBERS... -- what train wrote with --json, one NUMBERS a method
+
+loss: the loss of every step and its running mean; below, what the second method's losses differ by from the first's.
+memory: what one rank holds at the peak of a step, by component, one bar a method; beside it each component's own
+largest, which need not be at the same moment.
+"""
+
+import json
+import sys
+
+import matplotlib
+
+matplotlib.use('Agg')
+import matplotlib.pyplot as plt  # noqa: E402
+
+# From the bottom of the stack upwards: component, label, colour.
+COMPONENTS = [
+    ('weights', 'parameters', '#3b4252'),
+    ('gradients', 'gradients', '#9c4a5b'),
+    ('optimizer', 'optimizer', '#7f95b5'),
+    ('checkpoints', 'activation checkpoints', '#c3cede'),
+    ('stream', 'residual stream', '#81a969'),
+    ('attention', 'attention', '#2a9d8f'),
+    ('mlp', 'MLP', '#e9c46a'),
+    ('loss', 'loss', '#e07a5f'),
+    ('other', 'other', '#7d6b91'),
+]
+OTHER = ['tokens', 'sum']  # small; together they are 'other'
+NAMES = {'ulysses': 'DeepSpeed-Ulysses', 'upipe': 'UPipe'}
+COLOURS = {'ulysses': '#e07a5f', 'upipe': '#2a9d8f'}
+MEAN = 9  # steps of the running mean
+
+
+def read(path):
+    with open(path, encoding='utf-8') as source:
+        return json.load(source)
+
+
+def title(config):
+    return (f'a Llama of {config["layers"]} layers, model dim {config["model_dim"]}, {config["heads"]} query heads, '
+            f'{config["kv_heads"]} key/value heads\n{config["batch"]} x {config["tokens"]:,} tokens a step '
+            f'on {config["ranks"]} ranks, {config["dtype"]}')
+
+
+def tidy(axes):
+    axes.set_axisbelow(True)
+    for side in ('top', 'right'):
+        axes.spines[side].set_visible(False)
+
+
+def running_mean(values):
+    """The mean over MEAN steps around each, over fewer at the ends."""
+    means = []
+    for at in range(len(values)):
+        reach = min(MEAN // 2, at, len(values) - 1 - at)
+        near = values[at - reach:at + reach + 1]
+        means.append(sum(near) / len(near))
+    return means
+
+
+def draw_difference(axes, first, second):
+    """The second's losses minus the first's, over the steps that both have."""
+    steps = range(1, min(len(first['loss']), len(second['loss'])) + 1)
+    difference = [b - a for a, b in zip(first['loss'], second['loss'])]
+    most = max(map(abs, difference))
+    axes.plot(steps, difference, color='#3b4252', linewidth=1.2)
+    if most == 0:
+        axes.set_ylim(-1, 1)
+        axes.set_yticks([0])
+        said = f'exactly 0 in all {len(steps)} steps'
+    else:
+        axes.set_ylim(-1.25 * most, 1.6 * most)
+        said = f'at most {most:.2g}'
+    axes.annotate(said, (0.5, 0.95), xycoords='axes fraction', ha='center', va='top', fontsize=9)
+    axes.set_ylabel('difference')
+    axes.grid(axis='y', color='#dddddd', linewidth=0.6)
+    tidy(axes)
+
+
+def draw_loss(runs):
+    two = len(runs) > 1
+    figure, panels = plt.subplots(1 + two, 1, sharex=True, squeeze=False, figsize=(7.2, 5.2 if two else 4.2),
+                                  height_ratios=[4, 1][:1 + two])
+    axes = panels[0][0]
+    for place, run in enumerate(runs):
+        method, steps = run['config']['method'], range(1, len(run['loss']) + 1)
+        dashed = {'linestyle': (0, (4, 3))} if place > 0 else {}  # equal curves hide each other
+        axes.plot(steps, run['loss'], color=COLOURS[method], linewidth=0.9, alpha=0.6, **dashed)
+        axes.plot(steps, running_mean(run['loss']), color=COLOURS[method], linewidth=2 if place else 2.6,
+                  label=NAMES[method], **dashed)
+    axes.set_ylabel('loss, nats a byte')
+    axes.grid(color='#dddddd', linewidth=0.6)
+    axes.legend(frameon=False)
+    tidy(axes)
+    if two:
+        draw_difference(panels[1][0], runs[0], runs[1])
+    panels[-1][0].set_xlabel('step')
+    panels[-1][0].set_xlim(1, max(max(len(run['loss']) for run in runs), 2))
+    figure.suptitle('Training ' + title(runs[0]['config']), fontsize=10)
+    return figure
+
+
+def short(number):
+    return f'{number:.3g}' if number < 100 else f'{number:.0f}'
+
+
+def in_components(measured, path):
+    """Bytes of every one of COMPONENTS."""
+    known = [name for name, _, _ in COMPONENTS] + OTHER
+    for name in measured:
+        if name not in known:
+            sys.exit(f'plot_training.py: {path}: no colour for the component {name}')
+    grouped = {name: measured.get(name, 0) for name, _, _ in COMPONENTS}
+    grouped['other'] += sum(measured.get(name, 0) for name in OTHER)
+    return grouped
+
+
+def draw_stacks(axes, runs, stacks, unit):
+    totals = [sum(stack.values()) / unit for stack in stacks]
+    for place, stack in enumerate(stacks):
+        bottom = 0
+        for name, _, colour in COMPONENTS:
+            height = stack[name] / unit
+            axes.bar(place, height, 0.55, bottom, color=colour, edgecolor='white', linewidth=0.5)
+            if height > 0.035 * max(totals):
+                dark = sum(int(colour[at:at + 2], 16) for at in (1, 3, 5)) < 400
+                axes.annotate(short(height), (place, bottom + height / 2), ha='center', va='center', fontsize=8,
+                              color='white' if dark else 'black')
+            bottom += height
+        said = f'{bottom:.1f}'
+        if place > 0 and totals[0] > 0:
+            share = 100 * (1 - totals[place] / totals[0])
+            digits = 1 if abs(share) < 10 else 0
+            said += '\nthe same' if share == 0 else f'\n{abs(share):.{digits}f} % {"less" if share > 0 else "more"}'
+        axes.annotate(said, (place, bottom), xytext=(0, 3), textcoords='offset points', ha='center', fontsize=9)
+    axes.set_xlim(-0.5, len(runs) - 0.5)
+    axes.set_ylim(0, 1.14 * max(totals))
+    axes.set_xticks(range(len(runs)), [NAMES[run['config']['method']] for run in runs])
+    axes.tick_params(axis='x', length=0)
+    axes.grid(axis='y', color='#dddddd', linewidth=0.6)
+    axes.set_title('at the peak of a step', fontsize=10)
+    tidy(axes)
+
+
+def draw_largest(axes, runs, largest, unit):
+    """A row a component, a bar in it for every method, the first on top."""
+    most = max(max(each.values()) for each in largest) / unit
+    thick = 0.8 / len(runs)
+    for row, (name, _, colour) in enumerate(COMPONENTS):
+        for place, each in enumerate(largest):
+            at = row + 0.4 - thick * (place + 0.5)
+            length = each[name] / unit
+            axes.barh(at, length, thick * 0.92, color=colour, alpha=1 if place == 0 else 0.6)
+            axes.annotate(short(length), (length, at), xytext=(3, 0), textcoords='offset points', va='center',
+                          fontsize=7)
+    axes.set_yticks(range(len(COMPONENTS)), [label for _, label, _ in COMPONENTS])
+    axes.tick_params(axis='y', length=0)
+    axes.set_xlim(0, 1.12 * most)
+    axes.grid(axis='x', color='#dddddd', linewidth=0.6)
+    order = ' above '.join(NAMES[run['config']['method']] for run in runs)
+    axes.set_title(f'largest of each: {order}', fontsize=10)
+    tidy(axes)
+
+
+def draw_memory(runs, paths):
+    stacks = [in_components(run['memory']['at_peak'], path) for run, path in zip(runs, paths)]
+    largest = [in_components(run['memory']['largest'], path) for run, path in zip(runs, paths)]
+    peak = max(sum(stack.values()) for stack in stacks)
+    unit, name = (2**30, 'GiB') if peak >= 2**30 else (2**20, 'MiB') if peak >= 2**20 else (2**10, 'KiB')
+    left = 1.5 * len(runs) + 1
+    figure, panels = plt.subplots(1, 2, figsize=(left + 6, 5.2), width_ratios=[left, 5.4])
+    draw_stacks(panels[0], runs, stacks, unit)
+    draw_largest(panels[1], runs, largest, unit)
+    panels[0].set_ylabel(f'live bytes of one rank, {name}')
+    panels[1].set_xlabel(name)
+    figure.suptitle('Memory of ' + title(runs[0]['config']), fontsize=10)
+    return figure
+
+
+def main():
+    if len(sys.argv) < 4 or sys.argv[1] not in ('loss', 'memory'):
+        sys.exit(__doc__)
+    runs = [read(path) for path in sys.argv[3:]]
+    figure = draw_loss(runs) if sys.argv[1] == 'loss' else draw_memory(runs, sys.argv[3:])
+    figure.tight_layout()
+    figure.savefig(sys.argv[2], dpi=110, metadata={'Software': None})
+
+
+if __name__ == '__main__':
+    main()
