@@ -57,14 +57,14 @@ def table(head, rows):
 
 
 def convergence(program):
-    """Losses of both methods, bit for bit the same in f32 or an error."""
+    """Losses of both methods, which are to be the same bits in f32: main fails otherwise."""
     runs = {method: run(program, ['--method', method, *CONVERGENCE]) for method in METHODS}
     losses = {method: runs[method]['loss'] for method in METHODS}
     every = list(range(100, 1001, 100))
     table(['step'] + [f'{step:,}' for step in every],
           [[method] + [f'{losses[method][step - 1]:.4f}' for step in every] for method in METHODS])
     same = losses['ulysses'] == losses['upipe'] and runs['ulysses']['grad_norm'] == runs['upipe']['grad_norm']
-    print(f'\nall {len(losses["upipe"])} losses and gradient norms: {"the same bits" if same else "DIFFERENT"}')
+    print(f'\nall {len(losses["upipe"])} losses and gradient norms: {"the same bits" if same else "different bits"}')
     return {
         'command': ['train', *MODEL, *CONVERGENCE, '--method', '|'.join(METHODS)],
         'steps': every,
@@ -108,14 +108,17 @@ def main():
     options = parser.parse_args()
     if not os.access(options.train, os.X_OK):
         sys.exit(f'train.py: {options.train} is not there: sh examples/run.sh builds it')
+    out = options.out or os.path.join(TOP, 'bench', 'results', f'train_{options.what}.json')
+    if not os.access(os.path.dirname(os.path.abspath(out)), os.W_OK):
+        sys.exit(f'train.py: {out} cannot be written')
     numbers = {'machine': f'{processor()}, {os.cpu_count()} cores'}
     numbers.update(convergence(options.train) if options.what == 'convergence' else batch(options.train))
-    out = options.out or os.path.join(TOP, 'bench', 'results', f'train_{options.what}.json')
     with open(out, 'w', encoding='utf-8') as target:
         json.dump(numbers, target, indent=2)
         target.write('\n')
     print(f'written: {out}', file=sys.stderr)
+    return 0 if numbers.get('same_bits_of_all_steps', True) else 1
 
 
 if __name__ == '__main__':
-    main()
+    sys.exit(main())

@@ -44,7 +44,7 @@ static int64_t golden_count(const golden *g, int group)
     return group == 0 ? g->layout.weights : g->layout.gains;
 }
 
-/* Elements [first, first + n) of tensor `name`; fails the test without it. */
+/* A tensor of the file; fails the test where it is not there. */
 static const st_tensor *golden_find(const golden *g, const char *prefix, const char *name)
 {
     char full[160];

@@ -524,6 +524,24 @@ def test_signals(folder):
         if whole and rest:
             equal(stopped['loss'] + rest['loss'], whole['loss'], f'{ends.name}: the losses')
             equal(stopped['grad_norm'] + rest['grad_norm'], whole['grad_norm'], f'{ends.name}: the gradients')
+    # In the sample too; the numbers are written. A second signal, of another kind, does not wait.
+    for more in ([], [signal.SIGTERM]):
+        args = given(steps=2, progress=True, sample=1000000, save='sampled', json='sampled.json')
+        with subprocess.Popen([TRAIN, *args], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                              encoding='utf-8', preexec_fn=heed_signals) as process:
+            for line in process.stderr:
+                if line.startswith('step 2/'):
+                    while not os.path.isdir(os.path.join(folder, 'sampled', 'checkpoint-2')):
+                        time.sleep(0.01)
+                    time.sleep(0.3)
+                    for number in [signal.SIGINT, *more]:
+                        process.send_signal(number)
+                        time.sleep(0.02)
+        check(process.returncode in ([130] if not more else [130, -signal.SIGTERM]),
+              f'stopped in the sample, {more}: status {process.returncode}')
+        if not more:
+            equal(len(numbers_of(folder, 'sampled.json')['loss']), 2, 'what a stopped sample leaves')
+        shutil.rmtree(os.path.join(folder, 'sampled'))
 
 
 def test_kills(folder):
@@ -880,6 +898,10 @@ def test_plan(folder):
         check(all(part in done.stdout for part in PARTS), f'{method}: a part is missing: {done.stdout}')
     check(slopes['upipe'][1] < 10.6, f'UPipe has the slope {slopes["upipe"][1]}')
     check(slopes['upipe'][1] < slopes['ulysses'][1] < 15.1, f'slopes: {slopes}')
+    # Many stages, and sizes that nobody would wait for.
+    equal(run(words_of({'plan': True, 'layers': 1, 'heads': 64, 'kv_heads': 64, 'ranks': 1, 'chunk': 1}),
+              folder).returncode, 0, 'a plan of 64 stages')
+    failed(folder, words_of({'plan': True, 'model_dim': 8, 'tokens': 2147483644}), 1, ['dry run', '[0-9]e\\+'])
     # The plan is the run's.
     numbers = good(folder, 'as planned', offload=True, steps=1)
     done = run(words_of({**MODEL, 'tokens': 64, 'ranks': 2, 'offload': True, 'plan': True}), folder)

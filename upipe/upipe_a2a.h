@@ -151,7 +151,8 @@ UPIPE_API upipe_status upi_a2a_reduce_scatter(upipe_ctx *c, float *data, int64_t
  *                             bits on every transport. The rest of data stays as it was
  *   data    n f32 elements, the same n on all ranks; slices as upipe_a2a_slice
  *   bytes   sends 4 * (n - its slice); takes upipe_a2a_sum_bytes from the pool
- *   errors  ARG, MEMORY; others as upipe_comm_wait. The team is then aborted
+ *   errors  ARG (n < 0, or an exchange is under way: nothing happens), MEMORY; others as upipe_comm_wait,
+ *           and for these the team is aborted
  */
 UPIPE_API upipe_status upipe_a2a_reduce_scatter(upipe_ctx *c, float *data, int64_t n)
 {
@@ -168,7 +169,8 @@ UPIPE_API upipe_status upipe_a2a_reduce_scatter(upipe_ctx *c, float *data, int64
  *   data    n elements of `element` bytes, the same on all ranks: the own slice is read, the others are
  *           written
  *   bytes   sends its slice to each of the others
- *   errors  ARG; others as upipe_comm_wait. The team is then aborted
+ *   errors  ARG (n < 0, or an exchange is under way: nothing happens); others as upipe_comm_wait, and for
+ *           these the team is aborted
  */
 UPIPE_API upipe_status upipe_a2a_all_gather(upipe_ctx *c, void *data, int64_t n, size_t element)
 {
@@ -201,7 +203,8 @@ UPIPE_API upipe_status upipe_a2a_all_gather(upipe_ctx *c, void *data, int64_t n,
 /* upipe_a2a_sum -- every rank gets the sum over ranks, added in rank order: a reduce-scatter, and a gather
  *   data    n f32 elements, the same n on all ranks; replaced by the sum
  *   bytes   sends about 2 * 4 * n * (ranks - 1) / ranks; takes upipe_a2a_sum_bytes from the pool
- *   errors  ARG, MEMORY; others as upipe_comm_wait. The team is then aborted
+ *   errors  ARG (n < 0, or an exchange is under way: nothing happens), MEMORY; others as upipe_comm_wait,
+ *           and for these the team is aborted
  */
 UPIPE_API upipe_status upipe_a2a_sum(upipe_ctx *c, float *data, int64_t n)
 {

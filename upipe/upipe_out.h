@@ -49,8 +49,8 @@ UPIPE_API upi_run upi_out_run(upipe_ctx *c, const upipe_layer *l)
     return r;
 }
 
-/* upipe_layer_out_bytes -- what upipe_layer_out_fwd or, with backward, upipe_layer_out_bwd takes from the pool,
- *                          exactly; of that, delta (rows * heads * 4 bytes) stays after the backward
+/* upipe_layer_out_bytes -- what upipe_layer_out_fwd or, with backward, upipe_layer_out_bwd takes from the
+ *                          pool, exactly; of that, delta (rows * heads * 4 bytes) stays after the backward
  *   scratch  from upipe_layer_scratch, for a layer with wo
  */
 UPIPE_API size_t upipe_layer_out_bytes(const upipe_plan *p, const upipe_plan_scratch *scratch, int backward)

@@ -111,17 +111,19 @@ UPIPE_API upipe_view upi_tiles_shape(upipe_dtype dtype, int64_t rows, int64_t co
     return upipe_view_packed(NULL, dtype, rows, 1, (int32_t)columns);
 }
 
-/* Scratch of y = x * w^T with w [columns][depth]; backward: also of dx (+)= dy * w and dw += dy^T * x. */
-UPIPE_API size_t upi_tiles_product(const upipe_ops *ops, upipe_dtype out, upipe_dtype dtype, int64_t rows,
-                                   int64_t columns, int64_t depth, int backward)
+/* Scratch of y = x * w^T with w [columns][depth] and y of type `out`. backward: also of dx = dy * w, of type
+ * `dx`, of another such product added to it where that is f32, and of dw += dy^T * x. */
+UPIPE_API size_t upi_tiles_product(const upipe_ops *ops, upipe_dtype out, upipe_dtype dx, upipe_dtype dtype,
+                                   int64_t rows, int64_t columns, int64_t depth, int backward)
 {
     upipe_view x = upi_tiles_shape(dtype, rows, depth), w = upi_tiles_shape(dtype, columns, depth);
-    upipe_view y = upi_tiles_shape(dtype, rows, columns), sum = upi_tiles_shape(UPIPE_F32, rows, depth);
+    upipe_view y = upi_tiles_shape(dtype, rows, columns), sum = upi_tiles_shape(dx, rows, depth);
     upipe_view dw = upi_tiles_shape(UPIPE_F32, columns, depth);
     size_t bytes = ops->gemm_bytes(ops, upi_tiles_shape(out, rows, columns), x, w, UPIPE_GEMM_TRANS_B);
     if (!backward) return bytes;
     bytes = upi_tiles_larger(bytes, ops->gemm_bytes(ops, sum, y, w, 0));
-    bytes = upi_tiles_larger(bytes, ops->gemm_bytes(ops, sum, y, w, UPIPE_GEMM_ACCUMULATE));
+    if (dx == UPIPE_F32)
+        bytes = upi_tiles_larger(bytes, ops->gemm_bytes(ops, sum, y, w, UPIPE_GEMM_ACCUMULATE));
     return upi_tiles_larger(bytes,
                             ops->gemm_bytes(ops, dw, y, x, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
 }
@@ -159,7 +161,7 @@ UPIPE_API upipe_status upi_tiles_norm_check(upipe_ctx *c, const char *call, cons
     return UPIPE_OK;
 }
 
-/* Blocks of one call. */
+/* Blocks of one call. wide: the MLP's gate, up and hidden layer; or the logits and their gradient. */
 typedef struct upi_tiles_room {
     void *norm, *wide[3], *sum, *work;
 } upi_tiles_room;
@@ -187,18 +189,10 @@ UPIPE_API upipe_status upi_mlp_tiling(upi_tiling *t, const upipe_ops *ops, const
     size_t el = upipe_dtype_bytes(x.dtype), dim = (size_t)x.d, hidden = (size_t)m->hidden;
     t->row = (m->gain != NULL ? dim * el : 0) + (backward ? 3 : 2) * hidden * el + dim * 4;
     UPIPE_TRY(upi_tiles_fit(t, x.n, x.d, m->tile_bytes, backward ? "mlp_bwd" : "mlp_fwd", e));
-    t->products =
-        upi_tiles_larger(upi_tiles_product(ops, x.dtype, x.dtype, t->rows, m->hidden, x.d, backward),
-                         upi_tiles_product(ops, UPIPE_F32, x.dtype, t->rows, x.d, m->hidden, 0));
-    if (backward) { /* the gradient of the hidden layer is stored in x's type, w_down's is f32 */
-        upipe_view g = upi_tiles_shape(x.dtype, t->rows, x.d),
-                   a = upi_tiles_shape(x.dtype, t->rows, m->hidden);
-        upipe_view w = upi_tiles_shape(x.dtype, x.d, m->hidden),
-                   dw = upi_tiles_shape(UPIPE_F32, x.d, m->hidden);
-        t->products = upi_tiles_larger(t->products, ops->gemm_bytes(ops, a, g, w, 0));
-        t->products = upi_tiles_larger(
-            t->products, ops->gemm_bytes(ops, dw, g, a, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
-    }
+    /* gate and up; then down, whose input's gradient has x's type */
+    t->products = upi_tiles_larger(
+        upi_tiles_product(ops, x.dtype, UPIPE_F32, x.dtype, t->rows, m->hidden, x.d, backward),
+        upi_tiles_product(ops, UPIPE_F32, x.dtype, x.dtype, t->rows, x.d, m->hidden, backward));
     return UPIPE_OK;
 }
 
@@ -399,7 +393,7 @@ UPIPE_API upipe_status upi_loss_tiling(upi_tiling *t, const upipe_ops *ops, cons
     t->row = (h->gain != NULL ? dim * el : 0) + vocab * 4;
     if (backward) t->row += dim * 4 + (el < 4 ? vocab * el : 0);
     UPIPE_TRY(upi_tiles_fit(t, x.n, square, h->tile_bytes, backward ? "loss_bwd" : "loss_fwd", e));
-    t->products = upi_tiles_product(ops, UPIPE_F32, x.dtype, t->rows, h->vocab, x.d, backward);
+    t->products = upi_tiles_product(ops, UPIPE_F32, UPIPE_F32, x.dtype, t->rows, h->vocab, x.d, backward);
     return UPIPE_OK;
 }
 

@@ -81,11 +81,21 @@ static inline int cli_print(const char *flag, const char *text)
     return 1 + EXIT_RUN;
 }
 
-static inline int cli_version(const char *flag)
+/* more: what else is to be said, from a comma on, or "" */
+static inline int cli_version(const char *flag, const char *more)
 {
-    char text[64];
-    snprintf(text, sizeof text, PROGRAM ", upipe %d.%d\n", UPIPE_VERSION_MAJOR, UPIPE_VERSION_MINOR);
+    char text[128];
+    snprintf(text, sizeof text, PROGRAM ", upipe %d.%d%s\n", UPIPE_VERSION_MAJOR, UPIPE_VERSION_MINOR, more);
     return cli_print(flag, text);
+}
+
+/* A rank that has the reason of a failed team: one with the team's status. Others only heard of it. */
+static inline int cli_reason(const upipe_status *statuses, int ranks, upipe_status team)
+{
+    int r;
+    for (r = 0; r < ranks && statuses[r] != team; ++r) {
+    }
+    return r < ranks ? r : 0;
 }
 
 /* ---- values ---- */

@@ -8,13 +8,6 @@
 #define PROGRAM "compare"
 
 #include "upipe/net/upipe_net_threads.h"
-#include "upipe/cpu/upipe_cpu.h"
-#ifdef UPIPE_WITH_CBLAS
-#include "upipe/cpu/upipe_cpu_cblas.h"
-#define PRODUCTS "cblas"
-#else
-#define PRODUCTS "built-in"
-#endif
 #include "upipe/upipe.h"
 
 #include <signal.h>
@@ -337,10 +330,7 @@ int main(int argc, char **argv)
     }
     if (c->o.data == NULL) c->o.data = cli_book();
     c->shows_progress = c->o.progress || isatty(STDERR_FILENO);
-    upipe_cpu_ops(&c->ops);
-#ifdef UPIPE_WITH_CBLAS
-    upipe_cpu_cblas(&c->ops);
-#endif
+    products_ops(&c->ops);
     status = run(c) == 0 ? 0 : EXIT_RUN;
     files_abandon(&c->all);
     for (i = 0; i < c->o.methods_n; ++i) method_free(&c->methods[i]);

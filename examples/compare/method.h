@@ -302,7 +302,8 @@ static int method_run(method *m, const inputs *in)
     upipe_status *statuses;
     upipe_status s;
     upipe_err err;
-    int r, shown = 0;
+    char who[32];
+    int r;
     m->in = in;
     m->layer.wq = in->stored[0];
     m->layer.wk = in->stored[1];
@@ -320,14 +321,13 @@ static int method_run(method *m, const inputs *in)
     } else {
         s = upipe_threads_run(&m->team, method_rank_main, m, statuses);
         upipe_threads_free(&m->team);
-        /* The rank that failed first has the reason; the others only heard of it. */
-        for (r = 0; r < m->o->ranks && s != UPIPE_OK; ++r) {
-            char who[32];
-            if (statuses[r] != s || shown++ > 0) continue;
+        if (s == UPIPE_OK) {
+            method_largest(m);
+        } else {
+            r = cli_reason(statuses, m->o->ranks, s);
             snprintf(who, sizeof who, "rank %d: ", r);
             method_fail(m, who, s, m->ranks[r].err.text);
         }
-        if (s == UPIPE_OK) method_largest(m);
     }
     method_release(m);
     free(statuses);

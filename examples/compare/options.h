@@ -16,6 +16,7 @@
 #include "upipe/upipe.h"
 
 #include "../common/cli.h"
+#include "../common/products.h"
 
 enum { METHOD_ULYSSES, METHOD_UPIPE, METHOD_NAIVE, METHODS };
 
@@ -176,7 +177,7 @@ static int options_flag(void *user, int flag, const char *text)
     case FLAG_HELP:
         return cli_print(name, usage_text);
     default: /* FLAG_VERSION */
-        return cli_version(name);
+        return cli_version(name, ", products: " PRODUCTS);
     }
 }
 

@@ -428,9 +428,12 @@ static int llama_save_agree(llama_save_work *s, int bad)
         if (bad) s->c->err = own;
         return -1;
     }
-    for (r = 0; r < team->ranks && !bad; ++r)
-        if (s->all[r])
-            bad = llama_config_fail(&s->c->err, s->whole, "rank %d of %d could not write", r, team->ranks);
+    for (r = 0; r < team->ranks && !bad; ++r) {
+        if (!s->all[r]) continue;
+        upi_fail(&s->c->err, UPIPE_ERR_ABORTED, "%s: rank %d of %d could not write", s->whole, r,
+                 team->ranks);
+        bad = -1;
+    }
     return bad;
 }
 
@@ -439,9 +442,11 @@ static int llama_save_agree(llama_save_work *s, int bad)
  *   dir    made if it is not there; leftovers of a run that was stopped are removed
  *   keep   so many checkpoints up to N stay, the newest; 0 = all
  *
- * One of the same step is replaced. Returns OK when everything is on the disk, on every rank the same; else
- * the sentence is in c->err (the failing rank's has the reason), checkpoints that were there are whole, and
- * the team is as good as before unless a rank did not come.
+ * One of the same step is replaced. Returns OK on all ranks when everything is on the disk, or on none. Then
+ * the sentence is in c->err, with the reason on the rank that failed; the others return ABORTED. Checkpoints
+ * that were there are whole, and the team is as good as before unless a rank did not come.
+ *
+ * Ranks wait for each other for LLAMA_SAVE_DEADLINE seconds, or the team's deadline if that is longer.
  */
 __attribute__((unused)) static upipe_status llama_save(upipe_ctx *c, const char *dir,
                                                        const llama_state *state, const llama_run *run,

@@ -2,23 +2,17 @@
  *
  *     logits --load SmolLM2-135M --ids ids.npy --out logits.npy --ranks 3
  *
- * ids.npy: int32 or int64 [S]. logits.npy: float32 [S][V]. The forward is train's (model.h); the ranks, threads of this
- * process, read one copy of the weights.
+ * ids.npy: int32 or int64 [S]. logits.npy: float32 [S][V]. The forward is train's (model.h); the ranks,
+ * threads of this process, read one copy of the weights.
  */
 #define PROGRAM "logits"
 
 #include "upipe/net/upipe_net_threads.h"
-#include "upipe/cpu/upipe_cpu.h"
-#ifdef UPIPE_WITH_CBLAS
-#include "upipe/cpu/upipe_cpu_cblas.h"
-#define PRODUCTS "cblas"
-#else
-#define PRODUCTS "built-in"
-#endif
 #include "upipe/upipe.h"
 
 #include "../common/cli.h"
 #include "../common/files.h"
+#include "../common/products.h"
 #include "checkpoint.h"
 #include "model.h"
 
@@ -88,7 +82,6 @@ static int options_flag(void *user, int flag, const char *value)
 {
     options *o = (options *)user;
     const char *name = option_list[flag].name;
-    char version[64];
     switch (flag) {
     case FLAG_LOAD:
         o->load = value;
@@ -115,9 +108,7 @@ static int options_flag(void *user, int flag, const char *value)
     case FLAG_HELP:
         return cli_print(name, usage_text);
     default:
-        snprintf(version, sizeof version, PROGRAM ", upipe %d.%d, products: " PRODUCTS "\n",
-                 UPIPE_VERSION_MAJOR, UPIPE_VERSION_MINOR);
-        return cli_print(name, version);
+        return cli_version(name, ", products: " PRODUCTS);
     }
 }
 
@@ -139,7 +130,8 @@ static int options_read(options *o, int argc, char **argv)
 
 /* ---- tokens ---- */
 
-/* The header of a .npy file, version 1: one dimension, little-endian whole numbers. Returns bytes of an element, or 0. */
+/* The header of a .npy file, version 1: one dimension, little-endian whole numbers. Returns bytes of an
+ * element, or 0. */
 static int ids_header(FILE *f, int64_t *n)
 {
     unsigned char magic[10];
@@ -222,7 +214,8 @@ static upipe_status logits_rank(logits *g, upipe_ctx *c)
         int64_t rows = p->local - row < UPIPE_TILE_LOSS_ROWS ? p->local - row : (int64_t)UPIPE_TILE_LOSS_ROWS;
         room = upipe_view_packed(data, UPIPE_F32, rows, 1, (int32_t)vocab);
         UPIPE_TRY(model_logits(&r, room, upipe_view_rows(x, row, rows)));
-        UPIPE_TRY(c->ops->copy(c, g->out + (first + row) * vocab, data, (size_t)(rows * vocab) * 4));
+        if (g->out != NULL) /* not there in a dry run */
+            UPIPE_TRY(c->ops->copy(c, g->out + (first + row) * vocab, data, (size_t)(rows * vocab) * 4));
     }
     UPIPE_TRY(upipe_mem_give(c->mem, data, &c->err));
     UPIPE_TRY(model_give(&r, x));
@@ -265,20 +258,27 @@ static int logits_fail(upipe_status s, const upipe_err *e)
     return cli_fail("%s: %s", upipe_status_name(s), e->text);
 }
 
-static int logits_load(logits *g)
+/* What the folder holds, and tokens that fit it. */
+static int logits_find(logits *g)
 {
     llama_config config;
     char path[FILES_PATH];
+    upipe_err e;
+    memset(&e, 0, sizeof e);
+    if (llama_checkpoint_find(g->o.load, g->folder, &e) != 0) return cli_fail("%s", e.text);
+    if (files_path(path, g->folder, "config", ".json") != 0) return -1;
+    if (llama_config_read(&config, NULL, path, &e) != 0) return cli_fail("%s", e.text);
+    if (llama_layout_init(&g->layout, &config) != 0) return cli_fail("the model is too large for 63 bits");
+    return ids_read(g);
+}
+
+static int logits_load(logits *g)
+{
     llama_state state;
     upipe_ctx c;
     upipe_status s;
     memset(&c, 0, sizeof c);
     memset(&state, 0, sizeof state);
-    if (llama_checkpoint_find(g->o.load, g->folder, &c.err) != 0) return cli_fail("%s", c.err.text);
-    if (files_path(path, g->folder, "config", ".json") != 0) return -1;
-    if (llama_config_read(&config, NULL, path, &c.err) != 0) return cli_fail("%s", c.err.text);
-    if (llama_layout_init(&g->layout, &config) != 0) return cli_fail("the model is too large for 63 bits");
-    if (ids_read(g) != 0) return -1;
     g->weights = malloc((size_t)g->layout.weights * upipe_dtype_bytes(g->o.dtype));
     g->gains = (float *)malloc((size_t)g->layout.gains * sizeof *g->gains);
     if (g->weights == NULL || g->gains == NULL)
@@ -337,20 +337,19 @@ static int logits_run(logits *g)
     if (s != UPIPE_OK) return logits_fail(s, &e);
     s = upipe_threads_run(&g->team, logits_rank_main, g, statuses);
     upipe_threads_free(&g->team);
-    /* The rank that failed first has the reason; the others only heard of it. */
-    for (r = 0; r < g->o.ranks && s != UPIPE_OK; ++r)
-        if (statuses[r] == s) return cli_fail("rank %d: %s: %s", r, upipe_status_name(s), g->errors[r].text);
-    return s == UPIPE_OK ? 0 : cli_fail("%s", upipe_status_name(s));
+    if (s == UPIPE_OK) return 0;
+    r = cli_reason(statuses, g->o.ranks, s);
+    return cli_fail("rank %d: %s: %s", r, upipe_status_name(s), g->errors[r].text);
 }
 
 static int logits_main(logits *g, files *all)
 {
-    if (logits_load(g) != 0 || logits_plan(g) != 0 || logits_check_memory(g) != 0) return -1;
+    if (logits_find(g) != 0 || logits_plan(g) != 0 || logits_check_memory(g) != 0) return -1;
     if (files_same(g->o.out, g->o.ids)) return cli_fail("%s would replace the tokens of --ids", g->o.out);
     files_begin(all);
     if (files_reserve(all, g->o.out, g->o.ids) != 0) return -1;
     files_abandon(all);
-    if (logits_run(g) != 0) return -1;
+    if (logits_load(g) != 0 || logits_run(g) != 0) return -1;
     files_begin(all);
     if (files_npy(all, g->o.out, g->out, g->tokens, g->layout.config.vocab) != 0) return -1;
     return files_commit(all);
@@ -366,10 +365,7 @@ int main(int argc, char **argv)
     } else {
         signal(SIGPIPE, SIG_IGN);
         signal(SIGXFSZ, SIG_IGN);
-        upipe_cpu_ops(&g->ops);
-#ifdef UPIPE_WITH_CBLAS
-        upipe_cpu_cblas(&g->ops);
-#endif
+        products_ops(&g->ops);
         status = options_read(&g->o, argc, argv);
         if (status == 0) status = 1 + (logits_main(g, all) == 0 ? 0 : EXIT_RUN);
         files_abandon(all);

@@ -17,6 +17,7 @@
 #include "upipe/upipe.h"
 
 #include "../common/cli.h"
+#include "../common/products.h"
 #include "config.h"
 
 enum { METHOD_ULYSSES, METHOD_UPIPE, METHODS };
@@ -124,21 +125,23 @@ static const char usage_text[] =
     "  --seed N           of the first weights, the order of the text and the sample (1)\n"
     "  --tile-bytes N     what a tile of the MLP or the loss may take (0: as much as suits the model)\n"
     "  --offload          layers' inputs wait for the backward in a second pool: host memory on a GPU\n"
-    "  --deadline SECONDS how long a rank waits for another one before it gives up (600)\n"
+    "  --deadline SECONDS how long a rank waits for another one before it gives up; for one that writes\n"
+    "                     a checkpoint at least 1200 (600)\n"
     "  --plan             print the memory by component and what a token adds to it; train nothing\n"
     "\n"
     "files\n"
     "  --json FILE        write the numbers; with --plan those of the plan\n"
-    "  --trace FILE       write what the pools did in the first step, for Perfetto or chrome://tracing\n"
+    "  --trace FILE       write what the ranks' own pools did up to the first step, for Perfetto\n"
     "  --save DIR         write checkpoints with the weights as Hugging Face has them\n"
     "  --save-every N     steps between checkpoints (0: one at the end)\n"
     "  --keep N           checkpoints that stay (1)\n"
-    "  --resume DIR       go on from a checkpoint, bit for bit: same data, seed, tokens, batch and dtype\n"
+    "  --resume DIR       go on from a checkpoint with the same data, seed, tokens, batch and dtype; bit\n"
+    "                     for bit where ranks, --steps and the rates are the same too\n"
     "  --load DIR         start from the weights of a Hugging Face folder\n"
     "\n"
     "the text written at the end\n"
     "  --sample N         bytes, 0 for none (200)\n"
-    "  --prompt TEXT      (\"In the beginning \")\n"
+    "  --prompt TEXT      its last 256 bytes count (\"In the beginning \")\n"
     "  --temperature X    0 takes the likeliest byte (0.8)\n"
     "\n"
     "  --progress         say on stderr what is being done, terminal or not\n"
@@ -296,7 +299,7 @@ static int options_flag(void *user, int flag, const char *text)
     case FLAG_HELP:
         return cli_print(name, usage_text);
     case FLAG_VERSION:
-        return cli_version(name);
+        return cli_version(name, ", products: " PRODUCTS);
     default:
         return options_path(o, flag, text);
     }

@@ -7,7 +7,7 @@
 #include "../common/files.h"
 #include "run.h"
 
-/* What the paper's public code holds at Llama3-8B's shape on 8 GPUs: the slope of its peak, in GiB per million
+/* What the paper's public code holds at Llama3-8B's shape on 8 GPUs: its peak's slope, in GiB per million
  * tokens, which there are units (one tensor of the stream in bf16). */
 static const double report_paper_slope[METHODS] = {15.1, 10.6};
 
@@ -113,9 +113,9 @@ static void report_table(const run *u)
         printf("\nmeasured: the same to the byte, in every phase, on every rank\n");
     }
     if (u->saved > 0) printf("checkpoint: %s/checkpoint-%lld\n", u->o.save, (long long)u->saved);
-    if (u->sample_done) {
+    if (u->sample_n > 0) {
         printf("\n%s", u->o.prompt);
-        fwrite(u->sample, 1, (size_t)u->o.sample, stdout);
+        fwrite(u->sample, 1, (size_t)u->sample_n, stdout);
         printf("\n");
     }
 }
@@ -161,7 +161,8 @@ static json_t *report_config(const run *u)
     const options *o = &u->o;
     const llama_config *c = &u->layout.config;
     return json_pack(
-        "{s:s, s:i, s:i, s:I, s:I, s:i, s:i, s:i, s:I, s:I, s:b, s:b, s:f, s:f, s:I, s:I, s:I, s:f, s:f, s:I, s:f, "
+        "{s:s, s:i, s:i, s:I, s:I, s:i, s:i, s:i, s:I, s:I, s:b, s:b, s:f, s:f, s:I, s:I, s:I, s:f, "
+        "s:f, s:I, s:f, "
         "s:f, s:f, s:f, s:f, s:s, s:I, s:I, s:b, s:o, s:o, s:o, s:o, s:I, s:s, s:s}",
         "method", method_names[o->method], "ranks", o->ranks, "chunk", u->m.plan.desc.chunk, "layers",
         (json_int_t)c->layers, "model_dim", (json_int_t)c->dim, "heads", c->heads, "kv_heads", c->kv_heads,
@@ -252,7 +253,8 @@ static int report_files(const run *u, files *all, const report_slopes *slopes)
 static int report_reserve_folder(const char *path)
 {
     struct stat about;
-    if (mkdir(path, 0777) == 0) return rmdir(path);
+    if (mkdir(path, 0777) == 0)
+        return rmdir(path) == 0 ? 0 : files_fail(path, "the folder cannot be removed again");
     if (errno != EEXIST) return files_fail(path, "the folder cannot be made");
     if (stat(path, &about) == 0 && !S_ISDIR(about.st_mode))
         errno = ENOTDIR;

@@ -13,15 +13,9 @@
 #include <signal.h>
 
 #include "upipe/net/upipe_net_threads.h"
-#include "upipe/cpu/upipe_cpu.h"
-#ifdef UPIPE_WITH_CBLAS
-#include "upipe/cpu/upipe_cpu_cblas.h"
-#define PRODUCTS "cblas"
-#else
-#define PRODUCTS "built-in"
-#endif
 #include "upipe/upipe.h"
 
+#include "../common/products.h"
 #include "checkpoint.h"
 #include "data.h"
 #include "memory.h"
@@ -60,16 +54,23 @@ typedef struct run {
     int64_t saved;       /* step of the newest checkpoint; 0 = none */
     double seconds;      /* in steps */
     char *sample;
-    int sample_done;   /* sample holds what was asked for */
+    int64_t sample_n;  /* bytes of it */
     char failure[256]; /* why the training ended early; empty if it did not */
 } run;
 
-/* Signals that end the training after the step they come in. */
+/* Signals that end the training after the step they come in, or the sample after a byte. */
 static volatile sig_atomic_t run_signal;
+static const int run_signals[] = {SIGHUP, SIGINT, SIGTERM};
 
+/* The next one, of whatever kind, ends the program at once. */
 static void run_on_signal(int number)
 {
+    struct sigaction now;
+    size_t i;
     run_signal = number;
+    for (i = 0; i < sizeof run_signals / sizeof *run_signals; ++i)
+        if (sigaction(run_signals[i], NULL, &now) == 0 && now.sa_handler == run_on_signal)
+            signal(run_signals[i], SIG_DFL);
 }
 
 /* ---- planning ---- */
@@ -96,6 +97,7 @@ static sample_wish run_wish(const run *u)
     w.prompt = u->o.prompt;
     w.temperature = u->o.temperature;
     w.seed = u->o.seed;
+    w.stop = &run_signal;
     return w;
 }
 
@@ -133,18 +135,33 @@ static upipe_status run_dry_life(const run *u, const model *m, trainer *t, int64
     memcpy(phase, mem->phase_peak, MODEL_PHASES * sizeof *phase);
     if (u->o.sample > 0 && m == &u->m) {
         sample_wish wish = run_wish(u);
+        int64_t made;
         char byte;
         t->r.m = &u->sampled;
-        UPIPE_TRY(sample_text(&t->r, &wish, &byte, 1, t->gathered));
+        UPIPE_TRY(sample_text(&t->r, &wish, &byte, 1, &made, t->gathered));
     }
     return trainer_give(t);
+}
+
+enum { RUN_WALK_MAX = 50000000 }; /* some seconds */
+
+/* Steps that a dry run walks through, roughly: heads of every tile of every layer, tiles, strips of sums. */
+static double run_walk(const model *m)
+{
+    const llama_config *c = &m->layout->config;
+    const upipe_plan *p = &m->plan;
+    double tiles = (double)p->rows / (double)(p->rows < c->dim ? p->rows : c->dim) + 1;
+    double loss_tiles = (double)p->rows / UPIPE_TILE_LOSS_ROWS + 1;
+    double heads = (double)c->heads / p->per_rank + 2.0 * c->kv_heads / p->kv_per_rank;
+    return (double)c->layers * tiles * 2 * (heads + 8) + loss_tiles * 8 +
+           (double)(m->layout->weights + m->layout->gains) / UPIPE_SUM_PIECE;
 }
 
 /* run_dry -- the slabs of one rank, found by its own code over pools that only count; checks the closed form
  *            against it, phase by phase */
 static upipe_status run_dry(const run *u, const model *m, int rank, run_rank *out, upipe_err *e)
 {
-    int blocks_max = (int)u->layout.config.layers * 2 + 64;
+    int blocks_max = (int)u->layout.config.layers * 2 + m->plan.stages * 2 + 64;
     upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
     upipe_block *blocks = (upipe_block *)calloc(2 * (size_t)blocks_max, sizeof *blocks);
     upipe_mem_event none;
@@ -153,10 +170,15 @@ static upipe_status run_dry(const run *u, const model *m, int rank, run_rank *ou
     upipe_status s;
     size_t peaks[MODEL_PHASES] = {0};
     int phase;
-    if (dry == NULL || blocks == NULL) {
+    if (dry == NULL || blocks == NULL || run_walk(m) > RUN_WALK_MAX) {
+        s = dry == NULL || blocks == NULL
+                ? upi_fail(e, UPIPE_ERR_MEMORY, "no room for a dry run")
+                : upi_fail(e, UPIPE_ERR_UNSUPPORTED,
+                           "the memory's dry run would take %.2g steps, at most %d are walked", run_walk(m),
+                           RUN_WALK_MAX);
         free(dry);
         free(blocks);
-        return upi_fail(e, UPIPE_ERR_MEMORY, "no room for a dry run");
+        return s;
     }
     s = upipe_dry_init(dry, rank, m->plan.desc.ranks, &u->ops);
     if (s == UPIPE_OK) {
@@ -416,6 +438,7 @@ static upipe_status run_life(run *u, run_rank *k, trainer *t, text_order *order)
     int32_t *inputs = (int32_t *)malloc((size_t)u->m.plan.rows * 2 * sizeof *inputs);
     sample_wish wish = run_wish(u);
     upipe_status s = UPIPE_OK;
+    int64_t made = 0;
     int phase, ended = 0;
     if (inputs == NULL) return upi_fail(&c->err, UPIPE_ERR_MEMORY, "no room for the tokens of a step");
     s = trainer_take(t);
@@ -432,11 +455,11 @@ static upipe_status run_life(run *u, run_rank *k, trainer *t, text_order *order)
         char *room = t->state.rank == 0 ? u->sample : (char *)malloc((size_t)u->o.sample);
         if (room == NULL) return upi_fail(&c->err, UPIPE_ERR_MEMORY, "no room for the sample");
         t->r.m = &u->sampled;
-        s = sample_text(&t->r, &wish, room, u->o.sample, t->gathered);
+        s = sample_text(&t->r, &wish, room, u->o.sample, &made, t->gathered);
         if (t->state.rank != 0)
             free(room);
         else
-            u->sample_done = s == UPIPE_OK;
+            u->sample_n = made;
         UPIPE_TRY(s);
     }
     return trainer_give(t);
@@ -506,13 +529,12 @@ static void run_free(run *u)
 /* run_train -- after run_plan, with the text open: trains. 0, or -1 with the sentence out */
 static int run_train(run *u)
 {
-    static const int ends[] = {SIGHUP, SIGINT, SIGTERM};
     upipe_status *statuses = (upipe_status *)calloc((size_t)u->o.ranks, sizeof *statuses);
     struct sigaction action, old;
     upipe_status s;
     upipe_err e;
     size_t i;
-    int r, first = -1;
+    int r;
     memset(&e, 0, sizeof e);
     u->loss = (double *)calloc((size_t)u->o.steps, sizeof *u->loss);
     u->norm = (double *)calloc((size_t)u->o.steps, sizeof *u->norm);
@@ -523,20 +545,20 @@ static int run_train(run *u)
     }
     memset(&action, 0, sizeof action);
     action.sa_handler = run_on_signal;
-    action.sa_flags = (int)SA_RESETHAND; /* the second one ends the program at once */
-    for (i = 0; i < sizeof ends / sizeof *ends; ++i)
-        if (sigaction(ends[i], NULL, &old) == 0 && old.sa_handler != SIG_IGN)
-            sigaction(ends[i], &action, NULL);
+    action.sa_flags = SA_RESTART; /* a checkpoint's writes go on */
+    for (i = 0; i < sizeof run_signals / sizeof *run_signals; ++i)
+        if (sigaction(run_signals[i], NULL, &old) == 0 && old.sa_handler != SIG_IGN)
+            sigaction(run_signals[i], &action, NULL);
     s = upipe_threads_init(&u->team, u->o.ranks, u->o.deadline, &e);
     if (s != UPIPE_OK) {
         run_fail(s, &e);
     } else {
         s = upipe_threads_run(&u->team, run_rank_main, u, statuses);
         upipe_threads_free(&u->team);
-        /* The rank that failed first has the reason; the others only heard of it. */
-        for (r = 0; r < u->o.ranks && s != UPIPE_OK && first < 0; ++r)
-            if (statuses[r] == s) first = r;
-        if (first >= 0) cli_fail("rank %d: %s: %s", first, upipe_status_name(s), u->ranks[first].err.text);
+        if (s != UPIPE_OK) {
+            r = cli_reason(statuses, u->o.ranks, s);
+            cli_fail("rank %d: %s: %s", r, upipe_status_name(s), u->ranks[r].err.text);
+        }
     }
     free(statuses);
     if (s != UPIPE_OK) return -1;

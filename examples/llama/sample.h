@@ -1,12 +1,14 @@
 /* sample.h -- text from the model: one byte at a time, the whole context anew for each
  *
  *     sample_model(&m, &trained);                    a plan for a shorter sequence, batch 1
- *     sample_text(&rank, &s, out, n);                all ranks together; each gets the same n bytes
+ *     sample_text(&rank, &wish, out, n, &made, g);   all ranks together; each gets the same n bytes
  *
  * There is no cache of keys and values: this shows what was learnt, it is no inference engine.
  */
 #ifndef LLAMA_SAMPLE_H
 #define LLAMA_SAMPLE_H
+
+#include <signal.h>
 
 #include "data.h"
 #include "model.h"
@@ -18,6 +20,7 @@ typedef struct sample_wish {
     const char *prompt;
     double temperature;
     uint64_t seed;
+    const volatile sig_atomic_t *stop; /* nonzero: this rank wants to end */
 } sample_wish;
 
 /* The same model over at most SAMPLE_CONTEXT tokens. */
@@ -46,38 +49,40 @@ static int sample_choose(const float *logits, double temperature, double uniform
     return i;
 }
 
-/* The byte after the last of `used` tokens of history; logits: host room for the vocabulary. */
+/* The byte after the last of `used` tokens of history, into *byte; *stop: some rank wants to end. Every rank
+ * computes the logits of a row, that of the last token or one that nobody asks for: so all hold the same. */
 static upipe_status sample_next(model_rank *r, const int32_t *history, int64_t used, const sample_wish *wish,
-                                double uniform, float *logits, int64_t *gathered)
+                                double uniform, float *logits, int64_t *gathered, int *byte, int *stop)
 {
     upipe_ctx *c = r->c;
     const upipe_plan *p = &r->m->plan;
-    int64_t vocab = r->m->layout->config.vocab, last = used - 1, owner = last / p->local, mine = 0;
+    int64_t vocab = r->m->layout->config.vocab, last = used - 1, mine[2] = {0, 0};
+    int owner = (int)(last / p->local), rank;
     upipe_view x;
     void *data;
     UPIPE_TRY(c->ops->copy(c, r->tokens, history + c->team->rank * p->local, (size_t)p->local * 4));
     UPIPE_TRY(model_fwd(r, &x, 0));
-    /* all ranks take room, so that a dry run of any rank, whoever owns its one byte, finds the slab of all */
     UPIPE_TRY(upipe_mem_take(c->mem, &data, (size_t)vocab * 4, "logits", &c->err));
-    if (c->team->rank == owner) {
-        UPIPE_TRY(model_logits(r, upipe_view_packed(data, UPIPE_F32, 1, 1, (int32_t)vocab),
-                               upipe_view_rows(x, last % p->local, 1)));
-        UPIPE_TRY(c->ops->copy(c, logits, data, (size_t)vocab * 4));
-        mine = sample_choose(logits, wish->temperature, uniform);
-    }
+    UPIPE_TRY(model_logits(r, upipe_view_packed(data, UPIPE_F32, 1, 1, (int32_t)vocab),
+                           upipe_view_rows(x, last % p->local, 1)));
+    UPIPE_TRY(c->ops->copy(c, logits, data, (size_t)vocab * 4));
     UPIPE_TRY(upipe_mem_give(c->mem, data, &c->err));
     UPIPE_TRY(model_give(r, x));
-    UPIPE_TRY(upipe_comm_gather(c, c->team, gathered, &mine, 1));
-    gathered[0] = gathered[owner];
+    mine[0] = sample_choose(logits, wish->temperature, uniform);
+    mine[1] = wish->stop != NULL && *wish->stop != 0;
+    UPIPE_TRY(upipe_comm_gather(c, c->team, gathered, mine, 2));
+    *byte = (int)gathered[2 * owner];
+    for (rank = 0, *stop = 0; rank < c->team->ranks; ++rank) *stop |= gathered[2 * rank + 1] != 0;
     return UPIPE_OK;
 }
 
-/* sample_text -- n bytes after the prompt
+/* sample_text -- n bytes after the prompt, of which the last `context` bytes count; *made are fewer if some
+ *                rank wants to end
  *   r         of a model from sample_model; tokens has room for it
- *   gathered  room for [ranks] numbers
+ *   gathered  room for [ranks][2] numbers
  *   errors    those of the library; MEMORY
  */
-static upipe_status sample_text(model_rank *r, const sample_wish *wish, char *out, int64_t n,
+static upipe_status sample_text(model_rank *r, const sample_wish *wish, char *out, int64_t n, int64_t *made,
                                 int64_t *gathered)
 {
     const int64_t context = r->m->plan.desc.tokens;
@@ -87,19 +92,22 @@ static upipe_status sample_text(model_rank *r, const sample_wish *wish, char *ou
     float *logits = (float *)calloc((size_t)r->m->layout->config.vocab, sizeof *logits);
     upipe_status s = UPIPE_OK;
     int64_t used, i;
+    int byte, stop = 0;
+    *made = 0;
     if (history == NULL || logits == NULL)
         s = upi_fail(&r->c->err, UPIPE_ERR_MEMORY, "no room for %lld tokens of a sample", (long long)context);
     for (used = 0; s == UPIPE_OK && prompt[used] != '\0'; ++used) history[used] = (unsigned char)prompt[used];
-    for (i = 0; s == UPIPE_OK && i < n; ++i) {
+    for (i = 0; s == UPIPE_OK && i < n && !stop; ++i) {
         double uniform = (double)(text_mix(wish->seed + (uint64_t)i * 0x9e3779b97f4a7c15u) >> 11) * 0x1p-53;
-        s = sample_next(r, history, used, wish, uniform, logits, gathered);
+        s = sample_next(r, history, used, wish, uniform, logits, gathered, &byte, &stop);
         if (s != UPIPE_OK) break;
         if (used == context) {
             memmove(history, history + 1, (size_t)(context - 1) * sizeof *history);
             --used;
         }
-        history[used++] = (int32_t)gathered[0];
-        out[i] = (char)gathered[0];
+        history[used++] = byte;
+        out[i] = (char)byte;
+        ++*made;
     }
     free(history);
     free(logits);

@@ -50,7 +50,8 @@ static int find_position(run *u)
             (long long)u->o.batch, (long long)u->text.bytes);
     if (p->text_hash != u->text.hash)
         return cli_fail(
-            "%s was trained with another text than %s, of the same length; --load starts anew with its weights",
+            "%s was trained with another text than %s, of the same length; --load starts anew with its "
+            "weights",
             u->from, u->o.data);
     if (p->step >= u->o.steps)
         return cli_fail("%s has done %lld steps already, --steps says %lld", u->from, (long long)p->step,
@@ -98,10 +99,7 @@ int main(int argc, char **argv)
     status = options_read(&u->o, argc, argv);
     if (status == 0) {
         u->o.progress = u->o.progress || isatty(STDERR_FILENO);
-        upipe_cpu_ops(&u->ops);
-#ifdef UPIPE_WITH_CBLAS
-        upipe_cpu_cblas(&u->ops);
-#endif
+        products_ops(&u->ops);
         status = train(u, all) == 0 ? 0 : EXIT_RUN;
         files_abandon(all);
         if (status == 0 && run_signal != 0) status = 128 + run_signal;

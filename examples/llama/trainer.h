@@ -1,6 +1,6 @@
 /* trainer.h -- one rank's training state in its pool, and one training step
  *
- *     trainer_take(&t);                        weights, gradients, optimizer: from the pool, for the whole run
+ *     trainer_take(&t);                      weights, gradients, optimizer: from the pool, for the whole run
  *     ... fill t.state: initial values, or a checkpoint ...
  *     trainer_step(&t, &batch, &rates, &result);
  *     trainer_give(&t);
@@ -126,6 +126,20 @@ static double trainer_sum(const trainer *t, int i)
     return sum;
 }
 
+/* The sum of n numbers, or of their squares, in long rows. */
+static upipe_status trainer_total(upipe_ctx *c, double *out, float *data, int64_t n, int squares)
+{
+    const int64_t row = 1 << 20;
+    double rest = 0;
+    int64_t whole = n / row * row;
+    UPIPE_TRY(c->ops->total(c, out, upipe_view_packed(data, UPIPE_F32, n / row, 1, (int32_t)row), squares));
+    if (n > whole)
+        UPIPE_TRY(c->ops->total(
+            c, &rest, upipe_view_packed(data + whole, UPIPE_F32, 1, 1, (int32_t)(n - whole)), squares));
+    *out += rest;
+    return UPIPE_OK;
+}
+
 /* Losses and gradients of the batch: every rank's gradients are those of the mean loss over its own
  * tokens' share. */
 static upipe_status trainer_gradients(trainer *t, const trainer_batch *batch, int64_t valid)
@@ -149,13 +163,12 @@ static upipe_status trainer_reduce(trainer *t, int64_t valid, trainer_result *re
     double loss, squares[2];
     int64_t mine[2], first;
     int group;
-    UPIPE_TRY(c->ops->total(c, &loss, upipe_view_packed(t->r.losses, UPIPE_F32, t->m.plan.rows, 1, 1), 0));
+    UPIPE_TRY(trainer_total(c, &loss, t->r.losses, t->m.plan.rows, 0));
     for (group = 0; group < 2; ++group) {
         int64_t n = trainer_slice(t, group, &first);
         UPIPE_TRY(upipe_a2a_reduce_scatter(c, t->r.grads[group],
                                            group == 0 ? t->m.layout->weights : t->m.layout->gains));
-        UPIPE_TRY(c->ops->total(c, &squares[group],
-                                upipe_view_packed(t->r.grads[group] + first, UPIPE_F32, n, 1, 1), 1));
+        UPIPE_TRY(trainer_total(c, &squares[group], t->r.grads[group] + first, n, 1));
     }
     mine[0] = trainer_bits(loss);
     mine[1] = trainer_bits(squares[0] + squares[1]);
