@@ -600,6 +600,9 @@ static void test_refusals(void)
         team_go(&r, &t, 3, NULL);
         CHECK_TEXT(r.errors[rank].text, "the device is gone");
         CHECK_TEXT(r.errors[(rank + 1) % 3].text, "could not write");
+        /* so that a program can tell who has the reason */
+        CHECK(r.errors[rank].status != UPIPE_ERR_ABORTED);
+        CHECK_INT(r.errors[(rank + 1) % 3].status, UPIPE_ERR_ABORTED);
         if (rank < 2) CHECK_LISTING(" checkpoint-1");
         check_newest(&t, rank < 2 ? 1 : 2, rank < 2 ? 1 : 2);
     }
