@@ -172,6 +172,15 @@ static void truth_fill(truth *t, int64_t step, uint64_t save)
     t->run.text_bytes = 123456789012345;
     t->run.seed = save;
     t->run.text_hash = ~save;
+    t->run.steps = 1000;
+    t->run.warmup = 10;
+    t->run.lr = 1e-3;
+    t->run.min_lr = 1.0 / 3;
+    t->run.weight_decay = 0.1;
+    t->run.beta1 = 0.9;
+    t->run.beta2 = 0.95;
+    t->run.adam_eps = 1e-8;
+    t->run.clip = 0;
 }
 
 static void truth_make(truth *t, upipe_dtype dtype, int tied, int qk_norm, int64_t vocab)
@@ -310,7 +319,7 @@ static int64_t check_newest(truth *t, int64_t least, int64_t most)
               (long long)run.seed, (long long)least, (long long)most);
     truth_fill(t, run.step, run.seed);
     check_load(t, path, NULL, 0, 1);
-    CHECK(run.text_hash == ~run.seed);
+    CHECK_BYTES(&run, &t->run, sizeof run);
     return (int64_t)run.seed;
 }
 
@@ -979,16 +988,19 @@ static void check_optimizer(const truth *t, const char *says)
 static void write_optimizer(const truth *t, const char *key, const char *value, int missing, int kind,
                             const char *extra)
 {
-    static const char *const keys[] = {"step", "tokens",    "batch",          "text_bytes",
-                                       "seed", "text_hash", "format_version", "dtype"};
+    static const char *const keys[] = {"step",           "tokens", "batch",     "text_bytes", "steps",
+                                       "warmup",         "seed",   "text_hash", "lr",         "min_lr",
+                                       "weight_decay",   "beta1",  "beta2",     "adam_eps",   "clip",
+                                       "format_version", "dtype"};
+    enum { KEYS = sizeof keys / sizeof *keys };
     upipe_err err = no_err();
     st_writer w;
     int64_t shape[2], one = 1;
     int i, k;
     char name[96];
     st_writer_init(&w);
-    for (i = 0; i < 8; ++i) {
-        const char *text = key != NULL && strcmp(key, keys[i]) == 0 ? value : i == 7 ? "bf16" : "1";
+    for (i = 0; i < KEYS; ++i) {
+        const char *text = key != NULL && strcmp(key, keys[i]) == 0 ? value : i == KEYS - 1 ? "bf16" : "1";
         if (text != NULL) CHECK_INT(st_add_metadata(&w, keys[i], text, &err), 0);
     }
     for (k = 0; k < 3; ++k)
@@ -1030,6 +1042,11 @@ static void test_optimizers(void)
         {"seed", NULL, "seed is missing"},
         {"text_hash", NULL, "text_hash is missing"},
         {"text_hash", "-1", "text_hash is -1"},
+        {"lr", NULL, "lr is missing"},
+        {"lr", "nan", "lr is nan"},
+        {"clip", "1e999", "clip is 1e999"},
+        {"beta2", "0.9x", "beta2 is 0.9x"},
+        {"warmup", "1.0", "warmup is 1.0"},
         {"format_version", "2", "format_version is 2, not 1"},
         {"step", "01", "step is 01"},
         {"dtype", "f16", "dtype is f16"},

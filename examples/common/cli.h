@@ -89,6 +89,23 @@ static inline int cli_version(const char *flag, const char *more)
     return cli_print(flag, text);
 }
 
+/* "deadline passed: " and so on, to stand before a sentence; nothing where the sentence says it all. */
+static inline const char *cli_status(upipe_status s)
+{
+    switch (s) {
+    case UPIPE_ERR_MEMORY:
+        return "out of memory: ";
+    case UPIPE_ERR_MISMATCH:
+        return "ranks disagree: ";
+    case UPIPE_ERR_TIMEOUT:
+        return "deadline passed: ";
+    case UPIPE_ERR_UNSUPPORTED:
+        return "unsupported: ";
+    default:
+        return "";
+    }
+}
+
 /* A rank that has the reason of a failed team: one with the team's status. Others only heard of it. */
 static inline int cli_reason(const upipe_status *statuses, int ranks, upipe_status team)
 {

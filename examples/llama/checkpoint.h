@@ -39,11 +39,35 @@ enum {
     LLAMA_CHECKPOINT_VERSION = 1
 };
 
-/* What a run must know to go on. */
+/* What a run must know to go on: where it is, on what data, and the schedule that it follows. */
 typedef struct llama_run {
     int64_t step, tokens, batch, text_bytes; /* steps done; tokens of a sequence; sequences of a step */
+    int64_t steps, warmup;                   /* of the whole training */
     uint64_t seed, text_hash;
+    double lr, min_lr, weight_decay, beta1, beta2, adam_eps, clip;
 } llama_run;
+
+enum { LLAMA_RUN_WHOLES = 6, LLAMA_RUN_BITS = 2, LLAMA_RUN_REALS = 7 };
+
+/* The numbers of a run under their names in the metadata, by kind. */
+typedef struct llama_run_names {
+    const char *whole_names[LLAMA_RUN_WHOLES], *bits_names[LLAMA_RUN_BITS], *real_names[LLAMA_RUN_REALS];
+    int64_t *wholes[LLAMA_RUN_WHOLES];
+    uint64_t *bits[LLAMA_RUN_BITS];
+    double *reals[LLAMA_RUN_REALS];
+} llama_run_names;
+
+static void llama_run_list(llama_run_names *n, llama_run *run)
+{
+    const llama_run_names all = {
+        {"step", "tokens", "batch", "text_bytes", "steps", "warmup"},
+        {"seed", "text_hash"},
+        {"lr", "min_lr", "weight_decay", "beta1", "beta2", "adam_eps", "clip"},
+        {&run->step, &run->tokens, &run->batch, &run->text_bytes, &run->steps, &run->warmup},
+        {&run->seed, &run->text_hash},
+        {&run->lr, &run->min_lr, &run->weight_decay, &run->beta1, &run->beta2, &run->adam_eps, &run->clip}};
+    *n = all;
+}
 
 /* ---- folders ---- */
 
@@ -257,32 +281,42 @@ static int llama_add_tensor(st_writer *w, const char *prefix, const llama_tensor
 }
 
 /* The tensors of both files: tensor i of the layout is model's number i, and optimizer's i, n + i, 2n + i. */
+/* The run's numbers as text; reals with all their digits. */
+static int llama_save_run(llama_save_work *s)
+{
+    llama_run run = *s->run;
+    upipe_err *err = &s->c->err;
+    llama_run_names names;
+    char text[32];
+    int i;
+    llama_run_list(&names, &run);
+    snprintf(text, sizeof text, "%d", LLAMA_CHECKPOINT_VERSION);
+    if (st_add_metadata(&s->optimizer, "dtype", upipe_dtype_name(s->state->dtype), err) ||
+        st_add_metadata(&s->optimizer, "format_version", text, err))
+        return -1;
+    for (i = 0; i < LLAMA_RUN_WHOLES; ++i) {
+        if (*names.wholes[i] < 0)
+            return llama_config_fail(err, s->dir, "a run with a negative number cannot be saved");
+        snprintf(text, sizeof text, "%" PRId64, *names.wholes[i]);
+        if (st_add_metadata(&s->optimizer, names.whole_names[i], text, err)) return -1;
+    }
+    for (i = 0; i < LLAMA_RUN_BITS; ++i) {
+        snprintf(text, sizeof text, "%" PRIu64, *names.bits[i]);
+        if (st_add_metadata(&s->optimizer, names.bits_names[i], text, err)) return -1;
+    }
+    for (i = 0; i < LLAMA_RUN_REALS; ++i) {
+        snprintf(text, sizeof text, "%.17g", *names.reals[i]);
+        if (st_add_metadata(&s->optimizer, names.real_names[i], text, err)) return -1;
+    }
+    return 0;
+}
+
 static int llama_save_lists(llama_save_work *s)
 {
     const llama_layout *l = s->state->layout;
-    const llama_run *run = s->run;
-    const char *const keys[] = {"step", "tokens",    "batch",         "text_bytes",
-                                "seed", "text_hash", "format_version"};
     upipe_err *err = &s->c->err;
-    uint64_t values[7];
-    char text[24];
     int i, half = s->state->dtype == UPIPE_BF16;
-    values[0] = (uint64_t)run->step;
-    values[1] = (uint64_t)run->tokens;
-    values[2] = (uint64_t)run->batch;
-    values[3] = (uint64_t)run->text_bytes;
-    values[4] = run->seed;
-    values[5] = run->text_hash;
-    values[6] = LLAMA_CHECKPOINT_VERSION;
-    if (run->step < 0 || run->tokens < 0 || run->batch < 0 || run->text_bytes < 0)
-        return llama_config_fail(err, s->dir, "a run with a negative number cannot be saved");
-    if (st_add_metadata(&s->model, "format", "pt", err) ||
-        st_add_metadata(&s->optimizer, "dtype", upipe_dtype_name(s->state->dtype), err))
-        return -1;
-    for (i = 0; i < 7; ++i) {
-        snprintf(text, sizeof text, "%" PRIu64, values[i]);
-        if (st_add_metadata(&s->optimizer, keys[i], text, err)) return -1;
-    }
+    if (st_add_metadata(&s->model, "format", "pt", err) || llama_save_run(s)) return -1;
     for (i = 0; i < l->n; ++i)
         if (llama_add_tensor(&s->model, "", &l->tensors[i], half && !l->tensors[i].is_gain ? ST_BF16 : ST_F32,
                              err))
@@ -739,32 +773,46 @@ static int llama_load_u64(const st_file *f, const char *key, uint64_t *out, upip
                    text != NULL ? text : "missing");
 }
 
+/* A size like 0.001 or 1e-08, from the metadata. */
+static int llama_load_real(const st_file *f, const char *key, double *out, upipe_err *err)
+{
+    const char *text = st_metadata(f, key);
+    char *end = NULL;
+    *out = text != NULL && *text >= '0' && *text <= '9' ? strtod(text, &end) : -1;
+    if (end != NULL && *end == 0 && isfinite(*out)) return 0;
+    return st_fail(err, f->path, "%s is %.24s, not a number of a schedule", key,
+                   text != NULL ? text : "missing");
+}
+
+static int llama_load_whole(const st_file *f, const char *key, int64_t *out, upipe_err *err)
+{
+    const char *text = st_metadata(f, key), *end = NULL;
+    *out = text != NULL ? llama_decimal(text, &end) : -1;
+    if (*out >= 0 && *end == 0) return 0;
+    return st_fail(err, f->path, "%s is %.20s, not a number of a run", key, text != NULL ? text : "missing");
+}
+
 /* The numbers of a run, from the metadata. */
 static int llama_load_numbers(const st_file *f, llama_run *run, upipe_dtype *dtype, upipe_err *err)
 {
-    const char *const keys[] = {"step", "tokens", "batch", "text_bytes", "format_version"};
-    int64_t values[5];
-    const char *text = st_metadata(f, "dtype"), *end;
+    const char *text = st_metadata(f, "dtype");
+    llama_run_names names;
+    int64_t version;
     int i;
     if (text == NULL || (strcmp(text, "f32") != 0 && strcmp(text, "bf16") != 0))
         return st_fail(err, f->path, "the dtype is %.20s, not f32 or bf16", text != NULL ? text : "missing");
     *dtype = strcmp(text, "f32") == 0 ? UPIPE_F32 : UPIPE_BF16;
-    for (i = 0; i < 5; ++i) {
-        text = st_metadata(f, keys[i]);
-        values[i] = text != NULL ? llama_decimal(text, &end) : -1;
-        if (values[i] < 0 || *end != 0)
-            return st_fail(err, f->path, "%s is %.20s, not a number of a run", keys[i],
-                           text != NULL ? text : "missing");
-    }
-    if (values[4] != LLAMA_CHECKPOINT_VERSION)
-        return st_fail(err, f->path, "format_version is %" PRId64 ", not %d", values[4],
+    if (llama_load_whole(f, "format_version", &version, err)) return -1;
+    if (version != LLAMA_CHECKPOINT_VERSION)
+        return st_fail(err, f->path, "format_version is %" PRId64 ", not %d", version,
                        LLAMA_CHECKPOINT_VERSION);
-    if (llama_load_u64(f, "seed", &run->seed, err) || llama_load_u64(f, "text_hash", &run->text_hash, err))
-        return -1;
-    run->step = values[0];
-    run->tokens = values[1];
-    run->batch = values[2];
-    run->text_bytes = values[3];
+    llama_run_list(&names, run);
+    for (i = 0; i < LLAMA_RUN_WHOLES; ++i)
+        if (llama_load_whole(f, names.whole_names[i], names.wholes[i], err)) return -1;
+    for (i = 0; i < LLAMA_RUN_BITS; ++i)
+        if (llama_load_u64(f, names.bits_names[i], names.bits[i], err)) return -1;
+    for (i = 0; i < LLAMA_RUN_REALS; ++i)
+        if (llama_load_real(f, names.real_names[i], names.reals[i], err)) return -1;
     return 0;
 }
 

@@ -255,7 +255,7 @@ static upipe_status logits_rank_main(void *user, int rank)
 
 static int logits_fail(upipe_status s, const upipe_err *e)
 {
-    return cli_fail("%s: %s", upipe_status_name(s), e->text);
+    return cli_fail("%s%s", cli_status(s), e->text);
 }
 
 /* What the folder holds, and tokens that fit it. */
@@ -339,7 +339,7 @@ static int logits_run(logits *g)
     upipe_threads_free(&g->team);
     if (s == UPIPE_OK) return 0;
     r = cli_reason(statuses, g->o.ranks, s);
-    return cli_fail("rank %d: %s: %s", r, upipe_status_name(s), g->errors[r].text);
+    return cli_fail("rank %d: %s%s", r, cli_status(s), g->errors[r].text);
 }
 
 static int logits_main(logits *g, files *all)

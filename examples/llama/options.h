@@ -4,8 +4,9 @@
  *                                                           status - 1
  *
  * Numbers must be plain and within their range, a flag comes once, and a flag that would have no effect is
- * refused: what is accepted is honoured. Where --resume or --load names a folder, its config.json has the
- * model: options.from is the folder, and options.config is all zero until the program has read it.
+ * refused: what is accepted is honoured. Where --resume or --load names a folder, options.from, its
+ * config.json has the model, and a checkpoint the schedule: the program calls options_other_model and
+ * options_resume when it has read them.
  */
 #ifndef LLAMA_OPTIONS_H
 #define LLAMA_OPTIONS_H
@@ -18,7 +19,7 @@
 
 #include "../common/cli.h"
 #include "../common/products.h"
-#include "config.h"
+#include "checkpoint.h"
 
 enum { METHOD_ULYSSES, METHOD_UPIPE, METHODS };
 
@@ -97,7 +98,7 @@ static const char usage_text[] =
     "  --ranks N          ranks that share a sequence (4)\n"
     "  --chunk N          query heads of a stage of upipe, over all ranks (ranks)\n"
     "\n"
-    "the model; with --resume or --load the folder's config.json says all of it\n"
+    "the model; with --resume or --load the folder's config.json says all of it, and no flag may say otherwise\n"
     "  --layers N         (4)\n"
     "  --model-dim N      elements of a token (256)\n"
     "  --heads N          query heads (8)\n"
@@ -113,7 +114,7 @@ static const char usage_text[] =
     "the training\n"
     "  --tokens N         tokens of a sequence, over all ranks (1024)\n"
     "  --batch N          sequences of a step (1)\n"
-    "  --steps N          of the whole training, those before --resume included (100)\n"
+    "  --steps N          of the whole training, those before a resume included (100)\n"
     "  --lr X             learning rate after the warmup (1e-3)\n"
     "  --min-lr X         learning rate at the end of its cosine (lr / 10)\n"
     "  --warmup N         steps in which the learning rate rises (steps / 10, at least 1)\n"
@@ -123,7 +124,8 @@ static const char usage_text[] =
     "  --clip X           largest norm of the gradient, 0 for none (1)\n"
     "  --dtype TYPE       storage of activations and weights: f32 or bf16 (f32)\n"
     "  --seed N           of the first weights, the order of the text and the sample (1)\n"
-    "  --tile-bytes N     what a tile of the MLP or the loss may take (0: as much as suits the model)\n"
+    "  --tile-bytes N     what a tile of the MLP or the loss may take, product scratch apart (0: the\n"
+    "                     paper's square, about model-dim tokens)\n"
     "  --offload          layers' inputs wait for the backward in a second pool: host memory on a GPU\n"
     "  --deadline SECONDS how long a rank waits for another one before it gives up; for one that writes\n"
     "                     a checkpoint at least 1200 (600)\n"
@@ -134,9 +136,9 @@ static const char usage_text[] =
     "  --trace FILE       write what the ranks' own pools did up to the first step, for Perfetto\n"
     "  --save DIR         write checkpoints with the weights as Hugging Face has them\n"
     "  --save-every N     steps between checkpoints (0: one at the end)\n"
-    "  --keep N           checkpoints that stay (1)\n"
-    "  --resume DIR       go on from a checkpoint with the same data, seed, tokens, batch and dtype; bit\n"
-    "                     for bit where ranks, --steps and the rates are the same too\n"
+    "  --keep N           checkpoints that stay; 0 for all (1)\n"
+    "  --resume DIR       go on from a checkpoint: its data, seed, tokens, batch and dtype, and its\n"
+    "                     schedule unless a flag says otherwise; bit for bit on as many ranks\n"
     "  --load DIR         start from the weights of a Hugging Face folder\n"
     "\n"
     "the text written at the end\n"
@@ -147,12 +149,13 @@ static const char usage_text[] =
     "  --progress         say on stderr what is being done, terminal or not\n"
     "  --help, --version\n"
     "\n"
-    "Exit status: 0, 1 for a run that failed or broke a promise (bytes, bits), 2 for wrong usage.\n";
+    "Exit status: 0, 1 for a run that failed or broke a promise (bytes, bits), 2 for wrong usage, 128 + N after\n"
+    "signal N (interrupt, hangup, terminate), which ends the training after the step, with its files.\n";
 /* clang-format on */
 
 typedef struct options {
-    llama_config config; /* all zero if the model is in from */
-    const char *from;    /* resume or load; NULL = the model is in config */
+    llama_config config; /* by the flags; the folder's config.json counts where there is one */
+    const char *from;    /* resume or load; NULL = none */
     int method, ranks, chunk, keep;
     int64_t tokens, batch, steps, warmup, save_every, sample;
     double lr, min_lr, weight_decay, beta1, beta2, adam_eps, clip, temperature;
@@ -283,7 +286,9 @@ static int options_flag(void *user, int flag, const char *text)
     case FLAG_SAVE_EVERY:
         return cli_number(name, text, 0, INT32_MAX, &o->save_every);
     case FLAG_KEEP:
-        return cli_int(name, text, KEEP_MAX, &o->keep);
+        status = cli_number(name, text, 0, KEEP_MAX, &n);
+        o->keep = (int)n;
+        return status;
     case FLAG_SAMPLE:
         return cli_number(name, text, 0, SAMPLE_MAX, &o->sample);
     case FLAG_TEMPERATURE:
@@ -317,9 +322,6 @@ static int options_any(const options *o, const int *flags, size_t n)
 /* Wishes that exclude each other or would have no effect. */
 static int options_contradictions(const options *o)
 {
-    static const int of_model[] = {FLAG_LAYERS,   FLAG_MODEL_DIM,  FLAG_HEADS,   FLAG_KV_HEADS,
-                                   FLAG_HEAD_DIM, FLAG_FF_DIM,     FLAG_VOCAB,   FLAG_UNTIED,
-                                   FLAG_QK_NORM,  FLAG_ROPE_THETA, FLAG_NORM_EPS};
     static const int of_training[] = {
         FLAG_TRACE, FLAG_SAVE,  FLAG_SAVE_EVERY, FLAG_KEEP,   FLAG_SAMPLE,   FLAG_PROMPT,  FLAG_TEMPERATURE,
         FLAG_DATA,  FLAG_STEPS, FLAG_LR,         FLAG_MIN_LR, FLAG_WARMUP,   FLAG_CLIP,    FLAG_WEIGHT_DECAY,
@@ -336,10 +338,6 @@ static int options_contradictions(const options *o)
         return cli_refuse(
             "--resume %s and --load %s contradict each other: the weights come from one of them", o->resume,
             o->load);
-    flag = options_any(o, of_model, sizeof of_model / sizeof *of_model);
-    if (o->from != NULL && flag >= 0)
-        return cli_refuse("--%s and --%s contradict each other: %s/config.json says what the model is",
-                          option_list[flag].name, o->resume != NULL ? "resume" : "load", o->from);
     flag = options_any(o, of_training, sizeof of_training / sizeof *of_training);
     if (o->plan && flag >= 0)
         return cli_refuse("--plan trains nothing, so --%s would have no effect", option_list[flag].name);
@@ -357,6 +355,61 @@ static int options_contradictions(const options *o)
     return 0;
 }
 
+/* What must fit the schedule. */
+static int options_schedule(const options *o)
+{
+    if (o->min_lr > o->lr) return cli_refuse("--min-lr %g is above --lr %g", o->min_lr, o->lr);
+    if (o->warmup > o->steps)
+        return cli_refuse("--warmup %lld is longer than the %lld steps of the training", (long long)o->warmup,
+                          (long long)o->steps);
+    if (o->save_every > o->steps)
+        return cli_refuse("--save-every %lld is longer than the %lld steps of the training",
+                          (long long)o->save_every, (long long)o->steps);
+    return 0;
+}
+
+/* What the checkpoint says of the schedule, where no flag says otherwise; likewise of the data. */
+static int options_resume(options *o, const llama_run *run, upipe_dtype dtype)
+{
+    if (!o->given[FLAG_STEPS]) o->steps = run->steps;
+    if (!o->given[FLAG_WARMUP]) o->warmup = run->warmup;
+    if (!o->given[FLAG_LR]) o->lr = run->lr;
+    if (!o->given[FLAG_MIN_LR]) o->min_lr = run->min_lr;
+    if (!o->given[FLAG_WEIGHT_DECAY]) o->weight_decay = run->weight_decay;
+    if (!o->given[FLAG_BETA1]) o->beta1 = run->beta1;
+    if (!o->given[FLAG_BETA2]) o->beta2 = run->beta2;
+    if (!o->given[FLAG_ADAM_EPS]) o->adam_eps = run->adam_eps;
+    if (!o->given[FLAG_CLIP]) o->clip = run->clip;
+    if (!o->given[FLAG_TOKENS]) o->tokens = run->tokens;
+    if (!o->given[FLAG_BATCH]) o->batch = run->batch;
+    if (!o->given[FLAG_SEED]) o->seed = run->seed;
+    if (!o->given[FLAG_DTYPE]) o->dtype = dtype;
+    return options_schedule(o);
+}
+
+/* A flag of the model that says otherwise than the folder's config.json; -1 for none. */
+static int options_other_model(const options *o, const llama_config *folder)
+{
+    const llama_config *c = &o->config;
+    const struct {
+        int flag, same;
+    } all[] = {{FLAG_LAYERS, c->layers == folder->layers},
+               {FLAG_MODEL_DIM, c->dim == folder->dim},
+               {FLAG_HEADS, c->heads == folder->heads},
+               {FLAG_KV_HEADS, c->kv_heads == folder->kv_heads},
+               {FLAG_HEAD_DIM, c->head_dim == folder->head_dim},
+               {FLAG_FF_DIM, c->hidden == folder->hidden},
+               {FLAG_VOCAB, c->vocab == folder->vocab},
+               {FLAG_UNTIED, c->tied == folder->tied},
+               {FLAG_QK_NORM, c->qk_norm == folder->qk_norm},
+               {FLAG_ROPE_THETA, c->rope_theta == folder->rope_theta},
+               {FLAG_NORM_EPS, c->norm_eps == folder->norm_eps}};
+    size_t i;
+    for (i = 0; i < sizeof all / sizeof *all; ++i)
+        if (o->given[all[i].flag] && !all[i].same) return all[i].flag;
+    return -1;
+}
+
 /* Defaults that depend on other flags, and what must fit them. */
 static int options_resolve(options *o)
 {
@@ -369,20 +422,12 @@ static int options_resolve(options *o)
     if (!o->given[FLAG_CHUNK]) o->chunk = o->ranks;
     if (!o->given[FLAG_HEAD_DIM]) c->head_dim = head_dim < 32 ? 32 : (int)((head_dim + 7) / 8 * 8);
     if (!o->given[FLAG_FF_DIM]) c->hidden = (8 * c->dim + 191) / 192 * 64;
-    if (o->from != NULL) memset(c, 0, sizeof *c);
+    if (o->data == NULL) o->data = cli_book();
+    if (o->resume != NULL) return 0; /* the checkpoint has the schedule: options_resume */
     if (!o->given[FLAG_MIN_LR]) o->min_lr = o->lr / 10;
     if (!o->given[FLAG_WARMUP]) o->warmup = o->steps < 10 ? 1 : o->steps / 10;
-    if (o->min_lr > o->lr) return cli_refuse("--min-lr %g is above --lr %g", o->min_lr, o->lr);
-    if (o->warmup > o->steps)
-        return cli_refuse("--warmup %lld is longer than the %lld steps of the training", (long long)o->warmup,
-                          (long long)o->steps);
-    if (o->save_every > o->steps)
-        return cli_refuse("--save-every %lld is longer than the %lld steps of the training",
-                          (long long)o->save_every, (long long)o->steps);
-    if (o->data == NULL) o->data = cli_book();
-    return 0;
+    return options_schedule(o);
 }
-
 static int options_read(options *o, int argc, char **argv)
 {
     int status;

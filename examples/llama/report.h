@@ -8,7 +8,7 @@
 #include "run.h"
 
 /* What the paper's public code holds at Llama3-8B's shape on 8 GPUs: its peak's slope, in GiB per million
- * tokens, which there are units (one tensor of the stream in bf16). */
+ * tokens, which here is one unit (a tensor of the stream in bf16). */
 static const double report_paper_slope[METHODS] = {15.1, 10.6};
 
 static const char *report_bytes(char *out, double bytes)
@@ -83,15 +83,18 @@ static int report_plan(const run *u, report_slopes *slopes)
     printf("%lld tokens x %lld sequences; closed form and dry run agree to the byte in every phase\n",
            (long long)u->o.tokens, (long long)u->o.batch);
     report_memory(u);
-    printf("\nwhat a token on a rank adds to the peak, in units of model-dim elements, by dry runs\n\n");
+    printf("\nwhat a token on a rank adds to the peak, in units of model-dim elements, by dry runs\n");
+    printf("(from %lld to %lld tokens)\n", (long long)u->o.tokens, 2 * (long long)u->o.tokens);
     for (offload = 0; offload < 2; ++offload) {
         if (report_slope(u, offload, slopes) != 0) return -1;
         printf("  layers' inputs %-22s %7.2f", offload ? "in a second pool" : "beside the rest",
                slopes->pool[offload]);
         printf(offload ? "   and %.2f there\n" : "\n", slopes->host[offload]);
     }
-    printf("\nmeasured by the paper for Llama3-8B on 8 GPUs, layers' inputs in host memory: %.1f (%s)\n",
-           report_paper_slope[u->o.method], method_names[u->o.method]);
+    if (c->layers == 32 && c->dim == 4096 && c->heads == 32 && c->kv_heads == 8 && u->o.ranks == 8 &&
+        u->o.dtype == UPIPE_BF16)
+        printf("\nmeasured by the paper for Llama3-8B on 8 GPUs, layers' inputs in host memory: %.1f (%s)\n",
+               report_paper_slope[u->o.method], method_names[u->o.method]);
     return 0;
 }
 
@@ -245,29 +248,36 @@ static int report_files(const run *u, files *all, const report_slopes *slopes)
 {
     files_begin(all);
     if (u->o.json != NULL && report_json(u, all, slopes) != 0) return -1;
-    if (u->o.trace != NULL && report_trace(u, all) != 0) return -1;
+    if (u->o.trace != NULL && !u->failed && report_trace(u, all) != 0) return -1;
     return files_commit(all);
 }
 
 /* The folder of --save; made to see that it can be, and left to the first checkpoint to make again. */
-static int report_reserve_folder(const char *path)
+static int report_reserve_folder(const run *u, const char *path)
 {
+    char found[LLAMA_PATH], parent[LLAMA_PATH + 4];
     struct stat about;
+    upipe_err e;
     if (mkdir(path, 0777) == 0)
         return rmdir(path) == 0 ? 0 : files_fail(path, "the folder cannot be removed again");
     if (errno != EEXIST) return files_fail(path, "the folder cannot be made");
-    if (stat(path, &about) == 0 && !S_ISDIR(about.st_mode))
-        errno = ENOTDIR;
-    else if (access(path, R_OK | W_OK | X_OK) == 0)
-        return 0;
-    return files_fail(path, "checkpoints cannot be written there");
+    if (stat(path, &about) == 0 && !S_ISDIR(about.st_mode)) errno = ENOTDIR;
+    if (errno == ENOTDIR || access(path, R_OK | W_OK | X_OK) != 0)
+        return files_fail(path, "checkpoints cannot be written there");
+    /* Pruning would remove another training's, and resuming could take them. */
+    if (llama_checkpoint_find(path, found, &e) != 0) return 0;
+    snprintf(parent, sizeof parent, "%s/..", u->o.resume != NULL ? u->from : ".");
+    if (u->o.resume != NULL && files_same(path, parent)) return 0;
+    return cli_fail(
+        "%s holds %s already, which this training does not continue: --resume it, or save elsewhere", path,
+        strcmp(found, path) == 0 ? "a model" : found);
 }
 
 /* Names that cannot be written are found before hours of work. */
 static int report_reserve(const run *u, files *all)
 {
     int bad;
-    if (u->o.save != NULL && report_reserve_folder(u->o.save) != 0) return -1;
+    if (u->o.save != NULL && report_reserve_folder(u, u->o.save) != 0) return -1;
     files_begin(all);
     bad = (u->o.json != NULL && files_reserve(all, u->o.json, u->o.data) != 0) ||
           (u->o.trace != NULL && files_reserve(all, u->o.trace, u->o.data) != 0);

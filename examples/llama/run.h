@@ -55,6 +55,7 @@ typedef struct run {
     double seconds;      /* in steps */
     char *sample;
     int64_t sample_n;  /* bytes of it */
+    int failed;        /* a rank gave up, or a promise was broken */
     char failure[256]; /* why the training ended early; empty if it did not */
 } run;
 
@@ -217,7 +218,7 @@ static int run_same_slices(const run *u, int rank)
 
 static int run_fail(upipe_status s, const upipe_err *e)
 {
-    return cli_fail("%s: %s", upipe_status_name(s), e->text);
+    return cli_fail("%s%s", cli_status(s), e->text);
 }
 
 /* Ranks share this machine's memory: says no rather than to be killed for it. */
@@ -363,6 +364,15 @@ static upipe_status run_save(run *u, trainer *t, int64_t step, int keep)
     position.batch = u->o.batch;
     position.text_bytes = u->text.bytes;
     position.text_hash = u->text.hash;
+    position.steps = u->o.steps;
+    position.warmup = u->o.warmup;
+    position.lr = u->o.lr;
+    position.min_lr = u->o.min_lr;
+    position.weight_decay = u->o.weight_decay;
+    position.beta1 = u->o.beta1;
+    position.beta2 = u->o.beta2;
+    position.adam_eps = u->o.adam_eps;
+    position.clip = u->o.clip;
     position.seed = u->o.seed;
     UPIPE_TRY(llama_save(t->r.c, u->o.save, &t->state, &position, keep));
     UPIPE_TRY(upipe_comm_barrier(t->r.c, t->r.c->team)); /* all have read `saved` */
@@ -381,14 +391,21 @@ static void run_progress(const run *u, const trainer_result *result, const train
             (double)u->o.tokens * (double)u->o.batch / each, each * (double)left);
 }
 
+static const char *run_number(char out[32], double v)
+{
+    snprintf(out, 32, "%g", v);
+    return isnan(v) ? "not a number" : isinf(v) ? "infinite" : out;
+}
+
 /* Rank 0 keeps the books. */
 static void run_note(run *u, const trainer_result *result, const trainer_rates *rates, double seconds)
 {
+    char loss[32], norm[32];
     if (!result->finite) {
         snprintf(
             u->failure, sizeof u->failure,
-            "step %lld: the loss is %g and the norm of the gradient %g; nothing was updated in this step",
-            (long long)rates->step, result->loss, result->norm);
+            "step %lld: the loss is %s and the norm of the gradient %s; nothing was updated in this step",
+            (long long)rates->step, run_number(loss, result->loss), run_number(norm, result->norm));
         return;
     }
     u->loss[u->done] = result->loss;
@@ -485,6 +502,7 @@ static upipe_status run_rank_main(void *user, int rank)
     if (s == UPIPE_OK) s = upipe_mem_free(&k->host, &c.err);
     run_trainer_free(&t);
     text_order_free(&order);
+    if (s != UPIPE_OK) k->peak = k->mem.peak;
     k->err = c.err;
     return s;
 }
@@ -557,7 +575,7 @@ static int run_train(run *u)
         upipe_threads_free(&u->team);
         if (s != UPIPE_OK) {
             r = cli_reason(statuses, u->o.ranks, s);
-            cli_fail("rank %d: %s: %s", r, upipe_status_name(s), u->ranks[r].err.text);
+            cli_fail("rank %d: %s%s", r, cli_status(s), u->ranks[r].err.text);
         }
     }
     free(statuses);

@@ -14,6 +14,7 @@ static int find_model(run *u, char folder[LLAMA_PATH])
 {
     upipe_err e;
     llama_config config = u->o.config;
+    int flag;
     memset(&e, 0, sizeof e);
     if (u->o.from != NULL) {
         char path[FILES_PATH];
@@ -24,6 +25,10 @@ static int find_model(run *u, char folder[LLAMA_PATH])
         if (config.vocab < SAMPLE_BYTES)
             return cli_fail("%s: a vocabulary of %lld; bytes are tokens, so it needs %d", folder,
                             (long long)config.vocab, SAMPLE_BYTES);
+        flag = options_other_model(&u->o, &config);
+        if (flag >= 0)
+            return cli_fail("--%s says otherwise than %s, which says what the model is",
+                            option_list[flag].name, path);
     }
     return llama_layout_init(&u->layout, &config) == 0 ? 0 : cli_fail("the model is too large for 63 bits");
 }
@@ -33,29 +38,42 @@ static int find_position(run *u)
 {
     upipe_err e;
     llama_run *p = &u->position;
+    options *o = &u->o;
     upipe_dtype dtype;
     memset(&e, 0, sizeof e);
-    if (u->o.resume == NULL) return 0;
+    if (o->resume == NULL) return 0;
     if (llama_load_run(u->from, p, &dtype, &e) != 0) return cli_fail("%s", e.text);
-    if (dtype != u->o.dtype)
+    if (options_resume(o, p, dtype) != 0) return -1;
+    if (dtype != o->dtype)
         return cli_fail("%s was trained with --dtype %s, not %s; --load starts anew with its weights",
-                        u->from, upipe_dtype_name(dtype), upipe_dtype_name(u->o.dtype));
-    if (p->seed != u->o.seed || p->tokens != u->o.tokens || p->batch != u->o.batch ||
-        p->text_bytes != u->text.bytes)
+                        u->from, upipe_dtype_name(dtype), upipe_dtype_name(o->dtype));
+    if (p->seed != o->seed || p->tokens != o->tokens || p->batch != o->batch)
         return cli_fail(
-            "%s was trained with --seed %llu --tokens %lld --batch %lld and a text of %lld bytes, not "
-            "--seed %llu --tokens %lld --batch %lld and %lld bytes; --load starts anew with its weights",
+            "%s was trained with --seed %llu --tokens %lld --batch %lld, not --seed %llu --tokens %lld "
+            "--batch %lld; --load starts anew with its weights",
             u->from, (unsigned long long)p->seed, (long long)p->tokens, (long long)p->batch,
-            (long long)p->text_bytes, (unsigned long long)u->o.seed, (long long)u->o.tokens,
-            (long long)u->o.batch, (long long)u->text.bytes);
+            (unsigned long long)o->seed, (long long)o->tokens, (long long)o->batch);
+    if (p->step >= o->steps)
+        return cli_fail("%s has done %lld steps already, --steps says %lld", u->from, (long long)p->step,
+                        (long long)o->steps);
+    return 0;
+}
+
+/* The text, which must be the one that a checkpoint was trained on. */
+static int find_text(run *u)
+{
+    const llama_run *p = &u->position;
+    if (text_open(&u->text, u->o.data, u->o.tokens) != 0) return -1;
+    if (u->o.resume == NULL) return 0;
+    if (p->text_bytes != u->text.bytes)
+        return cli_fail(
+            "%s was trained with a text of %lld bytes, %s has %lld; --load starts anew with its weights",
+            u->from, (long long)p->text_bytes, u->o.data, (long long)u->text.bytes);
     if (p->text_hash != u->text.hash)
         return cli_fail(
             "%s was trained with another text than %s, of the same length; --load starts anew with its "
             "weights",
             u->from, u->o.data);
-    if (p->step >= u->o.steps)
-        return cli_fail("%s has done %lld steps already, --steps says %lld", u->from, (long long)p->step,
-                        (long long)u->o.steps);
     return 0;
 }
 
@@ -65,22 +83,23 @@ static int train(run *u, files *all)
     report_slopes slopes;
     int status;
     if (find_model(u, folder) != 0) return -1;
-    if (!u->o.plan && (text_open(&u->text, u->o.data, u->o.tokens) != 0 || find_position(u) != 0)) return -1;
+    if (find_position(u) != 0 || (!u->o.plan && find_text(u) != 0)) return -1;
     if (run_plan(u) != 0) return -1;
     if (!u->o.plan && run_check_memory(u) != 0) return -1;
     if (report_reserve(u, all) != 0) return -1;
     if (u->o.plan) {
         if (report_plan(u, &slopes) != 0) return -1;
     } else {
-        if (run_train(u) != 0) return -1;
-        report_table(u);
+        u->failed = run_train(u) != 0;
+        if (u->failed && u->done == 0) return -1;
+        if (!u->failed) report_table(u);
     }
     status = fflush(stdout) != 0 || ferror(stdout)
                  ? cli_fail("the table cannot be written: %s", strerror(errno))
                  : 0;
     if (report_files(u, all, u->o.plan ? &slopes : NULL) != 0) return -1;
     if (u->failure[0] != '\0') return cli_fail("%s", u->failure);
-    return status;
+    return u->failed ? -1 : status;
 }
 
 int main(int argc, char **argv)
