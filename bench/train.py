@@ -66,7 +66,7 @@ def convergence(program):
     same = losses['ulysses'] == losses['upipe'] and runs['ulysses']['grad_norm'] == runs['upipe']['grad_norm']
     print(f'\nall {len(losses["upipe"])} losses and gradient norms: {"the same bits" if same else "different bits"}')
     return {
-        'command': ['train', *MODEL, *CONVERGENCE, '--method', '|'.join(METHODS)],
+        'command': ' '.join(['train', *MODEL, *CONVERGENCE, '--method', '|'.join(METHODS)]),
         'steps': every,
         'loss': {method: [losses[method][step - 1] for step in every] for method in METHODS},
         'same_bits_of_all_steps': same,
@@ -91,8 +91,8 @@ def batch(program):
           [[f'{method}, tokens/s'] + [f'{medians[method, size]:,.0f}' for size in BATCHES] for method in METHODS] +
           [[f'{method}, peak MiB'] + [f'{peaks[method, size] / 2**20:.2f}' for size in BATCHES] for method in METHODS])
     return {
-        'command': ['train', *MODEL, '--batch', '|'.join(map(str, BATCHES)), '--steps', str(BATCH_STEPS), '--method',
-                    '|'.join(METHODS)],
+        'command': ' '.join(['train', *MODEL, '--batch', '|'.join(map(str, BATCHES)), '--steps', str(BATCH_STEPS),
+                             '--method', '|'.join(METHODS)]),
         'batch': BATCHES,
         'tokens_per_s': {method: [medians[method, size] for size in BATCHES] for method in METHODS},
         'tokens_per_s_all': {method: [speeds[method, size] for size in BATCHES] for method in METHODS},

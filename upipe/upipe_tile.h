@@ -285,7 +285,7 @@ UPIPE_API upipe_status upi_mlp_fwd(upipe_ctx *c, const upipe_mlp *m, upipe_view 
 }
 
 /* upipe_mlp_fwd -- y = [x +] down(silu(gate(n)) * up(n)), n = norm(x) or x
- *   y       [rows][1][D] view of x's type, written; may be x
+ *   y       [rows][1][D] view of x's type, written; may be x, otherwise does not overlap it
  *   x       [rows][1][D] view
  *   bytes   takes upipe_mlp_bytes(..., 0)
  *   errors  ARG, MEMORY; the pool is then as before
@@ -357,7 +357,7 @@ UPIPE_API upipe_status upi_mlp_bwd(upipe_ctx *c, const upipe_mlp *m, upipe_view 
 }
 
 /* upipe_mlp_bwd -- gradients of upipe_mlp_fwd, whose intermediates it computes again
- *   gx      [rows][1][D] view of x's type: the gradient of x, written; may be gy, not x
+ *   gx      [rows][1][D] view of x's type: the gradient of x, written; may be gy, otherwise overlaps neither
  *   grads   of the weights, += over the tokens in order
  *   gy      gradient of y
  *   x       the forward's
@@ -510,7 +510,8 @@ UPIPE_API upipe_status upipe_loss_fwd(upipe_ctx *c, const upipe_head *h, float *
 }
 
 /* upipe_loss_bwd -- the losses, and the gradients of head.scale times their sum
- *   gx      [rows][1][D] view of x's type: the gradient of x, written; may be x
+ *   gx      [rows][1][D] view of x's type: the gradient of x, written; may be x, otherwise does not overlap
+ *           it
  *   grads   +=, over the tokens in order
  *   losses, x, targets  as upipe_loss_fwd, which need not have run
  *   bytes   takes upipe_loss_bytes(..., 1)
