@@ -56,8 +56,8 @@ int main(void)
         c.ops = &ops, c.mem = &mem;
         loss[k] = pass(&c, &w, k == 0 ? &small : &large, x, targets, budget[k]);
         if (loss[k] < 0) return fprintf(stderr, "%s\n", c.err.text), 1;
-        printf("tiles of %7zu bytes, and scratch: loss %.6f, peak of the pool %zu bytes\n", budget[k], loss[k],
-               mem.peak);
+        printf("tiles of %7zu bytes, and scratch: loss %.6f, peak of the pool %zu bytes\n", budget[k],
+               loss[k], mem.peak);
         upipe_mem_free(&mem, NULL);
     }
     if (slab == NULL) return 1;
