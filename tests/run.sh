@@ -13,7 +13,7 @@ missing programs are installed with apt-get (through sudo if you are not root). 
   --quick   one build with gcc and its tests: no clang, no sanitizers, no valgrind
   --help    this text
 
-UPIPE_DRAWS is the number of random cases of the property tests (the sanitizer builds take UPIPE_DRAWS_SLOW, 100),
+UPIPE_DRAWS is the number of random cases of the property tests (sanitizers and valgrind take UPIPE_DRAWS_SLOW, 100),
 UPIPE_SEED where they start. UPIPE_FUZZ_SECONDS is how long files are fuzzed (2; 60 under AddressSanitizer). Published
 weights are fetched into UPIPE_CACHE (build/cache).
 END
@@ -177,6 +177,9 @@ if [ $quick = 0 ]; then
     targets='test_gemm compare train logits'
     if has openblas && prepare cblas gcc -Dcblas=enabled; then suite cblas products; fi
     targets=
+    # What slows programs down takes fewer random cases.
+    UPIPE_DRAWS=$draws_slow
+    export UPIPE_DRAWS
     if ! valgrind --quiet true >/dev/null 2>&1; then
         echo "left out: valgrind, as it does not start here"
     elif [ -f "$build/gcc/build.ninja" ]; then
@@ -184,10 +187,9 @@ if [ $quick = 0 ]; then
     fi
 
     # Warnings are the plain builds' business: instrumented code draws false ones.
-    UPIPE_DRAWS=$draws_slow
-    UPIPE_FUZZ_SECONDS=${UPIPE_FUZZ_SECONDS:-60}
-    export UPIPE_DRAWS UPIPE_FUZZ_SECONDS
     slow='-Dwerror=false -Doptimization=1'
+    UPIPE_FUZZ_SECONDS=${UPIPE_FUZZ_SECONDS:-60}
+    export UPIPE_FUZZ_SECONDS
     # shellcheck disable=SC2086 # a list of words
     if ! runs_with -fsanitize=address,undefined ''; then
         echo "left out: AddressSanitizer, as its programs do not start here"

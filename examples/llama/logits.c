@@ -272,6 +272,15 @@ static int logits_find(logits *g)
     return ids_read(g);
 }
 
+/* Addresses for the dry run, which touches nothing there: no page is used before logits_load. */
+static int logits_room(logits *g)
+{
+    g->weights = malloc((size_t)g->layout.weights * upipe_dtype_bytes(g->o.dtype));
+    g->gains = (float *)malloc((size_t)g->layout.gains * sizeof *g->gains);
+    if (g->weights != NULL && g->gains != NULL) return 0;
+    return cli_fail("out of memory: %lld weights", (long long)g->layout.weights);
+}
+
 static int logits_load(logits *g)
 {
     llama_state state;
@@ -279,10 +288,6 @@ static int logits_load(logits *g)
     upipe_status s;
     memset(&c, 0, sizeof c);
     memset(&state, 0, sizeof state);
-    g->weights = malloc((size_t)g->layout.weights * upipe_dtype_bytes(g->o.dtype));
-    g->gains = (float *)malloc((size_t)g->layout.gains * sizeof *g->gains);
-    if (g->weights == NULL || g->gains == NULL)
-        return cli_fail("out of memory: %lld weights", (long long)g->layout.weights);
     state.layout = &g->layout;
     state.dtype = g->o.dtype;
     state.ranks = 1;
@@ -344,7 +349,8 @@ static int logits_run(logits *g)
 
 static int logits_main(logits *g, files *all)
 {
-    if (logits_find(g) != 0 || logits_plan(g) != 0 || logits_check_memory(g) != 0) return -1;
+    if (logits_find(g) != 0 || logits_room(g) != 0 || logits_plan(g) != 0 || logits_check_memory(g) != 0)
+        return -1;
     if (files_same(g->o.out, g->o.ids)) return cli_fail("%s would replace the tokens of --ids", g->o.out);
     files_begin(all);
     if (files_reserve(all, g->o.out, g->o.ids) != 0) return -1;
