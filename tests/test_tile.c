@@ -1141,9 +1141,11 @@ static void test_overlapping(void)
         tile_case t = full_case(kind >= 2 ? kind & 1 : 0, UPIPE_F32, 6, &in, &targets);
         tile_args a;
         tile_pool p;
+        void *own;
         upipe_status s;
         t.gap = 1;
         args_make(&t, &in, &got, &a);
+        own = a.y.data;
         pool_make(&p, &ops, 1 << 20);
         if (kind == 1) {
             a.y = a.x;
@@ -1161,7 +1163,7 @@ static void test_overlapping(void)
                                                : "gx, of step 20, lies over x, of step 21");
         CHECK_INT(p.mem.serial, 1);
         pool_free(&p);
-        if (kind == 1) a.y.data = NULL;
+        a.y.data = own;
         args_free(&a);
         f32_tile_free(&in);
         f32_tile_free(&got);
