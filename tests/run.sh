@@ -133,23 +133,25 @@ count() {
     cat "$1"/meson-logs/testlog*.json 2>/dev/null | grep -c "$2"
 }
 
-# suite BUILD SUITE OPTION...: runs one suite and adds up its verdicts.
-suite() {
-    name=$1 part=$2
+# suites BUILD "SUITE..." OPTION...: runs suites side by side and adds up their verdicts.
+suites() {
+    name=$1 parts=$2
     shift 2
     dir=$build/$name
     rm -f "$dir"/meson-logs/testlog*
     start=$(date +%s)
-    meson test -C "$dir" --no-rebuild --print-errorlogs --suite "$part" "$@" >"$build/$name-$part.log" 2>&1
+    # shellcheck disable=SC2046 # a list of words
+    meson test -C "$dir" --no-rebuild --print-errorlogs $(printf -- '--suite %s ' $parts) "$@" \
+        >"$build/$name-tests.log" 2>&1
     status=$?
     ok=$(count "$dir" '"result": "OK"')
     skip=$(count "$dir" '"result": "SKIP"')
     bad=$(($(count "$dir" '"result": "') - ok - skip))
     [ $status = 0 ] || [ $bad != 0 ] || bad=1
-    [ $bad = 0 ] || cat "$build/$name-$part.log"
+    [ $bad = 0 ] || cat "$build/$name-tests.log"
     cat "$dir"/meson-logs/testlog*.txt 2>/dev/null | grep '^left out:' | sort -u
     passed=$((passed + ok)) skipped=$((skipped + skip)) failed=$((failed + bad))
-    echo "$name, $part: $ok passed, $bad failed, $skip skipped in $(($(date +%s) - start)) s"
+    echo "$name, $parts: $ok passed, $bad failed, $skip skipped in $(($(date +%s) - start)) s"
 }
 
 # Can programs of this sanitizer start here at all? Some kernels lay out memory as gcc's runtime does not expect.
@@ -163,19 +165,15 @@ runs_with() {
 }
 
 mkdir -p "$build" || exit 1
-if prepare gcc gcc; then
-    for part in compile unit property programs weights; do suite gcc $part; done
-fi
+if prepare gcc gcc; then suites gcc 'compile unit property programs weights'; fi
 
 if [ $quick = 0 ]; then
-    if command -v clang >/dev/null 2>&1 && prepare clang clang; then
-        for part in unit programs; do suite clang $part; done
-    fi
+    if command -v clang >/dev/null 2>&1 && prepare clang clang; then suites clang 'unit programs'; fi
     # The kernels without vector instructions of their own, and the product by a BLAS through the same table entry.
     targets='test_attn test_gemm test_rows test_train_ops test_tile test_layer'
-    if prepare portable gcc -Dsimd=portable; then suite portable kernels; fi
+    if prepare portable gcc -Dsimd=portable; then suites portable kernels; fi
     targets='test_gemm compare train logits'
-    if has openblas && prepare cblas gcc -Dcblas=enabled; then suite cblas products; fi
+    if has openblas && prepare cblas gcc -Dcblas=enabled; then suites cblas products; fi
     targets=
     # What slows programs down takes fewer random cases.
     UPIPE_DRAWS=$draws_slow
@@ -183,7 +181,7 @@ if [ $quick = 0 ]; then
     if ! valgrind --quiet true >/dev/null 2>&1; then
         echo "left out: valgrind, as it does not start here"
     elif [ -f "$build/gcc/build.ninja" ]; then
-        suite gcc memcheck --setup valgrind
+        suites gcc memcheck --setup valgrind
     fi
 
     # Warnings are the plain builds' business: instrumented code draws false ones.
@@ -194,7 +192,7 @@ if [ $quick = 0 ]; then
     if ! runs_with -fsanitize=address,undefined ''; then
         echo "left out: AddressSanitizer, as its programs do not start here"
     elif prepare asan gcc $slow -Db_sanitize=address,undefined -Dc_args=-fno-sanitize-recover=all; then
-        for part in unit property programs; do suite asan $part --timeout-multiplier 4; done
+        suites asan 'unit property programs' --timeout-multiplier 4
     fi
     wrapper=
     runs_with -fsanitize=thread '' || wrapper='setarch -R'
@@ -204,7 +202,7 @@ if [ $quick = 0 ]; then
     else
         targets='test_comm test_a2a test_layer test_property test_checkpoint test_llama'
         if prepare tsan gcc $slow -Dexamples=disabled -Db_sanitize=thread; then
-            suite tsan threads --timeout-multiplier 4 ${wrapper:+--wrapper "$wrapper"}
+            suites tsan threads --timeout-multiplier 4 ${wrapper:+--wrapper "$wrapper"}
         fi
     fi
 fi
