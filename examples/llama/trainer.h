@@ -140,8 +140,8 @@ static upipe_status trainer_total(upipe_ctx *c, double *out, float *data, int64_
     return UPIPE_OK;
 }
 
-/* Losses and gradients of the batch: every rank's gradients are those of the mean loss over its own
- * tokens' share. */
+/* Losses of the batch, and the part that this rank's tokens have in the gradients of the mean loss over all
+ * `valid` targets. */
 static upipe_status trainer_gradients(trainer *t, const trainer_batch *batch, int64_t valid)
 {
     upipe_ctx *c = t->r.c;
