@@ -2,8 +2,9 @@
  *
  * Contents are random bits that follow from the step and a count of saves, so that a loaded checkpoint shows
  * whether all its parts are of one save. Stops: a process that saves is killed at random instants
- * (UPIPE_DRAWS times, 30), and one is stopped before each of its calls to the filesystem in turn. Failures:
- * each of these calls fails in turn. Refusals: each kind of wrong file, by the words of its sentence.
+ * (20 + UPIPE_DRAWS / 200 times; each takes tens of milliseconds), and one is stopped before each of its
+ * calls to the filesystem in turn. Failures: each of these calls fails in turn. Refusals: each kind of wrong
+ * file, by the words of its sentence.
  */
 #define _POSIX_C_SOURCE 200809L
 #include <dirent.h>
@@ -749,7 +750,7 @@ static void test_kills(void)
 {
     test_rng rng;
     truth t;
-    long draws = test_env("UPIPE_DRAWS", 30), draw;
+    long draws = 20 + test_env("UPIPE_DRAWS", 2000) / 200, draw;
     int64_t done = 1, next = 2;
     upipe_err err = no_err();
     rng.state = (uint64_t)test_env("UPIPE_SEED", 1);
