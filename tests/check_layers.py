@@ -32,10 +32,10 @@ CORE_SYSTEM = {'assert.h', 'float.h', 'limits.h', 'math.h', 'stdarg.h', 'stddef.
 CORE_SYSTEM_OF = {'upipe_mem.h': {'sanitizer/asan_interface.h'}}
 # Headers of other projects, and the only places that may include them: a host without that backend has none of them.
 FOREIGN = {
-    'mpi.h': ('net/upipe_mpi.h',),
-    'nccl.h': ('net/upipe_nccl.h',),
-    'cuda_runtime.h': ('cuda/', 'net/upipe_mpi.h', 'net/upipe_nccl.h'),
-    'cuda.h': ('cuda/',),
+    'mpi.h': ('net/upipe_net_mpi.h',),
+    'nccl.h': ('net/upipe_net_nccl.h',),
+    'cuda_runtime.h': ('cuda/',),
+    'cuda_runtime_api.h': ('cuda/', 'net/upipe_net_nccl.h'),
     'cublas_v2.h': ('cuda/',),
 }
 

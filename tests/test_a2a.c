@@ -14,6 +14,12 @@ static upipe_status copy_bytes(upipe_ctx *c, void *dst, const void *src, size_t 
     return UPIPE_OK;
 }
 
+static upipe_status nothing_to_sync(upipe_ctx *c)
+{
+    (void)c;
+    return UPIPE_OK;
+}
+
 static upipe_status sum_rows(upipe_ctx *c, upipe_view dst, const float *src, int64_t step, int count,
                              int accumulate)
 {
@@ -141,6 +147,7 @@ static void test_exchange(void)
         d.batch = 1 + (int64_t)i % 3;
         d.head_dim = 3;
         w.ops.copy = copy_bytes;
+        w.ops.sync = nothing_to_sync;
         if (!CHECK_SAY(upipe_plan_init(&w.plan, &d, &e) == UPIPE_OK, "%s", e.text)) continue;
         CHECK(upipe_threads_init(&w.team, d.ranks, 30, &e) == UPIPE_OK);
         CHECK(upipe_threads_run(&w.team, exchange_body, &w, NULL) == UPIPE_OK);
@@ -202,6 +209,7 @@ static void test_sum(void)
             memset(&w, 0, sizeof w);
             rng.state = (uint64_t)(ranks * 100 + (int)k);
             w.ops.copy = copy_bytes;
+            w.ops.sync = nothing_to_sync;
             w.ops.sum = sum_rows;
             w.sum_n = n;
             w.want = want;
@@ -270,6 +278,7 @@ static void test_busy(void)
     upipe_err e;
     memset(&w, 0, sizeof w);
     w.ops.copy = copy_bytes;
+    w.ops.sync = nothing_to_sync;
     CHECK(upipe_threads_init(&w.team, 2, 30, &e) == UPIPE_OK);
     CHECK(upipe_threads_run(&w.team, busy_body, &w, NULL) == UPIPE_OK);
     upipe_threads_free(&w.team);

@@ -118,6 +118,12 @@ static upipe_status plain_copy(upipe_ctx *c, void *dst, const void *src, size_t 
     return UPIPE_OK;
 }
 
+static upipe_status plain_sync(upipe_ctx *c)
+{
+    (void)c;
+    return UPIPE_OK;
+}
+
 static crew *crew_begin(int ranks, double deadline)
 {
     crew *k = &the_crew;
@@ -126,6 +132,7 @@ static crew *crew_begin(int ranks, double deadline)
     memset(k, 0, sizeof *k);
     k->ranks = ranks;
     k->ops.copy = plain_copy;
+    k->ops.sync = plain_sync;
     CHECK_INT(live, 0);
     CHECK_STATUS(upipe_threads_init(&k->team, ranks, deadline, &e), UPIPE_OK, e);
     for (r = 0; r < ranks; ++r) {
@@ -953,6 +960,84 @@ static void test_bystander(void)
     }
 }
 
+/* ---- a table that only enqueues ---- */
+
+/* Each rank's queue of copies, as a device's stream holds them: sync runs it. */
+static struct queue {
+    void *dst[2 * RANKS_MAX];
+    const void *src[2 * RANKS_MAX];
+    size_t bytes[2 * RANKS_MAX];
+    int n, syncs;
+} queues[RANKS_MAX];
+
+static upipe_status queued_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
+{
+    struct queue *q = &queues[c->team->rank];
+    q->dst[q->n] = dst;
+    q->src[q->n] = src;
+    q->bytes[q->n++] = bytes;
+    return UPIPE_OK;
+}
+
+static upipe_status queued_sync(upipe_ctx *c)
+{
+    crew *k = (crew *)c->user;
+    struct queue *q = &queues[c->team->rank];
+    int i;
+    ++q->syncs;
+    for (i = 0; i < q->n; ++i) memcpy(q->dst[i], q->src[i], q->bytes[i]);
+    q->n = 0;
+    if (k->what == q->syncs && k->victim == c->team->rank)
+        return upi_fail(&c->err, UPIPE_ERR_BACKEND, "the stream burns");
+    return UPIPE_OK;
+}
+
+/* What a rank sends is made on its own queue, and spoilt as soon as the exchange is over. */
+static upipe_status queued_body(void *user, int rank)
+{
+    crew *k = (crew *)user;
+    upipe_ctx *c = &k->ctx[rank];
+    uint32_t made[RANKS_MAX][WORDS];
+    int round, n;
+    for (round = 0; round < 20; ++round) {
+        n = all_list(k, rank);
+        memcpy(made, k->send[rank], sizeof made);
+        memset(k->send[rank], 0xdd, sizeof k->send[rank]);
+        UPIPE_TRY(queued_copy(c, k->send[rank], made, sizeof made));
+        UPIPE_TRY(upipe_comm_start(c, c->team, k->list[rank], n));
+        UPIPE_TRY(upipe_comm_wait(c, c->team));
+        all_check(k, rank);
+        memset(k->send[rank], 0xdd, sizeof k->send[rank]);
+    }
+    return UPIPE_OK;
+}
+
+/* Syncs that fail: before an exchange, and behind the copies of one. */
+static void test_queued(void)
+{
+    static const int failing[] = {0, 1, 2, 5, 8};
+    size_t i;
+    for (i = 0; i < sizeof failing / sizeof *failing; ++i) {
+        crew *k = crew_begin(3, 60);
+        int r, backend = 0;
+        memset(queues, 0, sizeof queues);
+        k->ops.copy = queued_copy;
+        k->ops.sync = queued_sync;
+        k->what = failing[i];
+        k->victim = 1;
+        CHECK_INT(upipe_threads_run(&k->team, queued_body, k, k->status),
+                  failing[i] ? UPIPE_ERR_BACKEND : UPIPE_OK);
+        for (r = 0; r < k->ranks && failing[i]; ++r) {
+            CHECK_INT(k->status[r], r == 1 ? UPIPE_ERR_BACKEND : UPIPE_ERR_ABORTED);
+            CHECK_TEXT(k->ctx[r].err.text, "the stream burns");
+            CHECK_INT(k->ctx[r].team->quarantine, 0);
+            backend += k->status[r] == UPIPE_ERR_BACKEND;
+        }
+        CHECK_INT(backend, failing[i] != 0);
+        crew_end(k);
+    }
+}
+
 /* ---- faults: a reader that is slow, and one that never ends ---- */
 
 static upipe_status slow_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
@@ -1157,6 +1242,7 @@ int main(void)
     test_abort_outside();
     test_odd();
     test_bystander();
+    test_queued();
     test_slow();
     test_arguments();
     test_alone();

@@ -17,15 +17,19 @@
 #include "upipe_ops.h"
 #include "upipe_plan.h"
 
-/* upi_unwind -- after a failure: the team learns of it, and the pool goes back to the mark
+/* upi_unwind -- after a failure: the team learns of it, the stream is drained, so that no work of this rank
+ *               is left that touches the pool, and the pool goes back to the mark
  *
  * Where a peer may still be reading, no block of this pool may be used again before upipe_mem_release: any of
  * them may be a send buffer.
  */
 UPIPE_API upipe_status upi_unwind(upipe_ctx *c, upipe_status s, int64_t mark)
 {
+    upipe_err first;
     if (c->err.status != s) upi_fail(&c->err, s, "an entry of the compute table failed without a reason");
     upipe_comm_abort(c->team, c->err.text);
+    first = c->err;
+    if (c->ops->sync(c) != UPIPE_OK) c->err = first; /* the first failure is the one that tells */
     if (c->team != NULL && c->team->quarantine)
         upipe_mem_quarantine(c->mem, 0);
     else

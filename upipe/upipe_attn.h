@@ -24,6 +24,8 @@
  *   causal      nonzero: a query sees positions up to its own
  *   window      keys further back than this many positions are hidden; 0 = none
  *   softcap     scores become softcap * tanh(score / softcap); 0 = none
+ *   merge       forward: o and lse hold what the same queries saw of other keys, and are brought up to all of
+ *               them; o may then be f32 beside narrower q, k, v. A row's old lse of -inf: nothing was seen
  *   sinks       one extra score a head, f32 [H]; NULL = none
  *   docs        cu_seqlens of packed documents, docs_n + 1 positions; NULL = one document
  *   work        scratch of upipe_ops.attn_bytes bytes
@@ -39,7 +41,7 @@ typedef struct upipe_attn {
     void *work;
     size_t work_bytes;
     float scale, softcap;
-    int causal;
+    int causal, merge;
 } upipe_attn;
 
 /* upipe_attn_grad -- backward, with the probabilities recomputed from the forward's lse
@@ -94,7 +96,11 @@ UPIPE_API upipe_status upi_attn_check(upipe_ctx *c, const upipe_attn *a, int bac
     UPIPE_TRY(upi_attn_like(c, "q", q, q.n, q.h, q.d, q.dtype));
     UPIPE_TRY(upi_attn_like(c, "k", k, k.n, k.h, q.d, q.dtype));
     UPIPE_TRY(upi_attn_like(c, "v", a->v, k.n, k.h, q.d, q.dtype));
-    if (!backward) UPIPE_TRY(upi_attn_like(c, "o", a->o, q.n, q.h, q.d, q.dtype));
+    if (!backward)
+        UPIPE_TRY(upi_attn_like(c, "o", a->o, q.n, q.h, q.d,
+                                a->merge && a->o.dtype == UPIPE_F32 ? UPIPE_F32 : q.dtype));
+    if (backward && a->merge)
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: the backward has nothing to merge");
     UPIPE_TRY(upi_attn_like(c, "lse", a->lse, q.n, q.h, 1, UPIPE_F32));
     if (a->window != 0)
         return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "attention: sliding window of %lld is not built yet",

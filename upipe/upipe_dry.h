@@ -29,6 +29,12 @@ typedef struct upipe_dry {
     int64_t gathered[UPIPE_DRY_RANKS_MAX * UPIPE_GATHER_MAX];
 } upipe_dry;
 
+UPIPE_API upipe_status upi_dry_sync(upipe_ctx *c)
+{
+    (void)c;
+    return UPIPE_OK;
+}
+
 UPIPE_API upipe_status upi_dry_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
 {
     (void)c;
@@ -167,6 +173,7 @@ UPIPE_API upipe_status upipe_dry_init(upipe_dry *dry, int rank, int ranks, const
     upipe_mem_init_dry(&dry->mem, dry->blocks, UPIPE_DRY_BLOCKS_MAX);
     upipe_comm_dry(&dry->team, rank, ranks, dry->list, dry->gathered);
     dry->ops = *ops;
+    dry->ops.sync = upi_dry_sync;
     dry->ops.copy = upi_dry_copy;
     dry->ops.zero = upi_dry_zero;
     dry->ops.cast = upi_dry_cast;

@@ -77,7 +77,10 @@ typedef struct upipe_ops {
     const char *name; /* "cpu-avx2", "cpu-portable", "cuda", ... */
     void *self;       /* the backend's own (a cuBLAS handle, say) */
 
-    /* Moves bytes; dst and src do not overlap. */
+    /* Returns when all that was enqueued on ctx->stream is done. */
+    upipe_status (*sync)(upipe_ctx *c);
+    /* Moves bytes between any of the device's memory and the host's; dst and src do not overlap. Ordinary host
+     * memory is read, or written, when the call returns; pinned host memory is the stream's until sync. */
     upipe_status (*copy)(upipe_ctx *c, void *dst, const void *src, size_t bytes);
     upipe_status (*zero)(upipe_ctx *c, void *dst, size_t bytes);
     /* dst = src, element by element, changing the storage type; equal shapes. */

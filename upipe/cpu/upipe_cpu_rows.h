@@ -87,6 +87,13 @@ UPIPE_API upipe_status upi_row_check_alias(upipe_ctx *c, const char *call, const
 
 /* ---- entries of the table ---- */
 
+/* Every entry returns when it is done. */
+UPIPE_API upipe_status upi_cpu_sync(upipe_ctx *c)
+{
+    (void)c;
+    return UPIPE_OK;
+}
+
 UPIPE_API upipe_status upi_cpu_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
 {
     if (bytes == 0) return UPIPE_OK;

@@ -12,8 +12,10 @@
  * and one that gives up calls upipe_comm_abort, so that the others do not sit out the deadline.
  *
  * How bytes move: start publishes the address of the list, wait pulls every block from the peer's memory with
- * ctx->ops->copy. Nothing is packed or staged, and nobody but the rank itself writes into its buffers. A copy
- * entry that only enqueues (CUDA) is correct if all ranks of the team share one stream.
+ * ctx->ops->copy. Nothing is packed or staged, and nobody but the rank itself writes into its buffers. Where
+ * entries of the table only enqueue (a device), each rank may have a stream of its own: it syncs before it
+ * publishes a list, so that its send buffers are complete, and syncs again behind the copies it has pulled,
+ * before it calls them done. So the host waits for the device twice an exchange.
  *
  * Every rank makes the same sequence of calls (exchange, barrier, gather). An exchange is complete on a rank
  * when all ranks have started it, all its blocks have arrived, and all that it sends has been read.
@@ -324,7 +326,11 @@ UPIPE_API upipe_status upi_threads_start(upipe_ctx *c, upipe_comm *comm, const u
     int *sends = upi_threads_sends(team, me->posted + 1, comm->rank);
     int *receives = upi_threads_receives(team, me->posted + 1, comm->rank);
     int i;
+    upipe_status status;
     if (upi_threads_is_broken(team)) return upi_threads_tell(c, comm, UPIPE_OK);
+    status = c->ops->sync(c);
+    if (status != UPIPE_OK)
+        return upi_threads_fail(c, comm, status, "rank %d before an exchange: %s", comm->rank, c->err.text);
     post->kind = UPI_THREADS_EXCHANGE;
     post->list = list;
     post->n = n;
@@ -384,23 +390,38 @@ UPIPE_API upipe_status upi_threads_fit(upipe_ctx *c, upipe_comm *comm, uint64_t 
                             receives);
 }
 
-/* Rank `from` has come to call s: checks it, and fetches what it sends here. */
-UPIPE_API upipe_status upi_threads_fetch(upipe_ctx *c, upipe_comm *comm, uint64_t s, int from)
+/* Rank `from` has come to call s: checks it, and fetches what it sends here. *held: this rank is counted in
+ * the owner's readers, as the copies may only be enqueued. */
+UPIPE_API upipe_status upi_threads_fetch(upipe_ctx *c, upipe_comm *comm, uint64_t s, int from, int *held)
 {
     upipe_threads *team = (upipe_threads *)comm->impl;
-    upi_threads_rank *owner = &team->all[from];
-    upipe_status status;
     UPIPE_TRY(upi_threads_same(c, comm, s, from));
     UPIPE_TRY(upi_threads_fit(c, comm, s, from, comm->rank));
     UPIPE_TRY(upi_threads_fit(c, comm, s, comm->rank, from)); /* else this rank might see nothing wrong */
     if (upi_threads_sends(team, s, from)[comm->rank] == 0) return UPIPE_OK;
     /* Count first, look at `broken` second; a failing owner breaks first and looks at the count second. So
      * one of the two sees the other, and nobody starts to read behind the owner's back. */
-    __atomic_fetch_add(&owner->readers, 1, __ATOMIC_SEQ_CST);
-    status = upi_threads_copy(c, comm, s, from);
-    __atomic_fetch_sub(&owner->readers, 1, __ATOMIC_SEQ_CST);
-    if (upi_threads_is_broken(team)) upi_threads_ring(owner);
-    return status;
+    __atomic_fetch_add(&team->all[from].readers, 1, __ATOMIC_SEQ_CST);
+    *held = 1;
+    return upi_threads_copy(c, comm, s, from);
+}
+
+/* The copies enqueued so far have arrived; those whose buffers they read may go on. */
+UPIPE_API upipe_status upi_threads_release(upipe_ctx *c, upipe_comm *comm, const int *held,
+                                           upipe_status status)
+{
+    upipe_threads *team = (upipe_threads *)comm->impl;
+    upipe_err first = c->err;
+    upipe_status synced = c->ops->sync(c);
+    int k;
+    if (status != UPIPE_OK) c->err = first;
+    for (k = 0; k < team->ranks; ++k) {
+        if (!held[k]) continue;
+        __atomic_fetch_sub(&team->all[k].readers, 1, __ATOMIC_SEQ_CST);
+        if (upi_threads_is_broken(team)) upi_threads_ring(&team->all[k]);
+    }
+    if (status != UPIPE_OK || synced == UPIPE_OK) return status;
+    return upi_threads_fail(c, comm, synced, "rank %d receiving: %s", comm->rank, c->err.text);
 }
 
 /* One look at the team in call s: fetches from those who came since the last. *complete: nothing is left. */
@@ -409,17 +430,22 @@ UPIPE_API upipe_status upi_threads_look(upipe_ctx *c, upipe_comm *comm, uint64_t
     upipe_threads *team = (upipe_threads *)comm->impl;
     upi_threads_rank *me = &team->all[comm->rank];
     const int *sends = upi_threads_sends(team, s, comm->rank);
+    int held[UPIPE_THREADS_MAX] = {0}, any = 0;
+    upipe_status status = UPIPE_OK;
     int k, missing = 0;
-    for (k = 0; k < team->ranks; ++k) { /* each rank begins with itself: the sources are spread */
-        int from = (comm->rank + k) % team->ranks;
+    for (k = 0; k < team->ranks && status == UPIPE_OK; ++k) {
+        int from = (comm->rank + k) % team->ranks; /* each rank begins with itself: the sources are spread */
         if (me->fetched[from] == s) continue;
         if (!upi_threads_has_posted(&team->all[from], s)) {
             ++missing;
             continue;
         }
-        UPIPE_TRY(upi_threads_fetch(c, comm, s, from));
-        me->fetched[from] = s;
+        status = upi_threads_fetch(c, comm, s, from, &held[from]);
+        any |= held[from];
+        if (status == UPIPE_OK) me->fetched[from] = s;
     }
+    if (any) status = upi_threads_release(c, comm, held, status);
+    UPIPE_TRY(status);
     *complete = 0;
     if (missing > 0) return UPIPE_OK;
     if (!upi_threads_is_done(me, s)) {
