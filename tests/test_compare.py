@@ -29,7 +29,7 @@ except ImportError:
 COMPARE, TOP = os.path.abspath(sys.argv[1]), os.path.abspath(sys.argv[2])
 BOOK = os.path.join(TOP, 'examples', 'data', 'genesis_exodus.txt')
 PHASES = ['fwd_before', 'fwd_in', 'fwd_attn', 'fwd_out', 'bwd_before', 'bwd_out', 'bwd_attn', 'bwd_in']
-CONFIG = {'method', 'ranks', 'heads', 'kv_heads', 'head_dim', 'model_dim', 'tokens', 'batch', 'chunk', 'dtype', 'full',
+CONFIG = {'method', 'ranks', 'heads', 'kv_heads', 'head_dim', 'model_dim', 'tokens', 'batch', 'chunk', 'dtype', 'device', 'full',
           'rope', 'seed', 'data', 'check', 'json', 'trace', 'dump', 'deadline', 'progress', 'products',
           'unit_bytes'}
 METHOD = {'name', 'stages', 'peak_bytes', 'plan_bytes', 'paper_units', 'slab_bytes', 'intermediate_bytes_fwd',
@@ -194,7 +194,7 @@ def test_defaults(folder):
     numbers = good(folder, ['--tokens', '64'], 'defaults')
     c = numbers['config'] if numbers else {}
     for key, want in [('ranks', 4), ('heads', 16), ('kv_heads', 16), ('head_dim', 64), ('model_dim', 1024),
-                      ('batch', 1), ('chunk', 4), ('dtype', 'f32'), ('full', False), ('rope', False), ('check', 'on'),
+                      ('batch', 1), ('chunk', 4), ('dtype', 'f32'), ('device', 'cpu'), ('full', False), ('rope', False), ('check', 'on'),
                       ('method', ['ulysses', 'upipe']), ('trace', None), ('dump', None)]:
         equal(c.get(key), want, f'default of {key}')
     for flag, word in [('--help', '--kv-heads'), ('--version', 'upipe')]:

@@ -28,7 +28,7 @@ ROOT = {'config', 'first_step', 'loss', 'grad_norm', 'tokens_per_s', 'peak_bytes
         'host_bytes', 'sent_bytes_per_step', 'memory'}
 CONFIG = {'method', 'ranks', 'chunk', 'layers', 'model_dim', 'heads', 'kv_heads', 'head_dim', 'ff_dim', 'vocab',
           'untied', 'qk_norm', 'rope_theta', 'norm_eps', 'tokens', 'batch', 'steps', 'lr', 'min_lr', 'warmup',
-          'weight_decay', 'beta1', 'beta2', 'adam_eps', 'clip', 'dtype', 'seed', 'tile_bytes', 'offload', 'data',
+          'weight_decay', 'beta1', 'beta2', 'adam_eps', 'clip', 'dtype', 'device', 'seed', 'tile_bytes', 'offload', 'data',
           'save', 'resume', 'load'}
 MEASURED = {'text_bytes', 'products', 'kernels'}
 NO_NUMBERS = {'json', 'trace', 'save-every', 'keep', 'sample', 'prompt', 'temperature', 'deadline', 'plan',
@@ -187,7 +187,7 @@ def test_numbers(folder):
     for key, want in [('method', 'upipe'), ('chunk', 2), ('head_dim', 32), ('ff_dim', 192), ('vocab', 256),
                       ('untied', False), ('qk_norm', False), ('batch', 1), ('lr', 1e-3), ('min_lr', 1e-4),
                       ('warmup', 1), ('weight_decay', 0.1), ('beta1', 0.9), ('beta2', 0.95), ('clip', 1),
-                      ('dtype', 'f32'), ('seed', 1), ('offload', False), ('data', BOOK), ('save', None),
+                      ('dtype', 'f32'), ('device', 'cpu'), ('seed', 1), ('offload', False), ('data', BOOK), ('save', None),
                       ('resume', None), ('load', None), ('text_bytes', os.path.getsize(BOOK))]:
         equal(c[key], want, f'default of {key}')
     equal(numbers['first_step'], 1, 'the first step')

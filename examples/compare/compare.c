@@ -22,7 +22,8 @@
 
 typedef struct compare {
     options o;
-    upipe_ops ops;
+    upipe_ops ops; /* where the ranks compute; for plans */
+    upipe_ops cpu; /* for inputs */
     inputs in;
     method methods[METHODS];
     files all;
@@ -245,7 +246,8 @@ static double error_limit(const compare *c)
 /* In f32 with the built-in products, methods give the same bits, unless one is the naive order. */
 static int bits_differ(const compare *c, const method *m)
 {
-    int promised = c->o.dtype == UPIPE_F32 && strcmp(PRODUCTS, "built-in") == 0 && m->which != METHOD_NAIVE &&
+    int promised = c->o.device == DEVICE_CPU && c->o.dtype == UPIPE_F32 &&
+                   strcmp(PRODUCTS, "built-in") == 0 && m->which != METHOD_NAIVE &&
                    c->methods[0].which != METHOD_NAIVE;
     return promised && !(m->same_out && m->same_dx && m->same_dw);
 }
@@ -305,7 +307,7 @@ static int run(compare *c)
     files_abandon(&c->all);
     if (status != 0) return -1;
     progress(c, "embeddings and weights for ", c->o.data);
-    if (inputs_make(&c->in, &c->o, &c->ops) != 0 || run_methods(c) != 0) return -1;
+    if (inputs_make(&c->in, &c->o, &c->cpu) != 0 || run_methods(c) != 0) return -1;
     report_table(c->methods, c->o.methods_n, &c->o);
     if (fflush(stdout) != 0 || ferror(stdout))
         return cli_fail("the table cannot be written: %s", strerror(errno));
@@ -330,7 +332,8 @@ int main(int argc, char **argv)
     }
     if (c->o.data == NULL) c->o.data = cli_book();
     c->shows_progress = c->o.progress || isatty(STDERR_FILENO);
-    products_ops(&c->ops);
+    products_ops(&c->cpu);
+    device_table(c->o.device, &c->ops);
     status = run(c) == 0 ? 0 : EXIT_RUN;
     files_abandon(&c->all);
     for (i = 0; i < c->o.methods_n; ++i) method_free(&c->methods[i]);

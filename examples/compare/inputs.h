@@ -25,8 +25,9 @@
 
 typedef struct inputs {
     float *x, *w[3], *dout;
-    void *stored[3]; /* the weights in the storage type; w itself where that is f32 */
+    void *stored[3]; /* the weights in the storage type, where the device reaches them */
     int64_t rows, dim, width[3];
+    int device;
 } inputs;
 
 /* splitmix64 and Box-Muller */
@@ -115,19 +116,19 @@ static float *inputs_room(int64_t rows, int64_t cols)
     return (float *)calloc((size_t)rows, (size_t)cols * sizeof(float));
 }
 
-/* Rounds v [rows][cols] to the storage type, in place. *stored, if wanted, gets the values in that type: v
- * itself for f32, else memory of its own. */
-static int inputs_round(const upipe_ops *ops, upipe_dtype dtype, float *v, int64_t rows, int64_t cols,
+/* Rounds v [rows][cols] to the storage type, in place. *stored, if wanted, gets the values in that type, in
+ * memory that the device reaches. */
+static int inputs_round(const upipe_ops *ops, const options *o, float *v, int64_t rows, int64_t cols,
                         void **stored)
 {
+    upipe_dtype dtype = o->dtype;
     upipe_view wide = upipe_view_packed(v, UPIPE_F32, rows, 1, (int32_t)cols), narrow;
     upipe_ctx c;
     void *room;
     int bad;
-    if (stored != NULL) *stored = v;
-    if (dtype == UPIPE_F32) return 0;
-    room = calloc((size_t)rows, (size_t)cols * upipe_dtype_bytes(dtype));
-    if (room == NULL) return -1;
+    if (dtype == UPIPE_F32 && stored == NULL) return 0;
+    if (device_shared(o->device, &room, (size_t)(rows * cols) * upipe_dtype_bytes(dtype), NULL) != UPIPE_OK)
+        return -1;
     memset(&c, 0, sizeof c);
     c.ops = ops;
     narrow = upipe_view_packed(room, dtype, rows, 1, (int32_t)cols);
@@ -135,7 +136,7 @@ static int inputs_round(const upipe_ops *ops, upipe_dtype dtype, float *v, int64
     if (stored != NULL)
         *stored = room;
     else
-        free(room);
+        device_shared_free(o->device, room);
     return bad ? -1 : 0;
 }
 
@@ -145,7 +146,7 @@ static void inputs_free(inputs *in)
     free(in->x);
     free(in->dout);
     for (which = 0; which < 3; ++which) {
-        if (in->stored[which] != in->w[which]) free(in->stored[which]);
+        device_shared_free(in->device, in->stored[which]);
         free(in->w[which]);
     }
     memset(in, 0, sizeof *in);
@@ -158,7 +159,7 @@ static void inputs_normal(random_state *r, float *v, int64_t n, double scale)
 }
 
 /* A table whose rows have root mean square 1, and its row for every byte of the text. */
-static int inputs_embed(inputs *in, const upipe_ops *ops, upipe_dtype dtype, float *table,
+static int inputs_embed(inputs *in, const upipe_ops *ops, const options *o, float *table,
                         const unsigned char *text, random_state *r)
 {
     int64_t i, j;
@@ -169,7 +170,7 @@ static int inputs_embed(inputs *in, const upipe_ops *ops, upipe_dtype dtype, flo
         for (j = 0; j < in->dim; ++j) squares += (double)row[j] * (double)row[j];
         for (j = 0; j < in->dim; ++j) row[j] = (float)((double)row[j] / sqrt(squares / (double)in->dim));
     }
-    if (inputs_round(ops, dtype, table, 256, in->dim, NULL) != 0) return -1;
+    if (inputs_round(ops, o, table, 256, in->dim, NULL) != 0) return -1;
     for (i = 0; i < in->rows; ++i)
         memcpy(in->x + i * in->dim, table + text[i] * in->dim, (size_t)in->dim * sizeof *table);
     return 0;
@@ -184,18 +185,18 @@ static int inputs_fill(inputs *in, const options *o, const upipe_ops *ops, const
     r.state = o->seed;
     in->x = inputs_room(in->rows, in->dim);
     in->dout = inputs_room(in->rows, in->width[0]);
-    bad = table == NULL || in->x == NULL || in->dout == NULL ||
-          inputs_embed(in, ops, o->dtype, table, text, &r) != 0;
+    bad =
+        table == NULL || in->x == NULL || in->dout == NULL || inputs_embed(in, ops, o, table, text, &r) != 0;
     free(table);
     for (which = 0; which < 3 && !bad; ++which) {
         float *w = in->w[which] = inputs_room(in->width[which], in->dim);
         if (w == NULL) return -1;
         inputs_normal(&r, w, in->width[which] * in->dim, 1 / sqrt((double)in->dim));
-        bad = inputs_round(ops, o->dtype, w, in->width[which], in->dim, &in->stored[which]) != 0;
+        bad = inputs_round(ops, o, w, in->width[which], in->dim, &in->stored[which]) != 0;
     }
     if (bad) return -1;
     inputs_normal(&r, in->dout, in->rows * in->width[0], 1);
-    return inputs_round(ops, o->dtype, in->dout, in->rows, in->width[0], NULL);
+    return inputs_round(ops, o, in->dout, in->rows, in->width[0], NULL);
 }
 
 static int inputs_make(inputs *in, const options *o, const upipe_ops *ops)
@@ -203,6 +204,7 @@ static int inputs_make(inputs *in, const options *o, const upipe_ops *ops)
     unsigned char *text;
     int status;
     memset(in, 0, sizeof *in);
+    in->device = o->device;
     in->rows = o->batch * o->tokens;
     in->dim = o->model_dim;
     in->width[0] = (int64_t)o->heads * o->head_dim;

@@ -24,9 +24,10 @@ typedef struct method_rank {
     upipe_block *blocks;
     upipe_mem_event *events;
     int64_t events_n; /* of the block; the sum of the weights' gradients comes after */
+    device d;
     void *slab;
     float *grads[3]; /* of wq wk wv, this rank's part and then the sum */
-    float *host;     /* [rows][max(D, H*d)] */
+    float *host;     /* [rows][max(D, H*d)]; like grads reached by the device too */
     size_t peak[UPIPE_PHASES], intermediate;
     int64_t sent[2];   /* forward, backward */
     double seconds[2]; /* forward, backward */
@@ -130,27 +131,31 @@ static double method_kept_bytes(const method *m)
 }
 
 /* Gives back what only the run needs; results and traces stay. */
-static void method_release(method *m)
+static upipe_status method_release(method *m, upipe_err *e)
 {
+    upipe_status s = UPIPE_OK, closed;
     int r;
     for (r = 0; m->ranks != NULL && r < m->o->ranks; ++r) {
         method_rank *rank = &m->ranks[r];
-        free(rank->blocks);
-        free(rank->slab);
-        free(rank->host);
-        rank->blocks = NULL;
+        device_slab_free(&rank->d, rank->slab);
+        closed = device_close(&rank->d, s == UPIPE_OK ? e : NULL);
+        if (s == UPIPE_OK) s = closed;
         rank->slab = NULL;
+        free(rank->blocks);
+        device_shared_free(m->o->device, rank->host);
+        rank->blocks = NULL;
         rank->host = NULL;
     }
+    return s;
 }
 
 static void method_free(method *m)
 {
     int r, j;
-    method_release(m);
+    method_release(m, NULL);
     for (r = 0; m->ranks != NULL && r < m->o->ranks; ++r) {
         free(m->ranks[r].events);
-        for (j = 0; j < 3; ++j) free(m->ranks[r].grads[j]);
+        for (j = 0; j < 3; ++j) device_shared_free(m->o->device, m->ranks[r].grads[j]);
     }
     free(m->ranks);
     free(m->out);
@@ -159,11 +164,18 @@ static void method_free(method *m)
     m->out = m->dx = NULL;
 }
 
+/* Zeros that the device reaches too. */
+static float *method_room(const method *m, int64_t rows, int64_t cols)
+{
+    void *room = NULL;
+    device_shared(m->o->device, &room, (size_t)(rows * cols) * sizeof(float), NULL);
+    return (float *)room;
+}
+
 static int method_allocate(method *m)
 {
     const inputs *in = m->in;
     int64_t widest = in->dim > in->width[0] ? in->dim : in->width[0];
-    size_t slab = (m->pool_bytes + UPIPE_MEM_ALIGN - 1) / UPIPE_MEM_ALIGN * UPIPE_MEM_ALIGN;
     int r, j;
     m->out = inputs_room(in->rows, in->width[0]);
     m->dx = inputs_room(in->rows, in->dim);
@@ -173,12 +185,10 @@ static int method_allocate(method *m)
         method_rank *rank = &m->ranks[r];
         rank->blocks = (upipe_block *)calloc((size_t)m->blocks_max, sizeof *rank->blocks);
         rank->events = (upipe_mem_event *)calloc((size_t)m->events_max, sizeof *rank->events);
-        rank->slab = aligned_alloc(UPIPE_MEM_ALIGN, slab);
-        rank->host = inputs_room(m->plan.rows, widest);
-        if (rank->blocks == NULL || rank->events == NULL || rank->slab == NULL || rank->host == NULL)
-            return -1;
+        rank->host = method_room(m, m->plan.rows, widest);
+        if (rank->blocks == NULL || rank->events == NULL || rank->host == NULL) return -1;
         for (j = 0; j < 3; ++j) {
-            rank->grads[j] = inputs_room(in->width[j], in->dim);
+            rank->grads[j] = method_room(m, in->width[j], in->dim);
             if (rank->grads[j] == NULL) return -1;
         }
     }
@@ -219,64 +229,80 @@ static upipe_status method_block(method *m, upipe_ctx *c, method_rank *rank, int
     x = upipe_view_packed(data, p->desc.dtype, p->rows, 1, (int32_t)in->dim);
     method_rows(m, r, in->x, rank->host, in->dim, 0);
     UPIPE_TRY(c->ops->cast(c, x, tokens));
+    UPIPE_TRY(c->ops->sync(c));
 
     UPIPE_TRY(upipe_comm_barrier(c, c->team));
     start = cli_clock(NULL);
     sent = c->team->sent_bytes;
     UPIPE_TRY(upipe_layer_fwd(c, &m->layer, &saved, x));
+    UPIPE_TRY(c->ops->sync(c));
     rank->seconds[0] = cli_clock(NULL) - start;
     rank->sent[0] = c->team->sent_bytes - sent;
     rank->intermediate = upipe_mem_largest(c->mem, intermediate, 4);
     UPIPE_TRY(upipe_layer_gather(c, &m->layer, heads, &saved.out));
+    UPIPE_TRY(c->ops->sync(c));
     method_rows(m, r, m->out, rank->host, in->width[0], 1);
 
     UPIPE_TRY(upipe_layer_slots_take(c, &m->layer, &gout, UPIPE_SLOT_FULL, "gout"));
     method_rows(m, r, in->dout, rank->host, in->width[0], 0);
     UPIPE_TRY(upipe_layer_scatter(c, &m->layer, &gout, heads));
+    UPIPE_TRY(c->ops->sync(c));
 
     UPIPE_TRY(upipe_comm_barrier(c, c->team));
     start = cli_clock(NULL);
     sent = c->team->sent_bytes;
     UPIPE_TRY(upipe_layer_bwd(c, &m->layer, x, &grads, &saved, &gout, x));
+    UPIPE_TRY(c->ops->sync(c));
     rank->seconds[1] = cli_clock(NULL) - start;
     rank->sent[1] = c->team->sent_bytes - sent;
     UPIPE_TRY(c->ops->cast(c, tokens, x));
+    UPIPE_TRY(c->ops->sync(c));
     method_rows(m, r, m->dx, rank->host, in->dim, 1);
     UPIPE_TRY(upipe_mem_give(c->mem, gout.data, &c->err));
     UPIPE_TRY(upipe_mem_give(c->mem, x.data, &c->err));
     return UPIPE_OK;
 }
 
+static upipe_status method_rank_run(method *m, upipe_ctx *c, method_rank *rank, int r)
+{
+    upipe_status s;
+    int j;
+    upipe_mem_init(&rank->mem, rank->slab, m->pool_bytes, rank->blocks, m->blocks_max);
+    rank->mem.events = rank->events;
+    rank->mem.events_max = m->events_max;
+    rank->mem.clock = cli_clock;
+    c->mem = &rank->mem;
+    s = method_block(m, c, rank, r);
+    for (j = 0; j < UPIPE_PHASES; ++j) rank->peak[j] = rank->mem.phase_peak[j];
+    rank->events_n = rank->mem.events_n;
+    if (s == UPIPE_OK && rank->mem.events_lost > 0) {
+        s = UPIPE_ERR_MEMORY;
+        snprintf(c->err.text, sizeof c->err.text, "the pool's trace had no room for %lld events",
+                 (long long)rank->mem.events_lost);
+    }
+    for (j = 0; j < 3 && s == UPIPE_OK; ++j)
+        s = upipe_a2a_sum(c, rank->grads[j], m->in->width[j] * m->in->dim);
+    if (s == UPIPE_OK) s = c->ops->sync(c);
+    if (s == UPIPE_OK)
+        s = upipe_mem_free(&rank->mem, &c->err);
+    else
+        upipe_mem_free(&rank->mem, NULL);
+    return s;
+}
+
+/* The slab and the device stay until no rank runs any more: after a failure others may still read there. */
 static upipe_status method_rank_main(void *user, int r)
 {
     method *m = (method *)user;
     method_rank *rank = &m->ranks[r];
     upipe_ctx c;
     upipe_status s;
-    int j;
     memset(&c, 0, sizeof c);
-    memset(rank->slab, 0xff, m->pool_bytes); /* NaN: nothing may be read before it is written */
-    upipe_mem_init(&rank->mem, rank->slab, m->pool_bytes, rank->blocks, m->blocks_max);
-    rank->mem.events = rank->events;
-    rank->mem.events_max = m->events_max;
-    rank->mem.clock = cli_clock;
-    c.ops = m->ops;
-    c.mem = &rank->mem;
     c.team = upipe_threads_comm(&m->team, r);
-    s = method_block(m, &c, rank, r);
-    for (j = 0; j < UPIPE_PHASES; ++j) rank->peak[j] = rank->mem.phase_peak[j];
-    rank->events_n = rank->mem.events_n;
-    if (s == UPIPE_OK && rank->mem.events_lost > 0) {
-        s = UPIPE_ERR_MEMORY;
-        snprintf(c.err.text, sizeof c.err.text, "the pool's trace had no room for %lld events",
-                 (long long)rank->mem.events_lost);
-    }
-    for (j = 0; j < 3 && s == UPIPE_OK; ++j)
-        s = upipe_a2a_sum(&c, rank->grads[j], m->in->width[j] * m->in->dim);
-    if (s == UPIPE_OK)
-        s = upipe_mem_free(&rank->mem, &c.err);
-    else
-        upipe_mem_free(&rank->mem, NULL);
+    s = device_open(&rank->d, m->o->device, &c.err);
+    device_use(&rank->d, &c);
+    if (s == UPIPE_OK) s = device_slab(&rank->d, &rank->slab, m->pool_bytes, &c.err);
+    if (s == UPIPE_OK) s = method_rank_run(m, &c, rank, r);
     rank->err = c.err;
     return s;
 }
@@ -329,9 +355,10 @@ static int method_run(method *m, const inputs *in)
             method_fail(m, who, s, m->ranks[r].err.text);
         }
     }
-    method_release(m);
     free(statuses);
-    return s == UPIPE_OK ? 0 : -1;
+    if (s != UPIPE_OK) return -1;
+    s = method_release(m, &err);
+    return s == UPIPE_OK ? 0 : method_fail(m, "", s, err.text);
 }
 
 #endif

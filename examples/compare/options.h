@@ -16,7 +16,7 @@
 #include "upipe/upipe.h"
 
 #include "../common/cli.h"
-#include "../common/products.h"
+#include "../common/device_flag.h"
 
 enum { METHOD_ULYSSES, METHOD_UPIPE, METHOD_NAIVE, METHODS };
 
@@ -29,7 +29,7 @@ typedef struct options {
     int ranks, heads, kv_heads, head_dim, chunk;
     int64_t model_dim, tokens, batch;
     upipe_dtype dtype;
-    int full, rope, check, progress;
+    int device, full, rope, check, progress;
     uint64_t seed;
     double deadline;                        /* seconds that a rank waits for the others */
     const char *data, *json, *trace, *dump; /* paths; NULL = not wanted */
@@ -55,6 +55,7 @@ static const char usage_text[] =
     "  --batch N          sequences (1)\n"
     "  --chunk N          query heads of a stage of upipe, over all ranks (ranks)\n"
     "  --dtype TYPE       storage of activations and weights: f32 or bf16 (f32)\n"
+    "  --device NAME      where the ranks compute: cpu, or cuda, a GPU that all of them share (cpu)\n"
     "  --full             every token sees all; otherwise causal\n"
     "  --rope             rotary position embedding, rotate-half, theta 10000\n"
     "  --seed N           of the embedding table, the weights and the gradient of the result (1)\n"
@@ -85,7 +86,7 @@ static int options_method(options *o, const char *name)
 /* clang-format off */
 enum {
     FLAG_METHOD, FLAG_RANKS, FLAG_HEADS, FLAG_KV_HEADS, FLAG_HEAD_DIM, FLAG_MODEL_DIM, FLAG_TOKENS, FLAG_BATCH,
-    FLAG_CHUNK, FLAG_DTYPE, FLAG_FULL, FLAG_ROPE, FLAG_SEED, FLAG_DATA, FLAG_CHECK, FLAG_JSON, FLAG_TRACE, FLAG_DUMP,
+    FLAG_CHUNK, FLAG_DTYPE, FLAG_DEVICE, FLAG_FULL, FLAG_ROPE, FLAG_SEED, FLAG_DATA, FLAG_CHECK, FLAG_JSON, FLAG_TRACE, FLAG_DUMP,
     FLAG_DEADLINE, FLAG_PROGRESS, FLAG_HELP, FLAG_VERSION, FLAGS
 };
 
@@ -100,6 +101,7 @@ static const struct option option_list[] = {
     {"batch",     required_argument, NULL, FLAG_BATCH},
     {"chunk",     required_argument, NULL, FLAG_CHUNK},
     {"dtype",     required_argument, NULL, FLAG_DTYPE},
+    {"device",    required_argument, NULL, FLAG_DEVICE},
     {"full",      no_argument,       NULL, FLAG_FULL},
     {"rope",      no_argument,       NULL, FLAG_ROPE},
     {"seed",      required_argument, NULL, FLAG_SEED},
@@ -146,6 +148,8 @@ static int options_flag(void *user, int flag, const char *text)
         return status;
     case FLAG_DTYPE:
         return cli_dtype(name, text, &o->dtype);
+    case FLAG_DEVICE:
+        return device_flag(name, text, &o->device);
     case FLAG_CHECK:
         if (strcmp(text, "auto") != 0 && strcmp(text, "on") != 0 && strcmp(text, "off") != 0)
             return cli_refuse("--check is auto, on or off, not '%s'", text);

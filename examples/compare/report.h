@@ -261,8 +261,11 @@ static void json_config(FILE *f, const method *all, int n, const options *o)
             o->ranks, o->heads, o->kv_heads, o->head_dim);
     fprintf(f, "    \"model_dim\": %lld,\n    \"tokens\": %lld,\n    \"batch\": %lld,\n    \"chunk\": %d,\n",
             (long long)o->model_dim, (long long)o->tokens, (long long)o->batch, o->chunk);
-    fprintf(f, "    \"dtype\": \"%s\",\n    \"full\": %s,\n    \"rope\": %s,\n    \"seed\": %llu,\n",
-            upipe_dtype_name(o->dtype), json_bool(o->full), json_bool(o->rope), (unsigned long long)o->seed);
+    fprintf(
+        f,
+        "    \"dtype\": \"%s\",\n    \"device\": \"%s\",\n    \"full\": %s,\n    \"rope\": %s,\n    \"seed\": %llu,\n",
+        upipe_dtype_name(o->dtype), device_names[o->device], json_bool(o->full), json_bool(o->rope),
+        (unsigned long long)o->seed);
     fprintf(f, "    \"check\": \"%s\",\n    \"deadline\": %.9g,\n", o->check == CHECK_ON ? "on" : "off",
             o->deadline);
     json_path(f, "data", o->data);
@@ -270,7 +273,7 @@ static void json_config(FILE *f, const method *all, int n, const options *o)
     json_path(f, "trace", o->trace);
     json_path(f, "dump", o->dump);
     fprintf(f, "    \"progress\": %s,\n    \"products\": \"%s\",\n    \"unit_bytes\": %zu\n  },\n",
-            json_bool(o->progress), PRODUCTS, upipe_plan_unit_bytes(&all[0].plan));
+            json_bool(o->progress), device_products(o->device), upipe_plan_unit_bytes(&all[0].plan));
 }
 
 static void report_json(FILE *f, const method *all, int n, const options *o)

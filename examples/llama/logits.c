@@ -12,7 +12,7 @@
 
 #include "../common/cli.h"
 #include "../common/files.h"
-#include "../common/products.h"
+#include "../common/device_flag.h"
 #include "checkpoint.h"
 #include "model.h"
 
@@ -20,13 +20,14 @@ typedef struct options {
     const char *load, *ids, *out;
     int ulysses, ranks, chunk;
     upipe_dtype dtype;
+    int device;
     double deadline;
 } options;
 
 typedef struct logits {
     options o;
     llama_layout layout;
-    upipe_ops ops;
+    upipe_ops ops; /* of the device, for plans */
     model m;
     upipe_threads team;
     char folder[LLAMA_PATH];
@@ -37,12 +38,16 @@ typedef struct logits {
     float *out;        /* [S][V] */
     size_t slab_bytes; /* of a rank */
     int blocks_max;
-    upipe_err errors[UPIPE_THREADS_MAX];
+    struct logits_place {
+        device d;
+        void *slab;
+        upipe_err err;
+    } ranks[UPIPE_THREADS_MAX];
 } logits;
 
 /* clang-format off */
 enum {
-    FLAG_LOAD, FLAG_IDS, FLAG_OUT, FLAG_METHOD, FLAG_RANKS, FLAG_CHUNK, FLAG_DTYPE, FLAG_DEADLINE, FLAG_HELP,
+    FLAG_LOAD, FLAG_IDS, FLAG_OUT, FLAG_METHOD, FLAG_RANKS, FLAG_CHUNK, FLAG_DTYPE, FLAG_DEVICE, FLAG_DEADLINE, FLAG_HELP,
     FLAG_VERSION, FLAGS
 };
 
@@ -54,6 +59,7 @@ static const struct option option_list[] = {
     {"ranks",    required_argument, NULL, FLAG_RANKS},
     {"chunk",    required_argument, NULL, FLAG_CHUNK},
     {"dtype",    required_argument, NULL, FLAG_DTYPE},
+    {"device",   required_argument, NULL, FLAG_DEVICE},
     {"deadline", required_argument, NULL, FLAG_DEADLINE},
     {"help",     no_argument,       NULL, FLAG_HELP},
     {"version",  no_argument,       NULL, FLAG_VERSION},
@@ -72,6 +78,7 @@ static const char usage_text[] =
     "  --ranks N          ranks that share the tokens (1)\n"
     "  --chunk N          query heads of a stage of upipe, over all ranks (ranks)\n"
     "  --dtype TYPE       storage of activations and weights: f32 or bf16 (f32)\n"
+    "  --device NAME      where the ranks compute: cpu, or cuda, a GPU that all of them share (cpu)\n"
     "  --deadline SECONDS how long a rank waits for another one before it gives up (600)\n"
     "  --help, --version\n"
     "\n"
@@ -103,6 +110,8 @@ static int options_flag(void *user, int flag, const char *value)
         return cli_int(name, value, INT32_MAX, &o->chunk);
     case FLAG_DTYPE:
         return cli_dtype(name, value, &o->dtype);
+    case FLAG_DEVICE:
+        return device_flag(name, value, &o->device);
     case FLAG_DEADLINE:
         return cli_seconds(name, value, &o->deadline);
     case FLAG_HELP:
@@ -225,20 +234,20 @@ static upipe_status logits_rank(logits *g, upipe_ctx *c)
 static upipe_status logits_rank_main(void *user, int rank)
 {
     logits *g = (logits *)user;
-    size_t bytes = (g->slab_bytes + UPIPE_MEM_ALIGN - 1) / UPIPE_MEM_ALIGN * UPIPE_MEM_ALIGN;
-    void *slab = aligned_alloc(UPIPE_MEM_ALIGN, bytes);
+    struct logits_place *k = &g->ranks[rank];
     upipe_block *blocks = (upipe_block *)calloc((size_t)g->blocks_max, sizeof *blocks);
-    upipe_status s = UPIPE_ERR_MEMORY;
+    upipe_status s;
     upipe_mem mem;
     upipe_ctx c;
     memset(&c, 0, sizeof c);
-    if (slab == NULL || blocks == NULL) {
-        upi_fail(&c.err, s, "no room for a slab of %zu bytes", bytes);
-    } else {
-        upipe_mem_init(&mem, slab, bytes, blocks, g->blocks_max);
-        c.ops = &g->ops;
+    c.team = upipe_threads_comm(&g->team, rank);
+    s = device_open(&k->d, g->o.device, &c.err);
+    device_use(&k->d, &c);
+    if (s == UPIPE_OK) s = device_slab(&k->d, &k->slab, g->slab_bytes, &c.err);
+    if (s == UPIPE_OK && blocks == NULL) s = upi_fail(&c.err, UPIPE_ERR_MEMORY, "no room for a pool's table");
+    if (s == UPIPE_OK) {
+        upipe_mem_init(&mem, k->slab, g->slab_bytes, blocks, g->blocks_max);
         c.mem = &mem;
-        c.team = upipe_threads_comm(&g->team, rank);
         s = logits_rank(g, &c);
         if (s == UPIPE_OK)
             s = upipe_mem_free(&mem, &c.err);
@@ -246,8 +255,7 @@ static upipe_status logits_rank_main(void *user, int rank)
             upipe_mem_free(&mem, NULL);
     }
     free(blocks);
-    free(slab);
-    g->errors[rank] = c.err;
+    k->err = c.err;
     return s;
 }
 
@@ -272,28 +280,28 @@ static int logits_find(logits *g)
     return ids_read(g);
 }
 
-/* Addresses for the dry run, which touches nothing there: no page is used before logits_load. */
-static int logits_room(logits *g)
-{
-    g->weights = malloc((size_t)g->layout.weights * upipe_dtype_bytes(g->o.dtype));
-    g->gains = (float *)malloc((size_t)g->layout.gains * sizeof *g->gains);
-    if (g->weights != NULL && g->gains != NULL) return 0;
-    return cli_fail("out of memory: %lld weights", (long long)g->layout.weights);
-}
-
+/* The weights, where the device reaches them too. */
 static int logits_load(logits *g)
 {
+    size_t bytes = (size_t)g->layout.weights * upipe_dtype_bytes(g->o.dtype);
+    upipe_ops cpu;
+    void *gains = NULL;
     llama_state state;
     upipe_ctx c;
     upipe_status s;
     memset(&c, 0, sizeof c);
     memset(&state, 0, sizeof state);
+    if (device_shared(g->o.device, &g->weights, bytes, &c.err) != UPIPE_OK ||
+        device_shared(g->o.device, &gains, (size_t)g->layout.gains * sizeof *g->gains, &c.err) != UPIPE_OK)
+        return logits_fail(UPIPE_ERR_MEMORY, &c.err);
+    g->gains = (float *)gains;
     state.layout = &g->layout;
     state.dtype = g->o.dtype;
     state.ranks = 1;
     state.weights = g->weights;
     state.gains = g->gains;
-    c.ops = &g->ops;
+    products_ops(&cpu);
+    c.ops = &cpu;
     s = llama_load_weights(&c, g->folder, &state);
     return s == UPIPE_OK ? 0 : logits_fail(s, &c.err);
 }
@@ -303,7 +311,9 @@ static int logits_plan(logits *g)
 {
     upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
     upipe_status s;
+    float nothing;
     if (dry == NULL) return cli_fail("out of memory");
+    g->weights = g->gains = (float *)(void *)&nothing; /* for the dry run, which touches nothing */
     memset(&dry->ctx, 0, sizeof dry->ctx);
     s = model_init(&g->m, &g->layout, g->o.dtype, g->tokens, 1, g->o.ranks,
                    g->o.ulysses ? g->layout.config.heads : g->o.chunk, &dry->ctx.err);
@@ -315,6 +325,7 @@ static int logits_plan(logits *g)
     } else {
         logits_fail(s, &dry->ctx.err);
     }
+    g->weights = g->gains = NULL;
     free(dry);
     return s == UPIPE_OK ? 0 : -1;
 }
@@ -322,9 +333,14 @@ static int logits_plan(logits *g)
 /* Everything at once: the weights, the ranks' slabs, the result. */
 static int logits_check_memory(const logits *g)
 {
-    double have = cli_memory(), need = (double)g->slab_bytes * g->o.ranks + (double)g->layout.gains * 4;
+    double have = cli_memory(), need = (double)g->layout.gains * 4;
+    double slabs = (double)g->slab_bytes * g->o.ranks;
     need += (double)g->layout.weights * (double)upipe_dtype_bytes(g->o.dtype);
     need += (double)g->tokens * (double)g->layout.config.vocab * 4;
+    if (g->o.device == DEVICE_CPU) need += slabs;
+    if (g->o.device != DEVICE_CPU && slabs > device_memory(g->o.device))
+        return cli_fail("out of memory: the ranks share %.1f GiB of the device, and the run takes %.1f GiB",
+                        device_memory(g->o.device) / (1 << 30), slabs / (1 << 30));
     if (need <= have) return 0;
     return cli_fail("out of memory: the run takes %.1f GiB of this machine's %.1f GiB", need / (1 << 30),
                     have / (1 << 30));
@@ -332,7 +348,7 @@ static int logits_check_memory(const logits *g)
 
 static int logits_run(logits *g)
 {
-    upipe_status statuses[UPIPE_THREADS_MAX], s;
+    upipe_status statuses[UPIPE_THREADS_MAX], s, closed;
     upipe_err e;
     int r;
     memset(&e, 0, sizeof e);
@@ -342,15 +358,21 @@ static int logits_run(logits *g)
     if (s != UPIPE_OK) return logits_fail(s, &e);
     s = upipe_threads_run(&g->team, logits_rank_main, g, statuses);
     upipe_threads_free(&g->team);
-    if (s == UPIPE_OK) return 0;
-    r = cli_reason(statuses, g->o.ranks, s);
-    return cli_fail("rank %d: %s%s", r, cli_status(s), g->errors[r].text);
+    if (s != UPIPE_OK) {
+        r = cli_reason(statuses, g->o.ranks, s);
+        cli_fail("rank %d: %s%s", r, cli_status(s), g->ranks[r].err.text);
+    }
+    for (r = 0; r < g->o.ranks; ++r) {
+        device_slab_free(&g->ranks[r].d, g->ranks[r].slab);
+        closed = device_close(&g->ranks[r].d, &e);
+        if (s == UPIPE_OK && closed != UPIPE_OK) s = closed, logits_fail(s, &e);
+    }
+    return s == UPIPE_OK ? 0 : -1;
 }
 
 static int logits_main(logits *g, files *all)
 {
-    if (logits_find(g) != 0 || logits_room(g) != 0 || logits_plan(g) != 0 || logits_check_memory(g) != 0)
-        return -1;
+    if (logits_find(g) != 0 || logits_plan(g) != 0 || logits_check_memory(g) != 0) return -1;
     if (files_same(g->o.out, g->o.ids)) return cli_fail("%s would replace the tokens of --ids", g->o.out);
     files_begin(all);
     if (files_reserve(all, g->o.out, g->o.ids) != 0) return -1;
@@ -371,13 +393,13 @@ int main(int argc, char **argv)
     } else {
         signal(SIGPIPE, SIG_IGN);
         signal(SIGXFSZ, SIG_IGN);
-        products_ops(&g->ops);
         status = options_read(&g->o, argc, argv);
+        device_table(g->o.device, &g->ops);
         if (status == 0) status = 1 + (logits_main(g, all) == 0 ? 0 : EXIT_RUN);
         files_abandon(all);
         llama_layout_free(&g->layout);
-        free(g->weights);
-        free(g->gains);
+        device_shared_free(g->o.device, g->weights);
+        device_shared_free(g->o.device, g->gains);
         free(g->ids);
         free(g->out);
     }

@@ -16,6 +16,7 @@
 #define LLAMA_MODEL_H
 
 #include "upipe/upipe.h"
+#include "../common/device.h"
 #include "config.h"
 
 /* Phases of the pool after those of the attention block, whose own calls set 0 to UPIPE_PHASE_OTHER. */
@@ -48,7 +49,8 @@ typedef struct model_rank {
     float *grads[2]; /* of the weights group and of the gains group */
     int32_t *tokens, *targets;
     float *losses;
-    void **kept; /* [2 * layers] */
+    void **kept;    /* [2 * layers] */
+    device *device; /* whose copies go beside the stream of c; NULL: they go in it */
 } model_rank;
 
 /* The plan for sequences of `tokens`. */
@@ -197,7 +199,15 @@ static upipe_status model_keep(model_rank *r, int64_t i, upipe_view x)
 {
     size_t bytes = upipe_plan_unit_bytes(&r->m->plan);
     UPIPE_TRY(upipe_mem_take(r->host, &r->kept[i], bytes, "kept", &r->c->err));
+    if (r->device != NULL && r->host != r->c->mem)
+        return device_copy_start(r->device, r->c, r->kept[i], x.data, bytes);
     return r->c->ops->copy(r->c, r->kept[i], x.data, bytes);
+}
+
+/* The stream may be written again: copies of it have been made. */
+static upipe_status model_kept(model_rank *r)
+{
+    return r->device != NULL && r->host != r->c->mem ? device_copy_wait(r->device, r->c) : UPIPE_OK;
 }
 
 /* The copy again, as a block of the rank's own pool; x gives the shape. */
@@ -216,7 +226,7 @@ static upipe_status model_fetch(model_rank *r, int64_t i, upipe_view *x)
 
 /* ---- forward ---- */
 
-static upipe_status model_attention_fwd(model_rank *r, int64_t layer, upipe_view x)
+static upipe_status model_attention_fwd(model_rank *r, int64_t layer, upipe_view x, int keep)
 {
     upipe_ctx *c = r->c;
     upipe_layer l = model_attention_layer(r, layer);
@@ -230,6 +240,7 @@ static upipe_status model_attention_fwd(model_rank *r, int64_t layer, upipe_view
     UPIPE_TRY(model_take(r, &y, "attended"));
     UPIPE_TRY(upipe_layer_out_fwd(c, &l, y, &saved));
     UPIPE_TRY(upipe_saved_free(c, &saved));
+    if (keep) UPIPE_TRY(model_kept(r));
     UPIPE_TRY(c->ops->add(c, x, y));
     return model_give(r, y);
 }
@@ -258,8 +269,9 @@ __attribute__((unused)) static upipe_status model_fwd(model_rank *r, upipe_view 
     model_phase(r, UPIPE_PHASE_OTHER);
     for (i = 0; i < config->layers; ++i) {
         if (keep) UPIPE_TRY(model_keep(r, 2 * i, *x));
-        UPIPE_TRY(model_attention_fwd(r, i, *x));
+        UPIPE_TRY(model_attention_fwd(r, i, *x, keep));
         if (keep) UPIPE_TRY(model_keep(r, 2 * i + 1, *x));
+        if (keep) UPIPE_TRY(model_kept(r));
         UPIPE_TRY(model_mlp_fwd(r, i, *x));
     }
     return UPIPE_OK;

@@ -18,7 +18,7 @@
 #include "upipe/upipe.h"
 
 #include "../common/cli.h"
-#include "../common/products.h"
+#include "../common/device_flag.h"
 #include "checkpoint.h"
 
 enum { METHOD_ULYSSES, METHOD_UPIPE, METHODS };
@@ -33,7 +33,7 @@ enum {
     FLAG_DATA, FLAG_METHOD, FLAG_RANKS, FLAG_CHUNK, FLAG_LAYERS, FLAG_MODEL_DIM, FLAG_HEADS,
     FLAG_KV_HEADS, FLAG_HEAD_DIM, FLAG_FF_DIM, FLAG_VOCAB, FLAG_UNTIED, FLAG_QK_NORM, FLAG_ROPE_THETA,
     FLAG_NORM_EPS, FLAG_TOKENS, FLAG_BATCH, FLAG_STEPS, FLAG_LR, FLAG_MIN_LR, FLAG_WARMUP,
-    FLAG_WEIGHT_DECAY, FLAG_BETA1, FLAG_BETA2, FLAG_ADAM_EPS, FLAG_CLIP, FLAG_DTYPE, FLAG_SEED,
+    FLAG_WEIGHT_DECAY, FLAG_BETA1, FLAG_BETA2, FLAG_ADAM_EPS, FLAG_CLIP, FLAG_DTYPE, FLAG_DEVICE, FLAG_SEED,
     FLAG_TILE_BYTES, FLAG_OFFLOAD, FLAG_JSON, FLAG_TRACE, FLAG_SAVE, FLAG_SAVE_EVERY, FLAG_KEEP,
     FLAG_RESUME, FLAG_LOAD, FLAG_SAMPLE, FLAG_PROMPT, FLAG_TEMPERATURE, FLAG_DEADLINE, FLAG_PLAN,
     FLAG_PROGRESS, FLAG_HELP, FLAG_VERSION, FLAGS
@@ -67,6 +67,7 @@ static const struct option option_list[] = {
     {"adam-eps",     required_argument, NULL, FLAG_ADAM_EPS},
     {"clip",         required_argument, NULL, FLAG_CLIP},
     {"dtype",        required_argument, NULL, FLAG_DTYPE},
+    {"device",       required_argument, NULL, FLAG_DEVICE},
     {"seed",         required_argument, NULL, FLAG_SEED},
     {"tile-bytes",   required_argument, NULL, FLAG_TILE_BYTES},
     {"offload",      no_argument,       NULL, FLAG_OFFLOAD},
@@ -123,6 +124,7 @@ static const char usage_text[] =
     "                     of AdamW (0.9, 0.95, 1e-8)\n"
     "  --clip X           largest norm of the gradient, 0 for none (1)\n"
     "  --dtype TYPE       storage of activations and weights: f32 or bf16 (f32)\n"
+    "  --device NAME      where the ranks compute: cpu, or cuda, a GPU that all of them share (cpu)\n"
     "  --seed N           of the first weights, the order of the text and the sample (1)\n"
     "  --tile-bytes N     what a tile of the MLP or the loss may take, product scratch apart (0: the\n"
     "                     paper's square, about model-dim tokens)\n"
@@ -162,6 +164,7 @@ typedef struct options {
     double deadline; /* seconds that a rank waits for the others */
     size_t tile_bytes;
     upipe_dtype dtype;
+    int device;
     int offload, plan, progress;
     uint64_t seed;
     const char *data, *prompt;
@@ -272,6 +275,8 @@ static int options_flag(void *user, int flag, const char *text)
         return cli_real(name, text, 0, 1e30, &o->clip);
     case FLAG_DTYPE:
         return cli_dtype(name, text, &o->dtype);
+    case FLAG_DEVICE:
+        return device_flag(name, text, &o->device);
     case FLAG_SEED:
         status = cli_number(name, text, 0, INT64_MAX, &n);
         o->seed = (uint64_t)n;

@@ -166,7 +166,7 @@ static json_t *report_config(const run *u)
     return json_pack(
         "{s:s, s:i, s:i, s:I, s:I, s:i, s:i, s:i, s:I, s:I, s:b, s:b, s:f, s:f, s:I, s:I, s:I, s:f, "
         "s:f, s:I, s:f, "
-        "s:f, s:f, s:f, s:f, s:s, s:I, s:I, s:b, s:o, s:o, s:o, s:o, s:I, s:s, s:s}",
+        "s:f, s:f, s:f, s:f, s:s, s:I, s:I, s:b, s:o, s:o, s:o, s:o, s:I, s:s, s:s, s:s}",
         "method", method_names[o->method], "ranks", o->ranks, "chunk", u->m.plan.desc.chunk, "layers",
         (json_int_t)c->layers, "model_dim", (json_int_t)c->dim, "heads", c->heads, "kv_heads", c->kv_heads,
         "head_dim", c->head_dim, "ff_dim", (json_int_t)c->hidden, "vocab", (json_int_t)c->vocab, "untied",
@@ -177,7 +177,7 @@ static json_t *report_config(const run *u)
         upipe_dtype_name(o->dtype), "seed", (json_int_t)o->seed, "tile_bytes", (json_int_t)o->tile_bytes,
         "offload", o->offload, "data", report_path(o->data), "save", report_path(o->save), "resume",
         report_path(o->resume), "load", report_path(o->load), "text_bytes", (json_int_t)u->text.bytes,
-        "products", PRODUCTS, "kernels", u->ops.name);
+        "device", device_names[o->device], "products", device_products(o->device), "kernels", u->ops.name);
 }
 
 static json_t *report_numbers(const double *values, int64_t n)

@@ -15,7 +15,7 @@
 #include "upipe/net/upipe_net_threads.h"
 #include "upipe/upipe.h"
 
-#include "../common/products.h"
+#include "../common/device_flag.h"
 #include "checkpoint.h"
 #include "data.h"
 #include "memory.h"
@@ -29,6 +29,7 @@ typedef struct run_rank {
     size_t need, host_need; /* slabs, by the dry run */
     int blocks_max;
     int64_t events_max;
+    device d;
     void *slab, *host_slab;
     upipe_block *blocks, *host_blocks;
     upipe_mem_event *events;
@@ -42,7 +43,7 @@ typedef struct run_rank {
 typedef struct run {
     options o;
     llama_layout layout;
-    upipe_ops ops;
+    upipe_ops ops; /* of the device, for plans */
     model m, sampled;
     corpus text;
     upipe_threads team;
@@ -224,15 +225,20 @@ static int run_fail(upipe_status s, const upipe_err *e)
 /* Ranks share this machine's memory: says no rather than to be killed for it. */
 static int run_check_memory(const run *u)
 {
-    double have = cli_memory(), need = (double)u->text.bytes + 16.0 * (double)u->o.steps;
+    double slabs = 0, host = (double)u->text.bytes + 16.0 * (double)u->o.steps, have = cli_memory();
     int r;
     for (r = 0; r < u->o.ranks; ++r) {
         const run_rank *k = &u->ranks[r];
-        need += (double)(k->need > k->plan.peak ? k->need : k->plan.peak) + (double)k->plan.host;
+        slabs += (double)(k->need > k->plan.peak ? k->need : k->plan.peak);
+        host += (double)k->plan.host;
     }
-    if (need <= have) return 0;
-    return cli_fail("out of memory: the ranks share this machine's %.1f GiB, and the run takes %.1f GiB",
-                    have / (1 << 30), need / (1 << 30));
+    if (u->o.device == DEVICE_CPU) host += slabs;
+    if (host > have)
+        return cli_fail("out of memory: the ranks share this machine's %.1f GiB, and the run takes %.1f GiB",
+                        have / (1 << 30), host / (1 << 30));
+    if (u->o.device == DEVICE_CPU || slabs <= device_memory(u->o.device)) return 0;
+    return cli_fail("out of memory: the ranks share %.1f GiB of the device, and the run takes %.1f GiB",
+                    device_memory(u->o.device) / (1 << 30), slabs / (1 << 30));
 }
 
 /* Plans of the training and of the sample, and the memory of every rank. 0, or -1 with the sentence out. */
@@ -268,21 +274,20 @@ static upipe_status run_allocate(const run *u, run_rank *k, upipe_ctx *c, upipe_
 {
     size_t slab = (k->need + UPIPE_MEM_ALIGN - 1) / UPIPE_MEM_ALIGN * UPIPE_MEM_ALIGN;
     size_t second = (k->host_need + UPIPE_MEM_ALIGN - 1) / UPIPE_MEM_ALIGN * UPIPE_MEM_ALIGN;
-    k->slab = aligned_alloc(UPIPE_MEM_ALIGN, slab);
-    k->host_slab = second > 0 ? aligned_alloc(UPIPE_MEM_ALIGN, second) : NULL;
+    UPIPE_TRY(device_open(&k->d, u->o.device, &c->err));
+    device_use(&k->d, c);
+    UPIPE_TRY(device_slab(&k->d, &k->slab, slab, &c->err));
+    UPIPE_TRY(device_host_slab(&k->d, &k->host_slab, second, &c->err));
     k->blocks = (upipe_block *)calloc((size_t)k->blocks_max, sizeof *k->blocks);
     k->host_blocks = (upipe_block *)calloc((size_t)k->blocks_max, sizeof *k->host_blocks);
     if (u->o.trace != NULL) k->events = (upipe_mem_event *)calloc((size_t)k->events_max, sizeof *k->events);
-    if (k->slab == NULL || k->blocks == NULL || k->host_blocks == NULL ||
-        (second > 0 && k->host_slab == NULL) || (u->o.trace != NULL && k->events == NULL))
-        return upi_fail(&c->err, UPIPE_ERR_MEMORY, "no room for a rank's slab of %zu bytes", slab + second);
-    memset(k->slab, 0xff, slab); /* NaN: nothing may be read before it is written, and the pages are there */
+    if (k->blocks == NULL || k->host_blocks == NULL || (u->o.trace != NULL && k->events == NULL))
+        return upi_fail(&c->err, UPIPE_ERR_MEMORY, "no room for the tables of a rank's pools");
     upipe_mem_init(&k->mem, k->slab, slab, k->blocks, k->blocks_max);
     upipe_mem_init(&k->host, k->host_slab, second, k->host_blocks, k->blocks_max);
     k->mem.events = k->events;
     k->mem.events_max = k->events_max;
     k->mem.clock = cli_clock;
-    c->ops = &u->ops;
     c->mem = &k->mem;
     *host = &k->host;
     return UPIPE_OK;
@@ -497,6 +502,7 @@ static upipe_status run_rank_main(void *user, int rank)
     text_order_init(&order);
     s = run_allocate(u, k, &c, &host);
     if (s == UPIPE_OK) s = run_trainer(u, &u->m, &t, &c, host);
+    t.r.device = &k->d;
     if (s == UPIPE_OK) s = run_life(u, k, &t, &order);
     if (s == UPIPE_OK) s = upipe_mem_free(&k->mem, &c.err);
     if (s == UPIPE_OK) s = upipe_mem_free(&k->host, &c.err);
@@ -530,8 +536,9 @@ static void run_free(run *u)
 {
     int r;
     for (r = 0; u->ranks != NULL && r < u->o.ranks; ++r) {
-        free(u->ranks[r].slab);
-        free(u->ranks[r].host_slab);
+        device_slab_free(&u->ranks[r].d, u->ranks[r].slab);
+        device_host_slab_free(&u->ranks[r].d, u->ranks[r].host_slab);
+        device_close(&u->ranks[r].d, NULL);
         free(u->ranks[r].blocks);
         free(u->ranks[r].host_blocks);
         free(u->ranks[r].events);

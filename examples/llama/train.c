@@ -118,7 +118,7 @@ int main(int argc, char **argv)
     status = options_read(&u->o, argc, argv);
     if (status == 0) {
         u->o.progress = u->o.progress || isatty(STDERR_FILENO);
-        products_ops(&u->ops);
+        device_table(u->o.device, &u->ops);
         status = train(u, all) == 0 ? 0 : EXIT_RUN;
         files_abandon(all);
         if (status == 0 && run_signal != 0) status = 128 + run_signal;

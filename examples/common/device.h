@@ -1,0 +1,262 @@
+/* device.h -- where the ranks of a program compute: this machine's CPU, or a CUDA device
+ *
+ *     device d;
+ *     device_open(&d, DEVICE_CUDA, &err);            one a rank: its table, its stream
+ *     device_use(&d, &ctx);
+ *     device_slab(&d, &slab, bytes, &err);           for the rank's pool
+ *     ...
+ *     device_close(&d);
+ *
+ * All ranks of a process share one device. Plans and dry runs need no device: device_table(kind, &ops) gives a
+ * table whose *_bytes entries answer, and on the CPU all others too. Memory of device_shared is reached from
+ * both sides; the host reads it after ctx.ops->sync.
+ */
+#ifndef COMMON_DEVICE_H
+#define COMMON_DEVICE_H
+
+#include <stdlib.h>
+
+#include "upipe/upipe.h"
+
+#include "products.h"
+
+enum { DEVICE_CPU, DEVICE_CUDA, DEVICES };
+
+static const char *const device_names[DEVICES] = {"cpu", "cuda"};
+
+#ifdef UPIPE_WITH_CUDA
+#include "upipe/cuda/upipe_cuda_device.h"
+
+/* From device_table.cu, the one unit of the program that the CUDA compiler sees. */
+void device_cuda_ops(upipe_ops *ops, upipe_cuda *device);
+#endif
+
+typedef struct device {
+    upipe_ops ops;
+    void *stream;
+    int kind;
+#ifdef UPIPE_WITH_CUDA
+    upipe_cuda cuda;
+    upipe_cuda_side side;
+    cublasHandle_t blas;
+#endif
+} device;
+
+/* Who multiplies matrices there. */
+static inline const char *device_products(int kind)
+{
+    return kind == DEVICE_CUDA ? "cublas" : PRODUCTS;
+}
+
+/* Was the program built for it? The sentence for a program that was not. */
+static inline const char *device_lacks(int kind)
+{
+#ifdef UPIPE_WITH_CUDA
+    (void)kind;
+    return NULL;
+#else
+    return kind == DEVICE_CUDA ? "this program was built without CUDA" : NULL;
+#endif
+}
+
+static inline void device_table(int kind, upipe_ops *ops)
+{
+#ifdef UPIPE_WITH_CUDA
+    if (kind == DEVICE_CUDA) {
+        device_cuda_ops(ops, NULL);
+        return;
+    }
+#endif
+    (void)kind;
+    products_ops(ops);
+}
+
+#ifdef UPIPE_WITH_CUDA
+
+static inline upipe_status device_close_cuda(device *d, upipe_err *e)
+{
+    upipe_status first = UPIPE_OK, s;
+    if (d->stream != NULL)
+        first = upi_cuda_check(e, cudaStreamSynchronize((cudaStream_t)d->stream), "cudaStreamSynchronize");
+    s = upipe_cuda_side_free(&d->side, first == UPIPE_OK ? e : NULL);
+    if (first == UPIPE_OK) first = s;
+    s = upipe_cuda_free(&d->cuda, first == UPIPE_OK ? e : NULL);
+    if (first == UPIPE_OK) first = s;
+    if (d->blas != NULL && cublasDestroy(d->blas) != CUBLAS_STATUS_SUCCESS && first == UPIPE_OK)
+        first = upi_fail(e, UPIPE_ERR_BACKEND, "cublasDestroy failed");
+    if (d->stream != NULL) {
+        s = upi_cuda_check(first == UPIPE_OK ? e : NULL, cudaStreamDestroy((cudaStream_t)d->stream),
+                           "cudaStreamDestroy");
+        if (first == UPIPE_OK) first = s;
+    }
+    return first;
+}
+
+static inline upipe_status device_open_cuda(device *d, upipe_err *e)
+{
+    cudaStream_t stream;
+    cublasStatus_t blas;
+    upipe_status s;
+    UPI_CUDA(e, cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    d->stream = stream;
+    blas = cublasCreate(&d->blas);
+    s = blas == CUBLAS_STATUS_SUCCESS
+            ? UPIPE_OK
+            : upi_fail(e, UPIPE_ERR_BACKEND, "cublasCreate: %s", cublasGetStatusString(blas));
+    if (s == UPIPE_OK) s = upipe_cuda_init(&d->cuda, d->blas, e);
+    if (s == UPIPE_OK) s = upipe_cuda_side_init(&d->side, e);
+    if (s != UPIPE_OK) {
+        device_close_cuda(d, NULL);
+        memset(d, 0, sizeof *d);
+        return s;
+    }
+    device_cuda_ops(&d->ops, &d->cuda);
+    return UPIPE_OK;
+}
+
+#endif
+
+/* device_open -- a rank's table and stream; there is nothing to close after a failure */
+static inline upipe_status device_open(device *d, int kind, upipe_err *e)
+{
+    memset(d, 0, sizeof *d);
+    d->kind = kind;
+    if (device_lacks(kind) != NULL) return upi_fail(e, UPIPE_ERR_UNSUPPORTED, "%s", device_lacks(kind));
+#ifdef UPIPE_WITH_CUDA
+    if (kind == DEVICE_CUDA) return device_open_cuda(d, e);
+#endif
+    device_table(kind, &d->ops);
+    return UPIPE_OK;
+}
+
+static inline upipe_status device_close(device *d, upipe_err *e)
+{
+    upipe_status s = UPIPE_OK;
+#ifdef UPIPE_WITH_CUDA
+    if (d->kind == DEVICE_CUDA) s = device_close_cuda(d, e);
+#endif
+    (void)e;
+    memset(d, 0, sizeof *d);
+    return s;
+}
+
+static inline void device_use(device *d, upipe_ctx *c)
+{
+    c->ops = &d->ops;
+    c->stream = d->stream;
+}
+
+/* ---- memory ---- */
+
+static inline upipe_status device_host_room(void **out, size_t bytes, upipe_err *e)
+{
+    *out = bytes > 0 ? aligned_alloc(UPIPE_MEM_ALIGN,
+                                     (bytes + UPIPE_MEM_ALIGN - 1) / UPIPE_MEM_ALIGN * UPIPE_MEM_ALIGN)
+                     : NULL;
+    if (*out != NULL || bytes == 0) return UPIPE_OK;
+    return upi_fail(e, UPIPE_ERR_MEMORY, "no room for %zu bytes", bytes);
+}
+
+/* Every byte 0xff, which is NaN in each storage type: what is read before it is written shows. */
+static inline upipe_status device_slab(device *d, void **out, size_t bytes, upipe_err *e)
+{
+#ifdef UPIPE_WITH_CUDA
+    if (d->kind == DEVICE_CUDA) {
+        UPIPE_TRY(upipe_cuda_slab(out, bytes, e));
+        if (bytes > 0) UPI_CUDA(e, cudaMemsetAsync(*out, 0xff, bytes, (cudaStream_t)d->stream));
+        return UPIPE_OK;
+    }
+#endif
+    (void)d;
+    UPIPE_TRY(device_host_room(out, bytes, e));
+    if (bytes > 0) memset(*out, 0xff, bytes);
+    return UPIPE_OK;
+}
+
+static inline void device_slab_free(const device *d, void *slab)
+{
+#ifdef UPIPE_WITH_CUDA
+    if (d->kind == DEVICE_CUDA) {
+        upipe_cuda_slab_free(slab, NULL);
+        return;
+    }
+#endif
+    (void)d;
+    free(slab);
+}
+
+/* Host memory that the device copies to and from without a detour: the second pool. */
+static inline upipe_status device_host_slab(device *d, void **out, size_t bytes, upipe_err *e)
+{
+#ifdef UPIPE_WITH_CUDA
+    if (d->kind == DEVICE_CUDA) return upipe_cuda_host_slab(out, bytes, e);
+#endif
+    (void)d;
+    return device_host_room(out, bytes, e);
+}
+
+static inline void device_host_slab_free(const device *d, void *slab)
+{
+#ifdef UPIPE_WITH_CUDA
+    if (d->kind == DEVICE_CUDA) {
+        upipe_cuda_host_slab_free(slab, NULL);
+        return;
+    }
+#endif
+    (void)d;
+    free(slab);
+}
+
+/* Memory that host and device reach, filled with zeros. Needs no open device. */
+static inline upipe_status device_shared(int kind, void **out, size_t bytes, upipe_err *e)
+{
+    *out = NULL;
+#ifdef UPIPE_WITH_CUDA
+    if (kind == DEVICE_CUDA) {
+        if (bytes > 0) UPI_CUDA(e, cudaMallocManaged(out, bytes, cudaMemAttachGlobal));
+        if (bytes > 0) memset(*out, 0, bytes);
+        return UPIPE_OK;
+    }
+#endif
+    (void)kind;
+    UPIPE_TRY(device_host_room(out, bytes, e));
+    if (bytes > 0) memset(*out, 0, bytes);
+    return UPIPE_OK;
+}
+
+static inline void device_shared_free(int kind, void *memory)
+{
+#ifdef UPIPE_WITH_CUDA
+    if (kind == DEVICE_CUDA) {
+        upipe_cuda_slab_free(memory, NULL);
+        return;
+    }
+#endif
+    (void)kind;
+    free(memory);
+}
+
+/* ---- copies to and from the second pool, beside the computing stream ---- */
+
+/* dst = src; neither may be written, nor dst read, before device_copy_wait. */
+static inline upipe_status device_copy_start(device *d, upipe_ctx *c, void *dst, const void *src,
+                                             size_t bytes)
+{
+#ifdef UPIPE_WITH_CUDA
+    if (d->kind == DEVICE_CUDA) return upipe_cuda_side_start(c, &d->side, dst, src, bytes);
+#endif
+    (void)d;
+    return c->ops->copy(c, dst, src, bytes);
+}
+
+static inline upipe_status device_copy_wait(device *d, upipe_ctx *c)
+{
+#ifdef UPIPE_WITH_CUDA
+    if (d->kind == DEVICE_CUDA) return upipe_cuda_side_wait(c, &d->side);
+#endif
+    (void)d;
+    (void)c;
+    return UPIPE_OK;
+}
+
+#endif
