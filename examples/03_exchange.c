@@ -5,15 +5,18 @@
  * each block goes to.
  */
 #include "upipe/net/upipe_net_threads.h"
-#include "upipe/cpu/upipe_cpu.h"
 #include "upipe/upipe.h"
+
+#include "common/device.h"
 
 enum { RANKS = 4, TOKENS = 8, LOCAL = TOKENS / RANKS };
 
-typedef struct shared {
+typedef struct shared { /* in memory that the device reaches */
     upipe_threads team;
-    upipe_ops ops;
-    float heads[RANKS][TOKENS]; /* what each rank got: its head of all tokens */
+    int kind; /* of device */
+    float send[RANKS][RANKS][LOCAL],
+        back[RANKS][RANKS][LOCAL]; /* [rank][to or from][token], one element a head */
+    float heads[RANKS][TOKENS];    /* what each rank got: its head of all tokens */
     int64_t sent[RANKS];
     upipe_err errors[RANKS];
     int home; /* ranks whose tokens came back as they were */
@@ -22,50 +25,59 @@ typedef struct shared {
 static upipe_status rank_main(void *user, int rank)
 {
     shared *all = (shared *)user;
-    float send[RANKS][LOCAL], back[RANKS][LOCAL]; /* [to or from rank][token], one head of one element each */
+    float(*send)[LOCAL] = all->send[rank], (*back)[LOCAL] = all->back[rank];
     upipe_share one_each;
     upipe_ctx c;
     upipe_status s;
+    device d;
     int peer, t;
     memset(&c, 0, sizeof c);
-    c.ops = &all->ops;
+    s = device_open(&d, all->kind, &c.err);
+    device_use(&d, &c);
     c.team = upipe_threads_comm(&all->team, rank);
     one_each.offset = 0;
     one_each.step = one_each.span = 1; /* rank p reads block p */
 
     for (peer = 0; peer < RANKS; ++peer)
         for (t = 0; t < LOCAL; ++t) send[peer][t] = (float)(10 * (rank * LOCAL + t) + peer);
-    s = upipe_a2a_to_heads(&c, all->heads[rank], send, sizeof send[0], 1, one_each);
-    if (s == UPIPE_OK) s = upipe_a2a_to_tokens(&c, back, all->heads[rank], sizeof back[0], 1);
-    if (s == UPIPE_OK && memcmp(send, back, sizeof send) == 0)
+    if (s == UPIPE_OK) s = upipe_a2a_to_heads(&c, all->heads[rank], send, sizeof *send, 1, one_each);
+    if (s == UPIPE_OK) s = upipe_a2a_to_tokens(&c, back, all->heads[rank], sizeof *back, 1);
+    if (s == UPIPE_OK) s = c.ops->sync(&c); /* only then may the host look */
+    if (s == UPIPE_OK && memcmp(send, back, sizeof all->send[rank]) == 0)
         __atomic_fetch_add(&all->home, 1, __ATOMIC_RELAXED);
     all->sent[rank] = c.team->sent_bytes;
     all->errors[rank] = c.err;
+    device_close(&d, NULL);
     return s;
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
-    shared all;
+    shared *all;
+    void *room;
     upipe_err err;
     upipe_status s;
-    int rank, t;
-    memset(&all, 0, sizeof all);
-    upipe_cpu_ops(&all.ops);
-    s = upipe_threads_init(&all.team, RANKS, 10, &err);
+    int rank, t, kind, bad = device_args(argc, argv, &kind);
+    if (bad) return bad;
+    s = device_shared(kind, &room, sizeof *all, &err);
+    all = (shared *)room;
+    if (s == UPIPE_OK) s = upipe_threads_init(&all->team, RANKS, 10, &err);
     if (s != UPIPE_OK) {
         fprintf(stderr, "%s: %s\n", upipe_status_name(s), err.text);
         return 1;
     }
-    s = upipe_threads_run(&all.team, rank_main, &all, NULL);
-    upipe_threads_free(&all.team);
+    all->kind = kind;
+    s = upipe_threads_run(&all->team, rank_main, all, NULL);
+    upipe_threads_free(&all->team);
     for (rank = 0; rank < RANKS; ++rank) {
-        if (s != UPIPE_OK) fprintf(stderr, "rank %d: %s\n", rank, all.errors[rank].text);
+        if (s != UPIPE_OK) fprintf(stderr, "rank %d: %s\n", rank, all->errors[rank].text);
         printf("rank %d had tokens %d and %d of all heads; now head %d of all tokens:", rank, rank * LOCAL,
                rank * LOCAL + 1, rank);
-        for (t = 0; t < TOKENS; ++t) printf(" %02.0f", (double)all.heads[rank][t]);
-        printf("   (%lld bytes sent, there and back)\n", (long long)all.sent[rank]);
+        for (t = 0; t < TOKENS; ++t) printf(" %02.0f", (double)all->heads[rank][t]);
+        printf("   (%lld bytes sent, there and back)\n", (long long)all->sent[rank]);
     }
-    printf("tokens that came home unchanged: on %d of %d ranks\n", all.home, RANKS);
-    return s != UPIPE_OK || all.home != RANKS;
+    printf("tokens that came home unchanged: on %d of %d ranks\n", all->home, RANKS);
+    bad = s != UPIPE_OK || all->home != RANKS;
+    device_shared_free(kind, room);
+    return bad;
 }

@@ -1,16 +1,17 @@
 /* 05_layer.c -- the attention block on two ranks, Ulysses and UPipe: same bits of the gradient, another slab */
 #include "upipe/net/upipe_net_threads.h"
-#include "upipe/cpu/upipe_cpu.h"
 #include "upipe/upipe.h"
 
 #include <math.h>
 
+#include "common/device.h"
+
 enum { RANKS = 2, TOKENS = 128, HEADS = 8, DIM = 32, BLOCKS = 64 };
 enum { MODEL = HEADS * DIM, LOCAL = TOKENS / RANKS };
 
-typedef struct shared {
+typedef struct shared { /* in memory that the device reaches */
     upipe_threads team;
-    upipe_ops ops;
+    int kind; /* of device */
     upipe_plan plan;
     upipe_layer layer;
     size_t slab_bytes;
@@ -29,13 +30,14 @@ static upipe_status step(upipe_ctx *c, shared *all)
     upipe_view x;
     void *data;
     UPIPE_TRY(upipe_mem_take(c->mem, &data, bytes, "x", &c->err));
-    memcpy(data, all->x + at, bytes);
+    UPIPE_TRY(c->ops->copy(c, data, all->x + at, bytes));
     x = upipe_view_packed(data, UPIPE_F32, LOCAL, 1, MODEL);
     UPIPE_TRY(upipe_layer_fwd(c, &all->layer, &saved, x));
     UPIPE_TRY(upipe_layer_slots_take(c, &all->layer, &gout, UPIPE_SLOT_FULL, "gout"));
-    memcpy(gout.data, saved.out.data, upipe_plan_rows_bytes(&all->plan, HEADS));
+    UPIPE_TRY(c->ops->copy(c, gout.data, saved.out.data, upipe_plan_rows_bytes(&all->plan, HEADS)));
     UPIPE_TRY(upipe_layer_bwd(c, &all->layer, x, &grads, &saved, &gout, x)); /* x becomes its gradient */
-    memcpy(all->gx + at, data, bytes);
+    UPIPE_TRY(c->ops->copy(c, all->gx + at, data, bytes));
+    UPIPE_TRY(c->ops->sync(c)); /* only then may the host look */
     UPIPE_TRY(upipe_mem_give(c->mem, gout.data, &c->err));
     return upipe_mem_give(c->mem, data, &c->err);
 }
@@ -43,35 +45,40 @@ static upipe_status step(upipe_ctx *c, shared *all)
 static upipe_status rank_main(void *user, int rank)
 {
     shared *all = (shared *)user;
-    void *slab = aligned_alloc(UPIPE_MEM_ALIGN, all->slab_bytes);
+    void *slab = NULL;
     upipe_block blocks[BLOCKS];
     upipe_status s;
     upipe_mem mem;
     upipe_ctx c = {0};
-    if (slab == NULL) return UPIPE_ERR_MEMORY;
+    device d;
+    s = device_open(&d, all->kind, &c.err);
+    if (s == UPIPE_OK) s = device_slab(&d, &slab, all->slab_bytes, &c.err);
     upipe_mem_init(&mem, slab, all->slab_bytes, blocks, BLOCKS); /* dry.mem.blocks_peak would do */
-    c.ops = &all->ops, c.mem = &mem, c.team = upipe_threads_comm(&all->team, rank);
-    s = step(&c, all);
+    device_use(&d, &c);
+    c.mem = &mem, c.team = upipe_threads_comm(&all->team, rank);
+    if (s == UPIPE_OK) s = step(&c, all);
     all->errors[rank] = c.err;
     upipe_mem_free(&mem, NULL);
-    free(slab);
+    device_slab_free(&d, slab);
+    device_close(&d, NULL);
     return s;
 }
 
 static upipe_status run(shared *all, int chunk, upipe_err *err)
 {
     static upipe_dry dry; /* too large for some stacks */
+    upipe_ops ops;
     upipe_plan_desc d = {0};
     upipe_status s;
     int i;
     for (i = 0; i < MODEL * MODEL; ++i) all->w[i] = (float)sin(i * 0.37) / 16;
     for (i = 0; i < TOKENS * MODEL; ++i) all->x[i] = (float)cos(i * 0.11);
     d.tokens = TOKENS, d.ranks = RANKS, d.heads = HEADS, d.head_dim = DIM, d.chunk = chunk;
-    upipe_cpu_ops(&all->ops);
+    device_table(all->kind, &ops);
     all->layer.plan = &all->plan;
     all->layer.wq = all->layer.wk = all->layer.wv = all->w; /* one matrix will do here */
     UPIPE_TRY(upipe_plan_init(&all->plan, &d, err));
-    if (upipe_dry_init(&dry, 0, RANKS, &all->ops) || upipe_dry_layer(&dry, &all->layer, 1))
+    if (upipe_dry_init(&dry, 0, RANKS, &ops) || upipe_dry_layer(&dry, &all->layer, 1))
         return *err = dry.ctx.err, dry.ctx.err.status;
     all->slab_bytes = dry.mem.need; /* known before anything is allocated */
     UPIPE_TRY(upipe_threads_init(&all->team, RANKS, 60, err));
@@ -81,11 +88,16 @@ static upipe_status run(shared *all, int chunk, upipe_err *err)
     return s;
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
-    static shared all[2];
+    shared *all;
+    void *room;
     upipe_err err = {{0}, UPIPE_OK};
-    int i, same;
+    int i, same, kind, bad = device_args(argc, argv, &kind);
+    if (bad) return bad;
+    if (device_shared(kind, &room, 2 * sizeof *all, &err)) return fprintf(stderr, "%s\n", err.text), 1;
+    all = (shared *)room;
+    all[0].kind = all[1].kind = kind;
     for (i = 0; i < 2; ++i) {
         upipe_status s = run(&all[i], i == 0 ? HEADS : RANKS, &err);
         if (s != UPIPE_OK) return fprintf(stderr, "%s: %s\n", upipe_status_name(s), err.text) > 0;
@@ -94,5 +106,6 @@ int main(void)
     }
     same = memcmp(all[0].gx, all[1].gx, sizeof all->gx) == 0;
     printf("gradient of x: %s bits\n", same ? "the same" : "different");
-    return !same;
+    device_shared_free(kind, room);
+    return kind == DEVICE_CPU && !same; /* a BLAS promises no bits */
 }

@@ -59,6 +59,16 @@ static inline const char *device_lacks(int kind)
 #endif
 }
 
+/* For programs whose only flag is --device: 0, or the exit status with the sentence out. */
+static inline int device_args(int argc, char **argv, int *kind)
+{
+    for (*kind = 0; *kind < DEVICES && argc == 3 && strcmp(argv[2], device_names[*kind]) != 0;) ++*kind;
+    if (argc != 1 && (argc != 3 || strcmp(argv[1], "--device") != 0 || *kind == DEVICES))
+        return fprintf(stderr, "usage: %s [--device cpu|cuda]\n", argv[0]), 2;
+    if (device_lacks(*kind) == NULL) return 0;
+    return fprintf(stderr, "%s\n", device_lacks(*kind)), 2;
+}
+
 static inline void device_table(int kind, upipe_ops *ops)
 {
 #ifdef UPIPE_WITH_CUDA
