@@ -8,8 +8,8 @@
  *     device_close(&d);
  *
  * All ranks of a process share one device. Plans and dry runs need no device: device_table(kind, &ops) gives a
- * table whose *_bytes entries answer, and on the CPU all others too. Memory of device_shared is reached from
- * both sides; the host reads it after ctx.ops->sync.
+ * table whose *_bytes entries answer, and on the CPU all others too. Memory of device_shared is the host's,
+ * and the device reaches it, slowly: for what passes once. The host reads it after ctx.ops->sync.
  */
 #ifndef COMMON_DEVICE_H
 #define COMMON_DEVICE_H
@@ -217,13 +217,13 @@ static inline void device_host_slab_free(const device *d, void *slab)
     free(slab);
 }
 
-/* Memory that host and device reach, filled with zeros. Needs no open device. */
+/* Host memory that the device reaches too, filled with zeros. Needs no open device. */
 static inline upipe_status device_shared(int kind, void **out, size_t bytes, upipe_err *e)
 {
     *out = NULL;
 #ifdef UPIPE_WITH_CUDA
     if (kind == DEVICE_CUDA) {
-        if (bytes > 0) UPI_CUDA(e, cudaMallocManaged(out, bytes, cudaMemAttachGlobal));
+        UPIPE_TRY(upipe_cuda_host_slab(out, bytes, e));
         if (bytes > 0) memset(*out, 0, bytes);
         return UPIPE_OK;
     }
@@ -238,12 +238,44 @@ static inline void device_shared_free(int kind, void *memory)
 {
 #ifdef UPIPE_WITH_CUDA
     if (kind == DEVICE_CUDA) {
-        upipe_cuda_slab_free(memory, NULL);
+        upipe_cuda_host_slab_free(memory, NULL);
         return;
     }
 #endif
     (void)kind;
     free(memory);
+}
+
+/* Memory of the device with the contents of `from`, or zeros for NULL. Needs no open device; the CPU takes
+ * `from` itself, and then device_resident_free leaves it alone. */
+static inline upipe_status device_resident(int kind, void **out, size_t bytes, void *from, upipe_err *e)
+{
+#ifdef UPIPE_WITH_CUDA
+    if (kind == DEVICE_CUDA) {
+        UPIPE_TRY(upipe_cuda_slab(out, bytes, e));
+        if (bytes > 0 && from == NULL) UPI_CUDA(e, cudaMemset(*out, 0, bytes));
+        if (bytes > 0 && from != NULL) UPI_CUDA(e, cudaMemcpy(*out, from, bytes, cudaMemcpyHostToDevice));
+        return UPIPE_OK;
+    }
+#endif
+    (void)kind;
+    *out = from;
+    if (from != NULL) return UPIPE_OK;
+    UPIPE_TRY(device_host_room(out, bytes, e));
+    if (bytes > 0) memset(*out, 0, bytes);
+    return UPIPE_OK;
+}
+
+static inline void device_resident_free(int kind, void *memory, const void *from)
+{
+#ifdef UPIPE_WITH_CUDA
+    if (kind == DEVICE_CUDA) {
+        upipe_cuda_slab_free(memory, NULL);
+        return;
+    }
+#endif
+    (void)kind;
+    if (memory != from) free(memory);
 }
 
 /* ---- copies to and from the second pool, beside the computing stream ---- */

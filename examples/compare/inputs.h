@@ -25,9 +25,8 @@
 
 typedef struct inputs {
     float *x, *w[3], *dout;
-    void *stored[3]; /* the weights in the storage type, where the device reaches them */
+    void *stored[3]; /* the weights in the storage type; w itself where that is f32 */
     int64_t rows, dim, width[3];
-    int device;
 } inputs;
 
 /* splitmix64 and Box-Muller */
@@ -117,7 +116,7 @@ static float *inputs_room(int64_t rows, int64_t cols)
 }
 
 /* Rounds v [rows][cols] to the storage type, in place. *stored, if wanted, gets the values in that type, in
- * memory that the device reaches. */
+ * host memory: v itself for f32. */
 static int inputs_round(const upipe_ops *ops, const options *o, float *v, int64_t rows, int64_t cols,
                         void **stored)
 {
@@ -126,9 +125,10 @@ static int inputs_round(const upipe_ops *ops, const options *o, float *v, int64_
     upipe_ctx c;
     void *room;
     int bad;
-    if (dtype == UPIPE_F32 && stored == NULL) return 0;
-    if (device_shared(o->device, &room, (size_t)(rows * cols) * upipe_dtype_bytes(dtype), NULL) != UPIPE_OK)
-        return -1;
+    if (stored != NULL) *stored = v;
+    if (dtype == UPIPE_F32) return 0;
+    room = calloc((size_t)rows, (size_t)cols * upipe_dtype_bytes(dtype));
+    if (room == NULL) return -1;
     memset(&c, 0, sizeof c);
     c.ops = ops;
     narrow = upipe_view_packed(room, dtype, rows, 1, (int32_t)cols);
@@ -136,7 +136,7 @@ static int inputs_round(const upipe_ops *ops, const options *o, float *v, int64_
     if (stored != NULL)
         *stored = room;
     else
-        device_shared_free(o->device, room);
+        free(room);
     return bad ? -1 : 0;
 }
 
@@ -146,7 +146,7 @@ static void inputs_free(inputs *in)
     free(in->x);
     free(in->dout);
     for (which = 0; which < 3; ++which) {
-        device_shared_free(in->device, in->stored[which]);
+        if (in->stored[which] != in->w[which]) free(in->stored[which]);
         free(in->w[which]);
     }
     memset(in, 0, sizeof *in);
@@ -204,7 +204,6 @@ static int inputs_make(inputs *in, const options *o, const upipe_ops *ops)
     unsigned char *text;
     int status;
     memset(in, 0, sizeof *in);
-    in->device = o->device;
     in->rows = o->batch * o->tokens;
     in->dim = o->model_dim;
     in->width[0] = (int64_t)o->heads * o->head_dim;

@@ -26,8 +26,9 @@ typedef struct method_rank {
     int64_t events_n; /* of the block; the sum of the weights' gradients comes after */
     device d;
     void *slab;
-    float *grads[3]; /* of wq wk wv, this rank's part and then the sum */
-    float *host;     /* [rows][max(D, H*d)]; like grads reached by the device too */
+    float *grads[3]; /* of wq wk wv: the sums over ranks */
+    void *sums[3];   /* where they are formed: on the device */
+    float *host;     /* [rows][max(D, H*d)]; reached by the device too */
     size_t peak[UPIPE_PHASES], intermediate;
     int64_t sent[2];   /* forward, backward */
     double seconds[2]; /* forward, backward */
@@ -44,7 +45,8 @@ typedef struct method {
     upipe_layer layer;
     upipe_threads team;
     method_rank *ranks;
-    float *out, *dx; /* [R][H*d], [R][D], natural order; gradients of the weights are rank 0's */
+    void *weights[3]; /* on the device */
+    float *out, *dx;  /* [R][H*d], [R][D], natural order; gradients of the weights are rank 0's */
     size_t slab_bytes, pool_bytes;
     int blocks_max; /* live blocks at most */
     int64_t events_max;
@@ -134,9 +136,13 @@ static double method_kept_bytes(const method *m)
 static upipe_status method_release(method *m, upipe_err *e)
 {
     upipe_status s = UPIPE_OK, closed;
-    int r;
+    int r, j;
     for (r = 0; m->ranks != NULL && r < m->o->ranks; ++r) {
         method_rank *rank = &m->ranks[r];
+        for (j = 0; j < 3; ++j) {
+            device_resident_free(m->o->device, rank->sums[j], rank->grads[j]);
+            rank->sums[j] = NULL;
+        }
         device_slab_free(&rank->d, rank->slab);
         closed = device_close(&rank->d, s == UPIPE_OK ? e : NULL);
         if (s == UPIPE_OK) s = closed;
@@ -145,6 +151,10 @@ static upipe_status method_release(method *m, upipe_err *e)
         device_shared_free(m->o->device, rank->host);
         rank->blocks = NULL;
         rank->host = NULL;
+    }
+    for (j = 0; j < 3; ++j) {
+        if (m->in != NULL) device_resident_free(m->o->device, m->weights[j], m->in->stored[j]);
+        m->weights[j] = NULL;
     }
     return s;
 }
@@ -155,7 +165,7 @@ static void method_free(method *m)
     method_release(m, NULL);
     for (r = 0; m->ranks != NULL && r < m->o->ranks; ++r) {
         free(m->ranks[r].events);
-        for (j = 0; j < 3; ++j) device_shared_free(m->o->device, m->ranks[r].grads[j]);
+        for (j = 0; j < 3; ++j) free(m->ranks[r].grads[j]);
     }
     free(m->ranks);
     free(m->out);
@@ -177,6 +187,14 @@ static int method_allocate(method *m)
     const inputs *in = m->in;
     int64_t widest = in->dim > in->width[0] ? in->dim : in->width[0];
     int r, j;
+    for (j = 0; j < 3; ++j)
+        if (device_resident(m->o->device, &m->weights[j],
+                            (size_t)(in->width[j] * in->dim) * upipe_dtype_bytes(m->o->dtype), in->stored[j],
+                            NULL) != UPIPE_OK)
+            return -1;
+    m->layer.wq = m->weights[0];
+    m->layer.wk = m->weights[1];
+    m->layer.wv = m->weights[2];
     m->out = inputs_room(in->rows, in->width[0]);
     m->dx = inputs_room(in->rows, in->dim);
     m->ranks = (method_rank *)calloc((size_t)m->o->ranks, sizeof *m->ranks);
@@ -188,8 +206,13 @@ static int method_allocate(method *m)
         rank->host = method_room(m, m->plan.rows, widest);
         if (rank->blocks == NULL || rank->events == NULL || rank->host == NULL) return -1;
         for (j = 0; j < 3; ++j) {
-            rank->grads[j] = method_room(m, in->width[j], in->dim);
+            size_t bytes = (size_t)(in->width[j] * in->dim) * sizeof(float);
+            rank->grads[j] = inputs_room(in->width[j], in->dim);
             if (rank->grads[j] == NULL) return -1;
+            /* on the CPU they are formed in place */
+            if (device_resident(m->o->device, &rank->sums[j], bytes,
+                                m->o->device == DEVICE_CPU ? rank->grads[j] : NULL, NULL) != UPIPE_OK)
+                return -1;
         }
     }
     return 0;
@@ -221,9 +244,9 @@ static upipe_status method_block(method *m, upipe_ctx *c, method_rank *rank, int
     double start;
     int64_t sent;
     memset(&grads, 0, sizeof grads);
-    grads.wq = rank->grads[0];
-    grads.wk = rank->grads[1];
-    grads.wv = rank->grads[2];
+    grads.wq = (float *)rank->sums[0];
+    grads.wk = (float *)rank->sums[1];
+    grads.wv = (float *)rank->sums[2];
 
     UPIPE_TRY(upipe_mem_take(c->mem, &data, upipe_plan_unit_bytes(p), "x", &c->err));
     x = upipe_view_packed(data, p->desc.dtype, p->rows, 1, (int32_t)in->dim);
@@ -281,8 +304,10 @@ static upipe_status method_rank_run(method *m, upipe_ctx *c, method_rank *rank, 
                  (long long)rank->mem.events_lost);
     }
     for (j = 0; j < 3 && s == UPIPE_OK; ++j)
-        s = upipe_a2a_sum(c, rank->grads[j], m->in->width[j] * m->in->dim);
-    if (s == UPIPE_OK) s = c->ops->sync(c);
+        s = upipe_a2a_sum(c, (float *)rank->sums[j], m->in->width[j] * m->in->dim);
+    for (j = 0; j < 3 && s == UPIPE_OK && rank->sums[j] != rank->grads[j]; ++j)
+        s = c->ops->copy(c, rank->grads[j], rank->sums[j],
+                         (size_t)(m->in->width[j] * m->in->dim) * sizeof(float));
     if (s == UPIPE_OK)
         s = upipe_mem_free(&rank->mem, &c->err);
     else
@@ -331,9 +356,6 @@ static int method_run(method *m, const inputs *in)
     char who[32];
     int r;
     m->in = in;
-    m->layer.wq = in->stored[0];
-    m->layer.wk = in->stored[1];
-    m->layer.wv = in->stored[2];
     statuses = (upipe_status *)calloc((size_t)m->o->ranks, sizeof *statuses);
     if (statuses == NULL || method_allocate(m) != 0) {
         cli_fail("%s: out of memory: %d ranks with slabs of %zu bytes", m->name, m->o->ranks, m->pool_bytes);

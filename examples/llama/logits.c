@@ -31,9 +31,9 @@ typedef struct logits {
     model m;
     upipe_threads team;
     char folder[LLAMA_PATH];
-    void *weights; /* one copy for all ranks, which only read it */
-    float *gains;
-    int32_t *ids; /* [S] */
+    void *weights, *gains;           /* one copy for all ranks, which only read it: on the device */
+    void *host_weights, *host_gains; /* where they are loaded */
+    int32_t *ids;                    /* [S] */
     int64_t tokens;
     float *out;        /* [S][V] */
     size_t slab_bytes; /* of a rank */
@@ -213,7 +213,7 @@ static upipe_status logits_rank(logits *g, upipe_ctx *c)
     r.c = c;
     r.host = c->mem;
     r.weights = g->weights;
-    r.gains = g->gains;
+    r.gains = (const float *)g->gains;
     UPIPE_TRY(upipe_mem_take(c->mem, &data, (size_t)p->local * 4, "tokens", &c->err));
     r.tokens = (int32_t *)data;
     UPIPE_TRY(c->ops->copy(c, r.tokens, g->ids + first, (size_t)p->local * 4));
@@ -284,25 +284,27 @@ static int logits_find(logits *g)
 static int logits_load(logits *g)
 {
     size_t bytes = (size_t)g->layout.weights * upipe_dtype_bytes(g->o.dtype);
+    size_t gain_bytes = (size_t)g->layout.gains * sizeof(float);
     upipe_ops cpu;
-    void *gains = NULL;
     llama_state state;
     upipe_ctx c;
     upipe_status s;
     memset(&c, 0, sizeof c);
     memset(&state, 0, sizeof state);
-    if (device_shared(g->o.device, &g->weights, bytes, &c.err) != UPIPE_OK ||
-        device_shared(g->o.device, &gains, (size_t)g->layout.gains * sizeof *g->gains, &c.err) != UPIPE_OK)
-        return logits_fail(UPIPE_ERR_MEMORY, &c.err);
-    g->gains = (float *)gains;
+    g->host_weights = malloc(bytes);
+    g->host_gains = malloc(gain_bytes);
+    if (g->host_weights == NULL || g->host_gains == NULL)
+        return cli_fail("out of memory: %lld weights", (long long)g->layout.weights);
     state.layout = &g->layout;
     state.dtype = g->o.dtype;
     state.ranks = 1;
-    state.weights = g->weights;
-    state.gains = g->gains;
+    state.weights = g->host_weights;
+    state.gains = (float *)g->host_gains;
     products_ops(&cpu);
     c.ops = &cpu;
     s = llama_load_weights(&c, g->folder, &state);
+    if (s == UPIPE_OK) s = device_resident(g->o.device, &g->weights, bytes, g->host_weights, &c.err);
+    if (s == UPIPE_OK) s = device_resident(g->o.device, &g->gains, gain_bytes, g->host_gains, &c.err);
     return s == UPIPE_OK ? 0 : logits_fail(s, &c.err);
 }
 
@@ -313,7 +315,7 @@ static int logits_plan(logits *g)
     upipe_status s;
     float nothing;
     if (dry == NULL) return cli_fail("out of memory");
-    g->weights = g->gains = (float *)(void *)&nothing; /* for the dry run, which touches nothing */
+    g->weights = g->gains = &nothing; /* for the dry run, which touches nothing */
     memset(&dry->ctx, 0, sizeof dry->ctx);
     s = model_init(&g->m, &g->layout, g->o.dtype, g->tokens, 1, g->o.ranks,
                    g->o.ulysses ? g->layout.config.heads : g->o.chunk, &dry->ctx.err);
@@ -398,8 +400,10 @@ int main(int argc, char **argv)
         if (status == 0) status = 1 + (logits_main(g, all) == 0 ? 0 : EXIT_RUN);
         files_abandon(all);
         llama_layout_free(&g->layout);
-        device_shared_free(g->o.device, g->weights);
-        device_shared_free(g->o.device, g->gains);
+        device_resident_free(g->o.device, g->weights, g->host_weights);
+        device_resident_free(g->o.device, g->gains, g->host_gains);
+        free(g->host_weights);
+        free(g->host_gains);
         free(g->ids);
         free(g->out);
     }
