@@ -2,7 +2,8 @@
 """check_text.py TOP -- what every text file of the project keeps to
 
 No notes to self, no paths of somebody's machine, no trailing blanks, a newline at the end; C files as clang-format
-leaves them; a comment right above every public function. Prints one line a breach and exits non-zero if there is one.
+leaves them; a comment right above every public function; a program shown whole in a page (```c PATH) is the file's text.
+Prints one line a breach and exits non-zero if there is one.
 """
 
 import os
@@ -14,7 +15,7 @@ import sys
 # Spelled in halves, so that this file passes its own test.
 NOTES = re.compile(r'\b(' + '|'.join(['TO' 'DO', 'FIX' 'ME', 'XX' 'X', 'HA' 'CK']) + r')\b')
 PATHS = re.compile(r'(?<![\w.$})~])/(' + '|'.join(['wo' 'rk', 'tm' 'p', 'ro' 'ot', 'ho' 'me', 'Us' 'ers']) + ')/')
-FORMATTED = ('.c', '.h', '.cu', '.cuh')
+FORMATTED = ('.c', '.h', '.cpp', '.cu', '.cuh')
 # The tree is laid out by this release; others break lines elsewhere.
 FORMAT_RELEASE = '14'
 # Foreign text, kept letter for letter.
@@ -53,6 +54,17 @@ def check_lines(report, name, text):
         found = PATHS.search(line)
         if found:
             report(name, number, f'a path of one machine: {found.group(0)}')
+
+
+def check_shown(report, top, name, text):
+    for shown in re.finditer(r'^```\w+ (\S+)\n(.*?)^```$', text, re.M | re.S):
+        number = text.count('\n', 0, shown.start()) + 1
+        try:
+            with open(os.path.join(top, shown.group(1)), encoding='utf-8') as source:
+                if source.read() != shown.group(2):
+                    report(name, number, f'what is shown is not the text of {shown.group(1)}')
+        except OSError:
+            report(name, number, f'shows {shown.group(1)}, which is not there')
 
 
 def check_comments(report, name, text):
@@ -112,6 +124,8 @@ def main():
         check_lines(report, name, text)
         if name.startswith('upipe' + os.sep):
             check_comments(report, name, text)
+        if name.endswith('.md'):
+            check_shown(report, top, name, text)
     check_format(report, top, [name for name in names if name.endswith(FORMATTED)])
     print(f'text: {texts} files, {breaches} breaches')
     return 1 if breaches or not texts else 0

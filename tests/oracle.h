@@ -116,8 +116,16 @@ static inline float naive_store(upipe_dtype dtype, float x)
     return dtype == UPIPE_F32 ? x : upi_bf16_to_f32(upi_f32_to_bf16(x));
 }
 
-/* A plain loop leaves two things open: where it begins, and whether the compiler fuses multiply and add. */
-enum { NAIVE_DOWN = 1, NAIVE_FUSED = 2, NAIVE_WAYS = 4 };
+/* A plain loop leaves two things open: where it begins, and whether the compiler fuses multiply and add. For
+ * kernels on matrix units, whose operands are of the storage type, NAIVE_NARROW comes to each of these ways:
+ * the weights and the gradients of the scores are then rounded before they are multiplied with a matrix. */
+enum { NAIVE_DOWN = 1, NAIVE_FUSED = 2, NAIVE_WAYS = 4, NAIVE_NARROW = 4 };
+
+/* x as an operand of a matrix product. */
+static inline float naive_operand(upipe_dtype dtype, float x, int naive)
+{
+    return naive & NAIVE_NARROW ? naive_store(dtype, x) : x;
+}
 
 /* The k-th of n terms of a sum that runs up or down. */
 static inline int64_t naive_term(int64_t k, int64_t n, int naive)
@@ -157,6 +165,7 @@ static inline void naive_attn_fwd(const oracle_attn *t, upipe_dtype dtype, const
             for (m = 0; m < n; ++m) {
                 j = naive_term(m, n, t->naive);
                 sum += p[j] = expf(p[j] - top);
+                p[j] = naive_operand(dtype, p[j], t->naive);
                 for (c = 0; c < t->d; ++c)
                     o[row + c] = naive_add(o[row + c], p[j], v[oracle_k_row(t, j, x) + c], t->naive);
             }
@@ -191,6 +200,8 @@ static inline void naive_attn_bwd(const oracle_attn *t, upipe_dtype dtype, const
                 at = oracle_k_row(t, j, x);
                 p = expf(scale * naive_dot(q + row, k + at, t->d, t->naive) - lse[i * t->h + x]);
                 ds = scale * p * (naive_dot(go + row, v + at, t->d, t->naive) - delta);
+                ds = naive_operand(dtype, ds, t->naive);
+                p = naive_operand(dtype, p, t->naive);
                 for (c = 0; c < t->d; ++c) {
                     dv[at + c] = naive_add(dv[at + c], p, go[row + c], t->naive);
                     dk[at + c] = naive_add(dk[at + c], ds, q[row + c], t->naive);

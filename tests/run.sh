@@ -6,8 +6,9 @@ usage() {
     cat <<'END'
 usage: sh tests/run.sh [--quick]
 
-Builds upipe's tests under build/ with gcc, with clang, and with the sanitizers, and runs them. On Debian and Ubuntu
-missing programs are installed with apt-get (through sudo if you are not root). The last line is the verdict,
+Builds upipe's tests under build/ with gcc, with clang, and with the sanitizers, and runs them; the CUDA backend's on an
+emulator, and with nvcc, if it is here, everything is compiled and linked for devices. On Debian and Ubuntu missing
+programs are installed with apt-get (through sudo if you are not root). The last line is the verdict,
 "N passed, N failed"; the exit status is zero if nothing failed and something ran.
 
   --quick   one build with gcc and its tests: no clang, no sanitizers, no valgrind
@@ -46,7 +47,7 @@ skipped=0
 
 # program:packages. The first list must be there; what only the second needs is left out, and said, without it.
 required='gcc:gcc,libc6-dev g++:g++ meson:meson ninja:ninja-build pkg-config:pkg-config python3:python3 numpy:python3-numpy jansson:libjansson-dev'
-wanted='clang:clang clang-format:clang-format valgrind:valgrind,libc6-dbg openblas:libopenblas-dev pip:python3-pip'
+wanted='clang:clang clang-format:clang-format valgrind:valgrind,libc6-dbg openblas:libopenblas-dev pip:python3-pip mpirun:openmpi-bin,libopenmpi-dev'
 
 # Some are no programs: NumPy in any Python here, which checks what programs dump, pip, and two libraries.
 has() {
@@ -165,16 +166,24 @@ runs_with() {
 }
 
 mkdir -p "$build" || exit 1
-if prepare gcc gcc; then suites gcc 'compile unit property programs weights'; fi
+if prepare gcc gcc -Dcuda=disabled; then suites gcc 'compile unit property programs weights simt fake net'; fi
 
 if [ $quick = 0 ]; then
-    if command -v clang >/dev/null 2>&1 && prepare clang clang; then suites clang 'unit programs'; fi
+    if command -v clang >/dev/null 2>&1 && prepare clang clang -Dcuda=disabled; then suites clang 'unit programs'; fi
     # The kernels without vector instructions of their own, and the product by a BLAS through the same table entry.
     targets='test_attn test_gemm test_rows test_train_ops test_tile test_layer'
-    if prepare portable gcc -Dsimd=portable; then suites portable kernels; fi
+    if prepare portable gcc -Dcuda=disabled -Dsimd=portable; then suites portable kernels; fi
     targets='test_gemm compare train logits'
-    if has openblas && prepare cblas gcc -Dcblas=enabled; then suites cblas products; fi
+    if has openblas && prepare cblas gcc -Dcuda=disabled -Dcblas=enabled; then suites cblas products; fi
     targets=
+    # Kernels for devices: compiled for all of them, linked, and run where there is one (bench/gpu.py measures).
+    if ! command -v nvcc >/dev/null 2>&1 && [ ! -x /usr/local/cuda/bin/nvcc ]; then
+        echo "left out: the build for CUDA devices, as nvcc is missing"
+    else
+        targets=device_programs
+        if prepare cuda gcc -Dcuda=enabled; then suites cuda device; fi
+        targets=
+    fi
     # What slows programs down takes fewer random cases.
     UPIPE_DRAWS=$draws_slow
     export UPIPE_DRAWS
@@ -185,14 +194,14 @@ if [ $quick = 0 ]; then
     fi
 
     # Warnings are the plain builds' business: instrumented code draws false ones.
-    slow='-Dwerror=false -Doptimization=1'
+    slow='-Dcuda=disabled -Dwerror=false -Doptimization=1'
     UPIPE_FUZZ_SECONDS=${UPIPE_FUZZ_SECONDS:-60}
     export UPIPE_FUZZ_SECONDS
     # shellcheck disable=SC2086 # a list of words
     if ! runs_with -fsanitize=address,undefined ''; then
         echo "left out: AddressSanitizer, as its programs do not start here"
     elif prepare asan gcc $slow -Db_sanitize=address,undefined -Dc_args=-fno-sanitize-recover=all; then
-        suites asan 'unit property programs' --timeout-multiplier 4
+        suites asan 'unit property programs simt fake' --timeout-multiplier 4
     fi
     wrapper=
     runs_with -fsanitize=thread '' || wrapper='setarch -R'

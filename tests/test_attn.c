@@ -354,6 +354,141 @@ static void test_random(void)
     }
 }
 
+/* ---- merging ---- */
+
+/* o and lse of keys seen so far, in plain f32, brought up to those of a part; rounded as it is stored. */
+static void naive_merge(const oracle_attn *t, upipe_dtype o_dtype, float *o, float *lse, const float *o_part,
+                        const float *lse_part)
+{
+    int64_t i;
+    int c;
+    for (i = 0; i < t->sq * t->h; ++i) {
+        float top = fmaxf(lse[i], lse_part[i]), a, b;
+        if (top == -INFINITY) continue;
+        a = expf(lse[i] - top), b = expf(lse_part[i] - top);
+        for (c = 0; c < t->d; ++c)
+            o[i * t->d + c] =
+                naive_store(o_dtype, (a * o[i * t->d + c] + b * o_part[i * t->d + c]) / (a + b));
+        lse[i] = top + logf(a + b);
+    }
+}
+
+/* The keys in parts, each merged into what came before: as in one call. lse begins as -inf, and o as NaNs
+ * that are not read. */
+static void check_merge(const oracle_attn *t, upipe_dtype dtype, upipe_dtype o_dtype, int layout,
+                        const values *in, const int64_t *lengths, int parts)
+{
+    int64_t nq = q_count(t), rows = t->sq * t->h, first = 0, i;
+    values got = values_make(t), naive[NAIVE_WAYS], part = values_make(t);
+    double *q = doubles(in->q, nq), *k = doubles(in->k, k_count(t)), *v = doubles(in->v, k_count(t)),
+           *o = doubles(NULL, nq), *lse = doubles(NULL, rows);
+    const float *runs_o[NAIVE_WAYS], *runs_lse[NAIVE_WAYS];
+    upipe_attn a;
+    upipe_ops ops;
+    upipe_ctx c;
+    int way, p;
+
+    for (i = 0; i < rows; ++i) got.lse[i] = -INFINITY;
+    attn_ops(&c, &ops);
+    memset(&a, 0, sizeof a);
+    a.q = tensor_make(dtype, t->sq, t->h, t->d, layout, in->q);
+    a.o = tensor_make(o_dtype, t->sq, t->h, t->d, layout, NULL);
+    a.lse = tensor_make(UPIPE_F32, t->sq, t->h, 1, layout, got.lse);
+    a.q_pos = t->q_pos;
+    a.causal = t->causal;
+    a.scale = (float)t->scale;
+    a.merge = 1;
+    for (way = 0; way < NAIVE_WAYS; ++way) {
+        naive[way] = values_make(t);
+        for (i = 0; i < rows; ++i) naive[way].lse[i] = -INFINITY;
+        runs_o[way] = naive[way].o, runs_lse[way] = naive[way].lse;
+    }
+    for (p = 0; p < parts; first += lengths[p++]) {
+        int64_t at = first * t->hkv * t->d;
+        oracle_attn piece = *t;
+        piece.sk = lengths[p];
+        piece.k_pos = t->k_pos + first;
+        for (way = 0; way < NAIVE_WAYS; ++way) {
+            piece.naive = way;
+            naive_attn_fwd(&piece, UPIPE_F32, in->q, in->k + at, in->v + at, part.o, part.lse);
+            naive_merge(t, o_dtype, naive[way].o, naive[way].lse, part.o, part.lse);
+        }
+        a.k = tensor_make(dtype, lengths[p], t->hkv, t->d, layout, in->k + at);
+        a.v = tensor_make(dtype, lengths[p], t->hkv, t->d, layout, in->v + at);
+        a.k_pos = piece.k_pos;
+        a.work_bytes = upi_cpu_attn_bytes(&ops, &a, 0);
+        a.work = aligned_alloc(64, a.work_bytes);
+        if (a.work == NULL) exit(2);
+        CHECK_STATUS(upipe_attn_fwd(&c, &a), UPIPE_OK, c.err);
+        free(a.work);
+        tensor_take(a.k, NULL), tensor_take(a.v, NULL);
+    }
+    CHECK_INT(first, t->sk);
+    tensor_take(a.q, NULL), tensor_take(a.o, got.o), tensor_take(a.lse, got.lse);
+    oracle_attn_fwd(t, q, k, v, o, lse);
+    CHECK_CLOSE(got.o, runs_o, NAIVE_WAYS, o, nq, "o, merged");
+    CHECK_CLOSE(got.lse, runs_lse, NAIVE_WAYS, lse, rows, "lse, merged");
+    values_free(&got), values_free(&part);
+    for (way = 0; way < NAIVE_WAYS; ++way) values_free(&naive[way]);
+    free(q), free(k), free(v), free(o), free(lse);
+}
+
+static void test_merge(void)
+{
+    /* clang-format off */
+    static const int64_t cases[][7] = { /* sq, causal, q_pos, then keys of up to three parts */
+        {90, 0, 0, 70, 50, 0},   {90, 1, 30, 40, 40, 40}, {70, 1, 0, 64, 1, 64}, /* late parts hidden from early rows */
+        {40, 1, -20, 30, 0, 30}, {200, 1, 0, 0, 0, 0},    {17, 0, 0, 0, 33, 0}, /* rows, and parts, that see nothing */
+    };
+    /* clang-format on */
+    test_rng r = {10};
+    size_t i;
+    int type;
+    for (i = 0; i < sizeof cases / sizeof *cases; ++i)
+        for (type = 0; type < 3; ++type) {
+            const int64_t *x = cases[i];
+            upipe_dtype dtype = type > 0 ? UPIPE_BF16 : UPIPE_F32;
+            oracle_attn t = shape(x[0], x[3] + x[4] + x[5], 2, 1, i % 2 ? 64 : 104, (int)x[1], x[2], 0);
+            values in = inputs_make(&t, dtype, &r, 2);
+            check_merge(&t, dtype, type > 1 ? UPIPE_BF16 : UPIPE_F32, (int)i % LAYOUTS, &in, x + 3, 3);
+            values_free(&in);
+        }
+}
+
+/* What is merged with no keys, and with keys that it doesn't see, stays as it is, to the bit. */
+static void test_merge_nothing(void)
+{
+    oracle_attn t = shape(30, 20, 2, 1, 40, 1, 0, 100);
+    test_rng r = {11};
+    values in = inputs_make(&t, UPIPE_F32, &r, 1);
+    int keys;
+    for (keys = 0; keys <= 20; keys += 20) {
+        upipe_attn a;
+        upipe_ops ops;
+        upipe_ctx c;
+        float *o = floats(q_count(&t)), *lse = floats(t.sq * t.h);
+        attn_ops(&c, &ops);
+        memset(&a, 0, sizeof a);
+        a.q = upipe_view_packed(in.q, UPIPE_F32, t.sq, t.h, t.d);
+        a.k = upipe_view_packed(in.k, UPIPE_F32, keys, t.hkv, t.d);
+        a.v = upipe_view_packed(in.v, UPIPE_F32, keys, t.hkv, t.d);
+        a.o = upipe_view_packed(o, UPIPE_F32, t.sq, t.h, t.d);
+        a.lse = upipe_view_packed(lse, UPIPE_F32, t.sq, t.h, 1);
+        a.k_pos = t.k_pos;
+        a.causal = a.merge = 1;
+        memcpy(o, in.go, (size_t)q_count(&t) * 4);
+        memcpy(lse, in.q, (size_t)(t.sq * t.h) * 4);
+        a.work_bytes = upi_cpu_attn_bytes(&ops, &a, 0);
+        a.work = aligned_alloc(64, a.work_bytes);
+        if (a.work == NULL) exit(2);
+        CHECK_STATUS(upipe_attn_fwd(&c, &a), UPIPE_OK, c.err);
+        CHECK_BYTES(o, in.go, q_count(&t) * 4);
+        CHECK_BYTES(lse, in.q, t.sq * t.h * 4);
+        free(a.work), free(o), free(lse);
+    }
+    values_free(&in);
+}
+
 /* ---- the same bits ---- */
 
 static void check_same(const oracle_attn *t, const values *a, const values *b)
@@ -754,6 +889,11 @@ static void test_refusals(void)
     REFUSED_BWD(g.delta.h = 2, UPIPE_ERR_ARG, "delta is");
     REFUSED_BWD(g.gk.dtype = UPIPE_BF16, UPIPE_ERR_ARG, "gk is bf16");
     REFUSED_BWD(g.gv.data = NULL, UPIPE_ERR_ARG, "gv is NULL");
+    REFUSED_BWD(g.a.merge = 1, UPIPE_ERR_ARG, "nothing to merge");
+    valid_call(&g, block, work, need_bwd);
+    g.a.o.dtype = UPIPE_BF16, g.a.merge = 1;
+    CHECK_STATUS(upipe_attn_fwd(&c, &g.a), UPIPE_ERR_ARG, c.err);
+    CHECK_TEXT(c.err.text, "o is bf16");
 #undef REFUSED
 #undef REFUSED_BWD
     free(work);
@@ -790,6 +930,8 @@ int main(void)
     test_head_dims();
     test_lengths();
     test_extreme_scores();
+    test_merge();
+    test_merge_nothing();
     test_same_bits();
     test_heads_alone();
     test_prefix();

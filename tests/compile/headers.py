@@ -3,8 +3,9 @@
 
 For each header under TOP/upipe and each language two units are made: one includes the header first and then again,
 the other includes it once; both are compiled with all warnings as errors and linked. Headers in cpu/ are compiled
-with and without the AVX2 flags. nvcc is slow, so there one unit a header is compiled, and two with all of them are
-linked. What a missing compiler leaves out is said; it is a failure if no compiler is found at all.
+with and without the AVX2 flags. Kernels are C++: alone with the emulator's seams, all together with nvcc too. nvcc is slow,
+so there one unit a header is compiled, and two with all of them are linked. Where CUDA or NCCL is missing, the tests' fakes stand for their headers. What a missing
+compiler or library leaves out is said; it is a failure if no compiler is found at all.
 """
 
 import concurrent.futures
@@ -19,6 +20,8 @@ WARNINGS = ['-Wall', '-Wextra', '-Wpedantic', '-Wshadow', '-Wconversion', '-Werr
 # What net/upipe_net_threads.h asks of a host in strict C11 that includes something else first.
 POSIX = ['-D_POSIX_C_SOURCE=200809L']
 AVX2 = ['-mavx2', '-mfma']
+# Headers that need other projects' headers: the words that name these.
+FOREIGN = {'cuda/upipe_cuda_device.h': 'cuda', 'net/upipe_net_nccl.h': 'cuda', 'net/upipe_net_mpi.h': 'mpi'}
 NVCC_PLACES = ['/usr/local/cuda/bin/nvcc', '/usr/lib/nvidia-cuda-toolkit/bin/nvcc']
 
 # language -> (compiler, flags, suffix of its units)
@@ -27,7 +30,9 @@ HOST = {
     'C11, clang': ('clang', ['-std=c11'], '.c'),
     'C++17, g++': ('g++', ['-std=c++17'], '.cpp'),
 }
-NVCC_FLAGS = ['-std=c++17', '-Werror=all-warnings', '-Xcompiler', '-Wall,-Wextra,-Wshadow', '-Wno-deprecated-gpu-targets']
+NVCC_FLAGS = ['-std=c++17', '-arch=compute_80', '-Werror=all-warnings', '-Xcompiler', '-Wall,-Wextra,-Wshadow', '-Wno-deprecated-gpu-targets']
+
+NCCL_PLACES = ['/usr/include', '/usr/local/include', '/usr/local/cuda/include']
 
 FIRST = '{includes}{includes}int second(void);\nint main(void)\n{{\n    return second();\n}}\n'
 SECOND = '{includes}int second(void);\nint second(void)\n{{\n    return 0;\n}}\n'
@@ -68,6 +73,18 @@ def compile_one(label, compiler, flags, suffix, headers, top):
         return label, ok, said
 
 
+def find_flags(top):
+    """Include flags by the words of FOREIGN; a word that is missing has none to offer."""
+    flags = {'cuda': ['-isystem', os.path.join(top, 'tests', 'fake')]}
+    if shutil.which('mpicc'):
+        words = subprocess.run(['mpicc', '--showme:incdirs'], stdout=subprocess.PIPE, text=True, check=False)
+        if words.returncode == 0:
+            # without the C++ bindings, which need MPI's libraries
+            flags['mpi'] = ['-DOMPI_SKIP_MPICXX', '-DMPICH_SKIP_MPICXX']
+            flags['mpi'] += [flag for place in words.stdout.split() for flag in ('-isystem', place)]
+    return flags
+
+
 def find_headers(top):
     found = []
     for folder, _, files in os.walk(os.path.join(top, 'upipe')):
@@ -88,18 +105,34 @@ def find_nvcc():
 
 def main():
     top = os.path.abspath(sys.argv[1])
-    headers = find_headers(top)
-    host_headers = [name for name in headers if not name.startswith('cuda/')]
+    flags_of = find_flags(top)
+    headers = [name for name in find_headers(top) if FOREIGN.get(name, 'cuda') in flags_of]
+    if 'mpi' not in flags_of:
+        print('left out: net/upipe_net_mpi.h, as there is no mpicc that tells where mpi.h is')
+    host_headers = [name for name in headers if not name.startswith('cuda/') or name in FOREIGN]
+    foreign = [flag for flags in flags_of.values() for flag in flags]
     jobs = []
 
     # The slowest go first.
     nvcc = find_nvcc()
     if nvcc:
-        jobs.append((compile_pair, 'CUDA, nvcc: all headers', nvcc, NVCC_FLAGS, '.cu', headers, top))
+        real = NVCC_FLAGS + flags_of.get('mpi', [])
+        if not any(os.path.exists(os.path.join(place, 'nccl.h')) for place in NCCL_PLACES):
+            headers = [name for name in headers if name != 'net/upipe_net_nccl.h']
+            print('left out: net/upipe_net_nccl.h as CUDA, as nccl.h is not in its usual places')
+        jobs.append((compile_pair, 'CUDA, nvcc: all headers', nvcc, real, '.cu', headers, top))
         for name in headers:
-            jobs.append((compile_one, f'CUDA, nvcc: {name}', nvcc, NVCC_FLAGS, '.cu', [name], top))
+            if not name.startswith('cuda/') or name in FOREIGN:
+                jobs.append((compile_one, f'CUDA, nvcc: {name}', nvcc, real, '.cu', [name], top))
     else:
         print('left out: headers as CUDA, as there is no nvcc that works, on the path or in its usual places')
+
+    for name in headers:
+        if name not in host_headers and shutil.which('g++'):
+            seams = [*flags_of['cuda'], '-I', os.path.join(top, 'tests'), '-DUPIPE_CUDA_SEAMS="simt/seams.h"']
+            jobs.append((compile_one, f'C++17, g++, emulated: {name}', 'g++',
+                         ['-std=c++17', '-D_GNU_SOURCE', '-Wall', '-Wextra', '-Wno-psabi', '-Werror', *seams], '.cpp',
+                         [name], top))
 
     for language, (program, standard, suffix) in HOST.items():
         compiler = shutil.which(program)
@@ -112,10 +145,11 @@ def main():
             if name.startswith('cpu/') and re.match('x86_64|amd64', machine):
                 variants.append((' with AVX2', AVX2))
             for note, flags in variants:
+                flags = flags + flags_of.get(FOREIGN.get(name), [])
                 jobs.append((compile_pair, f'{language}: {name}{note}', compiler, standard + WARNINGS + flags, suffix,
                              [name], top))
-        jobs.append((compile_pair, f'{language}: all headers', compiler, standard + WARNINGS + POSIX, suffix,
-                     host_headers, top))
+        jobs.append((compile_pair, f'{language}: all headers', compiler, standard + WARNINGS + POSIX + foreign,
+                     suffix, host_headers, top))
 
     failed = 0
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -42,9 +42,9 @@ typedef struct upi_attn_head {
     int64_t q_step, k_step, v_step, go_step, o_step, gq_step, lse_step, gk_step, gv_step, delta_step;
     int64_t queries, keys;
     int64_t ahead; /* query i sees keys up to i + ahead */
-    int d, causal;
+    int d, causal, merge;
     float scale;
-    upipe_dtype dtype;
+    upipe_dtype dtype, o_dtype;
 } upi_attn_head;
 
 /* The lesser of what is left and a block's size. */
@@ -116,46 +116,53 @@ UPI_INLINE size_t upi_attn_bwd_layout(upi_attn_bwd_work *w, float *base, int64_t
 /* ---- rows of storage <-> f32 scratch; `rows` is row `first` of a matrix of steps `step` ---- */
 
 /* panel[k][lane] = rows[lane][k]; lanes from count on are 0. */
-UPI_KERNEL void upi_attn_pack_panel(float *panel, const void *rows, upipe_dtype dtype, int64_t first,
-                                    int64_t step, int count, int d)
+UPI_CPU_KERNEL void upi_attn_pack_panel(float *panel, const void *rows, upipe_dtype dtype, int64_t first,
+                                        int64_t step, int count, int d)
 {
     int half, k, i;
     for (half = 0; half < UPI_ATTN_PANEL; half += UPI_LANES)
         for (k = 0; k < d; k += UPI_LANES) {
             upi_f8 r[UPI_LANES];
-            UPI_UNROLL
+            UPI_CPU_UNROLL
             for (i = 0; i < UPI_LANES; ++i)
                 r[i] =
                     half + i < count ? upi_f8_get(rows, dtype, (first + half + i) * step + k) : upi_f8_zero();
             upi_f8_transpose(r);
-            UPI_UNROLL
+            UPI_CPU_UNROLL
             for (i = 0; i < UPI_LANES; ++i) upi_f8_store(panel + (k + i) * UPI_ATTN_PANEL + half, r[i]);
         }
 }
 
-/* rows[lane][k] = panel[k][lane] * factor[lane] for lanes below count. */
-UPI_KERNEL void upi_attn_unpack_panel(void *rows, upipe_dtype dtype, int64_t first, int64_t step, int count,
-                                      int d, const float *panel, const float *factor)
+/* rows[lane][k] = panel[k][lane] * factor[lane] for lanes below count; with keep, + keep[lane] * what is
+ * there, where keep[lane] is not 0. */
+UPI_CPU_KERNEL void upi_attn_unpack_panel(void *rows, upipe_dtype dtype, int64_t first, int64_t step,
+                                          int count, int d, const float *panel, const float *factor,
+                                          const float *keep)
 {
     int half, k, i;
     for (half = 0; half < UPI_ATTN_PANEL; half += UPI_LANES) {
         const upi_f8 times = upi_f8_load(factor + half);
         for (k = 0; k < d; k += UPI_LANES) {
             upi_f8 r[UPI_LANES];
-            UPI_UNROLL
+            UPI_CPU_UNROLL
             for (i = 0; i < UPI_LANES; ++i)
                 r[i] = upi_f8_mul(times, upi_f8_load(panel + (k + i) * UPI_ATTN_PANEL + half));
             upi_f8_transpose(r);
-            UPI_UNROLL
+            UPI_CPU_UNROLL
             for (i = 0; i < UPI_LANES; ++i)
-                if (half + i < count) upi_f8_put(rows, dtype, (first + half + i) * step + k, r[i]);
+                if (half + i < count) {
+                    const int64_t at = (first + half + i) * step + k;
+                    if (keep != NULL && keep[half + i] != 0)
+                        r[i] = upi_f8_fma(upi_f8_set1(keep[half + i]), upi_f8_get(rows, dtype, at), r[i]);
+                    upi_f8_put(rows, dtype, at, r[i]);
+                }
         }
     }
 }
 
 /* out[i][d + pad] = rows[i][d] for a block of keys; zeros up to the next whole tile. */
-UPI_KERNEL void upi_attn_pack_keys(float *out, const void *rows, upipe_dtype dtype, int64_t first,
-                                   int64_t step, int count, int d)
+UPI_CPU_KERNEL void upi_attn_pack_keys(float *out, const void *rows, upipe_dtype dtype, int64_t first,
+                                       int64_t step, int count, int d)
 {
     int i, k;
     for (i = 0; i < count; ++i, out += d + UPI_ATTN_PAD)
@@ -166,8 +173,8 @@ UPI_KERNEL void upi_attn_pack_keys(float *out, const void *rows, upipe_dtype dty
 }
 
 /* out[k / 16][i][k % 16] = factor * rows[i][k]; zeros up to the next whole panel. */
-UPI_KERNEL void upi_attn_pack_columns(float *out, const void *rows, upipe_dtype dtype, int64_t first,
-                                      int64_t step, int count, int d, float factor)
+UPI_CPU_KERNEL void upi_attn_pack_columns(float *out, const void *rows, upipe_dtype dtype, int64_t first,
+                                          int64_t step, int count, int d, float factor)
 {
     const upi_f8 times = upi_f8_set1(factor);
     int i, k;
@@ -191,7 +198,7 @@ UPI_INLINE void upi_attn_tile(int tile, int64_t depth, const float *a, int64_t r
         upi_f8 b0 = upi_f8_load(b), b1 = upi_f8_load(b + UPI_LANES);
         UPI_OPAQUE(b0);
         UPI_OPAQUE(b1);
-        UPI_UNROLL
+        UPI_CPU_UNROLL
         for (i = 0; i < tile; ++i) {
             upi_f8 x = upi_f8_broadcast(a + i * row_step);
             sums[i][0] = upi_f8_fma(x, b0, sums[i][0]);
@@ -204,17 +211,17 @@ UPI_INLINE void upi_attn_tile(int tile, int64_t depth, const float *a, int64_t r
 UPI_INLINE void upi_attn_dot(int d, const float *rows, const float *panel, upi_f8 sums[][2])
 {
     int c, i;
-    UPI_UNROLL
+    UPI_CPU_UNROLL
     for (i = 0; i < UPI_ATTN_TILE; ++i) sums[i][0] = sums[i][1] = upi_f8_zero();
     upi_attn_tile(UPI_ATTN_TILE, d < UPI_DOT_PIECE ? d : (int)UPI_DOT_PIECE, rows, d + UPI_ATTN_PAD, 1, panel,
                   sums);
     for (c = UPI_DOT_PIECE; c < d; c += UPI_DOT_PIECE) {
         upi_f8 more[UPI_ATTN_TILE][2];
         int count = d - c < UPI_DOT_PIECE ? d - c : (int)UPI_DOT_PIECE;
-        UPI_UNROLL
+        UPI_CPU_UNROLL
         for (i = 0; i < UPI_ATTN_TILE; ++i) more[i][0] = more[i][1] = upi_f8_zero();
         upi_attn_tile(UPI_ATTN_TILE, count, rows + c, d + UPI_ATTN_PAD, 1, panel + c * UPI_ATTN_PANEL, more);
-        UPI_UNROLL
+        UPI_CPU_UNROLL
         for (i = 0; i < UPI_ATTN_TILE; ++i) {
             sums[i][0] = upi_f8_add(sums[i][0], more[i][0]);
             sums[i][1] = upi_f8_add(sums[i][1], more[i][1]);
@@ -229,7 +236,7 @@ UPI_INLINE void upi_attn_products(int d, const float *keys, const float *panel, 
     upi_f8 sums[UPI_ATTN_TILE][2];
     int i;
     upi_attn_dot(d, keys, panel, sums);
-    UPI_UNROLL
+    UPI_CPU_UNROLL
     for (i = 0; i < UPI_ATTN_TILE; ++i) {
         upi_f8_store(out + i * UPI_ATTN_PANEL, sums[i][0]);
         upi_f8_store(out + i * UPI_ATTN_PANEL + UPI_LANES, sums[i][1]);
@@ -248,7 +255,7 @@ UPI_INLINE void upi_attn_weigh(int d, int keys, const float *rows, const float *
     for (c = 0; c < d; c += UPI_ATTN_TILE) {
         float *at = out + c * UPI_ATTN_PANEL;
         upi_f8 sums[UPI_ATTN_TILE][2];
-        UPI_UNROLL
+        UPI_CPU_UNROLL
         for (i = 0; i < UPI_ATTN_TILE; ++i) {
             sums[i][0] = upi_f8_load(at + i * UPI_ATTN_PANEL);
             sums[i][1] = upi_f8_load(at + i * UPI_ATTN_PANEL + UPI_LANES);
@@ -258,7 +265,7 @@ UPI_INLINE void upi_attn_weigh(int d, int keys, const float *rows, const float *
             }
         }
         upi_attn_tile(UPI_ATTN_TILE, keys, rows + c, 1, d + UPI_ATTN_PAD, weights, sums);
-        UPI_UNROLL
+        UPI_CPU_UNROLL
         for (i = 0; i < UPI_ATTN_TILE; ++i) {
             upi_f8_store(at + i * UPI_ATTN_PANEL, sums[i][0]);
             upi_f8_store(at + i * UPI_ATTN_PANEL + UPI_LANES, sums[i][1]);
@@ -312,7 +319,7 @@ UPI_INLINE void upi_attn_softmax(float *p, int keys, upi_f8 rate, const upi_f8 *
     odd[0] = odd[1] = upi_f8_zero();
     for (j = 0; j + 2 <= keys; j += 2) {
         float *at = p + j * UPI_ATTN_PANEL;
-        UPI_UNROLL
+        UPI_CPU_UNROLL
         for (half = 0; half < 2; ++half) {
             upi_f8 e = upi_attn_weight(upi_f8_load(at + half * UPI_LANES), rate, top[half]);
             upi_f8 f = upi_attn_weight(upi_f8_load(at + half * UPI_LANES + UPI_ATTN_PANEL), rate, top[half]);
@@ -324,7 +331,7 @@ UPI_INLINE void upi_attn_softmax(float *p, int keys, upi_f8 rate, const upi_f8 *
     }
     if (j < keys) {
         float *at = p + j * UPI_ATTN_PANEL;
-        UPI_UNROLL
+        UPI_CPU_UNROLL
         for (half = 0; half < 2; ++half) {
             upi_f8 e = upi_attn_weight(upi_f8_load(at + half * UPI_LANES), rate, top[half]);
             upi_f8_store(at + half * UPI_LANES, e);
@@ -346,7 +353,7 @@ UPI_INLINE void upi_attn_fwd_panel(const upi_attn_fwd_work *w, int d, upi_f8 rat
     int masked = last < keys - 1;
     int whole = masked ? 0 : keys / UPI_ATTN_TILE * UPI_ATTN_TILE;
     int j, half;
-    UPI_UNROLL
+    UPI_CPU_UNROLL
     for (half = 0; half < 2; ++half) top[half] = old[half] = upi_f8_load(at_top + half * UPI_LANES);
 
     for (j = 0; j < whole; j += UPI_ATTN_TILE)
@@ -356,12 +363,12 @@ UPI_INLINE void upi_attn_fwd_panel(const upi_attn_fwd_work *w, int d, upi_f8 rat
     for (j = whole; j < keys; ++j) {
         float *at = w->p + j * UPI_ATTN_PANEL;
         if (masked) upi_attn_hide(at, j, last, nothing);
-        UPI_UNROLL
+        UPI_CPU_UNROLL
         for (half = 0; half < 2; ++half)
             top[half] = upi_f8_max(top[half], upi_f8_load(at + half * UPI_LANES));
     }
 
-    UPI_UNROLL
+    UPI_CPU_UNROLL
     for (half = 0; half < 2; ++half) {
         upi_f8_store(at_top + half * UPI_LANES, top[half]);
         /* A lane that has seen nothing measures from 0: -inf - -inf would be a NaN, and a finite stand-in for
@@ -372,9 +379,21 @@ UPI_INLINE void upi_attn_fwd_panel(const upi_attn_fwd_work *w, int d, upi_f8 rat
         UPI_OPAQUE(sum[half]); /* the compiler could fuse it with the first addition, or not */
     }
     upi_attn_softmax(w->p, keys, rate, top, sum);
-    UPI_UNROLL
+    UPI_CPU_UNROLL
     for (half = 0; half < 2; ++half) upi_f8_store(at_sum + half * UPI_LANES, sum[half]);
     upi_attn_weigh(d, keys, w->v, w->p, w->o + panel * UPI_ATTN_PANEL * d, fold);
+}
+
+/* Brings a row up to what it saw of other keys: old is its log-sum-exp there, *lse here. The row's o becomes
+ * *factor times what is here, + *keep times what it was; *keep is 0 if nothing was seen there. */
+UPI_INLINE void upi_attn_merge(float old, float *lse, float *factor, float *keep)
+{
+    const float top = old > *lse ? old : *lse, from = top == -INFINITY ? 0 : top;
+    const double e_old = exp((double)old - from), e_new = exp((double)*lse - from), both = e_old + e_new;
+    *keep = both == 0 ? 0 : (float)(e_old / both);
+    *factor = both == 0 ? 0 : (float)(*factor * (e_new / both));
+    *lse = both == 0 ? -INFINITY : (float)(from + log(both));
+    if (old == -INFINITY) *keep = 0;
 }
 
 /* o and lse of `rows` queries from q0, from the sums in scratch. */
@@ -384,21 +403,24 @@ UPI_INLINE void upi_attn_fwd_finish(const upi_attn_head *a, const upi_attn_fwd_w
     int first, i;
     for (first = 0; first < rows; first += UPI_ATTN_PANEL) {
         int count = upi_attn_least(rows - first, UPI_ATTN_PANEL);
-        float inverse[UPI_ATTN_PANEL];
+        float inverse[UPI_ATTN_PANEL], keep[UPI_ATTN_PANEL];
         for (i = 0; i < UPI_ATTN_PANEL; ++i) {
-            float sum = w->sum[first + i];
+            float sum = w->sum[first + i], lse;
             /* not `sum > 0`: a NaN must come out as one */
             inverse[i] = sum == 0 ? 0 : 1 / sum;
-            if (i < count)
-                a->lse[(q0 + first + i) * a->lse_step] =
-                    sum == 0 ? -INFINITY : (float)(a->scale * w->top[first + i] + log((double)sum));
+            keep[i] = 0;
+            if (i >= count) continue;
+            lse = sum == 0 ? -INFINITY : (float)(a->scale * w->top[first + i] + log((double)sum));
+            if (a->merge) upi_attn_merge(a->lse[(q0 + first + i) * a->lse_step], &lse, &inverse[i], &keep[i]);
+            a->lse[(q0 + first + i) * a->lse_step] = lse;
         }
-        upi_attn_unpack_panel(a->o, a->dtype, q0 + first, a->o_step, count, d, w->o + first * d, inverse);
+        upi_attn_unpack_panel(a->o, a->o_dtype, q0 + first, a->o_step, count, d, w->o + first * d, inverse,
+                              a->merge ? keep : NULL);
     }
 }
 
 /* d stays a run-time number: kernels compiled for one d each are at most 1 % faster. */
-UPI_KERNEL void upi_attn_fwd_head(const upi_attn_head *a, float *scratch)
+UPI_CPU_KERNEL void upi_attn_fwd_head(const upi_attn_head *a, float *scratch)
 {
     const int d = a->d;
     const upi_f8 rate = upi_f8_set1((float)(a->scale * 1.4426950408889634));
@@ -443,7 +465,7 @@ UPI_INLINE void upi_attn_weights_grad(int d, const float *k, const float *q, con
     upi_f8 sums[UPI_ATTN_TILE][2];
     int i;
     upi_attn_dot(d, k, q, sums);
-    UPI_UNROLL
+    UPI_CPU_UNROLL
     for (i = 0; i < UPI_ATTN_TILE; ++i) {
         float *at = p + i * UPI_ATTN_PANEL;
         upi_f8 score0 = upi_f8_mul(scale, sums[i][0]), score1 = upi_f8_mul(scale, sums[i][1]);
@@ -455,7 +477,7 @@ UPI_INLINE void upi_attn_weights_grad(int d, const float *k, const float *q, con
         upi_f8_store(at + UPI_LANES, upi_f8_exp(upi_f8_sub(score1, lse[1])));
     }
     upi_attn_dot(d, v, go, sums);
-    UPI_UNROLL
+    UPI_CPU_UNROLL
     for (i = 0; i < UPI_ATTN_TILE; ++i) {
         const float *weight = p + i * UPI_ATTN_PANEL;
         float *at = s + i * UPI_ATTN_PANEL;
@@ -472,7 +494,7 @@ UPI_INLINE void upi_attn_add_grad(int tile, int vectors, int panels, const float
 {
     upi_f8 sums[UPI_ATTN_TILE][2];
     int panel, i;
-    UPI_UNROLL
+    UPI_CPU_UNROLL
     for (i = 0; i < tile; ++i) {
         sums[i][0] = upi_f8_load(grad + i * grad_step);
         sums[i][1] = vectors > 1 ? upi_f8_load(grad + i * grad_step + UPI_LANES) : upi_f8_zero();
@@ -482,7 +504,7 @@ UPI_INLINE void upi_attn_add_grad(int tile, int vectors, int panels, const float
         weights += UPI_ATTN_KEYS * UPI_ATTN_PANEL;
         columns += UPI_ATTN_PANEL * 16;
     }
-    UPI_UNROLL
+    UPI_CPU_UNROLL
     for (i = 0; i < tile; ++i) {
         upi_f8_store(grad + i * grad_step, sums[i][0]);
         if (vectors > 1) upi_f8_store(grad + i * grad_step + UPI_LANES, sums[i][1]);
@@ -525,7 +547,7 @@ UPI_INLINE void upi_attn_bwd_panel(const upi_attn_bwd_work *w, int d, upi_f8 sca
           *s = w->s + panel * UPI_ATTN_KEYS * UPI_ATTN_PANEL;
     upi_f8 lse[2], delta[2];
     int j, half;
-    UPI_UNROLL
+    UPI_CPU_UNROLL
     for (half = 0; half < 2; ++half) {
         lse[half] = upi_f8_load(w->lse + panel * UPI_ATTN_PANEL + half * UPI_LANES);
         delta[half] = upi_f8_load(w->delta + panel * UPI_ATTN_PANEL + half * UPI_LANES);
@@ -564,7 +586,7 @@ UPI_INLINE void upi_attn_bwd_pack(const upi_attn_head *a, const upi_attn_bwd_wor
     }
 }
 
-UPI_KERNEL void upi_attn_bwd_head(const upi_attn_head *a, float *scratch)
+UPI_CPU_KERNEL void upi_attn_bwd_head(const upi_attn_head *a, float *scratch)
 {
     const int d = a->d;
     const upi_f8 scale = upi_f8_set1(a->scale);
@@ -597,7 +619,8 @@ UPI_KERNEL void upi_attn_bwd_head(const upi_attn_head *a, float *scratch)
         for (p = 0; p < panels; ++p) {
             int first = p * UPI_ATTN_PANEL;
             upi_attn_unpack_panel(a->gq, a->dtype, q0 + first, a->gq_step,
-                                  upi_attn_least(rows - first, UPI_ATTN_PANEL), d, w.gq + first * d, factor);
+                                  upi_attn_least(rows - first, UPI_ATTN_PANEL), d, w.gq + first * d, factor,
+                                  NULL);
         }
     }
 }
@@ -645,6 +668,8 @@ UPIPE_API upipe_status upi_cpu_attn_fwd(upipe_ctx *c, const upipe_attn *a)
         upi_attn_head h = upi_attn_head_make(a, j);
         h.o = upi_attn_view_head(a->o, j);
         h.o_step = a->o.n_step;
+        h.o_dtype = a->o.dtype;
+        h.merge = a->merge;
         upi_attn_fwd_head(&h, (float *)a->work);
     }
     return UPIPE_OK;

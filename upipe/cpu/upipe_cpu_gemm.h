@@ -1,4 +1,4 @@
-/* upipe_cpu_gemm.h -- matrix product on one CPU core        backend cpu, includes cpu_simd, ops
+/* upipe_cpu_gemm.h -- matrix product on one CPU core        backend cpu, includes cpu_simd, check
  *
  * Fills two entries of the table (upi_cpu_gemm, upi_cpu_gemm_bytes). Any mix of f32 and bf16, any steps. The
  * scheme is BLAS's usual one: pieces of a and b are packed as f32, a register tile of 6 x 16 sums runs over
@@ -23,7 +23,7 @@
 #define UPIPE_CPU_GEMM_H
 
 #include "upipe_cpu_simd.h"
-#include "../upipe_ops.h"
+#include "../upipe_check.h"
 
 /* clang-format off */
 enum {
@@ -167,12 +167,12 @@ UPI_INLINE void upi_gemm_pack_columns_turned(const upi_gemm_side *s, float *to, 
             float *t = to + half;
             for (k = 0; k + UPI_LANES <= depth; k += UPI_LANES) {
                 upi_f8 r[UPI_LANES];
-                UPI_UNROLL
+                UPI_CPU_UNROLL
                 for (i = 0; i < UPI_LANES; ++i)
                     r[i] = half + i < count ? upi_f8_get(from, dtype, (half + i) * s->lane_step + k)
                                             : upi_f8_zero();
                 upi_f8_transpose(r);
-                UPI_UNROLL
+                UPI_CPU_UNROLL
                 for (i = 0; i < UPI_LANES; ++i) upi_f8_store(t + (k + i) * UPI_GEMM_COLS, r[i]);
             }
             for (; k < depth; ++k)
@@ -202,11 +202,11 @@ UPI_INLINE void upi_gemm_pack_rows_turned(const upi_gemm_side *s, float *to, int
                 int64_t lane = p * UPI_GEMM_ROWS;
                 upi_f8 r[UPI_LANES];
                 if (k + UPI_LANES <= depth && lane + UPI_LANES <= lanes) {
-                    UPI_UNROLL
+                    UPI_CPU_UNROLL
                     for (i = 0; i < UPI_LANES; ++i)
                         r[i] = upi_f8_get(from, dtype, (k + i) * s->depth_step + lane);
                     upi_f8_transpose(r);
-                    UPI_UNROLL
+                    UPI_CPU_UNROLL
                     for (i = 0; i < UPI_GEMM_ROWS; ++i) upi_f8_store(t + i * UPI_GEMM_A_STEP, r[i]);
                 } else {
                     for (i = 0; i < UPI_GEMM_ROWS; ++i)
@@ -251,7 +251,7 @@ UPI_INLINE void upi_gemm_pack_columns(const upi_gemm_side *s, float *to, int64_t
     }
 }
 
-UPI_KERNEL void upi_gemm_pack_a(const upi_gemm_job *g, int64_t first, int64_t last, int64_t k0, int depth)
+UPI_CPU_KERNEL void upi_gemm_pack_a(const upi_gemm_job *g, int64_t first, int64_t last, int64_t k0, int depth)
 {
     const upi_gemm_side *s = &g->a;
     if (s->depth_step == 1 && s->dtype == UPIPE_F32)
@@ -264,7 +264,7 @@ UPI_KERNEL void upi_gemm_pack_a(const upi_gemm_job *g, int64_t first, int64_t la
         upi_gemm_pack_rows_turned(s, g->a_pack, first, last, k0, depth, UPIPE_BF16);
 }
 
-UPI_KERNEL void upi_gemm_pack_b(const upi_gemm_job *g, int64_t first, int64_t last, int64_t k0, int depth)
+UPI_CPU_KERNEL void upi_gemm_pack_b(const upi_gemm_job *g, int64_t first, int64_t last, int64_t k0, int depth)
 {
     const upi_gemm_side *s = &g->b;
     if (s->depth_step == 1 && s->dtype == UPIPE_F32)
@@ -285,7 +285,7 @@ UPI_INLINE void upi_gemm_tile(int rows, int depth, const float *__restrict a, co
 {
     upi_f8 sum[UPI_GEMM_ROWS][2];
     int i, k;
-    UPI_UNROLL
+    UPI_CPU_UNROLL
     for (i = 0; i < rows; ++i) {
         sum[i][0] = accumulate ? upi_f8_load(c + i * c_step) : upi_f8_zero();
         sum[i][1] = accumulate ? upi_f8_load(c + i * c_step + UPI_LANES) : upi_f8_zero();
@@ -294,28 +294,28 @@ UPI_INLINE void upi_gemm_tile(int rows, int depth, const float *__restrict a, co
         upi_f8 b0 = upi_f8_load(b), b1 = upi_f8_load(b + UPI_LANES);
         UPI_OPAQUE(b0);
         UPI_OPAQUE(b1);
-        UPI_UNROLL
+        UPI_CPU_UNROLL
         for (i = 0; i < rows; ++i) {
             upi_f8 x = upi_f8_broadcast(a + i * UPI_GEMM_A_STEP + k);
             sum[i][0] = upi_f8_fma(x, b0, sum[i][0]);
             sum[i][1] = upi_f8_fma(x, b1, sum[i][1]);
         }
     }
-    UPI_UNROLL
+    UPI_CPU_UNROLL
     for (i = 0; i < rows; ++i) {
         upi_f8_store(c + i * c_step, sum[i][0]);
         upi_f8_store(c + i * c_step + UPI_LANES, sum[i][1]);
     }
 }
 
-UPI_KERNEL void upi_gemm_tile_6(int depth, const float *a, const float *b, float *c, int64_t c_step,
-                                int accumulate)
+UPI_CPU_KERNEL void upi_gemm_tile_6(int depth, const float *a, const float *b, float *c, int64_t c_step,
+                                    int accumulate)
 {
     upi_gemm_tile(6, depth, a, b, c, c_step, accumulate);
 }
 
-UPI_KERNEL void upi_gemm_tile_4(int depth, const float *a, const float *b, float *c, int64_t c_step,
-                                int accumulate)
+UPI_CPU_KERNEL void upi_gemm_tile_4(int depth, const float *a, const float *b, float *c, int64_t c_step,
+                                    int accumulate)
 {
     upi_gemm_tile(4, depth, a, b, c, c_step, accumulate);
 }
@@ -343,8 +343,8 @@ UPI_INLINE void *upi_gemm_out(const upi_gemm_job *g, int64_t row_panel, int64_t 
 }
 
 /* A tile that overhangs an f32 c: its valid part is carried into a whole tile and back. */
-UPI_KERNEL void upi_gemm_tile_edge(const upi_gemm_job *g, int rows, int cols, int depth, const float *a,
-                                   const float *b, float *c, int accumulate)
+UPI_CPU_KERNEL void upi_gemm_tile_edge(const upi_gemm_job *g, int rows, int cols, int depth, const float *a,
+                                       const float *b, float *c, int accumulate)
 {
     float t[UPI_GEMM_TILE];
     int i;
@@ -393,7 +393,8 @@ UPI_INLINE void upi_gemm_strip(const upi_gemm_job *g, int64_t block, int64_t row
 }
 
 /* Rounds the finished sums of a block into a bf16 c. */
-UPI_KERNEL void upi_gemm_round(const upi_gemm_job *g, int64_t row0, int64_t row1, int64_t col0, int64_t col1)
+UPI_CPU_KERNEL void upi_gemm_round(const upi_gemm_job *g, int64_t row0, int64_t row1, int64_t col0,
+                                   int64_t col1)
 {
     int64_t i, j;
     int rows, cols, r, k;
@@ -432,40 +433,6 @@ UPI_INLINE void upi_gemm_product(const upi_gemm_job *g)
 }
 
 /* ---- entries of the table ---- */
-
-UPIPE_API upipe_status upi_gemm_check(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags)
-{
-    const int known = UPIPE_GEMM_TRANS_A | UPIPE_GEMM_TRANS_B | UPIPE_GEMM_ACCUMULATE;
-    int trans_a = (flags & UPIPE_GEMM_TRANS_A) != 0, trans_b = (flags & UPIPE_GEMM_TRANS_B) != 0;
-    int64_t a_rows = trans_a ? a.d : a.n, a_depth = trans_a ? a.n : a.d;
-    int64_t b_depth = trans_b ? b.d : b.n, b_cols = trans_b ? b.n : b.d;
-    if ((flags & ~known) != 0)
-        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "gemm: unknown flags 0x%x", flags & ~known);
-    if (out.n < 0 || out.d < 0 || out.h < 1 || a.n < 0 || a.d < 0 || b.n < 0 || b.d < 0)
-        return upi_fail(&c->err, UPIPE_ERR_ARG,
-                        "gemm: out [%lld][%d][%d], a [%lld][%d][%d], b [%lld][%d][%d]", (long long)out.n,
-                        out.h, out.d, (long long)a.n, a.h, a.d, (long long)b.n, b.h, b.d);
-    if (((unsigned)out.dtype | (unsigned)a.dtype | (unsigned)b.dtype) > (unsigned)UPIPE_BF16)
-        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "gemm: storage type %d, %d or %d", (int)out.dtype,
-                        (int)a.dtype, (int)b.dtype);
-    if (a_rows != out.n || b_cols != out.d || a_depth != b_depth)
-        return upi_fail(&c->err, UPIPE_ERR_ARG,
-                        "gemm: out is %lld x %d, but op(a) is %lld x %lld and op(b) is %lld x %lld",
-                        (long long)out.n, out.d, (long long)a_rows, (long long)a_depth, (long long)b_depth,
-                        (long long)b_cols);
-    if ((a.h != 1 && a.h != out.h) || (b.h != 1 && b.h != out.h))
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "gemm: %d matrices of a and %d of b for %d of out", a.h, b.h,
-                        out.h);
-    if ((flags & UPIPE_GEMM_ACCUMULATE) != 0 && out.dtype != UPIPE_F32)
-        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "gemm: accumulates into f32 only, out is %s",
-                        upipe_dtype_name(out.dtype));
-    if (out.n > 0 && out.d > 0 && (out.data == NULL || (a_depth > 0 && (a.data == NULL || b.data == NULL))))
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "gemm: %s is NULL",
-                        out.data == NULL ? "out"
-                        : a.data == NULL ? "a"
-                                         : "b");
-    return UPIPE_OK;
-}
 
 UPIPE_API size_t upi_cpu_gemm_bytes(const struct upipe_ops *ops, upipe_view out, upipe_view a, upipe_view b,
                                     int flags)

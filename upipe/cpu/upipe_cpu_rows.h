@@ -1,4 +1,4 @@
-/* upipe_cpu_rows.h -- copies, casts, and all that works row by row        backend cpu, includes cpu_simd, ops
+/* upipe_cpu_rows.h -- copies, casts, and all that works row by row        backend cpu, includes cpu_simd, check
  *
  * Fills the table's copy, zero, cast, rope, rmsnorm, rmsnorm_bwd, rowdot and sum. Links with the math
  * library.
@@ -17,12 +17,9 @@
 #include <math.h>
 
 #include "upipe_cpu_simd.h"
-#include "../upipe_ops.h"
+#include "../upipe_check.h"
 
-enum {
-    UPI_ROPE_DIM_MAX = 256,
-    UPI_ROPE_ANCHOR = 64, /* positions between angles that come from sin and cos */
-};
+enum { UPI_ROPE_ANCHOR = 64 }; /* positions between angles that come from sin and cos */
 
 /* ---- eight elements, or the last few, of a row ---- */
 
@@ -48,43 +45,6 @@ UPI_INLINE void upi_row_put(void *row, upipe_dtype dtype, int64_t i, int64_t d, 
     for (k = 0; i + k < d; ++k) upi_f1_put(row, dtype, i + k, t[k]);
 }
 
-/* ---- checks ---- */
-
-UPIPE_API upipe_status upi_row_check(upipe_ctx *c, const char *call, const char *name, upipe_view v)
-{
-    if (v.n < 0 || v.h < 1 || v.d < 1)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "%s: %s is [%lld][%d][%d]", call, name, (long long)v.n, v.h,
-                        v.d);
-    if (v.dtype != UPIPE_F32 && v.dtype != UPIPE_BF16)
-        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "%s: %s has storage type %d", call, name,
-                        (int)v.dtype);
-    if (v.data == NULL && v.n > 0) return upi_fail(&c->err, UPIPE_ERR_ARG, "%s: %s is NULL", call, name);
-    return UPIPE_OK;
-}
-
-/* As above, and v must have these rows of d elements. */
-UPIPE_API upipe_status upi_row_check_like(upipe_ctx *c, const char *call, const char *name, upipe_view v,
-                                          upipe_view like, int32_t d)
-{
-    UPIPE_TRY(upi_row_check(c, call, name, v));
-    if (v.n != like.n || v.h != like.h || v.d != d)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "%s: %s is [%lld][%d][%d], not [%lld][%d][%d]", call, name,
-                        (long long)v.n, v.h, v.d, (long long)like.n, like.h, d);
-    return UPIPE_OK;
-}
-
-/* Views that begin at one address must be the same elements: each is read, then written, and no other. */
-UPIPE_API upipe_status upi_row_check_alias(upipe_ctx *c, const char *call, const char *a_name, upipe_view a,
-                                           const char *b_name, upipe_view b)
-{
-    int same = a.dtype == b.dtype && (a.n == 1 || a.n_step == b.n_step) && (a.h == 1 || a.h_step == b.h_step);
-    if (a.n == 0 || a.data != b.data || same) return UPIPE_OK;
-    return upi_fail(&c->err, UPIPE_ERR_ARG,
-                    "%s: %s (%s, steps %lld, %lld) lies over %s (%s, steps %lld, %lld)", call, a_name,
-                    upipe_dtype_name(a.dtype), (long long)a.n_step, (long long)a.h_step, b_name,
-                    upipe_dtype_name(b.dtype), (long long)b.n_step, (long long)b.h_step);
-}
-
 /* ---- entries of the table ---- */
 
 /* Every entry returns when it is done. */
@@ -96,19 +56,15 @@ UPIPE_API upipe_status upi_cpu_sync(upipe_ctx *c)
 
 UPIPE_API upipe_status upi_cpu_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
 {
-    if (bytes == 0) return UPIPE_OK;
-    if (dst == NULL || src == NULL)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "copy: %zu bytes, but %s is NULL", bytes,
-                        dst == NULL ? "dst" : "src");
-    memcpy(dst, src, bytes);
+    UPIPE_TRY(upi_copy_check(c, dst, src, bytes));
+    if (dst != NULL && src != NULL) memcpy(dst, src, bytes);
     return UPIPE_OK;
 }
 
 UPIPE_API upipe_status upi_cpu_zero(upipe_ctx *c, void *dst, size_t bytes)
 {
-    if (bytes == 0) return UPIPE_OK;
-    if (dst == NULL) return upi_fail(&c->err, UPIPE_ERR_ARG, "zero: %zu bytes, but dst is NULL", bytes);
-    memset(dst, 0, bytes);
+    UPIPE_TRY(upi_zero_check(c, dst, bytes));
+    if (dst != NULL) memset(dst, 0, bytes);
     return UPIPE_OK;
 }
 
@@ -129,8 +85,7 @@ UPI_INLINE void upi_cast_rows(upipe_view dst, upipe_view src, int64_t *rows, int
 UPIPE_API upipe_status upi_cpu_cast(upipe_ctx *c, upipe_view dst, upipe_view src)
 {
     int64_t rows, heads, d, i, j, k;
-    UPIPE_TRY(upi_row_check(c, "cast", "dst", dst));
-    UPIPE_TRY(upi_row_check_like(c, "cast", "src", src, dst, dst.d));
+    UPIPE_TRY(upi_cast_check(c, dst, src));
     if (dst.n == 0) return UPIPE_OK;
     upi_cast_rows(dst, src, &rows, &heads, &d);
     for (i = 0; i < rows; ++i)
@@ -161,7 +116,7 @@ typedef struct upi_rope_angles {
     int pairs;
 } upi_rope_angles;
 
-UPI_KERNEL void upi_rope_anchor(upi_rope_angles *g, int64_t position)
+UPI_CPU_KERNEL void upi_rope_anchor(upi_rope_angles *g, int64_t position)
 {
     int p;
     for (p = 0; p < g->pairs; ++p) {
@@ -171,7 +126,7 @@ UPI_KERNEL void upi_rope_anchor(upi_rope_angles *g, int64_t position)
     g->position = position;
 }
 
-UPI_KERNEL void upi_rope_advance(upi_rope_angles *g)
+UPI_CPU_KERNEL void upi_rope_advance(upi_rope_angles *g)
 {
     int p;
     for (p = 0; p < g->pairs; ++p) {
@@ -254,13 +209,7 @@ UPIPE_API upipe_status upi_cpu_rope(upipe_ctx *c, const upipe_rope *r)
     int64_t token, block;
     int32_t head;
     int p;
-    UPIPE_TRY(upi_row_check(c, "rope", "x", r->x));
-    if (r->x.d % 2 != 0 || r->x.d > UPI_ROPE_DIM_MAX)
-        return upi_fail(&c->err, r->x.d % 2 != 0 ? UPIPE_ERR_ARG : UPIPE_ERR_UNSUPPORTED,
-                        "rope: head dim %d; even ones up to %d are built", r->x.d, UPI_ROPE_DIM_MAX);
-    if (r->count < 0 || r->pos0 < 0 || !(r->theta > 0))
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "rope: %lld blocks from position %lld, theta %g",
-                        (long long)r->count, (long long)r->pos0, r->theta);
+    UPIPE_TRY(upi_rope_check(c, r));
     if (r->count == 0 || r->x.n == 0) return UPIPE_OK;
     upi_rope_begin(&g, r);
     for (token = 0; token < r->x.n; ++token) {
@@ -300,11 +249,7 @@ UPIPE_API upipe_status upi_cpu_rmsnorm(upipe_ctx *c, upipe_view y, upipe_view x,
 {
     int64_t i, k;
     int32_t j;
-    UPIPE_TRY(upi_row_check(c, "rmsnorm", "x", x));
-    UPIPE_TRY(upi_row_check_like(c, "rmsnorm", "y", y, x, x.d));
-    UPIPE_TRY(upi_row_check_alias(c, "rmsnorm", "y", y, "x", x));
-    if (gain == NULL) return upi_fail(&c->err, UPIPE_ERR_ARG, "rmsnorm: gain is NULL");
-    if (!(eps >= 0)) return upi_fail(&c->err, UPIPE_ERR_ARG, "rmsnorm: eps %g", (double)eps);
+    UPIPE_TRY(upi_rmsnorm_check(c, y, x, gain, eps));
     for (i = 0; i < x.n; ++i)
         for (j = 0; j < x.h; ++j) {
             const void *from = upipe_view_at(x, i, j);
@@ -325,16 +270,7 @@ UPIPE_API upipe_status upi_cpu_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upipe_vi
 {
     int64_t i, k;
     int32_t j;
-    UPIPE_TRY(upi_row_check(c, "rmsnorm_bwd", "dy", dy));
-    UPIPE_TRY(upi_row_check_like(c, "rmsnorm_bwd", "x", x, dy, dy.d));
-    UPIPE_TRY(upi_row_check_like(c, "rmsnorm_bwd", "dx", dx, dy, dy.d));
-    UPIPE_TRY(upi_row_check_alias(c, "rmsnorm_bwd", "dx", dx, "dy", dy));
-    UPIPE_TRY(upi_row_check_alias(c, "rmsnorm_bwd", "dx", dx, "x", x));
-    if (accumulate && dx.n > 0 && (dx.data == dy.data || dx.data == x.data))
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "rmsnorm_bwd: dx, which accumulates, is %s",
-                        dx.data == dy.data ? "dy" : "x");
-    if (gain == NULL) return upi_fail(&c->err, UPIPE_ERR_ARG, "rmsnorm_bwd: gain is NULL");
-    if (!(eps >= 0)) return upi_fail(&c->err, UPIPE_ERR_ARG, "rmsnorm_bwd: eps %g", (double)eps);
+    UPIPE_TRY(upi_rmsnorm_bwd_check(c, dx, dy, x, gain, eps, accumulate));
     for (i = 0; i < x.n; ++i)
         for (j = 0; j < x.h; ++j) {
             const void *from = upipe_view_at(x, i, j), *row = upipe_view_at(dy, i, j);
@@ -392,11 +328,7 @@ UPIPE_API upipe_status upi_cpu_rowdot(upipe_ctx *c, upipe_view out, upipe_view a
 {
     int64_t i, r;
     int32_t j;
-    UPIPE_TRY(upi_row_check(c, "rowdot", "a", a));
-    UPIPE_TRY(upi_row_check_like(c, "rowdot", "b", b, a, a.d));
-    UPIPE_TRY(upi_row_check_like(c, "rowdot", "out", out, a, 1));
-    if (out.dtype != UPIPE_F32)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "rowdot: out is %s, not f32", upipe_dtype_name(out.dtype));
+    UPIPE_TRY(upi_rowdot_check(c, out, a, b));
     for (i = 0; i < a.n; i += UPI_LANES)
         for (j = 0; j < a.h; ++j) {
             int64_t rows = a.n - i < UPI_LANES ? a.n - i : (int64_t)UPI_LANES;
@@ -413,12 +345,7 @@ UPIPE_API upipe_status upi_cpu_sum(upipe_ctx *c, upipe_view dst, const float *sr
     int64_t i, k, packed = 0;
     int32_t j;
     int part;
-    UPIPE_TRY(upi_row_check(c, "sum", "dst", dst));
-    if (count < 0) return upi_fail(&c->err, UPIPE_ERR_ARG, "sum: %d terms", count);
-    if (src == NULL && count > 0 && dst.n > 0) return upi_fail(&c->err, UPIPE_ERR_ARG, "sum: src is NULL");
-    if (accumulate && dst.dtype != UPIPE_F32)
-        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "sum: accumulates into f32 only, dst is %s",
-                        upipe_dtype_name(dst.dtype));
+    UPIPE_TRY(upi_sum_check(c, dst, src, count, accumulate));
     for (i = 0; i < dst.n; ++i)
         for (j = 0; j < dst.h; ++j, packed += dst.d) {
             void *row = upipe_view_at(dst, i, j);

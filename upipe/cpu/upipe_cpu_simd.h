@@ -39,7 +39,7 @@
 
 #define UPI_INLINE static inline __attribute__((always_inline, unused))
 /* A kernel compiled on its own: it inlines the vocabulary, nothing inlines it. */
-#define UPI_KERNEL static __attribute__((noinline, unused))
+#define UPI_CPU_KERNEL static __attribute__((noinline, unused))
 
 /* Around kernels: gcc compiles them with -O3 whatever the user's flags are; -O0 would give 5 instead of 104
  * GFLOP/s, -O1 38. Not with a sanitizer, where it would only slow the build. clang has nothing like it. */
@@ -54,11 +54,11 @@
 /* Before a loop of at most 16 turns with a constant count, whose body indexes an array of registers. nvcc
  * knows neither pragma. */
 #if defined(__clang__)
-#define UPI_UNROLL _Pragma("clang loop unroll(full)")
+#define UPI_CPU_UNROLL _Pragma("clang loop unroll(full)")
 #elif defined(__CUDACC__)
-#define UPI_UNROLL
+#define UPI_CPU_UNROLL
 #else
-#define UPI_UNROLL _Pragma("GCC unroll 16")
+#define UPI_CPU_UNROLL _Pragma("GCC unroll 16")
 #endif
 
 enum {
@@ -266,19 +266,19 @@ UPI_INLINE void upi_f8_transpose(upi_f8 *r)
 #if UPI_CPU_AVX2
     upi_f8 t[8], s[8];
     int i;
-    UPI_UNROLL
+    UPI_CPU_UNROLL
     for (i = 0; i < 4; ++i) {
         t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
         t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
     }
-    UPI_UNROLL
+    UPI_CPU_UNROLL
     for (i = 0; i < 2; ++i) {
         s[4 * i] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
         s[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
         s[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
         s[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
     }
-    UPI_UNROLL
+    UPI_CPU_UNROLL
     for (i = 0; i < 4; ++i) {
         r[i] = _mm256_permute2f128_ps(s[i], s[i + 4], 0x20);
         r[i + 4] = _mm256_permute2f128_ps(s[i], s[i + 4], 0x31);

@@ -21,7 +21,7 @@ UPI_KERNELS_BEGIN
 
 /* ---- rows: y += x, and the gated unit ---- */
 
-UPI_KERNEL void upi_add_row(void *y, upipe_dtype y_type, const void *x, upipe_dtype x_type, int64_t d)
+UPI_CPU_KERNEL void upi_add_row(void *y, upipe_dtype y_type, const void *x, upipe_dtype x_type, int64_t d)
 {
     int64_t k;
     for (k = 0; k < d; k += UPI_LANES)
@@ -40,8 +40,8 @@ UPI_INLINE void upi_f8_sigmoid(upi_f8 z, upi_f8 *s, upi_f8 *rest)
     *rest = upi_f8_select(negative, large, small);
 }
 
-UPI_KERNEL void upi_swiglu_row(void *y, upipe_dtype y_type, const void *gate, upipe_dtype gate_type,
-                               const void *up, upipe_dtype up_type, int64_t d)
+UPI_CPU_KERNEL void upi_swiglu_row(void *y, upipe_dtype y_type, const void *gate, upipe_dtype gate_type,
+                                   const void *up, upipe_dtype up_type, int64_t d)
 {
     int64_t k;
     for (k = 0; k < d; k += UPI_LANES) {
@@ -52,8 +52,8 @@ UPI_KERNEL void upi_swiglu_row(void *y, upipe_dtype y_type, const void *gate, up
 }
 
 /* The slope s (1 + g (1 - s)) comes first: it lies within -0.1 .. 1.1 for any finite g. */
-UPI_KERNEL void upi_swiglu_bwd_row(void *gate, upipe_dtype gate_type, void *up, upipe_dtype up_type,
-                                   const void *dy, upipe_dtype dy_type, int64_t d)
+UPI_CPU_KERNEL void upi_swiglu_bwd_row(void *gate, upipe_dtype gate_type, void *up, upipe_dtype up_type,
+                                       const void *dy, upipe_dtype dy_type, int64_t d)
 {
     int64_t k;
     for (k = 0; k < d; k += UPI_LANES) {
@@ -77,7 +77,7 @@ UPI_INLINE upi_f8 upi_logits_get(const float *row, int64_t k, int64_t d)
 }
 
 /* The greatest logit, NaNs left aside: they show in the sum. */
-UPI_KERNEL float upi_logits_max(const float *row, int64_t d)
+UPI_CPU_KERNEL float upi_logits_max(const float *row, int64_t d)
 {
     upi_f8 most = upi_f8_set1(-INFINITY);
     float t[UPI_LANES];
@@ -91,7 +91,7 @@ UPI_KERNEL float upi_logits_max(const float *row, int64_t d)
 }
 
 /* Sum of e^(logit - top) of all but the target. */
-UPI_KERNEL float upi_logits_sum(const float *row, int64_t d, float top, int64_t target)
+UPI_CPU_KERNEL float upi_logits_sum(const float *row, int64_t d, float top, int64_t target)
 {
     const upi_f8 high = upi_f8_set1(top);
     upi_f8 sum = upi_f8_zero();
@@ -109,8 +109,8 @@ UPI_KERNEL float upi_logits_sum(const float *row, int64_t d, float top, int64_t 
 }
 
 /* grad = factor * e^(logit - top); grad may be the row itself. */
-UPI_KERNEL void upi_logits_grad(void *grad, upipe_dtype dtype, const float *row, int64_t d, float top,
-                                float factor)
+UPI_CPU_KERNEL void upi_logits_grad(void *grad, upipe_dtype dtype, const float *row, int64_t d, float top,
+                                    float factor)
 {
     const upi_f8 high = upi_f8_set1(top), by = upi_f8_set1(factor);
     int64_t k;
@@ -122,7 +122,7 @@ UPI_KERNEL void upi_logits_grad(void *grad, upipe_dtype dtype, const float *row,
 /* ---- sums and the optimizer ---- */
 
 /* Adds element k, or its square, to partial sum k mod 8. The square of an f32 is exact in f64. */
-UPI_KERNEL void upi_total_row(double *sums, const void *row, upipe_dtype dtype, int64_t d, int squares)
+UPI_CPU_KERNEL void upi_total_row(double *sums, const void *row, upipe_dtype dtype, int64_t d, int squares)
 {
     float t[UPI_LANES];
     int64_t k;
@@ -133,7 +133,7 @@ UPI_KERNEL void upi_total_row(double *sums, const void *row, upipe_dtype dtype, 
     }
 }
 
-UPI_KERNEL void upi_adamw_run(const upipe_adamw *a)
+UPI_CPU_KERNEL void upi_adamw_run(const upipe_adamw *a)
 {
     const upi_f8 m_keep = upi_f8_set1((float)a->beta1), m_take = upi_f8_set1((float)(1 - a->beta1));
     const upi_f8 v_keep = upi_f8_set1((float)a->beta2), v_take = upi_f8_set1((float)(1 - a->beta2));
@@ -164,9 +164,7 @@ UPIPE_API upipe_status upi_cpu_add(upipe_ctx *c, upipe_view y, upipe_view x)
 {
     int64_t i;
     int32_t j;
-    UPIPE_TRY(upi_row_check(c, "add", "y", y));
-    UPIPE_TRY(upi_row_check_like(c, "add", "x", x, y, y.d));
-    UPIPE_TRY(upi_row_check_alias(c, "add", "y", y, "x", x));
+    UPIPE_TRY(upi_add_check(c, y, x));
     for (i = 0; i < y.n; ++i)
         for (j = 0; j < y.h; ++j)
             upi_add_row(upipe_view_at(y, i, j), y.dtype, upipe_view_at(x, i, j), x.dtype, y.d);
@@ -177,11 +175,7 @@ UPIPE_API upipe_status upi_cpu_swiglu(upipe_ctx *c, upipe_view y, upipe_view gat
 {
     int64_t i;
     int32_t j;
-    UPIPE_TRY(upi_row_check(c, "swiglu", "y", y));
-    UPIPE_TRY(upi_row_check_like(c, "swiglu", "gate", gate, y, y.d));
-    UPIPE_TRY(upi_row_check_like(c, "swiglu", "up", up, y, y.d));
-    UPIPE_TRY(upi_row_check_alias(c, "swiglu", "y", y, "gate", gate));
-    UPIPE_TRY(upi_row_check_alias(c, "swiglu", "y", y, "up", up));
+    UPIPE_TRY(upi_swiglu_check(c, y, gate, up));
     for (i = 0; i < y.n; ++i)
         for (j = 0; j < y.h; ++j)
             upi_swiglu_row(upipe_view_at(y, i, j), y.dtype, upipe_view_at(gate, i, j), gate.dtype,
@@ -193,14 +187,7 @@ UPIPE_API upipe_status upi_cpu_swiglu_bwd(upipe_ctx *c, upipe_view gate, upipe_v
 {
     int64_t i;
     int32_t j;
-    UPIPE_TRY(upi_row_check(c, "swiglu_bwd", "dy", dy));
-    UPIPE_TRY(upi_row_check_like(c, "swiglu_bwd", "gate", gate, dy, dy.d));
-    UPIPE_TRY(upi_row_check_like(c, "swiglu_bwd", "up", up, dy, dy.d));
-    if (dy.n > 0 && (gate.data == up.data || gate.data == dy.data || up.data == dy.data))
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "swiglu_bwd: %s are the same memory",
-                        gate.data == up.data   ? "gate and up"
-                        : gate.data == dy.data ? "gate and dy"
-                                               : "up and dy");
+    UPIPE_TRY(upi_swiglu_bwd_check(c, gate, up, dy));
     for (i = 0; i < dy.n; ++i)
         for (j = 0; j < dy.h; ++j)
             upi_swiglu_bwd_row(upipe_view_at(gate, i, j), gate.dtype, upipe_view_at(up, i, j), up.dtype,
@@ -228,34 +215,14 @@ UPI_INLINE float upi_cross_entropy_row(const upipe_cross_entropy *x, int64_t i, 
     return (at == top ? log1pf(others) : logf(sum)) + (top - at);
 }
 
-/* logits, grad: rows [n][1][V] */
-UPIPE_API upipe_status upi_cross_entropy_check(upipe_ctx *c, const upipe_cross_entropy *x)
-{
-    upipe_view l = x->logits;
-    int64_t i;
-    UPIPE_TRY(upi_row_check(c, "cross_entropy", "logits", l));
-    if (l.h != 1 || l.dtype != UPIPE_F32)
-        return upi_fail(&c->err, UPIPE_ERR_ARG,
-                        "cross_entropy: logits are %s [%lld][%d][%d], not f32 with one head",
-                        upipe_dtype_name(l.dtype), (long long)l.n, l.h, l.d);
-    if (x->grad.data != NULL) {
-        UPIPE_TRY(upi_row_check_like(c, "cross_entropy", "grad", x->grad, l, l.d));
-        UPIPE_TRY(upi_row_check_alias(c, "cross_entropy", "grad", x->grad, "logits", l));
-    }
-    if (l.n > 0 && (x->loss == NULL || x->targets == NULL))
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "cross_entropy: %s is NULL",
-                        x->loss == NULL ? "loss" : "targets");
-    for (i = 0; i < l.n; ++i)
-        if (x->targets[i] >= l.d)
-            return upi_fail(&c->err, UPIPE_ERR_ARG, "cross_entropy: target %d of row %lld, of %d columns",
-                            x->targets[i], (long long)i, l.d);
-    return UPIPE_OK;
-}
-
 UPIPE_API upipe_status upi_cpu_cross_entropy(upipe_ctx *c, const upipe_cross_entropy *x)
 {
     int64_t i;
     UPIPE_TRY(upi_cross_entropy_check(c, x));
+    for (i = 0; i < x->logits.n; ++i)
+        if (x->targets[i] >= x->logits.d)
+            return upi_fail(&c->err, UPIPE_ERR_ARG, "cross_entropy: target %d of row %lld, of %d columns",
+                            x->targets[i], (long long)i, x->logits.d);
     for (i = 0; i < x->logits.n; ++i) {
         void *grad = x->grad.data != NULL ? upipe_view_at(x->grad, i, 0) : NULL;
         if (x->targets[i] >= 0)
@@ -268,21 +235,15 @@ UPIPE_API upipe_status upi_cpu_cross_entropy(upipe_ctx *c, const upipe_cross_ent
     return UPIPE_OK;
 }
 
-/* x [n][1][D], table [V][1][D], tokens [n] within 0 .. V-1 */
-UPIPE_API upipe_status upi_embed_check(upipe_ctx *c, const char *call, upipe_view x, upipe_view table,
-                                       const int32_t *tokens)
+/* All tokens within 0 .. rows-1. */
+UPIPE_API upipe_status upi_tokens_check(upipe_ctx *c, const char *call, const int32_t *tokens, int64_t n,
+                                        int64_t rows)
 {
     int64_t i;
-    UPIPE_TRY(upi_row_check(c, call, "x", x));
-    UPIPE_TRY(upi_row_check(c, call, "table", table));
-    if (x.h != 1 || table.h != 1 || x.d != table.d)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "%s: rows [%lld][%d][%d] of a table [%lld][%d][%d]", call,
-                        (long long)x.n, x.h, x.d, (long long)table.n, table.h, table.d);
-    if (tokens == NULL && x.n > 0) return upi_fail(&c->err, UPIPE_ERR_ARG, "%s: tokens is NULL", call);
-    for (i = 0; i < x.n; ++i)
-        if (tokens[i] < 0 || tokens[i] >= table.n)
+    for (i = 0; i < n; ++i)
+        if (tokens[i] < 0 || tokens[i] >= rows)
             return upi_fail(&c->err, UPIPE_ERR_ARG, "%s: token %d of row %lld, of a table of %lld rows", call,
-                            tokens[i], (long long)i, (long long)table.n);
+                            tokens[i], (long long)i, (long long)rows);
     return UPIPE_OK;
 }
 
@@ -290,6 +251,7 @@ UPIPE_API upipe_status upi_cpu_embed(upipe_ctx *c, upipe_view x, upipe_view tabl
 {
     int64_t i;
     UPIPE_TRY(upi_embed_check(c, "embed", x, table, tokens));
+    UPIPE_TRY(upi_tokens_check(c, "embed", tokens, x.n, table.n));
     for (i = 0; i < x.n; ++i)
         UPIPE_TRY(upi_cpu_cast(c, upipe_view_rows(x, i, 1), upipe_view_rows(table, tokens[i], 1)));
     return UPIPE_OK;
@@ -299,10 +261,8 @@ UPIPE_API upipe_status upi_cpu_embed_bwd(upipe_ctx *c, upipe_view dtable, upipe_
                                          const int32_t *tokens)
 {
     int64_t i;
-    UPIPE_TRY(upi_embed_check(c, "embed_bwd", dx, dtable, tokens));
-    if (dtable.dtype != UPIPE_F32)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "embed_bwd: the table's gradient is %s, not f32",
-                        upipe_dtype_name(dtable.dtype));
+    UPIPE_TRY(upi_embed_bwd_check(c, dtable, dx, tokens));
+    UPIPE_TRY(upi_tokens_check(c, "embed_bwd", tokens, dx.n, dtable.n));
     for (i = 0; i < dx.n; ++i)
         upi_add_row(upipe_view_at(dtable, tokens[i], 0), UPIPE_F32, upipe_view_at(dx, i, 0), dx.dtype, dx.d);
     return UPIPE_OK;
@@ -313,52 +273,10 @@ UPIPE_API upipe_status upi_cpu_total(upipe_ctx *c, double *out, upipe_view x, in
     double s[UPI_LANES] = {0, 0, 0, 0, 0, 0, 0, 0};
     int64_t i;
     int32_t j;
-    UPIPE_TRY(upi_row_check(c, "total", "x", x));
-    if (out == NULL) return upi_fail(&c->err, UPIPE_ERR_ARG, "total: out is NULL");
+    UPIPE_TRY(upi_total_check(c, out, x));
     for (i = 0; i < x.n; ++i)
         for (j = 0; j < x.h; ++j) upi_total_row(s, upipe_view_at(x, i, j), x.dtype, x.d, squares);
     *out = ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
-    return UPIPE_OK;
-}
-
-/* A number that f32 holds, not below `least`. */
-UPI_INLINE int upi_adamw_number(double x, double least)
-{
-    return x >= least && isfinite((float)x);
-}
-
-UPIPE_API upipe_status upi_adamw_check(upipe_ctx *c, const upipe_adamw *a)
-{
-    const void *at[5];
-    int i, j;
-    if (a->n < 0 || a->step < 1)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "adamw: %lld elements, step %lld", (long long)a->n,
-                        (long long)a->step);
-    if (!(a->beta1 >= 0 && a->beta1 < 1 && a->beta2 >= 0 && a->beta2 < 1))
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "adamw: betas %g, %g, not within 0 .. 1", a->beta1, a->beta2);
-    if (!upi_adamw_number(a->rate, 0) || !upi_adamw_number(a->eps, 0) || !upi_adamw_number(a->decay, 0) ||
-        !upi_adamw_number(a->grad_scale, -INFINITY))
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "adamw: rate %g, eps %g, decay %g, gradients times %g",
-                        a->rate, a->eps, a->decay, a->grad_scale);
-    if (a->copy != NULL && a->copy_dtype != UPIPE_F32 && a->copy_dtype != UPIPE_BF16)
-        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "adamw: copy has storage type %d",
-                        (int)a->copy_dtype);
-    if (a->n == 0) return UPIPE_OK;
-    at[0] = a->w;
-    at[1] = a->m;
-    at[2] = a->v;
-    at[3] = a->g;
-    at[4] = a->copy;
-    for (i = 0; i < 4; ++i) {
-        if (at[i] == NULL) return upi_fail(&c->err, UPIPE_ERR_ARG, "adamw: %c is NULL", "wmvg"[i]);
-        for (j = i + 1; j < 5; ++j)
-            if (at[i] == at[j])
-                return upi_fail(&c->err, UPIPE_ERR_ARG, "adamw: %c and %s are the same memory", "wmvg"[i],
-                                j == 4   ? "copy"
-                                : j == 3 ? "g"
-                                : j == 2 ? "v"
-                                         : "m");
-    }
     return UPIPE_OK;
 }
 

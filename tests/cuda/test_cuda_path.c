@@ -1,0 +1,206 @@
+/* test_cuda_path.c -- the whole CUDA path on thread ranks: slabs, pinned memory, side stream, the block
+ *
+ * Runs on the fake device of tests/fake: a wait that is missing anywhere shows as wrong data, device memory
+ * is counted to the byte, and whatever is left over is a failure.
+ */
+#include "cuda/runner_cuda.h"
+
+#include "close_block.h"
+
+static void make_team(run_case *test, int ranks, int chunk)
+{
+    memset(test, 0, sizeof *test);
+    test->ranks = ranks;
+    test->chunk = chunk;
+}
+
+/* ---- slabs and the side stream ---- */
+
+enum { SIDE_INTS = 512 };
+
+static void fill_ints(int *p, int value)
+{
+    int i;
+    for (i = 0; i < SIDE_INTS; ++i) p[i] = value * 1000 + i;
+}
+
+static void test_slabs(void)
+{
+    upipe_err err;
+    void *slab = &err, *host = &err;
+    CHECK_STATUS(upipe_cuda_slab(&slab, 0, &err), UPIPE_OK, err);
+    CHECK(slab == NULL);
+    CHECK_STATUS(upipe_cuda_host_slab(&host, 0, &err), UPIPE_OK, err);
+    CHECK(host == NULL);
+    CHECK_STATUS(upipe_cuda_slab(&slab, 12345, &err), UPIPE_OK, err);
+    CHECK((uintptr_t)slab % 256 == 0);
+    CHECK_INT(fake_device_live(), 12345);
+    CHECK_STATUS(upipe_cuda_host_slab(&host, 777, &err), UPIPE_OK, err);
+    CHECK_INT(fake_pinned_live(), 777);
+    memset(host, 0, 777);
+    CHECK_STATUS(upipe_cuda_slab_free(slab, &err), UPIPE_OK, err);
+    CHECK_STATUS(upipe_cuda_slab_free(NULL, &err), UPIPE_OK, err);
+    CHECK_STATUS(upipe_cuda_host_slab_free(host, &err), UPIPE_OK, err);
+    fake_device_limit(1000);
+    CHECK_STATUS(upipe_cuda_slab(&slab, 1001, &err), UPIPE_ERR_MEMORY, err);
+    CHECK_TEXT(err.text, "cudaMalloc: out of memory (cudaErrorMemoryAllocation)");
+    CHECK(slab == NULL);
+    fake_device_limit(0);
+    CHECK(fake_check_clean());
+}
+
+/* A block goes to the host and another comes, beside computing that needs neither: device memory a is
+ * computed, leaves, is computed anew at once after the wait, while b comes. */
+static void test_side(uint64_t seed, int eager)
+{
+    device d;
+    upipe_cuda_side side;
+    int *a, *b, *from, *host_a, *host_b, got[SIDE_INTS], want[SIDE_INTS], round;
+    const size_t bytes = sizeof got;
+    fake_seed(seed);
+    fake_eager(eager);
+    if (!device_open(&d)) return;
+    CHECK_STATUS(upipe_cuda_side_init(&side, &d.c.err), UPIPE_OK, d.c.err);
+    a = (int *)device_new(&d, bytes);
+    b = (int *)device_new(&d, bytes);
+    from = (int *)device_new(&d, bytes);
+    CHECK_STATUS(upipe_cuda_host_slab((void **)&host_a, bytes, &d.c.err), UPIPE_OK, d.c.err);
+    CHECK_STATUS(upipe_cuda_host_slab((void **)&host_b, bytes, &d.c.err), UPIPE_OK, d.c.err);
+    for (round = 0; round < 3; ++round) {
+        fill_ints(host_b, round);
+        fill_ints(want, round + 10);
+        CHECK_STATUS(d.ops.copy(&d.c, from, want, bytes), UPIPE_OK, d.c.err);
+        CHECK_STATUS(d.ops.copy(&d.c, a, from, bytes), UPIPE_OK, d.c.err); /* enqueued, not done */
+        CHECK_STATUS(upipe_cuda_side_start(&d.c, &side, host_a, a, bytes), UPIPE_OK, d.c.err);
+        CHECK_STATUS(upipe_cuda_side_start(&d.c, &side, b, host_b, bytes), UPIPE_OK, d.c.err);
+        CHECK_STATUS(upipe_cuda_side_wait(&d.c, &side), UPIPE_OK, d.c.err);
+        CHECK_STATUS(d.ops.zero(&d.c, a, bytes), UPIPE_OK, d.c.err); /* not before a has left */
+        CHECK_STATUS(d.ops.copy(&d.c, got, b, bytes), UPIPE_OK, d.c.err);
+        CHECK_BYTES(host_a, want, bytes);
+        CHECK_BYTES(got, host_b, bytes);
+        CHECK_STATUS(d.ops.copy(&d.c, got, a, bytes), UPIPE_OK, d.c.err);
+        CHECK_INT(got[SIDE_INTS - 1], 0);
+    }
+    CHECK_STATUS(upipe_cuda_side_free(&side, &d.c.err), UPIPE_OK, d.c.err);
+    CHECK_STATUS(upipe_cuda_host_slab_free(host_a, &d.c.err), UPIPE_OK, d.c.err);
+    CHECK_STATUS(upipe_cuda_host_slab_free(host_b, &d.c.err), UPIPE_OK, d.c.err);
+    device_free(&d, a);
+    device_free(&d, b);
+    device_free(&d, from);
+    device_close(&d);
+    CHECK(fake_check_clean());
+    fake_eager(0);
+}
+
+/* The same without the wait: the fake must show it, or the test above shows nothing. */
+static void test_side_unordered(void)
+{
+    device d;
+    upipe_cuda_side side;
+    int *a, *host, want[SIDE_INTS];
+    const size_t bytes = sizeof want;
+    fake_seed(0);
+    if (!device_open(&d)) return;
+    CHECK_STATUS(upipe_cuda_side_init(&side, &d.c.err), UPIPE_OK, d.c.err);
+    a = (int *)device_new(&d, bytes);
+    CHECK_STATUS(upipe_cuda_host_slab((void **)&host, bytes, &d.c.err), UPIPE_OK, d.c.err);
+    fill_ints(want, 1);
+    CHECK_STATUS(d.ops.copy(&d.c, a, want, bytes), UPIPE_OK, d.c.err);
+    CHECK_STATUS(upipe_cuda_side_start(&d.c, &side, host, a, bytes), UPIPE_OK, d.c.err);
+    CHECK_STATUS(d.ops.zero(&d.c, a, bytes), UPIPE_OK, d.c.err);
+    CHECK_STATUS(d.ops.sync(&d.c), UPIPE_OK, d.c.err);
+    CHECK_STATUS(upipe_cuda_side_wait(&d.c, &side), UPIPE_OK, d.c.err);
+    CHECK_STATUS(d.ops.sync(&d.c), UPIPE_OK, d.c.err);
+    CHECK(memcmp(host, want, bytes) != 0);
+    CHECK_STATUS(upipe_cuda_side_free(&side, &d.c.err), UPIPE_OK, d.c.err);
+    CHECK_STATUS(upipe_cuda_host_slab_free(host, &d.c.err), UPIPE_OK, d.c.err);
+    device_free(&d, a);
+    device_close(&d);
+    CHECK(fake_check_clean());
+}
+
+/* ---- the block ---- */
+
+typedef struct path_case {
+    int64_t tokens;
+    int batch, h, hkv, d, full, rope, normed, projected;
+} path_case;
+
+static void shape_of(const path_case *p, block_shape *s)
+{
+    memset(s, 0, sizeof *s);
+    s->tokens = p->tokens;
+    s->batch = p->batch;
+    s->dim = 32;
+    s->h = p->h;
+    s->hkv = p->hkv;
+    s->d = p->d;
+    s->full = p->full;
+    s->rope = p->rope;
+    s->normed = p->normed;
+    s->projected = p->projected;
+    s->dtype = UPIPE_BF16;
+    s->scale = 1 / sqrt((double)p->d);
+    s->theta = 10000;
+    s->eps = 1e-6;
+}
+
+static int same_block(const block_shape *s, const f32_block *a, const f32_block *b)
+{
+    int same = 1;
+#define PATH_SAME(name)  \
+    if (a->name != NULL) \
+        same = same && memcmp(a->name, b->name, (size_t)block_count(s, #name) * sizeof(float)) == 0;
+    BLOCK_RESULTS(PATH_SAME)
+#undef PATH_SAME
+    return same;
+}
+
+/* Against the truth once, and then the same bits for other orders and over NCCL. */
+static void test_block(const path_case *p, int ranks, int chunk)
+{
+    cuda_case test;
+    block_shape shape;
+    f32_block in;
+    run_result first, again;
+    uint64_t seed;
+    memset(&test, 0, sizeof test);
+    shape_of(p, &shape);
+    make_team(&test.run, ranks, chunk);
+    test.run.shape = shape;
+    test.run.tile_rows = 16;
+    block_inputs(&shape, 17, &in);
+    fake_seed(0);
+    CHECK_STATUS(cuda_block(&test, &in, &first), UPIPE_OK, first.errors[0]);
+    check_block(&shape, &in, &first.out);
+    for (seed = 1; seed <= 5; ++seed) {
+        fake_seed(seed % 5);
+        fake_eager(seed == 3);
+        test.nccl = seed > 3;
+        CHECK_STATUS(cuda_block(&test, &in, &again), UPIPE_OK, again.errors[0]);
+        CHECK_SAY(same_block(&shape, &first.out, &again.out), "%d ranks, seed %d, %s: other bits", ranks,
+                  (int)seed, test.nccl ? "NCCL" : "threads");
+        run_free(&again);
+    }
+    fake_eager(0);
+    run_free(&first);
+    f32_block_free(&in);
+}
+
+int main(void)
+{
+    static const path_case plain = {32, 1, 4, 4, 64, 0, 0, 0, 0}, rich = {32, 1, 4, 2, 64, 0, 1, 1, 1};
+    static const path_case grouped = {24, 2, 8, 2, 32, 1, 2, 0, 1}, stages = {32, 1, 8, 4, 64, 0, 1, 0, 1};
+    uint64_t seed;
+    test_slabs();
+    for (seed = 0; seed < 24; ++seed) test_side(seed, seed == 23);
+    test_side_unordered();
+    test_block(&plain, 1, 0);   /* one rank, all heads at once */
+    test_block(&rich, 1, 2);    /* in stages */
+    test_block(&plain, 2, 0);   /* Ulysses */
+    test_block(&rich, 2, 2);    /* UPipe */
+    test_block(&plain, 4, 0);   /* Ulysses */
+    test_block(&stages, 4, 4);  /* UPipe */
+    test_block(&grouped, 4, 4); /* ranks share key and value heads */
+    return test_end("cuda_path");
+}

@@ -1,0 +1,141 @@
+#!/usr/bin/env python3
+"""test_cuda_programs.py FOLDER -- the programs with --device cuda, on the fake device
+
+FOLDER holds them as fake_NAME. What they compute is held against the same programs on the CPU; streams run as late as
+they may, in several orders, and calls of the libraries fail. Ends with a verdict; the exit status is zero if all held.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+FOLDER = sys.argv[1]
+MODEL = ('--layers 2 --model-dim 64 --heads 4 --kv-heads 2 --ff-dim 64 --tokens 64 --ranks 2 --steps 3 --batch 1 '
+         '--sample 0 --lr 1e-3 --warmup 0').split()
+
+checks = failures = 0
+
+
+def check(ok, sentence):
+    global checks, failures
+    checks += 1
+    if not ok:
+        failures += 1
+        print(f'test_cuda_programs.py:{sys._getframe(1).f_lineno}: {sentence}', file=sys.stderr)
+    return ok
+
+
+def run(name, *args, **fake):
+    """A program of the fake device; fake: FAKE_SEED and so on."""
+    return subprocess.run([os.path.join(FOLDER, 'fake_' + name), *args], capture_output=True, text=True, timeout=200,
+                          check=False, env={**os.environ, **{key: str(value) for key, value in fake.items()}})
+
+
+def there(name):
+    return os.path.exists(os.path.join(FOLDER, 'fake_' + name))
+
+
+def numbers(name, *args, **fake):
+    """What a program writes to --json; None, and a failed check, if it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = os.path.join(folder, 'numbers.json')
+        done = run(name, *args, '--json', out, **fake)
+        if not check(done.returncode == 0, f'{name} {" ".join(args)} {fake}: {done.returncode}: {done.stderr[-500:]}'):
+            return None
+        with open(out, encoding='utf-8') as source:
+            return json.load(source)
+
+
+def test_examples():
+    for name in '03_exchange', '04_attention', '05_layer', '06_step', '07_tiles':
+        cpu, cuda = run(name), run(name, '--device', 'cuda')
+        check(cpu.returncode == 0, f'{name}: {cpu.stderr}')
+        if not check(cuda.returncode == 0, f'{name} --device cuda: {cuda.returncode}: {cuda.stderr}'):
+            continue
+        # the same lines; numbers may differ by what a different order of sums does
+        words = [re.findall(r'[-+]?\d+\.\d+|\w+', text.replace(cpu_name, 'NAME'))
+                 for text, cpu_name in ((cpu.stdout, 'cpu-avx2'), (cuda.stdout, 'cuda'))]
+        if name in ('03_exchange', '06_step'):
+            near = len(words[0]) == len(words[1]) and all(
+                a == b or ('.' in a and abs(float(a) - float(b)) < 1e-3) for a, b in zip(*words))
+            check(near, f'{name}: on the CPU {cpu.stdout}, on the device {cuda.stdout}')
+    done = run('09_cuda')
+    check(done.returncode == 0 and 'token 0 looks at 0' in done.stdout, f'09_cuda: {done.stdout} {done.stderr}')
+    done = run('03_exchange', '--device', 'tpu')
+    check(done.returncode == 2 and 'usage' in done.stderr, f'--device tpu: {done.returncode} {done.stderr}')
+
+
+def test_compare():
+    flags = '--tokens 64 --heads 4 --kv-heads 2 --head-dim 32 --ranks 2 --check on --device'.split()
+    for dtype in 'bf16', 'f32':
+        for seed in 0, 5:
+            got = numbers('compare', *flags, 'cuda', '--dtype', dtype, FAKE_SEED=seed, SIMT_SEED=seed)
+            want = numbers('compare', *flags, 'cpu', '--dtype', dtype)
+            if got is None or want is None:
+                return
+            check(got['config']['device'] == 'cuda' and got['config']['products'] == 'cublas', str(got['config']))
+            for a, b in zip(got['methods'], want['methods']):
+                check(a['peak_bytes'] == a['plan_bytes'], f'{a["name"]}: {a["peak_bytes"]} is not {a["plan_bytes"]}')
+                check(a['err_dx'] <= 2 * b['err_dx'] + 1e-6, f'{dtype}: dx {a["err_dx"]} beside {b["err_dx"]}')
+
+
+def test_train():
+    if not there('train'):
+        print('left out: train, as jansson is missing')
+        return
+    flags = [*MODEL, '--dtype', 'bf16', '--device']
+    want = numbers('train', *flags, 'cpu')
+    seen = set()
+    for seed in 0, 3, 8:
+        got = numbers('train', *flags, 'cuda', '--offload', FAKE_SEED=seed, SIMT_SEED=seed)
+        if want is None or got is None:
+            return
+        seen.add(json.dumps([got['loss'], got['grad_norm']]))
+        check(all(abs(a - b) < 0.02 * b for a, b in zip(got['loss'], want['loss'])),
+              f'losses {got["loss"]}, on the CPU {want["loss"]}')
+    check(len(seen) == 1, f'the order of the streams changes what is learnt: {seen}')
+    resident = numbers('train', *flags, 'cuda')
+    if resident is not None:
+        check(resident['loss'] == got['loss'], f'losses {resident["loss"]} without --offload, {got["loss"]} with it')
+
+
+def test_failures():
+    """A call that fails ends the program with a sentence and status 1, whichever it is."""
+    flags = '--tokens 64 --heads 2 --head-dim 32 --ranks 2 --check off --dtype bf16 --method upipe --device cuda'.split()
+    told = set()
+    for k in [1, 2, 3, 5, 8, 12, 15, 20, 30, 45, 60, 80, 110]:
+        for sticky in '', 's':
+            done = run('compare', *flags, '--deadline', '5', FAKE_FAIL=f'{k}{sticky}')
+            text = done.stderr.strip()
+            check(done.returncode == 1 and text.startswith('compare: '), f'FAKE_FAIL={k}{sticky}: {done.returncode}: {text}')
+            told.add(text)
+    check(len(told) > 5, f'{len(told)} different sentences')
+
+
+def test_bench():
+    for command in (['device'], ['block', '--tokens', '128', '--ranks', '2', '--heads', '4', '--kv-heads', '2',
+                                 '--head-dim', '64', '--model-dim', '64', '--layers', '1'],
+                    ['exchange', '--tokens', '64', '--ranks', '2', '--head-dim', '32']):
+        done = run('gpu', *command)
+        if check(done.returncode == 0, f'gpu {command}: {done.stderr}'):
+            made = json.loads(done.stdout)
+            if command[0] == 'block':
+                check(made['plan_bytes'] == made['peak_bytes'], str(made))
+                check(made['driver_beyond_slabs_bytes'] == 0, f'memory beyond the slabs: {made}')
+
+
+def main():
+    test_examples()
+    test_compare()
+    test_train()
+    test_failures()
+    test_bench()
+    print(f'cuda_programs: {checks} checks, {failures} failed')
+    return 1 if failures or not checks else 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())

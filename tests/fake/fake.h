@@ -1,0 +1,81 @@
+/* fake.h -- controls of the fake CUDA: seeds, injected errors, counts; and the launch seam   tests
+ *
+ * The headers beside this one and fake*.cpp stand in for the CUDA runtime, cuBLAS and NCCL over host memory
+ * and threads. What a program may not rely on does not happen:
+ *
+ *   streams  are lazy. An operation runs when something forces it (synchronize, a query that is repeated, a
+ *            blocking copy, cudaFree), or when the seed lets it; with a seed some streams are hasty, too. A
+ *            missing wait shows as wrong data.
+ *   memory   is NaN when new (0xff), unreadable for the host at all times and for everybody once freed: a
+ *            fault ends the process with a line that says what was touched.
+ *   misuse   that the real library would leave undefined (an operand past the end of its allocation, a host
+ *            pointer that the device cannot reach, a freed handle, a double free) is a finding: it ends the
+ *            process with a report.
+ *   NCCL     ranks are threads with a device each; sends meet receives in order; a rank that never comes is
+ *            waited for.
+ *
+ * Environment: FAKE_SEED (0: nothing runs until it is forced), FAKE_EAGER=1 (everything runs at once),
+ * FAKE_FAIL=k[s] (the k-th call of the process fails, 's': and all later ones), FAKE_PATIENCE (seconds that a
+ * wait may see nothing move before it is a finding; 60).
+ */
+#ifndef FAKE_H
+#define FAKE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "cuda_runtime_api.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- order ---- */
+
+/* As FAKE_SEED and FAKE_EAGER, for what is enqueued from now on. */
+void fake_seed(uint64_t seed);
+void fake_eager(int on);
+
+/* For a pool over device memory, instead of AddressSanitizer's function: poisons only where everything runs
+ * at once. Else work that is enqueued may still use what the host has given back. */
+void fake_poison(const volatile void *p, size_t bytes);
+
+/* ---- errors ---- */
+
+enum { FAKE_ONCE = 0, FAKE_STICKY = 1 };
+
+/* Every call of the three libraries that may fail counts, and so does every launch; what only reports does
+ * not. A call that is made to fail does nothing, but for those that release: they release, and then fail.
+ * A thread counts for the rank that it has named itself, -1 at first. */
+void fake_rank(int rank);
+/* The k-th call from now on (1 is the next) of this rank, or of every thread (rank -1), fails. 0: none.
+ * STICKY: and every later one of any thread, and what the streams still hold never runs, as after an error
+ * that ends a CUDA context. */
+void fake_fail_at(long k, int rank, int sticky);
+/* Calls counted since the last fake_fail_at; rank as above. */
+long fake_calls(int rank);
+/* Name of the call that failed; NULL if none did. */
+const char *fake_failed(void);
+
+/* ---- counts ---- */
+
+size_t fake_device_live(void); /* bytes, all devices together, as asked for */
+size_t fake_device_peak(void); /* the most since the last fake_peak_reset */
+void fake_peak_reset(void);
+size_t fake_pinned_live(void);
+/* Bytes of a device; more than that is cudaErrorMemoryAllocation. 0: the default, 4 GiB. */
+void fake_device_limit(size_t bytes);
+long fake_live_handles(void); /* streams, events, cuBLAS handles and NCCL communicators */
+/* 1 if nothing is live and no stream has work. Otherwise 0, and what there is on stderr. */
+int fake_check_clean(void);
+
+#ifdef __cplusplus
+}
+
+#include <functional>
+
+/* What a launch does: enqueues, and leaves its error to cudaGetLastError. */
+cudaError_t fake_enqueue(cudaStream_t stream, const char *name, std::function<void()> work);
+#endif
+
+#endif

@@ -1,0 +1,135 @@
+/* fake_core.h -- what the fake libraries share: streams, memory, calls   tests, for fake*.cpp alone
+ *
+ * One lock covers everything, operations that run included: a `call` holds it. Streams are queues; an
+ * operation runs when it is first in its queue and all points that it comes after are passed. Nothing here
+ * has a thread of its own: whoever waits for a point runs what leads to it, on any stream.
+ */
+#ifndef FAKE_CORE_H
+#define FAKE_CORE_H
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "fake.h"
+
+/* ---- findings ---- */
+
+/* Ends the process with a line on stderr. */
+[[noreturn]] void fake_finding(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+/* ---- calls: the lock, and injected errors ---- */
+
+struct fake_state; /* fake.cpp's */
+
+/* One call of a library, from entry to return. Counts, and may be one that is to fail. */
+struct fake_call {
+    const char *name;
+    bool fails, dead; /* dead: fails like everything after a sticky error */
+    explicit fake_call(const char *name);
+    ~fake_call();
+    fake_call(const fake_call &) = delete;
+    fake_call &operator=(const fake_call &) = delete;
+    /* The error to return: `mine`, or `after` once the context has died of one. */
+    template <class T> T error(T mine, T after) const
+    {
+        return dead ? after : mine;
+    }
+};
+
+/* A sticky error has struck. */
+bool fake_dead();
+
+/* The same without counting, for what only reports. */
+struct fake_look {
+    fake_look();
+    ~fake_look();
+    fake_look(const fake_look &) = delete;
+    fake_look &operator=(const fake_look &) = delete;
+};
+
+/* ---- streams ---- */
+
+struct fake_group; /* grouped sends and receives, fake_nccl.cpp */
+
+/* Work of a stream up to and with operation `seq`; operations of a stream count from 1. */
+struct fake_point {
+    struct CUstream_st *stream;
+    uint64_t seq;
+};
+
+struct fake_op {
+    const char *name;
+    std::function<void()> work;
+    std::vector<fake_point> after;
+    std::shared_ptr<fake_group> group; /* instead of work */
+};
+
+/* Never freed: a point may name a stream that was destroyed, whose work goes on. */
+struct CUstream_st {
+    int device;
+    bool blocking, live;
+    bool hasty; /* runs what it can at once, while other streams are late */
+    std::deque<fake_op> queue;
+    uint64_t issued, done;
+};
+
+CUstream_st *fake_stream_new(int device, bool blocking);
+/* A live stream from the host's handle; 0 is the current device's legacy stream. */
+CUstream_st *fake_stream(cudaStream_t handle);
+/* Appends; the call's own checks are done. Returns the operation's point. */
+fake_point fake_append(CUstream_st *s, const char *name, std::function<void()> work,
+                       const std::vector<fake_point> &after = {},
+                       const std::shared_ptr<fake_group> &group = nullptr);
+bool fake_passed(fake_point p);
+/* Runs what leads to the point; returns false if that must wait for another thread. */
+bool fake_advance(fake_point p);
+/* Returns when the point is passed, or when `enough` says so, whichever is first; waits for other threads.
+ * One that sees nothing move for too long is a finding. */
+void fake_force(fake_point p, const char *why, const std::function<bool()> &enough = nullptr);
+/* As fake_force, for something that is no point. */
+void fake_wait(const char *why, const std::function<bool()> &enough);
+/* Everything of a device. */
+void fake_drain(int device, const char *why);
+/* A step towards a point, for fake_nccl.cpp; `path` holds the streams on the way to it. */
+enum fake_step { FAKE_DONE, FAKE_MOVED, FAKE_STUCK };
+fake_step fake_toward(fake_point p, std::vector<CUstream_st *> &path);
+/* Something changed that another thread may be waiting for. */
+void fake_changed();
+
+/* 0 .. n-1; with seed 0 always n - 1, the latest. */
+unsigned fake_random(unsigned n);
+
+/* ---- memory ---- */
+
+enum fake_place { FAKE_DEVICE, FAKE_PINNED, FAKE_PAGEABLE };
+
+/* NULL where there is no more. */
+void *fake_alloc(size_t bytes, fake_place place);
+/* When the device is idle; `who` is for findings. */
+void fake_release(void *p, fake_place place, const char *who);
+size_t fake_left(int device, size_t *total);
+/* Where a range lies; one that is partly outside its allocation, or in a freed one, is a finding. */
+fake_place fake_where(const void *p, size_t bytes, const char *who, const char *operand, int *device);
+/* A range that the device can reach; else a finding. */
+void fake_reachable(const void *p, size_t bytes, const char *who, const char *operand);
+/* While an operation runs the memory of the devices is open. */
+void fake_open();
+
+/* ---- the rest of the state ---- */
+
+int fake_device();           /* the thread's current one */
+void fake_set_device(int d); /* no check */
+enum { FAKE_DEVICES = 16 };
+extern long fake_handles; /* live ones of all kinds */
+
+/* fake_nccl.cpp, called while an operation of a group is first in its queue */
+fake_step fake_group_step(const std::shared_ptr<fake_group> &group, std::vector<CUstream_st *> &path);
+/* Every group is forgotten. */
+void fake_nccl_drop();
+
+#endif

@@ -1,0 +1,640 @@
+/* fake_nccl.cpp -- communicators between threads, grouped sends and receives on lazy streams   tests
+ *
+ * A group becomes one operation of its stream. When it is first in its queue its parts are offered; the k-th
+ * send from a to b meets the k-th receive at b from a, and then the bytes move. The operation is done when
+ * all its parts are.
+ */
+#include "fake_core.h"
+
+#include "nccl.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <set>
+
+struct part {
+    const void *from;
+    void *to; /* one of the two */
+    size_t bytes;
+    int peer;
+    bool done;
+    const char *call; /* a collective's parts meet that collective's; "" between single sends and receives */
+};
+
+struct fake_group {
+    ncclComm_t comm;
+    CUstream_st *stream;
+    std::vector<part> parts;
+    fake_point point; /* once enqueued */
+    bool started, dropped;
+    size_t left;
+};
+
+namespace
+{
+
+typedef std::shared_ptr<fake_group> group_ref;
+
+struct offer {
+    group_ref group;
+    size_t part;
+};
+
+struct lane {
+    std::deque<offer> sends, receives;
+};
+
+struct team {
+    int ranks = 0, come = 0;
+    std::vector<ncclComm_t> members; /* NULL: not come yet */
+    bool duplicate = false;
+    std::map<std::pair<int, int>, lane> lanes;
+};
+
+} /* namespace */
+
+struct ncclComm {
+    std::shared_ptr<team> of;
+    int rank, device;
+    bool blocking, live, ready, finalizing;
+    ncclResult_t error;          /* lasting */
+    unsigned polls;              /* that still answer "in progress" after the cause is gone */
+    std::vector<group_ref> kept; /* not enqueued yet */
+    std::deque<group_ref> order; /* enqueued, not done */
+    std::string text;
+};
+
+namespace
+{
+
+struct pending {
+    ncclComm_t comm;
+    CUstream_st *stream;
+    part what;
+};
+
+struct thread_group {
+    int depth = 0;
+    ncclResult_t error = ncclSuccess;
+    std::vector<pending> parts;
+    std::vector<ncclComm_t> inits;
+};
+
+thread_local thread_group here;
+thread_local std::string last_text;
+
+std::map<uint64_t, std::shared_ptr<team>> &teams()
+{
+    static auto *map = new std::map<uint64_t, std::shared_ptr<team>>;
+    return *map;
+}
+
+/* Live and dead ones: the address of a dead one must not come again. */
+std::set<ncclComm_t> &comms()
+{
+    static auto *set = new std::set<ncclComm_t>;
+    return *set;
+}
+
+uint64_t ids;
+
+ncclResult_t refuse(ncclComm_t comm, ncclResult_t r, const char *why)
+{
+    last_text = why;
+    if (comm != NULL) comm->text = why;
+    return r;
+}
+
+ncclResult_t fail(const fake_call &call, ncclResult_t mine)
+{
+    last_text = std::string(call.name) + " was made to fail";
+    return call.error(mine, ncclUnhandledCudaError);
+}
+
+ncclComm_t alive(ncclComm_t comm, const char *who)
+{
+    if (comms().count(comm) == 0) fake_finding("%s: %p is no communicator", who, (void *)comm);
+    if (!comm->live) fake_finding("%s: communicator %p is used after it was freed", who, (void *)comm);
+    return comm;
+}
+
+void prune(ncclComm_t comm)
+{
+    while (!comm->order.empty() && fake_passed(comm->order.front()->point)) comm->order.pop_front();
+}
+
+/* A peer that the communicator waits for has given up. */
+bool lost(ncclComm_t comm)
+{
+    team &t = *comm->of;
+    if (t.come < t.ranks) {
+        for (auto m : t.members)
+            if (m != NULL && !m->live) return true;
+        return false;
+    }
+    for (auto &g : comm->order)
+        for (auto &p : g->parts)
+            if (!p.done && !g->dropped && g->started && !t.members[(size_t)p.peer]->live) return true;
+    return false;
+}
+
+void enqueue(const group_ref &g)
+{
+    g->point = fake_append(g->stream, "ncclGroup", nullptr, {}, g);
+    g->comm->order.push_back(g);
+    prune(g->comm);
+}
+
+/* What NCCL does in the background; returns the communicator's state. */
+ncclResult_t look(ncclComm_t comm)
+{
+    team &t = *comm->of;
+    if (comm->error != ncclSuccess) return comm->error;
+    if (lost(comm)) {
+        comm->text = "a remote rank has given up";
+        return comm->error = ncclRemoteError;
+    }
+    if (!comm->ready) {
+        if (t.come < t.ranks) return ncclInProgress;
+        if (t.duplicate) {
+            comm->text = "two ranks on one device";
+            return comm->error = ncclInvalidUsage;
+        }
+    }
+    if (comm->polls > 0) {
+        --comm->polls;
+        return ncclInProgress;
+    }
+    comm->ready = true;
+    for (auto &g : comm->kept) enqueue(g);
+    comm->kept.clear();
+    if (comm->finalizing) {
+        for (auto &g : comm->order)
+            if (!fake_advance(g->point)) return ncclInProgress;
+        prune(comm);
+    }
+    return ncclSuccess;
+}
+
+/* The communicator must have come to rest before it is used. */
+ncclResult_t rest(ncclComm_t comm)
+{
+    if (comm->error != ncclSuccess) return comm->error;
+    if (!comm->ready || !comm->kept.empty() || comm->polls > 0)
+        return refuse(comm, ncclInvalidArgument,
+                      "the communicator is used before its previous operation returned ncclSuccess");
+    if (comm->finalizing) return refuse(comm, ncclInvalidUsage, "the communicator is finalized");
+    return ncclSuccess;
+}
+
+void match(team &t, int from, int to)
+{
+    lane &l = t.lanes[{from, to}];
+    while (!l.sends.empty() && !l.receives.empty()) {
+        offer s = l.sends.front(), r = l.receives.front();
+        part &out = s.group->parts[s.part], &in = r.group->parts[r.part];
+        l.sends.pop_front();
+        l.receives.pop_front();
+        if (out.bytes != in.bytes)
+            fake_finding("NCCL: rank %d sends %zu bytes, rank %d receives %zu", from, out.bytes, to,
+                         in.bytes);
+        if (strcmp(out.call, in.call) != 0)
+            fake_finding("NCCL: rank %d sends in %s, rank %d receives in %s", from,
+                         *out.call ? out.call : "ncclSend", to, *in.call ? in.call : "ncclRecv");
+        fake_reachable(out.from, out.bytes, "ncclSend", "the buffer");
+        fake_reachable(in.to, in.bytes, "ncclRecv", "the buffer");
+        fake_open();
+        if (out.bytes > 0) memmove(in.to, out.from, out.bytes);
+        out.done = in.done = true;
+        --s.group->left;
+        --r.group->left;
+        fake_changed();
+    }
+}
+
+/* Its parts are no longer offered. */
+void withdraw(const group_ref &g)
+{
+    team &t = *g->comm->of;
+    auto mine = [&](const offer &o) { return o.group == g; };
+    for (auto &l : t.lanes) {
+        auto &s = l.second.sends, &r = l.second.receives;
+        s.erase(std::remove_if(s.begin(), s.end(), mine), s.end());
+        r.erase(std::remove_if(r.begin(), r.end(), mine), r.end());
+    }
+    g->dropped = true;
+    g->left = 0;
+}
+
+/* Every rank that has not come is waited for. */
+ncclResult_t settle_init(const fake_call &call, ncclComm_t comm)
+{
+    if (!comm->blocking) return look(comm);
+    ncclResult_t r = ncclInProgress;
+    fake_wait(call.name, [&] { return (r = look(comm)) != ncclInProgress; });
+    return fake_dead() ? ncclUnhandledCudaError : r;
+}
+
+ncclResult_t init(const fake_call &call, ncclComm_t *out, int ranks, ncclUniqueId id, int rank, bool blocking,
+                  int device)
+{
+    uint64_t number;
+    memcpy(&number, id.internal, sizeof number);
+    if (out == NULL) return refuse(NULL, ncclInvalidArgument, "no room for the communicator");
+    *out = NULL;
+    if (call.fails) return fail(call, ncclSystemError);
+    if (ranks < 1 || rank < 0 || rank >= ranks)
+        return refuse(NULL, ncclInvalidArgument, "rank outside the team");
+    if (number == 0 || number > ids) return refuse(NULL, ncclInvalidArgument, "an unknown unique id");
+    std::shared_ptr<team> &t = teams()[number];
+    if (t == nullptr) {
+        t = std::make_shared<team>();
+        t->ranks = ranks;
+        t->members.resize((size_t)ranks);
+    }
+    if (t->ranks != ranks || t->members[(size_t)rank] != NULL)
+        fake_finding("%s: rank %d of %d comes to a team of %d, or comes twice", call.name, rank, ranks,
+                     t->ranks);
+    ncclComm_t comm = new ncclComm{};
+    comm->of = t;
+    comm->rank = rank;
+    comm->device = device;
+    comm->blocking = blocking;
+    comm->live = true;
+    comm->error = ncclSuccess;
+    comm->polls = blocking ? 0 : fake_random(3);
+    comms().insert(comm);
+    ++fake_handles;
+    for (auto m : t->members) t->duplicate = t->duplicate || (m != NULL && m->device == device);
+    t->members[(size_t)rank] = comm;
+    ++t->come;
+    fake_changed();
+    *out = comm;
+    if (here.depth > 0) {
+        here.inits.push_back(comm);
+        return ncclSuccess;
+    }
+    return settle_init(call, comm);
+}
+
+void retire(ncclComm_t comm)
+{
+    for (auto &g : comm->order)
+        if (!fake_passed(g->point)) withdraw(g);
+    comm->order.clear();
+    comm->kept.clear();
+    comm->live = false;
+    --fake_handles;
+    fake_changed();
+}
+
+ncclResult_t flush(const fake_call &call);
+
+ncclResult_t add(const fake_call &call, const std::vector<part> &parts, ncclComm_t comm, cudaStream_t stream,
+                 ncclResult_t bad)
+{
+    ncclResult_t r = call.fails ? fail(call, ncclInternalError) : bad;
+    alive(comm, call.name);
+    CUstream_st *s = fake_stream(stream);
+    if (r == ncclSuccess) r = rest(comm);
+    for (auto &p : parts)
+        if (r == ncclSuccess && (p.peer < 0 || p.peer >= comm->of->ranks))
+            r = refuse(comm, ncclInvalidArgument, "peer outside the communicator");
+    if (r != ncclSuccess) {
+        if (here.depth > 0 && here.error == ncclSuccess) here.error = r;
+        return r;
+    }
+    if (s->device != comm->device)
+        fake_finding("%s: a stream of device %d, a communicator of device %d", call.name, s->device,
+                     comm->device);
+    for (auto &p : parts) {
+        fake_reachable(p.from != NULL ? p.from : p.to, p.bytes, call.name, "the buffer");
+        here.parts.push_back({comm, s, p});
+    }
+    return here.depth > 0 ? ncclSuccess : flush(call);
+}
+
+/* The end of the outermost group. */
+ncclResult_t flush(const fake_call &call)
+{
+    thread_group all = std::move(here);
+    ncclResult_t r = ncclSuccess;
+    here = thread_group();
+    for (auto comm : all.inits) {
+        ncclResult_t one = settle_init(call, comm);
+        if (one != ncclSuccess) r = one;
+    }
+    if (all.error != ncclSuccess) return all.error;
+    std::vector<group_ref> groups;
+    for (auto &p : all.parts) {
+        group_ref g;
+        for (auto &other : groups)
+            if (other->comm == p.comm) g = other;
+        if (g == nullptr) {
+            g = std::make_shared<fake_group>();
+            g->comm = p.comm;
+            g->stream = p.stream;
+            groups.push_back(g);
+        }
+        if (g->stream != p.stream)
+            fake_finding("NCCL: a group on two streams of a communicator is not modelled");
+        g->parts.push_back(p.what);
+        ++g->left;
+    }
+    for (auto &g : groups) {
+        if (!g->comm->blocking) g->comm->polls = fake_random(3);
+        if (g->comm->polls == 0) {
+            enqueue(g);
+        } else {
+            g->comm->kept.push_back(g);
+            r = ncclInProgress;
+        }
+    }
+    return r;
+}
+
+size_t type_bytes(ncclDataType_t t)
+{
+    switch (t) {
+    case ncclInt8:
+    case ncclUint8:
+    case ncclFloat8e4m3:
+    case ncclFloat8e5m2:
+        return 1;
+    case ncclFloat16:
+    case ncclBfloat16:
+        return 2;
+    case ncclInt32:
+    case ncclUint32:
+    case ncclFloat32:
+        return 4;
+    case ncclInt64:
+    case ncclUint64:
+    case ncclFloat64:
+        return 8;
+    default:
+        return 0;
+    }
+}
+
+ncclResult_t check_type(ncclComm_t comm, ncclDataType_t t)
+{
+    return type_bytes(t) > 0 ? ncclSuccess : refuse(comm, ncclInvalidArgument, "an unknown data type");
+}
+
+} /* namespace */
+
+fake_step fake_group_step(const std::shared_ptr<fake_group> &g, std::vector<CUstream_st *> &path)
+{
+    if (g->dropped || (g->started && g->left == 0)) return FAKE_DONE;
+    team &t = *g->comm->of;
+    int me = g->comm->rank;
+    if (!g->started) {
+        g->started = true;
+        for (size_t i = 0; i < g->parts.size(); ++i) {
+            part &p = g->parts[i];
+            if (p.from != NULL)
+                t.lanes[{me, p.peer}].sends.push_back({g, i});
+            else
+                t.lanes[{p.peer, me}].receives.push_back({g, i});
+        }
+        for (auto &p : g->parts) {
+            match(t, me, p.peer);
+            match(t, p.peer, me);
+        }
+        fake_changed();
+        return FAKE_MOVED;
+    }
+    for (auto &p : g->parts) {
+        ncclComm_t peer = t.members[(size_t)p.peer];
+        if (p.done || !peer->live) continue;
+        for (auto &theirs : peer->order) {
+            if (theirs->started || theirs->dropped) continue;
+            if (fake_toward(theirs->point, path) == FAKE_MOVED) return FAKE_MOVED;
+            break;
+        }
+    }
+    return FAKE_STUCK;
+}
+
+void fake_nccl_drop()
+{
+    for (auto comm : comms()) {
+        comm->order.clear();
+        comm->kept.clear();
+        comm->of->lanes.clear();
+    }
+}
+
+ncclResult_t ncclGetVersion(int *version)
+{
+    *version = NCCL_VERSION_CODE;
+    return ncclSuccess;
+}
+
+ncclResult_t ncclGetUniqueId(ncclUniqueId *out)
+{
+    fake_call call("ncclGetUniqueId");
+    if (call.fails) return fail(call, ncclSystemError);
+    if (out == NULL) return refuse(NULL, ncclInvalidArgument, "no room for the unique id");
+    memset(out, 0, sizeof *out);
+    ++ids;
+    memcpy(out->internal, &ids, sizeof ids);
+    return ncclSuccess;
+}
+
+ncclResult_t ncclCommInitRank(ncclComm_t *out, int ranks, ncclUniqueId id, int rank)
+{
+    fake_call call("ncclCommInitRank");
+    return init(call, out, ranks, id, rank, true, fake_device());
+}
+
+ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int ranks, ncclUniqueId id, int rank,
+                                    ncclConfig_t *config)
+{
+    fake_call call("ncclCommInitRankConfig");
+    bool blocking = config == NULL || config->blocking != 0;
+    if (config != NULL && (config->magic != 0xcafebeef || config->size != sizeof *config))
+        return refuse(NULL, ncclInvalidArgument, "the configuration was not initialized");
+    return init(call, out, ranks, id, rank, blocking, fake_device());
+}
+
+ncclResult_t ncclCommInitAll(ncclComm_t *out, int n, const int *devices)
+{
+    fake_call call("ncclCommInitAll");
+    ncclUniqueId id;
+    ncclResult_t r = ncclSuccess;
+    memset(&id, 0, sizeof id);
+    ++ids;
+    memcpy(id.internal, &ids, sizeof ids);
+    if (call.fails) return fail(call, ncclSystemError);
+    if (n < 1 || n > FAKE_DEVICES) return refuse(NULL, ncclInvalidArgument, "more ranks than devices");
+    ++here.depth; /* so that the first does not wait for the others */
+    for (int i = 0; i < n && r == ncclSuccess; ++i)
+        r = init(call, &out[i], n, id, i, true, devices != NULL ? devices[i] : i);
+    --here.depth;
+    if (here.depth > 0) return r;
+    ncclResult_t s = flush(call);
+    return r != ncclSuccess ? r : s;
+}
+
+ncclResult_t ncclCommFinalize(ncclComm_t comm)
+{
+    fake_call call("ncclCommFinalize");
+    alive(comm, call.name);
+    if (call.fails) return fail(call, ncclInternalError);
+    ncclResult_t r = rest(comm);
+    if (r != ncclSuccess) return r;
+    comm->finalizing = true;
+    if (!comm->blocking) {
+        comm->polls = fake_random(3);
+        return look(comm);
+    }
+    fake_wait(call.name, [&] { return (r = look(comm)) != ncclInProgress; });
+    return r;
+}
+
+/* Waits for what is enqueued. */
+ncclResult_t ncclCommDestroy(ncclComm_t comm)
+{
+    fake_call call("ncclCommDestroy");
+    if (comm == NULL) return ncclSuccess;
+    alive(comm, call.name);
+    if (comm->error != ncclSuccess) fake_finding("%s: after an error, which hangs: abort instead", call.name);
+    if (!fake_dead()) {
+        ncclResult_t r;
+        comm->finalizing = true;
+        fake_wait(call.name, [&] { return (r = look(comm)) != ncclInProgress; });
+    }
+    retire(comm);
+    return call.fails ? fail(call, ncclUnhandledCudaError) : ncclSuccess;
+}
+
+ncclResult_t ncclCommAbort(ncclComm_t comm)
+{
+    fake_call call("ncclCommAbort");
+    if (comm == NULL) return ncclSuccess;
+    retire(alive(comm, call.name));
+    return call.fails ? fail(call, ncclUnhandledCudaError) : ncclSuccess;
+}
+
+ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *out)
+{
+    fake_call call("ncclCommGetAsyncError");
+    alive(comm, call.name);
+    if (call.fails) return fail(call, ncclInternalError);
+    *out = look(comm);
+    return ncclSuccess;
+}
+
+ncclResult_t ncclCommCount(const ncclComm_t comm, int *out)
+{
+    fake_call call("ncclCommCount");
+    if (call.fails) return fail(call, ncclInternalError);
+    *out = alive(comm, call.name)->of->ranks;
+    return ncclSuccess;
+}
+
+ncclResult_t ncclCommUserRank(const ncclComm_t comm, int *out)
+{
+    fake_call call("ncclCommUserRank");
+    if (call.fails) return fail(call, ncclInternalError);
+    *out = alive(comm, call.name)->rank;
+    return ncclSuccess;
+}
+
+ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int *out)
+{
+    fake_call call("ncclCommCuDevice");
+    if (call.fails) return fail(call, ncclInternalError);
+    *out = alive(comm, call.name)->device;
+    return ncclSuccess;
+}
+
+const char *ncclGetErrorString(ncclResult_t r)
+{
+    static const char *const texts[] = {"no error",
+                                        "unhandled cuda error",
+                                        "unhandled system error",
+                                        "internal error",
+                                        "invalid argument",
+                                        "invalid usage",
+                                        "remote process exited or there was a network error",
+                                        "NCCL operation in progress"};
+    return (unsigned)r < ncclNumResults ? texts[r] : "unknown result code";
+}
+
+const char *ncclGetLastError(ncclComm_t comm)
+{
+    fake_look look;
+    if (comm != NULL && comms().count(comm) > 0) last_text = !comm->text.empty() ? comm->text : last_text;
+    return last_text.c_str();
+}
+
+/* ---- operations ---- */
+
+ncclResult_t ncclGroupStart(void)
+{
+    fake_call call("ncclGroupStart");
+    if (call.fails) return fail(call, ncclInternalError);
+    ++here.depth;
+    return ncclSuccess;
+}
+
+ncclResult_t ncclGroupEnd(void)
+{
+    fake_call call("ncclGroupEnd");
+    if (here.depth == 0) return refuse(NULL, ncclInvalidUsage, "ncclGroupEnd without ncclGroupStart");
+    if (--here.depth > 0) return ncclSuccess;
+    if (call.fails) {
+        here = thread_group();
+        return fail(call, ncclUnhandledCudaError);
+    }
+    return flush(call);
+}
+
+ncclResult_t ncclSend(const void *buffer, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
+                      cudaStream_t stream)
+{
+    fake_call call("ncclSend");
+    if (buffer == NULL && count > 0) return add(call, {}, comm, stream, ncclInvalidArgument);
+    part p = {buffer != NULL ? buffer : "", NULL, count * type_bytes(type), peer, false, ""};
+    return add(call, {p}, comm, stream, check_type(alive(comm, call.name), type));
+}
+
+ncclResult_t ncclRecv(void *buffer, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
+                      cudaStream_t stream)
+{
+    fake_call call("ncclRecv");
+    if (buffer == NULL && count > 0) return add(call, {}, comm, stream, ncclInvalidArgument);
+    part p = {NULL, buffer, count * type_bytes(type), peer, false, ""};
+    return add(call, {p}, comm, stream, check_type(alive(comm, call.name), type));
+}
+
+ncclResult_t ncclAlltoAll(const void *send, void *receive, size_t count, ncclDataType_t type, ncclComm_t comm,
+                          cudaStream_t stream)
+{
+    fake_call call("ncclAlltoAll");
+    std::vector<part> parts;
+    size_t bytes = count * type_bytes(type);
+    for (int r = 0; r < alive(comm, call.name)->of->ranks; ++r) {
+        parts.push_back({(const char *)send + (size_t)r * bytes, NULL, bytes, r, false, call.name});
+        parts.push_back({NULL, (char *)receive + (size_t)r * bytes, bytes, r, false, call.name});
+    }
+    return add(call, parts, comm, stream, check_type(comm, type));
+}
+
+ncclResult_t ncclAllGather(const void *send, void *receive, size_t count, ncclDataType_t type,
+                           ncclComm_t comm, cudaStream_t stream)
+{
+    fake_call call("ncclAllGather");
+    std::vector<part> parts;
+    size_t bytes = count * type_bytes(type);
+    for (int r = 0; r < alive(comm, call.name)->of->ranks; ++r) {
+        parts.push_back({send, NULL, bytes, r, false, call.name});
+        parts.push_back({NULL, (char *)receive + (size_t)r * bytes, bytes, r, false, call.name});
+    }
+    return add(call, parts, comm, stream, check_type(comm, type));
+}

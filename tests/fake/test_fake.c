@@ -1,0 +1,416 @@
+/* test_fake.c -- the fake CUDA itself: laziness, what it finds, injected errors, products, NCCL */
+#include "test.h"
+
+#include <pthread.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "cublas_v2.h"
+#include "fake.h"
+#include "nccl.h"
+
+#define OK(call) CHECK_SAY((call) == cudaSuccess, "%s", #call)
+
+static cudaStream_t stream_new(void)
+{
+    cudaStream_t s = NULL;
+    OK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
+    return s;
+}
+
+static void *device_room(size_t bytes)
+{
+    void *p = NULL;
+    OK(cudaMalloc(&p, bytes));
+    return p;
+}
+
+/* The device's copy is brought back on a stream of its own: nothing else is forced. */
+static int peek(const void *p)
+{
+    cudaStream_t s = stream_new();
+    int v = 0;
+    OK(cudaMemcpyAsync(&v, p, sizeof v, cudaMemcpyDeviceToHost, s));
+    OK(cudaStreamDestroy(s));
+    return v;
+}
+
+static void test_lazy(void)
+{
+    cudaStream_t a = stream_new(), b = stream_new();
+    cudaEvent_t e;
+    int *pinned, *dev = (int *)device_room(8), host = 5, i, ready;
+    OK(cudaEventCreateWithFlags(&e, cudaEventDisableTiming));
+    OK(cudaHostAlloc((void **)&pinned, 4, cudaHostAllocDefault));
+    CHECK_INT(peek(dev), -1); /* new memory is NaN */
+    *pinned = 3;
+    OK(cudaMemcpyAsync(dev, pinned, 4, cudaMemcpyDefault, a));
+    OK(cudaMemcpyAsync(dev + 1, &host, 4, cudaMemcpyHostToDevice, a));
+    CHECK_INT(peek(dev), -1);
+    *pinned = 4; /* too early: the copy has not run */
+    host = 6;    /* late enough: ordinary memory is read at the call */
+    OK(cudaEventRecord(e, a));
+    OK(cudaMemsetAsync(dev, 0, 4, a)); /* behind the event */
+    OK(cudaStreamWaitEvent(b, e, 0));
+    OK(cudaStreamSynchronize(b));
+    CHECK_INT(peek(dev), 4);
+    CHECK_INT(peek(dev + 1), 5);
+    for (i = 0, ready = 0; i < 100 && !ready; ++i) ready = cudaStreamQuery(a) == cudaSuccess;
+    CHECK(ready);
+    CHECK(i > 1);
+    CHECK_INT(peek(dev), 0);
+    /* what is not waited for is not seen */
+    OK(cudaMemsetAsync(dev, 1, 4, a));
+    OK(cudaMemcpyAsync(pinned, dev, 4, cudaMemcpyDeviceToHost, b));
+    OK(cudaStreamSynchronize(b));
+    CHECK_INT(*pinned, 0);
+    OK(cudaFree(dev)); /* waits for the device */
+    OK(cudaFreeHost(pinned));
+    OK(cudaEventDestroy(e));
+    OK(cudaStreamDestroy(a));
+    OK(cudaStreamDestroy(b));
+    CHECK(fake_check_clean());
+}
+
+static void test_legacy(void)
+{
+    cudaStream_t blocking, apart = stream_new();
+    int *dev = (int *)device_room(12), host[3];
+    OK(cudaStreamCreate(&blocking));
+    OK(cudaMemsetAsync(dev, 0, 12, apart));
+    OK(cudaStreamSynchronize(apart));
+    OK(cudaMemsetAsync(dev, 1, 4, blocking));
+    OK(cudaMemsetAsync(dev + 1, 1, 4, apart));
+    OK(cudaMemset(dev + 2, 1, 4));
+    OK(cudaMemcpy(host, dev, 12, cudaMemcpyDeviceToHost));
+    CHECK_INT(host[0], 0x01010101);
+    CHECK_INT(host[1], 0);
+    CHECK_INT(host[2], 0x01010101);
+    OK(cudaMemset(dev, 2, 4));
+    OK(cudaMemcpyAsync(host, dev, 4, cudaMemcpyDeviceToHost, blocking));
+    CHECK_INT(host[0], 0x02020202);
+    OK(cudaDeviceSynchronize());
+    OK(cudaFree(dev));
+    OK(cudaStreamDestroy(apart));
+    OK(cudaStreamDestroy(blocking));
+    CHECK(fake_check_clean());
+}
+
+/* ---- findings: each in a process of its own ---- */
+
+static char *dev_bytes, host_bytes[64];
+static cudaStream_t stream_now;
+
+static void find_past_the_end(void)
+{
+    cudaMemsetAsync(dev_bytes + 60, 0, 8, stream_now);
+}
+
+static void find_pageable(void)
+{
+    cudaMemsetAsync(host_bytes, 0, 8, stream_now);
+}
+
+static void find_freed(void)
+{
+    cudaFree(dev_bytes);
+    cudaMemcpy(host_bytes, dev_bytes, 8, cudaMemcpyDefault);
+}
+
+static void find_twice(void)
+{
+    cudaFree(dev_bytes);
+    cudaFree(dev_bytes);
+}
+
+static void find_host_access(void)
+{
+    host_bytes[0] = *(volatile char *)dev_bytes;
+}
+
+static void find_kind(void)
+{
+    cudaMemcpy(dev_bytes, host_bytes, 8, cudaMemcpyDeviceToDevice);
+}
+
+static void find_dead_stream(void)
+{
+    cudaStreamDestroy(stream_now);
+    cudaStreamSynchronize(stream_now);
+}
+
+static void find_overlap(void)
+{
+    cudaMemcpyAsync(dev_bytes, dev_bytes + 4, 8, cudaMemcpyDefault, stream_now);
+}
+
+static void find_gemm(void)
+{
+    float one = 1;
+    cublasHandle_t h;
+    cublasCreate(&h);
+    cublasGemmEx_64(h, CUBLAS_OP_N, CUBLAS_OP_N, 2, 2, 2, &one, dev_bytes, CUDA_R_32F, 2, host_bytes,
+                    CUDA_R_32F, 2, &one, dev_bytes, CUDA_R_32F, 2, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
+}
+
+static void find_leftover(void)
+{
+    _exit(fake_check_clean() ? 0 : 9); /* said on stderr */
+}
+
+static void check_finding(const char *name, void (*body)(void), const char *part)
+{
+    int ends[2], status;
+    char text[512];
+    ssize_t n = 0, got;
+    pid_t child;
+    if (!CHECK(pipe(ends) == 0)) return;
+    fflush(NULL);
+    child = fork();
+    if (child == 0) {
+        dup2(ends[1], 2);
+        body();
+        _exit(0);
+    }
+    close(ends[1]);
+    while (n < (ssize_t)sizeof text - 1 && (got = read(ends[0], text + n, sizeof text - 1 - (size_t)n)) > 0)
+        n += got;
+    text[n] = 0;
+    close(ends[0]);
+    waitpid(child, &status, 0);
+    CHECK_SAY(!WIFEXITED(status) || WEXITSTATUS(status) != 0, "%s: nothing found", name);
+    CHECK_SAY(strstr(text, part) != NULL, "%s: \"%s\" does not say \"%s\"", name, text, part);
+}
+
+static void test_findings(void)
+{
+    stream_now = stream_new();
+    dev_bytes = (char *)device_room(64);
+    check_finding("past the end", find_past_the_end, "8 bytes at byte 60 of an allocation of 64");
+    check_finding("pageable", find_pageable, "host memory that the device cannot reach");
+    check_finding("freed", find_freed, "byte 0 of freed device memory");
+    check_finding("twice", find_twice, "was freed before");
+    check_finding("host access", find_host_access, "the host touched live device memory");
+    check_finding("kind", find_kind, "kind 3 does not fit");
+    check_finding("dead stream", find_dead_stream, "used after it was destroyed");
+    check_finding("overlap", find_overlap, "overlap");
+    check_finding("gemm", find_gemm, "B at");
+    check_finding("leftover", find_leftover, "left 64 bytes of device memory");
+    OK(cudaFree(dev_bytes));
+    OK(cudaStreamDestroy(stream_now));
+    CHECK(fake_check_clean());
+}
+
+/* ---- injected errors, counts ---- */
+
+static void test_errors(void)
+{
+    void *p;
+    cudaStream_t s = NULL;
+    fake_fail_at(2, -1, FAKE_ONCE);
+    OK(cudaMalloc(&p, 100));
+    CHECK(cudaStreamCreate(&s) == cudaErrorMemoryAllocation);
+    CHECK_TEXT(fake_failed(), "cudaStreamCreate");
+    CHECK(cudaGetLastError() == cudaErrorMemoryAllocation);
+    CHECK(cudaGetLastError() == cudaSuccess);
+    CHECK(s == NULL);
+    fake_fail_at(1, -1, FAKE_ONCE);
+    CHECK(cudaFree(p) == cudaErrorLaunchFailure); /* and it is freed */
+    CHECK(fake_check_clean());
+    OK(cudaStreamCreate(&s));
+    OK(cudaMalloc(&p, 100));
+    fake_fail_at(2, -1, FAKE_STICKY);
+    OK(cudaMemsetAsync(p, 0, 100, s));
+    CHECK(cudaStreamSynchronize(s) == cudaErrorLaunchFailure);
+    CHECK(cudaStreamSynchronize(s) == cudaErrorLaunchFailure);
+    CHECK(cudaFree(p) == cudaErrorLaunchFailure);
+    CHECK(cudaStreamDestroy(s) == cudaErrorLaunchFailure);
+    CHECK_INT(fake_calls(-1), 5);
+    fake_fail_at(0, -1, FAKE_ONCE);
+    CHECK(fake_check_clean());
+    fake_rank(3);
+    fake_fail_at(1, 2, FAKE_ONCE); /* of another rank */
+    OK(cudaMalloc(&p, 1000));
+    CHECK_INT(fake_calls(3), 1);
+    CHECK_INT(fake_calls(2), 0);
+    fake_fail_at(0, -1, FAKE_ONCE);
+    fake_peak_reset();
+    CHECK_INT(fake_device_live(), 1000);
+    fake_device_limit(1500);
+    CHECK(cudaMalloc((void **)&s, 501) == cudaErrorMemoryAllocation);
+    OK(cudaMalloc((void **)&s, 500));
+    CHECK_INT(fake_device_peak(), 1500);
+    OK(cudaFree(s));
+    OK(cudaFree(p));
+    fake_device_limit(0);
+    fake_rank(-1);
+    (void)cudaGetLastError();
+    CHECK(fake_check_clean());
+}
+
+/* ---- products ---- */
+
+static void test_gemm(void)
+{
+    enum { M = 3, N = 4, K = 5, BATCHES = 2 };
+    float a[2 * M * K], b[K * N], c[2 * M * N], alpha = 2, beta = 1;
+    float *da = (float *)device_room(sizeof a), *db = (float *)device_room(sizeof b);
+    float *dc = (float *)device_room(sizeof c);
+    cublasHandle_t h;
+    int ta, tb, i, j, l, z;
+    CHECK(cublasCreate(&h) == CUBLAS_STATUS_SUCCESS);
+    for (i = 0; i < 2 * M * K; ++i) a[i] = (float)(i % 7 - 3);
+    for (i = 0; i < K * N; ++i) b[i] = (float)(i % 5 - 2);
+    OK(cudaMemcpy(da, a, sizeof a, cudaMemcpyHostToDevice));
+    OK(cudaMemcpy(db, b, sizeof b, cudaMemcpyHostToDevice));
+    for (ta = 0; ta < 2; ++ta)
+        for (tb = 0; tb < 2; ++tb) {
+            for (i = 0; i < 2 * M * N; ++i) c[i] = (float)i;
+            OK(cudaMemcpy(dc, c, sizeof c, cudaMemcpyHostToDevice));
+            CHECK(cublasGemmStridedBatchedEx_64(
+                      h, (cublasOperation_t)ta, (cublasOperation_t)tb, M, N, K, &alpha, da, CUDA_R_32F,
+                      ta ? K : M, M * K, db, CUDA_R_32F, tb ? N : K, 0, &beta, dc, CUDA_R_32F, M, M * N,
+                      BATCHES, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT) == CUBLAS_STATUS_SUCCESS);
+            OK(cudaMemcpy(c, dc, sizeof c, cudaMemcpyDeviceToHost));
+            for (z = 0; z < BATCHES; ++z)
+                for (i = 0; i < M; ++i)
+                    for (j = 0; j < N; ++j) {
+                        float sum = 0;
+                        for (l = 0; l < K; ++l)
+                            sum +=
+                                a[z * M * K + (ta ? l + i * K : i + l * M)] * b[tb ? j + l * N : l + j * K];
+                        CHECK_INT(c[z * M * N + i + j * M], 2 * sum + (float)(z * M * N + i + j * M));
+                    }
+        }
+    CHECK(cublasGemmEx_64(h, CUBLAS_OP_T, CUBLAS_OP_N, M, N, K, &alpha, da, CUDA_R_32F, M, db, CUDA_R_32F, K,
+                          &beta, dc, CUDA_R_32F, M, CUBLAS_COMPUTE_32F,
+                          CUBLAS_GEMM_DEFAULT) == CUBLAS_STATUS_INVALID_VALUE);
+    CHECK(cublasGemmEx_64(h, CUBLAS_OP_N, CUBLAS_OP_N, M, N, K, &alpha, da, CUDA_R_16BF, M, db, CUDA_R_32F, K,
+                          &beta, dc, CUDA_R_32F, M, CUBLAS_COMPUTE_32F,
+                          CUBLAS_GEMM_DEFAULT) == CUBLAS_STATUS_NOT_SUPPORTED);
+    CHECK(cublasDestroy(h) == CUBLAS_STATUS_SUCCESS);
+    OK(cudaFree(da));
+    OK(cudaFree(db));
+    OK(cudaFree(dc));
+    CHECK(fake_check_clean());
+}
+
+/* ---- NCCL ---- */
+
+enum { RANKS = 3 };
+
+typedef struct nccl_rank {
+    ncclUniqueId id;
+    int rank, absent; /* absent: a rank that does not come to the exchange */
+    ncclResult_t end;
+} nccl_rank;
+
+static void nap(void)
+{
+    struct timespec ms = {0, 1000000};
+    nanosleep(&ms, NULL);
+}
+
+static ncclResult_t settle(ncclComm_t comm)
+{
+    ncclResult_t r = ncclInProgress;
+    int i;
+    for (i = 0; i < 5000 && r == ncclInProgress; ++i) {
+        CHECK(ncclCommGetAsyncError(comm, &r) == ncclSuccess);
+        if (r == ncclInProgress) nap();
+    }
+    return r;
+}
+
+/* rank r sends [peer] = 10 r + peer, twice in a row */
+static void *nccl_main(void *p)
+{
+    nccl_rank *me = (nccl_rank *)p;
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    ncclComm_t comm = NULL;
+    cudaStream_t s;
+    ncclResult_t r;
+    int *dev, host[4 * RANKS], i, k;
+    fake_rank(me->rank);
+    OK(cudaSetDevice(me->rank));
+    s = stream_new();
+    dev = (int *)device_room(sizeof host);
+    config.blocking = 0;
+    r = ncclCommInitRankConfig(&comm, RANKS, me->id, me->rank, &config);
+    CHECK(r == ncclSuccess || r == ncclInProgress);
+    CHECK(settle(comm) == ncclSuccess);
+    for (i = 0; i < RANKS; ++i) {
+        host[2 * i] = 10 * me->rank + i;
+        host[2 * i + 1] = 100 + 10 * me->rank + i;
+    }
+    OK(cudaMemcpyAsync(dev, host, 2 * RANKS * sizeof *host, cudaMemcpyHostToDevice, s));
+    if (me->absent == me->rank) {
+        CHECK(ncclCommAbort(comm) == ncclSuccess);
+    } else {
+        CHECK(ncclGroupStart() == ncclSuccess);
+        for (k = 0; k < 2; ++k)
+            for (i = 0; i < RANKS; ++i) {
+                CHECK(ncclSend(dev + 2 * i + k, 1, ncclInt32, i, comm, s) == ncclSuccess);
+                CHECK(ncclRecv(dev + 2 * RANKS + 2 * i + k, 4, ncclInt8, i, comm, s) == ncclSuccess);
+            }
+        r = ncclGroupEnd();
+        CHECK(r == ncclSuccess || r == ncclInProgress);
+        me->end = settle(comm);
+        for (i = 0; i < 5000 && me->end == ncclSuccess && cudaStreamQuery(s) == cudaErrorNotReady; ++i) {
+            nap();
+            CHECK(ncclCommGetAsyncError(comm, &me->end) == ncclSuccess);
+        }
+        if (me->end == ncclSuccess) {
+            OK(cudaMemcpyAsync(host, dev, 4 * RANKS * sizeof *host, cudaMemcpyDeviceToHost, s));
+            for (i = 0; i < RANKS; ++i) {
+                CHECK_INT(host[2 * RANKS + 2 * i], 10 * i + me->rank);
+                CHECK_INT(host[2 * RANKS + 2 * i + 1], 100 + 10 * i + me->rank);
+            }
+            CHECK(ncclCommFinalize(comm) != ncclInternalError);
+            CHECK(settle(comm) == ncclSuccess);
+            CHECK(ncclCommDestroy(comm) == ncclSuccess);
+        } else {
+            CHECK(ncclCommAbort(comm) == ncclSuccess);
+        }
+    }
+    OK(cudaFree(dev));
+    OK(cudaStreamDestroy(s));
+    return NULL;
+}
+
+static void test_nccl(int absent)
+{
+    nccl_rank ranks[RANKS];
+    pthread_t threads[RANKS];
+    int r;
+    memset(ranks, 0, sizeof ranks);
+    CHECK(ncclGetUniqueId(&ranks[0].id) == ncclSuccess);
+    for (r = 0; r < RANKS; ++r) {
+        ranks[r].id = ranks[0].id;
+        ranks[r].rank = r;
+        ranks[r].absent = absent;
+        CHECK(pthread_create(&threads[r], NULL, nccl_main, &ranks[r]) == 0);
+    }
+    for (r = 0; r < RANKS; ++r) pthread_join(threads[r], NULL);
+    for (r = 0; r < RANKS; ++r)
+        if (r != absent) CHECK_INT(ranks[r].end, absent < 0 ? ncclSuccess : ncclRemoteError);
+    CHECK(fake_check_clean());
+}
+
+int main(void)
+{
+    uint64_t seed;
+    fake_seed(0);
+    test_lazy();
+    test_legacy();
+    test_findings();
+    test_errors();
+    for (seed = 0; seed < 4; ++seed) {
+        fake_seed(seed);
+        test_gemm();
+        test_nccl(-1);
+        test_nccl(1);
+    }
+    return test_end("fake");
+}

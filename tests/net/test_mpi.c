@@ -1,0 +1,865 @@
+/* test_mpi.c -- the transport over MPI, one process a rank; run_mpi.py starts it under mpirun
+ *
+ *     test_mpi all       every rank stays alive: exact data, agreement, faults that a host can make
+ *     test_mpi kill      ranks die one after the other: before, within and after a call
+ *
+ * Every element names where it comes from and where it must land. Each part has a communicator of its own. A
+ * rank prints its verdict; the script counts them.
+ */
+#define _POSIX_C_SOURCE 200809L
+#define _XOPEN_SOURCE   700
+#include "upipe/net/upipe_net_mpi.h"
+#include "upipe/net/upipe_net_threads.h"
+
+#include <signal.h>
+#include <sys/time.h>
+#include <unistd.h>
+
+/* The block's runner, with this process as one rank where over_mpi is set. */
+static upipe_comm *over_mpi;
+
+static upipe_comm *team_comm(upipe_threads *team, int rank)
+{
+    return over_mpi != NULL ? over_mpi : upipe_threads_comm(team, rank);
+}
+static upipe_status team_run(upipe_threads *team, upipe_status (*body)(void *user, int rank), void *user,
+                             upipe_status *statuses);
+#define upipe_threads_comm team_comm
+#define upipe_threads_run  team_run
+#include "../runner.h"
+#include "../close_block.h"
+#undef upipe_threads_comm
+#undef upipe_threads_run
+
+static upipe_status team_run(upipe_threads *team, upipe_status (*body)(void *user, int rank), void *user,
+                             upipe_status *statuses)
+{
+    run_user *u = (run_user *)user;
+    upipe_status s;
+    int r, rank;
+    if (over_mpi == NULL) return upipe_threads_run(team, body, user, statuses);
+    rank = over_mpi->rank;
+    s = body(user, rank);
+    MPI_Allreduce(MPI_IN_PLACE, u->moved, over_mpi->ranks, MPI_INT64_T, MPI_SUM, MPI_COMM_WORLD);
+    for (r = 0; r < over_mpi->ranks; ++r) statuses[r] = s;
+    return s;
+}
+
+/* ---- a rank: a communicator of its own for each part ---- */
+
+enum { RANKS_MAX = 16, WORDS = 8 };
+
+typedef struct part_room {
+    MPI_Comm mpi;
+    upipe_mpi team;
+    upipe_ops ops;
+    upipe_ctx ctx;
+    int rank, ranks;
+    uint32_t send[RANKS_MAX][WORDS], recv[RANKS_MAX][WORDS];
+    upipe_seg list[2 * RANKS_MAX];
+    uint64_t seed;
+} part_room;
+
+static part_room the_room;
+static int sync_fails, copy_fails;
+
+static upipe_status test_sync(upipe_ctx *c)
+{
+    return sync_fails ? upi_fail(&c->err, UPIPE_ERR_BACKEND, "the device is lost") : UPIPE_OK;
+}
+
+static upipe_status test_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
+{
+    if (copy_fails) return upi_fail(&c->err, UPIPE_ERR_BACKEND, "the copy is lost");
+    memcpy(dst, src, bytes);
+    return UPIPE_OK;
+}
+
+static part_room *part_on(MPI_Comm mpi, double deadline)
+{
+    part_room *k = &the_room;
+    upipe_err e;
+    memset(k, 0, sizeof *k);
+    k->mpi = mpi;
+    MPI_Comm_set_errhandler(k->mpi, MPI_ERRORS_RETURN);
+    CHECK_STATUS(upipe_mpi_init(&k->team, k->mpi, 7, deadline, &e), UPIPE_OK, e);
+    k->ops.copy = test_copy;
+    k->ops.sync = test_sync;
+    k->ctx.ops = &k->ops;
+    k->ctx.team = &k->team.comm;
+    k->rank = k->team.comm.rank;
+    k->ranks = k->team.comm.ranks;
+    sync_fails = copy_fails = 0;
+    return k;
+}
+
+static part_room *part_begin(double deadline)
+{
+    MPI_Comm mpi;
+    MPI_Comm_dup(MPI_COMM_WORLD, &mpi);
+    return part_on(mpi, deadline);
+}
+
+static void part_end(part_room *k)
+{
+    upipe_err e;
+    CHECK_STATUS(upipe_mpi_free(&k->team, &e), UPIPE_OK, e);
+    MPI_Barrier(MPI_COMM_WORLD);
+    MPI_Comm_free(&k->mpi);
+}
+
+static double now(void)
+{
+    return (double)upi_mpi_now() * 1e-9;
+}
+
+static void nap(double seconds)
+{
+    struct timespec t;
+    t.tv_sec = (time_t)seconds;
+    t.tv_nsec = (long)((seconds - (double)t.tv_sec) * 1e9);
+    while (nanosleep(&t, &t) != 0) continue;
+}
+
+static uint32_t word_of(int source, int dest, int index)
+{
+    return (uint32_t)source << 24 | (uint32_t)dest << 16 | (uint32_t)index;
+}
+
+/* Lists an all-to-all of WORDS words a pair, the rank itself included; returns the number of segments. */
+static int all_list(part_room *k)
+{
+    int p, i;
+    memset(k->list, 0, sizeof k->list);
+    for (p = 0; p < k->ranks; ++p) {
+        upipe_seg *s = &k->list[p];
+        for (i = 0; i < WORDS; ++i) k->send[p][i] = word_of(k->rank, p, i);
+        memset(k->recv[p], 0xee, sizeof k->recv[p]);
+        s->peer = p;
+        s->count = 1;
+        s->send = k->send[p];
+        s->recv = k->recv[p];
+        s->send_bytes = s->recv_bytes = sizeof k->send[p];
+    }
+    return k->ranks;
+}
+
+static upipe_status all_to_all(part_room *k)
+{
+    upipe_ctx *c = &k->ctx;
+    int p, i, wrong = 0;
+    UPIPE_TRY(upipe_comm_start(c, c->team, k->list, all_list(k)));
+    UPIPE_TRY(upipe_comm_wait(c, c->team));
+    for (p = 0; p < k->ranks; ++p)
+        for (i = 0; i < WORDS; ++i) wrong += k->recv[p][i] != word_of(p, k->rank, i);
+    CHECK_INT(wrong, 0);
+    return UPIPE_OK;
+}
+
+/* All meet with patience, so that a short deadline that follows times the fault. */
+static void line_up(part_room *k, double deadline)
+{
+    upipe_ctx *c = &k->ctx;
+    c->team->deadline = 30;
+    CHECK_STATUS(all_to_all(k), UPIPE_OK, c->err);
+    MPI_Barrier(k->mpi);
+    c->team->deadline = deadline;
+}
+
+/* After a failure every call must fail at once, with the first reason. */
+static void check_dead(part_room *k)
+{
+    upipe_ctx *c = &k->ctx;
+    upipe_field field = {"never compared", 99, 0};
+    int64_t one = 1, all[RANKS_MAX];
+    char reason[256];
+    double began = now();
+    c->team->deadline = 60;
+    CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_ERR_ABORTED, c->err);
+    snprintf(reason, sizeof reason, "%s", c->err.text);
+    CHECK_STATUS(upipe_comm_start(c, c->team, k->list, 0), UPIPE_ERR_ABORTED, c->err);
+    CHECK(strcmp(c->err.text, reason) == 0);
+    CHECK_STATUS(c->team->ops.gather(c, c->team, all, &one, 1), UPIPE_ERR_ABORTED, c->err);
+    CHECK_STATUS(upipe_comm_agree(c, c->team, &field, 1), UPIPE_ERR_ABORTED, c->err);
+    CHECK(strcmp(c->err.text, reason) == 0);
+    CHECK(!c->team->started);
+    CHECK(now() - began < 5);
+    c->team->deadline = 5; /* of free: a rank that naps takes its notes late */
+}
+
+/* ---- ranks that behave ---- */
+
+/* Part `index` of what `source` sends to `dest` in exchange `round`: the same on both sides. In words. */
+enum { PARTS_MAX = 10, ROOM = 4 * 1100 };
+
+typedef struct part {
+    int64_t count;
+    int words, send_step, recv_step;
+} part;
+
+static part part_of(uint64_t seed, int round, int source, int dest, int index)
+{
+    test_rng rng;
+    part p;
+    rng.state = seed ^ (uint64_t)round << 40 ^ (uint64_t)source << 24 ^ (uint64_t)dest << 8 ^ (uint64_t)index;
+    test_u64(&rng);
+    p.count = 1 + test_below(&rng, 4);
+    p.words = 1 + test_below(&rng, test_below(&rng, 16) == 0 ? 1000 : 24);
+    p.send_step = p.words + test_below(&rng, 3);
+    p.recv_step = p.words + test_below(&rng, 3);
+    return p;
+}
+
+static int parts_of(uint64_t seed, int round, int source, int dest)
+{
+    int n = part_of(seed, round, source, dest, 99).words;
+    return n % 9 == 0 ? PARTS_MAX : n % 4;
+}
+
+static uint32_t part_word(int round, int source, int dest, int index, int at)
+{
+    return word_of(source << 4 | dest, (round & 15) << 4 | index, at);
+}
+
+/* 0 to PARTS_MAX segments from every rank to every rank, blocks with gaps, in any order. */
+static void test_random(int64_t message)
+{
+    part_room *k = part_begin(20);
+    upipe_ctx *c = &k->ctx;
+    int ranks = k->ranks, most = ranks * PARTS_MAX, round, p, i, b, w;
+    size_t words = (size_t)most * ROOM;
+    uint32_t *send = (uint32_t *)malloc(words * sizeof *send),
+             *recv = (uint32_t *)malloc(words * sizeof *recv);
+    upipe_seg *list = (upipe_seg *)malloc(2 * (size_t)most * sizeof *list);
+    int64_t sent = 0, moved = 0;
+    test_rng rng;
+    k->team.message = message;
+    k->seed = (uint64_t)test_env("UPIPE_SEED", 1) + (uint64_t)message;
+    rng.state = k->seed + (uint64_t)k->rank * 1000003;
+    for (round = 0; round < (int)(test_env("UPIPE_DRAWS", 2000) / 100); ++round) {
+        int n = 0, first = test_below(&rng, ranks), sends_first = test_below(&rng, 2);
+        size_t send_at = 0, recv_at = 0;
+        memset(recv, 0xee, words * sizeof *recv);
+        for (p = 0; p < ranks; ++p) {
+            int peer = (first + p) % ranks, pass;
+            for (pass = 0; pass < 2; ++pass) {
+                int sending = pass == sends_first;
+                int from = sending ? k->rank : peer, to = sending ? peer : k->rank;
+                for (i = 0; i < parts_of(k->seed, round, from, to); ++i) {
+                    part q = part_of(k->seed, round, from, to, i);
+                    upipe_seg *seg = &list[n++];
+                    memset(seg, 0, sizeof *seg);
+                    seg->peer = peer;
+                    seg->count = q.count;
+                    if (sending) {
+                        seg->send = send + send_at;
+                        seg->send_bytes = (size_t)q.words * 4;
+                        seg->send_step = (size_t)q.send_step * 4;
+                        for (b = 0; b < q.count; ++b)
+                            for (w = 0; w < q.words; ++w)
+                                send[send_at + (size_t)(b * q.send_step + w)] =
+                                    part_word(round, from, to, i, b * q.words + w);
+                        send_at += ROOM;
+                        if (peer != k->rank) sent += q.count * q.words * 4;
+                    } else {
+                        seg->recv = recv + recv_at;
+                        seg->recv_bytes = (size_t)q.words * 4;
+                        seg->recv_step = (size_t)q.recv_step * 4;
+                        recv_at += ROOM;
+                        if (peer != k->rank) moved += q.count * q.words * 4;
+                    }
+                }
+            }
+        }
+        if (test_below(&rng, 8) == 0) nap(0.0005);
+        CHECK_STATUS(upipe_comm_start(c, c->team, list, n), UPIPE_OK, c->err);
+        if (test_below(&rng, 8) == 0) nap(0.0005);
+        CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_OK, c->err);
+        /* The transport is done with the send buffers: what is written here must reach nobody. */
+        memset(send, 0xdd, send_at * sizeof *send);
+        recv_at = 0;
+        for (p = 0; p < ranks; ++p) {
+            int peer = (first + p) % ranks;
+            for (i = 0; i < parts_of(k->seed, round, peer, k->rank); ++i) {
+                part q = part_of(k->seed, round, peer, k->rank, i);
+                int wrong = 0;
+                for (b = 0; b < q.count; ++b)
+                    for (w = 0; w < q.recv_step; ++w)
+                        wrong +=
+                            recv[recv_at + (size_t)(b * q.recv_step + w)] !=
+                            (w < q.words ? part_word(round, peer, k->rank, i, b * q.words + w) : 0xeeeeeeeeu);
+                CHECK_SAY(wrong == 0,
+                          "seed %llu, %d ranks, exchange %d, part %d of %d to %d: %d words differ",
+                          (unsigned long long)k->seed, ranks, round, i, peer, k->rank, wrong);
+                recv_at += ROOM;
+            }
+        }
+    }
+    CHECK_INT(c->team->sent_bytes, sent);
+    CHECK_INT(c->team->moved_bytes, moved);
+    free(send);
+    free(recv);
+    free(list);
+    part_end(k);
+}
+
+/* Megabytes, with and without gaps on either side, in messages of any length. */
+static void test_large(int64_t message)
+{
+    enum { BLOCKS = 3, BLOCK = 50000, GAP = 16 }; /* words */
+    part_room *k = part_begin(30);
+    upipe_ctx *c = &k->ctx;
+    size_t room = (size_t)k->ranks * BLOCKS * (BLOCK + GAP);
+    uint32_t *send = (uint32_t *)malloc(room * sizeof *send), *recv = (uint32_t *)malloc(room * sizeof *recv);
+    int kind, p, b, w, wrong = 0;
+    k->team.message = message;
+    for (kind = 0; kind < 4; ++kind) {
+        int from = BLOCK + (kind & 1 ? GAP : 0), to = BLOCK + (kind & 2 ? GAP : 0);
+        memset(recv, 0xee, room * sizeof *recv);
+        memset(k->list, 0, sizeof k->list);
+        for (p = 0; p < k->ranks; ++p) {
+            upipe_seg *s = &k->list[p];
+            uint32_t *out = send + (size_t)p * BLOCKS * (BLOCK + GAP);
+            for (b = 0; b < BLOCKS; ++b)
+                for (w = 0; w < BLOCK; ++w)
+                    out[b * from + w] = word_of(k->rank, p, 0) + (uint32_t)(b * BLOCK + w);
+            s->send = out;
+            s->recv = recv + (size_t)p * BLOCKS * (BLOCK + GAP);
+            s->send_bytes = s->recv_bytes = BLOCK * 4;
+            s->send_step = (size_t)from * 4;
+            s->recv_step = (size_t)to * 4;
+            s->count = BLOCKS;
+            s->peer = p;
+        }
+        CHECK_STATUS(upipe_comm_start(c, c->team, k->list, k->ranks), UPIPE_OK, c->err);
+        CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_OK, c->err);
+        for (p = 0; p < k->ranks; ++p) {
+            const uint32_t *in = recv + (size_t)p * BLOCKS * (BLOCK + GAP);
+            for (b = 0; b < BLOCKS; ++b)
+                for (w = 0; w < to; ++w)
+                    wrong += (w < BLOCK || b + 1 < BLOCKS) &&
+                             in[b * to + w] != (w < BLOCK ? word_of(p, k->rank, 0) + (uint32_t)(b * BLOCK + w)
+                                                          : 0xeeeeeeeeu);
+        }
+        CHECK_INT(wrong, 0);
+    }
+    CHECK_INT(c->team->moved_bytes, (int64_t)4 * (k->ranks - 1) * BLOCKS * BLOCK * 4);
+    free(send);
+    free(recv);
+    part_end(k);
+}
+
+static void test_shift(void)
+{
+    static const int steps[] = {-1, 0, 1, 2, 7, -6};
+    part_room *k = part_begin(20);
+    upipe_ctx *c = &k->ctx;
+    int i, w, ranks = k->ranks;
+    int64_t sent = 0;
+    for (i = 0; i < (int)(sizeof steps / sizeof *steps); ++i) {
+        uint32_t from[WORDS], to[WORDS];
+        int forth = ((k->rank + steps[i]) % ranks + ranks) % ranks;
+        int back = ((k->rank - steps[i]) % ranks + ranks) % ranks;
+        for (w = 0; w < WORDS; ++w) from[w] = word_of(k->rank, forth, w + i);
+        memset(to, 0xee, sizeof to);
+        CHECK_STATUS(upipe_comm_shift_start(c, c->team, to, from, sizeof to, steps[i]), UPIPE_OK, c->err);
+        CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_OK, c->err);
+        for (w = 0; w < WORDS; ++w) CHECK_INT(to[w], word_of(back, k->rank, w + i));
+        if (forth != k->rank) sent += (int64_t)sizeof from;
+    }
+    CHECK_INT(c->team->sent_bytes, sent);
+    CHECK_INT(c->team->moved_bytes, sent);
+    part_end(k);
+}
+
+static void test_meet(void)
+{
+    part_room *k = part_begin(0);
+    upipe_ctx *c = &k->ctx;
+    int64_t mine[UPIPE_GATHER_MAX], *all = c->team->gathered, entered, left;
+    int round, r, i, n;
+    CHECK(c->team->deadline == UPIPE_DEADLINE_DEFAULT);
+    for (round = 0; round < 12; ++round) {
+        n = round == 3 ? 0 : round == 5 ? UPIPE_GATHER_MAX : 1 + round % 4;
+        for (i = 0; i < n; ++i) mine[i] = (int64_t)word_of(k->rank, round, i) * -3;
+        CHECK_STATUS(c->team->ops.gather(c, c->team, all, mine, n), UPIPE_OK, c->err);
+        for (r = 0; r < k->ranks; ++r)
+            for (i = 0; i < n; ++i) CHECK_INT(all[r * n + i], (int64_t)word_of(r, round, i) * -3);
+        if (round % 3 == 0) CHECK_STATUS(all_to_all(k), UPIPE_OK, c->err);
+        if (round % k->ranks == k->rank) nap(0.003);
+        entered = upi_mpi_now(); /* one machine, one clock: nobody leaves before the last has come */
+        CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_OK, c->err);
+        left = upi_mpi_now();
+        CHECK_STATUS(c->team->ops.gather(c, c->team, all, &entered, 1), UPIPE_OK, c->err);
+        for (r = 0; r < k->ranks; ++r) CHECK(all[r] <= left);
+    }
+    CHECK_STATUS(c->team->ops.gather(c, c->team, all, mine, UPIPE_GATHER_MAX + 1), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_OK, c->err);
+    part_end(k);
+}
+
+static void test_agree(int victim, int what)
+{
+    part_room *k = part_begin(20);
+    upipe_ctx *c = &k->ctx;
+    upipe_field f[3];
+    upipe_status s;
+    double theta = k->rank == victim ? 500000 : 0.5;
+    int i;
+    memset(f, 0, sizeof f);
+    f[0].name = "tokens";
+    f[1].name = "heads";
+    f[2].name = "chunk";
+    f[0].value = 4096;
+    f[1].value = 32;
+    for (i = 0; i < 6; ++i) {
+        f[2].value = i / 3;
+        CHECK_STATUS(upipe_comm_agree(c, c->team, f, 3), UPIPE_OK, c->err);
+    }
+    CHECK_INT(k->team.call, 2);
+    if (what == 0) {
+        if (k->rank == victim) f[1].value = 31;
+        f[2].value = 77;
+        CHECK_STATUS(upipe_comm_agree(c, c->team, f, 3), UPIPE_ERR_MISMATCH, c->err);
+        CHECK_TEXT(c->err.text, "heads is 3");
+        CHECK_TEXT(c->err.text, "31");
+        CHECK_TEXT(c->err.text, "32");
+    } else if (what == 1) {
+        f[0].real = 1;
+        memcpy(&f[0].value, &theta, sizeof theta);
+        CHECK_STATUS(upipe_comm_agree(c, c->team, f, 3), UPIPE_ERR_MISMATCH, c->err);
+        CHECK_TEXT(c->err.text, "500000");
+        CHECK_TEXT(c->err.text, "0.5");
+    } else { /* one rank compares while the others go on: nobody gets through */
+        if (k->rank == victim) f[2].value = 5;
+        s = upipe_comm_agree(c, c->team, f, 3);
+        if (s == UPIPE_OK) s = upipe_comm_barrier(c, c->team);
+        CHECK_STATUS(s, UPIPE_ERR_MISMATCH, c->err);
+        CHECK_TEXT(c->err.text, "gather");
+        CHECK_TEXT(c->err.text, "barrier");
+    }
+    check_dead(k);
+    part_end(k);
+}
+
+/* ---- faults: a rank that stays away ---- */
+
+enum { AT_START, AT_WAIT, AT_BARRIER, AT_GATHER, AT_COUNT };
+
+static void test_absent(int victim, int what)
+{
+    part_room *k = part_begin(20);
+    upipe_ctx *c = &k->ctx;
+    int64_t mine = k->rank, all[RANKS_MAX];
+    upipe_status s;
+    double began;
+    char name[32];
+    int timeouts, i_did = 0;
+    line_up(k, 0.25);
+    began = now();
+    if (k->rank == victim) {
+        if (what == AT_WAIT)
+            CHECK_STATUS(upipe_comm_start(c, c->team, k->list, all_list(k)), UPIPE_OK, c->err);
+        nap(0.25 + 0.35);
+        /* What the others sent before they gave up may be enough for it, once. */
+        s = what == AT_WAIT ? upipe_comm_wait(c, c->team) : upipe_comm_barrier(c, c->team);
+        CHECK(s == UPIPE_OK || s == UPIPE_ERR_ABORTED);
+    } else {
+        if (what == AT_BARRIER)
+            s = upipe_comm_barrier(c, c->team);
+        else if (what == AT_GATHER)
+            s = c->team->ops.gather(c, c->team, all, &mine, 1);
+        else {
+            CHECK_STATUS(upipe_comm_start(c, c->team, k->list, all_list(k)), UPIPE_OK, c->err);
+            s = upipe_comm_wait(c, c->team);
+        }
+        snprintf(name, sizeof name, "for rank %d to %s", victim, what == AT_WAIT ? "finish" : "come");
+        if (s == UPIPE_OK && what == AT_WAIT) { /* its start has served those who were there before it */
+            snprintf(name, sizeof name, "for rank");
+            s = upipe_comm_barrier(c, c->team);
+        }
+        CHECK(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED);
+        CHECK_INT(c->err.status, s);
+        i_did = s == UPIPE_ERR_TIMEOUT;
+        CHECK_TEXT(c->err.text, name);
+        CHECK_TEXT(c->err.text, "0.25 s");
+        CHECK_INT(c->team->quarantine, 0);
+        CHECK(now() - began < 5);
+    }
+    check_dead(k);
+    MPI_Allreduce(&i_did, &timeouts, 1, MPI_INT, MPI_SUM, MPI_COMM_WORLD);
+    CHECK(timeouts >= 1);
+    part_end(k);
+}
+
+/* Long messages to a rank that never waits for them: their buffers may yet be read. */
+static void test_quarantine(void)
+{
+    enum { LONG = 1 << 20 };
+    part_room *k = part_begin(20);
+    upipe_ctx *c = &k->ctx;
+    char *send = (char *)calloc(2, LONG), *recv = send + LONG;
+    upipe_status s = UPIPE_OK;
+    int p;
+    line_up(k, 0.25);
+    memset(k->list, 0, sizeof k->list);
+    for (p = 0; p < k->ranks; ++p) {
+        k->list[p].peer = p;
+        k->list[p].count = 1;
+        if ((k->rank == 0) == (p == 0)) continue; /* rank 0 gets one from each */
+        if (k->rank == 0) {
+            k->list[p].recv = recv;
+            k->list[p].recv_bytes = LONG;
+        } else {
+            k->list[p].send = send;
+            k->list[p].send_bytes = LONG;
+        }
+    }
+    if (k->rank == 0) {
+        CHECK_STATUS(upipe_comm_start(c, c->team, k->list, k->ranks), UPIPE_OK, c->err);
+        MPI_Barrier(MPI_COMM_WORLD);
+        nap(0.25 + 0.6);
+        s = upipe_comm_wait(c, c->team);
+        CHECK(s == UPIPE_OK || s == UPIPE_ERR_ABORTED);
+    } else {
+        MPI_Barrier(MPI_COMM_WORLD);
+        s = upipe_comm_start(c, c->team, k->list, k->ranks);
+        if (s == UPIPE_OK) s = upipe_comm_wait(c, c->team);
+        CHECK(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED);
+        CHECK_INT(c->team->quarantine, 1);
+    }
+    check_dead(k);
+    part_end(k);
+    free(send);
+}
+
+/* ---- faults: ranks that disagree ---- */
+
+enum { KIND, COUNT, SEGMENTS, BLOCKS, BYTES, NINTH, ITSELF, MESSAGE, MISMATCHES };
+
+static void test_mismatch(int victim, int what)
+{
+    static const char *const words[] = {"in a",   "gathers 2",    "segments",         "blocks of 8",
+                                        " of 28", "other blocks", "does not receive", "at most"};
+    part_room *k = part_begin(20);
+    upipe_ctx *c = &k->ctx;
+    int64_t mine[2] = {1, 2}, all[2 * RANKS_MAX];
+    int peer = (victim + 1) % k->ranks, odd = k->rank == victim, n, i;
+    upipe_seg list[RANKS_MAX + 12];
+    upipe_status s;
+    line_up(k, 20);
+    memset(list, 0, sizeof list);
+    n = all_list(k);
+    memcpy(list, k->list, (size_t)n * sizeof *list);
+    if (what == KIND) {
+        s = odd ? upipe_comm_barrier(c, c->team) : c->team->ops.gather(c, c->team, all, mine, 1);
+    } else if (what == COUNT) {
+        s = c->team->ops.gather(c, c->team, all, mine, odd ? 2 : 1);
+    } else {
+        if (what == SEGMENTS && odd) list[peer].send_bytes = 0;
+        if (what == BLOCKS) /* two blocks for one */
+            for (i = 0; i < n; ++i)
+                list[i].send_step = list[i].recv_step = 4, list[i].send_bytes = 8, list[i].recv_bytes = 8,
+                list[i].count = 1 + (odd && i == peer);
+        if (what == BYTES && odd) list[peer].recv_bytes = 28;
+        if (what == NINTH) { /* a difference behind what a note spells out */
+            for (i = 0; i < 11; ++i) {
+                upipe_seg *x = &list[n++];
+                *x = k->list[k->rank == victim ? peer : victim];
+                x->send_bytes = x->recv_bytes = 4;
+                if (k->rank != victim && k->rank != peer) x->send_bytes = x->recv_bytes = 0;
+                if (i == 10 && odd) x->send_bytes = 8;
+            }
+        }
+        if (what == ITSELF && odd) list[victim].recv_bytes = 0;
+        if (what == MESSAGE && odd) k->team.message = 4096;
+        s = upipe_comm_start(c, c->team, list, n);
+        if (s == UPIPE_OK) s = upipe_comm_wait(c, c->team);
+    }
+    /* A rank that has no part in it may complete; it hears of it in its next call. */
+    if (s == UPIPE_OK) s = upipe_comm_barrier(c, c->team);
+    CHECK_STATUS(s, UPIPE_ERR_MISMATCH, c->err);
+    CHECK_TEXT(c->err.text, words[what]);
+    CHECK_INT(c->team->quarantine, 0);
+    check_dead(k);
+    part_end(k);
+}
+
+/* Somebody else's message on the team's tag. */
+static void test_stranger(void)
+{
+    part_room *k = part_begin(20);
+    upipe_ctx *c = &k->ctx;
+    int kind;
+    for (kind = 0; kind < 2; ++kind) {
+        char noise[sizeof(upi_mpi_note)];
+        memset(noise, 0x55, sizeof noise);
+        if (kind == 1) {
+            upipe_err e;
+            CHECK_STATUS(upipe_mpi_free(&k->team, &e), UPIPE_OK, e);
+            MPI_Barrier(MPI_COMM_WORLD);
+            MPI_Comm_free(&k->mpi);
+            k = part_begin(20);
+            c = &k->ctx;
+        }
+        line_up(k, 20);
+        if (k->rank == 1) MPI_Send(noise, kind == 0 ? 33 : (int)sizeof noise, MPI_BYTE, 0, 7, k->mpi);
+        MPI_Barrier(k->mpi);
+        CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_ERR_MISMATCH, c->err);
+        CHECK_TEXT(c->err.text, "with tag 7");
+        check_dead(k);
+    }
+    part_end(k);
+}
+
+/* ---- faults: a rank that gives up, or whose device fails ---- */
+
+enum { UP_FRONT, BETWEEN, SYNC, COPY, GIVE_UPS };
+
+static void test_give_up(int victim, int what)
+{
+    part_room *k = part_begin(20);
+    upipe_ctx *c = &k->ctx;
+    upipe_status s = UPIPE_OK;
+    double began = now();
+    line_up(k, 20);
+    if (k->rank == victim) {
+        sync_fails = what == SYNC;
+        copy_fails = what == COPY;
+        if (what == UP_FRONT) {
+            nap(0.02);
+            upipe_comm_abort(c->team, "the host has had enough");
+            upipe_comm_abort(c->team, "and says it again");
+        }
+        if (what != UP_FRONT) s = upipe_comm_start(c, c->team, k->list, all_list(k));
+        if (what == BETWEEN) upipe_comm_abort(c->team, "the host has had enough");
+        if (what != UP_FRONT && s == UPIPE_OK) s = upipe_comm_wait(c, c->team);
+        if (what == BETWEEN) CHECK(s == UPIPE_ERR_ABORTED || s == UPIPE_OK); /* complete, if all were there */
+        if (what == SYNC || what == COPY) {
+            CHECK_STATUS(s, UPIPE_ERR_BACKEND, c->err);
+            CHECK_TEXT(c->err.text, what == SYNC ? "the device is lost" : "the copy is lost");
+        }
+    } else {
+        s = upipe_comm_start(c, c->team, k->list, all_list(k));
+        if (s == UPIPE_OK) s = upipe_comm_wait(c, c->team);
+        if (what == BETWEEN || what == COPY) { /* its note was out before: what it owes may arrive */
+            CHECK(s == UPIPE_OK || s == UPIPE_ERR_ABORTED);
+            if (s == UPIPE_OK) s = upipe_comm_barrier(c, c->team);
+        }
+        CHECK_STATUS(s, UPIPE_ERR_ABORTED, c->err);
+        CHECK_TEXT(c->err.text, what == SYNC   ? "the device is lost"
+                                : what == COPY ? "the copy is lost"
+                                               : "had enough");
+    }
+    CHECK(now() - began < 10);
+    CHECK_INT(c->team->quarantine, 0);
+    check_dead(k);
+    part_end(k);
+}
+
+static void test_init(void)
+{
+    upipe_mpi team;
+    upipe_err e;
+    MPI_Comm mpi;
+    void *bound = NULL;
+    int there = 0;
+    MPI_Comm_dup(MPI_COMM_WORLD, &mpi);
+    MPI_Comm_set_errhandler(mpi, MPI_ERRORS_ARE_FATAL);
+    CHECK_STATUS(upipe_mpi_init(&team, mpi, 0, 0, &e), UPIPE_ERR_ARG, e);
+    CHECK_TEXT(e.text, "MPI_ERRORS_RETURN");
+    MPI_Comm_set_errhandler(mpi, MPI_ERRORS_RETURN);
+    CHECK_STATUS(upipe_mpi_init(&team, mpi, -1, 0, &e), UPIPE_ERR_ARG, e);
+    CHECK_STATUS(upipe_mpi_init(&team, mpi, 0, -1, &e), UPIPE_ERR_ARG, e);
+    CHECK_STATUS(upipe_mpi_init(&team, MPI_COMM_NULL, 0, 0, &e), UPIPE_ERR_ARG, e);
+    MPI_Comm_get_attr(mpi, MPI_TAG_UB, &bound, &there);
+    if (there) CHECK_STATUS(upipe_mpi_init(&team, mpi, *(int *)bound, 0, &e), UPIPE_ERR_ARG, e);
+    CHECK_STATUS(upipe_mpi_free(&team, &e), UPIPE_OK, e); /* after a failed init */
+    CHECK_STATUS(upipe_mpi_init(&team, mpi, 0, 0, &e), UPIPE_OK, e);
+    CHECK_STATUS(upipe_mpi_free(&team, &e), UPIPE_OK, e);
+    CHECK_STATUS(upipe_mpi_free(&team, &e), UPIPE_OK, e);
+    MPI_Comm_free(&mpi);
+}
+
+/* ---- the attention block: the same bits as on ranks that are threads ---- */
+
+#define SAME(tensor)                                                                                         \
+    do {                                                                                                     \
+        int64_t n_ = block_count(&t.shape, #tensor);                                                         \
+        if (n_ == 0) break;                                                                                  \
+        /* each rank has filled in its own part of zeros */                                                  \
+        MPI_Allreduce(MPI_IN_PLACE, mine.out.tensor, (int)n_, MPI_UINT32_T, MPI_BOR, MPI_COMM_WORLD);        \
+        CHECK_SAY(memcmp(mine.out.tensor, threads.out.tensor, (size_t)n_ * 4) == 0,                          \
+                  "%s differs from the thread ranks', C %d, %s", #tensor, k->ranks, dtype ? "bf16" : "f32"); \
+    } while (0)
+
+static void test_layer(int dtype, int projected)
+{
+    part_room *k = part_begin(60);
+    run_result threads, mine;
+    run_case t;
+    f32_block in;
+    upipe_status s;
+    memset(&t, 0, sizeof t);
+    t.shape.tokens = 48;
+    t.shape.batch = 2;
+    t.shape.dim = 40;
+    t.shape.h = 8;
+    t.shape.hkv = 4;
+    t.shape.d = 32;
+    t.shape.dtype = (upipe_dtype)dtype;
+    t.shape.scale = 0.18;
+    t.shape.theta = 10000;
+    t.shape.eps = 1e-5;
+    t.shape.rope = t.shape.normed = 1;
+    t.shape.projected = projected;
+    t.tile_rows = 7;
+    t.ranks = t.chunk = k->ranks;
+    block_inputs(&t.shape, 42, &in);
+    CHECK(run_block(&t, &in, &threads) == UPIPE_OK);
+    check_block(&t.shape, &in, &threads.out);
+    over_mpi = k->ctx.team;
+    s = run_block(&t, &in, &mine);
+    over_mpi = NULL;
+    CHECK_SAY(s == UPIPE_OK, "%s: %s", upipe_status_name(s), mine.errors[k->rank].text);
+    SAME(o);
+    SAME(lse);
+    SAME(go);
+    SAME(x);
+    SAME(y);
+    SAME(wq);
+    SAME(wk);
+    SAME(wv);
+    SAME(wo);
+    SAME(q_gain);
+    SAME(k_gain);
+    run_free(&threads);
+    run_free(&mine);
+    f32_block_free(&in);
+    part_end(k);
+}
+
+/* ---- ranks that die ---- */
+
+static void die(int signal)
+{
+    (void)signal;
+    kill(getpid(), SIGKILL);
+}
+
+enum { BEFORE, STARTED, WITHIN, AFTER, IN_BARRIER, DEATHS };
+
+/* Rank `victim` of this communicator, its last one, is killed; the others must return in time. */
+static void test_kill(MPI_Comm mpi, int what)
+{
+    enum { LONG = 1 << 20 };
+    const double deadline = 1.0;
+    part_room *k = part_on(mpi, 30);
+    upipe_ctx *c = &k->ctx;
+    int victim = k->ranks - 1, p, n, quarantine, rounds = what == WITHIN ? 100000 : what == AFTER ? 1 : 0;
+    char *data = (char *)calloc((size_t)k->ranks * 2, LONG), name[16], reason[256];
+    double last;
+    upipe_status s = UPIPE_OK;
+    CHECK_STATUS(all_to_all(k), UPIPE_OK, c->err);
+    CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_OK, c->err);
+    memset(k->list, 0, sizeof k->list);
+    for (p = 0; p < k->ranks; ++p) {
+        k->list[p].peer = p;
+        k->list[p].count = 1;
+        k->list[p].send = data + (size_t)p * LONG;
+        k->list[p].recv = data + (size_t)(k->ranks + p) * LONG;
+        k->list[p].send_bytes = k->list[p].recv_bytes = LONG;
+    }
+    n = k->ranks;
+    c->team->deadline = deadline;
+    if (k->rank == victim) {
+        if (what == BEFORE) die(0);
+        if (what == STARTED) {
+            upipe_comm_start(c, c->team, k->list, n);
+            die(0);
+        }
+        if (what == WITHIN || what == IN_BARRIER) {
+            struct itimerval t;
+            memset(&t, 0, sizeof t);
+            t.it_value.tv_usec = 40000;
+            signal(SIGALRM, die);
+            setitimer(ITIMER_REAL, &t, NULL);
+        }
+    }
+    last = now();
+    while (s == UPIPE_OK && what == IN_BARRIER) {
+        last = now();
+        s = upipe_comm_barrier(c, c->team);
+    }
+    while (s == UPIPE_OK && rounds-- > 0) {
+        last = now();
+        s = upipe_comm_start(c, c->team, k->list, n);
+        if (s == UPIPE_OK) s = upipe_comm_wait(c, c->team);
+    }
+    if (k->rank == victim) die(0); /* after */
+    if (s == UPIPE_OK) {
+        last = now();
+        s = upipe_comm_start(c, c->team, k->list, n);
+        if (s == UPIPE_OK) s = upipe_comm_wait(c, c->team);
+    }
+    last = now() - last;
+    CHECK_SAY(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED, "case %d: %s: %s", what, upipe_status_name(s),
+              c->err.text);
+    snprintf(name, sizeof name, " %d ", victim);
+    CHECK_TEXT(c->err.text, name);
+    snprintf(reason, sizeof reason, "%s", c->err.text);
+    CHECK_SAY(last < deadline + 1 + 1.5, "case %d: returned after %g s", what, last);
+    check_dead(k);
+    quarantine = c->team->quarantine;
+    CHECK(what != BEFORE || !quarantine); /* who never came was never sent anything */
+    c->team->deadline = 0.2;
+    s = upipe_mpi_free(&k->team, &c->err);
+    CHECK(s == UPIPE_OK || s == UPIPE_ERR_BACKEND); /* notes to the dead may stay with MPI */
+    if (test_env("UPIPE_VERBOSE", 0))
+        printf("case %d, rank %d of %d: %.3f s, quarantine %d, free: %s; %s\n", what, k->rank, k->ranks, last,
+               quarantine, upipe_status_name(s), reason);
+    free(data);
+}
+
+int main(int argc, char **argv)
+{
+    const char *what = argc > 1 ? argv[1] : "all";
+    char name[64];
+    int rank, ranks, i;
+    MPI_Init(&argc, &argv);
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    MPI_Comm_size(MPI_COMM_WORLD, &ranks);
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+    snprintf(name, sizeof name, "mpi, rank %d of %d", rank, ranks);
+    if (ranks > RANKS_MAX) return 2;
+    if (strcmp(what, "kill") == 0) {
+        MPI_Comm comms[RANKS_MAX]; /* made while all live: comms[i] lacks the last i ranks */
+        for (i = 0; ranks - i >= 2; ++i)
+            MPI_Comm_split(MPI_COMM_WORLD, rank < ranks - i ? 0 : MPI_UNDEFINED, rank, &comms[i]);
+        for (i = 0; ranks - i >= 2; ++i) test_kill(comms[i], i % DEATHS);
+        i = test_end(name);
+        fflush(stdout);
+        _exit(i); /* MPI_Finalize would wait for the dead */
+    }
+    test_init();
+    test_shift();
+    test_meet();
+    test_random(UPIPE_MPI_MESSAGE);
+    test_random(100);
+    test_large(UPIPE_MPI_MESSAGE);
+    test_large(30000);
+    if (ranks > 1) {
+        for (i = 0; i < 6; ++i) test_agree(i % ranks, i % 3);
+        for (i = 0; i < AT_COUNT; ++i) test_absent(i % ranks, i);
+        test_quarantine();
+        for (i = 0; i < MISMATCHES; ++i) test_mismatch((i + 1) % ranks, i);
+        test_stranger();
+        for (i = 0; i < 2 * GIVE_UPS; ++i) test_give_up(i / 2 % ranks, i % GIVE_UPS);
+    }
+    if (ranks == 2 || ranks == 4)
+        for (i = 0; i < 4; ++i) test_layer(i & 1, i >> 1);
+    i = test_end(name);
+    fflush(stdout);
+    MPI_Finalize();
+    return i;
+}

@@ -1,0 +1,156 @@
+#!/usr/bin/env python3
+"""test_rendezvous.py PROGRAM -- what 08_processes makes of its launcher's variables, and of ranks that stay away
+
+PROGRAM is 08_processes, built WITH_MPI or WITH_NCCL: the variables are read before anything else starts. The
+meeting itself is run by a program of this test, compiled with $CC from examples/common/rendezvous.h.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+PROGRAM = os.path.abspath(sys.argv[1])
+TOP = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+LAUNCHERS = re.compile(r'RANK$|WORLD_SIZE$|MASTER_|OMPI_|PMI|SLURM_|MPI_|TORCHELASTIC')
+CLEAN = {key: value for key, value in os.environ.items() if not LAUNCHERS.search(key)}
+
+MEETING = r'''
+#define PROGRAM "meeting"
+#define _POSIX_C_SOURCE 200809L
+#include "common/rendezvous.h"
+
+int main(int argc, char **argv)
+{
+    char data[5000];
+    launch l;
+    int status = launch_read(&l), i;
+    if (status != 0) return status - 1;
+    for (i = 0; i < 5000; ++i) data[i] = (char)(l.rank == 0 ? i * 7 : 0);
+    if (rendezvous(&l, data, sizeof data, argc > 1 ? atof(argv[1]) : 10) != 0) return EXIT_RUN;
+    for (i = 0; i < 5000; ++i)
+        if (data[i] != (char)(i * 7)) return cli_fail("byte %d is wrong", i), EXIT_RUN;
+    printf("%d of %d, device %d\n", l.rank, l.ranks, l.local);
+    return 0;
+}
+'''
+
+checks = failures = 0
+
+
+def check(ok, sentence):
+    global checks, failures
+    checks += 1
+    if not ok:
+        failures += 1
+        print(f'test_rendezvous.py:{sys._getframe(1).f_lineno}: {sentence}', file=sys.stderr)
+    return ok
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        return s.getsockname()[1]
+
+
+def start(command, **variables):
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            env={**CLEAN, **{key: str(value) for key, value in variables.items()}})
+
+
+def finish(process, seconds=30):
+    out, err = process.communicate(timeout=seconds)
+    return process.returncode, out, err
+
+
+def expect(status, words, command, **variables):
+    got, out, err = finish(start(command, **variables))
+    check(got == status and words in out + err, f'{variables} gives {got}: {out}{err}')
+
+
+def test_variables():
+    expect(2, 'RANK is not set', [PROGRAM], WORLD_SIZE=2)
+    expect(2, "RANK is 'x'", [PROGRAM], RANK='x')
+    expect(2, "RANK is '2'", [PROGRAM], RANK=2, WORLD_SIZE=2)
+    expect(2, "RANK is '-1'", [PROGRAM], RANK=-1, WORLD_SIZE=2)
+    expect(2, "WORLD_SIZE is '0'", [PROGRAM], WORLD_SIZE=0)
+    expect(2, "MASTER_PORT is '99999'", [PROGRAM], MASTER_PORT=99999)
+    expect(2, 'set MASTER_ADDR', [PROGRAM], RANK=0, WORLD_SIZE=4, LOCAL_WORLD_SIZE=2)
+    expect(2, 'wants seconds', [PROGRAM, '--deadline', '0'])
+    expect(2, 'no flag', [PROGRAM, '--nonsense'])
+    expect(0, 'usage:', [PROGRAM, '--help'])
+    expect(0, 'upipe', [PROGRAM, '--version'])
+    got, out, err = finish(start([PROGRAM, '--help'], RANK=1, WORLD_SIZE=2))
+    check(got == 0 and out == '' and err == '', f'rank 1 says {out}{err} for --help')
+
+
+def test_meeting(meeting):
+    names = {'torchrun': ('RANK', 'WORLD_SIZE', 'LOCAL_RANK'),
+             'mpirun': ('OMPI_COMM_WORLD_RANK', 'OMPI_COMM_WORLD_SIZE', 'OMPI_COMM_WORLD_LOCAL_RANK'),
+             'srun': ('SLURM_PROCID', 'SLURM_NTASKS', 'SLURM_LOCALID')}
+    for rank, ranks, local in names.values():
+        port, running = free_port(), []
+        for r in (3, 1, 0, 2):  # some are there before rank 0
+            running.append((r, start([meeting], **{rank: r, ranks: 4, local: r % 2, 'MASTER_PORT': port})))
+            time.sleep(0.05)
+        for r, process in running:
+            got = finish(process)
+            check(got == (0, f'{r} of 4, device {r % 2}\n', ''), f'rank {r}: {got}')
+
+
+def test_strangers(meeting):
+    port = free_port()
+    first = start([meeting], RANK=0, WORLD_SIZE=2, MASTER_PORT=port)
+    for noise in (b'', b'GET / HTTP/1.0\r\n\r\n' + b'x' * 100):
+        for _ in range(100):
+            try:
+                with socket.create_connection(('127.0.0.1', port)) as s:
+                    s.sendall(noise)
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.02)
+    second = start([meeting], RANK=1, WORLD_SIZE=2, MASTER_PORT=port)
+    check(finish(second)[0] == 0, 'rank 1 does not get through to rank 0 behind strangers')
+    check(finish(first)[0] == 0, 'rank 0 does not survive strangers')
+
+
+def test_absent(meeting):
+    began = time.monotonic()
+    port = free_port()
+    expect(1, '2 of 3 ranks have come', ['sh', '-c', f'{meeting} 1 & RANK=1 {meeting} 1; wait $!'], RANK=0, WORLD_SIZE=3,
+           MASTER_PORT=port)
+    expect(1, 'has not met rank 0', [meeting, '0.3'], RANK=1, WORLD_SIZE=2, MASTER_PORT=free_port())
+    expect(1, 'rank 1 of 3 comes to a rank 0 of 2',
+           ['sh', '-c', f'{meeting} 1 & RANK=1 WORLD_SIZE=3 {meeting} 0.5 2>/dev/null; wait $!'], RANK=0, WORLD_SIZE=2,
+           MASTER_PORT=free_port())
+    with socket.socket() as taken:
+        taken.bind(('', 0))
+        taken.listen()
+        expect(1, 'cannot listen', [meeting, '1'], RANK=0, WORLD_SIZE=2, MASTER_PORT=taken.getsockname()[1])
+    check(time.monotonic() - began < 15, 'deadlines are not kept')
+
+
+def main():
+    test_variables()
+    compiler = shlex.split(os.environ.get('CC', 'cc'))
+    if shutil.which(compiler[0]):
+        with tempfile.TemporaryDirectory() as folder:
+            source, meeting = os.path.join(folder, 'meeting.c'), os.path.join(folder, 'meeting')
+            with open(source, 'w', encoding='utf-8') as out:
+                out.write(MEETING)
+            subprocess.run([*compiler, '-std=c11', '-I', TOP, '-I', os.path.join(TOP, 'examples'), source, '-o', meeting,
+                            '-lm'], check=True)
+            test_meeting(meeting)
+            test_strangers(meeting)
+            test_absent(meeting)
+    print(f'rendezvous: {checks} checks, {failures} failed')
+    return 1 if failures or not checks else 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())

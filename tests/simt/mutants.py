@@ -1,0 +1,232 @@
+#!/usr/bin/env python3
+"""mutants.py TOP [WORD] -- every bug of mutants.txt, planted in a copy of the kernels, must fail a test
+
+One header is changed at a time, compiled alone, and takes the place of its entries in the table; then a test program
+runs. It must print a line on stderr, which is a failed check or a finding of the emulator, or end otherwise than with
+0, or hang. Before that the programs must pass with the kernels as they are. With a WORD only bugs whose text has it are
+tried. A line a bug, then "N mutants, N caught"; the status is zero if all were caught.
+"""
+
+import concurrent.futures
+import glob
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+PATIENCE = 600  # seconds for a run that may hang; an original that passes takes a minute on an idle machine
+CC, CXX = os.environ.get('CC', 'gcc'), os.environ.get('CXX', 'g++')
+C_FLAGS = ['-std=c11', '-D_POSIX_C_SOURCE=200809L', '-O1', '-g1']
+CXX_FLAGS = ['-std=c++17', '-D_GNU_SOURCE', '-O1', '-g1', '-Wno-psabi', '-DUPIPE_CUDA_SEAMS="simt/seams.h"']
+BUILDS = {'': [], 'race': ['-fsanitize=thread', '-DSIMT_RACE']}
+
+# The whole table, unchanged, under another name.
+BASE = '''#include "upipe/cuda/upipe_cuda.h"
+UPIPE_EXPORT_OPS(base_cuda_ops, upipe_cuda_ops)
+'''
+# The table with the entries of one header.
+UNIT = '''#include "upipe/cuda/{header}"
+extern "C" void base_cuda_ops(upipe_ops *ops, upipe_cuda *device);
+extern "C" void test_cuda_ops(upipe_ops *ops, upipe_cuda *device);
+extern "C" void test_cuda_ops(upipe_ops *ops, upipe_cuda *device)
+{{
+    base_cuda_ops(ops, device);
+{entries}}}
+'''
+
+
+class Broken(Exception):
+    """The list, or the tree, is not as it should be."""
+
+
+class Mutant:
+    def __init__(self, number, first, bug, old, new):
+        self.number, self.bug, self.old, self.new = number, bug, old, new
+        self.header, self.program, self.build = first.group(1), first.group(2), first.group(3) or ''
+        self.environment = dict(word.split('=') for word in first.group(4).split())
+        race = ' under the race detector' if self.build else ''
+        self.test = f'test_cuda_{self.program}{race}{first.group(4)}'
+
+
+def read_list(path):
+    """The mutants of a file; its own comments say how it is written."""
+    mutants = []
+    with open(path, encoding='utf-8') as source:
+        blocks = re.split(r'\n\s*\n', source.read())
+    for block in blocks:
+        lines = [line for line in block.split('\n') if line.strip() and not line.startswith('#')]
+        if not lines:
+            continue
+        old = [line[1:] for line in lines[2:] if line.startswith('-')]
+        new = [line[1:] for line in lines[2:] if line.startswith('+')]
+        first = re.fullmatch(r'(\S+\.h) (\w+)(?::(race))?((?: \w+=\w+)*)', lines[0])
+        if not first or len(lines) < 3 or not old or len(old) + len(new) != len(lines) - 2:
+            raise Broken(f'{path}: no mutant: {block}')
+        mutants.append(Mutant(len(mutants) + 1, first, lines[1], ' '.join(' '.join(old).split()),
+                              ' '.join(' '.join(new).split())))
+    return mutants
+
+
+def run(command, what):
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode != 0:
+        raise Broken(f'{what}: {" ".join(command)}\n{done.stdout[:4000]}')
+
+
+def places(text, mutant):
+    """Where a header has the code that the mutant changes; blanks in the list stand for any blanks."""
+    return list(re.finditer(r'\s+'.join(re.escape(word) for word in mutant.old.split()), text))
+
+
+def mutate(text, mutant):
+    found = places(text, mutant)[0]
+    return text[:found.start()] + mutant.new + text[found.end():]
+
+
+def check_places(top, mutants):
+    """Each must change one place of its header."""
+    wrong = []
+    for mutant in mutants:
+        with open(os.path.join(top, 'upipe', 'cuda', mutant.header), encoding='utf-8') as source:
+            found = len(places(source.read(), mutant))
+        if found != 1:
+            wrong.append(f'{mutant.header}, {mutant.bug}: "{mutant.old}" is there {found} times')
+    if wrong:
+        raise Broken('\n'.join(wrong))
+
+
+class Workshop:
+    """What all mutants share: compiled tests, fakes and tables, in a scratch folder."""
+
+    def __init__(self, top, scratch):
+        self.top, self.scratch = top, scratch
+        self.lock = threading.Lock()
+        self.objects = {}
+        self.fakes = sorted(glob.glob(os.path.join(top, 'tests', 'fake', 'fake*.cpp')))
+        with open(os.path.join(top, 'upipe', 'cuda', 'upipe_cuda.h'), encoding='utf-8') as source:
+            self.entries = re.findall(r'ops->(\w+) = (\w+);', source.read())
+
+    def includes(self, first):
+        return [f'-I{first}'] + [f'-I{os.path.join(self.top, *path)}' for path in ((), ('tests',), ('tests', 'fake'))]
+
+    def compile(self, source, flags, output, first=None):
+        compiler = [CC, *C_FLAGS] if source.endswith('.c') else [CXX, *CXX_FLAGS]
+        run([*compiler, *flags, *self.includes(first or self.top), '-c', source, '-o', output], source)
+
+    def prepare(self, pool, mutants):
+        """Compiles what is the same for every mutant."""
+        base = os.path.join(self.scratch, 'base.cpp')
+        with open(base, 'w', encoding='utf-8') as out:
+            out.write(BASE)
+        wanted = {('fake', os.path.basename(path)): (path, []) for path in self.fakes}
+        for mutant in mutants:
+            test = os.path.join(self.top, 'tests', 'cuda', f'test_cuda_{mutant.program}.c')
+            wanted['test', mutant.program] = (test, [])
+            wanted['base', mutant.build] = (base, BUILDS[mutant.build])
+        jobs = []
+        for number, (key, (source, flags)) in enumerate(sorted(wanted.items(), reverse=True)):
+            self.objects[key] = os.path.join(self.scratch, f'shared{number}.o')
+            jobs.append(pool.submit(self.compile, source, flags, self.objects[key]))
+        for job in jobs:
+            job.result()
+
+    def build(self, name, mutant, change):
+        """The test program with the mutant's header compiled anew, changed or not."""
+        place = os.path.join(self.scratch, name)
+        shutil.copytree(os.path.join(self.top, 'upipe'), os.path.join(place, 'upipe'))
+        header = os.path.join(place, 'upipe', 'cuda', mutant.header)
+        with open(header, encoding='utf-8') as source:
+            text = source.read()
+        if change:
+            text = mutate(text, mutant)
+            with open(header, 'w', encoding='utf-8') as out:
+                out.write(text)
+        mine = [(entry, function) for entry, function in self.entries if re.search(rf'\b{function}\(upipe_ctx', text)]
+        if not mine:
+            raise Broken(f'{mutant.header} has no entry of the table')
+        unit = os.path.join(place, 'unit.cpp')
+        with open(unit, 'w', encoding='utf-8') as out:
+            out.write(UNIT.format(header=mutant.header,
+                                  entries=''.join(f'    ops->{entry} = {function};\n' for entry, function in mine)))
+        self.compile(unit, BUILDS[mutant.build], unit + '.o', place)
+        program = os.path.join(place, 'program')
+        fakes = [path for key, path in self.objects.items() if key[0] == 'fake']
+        run([CXX, self.objects['test', mutant.program], unit + '.o', self.objects['base', mutant.build], *fakes,
+             '-pthread', '-lm', '-o', program], name)
+        return program
+
+
+def watch(program, mutant):
+    """How a run failed, in a line; None if it did not. The first line on stderr says it, so nobody waits for more."""
+    environment = {**os.environ, 'SIMT_THREADS': '1', **mutant.environment}
+    process = subprocess.Popen([program], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                               errors='replace', env=environment)
+    timer = threading.Timer(PATIENCE, process.kill)
+    timer.start()
+    began = time.monotonic()
+    line = process.stderr.readline().strip()
+    if line:
+        process.kill()
+    status = process.wait()
+    process.stderr.close()
+    timer.cancel()
+    if line:
+        return re.sub(r'^.*?([\w.]+:\d+: )', r'\1', line)
+    if time.monotonic() - began >= PATIENCE:
+        return f'still running after {PATIENCE} s'
+    return f'status {status}' if status != 0 else None
+
+
+def try_mutant(shop, mutant):
+    name = f'mutant{mutant.number}'
+    try:
+        return watch(shop.build(name, mutant, True), mutant)
+    finally:
+        shutil.rmtree(os.path.join(shop.scratch, name), ignore_errors=True)
+
+
+def try_original(shop, mutant):
+    began = time.monotonic()
+    line = watch(shop.build(f'original{mutant.number}', mutant, False), mutant)
+    if line:
+        raise Broken(f'without a bug {mutant.test} fails: {line}')
+    print(f'    passes  without a bug: {mutant.test}, {time.monotonic() - began:.0f} s', flush=True)
+
+
+def main():
+    top = os.path.abspath(sys.argv[1])
+    word = sys.argv[2] if len(sys.argv) > 2 else ''
+    mutants = [mutant for mutant in read_list(os.path.join(os.path.dirname(os.path.abspath(__file__)), 'mutants.txt'))
+               if word in f'{mutant.header} {mutant.test} {mutant.bug}']
+    caught = 0
+    scratch = tempfile.mkdtemp(prefix='mutants')
+    try:
+        check_places(top, mutants)
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            shop = Workshop(top, scratch)
+            shop.prepare(pool, mutants)
+            originals = {mutant.test: mutant for mutant in mutants}
+            checks = [pool.submit(try_original, shop, mutant) for mutant in originals.values()]
+            jobs = {pool.submit(try_mutant, shop, mutant): mutant for mutant in mutants}
+            for job in concurrent.futures.as_completed(jobs):
+                mutant, line = jobs[job], job.result()
+                caught += line is not None
+                print(f'{mutant.number:3} {"caught" if line else "SURVIVED"}  {mutant.header[11:-2]}: {mutant.bug}'
+                      f'  [{line or mutant.test + " passed"}'[:200] + ']', flush=True)
+            for check in checks:
+                check.result()
+    except Broken as broken:
+        print(broken, file=sys.stderr)
+        return 1
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    print(f'{len(mutants)} mutants, {caught} caught')
+    return 0 if mutants and caught == len(mutants) else 1
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,357 @@
+/* seams.h -- the emulator's side of upipe_cuda_kernel.h: kernels run on CPU fibers      C++17, tests only
+ *
+ *     g++ -std=c++17 -DUPIPE_CUDA_SEAMS='"simt/seams.h"' -I. -Itests -Itests/fake -c tests/cuda/table.cpp
+ *
+ * A launch is checked as a device would, its arguments are copied, and the rest goes to the fake stream of
+ * tests/fake, which runs it when it likes. simt.h says what is found on the way.
+ */
+#ifndef SIMT_SEAMS_H
+#define SIMT_SEAMS_H
+
+#include <math.h>
+
+#include <functional>
+#include <tuple>
+
+#include "fake/fake.h"
+#include "simt/simt.h"
+
+struct dim3 {
+    unsigned x, y, z;
+    dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_)
+    {
+    }
+};
+
+#define threadIdx (simt_fiber_now->index)
+#define blockIdx  (simt_here->index)
+#define blockDim  (simt_here->size)
+#define gridDim   (simt_here->grid)
+#define warpSize  32
+
+#define UPI_KERNEL(threads, blocks) __attribute__((unused)) static
+#define UPI_DEVICE                  __attribute__((unused)) static inline
+#define UPI_UNROLL
+
+#define UPI_SHARED(type, name) type *name = (type *)simt_here->shared
+
+/* ---- launches ---- */
+
+/* A grid or block as the caller wrote it, before anything is cut to 32 bits. */
+struct simt_size {
+    simt_extent e;
+    simt_size(const dim3 &d) : e{d.x, d.y, d.z}
+    {
+    }
+    template <class I,
+              class = typename std::enable_if<std::is_integral<I>::value || std::is_enum<I>::value>::type>
+    simt_size(I x) : e{(int64_t)x, 1, 1}
+    {
+        if ((uint64_t)(int64_t)x >> 32 != 0)
+            simt_finding("a grid of %lld blocks is cut to 32 bits", (long long)x);
+    }
+};
+
+/* Kernels that may have more shared memory than others. */
+struct simt_allowance {
+    const void *kernel;
+    int device;
+    size_t bytes;
+    simt_allowance *next;
+};
+inline simt_allowance *simt_allowances; /* under simt_pool_lock */
+
+inline simt_allowance *simt_find_allowance(const void *kernel, int device)
+{
+    simt_allowance *a = simt_allowances;
+    while (a != NULL && (a->kernel != kernel || a->device != device)) a = a->next;
+    return a;
+}
+
+template <class... P> cudaError_t simt_allow_shared(void (*kernel)(P...), size_t bytes)
+{
+    simt_allowance *a;
+    int device = 0, most = 0;
+    cudaError_t r =
+        cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+    if (r != cudaSuccess) return r;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (bytes > (size_t)most) return cudaErrorInvalidValue;
+    pthread_mutex_lock(&simt_pool_lock);
+    a = simt_find_allowance((const void *)kernel, device);
+    if (a == NULL) simt_allowances = a = new simt_allowance{(const void *)kernel, device, 0, simt_allowances};
+    a->bytes = bytes;
+    pthread_mutex_unlock(&simt_pool_lock);
+    return cudaSuccess;
+}
+
+/* What a device says to a launch of this shape. */
+inline cudaError_t simt_check_shape(const simt_shape &s, const void *kernel)
+{
+    const simt_extent &g = s.grid, &b = s.block;
+    const simt_allowance *a;
+    size_t most = 48 << 10;
+    int device = 0;
+    if (g.x < 1 || g.y < 1 || g.z < 1 || g.x > INT32_MAX || g.y > 65535 || g.z > 65535)
+        return cudaErrorInvalidConfiguration;
+    if (b.x < 1 || b.y < 1 || b.z < 1 || b.x > 1024 || b.y > 1024 || b.z > 64 || b.x * b.y * b.z > 1024)
+        return cudaErrorInvalidConfiguration;
+    cudaGetDevice(&device);
+    pthread_mutex_lock(&simt_pool_lock);
+    a = simt_find_allowance(kernel, device);
+    if (a != NULL && a->bytes > most) most = a->bytes;
+    pthread_mutex_unlock(&simt_pool_lock);
+    return s.shared > most ? cudaErrorInvalidValue : cudaSuccess;
+}
+
+/* Copies the arguments as the kernel's parameters are, and enqueues. */
+template <class... P, class... A>
+cudaError_t simt_launch_kernel(cudaStream_t stream, const char *name, void (*kernel)(P...), simt_size grid,
+                               simt_size block, size_t shared, A &&...args)
+{
+    simt_shape shape = {grid.e, block.e, shared};
+    cudaError_t r = simt_check_shape(shape, (const void *)kernel);
+    static_assert((sizeof(P) + ... + 0) <= 4096, "a kernel has 4096 bytes of parameters at most");
+    if (r != cudaSuccess) return r;
+    return fake_enqueue(stream, name, [=, params = std::tuple<P...>(args...)] {
+        simt_run(shape, [&] { std::apply(kernel, params); });
+    });
+}
+
+#define UPI_LAUNCH(c, kernel, grid, block, shared, ...)                                            \
+    upi_cuda_check(&(c)->err,                                                                      \
+                   simt_launch_kernel((cudaStream_t)(c)->stream, #kernel, kernel, (grid), (block), \
+                                      (size_t)(shared), __VA_ARGS__),                              \
+                   "launch of " #kernel)
+
+#define UPI_ALLOW_SHARED(c, kernel, shared) \
+    upi_cuda_check(&(c)->err, simt_allow_shared(kernel, (size_t)(shared)), "cudaFuncSetAttribute")
+
+/* ---- numbers ---- */
+
+UPI_DEVICE float upi_as_float(uint32_t bits)
+{
+    float f;
+    memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
+UPI_DEVICE uint32_t upi_as_bits(float f)
+{
+    uint32_t bits;
+    memcpy(&bits, &f, sizeof bits);
+    return bits;
+}
+
+UPI_DEVICE uint32_t upi_pack_bf16(float low, float high)
+{
+    uint32_t part[2] = {upi_as_bits(low), upi_as_bits(high)};
+    for (int i = 0; i < 2; ++i)
+        part[i] =
+            (part[i] & 0x7fffffff) > 0x7f800000 ? 0x7fff : (part[i] + 0x7fff + (part[i] >> 16 & 1)) >> 16;
+    return (part[0] & 0xffff) | part[1] << 16;
+}
+
+UPI_DEVICE float upi_exp2(float x)
+{
+    float r = exp2f(x);
+    return r < 0x1p-126f ? 0.0f : r;
+}
+
+UPI_DEVICE float rsqrtf(float x)
+{
+    return 1.0f / sqrtf(x);
+}
+
+/* C libraries have functions of these names */
+#define __expf(x) expf(x)
+#define __logf(x) logf(x)
+
+/* Never part of a fused multiply-add. */
+#define __fmul_rn(x, y) simt_rounded((float)(x) * (float)(y))
+#define __fadd_rn(x, y) simt_rounded((float)(x) + (float)(y))
+#define __fsub_rn(x, y) simt_rounded((float)(x) - (float)(y))
+
+UPI_DEVICE float simt_rounded(float x)
+{
+    __asm__("" : "+g"(x));
+    return x;
+}
+
+/* As the device's: 0 where y is above 2^126. */
+UPI_DEVICE float __fdividef(float x, float y)
+{
+    return fabsf(y) > 0x1p126f && fabsf(y) <= 0x1.fffffep127f ? 0.0f * x : x / y;
+}
+
+/* ---- a block and its warps ---- */
+
+#define __syncthreads() simt_barrier(__FILE__, __LINE__)
+
+SIMT_QUIET inline void simt_lanes_meet(void **, uint32_t mask)
+{
+    simt_race_lanes(mask);
+}
+
+UPI_DEVICE void __syncwarp(uint32_t mask = 0xffffffff, SIMT_HERE)
+{
+    simt_meet("__syncwarp", mask, NULL, simt_lanes_meet, file, line);
+}
+
+/* Lanes are counted inside groups of `width`, a power of two. */
+template <class T> SIMT_QUIET inline T __shfl_sync(uint32_t mask, T v, int lane, int width = 32, SIMT_HERE)
+{
+    unsigned me = simt_fiber_now->lane, group = me & ~(unsigned)(width - 1);
+    return simt_shuffle("__shfl_sync", mask, v, group + ((unsigned)lane & (unsigned)(width - 1)), file, line);
+}
+
+template <class T>
+SIMT_QUIET inline T __shfl_xor_sync(uint32_t mask, T v, int lanes, int width = 32, SIMT_HERE)
+{
+    unsigned me = simt_fiber_now->lane, from = me ^ (unsigned)lanes;
+    if (from / (unsigned)width > me / (unsigned)width) from = me; /* an earlier group may be read */
+    return simt_shuffle("__shfl_xor_sync", mask, v, from, file, line);
+}
+
+template <class T>
+SIMT_QUIET inline T __shfl_down_sync(uint32_t mask, T v, unsigned lanes, int width = 32, SIMT_HERE)
+{
+    unsigned me = simt_fiber_now->lane, inside = me & (unsigned)(width - 1);
+    return simt_shuffle("__shfl_down_sync", mask, v, inside + lanes < (unsigned)width ? me + lanes : me, file,
+                        line);
+}
+
+template <class T>
+SIMT_QUIET inline T __shfl_up_sync(uint32_t mask, T v, unsigned lanes, int width = 32, SIMT_HERE)
+{
+    unsigned me = simt_fiber_now->lane, inside = me & (unsigned)(width - 1);
+    return simt_shuffle("__shfl_up_sync", mask, v, inside >= lanes ? me - lanes : me, file, line);
+}
+
+UPI_DEVICE uint32_t __ballot_sync(uint32_t mask, int vote, SIMT_HERE)
+{
+    return simt_vote("__ballot_sync", mask, vote, file, line);
+}
+
+UPI_DEVICE int __any_sync(uint32_t mask, int vote, SIMT_HERE)
+{
+    return simt_vote("__any_sync", mask, vote, file, line) != 0;
+}
+
+UPI_DEVICE int __all_sync(uint32_t mask, int vote, SIMT_HERE)
+{
+    return simt_vote("__all_sync", mask, vote, file, line) == mask;
+}
+
+/* ---- shared memory, and copies into it ---- */
+
+UPI_DEVICE uint32_t upi_shared_address(const void *p)
+{
+    return simt_shared_address(p);
+}
+
+UPI_DEVICE void upi_copy16(uint32_t dst, const void *src, int take)
+{
+    simt_copy_start(dst, src, 16, take ? 16 : 0);
+}
+
+UPI_DEVICE void upi_copy_commit(void)
+{
+    simt_copy_commit();
+}
+
+template <int N> UPI_DEVICE void upi_copy_wait(void)
+{
+    simt_copy_wait(N);
+}
+
+/* ---- tensor cores ---- */
+
+UPI_DEVICE void upi_load_matrix4(uint32_t r[4], uint32_t address, SIMT_HERE)
+{
+    simt_load_arg a = {address, r};
+    simt_meet("ldmatrix", 0xffffffff, &a, simt_load_matrices<0>, file, line);
+}
+
+UPI_DEVICE void upi_load_matrix4_trans(uint32_t r[4], uint32_t address, SIMT_HERE)
+{
+    simt_load_arg a = {address, r};
+    simt_meet("ldmatrix.trans", 0xffffffff, &a, simt_load_matrices<1>, file, line);
+}
+
+UPI_DEVICE void upi_mma(float d[4], const uint32_t a[4], const uint32_t b[2], SIMT_HERE)
+{
+    simt_mma_arg x = {d, a, b};
+    simt_meet("mma", 0xffffffff, &x, simt_multiply, file, line);
+}
+
+/* ---- between threads and blocks ---- */
+
+SIMT_QUIET __attribute__((noinline)) inline int upi_load_acquire(const int *p)
+{
+    simt_race_acquire(p);
+    return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+
+SIMT_QUIET __attribute__((noinline)) inline void upi_add_release(int *p, int v)
+{
+    simt_race_release(p);
+    __atomic_fetch_add(p, v, __ATOMIC_RELEASE);
+    simt_moved();
+}
+
+UPI_DEVICE void upi_pause(SIMT_HERE)
+{
+    simt_pause(file, line);
+}
+
+SIMT_QUIET __attribute__((noinline)) inline void __threadfence(void)
+{
+    simt_race_fence();
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+
+SIMT_QUIET __attribute__((noinline)) inline float atomicAdd(float *p, float v)
+{
+    uint32_t *bits = (uint32_t *)p, was, will;
+    float f;
+    simt_race_atomic(p, sizeof *p);
+    was = __atomic_load_n(bits, __ATOMIC_RELAXED);
+    do {
+        memcpy(&f, &was, sizeof f);
+        f += v;
+        memcpy(&will, &f, sizeof f);
+    } while (!__atomic_compare_exchange_n(bits, &was, will, 0, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED));
+    memcpy(&f, &was, sizeof f);
+    simt_moved();
+    return f;
+}
+
+template <class T> SIMT_QUIET inline T simt_atomic_add(T *p, T v)
+{
+    T was = __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST);
+    simt_moved();
+    return was;
+}
+
+SIMT_QUIET __attribute__((noinline)) inline int atomicAdd(int *p, int v)
+{
+    simt_race_atomic(p, sizeof *p);
+    return simt_atomic_add(p, v);
+}
+
+SIMT_QUIET __attribute__((noinline)) inline unsigned atomicAdd(unsigned *p, unsigned v)
+{
+    simt_race_atomic(p, sizeof *p);
+    return simt_atomic_add(p, v);
+}
+
+SIMT_QUIET __attribute__((noinline)) inline unsigned long long atomicAdd(unsigned long long *p,
+                                                                         unsigned long long v)
+{
+    simt_race_atomic(p, sizeof *p);
+    return simt_atomic_add(p, v);
+}
+
+#endif

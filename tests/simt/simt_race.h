@@ -1,0 +1,631 @@
+/* simt_race.h -- finds data races of one launch: shared memory, and global memory of any block     part of simt.h
+ *
+ * Compile the unit with -fsanitize=thread -DSIMT_RACE and link it without the sanitizer's library: the callbacks
+ * at every load and store are here. Blocks then run one at a time.
+ *
+ * Every thread has a clock, and knows a clock of every other thread: what it has learnt of it through
+ * __syncthreads (the block), __syncwarp (the lanes), upi_add_release to upi_load_acquire, and __threadfence
+ * around an atomic on either side. Shuffles, ldmatrix and mma order nothing. Every two bytes of memory remember
+ * their last write and up to four reads by different warps. An access that does not know of an earlier one, of
+ * which one is a write and not both are atomic, is a race, whatever the order was in this run. A copy that has
+ * not been waited for is an access of its own thread of control. A launch with races ends the process.
+ *
+ * Found too: shared memory that is read and that nobody wrote; a load or store that is not aligned to its size
+ * (to 8 bytes if it is wider).
+ *
+ * Proved for the addresses and the order of synchronisation of this run, but for a fifth reader: then one of
+ * the older is forgotten. Not seen: accesses between launches (streams order them), the host's, and memory that
+ * a library without the callbacks touches.
+ */
+#ifndef SIMT_RACE_H
+#define SIMT_RACE_H
+
+#ifndef SIMT_RACE
+
+enum { SIMT_RACE_ON = 0 };
+
+SIMT_QUIET inline void simt_race_start(simt_launch *)
+{
+}
+SIMT_QUIET inline void simt_race_end(simt_launch *)
+{
+}
+SIMT_QUIET inline void simt_race_block(simt_block *)
+{
+}
+SIMT_QUIET inline void simt_race_barrier(simt_block *)
+{
+}
+SIMT_QUIET inline void simt_race_lanes(uint32_t)
+{
+}
+SIMT_QUIET inline void simt_race_copy(const void *, const void *, int, int)
+{
+}
+SIMT_QUIET inline void simt_race_copy_commit(void)
+{
+}
+SIMT_QUIET inline void simt_race_copy_wait(int)
+{
+}
+SIMT_QUIET inline void simt_race_matrix_row(unsigned, const void *)
+{
+}
+SIMT_QUIET inline void simt_race_atomic(const void *, unsigned)
+{
+}
+SIMT_QUIET inline void simt_race_release(const void *)
+{
+}
+SIMT_QUIET inline void simt_race_acquire(const void *)
+{
+}
+SIMT_QUIET inline void simt_race_fence(void)
+{
+}
+
+#else
+
+enum {
+    SIMT_RACE_ON = 1,
+    SIMT_RACE_SHOWN = 8,      /* races of a launch that are printed */
+    SIMT_GRAIN = 2,           /* bytes that share a memory */
+    SIMT_SHADOW_BITS = 9,     /* bytes of memory behind one page of the shadow */
+    SIMT_SHADOW_LISTS = 4096, /* of pages, by hash */
+    SIMT_READERS = 4
+};
+
+/* Somebody's access. `agent`: a thread's number; for its copies, that plus the block's threads. */
+struct simt_touch {
+    uint32_t block, clock, place; /* clock 0: none; place: of the code */
+    uint16_t agent, atomic;
+};
+
+struct simt_cell {
+    simt_touch write, read[SIMT_READERS];
+};
+
+/* What a thread knew when it released: clocks of agents, by block in rising order. Never changed once made. */
+struct simt_known {
+    uint32_t block;
+    const uint32_t *clock;
+};
+struct simt_view {
+    unsigned count;
+    simt_known known[1];
+};
+
+/* Of a thread: `clock` of the agents of its own block, `far` of other blocks. */
+struct simt_clocks {
+    uint32_t *clock;
+    const simt_view *far;
+    const simt_view *fenced; /* what an atomic after the last fence gives away */
+    const simt_view *seen;   /* what atomics have brought, and the next fence takes in */
+};
+
+struct simt_shadow_page {
+    simt_shadow_page *next;
+    uintptr_t number;
+    simt_cell cell[(1 << SIMT_SHADOW_BITS) / SIMT_GRAIN];
+    const simt_view *released[(1 << SIMT_SHADOW_BITS) / 4];
+};
+
+struct simt_chunk {
+    simt_chunk *next;
+};
+
+struct simt_shadow {
+    simt_shadow_page *list[SIMT_SHADOW_LISTS], *last;
+    simt_chunk *chunks; /* clocks and views, freed with the launch */
+    unsigned threads, races, shown;
+    uint32_t last_now, last_then; /* places of the last race that was printed */
+    simt_cell *shared;            /* of the block that runs */
+    uint32_t *clocks;
+    simt_clocks *of;
+    uint32_t *joined;
+};
+
+/* Pages of launches that have ended; under simt_pool_lock. */
+inline simt_shadow_page *simt_spare_pages;
+
+SIMT_QUIET inline void *simt_race_new(size_t bytes)
+{
+    void *p = calloc(1, bytes > 0 ? bytes : 1);
+    if (p == NULL) simt_finding("no memory for the race detector");
+    return p;
+}
+
+/* Lives as long as the launch. */
+SIMT_QUIET inline void *simt_race_keep(simt_shadow *s, size_t bytes)
+{
+    simt_chunk *c = (simt_chunk *)simt_race_new(sizeof *c + bytes);
+    c->next = s->chunks;
+    s->chunks = c;
+    return c + 1;
+}
+
+SIMT_QUIET inline void simt_race_start(simt_launch *l)
+{
+    simt_shadow *s = (simt_shadow *)simt_race_new(sizeof *s);
+    size_t agents;
+    s->threads = (unsigned)(l->shape.block.x * l->shape.block.y * l->shape.block.z);
+    agents = 2 * (size_t)s->threads;
+    s->shared = (simt_cell *)simt_race_new((l->shape.shared / SIMT_GRAIN + 1) * sizeof(simt_cell));
+    s->clocks = (uint32_t *)simt_race_new(s->threads * agents * sizeof(uint32_t));
+    s->of = (simt_clocks *)simt_race_new(s->threads * sizeof(simt_clocks));
+    s->joined = (uint32_t *)simt_race_new(agents * sizeof(uint32_t));
+    l->shadow = s;
+}
+
+SIMT_QUIET inline void simt_race_end(simt_launch *l)
+{
+    simt_shadow *s = l->shadow;
+    unsigned i, races = s->races;
+    pthread_mutex_lock(&simt_pool_lock);
+    for (i = 0; i < SIMT_SHADOW_LISTS; ++i)
+        while (s->list[i] != NULL) {
+            simt_shadow_page *p = s->list[i];
+            s->list[i] = p->next;
+            p->next = simt_spare_pages;
+            simt_spare_pages = p;
+        }
+    pthread_mutex_unlock(&simt_pool_lock);
+    while (s->chunks != NULL) {
+        simt_chunk *c = s->chunks;
+        s->chunks = c->next;
+        free(c);
+    }
+    free(s->shared);
+    free(s->clocks);
+    free(s->of);
+    free(s->joined);
+    free(s);
+    if (races > 0) simt_finding("%u races in this launch", races);
+}
+
+SIMT_QUIET inline void simt_race_block(simt_block *b)
+{
+    simt_shadow *s = b->launch->shadow;
+    unsigned t, agents = 2 * b->threads;
+    memset(s->shared, 0, (b->shared_bytes / SIMT_GRAIN + 1) * sizeof(simt_cell));
+    memset(s->clocks, 0, (size_t)b->threads * agents * sizeof(uint32_t));
+    for (t = 0; t < b->threads; ++t) {
+        simt_clocks *c = &s->of[t];
+        memset(c, 0, sizeof *c);
+        c->clock = s->clocks + (size_t)t * agents;
+        c->clock[t] = 1;
+        b->fiber[t].clocks = c;
+    }
+}
+
+/* ---- views ---- */
+
+SIMT_QUIET inline simt_view *simt_view_new(simt_shadow *s, unsigned most)
+{
+    return (simt_view *)simt_race_keep(s, sizeof(simt_view) + most * sizeof(simt_known));
+}
+
+/* The clocks of a block that know what either knows. */
+SIMT_QUIET inline const uint32_t *simt_clock_join(simt_shadow *s, const uint32_t *a, const uint32_t *b)
+{
+    unsigned i, agents = 2 * s->threads;
+    int a_more = 0, b_more = 0;
+    uint32_t *r;
+    if (a == b) return a;
+    for (i = 0; i < agents; ++i) {
+        a_more |= a[i] > b[i];
+        b_more |= b[i] > a[i];
+    }
+    if (!b_more) return a;
+    if (!a_more) return b;
+    r = (uint32_t *)simt_race_keep(s, agents * sizeof *r);
+    for (i = 0; i < agents; ++i) r[i] = a[i] > b[i] ? a[i] : b[i];
+    return r;
+}
+
+SIMT_QUIET inline const simt_view *simt_view_join(simt_shadow *s, const simt_view *a, const simt_view *b)
+{
+    simt_view *r;
+    unsigned i = 0, j = 0, same_a = 1, same_b = 1;
+    if (a == b || b == NULL) return a;
+    if (a == NULL) return b;
+    r = simt_view_new(s, a->count + b->count);
+    while (i < a->count || j < b->count) {
+        simt_known *k = &r->known[r->count++];
+        if (j == b->count || (i < a->count && a->known[i].block < b->known[j].block)) {
+            *k = a->known[i++];
+            same_b = 0;
+        } else if (i == a->count || b->known[j].block < a->known[i].block) {
+            *k = b->known[j++];
+            same_a = 0;
+        } else {
+            k->block = a->known[i].block;
+            k->clock = simt_clock_join(s, a->known[i].clock, b->known[j].clock);
+            same_a &= k->clock == a->known[i++].clock;
+            same_b &= k->clock == b->known[j++].clock;
+        }
+    }
+    return same_a ? a : same_b ? b : r;
+}
+
+/* All that a thread knows now, itself included. */
+SIMT_QUIET inline const simt_view *simt_view_of(simt_shadow *s, const simt_fiber *f)
+{
+    unsigned agents = 2 * s->threads;
+    uint32_t *clock = (uint32_t *)simt_race_keep(s, agents * sizeof *clock);
+    simt_view *own = simt_view_new(s, 1);
+    memcpy(clock, f->clocks->clock, agents * sizeof *clock);
+    own->count = 1;
+    own->known[0].block = simt_here->number;
+    own->known[0].clock = clock;
+    ++f->clocks->clock[f->number]; /* what comes later is not in it */
+    return simt_view_join(s, f->clocks->far, own);
+}
+
+/* clock = the greater of both, agent by agent. */
+SIMT_QUIET SIMT_FAST inline void simt_clock_raise(uint32_t *clock, const uint32_t *by, unsigned agents)
+{
+    unsigned a;
+    for (a = 0; a < agents; ++a) clock[a] = clock[a] > by[a] ? clock[a] : by[a];
+}
+
+SIMT_QUIET inline void simt_view_learn(simt_shadow *s, simt_fiber *f, const simt_view *v)
+{
+    unsigned i;
+    if (v == NULL) return;
+    f->clocks->far = simt_view_join(s, f->clocks->far, v);
+    for (i = 0; i < v->count; ++i)
+        if (v->known[i].block == simt_here->number)
+            simt_clock_raise(f->clocks->clock, v->known[i].clock, 2 * s->threads);
+}
+
+/* ---- accesses ---- */
+
+enum simt_kind { SIMT_READ = 0, SIMT_WRITE = 1, SIMT_ATOMIC_READ = 2, SIMT_ATOMIC_WRITE = 3 };
+
+SIMT_QUIET inline int simt_knows(const simt_clocks *c, const simt_touch *t)
+{
+    unsigned i;
+    if (t->clock == 0) return 1;
+    if (t->block == simt_here->number) return t->clock <= c->clock[t->agent];
+    if (c->far == NULL) return 0;
+    for (i = 0; i < c->far->count; ++i)
+        if (c->far->known[i].block == t->block) return t->clock <= c->far->known[i].clock[t->agent];
+    return 0;
+}
+
+extern "C" const char __executable_start[] __attribute__((weak));
+
+/* "function at file:line" of a place in the code, as addr2line knows it. */
+SIMT_QUIET inline void simt_name_place(uint32_t place, char *out, size_t bytes)
+{
+    char command[128], line[256];
+    const char *moved = __executable_start[16] == 3 ? (const char *)0 : __executable_start; /* ET_DYN */
+    FILE *f;
+    snprintf(out, bytes, "code +0x%x", place);
+    snprintf(command, sizeof command, "addr2line -i -e /proc/%d/exe 0x%lx 2>/dev/null", (int)getpid(),
+             (unsigned long)(uintptr_t)moved + place - 1);
+    f = popen(command, "r");
+    if (f == NULL) return;
+    while (fgets(line, sizeof line, f) != NULL) {
+        size_t used;
+        line[strcspn(line, "\n")] = 0;
+        if (strncmp(line, "??", 2) == 0 || strstr(line, "/seams.h:") != NULL)
+            continue; /* the caller says more */
+        if (strncmp(out, "code", 4) == 0) out[0] = 0;
+        used = strlen(out);
+        snprintf(out + used, bytes - used, "%s%s", used > 0 ? " from " : "", line);
+    }
+    pclose(f);
+}
+
+SIMT_QUIET __attribute__((noinline)) inline void simt_race_report(const char *what, const void *p,
+                                                                  const simt_touch *now,
+                                                                  const simt_touch *then)
+{
+    simt_block *b = simt_here;
+    uintptr_t offset = (uintptr_t)p - (uintptr_t)b->shared;
+    char here[1024], there[1024], where[64];
+    simt_shadow *s = b->launch->shadow;
+    ++s->races;
+    if (s->shown == SIMT_RACE_SHOWN || (s->last_now == now->place && s->last_then == then->place)) return;
+    ++s->shown;
+    s->last_now = now->place;
+    s->last_then = then->place;
+    simt_name_place(now->place, here, sizeof here);
+    simt_name_place(then->place, there, sizeof there);
+    if (offset < b->shared_bytes)
+        snprintf(where, sizeof where, "shared byte %lu", (unsigned long)offset);
+    else
+        snprintf(where, sizeof where, "global %p", p);
+    fprintf(stderr, "simt: race: %s, %s\n  block %u thread %u%s, %s\n  block %u thread %u%s before, %s\n",
+            what, where, now->block, now->agent % b->threads, now->agent >= b->threads ? " (its copy)" : "",
+            here, then->block, then->agent % b->threads, then->agent >= b->threads ? " (its copy)" : "",
+            there);
+}
+
+/* Keeps a read: in the place of one that this access knows of, of the same warp, or of any. */
+SIMT_QUIET inline void simt_keep_read(const simt_clocks *c, simt_cell *cell, const simt_touch *now)
+{
+    unsigned i;
+    for (i = 0; i < SIMT_READERS; ++i)
+        if (simt_knows(c, &cell->read[i]) && cell->read[i].agent != now->agent)
+            break;
+        else if (cell->read[i].block == now->block &&
+                 cell->read[i].agent / SIMT_WARP == now->agent / SIMT_WARP && cell->read[i].clock != 0)
+            break;
+    if (i == SIMT_READERS) i = (now->clock + now->agent + now->block) % SIMT_READERS;
+    cell->read[i] = *now;
+}
+
+SIMT_QUIET inline void simt_touch_cell(simt_cell *cell, simt_kind kind, const simt_clocks *c, const void *p,
+                                       const simt_touch *now)
+{
+    unsigned i;
+    if (!(now->atomic && cell->write.atomic) && !simt_knows(c, &cell->write))
+        simt_race_report(kind & SIMT_WRITE ? "a write after a write" : "a read after a write", p, now,
+                         &cell->write);
+    if ((kind & SIMT_WRITE) == 0) {
+        simt_keep_read(c, cell, now);
+        return;
+    }
+    for (i = 0; i < SIMT_READERS; ++i) {
+        if (!(now->atomic && cell->read[i].atomic) && !simt_knows(c, &cell->read[i]))
+            simt_race_report("a write after a read", p, now, &cell->read[i]);
+        cell->read[i].clock = 0;
+    }
+    cell->write = *now;
+}
+
+SIMT_QUIET inline simt_shadow_page *simt_shadow_at(simt_shadow *s, uintptr_t address)
+{
+    uintptr_t number = address >> SIMT_SHADOW_BITS;
+    simt_shadow_page **list, *p = s->last;
+    if (p != NULL && p->number == number) return p;
+    list = &s->list[number % SIMT_SHADOW_LISTS];
+    for (p = *list; p != NULL && p->number != number;) p = p->next;
+    if (p == NULL) {
+        pthread_mutex_lock(&simt_pool_lock);
+        p = simt_spare_pages;
+        if (p != NULL) simt_spare_pages = p->next;
+        pthread_mutex_unlock(&simt_pool_lock);
+        if (p == NULL)
+            p = (simt_shadow_page *)simt_race_new(sizeof *p);
+        else
+            memset(p, 0, sizeof *p);
+        p->number = number;
+        p->next = *list;
+        *list = p;
+    }
+    s->last = p;
+    return p;
+}
+
+SIMT_QUIET inline void simt_access(const simt_fiber *f, unsigned agent, uint32_t clock, const void *p,
+                                   size_t bytes, simt_kind kind, const void *code)
+{
+    simt_block *b = simt_here;
+    simt_shadow *s = b->launch->shadow;
+    uintptr_t at = (uintptr_t)p, offset = at - (uintptr_t)b->shared;
+    simt_touch now = {b->number, clock, (uint32_t)((uintptr_t)code - (uintptr_t)__executable_start),
+                      (uint16_t)agent, (uint16_t)(kind >> 1)};
+    uintptr_t i;
+    if (offset < b->shared_bytes) {
+        if (b->shared_bytes - offset < bytes)
+            simt_finding("shared memory out of bounds: %zu bytes at %lu, the block has %zu", bytes,
+                         (unsigned long)offset, b->shared_bytes);
+        for (i = offset / SIMT_GRAIN; i <= (offset + bytes - 1) / SIMT_GRAIN; ++i) {
+            if ((kind & SIMT_WRITE) == 0 && s->shared[i].write.clock == 0 && s->races == 0) {
+                char here[1024];
+                simt_name_place(now.place, here, sizeof here);
+                simt_finding("shared byte %lu is read and nobody wrote it, at %s",
+                             (unsigned long)i * SIMT_GRAIN, here);
+            }
+            simt_touch_cell(&s->shared[i], kind, f->clocks, b->shared + i * SIMT_GRAIN, &now);
+        }
+        return;
+    }
+    if (at - (uintptr_t)b->map < b->map_bytes)
+        simt_finding("shared memory out of bounds: byte %ld, the block has %zu", (long)offset,
+                     b->shared_bytes);
+    for (i = at / SIMT_GRAIN; i <= (at + bytes - 1) / SIMT_GRAIN; ++i)
+        simt_touch_cell(&simt_shadow_at(s, i * SIMT_GRAIN)->cell[i % ((1 << SIMT_SHADOW_BITS) / SIMT_GRAIN)],
+                        kind, f->clocks, (const void *)(i * SIMT_GRAIN), &now);
+}
+
+/* Of the thread that runs; its own variables are nobody else's. */
+SIMT_QUIET inline void simt_access_now(const void *p, size_t bytes, simt_kind kind, const void *code)
+{
+    const simt_fiber *f = simt_fiber_now;
+    if (f != NULL && (uintptr_t)p - (uintptr_t)f->stack >= SIMT_STACK)
+        simt_access(f, f->number, f->clocks->clock[f->number], p, bytes, kind, code);
+}
+
+SIMT_QUIET inline void simt_access_aligned(const void *p, size_t bytes, simt_kind kind, const void *code)
+{
+    if ((uintptr_t)p % (bytes < 8 ? bytes : 8) != 0 && simt_fiber_now != NULL) {
+        char here[1024];
+        simt_name_place((uint32_t)((uintptr_t)code - (uintptr_t)__executable_start), here, sizeof here);
+        simt_finding("misaligned: %zu bytes at %p, %s", bytes, p, here);
+    }
+    simt_access_now(p, bytes, kind, code);
+}
+
+/* ---- what orders accesses ---- */
+
+/* These threads of the block know from now on what any of them knew. */
+SIMT_QUIET inline void simt_race_meet(simt_block *b, const uint16_t *thread, unsigned count)
+{
+    simt_shadow *s = b->launch->shadow;
+    unsigned i, agents = 2 * b->threads;
+    const simt_view *far = NULL;
+    memset(s->joined, 0, agents * sizeof(uint32_t));
+    for (i = 0; i < count; ++i) {
+        const simt_clocks *c = b->fiber[thread[i]].clocks;
+        simt_clock_raise(s->joined, c->clock, agents);
+        far = simt_view_join(s, far, c->far);
+    }
+    for (i = 0; i < count; ++i) {
+        simt_clocks *c = b->fiber[thread[i]].clocks;
+        memcpy(c->clock, s->joined, agents * sizeof(uint32_t));
+        ++c->clock[thread[i]];
+        c->far = far;
+    }
+}
+
+SIMT_QUIET inline void simt_race_barrier(simt_block *b)
+{
+    uint16_t all[SIMT_THREADS];
+    unsigned t;
+    for (t = 0; t < b->threads; ++t) all[t] = (uint16_t)t;
+    simt_race_meet(b, all, b->threads);
+}
+
+SIMT_QUIET inline void simt_race_lanes(uint32_t mask)
+{
+    uint16_t lanes[SIMT_WARP];
+    unsigned i, n = 0;
+    for (i = 0; i < SIMT_WARP; ++i)
+        if (mask >> i & 1) lanes[n++] = (uint16_t)(simt_fiber_now->warp * SIMT_WARP + i);
+    simt_race_meet(simt_here, lanes, n);
+}
+
+/* A copy's clock is its group plus 1, so that a wait knows which have landed. */
+SIMT_QUIET __attribute__((always_inline)) inline void simt_race_copy(const void *dst, const void *src,
+                                                                     int bytes, int take)
+{
+    const simt_fiber *f = simt_fiber_now;
+    unsigned agent = f->number + simt_here->threads;
+    const void *code = __builtin_return_address(0);
+    simt_access(f, agent, (uint32_t)f->group + 1, dst, (size_t)bytes, SIMT_WRITE, code);
+    if (take > 0) simt_access(f, agent, (uint32_t)f->group + 1, src, (size_t)take, SIMT_READ, code);
+}
+
+SIMT_QUIET inline void simt_race_copy_commit(void)
+{
+}
+
+SIMT_QUIET inline void simt_race_copy_wait(int landed)
+{
+    simt_fiber *f = simt_fiber_now;
+    uint32_t *clock = &f->clocks->clock[f->number + simt_here->threads];
+    if (landed > 0 && (uint32_t)landed > *clock) *clock = (uint32_t)landed;
+}
+
+SIMT_QUIET inline void simt_race_matrix_row(unsigned lane, const void *p)
+{
+    const simt_fiber *f = &simt_here->fiber[simt_fiber_now->warp * SIMT_WARP + lane];
+    simt_access(f, f->number, f->clocks->clock[f->number], p, 16, SIMT_READ, simt_here->place);
+}
+
+SIMT_QUIET inline const simt_view **simt_released_at(const void *p)
+{
+    simt_shadow_page *page = simt_shadow_at(simt_here->launch->shadow, (uintptr_t)p);
+    return &page->released[(uintptr_t)p % (1 << SIMT_SHADOW_BITS) / 4];
+}
+
+/* Before an atomic that gives and takes nothing by itself: fences on both sides do. */
+SIMT_QUIET __attribute__((always_inline)) inline void simt_race_atomic(const void *p, unsigned bytes)
+{
+    simt_shadow *s = simt_here->launch->shadow;
+    simt_clocks *c = simt_fiber_now->clocks;
+    const simt_view **released = simt_released_at(p);
+    simt_access_now(p, bytes, SIMT_ATOMIC_WRITE, __builtin_return_address(0));
+    c->seen = simt_view_join(s, c->seen, *released);
+    *released = simt_view_join(s, *released, c->fenced);
+}
+
+SIMT_QUIET __attribute__((always_inline)) inline void simt_race_release(const void *p)
+{
+    simt_shadow *s = simt_here->launch->shadow;
+    const simt_view **released = simt_released_at(p);
+    simt_access_now(p, 4, SIMT_ATOMIC_WRITE, __builtin_return_address(0));
+    *released = simt_view_join(s, *released, simt_view_of(s, simt_fiber_now));
+}
+
+SIMT_QUIET __attribute__((always_inline)) inline void simt_race_acquire(const void *p)
+{
+    simt_shadow *s = simt_here->launch->shadow;
+    simt_access_now(p, 4, SIMT_ATOMIC_READ, __builtin_return_address(0));
+    simt_view_learn(s, simt_fiber_now, *simt_released_at(p));
+}
+
+SIMT_QUIET inline void simt_race_fence(void)
+{
+    simt_shadow *s = simt_here->launch->shadow;
+    simt_fiber *f = simt_fiber_now;
+    simt_view_learn(s, f, f->clocks->seen);
+    f->clocks->fenced = simt_view_of(s, f);
+}
+
+/* ---- the compiler's callbacks ---- */
+
+#define SIMT_CALLBACK extern "C" __attribute__((weak)) SIMT_QUIET
+#define SIMT_CODE     __builtin_return_address(0)
+#define SIMT_ACCESS_CALLBACKS(n)                          \
+    SIMT_CALLBACK void __tsan_read##n(void *p)            \
+    {                                                     \
+        simt_access_aligned(p, n, SIMT_READ, SIMT_CODE);  \
+    }                                                     \
+    SIMT_CALLBACK void __tsan_write##n(void *p)           \
+    {                                                     \
+        simt_access_aligned(p, n, SIMT_WRITE, SIMT_CODE); \
+    }                                                     \
+    SIMT_CALLBACK void __tsan_unaligned_read##n(void *p)  \
+    {                                                     \
+        simt_access_now(p, n, SIMT_READ, SIMT_CODE);      \
+    }                                                     \
+    SIMT_CALLBACK void __tsan_unaligned_write##n(void *p) \
+    {                                                     \
+        simt_access_now(p, n, SIMT_WRITE, SIMT_CODE);     \
+    }
+SIMT_ACCESS_CALLBACKS(1)
+SIMT_ACCESS_CALLBACKS(2)
+SIMT_ACCESS_CALLBACKS(4)
+SIMT_ACCESS_CALLBACKS(8)
+SIMT_ACCESS_CALLBACKS(16)
+SIMT_CALLBACK void __tsan_read_range(void *p, size_t n)
+{
+    if (n > 0) simt_access_now(p, n, SIMT_READ, SIMT_CODE);
+}
+SIMT_CALLBACK void __tsan_write_range(void *p, size_t n)
+{
+    if (n > 0) simt_access_now(p, n, SIMT_WRITE, SIMT_CODE);
+}
+SIMT_CALLBACK void __tsan_init(void)
+{
+}
+SIMT_CALLBACK void __tsan_func_entry(void *)
+{
+}
+SIMT_CALLBACK void __tsan_func_exit(void)
+{
+}
+SIMT_CALLBACK void __tsan_vptr_update(void **, void *)
+{
+}
+SIMT_CALLBACK void __tsan_vptr_read(void **)
+{
+}
+
+/* Atomics are the host code's: kernels use those of seams.h. */
+#define SIMT_ATOMIC_CALLBACKS(bits, type)                                             \
+    SIMT_CALLBACK type __tsan_atomic##bits##_load(const volatile type *p, int)        \
+    {                                                                                 \
+        return __atomic_load_n(p, __ATOMIC_SEQ_CST);                                  \
+    }                                                                                 \
+    SIMT_CALLBACK void __tsan_atomic##bits##_store(volatile type *p, type v, int)     \
+    {                                                                                 \
+        __atomic_store_n(p, v, __ATOMIC_SEQ_CST);                                     \
+    }                                                                                 \
+    SIMT_CALLBACK type __tsan_atomic##bits##_fetch_add(volatile type *p, type v, int) \
+    {                                                                                 \
+        return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST);                            \
+    }
+SIMT_ATOMIC_CALLBACKS(8, signed char)
+SIMT_ATOMIC_CALLBACKS(32, int)
+SIMT_ATOMIC_CALLBACKS(64, long)
+
+#endif
+
+#endif

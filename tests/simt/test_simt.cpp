@@ -1,0 +1,664 @@
+/* test_simt.cpp -- the emulator itself: what kernels compute on it, and bugs that it must find
+ *
+ * Every planted bug runs in a process of its own, which must end with the emulator's status and say the words.
+ * Built three ways: as it is, with -fsanitize=address,undefined, and for the race detector, which then must find
+ * what the plain build can't.
+ */
+#include "upipe/cuda/upipe_cuda_kernel.h"
+
+#include <signal.h>
+#include <sys/wait.h>
+
+#include <thread>
+#include <vector>
+
+#include "test.h"
+
+/* ---- the frame ---- */
+
+static simt_shape shape_of(int blocks, int threads, size_t shared)
+{
+    simt_shape s = {{blocks, 1, 1}, {threads, 1, 1}, shared};
+    return s;
+}
+
+/* Runs body in another process. Returns its exit status, -1 for a signal; what it printed is in text. */
+template <class F> static int run_apart(char *text, size_t bytes, F body)
+{
+    int ends[2], status = 0;
+    size_t used = 0;
+    ssize_t n;
+    pid_t child;
+    fflush(stdout);
+    if (pipe(ends) != 0) return -2;
+    child = fork();
+    if (child == 0) {
+        dup2(ends[1], 2);
+        close(ends[0]);
+        close(ends[1]);
+        alarm(60);
+        _exit(body());
+    }
+    close(ends[1]);
+    while (used + 1 < bytes && (n = read(ends[0], text + used, bytes - 1 - used)) > 0) used += (size_t)n;
+    text[used] = 0;
+    close(ends[0]);
+    waitpid(child, &status, 0);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+/* The body must end by a finding whose report has the words; or by one of AddressSanitizer's, where that has its
+ * own eye on the place. */
+template <class F> static void must_find(int line, const char *words, int asan, F body)
+{
+    static char text[1 << 16];
+    int status = run_apart(text, sizeof text, body);
+    int ok = status == SIMT_STATUS && strstr(text, words) != NULL;
+#ifdef SIMT_ASAN
+    if (asan && status > 0 && strstr(text, "AddressSanitizer") != NULL) ok = 1;
+#endif
+    (void)asan;
+    test_check(ok, __FILE__, line, "the status is %d, not %d, or the report does not say \"%s\":\n%.600s",
+               status, SIMT_STATUS, words, text);
+}
+#define MUST_FIND(words, ...)         must_find(__LINE__, words, 0, __VA_ARGS__)
+#define MUST_FIND_OR_ASAN(words, ...) must_find(__LINE__, words, 1, __VA_ARGS__)
+/* What only the race detector can show. */
+#define MUST_RACE(words, ...)                                         \
+    do {                                                              \
+        if (SIMT_RACE_ON) must_find(__LINE__, words, 0, __VA_ARGS__); \
+    } while (0)
+
+/* The same under several orders. */
+template <class F> static void in_many_orders(F body)
+{
+    const long orders[] = {0, 1, 2, 3, 77};
+    for (long seed : orders) {
+        simt_seed = seed;
+        body();
+    }
+    simt_seed = 0;
+}
+
+/* ---- results: places, sums, shuffles ---- */
+
+UPI_KERNEL(24, 1) void write_places(int *out)
+{
+    int thread = (int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z));
+    int block = (int)(blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z));
+    out[block * 24 + thread] += 1 + block * 24 + thread;
+}
+
+static void test_places(void)
+{
+    in_many_orders([] {
+        std::vector<int> out(12 * 24);
+        simt_shape s = {{3, 2, 2}, {4, 3, 2}, 0};
+        simt_run(s, [&] { write_places(out.data()); });
+        for (int i = 0; i < 12 * 24; ++i) CHECK_INT(out[i], i + 1);
+    });
+}
+
+enum { NO_BARRIER = 1, FAR_OUT, RIM, BEFORE, PART, OTHER_LINE };
+
+template <int BUG> UPI_KERNEL(256, 1) void sum_block(const float *x, int n, float *out)
+{
+    UPI_SHARED(float, part);
+    const int t = (int)threadIdx.x;
+    float a = 0;
+    for (int i = (int)blockIdx.x * 256 + t; i < n; i += (int)gridDim.x * 256) a += x[i];
+    part[t] = a;
+    for (int s = 128; s > 0; s /= 2) {
+        if (BUG != NO_BARRIER) __syncthreads();
+        if (t < s) part[t] += part[t + s];
+    }
+    if (BUG == FAR_OUT && t == 0) part[1 << 16] = 1;
+    if (BUG == RIM && t == 7) part[256] = 1;
+    if (BUG == BEFORE && t == 7) part[-3] = 1;
+    if (BUG == PART && t < 10) __syncthreads();
+    if (BUG == OTHER_LINE) {
+        if (t < 128)
+            __syncthreads();
+        else
+            __syncthreads();
+    }
+    if (t == 0) atomicAdd(out, part[0]);
+}
+
+static float some[10000];
+
+template <int BUG> static float run_sum(size_t shared)
+{
+    float out = 0;
+    simt_run(shape_of(8, 256, shared), [&] { sum_block<BUG>(some, 10000, &out); });
+    return out;
+}
+
+static void test_sums(void)
+{
+    float want = 0;
+    for (int i = 0; i < 10000; ++i) want += some[i] = (float)(i % 7);
+    in_many_orders([&] { CHECK(run_sum<0>(1024) == want); });
+    MUST_FIND("shared memory out of bounds: byte 262144, the block has 1024",
+              [] { return run_sum<FAR_OUT>(1024) > 0; });
+    MUST_FIND("shared memory out of bounds: byte 1024", [] { return run_sum<RIM>(1024) > 0; });
+    MUST_FIND_OR_ASAN("shared memory out of bounds: byte -12", [] { return run_sum<BEFORE>(1024) > 0; });
+    MUST_FIND_OR_ASAN("shared memory out of bounds: byte 1000", [] { return run_sum<0>(1000) > 0; });
+    MUST_FIND("part of the block reached a barrier", [] { return run_sum<PART>(1024) > 0; });
+    MUST_FIND("threads 0 to 9 wait at __syncthreads", [] { return run_sum<PART>(1024) > 0; });
+    MUST_FIND("divergence: a barrier at", [] { return run_sum<OTHER_LINE>(1024) > 0; });
+    if (SIMT_RACE_ON)
+        MUST_FIND("nobody wrote it", [] { return run_sum<NO_BARRIER>(1024) > 0; });
+    else
+        CHECK(isnan(run_sum<NO_BARRIER>(1024))); /* what was not written yet is a NaN */
+}
+
+UPI_KERNEL(32, 1) void shuffle(int *out)
+{
+    const int l = (int)threadIdx.x;
+    int *o = out + l * 8;
+    o[0] = __shfl_xor_sync(0xffffffff, l, 5);
+    o[1] = __shfl_sync(0xffffffff, l, (l * 7 + 3) % 32);
+    o[2] = __shfl_down_sync(0xffffffff, l, 3);
+    o[3] = __shfl_up_sync(0xffffffff, l, 3);
+    o[4] = __shfl_down_sync(0xffffffff, l, 3, 8);
+    o[5] = __shfl_xor_sync(0xffffffff, l, 4, 8);
+    o[6] = (int)__ballot_sync(0xffffffff, l % 3 == 0);
+    o[7] = l < 16 ? __any_sync(0x0000ffff, l == 3) + 2 * __all_sync(0x0000ffff, l < 16)
+                  : __any_sync(0xffff0000, l == 3) + 2 * __all_sync(0xffff0000, l != 20);
+}
+
+static void test_shuffles(void)
+{
+    in_many_orders([] {
+        int out[32 * 8], thirds = 0;
+        for (int l = 0; l < 32; l += 3) thirds |= 1 << l;
+        simt_run(shape_of(1, 32, 0), [&] { shuffle(out); });
+        for (int l = 0; l < 32; ++l) {
+            CHECK_INT(out[l * 8], l ^ 5);
+            CHECK_INT(out[l * 8 + 1], (l * 7 + 3) % 32);
+            CHECK_INT(out[l * 8 + 2], l + 3 < 32 ? l + 3 : l);
+            CHECK_INT(out[l * 8 + 3], l >= 3 ? l - 3 : l);
+            CHECK_INT(out[l * 8 + 4], l % 8 + 3 < 8 ? l + 3 : l);
+            CHECK_INT(out[l * 8 + 5], l ^ 4);
+            CHECK_INT(out[l * 8 + 6], thirds);
+            CHECK_INT(out[l * 8 + 7], l < 16 ? 3 : 0);
+        }
+    });
+}
+
+enum { BRANCH = 1, ABSENT, MASKS, OUTSIDE, GONE };
+
+template <int BUG> UPI_KERNEL(32, 1) void diverge(int *out)
+{
+    const int l = (int)threadIdx.x;
+    int v = l;
+    if (BUG == BRANCH) {
+        if (l % 2)
+            v = __shfl_xor_sync(0xffffffff, v, 1);
+        else
+            v = __shfl_xor_sync(0xffffffff, v, 2);
+    }
+    if (BUG == ABSENT && l < 31) v = __shfl_xor_sync(0xffffffff, v, 1);
+    if (BUG == MASKS) v = __shfl_xor_sync(l < 16 ? 0xffffffff : 0xffff0000, v, 1);
+    if (BUG == OUTSIDE && l < 16) v = __shfl_sync(0x0000ffff, v, 20);
+    if (BUG == GONE) v = __shfl_sync(0x0000ffff, v, 0);
+    out[l] = v;
+}
+
+static void test_divergence(void)
+{
+    static int out[32];
+    MUST_FIND("divergence", [] { return simt_run(shape_of(1, 32, 0), [] { diverge<BRANCH>(out); }), 0; });
+    MUST_FIND("wait at __shfl_xor_sync",
+              [] { return simt_run(shape_of(1, 32, 0), [] { diverge<ABSENT>(out); }), 0; });
+    MUST_FIND("divergence", [] { return simt_run(shape_of(1, 32, 0), [] { diverge<MASKS>(out); }), 0; });
+    MUST_FIND("takes a value of lane 20",
+              [] { return simt_run(shape_of(1, 32, 0), [] { diverge<OUTSIDE>(out); }), 0; });
+    MUST_FIND("is not in the mask",
+              [] { return simt_run(shape_of(1, 32, 0), [] { diverge<GONE>(out); }), 0; });
+}
+
+/* ---- results: matrices and numbers ---- */
+
+/* The matrices lie behind one another, rows in the order `row`. */
+template <int TRANS> UPI_KERNEL(32, 1) void load_matrices(uint32_t *out, int slip)
+{
+    UPI_SHARED(uint16_t, m);
+    const int l = (int)threadIdx.x;
+    uint32_t r[4];
+    for (int i = l; i < 256; i += 32) m[i] = (uint16_t)i;
+    __syncwarp();
+    if (TRANS)
+        upi_load_matrix4_trans(r, upi_shared_address(m) + (uint32_t)(l * 16 + slip));
+    else
+        upi_load_matrix4(r, upi_shared_address(m) + (uint32_t)(l * 16 + slip));
+    for (int i = 0; i < 4; ++i) out[l * 4 + i] = r[i];
+}
+
+static void test_load_matrices(void)
+{
+    static uint32_t out[32 * 4];
+    in_many_orders([] {
+        simt_run(shape_of(1, 32, 512), [] { load_matrices<0>(out, 0); });
+        for (int l = 0; l < 32; ++l)
+            for (int m = 0; m < 4; ++m) {
+                CHECK_INT(out[l * 4 + m] & 0xffff, m * 64 + l / 4 * 8 + l % 4 * 2);
+                CHECK_INT(out[l * 4 + m] >> 16, m * 64 + l / 4 * 8 + l % 4 * 2 + 1);
+            }
+        simt_run(shape_of(1, 32, 512), [] { load_matrices<1>(out, 0); });
+        for (int l = 0; l < 32; ++l)
+            for (int m = 0; m < 4; ++m) {
+                CHECK_INT(out[l * 4 + m] & 0xffff, m * 64 + l / 4 + l % 4 * 2 * 8);
+                CHECK_INT(out[l * 4 + m] >> 16, m * 64 + l / 4 + (l % 4 * 2 + 1) * 8);
+            }
+    });
+    MUST_FIND("misaligned: ldmatrix",
+              [] { return simt_run(shape_of(1, 32, 512), [] { load_matrices<0>(out, 8); }), 0; });
+    MUST_FIND("out of bounds: ldmatrix at byte 512",
+              [] { return simt_run(shape_of(1, 32, 512), [] { load_matrices<1>(out, 16); }), 0; });
+}
+
+/* d = c + a b, everything in plain order in memory. */
+UPI_KERNEL(32, 1) void multiply(const float *a, const float *b, const float *c, float *d)
+{
+    const int l = (int)threadIdx.x, row = l / 4, pair = l % 4 * 2;
+    uint32_t x[4], y[2];
+    float z[4];
+    for (int i = 0; i < 4; ++i) {
+        const float *p = a + (row + i % 2 * 8) * 16 + pair + i / 2 * 8;
+        x[i] = upi_pack_bf16(p[0], p[1]);
+        z[i] = c[(row + i / 2 * 8) * 8 + pair + i % 2];
+    }
+    for (int i = 0; i < 2; ++i)
+        y[i] = upi_pack_bf16(b[(pair + i * 8) * 8 + row], b[(pair + i * 8 + 1) * 8 + row]);
+    upi_mma(z, x, y);
+    for (int i = 0; i < 4; ++i) d[(row + i / 2 * 8) * 8 + pair + i % 2] = z[i];
+}
+
+static void test_multiply(void)
+{
+    test_rng r = {4};
+    float a[256], b[128], c[128], d[128];
+    /* integers, so that every order of a sum gives the same; then every element of a alone */
+    for (int one = -4; one < 256; ++one) {
+        for (int i = 0; i < 256; ++i) a[i] = one < 0 ? (float)(test_below(&r, 17) - 8) : (float)(i == one);
+        for (int i = 0; i < 128; ++i) b[i] = (float)(test_below(&r, 17) - 8);
+        for (int i = 0; i < 128; ++i) c[i] = (float)(test_below(&r, 17) - 8);
+        simt_run(shape_of(1, 32, 0), [&] { multiply(a, b, c, d); });
+        for (int i = 0; i < 16; ++i)
+            for (int j = 0; j < 8; ++j) {
+                float want = c[i * 8 + j];
+                for (int k = 0; k < 16; ++k) want += a[i * 16 + k] * b[k * 8 + j];
+                CHECK(d[i * 8 + j] == want);
+            }
+    }
+}
+
+static void test_numbers(void)
+{
+    test_rng r = {9};
+    for (int i = 0; i < 20000; ++i) {
+        uint32_t bits = (uint32_t)test_u64(&r), got;
+        float x = upi_as_float(bits), low, high;
+        got = upi_pack_bf16(1, x) >> 16;
+        if (isnan(x)) {
+            CHECK(isnan(upi_from_bf16((upi_bf16)got)));
+            continue;
+        }
+        low = upi_as_float(bits & 0xffff0000); /* towards 0 */
+        high = upi_as_float((bits & 0xffff0000) + 0x10000);
+        if (upi_as_float(got << 16) != low) CHECK(upi_as_float(got << 16) == high);
+        if ((bits & 0xffff) != 0x8000)
+            CHECK_INT(got, (bits & 0xffff) < 0x8000 ? bits >> 16 : (bits >> 16) + 1);
+        else
+            CHECK_INT(got & 1, 0);
+    }
+    CHECK_INT(upi_pack_bf16(2, 1), 0x3f804000);
+    CHECK(upi_exp2(-126) == 0x1p-126f && upi_exp2(-126.5f) == 0 && upi_exp2(3) == 8);
+    CHECK(upi_exp2(-INFINITY) == 0 && upi_exp2(INFINITY) == INFINITY && isnan(upi_exp2(NAN)));
+    CHECK(__fdividef(6, 3) == 2 && __fdividef(1, 0x1p127f) == 0);
+}
+
+/* ---- copies ---- */
+
+enum { NO_WAIT = 1, SHORT_WAIT, REUSE, ODD_SOURCE, ODD_TARGET, PAST_END };
+
+/* Two tiles through two slots, each read by the other warp; the second pass reuses the slots. */
+template <int BUG> UPI_KERNEL(64, 1) void copy_tiles(const float *from, float *to)
+{
+    UPI_SHARED(float, slot);
+    const int t = (int)threadIdx.x;
+    const uint32_t at = upi_shared_address(slot);
+    for (int pass = 0; pass < 2; ++pass, from += 512, to += 512) {
+        upi_copy16(at + (uint32_t)(t * 16 + (BUG == ODD_TARGET ? 4 : 0)), from + t * 4 + (BUG == ODD_SOURCE),
+                   1);
+        upi_copy_commit();
+        upi_copy16(at + 1024 + (uint32_t)t * 16 + (BUG == PAST_END ? 16 : 0), from + 256 + t * 4, t % 2);
+        upi_copy_commit();
+        if (BUG != NO_WAIT && BUG != SHORT_WAIT) upi_copy_wait<1>();
+        if (BUG == SHORT_WAIT) upi_copy_wait<2>();
+        __syncthreads();
+        for (int i = 0; i < 4; ++i) to[(t ^ 32) * 4 + i] = slot[(t ^ 32) * 4 + i];
+        upi_copy_wait<0>();
+        __syncthreads();
+        for (int i = 0; i < 4; ++i) to[256 + (t ^ 32) * 4 + i] = slot[256 + (t ^ 32) * 4 + i];
+        if (BUG != REUSE) __syncthreads();
+    }
+}
+
+template <int BUG> static int run_copies(void)
+{
+    alignas(16) static float from[1024], to[1024];
+    int wrong = 0;
+    for (int i = 0; i < 1024; ++i) from[i] = (float)i;
+    simt_run(shape_of(1, 64, 2048), [] { copy_tiles<BUG>(from, to); });
+    for (int i = 0; i < 1024; ++i) wrong += to[i] != (i % 512 < 256 || i / 4 % 2 ? from[i] : 0);
+    return wrong;
+}
+
+static void test_copies(void)
+{
+    in_many_orders([] { CHECK_INT(run_copies<0>(), 0); });
+    simt_eager = 1;
+    in_many_orders([] { CHECK_INT(run_copies<0>(), 0); });
+    simt_eager = 0;
+    MUST_FIND("misaligned: an asynchronous copy of 16 bytes from", [] { return run_copies<ODD_SOURCE>(); });
+    MUST_FIND("misaligned: an asynchronous copy takes a shared address",
+              [] { return run_copies<ODD_TARGET>(); });
+    MUST_FIND("out of bounds: an asynchronous copy at byte 2048", [] { return run_copies<PAST_END>(); });
+    if (SIMT_RACE_ON) {
+        MUST_FIND("(its copy) before", [] { return run_copies<NO_WAIT>(); });
+        MUST_FIND("(its copy) before", [] { return run_copies<SHORT_WAIT>(); });
+        MUST_FIND("race: a write after a read", [] { return run_copies<REUSE>(); });
+    } else {
+        CHECK(run_copies<NO_WAIT>() > 0);
+        CHECK(run_copies<SHORT_WAIT>() > 0);
+        CHECK(run_copies<REUSE>() > 0);
+    }
+}
+
+/* ---- races in shared memory ---- */
+
+enum { NO_LANE_BARRIER = 1, NO_LANE_BARRIER_BUT_FILLED, ONE_FOR_ALL, HALF_WORDS };
+
+template <int BUG> UPI_KERNEL(64, 1) void turn(int *out)
+{
+    UPI_SHARED(int, s);
+    const int t = (int)threadIdx.x;
+    if (BUG == NO_LANE_BARRIER_BUT_FILLED) {
+        s[t] = 0;
+        __syncthreads();
+    }
+    s[t] = t;
+    if (BUG != NO_LANE_BARRIER && BUG != NO_LANE_BARRIER_BUT_FILLED) __syncwarp();
+    out[t] = s[t ^ 1];
+    __syncwarp();
+    if (BUG == ONE_FOR_ALL) s[0] = 5;
+    if (BUG == HALF_WORDS)
+        ((uint16_t *)(s + 64))[t] = (uint16_t)t; /* no bug: halves of a word are two places */
+    __syncthreads();
+    out[t] += s[t ^ 32];
+}
+
+static void test_shared_races(void)
+{
+    static int out[64];
+    in_many_orders([] {
+        simt_run(shape_of(1, 64, 512), [] { turn<0>(out); });
+        for (int t = 0; t < 64; ++t) CHECK_INT(out[t], (t ^ 1) + (t ^ 32));
+        simt_run(shape_of(1, 64, 512), [] { turn<HALF_WORDS>(out); });
+    });
+    MUST_RACE("shared byte 4 is read and nobody wrote it",
+              [] { return simt_run(shape_of(1, 64, 512), [] { turn<NO_LANE_BARRIER>(out); }), 0; });
+    MUST_RACE("race: a read after a write, shared byte 0", [] {
+        return simt_run(shape_of(1, 64, 512), [] { turn<NO_LANE_BARRIER_BUT_FILLED>(out); }), 0;
+    });
+    MUST_RACE("race: a write after a write, shared byte 0",
+              [] { return simt_run(shape_of(1, 64, 512), [] { turn<ONE_FOR_ALL>(out); }), 0; });
+}
+
+/* ---- between blocks ---- */
+
+enum {
+    NO_RELEASE = 1,
+    NO_ACQUIRE,
+    NO_TICKET,
+    SAME_WORD,
+    NO_FENCE_BEFORE,
+    NO_FENCE_AFTER,
+    PLAIN_AND_ATOMIC,
+    NO_BARRIER_BEFORE,
+    NEVER
+};
+
+/* Blocks add to a row one after another, in the order of their tickets. */
+template <int BUG> UPI_KERNEL(64, 1) void in_turn(int *sync, float *row)
+{
+    UPI_SHARED(int, mine);
+    const int t = (int)threadIdx.x;
+    int me;
+    if (t == 0) mine[0] = BUG == NO_TICKET ? (int)(gridDim.x - 1 - blockIdx.x) : atomicAdd(&sync[0], 1);
+    __syncthreads();
+    me = mine[0];
+    if (t == 0 && BUG != NO_ACQUIRE)
+        while (upi_load_acquire(&sync[1]) != me + (BUG == NEVER)) upi_pause();
+    __syncthreads();
+    row[t] += (float)(me + 1) * row[t];
+    if (BUG != NO_BARRIER_BEFORE) __syncthreads();
+    if (t == 0) {
+        if (BUG == NO_RELEASE)
+            atomicAdd(&sync[1], 1);
+        else
+            upi_add_release(&sync[1], 1);
+    }
+}
+
+template <int BUG> static float run_in_turn(void)
+{
+    int sync[2] = {0, 0};
+    float row[64];
+    for (int i = 0; i < 64; ++i) row[i] = 1;
+    simt_run(shape_of(6, 64, 4), [&] { in_turn<BUG>(sync, row); });
+    for (int i = 1; i < 64; ++i)
+        if (row[i] != row[0]) return -1;
+    return row[0];
+}
+
+/* The block that comes last sums what all have left. */
+template <int BUG> UPI_KERNEL(32, 1) void last_sums(int *count, float *part, float *out)
+{
+    UPI_SHARED(int, last);
+    const int t = (int)threadIdx.x;
+    part[(int)blockIdx.x * 32 + t] = (float)t;
+    if (BUG == SAME_WORD) part[1000] = 1;
+    __syncthreads();
+    if (t == 0) {
+        if (BUG != NO_FENCE_BEFORE) __threadfence();
+        last[0] = atomicAdd(count, 1) == (int)gridDim.x - 1;
+        if (BUG != NO_FENCE_AFTER) __threadfence();
+        if (BUG == PLAIN_AND_ATOMIC) out[1] = (float)*count;
+    }
+    __syncthreads();
+    if (!last[0]) return;
+    for (int b = 0; b < (int)gridDim.x; ++b) out[t] = (b > 0 ? out[t] : 0) + part[b * 32 + t];
+}
+
+template <int BUG> static int run_last_sums(void)
+{
+    static float part[1001], out[32];
+    int count = 0, wrong = 0;
+    simt_run(shape_of(5, 32, 4), [&] { last_sums<BUG>(&count, part, out); });
+    for (int t = 0; t < 32; ++t) wrong += out[t] != 5 * (float)t;
+    return wrong;
+}
+
+static void test_between_blocks(void)
+{
+    in_many_orders([] {
+        CHECK(run_in_turn<0>() == 5040); /* 2 * 3 * ... * 7 */
+        CHECK_INT(run_last_sums<0>(), 0);
+    });
+    MUST_FIND("every running block waits", [] { return (int)run_in_turn<NEVER>(); });
+    MUST_RACE("race", [] { return (int)run_in_turn<NO_RELEASE>(); });
+    MUST_RACE("race", [] { return (int)run_in_turn<NO_ACQUIRE>(); });
+    MUST_RACE("race", [] { return (int)run_in_turn<NO_BARRIER_BEFORE>(); });
+    MUST_RACE("race: a write after a write, global", [] { return run_last_sums<SAME_WORD>(); });
+    MUST_RACE("race: a read after a write, global", [] { return run_last_sums<NO_FENCE_BEFORE>(); });
+    MUST_RACE("race: a read after a write, global", [] { return run_last_sums<NO_FENCE_AFTER>(); });
+    MUST_RACE("race", [] { return run_last_sums<PLAIN_AND_ATOMIC>(); });
+}
+
+/* On one OS thread: the block that the first waits for has not started. */
+static void test_missing_ticket(void)
+{
+    MUST_FIND("every running block waits", [] {
+        setenv("SIMT_THREADS", "1", 1);
+        return (int)run_in_turn<NO_TICKET>();
+    });
+    MUST_FIND("wait at a pause", [] {
+        setenv("SIMT_THREADS", "3", 1);
+        return (int)run_in_turn<NO_TICKET>();
+    });
+    for (int threads = 1; threads <= 4; ++threads) {
+        static char text[4096];
+        int status = run_apart(text, sizeof text, [=] {
+            char number[16];
+            snprintf(number, sizeof number, "%d", threads);
+            setenv("SIMT_THREADS", number, 1);
+            return run_in_turn<0>() == 5040 ? 0 : 1;
+        });
+        CHECK_SAY(status == 0, "%d OS threads: status %d, %s", threads, status, text);
+    }
+}
+
+/* ---- addresses and stacks ---- */
+
+UPI_KERNEL(32, 1) void read_wide(const char *from, uint64_t *out)
+{
+    out[threadIdx.x] = *(const uint64_t *)(from + threadIdx.x * 8);
+}
+
+UPI_KERNEL(32, 1) void write_to(int *to)
+{
+    if (threadIdx.x == 9) *to = 1;
+}
+
+__attribute__((noinline)) static int dig(const volatile char *above, int depth)
+{
+    volatile char room[4096];
+    room[0] = room[4095] = above[0];
+    return depth == 0 ? room[0] : dig(room, depth - 1) + room[4095];
+}
+
+static void test_addresses(void)
+{
+    alignas(16) static char from[512];
+    static uint64_t out[32];
+    static const char *volatile at = from; /* the compiler must not know */
+    simt_run(shape_of(1, 32, 0), [] { read_wide(at + 8, out); });
+#ifndef __clang__ /* whose callbacks for aligned accesses are those for all */
+    MUST_RACE("misaligned: 8 bytes",
+              [] { return simt_run(shape_of(1, 32, 0), [] { read_wide(at + 4, out); }), 0; });
+#endif
+    MUST_FIND("outside of the block's shared memory",
+              [] { return simt_run(shape_of(1, 32, 64), [] { upi_shared_address(from); }), 0; });
+    static int *volatile nowhere = (int *)64;
+    MUST_FIND_OR_ASAN("bad address 0x40",
+                      [] { return simt_run(shape_of(1, 32, 0), [] { write_to(nowhere); }), 0; });
+    MUST_FIND_OR_ASAN("stack ran over", [] { return simt_run(shape_of(1, 1, 0), [] { dig(at, 1000); }), 0; });
+}
+
+/* ---- launches ---- */
+
+UPI_KERNEL(1024, 1) void put(int *out, int value)
+{
+    out[blockIdx.x * blockDim.x + threadIdx.x] = value;
+}
+
+/* `Name` tells kernels apart: each is allowed its own shared memory. */
+template <int Name> UPI_KERNEL(64, 1) void fill_shared(int *out, int bytes)
+{
+    UPI_SHARED(int, s);
+    for (int i = (int)threadIdx.x; i < bytes / 4; i += 64) s[i] = i;
+    __syncthreads();
+    out[threadIdx.x] = s[bytes / 4 - 1 - (int)threadIdx.x];
+}
+
+static void test_launches(void)
+{
+    upipe_ctx c;
+    cudaStream_t stream;
+    int *out = NULL, back[2048], value = 7, most = 0;
+    memset(&c, 0, sizeof c);
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+    c.stream = stream;
+    CHECK(cudaMalloc((void **)&out, sizeof back) == cudaSuccess);
+    /* arguments are those of the launch, whenever it runs */
+    CHECK_STATUS(UPI_LAUNCH(&c, put, 2, 1024, 0, out, value), UPIPE_OK, c.err);
+    value = 8;
+    CHECK(cudaMemcpyAsync(back, out, sizeof back, cudaMemcpyDeviceToHost, stream) == cudaSuccess);
+    CHECK(cudaStreamSynchronize(stream) == cudaSuccess);
+    for (int i = 0; i < 2048; ++i) CHECK_INT(back[i], 7);
+
+    CHECK_STATUS(UPI_LAUNCH(&c, put, 1, 1025, 0, out, 1), UPIPE_ERR_BACKEND, c.err);
+    CHECK_TEXT(c.err.text, "cudaErrorInvalidConfiguration");
+    CHECK_TEXT(c.err.text, "launch of put");
+    CHECK_STATUS(UPI_LAUNCH(&c, put, 0, 32, 0, out, 1), UPIPE_ERR_BACKEND, c.err);
+    CHECK_STATUS(UPI_LAUNCH(&c, put, 1, 0, 0, out, 1), UPIPE_ERR_BACKEND, c.err);
+    CHECK_STATUS(UPI_LAUNCH(&c, put, dim3(1, 65536), 32, 0, out, 1), UPIPE_ERR_BACKEND, c.err);
+    CHECK_STATUS(UPI_LAUNCH(&c, put, dim3(1, 1, 65536), 32, 0, out, 1), UPIPE_ERR_BACKEND, c.err);
+    CHECK_STATUS(UPI_LAUNCH(&c, put, 1u << 31, 32, 0, out, 1), UPIPE_ERR_BACKEND, c.err);
+    CHECK_STATUS(UPI_LAUNCH(&c, put, 1, dim3(1, 1, 65), 0, out, 1), UPIPE_ERR_BACKEND, c.err);
+    MUST_FIND("cut to 32 bits", [&] { return (int)UPI_LAUNCH(&c, put, (int64_t)1 << 32, 32, 0, out, 1); });
+
+    CHECK(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0) == cudaSuccess);
+    CHECK_STATUS(UPI_LAUNCH(&c, (fill_shared<0>), 1, 64, 48 << 10, out, 48 << 10), UPIPE_OK, c.err);
+    CHECK_STATUS(UPI_LAUNCH(&c, (fill_shared<0>), 1, 64, 64 << 10, out, 64 << 10), UPIPE_ERR_BACKEND, c.err);
+    CHECK_TEXT(c.err.text, "cudaErrorInvalidValue");
+    CHECK_STATUS(UPI_ALLOW_SHARED(&c, (fill_shared<0>), 64 << 10), UPIPE_OK, c.err);
+    CHECK_STATUS(UPI_LAUNCH(&c, (fill_shared<0>), 1, 64, 64 << 10, out, 64 << 10), UPIPE_OK, c.err);
+    CHECK_STATUS(UPI_LAUNCH(&c, (fill_shared<0>), 1, 64, (64 << 10) + 4, out, 4), UPIPE_ERR_BACKEND, c.err);
+    CHECK_STATUS(UPI_LAUNCH(&c, (fill_shared<1>), 1, 64, 64 << 10, out, 64 << 10), UPIPE_ERR_BACKEND, c.err);
+    CHECK_STATUS(UPI_ALLOW_SHARED(&c, (fill_shared<1>), most + 4), UPIPE_ERR_BACKEND, c.err);
+    CHECK_STATUS(UPI_ALLOW_SHARED(&c, (fill_shared<1>), most), UPIPE_OK, c.err);
+    CHECK_STATUS(UPI_LAUNCH(&c, (fill_shared<1>), 1, 64, most, out, most), UPIPE_OK, c.err);
+    CHECK(cudaMemcpyAsync(back, out, 64 * sizeof(int), cudaMemcpyDeviceToHost, stream) == cudaSuccess);
+    CHECK(cudaStreamSynchronize(stream) == cudaSuccess);
+    for (int t = 0; t < 64; ++t) CHECK_INT(back[t], most / 4 - 1 - t);
+    CHECK(cudaFree(out) == cudaSuccess);
+    CHECK(cudaStreamDestroy(stream) == cudaSuccess);
+}
+
+/* Host threads launch at the same time. */
+static void test_threads(void)
+{
+    float out[4] = {0, 0, 0, 0}, want = run_sum<0>(1024);
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 4; ++i)
+        threads.emplace_back([&out, i] {
+            for (int k = 0; k < 5; ++k) out[i] = run_sum<0>(1024);
+        });
+    for (std::thread &t : threads) t.join();
+    for (int i = 0; i < 4; ++i) CHECK(out[i] == want);
+}
+
+int main(void)
+{
+    simt_seed = simt_eager = 0; /* every test has its own orders */
+    test_missing_ticket();      /* first: the count of OS threads is read once a process */
+    test_places();
+    test_sums();
+    test_shuffles();
+    test_divergence();
+    test_load_matrices();
+    test_multiply();
+    test_numbers();
+    test_copies();
+    test_shared_races();
+    test_between_blocks();
+    test_addresses();
+    test_launches();
+    test_threads();
+    return test_end("simt");
+}

@@ -1,0 +1,72 @@
+/* upipe_cuda.h -- the CUDA compute table        backend cuda, includes all of cuda; C++, compiled by nvcc
+ *
+ * Kernels stand in headers, and one .cu unit of the host compiles them:
+ *
+ *     #include "upipe/cuda/upipe_cuda.h"
+ *     UPIPE_EXPORT_OPS(app_ops, upipe_cuda_ops)
+ *
+ * The rest of the program may be C. It includes upipe_cuda_device.h, which has no kernels, and declares the
+ * function:
+ *
+ *     void app_ops(upipe_ops *ops, upipe_cuda *device);
+ *
+ *     upipe_cuda_init(&device, blas, &err);
+ *     app_ops(&ops, &device);
+ *     ctx.ops = &ops;
+ *     ctx.stream = stream;
+ *
+ * The table belongs to one rank, as its device does. Device code is for compute capability 8.0 and up:
+ * nvcc -std=c++17 -gencode=arch=compute_80,code=sm_80 and so on. Links with cudart and cublas.
+ */
+#ifndef UPIPE_CUDA_H
+#define UPIPE_CUDA_H
+
+#include "../upipe_ops.h"
+#include "upipe_cuda_attn_bwd.h"
+#include "upipe_cuda_attn_fwd.h"
+#include "upipe_cuda_device.h"
+#include "upipe_cuda_gemm.h"
+#include "upipe_cuda_rows.h"
+#include "upipe_cuda_train.h"
+
+/* upipe_cuda_ops -- fills every entry of the table
+ *   device  of this rank, after upipe_cuda_init; stays where it is while the table is in use
+ */
+UPIPE_API void upipe_cuda_ops(upipe_ops *ops, upipe_cuda *device)
+{
+    memset(ops, 0, sizeof *ops);
+    ops->name = "cuda";
+    ops->self = device;
+    ops->sync = upi_cuda_sync;
+    ops->copy = upi_cuda_copy;
+    ops->zero = upi_cuda_zero;
+    ops->cast = upi_cuda_cast;
+    ops->gemm = upi_cuda_gemm;
+    ops->gemm_bytes = upi_cuda_gemm_bytes;
+    ops->attn_fwd = upi_cuda_attn_fwd;
+    ops->attn_bwd = upi_cuda_attn_bwd;
+    ops->attn_bytes = upi_cuda_attn_bytes;
+    ops->rope = upi_cuda_rope;
+    ops->rmsnorm = upi_cuda_rmsnorm;
+    ops->rmsnorm_bwd = upi_cuda_rmsnorm_bwd;
+    ops->rowdot = upi_cuda_rowdot;
+    ops->sum = upi_cuda_sum;
+    ops->add = upi_cuda_add;
+    ops->swiglu = upi_cuda_swiglu;
+    ops->swiglu_bwd = upi_cuda_swiglu_bwd;
+    ops->cross_entropy = upi_cuda_cross_entropy;
+    ops->embed = upi_cuda_embed;
+    ops->embed_bwd = upi_cuda_embed_bwd;
+    ops->total = upi_cuda_total;
+    ops->adamw = upi_cuda_adamw;
+}
+
+/* Defines, with C linkage, void function(upipe_ops *ops, upipe_cuda *device), which calls fill. */
+#define UPIPE_EXPORT_OPS(function, fill)                                 \
+    extern "C" void function(struct upipe_ops *ops, upipe_cuda *device); \
+    extern "C" void function(struct upipe_ops *ops, upipe_cuda *device)  \
+    {                                                                    \
+        fill(ops, device);                                               \
+    }
+
+#endif

@@ -1,0 +1,512 @@
+/* upipe_cuda_attn_bwd.h -- attention backward on tensor cores           backend cuda, includes cuda_attn_fwd
+ *
+ * Fills upi_cuda_attn_bwd and upi_cuda_attn_bytes of the table. Contract: upipe_attn.h; types and alignment
+ * as in upipe_cuda_attn_fwd.h, and rows of gk and gv (f32) begin at multiples of 16 bytes too.
+ *
+ * A block takes 128 keys (64 at head dim 256) of one key/value head, and every query that sees them, of all
+ * the heads of the group: dK and dV stay in registers from the first to the last, starting from what gk and
+ * gv hold. A warp has 16 of the keys. Everything is computed transposed,
+ *
+ *     S^T = K Q^T     P^T = exp(scale S^T - lse)     dP^T = V dO^T     dS^T = scale P^T (dP^T - delta)
+ *     dV += P^T dO    dK += dS^T Q                   dQ = dS K
+ *
+ * so that P^T and dS^T are, as they lie in registers, the A operands of dV and dK; dS also goes through
+ * shared memory, for dQ sums over the keys of all warps. At head dim 256 two warps share 16 keys: each
+ * computes half of their P and dS, which they exchange in shared memory, and half of the columns of dV and
+ * dK. The scale is in dS before it is rounded, so that dK may go on from any start.
+ *
+ * dQ of a tile of queries is a sum over blocks, in f32 in scratch, added up in the order of the keys: a
+ * counter for each tile says whose turn it is. So results have the same bits under any schedule. A block
+ * only waits for blocks of fewer keys ahead in the same head, and takes its place in that order when it
+ * starts, from a ticket: those it may wait for have started. Queries come in descending order, because the
+ * last ones see all keys: under a causal mask too, all blocks begin with the same tile, wait once for one
+ * another like beads on a string, and from then on follow at the same distance. In ascending order a block
+ * would begin with a tile that the blocks before it reach only after all their earlier ones.
+ */
+#ifndef UPIPE_CUDA_ATTN_BWD_H
+#define UPIPE_CUDA_ATTN_BWD_H
+
+#include "upipe_cuda_attn_fwd.h"
+
+typedef struct upi_cuda_attn_bwd_args {
+    upi_cuda_attn_args a; /* o and merge are not used */
+    const upi_bf16 *go;
+    const float *delta;
+    upi_bf16 *gq;
+    float *gk, *gv;
+    int64_t go_step, go_head, delta_step, delta_head, gq_step, gq_head, gk_step, gk_head, gv_step, gv_head;
+    int *turns; /* [1 + heads * tiles]: the next ticket; blocks that have added to each tile of queries */
+    float *dq;  /* [heads][queries][d] */
+    int tiles;  /* of queries */
+} upi_cuda_attn_bwd_args;
+
+template <int D> struct upi_cuda_attn_bwd_shape {
+    enum {
+        WARPS = 8,
+        THREADS = WARPS * 32,
+        KEYS = D > 128 ? 64 : 128,
+        ROWS = D > 128 ? 32 : 64,   /* queries in a tile */
+        SHARES = WARPS * 16 / KEYS, /* warps that share 16 keys */
+        /* Queries whose S and dP a warp holds at once. At head dim 64 few, for two blocks a processor: K
+         * and V are read once more for each part, but one block computes while the other waits. */
+        COLUMNS = D == 64 ? 16 : ROWS / SHARES,
+        BLOCKS = D > 64 ? 1 : 2, /* a processor, by registers */
+        S_ROW = 64,              /* elements in a row of P and dS */
+        AT_V = KEYS * D * 2,
+        AT_Q = 2 * KEYS * D * 2, /* two slots, and two of dO */
+        AT_GO = AT_Q + 2 * ROWS * D * 2,
+        AT_S = AT_GO + 2 * ROWS * D * 2,
+        AT_P = AT_S + KEYS * S_ROW * 2,
+        AT_LSE = AT_P + (SHARES > 1 ? KEYS * S_ROW * 2 : 0), /* two slots, and two of delta */
+        SHARED = AT_LSE + 4 * ROWS * 4
+    };
+};
+
+/* Blocks of keys; one where there are none, for it writes the zeros. */
+UPIPE_API int64_t upi_cuda_attn_key_blocks(int64_t keys, int size)
+{
+    return keys > 0 ? (keys + size - 1) / size : 1;
+}
+
+/* A block's gradient of its keys, to or from registers: rows from `first`, columns from `column`. */
+template <int N>
+UPI_DEVICE void upi_cuda_attn_grad_get(float x[N][4], const float *from, int64_t step, int rows, int first,
+                                       int column, int d)
+{
+    const int lane = upi_cuda_attn_anew((int)threadIdx.x) % 32;
+    UPI_UNROLL
+    for (int i = 0; i < N; ++i) {
+        UPI_UNROLL
+        for (int half = 0; half < 2; ++half) {
+            const int row = first + lane / 4 + half * 8, c = column + i * 8;
+            const int there = row < rows && c < d;
+            const upi_cuda_attn_pair *pair =
+                (const upi_cuda_attn_pair *)(from + row * step + c + lane % 4 * 2);
+            x[i][2 * half] = there ? pair->x : 0;
+            x[i][2 * half + 1] = there ? pair->y : 0;
+        }
+    }
+}
+
+template <int N>
+UPI_DEVICE void upi_cuda_attn_grad_put(const float x[N][4], float *to, int64_t step, int64_t rows, int first,
+                                       int column, int d)
+{
+    const int lane = upi_cuda_attn_anew((int)threadIdx.x) % 32;
+    UPI_UNROLL
+    for (int i = 0; i < N; ++i) {
+        UPI_UNROLL
+        for (int half = 0; half < 2; ++half) {
+            const int row = first + lane / 4 + half * 8, c = column + i * 8;
+            upi_cuda_attn_pair *pair = (upi_cuda_attn_pair *)(to + row * step + c + lane % 4 * 2);
+            if (row < rows && c < d) pair->x = x[i][2 * half], pair->y = x[i][2 * half + 1];
+        }
+    }
+}
+
+/* s [16][8 N] = rows of one tile times rows of another, over D columns; `a` and `b` are what this lane
+ * loads. */
+template <int D, int N> UPI_DEVICE void upi_cuda_attn_dots(float s[N][4], uint32_t a, uint32_t b)
+{
+    UPI_UNROLL
+    for (int j = 0; j < N; ++j) s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0;
+    UPI_CUDA_ATTN_TURNS(2)
+    for (int c = 0; c < D / 8; c += 2) {
+        uint32_t x[4];
+        upi_load_matrix4(x, upi_cuda_attn_chunk(a, c));
+        UPI_UNROLL
+        for (int j = 0; j < N; j += 2) {
+            uint32_t y[4], low[2], high[2];
+            upi_load_matrix4(y, upi_cuda_attn_chunk(b, c) + j * 8 * D * 2);
+            low[0] = y[0], low[1] = y[2];
+            high[0] = y[1], high[1] = y[3];
+            upi_mma(s[j], x, low);
+            upi_mma(s[j + 1], x, high);
+        }
+    }
+}
+
+/* out [16][8 N] += x [16][16] times 16 rows of a tile; `b` is what this lane loads of the first columns. */
+template <int N> UPI_DEVICE void upi_cuda_attn_times(float out[N][4], const uint32_t x[4], uint32_t b)
+{
+    UPI_UNROLL
+    for (int i = 0; i < N; i += 2) {
+        uint32_t y[4];
+        upi_load_matrix4_trans(y, upi_cuda_attn_chunk(b, i));
+        upi_mma(out[i], x, y);
+        upi_mma(out[i + 1], x, y + 2);
+    }
+}
+
+/* Tiles of queries before this one see none of the block's keys. */
+template <int D> UPI_DEVICE int upi_cuda_attn_bwd_least(const upi_cuda_attn_args &a, int block)
+{
+    const int64_t k0 = (int64_t)block * upi_cuda_attn_bwd_shape<D>::KEYS;
+    const int64_t first = a.causal && k0 > a.ahead ? k0 - a.ahead : 0; /* query that sees the first key */
+    const int rows = upi_cuda_attn_bwd_shape<D>::ROWS;
+    return (int)((first >= a.queries || k0 >= a.keys ? a.queries + rows - 1 : first) / rows);
+}
+
+/* How many keys the block has. */
+template <int D> UPI_DEVICE int upi_cuda_attn_bwd_keys(const upi_cuda_attn_args &a, int block)
+{
+    const int most = upi_cuda_attn_bwd_shape<D>::KEYS;
+    const int64_t left = a.keys - (int64_t)block * most;
+    return left < most ? (int)left : most;
+}
+
+/* What a thread works on, in a block. */
+typedef struct upi_cuda_attn_bwd_place {
+    int tid, lane;
+    int share, row0;       /* of its warp's 16 keys: which of the warps that share them, and the first one */
+    int dq_share, dq_row0; /* the same of its 16 queries of dQ */
+    uint32_t mine;         /* row and chunk of the four matrices that it loads at once, as in the forward */
+} upi_cuda_attn_bwd_place;
+
+template <int D> UPI_DEVICE upi_cuda_attn_bwd_place upi_cuda_attn_bwd_here(void)
+{
+    typedef upi_cuda_attn_bwd_shape<D> shape;
+    upi_cuda_attn_bwd_place x;
+    x.tid = upi_cuda_attn_anew((int)threadIdx.x);
+    x.lane = x.tid % 32;
+    x.share = shape::SHARES > 1 ? x.tid / 32 / (shape::KEYS / 16) : 0;
+    x.row0 = (x.tid / 32 - x.share * (shape::KEYS / 16)) * 16;
+    x.dq_share = x.tid / 32 / (shape::ROWS / 16);
+    x.dq_row0 = x.tid / 32 % (shape::ROWS / 16) * 16;
+    x.mine = upi_cuda_attn_at<D>(x.lane % 16, x.lane / 16);
+    return x;
+}
+
+/* Starts copying Q and dO of tile m of head h into their slot. */
+template <int D>
+UPI_DEVICE void upi_cuda_attn_bwd_load(const upi_cuda_attn_bwd_args &g, uint32_t base, int h, int m, int slot)
+{
+    typedef upi_cuda_attn_bwd_shape<D> shape;
+    const int ROWS = shape::ROWS, THREADS = shape::THREADS;
+    const int64_t q0 = (int64_t)m * ROWS;
+    base += slot * ROWS * D * 2;
+    upi_cuda_attn_load<D, ROWS, THREADS>(base + shape::AT_Q, g.a.q + h * g.a.q_head, g.a.q_step, q0,
+                                         g.a.queries, g.a.d);
+    upi_cuda_attn_load<D, ROWS, THREADS>(base + shape::AT_GO, g.go + h * g.go_head, g.go_step, q0,
+                                         g.a.queries, g.a.d);
+    upi_copy_commit();
+}
+
+/* lse and delta of the thread's query of the tile: x[0] and x[1]. They wait in registers for their slot. */
+template <int D>
+UPI_DEVICE void upi_cuda_attn_bwd_stats(const upi_cuda_attn_bwd_args &g, int h, int m, float x[2])
+{
+    const int tid = upi_cuda_attn_anew((int)threadIdx.x);
+    const int64_t row = (int64_t)m * upi_cuda_attn_bwd_shape<D>::ROWS + tid;
+    x[0] = -INFINITY;
+    x[1] = 0;
+    if (tid < upi_cuda_attn_bwd_shape<D>::ROWS && row < g.a.queries) {
+        x[0] = g.a.lse[row * g.a.lse_step + h * g.a.lse_head];
+        x[1] = g.delta[row * g.delta_step + h * g.delta_head];
+    }
+}
+
+template <int D> UPI_DEVICE void upi_cuda_attn_bwd_keep(unsigned char *shared, int slot, const float x[2])
+{
+    typedef upi_cuda_attn_bwd_shape<D> shape;
+    const int tid = upi_cuda_attn_anew((int)threadIdx.x);
+    float *to = (float *)(shared + shape::AT_LSE) + slot * shape::ROWS + tid;
+    if (tid >= shape::ROWS) return;
+    /* A row that saw no key, and a row beyond the last, weighs every key 0. */
+    to[0] = x[0] == -INFINITY ? INFINITY : x[0];
+    to[2 * shape::ROWS] = x[1];
+}
+
+/* Turns scores s into weights and dp into gradients of the scores; query c0 of the tile is the first of their
+ * columns. `ahead`: query i of the tile sees the block's keys up to i + ahead; `end` of them there are. */
+template <int D, int N>
+UPI_DEVICE void upi_cuda_attn_bwd_weights(float s[N][4], float dp[N][4], const float *lse, float scale,
+                                          int first_key, int lane, int ahead, int end)
+{
+    const float *delta = lse + 2 * upi_cuda_attn_bwd_shape<D>::ROWS;
+    if (end < upi_cuda_attn_bwd_shape<D>::KEYS || ahead < upi_cuda_attn_bwd_shape<D>::KEYS - 1) {
+        UPI_UNROLL
+        for (int half = 0; half < 2; ++half) {
+            const int key = first_key + lane / 4 + half * 8;
+            /* columns before this one don't see the key */
+            const int from = (key < end ? key - ahead : N * 8) - lane % 4 * 2;
+            UPI_UNROLL
+            for (int j = 0; j < N; ++j) {
+                if (j * 8 < from) s[j][2 * half] = -INFINITY;
+                if (j * 8 + 1 < from) s[j][2 * half + 1] = -INFINITY;
+            }
+        }
+    }
+    UPI_UNROLL
+    for (int j = 0; j < N; ++j) {
+        UPI_UNROLL
+        for (int e = 0; e < 4; ++e) {
+            const int at = j * 8 + lane % 4 * 2 + e % 2;
+            /* not one FMA with rates: where scores are large, score and lse nearly cancel */
+            const float p = upi_exp2(fmaf(s[j][e], scale, -lse[at]) * UPI_CUDA_ATTN_LOG2E);
+            s[j][e] = p;
+            dp[j][e] = p * scale * (dp[j][e] - delta[at]);
+        }
+    }
+}
+
+/* Adds the block's part to dQ of a tile, when it is its turn: the first block finds nothing there, the last
+ * one writes the sum to gq. A barrier between the fence and the release makes one thread's release stand
+ * for all, and likewise its acquire. */
+template <int D, int N>
+UPI_DEVICE void upi_cuda_attn_bwd_add(const upi_cuda_attn_bwd_args &g, const float dq[N][4], int h, int m,
+                                      int block)
+{
+    typedef upi_cuda_attn_bwd_shape<D> shape;
+    const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<D>();
+    const int64_t q0 = (int64_t)m * shape::ROWS;
+    const int is_last = upi_cuda_attn_reach(g.a, q0, shape::ROWS) <= (int64_t)(block + 1) * shape::KEYS;
+    int *turn = g.turns + 1 + (int64_t)h * g.tiles + m;
+    if (block > 0) {
+        if (at.tid == 0)
+            while (upi_load_acquire(turn) != block) upi_pause();
+        __syncthreads();
+    }
+    UPI_UNROLL
+    for (int half = 0; half < 2; ++half) {
+        const int64_t row = q0 + at.dq_row0 + at.lane / 4 + half * 8;
+        const int first = at.dq_share * N * 8 + at.lane % 4 * 2;
+        float *sum = g.dq + (h * g.a.queries + row) * g.a.d + first;
+        upi_bf16 *to = g.gq + row * g.gq_step + h * g.gq_head + first;
+        if (row >= g.a.queries) continue;
+        UPI_UNROLL
+        for (int i = 0; i < N; ++i) {
+            upi_cuda_attn_pair *pair = (upi_cuda_attn_pair *)(sum + i * 8);
+            float x = dq[i][2 * half], y = dq[i][2 * half + 1];
+            if (first + i * 8 >= g.a.d) continue;
+            if (block > 0) x = pair->x + x, y = pair->y + y;
+            if (is_last)
+                *(uint32_t *)(to + i * 8) = upi_pack_bf16(x, y);
+            else
+                pair->x = x, pair->y = y;
+        }
+    }
+    if (!is_last) {
+        __threadfence();
+        __syncthreads();
+        if (at.tid == 0) upi_add_release(turn, 1);
+    }
+}
+
+/* Queries before `end` see no key at all, and no block has them: zeros for their gradients. */
+UPI_DEVICE void upi_cuda_attn_bwd_zero(const upi_cuda_attn_bwd_args &g, int kv, int64_t end, int warps)
+{
+    const int lane = (int)threadIdx.x % 32;
+    if (end > g.a.queries) end = g.a.queries;
+    for (int h = kv * g.a.group; h < (kv + 1) * g.a.group; ++h)
+        for (int64_t row = (int)threadIdx.x / 32; row < end; row += warps)
+            for (int c = lane * 2; c < g.a.d; c += 64)
+                *(uint32_t *)(g.gq + row * g.gq_step + h * g.gq_head + c) = 0;
+}
+
+template <int D>
+UPI_KERNEL(upi_cuda_attn_bwd_shape<D>::THREADS, upi_cuda_attn_bwd_shape<D>::BLOCKS)
+void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
+{
+    typedef upi_cuda_attn_bwd_shape<D> shape;
+    const int KEYS = shape::KEYS, ROWS = shape::ROWS, THREADS = shape::THREADS, SHARES = shape::SHARES;
+    const int COLUMNS = shape::COLUMNS, S_ROW = shape::S_ROW;
+    const int OUT = D / SHARES / 8;                    /* tiles of 8 columns of dV and dK, a warp's */
+    const int DQ = D / (shape::WARPS * 16 / ROWS) / 8; /* the same of dQ */
+    UPI_SHARED(unsigned char, shared);
+    const uint32_t base = upi_shared_address(shared);
+    const int kv_heads = g.a.heads / g.a.group;
+
+    if (threadIdx.x == 0) *(int *)(shared + shape::AT_S) = atomicAdd(g.turns, 1);
+    __syncthreads();
+    const int ticket = *(const int *)(shared + shape::AT_S);
+    const int block = ticket / kv_heads, kv = ticket % kv_heads; /* fewer keys ahead, earlier ticket */
+    const int last_head = (kv + 1) * g.a.group, nowhere = upi_cuda_attn_bwd_least<D>(g.a, block);
+    if (block == 0) upi_cuda_attn_bwd_zero(g, kv, (int64_t)nowhere * ROWS, shape::WARPS);
+    if (nowhere == g.tiles) return;
+
+    int h = kv * g.a.group, m = g.tiles - 1, slot = 0;
+    float dk[OUT][4], dv[OUT][4], stats[2];
+    {
+        const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<D>();
+        const int64_t k0 = (int64_t)block * KEYS;
+        const int end = upi_cuda_attn_bwd_keys<D>(g.a, block);
+        upi_cuda_attn_load<D, KEYS, THREADS>(base, g.a.k + kv * g.a.k_head, g.a.k_step, k0, g.a.keys, g.a.d);
+        upi_cuda_attn_load<D, KEYS, THREADS>(base + shape::AT_V, g.a.v + kv * g.a.v_head, g.a.v_step, k0,
+                                             g.a.keys, g.a.d);
+        upi_cuda_attn_bwd_load<D>(g, base, h, m, 0);
+        upi_cuda_attn_bwd_stats<D>(g, h, m, stats);
+        upi_cuda_attn_bwd_keep<D>(shared, 0, stats);
+        upi_cuda_attn_grad_get<OUT>(dk, g.gk + kv * g.gk_head + k0 * g.gk_step, g.gk_step, end, at.row0,
+                                    at.share * OUT * 8, g.a.d);
+        upi_cuda_attn_grad_get<OUT>(dv, g.gv + kv * g.gv_head + k0 * g.gv_step, g.gv_step, end, at.row0,
+                                    at.share * OUT * 8, g.a.d);
+    }
+
+    while (h < last_head) {
+        const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<D>();
+        const int now = upi_cuda_attn_anew(block), least = upi_cuda_attn_bwd_least<D>(g.a, now);
+        const int next_h = m > least ? h : h + 1, next_m = m > least ? m - 1 : g.tiles - 1;
+        const uint32_t at_q = base + shape::AT_Q + slot * ROWS * D * 2,
+                       at_go = at_q + (shape::AT_GO - shape::AT_Q);
+        upi_copy_wait<0>();
+        __syncthreads(); /* the tile is there, and every warp is through with the one before */
+        if (next_h < last_head) upi_cuda_attn_bwd_load<D>(g, base, next_h, next_m, slot ^ 1);
+        UPI_CUDA_ATTN_TURNS(1)
+        for (int part = 0; part < ROWS / SHARES / COLUMNS; ++part) {
+            const int c0 = at.share * (ROWS / SHARES) + part * COLUMNS; /* first query, in the tile */
+            float s[COLUMNS / 8][4], dp[COLUMNS / 8][4];
+            upi_cuda_attn_dots<D, COLUMNS / 8>(s, base + at.row0 * D * 2 + at.mine,
+                                               at_q + c0 * D * 2 + at.mine);
+            upi_cuda_attn_dots<D, COLUMNS / 8>(dp, base + shape::AT_V + at.row0 * D * 2 + at.mine,
+                                               at_go + c0 * D * 2 + at.mine);
+            upi_cuda_attn_bwd_weights<D, COLUMNS / 8>(
+                s, dp, (const float *)(shared + shape::AT_LSE) + slot * ROWS + c0, g.a.scale, at.row0,
+                at.lane,
+                upi_cuda_attn_near((int64_t)m * ROWS + g.a.ahead - (int64_t)now * KEYS, g.a.causal) + c0,
+                upi_cuda_attn_bwd_keys<D>(g.a, now));
+            UPI_UNROLL
+            for (int k = 0; k < COLUMNS / 16; ++k) {
+                uint32_t p[4], ds[4];
+                UPI_UNROLL
+                for (int e = 0; e < 4; ++e) {
+                    const float *from = s[2 * k + e / 2] + e % 2 * 2, *from_d = dp[2 * k + e / 2] + e % 2 * 2;
+                    const uint32_t to = upi_cuda_attn_at<shape::S_ROW>(at.row0 + at.lane / 4 + e % 2 * 8,
+                                                                       c0 / 8 + 2 * k + e / 2) +
+                                        (uint32_t)(at.lane % 4 * 4);
+                    p[e] = upi_pack_bf16(from[0], from[1]);
+                    ds[e] = upi_pack_bf16(from_d[0], from_d[1]);
+                    *(uint32_t *)(shared + shape::AT_S + to) = ds[e];
+                    if (SHARES > 1) *(uint32_t *)(shared + shape::AT_P + to) = p[e];
+                }
+                if (SHARES == 1) {
+                    upi_cuda_attn_times<OUT>(dv, p, at_go + (c0 + k * 16) * D * 2 + at.mine);
+                    upi_cuda_attn_times<OUT>(dk, ds, at_q + (c0 + k * 16) * D * 2 + at.mine);
+                }
+            }
+        }
+        __syncthreads(); /* dS is there */
+        if (next_h < last_head) upi_cuda_attn_bwd_stats<D>(g, next_h, next_m, stats);
+        if (SHARES > 1) {
+            const uint32_t mine_s = upi_cuda_attn_at<shape::S_ROW>(at.lane % 16, at.lane / 16);
+            UPI_UNROLL
+            for (int k = 0; k < ROWS / 16; ++k) {
+                uint32_t x[4];
+                const uint32_t from = base + at.row0 * S_ROW * 2 + upi_cuda_attn_chunk(mine_s, 2 * k);
+                const uint32_t rows = upi_cuda_attn_chunk(at.mine, at.share * OUT) + k * 16 * D * 2;
+                upi_load_matrix4(x, from + shape::AT_P);
+                upi_cuda_attn_times<OUT>(dv, x, at_go + rows);
+                upi_load_matrix4(x, from + shape::AT_S);
+                upi_cuda_attn_times<OUT>(dk, x, at_q + rows);
+            }
+        }
+        {
+            const uint32_t columns = base + upi_cuda_attn_chunk(at.mine, at.dq_share * DQ);
+            /* dS lies transposed: the four matrices come in the order of the A operand all the same */
+            const uint32_t mine_s = base + shape::AT_S +
+                                    upi_cuda_attn_at<shape::S_ROW>(at.lane % 8 + at.lane / 16 * 8,
+                                                                   at.dq_row0 / 8 + at.lane / 8 % 2);
+            float dq[DQ][4];
+            UPI_UNROLL
+            for (int i = 0; i < DQ; ++i) dq[i][0] = dq[i][1] = dq[i][2] = dq[i][3] = 0;
+            UPI_CUDA_ATTN_TURNS(2)
+            for (int k = 0; k < KEYS / 16; ++k) {
+                uint32_t x[4];
+                upi_load_matrix4_trans(x, mine_s + k * 16 * S_ROW * 2);
+                upi_cuda_attn_times<DQ>(dq, x, columns + k * 16 * D * 2);
+            }
+            if (next_h < last_head) upi_cuda_attn_bwd_keep<D>(shared, slot ^ 1, stats);
+            upi_cuda_attn_bwd_add<D, DQ>(g, dq, h, m, now);
+        }
+        h = next_h, m = next_m, slot ^= 1;
+    }
+    {
+        const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<D>();
+        const int last = upi_cuda_attn_anew(block), end = upi_cuda_attn_bwd_keys<D>(g.a, last);
+        const int64_t k0 = (int64_t)last * KEYS;
+        const int kv_last = upi_cuda_attn_anew(last_head) / g.a.group - 1;
+        upi_cuda_attn_grad_put<OUT>(dk, g.gk + kv_last * g.gk_head + k0 * g.gk_step, g.gk_step, end, at.row0,
+                                    at.share * OUT * 8, g.a.d);
+        upi_cuda_attn_grad_put<OUT>(dv, g.gv + kv_last * g.gv_head + k0 * g.gv_step, g.gv_step, end, at.row0,
+                                    at.share * OUT * 8, g.a.d);
+    }
+}
+
+/* ---- host ---- */
+
+UPIPE_API int64_t upi_cuda_attn_query_tiles(const upipe_attn *a)
+{
+    const int rows = a->q.d > 128  ? (int)upi_cuda_attn_bwd_shape<256>::ROWS
+                     : a->q.d > 64 ? (int)upi_cuda_attn_bwd_shape<128>::ROWS
+                                   : (int)upi_cuda_attn_bwd_shape<64>::ROWS;
+    return (a->q.n + rows - 1) / rows;
+}
+
+/* Scratch of the backward: turns, then sums of dQ. */
+UPIPE_API size_t upi_cuda_attn_turns_bytes(const upipe_attn *a)
+{
+    int64_t bytes;
+    if (!upi_mul(&bytes, upi_cuda_attn_query_tiles(a), (int64_t)a->q.h * 4)) return SIZE_MAX;
+    return bytes > INT64_MAX - 128 ? SIZE_MAX : ((size_t)bytes + 4 + 63) / 64 * 64;
+}
+
+/* Entry of the table. The forward needs no scratch; the backward f32 sums of dQ, and a counter for each
+ * tile of queries. SIZE_MAX where the bytes leave 63 bits. */
+UPIPE_API size_t upi_cuda_attn_bytes(const struct upipe_ops *ops, const upipe_attn *a, int backward)
+{
+    int64_t sums;
+    size_t turns;
+    (void)ops;
+    if (!backward || a->q.dtype != UPIPE_BF16) return 0;
+    turns = upi_cuda_attn_turns_bytes(a);
+    if (!upi_mul(&sums, a->q.n, (int64_t)a->q.h * a->q.d * 4) || turns > (size_t)(INT64_MAX - sums))
+        return SIZE_MAX;
+    return turns + (size_t)sums;
+}
+
+template <int D>
+UPIPE_API upipe_status upi_cuda_attn_bwd_launch(upipe_ctx *c, const upi_cuda_attn_bwd_args *g)
+{
+    typedef upi_cuda_attn_bwd_shape<D> shape;
+    const int64_t blocks = upi_cuda_attn_key_blocks(g->a.keys, shape::KEYS);
+    const int64_t heads = g->a.heads / g->a.group;
+    UPIPE_TRY(upi_cuda_attn_fits(c, g->a.d, shape::SHARED, blocks, heads));
+    UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_cuda_attn_bwd_kernel<D>), shape::SHARED));
+    return UPI_LAUNCH(c, (upi_cuda_attn_bwd_kernel<D>), (unsigned)(blocks * heads), shape::THREADS,
+                      shape::SHARED, *g);
+}
+
+/* Entry of the table. */
+UPIPE_API upipe_status upi_cuda_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
+{
+    const upipe_attn *a = &g->a;
+    const size_t turns = upi_cuda_attn_turns_bytes(a);
+    upi_cuda_attn_bwd_args x;
+    UPIPE_TRY(upi_cuda_attn_check(c, a));
+    UPIPE_TRY(upi_cuda_attn_aligned(c, "go", g->go));
+    UPIPE_TRY(upi_cuda_attn_aligned(c, "gq", g->gq));
+    UPIPE_TRY(upi_cuda_attn_aligned(c, "gk", g->gk));
+    UPIPE_TRY(upi_cuda_attn_aligned(c, "gv", g->gv));
+    if (a->q.n == 0) return UPIPE_OK;
+    memset(&x, 0, sizeof x);
+    x.a = upi_cuda_attn_args_make(a);
+    x.go = (const upi_bf16 *)g->go.data;
+    x.delta = (const float *)g->delta.data;
+    x.gq = (upi_bf16 *)g->gq.data;
+    x.gk = (float *)g->gk.data;
+    x.gv = (float *)g->gv.data;
+    x.go_step = g->go.n_step, x.go_head = g->go.h_step;
+    x.delta_step = g->delta.n_step, x.delta_head = g->delta.h_step;
+    x.gq_step = g->gq.n_step, x.gq_head = g->gq.h_step;
+    x.gk_step = g->gk.n_step, x.gk_head = g->gk.h_step;
+    x.gv_step = g->gv.n_step, x.gv_head = g->gv.h_step;
+    x.turns = (int *)a->work;
+    x.tiles = (int)upi_cuda_attn_query_tiles(a);
+    x.dq = (float *)((char *)a->work + turns);
+    UPI_CUDA(&c->err, cudaMemsetAsync(a->work, 0, turns, (cudaStream_t)c->stream));
+    if (a->q.d <= 64) return upi_cuda_attn_bwd_launch<64>(c, &x);
+    if (a->q.d <= 128) return upi_cuda_attn_bwd_launch<128>(c, &x);
+    return upi_cuda_attn_bwd_launch<256>(c, &x);
+}
+
+#endif

@@ -1,0 +1,345 @@
+/* upipe_cuda_attn_f32.h -- attention in f32 storage, without tensor cores        backend cuda
+ *
+ *     upi_cuda_attn_f32_fwd(c, &attn);        upi_cuda_attn_f32_bwd(c, &grad);
+ *
+ * For checking a model, not for training at speed: tensor cores have no f32, and the rounding to bf16 is what
+ * the kernels of upipe_cuda_attn_fwd.h are built around. Every product and sum here is an f32 FMA. No
+ * scratch; the same bits whatever the schedule, and gk, gv continue from what they hold.
+ *
+ * A block of four warps holds 16 rows, four a warp; rows of the other side pass by in shared memory, 32 at a
+ * time. For the scores a lane is one of those 32; for what is summed over them it is an element of the head,
+ * and the next 31 lie in other lanes: element lane + 32 n, n < N.
+ *     forward, dQ:  16 queries hold, keys pass        dK, dV:  16 keys hold, queries of the group's heads pass
+ * The passing rows are padded to an odd length, so that 32 lanes read 32 banks.
+ */
+#ifndef UPIPE_CUDA_ATTN_F32_H
+#define UPIPE_CUDA_ATTN_F32_H
+
+#include "../upipe_attn.h"
+#include "upipe_cuda_kernel.h"
+
+enum {
+    UPI_F32_WARPS = 4,
+    UPI_F32_ROWS = 4, /* a warp's */
+    UPI_F32_HELD = UPI_F32_WARPS * UPI_F32_ROWS,
+    UPI_F32_THREADS = UPI_F32_WARPS * 32,
+    UPI_F32_PASSING = 32
+};
+
+/* The rows held: [UPI_F32_HELD][d], zeros beyond the last row. */
+template <int N> UPI_DEVICE void upi_f32_hold(float *to, upipe_view v, int h, int64_t first, float scale)
+{
+    const float *from = (const float *)v.data + h * v.h_step;
+    int i;
+    for (i = (int)threadIdx.x; i < UPI_F32_HELD * v.d; i += UPI_F32_THREADS) {
+        int64_t row = first + i / v.d;
+        to[i] = row < v.n ? from[row * v.n_step + i % v.d] * scale : 0.0f;
+    }
+}
+
+/* The rows that pass: [UPI_F32_PASSING][d | 1], zeros beyond the last one. */
+template <int N> UPI_DEVICE void upi_f32_pass(float *to, upipe_view v, int h, int64_t first)
+{
+    const float *from = (const float *)v.data + h * v.h_step;
+    int i;
+    for (i = (int)threadIdx.x; i < UPI_F32_PASSING * v.d; i += UPI_F32_THREADS) {
+        int64_t row = first + i / v.d;
+        to[i / v.d * (v.d | 1) + i % v.d] = row < v.n ? from[row * v.n_step + i % v.d] : 0.0f;
+    }
+}
+
+/* s[r] = <held row r of the warp, the lane's passing row> */
+template <int N>
+UPI_DEVICE void upi_f32_dots(float s[UPI_F32_ROWS], const float *held, const float *passing, int d)
+{
+    const float *mine = passing + (int)(threadIdx.x % 32) * (d | 1);
+    const float *rows = held + (int)(threadIdx.x / 32) * UPI_F32_ROWS * d;
+    int r, x;
+    UPI_UNROLL
+    for (r = 0; r < UPI_F32_ROWS; ++r) s[r] = 0.0f;
+    UPI_UNROLL_4
+    for (x = 0; x < d; ++x) {
+        UPI_UNROLL
+        for (r = 0; r < UPI_F32_ROWS; ++r) s[r] = fmaf(rows[r * d + x], mine[x], s[r]);
+    }
+}
+
+/* sum[n] += over the 32 passing rows of weight (that lane's) * their element lane + 32 n */
+template <int N> UPI_DEVICE void upi_f32_gather(float sum[N], float weight, const float *passing, int d)
+{
+    int lane = (int)(threadIdx.x % 32), j, n;
+    UPI_UNROLL_4
+    for (j = 0; j < UPI_F32_PASSING; ++j) {
+        float w = __shfl_sync(0xffffffffu, weight, j);
+        UPI_UNROLL
+        for (n = 0; n < N; ++n)
+            if (lane + 32 * n < d) sum[n] = fmaf(w, passing[j * (d | 1) + lane + 32 * n], sum[n]);
+    }
+}
+
+UPI_DEVICE float upi_f32_warp_max(float v)
+{
+    int step;
+    UPI_UNROLL
+    for (step = 16; step > 0; step /= 2) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, step));
+    return v;
+}
+
+UPI_DEVICE float upi_f32_warp_sum(float v)
+{
+    int step;
+    UPI_UNROLL
+    for (step = 16; step > 0; step /= 2) v += __shfl_xor_sync(0xffffffffu, v, step);
+    return v;
+}
+
+/* One row's result, alone or brought together with an older one. */
+template <int N>
+UPI_DEVICE void upi_f32_finish(upipe_attn a, int h, int64_t i, const float o[N], float m, float l)
+{
+    int lane = (int)(threadIdx.x % 32), n;
+    float *lse = (float *)a.lse.data + i * a.lse.n_step + h * a.lse.h_step;
+    float *out = (float *)a.o.data + i * a.o.n_step + h * a.o.h_step;
+    float here = l > 0.0f ? m + logf(l) : -INFINITY, mine = l > 0.0f ? 1.0f / l : 0.0f, old = 0.0f;
+    if (a.merge) {
+        float before = *lse, top = fmaxf(before, here);
+        if (top > -INFINITY) {
+            float both = expf(before - top) + expf(here - top);
+            old = expf(before - top) / both;
+            mine *= expf(here - top) / both;
+            here = top + logf(both);
+        }
+        __syncwarp(); /* every lane has read what lane 0 overwrites */
+    }
+    UPI_UNROLL
+    for (n = 0; n < N; ++n) {
+        int x = lane + 32 * n;
+        if (x < a.o.d) out[x] = a.merge && old > 0.0f ? fmaf(old, out[x], o[n] * mine) : o[n] * mine;
+    }
+    if (lane == 0) *lse = here;
+}
+
+template <int N>
+UPI_KERNEL(UPI_F32_THREADS, 1)
+void upi_attn_f32_fwd(const upipe_attn a, int64_t ahead, float scale)
+{
+    UPI_SHARED(float, room);
+    const int d = a.q.d, lane = (int)(threadIdx.x % 32), warp = (int)(threadIdx.x / 32);
+    const int64_t tiles = (a.q.n + UPI_F32_HELD - 1) / UPI_F32_HELD,
+                  first = blockIdx.x % tiles * UPI_F32_HELD;
+    const int h = (int)(blockIdx.x / tiles), kv = h / (a.q.h / a.k.h);
+    float *q = room, *k = q + UPI_F32_HELD * d, *v = k + UPI_F32_PASSING * (d | 1);
+    float o[UPI_F32_ROWS][N], m[UPI_F32_ROWS], l[UPI_F32_ROWS], s[UPI_F32_ROWS];
+    int64_t end = a.k.n, j;
+    int r, n;
+    if (a.causal && first + UPI_F32_HELD + ahead < end) end = first + UPI_F32_HELD + ahead;
+    UPI_UNROLL
+    for (r = 0; r < UPI_F32_ROWS; ++r) {
+        m[r] = -INFINITY;
+        l[r] = 0.0f;
+        UPI_UNROLL
+        for (n = 0; n < N; ++n) o[r][n] = 0.0f;
+    }
+    upi_f32_hold<N>(q, a.q, h, first, scale);
+    for (j = 0; j < end; j += UPI_F32_PASSING) {
+        __syncthreads(); /* the rows before are not read any more */
+        upi_f32_pass<N>(k, a.k, kv, j);
+        upi_f32_pass<N>(v, a.v, kv, j);
+        __syncthreads();
+        upi_f32_dots<N>(s, q, k, d);
+        UPI_UNROLL
+        for (r = 0; r < UPI_F32_ROWS; ++r) {
+            int64_t i = first + warp * UPI_F32_ROWS + r;
+            int seen = j + lane < a.k.n && (!a.causal || j + lane <= i + ahead);
+            float score = seen ? s[r] : -INFINITY, top = fmaxf(m[r], upi_f32_warp_max(score));
+            float base = top > -INFINITY ? top : 0.0f, p = expf(score - base), shrink = expf(m[r] - base);
+            m[r] = top;
+            l[r] = fmaf(l[r], shrink, p); /* the lane's keys alone */
+            UPI_UNROLL
+            for (n = 0; n < N; ++n) o[r][n] *= shrink;
+            upi_f32_gather<N>(o[r], p, v, d);
+        }
+    }
+    UPI_UNROLL
+    for (r = 0; r < UPI_F32_ROWS; ++r) {
+        int64_t i = first + warp * UPI_F32_ROWS + r;
+        float sum = upi_f32_warp_sum(l[r]);
+        if (i < a.q.n) upi_f32_finish<N>(a, h, i, o[r], m[r], sum);
+    }
+}
+
+template <int N>
+UPI_KERNEL(UPI_F32_THREADS, 1)
+void upi_attn_f32_dq(const upipe_attn_grad g, int64_t ahead, float scale)
+{
+    UPI_SHARED(float, room);
+    const upipe_attn &a = g.a;
+    const int d = a.q.d, lane = (int)(threadIdx.x % 32), warp = (int)(threadIdx.x / 32);
+    const int64_t tiles = (a.q.n + UPI_F32_HELD - 1) / UPI_F32_HELD,
+                  first = blockIdx.x % tiles * UPI_F32_HELD;
+    const int h = (int)(blockIdx.x / tiles), kv = h / (a.q.h / a.k.h);
+    float *q = room, *go = q + UPI_F32_HELD * d, *k = go + UPI_F32_HELD * d;
+    float *v = k + UPI_F32_PASSING * (d | 1);
+    float dq[UPI_F32_ROWS][N], lse[UPI_F32_ROWS], delta[UPI_F32_ROWS], s[UPI_F32_ROWS], dp[UPI_F32_ROWS];
+    int64_t end = a.k.n, j;
+    int r, n;
+    if (a.causal && first + UPI_F32_HELD + ahead < end) end = first + UPI_F32_HELD + ahead;
+    UPI_UNROLL
+    for (r = 0; r < UPI_F32_ROWS; ++r) {
+        int64_t i = first + warp * UPI_F32_ROWS + r;
+        int there = i < a.q.n;
+        lse[r] = there ? ((const float *)a.lse.data)[i * a.lse.n_step + h * a.lse.h_step] : -INFINITY;
+        delta[r] = there ? ((const float *)g.delta.data)[i * g.delta.n_step + h * g.delta.h_step] : 0.0f;
+        UPI_UNROLL
+        for (n = 0; n < N; ++n) dq[r][n] = 0.0f;
+    }
+    upi_f32_hold<N>(q, a.q, h, first, scale);
+    upi_f32_hold<N>(go, g.go, h, first, 1.0f);
+    for (j = 0; j < end; j += UPI_F32_PASSING) {
+        __syncthreads();
+        upi_f32_pass<N>(k, a.k, kv, j);
+        upi_f32_pass<N>(v, a.v, kv, j);
+        __syncthreads();
+        upi_f32_dots<N>(s, q, k, d);
+        upi_f32_dots<N>(dp, go, v, d);
+        UPI_UNROLL
+        for (r = 0; r < UPI_F32_ROWS; ++r) {
+            int64_t i = first + warp * UPI_F32_ROWS + r;
+            int seen = j + lane < a.k.n && (!a.causal || j + lane <= i + ahead) && lse[r] > -INFINITY;
+            float p = seen ? expf(s[r] - lse[r]) : 0.0f;
+            upi_f32_gather<N>(dq[r], p * scale * (dp[r] - delta[r]), k, d);
+        }
+    }
+    UPI_UNROLL
+    for (r = 0; r < UPI_F32_ROWS; ++r) {
+        int64_t i = first + warp * UPI_F32_ROWS + r;
+        float *out = (float *)g.gq.data + i * g.gq.n_step + h * g.gq.h_step;
+        UPI_UNROLL
+        for (n = 0; n < N; ++n)
+            if (i < a.q.n && lane + 32 * n < d) out[lane + 32 * n] = dq[r][n];
+    }
+}
+
+template <int N>
+UPI_KERNEL(UPI_F32_THREADS, 1)
+void upi_attn_f32_dkv(const upipe_attn_grad g, int64_t ahead, float scale)
+{
+    UPI_SHARED(float, room);
+    const upipe_attn &a = g.a;
+    const int d = a.q.d, lane = (int)(threadIdx.x % 32), warp = (int)(threadIdx.x / 32);
+    const int64_t tiles = (a.k.n + UPI_F32_HELD - 1) / UPI_F32_HELD,
+                  first = blockIdx.x % tiles * UPI_F32_HELD;
+    const int kv = (int)(blockIdx.x / tiles), group = a.q.h / a.k.h;
+    float *k = room, *v = k + UPI_F32_HELD * d, *q = v + UPI_F32_HELD * d;
+    float *go = q + UPI_F32_PASSING * (d | 1);
+    float dk[UPI_F32_ROWS][N], dv[UPI_F32_ROWS][N], s[UPI_F32_ROWS], dp[UPI_F32_ROWS];
+    int64_t begin = 0, i;
+    int r, n, h;
+    if (a.causal && first - ahead > 0) begin = (first - ahead) / UPI_F32_PASSING * UPI_F32_PASSING;
+    UPI_UNROLL
+    for (r = 0; r < UPI_F32_ROWS; ++r) {
+        int64_t j = first + warp * UPI_F32_ROWS + r;
+        UPI_UNROLL
+        for (n = 0; n < N; ++n) {
+            int x = lane + 32 * n, there = j < a.k.n && x < d;
+            dk[r][n] = there ? ((const float *)g.gk.data)[j * g.gk.n_step + kv * g.gk.h_step + x] : 0.0f;
+            dv[r][n] = there ? ((const float *)g.gv.data)[j * g.gv.n_step + kv * g.gv.h_step + x] : 0.0f;
+        }
+    }
+    upi_f32_hold<N>(k, a.k, kv, first, scale);
+    upi_f32_hold<N>(v, a.v, kv, first, 1.0f);
+    for (h = kv * group; h < (kv + 1) * group; ++h) {
+        for (i = begin; i < a.q.n; i += UPI_F32_PASSING) {
+            int there = i + lane < a.q.n;
+            float lse =
+                there ? ((const float *)a.lse.data)[(i + lane) * a.lse.n_step + h * a.lse.h_step] : -INFINITY;
+            float delta =
+                there ? ((const float *)g.delta.data)[(i + lane) * g.delta.n_step + h * g.delta.h_step]
+                      : 0.0f;
+            __syncthreads();
+            upi_f32_pass<N>(q, a.q, h, i);
+            upi_f32_pass<N>(go, g.go, h, i);
+            __syncthreads();
+            upi_f32_dots<N>(s, k, q, d);
+            upi_f32_dots<N>(dp, v, go, d);
+            UPI_UNROLL
+            for (r = 0; r < UPI_F32_ROWS; ++r) {
+                int64_t j = first + warp * UPI_F32_ROWS + r;
+                int seen = lse > -INFINITY && j < a.k.n && (!a.causal || j <= i + lane + ahead);
+                float p = seen ? expf(s[r] - lse) : 0.0f;
+                upi_f32_gather<N>(dv[r], p, go, d);
+                upi_f32_gather<N>(dk[r], p * scale * (dp[r] - delta), q, d);
+            }
+        }
+    }
+    UPI_UNROLL
+    for (r = 0; r < UPI_F32_ROWS; ++r) {
+        int64_t j = first + warp * UPI_F32_ROWS + r;
+        UPI_UNROLL
+        for (n = 0; n < N; ++n) {
+            int x = lane + 32 * n;
+            if (j >= a.k.n || x >= d) continue;
+            ((float *)g.gk.data)[j * g.gk.n_step + kv * g.gk.h_step + x] = dk[r][n];
+            ((float *)g.gv.data)[j * g.gv.n_step + kv * g.gv.h_step + x] = dv[r][n];
+        }
+    }
+}
+
+/* ---- host ---- */
+
+UPIPE_API upipe_status upi_f32_blocks(upipe_ctx *c, int64_t rows, int heads, unsigned *blocks)
+{
+    int64_t n;
+    if (!upi_mul(&n, (rows + UPI_F32_HELD - 1) / UPI_F32_HELD, heads) || n > INT32_MAX)
+        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "attention: %lld rows of %d heads in one call",
+                        (long long)rows, heads);
+    *blocks = (unsigned)n;
+    return UPIPE_OK;
+}
+
+/* Bytes of shared memory of a kernel that holds so many sets of rows, and lets two pass. */
+UPIPE_API unsigned upi_f32_shared(int d, int held)
+{
+    return (unsigned)(held * UPI_F32_HELD * d + 2 * UPI_F32_PASSING * (d | 1)) * 4;
+}
+
+template <int N> UPIPE_API upipe_status upi_cuda_attn_f32_fwd_n(upipe_ctx *c, const upipe_attn *a)
+{
+    unsigned blocks = 0, shared = upi_f32_shared(a->q.d, 1);
+    UPIPE_TRY(upi_f32_blocks(c, a->q.n, a->q.h, &blocks));
+    if (blocks == 0) return UPIPE_OK;
+    UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_attn_f32_fwd<N>), shared));
+    return UPI_LAUNCH(c, (upi_attn_f32_fwd<N>), blocks, UPI_F32_THREADS, shared, *a, a->q_pos - a->k_pos,
+                      upi_attn_scale(a));
+}
+
+template <int N> UPIPE_API upipe_status upi_cuda_attn_f32_bwd_n(upipe_ctx *c, const upipe_attn_grad *g)
+{
+    const upipe_attn *a = &g->a;
+    int64_t ahead = a->q_pos - a->k_pos;
+    unsigned queries = 0, keys = 0, shared = upi_f32_shared(a->q.d, 2);
+    UPIPE_TRY(upi_f32_blocks(c, a->q.n, a->q.h, &queries));
+    UPIPE_TRY(upi_f32_blocks(c, a->k.n, a->k.h, &keys));
+    if (queries == 0) return UPIPE_OK;
+    UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_attn_f32_dq<N>), shared));
+    UPIPE_TRY(
+        UPI_LAUNCH(c, (upi_attn_f32_dq<N>), queries, UPI_F32_THREADS, shared, *g, ahead, upi_attn_scale(a)));
+    if (keys == 0) return UPIPE_OK;
+    UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_attn_f32_dkv<N>), shared));
+    return UPI_LAUNCH(c, (upi_attn_f32_dkv<N>), keys, UPI_F32_THREADS, shared, *g, ahead, upi_attn_scale(a));
+}
+
+/* The table's entry where q is f32; arguments are checked. No scratch. */
+UPIPE_API upipe_status upi_cuda_attn_f32_fwd(upipe_ctx *c, const upipe_attn *a)
+{
+    if (a->q.d <= 64) return upi_cuda_attn_f32_fwd_n<2>(c, a);
+    return a->q.d <= 128 ? upi_cuda_attn_f32_fwd_n<4>(c, a) : upi_cuda_attn_f32_fwd_n<8>(c, a);
+}
+
+UPIPE_API upipe_status upi_cuda_attn_f32_bwd(upipe_ctx *c, const upipe_attn_grad *g)
+{
+    if (g->a.q.d <= 64) return upi_cuda_attn_f32_bwd_n<2>(c, g);
+    return g->a.q.d <= 128 ? upi_cuda_attn_f32_bwd_n<4>(c, g) : upi_cuda_attn_f32_bwd_n<8>(c, g);
+}
+
+#endif

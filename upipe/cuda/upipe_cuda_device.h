@@ -1,0 +1,203 @@
+/* upipe_cuda_device.h -- one rank's device: errors, slabs, the side stream       backend cuda, C and C++
+ *
+ *     upipe_cuda d;                                    one a rank, on the current device
+ *     upipe_cuda_init(&d, blas, &err);                 blas: the host's own handle, for this rank alone
+ *     upipe_cuda_slab(&slab, bytes, &err);             device memory for upipe_mem_init
+ *     app_ops(&ops, &d);                               the table, see upipe_cuda.h
+ *     ctx.stream = stream;  ctx.ops = &ops;            stream: the host's own
+ *
+ * No kernels in here: a plain C program includes this header, and gets the table from one .cu unit. The
+ * library makes no handle and no stream but the side stream of upipe_cuda_side. A cuBLAS handle holds the
+ * stream of its last call, so ranks that are threads need one each; its workspace is the host's business
+ * (cublasSetWorkspace).
+ */
+#ifndef UPIPE_CUDA_DEVICE_H
+#define UPIPE_CUDA_DEVICE_H
+
+#include <cublas_v2.h>
+#include <cuda_runtime_api.h>
+
+#include "../upipe_base.h"
+
+enum {
+    UPIPE_CUDA_SCRATCH = 1 << 20, /* bytes of device memory that a upipe_cuda holds, for sums over a tensor */
+    UPIPE_CUDA_RESULT = 256       /* bytes of pinned host memory, where a sum arrives */
+};
+
+/* Constant after init. */
+typedef struct upipe_cuda {
+    cublasHandle_t blas; /* the host's */
+    void *scratch;       /* device memory, UPIPE_CUDA_SCRATCH bytes */
+    void *result;        /* pinned host memory, UPIPE_CUDA_RESULT bytes */
+    int device, processors;
+    int capability;  /* 80 for 8.0 */
+    int shared_most; /* bytes of shared memory that a block may ask for */
+} upipe_cuda;
+
+/* The runtime's own text behind the call's name. `what` is the call as written, or "launch of" a kernel. */
+UPIPE_API upipe_status upi_cuda_check(upipe_err *e, cudaError_t r, const char *what)
+{
+    int named = strncmp(what, "launch", 6) == 0 ? (int)strlen(what) : (int)strcspn(what, "(");
+    if (r == cudaSuccess) return UPIPE_OK;
+    (void)cudaGetLastError(); /* what can be forgotten is: the next call must not report it again */
+    return upi_fail(e, r == cudaErrorMemoryAllocation ? UPIPE_ERR_MEMORY : UPIPE_ERR_BACKEND, "%.*s: %s (%s)",
+                    named, what, cudaGetErrorString(r), cudaGetErrorName(r));
+}
+
+#define UPI_CUDA(e, call) UPIPE_TRY(upi_cuda_check((e), (call), #call))
+
+/* upipe_cuda_slab -- device memory for a pool
+ *   out     `bytes` bytes, aligned to 256; NULL for 0 bytes
+ *   errors  MEMORY, BACKEND: the runtime's text
+ */
+UPIPE_API upipe_status upipe_cuda_slab(void **out, size_t bytes, upipe_err *e)
+{
+    *out = NULL;
+    if (bytes == 0) return UPIPE_OK;
+    UPI_CUDA(e, cudaMalloc(out, bytes));
+    return UPIPE_OK;
+}
+
+/* Waits for all work of the device that may touch it. NULL is nothing. */
+UPIPE_API upipe_status upipe_cuda_slab_free(void *slab, upipe_err *e)
+{
+    if (slab == NULL) return UPIPE_OK;
+    UPI_CUDA(e, cudaFree(slab));
+    return UPIPE_OK;
+}
+
+/* upipe_cuda_host_slab -- pinned host memory of exactly this size, which the device copies from and to; as
+ * upipe_cuda_slab */
+UPIPE_API upipe_status upipe_cuda_host_slab(void **out, size_t bytes, upipe_err *e)
+{
+    *out = NULL;
+    if (bytes == 0) return UPIPE_OK;
+    UPI_CUDA(e, cudaHostAlloc(out, bytes, cudaHostAllocDefault));
+    return UPIPE_OK;
+}
+
+/* Waits likewise. NULL is nothing. */
+UPIPE_API upipe_status upipe_cuda_host_slab_free(void *slab, upipe_err *e)
+{
+    if (slab == NULL) return UPIPE_OK;
+    UPI_CUDA(e, cudaFreeHost(slab));
+    return UPIPE_OK;
+}
+
+/* upipe_cuda_free -- releases what init took; after a failed init too */
+UPIPE_API upipe_status upipe_cuda_free(upipe_cuda *d, upipe_err *e)
+{
+    upipe_status s = upipe_cuda_slab_free(d->scratch, e);
+    upipe_status t = upipe_cuda_host_slab_free(d->result, e);
+    memset(d, 0, sizeof *d);
+    return s != UPIPE_OK ? s : t;
+}
+
+/* upipe_cuda_init -- this rank's device, the current one
+ *   blas    the host's handle, used on ctx->stream by this rank's calls alone; the host frees it. Its math
+ *           mode is set: f32 products in f32, not TF32, and no partial sums in bf16
+ *   bytes   UPIPE_CUDA_SCRATCH on the device, UPIPE_CUDA_RESULT pinned
+ *   errors  UNSUPPORTED (a device below compute capability 8.0), MEMORY, BACKEND; there is then nothing to
+ *           free
+ */
+UPIPE_API upipe_status upipe_cuda_init(upipe_cuda *d, cublasHandle_t blas, upipe_err *e)
+{
+    int major, minor;
+    upipe_status s;
+    memset(d, 0, sizeof *d);
+    UPI_CUDA(e, cudaGetDevice(&d->device));
+    UPI_CUDA(e, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, d->device));
+    UPI_CUDA(e, cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, d->device));
+    UPI_CUDA(e, cudaDeviceGetAttribute(&d->processors, cudaDevAttrMultiProcessorCount, d->device));
+    UPI_CUDA(e, cudaDeviceGetAttribute(&d->shared_most, cudaDevAttrMaxSharedMemoryPerBlockOptin, d->device));
+    d->capability = 10 * major + minor;
+    if (major < 8)
+        return upi_fail(e, UPIPE_ERR_UNSUPPORTED,
+                        "device %d has compute capability %d.%d; the kernels need 8.0", d->device, major,
+                        minor);
+    d->blas = blas;
+    if (blas != NULL) {
+        cublasStatus_t r = cublasSetMathMode(
+            blas, (cublasMath_t)(CUBLAS_DEFAULT_MATH | CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION));
+        if (r != CUBLAS_STATUS_SUCCESS)
+            return upi_fail(e, UPIPE_ERR_BACKEND, "cublasSetMathMode: %s", cublasGetStatusString(r));
+    }
+    s = upipe_cuda_slab(&d->scratch, UPIPE_CUDA_SCRATCH, e);
+    if (s == UPIPE_OK) s = upipe_cuda_host_slab(&d->result, UPIPE_CUDA_RESULT, e);
+    if (s != UPIPE_OK) upipe_cuda_free(d, NULL);
+    return s;
+}
+
+/* ---- copies beside the computing stream: the host tier of a pool ---- */
+
+/* upipe_cuda_side -- a stream of its own for copies between the device and a pinned slab, and the events
+ * that order it against ctx->stream. One copy, or several, between start and wait. */
+typedef struct upipe_cuda_side {
+    cudaStream_t stream;
+    cudaEvent_t before, after;
+} upipe_cuda_side;
+
+/* upipe_cuda_side_free -- waits for the copies, and releases what init made; after a failed init too */
+UPIPE_API upipe_status upipe_cuda_side_free(upipe_cuda_side *side, upipe_err *e)
+{
+    upipe_status s = UPIPE_OK, t;
+    if (side->stream != NULL)
+        s = upi_cuda_check(e, cudaStreamSynchronize(side->stream), "cudaStreamSynchronize");
+    if (side->after != NULL) {
+        t = upi_cuda_check(e, cudaEventDestroy(side->after), "cudaEventDestroy");
+        if (s == UPIPE_OK) s = t;
+    }
+    if (side->before != NULL) {
+        t = upi_cuda_check(e, cudaEventDestroy(side->before), "cudaEventDestroy");
+        if (s == UPIPE_OK) s = t;
+    }
+    if (side->stream != NULL) {
+        t = upi_cuda_check(e, cudaStreamDestroy(side->stream), "cudaStreamDestroy");
+        if (s == UPIPE_OK) s = t;
+    }
+    memset(side, 0, sizeof *side);
+    return s;
+}
+
+/* upipe_cuda_side_init -- makes the stream and the events, on the current device
+ *   errors  BACKEND; there is then nothing to free
+ */
+UPIPE_API upipe_status upipe_cuda_side_init(upipe_cuda_side *side, upipe_err *e)
+{
+    upipe_status s;
+    memset(side, 0, sizeof *side);
+    s = upi_cuda_check(e, cudaStreamCreateWithFlags(&side->stream, cudaStreamNonBlocking),
+                       "cudaStreamCreateWithFlags");
+    if (s == UPIPE_OK)
+        s = upi_cuda_check(e, cudaEventCreateWithFlags(&side->before, cudaEventDisableTiming),
+                           "cudaEventCreateWithFlags");
+    if (s == UPIPE_OK)
+        s = upi_cuda_check(e, cudaEventCreateWithFlags(&side->after, cudaEventDisableTiming),
+                           "cudaEventCreateWithFlags");
+    if (s != UPIPE_OK) upipe_cuda_side_free(side, NULL);
+    return s;
+}
+
+/* upipe_cuda_side_start -- dst = src, behind all work that ctx->stream has so far and beside what follows
+ *   dst src  device memory and a pinned slab; neither may be written, nor dst read, by later work of
+ *            ctx->stream before upipe_cuda_side_wait
+ *   errors   BACKEND
+ */
+UPIPE_API upipe_status upipe_cuda_side_start(upipe_ctx *c, upipe_cuda_side *side, void *dst, const void *src,
+                                             size_t bytes)
+{
+    UPI_CUDA(&c->err, cudaEventRecord(side->before, (cudaStream_t)c->stream));
+    UPI_CUDA(&c->err, cudaStreamWaitEvent(side->stream, side->before, 0));
+    UPI_CUDA(&c->err, cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, side->stream));
+    UPI_CUDA(&c->err, cudaEventRecord(side->after, side->stream));
+    return UPIPE_OK;
+}
+
+/* upipe_cuda_side_wait -- later work of ctx->stream comes after every copy started; the host does not wait */
+UPIPE_API upipe_status upipe_cuda_side_wait(upipe_ctx *c, upipe_cuda_side *side)
+{
+    UPI_CUDA(&c->err, cudaStreamWaitEvent((cudaStream_t)c->stream, side->after, 0));
+    return UPIPE_OK;
+}
+
+#endif

@@ -1,0 +1,874 @@
+/* upipe_cuda_rows.h -- copies, casts, and all that works row by row        backend cuda, includes cuda_kernel, check
+ *
+ * Fills the table's sync, copy, zero, cast, rope, rmsnorm, rmsnorm_bwd, rowdot, sum and add.
+ *
+ *     upi_cuda_rope(&ctx, &r)      x [count][tokens][heads][d], in place; angles once for eight heads
+ *     upi_cuda_rmsnorm(...)        y = norm of x [tokens][heads][d], in place or not
+ *     upi_cuda_rowdot(...)         [tokens][heads] = a . b
+ *
+ * A thread works on eight neighbouring elements at a time, in 16-byte loads where every view's rows begin at
+ * multiples of 16 bytes, otherwise one by one. A team of 1, 2, 4 .. 32 threads side by side, or a block, works
+ * on a row, or on one piece of a row that is summed by nobody. Either way an element has one thread and a
+ * sum one order, which follow from d alone: as on the CPU the bits of a row depend neither on steps, nor on
+ * its neighbours, nor on how tokens are split over calls. Arithmetic is f32, rounded once where a bf16 is
+ * stored.
+ */
+#ifndef UPIPE_CUDA_ROWS_H
+#define UPIPE_CUDA_ROWS_H
+
+#include <math.h>
+
+#include "../upipe_check.h"
+#include "upipe_cuda_kernel.h"
+
+enum {
+    UPI_EIGHT = 8,     /* elements that a thread holds */
+    UPI_BLOCK = 256,   /* threads of a block */
+    UPI_WAVES = 32,    /* blocks a processor at most, in a grid that strides over its work */
+    UPI_ROPE_HEADS = 8 /* heads that share one computation of angles */
+};
+
+/* A kernel's storage types: all of its views have one of them, or each says itself. */
+enum { UPI_ALL_F32, UPI_ALL_BF16, UPI_MIXED };
+
+UPIPE_API int upi_types(const upipe_view *v, int count)
+{
+    int i;
+    for (i = 1; i < count; ++i)
+        if (v[i].dtype != v[0].dtype) return UPI_MIXED;
+    return v[0].dtype == UPIPE_F32 ? UPI_ALL_F32 : UPI_ALL_BF16;
+}
+
+/* The launch of a kernel for these types; more arguments follow the grid's. */
+#define UPI_LAUNCH_TYPES(c, types, kernel, grid, block, shared, ...)                                     \
+    ((types) == UPI_ALL_F32    ? UPI_LAUNCH(c, (kernel<UPI_ALL_F32>), grid, block, shared, __VA_ARGS__)  \
+     : (types) == UPI_ALL_BF16 ? UPI_LAUNCH(c, (kernel<UPI_ALL_BF16>), grid, block, shared, __VA_ARGS__) \
+                               : UPI_LAUNCH(c, (kernel<UPI_MIXED>), grid, block, shared, __VA_ARGS__))
+
+UPIPE_API const upipe_cuda *upi_cuda_self(const upipe_ctx *c)
+{
+    return (const upipe_cuda *)c->ops->self;
+}
+
+/* ---- how rows are dealt out ---- */
+
+/* Rows of d elements, in teams of 2^shift threads. vec: rows begin at multiples of 16 bytes in all views. */
+typedef struct upi_span {
+    int64_t tokens, heads, d;
+    int64_t pieces; /* of a row, one a team; 1 where teams walk along their row */
+    int64_t teams;  /* tokens * heads * pieces */
+    int shift, vec;
+} upi_span;
+
+/* Rows of the first view's shape, given out piece by piece. join: rows that follow each other without a gap
+ * in every view are one long row. */
+UPIPE_API upi_span upi_span_of(const upipe_view *v, int count, int join)
+{
+    upi_span s;
+    int64_t eights;
+    int i, heads_join = join, tokens_join;
+    s.tokens = v[0].n;
+    s.heads = v[0].h;
+    s.d = v[0].d;
+    s.vec = 1;
+    for (i = 0; i < count; ++i)
+        if (v[i].h > 1 && v[i].h_step != v[i].d) heads_join = 0;
+    if (heads_join) {
+        s.d *= s.heads;
+        s.heads = 1;
+    }
+    tokens_join = heads_join;
+    for (i = 0; i < count; ++i)
+        if (v[i].n > 1 && v[i].n_step != s.d) tokens_join = 0;
+    if (tokens_join) {
+        s.d *= s.tokens;
+        s.tokens = 1;
+    }
+    for (i = 0; i < count; ++i) {
+        int64_t size = (int64_t)upipe_dtype_bytes(v[i].dtype);
+        if ((uintptr_t)v[i].data % 16 != 0 || (s.tokens > 1 && v[i].n_step * size % 16 != 0) ||
+            (s.heads > 1 && v[i].h_step * size % 16 != 0))
+            s.vec = 0;
+    }
+    eights = (s.d + UPI_EIGHT - 1) / UPI_EIGHT;
+    for (s.shift = 0; s.shift < 8 && (int64_t)1 << s.shift < eights; ++s.shift) {
+    }
+    s.pieces = (eights + ((int64_t)1 << s.shift) - 1) >> s.shift;
+    s.teams = s.tokens * s.heads * s.pieces;
+    return s;
+}
+
+/* The same for sums along a row: a team walks along its own. Teams are of a warp at most, or, where rows are
+ * long, a block each, so that what a processor has in hand stays in its caches for a second look. */
+UPIPE_API upi_span upi_span_of_rows(const upipe_view *v, int count)
+{
+    upi_span s = upi_span_of(v, count, 0);
+    if (s.shift > 5) s.shift = s.d > 1024 ? 8 : 5;
+    s.pieces = 1;
+    s.teams = s.tokens * s.heads;
+    return s;
+}
+
+/* Blocks for these teams, at most some waves of them. */
+UPIPE_API unsigned upi_span_grid(const upipe_ctx *c, upi_span s)
+{
+    int64_t most = (int64_t)upi_cuda_self(c)->processors * UPI_WAVES;
+    int64_t blocks = (s.teams + (UPI_BLOCK >> s.shift) - 1) / (UPI_BLOCK >> s.shift);
+    return (unsigned)(blocks < most ? blocks : most);
+}
+
+/* Where a thread works: token, head, its first element of the row, and the elements from one turn to the next. */
+typedef struct upi_place {
+    int64_t i, j, k, step;
+    int64_t d; /* the row ends here; 0 for a team without work */
+} upi_place;
+
+/* The team's number in the grid, of which the first one of the block is `first`. */
+UPI_DEVICE upi_place upi_place_of(const upi_span &s, int64_t first)
+{
+    upi_place p;
+    int64_t team = first + (threadIdx.x >> s.shift), row = team, piece = 0;
+    if (s.pieces > 1) {
+        row = team / s.pieces;
+        piece = team % s.pieces;
+    }
+    p.i = row;
+    p.j = 0;
+    if (s.heads > 1) {
+        p.i = row / s.heads;
+        p.j = row % s.heads;
+    }
+    p.step = (int64_t)UPI_EIGHT << s.shift;
+    p.k = piece * p.step + (threadIdx.x & ((1u << s.shift) - 1)) * UPI_EIGHT;
+    p.d = team < s.teams ? s.d : 0;
+    return p;
+}
+
+/* A loop whose body has barriers or shuffles: all threads of a block make the same turns. */
+#define UPI_EACH_TEAM(s, first)                                                             \
+    for (int64_t first = (int64_t)blockIdx.x * (UPI_BLOCK >> (s).shift); first < (s).teams; \
+         first += (int64_t)gridDim.x * (UPI_BLOCK >> (s).shift))
+
+/* ---- eight elements, or the last few, of a row ---- */
+
+/* As they lie: f32 one a word, bf16 two a word. */
+typedef struct upi_eight {
+    uint32_t w[UPI_EIGHT];
+} upi_eight;
+
+template <int TYPES> UPI_DEVICE bool upi_is_f32(upipe_dtype dtype)
+{
+    return TYPES == UPI_MIXED ? dtype == UPIPE_F32 : TYPES == UPI_ALL_F32;
+}
+
+UPI_DEVICE void upi_load16(uint32_t *w, const void *p)
+{
+    __builtin_memcpy(w, __builtin_assume_aligned(p, 16), 16);
+}
+
+UPI_DEVICE void upi_store16(void *p, const uint32_t *w)
+{
+    __builtin_memcpy(__builtin_assume_aligned(p, 16), w, 16);
+}
+
+/* Elements k .. k+7 of the row, zeros from d on. */
+template <int TYPES>
+UPI_DEVICE upi_eight upi_eight_load(const void *row, upipe_dtype dtype, int64_t k, int64_t d, int vec)
+{
+    upi_eight e = {{0, 0, 0, 0, 0, 0, 0, 0}};
+    int l;
+    if (upi_is_f32<TYPES>(dtype)) {
+        const float *p = (const float *)row + k;
+        if (vec && k + UPI_EIGHT <= d) {
+            upi_load16(e.w, p);
+            upi_load16(e.w + 4, p + 4);
+        } else {
+            UPI_UNROLL
+            for (l = 0; l < UPI_EIGHT; ++l)
+                if (k + l < d) e.w[l] = upi_as_bits(p[l]);
+        }
+    } else {
+        const upi_bf16 *p = (const upi_bf16 *)row + k;
+        if (vec && k + UPI_EIGHT <= d) {
+            upi_load16(e.w, p);
+        } else {
+            UPI_UNROLL
+            for (l = 0; l < UPI_EIGHT; ++l)
+                if (k + l < d) e.w[l / 2] |= (uint32_t)p[l] << 16 * (l % 2);
+        }
+    }
+    return e;
+}
+
+template <int TYPES>
+UPI_DEVICE void upi_eight_store(void *row, upipe_dtype dtype, int64_t k, int64_t d, int vec,
+                                const upi_eight &e)
+{
+    int l;
+    if (upi_is_f32<TYPES>(dtype)) {
+        float *p = (float *)row + k;
+        if (vec && k + UPI_EIGHT <= d) {
+            upi_store16(p, e.w);
+            upi_store16(p + 4, e.w + 4);
+        } else {
+            UPI_UNROLL
+            for (l = 0; l < UPI_EIGHT; ++l)
+                if (k + l < d) p[l] = upi_as_float(e.w[l]);
+        }
+    } else {
+        upi_bf16 *p = (upi_bf16 *)row + k;
+        if (vec && k + UPI_EIGHT <= d) {
+            upi_store16(p, e.w);
+        } else {
+            UPI_UNROLL
+            for (l = 0; l < UPI_EIGHT; ++l)
+                if (k + l < d) p[l] = (upi_bf16)(e.w[l / 2] >> 16 * (l % 2) & 0xffff);
+        }
+    }
+}
+
+/* Eight numbers. */
+typedef struct upi_numbers {
+    float v[UPI_EIGHT];
+} upi_numbers;
+
+template <int TYPES>
+UPI_DEVICE upi_numbers upi_get(const void *row, upipe_dtype dtype, int64_t k, int64_t d, int vec)
+{
+    upi_eight e = upi_eight_load<TYPES>(row, dtype, k, d, vec);
+    upi_numbers x;
+    int l;
+    UPI_UNROLL
+    for (l = 0; l < UPI_EIGHT; ++l)
+        x.v[l] = upi_as_float(upi_is_f32<TYPES>(dtype) ? e.w[l]
+                              : l % 2                  ? e.w[l / 2] & 0xffff0000
+                                                       : e.w[l / 2] << 16);
+    return x;
+}
+
+template <int TYPES>
+UPI_DEVICE void upi_put(void *row, upipe_dtype dtype, int64_t k, int64_t d, int vec, const upi_numbers &x)
+{
+    upi_eight e;
+    int l;
+    if (upi_is_f32<TYPES>(dtype)) {
+        UPI_UNROLL
+        for (l = 0; l < UPI_EIGHT; ++l) e.w[l] = upi_as_bits(x.v[l]);
+    } else {
+        UPI_UNROLL
+        for (l = 0; l < UPI_EIGHT; l += 2) e.w[l / 2] = upi_pack_bf16(x.v[l], x.v[l + 1]);
+    }
+    upi_eight_store<TYPES>(row, dtype, k, d, vec, e);
+}
+
+/* One number. */
+template <int TYPES> UPI_DEVICE float upi_get1(const void *row, upipe_dtype dtype, int64_t k)
+{
+    return upi_is_f32<TYPES>(dtype) ? ((const float *)row)[k] : upi_from_bf16(((const upi_bf16 *)row)[k]);
+}
+
+UPI_DEVICE char *upi_row_at(const upipe_view &v, int64_t i, int64_t j)
+{
+    return (char *)v.data + (i * v.n_step + j * v.h_step) * (v.dtype == UPIPE_F32 ? 4 : 2);
+}
+
+/* Of a view, at a place. */
+template <int TYPES> UPI_DEVICE upi_numbers upi_view_get(const upipe_view &v, const upi_place &p, int vec)
+{
+    return upi_get<TYPES>(upi_row_at(v, p.i, p.j), v.dtype, p.k, p.d, vec);
+}
+
+template <int TYPES>
+UPI_DEVICE void upi_view_put(const upipe_view &v, const upi_place &p, int vec, const upi_numbers &x)
+{
+    upi_put<TYPES>(upi_row_at(v, p.i, p.j), v.dtype, p.k, p.d, vec, x);
+}
+
+/* a * b, rounded: fused with a later sum it would not be. */
+UPI_DEVICE float upi_product(float a, float b)
+{
+#ifdef __CUDACC__
+    return __fmul_rn(a, b);
+#else
+    return a * b;
+#endif
+}
+
+/* The sum over a team of 2^shift threads, in one order, for all of them. A team that is a block takes turns
+ * with `room`, a float for each of its warps. */
+UPI_DEVICE float upi_team_sum(float x, int shift, float *room)
+{
+    int step, w;
+    for (step = 1; step < 32 && step < 1 << shift; step *= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+    if (shift <= 5) return x;
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = room[0];
+    for (w = 1; w < UPI_BLOCK / 32; ++w) x += room[w];
+    return x;
+}
+
+enum { UPI_TEAM_ROOM = UPI_BLOCK / 32 * 4 }; /* bytes of shared memory that team sums need */
+
+/* ---- bytes ---- */
+
+UPIPE_API upipe_status upi_cuda_sync(upipe_ctx *c)
+{
+    UPI_CUDA(&c->err, cudaStreamSynchronize((cudaStream_t)c->stream));
+    return UPIPE_OK;
+}
+
+/* Memory that the host owns without the device's knowledge. */
+UPIPE_API upipe_status upi_cuda_pageable(upipe_ctx *c, const void *p, int *pageable)
+{
+    struct cudaPointerAttributes at;
+    UPI_CUDA(&c->err, cudaPointerGetAttributes(&at, p));
+    *pageable = at.type == cudaMemoryTypeUnregistered;
+    return UPIPE_OK;
+}
+
+/* A copy of pageable memory usually returns when it is done, but nothing says so for every system: one whose
+ * device reads that memory itself need not stage it. So the stream is waited for. */
+UPIPE_API upipe_status upi_cuda_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
+{
+    int to, from;
+    UPIPE_TRY(upi_copy_check(c, dst, src, bytes));
+    if (bytes == 0) return UPIPE_OK;
+    UPIPE_TRY(upi_cuda_pageable(c, dst, &to));
+    UPIPE_TRY(upi_cuda_pageable(c, src, &from));
+    UPI_CUDA(&c->err, cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, (cudaStream_t)c->stream));
+    return to || from ? upi_cuda_sync(c) : UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_cuda_zero(upipe_ctx *c, void *dst, size_t bytes)
+{
+    UPIPE_TRY(upi_zero_check(c, dst, bytes));
+    if (bytes == 0) return UPIPE_OK;
+    UPI_CUDA(&c->err, cudaMemsetAsync(dst, 0, bytes, (cudaStream_t)c->stream));
+    return UPIPE_OK;
+}
+
+/* ---- element by element ---- */
+
+/* Between equal types the bits go as they are, those of a NaN too. */
+template <int TYPES> UPI_KERNEL(256, 1) void upi_cast_rows(upipe_view dst, upipe_view src, upi_span s)
+{
+    UPI_EACH_TEAM(s, first)
+    {
+        upi_place p = upi_place_of(s, first);
+        if (TYPES == UPI_MIXED)
+            upi_view_put<TYPES>(dst, p, s.vec, upi_view_get<TYPES>(src, p, s.vec));
+        else
+            upi_eight_store<TYPES>(
+                upi_row_at(dst, p.i, p.j), dst.dtype, p.k, p.d, s.vec,
+                upi_eight_load<TYPES>(upi_row_at(src, p.i, p.j), src.dtype, p.k, p.d, s.vec));
+    }
+}
+
+UPIPE_API upipe_status upi_cuda_cast(upipe_ctx *c, upipe_view dst, upipe_view src)
+{
+    upipe_view v[2];
+    upi_span s;
+    UPIPE_TRY(upi_cast_check(c, dst, src));
+    if (dst.n == 0) return UPIPE_OK;
+    v[0] = dst;
+    v[1] = src;
+    s = upi_span_of(v, 2, 1);
+    return UPI_LAUNCH_TYPES(c, upi_types(v, 2), upi_cast_rows, upi_span_grid(c, s), UPI_BLOCK, 0, dst, src,
+                            s);
+}
+
+template <int TYPES> UPI_KERNEL(256, 1) void upi_add_rows(upipe_view y, upipe_view x, upi_span s)
+{
+    UPI_EACH_TEAM(s, first)
+    {
+        upi_place p = upi_place_of(s, first);
+        upi_numbers a = upi_view_get<TYPES>(y, p, s.vec), b = upi_view_get<TYPES>(x, p, s.vec);
+        int l;
+        UPI_UNROLL
+        for (l = 0; l < UPI_EIGHT; ++l) a.v[l] += b.v[l];
+        upi_view_put<TYPES>(y, p, s.vec, a);
+    }
+}
+
+UPIPE_API upipe_status upi_cuda_add(upipe_ctx *c, upipe_view y, upipe_view x)
+{
+    upipe_view v[2];
+    upi_span s;
+    UPIPE_TRY(upi_add_check(c, y, x));
+    if (y.n == 0) return UPIPE_OK;
+    v[0] = y;
+    v[1] = x;
+    s = upi_span_of(v, 2, 1);
+    return UPI_LAUNCH_TYPES(c, upi_types(v, 2), upi_add_rows, upi_span_grid(c, s), UPI_BLOCK, 0, y, x, s);
+}
+
+/* src is a view of dst's shape, packed, for the first term; the others follow `step` floats apart. */
+template <int TYPES>
+UPI_KERNEL(256, 1)
+void upi_sum_rows(upipe_view dst, upipe_view src, int64_t step, int count, int accumulate, upi_span s)
+{
+    UPI_EACH_TEAM(s, first)
+    {
+        upi_place p = upi_place_of(s, first);
+        const float *from = (const float *)upi_row_at(src, p.i, p.j);
+        upi_numbers sum = {{0, 0, 0, 0, 0, 0, 0, 0}};
+        int part, l;
+        if (accumulate) sum = upi_view_get<TYPES>(dst, p, s.vec);
+        for (part = 0; part < count; ++part, from += step) {
+            upi_numbers x = upi_get<UPI_ALL_F32>(from, UPIPE_F32, p.k, p.d, s.vec);
+            UPI_UNROLL
+            for (l = 0; l < UPI_EIGHT; ++l) sum.v[l] += x.v[l];
+        }
+        upi_view_put<TYPES>(dst, p, s.vec, sum);
+    }
+}
+
+UPIPE_API upipe_status upi_cuda_sum(upipe_ctx *c, upipe_view dst, const float *src, int64_t step, int count,
+                                    int accumulate)
+{
+    upipe_view v[2];
+    upi_span s;
+    UPIPE_TRY(upi_sum_check(c, dst, src, count, accumulate));
+    if (dst.n == 0) return UPIPE_OK;
+    v[0] = dst;
+    v[1] = upipe_view_packed((void *)(uintptr_t)src, UPIPE_F32, dst.n, dst.h, dst.d);
+    s = upi_span_of(v, 2, 1);
+    if (step % 4 != 0 && count > 1) s.vec = 0;
+    return UPI_LAUNCH_TYPES(c, upi_types(v, 1), upi_sum_rows, upi_span_grid(c, s), UPI_BLOCK, 0, dst, v[1],
+                            step, count, accumulate, s);
+}
+
+/* ---- rope ---- */
+
+/* Turns a position of each pair, in whole circles. */
+typedef struct upi_rope_turns {
+    double turns[UPI_ROPE_DIM_MAX / 2];
+} upi_rope_turns;
+
+typedef struct upi_rope_job {
+    upipe_view x;
+    int64_t count, step, pos0, groups, teams; /* groups of heads; teams = count * tokens * groups */
+    int shift, vec, interleaved, inverse;
+} upi_rope_job;
+
+/* cos and sin of a position's angle, rounded to f32 from f64.
+ *
+ * The angle is reduced in circles, where it costs no digits: what is lost of it is the rounding of one f64
+ * product, 1e-9 at position 8,000,000. The polynomials are Taylor's, to 2e-10 within an eighth of a circle.
+ */
+UPI_DEVICE void upi_rope_angle(double turns, float *cosine, float *sine)
+{
+    double r = turns - rint(turns), quarter = rint(4 * r), a, aa, s, c;
+    int q = (int)quarter & 3;
+    a = fma(quarter, -0.25, r) * 6.283185307179586477;
+    aa = a * a;
+    s = fma(aa, -1.0 / 39916800, 1.0 / 362880);
+    s = fma(aa, s, -1.0 / 5040);
+    s = fma(aa, s, 1.0 / 120);
+    s = fma(aa, s, -1.0 / 6);
+    s = fma(aa * a, s, a);
+    c = fma(aa, 1.0 / 479001600, -1.0 / 3628800);
+    c = fma(aa, c, 1.0 / 40320);
+    c = fma(aa, c, -1.0 / 720);
+    c = fma(aa, c, 1.0 / 24);
+    c = fma(aa, c, -0.5);
+    c = fma(aa, c, 1.0);
+    *cosine = (float)(q == 0 ? c : q == 1 ? -s : q == 2 ? -c : s);
+    *sine = (float)(q == 0 ? s : q == 1 ? c : q == 2 ? -s : -c);
+}
+
+/* Pairs (x, y) by the angles of eight pairs. */
+UPI_DEVICE void upi_rope_turn(const upi_numbers &cosine, const upi_numbers &sine, upi_numbers *x,
+                              upi_numbers *y)
+{
+    int l;
+    UPI_UNROLL
+    for (l = 0; l < UPI_EIGHT; ++l) {
+        float x0 = x->v[l], y0 = y->v[l];
+        x->v[l] = fmaf(x0, cosine.v[l], -upi_product(y0, sine.v[l]));
+        y->v[l] = fmaf(x0, sine.v[l], upi_product(y0, cosine.v[l]));
+    }
+}
+
+/* A team has one token of one block and up to eight of its heads, a thread eight of the pairs. */
+template <int TYPES> UPI_KERNEL(256, 1) void upi_rope_rows(upi_rope_job g, upi_rope_turns f)
+{
+    int64_t pairs = g.x.d / 2, p = (threadIdx.x & ((1u << g.shift) - 1)) * UPI_EIGHT;
+    int64_t per = UPI_BLOCK >> g.shift, team = blockIdx.x * per + (threadIdx.x >> g.shift);
+    for (; team < g.teams && p < pairs; team += gridDim.x * per) {
+        int64_t group = team % g.groups, row = team / g.groups, token = row % g.x.n, block = row / g.x.n;
+        int64_t head = group * UPI_ROPE_HEADS, last = head + UPI_ROPE_HEADS;
+        upi_numbers cosine, sine;
+        int l;
+        UPI_UNROLL
+        for (l = 0; l < UPI_EIGHT; ++l) {
+            double turns = p + l < pairs ? f.turns[p + l] : 0;
+            upi_rope_angle((double)(g.pos0 + token) * turns, &cosine.v[l], &sine.v[l]);
+            if (g.inverse) sine.v[l] = -sine.v[l];
+        }
+        if (last > g.x.h) last = g.x.h;
+        for (; head < last; ++head) {
+            char *at = upi_row_at(g.x, token, head) + block * g.step * (TYPES == UPI_ALL_F32 ? 4 : 2);
+            if (g.interleaved) {
+                upi_numbers a = upi_get<TYPES>(at, g.x.dtype, 2 * p, g.x.d, g.vec);
+                upi_numbers b = upi_get<TYPES>(at, g.x.dtype, 2 * p + UPI_EIGHT, g.x.d, g.vec), x, y;
+                UPI_UNROLL
+                for (l = 0; l < UPI_EIGHT; ++l) {
+                    x.v[l] = l < 4 ? a.v[2 * l % 8] : b.v[2 * l % 8];
+                    y.v[l] = l < 4 ? a.v[2 * l % 8 + 1] : b.v[2 * l % 8 + 1];
+                }
+                upi_rope_turn(cosine, sine, &x, &y);
+                UPI_UNROLL
+                for (l = 0; l < UPI_EIGHT; ++l) {
+                    a.v[l] = l % 2 ? y.v[l / 2] : x.v[l / 2];
+                    b.v[l] = l % 2 ? y.v[4 + l / 2] : x.v[4 + l / 2];
+                }
+                upi_put<TYPES>(at, g.x.dtype, 2 * p, g.x.d, g.vec, a);
+                upi_put<TYPES>(at, g.x.dtype, 2 * p + UPI_EIGHT, g.x.d, g.vec, b);
+            } else {
+                char *half = at + pairs * (TYPES == UPI_ALL_F32 ? 4 : 2);
+                upi_numbers x = upi_get<TYPES>(at, g.x.dtype, p, pairs, g.vec);
+                upi_numbers y = upi_get<TYPES>(half, g.x.dtype, p, pairs, g.vec);
+                upi_rope_turn(cosine, sine, &x, &y);
+                upi_put<TYPES>(at, g.x.dtype, p, pairs, g.vec, x);
+                upi_put<TYPES>(half, g.x.dtype, p, pairs, g.vec, y);
+            }
+        }
+    }
+}
+
+UPIPE_API upipe_status upi_cuda_rope(upipe_ctx *c, const upipe_rope *r)
+{
+    upi_rope_turns f;
+    upi_rope_job g;
+    upi_span s;
+    int p, pairs = r->x.d / 2;
+    UPIPE_TRY(upi_rope_check(c, r));
+    if (r->count == 0 || r->x.n == 0) return UPIPE_OK;
+    memset(&f, 0, sizeof f);
+    for (p = 0; p < pairs; ++p) f.turns[p] = pow(r->theta, -2.0 * p / r->x.d) / 6.283185307179586477;
+    s = upi_span_of(&r->x, 1, 0);
+    g.x = r->x;
+    g.count = r->count;
+    g.step = r->step;
+    g.pos0 = r->pos0;
+    g.groups = (r->x.h + UPI_ROPE_HEADS - 1) / UPI_ROPE_HEADS;
+    g.teams = g.count * g.x.n * g.groups;
+    g.interleaved = r->interleaved;
+    g.inverse = r->inverse;
+    g.vec = s.vec && (r->count == 1 || r->step * (int64_t)upipe_dtype_bytes(r->x.dtype) % 16 == 0) &&
+            (r->interleaved || pairs * (int64_t)upipe_dtype_bytes(r->x.dtype) % 16 == 0);
+    for (g.shift = 0; UPI_EIGHT << g.shift < pairs; ++g.shift) {
+    }
+    s.shift = g.shift;
+    s.teams = g.teams;
+    return r->x.dtype == UPIPE_F32
+               ? UPI_LAUNCH(c, (upi_rope_rows<UPI_ALL_F32>), upi_span_grid(c, s), UPI_BLOCK, 0, g, f)
+               : UPI_LAUNCH(c, (upi_rope_rows<UPI_ALL_BF16>), upi_span_grid(c, s), UPI_BLOCK, 0, g, f);
+}
+
+/* ---- rmsnorm ---- */
+
+/* 1 / sqrt(mean of the squares + eps), from the sum of the squares */
+UPI_DEVICE float upi_norm_scale(float squares, int64_t d, float eps)
+{
+    return 1.0f / sqrtf(squares / (float)d + eps);
+}
+
+template <int TYPES>
+UPI_KERNEL(256, 1)
+void upi_rmsnorm_rows(upipe_view y, upipe_view x, const float *gain, float eps, upi_span s)
+{
+    UPI_SHARED(float, room);
+    UPI_EACH_TEAM(s, first)
+    {
+        upi_place p = upi_place_of(s, first);
+        int64_t begin = p.k;
+        float sum = 0;
+        int l;
+        for (; p.k < p.d; p.k += p.step) {
+            upi_numbers a = upi_view_get<TYPES>(x, p, s.vec);
+            UPI_UNROLL
+            for (l = 0; l < UPI_EIGHT; ++l) sum = fmaf(a.v[l], a.v[l], sum);
+        }
+        sum = upi_norm_scale(upi_team_sum(sum, s.shift, room), s.d, eps);
+        for (p.k = begin; p.k < p.d; p.k += p.step) {
+            upi_numbers a = upi_view_get<TYPES>(x, p, s.vec);
+            upi_numbers w = upi_get<UPI_ALL_F32>(gain, UPIPE_F32, p.k, p.d, s.vec);
+            UPI_UNROLL
+            for (l = 0; l < UPI_EIGHT; ++l) a.v[l] = a.v[l] * sum * w.v[l];
+            upi_view_put<TYPES>(y, p, s.vec, a);
+        }
+    }
+}
+
+/* As above, with a gain that every row reads. */
+UPIPE_API upi_span upi_span_of_norm(const upipe_view *v, int count, const float *gain)
+{
+    upi_span s = upi_span_of_rows(v, count);
+    if ((uintptr_t)gain % 16 != 0) s.vec = 0;
+    return s;
+}
+
+UPIPE_API upipe_status upi_cuda_rmsnorm(upipe_ctx *c, upipe_view y, upipe_view x, const float *gain,
+                                        float eps)
+{
+    upipe_view v[2];
+    upi_span s;
+    UPIPE_TRY(upi_rmsnorm_check(c, y, x, gain, eps));
+    if (x.n == 0) return UPIPE_OK;
+    v[0] = y;
+    v[1] = x;
+    s = upi_span_of_norm(v, 2, gain);
+    return UPI_LAUNCH_TYPES(c, upi_types(v, 2), upi_rmsnorm_rows, upi_span_grid(c, s), UPI_BLOCK,
+                            UPI_TEAM_ROOM, y, x, gain, eps, s);
+}
+
+template <int TYPES>
+UPI_KERNEL(256, 1)
+void upi_rmsnorm_scales(float *scales, upipe_view x, float eps, upi_span s)
+{
+    UPI_SHARED(float, room);
+    UPI_EACH_TEAM(s, first)
+    {
+        upi_place p = upi_place_of(s, first);
+        float sum = 0;
+        int l, writes = p.d > 0 && p.k == 0;
+        for (; p.k < p.d; p.k += p.step) {
+            upi_numbers a = upi_view_get<TYPES>(x, p, s.vec);
+            UPI_UNROLL
+            for (l = 0; l < UPI_EIGHT; ++l) sum = fmaf(a.v[l], a.v[l], sum);
+        }
+        sum = upi_norm_scale(upi_team_sum(sum, s.shift, room), s.d, eps);
+        if (writes) scales[p.i * s.heads + p.j] = sum;
+    }
+}
+
+enum {
+    UPI_GAIN_COLUMNS = 32,                                            /* of a block, one a lane */
+    UPI_GAIN_TOKENS = 64,                                             /* in hand at once */
+    UPI_GAIN_EACH = UPI_GAIN_TOKENS / (UPI_BLOCK / UPI_GAIN_COLUMNS), /* of them, a thread fetches */
+    UPI_GAIN_ROOM = 2 * UPI_GAIN_TOKENS * UPI_GAIN_COLUMNS * 4        /* bytes of shared memory */
+};
+
+/* Elements of one column of dy and x, and the scales of their rows, for the tokens that a thread fetches. */
+typedef struct upi_gain_tile {
+    float dy[UPI_GAIN_EACH], unit[UPI_GAIN_EACH];
+} upi_gain_tile;
+
+template <int TYPES>
+UPI_DEVICE void upi_gain_fetch(upi_gain_tile *t, const upipe_view &dy, const upipe_view &x,
+                               const float *scales, int64_t token, int64_t j, int64_t k)
+{
+    int u;
+    UPI_UNROLL
+    for (u = 0; u < UPI_GAIN_EACH; ++u) {
+        int64_t i = token + u;
+        int here = k >= 0 && i < dy.n;
+        t->dy[u] = here ? upi_get1<TYPES>(upi_row_at(dy, i, j), dy.dtype, k) : 0.0f;
+        t->unit[u] = here ? upi_get1<TYPES>(upi_row_at(x, i, j), x.dtype, k) * scales[i * dy.h + j] : 0.0f;
+    }
+}
+
+/* dgain += dy * x * scale, down the columns: a chain in the order of the tokens. Eight warps fetch the next
+ * tokens while one lane a column adds up the last ones. */
+template <int TYPES>
+UPI_KERNEL(256, 1)
+void upi_rmsnorm_gain(float *dgain, upipe_view dy, upipe_view x, const float *scales)
+{
+    UPI_SHARED(float, room);
+    float *units = room + UPI_GAIN_TOKENS * UPI_GAIN_COLUMNS;
+    int lane = threadIdx.x % UPI_GAIN_COLUMNS, mine = threadIdx.x / UPI_GAIN_COLUMNS * UPI_GAIN_EACH, u;
+    int64_t column = (int64_t)blockIdx.x * UPI_GAIN_COLUMNS + lane, token, j = column / dy.d,
+            k = column % dy.d;
+    int adds = mine == 0 && column < (int64_t)dy.h * dy.d;
+    float sum = adds ? dgain[column] : 0;
+    upi_gain_tile t;
+    if (column >= (int64_t)dy.h * dy.d) k = -1;
+    upi_gain_fetch<TYPES>(&t, dy, x, scales, mine, j, k);
+    for (token = 0; token < dy.n; token += UPI_GAIN_TOKENS) {
+        UPI_UNROLL
+        for (u = 0; u < UPI_GAIN_EACH; ++u) {
+            room[(mine + u) * UPI_GAIN_COLUMNS + lane] = t.dy[u];
+            units[(mine + u) * UPI_GAIN_COLUMNS + lane] = t.unit[u];
+        }
+        __syncthreads();
+        upi_gain_fetch<TYPES>(&t, dy, x, scales, token + UPI_GAIN_TOKENS + mine, j, k);
+        if (adds)
+            for (u = 0; u < UPI_GAIN_TOKENS && token + u < dy.n; ++u)
+                sum = fmaf(room[u * UPI_GAIN_COLUMNS + lane], units[u * UPI_GAIN_COLUMNS + lane], sum);
+        __syncthreads();
+    }
+    if (adds) dgain[column] = sum;
+}
+
+/* With u = x * scale, the row of mean square 1:  dx = scale * (gain dy - u * mean(u gain dy)). The first walk
+ * over a row only reads dy and x, so that dx may be either. */
+template <int TYPES>
+UPI_KERNEL(256, 1)
+void upi_rmsnorm_bwd_rows(upipe_view dx, upipe_view dy, upipe_view x, const float *gain, float eps,
+                          int accumulate, upi_span s)
+{
+    UPI_SHARED(float, room);
+    UPI_EACH_TEAM(s, first)
+    {
+        upi_place p = upi_place_of(s, first);
+        int64_t begin = p.k;
+        float squares = 0, sum = 0, scale, minus_mean;
+        int l;
+        for (; p.k < p.d; p.k += p.step) {
+            upi_numbers a = upi_view_get<TYPES>(x, p, s.vec), g = upi_view_get<TYPES>(dy, p, s.vec);
+            upi_numbers w = upi_get<UPI_ALL_F32>(gain, UPIPE_F32, p.k, p.d, s.vec);
+            UPI_UNROLL
+            for (l = 0; l < UPI_EIGHT; ++l) {
+                squares = fmaf(a.v[l], a.v[l], squares);
+                sum = fmaf(g.v[l] * w.v[l], a.v[l], sum);
+            }
+        }
+        scale = upi_norm_scale(upi_team_sum(squares, s.shift, room), s.d, eps);
+        minus_mean = -(upi_team_sum(sum, s.shift, room) * scale) / (float)s.d;
+        for (p.k = begin; p.k < p.d; p.k += p.step) {
+            upi_numbers a = upi_view_get<TYPES>(x, p, s.vec), g = upi_view_get<TYPES>(dy, p, s.vec);
+            upi_numbers w = upi_get<UPI_ALL_F32>(gain, UPIPE_F32, p.k, p.d, s.vec), old;
+            UPI_UNROLL
+            for (l = 0; l < UPI_EIGHT; ++l)
+                g.v[l] = upi_product(scale, fmaf(a.v[l] * scale, minus_mean, upi_product(g.v[l], w.v[l])));
+            if (accumulate) {
+                old = upi_view_get<TYPES>(dx, p, s.vec);
+                UPI_UNROLL
+                for (l = 0; l < UPI_EIGHT; ++l) g.v[l] += old.v[l];
+            }
+            upi_view_put<TYPES>(dx, p, s.vec, g);
+        }
+    }
+}
+
+/* Scales of as many tokens as the scratch holds, then the gain's gradient, then dx, which may overwrite what
+ * the gain's needs. */
+UPIPE_API upipe_status upi_cuda_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upipe_view dy, upipe_view x,
+                                            const float *gain, float eps, float *dgain, int accumulate)
+{
+    float *scales = (float *)upi_cuda_self(c)->scratch;
+    int64_t most = UPIPE_CUDA_SCRATCH / 4 / (dy.h > 0 ? dy.h : 1), token, columns = (int64_t)dy.h * dy.d;
+    UPIPE_TRY(upi_rmsnorm_bwd_check(c, dx, dy, x, gain, eps, accumulate));
+    if (dgain == NULL) most = dy.n;
+    if (most == 0 && dy.n > 0)
+        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "rmsnorm_bwd: %d heads, at most %d with dgain", dy.h,
+                        UPIPE_CUDA_SCRATCH / 4);
+    for (token = 0; token < dy.n; token += most) {
+        int64_t n = dy.n - token < most ? dy.n - token : most;
+        upipe_view v[3];
+        upi_span s;
+        int types;
+        v[0] = upipe_view_rows(dx, token, n);
+        v[1] = upipe_view_rows(dy, token, n);
+        v[2] = upipe_view_rows(x, token, n);
+        s = upi_span_of_norm(v, 3, gain);
+        types = upi_types(v, 3);
+        if (dgain != NULL) {
+            UPIPE_TRY(UPI_LAUNCH_TYPES(c, upi_types(v + 2, 1), upi_rmsnorm_scales, upi_span_grid(c, s),
+                                       UPI_BLOCK, UPI_TEAM_ROOM, scales, v[2], eps, s));
+            UPIPE_TRY(UPI_LAUNCH_TYPES(c, upi_types(v + 1, 2), upi_rmsnorm_gain,
+                                       (unsigned)((columns + UPI_GAIN_COLUMNS - 1) / UPI_GAIN_COLUMNS),
+                                       UPI_BLOCK, UPI_GAIN_ROOM, dgain, v[1], v[2], scales));
+        }
+        UPIPE_TRY(UPI_LAUNCH_TYPES(c, types, upi_rmsnorm_bwd_rows, upi_span_grid(c, s), UPI_BLOCK,
+                                   UPI_TEAM_ROOM, v[0], v[1], v[2], gain, eps, accumulate, s));
+    }
+    return UPIPE_OK;
+}
+
+/* ---- rowdot ---- */
+
+template <int TYPES>
+UPI_KERNEL(256, 1)
+void upi_rowdot_rows(upipe_view out, upipe_view a, upipe_view b, upi_span s)
+{
+    UPI_SHARED(float, room);
+    UPI_EACH_TEAM(s, first)
+    {
+        upi_place p = upi_place_of(s, first);
+        float sum = 0;
+        int l, writes = p.d > 0 && p.k == 0;
+        for (; p.k < p.d; p.k += p.step) {
+            upi_numbers x = upi_view_get<TYPES>(a, p, s.vec), y = upi_view_get<TYPES>(b, p, s.vec);
+            UPI_UNROLL
+            for (l = 0; l < UPI_EIGHT; ++l) sum = fmaf(x.v[l], y.v[l], sum);
+        }
+        sum = upi_team_sum(sum, s.shift, room);
+        if (writes) *(float *)upi_row_at(out, p.i, p.j) = sum;
+    }
+}
+
+/* Elements k, k+1 of a row of bf16, zeros from d on. */
+UPI_DEVICE uint32_t upi_get_pair(const upipe_view &v, int64_t i, int64_t j, int64_t k, int vec)
+{
+    const upi_bf16 *p;
+    if (i >= v.n || k >= v.d) return 0;
+    p = (const upi_bf16 *)upi_row_at(v, i, j) + k;
+    if (vec && k + 1 < v.d) return *(const uint32_t *)(const void *)p;
+    return p[0] | (k + 1 < v.d ? (uint32_t)p[1] << 16 : 0u);
+}
+
+/* Sixteen rows a warp, by the instructions that form dO * V: of a whole tile a * b^T the diagonal is kept,
+ * rows 0..7 of the first eight columns and 8..15 of the next. Row r of either half is in lane 4 r + r / 2. */
+template <int TYPES>
+UPI_KERNEL(256, 1)
+void upi_rowdot_tiles(upipe_view out, upipe_view a, upipe_view b, int64_t tiles, int vec)
+{
+    int64_t tile = (int64_t)blockIdx.x * (UPI_BLOCK / 32) + threadIdx.x / 32, k;
+    int lane = threadIdx.x % 32, row = lane / 4;
+    for (; tile < tiles; tile += (int64_t)gridDim.x * (UPI_BLOCK / 32)) {
+        int64_t i = tile / a.h * 16 + row, j = tile % a.h;
+        float upper[4] = {0, 0, 0, 0}, lower[4] = {0, 0, 0, 0};
+        for (k = lane % 4 * 2; k - lane % 4 * 2 < a.d; k += 16) {
+            uint32_t x[4], y[2];
+            x[0] = upi_get_pair(a, i, j, k, vec);
+            x[1] = upi_get_pair(a, i + 8, j, k, vec);
+            x[2] = upi_get_pair(a, i, j, k + 8, vec);
+            x[3] = upi_get_pair(a, i + 8, j, k + 8, vec);
+            y[0] = upi_get_pair(b, i, j, k, vec);
+            y[1] = upi_get_pair(b, i, j, k + 8, vec);
+            upi_mma(upper, x, y);
+            y[0] = upi_get_pair(b, i + 8, j, k, vec);
+            y[1] = upi_get_pair(b, i + 8, j, k + 8, vec);
+            upi_mma(lower, x, y);
+        }
+        if (lane % 4 == row / 2) {
+            if (i < a.n) *(float *)upi_row_at(out, i, j) = row % 2 ? upper[1] : upper[0];
+            if (i + 8 < a.n) *(float *)upi_row_at(out, i + 8, j) = row % 2 ? lower[3] : lower[2];
+        }
+        __syncwarp(); /* the next products need all lanes */
+    }
+}
+
+/* In the order of attn_bwd: one chain a row in f32, the tensor cores' in bf16. Where a query sees one key
+ * alone O is V, delta cancels exactly, and dQ is 0 as it should be. Mixed types, which attention has not, are
+ * summed eight terms a thread and then by a tree. */
+UPIPE_API upipe_status upi_cuda_rowdot(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b)
+{
+    upipe_view v[2];
+    upi_span s;
+    UPIPE_TRY(upi_rowdot_check(c, out, a, b));
+    if (a.n == 0) return UPIPE_OK;
+    v[0] = a;
+    v[1] = b;
+    s = upi_span_of_rows(v, 2);
+    if (upi_types(v, 2) == UPI_ALL_BF16) {
+        int64_t tiles = (a.n + 15) / 16 * a.h;
+        s.shift = 5;
+        s.teams = tiles;
+        return UPI_LAUNCH(c, (upi_rowdot_tiles<UPI_ALL_BF16>), upi_span_grid(c, s), UPI_BLOCK, 0, out, a, b,
+                          tiles, s.vec);
+    }
+    if (upi_types(v, 2) == UPI_MIXED)
+        return UPI_LAUNCH(c, (upi_rowdot_rows<UPI_MIXED>), upi_span_grid(c, s), UPI_BLOCK, UPI_TEAM_ROOM, out,
+                          a, b, s);
+    s.shift = 0; /* a thread a row: f32 attention is for checking, not for speed */
+    return UPI_LAUNCH(c, (upi_rowdot_rows<UPI_ALL_F32>), upi_span_grid(c, s), UPI_BLOCK, UPI_TEAM_ROOM, out,
+                      a, b, s);
+}
+
+#endif
