@@ -49,8 +49,8 @@ typedef struct upipe_attn {
  *   go      gradient of o, shape and type of o
  *   delta   f32, d = 1: rowsum(go * o)
  *   gq      shape and type of q, written
- *   gk gv   f32, shapes of k and v: += in the order of query heads, and of queries within a head, so that a
- *           group's heads may come in one call or in several with the same bits
+ *   gk gv   f32, shapes of k and v: += in the order of query heads, and within a head in one fixed order of
+ *           queries, so that a group's heads may come in one call or in several with the same bits
  */
 typedef struct upipe_attn_grad {
     upipe_attn a;

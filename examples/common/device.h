@@ -255,6 +255,7 @@ static inline upipe_status device_resident(int kind, void **out, size_t bytes, v
         UPIPE_TRY(upipe_cuda_slab(out, bytes, e));
         if (bytes > 0 && from == NULL) UPI_CUDA(e, cudaMemset(*out, 0, bytes));
         if (bytes > 0 && from != NULL) UPI_CUDA(e, cudaMemcpy(*out, from, bytes, cudaMemcpyHostToDevice));
+        UPI_CUDA(e, cudaDeviceSynchronize()); /* the ranks' streams do not wait for that of these calls */
         return UPIPE_OK;
     }
 #endif

@@ -20,7 +20,7 @@
 #include "upipe/upipe_ops.h"
 #include "upipe/cuda/upipe_cuda_device.h"
 
-void test_cuda_ops(upipe_ops *ops, upipe_cuda *device); /* table.cpp */
+void device_cuda_ops(upipe_ops *ops, upipe_cuda *device); /* table.cpp */
 
 typedef struct device {
     cudaStream_t stream;
@@ -43,7 +43,7 @@ __attribute__((unused)) static int device_open(device *d)
     if (!DEVICE_CHECK(cudaStreamCreateWithFlags(&d->stream, cudaStreamNonBlocking))) return 0;
     if (!CHECK_SAY(cublasCreate(&d->blas) == CUBLAS_STATUS_SUCCESS, "no cuBLAS handle")) return 0;
     if (!CHECK_SAY(upipe_cuda_init(&d->cuda, d->blas, &d->c.err) == UPIPE_OK, "%s", d->c.err.text)) return 0;
-    test_cuda_ops(&d->ops, &d->cuda);
+    device_cuda_ops(&d->ops, &d->cuda);
     d->c.ops = &d->ops;
     d->c.stream = d->stream;
     return 1;

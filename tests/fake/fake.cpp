@@ -228,14 +228,20 @@ void fake_finding(const char *format, ...)
 
 /* ---- calls ---- */
 
-fake_call::fake_call(const char *name_) : name(name_), fails(false), dead(false)
+fake_call::fake_call(const char *name_, bool polls) : name(name_), fails(false), dead(false)
 {
+    static thread_local std::vector<const char *> polled;
     state &g = all();
+    bool counts = !polls || std::find(polled.begin(), polled.end(), name) == polled.end();
     g.lock.lock();
-    long mine = ++g.calls[this_rank];
-    ++g.total;
+    if (!polls)
+        polled.clear();
+    else if (counts)
+        polled.push_back(name);
+    long mine = g.calls[this_rank] += counts;
+    g.total += counts;
     dead = g.dead;
-    if (g.fail_at > 0 && (g.fail_rank < 0 || g.fail_rank == this_rank) &&
+    if (counts && g.fail_at > 0 && (g.fail_rank < 0 || g.fail_rank == this_rank) &&
         (g.fail_rank < 0 ? g.total : mine) == g.fail_at) {
         fails = true;
         g.failed = name;

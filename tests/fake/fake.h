@@ -45,8 +45,8 @@ void fake_poison(const volatile void *p, size_t bytes);
 enum { FAKE_ONCE = 0, FAKE_STICKY = 1 };
 
 /* Every call of the three libraries that may fail counts, and so does every launch; what only reports does
- * not. A call that is made to fail does nothing, but for those that release: they release, and then fail.
- * A thread counts for the rank that it has named itself, -1 at first. */
+ * not. A query that is repeated counts once. A call that is made to fail does nothing, but for those that
+ * release: they release, and then fail. A thread counts for the rank that it has named itself, first -1. */
 void fake_rank(int rank);
 /* The k-th call from now on (1 is the next) of this rank, or of every thread (rank -1), fails. 0: none.
  * STICKY: and every later one of any thread, and what the streams still hold never runs, as after an error

@@ -26,11 +26,12 @@
 
 struct fake_state; /* fake.cpp's */
 
-/* One call of a library, from entry to return. Counts, and may be one that is to fail. */
+/* One call of a library, from entry to return. Counts, and may be one that is to fail. Calls that poll count
+ * when they come for the first time since the thread's last call that does not: how often varies. */
 struct fake_call {
     const char *name;
     bool fails, dead; /* dead: fails like everything after a sticky error */
-    explicit fake_call(const char *name);
+    explicit fake_call(const char *name, bool polls = false);
     ~fake_call();
     fake_call(const fake_call &) = delete;
     fake_call &operator=(const fake_call &) = delete;

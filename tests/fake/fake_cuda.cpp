@@ -395,7 +395,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream)
 
 cudaError_t cudaStreamQuery(cudaStream_t stream)
 {
-    fake_call call("cudaStreamQuery");
+    fake_call call("cudaStreamQuery", true);
     CUstream_st *s = fake_stream(stream);
     return query(call, {s, s->issued});
 }
@@ -457,7 +457,7 @@ cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream)
 
 cudaError_t cudaEventQuery(cudaEvent_t handle)
 {
-    fake_call call("cudaEventQuery");
+    fake_call call("cudaEventQuery", true);
     CUevent_st *e = event(handle);
     if (e->point.stream == NULL && !call.fails) return cudaSuccess;
     return query(call, e->point);

@@ -522,7 +522,7 @@ ncclResult_t ncclCommAbort(ncclComm_t comm)
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *out)
 {
-    fake_call call("ncclCommGetAsyncError");
+    fake_call call("ncclCommGetAsyncError", true);
     alive(comm, call.name);
     if (call.fails) return fail(call, ncclInternalError);
     *out = look(comm);

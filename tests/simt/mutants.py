@@ -31,8 +31,8 @@ UPIPE_EXPORT_OPS(base_cuda_ops, upipe_cuda_ops)
 # The table with the entries of one header.
 UNIT = '''#include "upipe/cuda/{header}"
 extern "C" void base_cuda_ops(upipe_ops *ops, upipe_cuda *device);
-extern "C" void test_cuda_ops(upipe_ops *ops, upipe_cuda *device);
-extern "C" void test_cuda_ops(upipe_ops *ops, upipe_cuda *device)
+extern "C" void device_cuda_ops(upipe_ops *ops, upipe_cuda *device);
+extern "C" void device_cuda_ops(upipe_ops *ops, upipe_cuda *device)
 {{
     base_cuda_ops(ops, device);
 {entries}}}
@@ -47,9 +47,8 @@ class Mutant:
     def __init__(self, number, first, bug, old, new):
         self.number, self.bug, self.old, self.new = number, bug, old, new
         self.header, self.program, self.build = first.group(1), first.group(2), first.group(3) or ''
-        self.environment = dict(word.split('=') for word in first.group(4).split())
         race = ' under the race detector' if self.build else ''
-        self.test = f'test_cuda_{self.program}{race}{first.group(4)}'
+        self.test = f'test_cuda_{self.program}{race}'
 
 
 def read_list(path):
@@ -63,7 +62,7 @@ def read_list(path):
             continue
         old = [line[1:] for line in lines[2:] if line.startswith('-')]
         new = [line[1:] for line in lines[2:] if line.startswith('+')]
-        first = re.fullmatch(r'(\S+\.h) (\w+)(?::(race))?((?: \w+=\w+)*)', lines[0])
+        first = re.fullmatch(r'(\S+\.h) (\w+)(?::(race))?', lines[0])
         if not first or len(lines) < 3 or not old or len(old) + len(new) != len(lines) - 2:
             raise Broken(f'{path}: no mutant: {block}')
         mutants.append(Mutant(len(mutants) + 1, first, lines[1], ' '.join(' '.join(old).split()),
@@ -104,11 +103,19 @@ class Workshop:
 
     def __init__(self, top, scratch):
         self.top, self.scratch = top, scratch
-        self.lock = threading.Lock()
         self.objects = {}
         self.fakes = sorted(glob.glob(os.path.join(top, 'tests', 'fake', 'fake*.cpp')))
         with open(os.path.join(top, 'upipe', 'cuda', 'upipe_cuda.h'), encoding='utf-8') as source:
-            self.entries = re.findall(r'ops->(\w+) = (\w+);', source.read())
+            table = re.findall(r'ops->(\w+) = (\w+);', source.read())
+        self.entries = {}  # of the table, by the header that defines them
+        self.users = {}    # a header that includes the header
+        for path in sorted(glob.glob(os.path.join(top, 'upipe', 'cuda', '*.h'))):
+            name = os.path.basename(path)
+            with open(path, encoding='utf-8') as source:
+                text = source.read()
+            self.entries[name] = [(entry, function) for entry, function in table if f'{function}(upipe_ctx' in text]
+            for used in re.findall(r'#include "(\w+\.h)"', text):
+                self.users.setdefault(used, name)
 
     def includes(self, first):
         return [f'-I{first}'] + [f'-I{os.path.join(self.top, *path)}' for path in ((), ('tests',), ('tests', 'fake'))]
@@ -145,13 +152,11 @@ class Workshop:
             text = mutate(text, mutant)
             with open(header, 'w', encoding='utf-8') as out:
                 out.write(text)
-        mine = [(entry, function) for entry, function in self.entries if re.search(rf'\b{function}\(upipe_ctx', text)]
-        if not mine:
-            raise Broken(f'{mutant.header} has no entry of the table')
+        mine = mutant.header if self.entries[mutant.header] else self.users[mutant.header]
         unit = os.path.join(place, 'unit.cpp')
         with open(unit, 'w', encoding='utf-8') as out:
-            out.write(UNIT.format(header=mutant.header,
-                                  entries=''.join(f'    ops->{entry} = {function};\n' for entry, function in mine)))
+            out.write(UNIT.format(header=mine, entries=''.join(f'    ops->{entry} = {function};\n'
+                                                               for entry, function in self.entries[mine])))
         self.compile(unit, BUILDS[mutant.build], unit + '.o', place)
         program = os.path.join(place, 'program')
         fakes = [path for key, path in self.objects.items() if key[0] == 'fake']
@@ -162,7 +167,9 @@ class Workshop:
 
 def watch(program, mutant):
     """How a run failed, in a line; None if it did not. The first line on stderr says it, so nobody waits for more."""
-    environment = {**os.environ, 'SIMT_THREADS': '1', **mutant.environment}
+    environment = dict(os.environ)
+    if not mutant.build:
+        environment['SIMT_THREADS'] = '1'  # the other cores have mutants of their own
     process = subprocess.Popen([program], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
                                errors='replace', env=environment)
     timer = threading.Timer(PATIENCE, process.kill)

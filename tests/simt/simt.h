@@ -1,25 +1,26 @@
-/* simt.h -- runs CUDA kernels on CPU fibers: threads, blocks, barriers, launches       C++17, tests only
+/* simt.h -- runs CUDA kernels on CPU fibers: threads, blocks, barriers, launches      C++17, tests only
  *
- * Every CUDA thread is a fiber. The fibers of a block take turns on one OS thread; they change over at barriers,
- * warp collectives and pauses, so a thread runs on alone from one of those to the next. Up to SIMT_THREADS
- * blocks of a launch run side by side. The kernels' names for all this are in seams.h; warp collectives in
- * simt_warp.h, asynchronous copies in simt_copy.h, the race detector in simt_race.h.
+ * Every CUDA thread is a fiber. The fibers of a block take turns on one OS thread; they change over at
+ * barriers, warp collectives and pauses, so a thread runs on alone from one of those to the next. Up to
+ * SIMT_THREADS blocks of a launch run side by side. The kernels' names for all this are in seams.h; warp
+ * collectives in simt_warp.h, asynchronous copies in simt_copy.h, the race detector in simt_race.h.
  *
  *     simt_shape shape = {{blocks, 1, 1}, {256, 1, 1}, shared_bytes};
  *     simt_run(shape, [&] { kernel(x, n); });         returns when every block has ended
  *
- * Whatever a device would leave undefined is a finding: one report on stderr, then the process ends with status
- * SIMT_STATUS. Found are: a barrier that part of a block reaches or that its threads reach at different lines;
- * collectives whose lanes differ in place or mask; waiting for ever; shared memory before its start and past its
- * end; addresses that an instruction can't take; a fiber's stack running over; and what simt_race.h finds.
- * Shared memory is full of NaNs when a block starts.
+ * Whatever a device would leave undefined is a finding: one report on stderr, then the process ends with
+ * status SIMT_STATUS. Found are: a barrier that part of a block reaches or that its threads reach at
+ * different lines; collectives whose lanes differ in place or mask; waiting for ever; shared memory before
+ * its start and past its end; addresses that an instruction can't take; a fiber's stack running over; and
+ * what simt_race.h finds. Shared memory is full of NaNs when a block starts.
  *
- *     SIMT_SEED=n     n > 0: random order of blocks, and of the threads that could go on
+ *     SIMT_SEED=n     n > 0: random order of blocks, and of the threads that could go on. Three blocks then
+ *                     take turns, which end at barriers and pauses, so that a seed gives the same run again
  *     SIMT_EAGER=1    asynchronous copies land at once, not as late as they may
- *     SIMT_THREADS=n  blocks that run side by side (default: the cores)
+ *     SIMT_THREADS=n  blocks that run side by side (default: the cores; 3 where they take turns)
  *
- * What it can't show: speed, bank conflicts, the rounding inside a tensor core, a warp that runs ahead between
- * two barriers in the middle of another's instructions (the race detector stands for that).
+ * What it can't show: speed, bank conflicts, the rounding inside a tensor core, a warp that runs ahead
+ * between two barriers in the middle of another's instructions (the race detector stands for that).
  */
 #ifndef SIMT_H
 #define SIMT_H
@@ -96,6 +97,7 @@ enum simt_state { SIMT_READY, SIMT_WAITING, SIMT_DONE };
 struct simt_copy;   /* simt_copy.h */
 struct simt_clocks; /* simt_race.h: what a thread knows of the others */
 struct simt_shadow; /* simt_race.h: a launch's memory of who touched what */
+struct simt_trace;  /* simt_race.h: a block's */
 
 struct simt_fiber {
     void *stack_pointer;
@@ -141,6 +143,7 @@ struct simt_block {
     unsigned pauses; /* since a thread last did anything else */
     uint64_t moves;  /* of the launch, when those began */
     unsigned worker;
+    simt_trace *trace;
     const void *place; /* in the code, of the last meeting of a warp */
     simt_block *next;  /* in the pool */
     const void *home_stack;
@@ -148,7 +151,10 @@ struct simt_block {
     void *home_fake_stack;
 };
 
-enum { SIMT_WORKERS = 64 };
+enum {
+    SIMT_WORKERS = 64, /* at most */
+    SIMT_IN_TURN = 3   /* where they take turns */
+};
 
 struct simt_launch {
     simt_shape shape;
@@ -158,6 +164,12 @@ struct simt_launch {
     uint64_t moves;                      /* counts what a pausing thread may be waiting for */
     uint64_t stuck[SIMT_WORKERS]; /* moves + 1 at which a worker's block only paused; ~0: the worker left */
     unsigned workers;
+    int takes_turns; /* one worker runs at a time, the others wait */
+    unsigned turn;   /* whose it is */
+    uint64_t there;  /* workers that have not left, a bit each */
+    uint64_t random;
+    pthread_mutex_t lock; /* of the turn */
+    pthread_cond_t passed;
     simt_shadow *shadow;
 };
 
@@ -332,6 +344,33 @@ SIMT_QUIET inline void simt_mark(const char *file, int line)
 
 #include "simt_race.h"
 
+/* ---- turns ---- */
+
+SIMT_QUIET inline void simt_await_turn(simt_launch *l, unsigned me)
+{
+    if (!l->takes_turns) return;
+    pthread_mutex_lock(&l->lock);
+    while (l->turn != me) pthread_cond_wait(&l->passed, &l->lock);
+    pthread_mutex_unlock(&l->lock);
+}
+
+/* To the next worker, or with a seed to any. Returns when it has come back, at once if the worker leaves. */
+SIMT_QUIET inline void simt_pass_turn(simt_launch *l, unsigned me, int leaves)
+{
+    uint64_t steps = 1;
+    if (!l->takes_turns) return;
+    pthread_mutex_lock(&l->lock);
+    if (simt_seed > 0) steps = simt_random(&l->random) % l->workers + (leaves != 0);
+    if (leaves) l->there &= ~((uint64_t)1 << me);
+    for (; steps > 0 && l->there != 0; --steps) {
+        do l->turn = (l->turn + 1) % l->workers;
+        while ((l->there >> l->turn & 1) == 0);
+    }
+    pthread_cond_broadcast(&l->passed);
+    pthread_mutex_unlock(&l->lock);
+    if (!leaves) simt_await_turn(l, me);
+}
+
 /* __syncthreads: all threads of the block, at one line. */
 SIMT_QUIET __attribute__((noinline)) inline void simt_barrier(const char *file, int line)
 {
@@ -349,6 +388,7 @@ SIMT_QUIET __attribute__((noinline)) inline void simt_barrier(const char *file, 
     }
     b->at_barrier = 0;
     simt_race_barrier(b);
+    simt_pass_turn(b->launch, b->worker, 0);
     for (t = 0; t < b->threads; ++t)
         if (t != simt_fiber_now->number) simt_make_ready(b, t);
     if (simt_seed > 0) { /* the last to arrive is not the first to leave */
@@ -364,8 +404,8 @@ SIMT_QUIET inline void simt_moved(void)
     __atomic_fetch_add(&simt_here->launch->moves, 1, __ATOMIC_SEQ_CST);
 }
 
-/* Inside a loop that waits for another block. If every block of the launch that runs only pauses, and no atomic
- * or release came in between, then nothing ever will: blocks that have not started wait for these. */
+/* Inside a loop that waits for another block. If every block that runs only pauses, and no atomic or release
+ * came in between, then none ever will: blocks that have not started wait for these to end. */
 SIMT_QUIET __attribute__((noinline)) inline void simt_pause(const char *file, int line)
 {
     simt_block *b = simt_here;
@@ -390,6 +430,7 @@ SIMT_QUIET __attribute__((noinline)) inline void simt_pause(const char *file, in
             simt_deadlock(b, "every running block waits for one that has not started, or for nothing");
         sched_yield();
     }
+    simt_pass_turn(l, b->worker, 0);
     simt_make_ready(b, simt_fiber_now->number);
     simt_yield(b);
 }
@@ -615,6 +656,7 @@ SIMT_QUIET inline void simt_work(simt_launch *l, unsigned worker)
     simt_block *b = simt_take_block();
     stack_t mine, older;
     uint64_t i;
+    simt_await_turn(l, worker);
     memset(&mine, 0, sizeof mine);
     mine.ss_size = 1 << 16;
     mine.ss_sp = malloc(mine.ss_size); /* a signal can't be taken on a stack that ran over */
@@ -625,16 +667,20 @@ SIMT_QUIET inline void simt_work(simt_launch *l, unsigned worker)
     b->size = {(unsigned)l->shape.block.x, (unsigned)l->shape.block.y, (unsigned)l->shape.block.z};
     b->grid = {(unsigned)l->shape.grid.x, (unsigned)l->shape.grid.y, (unsigned)l->shape.grid.z};
     simt_make_stacks(b, b->threads);
+    simt_race_enter(b);
     simt_here = b;
     while ((i = __atomic_fetch_add(&l->next, 1, __ATOMIC_SEQ_CST)) < l->blocks) {
         simt_run_block(b, (l->offset + i * l->step) % l->blocks);
         __atomic_fetch_add(&l->moves, 1, __ATOMIC_SEQ_CST);
+        simt_pass_turn(l, worker, 0);
     }
     simt_here = NULL;
+    simt_race_leave(b);
     __atomic_store_n(&l->stuck[worker], UINT64_MAX, __ATOMIC_SEQ_CST);
     sigaltstack(&older, NULL);
     free(mine.ss_sp);
     simt_give_block(b);
+    simt_pass_turn(l, worker, 1);
 }
 
 struct simt_work_args {
@@ -662,7 +708,8 @@ SIMT_QUIET inline uint64_t simt_common_divisor(uint64_t a, uint64_t b)
 /* kernel(args) once a thread of every block. The caller's OS thread works too. */
 SIMT_QUIET inline void simt_run_raw(const simt_shape &shape, void (*kernel)(void *), void *args)
 {
-    static long threads = simt_env("SIMT_THREADS", sysconf(_SC_NPROCESSORS_ONLN));
+    static long threads = simt_env("SIMT_THREADS", 0);
+    long workers = threads;
     simt_launch l;
     pthread_t id[SIMT_WORKERS];
     simt_work_args work[SIMT_WORKERS];
@@ -679,10 +726,14 @@ SIMT_QUIET inline void simt_run_raw(const simt_shape &shape, void (*kernel)(void
         do l.step = 1 + simt_random(&state) % (l.blocks - 1);
         while (simt_common_divisor(l.step, l.blocks) != 1);
     }
-    l.workers = (unsigned)(threads < 1 ? 1 : threads);
-    if (l.workers > SIMT_WORKERS) l.workers = SIMT_WORKERS;
-    if (SIMT_RACE_ON) l.workers = 1; /* its memory has no locks, and needs no luck with the order */
+    l.takes_turns = SIMT_RACE_ON || simt_seed > 0;
+    if (workers < 1) workers = l.takes_turns ? (long)SIMT_IN_TURN : sysconf(_SC_NPROCESSORS_ONLN);
+    l.workers = (unsigned)(workers < SIMT_WORKERS ? workers : (long)SIMT_WORKERS);
     if (l.workers > l.blocks) l.workers = (unsigned)l.blocks;
+    l.there = l.workers < 64 ? ((uint64_t)1 << l.workers) - 1 : UINT64_MAX;
+    l.random = (uint64_t)simt_seed;
+    pthread_mutex_init(&l.lock, NULL);
+    pthread_cond_init(&l.passed, NULL);
     simt_watch_faults();
     simt_race_start(&l);
     for (i = 1; i < l.workers; ++i) {
@@ -692,6 +743,8 @@ SIMT_QUIET inline void simt_run_raw(const simt_shape &shape, void (*kernel)(void
     }
     simt_work(&l, 0);
     for (i = 1; i < l.workers; ++i) pthread_join(id[i], NULL);
+    pthread_mutex_destroy(&l.lock);
+    pthread_cond_destroy(&l.passed);
     simt_race_end(&l);
 }
 

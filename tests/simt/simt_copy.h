@@ -1,7 +1,8 @@
 /* simt_copy.h -- asynchronous copies into shared memory     part of simt.h
  *
- * A copy lands when the thread waits for its group, as late as it may; until then its destination is NaNs. So
- * whoever reads before the wait, or still needs what was there, gets NaNs. With SIMT_EAGER=1 it lands at once.
+ * A copy lands when the thread waits for its group, as late as it may; until then its destination is NaNs.
+ * So whoever reads before the wait, or still needs what was there, gets NaNs. With SIMT_EAGER=1 it lands at
+ * once.
  */
 #ifndef SIMT_COPY_H
 #define SIMT_COPY_H

@@ -1,21 +1,23 @@
-/* simt_race.h -- finds data races of one launch: shared memory, and global memory of any block     part of simt.h
+/* simt_race.h -- finds data races of one launch, in shared memory and in global memory of any block
+ *                part of simt.h
  *
- * Compile the unit with -fsanitize=thread -DSIMT_RACE and link it without the sanitizer's library: the callbacks
- * at every load and store are here. Blocks then run one at a time.
+ * Compile the unit with -fsanitize=thread -DSIMT_RACE and link it without the sanitizer's library: the
+ * callbacks at every load and store are here. Blocks then take turns, as with a seed.
  *
  * Every thread has a clock, and knows a clock of every other thread: what it has learnt of it through
  * __syncthreads (the block), __syncwarp (the lanes), upi_add_release to upi_load_acquire, and __threadfence
- * around an atomic on either side. Shuffles, ldmatrix and mma order nothing. Every two bytes of memory remember
- * their last write and up to four reads by different warps. An access that does not know of an earlier one, of
- * which one is a write and not both are atomic, is a race, whatever the order was in this run. A copy that has
- * not been waited for is an access of its own thread of control. A launch with races ends the process.
+ * around an atomic on either side. Shuffles, ldmatrix and mma order nothing. Every two bytes of memory
+ * remember their last write and up to four reads by different warps. An access that does not know of an
+ * earlier one, of which one is a write and not both are atomic, is a race. A copy that has not been waited
+ * for counts as a thread of its own. A launch with races ends the process.
  *
- * Found too: shared memory that is read and that nobody wrote; a load or store that is not aligned to its size
- * (to 8 bytes if it is wider).
+ * Found too: shared memory that is read and that nobody wrote; a load or store that is not aligned to its
+ * size (to 8 bytes if it is wider).
  *
- * Proved for the addresses and the order of synchronisation of this run, but for a fifth reader: then one of
- * the older is forgotten. Not seen: accesses between launches (streams order them), the host's, and memory that
- * a library without the callbacks touches.
+ * A run without a report proves that there is no race with these addresses and with synchronisation in this
+ * order: a flag that happens to be set when it is looked at orders like one that was waited for, which is why
+ * blocks take turns. Not found: a race with a reader that later ones made it forget; races between
+ * launches, which streams order, and with the host.
  */
 #ifndef SIMT_RACE_H
 #define SIMT_RACE_H
@@ -28,6 +30,12 @@ SIMT_QUIET inline void simt_race_start(simt_launch *)
 {
 }
 SIMT_QUIET inline void simt_race_end(simt_launch *)
+{
+}
+SIMT_QUIET inline void simt_race_enter(simt_block *)
+{
+}
+SIMT_QUIET inline void simt_race_leave(simt_block *)
 {
 }
 SIMT_QUIET inline void simt_race_block(simt_block *)
@@ -85,7 +93,7 @@ struct simt_cell {
     simt_touch write, read[SIMT_READERS];
 };
 
-/* What a thread knew when it released: clocks of agents, by block in rising order. Never changed once made. */
+/* What a thread knew when it released: clocks of agents, by block in rising order. Never changed later. */
 struct simt_known {
     uint32_t block;
     const uint32_t *clock;
@@ -119,10 +127,14 @@ struct simt_shadow {
     simt_chunk *chunks; /* clocks and views, freed with the launch */
     unsigned threads, races, shown;
     uint32_t last_now, last_then; /* places of the last race that was printed */
-    simt_cell *shared;            /* of the block that runs */
+    uint32_t *joined;
+};
+
+/* Of a block, while it runs. */
+struct simt_trace {
+    simt_cell *shared;
     uint32_t *clocks;
     simt_clocks *of;
-    uint32_t *joined;
 };
 
 /* Pages of launches that have ended; under simt_pool_lock. */
@@ -147,13 +159,8 @@ SIMT_QUIET inline void *simt_race_keep(simt_shadow *s, size_t bytes)
 SIMT_QUIET inline void simt_race_start(simt_launch *l)
 {
     simt_shadow *s = (simt_shadow *)simt_race_new(sizeof *s);
-    size_t agents;
     s->threads = (unsigned)(l->shape.block.x * l->shape.block.y * l->shape.block.z);
-    agents = 2 * (size_t)s->threads;
-    s->shared = (simt_cell *)simt_race_new((l->shape.shared / SIMT_GRAIN + 1) * sizeof(simt_cell));
-    s->clocks = (uint32_t *)simt_race_new(s->threads * agents * sizeof(uint32_t));
-    s->of = (simt_clocks *)simt_race_new(s->threads * sizeof(simt_clocks));
-    s->joined = (uint32_t *)simt_race_new(agents * sizeof(uint32_t));
+    s->joined = (uint32_t *)simt_race_new(2 * s->threads * sizeof(uint32_t));
     l->shadow = s;
 }
 
@@ -175,24 +182,40 @@ SIMT_QUIET inline void simt_race_end(simt_launch *l)
         s->chunks = c->next;
         free(c);
     }
-    free(s->shared);
-    free(s->clocks);
-    free(s->of);
     free(s->joined);
     free(s);
     if (races > 0) simt_finding("%u races in this launch", races);
 }
 
+/* A worker's block, before its first and after its last. */
+SIMT_QUIET inline void simt_race_enter(simt_block *b)
+{
+    simt_trace *t = (simt_trace *)simt_race_new(sizeof *t);
+    t->shared = (simt_cell *)simt_race_new((b->launch->shape.shared / SIMT_GRAIN + 1) * sizeof(simt_cell));
+    t->clocks = (uint32_t *)simt_race_new((size_t)b->threads * 2 * b->threads * sizeof(uint32_t));
+    t->of = (simt_clocks *)simt_race_new(b->threads * sizeof(simt_clocks));
+    b->trace = t;
+}
+
+SIMT_QUIET inline void simt_race_leave(simt_block *b)
+{
+    free(b->trace->shared);
+    free(b->trace->clocks);
+    free(b->trace->of);
+    free(b->trace);
+    b->trace = NULL;
+}
+
 SIMT_QUIET inline void simt_race_block(simt_block *b)
 {
-    simt_shadow *s = b->launch->shadow;
+    simt_trace *trace = b->trace;
     unsigned t, agents = 2 * b->threads;
-    memset(s->shared, 0, (b->shared_bytes / SIMT_GRAIN + 1) * sizeof(simt_cell));
-    memset(s->clocks, 0, (size_t)b->threads * agents * sizeof(uint32_t));
+    memset(trace->shared, 0, (b->shared_bytes / SIMT_GRAIN + 1) * sizeof(simt_cell));
+    memset(trace->clocks, 0, (size_t)b->threads * agents * sizeof(uint32_t));
     for (t = 0; t < b->threads; ++t) {
-        simt_clocks *c = &s->of[t];
+        simt_clocks *c = &trace->of[t];
         memset(c, 0, sizeof *c);
-        c->clock = s->clocks + (size_t)t * agents;
+        c->clock = trace->clocks + (size_t)t * agents;
         c->clock[t] = 1;
         b->fiber[t].clocks = c;
     }
@@ -415,13 +438,13 @@ SIMT_QUIET inline void simt_access(const simt_fiber *f, unsigned agent, uint32_t
             simt_finding("shared memory out of bounds: %zu bytes at %lu, the block has %zu", bytes,
                          (unsigned long)offset, b->shared_bytes);
         for (i = offset / SIMT_GRAIN; i <= (offset + bytes - 1) / SIMT_GRAIN; ++i) {
-            if ((kind & SIMT_WRITE) == 0 && s->shared[i].write.clock == 0 && s->races == 0) {
+            if ((kind & SIMT_WRITE) == 0 && b->trace->shared[i].write.clock == 0 && s->races == 0) {
                 char here[1024];
                 simt_name_place(now.place, here, sizeof here);
                 simt_finding("shared byte %lu is read and nobody wrote it, at %s",
                              (unsigned long)i * SIMT_GRAIN, here);
             }
-            simt_touch_cell(&s->shared[i], kind, f->clocks, b->shared + i * SIMT_GRAIN, &now);
+            simt_touch_cell(&b->trace->shared[i], kind, f->clocks, b->shared + i * SIMT_GRAIN, &now);
         }
         return;
     }

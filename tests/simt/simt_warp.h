@@ -1,7 +1,7 @@
 /* simt_warp.h -- what the lanes of a warp do together: shuffles, votes, matrices     part of simt.h
  *
- * The lanes of the mask meet at one line; the last to come does the work for all. A lane that comes to another
- * line, or with another mask, is a finding.
+ * The lanes of the mask meet at one line; the last to come does the work for all. A lane that comes to
+ * another line, or with another mask, is a finding.
  */
 #ifndef SIMT_WARP_H
 #define SIMT_WARP_H

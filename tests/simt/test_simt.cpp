@@ -1,8 +1,8 @@
 /* test_simt.cpp -- the emulator itself: what kernels compute on it, and bugs that it must find
  *
- * Every planted bug runs in a process of its own, which must end with the emulator's status and say the words.
- * Built three ways: as it is, with -fsanitize=address,undefined, and for the race detector, which then must find
- * what the plain build can't.
+ * Every planted bug runs in a process of its own, which must end with the emulator's status and say the
+ * words. Built three ways: as it is, with -fsanitize=address,undefined, and for the race detector, which
+ * then must find what the plain build can't.
  */
 #include "upipe/cuda/upipe_cuda_kernel.h"
 
@@ -47,8 +47,8 @@ template <class F> static int run_apart(char *text, size_t bytes, F body)
     return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
-/* The body must end by a finding whose report has the words; or by one of AddressSanitizer's, where that has its
- * own eye on the place. */
+/* The body must end by a finding whose report has the words; or, where asan says so, by one of
+ * AddressSanitizer's. */
 template <class F> static void must_find(int line, const char *words, int asan, F body)
 {
     static char text[1 << 16];
@@ -423,6 +423,7 @@ static void test_shared_races(void)
 enum {
     NO_RELEASE = 1,
     NO_ACQUIRE,
+    LOOK_ONCE,
     NO_TICKET,
     SAME_WORD,
     NO_FENCE_BEFORE,
@@ -441,7 +442,8 @@ template <int BUG> UPI_KERNEL(64, 1) void in_turn(int *sync, float *row)
     if (t == 0) mine[0] = BUG == NO_TICKET ? (int)(gridDim.x - 1 - blockIdx.x) : atomicAdd(&sync[0], 1);
     __syncthreads();
     me = mine[0];
-    if (t == 0 && BUG != NO_ACQUIRE)
+    if (t == 0 && BUG == LOOK_ONCE) (void)upi_load_acquire(&sync[1]);
+    if (t == 0 && BUG != NO_ACQUIRE && BUG != LOOK_ONCE)
         while (upi_load_acquire(&sync[1]) != me + (BUG == NEVER)) upi_pause();
     __syncthreads();
     row[t] += (float)(me + 1) * row[t];
@@ -502,6 +504,7 @@ static void test_between_blocks(void)
     MUST_FIND("every running block waits", [] { return (int)run_in_turn<NEVER>(); });
     MUST_RACE("race", [] { return (int)run_in_turn<NO_RELEASE>(); });
     MUST_RACE("race", [] { return (int)run_in_turn<NO_ACQUIRE>(); });
+    MUST_RACE("race", [] { return (int)run_in_turn<LOOK_ONCE>(); });
     MUST_RACE("race", [] { return (int)run_in_turn<NO_BARRIER_BEFORE>(); });
     MUST_RACE("race: a write after a write, global", [] { return run_last_sums<SAME_WORD>(); });
     MUST_RACE("race: a read after a write, global", [] { return run_last_sums<NO_FENCE_BEFORE>(); });

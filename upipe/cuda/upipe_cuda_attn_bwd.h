@@ -482,6 +482,7 @@ UPIPE_API upipe_status upi_cuda_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
     const upipe_attn *a = &g->a;
     const size_t turns = upi_cuda_attn_turns_bytes(a);
     upi_cuda_attn_bwd_args x;
+    if (a->q.dtype == UPIPE_F32) return upi_cuda_attn_f32_bwd(c, g);
     UPIPE_TRY(upi_cuda_attn_check(c, a));
     UPIPE_TRY(upi_cuda_attn_aligned(c, "go", g->go));
     UPIPE_TRY(upi_cuda_attn_aligned(c, "gq", g->gq));

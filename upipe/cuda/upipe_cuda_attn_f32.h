@@ -10,6 +10,7 @@
  * time. For the scores a lane is one of those 32; for what is summed over them it is an element of the head,
  * and the next 31 lie in other lanes: element lane + 32 n, n < N.
  *     forward, dQ:  16 queries hold, keys pass        dK, dV:  16 keys hold, queries of the group's heads pass
+ * The scale comes after the product, so that forward and backward find the same score to the bit.
  * The passing rows are padded to an odd length, so that 32 lanes read 32 banks.
  */
 #ifndef UPIPE_CUDA_ATTN_F32_H
@@ -27,13 +28,13 @@ enum {
 };
 
 /* The rows held: [UPI_F32_HELD][d], zeros beyond the last row. */
-template <int N> UPI_DEVICE void upi_f32_hold(float *to, upipe_view v, int h, int64_t first, float scale)
+template <int N> UPI_DEVICE void upi_f32_hold(float *to, upipe_view v, int h, int64_t first)
 {
     const float *from = (const float *)v.data + h * v.h_step;
     int i;
     for (i = (int)threadIdx.x; i < UPI_F32_HELD * v.d; i += UPI_F32_THREADS) {
         int64_t row = first + i / v.d;
-        to[i] = row < v.n ? from[row * v.n_step + i % v.d] * scale : 0.0f;
+        to[i] = row < v.n ? from[row * v.n_step + i % v.d] : 0.0f;
     }
 }
 
@@ -100,10 +101,11 @@ UPI_DEVICE void upi_f32_finish(upipe_attn a, int h, int64_t i, const float o[N],
     int lane = (int)(threadIdx.x % 32), n;
     float *lse = (float *)a.lse.data + i * a.lse.n_step + h * a.lse.h_step;
     float *out = (float *)a.o.data + i * a.o.n_step + h * a.o.h_step;
-    float here = l > 0.0f ? m + logf(l) : -INFINITY, mine = l > 0.0f ? 1.0f / l : 0.0f, old = 0.0f;
+    /* not `l > 0`: a NaN must come out as one */
+    float here = l == 0.0f ? -INFINITY : m + logf(l), mine = l == 0.0f ? 0.0f : 1.0f / l, old = 0.0f;
     if (a.merge) {
         float before = *lse, top = fmaxf(before, here);
-        if (top > -INFINITY) {
+        if (top != -INFINITY) {
             float both = expf(before - top) + expf(here - top);
             old = expf(before - top) / both;
             mine *= expf(here - top) / both;
@@ -140,7 +142,7 @@ void upi_attn_f32_fwd(const upipe_attn a, int64_t ahead, float scale)
         UPI_UNROLL
         for (n = 0; n < N; ++n) o[r][n] = 0.0f;
     }
-    upi_f32_hold<N>(q, a.q, h, first, scale);
+    upi_f32_hold<N>(q, a.q, h, first);
     for (j = 0; j < end; j += UPI_F32_PASSING) {
         __syncthreads(); /* the rows before are not read any more */
         upi_f32_pass<N>(k, a.k, kv, j);
@@ -151,7 +153,7 @@ void upi_attn_f32_fwd(const upipe_attn a, int64_t ahead, float scale)
         for (r = 0; r < UPI_F32_ROWS; ++r) {
             int64_t i = first + warp * UPI_F32_ROWS + r;
             int seen = j + lane < a.k.n && (!a.causal || j + lane <= i + ahead);
-            float score = seen ? s[r] : -INFINITY, top = fmaxf(m[r], upi_f32_warp_max(score));
+            float score = seen ? s[r] * scale : -INFINITY, top = fmaxf(m[r], upi_f32_warp_max(score));
             float base = top > -INFINITY ? top : 0.0f, p = expf(score - base), shrink = expf(m[r] - base);
             m[r] = top;
             l[r] = fmaf(l[r], shrink, p); /* the lane's keys alone */
@@ -193,8 +195,8 @@ void upi_attn_f32_dq(const upipe_attn_grad g, int64_t ahead, float scale)
         UPI_UNROLL
         for (n = 0; n < N; ++n) dq[r][n] = 0.0f;
     }
-    upi_f32_hold<N>(q, a.q, h, first, scale);
-    upi_f32_hold<N>(go, g.go, h, first, 1.0f);
+    upi_f32_hold<N>(q, a.q, h, first);
+    upi_f32_hold<N>(go, g.go, h, first);
     for (j = 0; j < end; j += UPI_F32_PASSING) {
         __syncthreads();
         upi_f32_pass<N>(k, a.k, kv, j);
@@ -205,8 +207,8 @@ void upi_attn_f32_dq(const upipe_attn_grad g, int64_t ahead, float scale)
         UPI_UNROLL
         for (r = 0; r < UPI_F32_ROWS; ++r) {
             int64_t i = first + warp * UPI_F32_ROWS + r;
-            int seen = j + lane < a.k.n && (!a.causal || j + lane <= i + ahead) && lse[r] > -INFINITY;
-            float p = seen ? expf(s[r] - lse[r]) : 0.0f;
+            int seen = j + lane < a.k.n && (!a.causal || j + lane <= i + ahead) && lse[r] != -INFINITY;
+            float p = seen ? expf(s[r] * scale - lse[r]) : 0.0f;
             upi_f32_gather<N>(dq[r], p * scale * (dp[r] - delta[r]), k, d);
         }
     }
@@ -246,8 +248,8 @@ void upi_attn_f32_dkv(const upipe_attn_grad g, int64_t ahead, float scale)
             dv[r][n] = there ? ((const float *)g.gv.data)[j * g.gv.n_step + kv * g.gv.h_step + x] : 0.0f;
         }
     }
-    upi_f32_hold<N>(k, a.k, kv, first, scale);
-    upi_f32_hold<N>(v, a.v, kv, first, 1.0f);
+    upi_f32_hold<N>(k, a.k, kv, first);
+    upi_f32_hold<N>(v, a.v, kv, first);
     for (h = kv * group; h < (kv + 1) * group; ++h) {
         for (i = begin; i < a.q.n; i += UPI_F32_PASSING) {
             int there = i + lane < a.q.n;
@@ -265,8 +267,8 @@ void upi_attn_f32_dkv(const upipe_attn_grad g, int64_t ahead, float scale)
             UPI_UNROLL
             for (r = 0; r < UPI_F32_ROWS; ++r) {
                 int64_t j = first + warp * UPI_F32_ROWS + r;
-                int seen = lse > -INFINITY && j < a.k.n && (!a.causal || j <= i + lane + ahead);
-                float p = seen ? expf(s[r] - lse) : 0.0f;
+                int seen = lse != -INFINITY && j < a.k.n && (!a.causal || j <= i + lane + ahead);
+                float p = seen ? expf(s[r] * scale - lse) : 0.0f;
                 upi_f32_gather<N>(dv[r], p, go, d);
                 upi_f32_gather<N>(dk[r], p * scale * (dp[r] - delta), q, d);
             }

@@ -2,7 +2,7 @@
  *
  * Fills upi_cuda_attn_fwd of the table; upipe_cuda_attn_bwd.h has the rest. Contract: upipe_attn.h.
  *
- *     q, k, v     bf16; products sum in f32. f32 storage is refused: tensor cores would round it
+ *     q, k, v     bf16; products sum in f32. f32 storage goes to upipe_cuda_attn_f32.h: tensor cores round it
  *     o           bf16, or f32 where it is merged into
  *     rows        of q, k, v, o begin at multiples of 16 bytes: base and steps
  *     head dims   32 .. 256 in steps of 8, by kernels for 64, 128 and 256 whose last columns are zeros
@@ -27,8 +27,8 @@
 
 #include <math.h>
 
-#include "upipe_cuda_kernel.h"
 #include "../upipe_attn.h"
+#include "upipe_cuda_attn_f32.h"
 
 #define UPI_CUDA_ATTN_LOG2E 1.4426950408889634f
 
@@ -409,9 +409,6 @@ UPIPE_API upipe_status upi_cuda_attn_aligned(upipe_ctx *c, const char *name, upi
 /* What both directions refuse. */
 UPIPE_API upipe_status upi_cuda_attn_check(upipe_ctx *c, const upipe_attn *a)
 {
-    if (a->q.dtype != UPIPE_BF16)
-        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
-                        "attention: %s storage is not built for CUDA; bf16 is", upipe_dtype_name(a->q.dtype));
     UPIPE_TRY(upi_cuda_attn_aligned(c, "q", a->q));
     UPIPE_TRY(upi_cuda_attn_aligned(c, "k", a->k));
     return upi_cuda_attn_aligned(c, "v", a->v);
@@ -471,6 +468,7 @@ template <int D> UPIPE_API upipe_status upi_cuda_attn_fwd_launch(upipe_ctx *c, c
 UPIPE_API upipe_status upi_cuda_attn_fwd(upipe_ctx *c, const upipe_attn *a)
 {
     upi_cuda_attn_args x;
+    if (a->q.dtype == UPIPE_F32) return upi_cuda_attn_f32_fwd(c, a);
     UPIPE_TRY(upi_cuda_attn_check(c, a));
     UPIPE_TRY(upi_cuda_attn_aligned(c, "o", a->o));
     if (a->q.n == 0) return UPIPE_OK;
