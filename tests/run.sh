@@ -166,7 +166,10 @@ runs_with() {
 }
 
 mkdir -p "$build" || exit 1
-if prepare gcc gcc -Dcuda=disabled; then suites gcc 'compile unit property programs weights simt fake net'; fi
+if prepare gcc gcc -Dcuda=disabled; then
+    suites gcc 'compile unit property programs weights simt fake net'
+    [ $quick = 1 ] || suites gcc mutants
+fi
 
 if [ $quick = 0 ]; then
     if command -v clang >/dev/null 2>&1 && prepare clang clang -Dcuda=disabled; then suites clang 'unit programs'; fi
