@@ -108,7 +108,7 @@ static int64_t llama_decimal(const char *s, const char **end)
 static int llama_entry_parse(llama_entry *e, const char *name)
 {
     int hidden = name[0] == '.';
-    const char *rest;
+    const char *rest = "";
     name += hidden;
     if (strncmp(name, "checkpoint-", 11) != 0) return 0;
     e->n = llama_decimal(name + 11, &rest);
