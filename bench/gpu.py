@@ -4,7 +4,8 @@
 Stages, in this order; all of them without an argument. Each takes less than ten minutes and can be run alone after build:
 
   build      kernels for this device (nvcc) and the C programs (cc), into build/gpu
-  test       every test of the CUDA backend that needs no injected errors, and the examples
+  test       every test of the CUDA backend that needs no injected errors, and the examples; 08_processes as one process if
+             NCCL is installed
   sanitize   compute-sanitizer (memcheck, racecheck, synccheck) on the small ones, if it is installed
   roofline   bandwidth of a copy, rate of a bf16 product
   attention  forward and backward, head dim 64 and 128, causal and full, 1k to 64k tokens; beside PyTorch's SDPA with the
@@ -13,8 +14,9 @@ Stages, in this order; all of them without an argument. Each takes less than ten
   block      Llama3-8B's attention block on eight ranks with Ulysses and UPipe: seconds, and the driver's count of memory
              beside the plan
 
-Figures go to bench/results/gpu_STAGE.json with device, driver, date and command. Needs nvcc, a C compiler and Python 3; no
-Meson. Exit status: 0; 1 if something failed; 2 for wrong usage.
+Figures go to bench/results/gpu_STAGE.json with device, driver, date and command; if one could not be had, those that could
+go to gpu_STAGE.failed.json instead, and an earlier result stays. Needs nvcc, a C compiler and Python 3; no Meson. Exit
+status: 0; 1 if something failed; 2 for wrong usage.
 """
 
 import argparse
@@ -23,12 +25,14 @@ import glob
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
 
 TOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BUILD = os.path.join(TOP, 'build', 'gpu')
+RESULTS = os.path.join(TOP, 'bench', 'results')
 C_FLAGS = ['-std=c11', '-D_POSIX_C_SOURCE=200809L', '-O2', '-g1', '-Wall', '-DUPIPE_WITH_CUDA',
            f'-DUPIPE_SOURCE_ROOT="{TOP}"']
 EXAMPLES = ['09_cuda', '03_exchange', '04_attention', '05_layer', '06_step', '07_tiles']
@@ -58,6 +62,14 @@ def toolkit():
     return os.path.dirname(os.path.dirname(os.path.realpath(nvcc())))
 
 
+def nccl():
+    """The folder of the NCCL library; None if it or its header is not where compiler or toolkit look."""
+    headers = [os.path.join(place, 'nccl.h') for place in ('/usr/include', '/usr/local/include', f'{toolkit()}/include')]
+    places = ['/usr/lib*', '/usr/lib/*', '/usr/local/lib', f'{toolkit()}/lib64']
+    libraries = [library for place in places for library in sorted(glob.glob(os.path.join(place, 'libnccl.so')))]
+    return os.path.dirname(libraries[0]) if libraries and any(map(os.path.exists, headers)) else None
+
+
 def run(command, **more):
     """One command; its output is shown. Ends the program if it fails."""
     say(' '.join(command))
@@ -74,25 +86,40 @@ def number(command):
     return {'command': 'gpu ' + ' '.join(command), **json.loads(done.stdout)}
 
 
-def driver():
-    done = subprocess.run(['nvidia-smi', '--query-gpu=driver_version,clocks.max.sm,power.limit', '--format=csv,noheader'],
-                          stdout=subprocess.PIPE, text=True, check=False)
-    return done.stdout.strip().split('\n')[0] if done.returncode == 0 else None
+def ask_driver(what):
+    """What nvidia-smi says of the first device; None without it."""
+    if not shutil.which('nvidia-smi'):
+        return None
+    done = subprocess.run(['nvidia-smi', f'--query-gpu={what}', '--format=csv,noheader'], stdout=subprocess.PIPE, text=True,
+                          check=False)
+    return done.stdout.split('\n')[0].strip() if done.returncode == 0 else None
 
 
-def keep(stage, figures):
-    """Writes the stage's file; it fails if a figure could not be had."""
-    path = os.path.join(TOP, 'bench', 'results', f'gpu_{stage}.json')
+def keep(stage, figures, lacks=None):
+    """Writes the stage's file. Where figures are missing (lacks: why there are no more) or failed, writes them beside a good
+    result, not over it, and ends the program."""
+    device = number(['device'])
+    failed = [figure['command'] for figure in (device, *figures) if 'failed' in figure]
+    bad = [lacks] if lacks else []
+    if failed:
+        bad.append(f'no figure from: {"; ".join(failed)}')
     whole = {'stage': stage, 'date': datetime.datetime.now(datetime.timezone.utc).strftime('%Y-%m-%d'),
-             'command': f'python3 bench/gpu.py {stage}', 'device': number(['device']), 'driver': driver(),
-             'figures': figures}
+             'command': f'python3 bench/gpu.py {stage}', 'device': device,
+             'driver': ask_driver('driver_version,clocks.max.sm,power.limit')}
+    if lacks:
+        whole['partial'] = True
+    whole['figures'] = figures
+    os.makedirs(RESULTS, exist_ok=True)
+    good, beside = (os.path.join(RESULTS, f'gpu_{stage}{end}') for end in ('.json', '.failed.json'))
+    path = beside if bad else good
     with open(path, 'w', encoding='utf-8') as out:
         json.dump(whole, out, indent=1)
         out.write('\n')
     say(f'wrote {os.path.relpath(path, TOP)}')
-    failed = [figure['command'] for figure in figures if 'failed' in figure]
-    if failed:
-        fail(f'no figure from: {"; ".join(failed)}')
+    if bad:
+        fail('; '.join(bad))
+    if os.path.exists(beside):
+        os.remove(beside)  # what failed then works now
 
 
 # ---- stages ----
@@ -107,15 +134,13 @@ def tests():
 
 def build(_):
     os.makedirs(BUILD, exist_ok=True)
-    query = subprocess.run(['nvidia-smi', '--query-gpu=compute_cap', '--format=csv,noheader'], stdout=subprocess.PIPE,
-                           text=True, check=False)
-    arch = query.stdout.split('\n')[0].strip().replace('.', '') if query.returncode == 0 else '80'
+    arch = (ask_driver('compute_cap') or '8.0').replace('.', '')
     units = {'device_table.o': 'examples/common/device_table.cu', '09_cuda.o': 'examples/09_cuda.cu'}
     running = []
     for made, source in units.items():
         command = [nvcc(), '-x', 'cu', '-std=c++17', '-O3', '-lineinfo', '-Werror=all-warnings', '-Xptxas=-warn-spills',
-                   '-Wno-deprecated-gpu-targets', f'-gencode=arch=compute_{arch},code=sm_{arch}', '-I', TOP, '-c', source,
-                   '-o', os.path.join(BUILD, made)]
+                   '-Wno-deprecated-gpu-targets', f'-arch=sm_{arch}', '-I', TOP, '-c', source, '-o',
+                   os.path.join(BUILD, made)]
         say(' '.join(command))
         running.append((source, subprocess.Popen(command, cwd=TOP)))
     for source, process in running:
@@ -128,10 +153,25 @@ def build(_):
     programs = {'gpu': 'bench/gpu.c', 'compare': 'examples/compare/compare.c'}
     programs.update({name: f'examples/{name}.c' for name in EXAMPLES})
     programs.update({name: f'tests/cuda/{name}.c' for name in tests()})
+    more = {}
+    if nccl():
+        programs['08_processes'] = 'examples/08_processes.c'
+        more['08_processes'] = ['-DWITH_NCCL', f'-L{nccl()}', f'-Wl,-rpath,{nccl()}', '-lnccl']
+    else:
+        say('left out: 08_processes, as NCCL is not installed')
     for name, source in programs.items():
-        table = '09_cuda.o' if name == '09_cuda' else 'device_table.o'
+        table = '09_cuda.o' if name in ('08_processes', '09_cuda') else 'device_table.o'
         run([shutil.which('cc') or 'gcc', *C_FLAGS, *cpu, *places, source, os.path.join(BUILD, table), '-o',
-             os.path.join(BUILD, name), *libraries])
+             os.path.join(BUILD, name), *libraries, *more.get(name, [])])
+
+
+def one_process():
+    """What a launcher would tell the only process, with a port that is free."""
+    with socket.socket() as probe:
+        probe.bind(('127.0.0.1', 0))
+        port = probe.getsockname()[1]
+    return {**os.environ, 'RANK': '0', 'WORLD_SIZE': '1', 'LOCAL_RANK': '0', 'MASTER_ADDR': '127.0.0.1',
+            'MASTER_PORT': str(port)}
 
 
 def test(_):
@@ -146,6 +186,12 @@ def test(_):
         if subprocess.run([os.path.join(BUILD, name), *flags], cwd=TOP, stdout=subprocess.DEVNULL,
                           check=False).returncode != 0:
             bad.append(name)
+    if nccl():
+        say('08_processes, one process')
+        if subprocess.run([os.path.join(BUILD, '08_processes')], cwd=TOP, env=one_process(), check=False).returncode != 0:
+            bad.append('08_processes')
+    else:
+        say('left out: 08_processes, as NCCL is not installed')
     for dtype in 'f32', 'bf16':
         command = [os.path.join(BUILD, 'compare'), '--device', 'cuda', '--dtype', dtype, '--kv-heads', '4', '--check', 'on']
         say(' '.join(command))
@@ -203,38 +249,49 @@ def has_torch():
                           stderr=subprocess.DEVNULL, check=False).returncode == 0
 
 
+def beside(*numbers):
+    """What PyTorch makes of the same attention: an object a backend, and one for the whole if it crashed."""
+    done = subprocess.run([sys.executable, '-c', SDPA, *map(str, numbers)], stdout=subprocess.PIPE, text=True, check=False)
+    made = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{') and line.endswith('}')]
+    if done.returncode != 0:
+        made.append({'backend': 'torch', 'failed': done.returncode})
+    return made
+
+
 def attention(options):
     figures, other = [], has_torch()
     if not other:
         say('left out: PyTorch beside it, which is not installed')
     until = time.monotonic() + options.minutes * 60
-    for dim, heads in (128, 16), (64, 32):
-        for causal in True, False:
-            for tokens in LENGTHS:
-                if time.monotonic() > until:
-                    fail(f'{options.minutes} minutes are over at {tokens} tokens')
-                # as many tokens of a batch as 16k hold, as heads
-                many = heads * max(1, 16384 // tokens)
-                command = ['attention', '--tokens', str(tokens), '--head-dim', str(dim), '--heads', str(many)]
-                figure = number(command + ([] if causal else ['--full']))
-                if other:
-                    done = subprocess.run([sys.executable, '-c', SDPA, str(tokens), str(many), str(dim), str(int(causal))],
-                                          stdout=subprocess.PIPE, text=True, check=False)
-                    figure['beside'] = [json.loads(line) for line in done.stdout.splitlines()]
-                figures.append(figure)
-                print_attention(figure)
+    shapes = [(dim, heads, causal, tokens) for dim, heads in ((128, 16), (64, 32)) for causal in (True, False)
+              for tokens in LENGTHS]
+    for dim, heads, causal, tokens in shapes:
+        if time.monotonic() > until:
+            keep('attention', figures, f'{options.minutes:g} minutes are over after {len(figures)} of {len(shapes)} figures')
+        # as many tokens of a batch as 16k hold, as heads
+        many = heads * max(1, 16384 // tokens)
+        command = ['attention', '--tokens', str(tokens), '--head-dim', str(dim), '--heads', str(many)]
+        figure = number(command + ([] if causal else ['--full']))
+        if other:
+            figure['beside'] = beside(tokens, many, dim, int(causal))
+        figures.append(figure)
+        print_attention(figure)
     keep('attention', figures)
 
 
 def print_attention(figure):
     def rates(one):
+        if 'failed' in one:
+            return f"failed ({one['failed']})"
+        if 'refused' in one:
+            return 'refused'
         return f"{one['fwd_flop_per_s'] / 1e12:.0f} / {one['bwd_flop_per_s'] / 1e12:.0f}"
+    others = ', '.join(f"{one['backend']} {rates(one)}" for one in figure.get('beside', []))
     if 'failed' in figure:
-        return
-    beside = ', '.join(f"{one['backend']} {rates(one) if 'fwd_seconds' in one else 'refused'}"
-                       for one in figure.get('beside', []))
-    say(f"d {figure['head_dim']} {'causal' if figure['causal'] else 'full'} {figure['tokens']}: "
-        f"{rates(figure)} TFLOP/s forward / backward; {beside}")
+        say(f"{figure['command']}: {rates(figure)}; {others}")
+    else:
+        say(f"d {figure['head_dim']} {'causal' if figure['causal'] else 'full'} {figure['tokens']}: "
+            f"{rates(figure)} TFLOP/s forward / backward; {others}")
 
 
 def exchange(_):

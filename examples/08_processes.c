@@ -98,9 +98,11 @@ static int host_begin(host *h, const launch *l, double deadline)
     ncclUniqueId id;
     ncclResult_t r;
     upipe_err e;
+    int devices = 1;
     config.blocking = 0; /* else NCCL waits for ranks that never come */
     memset(&id, 0, sizeof id);
-    if (cudaSetDevice(l->local) != cudaSuccess)
+    /* launchers may show each rank all devices of its machine, or its own alone */
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || cudaSetDevice(l->local % devices) != cudaSuccess)
         return cli_fail("rank %d: device %d: %s", l->rank, l->local, cudaGetErrorString(cudaGetLastError()));
     if (cudaStreamCreateWithFlags(&h->stream, cudaStreamNonBlocking) != cudaSuccess ||
         cublasCreate(&h->blas) != CUBLAS_STATUS_SUCCESS)
@@ -117,12 +119,25 @@ static int host_begin(host *h, const launch *l, double deadline)
     return cli_fail("rank %d: %s", l->rank, e.text);
 }
 
+/* Ends the communicator with the others, or alone if they do not come. */
+static ncclResult_t host_finalize(ncclComm_t nccl, double deadline)
+{
+    double until = cli_clock(NULL) + deadline;
+    ncclResult_t r = ncclCommFinalize(nccl);
+    while (r == ncclInProgress || r == ncclSuccess) {
+        if (ncclCommGetAsyncError(nccl, &r) != ncclSuccess || r == ncclSuccess) break;
+        if (cli_clock(NULL) > until) r = ncclSystemError;
+    }
+    return r == ncclSuccess ? ncclCommDestroy(nccl) : ncclCommAbort(nccl);
+}
+
 static int host_end(host *h, int ok)
 {
     upipe_err e;
+    double deadline = h->team.comm.deadline;
     int left = upipe_nccl_free(&h->team, &e) != UPIPE_OK;
     if (h->team.nccl != NULL) /* else a failure has freed it */
-        left |= (ok ? ncclCommDestroy(h->nccl) : ncclCommAbort(h->nccl)) != ncclSuccess;
+        left |= (ok ? host_finalize(h->nccl, deadline) : ncclCommAbort(h->nccl)) != ncclSuccess;
     left |= upipe_cuda_free(&h->device, &e) != UPIPE_OK;
     left |= cublasDestroy(h->blas) != CUBLAS_STATUS_SUCCESS;
     left |= cudaStreamDestroy(h->stream) != cudaSuccess;

@@ -27,6 +27,8 @@ static const char *const device_names[DEVICES] = {"cpu", "cuda"};
 #ifdef UPIPE_WITH_CUDA
 #include "upipe/cuda/upipe_cuda_device.h"
 
+enum { DEVICE_WORKSPACE = 32 << 20 }; /* what cuBLAS's documentation advises for the largest devices */
+
 /* From device_table.cu, the one unit of the program that the CUDA compiler sees. */
 void device_cuda_ops(upipe_ops *ops, upipe_cuda *device);
 #endif
@@ -39,6 +41,7 @@ typedef struct device {
     upipe_cuda cuda;
     upipe_cuda_side side;
     cublasHandle_t blas;
+    void *workspace; /* cuBLAS's, DEVICE_WORKSPACE bytes */
 #endif
 } device;
 
@@ -94,6 +97,8 @@ static inline upipe_status device_close_cuda(device *d, upipe_err *e)
     if (first == UPIPE_OK) first = s;
     if (d->blas != NULL && cublasDestroy(d->blas) != CUBLAS_STATUS_SUCCESS && first == UPIPE_OK)
         first = upi_fail(e, UPIPE_ERR_BACKEND, "cublasDestroy failed");
+    s = upipe_cuda_slab_free(d->workspace, first == UPIPE_OK ? e : NULL);
+    if (first == UPIPE_OK) first = s;
     if (d->stream != NULL) {
         s = upi_cuda_check(first == UPIPE_OK ? e : NULL, cudaStreamDestroy((cudaStream_t)d->stream),
                            "cudaStreamDestroy");
@@ -105,14 +110,16 @@ static inline upipe_status device_close_cuda(device *d, upipe_err *e)
 static inline upipe_status device_open_cuda(device *d, upipe_err *e)
 {
     cudaStream_t stream;
-    cublasStatus_t blas;
     upipe_status s;
     UPI_CUDA(e, cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     d->stream = stream;
-    blas = cublasCreate(&d->blas);
-    s = blas == CUBLAS_STATUS_SUCCESS
-            ? UPIPE_OK
-            : upi_fail(e, UPIPE_ERR_BACKEND, "cublasCreate: %s", cublasGetStatusString(blas));
+    s = upi_cublas_check(e, cublasCreate(&d->blas), "cublasCreate");
+    if (s == UPIPE_OK) s = upipe_cuda_slab(&d->workspace, DEVICE_WORKSPACE, e);
+    /* the stream first: a new one takes the workspace away */
+    if (s == UPIPE_OK) s = upi_cublas_check(e, cublasSetStream(d->blas, stream), "cublasSetStream");
+    if (s == UPIPE_OK)
+        s = upi_cublas_check(e, cublasSetWorkspace(d->blas, d->workspace, DEVICE_WORKSPACE),
+                             "cublasSetWorkspace");
     if (s == UPIPE_OK) s = upipe_cuda_init(&d->cuda, d->blas, e);
     if (s == UPIPE_OK) s = upipe_cuda_side_init(&d->side, e);
     if (s != UPIPE_OK) {

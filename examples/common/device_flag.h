@@ -14,15 +14,22 @@ static inline int device_flag(const char *flag, const char *text, int *kind)
     return cli_refuse("--%s %s: %s", flag, text, device_lacks(*kind));
 }
 
-/* Bytes that slabs may take in all. */
-static inline double device_memory(int kind)
+/* Is there room on a device of its own for so many bytes? 0, or -1 with the sentence out. */
+static inline int device_has_room(int kind, double bytes)
 {
 #ifdef UPIPE_WITH_CUDA
     size_t left, total;
-    if (kind == DEVICE_CUDA) return cudaMemGetInfo(&left, &total) == cudaSuccess ? (double)left : 0;
+    upipe_err e;
+    if (kind == DEVICE_CUDA &&
+        upi_cuda_check(&e, cudaMemGetInfo(&left, &total), "cudaMemGetInfo") != UPIPE_OK)
+        return cli_fail("%s", e.text);
+    if (kind == DEVICE_CUDA && bytes > (double)left)
+        return cli_fail("out of memory: %.1f GiB of the device are free, and the run takes %.1f GiB",
+                        (double)left / (1 << 30), bytes / (1 << 30));
 #endif
     (void)kind;
-    return cli_memory();
+    (void)bytes;
+    return 0;
 }
 
 #endif

@@ -175,47 +175,55 @@ static void method_free(method *m)
 }
 
 /* Zeros that the device reaches too. */
-static float *method_room(const method *m, int64_t rows, int64_t cols)
+static upipe_status method_room(const method *m, float **out, int64_t rows, int64_t cols, upipe_err *e)
 {
     void *room = NULL;
-    device_shared(m->o->device, &room, (size_t)(rows * cols) * sizeof(float), NULL);
-    return (float *)room;
+    UPIPE_TRY(device_shared(m->o->device, &room, (size_t)(rows * cols) * sizeof(float), e));
+    *out = (float *)room;
+    return UPIPE_OK;
 }
 
-static int method_allocate(method *m)
+/* A rank's tables, and where its results go. */
+static upipe_status method_allocate_rank(method *m, method_rank *rank, upipe_err *e)
 {
     const inputs *in = m->in;
     int64_t widest = in->dim > in->width[0] ? in->dim : in->width[0];
+    int j;
+    rank->blocks = (upipe_block *)calloc((size_t)m->blocks_max, sizeof *rank->blocks);
+    rank->events = (upipe_mem_event *)calloc((size_t)m->events_max, sizeof *rank->events);
+    if (rank->blocks == NULL || rank->events == NULL)
+        return upi_fail(e, UPIPE_ERR_MEMORY, "no room for a pool's tables");
+    UPIPE_TRY(method_room(m, &rank->host, m->plan.rows, widest, e));
+    for (j = 0; j < 3; ++j) {
+        size_t bytes = (size_t)(in->width[j] * in->dim) * sizeof(float);
+        rank->grads[j] = inputs_room(in->width[j], in->dim);
+        if (rank->grads[j] == NULL)
+            return upi_fail(e, UPIPE_ERR_MEMORY, "no room for %zu bytes of gradients", bytes);
+        /* on the CPU they are formed in place */
+        UPIPE_TRY(device_resident(m->o->device, &rank->sums[j], bytes,
+                                  m->o->device == DEVICE_CPU ? rank->grads[j] : NULL, e));
+    }
+    return UPIPE_OK;
+}
+
+static upipe_status method_allocate(method *m, upipe_err *e)
+{
+    const inputs *in = m->in;
     int r, j;
     for (j = 0; j < 3; ++j)
-        if (device_resident(m->o->device, &m->weights[j],
-                            (size_t)(in->width[j] * in->dim) * upipe_dtype_bytes(m->o->dtype), in->stored[j],
-                            NULL) != UPIPE_OK)
-            return -1;
+        UPIPE_TRY(device_resident(m->o->device, &m->weights[j],
+                                  (size_t)(in->width[j] * in->dim) * upipe_dtype_bytes(m->o->dtype),
+                                  in->stored[j], e));
     m->layer.wq = m->weights[0];
     m->layer.wk = m->weights[1];
     m->layer.wv = m->weights[2];
     m->out = inputs_room(in->rows, in->width[0]);
     m->dx = inputs_room(in->rows, in->dim);
     m->ranks = (method_rank *)calloc((size_t)m->o->ranks, sizeof *m->ranks);
-    if (m->out == NULL || m->dx == NULL || m->ranks == NULL) return -1;
-    for (r = 0; r < m->o->ranks; ++r) {
-        method_rank *rank = &m->ranks[r];
-        rank->blocks = (upipe_block *)calloc((size_t)m->blocks_max, sizeof *rank->blocks);
-        rank->events = (upipe_mem_event *)calloc((size_t)m->events_max, sizeof *rank->events);
-        rank->host = method_room(m, m->plan.rows, widest);
-        if (rank->blocks == NULL || rank->events == NULL || rank->host == NULL) return -1;
-        for (j = 0; j < 3; ++j) {
-            size_t bytes = (size_t)(in->width[j] * in->dim) * sizeof(float);
-            rank->grads[j] = inputs_room(in->width[j], in->dim);
-            if (rank->grads[j] == NULL) return -1;
-            /* on the CPU they are formed in place */
-            if (device_resident(m->o->device, &rank->sums[j], bytes,
-                                m->o->device == DEVICE_CPU ? rank->grads[j] : NULL, NULL) != UPIPE_OK)
-                return -1;
-        }
-    }
-    return 0;
+    if (m->out == NULL || m->dx == NULL || m->ranks == NULL)
+        return upi_fail(e, UPIPE_ERR_MEMORY, "no room for the results of %d ranks", m->o->ranks);
+    for (r = 0; r < m->o->ranks; ++r) UPIPE_TRY(method_allocate_rank(m, &m->ranks[r], e));
+    return UPIPE_OK;
 }
 
 /* A rank's tokens, [batch][T][width], from or into the natural order [batch][S][width]. */
@@ -357,12 +365,13 @@ static int method_run(method *m, const inputs *in)
     int r;
     m->in = in;
     statuses = (upipe_status *)calloc((size_t)m->o->ranks, sizeof *statuses);
-    if (statuses == NULL || method_allocate(m) != 0) {
-        cli_fail("%s: out of memory: %d ranks with slabs of %zu bytes", m->name, m->o->ranks, m->pool_bytes);
-        free(statuses);
-        return -1;
-    }
     memset(&err, 0, sizeof err);
+    s = statuses != NULL ? method_allocate(m, &err)
+                         : upi_fail(&err, UPIPE_ERR_MEMORY, "%d ranks", m->o->ranks);
+    if (s != UPIPE_OK) {
+        free(statuses);
+        return method_fail(m, "", s, err.text);
+    }
     s = upipe_threads_init(&m->team, m->o->ranks, m->o->deadline, &err);
     if (s != UPIPE_OK) {
         method_fail(m, "", s, err.text);

@@ -338,11 +338,9 @@ static int logits_check_memory(const logits *g)
     double have = cli_memory(), need = (double)g->layout.gains * 4;
     double slabs = (double)g->slab_bytes * g->o.ranks;
     need += (double)g->layout.weights * (double)upipe_dtype_bytes(g->o.dtype);
+    if (device_has_room(g->o.device, slabs + need) != 0) return -1;
     need += (double)g->tokens * (double)g->layout.config.vocab * 4;
     if (g->o.device == DEVICE_CPU) need += slabs;
-    if (g->o.device != DEVICE_CPU && slabs > device_memory(g->o.device))
-        return cli_fail("out of memory: the ranks share %.1f GiB of the device, and the run takes %.1f GiB",
-                        device_memory(g->o.device) / (1 << 30), slabs / (1 << 30));
     if (need <= have) return 0;
     return cli_fail("out of memory: the run takes %.1f GiB of this machine's %.1f GiB", need / (1 << 30),
                     have / (1 << 30));

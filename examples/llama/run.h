@@ -236,9 +236,7 @@ static int run_check_memory(const run *u)
     if (host > have)
         return cli_fail("out of memory: the ranks share this machine's %.1f GiB, and the run takes %.1f GiB",
                         have / (1 << 30), host / (1 << 30));
-    if (u->o.device == DEVICE_CPU || slabs <= device_memory(u->o.device)) return 0;
-    return cli_fail("out of memory: the ranks share %.1f GiB of the device, and the run takes %.1f GiB",
-                    device_memory(u->o.device) / (1 << 30), slabs / (1 << 30));
+    return device_has_room(u->o.device, slabs);
 }
 
 /* Plans of the training and of the sample, and the memory of every rank. 0, or -1 with the sentence out. */

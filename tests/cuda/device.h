@@ -22,9 +22,12 @@
 
 void device_cuda_ops(upipe_ops *ops, upipe_cuda *device); /* table.cpp */
 
+enum { WORKSPACE = 1 << 20 }; /* bytes */
+
 typedef struct device {
     cudaStream_t stream;
     cublasHandle_t blas;
+    void *workspace; /* the handle's */
     upipe_cuda cuda;
     upipe_ops ops;
     upipe_ctx c;
@@ -42,6 +45,9 @@ __attribute__((unused)) static int device_open(device *d)
     memset(d, 0, sizeof *d);
     if (!DEVICE_CHECK(cudaStreamCreateWithFlags(&d->stream, cudaStreamNonBlocking))) return 0;
     if (!CHECK_SAY(cublasCreate(&d->blas) == CUBLAS_STATUS_SUCCESS, "no cuBLAS handle")) return 0;
+    if (!DEVICE_CHECK(cudaMalloc(&d->workspace, WORKSPACE))) return 0;
+    CHECK(cublasSetStream(d->blas, d->stream) == CUBLAS_STATUS_SUCCESS);
+    CHECK(cublasSetWorkspace(d->blas, d->workspace, WORKSPACE) == CUBLAS_STATUS_SUCCESS);
     if (!CHECK_SAY(upipe_cuda_init(&d->cuda, d->blas, &d->c.err) == UPIPE_OK, "%s", d->c.err.text)) return 0;
     device_cuda_ops(&d->ops, &d->cuda);
     d->c.ops = &d->ops;
@@ -54,6 +60,7 @@ __attribute__((unused)) static void device_close(device *d)
     if (d->stream != NULL) DEVICE_CHECK(cudaStreamSynchronize(d->stream));
     CHECK_SAY(upipe_cuda_free(&d->cuda, &d->c.err) == UPIPE_OK, "%s", d->c.err.text);
     if (d->blas != NULL) CHECK(cublasDestroy(d->blas) == CUBLAS_STATUS_SUCCESS);
+    if (d->workspace != NULL) DEVICE_CHECK(cudaFree(d->workspace));
     if (d->stream != NULL) DEVICE_CHECK(cudaStreamDestroy(d->stream));
     memset(d, 0, sizeof *d);
 }

@@ -215,7 +215,7 @@ static void cuda_rank_open(cuda_state *s, cuda_rank *me, size_t *bytes)
               width = hd > (size_t)shape->dim ? hd : (size_t)shape->dim;
     int j;
     device_open(&me->d);
-    *bytes += UPIPE_CUDA_SCRATCH;
+    *bytes += UPIPE_CUDA_SCRATCH + WORKSPACE;
     me->slab = cuda_room(bytes, s->slab_bytes);
     me->stage = cuda_room(bytes, (size_t)r->plan.rows * width * 4);
     me->blocks = (upipe_block *)malloc((size_t)s->blocks_max * sizeof *me->blocks);

@@ -118,13 +118,16 @@ def test_failures():
 def test_bench():
     for command in (['device'], ['block', '--tokens', '128', '--ranks', '2', '--heads', '4', '--kv-heads', '2',
                                  '--head-dim', '64', '--model-dim', '64', '--layers', '1'],
-                    ['exchange', '--tokens', '64', '--ranks', '2', '--head-dim', '32']):
+                    ['exchange', '--tokens', '64', '--ranks', '2', '--head-dim', '32'],
+                    ['attention', '--tokens', '256', '--head-dim', '64', '--heads', '2', '--kv-heads', '1']):
         done = run('gpu', *command)
         if check(done.returncode == 0, f'gpu {command}: {done.stderr}'):
             made = json.loads(done.stdout)
             if command[0] == 'block':
                 check(made['plan_bytes'] == made['peak_bytes'], str(made))
                 check(made['driver_beyond_slabs_bytes'] == 0, f'memory beyond the slabs: {made}')
+            if command[0] == 'attention':
+                check(set(made['checked']) == {'o', 'lse', 'gq', 'gk', 'gv'}, str(made))
 
 
 def main():

@@ -72,6 +72,8 @@ enum cudaFuncAttribute {
     cudaFuncAttributePreferredSharedMemoryCarveout = 9
 };
 
+enum cudaSharedCarveout { cudaSharedmemCarveoutMaxShared = 100 };
+
 enum cudaDeviceAttr {
     cudaDevAttrMaxThreadsPerBlock = 1,
     cudaDevAttrMaxGridDimX = 5,

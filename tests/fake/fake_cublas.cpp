@@ -12,6 +12,7 @@
 struct cublasContext {
     cudaStream_t stream;
     cublasMath_t math;
+    bool workspace, lost; /* the host has set one; and has lost it to cublasSetStream */
     cublasPointerMode_t pointers;
     int device;
     bool live;
@@ -137,6 +138,7 @@ cublasStatus_t gemm(const char *name, cublasHandle_t h, cublasOperation_t ta, cu
     fake_call call(name);
     CUstream_st *s = fake_stream(handle(h)->stream);
     if (call.fails) return fail(call, CUBLAS_STATUS_EXECUTION_FAILED);
+    if (h->lost) fake_finding("%s: cublasSetStream has taken the host's workspace away", name);
     if (m < 0 || n < 0 || k < 0 || batches < 0) return CUBLAS_STATUS_INVALID_VALUE;
     if ((unsigned)ta > CUBLAS_OP_C || (unsigned)tb > CUBLAS_OP_C) return CUBLAS_STATUS_INVALID_VALUE;
     int64_t a_rows = ta == CUBLAS_OP_N ? m : k, b_rows = tb == CUBLAS_OP_N ? k : n;
@@ -194,7 +196,8 @@ cublasStatus_t cublasCreate(cublasHandle_t *out)
     fake_call call("cublasCreate");
     if (call.fails) return fail(call, CUBLAS_STATUS_ALLOC_FAILED);
     if (out == NULL) return CUBLAS_STATUS_INVALID_VALUE;
-    *out = new cublasContext{NULL, CUBLAS_DEFAULT_MATH, CUBLAS_POINTER_MODE_HOST, fake_device(), true};
+    *out = new cublasContext{NULL, CUBLAS_DEFAULT_MATH, false, false, CUBLAS_POINTER_MODE_HOST, fake_device(),
+                             true};
     handles().insert(*out);
     ++fake_handles;
     return CUBLAS_STATUS_SUCCESS;
@@ -218,6 +221,8 @@ cublasStatus_t cublasSetStream(cublasHandle_t h, cudaStream_t stream)
     if (call.fails) return fail(call, CUBLAS_STATUS_INTERNAL_ERROR);
     if (s->device != handle(h)->device) fake_finding("cublasSetStream: a stream of another device");
     h->stream = stream;
+    h->lost = h->workspace; /* back to the library's own, the same stream or not */
+    h->workspace = false;
     return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -236,6 +241,8 @@ cublasStatus_t cublasSetWorkspace(cublasHandle_t h, void *workspace, size_t byte
     if (call.fails) return fail(call, CUBLAS_STATUS_INTERNAL_ERROR);
     if ((uintptr_t)workspace % 256 != 0) return CUBLAS_STATUS_INVALID_VALUE;
     fake_reachable(workspace, bytes, call.name, "the workspace");
+    h->workspace = true;
+    h->lost = false;
     return CUBLAS_STATUS_SUCCESS;
 }
 

@@ -307,10 +307,11 @@ UPIPE_API unsigned upi_f32_shared(int d, int held)
 
 template <int N> UPIPE_API upipe_status upi_cuda_attn_f32_fwd_n(upipe_ctx *c, const upipe_attn *a)
 {
-    unsigned blocks = 0, shared = upi_f32_shared(a->q.d, 1);
+    unsigned blocks = 0, shared = upi_f32_shared(a->q.d, 1), most = upi_f32_shared(32 * N, 1);
     UPIPE_TRY(upi_f32_blocks(c, a->q.n, a->q.h, &blocks));
     if (blocks == 0) return UPIPE_OK;
-    UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_attn_f32_fwd<N>), shared));
+    /* the most that this kernel may need: ranks that are threads allow it with other head dims */
+    UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_attn_f32_fwd<N>), most));
     return UPI_LAUNCH(c, (upi_attn_f32_fwd<N>), blocks, UPI_F32_THREADS, shared, *a, a->q_pos - a->k_pos,
                       upi_attn_scale(a));
 }
@@ -319,15 +320,15 @@ template <int N> UPIPE_API upipe_status upi_cuda_attn_f32_bwd_n(upipe_ctx *c, co
 {
     const upipe_attn *a = &g->a;
     int64_t ahead = a->q_pos - a->k_pos;
-    unsigned queries = 0, keys = 0, shared = upi_f32_shared(a->q.d, 2);
+    unsigned queries = 0, keys = 0, shared = upi_f32_shared(a->q.d, 2), most = upi_f32_shared(32 * N, 2);
     UPIPE_TRY(upi_f32_blocks(c, a->q.n, a->q.h, &queries));
     UPIPE_TRY(upi_f32_blocks(c, a->k.n, a->k.h, &keys));
     if (queries == 0) return UPIPE_OK;
-    UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_attn_f32_dq<N>), shared));
+    UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_attn_f32_dq<N>), most));
     UPIPE_TRY(
         UPI_LAUNCH(c, (upi_attn_f32_dq<N>), queries, UPI_F32_THREADS, shared, *g, ahead, upi_attn_scale(a)));
     if (keys == 0) return UPIPE_OK;
-    UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_attn_f32_dkv<N>), shared));
+    UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_attn_f32_dkv<N>), most));
     return UPI_LAUNCH(c, (upi_attn_f32_dkv<N>), keys, UPI_F32_THREADS, shared, *g, ahead, upi_attn_scale(a));
 }
 

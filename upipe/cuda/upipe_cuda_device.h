@@ -8,8 +8,8 @@
  *
  * No kernels in here: a plain C program includes this header, and gets the table from one .cu unit. The
  * library makes no handle and no stream but the side stream of upipe_cuda_side. A cuBLAS handle holds the
- * stream of its last call, so ranks that are threads need one each; its workspace is the host's business
- * (cublasSetWorkspace).
+ * stream of its last call, so ranks that are threads need one each. Its workspace is the host's business:
+ * cublasSetStream to ctx.stream first, then cublasSetWorkspace, for a new stream takes the workspace away.
  */
 #ifndef UPIPE_CUDA_DEVICE_H
 #define UPIPE_CUDA_DEVICE_H
@@ -45,6 +45,26 @@ UPIPE_API upipe_status upi_cuda_check(upipe_err *e, cudaError_t r, const char *w
 }
 
 #define UPI_CUDA(e, call) UPIPE_TRY(upi_cuda_check((e), (call), #call))
+
+/* cuBLAS's own text behind the call's name. */
+UPIPE_API upipe_status upi_cublas_check(upipe_err *e, cublasStatus_t r, const char *what)
+{
+    if (r == CUBLAS_STATUS_SUCCESS) return UPIPE_OK;
+    return upi_fail(e, r == CUBLAS_STATUS_ALLOC_FAILED ? UPIPE_ERR_MEMORY : UPIPE_ERR_BACKEND,
+                    "%.*s: %s (%s)", (int)strcspn(what, "("), what, cublasGetStatusString(r),
+                    cublasGetStatusName(r));
+}
+
+#define UPI_CUBLAS(e, call) UPIPE_TRY(upi_cublas_check((e), (call), #call))
+
+/* Lets blocks of a kernel have more than 48 KiB of shared memory, and a processor as many of them as fit. */
+UPIPE_API upipe_status upi_cuda_allow_shared(upipe_err *e, const void *kernel, int bytes)
+{
+    UPI_CUDA(e, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    UPI_CUDA(e, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                     cudaSharedmemCarveoutMaxShared));
+    return UPIPE_OK;
+}
 
 /* upipe_cuda_slab -- device memory for a pool
  *   out     `bytes` bytes, aligned to 256; NULL for 0 bytes
@@ -95,7 +115,8 @@ UPIPE_API upipe_status upipe_cuda_free(upipe_cuda *d, upipe_err *e)
 
 /* upipe_cuda_init -- this rank's device, the current one
  *   blas    the host's handle, used on ctx->stream by this rank's calls alone; the host frees it. Its math
- *           mode is set: f32 products in f32, not TF32, and no partial sums in bf16
+ *           mode is set, f32 products in f32, not TF32, and no partial sums in bf16, and its pointer mode:
+ *           numbers on the host
  *   bytes   UPIPE_CUDA_SCRATCH on the device, UPIPE_CUDA_RESULT pinned
  *   errors  UNSUPPORTED (a device below compute capability 8.0), MEMORY, BACKEND; there is then nothing to
  *           free
@@ -117,10 +138,10 @@ UPIPE_API upipe_status upipe_cuda_init(upipe_cuda *d, cublasHandle_t blas, upipe
                         minor);
     d->blas = blas;
     if (blas != NULL) {
-        cublasStatus_t r = cublasSetMathMode(
-            blas, (cublasMath_t)(CUBLAS_DEFAULT_MATH | CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION));
-        if (r != CUBLAS_STATUS_SUCCESS)
-            return upi_fail(e, UPIPE_ERR_BACKEND, "cublasSetMathMode: %s", cublasGetStatusString(r));
+        UPI_CUBLAS(e,
+                   cublasSetMathMode(blas, (cublasMath_t)(CUBLAS_DEFAULT_MATH |
+                                                          CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION)));
+        UPI_CUBLAS(e, cublasSetPointerMode(blas, CUBLAS_POINTER_MODE_HOST));
     }
     s = upipe_cuda_slab(&d->scratch, UPIPE_CUDA_SCRATCH, e);
     if (s == UPIPE_OK) s = upipe_cuda_host_slab(&d->result, UPIPE_CUDA_RESULT, e);

@@ -18,17 +18,6 @@
 #include "../upipe_check.h"
 #include "upipe_cuda_device.h"
 
-/* cuBLAS's own text behind the call's name. */
-UPIPE_API upipe_status upi_cublas_check(upipe_err *e, cublasStatus_t r, const char *what)
-{
-    if (r == CUBLAS_STATUS_SUCCESS) return UPIPE_OK;
-    return upi_fail(e, r == CUBLAS_STATUS_ALLOC_FAILED ? UPIPE_ERR_MEMORY : UPIPE_ERR_BACKEND,
-                    "%.*s: %s (%s)", (int)strcspn(what, "("), what, cublasGetStatusString(r),
-                    cublasGetStatusName(r));
-}
-
-#define UPI_CUBLAS(e, call) UPIPE_TRY(upi_cublas_check((e), (call), #call))
-
 UPIPE_API size_t upi_cuda_gemm_bytes(const struct upipe_ops *ops, upipe_view out, upipe_view a, upipe_view b,
                                      int flags)
 {
@@ -88,13 +77,17 @@ UPIPE_API upipe_status upi_cuda_gemm(upipe_ctx *c, upipe_view out, upipe_view a,
     cublasOperation_t op_b = (flags & UPIPE_GEMM_TRANS_B) != 0 ? CUBLAS_OP_T : CUBLAS_OP_N;
     int64_t depth = op_a == CUBLAS_OP_T ? a.n : a.d;
     float alpha = 1, beta = (flags & UPIPE_GEMM_ACCUMULATE) != 0 ? 1.0f : 0.0f;
+    cudaStream_t set;
     (void)work;
     (void)work_bytes;
     UPIPE_TRY(upi_gemm_check(c, out, a, b, flags));
     UPIPE_TRY(upi_cublas_takes(c, out, a, b));
     if (out.n == 0 || out.d == 0) return UPIPE_OK;
     if (depth == 0) return beta != 0 ? UPIPE_OK : upi_cuda_gemm_zero(c, out); /* the empty sum */
-    UPI_CUBLAS(&c->err, cublasSetStream(self->blas, (cudaStream_t)c->stream));
+    UPI_CUBLAS(&c->err, cublasGetStream(self->blas, &set));
+    /* only where it differs: setting a stream takes the host's workspace away */
+    if (set != (cudaStream_t)c->stream)
+        UPI_CUBLAS(&c->err, cublasSetStream(self->blas, (cudaStream_t)c->stream));
     if (out.h == 1)
         UPI_CUBLAS(&c->err, cublasGemmEx_64(self->blas, op_b, op_a, out.d, out.n, depth, &alpha, b.data,
                                             upi_cublas_type(b.dtype), upi_cublas_step(b), a.data,

@@ -33,19 +33,19 @@ typedef uint16_t upi_bf16; /* storage alone */
     extern __shared__ __align__(1024) unsigned char upi_shared_bytes[]; \
     type *name = (type *)upi_shared_bytes
 
-/* Launches on ctx->stream and returns a status. A kernel with template arguments stands in parentheses. */
+/* Launches on ctx->stream and returns a status. A kernel with template arguments stands in parentheses. A launch
+ * has no status of its own but the thread's last error: one that the host has left unread is forgotten before,
+ * not taken for this launch's. */
 /* clang-format off */
 #define UPI_LAUNCH(c, kernel, grid, block, shared, ...)                                \
-    ((kernel)<<<(grid), (block), (shared), (cudaStream_t)(c)->stream>>>(__VA_ARGS__), \
+    ((void)cudaGetLastError(),                                                         \
+     (kernel)<<<(grid), (block), (shared), (cudaStream_t)(c)->stream>>>(__VA_ARGS__), \
      upi_cuda_check(&(c)->err, cudaGetLastError(), "launch of " #kernel))
 /* clang-format on */
 
 /* More than 48 KiB of shared memory must be asked for, once a kernel and device. */
-#define UPI_ALLOW_SHARED(c, kernel, shared)                                                                  \
-    upi_cuda_check(&(c)->err,                                                                                \
-                   cudaFuncSetAttribute((const void *)(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, \
-                                        (int)(shared)),                                                      \
-                   "cudaFuncSetAttribute")
+#define UPI_ALLOW_SHARED(c, kernel, shared) \
+    upi_cuda_allow_shared(&(c)->err, (const void *)(kernel), (int)(shared))
 
 /* ---- numbers ---- */
 

@@ -28,6 +28,8 @@
  * with ncclCommAbort, which ends what is under way on this rank; every later call returns ABORTED. Other ranks
  * are not told by NCCL: each one's own deadline, or an asynchronous error, ends its call, and it aborts too.
  * comm->quarantine is set by a failed exchange: peers that have not aborted yet may touch its buffers.
+ * ncclCommAbort itself may wait for work of the device: a call that fails may return that much later than its
+ * deadline.
  */
 #ifndef UPIPE_NET_NCCL_H
 #define UPIPE_NET_NCCL_H

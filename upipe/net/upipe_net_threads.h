@@ -15,7 +15,9 @@
  * ctx->ops->copy. Nothing is packed or staged, and nobody but the rank itself writes into its buffers. Where
  * entries of the table only enqueue (a device), each rank may have a stream of its own: it syncs before it
  * publishes a list, so that its send buffers are complete, and syncs again behind the copies it has pulled,
- * before it calls them done. So the host waits for the device twice an exchange.
+ * before it calls them done. So the host waits for the device once before an exchange, and once behind the
+ * copies from each group of peers that have come together. Ranks on one device take turns there: a deadline
+ * must exceed the time that all of them need for what lies between two exchanges.
  *
  * Every rank makes the same sequence of calls (exchange, barrier, gather). An exchange is complete on a rank
  * when all ranks have started it, all its blocks have arrived, and all that it sends has been read.
