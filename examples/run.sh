@@ -90,15 +90,18 @@ fi
 # ---- build ----
 
 mkdir -p "$top/build" || exit 1
-# Made anew where it was made somewhere else: Meson keeps absolute paths.
-if [ ! -f "$build/build.ninja" ] || [ "$(cat "$build/made_of" 2>/dev/null)" != "$top" ]; then
+# For CUDA too where there is a device: the kernels take nvcc some minutes.
+cuda=disabled
+! nvidia-smi >/dev/null 2>&1 || cuda=auto
+# Made anew where it was made of something else or somewhere else: Meson keeps absolute paths.
+if [ ! -f "$build/build.ninja" ] || [ "$(cat "$build/made_of" 2>/dev/null)" != "$top; cuda=$cuda" ]; then
     rm -rf "$build"
     CC=${CC:-gcc} meson setup "$build" "$top" --buildtype=release -Dtests=disabled -Dexamples=enabled \
-        >"$top/build/run.log" 2>&1 || {
+        -Dcuda=$cuda >"$top/build/run.log" 2>&1 || {
         cat "$top/build/run.log" >&2
         die "meson setup failed"
     }
-    printf '%s\n' "$top" >"$build/made_of"
+    printf '%s\n' "$top; cuda=$cuda" >"$build/made_of"
 fi
 meson compile -C "$build" >"$top/build/run.log" 2>&1 || {
     cat "$top/build/run.log" >&2

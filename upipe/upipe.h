@@ -2,8 +2,8 @@
  *
  * What this library does NOT do: no training loop, no autograd, no tensor type beyond a view, no allocation,
  * no threads, no communicators or streams of its own, no printing, no exit, no global state. It does not own
- * weights, optimizers or data. It does not choose a backend: include one yourself (cpu/upipe_cpu.h,
- * net/upipe_net_threads.h).
+ * weights, optimizers or data. It does not choose a backend: include one yourself (cpu/upipe_cpu.h or
+ * cuda/upipe_cuda.h; one of net/).
  *
  * What it does: DeepSpeed-Ulysses and UPipe ("Untied Ulysses") as primitives that a trainer assembles into
  * its own forward and backward passes, exact, with the memory known to the byte before it runs.
