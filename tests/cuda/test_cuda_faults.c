@@ -1,7 +1,7 @@
 /* test_cuda_faults.c -- calls of CUDA, cuBLAS and NCCL fail: each rank returns, nothing is left behind
  *
  * The calls of a clean run are counted on each rank; then runs follow in which the k-th call of a rank fails,
- * alone or with everything after it. UPIPE_DRAWS says how many k are drawn a rank and kind; 0 takes all.
+ * alone or with everything after it. 20 + UPIPE_DRAWS / 500 of these k are drawn a rank and kind; 0 takes all.
  */
 #include "cuda/runner_cuda.h"
 
@@ -176,8 +176,9 @@ static void test_block(int nccl, long seed, long draws)
 
 int main(void)
 {
-    long seed = test_env("UPIPE_SEED", 1), draws = test_env("UPIPE_DRAWS", 24);
-    printf("cuda_faults: UPIPE_SEED=%ld UPIPE_DRAWS=%ld\n", seed, draws);
+    long seed = test_env("UPIPE_SEED", 1), wanted = test_env("UPIPE_DRAWS", 2000);
+    long draws = wanted == 0 ? 0 : 20 + wanted / 500;
+    printf("cuda_faults: UPIPE_SEED=%ld UPIPE_DRAWS=%ld\n", seed, wanted);
     fake_seed(0);
     test_setup(FAKE_ONCE);
     test_setup(FAKE_STICKY);
