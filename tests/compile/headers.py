@@ -21,7 +21,8 @@ WARNINGS = ['-Wall', '-Wextra', '-Wpedantic', '-Wshadow', '-Wconversion', '-Werr
 POSIX = ['-D_POSIX_C_SOURCE=200809L']
 AVX2 = ['-mavx2', '-mfma']
 # Headers that need other projects' headers: the words that name these.
-FOREIGN = {'cuda/upipe_cuda_device.h': 'cuda', 'net/upipe_net_nccl.h': 'cuda', 'net/upipe_net_mpi.h': 'mpi'}
+FOREIGN = {'cuda/upipe_cuda_device.h': 'cuda', 'net/upipe_net_nccl.h': 'cuda', 'net/upipe_net_mpi.h': 'mpi',
+           'cpu/upipe_cpu_cblas.h': 'cblas'}
 NVCC_PLACES = ['/usr/local/cuda/bin/nvcc', '/usr/lib/nvidia-cuda-toolkit/bin/nvcc']
 
 # language -> (compiler, flags, suffix of its units)
@@ -76,6 +77,10 @@ def compile_one(label, compiler, flags, suffix, headers, top):
 def find_flags(top):
     """Include flags by the words of FOREIGN; a word that is missing has none to offer."""
     flags = {'cuda': ['-isystem', os.path.join(top, 'tests', 'fake')]}
+    found = subprocess.run(['gcc', '-E', '-x', 'c', '-'], input='#include <cblas.h>\n', capture_output=True, text=True,
+                           check=False) if shutil.which('gcc') else None
+    if found and found.returncode == 0:
+        flags['cblas'] = []
     if shutil.which('mpicc'):
         words = subprocess.run(['mpicc', '--showme:incdirs'], stdout=subprocess.PIPE, text=True, check=False)
         if words.returncode == 0:
@@ -109,6 +114,8 @@ def main():
     headers = [name for name in find_headers(top) if FOREIGN.get(name, 'cuda') in flags_of]
     if 'mpi' not in flags_of:
         print('left out: net/upipe_net_mpi.h, as there is no mpicc that tells where mpi.h is')
+    if 'cblas' not in flags_of:
+        print('left out: cpu/upipe_cpu_cblas.h, as cblas.h is missing')
     host_headers = [name for name in headers if not name.startswith('cuda/') or name in FOREIGN]
     foreign = [flag for flags in flags_of.values() for flag in flags]
     jobs = []
