@@ -140,7 +140,7 @@ static crew *crew_begin(int ranks, double deadline)
         k->ctx[r].user = k;
         k->ctx[r].team = upipe_threads_comm(&k->team, r);
     }
-    k->began = upi_threads_now();
+    k->began = upi_net_now();
     return k;
 }
 
@@ -148,7 +148,7 @@ static crew *crew_begin(int ranks, double deadline)
  * and not to be met. */
 static void crew_end(crew *k)
 {
-    CHECK(upi_threads_now() - k->began < (int64_t)20 * 1000000000);
+    CHECK(upi_net_now() - k->began < (int64_t)20 * 1000000000);
     upipe_threads_free(&k->team);
     CHECK_INT(live, 0);
 }

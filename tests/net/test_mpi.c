@@ -110,7 +110,7 @@ static void part_end(part_room *k)
 
 static double now(void)
 {
-    return (double)upi_mpi_now() * 1e-9;
+    return (double)upi_net_now() * 1e-9;
 }
 
 static void nap(double seconds)
@@ -387,9 +387,9 @@ static void test_meet(void)
             for (i = 0; i < n; ++i) CHECK_INT(all[r * n + i], (int64_t)word_of(r, round, i) * -3);
         if (round % 3 == 0) CHECK_STATUS(all_to_all(k), UPIPE_OK, c->err);
         if (round % k->ranks == k->rank) nap(0.003);
-        entered = upi_mpi_now(); /* one machine, one clock: nobody leaves before the last has come */
+        entered = upi_net_now(); /* one machine, one clock: nobody leaves before the last has come */
         CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_OK, c->err);
-        left = upi_mpi_now();
+        left = upi_net_now();
         CHECK_STATUS(c->team->ops.gather(c, c->team, all, &entered, 1), UPIPE_OK, c->err);
         for (r = 0; r < k->ranks; ++r) CHECK(all[r] <= left);
     }

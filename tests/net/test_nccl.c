@@ -77,7 +77,7 @@ static void get(rank_room *k, void *host, const void *device, size_t bytes)
 
 static double now(void)
 {
-    return (double)upi_nccl_now() * 1e-9;
+    return (double)upi_net_now() * 1e-9;
 }
 
 static void nap(double seconds)
@@ -256,9 +256,9 @@ static upipe_status meet_body(rank_room *k)
             for (i = 0; i < n; ++i) CHECK_INT(all[r * n + i], (int64_t)word_of(r, round, i) * -3);
         if (round % 3 == 0) UPIPE_TRY(all_to_all(k, 1));
         if (round % k->ranks == k->rank) nap(0.002);
-        entered = upi_nccl_now();
+        entered = upi_net_now();
         UPIPE_TRY(upipe_comm_barrier(c, c->team));
-        left = upi_nccl_now();
+        left = upi_net_now();
         UPIPE_TRY(upipe_comm_gather(c, c->team, all, &entered, 1));
         for (r = 0; r < k->ranks; ++r) CHECK(all[r] <= left);
     }

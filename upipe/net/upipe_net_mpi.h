@@ -36,22 +36,14 @@
 #ifndef UPIPE_NET_MPI_H
 #define UPIPE_NET_MPI_H
 
-#if defined(__STRICT_ANSI__) && defined(__linux__) && !defined(_GNU_SOURCE) && !defined(_POSIX_C_SOURCE)
-#define _POSIX_C_SOURCE 200809L
-#endif
+#include "upipe_net_clock.h"
 
 #include <mpi.h>
-#include <sched.h>
 #include <stdlib.h>
-#include <time.h>
 
 #include "../upipe_base.h"
 #include "../upipe_comm.h"
 #include "../upipe_ops.h"
-
-#ifndef CLOCK_MONOTONIC
-#error "upipe_net_mpi.h needs POSIX clocks: define _POSIX_C_SOURCE=200809L before the first system header"
-#endif
 
 enum {
     UPIPE_MPI_TAGS = 2,                   /* tags that a team uses, from its base: notes, data */
@@ -133,35 +125,6 @@ typedef struct upipe_mpi {
     int broken, told;  /* told: this rank has returned the failure before */
     void *room;
 } upipe_mpi;
-
-UPIPE_API int64_t upi_mpi_now(void) /* ns */
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
-
-/* The instant `seconds` from now, in ns; a wild number counts as 0 or as thirty years. */
-UPIPE_API int64_t upi_mpi_until(double seconds)
-{
-    if (!(seconds > 0)) seconds = 0;
-    if (seconds > 1e9) seconds = 1e9;
-    return upi_mpi_now() + (int64_t)(seconds * 1e9);
-}
-
-/* Between two looks, `idle` of which have brought nothing. */
-UPIPE_API void upi_mpi_rest(int *idle)
-{
-    if (++*idle < UPI_MPI_YIELDS) {
-        sched_yield();
-    } else {
-        struct timespec t;
-        *idle = UPI_MPI_YIELDS;
-        t.tv_sec = 0;
-        t.tv_nsec = UPI_MPI_NAP;
-        nanosleep(&t, NULL);
-    }
-}
 
 /* ---- failure ---- */
 
@@ -564,7 +527,7 @@ UPIPE_API upipe_status upi_mpi_late(upipe_ctx *c, upipe_mpi *m, int missing)
 
 UPIPE_API upipe_status upi_mpi_finish(upipe_ctx *c, upipe_mpi *m)
 {
-    int64_t until = upi_mpi_until(m->comm.deadline);
+    int64_t until = upi_net_until(m->comm.deadline);
     int idle = 0;
     for (;;) {
         int news = 0, missing, left, certain;
@@ -578,8 +541,8 @@ UPIPE_API upipe_status upi_mpi_finish(upipe_ctx *c, upipe_mpi *m)
             idle = 0;
             continue;
         }
-        if (upi_mpi_now() >= until) return upi_mpi_late(c, m, missing);
-        upi_mpi_rest(&idle);
+        if (upi_net_now() >= until) return upi_mpi_late(c, m, missing);
+        upi_net_rest(&idle, UPI_MPI_YIELDS, UPI_MPI_NAP);
     }
 }
 
@@ -595,8 +558,8 @@ UPIPE_API int upi_mpi_drain(upipe_mpi *m, int way, int64_t until)
             if (MPI_Test(&requests[i], &done, MPI_STATUS_IGNORE) != MPI_SUCCESS || !done)
                 left += requests[i] != MPI_REQUEST_NULL;
         }
-        if (left == 0 || upi_mpi_now() >= until) return left;
-        upi_mpi_rest(&idle);
+        if (left == 0 || upi_net_now() >= until) return left;
+        upi_net_rest(&idle, UPI_MPI_YIELDS, UPI_MPI_NAP);
     }
 }
 
@@ -604,21 +567,21 @@ UPIPE_API int upi_mpi_drain(upipe_mpi *m, int way, int64_t until)
  * already. So the exchange goes on, quietly, where both have come, for `seconds` or one second at most. */
 UPIPE_API void upi_mpi_vacate(upipe_ctx *c, upipe_mpi *m, double seconds)
 {
-    int64_t until = upi_mpi_until(seconds < 1 ? seconds : 1);
+    int64_t until = upi_net_until(seconds < 1 ? seconds : 1);
     upipe_err kept = c->err, e;
     int idle = 0, left = 1, i, size = m->comm.ranks * UPI_MPI_WINDOW;
-    while (left > 0 && upi_mpi_now() < until) {
+    while (left > 0 && upi_net_now() < until) {
         int news = 0, p;
         if (upi_mpi_listen(c, m, &news) != UPIPE_OK) break;
         for (p = 0; p < m->comm.ranks; ++p)
             if (p != m->comm.rank && m->peer[p].come >= m->call && upi_mpi_fit(m, p, &e) == UPIPE_OK)
                 m->peer[p].open = 1;
         if (upi_mpi_move(c, m, &news, &left) != UPIPE_OK) break;
-        if (left > 0) upi_mpi_rest(&idle);
+        if (left > 0) upi_net_rest(&idle, UPI_MPI_YIELDS, UPI_MPI_NAP);
     }
     for (i = size; i < 2 * size; ++i)
         if (m->requests[i] != MPI_REQUEST_NULL) MPI_Cancel(&m->requests[i]);
-    if (upi_mpi_drain(m, UPI_MPI_RECEIVE, upi_mpi_until(0.01)) > 0 || upi_mpi_drain(m, UPI_MPI_SEND, 0) > 0)
+    if (upi_mpi_drain(m, UPI_MPI_RECEIVE, upi_net_until(0.01)) > 0 || upi_mpi_drain(m, UPI_MPI_SEND, 0) > 0)
         m->comm.quarantine = 1;
     c->err = kept;
 }
@@ -745,7 +708,7 @@ UPIPE_API upipe_status upipe_mpi_free(upipe_mpi *m, upipe_err *e)
     if (m == NULL || m->room == NULL) return UPIPE_OK;
     rank = m->comm.rank;
     data = 2 * m->comm.ranks * UPI_MPI_WINDOW;
-    until = upi_mpi_until(m->comm.deadline);
+    until = upi_net_until(m->comm.deadline);
     for (i = 0; i < data; ++i) /* an exchange's: its buffers are the host's, see comm->quarantine */
         if (m->requests[i] != MPI_REQUEST_NULL) MPI_Request_free(&m->requests[i]);
     for (;;) {
@@ -756,8 +719,8 @@ UPIPE_API upipe_status upipe_mpi_free(upipe_mpi *m, upipe_err *e)
             if (*r == MPI_REQUEST_NULL) continue;
             if (MPI_Test(r, &done, MPI_STATUS_IGNORE) == MPI_SUCCESS && !done) ++left;
         }
-        if (left == 0 || upi_mpi_now() >= until) break;
-        upi_mpi_rest(&idle);
+        if (left == 0 || upi_net_now() >= until) break;
+        upi_net_rest(&idle, UPI_MPI_YIELDS, UPI_MPI_NAP);
     }
     if (left == 0) free(m->room);
     memset(m, 0, sizeof *m);

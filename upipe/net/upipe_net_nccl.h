@@ -34,23 +34,15 @@
 #ifndef UPIPE_NET_NCCL_H
 #define UPIPE_NET_NCCL_H
 
-#if defined(__STRICT_ANSI__) && defined(__linux__) && !defined(_GNU_SOURCE) && !defined(_POSIX_C_SOURCE)
-#define _POSIX_C_SOURCE 200809L
-#endif
+#include "upipe_net_clock.h"
 
 #include <cuda_runtime_api.h>
 #include <nccl.h>
-#include <sched.h>
 #include <stdlib.h>
-#include <time.h>
 
 #include "../upipe_base.h"
 #include "../upipe_comm.h"
 #include "../upipe_ops.h"
-
-#ifndef CLOCK_MONOTONIC
-#error "upipe_net_nccl.h needs POSIX clocks: define _POSIX_C_SOURCE=200809L before the first system header"
-#endif
 
 enum {
     UPI_NCCL_YIELDS = 2000, /* fruitless looks before a waiting rank naps */
@@ -83,35 +75,6 @@ typedef struct upipe_nccl {
     int broken;
     void *room;
 } upipe_nccl;
-
-UPIPE_API int64_t upi_nccl_now(void) /* ns */
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
-
-/* The instant `seconds` from now, in ns; a wild number counts as 0 or as thirty years. */
-UPIPE_API int64_t upi_nccl_until(double seconds)
-{
-    if (!(seconds > 0)) seconds = 0;
-    if (seconds > 1e9) seconds = 1e9;
-    return upi_nccl_now() + (int64_t)(seconds * 1e9);
-}
-
-/* Between two looks, `idle` of which have brought nothing. */
-UPIPE_API void upi_nccl_rest(int *idle)
-{
-    if (++*idle < UPI_NCCL_YIELDS) {
-        sched_yield();
-    } else {
-        struct timespec t;
-        *idle = UPI_NCCL_YIELDS;
-        t.tv_sec = 0;
-        t.tv_nsec = UPI_NCCL_NAP;
-        nanosleep(&t, NULL);
-    }
-}
 
 /* ---- failure ---- */
 
@@ -264,7 +227,7 @@ UPIPE_API upipe_status upi_nccl_finish(upipe_ctx *c, upipe_nccl *m)
     int64_t until = 0;
     int idle = 0, reached = 0;
     for (;;) {
-        int busy, passed = 0, late = reached && upi_nccl_now() >= until;
+        int busy, passed = 0, late = reached && upi_net_now() >= until;
         UPIPE_TRY(upi_nccl_state(c, m, &busy));
         if (m->pending && !busy) UPIPE_TRY(upi_nccl_close(c, m));
         if (!m->pending) UPIPE_TRY(upi_nccl_passed(c, m, m->done, &passed));
@@ -274,9 +237,9 @@ UPIPE_API upipe_status upi_nccl_finish(upipe_ctx *c, upipe_nccl *m)
                                  m->comm.rank, m->comm.deadline, upi_nccl_kind_name(m->kind));
         if (!reached) {
             UPIPE_TRY(upi_nccl_passed(c, m, m->reached, &reached));
-            if (reached) until = upi_nccl_until(m->comm.deadline);
+            if (reached) until = upi_net_until(m->comm.deadline);
         }
-        upi_nccl_rest(&idle);
+        upi_net_rest(&idle, UPI_NCCL_YIELDS, UPI_NCCL_NAP);
     }
 }
 
@@ -500,16 +463,16 @@ UPIPE_API upipe_status upipe_nccl_free(upipe_nccl *m, upipe_err *e)
 /* A communicator that is made without blocking is waited for, until the deadline. */
 UPIPE_API upipe_status upi_nccl_made(ncclComm_t nccl, double deadline_s, upipe_err *e)
 {
-    int64_t until = upi_nccl_until(deadline_s);
+    int64_t until = upi_net_until(deadline_s);
     int idle = 0;
     for (;;) {
         ncclResult_t state = ncclSuccess;
         UPIPE_TRY(upi_nccl_check(e, nccl, ncclCommGetAsyncError(nccl, &state), "ncclCommGetAsyncError("));
         if (state != ncclInProgress) return upi_nccl_check(e, nccl, state, "the communicator(");
-        if (upi_nccl_now() >= until)
+        if (upi_net_now() >= until)
             return upi_fail(e, UPIPE_ERR_TIMEOUT,
                             "NCCL has not made the communicator in %g s: ranks are missing", deadline_s);
-        upi_nccl_rest(&idle);
+        upi_net_rest(&idle, UPI_NCCL_YIELDS, UPI_NCCL_NAP);
     }
 }
 

@@ -36,9 +36,7 @@
 #ifndef UPIPE_NET_THREADS_H
 #define UPIPE_NET_THREADS_H
 
-#if defined(__STRICT_ANSI__) && defined(__linux__) && !defined(_GNU_SOURCE) && !defined(_POSIX_C_SOURCE)
-#define _POSIX_C_SOURCE 200809L
-#endif
+#include "upipe_net_clock.h"
 
 #include <pthread.h>
 #include <sched.h>
@@ -48,10 +46,6 @@
 #include "../upipe_base.h"
 #include "../upipe_comm.h"
 #include "../upipe_ops.h"
-
-#ifndef CLOCK_MONOTONIC
-#error "upipe_net_threads.h needs POSIX clocks: define _POSIX_C_SOURCE=200809L before the first system header"
-#endif
 
 enum {
     UPIPE_THREADS_MAX = 256, /* ranks of one team */
@@ -110,21 +104,6 @@ typedef struct upipe_threads {
     int ranks;
 } upipe_threads;
 
-UPIPE_API int64_t upi_threads_now(void) /* ns */
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
-
-/* The instant `seconds` from now, in ns; a wild number counts as 0 or as thirty years. */
-UPIPE_API int64_t upi_threads_until(double seconds)
-{
-    if (!(seconds > 0)) seconds = 0;
-    if (seconds > 1e9) seconds = 1e9;
-    return upi_threads_now() + (int64_t)(seconds * 1e9);
-}
-
 /* ---- waiting: each rank sleeps on a count of news of its own ---- */
 
 /* Tells a rank to look again. What it is to find must be stored before. The count and `asleep` are in one
@@ -142,7 +121,7 @@ UPIPE_API void upi_threads_sleep(upi_threads_rank *me, int64_t until)
 {
     struct timespec t;
 #ifdef __APPLE__
-    int64_t left = until - upi_threads_now();
+    int64_t left = until - upi_net_now();
     if (left < 0) left = 0;
     t.tv_sec = (time_t)(left / 1000000000);
     t.tv_nsec = (long)(left % 1000000000);
@@ -164,7 +143,7 @@ UPIPE_API int upi_threads_await(upi_threads_rank *me, uint64_t seen, int64_t unt
     }
     pthread_mutex_lock(&me->lock);
     __atomic_store_n(&me->asleep, 1, __ATOMIC_SEQ_CST);
-    while (!(news = __atomic_load_n(&me->news, __ATOMIC_SEQ_CST) != seen) && upi_threads_now() < until)
+    while (!(news = __atomic_load_n(&me->news, __ATOMIC_SEQ_CST) != seen) && upi_net_now() < until)
         upi_threads_sleep(me, until);
     __atomic_store_n(&me->asleep, 0, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&me->lock);
@@ -465,7 +444,7 @@ UPIPE_API upipe_status upi_threads_finish(upipe_ctx *c, upipe_comm *comm)
     upipe_threads *team = (upipe_threads *)comm->impl;
     upi_threads_rank *me = &team->all[comm->rank];
     uint64_t s = me->posted;
-    int64_t until = upi_threads_until(comm->deadline);
+    int64_t until = upi_net_until(comm->deadline);
     for (;;) {
         uint64_t seen = __atomic_load_n(&me->news, __ATOMIC_ACQUIRE);
         int complete;
@@ -480,7 +459,7 @@ UPIPE_API upipe_status upi_threads_finish(upipe_ctx *c, upipe_comm *comm)
  * Nobody begins to any more, since the team is broken. Returns 0 if one is still at it. */
 UPIPE_API int upi_threads_vacated(upi_threads_rank *me, double seconds)
 {
-    int64_t until = upi_threads_until(seconds < 1 ? seconds : 1);
+    int64_t until = upi_net_until(seconds < 1 ? seconds : 1);
     for (;;) {
         uint64_t seen = __atomic_load_n(&me->news, __ATOMIC_ACQUIRE);
         if (__atomic_load_n(&me->readers, __ATOMIC_SEQ_CST) == 0) return 1;
@@ -505,7 +484,7 @@ UPIPE_API upipe_status upi_threads_meet(upipe_ctx *c, upipe_comm *comm)
 {
     upipe_threads *team = (upipe_threads *)comm->impl;
     upi_threads_rank *me = &team->all[comm->rank];
-    int64_t until = upi_threads_until(comm->deadline);
+    int64_t until = upi_net_until(comm->deadline);
     uint64_t s = upi_threads_publish(team, me);
     for (;;) {
         uint64_t seen = __atomic_load_n(&me->news, __ATOMIC_ACQUIRE);
