@@ -15,14 +15,17 @@
  * hands out addresses that must not be touched and finds both numbers for runs of any size.
  *
  * Under AddressSanitizer free space and the tails of blocks are poisoned, and a red zone follows each block;
- * it counts in `need`, not in `live`.
+ * it counts in `need`, not in `live`. Define UPIPE_MEM_NO_POISON where a slab is used by a stream that lags behind
+ * the host: work that is enqueued may rightly touch a block that was given back.
  */
 #ifndef UPIPE_MEM_H
 #define UPIPE_MEM_H
 
 #include "upipe_base.h"
 
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(UPIPE_MEM_NO_POISON)
+/* neither poison nor red zones */
+#elif defined(__SANITIZE_ADDRESS__)
 #define UPI_MEM_ASAN 1
 #elif defined(__has_feature)
 #if __has_feature(address_sanitizer)

@@ -148,8 +148,7 @@ void close_memory(state &g)
     g.open = false;
 }
 
-/* A pool poisons what the host has given back, but what was enqueued before may still use it. Only where
- * everything runs at once does the poison of device memory stand. */
+/* What fake_poison laid while everything ran at once. */
 void lift_poison(state &g)
 {
     if (!__asan_unpoison_memory_region) return;
@@ -370,7 +369,6 @@ fake_step fake_toward(fake_point p, std::vector<CUstream_st *> &path)
     } else if (!stuck) {
         std::function<void()> work = std::move(s->queue.front().work);
         fake_open();
-        if (!g.eager) lift_poison(g);
         if (work) work();
         step = FAKE_DONE;
     }
@@ -560,6 +558,7 @@ void fake_eager(int on)
 {
     fake_look look;
     all().eager = on != 0;
+    if (!on) lift_poison(all());
 }
 
 void fake_rank(int rank)
