@@ -82,7 +82,7 @@ __attribute__((unused, format(printf, 3, 4))) static inline upipe_status upi_fai
         if (upi_try_ != UPIPE_OK) return upi_try_; \
     } while (0)
 
-typedef enum upipe_dtype { UPIPE_F32, UPIPE_BF16 } upipe_dtype;
+typedef enum upipe_dtype { UPIPE_F32, UPIPE_BF16, UPIPE_F16 } upipe_dtype;
 
 /* Bytes of one element. */
 UPIPE_API size_t upipe_dtype_bytes(upipe_dtype t)
@@ -90,10 +90,10 @@ UPIPE_API size_t upipe_dtype_bytes(upipe_dtype t)
     return t == UPIPE_F32 ? 4 : 2;
 }
 
-/* "f32", "bf16". */
+/* "f32", "bf16", "f16". */
 UPIPE_API const char *upipe_dtype_name(upipe_dtype t)
 {
-    return t == UPIPE_F32 ? "f32" : "bf16";
+    return t == UPIPE_F32 ? "f32" : t == UPIPE_BF16 ? "bf16" : "f16";
 }
 
 /* upipe_view -- n tokens x h heads x d contiguous elements; steps count elements, not bytes
@@ -148,7 +148,7 @@ struct upipe_mem;  /* upipe_mem.h: the pool */
 struct upipe_comm; /* upipe_comm.h: a communicator */
 
 /* upipe_ctx -- everything a call may use, owned by the host, one per rank
- *   ops     compute table, shared by all ranks, constant while in use
+ *   ops     compute table, constant while in use; ranks may share one
  *   mem     pool of this rank; activations and scratch come from it
  *   team    the C ranks that trade tokens for heads
  *   ring    the R ranks of ring attention; NULL without one

@@ -26,10 +26,11 @@ UPIPE_API int upi_dtype_number(const upipe_dtype *t)
     return number;
 }
 
-UPIPE_API int upi_dtype_known(const upipe_dtype *t)
+/* Does the table take it? */
+UPIPE_API int upi_dtype_built(const upipe_ops *ops, const upipe_dtype *t)
 {
     int number = upi_dtype_number(t);
-    return number == UPIPE_F32 || number == UPIPE_BF16;
+    return number == UPIPE_F32 || number == UPIPE_BF16 || (number == UPIPE_F16 && ops->f16);
 }
 
 UPIPE_API upipe_status upi_row_check(upipe_ctx *c, const char *call, const char *name, upipe_view v)
@@ -37,7 +38,7 @@ UPIPE_API upipe_status upi_row_check(upipe_ctx *c, const char *call, const char 
     if (v.n < 0 || v.h < 1 || v.d < 1)
         return upi_fail(&c->err, UPIPE_ERR_ARG, "%s: %s is [%lld][%d][%d]", call, name, (long long)v.n, v.h,
                         v.d);
-    if (!upi_dtype_known(&v.dtype))
+    if (!upi_dtype_built(c->ops, &v.dtype))
         return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "%s: %s has storage type %d", call, name,
                         upi_dtype_number(&v.dtype));
     if (v.data == NULL && v.n > 0) return upi_fail(&c->err, UPIPE_ERR_ARG, "%s: %s is NULL", call, name);
@@ -172,7 +173,8 @@ UPIPE_API upipe_status upi_gemm_check(upipe_ctx *c, upipe_view out, upipe_view a
         return upi_fail(&c->err, UPIPE_ERR_ARG,
                         "gemm: out [%lld][%d][%d], a [%lld][%d][%d], b [%lld][%d][%d]", (long long)out.n,
                         out.h, out.d, (long long)a.n, a.h, a.d, (long long)b.n, b.h, b.d);
-    if (!upi_dtype_known(&out.dtype) || !upi_dtype_known(&a.dtype) || !upi_dtype_known(&b.dtype))
+    if (!upi_dtype_built(c->ops, &out.dtype) || !upi_dtype_built(c->ops, &a.dtype) ||
+        !upi_dtype_built(c->ops, &b.dtype))
         return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "gemm: storage type %d, %d or %d",
                         upi_dtype_number(&out.dtype), upi_dtype_number(&a.dtype), upi_dtype_number(&b.dtype));
     if (a_rows != out.n || b_cols != out.d || a_depth != b_depth)
@@ -286,7 +288,7 @@ UPIPE_API upipe_status upi_adamw_check(upipe_ctx *c, const upipe_adamw *a)
         !upi_adamw_number(a->grad_scale, -INFINITY))
         return upi_fail(&c->err, UPIPE_ERR_ARG, "adamw: rate %g, eps %g, decay %g, gradients times %g",
                         a->rate, a->eps, a->decay, a->grad_scale);
-    if (a->copy != NULL && !upi_dtype_known(&a->copy_dtype))
+    if (a->copy != NULL && !upi_dtype_built(c->ops, &a->copy_dtype))
         return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "adamw: copy has storage type %d",
                         upi_dtype_number(&a->copy_dtype));
     if (a->n == 0) return UPIPE_OK;

@@ -73,9 +73,28 @@ typedef struct upipe_adamw {
     upipe_dtype copy_dtype;
 } upipe_adamw;
 
+/* upipe_par -- the host's threads, for backends that compute on them
+ *   run      calls task(arg, i) once for every i in 0 .. count - 1, in any order and some at the same time, and
+ *            returns when all have returned; never fails. A call that finds its threads busy may run every i
+ *            on its own
+ *   self     the host's, handed back to run
+ *   workers  threads that may run at the same time, >= 1: scratch is asked for as many
+ * Results have the same bits whatever run does, and for any number of workers.
+ */
+typedef struct upipe_par {
+    void (*run)(void *self, int32_t count, void (*task)(void *arg, int32_t i), void *arg);
+    void *self;
+    int32_t workers;
+} upipe_par;
+
 typedef struct upipe_ops {
     const char *name; /* "cpu-avx2", "cpu-portable", "cuda", ... */
     void *self;       /* the backend's own (a cuBLAS handle, say) */
+    int f16;          /* nonzero: takes views of f16 */
+
+    /* Set by the host; NULL: a call computes on the thread that makes it. Here and not in the context, because
+     * the *_bytes entries see the table alone: a dry run asks them before there is a context. */
+    const upipe_par *par;
 
     /* Returns when all that was enqueued on ctx->stream is done. */
     upipe_status (*sync)(upipe_ctx *c);

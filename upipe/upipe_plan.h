@@ -108,8 +108,8 @@ UPIPE_API upipe_status upipe_plan_init(upipe_plan *p, const upipe_plan_desc *des
             "head dim %d, chunk %d, model dim %lld",
             (long long)d.tokens, (long long)d.batch, d.ranks, d.heads, d.kv_heads, d.head_dim, d.chunk,
             (long long)d.model_dim);
-    if (d.dtype != UPIPE_F32 && d.dtype != UPIPE_BF16)
-        return upi_fail(e, UPIPE_ERR_ARG, "data type %d is neither f32 nor bf16", (int)d.dtype);
+    if (d.dtype != UPIPE_F32 && d.dtype != UPIPE_BF16 && d.dtype != UPIPE_F16)
+        return upi_fail(e, UPIPE_ERR_ARG, "data type %d is none of f32, bf16 and f16", (int)d.dtype);
     if ((int64_t)d.heads * d.head_dim > INT32_MAX || d.model_dim > INT32_MAX)
         return upi_fail(e, UPIPE_ERR_OVERFLOW,
                         "rows of %d heads of %d elements, or of model dim %lld, leave 31 bits", d.heads,

@@ -4,17 +4,18 @@
  *     upipe_cpu_ops(&ops);
  *     ctx.ops = &ops;
  *
- * Compile with -mavx2 -mfma (or -march=native) and -O2 for the fast kernels; otherwise, and with
- * UPIPE_CPU_PORTABLE defined, the same code runs on the compiler's vector extensions. ops.name says which:
- * "cpu-avx2" or "cpu-portable". Links with the math library (-lm).
+ * Compile with -march=native (or -mavx2 -mfma -mf16c) and -O2 for the fast kernels; upipe_cpu_simd.h lists the
+ * instruction sets, and ops.name says which it is: "cpu-avx512", "cpu-avx2", "cpu-neon", "cpu-portable" or
+ * "cpu-scalar". Links with the math library (-lm).
  *
- * One call runs on the calling thread, start to end, and uses neither ctx->stream nor memory of its own:
- * threads that share the table run side by side.
+ * A call runs on the thread that makes it, start to end, and on the host's others if ops.par says so; it uses
+ * neither ctx->stream nor memory of its own. Ranks that share the table run side by side.
  */
 #ifndef UPIPE_CPU_H
 #define UPIPE_CPU_H
 
 #include "upipe_cpu_simd.h"
+#include "upipe_cpu_par.h"
 #include "upipe_cpu_attn.h"
 #include "upipe_cpu_gemm.h"
 #include "upipe_cpu_rows.h"
@@ -25,6 +26,7 @@ UPIPE_API void upipe_cpu_ops(upipe_ops *ops)
 {
     memset(ops, 0, sizeof *ops);
     ops->name = upi_cpu_simd_name();
+    ops->f16 = 1;
     ops->sync = upi_cpu_sync;
     ops->copy = upi_cpu_copy;
     ops->zero = upi_cpu_zero;

@@ -1,8 +1,15 @@
-/* upipe_cpu_simd.h -- eight f32 lanes: the vocabulary of the CPU kernels        backend cpu, includes base
+/* upipe_cpu_simd.h -- f32 lanes: the vocabulary of the CPU kernels        backend cpu, includes base
  *
- * Two implementations with the same names, chosen when the host compiles: AVX2 with FMA where the compiler
- * may use both (-mavx2 -mfma, or -march=native), otherwise, or with UPIPE_CPU_PORTABLE defined, the vector
- * extensions of gcc and clang, which any target lowers to what it has. upi_cpu_simd_name() says which.
+ * upi_f8 is eight lanes, for what runs at the memory's speed; upi_fw is UPI_WIDE lanes, the widest vectors
+ * there are, for what runs at the arithmetic's. The instructions are chosen when the host compiles, by what the
+ * compiler may use, and upi_cpu_simd_name() says which:
+ *
+ *     avx512    16 wide    -mavx512f -mavx2 -mfma, or -march=native there
+ *     avx2       8         -mavx2 -mfma; with -mf16c f16 is converted in hardware
+ *     neon       8         any aarch64: two registers of four lanes
+ *     portable   8         the vector extensions of gcc and clang, lowered to what the target has; also with
+ *                          UPIPE_CPU_PORTABLE defined
+ *     scalar     8         plain C, with UPIPE_CPU_SCALAR defined
  *
  *     upi_f8 sum = upi_f8_zero();
  *     for (k = 0; k < depth; ++k) {
@@ -11,10 +18,11 @@
  *         sum = upi_f8_fma(upi_f8_broadcast(row + k), b, sum);
  *     }
  *
- * Every function inlines. Addresses need no alignment beyond that of their elements. The two compute the
- * same, but for one thing: upi_f8_fma rounds once with AVX2, while the portable one rounds twice unless the
- * compiler contracts it. So an element has the same bits wherever it stands only if it always goes through
- * the same function: a kernel's tail runs through its main loop on padded data, never through scalar code.
+ * Every function inlines. Addresses need no alignment beyond that of their elements. All compute the same, but
+ * for one thing: the fused multiply-add rounds once with AVX and NEON, while the other two round twice unless
+ * the compiler contracts them. So an element has the same bits wherever it stands only if it always goes
+ * through the same function: a kernel's tail runs through its main loop on padded data, never through scalar
+ * code. Wide or not, a lane computes the same.
  */
 #ifndef UPIPE_CPU_SIMD_H
 #define UPIPE_CPU_SIMD_H
@@ -23,11 +31,27 @@
 
 #include "../upipe_base.h"
 
-#if defined(__AVX2__) && defined(__FMA__) && !defined(UPIPE_CPU_PORTABLE)
+#define UPI_CPU_AVX512 0
+#define UPI_CPU_AVX2   0
+#define UPI_CPU_NEON   0
+#define UPI_CPU_SCALAR 0
+#if defined(UPIPE_CPU_SCALAR)
+#undef UPI_CPU_SCALAR
+#define UPI_CPU_SCALAR 1
+#elif defined(UPIPE_CPU_PORTABLE)
+/* none of the others */
+#elif defined(__AVX2__) && defined(__FMA__)
+#undef UPI_CPU_AVX2
 #define UPI_CPU_AVX2 1
 #include <immintrin.h>
-#else
-#define UPI_CPU_AVX2 0
+#if defined(__AVX512F__)
+#undef UPI_CPU_AVX512
+#define UPI_CPU_AVX512 1
+#endif
+#elif defined(__aarch64__)
+#undef UPI_CPU_NEON
+#define UPI_CPU_NEON 1
+#include <arm_neon.h>
 #endif
 
 /* Rounding by a magic constant, hidden scores of -inf and sums in a fixed order would all be optimised
@@ -75,7 +99,23 @@ typedef __m256 upi_mask8; /* a lane is all ones or all zeros */
 
 /* Keeps a loaded value in its register. gcc otherwise folds the load into each FMA that uses it, and the load
  * ports, not the FMA units, then set the pace: 90 falls to 60 GFLOP/s. */
+#if UPI_CPU_AVX512
+#define UPI_OPAQUE(v) __asm__("" : "+v"(v))
+#else
 #define UPI_OPAQUE(v) __asm__("" : "+x"(v))
+#endif
+
+#elif UPI_CPU_SCALAR
+
+typedef struct upi_f8 {
+    float v[8];
+} upi_f8;
+typedef struct upi_mask8 {
+    int32_t v[8]; /* 1 or 0 */
+} upi_mask8;
+
+/* Against the fusing of a product with a later sum, which compilers may do where a target has FMA. */
+#define UPI_OPAQUE(x) __asm__("" : "+m"(x))
 
 #else
 
@@ -104,29 +144,64 @@ typedef struct upi_mask8 {
 
 UPIPE_API const char *upi_cpu_simd_name(void)
 {
-    return UPI_CPU_AVX2 ? "cpu-avx2" : "cpu-portable";
+    return UPI_CPU_AVX512   ? "cpu-avx512"
+           : UPI_CPU_AVX2   ? "cpu-avx2"
+           : UPI_CPU_NEON   ? "cpu-neon"
+           : UPI_CPU_SCALAR ? "cpu-scalar"
+                            : "cpu-portable";
 }
 
-/* ---- bf16, one element ---- */
+/* ---- bf16 and f16, one element ---- */
 
-UPI_INLINE float upi_bf16_to_f32(uint16_t b)
+UPI_INLINE uint32_t upi_bits_of_f32(float f)
 {
-    uint32_t bits = (uint32_t)b << 16;
+    uint32_t bits;
+    memcpy(&bits, &f, sizeof bits);
+    return bits;
+}
+
+UPI_INLINE float upi_f32_of_bits(uint32_t bits)
+{
     float f;
     memcpy(&f, &bits, sizeof f);
     return f;
 }
 
+UPI_INLINE float upi_bf16_to_f32(uint16_t b)
+{
+    return upi_f32_of_bits((uint32_t)b << 16);
+}
+
 /* Rounds to nearest, ties to even. A NaN stays one: rounding could carry it out of the fraction. */
 UPI_INLINE uint16_t upi_f32_to_bf16(float f)
 {
-    uint32_t bits;
-    memcpy(&bits, &f, sizeof bits);
+    uint32_t bits = upi_bits_of_f32(f);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40u);
     return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
-/* ---- lanes ---- */
+/* 11 bits of fraction and 5 of exponent; every f16 is an f32. A NaN stays one. */
+UPI_INLINE float upi_f16_to_f32(uint16_t h)
+{
+    const uint32_t rest = h & 0x7fffu, sign = (uint32_t)(h & 0x8000u) << 16;
+    if (rest < 0x400u) /* zero, or a fraction without its leading 1: whole multiples of 2^-24 */
+        return upi_f32_of_bits(sign | upi_bits_of_f32((float)rest * 0x1p-24f));
+    if (rest < 0x7c00u) return upi_f32_of_bits(sign | ((rest << 13) + (112u << 23))); /* bias 127, not 15 */
+    return upi_f32_of_bits(sign | 0x7f800000u | (rest & 0x3ffu) << 13 | (rest > 0x7c00u ? 0x400000u : 0));
+}
+
+/* Rounds to nearest, ties to even; from 65520 on to infinity. A NaN stays one. */
+UPI_INLINE uint16_t upi_f32_to_f16(float f)
+{
+    const uint32_t bits = upi_bits_of_f32(f), sign = bits >> 16 & 0x8000u, rest = bits & 0x7fffffffu;
+    if (rest > 0x7f800000u) return (uint16_t)(sign | 0x7e00u | (rest >> 13 & 0x3ffu));
+    if (rest >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u);
+    if (rest < 0x38800000u) /* below 2^-14: 0.5's last place is 2^-24, so the addition rounds */
+        return (uint16_t)(sign | (upi_bits_of_f32(upi_f32_of_bits(rest) + 0.5f) - 0x3f000000u));
+    return (uint16_t)(sign | (rest - (112u << 23) + 0xfffu + (rest >> 13 & 1u)) >> 13);
+}
+
+/* ---- eight lanes ---- */
 
 /* clang-format off */
 #if UPI_CPU_AVX2
@@ -150,6 +225,27 @@ UPI_INLINE upi_mask8 upi_f8_equal(upi_f8 a, upi_f8 b)            { return _mm256
 /* a where the mask is set, b elsewhere. */
 UPI_INLINE upi_f8 upi_f8_select(upi_mask8 m, upi_f8 a, upi_f8 b) { return _mm256_blendv_ps(b, a, m); }
 
+#elif UPI_CPU_SCALAR
+
+/* r.v[l] = expression of l, for every lane */
+#define UPI_EACH(r, expression) do { int l; for (l = 0; l < UPI_LANES; ++l) (r).v[l] = (expression); } while (0)
+
+UPI_INLINE upi_f8 upi_f8_set1(float s)                           { upi_f8 r; UPI_EACH(r, s); return r; }
+UPI_INLINE upi_f8 upi_f8_zero(void)                              { return upi_f8_set1(0); }
+UPI_INLINE upi_f8 upi_f8_broadcast(const float *p)               { return upi_f8_set1(*p); }
+UPI_INLINE upi_f8 upi_f8_load(const float *p)                    { upi_f8 r; UPI_EACH(r, p[l]); return r; }
+UPI_INLINE void   upi_f8_store(float *p, upi_f8 v)               { memcpy(p, v.v, sizeof v.v); }
+UPI_INLINE upi_f8 upi_f8_add(upi_f8 a, upi_f8 b)                 { upi_f8 r; UPI_EACH(r, a.v[l] + b.v[l]); return r; }
+UPI_INLINE upi_f8 upi_f8_sub(upi_f8 a, upi_f8 b)                 { upi_f8 r; UPI_EACH(r, a.v[l] - b.v[l]); return r; }
+UPI_INLINE upi_f8 upi_f8_mul(upi_f8 a, upi_f8 b)                 { upi_f8 r; UPI_EACH(r, a.v[l] * b.v[l]); return r; }
+UPI_INLINE upi_f8 upi_f8_div(upi_f8 a, upi_f8 b)                 { upi_f8 r; UPI_EACH(r, a.v[l] / b.v[l]); return r; }
+UPI_INLINE upi_f8 upi_f8_sqrt(upi_f8 a)                          { upi_f8 r; UPI_EACH(r, sqrtf(a.v[l])); return r; }
+UPI_INLINE upi_f8 upi_f8_fma(upi_f8 a, upi_f8 b, upi_f8 c)       { upi_f8 r; UPI_EACH(r, a.v[l] * b.v[l] + c.v[l]); return r; }
+UPI_INLINE upi_f8 upi_f8_max(upi_f8 a, upi_f8 b)                 { upi_f8 r; UPI_EACH(r, a.v[l] > b.v[l] ? a.v[l] : b.v[l]); return r; }
+UPI_INLINE upi_f8 upi_f8_min(upi_f8 a, upi_f8 b)                 { upi_f8 r; UPI_EACH(r, a.v[l] < b.v[l] ? a.v[l] : b.v[l]); return r; }
+UPI_INLINE upi_mask8 upi_f8_equal(upi_f8 a, upi_f8 b)            { upi_mask8 r; UPI_EACH(r, a.v[l] == b.v[l]); return r; }
+UPI_INLINE upi_f8 upi_f8_select(upi_mask8 m, upi_f8 a, upi_f8 b) { upi_f8 r; UPI_EACH(r, m.v[l] ? a.v[l] : b.v[l]); return r; }
+
 #else
 
 UPI_INLINE upi_f4 upi_f4_set1(float s)                           { upi_f4 v = {s, s, s, s}; return v; }
@@ -172,6 +268,20 @@ UPI_INLINE upi_f8 upi_f8_add(upi_f8 a, upi_f8 b)                 { return upi_f8
 UPI_INLINE upi_f8 upi_f8_sub(upi_f8 a, upi_f8 b)                 { return upi_f8_join(a.lo - b.lo, a.hi - b.hi); }
 UPI_INLINE upi_f8 upi_f8_mul(upi_f8 a, upi_f8 b)                 { return upi_f8_join(a.lo * b.lo, a.hi * b.hi); }
 UPI_INLINE upi_f8 upi_f8_div(upi_f8 a, upi_f8 b)                 { return upi_f8_join(a.lo / b.lo, a.hi / b.hi); }
+#if UPI_CPU_NEON
+UPI_INLINE upi_f8 upi_f8_sqrt(upi_f8 a)
+{
+    return upi_f8_join((upi_f4)vsqrtq_f32((float32x4_t)a.lo), (upi_f4)vsqrtq_f32((float32x4_t)a.hi));
+}
+UPI_INLINE upi_f4 upi_f4_fma(upi_f4 a, upi_f4 b, upi_f4 c)
+{
+    return (upi_f4)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+}
+UPI_INLINE upi_f8 upi_f8_fma(upi_f8 a, upi_f8 b, upi_f8 c)
+{
+    return upi_f8_join(upi_f4_fma(a.lo, b.lo, c.lo), upi_f4_fma(a.hi, b.hi, c.hi));
+}
+#else
 UPI_INLINE upi_f8 upi_f8_sqrt(upi_f8 a)
 {
     float t[UPI_LANES];
@@ -184,6 +294,7 @@ UPI_INLINE upi_f8 upi_f8_fma(upi_f8 a, upi_f8 b, upi_f8 c)
 {
     return upi_f8_join(a.lo * b.lo + c.lo, a.hi * b.hi + c.hi);
 }
+#endif
 UPI_INLINE upi_f8 upi_f8_max(upi_f8 a, upi_f8 b)
 {
     return upi_f8_join(upi_f4_select(a.lo > b.lo, a.lo, b.lo), upi_f4_select(a.hi > b.hi, a.hi, b.hi));
@@ -210,6 +321,10 @@ UPI_INLINE upi_mask8 upi_lanes_above(int32_t threshold)
 #if UPI_CPU_AVX2
     const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     return _mm256_castsi256_ps(_mm256_cmpgt_epi32(lane, _mm256_set1_epi32(threshold)));
+#elif UPI_CPU_SCALAR
+    upi_mask8 m;
+    UPI_EACH(m, l > threshold);
+    return m;
 #else
     const upi_i4 lo = {0, 1, 2, 3}, hi = {4, 5, 6, 7}, limit = {threshold, threshold, threshold, threshold};
     return upi_mask8_join(lo > limit, hi > limit);
@@ -241,6 +356,9 @@ UPI_INLINE upi_f8 upi_f8_exp2(upi_f8 x)
     p = upi_f8_fma(p, fraction, upi_f8_set1(1.0f));
 #if UPI_CPU_AVX2
     return upi_f8_mul(p, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(shifted), 23)));
+#elif UPI_CPU_SCALAR
+    UPI_EACH(shifted, upi_f32_of_bits(upi_bits_of_f32(shifted.v[l]) << 23));
+    return upi_f8_mul(p, shifted);
 #else
     return upi_f8_mul(p, upi_f8_join((upi_f4)((upi_u4)shifted.lo << 23), (upi_f4)((upi_u4)shifted.hi << 23)));
 #endif
@@ -326,25 +444,68 @@ UPI_INLINE void upi_f8_store_bf16(uint16_t *p, upi_f8 v)
 #endif
 }
 
-/* ---- by storage type: element i of an array of f32 or bf16, as f32 ---- */
+/* UPI_F16C: are f16 converted in hardware? */
+#if UPI_CPU_AVX2 && defined(__F16C__)
+#define UPI_F16C 1
+#else
+#define UPI_F16C 0
+#endif
+
+UPI_INLINE upi_f8 upi_f8_load_f16(const uint16_t *p)
+{
+#if UPI_F16C
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)p));
+#elif UPI_CPU_NEON
+    float16x8_t half = vreinterpretq_f16_u16(vld1q_u16(p));
+    return upi_f8_join((upi_f4)vcvt_f32_f16(vget_low_f16(half)), (upi_f4)vcvt_high_f32_f16(half));
+#else
+    float t[UPI_LANES];
+    int i;
+    for (i = 0; i < UPI_LANES; ++i) t[i] = upi_f16_to_f32(p[i]);
+    return upi_f8_load(t);
+#endif
+}
+
+/* Rounds as upi_f32_to_f16 does. */
+UPI_INLINE void upi_f8_store_f16(uint16_t *p, upi_f8 v)
+{
+#if UPI_F16C
+    _mm_storeu_si128((__m128i *)(void *)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif UPI_CPU_NEON
+    float16x8_t half = vcvt_high_f16_f32(vcvt_f16_f32((float32x4_t)v.lo), (float32x4_t)v.hi);
+    vst1q_u16(p, vreinterpretq_u16_f16(half));
+#else
+    float t[UPI_LANES];
+    int i;
+    upi_f8_store(t, v);
+    for (i = 0; i < UPI_LANES; ++i) p[i] = upi_f32_to_f16(t[i]);
+#endif
+}
+
+/* ---- by storage type: element i of an array, as f32 ---- */
 
 UPI_INLINE upi_f8 upi_f8_get(const void *base, upipe_dtype dtype, int64_t i)
 {
-    return dtype == UPIPE_F32 ? upi_f8_load((const float *)base + i)
-                              : upi_f8_load_bf16((const uint16_t *)base + i);
+    return dtype == UPIPE_F32    ? upi_f8_load((const float *)base + i)
+           : dtype == UPIPE_BF16 ? upi_f8_load_bf16((const uint16_t *)base + i)
+                                 : upi_f8_load_f16((const uint16_t *)base + i);
 }
 
 UPI_INLINE void upi_f8_put(void *base, upipe_dtype dtype, int64_t i, upi_f8 v)
 {
     if (dtype == UPIPE_F32)
         upi_f8_store((float *)base + i, v);
-    else
+    else if (dtype == UPIPE_BF16)
         upi_f8_store_bf16((uint16_t *)base + i, v);
+    else
+        upi_f8_store_f16((uint16_t *)base + i, v);
 }
 
 UPI_INLINE float upi_f1_get(const void *base, upipe_dtype dtype, int64_t i)
 {
-    return dtype == UPIPE_F32 ? ((const float *)base)[i] : upi_bf16_to_f32(((const uint16_t *)base)[i]);
+    return dtype == UPIPE_F32    ? ((const float *)base)[i]
+           : dtype == UPIPE_BF16 ? upi_bf16_to_f32(((const uint16_t *)base)[i])
+                                 : upi_f16_to_f32(((const uint16_t *)base)[i]);
 }
 
 UPI_INLINE void upi_f1_put(void *base, upipe_dtype dtype, int64_t i, float v)
@@ -352,7 +513,94 @@ UPI_INLINE void upi_f1_put(void *base, upipe_dtype dtype, int64_t i, float v)
     if (dtype == UPIPE_F32)
         ((float *)base)[i] = v;
     else
-        ((uint16_t *)base)[i] = upi_f32_to_bf16(v);
+        ((uint16_t *)base)[i] = dtype == UPIPE_BF16 ? upi_f32_to_bf16(v) : upi_f32_to_f16(v);
+}
+
+/* ---- the widest lanes: only what the wide kernels say ---- */
+
+#if UPI_CPU_AVX512
+
+enum { UPI_WIDE = 16 };
+typedef __m512 upi_fw;
+typedef __mmask16 upi_maskw;
+
+/* clang-format off */
+UPI_INLINE upi_fw upi_fw_zero(void)                              { return _mm512_setzero_ps(); }
+UPI_INLINE upi_fw upi_fw_set1(float s)                           { return _mm512_set1_ps(s); }
+UPI_INLINE upi_fw upi_fw_load(const float *p)                    { return _mm512_loadu_ps(p); }
+UPI_INLINE void   upi_fw_store(float *p, upi_fw v)               { _mm512_storeu_ps(p, v); }
+UPI_INLINE upi_fw upi_fw_add(upi_fw a, upi_fw b)                 { return _mm512_add_ps(a, b); }
+UPI_INLINE upi_fw upi_fw_sub(upi_fw a, upi_fw b)                 { return _mm512_sub_ps(a, b); }
+UPI_INLINE upi_fw upi_fw_mul(upi_fw a, upi_fw b)                 { return _mm512_mul_ps(a, b); }
+UPI_INLINE upi_fw upi_fw_fma(upi_fw a, upi_fw b, upi_fw c)       { return _mm512_fmadd_ps(a, b, c); }
+UPI_INLINE upi_fw upi_fw_max(upi_fw a, upi_fw b)                 { return _mm512_max_ps(a, b); }
+UPI_INLINE upi_maskw upi_fw_equal(upi_fw a, upi_fw b)            { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+UPI_INLINE upi_fw upi_fw_select(upi_maskw m, upi_fw a, upi_fw b) { return _mm512_mask_blend_ps(m, b, a); }
+/* Of a row, what is left of it: `count` elements, 8 or at least 16; zeros beyond. */
+UPI_INLINE upi_fw upi_fw_load_rest(const float *p, int count)    { return _mm512_maskz_loadu_ps(count < 16 ? 0xff : 0xffff, p); }
+UPI_INLINE void   upi_fw_store_rest(float *p, int count, upi_fw v) { _mm512_mask_storeu_ps(p, count < 16 ? 0xff : 0xffff, v); }
+/* clang-format on */
+
+/* Lanes l > threshold. */
+UPI_INLINE upi_maskw upi_wide_above(int32_t threshold)
+{
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return _mm512_cmpgt_epi32_mask(lane, _mm512_set1_epi32(threshold));
+}
+
+/* As upi_f8_exp2, bit for bit. */
+UPI_INLINE upi_fw upi_fw_exp2(upi_fw x)
+{
+    const upi_fw magic = upi_fw_set1(12583039.0f);
+    upi_fw shifted, fraction, p;
+    x = upi_fw_max(upi_fw_set1(-127.0f), x);
+    shifted = upi_fw_add(x, magic);
+    UPI_OPAQUE(shifted);
+    fraction = upi_fw_sub(x, upi_fw_sub(shifted, magic));
+    p = upi_fw_set1(1.559467777e-04f);
+    p = upi_fw_fma(p, fraction, upi_fw_set1(1.340664344e-03f));
+    p = upi_fw_fma(p, fraction, upi_fw_set1(9.617692791e-03f));
+    p = upi_fw_fma(p, fraction, upi_fw_set1(5.550310388e-02f));
+    p = upi_fw_fma(p, fraction, upi_fw_set1(2.402265221e-01f));
+    p = upi_fw_fma(p, fraction, upi_fw_set1(6.931472421e-01f));
+    p = upi_fw_fma(p, fraction, upi_fw_set1(1.0f));
+    return upi_fw_mul(p, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(shifted), 23)));
+}
+
+#else
+
+enum { UPI_WIDE = UPI_LANES };
+typedef upi_f8 upi_fw;
+typedef upi_mask8 upi_maskw;
+
+/* clang-format off */
+UPI_INLINE upi_fw upi_fw_zero(void)                              { return upi_f8_zero(); }
+UPI_INLINE upi_fw upi_fw_set1(float s)                           { return upi_f8_set1(s); }
+UPI_INLINE upi_fw upi_fw_load(const float *p)                    { return upi_f8_load(p); }
+UPI_INLINE void   upi_fw_store(float *p, upi_fw v)               { upi_f8_store(p, v); }
+UPI_INLINE upi_fw upi_fw_add(upi_fw a, upi_fw b)                 { return upi_f8_add(a, b); }
+UPI_INLINE upi_fw upi_fw_sub(upi_fw a, upi_fw b)                 { return upi_f8_sub(a, b); }
+UPI_INLINE upi_fw upi_fw_mul(upi_fw a, upi_fw b)                 { return upi_f8_mul(a, b); }
+UPI_INLINE upi_fw upi_fw_fma(upi_fw a, upi_fw b, upi_fw c)       { return upi_f8_fma(a, b, c); }
+UPI_INLINE upi_fw upi_fw_max(upi_fw a, upi_fw b)                 { return upi_f8_max(a, b); }
+UPI_INLINE upi_maskw upi_fw_equal(upi_fw a, upi_fw b)            { return upi_f8_equal(a, b); }
+UPI_INLINE upi_fw upi_fw_select(upi_maskw m, upi_fw a, upi_fw b) { return upi_f8_select(m, a, b); }
+UPI_INLINE upi_fw upi_fw_load_rest(const float *p, int count)    { (void)count; return upi_f8_load(p); }
+UPI_INLINE void   upi_fw_store_rest(float *p, int count, upi_fw v) { (void)count; upi_f8_store(p, v); }
+UPI_INLINE upi_maskw upi_wide_above(int32_t threshold)           { return upi_lanes_above(threshold); }
+UPI_INLINE upi_fw upi_fw_exp2(upi_fw x)                          { return upi_f8_exp2(x); }
+/* clang-format on */
+
+#endif
+
+UPI_INLINE upi_fw upi_fw_broadcast(const float *p)
+{
+    return upi_fw_set1(*p);
+}
+
+UPI_INLINE upi_fw upi_fw_exp(upi_fw x)
+{
+    return upi_fw_exp2(upi_fw_mul(x, upi_fw_set1(1.4426950408889634f)));
 }
 
 #endif
