@@ -113,7 +113,9 @@ static inline void oracle_attn_bwd(const oracle_attn *t, const double *q, const 
 /* x as the storage type would hold it. */
 static inline float naive_store(upipe_dtype dtype, float x)
 {
-    return dtype == UPIPE_F32 ? x : upi_bf16_to_f32(upi_f32_to_bf16(x));
+    return dtype == UPIPE_F32    ? x
+           : dtype == UPIPE_BF16 ? upi_bf16_to_f32(upi_f32_to_bf16(x))
+                                 : upi_f16_to_f32(upi_f32_to_f16(x));
 }
 
 /* A plain loop leaves two things open: where it begins, and whether the compiler fuses multiply and add. For

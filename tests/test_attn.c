@@ -6,13 +6,20 @@
  * the oracle itself. A layout with gaps has NaNs in them: a kernel that reads one shows it in its results,
  * one that writes one is found by looking.
  */
-#include "../upipe/cpu/upipe_cpu_attn.h"
+#define _POSIX_C_SOURCE 200809L
+#include "../examples/common/pool.h"
+#include "../upipe/cpu/upipe_cpu_attn_bwd.h"
 #include "../upipe/cpu/upipe_cpu_rows.h"
 #include "oracle.h"
 #include "test.h"
 #include "tolerance.h"
 
 enum { PACKED, HEAD_MAJOR, GAPS, LAYOUTS };
+
+static const upipe_dtype types[] = {UPIPE_F32, UPIPE_BF16, UPIPE_F16};
+
+/* The threads that kernels run on; NULL: the caller's alone. */
+static const upipe_par *threads;
 
 /* Packed f32 values of one problem: inputs, or a kernel's results. */
 typedef struct values {
@@ -144,6 +151,8 @@ static void attn_ops(upipe_ctx *c, upipe_ops *ops)
     ops->attn_fwd = upi_cpu_attn_fwd;
     ops->attn_bwd = upi_cpu_attn_bwd;
     ops->attn_bytes = upi_cpu_attn_bytes;
+    ops->f16 = 1;
+    ops->par = threads;
     c->ops = ops;
 }
 
@@ -266,16 +275,16 @@ static void test_head_dims(void)
     test_rng r = {1};
     int d, b;
     for (d = UPIPE_HEAD_DIM_MIN; d <= UPIPE_HEAD_DIM_MAX; d += UPIPE_HEAD_DIM_STEP)
-        for (b = 0; b < 2; ++b) {
-            upipe_dtype dtype = b ? UPIPE_BF16 : UPIPE_F32;
-            oracle_attn t = shape(37, 83, 2, 1, d, b ^ (d / 8 & 1), 50, 0);
+        for (b = 0; b < 3; ++b) {
+            upipe_dtype dtype = types[b];
+            oracle_attn t = shape(37, 83, 2, 1, d, (b ^ (d / 8)) & 1, 50, 0);
             values in = inputs_make(&t, dtype, &r, 1);
             check_case(&t, dtype, d / 8 % LAYOUTS, &in);
             values_free(&in);
         }
 }
 
-/* Block edges (16 lanes, 64 keys, 128 and 192 rows), no rows, no keys, rows that see nothing. */
+/* Edges of panels and blocks (24 and 48 lanes, 64 keys, 144, 192, 288 and 384 rows), no rows, no keys, rows that see nothing. */
 static void test_lengths(void)
 {
     /* clang-format off */
@@ -285,6 +294,8 @@ static void test_lengths(void)
         {15, 63, 1, 48, 0},  {16, 64, 1, 48, 0},   {17, 65, 1, 48, 0},     {64, 64, 1, 0, 0},    {65, 64, 1, 0, 0},
         {127, 66, 1, 0, 61}, {128, 128, 1, 0, 0},  {129, 130, 0, 0, 0},    {191, 67, 1, 7, 0},   {193, 195, 1, 2, 0},
         {200, 100, 1, 0, 0}, {200, 100, 1, 0, 90}, {100, 200, 1, 0, 0},    {100, 200, 1, 500, 0}, {50, 70, 1, 0, 1000},
+        {23, 63, 1, 40, 0},  {24, 64, 1, 40, 0},   {25, 65, 1, 40, 0},     {47, 60, 1, 13, 0},   {49, 62, 1, 13, 0},
+        {144, 70, 1, 0, 0},  {145, 71, 1, 0, 74},  {288, 66, 1, 0, 230},   {289, 90, 1, 0, 200}, {385, 61, 1, 0, 330},
         {40, 90, 1, 1000000000000, 999999999970},  {40, 90, 1, 0, 39},     {40, 90, 1, 0, 40},
     };
     /* clang-format on */
@@ -292,7 +303,7 @@ static void test_lengths(void)
     size_t i;
     for (i = 0; i < sizeof cases / sizeof *cases; ++i) {
         const int64_t *x = cases[i];
-        upipe_dtype dtype = i % 4 == 3 ? UPIPE_BF16 : UPIPE_F32;
+        upipe_dtype dtype = types[i % 8 == 7 ? 2 : i % 4 == 3];
         oracle_attn t = shape(x[0], x[1], 1, 1, i % 3 ? 64 : 40, (int)x[2], x[3], x[4]);
         values in = inputs_make(&t, dtype, &r, 1);
         check_case(&t, dtype, (int)i % LAYOUTS, &in);
@@ -338,7 +349,7 @@ static void test_random(void)
     for (i = 0; i < draws; ++i) {
         test_rng r = {(uint64_t)(seed + i)};
         const int *g = groups[test_below(&r, 7)];
-        upipe_dtype dtype = test_below(&r, 2) ? UPIPE_BF16 : UPIPE_F32;
+        upipe_dtype dtype = types[test_below(&r, 3)];
         int layout = test_below(&r, LAYOUTS), d = 32 + 8 * test_below(&r, 29);
         int64_t most = 3000000 / (g[0] * d), sq = 1 + test_below(&r, 200);
         int64_t sk = 1 + test_below(&r, (int)(most / sq < 200 ? most / sq : 200));
@@ -527,6 +538,49 @@ static void test_same_bits(void)
                 }
             values_free(&in), values_free(&one);
         }
+}
+
+/* Runs its tasks on the caller's thread, the last one first. */
+static void run_backwards(void *self, int32_t count, void (*task)(void *arg, int32_t i), void *arg)
+{
+    int32_t i;
+    (void)self;
+    for (i = count - 1; i >= 0; --i) task(arg, i);
+}
+
+/* Any number of threads, tasks in any order; blocks smaller and larger than the work; a group of more heads than a
+ * block takes; all of a group in one call, or head by head. */
+static void test_workers(void)
+{
+    static const int cases[][5] = {/* sq, sk, h, hkv, causal */
+                                   {700, 700, 1, 1, 1}, {700, 650, 1, 1, 0}, {330, 200, 4, 2, 1},
+                                   {100, 90, 17, 1, 1}, {260, 500, 6, 1, 1}, {3, 9, 2, 2, 0}};
+    static const int32_t workers[] = {2, 3, 7};
+    const upipe_par backwards = {run_backwards, NULL, 3};
+    test_rng r = {10};
+    size_t i;
+    int w;
+    for (i = 0; i < sizeof cases / sizeof *cases; ++i) {
+        const int *x = cases[i];
+        upipe_dtype dtype = types[i % 3];
+        oracle_attn t = shape(x[0], x[1], x[2], x[3], i % 2 ? 64 : 40, x[4], i % 2 ? 30 : 0, i == 3 ? 60 : 0);
+        values in = inputs_make(&t, dtype, &r, 2), one = values_make(&t);
+        run_kernels(&t, dtype, PACKED, t.h, &in, &one);
+        for (w = 0; w < 5; ++w) {
+            values got = values_make(&t);
+            pool p;
+            upipe_par par = backwards;
+            if (w < 3 && pool_init(&p, workers[w]) != 0) exit(2);
+            if (w < 3) par = pool_par(&p);
+            threads = w < 4 ? &par : NULL;
+            run_kernels(&t, dtype, PACKED, w < 4 ? t.h : 1, &in, &got);
+            threads = NULL;
+            if (w < 3) pool_free(&p);
+            check_same(&t, &one, &got);
+            values_free(&got);
+        }
+        values_free(&in), values_free(&one);
+    }
 }
 
 /* Two key/value heads in one call give what each gives alone. */
@@ -853,6 +907,10 @@ static void test_refusals(void)
     CHECK_TEXT(c.err.text, "scratch");
     REFUSED_BWD(g.a.work_bytes = need_bwd - 1, UPIPE_ERR_ARG, "scratch");
 
+    ops.f16 = 0;
+    ops.name = "this table";
+    REFUSED((g.a.q.dtype = UPIPE_F16), UPIPE_ERR_UNSUPPORTED, "this table does not take f16");
+    ops.f16 = 1;
     REFUSED(g.a.window = 4, UPIPE_ERR_UNSUPPORTED, "window");
     REFUSED(g.a.softcap = 30, UPIPE_ERR_UNSUPPORTED, "soft-cap");
     REFUSED(g.a.sinks = &sink, UPIPE_ERR_UNSUPPORTED, "sinks");
@@ -900,23 +958,29 @@ static void test_refusals(void)
     free(block);
 }
 
-/* A few hundred KiB, and nothing but the head dim decides. */
+/* A few hundred KiB, and nothing but the head dim decides, on one thread. */
 static void test_scratch(void)
 {
+    const upipe_par par = {run_backwards, NULL, 3};
+    upipe_ops ops;
     float block[1];
     upipe_attn_grad g;
     size_t fwd, bwd;
+    memset(&ops, 0, sizeof ops);
     valid_call(&g, block, NULL, 0);
     g.a.q.d = 128;
     fwd = upi_cpu_attn_bytes(NULL, &g.a, 0);
     bwd = upi_cpu_attn_bytes(NULL, &g.a, 1);
-    CHECK(fwd % 64 == 0 && fwd <= 300 * 1024);
-    CHECK(bwd % 64 == 0 && bwd <= 600 * 1024);
+    CHECK(fwd % 64 == 0 && fwd <= 300 * 1024 * (UPI_WIDE / 8));
+    CHECK(bwd % 64 == 0 && bwd <= 600 * 1024 * (UPI_WIDE / 8));
     g.a.q.n = g.a.k.n = 1 << 20;
     g.a.q.dtype = UPIPE_BF16;
     g.a.causal = 1;
     CHECK_INT(upi_cpu_attn_bytes(NULL, &g.a, 0), fwd);
     CHECK_INT(upi_cpu_attn_bytes(NULL, &g.a, 1), bwd);
+    ops.par = &par; /* each worker its own, and in the backward eight bytes a block of 64 keys and group */
+    CHECK_INT(upi_cpu_attn_bytes(&ops, &g.a, 0), 3 * fwd);
+    CHECK_INT(upi_cpu_attn_bytes(&ops, &g.a, 1), 3 * bwd + (1 << 20) / 64 * 2 * 8);
 }
 
 int main(void)
@@ -933,6 +997,7 @@ int main(void)
     test_merge();
     test_merge_nothing();
     test_same_bits();
+    test_workers();
     test_heads_alone();
     test_prefix();
     test_accumulate();

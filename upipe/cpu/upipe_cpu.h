@@ -16,7 +16,8 @@
 
 #include "upipe_cpu_simd.h"
 #include "upipe_cpu_par.h"
-#include "upipe_cpu_attn.h"
+#include "upipe_cpu_attn_bwd.h"
+#include "upipe_cpu_attn_fwd.h"
 #include "upipe_cpu_gemm.h"
 #include "upipe_cpu_rows.h"
 #include "upipe_cpu_train.h"

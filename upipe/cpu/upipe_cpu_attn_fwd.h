@@ -1,0 +1,263 @@
+/* upipe_cpu_attn_fwd.h -- attention forward on the CPU        backend cpu, includes cpu_attn
+ *
+ * Fills the table's attn_fwd (upi_cpu_attn_fwd). Links with the math library.
+ *
+ *     for each block: eight panels of queries, of up to eight heads of one group at the same positions
+ *         for each block of 64 keys, ascending:
+ *             copy K and V, once for all those heads
+ *             for each panel:    S = K Q^T,  top = max,  P = 2^(S - top),  O = fold O + V^T P
+ *         o and lse leave scratch once
+ *
+ * Blocks are independent: they are the items that the host's threads take, those that see most keys first.
+ */
+#ifndef UPIPE_CPU_ATTN_FWD_H
+#define UPIPE_CPU_ATTN_FWD_H
+
+#include "upipe_cpu_attn.h"
+
+enum {
+    UPI_ATTN_PANELS_FWD = 8, /* in a block; with AVX2, Q and O then fill a fifth of a 1 MiB cache at d 128 */
+    UPI_ATTN_ROWS_FWD = UPI_ATTN_PANELS_FWD * UPI_ATTN_PANEL
+};
+
+UPI_KERNELS_BEGIN
+
+typedef struct upi_attn_fwd_work {
+    float *q;     /* [8 panels][d][panel]  queries */
+    float *o;     /* [8 panels][d][panel]  sums of weighted values */
+    float *k, *v; /* [64][d + pad] */
+    float *p;     /* [64][panel]            products k . q, then weights, of one panel */
+    float *top;   /* [8 panels][panel]     greatest score so far */
+    float *sum;   /* [8 panels][panel]     sum of weights so far */
+} upi_attn_fwd_work;
+
+/* Lays the scratch of one worker out from base, which may be NULL; returns its floats. */
+UPI_INLINE size_t upi_attn_fwd_layout(upi_attn_fwd_work *w, float *base, int64_t d)
+{
+    size_t used = 0;
+    w->q = upi_attn_carve(base, &used, UPI_ATTN_ROWS_FWD * d);
+    w->o = upi_attn_carve(base, &used, UPI_ATTN_ROWS_FWD * d);
+    w->k = upi_attn_carve(base, &used, UPI_ATTN_KEYS * (d + UPI_ATTN_PAD));
+    w->v = upi_attn_carve(base, &used, UPI_ATTN_KEYS * (d + UPI_ATTN_PAD));
+    w->p = upi_attn_carve(base, &used, UPI_ATTN_KEYS * UPI_ATTN_PANEL);
+    w->top = upi_attn_carve(base, &used, UPI_ATTN_ROWS_FWD);
+    w->sum = upi_attn_carve(base, &used, UPI_ATTN_ROWS_FWD);
+    return used;
+}
+
+/* Products of a tile's keys with a panel: out[tile][panel]; raises top if there is one. */
+UPI_INLINE void upi_attn_products(int d, const float *keys, const float *panel, float *__restrict out,
+                                  upi_fw *top)
+{
+    upi_fw sums[UPI_ATTN_TILE][UPI_ATTN_VECTORS];
+    int i, v;
+    upi_attn_dot(d, keys, panel, sums);
+    UPI_CPU_UNROLL
+    for (i = 0; i < UPI_ATTN_TILE; ++i) UPI_CPU_UNROLL
+    for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
+        upi_fw_store(out + i * UPI_ATTN_PANEL + v * UPI_WIDE, sums[i][v]);
+        if (top != NULL) top[v] = upi_fw_max(top[v], sums[i][v]);
+    }
+}
+
+/* The scale is left to the exponent: products of bf16 values then sum almost without rounding. */
+UPI_INLINE upi_fw upi_attn_weight(upi_fw product, upi_fw rate, upi_fw top)
+{
+    return upi_fw_exp2(upi_fw_mul(rate, upi_fw_sub(product, top)));
+}
+
+/* Turns products p[keys][panel] into weights 2^(rate * (p - top)), adds them to sum. */
+UPI_INLINE void upi_attn_softmax(float *p, int keys, upi_fw rate, const upi_fw *top, upi_fw *sum)
+{
+    int j, v;
+    UPI_CPU_UNROLL
+    for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
+        upi_fw even = sum[v], odd = upi_fw_zero();
+        float *at = p + v * UPI_WIDE;
+        for (j = 0; j + 2 <= keys; j += 2, at += 2 * UPI_ATTN_PANEL) {
+            upi_fw e = upi_attn_weight(upi_fw_load(at), rate, top[v]);
+            upi_fw f = upi_attn_weight(upi_fw_load(at + UPI_ATTN_PANEL), rate, top[v]);
+            upi_fw_store(at, e);
+            upi_fw_store(at + UPI_ATTN_PANEL, f);
+            even = upi_fw_add(even, e);
+            odd = upi_fw_add(odd, f);
+        }
+        if (j < keys) {
+            upi_fw e = upi_attn_weight(upi_fw_load(at), rate, top[v]);
+            upi_fw_store(at, e);
+            even = upi_fw_add(even, e);
+        }
+        sum[v] = upi_fw_add(even, odd);
+    }
+}
+
+/* One panel against one block of keys; rate = scale * log2(e). */
+UPI_INLINE void upi_attn_fwd_panel(const upi_attn_fwd_work *w, int d, upi_fw rate, int panel, int keys,
+                                   int last)
+{
+    const upi_fw nothing = upi_fw_set1(-INFINITY);
+    const float *q = w->q + panel * UPI_ATTN_PANEL * d;
+    float *at_top = w->top + panel * UPI_ATTN_PANEL, *at_sum = w->sum + panel * UPI_ATTN_PANEL;
+    upi_fw old[UPI_ATTN_VECTORS], top[UPI_ATTN_VECTORS], sum[UPI_ATTN_VECTORS], fold[UPI_ATTN_VECTORS];
+    int masked = last < keys - 1;
+    int whole = masked ? 0 : keys / UPI_ATTN_TILE * UPI_ATTN_TILE;
+    int j, v;
+    UPI_CPU_UNROLL
+    for (v = 0; v < UPI_ATTN_VECTORS; ++v) top[v] = old[v] = upi_fw_load(at_top + v * UPI_WIDE);
+
+    for (j = 0; j < whole; j += UPI_ATTN_TILE)
+        upi_attn_products(d, w->k + j * (d + UPI_ATTN_PAD), q, w->p + j * UPI_ATTN_PANEL, top);
+    for (; j < keys; j += UPI_ATTN_TILE)
+        upi_attn_products(d, w->k + j * (d + UPI_ATTN_PAD), q, w->p + j * UPI_ATTN_PANEL, NULL);
+    for (j = whole; j < keys; ++j) {
+        float *at = w->p + j * UPI_ATTN_PANEL;
+        if (masked) upi_attn_hide(at, j, last, nothing);
+        UPI_CPU_UNROLL
+        for (v = 0; v < UPI_ATTN_VECTORS; ++v) top[v] = upi_fw_max(top[v], upi_fw_load(at + v * UPI_WIDE));
+    }
+
+    UPI_CPU_UNROLL
+    for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
+        upi_fw_store(at_top + v * UPI_WIDE, top[v]);
+        /* A lane that has seen nothing measures from 0: -inf - -inf would be a NaN, and a finite stand-in for
+         * -inf would give hidden keys the weight exp(0). */
+        top[v] = upi_fw_select(upi_fw_equal(top[v], nothing), upi_fw_zero(), top[v]);
+        fold[v] = upi_attn_weight(old[v], rate, top[v]);
+        sum[v] = upi_fw_mul(fold[v], upi_fw_load(at_sum + v * UPI_WIDE));
+        UPI_OPAQUE(sum[v]); /* the compiler could fuse it with the first addition, or not */
+    }
+    upi_attn_softmax(w->p, keys, rate, top, sum);
+    UPI_CPU_UNROLL
+    for (v = 0; v < UPI_ATTN_VECTORS; ++v) upi_fw_store(at_sum + v * UPI_WIDE, sum[v]);
+    upi_attn_weigh(d, keys, w->v, w->p, w->o + panel * UPI_ATTN_PANEL * d, fold);
+}
+
+/* Brings a row up to what it saw of other keys: old is its log-sum-exp there, *lse here. The row's o becomes
+ * *factor times what is here, + *keep times what it was; *keep is 0 if nothing was seen there. */
+UPI_INLINE void upi_attn_merge(float old, float *lse, float *factor, float *keep)
+{
+    const float top = old > *lse ? old : *lse, from = top == -INFINITY ? 0 : top;
+    const double e_old = exp((double)old - from), e_new = exp((double)*lse - from), both = e_old + e_new;
+    *keep = both == 0 ? 0 : (float)(e_old / both);
+    *factor = both == 0 ? 0 : (float)(*factor * (e_new / both));
+    *lse = both == 0 ? -INFINITY : (float)(from + log(both));
+    if (old == -INFINITY) *keep = 0;
+}
+
+/* o and lse of a head's `rows` queries from q0, from the sums in scratch that start with `panel`. */
+UPI_INLINE void upi_attn_fwd_finish(const upi_attn_head *a, const upi_attn_fwd_work *w, int d, int panel,
+                                    int64_t q0, int rows)
+{
+    const float *sums = w->sum + panel * UPI_ATTN_PANEL, *tops = w->top + panel * UPI_ATTN_PANEL;
+    int first, i;
+    for (first = 0; first < rows; first += UPI_ATTN_PANEL, ++panel) {
+        int count = upi_attn_least(rows - first, UPI_ATTN_PANEL);
+        float inverse[UPI_ATTN_PANEL], keep[UPI_ATTN_PANEL];
+        for (i = 0; i < UPI_ATTN_PANEL; ++i) {
+            float sum = sums[first + i], lse;
+            /* not `sum > 0`: a NaN must come out as one */
+            inverse[i] = sum == 0 ? 0 : 1 / sum;
+            keep[i] = 0;
+            if (i >= count) continue;
+            lse = sum == 0 ? -INFINITY : (float)(a->scale * tops[first + i] + log((double)sum));
+            if (a->merge) upi_attn_merge(a->lse[(q0 + first + i) * a->lse_step], &lse, &inverse[i], &keep[i]);
+            a->lse[(q0 + first + i) * a->lse_step] = lse;
+        }
+        upi_attn_unpack_panel(a->o, a->o_dtype, q0 + first, a->o_step, count, d,
+                              w->o + panel * UPI_ATTN_PANEL * d, inverse, a->merge ? keep : NULL);
+    }
+}
+
+/* ---- blocks ---- */
+
+/* A call, cut into blocks of up to `heads` heads of a group and `rows` queries of each. */
+typedef struct upi_attn_fwd_job {
+    const upipe_attn *a;
+    int32_t group, heads, chunks; /* query heads of a group, in a block; blocks that a group is cut into */
+    int rows;
+    size_t floats; /* scratch of a worker */
+} upi_attn_fwd_job;
+
+/* The block of heads[count] at queries q0 .. q0 + rows - 1. d stays a run-time number: kernels compiled for one
+ * d each are at most 1 % faster. */
+UPI_CPU_KERNEL void upi_attn_fwd_block(const upi_attn_head *heads, int count, int64_t q0, int rows,
+                                       float *scratch)
+{
+    const upi_attn_head *a = heads;
+    const int d = a->d, panels = (rows + UPI_ATTN_PANEL - 1) / UPI_ATTN_PANEL;
+    const int64_t reach = upi_attn_reach(a, q0, rows);
+    const upi_fw rate = upi_fw_set1((float)(a->scale * 1.4426950408889634));
+    upi_attn_fwd_work w;
+    int64_t k0;
+    int h, p, i;
+    upi_attn_fwd_layout(&w, scratch, d);
+    for (h = 0; h < count; ++h)
+        for (p = 0; p < panels; ++p) {
+            int first = p * UPI_ATTN_PANEL;
+            upi_attn_pack_panel(w.q + (h * panels + p) * UPI_ATTN_PANEL * d, heads[h].q, a->dtype, q0 + first,
+                                a->q_step, upi_attn_least(rows - first, UPI_ATTN_PANEL), d);
+        }
+    memset(w.o, 0, (size_t)(count * panels * UPI_ATTN_PANEL * d) * sizeof *w.o);
+    for (i = 0; i < count * panels * UPI_ATTN_PANEL; ++i) {
+        w.top[i] = -INFINITY;
+        w.sum[i] = 0;
+    }
+    for (k0 = 0; k0 < reach; k0 += UPI_ATTN_KEYS) {
+        int keys = upi_attn_least(reach - k0, UPI_ATTN_KEYS);
+        upi_attn_pack_keys(w.k, a->k, a->dtype, k0, a->k_step, keys, d);
+        upi_attn_pack_keys(w.v, a->v, a->dtype, k0, a->v_step, keys, d);
+        for (p = 0; p < panels; ++p) {
+            int last, seen = upi_attn_panel_keys(a, q0 + p * UPI_ATTN_PANEL, k0, keys, &last);
+            for (h = 0; h < count && seen > 0; ++h)
+                upi_attn_fwd_panel(&w, d, rate, h * panels + p, seen, last);
+        }
+    }
+    for (h = 0; h < count; ++h) upi_attn_fwd_finish(&heads[h], &w, d, h * panels, q0, rows);
+}
+
+UPI_KERNELS_END
+
+/* Item i of a call: the last queries first, for they see most. */
+UPIPE_API void upi_attn_fwd_item(void *arg, int64_t i, int32_t worker)
+{
+    const upi_attn_fwd_job *job = (const upi_attn_fwd_job *)arg;
+    const upipe_attn *a = job->a;
+    const int32_t wide = a->k.h * job->chunks, chunk = (int32_t)(i % wide);
+    const int64_t blocks = (a->q.n + job->rows - 1) / job->rows, q0 = (blocks - 1 - i / wide) * job->rows;
+    const int32_t first = chunk % job->chunks * job->heads;
+    int32_t j = chunk / job->chunks * job->group + first, count = job->group - first, h;
+    upi_attn_head heads[UPI_ATTN_PANELS_FWD];
+    if (count > job->heads) count = job->heads;
+    for (h = 0; h < count; ++h) {
+        heads[h] = upi_attn_head_make(a, j + h);
+        heads[h].o = upi_attn_view_head(a->o, j + h);
+        heads[h].o_step = a->o.n_step;
+        heads[h].o_dtype = a->o.dtype;
+        heads[h].merge = a->merge;
+    }
+    upi_attn_fwd_block(heads, count, q0, upi_attn_least(a->q.n - q0, job->rows),
+                       (float *)a->work + (size_t)worker * job->floats);
+}
+
+UPIPE_API upipe_status upi_cpu_attn_fwd(upipe_ctx *c, const upipe_attn *a)
+{
+    upi_attn_fwd_work work;
+    upi_attn_fwd_job job;
+    int panels;
+    if (a->q.n == 0) return UPIPE_OK;
+    job.a = a;
+    job.group = a->q.h / a->k.h;
+    job.chunks = (job.group + UPI_ATTN_PANELS_FWD - 1) / UPI_ATTN_PANELS_FWD;
+    job.heads = (job.group + job.chunks - 1) / job.chunks;
+    panels = UPI_ATTN_PANELS_FWD / job.heads;
+    /* enough blocks that no worker waits long for the last one */
+    while (panels > 1 &&
+           a->q.n * a->q.h < (int64_t)4 * panels * job.heads * UPI_ATTN_PANEL * upi_par_workers(c->ops))
+        panels /= 2;
+    job.rows = panels * UPI_ATTN_PANEL;
+    job.floats = upi_attn_fwd_layout(&work, NULL, a->q.d);
+    upi_par_each(c->ops, (a->q.n + job.rows - 1) / job.rows * a->k.h * job.chunks, upi_attn_fwd_item, &job);
+    return UPIPE_OK;
+}
+
+#endif
