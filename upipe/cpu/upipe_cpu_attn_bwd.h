@@ -320,11 +320,11 @@ UPIPE_API void upi_attn_bwd_item(void *arg, int64_t i, int32_t worker)
                        (float *)a->work + (size_t)worker * job->floats);
 }
 
-/* Bytes of the gates. */
+/* Bytes of the gates, a multiple of 64. */
 UPI_INLINE size_t upi_attn_gates(const upipe_ops *ops, const upipe_attn *a)
 {
     int64_t blocks = (a->k.n + UPI_ATTN_KEYS - 1) / UPI_ATTN_KEYS;
-    return upi_par_workers(ops) > 1 ? (size_t)(blocks * a->k.h) * sizeof(int64_t) : 0;
+    return upi_par_workers(ops) > 1 ? (size_t)(blocks * a->k.h * (int64_t)sizeof(int64_t) + 63) / 64 * 64 : 0;
 }
 
 UPIPE_API upipe_status upi_cpu_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)

@@ -1,0 +1,366 @@
+"""attn_peers.py -- attention by this library, by its peers, and by NumPy in double precision
+
+Each of CONTESTANTS is made once (a LookupError says why it cannot be had), and serve() makes the calls of one problem:
+
+    contest = Torch(options)                 contest.about: its version and what it runs
+    calls = contest.serve(problem, threads)  {'fwd': call, 'bwd': call}, or 'fwd' alone; None: it has no such case
+    calls['fwd'](), calls['bwd']()
+    contest.results(calls)                   o, gq, gk, gv, those that it has: f32 [tokens][heads][d]
+
+All get the same numbers, each in the layout that suits it; nothing is converted, copied or allocated by us in a call.
+"""
+
+import ctypes
+import glob
+import os
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+
+import common
+
+POINTER, INT32, INT64, DOUBLE = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
+NAIVE_TOKENS = 4096  # its memory grows with their square
+
+
+# ---- problems ----
+
+def to_bf16(x):
+    """f32 rounded to nearest, ties to even: the upper half of its bits."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7fff + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def from_bf16(x):
+    return (x.astype(np.uint32) << 16).view(np.float32)
+
+
+class Problem:
+    """One attention: its shape, and q, k, v and the gradient of o, f32 [tokens][heads][d] that the data type holds."""
+
+    def __init__(self, tokens, heads, head_dim, dtype, causal):
+        self.tokens, self.heads, self.head_dim, self.dtype, self.causal = tokens, heads, head_dim, dtype, causal
+        draw = np.random.default_rng(1)
+        made = [draw.standard_normal((tokens, heads, head_dim), dtype=np.float32) for _ in range(4)]
+        self.q, self.k, self.v, self.go = [from_bf16(to_bf16(x)) for x in made] if dtype == 'bf16' else made
+
+    def pairs(self):
+        """Visible pairs of a query and a key, of all heads."""
+        return self.heads * (self.tokens * (self.tokens + 1) // 2 if self.causal else self.tokens * self.tokens)
+
+    def flop(self, op):
+        """Two products of 2 d operations a pair forward, five backward: recomputing the scores is one of them."""
+        return (4 if op == 'fwd' else 10) * self.head_dim * self.pairs()
+
+    def stored(self, x):
+        return to_bf16(x) if self.dtype == 'bf16' else x.copy()
+
+
+def reference(p):
+    """o, gq, gk, gv in double precision, by the definition."""
+    out = {name: np.empty((p.tokens, p.heads, p.head_dim)) for name in ('o', 'gq', 'gk', 'gv')}
+    scale = p.head_dim ** -0.5
+    for h in range(p.heads):
+        q, k, v, go = (x[:, h].astype(np.float64) for x in (p.q, p.k, p.v, p.go))
+        s = q @ k.T * scale
+        if p.causal:
+            s[np.triu_indices(p.tokens, 1)] = -np.inf
+        w = np.exp(s - s.max(axis=1, keepdims=True))
+        w /= w.sum(axis=1, keepdims=True)
+        gw = go @ v.T
+        gs = w * (gw - (w * gw).sum(axis=1, keepdims=True)) * scale
+        out['o'][:, h], out['gq'][:, h], out['gk'][:, h], out['gv'][:, h] = w @ v, gs @ k, gs.T @ q, w.T @ go
+    return out
+
+
+def pointer(array):
+    return array.ctypes.data_as(POINTER)
+
+
+# ---- this library ----
+
+class Case(ctypes.Structure):
+    """bench_case of kernels.c"""
+    _fields_ = [(name, POINTER) for name in ('q', 'k', 'v', 'o', 'go', 'gq', 'gk', 'gv', 'lse', 'delta', 'work')] + \
+               [('work_bytes', INT64), ('tokens', INT64), ('heads', INT32), ('head_dim', INT32), ('causal', INT32),
+                ('bf16', INT32)]
+
+
+class Ours:
+    def __init__(self, options):
+        self.library = common.compile_library('kernels.c', options.isa)
+        for name, result, takes in (
+                ('bench_open', POINTER, [INT32]), ('bench_close', None, [POINTER]),
+                ('bench_name', ctypes.c_char_p, [POINTER]), ('bench_peak', DOUBLE, [POINTER]),
+                ('bench_bandwidth', DOUBLE, [POINTER, INT64]),
+                ('bench_attn_bytes', INT64, [POINTER, ctypes.POINTER(Case)]),
+                ('bench_attn_fwd', ctypes.c_char_p, [POINTER, ctypes.POINTER(Case)]),
+                ('bench_attn_bwd', ctypes.c_char_p, [POINTER, ctypes.POINTER(Case)])):
+            call = getattr(self.library, name)
+            call.restype, call.argtypes = result, takes
+        self.handles = {}
+        self.about = self.library.bench_name(self.open(1)).decode()
+
+    def open(self, threads):
+        """The handle of so many threads, opened once."""
+        if threads not in self.handles:
+            self.handles[threads] = self.library.bench_open(threads)
+            if not self.handles[threads]:
+                common.fail(f'no {threads} threads, or no memory for them')
+        return self.handles[threads]
+
+    def close(self):
+        for handle in self.handles.values():
+            self.library.bench_close(handle)
+
+    def peak(self, threads):
+        return self.library.bench_peak(self.open(threads))
+
+    def bandwidth(self, threads, floats):
+        return self.library.bench_bandwidth(self.open(threads), floats)
+
+    def serve(self, p, threads):
+        handle = self.open(threads)
+        arrays = {name: p.stored(getattr(p, name)) for name in ('q', 'k', 'v', 'go')}
+        arrays.update(o=np.zeros_like(arrays['q']), gq=np.zeros_like(arrays['q']))
+        arrays.update(gk=np.zeros_like(p.k), gv=np.zeros_like(p.v))
+        arrays.update({name: np.zeros((p.tokens, p.heads), np.float32) for name in ('lse', 'delta')})
+        case = Case(tokens=p.tokens, heads=p.heads, head_dim=p.head_dim, causal=p.causal, bf16=p.dtype == 'bf16',
+                    **{name: array.ctypes.data for name, array in arrays.items()})
+        case.work_bytes = self.library.bench_attn_bytes(handle, case)
+        work = np.zeros(case.work_bytes + 64, np.uint8)
+        case.work = (work.ctypes.data + 63) // 64 * 64
+
+        def run(function):
+            why = function(handle, case)
+            if why:
+                common.fail(why.decode())
+        calls = {op: lambda call=call: run(call) for op, call in
+                 (('fwd', self.library.bench_attn_fwd), ('bwd', self.library.bench_attn_bwd))}
+        calls['arrays'] = {**arrays, 'work': work}
+        return calls
+
+    def results(self, calls):
+        return {name: from_bf16(array) if array.dtype == np.uint16 else array
+                for name, array in calls['arrays'].items() if name in ('o', 'gq', 'gk', 'gv')}
+
+
+# ---- peers ----
+
+class Naive:
+    """Plain loops as in llm.c."""
+
+    def __init__(self, _):
+        threads = ['-fopenmp'] if common.takes('-fopenmp') else []
+        self.library = common.compile_library('naive.c', 'native', ['-Ofast', *threads], threads)
+        self.about = (f'C as in llm.c, {" ".join(["-Ofast", "-march=native", *threads])}, f32, '
+                      f'up to {NAIVE_TOKENS} tokens')
+
+    def serve(self, p, threads):
+        if p.dtype != 'f32' or p.tokens > NAIVE_TOKENS or self.library.naive_threads(threads) != threads:
+            return None
+        q, k, v, go = (x.copy() for x in (p.q, p.k, p.v, p.go))
+        o, gq, gk, gv = (np.zeros_like(q) for _ in range(4))
+        att = np.zeros((p.heads, p.tokens, p.tokens), np.float32)
+        gatt = np.zeros((p.heads, p.tokens), np.float32)
+        shape = [INT64(p.tokens), INT64(p.heads), INT64(p.head_dim), INT32(p.causal)]
+        return {'fwd': lambda: self.library.naive_fwd(*map(pointer, (o, att, q, k, v)), *shape),
+                'bwd': lambda: self.library.naive_bwd(*map(pointer, (gq, gk, gv, gatt, att, go, q, k, v)), *shape),
+                'arrays': {'o': o, 'gq': gq, 'gk': gk, 'gv': gv}}
+
+    def results(self, calls):
+        return calls['arrays']
+
+
+def import_torch():
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        raise LookupError(f'PyTorch cannot be imported: {error}') from error
+    return torch
+
+
+class Torch:
+    """scaled_dot_product_attention with its FlashAttention for CPUs, [1][heads][tokens][d]."""
+
+    def __init__(self, _):
+        self.torch = import_torch()
+        self.about = (f'PyTorch {self.torch.__version__}, FLASH_ATTENTION, '
+                      f'{self.torch.backends.cpu.get_cpu_capability()}')
+
+    def tensors(self, p):
+        """q, k, v and the gradient of o."""
+        kind = self.torch.bfloat16 if p.dtype == 'bf16' else self.torch.float32
+        return [self.torch.from_numpy(np.ascontiguousarray(x.transpose(1, 0, 2)))[None].to(kind)
+                for x in (p.q, p.k, p.v, p.go)]
+
+    def serve(self, p, threads):
+        torch, made = self.torch, {}
+        torch.set_num_threads(threads)
+        *inputs, go = self.tensors(p)
+
+        def forward(tensors):
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+                return torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=bool(p.causal))
+
+        def fwd():
+            with torch.no_grad():
+                made['o'] = forward(inputs)
+
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = forward(leaves)
+        if 'FlashAttentionForCpu' not in out.grad_fn.name():
+            common.fail(f'PyTorch took {out.grad_fn.name()} in place of its flash attention')
+
+        def bwd():
+            made['gq'], made['gk'], made['gv'] = torch.autograd.grad(out, leaves, go, retain_graph=True)
+        return {'fwd': fwd, 'bwd': bwd, 'arrays': made}
+
+    def results(self, calls):
+        return {name: x[0].float().numpy().transpose(1, 0, 2) for name, x in calls['arrays'].items()}
+
+
+class OneDnn(Torch):
+    """oneDNN's graph API: the partition of product, scale, mask, softmax and product that TorchScript hands to it.
+    Forward alone; a causal mask is a tensor that it adds, and hidden pairs are computed too."""
+
+    def __init__(self, options):
+        super().__init__(options)
+        if not hasattr(self.torch.jit, 'enable_onednn_fusion'):
+            raise LookupError("this PyTorch does not hand graphs to oneDNN")
+        found = re.search(r'MKL-DNN v([\d.]+)', self.torch.__config__.show())
+        self.about = (f'oneDNN {found.group(1) if found else "?"} of PyTorch {self.torch.__version__}, graph API, '
+                      'forward alone')
+
+    def serve(self, p, threads):
+        torch, made = self.torch, {}
+        torch.set_num_threads(threads)
+        q, k, v, _ = self.tensors(p)
+        inputs, root = [q, k, v], p.head_dim ** 0.5
+        if p.causal:
+            inputs.append(torch.full((p.tokens, p.tokens), -1e30, dtype=q.dtype).triu(1)[None, None])
+
+        class Attention(torch.nn.Module):
+            def forward(self, q, k, v, mask=None):
+                s = torch.matmul(q, k.transpose(-1, -2)) / root
+                return torch.matmul(torch.softmax(s if mask is None else s + mask, dim=-1), v)
+
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter('ignore')  # TorchScript is said to be deprecated
+            torch.jit.enable_onednn_fusion(True)
+            fused = torch.jit.freeze(torch.jit.trace(Attention().eval(), tuple(inputs)))
+            for _ in range(2):  # the graph is made in the first calls
+                fused(*inputs)
+            torch.jit.enable_onednn_fusion(False)
+            if 'oneDNNFusionGroup' not in str(torch.jit.last_executed_optimized_graph()):
+                common.say(f'left out: oneDNN in {p.dtype}, as TorchScript hands it no such graph with these instructions')
+                return None
+
+        def fwd():
+            with torch.no_grad():
+                made['o'] = fused(*inputs)
+        return {'fwd': fwd, 'arrays': made}
+
+
+class Ggml:
+    """ggml_flash_attn_ext: forward alone. Queries in f32, keys and values in f32 or, in bf16's place, in f16, which is
+    its own default."""
+
+    def __init__(self, options):
+        source = os.path.join(common.BUILD, 'llama-cpp-python', 'vendor', 'llama.cpp', 'ggml')
+        made = os.path.join(common.BUILD, f'ggml_{options.peer_isa}')
+        if not os.path.isdir(source):
+            raise LookupError("ggml's sources could not be fetched from PyPI")
+        self.build(source, made, options.peer_isa)
+        for part in 'base', 'cpu':
+            found = glob.glob(os.path.join(made, '**', f'libggml-{part}.so'), recursive=True)
+            setattr(self, part, ctypes.CDLL(found[0], mode=ctypes.RTLD_GLOBAL))
+        for library, name, result, takes in (
+                (self.base, 'ggml_version', ctypes.c_char_p, []),
+                (self.base, 'ggml_tensor_overhead', ctypes.c_size_t, []),
+                (self.base, 'ggml_graph_overhead', ctypes.c_size_t, []), (self.base, 'ggml_init', POINTER, [Memory]),
+                (self.base, 'ggml_free', None, [POINTER]),
+                (self.base, 'ggml_new_tensor_3d', POINTER, [POINTER, ctypes.c_int, INT64, INT64, INT64]),
+                (self.base, 'ggml_get_data', POINTER, [POINTER]),
+                (self.base, 'ggml_flash_attn_ext', POINTER, [POINTER] * 5 + [ctypes.c_float] * 3),
+                (self.base, 'ggml_new_graph', POINTER, [POINTER]),
+                (self.base, 'ggml_build_forward_expand', None, [POINTER, POINTER]),
+                (self.base, 'ggml_backend_graph_compute', ctypes.c_int, [POINTER, POINTER]),
+                (self.cpu, 'ggml_backend_cpu_init', POINTER, []),
+                (self.cpu, 'ggml_backend_cpu_set_n_threads', None, [POINTER, ctypes.c_int])):
+            call = getattr(library, name)
+            call.restype, call.argtypes = result, takes
+        self.backend = self.cpu.ggml_backend_cpu_init()
+        self.about = f'ggml {self.base.ggml_version().decode()}, built for {options.peer_isa}, forward alone'
+
+    @staticmethod
+    def build(source, made, isa):
+        if os.path.exists(os.path.join(made, 'built')):
+            return
+        cmake = shutil.which('cmake', path=os.path.dirname(sys.executable)) or shutil.which('cmake')
+        if not cmake:
+            raise LookupError('ggml cannot be built: there is no cmake')
+        common.say(f'building ggml for {isa}: some two minutes')
+        # The package lacks this file, which only an installation needs.
+        with open(os.path.join(source, 'ggml.pc.in'), 'a', encoding='utf-8'):
+            pass
+        flags = {'native': ['-DGGML_NATIVE=ON'], 'avx2': ['-DGGML_NATIVE=OFF'],
+                 'avx512': ['-DGGML_NATIVE=OFF', '-DGGML_AVX512=ON']}[isa]
+        for command in ([cmake, '-S', source, '-B', made, '-DCMAKE_BUILD_TYPE=Release', '-DGGML_BUILD_TESTS=OFF',
+                         '-DGGML_BUILD_EXAMPLES=OFF', *flags],
+                        [cmake, '--build', made, '-j', str(common.cores())]):
+            done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+            if done.returncode != 0:
+                raise LookupError(f'ggml cannot be built: {" ".join(command)}: {done.stderr.strip()[-300:]}')
+        with open(os.path.join(made, 'built'), 'w', encoding='utf-8'):
+            pass
+
+    def tensor(self, context, array, kind):
+        """A tensor of ggml's, whose first dimension is our last, with these values."""
+        dims = (*array.shape[::-1], 1)[:3]
+        made = self.base.ggml_new_tensor_3d(context, kind, *dims)
+        ctypes.memmove(self.base.ggml_get_data(made), array.ctypes.data, array.nbytes)
+        return made
+
+    def serve(self, p, threads):
+        kind, store = (0, np.float32) if p.dtype == 'f32' else (1, np.float16)  # GGML_TYPE_F32, GGML_TYPE_F16
+        q = np.ascontiguousarray(p.q.transpose(1, 0, 2))
+        k, v = (np.ascontiguousarray(x.transpose(1, 0, 2)).astype(store) for x in (p.k, p.v))
+        mask = None
+        if p.causal:
+            mask = np.zeros((p.tokens, p.tokens), np.float16)
+            for row in range(p.tokens):
+                mask[row, row + 1:] = -np.inf
+        size = 2 * q.nbytes + k.nbytes + v.nbytes + (mask.nbytes if p.causal else 0)
+        context = self.base.ggml_init(Memory(size + 16 * self.base.ggml_tensor_overhead() +
+                                             self.base.ggml_graph_overhead() + 4096, None, False))
+        out = self.base.ggml_flash_attn_ext(context, self.tensor(context, q, 0), self.tensor(context, k, kind),
+                                            self.tensor(context, v, kind),
+                                            self.tensor(context, mask, 1) if p.causal else None,
+                                            p.head_dim ** -0.5, 0.0, 0.0)
+        graph = self.base.ggml_new_graph(context)
+        self.base.ggml_build_forward_expand(graph, out)
+
+        def fwd():
+            # Set here, as a call of another number of threads may have come between.
+            self.cpu.ggml_backend_cpu_set_n_threads(self.backend, threads)
+            if self.base.ggml_backend_graph_compute(self.backend, graph) != 0:
+                common.fail('ggml_backend_graph_compute failed')
+        return {'fwd': fwd, 'arrays': (out, p), 'free': lambda: self.base.ggml_free(context)}
+
+    def results(self, calls):
+        out, p = calls['arrays']
+        at = ctypes.cast(self.base.ggml_get_data(out), ctypes.POINTER(ctypes.c_float))
+        return {'o': np.ctypeslib.as_array(at, (p.tokens, p.heads, p.head_dim))}
+
+
+class Memory(ctypes.Structure):
+    """ggml_init_params"""
+    _fields_ = [('mem_size', ctypes.c_size_t), ('mem_buffer', POINTER), ('no_alloc', ctypes.c_bool)]
+
+
+CONTESTANTS = {'torch': Torch, 'onednn': OneDnn, 'ggml': Ggml, 'naive': Naive}

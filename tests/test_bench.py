@@ -1,0 +1,114 @@
+#!/usr/bin/env python3
+"""test_bench.py TOP -- the benchmarks' scripts, from the outside: a short run, what it writes, and how two are compared
+
+Rates are not asserted, only that they are there: this machine may have other work.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+TOP = os.path.abspath(sys.argv[1])
+RUN = ['sh', os.path.join(TOP, 'bench', 'run.sh')]
+COMPARE = [sys.executable, os.path.join(TOP, 'bench', 'compare.py')]
+HEADER = {'machine', 'features', 'compiler', 'command', 'date', 'isa', 'peer_isa', 'contestants', 'left_out', 'errors',
+          'peak_gflops', 'triad_gb_per_s'}
+FIELDS = {'op', 'head_dim', 'dtype', 'causal', 'tokens', 'heads', 'threads', 'gflops', 'peak_gflops', 'peers',
+          'round_s'}
+
+checks = failures = 0
+
+
+def check(holds, sentence):
+    global checks, failures
+    checks += 1
+    if not holds:
+        failures += 1
+        print(f'test_bench.py: {sentence}')
+
+
+def run(command, status, says=''):
+    """The finished command, which must end with this status and say this on stderr."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    name = ' '.join([os.path.basename(command[1]), *command[2:]])
+    check(done.returncode == status, f'{name}: exit status {done.returncode}, not {status}: {done.stderr.strip()}')
+    check(says in done.stderr, f'{name}: "{says}" is not in: {done.stderr.strip()}')
+    return done
+
+
+def check_usage(folder):
+    run([*RUN], 2, 'no command')
+    run([*RUN, 'nosuch'], 2, 'no command nosuch')
+    check('COMMAND' in run([*RUN, '--help'], 0).stdout, 'run.sh --help does not speak of COMMAND')
+    check('--peers' in run([*RUN, 'attn', '--help'], 0).stdout, 'attn --help does not speak of --peers')
+    run([*RUN, 'attn', '--peers', 'nobody'], 2, 'nobody')
+    run([*RUN, 'attn', '--tokens', 'many', '--peers', 'none'], 2, 'many')
+    run([*RUN, 'attn', '--rounds', '0', '--peers', 'none'], 2, 'positive')
+    run([*RUN, 'attn', '--peers', 'none', '--json', os.path.join(folder, 'nosuch', 'x.json')], 2, 'cannot be written')
+
+
+def check_numbers(folder):
+    """The short run; its file."""
+    path = os.path.join(folder, 'attn.json')
+    table = run([*RUN, 'attn', '--quick', '--peers', 'naive', '--json', path], 0).stdout
+    if not os.path.exists(path):
+        check(False, 'the run left no numbers')
+        return None
+    with open(path, encoding='utf-8') as source:
+        header, *cases = [json.loads(line) for line in source]
+    check(set(header) == HEADER, f'the header has {sorted(set(header) ^ HEADER)} too much or too little')
+    check(set(header['contestants']) == {'ours', 'naive'}, f'contestants: {header["contestants"]}')
+    check(header['errors']['ours']['f32'] < header['errors']['ours']['bf16'], f'errors: {header["errors"]}')
+    seen = set()
+    for case in cases:
+        check(set(case) == FIELDS, f'a line has {sorted(set(case) ^ FIELDS)} too much or too little')
+        check(case['op'] in ('attn_fwd', 'attn_bwd') and case['dtype'] in ('f32', 'bf16'), f'a line: {case}')
+        check(isinstance(case['causal'], bool) and case['tokens'] > 0 and case['threads'] > 0, f'a line: {case}')
+        check(case['gflops'] > 0 and case['peak_gflops'] > 0, f'rates: {case}')
+        check(min(case['round_s']) > 0 and len(case['round_s']) == 3, f'rounds: {case}')
+        check(set(case['peers']) == ({'naive'} if case['dtype'] == 'f32' else set()), f'peers: {case}')
+        check(all(rate > 0 for rate in case['peers'].values()), f'peers: {case}')
+        seen.add((case['op'], case['dtype'], case['causal'], case['threads']))
+    threads = {case['threads'] for case in cases}
+    check(len(seen) == len(cases) == 8 * len(threads), f'{len(seen)} different cases in {len(cases)} lines')
+    check(table.count('\n| forward') == table.count('\n| backward') == len(cases) // 2, 'the table lacks cases')
+    return path
+
+
+def check_compare(folder, path):
+    with open(path, encoding='utf-8') as source:
+        lines = [json.loads(line) for line in source]
+    slower = os.path.join(folder, 'slower.json')
+    lines[1]['gflops'] *= 0.9
+    with open(slower, 'w', encoding='utf-8') as target:
+        target.writelines(json.dumps(line) + '\n' for line in lines)
+    check('+0.0 %' in run([*COMPARE, path, path], 0).stdout, 'compare.py finds no equal case in equal files')
+    check('-10.0 % worse' in run([*COMPARE, path, slower], 1, '1 worse').stdout, 'compare.py hides what is worse')
+    run([*COMPARE, slower, path], 0)
+    run([*COMPARE, path, slower, '--threshold', '12'], 0)
+    broken = os.path.join(folder, 'broken.json')
+    with open(broken, 'w', encoding='utf-8') as target:
+        target.write('no numbers\n')
+    run([*COMPARE, path, broken], 1, 'no file of JSON lines')
+    run([*COMPARE, path, os.path.join(folder, 'nosuch.json')], 1, 'nosuch.json')
+    with open(broken, 'w', encoding='utf-8') as target:
+        target.write(json.dumps(lines[0]) + '\n')
+    run([*COMPARE, path, broken], 1, 'no case in common')
+    run([*COMPARE, path], 2, 'NEW')
+    run([*COMPARE, path, path, '--threshold', 'little'], 2, 'little')
+
+
+def main():
+    with tempfile.TemporaryDirectory() as folder:
+        check_usage(folder)
+        path = check_numbers(folder)
+        if path:
+            check_compare(folder, path)
+    print(f'bench: {checks} checks, {failures} failed')
+    return 1 if failures or not checks else 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())
