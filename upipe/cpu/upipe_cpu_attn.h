@@ -146,8 +146,9 @@ UPI_CPU_KERNEL void upi_attn_pack_keys(float *out, const void *rows, upipe_dtype
 
 /* ---- register tiles, summed over `depth`; tile and vectors are constant after inlining ---- */
 
-/* sums[i][v] += a[i * row_step + k * depth_step] * b[v * b_step + k * b_depth_step], k = 0 .. depth - 1 in order */
-UPI_INLINE void upi_attn_tile(int tile, int vectors, int64_t depth, const float *a, int64_t row_step,
+/* sums[i][v] += a[i * row_step + k * depth_step] * b[v * b_step + k * b_depth_step], k = 0 .. depth - 1 in
+ * order, for vectors from .. end - 1 */
+UPI_INLINE void upi_attn_tile(int tile, int from, int end, int64_t depth, const float *a, int64_t row_step,
                               int64_t depth_step, const float *b, int64_t b_step, int64_t b_depth_step,
                               upi_fw sums[][UPI_ATTN_VECTORS])
 {
@@ -156,7 +157,7 @@ UPI_INLINE void upi_attn_tile(int tile, int vectors, int64_t depth, const float 
     for (k = 0; k < depth; ++k, a += depth_step, b += b_depth_step) {
         upi_fw column[UPI_ATTN_VECTORS];
         UPI_CPU_UNROLL
-        for (v = 0; v < vectors; ++v) {
+        for (v = from; v < end; ++v) {
             column[v] = upi_fw_load(b + v * b_step);
             UPI_OPAQUE(column[v]);
         }
@@ -164,44 +165,48 @@ UPI_INLINE void upi_attn_tile(int tile, int vectors, int64_t depth, const float 
         for (i = 0; i < tile; ++i) {
             upi_fw x = upi_fw_broadcast(a + i * row_step);
             UPI_CPU_UNROLL
-            for (v = 0; v < vectors; ++v) sums[i][v] = upi_fw_fma(x, column[v], sums[i][v]);
+            for (v = from; v < end; ++v) sums[i][v] = upi_fw_fma(x, column[v], sums[i][v]);
         }
     }
 }
 
-/* The tile of a whole panel b[depth][panel]. */
-UPI_INLINE void upi_attn_panel_tile(int64_t depth, const float *a, int64_t row_step, int64_t depth_step,
-                                    const float *b, upi_fw sums[][UPI_ATTN_VECTORS])
+/* The tile of a panel b[depth][panel], from vector `from` on. */
+UPI_INLINE void upi_attn_panel_tile(int from, int64_t depth, const float *a, int64_t row_step,
+                                    int64_t depth_step, const float *b, upi_fw sums[][UPI_ATTN_VECTORS])
 {
-    upi_attn_tile(UPI_ATTN_TILE, UPI_ATTN_VECTORS, depth, a, row_step, depth_step, b, UPI_WIDE,
+    upi_attn_tile(UPI_ATTN_TILE, from, UPI_ATTN_VECTORS, depth, a, row_step, depth_step, b, UPI_WIDE,
                   UPI_ATTN_PANEL, sums);
 }
 
 /* sums = products of a tile's rows of [d + pad] with a panel [d][panel]; see UPI_DOT_PIECE. */
-UPI_INLINE void upi_attn_dot(int d, const float *rows, const float *panel, upi_fw sums[][UPI_ATTN_VECTORS])
+UPI_INLINE void upi_attn_dot(int from, int d, const float *rows, const float *panel,
+                             upi_fw sums[][UPI_ATTN_VECTORS])
 {
     int c, i, v;
     UPI_CPU_UNROLL
     for (i = 0; i < UPI_ATTN_TILE; ++i) UPI_CPU_UNROLL
-    for (v = 0; v < UPI_ATTN_VECTORS; ++v) sums[i][v] = upi_fw_zero();
-    upi_attn_panel_tile(d < UPI_DOT_PIECE ? d : (int)UPI_DOT_PIECE, rows, d + UPI_ATTN_PAD, 1, panel, sums);
+    for (v = from; v < UPI_ATTN_VECTORS; ++v) sums[i][v] = upi_fw_zero();
+    upi_attn_panel_tile(from, d < UPI_DOT_PIECE ? d : (int)UPI_DOT_PIECE, rows, d + UPI_ATTN_PAD, 1, panel,
+                        sums);
     for (c = UPI_DOT_PIECE; c < d; c += UPI_DOT_PIECE) {
         upi_fw more[UPI_ATTN_TILE][UPI_ATTN_VECTORS];
         int count = d - c < UPI_DOT_PIECE ? d - c : (int)UPI_DOT_PIECE;
         UPI_CPU_UNROLL
         for (i = 0; i < UPI_ATTN_TILE; ++i) UPI_CPU_UNROLL
-        for (v = 0; v < UPI_ATTN_VECTORS; ++v) more[i][v] = upi_fw_zero();
-        upi_attn_panel_tile(count, rows + c, d + UPI_ATTN_PAD, 1, panel + c * UPI_ATTN_PANEL, more);
+        for (v = from; v < UPI_ATTN_VECTORS; ++v) more[i][v] = upi_fw_zero();
+        upi_attn_panel_tile(from, count, rows + c, d + UPI_ATTN_PAD, 1, panel + c * UPI_ATTN_PANEL, more);
         UPI_CPU_UNROLL
         for (i = 0; i < UPI_ATTN_TILE; ++i) UPI_CPU_UNROLL
-        for (v = 0; v < UPI_ATTN_VECTORS; ++v) sums[i][v] = upi_fw_add(sums[i][v], more[i][v]);
+        for (v = from; v < UPI_ATTN_VECTORS; ++v) sums[i][v] = upi_fw_add(sums[i][v], more[i][v]);
     }
 }
 
-/* out[d][panel] = fold * out + rows^T . weights, over `keys` rows of [d + pad]; fold NULL = 1 */
-UPI_INLINE void upi_attn_weigh(int d, int keys, const float *rows, const float *weights,
+/* out[d][panel] = fold * out + rows^T . weights, where vector v takes keys[v] rows of [d + pad], ascending in v;
+ * fold NULL = 1 */
+UPI_INLINE void upi_attn_weigh(int d, const int *keys, const float *rows, const float *weights,
                                float *__restrict out, const upi_fw *fold)
 {
+    const int64_t step = d + UPI_ATTN_PAD;
     int c, i, v;
     for (c = 0; c < d; c += UPI_ATTN_TILE) {
         float *at = out + c * UPI_ATTN_PANEL;
@@ -212,7 +217,13 @@ UPI_INLINE void upi_attn_weigh(int d, int keys, const float *rows, const float *
             sums[i][v] = upi_fw_load(at + i * UPI_ATTN_PANEL + v * UPI_WIDE);
             if (fold != NULL) sums[i][v] = upi_fw_mul(fold[v], sums[i][v]);
         }
-        upi_attn_panel_tile(keys, rows + c, 1, d + UPI_ATTN_PAD, weights, sums);
+        upi_attn_panel_tile(0, keys[0], rows + c, 1, step, weights, sums);
+        if (keys[0] < keys[UPI_ATTN_VECTORS - 1]) {
+            upi_attn_panel_tile(1, keys[1] - keys[0], rows + c + keys[0] * step, 1, step,
+                                weights + keys[0] * UPI_ATTN_PANEL, sums);
+            upi_attn_panel_tile(2, keys[2] - keys[1], rows + c + keys[1] * step, 1, step,
+                                weights + keys[1] * UPI_ATTN_PANEL, sums);
+        }
         UPI_CPU_UNROLL
         for (i = 0; i < UPI_ATTN_TILE; ++i) UPI_CPU_UNROLL
         for (v = 0; v < UPI_ATTN_VECTORS; ++v)
@@ -242,13 +253,26 @@ UPI_INLINE int upi_attn_panel_keys(const upi_attn_head *a, int64_t q0, int64_t k
     return upi_attn_least(*last + UPI_ATTN_PANEL, count);
 }
 
-/* at[panel] = its lanes that see key j, and `hidden` in the others */
-UPI_INLINE void upi_attn_hide(float *at, int j, int last, upi_fw hidden)
+/* seen[v] = keys of those that vector v of the panel sees: [0, seen[v]), ascending in v. */
+UPI_INLINE void upi_attn_vector_keys(int keys, int last, int *seen)
 {
     int v;
-    UPI_CPU_UNROLL
-    for (v = 0; v < UPI_ATTN_VECTORS; ++v, at += UPI_WIDE)
-        upi_fw_store(at, upi_fw_select(upi_wide_above(j - last - 1 - v * UPI_WIDE), upi_fw_load(at), hidden));
+    for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
+        int reach = last + (v + 1) * UPI_WIDE;
+        seen[v] = reach > keys ? keys : reach > 0 ? reach : 0;
+    }
+}
+
+/* The first vector that sees key j. */
+UPI_INLINE int upi_attn_first_vector(int j, int last)
+{
+    return j > last ? (j - last) / UPI_WIDE : 0;
+}
+
+/* *at = its lanes of vector v that see key j, and `hidden` in the others */
+UPI_INLINE void upi_attn_hide(float *at, int v, int j, int last, upi_fw hidden)
+{
+    upi_fw_store(at, upi_fw_select(upi_wide_above(j - last - 1 - v * UPI_WIDE), upi_fw_load(at), hidden));
 }
 
 UPI_KERNELS_END

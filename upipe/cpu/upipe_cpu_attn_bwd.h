@@ -77,36 +77,49 @@ UPI_CPU_KERNEL void upi_attn_pack_columns(float *out, const void *rows, upipe_dt
     UPI_BY_TYPE(upi_attn_pack_columns_of, dtype, out, rows, first, step, count, d, factor);
 }
 
-/* A tile's keys against a panel: p = weights exp(scale * k . q - lse), s = p * (v . go - delta), [tile][panel]. */
-UPI_INLINE void upi_attn_weights_grad(int d, const float *k, const float *q, const float *v_rows,
+/* A tile's keys against a panel, from vector `from` on: p = weights exp(scale * k . q - lse), s = p * (v . go -
+ * delta), [tile][panel]. */
+UPI_INLINE void upi_attn_weights_grad(int from, int d, const float *k, const float *q, const float *v_rows,
                                       const float *go, upi_fw scale, const upi_fw *lse, const upi_fw *delta,
                                       float *__restrict p, float *__restrict s)
 {
     upi_fw sums[UPI_ATTN_TILE][UPI_ATTN_VECTORS];
     int i, v;
-    upi_attn_dot(d, k, q, sums);
+    upi_attn_dot(from, d, k, q, sums);
     UPI_CPU_UNROLL
     for (i = 0; i < UPI_ATTN_TILE; ++i) UPI_CPU_UNROLL
-    for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
+    for (v = from; v < UPI_ATTN_VECTORS; ++v) {
         upi_fw score = upi_fw_mul(scale, sums[i][v]);
         /* no FMA here: the lse of a row with one weight of 1 is its score as rounded, and must give 1
              * again */
         UPI_OPAQUE(score);
         upi_fw_store(p + i * UPI_ATTN_PANEL + v * UPI_WIDE, upi_fw_exp(upi_fw_sub(score, lse[v])));
     }
-    upi_attn_dot(d, v_rows, go, sums);
+    upi_attn_dot(from, d, v_rows, go, sums);
     UPI_CPU_UNROLL
     for (i = 0; i < UPI_ATTN_TILE; ++i) UPI_CPU_UNROLL
-    for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
+    for (v = from; v < UPI_ATTN_VECTORS; ++v) {
         const int at = i * UPI_ATTN_PANEL + v * UPI_WIDE;
         upi_fw_store(s + at, upi_fw_mul(upi_fw_load(p + at), upi_fw_sub(sums[i][v], delta[v])));
     }
 }
 
+/* The same where the first vectors see none of the keys; kept apart from the loop over whole tiles. */
+UPI_CPU_KERNEL void upi_attn_weights_grad_rest(int from, int d, const float *k, const float *q,
+                                               const float *v_rows, const float *go, upi_fw scale,
+                                               const upi_fw *lse, const upi_fw *delta, float *p, float *s)
+{
+    if (from == 1)
+        upi_attn_weights_grad(1, d, k, q, v_rows, go, scale, lse, delta, p, s);
+    else
+        upi_attn_weights_grad(2, d, k, q, v_rows, go, scale, lse, delta, p, s);
+}
+
 /* grad[tile rows][vectors] += sum over panels, the last one first, and over their lanes, in order, of
  * weights[panel][row][lane] * columns[vector][panel][lane]. The sum goes on from what memory holds: one chain over
- * heads and query blocks. `rest` columns of the last vector are the row's. */
-UPI_INLINE void upi_attn_add_grad(int tile, int vectors, int rest, int panels, const float *weights,
+ * heads and query blocks. `rest` columns of the last vector are the row's; the first `skip` lanes of the first panel
+ * see none of the rows. */
+UPI_INLINE void upi_attn_add_grad(int tile, int vectors, int rest, int panels, int skip, const float *weights,
                                   const float *columns, float *grad, int64_t grad_step)
 {
     upi_fw sums[UPI_ATTN_TALL][UPI_ATTN_VECTORS];
@@ -117,10 +130,12 @@ UPI_INLINE void upi_attn_add_grad(int tile, int vectors, int rest, int panels, c
         const float *at = grad + i * grad_step + v * UPI_WIDE;
         sums[i][v] = v + 1 < vectors ? upi_fw_load(at) : upi_fw_load_rest(at, rest);
     }
-    for (panel = panels - 1; panel >= 0; --panel)
-        upi_attn_tile(tile, vectors, UPI_ATTN_PANEL, weights + panel * UPI_ATTN_KEYS * UPI_ATTN_PANEL,
+    for (panel = panels - 1; panel > 0; --panel)
+        upi_attn_tile(tile, 0, vectors, UPI_ATTN_PANEL, weights + panel * UPI_ATTN_KEYS * UPI_ATTN_PANEL,
                       UPI_ATTN_PANEL, 1, columns + panel * UPI_ATTN_PANEL * UPI_WIDE,
                       UPI_WIDE * UPI_ATTN_ROWS_BWD, UPI_WIDE, sums);
+    upi_attn_tile(tile, 0, vectors, UPI_ATTN_PANEL - skip, weights + skip, UPI_ATTN_PANEL, 1,
+                  columns + skip * UPI_WIDE, UPI_WIDE * UPI_ATTN_ROWS_BWD, UPI_WIDE, sums);
     UPI_CPU_UNROLL
     for (i = 0; i < tile; ++i) UPI_CPU_UNROLL
     for (v = 0; v < vectors; ++v) {
@@ -132,36 +147,43 @@ UPI_INLINE void upi_attn_add_grad(int tile, int vectors, int rest, int panels, c
     }
 }
 
-/* Rows j .. j + tile - 1 of a block's gradient. seen[p] = keys of the block that panel p sees; later panels see
- * more. Panels before the first that sees one of the rows are left out; what others don't see weighs 0. */
-UPI_INLINE void upi_attn_add_grad_rows(int tile, int vectors, int rest, int j, const int *seen, int panels,
+/* What a block of keys sees of the block of queries: panel p sees its keys up to keys[p] - 1, lane l of it up to
+ * last[p] + l; later panels see more. */
+typedef struct upi_attn_sight {
+    int panels, keys[UPI_ATTN_PANELS_BWD], last[UPI_ATTN_PANELS_BWD];
+} upi_attn_sight;
+
+/* Rows j .. j + tile - 1 of a block's gradient. Panels and lanes before the first that sees one of the rows are
+ * left out; what others don't see weighs 0. */
+UPI_INLINE void upi_attn_add_grad_rows(int tile, int vectors, int rest, int j, const upi_attn_sight *sight,
                                        const float *weights, const float *columns, float *grad,
                                        int64_t grad_step)
 {
     int first = 0;
-    while (first < panels && seen[first] <= j) ++first;
-    if (first < panels)
-        upi_attn_add_grad(tile, vectors, rest, panels - first,
+    while (first < sight->panels && sight->keys[first] <= j) ++first;
+    if (first < sight->panels)
+        upi_attn_add_grad(tile, vectors, rest, sight->panels - first,
+                          sight->last[first] < j ? j - sight->last[first] : 0,
                           weights + (first * UPI_ATTN_KEYS + j) * UPI_ATTN_PANEL,
                           columns + first * UPI_ATTN_PANEL * UPI_WIDE, grad + j * grad_step, grad_step);
 }
 
 /* Some vectors of a block's gradient, all `count` rows: the columns stay in the first-level cache. */
-UPI_INLINE void upi_attn_add_grad_columns(int tile, int vectors, int rest, int count, const int *seen,
-                                          int panels, const float *weights, const float *columns, float *grad,
-                                          int64_t grad_step)
+UPI_INLINE void upi_attn_add_grad_columns(int tile, int vectors, int rest, int count,
+                                          const upi_attn_sight *sight, const float *weights,
+                                          const float *columns, float *grad, int64_t grad_step)
 {
     int j = 0;
     for (; j + tile <= count; j += tile)
-        upi_attn_add_grad_rows(tile, vectors, rest, j, seen, panels, weights, columns, grad, grad_step);
+        upi_attn_add_grad_rows(tile, vectors, rest, j, sight, weights, columns, grad, grad_step);
     for (; j + 4 <= count; j += 4)
-        upi_attn_add_grad_rows(4, vectors, rest, j, seen, panels, weights, columns, grad, grad_step);
+        upi_attn_add_grad_rows(4, vectors, rest, j, sight, weights, columns, grad, grad_step);
     for (; j < count; ++j)
-        upi_attn_add_grad_rows(1, vectors, rest, j, seen, panels, weights, columns, grad, grad_step);
+        upi_attn_add_grad_rows(1, vectors, rest, j, sight, weights, columns, grad, grad_step);
 }
 
 /* The whole block: three vectors at a time, two where one would be left. */
-UPI_CPU_KERNEL void upi_attn_add_grad_block(int d, int count, const int *seen, int panels,
+UPI_CPU_KERNEL void upi_attn_add_grad_block(int d, int count, const upi_attn_sight *sight,
                                             const float *weights, const float *columns, float *grad,
                                             int64_t grad_step)
 {
@@ -170,10 +192,10 @@ UPI_CPU_KERNEL void upi_attn_add_grad_block(int d, int count, const int *seen, i
     while (left > 0) {
         int vectors = left == 2 || left == 4 ? 2 : 3, rest = left > vectors ? (int)UPI_WIDE : last;
         if (vectors == 2)
-            upi_attn_add_grad_columns(UPI_ATTN_TALL, 2, rest, count, seen, panels, weights, columns, grad,
+            upi_attn_add_grad_columns(UPI_ATTN_TALL, 2, rest, count, sight, weights, columns, grad,
                                       grad_step);
         else
-            upi_attn_add_grad_columns(UPI_ATTN_TILE, 3, rest, count, seen, panels, weights, columns, grad,
+            upi_attn_add_grad_columns(UPI_ATTN_TILE, 3, rest, count, sight, weights, columns, grad,
                                       grad_step);
         left -= vectors;
         grad += vectors * UPI_WIDE;
@@ -189,25 +211,30 @@ UPI_INLINE void upi_attn_bwd_panel(const upi_attn_bwd_work *w, int d, upi_fw sca
     float *p = w->p + panel * UPI_ATTN_KEYS * UPI_ATTN_PANEL,
           *s = w->s + panel * UPI_ATTN_KEYS * UPI_ATTN_PANEL;
     upi_fw lse[UPI_ATTN_VECTORS], delta[UPI_ATTN_VECTORS];
-    int j, v, end;
+    int seen[UPI_ATTN_VECTORS], j, v, end;
     UPI_CPU_UNROLL
     for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
         lse[v] = upi_fw_load(w->lse + panel * UPI_ATTN_PANEL + v * UPI_WIDE);
         delta[v] = upi_fw_load(w->delta + panel * UPI_ATTN_PANEL + v * UPI_WIDE);
     }
-    for (j = 0; j < keys; j += UPI_ATTN_TILE)
-        upi_attn_weights_grad(d, w->k + j * (d + UPI_ATTN_PAD), q, w->v + j * (d + UPI_ATTN_PAD), go, scale,
-                              lse, delta, p + j * UPI_ATTN_PANEL, s + j * UPI_ATTN_PANEL);
-    if (last < keys - 1)
-        for (j = last < 0 ? 0 : last; j < keys; ++j) {
-            upi_attn_hide(p + j * UPI_ATTN_PANEL, j, last, upi_fw_zero());
-            upi_attn_hide(s + j * UPI_ATTN_PANEL, j, last, upi_fw_zero());
-        }
+    upi_attn_vector_keys(keys, last, seen);
+    for (j = 0; j < (last < keys ? last : keys) + UPI_WIDE && j < keys; j += UPI_ATTN_TILE)
+        upi_attn_weights_grad(0, d, w->k + j * (d + UPI_ATTN_PAD), q, w->v + j * (d + UPI_ATTN_PAD), go,
+                              scale, lse, delta, p + j * UPI_ATTN_PANEL, s + j * UPI_ATTN_PANEL);
+    for (; j < keys; j += UPI_ATTN_TILE)
+        upi_attn_weights_grad_rest(upi_attn_first_vector(j, last), d, w->k + j * (d + UPI_ATTN_PAD), q,
+                                   w->v + j * (d + UPI_ATTN_PAD), go, scale, lse, delta,
+                                   p + j * UPI_ATTN_PANEL, s + j * UPI_ATTN_PANEL);
+    for (j = last < 0 ? 0 : last; j < keys; ++j) UPI_CPU_UNROLL
+    for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
+        upi_attn_hide(p + j * UPI_ATTN_PANEL + v * UPI_WIDE, v, j, last, upi_fw_zero());
+        upi_attn_hide(s + j * UPI_ATTN_PANEL + v * UPI_WIDE, v, j, last, upi_fw_zero());
+    }
     /* rows that this panel doesn't see, but that a tile of gk or gv takes along */
     end = keys + UPI_ATTN_TALL < UPI_ATTN_KEYS ? keys + UPI_ATTN_TALL : (int)UPI_ATTN_KEYS;
     memset(p + keys * UPI_ATTN_PANEL, 0, (size_t)((end - keys) * UPI_ATTN_PANEL) * sizeof *p);
     memset(s + keys * UPI_ATTN_PANEL, 0, (size_t)((end - keys) * UPI_ATTN_PANEL) * sizeof *s);
-    upi_attn_weigh(d, keys, w->k, s, w->gq + panel * UPI_ATTN_PANEL * d, NULL);
+    upi_attn_weigh(d, seen, w->k, s, w->gq + panel * UPI_ATTN_PANEL * d, NULL);
 }
 
 /* Copies `rows` queries from q0 and what belongs to them to scratch. */
@@ -267,23 +294,24 @@ UPI_CPU_KERNEL void upi_attn_bwd_block(const upi_attn_head *a, const upi_attn_bw
     const upi_fw scale = upi_fw_set1(a->scale);
     upi_attn_bwd_work w;
     float factor[UPI_ATTN_PANEL];
-    int seen[UPI_ATTN_PANELS_BWD];
+    upi_attn_sight sight;
     int64_t k0;
-    int p, last;
+    int p;
     upi_attn_bwd_layout(&w, scratch, d);
     for (p = 0; p < UPI_ATTN_PANEL; ++p) factor[p] = a->scale;
+    sight.panels = panels;
     upi_attn_bwd_pack(a, &w, d, q0, rows);
     for (k0 = 0; k0 < reach; k0 += UPI_ATTN_KEYS) {
         int keys = upi_attn_least(reach - k0, UPI_ATTN_KEYS);
         upi_attn_pack_keys(w.k, a->k, a->dtype, k0, a->k_step, keys, d);
         upi_attn_pack_keys(w.v, a->v, a->dtype, k0, a->v_step, keys, d);
         for (p = 0; p < panels; ++p) {
-            seen[p] = upi_attn_panel_keys(a, q0 + p * UPI_ATTN_PANEL, k0, keys, &last);
-            if (seen[p] > 0) upi_attn_bwd_panel(&w, d, scale, p, seen[p], last);
+            sight.keys[p] = upi_attn_panel_keys(a, q0 + p * UPI_ATTN_PANEL, k0, keys, &sight.last[p]);
+            if (sight.keys[p] > 0) upi_attn_bwd_panel(&w, d, scale, p, sight.keys[p], sight.last[p]);
         }
         if (gates != NULL) upi_par_wait(gates + k0 / UPI_ATTN_KEYS, upi_attn_turn_after(job, a, turn, k0));
-        upi_attn_add_grad_block(d, keys, seen, panels, w.p, w.go_rows, a->gv + k0 * a->gv_step, a->gv_step);
-        upi_attn_add_grad_block(d, keys, seen, panels, w.s, w.q_rows, a->gk + k0 * a->gk_step, a->gk_step);
+        upi_attn_add_grad_block(d, keys, &sight, w.p, w.go_rows, a->gv + k0 * a->gv_step, a->gv_step);
+        upi_attn_add_grad_block(d, keys, &sight, w.s, w.q_rows, a->gk + k0 * a->gk_step, a->gk_step);
         if (gates != NULL) upi_par_open(gates + k0 / UPI_ATTN_KEYS, turn + 1);
     }
     for (p = 0; p < panels; ++p) {

@@ -45,19 +45,30 @@ UPI_INLINE size_t upi_attn_fwd_layout(upi_attn_fwd_work *w, float *base, int64_t
     return used;
 }
 
-/* Products of a tile's keys with a panel: out[tile][panel]; raises top if there is one. */
-UPI_INLINE void upi_attn_products(int d, const float *keys, const float *panel, float *__restrict out,
-                                  upi_fw *top)
+/* Products of a tile's keys with a panel, from vector `from` on: out[tile][panel]; raises top if there is one. */
+UPI_INLINE void upi_attn_products(int from, int d, const float *keys, const float *panel,
+                                  float *__restrict out, upi_fw *top)
 {
     upi_fw sums[UPI_ATTN_TILE][UPI_ATTN_VECTORS];
     int i, v;
-    upi_attn_dot(d, keys, panel, sums);
+    upi_attn_dot(from, d, keys, panel, sums);
     UPI_CPU_UNROLL
     for (i = 0; i < UPI_ATTN_TILE; ++i) UPI_CPU_UNROLL
-    for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
+    for (v = from; v < UPI_ATTN_VECTORS; ++v) {
         upi_fw_store(out + i * UPI_ATTN_PANEL + v * UPI_WIDE, sums[i][v]);
         if (top != NULL) top[v] = upi_fw_max(top[v], sums[i][v]);
     }
+}
+
+/* The same where the first vectors may see none of the keys; kept apart from the loop over whole tiles. */
+UPI_CPU_KERNEL void upi_attn_products_rest(int from, int d, const float *keys, const float *panel, float *out)
+{
+    if (from == 0)
+        upi_attn_products(0, d, keys, panel, out, NULL);
+    else if (from == 1)
+        upi_attn_products(1, d, keys, panel, out, NULL);
+    else
+        upi_attn_products(2, d, keys, panel, out, NULL);
 }
 
 /* The scale is left to the exponent: products of bf16 values then sum almost without rounding. */
@@ -66,15 +77,15 @@ UPI_INLINE upi_fw upi_attn_weight(upi_fw product, upi_fw rate, upi_fw top)
     return upi_fw_exp2(upi_fw_mul(rate, upi_fw_sub(product, top)));
 }
 
-/* Turns products p[keys][panel] into weights 2^(rate * (p - top)), adds them to sum. */
-UPI_INLINE void upi_attn_softmax(float *p, int keys, upi_fw rate, const upi_fw *top, upi_fw *sum)
+/* Turns products p[keys[v]][panel] of vector v into weights 2^(rate * (p - top)), adds them to sum. */
+UPI_INLINE void upi_attn_softmax(float *p, const int *keys, upi_fw rate, const upi_fw *top, upi_fw *sum)
 {
     int j, v;
     UPI_CPU_UNROLL
     for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
         upi_fw even = sum[v], odd = upi_fw_zero();
         float *at = p + v * UPI_WIDE;
-        for (j = 0; j + 2 <= keys; j += 2, at += 2 * UPI_ATTN_PANEL) {
+        for (j = 0; j + 2 <= keys[v]; j += 2, at += 2 * UPI_ATTN_PANEL) {
             upi_fw e = upi_attn_weight(upi_fw_load(at), rate, top[v]);
             upi_fw f = upi_attn_weight(upi_fw_load(at + UPI_ATTN_PANEL), rate, top[v]);
             upi_fw_store(at, e);
@@ -82,7 +93,7 @@ UPI_INLINE void upi_attn_softmax(float *p, int keys, upi_fw rate, const upi_fw *
             even = upi_fw_add(even, e);
             odd = upi_fw_add(odd, f);
         }
-        if (j < keys) {
+        if (j < keys[v]) {
             upi_fw e = upi_attn_weight(upi_fw_load(at), rate, top[v]);
             upi_fw_store(at, e);
             even = upi_fw_add(even, e);
@@ -99,22 +110,24 @@ UPI_INLINE void upi_attn_fwd_panel(const upi_attn_fwd_work *w, int d, upi_fw rat
     const float *q = w->q + panel * UPI_ATTN_PANEL * d;
     float *at_top = w->top + panel * UPI_ATTN_PANEL, *at_sum = w->sum + panel * UPI_ATTN_PANEL;
     upi_fw old[UPI_ATTN_VECTORS], top[UPI_ATTN_VECTORS], sum[UPI_ATTN_VECTORS], fold[UPI_ATTN_VECTORS];
-    int masked = last < keys - 1;
-    int whole = masked ? 0 : keys / UPI_ATTN_TILE * UPI_ATTN_TILE;
-    int j, v;
+    int masked = last < keys - 1, whole = masked ? 0 : keys / UPI_ATTN_TILE * UPI_ATTN_TILE;
+    int seen[UPI_ATTN_VECTORS], j, v;
+    upi_attn_vector_keys(keys, last, seen);
     UPI_CPU_UNROLL
     for (v = 0; v < UPI_ATTN_VECTORS; ++v) top[v] = old[v] = upi_fw_load(at_top + v * UPI_WIDE);
 
     for (j = 0; j < whole; j += UPI_ATTN_TILE)
-        upi_attn_products(d, w->k + j * (d + UPI_ATTN_PAD), q, w->p + j * UPI_ATTN_PANEL, top);
+        upi_attn_products(0, d, w->k + j * (d + UPI_ATTN_PAD), q, w->p + j * UPI_ATTN_PANEL, top);
     for (; j < keys; j += UPI_ATTN_TILE)
-        upi_attn_products(d, w->k + j * (d + UPI_ATTN_PAD), q, w->p + j * UPI_ATTN_PANEL, NULL);
-    for (j = whole; j < keys; ++j) {
-        float *at = w->p + j * UPI_ATTN_PANEL;
-        if (masked) upi_attn_hide(at, j, last, nothing);
-        UPI_CPU_UNROLL
-        for (v = 0; v < UPI_ATTN_VECTORS; ++v) top[v] = upi_fw_max(top[v], upi_fw_load(at + v * UPI_WIDE));
-    }
+        upi_attn_products_rest(upi_attn_first_vector(j, last), d, w->k + j * (d + UPI_ATTN_PAD), q,
+                               w->p + j * UPI_ATTN_PANEL);
+    UPI_CPU_UNROLL
+    for (v = 0; v < UPI_ATTN_VECTORS; ++v)
+        for (j = whole; j < seen[v]; ++j) {
+            float *at = w->p + j * UPI_ATTN_PANEL + v * UPI_WIDE;
+            if (masked) upi_attn_hide(at, v, j, last, nothing);
+            top[v] = upi_fw_max(top[v], upi_fw_load(at));
+        }
 
     UPI_CPU_UNROLL
     for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
@@ -126,10 +139,10 @@ UPI_INLINE void upi_attn_fwd_panel(const upi_attn_fwd_work *w, int d, upi_fw rat
         sum[v] = upi_fw_mul(fold[v], upi_fw_load(at_sum + v * UPI_WIDE));
         UPI_OPAQUE(sum[v]); /* the compiler could fuse it with the first addition, or not */
     }
-    upi_attn_softmax(w->p, keys, rate, top, sum);
+    upi_attn_softmax(w->p, seen, rate, top, sum);
     UPI_CPU_UNROLL
     for (v = 0; v < UPI_ATTN_VECTORS; ++v) upi_fw_store(at_sum + v * UPI_WIDE, sum[v]);
-    upi_attn_weigh(d, keys, w->v, w->p, w->o + panel * UPI_ATTN_PANEL * d, fold);
+    upi_attn_weigh(d, seen, w->v, w->p, w->o + panel * UPI_ATTN_PANEL * d, fold);
 }
 
 /* Brings a row up to what it saw of other keys: old is its log-sum-exp there, *lse here. The row's o becomes
