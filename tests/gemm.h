@@ -26,7 +26,7 @@ static double element(upipe_view v, int64_t i, int j, int64_t k)
     return (double)upi_f1_get(upipe_view_at(v, i, j), v.dtype, k);
 }
 
-/* All bytes 0xff are a NaN in both types. */
+/* All bytes 0xff are a NaN in every type. */
 static upipe_view matrix(test_rng *r, upipe_dtype dtype, int64_t n, int h, int d, int layout, int gap)
 {
     upipe_view v;
@@ -59,7 +59,7 @@ typedef struct gemm_product {
 
 static float chain_step(float x, float y, float sum)
 {
-#if UPI_CPU_AVX2
+#if UPI_CPU_AVX2 || UPI_CPU_NEON
     return fmaf(x, y, sum);
 #else
     return x * y + sum;
@@ -95,6 +95,7 @@ static int reference(const gemm_product *p, upipe_view before, upipe_view want)
                 got = element(p->out, i, j, n);
                 bound = (double)(p->depth + 2) * 0x1.02p-24 * size;
                 if (p->out.dtype == UPIPE_BF16) bound += (fabs(exact) + bound) * 0x1.01p-8 + 0x1p-133;
+                if (p->out.dtype == UPIPE_F16) bound += (fabs(exact) + bound) * 0x1.01p-11 + 0x1p-25;
                 if (!(fabs(got - exact) <= bound)) {
                     CHECK_SAY(0, "out[%lld][%d][%lld] is %.9g, exactly %.9g, bound %g", (long long)i, j,
                               (long long)n, got, exact, bound);

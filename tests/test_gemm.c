@@ -1,5 +1,5 @@
 /* test_gemm.c -- the CPU matrix product: against f64, one chain of fused multiply-adds bit by bit, and
- * bitwise over every way to split a product into several calls
+ * bitwise over every way to split a product into several calls, and over threads
  *
  * Built with UPIPE_WITH_CBLAS it also checks the BLAS entry, to the same bound, not
  * bitwise.
@@ -7,12 +7,13 @@
 #include "gemm.h"
 
 #include "upipe/cpu/upipe_cpu_gemm.h"
+#include "examples/common/pool.h"
 #ifdef UPIPE_WITH_CBLAS
 #include "upipe/cpu/upipe_cpu_cblas.h"
 #endif
 
 /* The exact chain is known with explicit FMA, or where the target has none that a compiler could slip in. */
-#if UPI_CPU_AVX2
+#if UPI_CPU_AVX2 || UPI_CPU_NEON
 #define CHAIN_KNOWN 1
 #elif defined(__FMA__) || !(defined(__x86_64__) || defined(__i386__))
 #define CHAIN_KNOWN 0
@@ -47,16 +48,67 @@ static upipe_view one_head(upipe_view v, int j)
     return v;
 }
 
+/* ---- threads ---- */
+
+enum { SCRATCH_MOST = 1600 * 1024 }; /* of one thread */
+
+/* Tables of several threads: pools, and pools that run their tasks backwards on the thread that calls. */
+typedef struct team {
+    upipe_ops ops;
+    upipe_par par;
+    pool threads;
+} team;
+
+enum { POOLS = 3, TEAMS = 2 * POOLS };
+static const int32_t team_sizes[POOLS] = {2, 3, 7};
+static team teams[TEAMS];
+static upipe_ops alone; /* one thread */
+
+static void run_backwards(void *self, int32_t count, void (*task)(void *arg, int32_t i), void *arg)
+{
+    (void)self;
+    while (count > 0) task(arg, --count);
+}
+
+static void teams_init(void)
+{
+    int i;
+    alone.f16 = 1;
+    for (i = 0; i < TEAMS; ++i) {
+        team *t = &teams[i];
+        if (i < POOLS) {
+            if (pool_init(&t->threads, team_sizes[i]) != 0) {
+                fprintf(stderr, "test_gemm: no %d threads\n", (int)team_sizes[i]);
+                exit(1);
+            }
+            t->par = pool_par(&t->threads);
+        } else {
+            t->par.run = run_backwards;
+            t->par.workers = team_sizes[i - POOLS];
+        }
+        t->ops = alone;
+        t->ops.par = &t->par;
+    }
+}
+
+static void teams_free(void)
+{
+    int i;
+    for (i = 0; i < POOLS; ++i) pool_free(&teams[i].threads);
+}
+
 /* ---- one product ---- */
 
-static void run(gemm_entry gemm, upipe_view out, upipe_view a, upipe_view b, int flags)
+static void run(gemm_entry gemm, const upipe_ops *ops, upipe_view out, upipe_view a, upipe_view b, int flags)
 {
     upipe_ctx c;
-    size_t bytes = upi_cpu_gemm_bytes(NULL, out, a, b, flags);
+    size_t bytes = upi_cpu_gemm_bytes(ops, out, a, b, flags);
     void *work = aligned_alloc(64, bytes == 0 ? 64 : bytes);
     memset(&c, 0, sizeof c);
+    c.ops = ops;
     memset(work, 0xff, bytes);
-    CHECK_SAY(bytes % 64 == 0 && bytes <= 768 * 1024, "scratch of %zu bytes", bytes);
+    CHECK_SAY(bytes % 64 == 0 && bytes <= (size_t)upi_par_workers(ops) * SCRATCH_MOST, "scratch of %zu bytes",
+              bytes);
     CHECK_STATUS(gemm(&c, out, a, b, flags, work, bytes), UPIPE_OK, c.err);
     free(work);
 }
@@ -89,7 +141,7 @@ static void check_split(const gemm_product *p, upipe_view before, const char *ho
                     int64_t m1 = rows[r + 1] - rows[r], n1 = cols[n + 1] - cols[n],
                             k1 = depths[d + 1] - depths[d];
                     if (m1 == 0 || n1 == 0 || k1 == 0) continue;
-                    run(upi_cpu_gemm, part(po, rows[r], m1, cols[n], n1),
+                    run(upi_cpu_gemm, &alone, part(po, rows[r], m1, cols[n], n1),
                         part_of(pa, trans_a, rows[r], m1, depths[d], k1),
                         part_of(pb, trans_b, depths[d], k1, cols[n], n1),
                         p->flags | (depths[d] > 0 ? UPIPE_GEMM_ACCUMULATE : 0));
@@ -98,6 +150,24 @@ static void check_split(const gemm_product *p, upipe_view before, const char *ho
               "%s: %lld x %d x %lld, %d heads, flags %d, %s, split at %lld, %lld, %lld: bits differ", how,
               (long long)p->out.n, p->out.d, (long long)p->depth, p->out.h, p->flags,
               upipe_dtype_name(p->out.dtype), (long long)row, (long long)col, (long long)k);
+    free(out.data);
+}
+
+/* The product again by each team. */
+static void check_threads(const gemm_product *p, upipe_view before)
+{
+    size_t bytes = view_bytes(p->out);
+    upipe_view out = p->out;
+    int i;
+    out.data = malloc(bytes + 1);
+    for (i = 0; i < TEAMS; ++i) {
+        memcpy(out.data, before.data, bytes);
+        run(upi_cpu_gemm, &teams[i].ops, out, p->a, p->b, p->flags);
+        CHECK_SAY(memcmp(out.data, p->out.data, bytes) == 0,
+                  "%d threads%s: %lld x %d x %lld, %d heads, flags %d, %s: bits differ",
+                  (int)teams[i].par.workers, i < POOLS ? "" : ", backwards", (long long)p->out.n, p->out.d,
+                  (long long)p->depth, p->out.h, p->flags, upipe_dtype_name(p->out.dtype));
+    }
     free(out.data);
 }
 
@@ -131,7 +201,7 @@ static void check_product(test_rng *r, int64_t rows, int cols, int64_t depth, in
     want.data = copy_of(p.out.data, bytes);
     a_before = copy_of(p.a.data, view_bytes(p.a));
     b_before = copy_of(p.b.data, view_bytes(p.b));
-    run(upi_cpu_gemm, p.out, p.a, p.b, flags);
+    run(upi_cpu_gemm, &alone, p.out, p.a, p.b, flags);
     CHECK_SAY(reference(&p, before, want), "%lld x %d x %lld, %d heads, shared %d, flags %d, %s x %s -> %s",
               (long long)rows, cols, (long long)depth, heads, shared, flags, upipe_dtype_name(type_a),
               upipe_dtype_name(type_b), upipe_dtype_name(type_out));
@@ -153,10 +223,11 @@ static void check_product(test_rng *r, int64_t rows, int cols, int64_t depth, in
             check_split(&p, before, "depth", 0, 0, k, 0);
             check_split(&p, before, "all", row, col, k, 1);
         }
+        check_threads(&p, before);
     }
 #ifdef UPIPE_WITH_CBLAS
     memcpy(p.out.data, before.data, bytes);
-    run(upi_cblas_gemm, p.out, p.a, p.b, flags);
+    run(upi_cblas_gemm, &alone, p.out, p.a, p.b, flags);
     CHECK_SAY(reference(&p, before, want), "BLAS: %lld x %d x %lld, %d heads, shared %d, flags %d",
               (long long)rows, cols, (long long)depth, heads, shared, flags);
 #endif
@@ -171,15 +242,17 @@ static void check_product(test_rng *r, int64_t rows, int cols, int64_t depth, in
 
 /* ---- the cases ---- */
 
+static const upipe_dtype types[] = {UPIPE_F32, UPIPE_BF16, UPIPE_F16};
+
 static void check_tails(test_rng *r)
 {
-    static const int cols[] = {1, 7, 8, 9, 15, 16, 17, 24, 33};
+    static const int cols[] = {1, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 40, 47, 48, 49, 64};
     int rows, n, flags;
-    for (rows = 1; rows <= 13; ++rows)
+    for (rows = 1; rows <= 17; ++rows)
         for (n = 0; n < (int)(sizeof cols / sizeof *cols); ++n)
             for (flags = 0; flags < 8; ++flags) {
-                upipe_dtype in = (rows + n) % 2 ? UPIPE_F32 : UPIPE_BF16;
-                upipe_dtype out = flags < UPIPE_GEMM_ACCUMULATE && n % 2 ? UPIPE_BF16 : UPIPE_F32;
+                upipe_dtype in = types[(rows + n) % 3];
+                upipe_dtype out = flags < UPIPE_GEMM_ACCUMULATE ? types[n % 3] : UPIPE_F32;
                 check_product(r, rows, cols[n], 1 + test_below(r, 20), 1, 0, flags, in, in, out, 0);
             }
 }
@@ -187,17 +260,18 @@ static void check_tails(test_rng *r)
 /* Past every blocking size: depth, packed strip, packed block, block of rows. */
 static void check_blocks(test_rng *r)
 {
-    int past = UPI_GEMM_DEPTH + 1;
+    const int past = UPI_GEMM_DEPTH + 1, wide = UPI_GEMM_B_PANELS * UPI_GEMM_COLS;
     check_product(r, 11, 17, past - 1, 1, 0, 0, UPIPE_F32, UPIPE_F32, UPIPE_F32, 1);
     check_product(r, 11, 17, past, 1, 0, UPIPE_GEMM_TRANS_B, UPIPE_F32, UPIPE_F32, UPIPE_F32, 1);
     check_product(r, 13, 21, 2 * past + 5, 1, 0, UPIPE_GEMM_TRANS_A, UPIPE_BF16, UPIPE_F32, UPIPE_F32, 1);
     check_product(r, 13, 21, 2 * past + 5, 2, 1, UPIPE_GEMM_TRANS_B, UPIPE_BF16, UPIPE_BF16, UPIPE_BF16, 1);
-    check_product(r, 59, 275, 40, 1, 0, UPIPE_GEMM_TRANS_B, UPIPE_F32, UPIPE_BF16, UPIPE_F32, 1);
-    check_product(r, 59, 275, 40, 1, 0, 0, UPIPE_BF16, UPIPE_BF16, UPIPE_BF16, 1);
-    check_product(r, UPI_GEMM_BLOCK_F32 * UPI_GEMM_ROWS + 7, 19, past + 2, 1, 0, UPIPE_GEMM_TRANS_B,
-                  UPIPE_F32, UPIPE_F32, UPIPE_F32, 1);
-    check_product(r, UPI_GEMM_BLOCK_BF16 * UPI_GEMM_ROWS + 7, 19, past + 2, 1, 0, UPIPE_GEMM_TRANS_B,
-                  UPIPE_BF16, UPIPE_BF16, UPIPE_BF16, 1);
+    check_product(r, 59, wide + 19, 40, 1, 0, UPIPE_GEMM_TRANS_B, UPIPE_F32, UPIPE_BF16, UPIPE_F32, 1);
+    check_product(r, 59, wide + 19, 40, 1, 0, 0, UPIPE_BF16, UPIPE_BF16, UPIPE_BF16, 1);
+    check_product(r, 40, wide - 5, past, 1, 0, 0, UPIPE_F16, UPIPE_F32, UPIPE_F16, 1);
+    check_product(r, UPI_GEMM_BLOCK_F32 / wide + 7, wide + 1, 3, 1, 0, UPIPE_GEMM_TRANS_B, UPIPE_F32,
+                  UPIPE_F32, UPIPE_F32, 1);
+    check_product(r, UPI_GEMM_BLOCK_16 / wide + 7, wide + 1, 3, 1, 0, UPIPE_GEMM_TRANS_B, UPIPE_BF16,
+                  UPIPE_BF16, UPIPE_BF16, 1);
     check_product(r, 9, 64, past, 5, 1, UPIPE_GEMM_TRANS_B, UPIPE_F32, UPIPE_F32, UPIPE_F32, 1);
     check_product(r, 40, 30, past, 3, 2, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE, UPIPE_F32, UPIPE_F32,
                   UPIPE_F32, 1);
@@ -209,9 +283,8 @@ static void check_random(test_rng *r, long draws)
     for (i = 0; i < draws; ++i) {
         int kind = test_below(r, 8), heads = kind < 4 ? 1 : 2 + test_below(r, 3);
         int rows = 1 + test_below(r, 30), cols = 1 + test_below(r, 40), depth = 1 + test_below(r, 40);
-        upipe_dtype type_a = test_below(r, 2) ? UPIPE_F32 : UPIPE_BF16;
-        upipe_dtype type_b = test_below(r, 2) ? UPIPE_F32 : UPIPE_BF16;
-        upipe_dtype type_out = test_below(r, 2) ? UPIPE_F32 : UPIPE_BF16;
+        upipe_dtype type_a = types[test_below(r, 3)], type_b = types[test_below(r, 3)];
+        upipe_dtype type_out = test_below(r, 2) ? UPIPE_F32 : types[1 + test_below(r, 2)];
         int flags = test_below(r, type_out == UPIPE_F32 ? 8 : 4);
         if (kind == 0) rows += 200;
         if (kind == 1) cols += 250;
@@ -223,23 +296,26 @@ static void check_random(test_rng *r, long draws)
 /* A caller may size its scratch for its largest tile: no smaller product needs more. */
 static void check_bytes(void)
 {
-    int type, size;
-    for (type = UPIPE_F32; type <= UPIPE_BF16; ++type) {
+    int which, size;
+    for (which = 0; which < 3 * 2; ++which) {
+        const upipe_ops *ops = which % 2 == 0 ? &alone : &teams[0].ops;
+        const size_t most = (size_t)upi_par_workers(ops) * SCRATCH_MOST;
+        const upipe_dtype type = types[which / 2];
         size_t before_rows = 0, before_cols = 0, before_depth = 0;
         for (size = 1; size < 1300; ++size) {
             upipe_view a = upipe_view_packed(NULL, UPIPE_BF16, size, 1, 700);
             upipe_view b = upipe_view_packed(NULL, UPIPE_BF16, size, 1, 700);
-            upipe_view tall = upipe_view_packed(NULL, (upipe_dtype)type, size, 1, 300);
-            upipe_view wide = upipe_view_packed(NULL, (upipe_dtype)type, 300, 1, size);
-            upipe_view deep = upipe_view_packed(NULL, (upipe_dtype)type, 300, 1, 300);
+            upipe_view tall = upipe_view_packed(NULL, type, size, 1, 300);
+            upipe_view wide = upipe_view_packed(NULL, type, 300, 1, size);
+            upipe_view deep = upipe_view_packed(NULL, type, 300, 1, 300);
             upipe_view other = upipe_view_packed(NULL, UPIPE_F32, 300, 1, 700), c;
-            size_t rows = upi_cpu_gemm_bytes(NULL, tall, a, other, UPIPE_GEMM_TRANS_B);
-            size_t cols = upi_cpu_gemm_bytes(NULL, wide, other, b, UPIPE_GEMM_TRANS_B), depth;
+            size_t rows = upi_cpu_gemm_bytes(ops, tall, a, other, UPIPE_GEMM_TRANS_B);
+            size_t cols = upi_cpu_gemm_bytes(ops, wide, other, b, UPIPE_GEMM_TRANS_B), depth;
             other.d = size;
             c = other;
-            depth = upi_cpu_gemm_bytes(NULL, deep, other, c, UPIPE_GEMM_TRANS_B);
-            CHECK_SAY(rows >= before_rows && cols >= before_cols && depth >= before_depth &&
-                          rows <= 768 * 1024 && cols <= 768 * 1024 && depth <= 768 * 1024,
+            depth = upi_cpu_gemm_bytes(ops, deep, other, c, UPIPE_GEMM_TRANS_B);
+            CHECK_SAY(rows >= before_rows && cols >= before_cols && depth >= before_depth && rows <= most &&
+                          cols <= most && depth <= most,
                       "size %d: %zu, %zu, %zu bytes, after %zu, %zu, %zu", size, rows, cols, depth,
                       before_rows, before_cols, before_depth);
             before_rows = rows;
@@ -269,9 +345,10 @@ static void check_statuses(gemm_entry gemm)
                a = upipe_view_packed(room, UPIPE_F32, 3, 1, 5);
     upipe_view b = upipe_view_packed(room, UPIPE_F32, 5, 1, 4), v;
     upipe_ctx c;
-    size_t need = upi_cpu_gemm_bytes(NULL, out, a, b, 0);
+    size_t need = upi_cpu_gemm_bytes(&alone, out, a, b, 0);
     memset(&c, 0, sizeof c);
-    CHECK(need > 0 && need <= 16 * 1024);
+    c.ops = &alone;
+    CHECK(need > 0 && need <= enough);
     CHECK_STATUS(gemm(&c, out, a, b, UPIPE_GEMM_TRANS_B, work, enough), UPIPE_ERR_ARG, c.err);
     CHECK_TEXT(c.err.text, "op(b) is 4 x 5");
     CHECK_STATUS(gemm(&c, out, a, b, UPIPE_GEMM_TRANS_A, work, enough), UPIPE_ERR_ARG, c.err);
@@ -287,7 +364,7 @@ static void check_statuses(gemm_entry gemm)
     v = out;
     v.h = 0;
     CHECK_STATUS(gemm(&c, v, a, b, 0, work, enough), UPIPE_ERR_ARG, c.err);
-    CHECK_INT(upi_cpu_gemm_bytes(NULL, v, a, b, 0), 0);
+    CHECK_INT(upi_cpu_gemm_bytes(&alone, v, a, b, 0), 0);
     v = out;
     v.dtype = UPIPE_BF16;
     CHECK_STATUS(gemm(&c, v, a, b, UPIPE_GEMM_ACCUMULATE, work, enough), UPIPE_ERR_UNSUPPORTED, c.err);
@@ -315,6 +392,7 @@ int main(void)
     test_rng r;
     r.state = (uint64_t)test_env("UPIPE_SEED", 1);
     printf("test_gemm: %s, seed %llu\n", upi_cpu_simd_name(), (unsigned long long)r.state);
+    teams_init();
     check_tails(&r);
     check_blocks(&r);
     check_random(&r, 100 + test_env("UPIPE_DRAWS", 2000) / 10);
@@ -324,5 +402,6 @@ int main(void)
 #ifdef UPIPE_WITH_CBLAS
     check_statuses(upi_cblas_gemm);
 #endif
+    teams_free();
     return test_end("test_gemm");
 }

@@ -1,43 +1,56 @@
-/* upipe_cpu_gemm.h -- matrix product on one CPU core        backend cpu, includes cpu_simd, check
+/* upipe_cpu_gemm.h -- matrix product on the CPU        backend cpu, includes cpu_par, check
  *
- * Fills two entries of the table (upi_cpu_gemm, upi_cpu_gemm_bytes). Any mix of f32 and bf16, any steps. The
- * scheme is BLAS's usual one: pieces of a and b are packed as f32, a register tile of 6 x 16 sums runs over
- * both.
+ * Fills two entries of the table (upi_cpu_gemm, upi_cpu_gemm_bytes). Any mix of f32, bf16 and f16, any steps.
+ * The scheme is BLAS's usual one: pieces of a and b are packed as f32, a register tile of ROWS x COLS sums
+ * runs over both, 8 x 48 with AVX-512 and 6 x 16 elsewhere.
  *
- *     for each block of rows of c, block of 256 columns, block of 320 of the depth:
- *         pack b                                           [16 panels][depth][16]
- *         for each strip of 48 rows:
- *             pack a                                       [8 panels][6][depth + 16]
- *             for each panel of b, for each panel of a:    tile of c (+)= a * b
+ *     for each block of c, which is what a thread takes:
+ *         for each DEPTH of the depth:
+ *             pack b                                           [B_PANELS][depth][COLS]
+ *             for each strip of rows:
+ *                 pack a                                       [A_PANELS][ROWS][DEPTH + 16]
+ *                 for each panel of a, for each panel of b:    tile of c (+)= a * b
+ *
+ * Packing waits for memory, tiles hardly touch it. So while a strip's tiles are computed, their kernel
+ * fetches what is packed next into the second-level cache, one line every four steps of the depth: products
+ * of few columns, such as a stage's Q, K and V of one x, do not wait for x.
  *
  * A batch that shares a is one product with more columns (all heads of a projection), one that shares b has
  * more rows (all heads of a weight gradient): the shared side is packed once. Panels do not cross matrices.
  *
  * The promise: an element of c is one chain of fused multiply-adds over the depth, ascending, from 0 or from
  * the old c. So no sum is ever split: a tile starts from the sums of the depth before it, in c itself or, for
- * a bf16 c, in an f32 copy of the block that is rounded once at the end; and tiles that overhang the matrix
- * run through the same kernels on padded data. Without FMA hardware the chain rounds each product too; all
- * else holds.
+ * a c of 16 bits, in an f32 copy of the block that is rounded once at the end; and tiles that overhang the
+ * matrix run through the same kernels on padded data. Threads share no sum either: their number changes no
+ * bit. Without FMA hardware the chain rounds each product too; all else holds.
  */
 #ifndef UPIPE_CPU_GEMM_H
 #define UPIPE_CPU_GEMM_H
 
-#include "upipe_cpu_simd.h"
+#include "upipe_cpu_par.h"
 #include "../upipe_check.h"
 
 /* clang-format off */
 enum {
-    UPI_GEMM_ROWS       = 6,   /* register tile: 12 sums, 2 of b, 1 of a: 15 of 16 registers */
-    UPI_GEMM_COLS       = 16,
-    UPI_GEMM_TILE       = UPI_GEMM_ROWS * UPI_GEMM_COLS,
-    UPI_GEMM_DEPTH      = 320, /* a panel of b and one of a, 28 KiB, share a first-level cache */
-    UPI_GEMM_A_STEP     = UPI_GEMM_DEPTH + 16,
-    UPI_GEMM_A_PANEL    = UPI_GEMM_ROWS * UPI_GEMM_A_STEP,
-    UPI_GEMM_A_PANELS   = 8,   /* 63 KiB */
-    UPI_GEMM_B_PANELS   = 16,  /* 320 KiB */
-    UPI_GEMM_BLOCK_F32  = 96,  /* row panels that one packed block of b serves where the sums lie in c */
-    UPI_GEMM_BLOCK_BF16 = 40,  /* where they lie in scratch: 240 KiB */
-    UPI_GEMM_ALIGN      = 64,  /* of scratch, bytes */
+    /* The register tile: 24 sums, 3 of b and 1 of a in 32 registers, or 12, 2 and 1 in 16. 8 x 48 loads less
+     * for each multiply-add than 14 x 32 does, and 8 divides what rows there usually are. */
+    UPI_GEMM_ROWS      = UPI_CPU_AVX512 ? 8 : 6,
+    UPI_GEMM_SHORT     = 4, /* rows of the kernel for a matrix's last ones */
+    UPI_GEMM_VECTORS   = UPI_CPU_AVX512 ? 3 : 2,
+    UPI_GEMM_COLS      = UPI_GEMM_VECTORS * UPI_WIDE,
+    UPI_GEMM_TILE      = UPI_GEMM_ROWS * UPI_GEMM_COLS,
+    /* A panel of a, 21 or 8 KiB, stays in a first-level cache while b, 720 or 320 KiB, streams by from the
+     * second. */
+    UPI_GEMM_DEPTH     = UPI_CPU_AVX512 ? 640 : 320,
+    UPI_GEMM_A_STEP    = UPI_GEMM_DEPTH + 16,
+    UPI_GEMM_A_PANEL   = UPI_GEMM_ROWS * UPI_GEMM_A_STEP,
+    UPI_GEMM_A_PANELS  = UPI_CPU_AVX512 ? 4 : 8,
+    UPI_GEMM_B_PANELS  = UPI_CPU_AVX512 ? 6 : 16,
+    UPI_GEMM_BLOCK_F32 = 192 * 1024, /* sums of a block where they lie in c: 768 KiB in a cache */
+    UPI_GEMM_BLOCK_16  = (UPI_CPU_AVX512 ? 192 : 96) * 1024, /* in scratch */
+    UPI_GEMM_ITEMS     = 4,  /* blocks for each of several threads, at least */
+    UPI_GEMM_LINE      = 64, /* bytes of a line of a cache */
+    UPI_GEMM_ALIGN     = 64, /* of scratch, bytes */
 };
 /* clang-format on */
 
@@ -57,12 +70,32 @@ typedef struct upi_gemm_job {
     upipe_view out;
     int64_t depth;
     int64_t block_rows, block_cols; /* panels of a block of c */
-    int64_t products;               /* separate products: the heads, where neither side is shared */
-    float *a_pack, *b_pack;
-    float *sums; /* [block_rows][block_cols][6][16], the block of a bf16 c; NULL for f32 */
-    size_t bytes;
+    int64_t row_blocks, col_blocks;
+    int64_t products;      /* separate products: the heads, where neither side is shared */
+    int64_t b_at, sums_at; /* in a worker's scratch, floats: packed a lies at 0 */
+    size_t worker_bytes, bytes;
+    char *work;
     int accumulate;
 } upi_gemm_job;
+
+/* What the kernels fetch meanwhile, line by line: rows of `lines` lines that packing reads next. */
+typedef struct upi_gemm_ahead {
+    uintptr_t at;
+    intptr_t jump; /* from the end of a row to the next one, bytes */
+    int64_t rows;  /* that are left */
+    int lines, left;
+} upi_gemm_ahead;
+
+/* One block of c, as a worker computes it. */
+typedef struct upi_gemm_block {
+    const upi_gemm_job *g;
+    upi_gemm_side a, b; /* of this product */
+    char *out;
+    int64_t row0, row1, col0, col1; /* panels */
+    float *a_pack, *b_pack;
+    float *sums; /* [rows][cols][ROWS][COLS], for a c of 16 bits; NULL for f32 */
+    upi_gemm_ahead ahead_a, ahead_b;
+} upi_gemm_block;
 
 UPI_INLINE int64_t upi_gemm_least(int64_t a, int64_t b)
 {
@@ -83,46 +116,64 @@ UPI_INLINE void upi_gemm_side_init(upi_gemm_side *s, upipe_view v, int64_t lanes
     s->dtype = v.dtype;
 }
 
-/* Plans the product and lays the scratch out from work, which may be NULL. Bytes never shrink as rows,
- * columns or the depth grow, so that the scratch of a largest product serves all smaller ones of its kind. */
-UPI_INLINE void upi_gemm_plan(upi_gemm_job *g, upipe_view out, upipe_view a, upipe_view b, int flags,
-                              void *work)
+/* Panels of a block where `all` are cut into `blocks` of equal size; the number of blocks that this makes. */
+UPI_INLINE int64_t upi_gemm_cut(int64_t all, int64_t *blocks)
+{
+    int64_t each = (all + *blocks - 1) / *blocks;
+    *blocks = (all + each - 1) / each;
+    return each;
+}
+
+/* Plans the product. Bytes never shrink as rows, columns or the depth grow, so that the scratch of a largest
+ * product serves all smaller ones of its kind. */
+UPI_INLINE void upi_gemm_plan(upi_gemm_job *g, const upipe_ops *ops, upipe_view out, upipe_view a,
+                              upipe_view b, int flags)
 {
     int trans_a = (flags & UPIPE_GEMM_TRANS_A) != 0, trans_b = (flags & UPIPE_GEMM_TRANS_B) != 0;
     int64_t row_heads = a.h > 1 && b.h == 1 ? out.h : 1, col_heads = a.h == 1 ? out.h : 1;
-    size_t a_floats, b_floats, sums_floats;
+    int64_t most = out.dtype == UPIPE_F32 ? UPI_GEMM_BLOCK_F32 : UPI_GEMM_BLOCK_16, sums, items;
+    const int32_t workers = upi_par_workers(ops);
+    memset(g, 0, sizeof *g);
     upi_gemm_side_init(&g->a, a, out.n, UPI_GEMM_ROWS, !trans_a, row_heads);
     upi_gemm_side_init(&g->b, b, out.d, UPI_GEMM_COLS, trans_b, col_heads);
     g->out = out;
     g->depth = trans_a ? a.n : a.d;
     g->products = out.h / (row_heads * col_heads);
     g->accumulate = (flags & UPIPE_GEMM_ACCUMULATE) != 0;
+    if (g->a.all == 0 || g->b.all == 0 || g->depth == 0) return;
     g->block_cols = upi_gemm_least(g->b.all, UPI_GEMM_B_PANELS);
-    g->block_rows =
-        upi_gemm_least(g->a.all, out.dtype == UPIPE_F32 ? UPI_GEMM_BLOCK_F32 : UPI_GEMM_BLOCK_BF16);
-    a_floats = (size_t)(upi_gemm_least(g->a.all, UPI_GEMM_A_PANELS) * UPI_GEMM_A_PANEL);
-    b_floats = (size_t)(g->block_cols * UPI_GEMM_COLS * upi_gemm_least(g->depth, UPI_GEMM_DEPTH));
-    sums_floats = out.dtype == UPIPE_F32 ? 0 : (size_t)(g->block_rows * g->block_cols * UPI_GEMM_TILE);
-    /* Blocks of equal size: a last one of a few rows would pack all of b for itself. */
-    if (g->block_rows > 0) {
-        int64_t blocks = (g->a.all + g->block_rows - 1) / g->block_rows;
-        g->block_rows = (g->a.all + blocks - 1) / blocks;
+    g->block_rows = upi_gemm_least(g->a.all, most / (g->block_cols * UPI_GEMM_TILE));
+    sums = out.dtype == UPIPE_F32 ? 0 : upi_gemm_least(g->a.all * g->block_cols * UPI_GEMM_TILE, most);
+    g->b_at = upi_gemm_least(g->a.all, UPI_GEMM_A_PANELS) * UPI_GEMM_A_PANEL;
+    g->sums_at = g->b_at + g->block_cols * UPI_GEMM_COLS * upi_gemm_least(g->depth, UPI_GEMM_DEPTH);
+    g->worker_bytes = (size_t)(g->sums_at + sums) * sizeof(float);
+    g->bytes = g->worker_bytes * (size_t)workers;
+    /* Blocks of equal size: a last one of a few rows would pack all of b for itself. Enough of them for the
+     * threads: what is split is the longer side, for the other one is packed again. */
+    g->row_blocks = (g->a.all + g->block_rows - 1) / g->block_rows;
+    g->col_blocks = (g->b.all + g->block_cols - 1) / g->block_cols;
+    items = workers > 1 ? (int64_t)workers * UPI_GEMM_ITEMS : 1;
+    while (g->products * g->row_blocks * g->col_blocks < items) {
+        int64_t rows = g->a.all / g->row_blocks, cols = g->b.all / g->col_blocks;
+        if (rows < 2 && cols < 2) break;
+        if (rows * UPI_GEMM_ROWS >= cols * UPI_GEMM_COLS)
+            ++g->row_blocks;
+        else
+            ++g->col_blocks;
     }
-    g->bytes = (a_floats + b_floats + sums_floats) * sizeof(float);
-    g->a_pack = (float *)work;
-    g->b_pack = work != NULL ? g->a_pack + a_floats : NULL;
-    g->sums = work != NULL && sums_floats > 0 ? g->b_pack + b_floats : NULL;
+    g->block_rows = upi_gemm_cut(g->a.all, &g->row_blocks);
+    g->block_cols = upi_gemm_cut(g->b.all, &g->col_blocks);
 }
 
 /* ---- packing ---- */
 
 /* Fetches `count` elements that packing reaches some rows later: rows lie pages apart, where no hardware
- * prefetcher follows. */
+ * prefetcher follows. For what no tile has fetched before. */
 UPI_INLINE void upi_gemm_fetch(const void *base, upipe_dtype dtype, int64_t at, int64_t count)
 {
     const char *p = (const char *)base + at * (int64_t)upipe_dtype_bytes(dtype);
     int64_t bytes = count * (int64_t)upipe_dtype_bytes(dtype), i;
-    for (i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
+    for (i = 0; i < bytes; i += UPI_GEMM_LINE) __builtin_prefetch(p + i);
 }
 
 /* First element of a panel; *count becomes its lanes inside the matrix. */
@@ -134,7 +185,7 @@ UPI_INLINE const void *upi_gemm_panel(const upi_gemm_side *s, int64_t panel, int
     return (const char *)s->data + at * (int64_t)upipe_dtype_bytes(s->dtype);
 }
 
-/* Rows of a as they lie, A_STEP apart. The kernel broadcasts from six of them: no transpose. */
+/* Rows of a as they lie, A_STEP apart. The kernel broadcasts from ROWS of them: no transpose. */
 UPI_INLINE void upi_gemm_pack_rows(const upi_gemm_side *s, float *to, int64_t first, int64_t last, int64_t k0,
                                    int depth, upipe_dtype dtype)
 {
@@ -155,7 +206,7 @@ UPI_INLINE void upi_gemm_pack_rows(const upi_gemm_side *s, float *to, int64_t fi
     }
 }
 
-/* Rows of b, whose depth is contiguous, to [depth][16]. */
+/* Rows of b, whose depth is contiguous, to [depth][COLS]. */
 UPI_INLINE void upi_gemm_pack_columns_turned(const upi_gemm_side *s, float *to, int64_t first, int64_t last,
                                              int64_t k0, int depth, upipe_dtype dtype)
 {
@@ -184,7 +235,7 @@ UPI_INLINE void upi_gemm_pack_columns_turned(const upi_gemm_side *s, float *to, 
 }
 
 /* a stored [depth][rows], turned into rows A_STEP apart: eight of the depth and eight rows at a time, of
- * which the panel keeps six. */
+ * which the panel keeps those that are its own. */
 UPI_INLINE void upi_gemm_pack_rows_turned(const upi_gemm_side *s, float *to, int64_t first, int64_t last,
                                           int64_t k0, int depth, upipe_dtype dtype)
 {
@@ -192,37 +243,40 @@ UPI_INLINE void upi_gemm_pack_rows_turned(const upi_gemm_side *s, float *to, int
         int64_t next = upi_gemm_least(last, (first / s->panels + 1) * s->panels); /* same head up to here */
         int64_t lanes = s->lanes - first % s->panels * UPI_GEMM_ROWS, p;
         int64_t here = upi_gemm_least(lanes, (next - first) * UPI_GEMM_ROWS);
-        int count, i, j, k;
+        int count, i, j, k, row;
         const void *from = upi_gemm_panel(s, first, k0, &count);
         for (k = 0; k < depth; k += UPI_LANES) {
             for (i = k + UPI_LANES; i < depth && i < k + 2 * UPI_LANES; ++i)
                 upi_gemm_fetch(from, dtype, i * s->depth_step, here);
-            for (p = 0; p < next - first; ++p) {
-                float *t = to + p * UPI_GEMM_A_PANEL + k;
-                int64_t lane = p * UPI_GEMM_ROWS;
-                upi_f8 r[UPI_LANES];
-                if (k + UPI_LANES <= depth && lane + UPI_LANES <= lanes) {
-                    UPI_CPU_UNROLL
-                    for (i = 0; i < UPI_LANES; ++i)
-                        r[i] = upi_f8_get(from, dtype, (k + i) * s->depth_step + lane);
-                    upi_f8_transpose(r);
-                    UPI_CPU_UNROLL
-                    for (i = 0; i < UPI_GEMM_ROWS; ++i) upi_f8_store(t + i * UPI_GEMM_A_STEP, r[i]);
-                } else {
-                    for (i = 0; i < UPI_GEMM_ROWS; ++i)
+            for (p = 0; p < next - first; ++p)
+                for (row = 0; row < UPI_GEMM_ROWS; row += UPI_LANES) {
+                    float *t = to + p * UPI_GEMM_A_PANEL + row * UPI_GEMM_A_STEP + k;
+                    int64_t lane = p * UPI_GEMM_ROWS + row;
+                    const int keep = UPI_GEMM_ROWS - row < UPI_LANES ? UPI_GEMM_ROWS - row : UPI_LANES;
+                    upi_f8 r[UPI_LANES];
+                    if (k + UPI_LANES <= depth && lane + UPI_LANES <= lanes) {
+                        UPI_CPU_UNROLL
+                        for (i = 0; i < UPI_LANES; ++i)
+                            r[i] = upi_f8_get(from, dtype, (k + i) * s->depth_step + lane);
+                        upi_f8_transpose(r);
+                        UPI_CPU_UNROLL
+                        for (i = 0; i < UPI_LANES; ++i)
+                            if (i < keep) upi_f8_store(t + i * UPI_GEMM_A_STEP, r[i]);
+                        continue;
+                    }
+                    for (i = 0; i < keep; ++i)
                         for (j = 0; j < UPI_LANES && k + j < depth; ++j)
                             t[i * UPI_GEMM_A_STEP + j] =
                                 lane + i < lanes ? upi_f1_get(from, dtype, (k + j) * s->depth_step + lane + i)
                                                  : 0;
                 }
-            }
         }
         to += (next - first) * UPI_GEMM_A_PANEL;
         first = next;
     }
 }
 
-/* b stored [depth][columns], to [depth][16]. The depth is the outer loop, so that memory is read in order. */
+/* b stored [depth][columns], to [depth][COLS]. The depth is outside, so that memory is read in order. */
 UPI_INLINE void upi_gemm_pack_columns(const upi_gemm_side *s, float *to, int64_t first, int64_t last,
                                       int64_t k0, int depth, upipe_dtype dtype)
 {
@@ -238,8 +292,9 @@ UPI_INLINE void upi_gemm_pack_columns(const upi_gemm_side *s, float *to, int64_t
                 float *t = to + (p * depth + k) * UPI_GEMM_COLS;
                 int64_t at = k * s->depth_step + p * UPI_GEMM_COLS;
                 if ((p + 1) * UPI_GEMM_COLS <= lanes) {
-                    upi_f8_store(t, upi_f8_get(from, dtype, at));
-                    upi_f8_store(t + UPI_LANES, upi_f8_get(from, dtype, at + UPI_LANES));
+                    UPI_CPU_UNROLL
+                    for (i = 0; i < UPI_GEMM_COLS; i += UPI_LANES)
+                        upi_f8_store(t + i, upi_f8_get(from, dtype, at + i));
                 } else {
                     for (i = 0; i < UPI_GEMM_COLS; ++i)
                         t[i] = p * UPI_GEMM_COLS + i < lanes ? upi_f1_get(from, dtype, at + i) : 0;
@@ -251,185 +306,298 @@ UPI_INLINE void upi_gemm_pack_columns(const upi_gemm_side *s, float *to, int64_t
     }
 }
 
-UPI_CPU_KERNEL void upi_gemm_pack_a(const upi_gemm_job *g, int64_t first, int64_t last, int64_t k0, int depth)
+UPI_INLINE void upi_gemm_pack_a_as(const upi_gemm_side *s, float *to, int64_t first, int64_t last, int64_t k0,
+                                   int depth, upipe_dtype dtype)
 {
-    const upi_gemm_side *s = &g->a;
-    if (s->depth_step == 1 && s->dtype == UPIPE_F32)
-        upi_gemm_pack_rows(s, g->a_pack, first, last, k0, depth, UPIPE_F32);
-    else if (s->depth_step == 1)
-        upi_gemm_pack_rows(s, g->a_pack, first, last, k0, depth, UPIPE_BF16);
-    else if (s->dtype == UPIPE_F32)
-        upi_gemm_pack_rows_turned(s, g->a_pack, first, last, k0, depth, UPIPE_F32);
+    if (s->depth_step == 1)
+        upi_gemm_pack_rows(s, to, first, last, k0, depth, dtype);
     else
-        upi_gemm_pack_rows_turned(s, g->a_pack, first, last, k0, depth, UPIPE_BF16);
+        upi_gemm_pack_rows_turned(s, to, first, last, k0, depth, dtype);
 }
 
-UPI_CPU_KERNEL void upi_gemm_pack_b(const upi_gemm_job *g, int64_t first, int64_t last, int64_t k0, int depth)
+UPI_CPU_KERNEL void upi_gemm_pack_a(const upi_gemm_side *s, float *to, int64_t first, int64_t last,
+                                    int64_t k0, int depth)
 {
-    const upi_gemm_side *s = &g->b;
-    if (s->depth_step == 1 && s->dtype == UPIPE_F32)
-        upi_gemm_pack_columns_turned(s, g->b_pack, first, last, k0, depth, UPIPE_F32);
-    else if (s->depth_step == 1)
-        upi_gemm_pack_columns_turned(s, g->b_pack, first, last, k0, depth, UPIPE_BF16);
-    else if (s->dtype == UPIPE_F32)
-        upi_gemm_pack_columns(s, g->b_pack, first, last, k0, depth, UPIPE_F32);
+    if (s->dtype == UPIPE_F32)
+        upi_gemm_pack_a_as(s, to, first, last, k0, depth, UPIPE_F32);
+    else if (s->dtype == UPIPE_BF16)
+        upi_gemm_pack_a_as(s, to, first, last, k0, depth, UPIPE_BF16);
     else
-        upi_gemm_pack_columns(s, g->b_pack, first, last, k0, depth, UPIPE_BF16);
+        upi_gemm_pack_a_as(s, to, first, last, k0, depth, UPIPE_F16);
+}
+
+UPI_INLINE void upi_gemm_pack_b_as(const upi_gemm_side *s, float *to, int64_t first, int64_t last, int64_t k0,
+                                   int depth, upipe_dtype dtype)
+{
+    if (s->depth_step == 1)
+        upi_gemm_pack_columns_turned(s, to, first, last, k0, depth, dtype);
+    else
+        upi_gemm_pack_columns(s, to, first, last, k0, depth, dtype);
+}
+
+UPI_CPU_KERNEL void upi_gemm_pack_b(const upi_gemm_side *s, float *to, int64_t first, int64_t last,
+                                    int64_t k0, int depth)
+{
+    if (s->dtype == UPIPE_F32)
+        upi_gemm_pack_b_as(s, to, first, last, k0, depth, UPIPE_F32);
+    else if (s->dtype == UPIPE_BF16)
+        upi_gemm_pack_b_as(s, to, first, last, k0, depth, UPIPE_BF16);
+    else
+        upi_gemm_pack_b_as(s, to, first, last, k0, depth, UPIPE_F16);
+}
+
+/* ---- fetching ahead ---- */
+
+/* Nothing is left to fetch: the kernels touch `at`, over and over. */
+UPI_INLINE void upi_gemm_ahead_none(upi_gemm_ahead *f, const void *at)
+{
+    f->at = (uintptr_t)at;
+    f->jump = -UPI_GEMM_LINE;
+    f->rows = 0;
+    f->lines = f->left = 1;
+}
+
+/* What packing the panels first .. last - 1 at depth k reads, as far as they are of one head. */
+UPI_INLINE void upi_gemm_ahead_of(upi_gemm_ahead *f, const upi_gemm_side *s, int64_t first, int64_t last,
+                                  int64_t k, int64_t depth)
+{
+    const int64_t bytes = (int64_t)upipe_dtype_bytes(s->dtype);
+    int64_t lanes = upi_gemm_least(s->lanes - first % s->panels * s->width, (last - first) * s->width);
+    int64_t row = s->depth_step == 1 ? depth : lanes,
+            step = s->depth_step == 1 ? s->lane_step : s->depth_step;
+    int count;
+    f->at = (uintptr_t)upi_gemm_panel(s, first, k, &count);
+    f->lines = f->left = (int)((row * bytes + UPI_GEMM_LINE - 1) / UPI_GEMM_LINE);
+    f->jump = (intptr_t)(step * bytes - f->lines * UPI_GEMM_LINE);
+    f->rows = s->depth_step == 1 ? lanes : depth;
 }
 
 /* ---- kernel ---- */
 
-/* c[rows][16], rows c_step apart, (+)= sum over k of a[i * A_STEP + k] * b[k][16]. */
-UPI_INLINE void upi_gemm_tile(int rows, int depth, const float *__restrict a, const float *__restrict b,
-                              float *__restrict c, int64_t c_step, int accumulate)
+/* c[rows][COLS], rows c_step apart, (+)= sum over k of a[i * A_STEP + k] * b[k][COLS]; of the columns the
+ * first `vectors` vectors. */
+UPI_INLINE void upi_gemm_tile(int rows, int vectors, int depth, const float *__restrict a,
+                              const float *__restrict b, float *__restrict c, int64_t c_step, int accumulate,
+                              upi_gemm_ahead *__restrict ahead)
 {
-    upi_f8 sum[UPI_GEMM_ROWS][2];
-    int i, k;
+    upi_fw sum[UPI_GEMM_ROWS][UPI_GEMM_VECTORS], y[UPI_GEMM_VECTORS];
+    upi_gemm_ahead f = *ahead;
+    int i, v, k = 0;
     UPI_CPU_UNROLL
     for (i = 0; i < rows; ++i) {
-        sum[i][0] = accumulate ? upi_f8_load(c + i * c_step) : upi_f8_zero();
-        sum[i][1] = accumulate ? upi_f8_load(c + i * c_step + UPI_LANES) : upi_f8_zero();
-    }
-    for (k = 0; k < depth; ++k, b += UPI_GEMM_COLS) {
-        upi_f8 b0 = upi_f8_load(b), b1 = upi_f8_load(b + UPI_LANES);
-        UPI_OPAQUE(b0);
-        UPI_OPAQUE(b1);
         UPI_CPU_UNROLL
-        for (i = 0; i < rows; ++i) {
-            upi_f8 x = upi_f8_broadcast(a + i * UPI_GEMM_A_STEP + k);
-            sum[i][0] = upi_f8_fma(x, b0, sum[i][0]);
-            sum[i][1] = upi_f8_fma(x, b1, sum[i][1]);
+        for (v = 0; v < vectors; ++v)
+            sum[i][v] = accumulate ? upi_fw_load(c + i * c_step + v * UPI_WIDE) : upi_fw_zero();
+    }
+    while (k < depth) {
+        const int end = k + 4 < depth ? k + 4 : depth;
+        __builtin_prefetch((const void *)f.at, 0, 2);
+        f.at += UPI_GEMM_LINE;
+        if (--f.left == 0) {
+            f.at += (uintptr_t)f.jump;
+            f.left = f.lines;
+            --f.rows;
+        }
+        for (; k < end; ++k, b += UPI_GEMM_COLS) {
+            UPI_CPU_UNROLL
+            for (v = 0; v < vectors; ++v) {
+                y[v] = upi_fw_load(b + v * UPI_WIDE);
+                UPI_OPAQUE(y[v]);
+            }
+            UPI_CPU_UNROLL
+            for (i = 0; i < rows; ++i) {
+                upi_fw x = upi_fw_broadcast(a + i * UPI_GEMM_A_STEP + k);
+                UPI_CPU_UNROLL
+                for (v = 0; v < vectors; ++v) sum[i][v] = upi_fw_fma(x, y[v], sum[i][v]);
+            }
         }
     }
+    *ahead = f;
     UPI_CPU_UNROLL
     for (i = 0; i < rows; ++i) {
-        upi_f8_store(c + i * c_step, sum[i][0]);
-        upi_f8_store(c + i * c_step + UPI_LANES, sum[i][1]);
+        UPI_CPU_UNROLL
+        for (v = 0; v < vectors; ++v) upi_fw_store(c + i * c_step + v * UPI_WIDE, sum[i][v]);
     }
 }
 
-UPI_CPU_KERNEL void upi_gemm_tile_6(int depth, const float *a, const float *b, float *c, int64_t c_step,
-                                    int accumulate)
+UPI_CPU_KERNEL void upi_gemm_tile_3(int depth, const float *a, const float *b, float *c, int64_t c_step,
+                                    int accumulate, upi_gemm_ahead *ahead)
 {
-    upi_gemm_tile(6, depth, a, b, c, c_step, accumulate);
+    upi_gemm_tile(UPI_GEMM_ROWS, UPI_GEMM_VECTORS, depth, a, b, c, c_step, accumulate, ahead);
 }
 
-UPI_CPU_KERNEL void upi_gemm_tile_4(int depth, const float *a, const float *b, float *c, int64_t c_step,
-                                    int accumulate)
+UPI_CPU_KERNEL void upi_gemm_tile_2(int depth, const float *a, const float *b, float *c, int64_t c_step,
+                                    int accumulate, upi_gemm_ahead *ahead)
 {
-    upi_gemm_tile(4, depth, a, b, c, c_step, accumulate);
+    upi_gemm_tile(UPI_GEMM_ROWS, 2, depth, a, b, c, c_step, accumulate, ahead);
 }
 
-/* A tile of which `rows` rows count. A matrix's last rows, four or fewer, take the short kernel. */
-UPI_INLINE void upi_gemm_tile_any(int rows, int depth, const float *a, const float *b, float *c,
-                                  int64_t c_step, int accumulate)
+UPI_CPU_KERNEL void upi_gemm_tile_1(int depth, const float *a, const float *b, float *c, int64_t c_step,
+                                    int accumulate, upi_gemm_ahead *ahead)
 {
-    if (rows > 4)
-        upi_gemm_tile_6(depth, a, b, c, c_step, accumulate);
+    upi_gemm_tile(UPI_GEMM_ROWS, 1, depth, a, b, c, c_step, accumulate, ahead);
+}
+
+UPI_CPU_KERNEL void upi_gemm_tile_short(int depth, const float *a, const float *b, float *c, int64_t c_step,
+                                        int accumulate, upi_gemm_ahead *ahead)
+{
+    upi_gemm_tile(UPI_GEMM_SHORT, UPI_GEMM_VECTORS, depth, a, b, c, c_step, accumulate, ahead);
+}
+
+/* A tile of which rows x cols count. A matrix's last columns take a narrow kernel, its last rows a short one;
+ * *kernel_rows x *kernel_cols is what the one for this tile writes. */
+UPI_INLINE void upi_gemm_kernel(int rows, int cols, int *kernel_rows, int *kernel_cols)
+{
+    const int is_short = rows <= UPI_GEMM_SHORT;
+    *kernel_rows = is_short ? UPI_GEMM_SHORT : UPI_GEMM_ROWS;
+    *kernel_cols = is_short ? UPI_GEMM_COLS : (cols + UPI_WIDE - 1) / UPI_WIDE * UPI_WIDE;
+}
+
+UPI_INLINE void upi_gemm_tile_any(int rows, int cols, int depth, const float *a, const float *b, float *c,
+                                  int64_t c_step, int accumulate, upi_gemm_ahead *ahead)
+{
+    if (rows <= UPI_GEMM_SHORT)
+        upi_gemm_tile_short(depth, a, b, c, c_step, accumulate, ahead);
+    else if (cols <= UPI_WIDE)
+        upi_gemm_tile_1(depth, a, b, c, c_step, accumulate, ahead);
+    else if (UPI_GEMM_VECTORS == 2 || cols <= 2 * UPI_WIDE)
+        upi_gemm_tile_2(depth, a, b, c, c_step, accumulate, ahead);
     else
-        upi_gemm_tile_4(depth, a, b, c, c_step, accumulate);
+        upi_gemm_tile_3(depth, a, b, c, c_step, accumulate, ahead);
 }
 
 /* Address of c at a row panel and a column panel, with the part of the tile that lies in the matrix. */
-UPI_INLINE void *upi_gemm_out(const upi_gemm_job *g, int64_t row_panel, int64_t col_panel, int *rows,
+UPI_INLINE void *upi_gemm_out(const upi_gemm_block *t, int64_t row_panel, int64_t col_panel, int *rows,
                               int *cols)
 {
-    int64_t head = row_panel / g->a.panels + col_panel / g->b.panels; /* one of them is 0 */
-    int64_t row = row_panel % g->a.panels * UPI_GEMM_ROWS, col = col_panel % g->b.panels * UPI_GEMM_COLS;
-    *rows = (int)upi_gemm_least(g->out.n - row, UPI_GEMM_ROWS);
-    *cols = (int)upi_gemm_least(g->out.d - col, UPI_GEMM_COLS);
-    return (char *)g->out.data +
-           (head * g->out.h_step + row * g->out.n_step + col) * (int64_t)upipe_dtype_bytes(g->out.dtype);
+    const upipe_view *out = &t->g->out;
+    int64_t head = row_panel / t->a.panels + col_panel / t->b.panels; /* one of them is 0 */
+    int64_t row = row_panel % t->a.panels * UPI_GEMM_ROWS, col = col_panel % t->b.panels * UPI_GEMM_COLS;
+    *rows = (int)upi_gemm_least(out->n - row, UPI_GEMM_ROWS);
+    *cols = (int)upi_gemm_least(out->d - col, UPI_GEMM_COLS);
+    return t->out + (head * out->h_step + row * out->n_step + col) * (int64_t)upipe_dtype_bytes(out->dtype);
 }
 
 /* A tile that overhangs an f32 c: its valid part is carried into a whole tile and back. */
-UPI_CPU_KERNEL void upi_gemm_tile_edge(const upi_gemm_job *g, int rows, int cols, int depth, const float *a,
-                                       const float *b, float *c, int accumulate)
+UPI_CPU_KERNEL void upi_gemm_tile_edge(int rows, int cols, int depth, const float *a, const float *b,
+                                       float *c, int64_t c_step, int accumulate, upi_gemm_ahead *ahead)
 {
     float t[UPI_GEMM_TILE];
     int i;
     memset(t, 0, sizeof t);
     for (i = 0; accumulate && i < rows; ++i)
-        memcpy(t + i * UPI_GEMM_COLS, c + i * g->out.n_step, (size_t)cols * sizeof(float));
-    upi_gemm_tile_any(rows, depth, a, b, t, UPI_GEMM_COLS, accumulate);
-    for (i = 0; i < rows; ++i)
-        memcpy(c + i * g->out.n_step, t + i * UPI_GEMM_COLS, (size_t)cols * sizeof(float));
+        memcpy(t + i * UPI_GEMM_COLS, c + i * c_step, (size_t)cols * sizeof(float));
+    upi_gemm_tile_any(rows, cols, depth, a, b, t, UPI_GEMM_COLS, accumulate, ahead);
+    for (i = 0; i < rows; ++i) memcpy(c + i * c_step, t + i * UPI_GEMM_COLS, (size_t)cols * sizeof(float));
 }
 
-/* Fetches the tile below this one; as addresses, since it need not exist. */
+/* Fetches the tile on the right; as addresses, since it need not exist. */
 UPI_INLINE void upi_gemm_fetch_tile(const float *c, int64_t c_step)
 {
+    uintptr_t row = (uintptr_t)(c + UPI_GEMM_COLS);
     int r;
-    for (r = UPI_GEMM_ROWS; r < 2 * UPI_GEMM_ROWS; ++r) {
-        uintptr_t row = (uintptr_t)c + (uintptr_t)(r * c_step) * sizeof(float);
+    for (r = 0; r < UPI_GEMM_ROWS; ++r, row += (uintptr_t)c_step * sizeof(float)) {
         __builtin_prefetch((const void *)row);
         __builtin_prefetch((const void *)(row + UPI_GEMM_COLS * sizeof(float) - 1));
     }
 }
 
-/* Row panels row0..row1 of the packed strip times column panels col0..col1 of the packed block. `block` is
- * the first row panel of the block. */
-UPI_INLINE void upi_gemm_strip(const upi_gemm_job *g, int64_t block, int64_t row0, int64_t row1, int64_t col0,
-                               int64_t col1, int depth, int accumulate)
+/* Row panels first .. last - 1, which are packed, times the packed columns of the block. */
+UPI_INLINE void upi_gemm_strip(upi_gemm_block *t, int64_t first, int64_t last, int depth, int accumulate)
 {
+    const int64_t c_step = t->g->out.n_step, all = t->col1 - t->col0;
     int64_t i, j;
-    int rows, cols;
-    for (j = col0; j < col1; ++j) {
-        const float *b = g->b_pack + (j - col0) * depth * UPI_GEMM_COLS;
-        for (i = row0; i < row1; ++i) {
-            const float *a = g->a_pack + (i - row0) * UPI_GEMM_A_PANEL;
-            float *c = (float *)upi_gemm_out(g, i, j, &rows, &cols);
-            if (g->sums != NULL) {
-                c = g->sums + ((i - block) * g->block_cols + (j - col0)) * UPI_GEMM_TILE;
-                upi_gemm_tile_any(rows, depth, a, b, c, UPI_GEMM_COLS, accumulate);
-            } else if (cols == UPI_GEMM_COLS && (rows == UPI_GEMM_ROWS || rows == 4)) {
-                if (accumulate && i + 1 < row1) upi_gemm_fetch_tile(c, g->out.n_step);
-                upi_gemm_tile_any(rows, depth, a, b, c, g->out.n_step, accumulate);
+    int rows, cols, kernel_rows, kernel_cols;
+    for (i = first; i < last; ++i) {
+        const float *a = t->a_pack + (i - first) * UPI_GEMM_A_PANEL, *b = t->b_pack;
+        for (j = 0; j < all; ++j, b += (int64_t)depth * UPI_GEMM_COLS) {
+            float *c = (float *)upi_gemm_out(t, i, t->col0 + j, &rows, &cols);
+            upi_gemm_ahead *ahead = t->ahead_a.rows > 0 ? &t->ahead_a : &t->ahead_b;
+            upi_gemm_kernel(rows, cols, &kernel_rows, &kernel_cols);
+            if (ahead->rows <= 0) upi_gemm_ahead_none(ahead, a);
+            if (t->sums != NULL) {
+                c = t->sums + ((i - t->row0) * all + j) * UPI_GEMM_TILE;
+                upi_gemm_tile_any(rows, cols, depth, a, b, c, UPI_GEMM_COLS, accumulate, ahead);
+            } else if (rows == kernel_rows && cols == kernel_cols) {
+                if (accumulate && j + 1 < all) upi_gemm_fetch_tile(c, c_step);
+                upi_gemm_tile_any(rows, cols, depth, a, b, c, c_step, accumulate, ahead);
             } else {
-                upi_gemm_tile_edge(g, rows, cols, depth, a, b, c, accumulate);
+                upi_gemm_tile_edge(rows, cols, depth, a, b, c, c_step, accumulate, ahead);
             }
         }
     }
 }
 
-/* Rounds the finished sums of a block into a bf16 c. */
-UPI_CPU_KERNEL void upi_gemm_round(const upi_gemm_job *g, int64_t row0, int64_t row1, int64_t col0,
-                                   int64_t col1)
+/* Rounds the finished sums of a block into a c of 16 bits. */
+UPI_INLINE void upi_gemm_round_as(const upi_gemm_block *t, upipe_dtype dtype)
 {
-    int64_t i, j;
+    const int64_t all = t->col1 - t->col0, step = t->g->out.n_step;
+    int64_t i, j, at;
     int rows, cols, r, k;
-    for (i = row0; i < row1; ++i)
-        for (j = col0; j < col1; ++j) {
-            const float *t = g->sums + ((i - row0) * g->block_cols + (j - col0)) * UPI_GEMM_TILE;
-            uint16_t *c = (uint16_t *)upi_gemm_out(g, i, j, &rows, &cols);
-            for (r = 0; r < rows; ++r, t += UPI_GEMM_COLS, c += g->out.n_step) {
+    for (i = t->row0; i < t->row1; ++i)
+        for (j = 0; j < all; ++j) {
+            const float *sum = t->sums + ((i - t->row0) * all + j) * UPI_GEMM_TILE;
+            void *c = upi_gemm_out(t, i, t->col0 + j, &rows, &cols);
+            for (r = 0, at = 0; r < rows; ++r, sum += UPI_GEMM_COLS, at += step) {
                 for (k = 0; k + UPI_LANES <= cols; k += UPI_LANES)
-                    upi_f8_store_bf16(c + k, upi_f8_load(t + k));
-                for (; k < cols; ++k) c[k] = upi_f32_to_bf16(t[k]);
+                    upi_f8_put(c, dtype, at + k, upi_f8_load(sum + k));
+                for (; k < cols; ++k) upi_f1_put(c, dtype, at + k, sum[k]);
             }
         }
 }
 
-/* One product, or a batch that shares a side. */
-UPI_INLINE void upi_gemm_product(const upi_gemm_job *g)
+UPI_CPU_KERNEL void upi_gemm_round(const upi_gemm_block *t)
 {
-    int64_t block, col, row, k;
-    for (block = 0; block < g->a.all; block += g->block_rows) {
-        int64_t block_end = upi_gemm_least(g->a.all, block + g->block_rows);
-        for (col = 0; col < g->b.all; col += g->block_cols) {
-            int64_t col_end = upi_gemm_least(g->b.all, col + g->block_cols);
-            for (k = 0; k < g->depth; k += UPI_GEMM_DEPTH) {
-                int depth = (int)upi_gemm_least(g->depth - k, UPI_GEMM_DEPTH);
-                upi_gemm_pack_b(g, col, col_end, k, depth);
-                for (row = block; row < block_end; row += UPI_GEMM_A_PANELS) {
-                    int64_t row_end = upi_gemm_least(block_end, row + UPI_GEMM_A_PANELS);
-                    upi_gemm_pack_a(g, row, row_end, k, depth);
-                    upi_gemm_strip(g, block, row, row_end, col, col_end, depth, g->accumulate || k > 0);
-                }
-            }
-            if (g->sums != NULL) upi_gemm_round(g, block, block_end, col, col_end);
+    if (t->g->out.dtype == UPIPE_BF16)
+        upi_gemm_round_as(t, UPIPE_BF16);
+    else
+        upi_gemm_round_as(t, UPIPE_F16);
+}
+
+/* One block of c, over the whole depth. */
+UPIPE_API void upi_gemm_item(void *arg, int64_t item, int32_t worker)
+{
+    const upi_gemm_job *g = (const upi_gemm_job *)arg;
+    const int64_t blocks = g->row_blocks * g->col_blocks, head = item / blocks, at = item % blocks;
+    float *work = (float *)(void *)(g->work + (size_t)worker * g->worker_bytes);
+    upi_gemm_block t;
+    int64_t k, row;
+    t.g = g;
+    t.a = g->a;
+    t.b = g->b;
+    t.a.data = (const char *)g->a.data + head * g->a.head_step * (int64_t)upipe_dtype_bytes(g->a.dtype);
+    t.b.data = (const char *)g->b.data + head * g->b.head_step * (int64_t)upipe_dtype_bytes(g->b.dtype);
+    t.out = (char *)g->out.data + head * g->out.h_step * (int64_t)upipe_dtype_bytes(g->out.dtype);
+    t.row0 = at / g->col_blocks * g->block_rows;
+    t.row1 = upi_gemm_least(g->a.all, t.row0 + g->block_rows);
+    t.col0 = at % g->col_blocks * g->block_cols;
+    t.col1 = upi_gemm_least(g->b.all, t.col0 + g->block_cols);
+    t.a_pack = work;
+    t.b_pack = work + g->b_at;
+    t.sums = g->out.dtype == UPIPE_F32 ? NULL : work + g->sums_at;
+    for (k = 0; k < g->depth; k += UPI_GEMM_DEPTH) {
+        const int depth = (int)upi_gemm_least(g->depth - k, UPI_GEMM_DEPTH);
+        const int64_t below = upi_gemm_least(g->depth - k - depth, UPI_GEMM_DEPTH);
+        upi_gemm_pack_b(&t.b, t.b_pack, t.col0, t.col1, k, depth);
+        if (below > 0)
+            upi_gemm_ahead_of(&t.ahead_b, &t.b, t.col0, t.col1, k + depth, below);
+        else
+            upi_gemm_ahead_none(&t.ahead_b, work);
+        for (row = t.row0; row < t.row1; row += UPI_GEMM_A_PANELS) {
+            const int64_t end = upi_gemm_least(t.row1, row + UPI_GEMM_A_PANELS);
+            upi_gemm_pack_a(&t.a, t.a_pack, row, end, k, depth);
+            if (end < t.row1)
+                upi_gemm_ahead_of(&t.ahead_a, &t.a, end, upi_gemm_least(t.row1, end + UPI_GEMM_A_PANELS), k,
+                                  depth);
+            else if (below > 0)
+                upi_gemm_ahead_of(&t.ahead_a, &t.a, t.row0,
+                                  upi_gemm_least(t.row1, t.row0 + UPI_GEMM_A_PANELS), k + depth, below);
+            else
+                upi_gemm_ahead_none(&t.ahead_a, work);
+            upi_gemm_strip(&t, row, end, depth, g->accumulate || k > 0);
         }
     }
+    if (t.sums != NULL) upi_gemm_round(&t);
 }
 
 /* ---- entries of the table ---- */
@@ -438,9 +606,8 @@ UPIPE_API size_t upi_cpu_gemm_bytes(const struct upipe_ops *ops, upipe_view out,
                                     int flags)
 {
     upi_gemm_job g;
-    (void)ops;
     if (out.n < 1 || out.h < 1 || out.d < 1) return 0;
-    upi_gemm_plan(&g, out, a, b, flags, NULL);
+    upi_gemm_plan(&g, ops, out, a, b, flags);
     return g.bytes;
 }
 
@@ -448,10 +615,10 @@ UPIPE_API upipe_status upi_cpu_gemm(upipe_ctx *c, upipe_view out, upipe_view a, 
                                     void *work, size_t work_bytes)
 {
     upi_gemm_job g;
-    int64_t i, row;
+    int64_t row;
     int head;
     UPIPE_TRY(upi_gemm_check(c, out, a, b, flags));
-    upi_gemm_plan(&g, out, a, b, flags, work);
+    upi_gemm_plan(&g, c->ops, out, a, b, flags);
     if (out.n == 0 || out.d == 0) return UPIPE_OK;
     if (g.depth == 0) { /* the empty sum */
         for (head = 0; head < out.h && !g.accumulate; ++head)
@@ -463,12 +630,8 @@ UPIPE_API upipe_status upi_cpu_gemm(upipe_ctx *c, upipe_view out, upipe_view a, 
         return upi_fail(&c->err, UPIPE_ERR_ARG,
                         "gemm: %zu bytes of scratch at %p; %zu at a multiple of %d needed",
                         work == NULL ? (size_t)0 : work_bytes, work, g.bytes, UPI_GEMM_ALIGN);
-    for (i = 0; i < g.products; ++i) {
-        upi_gemm_product(&g);
-        g.a.data = (const char *)g.a.data + g.a.head_step * (int64_t)upipe_dtype_bytes(g.a.dtype);
-        g.b.data = (const char *)g.b.data + g.b.head_step * (int64_t)upipe_dtype_bytes(g.b.dtype);
-        g.out.data = (char *)g.out.data + g.out.h_step * (int64_t)upipe_dtype_bytes(g.out.dtype);
-    }
+    g.work = (char *)work;
+    upi_par_each(c->ops, g.products * g.row_blocks * g.col_blocks, upi_gemm_item, &g);
     return UPIPE_OK;
 }
 
