@@ -18,6 +18,7 @@
 
 #define EPS_F32  0x1p-24 /* half a unit in the last place, relative */
 #define EPS_BF16 0x1.01p-8
+#define EPS_F16  0x1.01p-11
 
 /* ---- tensors with gaps ---- */
 
@@ -112,7 +113,23 @@ static int gaps_whole(upipe_view v)
 
 static double store_error(upipe_dtype dtype, double value)
 {
-    return dtype == UPIPE_F32 ? 0 : fabs(value) * EPS_BF16;
+    return dtype == UPIPE_F32    ? 0
+           : dtype == UPIPE_BF16 ? fabs(value) * EPS_BF16
+                                 : fabs(value) * EPS_F16 + 0x1p-25; /* half of the least f16 */
+}
+
+/* x as the storage type would hold it. */
+static float stored(upipe_dtype dtype, float x)
+{
+    uint32_t room;
+    upi_f1_put(&room, dtype, 0, x);
+    return upi_f1_get(&room, dtype, 0);
+}
+
+/* Storage types that the table takes: UPIPE_F32 .. */
+static int types(const upipe_ctx *c)
+{
+    return c->ops->f16 ? 3 : 2;
 }
 
 static const int dims[] = {1, 2, 6, 8, 15, 16, 20, 30, 64, 100, 128, 250, 256};
@@ -124,8 +141,8 @@ static void check_cast(test_rng *r, upipe_ctx *c)
 {
     int pick, from, to, layout;
     for (pick = 0; pick < DIMS; ++pick)
-        for (from = 0; from < 2; ++from)
-            for (to = 0; to < 2; ++to)
+        for (from = 0; from < types(c); ++from)
+            for (to = 0; to < types(c); ++to)
                 for (layout = 0; layout < LAYOUTS; ++layout) {
                     upipe_view src = tensor(r, (upipe_dtype)from, 3, 2, dims[pick], layout),
                                before = twin(src);
@@ -136,8 +153,7 @@ static void check_cast(test_rng *r, upipe_ctx *c)
                         for (j = 0; j < 2; ++j)
                             for (k = 0; k < src.d; ++k) {
                                 double x = get(src, i, j, k), y = get(dst, i, j, k);
-                                if (!(fabs(y - x) <= (from == UPIPE_F32 ? store_error(dst.dtype, x) : 0)))
-                                    ok = 0;
+                                if (!(fabs(y - x) <= (from != to ? store_error(dst.dtype, x) : 0))) ok = 0;
                             }
                     CHECK_SAY(ok, "cast %s to %s, d %d, layout %d", upipe_dtype_name(src.dtype),
                               upipe_dtype_name(dst.dtype), src.d, layout);
@@ -173,6 +189,36 @@ static void check_rounding(upipe_ctx *c)
                  UPIPE_OK, c->err);
     for (i = 0; i < 4; ++i)
         CHECK_SAY((dst_nans[i] & 0x7fff) > 0x7f80, "NaN %08x becomes %04x", nan_bits[i], dst_nans[i]);
+}
+
+/* The same in f16, whose range ends soon: at 65504 above, at 2^-24 below. */
+static void check_rounding_f16(upipe_ctx *c)
+{
+    static const float from[] = {1 + 0x1p-11f, 1 + 0x3p-11f, 1 + 0x1p-11f + 0x1p-20f,
+                                 65504,        65519.99f,    65520,
+                                 -65520,       1e30f,        INFINITY,
+                                 -0.0f,        0x1p-24f,     0x1p-25f,
+                                 0x1.002p-25f, 0x3p-25f,     0x1p-14f,
+                                 0x1.ff8p-15f, -0x1p-40f,    0x1.ffep-15f};
+    static const uint16_t want[] = {0x3c00, 0x3c02, 0x3c01, 0x7bff, 0x7bff, 0x7c00, 0xfc00, 0x7c00, 0x7c00,
+                                    0x8000, 0x0001, 0x0000, 0x0001, 0x0002, 0x0400, 0x03ff, 0x8000, 0x0400};
+    enum { COUNT = (int)(sizeof from / sizeof *from) };
+    float src[COUNT + 1], back[COUNT + 1];
+    uint16_t dst[COUNT + 1];
+    int i;
+    memcpy(src, from, sizeof from);
+    src[COUNT] = NAN;
+    CHECK_STATUS(c->ops->cast(c, upipe_view_packed(dst, UPIPE_F16, 1, 1, COUNT + 1),
+                              upipe_view_packed(src, UPIPE_F32, 1, 1, COUNT + 1)),
+                 UPIPE_OK, c->err);
+    for (i = 0; i < COUNT; ++i)
+        CHECK_SAY(dst[i] == want[i], "%a rounds to %04x, not %04x", (double)from[i], dst[i], want[i]);
+    CHECK((dst[COUNT] & 0x7fff) > 0x7c00);
+    CHECK_STATUS(c->ops->cast(c, upipe_view_packed(back, UPIPE_F32, 1, 1, COUNT + 1),
+                              upipe_view_packed(dst, UPIPE_F16, 1, 1, COUNT + 1)),
+                 UPIPE_OK, c->err);
+    CHECK(back[4] == 65504 && isinf(back[5]) && back[6] == -back[5] && back[10] == 0x1p-24f &&
+          isnan(back[COUNT]));
 }
 
 static void check_bytes(upipe_ctx *c)
@@ -252,12 +298,13 @@ static void check_rope_case(test_rng *r, upipe_ctx *c, int d, upipe_dtype dtype,
 static void check_rope(test_rng *r, upipe_ctx *c)
 {
     static const int64_t positions[] = {0, 61, 130, 4095, 8000000};
-    int pick, which;
+    int pick, which, dtype;
     for (pick = 0; pick < DIMS; ++pick) {
         if (dims[pick] % 2 != 0) continue;
-        for (which = 0; which < 8 * LAYOUTS; ++which)
-            check_rope_case(r, c, dims[pick], which & 1 ? UPIPE_BF16 : UPIPE_F32, which / 8, which >> 1 & 1,
-                            which >> 2 & 1, positions[(which + pick) % 5]);
+        for (which = 0; which < 4 * LAYOUTS; ++which)
+            for (dtype = 0; dtype < types(c); ++dtype)
+                check_rope_case(r, c, dims[pick], (upipe_dtype)dtype, which / 4, which & 1, which >> 1 & 1,
+                                positions[(which + dtype + pick) % 5]);
     }
 }
 
@@ -459,7 +506,7 @@ static void check_rmsnorm_places(test_rng *r, upipe_ctx *c, int d, int layout)
     CHECK_STATUS(c->ops->rmsnorm_bwd(c, as_x, dy, as_x, gain, eps, dgain2, 0), UPIPE_OK, c->err);
     CHECK(same(as_x, grad));
     CHECK_BYTES(dgain2, dgain, gains * sizeof *dgain);
-    for (to = 0; to < 2; ++to) {
+    for (to = 0; to < types(c); ++to) {
         upipe_dtype dtype = (upipe_dtype)to;
         upipe_view y = empty(dtype, TOKENS, HEADS, d, (layout + 2) % LAYOUTS), dx = twin(y), sum = twin(y);
         int ok_y = 1, ok_dx = 1, ok_sum = 1;
@@ -477,13 +524,11 @@ static void check_rmsnorm_places(test_rng *r, upipe_ctx *c, int d, int layout)
                     one[0] = (float)get(norm, i, j, k);
                     one[1] = (float)get(grad, i, j, k);
                     want = (float)get(old, i, j, k);
-                    if (dtype == UPIPE_BF16) want = upi_bf16_to_f32(upi_f32_to_bf16(want));
+                    want = stored(dtype, want);
                     want = want + one[1];
-                    if (dtype == UPIPE_BF16) {
-                        one[0] = upi_bf16_to_f32(upi_f32_to_bf16(one[0]));
-                        one[1] = upi_bf16_to_f32(upi_f32_to_bf16(one[1]));
-                        want = upi_bf16_to_f32(upi_f32_to_bf16(want));
-                    }
+                    want = stored(dtype, want);
+                    one[0] = stored(dtype, one[0]);
+                    one[1] = stored(dtype, one[1]);
                     if ((float)get(y, i, j, k) != one[0]) ok_y = 0;
                     if ((float)get(dx, i, j, k) != one[1]) ok_dx = 0;
                     if ((float)get(sum, i, j, k) != want) ok_sum = 0;
@@ -560,10 +605,8 @@ static void check_sum(test_rng *r, upipe_ctx *c, int d, upipe_dtype dtype, int l
         for (j = 0; j < HEADS; ++j)
             for (k = 0; k < d; ++k) {
                 volatile float sum = accumulate ? (float)get(before, i, j, k) : 0.0f;
-                float stored;
                 for (part = 0; part < count; ++part) sum = sum + src[part * step + (i * HEADS + j) * d + k];
-                stored = dtype == UPIPE_F32 ? sum : upi_bf16_to_f32(upi_f32_to_bf16(sum));
-                if ((float)get(dst, i, j, k) != stored) ok = 0;
+                if ((float)get(dst, i, j, k) != stored(dtype, sum)) ok = 0;
             }
     CHECK_SAY(ok, "sum of %d, d %d, %s, layout %d, accumulate %d", count, d, upipe_dtype_name(dtype), layout,
               accumulate);
@@ -669,20 +712,21 @@ static void check_row_statuses(upipe_ctx *c)
 
 static void check_rows(test_rng *r, upipe_ctx *c)
 {
-    int pick, which;
+    int pick, which, all = types(c);
     check_bytes(c);
     check_rounding(c);
+    if (c->ops->f16) check_rounding_f16(c);
     check_cast(r, c);
     check_rope(r, c);
     check_rope_blocks(r, c);
     for (pick = 0; pick < DIMS; ++pick)
-        for (which = 0; which < 4 * LAYOUTS; ++which) {
-            int d = dims[pick], layout = which / 4;
-            upipe_dtype one = which & 1 ? UPIPE_BF16 : UPIPE_F32, two = which & 2 ? UPIPE_BF16 : UPIPE_F32;
-            if (which % 4 < 2) check_rmsnorm(r, c, d, one, layout);
+        for (which = 0; which < all * all * LAYOUTS; ++which) {
+            int d = dims[pick], layout = which / (all * all);
+            upipe_dtype one = (upipe_dtype)(which % all), two = (upipe_dtype)(which / all % all);
+            if (two == UPIPE_F32) check_rmsnorm(r, c, d, one, layout);
             check_rmsnorm_bwd(r, c, d, one, two, layout);
             check_rowdot(r, c, d, one, two, layout);
-            check_sum(r, c, d, one, layout, (which + pick) % 5, one == UPIPE_F32 && which & 2);
+            check_sum(r, c, d, one, layout, (which + pick) % 5, one == UPIPE_F32 && two == UPIPE_BF16);
         }
     for (pick = 0; pick < DIMS; ++pick)
         for (which = 0; which < LAYOUTS; ++which) check_rmsnorm_places(r, c, dims[pick], which);

@@ -56,12 +56,7 @@ static void *run_narrow(upipe_dtype dtype, const float *v, int64_t n)
 {
     char *p = (char *)malloc((size_t)n * upipe_dtype_bytes(dtype) + 1);
     int64_t i;
-    for (i = 0; v != NULL && i < n; ++i) {
-        if (dtype == UPIPE_F32)
-            ((float *)(void *)p)[i] = v[i];
-        else
-            ((uint16_t *)(void *)p)[i] = upi_f32_to_bf16(v[i]);
-    }
+    for (i = 0; v != NULL && i < n; ++i) upi_f1_put(p, dtype, i, v[i]);
     return p;
 }
 

@@ -7,12 +7,12 @@
  * one that writes one is found by looking.
  */
 #define _POSIX_C_SOURCE 200809L
-#include "../examples/common/pool.h"
 #include "../upipe/cpu/upipe_cpu_attn_bwd.h"
 #include "../upipe/cpu/upipe_cpu_rows.h"
 #include "oracle.h"
 #include "test.h"
 #include "tolerance.h"
+#include "workers.h"
 
 enum { PACKED, HEAD_MAJOR, GAPS, LAYOUTS };
 
@@ -540,14 +540,6 @@ static void test_same_bits(void)
         }
 }
 
-/* Runs its tasks on the caller's thread, the last one first. */
-static void run_backwards(void *self, int32_t count, void (*task)(void *arg, int32_t i), void *arg)
-{
-    int32_t i;
-    (void)self;
-    for (i = count - 1; i >= 0; --i) task(arg, i);
-}
-
 /* Any number of threads, tasks in any order; blocks smaller and larger than the work; a group of more heads than a
  * block takes; all of a group in one call, or head by head. */
 static void test_workers(void)
@@ -555,30 +547,30 @@ static void test_workers(void)
     static const int cases[][5] = {/* sq, sk, h, hkv, causal */
                                    {700, 700, 1, 1, 1}, {700, 650, 1, 1, 0}, {330, 200, 4, 2, 1},
                                    {100, 90, 17, 1, 1}, {260, 500, 6, 1, 1}, {3, 9, 2, 2, 0}};
-    static const int32_t workers[] = {2, 3, 7};
-    const upipe_par backwards = {run_backwards, NULL, 3};
     test_rng r = {10};
     size_t i;
-    int w;
+    int kind;
     for (i = 0; i < sizeof cases / sizeof *cases; ++i) {
         const int *x = cases[i];
         upipe_dtype dtype = types[i % 3];
         oracle_attn t = shape(x[0], x[1], x[2], x[3], i % 2 ? 64 : 40, x[4], i % 2 ? 30 : 0, i == 3 ? 60 : 0);
-        values in = inputs_make(&t, dtype, &r, 2), one = values_make(&t);
+        values in = inputs_make(&t, dtype, &r, 2), one = values_make(&t), got;
         run_kernels(&t, dtype, PACKED, t.h, &in, &one);
-        for (w = 0; w < 5; ++w) {
-            values got = values_make(&t);
-            pool p;
-            upipe_par par = backwards;
-            if (w < 3 && pool_init(&p, workers[w]) != 0) exit(2);
-            if (w < 3) par = pool_par(&p);
-            threads = w < 4 ? &par : NULL;
-            run_kernels(&t, dtype, PACKED, w < 4 ? t.h : 1, &in, &got);
+        for (kind = 0; kind < WORKERS_KINDS; ++kind) {
+            host_threads w;
+            got = values_make(&t);
+            workers_begin(&w, kind);
+            threads = &w.par;
+            run_kernels(&t, dtype, PACKED, t.h, &in, &got);
             threads = NULL;
-            if (w < 3) pool_free(&p);
+            workers_end(&w);
             check_same(&t, &one, &got);
             values_free(&got);
         }
+        got = values_make(&t);
+        run_kernels(&t, dtype, PACKED, 1, &in, &got);
+        check_same(&t, &one, &got);
+        values_free(&got);
         values_free(&in), values_free(&one);
     }
 }
@@ -961,7 +953,7 @@ static void test_refusals(void)
 /* A few hundred KiB, and nothing but the head dim decides, on one thread. */
 static void test_scratch(void)
 {
-    const upipe_par par = {run_backwards, NULL, 3};
+    const upipe_par par = {workers_backwards, NULL, 3};
     upipe_ops ops;
     float block[1];
     upipe_attn_grad g;

@@ -29,7 +29,7 @@ static run_case draw(test_rng *rng)
     t.shape.tokens = (int64_t)t.ranks * (1 + test_below(rng, 64 / t.ranks));
     if (test_below(rng, 20) == 0) ++t.shape.tokens;
     t.shape.batch = 1 + (test_below(rng, 4) == 0);
-    t.shape.dtype = test_below(rng, 2) ? UPIPE_BF16 : UPIPE_F32;
+    t.shape.dtype = (upipe_dtype)test_below(rng, 3);
     t.shape.full = test_below(rng, 3) == 0;
     t.shape.rope = test_below(rng, 3);
     t.shape.normed = test_below(rng, 4) == 0;

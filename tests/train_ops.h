@@ -19,6 +19,12 @@
 #include "upipe/upipe_ops.h"
 #include "upipe/cpu/upipe_cpu_simd.h"
 
+/* Storage types that the table takes: UPIPE_F32 .. */
+static int types(const upipe_ctx *c)
+{
+    return c->ops->f16 ? 3 : 2;
+}
+
 /* ---- tensors with gaps ---- */
 
 enum { PACKED, HEADS_INNER, HEADS_OUTER, LAYOUTS };
@@ -306,11 +312,10 @@ static double swiglu_slope64(double g, double u)
     return u * s * (1 + g * (1 - s));
 }
 
-static void check_swiglu(test_rng *r, upipe_ctx *c, int d, int types, int layout)
+static void check_swiglu(test_rng *r, upipe_ctx *c, int d, upipe_dtype y_type, upipe_dtype g_type,
+                         upipe_dtype u_type, int layout)
 {
     const double step = 1e-5;
-    upipe_dtype y_type = (upipe_dtype)(types & 1), g_type = (upipe_dtype)(types >> 1 & 1),
-                u_type = (upipe_dtype)(types >> 2 & 1);
     upipe_view gate = tensor(r, g_type, 4, 2, d, layout, 4), up = tensor(r, u_type, 4, 2, d, PACKED, 1);
     upipe_view dy = tensor(r, y_type, 4, 2, d, (layout + 1) % LAYOUTS, 1), y = empty(y_type, 4, 2, d, layout);
     upipe_view dgate = twin(gate), dup = twin(up), keep = twin(dy), y2 = empty(y_type, 4, 2, d, HEADS_INNER);
@@ -486,11 +491,11 @@ static upipe_status cross_entropy(upipe_ctx *c, upipe_view logits, upipe_view gr
     return c->ops->cross_entropy(c, &x);
 }
 
-static void check_cross_entropy(test_rng *r, upipe_ctx *c, int v, float scale)
+static void check_cross_entropy(test_rng *r, upipe_ctx *c, int v, upipe_dtype narrow_type, float scale)
 {
     upipe_view logits = empty(UPIPE_F32, CE_ROWS, 1, v, HEADS_OUTER), in_place, again, halves, none, keep;
     upipe_view grad = empty(UPIPE_F32, CE_ROWS, 1, v, HEADS_INNER);
-    upipe_view narrow = empty(UPIPE_BF16, CE_ROWS, 1, v, HEADS_INNER);
+    upipe_view narrow = empty(narrow_type, CE_ROWS, 1, v, HEADS_INNER);
     float loss[CE_ROWS], loss2[CE_ROWS];
     int32_t targets[CE_ROWS];
     double *row = (double *)malloc((size_t)v * sizeof *row);
@@ -526,7 +531,7 @@ static void check_cross_entropy(test_rng *r, upipe_ctx *c, int v, float scale)
     }
     for (k = 0; k < CE_ROWS * v; ++k) {
         tn.want[k] = tg.want[k];
-        for (way = 0; way < NAIVE_WAYS; ++way) tn.naive[way][k] = naive_store(UPIPE_BF16, tg.naive[way][k]);
+        for (way = 0; way < NAIVE_WAYS; ++way) tn.naive[way][k] = naive_store(narrow_type, tg.naive[way][k]);
     }
     CHECK_SAY(ok, "cross entropy's f64 gradient is not its slope, %d columns", v);
     in_place = twin(logits);
@@ -547,14 +552,14 @@ static void check_cross_entropy(test_rng *r, upipe_ctx *c, int v, float scale)
                       4e-6 * fabs(tg.want[5 * v + targets[5]]),
               "%d columns, sure: loss %.9g, not %.9g; gradient %.9g, not %.9g", v, (double)loss[5],
               tl.want[5], (double)get(grad, 5, 0, targets[5]), tg.want[5 * v + targets[5]]);
-    /* the gradient in place, in bf16, none: the same numbers */
+    /* the gradient in place, narrow, none: the same numbers */
     CHECK_STATUS(cross_entropy(c, in_place, in_place, loss2, targets, scale), UPIPE_OK, c->err);
     CHECK(same(in_place, grad) && gaps_whole(in_place));
     CHECK_BYTES(loss2, loss, sizeof loss);
     memset(loss2, 0xff, sizeof loss2);
     CHECK_STATUS(cross_entropy(c, again, narrow, loss2, targets, scale), UPIPE_OK, c->err);
     CHECK(same_rounded(narrow, grad) && gaps_whole(narrow));
-    judge(&tn, narrow, "cross entropy's gradient in bf16");
+    judge(&tn, narrow, "cross entropy's narrow gradient");
     CHECK_BYTES(loss2, loss, sizeof loss);
     memset(loss2, 0xff, sizeof loss2);
     CHECK_STATUS(cross_entropy(c, again, none, loss2, targets, scale), UPIPE_OK, c->err);
@@ -751,9 +756,10 @@ static void naive_adamw(const upipe_adamw *a, float *w, float *m, float *v, cons
 static void check_adamw(test_rng *r, upipe_ctx *c, int n, int which, int from_zero)
 {
     enum { STEPS = 30 };
+    upipe_dtype copy_type = which == 1 && c->ops->f16 ? UPIPE_F16 : UPIPE_BF16;
     upipe_view w = tensor(r, UPIPE_F32, STEPS + 1, 1, n, PACKED, from_zero ? 0 : 1);
     upipe_view m = tensor(r, UPIPE_F32, STEPS + 1, 1, n, PACKED, 0), v = twin(m), w1 = twin(w), m1 = twin(m),
-               v1 = twin(m), copy = empty(UPIPE_BF16, STEPS + 1, 1, n, PACKED);
+               v1 = twin(m), copy = empty(copy_type, STEPS + 1, 1, n, PACKED);
     judged tw = judge_begin(elements(w)), tm = judge_begin(elements(w)), tv = judge_begin(elements(w));
     int step, i, way, each = 1 + n / 16;
     for (i = 0; i < n; ++i) {
@@ -790,7 +796,7 @@ static void check_adamw(test_rng *r, upipe_ctx *c, int n, int which, int from_ze
         memcpy(a.v, a.v - n, floats);
         a.g = grad;
         a.copy = step % 2 ? narrow.data : NULL;
-        a.copy_dtype = UPIPE_BF16;
+        a.copy_dtype = copy_type;
         CHECK_STATUS(c->ops->adamw(c, &a), UPIPE_OK, c->err);
         CHECK_BYTES(g.data, keep.data, view_bytes(g));
         CHECK(step % 2 == 0 || same_rounded(narrow, wide));
@@ -1020,23 +1026,25 @@ static void check_train_statuses(upipe_ctx *c)
 static void check_train_ops(test_rng *r, upipe_ctx *c, int most_columns)
 {
     static const int columns[] = {1, 7, 8, 9, 63, 200, 1003, 32003};
-    int pick, which;
+    int pick, which, all = types(c);
     for (pick = 0; pick < DIMS; ++pick)
-        for (which = 0; which < 8 * LAYOUTS; ++which) {
-            int d = dims[pick], layout = which / 8;
-            upipe_dtype one = which & 1 ? UPIPE_BF16 : UPIPE_F32, two = which & 2 ? UPIPE_BF16 : UPIPE_F32;
-            check_swiglu(r, c, d, which % 8, layout);
-            if (which % 8 < 4) {
-                check_add(r, c, d, one, two, layout);
-                check_embed(r, c, d, one, two, layout);
-            }
-            if (which % 8 < 2) check_total(r, c, d, one, layout);
+        for (which = 0; which < all * all * LAYOUTS; ++which) {
+            int d = dims[pick], layout = which / (all * all), one = which % all, two = which / all % all;
+            /* each three of types in one of the layouts */
+            check_swiglu(r, c, d, (upipe_dtype)one, (upipe_dtype)two,
+                         (upipe_dtype)((one + two + layout) % all), layout);
+            check_add(r, c, d, (upipe_dtype)one, (upipe_dtype)two, layout);
+            check_embed(r, c, d, (upipe_dtype)one, (upipe_dtype)two, layout);
+            if (two == UPIPE_F32) check_total(r, c, d, (upipe_dtype)one, layout);
         }
     for (pick = 0; pick < DIMS; ++pick)
         for (which = 0; which < 6; ++which) check_adamw(r, c, dims[pick], which % 3, which / 3);
     for (pick = 0; pick < (int)(sizeof columns / sizeof *columns) && columns[pick] <= most_columns; ++pick)
         for (which = 0; which < 3; ++which)
-            check_cross_entropy(r, c, columns[pick], which == 0 ? 1.0f : which == 1 ? 0.037f : -2.0f);
+            check_cross_entropy(r, c, columns[pick], which == 1 && c->ops->f16 ? UPIPE_F16 : UPIPE_BF16,
+                                which == 0   ? 1.0f
+                                : which == 1 ? 0.037f
+                                             : -2.0f);
     check_rmsnorm(r, c, 6);
     check_rmsnorm(r, c, 9);
     check_rmsnorm(r, c, 2051);

@@ -532,14 +532,45 @@ UPI_INLINE void   upi_fw_store(float *p, upi_fw v)               { _mm512_storeu
 UPI_INLINE upi_fw upi_fw_add(upi_fw a, upi_fw b)                 { return _mm512_add_ps(a, b); }
 UPI_INLINE upi_fw upi_fw_sub(upi_fw a, upi_fw b)                 { return _mm512_sub_ps(a, b); }
 UPI_INLINE upi_fw upi_fw_mul(upi_fw a, upi_fw b)                 { return _mm512_mul_ps(a, b); }
+UPI_INLINE upi_fw upi_fw_div(upi_fw a, upi_fw b)                 { return _mm512_div_ps(a, b); }
+UPI_INLINE upi_fw upi_fw_sqrt(upi_fw a)                          { return _mm512_sqrt_ps(a); }
+UPI_INLINE upi_fw upi_fw_min(upi_fw a, upi_fw b)                 { return _mm512_min_ps(a, b); }
 UPI_INLINE upi_fw upi_fw_fma(upi_fw a, upi_fw b, upi_fw c)       { return _mm512_fmadd_ps(a, b, c); }
 UPI_INLINE upi_fw upi_fw_max(upi_fw a, upi_fw b)                 { return _mm512_max_ps(a, b); }
 UPI_INLINE upi_maskw upi_fw_equal(upi_fw a, upi_fw b)            { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
 UPI_INLINE upi_fw upi_fw_select(upi_maskw m, upi_fw a, upi_fw b) { return _mm512_mask_blend_ps(m, b, a); }
+/* Every two neighbours change places. */
+UPI_INLINE upi_fw upi_fw_swap(upi_fw v)                          { return _mm512_permute_ps(v, 0xb1); }
 /* Of a row, what is left of it: `count` elements, 8 or at least 16; zeros beyond. */
 UPI_INLINE upi_fw upi_fw_load_rest(const float *p, int count)    { return _mm512_maskz_loadu_ps(count < 16 ? 0xff : 0xffff, p); }
 UPI_INLINE void   upi_fw_store_rest(float *p, int count, upi_fw v) { _mm512_mask_storeu_ps(p, count < 16 ? 0xff : 0xffff, v); }
 /* clang-format on */
+
+/* As upi_f8_get and upi_f8_put. */
+UPI_INLINE upi_fw upi_fw_get(const void *base, upipe_dtype dtype, int64_t i)
+{
+    const __m256i *half = (const __m256i *)(const void *)((const uint16_t *)base + i);
+    if (dtype == UPIPE_F32) return upi_fw_load((const float *)base + i);
+    if (dtype == UPIPE_F16) return _mm512_cvtph_ps(_mm256_loadu_si256(half));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(half)), 16));
+}
+
+UPI_INLINE void upi_fw_put(void *base, upipe_dtype dtype, int64_t i, upi_fw v)
+{
+    __m256i *half = (__m256i *)(void *)((uint16_t *)base + i);
+    if (dtype == UPIPE_F32) {
+        upi_fw_store((float *)base + i, v);
+    } else if (dtype == UPIPE_F16) {
+        _mm256_storeu_si256(half, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    } else {
+        __m512i bits = _mm512_castps_si512(v);
+        __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+        __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(_mm512_set1_epi32(0x7fff), odd));
+        __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+        rounded = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
+        _mm256_storeu_si256(half, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+    }
+}
 
 /* Lanes l > threshold. */
 UPI_INLINE upi_maskw upi_wide_above(int32_t threshold)
@@ -581,6 +612,11 @@ UPI_INLINE void   upi_fw_store(float *p, upi_fw v)               { upi_f8_store(
 UPI_INLINE upi_fw upi_fw_add(upi_fw a, upi_fw b)                 { return upi_f8_add(a, b); }
 UPI_INLINE upi_fw upi_fw_sub(upi_fw a, upi_fw b)                 { return upi_f8_sub(a, b); }
 UPI_INLINE upi_fw upi_fw_mul(upi_fw a, upi_fw b)                 { return upi_f8_mul(a, b); }
+UPI_INLINE upi_fw upi_fw_div(upi_fw a, upi_fw b)                 { return upi_f8_div(a, b); }
+UPI_INLINE upi_fw upi_fw_sqrt(upi_fw a)                          { return upi_f8_sqrt(a); }
+UPI_INLINE upi_fw upi_fw_min(upi_fw a, upi_fw b)                 { return upi_f8_min(a, b); }
+UPI_INLINE upi_fw upi_fw_get(const void *base, upipe_dtype dtype, int64_t i) { return upi_f8_get(base, dtype, i); }
+UPI_INLINE void   upi_fw_put(void *base, upipe_dtype dtype, int64_t i, upi_fw v) { upi_f8_put(base, dtype, i, v); }
 UPI_INLINE upi_fw upi_fw_fma(upi_fw a, upi_fw b, upi_fw c)       { return upi_f8_fma(a, b, c); }
 UPI_INLINE upi_fw upi_fw_max(upi_fw a, upi_fw b)                 { return upi_f8_max(a, b); }
 UPI_INLINE upi_maskw upi_fw_equal(upi_fw a, upi_fw b)            { return upi_f8_equal(a, b); }
@@ -590,6 +626,19 @@ UPI_INLINE void   upi_fw_store_rest(float *p, int count, upi_fw v) { (void)count
 UPI_INLINE upi_maskw upi_wide_above(int32_t threshold)           { return upi_lanes_above(threshold); }
 UPI_INLINE upi_fw upi_fw_exp2(upi_fw x)                          { return upi_f8_exp2(x); }
 /* clang-format on */
+
+UPI_INLINE upi_fw upi_fw_swap(upi_fw v)
+{
+#if UPI_CPU_AVX2
+    return _mm256_permute_ps(v, 0xb1);
+#else
+    float from[UPI_LANES], to[UPI_LANES];
+    int i;
+    upi_f8_store(from, v);
+    for (i = 0; i < UPI_LANES; ++i) to[i] = from[i ^ 1];
+    return upi_f8_load(to);
+#endif
+}
 
 #endif
 

@@ -10,189 +10,185 @@
  *     upi_cpu_adamw(...)             w, m, v [n]
  *
  * As in upipe_cpu_rows.h every element goes through the same vector instructions, the last few of a row
- * padded, so its bits depend neither on steps nor on its place nor on how rows are split over calls.
+ * padded, so its bits depend neither on steps nor on its place nor on how rows are split over calls or shared
+ * among threads.
  */
 #ifndef UPIPE_CPU_TRAIN_H
 #define UPIPE_CPU_TRAIN_H
 
 #include "upipe_cpu_rows.h"
 
+enum {
+    UPI_EMBED_COLUMNS = 256, /* of a strip of embed_bwd, at least */
+    UPI_TOTAL_PIECE = 8192,  /* elements of one partial sum of total, or a row that is no longer */
+    UPI_TOTAL_SUMS = 16,     /* sums that such a piece is added up in, element k in sum k mod 16 */
+    UPI_TOTAL_PARTS = 256,   /* partial sums that are kept until they are added up */
+    UPI_ADAMW_PIECE = 64
+};
+
 UPI_KERNELS_BEGIN
 
-/* ---- rows: y += x, and the gated unit ---- */
+/* ---- element by element: y += x, and the gated unit ---- */
 
-UPI_CPU_KERNEL void upi_add_row(void *y, upipe_dtype y_type, const void *x, upipe_dtype x_type, int64_t d)
+UPI_INLINE void upi_add_row(void *y, upipe_dtype y_type, const void *x, upipe_dtype x_type, int64_t d)
 {
-    int64_t k;
-    for (k = 0; k < d; k += UPI_LANES)
-        upi_row_put(y, y_type, k, d, upi_f8_add(upi_row_get(y, y_type, k, d), upi_row_get(x, x_type, k, d)));
+    UPI_ROW_STEPS(
+        k, n, d,
+        upi_row_put(y, y_type, k, n, upi_fw_add(upi_row_get(y, y_type, k, n), upi_row_get(x, x_type, k, n))));
+}
+
+UPI_INLINE void upi_add_rows(const upi_flat *f, int64_t first, int64_t last, upipe_dtype y, upipe_dtype x)
+{
+    int64_t i, j;
+    for (i = first; i < last; ++i)
+        for (j = 0; j < f->heads; ++j)
+            upi_add_row(upi_flat_at(f, 0, i, j), y, upi_flat_at(f, 1, i, j), x, upi_flat_length(f, i));
+}
+
+UPI_CPU_KERNEL void upi_add_run(const void *call, int64_t first, int64_t last)
+{
+    const upi_flat *f = (const upi_flat *)call;
+    UPI_WITH_TYPE(y, f->v[0].dtype, UPI_WITH_TYPE(x, f->v[1].dtype, upi_add_rows(f, first, last, y, x)));
 }
 
 /* s = 1 / (1 + e^-z) and rest = 1 - s, each to full relative precision. From e^-|z|, which neither overflows
  * nor needs a bound: it is exactly 0 beyond 88, and a NaN stays one. */
-UPI_INLINE void upi_f8_sigmoid(upi_f8 z, upi_f8 *s, upi_f8 *rest)
+UPI_INLINE void upi_fw_sigmoid(upi_fw z, upi_fw *s, upi_fw *rest)
 {
-    const upi_f8 one = upi_f8_set1(1.0f);
-    upi_f8 below = upi_f8_min(z, upi_f8_sub(upi_f8_zero(), z)), e = upi_f8_exp(below);
-    upi_f8 large = upi_f8_div(one, upi_f8_add(one, e)), small = upi_f8_mul(e, large);
-    upi_mask8 negative = upi_f8_equal(below, z);
-    *s = upi_f8_select(negative, small, large);
-    *rest = upi_f8_select(negative, large, small);
+    const upi_fw one = upi_fw_set1(1.0f);
+    upi_fw below = upi_fw_min(z, upi_fw_sub(upi_fw_zero(), z)), e = upi_fw_exp(below);
+    upi_fw large = upi_fw_div(one, upi_fw_add(one, e)), small = upi_fw_mul(e, large);
+    upi_maskw negative = upi_fw_equal(below, z);
+    *s = upi_fw_select(negative, small, large);
+    *rest = upi_fw_select(negative, large, small);
 }
 
-UPI_CPU_KERNEL void upi_swiglu_row(void *y, upipe_dtype y_type, const void *gate, upipe_dtype gate_type,
-                                   const void *up, upipe_dtype up_type, int64_t d)
+/* Views: y, gate, up. y's type is looked at for every vector: beside an exponential that costs nothing. */
+UPI_INLINE void upi_swiglu_step(void *y, upipe_dtype y_type, const void *gate, upipe_dtype gate_type,
+                                const void *up, upipe_dtype up_type, int64_t k, int64_t n)
 {
-    int64_t k;
-    for (k = 0; k < d; k += UPI_LANES) {
-        upi_f8 g = upi_row_get(gate, gate_type, k, d), s, rest;
-        upi_f8_sigmoid(g, &s, &rest);
-        upi_row_put(y, y_type, k, d, upi_f8_mul(upi_f8_mul(g, s), upi_row_get(up, up_type, k, d)));
-    }
+    upi_fw g = upi_row_get(gate, gate_type, k, n), s, rest;
+    upi_fw_sigmoid(g, &s, &rest);
+    upi_row_put(y, y_type, k, n, upi_fw_mul(upi_fw_mul(g, s), upi_row_get(up, up_type, k, n)));
 }
 
-/* The slope s (1 + g (1 - s)) comes first: it lies within -0.1 .. 1.1 for any finite g. */
-UPI_CPU_KERNEL void upi_swiglu_bwd_row(void *gate, upipe_dtype gate_type, void *up, upipe_dtype up_type,
-                                       const void *dy, upipe_dtype dy_type, int64_t d)
+UPI_INLINE void upi_swiglu_rows(const upi_flat *f, int64_t first, int64_t last, upipe_dtype gate_type,
+                                upipe_dtype up_type)
 {
-    int64_t k;
-    for (k = 0; k < d; k += UPI_LANES) {
-        upi_f8 g = upi_row_get(gate, gate_type, k, d), u = upi_row_get(up, up_type, k, d), s, rest, slope;
-        upi_f8 grad = upi_row_get(dy, dy_type, k, d);
-        upi_f8_sigmoid(g, &s, &rest);
-        slope = upi_f8_mul(s, upi_f8_fma(g, rest, upi_f8_set1(1.0f)));
-        upi_row_put(gate, gate_type, k, d, upi_f8_mul(upi_f8_mul(slope, u), grad));
-        upi_row_put(up, up_type, k, d, upi_f8_mul(upi_f8_mul(g, s), grad));
-    }
+    int64_t i, j;
+    for (i = first; i < last; ++i)
+        for (j = 0; j < f->heads; ++j) {
+            char *y = upi_flat_at(f, 0, i, j), *gate = upi_flat_at(f, 1, i, j), *up = upi_flat_at(f, 2, i, j);
+            UPI_ROW_STEPS(k, n, upi_flat_length(f, i),
+                          upi_swiglu_step(y, f->v[0].dtype, gate, gate_type, up, up_type, k, n));
+        }
 }
 
-/* ---- one row of logits ---- */
-
-/* Logits k .. k+7, -inf behind the row's end. */
-UPI_INLINE upi_f8 upi_logits_get(const float *row, int64_t k, int64_t d)
+UPI_CPU_KERNEL void upi_swiglu_run(const void *call, int64_t first, int64_t last)
 {
-    upi_f8 v = upi_row_get(row, UPIPE_F32, k, d);
-    if (k + UPI_LANES <= d) return v;
-    return upi_f8_select(upi_lanes_above((int32_t)(d - k) - 1), upi_f8_set1(-INFINITY), v);
+    const upi_flat *f = (const upi_flat *)call;
+    UPI_WITH_TYPE(gate, f->v[1].dtype,
+                  UPI_WITH_TYPE(up, f->v[2].dtype, upi_swiglu_rows(f, first, last, gate, up)));
+}
+
+/* Views: gate, up, dy. The slope s (1 + g (1 - s)) comes first: it lies within -0.1 .. 1.1 for any finite
+ * g. */
+UPI_INLINE void upi_swiglu_bwd_step(void *gate, upipe_dtype gate_type, void *up, upipe_dtype up_type,
+                                    const void *dy, upipe_dtype dy_type, int64_t k, int64_t n)
+{
+    upi_fw g = upi_row_get(gate, gate_type, k, n), u = upi_row_get(up, up_type, k, n), s, rest, slope;
+    upi_fw grad = upi_row_get(dy, dy_type, k, n);
+    upi_fw_sigmoid(g, &s, &rest);
+    slope = upi_fw_mul(s, upi_fw_fma(g, rest, upi_fw_set1(1.0f)));
+    upi_row_put(gate, gate_type, k, n, upi_fw_mul(upi_fw_mul(slope, u), grad));
+    upi_row_put(up, up_type, k, n, upi_fw_mul(upi_fw_mul(g, s), grad));
+}
+
+UPI_INLINE void upi_swiglu_bwd_rows(const upi_flat *f, int64_t first, int64_t last, upipe_dtype gate_type,
+                                    upipe_dtype up_type)
+{
+    int64_t i, j;
+    for (i = first; i < last; ++i)
+        for (j = 0; j < f->heads; ++j) {
+            char *gate = upi_flat_at(f, 0, i, j), *up = upi_flat_at(f, 1, i, j),
+                 *dy = upi_flat_at(f, 2, i, j);
+            UPI_ROW_STEPS(k, n, upi_flat_length(f, i),
+                          upi_swiglu_bwd_step(gate, gate_type, up, up_type, dy, f->v[2].dtype, k, n));
+        }
+}
+
+UPI_CPU_KERNEL void upi_swiglu_bwd_run(const void *call, int64_t first, int64_t last)
+{
+    const upi_flat *f = (const upi_flat *)call;
+    UPI_WITH_TYPE(gate, f->v[0].dtype,
+                  UPI_WITH_TYPE(up, f->v[1].dtype, upi_swiglu_bwd_rows(f, first, last, gate, up)));
+}
+
+/* ---- one row of logits: UPI_ROW_SUMS at a time, the last few filled up with -inf ---- */
+
+/* Logits k .. k+31, or what is left of d, padded in t. */
+UPI_INLINE const float *upi_logits_at(const float *row, int64_t k, int64_t d, float *t)
+{
+    int l;
+    if (k + UPI_ROW_SUMS <= d) return row + k;
+    for (l = 0; l < UPI_ROW_SUMS; ++l) t[l] = k + l < d ? row[k + l] : -INFINITY;
+    return t;
 }
 
 /* The greatest logit, NaNs left aside: they show in the sum. */
 UPI_CPU_KERNEL float upi_logits_max(const float *row, int64_t d)
 {
-    upi_f8 most = upi_f8_set1(-INFINITY);
-    float t[UPI_LANES];
+    upi_fw most[UPI_ROW_VECTORS];
+    float t[UPI_ROW_SUMS];
     int64_t k;
     int l;
-    for (k = 0; k < d; k += UPI_LANES) most = upi_f8_max(upi_logits_get(row, k, d), most);
-    upi_f8_store(t, most);
-    for (l = 1; l < UPI_LANES; ++l)
+    UPI_CPU_UNROLL
+    for (l = 0; l < UPI_ROW_VECTORS; ++l) most[l] = upi_fw_set1(-INFINITY);
+    for (k = 0; k < d; k += UPI_ROW_SUMS) {
+        const float *x = upi_logits_at(row, k, d, t);
+        UPI_CPU_UNROLL
+        for (l = 0; l < UPI_ROW_VECTORS; ++l) most[l] = upi_fw_max(upi_fw_load(x + l * UPI_WIDE), most[l]);
+    }
+    UPI_CPU_UNROLL
+    for (l = 0; l < UPI_ROW_VECTORS; ++l) upi_fw_store(t + l * UPI_WIDE, most[l]);
+    for (l = 1; l < UPI_ROW_SUMS; ++l)
         if (t[l] > t[0]) t[0] = t[l];
     return t[0];
 }
 
-/* Sum of e^(logit - top) of all but the target. */
+/* Sum of e^(logit - top) of all but the target: logit k in partial sum k mod 32. */
 UPI_CPU_KERNEL float upi_logits_sum(const float *row, int64_t d, float top, int64_t target)
 {
-    const upi_f8 high = upi_f8_set1(top);
-    upi_f8 sum = upi_f8_zero();
+    const upi_fw high = upi_fw_set1(top);
+    upi_fw sum[UPI_ROW_VECTORS];
+    float t[UPI_ROW_SUMS];
     int64_t k;
-    for (k = 0; k < d; k += UPI_LANES) {
-        upi_f8 e = upi_f8_exp(upi_f8_sub(upi_logits_get(row, k, d), high));
-        if (k == target / UPI_LANES * UPI_LANES) {
-            int32_t lane = (int32_t)(target - k);
-            upi_f8 behind = upi_f8_select(upi_lanes_above(lane), e, upi_f8_zero());
-            e = upi_f8_select(upi_lanes_above(lane - 1), behind, e);
+    int l;
+    UPI_CPU_UNROLL
+    for (l = 0; l < UPI_ROW_VECTORS; ++l) sum[l] = upi_fw_zero();
+    for (k = 0; k < d; k += UPI_ROW_SUMS) {
+        const float *x = upi_logits_at(row, k, d, t);
+        if (k == target / UPI_ROW_SUMS * UPI_ROW_SUMS) {
+            if (x == row + k) memcpy(t, x, sizeof t);
+            t[target - k] = -INFINITY;
+            x = t;
         }
-        sum = upi_f8_add(sum, e);
+        UPI_CPU_UNROLL
+        for (l = 0; l < UPI_ROW_VECTORS; ++l)
+            sum[l] = upi_fw_add(sum[l], upi_fw_exp(upi_fw_sub(upi_fw_load(x + l * UPI_WIDE), high)));
     }
-    return upi_f8_sum(sum);
+    return upi_row_fold(sum);
 }
 
 /* grad = factor * e^(logit - top); grad may be the row itself. */
-UPI_CPU_KERNEL void upi_logits_grad(void *grad, upipe_dtype dtype, const float *row, int64_t d, float top,
-                                    float factor)
+UPI_INLINE void upi_logits_grad(void *grad, upipe_dtype dtype, const float *row, int64_t d, float top,
+                                float factor)
 {
-    const upi_f8 high = upi_f8_set1(top), by = upi_f8_set1(factor);
-    int64_t k;
-    for (k = 0; k < d; k += UPI_LANES)
-        upi_row_put(grad, dtype, k, d,
-                    upi_f8_mul(upi_f8_exp(upi_f8_sub(upi_logits_get(row, k, d), high)), by));
-}
-
-/* ---- sums and the optimizer ---- */
-
-/* Adds element k, or its square, to partial sum k mod 8. The square of an f32 is exact in f64. */
-UPI_CPU_KERNEL void upi_total_row(double *sums, const void *row, upipe_dtype dtype, int64_t d, int squares)
-{
-    float t[UPI_LANES];
-    int64_t k;
-    int l;
-    for (k = 0; k < d; k += UPI_LANES) {
-        upi_f8_store(t, upi_row_get(row, dtype, k, d));
-        for (l = 0; l < UPI_LANES; ++l) sums[l] += squares ? (double)t[l] * (double)t[l] : (double)t[l];
-    }
-}
-
-UPI_CPU_KERNEL void upi_adamw_run(const upipe_adamw *a)
-{
-    const upi_f8 m_keep = upi_f8_set1((float)a->beta1), m_take = upi_f8_set1((float)(1 - a->beta1));
-    const upi_f8 v_keep = upi_f8_set1((float)a->beta2), v_take = upi_f8_set1((float)(1 - a->beta2));
-    const upi_f8 m_scale = upi_f8_set1((float)(1 / (1 - pow(a->beta1, (double)a->step))));
-    const upi_f8 v_scale = upi_f8_set1((float)(1 / (1 - pow(a->beta2, (double)a->step))));
-    const upi_f8 g_scale = upi_f8_set1((float)a->grad_scale), eps = upi_f8_set1((float)a->eps);
-    const upi_f8 minus_rate = upi_f8_set1((float)-a->rate), decay = upi_f8_set1((float)a->decay);
-    int64_t i;
-    for (i = 0; i < a->n; i += UPI_LANES) {
-        upi_f8 g = upi_f8_mul(upi_row_get(a->g, UPIPE_F32, i, a->n), g_scale);
-        upi_f8 w = upi_row_get(a->w, UPIPE_F32, i, a->n), m, v, step;
-        m = upi_f8_fma(m_keep, upi_row_get(a->m, UPIPE_F32, i, a->n), upi_f8_mul(m_take, g));
-        v = upi_f8_fma(v_keep, upi_row_get(a->v, UPIPE_F32, i, a->n), upi_f8_mul(upi_f8_mul(v_take, g), g));
-        step = upi_f8_div(upi_f8_mul(m, m_scale), upi_f8_add(upi_f8_sqrt(upi_f8_mul(v, v_scale)), eps));
-        w = upi_f8_fma(minus_rate, upi_f8_fma(decay, w, step), w);
-        upi_row_put(a->m, UPIPE_F32, i, a->n, m);
-        upi_row_put(a->v, UPIPE_F32, i, a->n, v);
-        upi_row_put(a->w, UPIPE_F32, i, a->n, w);
-        if (a->copy != NULL) upi_row_put(a->copy, a->copy_dtype, i, a->n, w);
-    }
-}
-
-UPI_KERNELS_END
-
-/* ---- entries of the table ---- */
-
-UPIPE_API upipe_status upi_cpu_add(upipe_ctx *c, upipe_view y, upipe_view x)
-{
-    int64_t i;
-    int32_t j;
-    UPIPE_TRY(upi_add_check(c, y, x));
-    for (i = 0; i < y.n; ++i)
-        for (j = 0; j < y.h; ++j)
-            upi_add_row(upipe_view_at(y, i, j), y.dtype, upipe_view_at(x, i, j), x.dtype, y.d);
-    return UPIPE_OK;
-}
-
-UPIPE_API upipe_status upi_cpu_swiglu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
-{
-    int64_t i;
-    int32_t j;
-    UPIPE_TRY(upi_swiglu_check(c, y, gate, up));
-    for (i = 0; i < y.n; ++i)
-        for (j = 0; j < y.h; ++j)
-            upi_swiglu_row(upipe_view_at(y, i, j), y.dtype, upipe_view_at(gate, i, j), gate.dtype,
-                           upipe_view_at(up, i, j), up.dtype, y.d);
-    return UPIPE_OK;
-}
-
-UPIPE_API upipe_status upi_cpu_swiglu_bwd(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy)
-{
-    int64_t i;
-    int32_t j;
-    UPIPE_TRY(upi_swiglu_bwd_check(c, gate, up, dy));
-    for (i = 0; i < dy.n; ++i)
-        for (j = 0; j < dy.h; ++j)
-            upi_swiglu_bwd_row(upipe_view_at(gate, i, j), gate.dtype, upipe_view_at(up, i, j), up.dtype,
-                               upipe_view_at(dy, i, j), dy.dtype, dy.d);
-    return UPIPE_OK;
+    const upi_fw high = upi_fw_set1(top), by = upi_fw_set1(factor);
+    UPI_ROW_STEPS(
+        k, n, d,
+        upi_row_put(grad, dtype, k, n,
+                    upi_fw_mul(upi_fw_exp(upi_fw_sub(upi_row_get(row, UPIPE_F32, k, n), high)), by)));
 }
 
 /* The row's loss; its gradient where grad is not NULL.
@@ -209,10 +205,269 @@ UPI_INLINE float upi_cross_entropy_row(const upipe_cross_entropy *x, int64_t i, 
     upi_f8_store(t, upi_f8_exp(upi_f8_set1(at - top)));
     sum = others + t[0];
     if (grad != NULL) {
-        upi_logits_grad(grad, x->grad.dtype, row, d, top, x->scale / sum);
+        UPI_WITH_TYPE(dtype, x->grad.dtype, upi_logits_grad(grad, dtype, row, d, top, x->scale / sum));
         upi_f1_put(grad, x->grad.dtype, target, -(x->scale * (others / sum)));
     }
     return (at == top ? log1pf(others) : logf(sum)) + (top - at);
+}
+
+UPI_CPU_KERNEL void upi_cross_entropy_run(const void *call, int64_t first, int64_t last)
+{
+    const upipe_cross_entropy *x = (const upipe_cross_entropy *)call;
+    int64_t i;
+    for (i = first; i < last; ++i) {
+        void *grad = x->grad.data != NULL ? upipe_view_at(x->grad, i, 0) : NULL;
+        if (x->targets[i] >= 0)
+            x->loss[i] = upi_cross_entropy_row(x, i, grad);
+        else {
+            x->loss[i] = 0;
+            if (grad != NULL) memset(grad, 0, (size_t)x->grad.d * upipe_dtype_bytes(x->grad.dtype));
+        }
+    }
+}
+
+/* ---- embedding ---- */
+
+typedef struct upi_embed_call {
+    upipe_view x, table; /* backward: dx, dtable */
+    const int32_t *tokens;
+    int64_t columns; /* of a strip */
+} upi_embed_call;
+
+UPI_CPU_KERNEL void upi_embed_run(const void *call, int64_t first, int64_t last)
+{
+    const upi_embed_call *o = (const upi_embed_call *)call;
+    int64_t i;
+    for (i = first; i < last; ++i)
+        UPI_WITH_TYPE(to, o->x.dtype,
+                      UPI_WITH_TYPE(from, o->table.dtype,
+                                    upi_cast_row(upipe_view_at(o->x, i, 0), to,
+                                                 upipe_view_at(o->table, o->tokens[i], 0), from, o->x.d)));
+}
+
+/* One strip of columns, for all tokens in order. */
+UPI_CPU_KERNEL void upi_embed_bwd_item(void *arg, int64_t strip, int32_t worker)
+{
+    const upi_embed_call *o = (const upi_embed_call *)arg;
+    int64_t from = strip * o->columns, count = o->x.d - from, i;
+    (void)worker;
+    if (count > o->columns) count = o->columns;
+    for (i = 0; i < o->x.n; ++i) {
+        float *sum = (float *)upipe_view_at(o->table, o->tokens[i], 0) + from;
+        const char *x =
+            (const char *)upipe_view_at(o->x, i, 0) + (size_t)from * upipe_dtype_bytes(o->x.dtype);
+        UPI_WITH_TYPE(dtype, o->x.dtype, upi_add_row(sum, UPIPE_F32, x, dtype, count));
+    }
+}
+
+/* ---- sums and the optimizer ---- */
+
+#if UPI_CPU_AVX2
+
+typedef __m256d upi_d4;
+
+/* clang-format off */
+UPI_INLINE upi_d4 upi_d4_load(const double *p)                   { return _mm256_loadu_pd(p); }
+UPI_INLINE void   upi_d4_store(double *p, upi_d4 v)              { _mm256_storeu_pd(p, v); }
+UPI_INLINE upi_d4 upi_d4_add(upi_d4 a, upi_d4 b)                 { return _mm256_add_pd(a, b); }
+UPI_INLINE upi_d4 upi_d4_mul(upi_d4 a, upi_d4 b)                 { return _mm256_mul_pd(a, b); }
+UPI_INLINE upi_d4 upi_d4_low(upi_f8 v)                           { return _mm256_cvtps_pd(_mm256_castps256_ps128(v)); }
+UPI_INLINE upi_d4 upi_d4_high(upi_f8 v)                          { return _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)); }
+/* clang-format on */
+
+#else
+
+typedef struct upi_d4 {
+    double v[4];
+} upi_d4;
+
+UPI_INLINE upi_d4 upi_d4_load(const double *p)
+{
+    upi_d4 r;
+    memcpy(r.v, p, sizeof r.v);
+    return r;
+}
+
+UPI_INLINE void upi_d4_store(double *p, upi_d4 v)
+{
+    memcpy(p, v.v, sizeof v.v);
+}
+
+UPI_INLINE upi_d4 upi_d4_add(upi_d4 a, upi_d4 b)
+{
+    int l;
+    for (l = 0; l < 4; ++l) a.v[l] += b.v[l];
+    return a;
+}
+
+UPI_INLINE upi_d4 upi_d4_mul(upi_d4 a, upi_d4 b)
+{
+    int l;
+    for (l = 0; l < 4; ++l) a.v[l] *= b.v[l];
+    return a;
+}
+
+UPI_INLINE upi_d4 upi_d4_part(upi_f8 v, int first)
+{
+    float t[UPI_LANES];
+    upi_d4 r;
+    int l;
+    upi_f8_store(t, v);
+    for (l = 0; l < 4; ++l) r.v[l] = (double)t[first + l];
+    return r;
+}
+
+UPI_INLINE upi_d4 upi_d4_low(upi_f8 v)
+{
+    return upi_d4_part(v, 0);
+}
+
+UPI_INLINE upi_d4 upi_d4_high(upi_f8 v)
+{
+    return upi_d4_part(v, 4);
+}
+
+#endif
+
+/* Adds the elements of a row, or their squares, to 16 sums. The square of an f32 is exact in f64. */
+UPI_INLINE void upi_total_row(double *sums, const void *row, upipe_dtype dtype, int64_t d, int squares)
+{
+    upi_d4 s[UPI_TOTAL_SUMS / 4], x;
+    int64_t k;
+    int l;
+    UPI_CPU_UNROLL
+    for (l = 0; l < UPI_TOTAL_SUMS / 4; ++l) s[l] = upi_d4_load(sums + 4 * l);
+    for (k = 0; k + UPI_TOTAL_SUMS <= d; k += UPI_TOTAL_SUMS) {
+        UPI_CPU_UNROLL
+        for (l = 0; l < UPI_TOTAL_SUMS / 4; ++l) {
+            upi_f8 v = upi_f8_get(row, dtype, k + l / 2 * UPI_LANES);
+            x = l % 2 ? upi_d4_high(v) : upi_d4_low(v);
+            s[l] = upi_d4_add(s[l], squares ? upi_d4_mul(x, x) : x);
+        }
+    }
+    UPI_CPU_UNROLL
+    for (l = 0; l < UPI_TOTAL_SUMS / 4; ++l) upi_d4_store(sums + 4 * l, s[l]);
+    for (l = 0; k < d; ++k, ++l) {
+        double one = (double)upi_f1_get(row, dtype, k);
+        sums[l] += squares ? one * one : one;
+    }
+}
+
+/* The pieces of a tensor: some whole rows, or a part of a long one. They are a matter of its shape alone. */
+typedef struct upi_total_call {
+    upipe_view x;
+    int64_t pieces; /* of a row; 1 where it is short */
+    int64_t rows;   /* of a piece; 1 where it is long */
+    int64_t first;  /* piece whose sum comes first in parts */
+    double parts[UPI_TOTAL_PARTS];
+    int squares;
+} upi_total_call;
+
+UPI_INLINE double upi_total_piece(const upi_total_call *o, int64_t piece, upipe_dtype dtype, int squares)
+{
+    double s[UPI_TOTAL_SUMS] = {0};
+    int64_t row = piece / o->pieces * o->rows, last = row + o->rows,
+            from = piece % o->pieces * UPI_TOTAL_PIECE;
+    int64_t count = o->x.d - from;
+    int l, half;
+    if (last > o->x.n * o->x.h) last = o->x.n * o->x.h;
+    if (count > UPI_TOTAL_PIECE) count = UPI_TOTAL_PIECE;
+    for (; row < last; ++row)
+        upi_total_row(s,
+                      (const char *)upipe_view_at(o->x, row / o->x.h, (int32_t)(row % o->x.h)) +
+                          (size_t)from * upipe_dtype_bytes(dtype),
+                      dtype, count, squares);
+    for (half = UPI_TOTAL_SUMS / 2; half > 0; half /= 2)
+        for (l = 0; l < half; ++l) s[l] += s[l + half];
+    return s[0];
+}
+
+UPI_CPU_KERNEL void upi_total_item(void *arg, int64_t i, int32_t worker)
+{
+    upi_total_call *o = (upi_total_call *)arg;
+    (void)worker;
+    UPI_WITH_TYPE(dtype, o->x.dtype,
+                  o->parts[i] = o->squares ? upi_total_piece(o, o->first + i, dtype, 1)
+                                           : upi_total_piece(o, o->first + i, dtype, 0));
+}
+
+/* The factors of the formula, rounded. */
+typedef struct upi_adamw_call {
+    const upipe_adamw *a;
+    float m_keep, m_take, m_scale, v_keep, v_take, v_scale, g_scale, eps, minus_rate, decay;
+} upi_adamw_call;
+
+UPI_INLINE void upi_adamw_step(const upi_adamw_call *o, int64_t k, int64_t n, upipe_dtype copy)
+{
+    const upipe_adamw *a = o->a;
+    upi_fw g = upi_fw_mul(upi_row_get(a->g, UPIPE_F32, k, n), upi_fw_set1(o->g_scale));
+    upi_fw w = upi_row_get(a->w, UPIPE_F32, k, n), m = upi_row_get(a->m, UPIPE_F32, k, n);
+    upi_fw v = upi_row_get(a->v, UPIPE_F32, k, n), step;
+    m = upi_fw_fma(upi_fw_set1(o->m_keep), m, upi_fw_mul(upi_fw_set1(o->m_take), g));
+    v = upi_fw_fma(upi_fw_set1(o->v_keep), v, upi_fw_mul(upi_fw_mul(upi_fw_set1(o->v_take), g), g));
+    step = upi_fw_add(upi_fw_sqrt(upi_fw_mul(v, upi_fw_set1(o->v_scale))), upi_fw_set1(o->eps));
+    step = upi_fw_div(upi_fw_mul(m, upi_fw_set1(o->m_scale)), step);
+    w = upi_fw_fma(upi_fw_set1(o->minus_rate), upi_fw_fma(upi_fw_set1(o->decay), w, step), w);
+    upi_row_put(a->m, UPIPE_F32, k, n, m);
+    upi_row_put(a->v, UPIPE_F32, k, n, v);
+    upi_row_put(a->w, UPIPE_F32, k, n, w);
+    if (a->copy != NULL) upi_row_put(a->copy, copy, k, n, w);
+}
+
+/* Pieces of UPI_ADAMW_PIECE elements. */
+UPI_CPU_KERNEL void upi_adamw_run(const void *call, int64_t first, int64_t last)
+{
+    const upi_adamw_call o = *(const upi_adamw_call *)call;
+    int64_t k, end = last * UPI_ADAMW_PIECE < o.a->n ? last * UPI_ADAMW_PIECE : o.a->n;
+    UPI_WITH_TYPE(copy, o.a->copy_dtype,
+                  for (k = first * UPI_ADAMW_PIECE; k + UPI_WIDE <= end; k += UPI_WIDE)
+                      upi_adamw_step(&o, k, UPI_WIDE, copy);
+                  if (k < end) upi_adamw_step(&o, k, end - k, copy));
+}
+
+UPI_KERNELS_END
+
+/* ---- entries of the table ---- */
+
+UPIPE_API upipe_status upi_cpu_add(upipe_ctx *c, upipe_view y, upipe_view x)
+{
+    upipe_view v[2];
+    upi_flat f;
+    UPIPE_TRY(upi_add_check(c, y, x));
+    if (y.n == 0) return UPIPE_OK;
+    v[0] = y;
+    v[1] = x;
+    f = upi_flat_make(v, 2);
+    upi_rows_share(c->ops, f.rows, f.row_bytes, 1, upi_add_run, &f);
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_cpu_swiglu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
+{
+    upipe_view v[3];
+    upi_flat f;
+    UPIPE_TRY(upi_swiglu_check(c, y, gate, up));
+    if (y.n == 0) return UPIPE_OK;
+    v[0] = y;
+    v[1] = gate;
+    v[2] = up;
+    f = upi_flat_make(v, 3);
+    upi_rows_share(c->ops, f.rows, f.row_bytes, 1, upi_swiglu_run, &f);
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_cpu_swiglu_bwd(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy)
+{
+    upipe_view v[3];
+    upi_flat f;
+    UPIPE_TRY(upi_swiglu_bwd_check(c, gate, up, dy));
+    if (dy.n == 0) return UPIPE_OK;
+    v[0] = gate;
+    v[1] = up;
+    v[2] = dy;
+    f = upi_flat_make(v, 3);
+    upi_rows_share(c->ops, f.rows, f.row_bytes, 1, upi_swiglu_bwd_run, &f);
+    return UPIPE_OK;
 }
 
 UPIPE_API upipe_status upi_cpu_cross_entropy(upipe_ctx *c, const upipe_cross_entropy *x)
@@ -223,15 +478,8 @@ UPIPE_API upipe_status upi_cpu_cross_entropy(upipe_ctx *c, const upipe_cross_ent
         if (x->targets[i] >= x->logits.d)
             return upi_fail(&c->err, UPIPE_ERR_ARG, "cross_entropy: target %d of row %lld, of %d columns",
                             x->targets[i], (long long)i, x->logits.d);
-    for (i = 0; i < x->logits.n; ++i) {
-        void *grad = x->grad.data != NULL ? upipe_view_at(x->grad, i, 0) : NULL;
-        if (x->targets[i] >= 0)
-            x->loss[i] = upi_cross_entropy_row(x, i, grad);
-        else {
-            x->loss[i] = 0;
-            if (grad != NULL) memset(grad, 0, (size_t)x->grad.d * upipe_dtype_bytes(x->grad.dtype));
-        }
-    }
+    upi_rows_share(c->ops, x->logits.n, 2 * (int64_t)x->logits.d * (int64_t)sizeof(float), 1,
+                   upi_cross_entropy_run, x);
     return UPIPE_OK;
 }
 
@@ -249,41 +497,75 @@ UPIPE_API upipe_status upi_tokens_check(upipe_ctx *c, const char *call, const in
 
 UPIPE_API upipe_status upi_cpu_embed(upipe_ctx *c, upipe_view x, upipe_view table, const int32_t *tokens)
 {
-    int64_t i;
+    upi_embed_call call;
     UPIPE_TRY(upi_embed_check(c, "embed", x, table, tokens));
     UPIPE_TRY(upi_tokens_check(c, "embed", tokens, x.n, table.n));
-    for (i = 0; i < x.n; ++i)
-        UPIPE_TRY(upi_cpu_cast(c, upipe_view_rows(x, i, 1), upipe_view_rows(table, tokens[i], 1)));
+    call.x = x;
+    call.table = table;
+    call.tokens = tokens;
+    call.columns = 0;
+    upi_rows_share(c->ops, x.n, 2 * (int64_t)x.d * (int64_t)upipe_dtype_bytes(x.dtype), 1, upi_embed_run,
+                   &call);
     return UPIPE_OK;
 }
 
+/* Tokens that are the same word add to one row, in their order: so threads share the columns, not the
+ * tokens. */
 UPIPE_API upipe_status upi_cpu_embed_bwd(upipe_ctx *c, upipe_view dtable, upipe_view dx,
                                          const int32_t *tokens)
 {
-    int64_t i;
+    int64_t strips = 2 * upi_par_workers(c->ops);
+    upi_embed_call call;
     UPIPE_TRY(upi_embed_bwd_check(c, dtable, dx, tokens));
     UPIPE_TRY(upi_tokens_check(c, "embed_bwd", tokens, dx.n, dtable.n));
-    for (i = 0; i < dx.n; ++i)
-        upi_add_row(upipe_view_at(dtable, tokens[i], 0), UPIPE_F32, upipe_view_at(dx, i, 0), dx.dtype, dx.d);
+    call.x = dx;
+    call.table = dtable;
+    call.tokens = tokens;
+    if (strips == 2) strips = 1; /* nobody to share with */
+    call.columns = (dx.d + strips - 1) / strips;
+    call.columns = (call.columns + UPI_EMBED_COLUMNS - 1) / UPI_EMBED_COLUMNS * UPI_EMBED_COLUMNS;
+    upi_par_each(c->ops, (dx.d + call.columns - 1) / call.columns, upi_embed_bwd_item, &call);
     return UPIPE_OK;
 }
 
+/* Each piece has a sum of its own; they are added up in order. */
 UPIPE_API upipe_status upi_cpu_total(upipe_ctx *c, double *out, upipe_view x, int squares)
 {
-    double s[UPI_LANES] = {0, 0, 0, 0, 0, 0, 0, 0};
-    int64_t i;
-    int32_t j;
+    upi_total_call call;
+    int64_t rows = x.n * x.h, all, i, count;
+    double sum = 0;
     UPIPE_TRY(upi_total_check(c, out, x));
-    for (i = 0; i < x.n; ++i)
-        for (j = 0; j < x.h; ++j) upi_total_row(s, upipe_view_at(x, i, j), x.dtype, x.d, squares);
-    *out = ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
+    call.x = x;
+    call.squares = squares;
+    call.pieces = ((int64_t)x.d + UPI_TOTAL_PIECE - 1) / UPI_TOTAL_PIECE;
+    call.rows = call.pieces > 1 ? 1 : UPI_TOTAL_PIECE / x.d;
+    all = (rows + call.rows - 1) / call.rows * call.pieces;
+    for (call.first = 0; call.first < all; call.first += count) {
+        count = all - call.first < UPI_TOTAL_PARTS ? all - call.first : (int64_t)UPI_TOTAL_PARTS;
+        upi_par_each(c->ops, count, upi_total_item, &call);
+        for (i = 0; i < count; ++i) sum += call.parts[i];
+    }
+    *out = sum;
     return UPIPE_OK;
 }
 
 UPIPE_API upipe_status upi_cpu_adamw(upipe_ctx *c, const upipe_adamw *a)
 {
+    upi_adamw_call call;
     UPIPE_TRY(upi_adamw_check(c, a));
-    upi_adamw_run(a);
+    call.a = a;
+    call.m_keep = (float)a->beta1;
+    call.m_take = (float)(1 - a->beta1);
+    call.m_scale = (float)(1 / (1 - pow(a->beta1, (double)a->step)));
+    call.v_keep = (float)a->beta2;
+    call.v_take = (float)(1 - a->beta2);
+    call.v_scale = (float)(1 / (1 - pow(a->beta2, (double)a->step)));
+    call.g_scale = (float)a->grad_scale;
+    call.eps = (float)a->eps;
+    call.minus_rate = (float)-a->rate;
+    call.decay = (float)a->decay;
+    upi_rows_share(c->ops, (a->n + UPI_ADAMW_PIECE - 1) / UPI_ADAMW_PIECE,
+                   UPI_ADAMW_PIECE * 7 * (int64_t)sizeof(float), 1, upi_adamw_run, &call);
     return UPIPE_OK;
 }
 

@@ -1,0 +1,264 @@
+"""sh bench/run.sh ops [--quick] [--json FILE] -- the table's row operations, and the exchange, beside memcpy
+
+Each operation is validated against NumPy in double precision, then timed in turn with a memcpy by as many threads in
+the same run: medians. Bytes are those that the operation has to read and to write, once each; memcpy reads and writes
+too. `percent` is the ratio of the two rates. It can exceed 100: memcpy also reads the lines that it overwrites.
+Sizes: in the second-level cache, and beyond all caches.
+
+Lines: {"op", "dtype", "rows", "d", "threads", "gbytes_per_s", "memcpy_gbytes_per_s", "percent"}; the exchange, whose
+memcpy has the same blocks and as many threads as there are ranks: {"op": "exchange", "ranks", "block_bytes", ...}. With
+more ranks than cores all take turns, in memcpy too.
+"""
+
+import ctypes
+import statistics
+import sys
+
+import common
+
+DTYPES = ['f32', 'bf16', 'f16']
+# In the order of the enum in ops.c.
+OPS = ['memcpy', 'copy', 'zero', 'narrow', 'widen', 'rope', 'rope_interleaved', 'rmsnorm', 'rmsnorm_bwd', 'rowdot',
+       'sum', 'add', 'swiglu', 'swiglu_bwd', 'cross_entropy', 'embed', 'embed_bwd', 'total', 'adamw']
+HEAD, PARTS, EPS = 128, 4, 1e-5
+NEAR = {'f32': 2e-5, 'bf16': 1e-2, 'f16': 2e-3}
+SHAPES = [(64, 1024), (8192, 4096)]
+QUICK_SHAPES = [(64, 1024)]
+BLOCKS = [1 << 16, 1 << 18, 1 << 20, 1 << 24]
+QUICK_BLOCKS = [1 << 16]
+
+
+def bytes_of(op, width):
+    """Bytes an element that the operation reads and writes; of `width` bytes each where the type is the case's."""
+    w = width
+    return {'memcpy': 2 * w, 'copy': 2 * w, 'zero': w, 'narrow': 4 + w, 'widen': 4 + w, 'rope': 2 * w,
+            'rope_interleaved': 2 * w, 'rmsnorm': 2 * w, 'rmsnorm_bwd': 3 * w, 'rowdot': 2 * w + 4 / HEAD,
+            'sum': 4 * PARTS + w, 'add': 3 * w, 'swiglu': 3 * w, 'swiglu_bwd': 5 * w, 'cross_entropy': 4 + w,
+            'embed': 2 * w, 'embed_bwd': 8 + w, 'total': w, 'adamw': 7 * 4 + w}[op]
+
+
+def load(isa):
+    """The library with its types."""
+    library = common.compile_library('ops.c', isa)
+    pointer, i32, i64, f64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
+    for name, result, arguments in (
+            ('ops_open', pointer, [i32, i64, i32, i32]), ('ops_close', None, [pointer]),
+            ('ops_slot', pointer, [pointer, i32]), ('ops_gain', pointer, [pointer, i32]),
+            ('ops_loss', pointer, [pointer]), ('ops_tokens', pointer, [pointer, i32]), ('ops_total', f64, [pointer]),
+            ('ops_fill', None, [pointer, i32, i32]), ('ops_call', ctypes.c_char_p, [pointer, i32]),
+            ('ops_seconds', f64, [pointer, i32, i32]), ('ops_exchange', f64, [i32, i64, i32, i32])):
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+class Bench:
+    """Operands of one shape and type."""
+
+    def __init__(self, library, threads, rows, d, dtype):
+        self.library, self.threads, self.rows, self.d, self.dtype = library, threads, rows, d, dtype
+        self.width = 4 if dtype == 'f32' else 2
+        self.handle = library.ops_open(threads, rows, d, DTYPES.index(dtype))
+        if not self.handle:
+            common.fail(f'no memory or no threads for {rows} rows of {d} and {threads} threads')
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.library.ops_close(self.handle)
+
+    def type_of(self, op, slot):
+        """The storage type of a slot."""
+        wide = {'narrow': [0], 'widen': [1], 'sum': range(5), 'cross_entropy': [0], 'embed_bwd': [1], 'adamw': range(4)}
+        return 'f32' if slot in wide.get(op, []) else self.dtype
+
+    def fill(self, op):
+        for slot in range(6):
+            self.library.ops_fill(self.handle, slot, DTYPES.index(self.type_of(op, slot)))
+
+    def array(self, op, slot):
+        """A slot's elements in double precision."""
+        import numpy as np
+        kind = {'f32': np.float32, 'bf16': np.uint16, 'f16': np.float16}[self.type_of(op, slot)]
+        count = self.rows * self.d
+        raw = np.frombuffer((ctypes.c_char * (count * np.dtype(kind).itemsize)).from_address(
+            self.library.ops_slot(self.handle, slot)), kind)
+        if kind is np.uint16:
+            raw = (raw.astype(np.uint32) << 16).view(np.float32)
+        return raw.astype(np.float64).reshape(self.rows, self.d)
+
+    def numbers(self, address, count, kind):
+        import numpy as np
+        return np.frombuffer((ctypes.c_char * (count * 4)).from_address(address), kind)
+
+    def call(self, op):
+        why = self.library.ops_call(self.handle, OPS.index(op))
+        if why is not None:
+            common.fail(f'{op} failed: {why.decode()}')
+
+    def seconds(self, op, turns):
+        took = self.library.ops_seconds(self.handle, OPS.index(op), turns)
+        if took < 0:
+            common.fail(f'{op} failed')
+        return took / turns
+
+
+def turned(x, interleaved):
+    """RoPE of heads from position 0 on."""
+    import numpy as np
+    heads = x.reshape(x.shape[0], -1, HEAD)
+    angle = np.outer(np.arange(x.shape[0]), 500000.0 ** (-2.0 * np.arange(HEAD // 2) / HEAD))[:, None, :]
+    first, second = heads[..., :HEAD // 2], heads[..., HEAD // 2:]
+    if interleaved:
+        first, second = heads[..., 0::2], heads[..., 1::2]
+    pair = first * np.cos(angle) - second * np.sin(angle), first * np.sin(angle) + second * np.cos(angle)
+    return (np.stack(pair, -1) if interleaved else np.concatenate(pair, -1)).reshape(x.shape)
+
+
+def expected(b, op):
+    """[(what, the f64 result, the slot or a function that reads what came of it)] from the operands as they are."""
+    import numpy as np
+    x, y, z = (b.array(op, slot) for slot in range(3))
+    gain = b.numbers(b.library.ops_gain(b.handle, 0), b.d, np.float32).astype(np.float64)
+    tokens = b.numbers(b.library.ops_tokens(b.handle, 0), b.rows, np.int32)
+    scale = 1 / np.sqrt((x * x).mean(1, keepdims=True) + EPS)
+    sigmoid = 1 / (1 + np.exp(-x))
+    if op in ('copy', 'narrow', 'widen', 'memcpy'):
+        return [('y', x, 1)]
+    if op == 'zero':
+        return [('y', 0 * x, 1)]
+    if op in ('rope', 'rope_interleaved'):
+        return [('x', turned(x, op != 'rope'), 0)]
+    if op == 'rmsnorm':
+        return [('y', x * scale * gain, 1)]
+    if op == 'rmsnorm_bwd':
+        unit = x * scale
+        old = b.numbers(b.library.ops_gain(b.handle, 1), b.d, np.float32).astype(np.float64)
+        return [('dx', scale * (gain * y - unit * (unit * gain * y).mean(1, keepdims=True)), 2),
+                ('dgain', old + (y * unit).sum(0), lambda: b.numbers(b.library.ops_gain(b.handle, 1), b.d, np.float32))]
+    if op == 'rowdot':
+        return [('out', (x * y).reshape(-1, HEAD).sum(1),
+                 lambda: b.numbers(b.library.ops_slot(b.handle, 2), b.rows * b.d // HEAD, np.float32))]
+    if op == 'sum':
+        return [('dst', sum(b.array(op, slot) for slot in range(PARTS)), 5)]
+    if op == 'add':
+        return [('y', x + y, 1)]
+    if op == 'swiglu':
+        return [('y', x * sigmoid * y, 2)]
+    if op == 'swiglu_bwd':
+        return [('gate', sigmoid * (1 + x * (1 - sigmoid)) * y * z, 0), ('up', x * sigmoid * z, 1)]
+    if op == 'cross_entropy':
+        targets = b.numbers(b.library.ops_tokens(b.handle, 1), b.rows, np.int32)
+        p = np.exp(x) / np.exp(x).sum(1, keepdims=True)
+        onehot = np.eye(b.d)[targets]
+        return [('grad', p - onehot, 1), ('loss', -np.log((p * onehot).sum(1)),
+                                          lambda: b.numbers(b.library.ops_loss(b.handle), b.rows, np.float32))]
+    if op == 'embed':
+        return [('x', x[tokens], 1)]
+    if op == 'embed_bwd':
+        np.add.at(y, tokens, x)
+        return [('dtable', y, 1)]
+    if op == 'total':
+        return [('out', np.array([(x * x).sum()]), lambda: np.array([b.library.ops_total(b.handle)]))]
+    m, v = 0.9 * y + 0.1 * b.array(op, 3), 0.95 * z + 0.05 * b.array(op, 3) ** 2
+    step = m / (1 - 0.9 ** 10) / (np.sqrt(v / (1 - 0.95 ** 10)) + 1e-8)
+    return [('w', x - 1e-3 * (step + 0.1 * x), 0), ('m', m, 1), ('v', v, 2), ('copy', x - 1e-3 * (step + 0.1 * x), 4)]
+
+
+def fill(b, op):
+    """Operands of the operation: v of AdamW is no negative number, and dy of SwiGLU's backward is its own."""
+    b.fill(op)
+    if op == 'adamw':
+        import numpy as np
+        view = b.numbers(b.library.ops_slot(b.handle, 2), b.rows * b.d, np.float32)
+        np.abs(view, out=view)
+
+
+def validate(library, threads, dtype):
+    """Every operation on a shape that leaves a rest of every vector."""
+    import numpy as np
+    with Bench(library, threads, 37, 11 * HEAD, dtype) as b:
+        for op in OPS:
+            fill(b, op)
+            want = expected(b, op)
+            b.call(op)
+            for what, right, where in want:
+                got = where() if callable(where) else b.array(op, where)
+                worst = float(np.max(np.abs(got - right)) / max(1e-30, float(np.max(np.abs(right)))))
+                if not worst <= NEAR[dtype] and not (op == 'zero' and not np.any(got)):
+                    common.fail(f'{op} in {dtype}, {threads} threads: {what} is off by {worst:.3g} of its greatest')
+
+
+def measure(b, op, rounds, least):
+    """Median bytes a second of the operation and of memcpy, in turn; a sample lasts about `least` seconds."""
+    fill(b, op)
+    samples, turns = {op: [], 'memcpy': []}, {}
+    for name in samples:
+        b.seconds(name, 1)
+        turns[name] = max(1, int(least / max(1e-9, b.seconds(name, 1))))
+    for turn in range(rounds):
+        for name in list(samples)[::1 if turn % 2 == 0 else -1]:
+            b.seconds(name, 1)
+            samples[name].append(b.seconds(name, turns[name]))
+    count = b.rows * b.d
+    # memcpy has the case's own type; an operation that fills its slots with others leaves numbers that nobody reads
+    return [count * bytes_of(name, b.width) / statistics.median(samples[name]) for name in (op, 'memcpy')]
+
+
+def exchange(library, ranks, block, rounds):
+    """Median bytes a second of the all-to-all and of plain copies of the same blocks."""
+    whole = ranks * ranks * block
+    turns = max(2, min(2000, (1 << 29) // whole))
+    samples = [[], []]
+    for _ in range(rounds):
+        for plain in 0, 1:
+            took = library.ops_exchange(ranks, block, turns, plain)
+            if took < 0:
+                common.fail(f'the exchange of {ranks} ranks, blocks of {block} bytes, failed')
+            samples[plain].append(took / turns)
+    return [whole / statistics.median(one) for one in samples]
+
+
+def case(lines, fields, ours, memcpy):
+    line = {**fields, 'gbytes_per_s': round(ours * 1e-9, 2), 'memcpy_gbytes_per_s': round(memcpy * 1e-9, 2),
+            'percent': round(100 * ours / memcpy, 1)}
+    lines.write(line)
+    where = ' '.join(f'{name} {value}' for name, value in fields.items() if name != 'op')
+    print(f"{fields['op']:17s}{where:42s} {line['gbytes_per_s']:8.2f} of {line['memcpy_gbytes_per_s']:8.2f} GB/s, "
+          f"{line['percent']:6.1f} %", flush=True)
+
+
+def main():
+    parser = common.arguments(__doc__, [])
+    every = [*OPS[1:], 'exchange']
+    parser.add_argument('--ops', type=common.listed(every), default=every, metavar='LIST',
+                        help='which operations (all)')
+    parser.add_argument('--dtypes', type=common.listed(DTYPES), default=DTYPES, metavar='LIST', help='f32,bf16,f16')
+    parser.add_argument('--threads', type=common.listed(None, int), default=sorted({1, common.cores()}), metavar='LIST',
+                        help='threads of the row operations (1 and all cores)')
+    options = common.parse(parser, 'ops')
+    if min(options.threads) < 1:
+        parser.error('a number of threads is 1 at least')
+    library = load(options.isa)
+    rounds, least = (3, 1e-3) if options.quick else (9, 2e-2)
+    with common.Lines(options.json, {'isa': options.isa}) as lines:
+        for threads in options.threads:
+            for dtype in options.dtypes:
+                validate(library, threads, dtype)
+                for rows, d in QUICK_SHAPES if options.quick else SHAPES:
+                    with Bench(library, threads, rows, d, dtype) as b:
+                        for op in options.ops:
+                            if op != 'exchange':
+                                case(lines, {'op': op, 'dtype': dtype, 'rows': rows, 'd': d, 'threads': threads},
+                                     *measure(b, op, rounds, least))
+        for ranks in (2, 4) if 'exchange' in options.ops else ():
+            for block in QUICK_BLOCKS if options.quick else BLOCKS:
+                case(lines, {'op': 'exchange', 'ranks': ranks, 'block_bytes': block},
+                     *exchange(library, ranks, block, rounds))
+    common.say(f'numbers: {options.json}')
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,239 @@
+/* test_simd_lanes.c -- f16 in one element and in lanes, and the widest lanes: all compute what upi_f8's do */
+#include "test.h"
+
+#include "upipe/cpu/upipe_cpu_rows.h"
+
+/* Does the compiler have the type, so that it may be the judge? */
+#if defined(__FLT16_MANT_DIG__) && defined(__F16C__)
+#define WITH_FLOAT16 1
+__extension__ typedef _Float16 compilers;
+#else
+#define WITH_FLOAT16 0
+#endif
+
+static float f32_of(uint32_t bits)
+{
+    return upi_f32_of_bits(bits);
+}
+
+static int is_nan16(uint16_t h)
+{
+    return (h & 0x7fff) > 0x7c00;
+}
+
+/* All 65,536: to f32 as the compiler has it, and back to themselves; a NaN stays one, of its sign. */
+static void test_f16_all(void)
+{
+    uint32_t b;
+    int j;
+    for (b = 0; b < 0x10000; b += UPI_LANES) {
+        uint16_t in[UPI_LANES], out[UPI_LANES];
+        float x[UPI_LANES];
+        for (j = 0; j < UPI_LANES; ++j) in[j] = (uint16_t)(b + (uint32_t)j);
+        upi_f8_store(x, upi_f8_load_f16(in));
+        upi_f8_store_f16(out, upi_f8_load(x));
+        for (j = 0; j < UPI_LANES; ++j) {
+            float one = upi_f16_to_f32(in[j]);
+            uint16_t back = upi_f32_to_f16(one);
+            if (is_nan16(in[j])) {
+                CHECK(isnan(one) && isnan(x[j]) && is_nan16(back) && is_nan16(out[j]) &&
+                      (back >> 15) == in[j] >> 15);
+                continue;
+            }
+            CHECK_BYTES(&x[j], &one, sizeof one);
+            CHECK_SAY(back == in[j] && out[j] == in[j], "f16 %04x comes back as %04x, in lanes %04x", in[j],
+                      back, out[j]);
+            if ((in[j] & 0x7fff) < 0x7c00) {
+                int exponent = in[j] >> 10 & 31;
+                double fraction = (double)(in[j] & 0x3ff) / 1024 + (exponent > 0);
+                double want = ldexp(fraction, (exponent > 0 ? exponent : 1) - 15);
+                CHECK((double)one == (in[j] >> 15 ? -want : want));
+            }
+        }
+    }
+}
+
+/* An f32 to f16: one element, lanes, and the compiler's own conversion. */
+static void check_f16(uint32_t bits)
+{
+    float x = f32_of(bits);
+    uint16_t one = upi_f32_to_f16(x), lanes[UPI_LANES];
+    upi_f8_store_f16(lanes, upi_f8_set1(x));
+    if (isnan(x))
+        CHECK_SAY(is_nan16(one) && is_nan16(lanes[bits % UPI_LANES]), "NaN %08x becomes %04x, in lanes %04x",
+                  bits, one, lanes[bits % UPI_LANES]);
+    else
+        CHECK_SAY(one == lanes[bits % UPI_LANES], "%a becomes %04x, in lanes %04x", (double)x, one,
+                  lanes[bits % UPI_LANES]);
+#if WITH_FLOAT16
+    {
+        compilers h = (compilers)x;
+        uint16_t judge;
+        memcpy(&judge, &h, sizeof judge);
+        CHECK_SAY(isnan(x) ? is_nan16(judge) : one == judge, "%a becomes %04x, not %04x", (double)x, one,
+                  judge);
+    }
+#endif
+}
+
+static void test_f16_rounding(test_rng *r)
+{
+    static const struct {
+        float x;
+        uint16_t want;
+    } pairs[] = {
+        {65504, 0x7bff},        {65519.99f, 0x7bff},  {65520, 0x7c00},        {-65520, 0xfc00},
+        {INFINITY, 0x7c00},     {0x1p-24f, 0x0001},   {0x1p-25f, 0x0000},     {0x1.000002p-25f, 0x0001},
+        {0x3p-25f, 0x0002},     {0x5p-25f, 0x0002},   {0x1p-14f, 0x0400},     {0x1.ffep-15f, 0x0400},
+        {0x1.ff8p-15f, 0x03ff}, {-0.0f, 0x8000},      {1 + 0x1p-11f, 0x3c00}, {1 + 0x3p-11f, 0x3c02},
+        {0x1.ffcp0f, 0x3fff},   {0x1.ffep0f, 0x4000}, {1e-40f, 0x0000},       {-0x1p-24f, 0x8001}};
+    uint32_t b, step;
+    size_t i;
+    for (i = 0; i < sizeof pairs / sizeof *pairs; ++i)
+        CHECK_SAY(upi_f32_to_f16(pairs[i].x) == pairs[i].want, "%a becomes %04x, not %04x",
+                  (double)pairs[i].x, upi_f32_to_f16(pairs[i].x), pairs[i].want);
+    /* around each f16 and around the middle to the next: below, at and above, of both signs */
+    for (b = 0; b < 0x7c00; ++b)
+        for (step = 0; step < 6; ++step) {
+            float low = upi_f16_to_f32((uint16_t)b);
+            float next = b == 0x7bff ? 65536 : upi_f16_to_f32((uint16_t)(b + 1));
+            float x = step < 3 ? low : (low + next) / 2;
+            uint32_t bits = upi_bits_of_f32(x) + step % 3;
+            if (bits > 0) check_f16(bits - 1);
+            check_f16((bits - (bits > 0)) | 0x80000000u);
+        }
+    for (b = 0; b < 20000; ++b) check_f16((uint32_t)test_u64(r));
+    check_f16(0x7f800001u);
+    check_f16(0xffffffffu);
+    check_f16(0x7fc00000u);
+}
+
+/* ---- the widest lanes, against upi_f8 on each half ---- */
+
+/* Special values, then any bits, then ordinary numbers. */
+static void fill(test_rng *r, float *x, int round)
+{
+    static const float special[] = {0,      -0.0f, 1,   -1,      INFINITY, -INFINITY, NAN,     1e-40f,
+                                    -1e30f, 3e38f, 126, -126.5f, -127,     60.5f,     -125.5f, 0x1p-126f};
+    int i;
+    for (i = 0; i < UPI_WIDE; ++i)
+        x[i] = round < 8        ? special[(i * (round + 1) + round) % 16]
+               : round % 2 == 0 ? f32_of((uint32_t)test_u64(r))
+                                : (float)(test_normal(r) * 40);
+}
+
+/* Equal bits, or both NaN: whose NaN an operation hands on is not promised. */
+static void check_lanes(const float *wide, const float *narrow, const char *name)
+{
+    int i;
+    for (i = 0; i < UPI_WIDE; ++i)
+        CHECK_SAY((isnan(wide[i]) && isnan(narrow[i])) || memcmp(&wide[i], &narrow[i], sizeof *wide) == 0,
+                  "%s: lane %d is %a, not %a", name, i, (double)wide[i], (double)narrow[i]);
+}
+
+/* name(arguments) of upi_fw against name of upi_f8, where X, Y and Z load the operands */
+#define SAME(name, wide_call, narrow_call)                                                           \
+    do {                                                                                             \
+        int half;                                                                                    \
+        upi_fw_store(wide, wide_call);                                                               \
+        for (half = 0; half < UPI_WIDE; half += UPI_LANES) upi_f8_store(narrow + half, narrow_call); \
+        check_lanes(wide, narrow, name);                                                             \
+    } while (0)
+#define W(p) upi_fw_load(p)
+#define N(p) upi_f8_load((p) + half)
+
+static void test_arithmetic(const float *x, const float *y, const float *z)
+{
+    float wide[UPI_WIDE], narrow[UPI_WIDE];
+    SAME("zero", upi_fw_zero(), upi_f8_zero());
+    SAME("set1", upi_fw_set1(x[1]), upi_f8_set1(x[1]));
+    SAME("broadcast", upi_fw_broadcast(x + 1), upi_f8_broadcast(x + 1));
+    SAME("load", W(x), N(x));
+    SAME("add", upi_fw_add(W(x), W(y)), upi_f8_add(N(x), N(y)));
+    SAME("sub", upi_fw_sub(W(x), W(y)), upi_f8_sub(N(x), N(y)));
+    SAME("mul", upi_fw_mul(W(x), W(y)), upi_f8_mul(N(x), N(y)));
+    SAME("div", upi_fw_div(W(x), W(y)), upi_f8_div(N(x), N(y)));
+    SAME("sqrt", upi_fw_sqrt(W(x)), upi_f8_sqrt(N(x)));
+    SAME("fma", upi_fw_fma(W(x), W(y), W(z)), upi_f8_fma(N(x), N(y), N(z)));
+    SAME("max", upi_fw_max(W(x), W(y)), upi_f8_max(N(x), N(y)));
+    SAME("min", upi_fw_min(W(x), W(y)), upi_f8_min(N(x), N(y)));
+    SAME("select equal", upi_fw_select(upi_fw_equal(W(x), W(y)), W(z), W(x)),
+         upi_f8_select(upi_f8_equal(N(x), N(y)), N(z), N(x)));
+    SAME("exp2", upi_fw_exp2(W(x)), upi_f8_exp2(N(x)));
+    SAME("exp", upi_fw_exp(W(x)), upi_f8_exp(N(x)));
+}
+
+static void test_places(const float *x)
+{
+    float wide[UPI_WIDE], narrow[UPI_WIDE], want[UPI_WIDE];
+    int i, limit, count;
+    for (limit = -2; limit < UPI_WIDE + 2; ++limit) {
+        upi_fw_store(wide, upi_fw_select(upi_wide_above(limit), upi_fw_set1(1), upi_fw_zero()));
+        for (i = 0; i < UPI_WIDE; ++i) CHECK_INT(wide[i], i > limit);
+    }
+    for (i = 0; i < UPI_WIDE; ++i) want[i] = x[i ^ 1];
+    upi_fw_store(wide, upi_fw_swap(upi_fw_load(x)));
+    CHECK_BYTES(wide, want, sizeof want);
+    for (count = UPI_LANES; count <= UPI_WIDE; count += UPI_LANES) {
+        memset(want, 0, sizeof want);
+        memcpy(want, x, (size_t)count * sizeof *want);
+        upi_fw_store(wide, upi_fw_load_rest(x, count));
+        CHECK_BYTES(wide, want, sizeof want);
+        memset(narrow, 0, sizeof narrow);
+        upi_fw_store_rest(narrow, count, upi_fw_load(x));
+        CHECK_BYTES(narrow, want, sizeof want);
+    }
+}
+
+/* By storage type: as eight lanes do, and a row's last few as whole vectors do. */
+static void test_storage(const float *x)
+{
+    int dtype, half, count;
+    for (dtype = UPIPE_F32; dtype <= UPIPE_F16; ++dtype) {
+        upipe_dtype t = (upipe_dtype)dtype;
+        float wide[UPI_WIDE], narrow[UPI_WIDE], some[UPI_WIDE], row[UPI_WIDE];
+        size_t bytes = UPI_WIDE * upipe_dtype_bytes(t);
+        upi_fw_put(wide, t, 0, upi_fw_load(x));
+        for (half = 0; half < UPI_WIDE; half += UPI_LANES) upi_f8_put(narrow, t, half, upi_f8_load(x + half));
+        CHECK_BYTES(wide, narrow, bytes);
+        upi_fw_store(some, upi_fw_get(wide, t, 0));
+        for (half = 0; half < UPI_WIDE; half += UPI_LANES)
+            upi_f8_store(row + half, upi_f8_get(wide, t, half));
+        check_lanes(some, row, upipe_dtype_name(t));
+        for (count = 1; count <= UPI_WIDE; ++count) {
+            size_t part = (size_t)count * upipe_dtype_bytes(t);
+            int i;
+            memset(narrow, 0xff, sizeof narrow);
+            memset(row, 0xff, sizeof row);
+            upi_row_put(narrow, t, 0, count, upi_row_get(wide, t, 0, count));
+            upi_row_put(row, t, 0, UPI_WIDE, upi_row_get(wide, t, 0, UPI_WIDE));
+            for (i = 0; i < count; ++i) {
+                float a = upi_f1_get(narrow, t, i), b = upi_f1_get(row, t, i);
+                CHECK((isnan(a) && isnan(b)) || memcmp(&a, &b, sizeof a) == 0);
+            }
+            memset(row, 0xff, sizeof row);
+            CHECK_BYTES((char *)narrow + part, row, bytes - part);
+        }
+    }
+}
+
+int main(void)
+{
+    test_rng r;
+    float x[UPI_WIDE], y[UPI_WIDE], z[UPI_WIDE];
+    int round;
+    r.state = (uint64_t)test_env("UPIPE_SEED", 1);
+    printf("test_simd_lanes: %s, %d wide, seed %llu\n", upi_cpu_simd_name(), UPI_WIDE,
+           (unsigned long long)r.state);
+    test_f16_all();
+    test_f16_rounding(&r);
+    for (round = 0; round < 400; ++round) {
+        fill(&r, x, round);
+        fill(&r, y, round + 3);
+        fill(&r, z, round + 5);
+        test_arithmetic(x, y, z);
+        test_places(x);
+        test_storage(x);
+    }
+    return test_end("test_simd_lanes");
+}
