@@ -6,17 +6,17 @@ usage() {
     cat <<'END'
 usage: sh tests/run.sh [--quick]
 
-Builds upipe's tests under build/ with gcc, with clang, and with the sanitizers, and runs them; the CUDA backend's on an
-emulator, and with nvcc, if it is here, everything is compiled and linked for devices. On Debian and Ubuntu missing
-programs are installed with apt-get (through sudo if you are not root). The last line is the verdict,
-"N passed, N failed"; the exit status is zero if nothing failed and something ran.
+Builds upipe's tests under build/ with gcc, with clang, for other vector instructions, and with the sanitizers, and runs
+them; what is for 64-bit ARM and the CUDA backend's on emulators, and with nvcc, if it is here, everything is compiled
+and linked for devices. On Debian and Ubuntu missing programs are installed with apt-get (through sudo if you are not
+root). The last line is the verdict, "N passed, N failed"; the exit status is zero if nothing failed and something ran.
 
-  --quick   one build with gcc and its tests: no clang, no sanitizers, no valgrind
+  --quick   one build with gcc and its tests: no clang, no other instructions, no sanitizers, no valgrind
   --help    this text
 
-UPIPE_DRAWS is the number of random cases of the property tests (sanitizers and valgrind take UPIPE_DRAWS_SLOW, 100),
-UPIPE_SEED where they start. UPIPE_FUZZ_SECONDS is how long files are fuzzed (2; 60 under AddressSanitizer). Published
-weights are fetched into UPIPE_CACHE (build/cache).
+UPIPE_DRAWS is the number of random cases of the property tests (sanitizers, valgrind, the emulated processor and plain C
+take UPIPE_DRAWS_SLOW, 100), UPIPE_SEED where they start. UPIPE_FUZZ_SECONDS is how long files are fuzzed (2; 60 under
+AddressSanitizer). Published weights are fetched into UPIPE_CACHE (build/cache).
 END
 }
 
@@ -48,6 +48,9 @@ skipped=0
 # program:packages. The first list must be there; what only the second needs is left out, and said, without it.
 required='gcc:gcc,libc6-dev g++:g++ meson:meson ninja:ninja-build pkg-config:pkg-config python3:python3 numpy:python3-numpy jansson:libjansson-dev'
 wanted='clang:clang clang-format:clang-format valgrind:valgrind,libc6-dbg openblas:libopenblas-dev pip:python3-pip mpirun:openmpi-bin,libopenmpi-dev'
+# A machine of that kind runs NEON anyway.
+[ "$(uname -m)" = aarch64 ] ||
+    wanted="$wanted aarch64-linux-gnu-gcc:gcc-aarch64-linux-gnu,libc6-dev-arm64-cross qemu-aarch64:qemu-user"
 
 # Some are no programs: NumPy in any Python here, which checks what programs dump, pip, and two libraries.
 has() {
@@ -168,13 +171,18 @@ runs_with() {
 mkdir -p "$build" || exit 1
 if prepare gcc gcc -Dcuda=disabled; then
     suites gcc 'compile unit property programs weights simt fake net'
-    [ $quick = 1 ] || suites gcc mutants
+    [ $quick = 1 ] || suites gcc 'mutants bench'
 fi
 
 if [ $quick = 0 ]; then
-    if command -v clang >/dev/null 2>&1 && prepare clang clang -Dcuda=disabled; then suites clang 'unit programs'; fi
+    # gcc took the widest vectors that this machine has. Where these are AVX-512's, AVX2 is clang's.
+    simd=auto
+    ! grep -q avx512f /proc/cpuinfo 2>/dev/null || simd=avx2
+    if command -v clang >/dev/null 2>&1 && prepare clang clang -Dcuda=disabled -Dsimd=$simd; then
+        suites clang 'unit programs'
+    fi
     # The kernels without vector instructions of their own, and the product by a BLAS through the same table entry.
-    targets='test_attn test_gemm test_rows test_train_ops test_tile test_layer'
+    targets='test_simd_lanes test_attn test_gemm test_rows test_train_ops test_tile test_layer'
     if prepare portable gcc -Dcuda=disabled -Dsimd=portable; then suites portable kernels; fi
     targets='test_gemm compare train logits'
     if has openblas && prepare cblas gcc -Dcuda=disabled -Dcblas=enabled; then suites cblas products; fi
@@ -190,6 +198,14 @@ if [ $quick = 0 ]; then
     # What slows programs down takes fewer random cases.
     UPIPE_DRAWS=$draws_slow
     export UPIPE_DRAWS
+    # The kernels without vectors, and with those of another processor.
+    targets='test_simd_lanes test_attn test_gemm test_rows test_train_ops'
+    if prepare scalar gcc -Dcuda=disabled -Dexamples=disabled -Dsimd=scalar; then suites scalar lanes; fi
+    if command -v aarch64-linux-gnu-gcc >/dev/null 2>&1 && command -v qemu-aarch64 >/dev/null 2>&1 &&
+        prepare neon gcc --cross-file "$top/tests/aarch64.txt" -Dcuda=disabled -Dmpi=disabled -Dexamples=disabled; then
+        suites neon lanes --timeout-multiplier 4
+    fi
+    targets=
     if ! valgrind --quiet true >/dev/null 2>&1; then
         echo "left out: valgrind, as it does not start here"
     elif [ -f "$build/gcc/build.ninja" ]; then
@@ -212,7 +228,8 @@ if [ $quick = 0 ]; then
     if ! runs_with -fsanitize=thread "$wrapper"; then
         echo "left out: ThreadSanitizer, as its programs do not start here"
     else
-        targets='test_comm test_a2a test_layer test_property test_checkpoint test_llama'
+        targets='test_comm test_a2a test_attn test_gemm test_rows test_train_ops test_layer test_property'
+        targets="$targets test_checkpoint test_llama"
         if prepare tsan gcc $slow -Dexamples=disabled -Db_sanitize=thread; then
             suites tsan threads --timeout-multiplier 4 ${wrapper:+--wrapper "$wrapper"}
         fi

@@ -3,7 +3,7 @@
 
 For each header under TOP/upipe and each language two units are made: one includes the header first and then again,
 the other includes it once; both are compiled with all warnings as errors and linked. Headers in cpu/ are compiled
-with and without the AVX2 flags. Kernels are C++: alone with the emulator's seams, all together with nvcc too. nvcc is slow,
+for every instruction set that a compiler here has, whether this machine runs it or not. Kernels are C++: alone with the emulator's seams, all together with nvcc too. nvcc is slow,
 so there one unit a header is compiled, and two with all of them are linked. Where CUDA or NCCL is missing, the tests' fakes stand for their headers. What a missing
 compiler or library leaves out is said; it is a failure if no compiler is found at all.
 """
@@ -19,7 +19,14 @@ import tempfile
 WARNINGS = ['-Wall', '-Wextra', '-Wpedantic', '-Wshadow', '-Wconversion', '-Werror']
 # What net/upipe_net_threads.h asks of a host in strict C11 that includes something else first.
 POSIX = ['-D_POSIX_C_SOURCE=200809L']
-AVX2 = ['-mavx2', '-mfma']
+# Instruction sets of the headers in cpu/: flags, and the machines they are for.
+SIMD = {
+    '': ([], '.'),
+    ' with AVX2': (['-mavx2', '-mfma'], 'x86_64|amd64'),
+    ' with AVX-512': (['-mavx512f', '-mavx2', '-mfma', '-mf16c'], 'x86_64|amd64'),
+    ' with portable vectors': (['-DUPIPE_CPU_PORTABLE'], 'aarch64'),
+    ' without vectors': (['-DUPIPE_CPU_SCALAR'], '.'),
+}
 # Headers that need other projects' headers: the words that name these.
 FOREIGN = {'cuda/upipe_cuda_device.h': 'cuda', 'net/upipe_net_nccl.h': 'cuda', 'net/upipe_net_mpi.h': 'mpi',
            'cpu/upipe_cpu_cblas.h': 'cblas'}
@@ -31,6 +38,8 @@ HOST = {
     'C11, clang': ('clang', ['-std=c11'], '.c'),
     'C++17, g++': ('g++', ['-std=c++17'], '.cpp'),
 }
+# Another processor's: the headers in cpu/ alone, as the libraries of the others are this machine's.
+CROSS = {'C11, gcc for aarch64': ('aarch64-linux-gnu-gcc', ['-std=c11'], '.c')}
 NVCC_FLAGS = ['-std=c++17', '-arch=compute_80', '-Werror=all-warnings', '-Xcompiler', '-Wall,-Wextra,-Wshadow', '-Wno-deprecated-gpu-targets']
 
 NCCL_PLACES = ['/usr/include', '/usr/local/include', '/usr/local/cuda/include']
@@ -141,22 +150,24 @@ def main():
                          ['-std=c++17', '-D_GNU_SOURCE', '-Wall', '-Wextra', '-Wno-psabi', '-Werror', *seams], '.cpp',
                          [name], top))
 
-    for language, (program, standard, suffix) in HOST.items():
+    for language, (program, standard, suffix) in (HOST | CROSS).items():
         compiler = shutil.which(program)
         if not compiler:
             print(f'left out: headers as {language}, as {program} is missing')
             continue
         machine = run([compiler, '-dumpmachine'])[1]
         for name in host_headers:
-            variants = [('', [])]
-            if name.startswith('cpu/') and re.match('x86_64|amd64', machine):
-                variants.append((' with AVX2', AVX2))
-            for note, flags in variants:
+            if language in CROSS and (not name.startswith('cpu/') or name in FOREIGN):
+                continue
+            for note, (flags, machines) in SIMD.items():
+                if note and not (name.startswith('cpu/') and re.match(machines, machine)):
+                    continue
                 flags = flags + flags_of.get(FOREIGN.get(name), [])
                 jobs.append((compile_pair, f'{language}: {name}{note}', compiler, standard + WARNINGS + flags, suffix,
                              [name], top))
-        jobs.append((compile_pair, f'{language}: all headers', compiler, standard + WARNINGS + POSIX + foreign,
-                     suffix, host_headers, top))
+        if language in HOST:
+            jobs.append((compile_pair, f'{language}: all headers', compiler, standard + WARNINGS + POSIX + foreign,
+                         suffix, host_headers, top))
 
     failed = 0
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:

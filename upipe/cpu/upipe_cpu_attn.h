@@ -131,11 +131,12 @@ UPI_INLINE void upi_attn_pack_keys_of(float *out, const void *rows, int64_t firs
                                       int d, upipe_dtype dtype)
 {
     int i, k;
-    for (i = 0; i < count; ++i, out += d + UPI_ATTN_PAD)
-        for (k = 0; k < d; k += UPI_LANES)
-            upi_f8_store(out + k, upi_f8_get(rows, dtype, (first + i) * step + k));
-    for (; i % UPI_ATTN_TILE != 0; ++i, out += d + UPI_ATTN_PAD)
-        for (k = 0; k < d; k += UPI_LANES) upi_f8_store(out + k, upi_f8_zero());
+    for (i = 0; i < count; ++i, out += d + UPI_ATTN_PAD) {
+        for (k = 0; k + UPI_WIDE <= d; k += UPI_WIDE)
+            upi_fw_store(out + k, upi_fw_get(rows, dtype, (first + i) * step + k));
+        if (k < d) upi_f8_store(out + k, upi_f8_get(rows, dtype, (first + i) * step + k));
+    }
+    for (; i % UPI_ATTN_TILE != 0; ++i, out += d + UPI_ATTN_PAD) memset(out, 0, (size_t)d * sizeof *out);
 }
 
 UPI_CPU_KERNEL void upi_attn_pack_keys(float *out, const void *rows, upipe_dtype dtype, int64_t first,

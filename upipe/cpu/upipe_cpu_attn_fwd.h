@@ -2,7 +2,7 @@
  *
  * Fills the table's attn_fwd (upi_cpu_attn_fwd). Links with the math library.
  *
- *     for each block: eight panels of queries, of up to eight heads of one group at the same positions
+ *     for each block: twelve panels of queries, of up to twelve heads of one group at the same positions
  *         for each block of 64 keys, ascending:
  *             copy K and V, once for all those heads
  *             for each panel:    S = K Q^T,  top = max,  P = 2^(S - top),  O = fold O + V^T P
@@ -16,19 +16,19 @@
 #include "upipe_cpu_attn.h"
 
 enum {
-    UPI_ATTN_PANELS_FWD = 8, /* in a block; with AVX2, Q and O then fill a fifth of a 1 MiB cache at d 128 */
+    UPI_ATTN_PANELS_FWD = 12, /* in a block; with AVX2, Q and O then fill 288 KiB of cache at d 128 */
     UPI_ATTN_ROWS_FWD = UPI_ATTN_PANELS_FWD * UPI_ATTN_PANEL
 };
 
 UPI_KERNELS_BEGIN
 
 typedef struct upi_attn_fwd_work {
-    float *q;     /* [8 panels][d][panel]  queries */
-    float *o;     /* [8 panels][d][panel]  sums of weighted values */
+    float *q;     /* [12 panels][d][panel]  queries */
+    float *o;     /* [12 panels][d][panel]  sums of weighted values */
     float *k, *v; /* [64][d + pad] */
     float *p;     /* [64][panel]            products k . q, then weights, of one panel */
-    float *top;   /* [8 panels][panel]     greatest score so far */
-    float *sum;   /* [8 panels][panel]     sum of weights so far */
+    float *top;   /* [12 panels][panel]     greatest score so far */
+    float *sum;   /* [12 panels][panel]     sum of weights so far */
 } upi_attn_fwd_work;
 
 /* Lays the scratch of one worker out from base, which may be NULL; returns its floats. */
