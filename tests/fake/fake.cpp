@@ -349,7 +349,6 @@ fake_point fake_append(CUstream_st *s, const char *name, std::function<void()> w
 
 fake_step fake_toward(fake_point p, std::vector<CUstream_st *> &path)
 {
-    state &g = all();
     CUstream_st *s = p.stream;
     if (fake_passed(p)) return FAKE_DONE;
     if (std::find(path.begin(), path.end(), s) != path.end()) return FAKE_STUCK; /* waits for itself */
