@@ -104,6 +104,18 @@ UPI_INLINE void upi_row_fetch(const void *row, upipe_dtype dtype, int64_t i)
         }                                        \
     } while (0)
 
+/* The same for two views, which mostly have one type; where they don't, it is tested at every vector. All pairs
+ * of types would be compiled for seconds in every unit. */
+#define UPI_WITH_TYPES(name, dtype, other, other_dtype, ...)                         \
+    do {                                                                             \
+        if ((dtype) == (other_dtype)) {                                              \
+            UPI_WITH_TYPE(name, dtype, const upipe_dtype other = name; __VA_ARGS__); \
+        } else {                                                                     \
+            const upipe_dtype name = (dtype), other = (other_dtype);                 \
+            __VA_ARGS__;                                                             \
+        }                                                                            \
+    } while (0)
+
 /* For every vector of a row of d: step, a statement that sees k, its first element, and n, how many count. */
 #define UPI_ROW_STEPS(k, n, d, step)                      \
     do {                                                  \
@@ -500,7 +512,7 @@ UPI_INLINE void upi_norm_rows(const upi_norm_call *o, int64_t first, int64_t las
 UPI_CPU_KERNEL void upi_norm_run(const void *call, int64_t first, int64_t last)
 {
     const upi_norm_call *o = (const upi_norm_call *)call;
-    UPI_WITH_TYPE(to, o->y.dtype, UPI_WITH_TYPE(from, o->x.dtype, upi_norm_rows(o, first, last, to, from)));
+    UPI_WITH_TYPES(to, o->y.dtype, from, o->x.dtype, upi_norm_rows(o, first, last, to, from));
 }
 
 /* ---- its backward: with u = x * scale, the row of mean square 1,
@@ -636,8 +648,8 @@ UPI_CPU_KERNEL void upi_norm_bwd_item(void *arg, int64_t item, int32_t worker)
     const upi_norm_call *o = (const upi_norm_call *)arg;
     int64_t first = item * o->tokens, last = first + o->tokens < o->x.n ? first + o->tokens : o->x.n;
     (void)worker;
-    UPI_WITH_TYPE(dy_type, o->dy.dtype,
-                  UPI_WITH_TYPE(x_type, o->x.dtype, upi_norm_bwd(o, item, first, last, dy_type, x_type)));
+    UPI_WITH_TYPES(dy_type, o->dy.dtype, x_type, o->x.dtype,
+                   upi_norm_bwd(o, item, first, last, dy_type, x_type));
 }
 
 /* ---- rowdot ---- */
@@ -731,9 +743,8 @@ UPI_CPU_KERNEL void upi_rowdot_run(const void *call, int64_t first, int64_t last
     const upi_rowdot_call *o = (const upi_rowdot_call *)call;
     int64_t row;
     for (row = first * o->a.h; row < last * o->a.h; row += UPI_LANES)
-        UPI_WITH_TYPE(
-            a_type, o->a.dtype,
-            UPI_WITH_TYPE(b_type, o->b.dtype, upi_rowdot_eight(o, row, last * o->a.h, a_type, b_type)));
+        UPI_WITH_TYPES(a_type, o->a.dtype, b_type, o->b.dtype,
+                       upi_rowdot_eight(o, row, last * o->a.h, a_type, b_type));
 }
 
 /* ---- sum ---- */

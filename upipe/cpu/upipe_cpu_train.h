@@ -48,7 +48,7 @@ UPI_INLINE void upi_add_rows(const upi_flat *f, int64_t first, int64_t last, upi
 UPI_CPU_KERNEL void upi_add_run(const void *call, int64_t first, int64_t last)
 {
     const upi_flat *f = (const upi_flat *)call;
-    UPI_WITH_TYPE(y, f->v[0].dtype, UPI_WITH_TYPE(x, f->v[1].dtype, upi_add_rows(f, first, last, y, x)));
+    UPI_WITH_TYPES(y, f->v[0].dtype, x, f->v[1].dtype, upi_add_rows(f, first, last, y, x));
 }
 
 /* s = 1 / (1 + e^-z) and rest = 1 - s, each to full relative precision. From e^-|z|, which neither overflows
@@ -87,8 +87,7 @@ UPI_INLINE void upi_swiglu_rows(const upi_flat *f, int64_t first, int64_t last, 
 UPI_CPU_KERNEL void upi_swiglu_run(const void *call, int64_t first, int64_t last)
 {
     const upi_flat *f = (const upi_flat *)call;
-    UPI_WITH_TYPE(gate, f->v[1].dtype,
-                  UPI_WITH_TYPE(up, f->v[2].dtype, upi_swiglu_rows(f, first, last, gate, up)));
+    UPI_WITH_TYPES(gate, f->v[1].dtype, up, f->v[2].dtype, upi_swiglu_rows(f, first, last, gate, up));
 }
 
 /* Views: gate, up, dy. The slope s (1 + g (1 - s)) comes first: it lies within -0.1 .. 1.1 for any finite
@@ -120,8 +119,7 @@ UPI_INLINE void upi_swiglu_bwd_rows(const upi_flat *f, int64_t first, int64_t la
 UPI_CPU_KERNEL void upi_swiglu_bwd_run(const void *call, int64_t first, int64_t last)
 {
     const upi_flat *f = (const upi_flat *)call;
-    UPI_WITH_TYPE(gate, f->v[0].dtype,
-                  UPI_WITH_TYPE(up, f->v[1].dtype, upi_swiglu_bwd_rows(f, first, last, gate, up)));
+    UPI_WITH_TYPES(gate, f->v[0].dtype, up, f->v[1].dtype, upi_swiglu_bwd_rows(f, first, last, gate, up));
 }
 
 /* ---- one row of logits: UPI_ROW_SUMS at a time, the last few filled up with -inf ---- */
