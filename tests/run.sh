@@ -206,10 +206,15 @@ if [ $quick = 0 ]; then
         suites neon lanes --timeout-multiplier 4
     fi
     targets=
+    # valgrind knows AVX2, but not AVX-512.
+    checked=gcc
+    [ $simd = auto ] || checked=clang
     if ! valgrind --quiet true >/dev/null 2>&1; then
         echo "left out: valgrind, as it does not start here"
-    elif [ -f "$build/gcc/build.ninja" ]; then
-        suites gcc memcheck --setup valgrind
+    elif [ -f "$build/$checked/build.ninja" ]; then
+        suites $checked memcheck --setup valgrind
+    else
+        echo "left out: valgrind, as there is no build for it"
     fi
 
     # Warnings are the plain builds' business: instrumented code draws false ones.
