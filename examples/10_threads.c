@@ -1,0 +1,121 @@
+/* 10_threads.c -- the host's threads compute inside a rank: a pool of POSIX threads, and OpenMP's
+ *
+ * The library starts no threads: it calls ops.par, which is the host's. Scratch grows with the threads, the
+ * results stay bit for bit as they are.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "upipe/cpu/upipe_cpu.h"
+#include "upipe/upipe.h"
+
+#include "common/pool.h"
+
+enum { TOKENS = 1024, HEADS = 8, KV_HEADS = 2, DIM = 64 };
+enum { QUERIES = TOKENS * HEADS * DIM, KEYS = TOKENS * KV_HEADS * DIM };
+
+typedef struct tensors {
+    float q[QUERIES], k[KEYS], v[KEYS], go[QUERIES], delta[TOKENS * HEADS];
+    struct {
+        float o[QUERIES], lse[TOKENS * HEADS], gq[QUERIES], gk[KEYS], gv[KEYS];
+    } results;
+} tensors;
+
+#ifdef _OPENMP
+/* All that OpenMP needs: no pool, it has threads of its own. */
+static void openmp_run(void *self, int32_t count, void (*task)(void *arg, int32_t i), void *arg)
+{
+    int32_t i;
+    (void)self;
+#pragma omp parallel for schedule(static, 1) num_threads(count)
+    for (i = 0; i < count; ++i) task(arg, i);
+}
+#endif
+
+static double seconds(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* One causal attention call, forward and backward, with these threads. */
+static upipe_status step(const char *name, const upipe_par *par, tensors *x, upipe_err *err)
+{
+    upipe_ops ops;
+    upipe_ctx c = {0};
+    upipe_attn_grad g;
+    upipe_status s;
+    double start;
+    int i;
+    upipe_cpu_ops(&ops);
+    ops.par = par; /* before scratch is asked for */
+    c.ops = &ops;
+    memset(&g, 0, sizeof g);
+    memset(&x->results, 0, sizeof x->results); /* gradients of keys and values are += */
+    g.a.q = upipe_view_packed(x->q, UPIPE_F32, TOKENS, HEADS, DIM);
+    g.a.k = upipe_view_packed(x->k, UPIPE_F32, TOKENS, KV_HEADS, DIM);
+    g.a.v = upipe_view_packed(x->v, UPIPE_F32, TOKENS, KV_HEADS, DIM);
+    g.a.o = upipe_view_packed(x->results.o, UPIPE_F32, TOKENS, HEADS, DIM);
+    g.a.lse = upipe_view_packed(x->results.lse, UPIPE_F32, TOKENS, HEADS, 1);
+    g.a.causal = 1;
+    g.go = upipe_view_packed(x->go, UPIPE_F32, TOKENS, HEADS, DIM);
+    g.delta = upipe_view_packed(x->delta, UPIPE_F32, TOKENS, HEADS, 1);
+    g.gq = upipe_view_packed(x->results.gq, UPIPE_F32, TOKENS, HEADS, DIM);
+    g.gk = upipe_view_packed(x->results.gk, UPIPE_F32, TOKENS, KV_HEADS, DIM);
+    g.gv = upipe_view_packed(x->results.gv, UPIPE_F32, TOKENS, KV_HEADS, DIM);
+    for (i = 0; i < 2; ++i) { /* the larger of both */
+        size_t need = ops.attn_bytes(&ops, &g.a, i);
+        if (need > g.a.work_bytes) g.a.work_bytes = need;
+    }
+    g.a.work_bytes = (g.a.work_bytes + UPIPE_MEM_ALIGN - 1) / UPIPE_MEM_ALIGN * UPIPE_MEM_ALIGN;
+    g.a.work = aligned_alloc(UPIPE_MEM_ALIGN, g.a.work_bytes);
+    if (g.a.work == NULL) return upi_fail(err, UPIPE_ERR_MEMORY, "no %zu bytes for scratch", g.a.work_bytes);
+
+    start = seconds();
+    s = upipe_attn_fwd(&c, &g.a);
+    if (s == UPIPE_OK) s = ops.rowdot(&c, g.delta, g.go, g.a.o);
+    if (s == UPIPE_OK) s = upipe_attn_bwd(&c, &g);
+    printf("%-8s threads: %d, %8zu bytes of scratch, %6.1f ms\n", name, par != NULL ? par->workers : 1,
+           g.a.work_bytes, 1e3 * (seconds() - start));
+    free(g.a.work);
+    *err = c.err;
+    return s;
+}
+
+int main(void)
+{
+    static tensors alone, shared;
+    long cores = sysconf(_SC_NPROCESSORS_ONLN);
+    int32_t workers = cores < 2 ? 2 : cores > POOL_MAX ? POOL_MAX : (int32_t)cores;
+    upipe_err err = {{0}, UPIPE_OK};
+    upipe_par par;
+    upipe_status s;
+    pool p;
+    int i, same;
+    for (i = 0; i < QUERIES; ++i)
+        alone.q[i] = (float)(i * 37 % 101) / 50 - 1, alone.go[i] = (float)(i * 23 % 89) / 44 - 1;
+    for (i = 0; i < KEYS; ++i)
+        alone.k[i] = (float)(i * 29 % 97) / 48 - 1, alone.v[i] = (float)(i * 31 % 103) / 51 - 1;
+    shared = alone;
+
+    s = step("alone", NULL, &alone, &err);
+    if (s == UPIPE_OK && pool_init(&p, workers) != 0)
+        s = upi_fail(&err, UPIPE_ERR_BACKEND, "the system starts no %d threads", workers - 1);
+    else if (s == UPIPE_OK) {
+        par = pool_par(&p);
+        s = step("a pool", &par, &shared, &err);
+        pool_free(&p);
+    }
+    same = memcmp(&alone.results, &shared.results, sizeof alone.results) == 0;
+#ifdef _OPENMP
+    par.run = openmp_run, par.self = NULL, par.workers = workers;
+    if (s == UPIPE_OK) s = step("OpenMP", &par, &shared, &err);
+    same = same && memcmp(&alone.results, &shared.results, sizeof alone.results) == 0;
+#endif
+    if (s != UPIPE_OK) return fprintf(stderr, "%s: %s\n", upipe_status_name(s), err.text), 1;
+    printf("output and gradients: %s bits\n", same ? "the same" : "different");
+    return !same;
+}
