@@ -338,6 +338,7 @@ def choose_kernels(isa):
         known = common.features()
         isa = 'avx512_bf16' if 'avx512_bf16' in known else 'avx512' if 'avx512f' in known else 'avx2'
     os.environ.update(CORES[isa])
+    os.environ['OPENBLAS_THREAD_TIMEOUT'] = '10'  # its threads spin for 2^26 ticks otherwise, into the next one's turn
 
 
 def main(options):
