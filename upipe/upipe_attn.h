@@ -4,12 +4,16 @@
  * position of their first row, and the mask is a statement about positions. Query head h reads key/value head
  * h / (H/Hkv).
  *
- *     s[i][j] = scale * <q_i, k_j>          visible if not causal, or q_pos + i >= k_pos + j
- *     lse[i]  = log sum_j exp(s[i][j])      natural logarithm; -inf for a row that sees no key
+ *     s[i][j] = scale * <q_i, k_j>          softcap * tanh(that / softcap) with a soft-cap
+ *     lse[i]  = log sum_j exp(s[i][j])      natural logarithm, over the visible keys, and the sink if there is one;
+ *                                           -inf for a row that sees nothing
  *     o[i]    = sum_j exp(s[i][j] - lse[i]) v_j      0 for a row that sees no key
  *
- * q, o [Sq][H][d]   k, v [Sk][Hkv][d]   lse, delta [Sq][H] in f32. Any steps; rows of d elements are
- *                   contiguous.
+ * q [Sq][H][d]   k [Sk][Hkv][d]   v [Sk][Hkv][dv]   o [Sq][H][dv]   lse, delta [Sq][H] in f32. Any steps; rows of d
+ * elements are contiguous.
+ *
+ * What a row sees is one run of keys, whatever masks are combined, and both of its ends ascend with the row
+ * (upi_attn_sight): tiles outside it cost nothing.
  */
 #ifndef UPIPE_ATTN_H
 #define UPIPE_ATTN_H
@@ -20,20 +24,23 @@
  *   q k v o     one storage type; o does not overlap the others
  *   lse         f32, d = 1, written
  *   q_pos k_pos global position of row 0 of q and of k
+ *   pos_step    positions between neighbouring rows, of q and of k; 0 = 1
  *   scale       0 = 1/sqrt(d)
  *   causal      nonzero: a query sees positions up to its own
- *   window      keys further back than this many positions are hidden; 0 = none
+ *   window      a query sees no position further back than the `window` ones that end with its own; 0 = no limit
+ *   docs        packed documents: docs_n + 1 ascending positions (cu_seqlens), document i is [docs[i], docs[i+1]),
+ *               perhaps empty. A query sees its own document alone, outside of all nothing. NULL = one document.
+ *               Host memory
  *   softcap     scores become softcap * tanh(score / softcap); 0 = none
+ *   sinks       one more score a head, f32 [H], whose value is 0; NULL = none
  *   merge       forward: o and lse hold what the same queries saw of other keys, and are brought up to all of
- *               them; o may then be f32 beside narrower q, k, v. A row's old lse of -inf: nothing was seen
- *   sinks       one extra score a head, f32 [H]; NULL = none
- *   docs        cu_seqlens of packed documents, docs_n + 1 positions; NULL = one document
- *   work        scratch of upipe_ops.attn_bytes bytes
- * Not built yet, refused with UNSUPPORTED: window, softcap, sinks, docs, v.d != q.d.
+ *               them; o may then be f32 beside narrower q, k, v. A row's old lse of -inf: nothing was seen. Sinks
+ *               belong to one of the calls. Backward: gq is f32, and +=
+ * Backends say in upipe_ops.attn_can what of this they know; the rest is refused with UNSUPPORTED.
  */
 typedef struct upipe_attn {
     upipe_view q, k, v, o, lse;
-    int64_t q_pos, k_pos;
+    int64_t q_pos, k_pos, pos_step;
     int64_t window;
     const int64_t *docs;
     int64_t docs_n;
@@ -48,16 +55,23 @@ typedef struct upipe_attn {
  *   a       the forward's arguments; a.o is not read (delta stands for it)
  *   go      gradient of o, shape and type of o
  *   delta   f32, d = 1: rowsum(go * o)
- *   gq      shape and type of q, written
+ *   gq      shape and type of q, written; with merge f32, and +=
  *   gk gv   f32, shapes of k and v: += in the order of query heads, and within a head in one fixed order of
  *           queries, so that a group's heads may come in one call or in several with the same bits
+ *   gsinks  f32 [H], +=: the sinks' gradient; NULL = not wanted
  */
 typedef struct upipe_attn_grad {
     upipe_attn a;
     upipe_view go, delta, gq, gk, gv;
+    float *gsinks;
 } upipe_attn_grad;
 
-enum { UPIPE_HEAD_DIM_MIN = 32, UPIPE_HEAD_DIM_MAX = 256, UPIPE_HEAD_DIM_STEP = 8 };
+enum {
+    UPIPE_HEAD_DIM_MIN = 32,
+    UPIPE_HEAD_DIM_MAX = 256,
+    UPIPE_HEAD_DIM_STEP = 8,
+    UPIPE_POS_STEP_MAX = 1 << 20
+};
 
 UPIPE_API upipe_status upi_attn_like(upipe_ctx *c, const char *name, upipe_view v, int64_t n, int32_t h,
                                      int32_t d, upipe_dtype dtype)
@@ -69,6 +83,109 @@ UPIPE_API upipe_status upi_attn_like(upipe_ctx *c, const char *name, upipe_view 
     if (v.dtype != dtype)
         return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: %s is %s, not %s", name,
                         upipe_dtype_name(v.dtype), upipe_dtype_name(dtype));
+    return UPIPE_OK;
+}
+
+/* ---- what a row sees ---- */
+
+/* floor(a / b), b > 0 */
+UPIPE_API int64_t upi_floor_div(int64_t a, int64_t b)
+{
+    return a / b - (a % b < 0);
+}
+
+UPIPE_API int64_t upi_between(int64_t x, int64_t low, int64_t high)
+{
+    return x < low ? low : x > high ? high : x;
+}
+
+/* Query i sees keys up to i + this, if the mask is causal and nothing more. */
+UPIPE_API int64_t upi_attn_ahead(const upipe_attn *a)
+{
+    return upi_floor_div(a->q_pos - a->k_pos, a->pos_step > 0 ? a->pos_step : 1);
+}
+
+/* Row i of q sees the keys [*first, *end) of k; both ascend with i, and are equal where it sees none. */
+UPIPE_API void upi_attn_sight(const upipe_attn *a, int64_t i, int64_t *first, int64_t *end)
+{
+    const int64_t step = a->pos_step > 0 ? a->pos_step : 1, n = a->k.n;
+    /* key j lies at own + step * (j - same), 0 <= own < step: j - same steps from the last position up to this row's */
+    const int64_t away = a->q_pos - a->k_pos, same = i + upi_attn_ahead(a);
+    const int64_t pos = a->q_pos + i * step;
+    int64_t from = 0, to = n;
+    if (a->causal) to = same + 1;
+    if (a->window > 0) from = i - upi_floor_div(a->window - 1 - away, step);
+    if (a->docs != NULL) {
+        int64_t low = 0, high = a->docs_n; /* docs[low] <= pos < docs[high], or there is no such pair */
+        if (pos < a->docs[0]) {
+            to = 0;
+        } else if (pos >= a->docs[high]) {
+            from = n;
+        } else {
+            while (high - low > 1) {
+                int64_t middle = low + (high - low) / 2;
+                if (a->docs[middle] <= pos)
+                    low = middle;
+                else
+                    high = middle;
+            }
+            /* the first keys at or behind the borders */
+            low = -upi_floor_div(a->k_pos - a->docs[low], step);
+            high = -upi_floor_div(a->k_pos - a->docs[high], step);
+            if (low > from) from = low;
+            if (high < to) to = high;
+        }
+    }
+    *end = upi_between(to, 0, n);
+    *first = upi_between(from, 0, *end);
+}
+
+/* ---- checks ---- */
+
+/* Numbers of the masks that make sense. */
+UPIPE_API upipe_status upi_attn_check_masks(upipe_ctx *c, const upipe_attn *a)
+{
+    const int64_t limit = INT64_C(1) << 60;
+    int64_t i;
+    if (a->window < 0 || a->window > limit)
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: a window of %lld positions",
+                        (long long)a->window);
+    if (a->pos_step < 0 || a->pos_step > UPIPE_POS_STEP_MAX)
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: %lld positions between rows",
+                        (long long)a->pos_step);
+    if (!(a->softcap >= 0) || !__builtin_isfinite(a->softcap))
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: soft-cap %g", a->softcap);
+    if (a->docs_n < 0 || (a->docs == NULL) != (a->docs_n == 0))
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: %lld documents, docs is %sNULL",
+                        (long long)a->docs_n, a->docs != NULL ? "not " : "");
+    for (i = 0; i < a->docs_n; ++i)
+        if (a->docs[i] > a->docs[i + 1] || a->docs[i] < -limit || a->docs[i + 1] > limit)
+            return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: document %lld is [%lld, %lld)", (long long)i,
+                            (long long)a->docs[i], (long long)a->docs[i + 1]);
+    return UPIPE_OK;
+}
+
+/* What the backend must know for this call. */
+UPIPE_API upipe_status upi_attn_check_can(upipe_ctx *c, const upipe_attn *a, int backward)
+{
+    static const char *const names[] = {"a sliding window",
+                                        "packed documents",
+                                        "a soft-cap",
+                                        "sinks",
+                                        "a head dim of v that is not q's",
+                                        "a gradient of q that is added to"};
+    int wish = 0, i;
+    if (a->window != 0) wish |= UPIPE_ATTN_WINDOW;
+    if (a->docs != NULL) wish |= UPIPE_ATTN_DOCS;
+    if (a->softcap != 0) wish |= UPIPE_ATTN_SOFTCAP;
+    if (a->sinks != NULL) wish |= UPIPE_ATTN_SINKS;
+    if (a->v.d != a->q.d) wish |= UPIPE_ATTN_V_DIM;
+    if (backward && a->merge) wish |= UPIPE_ATTN_ADD_GQ;
+    wish &= ~c->ops->attn_can;
+    for (i = 0; i < 6; ++i)
+        if (wish & (1 << i))
+            return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "attention: %s does not know %s yet",
+                            c->ops->name, names[i]);
     return UPIPE_OK;
 }
 
@@ -89,39 +206,30 @@ UPIPE_API upipe_status upi_attn_check(upipe_ctx *c, const upipe_attn *a, int bac
         return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
                         "attention: head dim %d; %d to %d in steps of %d are built", q.d, UPIPE_HEAD_DIM_MIN,
                         UPIPE_HEAD_DIM_MAX, UPIPE_HEAD_DIM_STEP);
-    if (a->v.d != q.d)
-        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "attention: head dim %d of v is not q's %d", a->v.d,
-                        q.d);
+    if (a->v.d < UPIPE_HEAD_DIM_MIN || a->v.d > UPIPE_HEAD_DIM_MAX || a->v.d % UPIPE_HEAD_DIM_STEP != 0)
+        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
+                        "attention: head dim %d of v; %d to %d in steps of %d are built", a->v.d,
+                        UPIPE_HEAD_DIM_MIN, UPIPE_HEAD_DIM_MAX, UPIPE_HEAD_DIM_STEP);
     if (q.n < 0 || k.n < 0)
         return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: %lld queries, %lld keys", (long long)q.n,
                         (long long)k.n);
     UPIPE_TRY(upi_attn_like(c, "q", q, q.n, q.h, q.d, q.dtype));
     UPIPE_TRY(upi_attn_like(c, "k", k, k.n, k.h, q.d, q.dtype));
-    UPIPE_TRY(upi_attn_like(c, "v", a->v, k.n, k.h, q.d, q.dtype));
+    UPIPE_TRY(upi_attn_like(c, "v", a->v, k.n, k.h, a->v.d, q.dtype));
     if (!backward)
-        UPIPE_TRY(upi_attn_like(c, "o", a->o, q.n, q.h, q.d,
+        UPIPE_TRY(upi_attn_like(c, "o", a->o, q.n, q.h, a->v.d,
                                 a->merge && a->o.dtype == UPIPE_F32 ? UPIPE_F32 : q.dtype));
-    if (backward && a->merge)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: the backward has nothing to merge");
     UPIPE_TRY(upi_attn_like(c, "lse", a->lse, q.n, q.h, 1, UPIPE_F32));
-    if (a->window != 0)
-        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "attention: sliding window of %lld is not built yet",
-                        (long long)a->window);
-    if (a->softcap != 0)
-        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "attention: soft-cap %g is not built yet",
-                        a->softcap);
-    if (a->sinks != NULL)
-        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "attention: sinks are not built yet");
-    if (a->docs != NULL || a->docs_n != 0)
-        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "attention: packed documents are not built yet");
+    UPIPE_TRY(upi_attn_check_masks(c, a));
     if (!(a->scale >= 0) || !__builtin_isfinite(a->scale))
         return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: scale %g", a->scale);
-    if (a->q_pos < -limit || a->q_pos > limit || a->k_pos < -limit || a->k_pos > limit || q.n > limit ||
-        k.n > limit)
+    if (a->q_pos < -limit || a->q_pos > limit || a->k_pos < -limit || a->k_pos > limit ||
+        q.n > limit / (a->pos_step > 0 ? a->pos_step : 1) ||
+        k.n > limit / (a->pos_step > 0 ? a->pos_step : 1))
         return upi_fail(&c->err, UPIPE_ERR_OVERFLOW,
                         "attention: %lld queries from %lld and %lld keys from %lld", (long long)q.n,
                         (long long)a->q_pos, (long long)k.n, (long long)a->k_pos);
-    return UPIPE_OK;
+    return upi_attn_check_can(c, a, backward);
 }
 
 UPIPE_API upipe_status upi_attn_aligned(upipe_ctx *c, const upipe_attn *a)
@@ -152,11 +260,13 @@ UPIPE_API upipe_status upipe_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
     const upipe_attn *a = &g->a;
     size_t need;
     UPIPE_TRY(upi_attn_check(c, a, 1));
-    UPIPE_TRY(upi_attn_like(c, "go", g->go, a->q.n, a->q.h, a->q.d, a->q.dtype));
+    UPIPE_TRY(upi_attn_like(c, "go", g->go, a->q.n, a->q.h, a->v.d, a->q.dtype));
     UPIPE_TRY(upi_attn_like(c, "delta", g->delta, a->q.n, a->q.h, 1, UPIPE_F32));
-    UPIPE_TRY(upi_attn_like(c, "gq", g->gq, a->q.n, a->q.h, a->q.d, a->q.dtype));
+    UPIPE_TRY(upi_attn_like(c, "gq", g->gq, a->q.n, a->q.h, a->q.d, a->merge ? UPIPE_F32 : a->q.dtype));
     UPIPE_TRY(upi_attn_like(c, "gk", g->gk, a->k.n, a->k.h, a->k.d, UPIPE_F32));
-    UPIPE_TRY(upi_attn_like(c, "gv", g->gv, a->k.n, a->k.h, a->k.d, UPIPE_F32));
+    UPIPE_TRY(upi_attn_like(c, "gv", g->gv, a->k.n, a->k.h, a->v.d, UPIPE_F32));
+    if (g->gsinks != NULL && a->sinks == NULL)
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: a gradient of sinks without sinks");
     need = c->ops->attn_bytes(c->ops, a, 1);
     if (a->work_bytes < need || (a->work == NULL && need > 0))
         return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: %zu bytes of scratch, %zu needed",

@@ -25,6 +25,16 @@ enum {
     UPIPE_GEMM_ACCUMULATE = 4, /* c += instead of c =; c must then be f32 */
 };
 
+/* See upipe_attn. */
+enum {
+    UPIPE_ATTN_WINDOW = 1,
+    UPIPE_ATTN_DOCS = 2,
+    UPIPE_ATTN_SOFTCAP = 4,
+    UPIPE_ATTN_SINKS = 8,
+    UPIPE_ATTN_V_DIM = 16,
+    UPIPE_ATTN_ADD_GQ = 32 /* backward with merge */
+};
+
 /* upipe_rope -- rotary position embedding, in place
  *   x            [count] blocks of tokens x heads x d, block i at x.data + i * step elements
  *   pos0         position of token 0 of every block
@@ -91,6 +101,7 @@ typedef struct upipe_ops {
     const char *name; /* "cpu-avx2", "cpu-portable", "cuda", ... */
     void *self;       /* the backend's own (a cuBLAS handle, say) */
     int f16;          /* nonzero: takes views of f16 */
+    int attn_can;     /* what its attention knows beyond causal masks and equal head dims: UPIPE_ATTN_* */
 
     /* Set by the host; NULL: a call computes on the thread that makes it. Here and not in the context, because
      * the *_bytes entries see the table alone: a dry run asks them before there is a context. */

@@ -302,7 +302,7 @@ UPI_INLINE upi_attn_head upi_attn_head_make(const upipe_attn *a, int32_t j)
     h.lse_step = a->lse.n_step;
     h.queries = a->q.n;
     h.keys = a->k.n;
-    h.ahead = a->q_pos - a->k_pos;
+    h.ahead = upi_attn_ahead(a);
     h.d = a->q.d;
     h.causal = a->causal;
     h.scale = upi_attn_scale(a);

@@ -312,14 +312,14 @@ template <int N> UPIPE_API upipe_status upi_cuda_attn_f32_fwd_n(upipe_ctx *c, co
     if (blocks == 0) return UPIPE_OK;
     /* the most that this kernel may need: ranks that are threads allow it with other head dims */
     UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_attn_f32_fwd<N>), most));
-    return UPI_LAUNCH(c, (upi_attn_f32_fwd<N>), blocks, UPI_F32_THREADS, shared, *a, a->q_pos - a->k_pos,
+    return UPI_LAUNCH(c, (upi_attn_f32_fwd<N>), blocks, UPI_F32_THREADS, shared, *a, upi_attn_ahead(a),
                       upi_attn_scale(a));
 }
 
 template <int N> UPIPE_API upipe_status upi_cuda_attn_f32_bwd_n(upipe_ctx *c, const upipe_attn_grad *g)
 {
     const upipe_attn *a = &g->a;
-    int64_t ahead = a->q_pos - a->k_pos;
+    int64_t ahead = upi_attn_ahead(a);
     unsigned queries = 0, keys = 0, shared = upi_f32_shared(a->q.d, 2), most = upi_f32_shared(32 * N, 2);
     UPIPE_TRY(upi_f32_blocks(c, a->q.n, a->q.h, &queries));
     UPIPE_TRY(upi_f32_blocks(c, a->k.n, a->k.h, &keys));

@@ -444,7 +444,7 @@ UPIPE_API upi_cuda_attn_args upi_cuda_attn_args_make(const upipe_attn *a)
     x.lse_step = a->lse.n_step, x.lse_head = a->lse.h_step;
     x.queries = a->q.n;
     x.keys = a->k.n;
-    x.ahead = a->q_pos - a->k_pos;
+    x.ahead = upi_attn_ahead(a);
     x.heads = a->q.h;
     x.group = a->q.h / a->k.h;
     x.d = a->q.d;
