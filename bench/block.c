@@ -92,6 +92,7 @@ typedef struct bench {
     int64_t weight_n[WEIGHTS], grads_n;
     size_t slab_bytes, unit_bytes;
     rank_state *ranks;
+    upipe_plan blocks; /* one token and one head a rank */
 } bench;
 
 /* ---- the table, with its calls timed by the calling thread's processor time ---- */
@@ -167,7 +168,8 @@ typedef struct plain_run {
     const method *m;
     upipe_plan_desc d;
     int64_t rows;
-    int heads[2]; /* of a rank: query, key/value */
+    int heads[2];      /* of a rank: query, key/value */
+    upipe_plan blocks; /* one token and one head a rank: exchanges of blocks of any size */
     upipe_view x;
     float *grads[WEIGHTS];
 } plain_run;
@@ -283,15 +285,14 @@ static size_t plain_block_bytes(const plain_run *r, int kv, int64_t width)
 
 static upipe_status plain_to_heads(plain_run *r, void *dst, const void *src, int kv)
 {
-    const upipe_share each = {0, 1, 1};
     size_t bytes = plain_block_bytes(r, kv, r->d.head_dim * (int64_t)upipe_dtype_bytes(r->d.dtype));
-    return upipe_a2a_to_heads(r->c, dst, src, bytes, 1, each);
+    return upipe_a2a_to_heads(r->c, dst, src, &r->blocks, 0, UPIPE_Q, bytes);
 }
 
 static upipe_status plain_to_tokens(plain_run *r, void *dst, const void *src, int kv)
 {
     size_t bytes = plain_block_bytes(r, kv, r->d.head_dim * (int64_t)upipe_dtype_bytes(r->d.dtype));
-    return upipe_a2a_to_tokens(r->c, dst, src, bytes, 1);
+    return upipe_a2a_to_tokens(r->c, dst, src, &r->blocks, 0, UPIPE_Q, bytes);
 }
 
 /* dst [T][H*d] = what has arrived, [C][T][m*d]. */
@@ -435,7 +436,6 @@ static upipe_status plain_backward(plain_run *r, plain_saved *save, upipe_view g
 {
     int64_t q = plain_elements(r, 0), kv = plain_elements(r, 1);
     size_t stat = plain_block_bytes(r, 0, 4);
-    const upipe_share each = {0, 1, 1};
     upipe_attn_grad g;
     void *qkv[3], *go, *delta, *send, *gkv[2], *grads[3];
     int i;
@@ -450,7 +450,7 @@ static upipe_status plain_backward(plain_run *r, plain_saved *save, upipe_view g
     UPIPE_TRY(plain_take(r, &go, q, r->d.dtype, "go_heads"));
     UPIPE_TRY(plain_take(r, &delta, r->d.tokens * r->heads[0], UPIPE_F32, "delta_heads"));
     UPIPE_TRY(plain_to_heads(r, go, save->go, 0));
-    UPIPE_TRY(upipe_a2a_to_heads(r->c, delta, save->delta, stat, 1, each));
+    UPIPE_TRY(upipe_a2a_to_heads(r->c, delta, save->delta, &r->blocks, 0, UPIPE_Q, stat));
 
     UPIPE_TRY(plain_attn(r, &g.a, qkv, go, save->lse, 1));
     g.go = g.a.o;
@@ -526,6 +526,7 @@ static void pass_begin(pass *s, const method *m, upipe_ctx *c, rank_state *rank,
     s->plain.rows = m->plan.rows;
     s->plain.heads[0] = b->o.heads / b->o.ranks;
     s->plain.heads[1] = b->o.kv_heads / b->o.ranks;
+    s->plain.blocks = b->blocks;
     s->plain.x = x;
     for (i = 0; i < WEIGHTS; at += b->weight_n[i], ++i) s->plain.grads[i] = at;
     s->grads.wq = s->plain.grads[0];
@@ -687,7 +688,7 @@ static size_t layer_bytes(const method *m, const upipe_ops *ops)
     upipe_plan_scratch scratch = upipe_layer_scratch(ops, &m->layer, 1);
     size_t peak = upipe_plan_bytes(p, &scratch).peak, lse = (size_t)(p->rows * p->desc.heads) * 4;
     size_t out =
-        2 * upipe_plan_unit_bytes(p) + upipe_plan_rows_bytes(p, p->desc.heads) + lse; /* x, y, O, lse */
+        2 * upipe_plan_unit_bytes(p) + upipe_plan_rows_bytes(p, p->desc.heads, p->desc.v_dim) + lse; /* x, y, O, lse */
     size_t forward = out + upipe_layer_out_bytes(p, &scratch, 0);
     size_t backward = out + upipe_layer_out_bytes(p, &scratch, 1);
     if (forward > peak) peak = forward;
@@ -701,7 +702,7 @@ static upipe_status method_dry(bench *b, method *m, upipe_dry *dry, upipe_err *e
     upipe_status s;
     rank.b = b;
     rank.grads = (float *)b->weights[0]; /* asked for addresses alone */
-    s = upipe_dry_init(dry, 0, b->o.ranks, &b->ops);
+    s = upipe_dry_init(dry, &m->plan, &b->ops);
     dry->ctx.user = &rank;
     if (s == UPIPE_OK) s = pass_run(&dry->ctx, &rank, m);
     if (s != UPIPE_OK) return *e = dry->ctx.err, s;
@@ -728,6 +729,10 @@ static upipe_status method_plan(bench *b, method *m, int chunk, upipe_err *e)
     d.dtype = b->o.dtype;
     d.chunk = chunk;
     UPIPE_TRY(upipe_plan_init(&m->plan, &d, e));
+    memset(&d, 0, sizeof d);
+    d.tokens = d.ranks = d.heads = b->o.ranks;
+    d.head_dim = 1;
+    UPIPE_TRY(upipe_plan_init(&b->blocks, &d, e));
     m->layer.plan = &m->plan;
     m->layer.rope_theta = 500000;
     m->layer.wq = b->weights[0];

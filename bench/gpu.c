@@ -454,7 +454,7 @@ static unsigned char pattern(int from, int to, size_t i)
 }
 
 /* One exchange of blocks that tell their sender, receiver and place. */
-static upipe_status exchange_check(upipe_ctx *c, char *from, char *to, size_t block, upipe_share each)
+static upipe_status exchange_check(upipe_ctx *c, char *from, char *to, size_t block, const upipe_plan *each)
 {
     int rank = c->team->rank, ranks = c->team->ranks, p;
     unsigned char *bytes = (unsigned char *)malloc(block);
@@ -465,7 +465,7 @@ static upipe_status exchange_check(upipe_ctx *c, char *from, char *to, size_t bl
         for (i = 0; i < block; ++i) bytes[i] = pattern(rank, p, i);
         UPIPE_TRY(c->ops->copy(c, from + (size_t)p * block, bytes, block));
     }
-    UPIPE_TRY(upipe_a2a_to_heads(c, to, from, block, 1, each));
+    UPIPE_TRY(upipe_a2a_to_heads(c, to, from, each, 0, UPIPE_Q, block));
     for (p = 0; p < ranks; ++p) {
         UPIPE_TRY(c->ops->copy(c, bytes, to + (size_t)p * block, block));
         for (i = 0; i < block && bytes[i] == pattern(p, rank, i);) ++i;
@@ -477,26 +477,37 @@ static upipe_status exchange_check(upipe_ctx *c, char *from, char *to, size_t bl
     return UPIPE_OK;
 }
 
+/* An exchange of one block of any size a rank: one token and one head each. */
+static upipe_status blocks_plan(upipe_plan *p, int ranks, upipe_err *e)
+{
+    upipe_plan_desc d;
+    memset(&d, 0, sizeof d);
+    d.tokens = d.ranks = d.heads = ranks;
+    d.head_dim = 1;
+    return upipe_plan_init(p, &d, e);
+}
+
 static upipe_status exchange_rank(void *user, int rank)
 {
     team *t = (team *)user;
     const options *o = t->o;
     size_t block = (size_t)(o->tokens / o->ranks) * (size_t)o->head_dim * 2;
     char *from = (char *)t->slabs[rank], *to = from + block * (size_t)o->ranks;
-    upipe_share each = {0, 1, 1};
+    upipe_plan each;
     upipe_status s;
     upipe_ctx c;
     int i;
     memset(&c, 0, sizeof c);
     device_use(&t->devices[rank], &c);
     c.team = upipe_threads_comm(&t->threads, rank);
-    s = exchange_check(&c, from, to, block, each);
+    s = blocks_plan(&each, o->ranks, &c.err);
+    if (s == UPIPE_OK) s = exchange_check(&c, from, to, block, &each);
     for (i = -2; i < RUNS && s == UPIPE_OK; ++i) {
         double start;
         s = upipe_comm_barrier(&c, c.team);
         if (s != UPIPE_OK) break;
         start = cli_clock(NULL);
-        s = upipe_a2a_to_heads(&c, to, from, block, 1, each);
+        s = upipe_a2a_to_heads(&c, to, from, &each, 0, UPIPE_Q, block);
         if (i >= 0) t->runs[rank][0][i] = cli_clock(NULL) - start;
     }
     t->errors[rank] = c.err;
@@ -612,7 +623,7 @@ static upipe_status block_pass(team *t, upipe_ctx *c, int rank, int run)
     UPIPE_TRY(c->ops->sync(c));
     if (run >= 0) t->runs[rank][0][run] = cli_clock(NULL) - start;
     UPIPE_TRY(upipe_layer_slots_take(c, &t->layer, &gout, UPIPE_SLOT_FULL, "gout"));
-    UPIPE_TRY(c->ops->copy(c, gout.data, saved.out.data, upipe_plan_rows_bytes(p, p->desc.heads)));
+    UPIPE_TRY(c->ops->copy(c, gout.data, saved.out.data, upipe_plan_rows_bytes(p, p->desc.heads, p->desc.v_dim)));
     UPIPE_TRY(c->ops->sync(c));
     UPIPE_TRY(upipe_comm_barrier(c, c->team));
     start = cli_clock(NULL);
@@ -669,7 +680,7 @@ static upipe_status block_plan(team *t, upipe_err *e)
     scratch = upipe_layer_scratch(&ops, &t->layer, 1);
     t->plan_peak = upipe_plan_bytes(&t->plan, &scratch).peak;
     t->layer.wq = t->layer.wk = t->layer.wv = t; /* must be there, and is not read */
-    if (upipe_dry_init(&dry, 0, o->ranks, &ops) || upipe_dry_layer(&dry, &t->layer, 1))
+    if (upipe_dry_init(&dry, &t->plan, &ops) || upipe_dry_layer(&dry, &t->layer, 1))
         return *e = dry.ctx.err, dry.ctx.err.status;
     t->slab_bytes = dry.mem.need;
     t->blocks_max = dry.mem.blocks_peak;

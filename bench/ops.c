@@ -321,20 +321,24 @@ static upipe_status ops_rank(void *user, int rank)
     ops_team *t = (ops_team *)user;
     size_t whole = t->block * (size_t)t->ranks;
     char *send = t->send + (size_t)rank * whole, *recv = t->recv + (size_t)rank * whole;
-    upipe_share one_each;
+    upipe_plan plan;
+    upipe_plan_desc one_each;
     upipe_ctx c;
     double start;
     int32_t i, r;
     memset(&c, 0, sizeof c);
     c.ops = &t->ops;
     c.team = upipe_threads_comm(&t->threads, rank);
-    one_each.offset = 0;
-    one_each.step = one_each.span = 1;
+    /* one token and one head a rank: a block of any size */
+    memset(&one_each, 0, sizeof one_each);
+    one_each.tokens = one_each.ranks = one_each.heads = t->ranks;
+    one_each.head_dim = 1;
+    UPIPE_TRY(upipe_plan_init(&plan, &one_each, &c.err));
     UPIPE_TRY(upipe_comm_barrier(&c, c.team));
     start = now();
     for (i = 0; i < t->turns; ++i) {
         if (!t->plain) {
-            UPIPE_TRY(upipe_a2a_to_heads(&c, recv, send, t->block, 1, one_each));
+            UPIPE_TRY(upipe_a2a_to_heads(&c, recv, send, &plan, 0, UPIPE_Q, t->block));
             continue;
         }
         for (r = 0; r < t->ranks; ++r)

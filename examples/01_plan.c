@@ -5,7 +5,7 @@
  */
 #include <stdio.h>
 
-#include "upipe/upipe_plan.h"
+#include "upipe/upipe_bytes.h"
 
 int main(void)
 {
@@ -37,7 +37,7 @@ int main(void)
         for (stage = 0; stage < p.stages; ++stage) {
             printf("  stage %d, query heads of ranks 0 .. 7:", stage);
             for (rank = 0; rank < d.ranks; ++rank) {
-                int first = upipe_plan_q_head(&p, stage, rank, 0);
+                int first = upipe_plan_q(&p, stage, rank).first;
                 printf(p.per_rank > 1 ? " %d-%d" : " %d", first, first + p.per_rank - 1);
             }
             printf(upipe_plan_stage(&p, stage).kv_fresh ? "   K and V travel\n" : "   K and V stay\n");

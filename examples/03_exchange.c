@@ -13,6 +13,7 @@ enum { RANKS = 4, TOKENS = 8, LOCAL = TOKENS / RANKS };
 
 typedef struct shared { /* in memory that the device reaches */
     upipe_threads team;
+    upipe_plan plan;
     int kind; /* of device */
     float send[RANKS][RANKS][LOCAL],
         back[RANKS][RANKS][LOCAL]; /* [rank][to or from][token], one element a head */
@@ -26,7 +27,6 @@ static upipe_status rank_main(void *user, int rank)
 {
     shared *all = (shared *)user;
     float(*send)[LOCAL] = all->send[rank], (*back)[LOCAL] = all->back[rank];
-    upipe_share one_each;
     upipe_ctx c;
     upipe_status s;
     device d;
@@ -35,13 +35,11 @@ static upipe_status rank_main(void *user, int rank)
     s = device_open(&d, all->kind, &c.err);
     device_use(&d, &c);
     c.team = upipe_threads_comm(&all->team, rank);
-    one_each.offset = 0;
-    one_each.step = one_each.span = 1; /* rank p reads block p */
 
     for (peer = 0; peer < RANKS; ++peer)
         for (t = 0; t < LOCAL; ++t) send[peer][t] = (float)(10 * (rank * LOCAL + t) + peer);
-    if (s == UPIPE_OK) s = upipe_a2a_to_heads(&c, all->heads[rank], send, sizeof *send, 1, one_each);
-    if (s == UPIPE_OK) s = upipe_a2a_to_tokens(&c, back, all->heads[rank], sizeof *back, 1);
+    if (s == UPIPE_OK) s = upipe_a2a_to_heads(&c, all->heads[rank], send, &all->plan, 0, UPIPE_Q, sizeof(float));
+    if (s == UPIPE_OK) s = upipe_a2a_to_tokens(&c, back, all->heads[rank], &all->plan, 0, UPIPE_Q, sizeof(float));
     if (s == UPIPE_OK) s = c.ops->sync(&c); /* only then may the host look */
     if (s == UPIPE_OK && memcmp(send, back, sizeof all->send[rank]) == 0)
         __atomic_fetch_add(&all->home, 1, __ATOMIC_RELAXED);
@@ -55,12 +53,15 @@ int main(int argc, char **argv)
 {
     shared *all;
     void *room;
+    upipe_plan_desc d = {0};
     upipe_err err;
     upipe_status s;
     int rank, t, kind, bad = device_args(argc, argv, &kind);
     if (bad) return bad;
     s = device_shared(kind, &room, sizeof *all, &err);
     all = (shared *)room;
+    d.tokens = TOKENS, d.ranks = RANKS, d.heads = RANKS, d.head_dim = 1;
+    if (s == UPIPE_OK) s = upipe_plan_init(&all->plan, &d, &err);
     if (s == UPIPE_OK) s = upipe_threads_init(&all->team, RANKS, 10, &err);
     if (s != UPIPE_OK) {
         fprintf(stderr, "%s: %s\n", upipe_status_name(s), err.text);

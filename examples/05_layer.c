@@ -34,7 +34,7 @@ static upipe_status step(upipe_ctx *c, shared *all)
     x = upipe_view_packed(data, UPIPE_F32, LOCAL, 1, MODEL);
     UPIPE_TRY(upipe_layer_fwd(c, &all->layer, &saved, x));
     UPIPE_TRY(upipe_layer_slots_take(c, &all->layer, &gout, UPIPE_SLOT_FULL, "gout"));
-    UPIPE_TRY(c->ops->copy(c, gout.data, saved.out.data, upipe_plan_rows_bytes(&all->plan, HEADS)));
+    UPIPE_TRY(c->ops->copy(c, gout.data, saved.out.data, upipe_plan_rows_bytes(&all->plan, HEADS, DIM)));
     UPIPE_TRY(upipe_layer_bwd(c, &all->layer, x, &grads, &saved, &gout, x)); /* x becomes its gradient */
     UPIPE_TRY(c->ops->copy(c, all->gx + at, data, bytes));
     UPIPE_TRY(c->ops->sync(c)); /* only then may the host look */
@@ -78,7 +78,7 @@ static upipe_status run(shared *all, int chunk, upipe_err *err)
     all->layer.plan = &all->plan;
     all->layer.wq = all->layer.wk = all->layer.wv = all->w; /* one matrix will do here */
     UPIPE_TRY(upipe_plan_init(&all->plan, &d, err));
-    if (upipe_dry_init(&dry, 0, RANKS, &ops) || upipe_dry_layer(&dry, &all->layer, 1))
+    if (upipe_dry_init(&dry, &all->plan, &ops) || upipe_dry_layer(&dry, &all->layer, 1))
         return *err = dry.ctx.err, dry.ctx.err.status;
     all->slab_bytes = dry.mem.need; /* known before anything is allocated */
     UPIPE_TRY(upipe_threads_init(&all->team, RANKS, 60, err));

@@ -24,7 +24,7 @@ typedef struct shared { /* in memory that the device reaches */
 static upipe_status step(upipe_ctx *c, shared *all, float *grad, float *loss)
 {
     const int at = c->team->rank * ROWS * MODEL;
-    upipe_grads g = {grad, grad + Q, grad + Q + KV, grad + Q + 2 * KV, NULL, NULL};
+    upipe_grads g = {grad, grad + Q, grad + Q + KV, grad + Q + 2 * KV, NULL, NULL, NULL};
     upipe_saved saved;
     upipe_view x, y;
     void *data;
@@ -100,7 +100,7 @@ int main(int argc, char **argv)
     all->layer.plan = &all->plan, all->layer.rope_theta = 10000;
     all->layer.wq = all->w, all->layer.wk = all->w + Q, all->layer.wv = all->w + Q + KV,
     all->layer.wo = all->w + Q + 2 * KV;
-    if (upipe_plan_init(&all->plan, &d, &err) || upipe_dry_init(&dry, 0, RANKS, &ops) ||
+    if (upipe_plan_init(&all->plan, &d, &err) || upipe_dry_init(&dry, &all->plan, &ops) ||
         upipe_dry_block(&dry, &all->layer, 1))
         return fprintf(stderr, "%s%s\n", err.text, dry.ctx.err.text), 1;
     all->slab_bytes = dry.mem.need;

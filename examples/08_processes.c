@@ -187,7 +187,7 @@ static upipe_status step(upipe_ctx *c, const upipe_layer *l, void *wide, float *
     UPIPE_TRY(put(c, x, wide, x0));
     UPIPE_TRY(upipe_layer_fwd(c, l, &saved, x));
     UPIPE_TRY(upipe_layer_slots_take(c, l, &gout, UPIPE_SLOT_FULL, "gout"));
-    UPIPE_TRY(c->ops->copy(c, gout.data, saved.out.data, upipe_plan_rows_bytes(p, p->desc.heads)));
+    UPIPE_TRY(c->ops->copy(c, gout.data, saved.out.data, upipe_plan_rows_bytes(p, p->desc.heads, p->desc.v_dim)));
     UPIPE_TRY(upipe_layer_bwd(c, l, x, &grads, &saved, &gout, x)); /* x becomes its gradient */
     UPIPE_TRY(get(c, gx, wide, x));
     UPIPE_TRY(upipe_mem_give(c->mem, gout.data, &c->err));
@@ -209,7 +209,7 @@ static upipe_status run(upipe_ctx *c, const upipe_plan_desc *desc, const void *w
     UPIPE_TRY(upipe_plan_init(&plan, desc, &c->err));
     layer.plan = &plan;
     layer.wq = layer.wk = layer.wv = w; /* one matrix will do here */
-    if (upipe_dry_init(&dry, 0, desc->ranks, c->ops) || upipe_dry_layer(&dry, &layer, 1))
+    if (upipe_dry_init(&dry, &plan, c->ops) || upipe_dry_layer(&dry, &layer, 1))
         return c->err = dry.ctx.err, dry.ctx.err.status;
     *slab_bytes = dry.mem.need;
     UPIPE_TRY(host_memory(&slab, dry.mem.need, &c->err));

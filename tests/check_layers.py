@@ -16,9 +16,12 @@ import tempfile
 
 LAYERS = [
     ['upipe_base.h'],
-    ['upipe_plan.h', 'upipe_mem.h', 'upipe_ops.h', 'upipe_comm.h'],
-    ['upipe_a2a.h', 'upipe_attn.h', 'upipe_check.h', 'upipe_tile.h'],
+    ['upipe_shard.h', 'upipe_mem.h', 'upipe_ops.h', 'upipe_comm.h'],
+    ['upipe_plan.h', 'upipe_attn.h', 'upipe_check.h', 'upipe_tile.h'],
+    ['upipe_bytes.h', 'upipe_a2a.h'],
+    ['upipe_ring.h'],
     ['upipe_block.h'],
+    ['upipe_step.h'],
     ['upipe_layer.h', 'upipe_out.h'],
     ['upipe_dry.h'],
     ['upipe.h'],

@@ -1,10 +1,10 @@
 /* oracle.h -- dense attention in plain loops: in f64, the truth; in the kernel's own type, the naive
  *             yardstick
  *
- * Tensors are packed: q, o and their gradients [sq][h][d], k, v and theirs [sk][hkv][d], lse [sq][h]. Query
- * head x reads key/value head x / (h / hkv); a causal query i sees key j if q_pos + i >= k_pos + j. A row
- * that sees no key has o = 0 and lse = -inf. Inputs are values that the storage type holds: round them before
- * (naive_store).
+ * Tensors are packed: q and its gradient [sq][h][d], k and its [sk][hkv][d], v and its [sk][hkv][dv], o and its
+ * [sq][h][dv], lse [sq][h]. Query head x reads key/value head x / (h / hkv). What query i sees is asked of every key
+ * on its own (oracle_visible). A row that sees no key has o = 0, and lse = -inf or the sink. Inputs are values that
+ * the storage type holds: round them before (naive_store).
  *
  *     oracle_attn_fwd(&shape, q, k, v, o, lse);                          double: the reference
  *     naive_attn_fwd(&shape, UPIPE_BF16, qf, kf, vf, of, lsef);          float: what a plain kernel would
@@ -13,7 +13,7 @@
  *
  * The naive one does its arithmetic in f32, row by row, and rounds what a kernel would store: o and dq. dk
  * and dv stay f32. Each takes o and lse of its own forward for its backward. shape.naive says how its sums
- * run.
+ * run. The sinks' gradients have functions of their own.
  */
 #ifndef UPIPE_TEST_ORACLE_H
 #define UPIPE_TEST_ORACLE_H
@@ -25,31 +25,59 @@
 
 #include "../upipe/cpu/upipe_cpu_simd.h"
 
+/* 0 in what comes after scale: without it. */
 typedef struct oracle_attn {
     int64_t sq, sk, q_pos, k_pos;
     int h, hkv, d, causal;
     int naive; /* naive runs alone: which of the NAIVE_WAYS ways to sum */
     double scale;
+    int dv; /* 0 = d */
+    int64_t pos_step, window, docs_n;
+    const int64_t *docs; /* [docs_n + 1] */
+    double softcap;
+    const float *sinks; /* [h] */
 } oracle_attn;
 
-/* Keys that query i sees: [0, result). */
-static inline int64_t oracle_sees(const oracle_attn *t, int64_t i)
+/* The head dim of v and o. */
+static inline int oracle_dv(const oracle_attn *t)
 {
-    int64_t n = t->q_pos + i - t->k_pos + 1;
-    if (!t->causal || n > t->sk) return t->sk;
-    return n > 0 ? n : 0;
+    return t->dv != 0 ? t->dv : t->d;
 }
 
-/* First element of row i of head x. */
+/* Does query i see key j? */
+static inline int oracle_visible(const oracle_attn *t, int64_t i, int64_t j)
+{
+    const int64_t step = t->pos_step != 0 ? t->pos_step : 1;
+    const int64_t at = t->q_pos + i * step, key = t->k_pos + j * step;
+    int64_t e;
+    if (t->causal && key > at) return 0;
+    if (t->window > 0 && key <= at - t->window) return 0;
+    if (t->docs == NULL) return 1;
+    for (e = 0; e < t->docs_n; ++e)
+        if (t->docs[e] <= at && at < t->docs[e + 1] && t->docs[e] <= key && key < t->docs[e + 1]) return 1;
+    return 0;
+}
+
+/* First element of row i of head x of q, or of o. */
 static inline int64_t oracle_q_row(const oracle_attn *t, int64_t i, int x)
 {
     return (i * t->h + x) * t->d;
 }
 
-/* First element of the key or value row j that query head x reads. */
+static inline int64_t oracle_o_row(const oracle_attn *t, int64_t i, int x)
+{
+    return (i * t->h + x) * oracle_dv(t);
+}
+
+/* First element of the key row j that query head x reads, or of the value row. */
 static inline int64_t oracle_k_row(const oracle_attn *t, int64_t j, int x)
 {
     return (j * t->hkv + x / (t->h / t->hkv)) * t->d;
+}
+
+static inline int64_t oracle_v_row(const oracle_attn *t, int64_t j, int x)
+{
+    return (j * t->hkv + x / (t->h / t->hkv)) * oracle_dv(t);
 }
 
 static inline double oracle_dot(const double *a, const double *b, int d)
@@ -60,25 +88,38 @@ static inline double oracle_dot(const double *a, const double *b, int d)
     return s;
 }
 
+/* The score of a product, and its slope: d score / d product. */
+static inline double oracle_score(const oracle_attn *t, double product, double *slope)
+{
+    double squashed = t->softcap > 0 ? tanh(t->scale * product / t->softcap) : 0;
+    *slope = t->scale * (1 - squashed * squashed);
+    return t->softcap > 0 ? t->softcap * squashed : t->scale * product;
+}
+
 static inline void oracle_attn_fwd(const oracle_attn *t, const double *q, const double *k, const double *v,
                                    double *o, double *lse)
 {
-    double *p = (double *)malloc(((size_t)t->sk + 1) * sizeof *p);
+    double *p = (double *)malloc(((size_t)t->sk + 1) * sizeof *p), slope;
     int64_t i, j;
-    int x, c;
+    int x, c, dv = oracle_dv(t);
     for (i = 0; i < t->sq; ++i)
         for (x = 0; x < t->h; ++x) {
-            int64_t n = oracle_sees(t, i), row = oracle_q_row(t, i, x);
-            double top = -INFINITY, sum = 0;
-            for (c = 0; c < t->d; ++c) o[row + c] = 0;
-            for (j = 0; j < n; ++j) {
-                p[j] = t->scale * oracle_dot(q + row, k + oracle_k_row(t, j, x), t->d);
+            int64_t row = oracle_o_row(t, i, x);
+            double top = t->sinks != NULL ? (double)t->sinks[x] : -(double)INFINITY, sum = 0;
+            for (c = 0; c < dv; ++c) o[row + c] = 0;
+            for (j = 0; j < t->sk; ++j) {
+                if (!oracle_visible(t, i, j)) continue;
+                p[j] = oracle_score(t, oracle_dot(q + oracle_q_row(t, i, x), k + oracle_k_row(t, j, x), t->d),
+                                    &slope);
                 if (p[j] > top) top = p[j];
             }
-            for (j = 0; j < n; ++j) sum += p[j] = exp(p[j] - top);
-            for (j = 0; j < n; ++j)
-                for (c = 0; c < t->d; ++c) o[row + c] += p[j] / sum * v[oracle_k_row(t, j, x) + c];
-            lse[i * t->h + x] = n > 0 ? top + log(sum) : -INFINITY;
+            if (t->sinks != NULL) sum = exp((double)t->sinks[x] - top);
+            for (j = 0; j < t->sk; ++j)
+                if (oracle_visible(t, i, j)) sum += p[j] = exp(p[j] - top);
+            for (j = 0; j < t->sk; ++j)
+                for (c = 0; c < dv && oracle_visible(t, i, j); ++c)
+                    o[row + c] += p[j] / sum * v[oracle_v_row(t, j, x) + c];
+            lse[i * t->h + x] = sum > 0 ? top + log(sum) : -(double)INFINITY;
         }
     free(p);
 }
@@ -92,22 +133,37 @@ static inline void oracle_attn_bwd(const oracle_attn *t, const double *q, const 
     int x, c;
     memset(dq, 0, (size_t)(t->sq * t->h * t->d) * sizeof *dq);
     memset(dk, 0, (size_t)(t->sk * t->hkv * t->d) * sizeof *dk);
-    memset(dv, 0, (size_t)(t->sk * t->hkv * t->d) * sizeof *dv);
+    memset(dv, 0, (size_t)(t->sk * t->hkv * oracle_dv(t)) * sizeof *dv);
     for (x = 0; x < t->h; ++x)
         for (i = 0; i < t->sq; ++i) {
-            int64_t n = oracle_sees(t, i), row = oracle_q_row(t, i, x);
-            double delta = oracle_dot(go + row, o + row, t->d);
-            for (j = 0; j < n; ++j) {
-                int64_t at = oracle_k_row(t, j, x);
-                double p = exp(t->scale * oracle_dot(q + row, k + at, t->d) - lse[i * t->h + x]);
-                double ds = t->scale * p * (oracle_dot(go + row, v + at, t->d) - delta);
+            int64_t row = oracle_q_row(t, i, x), o_row = oracle_o_row(t, i, x);
+            double delta = oracle_dot(go + o_row, o + o_row, oracle_dv(t));
+            for (j = 0; j < t->sk; ++j) {
+                int64_t at = oracle_k_row(t, j, x), v_at = oracle_v_row(t, j, x);
+                double slope, p, ds;
+                if (!oracle_visible(t, i, j)) continue;
+                p = oracle_score(t, oracle_dot(q + row, k + at, t->d), &slope);
+                p = exp(p - lse[i * t->h + x]);
+                ds = slope * p * (oracle_dot(go + o_row, v + v_at, oracle_dv(t)) - delta);
+                for (c = 0; c < oracle_dv(t); ++c) dv[v_at + c] += p * go[o_row + c];
                 for (c = 0; c < t->d; ++c) {
-                    dv[at + c] += p * go[row + c];
                     dk[at + c] += ds * q[row + c];
                     dq[row + c] += ds * k[at + c];
                 }
             }
         }
+}
+
+/* The same of the sinks; one of -inf is none. */
+static inline void oracle_attn_sinks_bwd(const oracle_attn *t, const double *go, const double *o,
+                                         const double *lse, double *dsinks)
+{
+    int64_t i;
+    int x;
+    for (x = 0; x < t->h; ++x)
+        for (dsinks[x] = 0, i = 0; i < t->sq && !isinf(t->sinks[x]); ++i)
+            dsinks[x] -= exp((double)t->sinks[x] - lse[i * t->h + x]) *
+                         oracle_dot(go + oracle_o_row(t, i, x), o + oracle_o_row(t, i, x), oracle_dv(t));
 }
 
 /* x as the storage type would hold it. */
@@ -148,31 +204,45 @@ static inline float naive_dot(const float *a, const float *b, int d, int naive)
     return s;
 }
 
+static inline float naive_score(const oracle_attn *t, float product, float *slope)
+{
+    float scale = (float)t->scale, cap = (float)t->softcap, squashed;
+    *slope = scale;
+    if (!(cap > 0)) return scale * product;
+    squashed = tanhf(scale * product / cap);
+    *slope = scale * (1 - squashed * squashed);
+    return cap * squashed;
+}
+
 static inline void naive_attn_fwd(const oracle_attn *t, upipe_dtype dtype, const float *q, const float *k,
                                   const float *v, float *o, float *lse)
 {
-    float *p = (float *)malloc(((size_t)t->sk + 1) * sizeof *p);
-    float scale = (float)t->scale;
+    float *p = (float *)malloc(((size_t)t->sk + 1) * sizeof *p), slope;
     int64_t i, j, m;
-    int x, c;
+    int x, c, dv = oracle_dv(t);
     for (i = 0; i < t->sq; ++i)
         for (x = 0; x < t->h; ++x) {
-            int64_t n = oracle_sees(t, i), row = oracle_q_row(t, i, x);
-            float top = -INFINITY, sum = 0;
-            for (c = 0; c < t->d; ++c) o[row + c] = 0;
-            for (j = 0; j < n; ++j) {
-                p[j] = scale * naive_dot(q + row, k + oracle_k_row(t, j, x), t->d, t->naive);
+            int64_t row = oracle_o_row(t, i, x);
+            float top = t->sinks != NULL ? t->sinks[x] : -INFINITY, sum = 0;
+            for (c = 0; c < dv; ++c) o[row + c] = 0;
+            for (j = 0; j < t->sk; ++j) {
+                if (!oracle_visible(t, i, j)) continue;
+                p[j] = naive_score(
+                    t, naive_dot(q + oracle_q_row(t, i, x), k + oracle_k_row(t, j, x), t->d, t->naive),
+                    &slope);
                 if (p[j] > top) top = p[j];
             }
-            for (m = 0; m < n; ++m) {
-                j = naive_term(m, n, t->naive);
+            if (t->sinks != NULL) sum = expf(t->sinks[x] - top);
+            for (m = 0; m < t->sk; ++m) {
+                j = naive_term(m, t->sk, t->naive);
+                if (!oracle_visible(t, i, j)) continue;
                 sum += p[j] = expf(p[j] - top);
                 p[j] = naive_operand(dtype, p[j], t->naive);
-                for (c = 0; c < t->d; ++c)
-                    o[row + c] = naive_add(o[row + c], p[j], v[oracle_k_row(t, j, x) + c], t->naive);
+                for (c = 0; c < dv; ++c)
+                    o[row + c] = naive_add(o[row + c], p[j], v[oracle_v_row(t, j, x) + c], t->naive);
             }
-            for (c = 0; c < t->d; ++c) o[row + c] = n > 0 ? naive_store(dtype, o[row + c] / sum) : 0;
-            lse[i * t->h + x] = n > 0 ? top + logf(sum) : -INFINITY;
+            for (c = 0; c < dv; ++c) o[row + c] = sum > 0 ? naive_store(dtype, o[row + c] / sum) : 0;
+            lse[i * t->h + x] = sum > 0 ? top + logf(sum) : -INFINITY;
         }
     free(p);
 }
@@ -181,36 +251,52 @@ static inline void naive_attn_bwd(const oracle_attn *t, upipe_dtype dtype, const
                                   const float *v, const float *go, const float *o, const float *lse,
                                   float *dq, float *dk, float *dv)
 {
-    float scale = (float)t->scale;
     int64_t r, i, j, m;
     int x, c;
     memset(dq, 0, (size_t)(t->sq * t->h * t->d) * sizeof *dq);
     memset(dk, 0, (size_t)(t->sk * t->hkv * t->d) * sizeof *dk);
-    memset(dv, 0, (size_t)(t->sk * t->hkv * t->d) * sizeof *dv);
+    memset(dv, 0, (size_t)(t->sk * t->hkv * oracle_dv(t)) * sizeof *dv);
     for (x = 0; x < t->h; ++x)
         for (r = 0; r < t->sq; ++r) {
-            int64_t n, row;
+            int64_t row, o_row;
             float delta;
             i = naive_term(r, t->sq, t->naive);
-            n = oracle_sees(t, i);
             row = oracle_q_row(t, i, x);
-            delta = naive_dot(go + row, o + row, t->d, t->naive);
-            for (m = 0; m < n; ++m) {
-                int64_t at;
-                float p, ds;
-                j = naive_term(m, n, t->naive);
+            o_row = oracle_o_row(t, i, x);
+            delta = naive_dot(go + o_row, o + o_row, oracle_dv(t), t->naive);
+            for (m = 0; m < t->sk; ++m) {
+                int64_t at, v_at;
+                float p, ds, slope;
+                j = naive_term(m, t->sk, t->naive);
+                if (!oracle_visible(t, i, j)) continue;
                 at = oracle_k_row(t, j, x);
-                p = expf(scale * naive_dot(q + row, k + at, t->d, t->naive) - lse[i * t->h + x]);
-                ds = scale * p * (naive_dot(go + row, v + at, t->d, t->naive) - delta);
+                v_at = oracle_v_row(t, j, x);
+                p = naive_score(t, naive_dot(q + row, k + at, t->d, t->naive), &slope);
+                p = expf(p - lse[i * t->h + x]);
+                ds = slope * p * (naive_dot(go + o_row, v + v_at, oracle_dv(t), t->naive) - delta);
                 ds = naive_operand(dtype, ds, t->naive);
                 p = naive_operand(dtype, p, t->naive);
+                for (c = 0; c < oracle_dv(t); ++c)
+                    dv[v_at + c] = naive_add(dv[v_at + c], p, go[o_row + c], t->naive);
                 for (c = 0; c < t->d; ++c) {
-                    dv[at + c] = naive_add(dv[at + c], p, go[row + c], t->naive);
                     dk[at + c] = naive_add(dk[at + c], ds, q[row + c], t->naive);
                     dq[row + c] = naive_add(dq[row + c], ds, k[at + c], t->naive);
                 }
             }
             for (c = 0; c < t->d; ++c) dq[row + c] = naive_store(dtype, dq[row + c]);
+        }
+}
+
+static inline void naive_attn_sinks_bwd(const oracle_attn *t, const float *go, const float *o,
+                                        const float *lse, float *dsinks)
+{
+    int64_t r;
+    int x;
+    for (x = 0; x < t->h; ++x)
+        for (dsinks[x] = 0, r = 0; r < t->sq && !isinf(t->sinks[x]); ++r) {
+            const int64_t i = naive_term(r, t->sq, t->naive), row = oracle_o_row(t, i, x);
+            dsinks[x] = naive_add(dsinks[x], -expf(t->sinks[x] - lse[i * t->h + x]),
+                                  naive_dot(go + row, o + row, oracle_dv(t), t->naive), t->naive);
         }
 }
 

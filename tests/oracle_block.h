@@ -1,15 +1,16 @@
 /* oracle_block.h -- the whole attention block on one rank in plain loops: f64, the truth; f32, the naive
  *                   yardstick
  *
- * Natural layouts, no ranks, no stages: x [batch][S][D], wq [H*d][D], wk, wv [Hkv*d][D], wo [D][H*d], o and
- * go [batch][S][H*d], lse [batch][S][H], gains [d]. The naive run rounds to the storage type what a plain
- * implementation would store: Q, K, V after each step, o, dO, dQ, dK, dV, y, dx.
+ * Natural layouts, no ranks, no stages: x [batch][S][D], wq [H*d][D], wk [Hkv*d][D], wv [Hkv*dv][D], wo [D][H*dv], o
+ * and go [batch][S][H*dv], lse [batch][S][H], gains [d], sinks [H]. Every sequence is attended alone; documents lie
+ * over the whole batch. The naive run rounds to the storage type what a plain implementation would store: Q, K, V after
+ * each step, o, dO, dQ, dK, dV, y, dx.
  *
  *     block_inputs(&shape, seed, &in);                  values that the storage type holds
  *     f64_block_run(&shape, &in64, &want);              in64: the same values, f64_block_widen
  *     f32_block_run(&shape, &in, &naive);
  *
- * In a result, x is dx, wq is dWq and so on; go is dQ, the gradient of the projected queries.
+ * In a result, x is dx, wq is dWq and so on; q is dQ, the gradient of the projected queries [batch][S][H*d].
  */
 #ifndef UPIPE_TEST_ORACLE_BLOCK_H
 #define UPIPE_TEST_ORACLE_BLOCK_H
@@ -19,17 +20,23 @@
 
 typedef struct block_shape {
     int64_t tokens, batch, dim;
-    int h, hkv, d, full;
-    int rope;      /* 0 none, 1 halves, 2 interleaved */
-    int normed;    /* QK norm */
-    int projected; /* with the output projection */
-    int naive;     /* naive runs alone: how sums run (oracle.h) */
+    int h, hkv, d, dv, full; /* dv: 0 = d */
+    int rope;                /* 0 none, 1 halves, 2 interleaved */
+    int normed;              /* QK norm */
+    int projected;           /* with the output projection */
+    int naive;               /* naive runs alone: how sums run (oracle.h) */
     upipe_dtype dtype;
     double scale, theta, eps;
+    /* masks: 0 = without; docs_n + 1 positions in the batch, of which position p of sequence b is b * tokens + p */
+    int64_t window, docs_n;
+    const int64_t *docs;
+    double softcap;
+    int sinks;
 } block_shape;
 
 /* Inputs or results; elements in block_count's order. */
-#define BLOCK_TENSORS(X) X(x) X(wq) X(wk) X(wv) X(wo) X(q_gain) X(k_gain) X(o) X(go) X(lse) X(y) X(gy)
+#define BLOCK_TENSORS(X) \
+    X(x) X(wq) X(wk) X(wv) X(wo) X(q_gain) X(k_gain) X(sinks) X(o) X(go) X(q) X(lse) X(y) X(gy)
 
 #define BLOCK_MEMBER(name) *name,
 typedef struct f64_block {
@@ -42,12 +49,16 @@ typedef struct f32_block {
 
 static int64_t block_count(const block_shape *s, const char *name)
 {
-    int64_t rows = s->batch * s->tokens, hd = (int64_t)s->h * s->d, kvd = (int64_t)s->hkv * s->d;
+    int64_t rows = s->batch * s->tokens, dv = s->dv > 0 ? s->dv : s->d, hd = (int64_t)s->h * s->d,
+            ho = s->h * dv;
     if (!strcmp(name, "wq")) return hd * s->dim;
-    if (!strcmp(name, "wk") || !strcmp(name, "wv")) return kvd * s->dim;
-    if (!strcmp(name, "wo")) return s->projected ? hd * s->dim : 0;
+    if (!strcmp(name, "wk")) return (int64_t)s->hkv * s->d * s->dim;
+    if (!strcmp(name, "wv")) return s->hkv * dv * s->dim;
+    if (!strcmp(name, "wo")) return s->projected ? ho * s->dim : 0;
     if (!strcmp(name, "q_gain") || !strcmp(name, "k_gain")) return s->normed ? s->d : 0;
-    if (!strcmp(name, "o") || !strcmp(name, "go")) return rows * hd;
+    if (!strcmp(name, "sinks")) return s->sinks ? s->h : 0;
+    if (!strcmp(name, "o") || !strcmp(name, "go")) return rows * ho;
+    if (!strcmp(name, "q")) return rows * hd;
     if (!strcmp(name, "lse")) return rows * s->h;
     if (!strcmp(name, "y") || !strcmp(name, "gy")) return s->projected ? rows * s->dim : 0;
     return rows * s->dim;
@@ -119,7 +130,7 @@ static void block_inputs(const block_shape *s, uint64_t seed, f32_block *in)
     BLOCK_FILL(wq, weight)
     BLOCK_FILL(wk, weight)
     BLOCK_FILL(wv, weight)
-    BLOCK_FILL(wo, 1 / sqrt((double)s->h * s->d))
+    BLOCK_FILL(wo, 1 / sqrt((double)s->h * (s->dv > 0 ? s->dv : s->d)))
     BLOCK_FILL(go, 1)
     BLOCK_FILL(gy, 1)
 #undef BLOCK_FILL
@@ -127,6 +138,8 @@ static void block_inputs(const block_shape *s, uint64_t seed, f32_block *in)
         in->q_gain[i] = (float)(1 + 0.1 * test_normal(&rng));
         in->k_gain[i] = (float)(1 + 0.1 * test_normal(&rng));
     }
+    /* few bits, so that a difference of two sinks is exact in f32 too */
+    for (i = 0; s->sinks && i < s->h; ++i) in->sinks[i] = (float)(test_below(&rng, 2048) - 1024) / 512;
 }
 
 #define REAL                                            double
@@ -135,6 +148,7 @@ static void block_inputs(const block_shape *s, uint64_t seed, f32_block *in)
 #define ADD(s, sum, a, b)                               ((sum) + (a) * (b))
 #define ATTN_FWD(s, a, q, k, v, o, lse)                 oracle_attn_fwd(a, q, k, v, o, lse)
 #define ATTN_BWD(s, a, q, k, v, go, o, lse, gq, gk, gv) oracle_attn_bwd(a, q, k, v, go, o, lse, gq, gk, gv)
+#define SINKS_BWD                                       oracle_attn_sinks_bwd
 #include "oracle_block.inc"
 #undef REAL
 #undef NAME
@@ -142,6 +156,7 @@ static void block_inputs(const block_shape *s, uint64_t seed, f32_block *in)
 #undef ADD
 #undef ATTN_FWD
 #undef ATTN_BWD
+#undef SINKS_BWD
 
 #define REAL                            float
 #define NAME(x)                         f32_##x
@@ -150,6 +165,7 @@ static void block_inputs(const block_shape *s, uint64_t seed, f32_block *in)
 #define ATTN_FWD(s, a, q, k, v, o, lse) naive_attn_fwd(a, (s)->dtype, q, k, v, o, lse)
 #define ATTN_BWD(s, a, q, k, v, go, o, lse, gq, gk, gv) \
     naive_attn_bwd(a, (s)->dtype, q, k, v, go, o, lse, gq, gk, gv)
+#define SINKS_BWD naive_attn_sinks_bwd
 #include "oracle_block.inc"
 #undef REAL
 #undef NAME
@@ -157,5 +173,6 @@ static void block_inputs(const block_shape *s, uint64_t seed, f32_block *in)
 #undef ADD
 #undef ATTN_FWD
 #undef ATTN_BWD
+#undef SINKS_BWD
 
 #endif

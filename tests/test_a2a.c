@@ -1,4 +1,5 @@
-/* test_a2a -- the exchange by address formula, shared key/value blocks, slots, sums in rank order
+/* test_a2a -- the exchange by address formula, for heads and tokens that divide or do not, shared key/value blocks,
+ * slots, sums in rank order
  *
  * Every element names its origin, f(token, head, dim), so a misrouted byte says where it came from.
  */
@@ -37,7 +38,7 @@ static upipe_status sum_rows(upipe_ctx *c, upipe_view dst, const float *src, int
 typedef struct world {
     upipe_threads team;
     upipe_ops ops;
-    upipe_plan plan;
+    upipe_plan_desc desc;
     int64_t sum_n;
     const float *want;
     float *sums[8];
@@ -59,65 +60,87 @@ static void check_origin(int64_t got, int64_t want, const char *what)
               (int)(want & 511));
 }
 
-/* Q, K, V to heads and back to tokens, over every stage of a plan; elements are int64, so d counts eight
- * bytes each. */
+/* What lies at an element of a team's tensor [batch][tokens from `first` on][heads of the span][dim]. */
+static void fill_origins(int64_t *out, const upipe_plan *p, int64_t first, int64_t tokens, upipe_span heads)
+{
+    int64_t b, t;
+    int j, k;
+    for (b = 0; b < p->desc.batch; ++b)
+        for (t = 0; t < tokens; ++t)
+            for (j = 0; j < heads.count; ++j)
+                for (k = 0; k < p->desc.head_dim; ++k) *out++ = origin(b, first + t, heads.first + j, k);
+}
+
+static void check_origins(const int64_t *got, const upipe_plan *p, int64_t first, int64_t tokens,
+                          upipe_span heads, const char *what)
+{
+    int64_t n = p->desc.batch * tokens * heads.count * p->desc.head_dim, i;
+    int64_t *want = (int64_t *)malloc((size_t)n * 8 + 8);
+    fill_origins(want, p, first, tokens, heads);
+    for (i = 0; i < n; ++i) check_origin(got[i], want[i], what);
+    free(want);
+}
+
+/* Q, K, V to heads, and Q and gradients of K and V back to tokens, over every stage of a plan; elements are int64, so
+ * that a head of `dim` of them is 8 * dim bytes. */
 static upipe_status exchange_body(void *user, int rank)
 {
+    enum { SPARE = 8, WALL = 0x5a };
     world *w = (world *)user;
-    const upipe_plan *p = &w->plan;
-    const upipe_plan_desc *d = &p->desc;
+    upipe_plan_desc desc = w->desc;
+    upipe_plan plan, *p = &plan;
     upipe_ctx c;
-    int64_t T = p->local, S = d->tokens, b, t, *send, *heads, *back;
-    int stage, r, j, k, dim = d->head_dim, m = p->per_rank, kv = p->kv_per_rank;
-    upipe_share own = {0, 1, 1};
+    int64_t *send, *heads, *back, mine, first;
+    size_t each = (size_t)desc.head_dim * 8, room;
+    int stage, r, which;
     upipe_status s = UPIPE_OK;
     memset(&c, 0, sizeof c);
+    desc.rank = rank;
+    UPIPE_TRY(upipe_plan_init(p, &desc, &c.err));
     c.ops = &w->ops;
     c.team = upipe_threads_comm(&w->team, rank);
-    send = (int64_t *)malloc((size_t)(p->rows * d->heads * dim) * 8 + 8);
-    heads = (int64_t *)malloc((size_t)(d->batch * S * (m + kv) * dim) * 8);
-    back = (int64_t *)malloc((size_t)(p->rows * d->ranks * m * dim) * 8);
+    mine = upipe_plan_tokens(p, rank, &first);
+    CHECK_INT(mine, p->local);
+    room = (size_t)(p->seq * desc.batch * 2 * desc.heads + SPARE) * each; /* enough for all */
+    send = (int64_t *)malloc(room);
+    heads = (int64_t *)malloc(room);
+    back = (int64_t *)malloc(room);
     for (stage = 0; stage < p->stages && s == UPIPE_OK; ++stage) {
-        int64_t sent = c.team->sent_bytes;
-        /* Q: block r holds the heads of rank r */
-        for (r = 0; r < d->ranks; ++r)
-            for (b = 0; b < d->batch; ++b)
-                for (t = 0; t < T; ++t)
-                    for (j = 0; j < m; ++j)
-                        for (k = 0; k < dim; ++k)
-                            send[(((r * d->batch + b) * T + t) * m + j) * dim + k] =
-                                origin(b, rank * T + t, upipe_plan_q_head(p, stage, r, j), k);
-        s = upipe_a2a_to_heads(&c, heads, send, (size_t)(T * m * dim) * 8, d->batch, own);
-        CHECK_STATUS(s, UPIPE_OK, c.err);
-        CHECK_INT(c.team->sent_bytes - sent, (d->ranks - 1) * p->rows * m * dim * 8);
-        for (b = 0; b < d->batch; ++b)
-            for (t = 0; t < S; ++t)
-                for (j = 0; j < m; ++j)
-                    for (k = 0; k < dim; ++k)
-                        check_origin(heads[((b * S + t) * m + j) * dim + k],
-                                     origin(b, t, upipe_plan_q_head(p, stage, rank, j), k), "Q'");
-        /* and back: the inverse restores the send buffer */
-        s = upipe_a2a_to_tokens(&c, back, heads, (size_t)(T * m * dim) * 8, d->batch);
-        CHECK_STATUS(s, UPIPE_OK, c.err);
-        CHECK_BYTES(back, send, p->rows * d->ranks * m * dim * 8);
-        /* K: as many blocks as there are different heads */
-        if (!upipe_plan_stage(p, stage).kv_fresh) continue;
-        for (r = 0; r < upipe_plan_kv_blocks(p, stage); ++r)
-            for (b = 0; b < d->batch; ++b)
-                for (t = 0; t < T; ++t)
-                    for (j = 0; j < kv; ++j)
-                        for (k = 0; k < dim; ++k)
-                            send[(((r * d->batch + b) * T + t) * kv + j) * dim + k] =
-                                origin(b, rank * T + t, upipe_plan_kv_head(p, stage, 0, 0) + r * kv + j, k);
-        s = upipe_a2a_to_heads(&c, heads, send, (size_t)(T * kv * dim) * 8, d->batch,
-                               upipe_plan_kv_share(p, stage));
-        CHECK_STATUS(s, UPIPE_OK, c.err);
-        for (b = 0; b < d->batch; ++b)
-            for (t = 0; t < S; ++t)
-                for (j = 0; j < kv; ++j)
-                    for (k = 0; k < dim; ++k)
-                        check_origin(heads[((b * S + t) * kv + j) * dim + k],
-                                     origin(b, t, upipe_plan_kv_head(p, stage, rank, j), k), "K'");
+        for (which = UPIPE_Q; which <= UPIPE_KV_DONE && s == UPIPE_OK; ++which) {
+            upipe_span own = upipe_plan_part(p, (upipe_which)which, stage, rank);
+            int64_t sent = c.team->sent_bytes, want = 0, end;
+            int n;
+            /* to heads: the block of a rank lies where upipe_plan_offset says, in blocks of all tokens here */
+            if (which != UPIPE_KV_DONE) {
+                for (r = 0; r < desc.ranks; ++r) {
+                    upipe_span theirs = upipe_plan_part(p, (upipe_which)which, stage, r);
+                    int at = upipe_plan_offset(p, (upipe_which)which, stage, r);
+                    fill_origins(send + at * p->rows * desc.head_dim, p, first, mine, theirs);
+                    if (r != rank) want += theirs.count * p->rows * (int64_t)each;
+                }
+                memset(heads, WALL, room);
+                s = upipe_a2a_to_heads(&c, heads, send, p, stage, (upipe_which)which, each);
+                CHECK_STATUS(s, UPIPE_OK, c.err);
+                CHECK_INT(c.team->sent_bytes - sent, want);
+                check_origins(heads, p, 0, p->seq, own, which == UPIPE_Q ? "Q'" : "K'");
+                end = p->seq * desc.batch * own.count * desc.head_dim;
+                for (n = 0; n < SPARE; ++n) CHECK_INT(heads[end + n], INT64_C(0x5a5a5a5a5a5a5a5a));
+            }
+            /* to tokens: every rank's heads of the tokens here, rank by rank */
+            if (which == UPIPE_KV) continue;
+            fill_origins(heads, p, 0, p->seq, own);
+            sent = c.team->sent_bytes;
+            memset(back, WALL, room);
+            s = upipe_a2a_to_tokens(&c, back, heads, p, stage, (upipe_which)which, each);
+            CHECK_STATUS(s, UPIPE_OK, c.err);
+            CHECK_INT(c.team->sent_bytes - sent, own.count * (p->seq - mine) * desc.batch * (int64_t)each);
+            for (r = 0, end = 0; r < desc.ranks; ++r) {
+                upipe_span theirs = upipe_plan_part(p, (upipe_which)which, stage, r);
+                check_origins(back + end, p, first, mine, theirs, which == UPIPE_Q ? "O" : "dK");
+                end += theirs.count * p->rows * desc.head_dim;
+            }
+            for (n = 0; n < SPARE; ++n) CHECK_INT(back[end + n], INT64_C(0x5a5a5a5a5a5a5a5a));
+        }
     }
     free(send);
     free(heads);
@@ -125,34 +148,85 @@ static upipe_status exchange_body(void *user, int rank)
     return s;
 }
 
+static void exchange(const upipe_plan_desc *desc)
+{
+    world w;
+    upipe_err e;
+    memset(&w, 0, sizeof w);
+    w.desc = *desc;
+    w.ops.copy = copy_bytes;
+    w.ops.sync = nothing_to_sync;
+    CHECK(upipe_threads_init(&w.team, desc->ranks, 30, &e) == UPIPE_OK);
+    CHECK_SAY(upipe_threads_run(&w.team, exchange_body, &w, NULL) == UPIPE_OK,
+              "%d/%d heads, %d ranks, chunk %d", desc->heads, desc->kv_heads, desc->ranks, desc->chunk);
+    upipe_threads_free(&w.team);
+}
+
+/* Every schedule, and what does not divide: heads, tokens, both; a team that is one of a ring's. */
 static void test_exchange(void)
 {
-    /* ranks, heads, kv heads, chunk, naive: every schedule */
-    static const int cases[][5] = {{1, 4, 2, 2, 0},  {2, 8, 4, 4, 0},  {4, 16, 4, 4, 0}, {4, 16, 4, 16, 0},
-                                   {4, 16, 8, 8, 0}, {8, 16, 2, 8, 0}, {4, 8, 1, 4, 0},  {3, 12, 3, 3, 1},
-                                   {4, 16, 4, 4, 1}, {3, 9, 3, 3, 0},  {2, 12, 2, 4, 1}};
+    /* ranks, heads, kv heads, chunk, naive */
+    static const int cases[][5] = {
+        {1, 4, 2, 2, 0},  {2, 8, 4, 4, 0},   {4, 16, 4, 4, 0},  {4, 16, 4, 16, 0}, {4, 16, 8, 8, 0},
+        {8, 16, 2, 8, 0}, {4, 8, 1, 4, 0},   {3, 12, 3, 3, 1},  {4, 16, 4, 4, 1},  {3, 9, 3, 3, 0},
+        {2, 12, 2, 4, 1}, {8, 28, 4, 8, 0},  {8, 28, 4, 28, 0}, {4, 40, 10, 4, 0}, {4, 40, 10, 12, 0},
+        {2, 9, 3, 2, 0},  {3, 9, 3, 9, 0},   {4, 6, 1, 4, 0},   {3, 5, 5, 3, 0},   {3, 2, 2, 2, 0},
+        {3, 2, 1, 2, 0},  {5, 32, 8, 15, 0}, {4, 18, 6, 8, 0}};
     size_t i;
-    for (i = 0; i < sizeof cases / sizeof *cases; ++i) {
-        world w;
-        upipe_plan_desc d;
-        upipe_err e;
-        memset(&w, 0, sizeof w);
-        memset(&d, 0, sizeof d);
-        d.ranks = cases[i][0];
-        d.heads = cases[i][1];
-        d.kv_heads = cases[i][2];
-        d.chunk = cases[i][3];
-        d.naive = cases[i][4];
-        d.tokens = d.ranks * 5;
-        d.batch = 1 + (int64_t)i % 3;
-        d.head_dim = 3;
-        w.ops.copy = copy_bytes;
-        w.ops.sync = nothing_to_sync;
-        if (!CHECK_SAY(upipe_plan_init(&w.plan, &d, &e) == UPIPE_OK, "%s", e.text)) continue;
-        CHECK(upipe_threads_init(&w.team, d.ranks, 30, &e) == UPIPE_OK);
-        CHECK(upipe_threads_run(&w.team, exchange_body, &w, NULL) == UPIPE_OK);
-        upipe_threads_free(&w.team);
-    }
+    int odd, ring;
+    for (i = 0; i < sizeof cases / sizeof *cases; ++i)
+        for (odd = 0; odd < 3; ++odd)
+            for (ring = 1; ring <= 2; ++ring) {
+                upipe_plan_desc d;
+                memset(&d, 0, sizeof d);
+                d.ranks = cases[i][0];
+                d.heads = cases[i][1];
+                d.kv_heads = cases[i][2];
+                d.chunk = cases[i][3];
+                d.naive = cases[i][4];
+                d.tokens = (5 * d.ranks + odd) * ring; /* odd tokens of the team's, of one rank, of two */
+                d.batch = 1 + (int64_t)i % 3;
+                d.head_dim = 3;
+                d.ring = ring;
+                d.ring_rank = ring - 1;
+                exchange(&d);
+            }
+}
+
+/* A plan of another rank would lay blocks where nobody looks for them. */
+static upipe_status foreign_body(void *user, int rank)
+{
+    world *w = (world *)user;
+    upipe_plan_desc desc = w->desc;
+    upipe_plan p;
+    upipe_ctx c;
+    int64_t room[64];
+    memset(&c, 0, sizeof c);
+    desc.rank = rank == 0 ? 1 : rank;
+    UPIPE_TRY(upipe_plan_init(&p, &desc, &c.err));
+    c.ops = &w->ops;
+    c.team = upipe_threads_comm(&w->team, rank);
+    if (rank != 0) return UPIPE_OK;
+    CHECK_STATUS(upipe_a2a_to_heads(&c, room, room, &p, 0, UPIPE_Q, 8), UPIPE_ERR_ARG, c.err);
+    CHECK_TEXT(c.err.text, "a plan for rank 1 of 2 on rank 0 of a team of 2");
+    CHECK_STATUS(upipe_a2a_to_tokens(&c, room, room, &p, 0, UPIPE_Q, 8), UPIPE_ERR_ARG, c.err);
+    return UPIPE_OK;
+}
+
+static void test_foreign_plan(void)
+{
+    world w;
+    upipe_err e;
+    memset(&w, 0, sizeof w);
+    w.desc.ranks = 2;
+    w.desc.tokens = 5;
+    w.desc.heads = 2;
+    w.desc.head_dim = 1;
+    w.ops.copy = copy_bytes;
+    w.ops.sync = nothing_to_sync;
+    CHECK(upipe_threads_init(&w.team, 2, 30, &e) == UPIPE_OK);
+    CHECK(upipe_threads_run(&w.team, foreign_body, &w, NULL) == UPIPE_OK);
+    upipe_threads_free(&w.team);
 }
 
 static upipe_status sum_body(void *user, int rank)
@@ -252,7 +326,8 @@ static void test_sum(void)
 static upipe_status busy_body(void *user, int rank)
 {
     world *w = (world *)user;
-    upipe_share own = {0, 1, 1};
+    upipe_plan_desc d;
+    upipe_plan p;
     int out[2] = {rank, rank + 10}, in[2] = {-1, -1}, other[2];
     upipe_mem mem;
     upipe_ctx c;
@@ -261,9 +336,14 @@ static upipe_status busy_body(void *user, int rank)
     c.ops = &w->ops;
     c.mem = &mem;
     c.team = upipe_threads_comm(&w->team, rank);
+    memset(&d, 0, sizeof d);
+    d.tokens = d.ranks = d.heads = 2;
+    d.head_dim = 1;
+    d.rank = rank;
+    UPIPE_TRY(upipe_plan_init(&p, &d, &c.err));
     UPIPE_TRY(upipe_comm_shift_start(&c, c.team, in, out, sizeof in, 1));
-    CHECK_STATUS(upipe_a2a_to_heads(&c, other, out, 4, 1, own), UPIPE_ERR_ARG, c.err);
-    CHECK_STATUS(upipe_a2a_to_tokens(&c, other, out, 4, 1), UPIPE_ERR_ARG, c.err);
+    CHECK_STATUS(upipe_a2a_to_heads(&c, other, out, &p, 0, UPIPE_Q, 4), UPIPE_ERR_ARG, c.err);
+    CHECK_STATUS(upipe_a2a_to_tokens(&c, other, out, &p, 0, UPIPE_Q, 4), UPIPE_ERR_ARG, c.err);
     CHECK_STATUS(upipe_a2a_sum(&c, (float *)(void *)other, 2), UPIPE_ERR_ARG, c.err);
     UPIPE_TRY(upipe_comm_wait(&c, c.team));
     CHECK_INT(in[0], 1 - rank);
@@ -313,6 +393,7 @@ static void test_slots(void)
 int main(void)
 {
     test_exchange();
+    test_foreign_plan();
     test_sum();
     test_busy();
     test_slots();

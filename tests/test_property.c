@@ -1,4 +1,4 @@
-/* test_property -- random blocks on random teams: refused exactly as documented, or right to the tolerance
+/* test_property -- random blocks on random teams and rings: refused exactly as documented, or right to the tolerance
  * rule, with peaks and bytes sent equal to the plan's (runner.h) and bits equal to another chunk's and
  * another team's
  *
@@ -7,73 +7,150 @@
 #include "runner.h"
 #include "close_block.h"
 
-static run_case draw(test_rng *rng)
-{
-    static const int ranks_of[] = {1, 2, 2, 3, 4, 4, 8}, groups[] = {1, 1, 2, 3, 4, 6};
+enum { DOCS_MAX = 12 };
+
+/* A draw, and where its documents are. */
+typedef struct drawn {
     run_case t;
-    int group = groups[test_below(rng, 6)], per;
-    memset(&t, 0, sizeof t);
-    t.ranks = ranks_of[test_below(rng, 7)];
-    t.shape.hkv = 1 + test_below(rng, 8);
-    if (test_below(rng, 4) != 0) t.shape.hkv = t.ranks * (1 + test_below(rng, 2)); /* more legal ones */
-    if (t.ranks > 2 && test_below(rng, 4) == 0) t.shape.hkv = t.ranks / 2 + t.ranks % 2 * 2;
-    t.shape.h = t.shape.hkv * group;
-    while (t.shape.h > 32) t.shape.h -= t.shape.hkv;
-    per = t.shape.h / t.ranks > 0 ? t.shape.h / t.ranks : 1;
-    t.chunk = t.ranks * (1 + test_below(rng, per));
-    if (test_below(rng, 3) == 0) t.chunk = t.shape.h;
-    if (test_below(rng, 3) == 0) t.chunk = 0;
-    t.shape.d = 8 * (4 + test_below(rng, 5));                               /* 32 .. 64 */
-    if (test_below(rng, 8) == 0) t.shape.d = 8 * (1 + test_below(rng, 34)); /* some out of range */
-    t.shape.dim = 8 + test_below(rng, 60);
-    t.shape.tokens = (int64_t)t.ranks * (1 + test_below(rng, 64 / t.ranks));
-    if (test_below(rng, 20) == 0) ++t.shape.tokens;
-    t.shape.batch = 1 + (test_below(rng, 4) == 0);
-    t.shape.dtype = (upipe_dtype)test_below(rng, 3);
-    t.shape.full = test_below(rng, 3) == 0;
-    t.shape.rope = test_below(rng, 3);
-    t.shape.normed = test_below(rng, 4) == 0;
-    t.shape.projected = test_below(rng, 3) == 0;
-    t.shape.scale = test_below(rng, 2) ? 1 / sqrt((double)t.shape.d) : 0.05 + 0.01 * test_below(rng, 20);
-    t.shape.scale = (double)(float)t.shape.scale;
-    t.shape.theta = test_below(rng, 2) ? 10000 : 500000;
-    t.shape.eps = 1e-5;
-    t.naive = test_below(rng, 5) == 0;
-    t.gx_apart = test_below(rng, 4) == 0;
-    t.tile_rows = test_below(rng, 2) ? 1 + test_below(rng, 20) : 0;
-    t.deadline = 120;
-    return t;
+    int64_t docs[DOCS_MAX + 1];
+} drawn;
+
+/* Some borders over the whole batch, ascending; now and then an empty document, and tokens before the first one or after
+ * the last. */
+static void draw_docs(test_rng *rng, drawn *d)
+{
+    block_shape *s = &d->t.shape;
+    int64_t all = s->tokens * s->batch;
+    int i, j;
+    s->docs_n = 1 + test_below(rng, DOCS_MAX);
+    for (i = 0; i <= s->docs_n; ++i) {
+        int64_t at = test_below(rng, (int)all + 1);
+        for (j = i; j > 0 && d->docs[j - 1] > at; --j) d->docs[j] = d->docs[j - 1];
+        d->docs[j] = at;
+    }
+    if (test_below(rng, 4) != 0) d->docs[0] = 0;
+    if (test_below(rng, 4) != 0) d->docs[s->docs_n] = all;
+    s->docs = d->docs;
+}
+
+static void draw_masks(test_rng *rng, drawn *d)
+{
+    block_shape *s = &d->t.shape;
+    if (test_below(rng, 4) == 0) s->window = 1 + test_below(rng, (int)s->tokens + 2);
+    if (test_below(rng, 4) == 0) draw_docs(rng, d);
+    if (test_below(rng, 6) == 0) s->softcap = 1 + test_below(rng, 30);
+    s->sinks = test_below(rng, 6) == 0;
+}
+
+/* C x R <= 8 */
+static void draw_ring(test_rng *rng, run_case *t)
+{
+    static const int rings_of[] = {1, 1, 2, 2, 3, 4, 4, 6, 8};
+    do {
+        t->ring = rings_of[test_below(rng, 9)];
+    } while (t->ranks * t->ring > 8);
+    t->layout = (upipe_layout)test_below(rng, UPIPE_LAYOUTS);
+    t->ring_first = test_below(rng, 2);
+    if (t->ring == 1) {
+        if (test_below(rng, 60) == 0) t->ring_mode = UPIPE_RING_SHIFT; /* to be refused */
+        return;
+    }
+    t->ring_mode = (upipe_ring_mode)test_below(rng, 3);
+    if (test_below(rng, 4) == 0) t->inner = 1 + test_below(rng, t->ring);
+}
+
+static void draw(test_rng *rng, drawn *d)
+{
+    static const int ranks_of[] = {1, 1, 2, 2, 2, 3, 4, 4, 5, 8}, groups[] = {1, 1, 2, 3, 4, 6, 7};
+    int group = groups[test_below(rng, 7)], per;
+    int64_t parts;
+    run_case *t = &d->t;
+    memset(d, 0, sizeof *d);
+    t->ranks = ranks_of[test_below(rng, 10)];
+    draw_ring(rng, t);
+    t->shape.hkv = 1 + test_below(rng, 8);
+    if (test_below(rng, 3) == 0)
+        t->shape.hkv = t->ranks * (1 + test_below(rng, 2)); /* rounds that all share */
+    if (t->ranks > 2 && test_below(rng, 5) == 0) t->shape.hkv = t->ranks / 2;
+    t->shape.h = t->shape.hkv * group;
+    while (t->shape.h > 32) t->shape.h -= t->shape.hkv;
+    per = t->shape.h / t->ranks > 0 ? t->shape.h / t->ranks : 1;
+    t->chunk = t->ranks * (1 + test_below(rng, per));
+    if (test_below(rng, 3) == 0) t->chunk = t->shape.h;
+    if (test_below(rng, 3) == 0) t->chunk = 0;
+    if (test_below(rng, 60) == 0) ++t->chunk;
+    t->shape.d = 8 * (4 + test_below(rng, 5));                                /* 32 .. 64 */
+    if (test_below(rng, 16) == 0) t->shape.d = 8 * (1 + test_below(rng, 34)); /* some out of range */
+    if (test_below(rng, 4) == 0) t->shape.dv = 8 * (4 + test_below(rng, 5));
+    t->shape.dim = 8 + test_below(rng, 60);
+    parts = (int64_t)t->ranks * t->ring;
+    t->shape.tokens = parts * (1 + test_below(rng, 64 / (int)parts));
+    if (test_below(rng, 2)) t->shape.tokens = parts * 2 + test_below(rng, 65 - 2 * (int)parts);
+    if (test_below(rng, 30) == 0) t->shape.tokens = 1 + test_below(rng, (int)parts);
+    t->shape.batch = 1 + (test_below(rng, 4) == 0);
+    t->shape.dtype = (upipe_dtype)test_below(rng, 3);
+    t->shape.full = test_below(rng, 3) == 0;
+    t->shape.rope = test_below(rng, 3);
+    t->shape.normed = test_below(rng, 4) == 0;
+    t->shape.projected = test_below(rng, 3) == 0;
+    t->shape.scale = test_below(rng, 2) ? 1 / sqrt((double)t->shape.d) : 0.05 + 0.01 * test_below(rng, 20);
+    t->shape.scale = (double)(float)t->shape.scale;
+    t->shape.theta = test_below(rng, 2) ? 10000 : 500000;
+    t->shape.eps = 1e-5;
+    draw_masks(rng, d);
+    t->naive = test_below(rng, 8) == 0;
+    t->gx_apart = test_below(rng, 4) == 0;
+    t->tile_rows = test_below(rng, 2) ? 1 + test_below(rng, 20) : 0;
+    t->deadline = 120;
+}
+
+/* Heads or lengths that do not divide, a ring, or a mask: what is more than the plain case. */
+static int is_more(const run_case *t)
+{
+    const block_shape *s = &t->shape;
+    return t->ring > 1 || s->h % t->ranks != 0 || s->tokens % t->ranks != 0 || s->window > 0 ||
+           s->docs != NULL || s->softcap > 0 || s->sinks || s->dv > 0;
 }
 
 /* What upipe_plan_init and the layer document, said a second time. */
 static upipe_status expected(const run_case *t)
 {
-    int chunk = t->chunk ? t->chunk : t->ranks, group = t->shape.h / t->shape.hkv, m = chunk / t->ranks;
-    if (t->shape.tokens % t->ranks != 0) return UPIPE_ERR_ARG;
-    if (t->shape.h % t->ranks != 0) return UPIPE_ERR_UNSUPPORTED;
-    if (t->shape.h % chunk != 0) return UPIPE_ERR_ARG;
-    if (m % group != 0) {
-        if (t->naive && (m > group || group % m != 0)) return UPIPE_ERR_UNSUPPORTED;
-        if (!t->naive && t->shape.hkv % t->ranks == 0 && group % m != 0) return UPIPE_ERR_UNSUPPORTED;
-        if (!t->naive && t->shape.hkv % t->ranks != 0 && t->ranks % t->shape.hkv != 0)
-            return UPIPE_ERR_UNSUPPORTED;
-    }
-    if (t->shape.d < 32 || t->shape.d > 256) return UPIPE_ERR_UNSUPPORTED;
+    const block_shape *s = &t->shape;
+    int chunk = t->chunk ? t->chunk : t->ranks < s->h ? t->ranks : s->h, group = s->h / s->hkv;
+    int m = chunk == s->h ? (s->h + t->ranks - 1) / t->ranks : chunk / t->ranks;
+    int even = s->h % t->ranks == 0 && (s->h / t->ranks) % (m > 0 ? m : 1) == 0,
+        dv = s->dv > 0 ? s->dv : s->d;
+    int common = even && (m % group == 0 || t->naive || (s->hkv % t->ranks == 0 && group % m == 0) ||
+                          t->ranks % s->hkv == 0);
+    if (chunk > s->h || (chunk != s->h && chunk % t->ranks != 0)) return UPIPE_ERR_ARG;
+    if (t->naive && !(even && (m % group == 0 || group % m == 0))) return UPIPE_ERR_UNSUPPORTED;
+    if (s->tokens < t->ranks * t->ring * (t->layout == UPIPE_ZIGZAG && t->ring > 1 ? 2 : 1))
+        return UPIPE_ERR_ARG;
+    if (t->ring == 1 && t->ring_mode != UPIPE_RING_AUTO) return UPIPE_ERR_ARG;
+    if (t->inner > 0 && t->ring % t->inner != 0) return UPIPE_ERR_ARG;
+    if (t->inner > 1 && t->ring_mode == UPIPE_RING_GATHER) return UPIPE_ERR_ARG;
+    /* several stages without a common round do not shift */
+    if ((t->inner > 1 || t->ring_mode == UPIPE_RING_SHIFT) && !common && chunk != s->h)
+        return UPIPE_ERR_UNSUPPORTED;
+    if (s->d < 32 || s->d > 256 || dv < 32 || dv > 256) return UPIPE_ERR_UNSUPPORTED;
     return UPIPE_OK;
 }
 
-static void same(const run_case *t, const run_result *a, const run_result *b, int same_ranks)
-{
-    int whole = t->ranks <= t->shape.hkv && b->plan.desc.ranks <= t->shape.hkv;
-    const block_shape *s = &t->shape;
 #define SAME(tensor)                                                                          \
     if (a->out.tensor != NULL)                                                                \
     CHECK_SAY(memcmp(a->out.tensor, b->out.tensor, (size_t)block_count(s, #tensor) * 4) == 0, \
               "%s differs from C %d U %d", #tensor, b->plan.desc.ranks, b->plan.desc.chunk)
+
+/* What is equal for every chunk and every team over the same ring; then for every chunk of one team. */
+static void same(const run_case *t, const run_result *a, const run_result *b, int same_ranks)
+{
+    /* a head's queries on one rank of the team: no sum of parts */
+    int whole = !a->plan.kv_partial && !b->plan.kv_partial;
+    const block_shape *s = &t->shape;
     SAME(o);
     SAME(lse);
     SAME(y);
-    SAME(go);
+    SAME(q);
     if (a->plan.schedule == UPIPE_ORDER || b->plan.schedule == UPIPE_ORDER) return;
     if (whole || same_ranks) SAME(x);
     if (!same_ranks) return;
@@ -83,58 +160,77 @@ static void same(const run_case *t, const run_result *a, const run_result *b, in
     SAME(wo);
     SAME(q_gain);
     SAME(k_gain);
+    SAME(sinks);
+}
 #undef SAME
+
+/* Ulysses on the same team, or one rank alone in each team; the ring, if any, as it was. Returns whether it was legal. */
+static int compare(const run_case *t, const f32_block *in, const run_result *r, int alone)
+{
+    run_case u = *t;
+    run_result other;
+    upipe_status status;
+    u.chunk = t->shape.h;
+    u.tile_rows = 0;
+    u.ring_mode = t->ring > 1 ? r->plan.desc.ring_mode : UPIPE_RING_AUTO;
+    if (alone) u.ranks = 1;
+    status = run_block(&u, in, &other);
+    CHECK_SAY(status == expected(&u), "with C %d U %d: %s (%s)", u.ranks, u.chunk, upipe_status_name(status),
+              other.errors[0].text);
+    if (status == UPIPE_OK) same(t, r, &other, u.ranks == t->ranks);
+    run_free(&other);
+    return status == UPIPE_OK;
+}
+
+static void say_replay(const run_case *t, long seed)
+{
+    const block_shape *s = &t->shape;
+    fprintf(
+        stderr,
+        "replay: UPIPE_SEED=%ld UPIPE_DRAWS=1 (S %lld B %lld C %d R %d/%d %s mode %d H %d/%d d %d/%d D %lld U %d %s"
+        "%s%s%s%s%s%s)\n",
+        seed, (long long)s->tokens, (long long)s->batch, t->ranks, t->ring, t->inner,
+        upipe_layout_name(t->layout), (int)t->ring_mode, s->h, s->hkv, s->d, s->dv > 0 ? s->dv : s->d,
+        (long long)s->dim, t->chunk, upipe_dtype_name(s->dtype), t->naive ? " naive" : "",
+        s->full ? " full" : "", s->window ? " window" : "", s->docs != NULL ? " docs" : "",
+        s->softcap > 0 ? " softcap" : "", s->sinks ? " sinks" : "");
 }
 
 int main(void)
 {
-    long draws = test_env("UPIPE_DRAWS", 2000), seed = test_env("UPIPE_SEED", 1), i, legal = 0, compared = 0;
+    long draws = test_env("UPIPE_DRAWS", 2000), seed = test_env("UPIPE_SEED", 1), i, legal = 0, compared = 0,
+         more = 0;
     for (i = 0; i < draws; ++i) {
         long failures = test_failures;
         test_rng rng;
-        run_case t;
-        run_result r, other;
+        drawn d;
+        run_result r;
         f32_block in;
         upipe_status status;
         rng.state = (uint64_t)(seed + i);
-        t = draw(&rng);
-        t.expect_failure = expected(&t) != UPIPE_OK;
-        block_inputs(&t.shape, (uint64_t)(seed + i), &in);
-        status = run_block(&t, &in, &r);
-        CHECK_SAY(status == expected(&t), "%s (%s), expected %s", upipe_status_name(status), r.errors[0].text,
-                  upipe_status_name(expected(&t)));
+        draw(&rng, &d);
+        d.t.expect_failure = expected(&d.t) != UPIPE_OK;
+        block_inputs(&d.t.shape, (uint64_t)(seed + i), &in);
+        status = run_block(&d.t, &in, &r);
+        CHECK_SAY(status == expected(&d.t), "%s (%s), expected %s", upipe_status_name(status),
+                  r.errors[0].text, upipe_status_name(expected(&d.t)));
         if (status == UPIPE_OK) {
-            run_case u = t;
             ++legal;
-            check_block(&t.shape, &in, &r.out);
-            /* Ulysses on the same team, then one rank alone */
-            if (i % 2 == 0 && t.shape.dtype == UPIPE_F32) {
-                u.chunk = t.shape.h;
-                u.tile_rows = 0;
-                if (i % 4 == 0) u.ranks = 1;
-                status = run_block(&u, &in, &other);
-                CHECK_SAY(status == expected(&u), "with C %d U %d: %s (%s)", u.ranks, u.chunk,
-                          upipe_status_name(status), other.errors[0].text);
-                if (status == UPIPE_OK) {
-                    same(&t, &r, &other, u.ranks == t.ranks);
-                    ++compared;
-                }
-                run_free(&other);
-            }
+            more += is_more(&d.t);
+            check_block(&d.t.shape, &in, &r.out);
+            if ((seed + i) % 2 == 0 && d.t.shape.dtype == UPIPE_F32)
+                compared += compare(&d.t, &in, &r, (seed + i) % 4 == 0);
         }
         run_free(&r);
         f32_block_free(&in);
-        if (test_failures != failures)
-            fprintf(
-                stderr,
-                "replay: UPIPE_SEED=%ld UPIPE_DRAWS=1 (S %lld B %lld C %d H %d/%d d %d D %lld U %d %s%s)\n",
-                seed + i, (long long)t.shape.tokens, (long long)t.shape.batch, t.ranks, t.shape.h,
-                t.shape.hkv, t.shape.d, (long long)t.shape.dim, t.chunk, upipe_dtype_name(t.shape.dtype),
-                t.naive ? " naive" : "");
+        if (test_failures != failures) say_replay(&d.t, seed + i);
     }
-    printf("%ld draws from seed %ld, %ld legal\n", draws, seed, legal);
-    if (draws >= 100)
+    printf("%ld draws from seed %ld, %ld legal, %ld of them with a ring, a mask or what does not divide\n",
+           draws, seed, legal, more);
+    if (draws >= 100) {
         CHECK_SAY(compared * 8 > legal, "bits of only %ld of %ld were compared", compared, legal);
-    if (draws >= 100) CHECK_SAY(legal * 3 > draws, "only %ld of %ld draws were legal", legal, draws);
+        CHECK_SAY(legal * 3 > draws, "only %ld of %ld draws were legal", legal, draws);
+        CHECK_SAY(more * 2 > legal, "only %ld of %ld are more than the plain case", more, legal);
+    }
     return test_end("property");
 }

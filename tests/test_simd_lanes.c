@@ -1,4 +1,4 @@
-/* test_simd_lanes.c -- f16 in one element and in lanes, and the widest lanes: all compute what upi_f8's do */
+/* test_simd_lanes.c -- f16 in one element and in lanes, tanh, and the widest lanes: all compute what upi_f8's do */
 #include "test.h"
 
 #include "upipe/cpu/upipe_cpu_rows.h"
@@ -185,6 +185,30 @@ static void test_places(const float *x)
     }
 }
 
+/* tanh within 2 units in the last place, for numbers of every size up to where it is 1, and at the ends. */
+static void test_tanh(void)
+{
+    static const float ends[16] = {0, 1e-40f,  10,  100,  3e38f,  INFINITY,  NAN,  0.8f,
+                                   0, -1e-40f, -10, -100, -3e38f, -INFINITY, -NAN, -0.8f};
+    double worst = 0;
+    uint32_t bits;
+    float x[16], y[16];
+    int i;
+    for (bits = 0; bits < 0x41200000u; bits += 1000 * UPI_WIDE) { /* up to 10 */
+        for (i = 0; i < UPI_WIDE; ++i) x[i] = f32_of((bits + (uint32_t)i * 999) | (i & 1 ? 0x80000000u : 0));
+        upi_fw_store(y, upi_fw_tanh(upi_fw_load(x)));
+        for (i = 0; i < UPI_WIDE; ++i) {
+            double want = tanh((double)x[i]), size = fabs(want);
+            float near = (float)size;
+            worst = fmax(worst, fabs((double)y[i] - want) / ((double)nextafterf(near, 2) - (double)near));
+        }
+    }
+    CHECK_SAY(worst <= 2, "tanh is off by %g units in the last place", worst);
+    for (i = 0; i < 16; i += UPI_WIDE) upi_fw_store(y + i, upi_fw_tanh(upi_fw_load(ends + i)));
+    CHECK(y[0] == 0 && y[1] == 1e-40f && y[2] == 1 && y[3] == 1 && y[4] == 1 && y[5] == 1 && isnan(y[6]));
+    for (i = 0; i < 8; ++i) CHECK(y[8 + i] == -y[i] || (i == 6 && isnan(y[14])));
+}
+
 /* By storage type: as eight lanes do, and a row's last few as whole vectors do. */
 static void test_storage(const float *x)
 {
@@ -227,6 +251,7 @@ int main(void)
            (unsigned long long)r.state);
     test_f16_all();
     test_f16_rounding(&r);
+    test_tanh();
     for (round = 0; round < 400; ++round) {
         fill(&r, x, round);
         fill(&r, y, round + 3);

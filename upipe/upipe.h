@@ -33,14 +33,18 @@
 #define UPIPE_H
 
 #include "upipe_base.h"
+#include "upipe_shard.h"
 #include "upipe_plan.h"
+#include "upipe_bytes.h"
 #include "upipe_mem.h"
 #include "upipe_ops.h"
 #include "upipe_comm.h"
 #include "upipe_a2a.h"
 #include "upipe_attn.h"
 #include "upipe_tile.h"
+#include "upipe_ring.h"
 #include "upipe_block.h"
+#include "upipe_step.h"
 #include "upipe_layer.h"
 #include "upipe_out.h"
 #include "upipe_dry.h"

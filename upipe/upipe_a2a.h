@@ -1,13 +1,13 @@
-/* upipe_a2a.h -- sequence <-> heads without packing; slots of final_out; sums over ranks        layer 2
+/* upipe_a2a.h -- sequence <-> heads without packing; slots of final_out; sums over ranks        layer 3
  *
  * Layouts are chosen so that the exchange only moves whole blocks:
  *
- *     send    [blocks][batch][T][m][d]   tokens of this rank; a block holds the m heads of one rank
- *     heads   [batch][S][m][d]           all tokens of this rank's heads; rank p's tokens begin at p * T
- *     slots   [stage][rank][batch][T][m][d]     final_out, stage-major: slot i is a send buffer of stage i
+ *     send    [block][batch][T][n][d]    tokens of this rank; a block holds the n heads of one rank
+ *     heads   [batch][S][n][d]           all tokens of this rank's heads; those of rank p begin at its first one
+ *     slots   [stage][rank][batch][T][n][d]     final_out, stage-major: slot i is a send buffer of stage i
  *
- * A projection writes the send layout directly (one strided-batched product), and a slot has the size of Q',
- * so it can hold Q' before it holds O.
+ * A projection writes the send layout directly (strided-batched products), and a slot has the size of Q',
+ * so it can hold Q' before it holds O. n is m where heads divide; S is the team's part where there is a ring.
  */
 #ifndef UPIPE_A2A_H
 #define UPIPE_A2A_H
@@ -17,7 +17,7 @@
 #include "upipe_ops.h"
 #include "upipe_plan.h"
 
-/* upi_unwind -- after a failure: the team learns of it, the stream is drained, so that no work of this rank
+/* upi_unwind -- after a failure: team and ring learn of it, the stream is drained, so that no work of this rank
  *               is left that touches the pool, and the pool goes back to the mark
  *
  * Where a peer may still be reading, no block of this pool may be used again before upipe_mem_release: any of
@@ -28,64 +28,101 @@ UPIPE_API upipe_status upi_unwind(upipe_ctx *c, upipe_status s, int64_t mark)
     upipe_err first;
     if (c->err.status != s) upi_fail(&c->err, s, "an entry of the compute table failed without a reason");
     upipe_comm_abort(c->team, c->err.text);
+    upipe_comm_abort(c->ring, c->err.text);
     first = c->err;
     if (c->ops->sync(c) != UPIPE_OK) c->err = first; /* the first failure is the one that tells */
-    if (c->team != NULL && c->team->quarantine)
+    if ((c->team != NULL && c->team->quarantine) || (c->ring != NULL && c->ring->quarantine))
         upipe_mem_quarantine(c->mem, 0);
     else
         upipe_mem_rewind(c->mem, mark);
     return s;
 }
 
+/* One peer's part of an exchange; nothing where it has none. */
+UPIPE_API void upi_a2a_segment(upipe_seg *s, int *n, int peer, int64_t batch, const void *send,
+                               size_t send_bytes, size_t send_step, void *recv, size_t recv_bytes,
+                               size_t recv_step)
+{
+    if (send_bytes == 0 && recv_bytes == 0) return;
+    s += (*n)++;
+    s->peer = peer;
+    s->count = batch;
+    s->send = send_bytes > 0 ? send : NULL;
+    s->recv = recv_bytes > 0 ? recv : NULL;
+    s->send_bytes = send_bytes;
+    s->recv_bytes = recv_bytes;
+    s->send_step = send_step;
+    s->recv_step = recv_step;
+}
+
+UPIPE_API upipe_status upi_a2a_check(upipe_ctx *c, const upipe_plan *p)
+{
+    if (c->team->ranks != p->desc.ranks || (c->team->rank != p->desc.rank && !upipe_plan_even(p)))
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "a plan for rank %d of %d on rank %d of a team of %d",
+                        p->desc.rank, p->desc.ranks, c->team->rank, c->team->ranks);
+    return upi_comm_idle(c, c->team);
+}
+
 /* upipe_a2a_to_heads -- trade tokens for heads (the paper's inp_all_to_all)
- *   dst    [batch][ranks][block]   the block from rank r lands at token r * T of its sequence
- *   src    [blocks][batch][block]  rank p gets block (share.offset + p * share.step) / share.span
- *   block  bytes of one block and sequence: T * m * d elements, the same on all ranks
- *   bytes  sends (ranks - 1) * batch * block, receives as many; dst does not overlap src
+ *   dst    [batch][S][n]       this rank's n heads of the stage; tokens of rank r begin at its first one
+ *   src    [block][batch][T][n']  a block for each rank, in order, of the n' heads that the rank gets; one for several
+ *          neighbours that get the same (upipe_plan_offset says where)
+ *   plan, stage, which   whose heads: UPIPE_Q or UPIPE_KV
+ *   each   bytes of one token and head
+ *   bytes  as upipe_plan_sent_stage counts; dst does not overlap src
  *   order  returns when dst is complete and src is free
- *   errors as upipe_comm_wait
+ *   errors ARG (a plan of another team or rank), others as upipe_comm_wait
  *   paper  sections 3.1 and 3.3
  */
-UPIPE_API upipe_status upipe_a2a_to_heads(upipe_ctx *c, void *dst, const void *src, size_t block,
-                                          int64_t batch, upipe_share share)
+UPIPE_API upipe_status upipe_a2a_to_heads(upipe_ctx *c, void *dst, const void *src, const upipe_plan *p,
+                                          int stage, upipe_which which, size_t each)
 {
     upipe_comm *team = c->team;
-    int p;
-    UPIPE_TRY(upi_comm_idle(c, team));
-    for (p = 0; p < team->ranks; ++p) {
-        upipe_seg *s = &team->list[p];
-        s->peer = p;
-        s->count = batch;
-        s->send = (const char *)src + (size_t)upipe_share_block(share, p) * (size_t)batch * block;
-        s->recv = (char *)dst + (size_t)p * block;
-        s->send_bytes = s->recv_bytes = s->send_step = block;
-        s->recv_step = (size_t)team->ranks * block;
+    const int mine = upipe_plan_part(p, which, stage, team->rank).count;
+    const int64_t batch = p->desc.batch;
+    upipe_span before = upi_span_make(0, 0);
+    int r, used = 0;
+    int64_t first, at = 0;
+    UPIPE_TRY(upi_a2a_check(c, p));
+    for (r = 0; r < team->ranks; ++r) {
+        upipe_span s = upipe_plan_part(p, which, stage, r);
+        size_t theirs = (size_t)(upipe_plan_tokens(p, r, &first) * mine) * each;
+        size_t block = (size_t)(p->local * s.count) * each;
+        if (r > 0 && !upi_same_block(which, before, s)) at += before.count;
+        before = s;
+        upi_a2a_segment(team->list, &used, r, batch, (const char *)src + (size_t)(at * p->rows) * each, block,
+                        block, (char *)dst + (size_t)(first * mine) * each, theirs,
+                        (size_t)(p->seq * mine) * each);
     }
-    UPIPE_TRY(upipe_comm_start(c, team, team->list, team->ranks));
+    UPIPE_TRY(upipe_comm_start(c, team, team->list, used));
     return upipe_comm_wait(c, team);
 }
 
 /* upipe_a2a_to_tokens -- trade heads for tokens (the paper's out_all_to_all)
- *   dst    [ranks][batch][block]   from rank r: its heads of this rank's tokens, as block r
- *   src    [batch][ranks][block]   tokens p * T .. of every sequence go to rank p
- *   block, bytes, order, errors    as upipe_a2a_to_heads
+ *   dst    [rank][batch][T][n']  from each rank its n' heads of this rank's tokens
+ *   src    [batch][S][n]       this rank's n heads; tokens go to their ranks
+ *   which  UPIPE_Q or UPIPE_KV_DONE
+ *   plan, stage, each, bytes, order, errors    as upipe_a2a_to_heads
  */
-UPIPE_API upipe_status upipe_a2a_to_tokens(upipe_ctx *c, void *dst, const void *src, size_t block,
-                                           int64_t batch)
+UPIPE_API upipe_status upipe_a2a_to_tokens(upipe_ctx *c, void *dst, const void *src, const upipe_plan *p,
+                                           int stage, upipe_which which, size_t each)
 {
     upipe_comm *team = c->team;
-    int p;
-    UPIPE_TRY(upi_comm_idle(c, team));
-    for (p = 0; p < team->ranks; ++p) {
-        upipe_seg *s = &team->list[p];
-        s->peer = p;
-        s->count = batch;
-        s->send = (const char *)src + (size_t)p * block;
-        s->recv = (char *)dst + (size_t)p * (size_t)batch * block;
-        s->send_bytes = s->recv_bytes = s->recv_step = block;
-        s->send_step = (size_t)team->ranks * block;
+    const int mine = upipe_plan_part(p, which, stage, team->rank).count;
+    const int64_t batch = p->desc.batch;
+    int r, used = 0;
+    int64_t first, at = 0;
+    UPIPE_TRY(upi_a2a_check(c, p));
+    for (r = 0; r < team->ranks; ++r) {
+        int heads = upipe_plan_part(p, which, stage, r).count;
+        size_t theirs = (size_t)(upipe_plan_tokens(p, r, &first) * mine) * each;
+        size_t block = (size_t)(p->local * heads) * each;
+        upi_a2a_segment(team->list, &used, r, batch, (const char *)src + (size_t)(first * mine) * each,
+                        theirs, (size_t)(p->seq * mine) * each, (char *)dst + (size_t)(at * p->rows) * each,
+                        block, block);
+        at += heads;
     }
-    UPIPE_TRY(upipe_comm_start(c, team, team->list, team->ranks));
+    UPIPE_TRY(upipe_comm_start(c, team, team->list, used));
     return upipe_comm_wait(c, team);
 }
 

@@ -21,7 +21,7 @@
 #include "upipe_ops.h"
 
 /* upipe_attn -- forward
- *   q k v o     one storage type; o does not overlap the others
+ *   q k v o     one storage type, but for o, which may be f32 beside narrower ones; it does not overlap the others
  *   lse         f32, d = 1, written
  *   q_pos k_pos global position of row 0 of q and of k
  *   pos_step    positions between neighbouring rows, of q and of k; 0 = 1
@@ -34,7 +34,7 @@
  *   softcap     scores become softcap * tanh(score / softcap); 0 = none
  *   sinks       one more score a head, f32 [H], whose value is 0; NULL = none
  *   merge       forward: o and lse hold what the same queries saw of other keys, and are brought up to all of
- *               them; o may then be f32 beside narrower q, k, v. A row's old lse of -inf: nothing was seen. Sinks
+ *               them. A row's old lse of -inf: nothing was seen. Sinks
  *               belong to one of the calls. Backward: gq is f32, and +=
  * Backends say in upipe_ops.attn_can what of this they know; the rest is refused with UNSUPPORTED.
  */
@@ -217,8 +217,8 @@ UPIPE_API upipe_status upi_attn_check(upipe_ctx *c, const upipe_attn *a, int bac
     UPIPE_TRY(upi_attn_like(c, "k", k, k.n, k.h, q.d, q.dtype));
     UPIPE_TRY(upi_attn_like(c, "v", a->v, k.n, k.h, a->v.d, q.dtype));
     if (!backward)
-        UPIPE_TRY(upi_attn_like(c, "o", a->o, q.n, q.h, a->v.d,
-                                a->merge && a->o.dtype == UPIPE_F32 ? UPIPE_F32 : q.dtype));
+        UPIPE_TRY(
+            upi_attn_like(c, "o", a->o, q.n, q.h, a->v.d, a->o.dtype == UPIPE_F32 ? UPIPE_F32 : q.dtype));
     UPIPE_TRY(upi_attn_like(c, "lse", a->lse, q.n, q.h, 1, UPIPE_F32));
     UPIPE_TRY(upi_attn_check_masks(c, a));
     if (!(a->scale >= 0) || !__builtin_isfinite(a->scale))

@@ -1,18 +1,17 @@
-/* upipe_block.h -- the attention block's types, and the steps that its passes are made of        layer 3
+/* upipe_block.h -- the attention block's types, scratch and checks        layer 5
  *
  * A host describes one block in a upipe_layer and keeps a upipe_saved between its passes; upipe_layer.h runs
  * them, upipe_out.h adds the output projection.
  *
- * Weights lie as in published Llama checkpoints, heads in natural order: wq [H*d][D], wk, wv [Hkv*d][D],
- * wo [D][H*d], in the plan's storage type. Gradients of weights are f32, += over the rank's own tokens; sum
- * them over ranks with upipe_a2a_sum. Rows of x, y are [batch][T] tokens of this rank, whose position is rank
- * * T + t.
+ * Weights lie as in published Llama checkpoints, heads in natural order: wq [H*d][D], wk [Hkv*d][D],
+ * wv [Hkv*dv][D], wo [D][H*dv], in the plan's storage type. Gradients of weights are f32, += over the rank's own
+ * tokens; sum them over all ranks, team and ring, with upipe_a2a_sum. Rows of x, y are [batch][T] tokens of this
+ * rank; upipe_shard_pos says their positions.
  */
 #ifndef UPIPE_BLOCK_H
 #define UPIPE_BLOCK_H
 
-#include "upipe_a2a.h"
-#include "upipe_attn.h"
+#include "upipe_ring.h"
 
 enum { UPIPE_TILE_ROWS = 256 }; /* default tile of the output projection and of dX, in rows */
 
@@ -25,6 +24,9 @@ enum { UPIPE_TILE_ROWS = 256 }; /* default tile of the output projection and of 
  *   rope_interleaved  pairs (2p, 2p+1); otherwise (p, p + d/2)
  *   scale       of the scores; 0 = 1/sqrt(d)
  *   full        nonzero: every token sees all; otherwise causal
+ *   window softcap docs docs_n  as in upipe_attn; docs are positions in the flattened batch, [0, batch * S]: sequence b
+ *               begins at b * S. The ends of a sequence are borders anyway
+ *   sinks       f32 [H]: one more score a head; NULL = none
  *   tile_rows   rows of a tile of y and dX; 0 = UPIPE_TILE_ROWS. On a GPU model_dim, the paper's square tile,
  *               is better
  */
@@ -36,30 +38,34 @@ typedef struct upipe_layer {
     float norm_eps, scale;
     int rope_interleaved, full;
     int64_t tile_rows;
+    int64_t window, docs_n;
+    const int64_t *docs;
+    const float *sinks;
+    float softcap;
 } upipe_layer;
 
 /* Gradients of the weights, f32, shapes of the weights, +=; NULL = not wanted. */
 typedef struct upipe_grads {
-    float *wq, *wk, *wv, *wo, *q_gain, *k_gain;
+    float *wq, *wk, *wv, *wo, *q_gain, *k_gain, *sinks;
 } upipe_grads;
 
 /* upipe_saved -- what the forward leaves for the backward, in the pool
  *   out    final_out in slots; after upipe_layer_out_bwd its gradient
- *   lse    f32 [stage][batch][S][m], of this rank's heads
- *   delta  f32 [stage][rank][batch][T][m]: rowsum(dO * O); NULL until the backward
+ *   lse    f32 [stage][batch][S/R][n], of this rank's n heads of the stage
+ *   delta  f32 [stage][rank][batch][T][n]: rowsum(dO * O); NULL until the backward
  */
 typedef struct upipe_saved {
     upipe_slots out;
     float *lse, *delta;
 } upipe_saved;
 
-/* Heads of a buffer in send layout [blocks][batch][T][each][d]: block b holds first + b * step + (0 ..
- * each-1). */
+/* Heads of a buffer in send layout [blocks][batch][T][each][dim]: block b holds first + b * step + (0 .. each-1). The
+ * blocks begin `at` heads into the buffer. */
 typedef struct upi_heads {
-    int blocks, each, first, step;
+    int blocks, each, first, step, at;
 } upi_heads;
 
-typedef enum upi_which { UPI_Q, UPI_K, UPI_V } upi_which;
+typedef enum upi_weight { UPI_Q, UPI_K, UPI_V } upi_weight;
 
 UPIPE_API upi_heads upi_heads_make(int blocks, int each, int first, int step)
 {
@@ -68,13 +74,8 @@ UPIPE_API upi_heads upi_heads_make(int blocks, int each, int first, int step)
     h.each = each;
     h.first = first;
     h.step = step;
+    h.at = 0;
     return h;
-}
-
-UPIPE_API upi_heads upi_q_heads(const upipe_plan *p, int stage)
-{
-    return upi_heads_make(p->desc.ranks, p->per_rank, upipe_plan_q_head(p, stage, 0, 0),
-                          upipe_plan_q_step(p));
 }
 
 UPIPE_API upi_heads upi_all_kv_heads(const upipe_plan *p)
@@ -82,30 +83,74 @@ UPIPE_API upi_heads upi_all_kv_heads(const upipe_plan *p)
     return upi_heads_make(p->desc.kv_heads, 1, 0, 1);
 }
 
-UPIPE_API upi_heads upi_kv_heads(const upipe_plan *p, int stage)
+/* The blocks of a stage's buffer as runs of equal ones in equal steps, whose products are one call: all of them where
+ * heads divide. `*rank` says where the next run begins, 0 at first; returns 0 after the last. */
+UPIPE_API int upi_next_heads(const upipe_plan *p, upipe_which which, int stage, int *rank, upi_heads *h)
 {
-    return upi_heads_make(upipe_plan_kv_blocks(p, stage), p->kv_per_rank, upipe_plan_kv_head(p, stage, 0, 0),
-                          p->kv_per_rank);
+    upipe_span before = upi_span_make(0, 0), s;
+    int end = 0, r;
+    if (*rank == 0) memset(h, 0, sizeof *h);
+    if (*rank > 0) {
+        before = upipe_plan_part(p, which, stage, *rank - 1);
+        end = h->at + h->blocks * h->each;
+    }
+    *h = upi_heads_make(0, 0, 0, 1);
+    h->at = end;
+    for (r = *rank; r < p->desc.ranks; ++r, before = s) {
+        s = upipe_plan_part(p, which, stage, r);
+        if (s.count == 0 || upi_same_block(which, before, s)) continue;
+        if (h->blocks == 0) {
+            h->first = s.first;
+            h->each = s.count;
+        } else if (s.count != h->each || (h->blocks > 1 && s.first != h->first + h->blocks * h->step) ||
+                   s.first < h->first) {
+            break;
+        } else if (h->blocks == 1) {
+            h->step = s.first - h->first;
+        }
+        ++h->blocks;
+    }
+    *rank = r;
+    return h->blocks > 0;
 }
 
-UPIPE_API size_t upi_heads_bytes(const upipe_plan *p, upi_heads h)
+/* Elements of a head, and of all heads of Q (of O), in natural order. */
+UPIPE_API int upi_dim(const upipe_plan *p, upi_weight which)
 {
-    return upipe_plan_rows_bytes(p, (int64_t)h.blocks * h.each);
+    return which == UPI_V ? p->desc.v_dim : p->desc.head_dim;
 }
 
-/* A buffer in send layout as a batch of matrices [rows][each * d], one a block. */
-UPIPE_API upipe_view upi_block_matrix(const upipe_plan *p, void *data, upi_heads h)
+UPIPE_API int32_t upi_out_width(const upipe_plan *p)
 {
-    int32_t width = h.each * p->desc.head_dim;
-    return upipe_view_make(data, p->desc.dtype, p->rows, width, h.blocks, p->rows * width, width);
+    return p->desc.heads * p->desc.v_dim;
 }
 
-/* The rows of a weight that make these heads, as a batch of matrices [each * d][D]. */
-UPIPE_API upipe_view upi_weight_rows(const upipe_plan *p, void *w, upipe_dtype dtype, upi_heads h)
+UPIPE_API size_t upi_heads_bytes(const upipe_plan *p, upi_heads h, upi_weight which)
 {
-    int64_t dim = p->desc.model_dim, head = p->desc.head_dim * dim;
-    upipe_view v = upipe_view_make(w, dtype, (int64_t)h.each * p->desc.head_dim, dim, h.blocks, h.step * head,
-                                   (int32_t)dim);
+    return upipe_plan_rows_bytes(p, (int64_t)h.blocks * h.each, upi_dim(p, which));
+}
+
+/* These heads of a buffer in send layout. */
+UPIPE_API void *upi_heads_at(const upipe_plan *p, void *data, upi_heads h, upi_weight which)
+{
+    return data != NULL ? (char *)data + upipe_plan_rows_bytes(p, h.at, upi_dim(p, which)) : NULL;
+}
+
+/* The same as a batch of matrices [rows][each * dim], one a block. */
+UPIPE_API upipe_view upi_block_matrix(const upipe_plan *p, void *data, upi_heads h, upi_weight which)
+{
+    int32_t width = h.each * upi_dim(p, which);
+    return upipe_view_make(upi_heads_at(p, data, h, which), p->desc.dtype, p->rows, width, h.blocks,
+                           p->rows * width, width);
+}
+
+/* The rows of a weight that make these heads, as a batch of matrices [each * dim][D]. */
+UPIPE_API upipe_view upi_weight_rows(const upipe_plan *p, void *w, upipe_dtype dtype, upi_heads h,
+                                     upi_weight which)
+{
+    int64_t dim = p->desc.model_dim, head = upi_dim(p, which) * dim;
+    upipe_view v = upipe_view_make(w, dtype, (int64_t)h.each * upi_dim(p, which), dim, h.blocks,
+                                   h.step * head, (int32_t)dim);
     v.data = (char *)w + (size_t)(h.first * head) * upipe_dtype_bytes(dtype);
     return v;
 }
@@ -118,23 +163,88 @@ UPIPE_API int64_t upi_tile_rows(const upipe_layer *l)
 
 /* ---- scratch: one size for all products of the block, one for each attention kernel ---- */
 
-UPIPE_API upipe_attn upi_attn_args(const upipe_layer *l, int64_t sequence, void *q, void *k, void *v, void *o,
-                                   float *lse)
+/* The mask of every attention call of the block. */
+UPIPE_API upipe_attn upi_layer_mask(const upipe_layer *l)
 {
-    const upipe_plan *p = l->plan;
-    int64_t tokens = p->desc.tokens,
-            each = tokens * p->desc.head_dim * (int64_t)upipe_dtype_bytes(p->desc.dtype);
-    int64_t q_at = sequence * each * p->per_rank, kv_at = sequence * each * p->kv_per_rank;
     upipe_attn a;
     memset(&a, 0, sizeof a);
-    a.q = upipe_view_packed((char *)q + q_at, p->desc.dtype, tokens, p->per_rank, p->desc.head_dim);
-    a.o = upipe_view_packed((char *)o + q_at, p->desc.dtype, tokens, p->per_rank, p->desc.head_dim);
-    a.k = upipe_view_packed((char *)k + kv_at, p->desc.dtype, tokens, p->kv_per_rank, p->desc.head_dim);
-    a.v = upipe_view_packed((char *)v + kv_at, p->desc.dtype, tokens, p->kv_per_rank, p->desc.head_dim);
-    a.lse = upipe_view_packed(lse + sequence * tokens * p->per_rank, UPIPE_F32, tokens, p->per_rank, 1);
     a.scale = l->scale;
     a.causal = !l->full;
+    a.window = l->window;
+    a.docs = l->docs;
+    a.docs_n = l->docs_n;
+    a.softcap = l->softcap;
     return a;
+}
+
+/* Scratch of the attention calls of a rank's stage, the largest: as upi_ring_attend makes them. */
+UPIPE_API size_t upi_attn_scratch(const upipe_ops *ops, const upipe_layer *l, int stage, int backward)
+{
+    const upipe_plan *p = l->plan;
+    const upipe_span mine = upipe_plan_q(p, stage, p->desc.rank);
+    const int64_t keys = upipe_plan_seq_most(p);
+    const upipe_dtype type = p->desc.dtype;
+    upipe_ring_part part;
+    upipe_attn a = upi_layer_mask(l);
+    upipe_span q, kv;
+    size_t most = 0;
+    int head;
+    float none[1]; /* shapes alone are asked for; a null pointer must not be offset */
+    memset(&part, 0, sizeof part);
+    part.heads = mine.count;
+    part.lead = mine.first % p->group;
+    a.merge = p->desc.ring > 1;
+    for (head = 0; upi_ring_heads(&part, p->group, head, &q, &kv); head += q.count) {
+        a.q = upipe_view_packed(none, type, p->seq, q.count, p->desc.head_dim);
+        a.k = upipe_view_packed(none, type, keys, kv.count, p->desc.head_dim);
+        a.v = upipe_view_packed(none, type, keys, kv.count, p->desc.v_dim);
+        a.o = upipe_view_packed(none, p->desc.ring > 1 ? UPIPE_F32 : type, p->seq, q.count, p->desc.v_dim);
+        a.lse = upipe_view_packed(none, UPIPE_F32, p->seq, q.count, 1);
+        most = upi_most(most, ops->attn_bytes(ops, &a, backward));
+    }
+    return most;
+}
+
+/* Scratch of the products of a weight: with x, forward and for its gradient, and with a tile of dX. */
+UPIPE_API size_t upi_product_scratch(const upipe_ops *ops, const upipe_layer *l, upi_weight which,
+                                     upi_heads h)
+{
+    const upipe_plan *p = l->plan;
+    const upipe_dtype t = p->desc.dtype;
+    const int32_t model = (int32_t)p->desc.model_dim, columns = h.each * upi_dim(p, which);
+    float none[1];
+    upipe_view x = upipe_view_packed(NULL, t, p->rows, 1, model), block, grad, w, cols, sum;
+    size_t most;
+    h.at = h.first = 0;
+    block = upi_block_matrix(p, NULL, h, which);
+    grad = upi_weight_rows(p, none, UPIPE_F32, h, which);
+    w = upi_weight_rows(p, none, t, h, which);
+    cols = upipe_view_packed(NULL, t, upi_tile_rows(l), 1, columns);
+    sum = upipe_view_packed(NULL, UPIPE_F32, upi_tile_rows(l), 1, model);
+    most = ops->gemm_bytes(ops, block, x, w, UPIPE_GEMM_TRANS_B);
+    most = upi_most(most, ops->gemm_bytes(ops, grad, block, x, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
+    w = upipe_view_packed(NULL, t, columns, 1, model);
+    most = upi_most(most, ops->gemm_bytes(ops, sum, cols, w, 0));
+    return upi_most(most, ops->gemm_bytes(ops, sum, cols, w, UPIPE_GEMM_ACCUMULATE));
+}
+
+/* Scratch of the output projection's products with the heads of one stage and rank. */
+UPIPE_API size_t upi_out_scratch(const upipe_ops *ops, const upipe_layer *l, int heads)
+{
+    const upipe_plan *p = l->plan;
+    const upipe_dtype t = p->desc.dtype;
+    const int32_t model = (int32_t)p->desc.model_dim, columns = heads * p->desc.v_dim,
+                  width = upi_out_width(p);
+    upipe_view x = upipe_view_packed(NULL, t, p->rows, 1, model);
+    upipe_view wo = upipe_view_make(NULL, t, model, width, 1, columns, columns);
+    upipe_view block = upipe_view_packed(NULL, t, p->rows, 1, columns);
+    upipe_view grad = upipe_view_make(NULL, UPIPE_F32, model, width, 1, columns, columns);
+    upipe_view sum = upipe_view_packed(NULL, UPIPE_F32, upi_tile_rows(l), 1, model);
+    upipe_view cols = upipe_view_packed(NULL, t, upi_tile_rows(l), 1, columns);
+    size_t most = ops->gemm_bytes(ops, sum, cols, wo, UPIPE_GEMM_TRANS_B);
+    most = upi_most(most, ops->gemm_bytes(ops, sum, cols, wo, UPIPE_GEMM_TRANS_B | UPIPE_GEMM_ACCUMULATE));
+    most = upi_most(most, ops->gemm_bytes(ops, block, x, wo, 0));
+    return upi_most(most, ops->gemm_bytes(ops, grad, x, block, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
 }
 
 /* upipe_layer_scratch -- fills what upipe_plan_bytes needs besides the plan
@@ -143,245 +253,31 @@ UPIPE_API upipe_attn upi_attn_args(const upipe_layer *l, int64_t sequence, void 
 UPIPE_API upipe_plan_scratch upipe_layer_scratch(const upipe_ops *ops, const upipe_layer *l, int gx_in_place)
 {
     const upipe_plan *p = l->plan;
-    upipe_dtype t = p->desc.dtype;
-    int64_t rows = p->rows, tile = upi_tile_rows(l), dim = p->desc.model_dim;
-    int32_t d = p->desc.head_dim, model = (int32_t)dim;
-    int32_t width = p->desc.heads * d;
-    upipe_view x = upipe_view_packed(NULL, t, rows, 1, model);
     upipe_plan_scratch s;
-    upipe_attn a;
-    int which, stage;
-    float none[1]; /* shapes alone are asked for; a null pointer must not be offset */
+    upi_heads h;
+    int stage, rank;
     memset(&s, 0, sizeof s);
-    for (which = UPI_Q; which <= UPI_K; ++which) {
-        int32_t columns = (which == UPI_Q ? p->per_rank : p->kv_per_rank) * d;
-        upipe_view cols = upipe_view_packed(NULL, t, tile, 1, columns);
-        upipe_view sum = upipe_view_packed(NULL, UPIPE_F32, tile, 1, model);
-        upipe_view w = upipe_view_packed(NULL, t, columns, 1, model);
-        for (stage = 0; stage <= p->stages; ++stage) {
-            /* beyond the last stage: all heads of K at once, as the naive order ends */
-            upi_heads h = which == UPI_K && stage == p->stages ? upi_all_kv_heads(p)
-                          : which == UPI_Q                     ? upi_q_heads(p, stage % p->stages)
-                                                               : upi_kv_heads(p, stage);
-            upipe_view block = upi_block_matrix(p, NULL, h), grad;
-            if (stage == p->stages && p->schedule != UPIPE_ORDER) break;
-            h.first = 0;
-            grad = upi_weight_rows(p, none, UPIPE_F32, h);
-            w = upi_weight_rows(p, none, t, h);
-            s.gemm = upi_most(s.gemm, ops->gemm_bytes(ops, block, x, w, UPIPE_GEMM_TRANS_B));
-            s.gemm = upi_most(
-                s.gemm, ops->gemm_bytes(ops, grad, block, x, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
+    for (stage = 0; stage < p->stages; ++stage) {
+        for (rank = 0; upi_next_heads(p, UPIPE_Q, stage, &rank, &h);) {
+            s.gemm = upi_most(s.gemm, upi_product_scratch(ops, l, UPI_Q, h));
+            if (l->wo != NULL) s.gemm = upi_most(s.gemm, upi_out_scratch(ops, l, h.each));
         }
-        w = upipe_view_packed(NULL, t, columns, 1, model);
-        s.gemm = upi_most(s.gemm, ops->gemm_bytes(ops, sum, cols, w, 0));
-        s.gemm = upi_most(s.gemm, ops->gemm_bytes(ops, sum, cols, w, UPIPE_GEMM_ACCUMULATE));
+        for (rank = 0; upi_next_heads(p, UPIPE_KV, stage, &rank, &h);) {
+            s.gemm = upi_most(s.gemm, upi_product_scratch(ops, l, UPI_K, h));
+            s.gemm = upi_most(s.gemm, upi_product_scratch(ops, l, UPI_V, h));
+        }
+        s.attn_fwd = upi_most(s.attn_fwd, upi_attn_scratch(ops, l, stage, 0));
+        s.attn_bwd = upi_most(s.attn_bwd, upi_attn_scratch(ops, l, stage, 1));
     }
-    if (l->wo != NULL) {
-        int32_t columns = p->per_rank * d;
-        upipe_view wo = upipe_view_make(NULL, t, dim, width, 1, columns, columns);
-        upipe_view block = upipe_view_packed(NULL, t, rows, 1, columns);
-        upipe_view grad = upipe_view_make(NULL, UPIPE_F32, dim, width, 1, columns, columns);
-        upipe_view sum = upipe_view_packed(NULL, UPIPE_F32, tile, 1, model);
-        upipe_view cols = upipe_view_packed(NULL, t, tile, 1, columns);
-        s.gemm = upi_most(s.gemm, ops->gemm_bytes(ops, sum, cols, wo, UPIPE_GEMM_TRANS_B));
-        s.gemm =
-            upi_most(s.gemm, ops->gemm_bytes(ops, sum, cols, wo, UPIPE_GEMM_TRANS_B | UPIPE_GEMM_ACCUMULATE));
-        s.gemm = upi_most(s.gemm, ops->gemm_bytes(ops, block, x, wo, 0));
-        s.gemm = upi_most(s.gemm,
-                          ops->gemm_bytes(ops, grad, x, block, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
+    if (p->schedule >= UPIPE_ORDER) {
+        /* these end with all heads of K and V at once */
+        s.gemm = upi_most(s.gemm, upi_product_scratch(ops, l, UPI_K, upi_all_kv_heads(p)));
+        s.gemm = upi_most(s.gemm, upi_product_scratch(ops, l, UPI_V, upi_all_kv_heads(p)));
     }
-    a = upi_attn_args(l, 0, none, none, none, none, none);
-    s.attn_fwd = ops->attn_bytes(ops, &a, 0);
-    s.attn_bwd = ops->attn_bytes(ops, &a, 1);
-    s.tile_rows = t == UPIPE_F32 ? 0 : tile;
+    s.tile_rows = p->desc.dtype == UPIPE_F32 ? 0 : upi_tile_rows(l);
     s.gx = gx_in_place ? 0 : upipe_plan_unit_bytes(p);
     s.qk_norm = l->q_gain != NULL;
     return s;
-}
-
-/* ---- the steps of a stage ---- */
-
-/* One pass over the block: the arguments that every step needs. */
-typedef struct upi_run {
-    upipe_ctx *c;
-    const upipe_layer *l;
-    const upipe_plan *p;
-    upipe_view x;             /* [rows][D] */
-    upipe_plan_scratch bytes; /* of scratch */
-    float *norm;              /* backward with QK norm: gradient of the gains by head, [H + Hkv][d] */
-} upi_run;
-
-UPIPE_API upipe_status upi_take(upi_run *r, void **out, size_t bytes, const char *tag)
-{
-    return upipe_mem_take(r->c->mem, out, bytes, tag, &r->c->err);
-}
-
-UPIPE_API upipe_status upi_give(upi_run *r, void *p)
-{
-    return upipe_mem_give(r->c->mem, p, &r->c->err);
-}
-
-UPIPE_API void upi_phase(upi_run *r, upipe_phase phase)
-{
-    upipe_mem_phase(r->c->mem, (int)phase, upipe_phase_name((int)phase));
-}
-
-UPIPE_API upipe_status upi_gemm(upi_run *r, upipe_view out, upipe_view a, upipe_view b, int flags)
-{
-    void *work;
-    UPIPE_TRY(upi_take(r, &work, r->bytes.gemm, "gemm_work"));
-    UPIPE_TRY(r->c->ops->gemm(r->c, out, a, b, flags, work, r->bytes.gemm));
-    return upi_give(r, work);
-}
-
-UPIPE_API upipe_status upi_rope(upi_run *r, void *data, upi_heads h, int inverse)
-{
-    const upipe_plan *p = r->p;
-    int64_t width = (int64_t)h.each * p->desc.head_dim;
-    upipe_rope rope;
-    if (r->l->rope_theta == 0) return UPIPE_OK;
-    memset(&rope, 0, sizeof rope);
-    rope.x = upipe_view_packed(data, p->desc.dtype, p->local, h.each, p->desc.head_dim);
-    rope.count = h.blocks * p->desc.batch;
-    rope.step = p->local * width;
-    rope.pos0 = r->c->team->rank * p->local;
-    rope.theta = r->l->rope_theta;
-    rope.interleaved = r->l->rope_interleaved;
-    rope.inverse = inverse;
-    return r->c->ops->rope(r->c, &rope);
-}
-
-/* The projection alone: dst [blocks][batch][T][each][d] = x * W^T for these heads. */
-UPIPE_API upipe_status upi_project_raw(upi_run *r, upi_which which, upi_heads h, void *dst)
-{
-    const void *weights[3];
-    weights[UPI_Q] = r->l->wq;
-    weights[UPI_K] = r->l->wk;
-    weights[UPI_V] = r->l->wv;
-    return upi_gemm(r, upi_block_matrix(r->p, dst, h), r->x,
-                    upi_weight_rows(r->p, (void *)(uintptr_t)weights[which], r->p->desc.dtype, h),
-                    UPIPE_GEMM_TRANS_B);
-}
-
-UPIPE_API const float *upi_gain(const upi_run *r, upi_which which)
-{
-    return which == UPI_Q ? r->l->q_gain : which == UPI_K ? r->l->k_gain : NULL;
-}
-
-/* Projection, norm and rotation: what the exchange sends. */
-UPIPE_API upipe_status upi_project(upi_run *r, upi_which which, upi_heads h, void *dst)
-{
-    const upipe_plan *p = r->p;
-    const float *gain = upi_gain(r, which);
-    UPIPE_TRY(upi_project_raw(r, which, h, dst));
-    if (gain != NULL) {
-        upipe_view x = upipe_view_packed(dst, p->desc.dtype, h.blocks * p->rows, h.each, p->desc.head_dim);
-        UPIPE_TRY(r->c->ops->rmsnorm(r->c, x, x, gain, r->l->norm_eps));
-    }
-    return which == UPI_V ? UPIPE_OK : upi_rope(r, dst, h, 0);
-}
-
-/* The backward of upi_project: g [blocks][batch][T][each][d] becomes the gradient of x * W^T, and dW += g^T *
- * x. */
-UPIPE_API upipe_status upi_project_bwd(upi_run *r, upi_which which, upi_heads h, void *g, float *dw)
-{
-    const upipe_plan *p = r->p;
-    const float *gain = upi_gain(r, which);
-    if (which != UPI_V) UPIPE_TRY(upi_rope(r, g, h, 1));
-    if (gain != NULL) {
-        int64_t d = p->desc.head_dim;
-        int64_t block = p->rows * h.each * d * (int64_t)upipe_dtype_bytes(p->desc.dtype), b;
-        void *raw;
-        UPIPE_TRY(upi_take(r, &raw, upi_heads_bytes(p, h), "norm_input"));
-        UPIPE_TRY(upi_project_raw(r, which, h, raw));
-        for (b = 0; b < h.blocks; ++b) {
-            int64_t head = h.first + b * h.step + (which == UPI_K ? p->desc.heads : 0);
-            upipe_view dy =
-                upipe_view_packed((char *)g + b * block, p->desc.dtype, p->rows, h.each, (int32_t)d);
-            upipe_view in = dy;
-            in.data = (char *)raw + b * block;
-            UPIPE_TRY(r->c->ops->rmsnorm_bwd(r->c, dy, dy, in, gain, r->l->norm_eps, r->norm + head * d, 0));
-        }
-        UPIPE_TRY(upi_give(r, raw));
-    }
-    if (dw == NULL) return UPIPE_OK;
-    return upi_gemm(r, upi_weight_rows(p, dw, UPIPE_F32, h), upi_block_matrix(p, g, h), r->x,
-                    UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE);
-}
-
-/* Bytes of one rank's tokens of one sequence, `heads` heads of d elements. */
-UPIPE_API size_t upi_block_bytes(const upipe_plan *p, int heads, size_t element)
-{
-    return (size_t)(p->local * heads * p->desc.head_dim) * element;
-}
-
-UPIPE_API upipe_share upi_each_its_own(void)
-{
-    upipe_share s;
-    s.offset = 0;
-    s.step = s.span = 1;
-    return s;
-}
-
-/* K, then V, of a round: projected into one send buffer, exchanged into k and v
- * [batch][S][kv_per_rank][d]. */
-UPIPE_API upipe_status upi_fetch_kv(upi_run *r, int stage, void **k, void **v)
-{
-    const upipe_plan *p = r->p;
-    upi_heads h = upi_kv_heads(p, stage);
-    size_t e = upipe_dtype_bytes(p->desc.dtype), block = upi_block_bytes(p, p->kv_per_rank, e);
-    size_t bytes = block * (size_t)p->desc.ranks * (size_t)p->desc.batch;
-    upipe_share share = upipe_plan_kv_share(p, stage);
-    void *send;
-    UPIPE_TRY(upi_take(r, k, bytes, "k"));
-    UPIPE_TRY(upi_take(r, v, bytes, "v"));
-    UPIPE_TRY(upi_take(r, &send, upi_heads_bytes(p, h), "kv_send"));
-    UPIPE_TRY(upi_project(r, UPI_K, h, send));
-    UPIPE_TRY(upipe_a2a_to_heads(r->c, *k, send, block, p->desc.batch, share));
-    UPIPE_TRY(upi_project(r, UPI_V, h, send));
-    UPIPE_TRY(upipe_a2a_to_heads(r->c, *v, send, block, p->desc.batch, share));
-    return upi_give(r, send);
-}
-
-/* Attention over every sequence of the batch: o and lse of this rank's heads. */
-UPIPE_API upipe_status upi_attend(upi_run *r, void *q, void *k, void *v, void *o, float *lse)
-{
-    void *work;
-    int64_t b;
-    UPIPE_TRY(upi_take(r, &work, r->bytes.attn_fwd, "attn_work"));
-    for (b = 0; b < r->p->desc.batch; ++b) {
-        upipe_attn a = upi_attn_args(r->l, b, q, k, v, o, lse);
-        a.work = work;
-        a.work_bytes = r->bytes.attn_fwd;
-        UPIPE_TRY(upipe_attn_fwd(r->c, &a));
-    }
-    return upi_give(r, work);
-}
-
-/* Its backward: gq, and gk, gv in f32, +=. */
-UPIPE_API upipe_status upi_attend_bwd(upi_run *r, void *q, void *k, void *v, void *go, float *lse,
-                                      float *delta, void *gq, float *gk, float *gv)
-{
-    const upipe_plan *p = r->p;
-    void *work;
-    int64_t b;
-    UPIPE_TRY(upi_take(r, &work, r->bytes.attn_bwd, "attn_work"));
-    for (b = 0; b < p->desc.batch; ++b) {
-        upipe_attn_grad g;
-        upipe_attn go_gq =
-            upi_attn_args(r->l, b, gq, k, v, go, delta); /* the same offsets for the gradients */
-        int64_t kv_at = b * p->desc.tokens * p->kv_per_rank * p->desc.head_dim;
-        g.a = upi_attn_args(r->l, b, q, k, v, go, lse);
-        g.a.work = work;
-        g.a.work_bytes = r->bytes.attn_bwd;
-        g.go = go_gq.o;
-        g.gq = go_gq.q;
-        g.delta = go_gq.lse;
-        g.gk = upipe_view_packed(gk + kv_at, UPIPE_F32, p->desc.tokens, p->kv_per_rank, p->desc.head_dim);
-        g.gv = upipe_view_packed(gv + kv_at, UPIPE_F32, p->desc.tokens, p->kv_per_rank, p->desc.head_dim);
-        UPIPE_TRY(upipe_attn_bwd(r->c, &g));
-    }
-    return upi_give(r, work);
 }
 
 /* ---- checks, and what surrounds a pass ---- */
@@ -401,6 +297,16 @@ UPIPE_API void upi_field_real_of(upipe_field *fields, int *n, const char *name, 
     memcpy(&fields[*n - 1].value, &value, sizeof value);
 }
 
+/* One number for the documents' borders. */
+UPIPE_API int64_t upi_docs_print(const upipe_layer *l)
+{
+    uint64_t print = 0;
+    int64_t i;
+    for (i = 0; l->docs != NULL && i <= l->docs_n; ++i)
+        print = (print ^ (uint64_t)l->docs[i]) * 1099511628211u + 1;
+    return (int64_t)(print >> 1);
+}
+
 /* All ranks run the same block: everything but the data and the tile, which is each rank's own. */
 UPIPE_API upipe_status upi_layer_agree(upipe_ctx *c, const upipe_layer *l)
 {
@@ -417,13 +323,24 @@ UPIPE_API upipe_status upi_layer_agree(upipe_ctx *c, const upipe_layer *l)
     upi_field_whole(f, &n, "chunk", d->chunk);
     upi_field_whole(f, &n, "naive", d->naive != 0);
     upi_field_whole(f, &n, "dtype (0 f32, 1 bf16)", (int64_t)d->dtype);
+    upi_field_whole(f, &n, "v_dim", d->v_dim);
+    upi_field_whole(f, &n, "ring", d->ring);
+    upi_field_whole(f, &n, "ring_inner", d->ring_inner);
+    upi_field_whole(f, &n, "ring_mode (1 shift, 2 gather)", (int64_t)d->ring_mode);
+    upi_field_whole(f, &n, "layout (0 contiguous, 1 zigzag, 2 striped)", (int64_t)d->layout);
     upi_field_whole(f, &n, "full", l->full != 0);
+    upi_field_whole(f, &n, "window", l->window);
+    upi_field_whole(f, &n, "sinks", l->sinks != NULL);
+    upi_field_whole(f, &n, "docs_n", l->docs_n);
+    upi_field_whole(f, &n, "docs (fingerprint)", upi_docs_print(l));
+    upi_field_real_of(f, &n, "softcap", l->softcap);
     upi_field_whole(f, &n, "qk_norm", l->q_gain != NULL);
     upi_field_whole(f, &n, "rope_interleaved", l->rope_interleaved != 0);
     upi_field_real_of(f, &n, "scale", l->scale);
     upi_field_real_of(f, &n, "norm_eps", l->norm_eps);
     upi_field_real_of(f, &n, "rope_theta", l->rope_theta);
-    return upipe_comm_agree(c, c->team, f, n);
+    UPIPE_TRY(upipe_comm_agree(c, c->team, f, n));
+    return d->ring > 1 ? upipe_comm_agree(c, c->ring, f, n) : UPIPE_OK;
 }
 
 UPIPE_API int upi_is_size(double v)
@@ -431,14 +348,34 @@ UPIPE_API int upi_is_size(double v)
     return v >= 0 && __builtin_isfinite(v);
 }
 
+/* The mask, before anything is sent. */
+UPIPE_API upipe_status upi_layer_check_mask(upipe_ctx *c, const upipe_layer *l)
+{
+    const upipe_plan_desc *d = &l->plan->desc;
+    upipe_attn a = upi_layer_mask(l);
+    a.sinks = l->sinks;
+    a.q.d = d->head_dim;
+    a.v.d = d->v_dim;
+    a.merge = d->ring > 1;
+    UPIPE_TRY(upi_attn_check_masks(c, &a));
+    return upi_attn_check_can(c, &a, 1);
+}
+
 UPIPE_API upipe_status upi_layer_check(upipe_ctx *c, const upipe_layer *l, upipe_view x)
 {
     const upipe_plan_desc *d = &l->plan->desc;
-    if (c->ring != NULL)
-        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "a ring beside the team is not built yet");
+    if ((c->ring != NULL ? c->ring->ranks : 1) != d->ring || (d->ring > 1 && c->ring->rank != d->ring_rank))
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "a plan for ring rank %d of %d on rank %d of a ring of %d",
+                        d->ring_rank, d->ring, c->ring != NULL ? c->ring->rank : 0,
+                        c->ring != NULL ? c->ring->ranks : 1);
     if (c->team->ranks != d->ranks)
         return upi_fail(&c->err, UPIPE_ERR_ARG, "a plan for %d ranks on a team of %d", d->ranks,
                         c->team->ranks);
+    if (c->team->rank != d->rank && !upipe_plan_even(l->plan))
+        return upi_fail(
+            &c->err, UPIPE_ERR_ARG,
+            "a plan for rank %d on rank %d: where tokens or heads do not divide, each rank has its own",
+            d->rank, c->team->rank);
     if (x.n != l->plan->rows || x.h != 1 || x.d != d->model_dim || x.dtype != d->dtype)
         return upi_fail(&c->err, UPIPE_ERR_ARG, "x is %s [%lld][%d][%d], the plan says %s [%lld][1][%lld]",
                         upipe_dtype_name(x.dtype), (long long)x.n, x.h, x.d, upipe_dtype_name(d->dtype),
@@ -449,6 +386,10 @@ UPIPE_API upipe_status upi_layer_check(upipe_ctx *c, const upipe_layer *l, upipe
         d->head_dim % UPIPE_HEAD_DIM_STEP != 0)
         return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "head dim %d; %d to %d in steps of %d are built",
                         d->head_dim, UPIPE_HEAD_DIM_MIN, UPIPE_HEAD_DIM_MAX, UPIPE_HEAD_DIM_STEP);
+    if (d->v_dim < UPIPE_HEAD_DIM_MIN || d->v_dim > UPIPE_HEAD_DIM_MAX || d->v_dim % UPIPE_HEAD_DIM_STEP != 0)
+        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "head dim %d of V; %d to %d in steps of %d are built",
+                        d->v_dim, UPIPE_HEAD_DIM_MIN, UPIPE_HEAD_DIM_MAX, UPIPE_HEAD_DIM_STEP);
+    UPIPE_TRY(upi_layer_check_mask(c, l));
     if ((l->q_gain == NULL) != (l->k_gain == NULL))
         return upi_fail(&c->err, UPIPE_ERR_ARG, "QK norm needs both gains or none");
     if (l->q_gain == NULL && l->norm_eps != 0)
@@ -460,18 +401,6 @@ UPIPE_API upipe_status upi_layer_check(upipe_ctx *c, const upipe_layer *l, upipe
         return upi_fail(&c->err, UPIPE_ERR_ARG, "rope theta %g, norm eps %g, scale %g, tile rows %lld",
                         l->rope_theta, l->norm_eps, l->scale, (long long)l->tile_rows);
     return upi_layer_agree(c, l);
-}
-
-UPIPE_API upipe_status upi_layer_begin(upi_run *r, upipe_ctx *c, const upipe_layer *l, upipe_view x)
-{
-    memset(r, 0, sizeof *r);
-    r->c = c;
-    r->l = l;
-    r->p = l->plan;
-    r->x = x;
-    UPIPE_TRY(upi_layer_check(c, l, x));
-    r->bytes = upipe_layer_scratch(c->ops, l, 1);
-    return UPIPE_OK;
 }
 
 UPIPE_API upipe_status upi_layer_end(upipe_ctx *c, upipe_status s, int64_t mark)
@@ -489,18 +418,19 @@ UPIPE_API upipe_status upipe_layer_slots_take(upipe_ctx *c, const upipe_layer *l
 {
     const upipe_plan *p = l->plan;
     void *data;
-    UPIPE_TRY(upipe_mem_take(c->mem, &data, upipe_plan_rows_bytes(p, p->desc.heads), tag, &c->err));
-    upipe_slots_init(slots, data, upipe_plan_rows_bytes(p, p->desc.chunk), p->stages, state);
+    size_t slot = upipe_plan_buffers(p).slot;
+    UPIPE_TRY(upipe_mem_take(c->mem, &data, slot * (size_t)p->stages, tag, &c->err));
+    upipe_slots_init(slots, data, slot, p->stages, state);
     return UPIPE_OK;
 }
 
-/* The m heads of one stage and rank inside slots: a matrix [rows][m * d]. */
-UPIPE_API upipe_view upi_slot_matrix(const upipe_plan *p, const upipe_slots *slots, int stage, int rank)
+/* The heads of one stage and rank inside slots, dim elements each: a matrix [rows][n * dim]. */
+UPIPE_API upipe_view upi_slot_matrix(const upipe_plan *p, const upipe_slots *slots, int stage, int rank,
+                                     int dim)
 {
-    int32_t width = p->per_rank * p->desc.head_dim;
-    char *data = slots->data + (size_t)stage * slots->slot_bytes +
-                 (size_t)rank * upipe_plan_rows_bytes(p, p->per_rank);
-    return upipe_view_packed(data, p->desc.dtype, p->rows, 1, width);
+    const size_t before = upipe_plan_rows_bytes(p, upipe_plan_offset(p, UPIPE_Q, stage, rank), dim);
+    return upipe_view_packed(slots->data + (size_t)stage * slots->slot_bytes + before, p->desc.dtype, p->rows,
+                             1, upipe_plan_q(p, stage, rank).count * dim);
 }
 
 /* Slots of this plan, all of them full. */
@@ -508,7 +438,7 @@ UPIPE_API upipe_status upi_slots_check(upipe_ctx *c, const upipe_layer *l, const
                                        const char *name)
 {
     const upipe_plan *p = l->plan;
-    size_t bytes = upipe_plan_rows_bytes(p, p->desc.chunk);
+    size_t bytes = upipe_plan_buffers(p).slot;
     int i;
     if (slots->data == NULL)
         return upi_fail(&c->err, UPIPE_ERR_ARG, "%s is not there (consumed before?)", name);
@@ -521,14 +451,14 @@ UPIPE_API upipe_status upi_slots_check(upipe_ctx *c, const upipe_layer *l, const
     return UPIPE_OK;
 }
 
-/* The same heads in slots and in a tensor of natural order, [rows][H*d]; `to_slots` says which one is
+/* The same heads in slots and in a tensor of natural order, [rows][H*dv]; `to_slots` says which one is
  * written. */
 UPIPE_API upipe_status upi_reorder(upipe_ctx *c, const upipe_layer *l, const upipe_slots *slots,
                                    upipe_view natural, int to_slots)
 {
     const upipe_plan *p = l->plan;
-    int64_t width = (int64_t)p->desc.heads * p->desc.head_dim;
-    size_t step = (size_t)p->desc.head_dim * upipe_dtype_bytes(natural.dtype);
+    int64_t width = upi_out_width(p);
+    size_t step = (size_t)p->desc.v_dim * upipe_dtype_bytes(natural.dtype);
     int stage, rank;
     if (natural.n != p->rows || natural.h != 1 || natural.d != width)
         return upi_fail(&c->err, UPIPE_ERR_ARG,
@@ -537,8 +467,9 @@ UPIPE_API upipe_status upi_reorder(upipe_ctx *c, const upipe_layer *l, const upi
     UPIPE_TRY(upi_slots_check(c, l, slots, "slots"));
     for (stage = 0; stage < p->stages; ++stage) {
         for (rank = 0; rank < p->desc.ranks; ++rank) {
-            upipe_view heads = upi_slot_matrix(p, slots, stage, rank), columns = natural;
-            columns.data = (char *)natural.data + (size_t)upipe_plan_q_head(p, stage, rank, 0) * step;
+            upipe_view heads = upi_slot_matrix(p, slots, stage, rank, p->desc.v_dim), columns = natural;
+            if (heads.d == 0) continue;
+            columns.data = (char *)natural.data + (size_t)upipe_plan_q(p, stage, rank).first * step;
             columns.d = heads.d;
             UPIPE_TRY(c->ops->cast(c, to_slots ? heads : columns, to_slots ? columns : heads));
         }
@@ -547,7 +478,7 @@ UPIPE_API upipe_status upi_reorder(upipe_ctx *c, const upipe_layer *l, const upi
 }
 
 /* upipe_layer_gather -- dst = the slots' contents, heads in natural order
- *   dst     [rows][1][H*d] view of any step and type
+ *   dst     [rows][1][H*dv] view of any step and type
  *   slots   full ones of this layer's plan
  *   errors  ARG
  */
@@ -559,7 +490,7 @@ UPIPE_API upipe_status upipe_layer_gather(upipe_ctx *c, const upipe_layer *l, up
 
 /* upipe_layer_scatter -- the slots' contents = src
  *   slots   full ones of this layer's plan (upipe_layer_slots_take with UPIPE_SLOT_FULL)
- *   src     [rows][1][H*d] view of any step and type, heads in natural order
+ *   src     [rows][1][H*dv] view of any step and type, heads in natural order
  *   errors  ARG
  */
 UPIPE_API upipe_status upipe_layer_scatter(upipe_ctx *c, const upipe_layer *l, const upipe_slots *slots,
@@ -578,66 +509,6 @@ UPIPE_API upipe_status upipe_saved_free(upipe_ctx *c, upipe_saved *save)
     UPIPE_TRY(upipe_mem_give(c->mem, save->delta, &c->err));
     memset(save, 0, sizeof *save);
     return UPIPE_OK;
-}
-
-/* ---- sums over heads: y and dX, by tiles of rows ---- */
-
-/* Where a tile of rows is summed: in f32, in place if the result is f32. */
-typedef struct upi_tile {
-    upipe_view sum; /* [n][D], f32 */
-    int64_t row, n;
-    int begun; /* something has been added */
-} upi_tile;
-
-UPIPE_API upi_tile upi_tile_at(const upi_run *r, upipe_view out, void *room, int64_t row)
-{
-    int64_t rows = upi_tile_rows(r->l), left = r->p->rows - row;
-    upi_tile t;
-    t.row = row;
-    t.n = left < rows ? left : rows;
-    t.begun = 0;
-    t.sum = room != NULL ? upipe_view_packed(room, UPIPE_F32, t.n, 1, out.d) : upipe_view_rows(out, row, t.n);
-    return t;
-}
-
-UPIPE_API size_t upi_tile_room(const upi_run *r)
-{
-    return (size_t)(r->bytes.tile_rows * r->p->desc.model_dim) * 4;
-}
-
-/* tile (+)= heads * weight, where heads [rows][width] are some neighbouring heads of all rows. Heads come in
- * natural order, so the chain of additions of an element is the same for every chunk. */
-UPIPE_API upipe_status upi_tile_add(upi_run *r, upi_tile *t, upipe_view heads, upipe_view weight, int flags)
-{
-    if (t->begun) flags |= UPIPE_GEMM_ACCUMULATE;
-    t->begun = 1;
-    return upi_gemm(r, t->sum, upipe_view_rows(heads, t->row, t->n), weight, flags);
-}
-
-UPIPE_API upipe_status upi_tile_store(upi_run *r, upi_tile *t, upipe_view out, const void *room)
-{
-    if (room == NULL) return UPIPE_OK;
-    return r->c->ops->cast(r->c, upipe_view_rows(out, t->row, t->n), t->sum);
-}
-
-UPIPE_API upipe_status upi_take_delta(upi_run *r, upipe_saved *save)
-{
-    void *delta;
-    UPIPE_TRY(upi_take(r, &delta, (size_t)(r->p->rows * r->p->desc.heads) * 4, "delta"));
-    save->delta = (float *)delta;
-    return UPIPE_OK;
-}
-
-/* delta of the m heads of one stage and rank: [rows][m]. */
-UPIPE_API upipe_status upi_delta(upi_run *r, upipe_saved *save, int stage, int rank, upipe_view go)
-{
-    const upipe_plan *p = r->p;
-    int32_t m = p->per_rank, d = p->desc.head_dim;
-    upipe_view o = upi_slot_matrix(p, &save->out, stage, rank);
-    float *delta = save->delta + ((int64_t)stage * p->desc.ranks + rank) * p->rows * m;
-    return r->c->ops->rowdot(r->c, upipe_view_packed(delta, UPIPE_F32, p->rows, m, 1),
-                             upipe_view_packed(o.data, p->desc.dtype, p->rows, m, d),
-                             upipe_view_packed(go.data, p->desc.dtype, p->rows, m, d));
 }
 
 #endif

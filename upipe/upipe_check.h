@@ -97,9 +97,10 @@ UPIPE_API upipe_status upi_rope_check(upipe_ctx *c, const upipe_rope *r)
     if (r->x.d % 2 != 0 || r->x.d > UPI_ROPE_DIM_MAX)
         return upi_fail(&c->err, r->x.d % 2 != 0 ? UPIPE_ERR_ARG : UPIPE_ERR_UNSUPPORTED,
                         "rope: head dim %d; even ones up to %d are built", r->x.d, UPI_ROPE_DIM_MAX);
-    if (r->count < 0 || r->pos0 < 0 || !(r->theta > 0))
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "rope: %lld blocks from position %lld, theta %g",
-                        (long long)r->count, (long long)r->pos0, r->theta);
+    if (r->count < 0 || r->pos0 < 0 || r->pos_step < 0 || !(r->theta > 0))
+        return upi_fail(&c->err, UPIPE_ERR_ARG,
+                        "rope: %lld blocks from position %lld in steps of %lld, theta %g",
+                        (long long)r->count, (long long)r->pos0, (long long)r->pos_step, r->theta);
     return UPIPE_OK;
 }
 

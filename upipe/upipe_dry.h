@@ -1,11 +1,11 @@
-/* upipe_dry.h -- what will a run need? The real code over a pool and a team that only count        layer 5
+/* upipe_dry.h -- what will a run need? The real code over a pool and a team that only count        layer 8
  *
  *     upipe_dry *dry = malloc(sizeof *dry);              about 250 KB: too much for some stacks
- *     if (upipe_dry_init(dry, 0, plan.desc.ranks, &ops)) ...      then any code may run with &dry->ctx
+ *     if (upipe_dry_init(dry, &plan, &ops)) ...             then any code may run with &dry->ctx
  *     upipe_dry_block(dry, &layer, 1);                   one block, forward and backward
  *     dry->mem.need, dry->mem.blocks_peak                slab bytes, with alignment and holes; live blocks
  *     dry->mem.peak, dry->mem.phase_peak[]               live bytes, to be compared with upipe_plan_bytes
- *     dry->team.sent_bytes
+ *     dry->team.sent_bytes, dry->ring.sent_bytes
  *
  * Sizes are those of the given compute table: its *_bytes entries are asked as in the real run. The code
  * walks every tile of dX, so its time grows with rows / tile_rows: milliseconds for five million tokens, but
@@ -22,11 +22,12 @@ enum { UPIPE_DRY_RANKS_MAX = 512, UPIPE_DRY_BLOCKS_MAX = 1024 };
 typedef struct upipe_dry {
     upipe_ctx ctx;
     upipe_mem mem;
-    upipe_comm team;
+    upipe_comm team, ring;
     upipe_ops ops;
     upipe_block blocks[UPIPE_DRY_BLOCKS_MAX];
-    upipe_seg list[2 * UPIPE_DRY_RANKS_MAX];
-    int64_t gathered[UPIPE_DRY_RANKS_MAX * UPIPE_GATHER_MAX];
+    upipe_seg list[2 * UPIPE_DRY_RANKS_MAX], ring_list[2 * UPIPE_DRY_RANKS_MAX];
+    int64_t gathered[UPIPE_DRY_RANKS_MAX * UPIPE_GATHER_MAX],
+        ring_gathered[UPIPE_DRY_RANKS_MAX * UPIPE_GATHER_MAX];
 } upipe_dry;
 
 UPIPE_API upipe_status upi_dry_sync(upipe_ctx *c)
@@ -161,17 +162,19 @@ UPIPE_API upipe_status upi_dry_adamw(upipe_ctx *c, const upipe_adamw *a)
     return UPIPE_OK;
 }
 
-/* upipe_dry_init -- rank `rank` of `ranks`, with the sizes of the given table
+/* upipe_dry_init -- the plan's rank of its team and ring, with the sizes of the given table
  *   errors  UNSUPPORTED for more than UPIPE_DRY_RANKS_MAX ranks
  */
-UPIPE_API upipe_status upipe_dry_init(upipe_dry *dry, int rank, int ranks, const upipe_ops *ops)
+UPIPE_API upipe_status upipe_dry_init(upipe_dry *dry, const upipe_plan *plan, const upipe_ops *ops)
 {
+    const upipe_plan_desc *d = &plan->desc;
     memset(dry, 0, sizeof *dry);
-    if (ranks < 1 || ranks > UPIPE_DRY_RANKS_MAX)
-        return upi_fail(&dry->ctx.err, UPIPE_ERR_UNSUPPORTED, "a dry run of %d ranks, at most %d", ranks,
-                        UPIPE_DRY_RANKS_MAX);
+    if (d->ranks > UPIPE_DRY_RANKS_MAX || d->ring > UPIPE_DRY_RANKS_MAX)
+        return upi_fail(&dry->ctx.err, UPIPE_ERR_UNSUPPORTED, "a dry run of %d x %d ranks, at most %d",
+                        d->ranks, d->ring, UPIPE_DRY_RANKS_MAX);
     upipe_mem_init_dry(&dry->mem, dry->blocks, UPIPE_DRY_BLOCKS_MAX);
-    upipe_comm_dry(&dry->team, rank, ranks, dry->list, dry->gathered);
+    upipe_comm_dry(&dry->team, d->rank, d->ranks, dry->list, dry->gathered);
+    upipe_comm_dry(&dry->ring, d->ring_rank, d->ring, dry->ring_list, dry->ring_gathered);
     dry->ops = *ops;
     dry->ops.sync = upi_dry_sync;
     dry->ops.copy = upi_dry_copy;
@@ -196,6 +199,7 @@ UPIPE_API upipe_status upipe_dry_init(upipe_dry *dry, int rank, int ranks, const
     dry->ctx.ops = &dry->ops;
     dry->ctx.mem = &dry->mem;
     dry->ctx.team = &dry->team;
+    dry->ctx.ring = d->ring > 1 ? &dry->ring : NULL;
     return UPIPE_OK;
 }
 
@@ -214,6 +218,7 @@ UPIPE_API upipe_status upi_dry_pass(upipe_dry *dry, const upipe_layer *l, int pr
     if (c->ops == NULL) return upi_fail(&c->err, UPIPE_ERR_ARG, "upipe_dry_init failed, or was not called");
     grads.wq = grads.wk = grads.wv = grads.wo = weight;
     grads.q_gain = grads.k_gain = l->q_gain != NULL ? weight : NULL;
+    grads.sinks = l->sinks != NULL ? weight : NULL;
     UPIPE_TRY(upipe_mem_take(c->mem, &data, unit, "x", &c->err));
     x = gx = upipe_view_packed(data, l->plan->desc.dtype, l->plan->rows, 1, dim);
     UPIPE_TRY(upipe_layer_fwd(c, l, &save, x));

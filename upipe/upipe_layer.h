@@ -1,4 +1,4 @@
-/* upipe_layer.h -- the attention block, forward and backward: composition of the primitives        layer 4
+/* upipe_layer.h -- the attention block, forward and backward: composition of the primitives        layer 7
  *
  * x (already normed) -> Q, K, V -> [QK norm] -> [RoPE] -> exchange -> attention -> exchange -> slots of
  * final_out, stage by stage (the paper's Figure (b)). With chunk = heads in the plan the same code is
@@ -13,50 +13,100 @@
 #ifndef UPIPE_LAYER_H
 #define UPIPE_LAYER_H
 
-#include "upipe_block.h"
+#include "upipe_step.h"
 
 /* ---- forward ---- */
+
+/* f32 sums of what attention gives, where a ring adds to them; in the storage type otherwise, in `send`. */
+UPIPE_API upipe_status upi_take_sums(upi_run *r, void **sums, size_t bytes, void *send, const char *tag,
+                                     int zero)
+{
+    int t;
+    for (t = 0; t < r->p->width; ++t) {
+        sums[t] = send;
+        if (bytes == 0) continue;
+        UPIPE_TRY(upi_take(r, &sums[t], bytes, tag));
+        if (zero) UPIPE_TRY(r->c->ops->zero(r->c, sums[t], bytes));
+    }
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_give_sums(upi_run *r, void **sums, const void *send)
+{
+    int t;
+    for (t = 0; t < r->p->width && sums[t] != send; ++t) UPIPE_TRY(upi_give(r, sums[t]));
+    return UPIPE_OK;
+}
+
+/* The sums of a stage in the storage type, in the send buffer. */
+UPIPE_API upipe_status upi_round_sums(upi_run *r, void *send, void *sums, int stage, int dim)
+{
+    const upipe_plan *p = r->p;
+    const int64_t rows = p->seq * p->desc.batch;
+    const int32_t width = upipe_plan_q(p, stage, r->c->team->rank).count * dim;
+    if (sums == send || width == 0) return UPIPE_OK;
+    return r->c->ops->cast(r->c, upipe_view_packed(send, p->desc.dtype, rows, 1, width),
+                           upipe_view_packed(sums, UPIPE_F32, rows, 1, width));
+}
+
+/* lse of a stage's heads on this rank. */
+UPIPE_API float *upi_lse(const upi_run *r, const upipe_saved *save, int stage)
+{
+    return save->lse + upipe_plan_before(r->p, stage, r->c->team->rank) * r->p->seq * r->p->desc.batch;
+}
 
 UPIPE_API upipe_status upi_layer_fwd(upi_run *r, upipe_saved *save)
 {
     const upipe_plan *p = r->p;
     upipe_ctx *c = r->c;
-    size_t stat = (size_t)(p->rows * p->desc.heads) * 4;
-    size_t block = upi_block_bytes(p, p->per_rank, upipe_dtype_bytes(p->desc.dtype));
-    void *k = NULL, *v = NULL, *q, *send, *lse;
-    int i;
+    const int keep = p->schedule == UPIPE_SPANS;
+    upipe_ring_part parts[UPIPE_STAGES_MAX];
+    void *sums[UPIPE_STAGES_MAX], *q, *send, *lse;
+    upipe_ring_call call;
+    upi_kv kv;
+    int i, t;
+    memset(&call, 0, sizeof call);
+    memset(&kv, 0, sizeof kv);
     upi_phase(r, UPIPE_FWD_IN);
     UPIPE_TRY(upipe_layer_slots_take(c, r->l, &save->out, UPIPE_SLOT_EMPTY, "final_out"));
-    UPIPE_TRY(upi_take(r, &lse, stat, "lse"));
+    UPIPE_TRY(upi_take(r, &lse, r->buffers.lse, "lse"));
     save->lse = (float *)lse;
-    for (i = 0; i < p->stages; ++i) {
-        upipe_stage stage = upipe_plan_stage(p, i);
-        upi_heads heads = upi_q_heads(p, i);
+    if (keep) UPIPE_TRY(upi_take_kept(r, &kv));
+    for (i = 0; i < p->stages; i += p->width) {
         upi_phase(r, UPIPE_FWD_IN);
-        UPIPE_TRY(upipe_slot_lend(&save->out, i, &q, &c->err));
-        if (stage.kv_fresh) UPIPE_TRY(upi_fetch_kv(r, i, &k, &v));
-        UPIPE_TRY(upi_take(r, &send, upi_heads_bytes(p, heads), "q_send"));
-        UPIPE_TRY(upi_project(r, UPI_Q, heads, send));
-        UPIPE_TRY(upipe_a2a_to_heads(c, q, send, block, p->desc.batch, upi_each_its_own()));
+        if (upipe_plan_stage(p, i).kv_fresh) UPIPE_TRY(upi_fetch_kv(r, i, &kv));
+        UPIPE_TRY(upi_take(r, &send, r->buffers.send, "q_send"));
+        for (t = 0; t < p->width; ++t) {
+            UPIPE_TRY(upipe_slot_lend(&save->out, i + t, &q, &c->err));
+            UPIPE_TRY(upi_project(r, UPI_Q, i + t, send));
+            UPIPE_TRY(upipe_a2a_to_heads(c, q, send, p, i + t, UPIPE_Q, upi_each(r, UPI_Q)));
+            parts[t].q = q;
+            parts[t].lse = upi_lse(r, save, i + t);
+        }
 
         upi_phase(r, UPIPE_FWD_ATTN);
-        UPIPE_TRY(upi_attend(r, q, k, v, send, save->lse + i * (p->rows * p->desc.chunk)));
-        if (stage.kv_last) {
-            UPIPE_TRY(upi_give(r, v));
-            UPIPE_TRY(upi_give(r, k));
-        }
+        UPIPE_TRY(upi_take_sums(r, sums, r->buffers.sum_o, send, "o_sum", 0));
+        for (t = 0; t < p->width; ++t) parts[t].o = sums[t];
+        UPIPE_TRY(upi_attend(r, &call, parts, i, kv, 0));
+        if (!keep && upipe_plan_stage(p, i + p->width - 1).kv_last) UPIPE_TRY(upi_give_kv(r, &kv));
+
         upi_phase(r, UPIPE_FWD_OUT);
-        UPIPE_TRY(upipe_a2a_to_tokens(c, q, send, block, p->desc.batch));
-        UPIPE_TRY(upipe_slot_fill(&save->out, i, &c->err));
+        for (t = 0; t < p->width; ++t) {
+            UPIPE_TRY(upi_round_sums(r, send, sums[t], i + t, p->desc.v_dim));
+            UPIPE_TRY(upipe_a2a_to_tokens(c, (void *)(uintptr_t)parts[t].q, send, p, i + t, UPIPE_Q,
+                                          upi_each(r, UPI_V)));
+            UPIPE_TRY(upipe_slot_fill(&save->out, i + t, &c->err));
+        }
+        UPIPE_TRY(upi_give_sums(r, sums, send));
         UPIPE_TRY(upi_give(r, send));
     }
-    return UPIPE_OK;
+    return keep ? upi_give_kv(r, &kv) : UPIPE_OK;
 }
 
 /* upipe_layer_fwd -- attention of x: projections, exchange, attention, stage by stage
  *   save    written: slots full of O, and lse; from the pool, upipe_saved_free gives them back
  *   x       [rows][1][D] view of this rank's tokens, the plan's type
- *   bytes   phases FWD_* of upipe_plan_bytes; sends upipe_plan_sent(plan, 0)
+ *   bytes   phases FWD_* of upipe_plan_bytes; sends upipe_plan_sent(plan, 0), to the ring upipe_plan_sent_ring(plan, 0)
  *   errors  ARG, UNSUPPORTED, MEMORY, MISMATCH, TIMEOUT, ABORTED; the team is then aborted, the pool as
  *           before
  *   paper   section 3.3 and Figure (b)
@@ -77,85 +127,133 @@ UPIPE_API upipe_status upipe_layer_fwd(upipe_ctx *c, const upipe_layer *l, upipe
 /* ---- backward ---- */
 
 /* Gradients of K and V on their way to dX. By rounds in storage type,
- * [round][rank][batch][T][kv_per_rank][d]; where ranks or stages share a head, one buffer [Hkv][batch][T][d],
- * which the naive order sums in f32. */
+ * [round][rank][batch][T][kv_per_rank][dim]; where ranks or stages share a head, one buffer [Hkv][batch][T][dim],
+ * which is a sum in f32 until the last stage where rounds are not common. */
 typedef struct upi_parked {
     void *k[UPIPE_STAGES_MAX], *v[UPIPE_STAGES_MAX];
 } upi_parked;
 
+/* Sums over rounds are kept in f32. */
+UPIPE_API int upi_parks_sums(const upipe_plan *p)
+{
+    return p->schedule >= UPIPE_ORDER;
+}
+
 /* A round is over: dK' (or dV'), f32 by head, goes home to the tokens; consumes grad. */
-UPIPE_API upipe_status upi_send_home(upi_run *r, float *grad, void **parked, const char *tag, void *room)
+UPIPE_API upipe_status upi_send_home(upi_run *r, int stage, upi_weight which, float *grad, void **parked,
+                                     const char *tag, void *room)
 {
     const upipe_plan *p = r->p;
-    size_t e = upipe_dtype_bytes(p->desc.dtype);
-    int64_t n = p->rows * p->desc.ranks;
-    int32_t width = p->kv_per_rank * p->desc.head_dim;
+    const int64_t rows = p->seq * p->desc.batch;
+    const int32_t width = p->kv_per_rank * upi_dim(p, which);
     void *send = grad;
-    UPIPE_TRY(upi_take(r, parked, (size_t)(n * width) * e, tag));
+    UPIPE_TRY(upi_take(r, parked, which == UPI_K ? r->buffers.home_k : r->buffers.home_v, tag));
     if (room != NULL) {
         send = room;
-        UPIPE_TRY(r->c->ops->cast(r->c, upipe_view_packed(room, p->desc.dtype, n, 1, width),
-                                  upipe_view_packed(grad, UPIPE_F32, n, 1, width)));
+        UPIPE_TRY(r->c->ops->cast(r->c, upipe_view_packed(room, p->desc.dtype, rows, 1, width),
+                                  upipe_view_packed(grad, UPIPE_F32, rows, 1, width)));
     }
-    UPIPE_TRY(upipe_a2a_to_tokens(r->c, *parked, send, upi_block_bytes(p, p->kv_per_rank, e), p->desc.batch));
+    UPIPE_TRY(upipe_a2a_to_tokens(r->c, *parked, send, p, stage, UPIPE_KV_DONE, upi_each(r, which)));
     return upi_give(r, grad);
 }
 
-/* Partial gradients of shared heads meet at their tokens in f32 and are summed in rank order; consumes grad.
- *   sum   [Hkv][batch][T][d]: =, or f32 and += in the naive order
- *   room  f32 [ranks][batch][T][d]
+/* Partial gradients of shared heads meet at their tokens in f32 and are summed in rank order.
+ *   sum   [Hkv][batch][T][dim]: =, or f32 and += where rounds are not common
+ *   room  f32 [rank][batch][T][n][dim]
  */
-UPIPE_API upipe_status upi_send_partial(upi_run *r, int stage, float *grad, void *sum, void *room)
+UPIPE_API upipe_status upi_send_partial(upi_run *r, int stage, upi_weight which, float *grad, void *sum,
+                                        void *room)
 {
     const upipe_plan *p = r->p;
-    int naive = p->schedule == UPIPE_ORDER, rank = 0;
-    upipe_dtype type = naive ? UPIPE_F32 : p->desc.dtype;
-    int64_t block = p->rows * p->desc.head_dim;
-    UPIPE_TRY(upipe_a2a_to_tokens(r->c, room, grad, upi_block_bytes(p, 1, 4), p->desc.batch));
+    const int more = upi_parks_sums(p), dim = upi_dim(p, which);
+    const upipe_dtype type = more ? UPIPE_F32 : p->desc.dtype;
+    const int64_t head = p->rows * dim;
+    const size_t e = upipe_dtype_bytes(type);
+    int64_t at = 0;
+    int rank = 0, same, j;
+    UPIPE_TRY(upipe_a2a_to_tokens(r->c, room, grad, p, stage, UPIPE_KV_DONE, (size_t)dim * 4));
     while (rank < p->desc.ranks) {
-        int first = rank, head = upipe_plan_kv_head(p, stage, rank, 0);
-        while (rank < p->desc.ranks && upipe_plan_kv_head(p, stage, rank, 0) == head) ++rank;
-        UPIPE_TRY(
-            r->c->ops->sum(r->c,
-                           upipe_view_packed((char *)sum + (size_t)(head * block) * upipe_dtype_bytes(type),
-                                             type, p->rows, 1, p->desc.head_dim),
-                           (const float *)room + first * block, block, rank - first, naive));
+        const upipe_span s = upipe_plan_part(p, UPIPE_KV_DONE, stage, rank);
+        /* neighbours that had the same heads are one sum */
+        for (same = 1; rank + same < p->desc.ranks; ++same) {
+            upipe_span next = upipe_plan_part(p, UPIPE_KV_DONE, stage, rank + same);
+            if (next.first != s.first || next.count != s.count || s.count == 0) break;
+        }
+        for (j = 0; j < s.count; ++j) {
+            /* head j of [batch][T][n][dim] */
+            const float *from = (const float *)room + at + (int64_t)j * dim;
+            upipe_view to =
+                upipe_view_packed((char *)sum + (size_t)((s.first + j) * head) * e, type, p->rows, 1, dim);
+            if (s.count == 1) {
+                UPIPE_TRY(r->c->ops->sum(r->c, to, from, head, same, more));
+            } else {
+                upipe_view part = upipe_view_make((void *)(uintptr_t)from, UPIPE_F32, p->rows,
+                                                  (int64_t)s.count * dim, 1, dim, dim);
+                int i;
+                for (i = 0; i < same; ++i, part.data = (float *)part.data + head * s.count)
+                    UPIPE_TRY(r->c->ops->add(r->c, to, part));
+            }
+        }
+        at += same * head * s.count;
+        rank += same;
     }
-    return upi_give(r, grad);
+    return UPIPE_OK;
 }
 
-/* The last stage of a round: dK' and dV' leave, dWk and dWv are formed. */
-UPIPE_API upipe_status upi_end_round(upi_run *r, int stage, float *gk, float *gv, upi_parked *parked,
-                                     upipe_grads *g)
+/* With a ring that gathers: gradients of all its ranks' K' (or V') come home; consumes all of them where they are not
+ * kept through all stages. */
+UPIPE_API upipe_status upi_ring_come_home(upi_run *r, int stage, upi_weight which, float *own, float *all,
+                                          float *room)
+{
+    const int heads = upipe_plan_part(r->p, UPIPE_KV_DONE, stage, r->c->team->rank).count;
+    if (heads == 0) return UPIPE_OK;
+    return upipe_ring_reduce(r->c, r->p, heads, upi_dim(r->p, which), own, all, room);
+}
+
+/* The last stage of a round: dK' and dV' leave, dWk and dWv are formed. gk, gv are given back, or kept where rounds are
+ * not common. */
+UPIPE_API upipe_status upi_end_round(upi_run *r, int stage, upi_kv *g, upi_parked *parked, upipe_grads *grads)
 {
     const upipe_plan *p = r->p;
+    const upipe_buffers *b = &r->buffers;
+    const int keep = p->schedule == UPIPE_SPANS, first = stage - p->steps + 1;
     int round = upipe_plan_stage(p, stage).round;
-    size_t e = upipe_dtype_bytes(p->desc.dtype);
-    size_t mine = upipe_plan_rows_bytes(p, (int64_t)p->desc.ranks * p->kv_per_rank);
-    upi_heads heads = upi_kv_heads(p, stage);
+    upi_kv own = *g;
     void *room;
-    if (p->kv_partial) {
-        size_t all = p->schedule == UPIPE_SPLIT ? upipe_plan_rows_bytes(p, p->desc.kv_heads) : 0;
-        UPIPE_TRY(upi_take(r, &room, mine / e * 4, "kv_partial"));
-        if (all > 0) UPIPE_TRY(upi_take(r, &parked->k[0], all, "dk"));
-        UPIPE_TRY(upi_send_partial(r, stage, gk, parked->k[0], room));
-        if (all > 0) UPIPE_TRY(upi_take(r, &parked->v[0], all, "dv"));
-        UPIPE_TRY(upi_send_partial(r, stage, gv, parked->v[0], room));
+    if (upi_gathers(p)) {
+        UPIPE_TRY(upi_take(r, &own.k, b->gk, "gk"));
+        UPIPE_TRY(upi_take(r, &own.v, b->gv, "gv"));
+        UPIPE_TRY(upi_take(r, &room, (size_t)p->desc.ring * upi_most(b->gk, b->gv), "ring_partial"));
+        UPIPE_TRY(upi_ring_come_home(r, stage, UPI_K, (float *)own.k, (float *)g->k, (float *)room));
+        UPIPE_TRY(upi_ring_come_home(r, stage, UPI_V, (float *)own.v, (float *)g->v, (float *)room));
         UPIPE_TRY(upi_give(r, room));
-        if (p->schedule == UPIPE_ORDER) return UPIPE_OK; /* the sums are complete after the last stage */
+        if (!keep) UPIPE_TRY(upi_give_kv(r, g));
+    }
+    if (p->kv_partial) {
+        const int sums = upi_parks_sums(p);
+        UPIPE_TRY(upi_take(r, &room, b->partial, "kv_partial"));
+        if (!sums) UPIPE_TRY(upi_take(r, &parked->k[0], b->home_k, "dk"));
+        UPIPE_TRY(upi_send_partial(r, stage, UPI_K, (float *)own.k, parked->k[0], room));
+        if (!keep) UPIPE_TRY(upi_give(r, own.k));
+        if (!sums) UPIPE_TRY(upi_take(r, &parked->v[0], b->home_v, "dv"));
+        UPIPE_TRY(upi_send_partial(r, stage, UPI_V, (float *)own.v, parked->v[0], room));
+        if (!keep) UPIPE_TRY(upi_give(r, own.v));
+        UPIPE_TRY(upi_give(r, room));
+        if (keep && upi_gathers(p)) UPIPE_TRY(upi_give_kv(r, &own));
+        if (sums) return UPIPE_OK; /* they are complete after the last stage */
         round = 0;
     } else {
-        UPIPE_TRY(upi_take(r, &room, e < 4 ? mine : 0, "kv_cast"));
-        UPIPE_TRY(upi_send_home(r, gk, &parked->k[round], "dk", room));
-        UPIPE_TRY(upi_send_home(r, gv, &parked->v[round], "dv", room));
+        UPIPE_TRY(upi_take(r, &room, p->desc.dtype != UPIPE_F32 ? upi_most(b->k, b->v) : 0, "kv_cast"));
+        UPIPE_TRY(upi_send_home(r, stage, UPI_K, (float *)own.k, &parked->k[round], "dk", room));
+        UPIPE_TRY(upi_send_home(r, stage, UPI_V, (float *)own.v, &parked->v[round], "dv", room));
         UPIPE_TRY(upi_give(r, room));
     }
-    UPIPE_TRY(upi_project_bwd(r, UPI_K, heads, parked->k[round], g->wk));
-    return upi_project_bwd(r, UPI_V, heads, parked->v[round], g->wv);
+    UPIPE_TRY(upi_project_bwd(r, UPI_K, first, parked->k[round], grads->wk));
+    return upi_project_bwd(r, UPI_V, first, parked->v[round], grads->wv);
 }
 
-/* The naive order's f32 sums take the storage type; then dWk and dWv. */
-UPIPE_API upipe_status upi_end_naive(upi_run *r, upi_parked *parked, upipe_grads *g)
+/* f32 sums over rounds take the storage type; then dWk and dWv. */
+UPIPE_API upipe_status upi_end_sums(upi_run *r, upi_parked *parked, upipe_grads *g)
 {
     const upipe_plan *p = r->p;
     int64_t n = p->rows * p->desc.kv_heads;
@@ -164,21 +262,22 @@ UPIPE_API upipe_status upi_end_naive(upi_run *r, upi_parked *parked, upipe_grads
     sums[0] = &parked->k[0];
     sums[1] = &parked->v[0];
     for (i = 0; i < 2 && p->desc.dtype != UPIPE_F32; ++i) {
-        UPIPE_TRY(upi_take(r, &narrow, upipe_plan_rows_bytes(p, p->desc.kv_heads), i == 0 ? "dk" : "dv"));
-        UPIPE_TRY(r->c->ops->cast(r->c, upipe_view_packed(narrow, p->desc.dtype, n, 1, p->desc.head_dim),
-                                  upipe_view_packed(*sums[i], UPIPE_F32, n, 1, p->desc.head_dim)));
+        int dim = upi_dim(p, i == 0 ? UPI_K : UPI_V);
+        UPIPE_TRY(upi_take(r, &narrow, i == 0 ? r->buffers.home_k : r->buffers.home_v, i == 0 ? "dk" : "dv"));
+        UPIPE_TRY(r->c->ops->cast(r->c, upipe_view_packed(narrow, p->desc.dtype, n, 1, dim),
+                                  upipe_view_packed(*sums[i], UPIPE_F32, n, 1, dim)));
         UPIPE_TRY(upi_give(r, *sums[i]));
         *sums[i] = narrow;
     }
-    UPIPE_TRY(upi_project_bwd(r, UPI_K, upi_all_kv_heads(p), parked->k[0], g->wk));
-    return upi_project_bwd(r, UPI_V, upi_all_kv_heads(p), parked->v[0], g->wv);
+    UPIPE_TRY(upi_project_heads_bwd(r, UPI_K, upi_all_kv_heads(p), parked->k[0], g->wk));
+    return upi_project_heads_bwd(r, UPI_V, upi_all_kv_heads(p), parked->v[0], g->wv);
 }
 
-/* dK or dV of the kv_per_rank neighbouring heads from `head` on: a matrix [rows][kv_per_rank * d]. */
-UPIPE_API upipe_view upi_parked_matrix(const upipe_plan *p, void *const *parked, int head)
+/* dK or dV of the neighbouring heads from `head` on that lie together: a matrix [rows][n * dim]. */
+UPIPE_API upipe_view upi_parked_matrix(const upipe_plan *p, void *const *parked, int head, upi_weight which)
 {
-    int stage = 0, rank = 0;
-    size_t block = upipe_plan_rows_bytes(p, p->kv_per_rank);
+    int stage = 0, rank = 0, n = p->kv_partial ? 1 : p->kv_per_rank;
+    size_t block = upipe_plan_rows_bytes(p, n, upi_dim(p, which));
     char *data;
     if (p->kv_partial) {
         data = (char *)parked[0] + (size_t)head * block;
@@ -186,7 +285,7 @@ UPIPE_API upipe_view upi_parked_matrix(const upipe_plan *p, void *const *parked,
         upipe_plan_q_place(p, head * p->group, &stage, &rank);
         data = (char *)parked[upipe_plan_stage(p, stage).round] + (size_t)rank * block;
     }
-    return upipe_view_packed(data, p->desc.dtype, p->rows, 1, p->kv_per_rank * p->desc.head_dim);
+    return upipe_view_packed(data, p->desc.dtype, p->rows, 1, n * upi_dim(p, which));
 }
 
 /* dX = dQ * Wq + dK * Wk + dV * Wv, heads in natural order. */
@@ -199,20 +298,23 @@ UPIPE_API upipe_status upi_grad_x(upi_run *r, upipe_view gx, const upipe_slots *
     UPIPE_TRY(upi_take(r, &room, upi_tile_room(r), "tile"));
     for (row = 0; row < p->rows; row += upi_tile_rows(r->l)) {
         upi_tile tile = upi_tile_at(r, gx, room, row);
-        int head, stage, rank, which;
-        for (head = 0; head < p->desc.heads; head += p->per_rank) {
-            upi_heads one = upi_heads_make(1, p->per_rank, head, 0);
-            upipe_plan_q_place(p, head, &stage, &rank);
-            UPIPE_TRY(upi_tile_add(r, &tile, upi_slot_matrix(p, gq, stage, rank),
-                                   upi_weight_rows(p, (void *)(uintptr_t)r->l->wq, type, one), 0));
+        int head, stage, rank, n;
+        upi_weight which;
+        for (head = 0; head < p->desc.heads; head += n) {
+            n = upipe_plan_q_place(p, head, &stage, &rank).count;
+            UPIPE_TRY(upi_tile_add(
+                r, &tile, upi_slot_matrix(p, gq, stage, rank, p->desc.head_dim),
+                upi_weight_rows(p, (void *)(uintptr_t)r->l->wq, type, upi_heads_make(1, n, head, 0), UPI_Q),
+                0));
         }
-        for (which = UPI_K; which <= UPI_V; ++which) {
+        for (which = UPI_K; which <= UPI_V; which = (upi_weight)(which + 1)) {
             const void *w = which == UPI_K ? r->l->wk : r->l->wv;
             void *const *from = which == UPI_K ? parked->k : parked->v;
-            for (head = 0; head < p->desc.kv_heads; head += p->kv_per_rank) {
-                upi_heads one = upi_heads_make(1, p->kv_per_rank, head, 0);
-                UPIPE_TRY(upi_tile_add(r, &tile, upi_parked_matrix(p, from, head),
-                                       upi_weight_rows(p, (void *)(uintptr_t)w, type, one), 0));
+            for (head = 0; head < p->desc.kv_heads; head += n) {
+                n = p->kv_partial ? 1 : p->kv_per_rank;
+                UPIPE_TRY(upi_tile_add(
+                    r, &tile, upi_parked_matrix(p, from, head, which),
+                    upi_weight_rows(p, (void *)(uintptr_t)w, type, upi_heads_make(1, n, head, 0), which), 0));
             }
         }
         UPIPE_TRY(upi_tile_store(r, &tile, gx, room));
@@ -242,88 +344,139 @@ UPIPE_API upipe_status upi_drop_out(upi_run *r, upipe_saved *save, const upipe_s
     UPIPE_TRY(upi_take_delta(r, save));
     for (stage = 0; stage < r->p->stages; ++stage)
         for (rank = 0; rank < r->p->desc.ranks; ++rank)
-            UPIPE_TRY(upi_delta(r, save, stage, rank, upi_slot_matrix(r->p, gout, stage, rank)));
+            UPIPE_TRY(
+                upi_delta(r, save, stage, rank, upi_slot_matrix(r->p, gout, stage, rank, r->p->desc.v_dim)));
     UPIPE_TRY(upi_give(r, save->out.data));
     save->out.data = NULL;
     return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_layer_bwd(upi_run *r, upipe_view gx, upipe_grads *g, upipe_saved *save,
-                                     upipe_slots *gout)
+/* The gradients of K' and V' of a round, zero. */
+UPIPE_API upipe_status upi_take_kv_grad(upi_run *r, upi_kv *g)
+{
+    const upipe_buffers *b = &r->buffers;
+    const size_t k = upi_gathers(r->p) ? b->all_gk : b->gk, v = upi_gathers(r->p) ? b->all_gv : b->gv;
+    UPIPE_TRY(upi_take(r, &g->k, k, "gk"));
+    return upi_take(r, &g->v, v, "gv");
+}
+
+UPIPE_API upipe_status upi_zero_kv_grad(upi_run *r, const upi_kv *g)
+{
+    const upipe_buffers *b = &r->buffers;
+    UPIPE_TRY(r->c->ops->zero(r->c, g->k, upi_gathers(r->p) ? b->all_gk : b->gk));
+    return r->c->ops->zero(r->c, g->v, upi_gathers(r->p) ? b->all_gv : b->gv);
+}
+
+/* What the stages need that lives through all of them. */
+UPIPE_API upipe_status upi_begin_stages(upi_run *r, upi_parked *parked, upi_kv *kv, upi_kv *g)
 {
     const upipe_plan *p = r->p;
-    upipe_ctx *c = r->c;
-    size_t e = upipe_dtype_bytes(p->desc.dtype), block = upi_block_bytes(p, p->per_rank, e);
-    size_t kv_f32 = upipe_plan_rows_bytes(p, (int64_t)p->desc.ranks * p->kv_per_rank) / e * 4;
-    size_t sums = upipe_plan_rows_bytes(p, p->desc.kv_heads) / e * 4;
-    int64_t stat = p->rows * p->desc.chunk;
-    void *k = NULL, *v = NULL, *gk = NULL, *gv = NULL, *q, *send, *go, *delta, *slot, *norm;
-    upi_parked parked;
-    int i;
-    if (save->delta == NULL) UPIPE_TRY(upi_drop_out(r, save, gout));
-
-    upi_phase(r, UPIPE_BWD_IN);
+    void *norm;
     if (r->bytes.qk_norm) {
         size_t bytes = (size_t)(p->desc.heads + p->desc.kv_heads) * (size_t)p->desc.head_dim * 4;
         UPIPE_TRY(upi_take(r, &norm, bytes, "norm_grad"));
-        UPIPE_TRY(c->ops->zero(c, norm, bytes));
+        UPIPE_TRY(r->c->ops->zero(r->c, norm, bytes));
         r->norm = (float *)norm;
     }
-    if (p->schedule == UPIPE_ORDER) {
-        UPIPE_TRY(upi_take(r, &parked.k[0], sums, "dk"));
-        UPIPE_TRY(upi_take(r, &parked.v[0], sums, "dv"));
-        UPIPE_TRY(c->ops->zero(c, parked.k[0], sums));
-        UPIPE_TRY(c->ops->zero(c, parked.v[0], sums));
+    if (upi_parks_sums(p)) {
+        size_t e = upipe_dtype_bytes(p->desc.dtype), k = r->buffers.home_k / e * 4,
+               v = r->buffers.home_v / e * 4;
+        UPIPE_TRY(upi_take(r, &parked->k[0], k, "dk"));
+        UPIPE_TRY(upi_take(r, &parked->v[0], v, "dv"));
+        UPIPE_TRY(r->c->ops->zero(r->c, parked->k[0], k));
+        UPIPE_TRY(r->c->ops->zero(r->c, parked->v[0], v));
     }
-    for (i = 0; i < p->stages; ++i) {
-        upipe_stage stage = upipe_plan_stage(p, i);
-        upi_heads heads = upi_q_heads(p, i);
+    if (p->schedule != UPIPE_SPANS) return UPIPE_OK;
+    UPIPE_TRY(upi_take_kv_grad(r, g));
+    return upi_take_kept(r, kv);
+}
+
+UPIPE_API upipe_status upi_layer_bwd(upi_run *r, upipe_view gx, upipe_grads *grads, upipe_saved *save,
+                                     upipe_slots *gout)
+{
+    const upipe_plan *p = r->p;
+    const upipe_buffers *b = &r->buffers;
+    upipe_ctx *c = r->c;
+    const int keep = p->schedule == UPIPE_SPANS, me = c->team->rank;
+    upipe_ring_part parts[UPIPE_STAGES_MAX];
+    void *sums[UPIPE_STAGES_MAX], *q = NULL, *go, *delta, *send, *slot;
+    upipe_ring_call call;
+    upi_parked parked;
+    upi_kv kv, g;
+    int i, t;
+    memset(&call, 0, sizeof call);
+    memset(&kv, 0, sizeof kv);
+    memset(&g, 0, sizeof g);
+    if (save->delta == NULL) UPIPE_TRY(upi_drop_out(r, save, gout));
+
+    upi_phase(r, UPIPE_BWD_IN);
+    UPIPE_TRY(upi_begin_stages(r, &parked, &kv, &g));
+    for (i = 0; i < p->stages; i += p->width) {
+        const upipe_stage last = upipe_plan_stage(p, i + p->width - 1);
         upi_phase(r, UPIPE_BWD_IN);
-        if (stage.kv_fresh) {
-            UPIPE_TRY(upi_take(r, &gk, kv_f32, "gk"));
-            UPIPE_TRY(upi_take(r, &gv, kv_f32, "gv"));
-            UPIPE_TRY(c->ops->zero(c, gk, kv_f32));
-            UPIPE_TRY(c->ops->zero(c, gv, kv_f32));
-            UPIPE_TRY(upi_fetch_kv(r, i, &k, &v));
+        if (upipe_plan_stage(p, i).kv_fresh) {
+            if (!keep) UPIPE_TRY(upi_take_kv_grad(r, &g));
+            if (upipe_plan_kv_fresh(p, i, me)) UPIPE_TRY(upi_zero_kv_grad(r, &g));
+            UPIPE_TRY(upi_fetch_kv(r, i, &kv));
         }
-        UPIPE_TRY(upi_take(r, &send, upi_heads_bytes(p, heads), "q_send"));
-        UPIPE_TRY(upi_project(r, UPI_Q, heads, send));
-        UPIPE_TRY(upi_take(r, &q, upi_heads_bytes(p, heads), "q"));
-        UPIPE_TRY(upipe_a2a_to_heads(c, q, send, block, p->desc.batch, upi_each_its_own()));
+        UPIPE_TRY(upi_take(r, &send, b->send, "q_send"));
+        for (t = 0; t < p->width; ++t) {
+            UPIPE_TRY(upi_project(r, UPI_Q, i + t, send));
+            if (t == 0) UPIPE_TRY(upi_take(r, &q, b->q * (size_t)p->width, "q"));
+            parts[t].q = (char *)q + (size_t)t * b->q;
+            UPIPE_TRY(upipe_a2a_to_heads(c, (char *)q + (size_t)t * b->q, send, p, i + t, UPIPE_Q,
+                                         upi_each(r, UPI_Q)));
+        }
 
         upi_phase(r, UPIPE_BWD_OUT);
-        UPIPE_TRY(upi_take(r, &go, upi_heads_bytes(p, heads), "go"));
-        UPIPE_TRY(upi_take(r, &delta, (size_t)stat * 4, "delta_heads"));
-        UPIPE_TRY(upipe_slot_drain(gout, i, &slot, &c->err));
-        UPIPE_TRY(upipe_a2a_to_heads(c, go, slot, block, p->desc.batch, upi_each_its_own()));
-        UPIPE_TRY(upipe_a2a_to_heads(c, delta, save->delta + i * stat, (size_t)(p->local * p->per_rank) * 4,
-                                     p->desc.batch, upi_each_its_own()));
+        UPIPE_TRY(upi_take(r, &go, b->o * (size_t)p->width, "go"));
+        UPIPE_TRY(upi_take(r, &delta, b->stat * (size_t)p->width, "delta_heads"));
+        for (t = 0; t < p->width; ++t) {
+            char *go_t = (char *)go + (size_t)t * b->o, *delta_t = (char *)delta + (size_t)t * b->stat;
+            UPIPE_TRY(upipe_slot_drain(gout, i + t, &slot, &c->err));
+            UPIPE_TRY(upipe_a2a_to_heads(c, go_t, slot, p, i + t, UPIPE_Q, upi_each(r, UPI_V)));
+            UPIPE_TRY(upipe_a2a_to_heads(c, delta_t, save->delta + upipe_plan_before(p, i + t, -1) * p->rows,
+                                         p, i + t, UPIPE_Q, 4));
+            parts[t].go = go_t;
+            parts[t].delta = (float *)(void *)delta_t;
+            parts[t].lse = upi_lse(r, save, i + t);
+        }
 
         upi_phase(r, UPIPE_BWD_ATTN);
-        UPIPE_TRY(upi_attend_bwd(r, q, k, v, go, save->lse + i * stat, (float *)delta, send, (float *)gk,
-                                 (float *)gv));
+        UPIPE_TRY(upi_take_sums(r, sums, b->sum_q, send, "gq_sum", 1));
+        for (t = 0; t < p->width; ++t) parts[t].gq = sums[t];
+        call.gk = (float *)g.k;
+        call.gv = (float *)g.v;
+        UPIPE_TRY(upi_attend(r, &call, parts, i, kv, 1));
         UPIPE_TRY(upi_give(r, delta));
         UPIPE_TRY(upi_give(r, go));
         UPIPE_TRY(upi_give(r, q));
-        if (stage.kv_last) {
-            UPIPE_TRY(upi_give(r, v));
-            UPIPE_TRY(upi_give(r, k));
-        }
+        if (!keep && last.kv_last) UPIPE_TRY(upi_give_kv(r, &kv));
 
         upi_phase(r, UPIPE_BWD_IN);
-        UPIPE_TRY(upipe_slot_lend(gout, i, &slot, &c->err));
-        UPIPE_TRY(upipe_a2a_to_tokens(c, slot, send, block, p->desc.batch));
-        UPIPE_TRY(upipe_slot_fill(gout, i, &c->err));
+        for (t = 0; t < p->width; ++t) {
+            UPIPE_TRY(upi_round_sums(r, send, sums[t], i + t, p->desc.head_dim));
+            UPIPE_TRY(upipe_slot_lend(gout, i + t, &slot, &c->err));
+            UPIPE_TRY(upipe_a2a_to_tokens(c, slot, send, p, i + t, UPIPE_Q, upi_each(r, UPI_Q)));
+            UPIPE_TRY(upipe_slot_fill(gout, i + t, &c->err));
+        }
+        UPIPE_TRY(upi_give_sums(r, sums, send));
         UPIPE_TRY(upi_give(r, send));
-        UPIPE_TRY(upi_project_bwd(r, UPI_Q, heads, slot, g->wq));
-        if (stage.kv_last) UPIPE_TRY(upi_end_round(r, i, (float *)gk, (float *)gv, &parked, g));
+        for (t = 0; t < p->width; ++t)
+            UPIPE_TRY(
+                upi_project_bwd(r, UPI_Q, i + t, gout->data + (size_t)(i + t) * gout->slot_bytes, grads->wq));
+        if (last.kv_last) UPIPE_TRY(upi_end_round(r, i + p->width - 1, &g, &parked, grads));
+    }
+    if (keep) {
+        UPIPE_TRY(upi_give_kv(r, &kv));
+        UPIPE_TRY(upi_give_kv(r, &g));
     }
     UPIPE_TRY(upi_give(r, save->delta));
     save->delta = NULL;
     UPIPE_TRY(upi_give(r, save->lse));
     save->lse = NULL;
-    if (p->schedule == UPIPE_ORDER) UPIPE_TRY(upi_end_naive(r, &parked, g));
-    UPIPE_TRY(upi_grad_gains(r, g));
+    if (upi_parks_sums(p)) UPIPE_TRY(upi_end_sums(r, &parked, grads));
+    UPIPE_TRY(upi_grad_gains(r, grads));
     UPIPE_TRY(upi_grad_x(r, gx, gout, &parked));
     for (i = 0; i < (p->kv_partial ? 1 : p->rounds); ++i) {
         UPIPE_TRY(upi_give(r, parked.k[i]));
@@ -335,12 +488,12 @@ UPIPE_API upipe_status upi_layer_bwd(upi_run *r, upipe_view gx, upipe_grads *g, 
 /* upipe_layer_bwd -- gradients of x and of the weights; Q, K, V are recomputed and exchanged again
  *   gx      [rows][1][D] view, the plan's type, written; its data may be x's: x is read for the last time
  *           before
- *   grads   wq wk wv, and the gains: +=, over this rank's tokens
+ *   grads   wq wk wv, the gains and the sinks: +=, over this rank's tokens (sinks: over its heads)
  *   save    consumed: lse and delta go back to the pool, and so does final_out, unless it is gout
  *   gout    slots full of the gradient of O; consumed: they hold dQ afterwards and stay the caller's.
  *           &save->out after upipe_layer_out_bwd
  *   x       the forward's
- *   bytes   phases BWD_* of upipe_plan_bytes; sends upipe_plan_sent(plan, 1)
+ *   bytes   phases BWD_* of upipe_plan_bytes; sends upipe_plan_sent(plan, 1), to the ring upipe_plan_sent_ring(plan, 1)
  *   errors  as upipe_layer_fwd; save is then good for upipe_saved_free alone, and grads hold part of a sum
  *   paper   Appendix A, with the changes that docs/memory.md explains
  */
@@ -365,6 +518,9 @@ UPIPE_API upipe_status upipe_layer_bwd(upipe_ctx *c, const upipe_layer *l, upipe
     if (s == UPIPE_OK && delta == NULL) s = upi_slots_check(c, l, &save->out, "final_out");
     if (s == UPIPE_OK && run.bytes.qk_norm == 0 && (grads->q_gain != NULL || grads->k_gain != NULL))
         s = upi_fail(&c->err, UPIPE_ERR_ARG, "gradients of gains are wanted without a QK norm");
+    if (s == UPIPE_OK && l->sinks == NULL && grads->sinks != NULL)
+        s = upi_fail(&c->err, UPIPE_ERR_ARG, "a gradient of sinks is wanted without sinks");
+    run.gsinks = grads->sinks;
     if (s == UPIPE_OK) s = upi_layer_bwd(&run, gx, grads, save, gout);
     if (s != UPIPE_OK && delta == NULL) save->delta = NULL; /* taken after the mark: the pool has it back */
     return upi_layer_end(c, s, mark);

@@ -38,13 +38,14 @@ enum {
 /* upipe_rope -- rotary position embedding, in place
  *   x            [count] blocks of tokens x heads x d, block i at x.data + i * step elements
  *   pos0         position of token 0 of every block
+ *   pos_step     positions between neighbouring tokens; 0 = 1
  *   theta        base of the frequencies: pair p of d/2 turns by position * theta^(-2p/d)
  *   interleaved  pairs are (2p, 2p+1); otherwise (p, p + d/2), the layout of Hugging Face's Llama
  *   inverse      turns back: the gradient
  */
 typedef struct upipe_rope {
     upipe_view x;
-    int64_t count, step, pos0;
+    int64_t count, step, pos0, pos_step;
     double theta;
     int interleaved, inverse;
 } upipe_rope;

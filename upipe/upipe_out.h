@@ -1,4 +1,4 @@
-/* upipe_out.h -- the output projection over slots of final_out, forward and backward        layer 4
+/* upipe_out.h -- the output projection over slots of final_out, forward and backward        layer 7
  *
  *     upipe_layer_fwd(&ctx, &layer, &saved, x);
  *     upipe_layer_out_fwd(&ctx, &layer, y, &saved);                          y = O * Wo^T
@@ -13,14 +13,14 @@
 #ifndef UPIPE_OUT_H
 #define UPIPE_OUT_H
 
-#include "upipe_block.h"
+#include "upipe_step.h"
 
-/* Columns of wo (or of its gradient) that belong to the m heads from `head` on: [D][m * d]. */
-UPIPE_API upipe_view upi_out_columns(const upipe_plan *p, void *wo, upipe_dtype dtype, int head)
+/* Columns of wo (or of its gradient) that belong to n heads from `head` on: [D][n * dv]. */
+UPIPE_API upipe_view upi_out_columns(const upipe_plan *p, void *wo, upipe_dtype dtype, int head, int n)
 {
-    int64_t all = (int64_t)p->desc.heads * p->desc.head_dim;
-    char *data = (char *)wo + (size_t)head * (size_t)p->desc.head_dim * upipe_dtype_bytes(dtype);
-    return upipe_view_make(data, dtype, p->desc.model_dim, all, 1, all, p->per_rank * p->desc.head_dim);
+    const int64_t all = upi_out_width(p);
+    char *data = (char *)wo + (size_t)head * (size_t)p->desc.v_dim * upipe_dtype_bytes(dtype);
+    return upipe_view_make(data, dtype, p->desc.model_dim, all, 1, all, n * p->desc.v_dim);
 }
 
 UPIPE_API upipe_status upi_out_check(upipe_ctx *c, const upipe_layer *l, upipe_view y,
@@ -45,8 +45,14 @@ UPIPE_API upi_run upi_out_run(upipe_ctx *c, const upipe_layer *l)
     r.c = c;
     r.l = l;
     r.p = l->plan;
-    r.bytes = upipe_layer_scratch(c->ops, l, 1);
+    upi_run_sizes(&r);
     return r;
+}
+
+/* Bytes of the largest block of O of one stage and rank. */
+UPIPE_API size_t upi_out_block(const upipe_plan *p)
+{
+    return upipe_plan_rows_bytes(p, p->per_rank, p->desc.v_dim);
 }
 
 /* upipe_layer_out_bytes -- what upipe_layer_out_fwd or, with backward, upipe_layer_out_bwd takes from the
@@ -56,7 +62,7 @@ UPIPE_API upi_run upi_out_run(upipe_ctx *c, const upipe_layer *l)
 UPIPE_API size_t upipe_layer_out_bytes(const upipe_plan *p, const upipe_plan_scratch *scratch, int backward)
 {
     if (!backward) return (size_t)(scratch->tile_rows * p->desc.model_dim) * 4 + scratch->gemm;
-    return (size_t)(p->rows * p->desc.heads) * 4 + upipe_plan_rows_bytes(p, p->per_rank) + scratch->gemm;
+    return (size_t)(p->rows * p->desc.heads) * 4 + upi_out_block(p) + scratch->gemm;
 }
 
 UPIPE_API upipe_status upi_layer_out_fwd(upi_run *r, upipe_view y, const upipe_saved *save)
@@ -67,13 +73,11 @@ UPIPE_API upipe_status upi_layer_out_fwd(upi_run *r, upipe_view y, const upipe_s
     UPIPE_TRY(upi_take(r, &room, upi_tile_room(r), "tile"));
     for (row = 0; row < p->rows; row += upi_tile_rows(r->l)) {
         upi_tile tile = upi_tile_at(r, y, room, row);
-        int head, stage, rank;
-        for (head = 0; head < p->desc.heads; head += p->per_rank) {
-            upipe_view o;
-            upipe_plan_q_place(p, head, &stage, &rank);
-            o = upi_slot_matrix(p, &save->out, stage, rank);
-            UPIPE_TRY(upi_tile_add(r, &tile, o,
-                                   upi_out_columns(p, (void *)(uintptr_t)r->l->wo, p->desc.dtype, head),
+        int head, stage, rank, n;
+        for (head = 0; head < p->desc.heads; head += n) {
+            n = upipe_plan_q_place(p, head, &stage, &rank).count;
+            UPIPE_TRY(upi_tile_add(r, &tile, upi_slot_matrix(p, &save->out, stage, rank, p->desc.v_dim),
+                                   upi_out_columns(p, (void *)(uintptr_t)r->l->wo, p->desc.dtype, head, n),
                                    UPIPE_GEMM_TRANS_B));
         }
         UPIPE_TRY(upi_tile_store(r, &tile, y, room));
@@ -99,23 +103,24 @@ UPIPE_API upipe_status upipe_layer_out_fwd(upipe_ctx *c, const upipe_layer *l, u
 UPIPE_API upipe_status upi_layer_out_bwd(upi_run *r, upipe_grads *g, upipe_saved *save, upipe_view gy)
 {
     const upipe_plan *p = r->p;
-    size_t bytes = upipe_plan_rows_bytes(p, p->per_rank);
     void *room;
     int stage, rank;
     UPIPE_TRY(upi_take_delta(r, save));
-    UPIPE_TRY(upi_take(r, &room, bytes, "go_block"));
+    UPIPE_TRY(upi_take(r, &room, upi_out_block(p), "go_block"));
     for (stage = 0; stage < p->stages; ++stage) {
         for (rank = 0; rank < p->desc.ranks; ++rank) {
-            int head = upipe_plan_q_head(p, stage, rank, 0);
-            upipe_view o = upi_slot_matrix(p, &save->out, stage, rank), go = o;
+            const upipe_span q = upipe_plan_q(p, stage, rank);
+            upipe_view o = upi_slot_matrix(p, &save->out, stage, rank, p->desc.v_dim), go = o;
+            if (q.count == 0) continue;
             go.data = room;
-            UPIPE_TRY(
-                upi_gemm(r, go, gy, upi_out_columns(p, (void *)(uintptr_t)r->l->wo, p->desc.dtype, head), 0));
+            UPIPE_TRY(upi_gemm(
+                r, go, gy, upi_out_columns(p, (void *)(uintptr_t)r->l->wo, p->desc.dtype, q.first, q.count),
+                0));
             UPIPE_TRY(upi_delta(r, save, stage, rank, go));
             if (g->wo != NULL)
-                UPIPE_TRY(upi_gemm(r, upi_out_columns(p, g->wo, UPIPE_F32, head), gy, o,
+                UPIPE_TRY(upi_gemm(r, upi_out_columns(p, g->wo, UPIPE_F32, q.first, q.count), gy, o,
                                    UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
-            UPIPE_TRY(r->c->ops->copy(r->c, o.data, room, bytes));
+            UPIPE_TRY(r->c->ops->copy(r->c, o.data, room, upipe_plan_rows_bytes(p, q.count, p->desc.v_dim)));
         }
     }
     return upi_give(r, room);

@@ -1,4 +1,4 @@
-/* upipe_plan.h -- which heads when, how many bytes: the schedule in closed form        layer 1, includes base
+/* upipe_plan.h -- which heads when, and what is sent: the schedule in closed form        layer 2, includes shard
  *
  * A description of the run goes in, numbers come out; nothing is allocated and nothing runs.
  *
@@ -7,11 +7,12 @@
  *     upipe_plan p;
  *     upipe_plan_init(&p, &d, &err);                    p.stages = 4: UPipe with the smallest chunk, U = C
  *
- * DeepSpeed-Ulysses is the plan with chunk = heads: one stage.
+ * DeepSpeed-Ulysses is the plan with chunk = heads: one stage. Ring attention is the plan with one rank in its team
+ * and R in its ring, in one stage; with C ranks in the team and R in the ring it is USP, or UPipe over a ring.
  *
- * Letters of the paper: S tokens, C ranks, H heads, Hkv kv_heads, G = H/Hkv, U chunk, m = U/C heads a rank
- * and stage, nu = H/U stages, gamma = 1 + 2/G. T = S/C. rows = batch * T. A unit is rows * model_dim
- * elements.
+ * Letters of the paper: S tokens, C ranks, R ring, H heads, Hkv kv_heads, G = H/Hkv, U chunk, m = U/C heads a rank
+ * and stage, nu = H/U stages, gamma = 1 + 2/G. T = S/(C*R) tokens of a sequence on a rank. rows = batch * T. A unit is
+ * rows * model_dim elements.
  *
  * Schedules (section 4.1 of the paper; query head h always reads key/value head h/G, weights stay in their
  * order):
@@ -20,64 +21,111 @@
  *     WHOLE  m a multiple of G      stage i:         kv heads (i*C + r)*m/G .., query heads (i*C + r)*m ..
  *     SPLIT  C > Hkv                all stages:      kv head r / (C/Hkv),    query heads r*(H/C) + t*m ..
  *     ORDER  the naive order        stage i:         the kv heads it needs,  query heads i*U + r*m ..
+ *     SPANS  all other numbers      rank r has query heads r*H/C .. (r+1)*H/C - 1, rounded down, and takes up to m of
+ *                                   them a stage: the rest of a group, or whole groups
  *
- * A round is the stages over which K and V stay; they travel in its first stage only.
+ * A round is the stages over which K and V stay; they travel in its first stage only. In SPANS each rank has rounds of
+ * its own: a stage sends K and V to those ranks alone that need other ones than before.
  */
 #ifndef UPIPE_PLAN_H
 #define UPIPE_PLAN_H
 
-#include "upipe_base.h"
+#include "upipe_shard.h"
 
-typedef enum upipe_schedule { UPIPE_GROUP, UPIPE_WHOLE, UPIPE_SPLIT, UPIPE_ORDER } upipe_schedule;
+typedef enum upipe_schedule {
+    UPIPE_GROUP,
+    UPIPE_WHOLE,
+    UPIPE_SPLIT,
+    UPIPE_ORDER,
+    UPIPE_SPANS
+} upipe_schedule;
+
+/* How K and V of the ring's other ranks reach a rank's queries.
+ *   SHIFT   they go round while a round's stages attend together: Q', O of all its stages are held at once
+ *   GATHER  those of a round are gathered and held: R times K' and V'
+ *   AUTO    the one that holds less in the backward
+ */
+typedef enum upipe_ring_mode { UPIPE_RING_AUTO, UPIPE_RING_SHIFT, UPIPE_RING_GATHER } upipe_ring_mode;
 
 enum { UPIPE_STAGES_MAX = 256 };
 
 /* upipe_plan_desc -- what to run. Zero means the default.
- *   tokens      S, of the whole sequence; a multiple of ranks
+ *   tokens      S, of the whole sequence; any number >= ranks * ring (2 * ring with ZIGZAG)
  *   batch       sequences side by side; 1
  *   ranks       C, of the all-to-all; 1
+ *   rank        this one of them. Matters where tokens or heads do not divide, or with a ring: then each rank has a
+ *               plan of its own
+ *   ring        R, ranks of the ring; 1
+ *   ring_rank   this one of them
+ *   ring_inner  ranks of an inner ring, neighbours in the ring (those of a node): a double ring; 0 = none
+ *   ring_mode   see upipe_ring_mode
+ *   layout      how the ring shares tokens
  *   heads       H
  *   kv_heads    Hkv; heads
- *   head_dim    d
+ *   head_dim    d, of Q and K
+ *   v_dim       of V and O; head_dim
  *   model_dim   D; heads * head_dim
- *   chunk       U, query heads a stage over all ranks; ranks
+ *   chunk       U, query heads a stage over all ranks, a multiple of ranks, or all heads; ranks
  *   naive       nonzero: heads in their order, K and V sent again in every stage (the paper's strawman)
  *   dtype       storage of activations and weights
  */
 typedef struct upipe_plan_desc {
     int64_t tokens, batch;
     int64_t model_dim;
-    int ranks, heads, kv_heads, head_dim, chunk, naive;
+    int ranks, rank, ring, ring_rank, ring_inner;
+    int heads, kv_heads, head_dim, v_dim, chunk, naive;
+    upipe_ring_mode ring_mode;
+    upipe_layout layout;
     upipe_dtype dtype;
 } upipe_plan_desc;
 
 typedef struct upipe_plan {
-    upipe_plan_desc desc; /* with the defaults filled in */
-    int64_t local;        /* T: tokens of one sequence on a rank */
+    upipe_plan_desc desc; /* with the defaults filled in; ring_mode is never AUTO */
+    upipe_shard held;     /* tokens of a sequence that this rank's team holds */
+    upipe_shard shard;    /* of these, this rank's */
+    int64_t local;        /* T: tokens of one sequence on this rank */
     int64_t rows;         /* batch * T */
+    int64_t seq;          /* tokens of a sequence that the team holds: S/R */
     int group;            /* G */
     int stages;           /* nu */
-    int per_rank;         /* m: query heads a rank and stage */
-    int kv_per_rank;      /* key/value heads a rank and round */
+    int per_rank;         /* m: query heads a rank and stage, at most */
+    int kv_per_rank;      /* key/value heads a rank and round, at most */
     int rounds, steps;    /* stages = rounds * steps */
-    int kv_partial;       /* several ranks or stages share a kv head: its gradient is a sum of partial ones */
+    int width;      /* stages that attend together: steps, where K and V shift round a ring; otherwise 1 */
+    int kv_partial; /* several ranks or stages share a kv head: its gradient is a sum of partial ones */
     upipe_schedule schedule;
 } upipe_plan;
 
 typedef struct upipe_stage {
     int round, step;
-    int kv_fresh; /* K and V are fetched before this stage's attention */
+    int kv_fresh; /* K and V are fetched before this stage's attention, on some rank */
     int kv_last;  /* no later stage reads them */
 } upipe_stage;
+
+/* Heads first .. first + count - 1. */
+typedef struct upipe_span {
+    int first, count;
+} upipe_span;
+
+/* What a stage exchanges: Q (and O, dO, dQ); K and V that are fetched; their gradients that go home. */
+typedef enum upipe_which { UPIPE_Q, UPIPE_KV, UPIPE_KV_DONE } upipe_which;
+
+UPIPE_API upipe_span upi_span_make(int first, int count)
+{
+    upipe_span s;
+    s.first = first;
+    s.count = count;
+    return s;
+}
 
 UPIPE_API upipe_status upi_plan_sizes(const upipe_plan *p, upipe_err *e)
 {
     const upipe_plan_desc *d = &p->desc;
-    int64_t width = (int64_t)d->heads * d->head_dim, all;
+    int64_t dim = d->v_dim > d->head_dim ? d->v_dim : d->head_dim, width = (int64_t)d->heads * dim, all;
     /* The largest product is a sum of a few tensors of tokens x (widest row) x 4 bytes: 16 of them are an
      * upper bound. */
     if (d->model_dim > width) width = d->model_dim;
-    if ((int64_t)d->ranks * d->head_dim > width) width = (int64_t)d->ranks * d->head_dim;
+    if ((int64_t)d->ranks * p->per_rank * dim > width) width = (int64_t)d->ranks * p->per_rank * dim;
     if (!upi_mul(&all, d->tokens, d->batch) || !upi_mul(&all, all, width) || !upi_mul(&all, all, 64) ||
         !upi_mul(&all, all, p->group > 1 ? 2 : 6))
         return upi_fail(e, UPIPE_ERR_OVERFLOW,
@@ -86,122 +134,302 @@ UPIPE_API upipe_status upi_plan_sizes(const upipe_plan *p, upipe_err *e)
     return UPIPE_OK;
 }
 
-/* upipe_plan_init -- checks the description, fills in its defaults, derives the schedule
- *   errors  ARG (numbers that make no sense or do not divide: the sentence has them), UNSUPPORTED (ragged
- *           head counts), OVERFLOW
- *   paper   sections 3.3 and 4.1
- */
-UPIPE_API upipe_status upipe_plan_init(upipe_plan *p, const upipe_plan_desc *desc, upipe_err *e)
+/* ---- SPANS ---- */
+
+/* Query heads of a rank's next stage, of begin .. end - 1 those from `first` on: a part of one group, its rest, or
+ * several groups of which the last one may be cut by `end`. */
+UPIPE_API int upi_spans_next(int begin, int first, int end, int m, int group)
 {
-    upipe_plan_desc d = *desc;
-    int m, group;
-    memset(p, 0, sizeof *p);
-    if (d.batch == 0) d.batch = 1;
-    if (d.ranks == 0) d.ranks = 1;
-    if (d.kv_heads == 0) d.kv_heads = d.heads;
-    if (d.chunk == 0) d.chunk = d.ranks;
-    if (d.tokens < 1 || d.batch < 1 || d.ranks < 1 || d.heads < 1 || d.kv_heads < 1 || d.head_dim < 1 ||
-        d.chunk < 1 || d.model_dim < 0)
-        return upi_fail(
-            e, UPIPE_ERR_ARG,
-            "a plan needs positive sizes: tokens %lld, batch %lld, ranks %d, heads %d, kv heads %d, "
-            "head dim %d, chunk %d, model dim %lld",
-            (long long)d.tokens, (long long)d.batch, d.ranks, d.heads, d.kv_heads, d.head_dim, d.chunk,
-            (long long)d.model_dim);
-    if (d.dtype != UPIPE_F32 && d.dtype != UPIPE_BF16 && d.dtype != UPIPE_F16)
-        return upi_fail(e, UPIPE_ERR_ARG, "data type %d is none of f32, bf16 and f16", (int)d.dtype);
-    if ((int64_t)d.heads * d.head_dim > INT32_MAX || d.model_dim > INT32_MAX)
-        return upi_fail(e, UPIPE_ERR_OVERFLOW,
-                        "rows of %d heads of %d elements, or of model dim %lld, leave 31 bits", d.heads,
-                        d.head_dim, (long long)d.model_dim);
-    if (d.model_dim == 0) d.model_dim = (int64_t)d.heads * d.head_dim;
-    if (d.tokens % d.ranks != 0)
-        return upi_fail(e, UPIPE_ERR_ARG, "%lld tokens do not divide into %d ranks", (long long)d.tokens,
-                        d.ranks);
-    if (d.heads % d.kv_heads != 0)
-        return upi_fail(e, UPIPE_ERR_ARG, "%d query heads are no multiple of %d key/value heads", d.heads,
-                        d.kv_heads);
-    if (d.heads % d.ranks != 0)
-        return upi_fail(e, UPIPE_ERR_UNSUPPORTED, "%d heads do not divide into %d ranks", d.heads, d.ranks);
-    if (d.chunk % d.ranks != 0)
-        return upi_fail(e, UPIPE_ERR_ARG, "a chunk of %d heads does not divide into %d ranks", d.chunk,
-                        d.ranks);
-    if (d.heads % d.chunk != 0)
-        return upi_fail(e, UPIPE_ERR_ARG, "%d heads do not divide into chunks of %d", d.heads, d.chunk);
-    if (d.heads / d.chunk > UPIPE_STAGES_MAX)
-        return upi_fail(e, UPIPE_ERR_UNSUPPORTED, "%d stages, at most %d", d.heads / d.chunk,
-                        UPIPE_STAGES_MAX);
-    m = d.chunk / d.ranks;
-    group = d.heads / d.kv_heads;
-    p->local = d.tokens / d.ranks;
-    p->rows = p->local * d.batch;
-    p->group = group;
-    p->stages = d.heads / d.chunk;
+    int left = end - first, n = group - first % group;
+    if (n > left) n = left;
+    if (n > m) return m;
+    if (first % group != 0 && first != begin) return n; /* K and V of this group are here already */
+    while (n < left) {
+        int more = left - n < group ? left - n : group;
+        if (n + more > m) break;
+        n += more;
+    }
+    return n;
+}
+
+/* Query heads of a rank in a stage; count 0 after its last one. *fresh: their K and V are not there yet. */
+UPIPE_API upipe_span upi_spans_stage(const upipe_plan *p, int stage, int rank, int *fresh)
+{
+    const int begin = (int)upipe_cut(p->desc.heads, p->desc.ranks, rank);
+    const int end = (int)upipe_cut(p->desc.heads, p->desc.ranks, rank + 1);
+    int first = begin, n = 0, i;
+    for (i = 0; i <= stage; ++i) {
+        first += n;
+        n = first < end ? upi_spans_next(begin, first, end, p->per_rank, p->group) : 0;
+    }
+    *fresh = n > 0 && (first == begin || first % p->group == 0);
+    return upi_span_make(first, n);
+}
+
+/* Key/value heads that some query heads read. */
+UPIPE_API upipe_span upi_kv_of(const upipe_plan *p, upipe_span q)
+{
+    int first = q.first / p->group;
+    return upi_span_make(first, q.count > 0 ? (q.first + q.count - 1) / p->group + 1 - first : 0);
+}
+
+UPIPE_API void upi_plan_spans(upipe_plan *p)
+{
+    int rank, fresh;
+    p->schedule = UPIPE_SPANS;
+    p->kv_partial = 1;
+    p->stages = 0;
+    p->kv_per_rank = 1;
+    for (rank = 0; rank < p->desc.ranks; ++rank) {
+        int stage = 0;
+        for (;; ++stage) {
+            upipe_span q = upi_spans_stage(p, stage, rank, &fresh), kv = upi_kv_of(p, q);
+            if (q.count == 0) break;
+            if (kv.count > p->kv_per_rank) p->kv_per_rank = kv.count;
+        }
+        if (stage > p->stages) p->stages = stage;
+    }
+    p->rounds = p->stages;
+    p->steps = 1;
+}
+
+/* ---- making a plan ---- */
+
+/* The schedule of a description whose numbers make sense. */
+UPIPE_API upipe_status upi_plan_schedule(upipe_plan *p, upipe_err *e)
+{
+    const upipe_plan_desc *d = &p->desc;
+    const int group = p->group,
+              m = d->chunk == d->heads ? (d->heads + d->ranks - 1) / d->ranks : d->chunk / d->ranks;
+    const int even = d->heads % d->ranks == 0 && d->heads % (m * d->ranks) == 0;
     p->per_rank = m;
+    p->stages = even ? d->heads / (m * d->ranks) : 0;
     p->kv_per_rank = m > group ? m / group : 1;
     p->rounds = p->stages;
     p->steps = 1;
-    if (m % group == 0) {
+    if (even && m % group == 0) {
         p->schedule = UPIPE_WHOLE; /* the naive order is the same one here */
-    } else if (d.naive) {
-        if (m > group || group % m != 0)
-            return upi_fail(e, UPIPE_ERR_UNSUPPORTED, "%d heads a rank do not fit groups of %d in order", m,
-                            group);
+    } else if (d->naive) {
+        if (!even || group % m != 0)
+            return upi_fail(e, UPIPE_ERR_UNSUPPORTED,
+                            "%d heads in chunks of %d over %d ranks do not fit groups of %d in order",
+                            d->heads, d->chunk, d->ranks, group);
         p->schedule = UPIPE_ORDER;
         p->kv_partial = 1;
-    } else if (d.kv_heads % d.ranks == 0) {
-        if (group % m != 0)
-            return upi_fail(e, UPIPE_ERR_UNSUPPORTED,
-                            "%d heads a rank and stage neither divide groups of %d nor "
-                            "hold whole ones",
-                            m, group);
+    } else if (even && d->kv_heads % d->ranks == 0 && group % m == 0) {
         p->schedule = UPIPE_GROUP;
-        p->rounds = d.kv_heads / d.ranks;
+        p->rounds = d->kv_heads / d->ranks;
         p->steps = group / m;
-    } else if (d.ranks % d.kv_heads == 0) {
+    } else if (even && d->ranks % d->kv_heads == 0) {
         p->schedule = UPIPE_SPLIT;
         p->rounds = 1;
         p->steps = p->stages;
         p->kv_partial = 1;
     } else {
-        return upi_fail(e, UPIPE_ERR_UNSUPPORTED,
-                        "%d key/value heads and %d ranks: neither divides the other", d.kv_heads, d.ranks);
+        upi_plan_spans(p);
     }
+    if (p->stages > UPIPE_STAGES_MAX)
+        return upi_fail(e, UPIPE_ERR_UNSUPPORTED, "%d stages, at most %d", p->stages, UPIPE_STAGES_MAX);
+    return UPIPE_OK;
+}
+
+/* Whether a ring holds less with K and V gathered: R times K', V' and their gradients in f32, against Q', dO', dQ' and
+ * delta of the round's other stages and the buffers on the way. */
+UPIPE_API upipe_ring_mode upi_plan_ring_mode(const upipe_plan *p)
+{
+    const upipe_plan_desc *d = &p->desc;
+    int64_t e = (int64_t)upipe_dtype_bytes(d->dtype), both = d->head_dim + d->v_dim;
+    int64_t kv = p->kv_per_rank * both * (e + 4), q = p->per_rank * (both * e + d->head_dim * (int64_t)4 + 8);
+    if (p->schedule == UPIPE_SPANS) return UPIPE_RING_GATHER;
+    return (d->ring - 1) * kv < (p->steps - 1) * q + 2 * kv ? UPIPE_RING_GATHER : UPIPE_RING_SHIFT;
+}
+
+/* What the ring adds to a plan: who holds which tokens, and how K and V go round. */
+UPIPE_API upipe_status upi_plan_ring(upipe_plan *p, upipe_err *e)
+{
+    upipe_plan_desc *d = &p->desc;
+    int64_t least = (int64_t)d->ranks * d->ring * (d->layout == UPIPE_ZIGZAG && d->ring > 1 ? 2 : 1);
+    if ((int)d->layout < 0 || d->layout >= UPIPE_LAYOUTS)
+        return upi_fail(e, UPIPE_ERR_ARG, "layout %d is none of contiguous, zigzag and striped",
+                        (int)d->layout);
+    if ((int)d->ring_mode < 0 || d->ring_mode > UPIPE_RING_GATHER)
+        return upi_fail(e, UPIPE_ERR_ARG, "ring mode %d is none of auto, shift and gather",
+                        (int)d->ring_mode);
+    if (d->tokens < least)
+        return upi_fail(e, UPIPE_ERR_ARG, "%lld tokens are fewer than %lld, one for each part of %d ranks%s",
+                        (long long)d->tokens, (long long)least, d->ranks * d->ring,
+                        d->layout == UPIPE_ZIGZAG && d->ring > 1 ? ", two parts a rank" : "");
+    if (d->ring == 1 && (d->ring_inner > 1 || d->ring_mode != UPIPE_RING_AUTO))
+        return upi_fail(e, UPIPE_ERR_ARG, "an inner ring of %d or ring mode %d without a ring", d->ring_inner,
+                        (int)d->ring_mode);
+    if (d->ring % (d->ring_inner > 0 ? d->ring_inner : 1) != 0)
+        return upi_fail(e, UPIPE_ERR_ARG, "a ring of %d does not divide into inner rings of %d", d->ring,
+                        d->ring_inner);
+    if (d->ring > 1 && d->ring_mode == UPIPE_RING_AUTO && d->ring_inner <= 1)
+        d->ring_mode = upi_plan_ring_mode(p);
+    if (d->ring_inner > 1 && d->ring_mode == UPIPE_RING_AUTO) d->ring_mode = UPIPE_RING_SHIFT;
+    if (d->ring_inner > 1 && d->ring_mode == UPIPE_RING_GATHER)
+        return upi_fail(e, UPIPE_ERR_ARG, "an inner ring of %d, but K and V are gathered", d->ring_inner);
+    if (d->ring > 1 && d->ring_mode == UPIPE_RING_SHIFT && p->schedule == UPIPE_SPANS && p->stages > 1)
+        return upi_fail(
+            e, UPIPE_ERR_UNSUPPORTED,
+            "%d/%d heads over %d ranks in %d stages have no common rounds: K and V cannot shift round a "
+            "ring, but be gathered",
+            d->heads, d->kv_heads, d->ranks, p->stages);
+    p->width = d->ring > 1 && d->ring_mode == UPIPE_RING_SHIFT ? p->steps : 1;
+    p->held = upipe_shard_ring(d->layout, d->tokens, d->ring, d->ring_rank);
+    p->shard = upipe_shard_team(&p->held, d->ranks, d->rank);
+    p->seq = p->held.n;
+    p->local = p->shard.n;
+    p->rows = p->local * d->batch;
+    return UPIPE_OK;
+}
+
+/* upipe_plan_init -- checks the description, fills in its defaults, derives the schedule
+ *   errors  ARG (numbers that make no sense: the sentence has them), UNSUPPORTED (a naive order that has none, too many
+ *           stages), OVERFLOW
+ *   paper   sections 3.3 and 4.1
+ */
+UPIPE_API upipe_status upipe_plan_init(upipe_plan *p, const upipe_plan_desc *desc, upipe_err *e)
+{
+    upipe_plan_desc d = *desc;
+    memset(p, 0, sizeof *p);
+    if (d.batch == 0) d.batch = 1;
+    if (d.ranks == 0) d.ranks = 1;
+    if (d.ring == 0) d.ring = 1;
+    if (d.kv_heads == 0) d.kv_heads = d.heads;
+    if (d.v_dim == 0) d.v_dim = d.head_dim;
+    if (d.chunk == 0) d.chunk = d.ranks < d.heads ? d.ranks : d.heads;
+    if (d.tokens < 1 || d.batch < 1 || d.ranks < 1 || d.ring < 1 || d.heads < 1 || d.kv_heads < 1 ||
+        d.head_dim < 1 || d.v_dim < 1 || d.chunk < 1 || d.model_dim < 0 || d.ring_inner < 0)
+        return upi_fail(
+            e, UPIPE_ERR_ARG,
+            "a plan needs positive sizes: tokens %lld, batch %lld, ranks %d, ring %d (inner %d), heads %d, kv heads %d, "
+            "head dim %d, v dim %d, chunk %d, model dim %lld",
+            (long long)d.tokens, (long long)d.batch, d.ranks, d.ring, d.ring_inner, d.heads, d.kv_heads,
+            d.head_dim, d.v_dim, d.chunk, (long long)d.model_dim);
+    if (d.rank < 0 || d.rank >= d.ranks || d.ring_rank < 0 || d.ring_rank >= d.ring)
+        return upi_fail(e, UPIPE_ERR_ARG, "rank %d of %d, ring rank %d of %d", d.rank, d.ranks, d.ring_rank,
+                        d.ring);
+    if (d.dtype != UPIPE_F32 && d.dtype != UPIPE_BF16 && d.dtype != UPIPE_F16)
+        return upi_fail(e, UPIPE_ERR_ARG, "data type %d is none of f32, bf16 and f16", (int)d.dtype);
+    if ((int64_t)d.heads * (d.head_dim > d.v_dim ? d.head_dim : d.v_dim) > INT32_MAX ||
+        d.model_dim > INT32_MAX || (int64_t)d.ranks * d.ring > INT32_MAX / 2)
+        return upi_fail(
+            e, UPIPE_ERR_OVERFLOW,
+            "rows of %d heads of %d elements, or of model dim %lld, or %d x %d ranks leave 31 bits", d.heads,
+            d.head_dim > d.v_dim ? d.head_dim : d.v_dim, (long long)d.model_dim, d.ranks, d.ring);
+    if (d.model_dim == 0) d.model_dim = (int64_t)d.heads * d.head_dim;
+    if (d.heads % d.kv_heads != 0)
+        return upi_fail(e, UPIPE_ERR_ARG, "%d query heads are no multiple of %d key/value heads", d.heads,
+                        d.kv_heads);
+    if (d.chunk != d.heads && d.chunk % d.ranks != 0)
+        return upi_fail(e, UPIPE_ERR_ARG, "a chunk of %d heads does not divide into %d ranks", d.chunk,
+                        d.ranks);
+    if (d.chunk > d.heads) return upi_fail(e, UPIPE_ERR_ARG, "a chunk of %d of %d heads", d.chunk, d.heads);
     p->desc = d;
+    p->group = d.heads / d.kv_heads;
+    UPIPE_TRY(upi_plan_schedule(p, e));
+    UPIPE_TRY(upi_plan_ring(p, e));
     return upi_plan_sizes(p, e);
+}
+
+/* ---- heads ---- */
+
+/* Query heads of a rank in a stage; none is left out and none comes twice. */
+UPIPE_API upipe_span upipe_plan_q(const upipe_plan *p, int stage, int rank)
+{
+    int ranks = p->desc.ranks, m = p->per_rank, fresh;
+    if (p->schedule == UPIPE_SPANS) return upi_spans_stage(p, stage, rank, &fresh);
+    if (p->schedule == UPIPE_GROUP)
+        return upi_span_make((stage / p->steps * ranks + rank) * p->group + stage % p->steps * m, m);
+    if (p->schedule == UPIPE_SPLIT) return upi_span_make(rank * (p->desc.heads / ranks) + stage * m, m);
+    return upi_span_make((stage * ranks + rank) * m, m);
+}
+
+/* Key/value heads that a rank's query heads of a stage read. */
+UPIPE_API upipe_span upipe_plan_kv(const upipe_plan *p, int stage, int rank)
+{
+    return upi_kv_of(p, upipe_plan_q(p, stage, rank));
+}
+
+/* Whether a rank fetches K and V in a stage; otherwise it has them, or needs none. */
+UPIPE_API int upipe_plan_kv_fresh(const upipe_plan *p, int stage, int rank)
+{
+    int fresh;
+    if (p->schedule != UPIPE_SPANS) return stage % p->steps == 0;
+    upi_spans_stage(p, stage, rank, &fresh);
+    return fresh;
+}
+
+/* Whether no later stage of this rank reads the K and V that it has in this one. */
+UPIPE_API int upipe_plan_kv_last(const upipe_plan *p, int stage, int rank)
+{
+    if (p->schedule != UPIPE_SPANS) return stage % p->steps == p->steps - 1;
+    if (upipe_plan_q(p, stage, rank).count == 0) return 0;
+    return upipe_plan_q(p, stage + 1, rank).count == 0 || upipe_plan_kv_fresh(p, stage + 1, rank);
+}
+
+/* The heads that a rank gets (Q, KV), or sends home (KV_DONE), in a stage's exchange; perhaps none. */
+UPIPE_API upipe_span upipe_plan_part(const upipe_plan *p, upipe_which which, int stage, int rank)
+{
+    if (which == UPIPE_Q) return upipe_plan_q(p, stage, rank);
+    if (which == UPIPE_KV ? upipe_plan_kv_fresh(p, stage, rank) : upipe_plan_kv_last(p, stage, rank))
+        return upipe_plan_kv(p, stage, rank);
+    return upi_span_make(0, 0);
+}
+
+/* Whether a rank reads the same block of the send buffer as the rank before: K and V that several ranks need are
+ * projected once. */
+UPIPE_API int upi_same_block(upipe_which which, upipe_span before, upipe_span s)
+{
+    return which == UPIPE_KV && s.count > 0 && s.count == before.count && s.first == before.first;
+}
+
+/* Heads in a stage's buffer of all ranks: the send buffer, or for KV_DONE what comes home. */
+UPIPE_API int upipe_plan_buffer(const upipe_plan *p, upipe_which which, int stage)
+{
+    upipe_span before = upi_span_make(0, 0);
+    int rank, sum = 0;
+    for (rank = 0; rank < p->desc.ranks; ++rank) {
+        upipe_span s = upipe_plan_part(p, which, stage, rank);
+        if (!upi_same_block(which, before, s)) sum += s.count;
+        before = s;
+    }
+    return sum;
 }
 
 /* Round and step of a stage, and whether K and V travel in it. */
 UPIPE_API upipe_stage upipe_plan_stage(const upipe_plan *p, int stage)
 {
     upipe_stage s;
+    int rank;
     s.round = stage / p->steps;
     s.step = stage % p->steps;
     s.kv_fresh = s.step == 0;
     s.kv_last = s.step == p->steps - 1;
+    if (p->schedule == UPIPE_SPANS) {
+        s.kv_fresh = s.kv_last = 0;
+        for (rank = 0; rank < p->desc.ranks; ++rank) {
+            s.kv_fresh |= upipe_plan_kv_fresh(p, stage, rank);
+            s.kv_last |= upipe_plan_kv_last(p, stage, rank);
+        }
+    }
     return s;
 }
 
-/* Query head j < m of a rank and stage; heads j = 0 .. m-1 are neighbours. */
-UPIPE_API int upipe_plan_q_head(const upipe_plan *p, int stage, int rank, int j)
+/* Query heads of a rank (rank < 0: of all ranks) in the stages before this one. */
+UPIPE_API int upipe_plan_before(const upipe_plan *p, int stage, int rank)
 {
-    int ranks = p->desc.ranks, m = p->per_rank;
-    if (p->schedule == UPIPE_GROUP)
-        return (stage / p->steps * ranks + rank) * p->group + stage % p->steps * m + j;
-    if (p->schedule == UPIPE_SPLIT) return rank * (p->desc.heads / ranks) + stage * m + j;
-    return (stage * ranks + rank) * m + j;
+    int sum = 0, i;
+    if (p->schedule != UPIPE_SPANS) return stage * p->per_rank * (rank < 0 ? p->desc.ranks : 1);
+    for (i = 0; i < stage; ++i)
+        sum += rank < 0 ? upipe_plan_buffer(p, UPIPE_Q, i) : upipe_plan_q(p, i, rank).count;
+    return sum;
 }
 
-/* Heads between the first query head of rank r and that of rank r + 1, in any stage. */
-UPIPE_API int upipe_plan_q_step(const upipe_plan *p)
-{
-    if (p->schedule == UPIPE_GROUP) return p->group;
-    if (p->schedule == UPIPE_SPLIT) return p->desc.heads / p->desc.ranks;
-    return p->per_rank;
-}
-
-/* The inverse: which stage and rank own the m neighbouring heads that begin at `head`, a multiple of m. */
-UPIPE_API void upipe_plan_q_place(const upipe_plan *p, int head, int *stage, int *rank)
+/* The inverse of upipe_plan_q: which stage and rank own a query head. Returns their span. */
+UPIPE_API upipe_span upipe_plan_q_place(const upipe_plan *p, int head, int *stage, int *rank)
 {
     int ranks = p->desc.ranks, m = p->per_rank;
     if (p->schedule == UPIPE_GROUP) {
@@ -212,60 +440,58 @@ UPIPE_API void upipe_plan_q_place(const upipe_plan *p, int head, int *stage, int
         int each = p->desc.heads / ranks;
         *rank = head / each;
         *stage = head % each / m;
+    } else if (p->schedule == UPIPE_SPANS) {
+        upipe_span q;
+        *rank = (int)(((int64_t)head * ranks + ranks - 1) / p->desc.heads);
+        while (*rank >= ranks || upipe_cut(p->desc.heads, ranks, *rank) > head) --*rank;
+        for (*stage = 0;; ++*stage) {
+            q = upipe_plan_q(p, *stage, *rank);
+            if (head < q.first + q.count) return q;
+        }
     } else {
         *rank = head / m % ranks;
         *stage = head / m / ranks;
     }
+    return upipe_plan_q(p, *stage, *rank);
 }
 
-/* Key/value head j < kv_per_rank that a rank holds in a stage. */
-UPIPE_API int upipe_plan_kv_head(const upipe_plan *p, int stage, int rank, int j)
+/* Heads in a stage's buffer of all ranks before a rank's own. */
+UPIPE_API int upipe_plan_offset(const upipe_plan *p, upipe_which which, int stage, int rank)
 {
-    return upipe_plan_q_head(p, stage, rank, 0) / p->group + j;
-}
-
-/* upipe_share -- which block of a send buffer a rank reads: (offset + rank * step) / span
- *
- * With one block a rank that is the rank itself (0, 1, 1). Where ranks share key/value heads, one block
- * serves several.
- */
-typedef struct upipe_share {
-    int offset, step, span;
-} upipe_share;
-
-/* The block of the send buffer that goes to this rank. */
-UPIPE_API int upipe_share_block(upipe_share s, int rank)
-{
-    return (s.offset + rank * s.step) / s.span;
-}
-
-/* Who reads which block of the K (or V) send buffer in a stage. */
-UPIPE_API upipe_share upipe_plan_kv_share(const upipe_plan *p, int stage)
-{
-    upipe_share s;
-    s.offset = 0;
-    s.step = s.span = 1;
-    if (p->schedule == UPIPE_SPLIT) {
-        s.span = p->desc.ranks / p->desc.kv_heads;
-    } else if (p->schedule == UPIPE_ORDER) {
-        s.offset = stage * p->desc.chunk % p->group;
-        s.step = p->per_rank;
-        s.span = p->group;
+    upipe_span before = upi_span_make(0, 0), s;
+    int sum = 0, r;
+    if (which == UPIPE_Q && p->schedule != UPIPE_SPANS) return rank * p->per_rank;
+    for (r = 0; r <= rank; ++r) {
+        s = upipe_plan_part(p, which, stage, r);
+        if (r > 0 && !upi_same_block(which, before, s)) sum += before.count;
+        before = s;
     }
-    return s;
+    return sum;
 }
 
-/* Blocks of the K send buffer of a stage; each holds kv_per_rank heads, block 0 begins at kv head of rank
- * 0. */
-UPIPE_API int upipe_plan_kv_blocks(const upipe_plan *p, int stage)
+/* Tokens of a sequence on a rank of the team, and the first of them among the team's. */
+UPIPE_API int64_t upipe_plan_tokens(const upipe_plan *p, int rank, int64_t *first)
 {
-    return upipe_share_block(upipe_plan_kv_share(p, stage), p->desc.ranks - 1) + 1;
+    *first = upipe_cut(p->seq, p->desc.ranks, rank);
+    return upipe_cut(p->seq, p->desc.ranks, rank + 1) - *first;
 }
 
-/* Bytes of n tokens-on-this-rank x heads, in the storage type. */
-UPIPE_API size_t upipe_plan_rows_bytes(const upipe_plan *p, int64_t heads)
+/* Whether the plan of any rank serves all of them. */
+UPIPE_API int upipe_plan_even(const upipe_plan *p)
 {
-    return (size_t)(p->rows * heads * p->desc.head_dim) * upipe_dtype_bytes(p->desc.dtype);
+    return p->desc.ring == 1 && p->desc.tokens % p->desc.ranks == 0 && p->schedule != UPIPE_SPANS;
+}
+
+/* Bytes of this rank's tokens x heads x dim, in the storage type. */
+UPIPE_API size_t upipe_plan_rows_bytes(const upipe_plan *p, int64_t heads, int dim)
+{
+    return (size_t)(p->rows * heads * dim) * upipe_dtype_bytes(p->desc.dtype);
+}
+
+/* Bytes of the team's tokens x heads x dim, in the storage type. */
+UPIPE_API size_t upipe_plan_seq_bytes(const upipe_plan *p, int64_t heads, int dim)
+{
+    return (size_t)(p->seq * p->desc.batch * heads * dim) * upipe_dtype_bytes(p->desc.dtype);
 }
 
 /* One unit of the paper's tables: rows * model_dim elements of the storage type, in bytes. */
@@ -276,22 +502,39 @@ UPIPE_API size_t upipe_plan_unit_bytes(const upipe_plan *p)
 
 /* ---- bytes sent ---- */
 
-/* upipe_plan_sent_stage -- bytes that one rank hands to the others in a stage
+/* Bytes that a rank hands to the others when heads of `each` bytes a token travel one way: to heads, or to tokens. */
+UPIPE_API int64_t upi_plan_sent_heads(const upipe_plan *p, upipe_which which, int stage, int to_tokens,
+                                      int64_t each)
+{
+    const int me = p->desc.rank, mine = upipe_plan_part(p, which, stage, me).count;
+    int64_t sum = 0, first;
+    int rank;
+    for (rank = 0; rank < p->desc.ranks; ++rank) {
+        if (rank == me) continue;
+        if (to_tokens)
+            sum += mine * upipe_plan_tokens(p, rank, &first);
+        else
+            sum += upipe_plan_part(p, which, stage, rank).count * p->local;
+    }
+    return sum * p->desc.batch * each;
+}
+
+/* upipe_plan_sent_stage -- bytes that this rank hands to its team in a stage
  *   backward  0: Q, K, V, O.  1: Q, K, V again (they are recomputed), dO, delta, dQ, dK, dV
  * Gradients of a key/value head that several ranks share travel as f32, since they are still to be summed.
  */
 UPIPE_API int64_t upipe_plan_sent_stage(const upipe_plan *p, int stage, int backward)
 {
-    upipe_stage s = upipe_plan_stage(p, stage);
-    int64_t head = p->rows * p->desc.head_dim, e = (int64_t)upipe_dtype_bytes(p->desc.dtype), sum;
-    sum = 2 * head * p->per_rank * e;
-    if (s.kv_fresh) sum += 2 * head * p->kv_per_rank * e;
-    if (backward) sum += p->per_rank * (head * e + p->rows * 4);
-    if (backward && s.kv_last) sum += 2 * head * p->kv_per_rank * (p->kv_partial ? 4 : e);
-    return sum * (p->desc.ranks - 1);
+    int64_t e = (int64_t)upipe_dtype_bytes(p->desc.dtype), d = p->desc.head_dim, dv = p->desc.v_dim, sum;
+    sum = upi_plan_sent_heads(p, UPIPE_Q, stage, 0, d * e);
+    sum += upi_plan_sent_heads(p, UPIPE_KV, stage, 0, (d + dv) * e);
+    if (!backward) return sum + upi_plan_sent_heads(p, UPIPE_Q, stage, 1, dv * e);
+    sum += upi_plan_sent_heads(p, UPIPE_Q, stage, 0, dv * e + 4) +
+           upi_plan_sent_heads(p, UPIPE_Q, stage, 1, d * e);
+    return sum + upi_plan_sent_heads(p, UPIPE_KV_DONE, stage, 1, (d + dv) * (p->kv_partial ? 4 : e));
 }
 
-/* Bytes that one rank hands to the others in all stages. */
+/* Bytes that this rank hands to its team in all stages. */
 UPIPE_API int64_t upipe_plan_sent(const upipe_plan *p, int backward)
 {
     int64_t sum = 0;
@@ -300,170 +543,40 @@ UPIPE_API int64_t upipe_plan_sent(const upipe_plan *p, int backward)
     return sum;
 }
 
-/* ---- bytes held ---- */
-
-/* The columns of the paper's tables; peaks are kept for each. Everything else counts as OTHER. */
-typedef enum upipe_phase {
-    UPIPE_FWD_BEFORE,
-    UPIPE_FWD_IN,   /* inp_all_to_all, with projection, QK norm and RoPE */
-    UPIPE_FWD_ATTN, /* the attention kernel */
-    UPIPE_FWD_OUT,  /* out_all_to_all */
-    UPIPE_BWD_BEFORE,
-    UPIPE_BWD_OUT,  /* dO and delta to heads */
-    UPIPE_BWD_ATTN, /* the attention backward kernel */
-    UPIPE_BWD_IN,   /* recomputed Q, K, V; dQ, dK, dV to tokens; weight gradients; dX */
-    UPIPE_PHASES,
-    UPIPE_PHASE_OTHER = UPIPE_PHASES
-} upipe_phase;
-
-/* "fwd_in" and so on. */
-UPIPE_API const char *upipe_phase_name(int phase)
-{
-    static const char *const names[] = {"fwd_before", "fwd_in",   "fwd_attn", "fwd_out", "bwd_before",
-                                        "bwd_out",    "bwd_attn", "bwd_in",   "other"};
-    return names[phase >= 0 && phase < UPIPE_PHASES ? phase : UPIPE_PHASES];
-}
-
-/* upipe_plan_scratch -- what the exact count needs besides the plan
- *   gemm attn_fwd attn_bwd  scratch bytes of the compute table (upipe_layer_scratch fills them)
- *   tile_rows               rows of the tile in which dX is summed; 0 when dX is summed in place (f32
- *                           storage)
- *   gx                      bytes of the gradient of x; 0 when it takes x's place
- *   qk_norm                 nonzero: per-head norms of Q and K
- */
-typedef struct upipe_plan_scratch {
-    size_t gemm, attn_fwd, attn_bwd;
-    size_t gx;
-    int64_t tile_rows;
-    int qk_norm;
-} upipe_plan_scratch;
-
-/* Exact live bytes of one rank, x included: the largest of each phase, of all, and of Q, K, V chunks and
- * exchange buffers in the forward (the paper's "intermediate tensors"). */
-typedef struct upipe_bytes {
-    size_t phase[UPIPE_PHASES];
-    size_t peak;
-    size_t intermediate_fwd;
-} upipe_bytes;
-
-UPIPE_API size_t upi_most(size_t a, size_t b)
-{
-    return a > b ? a : b;
-}
-
-/* upipe_plan_bytes -- what the attention block of upipe_layer.h holds, by phase
- *
- * The sum is spelled out in docs/memory.md. A dry pool under the layer's code, and the real run, must agree
- * to the byte.
- *   paper  Appendix A; where this count differs from its tables, docs/memory.md says why
- */
-UPIPE_API upipe_bytes upipe_plan_bytes(const upipe_plan *p, const upipe_plan_scratch *s)
+/* Tokens that this rank hands to its ring, once round: shifted, what others hold passes through; gathered, its own goes
+ * to each of them. */
+UPIPE_API int64_t upi_plan_ring_tokens(const upipe_plan *p, int home)
 {
     const upipe_plan_desc *d = &p->desc;
-    size_t e = upipe_dtype_bytes(d->dtype), rows = (size_t)p->rows, dim = (size_t)d->head_dim;
-    size_t x = upipe_plan_unit_bytes(p),
-           both = x + s->gx;                         /* the caller's; gx is there throughout the backward */
-    size_t out = upipe_plan_rows_bytes(p, d->heads); /* final_out, or its gradient */
-    size_t stat = rows * (size_t)d->heads * 4;       /* lse; delta */
-    size_t q = upipe_plan_rows_bytes(p, d->chunk);   /* a stage's Q, each side */
-    size_t kv = upipe_plan_rows_bytes(p, (int64_t)d->ranks * p->kv_per_rank); /* K' or V' */
-    size_t kv_f32 = kv / e * 4;                                               /* dK' or dV' */
-    size_t kv_all = upipe_plan_rows_bytes(p, d->kv_heads); /* dK or dV of all heads, by token */
-    size_t norm = s->qk_norm ? ((size_t)d->heads + (size_t)d->kv_heads) * dim * 4 : 0;
-    size_t kv_send = 0, hold, stage, parked, end, last;
-    upipe_bytes b;
-    int i;
-    for (i = 0; i < p->stages; ++i)
-        if (upipe_plan_stage(p, i).kv_fresh)
-            kv_send = upi_most(
-                kv_send, upipe_plan_rows_bytes(p, (int64_t)upipe_plan_kv_blocks(p, i) * p->kv_per_rank));
-
-    b.intermediate_fwd = 2 * kv + upi_most(kv_send, q);
-    hold = x + out + stat;
-    b.phase[UPIPE_FWD_BEFORE] = x;
-    b.phase[UPIPE_FWD_IN] = hold + b.intermediate_fwd + s->gemm;
-    b.phase[UPIPE_FWD_ATTN] = hold + 2 * kv + q + s->attn_fwd;
-    b.phase[UPIPE_FWD_OUT] = hold + (p->steps > 1 ? 2 * kv : 0) + q;
-
-    b.phase[UPIPE_BWD_BEFORE] = both + 2 * out + 2 * stat;
-    /* dK and dV of finished rounds wait for dX; sums over ranks and stages wait in f32 where the order is
-     * naive. */
-    if (p->schedule == UPIPE_ORDER)
-        parked = 2 * (kv_all / e * 4);
-    else
-        parked = (size_t)(p->rounds - 1) * 2 * kv;
-    hold = both + out + 2 * stat + norm + parked;
-    stage = 2 * kv + 2 * kv_f32 + 2 * q + q + (size_t)d->chunk * rows * 4; /* with dO' and delta' */
-    b.phase[UPIPE_BWD_OUT] = hold + stage;
-    b.phase[UPIPE_BWD_ATTN] = hold + stage + s->attn_bwd;
-
-    /* within the stages: fetch, projection, and the way home of a finished round's dK and dV */
-    last = 2 * kv + 2 * kv_f32 + upi_most(kv_send + s->gemm, upi_most(q + s->gemm, 2 * q));
-    end = both + out + 2 * kv_all; /* after them: dQ, dK and dV of all heads */
-    if (p->schedule == UPIPE_ORDER) {
-        size_t sums = parked + (e < 4 ? kv_all : 0); /* f32 sums, and the first of them in the storage type */
-        last = hold + upi_most(last, 3 * kv_f32);    /* with the partial gradients of all ranks */
-        last = upi_most(last, both + out + norm + sums);
-        last = upi_most(last, end + norm + (s->qk_norm ? kv_all : 0) + s->gemm);
-    } else if (p->schedule == UPIPE_SPLIT) {
-        last = upi_most(last, kv_all + 3 * kv_f32);
-        last = upi_most(last, 2 * kv_all + 2 * kv_f32);
-        last = hold + upi_most(last, 2 * kv_all + (s->qk_norm ? kv_all : 0) + s->gemm);
-    } else {
-        size_t cast = e < 4 ? kv : 0;
-        last = upi_most(last, kv + cast + 2 * kv_f32);
-        last = upi_most(last, 2 * kv + cast + kv_f32);
-        last = hold + upi_most(last, 2 * kv + (s->qk_norm ? kv : 0) + s->gemm);
+    int inner = d->ring_inner > 1 ? d->ring_inner : d->ring, outer = d->ring / inner,
+        node = d->ring_rank / inner;
+    int place = d->ring_rank % inner, i, o;
+    int64_t sum = 0;
+    if (d->ring_mode == UPIPE_RING_GATHER && !home) return p->seq * (d->ring - 1);
+    if (d->ring_mode == UPIPE_RING_GATHER) return d->tokens - p->seq;
+    for (o = 0; o < outer; ++o) {
+        int from = (node - o + outer) % outer * inner;
+        /* step i sends what came i ranks round; gradients take one step more, to come home */
+        for (i = 0; i < (home && inner > 1 ? inner : inner - 1); ++i)
+            sum += upipe_shard_ring(d->layout, d->tokens, d->ring, from + (place - i + inner) % inner).n;
+        if (outer > 1 && (o + 1 < outer || home))
+            sum += upipe_shard_ring(d->layout, d->tokens, d->ring, from + place).n;
     }
-    end += (size_t)s->tile_rows * (size_t)d->model_dim * 4 + s->gemm;
-    b.phase[UPIPE_BWD_IN] = upi_most(last, end);
-
-    b.peak = 0;
-    for (i = 0; i < UPIPE_PHASES; ++i) b.peak = upi_most(b.peak, b.phase[i]);
-    return b;
+    return sum;
 }
 
-/* ---- the paper's own formulas ---- */
-
-typedef enum upipe_paper_row {
-    UPIPE_PAPER_ULYSSES,
-    UPIPE_PAPER_ULYSSES_OFFLOAD,
-    UPIPE_PAPER_FPDT,
-    UPIPE_PAPER_UPIPE
-} upipe_paper_row;
-
-/* upipe_paper_units -- a cell of the paper's two tables of peak activation memory, in units
- *   row     method
- *   phase   column: the forward table's four, then the backward table's four
- *   group   G;  stages  nu (UPipe's row);  chunks  pi (FPDT's row);  layers  L (Ulysses' row)
- *   paper   tables "Peak activation memory within the forward attention block" (section 2) and "... during
- *           the backward pass" (Appendix A)
+/* upipe_plan_sent_ring -- bytes that this rank hands to its ring
+ *   backward  0: K, V.  1: K, V again, and their gradients in f32
  */
-UPIPE_API double upipe_paper_units(upipe_paper_row row, upipe_phase phase, double group, double stages,
-                                   double chunks, double layers)
+UPIPE_API int64_t upipe_plan_sent_ring(const upipe_plan *p, int backward)
 {
-    double gamma = 1 + 2 / group, nu = stages, pi = chunks, before = 2 * (nu - 1) / nu;
-    double attn0 = 3 + 2 * gamma / nu, attn1 = 2 + 2 * gamma / nu + before;
-    double cell[4][UPIPE_PHASES];
-    int k;
-    const double ulysses[] = {0, gamma + 1, gamma + 1, 2, 2, 3, 2 * gamma + 2, gamma + 1};
-    const double offload[] = {1, gamma + 2, gamma + 2, 3, 3, 4, 2 * gamma + 3, gamma + 2};
-    const double fpdt[] = {1, gamma + 2, 2 * gamma + 1, 2, 1, 3, 2 * gamma + 4, gamma + 2};
-    const double upipe[] = {1,
-                            2 + gamma / nu,
-                            2 + gamma / nu,
-                            2 + 1 / nu,
-                            3,
-                            3 + 1 / nu,
-                            attn0 > attn1 ? attn0 : attn1,
-                            2 + gamma / nu + before};
-    for (k = 0; k < UPIPE_PHASES; ++k) {
-        cell[UPIPE_PAPER_ULYSSES][k] = layers + ulysses[k];
-        cell[UPIPE_PAPER_ULYSSES_OFFLOAD][k] = offload[k];
-        cell[UPIPE_PAPER_FPDT][k] = fpdt[k] / pi;
-        cell[UPIPE_PAPER_UPIPE][k] = upipe[k];
-    }
-    return phase < UPIPE_PHASES ? cell[row][phase] : 0;
+    const upipe_plan_desc *d = &p->desc;
+    int64_t e = (int64_t)upipe_dtype_bytes(d->dtype), both = d->head_dim + d->v_dim, heads = 0;
+    int stage;
+    if (d->ring == 1) return 0;
+    for (stage = 0; stage < p->stages; ++stage) heads += upipe_plan_part(p, UPIPE_KV, stage, d->rank).count;
+    return heads * both * d->batch *
+           (upi_plan_ring_tokens(p, 0) * e + (backward ? upi_plan_ring_tokens(p, 1) * 4 : 0));
 }
 
 #endif

@@ -102,7 +102,7 @@ static int method_dry(method *m)
     upipe_status s;
     if (dry == NULL) return method_fail(m, "", UPIPE_ERR_MEMORY, "no room for the dry run");
     m->layer.wq = m->layer.wk = m->layer.wv = &none; /* must be there, and is not read */
-    s = upipe_dry_init(dry, 0, m->o->ranks, m->ops);
+    s = upipe_dry_init(dry, &m->plan, m->ops);
     dry->mem.events = &none; /* room for none: all are counted as lost */
     if (s == UPIPE_OK) s = upipe_dry_layer(dry, &m->layer, 1);
     if (s != UPIPE_OK) method_fail(m, "", s, dry->ctx.err.text);

@@ -319,7 +319,7 @@ static int logits_plan(logits *g)
     memset(&dry->ctx, 0, sizeof dry->ctx);
     s = model_init(&g->m, &g->layout, g->o.dtype, g->tokens, 1, g->o.ranks,
                    g->o.ulysses ? g->layout.config.heads : g->o.chunk, &dry->ctx.err);
-    if (s == UPIPE_OK) s = upipe_dry_init(dry, 0, g->o.ranks, &g->ops);
+    if (s == UPIPE_OK) s = upipe_dry_init(dry, &g->m.plan, &g->ops);
     if (s == UPIPE_OK) s = logits_rank(g, &dry->ctx);
     if (s == UPIPE_OK) {
         g->slab_bytes = dry->mem.need;

@@ -70,7 +70,7 @@ static upipe_status memory_scratch(size_t *extra, const model *m, const upipe_op
 {
     const llama_config *config = &m->layout->config;
     const upipe_plan *p = &m->plan;
-    size_t u = upipe_plan_unit_bytes(p), out = upipe_plan_rows_bytes(p, p->desc.heads);
+    size_t u = upipe_plan_unit_bytes(p), out = upipe_plan_rows_bytes(p, p->desc.heads, p->desc.v_dim);
     size_t stat = (size_t)p->rows * (size_t)p->desc.heads * 4, sums[2], fwd, bwd;
     const float gain[1] = {0}; /* shapes alone are asked for */
     upipe_plan_scratch scratch;

@@ -171,7 +171,9 @@ static upipe_status run_dry(const run *u, const model *m, int rank, run_rank *ou
     trainer t;
     upipe_status s;
     size_t peaks[MODEL_PHASES] = {0};
+    upipe_plan plan = m->plan; /* this rank's, whose last slices may be shorter */
     int phase;
+    plan.desc.rank = rank;
     if (dry == NULL || blocks == NULL || run_walk(m) > RUN_WALK_MAX) {
         s = dry == NULL || blocks == NULL
                 ? upi_fail(e, UPIPE_ERR_MEMORY, "no room for a dry run")
@@ -182,7 +184,7 @@ static upipe_status run_dry(const run *u, const model *m, int rank, run_rank *ou
         free(blocks);
         return s;
     }
-    s = upipe_dry_init(dry, rank, m->plan.desc.ranks, &u->ops);
+    s = upipe_dry_init(dry, &plan, &u->ops);
     if (s == UPIPE_OK) {
         upipe_mem_init_dry(&dry->mem, blocks, blocks_max);
         upipe_mem_init_dry(&host, blocks + blocks_max, blocks_max);

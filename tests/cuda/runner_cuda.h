@@ -106,7 +106,7 @@ static upipe_status cuda_rank_run(upipe_ctx *c, cuda_state *s, cuda_rank *me, in
             for (t = 0; t < p->desc.tokens; ++t)
                 for (j = 0; j < p->per_rank; ++j)
                     s->r->out.lse[(b * p->desc.tokens + t) * p->desc.heads +
-                                  upipe_plan_q_head(p, stage, rank, j)] =
+                                  upipe_plan_q(p, stage, rank).first + j] =
                         host[((stage * p->desc.batch + b) * p->desc.tokens + t) * p->per_rank + j];
     if (shape->projected) {
         RUN_TRY(upipe_mem_take(c->mem, &data, unit, "y", &c->err));
@@ -359,7 +359,7 @@ static upipe_status cuda_block(cuda_case *test, const f32_block *in, run_result 
     scratch = upipe_layer_scratch(&ops, &layer, !test->run.gx_apart);
     r->bytes = upipe_plan_bytes(&r->plan, &scratch);
     dry = (upipe_dry *)malloc(sizeof *dry);
-    if (upipe_dry_init(dry, 0, test->run.ranks, &ops) != UPIPE_OK) abort();
+    if (upipe_dry_init(dry, &r->plan, &ops) != UPIPE_OK) abort();
     status = shape->projected ? upipe_dry_block(dry, &layer, !test->run.gx_apart)
                               : upipe_dry_layer(dry, &layer, !test->run.gx_apart);
     r->errors[0] = dry->ctx.err;

@@ -28,6 +28,7 @@ UPIPE_API void upipe_cpu_ops(upipe_ops *ops)
     memset(ops, 0, sizeof *ops);
     ops->name = upi_cpu_simd_name();
     ops->f16 = 1;
+    ops->attn_can = UPI_ATTN_CAN;
     ops->sync = upi_cpu_sync;
     ops->copy = upi_cpu_copy;
     ops->zero = upi_cpu_zero;

@@ -8,8 +8,11 @@
  *
  * A block of queries stays in scratch as panels while blocks of 64 keys pass by. Every element of every sum is
  * one chain in a fixed order. All rows are first copied to scratch as f32, so results depend on the values
- * alone, not on steps or addresses. A hidden key gets the weight 0 exactly, and work on it is left out where a
- * whole panel does not see it.
+ * alone, not on steps or addresses.
+ *
+ * Each lane sees one run of keys (upi_attn_sight). Blocks of keys that a block of queries doesn't see are not
+ * visited, tiles of a block that a whole panel doesn't see are left out, and a key that single lanes don't see gets
+ * the weight 0 there, exactly. What is not at an end of somebody's run takes no notice of masks.
  *
  * upipe_cpu_attn_fwd.h and upipe_cpu_attn_bwd.h are the kernels.
  */
@@ -27,22 +30,25 @@ enum {
     UPI_ATTN_PANEL = UPI_ATTN_VECTORS * UPI_WIDE, /* queries in the lanes of a panel */
     UPI_ATTN_KEYS = 64,                           /* keys in a block */
     UPI_ATTN_PAD = 16, /* elements between copied rows: steps of a power of two would share few cache sets */
+    UPI_ATTN_CAN = UPIPE_ATTN_WINDOW | UPIPE_ATTN_DOCS | UPIPE_ATTN_SOFTCAP | UPIPE_ATTN_SINKS |
+                   UPIPE_ATTN_V_DIM | UPIPE_ATTN_ADD_GQ
 };
 
 UPI_KERNELS_BEGIN
 
 /* One query head with its key/value head; steps in elements. go .. gv only in the backward. */
 typedef struct upi_attn_head {
+    const upipe_attn *call;
     const void *q, *k, *v, *go;
     void *o, *gq;
     float *lse, *gk, *gv;
-    const float *delta;
+    const float *delta, *sink; /* sink: NULL = none */
     int64_t q_step, k_step, v_step, go_step, o_step, gq_step, lse_step, gk_step, gv_step, delta_step;
-    int64_t queries, keys;
-    int64_t ahead; /* query i sees keys up to i + ahead */
-    int d, causal, merge;
+    int d, dv, merge;
     float scale;
-    upipe_dtype dtype, o_dtype;
+    /* With a soft-cap a score is unit * tanh(squash * product), without one unit * product and squash 0. */
+    float unit, squash;
+    upipe_dtype dtype, o_dtype, gq_dtype;
 } upi_attn_head;
 
 /* The lesser of what is left and a block's size. */
@@ -234,46 +240,79 @@ UPI_INLINE void upi_attn_weigh(int d, const int *keys, const float *rows, const 
 
 /* ---- what is visible ---- */
 
-/* Keys that the queries first .. first + count - 1 see between them: [0, result). */
-UPI_INLINE int64_t upi_attn_reach(const upi_attn_head *a, int64_t first, int64_t count)
+/* Which keys the lanes of panels see: [first[i], end[i]), both ascending. */
+typedef struct upi_attn_lanes {
+    int64_t *first, *end;
+} upi_attn_lanes;
+
+/* Room for so many lanes, a multiple of 16. */
+UPI_INLINE upi_attn_lanes upi_attn_carve_lanes(float *base, size_t *used, int64_t count)
 {
-    int64_t reach = first + count + a->ahead;
-    if (!a->causal || reach > a->keys) return a->keys;
-    return reach > 0 ? reach : 0;
+    upi_attn_lanes lanes;
+    lanes.first = (int64_t *)(void *)upi_attn_carve(base, used, 2 * count);
+    lanes.end = (int64_t *)(void *)upi_attn_carve(base, used, 2 * count);
+    return lanes;
 }
 
-/* Of a block of `count` keys from k0, those that the panel at query q0 sees: [0, result); 0 if none. Lane l
- * sees keys up to *last + l; the mask is needed if *last < result - 1, and *last > -panel then. */
-UPI_INLINE int upi_attn_panel_keys(const upi_attn_head *a, int64_t q0, int64_t k0, int count, int *last)
+/* The lanes of queries q0 .. q0 + rows - 1; those that fill the last panel up see what the last query sees. */
+UPI_INLINE void upi_attn_see(upi_attn_lanes lanes, const upipe_attn *call, int64_t q0, int rows)
 {
-    int64_t reach = q0 + a->ahead - k0;
-    *last = count;
-    if (!a->causal || reach >= count - 1) return count;
-    if (reach <= -UPI_ATTN_PANEL) return 0;
-    *last = (int)reach;
-    return upi_attn_least(*last + UPI_ATTN_PANEL, count);
-}
-
-/* seen[v] = keys of those that vector v of the panel sees: [0, seen[v]), ascending in v. */
-UPI_INLINE void upi_attn_vector_keys(int keys, int last, int *seen)
-{
-    int v;
-    for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
-        int reach = last + (v + 1) * UPI_WIDE;
-        seen[v] = reach > keys ? keys : reach > 0 ? reach : 0;
+    int i;
+    for (i = 0; i < rows; ++i) upi_attn_sight(call, q0 + i, &lanes.first[i], &lanes.end[i]);
+    for (; i % UPI_ATTN_PANEL != 0; ++i) {
+        lanes.first[i] = lanes.first[rows - 1];
+        lanes.end[i] = lanes.end[rows - 1];
     }
 }
 
-/* The first vector that sees key j. */
-UPI_INLINE int upi_attn_first_vector(int j, int last)
+/* The first key of the block that key j lies in. */
+UPI_INLINE int64_t upi_attn_block_of(int64_t j)
 {
-    return j > last ? (j - last) / UPI_WIDE : 0;
+    return j / UPI_ATTN_KEYS * UPI_ATTN_KEYS;
 }
 
-/* *at = its lanes of vector v that see key j, and `hidden` in the others */
-UPI_INLINE void upi_attn_hide(float *at, int v, int j, int last, upi_fw hidden)
+/* What a panel sees of a block of keys: `count` rows of it, from a tile's first row on. Both `from` and its end, from +
+ * count, ascend from panel to panel; from is UPI_ATTN_KEYS where all that the panel sees comes later. */
+typedef struct upi_attn_part {
+    int from, count;
+    int seen[UPI_ATTN_VECTORS]; /* of those rows vector v sees some of the first seen[v]; ascending */
+    int masked;                 /* not every lane sees all of those rows: lane l sees low[l] .. high[l] - 1 */
+    float low[UPI_ATTN_PANEL], high[UPI_ATTN_PANEL];
+} upi_attn_part;
+
+/* Of a block of `keys` keys from k0, the part of the panel whose lanes begin at `lane`. */
+UPI_INLINE void upi_attn_part_make(upi_attn_part *part, upi_attn_lanes lanes, int lane, int64_t k0, int keys)
 {
-    upi_fw_store(at, upi_fw_select(upi_wide_above(j - last - 1 - v * UPI_WIDE), upi_fw_load(at), hidden));
+    const int64_t *first = lanes.first + lane, *end = lanes.end + lane;
+    const int top = UPI_ATTN_PANEL - 1, to = (int)upi_between(end[top] - k0, 0, keys);
+    int64_t base;
+    int l, v;
+    part->from = (int)upi_between(first[0] - k0, 0, UPI_ATTN_KEYS) / UPI_ATTN_TILE * UPI_ATTN_TILE;
+    part->count = to > part->from ? to - part->from : 0;
+    base = k0 + part->from;
+    part->masked = first[top] > base || end[0] < base + part->count;
+    for (v = 0; v < UPI_ATTN_VECTORS; ++v)
+        part->seen[v] = (int)upi_between(end[(v + 1) * UPI_WIDE - 1] - base, 0, part->count);
+    if (!part->masked) return;
+    for (l = 0; l < UPI_ATTN_PANEL; ++l) {
+        part->low[l] = (float)(int)upi_between(first[l] - base, 0, UPI_ATTN_KEYS);
+        part->high[l] = (float)(int)upi_between(end[l] - base, 0, UPI_ATTN_KEYS);
+    }
+}
+
+/* The first vector that sees some of the rows from j on. */
+UPI_INLINE int upi_attn_first_vector(const upi_attn_part *part, int j)
+{
+    return (part->seen[0] <= j) + (part->seen[1] <= j);
+}
+
+/* x in the lanes of vector v that see row j, `hidden` in the others; the part is masked. */
+UPI_INLINE upi_fw upi_attn_hide(upi_fw x, const upi_attn_part *part, int v, int j, upi_fw hidden)
+{
+    const upi_fw low = upi_fw_load(part->low + v * UPI_WIDE), high = upi_fw_load(part->high + v * UPI_WIDE);
+    /* low <= j, and high >= j + 1 */
+    x = upi_fw_select(upi_fw_equal(upi_fw_min(low, upi_fw_set1((float)j)), low), x, hidden);
+    return upi_fw_select(upi_fw_equal(upi_fw_max(high, upi_fw_set1((float)(j + 1))), high), x, hidden);
 }
 
 UPI_KERNELS_END
@@ -292,6 +331,7 @@ UPI_INLINE upi_attn_head upi_attn_head_make(const upipe_attn *a, int32_t j)
     int32_t kv = j / (a->q.h / a->k.h);
     upi_attn_head h;
     memset(&h, 0, sizeof h);
+    h.call = a;
     h.q = upi_attn_view_head(a->q, j);
     h.k = upi_attn_view_head(a->k, kv);
     h.v = upi_attn_view_head(a->v, kv);
@@ -300,12 +340,13 @@ UPI_INLINE upi_attn_head upi_attn_head_make(const upipe_attn *a, int32_t j)
     h.k_step = a->k.n_step;
     h.v_step = a->v.n_step;
     h.lse_step = a->lse.n_step;
-    h.queries = a->q.n;
-    h.keys = a->k.n;
-    h.ahead = upi_attn_ahead(a);
+    h.sink = a->sinks != NULL ? a->sinks + j : NULL;
     h.d = a->q.d;
-    h.causal = a->causal;
+    h.dv = a->v.d;
+    h.merge = a->merge;
     h.scale = upi_attn_scale(a);
+    h.unit = a->softcap > 0 ? a->softcap : h.scale;
+    h.squash = a->softcap > 0 ? h.scale / a->softcap : 0;
     h.dtype = a->q.dtype;
     return h;
 }

@@ -3,7 +3,7 @@
  * Fills the table's attn_bwd and attn_bytes (upi_cpu_attn_bwd, _bytes). Links with the math library.
  *
  *     for each head of a group, for each block of queries, the last one first:
- *         for each block of 64 keys, ascending:
+ *         for each block of 64 keys that one of them sees, ascending:
  *             for each panel:    P = exp(K Q^T - lse),  S = P (V dO^T - delta),  dQ += K^T S
  *             dV += P dO,  dK += S Q        over all panels of the block, the last one first
  *         dQ leaves scratch once
@@ -14,7 +14,9 @@
  * bits.
  *
  * The items that the host's threads take are the blocks of queries. Several work at one group at the same
- * time, one behind the other: a gate for each block of keys lets them add to it in the order above.
+ * time, one behind the other: a gate for each block of keys lets them add to it in the order above. Which blocks of
+ * queries see a block of keys is one run of them, because both ends of what a row sees ascend: each finds out on its own
+ * whose turn was before.
  */
 #ifndef UPIPE_CPU_ATTN_BWD_H
 #define UPIPE_CPU_ATTN_BWD_H
@@ -30,28 +32,34 @@ enum {
 UPI_KERNELS_BEGIN
 
 typedef struct upi_attn_bwd_work {
-    float *q, *go, *gq;      /* [6 panels][d][panel]         queries, gradients of o and of q */
-    float *q_rows, *go_rows; /* [d/wide, up][rows][wide]     queries times scale, gradients of o */
-    float *p, *s;            /* [6 panels][64][panel]        weights, and gradients of the scores */
-    float *k, *v;            /* [64][d + pad] */
-    float *lse, *delta;      /* [6 panels][panel] */
+    float *q, *gq;        /* [6 panels][d][panel]         queries, and their gradient */
+    float *go;            /* [6 panels][dv][panel]        gradients of o */
+    float *q_rows;        /* [d/wide, up][rows][wide]     queries times scale */
+    float *go_rows;       /* [dv/wide, up][rows][wide]    gradients of o */
+    float *p, *s;         /* [6 panels][64][panel]        weights, and gradients of the scores */
+    float *k;             /* [64][d + pad] */
+    float *v;             /* [64][dv + pad] */
+    float *lse, *delta;   /* [6 panels][panel] */
+    upi_attn_lanes lanes; /* [6 panels][panel] */
 } upi_attn_bwd_work;
 
-UPI_INLINE size_t upi_attn_bwd_layout(upi_attn_bwd_work *w, float *base, int64_t d)
+UPI_INLINE size_t upi_attn_bwd_layout(upi_attn_bwd_work *w, float *base, int64_t d, int64_t dv)
 {
-    int64_t columns = (d + UPI_WIDE - 1) / UPI_WIDE * UPI_WIDE;
+    const int64_t columns = (d + UPI_WIDE - 1) / UPI_WIDE * UPI_WIDE;
+    const int64_t v_columns = (dv + UPI_WIDE - 1) / UPI_WIDE * UPI_WIDE;
     size_t used = 0;
     w->q = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD * d);
-    w->go = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD * d);
+    w->go = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD * dv);
     w->gq = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD * d);
     w->q_rows = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD * columns);
-    w->go_rows = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD * columns);
+    w->go_rows = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD * v_columns);
     w->p = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD * UPI_ATTN_KEYS);
     w->s = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD * UPI_ATTN_KEYS);
     w->k = upi_attn_carve(base, &used, UPI_ATTN_KEYS * (d + UPI_ATTN_PAD));
-    w->v = upi_attn_carve(base, &used, UPI_ATTN_KEYS * (d + UPI_ATTN_PAD));
+    w->v = upi_attn_carve(base, &used, UPI_ATTN_KEYS * (dv + UPI_ATTN_PAD));
     w->lse = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD);
     w->delta = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD);
+    w->lanes = upi_attn_carve_lanes(base, &used, UPI_ATTN_ROWS_BWD);
     return used;
 }
 
@@ -77,42 +85,63 @@ UPI_CPU_KERNEL void upi_attn_pack_columns(float *out, const void *rows, upipe_dt
     UPI_BY_TYPE(upi_attn_pack_columns_of, dtype, out, rows, first, step, count, d, factor);
 }
 
-/* A tile's keys against a panel, from vector `from` on: p = weights exp(scale * k . q - lse), s = p * (v . go -
- * delta), [tile][panel]. */
-UPI_INLINE void upi_attn_weights_grad(int from, int d, const float *k, const float *q, const float *v_rows,
-                                      const float *go, upi_fw scale, const upi_fw *lse, const upi_fw *delta,
-                                      float *__restrict p, float *__restrict s)
+/* What a tile of keys needs of its panel and of the head, whose soft-cap is on iff squash is not 0. */
+typedef struct upi_attn_rows {
+    const float *q, *go; /* [d][panel], [dv][panel] */
+    upi_fw lse[UPI_ATTN_VECTORS], delta[UPI_ATTN_VECTORS];
+    upi_fw unit, squash; /* of upi_attn_head */
+    int d, dv;
+} upi_attn_rows;
+
+/* A tile's keys against a panel, from vector `from` on: p = weights exp(score - lse), s = p * (v . go - delta) *
+ * the slope of the soft-cap, [tile][panel]. */
+UPI_INLINE void upi_attn_weights_grad(int from, int capped, const upi_attn_rows *rows, const float *k,
+                                      const float *v_rows, float *__restrict p, float *__restrict s)
 {
+    const upi_fw one = upi_fw_set1(1);
     upi_fw sums[UPI_ATTN_TILE][UPI_ATTN_VECTORS];
     int i, v;
-    upi_attn_dot(from, d, k, q, sums);
-    UPI_CPU_UNROLL
-    for (i = 0; i < UPI_ATTN_TILE; ++i) UPI_CPU_UNROLL
-    for (v = from; v < UPI_ATTN_VECTORS; ++v) {
-        upi_fw score = upi_fw_mul(scale, sums[i][v]);
-        /* no FMA here: the lse of a row with one weight of 1 is its score as rounded, and must give 1
-             * again */
-        UPI_OPAQUE(score);
-        upi_fw_store(p + i * UPI_ATTN_PANEL + v * UPI_WIDE, upi_fw_exp(upi_fw_sub(score, lse[v])));
-    }
-    upi_attn_dot(from, d, v_rows, go, sums);
+    upi_attn_dot(from, rows->d, k, rows->q, sums);
     UPI_CPU_UNROLL
     for (i = 0; i < UPI_ATTN_TILE; ++i) UPI_CPU_UNROLL
     for (v = from; v < UPI_ATTN_VECTORS; ++v) {
         const int at = i * UPI_ATTN_PANEL + v * UPI_WIDE;
-        upi_fw_store(s + at, upi_fw_mul(upi_fw_load(p + at), upi_fw_sub(sums[i][v], delta[v])));
+        upi_fw score;
+        if (capped) {
+            sums[i][v] = upi_fw_tanh(upi_fw_mul(rows->squash, sums[i][v]));
+            upi_fw_store(s + at, upi_fw_mul(upi_fw_sub(one, sums[i][v]), upi_fw_add(one, sums[i][v])));
+        }
+        score = upi_fw_mul(rows->unit, sums[i][v]);
+        /* no FMA here: the lse of a row with one weight of 1 is its score as rounded, and must give 1
+             * again */
+        UPI_OPAQUE(score);
+        upi_fw_store(p + at, upi_fw_exp(upi_fw_sub(score, rows->lse[v])));
+    }
+    upi_attn_dot(from, rows->dv, v_rows, rows->go, sums);
+    UPI_CPU_UNROLL
+    for (i = 0; i < UPI_ATTN_TILE; ++i) UPI_CPU_UNROLL
+    for (v = from; v < UPI_ATTN_VECTORS; ++v) {
+        const int at = i * UPI_ATTN_PANEL + v * UPI_WIDE;
+        upi_fw grad = upi_fw_mul(upi_fw_load(p + at), upi_fw_sub(sums[i][v], rows->delta[v]));
+        upi_fw_store(s + at, capped ? upi_fw_mul(grad, upi_fw_load(s + at)) : grad);
     }
 }
 
 /* The same where the first vectors see none of the keys; kept apart from the loop over whole tiles. */
-UPI_CPU_KERNEL void upi_attn_weights_grad_rest(int from, int d, const float *k, const float *q,
-                                               const float *v_rows, const float *go, upi_fw scale,
-                                               const upi_fw *lse, const upi_fw *delta, float *p, float *s)
+UPI_CPU_KERNEL void upi_attn_weights_grad_rest(int from, const upi_attn_rows *rows, const float *k,
+                                               const float *v_rows, float *p, float *s)
 {
     if (from == 1)
-        upi_attn_weights_grad(1, d, k, q, v_rows, go, scale, lse, delta, p, s);
+        upi_attn_weights_grad(1, 0, rows, k, v_rows, p, s);
     else
-        upi_attn_weights_grad(2, d, k, q, v_rows, go, scale, lse, delta, p, s);
+        upi_attn_weights_grad(2, 0, rows, k, v_rows, p, s);
+}
+
+/* Any tile, with a soft-cap. */
+UPI_CPU_KERNEL void upi_attn_weights_grad_capped(const upi_attn_rows *rows, const float *k,
+                                                 const float *v_rows, float *p, float *s)
+{
+    upi_attn_weights_grad(0, 1, rows, k, v_rows, p, s);
 }
 
 /* grad[tile rows][vectors] += sum over panels, the last one first, and over their lanes, in order, of
@@ -147,43 +176,47 @@ UPI_INLINE void upi_attn_add_grad(int tile, int vectors, int rest, int panels, i
     }
 }
 
-/* What a block of keys sees of the block of queries: panel p sees its keys up to keys[p] - 1, lane l of it up to
- * last[p] + l; later panels see more. */
-typedef struct upi_attn_sight {
-    int panels, keys[UPI_ATTN_PANELS_BWD], last[UPI_ATTN_PANELS_BWD];
-} upi_attn_sight;
+/* Lanes of a panel, of which some see rows of its part, that see none of the rows up to j of a block. */
+UPI_INLINE int upi_attn_lanes_before(const upi_attn_part *part, int j)
+{
+    const float row = (float)(j - part->from);
+    int count = 0, l;
+    if (!part->masked || part->high[0] > row) return 0;
+    for (l = 0; l < UPI_ATTN_PANEL; ++l) count += part->high[l] <= row;
+    return count;
+}
 
-/* Rows j .. j + tile - 1 of a block's gradient. Panels and lanes before the first that sees one of the rows are
- * left out; what others don't see weighs 0. */
-UPI_INLINE void upi_attn_add_grad_rows(int tile, int vectors, int rest, int j, const upi_attn_sight *sight,
-                                       const float *weights, const float *columns, float *grad,
+/* Rows j .. j + tile - 1 of a block's gradient, and parts[panels] of the block of queries. Panels that see none of the
+ * rows, and the first one's lanes before those that do, are left out; what others don't see weighs 0. */
+UPI_INLINE void upi_attn_add_grad_rows(int tile, int vectors, int rest, int j, const upi_attn_part *parts,
+                                       int panels, const float *weights, const float *columns, float *grad,
                                        int64_t grad_step)
 {
     int first = 0;
-    while (first < sight->panels && sight->keys[first] <= j) ++first;
-    if (first < sight->panels)
-        upi_attn_add_grad(tile, vectors, rest, sight->panels - first,
-                          sight->last[first] < j ? j - sight->last[first] : 0,
+    while (first < panels && parts[first].from + parts[first].count <= j) ++first;
+    while (panels > first && parts[panels - 1].from >= j + tile) --panels;
+    if (first < panels)
+        upi_attn_add_grad(tile, vectors, rest, panels - first, upi_attn_lanes_before(&parts[first], j),
                           weights + (first * UPI_ATTN_KEYS + j) * UPI_ATTN_PANEL,
                           columns + first * UPI_ATTN_PANEL * UPI_WIDE, grad + j * grad_step, grad_step);
 }
 
 /* Some vectors of a block's gradient, all `count` rows: the columns stay in the first-level cache. */
 UPI_INLINE void upi_attn_add_grad_columns(int tile, int vectors, int rest, int count,
-                                          const upi_attn_sight *sight, const float *weights,
+                                          const upi_attn_part *parts, int panels, const float *weights,
                                           const float *columns, float *grad, int64_t grad_step)
 {
     int j = 0;
     for (; j + tile <= count; j += tile)
-        upi_attn_add_grad_rows(tile, vectors, rest, j, sight, weights, columns, grad, grad_step);
+        upi_attn_add_grad_rows(tile, vectors, rest, j, parts, panels, weights, columns, grad, grad_step);
     for (; j + 4 <= count; j += 4)
-        upi_attn_add_grad_rows(4, vectors, rest, j, sight, weights, columns, grad, grad_step);
+        upi_attn_add_grad_rows(4, vectors, rest, j, parts, panels, weights, columns, grad, grad_step);
     for (; j < count; ++j)
-        upi_attn_add_grad_rows(1, vectors, rest, j, sight, weights, columns, grad, grad_step);
+        upi_attn_add_grad_rows(1, vectors, rest, j, parts, panels, weights, columns, grad, grad_step);
 }
 
 /* The whole block: three vectors at a time, two where one would be left. */
-UPI_CPU_KERNEL void upi_attn_add_grad_block(int d, int count, const upi_attn_sight *sight,
+UPI_CPU_KERNEL void upi_attn_add_grad_block(int d, int count, const upi_attn_part *parts, int panels,
                                             const float *weights, const float *columns, float *grad,
                                             int64_t grad_step)
 {
@@ -192,10 +225,10 @@ UPI_CPU_KERNEL void upi_attn_add_grad_block(int d, int count, const upi_attn_sig
     while (left > 0) {
         int vectors = left == 2 || left == 4 ? 2 : 3, rest = left > vectors ? (int)UPI_WIDE : last;
         if (vectors == 2)
-            upi_attn_add_grad_columns(UPI_ATTN_TALL, 2, rest, count, sight, weights, columns, grad,
+            upi_attn_add_grad_columns(UPI_ATTN_TALL, 2, rest, count, parts, panels, weights, columns, grad,
                                       grad_step);
         else
-            upi_attn_add_grad_columns(UPI_ATTN_TILE, 3, rest, count, sight, weights, columns, grad,
+            upi_attn_add_grad_columns(UPI_ATTN_TILE, 3, rest, count, parts, panels, weights, columns, grad,
                                       grad_step);
         left -= vectors;
         grad += vectors * UPI_WIDE;
@@ -203,52 +236,70 @@ UPI_CPU_KERNEL void upi_attn_add_grad_block(int d, int count, const upi_attn_sig
     }
 }
 
-/* One panel against one block of keys: its p and s, and its part of gq. */
-UPI_INLINE void upi_attn_bwd_panel(const upi_attn_bwd_work *w, int d, upi_fw scale, int panel, int keys,
-                                   int last)
+/* One panel against its part of a block of keys: its p and s, and its part of gq. */
+UPI_INLINE void upi_attn_bwd_panel(const upi_attn_bwd_work *w, const upi_attn_head *a, int panel,
+                                   const upi_attn_part *part)
 {
-    const float *q = w->q + panel * UPI_ATTN_PANEL * d, *go = w->go + panel * UPI_ATTN_PANEL * d;
-    float *p = w->p + panel * UPI_ATTN_KEYS * UPI_ATTN_PANEL,
-          *s = w->s + panel * UPI_ATTN_KEYS * UPI_ATTN_PANEL;
-    upi_fw lse[UPI_ATTN_VECTORS], delta[UPI_ATTN_VECTORS];
-    int seen[UPI_ATTN_VECTORS], j, v, end;
+    const int d = a->d, dv = a->dv, keys = part->count, from = part->from;
+    const float *k = w->k + from * (d + UPI_ATTN_PAD), *v_rows = w->v + from * (dv + UPI_ATTN_PAD);
+    float *p = w->p + (panel * UPI_ATTN_KEYS + from) * UPI_ATTN_PANEL;
+    float *s = w->s + (panel * UPI_ATTN_KEYS + from) * UPI_ATTN_PANEL;
+    upi_attn_rows rows;
+    int j, v, before, behind;
+    rows.q = w->q + panel * UPI_ATTN_PANEL * d;
+    rows.go = w->go + panel * UPI_ATTN_PANEL * dv;
+    rows.d = d;
+    rows.dv = dv;
+    rows.unit = upi_fw_set1(a->unit);
+    rows.squash = upi_fw_set1(a->squash);
     UPI_CPU_UNROLL
     for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
-        lse[v] = upi_fw_load(w->lse + panel * UPI_ATTN_PANEL + v * UPI_WIDE);
-        delta[v] = upi_fw_load(w->delta + panel * UPI_ATTN_PANEL + v * UPI_WIDE);
+        rows.lse[v] = upi_fw_load(w->lse + panel * UPI_ATTN_PANEL + v * UPI_WIDE);
+        rows.delta[v] = upi_fw_load(w->delta + panel * UPI_ATTN_PANEL + v * UPI_WIDE);
     }
-    upi_attn_vector_keys(keys, last, seen);
-    for (j = 0; j < (last < keys ? last : keys) + UPI_WIDE && j < keys; j += UPI_ATTN_TILE)
-        upi_attn_weights_grad(0, d, w->k + j * (d + UPI_ATTN_PAD), q, w->v + j * (d + UPI_ATTN_PAD), go,
-                              scale, lse, delta, p + j * UPI_ATTN_PANEL, s + j * UPI_ATTN_PANEL);
+    j = 0;
+    if (a->squash != 0)
+        for (; j < keys; j += UPI_ATTN_TILE)
+            upi_attn_weights_grad_capped(&rows, k + j * (d + UPI_ATTN_PAD), v_rows + j * (dv + UPI_ATTN_PAD),
+                                         p + j * UPI_ATTN_PANEL, s + j * UPI_ATTN_PANEL);
+    for (; j < part->seen[0]; j += UPI_ATTN_TILE)
+        upi_attn_weights_grad(0, 0, &rows, k + j * (d + UPI_ATTN_PAD), v_rows + j * (dv + UPI_ATTN_PAD),
+                              p + j * UPI_ATTN_PANEL, s + j * UPI_ATTN_PANEL);
     for (; j < keys; j += UPI_ATTN_TILE)
-        upi_attn_weights_grad_rest(upi_attn_first_vector(j, last), d, w->k + j * (d + UPI_ATTN_PAD), q,
-                                   w->v + j * (d + UPI_ATTN_PAD), go, scale, lse, delta,
-                                   p + j * UPI_ATTN_PANEL, s + j * UPI_ATTN_PANEL);
-    for (j = last < 0 ? 0 : last; j < keys; ++j) UPI_CPU_UNROLL
-    for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
-        upi_attn_hide(p + j * UPI_ATTN_PANEL + v * UPI_WIDE, v, j, last, upi_fw_zero());
-        upi_attn_hide(s + j * UPI_ATTN_PANEL + v * UPI_WIDE, v, j, last, upi_fw_zero());
+        upi_attn_weights_grad_rest(upi_attn_first_vector(part, j), &rows, k + j * (d + UPI_ATTN_PAD),
+                                   v_rows + j * (dv + UPI_ATTN_PAD), p + j * UPI_ATTN_PANEL,
+                                   s + j * UPI_ATTN_PANEL);
+    for (j = 0; j < keys && part->masked; ++j) {
+        if ((float)j >= part->low[UPI_ATTN_PANEL - 1] && (float)j < part->high[0]) continue;
+        UPI_CPU_UNROLL
+        for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
+            const int at = j * UPI_ATTN_PANEL + v * UPI_WIDE;
+            upi_fw_store(p + at, upi_attn_hide(upi_fw_load(p + at), part, v, j, upi_fw_zero()));
+            upi_fw_store(s + at, upi_attn_hide(upi_fw_load(s + at), part, v, j, upi_fw_zero()));
+        }
     }
     /* rows that this panel doesn't see, but that a tile of gk or gv takes along */
-    end = keys + UPI_ATTN_TALL < UPI_ATTN_KEYS ? keys + UPI_ATTN_TALL : (int)UPI_ATTN_KEYS;
-    memset(p + keys * UPI_ATTN_PANEL, 0, (size_t)((end - keys) * UPI_ATTN_PANEL) * sizeof *p);
-    memset(s + keys * UPI_ATTN_PANEL, 0, (size_t)((end - keys) * UPI_ATTN_PANEL) * sizeof *s);
-    upi_attn_weigh(d, seen, w->k, s, w->gq + panel * UPI_ATTN_PANEL * d, NULL);
+    before = upi_attn_least(from, UPI_ATTN_TALL);
+    behind = upi_attn_least(UPI_ATTN_KEYS - from - keys, UPI_ATTN_TALL);
+    memset(p - before * UPI_ATTN_PANEL, 0, (size_t)(before * UPI_ATTN_PANEL) * sizeof *p);
+    memset(s - before * UPI_ATTN_PANEL, 0, (size_t)(before * UPI_ATTN_PANEL) * sizeof *s);
+    memset(p + keys * UPI_ATTN_PANEL, 0, (size_t)(behind * UPI_ATTN_PANEL) * sizeof *p);
+    memset(s + keys * UPI_ATTN_PANEL, 0, (size_t)(behind * UPI_ATTN_PANEL) * sizeof *s);
+    upi_attn_weigh(d, part->seen, k, s, w->gq + panel * UPI_ATTN_PANEL * d, NULL);
 }
 
 /* Copies `rows` queries from q0 and what belongs to them to scratch. */
-UPI_INLINE void upi_attn_bwd_pack(const upi_attn_head *a, const upi_attn_bwd_work *w, int d, int64_t q0,
-                                  int rows)
+UPI_INLINE void upi_attn_bwd_pack(const upi_attn_head *a, const upi_attn_bwd_work *w, int64_t q0, int rows)
 {
-    int panels = (rows + UPI_ATTN_PANEL - 1) / UPI_ATTN_PANEL, first, i;
+    const int d = a->d, dv = a->dv, panels = (rows + UPI_ATTN_PANEL - 1) / UPI_ATTN_PANEL;
+    int first, i;
     for (first = 0; first < rows; first += UPI_ATTN_PANEL) {
         int count = upi_attn_least(rows - first, UPI_ATTN_PANEL);
         upi_attn_pack_panel(w->q + first * d, a->q, a->dtype, q0 + first, a->q_step, count, d);
-        upi_attn_pack_panel(w->go + first * d, a->go, a->dtype, q0 + first, a->go_step, count, d);
+        upi_attn_pack_panel(w->go + first * dv, a->go, a->dtype, q0 + first, a->go_step, count, dv);
     }
     upi_attn_pack_columns(w->q_rows, a->q, a->dtype, q0, a->q_step, rows, d, a->scale);
-    upi_attn_pack_columns(w->go_rows, a->go, a->dtype, q0, a->go_step, rows, d, 1);
+    upi_attn_pack_columns(w->go_rows, a->go, a->dtype, q0, a->go_step, rows, dv, 1);
     memset(w->gq, 0, (size_t)(panels * UPI_ATTN_PANEL * d) * sizeof *w->gq);
     for (i = 0; i < panels * UPI_ATTN_PANEL; ++i) {
         float lse = i < rows ? a->lse[(q0 + i) * a->lse_step] : -INFINITY;
@@ -272,53 +323,73 @@ typedef struct upi_attn_bwd_job {
     int rows;
 } upi_attn_bwd_job;
 
-/* The turn before turn t that adds to the keys from k0, + 1; 0 if t is the first. Of a head's blocks the first
- * ones, with the last queries, see these keys, and no others do. */
-UPI_INLINE int64_t upi_attn_turn_after(const upi_attn_bwd_job *job, const upi_attn_head *a, int64_t t,
-                                       int64_t k0)
+/* Is the last key that block b of the queries sees before k0? */
+UPI_INLINE int upi_attn_ends_before(const upi_attn_bwd_job *job, int64_t b, int64_t k0)
 {
-    int64_t b = t % job->blocks, lowest;
-    if (b > 0 || t == 0) return t;
-    if (!a->causal) return t;
-    /* block b of the queries sees k0 if it ends beyond it: (b + 1) * rows + ahead > k0 */
-    lowest = (k0 - a->ahead) / job->rows;
-    if (k0 - a->ahead < 0 || lowest < 0) lowest = 0;
-    return t - lowest;
+    const upipe_attn *a = &job->g->a;
+    int64_t first, end;
+    upi_attn_sight(a, (b + 1) * job->rows < a->q.n ? (b + 1) * job->rows - 1 : a->q.n - 1, &first, &end);
+    return end <= k0;
+}
+
+/* The turn before turn t that adds to the keys from k0, + 1; 0 if t is the first. A block of queries adds to those if
+ * they begin before its last row's end, and end behind its first row's first key. */
+UPI_INLINE int64_t upi_attn_turn_after(const upi_attn_bwd_job *job, int64_t t, int64_t k0)
+{
+    int64_t b = job->blocks - 1 - t % job->blocks, low = 0, high = b, first, end;
+    if (b + 1 < job->blocks) {
+        upi_attn_sight(&job->g->a, (b + 1) * job->rows, &first, &end);
+        if (first < k0 + UPI_ATTN_KEYS) return t;
+    }
+    if (t < job->blocks) return 0;
+    /* the first block that adds to them is the last one of the head before */
+    while (low < high) {
+        int64_t middle = low + (high - low) / 2;
+        if (upi_attn_ends_before(job, middle, k0))
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return t / job->blocks * job->blocks - low;
 }
 
 UPI_CPU_KERNEL void upi_attn_bwd_block(const upi_attn_head *a, const upi_attn_bwd_job *job, int64_t *gates,
                                        int64_t turn, int64_t q0, int rows, float *scratch)
 {
-    const int d = a->d, panels = (rows + UPI_ATTN_PANEL - 1) / UPI_ATTN_PANEL;
-    const int64_t reach = upi_attn_reach(a, q0, rows);
-    const upi_fw scale = upi_fw_set1(a->scale);
+    const int d = a->d, dv = a->dv, panels = (rows + UPI_ATTN_PANEL - 1) / UPI_ATTN_PANEL;
     upi_attn_bwd_work w;
-    float factor[UPI_ATTN_PANEL];
-    upi_attn_sight sight;
-    int64_t k0;
+    float factor[UPI_ATTN_PANEL], keep[UPI_ATTN_PANEL];
+    upi_attn_part parts[UPI_ATTN_PANELS_BWD];
+    int64_t k0, end;
     int p;
-    upi_attn_bwd_layout(&w, scratch, d);
-    for (p = 0; p < UPI_ATTN_PANEL; ++p) factor[p] = a->scale;
-    sight.panels = panels;
-    upi_attn_bwd_pack(a, &w, d, q0, rows);
-    for (k0 = 0; k0 < reach; k0 += UPI_ATTN_KEYS) {
-        int keys = upi_attn_least(reach - k0, UPI_ATTN_KEYS);
+    upi_attn_bwd_layout(&w, scratch, d, dv);
+    for (p = 0; p < UPI_ATTN_PANEL; ++p) {
+        factor[p] = a->scale;
+        keep[p] = 1;
+    }
+    upi_attn_see(w.lanes, a->call, q0, rows);
+    end = w.lanes.end[rows - 1];
+    upi_attn_bwd_pack(a, &w, q0, rows);
+    for (k0 = upi_attn_block_of(w.lanes.first[0]); k0 < end; k0 += UPI_ATTN_KEYS) {
+        int keys = upi_attn_least(end - k0, UPI_ATTN_KEYS);
         upi_attn_pack_keys(w.k, a->k, a->dtype, k0, a->k_step, keys, d);
-        upi_attn_pack_keys(w.v, a->v, a->dtype, k0, a->v_step, keys, d);
+        upi_attn_pack_keys(w.v, a->v, a->dtype, k0, a->v_step, keys, dv);
         for (p = 0; p < panels; ++p) {
-            sight.keys[p] = upi_attn_panel_keys(a, q0 + p * UPI_ATTN_PANEL, k0, keys, &sight.last[p]);
-            if (sight.keys[p] > 0) upi_attn_bwd_panel(&w, d, scale, p, sight.keys[p], sight.last[p]);
+            upi_attn_part_make(&parts[p], w.lanes, p * UPI_ATTN_PANEL, k0, keys);
+            /* Without a row of its own too: its neighbours' tiles may take it along. */
+            if (parts[p].from < keys && parts[p].from + parts[p].count > 0)
+                upi_attn_bwd_panel(&w, a, p, &parts[p]);
         }
-        if (gates != NULL) upi_par_wait(gates + k0 / UPI_ATTN_KEYS, upi_attn_turn_after(job, a, turn, k0));
-        upi_attn_add_grad_block(d, keys, &sight, w.p, w.go_rows, a->gv + k0 * a->gv_step, a->gv_step);
-        upi_attn_add_grad_block(d, keys, &sight, w.s, w.q_rows, a->gk + k0 * a->gk_step, a->gk_step);
+        if (gates != NULL) upi_par_wait(gates + k0 / UPI_ATTN_KEYS, upi_attn_turn_after(job, turn, k0));
+        upi_attn_add_grad_block(dv, keys, parts, panels, w.p, w.go_rows, a->gv + k0 * a->gv_step, a->gv_step);
+        upi_attn_add_grad_block(d, keys, parts, panels, w.s, w.q_rows, a->gk + k0 * a->gk_step, a->gk_step);
         if (gates != NULL) upi_par_open(gates + k0 / UPI_ATTN_KEYS, turn + 1);
     }
     for (p = 0; p < panels; ++p) {
         int first = p * UPI_ATTN_PANEL;
-        upi_attn_unpack_panel(a->gq, a->dtype, q0 + first, a->gq_step,
+        upi_attn_unpack_panel(a->gq, a->gq_dtype, q0 + first, a->gq_step,
                               upi_attn_least(rows - first, UPI_ATTN_PANEL), d, w.gq + first * d, factor,
-                              NULL);
+                              a->merge ? keep : NULL);
     }
 }
 
@@ -341,11 +412,28 @@ UPIPE_API void upi_attn_bwd_item(void *arg, int64_t i, int32_t worker)
     h.go_step = g->go.n_step;
     h.delta_step = g->delta.n_step;
     h.gq_step = g->gq.n_step;
+    h.gq_dtype = g->gq.dtype;
     h.gk_step = g->gk.n_step;
     h.gv_step = g->gv.n_step;
     upi_attn_bwd_block(&h, job, job->gates != NULL ? job->gates + kv * job->key_blocks : NULL, turn, q0,
                        upi_attn_least(a->q.n - q0, job->rows),
                        (float *)a->work + (size_t)worker * job->floats);
+}
+
+/* The gradient of head j's sink, one chain over its rows: that of a score whose value is 0, and whose weight is
+ * exp(sink - lse). */
+UPIPE_API void upi_attn_sink_item(void *arg, int64_t j, int32_t worker)
+{
+    const upipe_attn_grad *g = (const upipe_attn_grad *)arg;
+    const upi_attn_head h = upi_attn_head_make(&g->a, (int32_t)j);
+    const float *delta = (const float *)upi_attn_view_head(g->delta, (int32_t)j);
+    double sum = 0;
+    int64_t i;
+    (void)worker;
+    if (*h.sink == -INFINITY) return;
+    for (i = 0; i < g->a.q.n; ++i)
+        sum += exp((double)*h.sink - (double)h.lse[i * h.lse_step]) * (double)delta[i * g->delta.n_step];
+    g->gsinks[j] -= (float)sum;
 }
 
 /* Bytes of the gates, a multiple of 64. */
@@ -370,13 +458,14 @@ UPIPE_API upipe_status upi_cpu_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
     job.rows = panels * UPI_ATTN_PANEL;
     job.blocks = (a->q.n + job.rows - 1) / job.rows;
     job.key_blocks = (a->k.n + UPI_ATTN_KEYS - 1) / UPI_ATTN_KEYS;
-    job.floats = upi_attn_bwd_layout(&work, NULL, a->q.d);
+    job.floats = upi_attn_bwd_layout(&work, NULL, a->q.d, a->v.d);
     job.gates = NULL;
     if (gates > 0) {
         job.gates = (int64_t *)(void *)((float *)a->work + (size_t)upi_par_workers(c->ops) * job.floats);
         memset(job.gates, 0, gates);
     }
     upi_par_each(c->ops, job.blocks * a->q.h, upi_attn_bwd_item, &job);
+    if (g->gsinks != NULL) upi_par_each(c->ops, a->q.h, upi_attn_sink_item, (void *)g);
     return UPIPE_OK;
 }
 
@@ -386,8 +475,8 @@ UPIPE_API size_t upi_cpu_attn_bytes(const struct upipe_ops *ops, const upipe_att
 {
     upi_attn_fwd_work fwd;
     upi_attn_bwd_work bwd;
-    size_t floats =
-        backward ? upi_attn_bwd_layout(&bwd, NULL, a->q.d) : upi_attn_fwd_layout(&fwd, NULL, a->q.d);
+    size_t floats = backward ? upi_attn_bwd_layout(&bwd, NULL, a->q.d, a->v.d)
+                             : upi_attn_fwd_layout(&fwd, NULL, a->q.d, a->v.d);
     return floats * sizeof(float) * (size_t)upi_par_workers(ops) + (backward ? upi_attn_gates(ops, a) : 0);
 }
 

@@ -3,7 +3,7 @@
  * Fills the table's attn_fwd (upi_cpu_attn_fwd). Links with the math library.
  *
  *     for each block: twelve panels of queries, of up to twelve heads of one group at the same positions
- *         for each block of 64 keys, ascending:
+ *         for each block of 64 keys that one of them sees, ascending:
  *             copy K and V, once for all those heads
  *             for each panel:    S = K Q^T,  top = max,  P = 2^(S - top),  O = fold O + V^T P
  *         o and lse leave scratch once
@@ -23,25 +23,28 @@ enum {
 UPI_KERNELS_BEGIN
 
 typedef struct upi_attn_fwd_work {
-    float *q;     /* [12 panels][d][panel]  queries */
-    float *o;     /* [12 panels][d][panel]  sums of weighted values */
-    float *k, *v; /* [64][d + pad] */
-    float *p;     /* [64][panel]            products k . q, then weights, of one panel */
-    float *top;   /* [12 panels][panel]     greatest score so far */
-    float *sum;   /* [12 panels][panel]     sum of weights so far */
+    float *q;             /* [12 panels][d][panel]   queries */
+    float *o;             /* [12 panels][dv][panel]  sums of weighted values */
+    float *k;             /* [64][d + pad] */
+    float *v;             /* [64][dv + pad] */
+    float *p;             /* [64][panel]             products k . q, then weights, of one panel */
+    float *top;           /* [12 panels][panel]      greatest score so far, in units */
+    float *sum;           /* [12 panels][panel]      sum of weights so far */
+    upi_attn_lanes lanes; /* [12 panels][panel] */
 } upi_attn_fwd_work;
 
 /* Lays the scratch of one worker out from base, which may be NULL; returns its floats. */
-UPI_INLINE size_t upi_attn_fwd_layout(upi_attn_fwd_work *w, float *base, int64_t d)
+UPI_INLINE size_t upi_attn_fwd_layout(upi_attn_fwd_work *w, float *base, int64_t d, int64_t dv)
 {
     size_t used = 0;
     w->q = upi_attn_carve(base, &used, UPI_ATTN_ROWS_FWD * d);
-    w->o = upi_attn_carve(base, &used, UPI_ATTN_ROWS_FWD * d);
+    w->o = upi_attn_carve(base, &used, UPI_ATTN_ROWS_FWD * dv);
     w->k = upi_attn_carve(base, &used, UPI_ATTN_KEYS * (d + UPI_ATTN_PAD));
-    w->v = upi_attn_carve(base, &used, UPI_ATTN_KEYS * (d + UPI_ATTN_PAD));
+    w->v = upi_attn_carve(base, &used, UPI_ATTN_KEYS * (dv + UPI_ATTN_PAD));
     w->p = upi_attn_carve(base, &used, UPI_ATTN_KEYS * UPI_ATTN_PANEL);
     w->top = upi_attn_carve(base, &used, UPI_ATTN_ROWS_FWD);
     w->sum = upi_attn_carve(base, &used, UPI_ATTN_ROWS_FWD);
+    w->lanes = upi_attn_carve_lanes(base, &used, UPI_ATTN_ROWS_FWD);
     return used;
 }
 
@@ -102,30 +105,44 @@ UPI_INLINE void upi_attn_softmax(float *p, const int *keys, upi_fw rate, const u
     }
 }
 
-/* One panel against one block of keys; rate = scale * log2(e). */
-UPI_INLINE void upi_attn_fwd_panel(const upi_attn_fwd_work *w, int d, upi_fw rate, int panel, int keys,
-                                   int last)
+/* Turns products p[keys[v]][panel] of vector v into scores in units of a soft-cap: tanh(squash * p). */
+UPI_CPU_KERNEL void upi_attn_squash(float *p, const int *keys, float squash)
+{
+    const upi_fw factor = upi_fw_set1(squash);
+    int j, v;
+    for (v = 0; v < UPI_ATTN_VECTORS; ++v)
+        for (j = 0; j < keys[v]; ++j) {
+            float *at = p + j * UPI_ATTN_PANEL + v * UPI_WIDE;
+            upi_fw_store(at, upi_fw_tanh(upi_fw_mul(factor, upi_fw_load(at))));
+        }
+}
+
+/* One panel against its part of a block of keys; rate = unit * log2(e). */
+UPI_INLINE void upi_attn_fwd_panel(const upi_attn_fwd_work *w, const upi_attn_head *a, upi_fw rate, int panel,
+                                   const upi_attn_part *part)
 {
     const upi_fw nothing = upi_fw_set1(-INFINITY);
-    const float *q = w->q + panel * UPI_ATTN_PANEL * d;
+    const int d = a->d, dv = a->dv, keys = part->count, *seen = part->seen;
+    const float *q = w->q + panel * UPI_ATTN_PANEL * d, *k = w->k + part->from * (d + UPI_ATTN_PAD);
     float *at_top = w->top + panel * UPI_ATTN_PANEL, *at_sum = w->sum + panel * UPI_ATTN_PANEL;
     upi_fw old[UPI_ATTN_VECTORS], top[UPI_ATTN_VECTORS], sum[UPI_ATTN_VECTORS], fold[UPI_ATTN_VECTORS];
-    int masked = last < keys - 1, whole = masked ? 0 : keys / UPI_ATTN_TILE * UPI_ATTN_TILE;
-    int seen[UPI_ATTN_VECTORS], j, v;
-    upi_attn_vector_keys(keys, last, seen);
+    /* rows whose products are the scores, to raise top right away */
+    const int whole = part->masked || a->squash != 0 ? 0 : keys / UPI_ATTN_TILE * UPI_ATTN_TILE;
+    int j, v;
     UPI_CPU_UNROLL
     for (v = 0; v < UPI_ATTN_VECTORS; ++v) top[v] = old[v] = upi_fw_load(at_top + v * UPI_WIDE);
 
     for (j = 0; j < whole; j += UPI_ATTN_TILE)
-        upi_attn_products(0, d, w->k + j * (d + UPI_ATTN_PAD), q, w->p + j * UPI_ATTN_PANEL, top);
+        upi_attn_products(0, d, k + j * (d + UPI_ATTN_PAD), q, w->p + j * UPI_ATTN_PANEL, top);
     for (; j < keys; j += UPI_ATTN_TILE)
-        upi_attn_products_rest(upi_attn_first_vector(j, last), d, w->k + j * (d + UPI_ATTN_PAD), q,
+        upi_attn_products_rest(upi_attn_first_vector(part, j), d, k + j * (d + UPI_ATTN_PAD), q,
                                w->p + j * UPI_ATTN_PANEL);
+    if (a->squash != 0) upi_attn_squash(w->p, seen, a->squash);
     UPI_CPU_UNROLL
     for (v = 0; v < UPI_ATTN_VECTORS; ++v)
         for (j = whole; j < seen[v]; ++j) {
             float *at = w->p + j * UPI_ATTN_PANEL + v * UPI_WIDE;
-            if (masked) upi_attn_hide(at, v, j, last, nothing);
+            if (part->masked) upi_fw_store(at, upi_attn_hide(upi_fw_load(at), part, v, j, nothing));
             top[v] = upi_fw_max(top[v], upi_fw_load(at));
         }
 
@@ -142,7 +159,8 @@ UPI_INLINE void upi_attn_fwd_panel(const upi_attn_fwd_work *w, int d, upi_fw rat
     upi_attn_softmax(w->p, seen, rate, top, sum);
     UPI_CPU_UNROLL
     for (v = 0; v < UPI_ATTN_VECTORS; ++v) upi_fw_store(at_sum + v * UPI_WIDE, sum[v]);
-    upi_attn_weigh(d, seen, w->v, w->p, w->o + panel * UPI_ATTN_PANEL * d, fold);
+    upi_attn_weigh(dv, seen, w->v + part->from * (dv + UPI_ATTN_PAD), w->p,
+                   w->o + panel * UPI_ATTN_PANEL * dv, fold);
 }
 
 /* Brings a row up to what it saw of other keys: old is its log-sum-exp there, *lse here. The row's o becomes
@@ -157,9 +175,20 @@ UPI_INLINE void upi_attn_merge(float old, float *lse, float *factor, float *keep
     if (old == -INFINITY) *keep = 0;
 }
 
+/* Adds a score whose value is 0 to a row: `sum` weights of keys, measured from `score`, whose log-sum-exp is *lse and
+ * whose o is divided by what *factor is the inverse of. */
+UPI_INLINE void upi_attn_add_sink(float sink, float score, float sum, float *lse, float *factor)
+{
+    const double base = score > sink ? (double)score : (double)sink, weight = exp((double)score - base),
+                 both = weight * (double)sum + exp((double)sink - base);
+    if (sink == -INFINITY) return;
+    *factor = (float)(weight / both);
+    *lse = (float)(base + log(both));
+}
+
 /* o and lse of a head's `rows` queries from q0, from the sums in scratch that start with `panel`. */
-UPI_INLINE void upi_attn_fwd_finish(const upi_attn_head *a, const upi_attn_fwd_work *w, int d, int panel,
-                                    int64_t q0, int rows)
+UPI_INLINE void upi_attn_fwd_finish(const upi_attn_head *a, const upi_attn_fwd_work *w, int panel, int64_t q0,
+                                    int rows)
 {
     const float *sums = w->sum + panel * UPI_ATTN_PANEL, *tops = w->top + panel * UPI_ATTN_PANEL;
     int first, i;
@@ -167,17 +196,18 @@ UPI_INLINE void upi_attn_fwd_finish(const upi_attn_head *a, const upi_attn_fwd_w
         int count = upi_attn_least(rows - first, UPI_ATTN_PANEL);
         float inverse[UPI_ATTN_PANEL], keep[UPI_ATTN_PANEL];
         for (i = 0; i < UPI_ATTN_PANEL; ++i) {
-            float sum = sums[first + i], lse;
+            float sum = sums[first + i], score = a->unit * tops[first + i], lse;
             /* not `sum > 0`: a NaN must come out as one */
             inverse[i] = sum == 0 ? 0 : 1 / sum;
             keep[i] = 0;
             if (i >= count) continue;
-            lse = sum == 0 ? -INFINITY : (float)(a->scale * tops[first + i] + log((double)sum));
+            lse = sum == 0 ? -INFINITY : (float)(score + log((double)sum));
+            if (a->sink != NULL) upi_attn_add_sink(*a->sink, score, sum, &lse, &inverse[i]);
             if (a->merge) upi_attn_merge(a->lse[(q0 + first + i) * a->lse_step], &lse, &inverse[i], &keep[i]);
             a->lse[(q0 + first + i) * a->lse_step] = lse;
         }
-        upi_attn_unpack_panel(a->o, a->o_dtype, q0 + first, a->o_step, count, d,
-                              w->o + panel * UPI_ATTN_PANEL * d, inverse, a->merge ? keep : NULL);
+        upi_attn_unpack_panel(a->o, a->o_dtype, q0 + first, a->o_step, count, a->dv,
+                              w->o + panel * UPI_ATTN_PANEL * a->dv, inverse, a->merge ? keep : NULL);
     }
 }
 
@@ -197,35 +227,37 @@ UPI_CPU_KERNEL void upi_attn_fwd_block(const upi_attn_head *heads, int count, in
                                        float *scratch)
 {
     const upi_attn_head *a = heads;
-    const int d = a->d, panels = (rows + UPI_ATTN_PANEL - 1) / UPI_ATTN_PANEL;
-    const int64_t reach = upi_attn_reach(a, q0, rows);
-    const upi_fw rate = upi_fw_set1((float)(a->scale * 1.4426950408889634));
+    const int d = a->d, dv = a->dv, panels = (rows + UPI_ATTN_PANEL - 1) / UPI_ATTN_PANEL;
+    const upi_fw rate = upi_fw_set1((float)(a->unit * 1.4426950408889634));
     upi_attn_fwd_work w;
-    int64_t k0;
+    upi_attn_part part;
+    int64_t k0, end;
     int h, p, i;
-    upi_attn_fwd_layout(&w, scratch, d);
+    upi_attn_fwd_layout(&w, scratch, d, dv);
+    upi_attn_see(w.lanes, a->call, q0, rows);
+    end = w.lanes.end[rows - 1];
     for (h = 0; h < count; ++h)
         for (p = 0; p < panels; ++p) {
             int first = p * UPI_ATTN_PANEL;
             upi_attn_pack_panel(w.q + (h * panels + p) * UPI_ATTN_PANEL * d, heads[h].q, a->dtype, q0 + first,
                                 a->q_step, upi_attn_least(rows - first, UPI_ATTN_PANEL), d);
         }
-    memset(w.o, 0, (size_t)(count * panels * UPI_ATTN_PANEL * d) * sizeof *w.o);
+    memset(w.o, 0, (size_t)(count * panels * UPI_ATTN_PANEL * dv) * sizeof *w.o);
     for (i = 0; i < count * panels * UPI_ATTN_PANEL; ++i) {
         w.top[i] = -INFINITY;
         w.sum[i] = 0;
     }
-    for (k0 = 0; k0 < reach; k0 += UPI_ATTN_KEYS) {
-        int keys = upi_attn_least(reach - k0, UPI_ATTN_KEYS);
+    for (k0 = upi_attn_block_of(w.lanes.first[0]); k0 < end; k0 += UPI_ATTN_KEYS) {
+        int keys = upi_attn_least(end - k0, UPI_ATTN_KEYS);
         upi_attn_pack_keys(w.k, a->k, a->dtype, k0, a->k_step, keys, d);
-        upi_attn_pack_keys(w.v, a->v, a->dtype, k0, a->v_step, keys, d);
+        upi_attn_pack_keys(w.v, a->v, a->dtype, k0, a->v_step, keys, dv);
         for (p = 0; p < panels; ++p) {
-            int last, seen = upi_attn_panel_keys(a, q0 + p * UPI_ATTN_PANEL, k0, keys, &last);
-            for (h = 0; h < count && seen > 0; ++h)
-                upi_attn_fwd_panel(&w, d, rate, h * panels + p, seen, last);
+            upi_attn_part_make(&part, w.lanes, p * UPI_ATTN_PANEL, k0, keys);
+            for (h = 0; h < count && part.count > 0; ++h)
+                upi_attn_fwd_panel(&w, a, rate, h * panels + p, &part);
         }
     }
-    for (h = 0; h < count; ++h) upi_attn_fwd_finish(&heads[h], &w, d, h * panels, q0, rows);
+    for (h = 0; h < count; ++h) upi_attn_fwd_finish(&heads[h], &w, h * panels, q0, rows);
 }
 
 UPI_KERNELS_END
@@ -246,7 +278,6 @@ UPIPE_API void upi_attn_fwd_item(void *arg, int64_t i, int32_t worker)
         heads[h].o = upi_attn_view_head(a->o, j + h);
         heads[h].o_step = a->o.n_step;
         heads[h].o_dtype = a->o.dtype;
-        heads[h].merge = a->merge;
     }
     upi_attn_fwd_block(heads, count, q0, upi_attn_least(a->q.n - q0, job->rows),
                        (float *)a->work + (size_t)worker * job->floats);
@@ -268,7 +299,7 @@ UPIPE_API upipe_status upi_cpu_attn_fwd(upipe_ctx *c, const upipe_attn *a)
            a->q.n * a->q.h < (int64_t)4 * panels * job.heads * UPI_ATTN_PANEL * upi_par_workers(c->ops))
         panels /= 2;
     job.rows = panels * UPI_ATTN_PANEL;
-    job.floats = upi_attn_fwd_layout(&work, NULL, a->q.d);
+    job.floats = upi_attn_fwd_layout(&work, NULL, a->q.d, a->v.d);
     upi_par_each(c->ops, (a->q.n + job.rows - 1) / job.rows * a->k.h * job.chunks, upi_attn_fwd_item, &job);
     return UPIPE_OK;
 }

@@ -345,12 +345,14 @@ UPI_INLINE void upi_rope_begin(upi_rope_angles *g, const upipe_rope *r)
     upi_rope_seek(g, r->pos0);
 }
 
-UPI_INLINE void upi_rope_next(upi_rope_angles *g)
+/* The angles of a position are the same numbers however it is reached. */
+UPI_INLINE void upi_rope_next(upi_rope_angles *g, int64_t step)
 {
-    if ((g->position + 1) % UPI_ROPE_ANCHOR == 0)
-        upi_rope_anchor(g, g->position + 1);
+    const int64_t position = g->position + step;
+    if (position / UPI_ROPE_ANCHOR != g->position / UPI_ROPE_ANCHOR)
+        upi_rope_seek(g, position);
     else
-        upi_rope_advance(g);
+        while (g->position < position) upi_rope_advance(g);
 }
 
 /* An element turned: x * cos + its partner * sin, the sin's sign as the element needs it. Spelled out as a
@@ -407,11 +409,12 @@ typedef struct upi_rope_call {
 UPI_CPU_KERNEL void upi_rope_run(const void *call, int64_t first, int64_t last)
 {
     const upi_rope_call *o = (const upi_rope_call *)call;
+    const int64_t step = o->r->pos_step > 0 ? o->r->pos_step : 1;
     upi_rope_angles g = *o->start;
     int64_t token;
-    if (first > 0) upi_rope_seek(&g, o->r->pos0 + first);
+    if (first > 0) upi_rope_seek(&g, o->r->pos0 + first * step);
     for (token = first; token < last; ++token) {
-        if (token > first) upi_rope_next(&g);
+        if (token > first) upi_rope_next(&g, step);
         upi_rope_round(&g);
         UPI_WITH_TYPE(dtype, o->r->x.dtype, upi_rope_token(&g, o->r, token, dtype));
     }

@@ -653,4 +653,28 @@ UPI_INLINE upi_fw upi_fw_exp(upi_fw x)
     return upi_fw_exp2(upi_fw_mul(x, upi_fw_set1(1.4426950408889634f)));
 }
 
+/* tanh x, within 2 units in the last place; -1 and 1 at the infinities, a NaN stays one. A polynomial up to 0.8, from
+ * there 1 - 2 / (e^2|x| + 1), which has lost no digits to the 1 yet. */
+UPI_INLINE upi_fw upi_fw_tanh(upi_fw x)
+{
+    const upi_fw border = upi_fw_set1(0.8f), one = upi_fw_set1(1.0f);
+    upi_fw size, square, p, large;
+    UPI_OPAQUE(x); /* a product that x comes from could be fused with the last addition, or not */
+    size = upi_fw_max(x, upi_fw_sub(upi_fw_zero(), x));
+    square = upi_fw_mul(x, x);
+    p = upi_fw_set1(1.762877250e-03f);
+    p = upi_fw_fma(p, square, upi_fw_set1(-7.734463229e-03f));
+    p = upi_fw_fma(p, square, upi_fw_set1(2.152135517e-02f));
+    p = upi_fw_fma(p, square, upi_fw_set1(-5.391799249e-02f));
+    p = upi_fw_fma(p, square, upi_fw_set1(1.333306266e-01f));
+    p = upi_fw_fma(p, square, upi_fw_set1(-3.333333094e-01f));
+    p = upi_fw_fma(upi_fw_mul(p, square), x, x);
+    /* 1 from 9.1 on */
+    large = upi_fw_add(
+        upi_fw_exp2(upi_fw_mul(upi_fw_min(upi_fw_set1(10.0f), size), upi_fw_set1(2.8853900817779268f))), one);
+    large = upi_fw_sub(one, upi_fw_div(upi_fw_set1(2.0f), large));
+    large = upi_fw_select(upi_fw_equal(size, x), large, upi_fw_sub(upi_fw_zero(), large));
+    return upi_fw_select(upi_fw_equal(upi_fw_min(size, border), size), p, large);
+}
+
 #endif

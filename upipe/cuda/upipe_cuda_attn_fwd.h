@@ -469,6 +469,9 @@ UPIPE_API upipe_status upi_cuda_attn_fwd(upipe_ctx *c, const upipe_attn *a)
 {
     upi_cuda_attn_args x;
     if (a->q.dtype == UPIPE_F32) return upi_cuda_attn_f32_fwd(c, a);
+    if (!a->merge && a->o.dtype != a->q.dtype)
+        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "attention: o in f32 beside %s, but nothing to merge",
+                        upipe_dtype_name(a->q.dtype));
     UPIPE_TRY(upi_cuda_attn_check(c, a));
     UPIPE_TRY(upi_cuda_attn_aligned(c, "o", a->o));
     if (a->q.n == 0) return UPIPE_OK;

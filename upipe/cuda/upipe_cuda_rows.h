@@ -449,7 +449,7 @@ typedef struct upi_rope_turns {
 
 typedef struct upi_rope_job {
     upipe_view x;
-    int64_t count, step, pos0, groups, teams; /* groups of heads; teams = count * tokens * groups */
+    int64_t count, step, pos0, pos_step, groups, teams; /* groups of heads; teams = count * tokens * groups */
     int shift, vec, interleaved, inverse;
 } upi_rope_job;
 
@@ -505,7 +505,7 @@ template <int TYPES> UPI_KERNEL(256, 1) void upi_rope_rows(upi_rope_job g, upi_r
         UPI_UNROLL
         for (l = 0; l < UPI_EIGHT; ++l) {
             double turns = p + l < pairs ? f.turns[p + l] : 0;
-            upi_rope_angle((double)(g.pos0 + token) * turns, &cosine.v[l], &sine.v[l]);
+            upi_rope_angle((double)(g.pos0 + token * g.pos_step) * turns, &cosine.v[l], &sine.v[l]);
             if (g.inverse) sine.v[l] = -sine.v[l];
         }
         if (last > g.x.h) last = g.x.h;
@@ -554,6 +554,7 @@ UPIPE_API upipe_status upi_cuda_rope(upipe_ctx *c, const upipe_rope *r)
     g.count = r->count;
     g.step = r->step;
     g.pos0 = r->pos0;
+    g.pos_step = r->pos_step > 0 ? r->pos_step : 1;
     g.groups = (r->x.h + UPI_ROPE_HEADS - 1) / UPI_ROPE_HEADS;
     g.teams = g.count * g.x.n * g.groups;
     g.interleaved = r->interleaved;

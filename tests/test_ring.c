@@ -1,0 +1,294 @@
+/* test_ring -- the block over teams and rings, trap by trap: what breaks where attention is put together from several
+ * ranks' keys, and where heads or tokens do not divide. Two sequences everywhere, against dense attention (close_block.h)
+ *
+ * Random ones: test_property.
+ */
+#include "runner.h"
+#include "close_block.h"
+
+static run_case make_case(int64_t tokens, int h, int hkv, int ranks, int ring, upipe_layout layout)
+{
+    run_case t;
+    memset(&t, 0, sizeof t);
+    t.shape.tokens = tokens;
+    t.shape.batch = 2;
+    t.shape.dim = 24;
+    t.shape.h = h;
+    t.shape.hkv = hkv;
+    t.shape.d = 32;
+    t.shape.rope = 1; /* so that positions matter without a mask too */
+    t.shape.scale = (double)(float)(1 / sqrt(32.0));
+    t.shape.theta = 10000;
+    t.shape.eps = 1e-5;
+    t.ranks = ranks;
+    t.ring = ring;
+    t.layout = layout;
+    t.deadline = 60;
+    return t;
+}
+
+/* Runs a case against the oracle. The caller frees the result. */
+static int hold(const run_case *t, const char *name, run_result *r)
+{
+    long failures = test_failures;
+    f32_block in;
+    int ok;
+    block_inputs(&t->shape, 11, &in);
+    ok = run_block(t, &in, r) == UPIPE_OK;
+    CHECK_SAY(ok, "%s: %s", name, r->errors[0].text);
+    if (ok) check_block(&t->shape, &in, &r->out);
+    f32_block_free(&in);
+    if (test_failures != failures)
+        fprintf(stderr, "in '%s': S %lld C %d R %d/%d %s mode %d%s H %d/%d U %d %s\n", name,
+                (long long)t->shape.tokens, t->ranks, t->ring, t->inner, upipe_layout_name(t->layout),
+                (int)t->ring_mode, t->ring_first ? " ring first" : "", t->shape.h, t->shape.hkv, t->chunk,
+                upipe_dtype_name(t->shape.dtype));
+    return ok;
+}
+
+static void check_case(const run_case *t, const char *name)
+{
+    run_result r;
+    hold(t, name, &r);
+    run_free(&r);
+}
+
+/* In every layout, K and V going round or gathered, neighbours in a team or in a ring. */
+static void check_rings(run_case t, const char *name)
+{
+    int layout, mode, first;
+    for (layout = 0; layout < UPIPE_LAYOUTS; ++layout)
+        for (mode = UPIPE_RING_SHIFT; mode <= UPIPE_RING_GATHER; ++mode)
+            for (first = 0; first < 2; ++first) {
+                t.layout = (upipe_layout)layout;
+                t.ring_mode = (upipe_ring_mode)mode;
+                t.ring_first = first;
+                t.shape.full = first && mode == UPIPE_RING_SHIFT;
+                check_case(&t, name);
+            }
+}
+
+/* Heads are traded first, then K and V go round: positions are those of the ring's share, not of the rank's. */
+static void test_hybrid_order(void)
+{
+    static const int grids[][2] = {{2, 2}, {2, 3}, {3, 2}, {1, 4}, {4, 2}};
+    size_t i;
+    for (i = 0; i < sizeof grids / sizeof *grids; ++i)
+        check_rings(make_case(48, 12, 12, grids[i][0], grids[i][1], UPIPE_ZIGZAG), "hybrid order");
+}
+
+/* More heads in a group than one stage takes: a round's stages meet each block of K and V together, or keep all. */
+static void test_several_steps(void)
+{
+    run_case t = make_case(40, 8, 2, 2, 2, UPIPE_ZIGZAG);
+    check_rings(t, "several steps");
+    t.chunk = 4;
+    check_rings(t, "several heads, several steps");
+    t.ranks = 4; /* more ranks than key/value heads */
+    t.chunk = 0;
+    check_rings(t, "shared heads");
+    t.ranks = 2;
+    t.naive = 1;
+    check_rings(t, "the naive order");
+}
+
+/* G < C < Hkv: neighbouring ranks have neighbouring groups, and a stage takes part of each. */
+static void test_group_ranks_heads(void)
+{
+    run_case t = make_case(37, 12, 6, 3, 1, UPIPE_CONTIGUOUS);
+    check_case(&t, "G 2 < C 3 < Hkv 6");
+    t.chunk = 12;
+    check_case(&t, "G 2 < C 3 < Hkv 6, Ulysses");
+    t = make_case(48, 16, 8, 4, 2, UPIPE_ZIGZAG);
+    check_rings(t, "G 2 < C 4 < Hkv 8");
+    t = make_case(48, 24, 8, 4, 2, UPIPE_ZIGZAG);
+    check_rings(t, "G 3 < C 4 < Hkv 8");
+}
+
+/* Borders inside a rank's rows, inside a tile and between stages; one on a rank's border; an empty document. */
+static void test_borders(void)
+{
+    static const int64_t docs[] = {0, 5, 23, 24, 24, 37, 48, 70, 96, 130, 131, 192};
+    run_case t = make_case(96, 4, 2, 2, 2, UPIPE_ZIGZAG);
+    t.shape.docs = docs;
+    t.shape.docs_n = sizeof docs / sizeof *docs - 1;
+    check_rings(t, "borders");
+    t.shape.window = 9;
+    check_rings(t, "borders and a window");
+    t.ring = 1;
+    t.ranks = 4;
+    check_case(&t, "borders without a ring");
+}
+
+/* Shorter than 2R tokens: most pairs of ranks have nothing in common, and a document lies on a few ranks alone. */
+static void test_short_documents(void)
+{
+    int64_t docs[64];
+    run_case t = make_case(41, 4, 2, 1, 4, UPIPE_ZIGZAG);
+    int i;
+    for (i = 0; i < 28; ++i) docs[i] = 3 * i;
+    docs[28] = 82;
+    t.shape.docs = docs;
+    t.shape.docs_n = 28;
+    check_rings(t, "documents of 3 tokens over a ring of 4");
+    for (i = 0; i < 64; ++i) docs[i] = i;
+    t.shape.docs_n = 60;
+    check_rings(t, "documents of one token, then none");
+}
+
+/* Rows outside all documents: O is 0, the log-sum-exp -inf or the sink, and no gradient comes of them. */
+static void test_rows_that_see_nothing(void)
+{
+    static const int64_t docs[] = {7, 20, 31};
+    run_case t = make_case(40, 4, 2, 2, 2, UPIPE_CONTIGUOUS);
+    int mode, sinks;
+    t.shape.docs = docs;
+    t.shape.docs_n = 2;
+    check_rings(t, "rows that see nothing");
+    for (mode = UPIPE_RING_SHIFT; mode <= UPIPE_RING_GATHER; ++mode)
+        for (sinks = 0; sinks < 2; ++sinks) {
+            run_result r;
+            int64_t row, i, width = 4 * 32;
+            t.ring_mode = (upipe_ring_mode)mode;
+            t.shape.sinks = sinks;
+            if (hold(&t, "rows that see nothing", &r))
+                for (row = 0; row < 80; ++row) {
+                    if (row >= docs[0] && row < docs[2]) continue;
+                    for (i = 0; i < width; ++i)
+                        CHECK(r.out.o[row * width + i] == 0 && r.out.q[row * width + i] == 0);
+                    for (i = 0; i < 4; ++i)
+                        CHECK(sinks ? isfinite(r.out.lse[row * 4 + i]) : r.out.lse[row * 4 + i] == -INFINITY);
+                }
+            run_free(&r);
+        }
+}
+
+/* A block of the ring that shows nothing to some rows, first, last or between others: weights of exp(-inf - -inf). */
+static void test_empty_merges(void)
+{
+    run_case t = make_case(45, 4, 4, 1, 4, UPIPE_CONTIGUOUS);
+    int64_t window;
+    for (window = 1; window <= 33; window += 8) {
+        t.shape.window = window;
+        check_rings(t, "a window");
+        t.shape.sinks = !t.shape.sinks;
+    }
+}
+
+/* Each rank's tokens give a part of a weight's gradient: their sum, not their mean. */
+static void test_weights_are_summed(void)
+{
+    run_case t = make_case(48, 4, 2, 2, 2, UPIPE_STRIPED), one = make_case(48, 4, 2, 1, 0, UPIPE_CONTIGUOUS);
+    run_result r, s;
+    int j;
+    t.shape.projected = one.shape.projected = 1;
+    t.shape.sinks = one.shape.sinks = 1;
+    if (hold(&t, "four ranks", &r) & hold(&one, "one rank", &s))
+        for (j = 0; j < 5; ++j) {
+            static const char *const names[] = {"wq", "wk", "wv", "wo", "sinks"};
+            const float *of_four[] = {r.out.wq, r.out.wk, r.out.wv, r.out.wo, r.out.sinks};
+            const float *of_one[] = {s.out.wq, s.out.wk, s.out.wv, s.out.wo, s.out.sinks};
+            double far = 0, all = 0;
+            int64_t i;
+            for (i = 0; i < block_count(&t.shape, names[j]); ++i) {
+                double a = (double)of_four[j][i], b = (double)of_one[j][i];
+                far += (a - b) * (a - b);
+                all += b * b;
+            }
+            CHECK_SAY(far <= 1e-10 * all, "%s of four ranks is %.3g away from one rank's", names[j],
+                      sqrt(far / all));
+        }
+    run_free(&r);
+    run_free(&s);
+}
+
+/* A ring in each node, and a ring of nodes. */
+static void test_double_rings(void)
+{
+    static const int rings[][2] = {{4, 2}, {6, 3}, {6, 2}, {4, 4}, {3, 1}};
+    size_t i;
+    int layout, chunk;
+    for (i = 0; i < sizeof rings / sizeof *rings; ++i)
+        for (layout = 0; layout < UPIPE_LAYOUTS; ++layout)
+            for (chunk = 0; chunk <= 8; chunk += 4) {
+                run_case t = make_case(61, 8, 2, 2, rings[i][0], (upipe_layout)layout);
+                t.inner = rings[i][1];
+                t.chunk = chunk;
+                t.ring_first = chunk == 4;
+                t.shape.full = chunk == 8;
+                t.shape.window = layout == UPIPE_STRIPED ? 20 : 0;
+                check_case(&t, "double ring");
+            }
+}
+
+/* Heads that do not divide, with few heads and with none on some ranks, and a length that does not either; UPipe, a chunk
+ * between and Ulysses; alone and over a ring, with K and V gathered or, in one stage, shifted. */
+static void test_ragged(void)
+{
+    static const struct {
+        int h, hkv, ranks;
+    } cases[] = {{28, 4, 8}, {40, 10, 4}, {9, 3, 3}, {9, 3, 2}, {6, 1, 4}, {5, 5, 3}, {2, 2, 3}, {2, 1, 3}};
+    size_t i;
+    int of_heads, ring;
+    for (i = 0; i < sizeof cases / sizeof *cases; ++i)
+        for (of_heads = 0; of_heads < 3; ++of_heads)
+            for (ring = 1; ring <= 2; ++ring) {
+                run_case t = make_case(37, cases[i].h, cases[i].hkv, cases[i].ranks, ring, UPIPE_ZIGZAG);
+                int between = 2 * t.ranks < t.shape.h ? 2 * t.ranks : 0;
+                t.chunk = of_heads == 2 ? t.shape.h : of_heads == 1 ? between : 0;
+                if (ring > 1 && of_heads == 2) t.ring_mode = UPIPE_RING_SHIFT;
+                t.shape.normed = of_heads == 0;
+                t.shape.projected = of_heads == 1;
+                t.shape.sinks = of_heads == 2;
+                t.shape.dv = ring > 1 ? 40 : 0;
+                t.shape.dtype = of_heads == 1 ? UPIPE_BF16 : UPIPE_F32;
+                t.tile_rows = 5;
+                check_case(&t, "ragged heads");
+            }
+}
+
+static void test_ragged_lengths(void)
+{
+    int64_t tokens;
+    int kind;
+    for (tokens = 37; tokens < 41; ++tokens)
+        for (kind = 0; kind < 4; ++kind) {
+            run_case t = make_case(tokens, 8, 4, 4, 1 + kind % 2, UPIPE_ZIGZAG);
+            t.shape.dtype = kind >= 2 ? UPIPE_BF16 : UPIPE_F32;
+            t.gx_apart = kind == 1;
+            check_case(&t, "ragged lengths");
+        }
+}
+
+/* Everything at once: heads of V of their own size, a window, documents, a soft-cap, sinks, norms, a projection. */
+static void test_all_masks(void)
+{
+    static const int64_t docs[] = {0, 11, 29, 60, 74};
+    run_case t = make_case(37, 12, 4, 2, 2, UPIPE_ZIGZAG);
+    t.shape.docs = docs;
+    t.shape.docs_n = 4;
+    t.shape.window = 13;
+    t.shape.softcap = 7;
+    t.shape.sinks = t.shape.normed = t.shape.projected = 1;
+    t.shape.dv = 48;
+    check_rings(t, "all masks");
+    t.shape.dtype = UPIPE_BF16;
+    check_rings(t, "all masks in bf16");
+}
+
+int main(void)
+{
+    test_hybrid_order();
+    test_several_steps();
+    test_group_ranks_heads();
+    test_borders();
+    test_short_documents();
+    test_rows_that_see_nothing();
+    test_empty_merges();
+    test_weights_are_summed();
+    test_double_rings();
+    test_ragged();
+    test_ragged_lengths();
+    test_all_masks();
+    return test_end("ring");
+}

@@ -1,0 +1,163 @@
+/* test_shard -- who holds which tokens: a permutation for every layout, pieces that say the same as positions, equal
+ * work for the ring's ranks at every step
+ */
+#include "test.h"
+#include "upipe/upipe_shard.h"
+
+enum { TOKENS_MAX = 4096, RING_MAX = 8 };
+
+/* All ranks' rows together are the sequence; each rank's pieces say what its positions say. */
+static void walk(upipe_layout layout, int64_t tokens, int ring, int ranks)
+{
+    char seen[TOKENS_MAX];
+    int64_t i, held_n = 0, most = 0, least = tokens;
+    int r, c;
+    memset(seen, 0, sizeof seen);
+    for (r = 0; r < ring; ++r) {
+        upipe_shard held = upipe_shard_ring(layout, tokens, ring, r);
+        int64_t row = 0;
+        CHECK_INT(held.step, layout == UPIPE_STRIPED ? ring : 1);
+        held_n += held.n;
+        if (held.n > most) most = held.n;
+        if (held.n < least) least = held.n;
+        for (c = 0; c < ranks; ++c) {
+            upipe_shard mine = upipe_shard_team(&held, ranks, c);
+            int64_t sum = 0;
+            int k;
+            CHECK_INT(mine.step, held.step);
+            CHECK(mine.pieces >= 0 && mine.pieces <= UPIPE_PIECES_MAX);
+            for (k = 0; k < mine.pieces; ++k) {
+                CHECK(mine.piece[k].n >= 1);
+                for (i = 0; i < mine.piece[k].n; ++i, ++sum)
+                    CHECK_INT(upipe_shard_pos(&mine, sum), mine.piece[k].pos + i * mine.step);
+            }
+            CHECK_INT(sum, mine.n);
+            CHECK_SAY(mine.n == held.n / ranks || mine.n == held.n / ranks + 1,
+                      "rank %d of %d has %lld of %lld rows", c, ranks, (long long)mine.n, (long long)held.n);
+            for (i = 0; i < mine.n; ++i, ++row) {
+                int64_t pos = upipe_shard_pos(&mine, i);
+                if (!CHECK_SAY(pos >= 0 && pos < tokens, "position %lld of %lld", (long long)pos,
+                               (long long)tokens))
+                    return;
+                /* the team's parts are in order of the ring rank's rows, and a rank's rows ascend */
+                CHECK_INT(pos, upipe_shard_pos(&held, row));
+                CHECK(i == 0 || pos > upipe_shard_pos(&mine, i - 1));
+                CHECK_SAY(!seen[pos], "%s: position %lld of %lld is on two of %d x %d ranks",
+                          upipe_layout_name(layout), (long long)pos, (long long)tokens, ranks, ring);
+                seen[pos] = 1;
+            }
+        }
+        CHECK_INT(row, held.n);
+    }
+    CHECK_INT(held_n, tokens);
+    CHECK(most - least <= (layout == UPIPE_ZIGZAG ? 2 : 1));
+    for (i = 0; i < tokens; ++i)
+        if (!CHECK_SAY(seen[i], "%s: nobody of %d x %d ranks has position %lld of %lld",
+                       upipe_layout_name(layout), ranks, ring, (long long)i, (long long)tokens))
+            return;
+}
+
+static void test_permutation(void)
+{
+    static const int64_t lengths[] = {64, 97, 128, 1000, 4095};
+    int layout, ring, ranks, i;
+    int64_t tokens;
+    for (layout = 0; layout < UPIPE_LAYOUTS; ++layout)
+        for (ring = 1; ring <= RING_MAX; ++ring)
+            for (ranks = 1; ranks <= 5; ++ranks) {
+                int64_t least = (int64_t)ring * ranks * (layout == UPIPE_ZIGZAG && ring > 1 ? 2 : 1);
+                for (tokens = least; tokens < least + 2 * ring + 3; ++tokens)
+                    walk((upipe_layout)layout, tokens, ring, ranks);
+                for (i = 0; i < 5; ++i)
+                    if (lengths[i] >= least) walk((upipe_layout)layout, lengths[i], ring, ranks);
+            }
+}
+
+/* Lengths for which n * i leaves 63 bits. */
+static void test_large(void)
+{
+    int64_t tokens = (INT64_C(1) << 60) + 12345, before = 0;
+    int i;
+    for (i = 0; i <= 7; ++i) {
+        int64_t at = upipe_cut(tokens, 7, i);
+        CHECK(i == 0 ? at == 0 : at - before == tokens / 7 || at - before == tokens / 7 + 1);
+        before = at;
+    }
+    CHECK_INT(before, tokens);
+    CHECK_INT(upipe_cut(10, 4, 1), 2);
+    CHECK_INT(upipe_cut(10, 4, 2), 5);
+    CHECK_INT(upipe_cut(10, 4, 3), 7);
+}
+
+/* Rows of a shard by any window. */
+static void test_rows(void)
+{
+    upipe_shard held = upipe_shard_ring(UPIPE_ZIGZAG, 37, 3, 1);
+    int64_t first, n, i;
+    for (first = 0; first <= held.n; ++first)
+        for (n = 0; first + n <= held.n; ++n) {
+            upipe_shard s = upipe_shard_rows(&held, first, n);
+            CHECK_INT(s.n, n);
+            for (i = 0; i < n; ++i) CHECK_INT(upipe_shard_pos(&s, i), upipe_shard_pos(&held, first + i));
+        }
+    CHECK_INT(strcmp(upipe_layout_name(UPIPE_CONTIGUOUS), "contiguous"), 0);
+    CHECK_INT(strcmp(upipe_layout_name(UPIPE_ZIGZAG), "zigzag"), 0);
+    CHECK_INT(strcmp(upipe_layout_name(UPIPE_STRIPED), "striped"), 0);
+}
+
+/* Work of ring rank r in a step in which it has the keys of rank s, under a causal mask: visible pairs, and tiles of
+ * `tile` rows and keys with one at least, piece by piece. */
+static int64_t work(upipe_layout layout, int64_t tokens, int ring, int r, int s, int64_t tile)
+{
+    upipe_shard q = upipe_shard_ring(layout, tokens, ring, r), k = upipe_shard_ring(layout, tokens, ring, s);
+    int64_t sum = 0, i, j;
+    int a, b;
+    for (a = 0; a < q.pieces; ++a)
+        for (b = 0; b < k.pieces; ++b)
+            for (i = 0; i < q.piece[a].n; i += tile)
+                for (j = 0; j < k.piece[b].n; j += tile) {
+                    /* the tile's last query sees its first key? */
+                    int64_t last = i + tile < q.piece[a].n ? i + tile : q.piece[a].n;
+                    sum += q.piece[a].pos + (last - 1) * q.step >= k.piece[b].pos + j * k.step;
+                }
+    return sum;
+}
+
+/* At every step of the ring all ranks have the same work, but for a tile's: in pairs where tokens do not divide, in tiles
+ * where they do. Contiguous parts are what it is not for. */
+static void test_balance(void)
+{
+    enum { TILE = 16 };
+    int layout, ring, step, r, ragged;
+    for (layout = 0; layout < UPIPE_LAYOUTS; ++layout)
+        for (ring = 2; ring <= RING_MAX; ++ring)
+            for (ragged = 0; ragged < 2; ++ragged) {
+                int64_t tokens = 2 * ring * 2 * TILE + (ragged ? 2 * ring - 1 : 0);
+                int64_t slack = ragged ? TILE * TILE : 1, widest = 0;
+                for (step = 0; step < ring; ++step) {
+                    int64_t most = 0, least = INT64_MAX;
+                    for (r = 0; r < ring; ++r) {
+                        int64_t w = work((upipe_layout)layout, tokens, ring, r, (r - step + ring) % ring,
+                                         ragged ? 1 : TILE);
+                        if (w > most) most = w;
+                        if (w < least) least = w;
+                    }
+                    if (most - least > widest) widest = most - least;
+                }
+                if (layout == UPIPE_CONTIGUOUS)
+                    CHECK(widest > 8 * slack);
+                else
+                    CHECK_SAY(
+                        widest <= slack, "%s, ring of %d, %lld tokens: ranks differ by %lld", /* of a step */
+                        upipe_layout_name((upipe_layout)layout), ring, (long long)tokens, (long long)widest);
+            }
+}
+
+int main(void)
+{
+    test_permutation();
+    test_large();
+    test_rows();
+    test_balance();
+    return test_end("shard");
+}

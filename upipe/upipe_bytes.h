@@ -1,0 +1,288 @@
+/* upipe_bytes.h -- how many bytes: what the attention block takes, in closed form        layer 3, includes plan
+ *
+ *     upipe_bytes b = upipe_plan_bytes(&plan, &scratch);         exact, by phase; upipe_layer_scratch fills scratch
+ *     upipe_paper_units(UPIPE_PAPER_UPIPE, ...)                  the paper's formulas, beside it
+ *
+ * A dry pool under the layer's code (upipe_dry.h) and the real run agree with upipe_plan_bytes to the byte.
+ */
+#ifndef UPIPE_BYTES_H
+#define UPIPE_BYTES_H
+
+#include "upipe_plan.h"
+
+/* The columns of the paper's tables; peaks are kept for each. Everything else counts as OTHER. */
+typedef enum upipe_phase {
+    UPIPE_FWD_BEFORE,
+    UPIPE_FWD_IN,   /* inp_all_to_all, with projection, QK norm and RoPE */
+    UPIPE_FWD_ATTN, /* the attention kernel */
+    UPIPE_FWD_OUT,  /* out_all_to_all */
+    UPIPE_BWD_BEFORE,
+    UPIPE_BWD_OUT,  /* dO and delta to heads */
+    UPIPE_BWD_ATTN, /* the attention backward kernel */
+    UPIPE_BWD_IN,   /* recomputed Q, K, V; dQ, dK, dV to tokens; weight gradients; dX */
+    UPIPE_PHASES,
+    UPIPE_PHASE_OTHER = UPIPE_PHASES
+} upipe_phase;
+
+/* "fwd_in" and so on. */
+UPIPE_API const char *upipe_phase_name(int phase)
+{
+    static const char *const names[] = {"fwd_before", "fwd_in",   "fwd_attn", "fwd_out", "bwd_before",
+                                        "bwd_out",    "bwd_attn", "bwd_in",   "other"};
+    return names[phase >= 0 && phase < UPIPE_PHASES ? phase : UPIPE_PHASES];
+}
+
+/* upipe_plan_scratch -- what the exact count needs besides the plan
+ *   gemm attn_fwd attn_bwd  scratch bytes of the compute table (upipe_layer_scratch fills them)
+ *   tile_rows               rows of the tile in which dX is summed; 0 when dX is summed in place (f32
+ *                           storage)
+ *   gx                      bytes of the gradient of x; 0 when it takes x's place
+ *   qk_norm                 nonzero: per-head norms of Q and K
+ */
+typedef struct upipe_plan_scratch {
+    size_t gemm, attn_fwd, attn_bwd;
+    size_t gx;
+    int64_t tile_rows;
+    int qk_norm;
+} upipe_plan_scratch;
+
+/* Exact live bytes of one rank, x included: the largest of each phase, of all, and of Q, K, V chunks and
+ * exchange buffers in the forward (the paper's "intermediate tensors"). */
+typedef struct upipe_bytes {
+    size_t phase[UPIPE_PHASES];
+    size_t peak;
+    size_t intermediate_fwd;
+} upipe_bytes;
+
+UPIPE_API size_t upi_most(size_t a, size_t b)
+{
+    return a > b ? a : b;
+}
+
+/* ---- buffers ---- */
+
+/* upipe_buffers -- the block's buffers in bytes, the largest over stages, in the storage type if not said otherwise
+ *   slot           of final_out, and of its gradient: Q', O, dO or dQ of a stage
+ *   send           a stage's Q before its exchange; O' and dQ' before theirs
+ *   q o stat       Q', dQ'; O', dO'; lse, delta (f32) of this rank's heads of a stage
+ *   k v            K', V' of this rank's heads
+ *   kv_send        K or V before its exchange
+ *   gk gv          gradients of K', V', f32
+ *   home_k home_v  gradients of K, V of a stage's heads at their tokens
+ *   partial        the same for several ranks' shares of them, f32
+ *   lse delta      of all stages, f32
+ * With a ring:
+ *   all_k all_v    K', V' of the whole sequence;  all_gk, all_gv  their gradients, f32
+ *   hop_k hop_v    K', V' of another ring rank
+ *   sum_o sum_q    sums of O', dQ' of a stage, f32
+ */
+typedef struct upipe_buffers {
+    size_t slot, send, q, o, stat, k, v, kv_send, gk, gv, home_k, home_v, partial, lse, delta;
+    size_t all_k, all_v, all_gk, all_gv, hop_k, hop_v, sum_o, sum_q;
+} upipe_buffers;
+
+/* Tokens of a sequence on the ring rank that holds most. */
+UPIPE_API int64_t upipe_plan_seq_most(const upipe_plan *p)
+{
+    int64_t most = 0;
+    int r;
+    for (r = 0; r < p->desc.ring; ++r) {
+        upipe_shard s = upipe_shard_ring(p->desc.layout, p->desc.tokens, p->desc.ring, r);
+        if (s.n > most) most = s.n;
+    }
+    return most;
+}
+
+UPIPE_API upipe_buffers upipe_plan_buffers(const upipe_plan *p)
+{
+    const int d = p->desc.head_dim, dv = p->desc.v_dim, wide = d > dv ? d : dv, me = p->desc.rank;
+    const size_t e = upipe_dtype_bytes(p->desc.dtype);
+    const size_t hop = (size_t)(upipe_plan_seq_most(p) * p->desc.batch),
+                 all = (size_t)(p->desc.tokens * p->desc.batch);
+    const int stages = p->schedule == UPIPE_SPANS ? p->stages : p->steps;
+    size_t kv = (size_t)p->kv_per_rank;
+    upipe_buffers b;
+    int i;
+    memset(&b, 0, sizeof b);
+    for (i = 0; i < stages; ++i) {
+        int sent = upipe_plan_buffer(p, UPIPE_Q, i), mine = upipe_plan_q(p, i, me).count;
+        b.send = upi_most(b.send, upipe_plan_rows_bytes(p, sent, d));
+        b.slot = upi_most(b.slot, upipe_plan_rows_bytes(p, sent, wide));
+        b.q = upi_most(b.q, upipe_plan_seq_bytes(p, mine, d));
+        b.o = upi_most(b.o, upipe_plan_seq_bytes(p, mine, dv));
+        b.partial = upi_most(b.partial,
+                             upipe_plan_rows_bytes(p, upipe_plan_buffer(p, UPIPE_KV_DONE, i), wide) / e * 4);
+    }
+    /* the naive order may need one block more or less in later stages */
+    for (i = 0; i < p->stages; ++i)
+        if (p->schedule >= UPIPE_ORDER || i == 0)
+            b.kv_send =
+                upi_most(b.kv_send, upipe_plan_rows_bytes(p, upipe_plan_buffer(p, UPIPE_KV, i), wide));
+    b.send = upi_most(b.send, upi_most(b.q, b.o));
+    b.slot = upi_most(b.slot, b.q);
+    b.stat = b.q / e / (size_t)d * 4;
+    b.k = upipe_plan_seq_bytes(p, p->kv_per_rank, d);
+    b.v = upipe_plan_seq_bytes(p, p->kv_per_rank, dv);
+    b.gk = b.k / e * 4;
+    b.gv = b.v / e * 4;
+    b.home_k = upipe_plan_rows_bytes(p, p->kv_partial ? p->desc.kv_heads : p->desc.ranks * p->kv_per_rank, d);
+    b.home_v = b.home_k / (size_t)d * (size_t)dv;
+    b.lse = (size_t)(upipe_plan_before(p, p->stages, me) * p->seq * p->desc.batch) * 4;
+    if (b.lse == 0) b.lse = 4; /* a rank without heads: NULL would mean consumed */
+    b.delta = (size_t)(p->rows * p->desc.heads) * 4;
+    if (p->desc.ring == 1) return b;
+    b.sum_o = b.o / e * 4;
+    b.sum_q = b.q / e * 4;
+    b.all_k = all * kv * (size_t)d * e;
+    b.all_v = all * kv * (size_t)dv * e;
+    b.all_gk = b.all_k / e * 4;
+    b.all_gv = b.all_v / e * 4;
+    b.hop_k = hop * kv * (size_t)d * e;
+    b.hop_v = hop * kv * (size_t)dv * e;
+    if (p->desc.ring_mode == UPIPE_RING_SHIFT) {
+        /* those of other ranks are formed there too */
+        b.gk = b.hop_k / e * 4;
+        b.gv = b.hop_v / e * 4;
+    }
+    return b;
+}
+
+/* What shifting K and V round the ring takes besides sum_o or sum_q. */
+UPIPE_API size_t upi_ring_hops(const upipe_plan *p, const upipe_buffers *b, int backward)
+{
+    const int inner = p->desc.ring_inner > 1 ? p->desc.ring_inner : p->desc.ring,
+              outer = p->desc.ring / inner;
+    size_t hops = (size_t)(inner - 1 < 2 ? inner - 1 : 2) + (size_t)(outer - 1 < 2 ? outer - 1 : 2);
+    if (p->desc.ring == 1 || p->desc.ring_mode != UPIPE_RING_SHIFT) return 0;
+    hops *= b->hop_k + b->hop_v;
+    if (backward) hops += 2 * (b->gk + b->gv) + (outer > 1 ? 2 * (b->gk + b->gv) : 0);
+    return hops;
+}
+
+/* upipe_plan_bytes -- what the attention block of upipe_layer.h holds, by phase
+ *
+ * The sum is spelled out in docs/memory.md. A dry pool under the layer's code, and the real run, must agree
+ * to the byte.
+ *   paper  Appendix A; where this count differs from its tables, docs/memory.md says why
+ */
+UPIPE_API upipe_bytes upipe_plan_bytes(const upipe_plan *p, const upipe_plan_scratch *s)
+{
+    const upipe_plan_desc *d = &p->desc;
+    const int spans = p->schedule == UPIPE_SPANS, ring = d->ring > 1;
+    const int gather = ring && d->ring_mode == UPIPE_RING_GATHER, width = p->width;
+    const size_t e = upipe_dtype_bytes(d->dtype), w = (size_t)width;
+    upipe_buffers b = upipe_plan_buffers(p);
+    size_t x = upipe_plan_unit_bytes(p),
+           both = x + s->gx;                 /* the caller's; gx is there throughout the backward */
+    size_t out = b.slot * (size_t)p->stages; /* final_out, or its gradient */
+    size_t kv = b.k + b.v, kept = gather ? b.all_k + b.all_v : kv;
+    size_t stays = spans || p->steps > width ? kept : 0; /* beyond a stage */
+    size_t own = b.gk + b.gv, grads = gather ? b.all_gk + b.all_gv : own;
+    size_t home = b.home_k + b.home_v, norm, parked, hold, fetch, stage, last, end;
+    size_t all_k = upipe_plan_rows_bytes(p, d->kv_heads, d->head_dim),
+           all_v = upipe_plan_rows_bytes(p, d->kv_heads, d->v_dim);
+    size_t attn_fwd = s->attn_fwd + upi_ring_hops(p, &b, 0), attn_bwd = s->attn_bwd + upi_ring_hops(p, &b, 1);
+    upipe_bytes r;
+    int i;
+    norm = s->qk_norm ? ((size_t)d->heads + (size_t)d->kv_heads) * (size_t)d->head_dim * 4 : 0;
+
+    /* K and V arrive; with them gathered, those of the ring */
+    fetch = kv + b.kv_send + (spans && gather ? kept : 0);
+    r.intermediate_fwd = upi_most(upi_most(fetch, gather ? kv + kept : 0), kept + b.send);
+    hold = x + out + b.lse;
+    r.phase[UPIPE_FWD_BEFORE] = x;
+    r.phase[UPIPE_FWD_IN] =
+        hold + upi_most(upi_most(fetch + s->gemm, gather ? kv + kept : 0), kept + b.send + s->gemm);
+    r.phase[UPIPE_FWD_ATTN] = hold + kept + b.send + w * b.sum_o + attn_fwd;
+    r.phase[UPIPE_FWD_OUT] = hold + stays + b.send + w * b.sum_o;
+
+    r.phase[UPIPE_BWD_BEFORE] = both + 2 * out + b.lse + b.delta;
+    /* dK and dV of finished rounds wait for dX; sums over ranks and stages wait in f32 where rounds are not common */
+    if (p->schedule >= UPIPE_ORDER)
+        parked = (all_k + all_v) / e * 4;
+    else
+        parked = (size_t)(p->rounds - 1) * home;
+    hold = both + out + b.lse + b.delta + norm + parked;
+    stage = kept + grads + b.send + w * (b.q + b.o + b.stat);
+    r.phase[UPIPE_BWD_OUT] = hold + stage;
+    r.phase[UPIPE_BWD_ATTN] = hold + stage + w * b.sum_q + attn_bwd;
+
+    /* within the stages: fetch, projection, and the way home of a finished round's dK and dV */
+    last = grads + upi_most(fetch + s->gemm, gather ? kv + kept : 0);
+    last = upi_most(last, kept + grads + b.send + upi_most(s->gemm, w * b.q + (width > 1 ? s->gemm : 0)));
+    last = upi_most(last, stays + grads + b.send + w * b.sum_q);
+    if (width > 1) last = upi_most(last, grads + (s->qk_norm ? b.send : 0) + s->gemm);
+    if (gather) {
+        size_t wide = upi_most(b.gk, b.gv), kept_then = spans ? kept : 0;
+        last = upi_most(last, kept_then + grads + own + (size_t)d->ring * wide);
+    }
+    end = both + out + all_k + all_v; /* after them: dQ, dK and dV of all heads */
+    if (spans || p->schedule == UPIPE_ORDER) {
+        size_t sums = parked; /* in f32; narrower ones replace one after the other */
+        size_t held = spans ? kept + (gather ? grads : 0) : 0;
+        if (e < 4) sums = upi_most(parked + all_k, all_k + all_v / e * 4 + all_v);
+        last = hold + upi_most(last, held + own + b.partial); /* with the partial gradients of all ranks */
+        last = upi_most(last, both + out + norm + sums);
+        last = upi_most(last, end + norm + (s->qk_norm ? all_k : 0) + s->gemm);
+    } else if (p->schedule == UPIPE_SPLIT) {
+        last = upi_most(last, all_k + own + b.partial);
+        last = upi_most(last, all_k + all_v + b.gv + b.partial);
+        last = hold + upi_most(last, all_k + all_v + (s->qk_norm ? all_k : 0) + s->gemm);
+    } else {
+        size_t cast = e < 4 ? upi_most(b.k, b.v) : 0;
+        last = upi_most(last, b.home_k + cast + own);
+        last = upi_most(last, home + cast + b.gv);
+        last = hold + upi_most(last, home + (s->qk_norm ? b.home_k : 0) + s->gemm);
+    }
+    end += (size_t)s->tile_rows * (size_t)d->model_dim * 4 + s->gemm;
+    r.phase[UPIPE_BWD_IN] = upi_most(last, end);
+
+    r.peak = 0;
+    for (i = 0; i < UPIPE_PHASES; ++i) r.peak = upi_most(r.peak, r.phase[i]);
+    return r;
+}
+
+/* ---- the paper's own formulas ---- */
+
+typedef enum upipe_paper_row {
+    UPIPE_PAPER_ULYSSES,
+    UPIPE_PAPER_ULYSSES_OFFLOAD,
+    UPIPE_PAPER_FPDT,
+    UPIPE_PAPER_UPIPE
+} upipe_paper_row;
+
+/* upipe_paper_units -- a cell of the paper's two tables of peak activation memory, in units
+ *   row     method
+ *   phase   column: the forward table's four, then the backward table's four
+ *   group   G;  stages  nu (UPipe's row);  chunks  pi (FPDT's row);  layers  L (Ulysses' row)
+ *   paper   tables "Peak activation memory within the forward attention block" (section 2) and "... during
+ *           the backward pass" (Appendix A)
+ */
+UPIPE_API double upipe_paper_units(upipe_paper_row row, upipe_phase phase, double group, double stages,
+                                   double chunks, double layers)
+{
+    double gamma = 1 + 2 / group, nu = stages, pi = chunks, before = 2 * (nu - 1) / nu;
+    double attn0 = 3 + 2 * gamma / nu, attn1 = 2 + 2 * gamma / nu + before;
+    double cell[4][UPIPE_PHASES];
+    int k;
+    const double ulysses[] = {0, gamma + 1, gamma + 1, 2, 2, 3, 2 * gamma + 2, gamma + 1};
+    const double offload[] = {1, gamma + 2, gamma + 2, 3, 3, 4, 2 * gamma + 3, gamma + 2};
+    const double fpdt[] = {1, gamma + 2, 2 * gamma + 1, 2, 1, 3, 2 * gamma + 4, gamma + 2};
+    const double upipe[] = {1,
+                            2 + gamma / nu,
+                            2 + gamma / nu,
+                            2 + 1 / nu,
+                            3,
+                            3 + 1 / nu,
+                            attn0 > attn1 ? attn0 : attn1,
+                            2 + gamma / nu + before};
+    for (k = 0; k < UPIPE_PHASES; ++k) {
+        cell[UPIPE_PAPER_ULYSSES][k] = layers + ulysses[k];
+        cell[UPIPE_PAPER_ULYSSES_OFFLOAD][k] = offload[k];
+        cell[UPIPE_PAPER_FPDT][k] = fpdt[k] / pi;
+        cell[UPIPE_PAPER_UPIPE][k] = upipe[k];
+    }
+    return phase < UPIPE_PHASES ? cell[row][phase] : 0;
+}
+
+#endif
