@@ -47,6 +47,8 @@
 #include "upipe_step.h"
 #include "upipe_layer.h"
 #include "upipe_out.h"
+#include "upipe_segment.h"
+#include "upipe_fpdt.h"
 #include "upipe_dry.h"
 
 #endif

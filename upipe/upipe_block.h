@@ -83,6 +83,12 @@ UPIPE_API upi_heads upi_all_kv_heads(const upipe_plan *p)
     return upi_heads_make(p->desc.kv_heads, 1, 0, 1);
 }
 
+/* Rounds are not common: gradients of K and V are summed over stages, in f32. */
+UPIPE_API int upi_parks_sums(const upipe_plan *p)
+{
+    return p->schedule >= UPIPE_ORDER;
+}
+
 /* The blocks of a stage's buffer as runs of equal ones in equal steps, whose products are one call: all of them where
  * heads divide. `*rank` says where the next run begins, 0 at first; returns 0 after the last. */
 UPIPE_API int upi_next_heads(const upipe_plan *p, upipe_which which, int stage, int *rank, upi_heads *h)

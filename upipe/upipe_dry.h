@@ -1,4 +1,4 @@
-/* upipe_dry.h -- what will a run need? The real code over a pool and a team that only count        layer 8
+/* upipe_dry.h -- what will a run need? The real code over a pool and a team that only count        layer 9
  *
  *     upipe_dry *dry = malloc(sizeof *dry);              about 250 KB: too much for some stacks
  *     if (upipe_dry_init(dry, &plan, &ops)) ...             then any code may run with &dry->ctx
@@ -14,17 +14,17 @@
 #ifndef UPIPE_DRY_H
 #define UPIPE_DRY_H
 
-#include "upipe_layer.h"
+#include "upipe_fpdt.h"
 #include "upipe_out.h"
 
-enum { UPIPE_DRY_RANKS_MAX = 512, UPIPE_DRY_BLOCKS_MAX = 1024 };
+enum { UPIPE_DRY_RANKS_MAX = 512, UPIPE_DRY_BLOCKS_MAX = 1024, UPIPE_DRY_HOST_BLOCKS_MAX = 16 };
 
 typedef struct upipe_dry {
     upipe_ctx ctx;
-    upipe_mem mem;
+    upipe_mem mem, host; /* the device's memory, and the host's behind it */
     upipe_comm team, ring;
     upipe_ops ops;
-    upipe_block blocks[UPIPE_DRY_BLOCKS_MAX];
+    upipe_block blocks[UPIPE_DRY_BLOCKS_MAX], host_blocks[UPIPE_DRY_HOST_BLOCKS_MAX];
     upipe_seg list[2 * UPIPE_DRY_RANKS_MAX], ring_list[2 * UPIPE_DRY_RANKS_MAX];
     int64_t gathered[UPIPE_DRY_RANKS_MAX * UPIPE_GATHER_MAX],
         ring_gathered[UPIPE_DRY_RANKS_MAX * UPIPE_GATHER_MAX];
@@ -67,8 +67,12 @@ UPIPE_API upipe_status upi_dry_gemm(upipe_ctx *c, upipe_view out, upipe_view a, 
     size_t need = c->ops->gemm_bytes(c->ops, out, a, b, flags);
     (void)work;
     if (work_bytes < need)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "a product needs %zu bytes of scratch, not %zu", need,
-                        work_bytes);
+        return upi_fail(
+            &c->err, UPIPE_ERR_ARG,
+            "a product [%d][%lld][%d] of [%lld][%d] and [%lld][%d], flags %d, needs %zu bytes of scratch, not "
+            "%zu",
+            out.h, (long long)out.n, out.d, (long long)a.n, a.d, (long long)b.n, b.d, flags, need,
+            work_bytes);
     return UPIPE_OK;
 }
 
@@ -173,6 +177,7 @@ UPIPE_API upipe_status upipe_dry_init(upipe_dry *dry, const upipe_plan *plan, co
         return upi_fail(&dry->ctx.err, UPIPE_ERR_UNSUPPORTED, "a dry run of %d x %d ranks, at most %d",
                         d->ranks, d->ring, UPIPE_DRY_RANKS_MAX);
     upipe_mem_init_dry(&dry->mem, dry->blocks, UPIPE_DRY_BLOCKS_MAX);
+    upipe_mem_init_dry(&dry->host, dry->host_blocks, UPIPE_DRY_HOST_BLOCKS_MAX);
     upipe_comm_dry(&dry->team, d->rank, d->ranks, dry->list, dry->gathered);
     upipe_comm_dry(&dry->ring, d->ring_rank, d->ring, dry->ring_list, dry->ring_gathered);
     dry->ops = *ops;
@@ -261,6 +266,29 @@ UPIPE_API upipe_status upipe_dry_layer(upipe_dry *dry, const upipe_layer *l, int
 UPIPE_API upipe_status upipe_dry_block(upipe_dry *dry, const upipe_layer *l, int gx_in_place)
 {
     return upi_dry_pass(dry, l, 1, gx_in_place);
+}
+
+/* upipe_dry_fpdt -- the same in segments: forward and backward of upipe_fpdt.h, with dry->host as the host's pool. x,
+ *                   gx and gout, which are the caller's, are not counted.
+ *   f       its pool is not read. dry must come from upipe_dry_init with a plan of f->desc's ranks
+ *   errors  those of upipe_fpdt_fwd and upipe_fpdt_bwd but for transport and memory
+ */
+UPIPE_API upipe_status upipe_dry_fpdt(upipe_dry *dry, const upipe_fpdt *f)
+{
+    upipe_ctx *c = &dry->ctx;
+    float *const weight = (float *)dry->mem.slab; /* asked for its gradient, never touched */
+    upipe_fpdt local = *f;
+    upipe_fpdt_saved save;
+    upipe_grads grads;
+    if (c->ops == NULL) return upi_fail(&c->err, UPIPE_ERR_ARG, "upipe_dry_init failed, or was not called");
+    local.host = &dry->host;
+    memset(&grads, 0, sizeof grads);
+    grads.wq = grads.wk = grads.wv = weight;
+    grads.q_gain = grads.k_gain = f->layer.q_gain != NULL ? weight : NULL;
+    grads.sinks = f->layer.sinks != NULL ? weight : NULL;
+    UPIPE_TRY(upipe_fpdt_fwd(c, &local, &save, weight));
+    UPIPE_TRY(upipe_fpdt_bwd(c, &local, weight, &grads, &save, weight, weight));
+    return upipe_fpdt_free(&local, &save, &c->err);
 }
 
 #endif

@@ -133,12 +133,6 @@ typedef struct upi_parked {
     void *k[UPIPE_STAGES_MAX], *v[UPIPE_STAGES_MAX];
 } upi_parked;
 
-/* Sums over rounds are kept in f32. */
-UPIPE_API int upi_parks_sums(const upipe_plan *p)
-{
-    return p->schedule >= UPIPE_ORDER;
-}
-
 /* A round is over: dK' (or dV'), f32 by head, goes home to the tokens; consumes grad. */
 UPIPE_API upipe_status upi_send_home(upi_run *r, int stage, upi_weight which, float *grad, void **parked,
                                      const char *tag, void *room)

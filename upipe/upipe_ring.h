@@ -93,10 +93,12 @@ typedef struct upi_ring_block {
 
 /* Where a call stands: rows of a sequence, and heads. */
 typedef struct upi_ring_at {
-    int64_t sequence, q_row, k_row;
+    int64_t sequence, q_all, k_all; /* of so many queries and keys in a sequence's buffers ... */
+    int64_t q_row, k_row;           /* ... those from here on */
     upipe_piece q, k;
     upipe_span heads, kv;
     int first; /* no call has seen these rows */
+    int add;   /* backward: to gq, which is f32 */
 } upi_ring_at;
 
 /* Whether any of the queries may see any of the keys. */
@@ -108,39 +110,39 @@ UPIPE_API int upi_ring_sees(const upipe_attn *a)
     return first < end;
 }
 
+/* tokens: of the whole sequence */
 UPIPE_API upipe_status upi_ring_call_one(upipe_ctx *c, const upipe_ring_call *r, const upipe_ring_part *part,
-                                         const upi_ring_block *block, const upi_ring_at *at, int backward)
+                                         const upi_ring_block *block, const upi_ring_at *at, int64_t tokens,
+                                         int backward)
 {
     const upipe_plan *p = r->plan;
-    const int64_t n = p->seq,
-                  keys = upipe_shard_ring(p->desc.layout, p->desc.tokens, p->desc.ring, block->src).n;
-    const int d = p->desc.head_dim, dv = p->desc.v_dim;
+    const int d = p->desc.head_dim, dv = p->desc.v_dim, n = part->heads, kv = r->kv_heads;
     const upipe_dtype type = p->desc.dtype;
-    const int64_t b = at->sequence;
+    const int64_t b = at->sequence, q0 = at->q_row, k0 = at->k_row;
     upipe_attn_grad g;
     upipe_attn *a = &g.a;
     memset(&g, 0, sizeof g);
     *a = r->mask;
-    a->q = upi_ring_view(part->q, type, n, part->heads, d, b, at->q_row, at->q.n, at->heads);
-    a->k = upi_ring_view(block->k, type, keys, r->kv_heads, d, b, at->k_row, at->k.n, at->kv);
-    a->v = upi_ring_view(block->v, type, keys, r->kv_heads, dv, b, at->k_row, at->k.n, at->kv);
-    a->lse = upi_ring_view(part->lse, UPIPE_F32, n, part->heads, 1, b, at->q_row, at->q.n, at->heads);
-    a->q_pos = b * p->desc.tokens + at->q.pos;
-    a->k_pos = b * p->desc.tokens + at->k.pos;
+    a->q = upi_ring_view(part->q, type, at->q_all, n, d, b, q0, at->q.n, at->heads);
+    a->k = upi_ring_view(block->k, type, at->k_all, kv, d, b, k0, at->k.n, at->kv);
+    a->v = upi_ring_view(block->v, type, at->k_all, kv, dv, b, k0, at->k.n, at->kv);
+    a->lse = upi_ring_view(part->lse, UPIPE_F32, at->q_all, n, 1, b, q0, at->q.n, at->heads);
+    a->q_pos = b * tokens + at->q.pos;
+    a->k_pos = b * tokens + at->k.pos;
     a->pos_step = p->held.step;
     a->sinks = at->first && part->sinks != NULL ? part->sinks + at->heads.first : NULL;
     if (!at->first && !upi_ring_sees(a)) return UPIPE_OK;
     if (!backward) {
-        a->o = upi_ring_view(part->o, r->sums, n, part->heads, dv, b, at->q_row, at->q.n, at->heads);
+        a->o = upi_ring_view(part->o, r->sums, at->q_all, n, dv, b, q0, at->q.n, at->heads);
         a->merge = !at->first;
         return upipe_attn_fwd(c, a);
     }
-    a->merge = p->desc.ring > 1;
-    g.go = upi_ring_view(part->go, type, n, part->heads, dv, b, at->q_row, at->q.n, at->heads);
-    g.delta = upi_ring_view(part->delta, UPIPE_F32, n, part->heads, 1, b, at->q_row, at->q.n, at->heads);
-    g.gq = upi_ring_view(part->gq, r->sums, n, part->heads, d, b, at->q_row, at->q.n, at->heads);
-    g.gk = upi_ring_view(block->gk, UPIPE_F32, keys, r->kv_heads, d, b, at->k_row, at->k.n, at->kv);
-    g.gv = upi_ring_view(block->gv, UPIPE_F32, keys, r->kv_heads, dv, b, at->k_row, at->k.n, at->kv);
+    a->merge = at->add;
+    g.go = upi_ring_view(part->go, type, at->q_all, n, dv, b, q0, at->q.n, at->heads);
+    g.delta = upi_ring_view(part->delta, UPIPE_F32, at->q_all, n, 1, b, q0, at->q.n, at->heads);
+    g.gq = upi_ring_view(part->gq, r->sums, at->q_all, n, d, b, q0, at->q.n, at->heads);
+    g.gk = upi_ring_view(block->gk, UPIPE_F32, at->k_all, kv, d, b, k0, at->k.n, at->kv);
+    g.gv = upi_ring_view(block->gv, UPIPE_F32, at->k_all, kv, dv, b, k0, at->k.n, at->kv);
     g.gsinks = a->sinks != NULL && part->gsinks != NULL ? part->gsinks + at->heads.first : NULL;
     return upipe_attn_bwd(c, &g);
 }
@@ -153,6 +155,9 @@ UPIPE_API upipe_status upi_ring_attend(upipe_ctx *c, const upipe_ring_call *r, c
     const upipe_shard keys = upipe_shard_ring(p->desc.layout, p->desc.tokens, p->desc.ring, block->src);
     upi_ring_at at;
     int part, i, j, head;
+    at.q_all = p->held.n;
+    at.k_all = keys.n;
+    at.add = p->desc.ring > 1;
     for (part = 0; part < r->count; ++part)
         for (at.sequence = 0; at.sequence < p->desc.batch; ++at.sequence)
             for (i = 0, at.q_row = 0; i < p->held.pieces; at.q_row += p->held.piece[i++].n)
@@ -162,7 +167,8 @@ UPIPE_API upipe_status upi_ring_attend(upipe_ctx *c, const upipe_ring_call *r, c
                     at.first = first && j == 0;
                     for (head = 0; upi_ring_heads(&r->parts[part], p->group, head, &at.heads, &at.kv);
                          head += at.heads.count)
-                        UPIPE_TRY(upi_ring_call_one(c, r, &r->parts[part], block, &at, backward));
+                        UPIPE_TRY(
+                            upi_ring_call_one(c, r, &r->parts[part], block, &at, p->desc.tokens, backward));
                 }
     return UPIPE_OK;
 }

@@ -1,0 +1,383 @@
+/* test_fpdt -- the block in segments of the sequence, against the oracle: with all heads at once (FPDT), and in head
+ * chunks (UPipe x FPDT); bytes of device, host and exchanges; refusals
+ *
+ * UPIPE_DRAWS / 10 draws (2,000), draw i from seed UPIPE_SEED + i.
+ */
+#include "runner.h"
+#include "close_block.h"
+
+typedef struct segments_state {
+    const run_case *test;
+    const f32_block *in;
+    f32_block out;
+    int segments;
+    upipe_threads team;
+    upipe_ops ops;
+    void *weights[3];
+    upipe_err errors[RUN_MAX];
+} segments_state;
+
+/* Rows of a rank, [segment][batch][T], <-> natural order. */
+static void segment_rows(const upipe_fpdt *f, float *natural, float *mine, int64_t width, int out)
+{
+    int64_t b, t;
+    int i;
+    for (i = 0; i < f->segments; ++i) {
+        upipe_shard s = upipe_fpdt_shard(f, i);
+        for (b = 0; b < f->desc.batch; ++b)
+            for (t = 0; t < s.n; ++t, mine += width) {
+                float *at = natural + (b * f->desc.tokens + upipe_shard_pos(&s, t)) * width;
+                memcpy(out ? at : mine, out ? mine : at, (size_t)width * sizeof *at);
+            }
+    }
+}
+
+static int64_t segment_tokens(const upipe_fpdt *f)
+{
+    int64_t n = 0;
+    int i;
+    for (i = 0; i < f->segments; ++i) n += upipe_fpdt_shard(f, i).n;
+    return n * f->desc.batch;
+}
+
+/* lse of this rank's heads, and dQ of its tokens, which lies in the slots of gout. */
+static void segment_stats(segments_state *s, upipe_ctx *c, const upipe_fpdt *f, const upipe_fpdt_saved *save,
+                          const char *gout)
+{
+    const size_t slot = upipe_fpdt_out_bytes(f, c->ops) / (size_t)f->segments;
+    upi_fpdt_sizes z;
+    int64_t b, t;
+    int i, stage, rank, j, k;
+    if (upi_fpdt_measure(f, c->ops, &z, &c->err) != UPIPE_OK) return;
+    for (i = 0; i < f->segments; ++i) {
+        const int64_t first = upipe_cut(f->desc.tokens, f->segments, i);
+        upipe_shard mine = upipe_fpdt_shard(f, i);
+        upipe_plan p;
+        if (upipe_fpdt_plan(f, i, &p, &c->err) != UPIPE_OK) return;
+        for (stage = 0; stage < p.stages; ++stage) {
+            const float *lse =
+                (const float *)(const void *)(save->lse + z.b.stat * (size_t)(i * p.stages + stage));
+            upipe_span q = upipe_plan_q(&p, stage, p.desc.rank);
+            for (b = 0; b < p.desc.batch; ++b)
+                for (t = 0; t < p.seq; ++t)
+                    for (j = 0; j < q.count; ++j)
+                        s->out.lse[(b * f->desc.tokens + first + t) * p.desc.heads + q.first + j] = *lse++;
+            for (rank = 0; rank < p.desc.ranks; ++rank) {
+                int64_t at = (int64_t)upipe_plan_offset(&p, UPIPE_Q, stage, rank) * p.rows * p.desc.head_dim;
+                const char *from = gout + slot * (size_t)i + z.b.slot * (size_t)stage;
+                q = upipe_plan_q(&p, stage, rank);
+                for (b = 0; b < p.desc.batch; ++b)
+                    for (t = 0; t < p.local; ++t)
+                        for (j = 0; j < q.count; ++j)
+                            for (k = 0; k < p.desc.head_dim; ++k, ++at)
+                                s->out.q[((b * f->desc.tokens + upipe_shard_pos(&mine, t)) * p.desc.heads +
+                                          q.first + j) *
+                                             p.desc.head_dim +
+                                         k] = upi_f1_get(from, p.desc.dtype, at);
+            }
+        }
+    }
+}
+
+/* x, gx, gout and results are the host's; bytes of both pools are those of the closed form. */
+static upipe_status segment_rank(upipe_ctx *c, segments_state *s, upipe_fpdt *f, upipe_dry *dry,
+                                 float *const *grads)
+{
+    const block_shape *shape = &s->test->shape;
+    const int64_t rows = segment_tokens(f), dim = shape->dim,
+                  wide = (int64_t)shape->h * (shape->dv ? shape->dv : shape->d);
+    const size_t e = upipe_dtype_bytes(shape->dtype);
+    float *host = f32_room(rows * (dim > wide ? dim : wide));
+    char *x = (char *)malloc((size_t)(rows * dim) * e),
+         *gout = (char *)malloc(upipe_fpdt_out_bytes(f, c->ops));
+    const upipe_view x32 = upipe_view_packed(host, UPIPE_F32, rows, 1, (int32_t)dim);
+    const upipe_view x16 = upipe_view_packed(x, shape->dtype, rows, 1, (int32_t)dim);
+    upipe_fpdt_saved save;
+    upipe_bytes bytes;
+    upipe_status status;
+    upipe_grads g;
+    upipe_plan p;
+    int64_t sent = 0;
+    size_t host_bytes;
+    int phase, i;
+    memset(&g, 0, sizeof g);
+    g.wq = grads[0];
+    g.wk = grads[1];
+    g.wv = grads[2];
+    g.q_gain = shape->normed ? grads[4] : NULL;
+    g.k_gain = shape->normed ? grads[5] : NULL;
+    g.sinks = shape->sinks ? grads[6] : NULL;
+    segment_rows(f, s->in->x, host, dim, 0);
+    status = c->ops->cast(c, x16, x32);
+    if (status == UPIPE_OK) status = upipe_fpdt_fwd(c, f, &save, x);
+    if (status == UPIPE_OK) status = upipe_fpdt_gather(c, f, host, UPIPE_F32, save.out);
+    segment_rows(f, s->out.o, host, wide, 1);
+    segment_rows(f, s->in->go, host, wide, 0);
+    if (status == UPIPE_OK) status = upipe_fpdt_scatter(c, f, gout, host, UPIPE_F32);
+    if (status == UPIPE_OK) status = upipe_fpdt_bwd(c, f, x, &g, &save, gout, x);
+    if (status == UPIPE_OK) status = c->ops->cast(c, x32, x16);
+    segment_rows(f, s->out.x, host, dim, 1);
+    if (status == UPIPE_OK) segment_stats(s, c, f, &save, gout);
+    free(host);
+    free(x);
+    free(gout);
+    UPIPE_TRY(status);
+    UPIPE_TRY(upipe_fpdt_free(f, &save, &c->err));
+    UPIPE_TRY(upipe_fpdt_bytes(f, c->ops, &bytes, &host_bytes, &c->err));
+    for (phase = 0; phase < UPIPE_PHASES; ++phase)
+        CHECK_SAY(c->mem->phase_peak[phase] == bytes.phase[phase],
+                  "%s holds %zu bytes, the closed form says %zu", upipe_phase_name(phase),
+                  c->mem->phase_peak[phase], bytes.phase[phase]);
+    CHECK_INT(c->mem->peak, dry->mem.peak);
+    CHECK_INT(c->mem->need, dry->mem.need);
+    CHECK_INT(f->host->peak, host_bytes);
+    CHECK_INT(c->mem->live, 0);
+    CHECK_INT(f->host->live, 0);
+    /* Q, K, V travel once */
+    for (i = 0; i < f->segments; ++i) {
+        UPIPE_TRY(upipe_fpdt_plan(f, i, &p, &c->err));
+        sent += upipe_plan_sent(&p, 0) + upipe_plan_sent(&p, 1);
+        for (phase = 0; phase < p.stages; ++phase)
+            sent -=
+                upi_plan_sent_heads(&p, UPIPE_Q, phase, 0, shape->d * (int64_t)e) +
+                upi_plan_sent_heads(&p, UPIPE_KV, phase, 0, (p.desc.head_dim + p.desc.v_dim) * (int64_t)e);
+    }
+    CHECK_INT(c->team->sent_bytes, sent);
+    return UPIPE_OK;
+}
+
+static upipe_status segment_body(void *user, int rank)
+{
+    segments_state *s = (segments_state *)user;
+    float *const result[] = {s->out.wq,     s->out.wk,     s->out.wv,   NULL,
+                             s->out.q_gain, s->out.k_gain, s->out.sinks};
+    upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
+    size_t sum = (size_t)s->team.ranks * UPIPE_SUM_PIECE * 4 + 4096;
+    float *grads[RUN_GRADS];
+    void *slab = NULL, *host_slab = NULL;
+    upipe_block blocks[64], host_blocks[16];
+    upipe_mem mem, host;
+    upipe_fpdt f;
+    upipe_plan p;
+    upipe_ctx c;
+    upipe_status status;
+    int j;
+    memset(&c, 0, sizeof c);
+    memset(&f, 0, sizeof f);
+    for (j = 0; j < RUN_GRADS; ++j) grads[j] = f32_room(block_count(&s->test->shape, run_grads[j]));
+    f.desc = run_desc(s->test, rank, 0);
+    f.segments = s->segments;
+    f.layer = run_layer(s->test);
+    f.layer.wq = s->weights[0];
+    f.layer.wk = s->weights[1];
+    f.layer.wv = s->weights[2];
+    f.layer.q_gain = s->in->q_gain;
+    f.layer.k_gain = s->in->k_gain;
+    f.layer.sinks = s->in->sinks;
+    c.ops = &s->ops;
+    c.team = upipe_threads_comm(&s->team, rank);
+    status = upipe_fpdt_plan(&f, 0, &p, &c.err);
+    if (status == UPIPE_OK) {
+        status = upipe_dry_init(dry, &p, &s->ops);
+        if (status == UPIPE_OK) status = upipe_dry_fpdt(dry, &f);
+        if (status != UPIPE_OK) c.err = dry->ctx.err;
+    }
+    if (status == UPIPE_OK) {
+        size_t need = dry->mem.need > sum ? dry->mem.need : sum;
+        if (posix_memalign(&slab, 256, need) != 0 || posix_memalign(&host_slab, 256, dry->host.need) != 0)
+            abort();
+        memset(slab, 0xff, need);
+        memset(host_slab, 0xff, dry->host.need);
+        upipe_mem_init(&mem, slab, need, blocks, 64);
+        upipe_mem_init(&host, host_slab, dry->host.need, host_blocks, 16);
+        c.mem = &mem;
+        f.host = &host;
+        status = segment_rank(&c, s, &f, dry, grads);
+        for (j = 0; j < RUN_GRADS && status == UPIPE_OK; ++j) {
+            int64_t n = block_count(&s->test->shape, run_grads[j]);
+            if (result[j] == NULL || n == 0) continue;
+            status = upipe_a2a_sum(&c, grads[j], n);
+            if (rank == 0) memcpy(result[j], grads[j], (size_t)n * sizeof(float));
+        }
+        if (status != UPIPE_OK) {
+            upipe_comm_abort(c.team, c.err.text);
+            upipe_mem_rewind(&mem, 0);
+            upipe_mem_rewind(&host, 0);
+        }
+        upipe_mem_free(&mem, NULL);
+        upipe_mem_free(&host, NULL);
+    }
+    s->errors[rank] = c.err;
+    for (j = 0; j < RUN_GRADS; ++j) free(grads[j]);
+    free(slab);
+    free(host_slab);
+    free(dry);
+    return status;
+}
+
+/* Runs a case in segments; results in out. */
+static upipe_status run_segments(const run_case *test, int segments, const f32_block *in, f32_block *out,
+                                 upipe_err *err)
+{
+    const block_shape *shape = &test->shape;
+    segments_state *s = (segments_state *)calloc(1, sizeof *s);
+    upipe_status status;
+    int i;
+    s->test = test;
+    s->in = in;
+    s->segments = segments;
+    f32_block_make(shape, &s->out);
+    upipe_cpu_ops(&s->ops);
+    s->weights[0] = run_narrow(shape->dtype, in->wq, block_count(shape, "wq"));
+    s->weights[1] = run_narrow(shape->dtype, in->wk, block_count(shape, "wk"));
+    s->weights[2] = run_narrow(shape->dtype, in->wv, block_count(shape, "wv"));
+    status = upipe_threads_init(&s->team, test->ranks, 60, err);
+    if (status == UPIPE_OK) status = upipe_threads_run(&s->team, segment_body, s, NULL);
+    upipe_threads_free(&s->team);
+    for (i = 0; i < 3; ++i) free(s->weights[i]);
+    *err = s->errors[0];
+    *out = s->out;
+    free(s);
+    return status;
+}
+
+static block_shape shape_of(int64_t tokens, int h, int hkv, int d)
+{
+    block_shape s;
+    memset(&s, 0, sizeof s);
+    s.tokens = tokens;
+    s.batch = 1;
+    s.dim = 24;
+    s.h = h;
+    s.hkv = hkv;
+    s.d = d;
+    s.scale = (double)(float)(1 / sqrt((double)d));
+    s.theta = 10000;
+    s.eps = 1e-5;
+    return s;
+}
+
+static void test_random(void)
+{
+    static const int heads[][2] = {{4, 4}, {4, 2}, {8, 2}, {8, 1}, {6, 3}, {5, 5}, {8, 8}, {12, 4}};
+    long draws = test_env("UPIPE_DRAWS", 2000) / 10, seed = test_env("UPIPE_SEED", 1), i, legal = 0;
+    for (i = 0; i < draws; ++i) {
+        long failures = test_failures;
+        test_rng rng;
+        run_case t;
+        f32_block in, out;
+        upipe_err err;
+        upipe_status status;
+        int64_t docs[4];
+        int pair, segments;
+        rng.state = (uint64_t)(seed + i);
+        memset(&t, 0, sizeof t);
+        pair = test_below(&rng, 8);
+        t.ranks = 1 << test_below(&rng, 3);
+        t.shape = shape_of(t.ranks + test_below(&rng, 40), heads[pair][0], heads[pair][1],
+                           8 * (4 + test_below(&rng, 3)));
+        segments = 1 + test_below(&rng, 5);
+        t.shape.tokens += t.ranks * segments; /* most are legal */
+        t.chunk = test_below(&rng, 3) == 0 || t.shape.h % t.ranks != 0 ? t.shape.h : t.ranks;
+        t.shape.batch = 1 + (test_below(&rng, 4) == 0);
+        t.shape.dtype = (upipe_dtype)test_below(&rng, 3);
+        t.shape.full = test_below(&rng, 3) == 0;
+        t.shape.rope = test_below(&rng, 3);
+        t.shape.normed = test_below(&rng, 3) == 0;
+        t.shape.window = test_below(&rng, 4) == 0 ? 1 + test_below(&rng, 12) : 0;
+        t.shape.softcap = test_below(&rng, 6) == 0 ? 2.5 : 0;
+        t.shape.sinks = test_below(&rng, 4) == 0;
+        t.shape.dv = test_below(&rng, 4) == 0 ? 8 * (4 + test_below(&rng, 3)) : 0;
+        if (test_below(&rng, 4) == 0) {
+            docs[0] = 0;
+            docs[1] = test_below(&rng, (int)t.shape.tokens + 1);
+            docs[2] = docs[1] + test_below(&rng, 5);
+            docs[3] = t.shape.tokens * t.shape.batch;
+            if (docs[2] > docs[3]) docs[2] = docs[3];
+            t.shape.docs = docs;
+            t.shape.docs_n = 3;
+        }
+        block_inputs(&t.shape, (uint64_t)(seed + i), &in);
+        status = run_segments(&t, segments, &in, &out, &err);
+        CHECK_SAY(status == UPIPE_OK || status == UPIPE_ERR_UNSUPPORTED ||
+                      t.shape.tokens / segments < t.ranks,
+                  "%s: %s", upipe_status_name(status), err.text);
+        if (status == UPIPE_OK) {
+            ++legal;
+            check_block(&t.shape, &in, &out);
+        }
+        if (test_failures != failures)
+            fprintf(
+                stderr,
+                "replay: UPIPE_SEED=%ld UPIPE_DRAWS=10 (S %lld/%d B %lld C %d H %d/%d d %d/%d U %d %s%s)\n",
+                seed + i, (long long)t.shape.tokens, segments, (long long)t.shape.batch, t.ranks, t.shape.h,
+                t.shape.hkv, t.shape.d, t.shape.dv, t.chunk, upipe_dtype_name(t.shape.dtype),
+                t.shape.full ? " full" : "");
+        f32_block_free(&in);
+        f32_block_free(&out);
+    }
+    printf("%ld draws from seed %ld, %ld legal\n", draws, seed, legal);
+    if (draws >= 50) CHECK_SAY(legal * 2 > draws, "only %ld of %ld draws were legal", legal, draws);
+}
+
+/* Head chunks in sequence chunks hold less than either alone. */
+static void test_memory(void)
+{
+    size_t peak[4], host;
+    int i;
+    for (i = 0; i < 4; ++i) {
+        upipe_fpdt f;
+        upipe_bytes b;
+        upipe_ops ops;
+        upipe_err e;
+        upipe_cpu_ops(&ops);
+        memset(&f, 0, sizeof f);
+        f.desc.tokens = 1 << 20;
+        f.desc.ranks = 8;
+        f.desc.heads = 32;
+        f.desc.kv_heads = 8;
+        f.desc.head_dim = 128;
+        f.desc.dtype = UPIPE_BF16;
+        f.desc.chunk = i % 2 == 0 ? 32 : 8;
+        f.segments = i < 2 ? 1 : 8;
+        if (!CHECK_SAY(upipe_fpdt_bytes(&f, &ops, &b, &host, &e) == UPIPE_OK, "%s", e.text)) return;
+        peak[i] = b.peak;
+    }
+    CHECK(peak[3] < peak[2] && peak[3] < peak[1] && peak[2] < peak[0]);
+}
+
+static void test_refusals(void)
+{
+    run_case t;
+    f32_block in, out;
+    upipe_err e;
+    memset(&t, 0, sizeof t);
+    t.ranks = 2;
+    t.shape = shape_of(16, 4, 2, 32);
+    block_inputs(&t.shape, 1, &in);
+    CHECK_STATUS(run_segments(&t, 9, &in, &out, &e), UPIPE_ERR_ARG,
+                 e); /* fewer tokens than ranks in a segment */
+    f32_block_free(&out);
+    CHECK_STATUS(run_segments(&t, 0, &in, &out, &e), UPIPE_ERR_ARG, e);
+    f32_block_free(&out);
+    t.ring = 2;
+    CHECK_STATUS(run_segments(&t, 2, &in, &out, &e), UPIPE_ERR_UNSUPPORTED, e);
+    f32_block_free(&out);
+    t.ring = 0;
+    t.naive = 1;
+    CHECK_STATUS(run_segments(&t, 2, &in, &out, &e), UPIPE_ERR_UNSUPPORTED, e);
+    f32_block_free(&out);
+    t.naive = 0;
+    t.ranks = 3; /* 4/2 heads in stages have no common rounds */
+    CHECK_STATUS(run_segments(&t, 2, &in, &out, &e), UPIPE_ERR_UNSUPPORTED, e);
+    f32_block_free(&out);
+    f32_block_free(&in);
+}
+
+int main(void)
+{
+    test_memory();
+    test_refusals();
+    test_random();
+    return test_end("fpdt");
+}

@@ -1,0 +1,695 @@
+/* upipe_fpdt.h -- the attention block in segments of the sequence, with the host's memory behind it        layer 8
+ *
+ * FPDT: the sequence is cut into segments, and every segment over all ranks; a rank holds its part of each. A segment's
+ * Q', K', V' are parked in the host's memory, and come back, one block ahead, where another segment needs them. With
+ * chunk < heads in the plan heads go in stages too (UPipe x FPDT): what lives on the device is a stage of a segment.
+ *
+ *     forward    for each stage, for each segment i:    project, exchange and park; attend segments j <= i; send O home
+ *     backward   for each stage, for each segment j:    its K', V', and dK', dV' in f32 stay; segments i >= j pass by,
+ *                their dQ' in f32 with them. Nothing is projected or exchanged again but dO, dQ, dK and dV
+ *
+ *     upipe_fpdt f = {layer, desc, segments, host};
+ *     upipe_fpdt_fwd(&ctx, &f, &saved, x);               x in the host's memory, [segment][batch][T/segments][D]
+ *     upipe_fpdt_bwd(&ctx, &f, gx, &grads, &saved, gout);
+ *     upipe_fpdt_free(&f, &saved, &ctx.err);
+ *
+ * Pairs of segments that the mask hides cost nothing. Copies are enqueued on ctx->stream ahead of the attention that
+ * they do not concern; the host waits for none of them. Its pool must be memory that the device copies to and from
+ * without waiting (pinned).
+ */
+#ifndef UPIPE_FPDT_H
+#define UPIPE_FPDT_H
+
+#include "upipe_layer.h"
+#include "upipe_segment.h"
+
+/* ---- one pass ---- */
+
+typedef struct upi_fpdt_pass {
+    const upipe_fpdt *f;
+    upi_fpdt_sizes z;
+    upi_run run; /* of the segment that is at hand */
+    upipe_layer layer;
+    upipe_plan plan;
+    upipe_fpdt_saved *save;
+    upipe_ring_call call;
+    upipe_ring_part part;
+} upi_fpdt_pass;
+
+/* Segment i is at hand. */
+UPIPE_API upipe_status upi_fpdt_turn(upi_fpdt_pass *s, int i)
+{
+    UPIPE_TRY(upipe_fpdt_plan(s->f, i, &s->plan, &s->run.c->err));
+    s->layer.plan = &s->plan;
+    s->run.l = &s->layer;
+    s->run.p = &s->plan;
+    s->run.bytes = s->z.s;
+    s->run.buffers = s->z.b;
+    s->run.shard = upipe_fpdt_shard(s->f, i);
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_fpdt_copy(upi_fpdt_pass *s, void *dst, const void *src, size_t bytes)
+{
+    s->save->moved += (int64_t)bytes;
+    return bytes > 0 ? s->run.c->ops->copy(s->run.c, dst, src, bytes) : UPIPE_OK;
+}
+
+/* Bytes of x, Q', O', K', V', statistics of the segment at hand; of a stage, of a round. */
+UPIPE_API size_t upi_fpdt_q_bytes(const upi_fpdt_pass *s, int stage, int dim, size_t e)
+{
+    const upipe_plan *p = &s->plan;
+    return (size_t)(p->seq * p->desc.batch * upipe_plan_q(p, stage, p->desc.rank).count * dim) * e;
+}
+
+UPIPE_API size_t upi_fpdt_kv_bytes(const upi_fpdt_pass *s, int stage, int dim, size_t e)
+{
+    const upipe_plan *p = &s->plan;
+    return (size_t)(p->seq * p->desc.batch * upipe_plan_kv(p, stage, p->desc.rank).count * dim) * e;
+}
+
+/* The part's queries, of segment i, against the block of segment j. */
+UPIPE_API upipe_status upi_fpdt_attend(upi_fpdt_pass *s, const upi_ring_block *block, int i, int j,
+                                       int backward)
+{
+    const upipe_fpdt *f = s->f;
+    const int64_t q0 = upipe_cut(f->desc.tokens, f->segments, i),
+                  k0 = upipe_cut(f->desc.tokens, f->segments, j);
+    upi_ring_at at;
+    int head;
+    memset(&at, 0, sizeof at);
+    at.q.pos = q0;
+    at.q.n = at.q_all = upipe_cut(f->desc.tokens, f->segments, i + 1) - q0;
+    at.k.pos = k0;
+    at.k.n = at.k_all = upipe_cut(f->desc.tokens, f->segments, j + 1) - k0;
+    at.first = i == j;
+    at.add = 1;
+    for (; at.sequence < s->plan.desc.batch; ++at.sequence)
+        for (head = 0; upi_ring_heads(&s->part, s->plan.group, head, &at.heads, &at.kv);
+             head += at.heads.count)
+            UPIPE_TRY(upi_ring_call_one(s->run.c, &s->call, &s->part, block, &at, f->desc.tokens, backward));
+    return UPIPE_OK;
+}
+
+/* The query heads of a stage; work is taken. */
+UPIPE_API upipe_status upi_fpdt_part(upi_fpdt_pass *s, int stage, int backward)
+{
+    const upipe_plan *p = &s->plan;
+    const upi_run *r = &s->run;
+    const upipe_span mine = upipe_plan_q(p, stage, p->desc.rank);
+    void *work;
+    memset(&s->part, 0, sizeof s->part);
+    s->part.heads = mine.count;
+    s->part.lead = mine.first % p->group;
+    s->part.sinks = r->l->sinks != NULL ? r->l->sinks + mine.first : NULL;
+    s->part.gsinks = backward && r->gsinks != NULL ? r->gsinks + mine.first : NULL;
+    s->call.plan = p;
+    s->call.mask = upi_layer_mask(r->l);
+    s->call.mask.work_bytes = backward ? s->z.s.attn_bwd : s->z.s.attn_fwd;
+    UPIPE_TRY(upi_take(&s->run, &work, s->call.mask.work_bytes, "attn_work"));
+    s->call.mask.work = work;
+    s->call.parts = &s->part;
+    s->call.count = 1;
+    s->call.kv_heads = upipe_plan_kv(p, stage, p->desc.rank).count;
+    s->call.sums = UPIPE_F32;
+    return UPIPE_OK;
+}
+
+/* x of the segment at hand, from the host's. */
+UPIPE_API upipe_status upi_fpdt_take_x(upi_fpdt_pass *s, const char *x, int i)
+{
+    const upipe_plan *p = &s->plan;
+    const upipe_shard mine = s->run.shard;
+    size_t row = (size_t)(p->desc.batch * p->desc.model_dim) * upipe_dtype_bytes(p->desc.dtype), before = 0;
+    void *data;
+    int k;
+    for (k = 0; k < i; ++k) before += (size_t)upipe_fpdt_shard(s->f, k).n * row;
+    UPIPE_TRY(upi_take(&s->run, &data, s->z.x, "x"));
+    s->run.x = upipe_view_packed(data, p->desc.dtype, p->rows, 1, (int32_t)p->desc.model_dim);
+    return upi_fpdt_copy(s, data, x + before, (size_t)mine.n * row);
+}
+
+UPIPE_API upipe_status upi_fpdt_give_x(upi_fpdt_pass *s)
+{
+    return upi_give(&s->run, s->run.x.data);
+}
+
+/* ---- forward ---- */
+
+/* K', V' of a segment, as a stage reads them, from the host. */
+UPIPE_API upipe_status upi_fpdt_load(upi_fpdt_pass *s, int j, int stage, void *k, void *v)
+{
+    const upipe_fpdt *f = s->f;
+    const upipe_plan_desc *d = &s->plan.desc;
+    const int round = stage / s->z.steps, heads = upipe_plan_kv(&s->plan, stage, d->rank).count;
+    const size_t n =
+        (size_t)(upipe_cut(f->desc.tokens, f->segments, j + 1) - upipe_cut(f->desc.tokens, f->segments, j));
+    const size_t row = n * (size_t)(d->batch * heads) * upipe_dtype_bytes(d->dtype);
+    UPIPE_TRY(upi_fpdt_copy(s, k, upi_fpdt_at(s->save->k, s->z.b.k, s->z.rounds, j, round),
+                            row * (size_t)d->head_dim));
+    return upi_fpdt_copy(s, v, upi_fpdt_at(s->save->v, s->z.b.v, s->z.rounds, j, round),
+                         row * (size_t)d->v_dim);
+}
+
+/* The same into a room for both. */
+UPIPE_API upipe_status upi_fpdt_load_kv(upi_fpdt_pass *s, int j, int stage, char *room, upi_ring_block *block)
+{
+    memset(block, 0, sizeof *block);
+    block->k = room;
+    block->v = room + s->z.b.k;
+    return upi_fpdt_load(s, j, stage, room, room + s->z.b.k);
+}
+
+/* Q' of a stage and segment, with K', V' where a round begins: projected, exchanged, parked. */
+UPIPE_API upipe_status upi_fpdt_project(upi_fpdt_pass *s, const char *x, int i, int stage, const upi_kv *kv,
+                                        void *q)
+{
+    upi_run *r = &s->run;
+    const upipe_plan *p = &s->plan;
+    const upi_fpdt_sizes *z = &s->z;
+    const size_t e = upipe_dtype_bytes(p->desc.dtype);
+    const int round = stage / z->steps;
+    void *send;
+    UPIPE_TRY(upi_fpdt_take_x(s, x, i));
+    UPIPE_TRY(upi_take(r, &send, upi_most(z->b.kv_send, z->b.send), "send"));
+    if (stage % z->steps == 0) {
+        UPIPE_TRY(upi_project(r, UPI_K, stage, send));
+        UPIPE_TRY(upipe_a2a_to_heads(r->c, kv->k, send, p, stage, UPIPE_KV, upi_each(r, UPI_K)));
+        UPIPE_TRY(upi_project(r, UPI_V, stage, send));
+        UPIPE_TRY(upipe_a2a_to_heads(r->c, kv->v, send, p, stage, UPIPE_KV, upi_each(r, UPI_V)));
+        UPIPE_TRY(upi_fpdt_copy(s, upi_fpdt_at(s->save->k, z->b.k, z->rounds, i, round), kv->k,
+                                upi_fpdt_kv_bytes(s, stage, p->desc.head_dim, e)));
+        UPIPE_TRY(upi_fpdt_copy(s, upi_fpdt_at(s->save->v, z->b.v, z->rounds, i, round), kv->v,
+                                upi_fpdt_kv_bytes(s, stage, p->desc.v_dim, e)));
+    }
+    UPIPE_TRY(upi_project(r, UPI_Q, stage, send));
+    UPIPE_TRY(upipe_a2a_to_heads(r->c, q, send, p, stage, UPIPE_Q, upi_each(r, UPI_Q)));
+    UPIPE_TRY(upi_fpdt_copy(s, upi_fpdt_at(s->save->q, z->b.q, z->stages, i, stage), q,
+                            upi_fpdt_q_bytes(s, stage, p->desc.head_dim, e)));
+    UPIPE_TRY(upi_give(r, send));
+    return upi_fpdt_give_x(s);
+}
+
+/* O' of a stage, summed in f32, goes home and is parked there, and lse here. */
+UPIPE_API upipe_status upi_fpdt_finish(upi_fpdt_pass *s, int i, int stage, void *sum, const float *lse)
+{
+    upi_run *r = &s->run;
+    const upipe_plan *p = &s->plan;
+    const upi_fpdt_sizes *z = &s->z;
+    const size_t bytes = upi_fpdt_q_bytes(s, stage, p->desc.v_dim, 1);
+    const int sent = upipe_plan_buffer(p, UPIPE_Q, stage);
+    void *send, *slot;
+    UPIPE_TRY(upi_take(r, &send, z->b.o, "o_send"));
+    if (bytes > 0)
+        UPIPE_TRY(r->c->ops->cast(
+            r->c, upipe_view_packed(send, p->desc.dtype, (int64_t)bytes / p->desc.v_dim, 1, p->desc.v_dim),
+            upipe_view_packed(sum, UPIPE_F32, (int64_t)bytes / p->desc.v_dim, 1, p->desc.v_dim)));
+    UPIPE_TRY(upi_take(r, &slot, z->b.slot, "slot"));
+    UPIPE_TRY(upipe_a2a_to_tokens(r->c, slot, send, p, stage, UPIPE_Q, upi_each(r, UPI_V)));
+    UPIPE_TRY(upi_fpdt_copy(s, upi_fpdt_at(s->save->out, z->b.slot, z->stages, i, stage), slot,
+                            upipe_plan_rows_bytes(p, sent, p->desc.v_dim)));
+    UPIPE_TRY(upi_fpdt_copy(s, upi_fpdt_at(s->save->lse, z->b.stat, z->stages, i, stage), lse,
+                            upi_fpdt_q_bytes(s, stage, 1, 4)));
+    UPIPE_TRY(upi_give(r, slot));
+    return upi_give(r, send);
+}
+
+/* Attends a stage's queries of segment i, which are here with their own keys, and sends O home. */
+UPIPE_API upipe_status upi_fpdt_attend_all(upi_fpdt_pass *s, int i, int stage, upi_kv *kv, void *q)
+{
+    upi_run *r = &s->run;
+    const upi_fpdt_sizes *z = &s->z;
+    void *sum, *lse, *hop;
+    upi_ring_block now, next;
+    int j, after, turn = 0;
+    upi_phase(r, UPIPE_FWD_ATTN);
+    UPIPE_TRY(upi_take(r, &sum, z->b.sum_o, "o_sum"));
+    UPIPE_TRY(upi_take(r, &lse, z->b.stat, "lse"));
+    UPIPE_TRY(upi_take(r, &hop, 2 * (z->b.k + z->b.v), "host_kv"));
+    UPIPE_TRY(upi_fpdt_part(s, stage, 0));
+    s->part.q = q;
+    s->part.o = sum;
+    s->part.lse = (float *)lse;
+    memset(&now, 0, sizeof now);
+    now.k = kv->k;
+    now.v = kv->v;
+    next = now;
+    for (j = i; j >= 0; j = after, now = next, ++turn) {
+        after = upi_fpdt_next(s->f, i, j, 1);
+        if (after >= 0)
+            UPIPE_TRY(upi_fpdt_load_kv(s, after, stage, (char *)hop + (size_t)(turn % 2) * (z->b.k + z->b.v),
+                                       &next));
+        UPIPE_TRY(upi_fpdt_attend(s, &now, i, j, 0));
+    }
+    UPIPE_TRY(upi_give(r, s->call.mask.work));
+    UPIPE_TRY(upi_give(r, hop));
+    UPIPE_TRY(upi_give_kv(r, kv));
+    UPIPE_TRY(upi_give(r, q));
+    upi_phase(r, UPIPE_FWD_OUT);
+    UPIPE_TRY(upi_fpdt_finish(s, i, stage, sum, (const float *)lse));
+    UPIPE_TRY(upi_give(r, lse));
+    return upi_give(r, sum);
+}
+
+/* A stage of segment i: projected (1), attended (2), or both (3). Without a causal mask all keys must be parked first. */
+UPIPE_API upipe_status upi_fpdt_segment(upi_fpdt_pass *s, const char *x, int i, int stage, int what)
+{
+    upi_run *r = &s->run;
+    const upi_fpdt_sizes *z = &s->z;
+    void *q;
+    upi_kv kv;
+    upi_phase(r, UPIPE_FWD_IN);
+    UPIPE_TRY(upi_fpdt_turn(s, i));
+    UPIPE_TRY(upi_take_kv(r, &kv, z->b.k, z->b.v));
+    UPIPE_TRY(upi_take(r, &q, z->b.q, "q"));
+    if (what & 1) UPIPE_TRY(upi_fpdt_project(s, x, i, stage, &kv, q));
+    if (what == 2)
+        UPIPE_TRY(upi_fpdt_copy(
+            s, q, upi_fpdt_at(s->save->q, z->b.q, z->stages, i, stage),
+            upi_fpdt_q_bytes(s, stage, s->plan.desc.head_dim, upipe_dtype_bytes(s->plan.desc.dtype))));
+    if (what == 2 || (what == 3 && stage % z->steps != 0)) UPIPE_TRY(upi_fpdt_load(s, i, stage, kv.k, kv.v));
+    if (what & 2) return upi_fpdt_attend_all(s, i, stage, &kv, q);
+    UPIPE_TRY(upi_give(r, q));
+    return upi_give_kv(r, &kv);
+}
+
+/* ---- checks, begin and end ---- */
+
+UPIPE_API upipe_status upipe_fpdt_free(const upipe_fpdt *f, upipe_fpdt_saved *save, upipe_err *e)
+{
+    UPIPE_TRY(upipe_mem_give(f->host, save->out, e));
+    UPIPE_TRY(upipe_mem_give(f->host, save->q, e));
+    UPIPE_TRY(upipe_mem_give(f->host, save->k, e));
+    UPIPE_TRY(upipe_mem_give(f->host, save->v, e));
+    UPIPE_TRY(upipe_mem_give(f->host, save->lse, e));
+    memset(save, 0, sizeof *save);
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_fpdt_take_host(upi_fpdt_pass *s, char **out, size_t bytes, int n, const char *tag)
+{
+    void *data;
+    UPIPE_TRY(
+        upipe_mem_take(s->f->host, &data, bytes * (size_t)n * (size_t)s->f->segments, tag, &s->run.c->err));
+    *out = (char *)data;
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_fpdt_begin(upi_fpdt_pass *s, upipe_ctx *c, const upipe_fpdt *f,
+                                      upipe_fpdt_saved *save)
+{
+    upipe_view x;
+    memset(s, 0, sizeof *s);
+    s->f = f;
+    s->layer = f->layer;
+    s->save = save;
+    s->run.c = c;
+    s->run.l = &s->layer;
+    if (f->host == NULL) return upi_fail(&c->err, UPIPE_ERR_ARG, "segments need a pool of the host's memory");
+    UPIPE_TRY(upi_fpdt_measure(f, c->ops, &s->z, &c->err));
+    UPIPE_TRY(upi_fpdt_turn(s, 0));
+    if ((c->ops->attn_can & UPIPE_ATTN_ADD_GQ) == 0)
+        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "%s adds to no gradient of q, as segments need",
+                        c->ops->name);
+    x = upipe_view_packed(save, s->plan.desc.dtype, s->plan.rows, 1, (int32_t)s->plan.desc.model_dim);
+    return upi_layer_check(c, &s->layer, x);
+}
+
+UPIPE_API upipe_status upi_fpdt_fwd(upi_fpdt_pass *s, const void *x)
+{
+    const upi_fpdt_sizes *z = &s->z;
+    const int full = s->f->layer.full;
+    int stage, i;
+    UPIPE_TRY(upi_fpdt_take_host(s, &s->save->out, z->b.slot, z->stages, "final_out"));
+    UPIPE_TRY(upi_fpdt_take_host(s, &s->save->q, z->b.q, z->stages, "q"));
+    UPIPE_TRY(upi_fpdt_take_host(s, &s->save->k, z->b.k, z->rounds, "k"));
+    UPIPE_TRY(upi_fpdt_take_host(s, &s->save->v, z->b.v, z->rounds, "v"));
+    UPIPE_TRY(upi_fpdt_take_host(s, &s->save->lse, z->b.stat, z->stages, "lse"));
+    for (stage = 0; stage < z->stages; ++stage) {
+        for (i = 0; i < s->f->segments; ++i)
+            UPIPE_TRY(upi_fpdt_segment(s, (const char *)x, i, stage, full ? 1 : 3));
+        for (i = 0; full && i < s->f->segments; ++i)
+            UPIPE_TRY(upi_fpdt_segment(s, (const char *)x, i, stage, 2));
+    }
+    return UPIPE_OK;
+}
+
+/* A failed pass gives back what it took, of both pools. */
+UPIPE_API upipe_status upi_fpdt_end(upipe_ctx *c, const upipe_fpdt *f, upipe_status s, int64_t mark,
+                                    int64_t host_mark)
+{
+    if (s != UPIPE_OK && f->host != NULL && !c->team->quarantine) upipe_mem_rewind(f->host, host_mark);
+    return upi_layer_end(c, s, mark);
+}
+
+/* upipe_fpdt_fwd -- attention of x, as upipe_layer_fwd, with x and the results in the host's memory
+ *   save    written, from the host's pool: upipe_fpdt_free
+ *   x       [segment][batch][T][D] of this rank, the plan's type; upipe_fpdt_shard says the positions
+ *   bytes   phases FWD_* of upipe_fpdt_bytes
+ *   errors  as upipe_layer_fwd; UNSUPPORTED too for a ring, and for stages without common rounds
+ *   paper   section 2 (FPDT); its composition with UPipe is the future work of section 6
+ */
+UPIPE_API upipe_status upipe_fpdt_fwd(upipe_ctx *c, const upipe_fpdt *f, upipe_fpdt_saved *save,
+                                      const void *x)
+{
+    int64_t mark = upipe_mem_mark(c->mem), host_mark = f->host != NULL ? upipe_mem_mark(f->host) : 0;
+    upi_fpdt_pass pass;
+    upipe_status s;
+    memset(save, 0, sizeof *save);
+    upipe_mem_phase(c->mem, UPIPE_FWD_BEFORE, upipe_phase_name(UPIPE_FWD_BEFORE));
+    s = upi_fpdt_begin(&pass, c, f, save);
+    if (s == UPIPE_OK) s = upi_fpdt_fwd(&pass, x);
+    if (s != UPIPE_OK) memset(save, 0, sizeof *save);
+    return upi_fpdt_end(c, f, s, mark, host_mark);
+}
+
+/* ---- backward ---- */
+
+/* What the backward parks in the host's memory: dO', delta, dQ' by heads; dK and dV by tokens. */
+typedef struct upi_fpdt_parked {
+    char *go, *delta, *gq, *dk, *dv, *gkv; /* gkv: dK', dV' in f32, between the stages of a round */
+} upi_fpdt_parked;
+
+/* dO and delta of a segment's stage go to the heads: O is not needed after that. */
+UPIPE_API upipe_status upi_fpdt_send_go(upi_fpdt_pass *s, const upi_fpdt_parked *parked, const char *gout,
+                                        int i, int stage)
+{
+    upi_run *r = &s->run;
+    const upipe_plan *p = &s->plan;
+    const upi_fpdt_sizes *z = &s->z;
+    const int32_t sent = upipe_plan_buffer(p, UPIPE_Q, stage), dv = p->desc.v_dim;
+    const size_t bytes = upipe_plan_rows_bytes(p, sent, dv);
+    void *o, *go, *delta, *to;
+    upi_phase(r, UPIPE_BWD_OUT);
+    UPIPE_TRY(upi_take(r, &o, z->b.slot, "slot"));
+    UPIPE_TRY(upi_take(r, &go, z->b.slot, "gout"));
+    UPIPE_TRY(upi_take(r, &delta, z->b.slot / upipe_dtype_bytes(p->desc.dtype) * 4, "delta"));
+    UPIPE_TRY(upi_take(r, &to, upi_most(z->b.o, z->b.stat), "go"));
+    UPIPE_TRY(upi_fpdt_copy(s, o, upi_fpdt_at(s->save->out, z->b.slot, z->stages, i, stage), bytes));
+    UPIPE_TRY(
+        upi_fpdt_copy(s, go, upi_fpdt_at((char *)(uintptr_t)gout, z->b.slot, z->stages, i, stage), bytes));
+    UPIPE_TRY(r->c->ops->rowdot(r->c, upipe_view_packed(delta, UPIPE_F32, p->rows * sent, 1, 1),
+                                upipe_view_packed(o, p->desc.dtype, p->rows * sent, 1, dv),
+                                upipe_view_packed(go, p->desc.dtype, p->rows * sent, 1, dv)));
+    UPIPE_TRY(upipe_a2a_to_heads(r->c, to, go, p, stage, UPIPE_Q, upi_each(r, UPI_V)));
+    UPIPE_TRY(upi_fpdt_copy(s, upi_fpdt_at(parked->go, z->b.o, z->stages, i, stage), to,
+                            upi_fpdt_q_bytes(s, stage, dv, upipe_dtype_bytes(p->desc.dtype))));
+    UPIPE_TRY(upipe_a2a_to_heads(r->c, to, delta, p, stage, UPIPE_Q, 4));
+    UPIPE_TRY(upi_fpdt_copy(s, upi_fpdt_at(parked->delta, z->b.stat, z->stages, i, stage), to,
+                            upi_fpdt_q_bytes(s, stage, 1, 4)));
+    UPIPE_TRY(upi_give(r, to));
+    UPIPE_TRY(upi_give(r, delta));
+    UPIPE_TRY(upi_give(r, go));
+    return upi_give(r, o);
+}
+
+/* A stage's queries of segment i come to visit segment j. */
+UPIPE_API upipe_status upi_fpdt_come(upi_fpdt_pass *s, const upi_fpdt_parked *parked, int i, int j, int stage,
+                                     char *room)
+{
+    const upi_fpdt_sizes *z = &s->z;
+    const upipe_plan *p = &s->plan;
+    const size_t e = upipe_dtype_bytes(p->desc.dtype);
+    upipe_ring_part part;
+    size_t gq, stat;
+    UPIPE_TRY(upi_fpdt_turn(s, i));
+    gq = upi_fpdt_q_bytes(s, stage, p->desc.head_dim, 4);
+    stat = upi_fpdt_q_bytes(s, stage, 1, 4);
+    upi_fpdt_visit(z, room, &part);
+    UPIPE_TRY(upi_fpdt_copy(s, room, upi_fpdt_at(s->save->q, z->b.q, z->stages, i, stage), gq / 4 * e));
+    UPIPE_TRY(upi_fpdt_copy(s, room + z->b.q, upi_fpdt_at(parked->go, z->b.o, z->stages, i, stage),
+                            upi_fpdt_q_bytes(s, stage, p->desc.v_dim, e)));
+    UPIPE_TRY(upi_fpdt_copy(s, part.lse, upi_fpdt_at(s->save->lse, z->b.stat, z->stages, i, stage), stat));
+    UPIPE_TRY(upi_fpdt_copy(s, part.delta, upi_fpdt_at(parked->delta, z->b.stat, z->stages, i, stage), stat));
+    if (upi_fpdt_begun(s->f, i, j))
+        return upi_fpdt_copy(s, part.gq, upi_fpdt_at(parked->gq, z->b.sum_q, z->stages, i, stage), gq);
+    return s->run.c->ops->zero(s->run.c, part.gq, gq);
+}
+
+/* dQ' of a segment that has seen all: home, then dWq. Its gout's slots hold dQ afterwards. */
+UPIPE_API upipe_status upi_fpdt_send_gq(upi_fpdt_pass *s, const char *x, char *gout, int i, int stage,
+                                        void *gq, float *dw)
+{
+    upi_run *r = &s->run;
+    const upi_fpdt_sizes *z = &s->z;
+    const upipe_plan *p;
+    const int32_t d = s->f->desc.head_dim;
+    void *send, *slot;
+    int64_t rows;
+    UPIPE_TRY(upi_fpdt_turn(s, i));
+    p = &s->plan;
+    rows = (int64_t)(upi_fpdt_q_bytes(s, stage, d, 1) / (size_t)d);
+    UPIPE_TRY(upi_fpdt_take_x(s, x, i));
+    UPIPE_TRY(upi_take(r, &send, z->b.q, "gq_send"));
+    if (rows > 0)
+        UPIPE_TRY(r->c->ops->cast(r->c, upipe_view_packed(send, p->desc.dtype, rows, 1, d),
+                                  upipe_view_packed(gq, UPIPE_F32, rows, 1, d)));
+    UPIPE_TRY(upi_take(r, &slot, z->b.slot, "slot"));
+    UPIPE_TRY(upipe_a2a_to_tokens(r->c, slot, send, p, stage, UPIPE_Q, upi_each(r, UPI_Q)));
+    UPIPE_TRY(upi_give(r, send));
+    UPIPE_TRY(upi_project_bwd(r, UPI_Q, stage, slot, dw));
+    UPIPE_TRY(upi_fpdt_copy(s, upi_fpdt_at(gout, z->b.slot, z->stages, i, stage), slot,
+                            upipe_plan_rows_bytes(p, upipe_plan_buffer(p, UPIPE_Q, stage), d)));
+    UPIPE_TRY(upi_give(r, slot));
+    return upi_fpdt_give_x(s);
+}
+
+/* dK' or dV' of the segment at hand goes home, is summed where ranks share heads, gives dW, and is parked. */
+UPIPE_API upipe_status upi_fpdt_send_gkv(upi_fpdt_pass *s, upi_weight which, int j, int last, float *g,
+                                         char *parked, float *dw)
+{
+    upi_run *r = &s->run;
+    const upi_fpdt_sizes *z = &s->z;
+    const upipe_plan *p = &s->plan;
+    const int stage = last - z->steps + 1, round = stage / z->steps, dim = upi_dim(p, which),
+              all = p->desc.kv_heads;
+    const size_t e = upipe_dtype_bytes(p->desc.dtype), size = which == UPI_K ? z->b.home_k : z->b.home_v;
+    const int64_t rows = p->rows * (p->kv_partial ? all : p->desc.ranks * p->kv_per_rank);
+    const int64_t mine = (int64_t)upi_fpdt_kv_bytes(s, stage, 1, 1);
+    char *host = upi_fpdt_at(parked, z->kv_home * (size_t)dim, 1, j, 0);
+    void *home, *room, *sum;
+    UPIPE_TRY(upi_take(r, &home, size, "home"));
+    if (p->kv_partial) {
+        /* in the storage type, or where a rank's heads are ragged, in f32 first */
+        sum = home;
+        if (upi_parks_sums(p)) {
+            UPIPE_TRY(upi_take(r, &sum, size / e * 4, "home_sum"));
+            UPIPE_TRY(r->c->ops->zero(r->c, sum, (size_t)(rows * dim) * 4));
+        }
+        UPIPE_TRY(upi_take(r, &room, z->b.partial, "kv_partial"));
+        UPIPE_TRY(upi_send_partial(r, last, which, g, sum, room));
+        UPIPE_TRY(upi_give(r, room));
+        if (sum != home) {
+            UPIPE_TRY(r->c->ops->cast(r->c, upipe_view_packed(home, p->desc.dtype, rows, 1, dim),
+                                      upipe_view_packed(sum, UPIPE_F32, rows, 1, dim)));
+            UPIPE_TRY(upi_give(r, sum));
+        }
+    } else {
+        UPIPE_TRY(upi_take(r, &room, which == UPI_K ? z->b.k : z->b.v, "kv_cast"));
+        UPIPE_TRY(r->c->ops->cast(r->c, upipe_view_packed(room, p->desc.dtype, mine, 1, dim),
+                                  upipe_view_packed(g, UPIPE_F32, mine, 1, dim)));
+        UPIPE_TRY(upipe_a2a_to_tokens(r->c, home, room, p, last, UPIPE_KV_DONE, upi_each(r, which)));
+        UPIPE_TRY(upi_give(r, room));
+    }
+    if (upi_parks_sums(p))
+        UPIPE_TRY(upi_project_heads_bwd(r, which, upi_all_kv_heads(p), home, dw));
+    else
+        UPIPE_TRY(upi_project_bwd(r, which, stage, home, dw));
+    /* [Hkv][batch][T][dim]; a round's heads of a rank lie together */
+    host +=
+        p->kv_partial ? 0 : upipe_plan_rows_bytes(p, (int64_t)round * p->desc.ranks * p->kv_per_rank, dim);
+    UPIPE_TRY(upi_fpdt_copy(s, host, home, (size_t)(rows * dim) * e));
+    return upi_give(r, home);
+}
+
+/* A round's dK', dV' of segment j, before a stage adds to them. */
+UPIPE_API upipe_status upi_fpdt_take_gkv(upi_fpdt_pass *s, const upi_fpdt_parked *parked, int j, int stage,
+                                         void **g)
+{
+    const size_t bytes = s->z.b.gk + s->z.b.gv;
+    UPIPE_TRY(upi_take(&s->run, g, bytes, "gkv"));
+    if (stage % s->z.steps == 0) return s->run.c->ops->zero(s->run.c, *g, bytes);
+    return upi_fpdt_copy(s, *g, upi_fpdt_at(parked->gkv, bytes, 1, j, 0), bytes);
+}
+
+/* Segment j's keys and values: a stage's queries that see them pass by. */
+UPIPE_API upipe_status upi_fpdt_host(upi_fpdt_pass *s, const upi_fpdt_parked *parked, int j, int stage,
+                                     void *g)
+{
+    const upipe_fpdt *f = s->f;
+    upi_run *r = &s->run;
+    const upi_fpdt_sizes *z = &s->z;
+    const size_t room_bytes = upi_fpdt_visit_bytes(z);
+    void *kv, *rooms;
+    upi_ring_block block;
+    int i, after, turn = 0;
+    UPIPE_TRY(upi_take(r, &kv, z->b.k + z->b.v, "kv"));
+    UPIPE_TRY(upi_take(r, &rooms, 2 * room_bytes, "visitors"));
+    UPIPE_TRY(upi_fpdt_part(s, stage, 1));
+    UPIPE_TRY(upi_fpdt_load_kv(s, j, stage, (char *)kv, &block));
+    block.gk = (float *)g;
+    block.gv = block.gk + z->b.gk / 4;
+    UPIPE_TRY(upi_fpdt_come(s, parked, j, j, stage, (char *)rooms));
+    for (i = j; i >= 0; i = after, ++turn) {
+        after = upi_fpdt_next(f, j, i, 0);
+        if (after >= 0)
+            UPIPE_TRY(upi_fpdt_come(s, parked, after, j, stage,
+                                    (char *)rooms + (size_t)((turn + 1) % 2) * room_bytes));
+        UPIPE_TRY(upi_fpdt_turn(s, i));
+        upi_fpdt_visit(z, (char *)rooms + (size_t)(turn % 2) * room_bytes, &s->part);
+        UPIPE_TRY(upi_fpdt_attend(s, &block, i, j, 1));
+        UPIPE_TRY(upi_fpdt_copy(s, upi_fpdt_at(parked->gq, z->b.sum_q, z->stages, i, stage), s->part.gq,
+                                upi_fpdt_q_bytes(s, stage, f->desc.head_dim, 4)));
+    }
+    UPIPE_TRY(upi_give(r, s->call.mask.work));
+    UPIPE_TRY(upi_give(r, rooms));
+    return upi_give(r, kv);
+}
+
+/* A stage of segment j as keys and values, and what is complete then: dK, dV after a round's last stage, dQ of the
+ * segments that have seen all that they see (their own last; without a causal mask all, with the last keys). */
+UPIPE_API upipe_status upi_fpdt_segment_bwd(upi_fpdt_pass *s, const upi_fpdt_parked *parked, const char *x,
+                                            char *gout, int j, int stage, upipe_grads *grads)
+{
+    const upipe_fpdt *f = s->f;
+    upi_run *r = &s->run;
+    const upi_fpdt_sizes *z = &s->z;
+    const int full = f->layer.full;
+    const size_t bytes = z->b.gk + z->b.gv;
+    void *g, *gq;
+    int i;
+    upi_phase(r, UPIPE_BWD_ATTN);
+    UPIPE_TRY(upi_fpdt_turn(s, j));
+    UPIPE_TRY(upi_fpdt_take_gkv(s, parked, j, stage, &g));
+    UPIPE_TRY(upi_fpdt_host(s, parked, j, stage, g));
+    upi_phase(r, UPIPE_BWD_IN);
+    if (stage % z->steps == z->steps - 1) {
+        UPIPE_TRY(upi_fpdt_turn(s, j));
+        UPIPE_TRY(upi_fpdt_take_x(s, x, j));
+        UPIPE_TRY(upi_fpdt_send_gkv(s, UPI_K, j, stage, (float *)g, parked->dk, grads->wk));
+        UPIPE_TRY(upi_fpdt_send_gkv(s, UPI_V, j, stage, (float *)g + z->b.gk / 4, parked->dv, grads->wv));
+        UPIPE_TRY(upi_fpdt_give_x(s));
+    } else {
+        UPIPE_TRY(upi_fpdt_copy(s, upi_fpdt_at(parked->gkv, bytes, 1, j, 0), g, bytes));
+    }
+    UPIPE_TRY(upi_give(r, g));
+    for (i = full ? 0 : j; i <= j && (!full || j == f->segments - 1); ++i) {
+        UPIPE_TRY(upi_take(r, &gq, z->b.sum_q, "gq_sum"));
+        UPIPE_TRY(upi_fpdt_turn(s, i));
+        UPIPE_TRY(upi_fpdt_copy(s, gq, upi_fpdt_at(parked->gq, z->b.sum_q, z->stages, i, stage),
+                                upi_fpdt_q_bytes(s, stage, f->desc.head_dim, 4)));
+        UPIPE_TRY(upi_fpdt_send_gq(s, x, gout, i, stage, gq, grads->wq));
+        UPIPE_TRY(upi_give(r, gq));
+    }
+    return UPIPE_OK;
+}
+
+/* dX of segment i, from its dQ, dK and dV. */
+UPIPE_API upipe_status upi_fpdt_grad_x(upi_fpdt_pass *s, const upi_fpdt_parked *parked, char *gx,
+                                       const char *gout, int i)
+{
+    upi_run *r = &s->run;
+    const upi_fpdt_sizes *z = &s->z;
+    const upipe_plan *p = &s->plan;
+    const size_t dk = z->kv_home * (size_t)s->f->desc.head_dim, dv = z->kv_home * (size_t)upi_dim(p, UPI_V);
+    const size_t round = upipe_plan_rows_bytes(p, (int64_t)p->desc.ranks * p->kv_per_rank, 1);
+    size_t before = 0, row;
+    upipe_slots slots;
+    upi_parked grads;
+    void *q, *k, *v, *out;
+    int n;
+    row = (size_t)(p->desc.batch * p->desc.model_dim) * upipe_dtype_bytes(p->desc.dtype);
+    for (n = 0; n < i; ++n) before += (size_t)upipe_fpdt_shard(s->f, n).n * row;
+    UPIPE_TRY(upi_take(r, &q, z->b.slot * (size_t)z->stages, "gq"));
+    UPIPE_TRY(upi_take(r, &k, dk, "dk"));
+    UPIPE_TRY(upi_take(r, &v, dv, "dv"));
+    UPIPE_TRY(upi_take(r, &out, z->x, "gx"));
+    UPIPE_TRY(upi_fpdt_copy(s, q, upi_fpdt_at((char *)(uintptr_t)gout, z->b.slot, z->stages, i, 0),
+                            z->b.slot * (size_t)z->stages));
+    UPIPE_TRY(upi_fpdt_copy(s, k, upi_fpdt_at(parked->dk, dk, 1, i, 0), dk));
+    UPIPE_TRY(upi_fpdt_copy(s, v, upi_fpdt_at(parked->dv, dv, 1, i, 0), dv));
+    upipe_slots_init(&slots, q, z->b.slot, z->stages, UPIPE_SLOT_FULL);
+    for (n = 0; n < z->rounds; ++n) {
+        grads.k[n] = (char *)k + round * (size_t)(n * p->desc.head_dim);
+        grads.v[n] = (char *)v + round * (size_t)(n * p->desc.v_dim);
+    }
+    UPIPE_TRY(upi_grad_x(r, upipe_view_packed(out, p->desc.dtype, p->rows, 1, (int32_t)p->desc.model_dim),
+                         &slots, &grads));
+    UPIPE_TRY(upi_fpdt_copy(s, gx + before, out, (size_t)s->run.shard.n * row));
+    UPIPE_TRY(upi_give(r, out));
+    UPIPE_TRY(upi_give(r, v));
+    UPIPE_TRY(upi_give(r, k));
+    return upi_give(r, q);
+}
+
+UPIPE_API upipe_status upi_fpdt_bwd(upi_fpdt_pass *s, char *gx, upipe_grads *grads, char *gout, const char *x)
+{
+    const upi_fpdt_sizes *z = &s->z;
+    upi_run *r = &s->run;
+    upipe_ctx *c = r->c;
+    upipe_mem *host = s->f->host;
+    upi_fpdt_parked parked;
+    void *norm;
+    int i, stage;
+    if (z->s.qk_norm) {
+        size_t bytes =
+            (size_t)(s->plan.desc.heads + s->plan.desc.kv_heads) * (size_t)s->plan.desc.head_dim * 4;
+        UPIPE_TRY(upi_take(r, &norm, bytes, "norm_grad"));
+        UPIPE_TRY(c->ops->zero(c, norm, bytes));
+        r->norm = (float *)norm;
+    }
+    UPIPE_TRY(upi_fpdt_take_host(s, &parked.go, z->b.o, z->stages, "go"));
+    UPIPE_TRY(upi_fpdt_take_host(s, &parked.delta, z->b.stat, z->stages, "delta"));
+    UPIPE_TRY(upi_fpdt_take_host(s, &parked.gq, z->b.sum_q, z->stages, "gq"));
+    UPIPE_TRY(upi_fpdt_take_host(s, &parked.dk, z->kv_home * (size_t)s->plan.desc.head_dim, 1, "dk"));
+    UPIPE_TRY(upi_fpdt_take_host(s, &parked.gkv, z->steps > 1 ? z->b.gk + z->b.gv : 0, 1, "gkv"));
+    UPIPE_TRY(upi_fpdt_take_host(s, &parked.dv, z->kv_home * (size_t)s->plan.desc.v_dim, 1, "dv"));
+    for (i = 0; i < s->f->segments; ++i) {
+        UPIPE_TRY(upi_fpdt_turn(s, i));
+        for (stage = 0; stage < z->stages; ++stage) UPIPE_TRY(upi_fpdt_send_go(s, &parked, gout, i, stage));
+    }
+    for (stage = 0; stage < z->stages; ++stage)
+        for (i = 0; i < s->f->segments; ++i)
+            UPIPE_TRY(upi_fpdt_segment_bwd(s, &parked, x, gout, i, stage, grads));
+    UPIPE_TRY(upi_grad_gains(r, grads));
+    for (i = 0; i < s->f->segments; ++i) {
+        UPIPE_TRY(upi_fpdt_turn(s, i));
+        UPIPE_TRY(upi_fpdt_grad_x(s, &parked, gx, gout, i));
+    }
+    UPIPE_TRY(c->ops->sync(c)); /* the host's blocks are still being read */
+    UPIPE_TRY(upipe_mem_give(host, parked.go, &c->err));
+    UPIPE_TRY(upipe_mem_give(host, parked.delta, &c->err));
+    UPIPE_TRY(upipe_mem_give(host, parked.gq, &c->err));
+    UPIPE_TRY(upipe_mem_give(host, parked.dk, &c->err));
+    UPIPE_TRY(upipe_mem_give(host, parked.gkv, &c->err));
+    return upipe_mem_give(host, parked.dv, &c->err);
+}
+
+/* upipe_fpdt_bwd -- gradients of x and of the weights
+ *   gx      host, of x's shape, written; may be x itself
+ *   grads   +=, as in upipe_layer_bwd
+ *   save    read; stays the caller's
+ *   gout    the gradient of O in save->out's layout (upipe_fpdt_scatter); holds dQ afterwards
+ *   x       the forward's
+ *   bytes   phases BWD_* of upipe_fpdt_bytes
+ *   errors  as upipe_fpdt_fwd
+ */
+UPIPE_API upipe_status upipe_fpdt_bwd(upipe_ctx *c, const upipe_fpdt *f, void *gx, upipe_grads *grads,
+                                      upipe_fpdt_saved *save, void *gout, const void *x)
+{
+    int64_t mark = upipe_mem_mark(c->mem), host_mark = f->host != NULL ? upipe_mem_mark(f->host) : 0;
+    upi_fpdt_pass pass;
+    upipe_status s;
+    upipe_mem_phase(c->mem, UPIPE_BWD_BEFORE, upipe_phase_name(UPIPE_BWD_BEFORE));
+    s = upi_fpdt_begin(&pass, c, f, save);
+    if (s == UPIPE_OK && (save->out == NULL || gout == NULL || gx == NULL))
+        s = upi_fail(&c->err, UPIPE_ERR_ARG, "%s is not there",
+                     save->out == NULL ? "the forward's result" : "gout or gx");
+    if (s == UPIPE_OK && f->layer.sinks == NULL && grads->sinks != NULL)
+        s = upi_fail(&c->err, UPIPE_ERR_ARG, "a gradient of sinks is wanted without sinks");
+    pass.run.gsinks = grads->sinks;
+    if (s == UPIPE_OK) s = upi_fpdt_bwd(&pass, (char *)gx, grads, (char *)gout, (const char *)x);
+    return upi_fpdt_end(c, f, s, mark, host_mark);
+}
+
+#endif
