@@ -22,7 +22,8 @@ LAYERS = [
     ['upipe_ring.h'],
     ['upipe_block.h'],
     ['upipe_step.h'],
-    ['upipe_layer.h', 'upipe_out.h'],
+    ['upipe_layer.h', 'upipe_out.h', 'upipe_segment.h'],
+    ['upipe_fpdt.h'],
     ['upipe_dry.h'],
     ['upipe.h'],
 ]

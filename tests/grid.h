@@ -7,7 +7,8 @@
  *
  *     in body:  c.team = grid_team(&g, rank);  c.ring = grid_ring(&g, rank);     NULL without a ring
  *
- * Neighbours in the world are a team; with ring_first they are a ring. Where there is no ring, the team is the world.
+ * Neighbours in the world are a team; with ring_first they are a ring. Where there is no ring, the team is
+ * the world.
  */
 #ifndef UPIPE_TEST_GRID_H
 #define UPIPE_TEST_GRID_H

@@ -13,7 +13,7 @@
  *
  * The naive one does its arithmetic in f32, row by row, and rounds what a kernel would store: o and dq. dk
  * and dv stay f32. Each takes o and lse of its own forward for its backward. shape.naive says how its sums
- * run. The sinks' gradients have functions of their own.
+ * run.
  */
 #ifndef UPIPE_TEST_ORACLE_H
 #define UPIPE_TEST_ORACLE_H
@@ -284,19 +284,6 @@ static inline void naive_attn_bwd(const oracle_attn *t, upipe_dtype dtype, const
                 }
             }
             for (c = 0; c < t->d; ++c) dq[row + c] = naive_store(dtype, dq[row + c]);
-        }
-}
-
-static inline void naive_attn_sinks_bwd(const oracle_attn *t, const float *go, const float *o,
-                                        const float *lse, float *dsinks)
-{
-    int64_t r;
-    int x;
-    for (x = 0; x < t->h; ++x)
-        for (dsinks[x] = 0, r = 0; r < t->sq && !isinf(t->sinks[x]); ++r) {
-            const int64_t i = naive_term(r, t->sq, t->naive), row = oracle_o_row(t, i, x);
-            dsinks[x] = naive_add(dsinks[x], -expf(t->sinks[x] - lse[i * t->h + x]),
-                                  naive_dot(go + row, o + row, oracle_dv(t), t->naive), t->naive);
         }
 }
 

@@ -1,16 +1,17 @@
 /* oracle_block.h -- the whole attention block on one rank in plain loops: f64, the truth; f32, the naive
  *                   yardstick
  *
- * Natural layouts, no ranks, no stages: x [batch][S][D], wq [H*d][D], wk [Hkv*d][D], wv [Hkv*dv][D], wo [D][H*dv], o
- * and go [batch][S][H*dv], lse [batch][S][H], gains [d], sinks [H]. Every sequence is attended alone; documents lie
- * over the whole batch. The naive run rounds to the storage type what a plain implementation would store: Q, K, V after
- * each step, o, dO, dQ, dK, dV, y, dx.
+ * Natural layouts, no ranks, no stages: x [batch][S][D], wq [H*d][D], wk [Hkv*d][D], wv [Hkv*dv][D], wo
+ * [D][H*dv], o and go [batch][S][H*dv], lse [batch][S][H], gains [d], sinks [H]. Every sequence is attended
+ * alone; documents lie over the whole batch. The naive run rounds to the storage type what a plain
+ * implementation would store: Q, K, V after each step, o, dO, dQ, dK, dV, y, dx.
  *
  *     block_inputs(&shape, seed, &in);                  values that the storage type holds
  *     f64_block_run(&shape, &in64, &want);              in64: the same values, f64_block_widen
  *     f32_block_run(&shape, &in, &naive);
  *
  * In a result, x is dx, wq is dWq and so on; q is dQ, the gradient of the projected queries [batch][S][H*d].
+ *
  */
 #ifndef UPIPE_TEST_ORACLE_BLOCK_H
 #define UPIPE_TEST_ORACLE_BLOCK_H
@@ -27,7 +28,8 @@ typedef struct block_shape {
     int naive;               /* naive runs alone: how sums run (oracle.h) */
     upipe_dtype dtype;
     double scale, theta, eps;
-    /* masks: 0 = without; docs_n + 1 positions in the batch, of which position p of sequence b is b * tokens + p */
+    /* masks: 0 = without; docs_n + 1 positions in the batch, of which position p of sequence b is b * tokens
+     * + p */
     int64_t window, docs_n;
     const int64_t *docs;
     double softcap;
@@ -142,13 +144,34 @@ static void block_inputs(const block_shape *s, uint64_t seed, f32_block *in)
     for (i = 0; s->sinks && i < s->h; ++i) in->sinks[i] = (float)(test_below(&rng, 2048) - 1024) / 512;
 }
 
+/* The attention call of sequence b. */
+static oracle_attn block_attn(const block_shape *s, int64_t b, const float *sinks)
+{
+    oracle_attn a;
+    memset(&a, 0, sizeof a);
+    a.sq = a.sk = s->tokens;
+    a.q_pos = a.k_pos = b * s->tokens;
+    a.h = s->h;
+    a.hkv = s->hkv;
+    a.d = s->d;
+    a.dv = s->dv;
+    a.causal = !s->full;
+    a.naive = s->naive;
+    a.scale = s->scale;
+    a.window = s->window;
+    a.docs = s->docs;
+    a.docs_n = s->docs_n;
+    a.softcap = s->softcap;
+    a.sinks = sinks;
+    return a;
+}
+
 #define REAL                                            double
 #define NAME(x)                                         f64_##x
 #define STORE(s, v)                                     (v)
 #define ADD(s, sum, a, b)                               ((sum) + (a) * (b))
 #define ATTN_FWD(s, a, q, k, v, o, lse)                 oracle_attn_fwd(a, q, k, v, o, lse)
 #define ATTN_BWD(s, a, q, k, v, go, o, lse, gq, gk, gv) oracle_attn_bwd(a, q, k, v, go, o, lse, gq, gk, gv)
-#define SINKS_BWD                                       oracle_attn_sinks_bwd
 #include "oracle_block.inc"
 #undef REAL
 #undef NAME
@@ -156,7 +179,6 @@ static void block_inputs(const block_shape *s, uint64_t seed, f32_block *in)
 #undef ADD
 #undef ATTN_FWD
 #undef ATTN_BWD
-#undef SINKS_BWD
 
 #define REAL                            float
 #define NAME(x)                         f32_##x
@@ -165,7 +187,6 @@ static void block_inputs(const block_shape *s, uint64_t seed, f32_block *in)
 #define ATTN_FWD(s, a, q, k, v, o, lse) naive_attn_fwd(a, (s)->dtype, q, k, v, o, lse)
 #define ATTN_BWD(s, a, q, k, v, go, o, lse, gq, gk, gv) \
     naive_attn_bwd(a, (s)->dtype, q, k, v, go, o, lse, gq, gk, gv)
-#define SINKS_BWD naive_attn_sinks_bwd
 #include "oracle_block.inc"
 #undef REAL
 #undef NAME
@@ -173,6 +194,5 @@ static void block_inputs(const block_shape *s, uint64_t seed, f32_block *in)
 #undef ADD
 #undef ATTN_FWD
 #undef ATTN_BWD
-#undef SINKS_BWD
 
 #endif

@@ -6,9 +6,9 @@
  *     if (run_block(&test, &in, &r) == UPIPE_OK) ...     r.out: as f32_block; r.peak, r.plan, ...
  *     run_free(&r);
  *
- * Each rank has a plan of its own, and a slab of exactly the bytes that its dry run asked for, filled with NaN. Rows
- * are scattered and gathered by the plan's positions. Peaks, bytes sent and moved, and live bytes at the end are checked
- * against the plan on every rank. Gradients of weights are summed over the world.
+ * Each rank has a plan of its own, and a slab of exactly the bytes that its dry run asked for, filled with
+ * NaN. Rows are scattered and gathered by the plan's positions. Peaks, bytes sent and moved, and live bytes
+ * at the end are checked against the plan on every rank. Gradients of weights are summed over the world.
  */
 #ifndef UPIPE_TEST_RUNNER_H
 #define UPIPE_TEST_RUNNER_H
@@ -67,6 +67,30 @@ typedef struct run_state {
 } run_state;
 
 static const char *const run_grads[RUN_GRADS] = {"wq", "wk", "wv", "wo", "q_gain", "k_gain", "sinks"};
+
+/* The most ranks of a team that read one key/value head. */
+static inline int run_sharers(const upipe_plan *p)
+{
+    int most = 0, kv, h, stage, rank;
+    for (kv = 0; kv < p->desc.kv_heads; ++kv) {
+        int before = -1, n = 0;
+        for (h = kv * p->group; h < (kv + 1) * p->group; ++h, before = rank) {
+            upipe_plan_q_place(p, h, &stage, &rank);
+            n += rank != before;
+        }
+        if (n > most) most = n;
+    }
+    return most;
+}
+
+/* Whether gradients of K and V are sums in the same order for every chunk of a team: chains over query heads,
+ * then queries, whose ends are added in rank order. Not so in the naive order, and where three ranks or more
+ * that share a head are not done with it in the same stage. */
+static inline int run_same_chains(const upipe_plan *p)
+{
+    if (p->schedule == UPIPE_ORDER) return 0;
+    return p->schedule != UPIPE_SPANS || p->stages == 1 || run_sharers(p) <= 2;
+}
 
 /* n values in the storage type; freed by the caller. */
 static void *run_narrow(upipe_dtype dtype, const float *v, int64_t n)

@@ -1,5 +1,5 @@
-/* test_a2a -- the exchange by address formula, for heads and tokens that divide or do not, shared key/value blocks,
- * slots, sums in rank order
+/* test_a2a -- the exchange by address formula, for heads and tokens that divide or do not, shared key/value
+ * blocks, slots, sums in rank order
  *
  * Every element names its origin, f(token, head, dim), so a misrouted byte says where it came from.
  */
@@ -81,8 +81,8 @@ static void check_origins(const int64_t *got, const upipe_plan *p, int64_t first
     free(want);
 }
 
-/* Q, K, V to heads, and Q and gradients of K and V back to tokens, over every stage of a plan; elements are int64, so
- * that a head of `dim` of them is 8 * dim bytes. */
+/* Q, K, V to heads, and Q and gradients of K and V back to tokens, over every stage of a plan; elements are
+ * int64, so that a head of `dim` of them is 8 * dim bytes. */
 static upipe_status exchange_body(void *user, int rank)
 {
     enum { SPARE = 8, WALL = 0x5a };
@@ -110,7 +110,7 @@ static upipe_status exchange_body(void *user, int rank)
             upipe_span own = upipe_plan_part(p, (upipe_which)which, stage, rank);
             int64_t sent = c.team->sent_bytes, want = 0, end;
             int n;
-            /* to heads: the block of a rank lies where upipe_plan_offset says, in blocks of all tokens here */
+            /* to heads: the block of a rank lies where upipe_plan_offset says */
             if (which != UPIPE_KV_DONE) {
                 for (r = 0; r < desc.ranks; ++r) {
                     upipe_span theirs = upipe_plan_part(p, (upipe_which)which, stage, r);

@@ -1114,9 +1114,10 @@ static const struct {
      NULL},
     {"{" NUMBERS ",\"model_type\":\"qwen3\",\"num_key_value_heads\":2}", "head_dim is missing"},
     {"{" NUMBERS ",\"model_type\":\"qwen3\",\"head_dim\":16}", "num_key_value_heads is missing"},
-    {"{" NUMBERS ",\"model_type\":\"mistral\",\"num_key_value_heads\":2}", "sliding_window is not null"},
-    {"{" NUMBERS ",\"model_type\":\"mistral\",\"num_key_value_heads\":2,\"sliding_window\":4096}",
-     "sliding_window"},
+    {"{" NUMBERS ",\"model_type\":\"mistral\",\"num_key_value_heads\":2}", NULL},
+    {"{" NUMBERS ",\"model_type\":\"mistral\",\"num_key_value_heads\":2,\"sliding_window\":7}", NULL},
+    {"{" NUMBERS ",\"model_type\":\"mistral\",\"num_key_value_heads\":2,\"sliding_window\":0}",
+     "sliding_window is 0, not in 1"},
     {"{" NUMBERS "}", "neither model_type nor architectures"},
     {"{" NUMBERS ",\"model_type\":\"gemma\"}", "model_type gemma with the architecture (none) is not built"},
     {"{" NUMBERS ",\"model_type\":3}", "model_type is not a string"},
@@ -1192,12 +1193,14 @@ static void test_config(void)
         }
         if (i == 2) CHECK(c.rope_theta == 500000);
         if (i == 5) CHECK(c.qk_norm && c.kv_heads == 2 && c.head_dim == 32);
+        if (configs[i].says == NULL) CHECK_INT(c.window, i == 8 ? 4096 : i == 9 ? 7 : 0);
     }
     for (i = 0; i < sizeof numbers / sizeof *numbers; ++i) {
         write_text(path, "{" LLAMA "}");
         CHECK_INT(llama_config_read(&c, NULL, path, &err), 0);
         c.rope_theta = numbers[i];
         c.norm_eps = numbers[i] / 7;
+        c.window = (int64_t)i;
         CHECK_INT(llama_config_write(&c, UPIPE_BF16, 77, path, &err), -1);
         CHECK_TEXT(err.text, "cannot be made");
         unlink(path);

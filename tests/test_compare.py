@@ -29,13 +29,25 @@ except ImportError:
 COMPARE, TOP = os.path.abspath(sys.argv[1]), os.path.abspath(sys.argv[2])
 BOOK = os.path.join(TOP, 'examples', 'data', 'genesis_exodus.txt')
 PHASES = ['fwd_before', 'fwd_in', 'fwd_attn', 'fwd_out', 'bwd_before', 'bwd_out', 'bwd_attn', 'bwd_in']
-CONFIG = {'method', 'ranks', 'heads', 'kv_heads', 'head_dim', 'model_dim', 'tokens', 'batch', 'chunk', 'dtype', 'device', 'full',
-          'rope', 'seed', 'data', 'check', 'json', 'trace', 'dump', 'deadline', 'progress', 'products',
-          'unit_bytes'}
-METHOD = {'name', 'stages', 'peak_bytes', 'plan_bytes', 'paper_units', 'slab_bytes', 'intermediate_bytes_fwd',
-          'sent_bytes_fwd', 'sent_bytes_bwd', 'seconds_fwd', 'seconds_bwd', 'err_out', 'err_dx', 'err_dw',
-          'same_bits_out', 'same_bits_dx', 'same_bits_dw'}
-ALL = ['--method', 'ulysses', '--method', 'upipe', '--method', 'upipe-naive']
+CONFIG = {'method', 'ranks', 'heads', 'kv_heads', 'head_dim', 'v_dim', 'model_dim', 'tokens', 'batch', 'dtype',
+          'device', 'full', 'window', 'docs', 'softcap', 'sinks', 'rope', 'seed', 'data', 'check', 'json', 'trace', 'dump',
+          'deadline', 'progress', 'products', 'unit_bytes'}
+METHOD = {'name', 'ranks', 'ring', 'ring_inner', 'ring_mode', 'layout', 'chunk', 'stages', 'segments', 'peak_bytes',
+          'plan_bytes', 'host_bytes', 'plan_host_bytes', 'paper_units', 'slab_bytes', 'intermediate_bytes_fwd',
+          'sent_bytes', 'plan_sent_bytes', 'seconds_fwd', 'seconds_bwd', 'err_out', 'err_dx', 'err_dw', 'err_dsinks', 'same_bits_out', 'same_bits_dx', 'same_bits_dw'}
+HEADS = ['ulysses', 'upipe', 'upipe-naive']  # one all-to-all of all ranks
+RINGS = ['ring', 'zigzag', 'stripe', 'double-ring', 'allgather', 'usp', 'upipe-ring']
+SEGMENTED = ['fpdt', 'upipe-fpdt']
+LAYOUTS = {'stripe': 'striped', 'zigzag': 'zigzag', 'double-ring': 'zigzag', 'allgather': 'zigzag', 'usp': 'zigzag',
+           'upipe-ring': 'zigzag'}
+
+
+def named(names):
+    return [word for name in names for word in ('--method', name)]
+
+
+ALL = named(HEADS)
+EVERY = named(HEADS + RINGS + SEGMENTED)
 
 checks = failures = 0
 
@@ -66,9 +78,13 @@ def run_to_full(args, folder):
 
 # ---- good runs ----
 
-def paper(name, group, stages):
+def paper(name, group, stages, segments):
     """The rows of the paper's two tables, in units."""
     g, nu = 1 + 2 / group, stages
+    if name in RINGS or name == 'upipe-fpdt':
+        return None
+    if name == 'fpdt':
+        return [cell / segments for cell in (1, g + 2, 2 * g + 1, 2, 1, 3, 2 * g + 4, g + 2)]
     if name == 'ulysses':
         return [1, g + 2, g + 2, 3, 3, 4, 2 * g + 3, g + 2]
     before = 2 * (nu - 1) / nu
@@ -76,63 +92,99 @@ def paper(name, group, stages):
             2 + g / nu + before]
 
 
-def expected_sent(c, name):
-    """Bytes that a rank sends: [forward, backward]. Heads that a rank sends of each tensor, all stages together."""
-    C, H, Hkv, e = c['ranks'], c['heads'], c['kv_heads'], 2 if c['dtype'] == 'bf16' else 4
-    rows = c['batch'] * c['tokens'] // C
-    m, group = c['chunk'] // C, H // Hkv
+def width(c):
+    return {'f32': 4, 'bf16': 2, 'f16': 2}[c['dtype']]
+
+
+def expected_plan(c, m, ring, inner):
+    """Ranks that trade heads, ring, inner ring, layout and heads of a stage of a method by its name."""
+    name, N = m['name'], c['ranks']
+    R = ring if name in ('usp', 'upipe-ring') else 1 if name in HEADS + SEGMENTED else N
+    chunk = c['heads'] // c['kv_heads'] if name == 'allgather' else m['chunk'] if 'upipe' in name else c['heads']
+    layout = LAYOUTS.get(name, 'contiguous') if R > 1 else 'contiguous'
+    return [N // R, R, inner if name == 'double-ring' else 0, layout, chunk]
+
+
+def divides(c, m):
+    """Whether all ranks hold, get and send equally much."""
+    C, R, H, Hkv = m['ranks'], m['ring'], c['heads'], c['kv_heads']
+    even = c['tokens'] % (2 * C * R * m['segments']) == 0 and H % m['chunk'] == 0 and m['chunk'] % C == 0
+    return even and c['v_dim'] == c['head_dim'] and (Hkv % C == 0 or C % Hkv == 0)
+
+
+def expected_sent(c, m):
+    """Bytes that a rank sends to its team and to its ring: [forward, backward]. Heads that a rank sends of each tensor,
+    all stages together."""
+    C, R, H, Hkv, e, name = m['ranks'], m['ring'], c['heads'], c['kv_heads'], width(c), m['name']
+    rows = c['batch'] * c['tokens'] // (C * R)
+    per, group = m['chunk'] // C, H // Hkv
     head = rows * c['head_dim']
-    kv_heads = max(Hkv, C) if name != 'upipe-naive' else H // min(m, group)
-    ulysses_m = H // C
-    partial = (name == 'upipe-naive' and m % group != 0) or (Hkv < C and (name != 'ulysses' or ulysses_m % group != 0))
+    kv_heads = max(Hkv, C) if name != 'upipe-naive' else H // min(per, group)
+    partial = (name == 'upipe-naive' or Hkv < C) and per % group != 0
     forward = (2 * H + 2 * kv_heads) * head * e
     backward = forward + H * head * e + H * rows * 4 + 2 * kv_heads * head * (4 if partial else e)
-    return [n * (C - 1) // C for n in (forward, backward)]
+    if name in SEGMENTED:  # Q, K and V travel once
+        backward -= (H + 2 * kv_heads) * head * e
+    # K and V of a rank's heads and its ring share: R - 1 times on; their gradients in f32 a step further, to come home
+    block = 2 * kv_heads * head
+    inner = m['ring_inner'] or R
+    home = R - 1 if m['ring_mode'] == 'gather' else R if inner == R else R + R // inner
+    around = [(R - 1) * block * e, (R - 1) * block * e + home * block * 4 * (R > 1)]
+    return {'team': [n * (C - 1) // C for n in (forward, backward)], 'ring': around}
 
 
 def error_limits(c):
     """Roundings walk at random over the longest chain of a sum; each storage in bf16 rounds by 2^-9 at most."""
-    longest = c['batch'] * c['tokens'] + c['model_dim'] + (c['heads'] + 2 * c['kv_heads']) * c['head_dim']
-    return 4 * 2**-24 * math.sqrt(longest) + (8 * 2**-9 if c['dtype'] == 'bf16' else 0)
+    longest = c['batch'] * c['tokens'] + c['model_dim']
+    longest += (c['heads'] + c['kv_heads']) * c['head_dim'] + c['kv_heads'] * c['v_dim']
+    return 4 * 2**-24 * math.sqrt(longest) + 8 * {'f32': 0, 'bf16': 2**-9, 'f16': 2**-12}[c['dtype']]
 
 
-def check_numbers(numbers, what, checked=True):
+def check_numbers(numbers, what, checked=True, ring=2, inner=2, segments=4):
     c = numbers['config']
     equal(set(numbers), {'config', 'methods'}, f'{what}: keys')
     equal(set(c), CONFIG, f'{what}: keys of config')
-    e = 2 if c['dtype'] == 'bf16' else 4
-    unit = c['batch'] * c['tokens'] // c['ranks'] * c['model_dim'] * e
-    equal(c['unit_bytes'], unit, f'{what}: unit_bytes')
+    unit = c['batch'] * c['tokens'] * c['model_dim'] * width(c) / c['ranks']
+    check(abs(c['unit_bytes'] / unit - 1) < 1e-8, f'{what}: unit_bytes {c["unit_bytes"]}, not {unit}')
     equal([m['name'] for m in numbers['methods']], c['method'], f'{what}: names')
     for m in numbers['methods']:
         name = f'{what}: {m["name"]}'
         equal(set(m), METHOD, f'{name}: keys')
-        for key in ('peak_bytes', 'plan_bytes', 'paper_units'):
+        plan = [m['ranks'], m['ring'], m['ring_inner'], m['layout'] if m['ring'] > 1 else 'contiguous', m['chunk']]
+        equal(plan, expected_plan(c, m, ring, inner), f'{name}: plan')
+        for key in ('peak_bytes', 'plan_bytes'):
             equal(list(m[key]), PHASES, f'{name}: {key}')
         equal(m['peak_bytes'], m['plan_bytes'], f'{name}: peak')
-        chunk = c['heads'] if m['name'] == 'ulysses' else c['chunk']
-        equal(m['stages'], c['heads'] // chunk, f'{name}: stages')
-        cells = paper(m['name'], c['heads'] / c['kv_heads'], m['stages'])
-        for phase, cell in zip(PHASES, cells):
+        equal(m['sent_bytes'], m['plan_sent_bytes'], f'{name}: bytes sent')
+        equal(m['host_bytes'], m['plan_host_bytes'], f'{name}: bytes of the host')
+        equal(m['segments'], segments if m['name'] in SEGMENTED else 1, f'{name}: segments')
+        host = m['sent_bytes'].pop('host')
+        equal([n > 0 for n in (m['host_bytes'], *host)], [m['name'] in SEGMENTED] * 3, f'{name}: bytes of the host')
+        cells = paper(m['name'], c['heads'] / c['kv_heads'], m['stages'], m['segments'])
+        equal(m['paper_units'] is None, cells is None, f'{name}: formulas of the paper')
+        for phase, cell in zip(PHASES, cells or []):
             units = m['paper_units'][phase]
             check(abs(units - cell) < 1e-9, f'{name}: paper {phase} is {units}, not {cell}')
-        equal(m['peak_bytes']['fwd_before'], unit, f'{name}: x')
         check(m['slab_bytes'] >= max(m['peak_bytes'].values()), f'{name}: slab {m["slab_bytes"]} below the peak')
-        equal([m['sent_bytes_fwd'], m['sent_bytes_bwd']], expected_sent(c, m['name']), f'{name}: bytes sent')
+        if divides(c, m):
+            equal(m['stages'], c['heads'] // m['chunk'], f'{name}: stages')
+            equal(m['peak_bytes']['fwd_before'], 0 if m['name'] in SEGMENTED else unit, f'{name}: x')
+            equal(m['sent_bytes'], expected_sent(c, m), f'{name}: bytes sent')
         check(m['seconds_fwd'] > 0 and m['seconds_bwd'] > 0, f'{name}: seconds {m["seconds_fwd"]} {m["seconds_bwd"]}')
-        for key in ('err_out', 'err_dx', 'err_dw'):
-            if checked:
+        for key in ('err_out', 'err_dx', 'err_dw', 'err_dsinks'):
+            if checked and (key != 'err_dsinks' or c['sinks']):
                 check(0 < m[key] < error_limits(c), f'{name}: {key} {m[key]}, at most {error_limits(c)}')
             else:
                 equal(m[key], None, f'{name}: {key}')
-        # the naive order, and a BLAS in place of the built-in product, promise no equal bits
-        promised = c['products'] == 'built-in' and 'upipe-naive' not in (m['name'], c['method'][0])
+        # the naive order, rings, and a BLAS in place of the built-in product promise no equal bits
+        promised = c['products'] == 'built-in' and c['dtype'] == 'f32'
+        promised = promised and all(one in ('ulysses', 'upipe') for one in (m['name'], c['method'][0]))
         if promised or m is numbers['methods'][0]:
             same = [m['same_bits_out'], m['same_bits_dx'], m['same_bits_dw']]
             equal(same, [True] * 3, f'{name}: same bits')
 
 
-def good(folder, args, what, checked=True):
+def good(folder, args, what, checked=True, **grid):
     """Runs compare, checks all that holds for every run, returns the numbers."""
     path = os.path.join(folder, 'numbers.json')
     done = run([*args, '--json', path], folder)
@@ -143,7 +195,9 @@ def good(folder, args, what, checked=True):
     with open(path, encoding='utf-8') as source:
         numbers = json.load(source)
     equal([name for name in os.listdir(folder) if '.tmp.' in name], [], f'{what}: temporary files')
-    check_numbers(numbers, what, checked)
+    for m in numbers['methods']:
+        check(f'\n{m["name"]} ' in done.stdout, f'{what}: {m["name"]} is missing on screen: {done.stdout}')
+    check_numbers(numbers, what, checked, **grid)
     return numbers
 
 
@@ -175,26 +229,66 @@ def test_shapes(folder):
             return
     # The forward's chunks and buffers: 1/nu of Ulysses' with as many K/V heads, (3/nu)/(1 + 2/G) with groups.
     m, g = by_name(mha), by_name(gqa)
-    width = mha['config']['heads'] * mha['config']['head_dim'] / mha['config']['model_dim']
+    wide = mha['config']['heads'] * mha['config']['head_dim'] / mha['config']['model_dim']
     nu = m['upipe']['stages']
     equal(m['upipe']['intermediate_bytes_fwd'] * nu, m['ulysses']['intermediate_bytes_fwd'], 'intermediate, MHA')
-    equal(m['ulysses']['intermediate_bytes_fwd'], 3 * width * mha['config']['unit_bytes'], 'intermediate, Ulysses')
-    equal(g['upipe']['intermediate_bytes_fwd'] * nu, 3 * width * gqa['config']['unit_bytes'], 'intermediate, GQA')
-    equal(g['ulysses']['intermediate_bytes_fwd'], 1.5 * width * gqa['config']['unit_bytes'], 'intermediate, Ulysses')
+    equal(m['ulysses']['intermediate_bytes_fwd'], 3 * wide * mha['config']['unit_bytes'], 'intermediate, Ulysses')
+    equal(g['upipe']['intermediate_bytes_fwd'] * nu, 3 * wide * gqa['config']['unit_bytes'], 'intermediate, GQA')
+    equal(g['ulysses']['intermediate_bytes_fwd'], 1.5 * wide * gqa['config']['unit_bytes'], 'intermediate, Ulysses')
     # (2 + 2/min(m, G)) / (2 + 2/G) with m = 1, G = 4
-    equal(g['upipe-naive']['sent_bytes_fwd'] * 2.5, g['upipe']['sent_bytes_fwd'] * 4, 'what the naive order sends')
-    equal(m['upipe-naive']['sent_bytes_fwd'], m['upipe']['sent_bytes_fwd'], 'what the naive order sends, MHA')
+    naive, grouped = (g[name]['sent_bytes']['team'][0] for name in ('upipe-naive', 'upipe'))
+    equal(naive * 2.5, grouped * 4, 'what the naive order sends')
+    equal(m['upipe-naive']['sent_bytes'], m['upipe']['sent_bytes'], 'what the naive order sends, MHA')
     for numbers in (m, g):
         check(max(numbers['upipe']['peak_bytes'].values()) < max(numbers['ulysses']['peak_bytes'].values()),
               'UPipe does not hold less')
     equal(off['config']['data'], BOOK, 'the text that is taken by itself')
 
 
+def test_methods(folder):
+    """Every method, over heads and tokens that divide and that do not, with every mask."""
+    small = ['--head-dim', '32', '--tokens', '128']
+    even = good(folder, [*small, '--heads', '8', '--kv-heads', '4', '--rope', *EVERY], 'every method')
+    rest = named(name for name in HEADS + RINGS if name != 'upipe-naive')  # whose order needs heads that divide
+    whole, pieces = ['--method', 'fpdt'], named(SEGMENTED)
+    for args, what, grid in [
+        (['--ranks', '8', '--heads', '28', '--kv-heads', '4', '--model-dim', '64', '--inner', '4', *whole], '28/4 on 8',
+         {'inner': 4}),
+        (['--ranks', '6', '--ring', '3', '--heads', '10', '--kv-heads', '5', '--batch', '2', '--full', '--tokens',
+          '101', '--inner', '3', '--segments', '3', *whole], 'nothing divides', {'ring': 3, 'inner': 3, 'segments': 3}),
+        (['--ranks', '3', '--ring', '3', '--inner', '3', '--heads', '2', '--tokens', '11', '--rope', '--segments', '3',
+          *pieces], 'fewer heads than ranks', {'ring': 3, 'inner': 3, 'segments': 3}),
+        (['--heads', '8', '--kv-heads', '2', '--window', '30', '--docs', '50,1,77,100,30', '--batch', '2', '--tokens',
+          '129', '--softcap', '3', '--sinks', '--v-dim', '40', '--rope', *pieces], 'every mask', {}),
+        (['--heads', '8', '--docs', '7', '--full', '--sinks', '--dtype', 'bf16', *pieces], 'random documents', {}),
+        (['--heads', '8', '--kv-heads', '1', '--window', '1', '--dtype', 'f16', '--rope', *pieces], 'f16', {}),
+        (['--heads', '8', '--kv-heads', '2', '--chunk', '4', '--ring-mode', 'gather'], 'a gathered ring', {}),
+        (['--heads', '8', '--kv-heads', '2', '--chunk', '4', '--ring-mode', 'shift'], 'a shifted ring', {}),
+        (['--heads', '8', '--kv-heads', '4', '--batch', '2', '--segments', '1', *pieces], 'one segment',
+         {'segments': 1}),
+    ]:
+        good(folder, [*small[:2], *([] if '--tokens' in args else small[2:]), *args, *rest], what, **grid)
+    good(folder, [*small, '--ranks', '1', '--heads', '4', '--ring', '1',
+                  *named(['ring', 'zigzag', 'stripe', 'allgather', 'usp', 'upipe-ring'])], 'rings of one', ring=1)
+    good(folder, [*small, '--heads', '4', *named(['upipe-ring', 'ring', 'ulysses'])], 'a ring first')
+    if even is None:
+        return
+    m = by_name(even)
+    peak = {name: max(m[name]['peak_bytes'].values()) for name in m}
+    check(peak['upipe-ring'] < peak['usp'], f'stages over a ring do not hold less: {peak}')
+    check(peak['upipe-fpdt'] < min(peak['fpdt'], peak['upipe']), f'stages in segments do not hold less: {peak}')
+    check(peak['allgather'] < peak['zigzag'], f'a key/value head at a time does not hold less: {peak}')
+    check(not m['ring']['same_bits_dx'], 'a ring sums in another order, but has the same bits of dx')
+    equal(m['upipe-ring']['ring_mode'], 'gather', 'the mode that holds less')
+
+
 def test_defaults(folder):
     numbers = good(folder, ['--tokens', '64'], 'defaults')
     c = numbers['config'] if numbers else {}
     for key, want in [('ranks', 4), ('heads', 16), ('kv_heads', 16), ('head_dim', 64), ('model_dim', 1024),
-                      ('batch', 1), ('chunk', 4), ('dtype', 'f32'), ('device', 'cpu'), ('full', False), ('rope', False), ('check', 'on'),
+                      ('batch', 1), ('v_dim', 64), ('window', None), ('docs', None),
+                      ('softcap', None), ('sinks', False), ('dtype', 'f32'), ('device', 'cpu'), ('full', False), ('rope', False),
+                      ('check', 'on'),
                       ('method', ['ulysses', 'upipe']), ('trace', None), ('dump', None)]:
         equal(c.get(key), want, f'default of {key}')
     for flag, word in [('--help', '--kv-heads'), ('--version', 'upipe')]:
@@ -225,40 +319,63 @@ def rope(t, inverse=False):
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
+def visible(c):
+    """[batch, S, S]: whether a token sees another one."""
+    B, S = c['batch'], c['tokens']
+    back = np.arange(S)[:, None] - np.arange(S)[None, :]
+    sees = np.ones((S, S), bool) if c['full'] else back >= 0
+    if c['window']:
+        sees = sees & (back < c['window'])
+    document = np.repeat(np.arange(len(c['docs'])), c['docs']).reshape(B, S) if c['docs'] else np.zeros((B, S))
+    return sees & (document[:, :, None] == document[:, None, :])
+
+
 def reference(got, c):
     """out, dx, dwq, dwk, dwv in double precision, by whole matrices."""
-    B, S, H, K, d = c['batch'], c['tokens'], c['heads'], c['kv_heads'], c['head_dim']
+    B, S, H, K, d, vd = (c[key] for key in ('batch', 'tokens', 'heads', 'kv_heads', 'head_dim', 'v_dim'))
     x = got['x'].astype(np.float64)
     w = {name: got[name].astype(np.float64) for name in ('wq', 'wk', 'wv')}
-    q, k, v = ((x @ w[name].T).reshape(B, S, -1, d) for name in ('wq', 'wk', 'wv'))
+    q, k, v = ((x @ w[name].T).reshape(B, S, -1, dim) for name, dim in [('wq', d), ('wk', d), ('wv', vd)])
     if c['rope']:
         q, k = rope(q), rope(k)
     repeat = H // K
     kk, vv = np.repeat(k, repeat, axis=2), np.repeat(v, repeat, axis=2)
     s = np.einsum('bihd,bjhd->bhij', q, kk) / math.sqrt(d)
-    if not c['full']:
-        s = np.where(np.tril(np.ones((S, S), bool)), s, -np.inf)
-    p = np.exp(s - s.max(axis=-1, keepdims=True))
-    p /= p.sum(axis=-1, keepdims=True)
+    slope = np.ones_like(s)
+    if c['softcap']:
+        bent = np.tanh(s / c['softcap'])
+        s, slope = c['softcap'] * bent, 1 - bent**2
+    s = np.where(visible(c)[:, None], s, -np.inf)
+    sink = got['sinks'].astype(np.float64).reshape(1, H, 1, 1) if c['sinks'] else np.full((1, H, 1, 1), -np.inf)
+    most = np.maximum(s.max(axis=-1, keepdims=True), sink)
+    p, p_sink = np.exp(s - most), np.exp(sink - most)
+    total = p.sum(axis=-1, keepdims=True) + p_sink
+    p, p_sink = p / total, p_sink / total
     out = np.einsum('bhij,bjhd->bihd', p, vv)
-    do = got['dout'].astype(np.float64).reshape(B, S, H, d)
+    do = got['dout'].astype(np.float64).reshape(B, S, H, vd)
     dp = np.einsum('bihd,bjhd->bhij', do, vv)
-    ds = p * (dp - (p * dp).sum(axis=-1, keepdims=True)) / math.sqrt(d)
+    delta = (p * dp).sum(axis=-1, keepdims=True)
+    ds = slope * p * (dp - delta) / math.sqrt(d)
     dq = np.einsum('bhij,bjhd->bihd', ds, kk)
     dk = np.einsum('bhij,bihd->bjhd', ds, q).reshape(B, S, K, repeat, d).sum(axis=3)
-    dv = np.einsum('bhij,bihd->bjhd', p, do).reshape(B, S, K, repeat, d).sum(axis=3)
+    dv = np.einsum('bhij,bihd->bjhd', p, do).reshape(B, S, K, repeat, vd).sum(axis=3)
     if c['rope']:
         dq, dk = rope(dq, True), rope(dk, True)
     grads = {'wq': dq.reshape(B * S, -1), 'wk': dk.reshape(B * S, -1), 'wv': dv.reshape(B * S, -1)}
-    want = {'out': out.reshape(B * S, H * d), 'dx': sum(grads[name] @ w[name] for name in w)}
+    want = {'out': out.reshape(B * S, H * vd), 'dx': sum(grads[name] @ w[name] for name in w)}
     want.update({'d' + name: grads[name].T @ x for name in w})
+    if c['sinks']:
+        want['dsinks'] = -(p_sink * delta).sum(axis=(0, 2, 3)).reshape(1, H)
     return want
 
 
 def check_dump(folder, c, what):
-    B, S, H, K, d, D = (c[key] for key in ('batch', 'tokens', 'heads', 'kv_heads', 'head_dim', 'model_dim'))
-    shapes = {'x': (B * S, D), 'wq': (H * d, D), 'wk': (K * d, D), 'wv': (K * d, D), 'out': (B * S, H * d),
-              'dout': (B * S, H * d), 'dx': (B * S, D), 'dwq': (H * d, D), 'dwk': (K * d, D), 'dwv': (K * d, D)}
+    B, S, H, K, d, dv, D = (c[key] for key in
+                            ('batch', 'tokens', 'heads', 'kv_heads', 'head_dim', 'v_dim', 'model_dim'))
+    shapes = {'x': (B * S, D), 'wq': (H * d, D), 'wk': (K * d, D), 'wv': (K * dv, D), 'out': (B * S, H * dv),
+              'dout': (B * S, H * dv), 'dx': (B * S, D), 'dwq': (H * d, D), 'dwk': (K * d, D), 'dwv': (K * dv, D)}
+    if c['sinks']:
+        shapes.update({'sinks': (1, H), 'dsinks': (1, H)})
     equal(sorted(os.listdir(folder)), sorted(name + '.npy' for name in shapes), f'{what}: files')
     got = {}
     for name, shape in shapes.items():
@@ -294,6 +411,8 @@ def test_dumps(folder):
         (['--kv-heads', '2', '--ranks', '2', '--batch', '2', '--rope', '--full'], 'full, RoPE, batch'),
         (['--kv-heads', '2', '--rope', '--batch', '2', '--seed', '7'], 'shared heads'),
         (['--kv-heads', '4', '--dtype', 'bf16', '--rope'], 'bf16'),
+        (['--kv-heads', '4', '--batch', '2', '--window', '20', '--docs', '70,40,82', '--softcap', '2', '--sinks',
+          '--v-dim', '48', '--rope'], 'masks'),
     ]:
         dump = os.path.join(folder, 'dump')
         numbers = good(folder, [*base, *args, *ALL, '--dump', dump], what)
@@ -311,6 +430,10 @@ def test_dumps(folder):
         again = np.load(os.path.join(dump, 'upipe', 'dx.npy'))
         check((again == all_got[1]['dx']).all(), f'{what}: dx differs from run to run')
         shutil.rmtree(dump)
+    numbers = good(folder, [*base[:-2], '--kv-heads', '4', '--full', '--rope', '--docs', '3', '--sinks', '--tokens',
+                            '90', *named(RINGS + SEGMENTED), '--dump', dump], 'rings')
+    for name in RINGS + SEGMENTED if numbers else []:
+        check_dump(os.path.join(dump, name), numbers['config'], f'rings: {name}')
 
 
 # ---- traces ----
@@ -392,13 +515,27 @@ def test_refusals(folder):
         (['--deadline', 'nan'], ['--deadline', 'nan']),
         (['--deadline', '1e9'], ['--deadline', '1e9']),
         (['--deadline', '0x10'], ['--deadline', '0x10']),
-        (['--dtype', 'f16'], ['f32 or bf16', 'f16']),
+        (['--dtype', 'f64'], ['f32, bf16 or f16', 'f64']),
         (['--check', 'maybe'], ['auto', 'maybe']),
-        (['--method', 'ring'], ['ulysses, upipe', 'ring']),
+        (['--method', 'rings'], ["rings", 'no method']),
         (['--method', 'upipe', '--method', 'upipe'], ['upipe is given twice']),
         (['--tokens', '64', '--tokens', '64'], ['--tokens is given twice']),
         (['--full', '--full'], ['--full is given twice']),
-        (['--method', 'ulysses', '--chunk', '8'], ['--chunk 8', 'ulysses', '16']),
+        (['--method', 'ulysses', '--chunk', '8'], ['heeds --chunk 8']),
+        (['--method', 'zigzag', '--ring', '2'], ['heeds --ring 2']),
+        (['--method', 'usp', '--ring-mode', 'gather'], ['heeds --ring-mode']),
+        (['--method', 'ring', '--inner', '2'], ['heeds --inner 2']),
+        (['--segments', '2'], ['heeds --segments 2']),
+        (['--method', 'upipe-ring', '--ring-mode', 'round'], ['shift or gather', 'round']),
+        (['--method', 'usp', '--ring', '3'], ['--ranks 4', 'rings of 3']),
+        (['--window', '0'], ['--window', "'0'"]),
+        (['--softcap', '-1'], ['--softcap', '-1']),
+        (['--docs', '0'], ['--docs', "'0'"]),
+        (['--docs', '100,28'], ['128 tokens', '1 x 2048']),
+        (['--docs', '2000,49'], ['--docs', '0 to 48', "'49'"]),
+        (['--docs', '2048,'], ['--docs', "''"]),
+        (['--docs', '1000,,1048'], ['--docs', "''"]),
+        (['--v-dim', '0'], ['--v-dim']),
         (['--frobnicate'], ['--frobnicate']),
         (['--full=yes'], ['--full=yes']),
         (['--he', '4'], ['--he']),
@@ -413,11 +550,18 @@ def test_refusals(folder):
 
     outputs = ['--json', 'numbers.json', '--trace', 'traces', '--dump', 'dump']
     for args, words in [
-        (['--heads', '16', '--chunk', '12'], ['16', '12']),
         (['--chunk', '6'], ['6', '4']),
         (['--chunk', '32'], ['32', '16']),
-        (['--tokens', '2046'], ['2046', '4']),
-        (['--ranks', '3'], ['3']),
+        (['--tokens', '3'], ['3 tokens', '4']),
+        ([*named(['zigzag']), '--tokens', '7'], ['7 tokens', '8', 'two parts']),
+        ([*named(['double-ring']), '--ranks', '6', '--inner', '4'], ['ring of 6', '4']),
+        ([*named(['upipe-naive']), '--heads', '12', '--kv-heads', '6', '--ranks', '8'], ['12 heads', 'order']),
+        ([*named(['upipe-ring']), '--heads', '10', '--kv-heads', '5', '--ranks', '12', '--ring', '4', '--ring-mode',
+          'shift'], ['10/5 heads over 3 ranks', 'gathered']),
+        ([*named(['fpdt']), '--segments', '600'], ['2048 tokens in 600 segments over 4 ranks']),
+        ([*named(['upipe-fpdt']), '--heads', '28', '--kv-heads', '4', '--ranks', '8'], ['28/4 heads', 'common rounds']),
+        (['--v-dim', '300'], ['300']),
+        (['--window', '2305843009213693952'], ['window of 2305843009213693952']),
         (['--kv-heads', '3'], ['16', '3']),
         (['--kv-heads', '32'], ['16', '32']),
         (['--head-dim', '24'], ['24', '32', '256']),
@@ -476,17 +620,18 @@ def test_failures(folder):
     outputs = ['--json', 'numbers.json', '--trace', 'traces', '--dump', 'dump']
     # Ranks that happen to meet without sleeping never look at the clock: such a run is good, and another is tried.
     late = ['--tokens', '2048', '--check', 'off', '--deadline', '0.000001']
-    for _ in range(40):
-        with tempfile.TemporaryDirectory() as fresh:
-            shutil.copy(os.path.join(folder, 'numbers.json'), fresh)
-            done = run(outputs + late, fresh)
-            if done.returncode == 0:
-                continue
-            check(re.fullmatch('compare: .*rank [0-3].*deadline.*\n', done.stderr) is not None, done.stderr)
-            equal(tree(fresh), {os.path.join(fresh, 'numbers.json'): b'old'}, 'what a late rank leaves')
-        break
-    else:
-        check(False, 'no rank was late in 40 runs')
+    for methods in ([], ['--method', 'usp']):
+        for _ in range(40):
+            with tempfile.TemporaryDirectory() as fresh:
+                shutil.copy(os.path.join(folder, 'numbers.json'), fresh)
+                done = run(outputs + late + methods, fresh)
+                if done.returncode == 0:
+                    continue
+                check(re.fullmatch('compare: .*rank [0-3].*deadline.*\n', done.stderr) is not None, done.stderr)
+                equal(tree(fresh), {os.path.join(fresh, 'numbers.json'): b'old'}, 'what a late rank leaves')
+            break
+        else:
+            check(False, 'no rank was late in 40 runs')
 
     def little_memory():
         resource.setrlimit(resource.RLIMIT_AS, (100 << 20, 100 << 20))
@@ -554,7 +699,7 @@ def test_replacing(folder):
 
 
 def main():
-    for test in (test_defaults, test_shapes, test_dumps, test_traces, test_refusals, test_failures,
+    for test in (test_defaults, test_shapes, test_methods, test_dumps, test_traces, test_refusals, test_failures,
                  test_replacing):
         with tempfile.TemporaryDirectory() as folder:
             test(folder)

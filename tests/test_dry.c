@@ -1,7 +1,7 @@
 /* test_dry -- the closed form of upipe_plan_bytes against the layer's own code over a dry pool, to the byte
  *
- * Random plans of every schedule, type and batch, with random scratch sizes, and the shapes of the paper. The
- * claims about memory and volume that the documentation makes are asserted here.
+ * Random plans of every schedule, type, batch, ring and rank, with random scratch sizes, and the shapes of
+ * the paper. The claims about memory and volume that the documentation makes are asserted here.
  */
 #include "test.h"
 #include "upipe/upipe.h"
@@ -38,13 +38,14 @@ static upipe_bytes compare(const upipe_plan_desc *desc, int qk_norm, upipe_plan 
     upipe_plan_scratch scratch;
     upipe_bytes bytes;
     float weight[1];
-    int phase, rank;
+    int phase;
     int64_t i, before;
     memset(&bytes, 0, sizeof bytes);
     memset(&layer, 0, sizeof layer);
     memset(&ops, 0, sizeof ops);
     ops.gemm_bytes = fake_gemm_bytes;
     ops.attn_bytes = fake_attn_bytes;
+    ops.attn_can = ~0;
     if (!CHECK_SAY(upipe_plan_init(plan, desc, &err) == UPIPE_OK, "%s", err.text)) return bytes;
     layer.plan = plan;
     layer.wq = layer.wk = layer.wv = layer.wo = weight;
@@ -52,24 +53,27 @@ static upipe_bytes compare(const upipe_plan_desc *desc, int qk_norm, upipe_plan 
     layer.rope_theta = 10000;
     scratch = upipe_layer_scratch(&ops, &layer, 1);
     bytes = upipe_plan_bytes(plan, &scratch);
-    rank = plan->desc.ranks - 1;
-    CHECK(upipe_dry_init(dry, rank, plan->desc.ranks, &ops) == UPIPE_OK);
+    CHECK(upipe_dry_init(dry, plan, &ops) == UPIPE_OK);
     dry->mem.events = events;
     dry->mem.events_max = EVENTS;
     if (!CHECK_SAY(upipe_dry_layer(dry, &layer, 1) == UPIPE_OK, "line %d: %s", line, dry->ctx.err.text))
         return bytes;
     for (phase = 0; phase < UPIPE_PHASES; ++phase)
-        CHECK_SAY(
-            dry->mem.phase_peak[phase] == bytes.phase[phase],
-            "line %d: %s holds %zu bytes, the plan says %zu (S %lld B %lld C %d H %d/%d d %d D %lld U %d %s%s%s)",
-            line, upipe_phase_name(phase), dry->mem.phase_peak[phase], bytes.phase[phase],
-            (long long)plan->desc.tokens, (long long)plan->desc.batch, plan->desc.ranks, plan->desc.heads,
-            plan->desc.kv_heads, plan->desc.head_dim, (long long)plan->desc.model_dim, plan->desc.chunk,
-            upipe_dtype_name(plan->desc.dtype), plan->desc.naive ? " naive" : "", qk_norm ? " qk norm" : "");
+        CHECK_SAY(dry->mem.phase_peak[phase] == bytes.phase[phase],
+                  "line %d: %s holds %zu bytes, the plan says %zu "
+                  "(S %lld B %lld C %d/%d R %d/%d inner %d mode %d %s H %d/%d d %d/%d D %lld U %d %s%s%s)",
+                  line, upipe_phase_name(phase), dry->mem.phase_peak[phase], bytes.phase[phase],
+                  (long long)plan->desc.tokens, (long long)plan->desc.batch, plan->desc.rank,
+                  plan->desc.ranks, plan->desc.ring_rank, plan->desc.ring, plan->desc.ring_inner,
+                  (int)plan->desc.ring_mode, upipe_layout_name(plan->desc.layout), plan->desc.heads,
+                  plan->desc.kv_heads, plan->desc.head_dim, plan->desc.v_dim, (long long)plan->desc.model_dim,
+                  plan->desc.chunk, upipe_dtype_name(plan->desc.dtype), plan->desc.naive ? " naive" : "",
+                  qk_norm ? " qk norm" : "");
     CHECK_INT(dry->mem.peak, bytes.peak);
     CHECK_INT(dry->mem.live, 0);
     CHECK(dry->mem.need >= dry->mem.peak);
     CHECK_INT(dry->team.sent_bytes, upipe_plan_sent(plan, 0) + upipe_plan_sent(plan, 1));
+    CHECK_INT(dry->ring.sent_bytes, upipe_plan_sent_ring(plan, 0) + upipe_plan_sent_ring(plan, 1));
     /* the forward's chunks and exchange buffers, from the trace */
     before = dry->mem.events_n;
     CHECK_INT(dry->mem.events_lost, 0);
@@ -97,22 +101,41 @@ static upipe_plan_desc shape(int64_t tokens, int ranks, int heads, int kv_heads,
     return desc;
 }
 
+/* A ring around the team, sometimes one of rings, and any rank of it. */
+static void draw_ring(test_rng *rng, upipe_plan_desc *desc)
+{
+    static const int rings_of[] = {1, 2, 3, 4, 6, 8, 9};
+    desc->layout = (upipe_layout)test_below(rng, UPIPE_LAYOUTS);
+    desc->rank = test_below(rng, desc->ranks);
+    desc->ring = rings_of[test_below(rng, 7)];
+    desc->ring_rank = test_below(rng, desc->ring);
+    if (desc->ring == 1) return;
+    desc->ring_mode = (upipe_ring_mode)test_below(rng, 3);
+    if (test_below(rng, 2)) desc->ring_inner = 1 + test_below(rng, desc->ring);
+}
+
 static void test_random(void)
 {
-    static const int ranks_of[] = {1, 2, 3, 4, 8, 16}, groups[] = {1, 2, 3, 4, 8};
+    static const int ranks_of[] = {1, 2, 3, 4, 8, 16}, groups[] = {1, 2, 3, 4, 7, 8};
     test_rng rng;
     long draws = test_env("UPIPE_DRAWS", 2000), i;
-    int legal = 0;
+    int legal = 0, of_schedule[UPIPE_SPANS + 1] = {0}, of_mode[UPIPE_RING_GATHER + 1] = {0}, nested = 0, k;
     rng.state = (uint64_t)test_env("UPIPE_SEED", 1);
     for (i = 0; i < draws; ++i) {
-        int ranks = ranks_of[test_below(&rng, 6)], group = groups[test_below(&rng, 5)];
-        int kv = 1 + test_below(&rng, 16), heads = kv * group, chunk;
+        int ranks = ranks_of[test_below(&rng, 6)], group = groups[test_below(&rng, 6)];
+        int kv = 1 + test_below(&rng, 16), heads, chunk;
         upipe_plan_desc desc;
         upipe_plan plan;
+        if (test_below(&rng, 2)) kv = ranks * (1 + test_below(&rng, 2)); /* rounds that all share */
+        if (test_below(&rng, 8) == 0) kv = ranks % 2 == 0 ? ranks / 2 : 1;
+        heads = kv * group;
         chunk = ranks * (1 + test_below(&rng, heads / ranks + 1));
-        desc = shape((int64_t)ranks * (1 + test_below(&rng, 700)), ranks, heads, kv,
+        if (test_below(&rng, 4) == 0) chunk = heads;
+        desc = shape((int64_t)ranks * (1 + test_below(&rng, 700)) + test_below(&rng, 20), ranks, heads, kv,
                      32 + 8 * test_below(&rng, 29), 8 + test_below(&rng, 4000), chunk,
                      test_below(&rng, 2) ? UPIPE_BF16 : UPIPE_F32);
+        draw_ring(&rng, &desc);
+        if (test_below(&rng, 3) == 0) desc.v_dim = 32 + 8 * test_below(&rng, 29);
         desc.batch = 1 + test_below(&rng, 3);
         desc.naive = test_below(&rng, 4) == 0;
         gemm_scratch = (size_t)test_below(&rng, 2) * (size_t)test_below(&rng, 4000000);
@@ -120,9 +143,19 @@ static void test_random(void)
         bwd_scratch = (size_t)test_below(&rng, 2) * (size_t)test_below(&rng, 1000000);
         if (upipe_plan_init(&plan, &desc, NULL) != UPIPE_OK) continue;
         ++legal;
+        ++of_schedule[plan.schedule];
+        of_mode[plan.desc.ring_mode] += plan.desc.ring > 1;
+        nested += plan.desc.ring_inner > 1 && plan.desc.ring_inner < plan.desc.ring;
         compare(&desc, test_below(&rng, 3) == 0, &plan, __LINE__);
     }
-    CHECK_SAY(legal > draws / 20, "only %d of %ld random plans were legal", legal, draws);
+    CHECK_SAY(legal > draws / 3, "only %d of %ld random plans were legal", legal, draws);
+    if (draws < 1000) return;
+    for (k = 0; k <= UPIPE_SPANS; ++k)
+        CHECK_SAY(of_schedule[k] > draws / 100, "only %d plans of schedule %d", of_schedule[k], k);
+    CHECK_SAY(of_mode[UPIPE_RING_SHIFT] > draws / 20 && of_mode[UPIPE_RING_GATHER] > draws / 20 &&
+                  nested > draws / 100,
+              "only %d rings shift, %d gather, %d are of rings", of_mode[UPIPE_RING_SHIFT],
+              of_mode[UPIPE_RING_GATHER], nested);
 }
 
 static void test_claims(void)
@@ -212,13 +245,14 @@ static void test_surroundings(void)
     memset(&grads, 0, sizeof grads);
     ops.gemm_bytes = fake_gemm_bytes;
     ops.attn_bytes = fake_attn_bytes;
+    ops.attn_can = ~0;
     gemm_scratch = 1000;
     fwd_scratch = 2000;
     bwd_scratch = 3000;
     CHECK(upipe_plan_init(&plan, &desc, NULL) == UPIPE_OK);
     layer.plan = &plan;
     layer.wq = layer.wk = layer.wv = layer.wo = weight;
-    CHECK(upipe_dry_init(dry, 1, 4, &ops) == UPIPE_OK);
+    CHECK(upipe_dry_init(dry, &plan, &ops) == UPIPE_OK);
     CHECK(upipe_mem_take(c->mem, &x, upipe_plan_unit_bytes(&plan), "x", NULL) == UPIPE_OK);
     vx = upipe_view_packed(x, UPIPE_BF16, plan.rows, 1, 1024);
     CHECK_STATUS(upipe_layer_fwd(c, &layer, &save, vx), UPIPE_OK, c->err);
@@ -239,7 +273,8 @@ static void test_surroundings(void)
     CHECK_INT(dry->mem.live, 2 * upipe_plan_unit_bytes(&plan));
     CHECK_STATUS(upipe_layer_bwd(c, &layer, vgx, &grads, &save, &save.out, vx), UPIPE_ERR_ARG, c->err);
     CHECK_TEXT(c->err.text, "not there");
-    CHECK_STATUS(upipe_dry_init(dry, 0, 100000, &ops), UPIPE_ERR_UNSUPPORTED, c->err);
+    plan.desc.ranks = 100000;
+    CHECK_STATUS(upipe_dry_init(dry, &plan, &ops), UPIPE_ERR_UNSUPPORTED, c->err);
 }
 
 int main(void)

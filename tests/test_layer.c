@@ -53,10 +53,9 @@ static void test_bits(int h, int hkv, int rope, int normed, int projected)
         t.ranks = ranks_of[i];
         /* Ulysses last, where the ranks do not divide the heads */
         for (chunk = t.ranks < h ? t.ranks : h; chunk <= h; chunk = next_chunk(chunk, t.ranks, h)) {
-            upipe_status s;
             t.chunk = chunk;
-            s = run_block(&t, &in, &r);
-            if (!CHECK_SAY(s == UPIPE_OK, "C %d U %d: %s", t.ranks, chunk, r.errors[0].text)) {
+            if (!CHECK_SAY(run_block(&t, &in, &r) == UPIPE_OK, "C %d U %d: %s", t.ranks, chunk,
+                           r.errors[0].text)) {
                 run_free(&r);
                 continue;
             }
@@ -71,13 +70,15 @@ static void test_bits(int h, int hkv, int rope, int normed, int projected)
                 begun = 1;
                 continue;
             }
-            SAME(r, of_ranks, x, &t.shape);
             SAME(r, of_ranks, wq, &t.shape);
-            SAME(r, of_ranks, wk, &t.shape);
-            SAME(r, of_ranks, wv, &t.shape);
             if (projected) SAME(r, of_ranks, wo, &t.shape);
             if (normed) SAME(r, of_ranks, q_gain, &t.shape);
-            if (normed) SAME(r, of_ranks, k_gain, &t.shape);
+            if (run_same_chains(&r.plan) && run_same_chains(&of_ranks.plan)) {
+                SAME(r, of_ranks, x, &t.shape);
+                SAME(r, of_ranks, wk, &t.shape);
+                SAME(r, of_ranks, wv, &t.shape);
+                if (normed) SAME(r, of_ranks, k_gain, &t.shape);
+            }
             run_free(&r);
         }
         if (begun) run_free(&of_ranks);
@@ -122,11 +123,13 @@ static void test_against_oracle(void)
     }
 }
 
-/* The oracle's own gradients: central differences of sum(go * o), or of sum(gy * y). */
+/* The oracle's own gradients: central differences of sum(go * o), or of sum(gy * y). Steps are powers of two:
+ * sinks, which the oracle's attention takes in f32, are moved by them exactly. */
 static void test_finite_differences(void)
 {
+    static const int64_t docs[] = {1, 4, 9, 13};
     int kind;
-    for (kind = 0; kind < 6; ++kind) {
+    for (kind = 0; kind < 9; ++kind) {
         run_case t = make_case(7, 4, 2, 8, 12, 1, 4, UPIPE_F32);
         f32_block in;
         f64_block in64, at, moved;
@@ -134,8 +137,14 @@ static void test_finite_differences(void)
         t.shape.batch = 2;
         t.shape.rope = kind % 3;
         t.shape.normed = kind & 1;
-        t.shape.projected = kind >= 3;
-        t.shape.full = kind == 4;
+        t.shape.projected = kind >= 3 && kind != 6;
+        t.shape.full = kind == 4 || kind == 8;
+        t.shape.dv = kind >= 6 ? 5 : 0;
+        t.shape.window = kind == 6 || kind == 8 ? 3 : 0;
+        t.shape.docs = kind >= 7 ? docs : NULL;
+        t.shape.docs_n = kind >= 7 ? 3 : 0;
+        t.shape.softcap = kind >= 7 ? 1.5 : 0;
+        t.shape.sinks = kind >= 6;
         block_inputs(&t.shape, 7, &in);
         f64_block_widen(&t.shape, &in, &in64);
         f64_block_make(&t.shape, &at);
@@ -143,7 +152,7 @@ static void test_finite_differences(void)
 #define DIFFERENCE(tensor)                                                                                \
     for (i = 0; in64.tensor != NULL && i < block_count(&t.shape, #tensor);                                \
          i += 1 + block_count(&t.shape, #tensor) / 12) {                                                  \
-        double kept = in64.tensor[i], h = 1e-5, f[2], got;                                                \
+        double kept = in64.tensor[i], h = 0x1p-17, f[2], got;                                             \
         int side;                                                                                         \
         for (side = 0; side < 2; ++side) {                                                                \
             int64_t k;                                                                                    \
@@ -170,6 +179,7 @@ static void test_finite_differences(void)
         DIFFERENCE(wo)
         DIFFERENCE(q_gain)
         DIFFERENCE(k_gain)
+        DIFFERENCE(sinks)
 #undef DIFFERENCE
         f32_block_free(&in);
         f64_block_free(&in64);
@@ -192,20 +202,25 @@ static upipe_status fail_guard(void *user, size_t bytes, const char *tag)
     return f->take == f->at || (f->sticky && f->take > f->at) ? UPIPE_ERR_MEMORY : UPIPE_OK;
 }
 
-/* Out of memory at every take, on each rank in turn, once and for good: every rank returns, with a reason. */
-static void test_out_of_memory(int h, int hkv, int ranks, int naive, upipe_dtype dtype)
+/* Out of memory at every take, on each rank in turn, once and for good: every rank returns, with a reason.
+ * Over a ring those of other teams learn of it too. */
+static void test_out_of_memory(int h, int hkv, int ranks, int ring, int naive, upipe_dtype dtype)
 {
     run_case t = make_case(8, h, hkv, 32, 16, ranks, ranks, dtype);
     f32_block in;
-    int victim, sticky;
+    int victim, sticky, all = ranks * (ring > 1 ? ring : 1);
     t.naive = naive;
+    t.ring = ring;
+    t.ring_mode = ring == 2 ? UPIPE_RING_GATHER : UPIPE_RING_AUTO;
+    t.inner = ring == 4 ? 2 : 0;
+    t.layout = UPIPE_STRIPED;
     t.shape.normed = 1;
     t.shape.projected = h == 4;
     t.guard = fail_guard;
     t.expect_failure = 1;
     t.deadline = 20;
     block_inputs(&t.shape, 5, &in);
-    for (victim = 0; victim < ranks; ++victim) {
+    for (victim = 0; victim < all; ++victim) {
         for (sticky = 0; sticky < 2; ++sticky) {
             long at;
             for (at = 1; at < 1000; ++at) {
@@ -216,7 +231,7 @@ static void test_out_of_memory(int h, int hkv, int ranks, int naive, upipe_dtype
                 memset(t.guard_user, 0, sizeof t.guard_user);
                 t.guard_user[victim] = &f;
                 s = run_block(&t, &in, &r);
-                for (rank = 0; s != UPIPE_OK && rank < ranks; ++rank) {
+                for (rank = 0; s != UPIPE_OK && rank < all; ++rank) {
                     CHECK_SAY(r.statuses[rank] == (rank == victim ? UPIPE_ERR_MEMORY : UPIPE_ERR_ABORTED),
                               "take %ld fails on rank %d: rank %d gets %s (%s)", at, victim, rank,
                               upipe_status_name(r.statuses[rank]), r.errors[rank].text);
@@ -260,6 +275,7 @@ static upipe_plan_desc odd_desc(void)
 
 static upipe_status odd_body(void *user, int rank)
 {
+    static const int64_t docs[2][3] = {{0, 7, 16}, {0, 8, 16}};
     odd_rank *o = (odd_rank *)user;
     upipe_plan_desc d;
     upipe_plan p;
@@ -277,11 +293,12 @@ static upipe_status odd_body(void *user, int rank)
     memset(&c, 0, sizeof c);
     memset(&save, 0, sizeof save);
     d = odd_desc();
+    d.rank = rank;
     if (rank == 1 && o->odd == 1) d.kv_heads = 8;
     if (rank == 1 && o->odd == 2) d.chunk = 8;
     if (rank == 1 && o->odd == 3) l.rope_theta = 500000;
     if (o->odd == 4) d.head_dim = 24;
-    if (o->odd == 5) d.ranks = 2;
+    if (o->odd == 5) d.ranks = 2, d.rank = rank % 2;
     s = upipe_plan_init(&p, &d, &c.err);
     /* rank 1 one byte short in case 7, with a guard behind */
     bytes = o->odd == 7 && rank == 1 ? o->need - 1 : o->need;
@@ -289,6 +306,9 @@ static upipe_status odd_body(void *user, int rank)
     upipe_mem_init(&mem, aligned, bytes, blocks, 64);
     l.plan = &p;
     l.wq = l.wk = l.wv = w;
+    if (rank == 1 && o->odd == 10) l.window = 5;
+    if (o->odd == 11) l.docs = rank == 1 ? docs[1] : docs[0], l.docs_n = 2;
+    if (rank == 1 && o->odd == 12) l.sinks = w;
     if (o->odd == 6) l.q_gain = w;
     c.ops = o->ops;
     c.mem = &mem;
@@ -323,7 +343,7 @@ static size_t odd_need(const upipe_ops *ops)
     CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
     l.plan = &p;
     l.wq = l.wk = l.wv = w;
-    CHECK(upipe_dry_init(dry, 0, 4, ops) == UPIPE_OK);
+    CHECK(upipe_dry_init(dry, &p, ops) == UPIPE_OK);
     CHECK(upipe_layer_fwd(&dry->ctx, &l, &save, upipe_view_packed(w, UPIPE_F32, 4, 1, 16)) == UPIPE_OK);
     need = dry->mem.need;
     free(dry);
@@ -347,6 +367,9 @@ static void test_odd_ranks(void)
         {7, {UPIPE_ERR_MEMORY, UPIPE_ERR_ABORTED}, "do not fit"},
         {8, {UPIPE_OK, UPIPE_ERR_TIMEOUT}, "rank 1"},
         {9, {UPIPE_ERR_ARG, UPIPE_ERR_ARG}, "x is f32 [5][1][16]"},
+        {10, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "window is 0 on rank 0 and 5 on rank 1"},
+        {11, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "docs (fingerprint)"},
+        {12, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "sinks is 0 on rank 0 and 1 on rank 1"},
     };
     upipe_ops ops;
     size_t i;
@@ -382,14 +405,14 @@ static void test_misuse(void)
 {
     enum { BYTES = 1 << 20 };
     upipe_plan_desc d;
-    upipe_plan p, other_plan;
+    upipe_plan p, other_plan, ring_plan;
     upipe_layer l, bad;
     upipe_saved save;
     upipe_slots gout, other;
     upipe_grads g;
     upipe_mem mem;
     upipe_block blocks[32];
-    upipe_comm team, ring;
+    upipe_comm team;
     upipe_comm_self_room room;
     upipe_ops ops;
     upipe_ctx c;
@@ -414,6 +437,9 @@ static void test_misuse(void)
     CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
     d.heads = 4;
     CHECK(upipe_plan_init(&other_plan, &d, NULL) == UPIPE_OK);
+    d.ring = 2;
+    d.ring_rank = 1;
+    CHECK(upipe_plan_init(&ring_plan, &d, NULL) == UPIPE_OK);
     l.plan = &p;
     l.wq = l.wk = l.wv = l.wo = w;
     CHECK(upipe_mem_take(&mem, &data, 8 * 24 * 4, "x", NULL) == UPIPE_OK);
@@ -429,9 +455,18 @@ static void test_misuse(void)
         CHECK_TEXT(c.err.text, words);           \
     } while (0)
 #define GOOD(call) REFUSED(UPIPE_OK, "", call)
-    for (i = 0; i < 6; ++i) {
-        const char *words[] = {"norm_eps",       "rope_interleaved", "scale inf",
-                               "rope theta inf", "norm eps nan",     "tile rows -1"};
+    for (i = 0; i < 10; ++i) {
+        static const int64_t docs[] = {0, 5, 3};
+        const char *words[] = {"norm_eps",
+                               "rope_interleaved",
+                               "scale inf",
+                               "rope theta inf",
+                               "norm eps nan",
+                               "tile rows -1",
+                               "a window of -1",
+                               "soft-cap -2",
+                               "document 1 is [5, 3)",
+                               "2 documents, docs is NULL"};
         bad = l;
         if (i == 0) bad.norm_eps = 1e-5f;
         if (i == 1) bad.rope_interleaved = 1;
@@ -439,12 +474,16 @@ static void test_misuse(void)
         if (i == 3) bad.rope_theta = INFINITY;
         if (i == 4) bad.q_gain = bad.k_gain = w, bad.norm_eps = NAN;
         if (i == 5) bad.tile_rows = -1;
+        if (i == 6) bad.window = -1;
+        if (i == 7) bad.softcap = -2;
+        if (i == 8) bad.docs = docs;
+        if (i >= 8) bad.docs_n = 2;
         REFUSED(UPIPE_ERR_ARG, words[i], upipe_layer_fwd(&c, &bad, &save, x));
     }
-    upipe_comm_self(&ring, &room, ops.copy);
-    c.ring = &ring;
-    REFUSED(UPIPE_ERR_UNSUPPORTED, "ring", upipe_layer_fwd(&c, &l, &save, x));
-    c.ring = NULL;
+    bad = l;
+    bad.plan = &ring_plan;
+    REFUSED(UPIPE_ERR_ARG, "a plan for ring rank 1 of 2 on rank 0 of a ring of 1",
+            upipe_layer_fwd(&c, &bad, &save, x));
 
     GOOD(upipe_layer_fwd(&c, &l, &save, x));
     CHECK_STATUS(upipe_layer_gather(&c, &l, narrow, &save.out), UPIPE_ERR_ARG, c.err);
@@ -468,6 +507,9 @@ static void test_misuse(void)
     REFUSED(UPIPE_ERR_ARG, "consumed already", upipe_layer_out_fwd(&c, &l, x, &save));
     REFUSED(UPIPE_ERR_ARG, "without a QK norm", upipe_layer_bwd(&c, &l, x, &g, &save, &save.out, x));
     g.q_gain = NULL;
+    g.sinks = w;
+    REFUSED(UPIPE_ERR_ARG, "without sinks", upipe_layer_bwd(&c, &l, x, &g, &save, &save.out, x));
+    g.sinks = NULL;
     GOOD(upipe_layer_bwd(&c, &l, x, &g, &save, &save.out, x));
     REFUSED(UPIPE_ERR_ARG, "not there", upipe_layer_bwd(&c, &l, x, &g, &save, &save.out, x));
     REFUSED(UPIPE_ERR_ARG, "consumed already", upipe_layer_out_fwd(&c, &l, x, &save));
@@ -489,10 +531,15 @@ int main(void)
     test_bits(8, 8, 1, 0, 1);
     test_bits(8, 2, 2, 1, 1);
     test_bits(8, 1, 1, 1, 0);
+    test_bits(9, 3, 1, 1, 1);
+    test_bits(14, 2, 2, 0, 0);
     test_against_oracle();
-    test_out_of_memory(8, 4, 2, 0, UPIPE_BF16);
-    test_out_of_memory(4, 1, 2, 0, UPIPE_F32);
-    test_out_of_memory(8, 4, 2, 1, UPIPE_BF16);
+    test_out_of_memory(8, 4, 2, 0, 0, UPIPE_BF16);
+    test_out_of_memory(4, 1, 2, 0, 0, UPIPE_F32);
+    test_out_of_memory(8, 4, 2, 0, 1, UPIPE_BF16);
+    test_out_of_memory(5, 5, 2, 0, 0, UPIPE_BF16);
+    test_out_of_memory(8, 2, 2, 2, 0, UPIPE_F32);
+    test_out_of_memory(2, 1, 1, 4, 0, UPIPE_BF16);
     test_odd_ranks();
     return test_end("layer");
 }

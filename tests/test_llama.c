@@ -1,4 +1,4 @@
-/* test_llama -- the trainer's model against golden states in f64, for several teams, chunks and pools
+/* test_llama -- the trainer's model against golden states in f64, for several teams, rings, chunks and pools
  *
  * golden/two_layers.safetensors has the weights of a small Llama, two sequences of tokens, and what an automatic
  * differentiator says of them: the loss and all gradients. Its targets are ignored unevenly, so that ranks hold
@@ -10,6 +10,7 @@
 #include "upipe/cpu/upipe_cpu.h"
 #include "upipe/upipe.h"
 
+#include "../examples/common/grid.h"
 #include "../examples/llama/memory.h"
 #include "../examples/llama/safetensors.h"
 #include "test.h"
@@ -29,11 +30,11 @@ typedef struct golden {
 /* One way to compute it. */
 typedef struct way {
     const golden *g;
-    int ranks, chunk, offload;
+    upipe_plan_desc desc;
+    int offload;
     size_t tile_bytes;
-    upipe_threads team;
+    grid net;
     upipe_ops ops;
-    model m;
     float *grads[2]; /* rank 0's after the sum */
     double loss;
     upipe_err errors[RANKS_MAX];
@@ -65,7 +66,7 @@ static void golden_tokens(const golden *g, const char *name, int32_t *out)
 
 static void golden_open(golden *g, const char *path, int tied)
 {
-    llama_config c = {2, 32, 40, 24, 4, 2, 32, 0, 1, 10000, 1e-5};
+    llama_config c = {2, 32, 40, 24, 4, 2, 32, 0, 1, 10000, 1e-5, 0};
     upipe_err e;
     int i;
     memset(g, 0, sizeof *g);
@@ -102,14 +103,18 @@ static upipe_status way_rank(way *w, trainer *t)
     const golden *g = w->g;
     upipe_ctx *c = t->r.c;
     int32_t inputs[BATCH * TOKENS], targets[BATCH * TOKENS];
-    int64_t local = w->m.plan.local, b;
+    const upipe_shard *shard = &t->m.plan.shard;
+    int64_t b, i;
     memory_plan plan;
     trainer_batch batch;
     trainer_result result;
+    upipe_comm *team;
     int group, phase;
     for (b = 0; b < BATCH; ++b) {
-        memcpy(inputs + b * local, g->inputs + b * TOKENS + c->team->rank * local, (size_t)local * 4);
-        memcpy(targets + b * local, g->targets + b * TOKENS + c->team->rank * local, (size_t)local * 4);
+        for (i = 0; i < shard->n; ++i) {
+            inputs[b * shard->n + i] = g->inputs[b * TOKENS + upipe_shard_pos(shard, i)];
+            targets[b * shard->n + i] = g->targets[b * TOKENS + upipe_shard_pos(shard, i)];
+        }
     }
     memset(&batch, 0, sizeof batch);
     batch.inputs = inputs;
@@ -119,20 +124,22 @@ static upipe_status way_rank(way *w, trainer *t)
     memcpy(t->state.gains, g->gains, (size_t)g->layout.gains * 4);
     UPIPE_TRY(trainer_gradients(t, &batch, g->valid));
     model_phase(&t->r, MODEL_UPDATE);
+    team = trainer_swap(t, t->world);
     UPIPE_TRY(trainer_reduce(t, g->valid, &result));
-    UPIPE_TRY(memory_plan_make(&plan, &w->m, c->ops, c->team->rank, &c->err));
+    UPIPE_TRY(memory_plan_make(&plan, &t->m, c->ops, &c->err));
     for (phase = 0; phase < MODEL_PHASES; ++phase)
         CHECK_SAY(c->mem->phase_peak[phase] == plan.phase[phase],
-                  "phase %d of rank %d of %d held %zu bytes, the plan says %zu", phase, c->team->rank,
-                  w->ranks, c->mem->phase_peak[phase], plan.phase[phase]);
+                  "phase %d of rank %d of %d held %zu bytes, the plan says %zu", phase, t->state.rank,
+                  t->state.ranks, c->mem->phase_peak[phase], plan.phase[phase]);
     CHECK_INT(c->mem->peak, plan.peak);
     if (w->offload) CHECK_INT(t->r.host->peak, plan.host);
     for (group = 0; group < 2; ++group) {
         UPIPE_TRY(upipe_a2a_all_gather(c, t->r.grads[group], golden_count(g, group), 4));
-        if (c->team->rank == 0)
+        if (t->state.rank == 0)
             memcpy(w->grads[group], t->r.grads[group], (size_t)golden_count(g, group) * 4);
     }
-    if (c->team->rank == 0) w->loss = result.loss;
+    if (t->state.rank == 0) w->loss = result.loss;
+    trainer_swap(t, team);
     return trainer_give(t);
 }
 
@@ -143,6 +150,7 @@ static upipe_status way_main(void *user, int rank)
     void *slab = aligned_alloc(UPIPE_MEM_ALIGN, SLAB), *second = aligned_alloc(UPIPE_MEM_ALIGN, SLAB),
          *kept[4];
     upipe_block blocks[2][BLOCKS];
+    upipe_plan_desc desc = w->desc;
     int64_t gathered[2 * RANKS_MAX];
     upipe_mem mem, host;
     upipe_ctx c;
@@ -156,13 +164,18 @@ static upipe_status way_main(void *user, int rank)
     upipe_mem_init(&host, second, SLAB, blocks[1], BLOCKS);
     c.ops = &w->ops;
     c.mem = &mem;
-    c.team = upipe_threads_comm(&w->team, rank);
-    t.m = w->m;
+    grid_use(&w->net, rank, &c);
+    desc.rank = rank % desc.ranks;
+    desc.ring_rank = rank / desc.ranks;
+    s = model_init(&t.m, &w->g->layout, &desc, &c.err);
+    t.m.offload = w->offload;
+    t.m.tile_bytes = w->tile_bytes;
+    t.world = grid_world(&w->net, rank);
     t.r.c = &c;
     t.r.host = w->offload ? &host : &mem;
     t.r.kept = kept;
     t.gathered = gathered;
-    s = way_rank(w, &t);
+    if (s == UPIPE_OK) s = way_rank(w, &t);
     CHECK_STATUS(s, UPIPE_OK, c.err);
     CHECK(mem.live == 0 && host.live == 0);
     upipe_mem_free(&mem, NULL);
@@ -172,23 +185,23 @@ static upipe_status way_main(void *user, int rank)
     return s;
 }
 
-static void way_run(way *w, const golden *g, int ranks, int chunk, int offload, size_t tile_bytes)
+/* The description says ranks and schedule. */
+static void way_run(way *w, const golden *g, upipe_plan_desc desc, int offload, size_t tile_bytes)
 {
     upipe_err e;
     int group;
     memset(w, 0, sizeof *w);
     w->g = g;
-    w->ranks = ranks;
-    w->chunk = chunk;
+    w->desc = desc;
+    w->desc.tokens = TOKENS;
+    w->desc.batch = BATCH;
+    w->tile_bytes = tile_bytes;
     w->offload = offload;
     upipe_cpu_ops(&w->ops);
-    CHECK_STATUS(model_init(&w->m, &g->layout, UPIPE_F32, TOKENS, BATCH, ranks, chunk, &e), UPIPE_OK, e);
-    w->m.offload = offload;
-    w->m.tile_bytes = tile_bytes;
     for (group = 0; group < 2; ++group) w->grads[group] = (float *)malloc((size_t)golden_count(g, group) * 4);
-    CHECK_STATUS(upipe_threads_init(&w->team, ranks, 60, &e), UPIPE_OK, e);
-    CHECK(upipe_threads_run(&w->team, way_main, w, NULL) == UPIPE_OK);
-    upipe_threads_free(&w->team);
+    CHECK_STATUS(grid_init(&w->net, desc.ranks, desc.ring, 60, &e), UPIPE_OK, e);
+    CHECK(grid_run(&w->net, way_main, w, NULL) == UPIPE_OK);
+    grid_free(&w->net);
 }
 
 static void way_free(way *w)
@@ -261,24 +274,64 @@ static int same_bits(const way *a, const way *b)
            memcmp(a->grads[1], b->grads[1], (size_t)g->layout.gains * 4) == 0;
 }
 
+static upipe_plan_desc team_of(int ranks, int chunk)
+{
+    upipe_plan_desc d;
+    memset(&d, 0, sizeof d);
+    d.ranks = ranks;
+    d.ring = 1;
+    d.chunk = chunk;
+    return d;
+}
+
+/* Every ring is right, too, alone or across teams, also where ranks hold unequal numbers of tokens. */
+static void test_rings(const golden *g)
+{
+    static const struct {
+        int ranks, ring, inner, chunk;
+        upipe_layout layout;
+        upipe_ring_mode mode;
+    } rings[] = {
+        {1, 4, 0, 4, UPIPE_CONTIGUOUS, UPIPE_RING_SHIFT}, {1, 4, 0, 4, UPIPE_ZIGZAG, UPIPE_RING_SHIFT},
+        {1, 3, 0, 4, UPIPE_STRIPED, UPIPE_RING_SHIFT},    {1, 3, 0, 2, UPIPE_ZIGZAG, UPIPE_RING_GATHER},
+        {1, 4, 2, 4, UPIPE_ZIGZAG, UPIPE_RING_SHIFT},     {2, 2, 0, 4, UPIPE_ZIGZAG, UPIPE_RING_SHIFT},
+        {2, 2, 0, 2, UPIPE_ZIGZAG, UPIPE_RING_AUTO},      {2, 2, 0, 2, UPIPE_STRIPED, UPIPE_RING_SHIFT}};
+    size_t i;
+    for (i = 0; i < sizeof rings / sizeof *rings; ++i) {
+        upipe_plan_desc d = team_of(rings[i].ranks, rings[i].chunk);
+        way one, other;
+        d.ring = rings[i].ring;
+        d.ring_inner = rings[i].inner;
+        d.layout = rings[i].layout;
+        d.ring_mode = rings[i].mode;
+        way_run(&one, g, d, 0, 0);
+        check_golden(g, &one);
+        way_run(&other, g, d, 1, 1200);
+        CHECK_SAY(same_bits(&one, &other), "a second pool and small tiles in ring %zu give other bits", i);
+        way_free(&other);
+        way_free(&one);
+    }
+}
+
 /* Every team and chunk is right; for a fixed team all chunks, pools and tiles give the same bits. */
 static void test_golden(const char *path, int tied)
 {
     golden g;
     int ranks, chunk;
     golden_open(&g, path, tied);
-    for (ranks = 1; ranks <= RANKS_MAX; ranks *= 2) {
+    test_rings(&g);
+    for (ranks = 1; ranks <= RANKS_MAX; ++ranks) { /* 3 divide neither tokens nor heads */
         way ulysses, other;
-        way_run(&ulysses, &g, ranks, g.layout.config.heads, 0, 0);
+        way_run(&ulysses, &g, team_of(ranks, g.layout.config.heads), 0, 0);
         check_golden(&g, &ulysses);
-        for (chunk = ranks; chunk < g.layout.config.heads; chunk *= 2) {
-            way_run(&other, &g, ranks, chunk, 0, 0);
+        for (chunk = ranks; chunk < g.layout.config.heads; chunk += ranks) {
+            way_run(&other, &g, team_of(ranks, chunk), 0, 0);
             check_golden(&g, &other);
             CHECK_SAY(same_bits(&ulysses, &other), "chunk %d on %d ranks gives other bits than ulysses",
                       chunk, ranks);
             way_free(&other);
         }
-        way_run(&other, &g, ranks, ranks, 1, 1200);
+        way_run(&other, &g, team_of(ranks, ranks), 1, 1200);
         CHECK_SAY(same_bits(&ulysses, &other), "a second pool and small tiles on %d ranks give other bits",
                   ranks);
         way_free(&other);

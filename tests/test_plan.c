@@ -21,7 +21,8 @@ static int64_t share_of(int64_t tokens, int ranks, int rank)
     return tokens * (rank + 1) / ranks - tokens * rank / ranks;
 }
 
-/* Whose heads lie where in a stage's buffer of all ranks: what one rank wrote, another one may only find again. */
+/* Whose heads lie where in a stage's buffer of all ranks: what one rank wrote, another one may only find
+ * again. */
 static void walk_buffer(const upipe_plan *p, upipe_which which, int stage)
 {
     int lies[256], rank, j, total = upipe_plan_buffer(p, which, stage), used = 0, sum = 0;
@@ -84,8 +85,8 @@ static void walk_sent(const upipe_plan *p)
     }
 }
 
-/* Walks all stages and ranks: every query head once, on the rank that then holds just the key/value heads that its
- * query heads read; each of them fetched once, in the naive order in every stage. */
+/* Walks all stages and ranks: every query head once, on the rank that then holds just the key/value heads
+ * that its query heads read; each of them fetched once, in the naive order in every stage. */
 static void walk(const upipe_plan *p)
 {
     const upipe_plan_desc *d = &p->desc;
@@ -212,8 +213,8 @@ static void test_schedules(void)
           legal[UPIPE_ORDER] > 50 && legal[UPIPE_SPANS] > 50);
 }
 
-/* K and V of all ranks go round rings within rings, gradients one step more: whose tokens a rank hands on, step by
- * step, and that gradients come home. */
+/* K and V of all ranks go round rings within rings, gradients one step more: whose tokens a rank hands on,
+ * step by step, and that gradients come home. */
 static void walk_ring(const upipe_plan_desc *desc)
 {
     upipe_plan_desc d = *desc;
@@ -287,7 +288,8 @@ static void test_rings(void)
     }
 }
 
-/* What AUTO becomes: never AUTO; SHIFT where an inner ring is asked for, GATHER where rounds are not common. */
+/* What AUTO becomes: never AUTO; SHIFT where an inner ring is asked for, GATHER where rounds are not common.
+ */
 static void test_ring_modes(void)
 {
     upipe_plan_desc d = describe(1024, 2, 8, 4, 64, 2);

@@ -1,5 +1,6 @@
-/* test_ring -- the block over teams and rings, trap by trap: what breaks where attention is put together from several
- * ranks' keys, and where heads or tokens do not divide. Two sequences everywhere, against dense attention (close_block.h)
+/* test_ring -- the block over teams and rings, trap by trap: what breaks where attention is put together from
+ * several ranks' keys, and where heads or tokens do not divide; rings that do not agree. Two sequences
+ * everywhere, against dense attention (close_block.h)
  *
  * Random ones: test_property.
  */
@@ -68,7 +69,8 @@ static void check_rings(run_case t, const char *name)
             }
 }
 
-/* Heads are traded first, then K and V go round: positions are those of the ring's share, not of the rank's. */
+/* Heads are traded first, then K and V go round: positions are those of the ring's share, not of the rank's.
+ */
 static void test_hybrid_order(void)
 {
     static const int grids[][2] = {{2, 2}, {2, 3}, {3, 2}, {1, 4}, {4, 2}};
@@ -77,7 +79,8 @@ static void test_hybrid_order(void)
         check_rings(make_case(48, 12, 12, grids[i][0], grids[i][1], UPIPE_ZIGZAG), "hybrid order");
 }
 
-/* More heads in a group than one stage takes: a round's stages meet each block of K and V together, or keep all. */
+/* More heads in a group than one stage takes: a round's stages meet each block of K and V together, or keep
+ * all. */
 static void test_several_steps(void)
 {
     run_case t = make_case(40, 8, 2, 2, 2, UPIPE_ZIGZAG);
@@ -105,7 +108,8 @@ static void test_group_ranks_heads(void)
     check_rings(t, "G 3 < C 4 < Hkv 8");
 }
 
-/* Borders inside a rank's rows, inside a tile and between stages; one on a rank's border; an empty document. */
+/* Borders inside a rank's rows, inside a tile and between stages; one on a rank's border; an empty document.
+ */
 static void test_borders(void)
 {
     static const int64_t docs[] = {0, 5, 23, 24, 24, 37, 48, 70, 96, 130, 131, 192};
@@ -120,7 +124,8 @@ static void test_borders(void)
     check_case(&t, "borders without a ring");
 }
 
-/* Shorter than 2R tokens: most pairs of ranks have nothing in common, and a document lies on a few ranks alone. */
+/* Shorter than 2R tokens: most pairs of ranks have nothing in common, and a document lies on a few ranks
+ * alone. */
 static void test_short_documents(void)
 {
     int64_t docs[64];
@@ -163,7 +168,8 @@ static void test_rows_that_see_nothing(void)
         }
 }
 
-/* A block of the ring that shows nothing to some rows, first, last or between others: weights of exp(-inf - -inf). */
+/* A block of the ring that shows nothing to some rows, first, last or between others: weights of exp(-inf -
+ * -inf). */
 static void test_empty_merges(void)
 {
     run_case t = make_case(45, 4, 4, 1, 4, UPIPE_CONTIGUOUS);
@@ -221,8 +227,9 @@ static void test_double_rings(void)
             }
 }
 
-/* Heads that do not divide, with few heads and with none on some ranks, and a length that does not either; UPipe, a chunk
- * between and Ulysses; alone and over a ring, with K and V gathered or, in one stage, shifted. */
+/* Heads that do not divide, with few heads and with none on some ranks, and a length that does not either;
+ * UPipe, a chunk between and Ulysses; alone and over a ring, with K and V gathered or, in one stage, shifted.
+ */
 static void test_ragged(void)
 {
     static const struct {
@@ -260,7 +267,8 @@ static void test_ragged_lengths(void)
         }
 }
 
-/* Everything at once: heads of V of their own size, a window, documents, a soft-cap, sinks, norms, a projection. */
+/* Everything at once: heads of V of their own size, a window, documents, a soft-cap, sinks, norms, a
+ * projection. */
 static void test_all_masks(void)
 {
     static const int64_t docs[] = {0, 11, 29, 60, 74};
@@ -276,8 +284,140 @@ static void test_all_masks(void)
     check_rings(t, "all masks in bf16");
 }
 
+#define SAME(tensor)                                                                                   \
+    CHECK_SAY(memcmp(r.out.tensor, other.out.tensor, (size_t)block_count(&t.shape, #tensor) * 4) == 0, \
+              "%s depends on who is whose neighbour in the world", #tensor)
+
+/* Neighbours in the world are a team's or a ring's: but for sums over the world, the same bits. */
+static void test_orders(void)
+{
+    run_case t = make_case(45, 6, 2, 2, 3, UPIPE_ZIGZAG);
+    run_result r, other;
+    if (hold(&t, "teams first", &r)) {
+        t.ring_first = 1;
+        if (hold(&t, "rings first", &other)) {
+            SAME(o);
+            SAME(lse);
+            SAME(q);
+            SAME(x);
+        }
+        run_free(&other);
+    }
+    run_free(&r);
+}
+#undef SAME
+
+/* ---- rings that do not agree ---- */
+
+typedef struct odd_ring {
+    grid grid;
+    upipe_ops ops;
+    int odd; /* what ring rank 1 does differently */
+    upipe_err errors[4];
+} odd_ring;
+
+enum { ODD_NOTHING, ODD_WINDOW, ODD_LAYOUT, ODD_MODE, ODD_RANK, ODD_DOCS, ODD_AWAY };
+
+static upipe_status odd_body(void *user, int rank)
+{
+    enum { BYTES = 1 << 18, BLOCKS = 64 };
+    static const int64_t docs[] = {0, 7, 16};
+    odd_ring *o = (odd_ring *)user;
+    int ring_rank = grid_ring_rank(&o->grid, rank), other = ring_rank == 1 ? o->odd : ODD_NOTHING;
+    upipe_block blocks[BLOCKS];
+    upipe_plan_desc d;
+    upipe_plan p;
+    upipe_layer l;
+    upipe_saved save;
+    upipe_mem mem;
+    upipe_ctx c;
+    void *slab = NULL;
+    float *w = f32_room(4 * 32 * 16);
+    upipe_status s;
+    memset(&d, 0, sizeof d);
+    memset(&l, 0, sizeof l);
+    memset(&c, 0, sizeof c);
+    if (posix_memalign(&slab, 256, BYTES) != 0) abort();
+    d.tokens = 16;
+    d.ranks = d.ring = 2;
+    d.rank = grid_team_rank(&o->grid, rank);
+    d.ring_rank = other == ODD_RANK ? 0 : ring_rank;
+    d.ring_mode = other == ODD_MODE ? UPIPE_RING_GATHER : UPIPE_RING_SHIFT;
+    d.layout = other == ODD_LAYOUT ? UPIPE_STRIPED : UPIPE_ZIGZAG;
+    d.heads = d.kv_heads = 4;
+    d.head_dim = 32;
+    d.model_dim = 16;
+    s = upipe_plan_init(&p, &d, &c.err);
+    upipe_mem_init(&mem, slab, BYTES, blocks, BLOCKS);
+    l.plan = &p;
+    l.wq = l.wk = l.wv = w;
+    l.window = other == ODD_WINDOW ? 5 : 0;
+    l.docs = other == ODD_DOCS ? docs : NULL;
+    l.docs_n = other == ODD_DOCS ? 2 : 0;
+    c.ops = &o->ops;
+    c.mem = &mem;
+    c.team = grid_team(&o->grid, rank);
+    c.ring = grid_ring(&o->grid, rank);
+    if (s == UPIPE_OK && !(other == ODD_AWAY && d.rank == 0)) {
+        s = upipe_layer_fwd(&c, &l, &save, upipe_view_packed(w, UPIPE_F32, 4, 1, 16));
+        if (s == UPIPE_OK) s = upipe_saved_free(&c, &save);
+    }
+    CHECK_INT(mem.live, 0);
+    o->errors[rank] = c.err;
+    upipe_mem_free(&mem, NULL);
+    free(w);
+    free(slab);
+    return s;
+}
+
+/* What a team agrees on, but not the ring: every rank returns, with a reason. */
+static void test_odd_rings(void)
+{
+    static const struct {
+        int odd;
+        upipe_status status;
+        const char *words;
+    } cases[] = {
+        {ODD_NOTHING, UPIPE_OK, ""},
+        {ODD_WINDOW, UPIPE_ERR_MISMATCH, "window is 0 on rank 0 and 5 on rank 1"},
+        {ODD_LAYOUT, UPIPE_ERR_MISMATCH, "striped) is 1 on rank 0 and 2 on rank 1"},
+        {ODD_MODE, UPIPE_ERR_MISMATCH, "gather) is 1 on rank 0 and 2 on rank 1"},
+        {ODD_DOCS, UPIPE_ERR_MISMATCH, "docs"},
+        {ODD_RANK, UPIPE_ERR_ARG, "a plan for ring rank 0 of 2 on rank 1 of a ring of 2"},
+        {ODD_AWAY, UPIPE_ERR_TIMEOUT, "rank"},
+    };
+    size_t i;
+    int rank;
+    for (i = 0; i < sizeof cases / sizeof *cases; ++i) {
+        odd_ring *o = (odd_ring *)calloc(1, sizeof *o);
+        upipe_status statuses[4], worst;
+        upipe_err e;
+        int said = 0;
+        o->odd = cases[i].odd;
+        upipe_cpu_ops(&o->ops);
+        CHECK_STATUS(grid_init(&o->grid, 2, 2, 0, cases[i].odd == ODD_AWAY ? 0.3 : 20, &e), UPIPE_OK, e);
+        worst = upipe_threads_run(&o->grid.world, odd_body, o, statuses);
+        CHECK_SAY(worst == cases[i].status, "case %d: %s", cases[i].odd, upipe_status_name(worst));
+        for (rank = 0; rank < 4; ++rank) {
+            int away = cases[i].odd == ODD_AWAY && rank == 2;
+            /* who fails by itself may be told by others before */
+            CHECK_SAY(statuses[rank] == cases[i].status || away ||
+                          (worst != UPIPE_OK && statuses[rank] == UPIPE_ERR_ABORTED),
+                      "case %d rank %d: %s (%s)", cases[i].odd, rank, upipe_status_name(statuses[rank]),
+                      o->errors[rank].text);
+            said += strstr(o->errors[rank].text, cases[i].words) != NULL;
+        }
+        CHECK_SAY(said > 0, "case %d: nobody says '%s', but: %s", cases[i].odd, cases[i].words,
+                  o->errors[0].text);
+        grid_free(&o->grid);
+        free(o);
+    }
+}
+
 int main(void)
 {
+    test_orders();
+    test_odd_rings();
     test_hybrid_order();
     test_several_steps();
     test_group_ranks_heads();

@@ -1,5 +1,5 @@
-/* test_shard -- who holds which tokens: a permutation for every layout, pieces that say the same as positions, equal
- * work for the ring's ranks at every step
+/* test_shard -- who holds which tokens: a permutation for every layout, pieces that say the same as
+ * positions, equal work for the ring's ranks at every step
  */
 #include "test.h"
 #include "upipe/upipe_shard.h"
@@ -105,8 +105,8 @@ static void test_rows(void)
     CHECK_INT(strcmp(upipe_layout_name(UPIPE_STRIPED), "striped"), 0);
 }
 
-/* Work of ring rank r in a step in which it has the keys of rank s, under a causal mask: visible pairs, and tiles of
- * `tile` rows and keys with one at least, piece by piece. */
+/* Work of ring rank r in a step in which it has the keys of rank s, under a causal mask: visible pairs, and
+ * tiles of `tile` rows and keys with one at least, piece by piece. */
 static int64_t work(upipe_layout layout, int64_t tokens, int ring, int r, int s, int64_t tile)
 {
     upipe_shard q = upipe_shard_ring(layout, tokens, ring, r), k = upipe_shard_ring(layout, tokens, ring, s);
@@ -123,8 +123,8 @@ static int64_t work(upipe_layout layout, int64_t tokens, int ring, int r, int s,
     return sum;
 }
 
-/* At every step of the ring all ranks have the same work, but for a tile's: in pairs where tokens do not divide, in tiles
- * where they do. Contiguous parts are what it is not for. */
+/* At every step of the ring all ranks have the same work, but for a tile's: in pairs where tokens do not
+ * divide, in tiles where they do. Contiguous parts are what it is not for. */
 static void test_balance(void)
 {
     enum { TILE = 16 };

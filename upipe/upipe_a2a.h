@@ -90,8 +90,8 @@ UPIPE_API upipe_status upipe_a2a_to_heads(upipe_ctx *c, void *dst, const void *s
         size_t block = (size_t)(p->local * s.count) * each;
         if (r > 0 && !upi_same_block(which, before, s)) at += before.count;
         before = s;
-        upi_a2a_segment(team->list, &used, r, batch, (const char *)src + (size_t)(at * p->rows) * each, block,
-                        block, (char *)dst + (size_t)(first * mine) * each, theirs,
+        upi_a2a_segment(team->list, &used, r, batch, upi_offset(src, (size_t)(at * p->rows) * each), block,
+                        block, upi_offset(dst, (size_t)(first * mine) * each), theirs,
                         (size_t)(p->seq * mine) * each);
     }
     UPIPE_TRY(upipe_comm_start(c, team, team->list, used));
@@ -117,9 +117,9 @@ UPIPE_API upipe_status upipe_a2a_to_tokens(upipe_ctx *c, void *dst, const void *
         int heads = upipe_plan_part(p, which, stage, r).count;
         size_t theirs = (size_t)(upipe_plan_tokens(p, r, &first) * mine) * each;
         size_t block = (size_t)(p->local * heads) * each;
-        upi_a2a_segment(team->list, &used, r, batch, (const char *)src + (size_t)(first * mine) * each,
-                        theirs, (size_t)(p->seq * mine) * each, (char *)dst + (size_t)(at * p->rows) * each,
-                        block, block);
+        upi_a2a_segment(team->list, &used, r, batch, upi_offset(src, (size_t)(first * mine) * each), theirs,
+                        (size_t)(p->seq * mine) * each, upi_offset(dst, (size_t)(at * p->rows) * each), block,
+                        block);
         at += heads;
     }
     UPIPE_TRY(upipe_comm_start(c, team, team->list, used));

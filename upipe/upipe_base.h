@@ -164,6 +164,12 @@ typedef struct upipe_ctx {
     upipe_err err;
 } upipe_ctx;
 
+/* p + bytes; NULL, which an empty buffer may be, stays NULL. */
+UPIPE_API void *upi_offset(const void *p, size_t bytes)
+{
+    return p != NULL ? (char *)(uintptr_t)p + bytes : NULL;
+}
+
 /* out = a * b in 63 bits; false on overflow or a negative factor. */
 UPIPE_API int upi_mul(int64_t *out, int64_t a, int64_t b)
 {

@@ -139,7 +139,7 @@ UPIPE_API size_t upi_heads_bytes(const upipe_plan *p, upi_heads h, upi_weight wh
 /* These heads of a buffer in send layout. */
 UPIPE_API void *upi_heads_at(const upipe_plan *p, void *data, upi_heads h, upi_weight which)
 {
-    return data != NULL ? (char *)data + upipe_plan_rows_bytes(p, h.at, upi_dim(p, which)) : NULL;
+    return upi_offset(data, upipe_plan_rows_bytes(p, h.at, upi_dim(p, which)));
 }
 
 /* The same as a batch of matrices [rows][each * dim], one a block. */

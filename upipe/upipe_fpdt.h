@@ -417,7 +417,7 @@ UPIPE_API upipe_status upi_fpdt_come(upi_fpdt_pass *s, const upi_fpdt_parked *pa
     stat = upi_fpdt_q_bytes(s, stage, 1, 4);
     upi_fpdt_visit(z, room, &part);
     UPIPE_TRY(upi_fpdt_copy(s, room, upi_fpdt_at(s->save->q, z->b.q, z->stages, i, stage), gq / 4 * e));
-    UPIPE_TRY(upi_fpdt_copy(s, room + z->b.q, upi_fpdt_at(parked->go, z->b.o, z->stages, i, stage),
+    UPIPE_TRY(upi_fpdt_copy(s, upi_offset(room, z->b.q), upi_fpdt_at(parked->go, z->b.o, z->stages, i, stage),
                             upi_fpdt_q_bytes(s, stage, p->desc.v_dim, e)));
     UPIPE_TRY(upi_fpdt_copy(s, part.lse, upi_fpdt_at(s->save->lse, z->b.stat, z->stages, i, stage), stat));
     UPIPE_TRY(upi_fpdt_copy(s, part.delta, upi_fpdt_at(parked->delta, z->b.stat, z->stages, i, stage), stat));

@@ -417,22 +417,22 @@ UPIPE_API upipe_status upi_layer_bwd(upi_run *r, upipe_view gx, upipe_grads *gra
         for (t = 0; t < p->width; ++t) {
             UPIPE_TRY(upi_project(r, UPI_Q, i + t, send));
             if (t == 0) UPIPE_TRY(upi_take(r, &q, b->q * (size_t)p->width, "q"));
-            parts[t].q = (char *)q + (size_t)t * b->q;
-            UPIPE_TRY(upipe_a2a_to_heads(c, (char *)q + (size_t)t * b->q, send, p, i + t, UPIPE_Q,
-                                         upi_each(r, UPI_Q)));
+            slot = upi_offset(q, (size_t)t * b->q);
+            parts[t].q = slot;
+            UPIPE_TRY(upipe_a2a_to_heads(c, slot, send, p, i + t, UPIPE_Q, upi_each(r, UPI_Q)));
         }
 
         upi_phase(r, UPIPE_BWD_OUT);
         UPIPE_TRY(upi_take(r, &go, b->o * (size_t)p->width, "go"));
         UPIPE_TRY(upi_take(r, &delta, b->stat * (size_t)p->width, "delta_heads"));
         for (t = 0; t < p->width; ++t) {
-            char *go_t = (char *)go + (size_t)t * b->o, *delta_t = (char *)delta + (size_t)t * b->stat;
+            void *go_t = upi_offset(go, (size_t)t * b->o), *delta_t = upi_offset(delta, (size_t)t * b->stat);
             UPIPE_TRY(upipe_slot_drain(gout, i + t, &slot, &c->err));
             UPIPE_TRY(upipe_a2a_to_heads(c, go_t, slot, p, i + t, UPIPE_Q, upi_each(r, UPI_V)));
             UPIPE_TRY(upipe_a2a_to_heads(c, delta_t, save->delta + upipe_plan_before(p, i + t, -1) * p->rows,
                                          p, i + t, UPIPE_Q, 4));
             parts[t].go = go_t;
-            parts[t].delta = (float *)(void *)delta_t;
+            parts[t].delta = (float *)delta_t;
             parts[t].lse = upi_lse(r, save, i + t);
         }
 

@@ -147,29 +147,50 @@ UPIPE_API upipe_status upi_ring_call_one(upipe_ctx *c, const upipe_ring_call *r,
     return upipe_attn_bwd(c, &g);
 }
 
-/* All parts against one block; `first`: their rows have seen nothing yet. */
+/* The query heads at `at` against the pieces of one block. */
+UPIPE_API upipe_status upi_ring_pieces(upipe_ctx *c, const upipe_ring_call *r, const upipe_ring_part *part,
+                                       const upi_ring_block *block, upi_ring_at *at, int first, int backward)
+{
+    const upipe_plan *p = r->plan;
+    const upipe_shard keys = upipe_shard_ring(p->desc.layout, p->desc.tokens, p->desc.ring, block->src);
+    int i, j;
+    at->k_all = keys.n;
+    for (i = 0, at->q_row = 0; i < p->held.pieces; at->q_row += p->held.piece[i++].n)
+        for (j = 0, at->k_row = 0; j < keys.pieces; at->k_row += keys.piece[j++].n) {
+            at->q = p->held.piece[i];
+            at->k = keys.piece[j];
+            at->first = first && j == 0;
+            UPIPE_TRY(upi_ring_call_one(c, r, part, block, at, p->desc.tokens, backward));
+        }
+    return UPIPE_OK;
+}
+
+/* All parts against one block; `first`: their rows have seen nothing yet. An element of dK or dV is a chain over heads,
+ * and in a head over queries, however heads come in parts: so where queries lie in two pieces, one head at a time is
+ * taken over both. */
 UPIPE_API upipe_status upi_ring_attend(upipe_ctx *c, const upipe_ring_call *r, const upi_ring_block *block,
                                        int first, int backward)
 {
     const upipe_plan *p = r->plan;
-    const upipe_shard keys = upipe_shard_ring(p->desc.layout, p->desc.tokens, p->desc.ring, block->src);
+    const int alone = backward && p->held.pieces > 1;
+    upipe_span heads;
     upi_ring_at at;
-    int part, i, j, head;
+    int part, head, j;
+    memset(&at, 0, sizeof at);
     at.q_all = p->held.n;
-    at.k_all = keys.n;
     at.add = p->desc.ring > 1;
     for (part = 0; part < r->count; ++part)
         for (at.sequence = 0; at.sequence < p->desc.batch; ++at.sequence)
-            for (i = 0, at.q_row = 0; i < p->held.pieces; at.q_row += p->held.piece[i++].n)
-                for (j = 0, at.k_row = 0; j < keys.pieces; at.k_row += keys.piece[j++].n) {
-                    at.q = p->held.piece[i];
-                    at.k = keys.piece[j];
-                    at.first = first && j == 0;
-                    for (head = 0; upi_ring_heads(&r->parts[part], p->group, head, &at.heads, &at.kv);
-                         head += at.heads.count)
-                        UPIPE_TRY(
-                            upi_ring_call_one(c, r, &r->parts[part], block, &at, p->desc.tokens, backward));
+            for (head = 0; upi_ring_heads(&r->parts[part], p->group, head, &heads, &at.kv);
+                 head += heads.count) {
+                const int n = alone ? heads.count : 1, group = heads.count / at.kv.count;
+                const upipe_span kv = at.kv;
+                for (j = 0; j < n; ++j) {
+                    at.heads = alone ? upi_span_make(heads.first + j, 1) : heads;
+                    at.kv = alone ? upi_span_make(kv.first + j / group, 1) : kv;
+                    UPIPE_TRY(upi_ring_pieces(c, r, &r->parts[part], block, &at, first, backward));
                 }
+            }
     return UPIPE_OK;
 }
 

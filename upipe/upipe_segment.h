@@ -125,10 +125,10 @@ UPIPE_API size_t upi_fpdt_visit_bytes(const upi_fpdt_sizes *z)
 UPIPE_API void upi_fpdt_visit(const upi_fpdt_sizes *z, char *room, upipe_ring_part *part)
 {
     part->q = room;
-    part->go = room += z->b.q;
-    part->lse = (float *)(void *)(room += z->b.o);
-    part->delta = (float *)(void *)(room += z->b.stat);
-    part->gq = room + z->b.stat;
+    part->go = upi_offset(room, z->b.q);
+    part->lse = (float *)upi_offset(part->go, z->b.o);
+    part->delta = (float *)upi_offset(part->lse, z->b.stat);
+    part->gq = upi_offset(part->delta, z->b.stat);
 }
 
 /* Whether a query of segment i may see a key of segment j. */

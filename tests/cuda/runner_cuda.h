@@ -5,8 +5,8 @@
  *     if (cuda_block(&test, &in, &r) == UPIPE_OK) ...
  *     run_free(&r);
  *
- * Each rank has a stream, a cuBLAS handle and a slab of exactly the bytes that the dry run asked for, all on
- * one device; over NCCL it has a device of its own. The device memory in use is compared with what the runner
+ * Each rank has a plan, a stream, a cuBLAS handle and a slab of exactly the bytes that its dry run asked for, all
+ * on one device; over NCCL it has a device of its own. The device memory in use is compared with what the runner
  * itself asked for: the library takes none.
  */
 #ifndef UPIPE_TEST_RUNNER_CUDA_H
@@ -31,8 +31,8 @@ typedef struct cuda_case {
     int nccl;     /* ranks meet over NCCL, each on a device of its own; else through the memory of one */
     long fail_at; /* the call of rank `fail_rank` that fails, see fake_fail_at; 0: none */
     int fail_rank, fail_sticky;
-    char failed[64]; /* written: the call that failed, if any */
-    long calls[16];  /* written: calls of each rank */
+    char failed[64];     /* written: the call that failed, if any */
+    long calls[RUN_MAX]; /* written: calls of each rank */
 } cuda_case;
 
 typedef struct cuda_rank {
@@ -40,8 +40,8 @@ typedef struct cuda_rank {
     upipe_mem mem;
     upipe_block *blocks;
     void *slab, *stage, *weights[4];
-    float *gains[2], *grads[6];
-    upipe_layer layer;
+    float *vectors[RUN_GRADS - 4], *grads[RUN_GRADS]; /* vectors: q_gain k_gain sinks */
+    run_own own;
     upipe_nccl nccl;
     ncclComm_t comm;
     int64_t moved;
@@ -52,96 +52,104 @@ typedef struct cuda_state {
     const f32_block *in;
     run_result *r;
     upipe_threads team;
-    size_t slab_bytes;
-    int blocks_max;
-    cuda_rank ranks[16];
+    int opened; /* ranks that hold something */
+    cuda_rank ranks[RUN_MAX];
 } cuda_state;
 
-static const char *const cuda_grad_names[] = {"wq", "wk", "wv", "wo", "q_gain", "k_gain"};
+/* The widest row of f32 that goes through `stage`. */
+static int64_t cuda_width(const upipe_plan *p)
+{
+    const upipe_plan_desc *d = &p->desc;
+    int64_t heads = (int64_t)d->heads * (d->v_dim > d->head_dim ? d->v_dim : d->head_dim);
+    return heads > d->model_dim ? heads : d->model_dim;
+}
 
 /* One rank from x to the sums of the gradients; host tensors go through `stage`, f32 on the device. */
 static upipe_status cuda_rank_run(upipe_ctx *c, cuda_state *s, cuda_rank *me, int rank)
 {
-    const upipe_plan *p = &s->r->plan;
+    const run_own *own = &me->own;
+    const upipe_plan *p = &own->plan;
+    const upipe_layer *l = &own->layer;
     const block_shape *shape = &s->test->run.shape;
     upipe_dtype dtype = p->desc.dtype;
-    int64_t hd = (int64_t)p->desc.heads * p->desc.head_dim, dim = p->desc.model_dim, b, t;
+    int64_t hd = (int64_t)p->desc.heads * p->desc.head_dim, ho = (int64_t)p->desc.heads * p->desc.v_dim;
+    int64_t dim = p->desc.model_dim, lse_n = upipe_plan_before(p, p->stages, rank) * p->seq * p->desc.batch;
     size_t unit = upipe_plan_unit_bytes(p), wide_bytes = (size_t)(p->rows * dim) * 4;
-    size_t heads_bytes = (size_t)(p->rows * hd) * 4, lse_bytes = (size_t)(p->rows * p->desc.heads) * 4;
-    float *host = (float *)malloc((size_t)(p->rows * (hd + dim)) * sizeof *host);
+    size_t q_bytes = (size_t)(p->rows * hd) * 4, o_bytes = (size_t)(p->rows * ho) * 4;
+    float *host = (float *)malloc((size_t)(p->rows * cuda_width(p) + lse_n) * sizeof *host);
+    float *const result[] = {s->r->out.wq,     s->r->out.wk,     s->r->out.wv,   s->r->out.wo,
+                             s->r->out.q_gain, s->r->out.k_gain, s->r->out.sinks};
     upipe_saved save;
     upipe_slots gout;
     upipe_grads g;
     upipe_view x, y, gx, wide = upipe_view_packed(me->stage, UPIPE_F32, p->rows, 1, (int32_t)dim);
-    upipe_view heads = upipe_view_packed(me->stage, UPIPE_F32, p->rows, 1, (int32_t)hd);
+    upipe_view q = upipe_view_packed(me->stage, UPIPE_F32, p->rows, 1, (int32_t)hd);
+    upipe_view o = upipe_view_packed(me->stage, UPIPE_F32, p->rows, 1, (int32_t)ho);
     void *data;
-    int stage, phase, j;
+    int phase, j;
     upipe_status status = UPIPE_OK;
 #define RUN_TRY(call)                      \
     do {                                   \
         status = (call);                   \
         if (status != UPIPE_OK) goto done; \
     } while (0)
+    memset(&g, 0, sizeof g);
     g.wq = me->grads[0];
     g.wk = me->grads[1];
     g.wv = me->grads[2];
     g.wo = me->grads[3];
     g.q_gain = shape->normed ? me->grads[4] : NULL;
     g.k_gain = shape->normed ? me->grads[5] : NULL;
+    g.sinks = shape->sinks ? me->grads[6] : NULL;
     memset(&save, 0, sizeof save);
     memset(&gout, 0, sizeof gout);
 
     RUN_TRY(upipe_mem_take(c->mem, &data, unit, "x", &c->err));
     x = gx = upipe_view_packed(data, dtype, p->rows, 1, (int32_t)dim);
-    run_rows(p, rank, s->in->x, host, dim, 0);
+    run_rows(p, s->in->x, host, dim, 0);
     RUN_TRY(c->ops->copy(c, me->stage, host, wide_bytes));
     RUN_TRY(c->ops->cast(c, x, wide));
-    RUN_TRY(upipe_layer_fwd(c, &me->layer, &save, x));
-    RUN_TRY(upipe_layer_gather(c, &me->layer, heads, &save.out));
-    RUN_TRY(c->ops->copy(c, host, me->stage, heads_bytes));
-    run_rows(p, rank, s->r->out.o, host, hd, 1);
-    RUN_TRY(c->ops->copy(c, host, save.lse, lse_bytes));
-    for (stage = 0; stage < p->stages; ++stage)
-        for (b = 0; b < p->desc.batch; ++b)
-            for (t = 0; t < p->desc.tokens; ++t)
-                for (j = 0; j < p->per_rank; ++j)
-                    s->r->out.lse[(b * p->desc.tokens + t) * p->desc.heads +
-                                  upipe_plan_q(p, stage, rank).first + j] =
-                        host[((stage * p->desc.batch + b) * p->desc.tokens + t) * p->per_rank + j];
+    RUN_TRY(upipe_layer_fwd(c, l, &save, x));
+    RUN_TRY(upipe_layer_gather(c, l, o, &save.out));
+    RUN_TRY(c->ops->copy(c, host, me->stage, o_bytes));
+    run_rows(p, s->r->out.o, host, ho, 1);
+    RUN_TRY(c->ops->copy(c, host, save.lse, (size_t)lse_n * 4));
+    run_lse(p, s->r->out.lse, host);
     if (shape->projected) {
         RUN_TRY(upipe_mem_take(c->mem, &data, unit, "y", &c->err));
         y = upipe_view_packed(data, dtype, p->rows, 1, (int32_t)dim);
-        RUN_TRY(upipe_layer_out_fwd(c, &me->layer, y, &save));
+        RUN_TRY(upipe_layer_out_fwd(c, l, y, &save));
         RUN_TRY(c->ops->cast(c, wide, y));
         RUN_TRY(c->ops->copy(c, host, me->stage, wide_bytes));
-        run_rows(p, rank, s->r->out.y, host, dim, 1);
-        run_rows(p, rank, s->in->gy, host, dim, 0);
+        run_rows(p, s->r->out.y, host, dim, 1);
+        run_rows(p, s->in->gy, host, dim, 0);
         RUN_TRY(c->ops->copy(c, me->stage, host, wide_bytes));
         RUN_TRY(c->ops->cast(c, y, wide));
-        RUN_TRY(upipe_layer_out_bwd(c, &me->layer, &g, &save, y));
+        RUN_TRY(upipe_layer_out_bwd(c, l, &g, &save, y));
         RUN_TRY(upipe_mem_give(c->mem, y.data, &c->err));
     } else {
-        RUN_TRY(upipe_layer_slots_take(c, &me->layer, &gout, UPIPE_SLOT_FULL, "gout"));
-        run_rows(p, rank, s->in->go, host, hd, 0);
-        RUN_TRY(c->ops->copy(c, me->stage, host, heads_bytes));
-        RUN_TRY(upipe_layer_scatter(c, &me->layer, &gout, heads));
+        RUN_TRY(upipe_layer_slots_take(c, l, &gout, UPIPE_SLOT_FULL, "gout"));
+        run_rows(p, s->in->go, host, ho, 0);
+        RUN_TRY(c->ops->copy(c, me->stage, host, o_bytes));
+        RUN_TRY(upipe_layer_scatter(c, l, &gout, o));
     }
     if (s->test->run.gx_apart) RUN_TRY(upipe_mem_take(c->mem, &gx.data, unit, "gx", &c->err));
-    RUN_TRY(upipe_layer_bwd(c, &me->layer, gx, &g, &save, shape->projected ? &save.out : &gout, x));
-    RUN_TRY(upipe_layer_gather(c, &me->layer, heads, shape->projected ? &save.out : &gout));
-    RUN_TRY(c->ops->copy(c, host, me->stage, heads_bytes));
-    run_rows(p, rank, s->r->out.go, host, hd, 1);
+    RUN_TRY(upipe_layer_bwd(c, l, gx, &g, &save, shape->projected ? &save.out : &gout, x));
+    RUN_TRY(run_gather_q(c, p, q, shape->projected ? &save.out : &gout));
+    RUN_TRY(c->ops->copy(c, host, me->stage, q_bytes));
+    run_rows(p, s->r->out.q, host, hd, 1);
     RUN_TRY(c->ops->cast(c, wide, gx));
     RUN_TRY(c->ops->copy(c, host, me->stage, wide_bytes));
-    run_rows(p, rank, s->r->out.x, host, dim, 1);
+    run_rows(p, s->r->out.x, host, dim, 1);
 
     CHECK(save.lse == NULL && save.delta == NULL);
     for (phase = 0; phase < UPIPE_PHASES && !shape->projected; ++phase)
-        CHECK_SAY(c->mem->phase_peak[phase] == s->r->bytes.phase[phase],
+        CHECK_SAY(c->mem->phase_peak[phase] == own->bytes.phase[phase],
                   "rank %d: %s holds %zu bytes, the plan says %zu", rank, upipe_phase_name(phase),
-                  c->mem->phase_peak[phase], s->r->bytes.phase[phase]);
-    if (!shape->projected) CHECK_INT(c->mem->peak, s->r->bytes.peak);
-    CHECK(shape->projected ? c->mem->need <= s->r->need : c->mem->need == s->r->need);
+                  c->mem->phase_peak[phase], own->bytes.phase[phase]);
+    if (!shape->projected) CHECK_INT(c->mem->peak, own->bytes.peak);
+    CHECK(shape->projected ? c->mem->need <= own->need : c->mem->need == own->need);
+    CHECK(shape->projected ? c->mem->peak <= own->peak : c->mem->peak == own->peak);
     CHECK_INT(c->team->sent_bytes, upipe_plan_sent(p, 0) + upipe_plan_sent(p, 1));
     me->moved = c->team->moved_bytes;
     RUN_TRY(upipe_mem_give(c->mem, gout.data, &c->err));
@@ -149,10 +157,8 @@ static upipe_status cuda_rank_run(upipe_ctx *c, cuda_state *s, cuda_rank *me, in
     if (s->test->run.gx_apart) RUN_TRY(upipe_mem_give(c->mem, gx.data, &c->err));
     RUN_TRY(upipe_mem_give(c->mem, x.data, &c->err));
 
-    for (j = 0; j < 6; ++j) {
-        int64_t n = block_count(shape, cuda_grad_names[j]);
-        float *const result[] = {s->r->out.wq, s->r->out.wk,     s->r->out.wv,
-                                 s->r->out.wo, s->r->out.q_gain, s->r->out.k_gain};
+    for (j = 0; j < RUN_GRADS; ++j) {
+        int64_t n = block_count(shape, run_grads[j]);
         RUN_TRY(upipe_a2a_sum(c, me->grads[j], n));
         if (rank == 0 && n > 0) RUN_TRY(c->ops->copy(c, result[j], me->grads[j], (size_t)n * sizeof(float)));
     }
@@ -205,45 +211,51 @@ static void *cuda_room(size_t *bytes, size_t n)
     return p;
 }
 
+static size_t cuda_slab_bytes(const cuda_state *s, const cuda_rank *me)
+{
+    size_t sum = (size_t)s->test->run.ranks * UPIPE_SUM_PIECE * 4 + 4096;
+    return me->own.need > sum ? me->own.need : sum;
+}
+
 static void cuda_rank_open(cuda_state *s, cuda_rank *me, size_t *bytes)
 {
     const block_shape *shape = &s->test->run.shape;
-    const run_result *r = s->r;
     const float *weights[] = {s->in->wq, s->in->wk, s->in->wv, s->in->wo};
-    const float *gains[] = {s->in->q_gain, s->in->k_gain};
-    size_t n, hd = (size_t)shape->h * (size_t)shape->d,
-              width = hd > (size_t)shape->dim ? hd : (size_t)shape->dim;
+    const float *vectors[] = {s->in->q_gain, s->in->k_gain, s->in->sinks};
+    const size_t slab_bytes = cuda_slab_bytes(s, me);
+    upipe_layer *l = &me->own.layer;
+    size_t n;
     int j;
     device_open(&me->d);
     *bytes += UPIPE_CUDA_SCRATCH + WORKSPACE;
-    me->slab = cuda_room(bytes, s->slab_bytes);
-    me->stage = cuda_room(bytes, (size_t)r->plan.rows * width * 4);
-    me->blocks = (upipe_block *)malloc((size_t)s->blocks_max * sizeof *me->blocks);
-    upipe_mem_init(&me->mem, me->slab, s->slab_bytes, me->blocks, s->blocks_max);
+    me->slab = cuda_room(bytes, slab_bytes);
+    me->stage = cuda_room(bytes, (size_t)(me->own.plan.rows * cuda_width(&me->own.plan)) * 4);
+    me->blocks = (upipe_block *)malloc((size_t)me->own.blocks_max * sizeof *me->blocks);
+    upipe_mem_init(&me->mem, me->slab, slab_bytes, me->blocks, me->own.blocks_max);
     for (j = 0; j < 4; ++j) {
-        void *narrow = run_narrow(shape->dtype, weights[j], block_count(shape, cuda_grad_names[j]));
-        n = (size_t)block_count(shape, cuda_grad_names[j]) * upipe_dtype_bytes(shape->dtype);
+        void *narrow = run_narrow(shape->dtype, weights[j], block_count(shape, run_grads[j]));
+        n = (size_t)block_count(shape, run_grads[j]) * upipe_dtype_bytes(shape->dtype);
         me->weights[j] = cuda_room(bytes, n);
         device_put(&me->d, me->weights[j], narrow, n);
         free(narrow);
     }
-    for (j = 0; j < 2; ++j) {
-        n = (size_t)block_count(shape, cuda_grad_names[4 + j]) * 4;
-        me->gains[j] = n > 0 ? (float *)cuda_room(bytes, n) : NULL;
-        device_put(&me->d, me->gains[j], gains[j], n);
+    for (j = 0; j < RUN_GRADS - 4; ++j) {
+        n = (size_t)block_count(shape, run_grads[4 + j]) * 4;
+        me->vectors[j] = n > 0 ? (float *)cuda_room(bytes, n) : NULL;
+        device_put(&me->d, me->vectors[j], vectors[j], n);
     }
-    for (j = 0; j < 6; ++j) {
-        n = (size_t)block_count(shape, cuda_grad_names[j]) * 4;
+    for (j = 0; j < RUN_GRADS; ++j) {
+        n = (size_t)block_count(shape, run_grads[j]) * 4;
         me->grads[j] = (float *)cuda_room(bytes, n);
         if (n > 0) CHECK_STATUS(me->d.ops.zero(&me->d.c, me->grads[j], n), UPIPE_OK, me->d.c.err);
     }
-    me->layer.plan = &r->plan;
-    me->layer.wq = me->weights[0];
-    me->layer.wk = me->weights[1];
-    me->layer.wv = me->weights[2];
-    me->layer.wo = shape->projected ? me->weights[3] : NULL;
-    me->layer.q_gain = me->gains[0];
-    me->layer.k_gain = me->gains[1];
+    l->wq = me->weights[0];
+    l->wk = me->weights[1];
+    l->wv = me->weights[2];
+    l->wo = shape->projected ? me->weights[3] : NULL;
+    l->q_gain = me->vectors[0];
+    l->k_gain = me->vectors[1];
+    l->sinks = me->vectors[2];
     DEVICE_CHECK(cudaStreamSynchronize(me->d.stream));
 }
 
@@ -252,8 +264,8 @@ static void cuda_rank_close(cuda_rank *me)
     int j;
     upipe_mem_free(&me->mem, NULL);
     for (j = 0; j < 4; ++j) DEVICE_CHECK(cudaFree(me->weights[j]));
-    for (j = 0; j < 2; ++j) DEVICE_CHECK(cudaFree(me->gains[j]));
-    for (j = 0; j < 6; ++j) DEVICE_CHECK(cudaFree(me->grads[j]));
+    for (j = 0; j < RUN_GRADS - 4; ++j) DEVICE_CHECK(cudaFree(me->vectors[j]));
+    for (j = 0; j < RUN_GRADS; ++j) DEVICE_CHECK(cudaFree(me->grads[j]));
     DEVICE_CHECK(cudaFree(me->stage));
     DEVICE_CHECK(cudaFree(me->slab));
     device_close(&me->d);
@@ -296,91 +308,61 @@ static void cuda_nccl_close(cuda_state *s, int failed)
     }
 }
 
-/* Scalars of the layer, for the dry run too. */
-static void cuda_layer(const run_case *test, upipe_layer *layer)
+/* What a rank is to run, and how much memory it takes. Addresses are not followed in a dry run: any that are not
+ * NULL will do. */
+static upipe_status cuda_rank_plan(cuda_state *s, cuda_rank *me, int rank, const upipe_ops *ops)
 {
-    const block_shape *shape = &test->shape;
-    layer->rope_theta = shape->rope ? shape->theta : 0;
-    layer->rope_interleaved = shape->rope == 2;
-    layer->norm_eps = shape->normed ? (float)shape->eps : 0;
-    layer->scale = (float)shape->scale;
-    layer->full = shape->full;
-    layer->tile_rows = test->tile_rows;
+    const run_case *test = &s->test->run;
+    const f32_block *in = s->in;
+    const upipe_plan_desc d = run_desc(test, rank, 0);
+    upipe_layer *l = &me->own.layer;
+    UPIPE_TRY(upipe_plan_init(&me->own.plan, &d, &s->r->errors[0]));
+    *l = run_layer(test);
+    l->plan = &me->own.plan;
+    l->wq = l->wk = l->wv = in->x;
+    l->wo = test->shape.projected ? in->x : NULL;
+    l->q_gain = in->q_gain;
+    l->k_gain = in->k_gain;
+    l->sinks = in->sinks;
+    return run_dry(test, ops, &me->own, &s->r->errors[0]);
 }
 
-/* Runs the case; the plan's refusal is returned as it is. */
+/* Runs the case; a refusal of the plan or of the dry run, a ring's among them, is returned as it is. */
 static upipe_status cuda_block(cuda_case *test, const f32_block *in, run_result *r)
 {
-    const block_shape *shape = &test->run.shape;
-    upipe_plan_desc desc;
-    upipe_plan_scratch scratch;
-    upipe_dry *dry;
     cuda_state *s = (cuda_state *)calloc(1, sizeof *s);
-    upipe_layer layer;
-    upipe_ops ops;
+    const int ranks = test->run.ranks;
     device probe;
-    upipe_status status;
-    int64_t sum_bytes, moved = 0, i;
+    upipe_status status = UPIPE_OK;
+    int64_t moved = 0, sent = 0;
     size_t bytes = 0;
     upipe_err err;
+    int i;
     (void)run_block; /* the CPU's way, of the same header */
     memset(r, 0, sizeof *r);
-    memset(&layer, 0, sizeof layer);
-    memset(&desc, 0, sizeof desc);
-    desc.tokens = shape->tokens;
-    desc.batch = shape->batch;
-    desc.model_dim = shape->dim;
-    desc.ranks = test->run.ranks;
-    desc.heads = shape->h;
-    desc.kv_heads = shape->hkv;
-    desc.head_dim = shape->d;
-    desc.chunk = test->run.chunk;
-    desc.naive = test->run.naive;
-    desc.dtype = shape->dtype;
-    f32_block_make(shape, &r->out);
-    status = upipe_plan_init(&r->plan, &desc, &r->errors[0]);
-    if (status != UPIPE_OK) {
-        free(s);
-        return status;
-    }
+    f32_block_make(&test->run.shape, &r->out);
     s->test = test;
     s->in = in;
     s->r = r;
-
-    /* addresses are not followed in a dry run: any that are not NULL will do */
     device_open(&probe);
-    ops = probe.ops;
-    cuda_layer(&test->run, &layer);
-    layer.plan = &r->plan;
-    layer.wq = layer.wk = layer.wv = in->x;
-    layer.wo = shape->projected ? in->x : NULL;
-    layer.q_gain = in->q_gain;
-    layer.k_gain = in->k_gain;
-    scratch = upipe_layer_scratch(&ops, &layer, !test->run.gx_apart);
-    r->bytes = upipe_plan_bytes(&r->plan, &scratch);
-    dry = (upipe_dry *)malloc(sizeof *dry);
-    if (upipe_dry_init(dry, &r->plan, &ops) != UPIPE_OK) abort();
-    status = shape->projected ? upipe_dry_block(dry, &layer, !test->run.gx_apart)
-                              : upipe_dry_layer(dry, &layer, !test->run.gx_apart);
-    r->errors[0] = dry->ctx.err;
-    if (status == UPIPE_OK) CHECK_INT(dry->mem.live, 0);
-    r->peak = dry->mem.peak;
-    r->need = dry->mem.need;
-    s->blocks_max = dry->mem.blocks_peak;
-    free(dry);
+    for (i = 0; i < ranks && status == UPIPE_OK; ++i) {
+        const upipe_plan *p = &s->ranks[i].own.plan;
+        status = cuda_rank_plan(s, &s->ranks[i], i, &probe.ops);
+        if (status == UPIPE_OK) sent += upipe_plan_sent(p, 0) + upipe_plan_sent(p, 1);
+    }
     device_close(&probe);
+    r->plan = s->ranks[0].own.plan;
+    r->bytes = s->ranks[0].own.bytes;
+    r->peak = s->ranks[0].own.peak;
+    r->need = s->ranks[0].own.need;
     if (status == UPIPE_OK) {
         size_t before = fake_device_live();
         fake_peak_reset();
-        sum_bytes = (int64_t)test->run.ranks * UPIPE_SUM_PIECE * 4 + 4096;
-        s->slab_bytes = r->need > (size_t)sum_bytes ? r->need : (size_t)sum_bytes;
-        for (i = 0; i < test->run.ranks; ++i) {
-            if (test->nccl) DEVICE_CHECK(cudaSetDevice((int)i));
-            cuda_rank_open(s, &s->ranks[i], &bytes);
-            cuda_layer(&test->run, &s->ranks[i].layer);
+        for (; s->opened < ranks; ++s->opened) {
+            if (test->nccl) DEVICE_CHECK(cudaSetDevice(s->opened));
+            cuda_rank_open(s, &s->ranks[s->opened], &bytes);
         }
-        status = upipe_threads_init(&s->team, test->run.ranks,
-                                    test->run.deadline > 0 ? test->run.deadline : 60, &err);
+        status = upipe_threads_init(&s->team, ranks, test->run.deadline > 0 ? test->run.deadline : 60, &err);
         if (status == UPIPE_OK) {
             if (test->nccl) cuda_nccl_open(s, &bytes);
             fake_fail_at(test->fail_at, test->fail_rank, test->fail_sticky);
@@ -388,19 +370,17 @@ static upipe_status cuda_block(cuda_case *test, const f32_block *in, run_result 
             upipe_threads_free(&s->team);
         }
         CHECK_INT(fake_device_peak() - before, bytes);
-        for (i = 0; i < test->run.ranks; ++i) moved += s->ranks[i].moved;
-        if (status == UPIPE_OK)
-            CHECK_INT(moved, test->run.ranks * (upipe_plan_sent(&r->plan, 0) + upipe_plan_sent(&r->plan, 1)));
-        if (!test->run.expect_failure) {
-            for (i = 0; i < test->run.ranks; ++i)
-                CHECK_SAY(r->statuses[i] == UPIPE_OK, "rank %d: %s: %s", (int)i,
-                          upipe_status_name(r->statuses[i]), r->errors[i].text);
-        }
+        for (i = 0; i < ranks; ++i) moved += s->ranks[i].moved;
+        if (status == UPIPE_OK) CHECK_INT(moved, sent);
+        if (!test->run.expect_failure)
+            for (i = 0; i < ranks; ++i)
+                CHECK_SAY(r->statuses[i] == UPIPE_OK, "rank %d: %s: %s", i, upipe_status_name(r->statuses[i]),
+                          r->errors[i].text);
     }
     snprintf(test->failed, sizeof test->failed, "%s", fake_failed() != NULL ? fake_failed() : "");
     fake_fail_at(0, -1, FAKE_ONCE);
-    if (test->nccl && s->slab_bytes > 0) cuda_nccl_close(s, status != UPIPE_OK);
-    for (i = 0; i < test->run.ranks && s->slab_bytes > 0; ++i) cuda_rank_close(&s->ranks[i]);
+    if (test->nccl && s->opened > 0) cuda_nccl_close(s, status != UPIPE_OK);
+    while (s->opened > 0) cuda_rank_close(&s->ranks[--s->opened]);
     DEVICE_CHECK(cudaSetDevice(0));
     free(s);
     CHECK(fake_check_clean());

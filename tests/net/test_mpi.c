@@ -724,7 +724,7 @@ static void test_layer(int dtype, int projected)
     CHECK_SAY(s == UPIPE_OK, "%s: %s", upipe_status_name(s), mine.errors[k->rank].text);
     SAME(o);
     SAME(lse);
-    SAME(go);
+    SAME(q);
     SAME(x);
     SAME(y);
     SAME(wq);
