@@ -16,17 +16,22 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 # From the bottom of the stack upwards: label, colour, tags.
 GROUPS = [
-    ('x', '#3b4252', ['x']),
-    ('slots: O, later dO and dQ', '#7f95b5', ['final_out', 'gout']),
+    ('x', '#3b4252', ['x', 'gx']),
+    ('slots: O, later dO and dQ', '#7f95b5', ['final_out', 'gout', 'slot', 'gq']),
     ('log-sum-exp, delta', '#c3cede', ['lse', 'delta', 'delta_heads']),
-    ('dK, dV that wait for dX', '#9c4a5b', ['dk', 'dv']),
-    ('dK, dV in f32', '#e07a5f', ['gk', 'gv', 'kv_partial', 'kv_cast']),
-    ('K, V and their send buffer', '#81a969', ['k', 'v', 'kv_send']),
-    ('Q and its send buffer', '#2a9d8f', ['q', 'q_send']),
+    ('dK, dV that wait for dX', '#9c4a5b', ['dk', 'dv', 'home']),
+    ('dK, dV in f32', '#e07a5f', ['gk', 'gv', 'gkv', 'kv_partial', 'kv_cast', 'ring_grad', 'ring_partial']),
+    ('O, dQ in f32', '#d4a373', ['o_sum', 'gq_sum']),
+    ('K, V and their buffers', '#81a969', ['k', 'v', 'kv', 'kv_send', 'ring_kv', 'host_kv']),
+    ('Q and its send buffer', '#2a9d8f', ['q', 'q_send', 'send', 'o_send', 'gq_send']),
     ('dO of the stage', '#e9c46a', ['go']),
+    ('segments that pass by', '#457b9d', ['visitors']),
     ('scratch', '#7d6b91', ['gemm_work', 'attn_work', 'tile']),
 ]
-NAMES = {'ulysses': 'DeepSpeed-Ulysses', 'upipe': 'UPipe', 'upipe-naive': 'UPipe, heads in order'}
+NAMES = {'ulysses': 'DeepSpeed-Ulysses', 'upipe': 'UPipe', 'upipe-naive': 'UPipe, heads in order',
+         'ring': 'Ring attention', 'zigzag': 'Zigzag ring', 'stripe': 'Striped ring', 'double-ring': 'Double ring',
+         'allgather': 'All-gather', 'usp': 'USP',
+         'upipe-ring': 'UPipe over a ring', 'fpdt': 'FPDT', 'upipe-fpdt': 'UPipe in segments'}
 FORWARD, BACKWARD = 1, 2  # widths
 
 
@@ -88,16 +93,19 @@ def main():
         numbers = json.load(source)
     config, methods = numbers['config'], numbers['methods']
     figure, panels = plt.subplots(1, len(methods), sharey=True, figsize=(4.2 * len(methods) + 2.2, 4.2), squeeze=False)
+    used = set()
     for axes, method in zip(panels[0], methods):
         steps = read_trace(os.path.join(sys.argv[2], method['name'] + '.json'))
+        used.update(group for _, row in steps for group, live in enumerate(row) if live)
         draw(axes, method, config['unit_bytes'], steps, methods[0])
     panels[0][0].set_ylim(0, 1.08 * max(max(m['peak_bytes'].values()) for m in methods) / config['unit_bytes'])
     mib = config['unit_bytes'] / 2**20
     panels[0][0].set_ylabel(f'live bytes of one rank, in units of {mib:.0f} MiB')
     figure.suptitle(f'One attention block: {config["heads"]} query heads, {config["kv_heads"]} key/value heads, '
                     f'{config["tokens"]:,} tokens on {config["ranks"]} ranks', fontsize=12)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for _, colour, _ in reversed(GROUPS)]
-    figure.legend(handles, [label for label, _, _ in reversed(GROUPS)], loc='center right', frameon=False, fontsize=9)
+    shown = [GROUPS[group] for group in sorted(used, reverse=True)]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for _, colour, _ in shown]
+    figure.legend(handles, [label for label, _, _ in shown], loc='center right', frameon=False, fontsize=9)
     figure.tight_layout(rect=(0, 0, 1 - 2.3 / figure.get_figwidth(), 1))
     figure.savefig(sys.argv[3], dpi=110, metadata={'Software': None})
 

@@ -3,6 +3,10 @@
 # block, and the training of a small Llama.
 set -u
 
+# The attention block with every method.
+every='--method ulysses --method upipe --method upipe-naive --method ring --method zigzag --method stripe
+    --method double-ring --method allgather --method usp --method upipe-ring --method fpdt --method upipe-fpdt'
+
 # The Llama that is trained with either method.
 model='--layers 2 --model-dim 256 --heads 16 --kv-heads 4 --head-dim 32'
 schedule='--ranks 4 --tokens 2048 --batch 1 --steps 40 --lr 2e-3 --seed 1 --sample 120'
@@ -17,9 +21,10 @@ usage: sh examples/run.sh [--save-images]
 
 Runs one attention block, forward and backward, over the bytes of Genesis and Exodus with DeepSpeed-Ulysses and with
 UPipe on 4 ranks (threads of one process), at 16/16 and at 16/4 query/key-value heads. Each shape runs twice: over
-2,048 tokens against a reference in double precision, and over 8,192 tokens, where the memory is drawn over time. Then
-trains a small Llama on the same bytes with either method: the losses must be the same bits, and are drawn, as is the
-memory of a step by component, also that of Llama3-8B over 3 million tokens, which is planned and not run.
+2,048 tokens against a reference in double precision, and over 8,192 tokens, where the memory is drawn over time. The
+second shape also runs with the other methods of context parallelism, over 2,048 tokens. Then trains a small Llama on
+the same bytes with either method: the losses must be the same bits, and are drawn, as is the memory of a step by
+component, also that of Llama3-8B over 3 million tokens, which is planned and not run.
 
 Results are left in build/run/results: numbers as JSON, traces for https://ui.perfetto.dev, pictures as PNG. On Debian
 and Ubuntu missing programs are installed with apt-get (through sudo if you are not root).
@@ -140,6 +145,10 @@ shape() {
 
 shape 16_16 16
 shape 16_4 4
+
+title "16_4: every method, 2,048 tokens, against a reference in double precision"
+# shellcheck disable=SC2086 # a list of flags
+comparison methods_16_4 --kv-heads 4 --tokens 2048 --check on $every
 
 # training METHOD: trains, and leaves the losses alone, every digit of them, in METHOD.losses
 training() {

@@ -256,17 +256,19 @@ static upipe_rope rope_of(upipe_view x, int64_t pos0, int interleaved, int inver
 }
 
 static void check_rope_case(test_rng *r, upipe_ctx *c, int d, upipe_dtype dtype, int layout, int interleaved,
-                            int inverse, int64_t pos0)
+                            int inverse, int64_t pos0, int64_t pos_step)
 {
+    const int64_t apart = pos_step > 0 ? pos_step : 1;
     upipe_view x = tensor(r, dtype, 5, 2, d, layout), before = twin(x), late, other;
     upipe_rope call = rope_of(x, pos0, interleaved, inverse);
     int i, j, p, ok = 1;
+    call.pos_step = pos_step;
     CHECK_STATUS(c->ops->rope(c, &call), UPIPE_OK, c->err);
     for (i = 0; i < 5; ++i)
         for (j = 0; j < 2; ++j)
             for (p = 0; p < d / 2; ++p) {
                 int k0 = interleaved ? 2 * p : p, k1 = interleaved ? 2 * p + 1 : p + d / 2;
-                double angle = (double)(pos0 + i) * pow(10000, -2.0 * p / d) * (inverse ? -1 : 1);
+                double angle = (double)(pos0 + i * apart) * pow(10000, -2.0 * p / d) * (inverse ? -1 : 1);
                 double x0 = get(before, i, j, k0), x1 = get(before, i, j, k1);
                 double y0 = x0 * cos(angle) - x1 * sin(angle), y1 = x0 * sin(angle) + x1 * cos(angle);
                 double near = (fabs(x0) + fabs(x1)) * 4 * EPS_F32;
@@ -274,13 +276,13 @@ static void check_rope_case(test_rng *r, upipe_ctx *c, int d, upipe_dtype dtype,
                     !(fabs(get(x, i, j, k1) - y1) <= near + store_error(dtype, y1)))
                     ok = 0;
             }
-    CHECK_SAY(ok, "rope d %d, %s, layout %d, interleaved %d, inverse %d, position %lld", d,
-              upipe_dtype_name(dtype), layout, interleaved, inverse, (long long)pos0);
+    CHECK_SAY(ok, "rope d %d, %s, layout %d, interleaved %d, inverse %d, position %lld in steps of %lld", d,
+              upipe_dtype_name(dtype), layout, interleaved, inverse, (long long)pos0, (long long)pos_step);
     CHECK(gaps_whole(x));
     /* the last two tokens alone, and all in another layout */
     late = twin(before);
     call.x = upipe_view_rows(late, 3, 2);
-    call.pos0 = pos0 + 3;
+    call.pos0 = pos0 + 3 * apart;
     CHECK_STATUS(c->ops->rope(c, &call), UPIPE_OK, c->err);
     CHECK(same(upipe_view_rows(late, 3, 2), upipe_view_rows(x, 3, 2)));
     CHECK(same(upipe_view_rows(late, 0, 3), upipe_view_rows(before, 0, 3)));
@@ -297,14 +299,14 @@ static void check_rope_case(test_rng *r, upipe_ctx *c, int d, upipe_dtype dtype,
 
 static void check_rope(test_rng *r, upipe_ctx *c)
 {
-    static const int64_t positions[] = {0, 61, 130, 4095, 8000000};
+    static const int64_t positions[] = {0, 61, 130, 4095, 8000000}, steps[] = {0, 1, 3, 1000};
     int pick, which, dtype;
     for (pick = 0; pick < DIMS; ++pick) {
         if (dims[pick] % 2 != 0) continue;
         for (which = 0; which < 4 * LAYOUTS; ++which)
             for (dtype = 0; dtype < types(c); ++dtype)
                 check_rope_case(r, c, dims[pick], (upipe_dtype)dtype, which / 4, which & 1, which >> 1 & 1,
-                                positions[(which + dtype + pick) % 5]);
+                                positions[(which + dtype + pick) % 5], steps[(which / 2 + pick) % 4]);
     }
 }
 
@@ -660,6 +662,10 @@ static void check_row_statuses(upipe_ctx *c)
     bad.pos0 = -1;
     CHECK_STATUS(c->ops->rope(c, &bad), UPIPE_ERR_ARG, c->err);
     CHECK_TEXT(c->err.text, "position -1");
+    bad = rope;
+    bad.pos_step = -3;
+    CHECK_STATUS(c->ops->rope(c, &bad), UPIPE_ERR_ARG, c->err);
+    CHECK_TEXT(c->err.text, "in steps of -3");
     bad = rope;
     bad.count = -2;
     CHECK_STATUS(c->ops->rope(c, &bad), UPIPE_ERR_ARG, c->err);

@@ -25,7 +25,7 @@ enum { RUN_MAX = GRID_MAX, RUN_GRADS = 7 };
 typedef struct run_case {
     block_shape shape;
     int ranks, chunk, naive;
-    int ring, inner, ring_first; /* ring_first: neighbours in the world are a ring's, not a team's */
+    int ring, inner, ahead, ring_first; /* ring_first: neighbours in the world are a ring's, not a team's */
     upipe_layout layout;
     upipe_ring_mode ring_mode;
     int gx_apart; /* dX beside x instead of in its place */
@@ -321,6 +321,7 @@ static upipe_plan_desc run_desc(const run_case *test, int team_rank, int ring_ra
     d.ring = test->ring;
     d.ring_rank = ring_rank;
     d.ring_inner = test->inner;
+    d.ring_ahead = test->ahead;
     d.ring_mode = test->ring_mode;
     d.layout = test->layout;
     d.heads = shape->h;

@@ -17,6 +17,11 @@ HEADER = {'machine', 'features', 'compiler', 'command', 'date', 'isa', 'peer_isa
           'peak_gflops', 'triad_gb_per_s'}
 FIELDS = {'op', 'head_dim', 'dtype', 'causal', 'tokens', 'heads', 'threads', 'gflops', 'peak_gflops', 'peers',
           'round_s'}
+MASK_FIELDS = {'op', 'head_dim', 'dtype', 'causal', 'tokens', 'heads', 'threads', 'gflops', 'peak_gflops',
+               'seconds_per_token', 'ratio', 'ratio_range', 'round_s', 'base_round_s'}
+MASKS = {'docs': 'documents', 'window': 'window', 'softcap': 'softcap'}  # and the field that each adds
+# Methods, and the ways on which they send something.
+METHODS = {'upipe': {'team'}, 'zigzag': {'ring'}, 'upipe-ring': {'team', 'ring'}, 'fpdt': {'team', 'host'}}
 
 checks = failures = 0
 
@@ -47,17 +52,29 @@ def check_usage(folder):
     run([*RUN, 'attn', '--tokens', 'many', '--peers', 'none'], 2, 'many')
     run([*RUN, 'attn', '--rounds', '0', '--peers', 'none'], 2, 'positive')
     run([*RUN, 'attn', '--peers', 'none', '--json', os.path.join(folder, 'nosuch', 'x.json')], 2, 'cannot be written')
+    run([*RUN, 'masks', '--kinds', 'nothing'], 2, 'nothing')
+    run([*RUN, 'masks', '--threads', '0'], 2, 'positive')
+    run([*RUN, 'methods', '--methods', 'nobody'], 2, 'nobody')
+    run([*RUN, 'methods', '--tokens', '512,512'], 2, 'twice')
+    run([*RUN, 'methods', '--rounds', '0'], 2, 'positive')
+
+
+def short_run(path, *words):
+    """Its table, and the lines of its file."""
+    table = run([*RUN, *words, '--json', path], 0).stdout
+    if not os.path.exists(path):
+        check(False, f'{words[0]} left no numbers')
+        return table, [{}]
+    with open(path, encoding='utf-8') as source:
+        return table, [json.loads(line) for line in source]
 
 
 def check_numbers(folder):
     """The short run; its file."""
     path = os.path.join(folder, 'attn.json')
-    table = run([*RUN, 'attn', '--quick', '--peers', 'naive', '--json', path], 0).stdout
-    if not os.path.exists(path):
-        check(False, 'the run left no numbers')
+    table, (header, *cases) = short_run(path, 'attn', '--quick', '--peers', 'naive')
+    if not cases:
         return None
-    with open(path, encoding='utf-8') as source:
-        header, *cases = [json.loads(line) for line in source]
     check(set(header) == HEADER, f'the header has {sorted(set(header) ^ HEADER)} too much or too little')
     check(set(header['contestants']) == {'ours', 'naive'}, f'contestants: {header["contestants"]}')
     check(header['errors']['ours']['f32'] < header['errors']['ours']['bf16'], f'errors: {header["errors"]}')
@@ -75,6 +92,47 @@ def check_numbers(folder):
     check(len(seen) == len(cases) == 8 * len(threads), f'{len(seen)} different cases in {len(cases)} lines')
     check(table.count('\n| forward') == table.count('\n| backward') == len(cases) // 2, 'the table lacks cases')
     return path
+
+
+def check_apart(path, measured):
+    """compare.py tells the cases of a file apart: none differs from itself."""
+    same = run([*COMPARE, path, path], 0).stdout.count('+0.0 %')
+    check(same == measured, f'{same} of {measured} measured values of {path} are equal to themselves')
+
+
+def check_masks(folder):
+    path = os.path.join(folder, 'masks.json')
+    table, (header, *cases) = short_run(path, 'masks', '--quick', '--threads', '1,2')
+    check(set(header.get('errors', {})) == set(MASKS), f'masks: the header has {header}')
+    for case in cases:
+        kind, op = case['op'].split('_')
+        check(op in ('fwd', 'bwd') and set(case) == MASK_FIELDS | {MASKS[kind]}, f'a line: {case}')
+        low, high = case['ratio_range']
+        check(0 < low <= case['ratio'] <= high and case['seconds_per_token'] > 0, f'ratios: {case}')
+        check(len(case['round_s']) == len(case['base_round_s']) == 3, f'rounds: {case}')
+    count = {kind: sum(case['op'].startswith(kind) for case in cases) for kind in MASKS}
+    # Lengths; of each a forward and a backward, two data types, two numbers of threads.
+    check(count == {'docs': 2 * 8, 'window': 4 * 8, 'softcap': 1 * 8}, f'masks: {count} cases')
+    check(table.count('\nlargest: ') == 3, 'masks: the largest ratios are not all there')
+    check_apart(path, len(cases))
+
+
+def check_methods(folder):
+    path = os.path.join(folder, 'methods.json')
+    table, (header, *cases) = short_run(path, 'methods', '--tokens', '256,512', '--dtypes', 'f32', '--rounds', '2',
+                                        '--methods', ','.join(METHODS))
+    check(set(header.get('errors', {})) == set(METHODS), f'methods: the header has {header}')
+    check([(case['tokens'], case['method']) for case in cases] ==
+          [(tokens, method) for tokens in (256, 512) for method in METHODS], 'methods: other cases')
+    for case in cases:
+        name, (low, high) = case['method'], case['ratio_range']
+        check(min(case['forward_s'], case['backward_s'], *case['round_s']) > 0 and len(case['round_s']) == 2 and
+              0 < low <= case['ratio'] <= high, f'times: {case}')
+        check(case['peak_bytes'] > 0 and (case['host_bytes'] > 0) == (name == 'fpdt'), f'memory: {case}')
+        sends = {way for way, sent in case['sent_bytes'].items() if sum(sent) > 0}
+        check(sends == METHODS[name], f'bytes sent: {case}')
+        check(f'\n| {name} |' in table, f'methods: the table lacks {name}')
+    check_apart(path, 2 * len(cases))
 
 
 def check_compare(folder, path):
@@ -106,6 +164,8 @@ def main():
         path = check_numbers(folder)
         if path:
             check_compare(folder, path)
+        check_masks(folder)
+        check_methods(folder)
     print(f'bench: {checks} checks, {failures} failed')
     return 1 if failures or not checks else 0
 

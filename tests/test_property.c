@@ -57,6 +57,7 @@ static void draw_ring(test_rng *rng, run_case *t)
     }
     t->ring_mode = (upipe_ring_mode)test_below(rng, 3);
     if (test_below(rng, 4) == 0) t->inner = 1 + test_below(rng, t->ring);
+    if (t->ring_mode == UPIPE_RING_GATHER) t->ahead = test_below(rng, 2);
 }
 
 static void draw(test_rng *rng, drawn *d)
@@ -133,6 +134,7 @@ static upipe_status expected(const run_case *t)
     /* several stages without a common round do not shift */
     if ((t->inner > 1 || t->ring_mode == UPIPE_RING_SHIFT) && !common && chunk != s->h)
         return UPIPE_ERR_UNSUPPORTED;
+    if (t->ahead && !common) return UPIPE_ERR_UNSUPPORTED;
     if (s->d < 32 || s->d > 256 || dv < 32 || dv > 256) return UPIPE_ERR_UNSUPPORTED;
     return UPIPE_OK;
 }

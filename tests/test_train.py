@@ -1015,7 +1015,8 @@ def test_plan(folder):
               folder).returncode, 0, 'a plan of 64 stages')
     failed(folder, words_of({'plan': True, 'model_dim': 8, 'tokens': 2147483644}), 1, ['dry run', '[0-9]e\\+'])
     done = run(words_of({**shape, 'ranks': 16, 'method': 'upipe-ring', 'ring': 4, 'plan': True}), folder)
-    check(done.returncode == 0 and '16 ranks in rings of 4, chunk 4' in done.stdout, f'the plan of a ring: {done.stderr}')
+    equal(done.returncode, 0, f'the plan of a ring: {done.stderr}')
+    check('16 ranks in rings of 4, chunk 4' in done.stdout, f'the plan of a ring: {done.stdout}')
     # The plan is the run's.
     numbers = good(folder, 'as planned', offload=True, steps=1)
     done = run(words_of({**MODEL, 'tokens': 64, 'ranks': 2, 'offload': True, 'plan': True}), folder)

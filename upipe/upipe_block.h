@@ -333,6 +333,7 @@ UPIPE_API upipe_status upi_layer_agree(upipe_ctx *c, const upipe_layer *l)
     upi_field_whole(f, &n, "ring", d->ring);
     upi_field_whole(f, &n, "ring_inner", d->ring_inner);
     upi_field_whole(f, &n, "ring_mode (1 shift, 2 gather)", (int64_t)d->ring_mode);
+    upi_field_whole(f, &n, "ring_ahead", d->ring_ahead != 0);
     upi_field_whole(f, &n, "layout (0 contiguous, 1 zigzag, 2 striped)", (int64_t)d->layout);
     upi_field_whole(f, &n, "full", l->full != 0);
     upi_field_whole(f, &n, "window", l->window);

@@ -176,9 +176,10 @@ UPIPE_API upipe_bytes upipe_plan_bytes(const upipe_plan *p, const upipe_plan_scr
            both = x + s->gx;                 /* the caller's; gx is there throughout the backward */
     size_t out = b.slot * (size_t)p->stages; /* final_out, or its gradient */
     size_t kv = b.k + b.v, kept = gather ? b.all_k + b.all_v : kv;
+    size_t ahead = d->ring_ahead && p->rounds > 1 ? kv + kept : 0, next = ahead > 0 ? kept : 0;
     size_t stays = spans || p->steps > width ? kept : 0; /* beyond a stage */
     size_t own = b.gk + b.gv, grads = gather ? b.all_gk + b.all_gv : own;
-    size_t home = b.home_k + b.home_v, norm, parked, hold, fetch, stage, last, end;
+    size_t home = b.home_k + b.home_v, norm, parked, hold, fetch, stage, last, end, early, soon = 0;
     size_t all_k = upipe_plan_rows_bytes(p, d->kv_heads, d->head_dim),
            all_v = upipe_plan_rows_bytes(p, d->kv_heads, d->v_dim);
     size_t attn_fwd = s->attn_fwd + upi_ring_hops(p, &b, 0), attn_bwd = s->attn_bwd + upi_ring_hops(p, &b, 1);
@@ -193,8 +194,11 @@ UPIPE_API upipe_bytes upipe_plan_bytes(const upipe_plan *p, const upipe_plan_scr
     r.phase[UPIPE_FWD_BEFORE] = x;
     r.phase[UPIPE_FWD_IN] =
         hold + upi_most(upi_most(fetch + s->gemm, gather ? kv + kept : 0), kept + b.send + s->gemm);
-    r.phase[UPIPE_FWD_ATTN] = hold + kept + b.send + w * b.sum_o + attn_fwd;
-    r.phase[UPIPE_FWD_OUT] = hold + stays + b.send + w * b.sum_o;
+    if (ahead > 0) /* the next round's, beside this one's */
+        r.phase[UPIPE_FWD_IN] =
+            upi_most(r.phase[UPIPE_FWD_IN], hold + kept + b.send + upi_most(fetch + s->gemm, ahead));
+    r.phase[UPIPE_FWD_ATTN] = hold + kept + b.send + w * b.sum_o + attn_fwd + ahead;
+    r.phase[UPIPE_FWD_OUT] = hold + upi_most(stays, next) + b.send + w * b.sum_o;
 
     r.phase[UPIPE_BWD_BEFORE] = both + 2 * out + b.lse + b.delta;
     /* dK and dV of finished rounds wait for dX; sums over ranks and stages wait in f32 where rounds are not common */
@@ -205,16 +209,21 @@ UPIPE_API upipe_bytes upipe_plan_bytes(const upipe_plan *p, const upipe_plan_scr
     hold = both + out + b.lse + b.delta + norm + parked;
     stage = kept + grads + b.send + w * (b.q + b.o + b.stat);
     r.phase[UPIPE_BWD_OUT] = hold + stage;
-    r.phase[UPIPE_BWD_ATTN] = hold + stage + w * b.sum_q + attn_bwd;
+    /* with the next round's K and V beside them, a round less is parked */
+    early = hold - (p->schedule < UPIPE_ORDER && p->rounds > 1 ? home : 0);
+    r.phase[UPIPE_BWD_ATTN] = upi_most(hold, early + ahead) + stage + w * b.sum_q + attn_bwd;
 
     /* within the stages: fetch, projection, and the way home of a finished round's dK and dV */
     last = grads + upi_most(fetch + s->gemm, gather ? kv + kept : 0);
     last = upi_most(last, kept + grads + b.send + upi_most(s->gemm, w * b.q + (width > 1 ? s->gemm : 0)));
     last = upi_most(last, stays + grads + b.send + w * b.sum_q);
+    if (ahead > 0)
+        soon = upi_most(stage + upi_most(fetch + s->gemm, ahead), next + grads + b.send + w * b.sum_q);
     if (width > 1) last = upi_most(last, grads + (s->qk_norm ? b.send : 0) + s->gemm);
     if (gather) {
         size_t wide = upi_most(b.gk, b.gv), kept_then = spans ? kept : 0;
         last = upi_most(last, kept_then + grads + own + (size_t)d->ring * wide);
+        soon = upi_most(soon, next + grads + own + (size_t)d->ring * wide);
     }
     end = both + out + all_k + all_v; /* after them: dQ, dK and dV of all heads */
     if (spans || p->schedule == UPIPE_ORDER) {
@@ -222,6 +231,7 @@ UPIPE_API upipe_bytes upipe_plan_bytes(const upipe_plan *p, const upipe_plan_scr
         size_t held = spans ? kept + (gather ? grads : 0) : 0;
         if (e < 4) sums = upi_most(parked + all_k, all_k + all_v / e * 4 + all_v);
         last = hold + upi_most(last, held + own + b.partial); /* with the partial gradients of all ranks */
+        soon = upi_most(soon, next + own + b.partial);
         last = upi_most(last, both + out + norm + sums);
         last = upi_most(last, end + norm + (s->qk_norm ? all_k : 0) + s->gemm);
     } else if (p->schedule == UPIPE_SPLIT) {
@@ -230,10 +240,12 @@ UPIPE_API upipe_bytes upipe_plan_bytes(const upipe_plan *p, const upipe_plan_scr
         last = hold + upi_most(last, all_k + all_v + (s->qk_norm ? all_k : 0) + s->gemm);
     } else {
         size_t cast = e < 4 ? upi_most(b.k, b.v) : 0;
-        last = upi_most(last, b.home_k + cast + own);
-        last = upi_most(last, home + cast + b.gv);
-        last = hold + upi_most(last, home + (s->qk_norm ? b.home_k : 0) + s->gemm);
+        const size_t turn = upi_most(upi_most(b.home_k + cast + own, home + cast + b.gv),
+                                     home + (s->qk_norm ? b.home_k : 0) + s->gemm);
+        last = hold + upi_most(last, turn);
+        soon = upi_most(soon, next + turn);
     }
+    if (ahead > 0) last = upi_most(last, early + soon);
     end += (size_t)s->tile_rows * (size_t)d->model_dim * 4 + s->gemm;
     r.phase[UPIPE_BWD_IN] = upi_most(last, end);
 

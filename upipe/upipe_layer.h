@@ -63,8 +63,8 @@ UPIPE_API upipe_status upi_layer_fwd(upi_run *r, upipe_saved *save)
     upipe_ring_part parts[UPIPE_STAGES_MAX];
     void *sums[UPIPE_STAGES_MAX], *q, *send, *lse;
     upipe_ring_call call;
-    upi_kv kv;
-    int i, t;
+    upi_kv kv, next, own;
+    int i, t, ahead;
     memset(&call, 0, sizeof call);
     memset(&kv, 0, sizeof kv);
     upi_phase(r, UPIPE_FWD_IN);
@@ -84,11 +84,19 @@ UPIPE_API upipe_status upi_layer_fwd(upi_run *r, upipe_saved *save)
             parts[t].lse = upi_lse(r, save, i + t);
         }
 
+        memset(&next, 0, sizeof next);
+        ahead = upi_ahead(p, i);
+        if (ahead) UPIPE_TRY(upi_fetch_begin(r, ahead, &next, &own));
+
         upi_phase(r, UPIPE_FWD_ATTN);
         UPIPE_TRY(upi_take_sums(r, sums, r->buffers.sum_o, send, "o_sum", 0));
         for (t = 0; t < p->width; ++t) parts[t].o = sums[t];
         UPIPE_TRY(upi_attend(r, &call, parts, i, kv, 0));
         if (!keep && upipe_plan_stage(p, i + p->width - 1).kv_last) UPIPE_TRY(upi_give_kv(r, &kv));
+        if (ahead) {
+            UPIPE_TRY(upi_fetch_end(r, ahead, &own));
+            kv = next;
+        }
 
         upi_phase(r, UPIPE_FWD_OUT);
         for (t = 0; t < p->width; ++t) {
@@ -396,8 +404,8 @@ UPIPE_API upipe_status upi_layer_bwd(upi_run *r, upipe_view gx, upipe_grads *gra
     void *sums[UPIPE_STAGES_MAX], *q = NULL, *go, *delta, *send, *slot;
     upipe_ring_call call;
     upi_parked parked;
-    upi_kv kv, g;
-    int i, t;
+    upi_kv kv, g, next, own;
+    int i, t, ahead;
     memset(&call, 0, sizeof call);
     memset(&kv, 0, sizeof kv);
     memset(&g, 0, sizeof g);
@@ -436,6 +444,11 @@ UPIPE_API upipe_status upi_layer_bwd(upi_run *r, upipe_view gx, upipe_grads *gra
             parts[t].lse = upi_lse(r, save, i + t);
         }
 
+        memset(&next, 0, sizeof next);
+        ahead = upi_ahead(p, i);
+        if (ahead) upi_phase(r, UPIPE_BWD_IN);
+        if (ahead) UPIPE_TRY(upi_fetch_begin(r, ahead, &next, &own));
+
         upi_phase(r, UPIPE_BWD_ATTN);
         UPIPE_TRY(upi_take_sums(r, sums, b->sum_q, send, "gq_sum", 1));
         for (t = 0; t < p->width; ++t) parts[t].gq = sums[t];
@@ -446,6 +459,10 @@ UPIPE_API upipe_status upi_layer_bwd(upi_run *r, upipe_view gx, upipe_grads *gra
         UPIPE_TRY(upi_give(r, go));
         UPIPE_TRY(upi_give(r, q));
         if (!keep && last.kv_last) UPIPE_TRY(upi_give_kv(r, &kv));
+        if (ahead) {
+            UPIPE_TRY(upi_fetch_end(r, ahead, &own));
+            kv = next;
+        }
 
         upi_phase(r, UPIPE_BWD_IN);
         for (t = 0; t < p->width; ++t) {

@@ -59,6 +59,8 @@ enum { UPIPE_STAGES_MAX = 256 };
  *   ring_rank   this one of them
  *   ring_inner  ranks of an inner ring, neighbours in the ring (those of a node): a double ring; 0 = none
  *   ring_mode   see upipe_ring_mode
+ *   ring_ahead  nonzero, with GATHER alone: the next round's K and V are gathered while the last stage of a round attends
+ *               (a second buffer); needs rounds that all ranks share
  *   layout      how the ring shares tokens
  *   heads       H
  *   kv_heads    Hkv; heads
@@ -72,7 +74,7 @@ enum { UPIPE_STAGES_MAX = 256 };
 typedef struct upipe_plan_desc {
     int64_t tokens, batch;
     int64_t model_dim;
-    int ranks, rank, ring, ring_rank, ring_inner;
+    int ranks, rank, ring, ring_rank, ring_inner, ring_ahead;
     int heads, kv_heads, head_dim, v_dim, chunk, naive;
     upipe_ring_mode ring_mode;
     upipe_layout layout;
@@ -276,6 +278,13 @@ UPIPE_API upipe_status upi_plan_ring(upipe_plan *p, upipe_err *e)
             "%d/%d heads over %d ranks in %d stages have no common rounds: K and V cannot shift round a "
             "ring, but be gathered",
             d->heads, d->kv_heads, d->ranks, p->stages);
+    if (d->ring_ahead && (d->ring == 1 || d->ring_mode != UPIPE_RING_GATHER))
+        return upi_fail(e, UPIPE_ERR_ARG, "K and V are to be gathered ahead, but are not gathered");
+    if (d->ring_ahead && p->schedule == UPIPE_SPANS)
+        return upi_fail(
+            e, UPIPE_ERR_UNSUPPORTED,
+            "%d/%d heads over %d ranks in %d stages have no common rounds to gather K and V ahead", d->heads,
+            d->kv_heads, d->ranks, p->stages);
     p->width = d->ring > 1 && d->ring_mode == UPIPE_RING_SHIFT ? p->steps : 1;
     p->held = upipe_shard_ring(d->layout, d->tokens, d->ring, d->ring_rank);
     p->shard = upipe_shard_team(&p->held, d->ranks, d->rank);

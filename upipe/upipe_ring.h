@@ -5,7 +5,7 @@
  *     SHIFT   K and V go round, r -> r + 1, while the block that is here is attended. Gradients of K and V follow one
  *             step behind in f32, and are home after R sends. In a double ring they go round within a node first,
  *             and from node to node meanwhile
- *     GATHER  every rank gets all K and V of a round, and keeps them: upipe_ring_gather, upipe_ring_reduce
+ *     GATHER  every rank gets all K and V of a round, and keeps them: upipe_ring_gather_start, upipe_ring_reduce
  *
  * Who holds which tokens is the plan's layout; the mask is a statement about positions, so that one code serves
  * contiguous, zigzag and striped rings, and pairs of blocks that do not see each other cost nothing. O, and dQ, are
@@ -468,7 +468,8 @@ UPIPE_API upipe_status upi_ring_check(upipe_ctx *c, const upipe_ring_call *r)
     if (r->sums != UPIPE_F32)
         return upi_fail(&c->err, UPIPE_ERR_ARG, "a ring sums O and dQ in f32, not in %s",
                         upipe_dtype_name(r->sums));
-    return upi_comm_idle(c, c->ring);
+    /* those of the next round may be on their way */
+    return d->ring_mode == UPIPE_RING_SHIFT ? upi_comm_idle(c, c->ring) : UPIPE_OK;
 }
 
 /* All blocks of the ring, which are here: the own one first, then as they would come round. */
@@ -517,14 +518,15 @@ UPIPE_API upipe_status upipe_ring_bwd(upipe_ctx *c, const upipe_ring_call *r)
     return s.r->plan->desc.ring_mode == UPIPE_RING_SHIFT ? upi_ring_shift(&s, 1) : upi_ring_held(c, r, 1);
 }
 
-/* upipe_ring_gather -- this rank's K and V to all ranks of the ring
+/* upipe_ring_gather_start -- this rank's K and V to all ranks of the ring
  *   all_k all_v  [ring rank][batch][tokens of that rank][kv_heads][d], [dv]
  *   k v          this rank's
  *   kv_heads     of this rank, the same on all ranks of the ring
  *   bytes        sends k and v to each of the others
+ *   order        complete after upipe_comm_wait(ctx, ctx->ring)
  */
-UPIPE_API upipe_status upipe_ring_gather(upipe_ctx *c, const upipe_plan *p, int kv_heads, void *all_k,
-                                         void *all_v, const void *k, const void *v)
+UPIPE_API upipe_status upipe_ring_gather_start(upipe_ctx *c, const upipe_plan *p, int kv_heads, void *all_k,
+                                               void *all_v, const void *k, const void *v)
 {
     const upipe_plan_desc *d = &p->desc;
     const size_t e = upipe_dtype_bytes(d->dtype), row_k = (size_t)(d->batch * kv_heads * d->head_dim) * e;
@@ -532,6 +534,7 @@ UPIPE_API upipe_status upipe_ring_gather(upipe_ctx *c, const upipe_plan *p, int 
     upipe_comm *ring = c->ring;
     size_t before = 0;
     int r, used = 0;
+    UPIPE_TRY(upi_comm_idle(c, ring));
     for (r = 0; r < d->ring; ++r) {
         size_t n = (size_t)upipe_shard_ring(d->layout, d->tokens, d->ring, r).n;
         upi_a2a_segment(ring->list, &used, r, 1, k, mine * row_k, 0, (char *)all_k + before * row_k,
@@ -540,8 +543,7 @@ UPIPE_API upipe_status upipe_ring_gather(upipe_ctx *c, const upipe_plan *p, int 
                         n * row_v, 0);
         before += n;
     }
-    UPIPE_TRY(upipe_comm_start(c, ring, ring->list, used));
-    return upipe_comm_wait(c, ring);
+    return upipe_comm_start(c, ring, ring->list, used);
 }
 
 /* upipe_ring_reduce -- the way back: gradients of every rank's block, from all ranks, summed at home in rank order

@@ -208,30 +208,55 @@ UPIPE_API upipe_status upi_take_kept(upi_run *r, upi_kv *kv)
     return upi_take_kv(r, kv, gather ? b->all_k : b->k, gather ? b->all_v : b->v);
 }
 
-/* K, then V, of the ranks that need others in this stage: projected into one send buffer, exchanged, gathered. Where
- * rounds are not common, kv is kept through all stages; otherwise it is taken here. */
-UPIPE_API upipe_status upi_fetch_kv(upi_run *r, int stage, upi_kv *kv)
+/* K, then V, of the ranks that need others in this stage: projected into one send buffer, exchanged. Where rounds are
+ * not common, kv is kept through all stages; otherwise it is taken here. With a ring that gathers, *own is what this
+ * rank has, and on its way into kv: upi_fetch_end. */
+UPIPE_API upipe_status upi_fetch_begin(upi_run *r, int stage, upi_kv *kv, upi_kv *own)
 {
     const upipe_plan *p = r->p;
     const upipe_buffers *b = &r->buffers;
     const int keep = p->schedule == UPIPE_SPANS, gather = upi_gathers(p);
     const upipe_span mine = upipe_plan_part(p, UPIPE_KV, stage, r->c->team->rank);
-    upi_kv own = *kv;
     void *send;
-    if (!keep || gather) UPIPE_TRY(upi_take_kv(r, &own, b->k, b->v));
+    *own = *kv;
+    if (!keep || gather) UPIPE_TRY(upi_take_kv(r, own, b->k, b->v));
     UPIPE_TRY(upi_take(r, &send, b->kv_send, "kv_send"));
     UPIPE_TRY(upi_project(r, UPI_K, stage, send));
-    UPIPE_TRY(upipe_a2a_to_heads(r->c, own.k, send, p, stage, UPIPE_KV, upi_each(r, UPI_K)));
+    UPIPE_TRY(upipe_a2a_to_heads(r->c, own->k, send, p, stage, UPIPE_KV, upi_each(r, UPI_K)));
     UPIPE_TRY(upi_project(r, UPI_V, stage, send));
-    UPIPE_TRY(upipe_a2a_to_heads(r->c, own.v, send, p, stage, UPIPE_KV, upi_each(r, UPI_V)));
+    UPIPE_TRY(upipe_a2a_to_heads(r->c, own->v, send, p, stage, UPIPE_KV, upi_each(r, UPI_V)));
     UPIPE_TRY(upi_give(r, send));
     if (!gather) {
-        *kv = own;
+        *kv = *own;
         return UPIPE_OK;
     }
     if (!keep) UPIPE_TRY(upi_take_kv(r, kv, b->all_k, b->all_v));
-    if (mine.count > 0) UPIPE_TRY(upipe_ring_gather(r->c, p, mine.count, kv->k, kv->v, own.k, own.v));
-    return upi_give_kv(r, &own);
+    return mine.count > 0 ? upipe_ring_gather_start(r->c, p, mine.count, kv->k, kv->v, own->k, own->v)
+                          : UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_fetch_end(upi_run *r, int stage, upi_kv *own)
+{
+    if (!upi_gathers(r->p)) return UPIPE_OK;
+    if (upipe_plan_part(r->p, UPIPE_KV, stage, r->c->team->rank).count > 0)
+        UPIPE_TRY(upipe_comm_wait(r->c, r->c->ring));
+    return upi_give_kv(r, own);
+}
+
+/* Both, where a round begins whose K and V were not fetched ahead. */
+UPIPE_API upipe_status upi_fetch_kv(upi_run *r, int stage, upi_kv *kv)
+{
+    upi_kv own;
+    if (r->p->desc.ring_ahead && stage > 0) return UPIPE_OK;
+    UPIPE_TRY(upi_fetch_begin(r, stage, kv, &own));
+    return upi_fetch_end(r, stage, &own);
+}
+
+/* The stage whose K and V are to be fetched while the stages from this one on attend; 0 = none. */
+UPIPE_API int upi_ahead(const upipe_plan *p, int stage)
+{
+    const int next = stage + p->width;
+    return p->desc.ring_ahead && next < p->stages && upipe_plan_stage(p, next).kv_fresh ? next : 0;
 }
 
 /* The attention of `width` stages from `stage` on: their query heads on this rank. */

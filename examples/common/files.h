@@ -28,7 +28,7 @@
 #error "define PROGRAM, the name in sentences, before this"
 #endif
 
-enum { FILES_MAX = 64, FOLDERS_MAX = 8, FILES_PATH = 4096 };
+enum { FILES_MAX = 192, FOLDERS_MAX = 16, FILES_PATH = 4096 };
 
 typedef struct files {
     char final[FILES_MAX][FILES_PATH], temporary[FILES_MAX][FILES_PATH];

@@ -1,6 +1,7 @@
-/* compare.c -- one attention block over a real text, with DeepSpeed-Ulysses and with UPipe, side by side
+/* compare.c -- one attention block over a real text, with one method of context parallelism after the other
  *
  *     compare --heads 16 --kv-heads 4 --tokens 8192 --json out.json
+ *     compare --method ulysses --method zigzag --method usp --window 512
  *
  * The ranks are threads that share this machine's memory: "less memory" is each rank's slab, not the process'
  * size. Nothing is written until every method has run, and then all files appear or none.
@@ -40,7 +41,7 @@ static void progress(const compare *c, const char *what, const char *of)
 static int check_memory(const compare *c)
 {
     double have = cli_memory();
-    const upipe_plan_desc *d = &c->methods[0].plan.desc;
+    const upipe_plan_desc *d = &method_plan_of(&c->methods[0])->desc;
     double need = method_kept_bytes(&c->methods[0]); /* for the inputs, about as much as results */
     double most = 0;
     int i;
@@ -51,16 +52,23 @@ static int check_memory(const compare *c)
     need += most;
     if (c->o.check == CHECK_ON)
         need += 8 * (double)d->tokens * (double)d->batch *
-                (3.0 * d->heads * d->head_dim + 4.0 * d->kv_heads * d->head_dim + (double)d->model_dim);
+                (2.0 * d->heads * d->head_dim + (double)d->heads * d->v_dim +
+                 2.0 * d->kv_heads * (d->head_dim + d->v_dim) + (double)d->model_dim);
     if (need <= have) return 0;
     return cli_fail("out of memory: the ranks share this machine's %.1f GiB, and the run takes %.1f GiB",
                     have / (1 << 30), need / (1 << 30));
 }
 
-enum { DUMPS = 10 };
+enum { DUMPS = 12 };
 
-static const char *const dump_names[DUMPS] = {"x",    "wq", "wk",  "wv",  "out",
-                                              "dout", "dx", "dwq", "dwk", "dwv"};
+static const char *const dump_names[DUMPS] = {"x",  "wq",  "wk",  "wv",  "out",   "dout",
+                                              "dx", "dwq", "dwk", "dwv", "sinks", "dsinks"};
+
+/* The last two are written if there are sinks. */
+static int dumps(const compare *c)
+{
+    return c->o.sinks ? DUMPS : DUMPS - 2;
+}
 
 static int make_folders(compare *c)
 {
@@ -89,7 +97,7 @@ static int reserve_outputs(compare *c)
             return -1;
         if (c->o.dump == NULL) continue;
         if (files_path(folder, c->o.dump, name, "") != 0) return -1;
-        for (k = 0; k < DUMPS; ++k)
+        for (k = 0; k < dumps(c); ++k)
             if (files_path(path, folder, dump_names[k], ".npy") != 0 ||
                 files_reserve(&c->all, path, c->o.data) != 0)
                 return -1;
@@ -111,18 +119,26 @@ static void add_distance(distance *d, const float *got, const double *truth, int
     }
 }
 
+static double relative(distance d)
+{
+    return sqrt(d.error / d.truth);
+}
+
 /* Relative L2 errors against the reference. */
 static void measure_errors(const compare *c, method *m)
 {
-    distance out = {0, 0}, dx = {0, 0}, dw = {0, 0};
+    distance out = {0, 0}, dx = {0, 0}, dw = {0, 0}, dsinks = {0, 0};
     int which;
-    add_distance(&out, m->out, c->ref.out, c->in.rows * c->in.width[0]);
+    add_distance(&out, m->out, c->ref.out, c->in.rows * c->in.out_width);
     add_distance(&dx, m->dx, c->ref.dx, c->in.rows * c->in.dim);
     for (which = 0; which < 3; ++which)
-        add_distance(&dw, m->ranks[0].grads[which], c->ref.dw[which], c->in.width[which] * c->in.dim);
-    m->err_out = sqrt(out.error / out.truth);
-    m->err_dx = sqrt(dx.error / dx.truth);
-    m->err_dw = sqrt(dw.error / dw.truth);
+        add_distance(&dw, m->ranks[0].grads[which], c->ref.dw[which], method_grad_size(m, which));
+    m->err_out = relative(out);
+    m->err_dx = relative(dx);
+    m->err_dw = relative(dw);
+    if (!c->o.sinks) return;
+    add_distance(&dsinks, m->ranks[0].grads[3], c->ref.dsinks, method_grad_size(m, 3));
+    m->err_dsinks = relative(dsinks);
 }
 
 static int run_reference(compare *c)
@@ -131,6 +147,7 @@ static int run_reference(compare *c)
     long processors = sysconf(_SC_NPROCESSORS_ONLN);
     int which;
     progress(c, "the reference in double precision", "");
+    memset(&in, 0, sizeof in);
     in.x = c->in.x;
     for (which = 0; which < 3; ++which) in.w[which] = c->in.w[which];
     in.dout = c->in.dout;
@@ -140,7 +157,13 @@ static int run_reference(compare *c)
     in.heads = c->o.heads;
     in.kv_heads = c->o.kv_heads;
     in.head_dim = c->o.head_dim;
+    in.v_dim = c->o.v_dim;
     in.full = c->o.full;
+    in.window = c->o.window;
+    in.docs = c->o.docs;
+    in.docs_n = c->o.docs_n;
+    in.softcap = (double)(float)c->o.softcap; /* as the library takes it */
+    in.sinks = c->in.sinks;
     in.theta = c->o.rope ? rope_theta : 0;
     in.threads = processors < 1 ? 1 : processors > ORACLE_THREADS_MAX ? ORACLE_THREADS_MAX : (int)processors;
     if (oracle_run(&in, &c->ref) == 0) return 0;
@@ -150,13 +173,14 @@ static int run_reference(compare *c)
 static void compare_bits(const compare *c, const method *first, method *m)
 {
     int which;
-    m->same_out = memcmp(m->out, first->out, (size_t)(c->in.rows * c->in.width[0]) * 4) == 0;
+    m->same_out = memcmp(m->out, first->out, (size_t)(c->in.rows * c->in.out_width) * 4) == 0;
     m->same_dx = memcmp(m->dx, first->dx, (size_t)(c->in.rows * c->in.dim) * 4) == 0;
     m->same_dw = 1;
-    for (which = 0; which < 3; ++which)
-        if (memcmp(m->ranks[0].grads[which], first->ranks[0].grads[which],
-                   (size_t)(c->in.width[which] * c->in.dim) * 4) != 0)
+    for (which = 0; which < METHOD_GRADS; ++which) {
+        size_t bytes = (size_t)method_grad_size(m, which) * 4;
+        if (bytes > 0 && memcmp(m->ranks[0].grads[which], first->ranks[0].grads[which], bytes) != 0)
             m->same_dw = 0;
+    }
 }
 
 static int run_methods(compare *c)
@@ -167,7 +191,7 @@ static int run_methods(compare *c)
         method *m = &c->methods[i];
         progress(c, "forward and backward with ", m->name);
         if (method_run(m, &c->in) != 0) return -1;
-        m->err_out = m->err_dx = m->err_dw = NAN;
+        m->err_out = m->err_dx = m->err_dw = m->err_dsinks = NAN;
         if (c->o.check == CHECK_ON) measure_errors(c, m);
         compare_bits(c, &c->methods[0], m);
     }
@@ -198,19 +222,18 @@ static int write_dump(compare *c, const method *m)
 {
     const inputs *in = &c->in;
     float *const *dw = m->ranks[0].grads;
-    const float *data[DUMPS] = {in->x,    in->w[0], in->w[1], in->w[2], m->out,
-                                in->dout, m->dx,    dw[0],    dw[1],    dw[2]};
-    const int64_t wide = in->width[0], narrow = in->width[1], all = in->rows;
-    const int64_t rows[DUMPS] = {all, wide, narrow, narrow, all, all, all, wide, narrow, narrow};
+    const float *data[DUMPS] = {in->x, in->w[0], in->w[1], in->w[2], m->out,    in->dout,
+                                m->dx, dw[0],    dw[1],    dw[2],    in->sinks, dw[3]};
+    const int64_t *w = in->width, all = in->rows, dim = in->dim, out = in->out_width, heads = c->o.heads;
+    const int64_t rows[DUMPS] = {all, w[0], w[1], w[2], all, all, all, w[0], w[1], w[2], 1, 1};
+    const int64_t cols[DUMPS] = {dim, dim, dim, dim, out, out, dim, dim, dim, dim, heads, heads};
     char folder[FILES_PATH], path[FILES_PATH];
     int k;
     if (files_path(folder, c->o.dump, m->name, "") != 0) return -1;
-    for (k = 0; k < DUMPS; ++k) {
-        int64_t cols = data[k] == m->out || data[k] == in->dout ? wide : in->dim;
+    for (k = 0; k < dumps(c); ++k)
         if (files_path(path, folder, dump_names[k], ".npy") != 0 ||
-            files_npy(&c->all, path, data[k], rows[k], cols) != 0)
+            files_npy(&c->all, path, data[k], rows[k], cols[k]) != 0)
             return -1;
-    }
     return 0;
 }
 
@@ -234,56 +257,87 @@ static int write_outputs(compare *c)
 
 /* The relative L2 error that a sound result stays below: each element is the end of a few chained sums
  * (projection, scores, attention, projection), whose roundings walk at random over the longest chain, and of
- * as many roundings to the storage type, 2^-9 each in bf16, that attention's backward may amplify. */
+ * as many roundings to the storage type, 2^-9 each in bf16 and 2^-12 in f16, that attention's backward may
+ * amplify. */
 static double error_limit(const compare *c)
 {
     const options *o = &c->o;
+    const double storage = o->dtype == UPIPE_BF16 ? 0x1p-9 : o->dtype == UPIPE_F16 ? 0x1p-12 : 0;
     double longest = (double)o->batch * (double)o->tokens + (double)o->model_dim;
-    longest += (double)(o->heads + 2 * (int64_t)o->kv_heads) * o->head_dim;
-    return 4 * 0x1p-24 * sqrt(longest) + (o->dtype == UPIPE_BF16 ? 8 * 0x1p-9 : 0);
+    longest += (double)(o->heads + (int64_t)o->kv_heads) * o->head_dim + (double)o->kv_heads * o->v_dim;
+    return 4 * 0x1p-24 * sqrt(longest) + 8 * storage;
 }
 
-/* In f32 with the built-in products, methods give the same bits, unless one is the naive order. */
+/* Whether the sums of two methods have one order, whatever the stages and, without a ring, the ranks. */
+static int sums_alike(const method *a, const method *b)
+{
+    const upipe_plan_desc *one = &method_plan_of(a)->desc, *other = &method_plan_of(b)->desc;
+    if (a->kind->naive || b->kind->naive || a->kind->segmented || b->kind->segmented) return 0;
+    return one->ring == other->ring && one->ring_inner == other->ring_inner &&
+           one->ring_mode == other->ring_mode && (one->ring == 1 || one->layout == other->layout);
+}
+
+/* In f32 with the built-in products these give the same bits. */
 static int bits_differ(const compare *c, const method *m)
 {
     int promised = c->o.device == DEVICE_CPU && c->o.dtype == UPIPE_F32 &&
-                   strcmp(PRODUCTS, "built-in") == 0 && m->which != METHOD_NAIVE &&
-                   c->methods[0].which != METHOD_NAIVE;
+                   strcmp(PRODUCTS, "built-in") == 0 && sums_alike(&c->methods[0], m);
     return promised && !(m->same_out && m->same_dx && m->same_dw);
+}
+
+/* One rank's bytes, planned and measured. */
+static int check_rank(const method *m, int r)
+{
+    static const char *const ways[SENT_WAYS] = {"sent to its team", "sent to its ring",
+                                                "moved between device and host"};
+    const method_bytes *plan = &m->ranks[r].planned, *got = &m->ranks[r].measured;
+    int phase, way, bad = 0;
+    for (phase = 0; phase < UPIPE_PHASES; ++phase) {
+        if (got->phase[phase] == plan->phase[phase]) continue;
+        bad = cli_fail("%s: rank %d held %zu bytes in %s, the plan says %zu", m->name, r, got->phase[phase],
+                       upipe_phase_name(phase), plan->phase[phase]);
+    }
+    if (got->intermediate != plan->intermediate)
+        bad = cli_fail("%s: rank %d held %zu bytes of Q, K and V in the forward, the plan says %zu", m->name,
+                       r, got->intermediate, plan->intermediate);
+    if (got->host != plan->host)
+        bad = cli_fail("%s: rank %d held %zu bytes of the host's pool, the plan says %zu", m->name, r,
+                       got->host, plan->host);
+    for (way = 0; way < SENT_WAYS; ++way)
+        for (phase = 0; phase < 2; ++phase) {
+            if (got->sent[way][phase] == plan->sent[way][phase]) continue;
+            bad = cli_fail("%s: rank %d: %lld bytes %s %s, the plan says %lld", m->name, r,
+                           (long long)got->sent[way][phase], ways[way], phase == 0 ? "forward" : "backward",
+                           (long long)plan->sent[way][phase]);
+        }
+    return bad;
+}
+
+/* NaN is not. */
+static int sound(const method *m, double limit)
+{
+    return m->err_out <= limit && m->err_dx <= limit && m->err_dw <= limit &&
+           (!m->o->sinks || m->err_dsinks <= limit);
 }
 
 /* What the library promises, held against what was measured. */
 static int check_promises(const compare *c)
 {
     double limit = error_limit(c);
-    int i, phase, bad = 0;
+    int i, r, bad = 0;
     for (i = 0; i < c->o.methods_n; ++i) {
         const method *m = &c->methods[i];
-        for (phase = 0; phase < UPIPE_PHASES; ++phase) {
-            if (m->peak[phase] == m->bytes.phase[phase]) continue;
-            cli_fail("%s: %s held %zu bytes, the plan says %zu", m->name, upipe_phase_name(phase),
-                     m->peak[phase], m->bytes.phase[phase]);
-            bad = 1;
-        }
-        for (phase = 0; phase < 2; ++phase) {
-            long long plan = (long long)upipe_plan_sent(&m->plan, phase);
-            if (m->sent[phase] == plan) continue;
-            cli_fail("%s: %lld bytes were sent %s, the plan says %lld", m->name, (long long)m->sent[phase],
-                     phase == 0 ? "forward" : "backward", plan);
-            bad = 1;
-        }
-        if (c->o.check == CHECK_ON && !(m->err_out <= limit && m->err_dx <= limit && m->err_dw <= limit)) {
-            cli_fail("%s: relative errors %.2e %.2e %.2e of out, dx, dw; at most %.1e is sound", m->name,
-                     m->err_out, m->err_dx, m->err_dw, limit);
-            bad = 1;
-        }
-        if (bits_differ(c, m)) {
-            cli_fail("%s: out, dx or dw has other bits than %s gives, which f32 rules out", m->name,
-                     c->methods[0].name);
-            bad = 1;
-        }
+        for (r = 0; r < c->o.ranks; ++r)
+            if (check_rank(m, r) != 0) bad = -1;
+        if (c->o.check == CHECK_ON && !sound(m, limit))
+            bad = cli_fail(
+                "%s: relative errors %.2e %.2e %.2e %.2e of out, dx, dw, dsinks; at most %.1e is sound",
+                m->name, m->err_out, m->err_dx, m->err_dw, m->err_dsinks, limit);
+        if (bits_differ(c, m))
+            bad = cli_fail("%s: out, dx or dw has other bits than %s gives, which f32 rules out", m->name,
+                           c->methods[0].name);
     }
-    return bad ? -1 : 0;
+    return bad;
 }
 
 static int run(compare *c)
@@ -291,8 +345,8 @@ static int run(compare *c)
     int i, status;
     for (i = 0; i < c->o.methods_n; ++i) {
         method *m = &c->methods[i];
-        m->which = c->o.methods[i];
-        m->name = method_names[m->which];
+        m->kind = &method_kinds[c->o.methods[i]];
+        m->name = m->kind->name;
         m->o = &c->o;
         m->ops = &c->ops;
         if (method_plan(m) != 0) return -1;
@@ -337,6 +391,7 @@ int main(int argc, char **argv)
     status = run(c) == 0 ? 0 : EXIT_RUN;
     files_abandon(&c->all);
     for (i = 0; i < c->o.methods_n; ++i) method_free(&c->methods[i]);
+    options_free(&c->o);
     inputs_free(&c->in);
     oracle_free(&c->ref);
     free(c);

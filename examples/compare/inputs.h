@@ -5,11 +5,12 @@
  *     inputs_make(&in, &options, &ops);       likewise           inputs_free(&in);
  *
  *     x     [R][D]      row of an embedding table [256][D] for each byte of the text, root mean square 1
- *     w[3]  [H*d][D], [Hkv*d][D], [Hkv*d][D]    normal, variance 1/D
- *     dout  [R][H*d]    normal, variance 1              R = batch * tokens
+ *     w[3]  [H*d][D], [Hkv*d][D], [Hkv*dv][D]    normal, variance 1/D
+ *     dout  [R][H*dv]   normal, variance 1               R = batch * tokens
+ *     sinks [H]         normal, variance 1; NULL without --sinks
  *
- * All are f32 rounded to the storage type, so that every method and every reference starts from equal
- * numbers.
+ * All are f32 rounded to the storage type, but for the sinks, so that every method and every reference starts
+ * from equal numbers.
  */
 #ifndef COMPARE_INPUTS_H
 #define COMPARE_INPUTS_H
@@ -22,39 +23,13 @@
 #include <sys/stat.h>
 
 #include "options.h"
+#include "random.h"
 
 typedef struct inputs {
-    float *x, *w[3], *dout;
+    float *x, *w[3], *dout, *sinks;
     void *stored[3]; /* the weights in the storage type; w itself where that is f32 */
-    int64_t rows, dim, width[3];
+    int64_t rows, dim, width[3], out_width;
 } inputs;
-
-/* splitmix64 and Box-Muller */
-typedef struct random_state {
-    uint64_t state;
-    double spare;
-    int has_spare;
-} random_state;
-
-static double random_uniform(random_state *r) /* above 0, at most 1 */
-{
-    uint64_t z = (r->state += 0x9e3779b97f4a7c15u);
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    z ^= z >> 31;
-    return ((double)(z >> 11) + 1) * 0x1p-53;
-}
-
-static double random_normal(random_state *r)
-{
-    double radius, angle;
-    r->has_spare = !r->has_spare;
-    if (!r->has_spare) return r->spare;
-    radius = sqrt(-2 * log(random_uniform(r)));
-    angle = 6.283185307179586 * random_uniform(r);
-    r->spare = radius * sin(angle);
-    return radius * cos(angle);
-}
 
 /* Opens the text if it is long enough; NULL with the sentence out. */
 static FILE *inputs_open(const options *o)
@@ -145,6 +120,7 @@ static void inputs_free(inputs *in)
     int which;
     free(in->x);
     free(in->dout);
+    free(in->sinks);
     for (which = 0; which < 3; ++which) {
         if (in->stored[which] != in->w[which]) free(in->stored[which]);
         free(in->w[which]);
@@ -184,7 +160,7 @@ static int inputs_fill(inputs *in, const options *o, const upipe_ops *ops, const
     memset(&r, 0, sizeof r);
     r.state = o->seed;
     in->x = inputs_room(in->rows, in->dim);
-    in->dout = inputs_room(in->rows, in->width[0]);
+    in->dout = inputs_room(in->rows, in->out_width);
     bad =
         table == NULL || in->x == NULL || in->dout == NULL || inputs_embed(in, ops, o, table, text, &r) != 0;
     free(table);
@@ -195,8 +171,13 @@ static int inputs_fill(inputs *in, const options *o, const upipe_ops *ops, const
         bad = inputs_round(ops, o, w, in->width[which], in->dim, &in->stored[which]) != 0;
     }
     if (bad) return -1;
-    inputs_normal(&r, in->dout, in->rows * in->width[0], 1);
-    return inputs_round(ops, o, in->dout, in->rows, in->width[0], NULL);
+    inputs_normal(&r, in->dout, in->rows * in->out_width, 1);
+    if (inputs_round(ops, o, in->dout, in->rows, in->out_width, NULL) != 0) return -1;
+    if (!o->sinks) return 0;
+    in->sinks = inputs_room(1, o->heads);
+    if (in->sinks == NULL) return -1;
+    inputs_normal(&r, in->sinks, o->heads, 1);
+    return 0;
 }
 
 static int inputs_make(inputs *in, const options *o, const upipe_ops *ops)
@@ -207,7 +188,9 @@ static int inputs_make(inputs *in, const options *o, const upipe_ops *ops)
     in->rows = o->batch * o->tokens;
     in->dim = o->model_dim;
     in->width[0] = (int64_t)o->heads * o->head_dim;
-    in->width[1] = in->width[2] = (int64_t)o->kv_heads * o->head_dim;
+    in->width[1] = (int64_t)o->kv_heads * o->head_dim;
+    in->width[2] = (int64_t)o->kv_heads * o->v_dim;
+    in->out_width = (int64_t)o->heads * o->v_dim;
     text = inputs_text(o);
     if (text == NULL) return -1;
     status = inputs_fill(in, o, ops, text);

@@ -1,115 +1,180 @@
 /* method.h -- one method: planned, run dry, run on thread ranks, measured
  *
- *     method m = {...which, name, o, ops...};
+ *     method m = {...kind, name, o, ops...};
  *     method_plan(&m);              0, or -1 with the sentence out
  *     method_dry(&m);               likewise
  *     method_run(&m, &inputs);      likewise
  *     method_free(&m);
  *
- * Each rank has a slab of its own, of exactly the size that the dry run found (or what the sum of the
- * weights' gradients needs afterwards, if that is more); its pages are touched before the clock runs.
+ * Each rank has a plan of its own, and a slab of exactly the size that its dry run found (or what the sum of
+ * the weights' gradients needs afterwards, if that is more); its pages are touched before the clock runs.
  */
 #ifndef COMPARE_METHOD_H
 #define COMPARE_METHOD_H
 
-#include "upipe/net/upipe_net_threads.h"
-#include "upipe/upipe.h"
+#include "passes.h"
 
-#include "inputs.h"
+/* ---- before anything runs ---- */
 
-/* What one rank measured, and its memory. */
-typedef struct method_rank {
-    upipe_mem mem;
-    upipe_err err;
-    upipe_block *blocks;
-    upipe_mem_event *events;
-    int64_t events_n; /* of the block; the sum of the weights' gradients comes after */
-    device d;
-    void *slab;
-    float *grads[3]; /* of wq wk wv: the sums over ranks */
-    void *sums[3];   /* where they are formed: on the device */
-    float *host;     /* [rows][max(D, H*d)]; reached by the device too */
-    size_t peak[UPIPE_PHASES], intermediate;
-    int64_t sent[2];   /* forward, backward */
-    double seconds[2]; /* forward, backward */
-} method_rank;
-
-typedef struct method {
-    int which;
-    const char *name;
-    const options *o;
-    const inputs *in;
-    const upipe_ops *ops;
-    upipe_plan plan;
-    upipe_bytes bytes; /* the plan's */
-    upipe_layer layer;
-    upipe_threads team;
-    method_rank *ranks;
-    void *weights[3]; /* on the device */
-    float *out, *dx;  /* [R][H*d], [R][D], natural order; gradients of the weights are rank 0's */
-    size_t slab_bytes, pool_bytes;
-    int blocks_max; /* live blocks at most */
-    int64_t events_max;
-    /* the largest over ranks */
-    size_t peak[UPIPE_PHASES], intermediate;
-    int64_t sent[2];
-    double seconds[2];
-    /* against the reference and the first method; errors are NaN where nothing was checked */
-    double err_out, err_dx, err_dw;
-    int same_out, same_dx, same_dw;
-} method;
-
-static int method_fail(const method *m, const char *part, upipe_status s, const char *text)
+/* The plan of one rank of the world. */
+static upipe_plan_desc method_desc(const method *m, int rank)
 {
-    return cli_fail("%s: %s%s: %s", m->name, part, upipe_status_name(s), text);
-}
-
-/* The plan and its bytes in closed form. */
-static int method_plan(method *m)
-{
+    const method_kind *k = m->kind;
     const options *o = m->o;
-    upipe_plan_scratch scratch;
+    const int team = method_team(k, o->ranks, o->ring);
     upipe_plan_desc d;
-    upipe_err err;
-    upipe_status s;
     memset(&d, 0, sizeof d);
     d.tokens = o->tokens;
     d.batch = o->batch;
     d.model_dim = o->model_dim;
-    d.ranks = o->ranks;
+    d.ranks = team;
+    d.rank = rank % team;
+    d.ring = o->ranks / team;
+    d.ring_rank = rank / team;
+    d.ring_inner = k->inner ? o->inner : 0;
+    d.layout = k->layout;
+    if (d.ring > 1) d.ring_mode = k->mode == UPIPE_RING_AUTO ? o->ring_mode : k->mode;
     d.heads = o->heads;
     d.kv_heads = o->kv_heads;
     d.head_dim = o->head_dim;
-    d.chunk = m->which == METHOD_ULYSSES ? o->heads : o->chunk;
-    d.naive = m->which == METHOD_NAIVE;
+    d.v_dim = o->v_dim;
+    d.chunk = k->chunk == CHUNK_HEADS ? o->heads : k->chunk == CHUNK_FLAG ? o->chunk : o->heads / o->kv_heads;
+    d.naive = k->naive;
     d.dtype = o->dtype;
-    s = upipe_plan_init(&m->plan, &d, &err);
-    if (s != UPIPE_OK) return method_fail(m, "", s, err.text);
-    m->layer.plan = &m->plan;
-    m->layer.rope_theta = o->rope ? rope_theta : 0;
-    m->layer.full = o->full;
-    scratch = upipe_layer_scratch(m->ops, &m->layer, 1);
-    m->bytes = upipe_plan_bytes(&m->plan, &scratch);
-    return 0;
+    return d;
 }
 
-/* The slab that the real sequence of takes needs, and the length of its trace. */
+static void method_most(method_bytes *most, const method_bytes *b)
+{
+    int i, j;
+    for (i = 0; i < UPIPE_PHASES; ++i) most->phase[i] = upi_most(most->phase[i], b->phase[i]);
+    most->intermediate = upi_most(most->intermediate, b->intermediate);
+    most->host = upi_most(most->host, b->host);
+    for (i = 0; i < SENT_WAYS; ++i)
+        for (j = 0; j < 2; ++j)
+            if (b->sent[i][j] > most->sent[i][j]) most->sent[i][j] = b->sent[i][j];
+}
+
+static void method_weights(method_rank *rank, const void *wq, const void *wk, const void *wv,
+                           const void *sinks)
+{
+    rank->layer.wq = wq;
+    rank->layer.wk = wk;
+    rank->layer.wv = wv;
+    rank->layer.sinks = (const float *)sinks;
+    rank->fpdt.layer = rank->layer;
+}
+
+static upipe_layer method_layer(const options *o, const upipe_plan *p)
+{
+    static const float sink = 0; /* that there are some is all that a plan asks */
+    upipe_layer l;
+    memset(&l, 0, sizeof l);
+    l.plan = p;
+    l.rope_theta = o->rope ? rope_theta : 0;
+    l.full = o->full;
+    l.window = o->window;
+    l.docs = o->docs;
+    l.docs_n = o->docs_n;
+    l.softcap = (float)o->softcap;
+    l.sinks = o->sinks ? &sink : NULL;
+    return l;
+}
+
+/* After the plan: the block in segments, and its bytes. */
+static upipe_status method_plan_segments(const method *m, method_rank *rank, upipe_bytes *bytes, upipe_err *e)
+{
+    const options *o = m->o;
+    int i;
+    rank->fpdt.layer = rank->layer;
+    rank->fpdt.host = &rank->second;
+    rank->fpdt.desc = rank->plan.desc;
+    rank->fpdt.segments = o->segments;
+    UPIPE_TRY(upipe_fpdt_bytes(&rank->fpdt, m->ops, bytes, &rank->planned.host, e));
+    for (i = 0, rank->rows = 0; i < o->segments; ++i)
+        rank->rows += upipe_fpdt_shard(&rank->fpdt, i).n * o->batch;
+    return UPIPE_OK;
+}
+
+static upipe_status method_plan_rank(const method *m, method_rank *rank, int r, upipe_err *e)
+{
+    upipe_plan_desc d = method_desc(m, r);
+    upipe_plan_scratch scratch;
+    upipe_bytes bytes;
+    int pass;
+    UPIPE_TRY(upipe_plan_init(&rank->plan, &d, e));
+    rank->rows = rank->plan.rows;
+    rank->layer = method_layer(m->o, &rank->plan);
+    scratch = upipe_layer_scratch(m->ops, &rank->layer, 1);
+    bytes = upipe_plan_bytes(&rank->plan, &scratch);
+    for (pass = 0; pass < 2; ++pass) {
+        rank->planned.sent[SENT_TEAM][pass] = upipe_plan_sent(&rank->plan, pass);
+        rank->planned.sent[SENT_RING][pass] = upipe_plan_sent_ring(&rank->plan, pass);
+    }
+    if (m->kind->segmented) UPIPE_TRY(method_plan_segments(m, rank, &bytes, e));
+    memcpy(rank->planned.phase, bytes.phase, sizeof bytes.phase);
+    rank->planned.intermediate = bytes.intermediate_fwd;
+    return UPIPE_OK;
+}
+
+/* The plans, and their bytes in closed form. */
+static int method_plan(method *m)
+{
+    upipe_status s = UPIPE_OK;
+    upipe_err err;
+    int r;
+    m->ranks = (method_rank *)calloc((size_t)m->o->ranks, sizeof *m->ranks);
+    if (m->ranks == NULL) return method_fail(m, "", UPIPE_ERR_MEMORY, "no room for the plans of the ranks");
+    for (r = 0; r < m->o->ranks && s == UPIPE_OK; ++r) s = method_plan_rank(m, &m->ranks[r], r, &err);
+    return s == UPIPE_OK ? 0 : method_fail(m, "", s, err.text);
+}
+
+/* What a rank sends, and moves to the host and back, in segments: the dry run says it. */
+static upipe_status method_dry_segments(method_rank *rank, upipe_dry *dry)
+{
+    upipe_fpdt f = rank->fpdt;
+    upipe_fpdt_saved saved;
+    upipe_grads grads;
+    float *const none = (float *)dry->mem.slab; /* never touched */
+    memset(&grads, 0, sizeof grads);
+    grads.wq = grads.wk = grads.wv = none;
+    grads.sinks = f.layer.sinks != NULL ? none : NULL;
+    f.host = &dry->host;
+    UPIPE_TRY(upipe_fpdt_fwd(&dry->ctx, &f, &saved, none));
+    rank->planned.sent[SENT_TEAM][0] = dry->team.sent_bytes;
+    rank->planned.sent[SENT_HOST][0] = saved.moved;
+    UPIPE_TRY(upipe_fpdt_bwd(&dry->ctx, &f, none, &grads, &saved, none, none));
+    rank->planned.sent[SENT_TEAM][1] = dry->team.sent_bytes - rank->planned.sent[SENT_TEAM][0];
+    rank->planned.sent[SENT_HOST][1] = saved.moved - rank->planned.sent[SENT_HOST][0];
+    UPIPE_TRY(upipe_fpdt_free(&f, &saved, &dry->ctx.err));
+    rank->second_bytes = upi_mem_span(dry->host.need);
+    return UPIPE_OK;
+}
+
+/* The slab that the real sequence of takes needs on each rank, and the length of its trace. */
 static int method_dry(method *m)
 {
     size_t sum = (size_t)m->o->ranks * UPIPE_SUM_PIECE * 4 + UPIPE_MEM_ALIGN;
     upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
     upipe_mem_event none;
-    upipe_status s;
+    upipe_status s = UPIPE_OK;
+    int r;
     if (dry == NULL) return method_fail(m, "", UPIPE_ERR_MEMORY, "no room for the dry run");
-    m->layer.wq = m->layer.wk = m->layer.wv = &none; /* must be there, and is not read */
-    s = upipe_dry_init(dry, &m->plan, m->ops);
-    dry->mem.events = &none; /* room for none: all are counted as lost */
-    if (s == UPIPE_OK) s = upipe_dry_layer(dry, &m->layer, 1);
-    if (s != UPIPE_OK) method_fail(m, "", s, dry->ctx.err.text);
-    m->slab_bytes = dry->mem.need;
-    m->blocks_max = dry->mem.blocks_peak;
-    m->pool_bytes = m->slab_bytes > sum ? m->slab_bytes : sum;
-    m->events_max = dry->mem.events_lost + 64;
+    for (r = 0; r < m->o->ranks && s == UPIPE_OK; ++r) {
+        method_rank *rank = &m->ranks[r];
+        method_weights(rank, &none, &none, &none, rank->layer.sinks); /* must be there, and are not read */
+        s = upipe_dry_init(dry, &rank->plan, m->ops);
+        dry->mem.events = &none; /* room for none: all are counted as lost */
+        if (s == UPIPE_OK)
+            s = m->kind->segmented ? method_dry_segments(rank, dry) : upipe_dry_layer(dry, &rank->layer, 1);
+        if (s != UPIPE_OK) method_fail(m, "", s, dry->ctx.err.text);
+        rank->slab_bytes = dry->mem.need;
+        rank->blocks_max = dry->mem.blocks_peak;
+        rank->pool_bytes = upi_most(rank->slab_bytes, sum);
+        rank->events_max = dry->mem.events_lost + 64;
+        m->slab_bytes = upi_most(m->slab_bytes, rank->slab_bytes);
+        method_most(&m->planned, &rank->planned);
+    }
     free(dry);
     return s == UPIPE_OK ? 0 : -1;
 }
@@ -118,19 +183,29 @@ static int method_dry(method *m)
  * floating-point numbers, so that nothing overflows. */
 static double method_run_bytes(const method *m)
 {
-    const upipe_plan_desc *d = &m->plan.desc;
-    double dim = (double)d->model_dim, wide = (double)d->heads * d->head_dim;
-    double host = (double)d->tokens * (double)d->batch * (dim > wide ? dim : wide) * 4;
-    return host + (double)m->bytes.peak * d->ranks;
+    const upipe_plan_desc *d = &method_plan_of(m)->desc;
+    double dim = (double)d->model_dim, wide = (double)d->heads * d->v_dim;
+    double rows = (double)d->tokens * (double)d->batch;
+    double bytes = rows * (dim > wide ? dim : wide) * 4;
+    int r, i;
+    if (m->kind->segmented) bytes += rows * (dim + wide) * (double)upipe_dtype_bytes(d->dtype);
+    for (r = 0; r < m->o->ranks; ++r) {
+        size_t peak = 0;
+        for (i = 0; i < UPIPE_PHASES; ++i) peak = upi_most(peak, m->ranks[r].planned.phase[i]);
+        bytes += (double)peak + (double)m->ranks[r].planned.host;
+    }
+    return bytes;
 }
 
 static double method_kept_bytes(const method *m)
 {
-    const upipe_plan_desc *d = &m->plan.desc;
-    double dim = (double)d->model_dim, wide = (double)d->heads * d->head_dim;
-    double weights = (wide + 2.0 * d->kv_heads * d->head_dim) * dim;
-    return (double)d->tokens * (double)d->batch * (dim + wide) * 4 + weights * 4 * d->ranks;
+    const upipe_plan_desc *d = &method_plan_of(m)->desc;
+    double dim = (double)d->model_dim, wide = (double)d->heads * d->v_dim;
+    double weights = ((double)d->heads * d->head_dim + (double)d->kv_heads * (d->head_dim + d->v_dim)) * dim;
+    return (double)d->tokens * (double)d->batch * (dim + wide) * 4 + weights * 4 * m->o->ranks;
 }
+
+/* ---- memory ---- */
 
 /* Gives back what only the run needs; results and traces stay. */
 static upipe_status method_release(method *m, upipe_err *e)
@@ -139,11 +214,13 @@ static upipe_status method_release(method *m, upipe_err *e)
     int r, j;
     for (r = 0; m->ranks != NULL && r < m->o->ranks; ++r) {
         method_rank *rank = &m->ranks[r];
-        for (j = 0; j < 3; ++j) {
+        for (j = 0; j < METHOD_GRADS; ++j) {
             device_resident_free(m->o->device, rank->sums[j], rank->grads[j]);
             rank->sums[j] = NULL;
         }
         device_slab_free(&rank->d, rank->slab);
+        device_host_slab_free(&rank->d, rank->second_slab);
+        rank->second_slab = NULL;
         closed = device_close(&rank->d, s == UPIPE_OK ? e : NULL);
         if (s == UPIPE_OK) s = closed;
         rank->slab = NULL;
@@ -156,6 +233,8 @@ static upipe_status method_release(method *m, upipe_err *e)
         if (m->in != NULL) device_resident_free(m->o->device, m->weights[j], m->in->stored[j]);
         m->weights[j] = NULL;
     }
+    if (m->in != NULL) device_resident_free(m->o->device, m->sinks, m->in->sinks);
+    m->sinks = NULL;
     return s;
 }
 
@@ -165,7 +244,7 @@ static void method_free(method *m)
     method_release(m, NULL);
     for (r = 0; m->ranks != NULL && r < m->o->ranks; ++r) {
         free(m->ranks[r].events);
-        for (j = 0; j < 3; ++j) free(m->ranks[r].grads[j]);
+        for (j = 0; j < METHOD_GRADS; ++j) free(m->ranks[r].grads[j]);
     }
     free(m->ranks);
     free(m->out);
@@ -174,33 +253,28 @@ static void method_free(method *m)
     m->out = m->dx = NULL;
 }
 
-/* Zeros that the device reaches too. */
-static upipe_status method_room(const method *m, float **out, int64_t rows, int64_t cols, upipe_err *e)
-{
-    void *room = NULL;
-    UPIPE_TRY(device_shared(m->o->device, &room, (size_t)(rows * cols) * sizeof(float), e));
-    *out = (float *)room;
-    return UPIPE_OK;
-}
-
 /* A rank's tables, and where its results go. */
 static upipe_status method_allocate_rank(method *m, method_rank *rank, upipe_err *e)
 {
     const inputs *in = m->in;
-    int64_t widest = in->dim > in->width[0] ? in->dim : in->width[0];
+    int64_t widest = in->dim > in->out_width ? in->dim : in->out_width;
+    void *host = NULL;
     int j;
-    rank->blocks = (upipe_block *)calloc((size_t)m->blocks_max, sizeof *rank->blocks);
-    rank->events = (upipe_mem_event *)calloc((size_t)m->events_max, sizeof *rank->events);
+    method_weights(rank, m->weights[0], m->weights[1], m->weights[2], m->sinks);
+    rank->blocks = (upipe_block *)calloc((size_t)rank->blocks_max, sizeof *rank->blocks);
+    rank->events = (upipe_mem_event *)calloc((size_t)rank->events_max, sizeof *rank->events);
     if (rank->blocks == NULL || rank->events == NULL)
         return upi_fail(e, UPIPE_ERR_MEMORY, "no room for a pool's tables");
-    UPIPE_TRY(method_room(m, &rank->host, m->plan.rows, widest, e));
-    for (j = 0; j < 3; ++j) {
-        size_t bytes = (size_t)(in->width[j] * in->dim) * sizeof(float);
-        rank->grads[j] = inputs_room(in->width[j], in->dim);
+    UPIPE_TRY(device_shared(m->o->device, &host, (size_t)(rank->rows * widest) * sizeof(float), e));
+    rank->host = (float *)host;
+    for (j = 0; j < METHOD_GRADS; ++j) {
+        int64_t n = method_grad_size(m, j);
+        if (n == 0) continue;
+        rank->grads[j] = inputs_room(1, n);
         if (rank->grads[j] == NULL)
-            return upi_fail(e, UPIPE_ERR_MEMORY, "no room for %zu bytes of gradients", bytes);
+            return upi_fail(e, UPIPE_ERR_MEMORY, "no room for %lld elements of gradients", (long long)n);
         /* on the CPU they are formed in place */
-        UPIPE_TRY(device_resident(m->o->device, &rank->sums[j], bytes,
+        UPIPE_TRY(device_resident(m->o->device, &rank->sums[j], (size_t)n * sizeof(float),
                                   m->o->device == DEVICE_CPU ? rank->grads[j] : NULL, e));
     }
     return UPIPE_OK;
@@ -214,83 +288,30 @@ static upipe_status method_allocate(method *m, upipe_err *e)
         UPIPE_TRY(device_resident(m->o->device, &m->weights[j],
                                   (size_t)(in->width[j] * in->dim) * upipe_dtype_bytes(m->o->dtype),
                                   in->stored[j], e));
-    m->layer.wq = m->weights[0];
-    m->layer.wk = m->weights[1];
-    m->layer.wv = m->weights[2];
-    m->out = inputs_room(in->rows, in->width[0]);
+    if (in->sinks != NULL)
+        UPIPE_TRY(
+            device_resident(m->o->device, &m->sinks, (size_t)m->o->heads * sizeof(float), in->sinks, e));
+    m->out = inputs_room(in->rows, in->out_width);
     m->dx = inputs_room(in->rows, in->dim);
-    m->ranks = (method_rank *)calloc((size_t)m->o->ranks, sizeof *m->ranks);
-    if (m->out == NULL || m->dx == NULL || m->ranks == NULL)
-        return upi_fail(e, UPIPE_ERR_MEMORY, "no room for the results of %d ranks", m->o->ranks);
+    if (m->out == NULL || m->dx == NULL)
+        return upi_fail(e, UPIPE_ERR_MEMORY, "no room for the results of %lld rows", (long long)in->rows);
     for (r = 0; r < m->o->ranks; ++r) UPIPE_TRY(method_allocate_rank(m, &m->ranks[r], e));
     return UPIPE_OK;
 }
 
-/* A rank's tokens, [batch][T][width], from or into the natural order [batch][S][width]. */
-static void method_rows(const method *m, int rank, float *natural, float *mine, int64_t width, int out)
+/* ---- a rank's run ---- */
+
+/* Sums the gradients of the weights over all ranks. */
+static upipe_status method_sum(method *m, upipe_ctx *c, method_rank *rank, int r)
 {
-    const upipe_plan *p = &m->plan;
-    int64_t b, n = p->local * width;
-    for (b = 0; b < p->desc.batch; ++b) {
-        float *at = natural + (b * p->desc.tokens + rank * p->local) * width;
-        memcpy(out ? at : mine + b * n, out ? mine + b * n : at, (size_t)n * sizeof *at);
+    int j;
+    c->team = grid_world(&m->net, r);
+    for (j = 0; j < METHOD_GRADS; ++j) {
+        int64_t n = method_grad_size(m, j);
+        UPIPE_TRY(upipe_a2a_sum(c, (float *)rank->sums[j], n));
+        if (rank->sums[j] != rank->grads[j])
+            UPIPE_TRY(c->ops->copy(c, rank->grads[j], rank->sums[j], (size_t)n * sizeof(float)));
     }
-}
-
-static upipe_status method_block(method *m, upipe_ctx *c, method_rank *rank, int r)
-{
-    static const char *const intermediate[] = {"k", "v", "kv_send", "q_send"};
-    const upipe_plan *p = &m->plan;
-    const inputs *in = m->in;
-    upipe_view tokens = upipe_view_packed(rank->host, UPIPE_F32, p->rows, 1, (int32_t)in->dim);
-    upipe_view heads = upipe_view_packed(rank->host, UPIPE_F32, p->rows, 1, (int32_t)in->width[0]);
-    upipe_saved saved;
-    upipe_slots gout;
-    upipe_grads grads;
-    upipe_view x;
-    void *data;
-    double start;
-    int64_t sent;
-    memset(&grads, 0, sizeof grads);
-    grads.wq = (float *)rank->sums[0];
-    grads.wk = (float *)rank->sums[1];
-    grads.wv = (float *)rank->sums[2];
-
-    UPIPE_TRY(upipe_mem_take(c->mem, &data, upipe_plan_unit_bytes(p), "x", &c->err));
-    x = upipe_view_packed(data, p->desc.dtype, p->rows, 1, (int32_t)in->dim);
-    method_rows(m, r, in->x, rank->host, in->dim, 0);
-    UPIPE_TRY(c->ops->cast(c, x, tokens));
-    UPIPE_TRY(c->ops->sync(c));
-
-    UPIPE_TRY(upipe_comm_barrier(c, c->team));
-    start = cli_clock(NULL);
-    sent = c->team->sent_bytes;
-    UPIPE_TRY(upipe_layer_fwd(c, &m->layer, &saved, x));
-    UPIPE_TRY(c->ops->sync(c));
-    rank->seconds[0] = cli_clock(NULL) - start;
-    rank->sent[0] = c->team->sent_bytes - sent;
-    rank->intermediate = upipe_mem_largest(c->mem, intermediate, 4);
-    UPIPE_TRY(upipe_layer_gather(c, &m->layer, heads, &saved.out));
-    UPIPE_TRY(c->ops->sync(c));
-    method_rows(m, r, m->out, rank->host, in->width[0], 1);
-
-    UPIPE_TRY(upipe_layer_slots_take(c, &m->layer, &gout, UPIPE_SLOT_FULL, "gout"));
-    method_rows(m, r, in->dout, rank->host, in->width[0], 0);
-    UPIPE_TRY(upipe_layer_scatter(c, &m->layer, &gout, heads));
-    UPIPE_TRY(c->ops->sync(c));
-
-    UPIPE_TRY(upipe_comm_barrier(c, c->team));
-    start = cli_clock(NULL);
-    sent = c->team->sent_bytes;
-    UPIPE_TRY(upipe_layer_bwd(c, &m->layer, x, &grads, &saved, &gout, x));
-    UPIPE_TRY(c->ops->sync(c));
-    rank->seconds[1] = cli_clock(NULL) - start;
-    rank->sent[1] = c->team->sent_bytes - sent;
-    UPIPE_TRY(c->ops->cast(c, tokens, x));
-    UPIPE_TRY(c->ops->sync(c));
-    method_rows(m, r, m->dx, rank->host, in->dim, 1);
-    UPIPE_TRY(upipe_mem_give(c->mem, gout.data, &c->err));
-    UPIPE_TRY(upipe_mem_give(c->mem, x.data, &c->err));
     return UPIPE_OK;
 }
 
@@ -298,29 +319,37 @@ static upipe_status method_rank_run(method *m, upipe_ctx *c, method_rank *rank, 
 {
     upipe_status s;
     int j;
-    upipe_mem_init(&rank->mem, rank->slab, m->pool_bytes, rank->blocks, m->blocks_max);
+    upipe_mem_init(&rank->mem, rank->slab, rank->pool_bytes, rank->blocks, rank->blocks_max);
     rank->mem.events = rank->events;
-    rank->mem.events_max = m->events_max;
+    rank->mem.events_max = rank->events_max;
     rank->mem.clock = cli_clock;
     c->mem = &rank->mem;
-    s = method_block(m, c, rank, r);
-    for (j = 0; j < UPIPE_PHASES; ++j) rank->peak[j] = rank->mem.phase_peak[j];
+    s = m->kind->segmented ? method_segments(m, c, rank, r) : method_block(m, c, rank, r);
+    if (s != UPIPE_OK) upipe_mem_free(&rank->second, NULL);
+    for (j = 0; j < UPIPE_PHASES; ++j) rank->measured.phase[j] = rank->mem.phase_peak[j];
     rank->events_n = rank->mem.events_n;
     if (s == UPIPE_OK && rank->mem.events_lost > 0) {
         s = UPIPE_ERR_MEMORY;
         snprintf(c->err.text, sizeof c->err.text, "the pool's trace had no room for %lld events",
                  (long long)rank->mem.events_lost);
     }
-    for (j = 0; j < 3 && s == UPIPE_OK; ++j)
-        s = upipe_a2a_sum(c, (float *)rank->sums[j], m->in->width[j] * m->in->dim);
-    for (j = 0; j < 3 && s == UPIPE_OK && rank->sums[j] != rank->grads[j]; ++j)
-        s = c->ops->copy(c, rank->grads[j], rank->sums[j],
-                         (size_t)(m->in->width[j] * m->in->dim) * sizeof(float));
+    if (s == UPIPE_OK) s = method_sum(m, c, rank, r);
     if (s == UPIPE_OK)
         s = upipe_mem_free(&rank->mem, &c->err);
     else
         upipe_mem_free(&rank->mem, NULL);
     return s;
+}
+
+/* The host's memory of a rank in segments: the second pool, x and gout. */
+static upipe_status method_second_slab(method_rank *rank, upipe_ctx *c)
+{
+    size_t bytes = rank->second_bytes + method_x_bytes(rank) + upipe_fpdt_out_bytes(&rank->fpdt, c->ops);
+    void *slab = NULL;
+    UPIPE_TRY(device_host_slab(&rank->d, &slab, bytes, &c->err));
+    memset(slab, 0xff, bytes);
+    rank->second_slab = (char *)slab;
+    return UPIPE_OK;
 }
 
 /* The slab and the device stay until no rank runs any more: after a failure others may still read there. */
@@ -331,63 +360,49 @@ static upipe_status method_rank_main(void *user, int r)
     upipe_ctx c;
     upipe_status s;
     memset(&c, 0, sizeof c);
-    c.team = upipe_threads_comm(&m->team, r);
+    grid_use(&m->net, r, &c);
     s = device_open(&rank->d, m->o->device, &c.err);
     device_use(&rank->d, &c);
-    if (s == UPIPE_OK) s = device_slab(&rank->d, &rank->slab, m->pool_bytes, &c.err);
+    if (s == UPIPE_OK) s = device_slab(&rank->d, &rank->slab, rank->pool_bytes, &c.err);
+    if (s == UPIPE_OK && m->kind->segmented) s = method_second_slab(rank, &c);
     if (s == UPIPE_OK) s = method_rank_run(m, &c, rank, r);
     rank->err = c.err;
     return s;
 }
 
-static void method_largest(method *m)
-{
-    int r, j;
-    for (r = 0; r < m->o->ranks; ++r) {
-        const method_rank *rank = &m->ranks[r];
-        for (j = 0; j < UPIPE_PHASES; ++j)
-            if (rank->peak[j] > m->peak[j]) m->peak[j] = rank->peak[j];
-        if (rank->intermediate > m->intermediate) m->intermediate = rank->intermediate;
-        for (j = 0; j < 2; ++j) {
-            if (rank->sent[j] > m->sent[j]) m->sent[j] = rank->sent[j];
-            if (rank->seconds[j] > m->seconds[j]) m->seconds[j] = rank->seconds[j];
-        }
-    }
-}
-
-/* After method_plan: memory, threads, the run itself. */
+/* After method_dry: memory, threads, the run itself. */
 static int method_run(method *m, const inputs *in)
 {
+    const upipe_plan_desc *d = &method_plan_of(m)->desc;
     upipe_status *statuses;
     upipe_status s;
     upipe_err err;
     char who[32];
-    int r;
+    int r, pass;
     m->in = in;
     statuses = (upipe_status *)calloc((size_t)m->o->ranks, sizeof *statuses);
     memset(&err, 0, sizeof err);
     s = statuses != NULL ? method_allocate(m, &err)
                          : upi_fail(&err, UPIPE_ERR_MEMORY, "%d ranks", m->o->ranks);
+    if (s == UPIPE_OK) s = grid_init(&m->net, d->ranks, d->ring, m->o->deadline, &err);
     if (s != UPIPE_OK) {
         free(statuses);
         return method_fail(m, "", s, err.text);
     }
-    s = upipe_threads_init(&m->team, m->o->ranks, m->o->deadline, &err);
+    s = grid_run(&m->net, method_rank_main, m, statuses);
+    grid_free(&m->net);
     if (s != UPIPE_OK) {
-        method_fail(m, "", s, err.text);
-    } else {
-        s = upipe_threads_run(&m->team, method_rank_main, m, statuses);
-        upipe_threads_free(&m->team);
-        if (s == UPIPE_OK) {
-            method_largest(m);
-        } else {
-            r = cli_reason(statuses, m->o->ranks, s);
-            snprintf(who, sizeof who, "rank %d: ", r);
-            method_fail(m, who, s, m->ranks[r].err.text);
-        }
+        r = cli_reason(statuses, m->o->ranks, s);
+        snprintf(who, sizeof who, "rank %d: ", r);
+        method_fail(m, who, s, m->ranks[r].err.text);
     }
     free(statuses);
     if (s != UPIPE_OK) return -1;
+    for (r = 0; r < m->o->ranks; ++r) {
+        method_most(&m->measured, &m->ranks[r].measured);
+        for (pass = 0; pass < 2; ++pass)
+            if (m->ranks[r].seconds[pass] > m->seconds[pass]) m->seconds[pass] = m->ranks[r].seconds[pass];
+    }
     s = method_release(m, &err);
     return s == UPIPE_OK ? 0 : method_fail(m, "", s, err.text);
 }

@@ -17,19 +17,23 @@
 
 #include "../common/cli.h"
 #include "../common/device_flag.h"
+#include "methods.h"
+#include "random.h"
 
-enum { METHOD_ULYSSES, METHOD_UPIPE, METHOD_NAIVE, METHODS };
-
-static const char *const method_names[METHODS] = {"ulysses", "upipe", "upipe-naive"};
-
-enum { CHECK_AUTO, CHECK_ON, CHECK_OFF, CHECK_AUTO_TOKENS = 2048 };
+enum { CHECK_AUTO, CHECK_ON, CHECK_OFF, CHECK_AUTO_TOKENS = 2048, DOCS_MAX = 65536 };
 
 typedef struct options {
     int methods[METHODS], methods_n; /* in the order of the command line */
-    int ranks, heads, kv_heads, head_dim, chunk;
-    int64_t model_dim, tokens, batch;
+    int ranks, ring, inner;          /* all ranks; those of a ring beside teams; those of an inner ring */
+    int segments;
+    int heads, kv_heads, head_dim, v_dim, chunk; /* chunk 0: the plan's default */
+    upipe_ring_mode ring_mode;
+    int64_t model_dim, tokens, batch, window;
+    int64_t *docs, docs_n; /* borders of documents, [docs_n + 1]; NULL = none */
+    const char *docs_text;
+    double softcap;
     upipe_dtype dtype;
-    int device, full, rope, check, progress;
+    int device, full, rope, sinks, check, progress;
     uint64_t seed;
     double deadline;                        /* seconds that a rank waits for the others */
     const char *data, *json, *trace, *dump; /* paths; NULL = not wanted */
@@ -41,32 +45,57 @@ static const double rope_theta = 10000;
 static const char usage_text[] =
     "usage: compare [flags]\n"
     "\n"
-    "Runs one attention block, forward and backward, over the tokens (bytes) of a text, with DeepSpeed-Ulysses and\n"
-    "with UPipe, on ranks that are threads of this process; prints what each holds, sends and computes.\n"
+    "Runs one attention block, forward and backward, over the tokens (bytes) of a text, with methods of context\n"
+    "parallelism, on ranks that are threads of this process; prints what each holds, sends and computes.\n"
     "\n"
-    "  --method NAME      ulysses, upipe or upipe-naive (heads in order, K and V sent in every stage); repeatable.\n"
-    "                     Default: ulysses and upipe\n"
-    "  --ranks N          ranks that share the sequence (4)\n"
+    "  --method NAME      one of the methods below; repeatable (ulysses and upipe)\n"
+    "  --ranks N          all ranks, which share the sequence (4)\n"
+    "  --ring R           of them, ranks of a ring of usp and upipe-ring: ranks / R of them trade heads (2)\n"
+    "  --ring-mode MODE   how K and V go round the ring of upipe-ring: shift, gather, or auto, what holds less (auto)\n"
+    "  --inner N          ranks of an inner ring of double-ring (2)\n"
+    "  --segments N       parts of the sequence of fpdt and upipe-fpdt (4)\n"
     "  --heads N          query heads (16)\n"
     "  --kv-heads N       key/value heads (as many as query heads)\n"
     "  --head-dim N       elements of a head: 32 to 256 in steps of 8 (64)\n"
+    "  --v-dim N          elements of a head of V and of the result (head-dim)\n"
     "  --model-dim N      elements of a token (heads * head-dim)\n"
     "  --tokens N         tokens of a sequence, over all ranks (2048)\n"
     "  --batch N          sequences (1)\n"
-    "  --chunk N          query heads of a stage of upipe, over all ranks (ranks)\n"
-    "  --dtype TYPE       storage of activations and weights: f32 or bf16 (f32)\n"
+    "  --chunk N          query heads of a stage of the methods with upipe in their names, over the ranks that trade\n"
+    "                     heads (as many as these ranks)\n"
+    "  --dtype TYPE       storage of activations and weights: f32, bf16 or f16 (f32)\n"
     "  --device NAME      where the ranks compute: cpu, or cuda, a GPU that all of them share (cpu)\n"
     "  --full             every token sees all; otherwise causal\n"
+    "  --window N         a token sees no position further back than the N ones that end with its own\n"
+    "  --docs LIST        packed documents: their lengths, as 100,28,..., together batch * tokens; or one number:\n"
+    "                     so many documents of random lengths. A token sees its own document alone\n"
+    "  --softcap X        scores become X * tanh(score / X)\n"
+    "  --sinks            one more score a head, random, whose value is 0\n"
     "  --rope             rotary position embedding, rotate-half, theta 10000\n"
-    "  --seed N           of the embedding table, the weights and the gradient of the result (1)\n"
+    "  --seed N           of the embedding table, the weights, the gradient of the result and all that is random (1)\n"
     "  --data FILE        the text, at least batch * tokens bytes (the book in examples/data)\n"
     "  --check WHEN       compare with a reference in double precision: on, off, or auto, up to 2048 tokens (auto)\n"
     "  --json FILE        write the numbers\n"
     "  --trace DIR        write what the pools did: DIR/METHOD.json, for Perfetto or chrome://tracing\n"
-    "  --dump DIR         write inputs and results as NumPy files: DIR/METHOD/x.npy wq wk wv out dout dx dwq dwk dwv\n"
+    "  --dump DIR         write inputs and results as NumPy files: DIR/METHOD/x.npy wq wk wv out dout dx dwq dwk dwv,\n"
+    "                     and with --sinks sinks dsinks\n"
     "  --deadline SECONDS how long a rank waits for another one before it gives up (600)\n"
     "  --progress         say on stderr what is being done, terminal or not\n"
     "  --help, --version\n"
+    "\n"
+    "Methods:\n"
+    "  ulysses      DeepSpeed-Ulysses: one all-to-all trades tokens for all heads\n"
+    "  upipe        UPipe: the same in stages of a few heads\n"
+    "  upipe-naive  UPipe with heads in their order: K and V are sent in every stage\n"
+    "  ring         ring attention: K and V go round, contiguous tokens\n"
+    "  zigzag       the same with two parts of the sequence a rank, one from each end: equal work under a causal mask\n"
+    "  stripe       the same with every N-th token\n"
+    "  double-ring  zigzag, with inner rings of --inner ranks\n"
+    "  allgather    zigzag, K and V of one key/value head after the other gathered from all ranks\n"
+    "  usp          ulysses over ranks / R, zigzag rings of R\n"
+    "  upipe-ring   upipe over ranks / R, zigzag rings of R\n"
+    "  fpdt         FPDT: ulysses in segments of the sequence, which wait in the host's memory\n"
+    "  upipe-fpdt   upipe in segments: what lives on the device is a stage of a segment\n"
     "\n"
     "Exit status: 0, 1 for a run that failed or broke a promise (bytes, errors, bits), 2 for wrong usage.\n";
 /* clang-format on */
@@ -74,28 +103,57 @@ static const char usage_text[] =
 static int options_method(options *o, const char *name)
 {
     int m, i;
-    for (m = 0; m < METHODS && strcmp(name, method_names[m]) != 0; ++m) {
+    for (m = 0; m < METHODS && strcmp(name, method_kinds[m].name) != 0; ++m) {
     }
-    if (m == METHODS) return cli_refuse("--method is ulysses, upipe or upipe-naive, not '%s'", name);
+    if (m == METHODS) return cli_refuse("--method %s is no method", name);
     for (i = 0; i < o->methods_n; ++i)
         if (o->methods[i] == m) return cli_refuse("--method %s is given twice", name);
     o->methods[o->methods_n++] = m;
     return 0;
 }
 
+static int options_dtype(const char *flag, const char *text, upipe_dtype *out)
+{
+    static const upipe_dtype all[] = {UPIPE_F32, UPIPE_BF16, UPIPE_F16};
+    size_t i;
+    for (i = 0; i < sizeof all / sizeof *all && strcmp(text, upipe_dtype_name(all[i])) != 0; ++i) {
+    }
+    if (i == sizeof all / sizeof *all) return cli_refuse("--%s is f32, bf16 or f16, not '%s'", flag, text);
+    *out = all[i];
+    return 0;
+}
+
+static int options_ring_mode(const char *flag, const char *text, upipe_ring_mode *out)
+{
+    static const char *const names[] = {"auto", "shift", "gather"}; /* in the order of upipe_ring_mode */
+    int i;
+    for (i = 0; i < 3 && strcmp(text, names[i]) != 0; ++i) {
+    }
+    if (i == 3) return cli_refuse("--%s is auto, shift or gather, not '%s'", flag, text);
+    *out = (upipe_ring_mode)i;
+    return 0;
+}
+
 /* clang-format off */
 enum {
-    FLAG_METHOD, FLAG_RANKS, FLAG_HEADS, FLAG_KV_HEADS, FLAG_HEAD_DIM, FLAG_MODEL_DIM, FLAG_TOKENS, FLAG_BATCH,
-    FLAG_CHUNK, FLAG_DTYPE, FLAG_DEVICE, FLAG_FULL, FLAG_ROPE, FLAG_SEED, FLAG_DATA, FLAG_CHECK, FLAG_JSON, FLAG_TRACE, FLAG_DUMP,
-    FLAG_DEADLINE, FLAG_PROGRESS, FLAG_HELP, FLAG_VERSION, FLAGS
+    FLAG_METHOD, FLAG_RANKS, FLAG_RING, FLAG_RING_MODE, FLAG_INNER, FLAG_SEGMENTS, FLAG_HEADS,
+    FLAG_KV_HEADS, FLAG_HEAD_DIM, FLAG_V_DIM, FLAG_MODEL_DIM, FLAG_TOKENS, FLAG_BATCH, FLAG_CHUNK,
+    FLAG_DTYPE, FLAG_DEVICE, FLAG_FULL, FLAG_WINDOW, FLAG_DOCS, FLAG_SOFTCAP, FLAG_SINKS, FLAG_ROPE,
+    FLAG_SEED, FLAG_DATA, FLAG_CHECK, FLAG_JSON, FLAG_TRACE, FLAG_DUMP, FLAG_DEADLINE, FLAG_PROGRESS,
+    FLAG_HELP, FLAG_VERSION, FLAGS
 };
 
 static const struct option option_list[] = {
     {"method",    required_argument, NULL, FLAG_METHOD},
     {"ranks",     required_argument, NULL, FLAG_RANKS},
+    {"ring",      required_argument, NULL, FLAG_RING},
+    {"ring-mode", required_argument, NULL, FLAG_RING_MODE},
+    {"inner",     required_argument, NULL, FLAG_INNER},
+    {"segments",  required_argument, NULL, FLAG_SEGMENTS},
     {"heads",     required_argument, NULL, FLAG_HEADS},
     {"kv-heads",  required_argument, NULL, FLAG_KV_HEADS},
     {"head-dim",  required_argument, NULL, FLAG_HEAD_DIM},
+    {"v-dim",     required_argument, NULL, FLAG_V_DIM},
     {"model-dim", required_argument, NULL, FLAG_MODEL_DIM},
     {"tokens",    required_argument, NULL, FLAG_TOKENS},
     {"batch",     required_argument, NULL, FLAG_BATCH},
@@ -103,6 +161,10 @@ static const struct option option_list[] = {
     {"dtype",     required_argument, NULL, FLAG_DTYPE},
     {"device",    required_argument, NULL, FLAG_DEVICE},
     {"full",      no_argument,       NULL, FLAG_FULL},
+    {"window",    required_argument, NULL, FLAG_WINDOW},
+    {"docs",      required_argument, NULL, FLAG_DOCS},
+    {"softcap",   required_argument, NULL, FLAG_SOFTCAP},
+    {"sinks",     no_argument,       NULL, FLAG_SINKS},
     {"rope",      no_argument,       NULL, FLAG_ROPE},
     {"seed",      required_argument, NULL, FLAG_SEED},
     {"data",      required_argument, NULL, FLAG_DATA},
@@ -128,12 +190,22 @@ static int options_flag(void *user, int flag, const char *text)
         return options_method(o, text);
     case FLAG_RANKS:
         return cli_int(name, text, UPIPE_THREADS_MAX, &o->ranks);
+    case FLAG_RING:
+        return cli_int(name, text, UPIPE_THREADS_MAX, &o->ring);
+    case FLAG_RING_MODE:
+        return options_ring_mode(name, text, &o->ring_mode);
+    case FLAG_INNER:
+        return cli_int(name, text, UPIPE_THREADS_MAX, &o->inner);
+    case FLAG_SEGMENTS:
+        return cli_int(name, text, INT32_MAX, &o->segments);
     case FLAG_HEADS:
         return cli_int(name, text, INT32_MAX, &o->heads);
     case FLAG_KV_HEADS:
         return cli_int(name, text, INT32_MAX, &o->kv_heads);
     case FLAG_HEAD_DIM:
         return cli_int(name, text, INT32_MAX, &o->head_dim);
+    case FLAG_V_DIM:
+        return cli_int(name, text, INT32_MAX, &o->v_dim);
     case FLAG_CHUNK:
         return cli_int(name, text, INT32_MAX, &o->chunk);
     case FLAG_MODEL_DIM:
@@ -142,12 +214,16 @@ static int options_flag(void *user, int flag, const char *text)
         return cli_number(name, text, 1, INT64_MAX, &o->tokens);
     case FLAG_BATCH:
         return cli_number(name, text, 1, INT64_MAX, &o->batch);
+    case FLAG_WINDOW:
+        return cli_number(name, text, 1, INT64_MAX, &o->window);
+    case FLAG_SOFTCAP:
+        return cli_real(name, text, 1e-3, 1e6, &o->softcap);
     case FLAG_SEED:
         status = cli_number(name, text, 0, INT64_MAX, &n);
         o->seed = (uint64_t)n;
         return status;
     case FLAG_DTYPE:
-        return cli_dtype(name, text, &o->dtype);
+        return options_dtype(name, text, &o->dtype);
     case FLAG_DEVICE:
         return device_flag(name, text, &o->device);
     case FLAG_CHECK:
@@ -157,6 +233,9 @@ static int options_flag(void *user, int flag, const char *text)
         return 0;
     case FLAG_DEADLINE:
         return cli_seconds(name, text, &o->deadline);
+    case FLAG_DOCS:
+        o->docs_text = text;
+        return 0;
     case FLAG_DATA:
         o->data = text;
         return 0;
@@ -172,6 +251,9 @@ static int options_flag(void *user, int flag, const char *text)
     case FLAG_FULL:
         o->full = 1;
         return 0;
+    case FLAG_SINKS:
+        o->sinks = 1;
+        return 0;
     case FLAG_ROPE:
         o->rope = 1;
         return 0;
@@ -185,31 +267,100 @@ static int options_flag(void *user, int flag, const char *text)
     }
 }
 
+static int options_ascending(const void *a, const void *b)
+{
+    int64_t one = *(const int64_t *)a, other = *(const int64_t *)b;
+    return (one > other) - (one < other);
+}
+
+/* The documents' borders: from lengths with commas between them, or of a number of random documents, which
+ * may be empty. Tokens beyond 63 bits are left to the plan to refuse. */
+static int options_docs(options *o)
+{
+    const char *text = o->docs_text, *comma;
+    int64_t total, n = 1, i, length = 0;
+    random_state r = {~o->seed, 0, 0}; /* not the numbers of the inputs */
+    int status;
+    if (text == NULL || !upi_mul(&total, o->batch, o->tokens)) return 0;
+    for (comma = text; (comma = strchr(comma, ',')) != NULL; ++comma) ++n;
+    if (n == 1) {
+        status = cli_number("docs", text, 1, DOCS_MAX, &o->docs_n);
+        if (status != 0) return status;
+    } else {
+        o->docs_n = n;
+    }
+    o->docs = (int64_t *)calloc((size_t)o->docs_n + 1, sizeof *o->docs);
+    if (o->docs == NULL)
+        return cli_fail("out of memory for %lld documents", (long long)o->docs_n), 1 + EXIT_RUN;
+    for (i = 1; n == 1 && i < o->docs_n; ++i) o->docs[i] = (int64_t)(random_uniform(&r) * (double)total);
+    if (n == 1) {
+        o->docs[o->docs_n] = total;
+        qsort(o->docs, (size_t)o->docs_n, sizeof *o->docs, options_ascending);
+        return 0;
+    }
+    for (i = 0; i < n; ++i, text += strcspn(text, ",") + 1) {
+        char one[32];
+        snprintf(one, sizeof one, "%.*s", (int)strcspn(text, ","), text);
+        status = cli_number("docs", one, 0, total - o->docs[i], &length);
+        if (status != 0) return status;
+        o->docs[i + 1] = o->docs[i] + length;
+    }
+    if (o->docs[n] == total) return 0;
+    return cli_refuse("--docs has %lld tokens, the text %lld x %lld", (long long)o->docs[n],
+                      (long long)o->batch, (long long)o->tokens);
+}
+
+/* Flags that no method heeds. */
+static int options_heeded(const options *o, const int *given)
+{
+    int i, chunked = 0, ringed = 0, free_mode = 0, inner = 0, segmented = 0;
+    for (i = 0; i < o->methods_n; ++i) {
+        const method_kind *k = &method_kinds[o->methods[i]];
+        chunked |= k->chunk == CHUNK_FLAG;
+        ringed |= k->team == TEAM_REST;
+        free_mode |= k->team == TEAM_REST && k->mode == UPIPE_RING_AUTO;
+        inner |= k->inner;
+        segmented |= k->segmented;
+    }
+    if (given[FLAG_CHUNK] && !chunked) return cli_refuse("no method here heeds --chunk %d", o->chunk);
+    if (given[FLAG_RING] && !ringed) return cli_refuse("no method here heeds --ring %d", o->ring);
+    if (given[FLAG_RING_MODE] && !free_mode) return cli_refuse("no method here heeds --ring-mode");
+    if (given[FLAG_INNER] && !inner) return cli_refuse("no method here heeds --inner %d", o->inner);
+    if (given[FLAG_SEGMENTS] && !segmented)
+        return cli_refuse("no method here heeds --segments %d", o->segments);
+    if (ringed && o->ranks % o->ring != 0)
+        return cli_refuse("--ranks %d do not divide into rings of %d (--ring)", o->ranks, o->ring);
+    return 0;
+}
+
 /* Wishes that exclude each other, and defaults that depend on other flags. */
 static int options_resolve(options *o, const int *given)
 {
-    int i, chunked = 0;
+    int status;
     if (o->methods_n == 0) {
         o->methods[o->methods_n++] = METHOD_ULYSSES;
         o->methods[o->methods_n++] = METHOD_UPIPE;
     }
-    for (i = 0; i < o->methods_n; ++i) chunked |= o->methods[i] != METHOD_ULYSSES;
-    if (given[FLAG_CHUNK] && !chunked)
-        return cli_refuse("--chunk %d and --method ulysses alone contradict each other: ulysses takes all %d "
-                          "heads in one stage",
-                          o->chunk, o->heads);
+    status = options_heeded(o, given);
+    if (status != 0) return status;
     if (o->trace != NULL && o->dump != NULL && strcmp(o->trace, o->dump) == 0)
         return cli_refuse("--trace and --dump name the same folder, %s", o->trace);
     if (o->json != NULL && ((o->trace != NULL && strcmp(o->json, o->trace) == 0) ||
                             (o->dump != NULL && strcmp(o->json, o->dump) == 0)))
         return cli_refuse("--json names %s, which --trace or --dump takes for a folder", o->json);
     if (o->kv_heads == 0) o->kv_heads = o->heads;
-    if (o->chunk == 0) o->chunk = o->ranks;
+    if (o->v_dim == 0) o->v_dim = o->head_dim;
     if (o->model_dim == 0 &&
         (int64_t)o->heads * o->head_dim <= INT32_MAX) /* otherwise the plan refuses them */
         o->model_dim = (int64_t)o->heads * o->head_dim;
     if (o->check == CHECK_AUTO) o->check = o->tokens <= CHECK_AUTO_TOKENS ? CHECK_ON : CHECK_OFF;
-    return 0;
+    return options_docs(o);
+}
+
+static void options_free(options *o)
+{
+    free(o->docs);
+    o->docs = NULL;
 }
 
 static int options_read(options *o, int argc, char **argv)
@@ -217,6 +368,8 @@ static int options_read(options *o, int argc, char **argv)
     int given[FLAGS] = {0}, status;
     memset(o, 0, sizeof *o);
     o->ranks = 4;
+    o->ring = o->inner = 2;
+    o->segments = 4;
     o->heads = 16;
     o->head_dim = 64;
     o->tokens = 2048;
@@ -224,7 +377,9 @@ static int options_read(options *o, int argc, char **argv)
     o->seed = 1;
     o->deadline = 600;
     status = cli_read(option_list, argc, argv, given, FLAG_METHOD, options_flag, o);
-    return status != 0 ? status : options_resolve(o, given);
+    if (status == 0) status = options_resolve(o, given);
+    if (status != 0) options_free(o);
+    return status;
 }
 
 #endif

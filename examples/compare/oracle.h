@@ -5,10 +5,11 @@
  *     oracle_run(&in, &ref);   0, or -1 without memory        oracle_free(&ref);
  *
  *     q = rope(x wq^T)  k = rope(x wk^T)  v = x wv^T     out = attention(q, k, v), scale 1/sqrt(d)
- *     dx, dwq, dwk, dwv from dout by the chain rule
+ *     dx, dwq, dwk, dwv, dsinks from dout by the chain rule
  *
- * x [R][D], R = batch * tokens; w* [heads * d][D]; out, dout [R][H * d]. Loops run over contiguous rows, so
- * that a compiler can vectorise them without reordering a sum; threads split work that shares no results.
+ * x [R][D], R = batch * tokens; wq, wk [heads * d][D], wv [heads * dv][D]; out, dout [R][H * dv]. What a
+ * token sees is asked for each pair of positions (oracle_sees). Loops run over contiguous rows, so that a
+ * compiler can vectorise them without reordering a sum; threads split work that shares no results.
  */
 #ifndef COMPARE_ORACLE_H
 #define COMPARE_ORACLE_H
@@ -21,20 +22,27 @@
 
 typedef struct oracle_inputs {
     const float *x, *w[3], *dout; /* w: q, k, v */
+    const float *sinks;           /* [H]; NULL = none */
     int64_t tokens, batch, dim;
-    int heads, kv_heads, head_dim, full;
-    double theta; /* of RoPE; 0 = none */
+    int heads, kv_heads, head_dim, v_dim, full;
+    int64_t window;      /* 0 = none */
+    const int64_t *docs; /* borders in the flattened batch, [docs_n + 1]; NULL = none */
+    int64_t docs_n;
+    double softcap; /* 0 = none */
+    double theta;   /* of RoPE; 0 = none */
     int threads;
 } oracle_inputs;
 
 typedef struct oracle_results {
-    double *out, *dx, *dw[3];
+    double *out, *dx, *dw[3], *dsinks; /* dsinks [H], zeros without sinks */
 } oracle_results;
 
 typedef struct oracle_job {
     const oracle_inputs *in;
     oracle_results *ref;
-    double *wide[3], *grad[3];                      /* q k v and their gradients, [R][heads * d] */
+    double *wide[3], *grad[3]; /* q k v and their gradients, [R][heads * d], [heads * dv] */
+    double *sinks;             /* their gradients by sequence, [batch][H] */
+    int64_t *doc;              /* of each row; 0 without documents */
     int (*part)(struct oracle_job *job, int64_t i); /* -1 without memory */
     int64_t parts;
     int failed; /* written by any thread, to 1 only */
@@ -50,7 +58,7 @@ enum { ORACLE_THREADS_MAX = 64 };
 
 static int64_t oracle_width(const oracle_inputs *in, int which)
 {
-    return (int64_t)(which == 0 ? in->heads : in->kv_heads) * in->head_dim;
+    return (int64_t)(which == 0 ? in->heads : in->kv_heads) * (which == 2 ? in->v_dim : in->head_dim);
 }
 
 static void *oracle_main(void *p)
@@ -133,43 +141,65 @@ static int oracle_project(oracle_job *job, int64_t i)
     return 0;
 }
 
+/* May token t of sequence b see its token j? */
+static int oracle_sees(const oracle_job *job, int64_t b, int64_t t, int64_t j)
+{
+    const oracle_inputs *in = job->in;
+    const int64_t *doc = job->doc + b * in->tokens;
+    if (!in->full && j > t) return 0;
+    if (in->window > 0 && t - j >= in->window) return 0;
+    return doc[t] == doc[j];
+}
+
 /* Attention of one sequence and key/value head with its query heads, forward and backward, query by query. */
 static int oracle_attend(oracle_job *job, int64_t i)
 {
     const oracle_inputs *in = job->in;
-    int64_t S = in->tokens, d = in->head_dim, b = i / in->kv_heads, kv = i % in->kv_heads, t, j, e;
-    int64_t wide = oracle_width(in, 0), narrow = oracle_width(in, 1), group = in->heads / in->kv_heads, h;
+    int64_t S = in->tokens, d = in->head_dim, dv = in->v_dim, b = i / in->kv_heads, kv = i % in->kv_heads, t,
+            j, e;
+    int64_t group = in->heads / in->kv_heads, h;
+    int64_t wide = oracle_width(in, 0), keys = oracle_width(in, 1), values = oracle_width(in, 2);
     double scale = 1 / sqrt((double)d);
-    double *room = (double *)malloc((size_t)(2 * S * d + 2 * S) * sizeof *room);
-    double *kt = room, *vt = room + S * d, *p = vt + S * d, *dp = p + S; /* kt, vt [d][S] */
+    double *room = (double *)malloc((size_t)(S * (d + dv + 3)) * sizeof *room);
+    double *kt = room, *vt = kt + S * d, *p = vt + S * dv, *dp = p + S,
+           *slope = dp + S; /* kt [d][S], vt [dv][S] */
     if (room == NULL) return -1;
-    for (j = 0; j < S; ++j)
-        for (e = 0; e < d; ++e) {
-            kt[e * S + j] = job->wide[1][(b * S + j) * narrow + kv * d + e];
-            vt[e * S + j] = job->wide[2][(b * S + j) * narrow + kv * d + e];
-        }
-    for (h = kv * group; h < (kv + 1) * group; ++h) {
-        for (t = 0; t < S; ++t) {
-            int64_t at = (b * S + t) * wide + h * d, seen = in->full ? S : t + 1;
+    for (j = 0; j < S; ++j) {
+        for (e = 0; e < d; ++e) kt[e * S + j] = job->wide[1][(b * S + j) * keys + kv * d + e];
+        for (e = 0; e < dv; ++e) vt[e * S + j] = job->wide[2][(b * S + j) * values + kv * dv + e];
+    }
+    for (t = 0; t < S; ++t) {
+        int64_t first = 0, end;
+        while (first < S && !oracle_sees(job, b, t, first)) ++first;
+        for (end = first; end < S && oracle_sees(job, b, t, end);) ++end; /* what it sees is one run */
+        for (h = kv * group; h < (kv + 1) * group; ++h) {
+            int64_t at = (b * S + t) * wide + h * d, out = (b * S + t) * in->heads * dv + h * dv,
+                    n = end - first;
             const double *q = job->wide[0] + at;
-            double *o = job->ref->out + at, *dq = job->grad[0] + at;
-            double most = -INFINITY, sum = 0, delta = 0;
-            memset(p, 0, (size_t)seen * sizeof *p);
-            memset(dp, 0, (size_t)seen * sizeof *dp);
-            for (e = 0; e < d; ++e) {
-                oracle_add(p, scale * q[e], kt + e * S, seen);
-                oracle_add(dp, (double)in->dout[at + e], vt + e * S, seen);
+            double *o = job->ref->out + out, *dq = job->grad[0] + at;
+            double sink = in->sinks != NULL ? (double)in->sinks[h] : -INFINITY;
+            double most = sink, sum = 0, delta = 0;
+            memset(p, 0, (size_t)n * sizeof *p);
+            memset(dp, 0, (size_t)n * sizeof *dp);
+            for (e = 0; e < d; ++e) oracle_add(p, scale * q[e], kt + e * S + first, n);
+            for (e = 0; e < dv; ++e) oracle_add(dp, (double)in->dout[out + e], vt + e * S + first, n);
+            for (j = 0; j < n; ++j) {
+                double bent = in->softcap > 0 ? tanh(p[j] / in->softcap) : 0;
+                slope[j] = scale * (1 - bent * bent);
+                if (in->softcap > 0) p[j] = in->softcap * bent;
+                most = p[j] > most ? p[j] : most;
             }
-            for (j = 0; j < seen; ++j) most = p[j] > most ? p[j] : most;
-            for (j = 0; j < seen; ++j) sum += p[j] = exp(p[j] - most);
-            for (j = 0; j < seen; ++j) delta += (p[j] /= sum) * dp[j]; /* = dout * out */
-            for (j = 0; j < seen; ++j) {
-                int64_t key = (b * S + j) * narrow + kv * d;
-                double ds = scale * p[j] * (dp[j] - delta);
-                oracle_add(o, p[j], job->wide[2] + key, d);
+            for (j = 0; j < n; ++j) sum += p[j] = exp(p[j] - most);
+            if (in->sinks != NULL) sum += exp(sink - most);
+            for (j = 0; j < n; ++j) delta += (p[j] /= sum) * dp[j]; /* = dout * out */
+            if (in->sinks != NULL) job->sinks[b * in->heads + h] -= exp(sink - most) / sum * delta;
+            for (j = 0; j < n; ++j) {
+                int64_t row = b * S + first + j, key = row * keys + kv * d, value = row * values + kv * dv;
+                double ds = slope[j] * p[j] * (dp[j] - delta);
+                oracle_add(o, p[j], job->wide[2] + value, dv);
                 oracle_add(dq, ds, job->wide[1] + key, d);
                 oracle_add(job->grad[1] + key, ds, q, d);
-                oracle_add_f32(job->grad[2] + key, p[j], in->dout + at, d);
+                oracle_add_f32(job->grad[2] + value, p[j], in->dout + out, dv);
             }
         }
     }
@@ -211,6 +241,7 @@ static void oracle_free(oracle_results *ref)
     int which;
     free(ref->out);
     free(ref->dx);
+    free(ref->dsinks);
     for (which = 0; which < 3; ++which) free(ref->dw[which]);
     memset(ref, 0, sizeof *ref);
 }
@@ -220,18 +251,42 @@ static double *oracle_room(int64_t rows, int64_t cols)
     return (double *)calloc((size_t)rows, (size_t)cols * sizeof(double));
 }
 
+/* Which document each row is in. */
+static void oracle_documents(oracle_job *job)
+{
+    const oracle_inputs *in = job->in;
+    int64_t i, row;
+    for (i = 0; i < in->docs_n; ++i)
+        for (row = in->docs[i]; row < in->docs[i + 1]; ++row) job->doc[row] = i;
+}
+
+static void oracle_job_free(oracle_job *job)
+{
+    int which;
+    for (which = 0; which < 3; ++which) {
+        free(job->wide[which]);
+        free(job->grad[which]);
+    }
+    free(job->sinks);
+    free(job->doc);
+}
+
 static int oracle_run(const oracle_inputs *in, oracle_results *ref)
 {
-    int64_t rows = in->batch * in->tokens, widths = 0;
+    int64_t rows = in->batch * in->tokens, widths = 0, i;
     oracle_job job;
     int which, status = -1, whole;
     memset(&job, 0, sizeof job);
     memset(ref, 0, sizeof *ref);
     job.in = in;
     job.ref = ref;
-    ref->out = oracle_room(rows, oracle_width(in, 0));
+    ref->out = oracle_room(rows, (int64_t)in->heads * in->v_dim);
     ref->dx = oracle_room(rows, in->dim);
-    whole = ref->out != NULL && ref->dx != NULL;
+    ref->dsinks = oracle_room(1, in->heads);
+    job.sinks = oracle_room(in->batch, in->heads);
+    job.doc = (int64_t *)calloc((size_t)rows, sizeof *job.doc);
+    whole =
+        ref->out != NULL && ref->dx != NULL && ref->dsinks != NULL && job.sinks != NULL && job.doc != NULL;
     for (which = 0; which < 3; ++which) {
         int64_t width = oracle_width(in, which);
         widths += width;
@@ -240,14 +295,13 @@ static int oracle_run(const oracle_inputs *in, oracle_results *ref)
         job.grad[which] = oracle_room(rows, width);
         whole = whole && ref->dw[which] != NULL && job.wide[which] != NULL && job.grad[which] != NULL;
     }
+    if (whole) oracle_documents(&job);
     if (whole && oracle_spread(&job, oracle_project, rows) == 0 &&
         oracle_spread(&job, oracle_attend, in->batch * in->kv_heads) == 0 &&
         oracle_spread(&job, oracle_grad_x, rows) == 0 && oracle_spread(&job, oracle_grad_w, widths) == 0)
         status = 0;
-    for (which = 0; which < 3; ++which) {
-        free(job.wide[which]);
-        free(job.grad[which]);
-    }
+    for (i = 0; status == 0 && i < in->batch * in->heads; ++i) ref->dsinks[i % in->heads] += job.sinks[i];
+    oracle_job_free(&job);
     if (status != 0) oracle_free(ref);
     return status;
 }

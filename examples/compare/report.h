@@ -14,96 +14,45 @@
 
 static const double report_mib = 1024 * 1024;
 
-enum { REPORT_LABEL = 28, REPORT_WIDTH = 40 };
-
-/* The row of the paper's tables that has this method's assumptions: inputs of other layers are elsewhere. */
-static double report_paper(const method *m, int phase)
+/* One unit of the paper's tables: a rank's tokens x model dim, on average. */
+static double report_unit(const options *o)
 {
-    upipe_paper_row row = m->which == METHOD_ULYSSES ? UPIPE_PAPER_ULYSSES_OFFLOAD : UPIPE_PAPER_UPIPE;
-    return upipe_paper_units(row, (upipe_phase)phase, m->plan.group, m->plan.stages, 1, 1);
+    return (double)o->tokens * (double)o->batch * (double)o->model_dim * (double)upipe_dtype_bytes(o->dtype) /
+           o->ranks;
 }
 
-static size_t report_most(const size_t *phases)
+/* A cell of the paper's tables, of a block alone: L = 1. NaN for a method that is not in them. */
+static double report_paper(const method *m, int phase)
+{
+    const upipe_plan *p = method_plan_of(m);
+    if (m->kind->paper == PAPER_NONE) return NAN;
+    return upipe_paper_units((upipe_paper_row)m->kind->paper, (upipe_phase)phase, p->group, p->stages,
+                             m->o->segments, 1);
+}
+
+static size_t report_peak(const method_bytes *b)
 {
     size_t most = 0;
     int i;
-    for (i = 0; i < UPIPE_PHASES; ++i) most = phases[i] > most ? phases[i] : most;
+    for (i = 0; i < UPIPE_PHASES; ++i) most = upi_most(most, b->phase[i]);
     return most;
 }
 
-static void report_line(const char *label)
+/* To other ranks. */
+static int64_t report_sent(const method *m)
 {
-    printf("%-*s", REPORT_LABEL, label);
-}
-
-/* A cell of the lower half. */
-__attribute__((format(printf, 1, 2))) static void report_cell(const char *format, ...)
-{
-    char text[128];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
-    va_end(args);
-    printf("  %*s", REPORT_WIDTH, text);
-}
-
-static void report_bytes(const char *label, const method *all, int n, size_t (*value)(const method *m))
-{
-    int i;
-    report_line(label);
-    for (i = 0; i < n; ++i) {
-        size_t bytes = value(&all[i]), unit = upipe_plan_unit_bytes(&all[i].plan);
-        report_cell("%zu bytes %9.2f MiB %7.3f", bytes, (double)bytes / report_mib,
-                    (double)bytes / (double)unit);
-    }
-    printf("\n");
-}
-
-static size_t report_peak(const method *m)
-{
-    return report_most(m->peak);
-}
-
-static size_t report_slab(const method *m)
-{
-    return m->slab_bytes;
-}
-
-static size_t report_intermediate(const method *m)
-{
-    return m->intermediate;
-}
-
-static size_t report_sent_fwd(const method *m)
-{
-    return (size_t)m->sent[0];
-}
-
-static size_t report_sent_bwd(const method *m)
-{
-    return (size_t)m->sent[1];
-}
-
-static void report_same(const method *all, int n)
-{
-    char label[64];
-    int i;
-    snprintf(label, sizeof label, "same bits as %s", all[0].name);
-    report_line(label);
-    for (i = 0; i < n; ++i)
-        if (i == 0)
-            report_cell("-");
-        else
-            report_cell("out %s, dx %s, dw %s", all[i].same_out ? "yes" : "no", all[i].same_dx ? "yes" : "no",
-                        all[i].same_dw ? "yes" : "no");
-    printf("\n");
+    int64_t sum = 0;
+    int way, pass;
+    for (way = 0; way < SENT_HOST; ++way)
+        for (pass = 0; pass < 2; ++pass) sum += m->measured.sent[way][pass];
+    return sum;
 }
 
 /* One sentence for each method after the first. */
 static void report_verdict(const method *first, const method *m)
 {
-    double peak = (double)report_peak(m) / (double)report_peak(first);
-    double sent = (double)(m->sent[0] + m->sent[1]) / (double)(first->sent[0] + first->sent[1]);
+    double peak = (double)report_peak(&m->measured) / (double)report_peak(&first->measured);
+    int64_t sent = report_sent(m), other = report_sent(first);
     int same = m->same_out + m->same_dx + m->same_dw;
     printf("%s holds ", m->name);
     if (peak == 1)
@@ -116,75 +65,165 @@ static void report_verdict(const method *first, const method *m)
     else
         printf(", gives other bits in%s%s%s", m->same_out ? "" : " out", m->same_dx ? "" : " dx",
                m->same_dw ? "" : " dw");
-    if (first->sent[0] + first->sent[1] == 0)
+    if (other == 0)
         printf(", and sends nothing, as one rank does.\n");
-    else if (m->sent[0] == first->sent[0] && m->sent[1] == first->sent[1])
+    else if (sent == other)
         printf(", and sends the same number of bytes.\n");
     else
-        printf(", and sends %.2f times the bytes.\n", sent);
+        printf(", and sends %.2f times the bytes.\n", (double)sent / (double)other);
 }
 
-static void report_heading(const method *all, int n, const options *o)
+/* ---- a row a method ---- */
+
+typedef struct report_shows {
+    int ways[SENT_WAYS], errors, sinks, bits; /* columns that there are */
+} report_shows;
+
+static void report_mask(const options *o)
 {
-    int i;
-    printf(
-        "%d query heads, %d key/value heads of %d, model dim %lld; %lld x %lld tokens on %d ranks; %s, %s%s; %s\n",
-        o->heads, o->kv_heads, o->head_dim, (long long)o->model_dim, (long long)o->batch,
-        (long long)o->tokens, o->ranks, upipe_dtype_name(o->dtype), o->full ? "full" : "causal",
-        o->rope ? ", RoPE" : "", all[0].ops->name);
-    printf(
-        "one unit, a rank's tokens x model dim: %zu bytes, %.2f MiB. All numbers are the largest of one rank.\n\n",
-        upipe_plan_unit_bytes(&all[0].plan), (double)upipe_plan_unit_bytes(&all[0].plan) / report_mib);
-    report_line("");
-    for (i = 0; i < n; ++i) {
-        char stages[64];
-        if (all[i].plan.stages == 1)
-            snprintf(stages, sizeof stages, "%s, 1 stage", all[i].name);
-        else
-            snprintf(stages, sizeof stages, "%s, %d stages of %d heads", all[i].name, all[i].plan.stages,
-                     all[i].plan.desc.chunk);
-        report_cell("%s", stages);
+    printf("%s", o->full ? "full" : "causal");
+    if (o->window > 0) printf(", window %lld", (long long)o->window);
+    if (o->docs != NULL) printf(", %lld documents", (long long)o->docs_n);
+    if (o->softcap > 0) printf(", soft-cap %g", o->softcap);
+    if (o->sinks) printf(", sinks");
+    if (o->rope) printf(", RoPE");
+}
+
+static void report_heading(const method *all, const options *o)
+{
+    printf("%d query heads, %d key/value heads of %d", o->heads, o->kv_heads, o->head_dim);
+    if (o->v_dim != o->head_dim) printf(" (V: %d)", o->v_dim);
+    printf(", model dim %lld; %lld x %lld tokens on %d ranks; %s, ", (long long)o->model_dim,
+           (long long)o->batch, (long long)o->tokens, o->ranks, upipe_dtype_name(o->dtype));
+    report_mask(o);
+    printf("; %s\none unit, a rank's tokens x model dim: %.0f bytes, %.2f MiB.", all[0].ops->name,
+           report_unit(o), report_unit(o) / report_mib);
+    printf(" All numbers are the largest of one rank.\n\n");
+}
+
+/* Two lines over the columns of report_row. */
+static void report_columns(const report_shows *show, const method *first)
+{
+    static const char *const ways[SENT_WAYS] = {"all-to-all, MiB", "ring, MiB", "host link, MiB"};
+    int way;
+    printf("%-12s%8s%12s%28s%7s%7s", "", "", "stages", "peak, bytes", "", "Q K V,");
+    if (show->ways[SENT_HOST]) printf("%14s", "host,");
+    for (way = 0; way < SENT_WAYS; ++way)
+        if (show->ways[way]) printf("%20s", ways[way]);
+    printf("%18s", "seconds");
+    if (show->errors) printf("%*s", show->sinks ? 36 : 27, "relative error of");
+    if (show->bits) printf("   same bits");
+    printf("\n%-12s%8s%12s%14s%14s%7s%7s", "method", "ranks", "x heads", "plan", "measured", "units",
+           "units");
+    if (show->ways[SENT_HOST]) printf("%14s", "bytes");
+    for (way = 0; way < SENT_WAYS; ++way)
+        if (show->ways[way]) printf("%10s%10s", "fwd", "bwd");
+    printf("%9s%9s", "fwd", "bwd");
+    if (show->errors) printf("%9s%9s%9s", "out", "dx", "dw");
+    if (show->errors && show->sinks) printf("%9s", "dsinks");
+    if (show->bits) printf("   as %s", first->name);
+    printf("\n");
+}
+
+static void report_sent_cell(int64_t bytes)
+{
+    if (bytes == 0)
+        printf("%10s", "-");
+    else
+        printf("%10.2f", (double)bytes / report_mib);
+}
+
+static void report_row(const report_shows *show, const method *first, const method *m)
+{
+    const upipe_plan *p = method_plan_of(m);
+    const size_t peak = report_peak(&m->measured);
+    const double unit = report_unit(m->o);
+    char ranks[32], stages[32];
+    int way;
+    snprintf(ranks, sizeof ranks, p->desc.ring > 1 ? "%d x %d" : "%d", p->desc.ranks, p->desc.ring);
+    snprintf(stages, sizeof stages, "%d x %d", p->stages, p->desc.chunk);
+    printf("%-12s%8s%12s%14zu%14zu%7.3f%7.3f", m->name, ranks, stages, report_peak(&m->planned), peak,
+           (double)peak / unit, (double)m->measured.intermediate / unit);
+    if (show->ways[SENT_HOST]) printf("%14zu", m->measured.host);
+    for (way = 0; way < SENT_WAYS; ++way) {
+        if (!show->ways[way]) continue;
+        report_sent_cell(m->measured.sent[way][0]);
+        report_sent_cell(m->measured.sent[way][1]);
     }
+    printf("%9.3f%9.3f", m->seconds[0], m->seconds[1]);
+    if (show->errors) printf("%9.1e%9.1e%9.1e", m->err_out, m->err_dx, m->err_dw);
+    if (show->errors && show->sinks) printf("%9.1e", m->err_dsinks);
+    if (show->bits && m == first)
+        printf("   -");
+    else if (show->bits)
+        printf("  %s%s%s%s", m->same_out ? " out" : "", m->same_dx ? " dx" : "", m->same_dw ? " dw" : "",
+               m->same_out || m->same_dx || m->same_dw ? "" : " none");
     printf("\n");
-    report_line("most live bytes in");
-    for (i = 0; i < n; ++i) report_cell("%6s %12s %12s %7s", "paper", "plan", "measured", "units");
+}
+
+/* ---- the paper's two tables ---- */
+
+enum { REPORT_CELL = 9, REPORT_COLUMNS = 4 };
+
+static void report_cell(double units)
+{
+    if (isnan(units))
+        printf("%*s", REPORT_CELL, "-");
+    else
+        printf("%*.3f", REPORT_CELL, units);
+}
+
+/* A pass: phases first .. first + 3, the paper's formula and what was measured, which is the plan's. */
+static void report_phases(const method *all, int n, const options *o, int first)
+{
+    static const char *const about[UPIPE_PHASES] = {"before attn block", "inp_all_to_all",  "attn kernel",
+                                                    "out_all_to_all",    "before bwd attn", "out_all_to_all",
+                                                    "bwd attn kernel",   "inp_all_to_all"};
+    int i, k;
+    printf("\n%-22s", "most live bytes, units");
+    for (k = 0; k < REPORT_COLUMNS; ++k) printf("%*s", 2 * REPORT_CELL, upipe_phase_name(first + k));
+    printf("\n%-22s", "");
+    for (k = 0; k < REPORT_COLUMNS; ++k) printf("%*s", 2 * REPORT_CELL, about[first + k]);
+    printf("\n%-22s", "");
+    for (k = 0; k < REPORT_COLUMNS; ++k) printf("%*s%*s", REPORT_CELL, "paper", REPORT_CELL, "exact");
     printf("\n");
+    for (i = 0; i < n; ++i) {
+        printf("%-22s", all[i].name);
+        for (k = first; k < first + REPORT_COLUMNS; ++k) {
+            report_cell(report_paper(&all[i], k));
+            report_cell((double)all[i].measured.phase[k] / report_unit(o));
+        }
+        printf("\n");
+        if (all[i].kind->paper != UPIPE_PAPER_ULYSSES) continue;
+        printf("%-22s", "  with offloading"); /* of other layers' inputs */
+        for (k = first; k < first + REPORT_COLUMNS; ++k) {
+            report_cell(upipe_paper_units(UPIPE_PAPER_ULYSSES_OFFLOAD, (upipe_phase)k,
+                                          method_plan_of(&all[i])->group, 1, 1, 1));
+            report_cell(NAN);
+        }
+        printf("\n");
+    }
 }
 
 static void report_table(const method *all, int n, const options *o)
 {
-    static const char *const about[UPIPE_PHASES] = {"", "exchange QKV", "", "exchange O",
-                                                    "", "exchange dO",  "", "QKV dQ dK dV dX"};
-    char label[64];
-    int i, phase;
-    report_heading(all, n, o);
-    for (phase = 0; phase < UPIPE_PHASES; ++phase) {
-        snprintf(label, sizeof label, "%-10s  %s", upipe_phase_name(phase), about[phase]);
-        report_line(label);
-        for (i = 0; i < n; ++i)
-            report_cell("%6.3f %12zu %12zu %7.3f", report_paper(&all[i], phase), all[i].bytes.phase[phase],
-                        all[i].peak[phase],
-                        (double)all[i].peak[phase] / (double)upipe_plan_unit_bytes(&all[i].plan));
-        printf("\n");
+    report_shows show;
+    int i;
+    memset(&show, 0, sizeof show);
+    show.ways[SENT_TEAM] = 1;
+    for (i = 0; i < n; ++i) {
+        show.ways[SENT_RING] |= method_plan_of(&all[i])->desc.ring > 1;
+        show.ways[SENT_HOST] |= all[i].kind->segmented;
     }
-    printf("\n");
-    report_bytes("peak, measured", all, n, report_peak);
-    report_bytes("slab that it takes", all, n, report_slab);
-    report_bytes("Q K V buffers, forward", all, n, report_intermediate);
-    report_bytes("sent, forward", all, n, report_sent_fwd);
-    report_bytes("sent, backward", all, n, report_sent_bwd);
-    report_line("seconds, fwd + bwd");
-    for (i = 0; i < n; ++i) report_cell("%.3f + %.3f", all[i].seconds[0], all[i].seconds[1]);
-    printf("\n");
-    report_line("error of out, dx, dw");
-    for (i = 0; i < n; ++i)
-        if (o->check == CHECK_ON)
-            report_cell("%.2e  %.2e  %.2e", all[i].err_out, all[i].err_dx, all[i].err_dw);
-        else
-            report_cell("not checked");
-    printf("\n");
-    if (n > 1) report_same(all, n);
-    printf("\n");
+    show.errors = o->check == CHECK_ON;
+    show.sinks = o->sinks;
+    show.bits = n > 1;
+    report_heading(all, o);
+    report_columns(&show, all);
+    for (i = 0; i < n; ++i) report_row(&show, all, &all[i]);
+    report_phases(all, n, o, UPIPE_FWD_BEFORE);
+    report_phases(all, n, o, UPIPE_BWD_BEFORE);
+    if (n > 1) printf("\n");
     for (i = 1; i < n; ++i) report_verdict(&all[0], &all[i]);
 }
 
@@ -252,6 +291,25 @@ static void json_error(FILE *f, const char *name, double value)
         fprintf(f, "      \"%s\": null,\n", name);
 }
 
+/* A value that stands for none is null. */
+static void json_wish(FILE *f, const char *name, int wanted, double value)
+{
+    if (wanted)
+        fprintf(f, "    \"%s\": %.9g,\n", name, value);
+    else
+        fprintf(f, "    \"%s\": null,\n", name);
+}
+
+/* Lengths of the documents. */
+static void json_docs(FILE *f, const options *o)
+{
+    int64_t i;
+    fprintf(f, "    \"docs\": %s", o->docs == NULL ? "null" : "[");
+    for (i = 0; i < o->docs_n; ++i)
+        fprintf(f, "%s%lld", i > 0 ? ", " : "", (long long)(o->docs[i + 1] - o->docs[i]));
+    fprintf(f, "%s,\n", o->docs == NULL ? "" : "]");
+}
+
 static void json_config(FILE *f, const method *all, int n, const options *o)
 {
     int i;
@@ -259,51 +317,84 @@ static void json_config(FILE *f, const method *all, int n, const options *o)
     for (i = 0; i < n; ++i) fprintf(f, "%s\"%s\"", i > 0 ? ", " : "", all[i].name);
     fprintf(f, "],\n    \"ranks\": %d,\n    \"heads\": %d,\n    \"kv_heads\": %d,\n    \"head_dim\": %d,\n",
             o->ranks, o->heads, o->kv_heads, o->head_dim);
-    fprintf(f, "    \"model_dim\": %lld,\n    \"tokens\": %lld,\n    \"batch\": %lld,\n    \"chunk\": %d,\n",
-            (long long)o->model_dim, (long long)o->tokens, (long long)o->batch, o->chunk);
-    fprintf(
-        f,
-        "    \"dtype\": \"%s\",\n    \"device\": \"%s\",\n    \"full\": %s,\n    \"rope\": %s,\n    \"seed\": %llu,\n",
-        upipe_dtype_name(o->dtype), device_names[o->device], json_bool(o->full), json_bool(o->rope),
-        (unsigned long long)o->seed);
+    fprintf(f, "    \"v_dim\": %d,\n    \"model_dim\": %lld,\n    \"tokens\": %lld,\n    \"batch\": %lld,\n",
+            o->v_dim, (long long)o->model_dim, (long long)o->tokens, (long long)o->batch);
+    fprintf(f, "    \"dtype\": \"%s\",\n    \"device\": \"%s\",\n    \"full\": %s,\n",
+            upipe_dtype_name(o->dtype), device_names[o->device], json_bool(o->full));
+    json_wish(f, "window", o->window > 0, (double)o->window);
+    json_docs(f, o);
+    json_wish(f, "softcap", o->softcap > 0, o->softcap);
+    fprintf(f, "    \"sinks\": %s,\n    \"rope\": %s,\n    \"seed\": %llu,\n", json_bool(o->sinks),
+            json_bool(o->rope), (unsigned long long)o->seed);
     fprintf(f, "    \"check\": \"%s\",\n    \"deadline\": %.9g,\n", o->check == CHECK_ON ? "on" : "off",
             o->deadline);
     json_path(f, "data", o->data);
     json_path(f, "json", o->json);
     json_path(f, "trace", o->trace);
     json_path(f, "dump", o->dump);
-    fprintf(f, "    \"progress\": %s,\n    \"products\": \"%s\",\n    \"unit_bytes\": %zu\n  },\n",
-            json_bool(o->progress), device_products(o->device), upipe_plan_unit_bytes(&all[0].plan));
+    fprintf(f, "    \"progress\": %s,\n    \"products\": \"%s\",\n    \"unit_bytes\": %.9g\n  },\n",
+            json_bool(o->progress), device_products(o->device), report_unit(o));
+}
+
+static void json_plan(FILE *f, const upipe_plan *p)
+{
+    static const char *const modes[] = {"auto", "shift", "gather"};
+    const upipe_plan_desc *d = &p->desc;
+    fprintf(f, "      \"ranks\": %d,\n      \"ring\": %d,\n      \"ring_inner\": %d,\n", d->ranks, d->ring,
+            d->ring_inner);
+    fprintf(f, "      \"ring_mode\": ");
+    json_string(f, d->ring > 1 ? modes[d->ring_mode] : NULL);
+    fprintf(f, ",\n      \"layout\": \"%s\",\n      \"chunk\": %d,\n      \"stages\": %d,\n",
+            upipe_layout_name(d->layout), d->chunk, p->stages);
+}
+
+/* "NAME": {"team": [forward, backward], "ring": ...} */
+static void json_sent(FILE *f, const char *name, const method_bytes *b)
+{
+    static const char *const ways[SENT_WAYS] = {"team", "ring", "host"};
+    int way;
+    fprintf(f, "      \"%s\": {", name);
+    for (way = 0; way < SENT_WAYS; ++way)
+        fprintf(f, "%s\"%s\": [%lld, %lld]", way > 0 ? ", " : "", ways[way], (long long)b->sent[way][0],
+                (long long)b->sent[way][1]);
+    fprintf(f, "},\n");
+}
+
+static void json_method(FILE *f, const method *m)
+{
+    int phase;
+    fprintf(f, "    {\n      \"name\": \"%s\",\n", m->name);
+    json_plan(f, method_plan_of(m));
+    fprintf(f, "      \"segments\": %d,\n      \"host_bytes\": %zu,\n      \"plan_host_bytes\": %zu,\n",
+            m->kind->segmented ? m->o->segments : 1, m->measured.host, m->planned.host);
+    json_phases(f, "peak_bytes", m->measured.phase);
+    json_phases(f, "plan_bytes", m->planned.phase);
+    fprintf(f, "      \"paper_units\": ");
+    for (phase = 0; m->kind->paper != PAPER_NONE && phase < UPIPE_PHASES; ++phase)
+        fprintf(f, "%s\"%s\": %.12g", phase > 0 ? ", " : "{", upipe_phase_name(phase),
+                report_paper(m, phase));
+    fprintf(f, "%s,\n      \"slab_bytes\": %zu,\n      \"intermediate_bytes_fwd\": %zu,\n",
+            m->kind->paper != PAPER_NONE ? "}" : "null", m->slab_bytes, m->measured.intermediate);
+    json_sent(f, "sent_bytes", &m->measured);
+    json_sent(f, "plan_sent_bytes", &m->planned);
+    fprintf(f, "      \"seconds_fwd\": %.6f,\n      \"seconds_bwd\": %.6f,\n", m->seconds[0], m->seconds[1]);
+    json_error(f, "err_out", m->err_out);
+    json_error(f, "err_dx", m->err_dx);
+    json_error(f, "err_dw", m->err_dw);
+    json_error(f, "err_dsinks", m->err_dsinks);
+    fprintf(f, "      \"same_bits_out\": %s,\n      \"same_bits_dx\": %s,\n      \"same_bits_dw\": %s\n    }",
+            json_bool(m->same_out), json_bool(m->same_dx), json_bool(m->same_dw));
 }
 
 static void report_json(FILE *f, const method *all, int n, const options *o)
 {
-    int i, phase;
+    int i;
     fprintf(f, "{\n");
     json_config(f, all, n, o);
     fprintf(f, "  \"methods\": [\n");
     for (i = 0; i < n; ++i) {
-        const method *m = &all[i];
-        fprintf(f, "    {\n      \"name\": \"%s\",\n      \"stages\": %d,\n", m->name, m->plan.stages);
-        json_phases(f, "peak_bytes", m->peak);
-        json_phases(f, "plan_bytes", m->bytes.phase);
-        fprintf(f, "      \"paper_units\": {");
-        for (phase = 0; phase < UPIPE_PHASES; ++phase)
-            fprintf(f, "%s\"%s\": %.12g", phase > 0 ? ", " : "", upipe_phase_name(phase),
-                    report_paper(m, phase));
-        fprintf(f, "},\n      \"slab_bytes\": %zu,\n      \"intermediate_bytes_fwd\": %zu,\n", m->slab_bytes,
-                m->intermediate);
-        fprintf(f, "      \"sent_bytes_fwd\": %lld,\n      \"sent_bytes_bwd\": %lld,\n",
-                (long long)m->sent[0], (long long)m->sent[1]);
-        fprintf(f, "      \"seconds_fwd\": %.6f,\n      \"seconds_bwd\": %.6f,\n", m->seconds[0],
-                m->seconds[1]);
-        json_error(f, "err_out", m->err_out);
-        json_error(f, "err_dx", m->err_dx);
-        json_error(f, "err_dw", m->err_dw);
-        fprintf(
-            f,
-            "      \"same_bits_out\": %s,\n      \"same_bits_dx\": %s,\n      \"same_bits_dw\": %s\n    }%s\n",
-            json_bool(m->same_out), json_bool(m->same_dx), json_bool(m->same_dw), i + 1 < n ? "," : "");
+        json_method(f, &all[i]);
+        fprintf(f, "%s\n", i + 1 < n ? "," : "");
     }
     fprintf(f, "  ]\n}\n");
 }

@@ -11,7 +11,7 @@
  * wk wv wo gate up down of every layer, then the head unless it is the embedding) and gains (f32; norm1,
  * q_norm and k_norm if the model has them, norm2 of every layer, then the last norm).
  *
- * Read are LlamaForCausalLM, MistralForCausalLM without a window, and Qwen3ForCausalLM. Keys that do not
+ * Read are LlamaForCausalLM, MistralForCausalLM, and Qwen3ForCausalLM without a window. Keys that do not
  * change the computation are passed over; those that do, and are not built here, are refused. Functions
  * return 0, or fill *err and return -1. Links with jansson (-ljansson); needs POSIX.
  */
@@ -37,6 +37,7 @@ typedef struct llama_config {
     int heads, kv_heads, head_dim;
     int tied, qk_norm; /* tied: the head is the embedding table; qk_norm: Qwen3's q_norm and k_norm */
     double rope_theta, norm_eps;
+    int64_t window; /* a token sees so many, its own included; 0 = all up to it */
 } llama_config;
 
 typedef enum llama_kind {
@@ -296,10 +297,9 @@ static int llama_config_model(const json_t *root, const char *path, upipe_err *e
 }
 
 /* Everything that would change what is computed and is not built. */
-static int llama_config_unbuilt(const json_t *root, int model, const char *path, upipe_err *err)
+static int llama_config_unbuilt(const json_t *root, const char *path, upipe_err *err)
 {
-    const json_t *act = json_object_get(root, "hidden_act"),
-                 *window = json_object_get(root, "sliding_window");
+    const json_t *act = json_object_get(root, "hidden_act");
     const json_t *layers = json_object_get(root, "layer_types"), *one;
     size_t i;
     if (act != NULL && (!json_is_string(act) || strcmp(json_string_value(act), "silu") != 0))
@@ -312,9 +312,6 @@ static int llama_config_unbuilt(const json_t *root, int model, const char *path,
         llama_config_neutral(root, "partial_rotary_factor", 1, path, err) ||
         llama_config_neutral(root, "quantization_config", 0, path, err))
         return -1;
-    /* a Mistral without the key has a window of 4096; Qwen3 looks at its own only with use_sliding_window */
-    if (model == 1 && !json_is_null(window))
-        return llama_config_fail(err, path, "a mistral whose sliding_window is not null is not built");
     if (layers != NULL && !json_is_null(layers) && !json_is_array(layers))
         return llama_config_fail(err, path, "layer_types is not a list");
     for (i = 0; i < json_array_size(layers); ++i) {
@@ -353,6 +350,10 @@ static int llama_config_numbers(llama_config *c, const json_t *root, int model, 
     if (!upi_mul(&queries, heads, head_dim) || queries > INT32_MAX)
         return llama_config_fail(err, path, "%" PRId64 " heads of %" PRId64 " are more than %d", heads,
                                  head_dim, INT32_MAX);
+    /* a Mistral without the key has this one; Llama has none, Qwen3 only with use_sliding_window */
+    if (model == 1 && !json_is_null(json_object_get(root, "sliding_window")) &&
+        llama_config_count(&c->window, root, "sliding_window", 4096, path, err))
+        return -1;
     c->heads = (int)heads;
     c->kv_heads = (int)kv_heads;
     c->head_dim = (int)head_dim;
@@ -426,8 +427,8 @@ __attribute__((unused)) static int llama_config_read(llama_config *c, upipe_dtyp
     c->rope_theta = 10000;
     model = json_is_object(root) ? llama_config_model(root, path, err)
                                  : llama_config_fail(err, path, "is not a JSON object");
-    bad = model < 0 || llama_config_unbuilt(root, model, path, err) ||
-          llama_config_numbers(c, root, model, path, err);
+    bad =
+        model < 0 || llama_config_unbuilt(root, path, err) || llama_config_numbers(c, root, model, path, err);
     c->qk_norm = model == 2;
     type = json_object_get(root, "torch_dtype");
     if (type == NULL) type = json_object_get(root, "dtype");
@@ -453,13 +454,14 @@ static void llama_config_decimals(char out[40], double x)
 
 /* llama_config_write -- makes a config.json that llama_config_read and Hugging Face read; synced to the disk
  *
+ *   c           with a window or QK norm, not both: no model here has them
  *   positions   tokens of the longest sequence the model has seen: max_position_embeddings
  *   path        must not exist
  */
 __attribute__((unused)) static int llama_config_write(const llama_config *c, upipe_dtype dtype,
                                                       int64_t positions, const char *path, upipe_err *err)
 {
-    const char *const *model = llama_models[c->qk_norm ? 2 : 0];
+    const char *const *model = llama_models[c->qk_norm ? 2 : c->window > 0 ? 1 : 0];
     char eps[40], theta[40];
     int bad;
     FILE *f = fopen(path, "wx");
@@ -474,6 +476,7 @@ __attribute__((unused)) static int llama_config_write(const llama_config *c, upi
     fprintf(f, "  \"vocab_size\": %" PRId64 ",\n  \"max_position_embeddings\": %" PRId64 ",\n", c->vocab,
             positions);
     fprintf(f, "  \"rms_norm_eps\": %s,\n  \"rope_theta\": %s,\n  \"rope_scaling\": null,\n", eps, theta);
+    if (c->window > 0) fprintf(f, "  \"sliding_window\": %" PRId64 ",\n", c->window);
     fprintf(f, "  \"hidden_act\": \"silu\",\n  \"attention_bias\": false,\n  \"mlp_bias\": false,\n");
     fprintf(f, "  \"attention_dropout\": 0.0,\n  \"bos_token_id\": null,\n  \"eos_token_id\": null,\n");
     fprintf(f, "  \"tie_word_embeddings\": %s,\n", c->tied ? "true" : "false");

@@ -6,7 +6,7 @@
  *     text_order_init(&order);
  *     k = step * batch + row;                                 which sample, from 0
  *     w = text_window(&t, &order, seed, k);                   -1 without memory
- *     text_fill(&t, w, rank * T, T, inputs, targets);         a rank's tokens of it
+ *     text_fill(&t, w, &plan.shard, inputs, targets);         a rank's tokens of it
  *     text_order_free(&order);  text_close(&t);
  *
  * Window w has the inputs text[w*S .. w*S + S - 1], and as targets the byte after each. windows is
@@ -26,6 +26,7 @@
 #include <string.h>
 #include <sys/stat.h>
 
+#include "../../upipe/upipe_shard.h"
 #include "../common/cli.h"
 
 enum { TEXT_IGNORE = -1 };
@@ -177,16 +178,16 @@ static inline int64_t text_valid(const corpus *t, int64_t window)
     return rest < t->tokens ? rest : t->tokens;
 }
 
-/* Tokens first .. first + n - 1 of a window, into inputs [n] and targets [n]. */
-static inline void text_fill(const corpus *t, int64_t window, int64_t first, int64_t n, int32_t *inputs,
+/* The tokens of a window that lie at a shard's positions, into inputs [n] and targets [n]. */
+static inline void text_fill(const corpus *t, int64_t window, const upipe_shard *shard, int32_t *inputs,
                              int32_t *targets)
 {
     const unsigned char *from = t->data + window * t->tokens;
     int64_t valid = text_valid(t, window), i;
-    for (i = 0; i < n; ++i) {
-        int there = first + i < valid;
-        inputs[i] = there ? from[first + i] : 0;
-        targets[i] = there ? from[first + i + 1] : TEXT_IGNORE;
+    for (i = 0; i < shard->n; ++i) {
+        int64_t at = upipe_shard_pos(shard, i);
+        inputs[i] = at < valid ? from[at] : 0;
+        targets[i] = at < valid ? from[at + 1] : TEXT_IGNORE;
     }
 }
 

@@ -7,18 +7,19 @@
  */
 #define PROGRAM "logits"
 
-#include "upipe/net/upipe_net_threads.h"
 #include "upipe/upipe.h"
 
 #include "../common/cli.h"
 #include "../common/files.h"
 #include "../common/device_flag.h"
+#include "../common/grid.h"
 #include "checkpoint.h"
+#include "method.h"
 #include "model.h"
 
 typedef struct options {
     const char *load, *ids, *out;
-    int ulysses, ranks, chunk;
+    method_choice how;
     upipe_dtype dtype;
     int device;
     double deadline;
@@ -28,17 +29,17 @@ typedef struct logits {
     options o;
     llama_layout layout;
     upipe_ops ops; /* of the device, for plans */
-    model m;
-    upipe_threads team;
+    grid net;
     char folder[LLAMA_PATH];
     void *weights, *gains;           /* one copy for all ranks, which only read it: on the device */
     void *host_weights, *host_gains; /* where they are loaded */
     int32_t *ids;                    /* [S] */
     int64_t tokens;
-    float *out;        /* [S][V] */
-    size_t slab_bytes; /* of a rank */
-    int blocks_max;
+    float *out; /* [S][V] */
     struct logits_place {
+        model m;
+        size_t slab_bytes;
+        int blocks_max;
         device d;
         void *slab;
         upipe_err err;
@@ -47,8 +48,8 @@ typedef struct logits {
 
 /* clang-format off */
 enum {
-    FLAG_LOAD, FLAG_IDS, FLAG_OUT, FLAG_METHOD, FLAG_RANKS, FLAG_CHUNK, FLAG_DTYPE, FLAG_DEVICE, FLAG_DEADLINE, FLAG_HELP,
-    FLAG_VERSION, FLAGS
+    FLAG_LOAD, FLAG_IDS, FLAG_OUT, FLAG_METHOD, FLAG_RANKS, FLAG_RING, FLAG_INNER, FLAG_CHUNK, FLAG_DTYPE,
+    FLAG_DEVICE, FLAG_DEADLINE, FLAG_HELP, FLAG_VERSION, FLAGS
 };
 
 static const struct option option_list[] = {
@@ -57,6 +58,8 @@ static const struct option option_list[] = {
     {"out",      required_argument, NULL, FLAG_OUT},
     {"method",   required_argument, NULL, FLAG_METHOD},
     {"ranks",    required_argument, NULL, FLAG_RANKS},
+    {"ring",     required_argument, NULL, FLAG_RING},
+    {"inner",    required_argument, NULL, FLAG_INNER},
     {"chunk",    required_argument, NULL, FLAG_CHUNK},
     {"dtype",    required_argument, NULL, FLAG_DTYPE},
     {"device",   required_argument, NULL, FLAG_DEVICE},
@@ -68,15 +71,14 @@ static const struct option option_list[] = {
 static const char usage_text[] =
     "usage: logits --load DIR --ids FILE --out FILE [flags]\n"
     "\n"
-    "Runs a Hugging Face checkpoint (Llama, Qwen3) over given tokens, shared by ranks that are threads of this\n"
-    "process, and writes the logits of every token.\n"
+    "Runs a Hugging Face checkpoint (Llama, Mistral, Qwen3) over given tokens, shared by ranks that are\n"
+    "threads of this process, and writes the logits of every token.\n"
     "\n"
     "  --load DIR         folder with config.json and model.safetensors (or its index and parts)\n"
-    "  --ids FILE         tokens: a .npy file, int32 or int64, one dimension; their number divides by the ranks\n"
+    "  --ids FILE         tokens: a .npy file, int32 or int64, one dimension\n"
     "  --out FILE         where the logits go: a .npy file, float32 [tokens][vocabulary]\n"
-    "  --method NAME      ulysses or upipe (upipe)\n"
+    METHOD_USAGE
     "  --ranks N          ranks that share the tokens (1)\n"
-    "  --chunk N          query heads of a stage of upipe, over all ranks (ranks)\n"
     "  --dtype TYPE       storage of activations and weights: f32 or bf16 (f32)\n"
     "  --device NAME      where the ranks compute: cpu, or cuda, a GPU that all of them share (cpu)\n"
     "  --deadline SECONDS how long a rank waits for another one before it gives up (600)\n"
@@ -100,14 +102,11 @@ static int options_flag(void *user, int flag, const char *value)
         o->out = value;
         return 0;
     case FLAG_METHOD:
-        o->ulysses = strcmp(value, "ulysses") == 0;
-        return o->ulysses || strcmp(value, "upipe") == 0
-                   ? 0
-                   : cli_refuse("--method is ulysses or upipe, not '%s'", value);
     case FLAG_RANKS:
-        return cli_int(name, value, UPIPE_THREADS_MAX, &o->ranks);
+    case FLAG_RING:
+    case FLAG_INNER:
     case FLAG_CHUNK:
-        return cli_int(name, value, INT32_MAX, &o->chunk);
+        return method_flag(&o->how, name, value);
     case FLAG_DTYPE:
         return cli_dtype(name, value, &o->dtype);
     case FLAG_DEVICE:
@@ -115,7 +114,7 @@ static int options_flag(void *user, int flag, const char *value)
     case FLAG_DEADLINE:
         return cli_seconds(name, value, &o->deadline);
     case FLAG_HELP:
-        return cli_print(name, usage_text);
+        return method_help(name, usage_text);
     default:
         return cli_version(name, ", products: " PRODUCTS);
     }
@@ -125,16 +124,14 @@ static int options_read(options *o, int argc, char **argv)
 {
     int given[FLAGS] = {0}, status;
     memset(o, 0, sizeof *o);
-    o->ranks = 1;
+    o->how.method = METHOD_UPIPE;
+    o->how.ranks = 1;
     o->deadline = 600;
     status = cli_read(option_list, argc, argv, given, -1, options_flag, o);
     if (status != 0) return status;
     if (o->load == NULL || o->ids == NULL || o->out == NULL)
         return cli_refuse("--load, --ids and --out must be given");
-    if (o->ulysses && given[FLAG_CHUNK])
-        return cli_refuse("--chunk %d and --method ulysses contradict each other", o->chunk);
-    if (!given[FLAG_CHUNK]) o->chunk = o->ranks;
-    return 0;
+    return method_resolve(&o->how);
 }
 
 /* ---- tokens ---- */
@@ -200,31 +197,41 @@ static int ids_read(logits *g)
 
 /* ---- a rank ---- */
 
-/* This rank's logits, row by row of the result. */
-static upipe_status logits_rank(logits *g, upipe_ctx *c)
+/* One row of the device's logits into its place of the result; not there in a dry run. */
+static upipe_status logits_store(logits *g, upipe_ctx *c, upipe_view room, int64_t row, int64_t token)
 {
-    const upipe_plan *p = &g->m.plan;
-    int64_t vocab = g->layout.config.vocab, row, first = c->team->rank * p->local;
+    if (g->out == NULL) return UPIPE_OK;
+    return c->ops->copy(c, g->out + token * room.d, upipe_view_rows(room, row, 1).data, (size_t)room.d * 4);
+}
+
+/* This rank's logits, row by row of the result. */
+static upipe_status logits_rank(logits *g, const model *m, upipe_ctx *c)
+{
+    const upipe_plan *p = &m->plan;
+    int64_t vocab = g->layout.config.vocab, row, i, n;
     upipe_view x, room;
     model_rank r;
     void *data;
     memset(&r, 0, sizeof r);
-    r.m = &g->m;
+    r.m = m;
     r.c = c;
     r.host = c->mem;
     r.weights = g->weights;
     r.gains = (const float *)g->gains;
     UPIPE_TRY(upipe_mem_take(c->mem, &data, (size_t)p->local * 4, "tokens", &c->err));
     r.tokens = (int32_t *)data;
-    UPIPE_TRY(c->ops->copy(c, r.tokens, g->ids + first, (size_t)p->local * 4));
+    for (i = 0; i < p->local; i += n) { /* neighbours travel together */
+        n = p->shard.step > 1 ? 1 : (i < p->shard.piece[0].n ? p->shard.piece[0].n : p->local) - i;
+        UPIPE_TRY(c->ops->copy(c, r.tokens + i, g->ids + upipe_shard_pos(&p->shard, i), (size_t)n * 4));
+    }
     UPIPE_TRY(model_fwd(&r, &x, 0));
     UPIPE_TRY(upipe_mem_take(c->mem, &data, (size_t)(UPIPE_TILE_LOSS_ROWS * vocab) * 4, "logits", &c->err));
     for (row = 0; row < p->local; row += UPIPE_TILE_LOSS_ROWS) {
         int64_t rows = p->local - row < UPIPE_TILE_LOSS_ROWS ? p->local - row : (int64_t)UPIPE_TILE_LOSS_ROWS;
         room = upipe_view_packed(data, UPIPE_F32, rows, 1, (int32_t)vocab);
         UPIPE_TRY(model_logits(&r, room, upipe_view_rows(x, row, rows)));
-        if (g->out != NULL) /* not there in a dry run */
-            UPIPE_TRY(c->ops->copy(c, g->out + (first + row) * vocab, data, (size_t)(rows * vocab) * 4));
+        for (i = 0; i < rows; ++i)
+            UPIPE_TRY(logits_store(g, c, room, i, upipe_shard_pos(&p->shard, row + i)));
     }
     UPIPE_TRY(upipe_mem_give(c->mem, data, &c->err));
     UPIPE_TRY(model_give(&r, x));
@@ -235,20 +242,21 @@ static upipe_status logits_rank_main(void *user, int rank)
 {
     logits *g = (logits *)user;
     struct logits_place *k = &g->ranks[rank];
-    upipe_block *blocks = (upipe_block *)calloc((size_t)g->blocks_max, sizeof *blocks);
+    upipe_block *blocks = (upipe_block *)calloc((size_t)k->blocks_max, sizeof *blocks);
     upipe_status s;
     upipe_mem mem;
     upipe_ctx c;
     memset(&c, 0, sizeof c);
-    c.team = upipe_threads_comm(&g->team, rank);
-    s = device_open(&k->d, g->o.device, &c.err);
+    grid_use(&g->net, rank, &c);
+    s = upipe_comm_barrier(&c, grid_world(&g->net, rank)); /* all have started */
+    if (s == UPIPE_OK) s = device_open(&k->d, g->o.device, &c.err);
     device_use(&k->d, &c);
-    if (s == UPIPE_OK) s = device_slab(&k->d, &k->slab, g->slab_bytes, &c.err);
+    if (s == UPIPE_OK) s = device_slab(&k->d, &k->slab, k->slab_bytes, &c.err);
     if (s == UPIPE_OK && blocks == NULL) s = upi_fail(&c.err, UPIPE_ERR_MEMORY, "no room for a pool's table");
     if (s == UPIPE_OK) {
-        upipe_mem_init(&mem, k->slab, g->slab_bytes, blocks, g->blocks_max);
+        upipe_mem_init(&mem, k->slab, k->slab_bytes, blocks, k->blocks_max);
         c.mem = &mem;
-        s = logits_rank(g, &c);
+        s = logits_rank(g, &k->m, &c);
         if (s == UPIPE_OK)
             s = upipe_mem_free(&mem, &c.err);
         else
@@ -308,25 +316,29 @@ static int logits_load(logits *g)
     return s == UPIPE_OK ? 0 : logits_fail(s, &c.err);
 }
 
-/* The plan, and a rank's slab by a dry run of its own code. */
+/* The plans, and the ranks' slabs by dry runs of their own code. */
 static int logits_plan(logits *g)
 {
     upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
-    upipe_status s;
+    upipe_plan_desc d = method_desc(&g->o.how, g->layout.config.heads, g->layout.config.kv_heads);
+    upipe_status s = UPIPE_OK;
     float nothing;
+    int r;
     if (dry == NULL) return cli_fail("out of memory");
     g->weights = g->gains = &nothing; /* for the dry run, which touches nothing */
     memset(&dry->ctx, 0, sizeof dry->ctx);
-    s = model_init(&g->m, &g->layout, g->o.dtype, g->tokens, 1, g->o.ranks,
-                   g->o.ulysses ? g->layout.config.heads : g->o.chunk, &dry->ctx.err);
-    if (s == UPIPE_OK) s = upipe_dry_init(dry, &g->m.plan, &g->ops);
-    if (s == UPIPE_OK) s = logits_rank(g, &dry->ctx);
-    if (s == UPIPE_OK) {
-        g->slab_bytes = dry->mem.need;
-        g->blocks_max = dry->mem.blocks_peak;
-    } else {
-        logits_fail(s, &dry->ctx.err);
+    d.tokens = g->tokens;
+    d.dtype = g->o.dtype;
+    for (r = 0; r < g->o.how.ranks && s == UPIPE_OK; ++r) {
+        struct logits_place *k = &g->ranks[r];
+        method_place(&d, r);
+        s = model_init(&k->m, &g->layout, &d, &dry->ctx.err);
+        if (s == UPIPE_OK) s = upipe_dry_init(dry, &k->m.plan, &g->ops);
+        if (s == UPIPE_OK) s = logits_rank(g, &k->m, &dry->ctx);
+        k->slab_bytes = dry->mem.need;
+        k->blocks_max = dry->mem.blocks_peak;
     }
+    if (s != UPIPE_OK) logits_fail(s, &dry->ctx.err);
     g->weights = g->gains = NULL;
     free(dry);
     return s == UPIPE_OK ? 0 : -1;
@@ -336,7 +348,9 @@ static int logits_plan(logits *g)
 static int logits_check_memory(const logits *g)
 {
     double have = cli_memory(), need = (double)g->layout.gains * 4;
-    double slabs = (double)g->slab_bytes * g->o.ranks;
+    double slabs = 0;
+    int r;
+    for (r = 0; r < g->o.how.ranks; ++r) slabs += (double)g->ranks[r].slab_bytes;
     need += (double)g->layout.weights * (double)upipe_dtype_bytes(g->o.dtype);
     if (device_has_room(g->o.device, slabs + need) != 0) return -1;
     need += (double)g->tokens * (double)g->layout.config.vocab * 4;
@@ -354,15 +368,15 @@ static int logits_run(logits *g)
     memset(&e, 0, sizeof e);
     g->out = (float *)malloc((size_t)(g->tokens * g->layout.config.vocab) * sizeof *g->out);
     if (g->out == NULL) return cli_fail("out of memory: %lld tokens' logits", (long long)g->tokens);
-    s = upipe_threads_init(&g->team, g->o.ranks, g->o.deadline, &e);
+    s = grid_init(&g->net, g->o.how.ranks / g->o.how.ring, g->o.how.ring, g->o.deadline, &e);
     if (s != UPIPE_OK) return logits_fail(s, &e);
-    s = upipe_threads_run(&g->team, logits_rank_main, g, statuses);
-    upipe_threads_free(&g->team);
+    s = grid_run(&g->net, logits_rank_main, g, statuses);
+    grid_free(&g->net);
     if (s != UPIPE_OK) {
-        r = cli_reason(statuses, g->o.ranks, s);
+        r = cli_reason(statuses, g->o.how.ranks, s);
         cli_fail("rank %d: %s%s", r, cli_status(s), g->ranks[r].err.text);
     }
-    for (r = 0; r < g->o.ranks; ++r) {
+    for (r = 0; r < g->o.how.ranks; ++r) {
         device_slab_free(&g->ranks[r].d, g->ranks[r].slab);
         closed = device_close(&g->ranks[r].d, &e);
         if (s == UPIPE_OK && closed != UPIPE_OK) s = closed, logits_fail(s, &e);

@@ -1,7 +1,7 @@
 /* memory.h -- what a rank's pool holds over a training step: in closed form, and by a dry run
  *
  *     memory_plan plan;
- *     memory_plan_make(&plan, &m, &ops, rank, &err);        plan.peak, plan.phase[], plan.part[]: bytes
+ *     memory_plan_make(&plan, &m, &ops, &err);              plan.peak, plan.phase[], plan.part[]: bytes
  *
  * The closed form says the live bytes of every phase; the real run must agree to the byte. The dry run, the
  * trainer's own code over a pool that only counts, says also which slab holds them (alignment, holes).
@@ -51,12 +51,13 @@ static int memory_phase_part(int phase)
 }
 
 /* Everything that stays, by part. */
-static void memory_static(size_t *part, const model *m, int rank)
+static void memory_static(size_t *part, const model *m)
 {
     const llama_layout *l = m->layout;
     const upipe_plan_desc *d = &m->plan.desc;
-    int64_t first, weights = upipe_a2a_slice(l->weights, rank, d->ranks, &first);
-    int64_t gains = upipe_a2a_slice(l->gains, rank, d->ranks, &first);
+    const int rank = model_world_rank(m), ranks = model_world(m);
+    int64_t first, weights = upipe_a2a_slice(l->weights, rank, ranks, &first);
+    int64_t gains = upipe_a2a_slice(l->gains, rank, ranks, &first);
     memset(part, 0, MEMORY_PARTS * sizeof *part);
     part[MEMORY_WEIGHTS] = (size_t)l->weights * upipe_dtype_bytes(d->dtype) + (size_t)l->gains * 4;
     part[MEMORY_GRADIENTS] = (size_t)(l->weights + l->gains) * 4;
@@ -70,8 +71,8 @@ static upipe_status memory_scratch(size_t *extra, const model *m, const upipe_op
 {
     const llama_config *config = &m->layout->config;
     const upipe_plan *p = &m->plan;
-    size_t u = upipe_plan_unit_bytes(p), out = upipe_plan_rows_bytes(p, p->desc.heads, p->desc.v_dim);
-    size_t stat = (size_t)p->rows * (size_t)p->desc.heads * 4, sums[2], fwd, bwd;
+    const upipe_buffers b = upipe_plan_buffers(p);
+    size_t u = upipe_plan_unit_bytes(p), out = b.slot * (size_t)p->stages, sums[2], fwd, bwd;
     const float gain[1] = {0}; /* shapes alone are asked for */
     upipe_plan_scratch scratch;
     upipe_bytes bytes;
@@ -83,15 +84,16 @@ static upipe_status memory_scratch(size_t *extra, const model *m, const upipe_op
     layer.plan = p;
     layer.wo = gain;
     layer.tile_rows = config->dim;
+    layer.window = config->window;
     layer.q_gain = layer.k_gain = config->qk_norm ? gain : NULL;
     scratch = upipe_layer_scratch(ops, &layer, 1);
     bytes = upipe_plan_bytes(p, &scratch);
     for (k = 0; k < UPIPE_PHASES; ++k) extra[k] = bytes.phase[k];
-    extra[UPIPE_BWD_BEFORE] = u + out + 2 * stat; /* the gradient of O has O's place already */
+    extra[UPIPE_BWD_BEFORE] = u + out + b.lse + b.delta; /* the gradient of O has O's place already */
     fwd = upipe_layer_out_bytes(p, &scratch, 0);
     bwd = upipe_layer_out_bytes(p, &scratch, 1);
     if (m->offload) fwd = fwd > u ? fwd - u : 0; /* the forward has no fetched copy beside it */
-    extra[UPIPE_PHASE_OTHER] = u + out + stat + upi_most(fwd, bwd);
+    extra[UPIPE_PHASE_OTHER] = u + out + b.lse + upi_most(fwd, bwd);
 
     memset(&mlp, 0, sizeof mlp);
     mlp.gain = gain;
@@ -105,8 +107,8 @@ static upipe_status memory_scratch(size_t *extra, const model *m, const upipe_op
     UPIPE_TRY(upipe_mlp_bytes(&extra[MODEL_MLP_FWD], ops, &mlp, p->rows, config->dim, p->desc.dtype, 0, e));
     UPIPE_TRY(upipe_mlp_bytes(&extra[MODEL_MLP_BWD], ops, &mlp, p->rows, config->dim, p->desc.dtype, 1, e));
     UPIPE_TRY(upipe_loss_bytes(&extra[MODEL_LOSS], ops, &head, p->rows, config->dim, p->desc.dtype, 1, e));
-    sums[0] = upipe_a2a_sum_bytes(m->layout->weights, p->desc.ranks);
-    sums[1] = upipe_a2a_sum_bytes(m->layout->gains, p->desc.ranks);
+    sums[0] = upipe_a2a_sum_bytes(m->layout->weights, model_world(m));
+    sums[1] = upipe_a2a_sum_bytes(m->layout->gains, model_world(m));
     extra[MODEL_UPDATE] = upi_most(sums[0], sums[1]);
     return UPIPE_OK;
 }
@@ -120,18 +122,17 @@ static size_t memory_copies(const model *m, int phase)
     return phase <= UPIPE_PHASE_OTHER ? 2 * layers - 1 : 2 * layers;
 }
 
-/* memory_plan_make -- the closed form, for this rank
+/* memory_plan_make -- the closed form, for the rank of the model's plan
  *   errors  ARG where tile_bytes is too small for one row
  */
-static upipe_status memory_plan_make(memory_plan *plan, const model *m, const upipe_ops *ops, int rank,
-                                     upipe_err *e)
+static upipe_status memory_plan_make(memory_plan *plan, const model *m, const upipe_ops *ops, upipe_err *e)
 {
     size_t u = upipe_plan_unit_bytes(&m->plan), extra[MODEL_PHASES], part[MEMORY_PARTS];
     int phase, k;
     memset(plan, 0, sizeof *plan);
     UPIPE_TRY(memory_scratch(extra, m, ops, e));
     for (phase = 0; phase < MODEL_PHASES; ++phase) {
-        memory_static(part, m, rank);
+        memory_static(part, m);
         part[MEMORY_STREAM] = phase == MODEL_UPDATE ? 0 : u;
         part[MEMORY_CHECKPOINTS] = memory_copies(m, phase) * u;
         part[memory_phase_part(phase)] += extra[phase];

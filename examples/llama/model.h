@@ -10,7 +10,8 @@
  * and MLP apart): 2 * layers tensors. The backward fetches them from the last to the first and computes all
  * else again. They wait in the pool, or with `offload` in a second one: host memory, on a GPU.
  *
- * Rank r holds tokens r * T .. of every sequence, T = tokens / ranks, and a whole copy of the weights.
+ * A rank holds the tokens of its plan's shard of every sequence, and a whole copy of the weights. The plan
+ * alone knows which method it is.
  */
 #ifndef LLAMA_MODEL_H
 #define LLAMA_MODEL_H
@@ -31,10 +32,10 @@ enum {
 
 static const char *const model_phase_names[] = {"embed", "mlp_fwd", "loss", "mlp_bwd", "update"};
 
-/* What all ranks share: numbers alone. */
+/* Numbers alone. */
 typedef struct model {
     const llama_layout *layout;
-    upipe_plan plan;
+    upipe_plan plan;   /* of one rank */
     size_t tile_bytes; /* of MLP and loss; 0 = the library's default */
     int offload;
 } model;
@@ -53,26 +54,30 @@ typedef struct model_rank {
     device *device; /* whose copies go beside the stream of c; NULL: they go in it */
 } model_rank;
 
-/* The plan for sequences of `tokens`. */
+/* The plan of one rank: the model says how many heads there are and how large, desc everything else. */
 __attribute__((unused)) static upipe_status model_init(model *m, const llama_layout *layout,
-                                                       upipe_dtype dtype, int64_t tokens, int64_t batch,
-                                                       int ranks, int chunk, upipe_err *e)
+                                                       const upipe_plan_desc *desc, upipe_err *e)
 {
     const llama_config *c = &layout->config;
-    upipe_plan_desc d;
+    upipe_plan_desc d = *desc;
     memset(m, 0, sizeof *m);
-    memset(&d, 0, sizeof d);
     m->layout = layout;
-    d.tokens = tokens;
-    d.batch = batch;
     d.model_dim = c->dim;
-    d.ranks = ranks;
     d.heads = c->heads;
     d.kv_heads = c->kv_heads;
     d.head_dim = c->head_dim;
-    d.chunk = chunk;
-    d.dtype = dtype;
     return upipe_plan_init(&m->plan, &d, e);
+}
+
+/* Ranks of the run, of all teams and rings, and this one of them: neighbours are a team. */
+__attribute__((unused)) static int model_world(const model *m)
+{
+    return m->plan.desc.ranks * m->plan.desc.ring;
+}
+
+__attribute__((unused)) static int model_world_rank(const model *m)
+{
+    return m->plan.desc.ring_rank * m->plan.desc.ranks + m->plan.desc.rank;
 }
 
 /* ---- a layer's parts, as the library describes them ---- */
@@ -116,6 +121,7 @@ static upipe_layer model_attention_layer(const model_rank *r, int64_t layer)
     l.wv = model_weight(r, LLAMA_WV, layer);
     l.wo = model_weight(r, LLAMA_WO, layer);
     l.rope_theta = config->rope_theta;
+    l.window = config->window;
     l.tile_rows = config->dim;
     if (config->qk_norm) {
         l.q_gain = model_gain(r, LLAMA_QNORM, layer);

@@ -14,27 +14,23 @@
 #include <getopt.h>
 #include <string.h>
 
-#include "upipe/net/upipe_net_threads.h"
 #include "upipe/upipe.h"
 
 #include "../common/cli.h"
 #include "../common/device_flag.h"
 #include "checkpoint.h"
-
-enum { METHOD_ULYSSES, METHOD_UPIPE, METHODS };
-
-static const char *const method_names[METHODS] = {"ulysses", "upipe"};
+#include "method.h"
 
 /* What a flag may say at most. */
 enum { DIM_MAX = 1 << 24, SAMPLE_MAX = 1 << 20, KEEP_MAX = 1000000 };
 
 /* clang-format off */
 enum {
-    FLAG_DATA, FLAG_METHOD, FLAG_RANKS, FLAG_CHUNK, FLAG_LAYERS, FLAG_MODEL_DIM, FLAG_HEADS,
-    FLAG_KV_HEADS, FLAG_HEAD_DIM, FLAG_FF_DIM, FLAG_VOCAB, FLAG_UNTIED, FLAG_QK_NORM, FLAG_ROPE_THETA,
-    FLAG_NORM_EPS, FLAG_TOKENS, FLAG_BATCH, FLAG_STEPS, FLAG_LR, FLAG_MIN_LR, FLAG_WARMUP,
-    FLAG_WEIGHT_DECAY, FLAG_BETA1, FLAG_BETA2, FLAG_ADAM_EPS, FLAG_CLIP, FLAG_DTYPE, FLAG_DEVICE, FLAG_SEED,
-    FLAG_TILE_BYTES, FLAG_OFFLOAD, FLAG_JSON, FLAG_TRACE, FLAG_SAVE, FLAG_SAVE_EVERY, FLAG_KEEP,
+    FLAG_DATA, FLAG_METHOD, FLAG_RANKS, FLAG_RING, FLAG_INNER, FLAG_CHUNK, FLAG_LAYERS, FLAG_MODEL_DIM,
+    FLAG_HEADS, FLAG_KV_HEADS, FLAG_HEAD_DIM, FLAG_FF_DIM, FLAG_VOCAB, FLAG_UNTIED, FLAG_QK_NORM,
+    FLAG_ROPE_THETA, FLAG_NORM_EPS, FLAG_WINDOW, FLAG_TOKENS, FLAG_BATCH, FLAG_STEPS, FLAG_LR, FLAG_MIN_LR,
+    FLAG_WARMUP, FLAG_WEIGHT_DECAY, FLAG_BETA1, FLAG_BETA2, FLAG_ADAM_EPS, FLAG_CLIP, FLAG_DTYPE, FLAG_DEVICE,
+    FLAG_SEED, FLAG_TILE_BYTES, FLAG_OFFLOAD, FLAG_JSON, FLAG_TRACE, FLAG_SAVE, FLAG_SAVE_EVERY, FLAG_KEEP,
     FLAG_RESUME, FLAG_LOAD, FLAG_SAMPLE, FLAG_PROMPT, FLAG_TEMPERATURE, FLAG_DEADLINE, FLAG_PLAN,
     FLAG_PROGRESS, FLAG_HELP, FLAG_VERSION, FLAGS
 };
@@ -43,6 +39,8 @@ static const struct option option_list[] = {
     {"data",         required_argument, NULL, FLAG_DATA},
     {"method",       required_argument, NULL, FLAG_METHOD},
     {"ranks",        required_argument, NULL, FLAG_RANKS},
+    {"ring",         required_argument, NULL, FLAG_RING},
+    {"inner",        required_argument, NULL, FLAG_INNER},
     {"chunk",        required_argument, NULL, FLAG_CHUNK},
     {"layers",       required_argument, NULL, FLAG_LAYERS},
     {"model-dim",    required_argument, NULL, FLAG_MODEL_DIM},
@@ -55,6 +53,7 @@ static const struct option option_list[] = {
     {"qk-norm",      no_argument,       NULL, FLAG_QK_NORM},
     {"rope-theta",   required_argument, NULL, FLAG_ROPE_THETA},
     {"norm-eps",     required_argument, NULL, FLAG_NORM_EPS},
+    {"window",       required_argument, NULL, FLAG_WINDOW},
     {"tokens",       required_argument, NULL, FLAG_TOKENS},
     {"batch",        required_argument, NULL, FLAG_BATCH},
     {"steps",        required_argument, NULL, FLAG_STEPS},
@@ -92,12 +91,11 @@ static const char usage_text[] =
     "usage: train [flags]\n"
     "\n"
     "Trains a Llama on the bytes of a text, its sequences shared by ranks that are threads of this process,\n"
-    "with DeepSpeed-Ulysses or with UPipe. Prints loss, speed and memory, and writes a little text.\n"
+    "with UPipe or another method. Prints loss, speed and memory, and writes a little text.\n"
     "\n"
     "  --data FILE        the text, at least tokens + 1 bytes (the book in examples/data)\n"
-    "  --method NAME      ulysses or upipe (upipe)\n"
+    METHOD_USAGE
     "  --ranks N          ranks that share a sequence (4)\n"
-    "  --chunk N          query heads of a stage of upipe, over all ranks (ranks)\n"
     "\n"
     "the model; with --resume or --load the folder's config.json says all of it, and no flag may say otherwise\n"
     "  --layers N         (4)\n"
@@ -111,6 +109,7 @@ static const char usage_text[] =
     "  --qk-norm          RMS norm of every head of Q and K, as in Qwen3\n"
     "  --rope-theta X     (10000)\n"
     "  --norm-eps X       (1e-5)\n"
+    "  --window N         tokens that a token sees, its own included, as in Mistral; 0 for all (0)\n"
     "\n"
     "the training\n"
     "  --tokens N         tokens of a sequence, over all ranks (1024)\n"
@@ -158,7 +157,8 @@ static const char usage_text[] =
 typedef struct options {
     llama_config config; /* by the flags; the folder's config.json counts where there is one */
     const char *from;    /* resume or load; NULL = none */
-    int method, ranks, chunk, keep;
+    method_choice how;
+    int keep;
     int64_t tokens, batch, steps, warmup, save_every, sample;
     double lr, min_lr, weight_decay, beta1, beta2, adam_eps, clip, temperature;
     double deadline; /* seconds that a rank waits for the others */
@@ -171,16 +171,6 @@ typedef struct options {
     const char *json, *trace, *save, *resume, *load; /* paths; NULL = not wanted */
     int given[FLAGS];                                /* how often each flag came: 0 or 1 */
 } options;
-
-static int options_method(options *o, const char *name)
-{
-    int m;
-    for (m = 0; m < METHODS && strcmp(name, method_names[m]) != 0; ++m) {
-    }
-    if (m == METHODS) return cli_refuse("--method is ulysses or upipe, not '%s'", name);
-    o->method = m;
-    return 0;
-}
 
 static int options_model(llama_config *c, int flag, const char *name, const char *text)
 {
@@ -203,6 +193,8 @@ static int options_model(llama_config *c, int flag, const char *name, const char
         return cli_real(name, text, 1, 1e12, &c->rope_theta);
     case FLAG_NORM_EPS:
         return cli_real(name, text, 1e-12, 1, &c->norm_eps);
+    case FLAG_WINDOW:
+        return cli_number(name, text, 0, INT32_MAX, &c->window);
     case FLAG_UNTIED:
         c->tied = 0;
         return 0;
@@ -234,11 +226,11 @@ static int options_flag(void *user, int flag, const char *text)
     int status;
     switch (flag) {
     case FLAG_METHOD:
-        return options_method(o, text);
     case FLAG_RANKS:
-        return cli_int(name, text, UPIPE_THREADS_MAX, &o->ranks);
+    case FLAG_RING:
+    case FLAG_INNER:
     case FLAG_CHUNK:
-        return cli_int(name, text, DIM_MAX, &o->chunk);
+        return method_flag(&o->how, name, text);
     case FLAG_LAYERS:
     case FLAG_MODEL_DIM:
     case FLAG_HEADS:
@@ -250,6 +242,7 @@ static int options_flag(void *user, int flag, const char *text)
     case FLAG_QK_NORM:
     case FLAG_ROPE_THETA:
     case FLAG_NORM_EPS:
+    case FLAG_WINDOW:
         return options_model(&o->config, flag, name, text);
     case FLAG_TOKENS:
         return cli_number(name, text, 1, INT32_MAX, &o->tokens);
@@ -307,7 +300,7 @@ static int options_flag(void *user, int flag, const char *text)
         o->progress = 1;
         return 0;
     case FLAG_HELP:
-        return cli_print(name, usage_text);
+        return method_help(name, usage_text);
     case FLAG_VERSION:
         return cli_version(name, ", products: " PRODUCTS);
     default:
@@ -334,11 +327,8 @@ static int options_contradictions(const options *o)
     static const int of_save[] = {FLAG_SAVE_EVERY, FLAG_KEEP};
     static const int of_sample[] = {FLAG_PROMPT, FLAG_TEMPERATURE};
     int flag;
-    if (o->given[FLAG_CHUNK] && o->method == METHOD_ULYSSES)
-        return cli_refuse(
-            "--chunk %d and --method ulysses contradict each other: ulysses takes all heads in one "
-            "stage",
-            o->chunk);
+    if (o->config.window > 0 && o->config.qk_norm)
+        return cli_refuse("--window and --qk-norm contradict each other: no model that is built has both");
     if (o->resume != NULL && o->load != NULL)
         return cli_refuse(
             "--resume %s and --load %s contradict each other: the weights come from one of them", o->resume,
@@ -408,7 +398,8 @@ static int options_other_model(const options *o, const llama_config *folder)
                {FLAG_UNTIED, c->tied == folder->tied},
                {FLAG_QK_NORM, c->qk_norm == folder->qk_norm},
                {FLAG_ROPE_THETA, c->rope_theta == folder->rope_theta},
-               {FLAG_NORM_EPS, c->norm_eps == folder->norm_eps}};
+               {FLAG_NORM_EPS, c->norm_eps == folder->norm_eps},
+               {FLAG_WINDOW, c->window == folder->window}};
     size_t i;
     for (i = 0; i < sizeof all / sizeof *all; ++i)
         if (o->given[all[i].flag] && !all[i].same) return all[i].flag;
@@ -423,8 +414,8 @@ static int options_resolve(options *o)
     int status;
     o->from = o->resume != NULL ? o->resume : o->load;
     status = options_contradictions(o);
+    if (status == 0) status = method_resolve(&o->how);
     if (status != 0) return status;
-    if (!o->given[FLAG_CHUNK]) o->chunk = o->ranks;
     if (!o->given[FLAG_HEAD_DIM]) c->head_dim = head_dim < 32 ? 32 : (int)((head_dim + 7) / 8 * 8);
     if (!o->given[FLAG_FF_DIM]) c->hidden = (8 * c->dim + 191) / 192 * 64;
     if (o->data == NULL) o->data = cli_book();
@@ -437,8 +428,8 @@ static int options_read(options *o, int argc, char **argv)
 {
     int status;
     memset(o, 0, sizeof *o);
-    o->method = METHOD_UPIPE;
-    o->ranks = 4;
+    o->how.method = METHOD_UPIPE;
+    o->how.ranks = 4;
     o->config.layers = 4;
     o->config.dim = 256;
     o->config.heads = 8;

@@ -7,9 +7,9 @@
 #include "../common/files.h"
 #include "run.h"
 
-/* What the paper's public code holds at Llama3-8B's shape on 8 GPUs: its peak's slope, in GiB per million
- * tokens, which here is one unit (a tensor of the stream in bf16). */
-static const double report_paper_slope[METHODS] = {15.1, 10.6};
+/* What the paper's public code holds, ulysses and upipe, at Llama3-8B's shape on 8 GPUs: its peak's slope, in
+ * GiB per million tokens, which here is one unit (a tensor of the stream in bf16). */
+static const double report_paper_slope[] = {15.1, 10.6};
 
 static const char *report_bytes(char *out, double bytes)
 {
@@ -21,6 +21,15 @@ static const char *report_bytes(char *out, double bytes)
     }
     snprintf(out, 32, i == 0 ? "%.0f %s" : "%.2f %s", bytes, units[i]);
     return out;
+}
+
+/* Who shares a sequence, and how. */
+static void report_ranks(const run *u)
+{
+    const method_choice *how = &u->o.how;
+    printf("%s, %d ranks", method_list[how->method].name, how->ranks);
+    if (how->ring > 1) printf(" in rings of %d", how->ring);
+    if (how->inner > 1) printf(" of rings of %d", how->inner);
 }
 
 static void report_memory(const run *u)
@@ -50,7 +59,7 @@ typedef struct report_slopes {
 /* From here to twice as many tokens. */
 static int report_slope(const run *u, int offload, report_slopes *slopes)
 {
-    const upipe_plan_desc *d = &u->m.plan.desc;
+    const upipe_plan_desc *d = &u->ranks[0].m.plan.desc;
     double unit, rows;
     run_rank ranks[2];
     model m[2];
@@ -59,10 +68,12 @@ static int report_slope(const run *u, int offload, report_slopes *slopes)
     int i;
     memset(&e, 0, sizeof e);
     for (i = 0; i < 2 && s == UPIPE_OK; ++i) {
-        s = model_init(&m[i], &u->layout, d->dtype, d->tokens * (i + 1), d->batch, d->ranks, d->chunk, &e);
+        upipe_plan_desc wide = *d;
+        wide.tokens *= i + 1;
+        s = model_init(&m[i], &u->layout, &wide, &e);
         m[i].tile_bytes = u->o.tile_bytes;
         m[i].offload = offload;
-        if (s == UPIPE_OK) s = run_dry(u, &m[i], 0, &ranks[i], &e);
+        if (s == UPIPE_OK) s = run_dry(u, &m[i], NULL, &ranks[i], &e);
     }
     if (s != UPIPE_OK) return run_fail(s, &e);
     unit = (double)(d->model_dim * (int64_t)upipe_dtype_bytes(d->dtype));
@@ -76,10 +87,10 @@ static int report_plan(const run *u, report_slopes *slopes)
 {
     const llama_config *c = &u->layout.config;
     int offload;
-    printf("%s, %d ranks, chunk %d: %lld layers of %lld, %d/%d heads of %d, MLP %lld, vocabulary %lld, %s\n",
-           method_names[u->o.method], u->o.ranks, u->m.plan.desc.chunk, (long long)c->layers,
-           (long long)c->dim, c->heads, c->kv_heads, c->head_dim, (long long)c->hidden, (long long)c->vocab,
-           upipe_dtype_name(u->o.dtype));
+    report_ranks(u);
+    printf(", chunk %d: %lld layers of %lld, %d/%d heads of %d, MLP %lld, vocabulary %lld, %s\n",
+           u->ranks[0].m.plan.desc.chunk, (long long)c->layers, (long long)c->dim, c->heads, c->kv_heads,
+           c->head_dim, (long long)c->hidden, (long long)c->vocab, upipe_dtype_name(u->o.dtype));
     printf("%lld tokens x %lld sequences; closed form and dry run agree to the byte in every phase\n",
            (long long)u->o.tokens, (long long)u->o.batch);
     report_memory(u);
@@ -91,10 +102,10 @@ static int report_plan(const run *u, report_slopes *slopes)
                slopes->pool[offload]);
         printf(offload ? "   and %.2f there\n" : "\n", slopes->host[offload]);
     }
-    if (c->layers == 32 && c->dim == 4096 && c->heads == 32 && c->kv_heads == 8 && u->o.ranks == 8 &&
-        u->o.dtype == UPIPE_BF16)
+    if (c->layers == 32 && c->dim == 4096 && c->heads == 32 && c->kv_heads == 8 && u->o.how.ranks == 8 &&
+        u->o.dtype == UPIPE_BF16 && u->o.how.method <= METHOD_UPIPE)
         printf("\nmeasured by the paper for Llama3-8B on 8 GPUs, layers' inputs in host memory: %.1f (%s)\n",
-               report_paper_slope[u->o.method], method_names[u->o.method]);
+               report_paper_slope[u->o.how.method], method_list[u->o.how.method].name);
     return 0;
 }
 
@@ -104,8 +115,8 @@ static void report_table(const run *u)
 {
     const llama_config *c = &u->layout.config;
     double each = (double)u->o.tokens * (double)u->o.batch;
-    printf("%s, %d ranks, %s: %lld parameters in %lld layers, %lld x %lld tokens a step\n",
-           method_names[u->o.method], u->o.ranks, upipe_dtype_name(u->o.dtype),
+    report_ranks(u);
+    printf(", %s: %lld parameters in %lld layers, %lld x %lld tokens a step\n", upipe_dtype_name(u->o.dtype),
            (long long)(u->layout.weights + u->layout.gains), (long long)c->layers, (long long)u->o.batch,
            (long long)u->o.tokens);
     if (u->done > 0) {
@@ -164,10 +175,11 @@ static json_t *report_config(const run *u)
     const options *o = &u->o;
     const llama_config *c = &u->layout.config;
     return json_pack(
-        "{s:s, s:i, s:i, s:I, s:I, s:i, s:i, s:i, s:I, s:I, s:b, s:b, s:f, s:f, s:I, s:I, s:I, s:f, "
-        "s:f, s:I, s:f, "
+        "{s:s, s:i, s:i, s:i, s:i, s:I, s:I, s:I, s:i, s:i, s:i, s:I, s:I, s:b, s:b, s:f, s:f, s:I, s:I, "
+        "s:I, s:f, s:f, s:I, s:f, "
         "s:f, s:f, s:f, s:f, s:s, s:I, s:I, s:b, s:o, s:o, s:o, s:o, s:I, s:s, s:s, s:s}",
-        "method", method_names[o->method], "ranks", o->ranks, "chunk", u->m.plan.desc.chunk, "layers",
+        "method", method_list[o->how.method].name, "ranks", o->how.ranks, "ring", o->how.ring, "inner",
+        o->how.inner, "chunk", u->ranks[0].m.plan.desc.chunk, "window", (json_int_t)c->window, "layers",
         (json_int_t)c->layers, "model_dim", (json_int_t)c->dim, "heads", c->heads, "kv_heads", c->kv_heads,
         "head_dim", c->head_dim, "ff_dim", (json_int_t)c->hidden, "vocab", (json_int_t)c->vocab, "untied",
         !c->tied, "qk_norm", c->qk_norm, "rope_theta", c->rope_theta, "norm_eps", c->norm_eps, "tokens",
@@ -232,7 +244,7 @@ static int report_trace(const run *u, files *all)
     int r;
     if (f == NULL) return -1;
     fprintf(f, "[\n");
-    for (r = 0; r < u->o.ranks; ++r) {
+    for (r = 0; r < u->o.how.ranks; ++r) {
         upipe_mem pool; /* the pool is gone, its trace is not */
         memset(&pool, 0, sizeof pool);
         pool.events = u->ranks[r].events;

@@ -12,10 +12,10 @@
 
 #include <signal.h>
 
-#include "upipe/net/upipe_net_threads.h"
 #include "upipe/upipe.h"
 
 #include "../common/device_flag.h"
+#include "../common/grid.h"
 #include "checkpoint.h"
 #include "data.h"
 #include "memory.h"
@@ -25,6 +25,7 @@
 
 /* A rank's memory and what it measured. */
 typedef struct run_rank {
+    model m, sampled;
     memory_plan plan;       /* the closed form */
     size_t need, host_need; /* slabs, by the dry run */
     int blocks_max;
@@ -44,9 +45,8 @@ typedef struct run {
     options o;
     llama_layout layout;
     upipe_ops ops; /* of the device, for plans */
-    model m, sampled;
     corpus text;
-    upipe_threads team;
+    grid net;
     run_rank *ranks;
     llama_run position;  /* of the checkpoint that is continued; step 0: none */
     const char *from;    /* folder of the weights to start from */
@@ -104,14 +104,16 @@ static sample_wish run_wish(const run *u)
 }
 
 /* A rank's trainer over its pools; what it needs of the host is allocated here. */
-static upipe_status run_trainer(const run *u, const model *m, trainer *t, upipe_ctx *c, upipe_mem *host)
+static upipe_status run_trainer(const run *u, const model *m, trainer *t, upipe_ctx *c, upipe_comm *world,
+                                upipe_mem *host)
 {
     memset(t, 0, sizeof *t);
     t->m = *m;
+    t->world = world;
     t->r.c = c;
     t->r.host = m->offload ? host : c->mem;
     t->r.kept = (void **)calloc((size_t)u->layout.config.layers * 2, sizeof *t->r.kept);
-    t->gathered = (int64_t *)calloc((size_t)m->plan.desc.ranks * 2, sizeof *t->gathered);
+    t->gathered = (int64_t *)calloc((size_t)world->ranks * 2, sizeof *t->gathered);
     if (t->r.kept != NULL && t->gathered != NULL) return UPIPE_OK;
     return upi_fail(&c->err, UPIPE_ERR_MEMORY, "no room for the tables of a rank");
 }
@@ -122,8 +124,10 @@ static void run_trainer_free(trainer *t)
     free(t->gathered);
 }
 
-/* The whole life of a rank's pool, dry: one step, one byte of a sample. phase: peaks of the step alone. */
-static upipe_status run_dry_life(const run *u, const model *m, trainer *t, int64_t *events, size_t *phase)
+/* The whole life of a rank's pool, dry: one step, one byte of a sample unless that is NULL. phase: peaks of
+ * the step alone. */
+static upipe_status run_dry_life(const run *u, const model *sampled, trainer *t, int64_t *events,
+                                 size_t *phase)
 {
     trainer_batch batch;
     trainer_rates rates = run_rates(u, 1);
@@ -135,12 +139,12 @@ static upipe_status run_dry_life(const run *u, const model *m, trainer *t, int64
     UPIPE_TRY(trainer_step(t, &batch, &rates, &result));
     *events = mem->events_lost;
     memcpy(phase, mem->phase_peak, MODEL_PHASES * sizeof *phase);
-    if (u->o.sample > 0 && m == &u->m) {
+    if (u->o.sample > 0 && sampled != NULL) {
         sample_wish wish = run_wish(u);
         int64_t made;
         char byte;
-        t->r.m = &u->sampled;
-        UPIPE_TRY(sample_text(&t->r, &wish, &byte, 1, &made, t->gathered));
+        t->r.m = sampled;
+        UPIPE_TRY(sample_text(&t->r, t->world, &wish, &byte, 1, &made, t->gathered));
     }
     return trainer_give(t);
 }
@@ -159,64 +163,82 @@ static double run_walk(const model *m)
            (double)(m->layout->weights + m->layout->gains) / UPIPE_SUM_PIECE;
 }
 
+/* A dry rank, and the world's communicator beside those of its team and its ring. */
+typedef struct run_dry_room {
+    upipe_dry dry;
+    upipe_comm world;
+    upipe_seg list[2 * UPIPE_THREADS_MAX];
+    int64_t gathered[UPIPE_THREADS_MAX * UPIPE_GATHER_MAX];
+} run_dry_room;
+
 /* run_dry -- the slabs of one rank, found by its own code over pools that only count; checks the closed form
- *            against it, phase by phase */
-static upipe_status run_dry(const run *u, const model *m, int rank, run_rank *out, upipe_err *e)
+ *            against it, phase by phase. sampled: NULL for none */
+static upipe_status run_dry(const run *u, const model *m, const model *sampled, run_rank *out, upipe_err *e)
 {
     int blocks_max = (int)u->layout.config.layers * 2 + m->plan.stages * 2 + 64;
-    upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
+    run_dry_room *room = (run_dry_room *)malloc(sizeof *room);
+    upipe_dry *dry = room != NULL ? &room->dry : NULL;
     upipe_block *blocks = (upipe_block *)calloc(2 * (size_t)blocks_max, sizeof *blocks);
     upipe_mem_event none;
     upipe_mem host;
     trainer t;
     upipe_status s;
     size_t peaks[MODEL_PHASES] = {0};
-    upipe_plan plan = m->plan; /* this rank's, whose last slices may be shorter */
     int phase;
-    plan.desc.rank = rank;
     if (dry == NULL || blocks == NULL || run_walk(m) > RUN_WALK_MAX) {
         s = dry == NULL || blocks == NULL
                 ? upi_fail(e, UPIPE_ERR_MEMORY, "no room for a dry run")
                 : upi_fail(e, UPIPE_ERR_UNSUPPORTED,
                            "the memory's dry run would take %.2g steps, at most %d are walked", run_walk(m),
                            RUN_WALK_MAX);
-        free(dry);
+        free(room);
         free(blocks);
         return s;
     }
-    s = upipe_dry_init(dry, &plan, &u->ops);
+    s = upipe_dry_init(dry, &m->plan, &u->ops);
+    upipe_comm_dry(&room->world, model_world_rank(m), model_world(m), room->list, room->gathered);
     if (s == UPIPE_OK) {
         upipe_mem_init_dry(&dry->mem, blocks, blocks_max);
         upipe_mem_init_dry(&host, blocks + blocks_max, blocks_max);
         dry->mem.events = &none; /* room for none: all are counted as lost */
-        s = run_trainer(u, m, &t, &dry->ctx, &host);
-        if (s == UPIPE_OK) s = run_dry_life(u, m, &t, &out->events_max, peaks);
+        s = run_trainer(u, m, &t, &dry->ctx, &room->world, &host);
+        if (s == UPIPE_OK) s = run_dry_life(u, sampled, &t, &out->events_max, peaks);
         run_trainer_free(&t);
     }
-    if (s == UPIPE_OK) s = memory_plan_make(&out->plan, m, &u->ops, rank, &dry->ctx.err);
+    if (s == UPIPE_OK) s = memory_plan_make(&out->plan, m, &u->ops, &dry->ctx.err);
     *e = dry->ctx.err;
     for (phase = 0; phase < MODEL_PHASES && s == UPIPE_OK; ++phase)
         if (peaks[phase] != out->plan.phase[phase])
             s = upi_fail(e, UPIPE_ERR_MISMATCH, "%s of rank %d: %zu bytes by the dry run, %zu by the plan",
-                         model_phase_name(phase), rank, peaks[phase], out->plan.phase[phase]);
+                         model_phase_name(phase), model_world_rank(m), peaks[phase], out->plan.phase[phase]);
     if (s == UPIPE_OK) {
         out->need = dry->mem.need;
         out->host_need = m->offload ? host.need : 0;
         out->blocks_max = dry->mem.blocks_peak > host.blocks_peak ? dry->mem.blocks_peak : host.blocks_peak;
     }
     free(blocks);
-    free(dry);
+    free(room);
     return s;
 }
 
-/* The last slices of weights and gains may be shorter than the first, or empty. */
-static int run_same_slices(const run *u, int rank)
+static int run_same_plan(const upipe_plan *a, const upipe_plan *b)
 {
-    int64_t first;
-    return upipe_a2a_slice(u->layout.weights, rank, u->o.ranks, &first) ==
-               upipe_a2a_slice(u->layout.weights, 0, u->o.ranks, &first) &&
-           upipe_a2a_slice(u->layout.gains, rank, u->o.ranks, &first) ==
-               upipe_a2a_slice(u->layout.gains, 0, u->o.ranks, &first);
+    return a->schedule != UPIPE_SPANS && a->local == b->local && a->seq == b->seq;
+}
+
+/* Whether a rank's pool lives as rank 0's does. The last slices of weights and gains may be shorter, or
+ * empty; where tokens or heads do not divide, ranks have different numbers of them. */
+static int run_like_first(const run *u, int rank)
+{
+    const run_rank *k = &u->ranks[rank], *first = &u->ranks[0];
+    const int ranks = u->o.how.ranks;
+    int64_t at;
+    return run_same_plan(&k->m.plan, &first->m.plan) &&
+           run_same_plan(&k->sampled.plan, &first->sampled.plan) &&
+           upipe_a2a_slice(u->layout.weights, rank, ranks, &at) ==
+               upipe_a2a_slice(u->layout.weights, 0, ranks, &at) &&
+           upipe_a2a_slice(u->layout.gains, rank, ranks, &at) ==
+               upipe_a2a_slice(u->layout.gains, 0, ranks, &at);
 }
 
 static int run_fail(upipe_status s, const upipe_err *e)
@@ -229,7 +251,7 @@ static int run_check_memory(const run *u)
 {
     double slabs = 0, host = (double)u->text.bytes + 16.0 * (double)u->o.steps, have = cli_memory();
     int r;
-    for (r = 0; r < u->o.ranks; ++r) {
+    for (r = 0; r < u->o.how.ranks; ++r) {
         const run_rank *k = &u->ranks[r];
         slabs += (double)(k->need > k->plan.peak ? k->need : k->plan.peak);
         host += (double)k->plan.host;
@@ -241,29 +263,45 @@ static int run_check_memory(const run *u)
     return device_has_room(u->o.device, slabs);
 }
 
-/* Plans of the training and of the sample, and the memory of every rank. 0, or -1 with the sentence out. */
-static int run_plan(run *u)
+/* Plans of a rank's training and sample. */
+static upipe_status run_plan_rank(const run *u, run_rank *k, int rank, upipe_err *e)
 {
     const options *o = &u->o;
-    int chunk = o->method == METHOD_ULYSSES ? u->layout.config.heads : o->chunk, r;
+    upipe_plan_desc d = method_desc(&o->how, u->layout.config.heads, u->layout.config.kv_heads);
+    method_place(&d, rank);
+    d.tokens = o->tokens;
+    d.batch = o->batch;
+    d.dtype = o->dtype;
+    UPIPE_TRY(model_init(&k->m, &u->layout, &d, e));
+    k->m.tile_bytes = o->tile_bytes;
+    k->m.offload = o->offload;
+    UPIPE_TRY(sample_model(&k->sampled, &k->m, e));
+    return memory_plan_make(&k->plan, &k->m, &u->ops, e);
+}
+
+/* Plans and memory of every rank. 0, or -1 with the sentence out. */
+static int run_plan(run *u)
+{
+    const int ranks = u->o.how.ranks;
     upipe_err e;
-    upipe_status s;
+    int r;
+    upipe_status s = UPIPE_OK;
     memset(&e, 0, sizeof e);
-    u->ranks = (run_rank *)calloc((size_t)o->ranks, sizeof *u->ranks);
-    if (u->ranks == NULL) return cli_fail("out of memory: %d ranks", o->ranks);
-    s = model_init(&u->m, &u->layout, o->dtype, o->tokens, o->batch, o->ranks, chunk, &e);
-    u->m.tile_bytes = o->tile_bytes;
-    u->m.offload = o->offload;
-    if (s == UPIPE_OK) s = sample_model(&u->sampled, &u->m, &e);
-    for (r = 0; r < o->ranks && s == UPIPE_OK; ++r)
-        s = memory_plan_make(&u->ranks[r].plan, &u->m, &u->ops, r, &e);
+    u->ranks = (run_rank *)calloc((size_t)ranks, sizeof *u->ranks);
+    if (u->ranks == NULL) return cli_fail("out of memory: %d ranks", ranks);
+    for (r = 0; r < ranks && s == UPIPE_OK; ++r) s = run_plan_rank(u, &u->ranks[r], r, &e);
     /* A dry run walks through all tiles and sums: their number must make sense before. */
-    if (s == UPIPE_OK && !o->plan && run_check_memory(u) != 0) return -1;
-    for (r = 0; r < o->ranks && s == UPIPE_OK; ++r) {
-        if (r > 0 && run_same_slices(u, r))
-            u->ranks[r] = u->ranks[0];
-        else
-            s = run_dry(u, &u->m, r, &u->ranks[r], &e);
+    if (s == UPIPE_OK && !u->o.plan && run_check_memory(u) != 0) return -1;
+    for (r = 0; r < ranks && s == UPIPE_OK; ++r) {
+        run_rank *k = &u->ranks[r];
+        if (r > 0 && run_like_first(u, r)) {
+            const model m = k->m, sampled = k->sampled;
+            *k = u->ranks[0];
+            k->m = m;
+            k->sampled = sampled;
+        } else {
+            s = run_dry(u, &k->m, &k->sampled, k, &e);
+        }
     }
     return s == UPIPE_OK ? 0 : run_fail(s, &e);
 }
@@ -315,6 +353,8 @@ static upipe_status run_begin_new(const run *u, trainer *t)
     const llama_tensor *tensor = l->tensors;
     float wide[CHUNK];
     uint16_t narrow[CHUNK];
+    upipe_comm *team;
+    upipe_status s;
     for (at = first; at < first + n; at += CHUNK) {
         int64_t count = first + n - at < CHUNK ? first + n - at : CHUNK;
         for (i = 0; i < count; ++i) {
@@ -328,7 +368,10 @@ static upipe_status run_begin_new(const run *u, trainer *t)
         if (t->state.master != NULL)
             UPIPE_TRY(c->ops->copy(c, t->state.master + (at - first), wide, (size_t)count * 4));
     }
-    UPIPE_TRY(upipe_a2a_all_gather(c, t->state.weights, l->weights, element));
+    team = trainer_swap(t, t->world);
+    s = upipe_a2a_all_gather(c, t->state.weights, l->weights, element);
+    trainer_swap(t, team);
+    UPIPE_TRY(s);
     for (i = 0; i < CHUNK; ++i) wide[i] = 1;
     for (at = 0; at < l->gains; at += CHUNK)
         UPIPE_TRY(c->ops->copy(c, t->state.gains + at, wide,
@@ -346,15 +389,14 @@ static upipe_status run_begin(const run *u, trainer *t)
 }
 
 /* This rank's tokens of the step's sequences, [batch][T]; returns the valid targets, or -1 without memory. */
-static int64_t run_fill(const run *u, text_order *order, int rank, int64_t step, int32_t *inputs,
+static int64_t run_fill(const run *u, const upipe_plan *p, text_order *order, int64_t step, int32_t *inputs,
                         int32_t *targets)
 {
-    const upipe_plan *p = &u->m.plan;
     int64_t b, i, valid = 0;
     for (b = 0; b < p->desc.batch; ++b) {
         int64_t window = text_window(&u->text, order, u->o.seed, (step - 1) * p->desc.batch + b);
         if (window < 0) return -1;
-        text_fill(&u->text, window, rank * p->local, p->local, inputs + b * p->local, targets + b * p->local);
+        text_fill(&u->text, window, &p->shard, inputs + b * p->local, targets + b * p->local);
         for (i = 0; i < p->local; ++i) valid += targets[b * p->local + i] >= 0;
     }
     return valid;
@@ -363,6 +405,8 @@ static int64_t run_fill(const run *u, text_order *order, int rank, int64_t step,
 static upipe_status run_save(run *u, trainer *t, int64_t step, int keep)
 {
     llama_run position;
+    upipe_comm *team;
+    upipe_status s;
     if (u->o.save == NULL || u->saved == step) return UPIPE_OK;
     position.step = step;
     position.tokens = u->o.tokens;
@@ -379,10 +423,13 @@ static upipe_status run_save(run *u, trainer *t, int64_t step, int keep)
     position.adam_eps = u->o.adam_eps;
     position.clip = u->o.clip;
     position.seed = u->o.seed;
-    UPIPE_TRY(llama_save(t->r.c, u->o.save, &t->state, &position, keep));
-    UPIPE_TRY(upipe_comm_barrier(t->r.c, t->r.c->team)); /* all have read `saved` */
+    team = trainer_swap(t, t->world);
+    s = llama_save(t->r.c, u->o.save, &t->state, &position, keep);
+    trainer_swap(t, team);
+    UPIPE_TRY(s);
+    UPIPE_TRY(upipe_comm_barrier(t->r.c, t->world)); /* all have read `saved` */
     if (t->state.rank == 0) u->saved = step;
-    return upipe_comm_barrier(t->r.c, t->r.c->team);
+    return upipe_comm_barrier(t->r.c, t->world);
 }
 
 static void run_progress(const run *u, const trainer_result *result, const trainer_rates *rates,
@@ -420,6 +467,14 @@ static void run_note(run *u, const trainer_result *result, const trainer_rates *
     run_progress(u, result, rates, seconds);
 }
 
+/* What a rank has handed to others, in its team, its ring and the world. */
+static int64_t run_sent(const trainer *t)
+{
+    const upipe_ctx *c = t->r.c;
+    return t->world->sent_bytes + (c->team != t->world ? c->team->sent_bytes : 0) +
+           (c->ring != NULL ? c->ring->sent_bytes : 0);
+}
+
 /* The steps; *inputs has room for inputs and targets. *ended, the same on all ranks, says whether they ended
  * before their time. */
 static upipe_status run_steps(run *u, run_rank *k, trainer *t, text_order *order, int32_t *inputs, int *ended)
@@ -427,7 +482,7 @@ static upipe_status run_steps(run *u, run_rank *k, trainer *t, text_order *order
     upipe_ctx *c = t->r.c;
     int rank = t->state.rank;
     double seconds = 0;
-    int64_t step, last = u->position.step;
+    int64_t step, last = u->position.step, sent = run_sent(t);
     int keep = u->o.keep;
     for (step = last + 1, *ended = 0; step <= u->o.steps && !*ended; ++step) {
         trainer_rates rates = run_rates(u, step);
@@ -435,13 +490,13 @@ static upipe_status run_steps(run *u, run_rank *k, trainer *t, text_order *order
         trainer_batch batch;
         double start = cli_clock(NULL);
         batch.inputs = inputs;
-        batch.targets = inputs + u->m.plan.rows;
-        batch.valid = run_fill(u, order, rank, step, inputs, inputs + u->m.plan.rows);
+        batch.targets = inputs + k->m.plan.rows;
+        batch.valid = run_fill(u, &k->m.plan, order, step, inputs, inputs + k->m.plan.rows);
         batch.stop = run_signal != 0;
         if (batch.valid < 0) return upi_fail(&c->err, UPIPE_ERR_MEMORY, "no room for the order of the text");
         UPIPE_TRY(trainer_step(t, &batch, &rates, &result));
         seconds += cli_clock(NULL) - start;
-        if (k->sent_bytes == 0) k->sent_bytes = c->team->sent_bytes;
+        if (k->sent_bytes == 0) k->sent_bytes = run_sent(t) - sent;
         k->mem.events = NULL; /* the first step is traced */
         if (rank == 0) run_note(u, &result, &rates, seconds);
         *ended = !result.finite || result.stop;
@@ -457,7 +512,7 @@ static upipe_status run_steps(run *u, run_rank *k, trainer *t, text_order *order
 static upipe_status run_life(run *u, run_rank *k, trainer *t, text_order *order)
 {
     upipe_ctx *c = t->r.c;
-    int32_t *inputs = (int32_t *)malloc((size_t)u->m.plan.rows * 2 * sizeof *inputs);
+    int32_t *inputs = (int32_t *)malloc((size_t)k->m.plan.rows * 2 * sizeof *inputs);
     sample_wish wish = run_wish(u);
     upipe_status s = UPIPE_OK;
     int64_t made = 0;
@@ -465,7 +520,6 @@ static upipe_status run_life(run *u, run_rank *k, trainer *t, text_order *order)
     if (inputs == NULL) return upi_fail(&c->err, UPIPE_ERR_MEMORY, "no room for the tokens of a step");
     s = trainer_take(t);
     if (s == UPIPE_OK) s = run_begin(u, t);
-    c->team->sent_bytes = 0;
     if (s == UPIPE_OK) s = run_steps(u, k, t, order, inputs, &ended);
     free(inputs);
     UPIPE_TRY(s);
@@ -476,8 +530,8 @@ static upipe_status run_life(run *u, run_rank *k, trainer *t, text_order *order)
     if (u->o.sample > 0 && !ended) {
         char *room = t->state.rank == 0 ? u->sample : (char *)malloc((size_t)u->o.sample);
         if (room == NULL) return upi_fail(&c->err, UPIPE_ERR_MEMORY, "no room for the sample");
-        t->r.m = &u->sampled;
-        s = sample_text(&t->r, &wish, room, u->o.sample, &made, t->gathered);
+        t->r.m = &k->sampled;
+        s = sample_text(&t->r, t->world, &wish, room, u->o.sample, &made, t->gathered);
         if (t->state.rank != 0)
             free(room);
         else
@@ -498,10 +552,11 @@ static upipe_status run_rank_main(void *user, int rank)
     upipe_status s;
     memset(&c, 0, sizeof c);
     memset(&t, 0, sizeof t);
-    c.team = upipe_threads_comm(&u->team, rank);
+    grid_use(&u->net, rank, &c);
     text_order_init(&order);
-    s = run_allocate(u, k, &c, &host);
-    if (s == UPIPE_OK) s = run_trainer(u, &u->m, &t, &c, host);
+    s = upipe_comm_barrier(&c, grid_world(&u->net, rank)); /* all have started */
+    if (s == UPIPE_OK) s = run_allocate(u, k, &c, &host);
+    if (s == UPIPE_OK) s = run_trainer(u, &k->m, &t, &c, grid_world(&u->net, rank), host);
     t.r.device = &k->d;
     if (s == UPIPE_OK) s = run_life(u, k, &t, &order);
     if (s == UPIPE_OK) s = upipe_mem_free(&k->mem, &c.err);
@@ -519,7 +574,7 @@ static upipe_status run_rank_main(void *user, int rank)
 static int run_check_promises(const run *u)
 {
     int r, phase, bad = 0;
-    for (r = 0; r < u->o.ranks && u->done > 0; ++r) {
+    for (r = 0; r < u->o.how.ranks && u->done > 0; ++r) {
         const run_rank *k = &u->ranks[r];
         for (phase = 0; phase < MODEL_PHASES; ++phase)
             if (k->phase[phase] != k->plan.phase[phase])
@@ -535,7 +590,7 @@ static int run_check_promises(const run *u)
 static void run_free(run *u)
 {
     int r;
-    for (r = 0; u->ranks != NULL && r < u->o.ranks; ++r) {
+    for (r = 0; u->ranks != NULL && r < u->o.how.ranks; ++r) {
         device_slab_free(&u->ranks[r].d, u->ranks[r].slab);
         device_host_slab_free(&u->ranks[r].d, u->ranks[r].host_slab);
         device_close(&u->ranks[r].d, NULL);
@@ -554,7 +609,7 @@ static void run_free(run *u)
 /* run_train -- after run_plan, with the text open: trains. 0, or -1 with the sentence out */
 static int run_train(run *u)
 {
-    upipe_status *statuses = (upipe_status *)calloc((size_t)u->o.ranks, sizeof *statuses);
+    upipe_status *statuses = (upipe_status *)calloc((size_t)u->o.how.ranks, sizeof *statuses);
     struct sigaction action, old;
     upipe_status s;
     upipe_err e;
@@ -574,14 +629,14 @@ static int run_train(run *u)
     for (i = 0; i < sizeof run_signals / sizeof *run_signals; ++i)
         if (sigaction(run_signals[i], NULL, &old) == 0 && old.sa_handler != SIG_IGN)
             sigaction(run_signals[i], &action, NULL);
-    s = upipe_threads_init(&u->team, u->o.ranks, u->o.deadline, &e);
+    s = grid_init(&u->net, u->o.how.ranks / u->o.how.ring, u->o.how.ring, u->o.deadline, &e);
     if (s != UPIPE_OK) {
         run_fail(s, &e);
     } else {
-        s = upipe_threads_run(&u->team, run_rank_main, u, statuses);
-        upipe_threads_free(&u->team);
+        s = grid_run(&u->net, run_rank_main, u, statuses);
+        grid_free(&u->net);
         if (s != UPIPE_OK) {
-            r = cli_reason(statuses, u->o.ranks, s);
+            r = cli_reason(statuses, u->o.how.ranks, s);
             cli_fail("rank %d: %s%s", r, cli_status(s), u->ranks[r].err.text);
         }
     }

@@ -1,7 +1,7 @@
 /* sample.h -- text from the model: one byte at a time, the whole context anew for each
  *
- *     sample_model(&m, &trained);                    a plan for a shorter sequence, batch 1
- *     sample_text(&rank, &wish, out, n, &made, g);   all ranks together; each gets the same n bytes
+ *     sample_model(&m, &trained, &err);                     a plan for a shorter sequence, batch 1
+ *     sample_text(&rank, world, &wish, out, n, &made, g);   all ranks together; each gets the same n bytes
  *
  * There is no cache of keys and values: this shows what was learnt, it is no inference engine.
  */
@@ -23,13 +23,17 @@ typedef struct sample_wish {
     const volatile sig_atomic_t *stop; /* nonzero: this rank wants to end */
 } sample_wish;
 
-/* The same model over at most SAMPLE_CONTEXT tokens. */
+/* The same model over at most SAMPLE_CONTEXT tokens. A number that divides into two parts a rank gives no
+ * rank more tokens than it trains with. */
 static upipe_status sample_model(model *m, const model *trained, upipe_err *e)
 {
-    const upipe_plan_desc *d = &trained->plan.desc;
-    int64_t context = SAMPLE_CONTEXT / d->ranks * d->ranks;
-    upipe_status s = model_init(m, trained->layout, d->dtype, d->tokens < context ? d->tokens : context, 1,
-                                d->ranks, d->chunk, e);
+    upipe_plan_desc d = trained->plan.desc;
+    const int64_t parts = 2 * (int64_t)model_world(trained);
+    const int64_t context = parts < SAMPLE_CONTEXT ? SAMPLE_CONTEXT / parts * parts : parts;
+    upipe_status s;
+    if (d.tokens > context) d.tokens = context;
+    d.batch = 1;
+    s = model_init(m, trained->layout, &d, e);
     m->tile_bytes = trained->tile_bytes;
     return s;
 }
@@ -49,47 +53,62 @@ static int sample_choose(const float *logits, double temperature, double uniform
     return i;
 }
 
+/* What sampling holds on the host. */
+typedef struct sample_room {
+    int32_t *history, *tokens; /* [context], and this rank's of them */
+    float *logits;             /* [vocab] */
+    int64_t *gathered;         /* [ranks][2] */
+} sample_room;
+
 /* The byte after the last of `used` tokens of history, into *byte; *stop: some rank wants to end. Every rank
  * computes the logits of a row, that of the last token or one that nobody asks for: so all hold the same. */
-static upipe_status sample_next(model_rank *r, const int32_t *history, int64_t used, const sample_wish *wish,
-                                double uniform, float *logits, int64_t *gathered, int *byte, int *stop)
+static upipe_status sample_next(model_rank *r, upipe_comm *world, const sample_room *room, int64_t used,
+                                const sample_wish *wish, double uniform, int *byte, int *stop)
 {
     upipe_ctx *c = r->c;
-    const upipe_plan *p = &r->m->plan;
-    int64_t vocab = r->m->layout->config.vocab, last = used - 1, mine[2] = {0, 0};
-    int owner = (int)(last / p->local), rank;
+    const upipe_shard *shard = &r->m->plan.shard;
+    int64_t vocab = r->m->layout->config.vocab, row = -1, mine[2], i;
+    int rank;
     upipe_view x;
     void *data;
-    UPIPE_TRY(c->ops->copy(c, r->tokens, history + c->team->rank * p->local, (size_t)p->local * 4));
+    for (i = 0; i < shard->n; ++i) {
+        room->tokens[i] = room->history[upipe_shard_pos(shard, i)];
+        if (upipe_shard_pos(shard, i) == used - 1) row = i;
+    }
+    UPIPE_TRY(c->ops->copy(c, r->tokens, room->tokens, (size_t)shard->n * 4));
     UPIPE_TRY(model_fwd(r, &x, 0));
     UPIPE_TRY(upipe_mem_take(c->mem, &data, (size_t)vocab * 4, "logits", &c->err));
     UPIPE_TRY(model_logits(r, upipe_view_packed(data, UPIPE_F32, 1, 1, (int32_t)vocab),
-                           upipe_view_rows(x, last % p->local, 1)));
-    UPIPE_TRY(c->ops->copy(c, logits, data, (size_t)vocab * 4));
+                           upipe_view_rows(x, row < 0 ? 0 : row, 1)));
+    UPIPE_TRY(c->ops->copy(c, room->logits, data, (size_t)vocab * 4));
     UPIPE_TRY(upipe_mem_give(c->mem, data, &c->err));
     UPIPE_TRY(model_give(r, x));
-    mine[0] = sample_choose(logits, wish->temperature, uniform);
+    mine[0] = row < 0 ? 0 : sample_choose(room->logits, wish->temperature, uniform);
     mine[1] = wish->stop != NULL && *wish->stop != 0;
-    UPIPE_TRY(upipe_comm_gather(c, c->team, gathered, mine, 2));
-    *byte = (int)gathered[2 * owner];
-    for (rank = 0, *stop = 0; rank < c->team->ranks; ++rank) *stop |= gathered[2 * rank + 1] != 0;
+    UPIPE_TRY(upipe_comm_gather(c, world, room->gathered, mine, 2));
+    for (rank = 0, *byte = *stop = 0; rank < world->ranks; ++rank) {
+        *byte |= (int)room->gathered[2 * rank]; /* 0 but for the rank that holds the last token */
+        *stop |= room->gathered[2 * rank + 1] != 0;
+    }
     return UPIPE_OK;
 }
 
 /* sample_text -- n bytes after the prompt, of which the last `context` bytes count; *made are fewer if some
  *                rank wants to end
  *   r         of a model from sample_model; tokens has room for it
+ *   world     all ranks
  *   gathered  room for [ranks][2] numbers
  *   errors    those of the library; MEMORY
  */
-static upipe_status sample_text(model_rank *r, const sample_wish *wish, char *out, int64_t n, int64_t *made,
-                                int64_t *gathered)
+static upipe_status sample_text(model_rank *r, upipe_comm *world, const sample_wish *wish, char *out,
+                                int64_t n, int64_t *made, int64_t *gathered)
 {
     const int64_t context = r->m->plan.desc.tokens;
     const int64_t length = (int64_t)strlen(wish->prompt);
     const char *prompt = length > context ? wish->prompt + (length - context) : wish->prompt;
-    int32_t *history = (int32_t *)calloc((size_t)context, sizeof *history);
+    int32_t *history = (int32_t *)calloc(2 * (size_t)context, sizeof *history);
     float *logits = (float *)calloc((size_t)r->m->layout->config.vocab, sizeof *logits);
+    sample_room room = {history, history != NULL ? history + context : NULL, logits, gathered};
     upipe_status s = UPIPE_OK;
     int64_t used, i;
     int byte, stop = 0;
@@ -99,7 +118,7 @@ static upipe_status sample_text(model_rank *r, const sample_wish *wish, char *ou
     for (used = 0; s == UPIPE_OK && prompt[used] != '\0'; ++used) history[used] = (unsigned char)prompt[used];
     for (i = 0; s == UPIPE_OK && i < n && !stop; ++i) {
         double uniform = (double)(text_mix(wish->seed + (uint64_t)i * 0x9e3779b97f4a7c15u) >> 11) * 0x1p-53;
-        s = sample_next(r, history, used, wish, uniform, logits, gathered, &byte, &stop);
+        s = sample_next(r, world, &room, used, wish, uniform, &byte, &stop);
         if (s != UPIPE_OK) break;
         if (used == context) {
             memmove(history, history + 1, (size_t)(context - 1) * sizeof *history);

@@ -8,6 +8,8 @@
  * Every rank has all weights and gradients, and the optimizer of its slice alone (ZeRO-1): gradients are
  * summed over ranks into slices, each rank moves its slice of the weights, and the slices are gathered.
  * The loss is the mean over all valid targets of all ranks, however unequally they hold them.
+ *
+ * The model's team and ring are in the context; sums here are over all ranks, the world.
  */
 #ifndef LLAMA_TRAINER_H
 #define LLAMA_TRAINER_H
@@ -18,6 +20,7 @@ typedef struct trainer {
     model m;
     model_rank r;
     llama_state state;
+    upipe_comm *world; /* of all ranks; with one team alone that team's */
     int64_t *gathered; /* [ranks][2] */
 } trainer;
 
@@ -44,8 +47,16 @@ typedef struct trainer_result {
 static int64_t trainer_slice(const trainer *t, int group, int64_t *first)
 {
     const llama_layout *l = t->m.layout;
-    return upipe_a2a_slice(group == 0 ? l->weights : l->gains, t->r.c->team->rank, t->r.c->team->ranks,
-                           first);
+    return upipe_a2a_slice(group == 0 ? l->weights : l->gains, t->state.rank, t->state.ranks, first);
+}
+
+/* Makes another team the context's, and returns the one that was. Slices are summed and handed round, and
+ * checkpoints written, by the context's team, which is to be the world meanwhile. */
+static upipe_comm *trainer_swap(trainer *t, upipe_comm *team)
+{
+    upipe_comm *old = t->r.c->team;
+    t->r.c->team = team;
+    return old;
 }
 
 static upipe_status trainer_take_floats(trainer *t, float **out, int64_t n, const char *tag)
@@ -56,7 +67,7 @@ static upipe_status trainer_take_floats(trainer *t, float **out, int64_t n, cons
     return UPIPE_OK;
 }
 
-/* trainer_take -- blocks for all that stays over steps; t->m and t->r's c, host and kept are set before
+/* trainer_take -- blocks for all that stays over steps; t->m, world and t->r's c, host, kept are set before
  *
  * The moments are zeroed; everything else is not defined yet.
  */
@@ -70,8 +81,8 @@ __attribute__((unused)) static upipe_status trainer_take(trainer *t)
     int group;
     t->state.layout = l;
     t->state.dtype = p->desc.dtype;
-    t->state.rank = c->team->rank;
-    t->state.ranks = c->team->ranks;
+    t->state.rank = model_world_rank(&t->m);
+    t->state.ranks = model_world(&t->m);
     UPIPE_TRY(upipe_mem_take(c->mem, &t->state.weights, (size_t)l->weights * upipe_dtype_bytes(p->desc.dtype),
                              "weights", &c->err));
     UPIPE_TRY(trainer_take_floats(t, &t->state.gains, l->gains, "gains"));
@@ -172,7 +183,7 @@ static upipe_status trainer_reduce(trainer *t, int64_t valid, trainer_result *re
     }
     mine[0] = trainer_bits(loss);
     mine[1] = trainer_bits(squares[0] + squares[1]);
-    UPIPE_TRY(upipe_comm_gather(c, c->team, t->gathered, mine, 2));
+    UPIPE_TRY(upipe_comm_gather(c, t->world, t->gathered, mine, 2));
     result->loss = trainer_sum(t, 0) / (double)valid;
     result->norm = sqrt(trainer_sum(t, 1));
     result->finite = isfinite(result->loss) && isfinite(result->norm);
@@ -221,11 +232,12 @@ __attribute__((unused)) static upipe_status trainer_step(trainer *t, const train
 {
     upipe_ctx *c = t->r.c;
     int64_t mine[2], valid = 0;
+    upipe_comm *team;
     upipe_status s;
     int r;
     mine[0] = batch->valid;
     mine[1] = batch->stop;
-    UPIPE_TRY(upipe_comm_gather(c, c->team, t->gathered, mine, 2));
+    UPIPE_TRY(upipe_comm_gather(c, t->world, t->gathered, mine, 2));
     for (r = 0, result->stop = 0; r < t->state.ranks; ++r) {
         valid += t->gathered[2 * r];
         result->stop |= t->gathered[2 * r + 1] != 0;
@@ -233,8 +245,10 @@ __attribute__((unused)) static upipe_status trainer_step(trainer *t, const train
     if (valid < 1) return upi_fail(&c->err, UPIPE_ERR_ARG, "no token of this step has a target");
     UPIPE_TRY(trainer_gradients(t, batch, valid));
     model_phase(&t->r, MODEL_UPDATE);
+    team = trainer_swap(t, t->world);
     s = trainer_reduce(t, valid, result);
     if (s == UPIPE_OK && result->finite) s = trainer_update(t, rates, result->norm);
+    trainer_swap(t, team);
     model_phase(&t->r, UPIPE_PHASE_OTHER);
     return s;
 }

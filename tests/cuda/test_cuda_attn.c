@@ -178,6 +178,7 @@ static void attn_set(upipe_attn *a, const oracle_attn *t)
     memset(a, 0, sizeof *a);
     a->q_pos = t->q_pos;
     a->k_pos = t->k_pos;
+    a->pos_step = t->pos_step;
     a->causal = t->causal;
     a->scale = (float)t->scale;
 }
@@ -271,9 +272,10 @@ static void check_case(const oracle_attn *t, int layout, const values *in)
 #undef CLOSE
     if (test_failures != failed)
         fprintf(stderr,
-                "  layout %d: sq %lld sk %lld h %d hkv %d d %d causal %d q_pos %lld k_pos %lld scale %g\n",
+                "  layout %d: sq %lld sk %lld h %d hkv %d d %d causal %d q_pos %lld k_pos %lld pos_step %lld "
+                "scale %g\n",
                 layout, (long long)t->sq, (long long)t->sk, t->h, t->hkv, t->d, t->causal,
-                (long long)t->q_pos, (long long)t->k_pos, t->scale);
+                (long long)t->q_pos, (long long)t->k_pos, (long long)t->pos_step, t->scale);
     values_free(&got);
     for (way = 0; way < NAIVE_WAYS; ++way) values_free(&naive[way]);
     free(q), free(k), free(v), free(go), free(o), free(lse), free(dq), free(dk), free(dv);
@@ -283,8 +285,9 @@ static oracle_attn shape(int64_t sq, int64_t sk, int h, int hkv, int d, int caus
                          int64_t k_pos)
 {
     oracle_attn t;
+    memset(&t, 0, sizeof t);
     t.sq = sq, t.sk = sk, t.q_pos = q_pos, t.k_pos = k_pos;
-    t.h = h, t.hkv = hkv, t.d = d, t.causal = causal, t.naive = 0;
+    t.h = h, t.hkv = hkv, t.d = d, t.causal = causal;
     t.scale = (double)(float)(1 / sqrt((double)d));
     return t;
 }
@@ -328,6 +331,26 @@ static void test_lengths(void)
                                          : 40,
                               (int)x[2], x[3], x[4]);
         values in = inputs_make(&t, &r, 1);
+        check_case(&t, (int)i % LAYOUTS, &in);
+        values_free(&in);
+    }
+}
+
+/* Rows that lie some positions apart, as those of a striped ring: keys ahead of the queries by less than a step, by one
+ * and by several, and behind them. */
+static void test_pos_steps(void)
+{
+    /* clang-format off */
+    static const int64_t cases[][3] = { /* step, q_pos, k_pos */
+        {2, 0, 1}, {2, 1, 0}, {3, 2, 0}, {3, 0, 2}, {3, 0, 3}, {5, 204, 1}, {7, 0, 300}, {1000, 70001, 0},
+    };
+    /* clang-format on */
+    test_rng r = {12};
+    size_t i;
+    for (i = 0; i < sizeof cases / sizeof *cases; ++i) {
+        oracle_attn t = shape(75, 140, 2, 1, i % 2 ? 64 : 40, 1, cases[i][1], cases[i][2]);
+        values in = inputs_make(&t, &r, 1);
+        t.pos_step = cases[i][0];
         check_case(&t, (int)i % LAYOUTS, &in);
         values_free(&in);
     }
@@ -649,6 +672,7 @@ static void valid_call(upipe_attn_grad *g, void *block, void *work, size_t work_
 
 static void test_refusals(void)
 {
+    static const int64_t docs[] = {0, 8}; /* of host memory */
     const size_t bytes = 8 * 4 * 64 * 4;
     char *block = (char *)device_new(&dev, bytes), *image = (char *)malloc(bytes);
     size_t need, at;
@@ -688,6 +712,14 @@ static void test_refusals(void)
     REFUSED_BWD(g.gq.n_step = 257, "gq at");
     REFUSED_BWD(g.gk.n_step = 130, "gk at");
     REFUSED_BWD(g.gv.data = block + 4, "gv at");
+    REFUSED_FWD(g.a.o.dtype = UPIPE_F32, "o in f32 beside bf16, but nothing to merge");
+    REFUSED(g.a.window = 3, "does not know a sliding window yet");
+    REFUSED((g.a.docs = docs, g.a.docs_n = 1), "does not know packed documents yet");
+    REFUSED(g.a.softcap = 5, "does not know a soft-cap yet");
+    REFUSED(g.a.sinks = (const float *)block, "does not know sinks yet");
+    REFUSED((g.a.v.d = g.a.o.d = g.go.d = g.gv.d = 40), "does not know a head dim of v that is not q's yet");
+    REFUSED_BWD((g.a.merge = 1, g.gq.dtype = UPIPE_F32),
+                "does not know a gradient of q that is added to yet");
 #undef REFUSED
 #undef REFUSED_FWD
 #undef REFUSED_BWD
@@ -741,6 +773,7 @@ int main(void)
         storage = i == 0 ? UPIPE_BF16 : UPIPE_F32;
         test_head_dims();
         test_lengths();
+        test_pos_steps();
         test_extreme_scores();
         test_low_scores();
         test_merge();

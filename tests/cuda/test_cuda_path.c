@@ -187,6 +187,142 @@ static void test_block(const path_case *p, int ranks, int chunk)
     f32_block_free(&in);
 }
 
+/* Heads and lengths that do not divide: each rank has a plan of its own, and perhaps no heads in a stage, or none at
+ * all. UPipe and Ulysses. */
+static void test_ragged(void)
+{
+    static const path_case nine = {33, 1, 9, 3, 32, 0, 1, 1, 0}, six = {37, 1, 6, 1, 32, 0, 1, 0, 1};
+    static const path_case groups = {21, 2, 14, 2, 40, 0, 2, 0, 0}, few = {20, 1, 2, 1, 32, 1, 0, 0, 0};
+    static const path_case lengths = {35, 2, 8, 4, 32, 0, 1, 1, 1};
+    test_block(&nine, 2, 2); /* five heads on one rank, four on the other; a group lies on both */
+    test_block(&nine, 2, 9);
+    test_block(&six, 4, 4); /* two ranks have one head, two have two */
+    test_block(&six, 4, 6);
+    test_block(&groups, 4, 4); /* 28 heads over 8 ranks, halved */
+    test_block(&few, 3, 2);    /* a rank without heads */
+    test_block(&lengths, 4, 4);
+    test_block(&lengths, 4, 8);
+}
+
+/* ---- what CUDA's attention does not know ---- */
+
+enum { WINDOW, DOCS, SOFTCAP, SINKS, V_DIM, RING_SHIFT, RING_GATHER, SEGMENTS, REFUSALS };
+
+typedef struct refusal {
+    int what;
+    grid grid;
+    upipe_err errors[RUN_MAX];
+} refusal;
+
+/* A forward; addresses are not followed. */
+static upipe_status refused_body(void *user, int rank)
+{
+    enum { BYTES = 4096, BLOCKS = 8, DIM = 64 };
+    static const int64_t docs[] = {0, 7, 16};
+    refusal *f = (refusal *)user;
+    const int what = f->what;
+    upipe_block blocks[BLOCKS], host_blocks[BLOCKS];
+    upipe_mem mem, host;
+    upipe_fpdt segments;
+    upipe_fpdt_saved parked;
+    upipe_layer *l = &segments.layer;
+    upipe_plan_desc *d = &segments.desc;
+    upipe_plan p;
+    upipe_saved save;
+    device dev;
+    void *room;
+    upipe_status s;
+    if (!device_open(&dev)) return UPIPE_ERR_BACKEND;
+    memset(&segments, 0, sizeof segments);
+    room = device_new(&dev, BYTES);
+    upipe_mem_init(&mem, room, BYTES, blocks, BLOCKS);
+    upipe_mem_init(&host, room, BYTES, host_blocks, BLOCKS);
+    d->tokens = 16;
+    d->ranks = 2;
+    d->rank = grid_team_rank(&f->grid, rank);
+    d->ring = f->grid.rings;
+    d->ring_rank = grid_ring_rank(&f->grid, rank);
+    d->ring_mode = what == RING_SHIFT    ? UPIPE_RING_SHIFT
+                   : what == RING_GATHER ? UPIPE_RING_GATHER
+                                         : UPIPE_RING_AUTO;
+    d->heads = d->kv_heads = 4;
+    d->head_dim = 32;
+    d->v_dim = what == V_DIM ? 40 : 32;
+    d->model_dim = DIM;
+    d->dtype = UPIPE_BF16;
+    l->wq = l->wk = l->wv = room;
+    l->window = what == WINDOW ? 5 : 0;
+    l->docs = what == DOCS ? docs : NULL;
+    l->docs_n = what == DOCS ? 2 : 0;
+    l->softcap = what == SOFTCAP ? 30 : 0;
+    l->sinks = what == SINKS ? (const float *)room : NULL;
+    segments.segments = 2;
+    segments.host = &host;
+    dev.c.mem = &mem;
+    dev.c.team = grid_team(&f->grid, rank);
+    dev.c.ring = grid_ring(&f->grid, rank);
+    s = upipe_plan_init(&p, d, &dev.c.err);
+    l->plan = &p;
+    if (s == UPIPE_OK && what == SEGMENTS) s = upipe_fpdt_fwd(&dev.c, &segments, &parked, room);
+    if (s == UPIPE_OK && what != SEGMENTS)
+        s = upipe_layer_fwd(&dev.c, l, &save, upipe_view_packed(room, UPIPE_BF16, p.rows, 1, DIM));
+    CHECK_INT(mem.live, 0);
+    CHECK_INT(host.live, 0);
+    CHECK_INT(dev.c.team->sent_bytes + dev.c.team->moved_bytes, 0);
+    if (dev.c.ring != NULL) CHECK_INT(dev.c.ring->sent_bytes + dev.c.ring->moved_bytes, 0);
+    f->errors[rank] = dev.c.err;
+    upipe_mem_free(&mem, NULL);
+    upipe_mem_free(&host, NULL);
+    device_free(&dev, room);
+    device_close(&dev);
+    return s;
+}
+
+/* Every rank refuses by itself, in a sentence, before anything is sent; and so does a dry run. */
+static void test_refusals(void)
+{
+    static const char *const words[REFUSALS] = {"cuda does not know a sliding window yet",
+                                                "cuda does not know packed documents yet",
+                                                "cuda does not know a soft-cap yet",
+                                                "cuda does not know sinks yet",
+                                                "cuda does not know a head dim of v that is not q's yet",
+                                                "cuda does not know a gradient of q that is added to yet",
+                                                "cuda does not know a gradient of q that is added to yet",
+                                                "cuda adds to no gradient of q, as segments need"};
+    static const path_case small = {16, 1, 4, 4, 32, 0, 0, 0, 0};
+    int rank;
+    refusal *f = (refusal *)calloc(1, sizeof *f);
+    for (f->what = 0; f->what < REFUSALS; ++f->what) {
+        const int rings = f->what == RING_SHIFT || f->what == RING_GATHER ? 2 : 1;
+        upipe_status statuses[RUN_MAX];
+        upipe_err e;
+        CHECK_STATUS(grid_init(&f->grid, 2, rings, 0, 20, &e), UPIPE_OK, e);
+        upipe_threads_run(&f->grid.world, refused_body, f, statuses);
+        for (rank = 0; rank < 2 * rings; ++rank) {
+            CHECK_STATUS(statuses[rank], UPIPE_ERR_UNSUPPORTED, f->errors[rank]);
+            CHECK_TEXT(f->errors[rank].text, words[f->what]);
+        }
+        grid_free(&f->grid);
+        CHECK(fake_check_clean());
+    }
+    for (rank = 0; rank < 2; ++rank) {
+        cuda_case test;
+        run_result r;
+        f32_block in;
+        memset(&test, 0, sizeof test);
+        make_team(&test.run, 2, 2);
+        shape_of(&small, &test.run.shape);
+        test.run.ring = rank == 0 ? 2 : 0;
+        test.run.shape.sinks = rank == 1;
+        block_inputs(&test.run.shape, 3, &in);
+        CHECK_STATUS(cuda_block(&test, &in, &r), UPIPE_ERR_UNSUPPORTED, r.errors[0]);
+        CHECK_TEXT(r.errors[0].text, words[rank == 0 ? RING_SHIFT : SINKS]);
+        run_free(&r);
+        f32_block_free(&in);
+    }
+    free(f);
+}
+
 int main(void)
 {
     static const path_case plain = {32, 1, 4, 4, 64, 0, 0, 0, 0}, rich = {32, 1, 4, 2, 64, 0, 1, 1, 1};
@@ -195,12 +331,14 @@ int main(void)
     test_slabs();
     for (seed = 0; seed < 24; ++seed) test_side(seed, seed == 23);
     test_side_unordered();
-    test_block(&plain, 1, 0);   /* one rank, all heads at once */
+    test_block(&plain, 1, 4);   /* one rank, all heads at once */
     test_block(&rich, 1, 2);    /* in stages */
-    test_block(&plain, 2, 0);   /* Ulysses */
+    test_block(&plain, 2, 4);   /* Ulysses */
     test_block(&rich, 2, 2);    /* UPipe */
-    test_block(&plain, 4, 0);   /* Ulysses */
+    test_block(&plain, 4, 4);   /* Ulysses */
     test_block(&stages, 4, 4);  /* UPipe */
     test_block(&grouped, 4, 4); /* ranks share key and value heads */
+    test_ragged();
+    test_refusals();
     return test_end("cuda_path");
 }

@@ -15,29 +15,46 @@
 #include <sys/time.h>
 #include <unistd.h>
 
-/* The block's runner, with this process as one rank where over_mpi is set. */
-static upipe_comm *over_mpi;
+#include "../grid.h"
 
-static upipe_comm *team_comm(upipe_threads *team, int rank)
+/* The block's runner, with this process as one rank where over_mpi, the world, is set. */
+static upipe_comm *over_mpi, *team_mpi, *ring_mpi;
+
+static upipe_comm *world_comm(upipe_threads *world, int rank)
 {
-    return over_mpi != NULL ? over_mpi : upipe_threads_comm(team, rank);
+    return over_mpi != NULL ? over_mpi : upipe_threads_comm(world, rank);
 }
-static upipe_status team_run(upipe_threads *team, upipe_status (*body)(void *user, int rank), void *user,
-                             upipe_status *statuses);
-#define upipe_threads_comm team_comm
-#define upipe_threads_run  team_run
+
+static upipe_comm *team_comm(grid *g, int rank)
+{
+    return over_mpi != NULL ? team_mpi : grid_team(g, rank);
+}
+
+static upipe_comm *ring_comm(grid *g, int rank)
+{
+    return over_mpi != NULL ? ring_mpi : grid_ring(g, rank);
+}
+
+static upipe_status world_run(upipe_threads *world, upipe_status (*body)(void *user, int rank), void *user,
+                              upipe_status *statuses);
+#define upipe_threads_comm world_comm
+#define upipe_threads_run  world_run
+#define grid_team          team_comm
+#define grid_ring          ring_comm
 #include "../runner.h"
 #include "../close_block.h"
 #undef upipe_threads_comm
 #undef upipe_threads_run
+#undef grid_team
+#undef grid_ring
 
-static upipe_status team_run(upipe_threads *team, upipe_status (*body)(void *user, int rank), void *user,
-                             upipe_status *statuses)
+static upipe_status world_run(upipe_threads *world, upipe_status (*body)(void *user, int rank), void *user,
+                              upipe_status *statuses)
 {
     run_user *u = (run_user *)user;
     upipe_status s;
     int r, rank;
-    if (over_mpi == NULL) return upipe_threads_run(team, body, user, statuses);
+    if (over_mpi == NULL) return upipe_threads_run(world, body, user, statuses);
     rank = over_mpi->rank;
     s = body(user, rank);
     MPI_Allreduce(MPI_IN_PLACE, u->moved, over_mpi->ranks, MPI_INT64_T, MPI_SUM, MPI_COMM_WORLD);
@@ -683,23 +700,40 @@ static void test_init(void)
 
 /* ---- the attention block: the same bits as on ranks that are threads ---- */
 
-#define SAME(tensor)                                                                                         \
-    do {                                                                                                     \
-        int64_t n_ = block_count(&t.shape, #tensor);                                                         \
-        if (n_ == 0) break;                                                                                  \
-        /* each rank has filled in its own part of zeros */                                                  \
-        MPI_Allreduce(MPI_IN_PLACE, mine.out.tensor, (int)n_, MPI_UINT32_T, MPI_BOR, MPI_COMM_WORLD);        \
-        CHECK_SAY(memcmp(mine.out.tensor, threads.out.tensor, (size_t)n_ * 4) == 0,                          \
-                  "%s differs from the thread ranks', C %d, %s", #tensor, k->ranks, dtype ? "bf16" : "f32"); \
-    } while (0)
+#define SAME(tensor)                                                                                  \
+    do {                                                                                              \
+        int64_t n_ = block_count(&t->shape, #tensor);                                                 \
+        if (n_ == 0) break;                                                                           \
+        /* each rank has filled in its own part of zeros */                                           \
+        MPI_Allreduce(MPI_IN_PLACE, mine.out.tensor, (int)n_, MPI_UINT32_T, MPI_BOR, MPI_COMM_WORLD); \
+        CHECK_SAY(memcmp(mine.out.tensor, threads.out.tensor, (size_t)n_ * 4) == 0,                   \
+                  "%s differs from the thread ranks', %d x %d ranks, %s", #tensor, t->ranks,          \
+                  t->ring > 0 ? t->ring : 1, upipe_dtype_name(t->shape.dtype));                       \
+    } while (0);
 
-static void test_layer(int dtype, int projected)
+/* The runner itself holds the bytes that are sent, and what the pool holds, to each rank's plan. */
+static void check_layer(const run_case *t, part_room *k)
 {
-    part_room *k = part_begin(60);
     run_result threads, mine;
-    run_case t;
     f32_block in;
     upipe_status s;
+    block_inputs(&t->shape, 42, &in);
+    CHECK(run_block(t, &in, &threads) == UPIPE_OK);
+    check_block(&t->shape, &in, &threads.out);
+    over_mpi = k->ctx.team;
+    s = run_block(t, &in, &mine);
+    over_mpi = NULL;
+    CHECK_SAY(s == UPIPE_OK, "%s: %s", upipe_status_name(s), mine.errors[k->rank].text);
+    BLOCK_RESULTS(SAME)
+    run_free(&threads);
+    run_free(&mine);
+    f32_block_free(&in);
+}
+#undef SAME
+
+static run_case make_layer(int dtype, int projected)
+{
+    run_case t;
     memset(&t, 0, sizeof t);
     t.shape.tokens = 48;
     t.shape.batch = 2;
@@ -714,28 +748,48 @@ static void test_layer(int dtype, int projected)
     t.shape.rope = t.shape.normed = 1;
     t.shape.projected = projected;
     t.tile_rows = 7;
+    return t;
+}
+
+static void test_layer(int dtype, int projected)
+{
+    part_room *k = part_begin(60);
+    run_case t = make_layer(dtype, projected);
     t.ranks = t.chunk = k->ranks;
-    block_inputs(&t.shape, 42, &in);
-    CHECK(run_block(&t, &in, &threads) == UPIPE_OK);
-    check_block(&t.shape, &in, &threads.out);
-    over_mpi = k->ctx.team;
-    s = run_block(&t, &in, &mine);
-    over_mpi = NULL;
-    CHECK_SAY(s == UPIPE_OK, "%s: %s", upipe_status_name(s), mine.errors[k->rank].text);
-    SAME(o);
-    SAME(lse);
-    SAME(q);
-    SAME(x);
-    SAME(y);
-    SAME(wq);
-    SAME(wk);
-    SAME(wv);
-    SAME(wo);
-    SAME(q_gain);
-    SAME(k_gain);
-    run_free(&threads);
-    run_free(&mine);
-    f32_block_free(&in);
+    team_mpi = k->ctx.team;
+    ring_mpi = NULL;
+    check_layer(&t, k);
+    part_end(k);
+}
+
+/* Teams of two, and rings of two between them, each a communicator split off the world. */
+static void test_ring(int dtype, int projected, upipe_ring_mode mode)
+{
+    enum { TEAM = 2, RING = 2 };
+    part_room *k = part_begin(60);
+    run_case t = make_layer(dtype, projected);
+    upipe_mpi team, ring;
+    MPI_Comm of_team, of_ring;
+    upipe_err e;
+    t.ranks = t.chunk = TEAM;
+    t.ring = RING;
+    t.ring_mode = mode;
+    t.layout = UPIPE_ZIGZAG;
+    t.shape.tokens = 45; /* each rank has a number of its own */
+    t.shape.window = projected ? 20 : 0;
+    t.shape.sinks = projected;
+    MPI_Comm_split(k->mpi, k->rank / TEAM, k->rank, &of_team);
+    MPI_Comm_split(k->mpi, k->rank % TEAM, k->rank, &of_ring);
+    CHECK_STATUS(upipe_mpi_init(&team, of_team, 7, 60, &e), UPIPE_OK, e);
+    CHECK_STATUS(upipe_mpi_init(&ring, of_ring, 7, 60, &e), UPIPE_OK, e);
+    team_mpi = &team.comm;
+    ring_mpi = &ring.comm;
+    check_layer(&t, k);
+    CHECK_STATUS(upipe_mpi_free(&team, &e), UPIPE_OK, e);
+    CHECK_STATUS(upipe_mpi_free(&ring, &e), UPIPE_OK, e);
+    MPI_Barrier(MPI_COMM_WORLD);
+    MPI_Comm_free(&of_team);
+    MPI_Comm_free(&of_ring);
     part_end(k);
 }
 
@@ -858,6 +912,8 @@ int main(int argc, char **argv)
     }
     if (ranks == 2 || ranks == 4)
         for (i = 0; i < 4; ++i) test_layer(i & 1, i >> 1);
+    if (ranks == 4)
+        for (i = 0; i < 8; ++i) test_ring(i & 1, i >> 1 & 1, i & 4 ? UPIPE_RING_GATHER : UPIPE_RING_SHIFT);
     i = test_end(name);
     fflush(stdout);
     MPI_Finalize();

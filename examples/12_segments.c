@@ -1,0 +1,154 @@
+/* 12_segments.c -- the sequence in segments, with the host's memory behind it: FPDT, and UPipe in its segments
+ *
+ * What device and host will hold is known before: in closed form, and from a dry run of the same code. Here the device
+ * is the CPU too, so both are pools in the same memory.
+ */
+#include "upipe/net/upipe_net_threads.h"
+#include "upipe/upipe.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "upipe/cpu/upipe_cpu.h"
+
+enum { RANKS = 2, TOKENS = 1024, HEADS = 8, KV_HEADS = 2, DIM = 32, MODEL = HEADS * DIM, BLOCKS = 64 };
+enum { X = TOKENS * MODEL, W = HEADS * DIM * MODEL };
+
+/* What a rank has of its own. */
+typedef struct own {
+    upipe_bytes bytes; /* of the device, in closed form */
+    size_t host_bytes, peak, host_peak;
+    int64_t moved;
+    upipe_err err;
+} own;
+
+typedef struct shared {
+    upipe_threads team;
+    upipe_fpdt fpdt; /* but for the rank and its host pool */
+    upipe_ops ops;
+    float w[W], x[X], gx[X];
+    own ranks[RANKS];
+} shared;
+
+/* This rank's rows, [segment][T][D], from the sequence, or back to it. */
+static void place(const upipe_fpdt *f, float *sequence, float *mine, int back)
+{
+    int64_t t;
+    int i;
+    for (i = 0; i < f->segments; ++i) {
+        upipe_shard s = upipe_fpdt_shard(f, i);
+        for (t = 0; t < s.n; ++t, mine += MODEL) {
+            float *at = sequence + upipe_shard_pos(&s, t) * MODEL;
+            memcpy(back ? at : mine, back ? mine : at, MODEL * sizeof *at);
+        }
+    }
+}
+
+/* Forward and backward of one rank; the loss is |out|^2 / 2, so the gradient of out is out. x and gout are the host's. */
+static upipe_status step(upipe_ctx *c, shared *all, const upipe_fpdt *f, float *x, void *gout, own *mine)
+{
+    upipe_grads grads = {0}; /* those of the weights are not wanted here */
+    upipe_fpdt_saved saved;
+    place(f, all->x, x, 0);
+    UPIPE_TRY(upipe_fpdt_fwd(c, f, &saved, x));
+    memcpy(gout, saved.out, upipe_fpdt_out_bytes(f, c->ops));
+    UPIPE_TRY(upipe_fpdt_bwd(c, f, x, &grads, &saved, gout, x)); /* x becomes its gradient */
+    place(f, all->gx, x, 1);
+    mine->peak = c->mem->peak, mine->host_peak = f->host->peak, mine->moved = saved.moved;
+    return upipe_fpdt_free(f, &saved, &c->err);
+}
+
+/* The same, dry. */
+static upipe_status count(upipe_dry *dry, upipe_ctx *c, const upipe_fpdt *f)
+{
+    upipe_plan plan;
+    UPIPE_TRY(upipe_fpdt_plan(f, 0, &plan, &c->err));
+    if (upipe_dry_init(dry, &plan, c->ops) || upipe_dry_fpdt(dry, f)) c->err = dry->ctx.err;
+    return dry->ctx.err.status;
+}
+
+static upipe_status rank_main(void *user, int rank)
+{
+    shared *all = (shared *)user;
+    own *mine = &all->ranks[rank];
+    upipe_dry *dry = (upipe_dry *)calloc(1, sizeof *dry); /* too large for some stacks */
+    upipe_block blocks[BLOCKS], host_blocks[BLOCKS];
+    upipe_fpdt f = all->fpdt;
+    upipe_ctx c = {0};
+    upipe_mem mem, host;
+    upipe_status s;
+    void *slab = NULL, *host_slab = NULL, *x = malloc(sizeof all->x), *gout = NULL;
+    c.ops = &all->ops, c.team = upipe_threads_comm(&all->team, rank);
+    f.desc.rank = rank;
+    s = upipe_fpdt_bytes(&f, c.ops, &mine->bytes, &mine->host_bytes, &c.err);
+    if (s == UPIPE_OK && (dry == NULL || x == NULL)) s = upi_fail(&c.err, UPIPE_ERR_MEMORY, "no room for x");
+    if (s == UPIPE_OK) s = count(dry, &c, &f);
+    if (s == UPIPE_OK && (posix_memalign(&slab, UPIPE_MEM_ALIGN, dry->mem.need) != 0 ||
+                          posix_memalign(&host_slab, UPIPE_MEM_ALIGN, dry->host.need) != 0 ||
+                          (gout = malloc(upipe_fpdt_out_bytes(&f, c.ops))) == NULL))
+        s = upi_fail(&c.err, UPIPE_ERR_MEMORY, "no room for slabs of %zu and %zu bytes", dry->mem.need,
+                     dry->host.need);
+    if (s == UPIPE_OK) {
+        upipe_mem_init(&mem, slab, dry->mem.need, blocks, BLOCKS);
+        upipe_mem_init(&host, host_slab, dry->host.need, host_blocks, BLOCKS);
+        c.mem = &mem, f.host = &host;
+        s = step(&c, all, &f, (float *)x, gout, mine);
+        upipe_mem_free(&mem, NULL);
+        upipe_mem_free(&host, NULL);
+    }
+    mine->err = c.err;
+    free(gout), free(x), free(host_slab), free(slab), free(dry);
+    return s;
+}
+
+static upipe_status run(shared *all, int segments, int chunk, upipe_err *err)
+{
+    upipe_fpdt *f = &all->fpdt;
+    upipe_status s, statuses[RANKS];
+    int i;
+    memset(all, 0, sizeof *all);
+    for (i = 0; i < W; ++i) all->w[i] = (float)sin(i * 0.37) / 16;
+    for (i = 0; i < X; ++i) all->x[i] = (float)cos(i * 0.11);
+    f->desc.tokens = TOKENS, f->desc.ranks = RANKS, f->desc.heads = HEADS, f->desc.kv_heads = KV_HEADS;
+    f->desc.head_dim = DIM, f->desc.chunk = chunk, f->segments = segments;
+    f->layer.wq = f->layer.wk = f->layer.wv = all->w; /* one matrix will do here */
+    f->layer.rope_theta = 10000;
+    upipe_cpu_ops(&all->ops);
+    UPIPE_TRY(upipe_threads_init(&all->team, RANKS, 60, err));
+    s = upipe_threads_run(&all->team, rank_main, all, statuses);
+    for (i = 0; i < RANKS; ++i)
+        if (statuses[i] == s) *err = all->ranks[i].err;
+    upipe_threads_free(&all->team);
+    return s;
+}
+
+int main(void)
+{
+    static const struct {
+        const char *name;
+        int segments, chunk;
+    } cases[] = {{"one segment", 1, HEADS}, {"FPDT", 4, HEADS}, {"UPipe x FPDT", 4, RANKS}};
+    static shared all;
+    static float gx[X]; /* of one segment */
+    double worst = 0;
+    int i, j, kept = 1;
+    for (i = 0; i < 3; ++i) {
+        upipe_err err = {{0}, UPIPE_OK};
+        upipe_status s = run(&all, cases[i].segments, cases[i].chunk, &err);
+        const own *r = &all.ranks[0];
+        if (s != UPIPE_OK) return fprintf(stderr, "%s: %s\n", upipe_status_name(s), err.text), 1;
+        printf(
+            "%-12s %d segment%s  device: %7zu bytes before, %7zu used   host: %7zu, %7zu   between: %8lld\n",
+            cases[i].name, cases[i].segments, cases[i].segments > 1 ? "s" : " ", r->bytes.peak, r->peak,
+            r->host_bytes, r->host_peak, (long long)r->moved);
+        for (j = 0; j < RANKS; ++j)
+            kept = kept && all.ranks[j].peak == all.ranks[j].bytes.peak &&
+                   all.ranks[j].host_peak == all.ranks[j].host_bytes;
+        if (i == 0) memcpy(gx, all.gx, sizeof gx);
+        for (j = 0; j < X; ++j) worst = fmax(worst, fabs((double)all.gx[j] - (double)gx[j]));
+    }
+    printf("gradient of x: at most %.1e away from that in one segment\n", worst);
+    if (!kept) fprintf(stderr, "the pools held something else than the closed form says\n");
+    return !(kept && worst <= 1e-4);
+}

@@ -1,0 +1,102 @@
+/* grid.h -- ranks as threads in a grid: all of them are a world, each is in a team of C and in a ring of R
+ *
+ *     grid g;
+ *     grid_init(&g, C, R, deadline, &err);
+ *     grid_run(&g, body, user, statuses);      body(user, rank of the world), a thread each
+ *     grid_free(&g);
+ *
+ *     in body:  grid_use(&g, rank, &ctx);      ctx.team, and ctx.ring, NULL where R = 1
+ *               grid_world(&g, rank)           the communicator of all, for sums over every rank
+ *
+ * Rank w is rank w % C of team w / C and rank w / C of ring w % C: a team's ranks are neighbours. Without a
+ * ring the team is the world.
+ */
+#ifndef COMMON_GRID_H
+#define COMMON_GRID_H
+
+#include "upipe/net/upipe_net_threads.h"
+#include "upipe/upipe_comm.h"
+
+typedef struct grid {
+    int in_team, in_ring; /* C, R */
+    upipe_threads world;
+    upipe_threads *teams, *rings; /* [R] of C ranks, [C] of R ranks; NULL where R = 1 */
+    upipe_status (*body)(void *user, int rank);
+    void *user;
+} grid;
+
+/* May be called after a failed grid_init, and twice. */
+static inline void grid_free(grid *g)
+{
+    int i;
+    for (i = 0; g->teams != NULL && i < g->in_ring; ++i) upipe_threads_free(&g->teams[i]);
+    for (i = 0; g->rings != NULL && i < g->in_team; ++i) upipe_threads_free(&g->rings[i]);
+    upipe_threads_free(&g->world);
+    free(g->teams);
+    free(g->rings);
+    memset(g, 0, sizeof *g);
+}
+
+static inline upipe_status grid_init(grid *g, int in_team, int in_ring, double deadline, upipe_err *e)
+{
+    upipe_status s;
+    int i;
+    memset(g, 0, sizeof *g);
+    g->in_team = in_team;
+    g->in_ring = in_ring;
+    s = upipe_threads_init(&g->world, in_team * in_ring, deadline, e);
+    if (s == UPIPE_OK && in_ring > 1) {
+        g->teams = (upipe_threads *)calloc((size_t)in_ring, sizeof *g->teams);
+        g->rings = (upipe_threads *)calloc((size_t)in_team, sizeof *g->rings);
+        if (g->teams == NULL || g->rings == NULL)
+            s = upi_fail(e, UPIPE_ERR_MEMORY, "no room for %d teams and %d rings", in_ring, in_team);
+        for (i = 0; s == UPIPE_OK && i < in_ring; ++i)
+            s = upipe_threads_init(&g->teams[i], in_team, deadline, e);
+        for (i = 0; s == UPIPE_OK && i < in_team; ++i)
+            s = upipe_threads_init(&g->rings[i], in_ring, deadline, e);
+    }
+    if (s != UPIPE_OK) grid_free(g);
+    return s;
+}
+
+static inline upipe_comm *grid_world(grid *g, int rank)
+{
+    return upipe_threads_comm(&g->world, rank);
+}
+
+static inline void grid_use(grid *g, int rank, upipe_ctx *c)
+{
+    c->team = grid_world(g, rank);
+    c->ring = NULL;
+    if (g->in_ring == 1) return;
+    c->team = upipe_threads_comm(&g->teams[rank / g->in_team], rank % g->in_team);
+    c->ring = upipe_threads_comm(&g->rings[rank % g->in_team], rank / g->in_team);
+}
+
+/* Who waits for this rank is in its team or in its ring: it learns there that nobody comes. */
+static inline upipe_status grid_main(void *user, int rank)
+{
+    grid *g = (grid *)user;
+    upipe_ctx c;
+    char why[64];
+    upipe_status s = g->body(g->user, rank);
+    if (s == UPIPE_OK) return s;
+    memset(&c, 0, sizeof c);
+    grid_use(g, rank, &c);
+    snprintf(why, sizeof why, "rank %d gave up: %s", rank, upipe_status_name(s));
+    upipe_comm_abort(c.team, why);
+    upipe_comm_abort(c.ring, why);
+    return s;
+}
+
+/* As upipe_threads_run, over the world. Before a body uses its team or ring it passes a barrier of the world:
+ * these do not learn of a rank whose thread could not be started. */
+static inline upipe_status grid_run(grid *g, upipe_status (*body)(void *user, int rank), void *user,
+                                    upipe_status *statuses)
+{
+    g->body = body;
+    g->user = user;
+    return upipe_threads_run(&g->world, grid_main, g, statuses);
+}
+
+#endif

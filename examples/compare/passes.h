@@ -1,0 +1,239 @@
+/* passes.h -- a method's forward and backward on one rank, measured
+ *
+ *     method_block(m, &ctx, rank, r)        the block of upipe_layer.h
+ *     method_segments(m, &ctx, rank, r)     that of upipe_fpdt.h, where the kind is segmented
+ *
+ * Inputs come from, and results go to, the natural order of m->in, m->out and m->dx.
+ */
+#ifndef COMPARE_PASSES_H
+#define COMPARE_PASSES_H
+
+#include "upipe/net/upipe_net_threads.h"
+#include "upipe/upipe.h"
+
+#include "../common/grid.h"
+#include "inputs.h"
+
+enum { METHOD_GRADS = 4 }; /* of wq wk wv and the sinks */
+
+/* Bytes that a rank sends to its team and to its ring, and moves between device and host. */
+enum { SENT_TEAM, SENT_RING, SENT_HOST, SENT_WAYS };
+
+/* What is planned and measured alike; of a method, the largest of a rank
+ *   intermediate  Q, K, V and their buffers in the forward
+ *   host          of the second pool, in the host's memory; x and the gradient of O, which segments have
+ *                 there too, are not counted
+ */
+typedef struct method_bytes {
+    size_t phase[UPIPE_PHASES], intermediate, host;
+    int64_t sent[SENT_WAYS][2]; /* forward, backward */
+} method_bytes;
+
+/* What one rank plans and measures, and its memory. */
+typedef struct method_rank {
+    upipe_plan plan;
+    upipe_layer layer;
+    upipe_fpdt fpdt; /* of a segmented kind */
+    int64_t rows;
+    method_bytes planned, measured;
+    size_t slab_bytes, pool_bytes, second_bytes;
+    int blocks_max; /* live blocks at most */
+    int64_t events_max;
+    upipe_mem mem, second;
+    upipe_err err;
+    upipe_block *blocks, second_blocks[UPIPE_DRY_HOST_BLOCKS_MAX];
+    upipe_mem_event *events;
+    int64_t events_n; /* of the block; the sum of the weights' gradients comes after */
+    device d;
+    void *slab;
+    char *second_slab;          /* the second pool's, then x and gout of a segmented kind */
+    float *grads[METHOD_GRADS]; /* the sums over ranks */
+    void *sums[METHOD_GRADS];   /* where they are formed: on the device */
+    float *host;                /* [rows][max(D, H*dv)]; reached by the device too */
+    double seconds[2];          /* forward, backward */
+} method_rank;
+
+typedef struct method {
+    const method_kind *kind;
+    const char *name;
+    const options *o;
+    const inputs *in;
+    const upipe_ops *ops;
+    grid net;
+    method_rank *ranks;
+    void *weights[3]; /* on the device */
+    void *sinks;
+    float *out, *dx; /* [R][H*dv], [R][D], natural order; gradients of the weights are rank 0's */
+    /* the largest over ranks */
+    method_bytes planned, measured;
+    size_t slab_bytes;
+    double seconds[2];
+    /* against the reference and the first method; errors are NaN where nothing was checked */
+    double err_out, err_dx, err_dw, err_dsinks;
+    int same_out, same_dx, same_dw;
+} method;
+
+static int method_fail(const method *m, const char *part, upipe_status s, const char *text)
+{
+    return cli_fail("%s: %s%s: %s", m->name, part, upipe_status_name(s), text);
+}
+
+/* Elements of the gradient of wq, wk, wv or the sinks; 0 for sinks that are not there. */
+static int64_t method_grad_size(const method *m, int which)
+{
+    if (which < 3) return m->in->width[which] * m->in->dim;
+    return m->o->sinks ? m->o->heads : 0;
+}
+
+static const upipe_plan *method_plan_of(const method *m)
+{
+    return &m->ranks[0].plan;
+}
+
+/* ---- what all passes share ---- */
+
+/* A rank's tokens, [batch][T][width] of each segment, from or into the natural order [batch][S][width]. */
+static void method_rows(const method_rank *rank, float *natural, float *mine, int64_t width, int out)
+{
+    const upipe_plan_desc *d = &rank->plan.desc;
+    int64_t b, t;
+    int i = 0;
+    do {
+        upipe_shard s = rank->fpdt.segments > 0 ? upipe_fpdt_shard(&rank->fpdt, i) : rank->plan.shard;
+        for (b = 0; b < d->batch; ++b)
+            for (t = 0; t < s.n; ++t, mine += width) {
+                float *at = natural + (b * d->tokens + upipe_shard_pos(&s, t)) * width;
+                memcpy(out ? at : mine, out ? mine : at, (size_t)width * sizeof *at);
+            }
+    } while (++i < rank->fpdt.segments);
+}
+
+static upipe_grads method_grads(const method_rank *rank)
+{
+    upipe_grads g;
+    memset(&g, 0, sizeof g);
+    g.wq = (float *)rank->sums[0];
+    g.wk = (float *)rank->sums[1];
+    g.wv = (float *)rank->sums[2];
+    g.sinks = (float *)rank->sums[3];
+    return g;
+}
+
+/* A pass begins on all ranks at once. */
+static upipe_status method_pass_begin(method *m, upipe_ctx *c, method_rank *rank, int r, int pass)
+{
+    UPIPE_TRY(upipe_comm_barrier(c, grid_world(&m->net, r)));
+    rank->seconds[pass] = -cli_clock(NULL);
+    rank->measured.sent[SENT_TEAM][pass] = -c->team->sent_bytes;
+    rank->measured.sent[SENT_RING][pass] = c->ring != NULL ? -c->ring->sent_bytes : 0;
+    return UPIPE_OK;
+}
+
+static upipe_status method_pass_end(upipe_ctx *c, method_rank *rank, int pass)
+{
+    UPIPE_TRY(c->ops->sync(c));
+    rank->seconds[pass] += cli_clock(NULL);
+    rank->measured.sent[SENT_TEAM][pass] += c->team->sent_bytes;
+    rank->measured.sent[SENT_RING][pass] += c->ring != NULL ? c->ring->sent_bytes : 0;
+    return UPIPE_OK;
+}
+
+/* Live bytes of Q, K and V so far, at most. */
+static size_t method_intermediate(const upipe_ctx *c)
+{
+    static const char *const tags[] = {"k", "v", "kv_send", "q_send", "q", "send"};
+    return upipe_mem_largest(c->mem, tags, sizeof tags / sizeof *tags);
+}
+
+/* ---- the passes ---- */
+
+static upipe_status method_block(method *m, upipe_ctx *c, method_rank *rank, int r)
+{
+    const upipe_plan *p = &rank->plan;
+    const upipe_layer *l = &rank->layer;
+    const inputs *in = m->in;
+    upipe_view tokens = upipe_view_packed(rank->host, UPIPE_F32, p->rows, 1, (int32_t)in->dim);
+    upipe_view heads = upipe_view_packed(rank->host, UPIPE_F32, p->rows, 1, (int32_t)in->out_width);
+    upipe_grads grads = method_grads(rank);
+    upipe_saved saved;
+    upipe_slots gout;
+    upipe_view x;
+    void *data;
+    UPIPE_TRY(upipe_mem_take(c->mem, &data, upipe_plan_unit_bytes(p), "x", &c->err));
+    x = upipe_view_packed(data, p->desc.dtype, p->rows, 1, (int32_t)in->dim);
+    method_rows(rank, in->x, rank->host, in->dim, 0);
+    UPIPE_TRY(c->ops->cast(c, x, tokens));
+    UPIPE_TRY(c->ops->sync(c));
+
+    UPIPE_TRY(method_pass_begin(m, c, rank, r, 0));
+    UPIPE_TRY(upipe_layer_fwd(c, l, &saved, x));
+    UPIPE_TRY(method_pass_end(c, rank, 0));
+    rank->measured.intermediate = method_intermediate(c);
+    UPIPE_TRY(upipe_layer_gather(c, l, heads, &saved.out));
+    UPIPE_TRY(c->ops->sync(c));
+    method_rows(rank, m->out, rank->host, in->out_width, 1);
+
+    UPIPE_TRY(upipe_layer_slots_take(c, l, &gout, UPIPE_SLOT_FULL, "gout"));
+    method_rows(rank, in->dout, rank->host, in->out_width, 0);
+    UPIPE_TRY(upipe_layer_scatter(c, l, &gout, heads));
+    UPIPE_TRY(c->ops->sync(c));
+
+    UPIPE_TRY(method_pass_begin(m, c, rank, r, 1));
+    UPIPE_TRY(upipe_layer_bwd(c, l, x, &grads, &saved, &gout, x));
+    UPIPE_TRY(method_pass_end(c, rank, 1));
+    UPIPE_TRY(c->ops->cast(c, tokens, x));
+    UPIPE_TRY(c->ops->sync(c));
+    method_rows(rank, m->dx, rank->host, in->dim, 1);
+    UPIPE_TRY(upipe_mem_give(c->mem, gout.data, &c->err));
+    UPIPE_TRY(upipe_mem_give(c->mem, x.data, &c->err));
+    return UPIPE_OK;
+}
+
+/* Bytes of x behind the second pool, and of gout behind x. */
+static size_t method_x_bytes(const method_rank *rank)
+{
+    const upipe_plan_desc *d = &rank->plan.desc;
+    return upi_mem_span((size_t)(rank->rows * d->model_dim) * upipe_dtype_bytes(d->dtype));
+}
+
+static upipe_status method_segments(method *m, upipe_ctx *c, method_rank *rank, int r)
+{
+    const upipe_fpdt *f = &rank->fpdt;
+    const inputs *in = m->in;
+    char *const data = rank->second_slab + rank->second_bytes, *const gout = data + method_x_bytes(rank);
+    upipe_view x = upipe_view_packed(data, rank->plan.desc.dtype, rank->rows, 1, (int32_t)in->dim);
+    upipe_view tokens = upipe_view_packed(rank->host, UPIPE_F32, rank->rows, 1, (int32_t)in->dim);
+    upipe_grads grads = method_grads(rank);
+    upipe_fpdt_saved saved;
+    upipe_mem_init(&rank->second, rank->second_slab, rank->second_bytes, rank->second_blocks,
+                   UPIPE_DRY_HOST_BLOCKS_MAX);
+    method_rows(rank, in->x, rank->host, in->dim, 0);
+    UPIPE_TRY(c->ops->cast(c, x, tokens));
+    UPIPE_TRY(c->ops->sync(c));
+
+    UPIPE_TRY(method_pass_begin(m, c, rank, r, 0));
+    UPIPE_TRY(upipe_fpdt_fwd(c, f, &saved, data));
+    UPIPE_TRY(method_pass_end(c, rank, 0));
+    rank->measured.sent[SENT_HOST][0] = saved.moved;
+    rank->measured.intermediate = method_intermediate(c);
+    UPIPE_TRY(upipe_fpdt_gather(c, f, rank->host, UPIPE_F32, saved.out));
+    UPIPE_TRY(c->ops->sync(c));
+    method_rows(rank, m->out, rank->host, in->out_width, 1);
+
+    method_rows(rank, in->dout, rank->host, in->out_width, 0);
+    UPIPE_TRY(upipe_fpdt_scatter(c, f, gout, rank->host, UPIPE_F32));
+    UPIPE_TRY(c->ops->sync(c));
+
+    UPIPE_TRY(method_pass_begin(m, c, rank, r, 1));
+    UPIPE_TRY(upipe_fpdt_bwd(c, f, data, &grads, &saved, gout, data));
+    UPIPE_TRY(method_pass_end(c, rank, 1));
+    rank->measured.sent[SENT_HOST][1] = saved.moved - rank->measured.sent[SENT_HOST][0];
+    UPIPE_TRY(c->ops->cast(c, tokens, x));
+    UPIPE_TRY(c->ops->sync(c));
+    method_rows(rank, m->dx, rank->host, in->dim, 1);
+    rank->measured.host = rank->second.peak;
+    UPIPE_TRY(upipe_fpdt_free(f, &saved, &c->err));
+    return upipe_mem_free(&rank->second, &c->err);
+}
+
+#endif
