@@ -40,17 +40,30 @@ def from_bf16(x):
 
 
 class Problem:
-    """One attention: its shape, and q, k, v and the gradient of o, f32 [tokens][heads][d] that the data type holds."""
+    """One attention: its shape, its masks as in upipe_attn (docs: lengths of documents), and q, k, v and the gradient
+    of o, f32 [tokens][heads][d] that the data type holds. Peers know no mask but `causal`."""
 
-    def __init__(self, tokens, heads, head_dim, dtype, causal):
+    def __init__(self, tokens, heads, head_dim, dtype, causal, *, window=0, docs=(), softcap=0):
         self.tokens, self.heads, self.head_dim, self.dtype, self.causal = tokens, heads, head_dim, dtype, causal
+        self.window, self.softcap = window, softcap
+        self.docs = np.cumsum([0, *docs], dtype=np.int64)  # borders
         draw = np.random.default_rng(1)
         made = [draw.standard_normal((tokens, heads, head_dim), dtype=np.float32) for _ in range(4)]
         self.q, self.k, self.v, self.go = [from_bf16(to_bf16(x)) for x in made] if dtype == 'bf16' else made
 
+    def sight(self):
+        """Row i sees the keys [first[i], end[i])."""
+        rows, borders = np.arange(self.tokens), self.docs if len(self.docs) > 1 else np.array([0, self.tokens])
+        document = np.searchsorted(borders, rows, side='right')
+        first, end = borders[document - 1], borders[document]
+        if self.window:
+            first = np.maximum(first, rows - self.window + 1)
+        return first, np.minimum(end, rows + 1) if self.causal else end
+
     def pairs(self):
         """Visible pairs of a query and a key, of all heads."""
-        return self.heads * (self.tokens * (self.tokens + 1) // 2 if self.causal else self.tokens * self.tokens)
+        first, end = self.sight()
+        return self.heads * int((end - first).sum())
 
     def flop(self, op):
         """Two products of 2 d operations a pair forward, five backward: recomputing the scores is one of them."""
@@ -63,16 +76,19 @@ class Problem:
 def reference(p):
     """o, gq, gk, gv in double precision, by the definition."""
     out = {name: np.empty((p.tokens, p.heads, p.head_dim)) for name in ('o', 'gq', 'gk', 'gv')}
-    scale = p.head_dim ** -0.5
+    scale, keys = p.head_dim ** -0.5, np.arange(p.tokens)
+    first, end = (side[:, None] for side in p.sight())
     for h in range(p.heads):
         q, k, v, go = (x[:, h].astype(np.float64) for x in (p.q, p.k, p.v, p.go))
-        s = q @ k.T * scale
-        if p.causal:
-            s[np.triu_indices(p.tokens, 1)] = -np.inf
+        s, slope = q @ k.T * scale, 1
+        if p.softcap:
+            s = p.softcap * np.tanh(s / p.softcap)
+            slope = 1 - (s / p.softcap) ** 2
+        s = np.where((first <= keys) & (keys < end), s, -np.inf)
         w = np.exp(s - s.max(axis=1, keepdims=True))
         w /= w.sum(axis=1, keepdims=True)
         gw = go @ v.T
-        gs = w * (gw - (w * gw).sum(axis=1, keepdims=True)) * scale
+        gs = w * (gw - (w * gw).sum(axis=1, keepdims=True)) * slope * scale
         out['o'][:, h], out['gq'][:, h], out['gk'][:, h], out['gv'][:, h] = w @ v, gs @ k, gs.T @ q, w.T @ go
     return out
 
@@ -85,9 +101,10 @@ def pointer(array):
 
 class Case(ctypes.Structure):
     """bench_case of kernels.c"""
-    _fields_ = [(name, POINTER) for name in ('q', 'k', 'v', 'o', 'go', 'gq', 'gk', 'gv', 'lse', 'delta', 'work')] + \
-               [('work_bytes', INT64), ('tokens', INT64), ('heads', INT32), ('head_dim', INT32), ('causal', INT32),
-                ('bf16', INT32)]
+    _fields_ = [*((name, POINTER) for name in ('q', 'k', 'v', 'o', 'go', 'gq', 'gk', 'gv', 'lse', 'delta', 'work',
+                                               'docs')),
+                *((name, INT64) for name in ('work_bytes', 'tokens', 'docs_n', 'window')),
+                *((name, INT32) for name in ('heads', 'head_dim', 'causal', 'bf16')), ('softcap', ctypes.c_float)]
 
 
 class Ours:
@@ -130,7 +147,9 @@ class Ours:
         arrays.update(gk=np.zeros_like(p.k), gv=np.zeros_like(p.v))
         arrays.update({name: np.zeros((p.tokens, p.heads), np.float32) for name in ('lse', 'delta')})
         case = Case(tokens=p.tokens, heads=p.heads, head_dim=p.head_dim, causal=p.causal, bf16=p.dtype == 'bf16',
-                    **{name: array.ctypes.data for name, array in arrays.items()})
+                    window=p.window, softcap=p.softcap, **{name: array.ctypes.data for name, array in arrays.items()})
+        if len(p.docs) > 1:
+            case.docs, case.docs_n, arrays['docs'] = p.docs.ctypes.data, len(p.docs) - 1, p.docs
         case.work_bytes = self.library.bench_attn_bytes(handle, case)
         work = np.zeros(case.work_bytes + 64, np.uint8)
         case.work = (work.ctypes.data + 63) // 64 * 64

@@ -687,8 +687,8 @@ static size_t layer_bytes(const method *m, const upipe_ops *ops)
     const upipe_plan *p = &m->plan;
     upipe_plan_scratch scratch = upipe_layer_scratch(ops, &m->layer, 1);
     size_t peak = upipe_plan_bytes(p, &scratch).peak, lse = (size_t)(p->rows * p->desc.heads) * 4;
-    size_t out =
-        2 * upipe_plan_unit_bytes(p) + upipe_plan_rows_bytes(p, p->desc.heads, p->desc.v_dim) + lse; /* x, y, O, lse */
+    size_t out = 2 * upipe_plan_unit_bytes(p) + upipe_plan_rows_bytes(p, p->desc.heads, p->desc.v_dim) +
+                 lse; /* x, y, O, lse */
     size_t forward = out + upipe_layer_out_bytes(p, &scratch, 0);
     size_t backward = out + upipe_layer_out_bytes(p, &scratch, 1);
     if (forward > peak) peak = forward;

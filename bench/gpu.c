@@ -623,7 +623,8 @@ static upipe_status block_pass(team *t, upipe_ctx *c, int rank, int run)
     UPIPE_TRY(c->ops->sync(c));
     if (run >= 0) t->runs[rank][0][run] = cli_clock(NULL) - start;
     UPIPE_TRY(upipe_layer_slots_take(c, &t->layer, &gout, UPIPE_SLOT_FULL, "gout"));
-    UPIPE_TRY(c->ops->copy(c, gout.data, saved.out.data, upipe_plan_rows_bytes(p, p->desc.heads, p->desc.v_dim)));
+    UPIPE_TRY(
+        c->ops->copy(c, gout.data, saved.out.data, upipe_plan_rows_bytes(p, p->desc.heads, p->desc.v_dim)));
     UPIPE_TRY(c->ops->sync(c));
     UPIPE_TRY(upipe_comm_barrier(c, c->team));
     start = cli_clock(NULL);

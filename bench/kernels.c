@@ -1,6 +1,6 @@
 /* kernels.c -- what the benchmarks call through a shared object: the machine's peaks, and attention
  *
- * bench/attn.py compiles it, once for each set of instructions, and loads it with ctypes:
+ * bench/attn.py and masks.py compile it, once for each set of instructions, and load it with ctypes:
  *
  *     bench *b = bench_open(threads);          NULL: no memory or no threads
  *     double flop_per_s = bench_peak(b);       fused multiply-adds in the vectors that the kernels use
@@ -24,13 +24,16 @@
  *   gk gv       f32; the others are bf16 if `bf16`, else f32
  *   lse delta   f32 [tokens][heads]
  *   work        work_bytes of bench_attn_bytes, 64-byte aligned
+ *   causal window docs docs_n softcap      as in upipe_attn
  */
 typedef struct bench_case {
     void *q, *k, *v, *o, *go, *gq;
     float *gk, *gv, *lse, *delta;
     void *work;
-    int64_t work_bytes, tokens;
+    const int64_t *docs;
+    int64_t work_bytes, tokens, docs_n, window;
     int32_t heads, head_dim, causal, bf16;
+    float softcap;
 } bench_case;
 
 typedef struct bench {
@@ -227,6 +230,10 @@ static upipe_attn_grad arguments(const bench_case *c)
     g.a.o = upipe_view_packed(c->o, dtype, c->tokens, c->heads, c->head_dim);
     g.a.lse = upipe_view_packed(c->lse, UPIPE_F32, c->tokens, c->heads, 1);
     g.a.causal = c->causal;
+    g.a.window = c->window;
+    g.a.docs = c->docs;
+    g.a.docs_n = c->docs_n;
+    g.a.softcap = c->softcap;
     g.a.work = c->work;
     g.a.work_bytes = (size_t)c->work_bytes;
     g.go = upipe_view_packed(c->go, dtype, c->tokens, c->heads, c->head_dim);

@@ -7,7 +7,7 @@ build=$top/build/bench
 venv=$build/venv
 
 commands() {
-    for name in attn gemm ops block; do
+    for name in attn masks gemm ops block methods; do
         [ ! -f "$top/bench/$name.py" ] || printf ' %s' "$name"
     done
 }
@@ -16,9 +16,9 @@ usage() {
     cat <<END_OF_USAGE
 usage: sh bench/run.sh COMMAND [--quick] [--peers LIST] [--json FILE] [FLAG...]
 
-Measures the CPU kernels on this machine. COMMAND is one of:$(commands)
-Each compiles with \$CC (gcc) what it measures, validates it against NumPy in double precision, and prints the rates and
-their ratios to those of its peers in the same run; numbers are left as JSON lines, and a chart beside them.
+Measures the CPU kernels, and methods of context parallelism, on this machine. COMMAND is one of:$(commands)
+Each compiles with \$CC (gcc) what it measures, validates it in double precision, and prints rates or times and their
+ratios to those of its peers in the same run; numbers are left as JSON lines, and a chart beside them.
 COMMAND --help lists its flags. bench/compare.py compares two files of numbers.
 
 What peers need comes from PyPI into build/bench/venv, which may be deleted at any time (PyTorch with what it links to

@@ -38,8 +38,10 @@ static upipe_status rank_main(void *user, int rank)
 
     for (peer = 0; peer < RANKS; ++peer)
         for (t = 0; t < LOCAL; ++t) send[peer][t] = (float)(10 * (rank * LOCAL + t) + peer);
-    if (s == UPIPE_OK) s = upipe_a2a_to_heads(&c, all->heads[rank], send, &all->plan, 0, UPIPE_Q, sizeof(float));
-    if (s == UPIPE_OK) s = upipe_a2a_to_tokens(&c, back, all->heads[rank], &all->plan, 0, UPIPE_Q, sizeof(float));
+    if (s == UPIPE_OK)
+        s = upipe_a2a_to_heads(&c, all->heads[rank], send, &all->plan, 0, UPIPE_Q, sizeof(float));
+    if (s == UPIPE_OK)
+        s = upipe_a2a_to_tokens(&c, back, all->heads[rank], &all->plan, 0, UPIPE_Q, sizeof(float));
     if (s == UPIPE_OK) s = c.ops->sync(&c); /* only then may the host look */
     if (s == UPIPE_OK && memcmp(send, back, sizeof all->send[rank]) == 0)
         __atomic_fetch_add(&all->home, 1, __ATOMIC_RELAXED);

@@ -187,7 +187,8 @@ static upipe_status step(upipe_ctx *c, const upipe_layer *l, void *wide, float *
     UPIPE_TRY(put(c, x, wide, x0));
     UPIPE_TRY(upipe_layer_fwd(c, l, &saved, x));
     UPIPE_TRY(upipe_layer_slots_take(c, l, &gout, UPIPE_SLOT_FULL, "gout"));
-    UPIPE_TRY(c->ops->copy(c, gout.data, saved.out.data, upipe_plan_rows_bytes(p, p->desc.heads, p->desc.v_dim)));
+    UPIPE_TRY(
+        c->ops->copy(c, gout.data, saved.out.data, upipe_plan_rows_bytes(p, p->desc.heads, p->desc.v_dim)));
     UPIPE_TRY(upipe_layer_bwd(c, l, x, &grads, &saved, &gout, x)); /* x becomes its gradient */
     UPIPE_TRY(get(c, gx, wide, x));
     UPIPE_TRY(upipe_mem_give(c->mem, gout.data, &c->err));

@@ -182,7 +182,7 @@ if [ $quick = 0 ]; then
         suites clang 'unit programs'
     fi
     # The kernels without vector instructions of their own, and the product by a BLAS through the same table entry.
-    targets='test_simd_lanes test_attn test_gemm test_rows test_train_ops test_tile test_layer'
+    targets='test_simd_lanes test_attn test_attn_masks test_gemm test_rows test_train_ops test_tile test_layer test_ring'
     if prepare portable gcc -Dcuda=disabled -Dsimd=portable; then suites portable kernels; fi
     targets='test_gemm compare train logits'
     if has openblas && prepare cblas gcc -Dcuda=disabled -Dcblas=enabled; then suites cblas products; fi
@@ -199,7 +199,7 @@ if [ $quick = 0 ]; then
     UPIPE_DRAWS=$draws_slow
     export UPIPE_DRAWS
     # The kernels without vectors, and with those of another processor.
-    targets='test_simd_lanes test_attn test_gemm test_rows test_train_ops'
+    targets='test_simd_lanes test_attn test_attn_masks test_gemm test_rows test_train_ops'
     if prepare scalar gcc -Dcuda=disabled -Dexamples=disabled -Dsimd=scalar; then suites scalar lanes; fi
     if command -v aarch64-linux-gnu-gcc >/dev/null 2>&1 && command -v qemu-aarch64 >/dev/null 2>&1 &&
         prepare neon gcc --cross-file "$top/tests/aarch64.txt" -Dcuda=disabled -Dmpi=disabled -Dexamples=disabled; then
@@ -233,8 +233,8 @@ if [ $quick = 0 ]; then
     if ! runs_with -fsanitize=thread "$wrapper"; then
         echo "left out: ThreadSanitizer, as its programs do not start here"
     else
-        targets='test_comm test_a2a test_attn test_gemm test_rows test_train_ops test_layer test_property'
-        targets="$targets test_checkpoint test_llama"
+        targets='test_comm test_a2a test_attn test_attn_masks test_gemm test_rows test_train_ops test_layer test_fpdt'
+        targets="$targets test_property test_checkpoint test_llama"
         if prepare tsan gcc $slow -Dexamples=disabled -Db_sanitize=thread; then
             suites tsan threads --timeout-multiplier 4 ${wrapper:+--wrapper "$wrapper"}
         fi

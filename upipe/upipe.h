@@ -6,7 +6,8 @@
  * cuda/upipe_cuda.h; one of net/).
  *
  * What it does: DeepSpeed-Ulysses and UPipe ("Untied Ulysses") as primitives that a trainer assembles into
- * its own forward and backward passes, exact, with the memory known to the byte before it runs.
+ * its own forward and backward passes, exact, with the memory known to the byte before it runs; alone, over a ring of
+ * ranks, and in segments of the sequence with the host's memory behind them.
  *
  *     #include "upipe/upipe.h"
  *     #include "upipe/cpu/upipe_cpu.h"
@@ -26,8 +27,12 @@
  *     upipe_mlp_fwd(&ctx, &mlp, y, x);   upipe_loss_bwd(...);   the rest of a layer, by tiles   upipe_tile.h
  *     upipe_a2a_reduce_scatter(&ctx, gradients, n);             sums over ranks                 upipe_a2a.h
  *
+ *     desc.ring = R; ctx.ring = ring of R ranks;                ring attention, USP, UPipe x ring   upipe_ring.h
+ *     upipe_shard_pos(&plan.shard, i);                          which token row i of a rank is      upipe_shard.h
+ *     upipe_fpdt_fwd(&ctx, &fpdt, &saved, x);                   FPDT, UPipe x FPDT                  upipe_fpdt.h
+ *
  * Every part serves alone: a trainer with a forward of its own may use the plan, the pool and the exchange
- * (upipe_a2a.h), or attention by itself (upipe_attn.h). Each header opens with its layouts and an example.
+ * (upipe_a2a.h), a ring (upipe_ring.h), or attention by itself (upipe_attn.h). Each header opens with its layouts and an example.
  */
 #ifndef UPIPE_H
 #define UPIPE_H

@@ -93,6 +93,7 @@ UPIPE_API int64_t upipe_plan_seq_most(const upipe_plan *p)
     return most;
 }
 
+/* The buffers of this rank's plan. */
 UPIPE_API upipe_buffers upipe_plan_buffers(const upipe_plan *p)
 {
     const int d = p->desc.head_dim, dv = p->desc.v_dim, wide = d > dv ? d : dv, me = p->desc.rank;

@@ -275,6 +275,9 @@ UPIPE_API upipe_status upi_fpdt_segment(upi_fpdt_pass *s, const char *x, int i, 
 
 /* ---- checks, begin and end ---- */
 
+/* upipe_fpdt_free -- gives back what the forward left in the host's pool
+ *   errors  ARG for blocks that a failed exchange has quarantined: upipe_mem_release first
+ */
 UPIPE_API upipe_status upipe_fpdt_free(const upipe_fpdt *f, upipe_fpdt_saved *save, upipe_err *e)
 {
     UPIPE_TRY(upipe_mem_give(f->host, save->out, e));

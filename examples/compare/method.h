@@ -34,6 +34,7 @@ static upipe_plan_desc method_desc(const method *m, int rank)
     d.ring_inner = k->inner ? o->inner : 0;
     d.layout = k->layout;
     if (d.ring > 1) d.ring_mode = k->mode == UPIPE_RING_AUTO ? o->ring_mode : k->mode;
+    d.ring_ahead = d.ring > 1 && k->mode == UPIPE_RING_GATHER;
     d.heads = o->heads;
     d.kv_heads = o->kv_heads;
     d.head_dim = o->head_dim;

@@ -134,6 +134,7 @@ static inline upipe_plan_desc method_desc(const method_choice *how, int heads, i
     d.ranks = how->ranks / how->ring;
     d.ring_inner = how->inner;
     d.ring_mode = a->mode;
+    d.ring_ahead = a->mode == UPIPE_RING_GATHER;
     d.layout = a->layout;
     d.naive = a->naive;
     d.chunk = a->stage == METHOD_ALL_HEADS ? heads : a->stage == METHOD_GROUP ? heads / kv_heads : how->chunk;

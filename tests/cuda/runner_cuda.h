@@ -5,9 +5,9 @@
  *     if (cuda_block(&test, &in, &r) == UPIPE_OK) ...
  *     run_free(&r);
  *
- * Each rank has a plan, a stream, a cuBLAS handle and a slab of exactly the bytes that its dry run asked for, all
- * on one device; over NCCL it has a device of its own. The device memory in use is compared with what the runner
- * itself asked for: the library takes none.
+ * Each rank has a plan, a stream, a cuBLAS handle and a slab of exactly the bytes that its dry run asked for,
+ * all on one device; over NCCL it has a device of its own. The device memory in use is compared with what the
+ * runner itself asked for: the library takes none.
  */
 #ifndef UPIPE_TEST_RUNNER_CUDA_H
 #define UPIPE_TEST_RUNNER_CUDA_H
@@ -308,8 +308,8 @@ static void cuda_nccl_close(cuda_state *s, int failed)
     }
 }
 
-/* What a rank is to run, and how much memory it takes. Addresses are not followed in a dry run: any that are not
- * NULL will do. */
+/* What a rank is to run, and how much memory it takes. Addresses are not followed in a dry run: any that are
+ * not NULL will do. */
 static upipe_status cuda_rank_plan(cuda_state *s, cuda_rank *me, int rank, const upipe_ops *ops)
 {
     const run_case *test = &s->test->run;

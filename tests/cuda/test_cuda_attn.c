@@ -336,8 +336,8 @@ static void test_lengths(void)
     }
 }
 
-/* Rows that lie some positions apart, as those of a striped ring: keys ahead of the queries by less than a step, by one
- * and by several, and behind them. */
+/* Rows that lie some positions apart, as those of a striped ring: keys ahead of the queries by less than a
+ * step, by one and by several, and behind them. */
 static void test_pos_steps(void)
 {
     /* clang-format off */

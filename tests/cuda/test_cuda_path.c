@@ -187,8 +187,8 @@ static void test_block(const path_case *p, int ranks, int chunk)
     f32_block_free(&in);
 }
 
-/* Heads and lengths that do not divide: each rank has a plan of its own, and perhaps no heads in a stage, or none at
- * all. UPipe and Ulysses. */
+/* Heads and lengths that do not divide: each rank has a plan of its own, and perhaps no heads in a stage, or
+ * none at all. UPipe and Ulysses. */
 static void test_ragged(void)
 {
     static const path_case nine = {33, 1, 9, 3, 32, 0, 1, 1, 0}, six = {37, 1, 6, 1, 32, 0, 1, 0, 1};
