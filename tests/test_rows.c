@@ -14,7 +14,7 @@ static void check_rope_angles(void)
     for (which = 0; which < 5; ++which) {
         upipe_rope call = rope_of(upipe_view_packed(row, UPIPE_F32, 1, 1, 64), starts[which], 0, 0);
         upi_rope_begin(&walk, &call);
-        for (i = 0; i < 200; ++i, upi_rope_next(&walk)) {
+        for (i = 0; i < 200; ++i, upi_rope_next(&walk, 1)) {
             call.pos0 = starts[which] + i;
             upi_rope_begin(&jump, &call);
             CHECK_INT(walk.position, call.pos0);

@@ -185,7 +185,7 @@ static size_t call_dry(const upipe_ops *ops, const tile_case *t, tile_args *a, i
     upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
     size_t need;
     void *before;
-    CHECK(upipe_dry_init(dry, 0, 1, ops) == UPIPE_OK);
+    CHECK(upipe_dry_init(dry, NULL, ops) == UPIPE_OK);
     CHECK(upipe_mem_take(&dry->mem, &before, BEFORE, "before", NULL) == UPIPE_OK);
     CHECK_STATUS(call_bytes(bytes, ops, t, a, backward, &dry->ctx.err), UPIPE_OK, dry->ctx.err);
     CHECK_STATUS(call_tile(&dry->ctx, t, a, backward), UPIPE_OK, dry->ctx.err);
@@ -650,7 +650,7 @@ static int64_t traced_rows(const tile_case *t, tile_args *a, int backward, size_
     size_t rows = 0;
     int64_t i;
     upipe_cpu_ops(&ops);
-    CHECK(upipe_dry_init(dry, 0, 1, &ops) == UPIPE_OK);
+    CHECK(upipe_dry_init(dry, NULL, &ops) == UPIPE_OK);
     dry->mem.events = events;
     dry->mem.events_max = 32;
     CHECK_STATUS(call_tile(&dry->ctx, t, a, backward), UPIPE_OK, dry->ctx.err);

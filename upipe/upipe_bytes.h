@@ -195,9 +195,11 @@ UPIPE_API upipe_bytes upipe_plan_bytes(const upipe_plan *p, const upipe_plan_scr
     r.phase[UPIPE_FWD_BEFORE] = x;
     r.phase[UPIPE_FWD_IN] =
         hold + upi_most(upi_most(fetch + s->gemm, gather ? kv + kept : 0), kept + b.send + s->gemm);
-    if (ahead > 0) /* the next round's, beside this one's */
+    if (ahead > 0) { /* the next round's, beside this one's */
+        r.intermediate_fwd = upi_most(r.intermediate_fwd, kept + b.send + upi_most(fetch, ahead));
         r.phase[UPIPE_FWD_IN] =
             upi_most(r.phase[UPIPE_FWD_IN], hold + kept + b.send + upi_most(fetch + s->gemm, ahead));
+    }
     r.phase[UPIPE_FWD_ATTN] = hold + kept + b.send + w * b.sum_o + attn_fwd + ahead;
     r.phase[UPIPE_FWD_OUT] = hold + upi_most(stays, next) + b.send + w * b.sum_o;
 

@@ -167,19 +167,23 @@ UPIPE_API upipe_status upi_dry_adamw(upipe_ctx *c, const upipe_adamw *a)
 }
 
 /* upipe_dry_init -- the plan's rank of its team and ring, with the sizes of the given table
+ *   plan    NULL: a rank alone
  *   errors  UNSUPPORTED for more than UPIPE_DRY_RANKS_MAX ranks
  */
 UPIPE_API upipe_status upipe_dry_init(upipe_dry *dry, const upipe_plan *plan, const upipe_ops *ops)
 {
-    const upipe_plan_desc *d = &plan->desc;
+    upipe_plan_desc d;
     memset(dry, 0, sizeof *dry);
-    if (d->ranks > UPIPE_DRY_RANKS_MAX || d->ring > UPIPE_DRY_RANKS_MAX)
+    memset(&d, 0, sizeof d);
+    d.ranks = d.ring = 1;
+    if (plan != NULL) d = plan->desc;
+    if (d.ranks > UPIPE_DRY_RANKS_MAX || d.ring > UPIPE_DRY_RANKS_MAX)
         return upi_fail(&dry->ctx.err, UPIPE_ERR_UNSUPPORTED, "a dry run of %d x %d ranks, at most %d",
-                        d->ranks, d->ring, UPIPE_DRY_RANKS_MAX);
+                        d.ranks, d.ring, UPIPE_DRY_RANKS_MAX);
     upipe_mem_init_dry(&dry->mem, dry->blocks, UPIPE_DRY_BLOCKS_MAX);
     upipe_mem_init_dry(&dry->host, dry->host_blocks, UPIPE_DRY_HOST_BLOCKS_MAX);
-    upipe_comm_dry(&dry->team, d->rank, d->ranks, dry->list, dry->gathered);
-    upipe_comm_dry(&dry->ring, d->ring_rank, d->ring, dry->ring_list, dry->ring_gathered);
+    upipe_comm_dry(&dry->team, d.rank, d.ranks, dry->list, dry->gathered);
+    upipe_comm_dry(&dry->ring, d.ring_rank, d.ring, dry->ring_list, dry->ring_gathered);
     dry->ops = *ops;
     dry->ops.sync = upi_dry_sync;
     dry->ops.copy = upi_dry_copy;
@@ -204,7 +208,7 @@ UPIPE_API upipe_status upipe_dry_init(upipe_dry *dry, const upipe_plan *plan, co
     dry->ctx.ops = &dry->ops;
     dry->ctx.mem = &dry->mem;
     dry->ctx.team = &dry->team;
-    dry->ctx.ring = d->ring > 1 ? &dry->ring : NULL;
+    dry->ctx.ring = d.ring > 1 ? &dry->ring : NULL;
     return UPIPE_OK;
 }
 

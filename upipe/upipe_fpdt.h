@@ -386,7 +386,7 @@ UPIPE_API upipe_status upi_fpdt_send_go(upi_fpdt_pass *s, const upi_fpdt_parked 
     upi_phase(r, UPIPE_BWD_OUT);
     UPIPE_TRY(upi_take(r, &o, z->b.slot, "slot"));
     UPIPE_TRY(upi_take(r, &go, z->b.slot, "gout"));
-    UPIPE_TRY(upi_take(r, &delta, z->b.slot / upipe_dtype_bytes(p->desc.dtype) * 4, "delta"));
+    UPIPE_TRY(upi_take(r, &delta, z->delta, "delta"));
     UPIPE_TRY(upi_take(r, &to, upi_most(z->b.o, z->b.stat), "go"));
     UPIPE_TRY(upi_fpdt_copy(s, o, upi_fpdt_at(s->save->out, z->b.slot, z->stages, i, stage), bytes));
     UPIPE_TRY(

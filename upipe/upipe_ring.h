@@ -508,7 +508,7 @@ UPIPE_API upipe_status upipe_ring_fwd(upipe_ctx *c, const upipe_ring_call *r)
 
 /* upipe_ring_bwd -- gq, gk and gv, from go, lse and delta
  *   bytes   SHIFT: takes as the forward, and two pairs of f32 gradients (four in a double ring); sends R - 1 blocks of
- *           K and V, and R of their gradients
+ *           K and V, and R of their gradients (a double ring one more for each node)
  *   errors  as upipe_ring_fwd
  */
 UPIPE_API upipe_status upipe_ring_bwd(upipe_ctx *c, const upipe_ring_call *r)

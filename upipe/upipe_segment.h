@@ -68,8 +68,8 @@ UPIPE_API upipe_shard upipe_fpdt_shard(const upipe_fpdt *f, int i)
 typedef struct upi_fpdt_sizes {
     upipe_buffers b;
     upipe_plan_scratch s;
-    size_t x, kv_home, tile,
-        raw; /* kv_home: of all key/value heads at their tokens, an element of a head each */
+    size_t x, raw, delta;
+    size_t kv_home; /* of all key/value heads at their tokens, for one element of a head each */
     int stages, rounds, steps;
 } upi_fpdt_sizes;
 
@@ -101,6 +101,8 @@ UPIPE_API upipe_status upi_fpdt_measure(const upipe_fpdt *f, const upipe_ops *op
         z->s.attn_bwd = upi_most(z->s.attn_bwd, s.attn_bwd);
         z->s.tile_rows = s.tile_rows > z->s.tile_rows ? s.tile_rows : z->s.tile_rows;
         z->s.qk_norm = s.qk_norm;
+        for (stage = 0; stage < p.stages; ++stage)
+            z->delta = upi_most(z->delta, (size_t)(p.rows * upipe_plan_buffer(&p, UPIPE_Q, stage)) * 4);
         for (stage = 0; stage < p.stages; ++stage)
             for (rank = 0; upi_next_heads(&p, UPIPE_Q, stage, &rank, &h);)
                 z->raw = upi_most(z->raw, upi_heads_bytes(&p, h, UPI_Q));
@@ -253,7 +255,7 @@ UPIPE_API upipe_status upipe_fpdt_bytes(const upipe_fpdt *f, const upipe_ops *op
     r->phase[UPIPE_FWD_OUT] = z.b.sum_o + z.b.stat + z.b.o + z.b.slot;
 
     r->phase[UPIPE_BWD_BEFORE] = norm;
-    r->phase[UPIPE_BWD_OUT] = norm + 2 * z.b.slot + z.b.slot / element * 4 + upi_most(z.b.o, z.b.stat);
+    r->phase[UPIPE_BWD_OUT] = norm + 2 * z.b.slot + z.delta + upi_most(z.b.o, z.b.stat);
     grads = z.b.gk + z.b.gv;
     r->phase[UPIPE_BWD_ATTN] = norm + kv + grads + 2 * upi_fpdt_visit_bytes(&z) + z.s.attn_bwd;
     raw_k = z.s.qk_norm ? z.b.home_k : 0;
