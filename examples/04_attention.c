@@ -67,8 +67,8 @@ int main(int argc, char **argv)
         for (h = 0; h < HEADS; ++h) bad |= !(x->o[t][h][0] >= 0 && x->o[t][h][0] <= (float)t + 1e-5f);
     }
 
-    /* A wish that is not built yet is refused, never ignored. */
-    a.window = 4;
+    /* What is not built is refused, never ignored. */
+    a.v.d = a.o.d = 12;
     s = upipe_attn_fwd(&c, &a);
     printf("\n%s: %s\n", upipe_status_name(s), c.err.text);
     device_slab_free(&d, a.work);

@@ -4,18 +4,20 @@
 
 #include "upipe/cpu/upipe_cpu.h"
 
-/* Angles, in f64 and to the bit, belong to a position: it does not matter where the walk began. */
+/* Angles, in f64 and to the bit, belong to a position: it does not matter where the walk began, nor in what steps it
+ * went. */
 static void check_rope_angles(void)
 {
-    static const int64_t starts[] = {0, 1, 63, 64, 1000000 - 40};
+    static const int64_t starts[] = {0, 1, 63, 64, 1000000 - 40}, steps[] = {1, 2, 7, 64, 1000};
     static upi_rope_angles walk, jump;
     float row[64];
     int which, i, p;
-    for (which = 0; which < 5; ++which) {
-        upipe_rope call = rope_of(upipe_view_packed(row, UPIPE_F32, 1, 1, 64), starts[which], 0, 0);
+    for (which = 0; which < 25; ++which) {
+        const int64_t start = starts[which % 5], step = steps[which / 5];
+        upipe_rope call = rope_of(upipe_view_packed(row, UPIPE_F32, 1, 1, 64), start, 0, 0);
         upi_rope_begin(&walk, &call);
-        for (i = 0; i < 200; ++i, upi_rope_next(&walk, 1)) {
-            call.pos0 = starts[which] + i;
+        for (i = 0; i < 200; ++i, upi_rope_next(&walk, step)) {
+            call.pos0 = start + i * step;
             upi_rope_begin(&jump, &call);
             CHECK_INT(walk.position, call.pos0);
             CHECK_BYTES(walk.cos_now, jump.cos_now, sizeof walk.cos_now);
