@@ -182,7 +182,7 @@ if [ $quick = 0 ]; then
         suites clang 'unit programs'
     fi
     # The kernels without vector instructions of their own, and the product by a BLAS through the same table entry.
-    targets='test_simd_lanes test_attn test_attn_masks test_gemm test_rows test_train_ops test_tile test_layer test_ring'
+    targets='test_simd_lanes test_attn test_attn_masks test_gemm test_rows test_train_ops test_tile test_layer'
     if prepare portable gcc -Dcuda=disabled -Dsimd=portable; then suites portable kernels; fi
     targets='test_gemm compare train logits'
     if has openblas && prepare cblas gcc -Dcuda=disabled -Dcblas=enabled; then suites cblas products; fi
