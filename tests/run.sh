@@ -199,7 +199,7 @@ if [ $quick = 0 ]; then
     UPIPE_DRAWS=$draws_slow
     export UPIPE_DRAWS
     # The kernels without vectors, and with those of another processor.
-    targets='test_simd_lanes test_attn test_attn_masks test_gemm test_rows test_train_ops'
+    targets='test_simd_lanes test_attn test_gemm test_rows test_train_ops'
     if prepare scalar gcc -Dcuda=disabled -Dexamples=disabled -Dsimd=scalar; then suites scalar lanes; fi
     if command -v aarch64-linux-gnu-gcc >/dev/null 2>&1 && command -v qemu-aarch64 >/dev/null 2>&1 &&
         prepare neon gcc --cross-file "$top/tests/aarch64.txt" -Dcuda=disabled -Dmpi=disabled -Dexamples=disabled; then
