@@ -17,6 +17,15 @@
 #include "upipe_ops.h"
 #include "upipe_plan.h"
 
+/* An exchange between start and wait ends with the failure: then nobody reads its buffers any more, or comm->quarantine
+ * says so. */
+UPIPE_API void upi_abandon(upipe_ctx *c, upipe_comm *comm)
+{
+    const upipe_err first = c->err; /* the first failure is the one that tells */
+    if (comm != NULL && comm->started) upipe_comm_wait(c, comm);
+    c->err = first;
+}
+
 /* upi_unwind -- after a failure: team and ring learn of it, the stream is drained, so that no work of this rank
  *               is left that touches the pool, and the pool goes back to the mark
  *
@@ -29,8 +38,10 @@ UPIPE_API upipe_status upi_unwind(upipe_ctx *c, upipe_status s, int64_t mark)
     if (c->err.status != s) upi_fail(&c->err, s, "an entry of the compute table failed without a reason");
     upipe_comm_abort(c->team, c->err.text);
     upipe_comm_abort(c->ring, c->err.text);
+    upi_abandon(c, c->team);
+    upi_abandon(c, c->ring);
     first = c->err;
-    if (c->ops->sync(c) != UPIPE_OK) c->err = first; /* the first failure is the one that tells */
+    if (c->ops->sync(c) != UPIPE_OK) c->err = first;
     if ((c->team != NULL && c->team->quarantine) || (c->ring != NULL && c->ring->quarantine))
         upipe_mem_quarantine(c->mem, 0);
     else
