@@ -15,6 +15,7 @@
 
 #include "upipe/net/upipe_net_threads.h"
 #include "upipe/cpu/upipe_cpu.h"
+#include "upipe/cpu/upipe_cpu_lane.h"
 #include "upipe/upipe.h"
 
 #include "grid.h"
@@ -25,6 +26,7 @@ enum { RUN_MAX = GRID_MAX, RUN_GRADS = 7 };
 typedef struct run_case {
     block_shape shape;
     int ranks, chunk, naive;
+    int overlap, lane_inline;           /* on a thread of its own, or on the rank's line */
     int ring, inner, ahead, ring_first; /* ring_first: neighbours in the world are a ring's, not a team's */
     upipe_layout layout;
     upipe_ring_mode ring_mode;
@@ -33,6 +35,7 @@ typedef struct run_case {
     /* faults: a pool guard, asked on every rank */
     upipe_status (*guard)(void *user, size_t bytes, const char *tag);
     void *guard_user[RUN_MAX];
+    void (*table)(upipe_ops *ops); /* changes the compute table; NULL = none */
     double deadline;
     int expect_failure; /* the checks of a good run are left out */
 } run_case;
@@ -270,8 +273,10 @@ static upipe_status run_body(void *user, int rank)
     upipe_block *blocks = (upipe_block *)malloc((size_t)own->blocks_max * sizeof *blocks);
     upipe_mem mem;
     upipe_ctx c;
+    upipe_cpu_lane room;
+    upipe_lane lane;
     float *grads[RUN_GRADS];
-    int j;
+    int j, threaded = s->test->overlap && !s->test->lane_inline;
     upipe_status status;
     memset(&c, 0, sizeof c);
     if (posix_memalign(&slab, 256, slab_bytes) != 0) abort();
@@ -284,7 +289,11 @@ static upipe_status run_body(void *user, int rank)
     c.mem = &mem;
     c.team = grid_team(&s->grid, rank);
     c.ring = grid_ring(&s->grid, rank);
+    if (threaded && upipe_cpu_lane_init(&room, &lane, &c.err) != UPIPE_OK) abort();
+    if (s->test->lane_inline) upipe_lane_inline(&lane, NULL);
+    if (s->test->overlap) c.lane = &lane;
     status = run_rank(&c, s, rank, grads, u->moved);
+    if (threaded) upipe_cpu_lane_free(&room);
     s->r->errors[rank] = c.err;
     s->r->live[rank] = mem.live;
     if (status != UPIPE_OK) {
@@ -322,6 +331,7 @@ static upipe_plan_desc run_desc(const run_case *test, int team_rank, int ring_ra
     d.ring_rank = ring_rank;
     d.ring_inner = test->inner;
     d.ring_ahead = test->ahead;
+    d.overlap = test->overlap;
     d.ring_mode = test->ring_mode;
     d.layout = test->layout;
     d.heads = shape->h;
@@ -387,6 +397,7 @@ static upipe_status run_block(const run_case *test, const f32_block *in, run_res
     memset(&u, 0, sizeof u);
     f32_block_make(shape, &r->out);
     upipe_cpu_ops(&s->ops);
+    if (test->table != NULL) test->table(&s->ops);
     s->test = test;
     s->in = in;
     s->r = r;

@@ -104,6 +104,8 @@ static void draw(test_rng *rng, drawn *d)
     t->gx_apart = test_below(rng, 4) == 0;
     t->tile_rows = test_below(rng, 2) ? 1 + test_below(rng, 20) : 0;
     t->deadline = 120;
+    t->overlap = t->ring == 1 ? test_below(rng, 4) > 0 : test_below(rng, 60) == 0;
+    if (t->overlap) t->lane_inline = test_below(rng, 4) == 0;
 }
 
 /* Heads or lengths that do not divide, a ring, or a mask: what is more than the plain case. */
@@ -135,6 +137,7 @@ static upipe_status expected(const run_case *t)
     if ((t->inner > 1 || t->ring_mode == UPIPE_RING_SHIFT) && !common && chunk != s->h)
         return UPIPE_ERR_UNSUPPORTED;
     if (t->ahead && !common) return UPIPE_ERR_UNSUPPORTED;
+    if (t->overlap && (t->ring > 1 || (!common && chunk != s->h))) return UPIPE_ERR_UNSUPPORTED;
     if (s->d < 32 || s->d > 256 || dv < 32 || dv > 256) return UPIPE_ERR_UNSUPPORTED;
     return UPIPE_OK;
 }
@@ -177,6 +180,7 @@ static int compare(const run_case *t, const f32_block *in, const run_result *r, 
     upipe_status status;
     u.chunk = t->shape.h;
     u.tile_rows = 0;
+    u.overlap = 0;
     u.ring_mode = t->ring > 1 ? r->plan.desc.ring_mode : UPIPE_RING_AUTO;
     if (alone) u.ranks = 1;
     status = run_block(&u, in, &other);
@@ -193,18 +197,18 @@ static void say_replay(const run_case *t, long seed)
     fprintf(
         stderr,
         "replay: UPIPE_SEED=%ld UPIPE_DRAWS=1 (S %lld B %lld C %d R %d/%d %s mode %d H %d/%d d %d/%d D %lld "
-        "U %d %s%s%s%s%s%s%s)\n",
+        "U %d %s%s%s%s%s%s%s%s)\n",
         seed, (long long)s->tokens, (long long)s->batch, t->ranks, t->ring, t->inner,
         upipe_layout_name(t->layout), (int)t->ring_mode, s->h, s->hkv, s->d, s->dv > 0 ? s->dv : s->d,
         (long long)s->dim, t->chunk, upipe_dtype_name(s->dtype), t->naive ? " naive" : "",
-        s->full ? " full" : "", s->window ? " window" : "", s->docs != NULL ? " docs" : "",
-        s->softcap > 0 ? " softcap" : "", s->sinks ? " sinks" : "");
+        t->overlap ? " overlap" : "", s->full ? " full" : "", s->window ? " window" : "",
+        s->docs != NULL ? " docs" : "", s->softcap > 0 ? " softcap" : "", s->sinks ? " sinks" : "");
 }
 
 int main(void)
 {
     long draws = test_env("UPIPE_DRAWS", 2000), seed = test_env("UPIPE_SEED", 1), i, legal = 0, compared = 0,
-         more = 0;
+         more = 0, overlapped = 0;
     for (i = 0; i < draws; ++i) {
         long failures = test_failures;
         test_rng rng;
@@ -222,6 +226,7 @@ int main(void)
         if (status == UPIPE_OK) {
             ++legal;
             more += is_more(&d.t);
+            overlapped += r.plan.overlap;
             check_block(&d.t.shape, &in, &r.out);
             if ((seed + i) % 2 == 0 && d.t.shape.dtype == UPIPE_F32)
                 compared += compare(&d.t, &in, &r, (seed + i) % 4 == 0);
@@ -230,11 +235,13 @@ int main(void)
         f32_block_free(&in);
         if (test_failures != failures) say_replay(&d.t, seed + i);
     }
-    printf("%ld draws from seed %ld, %ld legal, %ld of them with a ring, a mask or what does not divide\n",
-           draws, seed, legal, more);
+    printf("%ld draws from seed %ld, %ld legal, %ld of them with a ring, a mask or what does not divide, "
+           "%ld with stages that overlap\n",
+           draws, seed, legal, more, overlapped);
     if (draws >= 100) {
         CHECK_SAY(compared * 8 > legal, "bits of only %ld of %ld were compared", compared, legal);
         CHECK_SAY(legal * 3 > draws, "only %ld of %ld draws were legal", legal, draws);
+        CHECK_SAY(overlapped * 16 > legal, "stages of only %ld of %ld overlap", overlapped, legal);
         CHECK_SAY(more * 2 > legal, "only %ld of %ld are more than the plain case", more, legal);
     }
     return test_end("property");

@@ -146,6 +146,7 @@ UPIPE_API upipe_view upipe_view_rows(upipe_view v, int64_t first, int64_t n)
 struct upipe_ops;  /* upipe_ops.h: the compute table */
 struct upipe_mem;  /* upipe_mem.h: the pool */
 struct upipe_comm; /* upipe_comm.h: a communicator */
+struct upipe_lane; /* upipe_lane.h: a second line of execution */
 
 /* upipe_ctx -- everything a call may use, owned by the host, one per rank
  *   ops     compute table, constant while in use; ranks may share one
@@ -153,6 +154,7 @@ struct upipe_comm; /* upipe_comm.h: a communicator */
  *   team    the C ranks that trade tokens for heads
  *   ring    the R ranks of ring attention; NULL without one
  *   stream  handed to every entry of the table (a cudaStream_t for CUDA; the CPU backend has no use for it)
+ *   lane    where the next stage is made ready while one attends; NULL without a plan that overlaps
  *   user    the host's own; the library never looks at it
  *   err     the last failure
  */
@@ -160,6 +162,7 @@ typedef struct upipe_ctx {
     const struct upipe_ops *ops;
     struct upipe_mem *mem;
     struct upipe_comm *team, *ring;
+    struct upipe_lane *lane;
     void *stream, *user;
     upipe_err err;
 } upipe_ctx;

@@ -11,6 +11,7 @@
 #ifndef UPIPE_BLOCK_H
 #define UPIPE_BLOCK_H
 
+#include "upipe_lane.h"
 #include "upipe_ring.h"
 
 enum { UPIPE_TILE_ROWS = 256 }; /* default tile of the output projection and of dX, in rows */
@@ -334,6 +335,7 @@ UPIPE_API upipe_status upi_layer_agree(upipe_ctx *c, const upipe_layer *l)
     upi_field_whole(f, &n, "ring_inner", d->ring_inner);
     upi_field_whole(f, &n, "ring_mode (1 shift, 2 gather)", (int64_t)d->ring_mode);
     upi_field_whole(f, &n, "ring_ahead", d->ring_ahead != 0);
+    upi_field_whole(f, &n, "overlap", d->overlap != 0);
     upi_field_whole(f, &n, "layout (0 contiguous, 1 zigzag, 2 striped)", (int64_t)d->layout);
     upi_field_whole(f, &n, "full", l->full != 0);
     upi_field_whole(f, &n, "window", l->window);
@@ -383,6 +385,8 @@ UPIPE_API upipe_status upi_layer_check(upipe_ctx *c, const upipe_layer *l, upipe
             &c->err, UPIPE_ERR_ARG,
             "a plan for rank %d on rank %d: where tokens or heads do not divide, each rank has its own",
             d->rank, c->team->rank);
+    if (l->plan->overlap && c->lane == NULL)
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "stages are to overlap, but ctx->lane is NULL");
     if (x.n != l->plan->rows || x.h != 1 || x.d != d->model_dim || x.dtype != d->dtype)
         return upi_fail(&c->err, UPIPE_ERR_ARG, "x is %s [%lld][%d][%d], the plan says %s [%lld][1][%lld]",
                         upipe_dtype_name(x.dtype), (long long)x.n, x.h, x.d, upipe_dtype_name(d->dtype),

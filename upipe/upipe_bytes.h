@@ -160,6 +160,72 @@ UPIPE_API size_t upi_ring_hops(const upipe_plan *p, const upipe_buffers *b, int 
     return hops;
 }
 
+/* Bytes of the way home of a round's dK and dV, beside dK', dV' in f32: the larger of its moments. */
+UPIPE_API size_t upi_home_bytes(const upipe_plan *p, const upipe_plan_scratch *s, const upipe_buffers *b)
+{
+    const size_t e = upipe_dtype_bytes(p->desc.dtype), cast = e < 4 ? upi_most(b->k, b->v) : 0;
+    const size_t home = b->home_k + b->home_v, own = b->gk + b->gv, norm = s->qk_norm ? b->home_k : 0;
+    if (p->schedule == UPIPE_ORDER) return own + b->partial;
+    if (p->schedule == UPIPE_SPLIT)
+        return upi_most(upi_most(b->home_k + own + b->partial, home + b->gv + b->partial),
+                        home + norm + s->gemm);
+    return upi_most(upi_most(b->home_k + cast + own, home + cast + b->gv), home + norm + s->gemm);
+}
+
+/* The phases of stages that overlap: two are under way, and scratch of attention is there throughout. Rounds are
+ * common, and there is no ring. */
+UPIPE_API void upi_overlap_bytes(const upipe_plan *p, const upipe_plan_scratch *s, const upipe_buffers *b,
+                                 upipe_bytes *r)
+{
+    const upipe_plan_desc *d = &p->desc;
+    const size_t e = upipe_dtype_bytes(d->dtype), x = upipe_plan_unit_bytes(p),
+                 out = b->slot * (size_t)p->stages;
+    const size_t kv = b->k + b->v, grads = b->gk + b->gv, round = kv + grads;
+    const size_t stage = b->send + b->q + b->o + b->stat;
+    const size_t norm = s->qk_norm ? ((size_t)d->heads + (size_t)d->kv_heads) * (size_t)d->head_dim * 4 : 0;
+    size_t fwd = x + out + b->lse + s->attn_fwd,
+           bwd = x + s->gx + out + b->lse + b->delta + norm + s->attn_bwd;
+    size_t parked[2] = {
+        0, 0}; /* dK and dV of rounds that have ended before this stage, and before the one before */
+    int i;
+    if (p->schedule == UPIPE_ORDER)
+        bwd += (upipe_plan_rows_bytes(p, d->kv_heads, d->head_dim) +
+                upipe_plan_rows_bytes(p, d->kv_heads, d->v_dim)) /
+               e * 4;
+    r->intermediate_fwd = 0;
+    for (i = UPIPE_FWD_IN; i <= UPIPE_FWD_OUT; ++i) r->phase[i] = fwd;
+    r->phase[UPIPE_BWD_OUT] = r->phase[UPIPE_BWD_ATTN] = 0;
+    for (i = 0; i < p->stages; ++i) {
+        const int fresh = upipe_plan_stage(p, i).kv_fresh, last = upipe_plan_stage(p, i).kv_last;
+        const int more = i + 1 < p->stages, soon = more && upipe_plan_stage(p, i + 1).kv_fresh;
+        /* prepared beside the stage before */
+        size_t beside = i > 0 ? kv + b->send : 0, has = fresh ? beside + kv : beside, most = has + b->send;
+        size_t next = more ? b->send : 0;
+        if (fresh) most = upi_most(most, has + b->kv_send);
+        r->intermediate_fwd = upi_most(r->intermediate_fwd, most);
+        r->phase[UPIPE_FWD_IN] = upi_most(r->phase[UPIPE_FWD_IN], fwd + most + s->gemm);
+        /* finished beside the next one */
+        has = kv + b->send + next;
+        r->phase[UPIPE_FWD_ATTN] = upi_most(r->phase[UPIPE_FWD_ATTN], fwd + has + (soon ? kv : 0));
+        r->phase[UPIPE_FWD_OUT] = upi_most(r->phase[UPIPE_FWD_OUT], fwd + has - (last && !soon ? kv : 0));
+
+        beside = bwd + parked[0] + (i > 0 ? round + stage : 0);
+        has = fresh ? beside + round : beside;
+        most = has + b->send + upi_most(s->gemm, b->q);
+        if (fresh) most = upi_most(most, has + b->kv_send + s->gemm);
+        r->phase[UPIPE_BWD_IN] = upi_most(r->phase[UPIPE_BWD_IN], most);
+        r->phase[UPIPE_BWD_OUT] = upi_most(r->phase[UPIPE_BWD_OUT], has + stage);
+        next = more ? stage + (soon ? round : 0) : 0;
+        has = bwd + parked[1] + next;
+        r->phase[UPIPE_BWD_ATTN] = upi_most(r->phase[UPIPE_BWD_ATTN], has + round + stage);
+        most = grads + (last ? 0 : kv) + upi_most(b->send, (s->qk_norm ? b->send : 0) + s->gemm);
+        if (last) most = upi_most(most, upi_home_bytes(p, s, b));
+        r->phase[UPIPE_BWD_IN] = upi_most(r->phase[UPIPE_BWD_IN], has + most);
+        parked[0] = parked[1];
+        if (last && p->schedule < UPIPE_SPLIT) parked[1] += b->home_k + b->home_v;
+    }
+}
+
 /* upipe_plan_bytes -- what the attention block of upipe_layer.h holds, by phase
  *
  * The sum is spelled out in docs/memory.md. A dry pool under the layer's code, and the real run, must agree
@@ -252,6 +318,7 @@ UPIPE_API upipe_bytes upipe_plan_bytes(const upipe_plan *p, const upipe_plan_scr
     end += (size_t)s->tile_rows * (size_t)d->model_dim * 4 + s->gemm;
     r.phase[UPIPE_BWD_IN] = upi_most(last, end);
 
+    if (p->overlap) upi_overlap_bytes(p, s, &b, &r);
     r.peak = 0;
     for (i = 0; i < UPIPE_PHASES; ++i) r.peak = upi_most(r.peak, r.phase[i]);
     return r;

@@ -23,6 +23,7 @@ typedef struct upipe_dry {
     upipe_ctx ctx;
     upipe_mem mem, host; /* the device's memory, and the host's behind it */
     upipe_comm team, ring;
+    upipe_lane lane;
     upipe_ops ops;
     upipe_block blocks[UPIPE_DRY_BLOCKS_MAX], host_blocks[UPIPE_DRY_HOST_BLOCKS_MAX];
     upipe_seg list[2 * UPIPE_DRY_RANKS_MAX], ring_list[2 * UPIPE_DRY_RANKS_MAX];
@@ -209,6 +210,8 @@ UPIPE_API upipe_status upipe_dry_init(upipe_dry *dry, const upipe_plan *plan, co
     dry->ctx.mem = &dry->mem;
     dry->ctx.team = &dry->team;
     dry->ctx.ring = d.ring > 1 ? &dry->ring : NULL;
+    upipe_lane_inline(&dry->lane, NULL);
+    dry->ctx.lane = &dry->lane;
     return UPIPE_OK;
 }
 

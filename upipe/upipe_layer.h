@@ -55,60 +55,150 @@ UPIPE_API float *upi_lse(const upi_run *r, const upipe_saved *save, int stage)
     return save->lse + upipe_plan_before(r->p, stage, r->c->team->rank) * r->p->seq * r->p->desc.batch;
 }
 
-UPIPE_API upipe_status upi_layer_fwd(upi_run *r, upipe_saved *save)
-{
-    const upipe_plan *p = r->p;
-    upipe_ctx *c = r->c;
-    const int keep = p->schedule == UPIPE_SPANS;
+/* What a stage, or `width` of them that attend together, has: two are under way where stages overlap. */
+typedef struct upi_stage_room {
+    upi_kv kv, next, own; /* next, own: fetched ahead */
+    upi_kv g;             /* backward */
+    void *send, *q, *go, *delta;
+    upipe_ring_part *parts;
+    void **sums;
+    int ahead;
+} upi_stage_room;
+
+/* One pass through the stages. */
+typedef struct upi_pass {
+    upi_run run, other; /* `other` is the lane's */
+    upipe_saved *save;
+    upi_stage_room room[2];
     upipe_ring_part parts[UPIPE_STAGES_MAX];
-    void *sums[UPIPE_STAGES_MAX], *q, *send, *lse;
+    void *sums[UPIPE_STAGES_MAX];
     upipe_ring_call call;
-    upi_kv kv, next, own;
-    int i, t, ahead;
-    memset(&call, 0, sizeof call);
-    memset(&kv, 0, sizeof kv);
-    upi_phase(r, UPIPE_FWD_IN);
-    UPIPE_TRY(upipe_layer_slots_take(c, r->l, &save->out, UPIPE_SLOT_EMPTY, "final_out"));
-    UPIPE_TRY(upi_take(r, &lse, r->buffers.lse, "lse"));
-    save->lse = (float *)lse;
-    if (keep) UPIPE_TRY(upi_take_kept(r, &kv));
-    for (i = 0; i < p->stages; i += p->width) {
-        upi_phase(r, UPIPE_FWD_IN);
-        if (upipe_plan_stage(p, i).kv_fresh) UPIPE_TRY(upi_fetch_kv(r, i, &kv));
-        UPIPE_TRY(upi_take(r, &send, r->buffers.send, "q_send"));
-        for (t = 0; t < p->width; ++t) {
-            UPIPE_TRY(upipe_slot_lend(&save->out, i + t, &q, &c->err));
-            UPIPE_TRY(upi_project(r, UPI_Q, i + t, send));
-            UPIPE_TRY(upipe_a2a_to_heads(c, q, send, p, i + t, UPIPE_Q, upi_each(r, UPI_Q)));
-            parts[t].q = q;
-            parts[t].lse = upi_lse(r, save, i + t);
-        }
+    upi_kv kv; /* kept through all stages */
+    /* backward */
+    upi_kv g;
+    upipe_slots *gout;
+    upipe_grads *grads;
+    struct upi_parked *parked;
+} upi_pass;
 
-        memset(&next, 0, sizeof next);
-        ahead = upi_ahead(p, i);
-        if (ahead) UPIPE_TRY(upi_fetch_begin(r, ahead, &next, &own));
+UPIPE_API upi_run *upi_pass_run(upi_pass *s, const upipe_ctx *c)
+{
+    return c == s->run.c ? &s->run : &s->other;
+}
 
-        upi_phase(r, UPIPE_FWD_ATTN);
-        UPIPE_TRY(upi_take_sums(r, sums, r->buffers.sum_o, send, "o_sum", 0));
-        for (t = 0; t < p->width; ++t) parts[t].o = sums[t];
-        UPIPE_TRY(upi_attend(r, &call, parts, i, kv, 0));
-        if (!keep && upipe_plan_stage(p, i + p->width - 1).kv_last) UPIPE_TRY(upi_give_kv(r, &kv));
-        if (ahead) {
-            UPIPE_TRY(upi_fetch_end(r, ahead, &own));
-            kv = next;
-        }
+/* The room of stage i, and that of the one before. Overlapping stages are one wide. */
+UPIPE_API upi_stage_room *upi_pass_room(upi_pass *s, int i)
+{
+    return &s->room[s->run.p->overlap ? i % 2 : 0];
+}
 
-        upi_phase(r, UPIPE_FWD_OUT);
-        for (t = 0; t < p->width; ++t) {
-            UPIPE_TRY(upi_round_sums(r, send, sums[t], i + t, p->desc.v_dim));
-            UPIPE_TRY(upipe_a2a_to_tokens(c, (void *)(uintptr_t)parts[t].q, send, p, i + t, UPIPE_Q,
-                                          upi_each(r, UPI_V)));
-            UPIPE_TRY(upipe_slot_fill(&save->out, i + t, &c->err));
-        }
-        UPIPE_TRY(upi_give_sums(r, sums, send));
-        UPIPE_TRY(upi_give(r, send));
+/* Runs the stages; scratch of attention that overlaps is taken before, and no other line touches the pool. */
+UPIPE_API upipe_status upi_pass_stages(upi_pass *s, upi_stages *all, int backward)
+{
+    upi_run *r = &s->run;
+    const upipe_plan *p = r->p;
+    void *work = NULL;
+    int i;
+    for (i = 0; i < 2; ++i) {
+        s->room[i].parts = s->parts + i;
+        s->room[i].sums = s->sums + i;
+        s->room[i].kv = s->kv;
+        s->room[i].g = s->g;
     }
-    return keep ? upi_give_kv(r, &kv) : UPIPE_OK;
+    all->arg = s;
+    all->n = p->stages;
+    all->step = p->width;
+    all->lane = p->overlap ? r->c->lane : NULL;
+    if (p->overlap)
+        UPIPE_TRY(upi_take(r, &work, backward ? r->bytes.attn_bwd : r->bytes.attn_fwd, "attn_work"));
+    r->attn_work = work;
+    s->other = *r;
+    if (p->overlap) s->other.c = &r->c->lane->ctx;
+    UPIPE_TRY(upi_stages_run(all, r->c));
+    s->kv = upi_pass_room(s, p->stages - 1)->kv;
+    s->g = upi_pass_room(s, p->stages - 1)->g;
+    return p->overlap ? upi_give(r, work) : UPIPE_OK;
+}
+
+/* Q', K' and V' of a stage. */
+UPIPE_API upipe_status upi_fwd_prepare(void *arg, upipe_ctx *c, int i)
+{
+    upi_pass *s = (upi_pass *)arg;
+    upi_run *r = upi_pass_run(s, c);
+    upi_stage_room *m = upi_pass_room(s, i);
+    int t;
+    upi_phase(r, UPIPE_FWD_IN);
+    if (i > 0) m->kv = upi_pass_room(s, i - 1)->kv;
+    if (upipe_plan_stage(r->p, i).kv_fresh) UPIPE_TRY(upi_fetch_kv(r, i, &m->kv));
+    UPIPE_TRY(upi_take(r, &m->send, r->buffers.send, "q_send"));
+    for (t = 0; t < r->p->width; ++t) {
+        void *q;
+        UPIPE_TRY(upipe_slot_lend(&s->save->out, i + t, &q, &c->err));
+        UPIPE_TRY(upi_project(r, UPI_Q, i + t, m->send));
+        UPIPE_TRY(upipe_a2a_to_heads(c, q, m->send, r->p, i + t, UPIPE_Q, upi_each(r, UPI_Q)));
+        m->parts[t].q = q;
+        m->parts[t].lse = upi_lse(r, s->save, i + t);
+    }
+    memset(&m->next, 0, sizeof m->next);
+    m->ahead = upi_ahead(r->p, i);
+    return m->ahead ? upi_fetch_begin(r, m->ahead, &m->next, &m->own) : UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_fwd_attend(void *arg, upipe_ctx *c, int i)
+{
+    upi_pass *s = (upi_pass *)arg;
+    upi_run *r = upi_pass_run(s, c);
+    upi_stage_room *m = upi_pass_room(s, i);
+    int t;
+    if (!r->p->overlap) upi_phase(r, UPIPE_FWD_ATTN);
+    UPIPE_TRY(upi_take_sums(r, m->sums, r->buffers.sum_o, m->send, "o_sum", 0));
+    for (t = 0; t < r->p->width; ++t) m->parts[t].o = m->sums[t];
+    return upi_attend(r, &s->call, m->parts, i, m->kv, 0);
+}
+
+/* O' goes home, into its slot. */
+UPIPE_API upipe_status upi_fwd_finish(void *arg, upipe_ctx *c, int i)
+{
+    upi_pass *s = (upi_pass *)arg;
+    upi_run *r = upi_pass_run(s, c);
+    upi_stage_room *m = upi_pass_room(s, i);
+    const upipe_plan *p = r->p;
+    int t;
+    if (p->overlap) upi_phase(r, UPIPE_FWD_ATTN);
+    if (p->schedule != UPIPE_SPANS && upipe_plan_stage(p, i + p->width - 1).kv_last)
+        UPIPE_TRY(upi_give_kv(r, &m->kv));
+    if (m->ahead) {
+        UPIPE_TRY(upi_fetch_end(r, m->ahead, &m->own));
+        m->kv = m->next;
+    }
+
+    upi_phase(r, UPIPE_FWD_OUT);
+    for (t = 0; t < p->width; ++t) {
+        UPIPE_TRY(upi_round_sums(r, m->send, m->sums[t], i + t, p->desc.v_dim));
+        UPIPE_TRY(upipe_a2a_to_tokens(c, (void *)(uintptr_t)m->parts[t].q, m->send, p, i + t, UPIPE_Q,
+                                      upi_each(r, UPI_V)));
+        UPIPE_TRY(upipe_slot_fill(&s->save->out, i + t, &c->err));
+    }
+    UPIPE_TRY(upi_give_sums(r, m->sums, m->send));
+    return upi_give(r, m->send);
+}
+
+UPIPE_API upipe_status upi_layer_fwd(upi_pass *s)
+{
+    upi_run *r = &s->run;
+    upi_stages all;
+    void *lse;
+    memset(&all, 0, sizeof all);
+    all.prepare = upi_fwd_prepare;
+    all.attend = upi_fwd_attend;
+    all.finish = upi_fwd_finish;
+    upi_phase(r, UPIPE_FWD_IN);
+    UPIPE_TRY(upipe_layer_slots_take(r->c, r->l, &s->save->out, UPIPE_SLOT_EMPTY, "final_out"));
+    UPIPE_TRY(upi_take(r, &lse, r->buffers.lse, "lse"));
+    s->save->lse = (float *)lse;
+    if (r->p->schedule == UPIPE_SPANS) UPIPE_TRY(upi_take_kept(r, &s->kv));
+    UPIPE_TRY(upi_pass_stages(s, &all, 0));
+    return r->p->schedule == UPIPE_SPANS ? upi_give_kv(r, &s->kv) : UPIPE_OK;
 }
 
 /* upipe_layer_fwd -- attention of x: projections, exchange, attention, stage by stage
@@ -122,12 +212,14 @@ UPIPE_API upipe_status upi_layer_fwd(upi_run *r, upipe_saved *save)
 UPIPE_API upipe_status upipe_layer_fwd(upipe_ctx *c, const upipe_layer *l, upipe_saved *save, upipe_view x)
 {
     int64_t mark = upipe_mem_mark(c->mem);
-    upi_run run;
+    upi_pass pass;
     upipe_status s;
+    memset(&pass, 0, sizeof pass);
     memset(save, 0, sizeof *save);
+    pass.save = save;
     upipe_mem_phase(c->mem, UPIPE_FWD_BEFORE, upipe_phase_name(UPIPE_FWD_BEFORE));
-    s = upi_layer_begin(&run, c, l, x);
-    if (s == UPIPE_OK) s = upi_layer_fwd(&run, save);
+    s = upi_layer_begin(&pass.run, c, l, x);
+    if (s == UPIPE_OK) s = upi_layer_fwd(&pass);
     if (s != UPIPE_OK) memset(save, 0, sizeof *save);
     return upi_layer_end(c, s, mark);
 }
@@ -393,102 +485,150 @@ UPIPE_API upipe_status upi_begin_stages(upi_run *r, upi_parked *parked, upi_kv *
     return upi_take_kept(r, kv);
 }
 
-UPIPE_API upipe_status upi_layer_bwd(upi_run *r, upipe_view gx, upipe_grads *grads, upipe_saved *save,
-                                     upipe_slots *gout)
+/* Q', K', V' of a stage, computed again, and zeros for the gradients of a round's K' and V'. */
+UPIPE_API upipe_status upi_bwd_fetch(upi_run *r, upi_stage_room *m, int i)
+{
+    const upipe_plan *p = r->p;
+    int t;
+    if (upipe_plan_stage(p, i).kv_fresh) {
+        if (p->schedule != UPIPE_SPANS) UPIPE_TRY(upi_take_kv_grad(r, &m->g));
+        if (upipe_plan_kv_fresh(p, i, r->c->team->rank)) UPIPE_TRY(upi_zero_kv_grad(r, &m->g));
+        UPIPE_TRY(upi_fetch_kv(r, i, &m->kv));
+    }
+    UPIPE_TRY(upi_take(r, &m->send, r->buffers.send, "q_send"));
+    for (t = 0; t < p->width; ++t) {
+        void *q_t;
+        UPIPE_TRY(upi_project(r, UPI_Q, i + t, m->send));
+        if (t == 0) UPIPE_TRY(upi_take(r, &m->q, r->buffers.q * (size_t)p->width, "q"));
+        q_t = upi_offset(m->q, (size_t)t * r->buffers.q);
+        m->parts[t].q = q_t;
+        UPIPE_TRY(upipe_a2a_to_heads(r->c, q_t, m->send, p, i + t, UPIPE_Q, upi_each(r, UPI_Q)));
+    }
+    return UPIPE_OK;
+}
+
+/* dO and delta of a stage go to its heads. */
+UPIPE_API upipe_status upi_bwd_out(upi_run *r, upi_pass *s, upi_stage_room *m, int i)
 {
     const upipe_plan *p = r->p;
     const upipe_buffers *b = &r->buffers;
-    upipe_ctx *c = r->c;
-    const int keep = p->schedule == UPIPE_SPANS, me = c->team->rank;
-    upipe_ring_part parts[UPIPE_STAGES_MAX];
-    void *sums[UPIPE_STAGES_MAX], *q = NULL, *go, *delta, *send, *slot;
-    upipe_ring_call call;
-    upi_parked parked;
-    upi_kv kv, g, next, own;
-    int i, t, ahead;
-    memset(&call, 0, sizeof call);
-    memset(&kv, 0, sizeof kv);
-    memset(&g, 0, sizeof g);
-    if (save->delta == NULL) UPIPE_TRY(upi_drop_out(r, save, gout));
+    const upipe_saved *save = s->save;
+    void *slot;
+    int t;
+    UPIPE_TRY(upi_take(r, &m->go, b->o * (size_t)p->width, "go"));
+    UPIPE_TRY(upi_take(r, &m->delta, b->stat * (size_t)p->width, "delta_heads"));
+    for (t = 0; t < p->width; ++t) {
+        void *go = upi_offset(m->go, (size_t)t * b->o), *delta = upi_offset(m->delta, (size_t)t * b->stat);
+        UPIPE_TRY(upipe_slot_drain(s->gout, i + t, &slot, &r->c->err));
+        UPIPE_TRY(upipe_a2a_to_heads(r->c, go, slot, p, i + t, UPIPE_Q, upi_each(r, UPI_V)));
+        UPIPE_TRY(upipe_a2a_to_heads(r->c, delta, save->delta + upipe_plan_before(p, i + t, -1) * p->rows, p,
+                                     i + t, UPIPE_Q, 4));
+        m->parts[t].go = go;
+        m->parts[t].delta = (float *)delta;
+        m->parts[t].lse = upi_lse(r, save, i + t);
+    }
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_bwd_prepare(void *arg, upipe_ctx *c, int i)
+{
+    upi_pass *s = (upi_pass *)arg;
+    upi_run *r = upi_pass_run(s, c);
+    upi_stage_room *m = upi_pass_room(s, i);
+    upi_phase(r, UPIPE_BWD_IN);
+    if (i > 0) {
+        m->kv = upi_pass_room(s, i - 1)->kv;
+        m->g = upi_pass_room(s, i - 1)->g;
+    }
+    UPIPE_TRY(upi_bwd_fetch(r, m, i));
+    upi_phase(r, UPIPE_BWD_OUT);
+    UPIPE_TRY(upi_bwd_out(r, s, m, i));
+    memset(&m->next, 0, sizeof m->next);
+    m->ahead = upi_ahead(r->p, i);
+    if (!m->ahead) return UPIPE_OK;
+    upi_phase(r, UPIPE_BWD_IN);
+    return upi_fetch_begin(r, m->ahead, &m->next, &m->own);
+}
+
+UPIPE_API upipe_status upi_bwd_attend(void *arg, upipe_ctx *c, int i)
+{
+    upi_pass *s = (upi_pass *)arg;
+    upi_run *r = upi_pass_run(s, c);
+    upi_stage_room *m = upi_pass_room(s, i);
+    int t;
+    if (!r->p->overlap) upi_phase(r, UPIPE_BWD_ATTN);
+    UPIPE_TRY(upi_take_sums(r, m->sums, r->buffers.sum_q, m->send, "gq_sum", 1));
+    for (t = 0; t < r->p->width; ++t) m->parts[t].gq = m->sums[t];
+    s->call.gk = (float *)m->g.k;
+    s->call.gv = (float *)m->g.v;
+    return upi_attend(r, &s->call, m->parts, i, m->kv, 1);
+}
+
+/* dQ goes home, into the slot that dO has left; after a round so do dK and dV. Gradients of the weights. */
+UPIPE_API upipe_status upi_bwd_finish(void *arg, upipe_ctx *c, int i)
+{
+    upi_pass *s = (upi_pass *)arg;
+    upi_run *r = upi_pass_run(s, c);
+    upi_stage_room *m = upi_pass_room(s, i);
+    const upipe_plan *p = r->p;
+    const int last = upipe_plan_stage(p, i + p->width - 1).kv_last;
+    upipe_slots *gout = s->gout;
+    void *slot;
+    int t;
+    if (p->overlap) upi_phase(r, UPIPE_BWD_ATTN);
+    UPIPE_TRY(upi_give(r, m->delta));
+    UPIPE_TRY(upi_give(r, m->go));
+    UPIPE_TRY(upi_give(r, m->q));
+    if (p->schedule != UPIPE_SPANS && last) UPIPE_TRY(upi_give_kv(r, &m->kv));
+    if (m->ahead) {
+        UPIPE_TRY(upi_fetch_end(r, m->ahead, &m->own));
+        m->kv = m->next;
+    }
 
     upi_phase(r, UPIPE_BWD_IN);
-    UPIPE_TRY(upi_begin_stages(r, &parked, &kv, &g));
-    for (i = 0; i < p->stages; i += p->width) {
-        const upipe_stage last = upipe_plan_stage(p, i + p->width - 1);
-        upi_phase(r, UPIPE_BWD_IN);
-        if (upipe_plan_stage(p, i).kv_fresh) {
-            if (!keep) UPIPE_TRY(upi_take_kv_grad(r, &g));
-            if (upipe_plan_kv_fresh(p, i, me)) UPIPE_TRY(upi_zero_kv_grad(r, &g));
-            UPIPE_TRY(upi_fetch_kv(r, i, &kv));
-        }
-        UPIPE_TRY(upi_take(r, &send, b->send, "q_send"));
-        for (t = 0; t < p->width; ++t) {
-            UPIPE_TRY(upi_project(r, UPI_Q, i + t, send));
-            if (t == 0) UPIPE_TRY(upi_take(r, &q, b->q * (size_t)p->width, "q"));
-            slot = upi_offset(q, (size_t)t * b->q);
-            parts[t].q = slot;
-            UPIPE_TRY(upipe_a2a_to_heads(c, slot, send, p, i + t, UPIPE_Q, upi_each(r, UPI_Q)));
-        }
-
-        upi_phase(r, UPIPE_BWD_OUT);
-        UPIPE_TRY(upi_take(r, &go, b->o * (size_t)p->width, "go"));
-        UPIPE_TRY(upi_take(r, &delta, b->stat * (size_t)p->width, "delta_heads"));
-        for (t = 0; t < p->width; ++t) {
-            void *go_t = upi_offset(go, (size_t)t * b->o), *delta_t = upi_offset(delta, (size_t)t * b->stat);
-            UPIPE_TRY(upipe_slot_drain(gout, i + t, &slot, &c->err));
-            UPIPE_TRY(upipe_a2a_to_heads(c, go_t, slot, p, i + t, UPIPE_Q, upi_each(r, UPI_V)));
-            UPIPE_TRY(upipe_a2a_to_heads(c, delta_t, save->delta + upipe_plan_before(p, i + t, -1) * p->rows,
-                                         p, i + t, UPIPE_Q, 4));
-            parts[t].go = go_t;
-            parts[t].delta = (float *)delta_t;
-            parts[t].lse = upi_lse(r, save, i + t);
-        }
-
-        memset(&next, 0, sizeof next);
-        ahead = upi_ahead(p, i);
-        if (ahead) upi_phase(r, UPIPE_BWD_IN);
-        if (ahead) UPIPE_TRY(upi_fetch_begin(r, ahead, &next, &own));
-
-        upi_phase(r, UPIPE_BWD_ATTN);
-        UPIPE_TRY(upi_take_sums(r, sums, b->sum_q, send, "gq_sum", 1));
-        for (t = 0; t < p->width; ++t) parts[t].gq = sums[t];
-        call.gk = (float *)g.k;
-        call.gv = (float *)g.v;
-        UPIPE_TRY(upi_attend(r, &call, parts, i, kv, 1));
-        UPIPE_TRY(upi_give(r, delta));
-        UPIPE_TRY(upi_give(r, go));
-        UPIPE_TRY(upi_give(r, q));
-        if (!keep && last.kv_last) UPIPE_TRY(upi_give_kv(r, &kv));
-        if (ahead) {
-            UPIPE_TRY(upi_fetch_end(r, ahead, &own));
-            kv = next;
-        }
-
-        upi_phase(r, UPIPE_BWD_IN);
-        for (t = 0; t < p->width; ++t) {
-            UPIPE_TRY(upi_round_sums(r, send, sums[t], i + t, p->desc.head_dim));
-            UPIPE_TRY(upipe_slot_lend(gout, i + t, &slot, &c->err));
-            UPIPE_TRY(upipe_a2a_to_tokens(c, slot, send, p, i + t, UPIPE_Q, upi_each(r, UPI_Q)));
-            UPIPE_TRY(upipe_slot_fill(gout, i + t, &c->err));
-        }
-        UPIPE_TRY(upi_give_sums(r, sums, send));
-        UPIPE_TRY(upi_give(r, send));
-        for (t = 0; t < p->width; ++t)
-            UPIPE_TRY(
-                upi_project_bwd(r, UPI_Q, i + t, gout->data + (size_t)(i + t) * gout->slot_bytes, grads->wq));
-        if (last.kv_last) UPIPE_TRY(upi_end_round(r, i + p->width - 1, &g, &parked, grads));
+    for (t = 0; t < p->width; ++t) {
+        UPIPE_TRY(upi_round_sums(r, m->send, m->sums[t], i + t, p->desc.head_dim));
+        UPIPE_TRY(upipe_slot_lend(gout, i + t, &slot, &c->err));
+        UPIPE_TRY(upipe_a2a_to_tokens(c, slot, m->send, p, i + t, UPIPE_Q, upi_each(r, UPI_Q)));
+        UPIPE_TRY(upipe_slot_fill(gout, i + t, &c->err));
     }
-    if (keep) {
-        UPIPE_TRY(upi_give_kv(r, &kv));
-        UPIPE_TRY(upi_give_kv(r, &g));
+    UPIPE_TRY(upi_give_sums(r, m->sums, m->send));
+    UPIPE_TRY(upi_give(r, m->send));
+    for (t = 0; t < p->width; ++t)
+        UPIPE_TRY(
+            upi_project_bwd(r, UPI_Q, i + t, gout->data + (size_t)(i + t) * gout->slot_bytes, s->grads->wq));
+    return last ? upi_end_round(r, i + p->width - 1, &m->g, s->parked, s->grads) : UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_layer_bwd(upi_pass *s, upipe_view gx)
+{
+    upi_run *r = &s->run;
+    const upipe_plan *p = r->p;
+    upipe_saved *save = s->save;
+    upi_parked parked;
+    upi_stages all;
+    int i;
+    memset(&all, 0, sizeof all);
+    all.prepare = upi_bwd_prepare;
+    all.attend = upi_bwd_attend;
+    all.finish = upi_bwd_finish;
+    s->parked = &parked;
+    if (save->delta == NULL) UPIPE_TRY(upi_drop_out(r, save, s->gout));
+
+    upi_phase(r, UPIPE_BWD_IN);
+    UPIPE_TRY(upi_begin_stages(r, &parked, &s->kv, &s->g));
+    UPIPE_TRY(upi_pass_stages(s, &all, 1));
+    if (p->schedule == UPIPE_SPANS) {
+        UPIPE_TRY(upi_give_kv(r, &s->kv));
+        UPIPE_TRY(upi_give_kv(r, &s->g));
     }
     UPIPE_TRY(upi_give(r, save->delta));
     save->delta = NULL;
     UPIPE_TRY(upi_give(r, save->lse));
     save->lse = NULL;
-    if (upi_parks_sums(p)) UPIPE_TRY(upi_end_sums(r, &parked, grads));
-    UPIPE_TRY(upi_grad_gains(r, grads));
-    UPIPE_TRY(upi_grad_x(r, gx, gout, &parked));
+    if (upi_parks_sums(p)) UPIPE_TRY(upi_end_sums(r, &parked, s->grads));
+    UPIPE_TRY(upi_grad_gains(r, s->grads));
+    UPIPE_TRY(upi_grad_x(r, gx, s->gout, &parked));
     for (i = 0; i < (p->kv_partial ? 1 : p->rounds); ++i) {
         UPIPE_TRY(upi_give(r, parked.k[i]));
         UPIPE_TRY(upi_give(r, parked.v[i]));
@@ -513,10 +653,14 @@ UPIPE_API upipe_status upipe_layer_bwd(upipe_ctx *c, const upipe_layer *l, upipe
 {
     int64_t mark = upipe_mem_mark(c->mem);
     float *delta = save->delta;
-    upi_run run;
+    upi_pass pass;
     upipe_status s;
+    memset(&pass, 0, sizeof pass);
+    pass.save = save;
+    pass.gout = gout;
+    pass.grads = grads;
     upipe_mem_phase(c->mem, UPIPE_BWD_BEFORE, upipe_phase_name(UPIPE_BWD_BEFORE));
-    s = upi_layer_begin(&run, c, l, x);
+    s = upi_layer_begin(&pass.run, c, l, x);
     if (s == UPIPE_OK && (gx.n != x.n || gx.h != 1 || gx.d != x.d || gx.dtype != x.dtype))
         s = upi_fail(&c->err, UPIPE_ERR_ARG, "gx is %s [%lld][%d][%d], not of the shape of x",
                      upipe_dtype_name(gx.dtype), (long long)gx.n, gx.h, gx.d);
@@ -527,12 +671,12 @@ UPIPE_API upipe_status upipe_layer_bwd(upipe_ctx *c, const upipe_layer *l, upipe
         s = upi_fail(&c->err, UPIPE_ERR_ARG,
                      "gout is final_out, not its gradient: upipe_layer_out_bwd was not called");
     if (s == UPIPE_OK && delta == NULL) s = upi_slots_check(c, l, &save->out, "final_out");
-    if (s == UPIPE_OK && run.bytes.qk_norm == 0 && (grads->q_gain != NULL || grads->k_gain != NULL))
+    if (s == UPIPE_OK && pass.run.bytes.qk_norm == 0 && (grads->q_gain != NULL || grads->k_gain != NULL))
         s = upi_fail(&c->err, UPIPE_ERR_ARG, "gradients of gains are wanted without a QK norm");
     if (s == UPIPE_OK && l->sinks == NULL && grads->sinks != NULL)
         s = upi_fail(&c->err, UPIPE_ERR_ARG, "a gradient of sinks is wanted without sinks");
-    run.gsinks = grads->sinks;
-    if (s == UPIPE_OK) s = upi_layer_bwd(&run, gx, grads, save, gout);
+    pass.run.gsinks = grads->sinks;
+    if (s == UPIPE_OK) s = upi_layer_bwd(&pass, gx);
     if (s != UPIPE_OK && delta == NULL) save->delta = NULL; /* taken after the mark: the pool has it back */
     return upi_layer_end(c, s, mark);
 }

@@ -61,6 +61,8 @@ enum { UPIPE_STAGES_MAX = 256 };
  *   ring_mode   see upipe_ring_mode
  *   ring_ahead  nonzero, with GATHER alone: the next round's K and V are gathered while the last stage of a round attends
  *               (a second buffer); needs rounds that all ranks share
+ *   overlap     nonzero: while a stage attends, the next one is projected and exchanged and the one before goes home, on
+ *               ctx->lane (a second set of a stage's buffers). Not with a ring, nor where rounds are not common
  *   layout      how the ring shares tokens
  *   heads       H
  *   kv_heads    Hkv; heads
@@ -74,7 +76,7 @@ enum { UPIPE_STAGES_MAX = 256 };
 typedef struct upipe_plan_desc {
     int64_t tokens, batch;
     int64_t model_dim;
-    int ranks, rank, ring, ring_rank, ring_inner, ring_ahead;
+    int ranks, rank, ring, ring_rank, ring_inner, ring_ahead, overlap;
     int heads, kv_heads, head_dim, v_dim, chunk, naive;
     upipe_ring_mode ring_mode;
     upipe_layout layout;
@@ -94,6 +96,7 @@ typedef struct upipe_plan {
     int kv_per_rank;      /* key/value heads a rank and round, at most */
     int rounds, steps;    /* stages = rounds * steps */
     int width;      /* stages that attend together: steps, where K and V shift round a ring; otherwise 1 */
+    int overlap;    /* stages overlap: wanted, and there are several */
     int kv_partial; /* several ranks or stages share a kv head: its gradient is a sum of partial ones */
     upipe_schedule schedule;
 } upipe_plan;
@@ -285,6 +288,14 @@ UPIPE_API upipe_status upi_plan_ring(upipe_plan *p, upipe_err *e)
             e, UPIPE_ERR_UNSUPPORTED,
             "%d/%d heads over %d ranks in %d stages have no common rounds to gather K and V ahead", d->heads,
             d->kv_heads, d->ranks, p->stages);
+    if (d->overlap && d->ring > 1)
+        return upi_fail(e, UPIPE_ERR_UNSUPPORTED, "stages are to overlap, but there is a ring of %d ranks",
+                        d->ring);
+    if (d->overlap && p->schedule == UPIPE_SPANS && p->stages > 1)
+        return upi_fail(e, UPIPE_ERR_UNSUPPORTED,
+                        "%d/%d heads over %d ranks in %d stages have no common rounds: stages cannot overlap",
+                        d->heads, d->kv_heads, d->ranks, p->stages);
+    p->overlap = d->overlap && p->stages > 1;
     p->width = d->ring > 1 && d->ring_mode == UPIPE_RING_SHIFT ? p->steps : 1;
     p->held = upipe_shard_ring(d->layout, d->tokens, d->ring, d->ring_rank);
     p->shard = upipe_shard_team(&p->held, d->ranks, d->rank);

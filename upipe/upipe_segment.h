@@ -41,8 +41,11 @@ UPIPE_API upipe_status upipe_fpdt_plan(const upipe_fpdt *f, int i, upipe_plan *p
     if (f->segments < 1 || d.tokens / f->segments < (d.ranks > 0 ? d.ranks : 1))
         return upi_fail(e, UPIPE_ERR_ARG, "%lld tokens in %d segments over %d ranks", (long long)d.tokens,
                         f->segments, d.ranks);
-    if (d.ring > 1 || d.naive)
-        return upi_fail(e, UPIPE_ERR_UNSUPPORTED, "segments with %s", d.naive ? "the naive order" : "a ring");
+    if (d.ring > 1 || d.naive || d.overlap)
+        return upi_fail(e, UPIPE_ERR_UNSUPPORTED, "segments with %s",
+                        d.ring > 1 ? "a ring"
+                        : d.naive  ? "the naive order"
+                                   : "stages that overlap");
     d.tokens = upipe_cut(f->desc.tokens, f->segments, i + 1) - upipe_cut(f->desc.tokens, f->segments, i);
     UPIPE_TRY(upipe_plan_init(p, &d, e));
     if (p->schedule == UPIPE_SPANS && p->stages > 1)

@@ -19,6 +19,7 @@ typedef struct upi_run {
     upipe_shard shard;        /* positions of this rank's rows */
     float *norm;              /* backward with QK norm: gradient of the gains by head, [H + Hkv][d] */
     float *gsinks;            /* backward: the caller's, or NULL */
+    void *attn_work;          /* attention's scratch, where it is held through all stages */
 } upi_run;
 
 /* What a run derives from its layer. */
@@ -265,7 +266,7 @@ UPIPE_API upipe_status upi_attend(upi_run *r, upipe_ring_call *call, upipe_ring_
 {
     const upipe_plan *p = r->p;
     const size_t bytes = backward ? r->bytes.attn_bwd : r->bytes.attn_fwd;
-    void *work;
+    void *work = r->attn_work;
     int t;
     for (t = 0; t < p->width; ++t) {
         upipe_span mine = upipe_plan_q(p, stage + t, r->c->team->rank);
@@ -274,7 +275,7 @@ UPIPE_API upipe_status upi_attend(upi_run *r, upipe_ring_call *call, upipe_ring_
         parts[t].sinks = r->l->sinks != NULL ? r->l->sinks + mine.first : NULL;
         parts[t].gsinks = backward && r->gsinks != NULL ? r->gsinks + mine.first : NULL;
     }
-    UPIPE_TRY(upi_take(r, &work, bytes, "attn_work"));
+    if (!p->overlap) UPIPE_TRY(upi_take(r, &work, bytes, "attn_work"));
     call->plan = p;
     call->mask = upi_layer_mask(r->l);
     call->mask.work = work;
@@ -286,7 +287,7 @@ UPIPE_API upipe_status upi_attend(upi_run *r, upipe_ring_call *call, upipe_ring_
     call->v = kv.v;
     call->sums = p->desc.ring > 1 ? UPIPE_F32 : p->desc.dtype;
     UPIPE_TRY(backward ? upipe_ring_bwd(r->c, call) : upipe_ring_fwd(r->c, call));
-    return upi_give(r, work);
+    return p->overlap ? UPIPE_OK : upi_give(r, work);
 }
 
 /* ---- sums over heads: y and dX, by tiles of rows ---- */

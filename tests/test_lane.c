@@ -1,0 +1,433 @@
+/* test_lane.c -- stages that overlap on a second line of execution: bits, bytes, order, and failures on either line */
+#include "runner.h"
+#include "close_block.h"
+
+static run_case make_case(int h, int hkv, int ranks, int chunk, upipe_dtype dtype)
+{
+    run_case t;
+    memset(&t, 0, sizeof t);
+    t.shape.tokens = 6 * ranks;
+    t.shape.batch = 2;
+    t.shape.h = h;
+    t.shape.hkv = hkv;
+    t.shape.d = 32;
+    t.shape.dim = 24;
+    t.shape.dtype = dtype;
+    t.shape.scale = 0.25;
+    t.shape.rope = 1;
+    t.shape.theta = 10000;
+    t.shape.eps = 1e-5;
+    t.ranks = ranks;
+    t.chunk = chunk;
+    t.overlap = 1;
+    t.deadline = 60;
+    return t;
+}
+
+/* ---- bits and bytes ---- */
+
+#define SAME(tensor)                                                                               \
+    if (a.out.tensor != NULL)                                                                      \
+    CHECK_SAY(memcmp(a.out.tensor, b.out.tensor, (size_t)block_count(&t.shape, #tensor) * 4) == 0, \
+              "%s differs, %d/%d heads on %d ranks by %d, lane %d", #tensor, h, hkv, ranks, chunk, lane)
+
+/* One line, a lane on it, and a lane that is a thread: the same bits, in every schedule; run_block holds the bytes
+ * against the plan. */
+static void test_same(int h, int hkv, int ranks, int chunk, int naive, int normed, upipe_dtype dtype)
+{
+    run_case t = make_case(h, hkv, ranks, chunk, dtype);
+    run_result a, b;
+    f32_block in;
+    int lane;
+    t.naive = naive;
+    t.shape.normed = normed;
+    t.shape.projected = normed;
+    block_inputs(&t.shape, 7, &in);
+    t.overlap = 0;
+    CHECK(run_block(&t, &in, &a) == UPIPE_OK);
+    check_block(&t.shape, &in, &a.out);
+    t.overlap = 1;
+    for (lane = 0; lane < 2; ++lane) {
+        t.lane_inline = lane == 0;
+        CHECK(run_block(&t, &in, &b) == UPIPE_OK);
+        CHECK(b.plan.overlap);
+        CHECK_SAY(b.peak > a.peak, "stages that overlap hold %zu bytes, without %zu", b.peak, a.peak);
+        SAME(o);
+        SAME(lse);
+        SAME(y);
+        SAME(q);
+        SAME(x);
+        SAME(wq);
+        SAME(wk);
+        SAME(wv);
+        SAME(wo);
+        SAME(q_gain);
+        SAME(k_gain);
+        run_free(&b);
+    }
+    run_free(&a);
+    f32_block_free(&in);
+}
+#undef SAME
+
+/* Llama3-8B's attention on 8 ranks, 131,072 tokens on each: two stages hold more than one, and less than all. */
+static void test_peak(void)
+{
+    upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
+    size_t peak[3];
+    int i;
+    for (i = 0; i < 3; ++i) {
+        upipe_plan_desc d;
+        upipe_plan p;
+        upipe_layer l;
+        upipe_plan_scratch scratch;
+        upipe_bytes bytes;
+        upipe_ops ops;
+        float none = 0;
+        int phase;
+        memset(&d, 0, sizeof d);
+        memset(&l, 0, sizeof l);
+        upipe_cpu_ops(&ops);
+        d.tokens = 1 << 20;
+        d.ranks = 8;
+        d.heads = 32;
+        d.kv_heads = 8;
+        d.head_dim = 128;
+        d.dtype = UPIPE_BF16;
+        d.chunk = i == 2 ? 32 : 8;
+        d.overlap = i == 1;
+        CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
+        l.plan = &p;
+        l.wq = l.wk = l.wv = &none;
+        scratch = upipe_layer_scratch(&ops, &l, 1);
+        bytes = upipe_plan_bytes(&p, &scratch);
+        CHECK(upipe_dry_init(dry, &p, &ops) == UPIPE_OK);
+        CHECK(upipe_dry_layer(dry, &l, 1) == UPIPE_OK);
+        for (phase = 0; phase < UPIPE_PHASES; ++phase)
+            CHECK_SAY(dry->mem.phase_peak[phase] == bytes.phase[phase], "%s: %zu bytes, the plan says %zu",
+                      upipe_phase_name(phase), dry->mem.phase_peak[phase], bytes.phase[phase]);
+        peak[i] = bytes.peak;
+        printf("%.3f units\n", (double)bytes.peak / (double)upipe_plan_unit_bytes(&p));
+    }
+    CHECK(peak[0] < peak[1] && peak[1] < peak[2]);
+    free(dry);
+}
+
+/* ---- what happens beside what ---- */
+
+enum { NOTES = 64 };
+
+/* Two lines that do nothing until they are told to: what was posted is run by hand. */
+typedef struct slow_lane {
+    void (*task[NOTES])(void *arg);
+    void *arg[NOTES];
+    int posted, run;
+    int attended, attended_at[NOTES]; /* stages attended when task i ran */
+} slow_lane;
+
+static upipe_status slow_post(upipe_ctx *c, upipe_lane *lane, void (*task)(void *arg), void *arg)
+{
+    slow_lane *s = (slow_lane *)lane->self;
+    (void)c;
+    s->task[s->posted] = task;
+    s->arg[s->posted++] = arg;
+    return UPIPE_OK;
+}
+
+static void slow_run(slow_lane *s, int upto)
+{
+    for (; s->run < upto; ++s->run) {
+        s->attended_at[s->run] = s->attended;
+        s->task[s->run](s->arg[s->run]);
+    }
+}
+
+static upipe_status slow_mark(upipe_ctx *c, upipe_lane *lane, int point, int64_t n)
+{
+    slow_lane *s = (slow_lane *)lane->self;
+    (void)c;
+    if (point == UPIPE_LANE_DONE) s->attended = (int)n;
+    return UPIPE_OK;
+}
+
+/* The lane is as late as it may be: it runs what comes up to preparation n, when that is asked for. */
+static upipe_status slow_meet(upipe_ctx *c, upipe_lane *lane, int point, int64_t n)
+{
+    slow_lane *s = (slow_lane *)lane->self;
+    (void)c;
+    if (point == UPIPE_LANE_READY) slow_run(s, n == 1 ? 1 : 2 * (int)n - 2);
+    return UPIPE_OK;
+}
+
+static upipe_status slow_join(upipe_ctx *c, upipe_lane *lane)
+{
+    slow_lane *s = (slow_lane *)lane->self;
+    (void)c;
+    slow_run(s, s->posted);
+    return UPIPE_OK;
+}
+
+typedef struct tale {
+    char text[256];
+    int fails; /* the note at which a step fails; 0 = none */
+    int notes;
+} tale;
+
+static upipe_status tell(tale *t, upipe_ctx *c, char what, int i)
+{
+    size_t used = strlen(t->text);
+    snprintf(t->text + used, sizeof t->text - used, "%c%d ", what, i);
+    if (++t->notes == t->fails) return upi_fail(&c->err, UPIPE_ERR_MEMORY, "note %d", t->notes);
+    return UPIPE_OK;
+}
+
+static upipe_status tell_prepare(void *arg, upipe_ctx *c, int i)
+{
+    return tell((tale *)arg, c, 'p', i);
+}
+
+static upipe_status tell_attend(void *arg, upipe_ctx *c, int i)
+{
+    return tell((tale *)arg, c, 'a', i);
+}
+
+static upipe_status tell_finish(void *arg, upipe_ctx *c, int i)
+{
+    return tell((tale *)arg, c, 'f', i);
+}
+
+static upipe_status tell_all(tale *t, upipe_lane *lane, int n, int step, upipe_err *e)
+{
+    upi_stages all;
+    upipe_comm team;
+    upipe_comm_self_room room;
+    upipe_ops ops;
+    upipe_ctx c;
+    upipe_status s;
+    memset(&all, 0, sizeof all);
+    memset(&c, 0, sizeof c);
+    upipe_cpu_ops(&ops);
+    upipe_comm_self(&team, &room, ops.copy);
+    c.ops = &ops;
+    c.team = &team;
+    all.arg = t;
+    all.n = n;
+    all.step = step;
+    all.prepare = tell_prepare;
+    all.attend = tell_attend;
+    all.finish = tell_finish;
+    all.lane = lane;
+    s = upi_stages_run(&all, &c);
+    *e = c.err;
+    return s;
+}
+
+static void test_order(void)
+{
+    static const int told[] = {1, 3, 3, 6, 5, 6, 9, 8, 9, 11, 11, 12};
+    upipe_lane lane;
+    slow_lane slow;
+    upipe_err e;
+    tale t;
+    int i;
+    memset(&t, 0, sizeof t);
+    CHECK(tell_all(&t, NULL, 4, 2, &e) == UPIPE_OK);
+    CHECK_TEXT(t.text, "p0 a0 f0 p2 a2 f2 ");
+    /* a lane that runs tasks at once, and one that is as late as it may be: with both, every preparation but the
+     * first lies before the attention of the stage before, or beside it */
+    memset(&t, 0, sizeof t);
+    upipe_lane_inline(&lane, NULL);
+    CHECK(tell_all(&t, &lane, 3, 1, &e) == UPIPE_OK);
+    CHECK_TEXT(t.text, "p0 p1 a0 f0 p2 a1 f1 a2 f2 ");
+    memset(&t, 0, sizeof t);
+    memset(&slow, 0, sizeof slow);
+    lane.self = &slow;
+    lane.post = slow_post;
+    lane.mark = slow_mark;
+    lane.meet = slow_meet;
+    lane.join = slow_join;
+    CHECK(tell_all(&t, &lane, 4, 1, &e) == UPIPE_OK);
+    CHECK_TEXT(t.text, "p0 a0 p1 a1 f0 p2 a2 f1 p3 a3 f2 f3 ");
+    for (i = 0; i < slow.run; ++i) CHECK(slow.attended_at[i] <= i);
+    /* one step fails, on either line: the rank's own line stops, and so does the lane, but for what it had been given
+     * before the attention that broke; the sentence is that of the failure */
+    for (i = 1; i <= 12; ++i) {
+        memset(&t, 0, sizeof t);
+        memset(&slow, 0, sizeof slow);
+        t.fails = i;
+        CHECK(tell_all(&t, &lane, 4, 1, &e) == UPIPE_ERR_MEMORY);
+        CHECK_SAY(strstr(e.text, "note") != NULL, "note %d fails: '%s' after %s", i, e.text, t.text);
+        CHECK_SAY(t.notes == told[i - 1], "note %d fails, %s", i, t.text);
+        CHECK(slow.run == slow.posted);
+    }
+}
+
+/* ---- failures ---- */
+
+typedef struct fail_at {
+    long take, at;
+} fail_at;
+
+static upipe_status fail_guard(void *user, size_t bytes, const char *tag)
+{
+    fail_at *f = (fail_at *)user;
+    (void)bytes;
+    (void)tag;
+    return f != NULL && ++f->take == f->at ? UPIPE_ERR_MEMORY : UPIPE_OK;
+}
+
+/* Out of memory at every take, most of them on the lane: every rank returns, with the reason. */
+static void test_out_of_memory(int h, int hkv, int naive)
+{
+    run_case t = make_case(h, hkv, 2, 2, UPIPE_BF16);
+    f32_block in;
+    int victim, rank;
+    t.naive = naive;
+    t.shape.normed = 1;
+    t.guard = fail_guard;
+    t.expect_failure = 1;
+    t.deadline = 20;
+    block_inputs(&t.shape, 5, &in);
+    for (victim = 0; victim < 2; ++victim) {
+        long at;
+        for (at = 1; at < 1000; ++at) {
+            fail_at f = {0, at};
+            run_result r;
+            upipe_status s;
+            t.guard_user[victim] = &f;
+            t.guard_user[1 - victim] = NULL;
+            s = run_block(&t, &in, &r);
+            for (rank = 0; s != UPIPE_OK && rank < 2; ++rank) {
+                CHECK_SAY(r.statuses[rank] == (rank == victim ? UPIPE_ERR_MEMORY : UPIPE_ERR_ABORTED),
+                          "take %ld fails on rank %d: rank %d gets %s (%s)", at, victim, rank,
+                          upipe_status_name(r.statuses[rank]), r.errors[rank].text);
+                CHECK_SAY(strstr(r.errors[rank].text, "guard refused") != NULL ||
+                              strstr(r.errors[rank].text, "gave up: out of memory") != NULL,
+                          "take %ld fails on rank %d: rank %d says '%s'", at, victim, rank,
+                          r.errors[rank].text);
+            }
+            run_free(&r);
+            if (s == UPIPE_OK) break;
+        }
+        CHECK_SAY(at > 30 && at < 1000, "%ld takes", at);
+    }
+    f32_block_free(&in);
+}
+
+static int attended, attend_fails; /* on rank 1; one test at a time */
+static upipe_status (*real_fwd)(upipe_ctx *c, const upipe_attn *a);
+
+static upipe_status broken_fwd(upipe_ctx *c, const upipe_attn *a)
+{
+    if (c->team->rank == 1 && ++attended == attend_fails)
+        return upi_fail(&c->err, UPIPE_ERR_BACKEND, "attention %d breaks", attended);
+    return real_fwd(c, a);
+}
+
+static void break_attention(upipe_ops *ops)
+{
+    real_fwd = ops->attn_fwd;
+    ops->attn_fwd = broken_fwd;
+}
+
+/* Attention fails on one rank while its lane is in the next stage's exchange, whose other side never comes: the
+ * team is told at once, not after the deadline. */
+static void test_attention_fails(void)
+{
+    run_case t = make_case(8, 4, 2, 2, UPIPE_F32);
+    f32_block in;
+    t.shape.batch = 1;
+    t.table = break_attention;
+    t.expect_failure = 1;
+    t.deadline = 500;
+    block_inputs(&t.shape, 5, &in);
+    for (attend_fails = 1; attend_fails <= 4; ++attend_fails) {
+        run_result r;
+        attended = 0;
+        CHECK(run_block(&t, &in, &r) != UPIPE_OK);
+        CHECK_STATUS(r.statuses[1], UPIPE_ERR_BACKEND, r.errors[1]);
+        CHECK_TEXT(r.errors[1].text, "breaks");
+        CHECK_STATUS(r.statuses[0], UPIPE_ERR_ABORTED, r.errors[0]);
+        CHECK_TEXT(r.errors[0].text, "breaks");
+        run_free(&r);
+    }
+    f32_block_free(&in);
+}
+
+/* ---- what is refused ---- */
+
+static void test_refused(void)
+{
+    upipe_plan_desc d;
+    upipe_plan p;
+    upipe_layer l;
+    upipe_saved save;
+    upipe_mem mem;
+    upipe_block blocks[32];
+    upipe_comm team;
+    upipe_comm_self_room room;
+    upipe_ops ops;
+    upipe_ctx c;
+    upipe_err e;
+    upipe_fpdt f;
+    float *w = f32_room(128 * 64);
+    memset(&d, 0, sizeof d);
+    memset(&l, 0, sizeof l);
+    memset(&c, 0, sizeof c);
+    memset(&f, 0, sizeof f);
+    d.tokens = 16;
+    d.heads = 4;
+    d.head_dim = 32;
+    d.overlap = 1;
+    d.ring = 2;
+    CHECK_STATUS(upipe_plan_init(&p, &d, &e), UPIPE_ERR_UNSUPPORTED, e);
+    CHECK_TEXT(e.text, "a ring of 2");
+    d.ring = 1;
+    d.ranks = 3;
+    d.heads = 8;
+    d.chunk = 3;
+    CHECK_STATUS(upipe_plan_init(&p, &d, &e), UPIPE_ERR_UNSUPPORTED, e);
+    CHECK_TEXT(e.text, "cannot overlap");
+    d.chunk = 8; /* one stage: nothing to overlap, and no lane is asked for */
+    CHECK_STATUS(upipe_plan_init(&p, &d, &e), UPIPE_OK, e);
+    CHECK(!p.overlap);
+    d.ranks = 1;
+    d.chunk = 2;
+    f.desc = d;
+    f.segments = 2;
+    CHECK_STATUS(upipe_fpdt_plan(&f, 0, &p, &e), UPIPE_ERR_UNSUPPORTED, e);
+    CHECK_TEXT(e.text, "stages that overlap");
+    CHECK_STATUS(upipe_plan_init(&p, &d, &e), UPIPE_OK, e);
+    CHECK(p.overlap);
+    upipe_cpu_ops(&ops);
+    upipe_comm_self(&team, &room, ops.copy);
+    upipe_mem_init_dry(&mem, blocks, 32);
+    c.ops = &ops;
+    c.mem = &mem;
+    c.team = &team;
+    l.plan = &p;
+    l.wq = l.wk = l.wv = w;
+    CHECK_STATUS(upipe_layer_fwd(&c, &l, &save, upipe_view_packed(w, UPIPE_F32, 16, 1, 256)), UPIPE_ERR_ARG,
+                 c.err);
+    CHECK_TEXT(c.err.text, "ctx->lane is NULL");
+    free(w);
+}
+
+int main(void)
+{
+    test_order();
+    test_refused();
+    test_peak();
+    test_same(8, 8, 2, 2, 0, 0, UPIPE_F32);
+    test_same(16, 8, 2, 2, 0, 1, UPIPE_BF16);
+    test_same(16, 4, 4, 4, 0, 0, UPIPE_F32);
+    test_same(8, 1, 2, 2, 0, 1, UPIPE_F32);
+    test_same(12, 6, 2, 4, 0, 0, UPIPE_F16);
+    test_same(8, 4, 2, 2, 1, 0, UPIPE_F32);
+    test_same(4, 2, 1, 1, 0, 1, UPIPE_F32);
+    test_out_of_memory(8, 4, 0);
+    test_out_of_memory(4, 1, 0);
+    test_out_of_memory(8, 4, 1);
+    test_attention_fails();
+    return test_end("lane");
+}
