@@ -30,7 +30,7 @@ COMPARE, TOP = os.path.abspath(sys.argv[1]), os.path.abspath(sys.argv[2])
 BOOK = os.path.join(TOP, 'examples', 'data', 'genesis_exodus.txt')
 PHASES = ['fwd_before', 'fwd_in', 'fwd_attn', 'fwd_out', 'bwd_before', 'bwd_out', 'bwd_attn', 'bwd_in']
 CONFIG = {'method', 'ranks', 'heads', 'kv_heads', 'head_dim', 'v_dim', 'model_dim', 'tokens', 'batch', 'dtype',
-          'device', 'full', 'window', 'docs', 'softcap', 'sinks', 'rope', 'seed', 'data', 'check', 'json', 'trace',
+          'device', 'full', 'layers', 'offload', 'window', 'docs', 'softcap', 'sinks', 'rope', 'seed', 'data', 'check', 'json', 'trace',
           'dump', 'deadline', 'progress', 'products', 'unit_bytes'}
 METHOD = {'name', 'ranks', 'ring', 'ring_inner', 'ring_mode', 'layout', 'chunk', 'stages', 'segments', 'peak_bytes',
           'plan_bytes', 'host_bytes', 'plan_host_bytes', 'paper_units', 'slab_bytes', 'intermediate_bytes_fwd',
@@ -79,15 +79,19 @@ def run_to_full(args, folder):
 
 # ---- good runs ----
 
-def paper(name, group, stages, segments):
-    """The rows of the paper's two tables, in units."""
+def paper(name, group, stages, segments, layers, offload):
+    """The rows of the paper's two tables, in units: Ulysses with and without offloading, the others with it."""
     g, nu = 1 + 2 / group, stages
     if name in RINGS or name == 'upipe-fpdt':
         return None
     if name == 'fpdt':
         return [cell / segments for cell in (1, g + 2, 2 * g + 1, 2, 1, 3, 2 * g + 4, g + 2)]
+    if name == 'ulysses' and not offload:
+        return [layers + cell for cell in (0, g + 1, g + 1, 2, 2, 3, 2 * g + 2, g + 1)]
     if name == 'ulysses':
         return [1, g + 2, g + 2, 3, 3, 4, 2 * g + 3, g + 2]
+    if layers > 1 and not offload:
+        return None
     before = 2 * (nu - 1) / nu
     return [1, 2 + g / nu, 2 + g / nu, 2 + 1 / nu, 3, 3 + 1 / nu, max(3 + 2 * g / nu, 2 + 2 * g / nu + before),
             2 + g / nu + before]
@@ -160,8 +164,9 @@ def check_numbers(numbers, what, checked=True, ring=2, inner=2, segments=4):
         equal(m['host_bytes'], m['plan_host_bytes'], f'{name}: bytes of the host')
         equal(m['segments'], segments if m['name'] in SEGMENTED else 1, f'{name}: segments')
         host = m['sent_bytes'].pop('host')
-        equal([n > 0 for n in (m['host_bytes'], *host)], [m['name'] in SEGMENTED] * 3, f'{name}: bytes of the host')
-        cells = paper(m['name'], c['heads'] / c['kv_heads'], m['stages'], m['segments'])
+        hosted = c['offload'] or m['name'] in SEGMENTED
+        equal([n > 0 for n in (m['host_bytes'], *host)], [hosted] * 3, f'{name}: bytes of the host')
+        cells = paper(m['name'], c['heads'] / c['kv_heads'], m['stages'], m['segments'], c['layers'], c['offload'])
         equal(m['paper_units'] is None, cells is None, f'{name}: formulas of the paper')
         for phase, cell in zip(PHASES, cells or []):
             units = m['paper_units'][phase]
@@ -169,7 +174,10 @@ def check_numbers(numbers, what, checked=True, ring=2, inner=2, segments=4):
         check(m['slab_bytes'] >= max(m['peak_bytes'].values()), f'{name}: slab {m["slab_bytes"]} below the peak')
         if divides(c, m):
             equal(m['stages'], c['heads'] // m['chunk'], f'{name}: stages')
-            equal(m['peak_bytes']['fwd_before'], 0 if m['name'] in SEGMENTED else unit, f'{name}: x')
+            inputs = 0 if m['name'] in SEGMENTED else 1 if c['offload'] else c['layers']
+            equal(m['peak_bytes']['fwd_before'], inputs * unit, f'{name}: x')
+            if c['offload'] and m['name'] not in SEGMENTED:
+                equal([m['host_bytes'], *host], [c['layers'] * unit, unit, unit], f'{name}: offloaded inputs')
             equal(m['sent_bytes'], expected_sent(c, m), f'{name}: bytes sent')
         check(m['seconds_fwd'] > 0 and m['seconds_bwd'] > 0, f'{name}: seconds {m["seconds_fwd"]} {m["seconds_bwd"]}')
         for key in ('err_out', 'err_dx', 'err_dw', 'err_dsinks'):
@@ -271,6 +279,9 @@ def test_methods(folder):
          {'segments': 1}),
     ]:
         good(folder, [*small[:2], *([] if '--tokens' in args else small[2:]), *args, *rest], what, **grid)
+    for kept in (['--layers', '3'], ['--layers', '3', '--offload'], ['--offload']):
+        good(folder, [*small, '--heads', '8', '--kv-heads', '4', '--batch', '2', *kept, *EVERY], ' '.join(kept))
+    good(folder, [*small, '--layers', '2', *pieces], 'layers in segments')
     good(folder, [*small, '--ranks', '1', '--heads', '4', '--ring', '1',
                   *named(['ring', 'zigzag', 'stripe', 'allgather', 'usp', 'upipe-ring'])], 'rings of one', ring=1)
     good(folder, [*small, '--heads', '4', *named(['upipe-ring', 'ring', 'ulysses'])], 'a ring first')
@@ -292,6 +303,7 @@ def test_defaults(folder):
     c = numbers['config'] if numbers else {}
     for key, want in [('ranks', 4), ('heads', 16), ('kv_heads', 16), ('head_dim', 64), ('model_dim', 1024),
                       ('batch', 1), ('v_dim', 64), ('window', None), ('docs', None), ('softcap', None),
+                      ('layers', 1), ('offload', False),
                       ('sinks', False), ('dtype', 'f32'), ('device', 'cpu'), ('full', False), ('rope', False),
                       ('check', 'on'), ('method', ['ulysses', 'upipe']), ('trace', None), ('dump', None)]:
         equal(c.get(key), want, f'default of {key}')
@@ -530,6 +542,9 @@ def test_refusals(folder):
         (['--method', 'usp', '--ring-mode', 'gather'], ['heeds --ring-mode']),
         (['--method', 'ring', '--inner', '2'], ['heeds --inner 2']),
         (['--segments', '2'], ['heeds --segments 2']),
+        ([*named(SEGMENTED), '--offload'], ['--offload', 'nothing new']),
+        (['--layers', '0'], ['--layers', "'0'"]),
+        (['--layers', '5000'], ['--layers', "'5000'"]),
         (['--method', 'upipe-ring', '--ring-mode', 'round'], ['shift or gather', 'round']),
         (['--method', 'usp', '--ring', '3'], ['--ranks 4', 'rings of 3']),
         (['--window', '0'], ['--window', "'0'"]),

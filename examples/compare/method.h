@@ -102,9 +102,12 @@ static upipe_status method_plan_rank(const method *m, method_rank *rank, int r, 
     upipe_plan_desc d = method_desc(m, r);
     upipe_plan_scratch scratch;
     upipe_bytes bytes;
-    int pass;
+    int64_t all;
+    int pass, k;
     UPIPE_TRY(upipe_plan_init(&rank->plan, &d, e));
     rank->rows = rank->plan.rows;
+    if (!upi_mul(&all, m->o->layers, (int64_t)upi_mem_span(upipe_plan_unit_bytes(&rank->plan))))
+        return upi_fail(e, UPIPE_ERR_OVERFLOW, "the inputs of %d layers", m->o->layers);
     rank->layer = method_layer(m->o, &rank->plan);
     scratch = upipe_layer_scratch(m->ops, &rank->layer, 1);
     bytes = upipe_plan_bytes(&rank->plan, &scratch);
@@ -113,7 +116,10 @@ static upipe_status method_plan_rank(const method *m, method_rank *rank, int r, 
         rank->planned.sent[SENT_RING][pass] = upipe_plan_sent_ring(&rank->plan, pass);
     }
     if (m->kind->segmented) UPIPE_TRY(method_plan_segments(m, rank, &bytes, e));
-    memcpy(rank->planned.phase, bytes.phase, sizeof bytes.phase);
+    rank->planned.host += method_kept_host(m, rank);
+    for (pass = 0; method_offloads(m) && pass < 2; ++pass)
+        rank->planned.sent[SENT_HOST][pass] = (int64_t)upipe_plan_unit_bytes(&rank->plan);
+    for (k = 0; k < UPIPE_PHASES; ++k) rank->planned.phase[k] = bytes.phase[k] + method_kept_device(m, rank);
     rank->planned.intermediate = bytes.intermediate_fwd;
     return UPIPE_OK;
 }
@@ -169,8 +175,9 @@ static int method_dry(method *m)
         if (s == UPIPE_OK)
             s = m->kind->segmented ? method_dry_segments(rank, dry) : upipe_dry_layer(dry, &rank->layer, 1);
         if (s != UPIPE_OK) method_fail(m, "", s, dry->ctx.err.text);
-        rank->slab_bytes = dry->mem.need;
-        rank->blocks_max = dry->mem.blocks_peak;
+        rank->slab_bytes = dry->mem.need + method_kept_device(m, rank);
+        rank->second_bytes += method_kept_host(m, rank);
+        rank->blocks_max = dry->mem.blocks_peak + (method_kept_device(m, rank) > 0);
         rank->pool_bytes = upi_most(rank->slab_bytes, sum);
         rank->events_max = dry->mem.events_lost + 64;
         m->slab_bytes = upi_most(m->slab_bytes, rank->slab_bytes);
@@ -342,11 +349,13 @@ static upipe_status method_rank_run(method *m, upipe_ctx *c, method_rank *rank, 
     return s;
 }
 
-/* The host's memory of a rank in segments: the second pool, x and gout. */
-static upipe_status method_second_slab(method_rank *rank, upipe_ctx *c)
+/* The host's memory of a rank: the second pool, and in segments x and gout. */
+static upipe_status method_second_slab(const method *m, method_rank *rank, upipe_ctx *c)
 {
-    size_t bytes = rank->second_bytes + method_x_bytes(rank) + upipe_fpdt_out_bytes(&rank->fpdt, c->ops);
+    size_t bytes = rank->second_bytes;
     void *slab = NULL;
+    if (m->kind->segmented) bytes += method_x_bytes(rank) + upipe_fpdt_out_bytes(&rank->fpdt, c->ops);
+    if (bytes == 0) return UPIPE_OK;
     UPIPE_TRY(device_host_slab(&rank->d, &slab, bytes, &c->err));
     memset(slab, 0xff, bytes);
     rank->second_slab = (char *)slab;
@@ -365,7 +374,7 @@ static upipe_status method_rank_main(void *user, int r)
     s = device_open(&rank->d, m->o->device, &c.err);
     device_use(&rank->d, &c);
     if (s == UPIPE_OK) s = device_slab(&rank->d, &rank->slab, rank->pool_bytes, &c.err);
-    if (s == UPIPE_OK && m->kind->segmented) s = method_second_slab(rank, &c);
+    if (s == UPIPE_OK) s = method_second_slab(m, rank, &c);
     if (s == UPIPE_OK) s = method_rank_run(m, &c, rank, r);
     rank->err = c.err;
     return s;

@@ -20,12 +20,13 @@
 #include "methods.h"
 #include "random.h"
 
-enum { CHECK_AUTO, CHECK_ON, CHECK_OFF, CHECK_AUTO_TOKENS = 2048, DOCS_MAX = 65536 };
+enum { CHECK_AUTO, CHECK_ON, CHECK_OFF, CHECK_AUTO_TOKENS = 2048, DOCS_MAX = 65536, LAYERS_MAX = 4096 };
 
 typedef struct options {
     int methods[METHODS], methods_n; /* in the order of the command line */
     int ranks, ring, inner;          /* all ranks; those of a ring beside teams; those of an inner ring */
     int segments;
+    int layers, offload;                         /* whose inputs are kept; where */
     int heads, kv_heads, head_dim, v_dim, chunk; /* chunk 0: the plan's default */
     upipe_ring_mode ring_mode;
     int64_t model_dim, tokens, batch, window;
@@ -54,6 +55,8 @@ static const char usage_text[] =
     "  --ring-mode MODE   how K and V go round the ring of upipe-ring: shift, gather, or auto, what holds less (auto)\n"
     "  --inner N          ranks of an inner ring of double-ring (2)\n"
     "  --segments N       parts of the sequence of fpdt and upipe-fpdt (4)\n"
+    "  --layers N         of the model: a rank keeps the inputs of the other N - 1, as a backward needs them (1)\n"
+    "  --offload          layers' inputs wait in the host's memory, as they do in fpdt and upipe-fpdt anyway\n"
     "  --heads N          query heads (16)\n"
     "  --kv-heads N       key/value heads (as many as query heads)\n"
     "  --head-dim N       elements of a head: 32 to 256 in steps of 8 (64)\n"
@@ -136,7 +139,8 @@ static int options_ring_mode(const char *flag, const char *text, upipe_ring_mode
 
 /* clang-format off */
 enum {
-    FLAG_METHOD, FLAG_RANKS, FLAG_RING, FLAG_RING_MODE, FLAG_INNER, FLAG_SEGMENTS, FLAG_HEADS,
+    FLAG_METHOD, FLAG_RANKS, FLAG_RING, FLAG_RING_MODE, FLAG_INNER, FLAG_SEGMENTS, FLAG_LAYERS,
+    FLAG_OFFLOAD, FLAG_HEADS,
     FLAG_KV_HEADS, FLAG_HEAD_DIM, FLAG_V_DIM, FLAG_MODEL_DIM, FLAG_TOKENS, FLAG_BATCH, FLAG_CHUNK,
     FLAG_DTYPE, FLAG_DEVICE, FLAG_FULL, FLAG_WINDOW, FLAG_DOCS, FLAG_SOFTCAP, FLAG_SINKS, FLAG_ROPE,
     FLAG_SEED, FLAG_DATA, FLAG_CHECK, FLAG_JSON, FLAG_TRACE, FLAG_DUMP, FLAG_DEADLINE, FLAG_PROGRESS,
@@ -150,6 +154,8 @@ static const struct option option_list[] = {
     {"ring-mode", required_argument, NULL, FLAG_RING_MODE},
     {"inner",     required_argument, NULL, FLAG_INNER},
     {"segments",  required_argument, NULL, FLAG_SEGMENTS},
+    {"layers",    required_argument, NULL, FLAG_LAYERS},
+    {"offload",   no_argument,       NULL, FLAG_OFFLOAD},
     {"heads",     required_argument, NULL, FLAG_HEADS},
     {"kv-heads",  required_argument, NULL, FLAG_KV_HEADS},
     {"head-dim",  required_argument, NULL, FLAG_HEAD_DIM},
@@ -198,6 +204,8 @@ static int options_flag(void *user, int flag, const char *text)
         return cli_int(name, text, UPIPE_THREADS_MAX, &o->inner);
     case FLAG_SEGMENTS:
         return cli_int(name, text, INT32_MAX, &o->segments);
+    case FLAG_LAYERS:
+        return cli_int(name, text, LAYERS_MAX, &o->layers);
     case FLAG_HEADS:
         return cli_int(name, text, INT32_MAX, &o->heads);
     case FLAG_KV_HEADS:
@@ -250,6 +258,9 @@ static int options_flag(void *user, int flag, const char *text)
         return 0;
     case FLAG_FULL:
         o->full = 1;
+        return 0;
+    case FLAG_OFFLOAD:
+        o->offload = 1;
         return 0;
     case FLAG_SINKS:
         o->sinks = 1;
@@ -313,7 +324,7 @@ static int options_docs(options *o)
 /* Flags that no method heeds. */
 static int options_heeded(const options *o, const int *given)
 {
-    int i, chunked = 0, ringed = 0, free_mode = 0, inner = 0, segmented = 0;
+    int i, chunked = 0, ringed = 0, free_mode = 0, inner = 0, segmented = 0, whole = 0;
     for (i = 0; i < o->methods_n; ++i) {
         const method_kind *k = &method_kinds[o->methods[i]];
         chunked |= k->chunk == CHUNK_FLAG;
@@ -321,6 +332,7 @@ static int options_heeded(const options *o, const int *given)
         free_mode |= k->team == TEAM_REST && k->mode == UPIPE_RING_AUTO;
         inner |= k->inner;
         segmented |= k->segmented;
+        whole |= !k->segmented;
     }
     if (given[FLAG_CHUNK] && !chunked) return cli_refuse("no method here heeds --chunk %d", o->chunk);
     if (given[FLAG_RING] && !ringed) return cli_refuse("no method here heeds --ring %d", o->ring);
@@ -328,6 +340,9 @@ static int options_heeded(const options *o, const int *given)
     if (given[FLAG_INNER] && !inner) return cli_refuse("no method here heeds --inner %d", o->inner);
     if (given[FLAG_SEGMENTS] && !segmented)
         return cli_refuse("no method here heeds --segments %d", o->segments);
+    if (given[FLAG_OFFLOAD] && !whole)
+        return cli_refuse(
+            "--offload says nothing new of these methods: they keep inputs in the host's memory");
     if (ringed && o->ranks % o->ring != 0)
         return cli_refuse("--ranks %d do not divide into rings of %d (--ring)", o->ranks, o->ring);
     return 0;
@@ -370,6 +385,7 @@ static int options_read(options *o, int argc, char **argv)
     o->ranks = 4;
     o->ring = o->inner = 2;
     o->segments = 4;
+    o->layers = 1;
     o->heads = 16;
     o->head_dim = 64;
     o->tokens = 2048;

@@ -14,15 +14,18 @@
 #include "../common/grid.h"
 #include "inputs.h"
 
-enum { METHOD_GRADS = 4 }; /* of wq wk wv and the sinks */
+enum {
+    METHOD_GRADS = 4, /* of wq wk wv and the sinks */
+    METHOD_SECOND_BLOCKS = UPIPE_DRY_HOST_BLOCKS_MAX + 1
+};
 
 /* Bytes that a rank sends to its team and to its ring, and moves between device and host. */
 enum { SENT_TEAM, SENT_RING, SENT_HOST, SENT_WAYS };
 
 /* What is planned and measured alike; of a method, the largest of a rank
  *   intermediate  Q, K, V and their buffers in the forward
- *   host          of the second pool, in the host's memory; x and the gradient of O, which segments have
- *                 there too, are not counted
+ *   host          of the second pool, in the host's memory; the block's own x and the gradient of O, which
+ *                 segments have there too, are not counted
  */
 typedef struct method_bytes {
     size_t phase[UPIPE_PHASES], intermediate, host;
@@ -41,12 +44,12 @@ typedef struct method_rank {
     int64_t events_max;
     upipe_mem mem, second;
     upipe_err err;
-    upipe_block *blocks, second_blocks[UPIPE_DRY_HOST_BLOCKS_MAX];
+    upipe_block *blocks, second_blocks[METHOD_SECOND_BLOCKS];
     upipe_mem_event *events;
     int64_t events_n; /* of the block; the sum of the weights' gradients comes after */
     device d;
     void *slab;
-    char *second_slab;          /* the second pool's, then x and gout of a segmented kind */
+    char *second_slab;          /* the second pool's, then x and gout of a segmented kind; NULL: none */
     float *grads[METHOD_GRADS]; /* the sums over ranks */
     void *sums[METHOD_GRADS];   /* where they are formed: on the device */
     float *host;                /* [rows][max(D, H*dv)]; reached by the device too */
@@ -145,6 +148,61 @@ static size_t method_intermediate(const upipe_ctx *c)
     return upipe_mem_largest(c->mem, tags, sizeof tags / sizeof *tags);
 }
 
+/* Bytes of x behind the second pool, and of gout behind x. */
+static size_t method_x_bytes(const method_rank *rank)
+{
+    const upipe_plan_desc *d = &rank->plan.desc;
+    return upi_mem_span((size_t)(rank->rows * d->model_dim) * upipe_dtype_bytes(d->dtype));
+}
+
+/* ---- inputs of the model's other layers, which its backward will need ---- */
+
+static int method_offloads(const method *m)
+{
+    return m->o->offload && !m->kind->segmented;
+}
+
+/* Bytes of the inputs that wait on the device, and in the host's memory: there the block's own too, which goes
+ * in its forward and comes in its backward. */
+static size_t method_kept_device(const method *m, const method_rank *rank)
+{
+    if (m->kind->segmented || m->o->offload) return 0;
+    return (size_t)(m->o->layers - 1) * upi_mem_span(upipe_plan_unit_bytes(&rank->plan));
+}
+
+static size_t method_kept_host(const method *m, const method_rank *rank)
+{
+    if (m->kind->segmented) return (size_t)(m->o->layers - 1) * method_x_bytes(rank);
+    return m->o->offload ? (size_t)m->o->layers * upi_mem_span(upipe_plan_unit_bytes(&rank->plan)) : 0;
+}
+
+/* A block of a pool, if it is one. */
+static upipe_status method_keep(upipe_mem *pool, void **data, size_t bytes, upipe_err *e)
+{
+    *data = NULL;
+    return bytes > 0 ? upipe_mem_take(pool, data, bytes, "layers_x", e) : UPIPE_OK;
+}
+
+static upipe_status method_keep_end(upipe_mem *pool, void *data, upipe_err *e)
+{
+    return data != NULL ? upipe_mem_give(pool, data, e) : UPIPE_OK;
+}
+
+static void method_second_init(method_rank *rank)
+{
+    upipe_mem_init(&rank->second, rank->second_slab, rank->second_bytes, rank->second_blocks,
+                   METHOD_SECOND_BLOCKS);
+}
+
+/* x goes to the host's memory in the forward, and comes back from there in the backward. */
+static upipe_status method_offload(method *m, upipe_ctx *c, method_rank *rank, void *x, void *home, int pass)
+{
+    const size_t bytes = upipe_plan_unit_bytes(&rank->plan);
+    if (!method_offloads(m)) return UPIPE_OK;
+    rank->measured.sent[SENT_HOST][pass] = (int64_t)bytes;
+    return pass == 0 ? c->ops->copy(c, home, x, bytes) : c->ops->copy(c, x, home, bytes);
+}
+
 /* ---- the passes ---- */
 
 static upipe_status method_block(method *m, upipe_ctx *c, method_rank *rank, int r)
@@ -158,7 +216,10 @@ static upipe_status method_block(method *m, upipe_ctx *c, method_rank *rank, int
     upipe_saved saved;
     upipe_slots gout;
     upipe_view x;
-    void *data;
+    void *data, *kept, *home;
+    method_second_init(rank);
+    UPIPE_TRY(method_keep(c->mem, &kept, method_kept_device(m, rank), &c->err));
+    UPIPE_TRY(method_keep(&rank->second, &home, method_kept_host(m, rank), &c->err));
     UPIPE_TRY(upipe_mem_take(c->mem, &data, upipe_plan_unit_bytes(p), "x", &c->err));
     x = upipe_view_packed(data, p->desc.dtype, p->rows, 1, (int32_t)in->dim);
     method_rows(rank, in->x, rank->host, in->dim, 0);
@@ -166,6 +227,7 @@ static upipe_status method_block(method *m, upipe_ctx *c, method_rank *rank, int
     UPIPE_TRY(c->ops->sync(c));
 
     UPIPE_TRY(method_pass_begin(m, c, rank, r, 0));
+    UPIPE_TRY(method_offload(m, c, rank, data, home, 0));
     UPIPE_TRY(upipe_layer_fwd(c, l, &saved, x));
     UPIPE_TRY(method_pass_end(c, rank, 0));
     rank->measured.intermediate = method_intermediate(c);
@@ -179,6 +241,7 @@ static upipe_status method_block(method *m, upipe_ctx *c, method_rank *rank, int
     UPIPE_TRY(c->ops->sync(c));
 
     UPIPE_TRY(method_pass_begin(m, c, rank, r, 1));
+    UPIPE_TRY(method_offload(m, c, rank, data, home, 1));
     UPIPE_TRY(upipe_layer_bwd(c, l, x, &grads, &saved, &gout, x));
     UPIPE_TRY(method_pass_end(c, rank, 1));
     UPIPE_TRY(c->ops->cast(c, tokens, x));
@@ -186,14 +249,10 @@ static upipe_status method_block(method *m, upipe_ctx *c, method_rank *rank, int
     method_rows(rank, m->dx, rank->host, in->dim, 1);
     UPIPE_TRY(upipe_mem_give(c->mem, gout.data, &c->err));
     UPIPE_TRY(upipe_mem_give(c->mem, x.data, &c->err));
-    return UPIPE_OK;
-}
-
-/* Bytes of x behind the second pool, and of gout behind x. */
-static size_t method_x_bytes(const method_rank *rank)
-{
-    const upipe_plan_desc *d = &rank->plan.desc;
-    return upi_mem_span((size_t)(rank->rows * d->model_dim) * upipe_dtype_bytes(d->dtype));
+    UPIPE_TRY(method_keep_end(c->mem, kept, &c->err));
+    rank->measured.host = rank->second.peak;
+    UPIPE_TRY(method_keep_end(&rank->second, home, &c->err));
+    return upipe_mem_free(&rank->second, &c->err);
 }
 
 static upipe_status method_segments(method *m, upipe_ctx *c, method_rank *rank, int r)
@@ -205,8 +264,9 @@ static upipe_status method_segments(method *m, upipe_ctx *c, method_rank *rank, 
     upipe_view tokens = upipe_view_packed(rank->host, UPIPE_F32, rank->rows, 1, (int32_t)in->dim);
     upipe_grads grads = method_grads(rank);
     upipe_fpdt_saved saved;
-    upipe_mem_init(&rank->second, rank->second_slab, rank->second_bytes, rank->second_blocks,
-                   UPIPE_DRY_HOST_BLOCKS_MAX);
+    void *kept;
+    method_second_init(rank);
+    UPIPE_TRY(method_keep(&rank->second, &kept, method_kept_host(m, rank), &c->err));
     method_rows(rank, in->x, rank->host, in->dim, 0);
     UPIPE_TRY(c->ops->cast(c, x, tokens));
     UPIPE_TRY(c->ops->sync(c));
@@ -233,6 +293,7 @@ static upipe_status method_segments(method *m, upipe_ctx *c, method_rank *rank, 
     method_rows(rank, m->dx, rank->host, in->dim, 1);
     rank->measured.host = rank->second.peak;
     UPIPE_TRY(upipe_fpdt_free(f, &saved, &c->err));
+    UPIPE_TRY(method_keep_end(&rank->second, kept, &c->err));
     return upipe_mem_free(&rank->second, &c->err);
 }
 

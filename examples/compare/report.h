@@ -21,13 +21,16 @@ static double report_unit(const options *o)
            o->ranks;
 }
 
-/* A cell of the paper's tables, of a block alone: L = 1. NaN for a method that is not in them. */
+/* A cell of the paper's tables. NaN for what is not in them: other methods, and UPipe that keeps the inputs of
+ * layers on the device. */
 static double report_paper(const method *m, int phase)
 {
     const upipe_plan *p = method_plan_of(m);
+    upipe_paper_row row = (upipe_paper_row)m->kind->paper;
     if (m->kind->paper == PAPER_NONE) return NAN;
-    return upipe_paper_units((upipe_paper_row)m->kind->paper, (upipe_phase)phase, p->group, p->stages,
-                             m->o->segments, 1);
+    if (row == UPIPE_PAPER_UPIPE && m->o->layers > 1 && !m->o->offload) return NAN;
+    if (row == UPIPE_PAPER_ULYSSES && m->o->offload) row = UPIPE_PAPER_ULYSSES_OFFLOAD;
+    return upipe_paper_units(row, (upipe_phase)phase, p->group, p->stages, m->o->segments, m->o->layers);
 }
 
 static size_t report_peak(const method_bytes *b)
@@ -35,6 +38,16 @@ static size_t report_peak(const method_bytes *b)
     size_t most = 0;
     int i;
     for (i = 0; i < UPIPE_PHASES; ++i) most = upi_most(most, b->phase[i]);
+    return most;
+}
+
+/* Live bytes of a phase but for other layers' inputs. */
+static size_t report_without_kept(const method *m, int phase)
+{
+    size_t most = 0;
+    int r;
+    for (r = 0; r < m->o->ranks; ++r)
+        most = upi_most(most, m->ranks[r].measured.phase[phase] - method_kept_device(m, &m->ranks[r]));
     return most;
 }
 
@@ -96,6 +109,8 @@ static void report_heading(const method *all, const options *o)
     printf(", model dim %lld; %lld x %lld tokens on %d ranks; %s, ", (long long)o->model_dim,
            (long long)o->batch, (long long)o->tokens, o->ranks, upipe_dtype_name(o->dtype));
     report_mask(o);
+    if (o->layers > 1) printf(", inputs of %d layers", o->layers);
+    if (o->offload) printf(" in the host's memory");
     printf("; %s\none unit, a rank's tokens x model dim: %.0f bytes, %.2f MiB.", all[0].ops->name,
            report_unit(o), report_unit(o) / report_mib);
     printf(" All numbers are the largest of one rank.\n\n");
@@ -194,12 +209,12 @@ static void report_phases(const method *all, int n, const options *o, int first)
             report_cell((double)all[i].measured.phase[k] / report_unit(o));
         }
         printf("\n");
-        if (all[i].kind->paper != UPIPE_PAPER_ULYSSES) continue;
-        printf("%-22s", "  with offloading"); /* of other layers' inputs */
+        if (all[i].kind->paper != UPIPE_PAPER_ULYSSES || o->offload) continue;
+        printf("%-22s", "  with offloading"); /* other layers' inputs are not there */
         for (k = first; k < first + REPORT_COLUMNS; ++k) {
             report_cell(upipe_paper_units(UPIPE_PAPER_ULYSSES_OFFLOAD, (upipe_phase)k,
                                           method_plan_of(&all[i])->group, 1, 1, 1));
-            report_cell(NAN);
+            report_cell((double)report_without_kept(&all[i], k) / report_unit(o));
         }
         printf("\n");
     }
@@ -213,7 +228,7 @@ static void report_table(const method *all, int n, const options *o)
     show.ways[SENT_TEAM] = 1;
     for (i = 0; i < n; ++i) {
         show.ways[SENT_RING] |= method_plan_of(&all[i])->desc.ring > 1;
-        show.ways[SENT_HOST] |= all[i].kind->segmented;
+        show.ways[SENT_HOST] |= all[i].kind->segmented || o->offload;
     }
     show.errors = o->check == CHECK_ON;
     show.sinks = o->sinks;
@@ -321,6 +336,7 @@ static void json_config(FILE *f, const method *all, int n, const options *o)
             o->v_dim, (long long)o->model_dim, (long long)o->tokens, (long long)o->batch);
     fprintf(f, "    \"dtype\": \"%s\",\n    \"device\": \"%s\",\n    \"full\": %s,\n",
             upipe_dtype_name(o->dtype), device_names[o->device], json_bool(o->full));
+    fprintf(f, "    \"layers\": %d,\n    \"offload\": %s,\n", o->layers, json_bool(o->offload));
     json_wish(f, "window", o->window > 0, (double)o->window);
     json_docs(f, o);
     json_wish(f, "softcap", o->softcap > 0, o->softcap);
@@ -370,11 +386,11 @@ static void json_method(FILE *f, const method *m)
     json_phases(f, "peak_bytes", m->measured.phase);
     json_phases(f, "plan_bytes", m->planned.phase);
     fprintf(f, "      \"paper_units\": ");
-    for (phase = 0; m->kind->paper != PAPER_NONE && phase < UPIPE_PHASES; ++phase)
+    for (phase = 0; !isnan(report_paper(m, 0)) && phase < UPIPE_PHASES; ++phase)
         fprintf(f, "%s\"%s\": %.12g", phase > 0 ? ", " : "{", upipe_phase_name(phase),
                 report_paper(m, phase));
     fprintf(f, "%s,\n      \"slab_bytes\": %zu,\n      \"intermediate_bytes_fwd\": %zu,\n",
-            m->kind->paper != PAPER_NONE ? "}" : "null", m->slab_bytes, m->measured.intermediate);
+            !isnan(report_paper(m, 0)) ? "}" : "null", m->slab_bytes, m->measured.intermediate);
     json_sent(f, "sent_bytes", &m->measured);
     json_sent(f, "plan_sent_bytes", &m->planned);
     fprintf(f, "      \"seconds_fwd\": %.6f,\n      \"seconds_bwd\": %.6f,\n", m->seconds[0], m->seconds[1]);
