@@ -1,4 +1,5 @@
-/* test_llama -- the trainer's model against golden states in f64, for several teams, rings, chunks and pools
+/* test_llama -- the trainer's model against golden states in f64, for several teams, rings, segments, chunks
+ * and pools
  *
  * golden/two_layers.safetensors has the weights of a small Llama, two sequences of tokens, and what an automatic
  * differentiator says of them: the loss and all gradients. Its targets are ignored unevenly, so that ranks hold
@@ -31,7 +32,7 @@ typedef struct golden {
 typedef struct way {
     const golden *g;
     upipe_plan_desc desc;
-    int offload;
+    int offload, segments;
     size_t tile_bytes;
     grid net;
     upipe_ops ops;
@@ -103,17 +104,20 @@ static upipe_status way_rank(way *w, trainer *t)
     const golden *g = w->g;
     upipe_ctx *c = t->r.c;
     int32_t inputs[BATCH * TOKENS], targets[BATCH * TOKENS];
-    const upipe_shard *shard = &t->m.plan.shard;
+    int32_t *input = inputs, *target = targets;
     int64_t b, i;
     memory_plan plan;
     trainer_batch batch;
     trainer_result result;
     upipe_comm *team;
-    int group, phase;
-    for (b = 0; b < BATCH; ++b) {
-        for (i = 0; i < shard->n; ++i) {
-            inputs[b * shard->n + i] = g->inputs[b * TOKENS + upipe_shard_pos(shard, i)];
-            targets[b * shard->n + i] = g->targets[b * TOKENS + upipe_shard_pos(shard, i)];
+    int group, phase, part;
+    for (part = 0; part < model_parts(&t->m); ++part) {
+        const upipe_shard shard = model_shard(&t->m, part);
+        for (b = 0; b < BATCH; ++b) {
+            for (i = 0; i < shard.n; ++i) {
+                *input++ = g->inputs[b * TOKENS + upipe_shard_pos(&shard, i)];
+                *target++ = g->targets[b * TOKENS + upipe_shard_pos(&shard, i)];
+            }
         }
     }
     memset(&batch, 0, sizeof batch);
@@ -132,7 +136,7 @@ static upipe_status way_rank(way *w, trainer *t)
                   "phase %d of rank %d of %d held %zu bytes, the plan says %zu", phase, t->state.rank,
                   t->state.ranks, c->mem->phase_peak[phase], plan.phase[phase]);
     CHECK_INT(c->mem->peak, plan.peak);
-    if (w->offload) CHECK_INT(t->r.host->peak, plan.host);
+    CHECK_INT(t->r.second->peak, plan.host);
     for (group = 0; group < 2; ++group) {
         UPIPE_TRY(upipe_a2a_all_gather(c, t->r.grads[group], golden_count(g, group), 4));
         if (t->state.rank == 0)
@@ -168,11 +172,13 @@ static upipe_status way_main(void *user, int rank)
     desc.rank = rank % desc.ranks;
     desc.ring_rank = rank / desc.ranks;
     s = model_init(&t.m, &w->g->layout, &desc, &c.err);
+    if (s == UPIPE_OK) s = model_cut(&t.m, w->segments, &c.err);
     t.m.offload = w->offload;
     t.m.tile_bytes = w->tile_bytes;
     t.world = grid_world(&w->net, rank);
     t.r.c = &c;
     t.r.host = w->offload ? &host : &mem;
+    t.r.second = &host;
     t.r.kept = kept;
     t.gathered = gathered;
     if (s == UPIPE_OK) s = way_rank(w, &t);
@@ -186,7 +192,8 @@ static upipe_status way_main(void *user, int rank)
 }
 
 /* The description says ranks and schedule. */
-static void way_run(way *w, const golden *g, upipe_plan_desc desc, int offload, size_t tile_bytes)
+static void way_run(way *w, const golden *g, upipe_plan_desc desc, int segments, int offload,
+                    size_t tile_bytes)
 {
     upipe_err e;
     int group;
@@ -197,6 +204,7 @@ static void way_run(way *w, const golden *g, upipe_plan_desc desc, int offload, 
     w->desc.batch = BATCH;
     w->tile_bytes = tile_bytes;
     w->offload = offload;
+    w->segments = segments;
     upipe_cpu_ops(&w->ops);
     for (group = 0; group < 2; ++group) w->grads[group] = (float *)malloc((size_t)golden_count(g, group) * 4);
     CHECK_STATUS(grid_init(&w->net, desc.ranks, desc.ring, 60, &e), UPIPE_OK, e);
@@ -304,10 +312,29 @@ static void test_rings(const golden *g)
         d.ring_inner = rings[i].inner;
         d.layout = rings[i].layout;
         d.ring_mode = rings[i].mode;
-        way_run(&one, g, d, 0, 0);
+        way_run(&one, g, d, 0, 0, 0);
         check_golden(g, &one);
-        way_run(&other, g, d, 1, 1200);
+        way_run(&other, g, d, 0, 1, 1200);
         CHECK_SAY(same_bits(&one, &other), "a second pool and small tiles in ring %zu give other bits", i);
+        way_free(&other);
+        way_free(&one);
+    }
+}
+
+/* The sequence in segments is right, too, also where they or a rank's part of them are unequal. */
+static void test_segments(const golden *g)
+{
+    static const struct {
+        int ranks, chunk, segments;
+    } cuts[] = {{1, 4, 1}, {1, 1, 5}, {2, 4, 4}, {2, 2, 3}, {3, 4, 5}, {4, 4, 3}};
+    size_t i;
+    for (i = 0; i < sizeof cuts / sizeof *cuts; ++i) {
+        upipe_plan_desc d = team_of(cuts[i].ranks, cuts[i].chunk);
+        way one, other;
+        way_run(&one, g, d, cuts[i].segments, 0, 0);
+        check_golden(g, &one);
+        way_run(&other, g, d, cuts[i].segments, 1, 1200);
+        CHECK_SAY(same_bits(&one, &other), "a second pool and small tiles in cut %zu give other bits", i);
         way_free(&other);
         way_free(&one);
     }
@@ -320,18 +347,19 @@ static void test_golden(const char *path, int tied)
     int ranks, chunk;
     golden_open(&g, path, tied);
     test_rings(&g);
+    test_segments(&g);
     for (ranks = 1; ranks <= RANKS_MAX; ++ranks) { /* 3 divide neither tokens nor heads */
         way ulysses, other;
-        way_run(&ulysses, &g, team_of(ranks, g.layout.config.heads), 0, 0);
+        way_run(&ulysses, &g, team_of(ranks, g.layout.config.heads), 0, 0, 0);
         check_golden(&g, &ulysses);
         for (chunk = ranks; chunk < g.layout.config.heads; chunk += ranks) {
-            way_run(&other, &g, team_of(ranks, chunk), 0, 0);
+            way_run(&other, &g, team_of(ranks, chunk), 0, 0, 0);
             check_golden(&g, &other);
             CHECK_SAY(same_bits(&ulysses, &other), "chunk %d on %d ranks gives other bits than ulysses",
                       chunk, ranks);
             way_free(&other);
         }
-        way_run(&other, &g, team_of(ranks, ranks), 1, 1200);
+        way_run(&other, &g, team_of(ranks, ranks), 0, 1, 1200);
         CHECK_SAY(same_bits(&ulysses, &other), "a second pool and small tiles on %d ranks give other bits",
                   ranks);
         way_free(&other);

@@ -26,7 +26,7 @@ LOGITS = os.path.join(os.path.dirname(TRAIN), 'logits')
 BOOK = os.path.join(TOP, 'examples', 'data', 'genesis_exodus.txt')
 ROOT = {'config', 'first_step', 'loss', 'grad_norm', 'tokens_per_s', 'peak_bytes', 'plan_bytes', 'slab_bytes',
         'host_bytes', 'sent_bytes_per_step', 'memory'}
-CONFIG = {'method', 'ranks', 'ring', 'inner', 'chunk', 'window', 'layers', 'model_dim', 'heads', 'kv_heads',
+CONFIG = {'method', 'ranks', 'ring', 'inner', 'segments', 'chunk', 'window', 'layers', 'model_dim', 'heads', 'kv_heads',
           'head_dim', 'ff_dim', 'vocab', 'untied', 'qk_norm', 'rope_theta', 'norm_eps', 'tokens', 'batch', 'steps',
           'lr', 'min_lr', 'warmup', 'weight_decay', 'beta1', 'beta2', 'adam_eps', 'clip', 'dtype', 'device', 'seed',
           'tile_bytes', 'offload', 'data', 'save', 'resume', 'load'}
@@ -34,7 +34,8 @@ MEASURED = {'text_bytes', 'products', 'kernels'}
 NO_NUMBERS = {'json', 'trace', 'save-every', 'keep', 'sample', 'prompt', 'temperature', 'deadline', 'plan',
               'progress', 'help', 'version'}
 METHODS = ['ulysses', 'upipe', 'upipe-naive', 'ring', 'zigzag', 'stripe', 'allgather', 'usp', 'upipe-ring',
-           'double-ring']
+           'double-ring', 'fpdt', 'upipe-fpdt']
+SEGMENTED = METHODS[-2:]
 PARTS = ['weights', 'gradients', 'optimizer', 'tokens', 'checkpoints', 'stream', 'attention', 'mlp', 'loss', 'sum']
 MODEL = {'layers': 2, 'model_dim': 64, 'heads': 4, 'kv_heads': 2}
 RUN = {'tokens': 64, 'ranks': 2, 'steps': 4, 'sample': 0}
@@ -151,11 +152,13 @@ def failed(folder, args, status, words, what=None, kept=True, program=TRAIN, **m
 # ---- numbers ----
 
 def held(c):
-    """Tokens of a sequence on rank 0: its ring's share, then its team's of that."""
+    """Tokens of a sequence on rank 0: its ring's share, then its team's of that; or of every segment."""
     def cut(n, parts, i):
         return n // parts * i + n % parts * i // parts
 
-    n, rings = c['tokens'], c['ring']
+    n, rings, pieces = c['tokens'], c['ring'], c['segments']
+    if pieces:
+        return sum(cut(cut(n, pieces, i + 1) - cut(n, pieces, i), c['ranks'], 1) for i in range(pieces))
     if c['method'] == 'stripe':
         n = -(-n // rings)
     elif c['method'] == 'ring' or rings == 1:
@@ -163,6 +166,15 @@ def held(c):
     else:
         n = cut(n, 2 * rings, 1) + n - cut(n, 2 * rings, 2 * rings - 1)
     return cut(n, c['ranks'] // rings, 1)
+
+
+def parked(c, rows):
+    """Bytes at most that attention in segments takes of the second pool where all ranks hold equally much: O, Q, dO at
+    home and at the heads, dQ in f32, lse and delta; K, V, dK, dV; dK and dV in f32 between the stages of a round; x."""
+    element, dim, heads = 2 if c['dtype'] == 'bf16' else 4, c['head_dim'], c['heads']
+    between = c['chunk'] // c['ranks'] < heads // c['kv_heads']
+    return rows * (heads * (dim * (4 * element + 4) + 8) + 4 * c['kv_heads'] * dim * element +
+                   2 * c['ranks'] * dim * 4 * between + c['model_dim'] * element)
 
 
 def check_numbers(numbers, what):
@@ -192,7 +204,14 @@ def check_numbers(numbers, what):
     equal(at_peak['tokens'], rows * 12, f'{what}: tokens')
     equal(largest['stream'], unit, f'{what}: stream')
     equal(largest['checkpoints'], unit * (1 if c['offload'] else 2 * c['layers']), f'{what}: checkpoints')
-    equal(numbers['host_bytes'], 2 * c['layers'] * unit if c['offload'] else 0, f'{what}: the second pool')
+    kept = unit * (2 * c['layers'] - bool(c['segments'])) if c['offload'] else 0
+    equal(c['segments'] > 0, c['method'] in SEGMENTED, f'{what}: segments')
+    if not c['segments']:
+        equal(numbers['host_bytes'], kept, f'{what}: the second pool')
+    elif c['tokens'] % (c['segments'] * c['ranks']) == 0 and c['kv_heads'] % c['ranks'] == 0:
+        equal(numbers['host_bytes'], kept + parked(c, rows), f'{what}: the second pool')
+    else:
+        check(numbers['host_bytes'] > kept + unit, f'{what}: the second pool has {numbers["host_bytes"]} bytes')
     check((numbers['sent_bytes_per_step'] > 0) == (c['ranks'] > 1), f'{what}: {numbers["sent_bytes_per_step"]} sent')
 
 
@@ -201,7 +220,7 @@ def test_numbers(folder):
     if numbers is None:
         return
     c = numbers['config']
-    for key, want in [('method', 'upipe'), ('ring', 1), ('inner', 0), ('chunk', 2), ('window', 0),
+    for key, want in [('method', 'upipe'), ('ring', 1), ('inner', 0), ('segments', 0), ('chunk', 2), ('window', 0),
                       ('head_dim', 32), ('ff_dim', 192), ('vocab', 256), ('untied', False), ('qk_norm', False),
                       ('batch', 1), ('lr', 1e-3), ('min_lr', 1e-4), ('warmup', 1), ('weight_decay', 0.1),
                       ('beta1', 0.9), ('beta2', 0.95), ('clip', 1), ('dtype', 'f32'), ('device', 'cpu'),
@@ -321,18 +340,30 @@ def test_methods(folder):
         for method in METHODS[1:]:
             alike(runs[method], runs['ulysses'], f'{what}: {method}')
         if all(runs.values()):
-            equal([runs[m]['config']['ring'] for m in METHODS], [1, 1, 1, 4, 4, 4, 4, 2, 2, 4], f'{what}: rings')
+            equal([runs[m]['config']['ring'] for m in METHODS], [1, 1, 1, 4, 4, 4, 4, 2, 2, 4, 1, 1], f'{what}: rings')
             equal(runs['double-ring']['config']['inner'], 2, f'{what}: ranks of an inner ring')
+            equal([runs[m]['config']['segments'] for m in METHODS], [0] * 10 + [4, 4], f'{what}: segments')
     # More ranks than heads, and teams whose heads do not divide.
     small = {'heads': 4, 'kv_heads': 2, 'ranks': 6, 'tokens': 35}
     base = good(folder, 'six ranks: ulysses', method='ulysses', **small)
     for method, more in [('upipe', {}), ('ring', {}), ('allgather', {}), ('upipe-ring', {'ring': 2}),
-                         ('usp', {'ring': 3}), ('double-ring', {'inner': 3})]:
+                         ('usp', {'ring': 3}), ('double-ring', {'inner': 3}), ('fpdt', {'segments': 5}),
+                         ('upipe-fpdt', {'segments': 1})]:
         alike(good(folder, f'six ranks: {method}', method=method, **small, **more), base, f'six ranks: {method}')
     half = [good(folder, f'bf16: {method}', method=method, ranks=4, dtype='bf16') for method in METHODS]
     for method, run_of in zip(METHODS, half) if all(half) else []:
         near(run_of['loss'], half[0]['loss'], 1e-2, f'bf16: {method}: loss')
         near(run_of['grad_norm'], half[0]['grad_norm'], 5e-2, f'bf16: {method}: grad_norm')
+    # The second pool makes no difference in segments either; what is parked there is not on the device.
+    cut = {'heads': 8, 'kv_heads': 4, 'tokens': 96, 'segments': 3, 'batch': 2, 'method': 'upipe-fpdt'}
+    here, there = (good(folder, f'segments, offload {offload}', offload=offload, **cut) for offload in (False, True))
+    base = good(folder, 'as many tokens at once', **{**cut, 'method': 'upipe', 'segments': None})
+    if here and there and base:
+        for key in ('loss', 'grad_norm'):
+            equal(there[key], here[key], f'segments with offload: {key}')
+        alike(here, base, 'segments')
+        check(here['peak_bytes'] < base['peak_bytes'], 'segments hold more than all at once')
+        check(there['peak_bytes'] < here['peak_bytes'], 'segments hold more with offload')
     # A checkpoint does not know the method.
     whole = good(folder, 'usp', method='usp', ranks=4, steps=6, save='usp', save_every=3, keep=2)
     for method in METHODS:
@@ -547,7 +578,8 @@ def test_loading(folder):
             check(all(out == outs[0] for out in outs), f'{what}: logits differ with the ranks or the method')
         mean = cross_entropy(path('out.npy'), text[1:], first['config']['vocab'])
         near([mean], anew['loss'], 1e-5, f'{what}: the loss by the logits')
-        for method, more in [('zigzag', {'ranks': 3}), ('upipe-ring', {'ranks': 4}), ('stripe', {'ranks': 2})]:
+        for method, more in [('zigzag', {'ranks': 3}), ('upipe-ring', {'ranks': 4}), ('stripe', {'ranks': 2}),
+                             ('fpdt', {'ranks': 3, 'segments': 5}), ('upipe-fpdt', {'ranks': 2})]:
             done = run(words_of({'load': 'out/checkpoint-11', 'ids': 'ids4.npy', 'out': 'out.npy', 'method': method,
                                  **more}), folder, LOGITS)
             if check((done.returncode, done.stderr) == (0, ''), f'{what}: logits by {method}: {done.stderr}'):
@@ -711,6 +743,9 @@ def test_usage(folder):
         (['--method', 'zigzag', '--ring', '2'], ['--ring 2', 'zigzag', 'all ranks']),
         (['--ring', '2'], ['--ring 2', 'upipe', 'no ranks']),
         (['--method', 'zigzag', '--inner', '2'], ['--inner 2', 'no effect', 'zigzag']),
+        (['--method', 'upipe', '--segments', '2'], ['--segments 2', 'no effect', 'upipe']),
+        (['--method', 'fpdt', '--segments', '0'], ['--segments', '0']),
+        (['--method', 'fpdt', '--chunk', '2'], ['--chunk 2', 'fpdt', 'all heads']),
         (['--method', 'allgather', '--chunk', '2'], ['--chunk 2', 'allgather', 'a group']),
         (['--window', '-1'], ['--window', "'-1'"]),
         (['--window', '8', '--qk-norm'], ['--window', '--qk-norm']),
@@ -761,6 +796,8 @@ def test_refusals(folder):
         ({'ranks': 1, 'method': 'ring'}, ['without a ring']),
         ({'ranks': 4, 'method': 'double-ring', 'inner': 3}, ['4', '3']),
         ({'ranks': 3, 'heads': 4, 'method': 'upipe-naive'}, ['unsupported', '4', '3']),
+        ({'method': 'fpdt', 'segments': 33}, ['64 tokens in 33 segments over 2 ranks']),
+        ({'ranks': 3, 'method': 'upipe-fpdt'}, ['unsupported', 'segments', '2 stages', '3 ranks']),
         ({'chunk': 3}, ['3']),
         ({'chunk': 8}, ['8', '4']),
         ({'head_dim': 7}, ['7', '32', '256']),
@@ -1017,6 +1054,14 @@ def test_plan(folder):
     done = run(words_of({**shape, 'ranks': 16, 'method': 'upipe-ring', 'ring': 4, 'plan': True}), folder)
     equal(done.returncode, 0, f'the plan of a ring: {done.stderr}')
     check('16 ranks in rings of 4, chunk 4' in done.stdout, f'the plan of a ring: {done.stdout}')
+    # In segments: what a token adds to the device is the stream and, with offload, the copy that the MLP half fetches.
+    done = run(words_of({**shape, 'method': 'upipe-fpdt', 'segments': 8, 'plan': True, 'json': 'plan.json'}), folder)
+    if check((done.returncode, done.stderr) == (0, ''), f'the plan of segments: {done.stderr}'):
+        check('8 ranks, 8 segments, chunk 8' in done.stdout, f'the plan of segments: {done.stdout}')
+        slope = numbers_of(folder, 'plan.json')['slope_units']
+        near([slope['in_one_pool'], slope['with_offload']], [65, 2], 1e-3, 'slopes in segments')
+        equal(slope['offloaded'] - slope['parked'], 63, 'copies in the second pool, of segments')
+        os.remove(os.path.join(folder, 'plan.json'))
     # The plan is the run's.
     numbers = good(folder, 'as planned', offload=True, steps=1)
     done = run(words_of({**MODEL, 'tokens': 64, 'ranks': 2, 'offload': True, 'plan': True}), folder)
@@ -1035,7 +1080,7 @@ def test_plan(folder):
 def test_trace(folder):
     static = {'weights', 'gains', 'gradients', 'moments', 'master', 'tokens', 'losses'}
     for flags in ({'ranks': 4, 'heads': 8, 'method': 'ulysses'}, {'dtype': 'bf16', 'ranks': 2, 'sample': 3},
-                  {'ranks': 4, 'method': 'usp', 'tokens': 67}):
+                  {'ranks': 4, 'method': 'usp', 'tokens': 67}, {'ranks': 2, 'method': 'upipe-fpdt', 'segments': 3}):
         numbers = good(folder, 'traced', trace='trace.json', **flags)
         if numbers is None:
             continue
@@ -1089,6 +1134,9 @@ def test_sample(folder):
         more = {'vocab': 200000, 'model_dim': 32, 'heads': 12, 'layers': 1, 'steps': 1, 'tokens': 72, 'sample': 2}
         done = run(given(**more, ranks=ranks, kv_heads=12, prompt=start), folder)
         check(done.returncode == 0, f'a large vocabulary, {ranks} ranks: {done.stderr}')
+    # Segments of which a rank trains with unequally many tokens, and a context that is shorter than the sequence.
+    done = run(given(method='fpdt', segments=3, ranks=3, tokens=301, sample=4), folder)
+    equal((done.returncode, done.stderr), (0, ''), 'a sample in segments')
     # A text that is not cut: as much as the context can hold, and over its end.
     done = run(given(sample=80, tokens=64, ranks=1, prompt='a' * 63), folder)
     equal(done.returncode, 0, 'a sample over the end of the context')

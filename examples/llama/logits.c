@@ -38,18 +38,18 @@ typedef struct logits {
     float *out; /* [S][V] */
     struct logits_place {
         model m;
-        size_t slab_bytes;
+        size_t slab_bytes, second_bytes;
         int blocks_max;
         device d;
-        void *slab;
+        void *slab, *second_slab; /* the second pool's, where the sequence is cut */
         upipe_err err;
     } ranks[UPIPE_THREADS_MAX];
 } logits;
 
 /* clang-format off */
 enum {
-    FLAG_LOAD, FLAG_IDS, FLAG_OUT, FLAG_METHOD, FLAG_RANKS, FLAG_RING, FLAG_INNER, FLAG_CHUNK, FLAG_DTYPE,
-    FLAG_DEVICE, FLAG_DEADLINE, FLAG_HELP, FLAG_VERSION, FLAGS
+    FLAG_LOAD, FLAG_IDS, FLAG_OUT, FLAG_METHOD, FLAG_RANKS, FLAG_RING, FLAG_INNER, FLAG_SEGMENTS, FLAG_CHUNK,
+    FLAG_DTYPE, FLAG_DEVICE, FLAG_DEADLINE, FLAG_HELP, FLAG_VERSION, FLAGS
 };
 
 static const struct option option_list[] = {
@@ -60,6 +60,7 @@ static const struct option option_list[] = {
     {"ranks",    required_argument, NULL, FLAG_RANKS},
     {"ring",     required_argument, NULL, FLAG_RING},
     {"inner",    required_argument, NULL, FLAG_INNER},
+    {"segments", required_argument, NULL, FLAG_SEGMENTS},
     {"chunk",    required_argument, NULL, FLAG_CHUNK},
     {"dtype",    required_argument, NULL, FLAG_DTYPE},
     {"device",   required_argument, NULL, FLAG_DEVICE},
@@ -105,6 +106,7 @@ static int options_flag(void *user, int flag, const char *value)
     case FLAG_RANKS:
     case FLAG_RING:
     case FLAG_INNER:
+    case FLAG_SEGMENTS:
     case FLAG_CHUNK:
         return method_flag(&o->how, name, value);
     case FLAG_DTYPE:
@@ -204,11 +206,26 @@ static upipe_status logits_store(logits *g, upipe_ctx *c, upipe_view room, int64
     return c->ops->copy(c, g->out + token * room.d, upipe_view_rows(room, row, 1).data, (size_t)room.d * 4);
 }
 
-/* This rank's logits, row by row of the result. */
-static upipe_status logits_rank(logits *g, const model *m, upipe_ctx *c)
+/* This rank's tokens. */
+static upipe_status logits_tokens(const logits *g, const model_rank *r)
 {
-    const upipe_plan *p = &m->plan;
-    int64_t vocab = g->layout.config.vocab, row, i, n;
+    int32_t *to = r->tokens;
+    int64_t i, n;
+    int part;
+    for (part = 0; part < model_parts(r->m); ++part) {
+        const upipe_shard s = model_shard(r->m, part);
+        for (i = 0; i < s.n; i += n, to += n) { /* neighbours travel together */
+            n = s.step > 1 ? 1 : (i < s.piece[0].n ? s.piece[0].n : s.n) - i;
+            UPIPE_TRY(r->c->ops->copy(r->c, to, g->ids + upipe_shard_pos(&s, i), (size_t)n * 4));
+        }
+    }
+    return UPIPE_OK;
+}
+
+/* This rank's logits, row by row of the result. */
+static upipe_status logits_rank(logits *g, const model *m, upipe_ctx *c, upipe_mem *second)
+{
+    int64_t vocab = g->layout.config.vocab, row, i;
     upipe_view x, room;
     model_rank r;
     void *data;
@@ -216,22 +233,19 @@ static upipe_status logits_rank(logits *g, const model *m, upipe_ctx *c)
     r.m = m;
     r.c = c;
     r.host = c->mem;
+    r.second = second;
     r.weights = g->weights;
     r.gains = (const float *)g->gains;
-    UPIPE_TRY(upipe_mem_take(c->mem, &data, (size_t)p->local * 4, "tokens", &c->err));
+    UPIPE_TRY(upipe_mem_take(c->mem, &data, (size_t)m->rows * 4, "tokens", &c->err));
     r.tokens = (int32_t *)data;
-    for (i = 0; i < p->local; i += n) { /* neighbours travel together */
-        n = p->shard.step > 1 ? 1 : (i < p->shard.piece[0].n ? p->shard.piece[0].n : p->local) - i;
-        UPIPE_TRY(c->ops->copy(c, r.tokens + i, g->ids + upipe_shard_pos(&p->shard, i), (size_t)n * 4));
-    }
+    UPIPE_TRY(logits_tokens(g, &r));
     UPIPE_TRY(model_fwd(&r, &x, 0));
     UPIPE_TRY(upipe_mem_take(c->mem, &data, (size_t)(UPIPE_TILE_LOSS_ROWS * vocab) * 4, "logits", &c->err));
-    for (row = 0; row < p->local; row += UPIPE_TILE_LOSS_ROWS) {
-        int64_t rows = p->local - row < UPIPE_TILE_LOSS_ROWS ? p->local - row : (int64_t)UPIPE_TILE_LOSS_ROWS;
+    for (row = 0; row < m->rows; row += UPIPE_TILE_LOSS_ROWS) {
+        int64_t rows = m->rows - row < UPIPE_TILE_LOSS_ROWS ? m->rows - row : (int64_t)UPIPE_TILE_LOSS_ROWS;
         room = upipe_view_packed(data, UPIPE_F32, rows, 1, (int32_t)vocab);
         UPIPE_TRY(model_logits(&r, room, upipe_view_rows(x, row, rows)));
-        for (i = 0; i < rows; ++i)
-            UPIPE_TRY(logits_store(g, c, room, i, upipe_shard_pos(&p->shard, row + i)));
+        for (i = 0; i < rows; ++i) UPIPE_TRY(logits_store(g, c, room, i, model_position(m, row + i)));
     }
     UPIPE_TRY(upipe_mem_give(c->mem, data, &c->err));
     UPIPE_TRY(model_give(&r, x));
@@ -243,8 +257,9 @@ static upipe_status logits_rank_main(void *user, int rank)
     logits *g = (logits *)user;
     struct logits_place *k = &g->ranks[rank];
     upipe_block *blocks = (upipe_block *)calloc((size_t)k->blocks_max, sizeof *blocks);
+    upipe_block second_blocks[UPIPE_DRY_HOST_BLOCKS_MAX];
     upipe_status s;
-    upipe_mem mem;
+    upipe_mem mem, second;
     upipe_ctx c;
     memset(&c, 0, sizeof c);
     grid_use(&g->net, rank, &c);
@@ -252,15 +267,19 @@ static upipe_status logits_rank_main(void *user, int rank)
     if (s == UPIPE_OK) s = device_open(&k->d, g->o.device, &c.err);
     device_use(&k->d, &c);
     if (s == UPIPE_OK) s = device_slab(&k->d, &k->slab, k->slab_bytes, &c.err);
+    if (s == UPIPE_OK) s = device_host_slab(&k->d, &k->second_slab, k->second_bytes, &c.err);
     if (s == UPIPE_OK && blocks == NULL) s = upi_fail(&c.err, UPIPE_ERR_MEMORY, "no room for a pool's table");
     if (s == UPIPE_OK) {
         upipe_mem_init(&mem, k->slab, k->slab_bytes, blocks, k->blocks_max);
+        upipe_mem_init(&second, k->second_slab, k->second_bytes, second_blocks, UPIPE_DRY_HOST_BLOCKS_MAX);
         c.mem = &mem;
-        s = logits_rank(g, &k->m, &c);
-        if (s == UPIPE_OK)
-            s = upipe_mem_free(&mem, &c.err);
-        else
+        s = logits_rank(g, &k->m, &c, &second);
+        if (s == UPIPE_OK) s = upipe_mem_free(&second, &c.err);
+        if (s == UPIPE_OK) s = upipe_mem_free(&mem, &c.err);
+        if (s != UPIPE_OK) {
+            upipe_mem_free(&second, NULL);
             upipe_mem_free(&mem, NULL);
+        }
     }
     free(blocks);
     k->err = c.err;
@@ -333,9 +352,11 @@ static int logits_plan(logits *g)
         struct logits_place *k = &g->ranks[r];
         method_place(&d, r);
         s = model_init(&k->m, &g->layout, &d, &dry->ctx.err);
+        if (s == UPIPE_OK) s = model_cut(&k->m, g->o.how.segments, &dry->ctx.err);
         if (s == UPIPE_OK) s = upipe_dry_init(dry, &k->m.plan, &g->ops);
-        if (s == UPIPE_OK) s = logits_rank(g, &k->m, &dry->ctx);
+        if (s == UPIPE_OK) s = logits_rank(g, &k->m, &dry->ctx, &dry->host);
         k->slab_bytes = dry->mem.need;
+        k->second_bytes = upi_mem_span(dry->host.need);
         k->blocks_max = dry->mem.blocks_peak;
     }
     if (s != UPIPE_OK) logits_fail(s, &dry->ctx.err);
@@ -348,12 +369,15 @@ static int logits_plan(logits *g)
 static int logits_check_memory(const logits *g)
 {
     double have = cli_memory(), need = (double)g->layout.gains * 4;
-    double slabs = 0;
+    double slabs = 0, second = 0;
     int r;
-    for (r = 0; r < g->o.how.ranks; ++r) slabs += (double)g->ranks[r].slab_bytes;
+    for (r = 0; r < g->o.how.ranks; ++r) {
+        slabs += (double)g->ranks[r].slab_bytes;
+        second += (double)g->ranks[r].second_bytes;
+    }
     need += (double)g->layout.weights * (double)upipe_dtype_bytes(g->o.dtype);
     if (device_has_room(g->o.device, slabs + need) != 0) return -1;
-    need += (double)g->tokens * (double)g->layout.config.vocab * 4;
+    need += second + (double)g->tokens * (double)g->layout.config.vocab * 4;
     if (g->o.device == DEVICE_CPU) need += slabs;
     if (need <= have) return 0;
     return cli_fail("out of memory: the run takes %.1f GiB of this machine's %.1f GiB", need / (1 << 30),
@@ -378,6 +402,7 @@ static int logits_run(logits *g)
     }
     for (r = 0; r < g->o.how.ranks; ++r) {
         device_slab_free(&g->ranks[r].d, g->ranks[r].slab);
+        device_host_slab_free(&g->ranks[r].d, g->ranks[r].second_slab);
         closed = device_close(&g->ranks[r].d, &e);
         if (s == UPIPE_OK && closed != UPIPE_OK) s = closed, logits_fail(s, &e);
     }

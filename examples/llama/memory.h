@@ -37,7 +37,7 @@ static const char *const memory_part_names[MEMORY_PARTS] = {"weights",     "grad
 typedef struct memory_plan {
     size_t phase[MODEL_PHASES]; /* live bytes at most */
     size_t peak;                /* the largest of them */
-    size_t host;                /* the second pool with offload, otherwise 0 */
+    size_t host;                /* the second pool: with offload, or in segments; otherwise 0 */
     size_t at_peak[MEMORY_PARTS], largest[MEMORY_PARTS];
 } memory_plan;
 
@@ -63,37 +63,79 @@ static void memory_static(size_t *part, const model *m)
     part[MEMORY_GRADIENTS] = (size_t)(l->weights + l->gains) * 4;
     part[MEMORY_OPTIMIZER] =
         (size_t)(weights + gains) * 8 + (d->dtype == UPIPE_F32 ? 0 : (size_t)weights * 4);
-    part[MEMORY_TOKENS] = (size_t)m->plan.rows * 12; /* token, target, loss */
+    part[MEMORY_TOKENS] = (size_t)m->rows * 12; /* token, target, loss */
 }
 
-/* Scratch and results of a phase, beyond what memory_parts says below. */
-static upipe_status memory_scratch(size_t *extra, const model *m, const upipe_ops *ops, upipe_err *e)
+/* What the attention half takes, at once. */
+static void memory_attention(size_t *extra, const model *m, const upipe_layer *layer, const upipe_ops *ops)
 {
-    const llama_config *config = &m->layout->config;
     const upipe_plan *p = &m->plan;
     const upipe_buffers b = upipe_plan_buffers(p);
-    size_t u = upipe_plan_unit_bytes(p), out = b.slot * (size_t)p->stages, sums[2], fwd, bwd;
-    const float gain[1] = {0}; /* shapes alone are asked for */
-    upipe_plan_scratch scratch;
-    upipe_bytes bytes;
-    upipe_layer layer;
-    upipe_mlp mlp;
-    upipe_head head;
-    int k;
-    memset(&layer, 0, sizeof layer);
-    layer.plan = p;
-    layer.wo = gain;
-    layer.tile_rows = config->dim;
-    layer.window = config->window;
-    layer.q_gain = layer.k_gain = config->qk_norm ? gain : NULL;
-    scratch = upipe_layer_scratch(ops, &layer, 1);
-    bytes = upipe_plan_bytes(p, &scratch);
-    for (k = 0; k < UPIPE_PHASES; ++k) extra[k] = bytes.phase[k];
+    const upipe_plan_scratch scratch = upipe_layer_scratch(ops, layer, 1);
+    const upipe_bytes bytes = upipe_plan_bytes(p, &scratch);
+    size_t u = model_unit(m), out = b.slot * (size_t)p->stages, fwd, bwd;
+    memcpy(extra, bytes.phase, sizeof bytes.phase);
     extra[UPIPE_BWD_BEFORE] = u + out + b.lse + b.delta; /* the gradient of O has O's place already */
     fwd = upipe_layer_out_bytes(p, &scratch, 0);
     bwd = upipe_layer_out_bytes(p, &scratch, 1);
     if (m->offload) fwd = fwd > u ? fwd - u : 0; /* the forward has no fetched copy beside it */
     extra[UPIPE_PHASE_OTHER] = u + out + b.lse + upi_most(fwd, bwd);
+}
+
+/* What it takes in segments; and in the second pool: the normed stream, the gradient of O, and what the
+ * library parks. */
+static upipe_status memory_segments(size_t *extra, size_t *host, const model *m, const upipe_layer *layer,
+                                    const upipe_ops *ops, upipe_err *e)
+{
+    upipe_fpdt f = m->fpdt;
+    size_t *other = &extra[UPIPE_PHASE_OTHER];
+    upipe_bytes bytes;
+    int i;
+    f.layer = *layer;
+    UPIPE_TRY(upipe_fpdt_bytes(&f, ops, &bytes, host, e));
+    *host += model_unit(m) + upipe_fpdt_out_bytes(&f, ops);
+    memcpy(extra, bytes.phase, sizeof bytes.phase);
+    for (i = 0, *other = 0; i < f.segments; ++i) {
+        upipe_layer l = *layer;
+        upipe_plan_scratch scratch;
+        upipe_plan p;
+        size_t u, out, fwd, bwd;
+        UPIPE_TRY(upipe_fpdt_plan(&f, i, &p, e));
+        l.plan = &p;
+        scratch = upipe_layer_scratch(ops, &l, 1);
+        u = upipe_plan_unit_bytes(&p);
+        out = upipe_plan_buffers(&p).slot * (size_t)p.stages;
+        fwd = upipe_layer_out_bytes(&p, &scratch, 0);
+        bwd = upipe_layer_out_bytes(&p, &scratch, 1);
+        *other = upi_most(*other, out + upi_most(u + fwd, bwd));
+        *other = upi_most(*other, m->offload ? 2 * u : u); /* the norm's backward: gradient and copy */
+    }
+    return UPIPE_OK;
+}
+
+/* Scratch and results of a phase, beyond what memory_plan_make says below; and of the second pool, but for
+ * the copies. */
+static upipe_status memory_scratch(size_t *extra, size_t *host, const model *m, const upipe_ops *ops,
+                                   upipe_err *e)
+{
+    const llama_config *config = &m->layout->config;
+    const upipe_dtype dtype = m->plan.desc.dtype;
+    const float gain[1] = {0}; /* shapes alone are asked for */
+    size_t sums[2];
+    upipe_layer layer;
+    upipe_mlp mlp;
+    upipe_head head;
+    memset(&layer, 0, sizeof layer);
+    layer.plan = &m->plan;
+    layer.wo = gain;
+    layer.tile_rows = config->dim;
+    layer.window = config->window;
+    layer.q_gain = layer.k_gain = config->qk_norm ? gain : NULL;
+    *host = 0;
+    if (m->fpdt.segments > 0)
+        UPIPE_TRY(memory_segments(extra, host, m, &layer, ops, e));
+    else
+        memory_attention(extra, m, &layer, ops);
 
     memset(&mlp, 0, sizeof mlp);
     mlp.gain = gain;
@@ -104,9 +146,9 @@ static upipe_status memory_scratch(size_t *extra, const model *m, const upipe_op
     head.vocab = config->vocab;
     head.tile_bytes = m->tile_bytes;
     extra[MODEL_EMBED] = 0;
-    UPIPE_TRY(upipe_mlp_bytes(&extra[MODEL_MLP_FWD], ops, &mlp, p->rows, config->dim, p->desc.dtype, 0, e));
-    UPIPE_TRY(upipe_mlp_bytes(&extra[MODEL_MLP_BWD], ops, &mlp, p->rows, config->dim, p->desc.dtype, 1, e));
-    UPIPE_TRY(upipe_loss_bytes(&extra[MODEL_LOSS], ops, &head, p->rows, config->dim, p->desc.dtype, 1, e));
+    UPIPE_TRY(upipe_mlp_bytes(&extra[MODEL_MLP_FWD], ops, &mlp, m->rows, config->dim, dtype, 0, e));
+    UPIPE_TRY(upipe_mlp_bytes(&extra[MODEL_MLP_BWD], ops, &mlp, m->rows, config->dim, dtype, 1, e));
+    UPIPE_TRY(upipe_loss_bytes(&extra[MODEL_LOSS], ops, &head, m->rows, config->dim, dtype, 1, e));
     sums[0] = upipe_a2a_sum_bytes(m->layout->weights, model_world(m));
     sums[1] = upipe_a2a_sum_bytes(m->layout->gains, model_world(m));
     extra[MODEL_UPDATE] = upi_most(sums[0], sums[1]);
@@ -118,6 +160,7 @@ static size_t memory_copies(const model *m, int phase)
 {
     size_t layers = (size_t)m->layout->config.layers;
     if (phase == MODEL_EMBED || phase == MODEL_UPDATE) return 0;
+    if (m->offload && m->fpdt.segments > 0) return phase == MODEL_MLP_BWD; /* attention fetches segments */
     if (m->offload) return phase <= UPIPE_PHASE_OTHER || phase == MODEL_MLP_BWD ? 1 : 0; /* the fetched one */
     return phase <= UPIPE_PHASE_OTHER ? 2 * layers - 1 : 2 * layers;
 }
@@ -127,15 +170,21 @@ static size_t memory_copies(const model *m, int phase)
  */
 static upipe_status memory_plan_make(memory_plan *plan, const model *m, const upipe_ops *ops, upipe_err *e)
 {
-    size_t u = upipe_plan_unit_bytes(&m->plan), extra[MODEL_PHASES], part[MEMORY_PARTS];
+    size_t u = model_unit(m), extra[MODEL_PHASES], part[MEMORY_PARTS];
     int phase, k;
     memset(plan, 0, sizeof *plan);
-    UPIPE_TRY(memory_scratch(extra, m, ops, e));
+    UPIPE_TRY(memory_scratch(extra, &plan->host, m, ops, e));
+    /* segments are parked most in the last layer's backward, which has used up the copy of its MLP half */
+    if (m->offload) plan->host += (2 * (size_t)m->layout->config.layers - (m->fpdt.segments > 0)) * u;
     for (phase = 0; phase < MODEL_PHASES; ++phase) {
         memory_static(part, m);
         part[MEMORY_STREAM] = phase == MODEL_UPDATE ? 0 : u;
         part[MEMORY_CHECKPOINTS] = memory_copies(m, phase) * u;
-        part[memory_phase_part(phase)] += extra[phase];
+        /* segments may take less than the copy of the MLP half, which is there shortly before and after it */
+        if (phase == UPIPE_PHASE_OTHER && extra[phase] < u)
+            part[MEMORY_CHECKPOINTS] += u;
+        else
+            part[memory_phase_part(phase)] += extra[phase];
         for (k = 0; k < MEMORY_PARTS; ++k) {
             plan->phase[phase] += part[k];
             plan->largest[k] = upi_most(plan->largest[k], part[k]);
@@ -144,7 +193,6 @@ static upipe_status memory_plan_make(memory_plan *plan, const model *m, const up
         plan->peak = plan->phase[phase];
         memcpy(plan->at_peak, part, sizeof part);
     }
-    plan->host = m->offload ? 2 * (size_t)m->layout->config.layers * u : 0;
     return UPIPE_OK;
 }
 

@@ -1,11 +1,12 @@
 /* method.h -- the methods of context parallelism by name, as descriptions of a plan
  *
- *     method_choice how = {METHOD_USP, 8, 2, 0, 0};         on 8 ranks, 2 of them a ring
+ *     method_choice how = {METHOD_USP, 8, 2, 0, 0, 0};      on 8 ranks, 2 of them a ring
  *     upipe_plan_desc desc = method_desc(&how, heads, kv_heads);
  *     method_place(&desc, rank);                            for one of the 8; the caller says the rest
  *
  * A run's ranks are a grid: neighbours are a team, which exchanges heads for tokens, and ranks at the same
- * place of their teams are a ring, in which keys and values travel.
+ * place of their teams are a ring, in which keys and values travel. Where the method cuts the sequence into
+ * segments, how.segments says into how many, for model_cut.
  */
 #ifndef LLAMA_METHOD_H
 #define LLAMA_METHOD_H
@@ -26,10 +27,12 @@ enum {
     METHOD_USP,
     METHOD_UPIPE_RING,
     METHOD_DOUBLE_RING,
+    METHOD_FPDT,
+    METHOD_UPIPE_FPDT,
     METHODS
 };
 
-enum { METHOD_CHUNK_MAX = 1 << 24 };
+enum { METHOD_CHUNK_MAX = 1 << 24, METHOD_SEGMENTS_MAX = 1 << 16 };
 
 /* What the ranks are, and which heads a stage takes. */
 typedef enum method_shape { METHOD_IS_TEAM, METHOD_IS_RING, METHOD_IS_GRID } method_shape;
@@ -41,28 +44,31 @@ typedef struct method_about {
     method_stage stage;
     upipe_layout layout;
     upipe_ring_mode mode;
-    int naive, inner; /* inner: rings of rings */
+    int naive, inner, segmented; /* inner: rings of rings */
 } method_about;
 
 /* clang-format off */
 static const method_about method_list[METHODS] = {
-    {"ulysses",     METHOD_IS_TEAM, METHOD_ALL_HEADS, UPIPE_CONTIGUOUS, UPIPE_RING_AUTO,   0, 0},
-    {"upipe",       METHOD_IS_TEAM, METHOD_CHUNK,     UPIPE_CONTIGUOUS, UPIPE_RING_AUTO,   0, 0},
-    {"upipe-naive", METHOD_IS_TEAM, METHOD_CHUNK,     UPIPE_CONTIGUOUS, UPIPE_RING_AUTO,   1, 0},
-    {"ring",        METHOD_IS_RING, METHOD_ALL_HEADS, UPIPE_CONTIGUOUS, UPIPE_RING_SHIFT,  0, 0},
-    {"zigzag",      METHOD_IS_RING, METHOD_ALL_HEADS, UPIPE_ZIGZAG,     UPIPE_RING_SHIFT,  0, 0},
-    {"stripe",      METHOD_IS_RING, METHOD_ALL_HEADS, UPIPE_STRIPED,    UPIPE_RING_SHIFT,  0, 0},
-    {"allgather",   METHOD_IS_RING, METHOD_GROUP,     UPIPE_ZIGZAG,     UPIPE_RING_GATHER, 0, 0},
-    {"usp",         METHOD_IS_GRID, METHOD_ALL_HEADS, UPIPE_ZIGZAG,     UPIPE_RING_SHIFT,  0, 0},
-    {"upipe-ring",  METHOD_IS_GRID, METHOD_CHUNK,     UPIPE_ZIGZAG,     UPIPE_RING_AUTO,   0, 0},
-    {"double-ring", METHOD_IS_RING, METHOD_ALL_HEADS, UPIPE_ZIGZAG,     UPIPE_RING_SHIFT,  0, 1}};
+    {"ulysses",     METHOD_IS_TEAM, METHOD_ALL_HEADS, UPIPE_CONTIGUOUS, UPIPE_RING_AUTO,   0, 0, 0},
+    {"upipe",       METHOD_IS_TEAM, METHOD_CHUNK,     UPIPE_CONTIGUOUS, UPIPE_RING_AUTO,   0, 0, 0},
+    {"upipe-naive", METHOD_IS_TEAM, METHOD_CHUNK,     UPIPE_CONTIGUOUS, UPIPE_RING_AUTO,   1, 0, 0},
+    {"ring",        METHOD_IS_RING, METHOD_ALL_HEADS, UPIPE_CONTIGUOUS, UPIPE_RING_SHIFT,  0, 0, 0},
+    {"zigzag",      METHOD_IS_RING, METHOD_ALL_HEADS, UPIPE_ZIGZAG,     UPIPE_RING_SHIFT,  0, 0, 0},
+    {"stripe",      METHOD_IS_RING, METHOD_ALL_HEADS, UPIPE_STRIPED,    UPIPE_RING_SHIFT,  0, 0, 0},
+    {"allgather",   METHOD_IS_RING, METHOD_GROUP,     UPIPE_ZIGZAG,     UPIPE_RING_GATHER, 0, 0, 0},
+    {"usp",         METHOD_IS_GRID, METHOD_ALL_HEADS, UPIPE_ZIGZAG,     UPIPE_RING_SHIFT,  0, 0, 0},
+    {"upipe-ring",  METHOD_IS_GRID, METHOD_CHUNK,     UPIPE_ZIGZAG,     UPIPE_RING_AUTO,   0, 0, 0},
+    {"double-ring", METHOD_IS_RING, METHOD_ALL_HEADS, UPIPE_ZIGZAG,     UPIPE_RING_SHIFT,  0, 1, 0},
+    {"fpdt",        METHOD_IS_TEAM, METHOD_ALL_HEADS, UPIPE_CONTIGUOUS, UPIPE_RING_AUTO,   0, 0, 1},
+    {"upipe-fpdt",  METHOD_IS_TEAM, METHOD_CHUNK,     UPIPE_CONTIGUOUS, UPIPE_RING_AUTO,   0, 0, 1}};
 /* clang-format on */
 
 /* Lines of --help, and its end. */
-#define METHOD_USAGE                                                   \
-    "  --method NAME      one of those below (upipe)\n"                \
-    "  --ring N           ranks of a ring of usp and upipe-ring (2)\n" \
-    "  --inner N          ranks of an inner ring of double-ring (2)\n" \
+#define METHOD_USAGE                                                          \
+    "  --method NAME      one of those below (upipe)\n"                       \
+    "  --ring N           ranks of a ring of usp and upipe-ring (2)\n"        \
+    "  --inner N          ranks of an inner ring of double-ring (2)\n"        \
+    "  --segments N       parts of the sequence of fpdt and upipe-fpdt (4)\n" \
     "  --chunk N          query heads of a stage of the upipes, over a team's ranks (their number)\n"
 
 static const char method_usage[] =
@@ -77,11 +83,13 @@ static const char method_usage[] =
     "  allgather          tokens as zigzag; K and V of a group of heads at a time are gathered\n"
     "  usp                ulysses in teams, zigzag in rings of --ring ranks, one of each team\n"
     "  upipe-ring         upipe in such teams\n"
-    "  double-ring        zigzag in rings of --inner ranks, and round these rings\n";
+    "  double-ring        zigzag in rings of --inner ranks, and round these rings\n"
+    "  fpdt               ulysses in segments of the sequence, which wait in the second pool\n"
+    "  upipe-fpdt         upipe in such segments\n";
 
-/* ranks: of all. ring, inner, chunk: 0 for the default */
+/* ranks: of all. ring, inner, chunk, segments: 0 for the default */
 typedef struct method_choice {
-    int method, ranks, ring, inner, chunk;
+    int method, ranks, ring, inner, chunk, segments;
 } method_choice;
 
 /* Prints --help: a program's own text, and the methods. */
@@ -94,12 +102,18 @@ static inline int method_help(const char *name, const char *usage)
 /* Takes the flag of this name. */
 static inline int method_flag(method_choice *how, const char *name, const char *text)
 {
-    int *number = strcmp(name, "ranks") == 0   ? &how->ranks
-                  : strcmp(name, "ring") == 0  ? &how->ring
-                  : strcmp(name, "inner") == 0 ? &how->inner
-                                               : &how->chunk;
-    if (strcmp(name, "method") != 0)
-        return cli_int(name, text, number == &how->chunk ? METHOD_CHUNK_MAX : UPIPE_THREADS_MAX, number);
+    const struct {
+        const char *name;
+        int most, *number;
+    } numbers[] = {{"ranks", UPIPE_THREADS_MAX, &how->ranks},
+                   {"ring", UPIPE_THREADS_MAX, &how->ring},
+                   {"inner", UPIPE_THREADS_MAX, &how->inner},
+                   {"chunk", METHOD_CHUNK_MAX, &how->chunk},
+                   {"segments", METHOD_SEGMENTS_MAX, &how->segments}};
+    size_t i;
+    for (i = 0; i < sizeof numbers / sizeof *numbers; ++i)
+        if (strcmp(name, numbers[i].name) == 0)
+            return cli_int(name, text, numbers[i].most, numbers[i].number);
     for (how->method = 0; how->method < METHODS; ++how->method)
         if (strcmp(text, method_list[how->method].name) == 0) return 0;
     return cli_refuse("--method: '%s' is none of those that --help lists", text);
@@ -117,7 +131,10 @@ static inline int method_resolve(method_choice *how)
                           a->name, a->shape == METHOD_IS_TEAM ? "no ranks" : "all ranks");
     if (how->inner > 0 && !a->inner)
         return cli_refuse("--inner %d would have no effect with --method %s", how->inner, a->name);
+    if (how->segments > 0 && !a->segmented)
+        return cli_refuse("--segments %d would have no effect with --method %s", how->segments, a->name);
     if (how->inner == 0 && a->inner) how->inner = 2;
+    if (how->segments == 0 && a->segmented) how->segments = 4;
     if (a->shape == METHOD_IS_GRID && how->ring == 0) how->ring = 2;
     if (a->shape != METHOD_IS_GRID) how->ring = a->shape == METHOD_IS_RING ? how->ranks : 1;
     if (how->ranks % how->ring == 0) return 0;

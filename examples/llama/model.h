@@ -11,7 +11,9 @@
  * else again. They wait in the pool, or with `offload` in a second one: host memory, on a GPU.
  *
  * A rank holds the tokens of its plan's shard of every sequence, and a whole copy of the weights. The plan
- * alone knows which method it is.
+ * alone knows which method it is, but for one thing: model_cut cuts the sequence into segments. Then a rank's
+ * rows are those of its shards of the segments, one segment after the other, the attention half is that of
+ * upipe_fpdt.h, and what it parks is in the second pool too.
  */
 #ifndef LLAMA_MODEL_H
 #define LLAMA_MODEL_H
@@ -36,6 +38,8 @@ static const char *const model_phase_names[] = {"embed", "mlp_fwd", "loss", "mlp
 typedef struct model {
     const llama_layout *layout;
     upipe_plan plan;   /* of one rank */
+    upipe_fpdt fpdt;   /* its description and segments; 0 segments: the sequence is not cut */
+    int64_t rows;      /* of this rank, of all sequences */
     size_t tile_bytes; /* of MLP and loss; 0 = the library's default */
     int offload;
 } model;
@@ -44,7 +48,8 @@ typedef struct model {
 typedef struct model_rank {
     const model *m;
     upipe_ctx *c;
-    upipe_mem *host; /* where the kept copies of the stream wait; c->mem without offload */
+    upipe_mem *host;   /* where the kept copies of the stream wait; c->mem without offload */
+    upipe_mem *second; /* where segments are parked; NULL if the sequence is not cut */
     const void *weights;
     const float *gains;
     float *grads[2]; /* of the weights group and of the gains group */
@@ -66,7 +71,55 @@ __attribute__((unused)) static upipe_status model_init(model *m, const llama_lay
     d.heads = c->heads;
     d.kv_heads = c->kv_heads;
     d.head_dim = c->head_dim;
-    return upipe_plan_init(&m->plan, &d, e);
+    UPIPE_TRY(upipe_plan_init(&m->plan, &d, e));
+    m->rows = m->plan.rows;
+    return UPIPE_OK;
+}
+
+/* model_cut -- after model_init: the sequence in so many segments; 0: none
+ *   errors  those of upipe_fpdt_plan: more segments than tokens for every rank, a ring
+ */
+__attribute__((unused)) static upipe_status model_cut(model *m, int segments, upipe_err *e)
+{
+    upipe_plan first;
+    int i;
+    if (segments == 0) return UPIPE_OK;
+    m->fpdt.desc = m->plan.desc;
+    m->fpdt.segments = segments;
+    UPIPE_TRY(upipe_fpdt_plan(&m->fpdt, 0, &first, e));
+    for (i = 0, m->rows = 0; i < segments; ++i)
+        m->rows += upipe_fpdt_shard(&m->fpdt, i).n * m->plan.desc.batch;
+    return UPIPE_OK;
+}
+
+/* Parts that a rank's rows are in, [part][batch][tokens of the part]: segments, or one. */
+static int model_parts(const model *m)
+{
+    return m->fpdt.segments > 0 ? m->fpdt.segments : 1;
+}
+
+/* Positions of a part's tokens. */
+static upipe_shard model_shard(const model *m, int part)
+{
+    return m->fpdt.segments > 0 ? upipe_fpdt_shard(&m->fpdt, part) : m->plan.shard;
+}
+
+/* The position of a row of a sequence alone. */
+__attribute__((unused)) static int64_t model_position(const model *m, int64_t row)
+{
+    upipe_shard s = model_shard(m, 0);
+    int part = 0;
+    while (row >= s.n) {
+        row -= s.n;
+        s = model_shard(m, ++part);
+    }
+    return upipe_shard_pos(&s, row);
+}
+
+/* Bytes of one tensor of the stream. */
+static size_t model_unit(const model *m)
+{
+    return (size_t)(m->rows * m->plan.desc.model_dim) * upipe_dtype_bytes(m->plan.desc.dtype);
 }
 
 /* Ranks of the run, of all teams and rings, and this one of them: neighbours are a team. */
@@ -175,14 +228,22 @@ static upipe_head model_head(const model_rank *r)
 
 /* ---- blocks of the pool ---- */
 
-/* A tensor [rows][D] of the storage type. */
+/* A tensor [n][D] of the storage type, of n rows. */
+static upipe_status model_take_rows(const model_rank *r, upipe_mem *mem, upipe_view *x, int64_t n,
+                                    const char *tag)
+{
+    const upipe_plan_desc *d = &r->m->plan.desc;
+    void *data;
+    UPIPE_TRY(upipe_mem_take(mem, &data, (size_t)(n * d->model_dim) * upipe_dtype_bytes(d->dtype), tag,
+                             &r->c->err));
+    *x = upipe_view_packed(data, d->dtype, n, 1, (int32_t)d->model_dim);
+    return UPIPE_OK;
+}
+
+/* One of all the rank's rows. */
 static upipe_status model_take(const model_rank *r, upipe_view *x, const char *tag)
 {
-    const upipe_plan *p = &r->m->plan;
-    void *data;
-    UPIPE_TRY(upipe_mem_take(r->c->mem, &data, upipe_plan_unit_bytes(p), tag, &r->c->err));
-    *x = upipe_view_packed(data, p->desc.dtype, p->rows, 1, (int32_t)p->desc.model_dim);
-    return UPIPE_OK;
+    return model_take_rows(r, r->c->mem, x, r->m->rows, tag);
 }
 
 static upipe_status model_give(const model_rank *r, upipe_view x)
@@ -203,7 +264,7 @@ static void model_phase(const model_rank *r, int phase)
 /* Keeps a copy of the stream as number i. */
 static upipe_status model_keep(model_rank *r, int64_t i, upipe_view x)
 {
-    size_t bytes = upipe_plan_unit_bytes(&r->m->plan);
+    size_t bytes = model_unit(r->m);
     UPIPE_TRY(upipe_mem_take(r->host, &r->kept[i], bytes, "kept", &r->c->err));
     if (r->device != NULL && r->host != r->c->mem)
         return device_copy_start(r->device, r->c, r->kept[i], x.data, bytes);
@@ -223,10 +284,185 @@ static upipe_status model_fetch(model_rank *r, int64_t i, upipe_view *x)
         x->data = r->kept[i];
     } else {
         UPIPE_TRY(model_take(r, x, "fetched"));
-        UPIPE_TRY(r->c->ops->copy(r->c, x->data, r->kept[i], upipe_plan_unit_bytes(&r->m->plan)));
+        UPIPE_TRY(r->c->ops->copy(r->c, x->data, r->kept[i], model_unit(r->m)));
         UPIPE_TRY(upipe_mem_give(r->host, r->kept[i], &r->c->err));
     }
     r->kept[i] = NULL;
+    return UPIPE_OK;
+}
+
+/* ---- the attention half in segments ---- */
+
+static upipe_fpdt model_segments(const model_rank *r, int64_t layer)
+{
+    upipe_fpdt f = r->m->fpdt;
+    f.layer = model_attention_layer(r, layer);
+    f.host = r->second;
+    return f;
+}
+
+/* A tensor's rows of segment i. */
+static upipe_view model_segment(const model_rank *r, upipe_view x, int i)
+{
+    const int64_t batch = r->m->plan.desc.batch;
+    int64_t first = 0;
+    int k;
+    for (k = 0; k < i; ++k) first += model_shard(r->m, k).n * batch;
+    return upipe_view_rows(x, first, model_shard(r->m, i).n * batch);
+}
+
+static upipe_status model_copy(const model_rank *r, upipe_view dst, upipe_view src)
+{
+    return r->c->ops->copy(r->c, dst.data, src.data, (size_t)(src.n * src.d) * upipe_dtype_bytes(src.dtype));
+}
+
+/* normed, in the second pool, from x; which lies there too where `away` says so. */
+static upipe_status model_segments_norm(const model_rank *r, int64_t layer, upipe_view normed, upipe_view x,
+                                        int away)
+{
+    const float *gain = model_gain(r, LLAMA_NORM1, layer), eps = (float)r->m->layout->config.norm_eps;
+    int i;
+    for (i = 0; i < model_parts(r->m); ++i) {
+        upipe_view from = model_segment(r, x, i), n;
+        UPIPE_TRY(model_take_rows(r, r->c->mem, &n, from.n, "normed"));
+        if (away) UPIPE_TRY(model_copy(r, n, from));
+        UPIPE_TRY(r->c->ops->rmsnorm(r->c, n, away ? n : from, gain, eps));
+        UPIPE_TRY(model_copy(r, model_segment(r, normed, i), n));
+        UPIPE_TRY(model_give(r, n));
+    }
+    return UPIPE_OK;
+}
+
+/* Segment i of the slots in the second pool, to or from those in the rank's own. */
+static upipe_status model_segment_slots(const model_rank *r, const upipe_fpdt *f, const upipe_plan *p, int i,
+                                        char *parked, const upipe_slots *slots, int back)
+{
+    upipe_ctx *c = r->c;
+    const size_t slot = upipe_fpdt_out_bytes(f, c->ops) / (size_t)f->segments / (size_t)p->stages;
+    int stage;
+    for (stage = 0; stage < p->stages; ++stage) {
+        char *there = parked + (size_t)(i * p->stages + stage) * slot;
+        char *here = (char *)slots->data + (size_t)stage * slots->slot_bytes;
+        UPIPE_TRY(
+            c->ops->copy(c, back ? there : here, back ? here : there,
+                         upipe_plan_rows_bytes(p, upipe_plan_buffer(p, UPIPE_Q, stage), p->desc.v_dim)));
+    }
+    return UPIPE_OK;
+}
+
+/* Segment i of the forward's result, in the rank's own pool, as the output projection reads it. */
+static upipe_status model_segment_begin(const model_rank *r, const upipe_fpdt *f, int i, upipe_plan *p,
+                                        upipe_layer *l, upipe_saved *out, const upipe_fpdt_saved *saved)
+{
+    UPIPE_TRY(upipe_fpdt_plan(f, i, p, &r->c->err));
+    *l = f->layer;
+    l->plan = p;
+    UPIPE_TRY(upipe_layer_slots_take(r->c, l, &out->out, UPIPE_SLOT_FULL, "final_out"));
+    out->lse = (float *)(void *)saved->out; /* is not read; NULL would mean consumed */
+    out->delta = NULL;
+    return model_segment_slots(r, f, p, i, saved->out, &out->out, 0);
+}
+
+/* x += O * Wo^T, segment by segment. */
+static upipe_status model_segments_out_fwd(const model_rank *r, const upipe_fpdt *f, upipe_view x,
+                                           const upipe_fpdt_saved *saved)
+{
+    upipe_ctx *c = r->c;
+    int i;
+    for (i = 0; i < f->segments; ++i) {
+        upipe_view rows = model_segment(r, x, i), y;
+        upipe_saved out;
+        upipe_layer l;
+        upipe_plan p;
+        UPIPE_TRY(model_segment_begin(r, f, i, &p, &l, &out, saved));
+        UPIPE_TRY(model_take_rows(r, c->mem, &y, rows.n, "attended"));
+        UPIPE_TRY(upipe_layer_out_fwd(c, &l, y, &out));
+        UPIPE_TRY(upipe_mem_give(c->mem, out.out.data, &c->err));
+        UPIPE_TRY(c->ops->add(c, rows, y));
+        UPIPE_TRY(model_give(r, y));
+    }
+    return UPIPE_OK;
+}
+
+/* gout, slots in the second pool, from the gradient of the half's result. */
+static upipe_status model_segments_out_bwd(const model_rank *r, const upipe_fpdt *f, char *gout,
+                                           upipe_grads *grads, const upipe_fpdt_saved *saved, upipe_view g)
+{
+    upipe_ctx *c = r->c;
+    int i;
+    for (i = 0; i < f->segments; ++i) {
+        upipe_saved out;
+        upipe_layer l;
+        upipe_plan p;
+        UPIPE_TRY(model_segment_begin(r, f, i, &p, &l, &out, saved));
+        UPIPE_TRY(upipe_layer_out_bwd(c, &l, grads, &out, model_segment(r, g, i)));
+        UPIPE_TRY(model_segment_slots(r, f, &p, i, gout, &out.out, 1));
+        UPIPE_TRY(upipe_mem_give(c->mem, out.delta, &c->err));
+        UPIPE_TRY(upipe_mem_give(c->mem, out.out.data, &c->err));
+    }
+    return UPIPE_OK;
+}
+
+/* g += the gradient through the norm, of which gnormed is in the second pool; x, away as above. */
+static upipe_status model_segments_norm_bwd(const model_rank *r, int64_t layer, upipe_view g,
+                                            upipe_view gnormed, upipe_view x, int away)
+{
+    const float *gain = model_gain(r, LLAMA_NORM1, layer), eps = (float)r->m->layout->config.norm_eps;
+    int i;
+    for (i = 0; i < model_parts(r->m); ++i) {
+        upipe_view from = model_segment(r, x, i), here = from, n;
+        UPIPE_TRY(model_take_rows(r, r->c->mem, &n, from.n, "normed"));
+        UPIPE_TRY(model_copy(r, n, model_segment(r, gnormed, i)));
+        if (away) {
+            UPIPE_TRY(model_take_rows(r, r->c->mem, &here, from.n, "fetched"));
+            UPIPE_TRY(model_copy(r, here, from));
+        }
+        UPIPE_TRY(r->c->ops->rmsnorm_bwd(r->c, model_segment(r, g, i), n, here, gain, eps,
+                                         model_grad(r, LLAMA_NORM1, layer), 1));
+        if (away) UPIPE_TRY(model_give(r, here));
+        UPIPE_TRY(model_give(r, n));
+    }
+    return UPIPE_OK;
+}
+
+static upipe_status model_segments_fwd(model_rank *r, int64_t layer, upipe_view x, int keep)
+{
+    upipe_ctx *c = r->c;
+    upipe_fpdt f = model_segments(r, layer);
+    upipe_fpdt_saved saved;
+    upipe_view n;
+    UPIPE_TRY(model_take_rows(r, r->second, &n, r->m->rows, "normed"));
+    UPIPE_TRY(model_segments_norm(r, layer, n, x, 0));
+    UPIPE_TRY(upipe_fpdt_fwd(c, &f, &saved, n.data));
+    UPIPE_TRY(upipe_mem_give(r->second, n.data, &c->err));
+    if (keep) UPIPE_TRY(model_kept(r));
+    UPIPE_TRY(model_segments_out_fwd(r, &f, x, &saved));
+    return upipe_fpdt_free(&f, &saved, &c->err);
+}
+
+/* The kept copy stays where it is: with offload a segment of it is fetched at a time. */
+static upipe_status model_segments_bwd(model_rank *r, int64_t layer, upipe_view g)
+{
+    upipe_ctx *c = r->c;
+    const int away = r->host != c->mem;
+    upipe_fpdt f = model_segments(r, layer);
+    upipe_grads grads = model_attention_grads(r, layer);
+    upipe_fpdt_saved saved;
+    upipe_view x = g, n;
+    void *gout;
+    x.data = r->kept[2 * layer];
+    UPIPE_TRY(model_take_rows(r, r->second, &n, r->m->rows, "normed"));
+    UPIPE_TRY(model_segments_norm(r, layer, n, x, away));
+    UPIPE_TRY(upipe_fpdt_fwd(c, &f, &saved, n.data));
+    UPIPE_TRY(upipe_mem_take(r->second, &gout, upipe_fpdt_out_bytes(&f, c->ops), "gout", &c->err));
+    UPIPE_TRY(model_segments_out_bwd(r, &f, (char *)gout, &grads, &saved, g));
+    UPIPE_TRY(upipe_fpdt_bwd(c, &f, n.data, &grads, &saved, gout, n.data));
+    UPIPE_TRY(upipe_mem_give(r->second, gout, &c->err));
+    UPIPE_TRY(upipe_fpdt_free(&f, &saved, &c->err));
+    UPIPE_TRY(model_segments_norm_bwd(r, layer, g, n, x, away));
+    UPIPE_TRY(upipe_mem_give(r->second, n.data, &c->err));
+    UPIPE_TRY(upipe_mem_give(r->host, r->kept[2 * layer], &c->err));
+    r->kept[2 * layer] = NULL;
     return UPIPE_OK;
 }
 
@@ -275,7 +511,8 @@ __attribute__((unused)) static upipe_status model_fwd(model_rank *r, upipe_view 
     model_phase(r, UPIPE_PHASE_OTHER);
     for (i = 0; i < config->layers; ++i) {
         if (keep) UPIPE_TRY(model_keep(r, 2 * i, *x));
-        UPIPE_TRY(model_attention_fwd(r, i, *x, keep));
+        UPIPE_TRY(r->m->fpdt.segments > 0 ? model_segments_fwd(r, i, *x, keep)
+                                          : model_attention_fwd(r, i, *x, keep));
         if (keep) UPIPE_TRY(model_keep(r, 2 * i + 1, *x));
         if (keep) UPIPE_TRY(model_kept(r));
         UPIPE_TRY(model_mlp_fwd(r, i, *x));
@@ -349,7 +586,7 @@ __attribute__((unused)) static upipe_status model_bwd(model_rank *r, upipe_view 
     UPIPE_TRY(model_loss_bwd(r, x, scale));
     for (i = config->layers; i-- > 0;) {
         UPIPE_TRY(model_mlp_bwd(r, i, x));
-        UPIPE_TRY(model_attention_bwd(r, i, x));
+        UPIPE_TRY(r->m->fpdt.segments > 0 ? model_segments_bwd(r, i, x) : model_attention_bwd(r, i, x));
     }
     UPIPE_TRY(r->c->ops->embed_bwd(r->c, table, x, r->tokens));
     return model_give(r, x);

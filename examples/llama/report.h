@@ -30,6 +30,7 @@ static void report_ranks(const run *u)
     printf("%s, %d ranks", method_list[how->method].name, how->ranks);
     if (how->ring > 1) printf(" in rings of %d", how->ring);
     if (how->inner > 1) printf(" of rings of %d", how->inner);
+    if (how->segments > 0) printf(", %d segments", how->segments);
 }
 
 static void report_memory(const run *u)
@@ -44,14 +45,14 @@ static void report_memory(const run *u)
     printf("  %-12s %14s   %zu bytes\n", "peak", report_bytes(a, (double)k->plan.peak), k->plan.peak);
     printf("  %-12s %14s   %zu bytes with alignment and holes\n", "slab", report_bytes(a, (double)k->need),
            k->need);
-    if (u->o.offload)
+    if (k->plan.host > 0)
         printf("  %-12s %14s   %zu bytes, the second pool\n", "host", report_bytes(a, (double)k->plan.host),
                k->plan.host);
 }
 
 /* ---- --plan ---- */
 
-/* What a token more adds to the peak, in units, without and with a second pool; and what to that one. */
+/* What a token more adds to the peak, in units, without and with offload; and what to the second pool. */
 typedef struct report_slopes {
     double pool[2], host[2];
 } report_slopes;
@@ -71,13 +72,14 @@ static int report_slope(const run *u, int offload, report_slopes *slopes)
         upipe_plan_desc wide = *d;
         wide.tokens *= i + 1;
         s = model_init(&m[i], &u->layout, &wide, &e);
+        if (s == UPIPE_OK) s = model_cut(&m[i], u->o.how.segments, &e);
         m[i].tile_bytes = u->o.tile_bytes;
         m[i].offload = offload;
         if (s == UPIPE_OK) s = run_dry(u, &m[i], NULL, &ranks[i], &e);
     }
     if (s != UPIPE_OK) return run_fail(s, &e);
     unit = (double)(d->model_dim * (int64_t)upipe_dtype_bytes(d->dtype));
-    rows = (double)(m[1].plan.rows - m[0].plan.rows);
+    rows = (double)(m[1].rows - m[0].rows);
     slopes->pool[offload] = (double)(ranks[1].plan.peak - ranks[0].plan.peak) / rows / unit;
     slopes->host[offload] = (double)(ranks[1].plan.host - ranks[0].plan.host) / rows / unit;
     return 0;
@@ -100,7 +102,9 @@ static int report_plan(const run *u, report_slopes *slopes)
         if (report_slope(u, offload, slopes) != 0) return -1;
         printf("  layers' inputs %-22s %7.2f", offload ? "in a second pool" : "beside the rest",
                slopes->pool[offload]);
-        printf(offload ? "   and %.2f there\n" : "\n", slopes->host[offload]);
+        if (offload || slopes->host[0] > 0)
+            printf("   and %.2f %s", slopes->host[offload], offload ? "there" : "in a second pool");
+        printf("\n");
     }
     if (c->layers == 32 && c->dim == 4096 && c->heads == 32 && c->kv_heads == 8 && u->o.how.ranks == 8 &&
         u->o.dtype == UPIPE_BF16 && u->o.how.method <= METHOD_UPIPE)
@@ -175,21 +179,23 @@ static json_t *report_config(const run *u)
     const options *o = &u->o;
     const llama_config *c = &u->layout.config;
     return json_pack(
-        "{s:s, s:i, s:i, s:i, s:i, s:I, s:I, s:I, s:i, s:i, s:i, s:I, s:I, s:b, s:b, s:f, s:f, s:I, s:I, "
+        "{s:s, s:i, s:i, s:i, s:i, s:i, "
+        "s:I, s:I, s:I, s:i, s:i, s:i, s:I, s:I, s:b, s:b, s:f, s:f, s:I, s:I, "
         "s:I, s:f, s:f, s:I, s:f, "
         "s:f, s:f, s:f, s:f, s:s, s:I, s:I, s:b, s:o, s:o, s:o, s:o, s:I, s:s, s:s, s:s}",
         "method", method_list[o->how.method].name, "ranks", o->how.ranks, "ring", o->how.ring, "inner",
-        o->how.inner, "chunk", u->ranks[0].m.plan.desc.chunk, "window", (json_int_t)c->window, "layers",
-        (json_int_t)c->layers, "model_dim", (json_int_t)c->dim, "heads", c->heads, "kv_heads", c->kv_heads,
-        "head_dim", c->head_dim, "ff_dim", (json_int_t)c->hidden, "vocab", (json_int_t)c->vocab, "untied",
-        !c->tied, "qk_norm", c->qk_norm, "rope_theta", c->rope_theta, "norm_eps", c->norm_eps, "tokens",
-        (json_int_t)o->tokens, "batch", (json_int_t)o->batch, "steps", (json_int_t)o->steps, "lr", o->lr,
-        "min_lr", o->min_lr, "warmup", (json_int_t)o->warmup, "weight_decay", o->weight_decay, "beta1",
-        o->beta1, "beta2", o->beta2, "adam_eps", o->adam_eps, "clip", o->clip, "dtype",
-        upipe_dtype_name(o->dtype), "seed", (json_int_t)o->seed, "tile_bytes", (json_int_t)o->tile_bytes,
-        "offload", o->offload, "data", report_path(o->data), "save", report_path(o->save), "resume",
-        report_path(o->resume), "load", report_path(o->load), "text_bytes", (json_int_t)u->text.bytes,
-        "device", device_names[o->device], "products", device_products(o->device), "kernels", u->ops.name);
+        o->how.inner, "segments", o->how.segments, "chunk", u->ranks[0].m.plan.desc.chunk, "window",
+        (json_int_t)c->window, "layers", (json_int_t)c->layers, "model_dim", (json_int_t)c->dim, "heads",
+        c->heads, "kv_heads", c->kv_heads, "head_dim", c->head_dim, "ff_dim", (json_int_t)c->hidden, "vocab",
+        (json_int_t)c->vocab, "untied", !c->tied, "qk_norm", c->qk_norm, "rope_theta", c->rope_theta,
+        "norm_eps", c->norm_eps, "tokens", (json_int_t)o->tokens, "batch", (json_int_t)o->batch, "steps",
+        (json_int_t)o->steps, "lr", o->lr, "min_lr", o->min_lr, "warmup", (json_int_t)o->warmup,
+        "weight_decay", o->weight_decay, "beta1", o->beta1, "beta2", o->beta2, "adam_eps", o->adam_eps,
+        "clip", o->clip, "dtype", upipe_dtype_name(o->dtype), "seed", (json_int_t)o->seed, "tile_bytes",
+        (json_int_t)o->tile_bytes, "offload", o->offload, "data", report_path(o->data), "save",
+        report_path(o->save), "resume", report_path(o->resume), "load", report_path(o->load), "text_bytes",
+        (json_int_t)u->text.bytes, "device", device_names[o->device], "products", device_products(o->device),
+        "kernels", u->ops.name);
 }
 
 static json_t *report_numbers(const double *values, int64_t n)
@@ -229,8 +235,9 @@ static int report_json(const run *u, files *all, const report_slopes *slopes)
         report_json_training(u, root);
     else
         json_object_set_new(root, "slope_units",
-                            json_pack("{s:f, s:f, s:f}", "in_one_pool", slopes->pool[0], "with_offload",
-                                      slopes->pool[1], "offloaded", slopes->host[1]));
+                            json_pack("{s:f, s:f, s:f, s:f}", "in_one_pool", slopes->pool[0], "parked",
+                                      slopes->host[0], "with_offload", slopes->pool[1], "offloaded",
+                                      slopes->host[1]));
     bad = root == NULL || json_dumpf(root, f, JSON_INDENT(2) | JSON_REAL_PRECISION(17)) != 0 ||
           fputc('\n', f) == EOF;
     json_decref(root);

@@ -112,6 +112,7 @@ static upipe_status run_trainer(const run *u, const model *m, trainer *t, upipe_
     t->world = world;
     t->r.c = c;
     t->r.host = m->offload ? host : c->mem;
+    t->r.second = host;
     t->r.kept = (void **)calloc((size_t)u->layout.config.layers * 2, sizeof *t->r.kept);
     t->gathered = (int64_t *)calloc((size_t)world->ranks * 2, sizeof *t->gathered);
     if (t->r.kept != NULL && t->gathered != NULL) return UPIPE_OK;
@@ -151,15 +152,17 @@ static upipe_status run_dry_life(const run *u, const model *sampled, trainer *t,
 
 enum { RUN_WALK_MAX = 50000000 }; /* some seconds */
 
-/* Steps that a dry run walks through, roughly: heads of every tile of every layer, tiles, strips of sums. */
+/* Steps that a dry run walks through, roughly: heads of every tile of every layer, and of every pair of
+ * segments, tiles, strips of sums. */
 static double run_walk(const model *m)
 {
     const llama_config *c = &m->layout->config;
     const upipe_plan *p = &m->plan;
-    double tiles = (double)p->rows / (double)(p->rows < c->dim ? p->rows : c->dim) + 1;
-    double loss_tiles = (double)p->rows / UPIPE_TILE_LOSS_ROWS + 1;
+    double segments = (double)m->fpdt.segments, pairs = segments * segments * (double)p->desc.batch;
+    double tiles = (double)m->rows / (double)(m->rows < c->dim ? m->rows : c->dim) + model_parts(m);
+    double loss_tiles = (double)m->rows / UPIPE_TILE_LOSS_ROWS + 1;
     double heads = (double)c->heads / p->per_rank + 2.0 * c->kv_heads / p->kv_per_rank;
-    return (double)c->layers * tiles * 2 * (heads + 8) + loss_tiles * 8 +
+    return (double)c->layers * 2 * (tiles * (heads + 8) + pairs * p->per_rank * p->stages) + loss_tiles * 8 +
            (double)(m->layout->weights + m->layout->gains) / UPIPE_SUM_PIECE;
 }
 
@@ -213,7 +216,7 @@ static upipe_status run_dry(const run *u, const model *m, const model *sampled, 
                          model_phase_name(phase), model_world_rank(m), peaks[phase], out->plan.phase[phase]);
     if (s == UPIPE_OK) {
         out->need = dry->mem.need;
-        out->host_need = m->offload ? host.need : 0;
+        out->host_need = host.need;
         out->blocks_max = dry->mem.blocks_peak > host.blocks_peak ? dry->mem.blocks_peak : host.blocks_peak;
     }
     free(blocks);
@@ -221,9 +224,11 @@ static upipe_status run_dry(const run *u, const model *m, const model *sampled, 
     return s;
 }
 
-static int run_same_plan(const upipe_plan *a, const upipe_plan *b)
+static int run_same_plan(const model *a, const model *b)
 {
-    return a->schedule != UPIPE_SPANS && a->local == b->local && a->seq == b->seq;
+    int i, same = a->plan.schedule != UPIPE_SPANS && a->plan.seq == b->plan.seq;
+    for (i = 0; i < model_parts(a) && same; ++i) same = model_shard(a, i).n == model_shard(b, i).n;
+    return same;
 }
 
 /* Whether a rank's pool lives as rank 0's does. The last slices of weights and gains may be shorter, or
@@ -233,8 +238,7 @@ static int run_like_first(const run *u, int rank)
     const run_rank *k = &u->ranks[rank], *first = &u->ranks[0];
     const int ranks = u->o.how.ranks;
     int64_t at;
-    return run_same_plan(&k->m.plan, &first->m.plan) &&
-           run_same_plan(&k->sampled.plan, &first->sampled.plan) &&
+    return run_same_plan(&k->m, &first->m) && run_same_plan(&k->sampled, &first->sampled) &&
            upipe_a2a_slice(u->layout.weights, rank, ranks, &at) ==
                upipe_a2a_slice(u->layout.weights, 0, ranks, &at) &&
            upipe_a2a_slice(u->layout.gains, rank, ranks, &at) ==
@@ -273,6 +277,7 @@ static upipe_status run_plan_rank(const run *u, run_rank *k, int rank, upipe_err
     d.batch = o->batch;
     d.dtype = o->dtype;
     UPIPE_TRY(model_init(&k->m, &u->layout, &d, e));
+    UPIPE_TRY(model_cut(&k->m, o->how.segments, e));
     k->m.tile_bytes = o->tile_bytes;
     k->m.offload = o->offload;
     UPIPE_TRY(sample_model(&k->sampled, &k->m, e));
@@ -388,17 +393,24 @@ static upipe_status run_begin(const run *u, trainer *t)
     return llama_load_optimizer(t->r.c, u->from, &t->state, &position);
 }
 
-/* This rank's tokens of the step's sequences, [batch][T]; returns the valid targets, or -1 without memory. */
-static int64_t run_fill(const run *u, const upipe_plan *p, text_order *order, int64_t step, int32_t *inputs,
+/* This rank's tokens of the step's sequences, [part][batch][T]; returns the valid targets, or -1 without
+ * memory. */
+static int64_t run_fill(const run *u, const model *m, text_order *order, int64_t step, int32_t *inputs,
                         int32_t *targets)
 {
+    const int64_t batch = m->plan.desc.batch;
     int64_t b, i, valid = 0;
-    for (b = 0; b < p->desc.batch; ++b) {
-        int64_t window = text_window(&u->text, order, u->o.seed, (step - 1) * p->desc.batch + b);
+    for (b = 0; b < batch; ++b) {
+        int64_t window = text_window(&u->text, order, u->o.seed, (step - 1) * batch + b), at = 0;
+        int part;
         if (window < 0) return -1;
-        text_fill(&u->text, window, &p->shard, inputs + b * p->local, targets + b * p->local);
-        for (i = 0; i < p->local; ++i) valid += targets[b * p->local + i] >= 0;
+        for (part = 0; part < model_parts(m); ++part) {
+            const upipe_shard s = model_shard(m, part);
+            text_fill(&u->text, window, &s, inputs + at + b * s.n, targets + at + b * s.n);
+            at += batch * s.n;
+        }
     }
+    for (i = 0; i < m->rows; ++i) valid += targets[i] >= 0;
     return valid;
 }
 
@@ -490,8 +502,8 @@ static upipe_status run_steps(run *u, run_rank *k, trainer *t, text_order *order
         trainer_batch batch;
         double start = cli_clock(NULL);
         batch.inputs = inputs;
-        batch.targets = inputs + k->m.plan.rows;
-        batch.valid = run_fill(u, &k->m.plan, order, step, inputs, inputs + k->m.plan.rows);
+        batch.targets = inputs + k->m.rows;
+        batch.valid = run_fill(u, &k->m, order, step, inputs, inputs + k->m.rows);
         batch.stop = run_signal != 0;
         if (batch.valid < 0) return upi_fail(&c->err, UPIPE_ERR_MEMORY, "no room for the order of the text");
         UPIPE_TRY(trainer_step(t, &batch, &rates, &result));
@@ -512,7 +524,7 @@ static upipe_status run_steps(run *u, run_rank *k, trainer *t, text_order *order
 static upipe_status run_life(run *u, run_rank *k, trainer *t, text_order *order)
 {
     upipe_ctx *c = t->r.c;
-    int32_t *inputs = (int32_t *)malloc((size_t)k->m.plan.rows * 2 * sizeof *inputs);
+    int32_t *inputs = (int32_t *)malloc((size_t)k->m.rows * 2 * sizeof *inputs);
     sample_wish wish = run_wish(u);
     upipe_status s = UPIPE_OK;
     int64_t made = 0;

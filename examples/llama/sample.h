@@ -23,17 +23,19 @@ typedef struct sample_wish {
     const volatile sig_atomic_t *stop; /* nonzero: this rank wants to end */
 } sample_wish;
 
-/* The same model over at most SAMPLE_CONTEXT tokens. A number that divides into two parts a rank gives no
- * rank more tokens than it trains with. */
+/* The same model over at most SAMPLE_CONTEXT tokens. A number that divides into two parts a rank, and of each
+ * segment one, gives no rank more tokens than it trains with. */
 static upipe_status sample_model(model *m, const model *trained, upipe_err *e)
 {
     upipe_plan_desc d = trained->plan.desc;
-    const int64_t parts = 2 * (int64_t)model_world(trained);
+    const int segments = trained->fpdt.segments;
+    const int64_t parts = (int64_t)model_world(trained) * (segments > 0 ? segments : 2);
     const int64_t context = parts < SAMPLE_CONTEXT ? SAMPLE_CONTEXT / parts * parts : parts;
     upipe_status s;
     if (d.tokens > context) d.tokens = context;
     d.batch = 1;
     s = model_init(m, trained->layout, &d, e);
+    if (s == UPIPE_OK) s = model_cut(m, segments, e);
     m->tile_bytes = trained->tile_bytes;
     return s;
 }
@@ -66,16 +68,16 @@ static upipe_status sample_next(model_rank *r, upipe_comm *world, const sample_r
                                 const sample_wish *wish, double uniform, int *byte, int *stop)
 {
     upipe_ctx *c = r->c;
-    const upipe_shard *shard = &r->m->plan.shard;
+    const int64_t rows = r->m->rows;
     int64_t vocab = r->m->layout->config.vocab, row = -1, mine[2], i;
     int rank;
     upipe_view x;
     void *data;
-    for (i = 0; i < shard->n; ++i) {
-        room->tokens[i] = room->history[upipe_shard_pos(shard, i)];
-        if (upipe_shard_pos(shard, i) == used - 1) row = i;
+    for (i = 0; i < rows; ++i) {
+        room->tokens[i] = room->history[model_position(r->m, i)];
+        if (model_position(r->m, i) == used - 1) row = i;
     }
-    UPIPE_TRY(c->ops->copy(c, r->tokens, room->tokens, (size_t)shard->n * 4));
+    UPIPE_TRY(c->ops->copy(c, r->tokens, room->tokens, (size_t)rows * 4));
     UPIPE_TRY(model_fwd(r, &x, 0));
     UPIPE_TRY(upipe_mem_take(c->mem, &data, (size_t)vocab * 4, "logits", &c->err));
     UPIPE_TRY(model_logits(r, upipe_view_packed(data, UPIPE_F32, 1, 1, (int32_t)vocab),

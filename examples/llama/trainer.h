@@ -24,7 +24,7 @@ typedef struct trainer {
     int64_t *gathered; /* [ranks][2] */
 } trainer;
 
-/* What a rank brings to a step: its tokens of every sequence, [batch][T], host memory. */
+/* What a rank brings to a step: its tokens of every sequence, [part][batch][T], host memory. */
 typedef struct trainer_batch {
     const int32_t *inputs, *targets;
     int64_t valid; /* targets >= 0 */
@@ -67,23 +67,25 @@ static upipe_status trainer_take_floats(trainer *t, float **out, int64_t n, cons
     return UPIPE_OK;
 }
 
-/* trainer_take -- blocks for all that stays over steps; t->m, world and t->r's c, host, kept are set before
+/* trainer_take -- blocks for all that stays over steps; t->m, world and t->r's c, host, second, kept are set
+ *                 before
  *
  * The moments are zeroed; everything else is not defined yet.
  */
 __attribute__((unused)) static upipe_status trainer_take(trainer *t)
 {
     const llama_layout *l = t->m.layout;
-    const upipe_plan *p = &t->m.plan;
+    const upipe_dtype dtype = t->m.plan.desc.dtype;
+    const size_t ids = (size_t)t->m.rows * 4; /* bytes */
     upipe_ctx *c = t->r.c;
     int64_t first, held[2];
     void *data;
     int group;
     t->state.layout = l;
-    t->state.dtype = p->desc.dtype;
+    t->state.dtype = dtype;
     t->state.rank = model_world_rank(&t->m);
     t->state.ranks = model_world(&t->m);
-    UPIPE_TRY(upipe_mem_take(c->mem, &t->state.weights, (size_t)l->weights * upipe_dtype_bytes(p->desc.dtype),
+    UPIPE_TRY(upipe_mem_take(c->mem, &t->state.weights, (size_t)l->weights * upipe_dtype_bytes(dtype),
                              "weights", &c->err));
     UPIPE_TRY(trainer_take_floats(t, &t->state.gains, l->gains, "gains"));
     for (group = 0; group < 2; ++group) {
@@ -95,12 +97,12 @@ __attribute__((unused)) static upipe_status trainer_take(trainer *t)
         UPIPE_TRY(c->ops->zero(c, t->state.m[group], (size_t)held[group] * 4));
         UPIPE_TRY(c->ops->zero(c, t->state.v[group], (size_t)held[group] * 4));
     }
-    if (p->desc.dtype != UPIPE_F32) UPIPE_TRY(trainer_take_floats(t, &t->state.master, held[0], "master"));
-    UPIPE_TRY(upipe_mem_take(c->mem, &data, (size_t)p->rows * 4, "tokens", &c->err));
+    if (dtype != UPIPE_F32) UPIPE_TRY(trainer_take_floats(t, &t->state.master, held[0], "master"));
+    UPIPE_TRY(upipe_mem_take(c->mem, &data, ids, "tokens", &c->err));
     t->r.tokens = (int32_t *)data;
-    UPIPE_TRY(upipe_mem_take(c->mem, &data, (size_t)p->rows * 4, "tokens", &c->err));
+    UPIPE_TRY(upipe_mem_take(c->mem, &data, ids, "tokens", &c->err));
     t->r.targets = (int32_t *)data;
-    UPIPE_TRY(trainer_take_floats(t, &t->r.losses, p->rows, "losses"));
+    UPIPE_TRY(trainer_take_floats(t, &t->r.losses, t->m.rows, "losses"));
     t->r.m = &t->m;
     t->r.weights = t->state.weights;
     t->r.gains = t->state.gains;
@@ -157,7 +159,7 @@ static upipe_status trainer_gradients(trainer *t, const trainer_batch *batch, in
 {
     upipe_ctx *c = t->r.c;
     const llama_layout *l = t->m.layout;
-    size_t bytes = (size_t)t->m.plan.rows * 4;
+    size_t bytes = (size_t)t->m.rows * 4;
     upipe_view x;
     UPIPE_TRY(c->ops->zero(c, t->r.grads[0], (size_t)l->weights * 4));
     UPIPE_TRY(c->ops->zero(c, t->r.grads[1], (size_t)l->gains * 4));
@@ -174,7 +176,7 @@ static upipe_status trainer_reduce(trainer *t, int64_t valid, trainer_result *re
     double loss, squares[2];
     int64_t mine[2], first;
     int group;
-    UPIPE_TRY(trainer_total(c, &loss, t->r.losses, t->m.plan.rows, 0));
+    UPIPE_TRY(trainer_total(c, &loss, t->r.losses, t->m.rows, 0));
     for (group = 0; group < 2; ++group) {
         int64_t n = trainer_slice(t, group, &first);
         UPIPE_TRY(upipe_a2a_reduce_scatter(c, t->r.grads[group],
