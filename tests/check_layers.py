@@ -17,7 +17,7 @@ import tempfile
 LAYERS = [
     ['upipe_base.h'],
     ['upipe_shard.h', 'upipe_mem.h', 'upipe_ops.h', 'upipe_comm.h'],
-    ['upipe_plan.h', 'upipe_attn.h', 'upipe_check.h', 'upipe_tile.h'],
+    ['upipe_plan.h', 'upipe_attn.h', 'upipe_check.h', 'upipe_tile.h', 'upipe_lane.h'],
     ['upipe_bytes.h', 'upipe_a2a.h'],
     ['upipe_ring.h'],
     ['upipe_block.h'],

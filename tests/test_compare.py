@@ -30,7 +30,7 @@ COMPARE, TOP = os.path.abspath(sys.argv[1]), os.path.abspath(sys.argv[2])
 BOOK = os.path.join(TOP, 'examples', 'data', 'genesis_exodus.txt')
 PHASES = ['fwd_before', 'fwd_in', 'fwd_attn', 'fwd_out', 'bwd_before', 'bwd_out', 'bwd_attn', 'bwd_in']
 CONFIG = {'method', 'ranks', 'heads', 'kv_heads', 'head_dim', 'v_dim', 'model_dim', 'tokens', 'batch', 'dtype',
-          'device', 'full', 'layers', 'offload', 'window', 'docs', 'softcap', 'sinks', 'rope', 'seed', 'data', 'check', 'json', 'trace',
+          'device', 'full', 'overlap', 'layers', 'offload', 'window', 'docs', 'softcap', 'sinks', 'rope', 'seed', 'data', 'check', 'json', 'trace',
           'dump', 'deadline', 'progress', 'products', 'unit_bytes'}
 METHOD = {'name', 'ranks', 'ring', 'ring_inner', 'ring_mode', 'layout', 'chunk', 'stages', 'segments', 'peak_bytes',
           'plan_bytes', 'host_bytes', 'plan_host_bytes', 'paper_units', 'slab_bytes', 'intermediate_bytes_fwd',
@@ -282,6 +282,7 @@ def test_methods(folder):
     for kept in (['--layers', '3'], ['--layers', '3', '--offload'], ['--offload']):
         good(folder, [*small, '--heads', '8', '--kv-heads', '4', '--batch', '2', *kept, *EVERY], ' '.join(kept))
     good(folder, [*small, '--layers', '2', *pieces], 'layers in segments')
+    beside = good(folder, [*small, '--heads', '8', '--kv-heads', '4', '--rope', '--overlap', *EVERY], 'overlap')
     good(folder, [*small, '--ranks', '1', '--heads', '4', '--ring', '1',
                   *named(['ring', 'zigzag', 'stripe', 'allgather', 'usp', 'upipe-ring'])], 'rings of one', ring=1)
     good(folder, [*small, '--heads', '4', *named(['upipe-ring', 'ring', 'ulysses'])], 'a ring first')
@@ -290,6 +291,10 @@ def test_methods(folder):
     if even is None:
         return
     m = by_name(even)
+    for name in m:
+        held = [sum(by_name(n)[name]['peak_bytes'].values()) for n in (even, beside)]
+        check((held[1] > held[0]) == (name in ('upipe', 'upipe-naive')) and held[1] >= held[0],
+              f'{name}: stages that overlap hold {held[1]}, others {held[0]}')
     peak = {name: max(m[name]['peak_bytes'].values()) for name in m}
     check(peak['upipe-ring'] < peak['usp'], f'stages over a ring do not hold less: {peak}')
     check(peak['upipe-fpdt'] < min(peak['fpdt'], peak['upipe']), f'stages in segments do not hold less: {peak}')
@@ -303,7 +308,7 @@ def test_defaults(folder):
     c = numbers['config'] if numbers else {}
     for key, want in [('ranks', 4), ('heads', 16), ('kv_heads', 16), ('head_dim', 64), ('model_dim', 1024),
                       ('batch', 1), ('v_dim', 64), ('window', None), ('docs', None), ('softcap', None),
-                      ('layers', 1), ('offload', False),
+                      ('layers', 1), ('offload', False), ('overlap', False),
                       ('sinks', False), ('dtype', 'f32'), ('device', 'cpu'), ('full', False), ('rope', False),
                       ('check', 'on'), ('method', ['ulysses', 'upipe']), ('trace', None), ('dump', None)]:
         equal(c.get(key), want, f'default of {key}')
@@ -542,6 +547,7 @@ def test_refusals(folder):
         (['--method', 'usp', '--ring-mode', 'gather'], ['heeds --ring-mode']),
         (['--method', 'ring', '--inner', '2'], ['heeds --inner 2']),
         (['--segments', '2'], ['heeds --segments 2']),
+        ([*named(['ulysses', 'upipe-ring', 'upipe-fpdt']), '--overlap'], ['heeds --overlap']),
         ([*named(SEGMENTED), '--offload'], ['--offload', 'nothing new']),
         (['--layers', '0'], ['--layers', "'0'"]),
         (['--layers', '5000'], ['--layers', "'5000'"]),

@@ -26,8 +26,8 @@ LOGITS = os.path.join(os.path.dirname(TRAIN), 'logits')
 BOOK = os.path.join(TOP, 'examples', 'data', 'genesis_exodus.txt')
 ROOT = {'config', 'first_step', 'loss', 'grad_norm', 'tokens_per_s', 'peak_bytes', 'plan_bytes', 'slab_bytes',
         'host_bytes', 'sent_bytes_per_step', 'memory'}
-CONFIG = {'method', 'ranks', 'ring', 'inner', 'segments', 'chunk', 'window', 'layers', 'model_dim', 'heads', 'kv_heads',
-          'head_dim', 'ff_dim', 'vocab', 'untied', 'qk_norm', 'rope_theta', 'norm_eps', 'tokens', 'batch', 'steps',
+CONFIG = {'method', 'ranks', 'ring', 'inner', 'segments', 'chunk', 'overlap', 'window', 'layers', 'model_dim', 'heads',
+          'kv_heads', 'head_dim', 'ff_dim', 'vocab', 'untied', 'qk_norm', 'rope_theta', 'norm_eps', 'tokens', 'batch', 'steps',
           'lr', 'min_lr', 'warmup', 'weight_decay', 'beta1', 'beta2', 'adam_eps', 'clip', 'dtype', 'device', 'seed',
           'tile_bytes', 'offload', 'data', 'save', 'resume', 'load'}
 MEASURED = {'text_bytes', 'products', 'kernels'}
@@ -339,6 +339,9 @@ def test_methods(folder):
                 for method in METHODS}
         for method in METHODS[1:]:
             alike(runs[method], runs['ulysses'], f'{what}: {method}')
+        beside = good(folder, f'{what}: stages overlap', method='upipe', overlap=True, ranks=4, steps=5, **flags)
+        for key in ('loss', 'grad_norm') if beside and runs['upipe'] else []:
+            equal(beside[key], runs['upipe'][key], f'{what}: {key} where stages overlap')
         if all(runs.values()):
             equal([runs[m]['config']['ring'] for m in METHODS], [1, 1, 1, 4, 4, 4, 4, 2, 2, 4, 1, 1], f'{what}: rings')
             equal(runs['double-ring']['config']['inner'], 2, f'{what}: ranks of an inner ring')
@@ -743,6 +746,7 @@ def test_usage(folder):
         (['--method', 'zigzag', '--ring', '2'], ['--ring 2', 'zigzag', 'all ranks']),
         (['--ring', '2'], ['--ring 2', 'upipe', 'no ranks']),
         (['--method', 'zigzag', '--inner', '2'], ['--inner 2', 'no effect', 'zigzag']),
+        (['--method', 'ulysses', '--overlap'], ['--overlap', 'no effect', 'ulysses']),
         (['--method', 'upipe', '--segments', '2'], ['--segments 2', 'no effect', 'upipe']),
         (['--method', 'fpdt', '--segments', '0'], ['--segments', '0']),
         (['--method', 'fpdt', '--chunk', '2'], ['--chunk 2', 'fpdt', 'all heads']),

@@ -41,6 +41,7 @@ static upipe_plan_desc method_desc(const method *m, int rank)
     d.v_dim = o->v_dim;
     d.chunk = k->chunk == CHUNK_HEADS ? o->heads : k->chunk == CHUNK_FLAG ? o->chunk : o->heads / o->kv_heads;
     d.naive = k->naive;
+    d.overlap = o->overlap && method_overlaps(k);
     d.dtype = o->dtype;
     return d;
 }
@@ -229,6 +230,8 @@ static upipe_status method_release(method *m, upipe_err *e)
         device_slab_free(&rank->d, rank->slab);
         device_host_slab_free(&rank->d, rank->second_slab);
         rank->second_slab = NULL;
+        closed = lane_close(&rank->line, s == UPIPE_OK ? e : NULL);
+        if (s == UPIPE_OK) s = closed;
         closed = device_close(&rank->d, s == UPIPE_OK ? e : NULL);
         if (s == UPIPE_OK) s = closed;
         rank->slab = NULL;
@@ -375,6 +378,7 @@ static upipe_status method_rank_main(void *user, int r)
     device_use(&rank->d, &c);
     if (s == UPIPE_OK) s = device_slab(&rank->d, &rank->slab, rank->pool_bytes, &c.err);
     if (s == UPIPE_OK) s = method_second_slab(m, rank, &c);
+    if (s == UPIPE_OK && rank->plan.overlap) s = lane_open(&rank->line, m->o->device, &c);
     if (s == UPIPE_OK) s = method_rank_run(m, &c, rank, r);
     rank->err = c.err;
     return s;

@@ -58,4 +58,10 @@ static int method_team(const method_kind *k, int ranks, int ring)
     return k->team == TEAM_ALL ? ranks : k->team == TEAM_ONE ? 1 : ranks / ring;
 }
 
+/* Whether --overlap says something of it: stages, on one team. */
+static int method_overlaps(const method_kind *k)
+{
+    return k->team == TEAM_ALL && k->chunk == CHUNK_FLAG && !k->segmented;
+}
+
 #endif

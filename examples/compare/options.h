@@ -26,6 +26,7 @@ typedef struct options {
     int methods[METHODS], methods_n; /* in the order of the command line */
     int ranks, ring, inner;          /* all ranks; those of a ring beside teams; those of an inner ring */
     int segments;
+    int overlap;
     int layers, offload;                         /* whose inputs are kept; where */
     int heads, kv_heads, head_dim, v_dim, chunk; /* chunk 0: the plan's default */
     upipe_ring_mode ring_mode;
@@ -55,6 +56,8 @@ static const char usage_text[] =
     "  --ring-mode MODE   how K and V go round the ring of upipe-ring: shift, gather, or auto, what holds less (auto)\n"
     "  --inner N          ranks of an inner ring of double-ring (2)\n"
     "  --segments N       parts of the sequence of fpdt and upipe-fpdt (4)\n"
+    "  --overlap          stages of the methods with upipe in their names, on one team, overlap: while one attends, the\n"
+    "                     next is projected and exchanged on a second line of execution, into buffers of its own\n"
     "  --layers N         of the model: a rank keeps the inputs of the other N - 1, as a backward needs them (1)\n"
     "  --offload          layers' inputs wait in the host's memory, as they do in fpdt and upipe-fpdt anyway\n"
     "  --heads N          query heads (16)\n"
@@ -85,7 +88,9 @@ static const char usage_text[] =
     "  --deadline SECONDS how long a rank waits for another one before it gives up (600)\n"
     "  --progress         say on stderr what is being done, terminal or not\n"
     "  --help, --version\n"
-    "\n"
+    "\n";
+
+static const char usage_methods[] =
     "Methods:\n"
     "  ulysses      DeepSpeed-Ulysses: one all-to-all trades tokens for all heads\n"
     "  upipe        UPipe: the same in stages of a few heads\n"
@@ -139,7 +144,7 @@ static int options_ring_mode(const char *flag, const char *text, upipe_ring_mode
 
 /* clang-format off */
 enum {
-    FLAG_METHOD, FLAG_RANKS, FLAG_RING, FLAG_RING_MODE, FLAG_INNER, FLAG_SEGMENTS, FLAG_LAYERS,
+    FLAG_METHOD, FLAG_RANKS, FLAG_RING, FLAG_RING_MODE, FLAG_INNER, FLAG_SEGMENTS, FLAG_OVERLAP, FLAG_LAYERS,
     FLAG_OFFLOAD, FLAG_HEADS,
     FLAG_KV_HEADS, FLAG_HEAD_DIM, FLAG_V_DIM, FLAG_MODEL_DIM, FLAG_TOKENS, FLAG_BATCH, FLAG_CHUNK,
     FLAG_DTYPE, FLAG_DEVICE, FLAG_FULL, FLAG_WINDOW, FLAG_DOCS, FLAG_SOFTCAP, FLAG_SINKS, FLAG_ROPE,
@@ -154,6 +159,7 @@ static const struct option option_list[] = {
     {"ring-mode", required_argument, NULL, FLAG_RING_MODE},
     {"inner",     required_argument, NULL, FLAG_INNER},
     {"segments",  required_argument, NULL, FLAG_SEGMENTS},
+    {"overlap",   no_argument,       NULL, FLAG_OVERLAP},
     {"layers",    required_argument, NULL, FLAG_LAYERS},
     {"offload",   no_argument,       NULL, FLAG_OFFLOAD},
     {"heads",     required_argument, NULL, FLAG_HEADS},
@@ -259,6 +265,9 @@ static int options_flag(void *user, int flag, const char *text)
     case FLAG_FULL:
         o->full = 1;
         return 0;
+    case FLAG_OVERLAP:
+        o->overlap = 1;
+        return 0;
     case FLAG_OFFLOAD:
         o->offload = 1;
         return 0;
@@ -272,7 +281,8 @@ static int options_flag(void *user, int flag, const char *text)
         o->progress = 1;
         return 0;
     case FLAG_HELP:
-        return cli_print(name, usage_text);
+        fputs(usage_text, stdout);
+        return cli_print(name, usage_methods);
     default: /* FLAG_VERSION */
         return cli_version(name, ", products: " PRODUCTS);
     }
@@ -324,7 +334,7 @@ static int options_docs(options *o)
 /* Flags that no method heeds. */
 static int options_heeded(const options *o, const int *given)
 {
-    int i, chunked = 0, ringed = 0, free_mode = 0, inner = 0, segmented = 0, whole = 0;
+    int i, chunked = 0, ringed = 0, free_mode = 0, inner = 0, segmented = 0, whole = 0, staged = 0;
     for (i = 0; i < o->methods_n; ++i) {
         const method_kind *k = &method_kinds[o->methods[i]];
         chunked |= k->chunk == CHUNK_FLAG;
@@ -333,6 +343,7 @@ static int options_heeded(const options *o, const int *given)
         inner |= k->inner;
         segmented |= k->segmented;
         whole |= !k->segmented;
+        staged |= method_overlaps(k);
     }
     if (given[FLAG_CHUNK] && !chunked) return cli_refuse("no method here heeds --chunk %d", o->chunk);
     if (given[FLAG_RING] && !ringed) return cli_refuse("no method here heeds --ring %d", o->ring);
@@ -340,6 +351,7 @@ static int options_heeded(const options *o, const int *given)
     if (given[FLAG_INNER] && !inner) return cli_refuse("no method here heeds --inner %d", o->inner);
     if (given[FLAG_SEGMENTS] && !segmented)
         return cli_refuse("no method here heeds --segments %d", o->segments);
+    if (given[FLAG_OVERLAP] && !staged) return cli_refuse("no method here heeds --overlap");
     if (given[FLAG_OFFLOAD] && !whole)
         return cli_refuse(
             "--offload says nothing new of these methods: they keep inputs in the host's memory");

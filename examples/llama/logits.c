@@ -13,6 +13,7 @@
 #include "../common/files.h"
 #include "../common/device_flag.h"
 #include "../common/grid.h"
+#include "../common/lane.h"
 #include "checkpoint.h"
 #include "method.h"
 #include "model.h"
@@ -41,6 +42,7 @@ typedef struct logits {
         size_t slab_bytes, second_bytes;
         int blocks_max;
         device d;
+        second_line line;         /* where stages overlap */
         void *slab, *second_slab; /* the second pool's, where the sequence is cut */
         upipe_err err;
     } ranks[UPIPE_THREADS_MAX];
@@ -48,7 +50,7 @@ typedef struct logits {
 
 /* clang-format off */
 enum {
-    FLAG_LOAD, FLAG_IDS, FLAG_OUT, FLAG_METHOD, FLAG_RANKS, FLAG_RING, FLAG_INNER, FLAG_SEGMENTS, FLAG_CHUNK,
+    FLAG_LOAD, FLAG_IDS, FLAG_OUT, FLAG_METHOD, FLAG_RANKS, FLAG_RING, FLAG_INNER, FLAG_SEGMENTS, FLAG_CHUNK, FLAG_OVERLAP,
     FLAG_DTYPE, FLAG_DEVICE, FLAG_DEADLINE, FLAG_HELP, FLAG_VERSION, FLAGS
 };
 
@@ -62,6 +64,7 @@ static const struct option option_list[] = {
     {"inner",    required_argument, NULL, FLAG_INNER},
     {"segments", required_argument, NULL, FLAG_SEGMENTS},
     {"chunk",    required_argument, NULL, FLAG_CHUNK},
+    {"overlap", no_argument, NULL, FLAG_OVERLAP},
     {"dtype",    required_argument, NULL, FLAG_DTYPE},
     {"device",   required_argument, NULL, FLAG_DEVICE},
     {"deadline", required_argument, NULL, FLAG_DEADLINE},
@@ -108,6 +111,7 @@ static int options_flag(void *user, int flag, const char *value)
     case FLAG_INNER:
     case FLAG_SEGMENTS:
     case FLAG_CHUNK:
+    case FLAG_OVERLAP:
         return method_flag(&o->how, name, value);
     case FLAG_DTYPE:
         return cli_dtype(name, value, &o->dtype);
@@ -266,6 +270,7 @@ static upipe_status logits_rank_main(void *user, int rank)
     s = upipe_comm_barrier(&c, grid_world(&g->net, rank)); /* all have started */
     if (s == UPIPE_OK) s = device_open(&k->d, g->o.device, &c.err);
     device_use(&k->d, &c);
+    if (s == UPIPE_OK && g->o.how.overlap) s = lane_open(&k->line, g->o.device, &c);
     if (s == UPIPE_OK) s = device_slab(&k->d, &k->slab, k->slab_bytes, &c.err);
     if (s == UPIPE_OK) s = device_host_slab(&k->d, &k->second_slab, k->second_bytes, &c.err);
     if (s == UPIPE_OK && blocks == NULL) s = upi_fail(&c.err, UPIPE_ERR_MEMORY, "no room for a pool's table");
@@ -403,6 +408,8 @@ static int logits_run(logits *g)
     for (r = 0; r < g->o.how.ranks; ++r) {
         device_slab_free(&g->ranks[r].d, g->ranks[r].slab);
         device_host_slab_free(&g->ranks[r].d, g->ranks[r].second_slab);
+        closed = lane_close(&g->ranks[r].line, &e);
+        if (s == UPIPE_OK && closed != UPIPE_OK) s = closed, logits_fail(s, &e);
         closed = device_close(&g->ranks[r].d, &e);
         if (s == UPIPE_OK && closed != UPIPE_OK) s = closed, logits_fail(s, &e);
     }

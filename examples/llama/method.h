@@ -64,12 +64,13 @@ static const method_about method_list[METHODS] = {
 /* clang-format on */
 
 /* Lines of --help, and its end. */
-#define METHOD_USAGE                                                          \
-    "  --method NAME      one of those below (upipe)\n"                       \
-    "  --ring N           ranks of a ring of usp and upipe-ring (2)\n"        \
-    "  --inner N          ranks of an inner ring of double-ring (2)\n"        \
-    "  --segments N       parts of the sequence of fpdt and upipe-fpdt (4)\n" \
-    "  --chunk N          query heads of a stage of the upipes, over a team's ranks (their number)\n"
+#define METHOD_USAGE                                                                                  \
+    "  --method NAME      one of those below (upipe)\n"                                               \
+    "  --ring N           ranks of a ring of usp and upipe-ring (2)\n"                                \
+    "  --inner N          ranks of an inner ring of double-ring (2)\n"                                \
+    "  --segments N       parts of the sequence of fpdt and upipe-fpdt (4)\n"                         \
+    "  --chunk N          query heads of a stage of the upipes, over a team's ranks (their number)\n" \
+    "  --overlap          stages of upipe and upipe-naive overlap, on a second line of execution\n"
 
 static const char method_usage[] =
     "\n"
@@ -89,7 +90,7 @@ static const char method_usage[] =
 
 /* ranks: of all. ring, inner, chunk, segments: 0 for the default */
 typedef struct method_choice {
-    int method, ranks, ring, inner, chunk, segments;
+    int method, ranks, ring, inner, chunk, segments, overlap;
 } method_choice;
 
 /* Prints --help: a program's own text, and the methods. */
@@ -111,12 +112,23 @@ static inline int method_flag(method_choice *how, const char *name, const char *
                    {"chunk", METHOD_CHUNK_MAX, &how->chunk},
                    {"segments", METHOD_SEGMENTS_MAX, &how->segments}};
     size_t i;
+    if (strcmp(name, "overlap") == 0) {
+        how->overlap = 1;
+        return 0;
+    }
     for (i = 0; i < sizeof numbers / sizeof *numbers; ++i)
         if (strcmp(name, numbers[i].name) == 0)
             return cli_int(name, text, numbers[i].most, numbers[i].number);
     for (how->method = 0; how->method < METHODS; ++how->method)
         if (strcmp(text, method_list[how->method].name) == 0) return 0;
     return cli_refuse("--method: '%s' is none of those that --help lists", text);
+}
+
+/* Whether stages overlap, and the method has some that may. */
+static inline int method_overlaps(const method_choice *how)
+{
+    const method_about *a = &method_list[how->method];
+    return how->overlap && a->shape == METHOD_IS_TEAM && a->stage == METHOD_CHUNK && !a->segmented;
 }
 
 /* Fills in the defaults, and refuses a flag that the method does not heed. */
@@ -133,6 +145,8 @@ static inline int method_resolve(method_choice *how)
         return cli_refuse("--inner %d would have no effect with --method %s", how->inner, a->name);
     if (how->segments > 0 && !a->segmented)
         return cli_refuse("--segments %d would have no effect with --method %s", how->segments, a->name);
+    if (how->overlap && !method_overlaps(how))
+        return cli_refuse("--overlap would have no effect with --method %s", a->name);
     if (how->inner == 0 && a->inner) how->inner = 2;
     if (how->segments == 0 && a->segmented) how->segments = 4;
     if (a->shape == METHOD_IS_GRID && how->ring == 0) how->ring = 2;
@@ -154,6 +168,7 @@ static inline upipe_plan_desc method_desc(const method_choice *how, int heads, i
     d.ring_ahead = a->mode == UPIPE_RING_GATHER;
     d.layout = a->layout;
     d.naive = a->naive;
+    d.overlap = how->overlap;
     d.chunk = a->stage == METHOD_ALL_HEADS ? heads : a->stage == METHOD_GROUP ? heads / kv_heads : how->chunk;
     return d;
 }

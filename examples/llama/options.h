@@ -26,7 +26,7 @@ enum { DIM_MAX = 1 << 24, SAMPLE_MAX = 1 << 20, KEEP_MAX = 1000000 };
 
 /* clang-format off */
 enum {
-    FLAG_DATA, FLAG_METHOD, FLAG_RANKS, FLAG_RING, FLAG_INNER, FLAG_SEGMENTS, FLAG_CHUNK, FLAG_LAYERS,
+    FLAG_DATA, FLAG_METHOD, FLAG_RANKS, FLAG_RING, FLAG_INNER, FLAG_SEGMENTS, FLAG_CHUNK, FLAG_OVERLAP, FLAG_LAYERS,
     FLAG_MODEL_DIM, FLAG_HEADS, FLAG_KV_HEADS, FLAG_HEAD_DIM, FLAG_FF_DIM, FLAG_VOCAB, FLAG_UNTIED,
     FLAG_QK_NORM, FLAG_ROPE_THETA, FLAG_NORM_EPS, FLAG_WINDOW, FLAG_TOKENS, FLAG_BATCH, FLAG_STEPS, FLAG_LR, FLAG_MIN_LR,
     FLAG_WARMUP, FLAG_WEIGHT_DECAY, FLAG_BETA1, FLAG_BETA2, FLAG_ADAM_EPS, FLAG_CLIP, FLAG_DTYPE, FLAG_DEVICE,
@@ -43,6 +43,7 @@ static const struct option option_list[] = {
     {"inner",        required_argument, NULL, FLAG_INNER},
     {"segments",     required_argument, NULL, FLAG_SEGMENTS},
     {"chunk",        required_argument, NULL, FLAG_CHUNK},
+    {"overlap",      no_argument,       NULL, FLAG_OVERLAP},
     {"layers",       required_argument, NULL, FLAG_LAYERS},
     {"model-dim",    required_argument, NULL, FLAG_MODEL_DIM},
     {"heads",        required_argument, NULL, FLAG_HEADS},
@@ -232,6 +233,7 @@ static int options_flag(void *user, int flag, const char *text)
     case FLAG_INNER:
     case FLAG_SEGMENTS:
     case FLAG_CHUNK:
+    case FLAG_OVERLAP:
         return method_flag(&o->how, name, text);
     case FLAG_LAYERS:
     case FLAG_MODEL_DIM:

@@ -31,6 +31,7 @@ static void report_ranks(const run *u)
     if (how->ring > 1) printf(" in rings of %d", how->ring);
     if (how->inner > 1) printf(" of rings of %d", how->inner);
     if (how->segments > 0) printf(", %d segments", how->segments);
+    if (how->overlap) printf(", stages overlap");
 }
 
 static void report_memory(const run *u)
@@ -179,23 +180,23 @@ static json_t *report_config(const run *u)
     const options *o = &u->o;
     const llama_config *c = &u->layout.config;
     return json_pack(
-        "{s:s, s:i, s:i, s:i, s:i, s:i, "
+        "{s:s, s:i, s:i, s:i, s:i, s:i, s:b, "
         "s:I, s:I, s:I, s:i, s:i, s:i, s:I, s:I, s:b, s:b, s:f, s:f, s:I, s:I, "
         "s:I, s:f, s:f, s:I, s:f, "
         "s:f, s:f, s:f, s:f, s:s, s:I, s:I, s:b, s:o, s:o, s:o, s:o, s:I, s:s, s:s, s:s}",
         "method", method_list[o->how.method].name, "ranks", o->how.ranks, "ring", o->how.ring, "inner",
-        o->how.inner, "segments", o->how.segments, "chunk", u->ranks[0].m.plan.desc.chunk, "window",
-        (json_int_t)c->window, "layers", (json_int_t)c->layers, "model_dim", (json_int_t)c->dim, "heads",
-        c->heads, "kv_heads", c->kv_heads, "head_dim", c->head_dim, "ff_dim", (json_int_t)c->hidden, "vocab",
-        (json_int_t)c->vocab, "untied", !c->tied, "qk_norm", c->qk_norm, "rope_theta", c->rope_theta,
-        "norm_eps", c->norm_eps, "tokens", (json_int_t)o->tokens, "batch", (json_int_t)o->batch, "steps",
-        (json_int_t)o->steps, "lr", o->lr, "min_lr", o->min_lr, "warmup", (json_int_t)o->warmup,
-        "weight_decay", o->weight_decay, "beta1", o->beta1, "beta2", o->beta2, "adam_eps", o->adam_eps,
-        "clip", o->clip, "dtype", upipe_dtype_name(o->dtype), "seed", (json_int_t)o->seed, "tile_bytes",
-        (json_int_t)o->tile_bytes, "offload", o->offload, "data", report_path(o->data), "save",
-        report_path(o->save), "resume", report_path(o->resume), "load", report_path(o->load), "text_bytes",
-        (json_int_t)u->text.bytes, "device", device_names[o->device], "products", device_products(o->device),
-        "kernels", u->ops.name);
+        o->how.inner, "segments", o->how.segments, "chunk", u->ranks[0].m.plan.desc.chunk, "overlap",
+        o->how.overlap, "window", (json_int_t)c->window, "layers", (json_int_t)c->layers, "model_dim",
+        (json_int_t)c->dim, "heads", c->heads, "kv_heads", c->kv_heads, "head_dim", c->head_dim, "ff_dim",
+        (json_int_t)c->hidden, "vocab", (json_int_t)c->vocab, "untied", !c->tied, "qk_norm", c->qk_norm,
+        "rope_theta", c->rope_theta, "norm_eps", c->norm_eps, "tokens", (json_int_t)o->tokens, "batch",
+        (json_int_t)o->batch, "steps", (json_int_t)o->steps, "lr", o->lr, "min_lr", o->min_lr, "warmup",
+        (json_int_t)o->warmup, "weight_decay", o->weight_decay, "beta1", o->beta1, "beta2", o->beta2,
+        "adam_eps", o->adam_eps, "clip", o->clip, "dtype", upipe_dtype_name(o->dtype), "seed",
+        (json_int_t)o->seed, "tile_bytes", (json_int_t)o->tile_bytes, "offload", o->offload, "data",
+        report_path(o->data), "save", report_path(o->save), "resume", report_path(o->resume), "load",
+        report_path(o->load), "text_bytes", (json_int_t)u->text.bytes, "device", device_names[o->device],
+        "products", device_products(o->device), "kernels", u->ops.name);
 }
 
 static json_t *report_numbers(const double *values, int64_t n)

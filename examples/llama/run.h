@@ -16,6 +16,7 @@
 
 #include "../common/device_flag.h"
 #include "../common/grid.h"
+#include "../common/lane.h"
 #include "checkpoint.h"
 #include "data.h"
 #include "memory.h"
@@ -31,6 +32,7 @@ typedef struct run_rank {
     int blocks_max;
     int64_t events_max;
     device d;
+    second_line line; /* where stages overlap */
     void *slab, *host_slab;
     upipe_block *blocks, *host_blocks;
     upipe_mem_event *events;
@@ -319,6 +321,7 @@ static upipe_status run_allocate(const run *u, run_rank *k, upipe_ctx *c, upipe_
     size_t second = (k->host_need + UPIPE_MEM_ALIGN - 1) / UPIPE_MEM_ALIGN * UPIPE_MEM_ALIGN;
     UPIPE_TRY(device_open(&k->d, u->o.device, &c->err));
     device_use(&k->d, c);
+    if (u->o.how.overlap) UPIPE_TRY(lane_open(&k->line, u->o.device, c));
     UPIPE_TRY(device_slab(&k->d, &k->slab, slab, &c->err));
     UPIPE_TRY(device_host_slab(&k->d, &k->host_slab, second, &c->err));
     k->blocks = (upipe_block *)calloc((size_t)k->blocks_max, sizeof *k->blocks);
@@ -605,6 +608,7 @@ static void run_free(run *u)
     for (r = 0; u->ranks != NULL && r < u->o.how.ranks; ++r) {
         device_slab_free(&u->ranks[r].d, u->ranks[r].slab);
         device_host_slab_free(&u->ranks[r].d, u->ranks[r].host_slab);
+        lane_close(&u->ranks[r].line, NULL);
         device_close(&u->ranks[r].d, NULL);
         free(u->ranks[r].blocks);
         free(u->ranks[r].host_blocks);

@@ -22,6 +22,7 @@
 
 #include "runner.h"
 
+#include "upipe/cuda/upipe_cuda_lane.h"
 #include "upipe/net/upipe_net_nccl.h"
 
 #include "cuda/device.h"
@@ -36,7 +37,9 @@ typedef struct cuda_case {
 } cuda_case;
 
 typedef struct cuda_rank {
-    device d;
+    device d, side; /* side: of a lane */
+    upipe_cuda_lane lane_room;
+    upipe_lane lane;
     upipe_mem mem;
     upipe_block *blocks;
     void *slab, *stage, *weights[4];
@@ -179,6 +182,7 @@ static upipe_status cuda_rank_main(void *user, int rank)
     (void)cudaSetDevice(me->d.cuda.device); /* fails where another rank has ended the context already */
     fake_rank(rank);                        /* the runner's own call above does not count */
     c.mem = &me->mem;
+    c.lane = s->test->run.overlap ? &me->lane : NULL;
     c.team = s->test->nccl ? &me->nccl.comm : upipe_threads_comm(&s->team, rank);
     status = cuda_rank_run(&c, s, me, rank);
     s->r->errors[rank] = c.err;
@@ -228,6 +232,13 @@ static void cuda_rank_open(cuda_state *s, cuda_rank *me, size_t *bytes)
     int j;
     device_open(&me->d);
     *bytes += UPIPE_CUDA_SCRATCH + WORKSPACE;
+    if (s->test->run.overlap) {
+        device_open(&me->side);
+        *bytes += UPIPE_CUDA_SCRATCH + WORKSPACE;
+        CHECK_STATUS(
+            upipe_cuda_lane_init(&me->lane_room, &me->lane, me->side.stream, &me->side.ops, &me->d.c.err),
+            UPIPE_OK, me->d.c.err);
+    }
     me->slab = cuda_room(bytes, slab_bytes);
     me->stage = cuda_room(bytes, (size_t)(me->own.plan.rows * cuda_width(&me->own.plan)) * 4);
     me->blocks = (upipe_block *)malloc((size_t)me->own.blocks_max * sizeof *me->blocks);
@@ -262,6 +273,8 @@ static void cuda_rank_open(cuda_state *s, cuda_rank *me, size_t *bytes)
 static void cuda_rank_close(cuda_rank *me)
 {
     int j;
+    CHECK_STATUS(upipe_cuda_lane_free(&me->lane_room, &me->d.c.err), UPIPE_OK, me->d.c.err);
+    if (me->side.stream != NULL) device_close(&me->side);
     upipe_mem_free(&me->mem, NULL);
     for (j = 0; j < 4; ++j) DEVICE_CHECK(cudaFree(me->weights[j]));
     for (j = 0; j < RUN_GRADS - 4; ++j) DEVICE_CHECK(cudaFree(me->vectors[j]));

@@ -156,7 +156,7 @@ static int same_block(const block_shape *s, const f32_block *a, const f32_block 
     return same;
 }
 
-/* Against the truth once, and then the same bits for other orders and over NCCL. */
+/* Against the truth once, and then the same bits for other orders, over NCCL, and with stages that overlap. */
 static void test_block(const path_case *p, int ranks, int chunk)
 {
     cuda_case test;
@@ -173,13 +173,14 @@ static void test_block(const path_case *p, int ranks, int chunk)
     fake_seed(0);
     CHECK_STATUS(cuda_block(&test, &in, &first), UPIPE_OK, first.errors[0]);
     check_block(&shape, &in, &first.out);
-    for (seed = 1; seed <= 5; ++seed) {
+    for (seed = 1; seed <= (first.plan.stages > 1 && first.plan.schedule != UPIPE_SPANS ? 11 : 5); ++seed) {
         fake_seed(seed % 5);
         fake_eager(seed == 3);
-        test.nccl = seed > 3;
+        test.run.overlap = seed > 5;
+        test.nccl = seed > 3 && seed < 9;
         CHECK_STATUS(cuda_block(&test, &in, &again), UPIPE_OK, again.errors[0]);
-        CHECK_SAY(same_block(&shape, &first.out, &again.out), "%d ranks, seed %d, %s: other bits", ranks,
-                  (int)seed, test.nccl ? "NCCL" : "threads");
+        CHECK_SAY(same_block(&shape, &first.out, &again.out), "%d ranks, seed %d, %s%s: other bits", ranks,
+                  (int)seed, test.nccl ? "NCCL" : "threads", test.run.overlap ? ", overlap" : "");
         run_free(&again);
     }
     fake_eager(0);
