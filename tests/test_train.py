@@ -346,6 +346,9 @@ def test_methods(folder):
             equal([runs[m]['config']['ring'] for m in METHODS], [1, 1, 1, 4, 4, 4, 4, 2, 2, 4, 1, 1], f'{what}: rings')
             equal(runs['double-ring']['config']['inner'], 2, f'{what}: ranks of an inner ring')
             equal([runs[m]['config']['segments'] for m in METHODS], [0] * 10 + [4, 4], f'{what}: segments')
+    one = [good(folder, f'one rank: {method}', method=method, ranks=1) for method in ('ulysses', 'zigzag', 'allgather')]
+    for numbers in one[1:]:
+        alike(numbers, one[0], 'a ring of one')
     # More ranks than heads, and teams whose heads do not divide.
     small = {'heads': 4, 'kv_heads': 2, 'ranks': 6, 'tokens': 35}
     base = good(folder, 'six ranks: ulysses', method='ulysses', **small)
@@ -797,7 +800,6 @@ def test_refusals(folder):
         ({'kv_heads': 8}, ['4', '8']),
         ({'ranks': 4, 'tokens': 3}, ['3', '4']),
         ({'ranks': 4, 'tokens': 7, 'method': 'zigzag'}, ['7', '8', 'two parts']),
-        ({'ranks': 1, 'method': 'ring'}, ['without a ring']),
         ({'ranks': 4, 'method': 'double-ring', 'inner': 3}, ['4', '3']),
         ({'ranks': 3, 'heads': 4, 'method': 'upipe-naive'}, ['unsupported', '4', '3']),
         ({'method': 'fpdt', 'segments': 33}, ['64 tokens in 33 segments over 2 ranks']),

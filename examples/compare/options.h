@@ -17,7 +17,7 @@
 
 #include "../common/cli.h"
 #include "../common/device_flag.h"
-#include "methods.h"
+#include "../common/method.h"
 #include "random.h"
 
 enum { CHECK_AUTO, CHECK_ON, CHECK_OFF, CHECK_AUTO_TOKENS = 2048, DOCS_MAX = 65536, LAYERS_MAX = 4096 };
@@ -87,32 +87,16 @@ static const char usage_text[] =
     "                     and with --sinks sinks dsinks\n"
     "  --deadline SECONDS how long a rank waits for another one before it gives up (600)\n"
     "  --progress         say on stderr what is being done, terminal or not\n"
-    "  --help, --version\n"
-    "\n";
+    "  --help, --version\n";
 
-static const char usage_methods[] =
-    "Methods:\n"
-    "  ulysses      DeepSpeed-Ulysses: one all-to-all trades tokens for all heads\n"
-    "  upipe        UPipe: the same in stages of a few heads\n"
-    "  upipe-naive  UPipe with heads in their order: K and V are sent in every stage\n"
-    "  ring         ring attention: K and V go round, contiguous tokens\n"
-    "  zigzag       the same with two parts of the sequence a rank, one from each end: equal work under a causal mask\n"
-    "  stripe       the same with every N-th token\n"
-    "  double-ring  zigzag, with inner rings of --inner ranks\n"
-    "  allgather    zigzag, K and V of one key/value head after the other gathered from all ranks\n"
-    "  usp          ulysses over ranks / R, zigzag rings of R\n"
-    "  upipe-ring   upipe over ranks / R, zigzag rings of R\n"
-    "  fpdt         FPDT: ulysses in segments of the sequence, which wait in the host's memory\n"
-    "  upipe-fpdt   upipe in segments: what lives on the device is a stage of a segment\n"
+static const char usage_end[] =
     "\n"
     "Exit status: 0, 1 for a run that failed or broke a promise (bytes, errors, bits), 2 for wrong usage.\n";
 /* clang-format on */
 
 static int options_method(options *o, const char *name)
 {
-    int m, i;
-    for (m = 0; m < METHODS && strcmp(name, method_kinds[m].name) != 0; ++m) {
-    }
+    int m = method_find(name), i;
     if (m == METHODS) return cli_refuse("--method %s is no method", name);
     for (i = 0; i < o->methods_n; ++i)
         if (o->methods[i] == m) return cli_refuse("--method %s is given twice", name);
@@ -282,7 +266,8 @@ static int options_flag(void *user, int flag, const char *text)
         return 0;
     case FLAG_HELP:
         fputs(usage_text, stdout);
-        return cli_print(name, usage_methods);
+        fputs(method_usage, stdout);
+        return cli_print(name, usage_end);
     default: /* FLAG_VERSION */
         return cli_version(name, ", products: " PRODUCTS);
     }
@@ -337,9 +322,9 @@ static int options_heeded(const options *o, const int *given)
     int i, chunked = 0, ringed = 0, free_mode = 0, inner = 0, segmented = 0, whole = 0, staged = 0;
     for (i = 0; i < o->methods_n; ++i) {
         const method_kind *k = &method_kinds[o->methods[i]];
-        chunked |= k->chunk == CHUNK_FLAG;
-        ringed |= k->team == TEAM_REST;
-        free_mode |= k->team == TEAM_REST && k->mode == UPIPE_RING_AUTO;
+        chunked |= k->stage == METHOD_CHUNK;
+        ringed |= k->shape == METHOD_IS_GRID;
+        free_mode |= k->shape == METHOD_IS_GRID && k->mode == UPIPE_RING_AUTO;
         inner |= k->inner;
         segmented |= k->segmented;
         whole |= !k->segmented;

@@ -26,8 +26,11 @@ static double report_unit(const options *o)
 static double report_paper(const method *m, int phase)
 {
     const upipe_plan *p = method_plan_of(m);
-    upipe_paper_row row = (upipe_paper_row)m->kind->paper;
-    if (m->kind->paper == PAPER_NONE) return NAN;
+    const int which = (int)(m->kind - method_kinds);
+    upipe_paper_row row = which == METHOD_ULYSSES ? UPIPE_PAPER_ULYSSES
+                          : which == METHOD_FPDT  ? UPIPE_PAPER_FPDT
+                                                  : UPIPE_PAPER_UPIPE;
+    if (row == UPIPE_PAPER_UPIPE && which != METHOD_UPIPE && which != METHOD_UPIPE_NAIVE) return NAN;
     if (row == UPIPE_PAPER_UPIPE && m->o->layers > 1 && !m->o->offload) return NAN;
     if (row == UPIPE_PAPER_ULYSSES && m->o->offload) row = UPIPE_PAPER_ULYSSES_OFFLOAD;
     return upipe_paper_units(row, (upipe_phase)phase, p->group, p->stages, m->o->segments, m->o->layers);
@@ -210,7 +213,7 @@ static void report_phases(const method *all, int n, const options *o, int first)
             report_cell((double)all[i].measured.phase[k] / report_unit(o));
         }
         printf("\n");
-        if (all[i].kind->paper != UPIPE_PAPER_ULYSSES || o->offload) continue;
+        if (all[i].kind != &method_kinds[METHOD_ULYSSES] || o->offload) continue;
         printf("%-22s", "  with offloading"); /* other layers' inputs are not there */
         for (k = first; k < first + REPORT_COLUMNS; ++k) {
             report_cell(upipe_paper_units(UPIPE_PAPER_ULYSSES_OFFLOAD, (upipe_phase)k,

@@ -27,7 +27,7 @@ static const char *report_bytes(char *out, double bytes)
 static void report_ranks(const run *u)
 {
     const method_choice *how = &u->o.how;
-    printf("%s, %d ranks", method_list[how->method].name, how->ranks);
+    printf("%s, %d ranks", method_kinds[how->method].name, how->ranks);
     if (how->ring > 1) printf(" in rings of %d", how->ring);
     if (how->inner > 1) printf(" of rings of %d", how->inner);
     if (how->segments > 0) printf(", %d segments", how->segments);
@@ -110,7 +110,7 @@ static int report_plan(const run *u, report_slopes *slopes)
     if (c->layers == 32 && c->dim == 4096 && c->heads == 32 && c->kv_heads == 8 && u->o.how.ranks == 8 &&
         u->o.dtype == UPIPE_BF16 && u->o.how.method <= METHOD_UPIPE)
         printf("\nmeasured by the paper for Llama3-8B on 8 GPUs, layers' inputs in host memory: %.1f (%s)\n",
-               report_paper_slope[u->o.how.method], method_list[u->o.how.method].name);
+               report_paper_slope[u->o.how.method], method_kinds[u->o.how.method].name);
     return 0;
 }
 
@@ -184,7 +184,7 @@ static json_t *report_config(const run *u)
         "s:I, s:I, s:I, s:i, s:i, s:i, s:I, s:I, s:b, s:b, s:f, s:f, s:I, s:I, "
         "s:I, s:f, s:f, s:I, s:f, "
         "s:f, s:f, s:f, s:f, s:s, s:I, s:I, s:b, s:o, s:o, s:o, s:o, s:I, s:s, s:s, s:s}",
-        "method", method_list[o->how.method].name, "ranks", o->how.ranks, "ring", o->how.ring, "inner",
+        "method", method_kinds[o->how.method].name, "ranks", o->how.ranks, "ring", o->how.ring, "inner",
         o->how.inner, "segments", o->how.segments, "chunk", u->ranks[0].m.plan.desc.chunk, "overlap",
         o->how.overlap, "window", (json_int_t)c->window, "layers", (json_int_t)c->layers, "model_dim",
         (json_int_t)c->dim, "heads", c->heads, "kv_heads", c->kv_heads, "head_dim", c->head_dim, "ff_dim",
