@@ -16,6 +16,7 @@
 #ifndef COMMON_CLI_H
 #define COMMON_CLI_H
 
+#include <assert.h>
 #include <errno.h>
 #include <getopt.h>
 #include <math.h>
@@ -184,6 +185,8 @@ static inline int cli_dtype(const char *flag, const char *text, upipe_dtype *out
 static inline int cli_read(const struct option *list, int argc, char **argv, int *given, int repeatable,
                            int (*take)(void *user, int flag, const char *text), void *user)
 {
+    int at;
+    for (at = 0; list[at].name != NULL; ++at) assert(list[at].val == at); /* a flag is its place in the list */
     opterr = 0;
     for (;;) {
         int before = optind, status;
