@@ -1,27 +1,37 @@
 #!/usr/bin/env python3
-"""gpu.py [STAGE...] -- on a machine with a CUDA device: builds, tests, measures, and keeps the figures
+"""gpu.py [FLAGS] [STAGE...] -- on a machine with a CUDA device: builds, tests, measures, and keeps the figures
 
-Stages, in this order; all of them without an argument. Each takes less than ten minutes and can be run alone after build:
+Stages, in this order; all but sanitize without an argument, in at most --minutes (8). Each takes at most what stands
+beside it; what there is no time for is left out, and the run says so and fails.
 
-  build      kernels for this device (nvcc) and the C programs (cc), into build/gpu
-  test       every test of the CUDA backend that needs no injected errors, and the examples; 08_processes as one process if
-             NCCL is installed
-  sanitize   compute-sanitizer (memcheck, racecheck, synccheck) on the small ones, if it is installed
-  roofline   bandwidth of a copy, rate of a bf16 product
-  attention  forward and backward, head dim 64 and 128, causal and full, 1k to 64k tokens; beside PyTorch's SDPA with the
-             FlashAttention and cuDNN backends, in the same run, if PyTorch is installed
-  exchange   all-to-all of eight thread ranks on the device
-  block      Llama3-8B's attention block on eight ranks with Ulysses and UPipe: seconds, and the driver's count of memory
-             beside the plan
+  build      120 s  kernels for this device (nvcc) and the C programs (cc), into build/gpu; with cuDNN beside ours where
+                    its header library is (pip install nvidia-cudnn-frontend, or --cudnn-frontend FOLDER)
+  test        80 s  every test of the CUDA backend that needs no injected errors, and the examples
+  sanitize   600 s  compute-sanitizer (memcheck, racecheck, synccheck) on the small ones, if it is installed
+  roofline    15 s  bandwidth of a copy, rate of a bf16 product
+  attention  140 s  forward and backward, head dim 64 and 128, causal and full, 1k to 32k tokens: the kernels for this
+                    device, those for 8.0, cuDNN with and without a deterministic backward; and in a process of its own
+                    PyTorch's SDPA and the FlashAttention packages, as far as they are installed
+  masks       35 s  a sliding window, packed documents
+  exchange    20 s  all-to-all of eight thread ranks on the device, by transport
+  block       60 s  Llama3-8B's attention block on eight ranks: Ulysses, UPipe, UPipe with stages that overlap, by
+                    transport: seconds, and the driver's count of memory beside the plan
+  chart       10 s  gpu_roofline.png: attainable rates over arithmetic intensity, and every kernel of `attention`
+                    (matplotlib)
 
-Figures go to bench/results/gpu_STAGE.json with device, driver, date and command; if one could not be had, those that could
-go to gpu_STAGE.failed.json instead, and an earlier result stays. Needs nvcc, a C compiler and Python 3; no Meson. Exit
-status: 0; 1 if something failed; 2 for wrong usage.
+Figures go to bench/results/gpu_STAGE.json with device, driver, date and command; if one could not be had, those that
+could go to gpu_STAGE.failed.json instead, and an earlier result stays. Needs nvcc, a C compiler and Python 3; no Meson.
+Exit status: 0; 1 if something failed; 2 for wrong usage.
+
+  --quick           a few small cases without limits of time, to see that it works
+  --program FILE    measure with this gpu (bench/gpu.c), built elsewhere: on a fake device, say
+  --results FOLDER  where figures go
 """
 
 import argparse
 import datetime
 import glob
+import importlib.metadata
 import json
 import os
 import shutil
@@ -37,24 +47,35 @@ C_FLAGS = ['-std=c11', '-D_POSIX_C_SOURCE=200809L', '-O2', '-g1', '-Wall', '-DUP
            f'-DUPIPE_SOURCE_ROOT="{TOP}"']
 EXAMPLES = ['09_cuda', '03_exchange', '04_attention', '05_layer', '06_step', '07_tiles']
 SMALL = ['test_cuda_rows', 'test_cuda_train_ops', 'test_cuda_attn']
-LENGTHS = [1024, 2048, 4096, 8192, 16384, 32768, 65536]
 BLOCK = ['--ranks', '8', '--heads', '32', '--kv-heads', '8', '--head-dim', '128', '--model-dim', '4096']
-BLOCK_TOKENS = [65536, 131072]
+METHODS = [['--chunk', '32'], ['--chunk', '8'], ['--chunk', '8', '--overlap']]
+TRANSPORTS = ['threads', 'peer']
+# The data sheet's dense bf16 and memory rates, for the chart.
+SHEETS = {'H100': (989e12, 3.35e12), 'H200': (989e12, 4.8e12), 'A100': (312e12, 2.04e12)}
+
+clock = {'run': float('inf'), 'stage': float('inf')}  # when they must be over
+
+
+class Failed(Exception):
+    """A stage cannot go on; the sentence says why."""
 
 
 def say(sentence):
     print(f'gpu.py: {sentence}', file=sys.stderr, flush=True)
 
 
-def fail(sentence):
-    say(sentence)
-    sys.exit(1)
+def left():
+    """Seconds that the stage may still take; None: any."""
+    end = min(clock.values())
+    return None if end == float('inf') else max(0.0, end - time.monotonic())
 
+
+# ---- programs ----
 
 def nvcc():
     found = shutil.which('nvcc') or '/usr/local/cuda/bin/nvcc'
     if not os.access(found, os.X_OK):
-        fail('there is no nvcc on the path or in /usr/local/cuda')
+        raise Failed('there is no nvcc on the path or in /usr/local/cuda')
     return found
 
 
@@ -64,65 +85,112 @@ def toolkit():
 
 def nccl():
     """The folder of the NCCL library; None if it or its header is not where compiler or toolkit look."""
-    headers = [os.path.join(place, 'nccl.h') for place in ('/usr/include', '/usr/local/include', f'{toolkit()}/include')]
+    folders = ['/usr/include', '/usr/local/include', f'{toolkit()}/include']
+    headers = [os.path.join(folder, 'nccl.h') for folder in folders]
     places = ['/usr/lib*', '/usr/lib/*', '/usr/local/lib', f'{toolkit()}/lib64']
     libraries = [library for place in places for library in sorted(glob.glob(os.path.join(place, 'libnccl.so')))]
     return os.path.dirname(libraries[0]) if libraries and any(map(os.path.exists, headers)) else None
 
 
-def run(command, **more):
-    """One command; its output is shown. Ends the program if it fails."""
-    say(' '.join(command))
-    if subprocess.run(command, cwd=TOP, check=False, **more).returncode != 0:
-        fail(f'failed: {" ".join(command)}')
+def frontend(options):
+    """The folder of cudnn-frontend's headers; None if they or cuDNN are not there."""
+    folder = options.cudnn_frontend
+    if not folder:
+        try:
+            folder = str(importlib.metadata.distribution('nvidia-cudnn-frontend').locate_file('include'))
+        except importlib.metadata.PackageNotFoundError:
+            return None
+    library = glob.glob(os.path.join(toolkit(), 'lib64', 'libcudnn.so')) or glob.glob('/usr/lib/*/libcudnn.so')
+    return folder if library and os.path.exists(os.path.join(folder, 'cudnn_frontend.h')) else None
 
 
-def number(command):
-    """The JSON object that a command prints, with the command in it; None if it failed."""
-    say(' '.join(command))
-    done = subprocess.run([os.path.join(BUILD, 'gpu'), *command], cwd=TOP, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode != 0:
-        return {'command': 'gpu ' + ' '.join(command), 'failed': done.returncode}
-    return {'command': 'gpu ' + ' '.join(command), **json.loads(done.stdout)}
+def call(command, **more):
+    """The exit status of a command that is shown; None where there was no time left for it."""
+    try:
+        return subprocess.run(command, cwd=TOP, check=False, timeout=left(), **more).returncode
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def run_all(commands):
+    """Commands side by side, as many as there are cores. Ends the stage if one fails."""
+    waiting, running, bad = list(commands), [], []
+    while (waiting and not bad) or running:
+        while waiting and not bad and len(running) < (os.cpu_count() or 1):
+            command = waiting.pop(0)
+            say(' '.join(command))
+            running.append((command, subprocess.Popen(command, cwd=TOP)))
+        command, process = running.pop(0)
+        try:
+            if process.wait(timeout=left()) != 0:
+                bad.append(f'failed: {" ".join(command)}')
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            bad.append(f'out of time: {" ".join(command)}')
+    if bad:
+        raise Failed('; '.join(bad))
+
+
+def number(options, command):
+    """The JSON object that a command prints, with the command in it; with `failed` or `refused` if there is none."""
+    words = {'command': 'gpu ' + ' '.join(command)}
+    try:
+        done = subprocess.run([options.program, *command], cwd=TOP, capture_output=True, text=True, check=False,
+                              timeout=left())
+    except subprocess.TimeoutExpired:
+        return {**words, 'failed': 'out of time'}
+    except OSError as error:
+        raise Failed(f'{options.program}: {error.strerror}; run the stage build first') from error
+    if done.returncode == 0:
+        return {**words, **json.loads(done.stdout)}
+    sentence = (done.stderr.strip().splitlines() or [f'exit status {done.returncode}'])[-1]
+    say(f'{words["command"]}: {sentence}')
+    return {**words, 'refused' if done.returncode == 3 else 'failed': sentence}
 
 
 def ask_driver(what):
     """What nvidia-smi says of the first device; None without it."""
     if not shutil.which('nvidia-smi'):
         return None
-    done = subprocess.run(['nvidia-smi', f'--query-gpu={what}', '--format=csv,noheader'], stdout=subprocess.PIPE, text=True,
-                          check=False)
+    done = subprocess.run(['nvidia-smi', f'--query-gpu={what}', '--format=csv,noheader'], stdout=subprocess.PIPE,
+                          text=True, check=False)
     return done.stdout.split('\n')[0].strip() if done.returncode == 0 else None
 
 
-def keep(stage, figures, lacks=None):
-    """Writes the stage's file. Where figures are missing (lacks: why there are no more) or failed, writes them beside a good
-    result, not over it, and ends the program."""
-    device = number(['device'])
-    failed = [figure['command'] for figure in (device, *figures) if 'failed' in figure]
-    bad = [lacks] if lacks else []
-    if failed:
-        bad.append(f'no figure from: {"; ".join(failed)}')
+# ---- results ----
+
+def keep(options, stage, figures):
+    """Writes the stage's file. Where figures failed, writes beside a good result, not over it, and ends the stage."""
+    device = number(options, ['device'])
+    failed = [f'{figure["command"]} ({figure["failed"]})' for figure in (device, *figures) if 'failed' in figure]
     whole = {'stage': stage, 'date': datetime.datetime.now(datetime.timezone.utc).strftime('%Y-%m-%d'),
              'command': f'python3 bench/gpu.py {stage}', 'device': device,
-             'driver': ask_driver('driver_version,clocks.max.sm,power.limit')}
-    if lacks:
-        whole['partial'] = True
-    whole['figures'] = figures
-    os.makedirs(RESULTS, exist_ok=True)
-    good, beside = (os.path.join(RESULTS, f'gpu_{stage}{end}') for end in ('.json', '.failed.json'))
-    path = beside if bad else good
+             'driver': ask_driver('driver_version,clocks.max.sm,power.limit'), 'figures': figures}
+    os.makedirs(options.results, exist_ok=True)
+    good, beside = (os.path.join(options.results, f'gpu_{stage}{end}') for end in ('.json', '.failed.json'))
+    path = beside if failed else good
     with open(path, 'w', encoding='utf-8') as out:
         json.dump(whole, out, indent=1)
         out.write('\n')
-    say(f'wrote {os.path.relpath(path, TOP)}')
-    if bad:
-        fail('; '.join(bad))
+    say(f'wrote {path}')
+    if failed:
+        raise Failed(f'no figure from: {"; ".join(failed)}')
     if os.path.exists(beside):
         os.remove(beside)  # what failed then works now
 
 
-# ---- stages ----
+def kept(options, stage):
+    """What an earlier keep has written; a result that lacks figures if there is no better one."""
+    for end in '.json', '.failed.json':
+        path = os.path.join(options.results, f'gpu_{stage}{end}')
+        if os.path.exists(path):
+            with open(path, encoding='utf-8') as source:
+                return json.load(source)
+    raise Failed(f'there is no result of {stage} yet')
+
+
+# ---- build, test ----
 
 def tests():
     """Test programs that run on a real device: those that do not drive the fake one."""
@@ -132,20 +200,15 @@ def tests():
                 yield os.path.splitext(os.path.basename(path))[0]
 
 
-def build(_):
+def build(options):
     os.makedirs(BUILD, exist_ok=True)
     arch = (ask_driver('compute_cap') or '8.0').replace('.', '')
+    if arch == '90':
+        arch = '90a'  # Hopper's own instructions
     units = {'device_table.o': 'examples/common/device_table.cu', '09_cuda.o': 'examples/09_cuda.cu'}
-    running = []
-    for made, source in units.items():
-        command = [nvcc(), '-x', 'cu', '-std=c++17', '-O3', '-lineinfo', '-Werror=all-warnings', '-Xptxas=-warn-spills',
-                   '-Wno-deprecated-gpu-targets', f'-arch=sm_{arch}', '-I', TOP, '-c', source, '-o',
-                   os.path.join(BUILD, made)]
-        say(' '.join(command))
-        running.append((source, subprocess.Popen(command, cwd=TOP)))
-    for source, process in running:
-        if process.wait() != 0:
-            fail(f'nvcc failed on {source}')
+    first = [[nvcc(), '-x', 'cu', '-std=c++17', '-O3', '-lineinfo', '-Werror=all-warnings', '-Xptxas=-warn-spills',
+              '-Wno-deprecated-gpu-targets', f'-gencode=arch=compute_{arch},code=sm_{arch}', '-I', TOP, '-c', source,
+              '-o', os.path.join(BUILD, made)] for made, source in units.items()]
     libraries = [f'-L{toolkit()}/lib64', f'-Wl,-rpath,{toolkit()}/lib64', '-lcublas', '-lcudart', '-lstdc++', '-lm',
                  '-lpthread']
     places = ['-I', TOP, '-I', os.path.join(TOP, 'tests'), '-isystem', f'{toolkit()}/include']
@@ -159,10 +222,24 @@ def build(_):
         more['08_processes'] = ['-DWITH_NCCL', f'-L{nccl()}', f'-Wl,-rpath,{nccl()}', '-lnccl']
     else:
         say('left out: 08_processes, as NCCL is not installed')
+    headers = frontend(options)
+    if headers:
+        programs['13_plug_attention'] = 'examples/13_plug_attention.c'
+        for name, source in ('gpu', 'bench/gpu_cudnn.cpp'), ('13_plug_attention', 'examples/13_plug_cudnn.cpp'):
+            made = os.path.join(BUILD, f'{name}_cudnn.o')
+            first.append([shutil.which('c++') or 'g++', '-std=c++17', '-O1', '-DWITH_CUDNN',
+                          '-DCUDNN_FRONTEND_SKIP_JSON_LIB', '-I', TOP, '-isystem', headers, '-isystem',
+                          f'{toolkit()}/include', '-c', source, '-o', made])
+            more[name] = ['-DWITH_CUDNN', made, '-lcudnn', '-lnvrtc']
+    else:
+        say('left out: cuDNN beside ours, as it or cudnn-frontend is not installed')
+    run_all(first)
+    second = []
     for name, source in programs.items():
         table = '09_cuda.o' if name in ('08_processes', '09_cuda') else 'device_table.o'
-        run([shutil.which('cc') or 'gcc', *C_FLAGS, *cpu, *places, source, os.path.join(BUILD, table), '-o',
-             os.path.join(BUILD, name), *libraries, *more.get(name, [])])
+        second.append([shutil.which('cc') or 'gcc', *C_FLAGS, *cpu, *places, source, os.path.join(BUILD, table), '-o',
+                       os.path.join(BUILD, name), *more.get(name, []), *libraries])
+    run_all(second)
 
 
 def one_process():
@@ -175,30 +252,21 @@ def one_process():
 
 
 def test(_):
+    jobs = [([name], {}) for name in tests()]
+    jobs += [([name] + ([] if name == '09_cuda' else ['--device', 'cuda']), {'stdout': subprocess.DEVNULL})
+             for name in [*EXAMPLES, '13_plug_attention'] if os.path.exists(os.path.join(BUILD, name))]
+    jobs += [(['compare', '--device', 'cuda', '--dtype', dtype, '--kv-heads', '4', '--check', 'on'], {})
+             for dtype in ('f32', 'bf16')]
+    if os.path.exists(os.path.join(BUILD, '08_processes')):
+        jobs.append((['08_processes'], {'env': one_process()}))
     bad = []
-    for name in tests():
-        say(name)
-        if subprocess.run([os.path.join(BUILD, name)], cwd=TOP, check=False).returncode != 0:
-            bad.append(name)
-    for name in EXAMPLES:
-        flags = [] if name == '09_cuda' else ['--device', 'cuda']
-        say(' '.join([name, *flags]))
-        if subprocess.run([os.path.join(BUILD, name), *flags], cwd=TOP, stdout=subprocess.DEVNULL,
-                          check=False).returncode != 0:
-            bad.append(name)
-    if nccl():
-        say('08_processes, one process')
-        if subprocess.run([os.path.join(BUILD, '08_processes')], cwd=TOP, env=one_process(), check=False).returncode != 0:
-            bad.append('08_processes')
-    else:
-        say('left out: 08_processes, as NCCL is not installed')
-    for dtype in 'f32', 'bf16':
-        command = [os.path.join(BUILD, 'compare'), '--device', 'cuda', '--dtype', dtype, '--kv-heads', '4', '--check', 'on']
-        say(' '.join(command))
-        if subprocess.run(command, cwd=TOP, check=False).returncode != 0:
-            bad.append(f'compare {dtype}')
+    for words, more in jobs:
+        say(' '.join(words))
+        status = call([os.path.join(BUILD, words[0]), *words[1:]], **more)
+        if status != 0:
+            bad.append(f'{" ".join(words)} ({"out of time" if status is None else status})')
     if bad:
-        fail(f'failed: {" ".join(bad)}')
+        raise Failed(f'failed: {"; ".join(bad)}')
 
 
 def sanitize(_):
@@ -207,22 +275,50 @@ def sanitize(_):
         say('left out: compute-sanitizer is not installed')
         return
     few = {**os.environ, 'UPIPE_DRAWS': '0'}
+    bad = []
     for check in 'memcheck', 'racecheck', 'synccheck':
         for name in SMALL:
-            run([tool, '--tool', check, '--error-exitcode', '9', os.path.join(BUILD, name)], env=few)
+            say(f'{check} {name}')
+            if call([tool, '--tool', check, '--error-exitcode', '9', os.path.join(BUILD, name)], env=few) != 0:
+                bad.append(f'{check} {name}')
+    if bad:
+        raise Failed(f'failed: {"; ".join(bad)}')
 
 
-def roofline(_):
-    keep('roofline', [number(['roofline'])])
+# ---- figures ----
+
+def roofline(options):
+    keep(options, 'roofline', [number(options, ['roofline', *(['--tokens', '256'] if options.quick else [])])])
 
 
-SDPA = r'''
+# Reads the shapes as JSON lines; a line for each contestant of each.
+PEERS = r'''
 import json, statistics, sys, torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 import torch.nn.functional as F
-tokens, heads, dim, causal = (int(word) for word in sys.argv[1:5])
-made = [torch.randn(1, heads, tokens, dim, device='cuda', dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-grad = torch.randn(1, heads, tokens, dim, device='cuda', dtype=torch.bfloat16)
+from torch.nn.attention import SDPBackend, sdpa_kernel
+versions = {'torch': torch.__version__}
+makers = {}
+def sdpa(backend, same_bits):
+    def make(q, k, v, causal):
+        torch.use_deterministic_algorithms(same_bits)
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    return make, (0, 2, 1, 3)
+makers['sdpa_flash'] = sdpa(SDPBackend.FLASH_ATTENTION, False)
+makers['sdpa_flash_deterministic'] = sdpa(SDPBackend.FLASH_ATTENTION, True)
+makers['sdpa_cudnn'] = sdpa(SDPBackend.CUDNN_ATTENTION, False)
+def package(name, same_bits):
+    function = __import__(name, fromlist=['flash_attn_func']).flash_attn_func
+    def make(q, k, v, causal):
+        made = function(q, k, v, causal=causal, deterministic=same_bits)
+        return made[0] if isinstance(made, tuple) else made
+    return make, (0, 1, 2, 3)
+for name, module in (('fa2', 'flash_attn'), ('fa3', 'flash_attn_interface')):
+    try:
+        makers[name], makers[name + '_deterministic'] = package(module, False), package(module, True)
+        versions[name] = getattr(__import__(module), '__version__', 'there')
+    except ImportError:
+        pass
 def median(call):
     seconds = []
     for i in range(11):
@@ -230,98 +326,220 @@ def median(call):
         start.record(); call(); end.record(); end.synchronize()
         if i >= 2: seconds.append(start.elapsed_time(end) * 1e-3)
     return statistics.median(seconds)
-flop = 4.0 * tokens * tokens * heads * dim / (2 if causal else 1)
-for name, backend in (('flash', SDPBackend.FLASH_ATTENTION), ('cudnn', SDPBackend.CUDNN_ATTENTION)):
-    try:
-        with sdpa_kernel(backend):
-            fwd = median(lambda: F.scaled_dot_product_attention(*(x.detach() for x in made), is_causal=bool(causal)))
-            out = F.scaled_dot_product_attention(*made, is_causal=bool(causal))
-            bwd = median(lambda: torch.autograd.grad(out, made, grad, retain_graph=True))
-        print(json.dumps({'backend': name, 'fwd_seconds': fwd, 'fwd_flop_per_s': flop / fwd, 'bwd_seconds': bwd,
-                          'bwd_flop_per_s': 2.5 * flop / bwd, 'torch': torch.__version__}))
-    except RuntimeError as error:
-        print(json.dumps({'backend': name, 'refused': str(error).split('\n')[0]}))
+for line in sys.stdin:
+    at = json.loads(line)
+    for name, (make, order) in makers.items():
+        figure = {'shape': at, 'name': name, 'versions': versions}
+        try:
+            size = [1, at['tokens'], at['heads'], at['head_dim']]
+            size = [size[i] for i in order]
+            q, k, v = (torch.randn(size, device='cuda', dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+            with torch.no_grad():
+                fwd = median(lambda: make(q, k, v, at['causal']))
+            out = make(q, k, v, at['causal'])
+            grad = torch.randn_like(out)
+            bwd = median(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
+            figure.update(fwd_seconds=fwd, bwd_seconds=bwd, fwd_flop_per_s=at['fwd_flop'] / fwd,
+                          bwd_flop_per_s=at['bwd_flop'] / bwd)
+        except Exception as error:
+            figure['refused'] = str(error).split('\n')[0][:200]
+        print(json.dumps(figure), flush=True)
 '''
 
 
-def has_torch():
-    return subprocess.run([sys.executable, '-c', 'import torch, sys; sys.exit(not torch.cuda.is_available())'],
-                          stderr=subprocess.DEVNULL, check=False).returncode == 0
+def beside(figures):
+    """Adds what PyTorch and the FlashAttention packages make of the same shapes; of a crash, what came before."""
+    if subprocess.run([sys.executable, '-c', 'import torch, sys; sys.exit(not torch.cuda.is_available())'],
+                      stderr=subprocess.DEVNULL, check=False).returncode != 0:
+        say('left out: PyTorch and FlashAttention beside it, as there is no PyTorch for CUDA')
+        return
+    keys = ['tokens', 'heads', 'head_dim', 'causal', 'fwd_flop', 'bwd_flop']
+    shapes = [{key: figure[key] for key in keys} for figure in figures if 'kernels' in figure]
+    try:
+        done = subprocess.run([sys.executable, '-c', PEERS], input='\n'.join(map(json.dumps, shapes)),
+                              stdout=subprocess.PIPE, text=True, check=False, timeout=left())
+        lines, status = done.stdout, done.returncode
+    except subprocess.TimeoutExpired as late:
+        lines, status = (late.stdout or b'').decode(), 'out of time'
+    for line in lines.splitlines():
+        if not line.startswith('{') or not line.endswith('}'):
+            continue
+        made = json.loads(line)
+        shape = made.pop('shape')
+        for figure in figures:
+            if all(figure.get(key) == shape[key] for key in keys):
+                figure['kernels'].append(made)
+    if status != 0:
+        say(f'PyTorch and FlashAttention beside it ended early: {status}')
 
 
-def beside(*numbers):
-    """What PyTorch makes of the same attention: an object a backend, and one for the whole if it crashed."""
-    done = subprocess.run([sys.executable, '-c', SDPA, *map(str, numbers)], stdout=subprocess.PIPE, text=True, check=False)
-    made = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{') and line.endswith('}')]
-    if done.returncode != 0:
-        made.append({'backend': 'torch', 'failed': done.returncode})
-    return made
+def rates(kernel):
+    if 'refused' in kernel:
+        return 'refused'
+    return f"{kernel['fwd_flop_per_s'] / 1e12:.0f} / {kernel['bwd_flop_per_s'] / 1e12:.0f}"
+
+
+def show(figure):
+    if 'kernels' in figure:
+        mask = ' causal' if figure['causal'] else ' full'
+        mask += f" window {figure['window']}" if figure['window'] else ''
+        mask += f" {figure['docs']} documents" if figure['docs'] else ''
+        say(f"d {figure['head_dim']}{mask} {figure['tokens']}, TFLOP/s forward / backward: "
+            + ', '.join(f"{kernel['name']} {rates(kernel)}" for kernel in figure['kernels']))
 
 
 def attention(options):
-    figures, other = [], has_torch()
-    if not other:
-        say('left out: PyTorch beside it, which is not installed')
-    until = time.monotonic() + options.minutes * 60
-    shapes = [(dim, heads, causal, tokens) for dim, heads in ((128, 16), (64, 32)) for causal in (True, False)
-              for tokens in LENGTHS]
-    for dim, heads, causal, tokens in shapes:
-        if time.monotonic() > until:
-            keep('attention', figures, f'{options.minutes:g} minutes are over after {len(figures)} of {len(shapes)} figures')
-        # as many tokens of a batch as 16k hold, as heads
-        many = heads * max(1, 16384 // tokens)
-        command = ['attention', '--tokens', str(tokens), '--head-dim', str(dim), '--heads', str(many)]
-        figure = number(command + ([] if causal else ['--full']))
-        if other:
-            figure['beside'] = beside(tokens, many, dim, int(causal))
-        figures.append(figure)
-        print_attention(figure)
-    keep('attention', figures)
-
-
-def print_attention(figure):
-    def rates(one):
-        if 'failed' in one:
-            return f"failed ({one['failed']})"
-        if 'refused' in one:
-            return 'refused'
-        return f"{one['fwd_flop_per_s'] / 1e12:.0f} / {one['bwd_flop_per_s'] / 1e12:.0f}"
-    others = ', '.join(f"{one['backend']} {rates(one)}" for one in figure.get('beside', []))
-    if 'failed' in figure:
-        say(f"{figure['command']}: {rates(figure)}; {others}")
-    else:
-        say(f"d {figure['head_dim']} {'causal' if figure['causal'] else 'full'} {figure['tokens']}: "
-            f"{rates(figure)} TFLOP/s forward / backward; {others}")
-
-
-def exchange(_):
-    keep('exchange', [number(['exchange', '--tokens', str(tokens), '--head-dim', '128']) for tokens in BLOCK_TOKENS])
-
-
-def block(_):
     figures = []
-    for tokens in BLOCK_TOKENS:
-        for chunk in 32, 8:
-            figures.append(number(['block', '--tokens', str(tokens), '--chunk', str(chunk), *BLOCK]))
-    keep('block', figures)
+    lengths = [64, 128] if options.quick else [1024, 2048, 4096, 8192, 16384, 32768]
+    for dim, heads in (128, 16), (64, 32):
+        for causal in True, False:
+            for tokens in lengths:
+                # as many tokens of a batch as 16k hold, as heads
+                many = 2 if options.quick else heads * max(1, 16384 // tokens)
+                figures.append(number(options, ['attention', '--tokens', str(tokens), '--head-dim', str(dim), '--heads',
+                                                str(many), *([] if causal else ['--full'])]))
+                show(figures[-1])
+    if not options.quick:
+        beside(figures)
+    keep(options, 'attention', figures)
 
 
-STAGES = {stage.__name__: stage for stage in (build, test, sanitize, roofline, attention, exchange, block)}
+def masks(options):
+    figures = []
+    cases = [(16384, []), (16384, ['--window', '1024']), (32768, ['--window', '1024']), (16384, ['--docs', '8']),
+             (16384, ['--docs', '64'])]
+    if options.quick:
+        cases = [(128, []), (128, ['--window', '40']), (128, ['--docs', '3'])]
+    for tokens, mask in cases:
+        shape = ['--head-dim', '64', '--heads', '2'] if options.quick else ['--head-dim', '128', '--heads', '16']
+        figures.append(number(options, ['attention', '--tokens', str(tokens), *shape, *mask]))
+        show(figures[-1])
+    keep(options, 'masks', figures)
+
+
+def exchange(options):
+    figures = []
+    for tokens in [64] if options.quick else [16384, 65536, 262144]:
+        for transport in TRANSPORTS:
+            figures.append(number(options, ['exchange', '--tokens', str(tokens), '--head-dim', '128', '--transport',
+                                            transport, '--ranks', '2' if options.quick else '8']))
+            if 'bytes_per_s' in figures[-1]:
+                say(f"{tokens} tokens, {transport}: {figures[-1]['bytes_per_s'] / 1e9:.1f} GB/s read and written")
+    keep(options, 'exchange', figures)
+
+
+def block(options):
+    figures = []
+    shape, methods = BLOCK, METHODS
+    if options.quick:
+        shape = '--ranks 2 --heads 4 --kv-heads 2 --head-dim 64 --model-dim 64 --layers 1'.split()
+        methods = [['--chunk', '4'], ['--chunk', '2'], ['--chunk', '2', '--overlap']]
+    for tokens in [128] if options.quick else [65536, 131072]:
+        for method in methods:
+            for transport in TRANSPORTS:
+                one = number(options, ['block', '--tokens', str(tokens), '--transport', transport, *method, *shape])
+                figures.append(one)
+                if 'fwd_seconds' in one:
+                    say(f"{tokens} tokens, {one['method']}{' overlapped' if one['overlap'] else ''}, {transport}: "
+                        f"{one['fwd_seconds']:.3f} s forward, {one['bwd_seconds']:.3f} s backward, "
+                        f"{one['peak_bytes'] / 2**20:.0f} MiB")
+    keep(options, 'block', figures)
+
+
+# ---- chart ----
+
+def chart(options):
+    try:
+        import matplotlib
+    except ImportError:
+        say('left out: the chart, as matplotlib is not installed')
+        return
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    roof, figures = kept(options, 'roofline'), kept(options, 'attention')['figures']
+    machine, measured = roof['device'].get('name', 'the device'), roof['figures'][0]
+    roofs = [('measured: a bf16 product, a copy', measured['product_flop_per_s'], measured['copy_bytes_per_s'], '-')]
+    roofs += [(f'data sheet, {name}', *sheet, ':') for name, sheet in SHEETS.items() if name in machine]
+    figure, panels = plt.subplots(2, 2, figsize=(13, 9), sharex='row')
+    places = [(dim, way) for dim in (128, 64) for way in ('fwd', 'bwd')]
+    for panel, (dim, way) in zip(panels.flat, places):
+        points = [(one[f'{way}_flop'] / one[f'{way}_bytes'], one, kernel)
+                  for one in figures if one.get('head_dim') == dim
+                  for kernel in one.get('kernels', []) if f'{way}_flop_per_s' in kernel]
+        if not points:
+            continue
+        low, high = (edge(x for x, _, _ in points) for edge in (min, max))
+        for name, flops, bandwidth, line in roofs:
+            at = [low / 4, flops / bandwidth, max(high, flops / bandwidth) * 2]
+            panel.plot(at, [min(flops, x * bandwidth) / 1e12 for x in at], 'k' + line, linewidth=1, label=name)
+        names = list(dict.fromkeys(kernel['name'] for _, _, kernel in points))
+        for i, name in enumerate(names):
+            for causal, marker in (True, 'o'), (False, 's'):
+                own = sorted((x, kernel[f'{way}_flop_per_s'] / 1e12) for x, one, kernel in points
+                             if kernel['name'] == name and one['causal'] == causal)
+                if own:
+                    panel.plot(*zip(*own), marker=marker, color=f'C{i}', linewidth=0.7, markersize=4,
+                               label=f"{name}, {'causal' if causal else 'full'}")
+        panel.set_xscale('log', base=2)
+        panel.set_yscale('log', base=2)
+        panel.xaxis.set_major_formatter('{x:g}')
+        panel.yaxis.set_major_formatter('{x:g}')
+        panel.set_title(f"head dim {dim}, {'forward' if way == 'fwd' else 'backward'}", fontsize=10)
+        panel.set_xlabel('flops a byte that must pass the memory (more tokens: further right)')
+        panel.set_ylabel('TFLOP/s')
+        panel.grid(True, alpha=0.3)
+    lines = {name: line for panel in panels.flat for line, name in zip(*panel.get_legend_handles_labels())}
+    figure.legend(lines.values(), lines, loc='lower center', ncols=4, fontsize=8)
+    figure.suptitle(f'Attention in bf16 under the roofs of {machine}')
+    figure.tight_layout(rect=(0, 0.04 + 0.02 * (len(lines) / 4), 1, 1))
+    path = os.path.join(options.results, 'gpu_roofline.png')
+    figure.savefig(path, dpi=110)
+    say(f'wrote {path}')
+
+
+# name: what it runs, the seconds it may take
+STAGES = {'build': (build, 120), 'test': (test, 80), 'sanitize': (sanitize, 600), 'roofline': (roofline, 15),
+          'attention': (attention, 140), 'masks': (masks, 35), 'exchange': (exchange, 20), 'block': (block, 60),
+          'chart': (chart, 10)}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('stage', nargs='*', help='one or more of: ' + ' '.join(STAGES))
-    parser.add_argument('--minutes', type=float, default=9, help='after which the attention stage gives up (9)')
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     usage=argparse.SUPPRESS)
+    parser.add_argument('stage', nargs='*', help=argparse.SUPPRESS)
+    parser.add_argument('--quick', action='store_true', help=argparse.SUPPRESS)
+    parser.add_argument('--minutes', type=float, help=argparse.SUPPRESS)
+    parser.add_argument('--program', default=os.path.join(BUILD, 'gpu'), help=argparse.SUPPRESS)
+    parser.add_argument('--results', default=RESULTS, help=argparse.SUPPRESS)
+    parser.add_argument('--cudnn-frontend', help=argparse.SUPPRESS)
     options = parser.parse_args()
     unknown = [stage for stage in options.stage if stage not in STAGES]
     if unknown:
         parser.error(f'no such stage: {" ".join(unknown)}')
-    for stage in options.stage or STAGES:
+    stages = options.stage or [stage for stage in STAGES if stage != 'sanitize']
+    if options.minutes or not (options.stage or options.quick):
+        clock['run'] = time.monotonic() + 60 * (options.minutes or 8)
+    bad, device = [], None
+    for stage in stages:
+        body, seconds = STAGES[stage]
         start = time.monotonic()
-        STAGES[stage](options)
+        clock['stage'] = float('inf') if options.quick else start + seconds
+        try:
+            if stage not in ('build', 'chart') and device is None:
+                device = number(options, ['device'])
+                if 'failed' in device:
+                    raise Failed(f'there is no CUDA device to test and measure on ({device["failed"]})')
+            body(options)
+        except Failed as failure:
+            say(f'{stage}: {failure}')
+            bad.append(stage)
         say(f'{stage}: {time.monotonic() - start:.0f} s')
+        if stage == 'build' and bad or device is not None and 'failed' in device:
+            break
+    if bad:
+        say(f'failed: {" ".join(bad)}')
+    return 1 if bad else 0
 
 
 if __name__ == '__main__':
-    main()
+    sys.exit(main())

@@ -39,7 +39,7 @@ FOREIGN = {
     'mpi.h': ('net/upipe_net_mpi.h',),
     'nccl.h': ('net/upipe_net_nccl.h',),
     'cuda_runtime.h': ('cuda/',),
-    'cuda_runtime_api.h': ('cuda/', 'net/upipe_net_nccl.h'),
+    'cuda_runtime_api.h': ('cuda/', 'net/upipe_net_nccl.h', 'net/upipe_net_peer_room.h'),
     'cublas_v2.h': ('cuda/',),
 }
 

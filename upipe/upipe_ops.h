@@ -6,6 +6,10 @@
  *     upipe_cpu_ops(&ops);
  *     ops.gemm = my_gemm;
  *
+ * An entry may serve some calls only, and hand the others to the one that it has replaced: the host keeps that
+ * beside what else its entry needs, and finds it through ops.host. attn_can and the *_bytes entries must then
+ * hold for whoever serves a call (docs/backends.md, "Attention of the host's own").
+ *
  * Rules for every entry. Work is enqueued on ctx->stream; arguments are checked by the caller's layer, but a
  * wish that the backend lacks returns UPIPE_ERR_UNSUPPORTED with a sentence in ctx->err. Nothing is
  * allocated: scratch arrives as (work, work_bytes), at least what the matching *_bytes entry asked for,
@@ -101,6 +105,7 @@ typedef struct upipe_par {
 typedef struct upipe_ops {
     const char *name; /* "cpu-avx2", "cpu-portable", "cuda", ... */
     void *self;       /* the backend's own (a cuBLAS handle, say) */
+    void *host;       /* the host's own, for entries that it has set; the library never looks at it */
     int f16;          /* nonzero: takes views of f16 */
     int attn_can;     /* what its attention knows beyond causal masks and equal head dims: UPIPE_ATTN_* */
 

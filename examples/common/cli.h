@@ -186,7 +186,8 @@ static inline int cli_read(const struct option *list, int argc, char **argv, int
                            int (*take)(void *user, int flag, const char *text), void *user)
 {
     int at;
-    for (at = 0; list[at].name != NULL; ++at) assert(list[at].val == at); /* a flag is its place in the list */
+    for (at = 0; list[at].name != NULL; ++at)
+        assert(list[at].val == at); /* a flag is its place in the list */
     opterr = 0;
     for (;;) {
         int before = optind, status;

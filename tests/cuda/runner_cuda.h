@@ -24,12 +24,14 @@
 
 #include "upipe/cuda/upipe_cuda_lane.h"
 #include "upipe/net/upipe_net_nccl.h"
+#include "upipe/net/upipe_net_peer.h"
 
 #include "cuda/device.h"
 
 typedef struct cuda_case {
     run_case run;
-    int nccl;     /* ranks meet over NCCL, each on a device of its own; else through the memory of one */
+    int nccl; /* ranks meet over NCCL, each on a device of its own; else through the memory of one */
+    int peer; /* ranks' copy engines write into each other's memory, of a device each; 2: the host runs ahead */
     long fail_at; /* the call of rank `fail_rank` that fails, see fake_fail_at; 0: none */
     int fail_rank, fail_sticky;
     char failed[64];     /* written: the call that failed, if any */
@@ -47,6 +49,7 @@ typedef struct cuda_rank {
     run_own own;
     upipe_nccl nccl;
     ncclComm_t comm;
+    upipe_peer peer;
     int64_t moved;
 } cuda_rank;
 
@@ -56,6 +59,7 @@ typedef struct cuda_state {
     run_result *r;
     upipe_threads team;
     int opened; /* ranks that hold something */
+    void *room; /* of upipe_peer */
     cuda_rank ranks[RUN_MAX];
 } cuda_state;
 
@@ -172,6 +176,33 @@ done:
 #undef RUN_TRY
 }
 
+static size_t cuda_slab_bytes(const cuda_state *s, const cuda_rank *me);
+
+/* Slab and gradients are what peers write to; what init has written there is zero again. */
+static upipe_status cuda_peer_open(upipe_ctx *c, cuda_state *s, cuda_rank *me, int rank)
+{
+    upipe_peer_slab slabs[1 + RUN_GRADS];
+    upipe_peer_desc d;
+    int j;
+    memset(&d, 0, sizeof d);
+    d.room = s->room;
+    d.slabs = slabs;
+    d.rank = rank;
+    d.ranks = s->test->run.ranks;
+    slabs[d.slabs_n].data = me->slab;
+    slabs[d.slabs_n++].bytes = cuda_slab_bytes(s, me);
+    for (j = 0; j < RUN_GRADS; ++j) {
+        slabs[d.slabs_n].data = me->grads[j];
+        slabs[d.slabs_n].bytes = (size_t)block_count(&s->test->run.shape, run_grads[j]) * 4;
+        d.slabs_n += slabs[d.slabs_n].bytes > 0;
+    }
+    UPIPE_TRY(upipe_peer_init(&me->peer, &d, &c->err));
+    for (j = 1; j < d.slabs_n; ++j) UPIPE_TRY(c->ops->zero(c, slabs[j].data, (size_t)d.ranks * 8));
+    me->peer.ahead = s->test->peer == 2;
+    c->team = &me->peer.comm;
+    return UPIPE_OK;
+}
+
 static upipe_status cuda_rank_main(void *user, int rank)
 {
     cuda_state *s = (cuda_state *)user;
@@ -184,7 +215,8 @@ static upipe_status cuda_rank_main(void *user, int rank)
     c.mem = &me->mem;
     c.lane = s->test->run.overlap ? &me->lane : NULL;
     c.team = s->test->nccl ? &me->nccl.comm : upipe_threads_comm(&s->team, rank);
-    status = cuda_rank_run(&c, s, me, rank);
+    status = s->test->peer ? cuda_peer_open(&c, s, me, rank) : UPIPE_OK;
+    if (status == UPIPE_OK) status = cuda_rank_run(&c, s, me, rank);
     s->r->errors[rank] = c.err;
     s->r->live[rank] = me->mem.live;
     if (status == UPIPE_OK) {
@@ -202,6 +234,7 @@ static upipe_status cuda_rank_main(void *user, int rank)
         upipe_mem_rewind(&me->mem, 0);
     }
     s->test->calls[rank] = fake_calls(rank);
+    if (s->test->peer) CHECK_STATUS(upipe_peer_free(&me->peer, &c.err), UPIPE_OK, c.err);
     return status;
 }
 
@@ -364,6 +397,8 @@ static upipe_status cuda_block(cuda_case *test, const f32_block *in, run_result 
         if (status == UPIPE_OK) sent += upipe_plan_sent(p, 0) + upipe_plan_sent(p, 1);
     }
     device_close(&probe);
+    s->room = aligned_alloc(128, (upipe_peer_bytes(ranks) + 127) / 128 * 128);
+    memset(s->room, 0, upipe_peer_bytes(ranks));
     r->plan = s->ranks[0].own.plan;
     r->bytes = s->ranks[0].own.bytes;
     r->peak = s->ranks[0].own.peak;
@@ -372,7 +407,7 @@ static upipe_status cuda_block(cuda_case *test, const f32_block *in, run_result 
         size_t before = fake_device_live();
         fake_peak_reset();
         for (; s->opened < ranks; ++s->opened) {
-            if (test->nccl) DEVICE_CHECK(cudaSetDevice(s->opened));
+            if (test->nccl || test->peer) DEVICE_CHECK(cudaSetDevice(s->opened));
             cuda_rank_open(s, &s->ranks[s->opened], &bytes);
         }
         status = upipe_threads_init(&s->team, ranks, test->run.deadline > 0 ? test->run.deadline : 60, &err);
@@ -395,6 +430,7 @@ static upipe_status cuda_block(cuda_case *test, const f32_block *in, run_result 
     if (test->nccl && s->opened > 0) cuda_nccl_close(s, status != UPIPE_OK);
     while (s->opened > 0) cuda_rank_close(&s->ranks[--s->opened]);
     DEVICE_CHECK(cudaSetDevice(0));
+    free(s->room);
     free(s);
     CHECK(fake_check_clean());
     return status;

@@ -156,7 +156,8 @@ static int same_block(const block_shape *s, const f32_block *a, const f32_block 
     return same;
 }
 
-/* Against the truth once, and then the same bits for other orders, over NCCL, and with stages that overlap. */
+/* Against the truth once, and then the same bits for other orders, over NCCL and copy engines, and with stages that
+ * overlap. */
 static void test_block(const path_case *p, int ranks, int chunk)
 {
     cuda_case test;
@@ -178,9 +179,14 @@ static void test_block(const path_case *p, int ranks, int chunk)
         fake_eager(seed == 3);
         test.run.overlap = seed > 5;
         test.nccl = seed > 3 && seed < 9;
+        test.peer = seed == 2 || seed == 9 ? 1 : seed == 11 ? 2 : 0;
         CHECK_STATUS(cuda_block(&test, &in, &again), UPIPE_OK, again.errors[0]);
         CHECK_SAY(same_block(&shape, &first.out, &again.out), "%d ranks, seed %d, %s%s: other bits", ranks,
-                  (int)seed, test.nccl ? "NCCL" : "threads", test.run.overlap ? ", overlap" : "");
+                  (int)seed,
+                  test.nccl   ? "NCCL"
+                  : test.peer ? "peers"
+                              : "threads",
+                  test.run.overlap ? ", overlap" : "");
         run_free(&again);
     }
     fake_eager(0);
@@ -205,7 +211,37 @@ static void test_ragged(void)
     test_block(&lengths, 4, 8);
 }
 
-/* ---- what CUDA's attention does not know ---- */
+/* Every mask through the block, on one rank and on several, in stages: against the truth, in the plan's bytes. */
+static void test_masked(void)
+{
+    /* heads enough for the sinks' gradients, a number each, to have a mean */
+    static const path_case plain = {40, 1, 16, 8, 32, 0, 1, 0, 0}, batch = {20, 2, 12, 3, 32, 1, 0, 1, 1};
+    static const int64_t docs[] = {0, 3, 11, 11, 26, 40};
+    int kind;
+    for (kind = 0; kind < 8; ++kind) {
+        cuda_case test;
+        run_result r;
+        f32_block in;
+        block_shape *shape = &test.run.shape;
+        memset(&test, 0, sizeof test);
+        make_team(&test.run, 1 + kind % 2, 2);
+        shape_of(kind % 3 < 2 ? &plain : &batch, shape);
+        test.run.tile_rows = 16;
+        if (kind != 1) shape->window = 9;
+        if (kind & 1) shape->docs = docs, shape->docs_n = 5;
+        if (kind & 2) shape->softcap = 5;
+        if (kind & 4) shape->sinks = 1;
+        if (kind == 3 || kind == 6) shape->dv = 48;
+        block_inputs(shape, 23, &in);
+        fake_seed((uint64_t)kind);
+        CHECK_STATUS(cuda_block(&test, &in, &r), UPIPE_OK, r.errors[0]);
+        check_block(shape, &in, &r.out);
+        run_free(&r);
+        f32_block_free(&in);
+    }
+}
+
+/* ---- what a table's attention does not know ---- */
 
 enum { WINDOW, DOCS, SOFTCAP, SINKS, V_DIM, RING_SHIFT, RING_GATHER, SEGMENTS, REFUSALS };
 
@@ -234,6 +270,7 @@ static upipe_status refused_body(void *user, int rank)
     void *room;
     upipe_status s;
     if (!device_open(&dev)) return UPIPE_ERR_BACKEND;
+    dev.ops.attn_can = 0;
     memset(&segments, 0, sizeof segments);
     room = device_new(&dev, BYTES);
     upipe_mem_init(&mem, room, BYTES, blocks, BLOCKS);
@@ -290,7 +327,6 @@ static void test_refusals(void)
                                                 "cuda does not know a gradient of q that is added to yet",
                                                 "cuda does not know a gradient of q that is added to yet",
                                                 "cuda adds to no gradient of q, as segments need"};
-    static const path_case small = {16, 1, 4, 4, 32, 0, 0, 0, 0};
     int rank;
     refusal *f = (refusal *)calloc(1, sizeof *f);
     for (f->what = 0; f->what < REFUSALS; ++f->what) {
@@ -305,21 +341,6 @@ static void test_refusals(void)
         }
         grid_free(&f->grid);
         CHECK(fake_check_clean());
-    }
-    for (rank = 0; rank < 2; ++rank) {
-        cuda_case test;
-        run_result r;
-        f32_block in;
-        memset(&test, 0, sizeof test);
-        make_team(&test.run, 2, 2);
-        shape_of(&small, &test.run.shape);
-        test.run.ring = rank == 0 ? 2 : 0;
-        test.run.shape.sinks = rank == 1;
-        block_inputs(&test.run.shape, 3, &in);
-        CHECK_STATUS(cuda_block(&test, &in, &r), UPIPE_ERR_UNSUPPORTED, r.errors[0]);
-        CHECK_TEXT(r.errors[0].text, words[rank == 0 ? RING_SHIFT : SINKS]);
-        run_free(&r);
-        f32_block_free(&in);
     }
     free(f);
 }
@@ -340,6 +361,7 @@ int main(void)
     test_block(&stages, 4, 4);  /* UPipe */
     test_block(&grouped, 4, 4); /* ranks share key and value heads */
     test_ragged();
+    test_masked();
     test_refusals();
     return test_end("cuda_path");
 }

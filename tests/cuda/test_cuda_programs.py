@@ -13,6 +13,7 @@ import sys
 import tempfile
 
 FOLDER = sys.argv[1]
+TOP = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 MODEL = ('--layers 2 --model-dim 64 --heads 4 --kv-heads 2 --ff-dim 64 --tokens 64 --ranks 2 --steps 3 --batch 1 '
          '--sample 0 --lr 1e-3 --warmup 0').split()
 
@@ -116,18 +117,42 @@ def test_failures():
 
 
 def test_bench():
-    for command in (['device'], ['block', '--tokens', '128', '--ranks', '2', '--heads', '4', '--kv-heads', '2',
-                                 '--head-dim', '64', '--model-dim', '64', '--layers', '1'],
-                    ['exchange', '--tokens', '64', '--ranks', '2', '--head-dim', '32'],
-                    ['attention', '--tokens', '256', '--head-dim', '64', '--heads', '2', '--kv-heads', '1']):
-        done = run('gpu', *command)
-        if check(done.returncode == 0, f'gpu {command}: {done.stderr}'):
-            made = json.loads(done.stdout)
-            if command[0] == 'block':
-                check(made['plan_bytes'] == made['peak_bytes'], str(made))
-                check(made['driver_beyond_slabs_bytes'] == 0, f'memory beyond the slabs: {made}')
-            if command[0] == 'attention':
-                check(set(made['checked']) == {'o', 'lse', 'gq', 'gk', 'gv'}, str(made))
+    """bench/gpu.py in small, over the fake device: every figure is there, and what has no device says so."""
+    script = os.path.join(TOP, 'bench', 'gpu.py')
+    stages = ['roofline', 'attention', 'masks', 'exchange', 'block']
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ['--quick', '--program', os.path.join(FOLDER, 'fake_gpu'), '--results', folder]
+        done = subprocess.run([sys.executable, script, *flags, *stages, 'chart'], capture_output=True, text=True,
+                              timeout=250, check=False)
+        if not check(done.returncode == 0, f'gpu.py: {done.returncode}: {done.stderr[-800:]}'):
+            return
+        figures = {}
+        for stage in stages:
+            with open(os.path.join(folder, f'gpu_{stage}.json'), encoding='utf-8') as source:
+                made = json.load(source)
+            check(made['device']['name'] == 'fake' and made['stage'] == stage, str(made['device']))
+            figures[stage] = made['figures']
+        counts = [len(figures[stage]) for stage in stages]
+        check(counts == [1, 8, 3, 2, 6], f'{stages} have {counts} figures')
+        for made in figures['attention'] + figures['masks']:
+            for kernel in made['kernels']:
+                check(set(kernel['checked']) == {'o', 'lse', 'gq', 'gk', 'gv'}, str(kernel))
+            check(made['kernels'][0]['name'] == 'upipe' and made['bwd_flop'] == 2.5 * made['fwd_flop'], str(made))
+        full, window, docs = (made['fwd_flop'] for made in figures['masks'])
+        check(window < full and docs < full, f'flops of masks: {full}, {window}, {docs}')
+        for made in figures['block']:
+            check(made['plan_bytes'] == made['peak_bytes'], str(made))
+            check(made['driver_beyond_slabs_bytes'] == 0, f'memory beyond the slabs: {made}')
+        check({made['transport'] for made in figures['exchange']} == {'threads', 'peer'}, str(figures['exchange']))
+        check('gpu_roofline.png' in done.stderr or 'matplotlib is not installed' in done.stderr, done.stderr[-300:])
+        # a device that fails is a sentence and a status, and nothing is kept
+        done = subprocess.run([sys.executable, script, *flags, 'roofline'], capture_output=True, text=True, timeout=60,
+                              check=False, env={**os.environ, 'FAKE_FAIL': '1s'})
+        check(done.returncode == 1 and 'there is no CUDA device to test and measure on (gpu: ' in done.stderr,
+              done.stderr)
+        done = subprocess.run([sys.executable, script, *flags, 'bread'], capture_output=True, text=True, timeout=60,
+                              check=False)
+        check(done.returncode == 2 and 'no such stage: bread' in done.stderr, done.stderr)
 
 
 def main():

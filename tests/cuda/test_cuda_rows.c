@@ -15,7 +15,7 @@ static void check_whole(const upipe_ops *ops)
     CHECK(ops->swiglu && ops->swiglu_bwd && ops->cross_entropy && ops->embed && ops->embed_bwd);
     CHECK(ops->total && ops->adamw);
     /* and none that this list lacks */
-    CHECK_INT(sizeof *ops, (4 + 22) * sizeof(void *)); /* name, self, f16, par */
+    CHECK_INT(sizeof *ops, (5 + 22) * sizeof(void *)); /* name, self, host, f16, par */
 }
 
 /* Ordinary memory may be reused at once, in both directions; pinned memory after sync. */

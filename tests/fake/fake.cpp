@@ -319,6 +319,11 @@ CUstream_st *fake_stream(cudaStream_t handle)
     return handle;
 }
 
+bool fake_is_legacy(const CUstream_st *s)
+{
+    return s == all().legacy[s->device];
+}
+
 bool fake_passed(fake_point p)
 {
     return p.stream->done >= p.seq;
@@ -328,6 +333,10 @@ fake_point fake_append(CUstream_st *s, const char *name, std::function<void()> w
                        const std::vector<fake_point> &after, const std::shared_ptr<fake_group> &group)
 {
     state &g = all();
+    if (s->capture != nullptr) {
+        fake_capture_add(s, name, std::move(work), group);
+        return {s, 0};
+    }
     fake_op op = {name, std::move(work), after, group};
     if (s == g.legacy[s->device]) {
         for (auto t : g.streams)
@@ -478,6 +487,7 @@ void fake_release(void *p, fake_place place, const char *who)
     if (at == g.blocks.end()) fake_finding("%s: %p is no allocation", who, p);
     if (at->second.place != place)
         fake_finding("%s: %p is %s memory", who, p, place == FAKE_DEVICE ? "pinned" : "device");
+    if (place == FAKE_DEVICE) fake_ipc_freed(p, who);
     if (!g.dead) fake_drain(at->second.device, who);
     block b = g.blocks[(uintptr_t)p];
     protect(b, PROT_READ | PROT_WRITE);
@@ -517,6 +527,12 @@ fake_place fake_where(const void *p, size_t bytes, const char *who, const char *
     return b->place;
 }
 
+void *fake_base(const void *p)
+{
+    const block *b = find(all(), p);
+    return b != NULL ? b->p : NULL;
+}
+
 void fake_reachable(const void *p, size_t bytes, const char *who, const char *operand)
 {
     if (bytes > 0 && fake_where(p, bytes, who, operand, NULL) == FAKE_PAGEABLE)
@@ -533,6 +549,11 @@ size_t fake_left(int device, size_t *total)
 int fake_device()
 {
     return this_device;
+}
+
+int fake_this_rank()
+{
+    return this_rank;
 }
 
 void fake_set_device(int d)

@@ -12,11 +12,16 @@
  *            pointer that the device cannot reach, a freed handle, a double free) is a finding: it ends the
  *            process with a report.
  *   NCCL     ranks are threads with a device each; sends meet receives in order; a rank that never comes is
- *            waited for.
+ *            waited for. An all-to-all inside symmetric windows, of a communicator without multiprocessors, is
+ *            the copy engines': a rank that would write where its peer does not receive is a finding.
+ *
+ *   IPC      ranks stand for processes: what one exports others open, and close before the owner frees it;
+ *            else a finding, as is a copy between devices without access.
  *
  * Environment: FAKE_SEED (0: nothing runs until it is forced), FAKE_EAGER=1 (everything runs at once),
  * FAKE_FAIL=k[s] (the k-th call of the process fails, 's': and all later ones), FAKE_PATIENCE (seconds that a
- * wait may see nothing move before it is a finding; 60).
+ * wait may see nothing move before it is a finding; 60), FAKE_CAPABILITY (of the devices: 80, or 90 with more
+ * shared memory).
  */
 #ifndef FAKE_H
 #define FAKE_H
@@ -56,6 +61,17 @@ void fake_fail_at(long k, int rank, int sticky);
 long fake_calls(int rank);
 /* Name of the call that failed; NULL if none did. */
 const char *fake_failed(void);
+
+/* ---- what the machine has ---- */
+
+/* 0: ncclCommWindowRegister succeeds, and gives no window. 1: the default. */
+void fake_symmetric(int on);
+/* What cudaDriverGetVersion says to this rank, that of fake_rank; 0: CUDART_VERSION, the default for all. */
+void fake_driver(int rank, int version);
+/* Which devices reach each other: 0: none; 1: all, the default. Of a process, and between processes. */
+void fake_peers(int on);
+/* All-to-alls that went to the copy engines, all ranks together, since the last call. */
+long fake_engine_calls(void);
 
 /* ---- counts ---- */
 

@@ -13,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "fake.h"
@@ -77,12 +78,14 @@ struct CUstream_st {
     bool hasty; /* runs what it can at once, while other streams are late */
     std::deque<fake_op> queue;
     uint64_t issued, done;
+    std::shared_ptr<struct fake_capture> capture = nullptr; /* what it captures into now */
+    std::vector<size_t> tail = {};                          /* nodes that its next one comes after */
 };
 
 CUstream_st *fake_stream_new(int device, bool blocking);
 /* A live stream from the host's handle; 0 is the current device's legacy stream. */
 CUstream_st *fake_stream(cudaStream_t handle);
-/* Appends; the call's own checks are done. Returns the operation's point. */
+/* Appends; the call's own checks are done. Returns the operation's point; in a capture, one that is passed. */
 fake_point fake_append(CUstream_st *s, const char *name, std::function<void()> work,
                        const std::vector<fake_point> &after = {},
                        const std::shared_ptr<fake_group> &group = nullptr);
@@ -102,6 +105,43 @@ fake_step fake_toward(fake_point p, std::vector<CUstream_st *> &path);
 /* Something changed that another thread may be waiting for. */
 void fake_changed();
 
+/* The device's legacy stream? */
+bool fake_is_legacy(const CUstream_st *s);
+
+/* ---- capture, fake_graph.cpp ---- */
+
+struct fake_node {
+    const char *name;
+    std::function<void()> work;
+    std::shared_ptr<fake_group> group; /* instead of work */
+    std::vector<size_t> after;
+};
+
+struct fake_capture {
+    std::vector<fake_node> nodes;
+    std::vector<CUstream_st *> streams; /* the first is the one where it began */
+    std::thread::id thread;
+    int mode = 0;
+    bool active = false, spoilt = false;
+};
+
+typedef std::shared_ptr<fake_capture> fake_capture_ref;
+
+/* The error of a call that enqueues on the stream: its capture is spoilt, or it is the legacy stream, and one that
+ * it waits for captures. */
+cudaError_t fake_may(CUstream_st *s);
+/* The error of a call that may wait or allocate, made while this thread captures, or any that minds all threads. */
+cudaError_t fake_unsafe();
+void fake_spoil(const fake_capture_ref &c);
+void fake_capture_add(CUstream_st *s, const char *name, std::function<void()> work,
+                      const std::shared_ptr<fake_group> &group);
+/* The stream's later work comes after these nodes of a capture, which it joins; of == nullptr: after what is none. */
+cudaError_t fake_capture_wait(CUstream_st *s, const fake_capture_ref &of, const std::vector<size_t> &nodes);
+/* Enqueues a captured group anew, fake_nccl.cpp. */
+void fake_group_launch(const std::shared_ptr<fake_group> &group, CUstream_st *s);
+/* The thread's last error, fake_cuda.cpp. Returns it. */
+cudaError_t fake_keep(cudaError_t e);
+
 /* 0 .. n-1; with seed 0 always n - 1, the latest. */
 unsigned fake_random(unsigned n);
 
@@ -116,6 +156,8 @@ void fake_release(void *p, fake_place place, const char *who);
 size_t fake_left(int device, size_t *total);
 /* Where a range lies; one that is partly outside its allocation, or in a freed one, is a finding. */
 fake_place fake_where(const void *p, size_t bytes, const char *who, const char *operand, int *device);
+/* Where the allocation that holds the address begins; NULL: none does. */
+void *fake_base(const void *p);
 /* A range that the device can reach; else a finding. */
 void fake_reachable(const void *p, size_t bytes, const char *who, const char *operand);
 /* While an operation runs the memory of the devices is open. */
@@ -124,10 +166,13 @@ void fake_open();
 /* ---- the rest of the state ---- */
 
 int fake_device();           /* the thread's current one */
+int fake_this_rank();        /* as fake_rank named it */
 void fake_set_device(int d); /* no check */
 enum { FAKE_DEVICES = 16 };
 extern long fake_handles; /* live ones of all kinds */
 
+/* fake_cuda.cpp: memory is freed; another rank that has it open is a finding. */
+void fake_ipc_freed(const void *p, const char *who);
 /* fake_nccl.cpp, called while an operation of a group is first in its queue */
 fake_step fake_group_step(const std::shared_ptr<fake_group> &group, std::vector<CUstream_st *> &path);
 /* Every group is forgotten. */

@@ -4,12 +4,19 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <map>
 #include <set>
+#include <vector>
 
 struct CUevent_st {
     bool timed, live;
-    fake_point point; /* of its last record; no stream: never recorded */
+    bool shared = false;      /* made to be exported */
+    CUevent_st *of = nullptr; /* another rank's, opened here */
+    int opened = 0;           /* by how many it is open */
+    fake_point point;         /* of its last record; no stream: never recorded */
     std::shared_ptr<double> when;
+    fake_capture_ref capture; /* that its last record was captured into, behind these nodes */
+    std::vector<size_t> nodes;
 };
 
 namespace
@@ -21,6 +28,13 @@ std::set<cudaEvent_t> &events()
 {
     static std::set<cudaEvent_t> *set = new std::set<cudaEvent_t>;
     return *set;
+}
+
+/* Ranks with a driver of their own. */
+std::map<int, int> &drivers()
+{
+    static auto *map = new std::map<int, int>;
+    return *map;
 }
 
 cudaError_t keep(cudaError_t e)
@@ -47,6 +61,48 @@ CUevent_st *event(cudaEvent_t handle)
     if (events().count(handle) == 0) fake_finding("%p is no event", (void *)handle);
     if (!handle->live) fake_finding("event %p is used after it was destroyed", (void *)handle);
     return handle;
+}
+
+/* The one that is recorded: this, or another rank's that is opened as this. */
+CUevent_st *origin(CUevent_st *e)
+{
+    return e->of != nullptr ? event(e->of) : e;
+}
+
+/* ---- access between devices, and between ranks that stand for processes ---- */
+
+int reach = 1;
+
+struct mapping {
+    void *p;
+    int rank, owner; /* who opened, who exported */
+};
+
+struct ipc_handle {
+    uint64_t mark;
+    void *p; /* an allocation's beginning, or an event */
+    int rank, device;
+};
+
+const uint64_t ipc_memory = 0x6d656d6f7279, ipc_event = 0x6576656e74;
+
+/* The current device reaches the other. */
+std::set<std::pair<int, int>> &access()
+{
+    static auto *set = new std::set<std::pair<int, int>>;
+    return *set;
+}
+
+std::vector<mapping> &mappings()
+{
+    static auto *list = new std::vector<mapping>;
+    return *list;
+}
+
+void check_access(const CUstream_st *s, fake_place place, int device, const char *who)
+{
+    if (place == FAKE_DEVICE && device != s->device && access().count({s->device, device}) == 0)
+        fake_finding("%s: device %d has no access to device %d", who, s->device, device);
 }
 
 double now()
@@ -97,15 +153,26 @@ cudaError_t copy(const fake_call &call, rect r, enum cudaMemcpyKind kind, cudaSt
     if ((unsigned)kind > cudaMemcpyDefault) return keep(cudaErrorInvalidMemcpyDirection);
     if (r.width == 0 || r.height == 0) return cudaSuccess;
     if (r.dst == NULL || r.src == NULL) return keep(cudaErrorInvalidValue);
+    cudaError_t captured = blocking ? fake_unsafe() : cudaSuccess;
+    if (captured == cudaSuccess) captured = fake_may(s);
+    if (captured != cudaSuccess) return keep(captured);
     if (r.height > 1 && (r.width > r.dst_pitch || r.width > r.src_pitch))
         return keep(cudaErrorInvalidPitchValue);
     size_t to = span(r.dst_pitch, r.width, r.height), from = span(r.src_pitch, r.width, r.height);
-    fake_place dst = fake_where(r.dst, to, who, "the destination", NULL);
-    fake_place src = fake_where(r.src, from, who, "the source", NULL);
+    int dst_device, src_device;
+    fake_place dst = fake_where(r.dst, to, who, "the destination", &dst_device);
+    fake_place src = fake_where(r.src, from, who, "the source", &src_device);
+    check_access(s, dst, dst_device, who);
+    check_access(s, src, src_device, who);
     if (!kind_fits(kind, src == FAKE_DEVICE, dst == FAKE_DEVICE))
         fake_finding("%s: kind %d does not fit the pointers", who, (int)kind);
     if (r.height == 1 && r.dst < r.src + r.width && r.src < r.dst + r.width)
         fake_finding("%s: source and destination overlap", who);
+    /* as a node it would read or write the host's memory at every launch: more than a host can keep in mind */
+    if (s->capture != nullptr && (src == FAKE_PAGEABLE || dst == FAKE_PAGEABLE)) {
+        fake_spoil(s->capture);
+        return keep(cudaErrorStreamCaptureUnsupported);
+    }
     fake_point p;
     if (src == FAKE_PAGEABLE && dst == FAKE_DEVICE) {
         auto staged = std::make_shared<std::vector<char>>(r.width * r.height);
@@ -138,12 +205,29 @@ cudaError_t fill(const fake_call &call, void *dst, int value, size_t bytes, cuda
     if (call.fails) return fail(call, cudaErrorUnknown);
     if (bytes == 0) return cudaSuccess;
     if (dst == NULL) return keep(cudaErrorInvalidValue);
+    if (fake_may(s) != cudaSuccess) return keep(fake_may(s));
     fake_reachable(dst, bytes, who, "the destination");
     fake_append(s, who, [=] {
         fake_reachable(dst, bytes, who, "the destination");
         memset(dst, value, bytes);
     });
     return cudaSuccess;
+}
+
+/* The error of waiting for a stream. */
+cudaError_t waits_for(CUstream_st *s)
+{
+    if (s->capture == nullptr) return fake_may(s);
+    fake_spoil(s->capture);
+    return cudaErrorStreamCaptureUnsupported;
+}
+
+/* The error of asking for an event. */
+cudaError_t asked(const CUevent_st *e)
+{
+    if (e->capture == nullptr) return fake_unsafe();
+    fake_spoil(e->capture);
+    return cudaErrorCapturedEvent;
 }
 
 /* A query that is repeated must come to an end. */
@@ -173,6 +257,11 @@ const error_text texts[] = {
     {cudaErrorInvalidDevicePointer, "cudaErrorInvalidDevicePointer", "invalid device pointer"},
     {cudaErrorInsufficientDriver, "cudaErrorInsufficientDriver", "the driver is older than the runtime"},
     {cudaErrorInvalidDeviceFunction, "cudaErrorInvalidDeviceFunction", "invalid device function"},
+    {cudaErrorMapBufferObjectFailed, "cudaErrorMapBufferObjectFailed", "mapping of buffer object failed"},
+    {cudaErrorPeerAccessUnsupported, "cudaErrorPeerAccessUnsupported",
+     "peer access is not supported between these two devices"},
+    {cudaErrorPeerAccessAlreadyEnabled, "cudaErrorPeerAccessAlreadyEnabled",
+     "peer access is already enabled"},
     {cudaErrorECCUncorrectable, "cudaErrorECCUncorrectable", "uncorrectable ECC error encountered"},
     {cudaErrorIllegalAddress, "cudaErrorIllegalAddress", "an illegal memory access was encountered"},
     {cudaErrorLaunchTimeout, "cudaErrorLaunchTimeout", "the launch timed out and was terminated"},
@@ -180,6 +269,25 @@ const error_text texts[] = {
     {cudaErrorNoDevice, "cudaErrorNoDevice", "no CUDA-capable device is detected"},
     {cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device ordinal"},
     {cudaErrorInvalidResourceHandle, "cudaErrorInvalidResourceHandle", "invalid resource handle"},
+    {cudaErrorIllegalState, "cudaErrorIllegalState",
+     "the operation cannot be performed in the present state"},
+    {cudaErrorStreamCaptureUnsupported, "cudaErrorStreamCaptureUnsupported",
+     "operation not permitted when stream is capturing"},
+    {cudaErrorStreamCaptureInvalidated, "cudaErrorStreamCaptureInvalidated",
+     "operation failed due to a previous error during capture"},
+    {cudaErrorStreamCaptureMerge, "cudaErrorStreamCaptureMerge",
+     "operation would result in a merge of separate capture sequences"},
+    {cudaErrorStreamCaptureUnmatched, "cudaErrorStreamCaptureUnmatched",
+     "capture was not ended in the same stream as it began"},
+    {cudaErrorStreamCaptureUnjoined, "cudaErrorStreamCaptureUnjoined", "capturing stream has unjoined work"},
+    {cudaErrorStreamCaptureIsolation, "cudaErrorStreamCaptureIsolation",
+     "dependency created on uncaptured work in another stream"},
+    {cudaErrorStreamCaptureImplicit, "cudaErrorStreamCaptureImplicit",
+     "operation would make the legacy stream depend on a capturing blocking stream"},
+    {cudaErrorCapturedEvent, "cudaErrorCapturedEvent",
+     "operation not permitted on an event last recorded in a capturing stream"},
+    {cudaErrorStreamCaptureWrongThread, "cudaErrorStreamCaptureWrongThread",
+     "attempt to terminate a thread-local capture sequence from another thread"},
     {cudaErrorNotReady, "cudaErrorNotReady", "device not ready"},
     {cudaErrorLaunchOutOfResources, "cudaErrorLaunchOutOfResources",
      "too many resources requested for launch"},
@@ -187,6 +295,18 @@ const error_text texts[] = {
     {cudaErrorNotSupported, "cudaErrorNotSupported", "operation not supported"},
     {cudaErrorUnknown, "cudaErrorUnknown", "unknown error"},
 };
+
+/* 80 or 90, as tests ask for; with the shared memory of a block and of a processor, in KiB. */
+int capability()
+{
+    const char *s = getenv("FAKE_CAPABILITY");
+    return s != NULL && *s ? atoi(s) : 80;
+}
+
+int shared_most()
+{
+    return capability() >= 90 ? 227 : 163;
+}
 
 int attribute(enum cudaDeviceAttr attr, int *value)
 {
@@ -201,9 +321,9 @@ int attribute(enum cudaDeviceAttr attr, int *value)
     case cudaDevAttrMaxSharedMemoryPerBlock:
         return *value = 48 << 10, 1;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-        return *value = 163 << 10, 1;
+        return *value = shared_most() << 10, 1;
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
-        return *value = 164 << 10, 1;
+        return *value = (shared_most() + 1) << 10, 1;
     case cudaDevAttrWarpSize:
         return *value = 32, 1;
     case cudaDevAttrMaxRegistersPerBlock:
@@ -213,9 +333,9 @@ int attribute(enum cudaDeviceAttr attr, int *value)
     case cudaDevAttrMaxThreadsPerMultiProcessor:
         return *value = 2048, 1;
     case cudaDevAttrComputeCapabilityMajor:
-        return *value = 8, 1;
+        return *value = capability() / 10, 1;
     case cudaDevAttrComputeCapabilityMinor:
-        return *value = 0, 1;
+        return *value = capability() % 10, 1;
     case cudaDevAttrClockRate:
     case cudaDevAttrMemoryClockRate:
         return *value = 1000000, 1;
@@ -223,6 +343,8 @@ int attribute(enum cudaDeviceAttr attr, int *value)
         return *value = 5120, 1;
     case cudaDevAttrL2CacheSize:
         return *value = 40 << 20, 1;
+    case cudaDevAttrIpcEventSupport:
+        return *value = reach, 1;
     case cudaDevAttrConcurrentKernels:
     case cudaDevAttrAsyncEngineCount:
     case cudaDevAttrUnifiedAddressing:
@@ -234,11 +356,17 @@ int attribute(enum cudaDeviceAttr attr, int *value)
 
 } /* namespace */
 
+cudaError_t fake_keep(cudaError_t e)
+{
+    return keep(e);
+}
+
 cudaError_t fake_enqueue(cudaStream_t stream, const char *name, std::function<void()> work)
 {
     fake_call call(name);
     CUstream_st *s = fake_stream(stream);
     if (call.fails) return fail(call, cudaErrorLaunchOutOfResources);
+    if (fake_may(s) != cudaSuccess) return keep(fake_may(s));
     fake_append(s, name, std::move(work));
     return cudaSuccess;
 }
@@ -251,6 +379,7 @@ static cudaError_t take(const fake_call &call, void **out, size_t bytes, fake_pl
     if (call.fails) return fail(call, cudaErrorMemoryAllocation);
     *out = NULL;
     if (bytes == 0) return cudaSuccess;
+    if (fake_unsafe() != cudaSuccess) return keep(cudaErrorStreamCaptureUnsupported);
     *out = fake_alloc(bytes, place);
     return *out != NULL ? cudaSuccess : keep(cudaErrorMemoryAllocation);
 }
@@ -264,6 +393,7 @@ cudaError_t cudaMalloc(void **out, size_t bytes)
 cudaError_t cudaFree(void *p)
 {
     fake_call call("cudaFree");
+    if (p != NULL && fake_unsafe() != cudaSuccess) return keep(cudaErrorStreamCaptureUnsupported);
     if (p != NULL) fake_release(p, FAKE_DEVICE, call.name);
     return done(call, cudaErrorLaunchFailure);
 }
@@ -283,6 +413,7 @@ cudaError_t cudaMallocHost(void **out, size_t bytes)
 cudaError_t cudaFreeHost(void *p)
 {
     fake_call call("cudaFreeHost");
+    if (p != NULL && fake_unsafe() != cudaSuccess) return keep(cudaErrorStreamCaptureUnsupported);
     if (p != NULL) fake_release(p, FAKE_PINNED, call.name);
     return done(call, cudaErrorLaunchFailure);
 }
@@ -374,11 +505,19 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *out, unsigned int flags)
     return stream_new(call, out, flags);
 }
 
+/* Priorities change nothing here. */
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t *out, unsigned int flags, int)
+{
+    fake_call call("cudaStreamCreateWithPriority");
+    return stream_new(call, out, flags);
+}
+
 /* What it holds still runs. */
 cudaError_t cudaStreamDestroy(cudaStream_t stream)
 {
     fake_call call("cudaStreamDestroy");
     if (stream == NULL || stream == cudaStreamLegacy) return keep(cudaErrorInvalidResourceHandle);
+    if (fake_stream(stream)->capture != nullptr) fake_finding("%s: the stream captures", call.name);
     fake_stream(stream)->live = false;
     --fake_handles;
     return done(call, cudaErrorLaunchFailure);
@@ -389,6 +528,8 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream)
     fake_call call("cudaStreamSynchronize");
     CUstream_st *s = fake_stream(stream);
     if (call.fails) return fail(call, cudaErrorLaunchFailure);
+    cudaError_t captured = waits_for(s);
+    if (captured != cudaSuccess) return keep(captured);
     fake_force({s, s->issued}, call.name);
     return done(call, cudaErrorLaunchFailure);
 }
@@ -397,6 +538,8 @@ cudaError_t cudaStreamQuery(cudaStream_t stream)
 {
     fake_call call("cudaStreamQuery", true);
     CUstream_st *s = fake_stream(stream);
+    cudaError_t captured = waits_for(s);
+    if (captured != cudaSuccess && !call.fails) return keep(captured);
     return query(call, {s, s->issued});
 }
 
@@ -404,9 +547,12 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t handle, unsigne
 {
     fake_call call("cudaStreamWaitEvent");
     CUstream_st *s = fake_stream(stream);
-    CUevent_st *e = event(handle);
+    CUevent_st *e = origin(event(handle));
     if (call.fails) return fail(call, cudaErrorInvalidResourceHandle);
     if (flags != 0) return keep(cudaErrorInvalidValue);
+    if (fake_may(s) != cudaSuccess) return keep(fake_may(s));
+    if (e->capture != nullptr || (s->capture != nullptr && e->point.stream != NULL))
+        return keep(fake_capture_wait(s, e->capture, e->nodes));
     if (e->point.stream != NULL && !fake_passed(e->point)) fake_append(s, call.name, nullptr, {e->point});
     return cudaSuccess;
 }
@@ -417,7 +563,9 @@ static cudaError_t event_new(const fake_call &call, cudaEvent_t *out, unsigned i
 {
     if (call.fails) return fail(call, cudaErrorMemoryAllocation);
     if (out == NULL || flags > 7) return keep(cudaErrorInvalidValue);
-    *out = new CUevent_st{(flags & cudaEventDisableTiming) == 0, true, {NULL, 0}, nullptr};
+    bool timed = (flags & cudaEventDisableTiming) == 0, shared = (flags & cudaEventInterprocess) != 0;
+    if (timed && shared) return keep(cudaErrorInvalidValue);
+    *out = new CUevent_st{timed, true, shared, nullptr, 0, {NULL, 0}, nullptr, nullptr, {}};
     events().insert(*out);
     ++fake_handles;
     return cudaSuccess;
@@ -438,7 +586,9 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned int flags)
 cudaError_t cudaEventDestroy(cudaEvent_t handle)
 {
     fake_call call("cudaEventDestroy");
-    event(handle)->live = false;
+    if (event(handle)->opened > 0) fake_finding("%s: another rank has the event open", call.name);
+    if (handle->of != nullptr) --origin(handle)->opened;
+    handle->live = false;
     --fake_handles;
     return done(call, cudaErrorLaunchFailure);
 }
@@ -449,6 +599,11 @@ cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream)
     CUstream_st *s = fake_stream(stream);
     CUevent_st *e = event(handle);
     if (call.fails) return fail(call, cudaErrorInvalidResourceHandle);
+    if (fake_may(s) != cudaSuccess) return keep(fake_may(s));
+    e->capture = s->capture;
+    e->nodes = s->tail;
+    e->when = nullptr;
+    if (s->capture != nullptr) return cudaSuccess;
     auto when = std::make_shared<double>(0);
     e->when = when;
     e->point = fake_append(s, call.name, [when] { *when = now(); });
@@ -458,7 +613,8 @@ cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream)
 cudaError_t cudaEventQuery(cudaEvent_t handle)
 {
     fake_call call("cudaEventQuery", true);
-    CUevent_st *e = event(handle);
+    CUevent_st *e = origin(event(handle));
+    if (asked(e) != cudaSuccess && !call.fails) return keep(asked(e));
     if (e->point.stream == NULL && !call.fails) return cudaSuccess;
     return query(call, e->point);
 }
@@ -468,6 +624,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t handle)
     fake_call call("cudaEventSynchronize");
     CUevent_st *e = event(handle);
     if (call.fails) return fail(call, cudaErrorLaunchFailure);
+    if (asked(e) != cudaSuccess) return keep(asked(e));
     if (e->point.stream != NULL) fake_force(e->point, call.name);
     return done(call, cudaErrorLaunchFailure);
 }
@@ -481,6 +638,118 @@ cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cudaEvent_t end)
         return keep(cudaErrorInvalidResourceHandle);
     if (!fake_passed(a->point) || !fake_passed(b->point)) return keep(cudaErrorNotReady);
     *ms = (float)((*b->when - *a->when) * 1e3);
+    return cudaSuccess;
+}
+
+/* ---- other devices, other processes ---- */
+
+void fake_peers(int on)
+{
+    fake_look look;
+    reach = on;
+    if (!on) access().clear();
+}
+
+cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer)
+{
+    fake_call call("cudaDeviceCanAccessPeer");
+    if (call.fails) return fail(call, cudaErrorInvalidDevice);
+    if (device < 0 || device >= FAKE_DEVICES || peer < 0 || peer >= FAKE_DEVICES)
+        return keep(cudaErrorInvalidDevice);
+    *can = reach && device != peer;
+    return cudaSuccess;
+}
+
+cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned int flags)
+{
+    fake_call call("cudaDeviceEnablePeerAccess");
+    if (call.fails) return fail(call, cudaErrorInvalidDevice);
+    if (flags != 0 || peer == fake_device()) return keep(cudaErrorInvalidValue);
+    if (!reach) return keep(cudaErrorPeerAccessUnsupported);
+    return access().insert({fake_device(), peer}).second ? cudaSuccess
+                                                         : keep(cudaErrorPeerAccessAlreadyEnabled);
+}
+
+template <class T> static void pack(T *out, ipc_handle h)
+{
+    static_assert(sizeof h <= sizeof *out, "a handle");
+    memset(out, 0, sizeof *out);
+    memcpy(out, &h, sizeof h);
+}
+
+template <class T> static ipc_handle unpack(const T &in)
+{
+    ipc_handle h;
+    memcpy(&h, &in, sizeof h);
+    return h;
+}
+
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *out, void *p)
+{
+    fake_call call("cudaIpcGetMemHandle");
+    int device;
+    if (call.fails) return fail(call, cudaErrorMapBufferObjectFailed);
+    if (fake_where(p, 0, call.name, "the memory", &device) != FAKE_DEVICE) return keep(cudaErrorInvalidValue);
+    pack(out, {ipc_memory, fake_base(p), fake_this_rank(), device}); /* of the whole, whatever the address */
+    return cudaSuccess;
+}
+
+cudaError_t cudaIpcOpenMemHandle(void **out, cudaIpcMemHandle_t handle, unsigned int flags)
+{
+    fake_call call("cudaIpcOpenMemHandle");
+    ipc_handle h = unpack(handle);
+    if (call.fails) return fail(call, cudaErrorMapBufferObjectFailed);
+    if (flags != cudaIpcMemLazyEnablePeerAccess || h.mark != ipc_memory) return keep(cudaErrorInvalidValue);
+    if (h.rank == fake_this_rank())
+        return keep(cudaErrorInvalidValue); /* a process opens no handle of its own */
+    if (!reach && h.device != fake_device()) return keep(cudaErrorPeerAccessUnsupported);
+    if (h.device != fake_device()) access().insert({fake_device(), h.device});
+    mappings().push_back({h.p, fake_this_rank(), h.rank});
+    ++fake_handles;
+    *out = h.p;
+    return cudaSuccess;
+}
+
+cudaError_t cudaIpcCloseMemHandle(void *p)
+{
+    fake_call call("cudaIpcCloseMemHandle");
+    std::vector<mapping> &all = mappings();
+    for (size_t i = 0; i < all.size(); ++i)
+        if (all[i].p == p && all[i].rank == fake_this_rank()) {
+            all.erase(all.begin() + (long)i);
+            --fake_handles;
+            return done(call, cudaErrorMapBufferObjectFailed);
+        }
+    fake_finding("%s: %p is not open here", call.name, p);
+}
+
+void fake_ipc_freed(const void *p, const char *who)
+{
+    for (auto &m : mappings())
+        if (m.p == p) fake_finding("%s: rank %d has memory of rank %d open", who, m.rank, m.owner);
+}
+
+cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t *out, cudaEvent_t handle)
+{
+    fake_call call("cudaIpcGetEventHandle");
+    CUevent_st *e = event(handle);
+    if (call.fails) return fail(call, cudaErrorMapBufferObjectFailed);
+    if (!e->shared) return keep(cudaErrorInvalidResourceHandle);
+    pack(out, {ipc_event, e, fake_this_rank(), fake_device()});
+    return cudaSuccess;
+}
+
+cudaError_t cudaIpcOpenEventHandle(cudaEvent_t *out, cudaIpcEventHandle_t handle)
+{
+    fake_call call("cudaIpcOpenEventHandle");
+    ipc_handle h = unpack(handle);
+    if (call.fails) return fail(call, cudaErrorMapBufferObjectFailed);
+    if (h.mark != ipc_event || h.rank == fake_this_rank()) return keep(cudaErrorInvalidValue);
+    CUevent_st *e = event((CUevent_st *)h.p);
+    *out = new CUevent_st{false, true, false, e, 0, {NULL, 0}, nullptr, nullptr, {}};
+    events().insert(*out);
+    ++e->opened;
+    ++fake_handles;
     return cudaSuccess;
 }
 
@@ -526,9 +795,9 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *out, int device)
     snprintf(out->name, sizeof out->name, "fake");
     fake_left(device, &out->totalGlobalMem);
     out->sharedMemPerBlock = 48 << 10;
-    out->sharedMemPerBlockOptin = 163 << 10;
-    out->sharedMemPerMultiprocessor = 164 << 10;
-    out->major = 8;
+    out->sharedMemPerBlockOptin = (size_t)shared_most() << 10;
+    out->sharedMemPerMultiprocessor = (size_t)(shared_most() + 1) << 10;
+    out->major = capability() / 10;
     out->multiProcessorCount = 4;
     out->warpSize = 32;
     out->maxThreadsPerBlock = 1024;
@@ -543,6 +812,7 @@ cudaError_t cudaDeviceSynchronize(void)
 {
     fake_call call("cudaDeviceSynchronize");
     if (call.fails) return fail(call, cudaErrorLaunchFailure);
+    if (fake_unsafe() != cudaSuccess) return keep(cudaErrorStreamCaptureUnsupported);
     fake_drain(fake_device(), call.name);
     return done(call, cudaErrorLaunchFailure);
 }
@@ -552,7 +822,7 @@ cudaError_t cudaFuncSetAttribute(const void *kernel, enum cudaFuncAttribute attr
     fake_call call("cudaFuncSetAttribute");
     if (call.fails) return fail(call, cudaErrorInvalidDeviceFunction);
     if (kernel == NULL) return keep(cudaErrorInvalidDeviceFunction);
-    if (attr == cudaFuncAttributeMaxDynamicSharedMemorySize && (value < 0 || value > 163 << 10))
+    if (attr == cudaFuncAttributeMaxDynamicSharedMemorySize && (value < 0 || value > shared_most() << 10))
         return keep(cudaErrorInvalidValue);
     return cudaSuccess;
 }
@@ -561,7 +831,23 @@ cudaError_t cudaDriverGetVersion(int *version)
 {
     fake_call call("cudaDriverGetVersion");
     if (call.fails) return fail(call, cudaErrorInitializationError);
-    *version = CUDART_VERSION;
+    auto odd = drivers().find(fake_this_rank());
+    *version = odd != drivers().end() && odd->second != 0 ? odd->second : CUDART_VERSION;
+    return cudaSuccess;
+}
+
+void fake_driver(int rank, int version)
+{
+    fake_look look;
+    drivers()[rank] = version;
+}
+
+cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest)
+{
+    fake_call call("cudaDeviceGetStreamPriorityRange");
+    if (call.fails) return fail(call, cudaErrorInitializationError);
+    if (least != NULL) *least = 0;
+    if (greatest != NULL) *greatest = -5;
     return cudaSuccess;
 }
 

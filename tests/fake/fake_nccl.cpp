@@ -21,6 +21,7 @@ struct part {
     int peer;
     bool done;
     const char *call; /* a collective's parts meet that collective's; "" between single sends and receives */
+    size_t place; /* of copy engines: where the bytes land in the receiver's window, as this side has it */
 };
 
 struct fake_group {
@@ -46,17 +47,34 @@ struct lane {
     std::deque<offer> sends, receives;
 };
 
+/* A window, as the team has it. */
+struct registration {
+    size_t bytes;
+    int come;
+};
+
 struct team {
     int ranks = 0, come = 0;
-    std::vector<ncclComm_t> members; /* NULL: not come yet */
+    std::vector<registration> windows; /* in the order of the calls */
+    std::vector<ncclComm_t> members;   /* NULL: not come yet */
     bool duplicate = false;
     std::map<std::pair<int, int>, lane> lanes;
 };
 
 } /* namespace */
 
+struct ncclWindow_vidmem {
+    char *p;
+    size_t bytes;
+    bool symmetric, live;
+};
+
 struct ncclComm {
     std::shared_ptr<team> of;
+    int policy;
+    std::vector<ncclWindow_t> windows;
+    ncclWindow_t *window_out; /* of the registration under way */
+    size_t registered;        /* registrations begun */
     int rank, device;
     bool blocking, live, ready, finalizing;
     ncclResult_t error;          /* lasting */
@@ -99,6 +117,29 @@ std::set<ncclComm_t> &comms()
 }
 
 uint64_t ids;
+int symmetric = 1;
+long engine_calls;
+
+/* What ncclMemAlloc gave. */
+std::set<void *> &slabs()
+{
+    static auto *set = new std::set<void *>;
+    return *set;
+}
+
+bool live_window(ncclWindow_t w)
+{
+    return w != NULL && w->live;
+}
+
+/* The symmetric window that holds the address. */
+ncclWindow_t window_of(ncclComm_t comm, const void *p)
+{
+    for (auto w : comm->windows)
+        if (live_window(w) && w->symmetric && (const char *)p >= w->p && (const char *)p < w->p + w->bytes)
+            return w;
+    return NULL;
+}
 
 ncclResult_t refuse(ncclComm_t comm, ncclResult_t r, const char *why)
 {
@@ -134,6 +175,9 @@ bool lost(ncclComm_t comm)
             if (m != NULL && !m->live) return true;
         return false;
     }
+    if (comm->window_out != NULL)
+        for (auto m : t.members)
+            if (!m->live) return true;
     for (auto &g : comm->order)
         for (auto &p : g->parts)
             if (!p.done && !g->dropped && g->started && !t.members[(size_t)p.peer]->live) return true;
@@ -143,6 +187,7 @@ bool lost(ncclComm_t comm)
 void enqueue(const group_ref &g)
 {
     g->point = fake_append(g->stream, "ncclGroup", nullptr, {}, g);
+    if (g->stream->capture != nullptr) return; /* fake_group_launch enqueues it, and again */
     g->comm->order.push_back(g);
     prune(g->comm);
 }
@@ -168,6 +213,11 @@ ncclResult_t look(ncclComm_t comm)
         return ncclInProgress;
     }
     comm->ready = true;
+    if (comm->window_out != NULL) {
+        if (t.windows[comm->registered - 1].come < t.ranks) return ncclInProgress;
+        *comm->window_out = symmetric ? comm->windows.back() : NULL;
+        comm->window_out = NULL;
+    }
     for (auto &g : comm->kept) enqueue(g);
     comm->kept.clear();
     if (comm->finalizing) {
@@ -182,7 +232,7 @@ ncclResult_t look(ncclComm_t comm)
 ncclResult_t rest(ncclComm_t comm)
 {
     if (comm->error != ncclSuccess) return comm->error;
-    if (!comm->ready || !comm->kept.empty() || comm->polls > 0)
+    if (!comm->ready || !comm->kept.empty() || comm->polls > 0 || comm->window_out != NULL)
         return refuse(comm, ncclInvalidArgument,
                       "the communicator is used before its previous operation returned ncclSuccess");
     if (comm->finalizing) return refuse(comm, ncclInvalidUsage, "the communicator is finalized");
@@ -203,6 +253,10 @@ void match(team &t, int from, int to)
         if (strcmp(out.call, in.call) != 0)
             fake_finding("NCCL: rank %d sends in %s, rank %d receives in %s", from,
                          *out.call ? out.call : "ncclSend", to, *in.call ? in.call : "ncclRecv");
+        if (out.place != in.place)
+            fake_finding(
+                "NCCL: rank %d writes to byte %zu of the window of rank %d, which receives at byte %zu", from,
+                out.place, to, in.place);
         fake_reachable(out.from, out.bytes, "ncclSend", "the buffer");
         fake_reachable(in.to, in.bytes, "ncclRecv", "the buffer");
         fake_open();
@@ -285,6 +339,8 @@ void retire(ncclComm_t comm)
         if (!fake_passed(g->point)) withdraw(g);
     comm->order.clear();
     comm->kept.clear();
+    comm->window_out = NULL;
+    for (auto w : comm->windows) w->live = false; /* it takes them along */
     comm->live = false;
     --fake_handles;
     fake_changed();
@@ -419,6 +475,14 @@ fake_step fake_group_step(const std::shared_ptr<fake_group> &g, std::vector<CUst
     return FAKE_STUCK;
 }
 
+void fake_group_launch(const group_ref &captured, CUstream_st *s)
+{
+    group_ref g = std::make_shared<fake_group>(*captured);
+    alive(g->comm, "cudaGraphLaunch");
+    g->stream = s;
+    enqueue(g);
+}
+
 void fake_nccl_drop()
 {
     for (auto comm : comms()) {
@@ -458,7 +522,12 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int ranks, ncclUniqueId id,
     bool blocking = config == NULL || config->blocking != 0;
     if (config != NULL && (config->magic != 0xcafebeef || config->size != sizeof *config))
         return refuse(NULL, ncclInvalidArgument, "the configuration was not initialized");
-    return init(call, out, ranks, id, rank, blocking, fake_device());
+    int policy = config != NULL && config->CTAPolicy != NCCL_CONFIG_UNDEF_INT ? config->CTAPolicy : 0;
+    if (policy < NCCL_CTA_POLICY_DEFAULT || policy > NCCL_CTA_POLICY_ZERO)
+        return refuse(NULL, ncclInvalidArgument, "an unknown CTAPolicy");
+    ncclResult_t r = init(call, out, ranks, id, rank, blocking, fake_device());
+    if (out != NULL && *out != NULL) (*out)->policy = policy;
+    return r;
 }
 
 ncclResult_t ncclCommInitAll(ncclComm_t *out, int n, const int *devices)
@@ -573,6 +642,89 @@ const char *ncclGetLastError(ncclComm_t comm)
     return last_text.c_str();
 }
 
+/* ---- windows ---- */
+
+ncclResult_t ncclMemAlloc(void **out, size_t bytes)
+{
+    fake_call call("ncclMemAlloc");
+    if (call.fails) return fail(call, ncclUnhandledCudaError);
+    if (out == NULL || bytes == 0) return refuse(NULL, ncclInvalidArgument, "nothing to allocate");
+    *out = fake_alloc(bytes, FAKE_DEVICE);
+    if (*out == NULL) return refuse(NULL, ncclUnhandledCudaError, "out of memory");
+    slabs().insert(*out);
+    return ncclSuccess;
+}
+
+ncclResult_t ncclMemFree(void *p)
+{
+    fake_call call("ncclMemFree");
+    if (p == NULL) return ncclSuccess;
+    if (slabs().erase(p) == 0) fake_finding("%s: %p is not of ncclMemAlloc", call.name, p);
+    for (auto comm : comms())
+        for (auto w : comm->windows)
+            if (live_window(w) && w->p == p) fake_finding("%s: %p is a window still", call.name, p);
+    fake_release(p, FAKE_DEVICE, call.name);
+    return call.fails ? fail(call, ncclUnhandledCudaError) : ncclSuccess;
+}
+
+/* Every rank of the communicator comes to it. */
+ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *p, size_t bytes, ncclWindow_t *out, int flags)
+{
+    fake_call call("ncclCommWindowRegister");
+    alive(comm, call.name);
+    if (call.fails) return fail(call, ncclInternalError);
+    ncclResult_t r = rest(comm);
+    if (r != ncclSuccess) return r;
+    if (p == NULL || bytes == 0) return ncclSuccess; /* and no window */
+    if (slabs().count(p) == 0)
+        return refuse(comm, ncclUnhandledCudaError, "memory that is not of ncclMemAlloc");
+    fake_reachable(p, bytes, call.name, "the window");
+    team &t = *comm->of;
+    if (t.windows.size() == comm->registered) t.windows.push_back({bytes, 0});
+    registration &w = t.windows[comm->registered++];
+    if (w.bytes != bytes)
+        fake_finding("%s: rank %d registers %zu bytes, another rank %zu", call.name, comm->rank, bytes,
+                     w.bytes);
+    ++w.come;
+    comm->windows.push_back(
+        new ncclWindow_vidmem{(char *)p, bytes, (flags & NCCL_WIN_COLL_SYMMETRIC) != 0, symmetric != 0});
+    comm->window_out = out;
+    fake_changed();
+    if (!comm->blocking) {
+        comm->polls = fake_random(3);
+        return look(comm);
+    }
+    fake_wait(call.name, [&] { return (r = look(comm)) != ncclInProgress; });
+    return fake_dead() ? ncclUnhandledCudaError : r;
+}
+
+ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window)
+{
+    fake_call call("ncclCommWindowDeregister");
+    alive(comm, call.name);
+    if (window == NULL) return ncclSuccess;
+    if (std::find(comm->windows.begin(), comm->windows.end(), window) == comm->windows.end() || !window->live)
+        fake_finding("%s: %p is no window", call.name, (void *)window);
+    for (auto &g : comm->order)
+        if (!fake_passed(g->point)) fake_finding("%s: operations are under way", call.name);
+    window->live = false;
+    return call.fails ? fail(call, ncclUnhandledCudaError) : ncclSuccess;
+}
+
+void fake_symmetric(int on)
+{
+    fake_look look;
+    symmetric = on;
+}
+
+long fake_engine_calls(void)
+{
+    fake_look look;
+    long n = engine_calls;
+    engine_calls = 0;
+    return n;
+}
+
 /* ---- operations ---- */
 
 ncclResult_t ncclGroupStart(void)
@@ -600,7 +752,7 @@ ncclResult_t ncclSend(const void *buffer, size_t count, ncclDataType_t type, int
 {
     fake_call call("ncclSend");
     if (buffer == NULL && count > 0) return add(call, {}, comm, stream, ncclInvalidArgument);
-    part p = {buffer != NULL ? buffer : "", NULL, count * type_bytes(type), peer, false, ""};
+    part p = {buffer != NULL ? buffer : "", NULL, count * type_bytes(type), peer, false, "", 0};
     return add(call, {p}, comm, stream, check_type(alive(comm, call.name), type));
 }
 
@@ -609,7 +761,7 @@ ncclResult_t ncclRecv(void *buffer, size_t count, ncclDataType_t type, int peer,
 {
     fake_call call("ncclRecv");
     if (buffer == NULL && count > 0) return add(call, {}, comm, stream, ncclInvalidArgument);
-    part p = {NULL, buffer, count * type_bytes(type), peer, false, ""};
+    part p = {NULL, buffer, count * type_bytes(type), peer, false, "", 0};
     return add(call, {p}, comm, stream, check_type(alive(comm, call.name), type));
 }
 
@@ -618,12 +770,24 @@ ncclResult_t ncclAlltoAll(const void *send, void *receive, size_t count, ncclDat
 {
     fake_call call("ncclAlltoAll");
     std::vector<part> parts;
-    size_t bytes = count * type_bytes(type);
-    for (int r = 0; r < alive(comm, call.name)->of->ranks; ++r) {
-        parts.push_back({(const char *)send + (size_t)r * bytes, NULL, bytes, r, false, call.name});
-        parts.push_back({NULL, (char *)receive + (size_t)r * bytes, bytes, r, false, call.name});
+    size_t bytes = count * type_bytes(type), place = 0;
+    ncclWindow_t to = window_of(alive(comm, call.name), receive);
+    const char *how = call.name;
+    ncclResult_t bad = check_type(comm, type);
+    if (comm->policy == NCCL_CTA_POLICY_ZERO && to != NULL && window_of(comm, send) != NULL) {
+        how = "ncclAlltoAll by copy engines";
+        place = (size_t)((char *)receive - to->p);
+        if (fake_is_legacy(fake_stream(stream)))
+            bad = refuse(comm, ncclUnhandledCudaError, "the legacy stream");
+        ++engine_calls;
     }
-    return add(call, parts, comm, stream, check_type(comm, type));
+    for (int r = 0; r < comm->of->ranks; ++r) {
+        size_t mine = to != NULL ? place + (size_t)comm->rank * bytes : 0;
+        size_t theirs = to != NULL ? place + (size_t)r * bytes : 0;
+        parts.push_back({(const char *)send + (size_t)r * bytes, NULL, bytes, r, false, how, mine});
+        parts.push_back({NULL, (char *)receive + (size_t)r * bytes, bytes, r, false, how, theirs});
+    }
+    return add(call, parts, comm, stream, bad);
 }
 
 ncclResult_t ncclAllGather(const void *send, void *receive, size_t count, ncclDataType_t type,
@@ -633,8 +797,8 @@ ncclResult_t ncclAllGather(const void *send, void *receive, size_t count, ncclDa
     std::vector<part> parts;
     size_t bytes = count * type_bytes(type);
     for (int r = 0; r < alive(comm, call.name)->of->ranks; ++r) {
-        parts.push_back({send, NULL, bytes, r, false, call.name});
-        parts.push_back({NULL, (char *)receive + (size_t)r * bytes, bytes, r, false, call.name});
+        parts.push_back({send, NULL, bytes, r, false, call.name, 0});
+        parts.push_back({NULL, (char *)receive + (size_t)r * bytes, bytes, r, false, call.name, 0});
     }
     return add(call, parts, comm, stream, check_type(comm, type));
 }

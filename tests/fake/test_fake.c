@@ -159,6 +159,117 @@ static void find_leftover(void)
     _exit(fake_check_clean() ? 0 : 9); /* said on stderr */
 }
 
+/* Two ranks register a window each, and exchange inside them. */
+enum { WINDOW_FINE, WINDOW_PLACES, WINDOW_SIZES, WINDOW_ONE, WINDOW_FREED };
+
+typedef struct window_rank {
+    ncclUniqueId id;
+    int rank, what;
+} window_rank;
+
+static void *window_main(void *p)
+{
+    const window_rank *me = (const window_rank *)p;
+    int odd = me->rank == 1, what = me->what;
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    ncclWindow_t window = NULL;
+    ncclComm_t comm;
+    cudaStream_t s;
+    char *slab;
+    fake_rank(me->rank);
+    OK(cudaSetDevice(me->rank));
+    s = stream_new();
+    config.blocking = 1;
+    config.CTAPolicy = NCCL_CTA_POLICY_ZERO;
+    CHECK(ncclCommInitRankConfig(&comm, 2, me->id, me->rank, &config) == ncclSuccess);
+    CHECK(ncclMemAlloc((void **)&slab, 8192) == ncclSuccess);
+    if (what != WINDOW_ONE || !odd)
+        CHECK(ncclCommWindowRegister(comm, slab, what == WINDOW_SIZES && odd ? 4096 : 8192, &window,
+                                     NCCL_WIN_COLL_SYMMETRIC) == ncclSuccess);
+    else /* a window, but of no use to the engines */
+        CHECK(ncclCommWindowRegister(comm, slab, 8192, &window, NCCL_WIN_DEFAULT) == ncclSuccess);
+    CHECK(window != NULL);
+    CHECK(ncclAlltoAll(slab, slab + 1024 + (what == WINDOW_PLACES && odd ? 64 : 0), 32, ncclInt8, comm, s) ==
+          ncclSuccess);
+    OK(cudaStreamSynchronize(s));
+    if (what == WINDOW_FREED) CHECK(ncclMemFree(slab) == ncclSuccess);
+    CHECK(ncclCommWindowDeregister(comm, window) == ncclSuccess);
+    CHECK(ncclMemFree(slab) == ncclSuccess);
+    CHECK(ncclCommDestroy(comm) == ncclSuccess);
+    OK(cudaStreamDestroy(s));
+    return NULL;
+}
+
+static void run_windows(int what)
+{
+    window_rank ranks[2];
+    pthread_t threads[2];
+    int r;
+    memset(ranks, 0, sizeof ranks);
+    CHECK(ncclGetUniqueId(&ranks[0].id) == ncclSuccess);
+    for (r = 0; r < 2; ++r) {
+        ranks[r].id = ranks[0].id;
+        ranks[r].rank = r;
+        ranks[r].what = what;
+        CHECK(pthread_create(&threads[r], NULL, window_main, &ranks[r]) == 0);
+    }
+    for (r = 0; r < 2; ++r) pthread_join(threads[r], NULL);
+}
+
+static void find_places(void)
+{
+    run_windows(WINDOW_PLACES);
+}
+
+static void find_sizes(void)
+{
+    run_windows(WINDOW_SIZES);
+}
+
+static void find_one(void)
+{
+    run_windows(WINDOW_ONE);
+}
+
+static void find_window(void)
+{
+    run_windows(WINDOW_FREED);
+}
+
+/* Device 0 to device 1, and nobody has asked for access. */
+static void find_access(void)
+{
+    void *a = device_room(4), *b;
+    OK(cudaSetDevice(1));
+    b = device_room(4);
+    OK(cudaMemcpyAsync(a, b, 4, cudaMemcpyDefault, stream_new()));
+}
+
+static void find_open_memory(void)
+{
+    cudaIpcMemHandle_t handle;
+    void *p = device_room(64), *there;
+    fake_rank(0);
+    OK(cudaIpcGetMemHandle(&handle, p));
+    CHECK(cudaIpcOpenMemHandle(&there, handle, cudaIpcMemLazyEnablePeerAccess) == cudaErrorInvalidValue);
+    fake_rank(1);
+    OK(cudaIpcOpenMemHandle(&there, handle, cudaIpcMemLazyEnablePeerAccess));
+    OK(cudaFree(p));
+}
+
+static void find_open_event(void)
+{
+    cudaIpcEventHandle_t handle;
+    cudaEvent_t plain, event, there;
+    OK(cudaEventCreateWithFlags(&plain, cudaEventDisableTiming));
+    OK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventInterprocess));
+    CHECK(cudaIpcGetEventHandle(&handle, plain) == cudaErrorInvalidResourceHandle);
+    OK(cudaIpcGetEventHandle(&handle, event));
+    fake_rank(1);
+    OK(cudaIpcOpenEventHandle(&there, handle));
+    OK(cudaEventDestroy(event));
+}
+
 static void check_finding(const char *name, void (*body)(void), const char *part)
 {
     int ends[2], status;
@@ -196,6 +307,13 @@ static void test_findings(void)
     check_finding("dead stream", find_dead_stream, "used after it was destroyed");
     check_finding("overlap", find_overlap, "overlap");
     check_finding("gemm", find_gemm, "B at");
+    check_finding("places", find_places, "NCCL: rank");
+    check_finding("sizes", find_sizes, "another rank");
+    check_finding("one window", find_one, "by copy engines");
+    check_finding("a window's memory", find_window, "is a window still");
+    check_finding("access", find_access, "device 1 has no access to device 0");
+    check_finding("open memory", find_open_memory, "rank 1 has memory of rank 0 open");
+    check_finding("open event", find_open_event, "another rank has the event open");
     check_finding("leftover", find_leftover, "left 64 bytes of device memory");
     OK(cudaFree(dev_bytes));
     OK(cudaStreamDestroy(stream_now));
@@ -293,6 +411,175 @@ static void test_gemm(void)
     OK(cudaFree(da));
     OK(cudaFree(db));
     OK(cudaFree(dc));
+    CHECK(fake_check_clean());
+}
+
+/* ---- capture ---- */
+
+static cudaGraphExec_t end_capture(cudaStream_t s)
+{
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t exec = NULL;
+    OK(cudaStreamEndCapture(s, &graph));
+    OK(cudaGraphInstantiate(&exec, graph, 0));
+    OK(cudaGraphDestroy(graph));
+    return exec;
+}
+
+/* dev[1] = dev[0] here, dev[2] = dev[0] on a second stream, forked and joined: nothing runs before the launch, and
+ * each launch reads anew. With `join` 0 the stream that forked is not waited for, which cannot be captured. */
+static void test_capture(int join)
+{
+    cudaStream_t a = stream_new(), b = stream_new();
+    cudaEvent_t fork, back;
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t exec;
+    enum cudaStreamCaptureStatus state;
+    int *dev = (int *)device_room(12), *pinned, i;
+    OK(cudaHostAlloc((void **)&pinned, 4, cudaHostAllocDefault));
+    OK(cudaEventCreateWithFlags(&fork, cudaEventDisableTiming));
+    OK(cudaEventCreateWithFlags(&back, cudaEventDisableTiming));
+    OK(cudaStreamIsCapturing(a, &state));
+    CHECK_INT(state, cudaStreamCaptureStatusNone);
+    OK(cudaStreamBeginCapture(a, cudaStreamCaptureModeGlobal));
+    OK(cudaStreamIsCapturing(a, &state));
+    CHECK_INT(state, cudaStreamCaptureStatusActive);
+    OK(cudaMemcpyAsync(dev, pinned, 4, cudaMemcpyDefault, a));
+    OK(cudaEventRecord(fork, a));
+    OK(cudaStreamWaitEvent(b, fork, 0));
+    OK(cudaStreamIsCapturing(b, &state));
+    CHECK_INT(state, cudaStreamCaptureStatusActive);
+    OK(cudaMemcpyAsync(dev + 2, dev, 4, cudaMemcpyDefault, b));
+    OK(cudaEventRecord(back, b));
+    OK(cudaMemcpyAsync(dev + 1, dev, 4, cudaMemcpyDefault, a));
+    if (join) OK(cudaStreamWaitEvent(a, back, 0));
+    if (join) {
+        exec = end_capture(a);
+        CHECK_INT(peek(dev), -1);
+        for (i = 3; i < 5; ++i) {
+            *pinned = i;
+            OK(cudaGraphLaunch(exec, a));
+            OK(cudaStreamSynchronize(a));
+            CHECK_INT(peek(dev + 1), i);
+            CHECK_INT(peek(dev + 2), i);
+        }
+        OK(cudaGraphExecDestroy(exec));
+    } else {
+        CHECK_INT(cudaStreamEndCapture(a, &graph), cudaErrorStreamCaptureUnjoined);
+        CHECK(graph == NULL);
+    }
+    OK(cudaEventDestroy(fork));
+    OK(cudaEventDestroy(back));
+    OK(cudaFree(dev));
+    OK(cudaFreeHost(pinned));
+    OK(cudaStreamDestroy(a));
+    OK(cudaStreamDestroy(b));
+    CHECK(fake_check_clean());
+}
+
+typedef cudaError_t captured_call(cudaStream_t s, cudaStream_t other, void *dev, cudaEvent_t event);
+
+static cudaError_t capture_sync(cudaStream_t s, cudaStream_t other, void *dev, cudaEvent_t event)
+{
+    (void)other, (void)dev, (void)event;
+    return cudaStreamSynchronize(s);
+}
+
+static cudaError_t capture_device_sync(cudaStream_t s, cudaStream_t other, void *dev, cudaEvent_t event)
+{
+    (void)s, (void)other, (void)dev, (void)event;
+    return cudaDeviceSynchronize();
+}
+
+static cudaError_t capture_malloc(cudaStream_t s, cudaStream_t other, void *dev, cudaEvent_t event)
+{
+    void *p;
+    (void)s, (void)other, (void)dev, (void)event;
+    return cudaMalloc(&p, 4);
+}
+
+static cudaError_t capture_free(cudaStream_t s, cudaStream_t other, void *dev, cudaEvent_t event)
+{
+    (void)s, (void)other, (void)event;
+    return cudaFree(dev);
+}
+
+static cudaError_t capture_pageable(cudaStream_t s, cudaStream_t other, void *dev, cudaEvent_t event)
+{
+    int host = 0;
+    (void)other, (void)event;
+    return cudaMemcpyAsync(dev, &host, 4, cudaMemcpyDefault, s);
+}
+
+static cudaError_t capture_blocking(cudaStream_t s, cudaStream_t other, void *dev, cudaEvent_t event)
+{
+    int host = 0;
+    (void)s, (void)other, (void)event;
+    return cudaMemcpy(dev, &host, 4, cudaMemcpyDefault);
+}
+
+static cudaError_t capture_legacy(cudaStream_t s, cudaStream_t other, void *dev, cudaEvent_t event)
+{
+    (void)s, (void)other, (void)event;
+    return cudaMemsetAsync(dev, 0, 4, NULL);
+}
+
+static cudaError_t capture_query(cudaStream_t s, cudaStream_t other, void *dev, cudaEvent_t event)
+{
+    (void)other, (void)dev;
+    OK(cudaEventRecord(event, s));
+    return cudaEventQuery(event);
+}
+
+static cudaError_t capture_outside(cudaStream_t s, cudaStream_t other, void *dev, cudaEvent_t event)
+{
+    (void)dev;
+    OK(cudaEventRecord(event, other));
+    return cudaStreamWaitEvent(s, event, 0);
+}
+
+/* What CUDA forbids in a capture fails, and so do the capture's end and what is enqueued before that. */
+static void test_capture_forbidden(void)
+{
+    static const struct {
+        captured_call *call;
+        cudaError_t want;
+    } calls[] = {{capture_sync, cudaErrorStreamCaptureUnsupported},
+                 {capture_device_sync, cudaErrorStreamCaptureUnsupported},
+                 {capture_malloc, cudaErrorStreamCaptureUnsupported},
+                 {capture_free, cudaErrorStreamCaptureUnsupported},
+                 {capture_pageable, cudaErrorStreamCaptureUnsupported},
+                 {capture_blocking, cudaErrorStreamCaptureUnsupported},
+                 {capture_legacy, cudaErrorStreamCaptureImplicit},
+                 {capture_query, cudaErrorCapturedEvent},
+                 {capture_outside, cudaErrorStreamCaptureIsolation}};
+    cudaStream_t s, other = stream_new();
+    cudaEvent_t event;
+    cudaGraph_t graph = (cudaGraph_t)&s;
+    enum cudaStreamCaptureStatus state;
+    int *dev = (int *)device_room(4);
+    size_t i;
+    OK(cudaStreamCreate(&s)); /* one that the legacy stream waits for */
+    CHECK_INT(cudaStreamBeginCapture(NULL, cudaStreamCaptureModeGlobal), cudaErrorStreamCaptureUnsupported);
+    CHECK_INT(cudaStreamEndCapture(s, &graph), cudaErrorIllegalState);
+    for (i = 0; i < sizeof calls / sizeof *calls; ++i) {
+        OK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+        OK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal));
+        OK(cudaMemsetAsync(dev, 0, 4, s));
+        CHECK_INT(calls[i].call(s, other, dev, event), calls[i].want);
+        OK(cudaStreamIsCapturing(s, &state));
+        CHECK_INT(state, cudaStreamCaptureStatusInvalidated);
+        CHECK_INT(cudaMemsetAsync(dev, 0, 4, s), cudaErrorStreamCaptureInvalidated);
+        CHECK_INT(cudaStreamEndCapture(s, &graph), cudaErrorStreamCaptureInvalidated);
+        CHECK(graph == NULL);
+        OK(cudaStreamSynchronize(s));
+        OK(cudaEventDestroy(event));
+    }
+    (void)cudaGetLastError();
+    CHECK_INT(peek(dev), -1);
+    OK(cudaFree(dev));
+    OK(cudaStreamDestroy(s));
+    OK(cudaStreamDestroy(other));
     CHECK(fake_check_clean());
 }
 
@@ -405,10 +692,17 @@ int main(void)
     test_lazy();
     test_legacy();
     test_findings();
+    fake_engine_calls();
+    run_windows(WINDOW_FINE);
+    CHECK_INT(fake_engine_calls(), 2);
+    CHECK(fake_check_clean());
     test_errors();
     for (seed = 0; seed < 4; ++seed) {
         fake_seed(seed);
         test_gemm();
+        test_capture(0);
+        test_capture(1);
+        test_capture_forbidden();
         test_nccl(-1);
         test_nccl(1);
     }

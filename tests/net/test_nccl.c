@@ -8,208 +8,79 @@
 #define _POSIX_C_SOURCE 200809L
 #include "upipe/net/upipe_net_nccl.h"
 
-#include <pthread.h>
-
-#include "fake.h"
-#include "test.h"
-
-enum { RANKS_MAX = 8, WORDS = 8 };
-
-struct crew;
-
-/* One rank. The host's part (device, stream, communicator) is made and ended without faults. */
-typedef struct rank_room {
-    struct crew *crew;
-    int rank, ranks;
-    pthread_t thread;
-    ncclComm_t nccl; /* the host's */
-    cudaStream_t stream;
+#define RANK_FIELDS                   \
+    ncclComm_t nccl; /* the host's */ \
     upipe_nccl team;
-    upipe_ops ops;
-    upipe_ctx ctx;
-    uint32_t *send, *recv; /* device, ROOM words each */
-    upipe_seg list[2 * RANKS_MAX];
-    upipe_status status, freed;
-} rank_room;
+#define CREW_FIELDS        \
+    ncclUniqueId id;       \
+    int blocking, grouped; \
+    int zero_sm; /* copy engines are asked for */
+#define RANK_DEAD(k) CHECK((k)->team.nccl == NULL)
+#include "ranks.h"
 
-typedef struct crew {
-    rank_room rank[RANKS_MAX];
-    ncclUniqueId id;
-    pthread_barrier_t door;
-    upipe_status (*body)(rank_room *k);
-    double deadline;
-    uint64_t seed;
-    int ranks, blocking, grouped;
-    int victim, what;
-    int all_ready; /* init succeeded everywhere: atomic count */
-} crew;
+enum { PLAIN, ASKED, LATER }; /* LATER: the body asks */
 
-static crew the_crew;
-
-enum { ROOM = 96 * 1024 };
-
-#define OK(call) CHECK_SAY((call) == cudaSuccess, "%s", #call)
-
-static upipe_status test_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
+static void crew_begin(crew *all)
 {
-    return upi_nccl_check_cuda(&c->err,
-                               cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, (cudaStream_t)c->stream),
-                               "cudaMemcpyAsync(");
+    fake_engine_calls();
+    CHECK(ncclGetUniqueId(&all->id) == ncclSuccess);
 }
 
-static upipe_status test_sync(upipe_ctx *c)
+static void crew_end(crew *all)
 {
-    return upi_nccl_check_cuda(&c->err, cudaStreamSynchronize((cudaStream_t)c->stream),
-                               "cudaStreamSynchronize(");
+    (void)all;
 }
 
-/* Between the host's memory and the device, on the stream. */
-static void put(rank_room *k, void *device, const void *host, size_t bytes)
+static void rank_begin(rank_room *k)
 {
-    OK(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, k->stream));
-}
-
-static void get(rank_room *k, void *host, const void *device, size_t bytes)
-{
-    OK(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, k->stream));
-    OK(cudaStreamSynchronize(k->stream));
-}
-
-static double now(void)
-{
-    return (double)upi_net_now() * 1e-9;
-}
-
-static void nap(double seconds)
-{
-    struct timespec t;
-    t.tv_sec = (time_t)seconds;
-    t.tv_nsec = (long)((seconds - (double)t.tv_sec) * 1e9);
-    nanosleep(&t, NULL);
-}
-
-static void *rank_main(void *p)
-{
-    rank_room *k = (rank_room *)p;
     crew *all = k->crew;
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     ncclResult_t r;
     config.blocking = all->blocking;
-    fake_rank(k->rank);
-    OK(cudaSetDevice(k->rank));
-    OK(cudaStreamCreateWithFlags(&k->stream, cudaStreamNonBlocking));
-    OK(cudaMalloc((void **)&k->send, ROOM * 4));
-    OK(cudaMalloc((void **)&k->recv, ROOM * 4));
+    if (all->zero_sm) config.CTAPolicy = NCCL_CTA_POLICY_ZERO;
+    if (all->zero_sm)
+        CHECK_STATUS(upipe_nccl_slab((void **)&k->slab, SLAB, &k->ctx.err), UPIPE_OK, k->ctx.err);
+    else
+        OK(cudaMalloc((void **)&k->slab, SLAB));
     r = ncclCommInitRankConfig(&k->nccl, all->ranks, all->id, k->rank, &config);
     CHECK(r == ncclSuccess || (!all->blocking && r == ncclInProgress));
-    k->ops.copy = test_copy;
-    k->ops.sync = test_sync;
-    k->ctx.ops = &k->ops;
-    k->ctx.stream = k->stream;
-    k->ctx.team = &k->team.comm;
+}
 
-    pthread_barrier_wait(&all->door); /* faults are set */
-    pthread_barrier_wait(&all->door);
-    k->status = upipe_nccl_init(&k->team, k->nccl, all->deadline, &k->ctx.err);
-    if (k->status == UPIPE_OK) {
-        k->team.grouped = all->grouped;
-        k->status = all->body(k);
-        k->nccl = k->team.nccl;
-        k->freed = upipe_nccl_free(&k->team, &k->ctx.err);
-        CHECK(k->team.nccl == k->nccl);
-    } else { /* the host's to end */
+static upipe_status rank_make(rank_room *k)
+{
+    upipe_status s = upipe_nccl_init(&k->team, k->nccl, k->crew->deadline, &k->ctx.err);
+    if (s != UPIPE_OK) { /* the host's to end */
         CHECK(k->team.room == NULL && k->team.row == NULL && k->team.rows == NULL);
         (void)ncclCommAbort(k->nccl);
         k->nccl = NULL;
     }
-    pthread_barrier_wait(&all->door);
-    pthread_barrier_wait(&all->door); /* faults are off */
+    k->team.grouped = k->crew->grouped;
+    k->ctx.team = &k->team.comm;
+    return s;
+}
 
+static upipe_status rank_ready(rank_room *k)
+{
+    return k->crew->zero_sm == ASKED ? upipe_nccl_zero_sm(&k->ctx, &k->team, k->slab, SLAB) : UPIPE_OK;
+}
+
+static upipe_status rank_free(rank_room *k)
+{
+    upipe_status s;
+    k->nccl = k->team.nccl;
+    s = upipe_nccl_free(&k->team, &k->ctx.err);
+    CHECK(k->team.nccl == k->nccl);
+    return s;
+}
+
+static void rank_end(rank_room *k, int made)
+{
+    (void)made;
     if (k->nccl != NULL) CHECK(ncclCommAbort(k->nccl) == ncclSuccess);
-    (void)cudaFree(k->send);
-    (void)cudaFree(k->recv);
-    (void)cudaStreamDestroy(k->stream);
-    return NULL;
-}
-
-/* Runs body on every rank. fail_at: that call of rank fail_rank fails, 0: none. Returns the calls it made. */
-static long crew_run(crew *all, int ranks, double deadline, upipe_status (*body)(rank_room *), long fail_at,
-                     int fail_rank, int sticky)
-{
-    double began;
-    long calls;
-    int r;
-    memset(all->rank, 0, sizeof all->rank);
-    all->ranks = ranks;
-    all->deadline = deadline;
-    all->body = body;
-    pthread_barrier_init(&all->door, NULL, (unsigned)ranks + 1);
-    CHECK(ncclGetUniqueId(&all->id) == ncclSuccess);
-    for (r = 0; r < ranks; ++r) {
-        all->rank[r].crew = all;
-        all->rank[r].rank = r;
-        all->rank[r].ranks = ranks;
-        CHECK(pthread_create(&all->rank[r].thread, NULL, rank_main, &all->rank[r]) == 0);
-    }
-    pthread_barrier_wait(&all->door);
-    fake_fail_at(fail_at, fail_rank, sticky);
-    began = now();
-    pthread_barrier_wait(&all->door);
-    pthread_barrier_wait(&all->door);
-    CHECK(now() - began < 15);
-    calls = fake_calls(fail_rank);
-    fake_fail_at(0, -1, FAKE_ONCE);
-    pthread_barrier_wait(&all->door);
-    for (r = 0; r < ranks; ++r) pthread_join(all->rank[r].thread, NULL);
-    pthread_barrier_destroy(&all->door);
-    CHECK(fake_check_clean());
-    return calls;
-}
-
-static void crew_good(crew *all, int ranks, upipe_status (*body)(rank_room *))
-{
-    int r;
-    crew_run(all, ranks, 20, body, 0, -1, FAKE_ONCE);
-    for (r = 0; r < ranks; ++r) {
-        CHECK_STATUS(all->rank[r].status, UPIPE_OK, all->rank[r].ctx.err);
-        CHECK_STATUS(all->rank[r].freed, UPIPE_OK, all->rank[r].ctx.err);
-    }
-}
-
-/* ---- exact data ---- */
-
-static uint32_t word_of(int source, int dest, int index)
-{
-    return (uint32_t)source << 24 | (uint32_t)dest << 16 | (uint32_t)index;
-}
-
-/* An all-to-all of `count` blocks of WORDS words a pair, without gaps. */
-static upipe_status all_to_all(rank_room *k, int count)
-{
-    uint32_t host[RANKS_MAX * 4 * WORDS];
-    upipe_ctx *c = &k->ctx;
-    int p, i, n = count * WORDS, wrong = 0;
-    for (p = 0; p < k->ranks; ++p)
-        for (i = 0; i < n; ++i) host[p * n + i] = word_of(k->rank, p, i);
-    put(k, k->send, host, (size_t)(k->ranks * n) * 4);
-    memset(host, 0xee, sizeof host);
-    put(k, k->recv, host, (size_t)(k->ranks * n) * 4);
-    memset(k->list, 0, sizeof k->list);
-    for (p = 0; p < k->ranks; ++p) {
-        upipe_seg *s = &k->list[p];
-        s->peer = p;
-        s->count = count;
-        s->send = k->send + p * n;
-        s->recv = k->recv + p * n;
-        s->send_bytes = s->recv_bytes = s->send_step = s->recv_step = WORDS * 4;
-    }
-    UPIPE_TRY(upipe_comm_start(c, c->team, k->list, k->ranks));
-    UPIPE_TRY(upipe_comm_wait(c, c->team));
-    get(k, host, k->recv, (size_t)(k->ranks * n) * 4);
-    for (p = 0; p < k->ranks; ++p)
-        for (i = 0; i < n; ++i) wrong += host[p * n + i] != word_of(p, k->rank, i);
-    CHECK_INT(wrong, 0);
-    return UPIPE_OK;
+    if (k->crew->zero_sm)
+        CHECK_STATUS(upipe_nccl_slab_free(k->slab, &k->ctx.err), UPIPE_OK, k->ctx.err);
+    else
+        (void)cudaFree(k->slab);
 }
 
 static upipe_status all_body(rank_room *k)
@@ -221,202 +92,11 @@ static upipe_status all_body(rank_room *k)
     sent = (int64_t)(k->ranks - 1) * 6 * WORDS * 4;
     CHECK_INT(k->ctx.team->sent_bytes, sent);
     CHECK_INT(k->ctx.team->moved_bytes, sent);
+    CHECK_INT(k->team.engine_exchanges, k->crew->zero_sm && !k->crew->grouped ? 3 : 0);
     return UPIPE_OK;
-}
-
-static upipe_status shift_body(rank_room *k)
-{
-    static const int steps[] = {-1, 0, 1, 2, 7, -6};
-    upipe_ctx *c = &k->ctx;
-    int i, w, ranks = k->ranks;
-    for (i = 0; i < (int)(sizeof steps / sizeof *steps); ++i) {
-        uint32_t from[WORDS], to[WORDS];
-        int forth = ((k->rank + steps[i]) % ranks + ranks) % ranks;
-        int back = ((k->rank - steps[i]) % ranks + ranks) % ranks;
-        for (w = 0; w < WORDS; ++w) from[w] = word_of(k->rank, forth, w + i);
-        put(k, k->send, from, sizeof from);
-        UPIPE_TRY(upipe_comm_shift_start(c, c->team, k->recv, k->send, sizeof to, steps[i]));
-        UPIPE_TRY(upipe_comm_wait(c, c->team));
-        get(k, to, k->recv, sizeof to);
-        for (w = 0; w < WORDS; ++w) CHECK_INT(to[w], word_of(back, k->rank, w + i));
-    }
-    return UPIPE_OK;
-}
-
-static upipe_status meet_body(rank_room *k)
-{
-    upipe_ctx *c = &k->ctx;
-    int64_t mine[UPIPE_GATHER_MAX], *all = c->team->gathered, entered, left;
-    int round, r, i, n;
-    for (round = 0; round < 9; ++round) {
-        n = round == 3 ? 0 : round == 5 ? UPIPE_GATHER_MAX : 1 + round % 4;
-        for (i = 0; i < n; ++i) mine[i] = (int64_t)word_of(k->rank, round, i) * -3;
-        UPIPE_TRY(c->team->ops.gather(c, c->team, all, mine, n));
-        for (r = 0; r < k->ranks; ++r)
-            for (i = 0; i < n; ++i) CHECK_INT(all[r * n + i], (int64_t)word_of(r, round, i) * -3);
-        if (round % 3 == 0) UPIPE_TRY(all_to_all(k, 1));
-        if (round % k->ranks == k->rank) nap(0.002);
-        entered = upi_net_now();
-        UPIPE_TRY(upipe_comm_barrier(c, c->team));
-        left = upi_net_now();
-        UPIPE_TRY(upipe_comm_gather(c, c->team, all, &entered, 1));
-        for (r = 0; r < k->ranks; ++r) CHECK(all[r] <= left);
-    }
-    CHECK_STATUS(c->team->ops.gather(c, c->team, all, mine, UPIPE_GATHER_MAX + 1), UPIPE_ERR_ARG, c->err);
-    return UPIPE_OK;
-}
-
-/* Random exchanges: 0 to 3 segments from every rank to every rank, blocks with gaps, in any order. */
-enum { PARTS_MAX = 3, PART_ROOM = 4 * 200 };
-
-typedef struct part {
-    int64_t count;
-    int words, send_step, recv_step;
-} part;
-
-static part part_of(uint64_t seed, int round, int source, int dest, int index)
-{
-    test_rng rng;
-    part p;
-    rng.state = seed ^ (uint64_t)round << 40 ^ (uint64_t)source << 24 ^ (uint64_t)dest << 8 ^ (uint64_t)index;
-    test_u64(&rng);
-    p.count = 1 + test_below(&rng, 4);
-    p.words = 1 + test_below(&rng, test_below(&rng, 8) == 0 ? 150 : 24);
-    p.send_step = p.words + test_below(&rng, 3);
-    p.recv_step = p.words + test_below(&rng, 3);
-    return p;
-}
-
-static int parts_of(uint64_t seed, int round, int source, int dest)
-{
-    return part_of(seed, round, source, dest, 99).words % (PARTS_MAX + 1);
-}
-
-static uint32_t part_word(int round, int source, int dest, int index, int at)
-{
-    return word_of(source << 4 | dest, (round & 31) << 3 | index, at);
-}
-
-static upipe_status random_body(rank_room *k)
-{
-    upipe_ctx *c = &k->ctx;
-    uint64_t seed = k->crew->seed;
-    int ranks = k->ranks, most = ranks * PARTS_MAX, round, p, i, b, w;
-    size_t words = (size_t)most * PART_ROOM;
-    uint32_t *host = (uint32_t *)malloc(words * sizeof *host);
-    upipe_seg *list = (upipe_seg *)malloc(2 * (size_t)most * sizeof *list);
-    int64_t sent = 0, moved = 0;
-    upipe_status s = UPIPE_OK;
-    test_rng rng;
-    CHECK(words <= ROOM);
-    rng.state = seed + (uint64_t)k->rank * 1000003;
-    for (round = 0; round < 12 && s == UPIPE_OK; ++round) {
-        int n = 0, first = test_below(&rng, ranks), sends_first = test_below(&rng, 2);
-        size_t send_at = 0, recv_at = 0;
-        memset(host, 0xee, words * sizeof *host);
-        put(k, k->recv, host, words * sizeof *host);
-        for (p = 0; p < ranks; ++p) {
-            int peer = (first + p) % ranks, pass;
-            for (pass = 0; pass < 2; ++pass) {
-                int sending = pass == sends_first;
-                int from = sending ? k->rank : peer, to = sending ? peer : k->rank;
-                for (i = 0; i < parts_of(seed, round, from, to); ++i) {
-                    part q = part_of(seed, round, from, to, i);
-                    upipe_seg *seg = &list[n++];
-                    memset(seg, 0, sizeof *seg);
-                    seg->peer = peer;
-                    seg->count = q.count;
-                    if (sending) {
-                        seg->send = k->send + send_at;
-                        seg->send_bytes = (size_t)q.words * 4;
-                        seg->send_step = (size_t)q.send_step * 4;
-                        for (b = 0; b < q.count; ++b)
-                            for (w = 0; w < q.words; ++w)
-                                host[send_at + (size_t)(b * q.send_step + w)] =
-                                    part_word(round, from, to, i, b * q.words + w);
-                        send_at += PART_ROOM;
-                        if (peer != k->rank) sent += q.count * q.words * 4;
-                    } else {
-                        seg->recv = k->recv + recv_at;
-                        seg->recv_bytes = (size_t)q.words * 4;
-                        seg->recv_step = (size_t)q.recv_step * 4;
-                        recv_at += PART_ROOM;
-                        if (peer != k->rank) moved += q.count * q.words * 4;
-                    }
-                }
-            }
-        }
-        put(k, k->send, host, words * sizeof *host);
-        s = upipe_comm_start(c, c->team, list, n);
-        if (s != UPIPE_OK) break;
-        if (test_below(&rng, 4) == 0) nap(0.0003);
-        s = upipe_comm_wait(c, c->team);
-        if (s != UPIPE_OK) break;
-        /* complete on the device: another stream may read what has come and write over what was sent */
-        {
-            cudaStream_t other;
-            OK(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
-            OK(cudaMemsetAsync(k->send, 0xdd, words * 4, other));
-            OK(cudaMemcpyAsync(host, k->recv, words * 4, cudaMemcpyDeviceToHost, other));
-            OK(cudaStreamSynchronize(other));
-            OK(cudaStreamDestroy(other));
-        }
-        recv_at = 0;
-        for (p = 0; p < ranks; ++p) {
-            int peer = (first + p) % ranks;
-            for (i = 0; i < parts_of(seed, round, peer, k->rank); ++i) {
-                part q = part_of(seed, round, peer, k->rank, i);
-                int wrong = 0;
-                for (b = 0; b < q.count; ++b)
-                    for (w = 0; w < q.recv_step; ++w)
-                        wrong +=
-                            host[recv_at + (size_t)(b * q.recv_step + w)] !=
-                            (w < q.words ? part_word(round, peer, k->rank, i, b * q.words + w) : 0xeeeeeeeeu);
-                CHECK_SAY(wrong == 0,
-                          "seed %llu, %d ranks, exchange %d, part %d of %d to %d: %d words differ",
-                          (unsigned long long)seed, ranks, round, i, peer, k->rank, wrong);
-                recv_at += PART_ROOM;
-            }
-        }
-    }
-    CHECK_INT(c->team->sent_bytes, sent);
-    CHECK_INT(c->team->moved_bytes, moved);
-    free(host);
-    free(list);
-    return s;
 }
 
 /* ---- faults ---- */
-
-/* After a failure every call must fail at once, with the first reason. */
-static void check_dead(rank_room *k)
-{
-    upipe_ctx *c = &k->ctx;
-    upipe_field field = {"never compared", 99, 0};
-    int64_t one = 1, all[RANKS_MAX];
-    char reason[256];
-    CHECK(k->team.nccl == NULL);
-    c->team->deadline = 60;
-    CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_ERR_ABORTED, c->err);
-    snprintf(reason, sizeof reason, "%s", c->err.text);
-    CHECK_STATUS(upipe_comm_start(c, c->team, k->list, 0), UPIPE_ERR_ABORTED, c->err);
-    CHECK(strcmp(c->err.text, reason) == 0);
-    CHECK_STATUS(upipe_comm_gather(c, c->team, all, &one, 1), UPIPE_ERR_ABORTED, c->err);
-    CHECK_STATUS(upipe_comm_agree(c, c->team, &field, 1), UPIPE_ERR_ABORTED, c->err);
-    CHECK(strcmp(c->err.text, reason) == 0);
-    CHECK(!c->team->started);
-}
-
-enum { AT_EXCHANGE, AT_BARRIER, AT_GATHER, AT_COUNT };
-
-static upipe_status call(rank_room *k, int what)
-{
-    int64_t mine = k->rank, all[RANKS_MAX];
-    upipe_ctx *c = &k->ctx;
-    return what == AT_BARRIER  ? upipe_comm_barrier(c, c->team)
-           : what == AT_GATHER ? upipe_comm_gather(c, c->team, all, &mine, 1)
-                               : all_to_all(k, 1);
-}
 
 static upipe_status absent_body(rank_room *k)
 {
@@ -490,11 +170,26 @@ static upipe_status mismatch_body(rank_room *k)
     field.value += odd;
     if (what == DRIFT && odd) { /* one exchange with nobody too many */
         UPIPE_TRY(upipe_comm_start(c, c->team, k->list, 0));
-        UPIPE_TRY(upipe_comm_wait(c, c->team));
+        s = upipe_comm_wait(c, c->team);
+        if (k->crew->zero_sm) { /* compared at once */
+            CHECK_STATUS(s, UPIPE_ERR_MISMATCH, c->err);
+            CHECK_TEXT(c->err.text, "in a gather");
+            check_dead(k);
+            return s;
+        }
+        UPIPE_TRY(s);
     }
     if (what == ITSELF) {
         if (odd) {
             s = upipe_comm_start(c, c->team, &own, 1);
+            if (s == UPIPE_OK && k->crew->zero_sm) s = upipe_comm_wait(c, c->team);
+        } else if (k->crew->zero_sm) {
+            s = upipe_comm_start(c, c->team, &own, 0); /* the same call: else its number is found first */
+            if (s == UPIPE_OK) s = upipe_comm_wait(c, c->team);
+            if (s == UPIPE_OK) s = upipe_comm_barrier(c, c->team);
+            CHECK_STATUS(s, UPIPE_ERR_ABORTED, c->err);
+            check_dead(k);
+            return s;
         } else { /* hears of it */
             s = upipe_comm_barrier(c, c->team);
             CHECK_STATUS(s, UPIPE_ERR_ABORTED, c->err);
@@ -509,9 +204,121 @@ static upipe_status mismatch_body(rank_room *k)
         s = upipe_comm_gather(c, c->team, all, mine, what == COUNT && odd ? 2 : 1);
     }
     CHECK_STATUS(s, UPIPE_ERR_MISMATCH, c->err);
-    CHECK_TEXT(c->err.text, words[what]);
+    CHECK_TEXT(c->err.text, what == DRIFT && k->crew->zero_sm ? "in an exchange" : words[what]);
     check_dead(k);
     return s;
+}
+
+/* ---- copy engines ---- */
+
+enum { PLACES, OUTSIDE, PARTS, CAPTURED, BESIDE, ODD_LISTS };
+
+/* One exchange in which a rank is unlike the others, and one that goes by engines again: both bytes right. */
+static upipe_status odd_list_body(rank_room *k)
+{
+    uint32_t host[RANKS_MAX * 2 * WORDS], *outside = NULL;
+    upipe_ctx *c = &k->ctx;
+    ncclComm_t two[2];
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    int odd = k->rank == k->crew->victim, what = k->crew->what, p, i, wrong = 0, n = k->ranks * WORDS;
+    memset(k->list, 0, sizeof k->list);
+    memset(host, 0xee, sizeof host);
+    for (p = 0; p < k->ranks; ++p)
+        for (i = 0; i < WORDS; ++i) host[p * WORDS + i] = word_of(k->rank, p, i);
+    if (what == OUTSIDE && odd) OK(cudaMalloc((void **)&outside, sizeof host));
+    put(k, outside != NULL ? outside : k->send, host, sizeof host);
+    for (p = 0; p < k->ranks; ++p) {
+        upipe_seg *s = &k->list[p];
+        s->peer = p;
+        s->count = 1;
+        s->send = (outside != NULL ? outside : k->send) + p * WORDS;
+        s->recv = k->recv + p * WORDS + (odd && (what == PLACES || what == CAPTURED) ? 64 : 0);
+        s->send_bytes = s->recv_bytes = WORDS * 4;
+        /* of three ranks, two send each other half, and one with itself */
+        if (what == PARTS && !odd && p != k->crew->victim) s->send_bytes = s->recv_bytes = WORDS * 2;
+    }
+    if (what == CAPTURED) OK(cudaStreamBeginCapture(k->stream, cudaStreamCaptureModeThreadLocal));
+    UPIPE_TRY(upipe_comm_start(c, c->team, k->list, k->ranks));
+    /* what the host enqueues meanwhile is neither waited for nor in the way */
+    if (what == BESIDE) stall(k, two);
+    UPIPE_TRY(upipe_comm_wait(c, c->team));
+    if (what == BESIDE) stall_end(two);
+    if (what == CAPTURED) { /* nobody can compare places in a graph: grouped */
+        OK(cudaStreamEndCapture(k->stream, &graph));
+        OK(cudaGraphInstantiate(&exec, graph, 0));
+        OK(cudaGraphLaunch(exec, k->stream));
+        UPIPE_TRY(upipe_nccl_sync(c, &k->team));
+        OK(cudaGraphExecDestroy(exec));
+        OK(cudaGraphDestroy(graph));
+    }
+    get(k, host, k->list[0].recv, (size_t)n * 4);
+    for (p = 0; p < k->ranks; ++p)
+        for (i = 0; i < (int)k->list[p].recv_bytes / 4; ++i)
+            wrong += host[p * WORDS + i] != word_of(p, k->rank, i);
+    CHECK_INT(wrong, 0);
+    CHECK_INT(k->team.engine_exchanges, what == BESIDE);
+    if (outside != NULL) OK(cudaFree(outside));
+    UPIPE_TRY(all_to_all(k, 1));
+    CHECK_INT(k->team.engine_exchanges, 1 + (what == BESIDE));
+    return UPIPE_OK;
+}
+
+enum { NO_WINDOW, DRIVER, SIZES, NO_SLAB, REFUSALS };
+
+/* Copy engines are asked for and not there: every rank says why, alike, and goes on without. */
+static upipe_status refused_body(rank_room *k)
+{
+    static const char *const words[] = {"no symmetric window", "rank 1 has a driver for CUDA 12040",
+                                        "on rank 1", "rank 1 has no slab"};
+    upipe_ctx *c = &k->ctx;
+    int odd = k->rank == 1, what = k->crew->what;
+    CHECK_STATUS(upipe_nccl_zero_sm(c, &k->team, what == NO_SLAB && odd ? NULL : k->slab,
+                                    (size_t)(what == SIZES && odd ? SLAB / 2 : SLAB)),
+                 UPIPE_OK, c->err);
+    CHECK_INT(k->team.zero_sm, 0);
+    CHECK_TEXT(k->team.zero_sm_says, words[what]);
+    CHECK_TEXT(k->team.zero_sm_says, "grouped");
+    CHECK_STATUS(upipe_nccl_zero_sm(c, &k->team, k->slab, SLAB), UPIPE_ERR_ARG, c->err);
+    UPIPE_TRY(all_to_all(k, 2));
+    CHECK_INT(k->team.engine_exchanges, 0);
+    return UPIPE_OK;
+}
+
+/* Memory that NCCL cannot show to others ends the team: on one rank, and so on all. */
+static upipe_status foreign_body(rank_room *k)
+{
+    upipe_status s = upipe_nccl_zero_sm(&k->ctx, &k->team,
+                                        k->rank == 1 ? (char *)k->slab + 4096 : (char *)k->slab, SLAB / 2);
+    CHECK(s == (k->rank == 1 ? UPIPE_ERR_BACKEND : UPIPE_ERR_ABORTED));
+    CHECK_TEXT(k->ctx.err.text, k->rank == 1 ? "ncclCommWindowRegister" : "given up");
+    CHECK_INT(k->team.zero_sm, 0);
+    check_dead(k);
+    return s;
+}
+
+static void test_engines(crew *all)
+{
+    int i;
+    all->zero_sm = ASKED;
+    for (i = 0; i < ODD_LISTS; ++i) {
+        all->victim = i % 3;
+        all->what = i;
+        crew_good(all, 3, odd_list_body);
+        CHECK_INT(fake_engine_calls(), 3 * (1 + (i == BESIDE)));
+    }
+    all->zero_sm = LATER;
+    for (i = 0; i < REFUSALS; ++i) {
+        all->what = i;
+        fake_symmetric(i != NO_WINDOW);
+        fake_driver(1, i == DRIVER ? 12040 : 0);
+        crew_good(all, 3, refused_body);
+        CHECK_INT(fake_engine_calls(), 0);
+        fake_symmetric(1);
+        fake_driver(1, 0);
+    }
+    if (!all->blocking) crew_run(all, 3, 20, foreign_body, 0, -1, FAKE_ONCE); /* else NCCL waits for ever */
+    all->zero_sm = PLAIN;
 }
 
 /* A bit of everything, for a fault at any call of it. */
@@ -547,8 +354,8 @@ static upipe_status every_body(rank_room *k)
     return s;
 }
 
-/* Calls of one rank fail in turn, some sixty of them, other ones with other seeds; sticky: and all later ones of
- * every rank. */
+/* Calls of one rank fail in turn, some sixty of them, other ones with other seeds; sticky: and all later ones
+ * of every rank. */
 static void test_injected(crew *all, int sticky)
 {
     enum { RANKS = 3, VICTIM = 1 };
@@ -658,11 +465,40 @@ static void test_alone(void)
     CHECK(fake_check_clean());
 }
 
-int main(void)
+/* What holds for every team, with copy engines and without. */
+static void test_team(crew *all)
 {
     static const int teams[] = {1, 2, 3, 8};
+    int i;
+    for (i = 0; i < 4; ++i) {
+        crew_good(all, teams[i], all_body);
+        crew_good(all, teams[i], shift_body);
+        crew_good(all, teams[i], meet_body);
+        crew_good(all, teams[i], random_body);
+    }
+    for (i = 0; i < AT_COUNT; ++i) {
+        all->victim = i % 3;
+        all->what = i;
+        crew_run(all, 3, 20, absent_body, 0, -1, FAKE_ONCE);
+    }
+    for (i = 0; i < 3 * GIVE_UPS; ++i) {
+        all->victim = i % 3;
+        all->what = i % GIVE_UPS;
+        crew_run(all, 3, 20, give_up_body, 0, -1, FAKE_ONCE);
+    }
+    for (i = 0; i < 3 * MISMATCHES; ++i) {
+        all->victim = i % 3;
+        all->what = i / 3;
+        crew_run(all, 3, 20, mismatch_body, 0, -1, FAKE_ONCE);
+    }
+    test_injected(all, FAKE_ONCE);
+    test_injected(all, FAKE_STICKY);
+}
+
+int main(void)
+{
     crew *all = &the_crew;
-    int seed, i;
+    int seed;
     test_all_to_all_list();
     for (seed = 0; seed < 4; ++seed) {
         fake_seed((uint64_t)seed);
@@ -672,29 +508,11 @@ int main(void)
         all->seed = (uint64_t)test_env("UPIPE_SEED", 1) + (uint64_t)seed;
         test_init();
         test_alone();
-        for (i = 0; i < 4; ++i) {
-            crew_good(all, teams[i], all_body);
-            crew_good(all, teams[i], shift_body);
-            crew_good(all, teams[i], meet_body);
-            crew_good(all, teams[i], random_body);
-        }
-        for (i = 0; i < AT_COUNT; ++i) {
-            all->victim = i % 3;
-            all->what = i;
-            crew_run(all, 3, 20, absent_body, 0, -1, FAKE_ONCE);
-        }
-        for (i = 0; i < 3 * GIVE_UPS; ++i) {
-            all->victim = i % 3;
-            all->what = i % GIVE_UPS;
-            crew_run(all, 3, 20, give_up_body, 0, -1, FAKE_ONCE);
-        }
-        for (i = 0; i < 3 * MISMATCHES; ++i) {
-            all->victim = i % 3;
-            all->what = i / 3;
-            crew_run(all, 3, 20, mismatch_body, 0, -1, FAKE_ONCE);
-        }
-        test_injected(all, FAKE_ONCE);
-        test_injected(all, FAKE_STICKY);
+        test_team(all);
+        if (!all->grouped) test_engines(all);
+        all->zero_sm = ASKED;
+        test_team(all);
+        all->zero_sm = PLAIN;
     }
     return test_end("nccl");
 }

@@ -28,8 +28,8 @@ BUILDS = {'': [], 'race': ['-fsanitize=thread', '-DSIMT_RACE']}
 BASE = '''#include "upipe/cuda/upipe_cuda.h"
 UPIPE_EXPORT_OPS(base_cuda_ops, upipe_cuda_ops)
 '''
-# The table with the entries of one header.
-UNIT = '''#include "upipe/cuda/{header}"
+# The table with the entries of one header, or of those that include it.
+UNIT = '''{includes}
 extern "C" void base_cuda_ops(upipe_ops *ops, upipe_cuda *device);
 extern "C" void device_cuda_ops(upipe_ops *ops, upipe_cuda *device);
 extern "C" void device_cuda_ops(upipe_ops *ops, upipe_cuda *device)
@@ -108,14 +108,25 @@ class Workshop:
         with open(os.path.join(top, 'upipe', 'cuda', 'upipe_cuda.h'), encoding='utf-8') as source:
             table = re.findall(r'ops->(\w+) = (\w+);', source.read())
         self.entries = {}  # of the table, by the header that defines them
-        self.users = {}    # a header that includes the header
+        self.users = {}    # the headers that include the header
         for path in sorted(glob.glob(os.path.join(top, 'upipe', 'cuda', '*.h'))):
             name = os.path.basename(path)
             with open(path, encoding='utf-8') as source:
                 text = source.read()
             self.entries[name] = [(entry, function) for entry, function in table if f'{function}(upipe_ctx' in text]
             for used in re.findall(r'#include "(\w+\.h)"', text):
-                self.users.setdefault(used, name)
+                self.users.setdefault(used, []).append(name)
+
+    def touched(self, header):
+        """The headers whose entries a change of this one must reach: its own, or those of all that use it."""
+        if self.entries[header]:
+            return {header}
+        found, left = set(), [header]
+        while left:
+            more = set(self.users.get(left.pop(), [])) - found
+            found |= more
+            left += more
+        return {name for name in found if self.entries[name]}
 
     def includes(self, first):
         return [f'-I{first}'] + [f'-I{os.path.join(self.top, *path)}' for path in ((), ('tests',), ('tests', 'fake'))]
@@ -152,11 +163,12 @@ class Workshop:
             text = mutate(text, mutant)
             with open(header, 'w', encoding='utf-8') as out:
                 out.write(text)
-        mine = mutant.header if self.entries[mutant.header] else self.users[mutant.header]
+        mine = sorted(self.touched(mutant.header))
         unit = os.path.join(place, 'unit.cpp')
         with open(unit, 'w', encoding='utf-8') as out:
-            out.write(UNIT.format(header=mine, entries=''.join(f'    ops->{entry} = {function};\n'
-                                                               for entry, function in self.entries[mine])))
+            out.write(UNIT.format(includes='\n'.join(f'#include "upipe/cuda/{name}"' for name in mine),
+                                  entries=''.join(f'    ops->{entry} = {function};\n'
+                                                  for name in mine for entry, function in self.entries[name])))
         self.compile(unit, BUILDS[mutant.build], unit + '.o', place)
         program = os.path.join(place, 'program')
         fakes = [path for key, path in self.objects.items() if key[0] == 'fake']

@@ -35,6 +35,11 @@ struct dim3 {
 
 #define UPI_SHARED(type, name) type *name = (type *)simt_here->shared
 
+#define UPI_HOPPER_KERNEL(threads) UPI_KERNEL(threads, 1)
+#define UPI_HOPPER_CODE            1
+#define UPI_BY_VALUE               const
+#define UPI_MOST_THREADS(kernel)   ((void)(kernel), 1024)
+
 /* ---- launches ---- */
 
 /* A grid or block as the caller wrote it, before anything is cut to 32 bits. */
@@ -284,6 +289,171 @@ UPI_DEVICE void upi_mma(float d[4], const uint32_t a[4], const uint32_t b[2], SI
 {
     simt_mma_arg x = {d, a, b};
     simt_meet("mma", 0xffffffff, &x, simt_multiply, file, line);
+}
+
+/* ---- what Hopper added ---- */
+
+typedef simt_map upi_tensor_map;
+
+inline upipe_status upi_tensor_map_encode(upipe_err *e, upi_tensor_map *map, int element, void *base,
+                                          const uint64_t dims[3], const uint64_t steps[2], uint32_t rows)
+{
+    int i;
+    memset(map, 0, sizeof *map);
+    if ((uintptr_t)base % 16 != 0 || rows < 1 || rows > 256 || (element != 2 && element != 4))
+        return upi_fail(e, UPIPE_ERR_BACKEND, "no tensor map of %p in boxes of %u rows", base, rows);
+    for (i = 0; i < 3; ++i)
+        if (dims[i] < 1 || dims[i] > (uint64_t)1 << 32 ||
+            (i > 0 && (steps[i - 1] % 16 != 0 || steps[i - 1] < 1 || steps[i - 1] >= (uint64_t)1 << 40)))
+            return upi_fail(e, UPIPE_ERR_BACKEND, "no tensor map of %llu elements",
+                            (unsigned long long)dims[i]);
+    map->base = (char *)base;
+    for (i = 0; i < 3; ++i) map->dim[i] = (int64_t)dims[i];
+    for (i = 0; i < 2; ++i) map->step[i + 1] = (int64_t)steps[i];
+    map->element = element;
+    map->rows = (int)rows;
+    return UPIPE_OK;
+}
+
+UPI_DEVICE void upi_tma_prefetch(const upi_tensor_map *)
+{
+}
+
+#define SIMT_CODE_HERE __builtin_return_address(0)
+#define SIMT_SEAM      SIMT_QUIET __attribute__((noinline)) inline
+
+SIMT_SEAM void upi_mbarrier_init(uint32_t barrier, int count)
+{
+    simt_mbarrier_init(barrier, count, SIMT_CODE_HERE);
+}
+
+SIMT_SEAM void upi_mbarrier_fence(void)
+{
+    simt_race_fence_async();
+}
+
+SIMT_SEAM void upi_mbarrier_arrive(uint32_t barrier)
+{
+    simt_mbarrier_arrive(barrier, 0, SIMT_CODE_HERE);
+}
+
+SIMT_SEAM void upi_mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes)
+{
+    simt_mbarrier_arrive(barrier, bytes, SIMT_CODE_HERE);
+}
+
+SIMT_SEAM void upi_mbarrier_wait(uint32_t barrier, uint32_t parity, SIMT_HERE)
+{
+    simt_mbarrier_wait(barrier, parity, file, line, SIMT_CODE_HERE);
+}
+
+SIMT_SEAM void upi_fence_async_shared(void)
+{
+    simt_race_fence_async();
+}
+
+SIMT_SEAM void upi_fence_async_global(void)
+{
+    simt_race_fence_async();
+}
+
+SIMT_SEAM void upi_tma_load(uint32_t to, const upi_tensor_map *map, int x, int y, int z, uint32_t barrier)
+{
+    simt_load_box(to, map, x, y, z, barrier, SIMT_CODE_HERE);
+}
+
+SIMT_SEAM void upi_bulk_load(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier)
+{
+    simt_load_plain(to, from, bytes, barrier, SIMT_CODE_HERE);
+}
+
+SIMT_SEAM void upi_tma_store(const upi_tensor_map *map, int x, int y, int z, uint32_t from)
+{
+    simt_store_box(map, x, y, z, from, SIMT_CODE_HERE);
+}
+
+SIMT_SEAM void upi_tma_add(const upi_tensor_map *map, int x, int y, int z, uint32_t from)
+{
+    simt_add_box(map, x, y, z, from, SIMT_CODE_HERE);
+}
+
+SIMT_SEAM void upi_bulk_add(float *to, uint32_t from, uint32_t bytes)
+{
+    simt_add_plain(to, from, bytes, SIMT_CODE_HERE);
+}
+
+UPI_DEVICE void upi_bulk_commit(void)
+{
+    simt_bulk_commit();
+}
+
+template <int N> UPI_DEVICE void upi_bulk_wait_read(void)
+{
+    simt_bulk_wait(N, 0);
+}
+
+template <int N> UPI_DEVICE void upi_bulk_wait(void)
+{
+    simt_bulk_wait(N, 1);
+}
+
+UPI_DEVICE void upi_store_matrix4(uint32_t address, const uint32_t r[4], SIMT_HERE)
+{
+    simt_store_arg a = {address, r};
+    simt_meet("stmatrix", 0xffffffff, &a, simt_store_matrices, file, line);
+}
+
+UPI_DEVICE void upi_wgmma_fence(SIMT_HERE)
+{
+    simt_gather("wgmma.fence", NULL, simt_product_fence, file, line);
+}
+
+UPI_DEVICE void upi_wgmma_commit(SIMT_HERE)
+{
+    simt_gather("wgmma.commit_group", NULL, simt_product_commit, file, line);
+}
+
+template <int N> UPI_DEVICE void upi_wgmma_wait(SIMT_HERE)
+{
+    int newest = N;
+    simt_gather("wgmma.wait_group", &newest, simt_product_wait, file, line);
+}
+
+template <int N, int TRANS_A, int TRANS_B>
+UPI_DEVICE void upi_wgmma_ss(float *d, uint64_t a, uint64_t b, int add, SIMT_HERE)
+{
+    simt_product_arg x = {d, NULL, a, b, N, add, TRANS_A, TRANS_B};
+    simt_gather("wgmma", &x, simt_product_start, file, line);
+}
+
+template <int N, int TRANS_B>
+UPI_DEVICE void upi_wgmma_rs(float *d, const uint32_t a[4], uint64_t b, int add, SIMT_HERE)
+{
+    simt_product_arg x = {d, a, 0, b, N, add, 0, TRANS_B};
+    simt_gather("wgmma", &x, simt_product_start, file, line);
+}
+
+/* Barriers of part of a block, 1 to 15. */
+UPI_DEVICE void upi_barrier_sync(int id, int threads, SIMT_HERE)
+{
+    simt_named_barrier(id, threads, 1, file, line);
+}
+
+UPI_DEVICE void upi_barrier_arrive(int id, int threads, SIMT_HERE)
+{
+    simt_named_barrier(id, threads, 0, file, line);
+}
+
+template <int N> UPI_DEVICE void upi_registers_less(SIMT_HERE)
+{
+    int registers = -N;
+    simt_gather("setmaxnreg", &registers, simt_set_registers, file, line);
+}
+
+template <int N> UPI_DEVICE void upi_registers_more(SIMT_HERE)
+{
+    int registers = N;
+    simt_gather("setmaxnreg", &registers, simt_set_registers, file, line);
 }
 
 /* ---- between threads and blocks ---- */

@@ -3,7 +3,8 @@
  * Every CUDA thread is a fiber. The fibers of a block take turns on one OS thread; they change over at
  * barriers, warp collectives and pauses, so a thread runs on alone from one of those to the next. Up to
  * SIMT_THREADS blocks of a launch run side by side. The kernels' names for all this are in seams.h; warp
- * collectives in simt_warp.h, asynchronous copies in simt_copy.h, the race detector in simt_race.h.
+ * collectives in simt_warp.h, asynchronous copies in simt_copy.h, what Hopper added in simt_hopper.h, the
+ * race detector in simt_race.h.
  *
  *     simt_shape shape = {{blocks, 1, 1}, {256, 1, 1}, shared_bytes};
  *     simt_run(shape, [&] { kernel(x, n); });         returns when every block has ended
@@ -95,6 +96,8 @@ struct uint3 {
 enum simt_state { SIMT_READY, SIMT_WAITING, SIMT_DONE };
 
 struct simt_copy;   /* simt_copy.h */
+struct simt_bulk;   /* simt_hopper.h: a copy out of shared memory by a thread's word */
+struct simt_hopper; /* simt_hopper.h: a block's barriers, loads and warpgroups */
 struct simt_clocks; /* simt_race.h: what a thread knows of the others */
 struct simt_shadow; /* simt_race.h: a launch's memory of who touched what */
 struct simt_trace;  /* simt_race.h: a block's */
@@ -109,6 +112,9 @@ struct simt_fiber {
     int line;
     simt_copy *copies, **copies_end; /* not landed */
     int group;                       /* of the next copy */
+    simt_bulk *bulk, **bulk_end;     /* not written */
+    int bulk_group;                  /* of the next one */
+    const void *waits_for;           /* a barrier of simt_hopper.h */
     simt_clocks *clocks;
     void *fake_stack; /* ASan's */
 };
@@ -139,6 +145,7 @@ struct simt_block {
     const char *barrier_file;
     int barrier_line;
     simt_meeting meeting[SIMT_THREADS / SIMT_WARP][4];
+    simt_hopper *hopper;
     uint64_t random;
     unsigned pauses; /* since a thread last did anything else */
     uint64_t moves;  /* of the launch, when those began */
@@ -304,11 +311,17 @@ SIMT_QUIET inline void simt_make_ready(simt_block *b, unsigned thread)
     b->ready[(b->first + b->count++) % SIMT_THREADS] = (uint16_t)thread;
 }
 
+/* One of the loads on their way arrives, simt_hopper.h; 0: there is none. */
+SIMT_QUIET inline int simt_land_load(simt_block *b);
+
 /* Goes on with another thread. The caller stands in whatever queue will wake it. */
 SIMT_QUIET inline void simt_yield(simt_block *b)
 {
     simt_fiber *me = simt_fiber_now;
-    unsigned at = b->first, thread;
+    unsigned at, thread;
+    if (simt_seed > 0 && simt_random(&b->random) % 8 == 0) simt_land_load(b);
+    while (b->count == 0 && b->done < b->threads && simt_land_load(b)) continue;
+    at = b->first;
     if (b->count == 0) {
         if (b->done == b->threads) {
             simt_switch(b, me, NULL);
@@ -419,6 +432,7 @@ SIMT_QUIET __attribute__((noinline)) inline void simt_pause(const char *file, in
         b->moves = moves;
     }
     b->pauses = pauses + 1;
+    if (b->pauses > b->count + 1) simt_land_load(b);
     /* every thread that can run has had its turn, several times: a random order may pass over one */
     if (b->pauses > 64 * (b->count + 1)) {
         __atomic_store_n(&l->stuck[b->worker], moves + 1, __ATOMIC_SEQ_CST);
@@ -455,6 +469,8 @@ SIMT_QUIET inline void simt_poison(void *p, size_t bytes)
 
 #include "simt_copy.h"
 #include "simt_warp.h"
+
+#include "simt_hopper.h"
 
 /* ---- shared memory, to its end ---- */
 
@@ -513,6 +529,7 @@ SIMT_QUIET inline void simt_fiber_main(void)
 #endif
     b->launch->kernel(b->launch->args);
     simt_copy_end(me);
+    simt_bulk_end(me);
     me->state = SIMT_DONE;
     ++b->done;
     b->pauses = 0;
@@ -555,6 +572,7 @@ SIMT_QUIET inline void simt_start_fiber(simt_block *b, unsigned thread)
     f->lane = thread % SIMT_WARP;
     f->warp = thread / SIMT_WARP;
     f->copies_end = &f->copies;
+    f->bulk_end = &f->bulk;
     frame =
         (void **)(f->stack + SIMT_STACK - 64) - 1; /* the return address of a function that never returns */
     *frame = NULL;
@@ -576,6 +594,7 @@ SIMT_QUIET inline void simt_run_block(simt_block *b, uint64_t number)
     memset(b->meeting, 0, sizeof b->meeting);
     simt_lay_out_shared(b, l->shape.shared);
     simt_race_block(b);
+    simt_hopper_start(b);
     for (t = 0; t < b->threads; ++t) simt_start_fiber(b, t);
     t = b->ready[b->first];
     b->first = (b->first + 1) % SIMT_THREADS;
@@ -584,6 +603,7 @@ SIMT_QUIET inline void simt_run_block(simt_block *b, uint64_t number)
     simt_fiber_now = &b->fiber[t];
     simt_switch(b, NULL, simt_fiber_now);
     simt_fiber_now = NULL;
+    simt_hopper_end(b);
     simt_check_rims(b);
 }
 
@@ -637,7 +657,8 @@ SIMT_QUIET inline simt_block *simt_take_block(void)
     if (b == NULL) {
         b = (simt_block *)calloc(1, sizeof *b);
         if (b != NULL) b->fiber = (simt_fiber *)calloc(SIMT_THREADS, sizeof *b->fiber);
-        if (b == NULL || b->fiber == NULL) simt_finding("no memory for a block");
+        if (b != NULL) b->hopper = simt_hopper_new();
+        if (b == NULL || b->fiber == NULL || b->hopper == NULL) simt_finding("no memory for a block");
     }
     return b;
 }

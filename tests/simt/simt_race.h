@@ -9,7 +9,8 @@
  * around an atomic on either side. Shuffles, ldmatrix and mma order nothing. Every two bytes of memory
  * remember their last write and up to four reads by different warps. An access that does not know of an
  * earlier one, of which one is a write and not both are atomic, is a race. A copy that has not been waited
- * for counts as a thread of its own. A launch with races ends the process.
+ * for counts as a thread of its own, and so does what is asynchronous in simt_hopper.h. A launch with races ends
+ * the process.
  *
  * Found too: shared memory that is read and that nobody wrote; a load or store that is not aligned to its
  * size (to 8 bytes if it is wider).
@@ -21,6 +22,21 @@
  */
 #ifndef SIMT_RACE_H
 #define SIMT_RACE_H
+
+enum simt_kind { SIMT_READ = 0, SIMT_WRITE = 1, SIMT_ATOMIC_READ = 2, SIMT_ATOMIC_WRITE = 3 };
+
+/* What hands knowledge on: barriers in shared memory (what arrivals brought, and what the last phase gave) and
+ * those that have numbers. */
+enum { SIMT_BARRIERS = 40, SIMT_SYNCS = 2 * SIMT_BARRIERS + 16 };
+
+/* Agents of a block beside its threads and their copies, counted from behind those: see simt_hopper.h. */
+enum {
+    SIMT_STORERS = 16,
+    SIMT_AGENT_LOADS = 0,
+    SIMT_AGENT_STORES = SIMT_AGENT_LOADS + SIMT_BARRIERS,
+    SIMT_AGENT_PRODUCTS = SIMT_AGENT_STORES + 2 * SIMT_STORERS,
+    SIMT_AGENTS = SIMT_AGENT_PRODUCTS + 8
+};
 
 #ifndef SIMT_RACE
 
@@ -56,7 +72,7 @@ SIMT_QUIET inline void simt_race_copy_commit(void)
 SIMT_QUIET inline void simt_race_copy_wait(int)
 {
 }
-SIMT_QUIET inline void simt_race_matrix_row(unsigned, const void *)
+SIMT_QUIET inline void simt_race_matrix_row(unsigned, const void *, simt_kind)
 {
 }
 SIMT_QUIET inline void simt_race_atomic(const void *, unsigned)
@@ -69,6 +85,36 @@ SIMT_QUIET inline void simt_race_acquire(const void *)
 {
 }
 SIMT_QUIET inline void simt_race_fence(void)
+{
+}
+SIMT_QUIET inline void simt_race_fence_async(void)
+{
+}
+SIMT_QUIET inline void simt_race_give(unsigned)
+{
+}
+SIMT_QUIET inline void simt_race_take(simt_fiber *, unsigned)
+{
+}
+SIMT_QUIET inline void simt_race_pass(unsigned, unsigned, unsigned, uint32_t)
+{
+}
+SIMT_QUIET inline void simt_race_own(const void *, size_t, simt_kind, const void *)
+{
+}
+SIMT_QUIET inline void simt_race_agent(unsigned, uint32_t, const void *, size_t, simt_kind, const void *)
+{
+}
+SIMT_QUIET inline void simt_race_learn(unsigned, uint32_t)
+{
+}
+SIMT_QUIET inline void simt_race_warpgroup(unsigned)
+{
+}
+SIMT_QUIET inline void simt_race_operand(unsigned, uint32_t, const void *)
+{
+}
+SIMT_QUIET inline void simt_race_products(unsigned, uint32_t)
 {
 }
 
@@ -106,6 +152,7 @@ struct simt_view {
 /* Of a thread: `clock` of the agents of its own block, `far` of other blocks. */
 struct simt_clocks {
     uint32_t *clock;
+    uint32_t *fenced_async; /* the same, as far as the asynchronous proxy sees what was written */
     const simt_view *far;
     const simt_view *fenced; /* what an atomic after the last fence gives away */
     const simt_view *seen;   /* what atomics have brought, and the next fence takes in */
@@ -135,7 +182,15 @@ struct simt_trace {
     simt_cell *shared;
     uint32_t *clocks;
     simt_clocks *of;
+    simt_clocks sync[SIMT_SYNCS];
+    simt_clocks together; /* what every thread of a warpgroup knows */
+    int asynchronous;     /* there is more to know than what threads and their copies did */
 };
+
+SIMT_QUIET inline unsigned simt_agents(unsigned threads)
+{
+    return 2 * threads + SIMT_AGENTS;
+}
 
 /* Pages of launches that have ended; under simt_pool_lock. */
 inline simt_shadow_page *simt_spare_pages;
@@ -160,7 +215,7 @@ SIMT_QUIET inline void simt_race_start(simt_launch *l)
 {
     simt_shadow *s = (simt_shadow *)simt_race_new(sizeof *s);
     s->threads = (unsigned)(l->shape.block.x * l->shape.block.y * l->shape.block.z);
-    s->joined = (uint32_t *)simt_race_new(2 * s->threads * sizeof(uint32_t));
+    s->joined = (uint32_t *)simt_race_new(2 * simt_agents(s->threads) * sizeof(uint32_t));
     l->shadow = s;
 }
 
@@ -191,8 +246,9 @@ SIMT_QUIET inline void simt_race_end(simt_launch *l)
 SIMT_QUIET inline void simt_race_enter(simt_block *b)
 {
     simt_trace *t = (simt_trace *)simt_race_new(sizeof *t);
+    const size_t vectors = 2 * (b->threads + SIMT_SYNCS + 1);
     t->shared = (simt_cell *)simt_race_new((b->launch->shape.shared / SIMT_GRAIN + 1) * sizeof(simt_cell));
-    t->clocks = (uint32_t *)simt_race_new((size_t)b->threads * 2 * b->threads * sizeof(uint32_t));
+    t->clocks = (uint32_t *)simt_race_new(vectors * simt_agents(b->threads) * sizeof(uint32_t));
     t->of = (simt_clocks *)simt_race_new(b->threads * sizeof(simt_clocks));
     b->trace = t;
 }
@@ -209,15 +265,22 @@ SIMT_QUIET inline void simt_race_leave(simt_block *b)
 SIMT_QUIET inline void simt_race_block(simt_block *b)
 {
     simt_trace *trace = b->trace;
-    unsigned t, agents = 2 * b->threads;
+    const unsigned agents = simt_agents(b->threads), all = b->threads + SIMT_SYNCS + 1;
+    unsigned t;
     memset(trace->shared, 0, (b->shared_bytes / SIMT_GRAIN + 1) * sizeof(simt_cell));
-    memset(trace->clocks, 0, (size_t)b->threads * agents * sizeof(uint32_t));
-    for (t = 0; t < b->threads; ++t) {
-        simt_clocks *c = &trace->of[t];
+    trace->asynchronous = 0;
+    memset(trace->clocks, 0, (size_t)2 * all * agents * sizeof(uint32_t));
+    for (t = 0; t < all; ++t) {
+        simt_clocks *c = t < b->threads ? &trace->of[t]
+                         : t + 1 < all  ? &trace->sync[t - b->threads]
+                                        : &trace->together;
         memset(c, 0, sizeof *c);
-        c->clock = trace->clocks + (size_t)t * agents;
-        c->clock[t] = 1;
-        b->fiber[t].clocks = c;
+        c->clock = trace->clocks + (size_t)2 * t * agents;
+        c->fenced_async = c->clock + agents;
+        if (t < b->threads) {
+            c->clock[t] = 1;
+            b->fiber[t].clocks = c;
+        }
     }
 }
 
@@ -231,7 +294,7 @@ SIMT_QUIET inline simt_view *simt_view_new(simt_shadow *s, unsigned most)
 /* The clocks of a block that know what either knows. */
 SIMT_QUIET inline const uint32_t *simt_clock_join(simt_shadow *s, const uint32_t *a, const uint32_t *b)
 {
-    unsigned i, agents = 2 * s->threads;
+    unsigned i, agents = simt_agents(s->threads);
     int a_more = 0, b_more = 0;
     uint32_t *r;
     if (a == b) return a;
@@ -274,7 +337,7 @@ SIMT_QUIET inline const simt_view *simt_view_join(simt_shadow *s, const simt_vie
 /* All that a thread knows now, itself included. */
 SIMT_QUIET inline const simt_view *simt_view_of(simt_shadow *s, const simt_fiber *f)
 {
-    unsigned agents = 2 * s->threads;
+    unsigned agents = simt_agents(s->threads);
     uint32_t *clock = (uint32_t *)simt_race_keep(s, agents * sizeof *clock);
     simt_view *own = simt_view_new(s, 1);
     memcpy(clock, f->clocks->clock, agents * sizeof *clock);
@@ -299,18 +362,17 @@ SIMT_QUIET inline void simt_view_learn(simt_shadow *s, simt_fiber *f, const simt
     f->clocks->far = simt_view_join(s, f->clocks->far, v);
     for (i = 0; i < v->count; ++i)
         if (v->known[i].block == simt_here->number)
-            simt_clock_raise(f->clocks->clock, v->known[i].clock, 2 * s->threads);
+            simt_clock_raise(f->clocks->clock, v->known[i].clock, simt_agents(s->threads));
 }
 
 /* ---- accesses ---- */
 
-enum simt_kind { SIMT_READ = 0, SIMT_WRITE = 1, SIMT_ATOMIC_READ = 2, SIMT_ATOMIC_WRITE = 3 };
-
-SIMT_QUIET inline int simt_knows(const simt_clocks *c, const simt_touch *t)
+/* `own`: the clocks of the block's agents that count, those of c. */
+SIMT_QUIET inline int simt_knows_by(const simt_clocks *c, const uint32_t *own, const simt_touch *t)
 {
     unsigned i;
     if (t->clock == 0) return 1;
-    if (t->block == simt_here->number) return t->clock <= c->clock[t->agent];
+    if (t->block == simt_here->number) return t->clock <= own[t->agent];
     if (c->far == NULL) return 0;
     for (i = 0; i < c->far->count; ++i)
         if (c->far->known[i].block == t->block) return t->clock <= c->far->known[i].clock[t->agent];
@@ -318,6 +380,11 @@ SIMT_QUIET inline int simt_knows(const simt_clocks *c, const simt_touch *t)
 }
 
 extern "C" const char __executable_start[] __attribute__((weak));
+
+SIMT_QUIET inline int simt_knows(const simt_clocks *c, const simt_touch *t)
+{
+    return simt_knows_by(c, c->clock, t);
+}
 
 /* "function at file:line" of a place in the code, as addr2line knows it. */
 SIMT_QUIET inline void simt_name_place(uint32_t place, char *out, size_t bytes)
@@ -342,13 +409,27 @@ SIMT_QUIET inline void simt_name_place(uint32_t place, char *out, size_t bytes)
     pclose(f);
 }
 
+SIMT_QUIET inline const char *simt_name_agent(unsigned agent, char *out, size_t bytes)
+{
+    const unsigned threads = simt_here->threads;
+    if (agent < 2 * threads)
+        snprintf(out, bytes, "thread %u%s", agent % threads, agent >= threads ? " (its copy)" : "");
+    else if ((agent -= 2 * threads) < SIMT_AGENT_STORES)
+        snprintf(out, bytes, "a load of barrier %u", agent - SIMT_AGENT_LOADS);
+    else if (agent < SIMT_AGENT_PRODUCTS)
+        snprintf(out, bytes, "a bulk store of warp %u", (agent - SIMT_AGENT_STORES) / 2);
+    else
+        snprintf(out, bytes, "a product of warpgroup %u", agent - SIMT_AGENT_PRODUCTS);
+    return out;
+}
+
 SIMT_QUIET __attribute__((noinline)) inline void simt_race_report(const char *what, const void *p,
                                                                   const simt_touch *now,
                                                                   const simt_touch *then)
 {
     simt_block *b = simt_here;
     uintptr_t offset = (uintptr_t)p - (uintptr_t)b->shared;
-    char here[1024], there[1024], where[64];
+    char here[1024], there[1024], where[64], names[2][64];
     simt_shadow *s = b->launch->shadow;
     ++s->races;
     if (s->shown == SIMT_RACE_SHOWN || (s->last_now == now->place && s->last_then == then->place)) return;
@@ -361,10 +442,9 @@ SIMT_QUIET __attribute__((noinline)) inline void simt_race_report(const char *wh
         snprintf(where, sizeof where, "shared byte %lu", (unsigned long)offset);
     else
         snprintf(where, sizeof where, "global %p", p);
-    fprintf(stderr, "simt: race: %s, %s\n  block %u thread %u%s, %s\n  block %u thread %u%s before, %s\n",
-            what, where, now->block, now->agent % b->threads, now->agent >= b->threads ? " (its copy)" : "",
-            here, then->block, then->agent % b->threads, then->agent >= b->threads ? " (its copy)" : "",
-            there);
+    fprintf(stderr, "simt: race: %s, %s\n  block %u %s, %s\n  block %u %s before, %s\n", what, where,
+            now->block, simt_name_agent(now->agent, names[0], sizeof names[0]), here, then->block,
+            simt_name_agent(then->agent, names[1], sizeof names[1]), there);
 }
 
 /* Keeps a read: in the place of one that this access knows of, of the same warp, or of any. */
@@ -381,11 +461,12 @@ SIMT_QUIET inline void simt_keep_read(const simt_clocks *c, simt_cell *cell, con
     cell->read[i] = *now;
 }
 
-SIMT_QUIET inline void simt_touch_cell(simt_cell *cell, simt_kind kind, const simt_clocks *c, const void *p,
-                                       const simt_touch *now)
+/* `own`: the clocks that an earlier write must be in. */
+SIMT_QUIET inline void simt_touch_cell(simt_cell *cell, simt_kind kind, const simt_clocks *c,
+                                       const uint32_t *own, const void *p, const simt_touch *now)
 {
     unsigned i;
-    if (!(now->atomic && cell->write.atomic) && !simt_knows(c, &cell->write))
+    if (!(now->atomic && cell->write.atomic) && !simt_knows_by(c, own, &cell->write))
         simt_race_report(kind & SIMT_WRITE ? "a write after a write" : "a read after a write", p, now,
                          &cell->write);
     if ((kind & SIMT_WRITE) == 0) {
@@ -424,8 +505,10 @@ SIMT_QUIET inline simt_shadow_page *simt_shadow_at(simt_shadow *s, uintptr_t add
     return p;
 }
 
-SIMT_QUIET inline void simt_access(const simt_fiber *f, unsigned agent, uint32_t clock, const void *p,
-                                   size_t bytes, simt_kind kind, const void *code)
+/* With the knowledge of c; `own` as above, for shared memory. */
+SIMT_QUIET inline void simt_access_by(const simt_clocks *c, const uint32_t *own, unsigned agent,
+                                      uint32_t clock, const void *p, size_t bytes, simt_kind kind,
+                                      const void *code)
 {
     simt_block *b = simt_here;
     simt_shadow *s = b->launch->shadow;
@@ -444,7 +527,7 @@ SIMT_QUIET inline void simt_access(const simt_fiber *f, unsigned agent, uint32_t
                 simt_finding("shared byte %lu is read and nobody wrote it, at %s",
                              (unsigned long)i * SIMT_GRAIN, here);
             }
-            simt_touch_cell(&b->trace->shared[i], kind, f->clocks, b->shared + i * SIMT_GRAIN, &now);
+            simt_touch_cell(&b->trace->shared[i], kind, c, own, b->shared + i * SIMT_GRAIN, &now);
         }
         return;
     }
@@ -453,7 +536,13 @@ SIMT_QUIET inline void simt_access(const simt_fiber *f, unsigned agent, uint32_t
                      b->shared_bytes);
     for (i = at / SIMT_GRAIN; i <= (at + bytes - 1) / SIMT_GRAIN; ++i)
         simt_touch_cell(&simt_shadow_at(s, i * SIMT_GRAIN)->cell[i % ((1 << SIMT_SHADOW_BITS) / SIMT_GRAIN)],
-                        kind, f->clocks, (const void *)(i * SIMT_GRAIN), &now);
+                        kind, c, c->clock, (const void *)(i * SIMT_GRAIN), &now);
+}
+
+SIMT_QUIET inline void simt_access(const simt_fiber *f, unsigned agent, uint32_t clock, const void *p,
+                                   size_t bytes, simt_kind kind, const void *code)
+{
+    simt_access_by(f->clocks, f->clocks->clock, agent, clock, p, bytes, kind, code);
 }
 
 /* Of the thread that runs; its own variables are nobody else's. */
@@ -480,7 +569,8 @@ SIMT_QUIET inline void simt_access_aligned(const void *p, size_t bytes, simt_kin
 SIMT_QUIET inline void simt_race_meet(simt_block *b, const uint16_t *thread, unsigned count)
 {
     simt_shadow *s = b->launch->shadow;
-    unsigned i, agents = 2 * b->threads;
+    /* of both kinds, which lie behind one another */
+    unsigned i, agents = b->trace->asynchronous ? 2 * simt_agents(b->threads) : 2 * b->threads;
     const simt_view *far = NULL;
     memset(s->joined, 0, agents * sizeof(uint32_t));
     for (i = 0; i < count; ++i) {
@@ -535,10 +625,10 @@ SIMT_QUIET inline void simt_race_copy_wait(int landed)
     if (landed > 0 && (uint32_t)landed > *clock) *clock = (uint32_t)landed;
 }
 
-SIMT_QUIET inline void simt_race_matrix_row(unsigned lane, const void *p)
+SIMT_QUIET inline void simt_race_matrix_row(unsigned lane, const void *p, simt_kind kind)
 {
     const simt_fiber *f = &simt_here->fiber[simt_fiber_now->warp * SIMT_WARP + lane];
-    simt_access(f, f->number, f->clocks->clock[f->number], p, 16, SIMT_READ, simt_here->place);
+    simt_access(f, f->number, f->clocks->clock[f->number], p, 16, kind, simt_here->place);
 }
 
 SIMT_QUIET inline const simt_view **simt_released_at(const void *p)
@@ -579,6 +669,102 @@ SIMT_QUIET inline void simt_race_fence(void)
     simt_fiber *f = simt_fiber_now;
     simt_view_learn(s, f, f->clocks->seen);
     f->clocks->fenced = simt_view_of(s, f);
+}
+
+/* ---- the asynchronous proxy, and what orders it ---- */
+
+/* `to` knows what `from` does. */
+SIMT_QUIET inline void simt_clocks_raise(simt_clocks *to, const simt_clocks *from)
+{
+    simt_clock_raise(to->clock, from->clock, 2 * simt_agents(simt_here->threads)); /* both kinds */
+    to->far = simt_view_join(simt_here->launch->shadow, to->far, from->far);
+}
+
+/* What the thread knows the asynchronous proxy sees from now on. */
+SIMT_QUIET inline void simt_race_fence_async(void)
+{
+    simt_clocks *c = simt_fiber_now->clocks;
+    simt_here->trace->asynchronous = 1;
+    simt_clock_raise(c->fenced_async, c->clock, simt_agents(simt_here->threads));
+    ++c->clock[simt_fiber_now->number]; /* what comes later is not in it */
+}
+
+SIMT_QUIET inline void simt_race_give(unsigned sync)
+{
+    simt_clocks *c = simt_fiber_now->clocks;
+    simt_clocks_raise(&simt_here->trace->sync[sync], c);
+    ++c->clock[simt_fiber_now->number];
+}
+
+SIMT_QUIET inline void simt_race_take(simt_fiber *f, unsigned sync)
+{
+    simt_clocks_raise(f->clocks, &simt_here->trace->sync[sync]);
+}
+
+SIMT_QUIET inline void simt_learn(simt_clocks *c, unsigned agent, uint32_t clock)
+{
+    simt_here->trace->asynchronous = 1;
+    agent += 2 * simt_here->threads;
+    if (c->clock[agent] < clock) c->clock[agent] = clock;
+    if (c->fenced_async[agent] < clock) c->fenced_async[agent] = clock;
+}
+
+/* Whoever takes from `to` knows what `from` was given, and that the agent is through to `clock`. */
+SIMT_QUIET inline void simt_race_pass(unsigned from, unsigned to, unsigned agent, uint32_t clock)
+{
+    simt_clocks_raise(&simt_here->trace->sync[to], &simt_here->trace->sync[from]);
+    simt_learn(&simt_here->trace->sync[to], agent, clock);
+}
+
+/* An access of the thread by an instruction that has no callback. */
+SIMT_QUIET inline void simt_race_own(const void *p, size_t bytes, simt_kind kind, const void *code)
+{
+    const simt_fiber *f = simt_fiber_now;
+    simt_access(f, f->number, f->clocks->clock[f->number], p, bytes, kind, code);
+}
+
+/* An access of an agent whom the thread starts, and whom a fence shows the thread's writes. Its own reads hold
+ * up nothing but a write. */
+SIMT_QUIET inline void simt_race_agent(unsigned agent, uint32_t clock, const void *p, size_t bytes,
+                                       simt_kind kind, const void *code)
+{
+    const simt_clocks *c = simt_fiber_now->clocks;
+    simt_access_by(c, c->fenced_async, agent + 2 * simt_here->threads, clock, p, bytes, kind, code);
+}
+
+/* The thread has waited for the agent. */
+SIMT_QUIET inline void simt_race_learn(unsigned agent, uint32_t clock)
+{
+    simt_learn(simt_fiber_now->clocks, agent, clock);
+}
+
+/* Gathers what all threads of a warpgroup know: any of its warps may be the first to read an operand. */
+SIMT_QUIET SIMT_FAST inline void simt_race_warpgroup(unsigned group)
+{
+    simt_block *b = simt_here;
+    simt_clocks *all = &b->trace->together;
+    const unsigned agents = 2 * simt_agents(b->threads);
+    unsigned t, i;
+    for (t = group * 128; t < group * 128 + 128; ++t) {
+        const simt_clocks *c = b->fiber[t].clocks;
+        if (t % 128 == 0) memcpy(all->clock, c->clock, agents * sizeof(uint32_t));
+        for (i = 0; i < agents; ++i)
+            if (c->clock[i] < all->clock[i]) all->clock[i] = c->clock[i];
+    }
+}
+
+SIMT_QUIET inline void simt_race_operand(unsigned group, uint32_t clock, const void *p)
+{
+    const simt_clocks *all = &simt_here->trace->together;
+    simt_access_by(all, all->fenced_async, SIMT_AGENT_PRODUCTS + group + 2 * simt_here->threads, clock, p, 16,
+                   SIMT_READ, simt_here->place);
+}
+
+SIMT_QUIET inline void simt_race_products(unsigned group, uint32_t clock)
+{
+    unsigned t;
+    for (t = group * 128; t < group * 128 + 128; ++t)
+        simt_learn(simt_here->fiber[t].clocks, SIMT_AGENT_PRODUCTS + group, clock);
 }
 
 /* ---- the compiler's callbacks ---- */

@@ -118,13 +118,30 @@ template <int TRANS> SIMT_QUIET void simt_load_matrices(void **args, uint32_t)
         for (row = 0; row < 8; ++row) {
             int owner = m * 8 + row;
             const char *p = simt_shared_at(((simt_load_arg *)args[owner])->address, 16, "ldmatrix");
-            simt_race_matrix_row((unsigned)owner, p);
+            simt_race_matrix_row((unsigned)owner, p, SIMT_READ);
             for (c = 0; c < 8; ++c) {
                 int i = TRANS ? c : row, j = TRANS ? row : c; /* where the element goes */
                 memcpy((char *)&r[4 * i + j / 2][m] + 2 * (j & 1), p + 2 * c, 2);
             }
         }
     for (c = 0; c < SIMT_WARP; ++c) memcpy(((simt_load_arg *)args[c])->r, r[c], sizeof r[c]);
+}
+
+struct simt_store_arg {
+    uint32_t address;
+    const uint32_t *r;
+};
+
+SIMT_QUIET inline void simt_store_matrices(void **args, uint32_t)
+{
+    int m, row, c;
+    for (m = 0; m < 4; ++m)
+        for (row = 0; row < 8; ++row) {
+            int owner = m * 8 + row;
+            char *p = simt_shared_at(((simt_store_arg *)args[owner])->address, 16, "stmatrix");
+            simt_race_matrix_row((unsigned)owner, p, SIMT_WRITE);
+            for (c = 0; c < 4; ++c) memcpy(p + 4 * c, &((simt_store_arg *)args[4 * row + c])->r[m], 4);
+        }
 }
 
 struct simt_mma_arg {

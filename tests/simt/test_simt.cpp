@@ -4,7 +4,7 @@
  * words. Built three ways: as it is, with -fsanitize=address,undefined, and for the race detector, which
  * then must find what the plain build can't.
  */
-#include "upipe/cuda/upipe_cuda_kernel.h"
+#include "upipe/cuda/upipe_cuda_hopper.h"
 
 #include <signal.h>
 #include <sys/wait.h>
@@ -535,6 +535,468 @@ static void test_missing_ticket(void)
     }
 }
 
+/* ---- what Hopper added: barriers in shared memory, and loads ---- */
+
+enum {
+    NO_FULL_WAIT = 1,
+    NO_EMPTY_WAIT,
+    FEW_BYTES,
+    MANY_ARRIVE,
+    NO_INIT,
+    NO_INIT_FENCE,
+    NO_INIT_BARRIER,
+    OVERWRITTEN,
+    NOBODY_WAITS,
+    ODD_BYTES,
+    LOAD_PAST_END,
+    ONE_LANE_WAITS,
+    EARLY_ARRIVE,
+    TILES = 5,
+    TILE_FLOATS = 256
+};
+
+/* One thread loads tiles through a ring of two slots; two warps read them. */
+template <int BUG> UPI_HOPPER_KERNEL(96) void ring(const float *from, float *to)
+{
+    UPI_SHARED(float, slots);
+    const int t = (int)threadIdx.x, warp = t / 32;
+    const uint32_t at = upi_shared_address(slots), full = at + 2 * TILE_FLOATS * 4, empty = full + 16;
+    if (t == 0 && BUG != NO_INIT)
+        for (int i = 0; i < 2; ++i) {
+            upi_mbarrier_init(full + (uint32_t)i * 8, 1);
+            upi_mbarrier_init(empty + (uint32_t)i * 8, 2);
+        }
+    if (t == 0 && BUG != NO_INIT_FENCE) upi_mbarrier_fence();
+    if (BUG != NO_INIT_BARRIER) __syncthreads();
+    if (t == 0) {
+        for (int n = 0; n < TILES; ++n) {
+            const uint32_t slot = (uint32_t)(n % 2), turn = (uint32_t)(n / 2 % 2);
+            if (BUG != NO_EMPTY_WAIT) upi_mbarrier_wait(empty + slot * 8, turn ^ 1);
+            upi_mbarrier_arrive_expect(full + slot * 8, TILE_FLOATS * 4 - (BUG == FEW_BYTES ? 16 : 0));
+            if (BUG == MANY_ARRIVE) upi_mbarrier_arrive(full + slot * 8);
+            upi_bulk_load(at + slot * TILE_FLOATS * 4 + (BUG == LOAD_PAST_END ? 4096 : 0),
+                          from + n * TILE_FLOATS, TILE_FLOATS * 4 - (BUG == ODD_BYTES ? 4 : 0),
+                          full + slot * 8);
+        }
+    } else if (warp > 0 && BUG != NOBODY_WAITS) {
+        for (int n = 0; n < TILES; ++n) {
+            const uint32_t slot = (uint32_t)(n % 2), turn = (uint32_t)(n / 2 % 2);
+            if (BUG != NO_FULL_WAIT && (BUG != ONE_LANE_WAITS || t % 32 == 0))
+                upi_mbarrier_wait(full + slot * 8, turn);
+            if (BUG == EARLY_ARRIVE && t % 32 == 0) upi_mbarrier_arrive(empty + slot * 8);
+            for (int i = t - 32; i < TILE_FLOATS; i += 64)
+                to[n * TILE_FLOATS + i] = slots[(int)slot * TILE_FLOATS + i];
+            __syncwarp();
+            if (BUG != EARLY_ARRIVE && t % 32 == 0) upi_mbarrier_arrive(empty + slot * 8);
+            if (BUG == OVERWRITTEN && t == 32 && n == 1) slots[2 * TILE_FLOATS] = 1;
+        }
+    }
+}
+
+template <int BUG> static int run_ring(void)
+{
+    alignas(16) static float from[TILES * TILE_FLOATS], to[TILES * TILE_FLOATS];
+    int wrong = 0;
+    for (int i = 0; i < TILES * TILE_FLOATS; ++i) from[i] = (float)i, to[i] = -1;
+    simt_run(shape_of(1, 96, 2 * TILE_FLOATS * 4 + 32), [] { ring<BUG>(from, to); });
+    for (int i = 0; i < TILES * TILE_FLOATS; ++i) wrong += !(to[i] == from[i]);
+    return wrong;
+}
+
+static void test_mbarriers(void)
+{
+    in_many_orders([] { CHECK_INT(run_ring<0>(), 0); });
+    simt_eager = 1;
+    in_many_orders([] { CHECK_INT(run_ring<0>(), 0); });
+    simt_eager = 0;
+    MUST_FIND("wait at mbarrier.try_wait", [] { return run_ring<FEW_BYTES>(); });
+    MUST_FIND("more arrivals than the count", [] { return run_ring<MANY_ARRIVE>(); });
+    MUST_FIND("no mbarrier at shared byte", [] { return run_ring<NO_INIT>(); });
+    MUST_FIND("was overwritten", [] { return run_ring<OVERWRITTEN>(); });
+    MUST_FIND("wait at mbarrier.try_wait", [] { return run_ring<NOBODY_WAITS>(); });
+    MUST_FIND("misaligned: a bulk load of 1020 bytes", [] { return run_ring<ODD_BYTES>(); });
+    MUST_FIND("out of bounds: a load", [] { return run_ring<LOAD_PAST_END>(); });
+    MUST_RACE("race: a read after a write, shared byte 2048", [] { return run_ring<NO_INIT_FENCE>(); });
+    MUST_RACE("race: a read after a write, shared byte", [] { return run_ring<NO_INIT_BARRIER>(); });
+    MUST_RACE("is read and nobody wrote it", [] { return run_ring<ONE_LANE_WAITS>(); });
+    MUST_RACE("race: a write after a read", [] { return run_ring<EARLY_ARRIVE>(); });
+    MUST_FIND(SIMT_RACE_ON ? "is read and nobody wrote it" : "more arrivals than the count",
+              [] { return run_ring<NO_FULL_WAIT>(); });
+    MUST_FIND("more arrivals than the count", [] { return run_ring<NO_EMPTY_WAIT>(); });
+}
+
+/* ---- tensor maps: loads and stores of boxes ---- */
+
+enum { ODD_TILE = 1, NO_STORE_FENCE, NO_READ_WAIT, OVER_SOURCE, NO_BARRIER_BEFORE_STORE };
+
+typedef struct box_args {
+    upi_tensor_map from, to;
+    int x, y, z, x_to, y_to, z_to;
+    uint16_t *seen; /* NULL: not wanted */
+} box_args;
+
+/* A box of 16 rows to shared memory, as it lies there to `seen`, doubled, and to another place. */
+template <int BUG> UPI_HOPPER_KERNEL(64) void move_box(UPI_BY_VALUE box_args a)
+{
+    UPI_SHARED(uint16_t, tile);
+    const int t = (int)threadIdx.x;
+    const uint32_t at = upi_shared_address(tile) + (BUG == ODD_TILE ? 128 : 0), full = at + 2048;
+    if (t == 0) {
+        upi_mbarrier_init(full, 1);
+        upi_mbarrier_fence();
+        upi_tma_prefetch(&a.from);
+        upi_mbarrier_arrive_expect(full, 2048);
+        upi_tma_load(at, &a.from, a.x, a.y, a.z, full);
+    }
+    __syncthreads();
+    upi_mbarrier_wait(full, 0);
+    for (int i = t; i < 1024; i += 64) {
+        if (a.seen != NULL) a.seen[i] = tile[i];
+        tile[i] = (uint16_t)(tile[i] * 2);
+    }
+    if (BUG != NO_STORE_FENCE) upi_fence_async_shared();
+    if (BUG != NO_BARRIER_BEFORE_STORE) __syncthreads();
+    if (t == 0) {
+        upi_tma_store(&a.to, a.x_to, a.y_to, a.z_to, at);
+        upi_bulk_commit();
+        if (BUG == OVER_SOURCE) tile[5] = 9;
+        if (BUG != NO_READ_WAIT) upi_bulk_wait_read<0>();
+    }
+}
+
+/* [rows][3 heads][40 columns], heads 48 apart. */
+enum { BOX_ROWS = 37, BOX_STEP = 3 * 48 };
+
+template <int BUG> static int run_boxes(int y, int x, int y_to)
+{
+    alignas(16) static uint16_t from[BOX_ROWS * BOX_STEP], to[BOX_ROWS * BOX_STEP], seen[1024];
+    upipe_view v = upipe_view_packed(from, UPIPE_BF16, BOX_ROWS, 3, 40);
+    upipe_ctx c;
+    box_args a;
+    int wrong = 0;
+    memset(&c, 0, sizeof c);
+    v.h_step = 48;
+    v.n_step = BOX_STEP;
+    CHECK(upi_tensor_map_fits(v));
+    CHECK_STATUS(upi_tensor_map_make(&c, &a.from, v, 16), UPIPE_OK, c.err);
+    v.data = to;
+    CHECK_STATUS(upi_tensor_map_make(&c, &a.to, v, 16), UPIPE_OK, c.err);
+    CHECK_INT((uintptr_t)&a.to % 64, 0);
+    a.x = x, a.y = y, a.z = 1, a.x_to = x, a.y_to = y_to, a.z_to = 2, a.seen = seen;
+    for (int i = 0; i < BOX_ROWS * BOX_STEP; ++i) from[i] = (uint16_t)(i + 1), to[i] = 0;
+    simt_run(shape_of(1, 64, 2048 + 136), [&] { move_box<BUG>(a); });
+    for (int r = 0; r < 16; ++r)
+        for (int k = 0; k < 64; ++k) {
+            const int in = y + r >= 0 && y + r < BOX_ROWS && x + k < 40;
+            const int want = in ? from[(y + r) * BOX_STEP + 48 + x + k] : 0;
+            wrong += seen[r * 64 + ((k / 8 ^ r % 8) * 8 + k % 8)] != want;
+            wrong += (int)upi_panel_at(16, r, k / 8) != (r * 64 + (k / 8 ^ r % 8) * 8) * 2;
+        }
+    for (int i = 0; i < BOX_ROWS * BOX_STEP; ++i) {
+        const int row = i / BOX_STEP, k = i % BOX_STEP - 96, r = row - y_to;
+        const int in = r >= 0 && r < 16 && k >= x && k < 40;
+        const int want = in && y + r < BOX_ROWS ? (uint16_t)(2 * from[(y + r) * BOX_STEP + 48 + k]) : 0;
+        wrong += to[i] != want;
+    }
+    return wrong;
+}
+
+static void test_boxes(void)
+{
+    upipe_view v = upipe_view_packed((void *)64, UPIPE_BF16, 5, 2, 40);
+    in_many_orders([] {
+        CHECK_INT(run_boxes<0>(0, 0, 0), 0);
+        CHECK_INT(run_boxes<0>(30, 8, 3), 0);
+        CHECK_INT(run_boxes<0>(4, 0, 30), 0);
+    });
+    CHECK(upi_tensor_map_fits(v));
+    v.data = (void *)72;
+    CHECK(!upi_tensor_map_fits(v));
+    v.data = (void *)64, v.n_step = 84;
+    CHECK(!upi_tensor_map_fits(v));
+    v.n_step = 0;
+    CHECK(!upi_tensor_map_fits(v));
+    v.n = 1, v.n_step = 3; /* a step that is not taken */
+    CHECK(upi_tensor_map_fits(v));
+    v.n = 0;
+    CHECK(!upi_tensor_map_fits(v));
+    MUST_FIND("misaligned: a load takes", [] { return run_boxes<ODD_TILE>(0, 0, 0); });
+    MUST_FIND("before its bulk store has read", [] { return run_boxes<NO_READ_WAIT>(0, 0, 0); });
+    MUST_RACE("race: a read after a write, shared", [] { return run_boxes<NO_STORE_FENCE>(0, 0, 0); });
+    MUST_RACE("race: a", [] { return run_boxes<NO_BARRIER_BEFORE_STORE>(0, 0, 0); });
+    if (SIMT_RACE_ON)
+        MUST_FIND("a bulk store of warp 0 before", [] { return run_boxes<OVER_SOURCE>(0, 0, 0); });
+    else
+        CHECK(run_boxes<OVER_SOURCE>(0, 0, 0) > 0);
+}
+
+enum { NO_WRITE_WAIT = 1, PLAIN_SUM };
+
+/* Blocks add to the same sums; then each reads back, where BUG says so. */
+template <int BUG> UPI_HOPPER_KERNEL(32) void add_up(float *sums, float *back)
+{
+    UPI_SHARED(float, part);
+    const int t = (int)threadIdx.x;
+    for (int i = t; i < 64; i += 32) part[i] = (float)(i + (int)blockIdx.x);
+    upi_fence_async_shared();
+    __syncwarp();
+    if (t == 0) {
+        upi_bulk_add(sums, upi_shared_address(part), 256);
+        upi_bulk_commit();
+        if (BUG == NO_WRITE_WAIT)
+            upi_bulk_wait_read<0>();
+        else
+            upi_bulk_wait<0>();
+        if (gridDim.x == 1) *back = sums[3];
+        if (BUG == PLAIN_SUM) sums[5] += 1;
+    }
+}
+
+template <int BUG> static float run_add_up(int blocks, float *back)
+{
+    alignas(16) float sums[64];
+    for (int i = 0; i < 64; ++i) sums[i] = 0;
+    simt_run(shape_of(blocks, 32, 256), [&] { add_up<BUG>(sums, back); });
+    for (int i = 0; i < 64; ++i)
+        if (sums[i] != (float)(blocks * i + blocks * (blocks - 1) / 2)) return -1;
+    return sums[1];
+}
+
+static void test_bulk_sums(void)
+{
+    static float back;
+    in_many_orders([] {
+        CHECK(run_add_up<0>(6, &back) == 21);
+        CHECK(run_add_up<0>(1, &back) == 1 && back == 3);
+    });
+    if (SIMT_RACE_ON)
+        MUST_FIND("race: a read after a write, global",
+                  [] { return (int)run_add_up<NO_WRITE_WAIT>(1, &back); });
+    else
+        CHECK(run_add_up<NO_WRITE_WAIT>(1, &back) == 1 && back == 0);
+    MUST_RACE("race", [] { return (int)run_add_up<PLAIN_SUM>(3, &back); });
+}
+
+UPI_KERNEL(32, 1) void store_matrices(const uint32_t *in, uint16_t *out, int slip)
+{
+    UPI_SHARED(uint16_t, m);
+    const int l = (int)threadIdx.x;
+    uint32_t r[4];
+    for (int i = 0; i < 4; ++i) r[i] = in[l * 4 + i];
+    upi_store_matrix4(upi_shared_address(m) + (uint32_t)(l * 16 + slip), r);
+    __syncwarp();
+    for (int i = l; i < 256; i += 32) out[i] = m[i];
+}
+
+static void test_store_matrices(void)
+{
+    static uint32_t in[32 * 4];
+    static uint16_t out[256];
+    in_many_orders([] {
+        for (int l = 0; l < 32; ++l)
+            for (int m = 0; m < 4; ++m) {
+                const uint32_t first = (uint32_t)(m * 64 + l / 4 * 8 + l % 4 * 2);
+                in[l * 4 + m] = first | (first + 1) << 16;
+            }
+        simt_run(shape_of(1, 32, 512), [] { store_matrices(in, out, 0); });
+        for (int i = 0; i < 256; ++i) CHECK_INT(out[i], i);
+    });
+    MUST_FIND("misaligned: stmatrix",
+              [] { return simt_run(shape_of(1, 32, 512), [] { store_matrices(in, out, 8); }), 0; });
+}
+
+/* ---- products of warpgroups ---- */
+
+enum {
+    NO_GROUP_FENCE = 1,
+    NO_PRODUCT_WAIT,
+    LATE_FENCE,
+    TOUCH_SUM,
+    TOUCH_OPERAND,
+    OVERWRITE_OPERAND,
+    NO_PROXY_FENCE,
+    NO_OPERAND_BARRIER,
+    OTHER_OPERANDS,
+    PART_OF_GROUP,
+    SHORT_PRODUCT_WAIT,
+    NO_SWIZZLE
+};
+
+/* Puts a matrix [rows][columns] into panels. */
+UPI_DEVICE void put_panels(uint16_t *to, const float *from, int rows, int columns)
+{
+    for (int i = (int)threadIdx.x; i < rows * columns; i += 128) {
+        const int r = i / columns, c = i % columns;
+        to[upi_panel_at(rows, r, c / 8) / 2 + (uint32_t)(c % 8)] = upi_to_bf16(from[i]);
+    }
+}
+
+/* d [64][N] = d + a [64][64] b [64][N], twice over. a: as rows [64][64], as columns [64 k][64], or from
+ * registers; b: as rows [N][64] or as columns [64 k][N]. N is a multiple of 64 where B is 1. */
+template <int N, int A, int B, int BUG>
+UPI_HOPPER_KERNEL(128)
+void warpgroup_product(const float *a, const float *b, float *d)
+{
+    UPI_SHARED(uint16_t, tile);
+    const int t = (int)threadIdx.x, row = t / 32 * 16 + t % 32 / 4, pair = t % 4 * 2;
+    const uint32_t at_a = upi_shared_address(tile), at_b = at_a + 8192;
+    float sum[N / 2];
+    uint32_t x[4][4];
+    put_panels(tile, a, 64, 64);
+    put_panels(tile + 4096, b, B ? 64 : N, B ? N : 64);
+    if (BUG != NO_PROXY_FENCE) upi_fence_async_shared();
+    if (BUG != NO_OPERAND_BARRIER) __syncthreads();
+    for (int i = 0; i < N / 2; ++i) sum[i] = d[(row + i / 2 % 2 * 8) * N + i / 4 * 8 + pair + i % 2];
+    for (int k = 0; k < 4; ++k)
+        for (int i = 0; i < 4; ++i) {
+            const float *p = a + (row + i % 2 * 8) * 64 + k * 16 + pair + i / 2 * 8;
+            x[k][i] = upi_pack_bf16(p[0], p[1]);
+        }
+    for (int turn = 0; turn < 2; ++turn) {
+        if (BUG != NO_GROUP_FENCE && (BUG != LATE_FENCE || turn == 0)) upi_wgmma_fence();
+        for (int k = 0; k < 4; ++k) {
+            const uint32_t off = BUG == OTHER_OPERANDS && t == 77 ? 64 : 0;
+            const uint64_t rows = upi_wgmma_rows(at_b + (uint32_t)k * 32 + off),
+                           columns = upi_wgmma_columns(at_b + (uint32_t)k * 2048, 8192);
+            const uint64_t right =
+                (B ? columns : rows) & (BUG == NO_SWIZZLE ? ~((uint64_t)1 << 62) : ~(uint64_t)0);
+            if (BUG == PART_OF_GROUP && t >= 96) continue;
+            if (A == 2)
+                upi_wgmma_rs<N, B>(sum, x[k], right, 1);
+            else
+                upi_wgmma_ss<N, A == 1, B>(sum,
+                                           A ? upi_wgmma_columns(at_a + (uint32_t)k * 2048, 8192)
+                                             : upi_wgmma_rows(at_a + (uint32_t)k * 32),
+                                           right, 1);
+        }
+        upi_wgmma_commit();
+        if (BUG == TOUCH_SUM && t == 9) sum[3] = 1;
+        if (BUG == TOUCH_OPERAND && t == 9) x[2][1] = 1;
+        if (BUG == OVERWRITE_OPERAND) tile[4096 + 100 + t] = 0;
+        if (BUG == SHORT_PRODUCT_WAIT) upi_wgmma_wait<1>();
+        if (BUG != NO_PRODUCT_WAIT && BUG != SHORT_PRODUCT_WAIT) upi_wgmma_wait<0>();
+    }
+    for (int i = 0; i < N / 2; ++i) d[(row + i / 2 % 2 * 8) * N + i / 4 * 8 + pair + i % 2] = sum[i];
+    if (BUG == SHORT_PRODUCT_WAIT) upi_wgmma_wait<0>();
+}
+
+template <int N, int A, int B, int BUG> static int run_product(void)
+{
+    static float a[64 * 64], b[64 * 256], d[64 * 256], want[64 * 256], turned[64 * 64];
+    test_rng r = {7};
+    int wrong = 0;
+    for (int i = 0; i < 64 * 64; ++i) a[i] = (float)(test_below(&r, 17) - 8);
+    for (int i = 0; i < 64 * N; ++i) b[i] = (float)(test_below(&r, 17) - 8);
+    for (int i = 0; i < 64 * N; ++i) want[i] = d[i] = (float)(test_below(&r, 17) - 8);
+    for (int i = 0; i < 64; ++i)
+        for (int k = 0; k < 64; ++k) turned[k * 64 + i] = a[i * 64 + k];
+    for (int i = 0; i < 64; ++i)
+        for (int j = 0; j < N; ++j)
+            for (int k = 0; k < 64; ++k)
+                want[i * N + j] += 2 * a[i * 64 + k] * (B ? b[k * N + j] : b[j * 64 + k]);
+    simt_run(shape_of(1, 128, 8192 + 128 * N),
+             [] { warpgroup_product<N, A, B, BUG>(A == 1 ? turned : a, b, d); });
+    for (int i = 0; i < 64 * N; ++i) wrong += !(d[i] == want[i]);
+    return wrong;
+}
+
+static void test_products(void)
+{
+    in_many_orders([] {
+        CHECK_INT((run_product<64, 0, 0, 0>()), 0);
+        CHECK_INT((run_product<64, 1, 1, 0>()), 0);
+        CHECK_INT((run_product<128, 2, 1, 0>()), 0);
+    });
+    CHECK_INT((run_product<128, 1, 0, 0>()), 0);
+    CHECK_INT((run_product<256, 0, 1, 0>()), 0);
+    CHECK_INT((run_product<80, 0, 0, 0>()), 0);
+    CHECK_INT((run_product<96, 2, 0, 0>()), 0);
+    CHECK_INT((run_product<176, 0, 0, 0>()), 0);
+    CHECK_INT((run_product<192, 2, 1, 0>()), 0);
+    CHECK_INT((run_product<32, 2, 0, 0>()), 0);
+    MUST_FIND("no wgmma.fence begins", [] { return run_product<64, 0, 0, NO_GROUP_FENCE>(); });
+    MUST_FIND("no wgmma.fence begins", [] { return run_product<64, 0, 0, LATE_FENCE>(); });
+    MUST_FIND("accumulator 3 of thread 9 changed", [] { return run_product<64, 0, 0, TOUCH_SUM>(); });
+    MUST_FIND("register 1 of operand a of thread 9 changed",
+              [] { return run_product<64, 2, 0, TOUCH_OPERAND>(); });
+    MUST_FIND("operands differ between threads", [] { return run_product<64, 0, 0, OTHER_OPERANDS>(); });
+    MUST_FIND("divergence: thread", [] { return run_product<64, 0, 0, PART_OF_GROUP>(); });
+    MUST_FIND("before a wgmma was waited for", [] { return run_product<64, 0, 0, NO_PRODUCT_WAIT>(); });
+    MUST_FIND("another swizzle", [] { return run_product<64, 0, 0, NO_SWIZZLE>(); });
+    MUST_RACE("race: a read after a write, shared", [] { return run_product<64, 0, 0, NO_PROXY_FENCE>(); });
+    MUST_RACE("race: a read after a write, shared",
+              [] { return run_product<64, 0, 0, NO_OPERAND_BARRIER>(); });
+    CHECK((run_product<64, 0, 0, SHORT_PRODUCT_WAIT>()) > 0);
+    if (SIMT_RACE_ON)
+        MUST_FIND("a product of warpgroup 0 before",
+                  [] { return run_product<64, 0, 0, OVERWRITE_OPERAND>(); });
+    else
+        CHECK((run_product<64, 0, 0, OVERWRITE_OPERAND>()) > 0);
+}
+
+/* ---- barriers that have numbers, and registers ---- */
+
+enum { NO_NAMED_WAIT = 1, OTHER_SIZE, NO_NAMED_ARRIVE, NUMBER_0, HALF_WARP };
+
+/* Two warps put words, two others read them, and give the place back. */
+template <int BUG> UPI_HOPPER_KERNEL(128) void pass_words(int *out)
+{
+    UPI_SHARED(int, words);
+    const int t = (int)threadIdx.x;
+    for (int n = 0; n < 3; ++n) {
+        if (t < 64) {
+            if (n > 0) upi_barrier_sync(2, 128);
+            words[t] = n * 64 + t;
+            if (BUG != NO_NAMED_ARRIVE)
+                upi_barrier_arrive(BUG == NUMBER_0 ? 0 : 1, BUG == HALF_WARP ? 100 : 128);
+        } else {
+            if (BUG != NO_NAMED_WAIT) upi_barrier_sync(1, BUG == OTHER_SIZE ? 96 : 128);
+            out[n * 64 + t - 64] = words[(t - 64) ^ 33];
+            if (n < 2) upi_barrier_arrive(2, 128);
+        }
+    }
+}
+
+template <int BUG> static int run_pass_words(void)
+{
+    static int out[3 * 64];
+    int wrong = 0;
+    simt_run(shape_of(1, 128, 256), [] { pass_words<BUG>(out); });
+    for (int i = 0; i < 3 * 64; ++i) wrong += out[i] != (i ^ 33);
+    return wrong;
+}
+
+enum { TOO_MANY = 1, ODD_COUNT, UPWARDS };
+
+template <int BUG> UPI_HOPPER_KERNEL(384) void move_registers(int *out)
+{
+    if (threadIdx.x < 128)
+        upi_registers_less<BUG == UPWARDS ? 176 : BUG == ODD_COUNT ? 20 : 24>();
+    else
+        upi_registers_more<BUG == TOO_MANY ? 248 : 240>();
+    out[threadIdx.x] = 1;
+}
+
+static void test_parts_of_blocks(void)
+{
+    static int out[384];
+    in_many_orders([] {
+        CHECK_INT(run_pass_words<0>(), 0);
+        simt_run(shape_of(1, 384, 0), [] { move_registers<0>(out); });
+    });
+    MUST_FIND("divergence: barrier 1 of", [] { return run_pass_words<OTHER_SIZE>(); });
+    MUST_FIND("wait at a named barrier", [] { return run_pass_words<NO_NAMED_ARRIVE>(); });
+    MUST_FIND("there is no barrier 0", [] { return run_pass_words<NUMBER_0>(); });
+    MUST_FIND("barrier 1 of 100 threads", [] { return run_pass_words<HALF_WARP>(); });
+    MUST_RACE("race", [] { return run_pass_words<NO_NAMED_WAIT>(); });
+    MUST_FIND("registers more than there are",
+              [] { return simt_run(shape_of(1, 384, 0), [] { move_registers<TOO_MANY>(out); }), 0; });
+    MUST_FIND("setmaxnreg to 20",
+              [] { return simt_run(shape_of(1, 384, 0), [] { move_registers<ODD_COUNT>(out); }), 0; });
+    MUST_FIND("setmaxnreg from 168 down to 176",
+              [] { return simt_run(shape_of(1, 384, 0), [] { move_registers<UPWARDS>(out); }), 0; });
+}
+
 /* ---- addresses and stacks ---- */
 
 UPI_KERNEL(32, 1) void read_wide(const char *from, uint64_t *out)
@@ -660,6 +1122,12 @@ int main(void)
     test_copies();
     test_shared_races();
     test_between_blocks();
+    test_mbarriers();
+    test_boxes();
+    test_bulk_sums();
+    test_store_matrices();
+    test_products();
+    test_parts_of_blocks();
     test_addresses();
     test_launches();
     test_threads();

@@ -22,6 +22,9 @@
  * last ones see all keys: under a causal mask too, all blocks begin with the same tile, wait once for one
  * another like beads on a string, and from then on follow at the same distance. In ascending order a block
  * would begin with a tile that the blocks before it reach only after all their earlier ones.
+ *
+ * With MASKED a block takes from a table which queries see its keys (upipe_cuda_attn_mask.h). The first and the
+ * last key say which tiles it takes, and the neighbours' whether it is the first or the last that adds to one.
  */
 #ifndef UPIPE_CUDA_ATTN_BWD_H
 #define UPIPE_CUDA_ATTN_BWD_H
@@ -29,15 +32,16 @@
 #include "upipe_cuda_attn_fwd.h"
 
 typedef struct upi_cuda_attn_bwd_args {
-    upi_cuda_attn_args a; /* o and merge are not used */
+    upi_cuda_attn_args a; /* o is not used */
     const upi_bf16 *go;
     const float *delta;
-    upi_bf16 *gq;
+    upi_bf16 *gq; /* not with merge */
     float *gk, *gv;
     int64_t go_step, go_head, delta_step, delta_head, gq_step, gq_head, gk_step, gk_head, gv_step, gv_head;
-    int *turns; /* [1 + heads * tiles]: the next ticket; blocks that have added to each tile of queries */
-    float *dq;  /* [heads][queries][d] */
-    int tiles;  /* of queries */
+    int *turns; /* [1 + heads * tiles]: the next ticket; whose turn it is at each tile of queries */
+    float *dq;  /* the sums: [heads][queries][d], or what is added to */
+    int64_t dq_step, dq_head;
+    int tiles, blocks; /* of queries, of keys */
 } upi_cuda_attn_bwd_args;
 
 template <int D> struct upi_cuda_attn_bwd_shape {
@@ -138,13 +142,28 @@ template <int N> UPI_DEVICE void upi_cuda_attn_times(float out[N][4], const uint
     }
 }
 
-/* Tiles of queries before this one see none of the block's keys. */
-template <int D> UPI_DEVICE int upi_cuda_attn_bwd_least(const upi_cuda_attn_args &a, int block)
+/* Tiles of queries that a block of keys takes, [first, end); both ascend with the block. */
+typedef struct upi_cuda_attn_bwd_tiles {
+    int first, end;
+} upi_cuda_attn_bwd_tiles;
+
+template <int D, int MASKED>
+UPI_DEVICE upi_cuda_attn_bwd_tiles upi_cuda_attn_bwd_takes(const upi_cuda_attn_bwd_args &g, int block)
 {
-    const int64_t k0 = (int64_t)block * upi_cuda_attn_bwd_shape<D>::KEYS;
-    const int64_t first = a.causal && k0 > a.ahead ? k0 - a.ahead : 0; /* query that sees the first key */
-    const int rows = upi_cuda_attn_bwd_shape<D>::ROWS;
-    return (int)((first >= a.queries || k0 >= a.keys ? a.queries + rows - 1 : first) / rows);
+    const int KEYS = upi_cuda_attn_bwd_shape<D>::KEYS, ROWS = upi_cuda_attn_bwd_shape<D>::ROWS;
+    const int64_t k0 = (int64_t)block * KEYS;
+    upi_cuda_attn_bwd_tiles x = {g.tiles, g.tiles};
+    if (MASKED && k0 < g.a.keys) {
+        const upi_cuda_attn_run some = upi_cuda_attn_some(g.a.runs, k0, KEYS, g.a.keys);
+        /* Keys that no query sees have an empty run: behind the last query it is no part of a tile. Between two
+         * queries of a tile it is, lest blocks that add to the tile have one among them that does not. */
+        x.first = some.first < g.a.queries ? some.first / ROWS : g.tiles;
+        x.end = (some.end + ROWS - 1) / ROWS;
+    } else if (!MASKED) {
+        const int64_t first = g.a.causal && k0 > g.a.ahead ? k0 - g.a.ahead : 0; /* query that sees key k0 */
+        x.first = (int)((first >= g.a.queries || k0 >= g.a.keys ? g.a.queries + ROWS - 1 : first) / ROWS);
+    }
+    return x;
 }
 
 /* How many keys the block has. */
@@ -178,7 +197,7 @@ template <int D> UPI_DEVICE upi_cuda_attn_bwd_place upi_cuda_attn_bwd_here(void)
 }
 
 /* Starts copying Q and dO of tile m of head h into their slot. */
-template <int D>
+template <int D, int MASKED>
 UPI_DEVICE void upi_cuda_attn_bwd_load(const upi_cuda_attn_bwd_args &g, uint32_t base, int h, int m, int slot)
 {
     typedef upi_cuda_attn_bwd_shape<D> shape;
@@ -188,7 +207,7 @@ UPI_DEVICE void upi_cuda_attn_bwd_load(const upi_cuda_attn_bwd_args &g, uint32_t
     upi_cuda_attn_load<D, ROWS, THREADS>(base + shape::AT_Q, g.a.q + h * g.a.q_head, g.a.q_step, q0,
                                          g.a.queries, g.a.d);
     upi_cuda_attn_load<D, ROWS, THREADS>(base + shape::AT_GO, g.go + h * g.go_head, g.go_step, q0,
-                                         g.a.queries, g.a.d);
+                                         g.a.queries, MASKED ? g.a.dv : g.a.d);
     upi_copy_commit();
 }
 
@@ -217,13 +236,11 @@ template <int D> UPI_DEVICE void upi_cuda_attn_bwd_keep(unsigned char *shared, i
     to[2 * shape::ROWS] = x[1];
 }
 
-/* Turns scores s into weights and dp into gradients of the scores; query c0 of the tile is the first of their
- * columns. `ahead`: query i of the tile sees the block's keys up to i + ahead; `end` of them there are. */
+/* Hides keys from the queries, the columns of s, that don't see them. `ahead`: query i of these sees the block's
+ * keys up to i + ahead; `end` of them there are. */
 template <int D, int N>
-UPI_DEVICE void upi_cuda_attn_bwd_weights(float s[N][4], float dp[N][4], const float *lse, float scale,
-                                          int first_key, int lane, int ahead, int end)
+UPI_DEVICE void upi_cuda_attn_bwd_hide(float s[N][4], int first_key, int lane, int ahead, int end)
 {
-    const float *delta = lse + 2 * upi_cuda_attn_bwd_shape<D>::ROWS;
     if (end < upi_cuda_attn_bwd_shape<D>::KEYS || ahead < upi_cuda_attn_bwd_shape<D>::KEYS - 1) {
         UPI_UNROLL
         for (int half = 0; half < 2; ++half) {
@@ -237,6 +254,39 @@ UPI_DEVICE void upi_cuda_attn_bwd_weights(float s[N][4], float dp[N][4], const f
             }
         }
     }
+}
+
+/* As upi_cuda_attn_bwd_hide, by the table. `runs`: of the warp's first key; `end` of its 16 keys there are.
+ * `query`: the first column's. */
+template <int N>
+UPI_DEVICE void upi_cuda_attn_bwd_hide_by(float s[N][4], const upi_cuda_attn_run *runs, int end, int lane,
+                                          int query)
+{
+    int low[2], high[2], all = 1; /* of the lane's columns those from low on, before high, see the key */
+    UPI_UNROLL
+    for (int half = 0; half < 2; ++half) {
+        const int key = lane / 4 + half * 8;
+        low[half] = (key < end ? runs[key].first : 0) - query - lane % 4 * 2;
+        high[half] = (key < end ? runs[key].end : 0) - query - lane % 4 * 2;
+        all &= low[half] <= 0 && high[half] > N * 8 - 7;
+    }
+    if (__all_sync(0xffffffffu, all)) return;
+    UPI_UNROLL
+    for (int half = 0; half < 2; ++half) {
+        UPI_UNROLL
+        for (int j = 0; j < N; ++j) {
+            if (j * 8 < low[half] || j * 8 >= high[half]) s[j][2 * half] = -INFINITY;
+            if (j * 8 + 1 < low[half] || j * 8 + 1 >= high[half]) s[j][2 * half + 1] = -INFINITY;
+        }
+    }
+}
+
+/* Turns scores s into weights and dp into gradients of the scores. */
+template <int D, int N>
+UPI_DEVICE void upi_cuda_attn_bwd_weights(float s[N][4], float dp[N][4], const float *lse, float scale,
+                                          int lane)
+{
+    const float *delta = lse + 2 * upi_cuda_attn_bwd_shape<D>::ROWS;
     UPI_UNROLL
     for (int j = 0; j < N; ++j) {
         UPI_UNROLL
@@ -250,19 +300,41 @@ UPI_DEVICE void upi_cuda_attn_bwd_weights(float s[N][4], float dp[N][4], const f
     }
 }
 
-/* Adds the block's part to dQ of a tile, when it is its turn: the first block finds nothing there, the last
- * one writes the sum to gq. A barrier between the fence and the release makes one thread's release stand
- * for all, and likewise its acquire. */
+/* The same under a soft-cap, from products; -INFINITY is a hidden one. */
 template <int D, int N>
+UPI_DEVICE void upi_cuda_attn_bwd_capped(float s[N][4], float dp[N][4], const float *lse,
+                                         const upi_cuda_attn_args &a, int lane)
+{
+    const float *delta = lse + 2 * upi_cuda_attn_bwd_shape<D>::ROWS;
+    UPI_UNROLL
+    for (int j = 0; j < N; ++j) {
+        UPI_UNROLL
+        for (int e = 0; e < 4; ++e) {
+            const int at = j * 8 + lane % 4 * 2 + e % 2;
+            const float t = tanhf(s[j][e] * a.squash);
+            const float p = upi_exp2(fmaf(t, a.scale, -lse[at]) * UPI_CUDA_ATTN_LOG2E);
+            s[j][e] = s[j][e] == -INFINITY ? 0 : p;
+            dp[j][e] = s[j][e] * (a.slope * (1 - t * t)) * (dp[j][e] - delta[at]);
+        }
+    }
+}
+
+/* Adds the block's part to dQ of a tile, when it is its turn: the first block finds nothing there, the last
+ * one writes the sum to gq. With merge all of them add to gq. A barrier between the fence and the release makes
+ * one thread's release stand for all, and likewise its acquire. */
+template <int D, int N, int MASKED>
 UPI_DEVICE void upi_cuda_attn_bwd_add(const upi_cuda_attn_bwd_args &g, const float dq[N][4], int h, int m,
                                       int block)
 {
     typedef upi_cuda_attn_bwd_shape<D> shape;
     const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<D>();
     const int64_t q0 = (int64_t)m * shape::ROWS;
-    const int is_last = upi_cuda_attn_reach(g.a, q0, shape::ROWS) <= (int64_t)(block + 1) * shape::KEYS;
+    const int is_first = block == 0 || (MASKED && upi_cuda_attn_bwd_takes<D, MASKED>(g, block - 1).end <= m);
+    const int is_last =
+        MASKED ? block + 1 == g.blocks || upi_cuda_attn_bwd_takes<D, MASKED>(g, block + 1).first > m
+               : upi_cuda_attn_reach(g.a, q0, shape::ROWS) <= (int64_t)(block + 1) * shape::KEYS;
     int *turn = g.turns + 1 + (int64_t)h * g.tiles + m;
-    if (block > 0) {
+    if (!is_first) {
         if (at.tid == 0)
             while (upi_load_acquire(turn) != block) upi_pause();
         __syncthreads();
@@ -271,7 +343,7 @@ UPI_DEVICE void upi_cuda_attn_bwd_add(const upi_cuda_attn_bwd_args &g, const flo
     for (int half = 0; half < 2; ++half) {
         const int64_t row = q0 + at.dq_row0 + at.lane / 4 + half * 8;
         const int first = at.dq_share * N * 8 + at.lane % 4 * 2;
-        float *sum = g.dq + (h * g.a.queries + row) * g.a.d + first;
+        float *sum = g.dq + row * g.dq_step + h * g.dq_head + first;
         upi_bf16 *to = g.gq + row * g.gq_step + h * g.gq_head + first;
         if (row >= g.a.queries) continue;
         UPI_UNROLL
@@ -279,8 +351,8 @@ UPI_DEVICE void upi_cuda_attn_bwd_add(const upi_cuda_attn_bwd_args &g, const flo
             upi_cuda_attn_pair *pair = (upi_cuda_attn_pair *)(sum + i * 8);
             float x = dq[i][2 * half], y = dq[i][2 * half + 1];
             if (first + i * 8 >= g.a.d) continue;
-            if (block > 0) x = pair->x + x, y = pair->y + y;
-            if (is_last)
+            if (!is_first || g.a.merge) x = pair->x + x, y = pair->y + y;
+            if (is_last && !g.a.merge)
                 *(uint32_t *)(to + i * 8) = upi_pack_bf16(x, y);
             else
                 pair->x = x, pair->y = y;
@@ -289,28 +361,42 @@ UPI_DEVICE void upi_cuda_attn_bwd_add(const upi_cuda_attn_bwd_args &g, const flo
     if (!is_last) {
         __threadfence();
         __syncthreads();
-        if (at.tid == 0) upi_add_release(turn, 1);
+        if (at.tid == 0) upi_add_release(turn, is_first ? block + 1 : 1);
     }
 }
 
-/* Queries before `end` see no key at all, and no block has them: zeros for their gradients. */
-UPI_DEVICE void upi_cuda_attn_bwd_zero(const upi_cuda_attn_bwd_args &g, int kv, int64_t end, int warps)
+/* Tiles first .. end - 1 see no key at all, and no block takes them: zeros for their gradients. */
+template <int D>
+UPI_DEVICE void upi_cuda_attn_bwd_zero(const upi_cuda_attn_bwd_args &g, int kv, int first, int end)
 {
+    typedef upi_cuda_attn_bwd_shape<D> shape;
     const int lane = (int)threadIdx.x % 32;
-    if (end > g.a.queries) end = g.a.queries;
+    const int64_t from = (int64_t)first * shape::ROWS, past = (int64_t)end * shape::ROWS;
+    const int64_t to = past < g.a.queries ? past : g.a.queries;
+    if (g.a.merge) return;
     for (int h = kv * g.a.group; h < (kv + 1) * g.a.group; ++h)
-        for (int64_t row = (int)threadIdx.x / 32; row < end; row += warps)
+        for (int64_t row = from + (int)threadIdx.x / 32; row < to; row += shape::WARPS)
             for (int c = lane * 2; c < g.a.d; c += 64)
                 *(uint32_t *)(g.gq + row * g.gq_step + h * g.gq_head + c) = 0;
 }
 
-template <int D>
+/* A block sees to the tiles between those of the block before and its own, the last one to those that are left. */
+template <int D, int MASKED>
+UPI_DEVICE void upi_cuda_attn_bwd_zeros(const upi_cuda_attn_bwd_args &g, int kv, int block,
+                                        upi_cuda_attn_bwd_tiles takes)
+{
+    const int before = MASKED && block > 0 ? upi_cuda_attn_bwd_takes<D, MASKED>(g, block - 1).end : 0;
+    if (MASKED || block == 0) upi_cuda_attn_bwd_zero<D>(g, kv, before, takes.first);
+    if (MASKED && block + 1 == g.blocks) upi_cuda_attn_bwd_zero<D>(g, kv, takes.end, g.tiles);
+}
+
+template <int D, int MASKED>
 UPI_KERNEL(upi_cuda_attn_bwd_shape<D>::THREADS, upi_cuda_attn_bwd_shape<D>::BLOCKS)
 void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
 {
     typedef upi_cuda_attn_bwd_shape<D> shape;
     const int KEYS = shape::KEYS, ROWS = shape::ROWS, THREADS = shape::THREADS, SHARES = shape::SHARES;
-    const int COLUMNS = shape::COLUMNS, S_ROW = shape::S_ROW;
+    const int COLUMNS = MASKED && D == 128 ? 32 : (int)shape::COLUMNS, S_ROW = shape::S_ROW;
     const int OUT = D / SHARES / 8;                    /* tiles of 8 columns of dV and dK, a warp's */
     const int DQ = D / (shape::WARPS * 16 / ROWS) / 8; /* the same of dQ */
     UPI_SHARED(unsigned char, shared);
@@ -321,11 +407,12 @@ void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
     __syncthreads();
     const int ticket = *(const int *)(shared + shape::AT_S);
     const int block = ticket / kv_heads, kv = ticket % kv_heads; /* fewer keys ahead, earlier ticket */
-    const int last_head = (kv + 1) * g.a.group, nowhere = upi_cuda_attn_bwd_least<D>(g.a, block);
-    if (block == 0) upi_cuda_attn_bwd_zero(g, kv, (int64_t)nowhere * ROWS, shape::WARPS);
-    if (nowhere == g.tiles) return;
+    const int last_head = (kv + 1) * g.a.group;
+    const upi_cuda_attn_bwd_tiles takes = upi_cuda_attn_bwd_takes<D, MASKED>(g, block);
+    upi_cuda_attn_bwd_zeros<D, MASKED>(g, kv, block, takes);
+    if (takes.first >= takes.end) return;
 
-    int h = kv * g.a.group, m = g.tiles - 1, slot = 0;
+    int h = kv * g.a.group, m = takes.end - 1, slot = 0;
     float dk[OUT][4], dv[OUT][4], stats[2];
     {
         const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<D>();
@@ -333,38 +420,48 @@ void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
         const int end = upi_cuda_attn_bwd_keys<D>(g.a, block);
         upi_cuda_attn_load<D, KEYS, THREADS>(base, g.a.k + kv * g.a.k_head, g.a.k_step, k0, g.a.keys, g.a.d);
         upi_cuda_attn_load<D, KEYS, THREADS>(base + shape::AT_V, g.a.v + kv * g.a.v_head, g.a.v_step, k0,
-                                             g.a.keys, g.a.d);
-        upi_cuda_attn_bwd_load<D>(g, base, h, m, 0);
+                                             g.a.keys, MASKED ? g.a.dv : g.a.d);
+        upi_cuda_attn_bwd_load<D, MASKED>(g, base, h, m, 0);
         upi_cuda_attn_bwd_stats<D>(g, h, m, stats);
         upi_cuda_attn_bwd_keep<D>(shared, 0, stats);
         upi_cuda_attn_grad_get<OUT>(dk, g.gk + kv * g.gk_head + k0 * g.gk_step, g.gk_step, end, at.row0,
                                     at.share * OUT * 8, g.a.d);
         upi_cuda_attn_grad_get<OUT>(dv, g.gv + kv * g.gv_head + k0 * g.gv_step, g.gv_step, end, at.row0,
-                                    at.share * OUT * 8, g.a.d);
+                                    at.share * OUT * 8, MASKED ? g.a.dv : g.a.d);
     }
 
     while (h < last_head) {
         const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<D>();
-        const int now = upi_cuda_attn_anew(block), least = upi_cuda_attn_bwd_least<D>(g.a, now);
-        const int next_h = m > least ? h : h + 1, next_m = m > least ? m - 1 : g.tiles - 1;
+        const int now = upi_cuda_attn_anew(block);
+        const upi_cuda_attn_bwd_tiles mine = upi_cuda_attn_bwd_takes<D, MASKED>(g, now);
+        const int next_h = m > mine.first ? h : h + 1, next_m = m > mine.first ? m - 1 : mine.end - 1;
         const uint32_t at_q = base + shape::AT_Q + slot * ROWS * D * 2,
                        at_go = at_q + (shape::AT_GO - shape::AT_Q);
         upi_copy_wait<0>();
         __syncthreads(); /* the tile is there, and every warp is through with the one before */
-        if (next_h < last_head) upi_cuda_attn_bwd_load<D>(g, base, next_h, next_m, slot ^ 1);
+        if (next_h < last_head) upi_cuda_attn_bwd_load<D, MASKED>(g, base, next_h, next_m, slot ^ 1);
         UPI_CUDA_ATTN_TURNS(1)
         for (int part = 0; part < ROWS / SHARES / COLUMNS; ++part) {
             const int c0 = at.share * (ROWS / SHARES) + part * COLUMNS; /* first query, in the tile */
+            const float *lse = (const float *)(shared + shape::AT_LSE) + slot * ROWS + c0;
             float s[COLUMNS / 8][4], dp[COLUMNS / 8][4];
             upi_cuda_attn_dots<D, COLUMNS / 8>(s, base + at.row0 * D * 2 + at.mine,
                                                at_q + c0 * D * 2 + at.mine);
             upi_cuda_attn_dots<D, COLUMNS / 8>(dp, base + shape::AT_V + at.row0 * D * 2 + at.mine,
                                                at_go + c0 * D * 2 + at.mine);
-            upi_cuda_attn_bwd_weights<D, COLUMNS / 8>(
-                s, dp, (const float *)(shared + shape::AT_LSE) + slot * ROWS + c0, g.a.scale, at.row0,
-                at.lane,
-                upi_cuda_attn_near((int64_t)m * ROWS + g.a.ahead - (int64_t)now * KEYS, g.a.causal) + c0,
-                upi_cuda_attn_bwd_keys<D>(g.a, now));
+            if (MASKED)
+                upi_cuda_attn_bwd_hide_by<COLUMNS / 8>(s, g.a.runs + (int64_t)now * KEYS + at.row0,
+                                                       upi_cuda_attn_bwd_keys<D>(g.a, now) - at.row0, at.lane,
+                                                       m * ROWS + c0);
+            else
+                upi_cuda_attn_bwd_hide<D, COLUMNS / 8>(
+                    s, at.row0, at.lane,
+                    upi_cuda_attn_near((int64_t)m * ROWS + g.a.ahead - (int64_t)now * KEYS, g.a.causal) + c0,
+                    upi_cuda_attn_bwd_keys<D>(g.a, now));
+            if (MASKED && g.a.squash != 0)
+                upi_cuda_attn_bwd_capped<D, COLUMNS / 8>(s, dp, lse, g.a, at.lane);
+            else
+                upi_cuda_attn_bwd_weights<D, COLUMNS / 8>(s, dp, lse, g.a.scale, at.lane);
             UPI_UNROLL
             for (int k = 0; k < COLUMNS / 16; ++k) {
                 uint32_t p[4], ds[4];
@@ -416,7 +513,7 @@ void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
                 upi_cuda_attn_times<DQ>(dq, x, columns + k * 16 * D * 2);
             }
             if (next_h < last_head) upi_cuda_attn_bwd_keep<D>(shared, slot ^ 1, stats);
-            upi_cuda_attn_bwd_add<D, DQ>(g, dq, h, m, now);
+            upi_cuda_attn_bwd_add<D, DQ, MASKED>(g, dq, h, m, now);
         }
         h = next_h, m = next_m, slot ^= 1;
     }
@@ -428,7 +525,7 @@ void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
         upi_cuda_attn_grad_put<OUT>(dk, g.gk + kv_last * g.gk_head + k0 * g.gk_step, g.gk_step, end, at.row0,
                                     at.share * OUT * 8, g.a.d);
         upi_cuda_attn_grad_put<OUT>(dv, g.gv + kv_last * g.gv_head + k0 * g.gv_step, g.gv_step, end, at.row0,
-                                    at.share * OUT * 8, g.a.d);
+                                    at.share * OUT * 8, MASKED ? g.a.dv : g.a.d);
     }
 }
 
@@ -436,13 +533,15 @@ void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
 
 UPIPE_API int64_t upi_cuda_attn_query_tiles(const upipe_attn *a)
 {
-    const int rows = a->q.d > 128  ? (int)upi_cuda_attn_bwd_shape<256>::ROWS
-                     : a->q.d > 64 ? (int)upi_cuda_attn_bwd_shape<128>::ROWS
-                                   : (int)upi_cuda_attn_bwd_shape<64>::ROWS;
+    const int columns = upi_cuda_attn_columns(a);
+    const int rows = columns > 128  ? (int)upi_cuda_attn_bwd_shape<256>::ROWS
+                     : columns > 64 ? (int)upi_cuda_attn_bwd_shape<128>::ROWS
+                                    : (int)upi_cuda_attn_bwd_shape<64>::ROWS;
     return (a->q.n + rows - 1) / rows;
 }
 
-/* Scratch of the backward: turns, then sums of dQ. */
+/* Scratch of the backward: turns; the queries that see each key, where the call is masked; sums of dQ, but for
+ * merge. SIZE_MAX where the bytes leave 63 bits. */
 UPIPE_API size_t upi_cuda_attn_turns_bytes(const upipe_attn *a)
 {
     int64_t bytes;
@@ -450,37 +549,62 @@ UPIPE_API size_t upi_cuda_attn_turns_bytes(const upipe_attn *a)
     return bytes > INT64_MAX - 128 ? SIZE_MAX : ((size_t)bytes + 4 + 63) / 64 * 64;
 }
 
-/* Entry of the table. The forward needs no scratch; the backward f32 sums of dQ, and a counter for each
- * tile of queries. SIZE_MAX where the bytes leave 63 bits. */
-UPIPE_API size_t upi_cuda_attn_bytes(const struct upipe_ops *ops, const upipe_attn *a, int backward)
+UPIPE_API size_t upi_cuda_attn_sums_bytes(const upipe_attn *a)
 {
-    int64_t sums;
-    size_t turns;
-    (void)ops;
-    if (!backward || a->q.dtype != UPIPE_BF16) return 0;
-    turns = upi_cuda_attn_turns_bytes(a);
-    if (!upi_mul(&sums, a->q.n, (int64_t)a->q.h * a->q.d * 4) || turns > (size_t)(INT64_MAX - sums))
-        return SIZE_MAX;
-    return turns + (size_t)sums;
+    int64_t bytes;
+    if (a->merge) return 0;
+    return upi_mul(&bytes, a->q.n, (int64_t)a->q.h * a->q.d * 4) ? (size_t)bytes : SIZE_MAX;
 }
 
-template <int D>
-UPIPE_API upipe_status upi_cuda_attn_bwd_launch(upipe_ctx *c, const upi_cuda_attn_bwd_args *g)
+/* Entry of the table. Forward: what the queries of a masked call see. Backward: as above; in f32, the tables of
+ * both sides. SIZE_MAX where the bytes leave 63 bits. */
+UPIPE_API size_t upi_cuda_attn_bytes(const struct upipe_ops *ops, const upipe_attn *a, int backward)
+{
+    const int masked = upi_cuda_attn_masked(a), f32 = a->q.dtype == UPIPE_F32;
+    const size_t parts[] = {masked && (!backward || f32) ? upi_cuda_attn_runs_bytes(a->q.n) : 0,
+                            masked && backward ? upi_cuda_attn_runs_bytes(a->k.n) : 0,
+                            backward && !f32 ? upi_cuda_attn_turns_bytes(a) : 0,
+                            backward && !f32 ? upi_cuda_attn_sums_bytes(a) : 0};
+    size_t all = 0;
+    int i;
+    (void)ops;
+    for (i = 0; i < 4; ++i) {
+        if (parts[i] > (size_t)INT64_MAX - all) return SIZE_MAX;
+        all += parts[i];
+    }
+    return all;
+}
+
+template <int D, int MASKED>
+UPIPE_API upipe_status upi_cuda_attn_bwd_launch(upipe_ctx *c, const upipe_attn *call,
+                                                upi_cuda_attn_bwd_args *g)
 {
     typedef upi_cuda_attn_bwd_shape<D> shape;
     const int64_t blocks = upi_cuda_attn_key_blocks(g->a.keys, shape::KEYS);
     const int64_t heads = g->a.heads / g->a.group;
-    UPIPE_TRY(upi_cuda_attn_fits(c, g->a.d, shape::SHARED, blocks, heads));
-    UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_cuda_attn_bwd_kernel<D>), shape::SHARED));
-    return UPI_LAUNCH(c, (upi_cuda_attn_bwd_kernel<D>), (unsigned)(blocks * heads), shape::THREADS,
+    UPIPE_TRY(upi_cuda_attn_fits(c, upi_cuda_attn_columns(call), shape::SHARED, blocks, heads));
+    UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_cuda_attn_bwd_kernel<D, MASKED>), shape::SHARED));
+    UPI_CUDA(&c->err, cudaMemsetAsync(g->turns, 0, upi_cuda_attn_turns_bytes(call), (cudaStream_t)c->stream));
+    if (MASKED) UPIPE_TRY(upi_cuda_attn_key_runs(c, call, (upi_cuda_attn_run *)g->a.runs));
+    g->blocks = (int)blocks;
+    return UPI_LAUNCH(c, (upi_cuda_attn_bwd_kernel<D, MASKED>), (unsigned)(blocks * heads), shape::THREADS,
                       shape::SHARED, *g);
+}
+
+template <int MASKED>
+UPIPE_API upipe_status upi_cuda_attn_bwd_any(upipe_ctx *c, const upipe_attn *call, upi_cuda_attn_bwd_args *g)
+{
+    if (upi_cuda_attn_columns(call) <= 64) return upi_cuda_attn_bwd_launch<64, MASKED>(c, call, g);
+    if (upi_cuda_attn_columns(call) <= 128) return upi_cuda_attn_bwd_launch<128, MASKED>(c, call, g);
+    return upi_cuda_attn_bwd_launch<256, MASKED>(c, call, g);
 }
 
 /* Entry of the table. */
 UPIPE_API upipe_status upi_cuda_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
 {
     const upipe_attn *a = &g->a;
-    const size_t turns = upi_cuda_attn_turns_bytes(a);
+    const int masked = upi_cuda_attn_masked(a);
+    char *tables = (char *)a->work + upi_cuda_attn_turns_bytes(a);
     upi_cuda_attn_bwd_args x;
     if (a->q.dtype == UPIPE_F32) return upi_cuda_attn_f32_bwd(c, g);
     UPIPE_TRY(upi_cuda_attn_check(c, a));
@@ -491,23 +615,29 @@ UPIPE_API upipe_status upi_cuda_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
     if (a->q.n == 0) return UPIPE_OK;
     memset(&x, 0, sizeof x);
     x.a = upi_cuda_attn_args_make(a);
+    x.a.merge = a->merge;
+    x.a.runs = masked ? (const upi_cuda_attn_run *)tables : NULL;
     x.go = (const upi_bf16 *)g->go.data;
     x.delta = (const float *)g->delta.data;
-    x.gq = (upi_bf16 *)g->gq.data;
     x.gk = (float *)g->gk.data;
     x.gv = (float *)g->gv.data;
     x.go_step = g->go.n_step, x.go_head = g->go.h_step;
     x.delta_step = g->delta.n_step, x.delta_head = g->delta.h_step;
-    x.gq_step = g->gq.n_step, x.gq_head = g->gq.h_step;
     x.gk_step = g->gk.n_step, x.gk_head = g->gk.h_step;
     x.gv_step = g->gv.n_step, x.gv_head = g->gv.h_step;
     x.turns = (int *)a->work;
     x.tiles = (int)upi_cuda_attn_query_tiles(a);
-    x.dq = (float *)((char *)a->work + turns);
-    UPI_CUDA(&c->err, cudaMemsetAsync(a->work, 0, turns, (cudaStream_t)c->stream));
-    if (a->q.d <= 64) return upi_cuda_attn_bwd_launch<64>(c, &x);
-    if (a->q.d <= 128) return upi_cuda_attn_bwd_launch<128>(c, &x);
-    return upi_cuda_attn_bwd_launch<256>(c, &x);
+    if (a->merge) {
+        x.dq = (float *)g->gq.data;
+        x.dq_step = g->gq.n_step, x.dq_head = g->gq.h_step;
+    } else {
+        x.dq = (float *)(tables + (masked ? upi_cuda_attn_runs_bytes(a->k.n) : 0));
+        x.dq_step = a->q.d, x.dq_head = a->q.n * a->q.d;
+        x.gq = (upi_bf16 *)g->gq.data;
+        x.gq_step = g->gq.n_step, x.gq_head = g->gq.h_step;
+    }
+    UPIPE_TRY(masked ? upi_cuda_attn_bwd_any<1>(c, a, &x) : upi_cuda_attn_bwd_any<0>(c, a, &x));
+    return upi_cuda_attn_sink_bwd(c, g);
 }
 
 #endif

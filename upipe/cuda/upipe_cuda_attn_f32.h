@@ -1,10 +1,11 @@
-/* upipe_cuda_attn_f32.h -- attention in f32 storage, without tensor cores        backend cuda
+/* upipe_cuda_attn_f32.h -- attention in f32 storage, without tensor cores        backend cuda, includes cuda_attn_mask
  *
  *     upi_cuda_attn_f32_fwd(c, &attn);        upi_cuda_attn_f32_bwd(c, &grad);
  *
  * For checking a model, not for training at speed: tensor cores have no f32, and the rounding to bf16 is what
- * the kernels of upipe_cuda_attn_fwd.h are built around. Every product and sum here is an f32 FMA. No
- * scratch; the same bits whatever the schedule, and gk, gv continue from what they hold.
+ * the kernels of upipe_cuda_attn_fwd.h are built around. Every product and sum here is an f32 FMA. Scratch is
+ * the tables of a masked call (upipe_cuda_attn_mask.h), in the backward those of both sides; the same bits
+ * whatever the schedule, and gk, gv continue from what they hold.
  *
  * A block of four warps holds 16 rows, four a warp; rows of the other side pass by in shared memory, 32 at a
  * time. For the scores a lane is one of those 32; for what is summed over them it is an element of the head,
@@ -16,8 +17,7 @@
 #ifndef UPIPE_CUDA_ATTN_F32_H
 #define UPIPE_CUDA_ATTN_F32_H
 
-#include "../upipe_attn.h"
-#include "upipe_cuda_kernel.h"
+#include "upipe_cuda_attn_mask.h"
 
 enum {
     UPI_F32_WARPS = 4,
@@ -26,6 +26,61 @@ enum {
     UPI_F32_THREADS = UPI_F32_WARPS * 32,
     UPI_F32_PASSING = 32
 };
+
+/* What kernels take beside the call. */
+typedef struct upi_f32_masks {
+    const upi_cuda_attn_run *queries, *keys; /* what each of them meets; NULL: see upi_f32_keys_of */
+    int64_t ahead;                           /* a query sees keys up to its own + ahead */
+    float scale, squash, slope;              /* as in upi_cuda_attn_args */
+} upi_f32_masks;
+
+/* Rows of the other side, [first, end). */
+typedef struct upi_f32_run {
+    int64_t first, end;
+} upi_f32_run;
+
+/* The keys that query i sees; a query beyond the last sees what that one does. */
+UPI_DEVICE upi_f32_run upi_f32_keys_of(const upipe_attn &a, const upi_f32_masks &x, int64_t i)
+{
+    upi_f32_run run = {0, a.k.n};
+    if (i >= a.q.n) i = a.q.n - 1;
+    if (x.queries != NULL)
+        run.first = x.queries[i].first, run.end = x.queries[i].end;
+    else if (a.causal && i + x.ahead + 1 < run.end)
+        run.end = i + x.ahead + 1;
+    return run;
+}
+
+/* The queries that see key j; likewise. */
+UPI_DEVICE upi_f32_run upi_f32_queries_of(const upipe_attn &a, const upi_f32_masks &x, int64_t j)
+{
+    upi_f32_run run = {0, a.q.n};
+    if (j >= a.k.n) j = a.k.n - 1;
+    if (x.keys != NULL)
+        run.first = x.keys[j].first, run.end = x.keys[j].end;
+    else if (a.causal && j - x.ahead > 0)
+        run.first = j - x.ahead;
+    return run;
+}
+
+/* Where the tiles of rows that pass begin. */
+UPI_DEVICE int64_t upi_f32_begin(int64_t first, int64_t end)
+{
+    return first < end ? first / UPI_F32_PASSING * UPI_F32_PASSING : end;
+}
+
+/* The score of a product. */
+UPI_DEVICE float upi_f32_score(const upi_f32_masks &x, float product)
+{
+    return x.squash != 0 ? x.scale * tanhf(product * x.squash) : product * x.scale;
+}
+
+/* Its slope. */
+UPI_DEVICE float upi_f32_slope(const upi_f32_masks &x, float product)
+{
+    const float t = x.squash != 0 ? tanhf(product * x.squash) : 0;
+    return x.slope * (1 - t * t);
+}
 
 /* The rows held: [UPI_F32_HELD][d], zeros beyond the last row. */
 template <int N> UPI_DEVICE void upi_f32_hold(float *to, upipe_view v, int h, int64_t first)
@@ -103,6 +158,7 @@ UPI_DEVICE void upi_f32_finish(upipe_attn a, int h, int64_t i, const float o[N],
     float *out = (float *)a.o.data + i * a.o.n_step + h * a.o.h_step;
     /* not `l > 0`: a NaN must come out as one */
     float here = l == 0.0f ? -INFINITY : m + logf(l), mine = l == 0.0f ? 0.0f : 1.0f / l, old = 0.0f;
+    if (a.sinks != NULL) upi_cuda_attn_add_sink(a.sinks[h], m, l, &here, &mine);
     if (a.merge) {
         float before = *lse, top = fmaxf(before, here);
         if (top != -INFINITY) {
@@ -123,18 +179,19 @@ UPI_DEVICE void upi_f32_finish(upipe_attn a, int h, int64_t i, const float o[N],
 
 template <int N>
 UPI_KERNEL(UPI_F32_THREADS, 1)
-void upi_attn_f32_fwd(const upipe_attn a, int64_t ahead, float scale)
+void upi_attn_f32_fwd(const upipe_attn a, const upi_f32_masks x)
 {
     UPI_SHARED(float, room);
-    const int d = a.q.d, lane = (int)(threadIdx.x % 32), warp = (int)(threadIdx.x / 32);
+    const int d = a.q.d, dv = a.v.d, lane = (int)(threadIdx.x % 32), warp = (int)(threadIdx.x / 32);
     const int64_t tiles = (a.q.n + UPI_F32_HELD - 1) / UPI_F32_HELD,
                   first = blockIdx.x % tiles * UPI_F32_HELD;
     const int h = (int)(blockIdx.x / tiles), kv = h / (a.q.h / a.k.h);
     float *q = room, *k = q + UPI_F32_HELD * d, *v = k + UPI_F32_PASSING * (d | 1);
     float o[UPI_F32_ROWS][N], m[UPI_F32_ROWS], l[UPI_F32_ROWS], s[UPI_F32_ROWS];
-    int64_t end = a.k.n, j;
+    const int64_t end = upi_f32_keys_of(a, x, first + UPI_F32_HELD - 1).end;
+    const int64_t begin = upi_f32_begin(upi_f32_keys_of(a, x, first).first, end);
+    int64_t j;
     int r, n;
-    if (a.causal && first + UPI_F32_HELD + ahead < end) end = first + UPI_F32_HELD + ahead;
     UPI_UNROLL
     for (r = 0; r < UPI_F32_ROWS; ++r) {
         m[r] = -INFINITY;
@@ -143,7 +200,7 @@ void upi_attn_f32_fwd(const upipe_attn a, int64_t ahead, float scale)
         for (n = 0; n < N; ++n) o[r][n] = 0.0f;
     }
     upi_f32_hold<N>(q, a.q, h, first);
-    for (j = 0; j < end; j += UPI_F32_PASSING) {
+    for (j = begin; j < end; j += UPI_F32_PASSING) {
         __syncthreads(); /* the rows before are not read any more */
         upi_f32_pass<N>(k, a.k, kv, j);
         upi_f32_pass<N>(v, a.v, kv, j);
@@ -151,15 +208,16 @@ void upi_attn_f32_fwd(const upipe_attn a, int64_t ahead, float scale)
         upi_f32_dots<N>(s, q, k, d);
         UPI_UNROLL
         for (r = 0; r < UPI_F32_ROWS; ++r) {
-            int64_t i = first + warp * UPI_F32_ROWS + r;
-            int seen = j + lane < a.k.n && (!a.causal || j + lane <= i + ahead);
-            float score = seen ? s[r] * scale : -INFINITY, top = fmaxf(m[r], upi_f32_warp_max(score));
+            const upi_f32_run sees = upi_f32_keys_of(a, x, first + warp * UPI_F32_ROWS + r);
+            int seen = j + lane >= sees.first && j + lane < sees.end;
+            float score = seen ? upi_f32_score(x, s[r]) : -INFINITY,
+                  top = fmaxf(m[r], upi_f32_warp_max(score));
             float base = top > -INFINITY ? top : 0.0f, p = expf(score - base), shrink = expf(m[r] - base);
             m[r] = top;
             l[r] = fmaf(l[r], shrink, p); /* the lane's keys alone */
             UPI_UNROLL
             for (n = 0; n < N; ++n) o[r][n] *= shrink;
-            upi_f32_gather<N>(o[r], p, v, d);
+            upi_f32_gather<N>(o[r], p, v, dv);
         }
     }
     UPI_UNROLL
@@ -172,20 +230,21 @@ void upi_attn_f32_fwd(const upipe_attn a, int64_t ahead, float scale)
 
 template <int N>
 UPI_KERNEL(UPI_F32_THREADS, 1)
-void upi_attn_f32_dq(const upipe_attn_grad g, int64_t ahead, float scale)
+void upi_attn_f32_dq(const upipe_attn_grad g, const upi_f32_masks x)
 {
     UPI_SHARED(float, room);
     const upipe_attn &a = g.a;
-    const int d = a.q.d, lane = (int)(threadIdx.x % 32), warp = (int)(threadIdx.x / 32);
+    const int d = a.q.d, dv = a.v.d, lane = (int)(threadIdx.x % 32), warp = (int)(threadIdx.x / 32);
     const int64_t tiles = (a.q.n + UPI_F32_HELD - 1) / UPI_F32_HELD,
                   first = blockIdx.x % tiles * UPI_F32_HELD;
     const int h = (int)(blockIdx.x / tiles), kv = h / (a.q.h / a.k.h);
-    float *q = room, *go = q + UPI_F32_HELD * d, *k = go + UPI_F32_HELD * d;
+    float *q = room, *go = q + UPI_F32_HELD * d, *k = go + UPI_F32_HELD * dv;
     float *v = k + UPI_F32_PASSING * (d | 1);
     float dq[UPI_F32_ROWS][N], lse[UPI_F32_ROWS], delta[UPI_F32_ROWS], s[UPI_F32_ROWS], dp[UPI_F32_ROWS];
-    int64_t end = a.k.n, j;
+    const int64_t end = upi_f32_keys_of(a, x, first + UPI_F32_HELD - 1).end;
+    const int64_t begin = upi_f32_begin(upi_f32_keys_of(a, x, first).first, end);
+    int64_t j;
     int r, n;
-    if (a.causal && first + UPI_F32_HELD + ahead < end) end = first + UPI_F32_HELD + ahead;
     UPI_UNROLL
     for (r = 0; r < UPI_F32_ROWS; ++r) {
         int64_t i = first + warp * UPI_F32_ROWS + r;
@@ -197,19 +256,19 @@ void upi_attn_f32_dq(const upipe_attn_grad g, int64_t ahead, float scale)
     }
     upi_f32_hold<N>(q, a.q, h, first);
     upi_f32_hold<N>(go, g.go, h, first);
-    for (j = 0; j < end; j += UPI_F32_PASSING) {
+    for (j = begin; j < end; j += UPI_F32_PASSING) {
         __syncthreads();
         upi_f32_pass<N>(k, a.k, kv, j);
         upi_f32_pass<N>(v, a.v, kv, j);
         __syncthreads();
         upi_f32_dots<N>(s, q, k, d);
-        upi_f32_dots<N>(dp, go, v, d);
+        upi_f32_dots<N>(dp, go, v, dv);
         UPI_UNROLL
         for (r = 0; r < UPI_F32_ROWS; ++r) {
-            int64_t i = first + warp * UPI_F32_ROWS + r;
-            int seen = j + lane < a.k.n && (!a.causal || j + lane <= i + ahead) && lse[r] != -INFINITY;
-            float p = seen ? expf(s[r] * scale - lse[r]) : 0.0f;
-            upi_f32_gather<N>(dq[r], p * scale * (dp[r] - delta[r]), k, d);
+            const upi_f32_run sees = upi_f32_keys_of(a, x, first + warp * UPI_F32_ROWS + r);
+            int seen = j + lane >= sees.first && j + lane < sees.end && lse[r] != -INFINITY;
+            float p = seen ? expf(upi_f32_score(x, s[r]) - lse[r]) : 0.0f;
+            upi_f32_gather<N>(dq[r], p * upi_f32_slope(x, s[r]) * (dp[r] - delta[r]), k, d);
         }
     }
     UPI_UNROLL
@@ -218,40 +277,44 @@ void upi_attn_f32_dq(const upipe_attn_grad g, int64_t ahead, float scale)
         float *out = (float *)g.gq.data + i * g.gq.n_step + h * g.gq.h_step;
         UPI_UNROLL
         for (n = 0; n < N; ++n)
-            if (i < a.q.n && lane + 32 * n < d) out[lane + 32 * n] = dq[r][n];
+            if (i < a.q.n && lane + 32 * n < d)
+                out[lane + 32 * n] = a.merge ? out[lane + 32 * n] + dq[r][n] : dq[r][n];
     }
 }
 
 template <int N>
 UPI_KERNEL(UPI_F32_THREADS, 1)
-void upi_attn_f32_dkv(const upipe_attn_grad g, int64_t ahead, float scale)
+void upi_attn_f32_dkv(const upipe_attn_grad g, const upi_f32_masks x)
 {
     UPI_SHARED(float, room);
     const upipe_attn &a = g.a;
-    const int d = a.q.d, lane = (int)(threadIdx.x % 32), warp = (int)(threadIdx.x / 32);
+    const int d = a.q.d, dv = a.v.d, lane = (int)(threadIdx.x % 32), warp = (int)(threadIdx.x / 32);
     const int64_t tiles = (a.k.n + UPI_F32_HELD - 1) / UPI_F32_HELD,
                   first = blockIdx.x % tiles * UPI_F32_HELD;
     const int kv = (int)(blockIdx.x / tiles), group = a.q.h / a.k.h;
-    float *k = room, *v = k + UPI_F32_HELD * d, *q = v + UPI_F32_HELD * d;
+    float *k = room, *v = k + UPI_F32_HELD * d, *q = v + UPI_F32_HELD * dv;
     float *go = q + UPI_F32_PASSING * (d | 1);
-    float dk[UPI_F32_ROWS][N], dv[UPI_F32_ROWS][N], s[UPI_F32_ROWS], dp[UPI_F32_ROWS];
-    int64_t begin = 0, i;
+    float gk[UPI_F32_ROWS][N], gv[UPI_F32_ROWS][N], s[UPI_F32_ROWS], dp[UPI_F32_ROWS];
+    const int64_t end = upi_f32_queries_of(a, x, first + UPI_F32_HELD - 1).end;
+    const int64_t begin = upi_f32_begin(upi_f32_queries_of(a, x, first).first, end);
+    int64_t i;
     int r, n, h;
-    if (a.causal && first - ahead > 0) begin = (first - ahead) / UPI_F32_PASSING * UPI_F32_PASSING;
     UPI_UNROLL
     for (r = 0; r < UPI_F32_ROWS; ++r) {
         int64_t j = first + warp * UPI_F32_ROWS + r;
         UPI_UNROLL
         for (n = 0; n < N; ++n) {
-            int x = lane + 32 * n, there = j < a.k.n && x < d;
-            dk[r][n] = there ? ((const float *)g.gk.data)[j * g.gk.n_step + kv * g.gk.h_step + x] : 0.0f;
-            dv[r][n] = there ? ((const float *)g.gv.data)[j * g.gv.n_step + kv * g.gv.h_step + x] : 0.0f;
+            const int e = lane + 32 * n;
+            const float *at_k = (const float *)g.gk.data + j * g.gk.n_step + kv * g.gk.h_step + e;
+            const float *at_v = (const float *)g.gv.data + j * g.gv.n_step + kv * g.gv.h_step + e;
+            gk[r][n] = j < a.k.n && e < d ? *at_k : 0.0f;
+            gv[r][n] = j < a.k.n && e < dv ? *at_v : 0.0f;
         }
     }
     upi_f32_hold<N>(k, a.k, kv, first);
     upi_f32_hold<N>(v, a.v, kv, first);
     for (h = kv * group; h < (kv + 1) * group; ++h) {
-        for (i = begin; i < a.q.n; i += UPI_F32_PASSING) {
+        for (i = begin; i < end; i += UPI_F32_PASSING) {
             int there = i + lane < a.q.n;
             float lse =
                 there ? ((const float *)a.lse.data)[(i + lane) * a.lse.n_step + h * a.lse.h_step] : -INFINITY;
@@ -263,14 +326,16 @@ void upi_attn_f32_dkv(const upipe_attn_grad g, int64_t ahead, float scale)
             upi_f32_pass<N>(go, g.go, h, i);
             __syncthreads();
             upi_f32_dots<N>(s, k, q, d);
-            upi_f32_dots<N>(dp, v, go, d);
+            upi_f32_dots<N>(dp, v, go, dv);
             UPI_UNROLL
             for (r = 0; r < UPI_F32_ROWS; ++r) {
-                int64_t j = first + warp * UPI_F32_ROWS + r;
-                int seen = lse != -INFINITY && j < a.k.n && (!a.causal || j <= i + lane + ahead);
-                float p = seen ? expf(s[r] * scale - lse) : 0.0f;
-                upi_f32_gather<N>(dv[r], p, go, d);
-                upi_f32_gather<N>(dk[r], p * scale * (dp[r] - delta), q, d);
+                const int64_t j = first + warp * UPI_F32_ROWS + r;
+                const upi_f32_run seen_by = upi_f32_queries_of(a, x, j);
+                int seen =
+                    j < a.k.n && i + lane >= seen_by.first && i + lane < seen_by.end && lse != -INFINITY;
+                float p = seen ? expf(upi_f32_score(x, s[r]) - lse) : 0.0f;
+                upi_f32_gather<N>(gv[r], p, go, dv);
+                upi_f32_gather<N>(gk[r], p * upi_f32_slope(x, s[r]) * (dp[r] - delta), q, d);
             }
         }
     }
@@ -279,10 +344,10 @@ void upi_attn_f32_dkv(const upipe_attn_grad g, int64_t ahead, float scale)
         int64_t j = first + warp * UPI_F32_ROWS + r;
         UPI_UNROLL
         for (n = 0; n < N; ++n) {
-            int x = lane + 32 * n;
-            if (j >= a.k.n || x >= d) continue;
-            ((float *)g.gk.data)[j * g.gk.n_step + kv * g.gk.h_step + x] = dk[r][n];
-            ((float *)g.gv.data)[j * g.gv.n_step + kv * g.gv.h_step + x] = dv[r][n];
+            const int e = lane + 32 * n;
+            if (j >= a.k.n) continue;
+            if (e < d) ((float *)g.gk.data)[j * g.gk.n_step + kv * g.gk.h_step + e] = gk[r][n];
+            if (e < dv) ((float *)g.gv.data)[j * g.gv.n_step + kv * g.gv.h_step + e] = gv[r][n];
         }
     }
 }
@@ -299,50 +364,76 @@ UPIPE_API upipe_status upi_f32_blocks(upipe_ctx *c, int64_t rows, int heads, uns
     return UPIPE_OK;
 }
 
-/* Bytes of shared memory of a kernel that holds so many sets of rows, and lets two pass. */
-UPIPE_API unsigned upi_f32_shared(int d, int held)
+/* Bytes of shared memory of a kernel that holds so many elements a row, and lets a row of d and one of dv pass. */
+UPIPE_API unsigned upi_f32_shared(int held, int d, int dv)
 {
-    return (unsigned)(held * UPI_F32_HELD * d + 2 * UPI_F32_PASSING * (d | 1)) * 4;
+    return (unsigned)(UPI_F32_HELD * held + UPI_F32_PASSING * ((d | 1) + (dv | 1))) * 4;
+}
+
+/* The tables that are there, the queries' first. */
+UPIPE_API upi_f32_masks upi_f32_masks_make(const upipe_attn *a, int backward)
+{
+    const int masked = upi_cuda_attn_masked(a);
+    const size_t queries = masked ? upi_cuda_attn_runs_bytes(a->q.n) : 0;
+    upi_f32_masks x;
+    memset(&x, 0, sizeof x);
+    if (masked) x.queries = (const upi_cuda_attn_run *)a->work;
+    if (masked && backward) x.keys = (const upi_cuda_attn_run *)((const char *)a->work + queries);
+    x.ahead = upi_attn_ahead(a);
+    x.slope = upi_attn_scale(a);
+    x.scale = a->softcap > 0 ? a->softcap : x.slope;
+    x.squash = a->softcap > 0 ? x.slope / a->softcap : 0;
+    return x;
 }
 
 template <int N> UPIPE_API upipe_status upi_cuda_attn_f32_fwd_n(upipe_ctx *c, const upipe_attn *a)
 {
-    unsigned blocks = 0, shared = upi_f32_shared(a->q.d, 1), most = upi_f32_shared(32 * N, 1);
+    const upi_f32_masks x = upi_f32_masks_make(a, 0);
+    unsigned blocks = 0, shared = upi_f32_shared(a->q.d, a->q.d, a->v.d);
     UPIPE_TRY(upi_f32_blocks(c, a->q.n, a->q.h, &blocks));
     if (blocks == 0) return UPIPE_OK;
     /* the most that this kernel may need: ranks that are threads allow it with other head dims */
-    UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_attn_f32_fwd<N>), most));
-    return UPI_LAUNCH(c, (upi_attn_f32_fwd<N>), blocks, UPI_F32_THREADS, shared, *a, upi_attn_ahead(a),
-                      upi_attn_scale(a));
+    UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_attn_f32_fwd<N>), upi_f32_shared(32 * N, 32 * N, 32 * N)));
+    if (x.queries != NULL) UPIPE_TRY(upi_cuda_attn_query_runs(c, a, (upi_cuda_attn_run *)x.queries));
+    return UPI_LAUNCH(c, (upi_attn_f32_fwd<N>), blocks, UPI_F32_THREADS, shared, *a, x);
 }
 
 template <int N> UPIPE_API upipe_status upi_cuda_attn_f32_bwd_n(upipe_ctx *c, const upipe_attn_grad *g)
 {
     const upipe_attn *a = &g->a;
-    int64_t ahead = upi_attn_ahead(a);
-    unsigned queries = 0, keys = 0, shared = upi_f32_shared(a->q.d, 2), most = upi_f32_shared(32 * N, 2);
+    const upi_f32_masks x = upi_f32_masks_make(a, 1);
+    unsigned queries = 0, keys = 0, shared = upi_f32_shared(a->q.d + a->v.d, a->q.d, a->v.d);
+    const unsigned most = upi_f32_shared(64 * N, 32 * N, 32 * N);
     UPIPE_TRY(upi_f32_blocks(c, a->q.n, a->q.h, &queries));
     UPIPE_TRY(upi_f32_blocks(c, a->k.n, a->k.h, &keys));
     if (queries == 0) return UPIPE_OK;
     UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_attn_f32_dq<N>), most));
-    UPIPE_TRY(
-        UPI_LAUNCH(c, (upi_attn_f32_dq<N>), queries, UPI_F32_THREADS, shared, *g, ahead, upi_attn_scale(a)));
-    if (keys == 0) return UPIPE_OK;
     UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_attn_f32_dkv<N>), most));
-    return UPI_LAUNCH(c, (upi_attn_f32_dkv<N>), keys, UPI_F32_THREADS, shared, *g, ahead, upi_attn_scale(a));
+    if (x.queries != NULL) {
+        UPIPE_TRY(upi_cuda_attn_query_runs(c, a, (upi_cuda_attn_run *)x.queries));
+        UPIPE_TRY(upi_cuda_attn_key_runs(c, a, (upi_cuda_attn_run *)x.keys));
+    }
+    UPIPE_TRY(UPI_LAUNCH(c, (upi_attn_f32_dq<N>), queries, UPI_F32_THREADS, shared, *g, x));
+    if (keys > 0) UPIPE_TRY(UPI_LAUNCH(c, (upi_attn_f32_dkv<N>), keys, UPI_F32_THREADS, shared, *g, x));
+    return upi_cuda_attn_sink_bwd(c, g);
 }
 
-/* The table's entry where q is f32; arguments are checked. No scratch. */
+/* The table's entry where q is f32; arguments are checked. */
 UPIPE_API upipe_status upi_cuda_attn_f32_fwd(upipe_ctx *c, const upipe_attn *a)
 {
-    if (a->q.d <= 64) return upi_cuda_attn_f32_fwd_n<2>(c, a);
-    return a->q.d <= 128 ? upi_cuda_attn_f32_fwd_n<4>(c, a) : upi_cuda_attn_f32_fwd_n<8>(c, a);
+    const int columns = a->q.d > a->v.d ? a->q.d : a->v.d;
+    UPIPE_TRY(upi_cuda_attn_check_masks(c, a));
+    if (columns <= 64) return upi_cuda_attn_f32_fwd_n<2>(c, a);
+    return columns <= 128 ? upi_cuda_attn_f32_fwd_n<4>(c, a) : upi_cuda_attn_f32_fwd_n<8>(c, a);
 }
 
 UPIPE_API upipe_status upi_cuda_attn_f32_bwd(upipe_ctx *c, const upipe_attn_grad *g)
 {
-    if (g->a.q.d <= 64) return upi_cuda_attn_f32_bwd_n<2>(c, g);
-    return g->a.q.d <= 128 ? upi_cuda_attn_f32_bwd_n<4>(c, g) : upi_cuda_attn_f32_bwd_n<8>(c, g);
+    const upipe_attn *a = &g->a;
+    const int columns = a->q.d > a->v.d ? a->q.d : a->v.d;
+    UPIPE_TRY(upi_cuda_attn_check_masks(c, a));
+    if (columns <= 64) return upi_cuda_attn_f32_bwd_n<2>(c, g);
+    return columns <= 128 ? upi_cuda_attn_f32_bwd_n<4>(c, g) : upi_cuda_attn_f32_bwd_n<8>(c, g);
 }
 
 #endif

@@ -1,11 +1,12 @@
-/* upipe_cuda_attn_fwd.h -- attention forward on tensor cores   backend cuda, includes cuda_kernel, attn_f32, attn
+/* upipe_cuda_attn_fwd.h -- attention forward on tensor cores   backend cuda, includes cuda_attn_f32
  *
  * Fills upi_cuda_attn_fwd of the table; upipe_cuda_attn_bwd.h has the rest. Contract: upipe_attn.h.
  *
  *     q, k, v     bf16; products sum in f32. f32 storage goes to upipe_cuda_attn_f32.h: tensor cores round it
- *     o           bf16, or f32 where it is merged into
+ *     o           bf16 or f32
  *     rows        of q, k, v, o begin at multiples of 16 bytes: base and steps
- *     head dims   32 .. 256 in steps of 8, by kernels for 64, 128 and 256 whose last columns are zeros
+ *     head dims   32 .. 256 in steps of 8, by kernels for 64, 128 and 256 whose last columns are zeros; the
+ *                 greater of q's and v's counts
  *
  * A block takes 128 queries of one head (64 at head dim 256), a warp 32 of them as two tiles of 16, so that
  * each fragment of K or V that is read from shared memory feeds four products; with one tile, reading would
@@ -21,16 +22,16 @@
  * sums and accumulators rescaled: the longer the row, the rarer. A top that lags a little would make that
  * rarer still, but the greatest weight must be 1, which bf16 holds, for a row that sees one key alone to
  * give its value.
+ *
+ * Each kernel comes twice: with MASKED it takes what rows see from a table (upipe_cuda_attn_mask.h), and knows
+ * soft-caps; without, a row sees the keys up to its own.
  */
 #ifndef UPIPE_CUDA_ATTN_FWD_H
 #define UPIPE_CUDA_ATTN_FWD_H
 
-#include <math.h>
-
-#include "../upipe_attn.h"
 #include "upipe_cuda_attn_f32.h"
-
-#define UPI_CUDA_ATTN_LOG2E 1.4426950408889634f
+#include "upipe_cuda_attn_fwd90.h"
+#include "upipe_cuda_attn_tile.h"
 
 /* ---- tiles in shared memory ---- */
 
@@ -56,16 +57,6 @@ UPI_DEVICE uint32_t upi_cuda_attn_chunk(uint32_t at, int add)
 #define UPI_CUDA_ATTN_TURNS(n)     UPI_CUDA_ATTN_PRAGMA(unroll n)
 #endif
 
-/* x, anew: what is made of the result is made again in every turn of a loop. Otherwise the compiler keeps
- * it in registers from one turn to the next, and there are none to spare. */
-UPI_DEVICE int upi_cuda_attn_anew(int x)
-{
-#ifndef UPIPE_CUDA_SEAMS
-    asm volatile("" : "+r"(x));
-#endif
-    return x;
-}
-
 /* Starts copying a tile: ROWS rows of d elements from row `first` on of the `rows` rows at `from`. Rows and
  * columns beyond the last become zeros. */
 template <int D, int ROWS, int THREADS>
@@ -82,19 +73,6 @@ UPI_DEVICE void upi_cuda_attn_load(uint32_t to, const upi_bf16 *from, int64_t st
 }
 
 /* ---- the kernel ---- */
-
-/* Steps in elements. */
-typedef struct upi_cuda_attn_args {
-    const upi_bf16 *q, *k, *v;
-    void *o;
-    float *lse;
-    int64_t q_step, q_head, k_step, k_head, v_step, v_head, o_step, o_head, lse_step, lse_head;
-    int64_t queries, keys;
-    int64_t ahead; /* query i sees keys up to i + ahead */
-    int heads, group, d, causal, merge;
-    int wide;          /* o is f32 */
-    float scale, rate; /* rate = scale * log2(e) */
-} upi_cuda_attn_args;
 
 /* What a block needs once a tile waits behind its tiles in shared memory: registers are full. */
 typedef struct upi_cuda_attn_fwd_aside {
@@ -115,29 +93,6 @@ template <int D> struct upi_cuda_attn_fwd_shape {
     };
 };
 
-/* Keys that the `rows` queries from q0 see between them: [0, result). */
-UPI_DEVICE int64_t upi_cuda_attn_reach(const upi_cuda_attn_args &a, int64_t q0, int rows)
-{
-    int64_t reach = (a.queries - q0 < rows ? a.queries : q0 + rows) + a.ahead;
-    if (!a.causal || reach > a.keys) return a.keys;
-    return reach > 0 ? reach : 0;
-}
-
-/* What one instruction reads or writes. */
-struct alignas(16) upi_cuda_attn_chunk16 {
-    uint32_t word[4];
-};
-struct alignas(8) upi_cuda_attn_pair {
-    float x, y;
-};
-
-/* x, or what is as good as infinite. */
-UPI_DEVICE int upi_cuda_attn_near(int64_t x, int finite)
-{
-    const int64_t far = 1 << 30;
-    return (int)(!finite || x > far ? far : x < -far ? -far : x);
-}
-
 /* The slot of the ring before that one: where the tile after the next goes. */
 template <int D> UPI_DEVICE uint32_t upi_cuda_attn_fwd_before(uint32_t at, uint32_t ring)
 {
@@ -145,7 +100,7 @@ template <int D> UPI_DEVICE uint32_t upi_cuda_attn_fwd_before(uint32_t at, uint3
     return at == ring ? ring + 2 * slot : at - slot;
 }
 
-template <int D>
+template <int D, int MASKED>
 UPI_KERNEL(upi_cuda_attn_fwd_shape<D>::THREADS, upi_cuda_attn_fwd_shape<D>::BLOCKS)
 void upi_cuda_attn_fwd_kernel(const upi_cuda_attn_args a)
 {
@@ -160,13 +115,12 @@ void upi_cuda_attn_fwd_kernel(const upi_cuda_attn_args a)
     const int64_t q0 =
         (a.causal ? blocks - 1 - (int64_t)blockIdx.x / a.heads : (int64_t)blockIdx.x % blocks) * ROWS;
     const int row0 = warp * TILES * 16; /* of the warp, in the block */
-    const int tiles = (int)((upi_cuda_attn_reach(a, q0, ROWS) + KEYS - 1) / KEYS);
-    /* Of these tiles the warp sees the first `seen`, and the first `whole` need no mask. */
-    const int seen =
-        q0 + row0 < a.queries ? (int)((upi_cuda_attn_reach(a, q0 + row0, TILES * 16) + KEYS - 1) / KEYS) : 0;
-    const int whole = (int)(upi_cuda_attn_reach(a, q0 + row0, 1) / KEYS);
+    const upi_cuda_attn_tiles ours = upi_cuda_attn_tiles_of<MASKED>(a, q0, ROWS, KEYS);
+    const upi_cuda_attn_tiles seen = upi_cuda_attn_tiles_of<MASKED>(a, q0 + row0, TILES * 16, KEYS);
+    const int first = ours.first, tiles = ours.end, whole = seen.whole_end;
+    const int seen_end = q0 + row0 < a.queries ? seen.end : 0;
     /* From tile `whole` on, this lane's first query sees keys up to `sight`, and the last key is `end`;
-     * both are counted from the lane's first column. */
+     * both are counted from the lane's first column. With a table, it says so. */
     const int sight =
         upi_cuda_attn_near(q0 + row0 + a.ahead - (int64_t)whole * KEYS, a.causal) + lane / 4 - lane % 4 * 2;
     const int end = upi_cuda_attn_near(a.keys - 1 - (int64_t)whole * KEYS, 1) - lane % 4 * 2;
@@ -190,16 +144,17 @@ void upi_cuda_attn_fwd_kernel(const upi_cuda_attn_args a)
         }
     }
 
-    if (tiles > 0) {
+    if (first < tiles) {
         const upi_bf16 *k = a.k + head / a.group * a.k_head, *v = a.v + head / a.group * a.v_head;
         upi_cuda_attn_load<D, ROWS, THREADS>(at_q, a.q + head * a.q_head, a.q_step, q0, a.queries, a.d);
-        upi_cuda_attn_load<D, KEYS, THREADS>(ring, k, a.k_step, 0, a.keys, a.d);
+        upi_cuda_attn_load<D, KEYS, THREADS>(ring, k, a.k_step, (int64_t)first * KEYS, a.keys, a.d);
         upi_copy_commit();
-        upi_cuda_attn_load<D, KEYS, THREADS>(ring + slot, v, a.v_step, 0, a.keys, a.d);
+        upi_cuda_attn_load<D, KEYS, THREADS>(ring + slot, v, a.v_step, (int64_t)first * KEYS, a.keys,
+                                             MASKED ? a.dv : a.d);
         upi_copy_commit();
         if (threadIdx.x == 0) aside->k = k, aside->v = v;
     }
-    for (int n = 0; n < tiles; ++n) {
+    for (int n = first; n < tiles; ++n) {
         uint32_t p[TILES][KEYS / 16][4];
 
         upi_copy_wait<1>();
@@ -208,7 +163,7 @@ void upi_cuda_attn_fwd_kernel(const upi_cuda_attn_args a)
             upi_cuda_attn_load<D, KEYS, THREADS>(upi_cuda_attn_fwd_before<D>(at, ring), aside->k, a.k_step,
                                                  (int64_t)(n + 1) * KEYS, a.keys, a.d);
         upi_copy_commit();
-        if (n < seen) { /* a warp may have nothing to do where others of its block have */
+        if (n < seen_end && n >= seen.first) { /* a warp may have nothing to do where others have */
             float s[TILES][KEYS / 8][4];
             int rises = 0;
             UPI_UNROLL
@@ -236,7 +191,34 @@ void upi_cuda_attn_fwd_kernel(const upi_cuda_attn_args a)
                 }
             }
 
-            if (n >= whole) {
+            if (MASKED && a.squash != 0) {
+                UPI_UNROLL
+                for (int m = 0; m < TILES; ++m) {
+                    UPI_UNROLL
+                    for (int j = 0; j < KEYS / 8; ++j) {
+                        UPI_UNROLL
+                        for (int e = 0; e < 4; ++e) s[m][j][e] = tanhf(s[m][j][e] * a.squash);
+                    }
+                }
+            }
+            if (MASKED && (n >= whole || n < seen.whole)) {
+                UPI_UNROLL
+                for (int m = 0; m < TILES; ++m) {
+                    UPI_UNROLL
+                    for (int half = 0; half < 2; ++half) {
+                        const int64_t query = q0 + row0 + m * 16 + lane / 4 + half * 8;
+                        const upi_cuda_attn_run run = a.runs[query < a.queries ? query : a.queries - 1];
+                        const int low = run.first - n * KEYS - lane % 4 * 2;
+                        const int high = run.end - n * KEYS - lane % 4 * 2;
+                        UPI_UNROLL
+                        for (int j = 0; j < KEYS / 8; ++j) {
+                            if (j * 8 < low || j * 8 >= high) s[m][j][2 * half] = -INFINITY;
+                            if (j * 8 + 1 < low || j * 8 + 1 >= high) s[m][j][2 * half + 1] = -INFINITY;
+                        }
+                    }
+                }
+            }
+            if (!MASKED && n >= whole) {
                 UPI_UNROLL
                 for (int m = 0; m < TILES; ++m) {
                     UPI_UNROLL
@@ -308,9 +290,9 @@ void upi_cuda_attn_fwd_kernel(const upi_cuda_attn_args a)
         __syncthreads(); /* V is there, and every warp is through with K */
         if (n + 1 < tiles)
             upi_cuda_attn_load<D, KEYS, THREADS>(upi_cuda_attn_fwd_before<D>(at, ring), aside->v, a.v_step,
-                                                 (int64_t)(n + 1) * KEYS, a.keys, a.d);
+                                                 (int64_t)(n + 1) * KEYS, a.keys, MASKED ? a.dv : a.d);
         upi_copy_commit();
-        if (n < seen) {
+        if (n < seen_end && n >= seen.first) {
             UPI_UNROLL
             for (int j = 0; j < KEYS / 16; ++j) {
                 UPI_UNROLL
@@ -342,6 +324,8 @@ void upi_cuda_attn_fwd_kernel(const upi_cuda_attn_args a)
             all += __shfl_xor_sync(0xffffffffu, all, 2);
             weight = all == 0 ? 0 : 1 / all; /* not `all > 0`: a NaN must come out as one */
             lse = all == 0 ? -INFINITY : fmaf(top[m][half], a.scale, logf(all));
+            if (a.sinks != NULL)
+                upi_cuda_attn_add_sink(a.sinks[head], top[m][half] * a.scale, all, &lse, &weight);
             if (a.merge) {
                 const float old = real ? *at_lse : -INFINITY, most = fmaxf(old, lse);
                 const float from = most == -INFINITY ? 0 : most;
@@ -359,7 +343,7 @@ void upi_cuda_attn_fwd_kernel(const upi_cuda_attn_args a)
                 const int64_t to = query * a.o_step + head * a.o_head + column;
                 upi_cuda_attn_pair *pair = (upi_cuda_attn_pair *)((float *)a.o + to);
                 float x = o[m][i][2 * half] * weight, y = o[m][i][2 * half + 1] * weight;
-                if (a.merge && keep != 0 && real && i * 8 < a.d) {
+                if (a.merge && keep != 0 && real && i * 8 < a.dv) {
                     if (a.wide) {
                         x = fmaf(keep, pair->x, x);
                         y = fmaf(keep, pair->y, y);
@@ -369,7 +353,7 @@ void upi_cuda_attn_fwd_kernel(const upi_cuda_attn_args a)
                         y = fmaf(keep, upi_from_bf16((upi_bf16)(old >> 16)), y);
                     }
                 }
-                if (a.wide && real && i * 8 < a.d) pair->x = x, pair->y = y;
+                if (a.wide && real && i * 8 < a.dv) pair->x = x, pair->y = y;
                 if (!a.wide)
                     *(uint32_t *)(shared + upi_cuda_attn_at<D>(row, i) + lane % 4 * 4) = upi_pack_bf16(x, y);
             }
@@ -383,36 +367,13 @@ void upi_cuda_attn_fwd_kernel(const upi_cuda_attn_args a)
         upi_bf16 *to = (upi_bf16 *)a.o + (q0 + r) * a.o_step + head * a.o_head + c * 8;
         UPI_UNROLL
         for (int i = 0; i < TILES * 16; i += stride, to += stride * a.o_step)
-            if (q0 + r + i < a.queries && c * 8 < a.d)
+            if (q0 + r + i < a.queries && c * 8 < a.dv)
                 *(upi_cuda_attn_chunk16 *)to =
                     *(const upi_cuda_attn_chunk16 *)(shared + upi_cuda_attn_at<D>(r + i, c));
     }
 }
 
 /* ---- host ---- */
-
-/* Every row of the view begins at a multiple of 16 bytes. */
-UPIPE_API upipe_status upi_cuda_attn_aligned(upipe_ctx *c, const char *name, upipe_view v)
-{
-    const int64_t each = 16 / (int64_t)upipe_dtype_bytes(v.dtype);
-    if (v.n == 0) return UPIPE_OK;
-    if ((uintptr_t)v.data % 16 == 0 && (v.n == 1 || v.n_step % each == 0) &&
-        (v.h == 1 || v.h_step % each == 0))
-        return UPIPE_OK;
-    return upi_fail(
-        &c->err, UPIPE_ERR_UNSUPPORTED,
-        "attention: %s at %p with steps of %lld and %lld %s elements; rows must begin at multiples "
-        "of 16 bytes",
-        name, v.data, (long long)v.n_step, (long long)v.h_step, upipe_dtype_name(v.dtype));
-}
-
-/* What both directions refuse. */
-UPIPE_API upipe_status upi_cuda_attn_check(upipe_ctx *c, const upipe_attn *a)
-{
-    UPIPE_TRY(upi_cuda_attn_aligned(c, "q", a->q));
-    UPIPE_TRY(upi_cuda_attn_aligned(c, "k", a->k));
-    return upi_cuda_attn_aligned(c, "v", a->v);
-}
 
 /* The device must give a block this much shared memory, and a grid must have room for its blocks. */
 UPIPE_API upipe_status upi_cuda_attn_fits(upipe_ctx *c, int d, int shared, int64_t blocks, int64_t heads)
@@ -430,48 +391,33 @@ UPIPE_API upipe_status upi_cuda_attn_fits(upipe_ctx *c, int d, int shared, int64
     return UPIPE_OK;
 }
 
-UPIPE_API upi_cuda_attn_args upi_cuda_attn_args_make(const upipe_attn *a)
-{
-    upi_cuda_attn_args x;
-    memset(&x, 0, sizeof x);
-    x.q = (const upi_bf16 *)a->q.data;
-    x.k = (const upi_bf16 *)a->k.data;
-    x.v = (const upi_bf16 *)a->v.data;
-    x.lse = (float *)a->lse.data;
-    x.q_step = a->q.n_step, x.q_head = a->q.h_step;
-    x.k_step = a->k.n_step, x.k_head = a->k.h_step;
-    x.v_step = a->v.n_step, x.v_head = a->v.h_step;
-    x.lse_step = a->lse.n_step, x.lse_head = a->lse.h_step;
-    x.queries = a->q.n;
-    x.keys = a->k.n;
-    x.ahead = upi_attn_ahead(a);
-    x.heads = a->q.h;
-    x.group = a->q.h / a->k.h;
-    x.d = a->q.d;
-    x.causal = a->causal;
-    x.scale = upi_attn_scale(a);
-    x.rate = x.scale * UPI_CUDA_ATTN_LOG2E;
-    return x;
-}
-
-template <int D> UPIPE_API upipe_status upi_cuda_attn_fwd_launch(upipe_ctx *c, const upi_cuda_attn_args *a)
+template <int D, int MASKED>
+UPIPE_API upipe_status upi_cuda_attn_fwd_launch(upipe_ctx *c, const upipe_attn *call,
+                                                const upi_cuda_attn_args *a)
 {
     typedef upi_cuda_attn_fwd_shape<D> shape;
     const int64_t blocks = (a->queries + shape::ROWS - 1) / shape::ROWS;
-    UPIPE_TRY(upi_cuda_attn_fits(c, a->d, shape::SHARED, blocks, a->heads));
-    UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_cuda_attn_fwd_kernel<D>), shape::SHARED));
-    return UPI_LAUNCH(c, (upi_cuda_attn_fwd_kernel<D>), (unsigned)(blocks * a->heads), shape::THREADS,
+    UPIPE_TRY(upi_cuda_attn_fits(c, upi_cuda_attn_columns(call), shape::SHARED, blocks, a->heads));
+    UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_cuda_attn_fwd_kernel<D, MASKED>), shape::SHARED));
+    if (MASKED) UPIPE_TRY(upi_cuda_attn_query_runs(c, call, (upi_cuda_attn_run *)call->work));
+    return UPI_LAUNCH(c, (upi_cuda_attn_fwd_kernel<D, MASKED>), (unsigned)(blocks * a->heads), shape::THREADS,
                       shape::SHARED, *a);
 }
 
-/* Entry of the table. No scratch. */
+template <int MASKED>
+UPIPE_API upipe_status upi_cuda_attn_fwd_any(upipe_ctx *c, const upipe_attn *call,
+                                             const upi_cuda_attn_args *a)
+{
+    if (upi_cuda_attn_columns(call) <= 64) return upi_cuda_attn_fwd_launch<64, MASKED>(c, call, a);
+    if (upi_cuda_attn_columns(call) <= 128) return upi_cuda_attn_fwd_launch<128, MASKED>(c, call, a);
+    return upi_cuda_attn_fwd_launch<256, MASKED>(c, call, a);
+}
+
+/* Entry of the table. Scratch: what the queries of a masked call see. */
 UPIPE_API upipe_status upi_cuda_attn_fwd(upipe_ctx *c, const upipe_attn *a)
 {
     upi_cuda_attn_args x;
     if (a->q.dtype == UPIPE_F32) return upi_cuda_attn_f32_fwd(c, a);
-    if (!a->merge && a->o.dtype != a->q.dtype)
-        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "attention: o in f32 beside %s, but nothing to merge",
-                        upipe_dtype_name(a->q.dtype));
     UPIPE_TRY(upi_cuda_attn_check(c, a));
     UPIPE_TRY(upi_cuda_attn_aligned(c, "o", a->o));
     if (a->q.n == 0) return UPIPE_OK;
@@ -480,9 +426,8 @@ UPIPE_API upipe_status upi_cuda_attn_fwd(upipe_ctx *c, const upipe_attn *a)
     x.o_step = a->o.n_step, x.o_head = a->o.h_step;
     x.merge = a->merge;
     x.wide = a->o.dtype == UPIPE_F32;
-    if (x.d <= 64) return upi_cuda_attn_fwd_launch<64>(c, &x);
-    if (x.d <= 128) return upi_cuda_attn_fwd_launch<128>(c, &x);
-    return upi_cuda_attn_fwd_launch<256>(c, &x);
+    if (upi_cuda_fwd90_takes(c, a)) return upi_cuda_attn_fwd90(c, a, &x);
+    return upi_cuda_attn_masked(a) ? upi_cuda_attn_fwd_any<1>(c, a, &x) : upi_cuda_attn_fwd_any<0>(c, a, &x);
 }
 
 #endif

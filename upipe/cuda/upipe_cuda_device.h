@@ -57,6 +57,17 @@ UPIPE_API upipe_status upi_cublas_check(upipe_err *e, cublasStatus_t r, const ch
 
 #define UPI_CUBLAS(e, call) UPIPE_TRY(upi_cublas_check((e), (call), #call))
 
+/* UNSUPPORTED where ctx->stream is captured into a graph: `what` makes the host wait, and a captured stream runs
+ * nothing yet. Asked for before anything is enqueued: the runtime itself would spoil the capture. */
+UPIPE_API upipe_status upi_cuda_uncaptured(upipe_ctx *c, const char *what)
+{
+    enum cudaStreamCaptureStatus state;
+    UPI_CUDA(&c->err, cudaStreamIsCapturing((cudaStream_t)c->stream, &state));
+    if (state == cudaStreamCaptureStatusNone) return UPIPE_OK;
+    return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
+                    "%s waits for the stream, which is captured into a graph and runs nothing yet", what);
+}
+
 /* Lets blocks of a kernel have more than 48 KiB of shared memory, and a processor as many of them as fit. */
 UPIPE_API upipe_status upi_cuda_allow_shared(upipe_err *e, const void *kernel, int bytes)
 {

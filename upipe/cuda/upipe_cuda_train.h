@@ -350,6 +350,7 @@ UPIPE_API upipe_status upi_cuda_total(upipe_ctx *c, double *out, upipe_view x, i
     int64_t blocks;
     upi_span s;
     UPIPE_TRY(upi_total_check(c, out, x));
+    UPIPE_TRY(upi_cuda_uncaptured(c, "a total for the host"));
     *out = 0;
     if (x.n == 0) return UPIPE_OK;
     s = upi_span_of(&x, 1, 0); /* rows joined or not, the order would differ */

@@ -15,6 +15,27 @@
  * ncclAllGather of 288 bytes a rank through memory that init has taken. wait returns when the exchange is
  * complete on the device, not before: so a failure has one place.
  *
+ * Without multiprocessors. NCCL 2.28 moves an all-to-all of equal parts with copy engines, beside attention,
+ * where both buffers lie in a symmetric window of a communicator of one machine with CTAPolicy =
+ * NCCL_CTA_POLICY_ZERO. A host asks for it once, on all ranks, after init:
+ *
+ *     config.CTAPolicy = NCCL_CTA_POLICY_ZERO;              NCCL does not say what it is: the host's word
+ *     upipe_nccl_slab(&slab, bytes, &err);                  as many bytes on every rank, for the pool
+ *     upipe_nccl_zero_sm(&ctx, &team, slab, bytes);         team.zero_sm, team.zero_sm_says
+ *
+ * Each rank writes into the others' windows where its own receive buffer lies in its own, and nobody checks
+ * whether it lies there too. So ranks compare shape and place in every exchange before anything moves, with
+ * the ncclAllGather of a gather; it takes one block of one multiprocessor for a moment, the data none. If
+ * anyone's differ, all send and receive in a group. All of it happens in wait, on a stream of the
+ * transport's own: what the host enqueues on ctx->stream between start and wait runs beside it. A copy engine
+ * that waits for a peer's is not ended by ncclCommAbort: comparing first leaves that to a rank that dies, or
+ * whose device fails, at that instant. ctx->stream never waits for a peer. In a graph everything is grouped.
+ *
+ * Graphs. Where ctx->stream is captured, an exchange is captured with it, and wait returns when NCCL has enqueued it:
+ * the stream's order is all that what follows needs. A gather and a barrier make the host wait, and are refused:
+ * calls that compare ranks (upipe_comm_agree) are made once before the capture. All ranks launch their graphs in the
+ * same order; upipe_nccl_sync waits for them under the deadline. The counts of bytes are those of the capture.
+ *
  * Every rank makes the same sequence of calls, from one thread at a time, abort included. NCCL does not
  * compare what ranks ask for: lists that do not fit, or different calls, end in TIMEOUT at best. A gather
  * tells: it carries the number and kind of the call, and gives MISMATCH on all ranks.
@@ -39,21 +60,32 @@
 #include <cuda_runtime_api.h>
 #include <nccl.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 #include "../upipe_base.h"
 #include "../upipe_comm.h"
 #include "../upipe_ops.h"
 
+/* Copy engines: the header has what they need. */
+#define UPI_NCCL_ENGINES (NCCL_VERSION_CODE >= 22800)
+
 enum {
-    UPI_NCCL_YIELDS = 2000, /* fruitless looks before a waiting rank naps */
-    UPI_NCCL_NAP = 20000,   /* ns */
-    UPI_NCCL_HEAD = 4,      /* numbers before those of a gather: mark, call, kind, n */
+    UPIPE_NCCL_ENGINES_NCCL = 22800,   /* NCCL's version at run time, at least */
+    UPIPE_NCCL_ENGINES_DRIVER = 12050, /* the driver's, as cudaDriverGetVersion counts */
+    UPI_NCCL_YIELDS = 2000,            /* fruitless looks before a waiting rank naps */
+    UPI_NCCL_NAP = 20000,              /* ns */
+    UPI_NCCL_HEAD = 4,                 /* numbers before those of a gather: mark, call, kind, n */
     UPI_NCCL_ROW = UPI_NCCL_HEAD + UPIPE_GATHER_MAX
 };
 
 #define UPI_NCCL_MARK INT64_C(0x316c63636e697075) /* "upinccl1" in memory, low byte first */
 
-typedef enum upi_nccl_kind { UPI_NCCL_EXCHANGE = 1, UPI_NCCL_BARRIER, UPI_NCCL_GATHER } upi_nccl_kind;
+typedef enum upi_nccl_kind {
+    UPI_NCCL_EXCHANGE = 1,
+    UPI_NCCL_BARRIER,
+    UPI_NCCL_GATHER,
+    UPI_NCCL_SYNC
+} upi_nccl_kind;
 
 /* A rank's end of a team. Plain, the host's; must not move between init and free. */
 typedef struct upipe_nccl {
@@ -62,18 +94,32 @@ typedef struct upipe_nccl {
     /* Never ncclAlltoAll, set right after init and on all ranks alike: for a host whose own lists are laid out
      * without gaps on one rank and with gaps on another. */
     int grouped;
+    int zero_sm;              /* set by upipe_nccl_zero_sm, the same on all ranks: copy engines are asked */
+    char zero_sm_says[200];   /* one sentence: what goes how, and why */
+    int64_t engine_exchanges; /* how many so far were asked of the copy engines */
     /* the rest is the transport's */
     int64_t call;          /* calls begun */
     upi_nccl_kind kind;    /* of the call under way */
     const upipe_seg *list; /* [n], of an exchange */
     int n;
     int pending;   /* NCCL has not yet enqueued it all: what comes behind it is not enqueued either */
-    int64_t *row;  /* device: [1 + ranks][UPI_NCCL_ROW], own and all */
-    int64_t *rows; /* pinned: the same */
+    int rows_come; /* what is under way ends with the rows of all ranks */
+    int passed;    /* the stream has come to the call: `until` counts */
+    int64_t until;
+    cudaStream_t stream;       /* of what is under way: ctx->stream or side */
+    int captured;              /* the call's stream is captured: there is nothing to wait for */
+    int64_t *row;              /* device: [1 + ranks][UPI_NCCL_ROW], own and all */
+    int64_t *rows;             /* pinned: the same */
     cudaEvent_t reached, done; /* on ctx->stream, before and behind the call */
     upipe_err reason;          /* constant once broken */
     int broken;
     void *room;
+    char *slab; /* the window's memory, the host's */
+    size_t slab_bytes;
+    cudaStream_t side; /* of exchanges by copy engines */
+#if UPI_NCCL_ENGINES
+    ncclWindow_t window;
+#endif
 } upipe_nccl;
 
 /* ---- failure ---- */
@@ -158,6 +204,7 @@ UPIPE_API const char *upi_nccl_kind_name(int64_t kind)
     return kind == UPI_NCCL_EXCHANGE  ? "an exchange"
            : kind == UPI_NCCL_BARRIER ? "a barrier"
            : kind == UPI_NCCL_GATHER  ? "a gather"
+           : kind == UPI_NCCL_SYNC    ? "upipe_nccl_sync"
                                       : "an unknown call";
 }
 
@@ -179,10 +226,19 @@ UPIPE_API upipe_status upi_nccl_ready(upipe_ctx *c, upipe_nccl *m)
 
 UPIPE_API upipe_status upi_nccl_begin(upipe_ctx *c, upipe_nccl *m, upi_nccl_kind kind)
 {
-    ++m->call;
+    enum cudaStreamCaptureStatus state;
+    UPI_NCCL_CUDA(c, m, cudaStreamIsCapturing((cudaStream_t)c->stream, &state));
+    if (state != cudaStreamCaptureStatusNone && kind != UPI_NCCL_EXCHANGE)
+        return upi_fail(
+            &c->err, UPIPE_ERR_UNSUPPORTED,
+            "rank %d: %s waits for the stream, which is captured into a graph and runs nothing yet",
+            m->comm.rank, upi_nccl_kind_name(kind));
+    m->call += kind != UPI_NCCL_SYNC; /* which other ranks need not make */
     m->kind = kind;
-    m->pending = 0;
-    UPI_NCCL_CUDA(c, m, cudaEventRecord(m->reached, (cudaStream_t)c->stream));
+    m->pending = m->rows_come = m->passed = 0;
+    m->stream = (cudaStream_t)c->stream;
+    m->captured = state != cudaStreamCaptureStatusNone;
+    if (!m->captured) UPI_NCCL_CUDA(c, m, cudaEventRecord(m->reached, (cudaStream_t)c->stream));
     return UPIPE_OK;
 }
 
@@ -190,12 +246,11 @@ UPIPE_API upipe_status upi_nccl_begin(upipe_ctx *c, upipe_nccl *m, upi_nccl_kind
 UPIPE_API upipe_status upi_nccl_close(upipe_ctx *c, upipe_nccl *m)
 {
     size_t bytes = (size_t)m->comm.ranks * UPI_NCCL_ROW * sizeof *m->row;
-    cudaStream_t stream = (cudaStream_t)c->stream;
-    if (m->kind != UPI_NCCL_EXCHANGE)
+    if (m->rows_come)
         UPI_NCCL_CUDA(c, m,
                       cudaMemcpyAsync(m->rows + UPI_NCCL_ROW, m->row + UPI_NCCL_ROW, bytes,
-                                      cudaMemcpyDeviceToHost, stream));
-    UPI_NCCL_CUDA(c, m, cudaEventRecord(m->done, stream));
+                                      cudaMemcpyDeviceToHost, m->stream));
+    if (!m->captured) UPI_NCCL_CUDA(c, m, cudaEventRecord(m->done, m->stream));
     m->pending = 0;
     return UPIPE_OK;
 }
@@ -221,26 +276,75 @@ UPIPE_API upipe_status upi_nccl_passed(upipe_ctx *c, upipe_nccl *m, cudaEvent_t 
     return UPIPE_OK;
 }
 
-/* Waits until the call is complete on the device. */
+/* Waits until what is under way of the call is complete on the device, or, captured, in the graph. */
 UPIPE_API upipe_status upi_nccl_finish(upipe_ctx *c, upipe_nccl *m)
 {
-    int64_t until = 0;
-    int idle = 0, reached = 0;
+    int idle = 0;
+    if (!m->passed && (m->captured || m->kind == UPI_NCCL_SYNC)) {
+        m->passed = 1;
+        m->until = upi_net_until(m->comm.deadline);
+    }
     for (;;) {
-        int busy, passed = 0, late = reached && upi_net_now() >= until;
+        int busy, passed = 0, late = m->passed && upi_net_now() >= m->until;
         UPIPE_TRY(upi_nccl_state(c, m, &busy));
         if (m->pending && !busy) UPIPE_TRY(upi_nccl_close(c, m));
+        if (!m->pending && m->captured) return UPIPE_OK;
         if (!m->pending) UPIPE_TRY(upi_nccl_passed(c, m, m->done, &passed));
         if (passed) return UPIPE_OK;
         if (late)
             return upi_nccl_fail(c, m, UPIPE_ERR_TIMEOUT, "rank %d waited %g s in %s for other ranks",
                                  m->comm.rank, m->comm.deadline, upi_nccl_kind_name(m->kind));
-        if (!reached) {
-            UPIPE_TRY(upi_nccl_passed(c, m, m->reached, &reached));
-            if (reached) until = upi_net_until(m->comm.deadline);
+        if (!m->passed) {
+            UPIPE_TRY(upi_nccl_passed(c, m, m->reached, &m->passed));
+            if (m->passed) m->until = upi_net_until(m->comm.deadline);
         }
         upi_net_rest(&idle, UPI_NCCL_YIELDS, UPI_NCCL_NAP);
     }
+}
+
+/* Every rank's row comes to every rank: m->rows + (1 + r) * UPI_NCCL_ROW. On m->stream, and waited for. */
+UPIPE_API upipe_status upi_nccl_trade(upipe_ctx *c, upipe_nccl *m, const int64_t *values, int n)
+{
+    int r;
+    m->rows_come = 1;
+    memset(m->rows, 0, UPI_NCCL_ROW * sizeof *m->rows);
+    m->rows[0] = UPI_NCCL_MARK;
+    m->rows[1] = m->call;
+    m->rows[2] = m->kind;
+    m->rows[3] = n;
+    if (n > 0) memcpy(m->rows + UPI_NCCL_HEAD, values, (size_t)n * sizeof *values);
+    UPI_NCCL_CUDA(
+        c, m,
+        cudaMemcpyAsync(m->row, m->rows, UPI_NCCL_ROW * sizeof *m->row, cudaMemcpyHostToDevice, m->stream));
+    UPIPE_TRY(upi_nccl_enqueued(
+        c, m, ncclAllGather(m->row, m->row + UPI_NCCL_ROW, UPI_NCCL_ROW, ncclInt64, m->nccl, m->stream),
+        "ncclAllGather("));
+    UPIPE_TRY(upi_nccl_finish(c, m));
+    m->rows_come = 0;
+    for (r = 0; r < m->comm.ranks; ++r) {
+        const int64_t *theirs = m->rows + (size_t)(1 + r) * UPI_NCCL_ROW;
+        if (theirs[0] != UPI_NCCL_MARK)
+            return upi_nccl_fail(c, m, UPIPE_ERR_MISMATCH, "rank %d gathers something else than rank %d", r,
+                                 m->comm.rank);
+        if (theirs[2] != m->kind)
+            return upi_nccl_fail(c, m, UPIPE_ERR_MISMATCH, "rank %d is in %s and rank %d in %s", m->comm.rank,
+                                 upi_nccl_kind_name(m->kind), r, upi_nccl_kind_name(theirs[2]));
+        if (theirs[3] != n)
+            return upi_nccl_fail(c, m, UPIPE_ERR_MISMATCH,
+                                 "rank %d gathers %d numbers and rank %d gathers %lld", m->comm.rank, n, r,
+                                 (long long)theirs[3]);
+        if (theirs[1] != m->call)
+            return upi_nccl_fail(c, m, UPIPE_ERR_MISMATCH,
+                                 "rank %d is in its call %lld and rank %d in its %lld", m->comm.rank,
+                                 (long long)m->call, r, (long long)theirs[1]);
+    }
+    return UPIPE_OK;
+}
+
+/* Value i of rank r, of the last trade. */
+UPIPE_API int64_t upi_nccl_value(const upipe_nccl *m, int r, int i)
+{
+    return m->rows[(size_t)(1 + r) * UPI_NCCL_ROW + UPI_NCCL_HEAD + (size_t)i];
 }
 
 /* ---- exchange ---- */
@@ -313,22 +417,13 @@ UPIPE_API ncclResult_t upi_nccl_list(upipe_ctx *c, const upipe_nccl *m, const up
     return ncclSuccess;
 }
 
-UPIPE_API upipe_status upi_nccl_post(upipe_ctx *c, upipe_nccl *m, const upipe_seg *list, int n)
+/* One group on ctx->stream. */
+UPIPE_API upipe_status upi_nccl_post_group(upipe_ctx *c, upipe_nccl *m, const upipe_seg *list, int n)
 {
     const char *what = "";
     ncclResult_t inside, end;
     int i, others = 0;
-    UPIPE_TRY(upi_nccl_begin(c, m, UPI_NCCL_EXCHANGE));
-#if NCCL_VERSION_CODE >= 22800
-    {
-        size_t part;
-        if (m->comm.ranks > 1 && upi_nccl_is_all_to_all(m, list, n, &part))
-            return upi_nccl_enqueued(
-                c, m,
-                ncclAlltoAll(list[0].send, list[0].recv, part, ncclInt8, m->nccl, (cudaStream_t)c->stream),
-                "ncclAlltoAll(");
-    }
-#endif
+    m->stream = (cudaStream_t)c->stream;
     UPIPE_TRY(upi_nccl_copy_own(c, m, list, n));
     for (i = 0; i < n; ++i)
         others += list[i].peer != m->comm.rank && (list[i].send_bytes > 0 || list[i].recv_bytes > 0);
@@ -340,6 +435,58 @@ UPIPE_API upipe_status upi_nccl_post(upipe_ctx *c, upipe_nccl *m, const upipe_se
     return upi_nccl_enqueued(c, m, end, "ncclGroupEnd(");
 }
 
+#if UPI_NCCL_ENGINES
+UPIPE_API upipe_status upi_nccl_post_all(upipe_ctx *c, upipe_nccl *m, const upipe_seg *list, size_t part)
+{
+    return upi_nccl_enqueued(
+        c, m, ncclAlltoAll(list[0].send, list[0].recv, part, ncclInt8, m->nccl, m->stream), "ncclAlltoAll(");
+}
+#endif
+
+UPIPE_API upipe_status upi_nccl_post(upipe_ctx *c, upipe_nccl *m, const upipe_seg *list, int n)
+{
+#if UPI_NCCL_ENGINES
+    size_t part;
+    /* NCCL would give it to the engines, and nobody has compared places */
+    int grouped = m->zero_sm || m->comm.ranks == 1;
+    if (!grouped && upi_nccl_is_all_to_all(m, list, n, &part)) return upi_nccl_post_all(c, m, list, part);
+#endif
+    return upi_nccl_post_group(c, m, list, n);
+}
+
+/* Where `bytes` at p begin in the slab; -1: not wholly inside. */
+UPIPE_API int64_t upi_nccl_place(const upipe_nccl *m, const void *p, size_t bytes)
+{
+    size_t at = (size_t)((uintptr_t)p - (uintptr_t)m->slab);
+    return (uintptr_t)p >= (uintptr_t)m->slab && at <= m->slab_bytes && bytes <= m->slab_bytes - at
+               ? (int64_t)at
+               : -1;
+}
+
+/* An exchange of a team with copy engines, in wait: all ranks see the same rows, and choose alike. */
+UPIPE_API upipe_status upi_nccl_move(upipe_ctx *c, upipe_nccl *m)
+{
+#if UPI_NCCL_ENGINES
+    int64_t mine[2] = {0, -1}; /* bytes of a part, 0: not for the engines; place of the receive buffer */
+    size_t part = 0;
+    int r, same = 1;
+    if (upi_nccl_is_all_to_all(m, m->list, m->n, &part) &&
+        upi_nccl_place(m, m->list[0].send, part * (size_t)m->n) >= 0 &&
+        (mine[1] = upi_nccl_place(m, m->list[0].recv, part * (size_t)m->n)) >= 0)
+        mine[0] = (int64_t)part;
+    m->stream = m->side;
+    UPIPE_TRY(upi_nccl_trade(c, m, mine, 2));
+    for (r = 0; r < m->comm.ranks; ++r)
+        same = same && upi_nccl_value(m, r, 0) == mine[0] && upi_nccl_value(m, r, 1) == mine[1];
+    if (same && mine[0] > 0) {
+        UPI_NCCL_CUDA(c, m, cudaStreamWaitEvent(m->side, m->reached, 0));
+        ++m->engine_exchanges;
+        return upi_nccl_post_all(c, m, m->list, part);
+    }
+#endif
+    return upi_nccl_post_group(c, m, m->list, m->n);
+}
+
 UPIPE_API upipe_status upi_nccl_start(upipe_ctx *c, upipe_comm *comm, const upipe_seg *list, int n)
 {
     upipe_nccl *m = (upipe_nccl *)comm->impl;
@@ -347,7 +494,8 @@ UPIPE_API upipe_status upi_nccl_start(upipe_ctx *c, upipe_comm *comm, const upip
     UPIPE_TRY(upi_nccl_ready(c, m));
     m->list = list;
     m->n = n;
-    s = upi_nccl_post(c, m, list, n);
+    s = upi_nccl_begin(c, m, UPI_NCCL_EXCHANGE);
+    if (s == UPIPE_OK && (!m->zero_sm || m->captured)) s = upi_nccl_post(c, m, list, n);
     if (s != UPIPE_OK) comm->quarantine = 1; /* some of it may be under way */
     return s;
 }
@@ -355,8 +503,10 @@ UPIPE_API upipe_status upi_nccl_start(upipe_ctx *c, upipe_comm *comm, const upip
 UPIPE_API upipe_status upi_nccl_wait(upipe_ctx *c, upipe_comm *comm)
 {
     upipe_nccl *m = (upipe_nccl *)comm->impl;
-    upipe_status s = m->broken ? upi_nccl_tell(c, m) : upi_nccl_finish(c, m);
+    upipe_status s = m->broken ? upi_nccl_tell(c, m) : UPIPE_OK;
     int i;
+    if (s == UPIPE_OK && m->zero_sm && !m->captured) s = upi_nccl_move(c, m);
+    if (s == UPIPE_OK) s = upi_nccl_finish(c, m);
     if (s != UPIPE_OK) {
         comm->quarantine = 1;
         return s;
@@ -369,45 +519,12 @@ UPIPE_API upipe_status upi_nccl_wait(upipe_ctx *c, upipe_comm *comm)
 
 /* ---- barrier, gather ---- */
 
-/* Every rank's row comes to every rank: m->rows + (1 + r) * UPI_NCCL_ROW. */
 UPIPE_API upipe_status upi_nccl_meet(upipe_ctx *c, upipe_nccl *m, upi_nccl_kind kind, const int64_t *values,
                                      int n)
 {
-    cudaStream_t stream = (cudaStream_t)c->stream;
-    int r;
     UPIPE_TRY(upi_nccl_ready(c, m));
     UPIPE_TRY(upi_nccl_begin(c, m, kind));
-    memset(m->rows, 0, UPI_NCCL_ROW * sizeof *m->rows);
-    m->rows[0] = UPI_NCCL_MARK;
-    m->rows[1] = m->call;
-    m->rows[2] = kind;
-    m->rows[3] = n;
-    if (n > 0) memcpy(m->rows + UPI_NCCL_HEAD, values, (size_t)n * sizeof *values);
-    UPI_NCCL_CUDA(
-        c, m,
-        cudaMemcpyAsync(m->row, m->rows, UPI_NCCL_ROW * sizeof *m->row, cudaMemcpyHostToDevice, stream));
-    UPIPE_TRY(upi_nccl_enqueued(
-        c, m, ncclAllGather(m->row, m->row + UPI_NCCL_ROW, UPI_NCCL_ROW, ncclInt64, m->nccl, stream),
-        "ncclAllGather("));
-    UPIPE_TRY(upi_nccl_finish(c, m));
-    for (r = 0; r < m->comm.ranks; ++r) {
-        const int64_t *theirs = m->rows + (size_t)(1 + r) * UPI_NCCL_ROW;
-        if (theirs[0] != UPI_NCCL_MARK)
-            return upi_nccl_fail(c, m, UPIPE_ERR_MISMATCH, "rank %d gathers something else than rank %d", r,
-                                 m->comm.rank);
-        if (theirs[2] != kind)
-            return upi_nccl_fail(c, m, UPIPE_ERR_MISMATCH, "rank %d is in %s and rank %d in %s", m->comm.rank,
-                                 upi_nccl_kind_name(kind), r, upi_nccl_kind_name(theirs[2]));
-        if (theirs[3] != n)
-            return upi_nccl_fail(c, m, UPIPE_ERR_MISMATCH,
-                                 "rank %d gathers %d numbers and rank %d gathers %lld", m->comm.rank, n, r,
-                                 (long long)theirs[3]);
-        if (theirs[1] != m->call)
-            return upi_nccl_fail(c, m, UPIPE_ERR_MISMATCH,
-                                 "rank %d is in its call %lld and rank %d in its %lld", m->comm.rank,
-                                 (long long)m->call, r, (long long)theirs[1]);
-    }
-    return UPIPE_OK;
+    return upi_nccl_trade(c, m, values, n);
 }
 
 UPIPE_API upipe_status upi_nccl_barrier(upipe_ctx *c, upipe_comm *comm)
@@ -429,6 +546,196 @@ UPIPE_API upipe_status upi_nccl_gather(upipe_ctx *c, upipe_comm *comm, int64_t *
     return UPIPE_OK;
 }
 
+/* ---- copy engines ---- */
+
+/* upipe_nccl_slab -- device memory for a pool whose exchanges copy engines may move; the team's device is the
+ *                    current one
+ *   errors  MEMORY or BACKEND with NCCL's text; UNSUPPORTED before NCCL 2.28
+ */
+UPIPE_API upipe_status upipe_nccl_slab(void **out, size_t bytes, upipe_err *e)
+{
+    *out = NULL;
+    if (bytes == 0) return UPIPE_OK;
+#if UPI_NCCL_ENGINES
+    {
+        size_t left = 0, total = 0;
+        ncclResult_t r = ncclMemAlloc(out, bytes);
+        if (r == ncclSuccess) return UPIPE_OK;
+        *out = NULL;
+        if (cudaMemGetInfo(&left, &total) == cudaSuccess && bytes > left)
+            return upi_fail(e, UPIPE_ERR_MEMORY, "a slab of %zu bytes, and %zu of the device's %zu are free",
+                            bytes, left, total);
+        return upi_nccl_check(e, NULL, r, "ncclMemAlloc(");
+    }
+#else
+    return upi_fail(e, UPIPE_ERR_UNSUPPORTED, "a slab for copy engines needs NCCL 2.28");
+#endif
+}
+
+/* upipe_nccl_slab_free -- gives it back, after upipe_nccl_free; NULL is nothing
+ *   errors  BACKEND: NCCL's text
+ */
+UPIPE_API upipe_status upipe_nccl_slab_free(void *slab, upipe_err *e)
+{
+#if UPI_NCCL_ENGINES
+    if (slab != NULL) return upi_nccl_check(e, NULL, ncclMemFree(slab), "ncclMemFree(");
+#endif
+    (void)slab;
+    (void)e;
+    return UPIPE_OK;
+}
+
+#if UPI_NCCL_ENGINES
+
+enum { UPI_NCCL_SLAB, UPI_NCCL_VERSION, UPI_NCCL_DRIVER, UPI_NCCL_NODE, UPI_NCCL_ASKED };
+
+/* This machine, as NCCL tells machines apart: by name and by boot. */
+UPIPE_API int64_t upi_nccl_node(void)
+{
+    char name[256] = "", boot[64] = "";
+    uint64_t print = 1469598103934665603u;
+    FILE *f = fopen("/proc/sys/kernel/random/boot_id", "r");
+    size_t i;
+    if (f != NULL) {
+        boot[fread(boot, 1, sizeof boot - 1, f)] = 0;
+        fclose(f);
+    }
+    (void)gethostname(name, sizeof name - 1);
+    for (i = 0; name[i] != 0; ++i) print = (print ^ (unsigned char)name[i]) * 1099511628211u;
+    for (i = 0; boot[i] != 0; ++i) print = (print ^ (unsigned char)boot[i]) * 1099511628211u;
+    return (int64_t)print;
+}
+
+/* What speaks against it, from the numbers of all ranks: the same on all. NULL: nothing. */
+UPIPE_API const char *upi_nccl_objection(upipe_nccl *m)
+{
+    char *text = m->zero_sm_says;
+    size_t room = sizeof m->zero_sm_says;
+    int r;
+    for (r = 0; r < m->comm.ranks; ++r) {
+        int64_t bytes = upi_nccl_value(m, r, UPI_NCCL_SLAB), version = upi_nccl_value(m, r, UPI_NCCL_VERSION);
+        int64_t driver = upi_nccl_value(m, r, UPI_NCCL_DRIVER);
+        if (version < UPIPE_NCCL_ENGINES_NCCL)
+            snprintf(text, room, "grouped sends and receives: rank %d has NCCL %lld, copy engines need %d", r,
+                     (long long)version, UPIPE_NCCL_ENGINES_NCCL);
+        else if (driver < UPIPE_NCCL_ENGINES_DRIVER)
+            snprintf(text, room,
+                     "grouped sends and receives: rank %d has a driver for CUDA %lld, copy engines need %d",
+                     r, (long long)driver, UPIPE_NCCL_ENGINES_DRIVER);
+        else if (bytes <= 0)
+            snprintf(text, room, "grouped sends and receives: rank %d has no slab", r);
+        else if (bytes != upi_nccl_value(m, 0, UPI_NCCL_SLAB))
+            snprintf(text, room,
+                     "grouped sends and receives: the slab is of %lld bytes on rank 0 and of %lld on rank %d",
+                     (long long)upi_nccl_value(m, 0, UPI_NCCL_SLAB), (long long)bytes, r);
+        else if (upi_nccl_value(m, r, UPI_NCCL_NODE) != upi_nccl_value(m, 0, UPI_NCCL_NODE))
+            snprintf(text, room, "grouped sends and receives: ranks 0 and %d are on two machines", r);
+        else
+            continue;
+        return text;
+    }
+    return NULL;
+}
+
+/* Registers the slab; NCCL may leave the window NULL, and call it success. */
+UPIPE_API upipe_status upi_nccl_register(upipe_ctx *c, upipe_nccl *m)
+{
+    ncclResult_t r;
+    int idle = 0, busy = 1;
+    int64_t until = upi_net_until(m->comm.deadline);
+    m->window = NULL;
+    r = ncclCommWindowRegister(m->nccl, m->slab, m->slab_bytes, &m->window, NCCL_WIN_COLL_SYMMETRIC);
+    if (r != ncclInProgress) return upi_nccl_checked(c, m, r, "ncclCommWindowRegister(");
+    while (busy) {
+        UPIPE_TRY(upi_nccl_state(c, m, &busy));
+        if (busy && upi_net_now() >= until)
+            return upi_nccl_fail(c, m, UPIPE_ERR_TIMEOUT,
+                                 "rank %d waited %g s for ranks to register their slabs", m->comm.rank,
+                                 m->comm.deadline);
+        if (busy) upi_net_rest(&idle, UPI_NCCL_YIELDS, UPI_NCCL_NAP);
+    }
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_nccl_ask(upipe_ctx *c, upipe_nccl *m, void *slab, size_t bytes)
+{
+    int64_t mine[UPI_NCCL_ASKED], there;
+    int version = 0, driver = 0, least = 0, most = 0, r;
+    UPI_NCCL(c, m, ncclGetVersion(&version));
+    UPI_NCCL_CUDA(c, m, cudaDriverGetVersion(&driver));
+    UPI_NCCL_CUDA(c, m, cudaDeviceGetStreamPriorityRange(&least, &most));
+    /* foremost: the comparison's one block must not queue behind all those of attention */
+    UPI_NCCL_CUDA(c, m, cudaStreamCreateWithPriority(&m->side, cudaStreamNonBlocking, most));
+    mine[UPI_NCCL_SLAB] = slab != NULL ? (int64_t)bytes : 0;
+    mine[UPI_NCCL_VERSION] = version;
+    mine[UPI_NCCL_DRIVER] = driver;
+    mine[UPI_NCCL_NODE] = upi_nccl_node();
+    UPIPE_TRY(upi_nccl_meet(c, m, UPI_NCCL_GATHER, mine, UPI_NCCL_ASKED));
+    if (upi_nccl_objection(m) != NULL) return UPIPE_OK;
+    m->slab = (char *)slab;
+    m->slab_bytes = bytes;
+    UPIPE_TRY(upi_nccl_register(c, m));
+    there = m->window != NULL;
+    UPIPE_TRY(upi_nccl_meet(c, m, UPI_NCCL_GATHER, &there, 1));
+    for (r = 0; r < m->comm.ranks; ++r)
+        if (!upi_nccl_value(m, r, 0)) {
+            snprintf(m->zero_sm_says, sizeof m->zero_sm_says,
+                     "grouped sends and receives: NCCL gives rank %d no symmetric window", r);
+            return UPIPE_OK;
+        }
+    snprintf(
+        m->zero_sm_says, sizeof m->zero_sm_says,
+        "all-to-alls inside the slabs of %zu bytes are asked of the copy engines, the rest is grouped; NCCL "
+        "%d, driver for CUDA %d",
+        bytes, version, driver);
+    m->zero_sm = 1;
+    return UPIPE_OK;
+}
+
+#endif
+
+/* upipe_nccl_zero_sm -- asks for exchanges by copy engines; m->zero_sm and the sentence say what came of it,
+ *                       the same on all ranks
+ *   slab    of upipe_nccl_slab, the same number of bytes on all ranks, kept until upipe_nccl_free; other
+ *           memory NCCL refuses (BACKEND)
+ *   order   all ranks, once, before or between exchanges; the communicator was made with CTAPolicy =
+ *           NCCL_CTA_POLICY_ZERO, which NCCL has no way to tell
+ *   errors  UPIPE_OK also where there will be none, and everything goes as before. ARG if asked twice; others
+ *           as upipe_comm_wait
+ */
+UPIPE_API upipe_status upipe_nccl_zero_sm(upipe_ctx *c, upipe_nccl *m, void *slab, size_t bytes)
+{
+    UPIPE_TRY(upi_comm_idle(c, &m->comm));
+    if (m->zero_sm_says[0] != 0) return upi_fail(&c->err, UPIPE_ERR_ARG, "copy engines are asked for twice");
+    UPIPE_TRY(upi_nccl_ready(c, m));
+#if UPI_NCCL_ENGINES
+    return upi_nccl_ask(c, m, slab, bytes);
+#else
+    (void)slab;
+    (void)bytes;
+    snprintf(m->zero_sm_says, sizeof m->zero_sm_says,
+             "grouped sends and receives: built with NCCL %d, copy engines need %d", NCCL_VERSION_CODE,
+             UPIPE_NCCL_ENGINES_NCCL);
+    return UPIPE_OK;
+#endif
+}
+
+/* upipe_nccl_sync -- as ops.sync, but for no longer than the deadline, and with an eye on the communicator: for a
+ *                    stream whose exchanges were launched in a graph, where no wait of this transport is behind them
+ *   order   the deadline counts from the call; what is enqueued now is waited for, computing included
+ *   errors  as upipe_comm_wait; UNSUPPORTED where the stream is captured
+ */
+UPIPE_API upipe_status upipe_nccl_sync(upipe_ctx *c, upipe_nccl *m)
+{
+    upipe_status s;
+    UPIPE_TRY(upi_nccl_ready(c, m));
+    UPIPE_TRY(upi_nccl_begin(c, m, UPI_NCCL_SYNC));
+    s = upi_nccl_close(c, m);
+    if (s == UPIPE_OK) s = upi_nccl_finish(c, m);
+    if (s != UPIPE_OK) m->comm.quarantine = 1;
+    return s;
+}
+
 /* ---- the team ---- */
 
 UPIPE_API upipe_status upi_nccl_first(upipe_status s, upipe_status t)
@@ -447,6 +754,12 @@ UPIPE_API upipe_status upipe_nccl_free(upipe_nccl *m, upipe_err *e)
     ncclComm_t nccl;
     if (m == NULL) return s;
     nccl = m->nccl;
+#if UPI_NCCL_ENGINES
+    if (m->window != NULL && nccl != NULL) /* else the abort has taken it along */
+        s = upi_nccl_check(e, nccl, ncclCommWindowDeregister(nccl, m->window), "ncclCommWindowDeregister(");
+#endif
+    if (m->side != NULL)
+        s = upi_nccl_first(s, upi_nccl_check_cuda(e, cudaStreamDestroy(m->side), "cudaStreamDestroy("));
     if (m->row != NULL) s = upi_nccl_first(s, upi_nccl_check_cuda(e, cudaFree(m->row), "cudaFree("));
     if (m->rows != NULL)
         s = upi_nccl_first(s, upi_nccl_check_cuda(e, cudaFreeHost(m->rows), "cudaFreeHost("));

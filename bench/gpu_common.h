@@ -1,0 +1,87 @@
+/* gpu_common.h -- what gpu.c's commands share: options, the clock of the stream, numbers that can be made again */
+#ifndef GPU_COMMON_H
+#define GPU_COMMON_H
+
+#include "upipe/upipe.h"
+
+#include "../examples/common/device_flag.h"
+
+#ifndef UPIPE_WITH_CUDA
+#error "compile with -DUPIPE_WITH_CUDA and link examples/common/device_table.cu"
+#endif
+
+enum { RUNS = 9, RANKS_MAX = 64, BLOCKS_MAX = 256 };
+
+typedef struct options {
+    int64_t tokens, model_dim;
+    int64_t window;
+    int head_dim, heads, kv_heads, ranks, chunk, full, layers, docs, overlap, peer;
+} options;
+
+/* ---- time ---- */
+
+static int compare_doubles(const void *a, const void *b)
+{
+    double x = *(const double *)a, y = *(const double *)b;
+    return x < y ? -1 : x > y;
+}
+
+static double median(double *v, int n)
+{
+    qsort(v, (size_t)n, sizeof *v, compare_doubles);
+    return v[n / 2];
+}
+
+typedef upipe_status timed_call(upipe_ctx *c, void *user);
+
+/* Median seconds of one call on the context's stream, by events. */
+static upipe_status timed(upipe_ctx *c, timed_call *call, void *user, double *seconds)
+{
+    cudaEvent_t from, to;
+    double runs[RUNS];
+    float ms = 0;
+    int i;
+    UPI_CUDA(&c->err, cudaEventCreate(&from));
+    UPI_CUDA(&c->err, cudaEventCreate(&to));
+    for (i = -2; i < RUNS; ++i) {
+        UPI_CUDA(&c->err, cudaEventRecord(from, (cudaStream_t)c->stream));
+        UPIPE_TRY(call(c, user));
+        UPI_CUDA(&c->err, cudaEventRecord(to, (cudaStream_t)c->stream));
+        UPI_CUDA(&c->err, cudaEventSynchronize(to));
+        UPI_CUDA(&c->err, cudaEventElapsedTime(&ms, from, to));
+        if (i >= 0) runs[i] = (double)ms * 1e-3;
+    }
+    *seconds = median(runs, RUNS);
+    UPI_CUDA(&c->err, cudaEventDestroy(from));
+    UPI_CUDA(&c->err, cudaEventDestroy(to));
+    return UPIPE_OK;
+}
+
+static upipe_status room(upipe_ctx *c, void **out, int64_t elements, upipe_dtype dtype)
+{
+    return upipe_cuda_slab(out, (size_t)elements * upipe_dtype_bytes(dtype), &c->err);
+}
+
+/* bf16 numbers in -1 .. 1 */
+static float number_at(uint64_t i, uint64_t seed)
+{
+    uint64_t z = (i + seed * 1000003) * 0x9e3779b97f4a7c15u;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z ^= z >> 29;
+    return (float)((int)(z % 255) - 127) / 128;
+}
+
+static upipe_status fill(upipe_ctx *c, void *to, int64_t n, uint64_t seed)
+{
+    enum { CHUNK = 1 << 16 };
+    static uint16_t narrow[CHUNK];
+    int64_t at, i;
+    for (at = 0; at < n; at += CHUNK) {
+        int64_t here = n - at < CHUNK ? n - at : CHUNK;
+        for (i = 0; i < here; ++i) narrow[i] = upi_f32_to_bf16(number_at((uint64_t)(at + i), seed));
+        UPIPE_TRY(c->ops->copy(c, (uint16_t *)to + at, narrow, (size_t)here * 2));
+    }
+    return UPIPE_OK;
+}
+
+#endif

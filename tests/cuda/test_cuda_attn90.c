@@ -1,0 +1,236 @@
+/* test_cuda_attn90.c -- what the attention kernels for compute capability 9.0 do otherwise than those for 8.0
+ *
+ * The fake is told to be such a device; test_cuda_attn runs there too, and holds these kernels to everything
+ * that it knows. Here is what depends on their shapes: edges of their tiles (64 queries a warpgroup, two or
+ * three of them a block; 128 or 80 keys), several items a block, lists in sections, calls that they leave to
+ * the others.
+ */
+#include "oracle.h"
+#include "tolerance.h"
+#include "upipe/upipe_attn.h"
+#include "cuda/device.h"
+
+#ifdef FAKE_CUDA_RUNTIME_API_H
+#include "fake/fake.h"
+#endif
+
+static device dev;
+static uint64_t digest; /* of all results: runs with other schedules must repeat it */
+
+static void *room(size_t bytes)
+{
+    void *p = calloc(bytes > 0 ? bytes : 1, 1);
+    if (p == NULL) exit(2);
+    return p;
+}
+
+/* A packed tensor of bf16 or f32 on the device; `from`: its values as f32, or NULL. */
+static upipe_view put(upipe_dtype dtype, int64_t n, int h, int d, const float *from)
+{
+    upipe_view v = upipe_view_packed(NULL, dtype, n, h, d);
+    size_t count = (size_t)n * (size_t)h * (size_t)d, bytes = count * upipe_dtype_bytes(dtype), i;
+    char *image = (char *)room(bytes);
+    v.data = device_new(&dev, bytes);
+    for (i = 0; from != NULL && i < count; ++i) upi_f1_put(image, dtype, (int64_t)i, from[i]);
+    if (from != NULL) device_put(&dev, v.data, image, bytes);
+    free(image);
+    return v;
+}
+
+/* Back as f32, and freed. */
+static void take(upipe_view v, float *to)
+{
+    size_t count = (size_t)v.n * (size_t)v.h * (size_t)v.d, bytes = count * upipe_dtype_bytes(v.dtype), i;
+    char *image = (char *)room(bytes);
+    device_get(&dev, image, v.data, bytes);
+    for (i = 0; i < bytes; ++i) digest = (digest ^ (unsigned char)image[i]) * 0x100000001b3u;
+    for (i = 0; i < count; ++i) to[i] = upi_f1_get(image, v.dtype, (int64_t)i);
+    free(image);
+    device_free(&dev, v.data);
+}
+
+/* ---- which kernel ---- */
+
+/* 1 if the call's kernel is one for 9.0, 0 if not: the launch is made to fail, and says its name. */
+static int takes(const upipe_attn *a)
+{
+#ifdef FAKE_CUDA_RUNTIME_API_H
+    long k;
+    for (k = 1; k < 20; ++k) {
+        upipe_status s;
+        dev.c.err.text[0] = 0;
+        fake_fail_at(k, -1, FAKE_ONCE);
+        s = upipe_attn_fwd(&dev.c, a);
+        fake_fail_at(0, -1, FAKE_ONCE);
+        if (s == UPIPE_OK) break;
+        if (strstr(dev.c.err.text, "fwd90_kernel") != NULL) return 1;
+        if (strstr(dev.c.err.text, "attn_fwd_kernel") != NULL) return 0;
+    }
+    CHECK_SAY(0, "no launch of a kernel was found");
+    return -1;
+#else
+    (void)a;
+    return -1;
+#endif
+}
+
+/* `want` kernels for 9.0, where that can be seen. */
+static void check_takes(const upipe_attn *a, int want)
+{
+    int got = takes(a);
+    if (got >= 0) CHECK_INT(got, want);
+}
+
+/* ---- against the oracle ---- */
+
+/* Forward of random values. `keys` of t->sk hold values, the rest NaNs that nobody may see. */
+static void check_case(const oracle_attn *t, uint64_t seed, int64_t keys)
+{
+    int64_t nq = t->sq * t->h * t->d, nk = keys * t->hkv * t->d, rows = t->sq * t->h, i;
+    float *q = (float *)room((size_t)nq * 4), *k = (float *)room((size_t)(t->sk * t->hkv * t->d) * 4),
+          *v = (float *)room((size_t)(t->sk * t->hkv * t->d) * 4), *o = (float *)room((size_t)nq * 4),
+          *lse = (float *)room((size_t)rows * 4);
+    double *dq = (double *)room((size_t)nq * 8), *dk = (double *)room((size_t)nk * 8),
+           *dv = (double *)room((size_t)nk * 8), *want_o = (double *)room((size_t)nq * 8),
+           *want_lse = (double *)room((size_t)rows * 8);
+    float *naive_o[NAIVE_WAYS], *naive_lse[NAIVE_WAYS];
+    const float *runs_o[NAIVE_WAYS], *runs_lse[NAIVE_WAYS];
+    oracle_attn seen = *t;
+    upipe_attn a;
+    test_rng r = {seed};
+    long failed = test_failures;
+    int way;
+    for (i = 0; i < nq; ++i) dq[i] = (double)(q[i] = naive_store(UPIPE_BF16, (float)test_normal(&r)));
+    for (i = 0; i < nk; ++i) dk[i] = (double)(k[i] = naive_store(UPIPE_BF16, (float)test_normal(&r)));
+    for (i = 0; i < nk; ++i) dv[i] = (double)(v[i] = naive_store(UPIPE_BF16, (float)test_normal(&r)));
+    for (; i < t->sk * t->hkv * t->d; ++i) k[i] = v[i] = NAN;
+    memset(&a, 0, sizeof a);
+    a.q = put(UPIPE_BF16, t->sq, t->h, t->d, q);
+    a.k = put(UPIPE_BF16, t->sk, t->hkv, t->d, k);
+    a.v = put(UPIPE_BF16, t->sk, t->hkv, t->d, v);
+    a.o = put(UPIPE_BF16, t->sq, t->h, t->d, NULL);
+    a.lse = put(UPIPE_F32, t->sq, t->h, 1, NULL);
+    a.q_pos = t->q_pos, a.k_pos = t->k_pos;
+    a.causal = t->causal;
+    a.scale = (float)t->scale;
+    check_takes(&a, 1);
+    CHECK_STATUS(upipe_attn_fwd(&dev.c, &a), UPIPE_OK, dev.c.err);
+    take(a.o, o);
+    take(a.lse, lse);
+    device_free(&dev, a.q.data), device_free(&dev, a.k.data), device_free(&dev, a.v.data);
+    seen.sk = keys;
+    oracle_attn_fwd(&seen, dq, dk, dv, want_o, want_lse);
+    for (way = 0; way < NAIVE_WAYS; ++way) {
+        runs_o[way] = naive_o[way] = (float *)room((size_t)nq * 4);
+        runs_lse[way] = naive_lse[way] = (float *)room((size_t)rows * 4);
+        seen.naive = way | NAIVE_NARROW;
+        naive_attn_fwd(&seen, UPIPE_BF16, q, k, v, naive_o[way], naive_lse[way]);
+    }
+    CHECK_CLOSE(o, runs_o, NAIVE_WAYS, want_o, nq, "o");
+    CHECK_CLOSE(lse, runs_lse, NAIVE_WAYS, want_lse, rows, "lse");
+    if (test_failures != failed)
+        fprintf(stderr, "  sq %lld sk %lld h %d hkv %d d %d causal %d q_pos %lld k_pos %lld\n",
+                (long long)t->sq, (long long)t->sk, t->h, t->hkv, t->d, t->causal, (long long)t->q_pos,
+                (long long)t->k_pos);
+    for (way = 0; way < NAIVE_WAYS; ++way) free(naive_o[way]), free(naive_lse[way]);
+    free(q), free(k), free(v), free(o), free(lse);
+    free(dq), free(dk), free(dv), free(want_o), free(want_lse);
+}
+
+static oracle_attn shape(int64_t sq, int64_t sk, int h, int hkv, int d, int causal, int64_t q_pos,
+                         int64_t k_pos)
+{
+    oracle_attn t;
+    memset(&t, 0, sizeof t);
+    t.sq = sq, t.sk = sk, t.q_pos = q_pos, t.k_pos = k_pos;
+    t.h = h, t.hkv = hkv, t.d = d, t.causal = causal;
+    t.scale = (double)(float)(1 / sqrt((double)d));
+    return t;
+}
+
+/* Around the edges of blocks and tiles, for each of the kernels. */
+static void test_edges(void)
+{
+    static const int dims[] = {64, 128, 256};
+    static const int64_t queries[] = {1, 63, 65, 128, 129, 192, 193};
+    static const int64_t keys[] = {79, 80, 81, 127, 128, 129, 160, 257};
+    uint64_t seed = 100;
+    int i, j;
+    for (i = 0; i < 3; ++i)
+        for (j = 0; j < 8; ++j) {
+            oracle_attn t = shape(queries[(i + j) % 7], keys[j], 1, 1, dims[i], j % 2, keys[j] / 2, 0);
+            check_case(&t, ++seed, t.sk);
+        }
+}
+
+/* More items than processors, so that a block has several, with and without keys to see. */
+static void test_items(void)
+{
+    /* clang-format off */
+    static const int64_t cases[][7] = { /* sq, sk, d, query heads, key/value heads, causal, q_pos */
+        {400, 150, 64, 6, 2, 1, -200}, {300, 140, 128, 6, 3, 1, -140}, {300, 100, 256, 4, 1, 1, -150},
+        {150, 300, 256, 7, 7, 0, 0}, {200, 300, 128, 9, 3, 1, 100}, {64, 64, 40, 40, 8, 1, 0},
+    };
+    /* clang-format on */
+    size_t i;
+    for (i = 0; i < sizeof cases / sizeof *cases; ++i) {
+        const int64_t *x = cases[i];
+        oracle_attn t = shape(x[0], x[1], (int)x[3], (int)x[4], (int)x[2], (int)x[5], x[6], 0);
+        check_case(&t, 200 + i, t.sk);
+    }
+}
+
+/* Keys and values of one or two heads that fill the cache alone: heads come in sections, the last one smaller,
+ * and behind items without keys come others that have some. Most keys are hidden from everybody. */
+static void test_sections(void)
+{
+    oracle_attn odd = shape(300, 16000, 5, 5, 256, 1, -150, 0);
+    oracle_attn pairs = shape(140, 70000, 6, 3, 128, 1, 30, 0);
+    check_case(&odd, 300, 160);
+    check_case(&pairs, 301, 256);
+}
+
+/* What tensor maps can't say goes to the other kernels. */
+static void test_left_to_others(void)
+{
+    float x[64 * 64];
+    upipe_attn a;
+    int i;
+    for (i = 0; i < 64 * 64; ++i) x[i] = 1;
+    memset(&a, 0, sizeof a);
+    a.q = put(UPIPE_BF16, 64, 1, 64, x);
+    a.k = put(UPIPE_BF16, 64, 1, 64, x);
+    a.v = put(UPIPE_BF16, 64, 1, 64, x);
+    a.o = put(UPIPE_BF16, 64, 1, 64, NULL);
+    a.lse = put(UPIPE_F32, 64, 1, 1, NULL);
+    check_takes(&a, 1);
+    a.k.n_step = 0; /* every key the same */
+    check_takes(&a, 0);
+    CHECK_STATUS(upipe_attn_fwd(&dev.c, &a), UPIPE_OK, dev.c.err);
+    a.k.n_step = 64;
+    a.k.n = a.v.n = 0;
+    check_takes(&a, 0);
+    a.k.n = a.v.n = 64;
+    dev.cuda.capability = 100; /* has other code for all this */
+    check_takes(&a, 0);
+    dev.cuda.capability = 90;
+    take(a.o, x), take(a.lse, x);
+    device_free(&dev, a.q.data), device_free(&dev, a.k.data), device_free(&dev, a.v.data);
+}
+
+int main(void)
+{
+    setenv("FAKE_CAPABILITY", "90", 1);
+    if (!device_open(&dev)) return test_end("cuda_attn90");
+    if (dev.cuda.capability / 10 == 9) {
+        test_edges();
+        test_items();
+        test_sections();
+        test_left_to_others();
+    } else
+        printf("device of compute capability %d.%d: nothing to test\n", dev.cuda.capability / 10,
+               dev.cuda.capability % 10);
+    printf("digest %016llx\n", (unsigned long long)digest);
+    device_close(&dev);
+    return test_end("cuda_attn90");
+}

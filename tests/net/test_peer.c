@@ -1,0 +1,608 @@
+/* test_peer.c -- the transport of copy engines: ranks that are threads, or stand for processes
+ *
+ * Runs on tests/fake, whose streams are lazy, and whose handles for other processes are opened by other
+ * ranks. Exact data: every element names where it comes from and where it must land. Faults: a rank stays
+ * away, gives up, disagrees or has a device that does not go on, and each call to CUDA fails in turn, once or
+ * for good. Every rank must get a status in time, and nothing may be left behind.
+ */
+#define _POSIX_C_SOURCE 200809L
+#include <sys/types.h>
+#include <unistd.h>
+
+/* Ranks that stand for processes have a number each. */
+static __thread pid_t process;
+
+static pid_t test_getpid(void)
+{
+    return process;
+}
+
+#define getpid test_getpid
+#include "upipe/net/upipe_net_peer.h"
+#undef getpid
+
+#define RANK_FIELDS upipe_peer team;
+#define CREW_FIELDS                         \
+    int processes;                          \
+    int past; /* atomic: ranks behind it */ \
+    void *room;
+#define RANK_DEAD(k) CHECK(upi_peer_broken(&(k)->team) > 0)
+#include "ranks.h"
+
+static void crew_begin(crew *all)
+{
+    size_t bytes = (upipe_peer_bytes(RANKS_MAX) + 127) / 128 * 128;
+    all->past = 0;
+    all->room = aligned_alloc(128, bytes);
+    memset(all->room, 0, bytes);
+}
+
+static void crew_end(crew *all)
+{
+    free(all->room);
+}
+
+static void rank_begin(rank_room *k)
+{
+    OK(cudaMalloc((void **)&k->slab, SLAB));
+}
+
+static upipe_peer_desc desc_of(const rank_room *k, upipe_peer_slab *slab)
+{
+    upipe_peer_desc d;
+    memset(&d, 0, sizeof d);
+    /* threads may share parts of an allocation */
+    slab[0].data = k->slab;
+    slab[0].bytes = k->crew->processes ? SLAB : ROOM * 4;
+    slab[1].data = k->slab + ROOM;
+    slab[1].bytes = ROOM * 4;
+    d.room = k->crew->room;
+    d.slabs = slab;
+    d.slabs_n = k->crew->processes ? 1 : 2;
+    d.rank = k->rank;
+    d.ranks = k->ranks;
+    d.processes = k->crew->processes;
+    d.deadline_s = k->crew->deadline;
+    process = (pid_t)(100 + (d.processes ? k->rank : 0));
+    return d;
+}
+
+static upipe_status rank_make(rank_room *k)
+{
+    upipe_peer_slab slabs[2];
+    upipe_peer_desc d = desc_of(k, slabs);
+    upipe_status s = upipe_peer_init(&k->team, &d, &k->ctx.err);
+    k->ctx.team = &k->team.comm;
+    if (s != UPIPE_OK) CHECK(k->team.memory == NULL && k->team.stream == NULL);
+    return s;
+}
+
+static upipe_status rank_ready(rank_room *k)
+{
+    k->team.ahead = k->crew->ahead;
+    return UPIPE_OK;
+}
+
+static upipe_status rank_free(rank_room *k)
+{
+    return upipe_peer_free(&k->team, &k->ctx.err);
+}
+
+static void rank_end(rank_room *k, int made)
+{
+    (void)made;
+    (void)cudaFree(k->slab);
+}
+
+/* ---- ranks that behave ---- */
+
+static upipe_status all_body(rank_room *k)
+{
+    int64_t sent;
+    UPIPE_TRY(all_to_all(k, 1));
+    UPIPE_TRY(all_to_all(k, 4));
+    UPIPE_TRY(all_to_all(k, 1));
+    sent = (int64_t)(k->ranks - 1) * 6 * WORDS * 4;
+    CHECK_INT(k->ctx.team->sent_bytes, sent);
+    CHECK_INT(k->ctx.team->moved_bytes, sent);
+    return UPIPE_OK;
+}
+
+/* One block, three times: no rows of a matrix. */
+static upipe_status repeat_body(rank_room *k)
+{
+    uint32_t host[3 * WORDS];
+    upipe_ctx *c = &k->ctx;
+    int next = (k->rank + 1) % k->ranks, back = (k->rank + k->ranks - 1) % k->ranks, i, wrong = 0;
+    for (i = 0; i < WORDS; ++i) host[i] = word_of(k->rank, next, i);
+    put(k, k->send, host, WORDS * 4);
+    memset(k->list, 0, sizeof k->list);
+    k->list[0].peer = next;
+    k->list[0].send = k->send;
+    k->list[0].send_bytes = WORDS * 4;
+    k->list[1].peer = back;
+    k->list[1].recv = k->recv;
+    k->list[1].recv_bytes = k->list[1].recv_step = WORDS * 4;
+    k->list[0].count = k->list[1].count = 3;
+    UPIPE_TRY(upipe_comm_start(c, c->team, k->list, 2));
+    UPIPE_TRY(upipe_comm_wait(c, c->team));
+    get(k, host, k->recv, sizeof host);
+    for (i = 0; i < 3 * WORDS; ++i) wrong += host[i] != word_of(back, k->rank, i % WORDS);
+    CHECK_INT(wrong, 0);
+    return UPIPE_OK;
+}
+
+/* What streams are given between start and wait, here work without end, is not waited for. */
+static upipe_status beside_body(rank_room *k)
+{
+    uint32_t host[RANKS_MAX * WORDS];
+    upipe_ctx *c = &k->ctx;
+    cudaStream_t other;
+    ncclComm_t two[2];
+    int p, i, wrong = 0;
+    UPIPE_TRY(all_to_all(k, 1));
+    memset(host, 0x55, sizeof host);
+    put(k, k->send, host, sizeof host);
+    UPIPE_TRY(upipe_comm_start(c, c->team, k->list, k->ranks));
+    stall(k, two);
+    UPIPE_TRY(upipe_comm_wait(c, c->team));
+    if (k->crew->ahead) { /* behind the stall now; the deadline is upipe_peer_sync's */
+        c->team->deadline = 0.1;
+        if (k->rank == 0) CHECK_STATUS(upipe_peer_sync(c, &k->team), UPIPE_ERR_TIMEOUT, c->err);
+        stall_end(two);
+        return UPIPE_OK;
+    }
+    OK(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
+    OK(cudaMemcpyAsync(host, k->recv, sizeof host, cudaMemcpyDeviceToHost, other));
+    OK(cudaStreamSynchronize(other));
+    OK(cudaStreamDestroy(other));
+    for (p = 0; p < k->ranks; ++p)
+        for (i = 0; i < WORDS; ++i) wrong += host[p * WORDS + i] != 0x55555555u;
+    CHECK_INT(wrong, 0);
+    stall_end(two);
+    return UPIPE_OK;
+}
+
+/* With `ahead` no host waits for a device: all of it runs behind streams that do not go on yet. */
+static upipe_status ahead_body(rank_room *k)
+{
+    uint32_t host[WORDS];
+    upipe_ctx *c = &k->ctx;
+    ncclComm_t two[2];
+    int i, w, back = (k->rank + k->ranks - 1) % k->ranks, wrong = 0;
+    for (w = 0; w < WORDS; ++w) host[w] = word_of(k->rank, 0, w);
+    put(k, k->recv, host, sizeof host);
+    stall(k, two);
+    for (i = 0; i < k->ranks - 1; ++i) { /* round the team, through both halves of the slab */
+        uint32_t *from = i % 2 == 0 ? k->recv : k->send, *to = i % 2 == 0 ? k->send : k->recv;
+        UPIPE_TRY(upipe_comm_shift_start(c, c->team, to, from, sizeof host, 1));
+        UPIPE_TRY(upipe_comm_wait(c, c->team));
+    }
+    UPIPE_TRY(upipe_comm_barrier(c, c->team));
+    CHECK(cudaStreamQuery(k->stream) == cudaErrorNotReady);
+    stall_end(two);
+    UPIPE_TRY(upipe_peer_sync(c, &k->team));
+    get(k, host, (k->ranks - 1) % 2 == 0 ? k->recv : k->send, sizeof host);
+    for (w = 0; w < WORDS; ++w) wrong += host[w] != word_of((back + 2) % k->ranks, 0, w);
+    CHECK_INT(wrong, 0);
+    return UPIPE_OK;
+}
+
+/* ---- faults ---- */
+
+enum { AT_WAIT = AT_COUNT, ABSENCES };
+
+static upipe_status absent_body(rank_room *k)
+{
+    upipe_ctx *c = &k->ctx;
+    int what = k->crew->what;
+    upipe_status s;
+    char name[32];
+    UPIPE_TRY(all_to_all(k, 1));
+    UPIPE_TRY(upipe_comm_barrier(c, c->team));
+    c->team->deadline = 0.2;
+    if (k->rank == k->crew->victim) {
+        if (what == AT_WAIT) CHECK_STATUS(upipe_comm_start(c, c->team, k->list, k->ranks), UPIPE_OK, c->err);
+        while (!upi_peer_broken(&k->team)) nap(0.01);
+        s = what == AT_WAIT ? upipe_comm_wait(c, c->team) : call(k, what);
+        CHECK_STATUS(s, UPIPE_ERR_ABORTED, c->err);
+    } else {
+        s = call(k, what == AT_WAIT ? AT_EXCHANGE : what);
+        CHECK(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED); /* one is first */
+    }
+    snprintf(name, sizeof name, "for rank %d to %s", k->crew->victim, what == AT_WAIT ? "send" : "come");
+    CHECK_TEXT(c->err.text, name);
+    CHECK_TEXT(c->err.text, "waited 0.2 s in ");
+    CHECK_INT(c->team->quarantine, 0);
+    check_dead(k);
+    return s;
+}
+
+enum { UP_FRONT, BETWEEN, GIVE_UPS };
+
+static upipe_status give_up_body(rank_room *k)
+{
+    upipe_ctx *c = &k->ctx;
+    upipe_status s;
+    UPIPE_TRY(all_to_all(k, 1));
+    UPIPE_TRY(upipe_comm_barrier(c, c->team));
+    if (k->rank == k->crew->victim) {
+        if (k->crew->what == BETWEEN)
+            CHECK_STATUS(upipe_comm_start(c, c->team, k->list, k->ranks), UPIPE_OK, c->err);
+        upipe_comm_abort(c->team, "the host has had enough");
+        upipe_comm_abort(c->team, "and says it again");
+        s = k->crew->what == BETWEEN ? upipe_comm_wait(c, c->team) : upipe_comm_barrier(c, c->team);
+    } else {
+        s = all_to_all(k, 1);
+    }
+    CHECK_STATUS(s, UPIPE_ERR_ABORTED, c->err);
+    CHECK_TEXT(c->err.text, "had enough");
+    CHECK_INT(c->team->quarantine, 0);
+    check_dead(k);
+    return s;
+}
+
+/* A rank's stream never comes to the exchange: nobody's copies to it begin, none of its own do. */
+static upipe_status stalled_body(rank_room *k)
+{
+    upipe_ctx *c = &k->ctx;
+    int odd = k->rank == k->crew->victim;
+    ncclComm_t two[2];
+    upipe_status s;
+    UPIPE_TRY(all_to_all(k, 1));
+    c->team->deadline = 0.2;
+    if (odd) stall(k, two);
+    UPIPE_TRY(upipe_comm_start(c, c->team, k->list, k->ranks));
+    s = upipe_comm_wait(c, c->team);
+    CHECK(s == UPIPE_ERR_ABORTED || (!odd && s == UPIPE_ERR_TIMEOUT));
+    CHECK_TEXT(c->err.text, "for the devices' copies to end");
+    CHECK_INT(c->team->quarantine, 1);
+    __atomic_fetch_add(&k->crew->past, 1, __ATOMIC_ACQ_REL);
+    while (odd && __atomic_load_n(&k->crew->past, __ATOMIC_ACQUIRE) < k->ranks) nap(0.001);
+    check_dead(k);
+    c->team->deadline = 20; /* of upipe_peer_free */
+    if (odd) stall_end(two);
+    return s;
+}
+
+enum { KIND, COUNT, DRIFT, FIELD, ITSELF, BYTES, FEWER, MORE, MISMATCHES };
+
+static upipe_status mismatch_body(rank_room *k)
+{
+    static const char *const words[] = {"in a",
+                                        "gathers 2",
+                                        "in an exchange",
+                                        "heads is",
+                                        "does not receive",
+                                        "blocks of 64 bytes to",
+                                        "sends 0 segments to",
+                                        "sends 2 segments to"};
+    upipe_ctx *c = &k->ctx;
+    int64_t mine[2] = {1, 2}, all[2 * RANKS_MAX];
+    int odd = k->rank == k->crew->victim, what = k->crew->what, n = k->ranks;
+    upipe_field field = {"heads", 32, 0};
+    upipe_seg *more = &k->list[n];
+    upipe_status s;
+    UPIPE_TRY(all_to_all(k, 1));
+    memset(more, 0, sizeof *more);
+    more->peer = what == ITSELF ? k->rank : (k->rank + 1) % n;
+    more->count = 1;
+    more->send = k->send;
+    more->send_bytes = WORDS * 4;
+    field.value += odd;
+    if (what == KIND && odd) {
+        s = upipe_comm_barrier(c, c->team);
+    } else if (what == FIELD) {
+        s = upipe_comm_agree(c, c->team, &field, 1);
+    } else if (what == KIND || what == COUNT) {
+        s = upipe_comm_gather(c, c->team, all, mine, what == COUNT && odd ? 2 : 1);
+    } else {
+        if (odd && what == BYTES) k->list[more->peer].send_bytes = 64;
+        if (odd && what == FEWER) k->list[more->peer].send_bytes = 0;
+        s = upipe_comm_start(c, c->team, k->list,
+                             what == DRIFT ? 0 : n + (odd && (what == ITSELF || what == MORE)));
+        if (what == DRIFT && !odd) { /* one exchange with nobody fewer */
+            UPIPE_TRY(s);
+            UPIPE_TRY(upipe_comm_wait(c, c->team));
+            s = upipe_comm_barrier(c, c->team);
+        } else if (what == DRIFT) {
+            UPIPE_TRY(s);
+            UPIPE_TRY(upipe_comm_wait(c, c->team));
+            s = upipe_comm_start(c, c->team, k->list, 0);
+        }
+        if (s == UPIPE_OK && c->team->started) s = upipe_comm_wait(c, c->team);
+        if (s == UPIPE_OK) s = upipe_comm_barrier(c, c->team);
+    }
+    CHECK_STATUS(s, UPIPE_ERR_MISMATCH, c->err);
+    CHECK_TEXT(c->err.text, words[what]);
+    CHECK_INT(c->team->quarantine, 0);
+    check_dead(k);
+    return s;
+}
+
+/* What cannot be is refused before anything has happened: the next exchange goes well. */
+static upipe_status refused_body(rank_room *k)
+{
+    upipe_ctx *c = &k->ctx;
+    upipe_seg *list = (upipe_seg *)calloc((size_t)k->ranks * UPIPE_PEER_PIECES + 1, sizeof *list);
+    cudaGraph_t graph;
+    void *outside;
+    int i, n = k->ranks * UPIPE_PEER_PIECES;
+    OK(cudaMalloc(&outside, 64));
+    for (i = 0; i <= n; ++i) {
+        list[i].peer = (k->rank + 1) % k->ranks;
+        list[i].count = 1;
+        list[i].recv = k->recv;
+        list[i].recv_bytes = 4;
+    }
+    CHECK_STATUS(upipe_comm_start(c, c->team, list, n + 1), UPIPE_ERR_UNSUPPORTED, c->err);
+    CHECK_TEXT(c->err.text, "segments in one exchange");
+    list[0].recv = outside;
+    CHECK_STATUS(upipe_comm_start(c, c->team, list, 1), UPIPE_ERR_UNSUPPORTED, c->err);
+    CHECK_TEXT(c->err.text, "outside the slabs");
+    OK(cudaStreamBeginCapture(k->stream, cudaStreamCaptureModeThreadLocal));
+    CHECK_STATUS(upipe_comm_start(c, c->team, list, 0), UPIPE_ERR_UNSUPPORTED, c->err);
+    CHECK_TEXT(c->err.text, "graph");
+    OK(cudaStreamEndCapture(k->stream, &graph));
+    OK(cudaGraphDestroy(graph));
+    free(list);
+    CHECK(!c->team->started);
+    OK(cudaFree(outside));
+    return all_to_all(k, 1);
+}
+
+/* A bit of everything, for a fault at any call of it. */
+static upipe_status every_body(rank_room *k)
+{
+    upipe_ctx *c = &k->ctx;
+    upipe_field field = {"heads", 32, 0};
+    upipe_status s;
+    int p;
+    memset(k->list, 0, sizeof k->list);
+    s = upipe_comm_agree(c, c->team, &field, 1);
+    if (s == UPIPE_OK) s = upipe_comm_shift_start(c, c->team, k->recv, k->send, 64, 1);
+    if (s == UPIPE_OK) s = upipe_comm_wait(c, c->team);
+    if (s == UPIPE_OK) s = upipe_comm_shift_start(c, c->team, k->recv, k->send, 64, 0);
+    if (s == UPIPE_OK) s = upipe_comm_wait(c, c->team);
+    for (p = 0; p < k->ranks; ++p) {
+        k->list[p].peer = p;
+        k->list[p].count = 2;
+        k->list[p].send = k->send + 2 * p;
+        k->list[p].recv = k->recv + 4 * p;
+        k->list[p].send_bytes = k->list[p].recv_bytes = k->list[p].send_step = 4;
+        k->list[p].recv_step = 8;
+    }
+    if (s == UPIPE_OK) s = upipe_comm_start(c, c->team, k->list, k->ranks);
+    if (s == UPIPE_OK) s = upipe_comm_wait(c, c->team);
+    if (s == UPIPE_OK) s = upipe_comm_barrier(c, c->team);
+    if (s != UPIPE_OK) {
+        CHECK_INT(c->err.status, s);
+        CHECK(c->err.text[0] != 0);
+        check_dead(k);
+    }
+    return s;
+}
+
+/* Calls of one rank fail in turn, some sixty of them, init's too; sticky: and all later ones of all ranks. */
+static void test_injected(crew *all, int sticky)
+{
+    enum { RANKS = 3, VICTIM = 1 };
+    long k, apart, calls = crew_run(all, RANKS, 20, every_body, 0, VICTIM, FAKE_ONCE);
+    int r, failures;
+    CHECK(calls > 40);
+    apart = calls / 60 + 1;
+    for (k = 1 + (long)all->seed % apart; k <= calls; k += apart) {
+        const rank_room *victim = &all->rank[VICTIM];
+        crew_run(all, RANKS, 1, every_body, k, VICTIM, sticky);
+        if (fake_failed() == NULL) continue; /* polls vary in number */
+        failures = 0;
+        for (r = 0; r < RANKS; ++r) {
+            const rank_room *at = &all->rank[r];
+            CHECK_SAY(at->status == UPIPE_OK || at->status == UPIPE_ERR_BACKEND ||
+                          at->status == UPIPE_ERR_ABORTED || at->status == UPIPE_ERR_MEMORY ||
+                          at->status == UPIPE_ERR_TIMEOUT || at->status == UPIPE_ERR_UNSUPPORTED,
+                      "call %ld fails: rank %d: %s", k, r, at->ctx.err.text);
+            failures += at->status != UPIPE_OK || at->freed != UPIPE_OK;
+        }
+        CHECK_SAY(victim->status != UPIPE_OK || victim->freed != UPIPE_OK, "call %ld (%s) fails, unnoticed",
+                  k, fake_failed());
+        if (!sticky)
+            CHECK(victim->status == UPIPE_OK || victim->status == UPIPE_ERR_BACKEND ||
+                  victim->status == UPIPE_ERR_MEMORY || victim->status == UPIPE_ERR_UNSUPPORTED);
+        CHECK(failures >= 1);
+    }
+}
+
+/* ---- init ---- */
+
+static void test_desc(void)
+{
+    upipe_peer team;
+    upipe_peer_slab slabs[UPIPE_PEER_SLABS + 1];
+    upipe_peer_desc d;
+    upipe_err e;
+    void *slab, *host = malloc(4096), *room = aligned_alloc(128, (upipe_peer_bytes(1) + 127) / 128 * 128);
+    int what;
+    memset(room, 0, upipe_peer_bytes(1));
+    OK(cudaSetDevice(1));
+    OK(cudaMalloc(&slab, 4096));
+    for (what = 0; what < 10; ++what) {
+        memset(&d, 0, sizeof d);
+        memset(slabs, 0, sizeof slabs);
+        slabs[0].data = slab;
+        slabs[0].bytes = 4096;
+        d.room = room;
+        d.slabs = slabs;
+        d.slabs_n = d.ranks = 1;
+        if (what == 0) d.ranks = 0;
+        if (what == 1) d.ranks = UPIPE_PEER_MAX + 1;
+        if (what == 2) d.rank = 1;
+        if (what == 3) d.deadline_s = -1;
+        if (what == 4) d.room = (char *)room + 64;
+        if (what == 5) d.slabs_n = UPIPE_PEER_SLABS + 1;
+        if (what == 6) d.slabs_n = 0;
+        if (what == 7) slabs[0].bytes = UPIPE_PEER_LEAST - 1;
+        if (what == 8) slabs[0].data = host;
+        if (what == 9) OK(cudaSetDevice(0));
+        CHECK_STATUS(upipe_peer_init(&team, &d, &e), UPIPE_ERR_ARG, e);
+        CHECK_STATUS(upipe_peer_free(&team, &e), UPIPE_OK, e);
+    }
+    OK(cudaSetDevice(1));
+    CHECK_STATUS(upipe_peer_init(&team, &d, &e), UPIPE_OK, e);
+    CHECK(team.comm.deadline == UPIPE_DEADLINE_DEFAULT);
+    CHECK_STATUS(upipe_peer_free(&team, &e), UPIPE_OK, e);
+    CHECK_STATUS(upipe_peer_free(&team, &e), UPIPE_OK, e);
+    CHECK_STATUS(upipe_peer_init(&team, &d, &e), UPIPE_ERR_ARG, e); /* the same room */
+    CHECK_TEXT(e.text, "before");
+    OK(cudaFree(slab));
+    OK(cudaSetDevice(0));
+    free(room);
+    free(host);
+    CHECK(fake_check_clean());
+}
+
+enum { NO_WAY, NO_SHARING, ALONE, ONE_PROCESS, OTHER_RANKS, OTHER_KIND, INSIDE, INITS };
+
+/* Instead of rank_make's: one thing is wrong. */
+static void *init_main(void *p)
+{
+    rank_room *k = (rank_room *)p;
+    crew *all = k->crew;
+    int odd = k->rank == all->victim, what = all->what;
+    upipe_peer_slab slabs[2];
+    upipe_peer_desc d;
+    fake_rank(k->rank);
+    OK(cudaSetDevice(k->rank));
+    rank_begin(k);
+    d = desc_of(k, slabs);
+    if (what == ALONE && odd) k->status = UPIPE_ERR_TIMEOUT;
+    if (what == ONE_PROCESS) process = 7;
+    if (what == OTHER_RANKS && odd) d.ranks = 2;
+    if (what == OTHER_KIND && odd) d.processes = !d.processes;
+    if (what == INSIDE && odd) slabs[0].data = k->slab + 64, slabs[0].bytes -= 256;
+    if (!(what == ALONE && odd)) {
+        k->status = upipe_peer_init(&k->team, &d, &k->ctx.err);
+        CHECK(k->team.memory == NULL && k->team.stream == NULL);
+    }
+    pthread_barrier_wait(&all->door);
+    OK(cudaFree(k->slab));
+    return NULL;
+}
+
+static void test_refusals(crew *all)
+{
+    static const char *const words[] = {"cannot reach the memory of device",
+                                        "does not share memory and events",
+                                        "for rank 1 to come to init",
+                                        "in one process",
+                                        "threads and rank",
+                                        "processes",
+                                        "does not arrive at its beginning"};
+    static const upipe_status want[] = {UPIPE_ERR_UNSUPPORTED, UPIPE_ERR_UNSUPPORTED, UPIPE_ERR_TIMEOUT,
+                                        UPIPE_ERR_UNSUPPORTED, UPIPE_ERR_MISMATCH,    UPIPE_ERR_MISMATCH,
+                                        UPIPE_ERR_UNSUPPORTED};
+    int what, r;
+    for (what = 0; what < INITS; ++what) {
+        all->processes = what == NO_SHARING || what == ONE_PROCESS || what == INSIDE || what == OTHER_KIND;
+        all->what = what;
+        all->victim = 1;
+        all->deadline = what == ALONE ? 0.2 : 20;
+        memset(all->rank, 0, sizeof all->rank);
+        fake_peers(what > NO_SHARING);
+        crew_begin(all);
+        pthread_barrier_init(&all->door, NULL, 3);
+        for (r = 0; r < 3; ++r) {
+            all->rank[r].crew = all;
+            all->rank[r].rank = r;
+            all->rank[r].ranks = 3;
+            CHECK(pthread_create(&all->rank[r].thread, NULL, init_main, &all->rank[r]) == 0);
+        }
+        for (r = 0; r < 3; ++r) pthread_join(all->rank[r].thread, NULL);
+        for (r = 0; r < 3; ++r) {
+            const rank_room *k = &all->rank[r];
+            if (what == ALONE && r == 1) continue;
+            CHECK_SAY(k->status == want[what] || (what == ALONE && k->status == UPIPE_ERR_ABORTED),
+                      "case %d: rank %d: %s: %s", what, r, upipe_status_name(k->status), k->ctx.err.text);
+            CHECK_TEXT(k->ctx.err.text, words[what]);
+        }
+        pthread_barrier_destroy(&all->door);
+        crew_end(all);
+        fake_peers(1);
+        CHECK(fake_check_clean());
+    }
+    all->processes = 0;
+}
+
+/* Which slab holds a segment: to the byte. */
+static void test_place(void)
+{
+    static char a[1000], b[500];
+    upipe_peer m;
+    upipe_seg s;
+    int64_t at = 0;
+    memset(&m, 0, sizeof m);
+    memset(&s, 0, sizeof s);
+    m.slabs_n = 2;
+    m.slabs[0].data = a, m.slabs[0].bytes = 1000;
+    m.slabs[1].data = b, m.slabs[1].bytes = 500;
+    s.recv = b + 100, s.recv_bytes = 100, s.count = 1;
+    CHECK_INT(upi_peer_place(&m, &s, &at), 1);
+    CHECK_INT(at, 100);
+    s.recv_bytes = 400;
+    CHECK_INT(upi_peer_place(&m, &s, &at), 1);
+    s.recv_bytes = 401;
+    CHECK_INT(upi_peer_place(&m, &s, &at), -1);
+    s.recv = a, s.recv_bytes = 10, s.recv_step = 110, s.count = 10;
+    CHECK_INT(upi_peer_place(&m, &s, &at), 0);
+    s.count = 11;
+    CHECK_INT(upi_peer_place(&m, &s, &at), -1);
+    s.count = INT64_MAX, s.recv_step = SIZE_MAX / 2;
+    CHECK_INT(upi_peer_place(&m, &s, &at), -1);
+    s.recv = a + 1000, s.recv_bytes = 1, s.count = 1;
+    CHECK(upi_peer_place(&m, &s, &at) != 0);
+}
+
+static void crew_fails(crew *all, upipe_status (*body)(rank_room *), int times, int whats)
+{
+    int i;
+    for (i = 0; i < times * whats; ++i) {
+        all->victim = i % 3;
+        all->what = i / times;
+        crew_run(all, 3, 20, body, 0, -1, FAKE_ONCE);
+    }
+}
+
+int main(void)
+{
+    static const int teams[] = {1, 2, 3, 8};
+    crew *all = &the_crew;
+    int seed, i;
+    test_place();
+    for (seed = 0; seed < 6; ++seed) {
+        fake_seed((uint64_t)seed);
+        fake_eager(seed == 5);
+        all->processes = seed & 1;
+        all->shared = seed % 3 == 2;
+        all->ahead = seed == 2 || seed == 3;
+        all->seed = (uint64_t)test_env("UPIPE_SEED", 1) + (uint64_t)seed;
+        test_desc();
+        for (i = 0; i < 4; ++i) {
+            crew_good(all, teams[i], all_body);
+            crew_good(all, teams[i], shift_body);
+            crew_good(all, teams[i], meet_body);
+            crew_good(all, teams[i], random_body);
+            crew_good(all, teams[i], repeat_body);
+        }
+        if (all->ahead) crew_good(all, 3, ahead_body);
+        crew_good(all, 3, refused_body);
+        if (!all->ahead) crew_good(all, 3, beside_body);
+        if (!all->ahead) crew_fails(all, stalled_body, 1, 1);
+        crew_fails(all, absent_body, 1, ABSENCES);
+        crew_fails(all, give_up_body, 2, GIVE_UPS);
+        crew_fails(all, mismatch_body, 2, MISMATCHES);
+        test_injected(all, FAKE_ONCE);
+        test_injected(all, FAKE_STICKY);
+    }
+    test_refusals(all);
+    return test_end("peer");
+}

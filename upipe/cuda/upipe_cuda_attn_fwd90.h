@@ -1,0 +1,508 @@
+/* upipe_cuda_attn_fwd90.h -- attention forward with what Hopper added     backend cuda, includes cuda_attn_tile, hopper
+ *
+ * The same contract, numbers and masks as upipe_cuda_attn_fwd.h, for compute capability 9.0. One block a processor
+ * stays for the whole call and takes blocks of queries from a list, the longest rows first. Of its warpgroups
+ * one thread loads (TMA), and two (three where D is 64) compute, 64 queries each:
+ *
+ *     Q    [64 .. 192 queries][D]    once an item, the next one while this one ends
+ *     K V  [KEYS][D]                 through rings of two slots each
+ *
+ * A consumer has the scores of one tile of keys multiplied while the values of the tile before are, and makes
+ * weights of the first while the second are under way. Consumers take turns to enter their products: then one
+ * computes weights while the other one's products run. Tiles come last to first: those that a causal mask cuts
+ * come at the beginning.
+ *
+ * Barriers: `full` of a slot ends its phase when the bytes are there, `empty` when every consumer is through.
+ */
+#ifndef UPIPE_CUDA_ATTN_FWD90_H
+#define UPIPE_CUDA_ATTN_FWD90_H
+
+#include "upipe_cuda_attn_tile.h"
+#include "upipe_cuda_hopper.h"
+
+template <int D, int KEYS> struct upi_cuda_fwd90_shape {
+    enum {
+        CONSUMERS = D > 64 ? 2 : 3,
+        THREADS = 128 * (CONSUMERS + 1),
+        ROWS = 64 * CONSUMERS,
+        PANELS = D / 64,
+        SLOTS = 2,
+        IN_TURN = D <= 128, /* longer products keep the tensor cores busy by themselves */
+        LOADER_REGISTERS = CONSUMERS == 2 ? 24 : 32,
+        REGISTERS = CONSUMERS == 2 ? 240 : 160,
+        Q = ROWS * D * 2, /* bytes */
+        TILE = KEYS * D * 2,
+        AT_K = Q,
+        AT_V = AT_K + SLOTS * TILE,
+        O_APART = 2 * Q + 2 * SLOTS * TILE + 128 <= 227 * 1024, /* else o takes the place of Q */
+        AT_O = O_APART ? AT_V + SLOTS * TILE : 0,
+        AT_BARRIERS = AT_V + SLOTS * TILE + (O_APART ? Q : 0),
+        SHARED = AT_BARRIERS + 8 * (2 + 4 * SLOTS)
+    };
+};
+
+/* Rows and items are counted in 32 bits: a division of 64 takes more registers than the loading thread has. */
+typedef struct upi_cuda_fwd90_args {
+    upi_tensor_map q, k, v, o; /* o: where it is bf16 and not merged into */
+    upi_cuda_attn_args a;
+    int items, blocks; /* blocks of queries: of all heads, of one */
+    int section; /* heads whose keys and values share the cache: all of their items come before others */
+} upi_cuda_fwd90_args;
+
+typedef struct upi_cuda_fwd90_item {
+    int q0, head;
+    upi_cuda_attn_tiles tiles;
+} upi_cuda_fwd90_item;
+
+UPI_DEVICE upi_cuda_attn_tiles upi_cuda_fwd90_tiles(const upi_cuda_attn_args &a, int query, int count,
+                                                    int keys)
+{
+    return a.runs != NULL ? upi_cuda_attn_tiles_of<1>(a, query, count, keys)
+                          : upi_cuda_attn_tiles_of<0>(a, query, count, keys);
+}
+
+/* The block's item of this turn; 0: it has no more. Every second round runs backwards, so that nobody has the
+ * longest item of every one. */
+template <int ROWS, int KEYS>
+UPI_DEVICE int upi_cuda_fwd90_take(const upi_cuda_fwd90_args &g, int turn, upi_cuda_fwd90_item *x)
+{
+    const int place = (int)(turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    const int item = turn * (int)gridDim.x + place, all = g.blocks * g.section;
+    const int first = item / all * g.section, rest = g.a.heads - first;
+    const int heads = rest < g.section ? rest : g.section;
+    if (item >= g.items) return 0;
+    x->head = first + item % all % heads;
+    x->q0 = (g.blocks - 1 - item % all / heads) * ROWS;
+    x->tiles = upi_cuda_fwd90_tiles(g.a, x->q0, ROWS, KEYS);
+    return 1;
+}
+
+/* Barriers, as they lie behind the tiles: two of each, of the slots; of Q, full and empty. */
+enum {
+    UPI_FWD90_K_FULL = 0,
+    UPI_FWD90_K_EMPTY = 16,
+    UPI_FWD90_V_FULL = 32,
+    UPI_FWD90_V_EMPTY = 48,
+    UPI_FWD90_Q_FULL = 64,
+    UPI_FWD90_Q_EMPTY = 72
+};
+
+/* The barrier of the slot that has tile number i, counted from the start of the kernel; and the parity of the
+ * phase in which that tile fills it. */
+UPI_DEVICE uint32_t upi_cuda_fwd90_slot(uint32_t barriers, uint32_t i)
+{
+    return barriers + i % 2 * 8;
+}
+UPI_DEVICE uint32_t upi_cuda_fwd90_parity(uint32_t i)
+{
+    return i / 2 % 2;
+}
+
+/* ---- the loading thread ---- */
+
+/* A tile of rows of one head, panel by panel. */
+template <int D, int ROWS>
+UPI_DEVICE void upi_cuda_fwd90_load(uint32_t to, const upi_tensor_map *map, int row, int head, uint32_t full)
+{
+    upi_mbarrier_arrive_expect(full, ROWS * D * 2);
+    UPI_UNROLL
+    for (int c = 0; c < D / 64; ++c) upi_tma_load(to + c * ROWS * 128, map, c * 64, row, head, full);
+}
+
+template <int D, int KEYS> UPI_DEVICE void upi_cuda_fwd90_produce(const upi_cuda_fwd90_args &g, uint32_t base)
+{
+    typedef upi_cuda_fwd90_shape<D, KEYS> shape;
+    const uint32_t bars = base + shape::AT_BARRIERS;
+    uint32_t i = 0, q = 0; /* tiles and items so far */
+    upi_cuda_fwd90_item x;
+    upi_tma_prefetch(&g.q);
+    upi_tma_prefetch(&g.k);
+    upi_tma_prefetch(&g.v);
+    for (int turn = 0; upi_cuda_fwd90_take<shape::ROWS, KEYS>(g, turn, &x); ++turn) {
+        const int kv = x.head / g.a.group, tiles = x.tiles.end - x.tiles.first;
+        if (tiles <= 0) continue;
+        upi_mbarrier_wait(bars + UPI_FWD90_Q_EMPTY, q++ % 2 ^ 1);
+        upi_cuda_fwd90_load<D, shape::ROWS>(base, &g.q, x.q0, x.head, bars + UPI_FWD90_Q_FULL);
+        /* K of a tile comes before V of the tile before, as consumers want them */
+        for (int n = 0; n <= tiles; ++n, ++i) {
+            const int row = (x.tiles.end - 1 - n) * KEYS;
+            if (n < tiles) {
+                upi_mbarrier_wait(upi_cuda_fwd90_slot(bars + UPI_FWD90_K_EMPTY, i),
+                                  upi_cuda_fwd90_parity(i) ^ 1);
+                upi_cuda_fwd90_load<D, KEYS>(base + shape::AT_K + i % 2 * shape::TILE, &g.k, row, kv,
+                                             upi_cuda_fwd90_slot(bars + UPI_FWD90_K_FULL, i));
+            }
+            if (n > 0) {
+                upi_mbarrier_wait(upi_cuda_fwd90_slot(bars + UPI_FWD90_V_EMPTY, i - 1),
+                                  upi_cuda_fwd90_parity(i - 1) ^ 1);
+                upi_cuda_fwd90_load<D, KEYS>(base + shape::AT_V + (i - 1) % 2 * shape::TILE, &g.v, row + KEYS,
+                                             kv, upi_cuda_fwd90_slot(bars + UPI_FWD90_V_FULL, i - 1));
+            }
+        }
+        --i; /* the last turn had a V alone */
+    }
+}
+
+/* ---- consumers ---- */
+
+/* Starts s = Q K^T: Q from its row of the consumer on. */
+template <int D, int KEYS> UPI_DEVICE void upi_cuda_fwd90_scores(float *s, uint32_t at_q, uint32_t at_k)
+{
+    const uint64_t q = upi_wgmma_rows(at_q), k = upi_wgmma_rows(at_k);
+    upi_wgmma_fence();
+    UPI_UNROLL
+    for (int i = 0; i < D / 16; ++i)
+        upi_wgmma_ss<KEYS, 0, 0>(
+            s, upi_wgmma_further(q, i / 4 * upi_cuda_fwd90_shape<D, KEYS>::ROWS * 128 + i % 4 * 32),
+            upi_wgmma_further(k, i / 4 * KEYS * 128 + i % 4 * 32), i > 0);
+    upi_wgmma_commit();
+}
+
+/* Starts o += P V. */
+template <int D, int KEYS> UPI_DEVICE void upi_cuda_fwd90_values(float *o, const uint32_t *p, uint32_t at_v)
+{
+    const uint64_t v = upi_wgmma_columns(at_v, KEYS * 128);
+    upi_wgmma_fence();
+    UPI_UNROLL
+    for (int i = 0; i < KEYS / 16; ++i)
+        upi_wgmma_rs<D, 1>(o, p + 4 * i, upi_wgmma_further(v, i * 16 * 128), 1);
+    upi_wgmma_commit();
+}
+
+/* A thread's first row of an item; the second lies 8 below. In its consumer, whose first query is q0. */
+UPI_DEVICE int upi_cuda_fwd90_row(void)
+{
+    return (int)threadIdx.x % 128 / 32 * 16 + (int)threadIdx.x % 32 / 4;
+}
+
+/* Masks a tile of scores of the 64 queries from q0. Cold: what it needs is made anew, not kept in registers. */
+template <int KEYS> UPI_DEVICE void upi_cuda_fwd90_hide(float *s, const upi_cuda_attn_args &a, int q0, int n)
+{
+    const int column = (int)threadIdx.x % 4 * 2;
+    q0 = upi_cuda_attn_anew(q0);
+    UPI_UNROLL
+    for (int half = 0; half < 2; ++half) {
+        const int query = q0 + upi_cuda_fwd90_row() + half * 8;
+        int low = 0, high = upi_cuda_attn_near(a.keys - (int64_t)n * KEYS, 1);
+        if (a.runs != NULL) {
+            const upi_cuda_attn_run run = a.runs[query < a.queries ? query : a.queries - 1];
+            low = run.first - n * KEYS;
+            high = run.end - n * KEYS;
+        } else {
+            const int sight = upi_cuda_attn_near(query + a.ahead + 1 - (int64_t)n * KEYS, a.causal);
+            if (sight < high) high = sight;
+        }
+        low -= column;
+        high -= column;
+        UPI_UNROLL
+        for (int j = 0; j < KEYS / 8; ++j) {
+            if (j * 8 < low || j * 8 >= high) s[4 * j + 2 * half] = -INFINITY;
+            if (j * 8 + 1 < low || j * 8 + 1 >= high) s[4 * j + 2 * half + 1] = -INFINITY;
+        }
+    }
+}
+
+template <int KEYS> UPI_DEVICE void upi_cuda_fwd90_cap(float *s, float squash)
+{
+    UPI_UNROLL
+    for (int j = 0; j < KEYS / 2; ++j) s[j] = tanhf(s[j] * squash);
+}
+
+/* Scores become weights: s = 2^((s - top) rate). fold: what older sums and values are multiplied with. */
+template <int KEYS>
+UPI_DEVICE void upi_cuda_fwd90_weigh(float *s, float *top, float *sum, float *fold, float rate)
+{
+    UPI_UNROLL
+    for (int half = 0; half < 2; ++half) {
+        float most = top[half], more = -INFINITY, from, x = 0, y = 0;
+        UPI_UNROLL
+        for (int j = 0; j < KEYS / 8; ++j) {
+            most = fmaxf(most, s[4 * j + 2 * half]);
+            more = fmaxf(more, s[4 * j + 2 * half + 1]);
+        }
+        most = fmaxf(most, more);
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+        from = most == -INFINITY ? 0 : most;
+        fold[half] = upi_exp2((top[half] - from) * rate);
+        top[half] = most;
+        UPI_UNROLL
+        for (int j = 0; j < KEYS / 8; ++j) {
+            s[4 * j + 2 * half] = upi_exp2((s[4 * j + 2 * half] - from) * rate);
+            s[4 * j + 2 * half + 1] = upi_exp2((s[4 * j + 2 * half + 1] - from) * rate);
+            x += s[4 * j + 2 * half];
+            y += s[4 * j + 2 * half + 1];
+        }
+        sum[half] = fmaf(sum[half], fold[half], x + y);
+    }
+}
+
+/* Weights as operands of the next product. */
+template <int KEYS> UPI_DEVICE void upi_cuda_fwd90_pack(uint32_t *p, const float *s)
+{
+    UPI_UNROLL
+    for (int i = 0; i < KEYS / 4; ++i) p[i] = upi_pack_bf16(s[2 * i], s[2 * i + 1]);
+}
+
+/* The end of a row: its lse goes out, with what was there if the call merges. `sum` is the quad's. Returns what
+ * the row's values are multiplied with; *keep: what older ones are. */
+UPI_DEVICE float upi_cuda_fwd90_finish(const upi_cuda_attn_args &a, int head, int64_t query, float top,
+                                       float sum, float *keep)
+{
+    const int real = query < a.queries;
+    float *at_lse = a.lse + query * a.lse_step + head * a.lse_head;
+    float weight = sum == 0 ? 0 : 1 / sum; /* not `sum > 0`: a NaN must come out as one */
+    float lse = sum == 0 ? -INFINITY : fmaf(top, a.scale, logf(sum));
+    *keep = 0;
+    if (a.sinks != NULL) upi_cuda_attn_add_sink(a.sinks[head], top * a.scale, sum, &lse, &weight);
+    if (a.merge) {
+        const float old = real ? *at_lse : -INFINITY, most = fmaxf(old, lse);
+        const float from = most == -INFINITY ? 0 : most;
+        const float e_old = expf(old - from), e_new = expf(lse - from), both = e_old + e_new;
+        lse = both == 0 ? -INFINITY : from + logf(both);
+        weight = both == 0 ? 0 : weight * (e_new / both);
+        *keep = old == -INFINITY ? 0 : e_old / both;
+        __syncwarp(); /* a quad reads before its first lane writes */
+    }
+    if (real && threadIdx.x % 4 == 0) *at_lse = lse;
+    return weight;
+}
+
+/* Two neighbours of a row of o, merged into what is there. */
+UPI_DEVICE void upi_cuda_fwd90_put(const upi_cuda_attn_args &a, int64_t to, float keep, float x, float y)
+{
+    upi_cuda_attn_pair *pair = (upi_cuda_attn_pair *)((float *)a.o + to);
+    uint32_t *both = (uint32_t *)((upi_bf16 *)a.o + to);
+    if (keep != 0 && a.wide) { /* 0 for a row that had seen nothing: what is in o is then not even read */
+        x = fmaf(keep, pair->x, x);
+        y = fmaf(keep, pair->y, y);
+    } else if (keep != 0) {
+        const uint32_t old = *both;
+        x = fmaf(keep, upi_from_bf16((upi_bf16)(old & 0xffff)), x);
+        y = fmaf(keep, upi_from_bf16((upi_bf16)(old >> 16)), y);
+    }
+    if (a.wide)
+        pair->x = x, pair->y = y;
+    else
+        *both = upi_pack_bf16(x, y);
+}
+
+/* o of an item, by one consumer. Through shared memory where it is plain, unless no Q was loaded, whose place
+ * another item's may then have. */
+template <int D, int KEYS>
+UPI_DEVICE void upi_cuda_fwd90_output(const upi_cuda_fwd90_args &g, const upi_cuda_fwd90_item &item,
+                                      uint32_t base, int group, float *o, const float *top, const float *sum)
+{
+    typedef upi_cuda_fwd90_shape<D, KEYS> shape;
+    const upi_cuda_attn_args &a = g.a;
+    const int lane = upi_cuda_attn_anew((int)threadIdx.x) % 32, warp = (int)threadIdx.x % 128 / 32;
+    const int staged = !a.merge && !a.wide && item.tiles.first < item.tiles.end;
+    const int row = group * 64 + warp * 16, first = item.q0 + group * 64 + upi_cuda_fwd90_row();
+    float keep[2];
+    UPI_UNROLL
+    for (int half = 0; half < 2; ++half) {
+        float all = sum[half], weight;
+        all += __shfl_xor_sync(0xffffffffu, all, 1);
+        all += __shfl_xor_sync(0xffffffffu, all, 2);
+        weight = upi_cuda_fwd90_finish(a, item.head, first + half * 8, top[half], all, &keep[half]);
+        UPI_UNROLL
+        for (int i = 0; i < D / 8; ++i) {
+            o[4 * i + 2 * half] *= weight;
+            o[4 * i + 2 * half + 1] *= weight;
+        }
+    }
+    if (!staged) {
+        UPI_UNROLL
+        for (int half = 0; half < 2; ++half) {
+            const int64_t query = first + half * 8;
+            const int64_t to = query * a.o_step + item.head * a.o_head + lane % 4 * 2;
+            UPI_UNROLL
+            for (int i = 0; i < D / 8; ++i)
+                if (query < a.queries && i * 8 < a.dv)
+                    upi_cuda_fwd90_put(a, to + i * 8, keep[half], o[4 * i + 2 * half],
+                                       o[4 * i + 2 * half + 1]);
+        }
+        return;
+    }
+    if (threadIdx.x % 128 == 0) upi_bulk_wait_read<0>(); /* the item before is out of its place */
+    upi_barrier_sync(8 + group, 128);
+    UPI_UNROLL
+    for (int i = 0; i < D / 8; i += 2) {
+        const uint32_t r[4] = {
+            upi_pack_bf16(o[4 * i], o[4 * i + 1]), upi_pack_bf16(o[4 * i + 2], o[4 * i + 3]),
+            upi_pack_bf16(o[4 * i + 4], o[4 * i + 5]), upi_pack_bf16(o[4 * i + 6], o[4 * i + 7])};
+        upi_store_matrix4(base + shape::AT_O + upi_panel_at(shape::ROWS, row + lane % 16, i + lane / 16), r);
+    }
+    upi_fence_async_shared();
+    upi_barrier_sync(8 + group, 128);
+    if (threadIdx.x % 128 == 0) {
+        UPI_UNROLL
+        for (int c = 0; c < D / 64; ++c)
+            if (c * 64 < a.dv)
+                upi_tma_store(&g.o, c * 64, item.q0 + group * 64, item.head,
+                              base + shape::AT_O + (c * shape::ROWS + group * 64) * 128);
+        upi_bulk_commit();
+        if (!shape::O_APART) upi_bulk_wait_read<0>();
+    }
+}
+
+template <int D, int KEYS>
+UPI_DEVICE void upi_cuda_fwd90_consume(const upi_cuda_fwd90_args &g, uint32_t base, int group)
+{
+    typedef upi_cuda_fwd90_shape<D, KEYS> shape;
+    const uint32_t bars = base + shape::AT_BARRIERS, at_q = base + (uint32_t)group * 64 * 128;
+    const int leads = threadIdx.x % 128 == 0, my_turn = 1 + group,
+              next_turn = 1 + (group + 1) % shape::CONSUMERS;
+    uint32_t i = 0, q = 0; /* tiles and items so far */
+    upi_cuda_fwd90_item item;
+    if (shape::IN_TURN && group == shape::CONSUMERS - 1) upi_barrier_arrive(next_turn, 256);
+    for (int turn = 0; upi_cuda_fwd90_take<shape::ROWS, KEYS>(g, turn, &item); ++turn) {
+        const int q0 = item.q0 + group * 64;
+        const upi_cuda_attn_tiles mine = upi_cuda_fwd90_tiles(g.a, q0, 64, KEYS);
+        float o[D / 2], s[KEYS / 2], top[2], sum[2], fold[2];
+        uint32_t p[KEYS / 4];
+        UPI_UNROLL
+        for (int e = 0; e < D / 2; ++e) o[e] = 0;
+        top[0] = top[1] = -INFINITY;
+        sum[0] = sum[1] = 0;
+        if (item.tiles.first < item.tiles.end) {
+            int n = item.tiles.end - 1;
+            upi_mbarrier_wait(bars + UPI_FWD90_Q_FULL, q++ % 2);
+            upi_mbarrier_wait(upi_cuda_fwd90_slot(bars + UPI_FWD90_K_FULL, i), upi_cuda_fwd90_parity(i));
+            if (shape::IN_TURN) upi_barrier_sync(my_turn, 256);
+            upi_cuda_fwd90_scores<D, KEYS>(s, at_q, base + shape::AT_K + i % 2 * shape::TILE);
+            if (shape::IN_TURN) upi_barrier_arrive(next_turn, 256);
+            upi_wgmma_wait<0>();
+            if (leads) upi_mbarrier_arrive(upi_cuda_fwd90_slot(bars + UPI_FWD90_K_EMPTY, i));
+            if (g.a.squash != 0) upi_cuda_fwd90_cap<KEYS>(s, g.a.squash);
+            if (n < mine.whole || n >= mine.whole_end) upi_cuda_fwd90_hide<KEYS>(s, g.a, q0, n);
+            upi_cuda_fwd90_weigh<KEYS>(s, top, sum, fold, g.a.rate);
+            upi_cuda_fwd90_pack<KEYS>(p, s);
+            for (--n, ++i; n >= item.tiles.first; --n, ++i) {
+                upi_mbarrier_wait(upi_cuda_fwd90_slot(bars + UPI_FWD90_K_FULL, i), upi_cuda_fwd90_parity(i));
+                if (shape::IN_TURN) upi_barrier_sync(my_turn, 256);
+                upi_cuda_fwd90_scores<D, KEYS>(s, at_q, base + shape::AT_K + i % 2 * shape::TILE);
+                upi_mbarrier_wait(upi_cuda_fwd90_slot(bars + UPI_FWD90_V_FULL, i - 1),
+                                  upi_cuda_fwd90_parity(i - 1));
+                upi_cuda_fwd90_values<D, KEYS>(o, p, base + shape::AT_V + (i - 1) % 2 * shape::TILE);
+                if (shape::IN_TURN) upi_barrier_arrive(next_turn, 256);
+                upi_wgmma_wait<1>(); /* the scores are there */
+                if (leads) upi_mbarrier_arrive(upi_cuda_fwd90_slot(bars + UPI_FWD90_K_EMPTY, i));
+                if (g.a.squash != 0) upi_cuda_fwd90_cap<KEYS>(s, g.a.squash);
+                if (n < mine.whole || n >= mine.whole_end) upi_cuda_fwd90_hide<KEYS>(s, g.a, q0, n);
+                upi_cuda_fwd90_weigh<KEYS>(s, top, sum, fold, g.a.rate);
+                upi_wgmma_wait<0>(); /* the values are, and p is free */
+                if (leads) upi_mbarrier_arrive(upi_cuda_fwd90_slot(bars + UPI_FWD90_V_EMPTY, i - 1));
+                UPI_UNROLL
+                for (int e = 0; e < D / 2; ++e) o[e] *= fold[e / 2 % 2];
+                upi_cuda_fwd90_pack<KEYS>(p, s);
+            }
+            if (shape::O_APART && leads) upi_mbarrier_arrive(bars + UPI_FWD90_Q_EMPTY);
+            upi_mbarrier_wait(upi_cuda_fwd90_slot(bars + UPI_FWD90_V_FULL, i - 1),
+                              upi_cuda_fwd90_parity(i - 1));
+            upi_cuda_fwd90_values<D, KEYS>(o, p, base + shape::AT_V + (i - 1) % 2 * shape::TILE);
+            upi_wgmma_wait<0>();
+            if (leads) upi_mbarrier_arrive(upi_cuda_fwd90_slot(bars + UPI_FWD90_V_EMPTY, i - 1));
+        }
+        upi_cuda_fwd90_output<D, KEYS>(g, item, base, group, o, top, sum);
+        if (!shape::O_APART && leads && item.tiles.first < item.tiles.end)
+            upi_mbarrier_arrive(bars + UPI_FWD90_Q_EMPTY);
+    }
+    if (shape::IN_TURN && group == 0) upi_barrier_sync(my_turn, 256); /* the turn that nobody took */
+    if (leads) upi_bulk_wait_read<0>();
+}
+
+/* ---- the kernel ---- */
+
+template <int D, int KEYS>
+UPI_HOPPER_KERNEL((upi_cuda_fwd90_shape<D, KEYS>::THREADS))
+void upi_cuda_fwd90_kernel(UPI_BY_VALUE upi_cuda_fwd90_args g)
+{
+#if UPI_HOPPER_CODE
+    typedef upi_cuda_fwd90_shape<D, KEYS> shape;
+    UPI_SHARED(unsigned char, shared);
+    const uint32_t base = upi_shared_address(shared), bars = base + shape::AT_BARRIERS;
+    /* the same in every lane, which the compiler would not see */
+    const int group = __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0);
+    if (threadIdx.x == 0) {
+        for (uint32_t i = 0; i < 2; ++i) {
+            upi_mbarrier_init(upi_cuda_fwd90_slot(bars + UPI_FWD90_K_FULL, i), 1);
+            upi_mbarrier_init(upi_cuda_fwd90_slot(bars + UPI_FWD90_V_FULL, i), 1);
+            upi_mbarrier_init(upi_cuda_fwd90_slot(bars + UPI_FWD90_K_EMPTY, i), shape::CONSUMERS);
+            upi_mbarrier_init(upi_cuda_fwd90_slot(bars + UPI_FWD90_V_EMPTY, i), shape::CONSUMERS);
+        }
+        upi_mbarrier_init(bars + UPI_FWD90_Q_FULL, 1);
+        upi_mbarrier_init(bars + UPI_FWD90_Q_EMPTY, shape::CONSUMERS);
+        upi_mbarrier_fence();
+    }
+    __syncthreads();
+    if (group == 0) {
+        upi_registers_less<shape::LOADER_REGISTERS>();
+        if (threadIdx.x == 0) upi_cuda_fwd90_produce<D, KEYS>(g, base);
+    } else {
+        upi_registers_more<shape::REGISTERS>();
+        upi_cuda_fwd90_consume<D, KEYS>(g, base, group - 1);
+    }
+#endif
+}
+
+/* ---- host ---- */
+
+enum { UPI_FWD90_CACHE = 32 << 20 }; /* bytes of keys and values that stay in the device's cache */
+
+/* Whether the device has room for this kernel, and the unit the code. */
+template <int D, int KEYS> UPIPE_API int upi_cuda_fwd90_fits(const upipe_cuda *device)
+{
+    typedef upi_cuda_fwd90_shape<D, KEYS> shape;
+    return shape::SHARED <= device->shared_most &&
+           UPI_MOST_THREADS((upi_cuda_fwd90_kernel<D, KEYS>)) >= shape::THREADS;
+}
+
+/* Whether these kernels take the call: the device, the unit's code, and shapes that tensor maps can say. */
+UPIPE_API int upi_cuda_fwd90_takes(upipe_ctx *c, const upipe_attn *a)
+{
+    const upipe_cuda *self = (const upipe_cuda *)c->ops->self;
+    const int columns = upi_cuda_attn_columns(a), plain = !a->merge && a->o.dtype != UPIPE_F32;
+    if (self->capability / 10 != 9 || !upi_tensor_map_fits(a->q) || !upi_tensor_map_fits(a->k) ||
+        !upi_tensor_map_fits(a->v) || (plain && !upi_tensor_map_fits(a->o)) ||
+        (a->q.n / 128 + 1) * a->q.h > INT32_MAX / 2)
+        return 0;
+    return columns <= 64    ? upi_cuda_fwd90_fits<64, 128>(self)
+           : columns <= 128 ? upi_cuda_fwd90_fits<128, 128>(self)
+                            : upi_cuda_fwd90_fits<256, 80>(self);
+}
+
+template <int D, int KEYS>
+UPIPE_API upipe_status upi_cuda_fwd90_launch(upipe_ctx *c, const upipe_attn *call,
+                                             const upi_cuda_attn_args *a)
+{
+    typedef upi_cuda_fwd90_shape<D, KEYS> shape;
+    const upipe_cuda *self = (const upipe_cuda *)c->ops->self;
+    const int blocks = (int)((a->queries + shape::ROWS - 1) / shape::ROWS);
+    const int64_t fit = UPI_FWD90_CACHE / ((int64_t)(a->d + a->dv) * 2) / a->keys * a->group;
+    upi_cuda_fwd90_args g;
+    memset(&g, 0, sizeof g);
+    UPIPE_TRY(upi_tensor_map_make(c, &g.q, call->q, shape::ROWS));
+    UPIPE_TRY(upi_tensor_map_make(c, &g.k, call->k, KEYS));
+    UPIPE_TRY(upi_tensor_map_make(c, &g.v, call->v, KEYS));
+    if (!a->merge && !a->wide) UPIPE_TRY(upi_tensor_map_make(c, &g.o, call->o, 64));
+    g.a = *a;
+    g.blocks = blocks;
+    g.items = blocks * a->heads;
+    g.section = (int)upi_between(fit, a->group, a->heads);
+    UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_cuda_fwd90_kernel<D, KEYS>), shape::SHARED));
+    if (a->runs != NULL) UPIPE_TRY(upi_cuda_attn_query_runs(c, call, (upi_cuda_attn_run *)call->work));
+    return UPI_LAUNCH(c, (upi_cuda_fwd90_kernel<D, KEYS>),
+                      (unsigned)(g.items < self->processors ? g.items : self->processors), shape::THREADS,
+                      shape::SHARED, g);
+}
+
+/* Forward of a call that these kernels take. */
+UPIPE_API upipe_status upi_cuda_attn_fwd90(upipe_ctx *c, const upipe_attn *call, const upi_cuda_attn_args *a)
+{
+    if (upi_cuda_attn_columns(call) <= 64) return upi_cuda_fwd90_launch<64, 128>(c, call, a);
+    if (upi_cuda_attn_columns(call) <= 128) return upi_cuda_fwd90_launch<128, 128>(c, call, a);
+    return upi_cuda_fwd90_launch<256, 80>(c, call, a);
+}
+
+#endif

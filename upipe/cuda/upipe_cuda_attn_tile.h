@@ -1,0 +1,153 @@
+/* upipe_cuda_attn_tile.h -- what attention kernels share: arguments, what a tile of queries sees
+ *                           backend cuda, includes cuda_attn_mask
+ *
+ * For every generation of tensor cores: the arguments of a call, the tiles of keys that some queries go
+ * through, and what every kernel refuses.
+ */
+#ifndef UPIPE_CUDA_ATTN_TILE_H
+#define UPIPE_CUDA_ATTN_TILE_H
+
+#include "upipe_cuda_attn_mask.h"
+
+#define UPI_CUDA_ATTN_LOG2E 1.4426950408889634f
+
+/* ---- on the device ---- */
+
+/* Steps in elements. */
+typedef struct upi_cuda_attn_args {
+    const upi_bf16 *q, *k, *v;
+    void *o;
+    float *lse;
+    int64_t q_step, q_head, k_step, k_head, v_step, v_head, o_step, o_head, lse_step, lse_head;
+    int64_t queries, keys;
+    int64_t ahead; /* query i sees keys up to i + ahead */
+    int heads, group, d, causal, merge;
+    int wide;          /* o is f32 */
+    float scale, rate; /* rate = scale * log2(e) */
+    int dv;
+    const float *sinks;            /* [heads], or NULL */
+    const upi_cuda_attn_run *runs; /* masked: of queries forward, of keys backward */
+    /* Under a soft-cap, `scale`, a score is scale * tanh(squash * product); its slope at 0. Else squash is 0. */
+    float squash, slope;
+} upi_cuda_attn_args;
+
+/* Keys that the `rows` queries from q0 see between them, where no table says it: [0, result). */
+UPI_DEVICE int64_t upi_cuda_attn_reach(const upi_cuda_attn_args &a, int64_t q0, int rows)
+{
+    int64_t reach = (a.queries - q0 < rows ? a.queries : q0 + rows) + a.ahead;
+    if (!a.causal || reach > a.keys) return a.keys;
+    return reach > 0 ? reach : 0;
+}
+
+/* What one instruction reads or writes. */
+struct alignas(16) upi_cuda_attn_chunk16 {
+    uint32_t word[4];
+};
+struct alignas(8) upi_cuda_attn_pair {
+    float x, y;
+};
+
+/* x, or what is as good as infinite. */
+UPI_DEVICE int upi_cuda_attn_near(int64_t x, int finite)
+{
+    const int64_t far = 1 << 30;
+    return (int)(!finite || x > far ? far : x < -far ? -far : x);
+}
+
+/* x, anew: what is made of the result is made again in every turn of a loop. Otherwise the compiler keeps
+ * it in registers from one turn to the next, and there are none to spare. */
+UPI_DEVICE int upi_cuda_attn_anew(int x)
+{
+#ifndef UPIPE_CUDA_SEAMS
+    asm volatile("" : "+r"(x));
+#endif
+    return x;
+}
+
+/* Tiles of keys that a block, or a warp, goes through: [first, end), of which [whole, whole_end) need no mask. */
+typedef struct upi_cuda_attn_tiles {
+    int first, end, whole, whole_end;
+} upi_cuda_attn_tiles;
+
+/* Those of `count` queries from `query`, in tiles of `keys`; past the last query they say nothing. */
+template <int MASKED>
+UPI_DEVICE upi_cuda_attn_tiles upi_cuda_attn_tiles_of(const upi_cuda_attn_args &a, int64_t query, int count,
+                                                      int keys)
+{
+    upi_cuda_attn_tiles x = {0, 0, 0, 0};
+    if (!MASKED) {
+        x.end = (int)((upi_cuda_attn_reach(a, query, count) + keys - 1) / keys);
+        x.whole_end = (int)(upi_cuda_attn_reach(a, query, 1) / keys);
+    } else if (query < a.queries) {
+        const upi_cuda_attn_run some = upi_cuda_attn_some(a.runs, query, count, a.queries);
+        const upi_cuda_attn_run all = upi_cuda_attn_all(a.runs, query, count, a.queries);
+        x.first = some.first / keys;
+        x.end = some.first < some.end ? (some.end + keys - 1) / keys : 0;
+        x.whole = (all.first + keys - 1) / keys;
+        x.whole_end = all.end / keys;
+    }
+    return x;
+}
+
+/* ---- host ---- */
+
+/* Every row of the view begins at a multiple of 16 bytes. */
+UPIPE_API upipe_status upi_cuda_attn_aligned(upipe_ctx *c, const char *name, upipe_view v)
+{
+    const int64_t each = 16 / (int64_t)upipe_dtype_bytes(v.dtype);
+    if (v.n == 0) return UPIPE_OK;
+    if ((uintptr_t)v.data % 16 == 0 && (v.n == 1 || v.n_step % each == 0) &&
+        (v.h == 1 || v.h_step % each == 0))
+        return UPIPE_OK;
+    return upi_fail(
+        &c->err, UPIPE_ERR_UNSUPPORTED,
+        "attention: %s at %p with steps of %lld and %lld %s elements; rows must begin at multiples "
+        "of 16 bytes",
+        name, v.data, (long long)v.n_step, (long long)v.h_step, upipe_dtype_name(v.dtype));
+}
+
+/* What both directions refuse. */
+UPIPE_API upipe_status upi_cuda_attn_check(upipe_ctx *c, const upipe_attn *a)
+{
+    UPIPE_TRY(upi_cuda_attn_check_masks(c, a));
+    UPIPE_TRY(upi_cuda_attn_aligned(c, "q", a->q));
+    UPIPE_TRY(upi_cuda_attn_aligned(c, "k", a->k));
+    return upi_cuda_attn_aligned(c, "v", a->v);
+}
+
+UPIPE_API upi_cuda_attn_args upi_cuda_attn_args_make(const upipe_attn *a)
+{
+    upi_cuda_attn_args x;
+    memset(&x, 0, sizeof x);
+    x.q = (const upi_bf16 *)a->q.data;
+    x.k = (const upi_bf16 *)a->k.data;
+    x.v = (const upi_bf16 *)a->v.data;
+    x.lse = (float *)a->lse.data;
+    x.q_step = a->q.n_step, x.q_head = a->q.h_step;
+    x.k_step = a->k.n_step, x.k_head = a->k.h_step;
+    x.v_step = a->v.n_step, x.v_head = a->v.h_step;
+    x.lse_step = a->lse.n_step, x.lse_head = a->lse.h_step;
+    x.queries = a->q.n;
+    x.keys = a->k.n;
+    x.ahead = upi_attn_ahead(a);
+    x.heads = a->q.h;
+    x.group = a->q.h / a->k.h;
+    x.d = a->q.d;
+    x.dv = a->v.d;
+    x.causal = a->causal;
+    x.sinks = a->sinks;
+    x.runs = upi_cuda_attn_masked(a) ? (const upi_cuda_attn_run *)a->work : NULL;
+    x.slope = upi_attn_scale(a);
+    x.scale = a->softcap > 0 ? a->softcap : x.slope;
+    x.squash = a->softcap > 0 ? x.slope / a->softcap : 0;
+    x.rate = x.scale * UPI_CUDA_ATTN_LOG2E;
+    return x;
+}
+
+/* The head dim that a kernel must be built for. */
+UPIPE_API int upi_cuda_attn_columns(const upipe_attn *a)
+{
+    return a->q.d > a->v.d ? a->q.d : a->v.d;
+}
+
+#endif

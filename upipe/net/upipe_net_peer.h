@@ -1,0 +1,823 @@
+/* upipe_net_peer.h -- a team whose copy engines write into each other's memory      backend, includes comm, ops
+ *
+ *     upipe_peer_desc d = {0};
+ *     d.room = room;                                   upipe_peer_bytes(ranks) zeros that all ranks see
+ *     d.slabs = slabs, d.slabs_n = 1;                  device memory that may receive: the pool's
+ *     d.rank = rank, d.ranks = 8;
+ *     upipe_peer team;
+ *     upipe_status s = upipe_peer_init(&team, &d, &err);
+ *     ctx.team = &team.comm;                           ctx.stream: the host's
+ *     ...
+ *     upipe_peer_free(&team, &err);                    before the slabs
+ *
+ * Ranks are threads of a process, or, with d.processes, processes of a machine: a GPU each, or several on
+ * one. The room is any memory of a process, or one that is shared (shm_open, memfd_create, or mapped before
+ * fork); each rank may see it at another address. It holds what the hosts tell each other: no library does.
+ *
+ * How bytes move. start records an event on ctx->stream: from there on this rank's buffers may be read and
+ * written. In wait each rank, on a stream of its own, waits for the receiver's event and copies every segment
+ * straight to its place, with cudaMemcpyAsync or cudaMemcpy2DAsync; an event behind it is what the receivers'
+ * streams wait for. Hosts hand over addresses and that events are recorded; they never wait for the device in
+ * between, and no kernel is launched: the data take no multiprocessors, and run beside what ctx->stream is
+ * given between start and wait. (What a rank sends itself is copied within its memory; a driver may do that
+ * with a kernel.) Events, not words in memory that streams write and wait for: a wait is enqueued only when
+ * what it waits for is, so no order of calls can hang a device, ranks that share one included, and the
+ * runtime knows of every dependence.
+ *
+ * wait returns when the exchange is complete on the device. With team.ahead it returns when the exchange is
+ * enqueued and ctx->stream is behind it: the host runs ahead, and a device that fails shows in a later call
+ * or in ops.sync, for which upipe_peer_sync has the deadline.
+ *
+ * Every rank makes the same sequence of calls (exchange, barrier, gather), from one thread at a time, abort
+ * included; ahead is each rank's own matter. Receive buffers lie in the slabs, send buffers anywhere on the
+ * device.
+ *
+ * Failures. The first one breaks the team: its sentence is every rank's reason from then on. The rank that
+ * finds it returns its status: TIMEOUT (naming the ranks), MISMATCH, BACKEND. The others return ABORTED,
+ * except that each returns a MISMATCH once. The deadline counts from the moment that ctx->stream comes to the
+ * exchange. A rank that fails then waits until its own copies have ended and nobody's copies to it are under
+ * way, for at most the deadline or a second, whichever is less; else comm->quarantine is set. A process that
+ * dies is found by the deadline; its devices' copies end with it, or are never waited for by ctx->stream
+ * (without ahead).
+ */
+#ifndef UPIPE_NET_PEER_H
+#define UPIPE_NET_PEER_H
+
+#include "upipe_net_peer_room.h"
+
+#include <unistd.h>
+
+/* ---- exchange ---- */
+
+/* `count` blocks on the transport's stream. */
+UPIPE_API upipe_status upi_peer_copy(upipe_err *e, upipe_peer *m, char *dst, size_t dst_step, const char *src,
+                                     size_t src_step, size_t bytes, int64_t count)
+{
+    int64_t i;
+    if (count > 1 && dst_step == bytes && src_step == bytes) {
+        bytes *= (size_t)count;
+        count = 1;
+    }
+    if (count > 1 && dst_step >= bytes && src_step >= bytes && dst_step <= UPI_PEER_PITCH &&
+        src_step <= UPI_PEER_PITCH) {
+        UPI_PEER_CUDA(e, m,
+                      cudaMemcpy2DAsync(dst, dst_step, src, src_step, bytes, (size_t)count, cudaMemcpyDefault,
+                                        m->stream));
+        return UPIPE_OK;
+    }
+    for (i = 0; i < count; ++i)
+        UPI_PEER_CUDA(e, m,
+                      cudaMemcpyAsync(dst + (size_t)i * dst_step, src + (size_t)i * src_step, bytes,
+                                      cudaMemcpyDefault, m->stream));
+    return UPIPE_OK;
+}
+
+/* What a rank sends to itself. */
+UPIPE_API upipe_status upi_peer_copy_own(upipe_err *e, upipe_peer *m, const upipe_seg *list, int n)
+{
+    int rank = m->comm.rank, from = 0, to = 0;
+    for (;; ++from, ++to) {
+        while (from < n && (list[from].peer != rank || list[from].send_bytes == 0)) ++from;
+        while (to < n && (list[to].peer != rank || list[to].recv_bytes == 0)) ++to;
+        if (from == n && to == n) return UPIPE_OK;
+        if (from == n || to == n || list[from].send_bytes != list[to].recv_bytes ||
+            list[from].count != list[to].count)
+            return upi_peer_fail(e, m, UPIPE_ERR_MISMATCH,
+                                 "rank %d sends itself blocks that it does not receive", rank);
+        UPIPE_TRY(upi_peer_copy(e, m, (char *)list[to].recv, list[to].recv_step,
+                                (const char *)list[from].send, list[from].send_step, list[from].send_bytes,
+                                list[from].count));
+    }
+}
+
+/* The slab that holds all blocks of a segment's receive side, and where they begin in it; -1: none. */
+UPIPE_API int upi_peer_place(const upipe_peer *m, const upipe_seg *seg, int64_t *at)
+{
+    uintptr_t p = (uintptr_t)seg->recv;
+    int i;
+    for (i = 0; i < m->slabs_n; ++i) {
+        uintptr_t first = (uintptr_t)m->slabs[i].data;
+        size_t bytes = m->slabs[i].bytes, left;
+        if (p < first || p - first > bytes) continue;
+        left = bytes - (p - first);
+        if (seg->recv_bytes > left) continue;
+        if (seg->count > 1 && seg->recv_step > 0 &&
+            (uint64_t)(seg->count - 1) > (left - seg->recv_bytes) / seg->recv_step)
+            continue;
+        *at = (int64_t)(p - first);
+        return i;
+    }
+    return -1;
+}
+
+/* Posts what this rank receives; what cannot be is refused, and nothing has happened. */
+UPIPE_API upipe_status upi_peer_offer(upipe_err *e, upipe_peer *m, const upipe_seg *list, int n, uint64_t s)
+{
+    upi_peer_post *post = upi_peer_post_of(m, m->comm.rank, s);
+    upi_peer_piece *piece = upi_peer_pieces_of(m, m->comm.rank, s);
+    int i, used = 0;
+    for (i = 0; i < n; ++i) {
+        if (list[i].peer == m->comm.rank || list[i].recv_bytes == 0) continue;
+        if (used == m->comm.ranks * UPIPE_PEER_PIECES)
+            return upi_fail(e, UPIPE_ERR_UNSUPPORTED,
+                            "rank %d receives more than %d segments in one exchange", m->comm.rank, used);
+        piece->slab = upi_peer_place(m, &list[i], &piece->at);
+        if (piece->slab < 0)
+            return upi_fail(
+                e, UPIPE_ERR_UNSUPPORTED,
+                "rank %d receives segment %d, from rank %d, outside the slabs that peers can reach",
+                m->comm.rank, i, list[i].peer);
+        piece->bytes = (int64_t)list[i].recv_bytes;
+        piece->step = (int64_t)list[i].recv_step;
+        piece->count = list[i].count;
+        piece->from = list[i].peer;
+        ++piece;
+        ++used;
+    }
+    post->kind = UPI_PEER_EXCHANGE;
+    post->n = used;
+    return UPIPE_OK;
+}
+
+/* The next piece at or behind `at` that comes from this rank, and the next segment that goes to `to`. */
+UPIPE_API int upi_peer_next_piece(const upi_peer_piece *piece, int n, int from, int at)
+{
+    while (at < n && piece[at].from != from) ++at;
+    return at;
+}
+
+UPIPE_API int upi_peer_next_seg(const upipe_peer *m, int to, int at)
+{
+    while (at < m->n && (m->list[at].peer != to || m->list[at].send_bytes == 0)) ++at;
+    return at;
+}
+
+/* Compares what this rank sends to rank `to` with what that one receives. *any: there is something. */
+UPIPE_API upipe_status upi_peer_fit(upipe_err *e, upipe_peer *m, uint64_t s, int to, int *any)
+{
+    const upi_peer_piece *piece = upi_peer_pieces_of(m, to, s);
+    int n = upi_peer_post_of(m, to, s)->n, rank = m->comm.rank, sends = 0, receives = 0, i, k;
+    for (i = upi_peer_next_seg(m, to, 0); i < m->n; i = upi_peer_next_seg(m, to, i + 1)) ++sends;
+    for (k = upi_peer_next_piece(piece, n, rank, 0); k < n; k = upi_peer_next_piece(piece, n, rank, k + 1))
+        ++receives;
+    if (sends != receives)
+        return upi_peer_fail(e, m, UPIPE_ERR_MISMATCH,
+                             "rank %d sends %d segments to rank %d, which receives %d", rank, sends, to,
+                             receives);
+    for (i = upi_peer_next_seg(m, to, 0), k = upi_peer_next_piece(piece, n, rank, 0); i < m->n;
+         i = upi_peer_next_seg(m, to, i + 1), k = upi_peer_next_piece(piece, n, rank, k + 1))
+        if ((int64_t)m->list[i].send_bytes != piece[k].bytes || m->list[i].count != piece[k].count)
+            return upi_peer_fail(
+                e, m, UPIPE_ERR_MISMATCH,
+                "rank %d sends %lld blocks of %zu bytes to rank %d, which receives %lld of %lld", rank,
+                (long long)m->list[i].count, m->list[i].send_bytes, to, (long long)piece[k].count,
+                (long long)piece[k].bytes);
+    *any = sends > 0;
+    return UPIPE_OK;
+}
+
+UPIPE_API int32_t *upi_peer_busy(const upipe_peer *m, int to, int from)
+{
+    return &m->busy[to * m->comm.ranks + from];
+}
+
+/* Rank `to` has come to call s: copies to it what it receives from here, as soon as it is ready for it. */
+UPIPE_API upipe_status upi_peer_push(upipe_err *e, upipe_peer *m, uint64_t s, int to)
+{
+    const upi_peer_piece *piece = upi_peer_pieces_of(m, to, s);
+    int n = upi_peer_post_of(m, to, s)->n, any = 0, i, k = -1;
+    UPIPE_TRY(upi_peer_same(e, m, s, to));
+    UPIPE_TRY(upi_peer_fit(e, m, s, to, &any));
+    if (!any) return UPIPE_OK;
+    /* Set first, look at `broken` second; a failing receiver breaks first and looks at the word second. So
+     * one of the two sees the other, and nobody starts to write behind the receiver's back. */
+    __atomic_store_n(upi_peer_busy(m, to, m->comm.rank), 1, __ATOMIC_SEQ_CST);
+    m->held = 1;
+    if (upi_peer_broken(m)) return upi_peer_tell(e, m, UPIPE_OK);
+    UPI_PEER_CUDA(e, m, cudaStreamWaitEvent(m->stream, m->link[to].event[UPI_PEER_READY][s & 1], 0));
+    for (i = upi_peer_next_seg(m, to, 0); i < m->n; i = upi_peer_next_seg(m, to, i + 1)) {
+        k = upi_peer_next_piece(piece, n, m->comm.rank, k + 1);
+        UPIPE_TRY(upi_peer_copy(e, m, m->link[to].slab[piece[k].slab] + piece[k].at, (size_t)piece[k].step,
+                                (const char *)m->list[i].send, m->list[i].send_step, m->list[i].send_bytes,
+                                m->list[i].count));
+    }
+    return UPIPE_OK;
+}
+
+/* This rank's copies have ended. */
+UPIPE_API void upi_peer_release(upipe_peer *m)
+{
+    int r;
+    for (r = 0; r < m->comm.ranks && m->held; ++r)
+        __atomic_store_n(upi_peer_busy(m, r, m->comm.rank), 0, __ATOMIC_SEQ_CST);
+    m->held = 0;
+}
+
+/* Copies of an exchange that the host has run ahead of may have ended since. */
+UPIPE_API upipe_status upi_peer_catch_up(upipe_err *e, upipe_peer *m)
+{
+    int passed;
+    if (!m->held) return UPIPE_OK;
+    UPIPE_TRY(upi_peer_passed(e, m, m->done, &passed));
+    if (passed) upi_peer_release(m);
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_peer_look_pushing(upipe_err *e, upipe_peer *m, uint64_t s)
+{
+    int ranks = m->comm.ranks, rank = m->comm.rank, k, missing = 0;
+    for (k = 1; k < ranks; ++k) {
+        int to = (rank + k) % ranks; /* each begins with its neighbour: the receivers are spread */
+        if (m->link[to].pushed == s) continue;
+        if (!upi_peer_has_posted(m, to, s)) {
+            ++missing;
+            continue;
+        }
+        UPIPE_TRY(upi_peer_push(e, m, s, to));
+        m->link[to].pushed = s;
+    }
+    if (missing > 0) return UPIPE_OK;
+    UPI_PEER_CUDA(e, m, cudaEventRecord(m->link[rank].event[UPI_PEER_SENT][s & 1], m->stream));
+    __atomic_store_n(&m->seat[rank].sent, s, __ATOMIC_RELEASE);
+    m->stage = UPI_PEER_RECEIVING;
+    return UPIPE_OK;
+}
+
+/* Every rank's event is waited for only when all have recorded theirs: who comes to the next exchange knows
+ * that nobody waits for those of the one before this any more. */
+UPIPE_API upipe_status upi_peer_look_receiving(upipe_err *e, upipe_peer *m, uint64_t s)
+{
+    int r, i;
+    for (r = 0; r < m->comm.ranks; ++r)
+        if (!upi_peer_has_sent(m, r, s)) return UPIPE_OK;
+    for (r = 0; r < m->comm.ranks; ++r) {
+        for (i = 0; i < m->n && (m->list[i].peer != r || m->list[i].recv_bytes == 0);) ++i;
+        if (r == m->comm.rank || i == m->n) continue;
+        UPI_PEER_CUDA(e, m, cudaStreamWaitEvent(m->stream, m->link[r].event[UPI_PEER_SENT][s & 1], 0));
+    }
+    UPI_PEER_CUDA(e, m, cudaEventRecord(m->done, m->stream));
+    m->stage = UPI_PEER_LANDING;
+    return UPIPE_OK;
+}
+
+/* One look at the team in exchange s. *complete: nothing is left to do here. */
+UPIPE_API upipe_status upi_peer_look(upipe_ctx *c, upipe_peer *m, uint64_t s, int *complete)
+{
+    *complete = 0;
+    if (m->stage == UPI_PEER_PUSHING) UPIPE_TRY(upi_peer_look_pushing(&c->err, m, s));
+    if (m->stage == UPI_PEER_RECEIVING) UPIPE_TRY(upi_peer_look_receiving(&c->err, m, s));
+    if (m->stage != UPI_PEER_LANDING) return UPIPE_OK;
+    if (!m->ahead) return upi_peer_passed(&c->err, m, m->done, complete);
+    UPI_PEER_CUDA(&c->err, m, cudaStreamWaitEvent((cudaStream_t)c->stream, m->done, 0));
+    *complete = 1;
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_peer_finish(upipe_ctx *c, upipe_peer *m)
+{
+    uint64_t s = m->call;
+    int64_t until = 0;
+    int idle = 0, reached = 0, complete;
+    for (;;) {
+        int late = reached && upi_net_now() >= until;
+        UPIPE_TRY(upi_peer_look(c, m, s, &complete));
+        if (complete) return UPIPE_OK;
+        if (upi_peer_broken(m)) return upi_peer_tell(&c->err, m, UPIPE_OK);
+        if (late) UPIPE_TRY(upi_peer_late(&c->err, m, s));
+        if (!reached) {
+            UPIPE_TRY(
+                upi_peer_passed(&c->err, m, m->link[m->comm.rank].event[UPI_PEER_READY][s & 1], &reached));
+            if (reached) until = upi_net_until(m->comm.deadline);
+        }
+        upi_net_rest(&idle, UPI_PEER_YIELDS, UPI_PEER_NAP);
+    }
+}
+
+/* Waits until this rank's copies have ended: returns 1. 0: the instant `until` (ns) has passed before; -1:
+ * the runtime has an error instead, which leaves open whether they have. */
+UPIPE_API int upi_peer_ended(upipe_peer *m, int64_t until)
+{
+    int idle = 0;
+    for (;;) {
+        int over = upi_net_now() >= until;
+        cudaError_t r = cudaStreamQuery(m->stream);
+        if (r == cudaSuccess) {
+            upi_peer_release(m);
+            return 1;
+        }
+        (void)cudaGetLastError();
+        if (r != cudaErrorNotReady) return -1;
+        if (over) return 0;
+        upi_net_rest(&idle, UPI_PEER_YIELDS, UPI_PEER_NAP);
+    }
+}
+
+/* After a failure: the same, and nobody's copies to this rank are under way any more; for the deadline or one
+ * second at most. Nobody begins any, since the team is broken. */
+UPIPE_API int upi_peer_vacated(upipe_peer *m)
+{
+    int64_t until = upi_net_until(m->comm.deadline < 1 ? m->comm.deadline : 1);
+    int idle = 0, over, r;
+    if (upi_peer_ended(m, until) != 1) return 0;
+    for (;;) {
+        over = upi_net_now() >= until;
+        for (r = 0; r < m->comm.ranks; ++r)
+            if (__atomic_load_n(upi_peer_busy(m, m->comm.rank, r), __ATOMIC_SEQ_CST)) break;
+        if (r == m->comm.ranks) return 1;
+        if (over) return 0;
+        upi_net_rest(&idle, UPI_PEER_YIELDS, UPI_PEER_NAP);
+    }
+}
+
+UPIPE_API upipe_status upi_peer_start(upipe_ctx *c, upipe_comm *comm, const upipe_seg *list, int n)
+{
+    upipe_peer *m = (upipe_peer *)comm->impl;
+    upipe_err *e = &c->err;
+    uint64_t s = m->call + 1;
+    cudaEvent_t ready = m->link[comm->rank].event[UPI_PEER_READY][s & 1];
+    enum cudaStreamCaptureStatus state;
+    upipe_status status;
+    if (upi_peer_broken(m)) return upi_peer_tell(e, m, UPIPE_OK);
+    UPI_PEER_CUDA(e, m, cudaStreamIsCapturing((cudaStream_t)c->stream, &state));
+    if (state != cudaStreamCaptureStatusNone)
+        return upi_fail(e, UPIPE_ERR_UNSUPPORTED,
+                        "rank %d: hosts hand over in each exchange, which a graph cannot hold", comm->rank);
+    UPIPE_TRY(upi_peer_catch_up(e, m));
+    UPIPE_TRY(upi_peer_offer(e, m, list, n, s));
+    m->list = list;
+    m->n = n;
+    m->stage = UPI_PEER_PUSHING;
+    UPI_PEER_CUDA(e, m, cudaEventRecord(ready, (cudaStream_t)c->stream));
+    UPI_PEER_CUDA(e, m, cudaStreamWaitEvent(m->stream, ready, 0));
+    status = upi_peer_copy_own(e, m, list, n);
+    if (status != UPIPE_OK) {
+        if (!upi_peer_vacated(m)) comm->quarantine = 1;
+        return status;
+    }
+    upi_peer_publish(m, s);
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_peer_wait(upipe_ctx *c, upipe_comm *comm)
+{
+    upipe_peer *m = (upipe_peer *)comm->impl;
+    upipe_status s = upi_peer_finish(c, m);
+    int i;
+    if (s != UPIPE_OK) {
+        if (!upi_peer_vacated(m)) comm->quarantine = 1;
+        return s;
+    }
+    if (!m->ahead) upi_peer_release(m);
+    for (i = 0; i < m->n; ++i)
+        if (m->list[i].peer != comm->rank)
+            comm->moved_bytes += (int64_t)m->list[i].recv_bytes * m->list[i].count;
+    return UPIPE_OK;
+}
+
+/* upipe_peer_sync -- as ops.sync, but for no longer than the deadline: behind exchanges that the host has run
+ *                    ahead of
+ *   order   the deadline counts from the call; what is enqueued now is waited for, computing included
+ *   errors  TIMEOUT, ABORTED, BACKEND
+ */
+UPIPE_API upipe_status upipe_peer_sync(upipe_ctx *c, upipe_peer *m)
+{
+    int64_t until = upi_net_until(m->comm.deadline);
+    int idle = 0;
+    for (;;) {
+        int late = upi_net_now() >= until;
+        cudaError_t r = cudaStreamQuery((cudaStream_t)c->stream);
+        if (r == cudaSuccess) return upi_peer_catch_up(&c->err, m);
+        if (r != cudaErrorNotReady) return upi_peer_checked(&c->err, m, r, "cudaStreamQuery(");
+        (void)cudaGetLastError();
+        if (upi_peer_broken(m) || late) {
+            upipe_status s =
+                late ? upi_peer_fail(&c->err, m, UPIPE_ERR_TIMEOUT, "rank %d waited %g s for its stream",
+                                     m->comm.rank, m->comm.deadline)
+                     : upi_peer_tell(&c->err, m, UPIPE_OK);
+            if (!upi_peer_vacated(m)) m->comm.quarantine = 1;
+            return s;
+        }
+        upi_net_rest(&idle, UPI_PEER_YIELDS, UPI_PEER_NAP);
+    }
+}
+
+/* ---- barrier, gather: hosts only ---- */
+
+/* Publishes this rank's post and waits until every rank has come to the same call. Once all have come the
+ * call succeeds, even if the team broke meanwhile: else a rank that reads a gather first, and aborts over
+ * what it finds, would keep the others from finding it. */
+UPIPE_API upipe_status upi_peer_meet(upipe_ctx *c, upipe_peer *m, upi_peer_kind kind, const int64_t *values,
+                                     int n)
+{
+    uint64_t s = m->call + 1;
+    upi_peer_post *post = upi_peer_post_of(m, m->comm.rank, s);
+    int64_t until = upi_net_until(m->comm.deadline);
+    int idle = 0;
+    if (upi_peer_broken(m)) return upi_peer_tell(&c->err, m, UPIPE_OK);
+    UPIPE_TRY(upi_peer_catch_up(&c->err, m));
+    post->kind = (int32_t)kind;
+    post->n = n;
+    if (n > 0) memcpy(post->values, values, (size_t)n * sizeof *values);
+    upi_peer_publish(m, s);
+    for (;;) {
+        int r, missing = 0, late = upi_net_now() >= until;
+        for (r = 0; r < m->comm.ranks; ++r) {
+            if (!upi_peer_has_posted(m, r, s))
+                ++missing;
+            else
+                UPIPE_TRY(upi_peer_same(&c->err, m, s, r));
+        }
+        if (missing == 0) return UPIPE_OK;
+        if (upi_peer_broken(m)) return upi_peer_tell(&c->err, m, UPIPE_OK);
+        if (late) UPIPE_TRY(upi_peer_late(&c->err, m, s));
+        upi_net_rest(&idle, UPI_PEER_YIELDS, UPI_PEER_NAP);
+    }
+}
+
+UPIPE_API upipe_status upi_peer_barrier(upipe_ctx *c, upipe_comm *comm)
+{
+    return upi_peer_meet(c, (upipe_peer *)comm->impl, UPI_PEER_BARRIER, NULL, 0);
+}
+
+UPIPE_API upipe_status upi_peer_gather(upipe_ctx *c, upipe_comm *comm, int64_t *all, const int64_t *mine,
+                                       int n)
+{
+    upipe_peer *m = (upipe_peer *)comm->impl;
+    int r;
+    if (n < 0 || n > UPIPE_GATHER_MAX)
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "%d numbers to gather, at most %d", n, UPIPE_GATHER_MAX);
+    UPIPE_TRY(upi_peer_meet(c, m, UPI_PEER_GATHER, mine, n));
+    for (r = 0; r < comm->ranks; ++r)
+        memcpy(all + (size_t)r * (size_t)n, upi_peer_post_of(m, r, m->call)->values, (size_t)n * sizeof *all);
+    return UPIPE_OK;
+}
+
+/* ---- the team ---- */
+
+/* Shows that this rank has come so far, and waits for the others. */
+UPIPE_API upipe_status upi_peer_phase(upipe_err *e, upipe_peer *m, int phase)
+{
+    static const char *const names[] = {"", "come to init", "show their slabs", "try the others' slabs",
+                                        "check"};
+    int64_t until = upi_net_until(m->comm.deadline);
+    int idle = 0, r;
+    __atomic_store_n(&m->seat[m->comm.rank].phase, phase, __ATOMIC_RELEASE);
+    for (;;) {
+        int late = upi_net_now() >= until;
+        for (r = 0; r < m->comm.ranks; ++r)
+            if (__atomic_load_n(&m->seat[r].phase, __ATOMIC_ACQUIRE) < phase) break;
+        if (r == m->comm.ranks) return UPIPE_OK;
+        if (upi_peer_broken(m)) return upi_peer_tell(e, m, UPIPE_OK);
+        if (late)
+            return upi_peer_fail(e, m, UPIPE_ERR_TIMEOUT, "rank %d waited %g s for rank %d to %s",
+                                 m->comm.rank, m->comm.deadline, r, names[phase]);
+        upi_net_rest(&idle, UPI_PEER_YIELDS, UPI_PEER_NAP);
+    }
+}
+
+/* What ranks must share, and this rank's way to the others' devices. */
+UPIPE_API upipe_status upi_peer_meet_all(upipe_err *e, upipe_peer *m)
+{
+    const upi_peer_seat *mine = &m->seat[m->comm.rank];
+    int r, can;
+    for (r = 0; r < m->comm.ranks; ++r) {
+        const upi_peer_seat *s = &m->seat[r];
+        if (r == m->comm.rank) continue;
+        if (s->ranks != mine->ranks || s->processes != mine->processes)
+            return upi_peer_fail(e, m, UPIPE_ERR_MISMATCH, "rank %d is of %d %s and rank %d of %d %s",
+                                 m->comm.rank, mine->ranks, mine->processes ? "processes" : "threads", r,
+                                 s->ranks, s->processes ? "processes" : "threads");
+        if ((s->pid == mine->pid) == (mine->processes != 0))
+            return upi_peer_fail(e, m, UPIPE_ERR_UNSUPPORTED, "ranks %d and %d are %s, and init says %s",
+                                 m->comm.rank, r, mine->processes ? "in one process" : "two processes",
+                                 mine->processes ? "processes" : "threads");
+        if (m->processes || s->device == mine->device) continue;
+        UPI_PEER_CUDA(e, m, cudaDeviceCanAccessPeer(&can, m->device, s->device));
+        if (!can)
+            return upi_peer_fail(e, m, UPIPE_ERR_UNSUPPORTED,
+                                 "device %d of rank %d cannot reach the memory of device %d of rank %d",
+                                 m->device, m->comm.rank, s->device, r);
+        {
+            cudaError_t on = cudaDeviceEnablePeerAccess(s->device, 0);
+            if (on == cudaErrorPeerAccessAlreadyEnabled)
+                (void)cudaGetLastError();
+            else
+                UPI_PEER_CUDA(e, m, on);
+        }
+    }
+    return UPIPE_OK;
+}
+
+/* This rank's slabs and events, as others open them. */
+UPIPE_API upipe_status upi_peer_show(upipe_err *e, upipe_peer *m)
+{
+    upi_peer_seat *mine = &m->seat[m->comm.rank];
+    upi_peer_link *own = &m->link[m->comm.rank];
+    upipe_err why;
+    unsigned how = cudaEventDisableTiming | (m->processes ? (unsigned)cudaEventInterprocess : 0u);
+    int i, k;
+    UPI_PEER_CUDA(e, m, cudaStreamCreateWithFlags(&m->stream, cudaStreamNonBlocking));
+    UPI_PEER_CUDA(e, m, cudaEventCreateWithFlags(&m->done, cudaEventDisableTiming));
+    for (k = 0; k < UPI_PEER_EVENTS; ++k)
+        for (i = 0; i < 2; ++i) {
+            UPI_PEER_CUDA(e, m, cudaEventCreateWithFlags(&own->event[k][i], how));
+            mine->event[k][i] = (uint64_t)(uintptr_t)own->event[k][i];
+            if (m->processes)
+                UPI_PEER_CUDA(e, m, cudaIpcGetEventHandle(&mine->event_handle[k][i], own->event[k][i]));
+        }
+    for (i = 0; i < m->slabs_n; ++i) {
+        own->slab[i] = (char *)m->slabs[i].data;
+        if (!m->processes) continue;
+        if (upi_peer_check(&why, cudaIpcGetMemHandle(&mine->slab_handle[i], own->slab[i]),
+                           "cudaIpcGetMemHandle(") != UPIPE_OK)
+            return upi_peer_fail(e, m, UPIPE_ERR_UNSUPPORTED, "rank %d cannot share slab %d: %s",
+                                 m->comm.rank, i, why.text);
+    }
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_peer_open(upipe_err *e, upipe_peer *m, int r)
+{
+    const upi_peer_seat *s = &m->seat[r];
+    upi_peer_link *link = &m->link[r];
+    upipe_err mine;
+    int i, k;
+    for (i = 0; i < s->slabs_n; ++i) {
+        void *p = (void *)(uintptr_t)s->slab[i];
+        if (m->processes &&
+            upi_peer_check(&mine, cudaIpcOpenMemHandle(&p, s->slab_handle[i], cudaIpcMemLazyEnablePeerAccess),
+                           "cudaIpcOpenMemHandle(") != UPIPE_OK)
+            return upi_peer_fail(e, m, UPIPE_ERR_UNSUPPORTED, "rank %d cannot reach slab %d of rank %d: %s",
+                                 m->comm.rank, i, r, mine.text);
+        link->slab[i] = (char *)p;
+    }
+    for (k = 0; k < UPI_PEER_EVENTS; ++k)
+        for (i = 0; i < 2; ++i)
+            if (m->processes)
+                UPI_PEER_CUDA(e, m, cudaIpcOpenEventHandle(&link->event[k][i], s->event_handle[k][i]));
+            else
+                link->event[k][i] = (cudaEvent_t)(uintptr_t)s->event[k][i];
+    return UPIPE_OK;
+}
+
+/* What rank `from` writes to slab i of rank `to` in init. */
+UPIPE_API uint64_t upi_peer_word(int from, int to, int i)
+{
+    return UPI_PEER_MARK + ((uint64_t)from << 32 | (uint64_t)to << 8 | (uint64_t)i);
+}
+
+/* What is enqueued has ended. */
+UPIPE_API upipe_status upi_peer_drain(upipe_err *e, upipe_peer *m)
+{
+    int64_t until = upi_net_until(m->comm.deadline);
+    int idle = 0, passed, late;
+    UPI_PEER_CUDA(e, m, cudaEventRecord(m->done, m->stream));
+    for (;;) {
+        late = upi_net_now() >= until;
+        UPIPE_TRY(upi_peer_passed(e, m, m->done, &passed));
+        if (passed) return UPIPE_OK;
+        if (late)
+            return upi_peer_fail(e, m, UPIPE_ERR_TIMEOUT, "rank %d waited %g s for its copies to end",
+                                 m->comm.rank, m->comm.deadline);
+        upi_net_rest(&idle, UPI_PEER_YIELDS, UPI_PEER_NAP);
+    }
+}
+
+/* Word [rank] of every slab of the others becomes this rank's, by the way that exchanges take: the words are
+ * staged behind the ranks' own in slab 0. */
+UPIPE_API upipe_status upi_peer_try(upipe_err *e, upipe_peer *m)
+{
+    uint64_t words[UPIPE_PEER_SLABS];
+    char *stage = m->link[m->comm.rank].slab[0] + sizeof *words * (size_t)m->comm.ranks;
+    int rank = m->comm.rank, r, i;
+    for (r = 0; r < m->comm.ranks; ++r) {
+        if (r == rank) continue;
+        for (i = 0; i < m->seat[r].slabs_n; ++i) words[i] = upi_peer_word(rank, r, i);
+        UPI_PEER_CUDA(e, m,
+                      cudaMemcpyAsync(stage, words, sizeof *words * (size_t)m->seat[r].slabs_n,
+                                      cudaMemcpyHostToDevice, m->stream));
+        for (i = 0; i < m->seat[r].slabs_n; ++i)
+            UPIPE_TRY(upi_peer_copy(e, m, m->link[r].slab[i] + sizeof *words * (size_t)rank, 0,
+                                    stage + sizeof *words * (size_t)i, 0, sizeof *words, 1));
+    }
+    return upi_peer_drain(e, m);
+}
+
+UPIPE_API upipe_status upi_peer_tried(upipe_err *e, upipe_peer *m)
+{
+    uint64_t words[UPIPE_PEER_MAX];
+    int rank = m->comm.rank, r, i;
+    for (i = 0; i < m->slabs_n; ++i) {
+        UPI_PEER_CUDA(e, m,
+                      cudaMemcpyAsync(words, m->slabs[i].data, sizeof *words * (size_t)m->comm.ranks,
+                                      cudaMemcpyDeviceToHost, m->stream));
+        UPIPE_TRY(upi_peer_drain(e, m));
+        for (r = 0; r < m->comm.ranks; ++r)
+            if (r != rank && words[r] != upi_peer_word(r, rank, i))
+                return upi_peer_fail(
+                    e, m, UPIPE_ERR_UNSUPPORTED,
+                    "what rank %d writes to slab %d of rank %d does not arrive at its beginning: "
+                    "is it what cudaMalloc returned?",
+                    r, i, rank);
+    }
+    return UPIPE_OK;
+}
+
+/* Says whether this rank has left the others, and waits until they have left it. */
+UPIPE_API upipe_status upi_peer_leave(upipe_err *e, upipe_peer *m, int left)
+{
+    double seconds = m->comm.deadline;
+    int64_t until = upi_net_until(upi_peer_broken(m) && seconds > 1 ? 1 : seconds);
+    int idle = 0, r;
+    __atomic_store_n(&m->seat[m->comm.rank].left, left, __ATOMIC_RELEASE);
+    for (;;) {
+        int late = upi_net_now() >= until;
+        for (r = 0; r < m->comm.ranks; ++r)
+            if (__atomic_load_n(&m->seat[r].phase, __ATOMIC_ACQUIRE) > 0 &&
+                !__atomic_load_n(&m->seat[r].left, __ATOMIC_ACQUIRE))
+                break;
+        if (r == m->comm.ranks) return UPIPE_OK;
+        if (late)
+            return upi_fail(e, UPIPE_ERR_TIMEOUT, "rank %d may use the slabs of rank %d still", r,
+                            m->comm.rank);
+        upi_net_rest(&idle, UPI_PEER_YIELDS, UPI_PEER_NAP);
+    }
+}
+
+UPIPE_API upipe_status upi_peer_first(upipe_status s, upipe_status t)
+{
+    return s != UPIPE_OK ? s : t;
+}
+
+UPIPE_API upipe_status upi_peer_close(upipe_err *e, const upipe_peer *m, upi_peer_link *link, int mine)
+{
+    upipe_status s = UPIPE_OK;
+    int i, k;
+    for (k = 0; k < UPI_PEER_EVENTS && (mine || m->processes); ++k)
+        for (i = 0; i < 2; ++i)
+            if (link->event[k][i] != NULL)
+                s = upi_peer_first(s,
+                                   upi_peer_check(s == UPIPE_OK ? e : NULL,
+                                                  cudaEventDestroy(link->event[k][i]), "cudaEventDestroy("));
+    for (i = 0; i < UPIPE_PEER_SLABS && !mine && m->processes; ++i)
+        if (link->slab[i] != NULL)
+            s = upi_peer_first(s,
+                               upi_peer_check(s == UPIPE_OK ? e : NULL, cudaIpcCloseMemHandle(link->slab[i]),
+                                              "cudaIpcCloseMemHandle("));
+    return s;
+}
+
+/* upipe_peer_free -- releases what init took; after success, failure or a failed init alike
+ *   order   every rank calls it, on its own thread, the team's device being current; it returns when no rank
+ *           uses this one's slabs and events any more, or after the deadline (a second, after a failure)
+ *   errors  TIMEOUT: copies of this rank do not end, or a rank does not come, and may use the slabs still;
+ *           BACKEND. What can be released is: the others' slabs stay mapped while copies to them do not end,
+ *           and events stay that a rank may wait for
+ */
+UPIPE_API upipe_status upipe_peer_free(upipe_peer *m, upipe_err *e)
+{
+    upipe_status s = UPIPE_OK, t;
+    int r, ended = 1;
+    if (m == NULL || m->memory == NULL) return s;
+    if (m->stream != NULL) ended = upi_peer_ended(m, upi_net_until(m->comm.deadline));
+    if (ended == 0) s = upi_fail(e, UPIPE_ERR_TIMEOUT, "copies of rank %d do not end", m->comm.rank);
+    for (r = 0; r < m->comm.ranks && ended != 0; ++r)
+        if (r != m->comm.rank)
+            s = upi_peer_first(s, upi_peer_close(s == UPIPE_OK ? e : NULL, m, &m->link[r], 0));
+    t = upi_peer_leave(s == UPIPE_OK ? e : NULL, m, ended != 0);
+    if (t == UPIPE_OK) t = upi_peer_close(s == UPIPE_OK ? e : NULL, m, &m->link[m->comm.rank], 1);
+    s = upi_peer_first(s, t);
+    if (m->done != NULL)
+        s = upi_peer_first(
+            s, upi_peer_check(s == UPIPE_OK ? e : NULL, cudaEventDestroy(m->done), "cudaEventDestroy("));
+    if (m->stream != NULL)
+        s = upi_peer_first(
+            s, upi_peer_check(s == UPIPE_OK ? e : NULL, cudaStreamDestroy(m->stream), "cudaStreamDestroy("));
+    free(m->memory);
+    memset(m, 0, sizeof *m);
+    return s;
+}
+
+/* The arguments, and this rank's own device. */
+UPIPE_API upipe_status upi_peer_check_desc(const upipe_peer_desc *d, int device, upipe_err *e)
+{
+    int i, can = 1;
+    if (d->ranks < 1 || d->ranks > UPIPE_PEER_MAX || d->rank < 0 || d->rank >= d->ranks)
+        return upi_fail(e, UPIPE_ERR_ARG, "rank %d of %d; teams of 1 to %d", d->rank, d->ranks,
+                        UPIPE_PEER_MAX);
+    if (!(d->deadline_s >= 0)) return upi_fail(e, UPIPE_ERR_ARG, "a deadline of %g s", d->deadline_s);
+    if (d->room == NULL || (uintptr_t)d->room % 128 != 0)
+        return upi_fail(e, UPIPE_ERR_ARG, "the room is at %p, not at 128 bytes", d->room);
+    if (d->slabs_n < 1 || d->slabs_n > UPIPE_PEER_SLABS)
+        return upi_fail(e, UPIPE_ERR_ARG, "%d slabs; 1 to %d", d->slabs_n, UPIPE_PEER_SLABS);
+    for (i = 0; i < d->slabs_n; ++i) {
+        struct cudaPointerAttributes about;
+        size_t least = (size_t)(i == 0 ? UPIPE_PEER_LEAST : UPIPE_PEER_LEAST_MORE) * (size_t)d->ranks;
+        if (d->slabs[i].data == NULL || d->slabs[i].bytes < least)
+            return upi_fail(e, UPIPE_ERR_ARG, "slab %d is of %zu bytes, not of %zu at least", i,
+                            d->slabs[i].bytes, least);
+        UPIPE_TRY(upi_peer_check(e, cudaPointerGetAttributes(&about, d->slabs[i].data),
+                                 "cudaPointerGetAttributes("));
+        if (about.type != cudaMemoryTypeDevice || about.device != device)
+            return upi_fail(e, UPIPE_ERR_ARG, "slab %d is not memory of device %d, which is current", i,
+                            device);
+    }
+    if (!d->processes) return UPIPE_OK;
+    UPIPE_TRY(upi_peer_check(e, cudaDeviceGetAttribute(&can, cudaDevAttrIpcEventSupport, device),
+                             "cudaDeviceGetAttribute("));
+    if (can) return UPIPE_OK;
+    return upi_fail(e, UPIPE_ERR_UNSUPPORTED, "device %d does not share memory and events between processes",
+                    device);
+}
+
+UPIPE_API upipe_status upi_peer_take(upipe_peer *m, const upipe_peer_desc *d, upipe_err *e)
+{
+    size_t n = (size_t)d->ranks, segs = 2 * n * sizeof(upipe_seg), links = n * sizeof(upi_peer_link);
+    char *room = (char *)d->room, *memory;
+    memory = (char *)calloc(1, links + segs + n * UPIPE_GATHER_MAX * sizeof(int64_t));
+    if (memory == NULL) return upi_fail(e, UPIPE_ERR_MEMORY, "no memory for a team of %d ranks", d->ranks);
+    m->memory = memory;
+    m->link = (upi_peer_link *)(void *)memory;
+    m->comm.list = (upipe_seg *)(void *)(memory + links);
+    m->comm.gathered = (int64_t *)(void *)(memory + links + segs);
+    m->head = (upi_peer_head *)(void *)room;
+    room += sizeof *m->head;
+    m->seat = (upi_peer_seat *)(void *)room;
+    room += n * sizeof *m->seat;
+    m->pieces = (upi_peer_piece *)(void *)room;
+    room += 2 * n * n * UPIPE_PEER_PIECES * sizeof *m->pieces;
+    m->busy = (int32_t *)(void *)room;
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_peer_join(upipe_peer *m, upipe_err *e)
+{
+    upi_peer_seat *mine = &m->seat[m->comm.rank];
+    int r, i;
+    mine->ranks = m->comm.ranks;
+    mine->processes = m->processes != 0;
+    mine->slabs_n = m->slabs_n;
+    mine->device = m->device;
+    mine->pid = (int64_t)getpid();
+    for (i = 0; i < m->slabs_n; ++i) {
+        mine->slab[i] = m->processes ? 0 : (uint64_t)(uintptr_t)m->slabs[i].data;
+        mine->bytes[i] = m->slabs[i].bytes;
+    }
+    UPIPE_TRY(upi_peer_phase(e, m, UPI_PEER_CAME));
+    UPIPE_TRY(upi_peer_meet_all(e, m));
+    UPIPE_TRY(upi_peer_show(e, m));
+    UPIPE_TRY(upi_peer_phase(e, m, UPI_PEER_SHOWN));
+    for (r = 0; r < m->comm.ranks; ++r)
+        if (r != m->comm.rank) UPIPE_TRY(upi_peer_open(e, m, r));
+    UPIPE_TRY(upi_peer_try(e, m));
+    UPIPE_TRY(upi_peer_phase(e, m, UPI_PEER_TRIED));
+    UPIPE_TRY(upi_peer_tried(e, m));
+    return upi_peer_phase(e, m, UPI_PEER_DONE);
+}
+
+/* upipe_peer_init -- this rank's end of a team; every rank calls it, and none returns before all have
+ *   d       is not kept; the room and the slabs are, until upipe_peer_free. The slabs' first bytes are
+ *           written
+ *   bytes   on the host some 700 a rank; on the device five events and a stream
+ *   errors  ARG; UNSUPPORTED on every rank where one cannot reach another's slab, with which and why;
+ *           MISMATCH, TIMEOUT, ABORTED, MEMORY, BACKEND (the runtime's text). There is then nothing to free.
+ *           Access between devices that was turned on stays on
+ */
+UPIPE_API upipe_status upipe_peer_init(upipe_peer *m, const upipe_peer_desc *d, upipe_err *e)
+{
+    int device = -1, i;
+    const upipe_err *reason;
+    upipe_status s;
+    memset(m, 0, sizeof *m);
+    UPIPE_TRY(upi_peer_check(e, cudaGetDevice(&device), "cudaGetDevice("));
+    UPIPE_TRY(upi_peer_check_desc(d, device, e));
+    UPIPE_TRY(upi_peer_take(m, d, e));
+    m->comm.rank = d->rank;
+    m->comm.ranks = d->ranks;
+    if (m->seat[d->rank].phase != 0) {
+        free(m->memory);
+        memset(m, 0, sizeof *m);
+        return upi_fail(e, UPIPE_ERR_ARG, "rank %d has been in this room before", d->rank);
+    }
+    m->comm.ops.name = "peer";
+    m->comm.ops.start = upi_peer_start;
+    m->comm.ops.wait = upi_peer_wait;
+    m->comm.ops.barrier = upi_peer_barrier;
+    m->comm.ops.gather = upi_peer_gather;
+    m->comm.ops.abort = upi_peer_abort;
+    m->comm.impl = m;
+    m->comm.deadline = d->deadline_s > 0 ? d->deadline_s : UPIPE_DEADLINE_DEFAULT;
+    m->processes = d->processes;
+    m->device = device;
+    m->slabs_n = d->slabs_n;
+    for (i = 0; i < d->slabs_n; ++i) m->slabs[i] = d->slabs[i];
+    s = upi_peer_join(m, e);
+    if (s == UPIPE_OK) return s;
+    reason = &m->seat[upi_peer_broken(m) - 1].reason; /* what cannot be is so for all, whoever finds it */
+    if (reason->status == UPIPE_ERR_UNSUPPORTED || reason->status == UPIPE_ERR_MISMATCH)
+        s = upi_fail(e, reason->status, "%s", reason->text);
+    upipe_peer_free(m, NULL);
+    return s;
+}
+
+#endif
