@@ -63,7 +63,8 @@ static upipe_status prepare(upipe_ctx *c, shared *all, int rank, upipe_layer *l)
     l->wq = l->wk = l->wv = all->w; /* one matrix will do here */
     if (s == UPIPE_OK && (upipe_dry_init(dry, l->plan, &all->ops) || upipe_dry_layer(dry, l, 1)))
         c->err = dry->ctx.err, s = c->err.status;
-    all->slab_bytes[rank] = upi_most(dry->mem.need, upipe_a2a_sum_bytes(W, all->grid.world.ranks));
+    if (s == UPIPE_OK)
+        all->slab_bytes[rank] = upi_most(dry->mem.need, upipe_a2a_sum_bytes(W, all->grid.world.ranks));
     free(dry);
     return s;
 }

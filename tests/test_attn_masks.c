@@ -496,6 +496,12 @@ static void test_refusals(void)
     REFUSED(g.a.softcap = -1, "soft-cap");
     REFUSED(g.a.softcap = NAN, "soft-cap");
     REFUSED(g.a.softcap = INFINITY, "soft-cap");
+    /* f32 has no scale / softcap, or no softcap * log2(e): scores would be 0 * inf */
+    REFUSED((g.a.softcap = 3e38f, g.a.scale = 1e-8f), "out of all proportion to scale 1e-08");
+    REFUSED((g.a.softcap = 3e38f, g.a.scale = 10), "out of all proportion");
+    REFUSED((g.a.softcap = 1e30f, g.a.scale = 1e-12f), "out of all proportion");
+    REFUSED((g.a.softcap = 1e-39f, g.a.scale = 1), "out of all proportion");
+    REFUSED((g.a.softcap = 1e-20f, g.a.scale = 1e30f), "out of all proportion");
     REFUSED(g.a.docs_n = 1, "1 documents, docs is NULL");
     REFUSED(g.a.docs = good, "0 documents, docs is not NULL");
     REFUSED((g.a.docs = good, g.a.docs_n = -1), "-1 documents");

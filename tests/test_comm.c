@@ -637,6 +637,80 @@ static void test_agree(void)
     }
 }
 
+/* Descriptions that alternate are compared while their order is new. */
+static upipe_status alternate_body(void *user, int rank)
+{
+    /* two in turn; runs of one between another, which grow longer; more than are kept */
+    static const char *const orders[] = {"ABABABABAB", "AAAAABAAAAABAAAAAB", "AABAABAAAABAAAAB",
+                                         "ABCDEABCDE"};
+    static const int gathers[] = {3, 3, 5, 10};
+    crew *k = (crew *)user;
+    upipe_ctx *c = &k->ctx[rank];
+    upipe_field f;
+    size_t i;
+    const char *at;
+    memset(&f, 0, sizeof f);
+    f.name = "window";
+    c->team->ops.gather = counted_gather;
+    for (i = 0; i < sizeof orders / sizeof *orders; ++i) {
+        const int before = k->gathers[rank];
+        for (at = orders[i]; *at != 0; ++at) {
+            f.value = (int64_t)(100 * i) + *at;
+            UPIPE_TRY(upipe_comm_agree(c, c->team, &f, 1));
+        }
+        CHECK_SAY(k->gathers[rank] - before == gathers[i], "%s: %d gathers, not %d", orders[i],
+                  k->gathers[rank] - before, gathers[i]);
+    }
+    return UPIPE_OK;
+}
+
+enum { CHANGED, BEHIND, AHEAD, LONGER, STEP_COUNT };
+
+/* A rank that alone has changed one of them, that skips one, repeats one, or takes them in another order is
+ * found, though all of them are known. */
+static upipe_status step_body(void *user, int rank)
+{
+    crew *k = (crew *)user;
+    upipe_ctx *c = &k->ctx[rank];
+    const int odd = rank == k->victim;
+    upipe_status s = UPIPE_OK;
+    upipe_field f;
+    int i;
+    memset(&f, 0, sizeof f);
+    f.name = "window";
+    for (i = 0; i < 24; ++i) { /* A A B, A A B, ... */
+        f.value = i % 3 == 2;
+        UPIPE_TRY(upipe_comm_agree(c, c->team, &f, 1));
+    }
+    for (i = 0; i < 6 && s == UPIPE_OK; ++i) {
+        int at = i + (odd && k->what == AHEAD) + (odd && k->what == BEHIND ? 2 : 0);
+        if (odd && k->what == LONGER && i >= 2) at = i - 1;
+        f.value = at % 3 == 2;
+        if (odd && k->what == CHANGED && f.value) f.value = 7;
+        s = upipe_comm_agree(c, c->team, &f, 1);
+        if (s == UPIPE_OK) s = upipe_comm_barrier(c, c->team);
+    }
+    CHECK_STATUS(s, UPIPE_ERR_MISMATCH, c->err);
+    CHECK(i <= 3);
+    check_dead(k, rank);
+    return UPIPE_OK;
+}
+
+static void test_alternate(void)
+{
+    int what;
+    crew *k = crew_begin(3, 20);
+    CHECK_INT(upipe_threads_run(&k->team, alternate_body, k, NULL), UPIPE_OK);
+    crew_end(k);
+    for (what = CHANGED; what < STEP_COUNT; ++what) {
+        k = crew_begin(3, 20);
+        k->victim = what % 3;
+        k->what = what;
+        CHECK_INT(upipe_threads_run(&k->team, step_body, k, NULL), UPIPE_OK);
+        crew_end(k);
+    }
+}
+
 /* ---- faults: a rank that stays away ---- */
 
 enum { AT_START, AT_WAIT, AT_BARRIER, AT_GATHER, AT_COUNT };
@@ -1236,6 +1310,7 @@ int main(void)
     test_meet();
     test_random();
     test_agree();
+    test_alternate();
     test_absent();
     test_deserted();
     test_give_up();

@@ -277,6 +277,68 @@ static void test_surroundings(void)
     CHECK_STATUS(upipe_dry_init(dry, &plan, &ops), UPIPE_ERR_UNSUPPORTED, c->err);
 }
 
+/* What segments move between host and device, in units: docs/methods.md. */
+static double moved_units(const upipe_plan *p, int segments, int backward)
+{
+    const double pi = segments, nu = p->stages, rounds = p->rounds, g = p->group;
+    const double kappa = 2.0 * p->desc.ranks * p->kv_per_rank / p->desc.heads;
+    const double f = 4.0 / (double)upipe_dtype_bytes(p->desc.dtype), stats = f / p->desc.head_dim;
+    if (!backward) return nu + 2 + nu * kappa * (pi + 1) / 2 + stats;
+    return (pi + 1) * (1 + f) + nu + rounds + nu * kappa + 2 * (nu - rounds) * f * kappa + 6 + 4 / g +
+           (pi + 2) * stats;
+}
+
+static void test_moved(void)
+{
+    static const int heads[][2] = {{16, 4}, {32, 8}, {8, 8}, {8, 2}, {16, 1}, {12, 4}};
+    int kind, ranks, chunk, segments, legal = 0;
+    for (kind = 0; kind < 6 * 2; ++kind)
+        for (ranks = 1; ranks <= 8; ranks *= 2)
+            for (chunk = ranks; chunk <= heads[kind / 2][0]; chunk *= 2)
+                for (segments = 1; segments <= 5; ++segments) {
+                    upipe_ctx *c = &dry->ctx;
+                    upipe_grads grads;
+                    upipe_fpdt_saved save;
+                    upipe_fpdt f;
+                    upipe_plan p;
+                    upipe_ops ops;
+                    upipe_err e;
+                    char data[1];
+                    double unit, before;
+                    memset(&grads, 0, sizeof grads);
+                    memset(&ops, 0, sizeof ops);
+                    memset(&f, 0, sizeof f);
+                    ops.gemm_bytes = fake_gemm_bytes;
+                    ops.attn_bytes = fake_attn_bytes;
+                    ops.attn_can = ~0;
+                    f.desc =
+                        shape((int64_t)ranks * segments * 6, ranks, heads[kind / 2][0], heads[kind / 2][1],
+                              64, heads[kind / 2][0] * 64, chunk, kind % 2 ? UPIPE_BF16 : UPIPE_F32);
+                    f.segments = segments;
+                    f.layer.wq = f.layer.wk = f.layer.wv = data;
+                    if (upipe_fpdt_plan(&f, 0, &p, &e) != UPIPE_OK || p.schedule == UPIPE_SPANS) continue;
+                    ++legal;
+                    CHECK(upipe_dry_init(dry, &p, &ops) == UPIPE_OK);
+                    f.host = &dry->host;
+                    unit = (double)upipe_plan_unit_bytes(&p) * segments;
+                    CHECK_STATUS(upipe_fpdt_fwd(c, &f, &save, data), UPIPE_OK, c->err);
+                    before = (double)save.moved;
+                    CHECK_SAY(fabs(before - unit * moved_units(&p, segments, 0)) < 0.5,
+                              "forward moves %.3f units, not %.3f", before / unit,
+                              moved_units(&p, segments, 0));
+                    CHECK_STATUS(upipe_fpdt_bwd(c, &f, data, &grads, &save, data, data), UPIPE_OK, c->err);
+                    CHECK_SAY(fabs((double)save.moved - before - unit * moved_units(&p, segments, 1)) < 0.5,
+                              "backward moves %.3f units, not %.3f (%d stages, %d rounds)",
+                              ((double)save.moved - before) / unit, moved_units(&p, segments, 1), p.stages,
+                              p.rounds);
+                    /* its table's figures, in tenths of a MiB at 8 MiB a unit */
+                    if (kind == 0 && ranks == 4 && segments == 4 && chunk != 8)
+                        CHECK_INT(floor((double)save.moved / unit * 80 + 0.5), chunk == 4 ? 3049 : 1909);
+                    CHECK_STATUS(upipe_fpdt_free(&f, &save, &c->err), UPIPE_OK, c->err);
+                }
+    CHECK_SAY(legal > 200, "only %d legal ones", legal);
+}
+
 int main(void)
 {
     dry = (upipe_dry *)malloc(sizeof *dry);
@@ -284,6 +346,7 @@ int main(void)
     test_random();
     test_claims();
     test_surroundings();
+    test_moved();
     free(events);
     free(dry);
     return test_end("dry");

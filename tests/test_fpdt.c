@@ -374,12 +374,247 @@ static void test_refusals(void)
     f32_block_free(&in);
 }
 
+/* ---- ranks that do not agree ---- */
+
+typedef struct odd_segments {
+    upipe_threads team;
+    upipe_ops ops;
+    int odd; /* what rank 1 does differently */
+    upipe_err errors[2];
+} odd_segments;
+
+enum { ODD_NOTHING, ODD_RANK, ODD_TOKENS, ODD_SEGMENTS };
+
+static upipe_status odd_body(void *user, int rank)
+{
+    enum { BYTES = 1 << 18, BLOCKS = 64 };
+    odd_segments *o = (odd_segments *)user;
+    const int odd = rank == 1 ? o->odd : ODD_NOTHING;
+    upipe_block blocks[BLOCKS], host_blocks[16];
+    float *w = f32_room(2 * 32 * 16), *x = f32_room(16 * 16);
+    void *slab = NULL, *host_slab = NULL;
+    upipe_mem mem, host;
+    upipe_fpdt_saved save;
+    upipe_fpdt f;
+    upipe_ctx c;
+    upipe_status s;
+    memset(&c, 0, sizeof c);
+    memset(&f, 0, sizeof f);
+    if (posix_memalign(&slab, 256, BYTES) != 0 || posix_memalign(&host_slab, 256, BYTES) != 0) abort();
+    upipe_mem_init(&mem, slab, BYTES, blocks, BLOCKS);
+    upipe_mem_init(&host, host_slab, BYTES, host_blocks, 16);
+    f.desc.tokens = o->odd == ODD_RANK ? 20 : odd == ODD_TOKENS ? 14 : 13; /* 20: all divides */
+    f.desc.ranks = 2;
+    f.desc.rank = odd == ODD_RANK ? 0 : rank;
+    f.desc.heads = 2;
+    f.desc.head_dim = 32;
+    f.desc.model_dim = 16;
+    f.segments = odd == ODD_SEGMENTS ? 6 : 5; /* the first of either has two tokens */
+    f.layer.wq = f.layer.wk = f.layer.wv = w;
+    f.host = &host;
+    c.ops = &o->ops;
+    c.mem = &mem;
+    c.team = upipe_threads_comm(&o->team, rank);
+    s = upipe_fpdt_fwd(&c, &f, &save, x);
+    if (s == UPIPE_OK)
+        s = upipe_fpdt_free(&f, &save, &c.err);
+    else
+        CHECK_INT(c.team->sent_bytes, 0);
+    CHECK_INT(mem.live, 0);
+    CHECK_INT(host.live, 0);
+    o->errors[rank] = c.err;
+    free(x);
+    free(w);
+    free(slab);
+    free(host_slab);
+    return s;
+}
+
+/* A rank that is another in its description, though tokens and heads divide; ranks whose first segments are
+ * the same, but not the whole, or not their number. */
+static void test_odd_segments(void)
+{
+    static const struct {
+        int odd;
+        upipe_status status;
+        const char *words;
+    } cases[] = {
+        {ODD_NOTHING, UPIPE_OK, ""},
+        {ODD_RANK, UPIPE_ERR_ARG, "segments of rank 0 on rank 1"},
+        {ODD_TOKENS, UPIPE_ERR_MISMATCH, "tokens of all segments is 13 on rank 0 and 14 on rank 1"},
+        {ODD_SEGMENTS, UPIPE_ERR_MISMATCH, "segments is 5 on rank 0 and 6 on rank 1"},
+    };
+    size_t i;
+    for (i = 0; i < sizeof cases / sizeof *cases; ++i) {
+        odd_segments *o = (odd_segments *)calloc(1, sizeof *o);
+        upipe_status statuses[2] = {UPIPE_OK, UPIPE_OK};
+        upipe_err e;
+        o->odd = cases[i].odd;
+        upipe_cpu_ops(&o->ops);
+        CHECK_STATUS(upipe_threads_init(&o->team, 2, 20, &e), UPIPE_OK, e);
+        upipe_threads_run(&o->team, odd_body, o, statuses);
+        CHECK_SAY(statuses[1] == cases[i].status, "case %d: %s (%s)", cases[i].odd,
+                  upipe_status_name(statuses[1]), o->errors[1].text);
+        CHECK_TEXT(o->errors[1].text, cases[i].words);
+        upipe_threads_free(&o->team);
+        free(o);
+    }
+}
+
+/* ---- one rank alone ---- */
+
+enum { LONE_BYTES = 1 << 20, LONE_BLOCKS = 64 };
+
+typedef struct lone {
+    upipe_ops ops;
+    upipe_ctx c;
+    upipe_comm team;
+    upipe_comm_self_room room;
+    upipe_mem mem, host;
+    upipe_block blocks[LONE_BLOCKS], host_blocks[16];
+    void *slab, *host_slab;
+    upipe_fpdt f;
+    upipe_fpdt_saved save;
+    upipe_grads grads;
+    float *w, *x, *gout;
+} lone;
+
+/* A failure breaks a team for good: another one, with the same pools. */
+static void lone_again(lone *l)
+{
+    upipe_comm_self(&l->team, &l->room, l->ops.copy);
+    memset(&l->grads, 0, sizeof l->grads);
+    l->mem.guard = NULL;
+}
+
+static lone *lone_begin(void)
+{
+    lone *l = (lone *)calloc(1, sizeof *l);
+    if (posix_memalign(&l->slab, 256, LONE_BYTES) != 0 || posix_memalign(&l->host_slab, 256, LONE_BYTES) != 0)
+        abort();
+    upipe_mem_init(&l->mem, l->slab, LONE_BYTES, l->blocks, LONE_BLOCKS);
+    upipe_mem_init(&l->host, l->host_slab, LONE_BYTES, l->host_blocks, 16);
+    upipe_cpu_ops(&l->ops);
+    l->c.ops = &l->ops;
+    l->c.mem = &l->mem;
+    l->c.team = &l->team;
+    l->f.desc.tokens = 64;
+    l->f.desc.heads = 2;
+    l->f.desc.head_dim = 32;
+    l->f.segments = 2;
+    l->f.host = &l->host;
+    l->w = f32_room(64 * 64);
+    l->x = f32_room(64 * 64);
+    l->gout = f32_room(64 * 64);
+    l->f.layer.wq = l->f.layer.wk = l->f.layer.wv = l->w;
+    lone_again(l);
+    return l;
+}
+
+static void lone_end(lone *l)
+{
+    upipe_mem_free(&l->mem, NULL);
+    upipe_mem_free(&l->host, NULL);
+    free(l->slab);
+    free(l->host_slab);
+    free(l->w);
+    free(l->x);
+    free(l->gout);
+    free(l);
+}
+
+static upipe_status refuse_tag(void *user, size_t bytes, const char *tag)
+{
+    (void)bytes;
+    return strcmp(tag, (const char *)user) != 0 ? UPIPE_OK : UPIPE_ERR_MEMORY;
+}
+
+/* The host's pool gets back what a failed pass took, and no more, also where a peer may still read the
+ * device's. */
+static void test_failed_passes(void)
+{
+    static char visitors[] = "visitors", lse[] = "lse"; /* the last ones that each pass takes */
+    int quarantine;
+    for (quarantine = 0; quarantine < 2; ++quarantine) {
+        lone *l = lone_begin();
+        size_t before;
+        l->mem.guard = refuse_tag;
+        l->mem.user = lse;
+        l->team.quarantine = quarantine;
+        CHECK_STATUS(upipe_fpdt_fwd(&l->c, &l->f, &l->save, l->x), UPIPE_ERR_MEMORY, l->c.err);
+        CHECK_INT(l->host.live, 0);
+        CHECK((l->mem.live != 0) == quarantine);
+        upipe_mem_release(&l->mem);
+        upipe_mem_rewind(&l->mem, 0);
+        lone_again(l);
+        CHECK_STATUS(upipe_fpdt_fwd(&l->c, &l->f, &l->save, l->x), UPIPE_OK, l->c.err);
+        before = l->host.live;
+        CHECK(before > 0);
+        l->mem.guard = refuse_tag;
+        l->mem.user = visitors;
+        l->team.quarantine = quarantine;
+        CHECK_STATUS(upipe_fpdt_bwd(&l->c, &l->f, l->x, &l->grads, &l->save, l->gout, l->x), UPIPE_ERR_MEMORY,
+                     l->c.err);
+        CHECK_INT(l->host.live, before);
+        CHECK_STATUS(upipe_fpdt_free(&l->f, &l->save, &l->c.err), UPIPE_OK, l->c.err);
+        CHECK_INT(l->host.live, 0);
+        lone_end(l);
+    }
+}
+
+/* Gradients that nobody can give, tensors that are not there, and descriptions without a segment. */
+static void test_arguments(void)
+{
+    lone *l = lone_begin();
+    upipe_fpdt *f = &l->f;
+    upipe_ctx *c = &l->c;
+    upi_fpdt_sizes z;
+    upipe_bytes bytes;
+    upipe_plan p;
+    size_t host;
+    int i;
+    CHECK_STATUS(upipe_fpdt_fwd(c, f, &l->save, NULL), UPIPE_ERR_ARG, c->err);
+    CHECK_TEXT(c->err.text, "x is NULL");
+    lone_again(l);
+    CHECK_STATUS(upipe_fpdt_fwd(c, f, &l->save, l->x), UPIPE_OK, c->err);
+    for (i = 0; i < 5; ++i) {
+        lone_again(l);
+        if (i == 3) l->grads.q_gain = l->w;
+        if (i == 4) l->grads.k_gain = l->w;
+        CHECK_STATUS(upipe_fpdt_bwd(c, f, i == 0 ? NULL : l->x, &l->grads, &l->save, i == 1 ? NULL : l->gout,
+                                    i == 2 ? NULL : l->x),
+                     UPIPE_ERR_ARG, c->err);
+        CHECK_TEXT(c->err.text, i >= 3 ? "without a QK norm" : i == 2 ? "x is NULL" : "gout or gx");
+        CHECK_INT(l->mem.live, 0);
+    }
+    CHECK_STATUS(upipe_fpdt_gather(c, f, NULL, UPIPE_F32, l->gout), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(upipe_fpdt_scatter(c, f, NULL, l->x, UPIPE_F32), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(upipe_fpdt_free(f, &l->save, &c->err), UPIPE_OK, c->err);
+    CHECK_STATUS(upipe_fpdt_plan(f, 2, &p, &c->err), UPIPE_ERR_ARG, c->err);
+    CHECK_TEXT(c->err.text, "segment 2 of 2");
+    CHECK_STATUS(upipe_fpdt_plan(f, -1, &p, &c->err), UPIPE_ERR_ARG, c->err);
+    for (f->segments = 0; f->segments >= -1; --f->segments) {
+        lone_again(l);
+        CHECK_STATUS(upi_fpdt_measure(f, &l->ops, &z, &c->err), UPIPE_ERR_ARG, c->err);
+        CHECK_STATUS(upipe_fpdt_fwd(c, f, &l->save, l->x), UPIPE_ERR_ARG, c->err);
+        CHECK_STATUS(upipe_fpdt_gather(c, f, l->x, UPIPE_F32, l->gout), UPIPE_ERR_ARG, c->err);
+        CHECK_STATUS(upipe_fpdt_scatter(c, f, l->gout, l->x, UPIPE_F32), UPIPE_ERR_ARG, c->err);
+        CHECK_STATUS(upipe_fpdt_bytes(f, &l->ops, &bytes, &host, &c->err), UPIPE_ERR_ARG, c->err);
+        CHECK_TEXT(c->err.text, "64 tokens in");
+        CHECK_INT(upipe_fpdt_out_bytes(f, &l->ops), 0);
+    }
+    lone_end(l);
+}
+
 int main(void)
 {
     (void)run_block; /* the block in one piece, of the same header */
     (void)run_free;
     test_memory();
     test_refusals();
+    test_odd_segments();
+    test_failed_passes();
+    test_arguments();
     test_random();
     return test_end("fpdt");
 }

@@ -394,6 +394,16 @@ static void test_refusals(void)
     refuse(describe(1024, 8, 32, 8, 0, 8), UPIPE_ERR_ARG, "head dim 0");
     refuse(describe(INT64_C(1) << 56, 8, 32, 8, 128, 8), UPIPE_ERR_OVERFLOW, "overflow");
     refuse(describe(1024, 1, 1 << 20, 1 << 20, 1 << 12, 1), UPIPE_ERR_OVERFLOW, "elements");
+    /* no product before the check */
+    d.tokens = INT64_C(1) << 62;
+    d.batch = 4;
+    refuse(d, UPIPE_ERR_OVERFLOW, "4 sequences");
+    d.tokens = INT64_MAX;
+    d.batch = 1;
+    d.ring = 4;
+    d.layout = UPIPE_STRIPED;
+    refuse(d, UPIPE_ERR_OVERFLOW, "9223372036854775807 tokens");
+    d = describe(1024, 8, 32, 8, 128, 8);
     d.model_dim = INT64_C(1) << 31;
     refuse(d, UPIPE_ERR_OVERFLOW, "model dim 2147483648");
     d.model_dim = 0;
@@ -443,6 +453,9 @@ static void test_refusals(void)
     d = describe(1, 1, 1500000000, 1500000000, 1, 1500000000);
     CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
     CHECK_INT(upipe_plan_sent(&p, 1), 0);
+    d = describe(3, 3, INT32_MAX - 1, INT32_MAX - 1, 1, INT32_MAX - 1);
+    CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
+    CHECK_INT(p.per_rank, (INT32_MAX - 1) / 3);
 }
 
 int main(void)

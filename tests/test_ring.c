@@ -414,8 +414,168 @@ static void test_odd_rings(void)
     }
 }
 
+/* ---- the ring's calls alone, without the block around them ---- */
+
+typedef struct bare_ring {
+    upipe_threads team;
+    upipe_ops ops;
+    int backward, teamed;
+    upipe_err errors[3];
+} bare_ring;
+
+static upipe_status second_hop(void *user, size_t bytes, const char *tag)
+{
+    (void)bytes;
+    return strcmp(tag, "ring_kv") == 0 && ++*(int *)user == 2 ? UPIPE_ERR_MEMORY : UPIPE_OK;
+}
+
+static upipe_status bare_body(void *user, int rank)
+{
+    enum { BYTES = 1 << 21, WORK = 1 << 20, BLOCKS = 32, TOKENS = 48, DIM = 32 };
+    bare_ring *b = (bare_ring *)user;
+    const size_t n = TOKENS * DIM;
+    float *data = f32_room((int64_t)(12 * n));
+    upipe_block blocks[BLOCKS];
+    upipe_comm_self_room room;
+    upipe_comm alone;
+    upipe_ring_part part;
+    upipe_ring_call call;
+    upipe_plan_desc d;
+    upipe_plan p;
+    upipe_mem mem;
+    upipe_ctx c;
+    upipe_status s;
+    void *slab = NULL, *work;
+    size_t held;
+    int hops = 0;
+    memset(&d, 0, sizeof d);
+    memset(&c, 0, sizeof c);
+    memset(&part, 0, sizeof part);
+    memset(&call, 0, sizeof call);
+    if (posix_memalign(&slab, 256, BYTES) != 0) abort();
+    d.tokens = TOKENS;
+    d.ring = 3;
+    d.ring_rank = rank;
+    d.ring_mode = UPIPE_RING_SHIFT;
+    d.heads = 1;
+    d.head_dim = DIM;
+    CHECK_STATUS(upipe_plan_init(&p, &d, &c.err), UPIPE_OK, c.err);
+    upipe_mem_init(&mem, slab, BYTES, blocks, BLOCKS);
+    CHECK_STATUS(upipe_mem_take(&mem, &work, WORK, "work", &c.err), UPIPE_OK, c.err);
+    held = mem.live;
+    if (rank == 0) mem.guard = second_hop;
+    mem.user = &hops;
+    c.ops = &b->ops;
+    c.mem = &mem;
+    c.ring = upipe_threads_comm(&b->team, rank);
+    upipe_comm_self(&alone, &room, b->ops.copy);
+    if (b->teamed) c.team = &alone;
+    part.q = data;
+    part.o = data + n;
+    part.lse = data + 2 * n;
+    part.delta = data + 3 * n;
+    part.go = data + 4 * n;
+    part.gq = data + 5 * n;
+    part.heads = 1;
+    call.plan = &p;
+    call.mask.work = work;
+    call.mask.work_bytes = WORK;
+    call.parts = &part;
+    call.count = call.kv_heads = 1;
+    call.k = data + 6 * n;
+    call.v = data + 7 * n;
+    call.gk = data + 8 * n;
+    call.gv = data + 9 * n;
+    s = b->backward ? upipe_ring_bwd(&c, &call) : upipe_ring_fwd(&c, &call);
+    CHECK_INT(mem.live, held);
+    b->errors[rank] = c.err;
+    free(data);
+    free(slab);
+    return s;
+}
+
+/* A rank that gets no second buffer gives the first one back, and nobody waits for it until the deadline:
+ * with a team in the context, which then ends too, or none. */
+static void test_bare_calls(void)
+{
+    int kind, rank;
+    for (kind = 0; kind < 4; ++kind) {
+        bare_ring *b = (bare_ring *)calloc(1, sizeof *b);
+        upipe_status statuses[3];
+        upipe_err e;
+        b->backward = kind % 2;
+        b->teamed = kind / 2;
+        upipe_cpu_ops(&b->ops);
+        CHECK_STATUS(upipe_threads_init(&b->team, 3, 3, &e), UPIPE_OK, e);
+        upipe_threads_run(&b->team, bare_body, b, statuses);
+        for (rank = 0; rank < 3; ++rank) {
+            CHECK_SAY(statuses[rank] == (rank == 0 ? UPIPE_ERR_MEMORY : UPIPE_ERR_ABORTED),
+                      "rank %d: %s (%s)", rank, upipe_status_name(statuses[rank]), b->errors[rank].text);
+            CHECK_TEXT(b->errors[rank].text, "guard refused");
+        }
+        upipe_threads_free(&b->team);
+        free(b);
+    }
+}
+
+/* The list has room for the ring's own segments alone, and belongs to an exchange that is under way. */
+static void test_ring_arguments(void)
+{
+    enum { ROOM = 64 * 32 };
+    float *data = f32_room(6 * ROOM), *k = data, *v = data + ROOM, *all_k = data + 2 * ROOM,
+          *all_v = data + 3 * ROOM, *room = data + 4 * ROOM, *sum = data + 5 * ROOM;
+    upipe_comm_self_room rooms[2];
+    upipe_comm comms[2];
+    upipe_plan_desc d;
+    upipe_plan p;
+    upipe_ring_call call;
+    upipe_block blocks[4];
+    upipe_mem mem;
+    upipe_ops ops;
+    upipe_ctx c;
+    upipe_seg before[2];
+    int ring;
+    upipe_cpu_ops(&ops);
+    upipe_mem_init_dry(&mem, blocks, 4);
+    memset(&d, 0, sizeof d);
+    memset(&c, 0, sizeof c);
+    memset(&call, 0, sizeof call);
+    c.ops = &ops;
+    c.mem = &mem;
+    upipe_comm_self(&comms[0], &rooms[0], ops.copy);
+    upipe_comm_self(&comms[1], &rooms[1], ops.copy);
+    c.team = &comms[0];
+    call.plan = &p;
+    d.tokens = 64;
+    d.heads = 1;
+    d.head_dim = 32;
+    for (ring = 4; ring > 0; ring -= 3) { /* a plan of a larger ring; one without a ring, and no ring */
+        d.ring = ring;
+        CHECK_STATUS(upipe_plan_init(&p, &d, &c.err), UPIPE_OK, c.err);
+        for (c.ring = ring > 1 ? &comms[1] : NULL;; c.ring = NULL) {
+            CHECK_STATUS(upipe_ring_reduce(&c, &p, 1, 32, sum, all_k, room), UPIPE_ERR_ARG, c.err);
+            CHECK_TEXT(c.err.text, ring > 1 ? "a plan for ring rank 0 of 4" : "a plan for ring rank 0 of 1");
+            CHECK_STATUS(upipe_ring_gather_start(&c, &p, 1, all_k, all_v, k, v), UPIPE_ERR_ARG, c.err);
+            if (ring > 1) CHECK_STATUS(upipe_ring_fwd(&c, &call), UPIPE_ERR_ARG, c.err);
+            if (c.ring == NULL) break;
+        }
+    }
+    c.ring = &comms[1];
+    CHECK_STATUS(upipe_ring_gather_start(&c, &p, 1, all_k, all_v, k, v), UPIPE_OK, c.err);
+    memcpy(before, c.ring->list, sizeof before);
+    CHECK_STATUS(upipe_ring_reduce(&c, &p, 1, 32, sum, all_k, room), UPIPE_ERR_ARG, c.err);
+    CHECK_TEXT(c.err.text, "waits for upipe_comm_wait");
+    CHECK_STATUS(upipe_ring_gather_start(&c, &p, 1, all_k, all_v, k, v), UPIPE_ERR_ARG, c.err);
+    CHECK_BYTES(before, c.ring->list, sizeof before);
+    CHECK_STATUS(upipe_comm_wait(&c, c.ring), UPIPE_OK, c.err); /* none of this has hurt the ring */
+    CHECK_STATUS(upipe_ring_reduce(&c, &p, 1, 32, sum, all_k, room), UPIPE_OK, c.err);
+    free(data);
+}
+
 int main(void)
 {
+    test_bare_calls();
+    test_ring_arguments();
     test_orders();
     test_odd_rings();
     test_hybrid_order();

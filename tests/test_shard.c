@@ -73,11 +73,13 @@ static void test_permutation(void)
             }
 }
 
-/* Lengths for which n * i leaves 63 bits. */
+/* Lengths for which n * i leaves 63 bits, and the longest of all. */
 static void test_large(void)
 {
-    int64_t tokens = (INT64_C(1) << 60) + 12345, before = 0;
+    int64_t tokens = (INT64_C(1) << 60) + 12345, before = 0, striped = 0;
     int i;
+    for (i = 0; i < 4; ++i) striped += upipe_shard_ring(UPIPE_STRIPED, INT64_MAX, 4, i).n;
+    CHECK_INT(striped, INT64_MAX);
     for (i = 0; i <= 7; ++i) {
         int64_t at = upipe_cut(tokens, 7, i);
         CHECK(i == 0 ? at == 0 : at - before == tokens / 7 || at - before == tokens / 7 + 1);

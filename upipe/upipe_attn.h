@@ -31,11 +31,12 @@
  *   docs        packed documents: docs_n + 1 ascending positions (cu_seqlens), document i is [docs[i], docs[i+1]),
  *               perhaps empty. A query sees its own document alone, outside of all nothing. NULL = one document.
  *               Host memory
- *   softcap     scores become softcap * tanh(score / softcap); 0 = none
+ *   softcap     scores become softcap * tanh(score / softcap); 0 = none. scale / softcap must be a normal f32
+ *               number
  *   sinks       one more score a head, f32 [H], whose value is 0; NULL = none
  *   merge       forward: o and lse hold what the same queries saw of other keys, and are brought up to all of
- *               them. A row's old lse of -inf: nothing was seen. Sinks
- *               belong to one of the calls. Backward: gq is f32, and +=
+ *               them. A row's old lse of -inf: nothing was seen. Sinks belong to one of the calls.
+ *               Backward: gq is f32, and +=
  * Backends say in upipe_ops.attn_can what of this they know; the rest is refused with UNSUPPORTED.
  */
 typedef struct upipe_attn {
@@ -142,6 +143,20 @@ UPIPE_API void upi_attn_sight(const upipe_attn *a, int64_t i, int64_t *first, in
 
 /* ---- checks ---- */
 
+/* The scale that a call uses. */
+UPIPE_API float upi_attn_scale(const upipe_attn *a)
+{
+    return a->scale != 0 ? a->scale : (float)(1.0 / __builtin_sqrt((double)a->q.d));
+}
+
+/* Whether f32 has the factors of a soft-cap, in units of which scores are kept: that of products, and that of
+ * the exponential to base 2. */
+UPIPE_API int upi_attn_softcap_fits(const upipe_attn *a)
+{
+    const float products = upi_attn_scale(a) / a->softcap, rate = a->softcap * 1.4426951f;
+    return __builtin_isnormal(products) && __builtin_isfinite(rate);
+}
+
 /* Numbers of the masks that make sense. */
 UPIPE_API upipe_status upi_attn_check_masks(upipe_ctx *c, const upipe_attn *a)
 {
@@ -155,6 +170,9 @@ UPIPE_API upipe_status upi_attn_check_masks(upipe_ctx *c, const upipe_attn *a)
                         (long long)a->pos_step);
     if (!(a->softcap >= 0) || !__builtin_isfinite(a->softcap))
         return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: soft-cap %g", a->softcap);
+    if (a->softcap > 0 && !upi_attn_softcap_fits(a))
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: soft-cap %g is out of all proportion to scale %g",
+                        a->softcap, upi_attn_scale(a));
     if (a->docs_n < 0 || (a->docs == NULL) != (a->docs_n == 0))
         return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: %lld documents, docs is %sNULL",
                         (long long)a->docs_n, a->docs != NULL ? "not " : "");
@@ -182,7 +200,7 @@ UPIPE_API upipe_status upi_attn_check_can(upipe_ctx *c, const upipe_attn *a, int
     if (a->v.d != a->q.d) wish |= UPIPE_ATTN_V_DIM;
     if (backward && a->merge) wish |= UPIPE_ATTN_ADD_GQ;
     wish &= ~c->ops->attn_can;
-    for (i = 0; i < 6; ++i)
+    for (i = 0; i < (int)(sizeof names / sizeof *names); ++i)
         if (wish & (1 << i))
             return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "attention: %s does not know %s yet",
                             c->ops->name, names[i]);
@@ -274,11 +292,4 @@ UPIPE_API upipe_status upipe_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
     UPIPE_TRY(upi_attn_aligned(c, a));
     return c->ops->attn_bwd(c, g);
 }
-
-/* The scale that a call uses. */
-UPIPE_API float upi_attn_scale(const upipe_attn *a)
-{
-    return a->scale != 0 ? a->scale : (float)(1.0 / __builtin_sqrt((double)a->q.d));
-}
-
 #endif

@@ -314,13 +314,17 @@ UPIPE_API int64_t upi_docs_print(const upipe_layer *l)
     return (int64_t)(print >> 1);
 }
 
-/* All ranks run the same block: everything but the data and the tile, which is each rank's own. */
-UPIPE_API upipe_status upi_layer_agree(upipe_ctx *c, const upipe_layer *l)
+/* All ranks run the same block: everything but the data and the tile, which is each rank's own.
+ *   whole segments  tokens of the sequence that the plan's are a segment of, and how many segments; 0 without
+ */
+UPIPE_API upipe_status upi_layer_agree(upipe_ctx *c, const upipe_layer *l, int64_t whole, int segments)
 {
     const upipe_plan_desc *d = &l->plan->desc;
     upipe_field f[UPIPE_GATHER_MAX];
     int n = 0;
     upi_field_whole(f, &n, "tokens", d->tokens);
+    upi_field_whole(f, &n, "tokens of all segments", whole);
+    upi_field_whole(f, &n, "segments", segments);
     upi_field_whole(f, &n, "batch", d->batch);
     upi_field_whole(f, &n, "model_dim", d->model_dim);
     upi_field_whole(f, &n, "ranks", d->ranks);
@@ -329,7 +333,7 @@ UPIPE_API upipe_status upi_layer_agree(upipe_ctx *c, const upipe_layer *l)
     upi_field_whole(f, &n, "head_dim", d->head_dim);
     upi_field_whole(f, &n, "chunk", d->chunk);
     upi_field_whole(f, &n, "naive", d->naive != 0);
-    upi_field_whole(f, &n, "dtype (0 f32, 1 bf16)", (int64_t)d->dtype);
+    upi_field_whole(f, &n, "dtype (0 f32, 1 bf16, 2 f16)", (int64_t)d->dtype);
     upi_field_whole(f, &n, "v_dim", d->v_dim);
     upi_field_whole(f, &n, "ring", d->ring);
     upi_field_whole(f, &n, "ring_inner", d->ring_inner);
@@ -370,7 +374,8 @@ UPIPE_API upipe_status upi_layer_check_mask(upipe_ctx *c, const upipe_layer *l)
     return upi_attn_check_can(c, &a, 1);
 }
 
-UPIPE_API upipe_status upi_layer_check(upipe_ctx *c, const upipe_layer *l, upipe_view x)
+/* This rank's part of it: nothing is sent. */
+UPIPE_API upipe_status upi_layer_check_own(upipe_ctx *c, const upipe_layer *l, upipe_view x)
 {
     const upipe_plan_desc *d = &l->plan->desc;
     if ((c->ring != NULL ? c->ring->ranks : 1) != d->ring || (d->ring > 1 && c->ring->rank != d->ring_rank))
@@ -411,7 +416,13 @@ UPIPE_API upipe_status upi_layer_check(upipe_ctx *c, const upipe_layer *l, upipe
         l->tile_rows < 0)
         return upi_fail(&c->err, UPIPE_ERR_ARG, "rope theta %g, norm eps %g, scale %g, tile rows %lld",
                         l->rope_theta, l->norm_eps, l->scale, (long long)l->tile_rows);
-    return upi_layer_agree(c, l);
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_layer_check(upipe_ctx *c, const upipe_layer *l, upipe_view x)
+{
+    UPIPE_TRY(upi_layer_check_own(c, l, x));
+    return upi_layer_agree(c, l, 0, 0);
 }
 
 UPIPE_API upipe_status upi_layer_end(upipe_ctx *c, upipe_status s, int64_t mark)

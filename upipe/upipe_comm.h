@@ -46,6 +46,15 @@ typedef struct upipe_comm_ops {
 
 enum { UPIPE_GATHER_MAX = 32 };
 
+/* A description that all ranks agreed on: it came `run` times in a row, then the one with the print `next`.
+ * While next is 0 it may go on. */
+typedef struct upi_agreed {
+    uint64_t print, next; /* fingerprints, never 0 */
+    int64_t run;
+} upi_agreed;
+
+enum { UPI_AGREED_MAX = 4 };
+
 typedef struct upipe_comm {
     upipe_comm_ops ops;
     void *impl;          /* the transport's own */
@@ -54,7 +63,9 @@ typedef struct upipe_comm {
     int64_t sent_bytes;  /* handed to other ranks so far; a copy to the rank itself does not count */
     int64_t moved_bytes; /* counted by the transport as it receives from other ranks */
     double deadline;     /* seconds that one call may wait for its peers */
-    uint64_t agreed;     /* fingerprint of the description that all ranks last agreed on; 0 = none */
+    upi_agreed agreed[UPI_AGREED_MAX]; /* descriptions that came of late */
+    int64_t agreed_run;                /* how many times in a row the last one has come ... */
+    int agreed_at, agreed_oldest;      /* ... where it is, and what gives way to a new one */
     int rank, ranks;
     int started;    /* an exchange is between start and wait */
     int quarantine; /* a peer may still touch the buffers of a failed exchange: do not recycle them */
@@ -186,12 +197,48 @@ UPIPE_API uint64_t upi_fingerprint(const upipe_field *fields, int n)
     return print != 0 ? print : 1;
 }
 
-/* upipe_comm_agree -- all ranks compare descriptions, where this one differs from the last that they agreed
- *                     on; free otherwise
+/* Whether the last description goes on, or is followed, as it was when the ranks last compared: so do all of
+ * them, or one that does not compares, and is found. A rank that is out of step must never take one for
+ * another that is known. */
+UPIPE_API int upi_agree_expected(const upipe_comm *comm, uint64_t print)
+{
+    const upi_agreed *last = &comm->agreed[comm->agreed_at];
+    return print == (last->next == 0 || comm->agreed_run < last->run ? last->print : last->next);
+}
+
+/* It has come on all ranks, which have the same notes for that. */
+UPIPE_API void upi_agree_note(upipe_comm *comm, uint64_t print, int expected)
+{
+    upi_agreed *last = &comm->agreed[comm->agreed_at];
+    int i = 0;
+    if (print == last->print) {
+        if (!expected) last->next = 0; /* it goes on for longer than before */
+        ++comm->agreed_run;
+        return;
+    }
+    if (!expected) {
+        last->next = print;
+        last->run = comm->agreed_run;
+    }
+    while (i < UPI_AGREED_MAX && comm->agreed[i].print != print) ++i;
+    if (i == UPI_AGREED_MAX) {
+        i = comm->agreed_oldest;
+        comm->agreed_oldest = (i + 1) % UPI_AGREED_MAX;
+        memset(&comm->agreed[i], 0, sizeof comm->agreed[i]);
+        comm->agreed[i].print = print;
+    }
+    comm->agreed_at = i;
+    comm->agreed_run = 1;
+}
+
+/* upipe_comm_agree -- all ranks compare descriptions; free where this one comes as it came before: after the
+ *                     same one, which had come as many times in a row. So blocks that alternate in a model
+ *                     are compared in its first layers
  *   fields  n <= UPIPE_GATHER_MAX named numbers
  *   errors  MISMATCH on every rank where any rank differs: the sentence names the field, the rank and both
- *           values. Where one rank alone has changed its description since, it compares while the others go
- *           on: the transport's MISMATCH names the two calls instead. ARG; others as upipe_comm_wait
+ *           values. Where one rank alone comes with another description than it did before, it compares while
+ *           the others go on: the transport's MISMATCH names the two calls instead. ARG; others as
+ *           upipe_comm_wait
  */
 UPIPE_API upipe_status upipe_comm_agree(upipe_ctx *c, upipe_comm *comm, const upipe_field *fields, int n)
 {
@@ -202,7 +249,10 @@ UPIPE_API upipe_status upipe_comm_agree(upipe_ctx *c, upipe_comm *comm, const up
         return upi_fail(&c->err, UPIPE_ERR_ARG, "%d fields to compare, 1 to %d", n, UPIPE_GATHER_MAX);
     UPIPE_TRY(upi_comm_idle(c, comm));
     print = upi_fingerprint(fields, n);
-    if (comm->agreed == print) return UPIPE_OK;
+    if (upi_agree_expected(comm, print)) {
+        upi_agree_note(comm, print, 1);
+        return UPIPE_OK;
+    }
     for (i = 0; i < n; ++i) mine[i] = fields[i].value;
     UPIPE_TRY(comm->ops.gather(c, comm, all, mine, n));
     for (r = 1; r < comm->ranks; ++r) {
@@ -219,7 +269,7 @@ UPIPE_API upipe_status upipe_comm_agree(upipe_ctx *c, upipe_comm *comm, const up
             return UPIPE_ERR_MISMATCH;
         }
     }
-    comm->agreed = print;
+    upi_agree_note(comm, print, 0);
     return UPIPE_OK;
 }
 

@@ -7,9 +7,9 @@
  *     dry->mem.peak, dry->mem.phase_peak[]               live bytes, to be compared with upipe_plan_bytes
  *     dry->team.sent_bytes, dry->ring.sent_bytes
  *
- * Sizes are those of the given compute table: its *_bytes entries are asked as in the real run. The code
- * walks every tile of dX, so its time grows with rows / tile_rows: milliseconds for five million tokens, but
- * do not ask for 2^40.
+ * Sizes are those of the given compute table: its *_bytes entries are asked as in the real run. The code walks
+ * all heads of every tile of dX, so its time grows with heads * rows / tile_rows, and with the square of the
+ * stages besides where heads are ragged. Do not ask for 2^40 tokens.
  */
 #ifndef UPIPE_DRY_H
 #define UPIPE_DRY_H
@@ -277,7 +277,7 @@ UPIPE_API upipe_status upipe_dry_block(upipe_dry *dry, const upipe_layer *l, int
 
 /* upipe_dry_fpdt -- the same in segments: forward and backward of upipe_fpdt.h, with dry->host as the host's pool. x,
  *                   gx and gout, which are the caller's, are not counted.
- *   f       its pool is not read. dry must come from upipe_dry_init with a plan of f->desc's ranks
+ *   f       its pool is not read. dry must come from upipe_dry_init with a plan of f->desc's ranks and rank
  *   errors  those of upipe_fpdt_fwd and upipe_fpdt_bwd but for transport and memory
  */
 UPIPE_API upipe_status upipe_dry_fpdt(upipe_dry *dry, const upipe_fpdt *f)

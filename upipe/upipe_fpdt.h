@@ -275,20 +275,6 @@ UPIPE_API upipe_status upi_fpdt_segment(upi_fpdt_pass *s, const char *x, int i, 
 
 /* ---- checks, begin and end ---- */
 
-/* upipe_fpdt_free -- gives back what the forward left in the host's pool
- *   errors  ARG for blocks that a failed exchange has quarantined: upipe_mem_release first
- */
-UPIPE_API upipe_status upipe_fpdt_free(const upipe_fpdt *f, upipe_fpdt_saved *save, upipe_err *e)
-{
-    UPIPE_TRY(upipe_mem_give(f->host, save->out, e));
-    UPIPE_TRY(upipe_mem_give(f->host, save->q, e));
-    UPIPE_TRY(upipe_mem_give(f->host, save->k, e));
-    UPIPE_TRY(upipe_mem_give(f->host, save->v, e));
-    UPIPE_TRY(upipe_mem_give(f->host, save->lse, e));
-    memset(save, 0, sizeof *save);
-    return UPIPE_OK;
-}
-
 UPIPE_API upipe_status upi_fpdt_take_host(upi_fpdt_pass *s, char **out, size_t bytes, int n, const char *tag)
 {
     void *data;
@@ -299,9 +285,9 @@ UPIPE_API upipe_status upi_fpdt_take_host(upi_fpdt_pass *s, char **out, size_t b
 }
 
 UPIPE_API upipe_status upi_fpdt_begin(upi_fpdt_pass *s, upipe_ctx *c, const upipe_fpdt *f,
-                                      upipe_fpdt_saved *save)
+                                      upipe_fpdt_saved *save, const void *x)
 {
-    upipe_view x;
+    upipe_view first;
     memset(s, 0, sizeof *s);
     s->f = f;
     s->layer = f->layer;
@@ -309,13 +295,20 @@ UPIPE_API upipe_status upi_fpdt_begin(upi_fpdt_pass *s, upipe_ctx *c, const upip
     s->run.c = c;
     s->run.l = &s->layer;
     if (f->host == NULL) return upi_fail(&c->err, UPIPE_ERR_ARG, "segments need a pool of the host's memory");
+    if (x == NULL) return upi_fail(&c->err, UPIPE_ERR_ARG, "x is NULL");
     UPIPE_TRY(upi_fpdt_measure(f, c->ops, &s->z, &c->err));
+    /* its rows are those of desc.rank in every segment, whether tokens divide or not */
+    if (f->desc.rank != c->team->rank)
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "segments of rank %d on rank %d of the team", f->desc.rank,
+                        c->team->rank);
     UPIPE_TRY(upi_fpdt_turn(s, 0));
     if ((c->ops->attn_can & UPIPE_ATTN_ADD_GQ) == 0)
         return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "%s adds to no gradient of q, as segments need",
                         c->ops->name);
-    x = upipe_view_packed(save, s->plan.desc.dtype, s->plan.rows, 1, (int32_t)s->plan.desc.model_dim);
-    return upi_layer_check(c, &s->layer, x);
+    first = upipe_view_packed((void *)(uintptr_t)x, s->plan.desc.dtype, s->plan.rows, 1,
+                              (int32_t)s->plan.desc.model_dim);
+    UPIPE_TRY(upi_layer_check_own(c, &s->layer, first));
+    return upi_layer_agree(c, &s->layer, f->desc.tokens, f->segments);
 }
 
 UPIPE_API upipe_status upi_fpdt_fwd(upi_fpdt_pass *s, const void *x)
@@ -337,19 +330,21 @@ UPIPE_API upipe_status upi_fpdt_fwd(upi_fpdt_pass *s, const void *x)
     return UPIPE_OK;
 }
 
-/* A failed pass gives back what it took, of both pools. */
+/* A failed pass gives back what it took, of both pools: the host's always, once this rank's own copies are
+ * done, for no peer reads there. */
 UPIPE_API upipe_status upi_fpdt_end(upipe_ctx *c, const upipe_fpdt *f, upipe_status s, int64_t mark,
                                     int64_t host_mark)
 {
-    if (s != UPIPE_OK && f->host != NULL && !c->team->quarantine) upipe_mem_rewind(f->host, host_mark);
-    return upi_layer_end(c, s, mark);
+    s = upi_layer_end(c, s, mark);
+    if (s != UPIPE_OK && f->host != NULL) upipe_mem_rewind(f->host, host_mark);
+    return s;
 }
 
 /* upipe_fpdt_fwd -- attention of x, as upipe_layer_fwd, with x and the results in the host's memory
  *   save    written, from the host's pool: upipe_fpdt_free
  *   x       [segment][batch][T][D] of this rank, the plan's type; upipe_fpdt_shard says the positions
  *   bytes   phases FWD_* of upipe_fpdt_bytes
- *   errors  as upipe_layer_fwd; UNSUPPORTED too for a ring, and for stages without common rounds
+ *   errors  as upipe_layer_fwd, and upipe_fpdt_plan's; the host's pool is then as before, too
  *   paper   section 2 (FPDT); its composition with UPipe is the future work of section 6
  */
 UPIPE_API upipe_status upipe_fpdt_fwd(upipe_ctx *c, const upipe_fpdt *f, upipe_fpdt_saved *save,
@@ -360,7 +355,7 @@ UPIPE_API upipe_status upipe_fpdt_fwd(upipe_ctx *c, const upipe_fpdt *f, upipe_f
     upipe_status s;
     memset(save, 0, sizeof *save);
     upipe_mem_phase(c->mem, UPIPE_FWD_BEFORE, upipe_phase_name(UPIPE_FWD_BEFORE));
-    s = upi_fpdt_begin(&pass, c, f, save);
+    s = upi_fpdt_begin(&pass, c, f, save, x);
     if (s == UPIPE_OK) s = upi_fpdt_fwd(&pass, x);
     if (s != UPIPE_OK) memset(save, 0, sizeof *save);
     return upi_fpdt_end(c, f, s, mark, host_mark);
@@ -684,10 +679,12 @@ UPIPE_API upipe_status upipe_fpdt_bwd(upipe_ctx *c, const upipe_fpdt *f, void *g
     upi_fpdt_pass pass;
     upipe_status s;
     upipe_mem_phase(c->mem, UPIPE_BWD_BEFORE, upipe_phase_name(UPIPE_BWD_BEFORE));
-    s = upi_fpdt_begin(&pass, c, f, save);
+    s = upi_fpdt_begin(&pass, c, f, save, x);
     if (s == UPIPE_OK && (save->out == NULL || gout == NULL || gx == NULL))
         s = upi_fail(&c->err, UPIPE_ERR_ARG, "%s is not there",
                      save->out == NULL ? "the forward's result" : "gout or gx");
+    if (s == UPIPE_OK && f->layer.q_gain == NULL && (grads->q_gain != NULL || grads->k_gain != NULL))
+        s = upi_fail(&c->err, UPIPE_ERR_ARG, "gradients of gains are wanted without a QK norm");
     if (s == UPIPE_OK && f->layer.sinks == NULL && grads->sinks != NULL)
         s = upi_fail(&c->err, UPIPE_ERR_ARG, "a gradient of sinks is wanted without sinks");
     pass.run.gsinks = grads->sinks;

@@ -59,8 +59,9 @@ enum { UPIPE_STAGES_MAX = 256 };
  *   ring_rank   this one of them
  *   ring_inner  ranks of an inner ring, neighbours in the ring (those of a node): a double ring; 0 = none
  *   ring_mode   see upipe_ring_mode
- *   ring_ahead  nonzero, with GATHER alone: the next round's K and V are gathered while the last stage of a round attends
- *               (a second buffer); needs rounds that all ranks share
+ *   ring_ahead  nonzero, with GATHER alone: the next round's K and V are gathered while the last stage of a
+ *               round attends (a second buffer); needs rounds that all ranks share. With one round there is
+ *               no next one, and nothing changes
  *   overlap     nonzero: while a stage attends, the next one is projected and exchanged and the one before goes home, on
  *               ctx->lane (a second set of a stage's buffers). Not with a ring, nor where rounds are not common
  *   layout      how the ring shares tokens
@@ -204,9 +205,9 @@ UPIPE_API void upi_plan_spans(upipe_plan *p)
 UPIPE_API upipe_status upi_plan_schedule(upipe_plan *p, upipe_err *e)
 {
     const upipe_plan_desc *d = &p->desc;
-    const int group = p->group,
-              m = d->chunk == d->heads ? (d->heads + d->ranks - 1) / d->ranks : d->chunk / d->ranks;
-    const int even = d->heads % d->ranks == 0 && d->heads % (m * d->ranks) == 0;
+    const int more = d->chunk % d->ranks != 0; /* all heads in one stage, where some ranks have one more */
+    const int group = p->group, m = d->chunk / d->ranks + more;
+    const int even = !more && d->heads % d->chunk == 0;
     p->per_rank = m;
     p->stages = even ? d->heads / (m * d->ranks) : 0;
     p->kv_per_rank = m > group ? m / group : 1;
@@ -306,8 +307,9 @@ UPIPE_API upipe_status upi_plan_ring(upipe_plan *p, upipe_err *e)
 }
 
 /* upipe_plan_init -- checks the description, fills in its defaults, derives the schedule
- *   errors  ARG (numbers that make no sense: the sentence has them), UNSUPPORTED (a naive order that has none, too many
- *           stages), OVERFLOW
+ *   errors  ARG (numbers that make no sense: the sentence has them; an inner ring, a ring mode or ring_ahead
+ *           where K and V do not go that way), UNSUPPORTED (a naive order that has none, too many stages; K
+ *           and V that shift, or are gathered ahead, without common rounds), OVERFLOW
  *   paper   sections 3.3 and 4.1
  */
 UPIPE_API upipe_status upipe_plan_init(upipe_plan *p, const upipe_plan_desc *desc, upipe_err *e)
@@ -350,8 +352,8 @@ UPIPE_API upipe_status upipe_plan_init(upipe_plan *p, const upipe_plan_desc *des
     p->desc = d;
     p->group = d.heads / d.kv_heads;
     UPIPE_TRY(upi_plan_schedule(p, e));
-    UPIPE_TRY(upi_plan_ring(p, e));
-    return upi_plan_sizes(p, e);
+    UPIPE_TRY(upi_plan_sizes(p, e)); /* before any product is formed */
+    return upi_plan_ring(p, e);
 }
 
 /* ---- heads ---- */

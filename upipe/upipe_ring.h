@@ -2,9 +2,10 @@
  *
  * Every rank keeps its queries; keys and values come to them, in one of two ways:
  *
- *     SHIFT   K and V go round, r -> r + 1, while the block that is here is attended. Gradients of K and V follow one
- *             step behind in f32, and are home after R sends. In a double ring they go round within a node first,
- *             and from node to node meanwhile
+ *     SHIFT   K and V go round, r -> r + 1, while the block that is here is attended. Gradients of K and V
+ *             follow one step behind in f32, and are home after R sends. In a double ring they go round
+ *             within a node; a turn's first block also goes to the next node, in the exchange of the first
+ *             step, and begins the next turn there
  *     GATHER  every rank gets all K and V of a round, and keeps them: upipe_ring_gather_start, upipe_ring_reduce
  *
  * Who holds which tokens is the plan's layout; the mask is a statement about positions, so that one code serves
@@ -367,8 +368,8 @@ UPIPE_API upipe_status upi_ring_give(upi_ring_pass *s, upi_ring_room *room)
     return UPIPE_OK;
 }
 
-/* One turn of the inner ring, from the block `start` on, which also leaves for the next node if there is a turn after
- * this one. Backward: *grad is the node's gradient of that block, in one of the buffers of `room`. */
+/* One turn of the inner ring, from the block `start` on, which also goes to the next node if there is a turn
+ * after this one. Backward: *grad is the node's gradient of that block, in one of the buffers of `room`. */
 UPIPE_API upipe_status upi_ring_turn(upi_ring_pass *s, upi_ring_room *room, int turn, upi_ring_block *start,
                                      upi_ring_grad *grad, int backward)
 {
@@ -457,19 +458,21 @@ UPIPE_API upipe_status upi_ring_shift(upi_ring_pass *s, int backward)
 
 /* ---- public ---- */
 
-UPIPE_API upipe_status upi_ring_check(upipe_ctx *c, const upipe_ring_call *r)
+/* The plan is this rank's of this ring, whose list has room for as many segments as the plan's ring needs. */
+UPIPE_API upipe_status upi_ring_place(upipe_ctx *c, const upipe_plan *p)
 {
-    const upipe_plan_desc *d = &r->plan->desc;
-    if (d->ring == 1) return UPIPE_OK;
-    if (c->ring == NULL || c->ring->ranks != d->ring || c->ring->rank != d->ring_rank)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "a plan for ring rank %d of %d on rank %d of a ring of %d",
-                        d->ring_rank, d->ring, c->ring != NULL ? c->ring->rank : 0,
-                        c->ring != NULL ? c->ring->ranks : 0);
-    if (r->sums != UPIPE_F32)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "a ring sums O and dQ in f32, not in %s",
-                        upipe_dtype_name(r->sums));
-    /* those of the next round may be on their way */
-    return d->ring_mode == UPIPE_RING_SHIFT ? upi_comm_idle(c, c->ring) : UPIPE_OK;
+    const upipe_plan_desc *d = &p->desc;
+    if (c->ring != NULL && c->ring->ranks == d->ring && c->ring->rank == d->ring_rank) return UPIPE_OK;
+    return upi_fail(&c->err, UPIPE_ERR_ARG, "a plan for ring rank %d of %d on rank %d of a ring of %d",
+                    d->ring_rank, d->ring, c->ring != NULL ? c->ring->rank : 0,
+                    c->ring != NULL ? c->ring->ranks : 0);
+}
+
+/* The same, and an exchange may start. */
+UPIPE_API upipe_status upi_ring_check(upipe_ctx *c, const upipe_plan *p)
+{
+    UPIPE_TRY(upi_ring_place(c, p));
+    return upi_comm_idle(c, c->ring);
 }
 
 /* All blocks of the ring, which are here: the own one first, then as they would come round. */
@@ -495,15 +498,34 @@ UPIPE_API upipe_status upi_ring_held(upipe_ctx *c, const upipe_ring_call *r, int
     return UPIPE_OK;
 }
 
+UPIPE_API upipe_status upi_ring_run(upipe_ctx *c, const upipe_ring_call *r, int backward)
+{
+    const upipe_plan_desc *d = &r->plan->desc;
+    const int shift = d->ring_mode == UPIPE_RING_SHIFT;
+    upi_ring_pass pass;
+    upipe_status s;
+    int64_t mark;
+    if (d->ring == 1) return upi_ring_held(c, r, backward); /* nobody waits for this rank */
+    /* what is gathered for the next round may be on its way */
+    UPIPE_TRY(shift ? upi_ring_check(c, r->plan) : upi_ring_place(c, r->plan));
+    if (r->sums != UPIPE_F32)
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "a ring sums O and dQ in f32, not in %s",
+                        upipe_dtype_name(r->sums));
+    mark = upipe_mem_mark(c->mem);
+    pass = upi_ring_begin(c, r); /* holds the list of an exchange, which a failure ends while it is there */
+    s = shift ? upi_ring_shift(&pass, backward) : upi_ring_held(c, r, backward);
+    return s == UPIPE_OK ? UPIPE_OK : upi_unwind(c, s, mark);
+}
+
 /* upipe_ring_fwd -- o and lse of every part over the keys of all ranks of the ring
  *   bytes   SHIFT: takes two blocks of K and V at most (four in a double ring); sends (R - 1) of them
- *   errors  ARG, MEMORY, UNSUPPORTED (a mask that the backend lacks); others as upipe_comm_wait
+ *   errors  ARG for another ring's plan, sums that are not f32, or an exchange that is under way: nothing
+ *           happens. ARG, UNSUPPORTED (a mask that the backend lacks), MEMORY, others as upipe_comm_wait: in
+ *           a ring these abort it and the team, and what was taken goes back to the pool
  */
 UPIPE_API upipe_status upipe_ring_fwd(upipe_ctx *c, const upipe_ring_call *r)
 {
-    upi_ring_pass s = upi_ring_begin(c, r);
-    UPIPE_TRY(upi_ring_check(c, r));
-    return s.r->plan->desc.ring_mode == UPIPE_RING_SHIFT ? upi_ring_shift(&s, 0) : upi_ring_held(c, r, 0);
+    return upi_ring_run(c, r, 0);
 }
 
 /* upipe_ring_bwd -- gq, gk and gv, from go, lse and delta
@@ -513,9 +535,7 @@ UPIPE_API upipe_status upipe_ring_fwd(upipe_ctx *c, const upipe_ring_call *r)
  */
 UPIPE_API upipe_status upipe_ring_bwd(upipe_ctx *c, const upipe_ring_call *r)
 {
-    upi_ring_pass s = upi_ring_begin(c, r);
-    UPIPE_TRY(upi_ring_check(c, r));
-    return s.r->plan->desc.ring_mode == UPIPE_RING_SHIFT ? upi_ring_shift(&s, 1) : upi_ring_held(c, r, 1);
+    return upi_ring_run(c, r, 1);
 }
 
 /* upipe_ring_gather_start -- this rank's K and V to all ranks of the ring
@@ -524,6 +544,8 @@ UPIPE_API upipe_status upipe_ring_bwd(upipe_ctx *c, const upipe_ring_call *r)
  *   kv_heads     of this rank, the same on all ranks of the ring
  *   bytes        sends k and v to each of the others
  *   order        complete after upipe_comm_wait(ctx, ctx->ring)
+ *   errors       ARG (another ring's plan, or an exchange is under way: nothing happens); others as
+ *                upipe_comm_start, and for these ring and team are aborted
  */
 UPIPE_API upipe_status upipe_ring_gather_start(upipe_ctx *c, const upipe_plan *p, int kv_heads, void *all_k,
                                                void *all_v, const void *k, const void *v)
@@ -531,10 +553,12 @@ UPIPE_API upipe_status upipe_ring_gather_start(upipe_ctx *c, const upipe_plan *p
     const upipe_plan_desc *d = &p->desc;
     const size_t e = upipe_dtype_bytes(d->dtype), row_k = (size_t)(d->batch * kv_heads * d->head_dim) * e;
     const size_t row_v = (size_t)(d->batch * kv_heads * d->v_dim) * e, mine = (size_t)p->seq;
+    const int64_t mark = upipe_mem_mark(c->mem);
     upipe_comm *ring = c->ring;
+    upipe_status s;
     size_t before = 0;
     int r, used = 0;
-    UPIPE_TRY(upi_comm_idle(c, ring));
+    UPIPE_TRY(upi_ring_check(c, p));
     for (r = 0; r < d->ring; ++r) {
         size_t n = (size_t)upipe_shard_ring(d->layout, d->tokens, d->ring, r).n;
         upi_a2a_segment(ring->list, &used, r, 1, k, mine * row_k, 0, (char *)all_k + before * row_k,
@@ -543,7 +567,8 @@ UPIPE_API upipe_status upipe_ring_gather_start(upipe_ctx *c, const upipe_plan *p
                         n * row_v, 0);
         before += n;
     }
-    return upipe_comm_start(c, ring, ring->list, used);
+    s = upipe_comm_start(c, ring, ring->list, used);
+    return s == UPIPE_OK ? UPIPE_OK : upi_unwind(c, s, mark);
 }
 
 /* upipe_ring_reduce -- the way back: gradients of every rank's block, from all ranks, summed at home in rank order
@@ -551,25 +576,32 @@ UPIPE_API upipe_status upipe_ring_gather_start(upipe_ctx *c, const upipe_plan *p
  *   sum     f32 [batch][S/R][kv_heads][d], written
  *   room    f32 of the size of sum, R times
  *   d       elements of a head
+ *   errors  ARG (another ring's plan, or an exchange is under way: nothing happens); others as
+ *           upipe_comm_wait, and for these ring and team are aborted
  */
 UPIPE_API upipe_status upipe_ring_reduce(upipe_ctx *c, const upipe_plan *p, int kv_heads, int d, float *sum,
                                          const float *all, float *room)
 {
     const upipe_plan_desc *desc = &p->desc;
     const size_t row = (size_t)(desc->batch * kv_heads * d), mine = (size_t)p->seq * row;
+    const int64_t mark = upipe_mem_mark(c->mem);
     upipe_comm *ring = c->ring;
+    upipe_status s;
     size_t before = 0;
     int r, used = 0;
+    UPIPE_TRY(upi_ring_check(c, p));
     for (r = 0; r < desc->ring; ++r) {
         size_t n = (size_t)upipe_shard_ring(desc->layout, desc->tokens, desc->ring, r).n;
         upi_a2a_segment(ring->list, &used, r, 1, all + before * row, n * row * 4, 0, room + (size_t)r * mine,
                         mine * 4, 0);
         before += n;
     }
-    UPIPE_TRY(upipe_comm_start(c, ring, ring->list, used));
-    UPIPE_TRY(upipe_comm_wait(c, ring));
-    return c->ops->sum(c, upipe_view_packed(sum, UPIPE_F32, p->seq * desc->batch * kv_heads, 1, d), room,
-                       (int64_t)mine, desc->ring, 0);
+    s = upipe_comm_start(c, ring, ring->list, used);
+    if (s == UPIPE_OK) s = upipe_comm_wait(c, ring);
+    if (s == UPIPE_OK)
+        s = c->ops->sum(c, upipe_view_packed(sum, UPIPE_F32, p->seq * desc->batch * kv_heads, 1, d), room,
+                        (int64_t)mine, desc->ring, 0);
+    return s == UPIPE_OK ? UPIPE_OK : upi_unwind(c, s, mark);
 }
 
 #endif

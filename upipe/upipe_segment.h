@@ -10,7 +10,8 @@
 
 /* upipe_fpdt
  *   layer     weights and mask; its plan is not read
- *   desc      of the whole sequence, without a ring. chunk = heads: FPDT; smaller: head chunks in sequence chunks
+ *   desc      of the whole sequence, without a ring, and of this rank: desc.rank must be the team's. chunk =
+ *             heads: FPDT; smaller: head chunks in sequence chunks
  *   segments  pi; at most tokens / ranks
  *   host      pool of the host's memory
  */
@@ -32,15 +33,33 @@ typedef struct upipe_fpdt_saved {
     int64_t moved;
 } upipe_fpdt_saved;
 
+/* upipe_fpdt_free -- gives back what the forward left in the host's pool. No peer reads there, so nothing is
+ *                    quarantined
+ *   errors  ARG for a block that the pool does not have
+ */
+UPIPE_API upipe_status upipe_fpdt_free(const upipe_fpdt *f, upipe_fpdt_saved *save, upipe_err *e)
+{
+    UPIPE_TRY(upipe_mem_give(f->host, save->out, e));
+    UPIPE_TRY(upipe_mem_give(f->host, save->q, e));
+    UPIPE_TRY(upipe_mem_give(f->host, save->k, e));
+    UPIPE_TRY(upipe_mem_give(f->host, save->v, e));
+    UPIPE_TRY(upipe_mem_give(f->host, save->lse, e));
+    memset(save, 0, sizeof *save);
+    return UPIPE_OK;
+}
+
 /* ---- segments ---- */
 
-/* The plan of segment i, which has desc.tokens of the sequence's from upipe_cut(S, segments, i) on. */
+/* The plan of segment i, which has desc.tokens of the sequence's from upipe_cut(S, segments, i) on. Errors:
+ * as upipe_plan_init, of the segment's numbers; ARG for fewer tokens than ranks in a segment, or no such
+ * segment; UNSUPPORTED for a ring, the naive order, and stages without common rounds. */
 UPIPE_API upipe_status upipe_fpdt_plan(const upipe_fpdt *f, int i, upipe_plan *p, upipe_err *e)
 {
     upipe_plan_desc d = f->desc;
     if (f->segments < 1 || d.tokens / f->segments < (d.ranks > 0 ? d.ranks : 1))
         return upi_fail(e, UPIPE_ERR_ARG, "%lld tokens in %d segments over %d ranks", (long long)d.tokens,
                         f->segments, d.ranks);
+    if (i < 0 || i >= f->segments) return upi_fail(e, UPIPE_ERR_ARG, "segment %d of %d", i, f->segments);
     if (d.ring > 1 || d.naive || d.overlap)
         return upi_fail(e, UPIPE_ERR_UNSUPPORTED, "segments with %s",
                         d.ring > 1 ? "a ring"
@@ -84,6 +103,7 @@ UPIPE_API upipe_status upi_fpdt_measure(const upipe_fpdt *f, const upipe_ops *op
     int64_t last = 0;
     int i, stage, rank;
     memset(z, 0, sizeof *z);
+    UPIPE_TRY(upipe_fpdt_plan(f, 0, &p, e)); /* there is one at least */
     for (i = 0; i < f->segments; ++i) {
         const int64_t n =
             upipe_cut(f->desc.tokens, f->segments, i + 1) - upipe_cut(f->desc.tokens, f->segments, i);
@@ -178,7 +198,7 @@ UPIPE_API char *upi_fpdt_at(char *base, size_t bytes, int n, int i, int k)
 
 /* ---- slots in the host's memory ---- */
 
-/* upipe_fpdt_out_bytes -- of save->out and of its gradient; 0 for a description that upipe_fpdt_fwd refuses */
+/* upipe_fpdt_out_bytes -- of save->out and of its gradient; 0 for what upipe_fpdt_plan refuses */
 UPIPE_API size_t upipe_fpdt_out_bytes(const upipe_fpdt *f, const upipe_ops *ops)
 {
     upi_fpdt_sizes z;
@@ -196,6 +216,8 @@ UPIPE_API upipe_status upi_fpdt_reorder(upipe_ctx *c, const upipe_fpdt *f, void 
     char *at = (char *)natural;
     int i, stage, rank;
     UPIPE_TRY(upi_fpdt_measure(f, c->ops, &z, &c->err));
+    if (slots == NULL || natural == NULL)
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "%s NULL", slots == NULL ? "the slots are" : "the heads are");
     for (i = 0; i < f->segments; ++i) {
         UPIPE_TRY(upipe_fpdt_plan(f, i, &p, &c->err));
         for (stage = 0; stage < p.stages; ++stage) {
@@ -219,6 +241,7 @@ UPIPE_API upipe_status upi_fpdt_reorder(upipe_ctx *c, const upipe_fpdt *f, void 
 /* upipe_fpdt_gather -- dst = what slots in the host's memory hold, heads in natural order
  *   dst     host, [segment][batch][T][H*dv] of the given type
  *   slots   save->out, or its gradient
+ *   errors  as upipe_fpdt_plan; ARG for NULL
  */
 UPIPE_API upipe_status upipe_fpdt_gather(upipe_ctx *c, const upipe_fpdt *f, void *dst, upipe_dtype type,
                                          const void *slots)
@@ -226,7 +249,7 @@ UPIPE_API upipe_status upipe_fpdt_gather(upipe_ctx *c, const upipe_fpdt *f, void
     return upi_fpdt_reorder(c, f, (void *)(uintptr_t)slots, dst, type, 0);
 }
 
-/* upipe_fpdt_scatter -- the way back: slots (upipe_fpdt_out_bytes) = src */
+/* upipe_fpdt_scatter -- the way back: slots (upipe_fpdt_out_bytes) = src. Errors as upipe_fpdt_gather */
 UPIPE_API upipe_status upipe_fpdt_scatter(upipe_ctx *c, const upipe_fpdt *f, void *slots, const void *src,
                                           upipe_dtype type)
 {
@@ -237,7 +260,7 @@ UPIPE_API upipe_status upipe_fpdt_scatter(upipe_ctx *c, const upipe_fpdt *f, voi
 
 /* upipe_fpdt_bytes -- exact live bytes of the device by phase, and of the host's pool at its peak (the forward's results
  *                     and what the backward parks; not x, gx and gout, which are the caller's)
- *   errors  as upipe_fpdt_fwd
+ *   errors  as upipe_fpdt_plan
  */
 UPIPE_API upipe_status upipe_fpdt_bytes(const upipe_fpdt *f, const upipe_ops *ops, upipe_bytes *r,
                                         size_t *host, upipe_err *e)

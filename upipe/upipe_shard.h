@@ -65,7 +65,7 @@ UPIPE_API upipe_shard upipe_shard_ring(upipe_layout layout, int64_t tokens, int 
     s.step = 1;
     if (layout == UPIPE_STRIPED) {
         s.step = ranks;
-        upi_shard_add(&s, rank, (tokens - rank + ranks - 1) / ranks);
+        upi_shard_add(&s, rank, tokens / ranks + (rank < tokens % ranks));
     } else if (layout == UPIPE_ZIGZAG && ranks > 1) {
         int parts = 2 * ranks, mirror = parts - 1 - rank;
         int64_t low = upipe_cut(tokens, parts, rank), high = upipe_cut(tokens, parts, mirror);
