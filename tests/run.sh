@@ -178,6 +178,7 @@ if [ $quick = 0 ]; then
     # gcc took the widest vectors that this machine has. Where these are AVX-512's, AVX2 is clang's.
     simd=auto
     ! grep -q avx512f /proc/cpuinfo 2>/dev/null || simd=avx2
+    targets=host_programs
     if command -v clang >/dev/null 2>&1 && prepare clang clang -Dcuda=disabled -Dsimd=$simd; then
         suites clang 'unit programs'
     fi
