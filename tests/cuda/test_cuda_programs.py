@@ -83,6 +83,26 @@ def test_compare():
                 check(a['err_dx'] <= 2 * b['err_dx'] + 1e-6, f'{dtype}: dx {a["err_dx"]} beside {b["err_dx"]}')
 
 
+METHODS = ['ulysses', 'upipe', 'upipe-naive', 'ring', 'zigzag', 'stripe', 'double-ring', 'allgather', 'usp',
+           'upipe-ring', 'fpdt', 'upipe-fpdt']
+
+
+def test_methods():
+    """Every method, with every mask and stages that overlap: compare itself holds bytes to the plan."""
+    every = [word for name in METHODS for word in ('--method', name)]
+    shape = '--tokens 36 --heads 8 --kv-heads 4 --head-dim 32 --model-dim 48 --check on --rope --dtype bf16'.split()
+    masks = '--window 14 --docs 9,0,27 --softcap 4 --sinks --v-dim 40'.split()
+    for flags in [*shape, '--overlap'], [*shape, *masks]:
+        got = numbers('compare', *flags, *every, '--device', 'cuda', FAKE_SEED=3)
+        want = numbers('compare', *flags, *every, '--device', 'cpu')
+        if got is None or want is None:
+            return
+        check([m['name'] for m in got['methods']] == METHODS, str(got['config']))
+        for a, b in zip(got['methods'], want['methods']):
+            for key in 'err_out', 'err_dx', 'err_dw':
+                check(a[key] <= 2 * b[key] + 1e-6, f'{flags}: {a["name"]}: {key} {a[key]}, on the CPU {b[key]}')
+
+
 def test_train():
     if not there('train'):
         print('left out: train, as jansson is missing')
@@ -158,6 +178,7 @@ def test_bench():
 def main():
     test_examples()
     test_compare()
+    test_methods()
     test_train()
     test_failures()
     test_bench()

@@ -777,6 +777,52 @@ static void test_bulk_sums(void)
     MUST_RACE("race", [] { return (int)run_add_up<PLAIN_SUM>(3, &back); });
 }
 
+enum { BF16_SUMS = 1, SUM_OVER_STORE };
+
+/* Every block adds the same panel of 16 rows to a box that hangs over the end of the tensor. */
+template <int BUG> UPI_HOPPER_KERNEL(32) void add_boxes(UPI_BY_VALUE upi_tensor_map to)
+{
+    UPI_SHARED(float, part);
+    const int t = (int)threadIdx.x;
+    for (int i = t; i < 512; i += 32) part[i] = (float)i;
+    upi_fence_async_shared();
+    __syncwarp();
+    if (t == 0) {
+        if (BUG == SUM_OVER_STORE) upi_tma_store(&to, 8, 5, 1, upi_shared_address(part));
+        upi_tma_add(&to, 8, 5, 1, upi_shared_address(part));
+        upi_bulk_commit();
+        upi_bulk_wait<0>();
+    }
+}
+
+/* [19 rows][2 heads][36 columns], rows 80 apart. */
+template <int BUG> static int run_add_boxes(int blocks)
+{
+    alignas(16) static float sums[19 * 80];
+    upipe_view v = upipe_view_packed(sums, BUG == BF16_SUMS ? UPIPE_BF16 : UPIPE_F32, 19, 2, 36);
+    upi_tensor_map to;
+    upipe_ctx c;
+    int wrong = 0;
+    memset(&c, 0, sizeof c);
+    v.n_step = 80, v.h_step = 40;
+    CHECK_STATUS(upi_tensor_map_make(&c, &to, v, 16), UPIPE_OK, c.err);
+    for (int i = 0; i < 19 * 80; ++i) sums[i] = 1;
+    simt_run(shape_of(blocks, 32, 2048), [&] { add_boxes<BUG>(to); });
+    for (int i = 0; i < 19 * 80; ++i) {
+        const int r = i / 80 - 5, k = i % 80 - 40 - 8, in = r >= 0 && k >= 0 && k < 28;
+        wrong += sums[i] !=
+                 (float)(1 + (in ? blocks * (int)upi_panel_at(16, r, k / 4) / 4 + blocks * (k % 4) : 0));
+    }
+    return wrong;
+}
+
+static void test_box_sums(void)
+{
+    in_many_orders([] { CHECK_INT(run_add_boxes<0>(1) + run_add_boxes<0>(5), 0); });
+    MUST_FIND("a bulk sum into elements of 2 bytes", [] { return run_add_boxes<BF16_SUMS>(1); });
+    MUST_RACE("race: a", [] { return run_add_boxes<SUM_OVER_STORE>(3); });
+}
+
 UPI_KERNEL(32, 1) void store_matrices(const uint32_t *in, uint16_t *out, int slip)
 {
     UPI_SHARED(uint16_t, m);
@@ -1125,6 +1171,7 @@ int main(void)
     test_mbarriers();
     test_boxes();
     test_bulk_sums();
+    test_box_sums();
     test_store_matrices();
     test_products();
     test_parts_of_blocks();

@@ -1,0 +1,276 @@
+/* test_cuda_attn90_bwd.c -- what the attention backward for compute capability 9.0 does otherwise than that for 8.0
+ *
+ * The fake is told to be such a device; test_cuda_attn and test_cuda_attn_masks run there too, and hold these
+ * kernels to everything that they know. Here is what depends on their shapes and on their two launches: edges of
+ * tiles (64 keys a warpgroup, 128 a block; 64 or 128 queries), chains of many blocks of keys, sums of dQ that are
+ * added to, calls that they leave to the others.
+ */
+#include "cuda/attn_device.h"
+
+#ifdef FAKE_CUDA_RUNTIME_API_H
+#include "fake/fake.h"
+#endif
+
+/* ---- which kernel ---- */
+
+/* Whether the call's kernel is one for 9.0, where that can be seen: its launch is made to fail, and says its name. */
+static void check_takes(const upipe_attn_grad *g, int want)
+{
+#ifdef FAKE_CUDA_RUNTIME_API_H
+    long k;
+    for (k = 1; k < 20; ++k) {
+        upipe_status s;
+        dev.c.err.text[0] = 0;
+        fake_fail_at(k, -1, FAKE_ONCE);
+        s = upipe_attn_bwd(&dev.c, g);
+        fake_fail_at(0, -1, FAKE_ONCE);
+        if (s == UPIPE_OK || strstr(dev.c.err.text, "bwd90_kernel") != NULL ||
+            strstr(dev.c.err.text, "attn_bwd_kernel") != NULL)
+            break;
+    }
+    CHECK_TEXT(dev.c.err.text, want ? "bwd90_kernel" : "attn_bwd_kernel");
+#else
+    (void)g, (void)want;
+#endif
+}
+
+/* A call that would work: 8 queries, 8 keys, 4 heads over 2, d 64; every pointer into one block. */
+static void small_call(upipe_attn_grad *g, void *block, void *work, size_t work_bytes)
+{
+    upipe_view q = upipe_view_packed(block, UPIPE_BF16, 8, 4, 64),
+               k = upipe_view_packed(block, UPIPE_BF16, 8, 2, 64);
+    upipe_view row = upipe_view_packed(block, UPIPE_F32, 8, 4, 1),
+               sum = upipe_view_packed(block, UPIPE_F32, 8, 2, 64);
+    memset(g, 0, sizeof *g);
+    g->a.q = g->a.o = g->go = g->gq = q;
+    g->a.k = g->a.v = k;
+    g->a.lse = g->delta = row;
+    g->gk = g->gv = sum;
+    g->a.work = work;
+    g->a.work_bytes = work_bytes;
+}
+
+/* What tensor maps can't say, and longer rows, go to the other kernels. */
+static void test_left_to_others(void)
+{
+    const size_t bytes = 8 * 4 * 256 * 4, room = 1 << 17;
+    char *block = (char *)device_new(&dev, bytes);
+    void *work = device_new(&dev, room);
+    upipe_attn_grad g;
+#define LEFT(change, want)                 \
+    do {                                   \
+        small_call(&g, block, work, room); \
+        change;                            \
+        check_takes(&g, want);             \
+    } while (0)
+    LEFT(g.a.scale = 1, 1);
+    LEFT(g.a.q.d = g.gq.d = g.a.k.d = g.gk.d = 128, 1);
+    LEFT(g.a.q.d = g.gq.d = g.a.k.d = g.gk.d = 136, 0);
+    LEFT(g.a.v.d = g.gv.d = g.go.d = g.a.o.d = 136, 0);
+    LEFT(g.a.window = 3, 1);
+    LEFT((g.a.merge = 1, g.gq.dtype = UPIPE_F32), 1);
+    LEFT((g.a.merge = 1, g.gq.dtype = UPIPE_F32, g.gq.h_step = 0), 0);
+    LEFT(g.a.k.n_step = 0, 0);
+    LEFT(g.go.n_step = 0, 0);
+    LEFT(g.a.k.n = g.a.v.n = g.gk.n = g.gv.n = 0, 0);
+    LEFT(dev.cuda.capability = 100, 0); /* has other code for all this */
+#undef LEFT
+    dev.cuda.capability = 90;
+    device_free(&dev, work);
+    device_free(&dev, block);
+}
+
+/* ---- against the oracle ---- */
+
+static void run_case(const oracle_attn *t, int layout, uint64_t seed)
+{
+    test_rng r = {seed};
+    values in = inputs_make(t, &r, 1);
+    check_case(t, layout, &in);
+    values_free(&in);
+}
+
+/* Around the edges of blocks and tiles, for both kernels. */
+static void test_edges(void)
+{
+    static const int dims[] = {64, 128, 40, 72};
+    static const int64_t queries[] = {64, 1, 63, 129, 65, 128, 191};
+    static const int64_t keys[] = {128, 127, 65, 1, 64, 129, 193};
+    int i, j;
+    for (i = 0; i < 4; ++i)
+        for (j = 0; j < 7; ++j) {
+            oracle_attn t = shape(queries[(i + j) % 7], keys[j], 1, 1, dims[i], (i + j) % 2, keys[j] / 2, 0);
+            run_case(&t, j % LAYOUTS, (uint64_t)(100 + 10 * i + j));
+        }
+}
+
+/* Groups of heads and many blocks of keys, that wait for one another; rows, and keys, that nobody sees. */
+static void test_chains(void)
+{
+    /* clang-format off */
+    static const int64_t cases[][7] = { /* sq, sk, d, query heads, key/value heads, causal, q_pos */
+        {70, 1100, 64, 3, 3, 0, 0}, {300, 700, 64, 4, 2, 1, 400}, {150, 900, 128, 2, 1, 1, 600},
+        {260, 300, 128, 6, 2, 1, -130}, {500, 200, 64, 2, 1, 1, -150}, {100, 600, 96, 2, 2, 1, 100},
+    };
+    /* clang-format on */
+    size_t i;
+    for (i = 0; i < sizeof cases / sizeof *cases; ++i) {
+        const int64_t *x = cases[i];
+        oracle_attn t = shape(x[0], x[1], (int)x[3], (int)x[4], (int)x[2], (int)x[5], x[6], 0);
+        run_case(&t, (int)i % LAYOUTS, 200 + i);
+    }
+}
+
+/* Masks that come from tables, alone and together; their tiles of queries begin and end anywhere. */
+static void test_masked(void)
+{
+    static const int64_t docs[] = {3, 60, 60, 128, 131, 260, 300};
+    static const float sinks[] = {0.5f, -2};
+    int i;
+    for (i = 0; i < 6; ++i) {
+        oracle_attn t = shape(210, 280, 2, 1, i % 2 ? 64 : 128, i != 4, 30, 0);
+        if (i != 1) t.window = i == 5 ? 5 : 100;
+        if (i % 3 == 1) t.docs = docs, t.docs_n = 6;
+        if (i >= 2) t.sinks = sinks;
+        if (i == 2 || i == 3) t.softcap = 3;
+        if (i == 3) t.dv = 104, t.pos_step = 2;
+        run_case(&t, i % LAYOUTS, (uint64_t)(300 + i));
+    }
+}
+
+/* All scores are so far below zero that the zeros beyond the last key would outweigh every key, and overflow. */
+static void test_low_scores(void)
+{
+    int i;
+    for (i = 0; i < 2; ++i) {
+        oracle_attn t = shape(70, 150, 2, 1, i ? 128 : 64, 0, 0, 0);
+        test_rng r = {5};
+        values in = inputs_make(&t, &r, 1);
+        int64_t e;
+        for (e = 0; e < q_count(&t); ++e) in.q[e] = 4;
+        for (e = 0; e < k_count(&t); ++e)
+            in.k[e] = naive_store(storage, (float)(-5 - 0.25 * test_normal(&r)));
+        check_case(&t, PACKED, &in);
+        values_free(&in);
+    }
+}
+
+/* ---- the sums of dQ ---- */
+
+/* gq of a call that merges into `start`. */
+static void merge_bwd(const oracle_attn *t, int layout, const values *in, const values *all,
+                      const float *start, float *got)
+{
+    float *zeros = floats(k_count(t)), *deltas = floats(t->sq * t->h);
+    tensor q = tensor_make(storage, t->sq, t->h, t->d, layout, in->q);
+    tensor k = tensor_make(storage, t->sk, t->hkv, t->d, layout, in->k);
+    tensor v = tensor_make(storage, t->sk, t->hkv, t->d, layout, in->v);
+    tensor go = tensor_make(storage, t->sq, t->h, t->d, layout, in->go);
+    tensor o = tensor_make(storage, t->sq, t->h, t->d, layout, all->o);
+    tensor lse = tensor_make(UPIPE_F32, t->sq, t->h, 1, layout, all->lse);
+    tensor delta = tensor_make(UPIPE_F32, t->sq, t->h, 1, layout, deltas);
+    tensor gq = tensor_make(UPIPE_F32, t->sq, t->h, t->d, layout, start);
+    tensor gk = tensor_make(UPIPE_F32, t->sk, t->hkv, t->d, layout, zeros);
+    tensor gv = tensor_make(UPIPE_F32, t->sk, t->hkv, t->d, layout, zeros);
+    upipe_attn_grad g;
+    CHECK_STATUS(dev.ops.rowdot(&dev.c, delta.v, o.v, go.v), UPIPE_OK, dev.c.err);
+    memset(&g, 0, sizeof g);
+    attn_set(&g.a, t, NULL);
+    g.a.merge = 1;
+    g.a.q = q.v, g.a.k = k.v, g.a.v = v.v, g.a.lse = lse.v;
+    g.go = go.v, g.delta = delta.v, g.gq = gq.v, g.gk = gk.v, g.gv = gv.v;
+    work_make(&g.a, 1);
+    check_takes(&g, 1);
+    CHECK_STATUS(upipe_attn_bwd(&dev.c, &g), UPIPE_OK, dev.c.err);
+    device_free(&dev, g.a.work);
+    tensor_take(&q, NULL), tensor_take(&k, NULL), tensor_take(&v, NULL), tensor_take(&go, NULL);
+    tensor_take(&o, NULL), tensor_take(&lse, NULL), tensor_take(&delta, NULL);
+    tensor_take(&gq, got), tensor_take(&gk, NULL), tensor_take(&gv, NULL);
+    free(zeros), free(deltas);
+}
+
+/* What is merged into zeros is, rounded, what another call writes; and a start that one block of keys adds to is
+ * added to once. Rows that see no key stay as they are. */
+static void test_merge(void)
+{
+    int i;
+    for (i = 0; i < 6; ++i) {
+        oracle_attn t = shape(150, i % 2 ? 400 : 100, 2, 1,
+                              i / 2 == 1 ? 128
+                              : i == 4   ? 56
+                                         : 64,
+                              i != 2, -20, 0);
+        test_rng r = {(uint64_t)(400 + i)};
+        values in = inputs_make(&t, &r, 1), all = values_make(&t);
+        float *start = floats(q_count(&t)), *sum = floats(q_count(&t)), *got = floats(q_count(&t));
+        int64_t e, wrong = 0;
+        run_kernels(&t, i % LAYOUTS, t.h, &in, &all);
+        merge_bwd(&t, i % LAYOUTS, &in, &all, start, sum);
+        for (e = 0; e < q_count(&t); ++e) wrong += naive_store(storage, sum[e]) != all.dq[e];
+        fill(&r, start, q_count(&t), UPIPE_F32, 1);
+        merge_bwd(&t, (i + 1) % LAYOUTS, &in, &all, start, got);
+        for (e = 0; e < q_count(&t); ++e)
+            if (t.sk <= 128 || (t.causal && e < 20 * t.h * t.d)) wrong += got[e] != start[e] + sum[e];
+        CHECK_INT(wrong, 0);
+        values_free(&in), values_free(&all);
+        free(start), free(sum), free(got);
+    }
+}
+
+/* The steps of a ring before a backward: keys in parts, merged by the forward kernels of this device. */
+static void test_parts(void)
+{
+    static const int64_t lengths[] = {128, 1, 71};
+    int i;
+    for (i = 0; i < 2; ++i) {
+        oracle_attn t = shape(140, 200, 2, 1, i ? 128 : 64, i, 60, 0);
+        test_rng r = {(uint64_t)(450 + i)};
+        values in = inputs_make(&t, &r, 1);
+        check_merge(&t, i ? storage : UPIPE_F32, i, i, &in, lengths, 3);
+        values_free(&in);
+    }
+}
+
+/* A group's heads in one call or in several, in any layout, from a start that is not zero: the same bits. */
+static void test_same_bits(void)
+{
+    int i;
+    for (i = 0; i < 2; ++i) {
+        oracle_attn t = shape(200, 270, 4, 1, i ? 128 : 64, i, 90, 20);
+        test_rng r = {(uint64_t)(500 + i)};
+        values in = inputs_make(&t, &r, 3), one = values_make(&t), first, other;
+        int calls;
+        fill(&r, one.dk, k_count(&t), UPIPE_F32, 1);
+        fill(&r, one.dv, k_count(&t), UPIPE_F32, 1);
+        first = start_from(&t, &one);
+        run_kernels(&t, PACKED, t.h, &in, &first);
+        for (calls = 1; calls <= 4; calls *= 2) {
+            other = start_from(&t, &one);
+            run_kernels(&t, (i + calls) % LAYOUTS, t.h / calls, &in, &other);
+            check_same(&t, &first, &other);
+            values_free(&other);
+        }
+        values_free(&in), values_free(&one), values_free(&first);
+    }
+}
+
+int main(void)
+{
+    setenv("FAKE_CAPABILITY", "90", 1);
+    if (!device_open(&dev)) return test_end("cuda_attn90_bwd");
+    if (dev.cuda.capability / 10 == 9) {
+        test_left_to_others();
+        test_edges();
+        test_chains();
+        test_masked();
+        test_low_scores();
+        test_merge();
+        test_parts();
+        test_same_bits();
+    } else
+        printf("device of compute capability %d.%d: nothing to test\n", dev.cuda.capability / 10,
+               dev.cuda.capability % 10);
+    printf("digest %016llx\n", (unsigned long long)digest);
+    device_close(&dev);
+    return test_end("cuda_attn90_bwd");
+}
