@@ -29,20 +29,8 @@
 #ifndef UPIPE_CUDA_ATTN_BWD_H
 #define UPIPE_CUDA_ATTN_BWD_H
 
+#include "upipe_cuda_attn_bwd90.h"
 #include "upipe_cuda_attn_fwd.h"
-
-typedef struct upi_cuda_attn_bwd_args {
-    upi_cuda_attn_args a; /* o is not used */
-    const upi_bf16 *go;
-    const float *delta;
-    upi_bf16 *gq; /* not with merge */
-    float *gk, *gv;
-    int64_t go_step, go_head, delta_step, delta_head, gq_step, gq_head, gk_step, gk_head, gv_step, gv_head;
-    int *turns; /* [1 + heads * tiles]: the next ticket; whose turn it is at each tile of queries */
-    float *dq;  /* the sums: [heads][queries][d], or what is added to */
-    int64_t dq_step, dq_head;
-    int tiles, blocks; /* of queries, of keys */
-} upi_cuda_attn_bwd_args;
 
 template <int D> struct upi_cuda_attn_bwd_shape {
     enum {
@@ -65,48 +53,6 @@ template <int D> struct upi_cuda_attn_bwd_shape {
         SHARED = AT_LSE + 4 * ROWS * 4
     };
 };
-
-/* Blocks of keys; one where there are none, for it writes the zeros. */
-UPIPE_API int64_t upi_cuda_attn_key_blocks(int64_t keys, int size)
-{
-    return keys > 0 ? (keys + size - 1) / size : 1;
-}
-
-/* A block's gradient of its keys, to or from registers: rows from `first`, columns from `column`. */
-template <int N>
-UPI_DEVICE void upi_cuda_attn_grad_get(float x[N][4], const float *from, int64_t step, int rows, int first,
-                                       int column, int d)
-{
-    const int lane = upi_cuda_attn_anew((int)threadIdx.x) % 32;
-    UPI_UNROLL
-    for (int i = 0; i < N; ++i) {
-        UPI_UNROLL
-        for (int half = 0; half < 2; ++half) {
-            const int row = first + lane / 4 + half * 8, c = column + i * 8;
-            const int there = row < rows && c < d;
-            const upi_cuda_attn_pair *pair =
-                (const upi_cuda_attn_pair *)(from + row * step + c + lane % 4 * 2);
-            x[i][2 * half] = there ? pair->x : 0;
-            x[i][2 * half + 1] = there ? pair->y : 0;
-        }
-    }
-}
-
-template <int N>
-UPI_DEVICE void upi_cuda_attn_grad_put(const float x[N][4], float *to, int64_t step, int64_t rows, int first,
-                                       int column, int d)
-{
-    const int lane = upi_cuda_attn_anew((int)threadIdx.x) % 32;
-    UPI_UNROLL
-    for (int i = 0; i < N; ++i) {
-        UPI_UNROLL
-        for (int half = 0; half < 2; ++half) {
-            const int row = first + lane / 4 + half * 8, c = column + i * 8;
-            upi_cuda_attn_pair *pair = (upi_cuda_attn_pair *)(to + row * step + c + lane % 4 * 2);
-            if (row < rows && c < d) pair->x = x[i][2 * half], pair->y = x[i][2 * half + 1];
-        }
-    }
-}
 
 /* s [16][8 N] = rows of one tile times rows of another, over D columns; `a` and `b` are what this lane
  * loads. */
@@ -140,30 +86,6 @@ template <int N> UPI_DEVICE void upi_cuda_attn_times(float out[N][4], const uint
         upi_mma(out[i], x, y);
         upi_mma(out[i + 1], x, y + 2);
     }
-}
-
-/* Tiles of queries that a block of keys takes, [first, end); both ascend with the block. */
-typedef struct upi_cuda_attn_bwd_tiles {
-    int first, end;
-} upi_cuda_attn_bwd_tiles;
-
-template <int D, int MASKED>
-UPI_DEVICE upi_cuda_attn_bwd_tiles upi_cuda_attn_bwd_takes(const upi_cuda_attn_bwd_args &g, int block)
-{
-    const int KEYS = upi_cuda_attn_bwd_shape<D>::KEYS, ROWS = upi_cuda_attn_bwd_shape<D>::ROWS;
-    const int64_t k0 = (int64_t)block * KEYS;
-    upi_cuda_attn_bwd_tiles x = {g.tiles, g.tiles};
-    if (MASKED && k0 < g.a.keys) {
-        const upi_cuda_attn_run some = upi_cuda_attn_some(g.a.runs, k0, KEYS, g.a.keys);
-        /* Keys that no query sees have an empty run: behind the last query it is no part of a tile. Between two
-         * queries of a tile it is, lest blocks that add to the tile have one among them that does not. */
-        x.first = some.first < g.a.queries ? some.first / ROWS : g.tiles;
-        x.end = (some.end + ROWS - 1) / ROWS;
-    } else if (!MASKED) {
-        const int64_t first = g.a.causal && k0 > g.a.ahead ? k0 - g.a.ahead : 0; /* query that sees key k0 */
-        x.first = (int)((first >= g.a.queries || k0 >= g.a.keys ? g.a.queries + ROWS - 1 : first) / ROWS);
-    }
-    return x;
 }
 
 /* How many keys the block has. */
@@ -329,9 +251,12 @@ UPI_DEVICE void upi_cuda_attn_bwd_add(const upi_cuda_attn_bwd_args &g, const flo
     typedef upi_cuda_attn_bwd_shape<D> shape;
     const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<D>();
     const int64_t q0 = (int64_t)m * shape::ROWS;
-    const int is_first = block == 0 || (MASKED && upi_cuda_attn_bwd_takes<D, MASKED>(g, block - 1).end <= m);
+    const int is_first =
+        block == 0 ||
+        (MASKED && upi_cuda_attn_bwd_takes<shape::KEYS, shape::ROWS, MASKED>(g, block - 1).end <= m);
     const int is_last =
-        MASKED ? block + 1 == g.blocks || upi_cuda_attn_bwd_takes<D, MASKED>(g, block + 1).first > m
+        MASKED ? block + 1 == g.blocks ||
+                     upi_cuda_attn_bwd_takes<shape::KEYS, shape::ROWS, MASKED>(g, block + 1).first > m
                : upi_cuda_attn_reach(g.a, q0, shape::ROWS) <= (int64_t)(block + 1) * shape::KEYS;
     int *turn = g.turns + 1 + (int64_t)h * g.tiles + m;
     if (!is_first) {
@@ -385,7 +310,9 @@ template <int D, int MASKED>
 UPI_DEVICE void upi_cuda_attn_bwd_zeros(const upi_cuda_attn_bwd_args &g, int kv, int block,
                                         upi_cuda_attn_bwd_tiles takes)
 {
-    const int before = MASKED && block > 0 ? upi_cuda_attn_bwd_takes<D, MASKED>(g, block - 1).end : 0;
+    typedef upi_cuda_attn_bwd_shape<D> shape;
+    const int before =
+        MASKED && block > 0 ? upi_cuda_attn_bwd_takes<shape::KEYS, shape::ROWS, MASKED>(g, block - 1).end : 0;
     if (MASKED || block == 0) upi_cuda_attn_bwd_zero<D>(g, kv, before, takes.first);
     if (MASKED && block + 1 == g.blocks) upi_cuda_attn_bwd_zero<D>(g, kv, takes.end, g.tiles);
 }
@@ -408,7 +335,7 @@ void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
     const int ticket = *(const int *)(shared + shape::AT_S);
     const int block = ticket / kv_heads, kv = ticket % kv_heads; /* fewer keys ahead, earlier ticket */
     const int last_head = (kv + 1) * g.a.group;
-    const upi_cuda_attn_bwd_tiles takes = upi_cuda_attn_bwd_takes<D, MASKED>(g, block);
+    const upi_cuda_attn_bwd_tiles takes = upi_cuda_attn_bwd_takes<shape::KEYS, shape::ROWS, MASKED>(g, block);
     upi_cuda_attn_bwd_zeros<D, MASKED>(g, kv, block, takes);
     if (takes.first >= takes.end) return;
 
@@ -433,7 +360,8 @@ void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
     while (h < last_head) {
         const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<D>();
         const int now = upi_cuda_attn_anew(block);
-        const upi_cuda_attn_bwd_tiles mine = upi_cuda_attn_bwd_takes<D, MASKED>(g, now);
+        const upi_cuda_attn_bwd_tiles mine =
+            upi_cuda_attn_bwd_takes<shape::KEYS, shape::ROWS, MASKED>(g, now);
         const int next_h = m > mine.first ? h : h + 1, next_m = m > mine.first ? m - 1 : mine.end - 1;
         const uint32_t at_q = base + shape::AT_Q + slot * ROWS * D * 2,
                        at_go = at_q + (shape::AT_GO - shape::AT_Q);
@@ -636,7 +564,10 @@ UPIPE_API upipe_status upi_cuda_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
         x.gq = (upi_bf16 *)g->gq.data;
         x.gq_step = g->gq.n_step, x.gq_head = g->gq.h_step;
     }
-    UPIPE_TRY(masked ? upi_cuda_attn_bwd_any<1>(c, a, &x) : upi_cuda_attn_bwd_any<0>(c, a, &x));
+    if (upi_cuda_bwd90_takes(c, g))
+        UPIPE_TRY(upi_cuda_attn_bwd90(c, g, &x));
+    else
+        UPIPE_TRY(masked ? upi_cuda_attn_bwd_any<1>(c, a, &x) : upi_cuda_attn_bwd_any<0>(c, a, &x));
     return upi_cuda_attn_sink_bwd(c, g);
 }
 

@@ -49,14 +49,6 @@ UPI_DEVICE uint32_t upi_cuda_attn_chunk(uint32_t at, int add)
     return (at ^ (uint32_t)((add & 7) << 4)) + (uint32_t)((add & ~7) << 4);
 }
 
-/* A loop whose whole body n times over would take more registers than there are: that many turns at once. */
-#ifdef UPIPE_CUDA_SEAMS
-#define UPI_CUDA_ATTN_TURNS(n)
-#else
-#define UPI_CUDA_ATTN_PRAGMA(text) _Pragma(#text)
-#define UPI_CUDA_ATTN_TURNS(n)     UPI_CUDA_ATTN_PRAGMA(unroll n)
-#endif
-
 /* Starts copying a tile: ROWS rows of d elements from row `first` on of the `rows` rows at `from`. Rows and
  * columns beyond the last become zeros. */
 template <int D, int ROWS, int THREADS>

@@ -64,6 +64,14 @@ UPI_DEVICE int upi_cuda_attn_anew(int x)
     return x;
 }
 
+/* A loop whose whole body n times over would take more registers than there are: that many turns at once. */
+#ifdef UPIPE_CUDA_SEAMS
+#define UPI_CUDA_ATTN_TURNS(n)
+#else
+#define UPI_CUDA_ATTN_PRAGMA(text) _Pragma(#text)
+#define UPI_CUDA_ATTN_TURNS(n)     UPI_CUDA_ATTN_PRAGMA(unroll n)
+#endif
+
 /* Tiles of keys that a block, or a warp, goes through: [first, end), of which [whole, whole_end) need no mask. */
 typedef struct upi_cuda_attn_tiles {
     int first, end, whole, whole_end;
@@ -87,6 +95,81 @@ UPI_DEVICE upi_cuda_attn_tiles upi_cuda_attn_tiles_of(const upi_cuda_attn_args &
         x.whole_end = all.end / keys;
     }
     return x;
+}
+
+/* ---- the backward, on the device ---- */
+
+/* A call of the backward. */
+typedef struct upi_cuda_attn_bwd_args {
+    upi_cuda_attn_args a; /* o is not used */
+    const upi_bf16 *go;
+    const float *delta;
+    upi_bf16 *gq; /* not with merge */
+    float *gk, *gv;
+    int64_t go_step, go_head, delta_step, delta_head, gq_step, gq_head, gk_step, gk_head, gv_step, gv_head;
+    int *turns; /* [1 + heads * tiles]: the next ticket; whose turn it is at each tile of queries */
+    float *dq;  /* the sums: [heads][queries][d], or what is added to */
+    int64_t dq_step, dq_head;
+    int tiles, blocks; /* of queries, of keys */
+} upi_cuda_attn_bwd_args;
+
+/* Tiles of queries that a block of keys takes, [first, end); both ascend with the block. */
+typedef struct upi_cuda_attn_bwd_tiles {
+    int first, end;
+} upi_cuda_attn_bwd_tiles;
+
+template <int KEYS, int ROWS, int MASKED>
+UPI_DEVICE upi_cuda_attn_bwd_tiles upi_cuda_attn_bwd_takes(const upi_cuda_attn_bwd_args &g, int block)
+{
+    const int64_t k0 = (int64_t)block * KEYS;
+    upi_cuda_attn_bwd_tiles x = {g.tiles, g.tiles};
+    if (MASKED && k0 < g.a.keys) {
+        const upi_cuda_attn_run some = upi_cuda_attn_some(g.a.runs, k0, KEYS, g.a.keys);
+        /* Keys that no query sees have an empty run: behind the last query it is no part of a tile. Between two
+         * queries of a tile it is, lest blocks that add to the tile have one among them that does not. */
+        x.first = some.first < g.a.queries ? some.first / ROWS : g.tiles;
+        x.end = (some.end + ROWS - 1) / ROWS;
+    } else if (!MASKED) {
+        const int64_t first = g.a.causal && k0 > g.a.ahead ? k0 - g.a.ahead : 0; /* query that sees key k0 */
+        x.first = (int)((first >= g.a.queries || k0 >= g.a.keys ? g.a.queries + ROWS - 1 : first) / ROWS);
+    }
+    return x;
+}
+
+/* A block's gradient of its keys, to or from registers: rows from `first`, columns from `column`. */
+template <int N>
+UPI_DEVICE void upi_cuda_attn_grad_get(float x[N][4], const float *from, int64_t step, int rows, int first,
+                                       int column, int d)
+{
+    const int lane = upi_cuda_attn_anew((int)threadIdx.x) % 32;
+    UPI_UNROLL
+    for (int i = 0; i < N; ++i) {
+        UPI_UNROLL
+        for (int half = 0; half < 2; ++half) {
+            const int row = first + lane / 4 + half * 8, c = column + i * 8;
+            const int there = row < rows && c < d;
+            const upi_cuda_attn_pair *pair =
+                (const upi_cuda_attn_pair *)(from + row * step + c + lane % 4 * 2);
+            x[i][2 * half] = there ? pair->x : 0;
+            x[i][2 * half + 1] = there ? pair->y : 0;
+        }
+    }
+}
+
+template <int N>
+UPI_DEVICE void upi_cuda_attn_grad_put(const float x[N][4], float *to, int64_t step, int64_t rows, int first,
+                                       int column, int d)
+{
+    const int lane = upi_cuda_attn_anew((int)threadIdx.x) % 32;
+    UPI_UNROLL
+    for (int i = 0; i < N; ++i) {
+        UPI_UNROLL
+        for (int half = 0; half < 2; ++half) {
+            const int row = first + lane / 4 + half * 8, c = column + i * 8;
+            upi_cuda_attn_pair *pair = (upi_cuda_attn_pair *)(to + row * step + c + lane % 4 * 2);
+            if (row < rows && c < d) pair->x = x[i][2 * half], pair->y = x[i][2 * half + 1];
+        }
+    }
 }
 
 /* ---- host ---- */
@@ -142,6 +225,12 @@ UPIPE_API upi_cuda_attn_args upi_cuda_attn_args_make(const upipe_attn *a)
     x.squash = a->softcap > 0 ? x.slope / a->softcap : 0;
     x.rate = x.scale * UPI_CUDA_ATTN_LOG2E;
     return x;
+}
+
+/* Blocks of keys; one where there are none, for it writes the zeros. */
+UPIPE_API int64_t upi_cuda_attn_key_blocks(int64_t keys, int size)
+{
+    return keys > 0 ? (keys + size - 1) / size : 1;
 }
 
 /* The head dim that a kernel must be built for. */

@@ -1,0 +1,589 @@
+/* upipe_cuda_attn_bwd90.h -- attention backward with what Hopper added    backend cuda, includes cuda_attn_tile, hopper
+ *
+ * The contract, scratch, masks and numbers of upipe_cuda_attn_bwd.h, for compute capability 9.0 and head dims to 128.
+ * A block takes 128 keys of one key/value head, and every query that sees them of all the heads of the group, in
+ * tiles of 64 (128 at head dims to 64). Two warpgroups compute, 64 keys each, everything transposed:
+ *
+ *     S^T = K Q^T     P^T = exp(scale S^T - lse)     dP^T = V dO^T     dS^T = scale P^T (dP^T - delta)
+ *     dV += P^T dO    dK += dS^T Q                   dQ = dS K
+ *
+ * P^T and dS^T are operands as they lie in registers; dS goes through shared memory besides, where both
+ * warpgroups find all of it, and each computes one half of dQ: of its columns, or of its rows. Products run behind one
+ * another: dP under the making of P, dV under that of dS, dK under the storing of dQ, and the next tile's S behind dK.
+ *
+ * A third warpgroup has a warp for each other thing: one loads K, V, and Q and dO through rings of two slots; one
+ * brings lse and delta, whose steps TMA can't take; one hands dQ to the sums in global memory, which TMA
+ * adds to, in the order of the keys: in f32, the first block of a tile of queries stores, the others add when it is
+ * their turn, as upipe_cuda_attn_bwd.h says, and for the same reasons without deadlock and with the same bits
+ * under any schedule. A second kernel makes bf16 of the sums; nobody adds to tiles that see no key, and they become
+ * zeros there. With merge all add to gq, and that is all.
+ */
+#ifndef UPIPE_CUDA_ATTN_BWD90_H
+#define UPIPE_CUDA_ATTN_BWD90_H
+
+#include "upipe_cuda_attn_tile.h"
+#include "upipe_cuda_hopper.h"
+
+template <int D> struct upi_cuda_bwd90_shape {
+    enum {
+        CONSUMERS = 2,
+        THREADS = 128 * (CONSUMERS + 1),
+        KEYS = 64 * CONSUMERS,
+        ROWS = D > 64 ? 64 : 128, /* queries in a tile */
+        PARTS = ROWS / 64,        /* of dS, panels of 64 queries */
+        HELPER_REGISTERS = 24,
+        REGISTERS = 240,
+        KEPT = KEYS * D * 2, /* bytes */
+        TILE = ROWS * D * 2,
+        DS = KEYS * ROWS * 2,
+        DQ = 64 * 64 * 4, /* a consumer's half */
+        AT_V = KEPT,
+        AT_Q = 2 * KEPT, /* two slots each */
+        AT_GO = AT_Q + 2 * TILE,
+        AT_DS = AT_GO + 2 * TILE,
+        AT_DQ = AT_DS + 2 * DS,
+        AT_LSE = AT_DQ + CONSUMERS * DQ, /* two slots of lse and delta */
+        AT_BARRIERS = AT_LSE + 4 * ROWS * 4,
+        AT_TICKET = AT_BARRIERS + 12 * 8,
+        SHARED = AT_TICKET + 8
+    };
+};
+
+typedef struct upi_cuda_bwd90_args {
+    upi_tensor_map q, k, v, go, dq; /* dq: the sums, or gq with merge */
+    upi_cuda_attn_bwd_args g;
+} upi_cuda_bwd90_args;
+
+/* Barriers, as they lie behind the tiles: two of each, of the slots; one of others. */
+enum {
+    UPI_BWD90_Q_FULL = 0, /* Q, lse and delta */
+    UPI_BWD90_Q_EMPTY = 16,
+    UPI_BWD90_GO_FULL = 32,
+    UPI_BWD90_GO_EMPTY = 48,
+    UPI_BWD90_K_FULL = 64,
+    UPI_BWD90_V_FULL = 72,
+    UPI_BWD90_DQ_FULL = 80,
+    UPI_BWD90_DQ_EMPTY = 88
+};
+
+/* What a block works on. */
+typedef struct upi_cuda_bwd90_place {
+    uint32_t base; /* of shared memory */
+    int block, kv;
+    upi_cuda_attn_bwd_tiles tiles;
+    int count; /* tiles of all heads of the group */
+} upi_cuda_bwd90_place;
+
+/* A tile of a block, in the order in which all of its warps take them: heads up, queries down. */
+typedef struct upi_cuda_bwd90_tile {
+    int n, h, m; /* number, head, tile of queries */
+} upi_cuda_bwd90_tile;
+
+template <int D>
+UPI_DEVICE upi_cuda_attn_bwd_tiles upi_cuda_bwd90_tiles(const upi_cuda_attn_bwd_args &g, int block)
+{
+    typedef upi_cuda_bwd90_shape<D> shape;
+    return g.a.runs != NULL ? upi_cuda_attn_bwd_takes<shape::KEYS, shape::ROWS, 1>(g, block)
+                            : upi_cuda_attn_bwd_takes<shape::KEYS, shape::ROWS, 0>(g, block);
+}
+
+UPI_DEVICE upi_cuda_bwd90_tile upi_cuda_bwd90_first(const upi_cuda_bwd90_place &b, int group)
+{
+    const upi_cuda_bwd90_tile x = {0, b.kv * group, b.tiles.end - 1};
+    return x;
+}
+
+UPI_DEVICE void upi_cuda_bwd90_next(const upi_cuda_bwd90_place &b, upi_cuda_bwd90_tile *x)
+{
+    ++x->n;
+    if (--x->m >= b.tiles.first) return;
+    x->m = b.tiles.end - 1;
+    ++x->h;
+}
+
+/* A barrier of the slot that has tile number n, and the parity of the phase in which the tile fills it. */
+UPI_DEVICE uint32_t upi_cuda_bwd90_slot(uint32_t barriers, int n)
+{
+    return barriers + (uint32_t)n % 2 * 8;
+}
+UPI_DEVICE uint32_t upi_cuda_bwd90_parity(int n)
+{
+    return (uint32_t)n / 2 % 2;
+}
+
+/* ---- the helpers ---- */
+
+/* `rows` rows of one head, panel by panel. */
+template <int D, int ROWS>
+UPI_DEVICE void upi_cuda_bwd90_load(uint32_t to, const upi_tensor_map *map, int row, int head, uint32_t full)
+{
+    upi_mbarrier_arrive_expect(full, ROWS * D * 2);
+    UPI_UNROLL
+    for (int c = 0; c < D / 64; ++c) upi_tma_load(to + c * ROWS * 128, map, c * 64, row, head, full);
+}
+
+/* K, V, and every tile of Q and dO; one thread. */
+template <int D>
+UPI_DEVICE void upi_cuda_bwd90_produce(const upi_cuda_bwd90_args &x, const upi_cuda_bwd90_place &b)
+{
+    typedef upi_cuda_bwd90_shape<D> shape;
+    const uint32_t bars = b.base + shape::AT_BARRIERS;
+    upi_cuda_bwd90_load<D, shape::KEYS>(b.base, &x.k, b.block * shape::KEYS, b.kv, bars + UPI_BWD90_K_FULL);
+    UPI_CUDA_ATTN_TURNS(1)
+    for (upi_cuda_bwd90_tile t = upi_cuda_bwd90_first(b, x.g.a.group); t.n < b.count;
+         upi_cuda_bwd90_next(b, &t)) {
+        const uint32_t to = b.base + (uint32_t)t.n % 2 * shape::TILE, empty = upi_cuda_bwd90_parity(t.n) ^ 1;
+        upi_mbarrier_wait(upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_EMPTY, t.n), empty);
+        upi_cuda_bwd90_load<D, shape::ROWS>(to + shape::AT_Q, &x.q, t.m * shape::ROWS, t.h,
+                                            upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_FULL, t.n));
+        if (t.n == 0)
+            upi_cuda_bwd90_load<D, shape::KEYS>(b.base + shape::AT_V, &x.v, b.block * shape::KEYS, b.kv,
+                                                bars + UPI_BWD90_V_FULL);
+        upi_mbarrier_wait(upi_cuda_bwd90_slot(bars + UPI_BWD90_GO_EMPTY, t.n), empty);
+        upi_cuda_bwd90_load<D, shape::ROWS>(to + shape::AT_GO, &x.go, t.m * shape::ROWS, t.h,
+                                            upi_cuda_bwd90_slot(bars + UPI_BWD90_GO_FULL, t.n));
+    }
+}
+
+/* lse and delta of every tile; one warp. */
+template <int D>
+UPI_DEVICE void upi_cuda_bwd90_stats(const upi_cuda_attn_bwd_args &g, const upi_cuda_bwd90_place &b,
+                                     unsigned char *shared)
+{
+    typedef upi_cuda_bwd90_shape<D> shape;
+    const uint32_t bars = b.base + shape::AT_BARRIERS;
+    const int lane = (int)threadIdx.x % 32;
+    UPI_CUDA_ATTN_TURNS(1)
+    for (upi_cuda_bwd90_tile t = upi_cuda_bwd90_first(b, g.a.group); t.n < b.count;
+         upi_cuda_bwd90_next(b, &t)) {
+        float *to = (float *)(shared + shape::AT_LSE) + t.n % 2 * 2 * shape::ROWS + lane;
+        upi_mbarrier_wait(upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_EMPTY, t.n), upi_cuda_bwd90_parity(t.n) ^ 1);
+        UPI_UNROLL
+        for (int i = 0; i < shape::ROWS / 32; ++i) {
+            const int row = t.m * shape::ROWS + i * 32 + lane;
+            float lse = INFINITY, delta = 0; /* a row beyond the last weighs every key 0 */
+            if (row < g.a.queries) {
+                lse = g.a.lse[row * g.a.lse_step + t.h * g.a.lse_head];
+                delta = g.delta[row * g.delta_step + t.h * g.delta_head];
+            }
+            to[i * 32] = lse == -INFINITY ? INFINITY : lse; /* and so does one that saw no key */
+            to[shape::ROWS + i * 32] = delta;
+        }
+        __syncwarp();
+        if (lane == 0) upi_mbarrier_arrive(upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_FULL, t.n));
+    }
+}
+
+/* dQ of every tile to where it is summed, when it is the block's turn; one thread. */
+template <int D>
+UPI_DEVICE void upi_cuda_bwd90_sum(const upi_cuda_bwd90_args &x, const upi_cuda_bwd90_place &b)
+{
+    typedef upi_cuda_bwd90_shape<D> shape;
+    const uint32_t bars = b.base + shape::AT_BARRIERS;
+    const int old = b.block > 0 ? upi_cuda_bwd90_tiles<D>(x.g, b.block - 1).end : 0; /* others took these */
+    UPI_CUDA_ATTN_TURNS(1)
+    for (upi_cuda_bwd90_tile t = upi_cuda_bwd90_first(b, x.g.a.group); t.n < b.count;
+         upi_cuda_bwd90_next(b, &t)) {
+        int *turn = x.g.turns + 1 + (int64_t)t.h * x.g.tiles + t.m;
+        const int is_first = t.m >= old;
+        while (!is_first && upi_load_acquire(turn) != b.block) upi_pause();
+        upi_fence_async_global();
+        upi_mbarrier_wait(bars + UPI_BWD90_DQ_FULL, (uint32_t)t.n % 2);
+        UPI_UNROLL
+        for (int i = 0; i < 4; ++i) {
+            const uint32_t from = b.base + shape::AT_DQ + i * (shape::DQ / 2);
+            const int column = (D > 64 ? i : i % 2) * 32, row = t.m * shape::ROWS + (D > 64 ? 0 : i / 2 * 64);
+            if (column >= x.g.a.d) continue;
+            if (is_first && !x.g.a.merge)
+                upi_tma_store(&x.dq, column, row, t.h, from);
+            else
+                upi_tma_add(&x.dq, column, row, t.h, from);
+        }
+        upi_bulk_commit();
+        upi_bulk_wait_read<0>();
+        upi_mbarrier_arrive(bars + UPI_BWD90_DQ_EMPTY);
+        upi_bulk_wait<0>();
+        upi_fence_async_global();
+        upi_add_release(turn, is_first ? b.block + 1 : 1);
+    }
+}
+
+/* ---- consumers ---- */
+
+/* A thread's first key of its consumer's; the second lies 8 below. */
+UPI_DEVICE int upi_cuda_bwd90_row(void)
+{
+    return upi_cuda_attn_anew((int)threadIdx.x) % 128 / 32 * 16 + (int)threadIdx.x % 32 / 4;
+}
+
+/* Starts s [64 keys][N queries] = kept rows times those of a tile: K Q^T, V dO^T. */
+template <int D, int N> UPI_DEVICE void upi_cuda_bwd90_dots(float *s, uint32_t at_kept, uint32_t at_tile)
+{
+    typedef upi_cuda_bwd90_shape<D> shape;
+    const uint64_t kept = upi_wgmma_rows(at_kept), tile = upi_wgmma_rows(at_tile);
+    upi_wgmma_fence();
+    UPI_UNROLL
+    for (int i = 0; i < D / 16; ++i)
+        upi_wgmma_ss<N, 0, 0>(s, upi_wgmma_further(kept, i / 4 * shape::KEYS * 128 + i % 4 * 32),
+                              upi_wgmma_further(tile, i / 4 * shape::ROWS * 128 + i % 4 * 32), i > 0);
+    upi_wgmma_commit();
+}
+
+/* Starts out [64 keys][D] += x [64 keys][ROWS] times a tile: P^T dO, dS^T Q. */
+template <int D> UPI_DEVICE void upi_cuda_bwd90_times(float *out, const uint32_t *x, uint32_t at_tile)
+{
+    typedef upi_cuda_bwd90_shape<D> shape;
+    const uint64_t tile = upi_wgmma_columns(at_tile, shape::ROWS * 128);
+    upi_wgmma_fence();
+    UPI_UNROLL
+    for (int i = 0; i < shape::ROWS / 16; ++i)
+        upi_wgmma_rs<D, 1>(out, x + 4 * i, upi_wgmma_further(tile, i * 16 * 128), 1);
+    upi_wgmma_commit();
+}
+
+/* Starts dq [64][64], the consumer's half: dS K. */
+template <int D> UPI_DEVICE void upi_cuda_bwd90_dq(float *dq, uint32_t at_ds, uint32_t at_k, int group)
+{
+    typedef upi_cuda_bwd90_shape<D> shape;
+    const uint32_t half = (uint32_t)group * shape::KEYS * 128;
+    const uint64_t ds = upi_wgmma_columns(at_ds + (D > 64 ? 0 : half), shape::KEYS * 128);
+    const uint64_t k = upi_wgmma_columns(at_k + (D > 64 ? half : 0), shape::KEYS * 128);
+    upi_wgmma_fence();
+    UPI_UNROLL
+    for (int i = 0; i < shape::KEYS / 16; ++i)
+        upi_wgmma_ss<64, 1, 1>(dq, upi_wgmma_further(ds, i * 16 * 128), upi_wgmma_further(k, i * 16 * 128),
+                               i > 0);
+    upi_wgmma_commit();
+}
+
+/* Whether each of the `rows` queries from q0 sees all of the consumer's keys, from k0 on. */
+UPI_DEVICE int upi_cuda_bwd90_whole(const upi_cuda_attn_args &a, int64_t k0, int64_t q0, int rows)
+{
+    if (k0 + 64 > a.keys) return 0;
+    if (a.runs != NULL) {
+        const upi_cuda_attn_run all = upi_cuda_attn_all(a.runs, k0, 64, a.keys);
+        return q0 >= all.first && q0 + rows <= all.end;
+    }
+    return !a.causal || k0 + 63 <= q0 + a.ahead;
+}
+
+/* Hides keys from the queries that don't see them. Cold: what it needs is made anew, not kept in registers. */
+template <int ROWS> UPI_DEVICE void upi_cuda_bwd90_hide(float *s, const upi_cuda_attn_args &a, int k0, int q0)
+{
+    const int column = (int)threadIdx.x % 4 * 2;
+    UPI_UNROLL
+    for (int half = 0; half < 2; ++half) {
+        const int key = upi_cuda_attn_anew(k0) + upi_cuda_bwd90_row() + half * 8;
+        int low = ROWS, high = ROWS; /* columns in between see the key */
+        if (key < a.keys && a.runs != NULL) {
+            low = a.runs[key].first - q0;
+            high = a.runs[key].end - q0;
+        } else if (key < a.keys) {
+            low = a.causal ? upi_cuda_attn_near(key - a.ahead - q0, 1) : 0;
+        }
+        low -= column;
+        high -= column;
+        UPI_UNROLL
+        for (int j = 0; j < ROWS / 8; ++j) {
+            if (j * 8 < low || j * 8 >= high) s[4 * j + 2 * half] = -INFINITY;
+            if (j * 8 + 1 < low || j * 8 + 1 >= high) s[4 * j + 2 * half + 1] = -INFINITY;
+        }
+    }
+}
+
+/* Products s become weights, which p gets as operands, times the slope of the score: what dP - delta is multiplied
+ * with. CAPPED: under a soft-cap. */
+template <int ROWS, int CAPPED>
+UPI_DEVICE void upi_cuda_bwd90_weigh(float *s, uint32_t *p, const float *lse, const upi_cuda_attn_args &a)
+{
+    UPI_UNROLL
+    for (int j = 0; j < ROWS / 8; ++j) {
+        const upi_cuda_attn_pair minus = *(const upi_cuda_attn_pair *)(lse + j * 8);
+        UPI_UNROLL
+        for (int half = 0; half < 2; ++half) {
+            float *x = s + 4 * j + 2 * half, w[2];
+            UPI_UNROLL
+            for (int e = 0; e < 2; ++e) {
+                const float t = CAPPED ? tanhf(x[e] * a.squash) : x[e];
+                /* not one FMA with rates: where scores are large, score and lse nearly cancel */
+                w[e] = upi_exp2(fmaf(t, a.scale, -(e == 0 ? minus.x : minus.y)) * UPI_CUDA_ATTN_LOG2E);
+                if (CAPPED && x[e] == -INFINITY) w[e] = 0;
+                x[e] = w[e] * (CAPPED ? a.slope * (1 - t * t) : a.scale);
+            }
+            p[2 * j + half] = upi_pack_bf16(w[0], w[1]);
+        }
+    }
+}
+
+/* The scores' gradients, as operands. */
+UPI_DEVICE void upi_cuda_bwd90_slopes(uint32_t *ds, const float *s, const float *dp, const float *delta)
+{
+    UPI_UNROLL
+    for (int j = 0; j < 8; ++j) {
+        const upi_cuda_attn_pair minus = *(const upi_cuda_attn_pair *)(delta + j * 8);
+        UPI_UNROLL
+        for (int half = 0; half < 2; ++half) {
+            const int i = 4 * j + 2 * half;
+            ds[i / 2] = upi_pack_bf16(s[i] * (dp[i] - minus.x), s[i + 1] * (dp[i + 1] - minus.y));
+        }
+    }
+}
+
+/* They also go to shared memory: a panel of 64 queries, keys are its rows. Chunks of a row lie at XORs of its first. */
+UPI_DEVICE void upi_cuda_bwd90_share(uint32_t panel, const uint32_t *ds, int group)
+{
+    const int thread = upi_cuda_attn_anew((int)threadIdx.x) % 128;
+    const uint32_t to =
+        panel + upi_panel_at(64, group * 64 + thread / 32 * 16 + thread % 16, thread % 32 / 16);
+    UPI_UNROLL
+    for (int i = 0; i < 8; i += 2) upi_store_matrix4(to ^ i * 16, ds + 2 * i);
+}
+
+/* The consumer's half of dQ goes to its place in shared memory, as two panels of 32 columns. Odd rows take columns in
+ * another order: what a half warp writes at once lies in different banks. */
+template <int D> UPI_DEVICE void upi_cuda_bwd90_store(unsigned char *shared, const float *dq, int group)
+{
+    typedef upi_cuda_bwd90_shape<D> shape;
+    const int thread = upi_cuda_attn_anew((int)threadIdx.x) % 128, row = thread / 32 * 16 + thread % 32 / 4;
+    const int odd = row % 2;
+    const uint32_t to = upi_panel_at(64, row, thread % 4 / 2 + odd * 4) + (uint32_t)(thread % 2 * 8);
+    unsigned char *half_dq = shared + shape::AT_DQ + group * shape::DQ;
+    UPI_UNROLL
+    for (int i = 0; i < 16; ++i) { /* eight columns of a row, then of the one 8 below */
+        upi_cuda_attn_pair *pair =
+            (upi_cuda_attn_pair *)(half_dq + (to ^ i / 2 % 4 * 32) + i % 2 * 1024 + i / 8 * 8192);
+        pair->x = odd ? dq[2 * (i ^ 4)] : dq[2 * i];
+        pair->y = odd ? dq[2 * (i ^ 4) + 1] : dq[2 * i + 1];
+    }
+    upi_fence_async_shared();
+}
+
+/* A warp is through with what the barrier guards. */
+UPI_DEVICE void upi_cuda_bwd90_done(uint32_t barrier)
+{
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) upi_mbarrier_arrive(barrier);
+}
+
+/* One tile. Its dK is still under way at the end, and that of the one before at the beginning; until then ds may not
+ * change. */
+template <int D>
+UPI_DEVICE void upi_cuda_bwd90_step(const upi_cuda_attn_args &a, const upi_cuda_bwd90_place &b,
+                                    const upi_cuda_bwd90_tile &t, unsigned char *shared, int group,
+                                    uint32_t *ds, float *dk, float *dv)
+{
+    typedef upi_cuda_bwd90_shape<D> shape;
+    const uint32_t bars = b.base + shape::AT_BARRIERS, slot = (uint32_t)t.n % 2 * shape::TILE;
+    const uint32_t at_q = b.base + shape::AT_Q + slot, at_go = b.base + shape::AT_GO + slot;
+    const uint32_t at_ds = b.base + shape::AT_DS + (uint32_t)t.n % 2 * shape::DS;
+    const uint32_t mine = b.base + (uint32_t)group * 64 * 128; /* keys */
+    const float *lse =
+        (const float *)(shared + shape::AT_LSE) + t.n % 2 * 2 * shape::ROWS + (int)threadIdx.x % 4 * 2;
+    const int k0 = b.block * shape::KEYS + group * 64, q0 = t.m * shape::ROWS;
+    int whole;
+    float s[shape::ROWS / 2], dp[32], dq[32];
+    uint32_t p[shape::ROWS / 4];
+    upi_mbarrier_wait(upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_FULL, t.n), upi_cuda_bwd90_parity(t.n));
+    upi_cuda_bwd90_dots<D, shape::ROWS>(s, mine, at_q);
+    whole = upi_cuda_bwd90_whole(a, k0, q0, shape::ROWS);
+    upi_wgmma_wait<1>(); /* dK is there, of the tile before */
+    if (t.n > 0) upi_cuda_bwd90_done(upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_EMPTY, t.n + 1));
+    upi_mbarrier_wait(upi_cuda_bwd90_slot(bars + UPI_BWD90_GO_FULL, t.n), upi_cuda_bwd90_parity(t.n));
+    upi_cuda_bwd90_dots<D, 64>(dp, mine + shape::AT_V, at_go);
+    upi_wgmma_wait<1>(); /* S is there */
+    if (!whole) upi_cuda_bwd90_hide<shape::ROWS>(s, a, k0, q0);
+    if (a.squash != 0)
+        upi_cuda_bwd90_weigh<shape::ROWS, 1>(s, p, lse, a);
+    else
+        upi_cuda_bwd90_weigh<shape::ROWS, 0>(s, p, lse, a);
+    upi_cuda_bwd90_times<D>(dv, p, at_go);
+    upi_wgmma_wait<1>(); /* dP is */
+    upi_cuda_bwd90_slopes(ds, s, dp, lse + shape::ROWS);
+    upi_cuda_bwd90_share(at_ds, ds, group);
+    if (shape::ROWS > 64) { /* dP comes in two halves, for there are no registers for more */
+        upi_cuda_bwd90_dots<D, 64>(dp, mine + shape::AT_V, at_go + 64 * 128);
+        upi_wgmma_wait<0>();
+        upi_cuda_bwd90_slopes(ds + 16, s + 32, dp, lse + shape::ROWS + 64);
+        upi_cuda_bwd90_share(at_ds + shape::KEYS * 128, ds + 16, group);
+    }
+    upi_fence_async_shared(); /* dS */
+    /* it is there, of both; and both are through with that of the tile before */
+    upi_barrier_sync(1, shape::CONSUMERS * 128);
+    upi_cuda_bwd90_dq<D>(dq, at_ds, b.base, group);
+    upi_cuda_bwd90_times<D>(dk, ds, at_q);
+    upi_wgmma_wait<1>(); /* dV and dQ are */
+    upi_cuda_bwd90_done(upi_cuda_bwd90_slot(bars + UPI_BWD90_GO_EMPTY, t.n));
+    upi_mbarrier_wait(bars + UPI_BWD90_DQ_EMPTY, (uint32_t)t.n % 2 ^ 1);
+    upi_cuda_bwd90_store<D>(shared, dq, group);
+    upi_cuda_bwd90_done(bars + UPI_BWD90_DQ_FULL);
+}
+
+/* The gradients of the consumer's keys, to registers, or back. Where they lie is made anew, not kept. */
+template <int D, int BACK>
+UPI_DEVICE void upi_cuda_bwd90_grads(const upi_cuda_attn_bwd_args &g, const upi_cuda_bwd90_place &b,
+                                     int group, float dk[D / 8][4], float dv[D / 8][4])
+{
+    const int64_t k0 = (int64_t)upi_cuda_attn_anew(b.block) * upi_cuda_bwd90_shape<D>::KEYS;
+    const int left = upi_cuda_attn_near(g.a.keys - k0, 1); /* keys of the block, and beyond */
+    const int first = group * 64 + upi_cuda_attn_anew((int)threadIdx.x) % 128 / 32 * 16;
+    float *gk = g.gk + b.kv * g.gk_head + k0 * g.gk_step, *gv = g.gv + b.kv * g.gv_head + k0 * g.gv_step;
+    if (BACK) {
+        upi_cuda_attn_grad_put<D / 8>(dk, gk, g.gk_step, left, first, 0, g.a.d);
+        upi_cuda_attn_grad_put<D / 8>(dv, gv, g.gv_step, left, first, 0, g.a.dv);
+    } else {
+        upi_cuda_attn_grad_get<D / 8>(dk, gk, g.gk_step, left, first, 0, g.a.d);
+        upi_cuda_attn_grad_get<D / 8>(dv, gv, g.gv_step, left, first, 0, g.a.dv);
+    }
+}
+
+template <int D>
+UPI_DEVICE void upi_cuda_bwd90_consume(const upi_cuda_attn_bwd_args &g, const upi_cuda_bwd90_place &b,
+                                       unsigned char *shared, int group)
+{
+    typedef upi_cuda_bwd90_shape<D> shape;
+    const uint32_t bars = b.base + shape::AT_BARRIERS;
+    float dk[D / 8][4], dv[D / 8][4];
+    uint32_t ds[shape::ROWS / 4];
+    upi_cuda_bwd90_tile t = upi_cuda_bwd90_first(b, g.a.group);
+    upi_cuda_bwd90_grads<D, 0>(g, b, group, dk, dv);
+    upi_mbarrier_wait(bars + UPI_BWD90_K_FULL, 0);
+    upi_mbarrier_wait(bars + UPI_BWD90_V_FULL, 0);
+    UPI_CUDA_ATTN_TURNS(1)
+    for (; t.n < b.count; upi_cuda_bwd90_next(b, &t))
+        upi_cuda_bwd90_step<D>(g.a, b, t, shared, group, ds, dk[0], dv[0]);
+    upi_wgmma_wait<0>();
+    upi_cuda_bwd90_grads<D, 1>(g, b, group, dk, dv);
+}
+
+/* ---- the kernels ---- */
+
+template <int D>
+UPI_HOPPER_KERNEL((upi_cuda_bwd90_shape<D>::THREADS))
+void upi_cuda_bwd90_kernel(UPI_BY_VALUE upi_cuda_bwd90_args x)
+{
+#if UPI_HOPPER_CODE
+    typedef upi_cuda_bwd90_shape<D> shape;
+    UPI_SHARED(unsigned char, shared);
+    const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0); /* the same in every lane */
+    const int kv_heads = x.g.a.heads / x.g.a.group;
+    int *ticket = (int *)(shared + shape::AT_TICKET);
+    upi_cuda_bwd90_place b;
+    b.base = upi_shared_address(shared);
+    if (threadIdx.x == 0) {
+        const uint32_t bars = b.base + shape::AT_BARRIERS;
+        for (int i = 0; i < 2; ++i) {
+            upi_mbarrier_init(upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_FULL, i), 2);
+            upi_mbarrier_init(upi_cuda_bwd90_slot(bars + UPI_BWD90_GO_FULL, i), 1);
+            upi_mbarrier_init(upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_EMPTY, i), shape::CONSUMERS * 4);
+            upi_mbarrier_init(upi_cuda_bwd90_slot(bars + UPI_BWD90_GO_EMPTY, i), shape::CONSUMERS * 4);
+        }
+        upi_mbarrier_init(bars + UPI_BWD90_K_FULL, 1);
+        upi_mbarrier_init(bars + UPI_BWD90_V_FULL, 1);
+        upi_mbarrier_init(bars + UPI_BWD90_DQ_FULL, shape::CONSUMERS * 4);
+        upi_mbarrier_init(bars + UPI_BWD90_DQ_EMPTY, 1);
+        upi_mbarrier_fence();
+        *ticket = atomicAdd(x.g.turns, 1);
+    }
+    __syncthreads();
+    b.block = *ticket / kv_heads; /* fewer keys ahead, earlier ticket */
+    b.kv = *ticket % kv_heads;
+    b.tiles = upi_cuda_bwd90_tiles<D>(x.g, b.block);
+    b.count = (b.tiles.end - b.tiles.first) * x.g.a.group;
+    if (b.count <= 0) return;
+    if (warp < 4) {
+        upi_registers_less<shape::HELPER_REGISTERS>();
+        if (threadIdx.x == 0) upi_cuda_bwd90_produce<D>(x, b);
+        if (warp == 1) upi_cuda_bwd90_stats<D>(x.g, b, shared);
+        if (threadIdx.x == 64) upi_cuda_bwd90_sum<D>(x, b);
+    } else {
+        upi_registers_more<shape::REGISTERS>();
+        upi_cuda_bwd90_consume<D>(x.g, b, shared, warp / 4 - 1);
+    }
+#endif
+}
+
+/* gq of a tile of queries of one head: the sums as bf16, zeros where nobody added. */
+template <int ROWS> UPI_KERNEL(256, 1) void upi_cuda_bwd90_round_kernel(const upi_cuda_attn_bwd_args g)
+{
+    const int h = (int)blockIdx.x / g.tiles, m = (int)blockIdx.x % g.tiles, chunks = g.a.d / 8;
+    const int summed = g.turns[1 + (int64_t)h * g.tiles + m] != 0;
+    for (int i = (int)threadIdx.x; i < ROWS * chunks; i += 256) {
+        const int64_t row = (int64_t)m * ROWS + i / chunks;
+        const int column = i % chunks * 8;
+        const float *from = g.dq + row * g.dq_step + h * g.dq_head + column;
+        upi_cuda_attn_chunk16 out;
+        if (row >= g.a.queries) return;
+        UPI_UNROLL
+        for (int e = 0; e < 4; ++e) {
+            const upi_cuda_attn_pair none = {0, 0};
+            const upi_cuda_attn_pair pair = summed ? ((const upi_cuda_attn_pair *)from)[e] : none;
+            out.word[e] = upi_pack_bf16(pair.x, pair.y);
+        }
+        *(upi_cuda_attn_chunk16 *)(g.gq + row * g.gq_step + h * g.gq_head + column) = out;
+    }
+}
+
+/* ---- host ---- */
+
+/* Whether the device has room for this kernel, and the unit the code. */
+template <int D> UPIPE_API int upi_cuda_bwd90_fits(const upipe_cuda *device)
+{
+    typedef upi_cuda_bwd90_shape<D> shape;
+    return shape::SHARED <= device->shared_most &&
+           UPI_MOST_THREADS((upi_cuda_bwd90_kernel<D>)) >= shape::THREADS;
+}
+
+/* Whether these kernels take the call: the device, the unit's code, and shapes that tensor maps can say. */
+UPIPE_API int upi_cuda_bwd90_takes(upipe_ctx *c, const upipe_attn_grad *g)
+{
+    const upipe_cuda *self = (const upipe_cuda *)c->ops->self;
+    const upipe_attn *a = &g->a;
+    const int columns = upi_cuda_attn_columns(a);
+    if (self->capability / 10 != 9 || columns > 128 || !upi_tensor_map_fits(a->q) ||
+        !upi_tensor_map_fits(a->k) || !upi_tensor_map_fits(a->v) || !upi_tensor_map_fits(g->go) ||
+        (a->merge && !upi_tensor_map_fits(g->gq)) || (a->q.n / 64 + 1) * a->q.h > INT32_MAX ||
+        (a->k.n / 128 + 1) * a->k.h > INT32_MAX)
+        return 0;
+    return columns <= 64 ? upi_cuda_bwd90_fits<64>(self) : upi_cuda_bwd90_fits<128>(self);
+}
+
+template <int D>
+UPIPE_API upipe_status upi_cuda_bwd90_launch(upipe_ctx *c, const upipe_attn_grad *call,
+                                             const upi_cuda_attn_bwd_args *g)
+{
+    typedef upi_cuda_bwd90_shape<D> shape;
+    const upipe_attn *a = &call->a;
+    upipe_view sums = call->gq;
+    upi_cuda_bwd90_args x;
+    memset(&x, 0, sizeof x);
+    x.g = *g;
+    x.g.tiles = (int)((a->q.n + shape::ROWS - 1) / shape::ROWS); /* no more than scratch has turns for */
+    x.g.blocks = (int)upi_cuda_attn_key_blocks(a->k.n, shape::KEYS);
+    sums.data = g->dq;
+    sums.dtype = UPIPE_F32;
+    sums.n_step = g->dq_step, sums.h_step = g->dq_head;
+    UPIPE_TRY(upi_tensor_map_make(c, &x.q, a->q, shape::ROWS));
+    UPIPE_TRY(upi_tensor_map_make(c, &x.k, a->k, shape::KEYS));
+    UPIPE_TRY(upi_tensor_map_make(c, &x.v, a->v, shape::KEYS));
+    UPIPE_TRY(upi_tensor_map_make(c, &x.go, call->go, shape::ROWS));
+    UPIPE_TRY(upi_tensor_map_make(c, &x.dq, sums, 64));
+    UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_cuda_bwd90_kernel<D>), shape::SHARED));
+    UPI_CUDA(&c->err, cudaMemsetAsync(g->turns, 0, (1 + (size_t)x.g.tiles * (size_t)a->q.h) * sizeof(int),
+                                      (cudaStream_t)c->stream));
+    if (g->a.runs != NULL) UPIPE_TRY(upi_cuda_attn_key_runs(c, a, (upi_cuda_attn_run *)g->a.runs));
+    UPIPE_TRY(UPI_LAUNCH(c, (upi_cuda_bwd90_kernel<D>), (unsigned)(x.g.blocks * a->k.h), shape::THREADS,
+                         shape::SHARED, x));
+    if (a->merge) return UPIPE_OK;
+    return UPI_LAUNCH(c, (upi_cuda_bwd90_round_kernel<shape::ROWS>), (unsigned)(x.g.tiles * a->q.h), 256, 0,
+                      x.g);
+}
+
+/* Backward of a call that these kernels take, but for the sinks' gradients. */
+UPIPE_API upipe_status upi_cuda_attn_bwd90(upipe_ctx *c, const upipe_attn_grad *call,
+                                           const upi_cuda_attn_bwd_args *g)
+{
+    return upi_cuda_attn_columns(&call->a) <= 64 ? upi_cuda_bwd90_launch<64>(c, call, g)
+                                                 : upi_cuda_bwd90_launch<128>(c, call, g);
+}
+
+#endif
