@@ -2,6 +2,7 @@
 #ifndef GPU_COMMON_H
 #define GPU_COMMON_H
 
+#include "upipe/cpu/upipe_cpu_simd.h"
 #include "upipe/upipe.h"
 
 #include "../examples/common/device_flag.h"

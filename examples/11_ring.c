@@ -100,7 +100,7 @@ static upipe_status rank_main(void *user, int rank)
 
 static upipe_status run(shared *all, int ranks, int ring, int chunk, upipe_ring_mode mode, upipe_err *err)
 {
-    upipe_status statuses[RANKS], s;
+    upipe_status statuses[RANKS] = {UPIPE_OK}, s;
     upipe_plan_desc d = {0};
     int i;
     d.tokens = TOKENS, d.heads = HEADS, d.kv_heads = KV_HEADS, d.head_dim = DIM, d.model_dim = MODEL;

@@ -105,7 +105,7 @@ static upipe_status rank_main(void *user, int rank)
 static upipe_status run(shared *all, int segments, int chunk, upipe_err *err)
 {
     upipe_fpdt *f = &all->fpdt;
-    upipe_status s, statuses[RANKS];
+    upipe_status s, statuses[RANKS] = {UPIPE_OK};
     int i;
     memset(all, 0, sizeof *all);
     for (i = 0; i < W; ++i) all->w[i] = (float)sin(i * 0.37) / 16;

@@ -3,6 +3,7 @@
 #include "workers.h"
 
 #include "upipe/cpu/upipe_cpu.h"
+#include "upipe/cpu/upipe_cpu_rows.h"
 
 /* Angles, in f64 and to the bit, belong to a position: it does not matter where the walk began, nor in what steps it
  * went. */

@@ -401,9 +401,9 @@ UPIPE_API upipe_status upi_fpdt_send_go(upi_fpdt_pass *s, const upi_fpdt_parked 
     return upi_give(r, o);
 }
 
-/* A stage's queries of segment i come to visit segment j. */
+/* A stage's queries of segment i come to visit segment j, as visitor `which`. */
 UPIPE_API upipe_status upi_fpdt_come(upi_fpdt_pass *s, const upi_fpdt_parked *parked, int i, int j, int stage,
-                                     char *room)
+                                     char *rooms, int which)
 {
     const upi_fpdt_sizes *z = &s->z;
     const upipe_plan *p = &s->plan;
@@ -413,9 +413,11 @@ UPIPE_API upipe_status upi_fpdt_come(upi_fpdt_pass *s, const upi_fpdt_parked *pa
     UPIPE_TRY(upi_fpdt_turn(s, i));
     gq = upi_fpdt_q_bytes(s, stage, p->desc.head_dim, 4);
     stat = upi_fpdt_q_bytes(s, stage, 1, 4);
-    upi_fpdt_visit(z, room, &part);
-    UPIPE_TRY(upi_fpdt_copy(s, room, upi_fpdt_at(s->save->q, z->b.q, z->stages, i, stage), gq / 4 * e));
-    UPIPE_TRY(upi_fpdt_copy(s, upi_offset(room, z->b.q), upi_fpdt_at(parked->go, z->b.o, z->stages, i, stage),
+    upi_fpdt_visit(z, rooms, which, &part);
+    UPIPE_TRY(upi_fpdt_copy(s, (void *)(uintptr_t)part.q,
+                            upi_fpdt_at(s->save->q, z->b.q, z->stages, i, stage), gq / 4 * e));
+    UPIPE_TRY(upi_fpdt_copy(s, (void *)(uintptr_t)part.go,
+                            upi_fpdt_at(parked->go, z->b.o, z->stages, i, stage),
                             upi_fpdt_q_bytes(s, stage, p->desc.v_dim, e)));
     UPIPE_TRY(upi_fpdt_copy(s, part.lse, upi_fpdt_at(s->save->lse, z->b.stat, z->stages, i, stage), stat));
     UPIPE_TRY(upi_fpdt_copy(s, part.delta, upi_fpdt_at(parked->delta, z->b.stat, z->stages, i, stage), stat));
@@ -517,24 +519,21 @@ UPIPE_API upipe_status upi_fpdt_host(upi_fpdt_pass *s, const upi_fpdt_parked *pa
     const upipe_fpdt *f = s->f;
     upi_run *r = &s->run;
     const upi_fpdt_sizes *z = &s->z;
-    const size_t room_bytes = upi_fpdt_visit_bytes(z);
     void *kv, *rooms;
     upi_ring_block block;
     int i, after, turn = 0;
     UPIPE_TRY(upi_take(r, &kv, z->b.k + z->b.v, "kv"));
-    UPIPE_TRY(upi_take(r, &rooms, 2 * room_bytes, "visitors"));
+    UPIPE_TRY(upi_take(r, &rooms, 2 * upi_fpdt_visit_bytes(z), "visitors"));
     UPIPE_TRY(upi_fpdt_part(s, stage, 1));
     UPIPE_TRY(upi_fpdt_load_kv(s, j, stage, (char *)kv, &block));
     block.gk = (float *)g;
     block.gv = block.gk + z->b.gk / 4;
-    UPIPE_TRY(upi_fpdt_come(s, parked, j, j, stage, (char *)rooms));
+    UPIPE_TRY(upi_fpdt_come(s, parked, j, j, stage, (char *)rooms, 0));
     for (i = j; i >= 0; i = after, ++turn) {
         after = upi_fpdt_next(f, j, i, 0);
-        if (after >= 0)
-            UPIPE_TRY(upi_fpdt_come(s, parked, after, j, stage,
-                                    (char *)rooms + (size_t)((turn + 1) % 2) * room_bytes));
+        if (after >= 0) UPIPE_TRY(upi_fpdt_come(s, parked, after, j, stage, (char *)rooms, (turn + 1) % 2));
         UPIPE_TRY(upi_fpdt_turn(s, i));
-        upi_fpdt_visit(z, (char *)rooms + (size_t)(turn % 2) * room_bytes, &s->part);
+        upi_fpdt_visit(z, (char *)rooms, turn % 2, &s->part);
         UPIPE_TRY(upi_fpdt_attend(s, &block, i, j, 1));
         UPIPE_TRY(upi_fpdt_copy(s, upi_fpdt_at(parked->gq, z->b.sum_q, z->stages, i, stage), s->part.gq,
                                 upi_fpdt_q_bytes(s, stage, f->desc.head_dim, 4)));

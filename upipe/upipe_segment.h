@@ -140,20 +140,22 @@ UPIPE_API upipe_status upi_fpdt_measure(const upipe_fpdt *f, const upipe_ops *op
     return UPIPE_OK;
 }
 
-/* Q', dO', lse, delta and dQ' of a stage and a segment: one block of the device's memory. */
+/* Q', dO', dQ', lse and delta of a stage and a segment: half of one block of the device's memory. */
 UPIPE_API size_t upi_fpdt_visit_bytes(const upi_fpdt_sizes *z)
 {
-    return z->b.q + z->b.o + 2 * z->b.stat + z->b.sum_q;
+    return z->b.q + z->b.o + z->b.sum_q + 2 * z->b.stat;
 }
 
-/* Where a visiting segment lies in the block. */
-UPIPE_API void upi_fpdt_visit(const upi_fpdt_sizes *z, char *room, upipe_ring_part *part)
+/* Where visitor 0 or 1 lies in the block. Both lots of lse and delta come last: rows of the others stay at
+ * multiples of 16 bytes, as kernels want them. */
+UPIPE_API void upi_fpdt_visit(const upi_fpdt_sizes *z, char *rooms, int which, upipe_ring_part *part)
 {
-    part->q = room;
-    part->go = upi_offset(room, z->b.q);
-    part->lse = (float *)upi_offset(part->go, z->b.o);
+    const size_t rows = z->b.q + z->b.o + z->b.sum_q;
+    part->q = rooms + (size_t)which * rows;
+    part->go = upi_offset(part->q, z->b.q);
+    part->gq = upi_offset(part->go, z->b.o);
+    part->lse = (float *)upi_offset(rooms, 2 * (rows + (size_t)which * z->b.stat));
     part->delta = (float *)upi_offset(part->lse, z->b.stat);
-    part->gq = upi_offset(part->delta, z->b.stat);
 }
 
 /* Whether a query of segment i may see a key of segment j. */

@@ -165,8 +165,8 @@ static int method_dry(method *m)
         if (s == UPIPE_OK)
             s = m->kind->segmented ? method_dry_segments(rank, dry) : upipe_dry_layer(dry, &rank->layer, 1);
         if (s != UPIPE_OK) method_fail(m, "", s, dry->ctx.err.text);
-        rank->slab_bytes = dry->mem.need + method_kept_device(m, rank);
-        rank->second_bytes += method_kept_host(m, rank);
+        rank->slab_bytes = dry->mem.need + method_kept_span(method_kept_device(m, rank));
+        rank->second_bytes += method_kept_span(method_kept_host(m, rank));
         rank->blocks_max = dry->mem.blocks_peak + (method_kept_device(m, rank) > 0);
         rank->pool_bytes = upi_most(rank->slab_bytes, sum);
         rank->events_max = dry->mem.events_lost + 64;

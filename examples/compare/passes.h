@@ -178,6 +178,12 @@ static size_t method_kept_host(const method *m, const method_rank *rank)
     return m->o->offload ? (size_t)m->o->layers * upi_mem_span(upipe_plan_unit_bytes(&rank->plan)) : 0;
 }
 
+/* What such a block occupies of its pool. */
+static size_t method_kept_span(size_t bytes)
+{
+    return bytes > 0 ? upi_mem_span(bytes) : 0;
+}
+
 /* A block of a pool, if it is one. */
 static upipe_status method_keep(upipe_mem *pool, void **data, size_t bytes, upipe_err *e)
 {

@@ -12,6 +12,7 @@
 
 #include <signal.h>
 
+#include "upipe/cpu/upipe_cpu_simd.h"
 #include "upipe/upipe.h"
 
 #include "../common/device_flag.h"

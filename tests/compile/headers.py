@@ -51,6 +51,11 @@ NVCC_FLAGS = ['-std=c++17', '-arch=compute_80', '-Werror=all-warnings', '-Xcompi
 NCCL_PLACES = ['/usr/include', '/usr/local/include', '/usr/local/cuda/include']
 
 FIRST = '{includes}{includes}int second(void);\nint main(void)\n{{\n    return second();\n}}\n'
+APART = [
+    ('g++', '-std=c++17', 'table.cpp', 'UPIPE_CPU_DEFINE', ''),
+    ('gcc', '-std=c11', 'main.c', 'UPIPE_CPU_DECLARE',
+     'int main(void)\n{\n    upipe_ops ops;\n    upipe_cpu_ops(&ops);\n    return ops.gemm == NULL;\n}\n'),
+]
 SECOND = '{includes}int second(void);\nint second(void)\n{{\n    return 0;\n}}\n'
 
 
@@ -87,6 +92,25 @@ def compile_one(label, compiler, flags, suffix, headers, top):
         unit = write_units(folder, suffix, headers)[0]
         ok, said = run([compiler, *flags, '-I', top, '-c', unit, '-o', unit + '.o'])
         return label, ok, said
+
+
+def compile_apart(label, top):
+    """The CPU table in a C++ unit, used by a C unit that only declares it."""
+    with tempfile.TemporaryDirectory() as folder:
+        objects = []
+        for compiler, standard, name, word, body in APART:
+            unit = os.path.join(folder, name)
+            with open(unit, 'w', encoding='utf-8') as out:
+                out.write(f'#define {word}\n#include "upipe/cpu/upipe_cpu.h"\n{body}')
+            objects.append(unit + '.o')
+            ok, said = run([compiler, standard, *WARNINGS, *DROP_UNUSED, '-I', top, '-c', unit, '-o', unit + '.o'])
+            if not ok:
+                return label, False, said
+        symbols = subprocess.run(['nm', objects[1]], capture_output=True, text=True, check=True).stdout
+        if 'upi_cpu' in symbols:
+            return label, False, f'a unit that declares the table has kernels:\n{symbols}'
+        ok, said = run(['g++', *objects, '-o', os.path.join(folder, 'both'), '-lm'])
+        return (label, *run([os.path.join(folder, 'both')])) if ok else (label, False, said)
 
 
 def find_flags(top):
@@ -156,6 +180,8 @@ def main():
                          ['-std=c++17', '-D_GNU_SOURCE', '-Wall', '-Wextra', '-Wno-psabi', '-Werror', *seams], '.cpp',
                          [name], top))
 
+    if shutil.which('gcc') and shutil.which('g++'):
+        jobs.append((compile_apart, 'the CPU table in a unit of its own', top))
     for language, (program, standard, suffix) in (HOST | CROSS).items():
         compiler = shutil.which(program)
         if not compiler:

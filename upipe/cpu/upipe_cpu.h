@@ -10,9 +10,32 @@
  *
  * A call runs on the thread that makes it, start to end, and on the host's others if ops.par says so; it uses
  * neither ctx->stream nor memory of its own. Ranks that share the table run side by side.
+ *
+ * The kernels take a compiler some ten seconds. A program of several units compiles them in one, that defines
+ * UPIPE_CPU_DEFINE before it includes this, and has the others define UPIPE_CPU_DECLARE: there upipe_cpu_ops is
+ * a declaration, with C linkage, and nothing else is. With neither, every unit has its own.
  */
 #ifndef UPIPE_CPU_H
 #define UPIPE_CPU_H
+
+#include "../upipe_ops.h"
+
+#if defined(UPIPE_CPU_DECLARE) || defined(UPIPE_CPU_DEFINE)
+#ifdef __cplusplus
+extern "C" {
+#endif
+void upipe_cpu_ops(upipe_ops *ops);
+#ifdef __cplusplus
+}
+#endif
+#endif
+
+#ifndef UPIPE_CPU_DECLARE
+#ifdef UPIPE_CPU_DEFINE
+#define UPI_CPU_OPS
+#else
+#define UPI_CPU_OPS UPIPE_API
+#endif
 
 #include "upipe_cpu_simd.h"
 #include "upipe_cpu_par.h"
@@ -23,7 +46,7 @@
 #include "upipe_cpu_train.h"
 
 /* upipe_cpu_ops -- fills every entry of the table */
-UPIPE_API void upipe_cpu_ops(upipe_ops *ops)
+UPI_CPU_OPS void upipe_cpu_ops(upipe_ops *ops)
 {
     memset(ops, 0, sizeof *ops);
     ops->name = upi_cpu_simd_name();
@@ -52,5 +75,6 @@ UPIPE_API void upipe_cpu_ops(upipe_ops *ops)
     ops->total = upi_cpu_total;
     ops->adamw = upi_cpu_adamw;
 }
+#endif
 
 #endif

@@ -1,4 +1,4 @@
-/* upipe_cpu_cblas.h -- the host's BLAS for f32 matrix products        backend cpu, includes cpu and <cblas.h>
+/* upipe_cpu_cblas.h -- the host's BLAS for f32 matrix products        backend cpu, includes cpu, cpu_gemm, <cblas.h>
  *
  *     upipe_cpu_ops(&ops);
  *     upipe_cpu_cblas(&ops);
@@ -16,6 +16,7 @@
 #include <limits.h>
 
 #include "upipe_cpu.h"
+#include "upipe_cpu_gemm.h"
 
 /* BLAS's leading dimension: the step between rows. Where there is one row it says nothing, but BLAS checks
  * it. */

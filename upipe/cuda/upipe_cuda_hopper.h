@@ -232,9 +232,9 @@ template <int N> UPI_DEVICE void upi_registers_more(void)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
-#include "upipe_cuda_wgmma.h"
-
 #endif
+
+#include "upipe_cuda_wgmma.h"
 
 /* ---- operands of wgmma in shared memory ---- */
 

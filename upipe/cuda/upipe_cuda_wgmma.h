@@ -14,6 +14,8 @@
 #ifndef UPIPE_CUDA_WGMMA_H
 #define UPIPE_CUDA_WGMMA_H
 
+#ifndef UPIPE_CUDA_SEAMS /* elsewhere they are functions of whoever stands for the device */
+
 UPI_DEVICE void upi_wgmma_fence(void)
 {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -117,5 +119,7 @@ template <int N, int TRANS_B> UPI_DEVICE void upi_wgmma_rs(float *d, const uint3
 {
     upi_wgmma_shape<N>::template rs<TRANS_B>(d, a, b, add);
 }
+
+#endif
 
 #endif
