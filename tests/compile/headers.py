@@ -51,12 +51,13 @@ NVCC_FLAGS = ['-std=c++17', '-arch=compute_80', '-Werror=all-warnings', '-Xcompi
 NCCL_PLACES = ['/usr/include', '/usr/local/include', '/usr/local/cuda/include']
 
 FIRST = '{includes}{includes}int second(void);\nint main(void)\n{{\n    return second();\n}}\n'
+SECOND = '{includes}int second(void);\nint second(void)\n{{\n    return 0;\n}}\n'
+# Units of a build with -DUPIPE_CPU_DECLARE: compiler, language, name, what stands before the header and what after it.
 APART = [
-    ('g++', '-std=c++17', 'table.cpp', 'UPIPE_CPU_DEFINE', ''),
-    ('gcc', '-std=c11', 'main.c', 'UPIPE_CPU_DECLARE',
+    ('g++', '-std=c++17', 'table.cpp', '#define UPIPE_CPU_DEFINE\n', ''),
+    ('gcc', '-std=c11', 'main.c', '',
      'int main(void)\n{\n    upipe_ops ops;\n    upipe_cpu_ops(&ops);\n    return ops.gemm == NULL;\n}\n'),
 ]
-SECOND = '{includes}int second(void);\nint second(void)\n{{\n    return 0;\n}}\n'
 
 
 def run(command):
@@ -98,12 +99,13 @@ def compile_apart(label, top):
     """The CPU table in a C++ unit, used by a C unit that only declares it."""
     with tempfile.TemporaryDirectory() as folder:
         objects = []
-        for compiler, standard, name, word, body in APART:
+        for compiler, standard, name, before, after in APART:
             unit = os.path.join(folder, name)
             with open(unit, 'w', encoding='utf-8') as out:
-                out.write(f'#define {word}\n#include "upipe/cpu/upipe_cpu.h"\n{body}')
+                out.write(f'{before}#include "upipe/cpu/upipe_cpu.h"\n{after}')
             objects.append(unit + '.o')
-            ok, said = run([compiler, standard, *WARNINGS, *DROP_UNUSED, '-I', top, '-c', unit, '-o', unit + '.o'])
+            ok, said = run([compiler, standard, *WARNINGS, *DROP_UNUSED, '-DUPIPE_CPU_DECLARE', '-I', top, '-c', unit,
+                            '-o', unit + '.o'])
             if not ok:
                 return label, False, said
         symbols = subprocess.run(['nm', objects[1]], capture_output=True, text=True, check=True).stdout

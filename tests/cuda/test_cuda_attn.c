@@ -389,6 +389,13 @@ static void test_scratch(void)
     }
 }
 
+/* Whether the race detector watches, which takes ten times as long. */
+#ifdef SIMT_RACE
+enum { RACE = 1 };
+#else
+enum { RACE = 0 };
+#endif
+
 int main(void)
 {
     int i;
@@ -400,14 +407,15 @@ int main(void)
         test_head_dims();
         test_lengths();
         test_pos_steps();
-        test_extreme_scores();
         test_low_scores();
         test_merge();
         test_merge_nothing();
-        test_same_bits();
         test_prefix();
         test_nan();
         test_one_key();
+        if (RACE) continue; /* the same code with other numbers */
+        test_extreme_scores();
+        test_same_bits();
         test_random();
     }
     printf("digest %016llx\n", (unsigned long long)digest);

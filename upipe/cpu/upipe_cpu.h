@@ -13,7 +13,7 @@
  *
  * The kernels take a compiler some ten seconds. A program of several units compiles them in one, that defines
  * UPIPE_CPU_DEFINE before it includes this, and has the others define UPIPE_CPU_DECLARE: there upipe_cpu_ops is
- * a declaration, with C linkage, and nothing else is. With neither, every unit has its own.
+ * a declaration, with C linkage, and nothing else is. With neither, every unit has its own; with both, it defines.
  */
 #ifndef UPIPE_CPU_H
 #define UPIPE_CPU_H
@@ -30,7 +30,7 @@ void upipe_cpu_ops(upipe_ops *ops);
 #endif
 #endif
 
-#ifndef UPIPE_CPU_DECLARE
+#if !defined(UPIPE_CPU_DECLARE) || defined(UPIPE_CPU_DEFINE)
 #ifdef UPIPE_CPU_DEFINE
 #define UPI_CPU_OPS
 #else
