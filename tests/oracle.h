@@ -25,6 +25,10 @@
 
 #include "../upipe/cpu/upipe_cpu_simd.h"
 
+/* Sanitizers watch the library. In these plain loops they would spend most of their time. What is watched may not
+ * be inlined into what is not: so naive_store, which calls the library, is. */
+#define UNWATCHED __attribute__((no_sanitize("address", "undefined", "thread")))
+
 /* 0 in what comes after scale: without it. */
 typedef struct oracle_attn {
     int64_t sq, sk, q_pos, k_pos;
@@ -39,13 +43,13 @@ typedef struct oracle_attn {
 } oracle_attn;
 
 /* The head dim of v and o. */
-static inline int oracle_dv(const oracle_attn *t)
+UNWATCHED static inline int oracle_dv(const oracle_attn *t)
 {
     return t->dv != 0 ? t->dv : t->d;
 }
 
 /* Does query i see key j? */
-static inline int oracle_visible(const oracle_attn *t, int64_t i, int64_t j)
+UNWATCHED static inline int oracle_visible(const oracle_attn *t, int64_t i, int64_t j)
 {
     const int64_t step = t->pos_step != 0 ? t->pos_step : 1;
     const int64_t at = t->q_pos + i * step, key = t->k_pos + j * step;
@@ -59,28 +63,28 @@ static inline int oracle_visible(const oracle_attn *t, int64_t i, int64_t j)
 }
 
 /* First element of row i of head x of q, or of o. */
-static inline int64_t oracle_q_row(const oracle_attn *t, int64_t i, int x)
+UNWATCHED static inline int64_t oracle_q_row(const oracle_attn *t, int64_t i, int x)
 {
     return (i * t->h + x) * t->d;
 }
 
-static inline int64_t oracle_o_row(const oracle_attn *t, int64_t i, int x)
+UNWATCHED static inline int64_t oracle_o_row(const oracle_attn *t, int64_t i, int x)
 {
     return (i * t->h + x) * oracle_dv(t);
 }
 
 /* First element of the key row j that query head x reads, or of the value row. */
-static inline int64_t oracle_k_row(const oracle_attn *t, int64_t j, int x)
+UNWATCHED static inline int64_t oracle_k_row(const oracle_attn *t, int64_t j, int x)
 {
     return (j * t->hkv + x / (t->h / t->hkv)) * t->d;
 }
 
-static inline int64_t oracle_v_row(const oracle_attn *t, int64_t j, int x)
+UNWATCHED static inline int64_t oracle_v_row(const oracle_attn *t, int64_t j, int x)
 {
     return (j * t->hkv + x / (t->h / t->hkv)) * oracle_dv(t);
 }
 
-static inline double oracle_dot(const double *a, const double *b, int d)
+UNWATCHED static inline double oracle_dot(const double *a, const double *b, int d)
 {
     double s = 0;
     int c;
@@ -89,15 +93,15 @@ static inline double oracle_dot(const double *a, const double *b, int d)
 }
 
 /* The score of a product, and its slope: d score / d product. */
-static inline double oracle_score(const oracle_attn *t, double product, double *slope)
+UNWATCHED static inline double oracle_score(const oracle_attn *t, double product, double *slope)
 {
     double squashed = t->softcap > 0 ? tanh(t->scale * product / t->softcap) : 0;
     *slope = t->scale * (1 - squashed * squashed);
     return t->softcap > 0 ? t->softcap * squashed : t->scale * product;
 }
 
-static inline void oracle_attn_fwd(const oracle_attn *t, const double *q, const double *k, const double *v,
-                                   double *o, double *lse)
+UNWATCHED static inline void oracle_attn_fwd(const oracle_attn *t, const double *q, const double *k,
+                                             const double *v, double *o, double *lse)
 {
     double *p = (double *)malloc(((size_t)t->sk + 1) * sizeof *p), slope;
     int64_t i, j;
@@ -125,9 +129,9 @@ static inline void oracle_attn_fwd(const oracle_attn *t, const double *q, const 
 }
 
 /* dq, dk, dv = the gradients of sum(go * o); o and lse are oracle_attn_fwd's. */
-static inline void oracle_attn_bwd(const oracle_attn *t, const double *q, const double *k, const double *v,
-                                   const double *go, const double *o, const double *lse, double *dq,
-                                   double *dk, double *dv)
+UNWATCHED static inline void oracle_attn_bwd(const oracle_attn *t, const double *q, const double *k,
+                                             const double *v, const double *go, const double *o,
+                                             const double *lse, double *dq, double *dk, double *dv)
 {
     int64_t i, j;
     int x, c;
@@ -155,8 +159,8 @@ static inline void oracle_attn_bwd(const oracle_attn *t, const double *q, const 
 }
 
 /* The same of the sinks; one of -inf is none. */
-static inline void oracle_attn_sinks_bwd(const oracle_attn *t, const double *go, const double *o,
-                                         const double *lse, double *dsinks)
+UNWATCHED static inline void oracle_attn_sinks_bwd(const oracle_attn *t, const double *go, const double *o,
+                                                   const double *lse, double *dsinks)
 {
     int64_t i;
     int x;
@@ -180,23 +184,23 @@ static inline float naive_store(upipe_dtype dtype, float x)
 enum { NAIVE_DOWN = 1, NAIVE_FUSED = 2, NAIVE_WAYS = 4, NAIVE_NARROW = 4 };
 
 /* x as an operand of a matrix product. */
-static inline float naive_operand(upipe_dtype dtype, float x, int naive)
+UNWATCHED static inline float naive_operand(upipe_dtype dtype, float x, int naive)
 {
     return naive & NAIVE_NARROW ? naive_store(dtype, x) : x;
 }
 
 /* The k-th of n terms of a sum that runs up or down. */
-static inline int64_t naive_term(int64_t k, int64_t n, int naive)
+UNWATCHED static inline int64_t naive_term(int64_t k, int64_t n, int naive)
 {
     return naive & NAIVE_DOWN ? n - 1 - k : k;
 }
 
-static inline float naive_add(float sum, float a, float b, int naive)
+UNWATCHED static inline float naive_add(float sum, float a, float b, int naive)
 {
     return naive & NAIVE_FUSED ? fmaf(a, b, sum) : sum + a * b;
 }
 
-static inline float naive_dot(const float *a, const float *b, int d, int naive)
+UNWATCHED static inline float naive_dot(const float *a, const float *b, int d, int naive)
 {
     float s = 0;
     int c;
@@ -204,7 +208,7 @@ static inline float naive_dot(const float *a, const float *b, int d, int naive)
     return s;
 }
 
-static inline float naive_score(const oracle_attn *t, float product, float *slope)
+UNWATCHED static inline float naive_score(const oracle_attn *t, float product, float *slope)
 {
     float scale = (float)t->scale, cap = (float)t->softcap, squashed;
     *slope = scale;
@@ -214,8 +218,8 @@ static inline float naive_score(const oracle_attn *t, float product, float *slop
     return cap * squashed;
 }
 
-static inline void naive_attn_fwd(const oracle_attn *t, upipe_dtype dtype, const float *q, const float *k,
-                                  const float *v, float *o, float *lse)
+UNWATCHED static inline void naive_attn_fwd(const oracle_attn *t, upipe_dtype dtype, const float *q,
+                                            const float *k, const float *v, float *o, float *lse)
 {
     float *p = (float *)malloc(((size_t)t->sk + 1) * sizeof *p), slope;
     int64_t i, j, m;
@@ -247,9 +251,9 @@ static inline void naive_attn_fwd(const oracle_attn *t, upipe_dtype dtype, const
     free(p);
 }
 
-static inline void naive_attn_bwd(const oracle_attn *t, upipe_dtype dtype, const float *q, const float *k,
-                                  const float *v, const float *go, const float *o, const float *lse,
-                                  float *dq, float *dk, float *dv)
+UNWATCHED static inline void naive_attn_bwd(const oracle_attn *t, upipe_dtype dtype, const float *q,
+                                            const float *k, const float *v, const float *go, const float *o,
+                                            const float *lse, float *dq, float *dk, float *dv)
 {
     int64_t r, i, j, m;
     int x, c;

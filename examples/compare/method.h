@@ -96,7 +96,7 @@ static upipe_status method_plan_rank(const method *m, method_rank *rank, int r, 
     int pass, k;
     UPIPE_TRY(upipe_plan_init(&rank->plan, &d, e));
     rank->rows = rank->plan.rows;
-    if (!upi_mul(&all, m->o->layers, (int64_t)upi_mem_span(upipe_plan_unit_bytes(&rank->plan))))
+    if (!upi_mul(&all, m->o->layers, method_layer_bytes(rank)))
         return upi_fail(e, UPIPE_ERR_OVERFLOW, "the inputs of %d layers", m->o->layers);
     rank->layer = method_layer(m->o, &rank->plan);
     scratch = upipe_layer_scratch(m->ops, &rank->layer, 1);

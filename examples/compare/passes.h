@@ -164,18 +164,25 @@ static int method_offloads(const method *m)
     return m->o->offload && !m->kind->segmented;
 }
 
+/* The input of a layer among others. */
+static int64_t method_layer_bytes(const method_rank *rank)
+{
+    const int64_t align = UPIPE_MEM_ALIGN;
+    return ((int64_t)upipe_plan_unit_bytes(&rank->plan) + align - 1) / align * align;
+}
+
 /* Bytes of the inputs that wait on the device, and in the host's memory: there the block's own too, which goes
  * in its forward and comes in its backward. */
 static size_t method_kept_device(const method *m, const method_rank *rank)
 {
     if (m->kind->segmented || m->o->offload) return 0;
-    return (size_t)(m->o->layers - 1) * upi_mem_span(upipe_plan_unit_bytes(&rank->plan));
+    return (size_t)((m->o->layers - 1) * method_layer_bytes(rank));
 }
 
 static size_t method_kept_host(const method *m, const method_rank *rank)
 {
     if (m->kind->segmented) return (size_t)(m->o->layers - 1) * method_x_bytes(rank);
-    return m->o->offload ? (size_t)m->o->layers * upi_mem_span(upipe_plan_unit_bytes(&rank->plan)) : 0;
+    return m->o->offload ? (size_t)(m->o->layers * method_layer_bytes(rank)) : 0;
 }
 
 /* What such a block occupies of its pool. */
