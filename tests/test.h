@@ -18,6 +18,13 @@ static long test_checks, test_failures;
 
 #define TEST_MAX_SHOWN 20
 
+/* Where every instruction is watched or emulated, a long test runs less of the same. */
+#ifdef BRIEF_TESTS
+enum { BRIEF = 1 };
+#else
+enum { BRIEF = 0 };
+#endif
+
 __attribute__((unused, format(printf, 4, 5))) static int test_check(int ok, const char *file, int line,
                                                                     const char *format, ...)
 {

@@ -148,7 +148,7 @@ static crew *crew_begin(int ranks, double deadline)
  * and not to be met. */
 static void crew_end(crew *k)
 {
-    CHECK(upi_net_now() - k->began < (int64_t)20 * 1000000000);
+    CHECK(upi_net_now() - k->began < (int64_t)50 * 1000000000);
     upipe_threads_free(&k->team);
     CHECK_INT(live, 0);
 }

@@ -389,13 +389,6 @@ static void test_scratch(void)
     }
 }
 
-/* Something watches every access, which takes many times as long. */
-#ifdef WATCHED
-enum { BRIEF = 1 };
-#else
-enum { BRIEF = 0 };
-#endif
-
 int main(void)
 {
     int i;
