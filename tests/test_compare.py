@@ -577,6 +577,7 @@ def test_refusals(folder):
     for args, words in [
         (['--chunk', '6'], ['6', '4']),
         (['--chunk', '32'], ['32', '16']),
+        (['--method', 'upipe', '--chunk', '16', '--overlap'], ['--overlap', 'one stage']),
         (['--tokens', '3'], ['3 tokens', '4']),
         ([*named(['zigzag']), '--tokens', '7'], ['7 tokens', '8', 'two parts']),
         ([*named(['double-ring']), '--ranks', '6', '--inner', '4'], ['ring of 6', '4']),

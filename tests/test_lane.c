@@ -1,4 +1,6 @@
 /* test_lane.c -- stages that overlap on a second line of execution: bits, bytes, order, and failures on either line */
+#include <time.h>
+
 #include "runner.h"
 #include "close_block.h"
 
@@ -122,7 +124,6 @@ typedef struct slow_lane {
     void (*task[NOTES])(void *arg);
     void *arg[NOTES];
     int posted, run;
-    int attended, attended_at[NOTES]; /* stages attended when task i ran */
 } slow_lane;
 
 static upipe_status slow_post(upipe_ctx *c, upipe_lane *lane, void (*task)(void *arg), void *arg)
@@ -136,18 +137,7 @@ static upipe_status slow_post(upipe_ctx *c, upipe_lane *lane, void (*task)(void 
 
 static void slow_run(slow_lane *s, int upto)
 {
-    for (; s->run < upto; ++s->run) {
-        s->attended_at[s->run] = s->attended;
-        s->task[s->run](s->arg[s->run]);
-    }
-}
-
-static upipe_status slow_mark(upipe_ctx *c, upipe_lane *lane, int point, int64_t n)
-{
-    slow_lane *s = (slow_lane *)lane->self;
-    (void)c;
-    if (point == UPIPE_LANE_DONE) s->attended = (int)n;
-    return UPIPE_OK;
+    for (; s->run < upto; ++s->run) s->task[s->run](s->arg[s->run]);
 }
 
 /* The lane is as late as it may be: it runs what comes up to preparation n, when that is asked for. */
@@ -243,12 +233,11 @@ static void test_order(void)
     memset(&slow, 0, sizeof slow);
     lane.self = &slow;
     lane.post = slow_post;
-    lane.mark = slow_mark;
+    lane.mark = upi_lane_inline_point;
     lane.meet = slow_meet;
     lane.join = slow_join;
     CHECK(tell_all(&t, &lane, 4, 1, &e) == UPIPE_OK);
     CHECK_TEXT(t.text, "p0 a0 p1 a1 f0 p2 a2 f1 p3 a3 f2 f3 ");
-    for (i = 0; i < slow.run; ++i) CHECK(slow.attended_at[i] <= i);
     /* one step fails, on either line: the rank's own line stops, and so does the lane, but for what it had been given
      * before the attention that broke; the sentence is that of the failure */
     for (i = 1; i <= 12; ++i) {
@@ -316,6 +305,7 @@ static void test_out_of_memory(int h, int hkv, int naive)
 
 static int attended, attend_fails; /* on rank 1; one test at a time */
 static upipe_status (*real_fwd)(upipe_ctx *c, const upipe_attn *a);
+static upipe_status (*real_bwd)(upipe_ctx *c, const upipe_attn_grad *g);
 
 static upipe_status broken_fwd(upipe_ctx *c, const upipe_attn *a)
 {
@@ -324,14 +314,23 @@ static upipe_status broken_fwd(upipe_ctx *c, const upipe_attn *a)
     return real_fwd(c, a);
 }
 
+static upipe_status broken_bwd(upipe_ctx *c, const upipe_attn_grad *g)
+{
+    if (c->team->rank == 1 && ++attended == attend_fails)
+        return upi_fail(&c->err, UPIPE_ERR_BACKEND, "attention %d breaks", attended);
+    return real_bwd(c, g);
+}
+
 static void break_attention(upipe_ops *ops)
 {
     real_fwd = ops->attn_fwd;
+    real_bwd = ops->attn_bwd;
     ops->attn_fwd = broken_fwd;
+    ops->attn_bwd = broken_bwd;
 }
 
-/* Attention fails on one rank while its lane is in the next stage's exchange, whose other side never comes: the
- * team is told at once, not after the deadline. */
+/* Attention fails on one rank, forward or backward, while its lane is in another stage's exchange: the team is told, not
+ * left to the deadline. */
 static void test_attention_fails(void)
 {
     run_case t = make_case(8, 4, 2, 2, UPIPE_F32);
@@ -341,7 +340,7 @@ static void test_attention_fails(void)
     t.expect_failure = 1;
     t.deadline = 500;
     block_inputs(&t.shape, 5, &in);
-    for (attend_fails = 1; attend_fails <= 4; ++attend_fails) {
+    for (attend_fails = 1; attend_fails <= 8; ++attend_fails) {
         run_result r;
         attended = 0;
         CHECK(run_block(&t, &in, &r) != UPIPE_OK);
@@ -351,6 +350,68 @@ static void test_attention_fails(void)
         CHECK_TEXT(r.errors[0].text, "breaks");
         run_free(&r);
     }
+    f32_block_free(&in);
+}
+
+enum { NOT_YET, ATTENDING, FAILED };
+static int slow_state; /* of rank 1, atomic */
+
+static void nap(long ms)
+{
+    struct timespec t;
+    t.tv_sec = ms / 1000;
+    t.tv_nsec = ms % 1000 * 1000000;
+    nanosleep(&t, NULL);
+}
+
+static upipe_status slow_fwd(upipe_ctx *c, const upipe_attn *a)
+{
+    int i;
+    if (c->team->rank == 1) {
+        int before = NOT_YET;
+        __atomic_compare_exchange_n(&slow_state, &before, ATTENDING, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+        for (i = 0; i < 50 && __atomic_load_n(&slow_state, __ATOMIC_SEQ_CST) != FAILED; ++i) nap(10);
+        if (__atomic_load_n(&slow_state, __ATOMIC_SEQ_CST) == FAILED) nap(4000);
+    }
+    return real_fwd(c, a);
+}
+
+static void slow_attention(upipe_ops *ops)
+{
+    real_fwd = ops->attn_fwd;
+    ops->attn_fwd = slow_fwd;
+}
+
+static upipe_status guard_beside(void *user, size_t bytes, const char *tag)
+{
+    int attending = ATTENDING;
+    (void)bytes;
+    (void)tag;
+    if (user == NULL) return UPIPE_OK;
+    return __atomic_compare_exchange_n(&slow_state, &attending, FAILED, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)
+               ? UPIPE_ERR_MEMORY
+               : UPIPE_OK;
+}
+
+/* The lane fails beside a long attention: the others hear of it before their deadline, not after the attention. */
+static void test_lane_fails_early(void)
+{
+    run_case t = make_case(8, 4, 2, 2, UPIPE_F32);
+    f32_block in;
+    run_result r;
+    t.shape.batch = 1;
+    t.table = slow_attention;
+    t.guard = guard_beside;
+    t.guard_user[1] = &slow_state;
+    t.expect_failure = 1;
+    t.deadline = 2;
+    slow_state = NOT_YET;
+    block_inputs(&t.shape, 5, &in);
+    CHECK(run_block(&t, &in, &r) != UPIPE_OK);
+    CHECK_STATUS(r.statuses[1], UPIPE_ERR_MEMORY, r.errors[1]);
+    CHECK_STATUS(r.statuses[0], UPIPE_ERR_ABORTED, r.errors[0]);
+    CHECK_TEXT(r.errors[0].text, "guard refused");
+    run_free(&r);
     f32_block_free(&in);
 }
 
@@ -429,5 +490,6 @@ int main(void)
     test_out_of_memory(4, 1, 0);
     test_out_of_memory(8, 4, 1);
     test_attention_fails();
+    test_lane_fails_early();
     return test_end("lane");
 }

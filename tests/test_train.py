@@ -331,9 +331,9 @@ def test_methods(folder):
 
     for what, flags in [
         ('equal parts', {'heads': 8, 'kv_heads': 4}),
-        ('unequal parts, a window, offload', {'tokens': 67, 'batch': 2, 'window': 20, 'offload': True,
-                                              'tile_bytes': 20000}),
-        ('QK norm', {'qk_norm': True, 'kv_heads': 4, 'tokens': 30}),
+        ('unequal parts, a window, offload', {'heads': 8, 'kv_heads': 4, 'tokens': 67, 'batch': 2, 'window': 20,
+                                              'offload': True, 'tile_bytes': 20000}),
+        ('QK norm', {'qk_norm': True, 'heads': 8, 'kv_heads': 4, 'tokens': 30}),
     ]:
         runs = {method: good(folder, f'{what}: {method}', method=method, ranks=4, steps=5, **flags)
                 for method in METHODS}
@@ -797,6 +797,7 @@ def test_refusals(folder):
         ({'data': '/dev/zero'}, ['no regular file']),
         ({'tokens': 2147483646}, ['388085', '2147483646']),
         ({'heads': 5, 'kv_heads': 2}, ['5', '2']),
+        ({'method': 'upipe', 'ranks': 4, 'overlap': True}, ['--overlap', '4 heads at a time', 'one stage']),
         ({'kv_heads': 8}, ['4', '8']),
         ({'ranks': 4, 'tokens': 3}, ['3', '4']),
         ({'ranks': 4, 'tokens': 7, 'method': 'zigzag'}, ['7', '8', 'two parts']),

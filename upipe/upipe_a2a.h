@@ -27,7 +27,8 @@ UPIPE_API void upi_abandon(upipe_ctx *c, upipe_comm *comm)
 }
 
 /* upi_unwind -- after a failure: team and ring learn of it, the stream is drained, so that no work of this rank
- *               is left that touches the pool, and the pool goes back to the mark
+ *               is left that touches the pool, and the pool goes back to the mark. A stream that may be stuck
+ *               behind a peer is not waited for: then everything in the pool stays
  *
  * Where a peer may still be reading, no block of this pool may be used again before upipe_mem_release: any of
  * them may be a send buffer.
@@ -41,7 +42,9 @@ UPIPE_API upipe_status upi_unwind(upipe_ctx *c, upipe_status s, int64_t mark)
     upi_abandon(c, c->team);
     upi_abandon(c, c->ring);
     first = c->err;
-    if (c->ops->sync(c) != UPIPE_OK) c->err = first;
+    if (!((c->team != NULL && c->team->stuck) || (c->ring != NULL && c->ring->stuck)) &&
+        c->ops->sync(c) != UPIPE_OK)
+        c->err = first;
     if ((c->team != NULL && c->team->quarantine) || (c->ring != NULL && c->ring->quarantine))
         upipe_mem_quarantine(c->mem, 0);
     else

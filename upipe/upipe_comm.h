@@ -69,6 +69,7 @@ typedef struct upipe_comm {
     int rank, ranks;
     int started;    /* an exchange is between start and wait */
     int quarantine; /* a peer may still touch the buffers of a failed exchange: do not recycle them */
+    int stuck;      /* and ctx->stream may be behind that exchange for ever: do not wait for it */
 } upipe_comm;
 
 #define UPIPE_DEADLINE_DEFAULT 30.0

@@ -23,7 +23,8 @@ enum { UPIPE_LANE_BEGIN, UPIPE_LANE_READY, UPIPE_LANE_DONE, UPIPE_LANE_POINTS };
 
 /* upipe_lane -- the second line. `c` is the context of the line that calls: the rank's own, or lane->ctx
  *   ctx    the lane's context; its stream is the maker's, the rest is filled in from the rank's own
- *   ops    the lane's compute table; NULL: the rank's own, which is then called on both lines
+ *   ops    the lane's compute table; NULL: the rank's own, which is then called on both lines. Scratch is asked of the
+ *          rank's own for both: they need the same
  *   self   the maker's
  *   post   task(arg) runs on the lane, after all that were posted before; may run before this returns
  *   mark   what c's line has been given so far reaches point number n of this kind: 1, 2, ...
@@ -104,7 +105,24 @@ typedef struct upi_stages {
     upipe_lane *lane;
     upi_stage_task task[4]; /* preparations and finishes of two stages: no more are under way */
     upipe_status failed;    /* the first failure on the lane, which alone touches it until join */
+    int told;               /* the rank's own line stopped for that, */
+    const char *why;        /* or for a failure of its own */
 } upi_stages;
+
+/* The first failure on the lane: the team hears of it now, however long the rank's own line attends. */
+UPIPE_API void upi_stages_note(upi_stages *all, upipe_status s)
+{
+    if (s == UPIPE_OK || all->failed != UPIPE_OK) return;
+    all->failed = s;
+    upipe_comm_abort(all->lane->ctx.team, all->lane->ctx.err.text);
+}
+
+/* A failure of the rank's own line: a transport takes calls from one thread at a time, and the lane may be in one. */
+UPIPE_API void upi_stages_abort(void *arg)
+{
+    upi_stages *all = (upi_stages *)arg;
+    upipe_comm_abort(all->lane->ctx.team, all->why);
+}
 
 /* On the lane. After a failure nothing is done, but points are reached, so that nobody waits. */
 UPIPE_API void upi_stages_task(void *arg)
@@ -120,11 +138,10 @@ UPIPE_API void upi_stages_task(void *arg)
         s = lane->meet(c, lane, UPIPE_LANE_BEGIN, 1);
     if (all->failed == UPIPE_OK && s == UPIPE_OK)
         s = t->finish ? all->finish(all->arg, c, t->i) : all->prepare(all->arg, c, t->i);
-    if (all->failed == UPIPE_OK) all->failed = s;
+    upi_stages_note(all, s);
     if (t->finish) return;
     t->status = all->failed;
-    s = lane->mark(c, lane, UPIPE_LANE_READY, t->i + 1);
-    if (all->failed == UPIPE_OK) all->failed = s;
+    upi_stages_note(all, lane->mark(c, lane, UPIPE_LANE_READY, t->i + 1));
 }
 
 UPIPE_API upipe_status upi_stages_post(upi_stages *all, upipe_ctx *c, int i, int finish)
@@ -143,32 +160,33 @@ UPIPE_API upipe_status upi_stages_turn(upi_stages *all, upipe_ctx *c, int i)
     upipe_lane *lane = all->lane;
     if (i + 1 < all->n) UPIPE_TRY(upi_stages_post(all, c, i + 1, 0));
     UPIPE_TRY(lane->meet(c, lane, UPIPE_LANE_READY, i + 1));
+    all->told = all->task[i % 2].status != UPIPE_OK;
     UPIPE_TRY(all->task[i % 2].status);
     UPIPE_TRY(all->attend(all->arg, c, i));
     UPIPE_TRY(lane->mark(c, lane, UPIPE_LANE_DONE, i + 1));
     return upi_stages_post(all, c, i, 1);
 }
 
-/* After a failure of the rank's own line the team is aborted here: the lane may be waiting for it. */
 UPIPE_API upipe_status upi_stages_overlap(upi_stages *all, upipe_ctx *c)
 {
     upipe_lane *lane = all->lane;
     upipe_ctx *other = &lane->ctx;
     upipe_status s, joined;
-    int i, told;
+    int i;
     other->ops = lane->ops != NULL ? lane->ops : c->ops;
     other->mem = c->mem;
     other->team = c->team;
     other->user = c->user;
     other->err.text[0] = '\0';
     all->failed = UPIPE_OK;
+    all->told = 0;
+    all->why = c->err.text;
     s = lane->mark(c, lane, UPIPE_LANE_BEGIN, 1);
     if (s == UPIPE_OK) s = upi_stages_post(all, c, 0, 0);
     for (i = 0; i < all->n && s == UPIPE_OK; ++i) s = upi_stages_turn(all, c, i);
-    told = s != UPIPE_OK && i > 0 && all->task[(i - 1) % 2].status == s; /* by the lane */
-    if (s != UPIPE_OK && !told) upipe_comm_abort(c->team, c->err.text);
+    if (s != UPIPE_OK && !all->told) lane->post(c, lane, upi_stages_abort, all);
     joined = lane->join(c, lane);
-    if (all->failed != UPIPE_OK && (s == UPIPE_OK || told)) {
+    if (all->failed != UPIPE_OK && (s == UPIPE_OK || all->told)) {
         c->err = other->err;
         return all->failed;
     }

@@ -342,7 +342,7 @@ static int check_promises(const compare *c)
 
 static int run(compare *c)
 {
-    int i, status;
+    int i, status, overlaps = 0;
     for (i = 0; i < c->o.methods_n; ++i) {
         method *m = &c->methods[i];
         m->kind = &method_kinds[c->o.methods[i]];
@@ -350,7 +350,10 @@ static int run(compare *c)
         m->o = &c->o;
         m->ops = &c->ops;
         if (method_plan(m) != 0) return -1;
+        overlaps |= method_plan_of(m)->overlap;
     }
+    if (c->o.overlap && !overlaps)
+        return cli_fail("--overlap would have no effect: no method here has more than one stage");
     /* A dry run visits every tile of tokens: their number must make sense before. */
     if (inputs_check(&c->o) != 0 || check_memory(c) != 0) return -1;
     progress(c, "the slabs, by dry runs", "");

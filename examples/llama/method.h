@@ -97,4 +97,12 @@ static inline upipe_plan_desc method_desc(const method_choice *how, int heads, i
     return d;
 }
 
+/* Stages overlap if there are several. */
+static inline upipe_status method_stages(const upipe_plan *p, upipe_err *e)
+{
+    if (p->overlap || !p->desc.overlap) return UPIPE_OK;
+    return upi_fail(e, UPIPE_ERR_UNSUPPORTED,
+                    "--overlap would have no effect: %d heads at a time are one stage", p->desc.chunk);
+}
+
 #endif

@@ -64,8 +64,8 @@ const char *fake_failed(void);
 
 /* ---- what the machine has ---- */
 
-/* 0: ncclCommWindowRegister succeeds, and gives no window. 1: the default. */
-void fake_symmetric(int on);
+/* Whom ncclCommWindowRegister, which succeeds, gives a window: 0: nobody; 1: all but rank 0; 2: all, the default. */
+void fake_symmetric(int whom);
 /* What cudaDriverGetVersion says to this rank, that of fake_rank; 0: CUDART_VERSION, the default for all. */
 void fake_driver(int rank, int version);
 /* Which devices reach each other: 0: none; 1: all, the default. Of a process, and between processes. */

@@ -117,7 +117,7 @@ std::set<ncclComm_t> &comms()
 }
 
 uint64_t ids;
-int symmetric = 1;
+int symmetric = 2;
 long engine_calls;
 
 /* What ncclMemAlloc gave. */
@@ -215,7 +215,7 @@ ncclResult_t look(ncclComm_t comm)
     comm->ready = true;
     if (comm->window_out != NULL) {
         if (t.windows[comm->registered - 1].come < t.ranks) return ncclInProgress;
-        *comm->window_out = symmetric ? comm->windows.back() : NULL;
+        *comm->window_out = comm->windows.back()->live ? comm->windows.back() : NULL;
         comm->window_out = NULL;
     }
     for (auto &g : comm->kept) enqueue(g);
@@ -686,8 +686,8 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *p, size_t bytes, nccl
         fake_finding("%s: rank %d registers %zu bytes, another rank %zu", call.name, comm->rank, bytes,
                      w.bytes);
     ++w.come;
-    comm->windows.push_back(
-        new ncclWindow_vidmem{(char *)p, bytes, (flags & NCCL_WIN_COLL_SYMMETRIC) != 0, symmetric != 0});
+    comm->windows.push_back(new ncclWindow_vidmem{(char *)p, bytes, (flags & NCCL_WIN_COLL_SYMMETRIC) != 0,
+                                                  symmetric > (comm->rank == 0)});
     comm->window_out = out;
     fake_changed();
     if (!comm->blocking) {
@@ -711,10 +711,10 @@ ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window)
     return call.fails ? fail(call, ncclUnhandledCudaError) : ncclSuccess;
 }
 
-void fake_symmetric(int on)
+void fake_symmetric(int whom)
 {
     fake_look look;
-    symmetric = on;
+    symmetric = whom;
 }
 
 long fake_engine_calls(void)

@@ -851,7 +851,8 @@ static void test_kill(MPI_Comm mpi, int what)
         if (s == UPIPE_OK) s = upipe_comm_wait(c, c->team);
     }
     if (k->rank == victim) die(0); /* after */
-    if (s == UPIPE_OK) {
+    /* an exchange that the victim has started may come to its end without it, and then the next one does not */
+    for (p = 0; s == UPIPE_OK && p < (what == STARTED ? 2 : 1); ++p) {
         last = now();
         s = upipe_comm_start(c, c->team, k->list, n);
         if (s == UPIPE_OK) s = upipe_comm_wait(c, c->team);

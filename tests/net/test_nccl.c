@@ -240,6 +240,7 @@ static upipe_status odd_list_body(rank_room *k)
     }
     if (what == CAPTURED) OK(cudaStreamBeginCapture(k->stream, cudaStreamCaptureModeThreadLocal));
     UPIPE_TRY(upipe_comm_start(c, c->team, k->list, k->ranks));
+    CHECK_STATUS(upipe_nccl_sync(c, &k->team), UPIPE_ERR_ARG, c->err);
     /* what the host enqueues meanwhile is neither waited for nor in the way */
     if (what == BESIDE) stall(k, two);
     UPIPE_TRY(upipe_comm_wait(c, c->team));
@@ -264,13 +265,14 @@ static upipe_status odd_list_body(rank_room *k)
     return UPIPE_OK;
 }
 
-enum { NO_WINDOW, DRIVER, SIZES, NO_SLAB, REFUSALS };
+enum { NO_WINDOW, ONE_WITHOUT, DRIVER, SIZES, NO_SLAB, REFUSALS };
 
 /* Copy engines are asked for and not there: every rank says why, alike, and goes on without. */
 static upipe_status refused_body(rank_room *k)
 {
-    static const char *const words[] = {"no symmetric window", "rank 1 has a driver for CUDA 12040",
-                                        "on rank 1", "rank 1 has no slab"};
+    static const char *const words[] = {"no symmetric window", "gives rank 0 no symmetric window",
+                                        "rank 1 has a driver for CUDA 12040", "on rank 1",
+                                        "rank 1 has no slab"};
     upipe_ctx *c = &k->ctx;
     int odd = k->rank == 1, what = k->crew->what;
     CHECK_STATUS(upipe_nccl_zero_sm(c, &k->team, what == NO_SLAB && odd ? NULL : k->slab,
@@ -310,11 +312,11 @@ static void test_engines(crew *all)
     all->zero_sm = LATER;
     for (i = 0; i < REFUSALS; ++i) {
         all->what = i;
-        fake_symmetric(i != NO_WINDOW);
+        fake_symmetric(i == NO_WINDOW ? 0 : i == ONE_WITHOUT ? 1 : 2);
         fake_driver(1, i == DRIVER ? 12040 : 0);
         crew_good(all, 3, refused_body);
         CHECK_INT(fake_engine_calls(), 0);
-        fake_symmetric(1);
+        fake_symmetric(2);
         fake_driver(1, 0);
     }
     if (!all->blocking) crew_run(all, 3, 20, foreign_body, 0, -1, FAKE_ONCE); /* else NCCL waits for ever */

@@ -35,10 +35,10 @@ struct dim3 {
 
 #define UPI_SHARED(type, name) type *name = (type *)simt_here->shared
 
-#define UPI_HOPPER_KERNEL(threads) UPI_KERNEL(threads, 1)
-#define UPI_HOPPER_CODE            1
-#define UPI_BY_VALUE               const
-#define UPI_MOST_THREADS(kernel)   ((void)(kernel), 1024)
+#define UPI_HOPPER_KERNEL(threads)                  UPI_KERNEL(threads, 1)
+#define UPI_HOPPER_CODE                             1
+#define UPI_BY_VALUE                                const
+#define UPI_HOPPER_FITS(kernel, threads, registers) ((void)(kernel), (threads) <= 1024)
 
 /* ---- launches ---- */
 

@@ -7,7 +7,8 @@
  *     ...
  *     upipe_cpu_lane_free(&room);
  *
- * The table's upipe_par, if there is one, is then called from two threads.
+ * The table's upipe_par, if there is one, is then called from two threads; so is the team, though by one at a time,
+ * and so are the pool's guard and clock. Over MPI that needs MPI_THREAD_SERIALIZED.
  */
 #ifndef UPIPE_CPU_LANE_H
 #define UPIPE_CPU_LANE_H
@@ -122,7 +123,7 @@ UPIPE_API upipe_status upipe_cpu_lane_init(upipe_cpu_lane *room, upipe_lane *lan
     return upi_fail(e, UPIPE_ERR_MEMORY, "no thread for a lane");
 }
 
-/* upipe_cpu_lane_free -- the thread ends; no call may be under way */
+/* upipe_cpu_lane_free -- the thread ends; no call may be under way, and upipe_cpu_lane_init has succeeded */
 UPIPE_API void upipe_cpu_lane_free(upipe_cpu_lane *room)
 {
     pthread_mutex_lock(&room->lock);

@@ -1,6 +1,6 @@
 /* upipe_cuda_attn_bwd90.h -- attention backward with what Hopper added    backend cuda, includes cuda_attn_tile, hopper
  *
- * The contract, scratch, masks and numbers of upipe_cuda_attn_bwd.h, for compute capability 9.0 and head dims to 128.
+ * The contract, scratch and masks of upipe_cuda_attn_bwd.h, for compute capability 9.0 and head dims to 128.
  * A block takes 128 keys of one key/value head, and every query that sees them of all the heads of the group, in
  * tiles of 64 (128 at head dims to 64). Two warpgroups compute, 64 keys each, everything transposed:
  *
@@ -16,7 +16,7 @@
  * adds to, in the order of the keys: in f32, the first block of a tile of queries stores, the others add when it is
  * their turn, as upipe_cuda_attn_bwd.h says, and for the same reasons without deadlock and with the same bits
  * under any schedule. A second kernel makes bf16 of the sums; nobody adds to tiles that see no key, and they become
- * zeros there. With merge all add to gq, and that is all.
+ * zeros there. With merge all add to gq, and that is all. (TMA adds flush numbers below 2^-126 to zero.)
  */
 #ifndef UPIPE_CUDA_ATTN_BWD90_H
 #define UPIPE_CUDA_ATTN_BWD90_H
@@ -202,8 +202,7 @@ UPI_DEVICE void upi_cuda_bwd90_sum(const upi_cuda_bwd90_args &x, const upi_cuda_
         upi_bulk_commit();
         upi_bulk_wait_read<0>();
         upi_mbarrier_arrive(bars + UPI_BWD90_DQ_EMPTY);
-        upi_bulk_wait<0>();
-        upi_fence_async_global();
+        upi_bulk_wait<0>(); /* the wait is a fence between the proxies too */
         upi_add_release(turn, is_first ? b.block + 1 : 1);
     }
 }
@@ -530,7 +529,8 @@ template <int D> UPIPE_API int upi_cuda_bwd90_fits(const upipe_cuda *device)
 {
     typedef upi_cuda_bwd90_shape<D> shape;
     return shape::SHARED <= device->shared_most &&
-           UPI_MOST_THREADS((upi_cuda_bwd90_kernel<D>)) >= shape::THREADS;
+           UPI_HOPPER_FITS((upi_cuda_bwd90_kernel<D>), shape::THREADS,
+                           128 * (shape::HELPER_REGISTERS + shape::CONSUMERS * shape::REGISTERS));
 }
 
 /* Whether these kernels take the call: the device, the unit's code, and shapes that tensor maps can say. */

@@ -351,7 +351,8 @@ UPI_DEVICE void upi_cuda_fwd90_consume(const upi_cuda_fwd90_args &g, uint32_t ba
 {
     typedef upi_cuda_fwd90_shape<D, KEYS> shape;
     const uint32_t bars = base + shape::AT_BARRIERS, at_q = base + (uint32_t)group * 64 * 128;
-    const int leads = threadIdx.x % 128 == 0, my_turn = 1 + group,
+    /* each warp tells for itself that it is through: waits for products are a warp's own */
+    const int leads = threadIdx.x % 128 == 0, tells = threadIdx.x % 32 == 0, my_turn = 1 + group,
               next_turn = 1 + (group + 1) % shape::CONSUMERS;
     uint32_t i = 0, q = 0; /* tiles and items so far */
     upi_cuda_fwd90_item item;
@@ -373,7 +374,7 @@ UPI_DEVICE void upi_cuda_fwd90_consume(const upi_cuda_fwd90_args &g, uint32_t ba
             upi_cuda_fwd90_scores<D, KEYS>(s, at_q, base + shape::AT_K + i % 2 * shape::TILE);
             if (shape::IN_TURN) upi_barrier_arrive(next_turn, 256);
             upi_wgmma_wait<0>();
-            if (leads) upi_mbarrier_arrive(upi_cuda_fwd90_slot(bars + UPI_FWD90_K_EMPTY, i));
+            if (tells) upi_mbarrier_arrive(upi_cuda_fwd90_slot(bars + UPI_FWD90_K_EMPTY, i));
             if (g.a.squash != 0) upi_cuda_fwd90_cap<KEYS>(s, g.a.squash);
             if (n < mine.whole || n >= mine.whole_end) upi_cuda_fwd90_hide<KEYS>(s, g.a, q0, n);
             upi_cuda_fwd90_weigh<KEYS>(s, top, sum, fold, g.a.rate);
@@ -387,25 +388,25 @@ UPI_DEVICE void upi_cuda_fwd90_consume(const upi_cuda_fwd90_args &g, uint32_t ba
                 upi_cuda_fwd90_values<D, KEYS>(o, p, base + shape::AT_V + (i - 1) % 2 * shape::TILE);
                 if (shape::IN_TURN) upi_barrier_arrive(next_turn, 256);
                 upi_wgmma_wait<1>(); /* the scores are there */
-                if (leads) upi_mbarrier_arrive(upi_cuda_fwd90_slot(bars + UPI_FWD90_K_EMPTY, i));
+                if (tells) upi_mbarrier_arrive(upi_cuda_fwd90_slot(bars + UPI_FWD90_K_EMPTY, i));
                 if (g.a.squash != 0) upi_cuda_fwd90_cap<KEYS>(s, g.a.squash);
                 if (n < mine.whole || n >= mine.whole_end) upi_cuda_fwd90_hide<KEYS>(s, g.a, q0, n);
                 upi_cuda_fwd90_weigh<KEYS>(s, top, sum, fold, g.a.rate);
                 upi_wgmma_wait<0>(); /* the values are, and p is free */
-                if (leads) upi_mbarrier_arrive(upi_cuda_fwd90_slot(bars + UPI_FWD90_V_EMPTY, i - 1));
+                if (tells) upi_mbarrier_arrive(upi_cuda_fwd90_slot(bars + UPI_FWD90_V_EMPTY, i - 1));
                 UPI_UNROLL
                 for (int e = 0; e < D / 2; ++e) o[e] *= fold[e / 2 % 2];
                 upi_cuda_fwd90_pack<KEYS>(p, s);
             }
-            if (shape::O_APART && leads) upi_mbarrier_arrive(bars + UPI_FWD90_Q_EMPTY);
+            if (shape::O_APART && tells) upi_mbarrier_arrive(bars + UPI_FWD90_Q_EMPTY);
             upi_mbarrier_wait(upi_cuda_fwd90_slot(bars + UPI_FWD90_V_FULL, i - 1),
                               upi_cuda_fwd90_parity(i - 1));
             upi_cuda_fwd90_values<D, KEYS>(o, p, base + shape::AT_V + (i - 1) % 2 * shape::TILE);
             upi_wgmma_wait<0>();
-            if (leads) upi_mbarrier_arrive(upi_cuda_fwd90_slot(bars + UPI_FWD90_V_EMPTY, i - 1));
+            if (tells) upi_mbarrier_arrive(upi_cuda_fwd90_slot(bars + UPI_FWD90_V_EMPTY, i - 1));
         }
         upi_cuda_fwd90_output<D, KEYS>(g, item, base, group, o, top, sum);
-        if (!shape::O_APART && leads && item.tiles.first < item.tiles.end)
+        if (!shape::O_APART && tells && item.tiles.first < item.tiles.end)
             upi_mbarrier_arrive(bars + UPI_FWD90_Q_EMPTY);
     }
     if (shape::IN_TURN && group == 0) upi_barrier_sync(my_turn, 256); /* the turn that nobody took */
@@ -428,11 +429,11 @@ void upi_cuda_fwd90_kernel(UPI_BY_VALUE upi_cuda_fwd90_args g)
         for (uint32_t i = 0; i < 2; ++i) {
             upi_mbarrier_init(upi_cuda_fwd90_slot(bars + UPI_FWD90_K_FULL, i), 1);
             upi_mbarrier_init(upi_cuda_fwd90_slot(bars + UPI_FWD90_V_FULL, i), 1);
-            upi_mbarrier_init(upi_cuda_fwd90_slot(bars + UPI_FWD90_K_EMPTY, i), shape::CONSUMERS);
-            upi_mbarrier_init(upi_cuda_fwd90_slot(bars + UPI_FWD90_V_EMPTY, i), shape::CONSUMERS);
+            upi_mbarrier_init(upi_cuda_fwd90_slot(bars + UPI_FWD90_K_EMPTY, i), shape::CONSUMERS * 4);
+            upi_mbarrier_init(upi_cuda_fwd90_slot(bars + UPI_FWD90_V_EMPTY, i), shape::CONSUMERS * 4);
         }
         upi_mbarrier_init(bars + UPI_FWD90_Q_FULL, 1);
-        upi_mbarrier_init(bars + UPI_FWD90_Q_EMPTY, shape::CONSUMERS);
+        upi_mbarrier_init(bars + UPI_FWD90_Q_EMPTY, shape::CONSUMERS * 4);
         upi_mbarrier_fence();
     }
     __syncthreads();
@@ -455,7 +456,8 @@ template <int D, int KEYS> UPIPE_API int upi_cuda_fwd90_fits(const upipe_cuda *d
 {
     typedef upi_cuda_fwd90_shape<D, KEYS> shape;
     return shape::SHARED <= device->shared_most &&
-           UPI_MOST_THREADS((upi_cuda_fwd90_kernel<D, KEYS>)) >= shape::THREADS;
+           UPI_HOPPER_FITS((upi_cuda_fwd90_kernel<D, KEYS>), shape::THREADS,
+                           128 * (shape::LOADER_REGISTERS + shape::CONSUMERS * shape::REGISTERS));
 }
 
 /* Whether these kernels take the call: the device, the unit's code, and shapes that tensor maps can say. */

@@ -15,8 +15,8 @@
  * copies `rows` rows of one head from any row and column, with zeros for what lies outside of the view, which
  * it does not write either.
  *
- * A unit that is compiled without sm_90a has the kernels as stubs of one thread a block: UPI_MOST_THREADS of
- * such a kernel is 1, and no launch of it can succeed.
+ * A unit that is compiled without sm_90a has the kernels as stubs of one thread a block, which no UPI_HOPPER_FITS
+ * takes.
  */
 #ifndef UPIPE_CUDA_HOPPER_H
 #define UPIPE_CUDA_HOPPER_H
@@ -40,12 +40,16 @@
 #define UPI_BY_VALUE const __grid_constant__
 
 /* Threads that a block of the kernel may have on the current device; 0: it has no code for this device. */
-#define UPI_MOST_THREADS(kernel) upi_cuda_most_threads((const void *)(kernel))
+#define UPI_HOPPER_FITS(kernel, threads, registers) \
+    upi_cuda_hopper_fits((const void *)(kernel), threads, registers)
 
-UPIPE_API int upi_cuda_most_threads(const void *kernel)
+/* Whether a block can have so many threads, and starts with so many registers in all: the sum of what its warpgroups
+ * will have after they have shared them out anew, which would wait for ever for more. */
+UPIPE_API int upi_cuda_hopper_fits(const void *kernel, int threads, int registers)
 {
-    cudaFuncAttributes attributes;
-    if (cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess) return attributes.maxThreadsPerBlock;
+    cudaFuncAttributes x;
+    if (cudaFuncGetAttributes(&x, kernel) == cudaSuccess)
+        return x.maxThreadsPerBlock >= threads && x.numRegs * threads >= registers;
     (void)cudaGetLastError();
     return 0;
 }

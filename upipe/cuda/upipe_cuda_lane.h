@@ -98,7 +98,7 @@ UPIPE_API upipe_status upipe_cuda_lane_free(upipe_cuda_lane *room, upipe_err *e)
  *   stream  the host's, for this lane alone: not the default stream, which would wait for all others
  *   ops     a table over a upipe_cuda of its own, whose cuBLAS handle is this stream's: a handle, and its workspace,
  *           belong to one line
- *   errors  BACKEND; there is then nothing to free
+ *   errors  ARG (no table), BACKEND; there is then nothing to free
  */
 UPIPE_API upipe_status upipe_cuda_lane_init(upipe_cuda_lane *room, upipe_lane *lane, cudaStream_t stream,
                                             const struct upipe_ops *ops, upipe_err *e)
@@ -107,6 +107,8 @@ UPIPE_API upipe_status upipe_cuda_lane_init(upipe_cuda_lane *room, upipe_lane *l
     int i;
     memset(room, 0, sizeof *room);
     memset(lane, 0, sizeof *lane);
+    if (ops == NULL)
+        return upi_fail(e, UPIPE_ERR_ARG, "a lane needs a table over a cuBLAS handle of its own");
     for (i = 0; i <= 2 * UPIPE_LANE_POINTS && s == UPIPE_OK; ++i)
         s = upi_cuda_check(
             e,

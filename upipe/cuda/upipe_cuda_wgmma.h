@@ -60,18 +60,18 @@ template <int N> struct upi_wgmma_shape;
         template <int TRANS_A, int TRANS_B>                                                           \
         static __device__ __forceinline__ void ss(float *d, uint64_t a, uint64_t b, int add)          \
         {                                                                                             \
-            asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " i2 ", 0;\n"                          \
+            asm volatile("{\n.reg .pred sums;\nsetp.ne.b32 sums, " i2 ", 0;\n"                        \
                          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 "                  \
-                         "{" REGISTERS "}, " i0 ", " i1 ", add, 1, 1, " i3 ", " i4 ";\n}"             \
+                         "{" REGISTERS "}, " i0 ", " i1 ", sums, 1, 1, " i3 ", " i4 ";\n}"            \
                          : ACCUMULATORS                                                               \
                          : "l"(a), "l"(b), "r"(add), "n"(TRANS_A), "n"(TRANS_B));                     \
         }                                                                                             \
         template <int TRANS_B>                                                                        \
         static __device__ __forceinline__ void rs(float *d, const uint32_t *a, uint64_t b, int add)   \
         {                                                                                             \
-            asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " i5 ", 0;\n"                          \
+            asm volatile("{\n.reg .pred sums;\nsetp.ne.b32 sums, " i5 ", 0;\n"                        \
                          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 "                  \
-                         "{" REGISTERS "}, {" i0 ", " i1 ", " i2 ", " i3 "}, " i4 ", add, 1, 1, " i6 ";\n}" \
+                         "{" REGISTERS "}, {" i0 ", " i1 ", " i2 ", " i3 "}, " i4 ", sums, 1, 1, " i6 ";\n}" \
                          : ACCUMULATORS                                                               \
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TRANS_B)); \
         }                                                                                             \

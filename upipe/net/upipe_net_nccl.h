@@ -29,12 +29,14 @@
  * anyone's differ, all send and receive in a group. All of it happens in wait, on a stream of the
  * transport's own: what the host enqueues on ctx->stream between start and wait runs beside it. A copy engine
  * that waits for a peer's is not ended by ncclCommAbort: comparing first leaves that to a rank that dies, or
- * whose device fails, at that instant. ctx->stream never waits for a peer. In a graph everything is grouped.
+ * whose device fails, at that instant. ctx->stream never waits for a peer in an exchange by engines. In a graph
+ * everything is grouped.
  *
  * Graphs. Where ctx->stream is captured, an exchange is captured with it, and wait returns when NCCL has enqueued it:
  * the stream's order is all that what follows needs. A gather and a barrier make the host wait, and are refused:
- * calls that compare ranks (upipe_comm_agree) are made once before the capture. All ranks launch their graphs in the
- * same order; upipe_nccl_sync waits for them under the deadline. The counts of bytes are those of the capture.
+ * calls that compare ranks (upipe_comm_agree) come before the capture, in a pass or, where layers of several kinds
+ * alternate, two. All ranks launch their graphs in the same order; upipe_nccl_sync waits for them under the
+ * deadline. The counts of bytes are those of the capture.
  *
  * Every rank makes the same sequence of calls, from one thread at a time, abort included. NCCL does not
  * compare what ranks ask for: lists that do not fit, or different calls, end in TIMEOUT at best. A gather
@@ -681,6 +683,7 @@ UPIPE_API upipe_status upi_nccl_ask(upipe_ctx *c, upipe_nccl *m, void *slab, siz
         if (!upi_nccl_value(m, r, 0)) {
             snprintf(m->zero_sm_says, sizeof m->zero_sm_says,
                      "grouped sends and receives: NCCL gives rank %d no symmetric window", r);
+            m->grouped = 1; /* or NCCL would give all-to-alls of ranks that have one to the engines */
             return UPIPE_OK;
         }
     snprintf(
@@ -723,11 +726,12 @@ UPIPE_API upipe_status upipe_nccl_zero_sm(upipe_ctx *c, upipe_nccl *m, void *sla
 /* upipe_nccl_sync -- as ops.sync, but for no longer than the deadline, and with an eye on the communicator: for a
  *                    stream whose exchanges were launched in a graph, where no wait of this transport is behind them
  *   order   the deadline counts from the call; what is enqueued now is waited for, computing included
- *   errors  as upipe_comm_wait; UNSUPPORTED where the stream is captured
+ *   errors  as upipe_comm_wait; UNSUPPORTED where the stream is captured; ARG between upipe_comm_start and wait
  */
 UPIPE_API upipe_status upipe_nccl_sync(upipe_ctx *c, upipe_nccl *m)
 {
     upipe_status s;
+    UPIPE_TRY(upi_comm_idle(c, &m->comm));
     UPIPE_TRY(upi_nccl_ready(c, m));
     UPIPE_TRY(upi_nccl_begin(c, m, UPI_NCCL_SYNC));
     s = upi_nccl_close(c, m);

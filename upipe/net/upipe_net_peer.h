@@ -35,10 +35,11 @@
  * Failures. The first one breaks the team: its sentence is every rank's reason from then on. The rank that
  * finds it returns its status: TIMEOUT (naming the ranks), MISMATCH, BACKEND. The others return ABORTED,
  * except that each returns a MISMATCH once. The deadline counts from the moment that ctx->stream comes to the
- * exchange. A rank that fails then waits until its own copies have ended and nobody's copies to it are under
- * way, for at most the deadline or a second, whichever is less; else comm->quarantine is set. A process that
- * dies is found by the deadline; its devices' copies end with it, or are never waited for by ctx->stream
- * (without ahead).
+ * exchange; with ahead, from the call for as long as the exchange before has not ended. A rank that fails then
+ * waits until its own copies have ended and nobody's copies to it are under way, for at most the deadline or a
+ * second, whichever is less; else comm->quarantine is set. A process that dies is found by the deadline; its
+ * devices' copies end with it, or are never waited for by ctx->stream. With ahead that may be behind them for
+ * ever: then comm->stuck is set too.
  */
 #ifndef UPIPE_NET_PEER_H
 #define UPIPE_NET_PEER_H
@@ -273,18 +274,25 @@ UPIPE_API upipe_status upi_peer_look(upipe_ctx *c, upipe_peer *m, uint64_t s, in
     return UPIPE_OK;
 }
 
+/* The deadline is for peers. ctx->stream comes to the exchange in its own time, but for the exchange before, where
+ * the host has run ahead of that: until it has ended, peers are waited for. */
 UPIPE_API upipe_status upi_peer_finish(upipe_ctx *c, upipe_peer *m)
 {
     uint64_t s = m->call;
-    int64_t until = 0;
-    int idle = 0, reached = 0, complete;
+    int64_t until = upi_net_until(m->comm.deadline);
+    int idle = 0, before = !m->ahead, reached = 0, complete;
     for (;;) {
-        int late = reached && upi_net_now() >= until;
+        int late = (reached || !before) && upi_net_now() >= until;
         UPIPE_TRY(upi_peer_look(c, m, s, &complete));
         if (complete) return UPIPE_OK;
         if (upi_peer_broken(m)) return upi_peer_tell(&c->err, m, UPIPE_OK);
         if (late) UPIPE_TRY(upi_peer_late(&c->err, m, s));
-        if (!reached) {
+        if (late && !before)
+            return upi_peer_fail(&c->err, m, UPIPE_ERR_TIMEOUT,
+                                 "rank %d waited %g s for the copies of the exchange before to end",
+                                 m->comm.rank, m->comm.deadline);
+        if (!before) UPIPE_TRY(upi_peer_passed(&c->err, m, m->done, &before));
+        if (before && !reached) {
             UPIPE_TRY(
                 upi_peer_passed(&c->err, m, m->link[m->comm.rank].event[UPI_PEER_READY][s & 1], &reached));
             if (reached) until = upi_net_until(m->comm.deadline);
@@ -329,19 +337,33 @@ UPIPE_API int upi_peer_vacated(upipe_peer *m)
     }
 }
 
+/* After a failure: who cannot be sure that everything has ended says so. */
+UPIPE_API void upi_peer_unsure(upipe_peer *m)
+{
+    if (upi_peer_vacated(m)) return;
+    m->comm.quarantine = 1;
+    m->comm.stuck = m->ahead;
+}
+
+/* Hosts hand over in each exchange, which a graph cannot hold. */
+UPIPE_API upipe_status upi_peer_uncaptured(upipe_ctx *c, upipe_peer *m)
+{
+    enum cudaStreamCaptureStatus state;
+    UPI_PEER_CUDA(&c->err, m, cudaStreamIsCapturing((cudaStream_t)c->stream, &state));
+    if (state == cudaStreamCaptureStatusNone) return UPIPE_OK;
+    return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
+                    "rank %d: hosts hand over in each exchange, which a graph cannot hold", m->comm.rank);
+}
+
 UPIPE_API upipe_status upi_peer_start(upipe_ctx *c, upipe_comm *comm, const upipe_seg *list, int n)
 {
     upipe_peer *m = (upipe_peer *)comm->impl;
     upipe_err *e = &c->err;
     uint64_t s = m->call + 1;
     cudaEvent_t ready = m->link[comm->rank].event[UPI_PEER_READY][s & 1];
-    enum cudaStreamCaptureStatus state;
     upipe_status status;
     if (upi_peer_broken(m)) return upi_peer_tell(e, m, UPIPE_OK);
-    UPI_PEER_CUDA(e, m, cudaStreamIsCapturing((cudaStream_t)c->stream, &state));
-    if (state != cudaStreamCaptureStatusNone)
-        return upi_fail(e, UPIPE_ERR_UNSUPPORTED,
-                        "rank %d: hosts hand over in each exchange, which a graph cannot hold", comm->rank);
+    UPIPE_TRY(upi_peer_uncaptured(c, m));
     UPIPE_TRY(upi_peer_catch_up(e, m));
     UPIPE_TRY(upi_peer_offer(e, m, list, n, s));
     m->list = list;
@@ -351,7 +373,7 @@ UPIPE_API upipe_status upi_peer_start(upipe_ctx *c, upipe_comm *comm, const upip
     UPI_PEER_CUDA(e, m, cudaStreamWaitEvent(m->stream, ready, 0));
     status = upi_peer_copy_own(e, m, list, n);
     if (status != UPIPE_OK) {
-        if (!upi_peer_vacated(m)) comm->quarantine = 1;
+        upi_peer_unsure(m);
         return status;
     }
     upi_peer_publish(m, s);
@@ -364,7 +386,7 @@ UPIPE_API upipe_status upi_peer_wait(upipe_ctx *c, upipe_comm *comm)
     upipe_status s = upi_peer_finish(c, m);
     int i;
     if (s != UPIPE_OK) {
-        if (!upi_peer_vacated(m)) comm->quarantine = 1;
+        upi_peer_unsure(m);
         return s;
     }
     if (!m->ahead) upi_peer_release(m);
@@ -377,12 +399,13 @@ UPIPE_API upipe_status upi_peer_wait(upipe_ctx *c, upipe_comm *comm)
 /* upipe_peer_sync -- as ops.sync, but for no longer than the deadline: behind exchanges that the host has run
  *                    ahead of
  *   order   the deadline counts from the call; what is enqueued now is waited for, computing included
- *   errors  TIMEOUT, ABORTED, BACKEND
+ *   errors  TIMEOUT, ABORTED, BACKEND; UNSUPPORTED (the stream is being captured: nothing happens)
  */
 UPIPE_API upipe_status upipe_peer_sync(upipe_ctx *c, upipe_peer *m)
 {
     int64_t until = upi_net_until(m->comm.deadline);
     int idle = 0;
+    UPIPE_TRY(upi_peer_uncaptured(c, m));
     for (;;) {
         int late = upi_net_now() >= until;
         cudaError_t r = cudaStreamQuery((cudaStream_t)c->stream);
@@ -394,7 +417,7 @@ UPIPE_API upipe_status upipe_peer_sync(upipe_ctx *c, upipe_peer *m)
                 late ? upi_peer_fail(&c->err, m, UPIPE_ERR_TIMEOUT, "rank %d waited %g s for its stream",
                                      m->comm.rank, m->comm.deadline)
                      : upi_peer_tell(&c->err, m, UPIPE_OK);
-            if (!upi_peer_vacated(m)) m->comm.quarantine = 1;
+            upi_peer_unsure(m);
             return s;
         }
         upi_net_rest(&idle, UPI_PEER_YIELDS, UPI_PEER_NAP);
