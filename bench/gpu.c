@@ -242,6 +242,7 @@ static upipe_status team_join(team *t, upipe_ctx *c, int rank)
     d.room = t->peer_room, d.slabs = &slab, d.slabs_n = 1;
     d.rank = rank, d.ranks = t->o->ranks;
     UPIPE_TRY(upipe_peer_init(&t->peers[rank], &d, &c->err));
+    t->peers[rank].ahead = t->plan.overlap; /* one host thread has two lines to feed */
     c->team = &t->peers[rank].comm;
     return UPIPE_OK;
 }
