@@ -110,7 +110,8 @@ static void test_peak(void)
             CHECK_SAY(dry->mem.phase_peak[phase] == bytes.phase[phase], "%s: %zu bytes, the plan says %zu",
                       upipe_phase_name(phase), dry->mem.phase_peak[phase], bytes.phase[phase]);
         held = (double)bytes.peak / (double)upipe_plan_unit_bytes(&p);
-        CHECK_SAY(fabs(held - units[i]) < 5e-4, "%g units, not %g", held, units[i]);
+        CHECK_SAY(fabs(held - units[i]) < 2e-3, /* scratch is the instruction set's */
+                  "%g units, not %g", held, units[i]);
     }
     free(dry);
 }

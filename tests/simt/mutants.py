@@ -3,11 +3,12 @@
 
 One header is changed at a time, compiled alone, and takes the place of its entries in the table; then a test program
 runs. It must print a line on stderr, which is a failed check or a finding of the emulator, or end otherwise than with
-0, or hang. Before that the programs must pass with the kernels as they are. A line a bug, then "N mutants, N caught";
+0, or hang. The programs must pass with the kernels as they are, which is tried where all bugs or chosen ones are: the
+suite simt does it anyway. A line a bug, then "N mutants, N caught";
 the status is zero if all were caught.
 
-With a WORD only bugs whose text has it are tried. Otherwise every third one, beginning with the first, second or third
-as the commit has it; with UPIPE_MUTANTS=all all of them.
+With a WORD only bugs whose text has it are tried. Otherwise every fifth one, beginning with one of the first five as the
+commit has it; with UPIPE_MUTANTS=all all of them.
 """
 
 import concurrent.futures
@@ -21,12 +22,13 @@ import tempfile
 import threading
 import time
 
-SHARE = 3  # of the mutants in a run: they take as long as all other tests of the kernels
+SHARE = 5  # one of so many mutants in a run: all of them take longer than all other tests of the kernels
 PATIENCE = 600  # seconds for a run that may hang; an original that passes takes a minute on an idle machine
 CC, CXX = os.environ.get('CC', 'gcc'), os.environ.get('CXX', 'g++')
 C_FLAGS = ['-std=c11', '-D_POSIX_C_SOURCE=200809L', '-O1', '-g1']
 CXX_FLAGS = ['-std=c++17', '-D_GNU_SOURCE', '-O1', '-g1', '-Wno-psabi', '-DUPIPE_CUDA_SEAMS="simt/seams.h"']
 BUILDS = {'': [], 'race': ['-fsanitize=thread', '-DSIMT_RACE']}
+TESTS = {'': [], 'race': ['-DBRIEF_TESTS']}
 
 # The whole table, unchanged, under another name.
 BASE = '''#include "upipe/cuda/upipe_cuda.h"
@@ -147,7 +149,7 @@ class Workshop:
         wanted = {('fake', os.path.basename(path)): (path, []) for path in self.fakes}
         for mutant in mutants:
             test = os.path.join(self.top, 'tests', 'cuda', f'test_cuda_{mutant.program}.c')
-            wanted['test', mutant.program] = (test, [])
+            wanted['test', mutant.program, mutant.build] = (test, TESTS[mutant.build])
             wanted['base', mutant.build] = (base, BUILDS[mutant.build])
         jobs = []
         for number, (key, (source, flags)) in enumerate(sorted(wanted.items(), reverse=True)):
@@ -176,7 +178,7 @@ class Workshop:
         self.compile(unit, BUILDS[mutant.build], unit + '.o', place)
         program = os.path.join(place, 'program')
         fakes = [path for key, path in self.objects.items() if key[0] == 'fake']
-        run([CXX, self.objects['test', mutant.program], unit + '.o', self.objects['base', mutant.build], *fakes,
+        run([CXX, self.objects['test', mutant.program, mutant.build], unit + '.o', self.objects['base', mutant.build], *fakes,
              '-pthread', '-lm', '-o', program], name)
         return program
 
@@ -231,9 +233,10 @@ def main():
     word = sys.argv[2] if len(sys.argv) > 2 else ''
     mutants = [mutant for mutant in read_list(os.path.join(os.path.dirname(os.path.abspath(__file__)), 'mutants.txt'))
                if word in f'{mutant.header} {mutant.test} {mutant.bug}']
-    if not word and os.environ.get('UPIPE_MUTANTS') != 'all':
+    share = not word and os.environ.get('UPIPE_MUTANTS') != 'all'
+    if share:
         first = commit(top) % SHARE
-        print(f'every third of {len(mutants)} mutants, from number {first + 1} on; UPIPE_MUTANTS=all takes all')
+        print(f'every fifth of {len(mutants)} mutants, from number {first + 1} on; UPIPE_MUTANTS=all takes all')
         mutants = mutants[first::SHARE]
     caught = 0
     scratch = tempfile.mkdtemp(prefix='mutants')
@@ -242,7 +245,7 @@ def main():
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             shop = Workshop(top, scratch)
             shop.prepare(pool, mutants)
-            originals = {mutant.test: mutant for mutant in mutants}
+            originals = {} if share else {mutant.test: mutant for mutant in mutants}
             checks = [pool.submit(try_original, shop, mutant) for mutant in originals.values()]
             jobs = {pool.submit(try_mutant, shop, mutant): mutant for mutant in mutants}
             for job in concurrent.futures.as_completed(jobs):

@@ -44,7 +44,7 @@ template <int D> struct upi_cuda_bwd90_shape {
         AT_DQ = AT_DS + 2 * DS,
         AT_LSE = AT_DQ + CONSUMERS * DQ, /* two slots of lse and delta */
         AT_BARRIERS = AT_LSE + 4 * ROWS * 4,
-        AT_TICKET = AT_BARRIERS + 12 * 8,
+        AT_TICKET = AT_BARRIERS + 10 * 8,
         SHARED = AT_TICKET + 8
     };
 };
@@ -56,14 +56,13 @@ typedef struct upi_cuda_bwd90_args {
 
 /* Barriers, as they lie behind the tiles: two of each, of the slots; one of others. */
 enum {
-    UPI_BWD90_Q_FULL = 0, /* Q, lse and delta */
-    UPI_BWD90_Q_EMPTY = 16,
+    UPI_BWD90_Q_FULL = 0,   /* Q, lse and delta */
+    UPI_BWD90_Q_EMPTY = 16, /* and dO, whose products end earlier */
     UPI_BWD90_GO_FULL = 32,
-    UPI_BWD90_GO_EMPTY = 48,
-    UPI_BWD90_K_FULL = 64,
-    UPI_BWD90_V_FULL = 72,
-    UPI_BWD90_DQ_FULL = 80,
-    UPI_BWD90_DQ_EMPTY = 88
+    UPI_BWD90_K_FULL = 48,
+    UPI_BWD90_V_FULL = 56,
+    UPI_BWD90_DQ_FULL = 64,
+    UPI_BWD90_DQ_EMPTY = 72
 };
 
 /* What a block works on. */
@@ -132,14 +131,13 @@ UPI_DEVICE void upi_cuda_bwd90_produce(const upi_cuda_bwd90_args &x, const upi_c
     UPI_CUDA_ATTN_TURNS(1)
     for (upi_cuda_bwd90_tile t = upi_cuda_bwd90_first(b, x.g.a.group); t.n < b.count;
          upi_cuda_bwd90_next(b, &t)) {
-        const uint32_t to = b.base + (uint32_t)t.n % 2 * shape::TILE, empty = upi_cuda_bwd90_parity(t.n) ^ 1;
-        upi_mbarrier_wait(upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_EMPTY, t.n), empty);
+        const uint32_t to = b.base + (uint32_t)t.n % 2 * shape::TILE;
+        upi_mbarrier_wait(upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_EMPTY, t.n), upi_cuda_bwd90_parity(t.n) ^ 1);
         upi_cuda_bwd90_load<D, shape::ROWS>(to + shape::AT_Q, &x.q, t.m * shape::ROWS, t.h,
                                             upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_FULL, t.n));
         if (t.n == 0)
             upi_cuda_bwd90_load<D, shape::KEYS>(b.base + shape::AT_V, &x.v, b.block * shape::KEYS, b.kv,
                                                 bars + UPI_BWD90_V_FULL);
-        upi_mbarrier_wait(upi_cuda_bwd90_slot(bars + UPI_BWD90_GO_EMPTY, t.n), empty);
         upi_cuda_bwd90_load<D, shape::ROWS>(to + shape::AT_GO, &x.go, t.m * shape::ROWS, t.h,
                                             upi_cuda_bwd90_slot(bars + UPI_BWD90_GO_FULL, t.n));
     }
@@ -411,7 +409,6 @@ UPI_DEVICE void upi_cuda_bwd90_step(const upi_cuda_attn_args &a, const upi_cuda_
     upi_cuda_bwd90_dq<D>(dq, at_ds, b.base, group);
     upi_cuda_bwd90_times<D>(dk, ds, at_q);
     upi_wgmma_wait<1>(); /* dV and dQ are */
-    upi_cuda_bwd90_done(upi_cuda_bwd90_slot(bars + UPI_BWD90_GO_EMPTY, t.n));
     upi_mbarrier_wait(bars + UPI_BWD90_DQ_EMPTY, (uint32_t)t.n % 2 ^ 1);
     upi_cuda_bwd90_store<D>(shared, dq, group);
     upi_cuda_bwd90_done(bars + UPI_BWD90_DQ_FULL);
@@ -474,7 +471,6 @@ void upi_cuda_bwd90_kernel(UPI_BY_VALUE upi_cuda_bwd90_args x)
             upi_mbarrier_init(upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_FULL, i), 2);
             upi_mbarrier_init(upi_cuda_bwd90_slot(bars + UPI_BWD90_GO_FULL, i), 1);
             upi_mbarrier_init(upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_EMPTY, i), shape::CONSUMERS * 4);
-            upi_mbarrier_init(upi_cuda_bwd90_slot(bars + UPI_BWD90_GO_EMPTY, i), shape::CONSUMERS * 4);
         }
         upi_mbarrier_init(bars + UPI_BWD90_K_FULL, 1);
         upi_mbarrier_init(bars + UPI_BWD90_V_FULL, 1);
