@@ -466,6 +466,7 @@ SIMT_QUIET __attribute__((noinline)) inline int upi_load_acquire(const int *p)
 
 SIMT_QUIET __attribute__((noinline)) inline void upi_add_release(int *p, int v)
 {
+    simt_dawdle();
     simt_race_release(p);
     __atomic_fetch_add(p, v, __ATOMIC_RELEASE);
     simt_moved();

@@ -16,7 +16,8 @@
  * what simt_race.h finds. Shared memory is full of NaNs when a block starts.
  *
  *     SIMT_SEED=n     n > 0: random order of blocks, and of the threads that could go on. Three blocks then
- *                     take turns, which end at barriers and pauses, so that a seed gives the same run again
+ *                     take turns, which end at barriers, pauses and releases, so that a seed gives the same
+ *                     run again
  *     SIMT_EAGER=1    asynchronous copies land at once, not as late as they may
  *     SIMT_THREADS=n  blocks that run side by side (default: the cores; 3 where they take turns)
  *
@@ -415,6 +416,14 @@ SIMT_QUIET inline void simt_moved(void)
 {
     simt_here->pauses = 0;
     __atomic_fetch_add(&simt_here->launch->moves, 1, __ATOMIC_SEQ_CST);
+}
+
+/* Before a thread hands something on: other blocks run until they wait, for it may be as late as that. */
+SIMT_QUIET inline void simt_dawdle(void)
+{
+    simt_launch *l = simt_here->launch;
+    __atomic_store_n(&l->stuck[simt_here->worker], 0, __ATOMIC_SEQ_CST); /* it does not wait */
+    simt_pass_turn(l, simt_here->worker, 0);
 }
 
 /* Inside a loop that waits for another block. If every block that runs only pauses, and no atomic or release

@@ -467,6 +467,30 @@ template <int BUG> static float run_in_turn(void)
     return row[0];
 }
 
+/* The same by single threads, row after row, with no barrier at which blocks would take turns. */
+template <int BUG> UPI_KERNEL(32, 1) void hand_on(int *sync, float *row)
+{
+    int me;
+    if (threadIdx.x > 0) return;
+    me = atomicAdd(&sync[0], 1);
+    for (int i = 0; i < 3; ++i) {
+        if (BUG == LOOK_ONCE)
+            (void)upi_load_acquire(&sync[1 + i]);
+        else
+            while (upi_load_acquire(&sync[1 + i]) != me) upi_pause();
+        row[i] += (float)(me + 1) * row[i];
+        upi_add_release(&sync[1 + i], 1);
+    }
+}
+
+template <int BUG> static float run_hand_on(void)
+{
+    int sync[4] = {0, 0, 0, 0};
+    float row[3] = {1, 1, 1};
+    simt_run(shape_of(6, 32, 4), [&] { hand_on<BUG>(sync, row); });
+    return row[0] == row[1] && row[1] == row[2] ? row[0] : -1;
+}
+
 /* The block that comes last sums what all have left. */
 template <int BUG> UPI_KERNEL(32, 1) void last_sums(int *count, float *part, float *out)
 {
@@ -499,6 +523,7 @@ static void test_between_blocks(void)
 {
     in_many_orders([] {
         CHECK(run_in_turn<0>() == 5040); /* 2 * 3 * ... * 7 */
+        CHECK(run_hand_on<0>() == 5040);
         CHECK_INT(run_last_sums<0>(), 0);
     });
     MUST_FIND("every running block waits", [] { return (int)run_in_turn<NEVER>(); });
@@ -506,6 +531,7 @@ static void test_between_blocks(void)
     MUST_RACE("race", [] { return (int)run_in_turn<NO_ACQUIRE>(); });
     MUST_RACE("race", [] { return (int)run_in_turn<LOOK_ONCE>(); });
     MUST_RACE("race", [] { return (int)run_in_turn<NO_BARRIER_BEFORE>(); });
+    MUST_RACE("race", [] { return (int)run_hand_on<LOOK_ONCE>(); });
     MUST_RACE("race: a write after a write, global", [] { return run_last_sums<SAME_WORD>(); });
     MUST_RACE("race: a read after a write, global", [] { return run_last_sums<NO_FENCE_BEFORE>(); });
     MUST_RACE("race: a read after a write, global", [] { return run_last_sums<NO_FENCE_AFTER>(); });
