@@ -145,7 +145,7 @@ static crew *crew_begin(int ranks, double deadline)
 }
 
 /* Ends a test: nothing may be left, and no deadline overrun by much. They are below a second, or else long
- * and not to be met. */
+ * and not to be met. (Valgrind on a busy machine needs half a minute.) */
 static void crew_end(crew *k)
 {
     CHECK(upi_net_now() - k->began < (int64_t)50 * 1000000000);

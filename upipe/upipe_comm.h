@@ -116,7 +116,8 @@ UPIPE_API upipe_status upipe_comm_start(upipe_ctx *c, upipe_comm *comm, const up
 
 /* upipe_comm_wait -- the started exchange is complete: all received, all sent buffers free again
  *   errors  TIMEOUT (the sentence names the rank that is missing), MISMATCH (lists that do not fit), ABORTED;
- *           comm->quarantine is then set if a peer may still read the send buffers
+ *           comm->quarantine is then set if a peer may still read the send buffers, and comm->stuck too if ctx->stream
+ *           may never be through with the exchange
  */
 UPIPE_API upipe_status upipe_comm_wait(upipe_ctx *c, upipe_comm *comm)
 {

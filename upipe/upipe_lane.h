@@ -26,7 +26,8 @@ enum { UPIPE_LANE_BEGIN, UPIPE_LANE_READY, UPIPE_LANE_DONE, UPIPE_LANE_POINTS };
  *   ops    the lane's compute table; NULL: the rank's own, which is then called on both lines. Scratch is asked of the
  *          rank's own for both: they need the same
  *   self   the maker's
- *   post   task(arg) runs on the lane, after all that were posted before; may run before this returns
+ *   post   task(arg) runs on the lane, after all that were posted before; may run before this returns. Tasks call the
+ *          team, abort included, and the rank's own line does not until it has joined: one thread at a time
  *   mark   what c's line has been given so far reaches point number n of this kind: 1, 2, ...
  *   meet   c's line goes on when the other one has reached that point; the host calls it after the mark, or
  *          on another thread
@@ -184,7 +185,8 @@ UPIPE_API upipe_status upi_stages_overlap(upi_stages *all, upipe_ctx *c)
     s = lane->mark(c, lane, UPIPE_LANE_BEGIN, 1);
     if (s == UPIPE_OK) s = upi_stages_post(all, c, 0, 0);
     for (i = 0; i < all->n && s == UPIPE_OK; ++i) s = upi_stages_turn(all, c, i);
-    if (s != UPIPE_OK && !all->told) lane->post(c, lane, upi_stages_abort, all);
+    /* a lane that takes no task leaves it to the caller, who gives up on the team after the join */
+    if (s != UPIPE_OK && !all->told) (void)lane->post(c, lane, upi_stages_abort, all);
     joined = lane->join(c, lane);
     if (all->failed != UPIPE_OK && (s == UPIPE_OK || all->told)) {
         c->err = other->err;

@@ -249,6 +249,17 @@ static void test_one(const graph_case *g)
     free(me);
 }
 
+/* A lane that shared the rank's cuBLAS handle would be on the rank's stream. */
+static void test_no_table(void)
+{
+    upipe_cuda_lane room;
+    upipe_lane lane;
+    upipe_err e;
+    CHECK_STATUS(upipe_cuda_lane_init(&room, &lane, NULL, NULL, &e), UPIPE_ERR_ARG, e);
+    CHECK_TEXT(e.text, "a cuBLAS handle of its own");
+    CHECK(lane.post == NULL);
+}
+
 /* Refused with a sentence, and the capture goes on: it has a graph in the end. */
 static void test_waits(void)
 {
@@ -405,6 +416,7 @@ int main(void)
                                        {UPIPE_BF16, 1, 1, 0, 1}};
     size_t i;
     for (i = 0; i < sizeof cases / sizeof *cases; ++i) test_one(&cases[i]);
+    test_no_table();
     test_waits();
 #ifdef FAKE_CUDA_RUNTIME_API_H
     test_teams();

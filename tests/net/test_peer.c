@@ -243,6 +243,16 @@ static upipe_status give_up_body(rank_room *k)
     return s;
 }
 
+/* The team is broken; the rank whose stream stalls lets it go when all others have found out. */
+static void outlast(rank_room *k, ncclComm_t *two)
+{
+    __atomic_fetch_add(&k->crew->past, 1, __ATOMIC_ACQ_REL);
+    while (two != NULL && __atomic_load_n(&k->crew->past, __ATOMIC_ACQUIRE) < k->ranks) nap(0.001);
+    check_dead(k);
+    k->ctx.team->deadline = 20; /* of upipe_peer_free */
+    if (two != NULL) stall_end(two);
+}
+
 /* A rank's stream never comes to the exchange: nobody's copies to it begin, none of its own do. */
 static upipe_status stalled_body(rank_room *k)
 {
@@ -258,11 +268,7 @@ static upipe_status stalled_body(rank_room *k)
     CHECK(s == UPIPE_ERR_ABORTED || (!odd && s == UPIPE_ERR_TIMEOUT));
     CHECK_TEXT(c->err.text, "for the devices' copies to end");
     CHECK_INT(c->team->quarantine, 1);
-    __atomic_fetch_add(&k->crew->past, 1, __ATOMIC_ACQ_REL);
-    while (odd && __atomic_load_n(&k->crew->past, __ATOMIC_ACQUIRE) < k->ranks) nap(0.001);
-    check_dead(k);
-    c->team->deadline = 20; /* of upipe_peer_free */
-    if (odd) stall_end(two);
+    outlast(k, odd ? two : NULL);
     return s;
 }
 
@@ -293,11 +299,7 @@ static upipe_status stalled_before_body(rank_room *k)
         CHECK(upi_unwind(c, s, 0) == s);
         c->mem = NULL;
     }
-    __atomic_fetch_add(&k->crew->past, 1, __ATOMIC_ACQ_REL);
-    while (odd && __atomic_load_n(&k->crew->past, __ATOMIC_ACQUIRE) < k->ranks) nap(0.001);
-    check_dead(k);
-    c->team->deadline = 20; /* of upipe_peer_free */
-    if (odd) stall_end(two);
+    outlast(k, odd ? two : NULL);
     return s;
 }
 
@@ -378,6 +380,9 @@ static upipe_status refused_body(rank_room *k)
     CHECK_TEXT(c->err.text, "outside the slabs");
     OK(cudaStreamBeginCapture(k->stream, cudaStreamCaptureModeThreadLocal));
     CHECK_STATUS(upipe_comm_start(c, c->team, list, 0), UPIPE_ERR_UNSUPPORTED, c->err);
+    CHECK_TEXT(c->err.text, "graph");
+    c->err.text[0] = 0;
+    CHECK_STATUS(upipe_peer_sync(c, &k->team), UPIPE_ERR_UNSUPPORTED, c->err);
     CHECK_TEXT(c->err.text, "graph");
     OK(cudaStreamEndCapture(k->stream, &graph));
     OK(cudaGraphDestroy(graph));

@@ -178,8 +178,8 @@ class Workshop:
         self.compile(unit, BUILDS[mutant.build], unit + '.o', place)
         program = os.path.join(place, 'program')
         fakes = [path for key, path in self.objects.items() if key[0] == 'fake']
-        run([CXX, self.objects['test', mutant.program, mutant.build], unit + '.o', self.objects['base', mutant.build], *fakes,
-             '-pthread', '-lm', '-o', program], name)
+        run([CXX, self.objects['test', mutant.program, mutant.build], unit + '.o',
+             self.objects['base', mutant.build], *fakes, '-pthread', '-lm', '-o', program], name)
         return program
 
 

@@ -39,12 +39,12 @@
 /* A parameter whose address TMA may take. */
 #define UPI_BY_VALUE const __grid_constant__
 
-/* Threads that a block of the kernel may have on the current device; 0: it has no code for this device. */
 #define UPI_HOPPER_FITS(kernel, threads, registers) \
     upi_cuda_hopper_fits((const void *)(kernel), threads, registers)
 
-/* Whether a block can have so many threads, and starts with so many registers in all: the sum of what its warpgroups
- * will have after they have shared them out anew, which would wait for ever for more. */
+/* Whether the current device has code for the kernel, a block can have so many threads, and starts with so many
+ * registers in all: the sum of what its warpgroups will have after they have shared them out anew, which would wait
+ * for ever for more. */
 UPIPE_API int upi_cuda_hopper_fits(const void *kernel, int threads, int registers)
 {
     cudaFuncAttributes x;
