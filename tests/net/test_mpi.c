@@ -751,11 +751,13 @@ static run_case make_layer(int dtype, int projected)
     return t;
 }
 
-static void test_layer(int dtype, int projected)
+/* overlap: the exchanges come from a lane's thread. */
+static void test_layer(int dtype, int projected, int overlap)
 {
     part_room *k = part_begin(60);
     run_case t = make_layer(dtype, projected);
     t.ranks = t.chunk = k->ranks;
+    t.overlap = overlap;
     team_mpi = k->ctx.team;
     ring_mpi = NULL;
     check_layer(&t, k);
@@ -880,8 +882,9 @@ int main(int argc, char **argv)
 {
     const char *what = argc > 1 ? argv[1] : "all";
     char name[64];
-    int rank, ranks, i;
-    MPI_Init(&argc, &argv);
+    int rank, ranks, level, i;
+    MPI_Init_thread(&argc, &argv, MPI_THREAD_SERIALIZED, &level);
+    CHECK(level >= MPI_THREAD_SERIALIZED);
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     MPI_Comm_size(MPI_COMM_WORLD, &ranks);
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
@@ -912,7 +915,7 @@ int main(int argc, char **argv)
         for (i = 0; i < 2 * GIVE_UPS; ++i) test_give_up(i / 2 % ranks, i % GIVE_UPS);
     }
     if (ranks == 2 || ranks == 4)
-        for (i = 0; i < 4; ++i) test_layer(i & 1, i >> 1);
+        for (i = 0; i < 8; ++i) test_layer(i & 1, i >> 1 & 1, i >> 2);
     if (ranks == 4)
         for (i = 0; i < 8; ++i) test_ring(i & 1, i >> 1 & 1, i & 4 ? UPIPE_RING_GATHER : UPIPE_RING_SHIFT);
     i = test_end(name);
