@@ -9,9 +9,9 @@ beside it; what there is no time for is left out, and the run says so and fails.
   test        80 s  every test of the CUDA backend that needs no injected errors, and the examples
   sanitize   600 s  compute-sanitizer (memcheck, racecheck, synccheck) on the small ones, if it is installed
   roofline    15 s  bandwidth of a copy, rate of a bf16 product
-  attention  140 s  forward and backward, head dim 64 and 128, causal and full, 1k to 32k tokens: the kernels for this
-                    device, those for 8.0, cuDNN with and without a deterministic backward; and in a process of its own
-                    PyTorch's SDPA and the FlashAttention packages, as far as they are installed
+  attention  140 s  forward and backward, head dim 64 and 128, causal and full, 1k to 32k tokens, and head dim 256, 16k:
+                    the kernels for this device, those for 8.0, cuDNN with and without a deterministic backward; and in
+                    a process of its own PyTorch's SDPA and the FlashAttention packages, as far as they are installed
   masks       35 s  a sliding window, packed documents
   exchange    20 s  all-to-all of eight thread ranks on the device, by transport
   block       60 s  Llama3-8B's attention block on eight ranks: Ulysses, UPipe, UPipe with stages that overlap, by
@@ -391,7 +391,7 @@ def show(figure):
 def attention(options):
     figures = []
     lengths = [64, 128] if options.quick else [1024, 2048, 4096, 8192, 16384, 32768]
-    for dim, heads in (128, 16), (64, 32):
+    for dim, heads, lengths in (128, 16, lengths), (64, 32, lengths), (256, 8, lengths[-2:-1]):
         for causal in True, False:
             for tokens in lengths:
                 # as many tokens of a batch as 16k hold, as heads
@@ -460,8 +460,8 @@ def chart(options):
     machine, measured = roof['device'].get('name', 'the device'), roof['figures'][0]
     roofs = [('measured: a bf16 product, a copy', measured['product_flop_per_s'], measured['copy_bytes_per_s'], '-')]
     roofs += [(f'data sheet, {name}', *sheet, ':') for name, sheet in SHEETS.items() if name in machine]
-    figure, panels = plt.subplots(2, 2, figsize=(13, 9), sharex='row')
-    places = [(dim, way) for dim in (128, 64) for way in ('fwd', 'bwd')]
+    figure, panels = plt.subplots(3, 2, figsize=(13, 13), sharex='row')
+    places = [(dim, way) for dim in (128, 64, 256) for way in ('fwd', 'bwd')]
     for panel, (dim, way) in zip(panels.flat, places):
         points = [(one[f'{way}_flop'] / one[f'{way}_bytes'], one, kernel)
                   for one in figures if one.get('head_dim') == dim
@@ -491,7 +491,7 @@ def chart(options):
     lines = {name: line for panel in panels.flat for line, name in zip(*panel.get_legend_handles_labels())}
     figure.legend(lines.values(), lines, loc='lower center', ncols=4, fontsize=8)
     figure.suptitle(f'Attention in bf16 under the roofs of {machine}')
-    figure.tight_layout(rect=(0, 0.04 + 0.02 * (len(lines) / 4), 1, 1))
+    figure.tight_layout(rect=(0, 0.03 + 0.014 * (len(lines) / 4), 1, 1))
     path = os.path.join(options.results, 'gpu_roofline.png')
     figure.savefig(path, dpi=110)
     say(f'wrote {path}')

@@ -2,8 +2,8 @@
  *
  * The fake is told to be such a device; test_cuda_attn and test_cuda_attn_masks run there too, and hold these
  * kernels to everything that they know. Here is what depends on their shapes and on their two launches: edges of
- * tiles (64 keys a warpgroup, 128 a block; 64 or 128 queries), chains of many blocks of keys, sums of dQ that are
- * added to, calls that they leave to the others.
+ * tiles (64 keys a warpgroup, 128 a block, above head dim 128 64 of both; 64 or 128 queries), chains of many blocks
+ * of keys, sums of dQ that are added to, calls that they leave to the others.
  */
 #include "cuda/attn_device.h"
 
@@ -50,7 +50,7 @@ static void small_call(upipe_attn_grad *g, void *block, void *work, size_t work_
     g->a.work_bytes = work_bytes;
 }
 
-/* What tensor maps can't say, and longer rows, go to the other kernels. */
+/* What tensor maps can't say goes to the other kernels. */
 static void test_left_to_others(void)
 {
     const size_t bytes = 8 * 4 * 256 * 4, room = 1 << 17;
@@ -65,8 +65,8 @@ static void test_left_to_others(void)
     } while (0)
     LEFT(g.a.scale = 1, 1);
     LEFT(g.a.q.d = g.gq.d = g.a.k.d = g.gk.d = 128, 1);
-    LEFT(g.a.q.d = g.gq.d = g.a.k.d = g.gk.d = 136, 0);
-    LEFT(g.a.v.d = g.gv.d = g.go.d = g.a.o.d = 136, 0);
+    LEFT(g.a.q.d = g.gq.d = g.a.k.d = g.gk.d = 136, 1);
+    LEFT(g.a.v.d = g.gv.d = g.go.d = g.a.o.d = 256, 1);
     LEFT(g.a.window = 3, 1);
     LEFT((g.a.merge = 1, g.gq.dtype = UPIPE_F32), 1);
     LEFT((g.a.merge = 1, g.gq.dtype = UPIPE_F32, g.gq.h_step = 0), 0);
@@ -93,12 +93,12 @@ static void run_case(const oracle_attn *t, int layout, uint64_t seed)
 /* Around the edges of blocks and tiles, for both kernels. */
 static void test_edges(void)
 {
-    static const int dims[] = {64, 128, 40, 72};
+    static const int dims[] = {64, 128, 40, 72, 256, 192};
     static const int64_t queries[] = {64, 1, 63, 129, 65, 128, 191};
     static const int64_t keys[] = {128, 127, 65, 1, 64, 129, 193};
     int i, j;
-    for (i = 0; i < 4; ++i)
-        for (j = 0; j < 7; ++j) {
+    for (i = 0; i < 6; ++i)
+        for (j = 0; j < 7; j += BRIEF ? 2 : 1) {
             oracle_attn t = shape(queries[(i + j) % 7], keys[j], 1, 1, dims[i], (i + j) % 2, keys[j] / 2, 0);
             run_case(&t, j % LAYOUTS, (uint64_t)(100 + 10 * i + j));
         }
@@ -111,6 +111,7 @@ static void test_chains(void)
     static const int64_t cases[][7] = { /* sq, sk, d, query heads, key/value heads, causal, q_pos */
         {70, 1100, 64, 3, 3, 0, 0}, {300, 700, 64, 4, 2, 1, 400}, {150, 900, 128, 2, 1, 1, 600},
         {260, 300, 128, 6, 2, 1, -130}, {500, 200, 64, 2, 1, 1, -150}, {100, 600, 96, 2, 2, 1, 100},
+        {140, 500, 256, 2, 1, 1, 300}, {200, 250, 200, 3, 1, 0, 0},
     };
     /* clang-format on */
     size_t i;
@@ -127,13 +128,14 @@ static void test_masked(void)
     static const int64_t docs[] = {3, 60, 60, 128, 131, 260, 300};
     static const float sinks[] = {0.5f, -2};
     int i;
-    for (i = 0; i < 6; ++i) {
-        oracle_attn t = shape(210, 280, 2, 1, i % 2 ? 64 : 128, i != 4, 30, 0);
-        if (i != 1) t.window = i == 5 ? 5 : 100;
-        if (i % 3 == 1) t.docs = docs, t.docs_n = 6;
-        if (i >= 2) t.sinks = sinks;
-        if (i == 2 || i == 3) t.softcap = 3;
-        if (i == 3) t.dv = 104, t.pos_step = 2;
+    for (i = 0; i < 10; ++i) {
+        const int mask = i % 6, wide = i >= 6;
+        oracle_attn t = shape(210, 280, 2, 1, wide ? 256 : mask % 2 ? 64 : 128, mask != 4, 30, 0);
+        if (mask != 1) t.window = mask == 5 ? 5 : 100;
+        if (mask % 3 == 1) t.docs = docs, t.docs_n = 6;
+        if (mask >= 2) t.sinks = sinks;
+        if (mask == 2 || mask == 3) t.softcap = 3;
+        if (mask == 3) t.dv = wide ? 128 : 104, t.pos_step = 2;
         run_case(&t, i % LAYOUTS, (uint64_t)(300 + i));
     }
 }
@@ -142,8 +144,8 @@ static void test_masked(void)
 static void test_low_scores(void)
 {
     int i;
-    for (i = 0; i < 2; ++i) {
-        oracle_attn t = shape(70, 150, 2, 1, i ? 128 : 64, 0, 0, 0);
+    for (i = 0; i < 3; ++i) {
+        oracle_attn t = shape(70, 150, 2, 1, 64 << i, 0, 0, 0);
         test_rng r = {5};
         values in = inputs_make(&t, &r, 1);
         int64_t e;
@@ -193,13 +195,11 @@ static void merge_bwd(const oracle_attn *t, int layout, const values *in, const 
  * added to once. Rows that see no key stay as they are. */
 static void test_merge(void)
 {
+    static const int dims[] = {64, 64, 128, 128, 56, 64, 256, 256};
+    static const int64_t keys[] = {100, 400, 100, 400, 100, 400, 60, 150}; /* one block, or several */
     int i;
-    for (i = 0; i < 6; ++i) {
-        oracle_attn t = shape(150, i % 2 ? 400 : 100, 2, 1,
-                              i / 2 == 1 ? 128
-                              : i == 4   ? 56
-                                         : 64,
-                              i != 2, -20, 0);
+    for (i = 0; i < 8; ++i) {
+        oracle_attn t = shape(150, keys[i], 2, 1, dims[i], i != 2, -20, 0);
         test_rng r = {(uint64_t)(400 + i)};
         values in = inputs_make(&t, &r, 1), all = values_make(&t);
         float *start = floats(q_count(&t)), *sum = floats(q_count(&t)), *got = floats(q_count(&t));
@@ -210,7 +210,7 @@ static void test_merge(void)
         fill(&r, start, q_count(&t), UPIPE_F32, 1);
         merge_bwd(&t, (i + 1) % LAYOUTS, &in, &all, start, got);
         for (e = 0; e < q_count(&t); ++e)
-            if (t.sk <= 128 || (t.causal && e < 20 * t.h * t.d)) wrong += got[e] != start[e] + sum[e];
+            if (i % 2 == 0 || (t.causal && e < 20 * t.h * t.d)) wrong += got[e] != start[e] + sum[e];
         CHECK_INT(wrong, 0);
         values_free(&in), values_free(&all);
         free(start), free(sum), free(got);
@@ -222,11 +222,11 @@ static void test_parts(void)
 {
     static const int64_t lengths[] = {128, 1, 71};
     int i;
-    for (i = 0; i < 2; ++i) {
-        oracle_attn t = shape(140, 200, 2, 1, i ? 128 : 64, i, 60, 0);
+    for (i = 0; i < 3; ++i) {
+        oracle_attn t = shape(140, 200, 2, 1, 64 << i, i == 1, 60, 0);
         test_rng r = {(uint64_t)(450 + i)};
         values in = inputs_make(&t, &r, 1);
-        check_merge(&t, i ? storage : UPIPE_F32, i, i, &in, lengths, 3);
+        check_merge(&t, i == 1 ? storage : UPIPE_F32, i % LAYOUTS, i == 1, &in, lengths, 3);
         values_free(&in);
     }
 }
@@ -235,8 +235,8 @@ static void test_parts(void)
 static void test_same_bits(void)
 {
     int i;
-    for (i = 0; i < 2; ++i) {
-        oracle_attn t = shape(200, 270, 4, 1, i ? 128 : 64, i, 90, 20);
+    for (i = 0; i < 3; ++i) {
+        oracle_attn t = shape(200, 270, 4, 1, 64 << i, i > 0, 90, 20);
         test_rng r = {(uint64_t)(500 + i)};
         values in = inputs_make(&t, &r, 3), one = values_make(&t), first, other;
         int calls;

@@ -153,7 +153,7 @@ def test_bench():
             check(made['device']['name'] == 'fake' and made['stage'] == stage, str(made['device']))
             figures[stage] = made['figures']
         counts = [len(figures[stage]) for stage in stages]
-        check(counts == [1, 8, 3, 2, 6], f'{stages} have {counts} figures')
+        check(counts == [1, 10, 3, 2, 6], f'{stages} have {counts} figures')
         for made in figures['attention'] + figures['masks']:
             for kernel in made['kernels']:
                 check(set(kernel['checked']) == {'o', 'lse', 'gq', 'gk', 'gv'}, str(kernel))

@@ -1,15 +1,19 @@
 /* upipe_cuda_attn_bwd90.h -- attention backward with what Hopper added    backend cuda, includes cuda_attn_tile, hopper
  *
- * The contract, scratch and masks of upipe_cuda_attn_bwd.h, for compute capability 9.0 and head dims to 128.
- * A block takes 128 keys of one key/value head, and every query that sees them of all the heads of the group, in
- * tiles of 64 (128 at head dims to 64). Two warpgroups compute, 64 keys each, everything transposed:
+ * The contract, scratch and masks of upipe_cuda_attn_bwd.h, for compute capability 9.0. A block takes 128 keys
+ * (64 above head dim 128) of one key/value head, and every query that sees them of all the heads of the group, in
+ * tiles of 64 (128 at head dims to 64). Two warpgroups compute, everything transposed:
  *
  *     S^T = K Q^T     P^T = exp(scale S^T - lse)     dP^T = V dO^T     dS^T = scale P^T (dP^T - delta)
  *     dV += P^T dO    dK += dS^T Q                   dQ = dS K
  *
- * P^T and dS^T are operands as they lie in registers; dS goes through shared memory besides, where both
- * warpgroups find all of it, and each computes one half of dQ: of its columns, or of its rows. Products run behind one
- * another: dP under the making of P, dV under that of dS, dK under the storing of dQ, and the next tile's S behind dK.
+ * To head dim 128 they have 64 keys each. P^T and dS^T are operands as they lie in registers; dS goes through shared
+ * memory besides, where both warpgroups find all of it, and each computes one half of dQ: of its columns, or of its
+ * rows. Products run behind one another: dP under the making of P, dV under that of dS, dK under the storing of dQ,
+ * and the next tile's S behind dK.
+ *
+ * Above, dK and dV of 128 keys are more than all registers. The warpgroups share 64 keys: each makes P and dS of 32
+ * of the tile's queries, both go through shared memory, and each has one half of the columns of dV, dK and dQ.
  *
  * A third warpgroup has a warp for each other thing: one loads K, V, and Q and dO through rings of two slots; one
  * brings lse and delta, whose steps TMA can't take; one hands dQ to the sums in global memory, which TMA
@@ -24,27 +28,47 @@
 #include "upipe_cuda_attn_tile.h"
 #include "upipe_cuda_hopper.h"
 
+/* How the consumers divide a tile: by keys, or by queries and columns. */
+struct upi_cuda_bwd90_by_keys {
+    enum { BY_KEYS = 1 };
+};
+struct upi_cuda_bwd90_by_columns {
+    enum { BY_KEYS = 0 };
+};
+template <int D> struct upi_cuda_bwd90_division {
+    typedef upi_cuda_bwd90_by_keys type;
+};
+template <> struct upi_cuda_bwd90_division<256> {
+    typedef upi_cuda_bwd90_by_columns type;
+};
+
 template <int D> struct upi_cuda_bwd90_shape {
+    typedef typename upi_cuda_bwd90_division<D>::type division;
     enum {
+        BY_KEYS = division::BY_KEYS,
         CONSUMERS = 2,
         THREADS = 128 * (CONSUMERS + 1),
-        KEYS = 64 * CONSUMERS,
-        ROWS = D > 64 ? 64 : 128, /* queries in a tile */
-        PARTS = ROWS / 64,        /* of dS, panels of 64 queries */
+        KEYS = BY_KEYS ? 64 * CONSUMERS : 64,
+        ROWS = D > 64 ? 64 : 128,              /* queries in a tile */
+        COLUMNS = BY_KEYS ? D : D / CONSUMERS, /* of dK and dV, a consumer's */
+        ROUNDS = BY_KEYS ? 1 : COLUMNS / 64,   /* in which a consumer hands on its part of dQ */
         HELPER_REGISTERS = 24,
         REGISTERS = 240,
         KEPT = KEYS * D * 2, /* bytes */
         TILE = ROWS * D * 2,
+        GO_SLOTS = BY_KEYS ? 2 : 1,
         DS = KEYS * ROWS * 2,
-        DQ = 64 * 64 * 4, /* a consumer's half */
+        P = BY_KEYS ? 0 : DS,
+        DQ = 64 * 64 * 4, /* of a consumer and round */
         AT_V = KEPT,
-        AT_Q = 2 * KEPT, /* two slots each */
+        AT_Q = 2 * KEPT, /* two slots, and so of dS and P */
         AT_GO = AT_Q + 2 * TILE,
-        AT_DS = AT_GO + 2 * TILE,
-        AT_DQ = AT_DS + 2 * DS,
+        AT_DS = AT_GO + GO_SLOTS * TILE,
+        AT_P = AT_DS + 2 * DS,
+        AT_DQ = AT_P + 2 * P,
         AT_LSE = AT_DQ + CONSUMERS * DQ, /* two slots of lse and delta */
         AT_BARRIERS = AT_LSE + 4 * ROWS * 4,
-        AT_TICKET = AT_BARRIERS + 10 * 8,
+        AT_TICKET = AT_BARRIERS + 11 * 8,
         SHARED = AT_TICKET + 8
     };
 };
@@ -57,12 +81,13 @@ typedef struct upi_cuda_bwd90_args {
 /* Barriers, as they lie behind the tiles: two of each, of the slots; one of others. */
 enum {
     UPI_BWD90_Q_FULL = 0,   /* Q, lse and delta */
-    UPI_BWD90_Q_EMPTY = 16, /* and dO, whose products end earlier */
+    UPI_BWD90_Q_EMPTY = 16, /* and dO, whose products end earlier, where it has two slots */
     UPI_BWD90_GO_FULL = 32,
     UPI_BWD90_K_FULL = 48,
     UPI_BWD90_V_FULL = 56,
     UPI_BWD90_DQ_FULL = 64,
-    UPI_BWD90_DQ_EMPTY = 72
+    UPI_BWD90_DQ_EMPTY = 72,
+    UPI_BWD90_GO_EMPTY = 80 /* of the one slot */
 };
 
 /* What a block works on. */
@@ -100,7 +125,7 @@ UPI_DEVICE void upi_cuda_bwd90_next(const upi_cuda_bwd90_place &b, upi_cuda_bwd9
     ++x->h;
 }
 
-/* A barrier of the slot that has tile number n, and the parity of the phase in which the tile fills it. */
+/* A barrier of the slot of two that has tile number n, and the parity of the phase in which the tile fills it. */
 UPI_DEVICE uint32_t upi_cuda_bwd90_slot(uint32_t barriers, int n)
 {
     return barriers + (uint32_t)n % 2 * 8;
@@ -108,6 +133,21 @@ UPI_DEVICE uint32_t upi_cuda_bwd90_slot(uint32_t barriers, int n)
 UPI_DEVICE uint32_t upi_cuda_bwd90_parity(int n)
 {
     return (uint32_t)n / 2 % 2;
+}
+
+/* The same of dO. */
+template <int D> UPI_DEVICE uint32_t upi_cuda_bwd90_go_full(uint32_t barriers, int n)
+{
+    return upi_cuda_bwd90_slot(barriers + UPI_BWD90_GO_FULL, n % upi_cuda_bwd90_shape<D>::GO_SLOTS);
+}
+template <int D> UPI_DEVICE uint32_t upi_cuda_bwd90_go_parity(int n)
+{
+    return (uint32_t)(n / upi_cuda_bwd90_shape<D>::GO_SLOTS) % 2;
+}
+template <int D> UPI_DEVICE uint32_t upi_cuda_bwd90_at_go(int n)
+{
+    typedef upi_cuda_bwd90_shape<D> shape;
+    return shape::AT_GO + (uint32_t)(n % shape::GO_SLOTS * shape::TILE);
 }
 
 /* ---- the helpers ---- */
@@ -131,15 +171,17 @@ UPI_DEVICE void upi_cuda_bwd90_produce(const upi_cuda_bwd90_args &x, const upi_c
     UPI_CUDA_ATTN_TURNS(1)
     for (upi_cuda_bwd90_tile t = upi_cuda_bwd90_first(b, x.g.a.group); t.n < b.count;
          upi_cuda_bwd90_next(b, &t)) {
-        const uint32_t to = b.base + (uint32_t)t.n % 2 * shape::TILE;
         upi_mbarrier_wait(upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_EMPTY, t.n), upi_cuda_bwd90_parity(t.n) ^ 1);
-        upi_cuda_bwd90_load<D, shape::ROWS>(to + shape::AT_Q, &x.q, t.m * shape::ROWS, t.h,
+        upi_cuda_bwd90_load<D, shape::ROWS>(b.base + shape::AT_Q + (uint32_t)t.n % 2 * shape::TILE, &x.q,
+                                            t.m * shape::ROWS, t.h,
                                             upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_FULL, t.n));
         if (t.n == 0)
             upi_cuda_bwd90_load<D, shape::KEYS>(b.base + shape::AT_V, &x.v, b.block * shape::KEYS, b.kv,
                                                 bars + UPI_BWD90_V_FULL);
-        upi_cuda_bwd90_load<D, shape::ROWS>(to + shape::AT_GO, &x.go, t.m * shape::ROWS, t.h,
-                                            upi_cuda_bwd90_slot(bars + UPI_BWD90_GO_FULL, t.n));
+        if (shape::GO_SLOTS == 1)
+            upi_mbarrier_wait(bars + UPI_BWD90_GO_EMPTY, upi_cuda_bwd90_go_parity<D>(t.n) ^ 1);
+        upi_cuda_bwd90_load<D, shape::ROWS>(b.base + upi_cuda_bwd90_at_go<D>(t.n), &x.go, t.m * shape::ROWS,
+                                            t.h, upi_cuda_bwd90_go_full<D>(bars, t.n));
     }
 }
 
@@ -186,20 +228,24 @@ UPI_DEVICE void upi_cuda_bwd90_sum(const upi_cuda_bwd90_args &x, const upi_cuda_
         const int is_first = t.m >= old;
         while (!is_first && upi_load_acquire(turn) != b.block) upi_pause();
         upi_fence_async_global();
-        upi_mbarrier_wait(bars + UPI_BWD90_DQ_FULL, (uint32_t)t.n % 2);
-        UPI_UNROLL
-        for (int i = 0; i < 4; ++i) {
-            const uint32_t from = b.base + shape::AT_DQ + i * (shape::DQ / 2);
-            const int column = (D > 64 ? i : i % 2) * 32, row = t.m * shape::ROWS + (D > 64 ? 0 : i / 2 * 64);
-            if (column >= x.g.a.d) continue;
-            if (is_first && !x.g.a.merge)
-                upi_tma_store(&x.dq, column, row, t.h, from);
-            else
-                upi_tma_add(&x.dq, column, row, t.h, from);
+        UPI_CUDA_ATTN_TURNS(1)
+        for (int round = 0; round < shape::ROUNDS; ++round) {
+            upi_mbarrier_wait(bars + UPI_BWD90_DQ_FULL, (uint32_t)(t.n * shape::ROUNDS + round) % 2);
+            UPI_UNROLL
+            for (int i = 0; i < 4; ++i) { /* two panels of each consumer */
+                const uint32_t from = b.base + shape::AT_DQ + i * (shape::DQ / 2);
+                const int column = (D > 64 ? i / 2 * (D / 2) + round * 64 : 0) + i % 2 * 32;
+                const int row = t.m * shape::ROWS + (D > 64 ? 0 : i / 2 * 64);
+                if (column >= x.g.a.d) continue;
+                if (is_first && !x.g.a.merge)
+                    upi_tma_store(&x.dq, column, row, t.h, from);
+                else
+                    upi_tma_add(&x.dq, column, row, t.h, from);
+            }
+            upi_bulk_commit();
+            upi_bulk_wait_read<0>();
+            upi_mbarrier_arrive(bars + UPI_BWD90_DQ_EMPTY);
         }
-        upi_bulk_commit();
-        upi_bulk_wait_read<0>();
-        upi_mbarrier_arrive(bars + UPI_BWD90_DQ_EMPTY);
         upi_bulk_wait<0>(); /* the wait is a fence between the proxies too */
         upi_add_release(turn, is_first ? b.block + 1 : 1);
     }
@@ -238,6 +284,21 @@ template <int D> UPI_DEVICE void upi_cuda_bwd90_times(float *out, const uint32_t
     upi_wgmma_commit();
 }
 
+/* The same out of shared memory, for the consumer's columns. */
+template <int D>
+UPI_DEVICE void upi_cuda_bwd90_times_shared(float *out, uint32_t at_x, uint32_t at_tile, int group)
+{
+    typedef upi_cuda_bwd90_shape<D> shape;
+    const uint32_t columns = (uint32_t)group * (shape::COLUMNS / 64) * shape::ROWS * 128;
+    const uint64_t x = upi_wgmma_rows(at_x), tile = upi_wgmma_columns(at_tile + columns, shape::ROWS * 128);
+    upi_wgmma_fence();
+    UPI_UNROLL
+    for (int i = 0; i < shape::ROWS / 16; ++i)
+        upi_wgmma_ss<shape::COLUMNS, 0, 1>(out, upi_wgmma_further(x, i * 32),
+                                           upi_wgmma_further(tile, i * 16 * 128), 1);
+    upi_wgmma_commit();
+}
+
 /* Starts dq [64][64], the consumer's half: dS K. */
 template <int D> UPI_DEVICE void upi_cuda_bwd90_dq(float *dq, uint32_t at_ds, uint32_t at_k, int group)
 {
@@ -250,6 +311,22 @@ template <int D> UPI_DEVICE void upi_cuda_bwd90_dq(float *dq, uint32_t at_ds, ui
     for (int i = 0; i < shape::KEYS / 16; ++i)
         upi_wgmma_ss<64, 1, 1>(dq, upi_wgmma_further(ds, i * 16 * 128), upi_wgmma_further(k, i * 16 * 128),
                                i > 0);
+    upi_wgmma_commit();
+}
+
+/* The same where it is half of the columns: [64][COLUMNS]. */
+template <int D>
+UPI_DEVICE void upi_cuda_bwd90_dq_columns(float *dq, uint32_t at_ds, uint32_t at_k, int group)
+{
+    typedef upi_cuda_bwd90_shape<D> shape;
+    const uint32_t columns = (uint32_t)group * (shape::COLUMNS / 64) * shape::KEYS * 128;
+    const uint64_t ds = upi_wgmma_columns(at_ds, shape::KEYS * 128);
+    const uint64_t k = upi_wgmma_columns(at_k + columns, shape::KEYS * 128);
+    upi_wgmma_fence();
+    UPI_UNROLL
+    for (int i = 0; i < shape::KEYS / 16; ++i)
+        upi_wgmma_ss<shape::COLUMNS, 1, 1>(dq, upi_wgmma_further(ds, i * 16 * 128),
+                                           upi_wgmma_further(k, i * 16 * 128), i > 0);
     upi_wgmma_commit();
 }
 
@@ -312,11 +389,12 @@ UPI_DEVICE void upi_cuda_bwd90_weigh(float *s, uint32_t *p, const float *lse, co
     }
 }
 
-/* The scores' gradients, as operands. */
+/* The scores' gradients of ROWS queries, as operands. */
+template <int ROWS>
 UPI_DEVICE void upi_cuda_bwd90_slopes(uint32_t *ds, const float *s, const float *dp, const float *delta)
 {
     UPI_UNROLL
-    for (int j = 0; j < 8; ++j) {
+    for (int j = 0; j < ROWS / 8; ++j) {
         const upi_cuda_attn_pair minus = *(const upi_cuda_attn_pair *)(delta + j * 8);
         UPI_UNROLL
         for (int half = 0; half < 2; ++half) {
@@ -326,17 +404,19 @@ UPI_DEVICE void upi_cuda_bwd90_slopes(uint32_t *ds, const float *s, const float 
     }
 }
 
-/* They also go to shared memory: a panel of 64 queries, keys are its rows. Chunks of a row lie at XORs of its first. */
-UPI_DEVICE void upi_cuda_bwd90_share(uint32_t panel, const uint32_t *ds, int group)
+/* Operands of 64 keys and ROWS queries go to shared memory: a panel of 64 queries, keys are its rows. From row `key` and
+ * chunk `chunk` of eight queries on; chunks of a row lie at XORs of its first. */
+template <int ROWS>
+UPI_DEVICE void upi_cuda_bwd90_share(uint32_t panel, const uint32_t *x, int key, int chunk)
 {
     const int thread = upi_cuda_attn_anew((int)threadIdx.x) % 128;
     const uint32_t to =
-        panel + upi_panel_at(64, group * 64 + thread / 32 * 16 + thread % 16, thread % 32 / 16);
+        panel + upi_panel_at(64, key + thread / 32 * 16 + thread % 16, chunk + thread % 32 / 16);
     UPI_UNROLL
-    for (int i = 0; i < 8; i += 2) upi_store_matrix4(to ^ i * 16, ds + 2 * i);
+    for (int i = 0; i < ROWS / 8; i += 2) upi_store_matrix4(to ^ i * 16, x + 2 * i);
 }
 
-/* The consumer's half of dQ goes to its place in shared memory, as two panels of 32 columns. Odd rows take columns in
+/* 64 columns of the consumer's half of dQ go to its place in shared memory, as two panels of 32. Odd rows take columns in
  * another order: what a half warp writes at once lies in different banks. */
 template <int D> UPI_DEVICE void upi_cuda_bwd90_store(unsigned char *shared, const float *dq, int group)
 {
@@ -362,16 +442,28 @@ UPI_DEVICE void upi_cuda_bwd90_done(uint32_t barrier)
     if (threadIdx.x % 32 == 0) upi_mbarrier_arrive(barrier);
 }
 
+/* S^T of the consumer's keys and queries, from k0 and q0 on, becomes weights, and what dP - delta is multiplied with. */
+template <int ROWS>
+UPI_DEVICE void upi_cuda_bwd90_weights(const upi_cuda_attn_args &a, float *s, uint32_t *p, const float *lse,
+                                       int whole, int k0, int q0)
+{
+    if (!whole) upi_cuda_bwd90_hide<ROWS>(s, a, k0, q0);
+    if (a.squash != 0)
+        upi_cuda_bwd90_weigh<ROWS, 1>(s, p, lse, a);
+    else
+        upi_cuda_bwd90_weigh<ROWS, 0>(s, p, lse, a);
+}
+
 /* One tile. Its dK is still under way at the end, and that of the one before at the beginning; until then ds may not
  * change. */
 template <int D>
-UPI_DEVICE void upi_cuda_bwd90_step(const upi_cuda_attn_args &a, const upi_cuda_bwd90_place &b,
-                                    const upi_cuda_bwd90_tile &t, unsigned char *shared, int group,
-                                    uint32_t *ds, float *dk, float *dv)
+UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_by_keys, const upi_cuda_attn_args &a,
+                                    const upi_cuda_bwd90_place &b, const upi_cuda_bwd90_tile &t,
+                                    unsigned char *shared, int group, uint32_t *ds, float *dk, float *dv)
 {
     typedef upi_cuda_bwd90_shape<D> shape;
-    const uint32_t bars = b.base + shape::AT_BARRIERS, slot = (uint32_t)t.n % 2 * shape::TILE;
-    const uint32_t at_q = b.base + shape::AT_Q + slot, at_go = b.base + shape::AT_GO + slot;
+    const uint32_t bars = b.base + shape::AT_BARRIERS, at_go = b.base + upi_cuda_bwd90_at_go<D>(t.n);
+    const uint32_t at_q = b.base + shape::AT_Q + (uint32_t)t.n % 2 * shape::TILE;
     const uint32_t at_ds = b.base + shape::AT_DS + (uint32_t)t.n % 2 * shape::DS;
     const uint32_t mine = b.base + (uint32_t)group * 64 * 128; /* keys */
     const float *lse =
@@ -385,23 +477,19 @@ UPI_DEVICE void upi_cuda_bwd90_step(const upi_cuda_attn_args &a, const upi_cuda_
     whole = upi_cuda_bwd90_whole(a, k0, q0, shape::ROWS);
     upi_wgmma_wait<1>(); /* dK is there, of the tile before */
     if (t.n > 0) upi_cuda_bwd90_done(upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_EMPTY, t.n + 1));
-    upi_mbarrier_wait(upi_cuda_bwd90_slot(bars + UPI_BWD90_GO_FULL, t.n), upi_cuda_bwd90_parity(t.n));
+    upi_mbarrier_wait(upi_cuda_bwd90_go_full<D>(bars, t.n), upi_cuda_bwd90_go_parity<D>(t.n));
     upi_cuda_bwd90_dots<D, 64>(dp, mine + shape::AT_V, at_go);
     upi_wgmma_wait<1>(); /* S is there */
-    if (!whole) upi_cuda_bwd90_hide<shape::ROWS>(s, a, k0, q0);
-    if (a.squash != 0)
-        upi_cuda_bwd90_weigh<shape::ROWS, 1>(s, p, lse, a);
-    else
-        upi_cuda_bwd90_weigh<shape::ROWS, 0>(s, p, lse, a);
+    upi_cuda_bwd90_weights<shape::ROWS>(a, s, p, lse, whole, k0, q0);
     upi_cuda_bwd90_times<D>(dv, p, at_go);
     upi_wgmma_wait<1>(); /* dP is */
-    upi_cuda_bwd90_slopes(ds, s, dp, lse + shape::ROWS);
-    upi_cuda_bwd90_share(at_ds, ds, group);
+    upi_cuda_bwd90_slopes<64>(ds, s, dp, lse + shape::ROWS);
+    upi_cuda_bwd90_share<64>(at_ds, ds, group * 64, 0);
     if (shape::ROWS > 64) { /* dP comes in two halves, for there are no registers for more */
         upi_cuda_bwd90_dots<D, 64>(dp, mine + shape::AT_V, at_go + 64 * 128);
         upi_wgmma_wait<0>();
-        upi_cuda_bwd90_slopes(ds + 16, s + 32, dp, lse + shape::ROWS + 64);
-        upi_cuda_bwd90_share(at_ds + shape::KEYS * 128, ds + 16, group);
+        upi_cuda_bwd90_slopes<64>(ds + 16, s + 32, dp, lse + shape::ROWS + 64);
+        upi_cuda_bwd90_share<64>(at_ds + shape::KEYS * 128, ds + 16, group * 64, 0);
     }
     upi_fence_async_shared(); /* dS */
     /* it is there, of both; and both are through with that of the tile before */
@@ -414,21 +502,73 @@ UPI_DEVICE void upi_cuda_bwd90_step(const upi_cuda_attn_args &a, const upi_cuda_
     upi_cuda_bwd90_done(bars + UPI_BWD90_DQ_FULL);
 }
 
-/* The gradients of the consumer's keys, to registers, or back. Where they lie is made anew, not kept. */
-template <int D, int BACK>
-UPI_DEVICE void upi_cuda_bwd90_grads(const upi_cuda_attn_bwd_args &g, const upi_cuda_bwd90_place &b,
-                                     int group, float dk[D / 8][4], float dv[D / 8][4])
+/* The same for keys that the consumers share; of queries they have ROWS / 2 each. */
+template <int D>
+UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_by_columns, const upi_cuda_attn_args &a,
+                                    const upi_cuda_bwd90_place &b, const upi_cuda_bwd90_tile &t,
+                                    unsigned char *shared, int group, uint32_t *ds, float *dk, float *dv)
 {
-    const int64_t k0 = (int64_t)upi_cuda_attn_anew(b.block) * upi_cuda_bwd90_shape<D>::KEYS;
+    typedef upi_cuda_bwd90_shape<D> shape;
+    const int ROWS = shape::ROWS / 2;
+    const uint32_t bars = b.base + shape::AT_BARRIERS, at_go = b.base + upi_cuda_bwd90_at_go<D>(t.n);
+    const uint32_t at_q = b.base + shape::AT_Q + (uint32_t)t.n % 2 * shape::TILE;
+    const uint32_t at_ds = b.base + shape::AT_DS + (uint32_t)t.n % 2 * shape::DS;
+    const uint32_t at_p = b.base + shape::AT_P + (uint32_t)t.n % 2 * shape::P;
+    const uint32_t mine = (uint32_t)(group * ROWS * 128); /* queries */
+    const float *lse = (const float *)(shared + shape::AT_LSE) + t.n % 2 * 2 * shape::ROWS + group * ROWS +
+                       (int)threadIdx.x % 4 * 2;
+    const int k0 = b.block * shape::KEYS, q0 = t.m * shape::ROWS + group * ROWS;
+    int whole;
+    float s[ROWS / 2], dp[ROWS / 2], dq[shape::COLUMNS / 2];
+    uint32_t p[ROWS / 4];
+    upi_mbarrier_wait(upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_FULL, t.n), upi_cuda_bwd90_parity(t.n));
+    upi_cuda_bwd90_dots<D, ROWS>(s, b.base, at_q + mine);
+    whole = upi_cuda_bwd90_whole(a, k0, q0, ROWS);
+    upi_wgmma_wait<1>(); /* dK is there, of the tile before */
+    if (t.n > 0) upi_cuda_bwd90_done(upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_EMPTY, t.n + 1));
+    upi_mbarrier_wait(upi_cuda_bwd90_go_full<D>(bars, t.n), upi_cuda_bwd90_go_parity<D>(t.n));
+    upi_cuda_bwd90_dots<D, ROWS>(dp, b.base + shape::AT_V, at_go + mine);
+    upi_wgmma_wait<1>(); /* S is there */
+    upi_cuda_bwd90_weights<ROWS>(a, s, p, lse, whole, k0, q0);
+    upi_cuda_bwd90_share<ROWS>(at_p, p, 0, group * ROWS / 8);
+    upi_wgmma_wait<0>(); /* dP is */
+    upi_cuda_bwd90_slopes<ROWS>(ds, s, dp, lse + shape::ROWS);
+    upi_cuda_bwd90_share<ROWS>(at_ds, ds, 0, group * ROWS / 8);
+    upi_fence_async_shared(); /* P and dS */
+    /* they are there, of both; and both are through with those of the tile before */
+    upi_barrier_sync(1, shape::CONSUMERS * 128);
+    upi_cuda_bwd90_times_shared<D>(dv, at_p, at_go, group);
+    upi_cuda_bwd90_dq_columns<D>(dq, at_ds, b.base, group);
+    upi_cuda_bwd90_times_shared<D>(dk, at_ds, at_q, group);
+    upi_wgmma_wait<2>(); /* dV is */
+    upi_cuda_bwd90_done(bars + UPI_BWD90_GO_EMPTY);
+    upi_wgmma_wait<1>(); /* dQ is */
+    UPI_UNROLL
+    for (int round = 0; round < shape::ROUNDS; ++round) {
+        upi_mbarrier_wait(bars + UPI_BWD90_DQ_EMPTY, (uint32_t)(t.n * shape::ROUNDS + round) % 2 ^ 1);
+        upi_cuda_bwd90_store<D>(shared, dq + 32 * round, group);
+        upi_cuda_bwd90_done(bars + UPI_BWD90_DQ_FULL);
+    }
+}
+
+/* The gradients of the consumer's keys and columns, to registers, or back. Where they lie is made anew, not kept. */
+template <int D, int BACK, int N>
+UPI_DEVICE void upi_cuda_bwd90_grads(const upi_cuda_attn_bwd_args &g, const upi_cuda_bwd90_place &b,
+                                     int group, float (&dk)[N][4], float (&dv)[N][4])
+{
+    typedef upi_cuda_bwd90_shape<D> shape;
+    const int64_t k0 = (int64_t)upi_cuda_attn_anew(b.block) * shape::KEYS;
     const int left = upi_cuda_attn_near(g.a.keys - k0, 1); /* keys of the block, and beyond */
-    const int first = group * 64 + upi_cuda_attn_anew((int)threadIdx.x) % 128 / 32 * 16;
+    const int first =
+        (shape::BY_KEYS ? group * 64 : 0) + upi_cuda_attn_anew((int)threadIdx.x) % 128 / 32 * 16;
+    const int column = shape::BY_KEYS ? 0 : group * shape::COLUMNS;
     float *gk = g.gk + b.kv * g.gk_head + k0 * g.gk_step, *gv = g.gv + b.kv * g.gv_head + k0 * g.gv_step;
     if (BACK) {
-        upi_cuda_attn_grad_put<D / 8>(dk, gk, g.gk_step, left, first, 0, g.a.d);
-        upi_cuda_attn_grad_put<D / 8>(dv, gv, g.gv_step, left, first, 0, g.a.dv);
+        upi_cuda_attn_grad_put<N>(dk, gk, g.gk_step, left, first, column, g.a.d);
+        upi_cuda_attn_grad_put<N>(dv, gv, g.gv_step, left, first, column, g.a.dv);
     } else {
-        upi_cuda_attn_grad_get<D / 8>(dk, gk, g.gk_step, left, first, 0, g.a.d);
-        upi_cuda_attn_grad_get<D / 8>(dv, gv, g.gv_step, left, first, 0, g.a.dv);
+        upi_cuda_attn_grad_get<N>(dk, gk, g.gk_step, left, first, column, g.a.d);
+        upi_cuda_attn_grad_get<N>(dv, gv, g.gv_step, left, first, column, g.a.dv);
     }
 }
 
@@ -438,7 +578,7 @@ UPI_DEVICE void upi_cuda_bwd90_consume(const upi_cuda_attn_bwd_args &g, const up
 {
     typedef upi_cuda_bwd90_shape<D> shape;
     const uint32_t bars = b.base + shape::AT_BARRIERS;
-    float dk[D / 8][4], dv[D / 8][4];
+    float dk[shape::COLUMNS / 8][4], dv[shape::COLUMNS / 8][4];
     uint32_t ds[shape::ROWS / 4];
     upi_cuda_bwd90_tile t = upi_cuda_bwd90_first(b, g.a.group);
     upi_cuda_bwd90_grads<D, 0>(g, b, group, dk, dv);
@@ -446,7 +586,7 @@ UPI_DEVICE void upi_cuda_bwd90_consume(const upi_cuda_attn_bwd_args &g, const up
     upi_mbarrier_wait(bars + UPI_BWD90_V_FULL, 0);
     UPI_CUDA_ATTN_TURNS(1)
     for (; t.n < b.count; upi_cuda_bwd90_next(b, &t))
-        upi_cuda_bwd90_step<D>(g.a, b, t, shared, group, ds, dk[0], dv[0]);
+        upi_cuda_bwd90_step<D>(typename shape::division(), g.a, b, t, shared, group, ds, dk[0], dv[0]);
     upi_wgmma_wait<0>();
     upi_cuda_bwd90_grads<D, 1>(g, b, group, dk, dv);
 }
@@ -476,6 +616,7 @@ void upi_cuda_bwd90_kernel(UPI_BY_VALUE upi_cuda_bwd90_args x)
         upi_mbarrier_init(bars + UPI_BWD90_V_FULL, 1);
         upi_mbarrier_init(bars + UPI_BWD90_DQ_FULL, shape::CONSUMERS * 4);
         upi_mbarrier_init(bars + UPI_BWD90_DQ_EMPTY, 1);
+        upi_mbarrier_init(bars + UPI_BWD90_GO_EMPTY, shape::CONSUMERS * 4);
         upi_mbarrier_fence();
         *ticket = atomicAdd(x.g.turns, 1);
     }
@@ -535,12 +676,14 @@ UPIPE_API int upi_cuda_bwd90_takes(upipe_ctx *c, const upipe_attn_grad *g)
     const upipe_cuda *self = (const upipe_cuda *)c->ops->self;
     const upipe_attn *a = &g->a;
     const int columns = upi_cuda_attn_columns(a);
-    if (self->capability / 10 != 9 || columns > 128 || !upi_tensor_map_fits(a->q) ||
-        !upi_tensor_map_fits(a->k) || !upi_tensor_map_fits(a->v) || !upi_tensor_map_fits(g->go) ||
+    if (self->capability / 10 != 9 || !upi_tensor_map_fits(a->q) || !upi_tensor_map_fits(a->k) ||
+        !upi_tensor_map_fits(a->v) || !upi_tensor_map_fits(g->go) ||
         (a->merge && !upi_tensor_map_fits(g->gq)) || (a->q.n / 64 + 1) * a->q.h > INT32_MAX ||
-        (a->k.n / 128 + 1) * a->k.h > INT32_MAX)
+        (a->k.n / 64 + 1) * a->k.h > INT32_MAX)
         return 0;
-    return columns <= 64 ? upi_cuda_bwd90_fits<64>(self) : upi_cuda_bwd90_fits<128>(self);
+    return columns <= 64    ? upi_cuda_bwd90_fits<64>(self)
+           : columns <= 128 ? upi_cuda_bwd90_fits<128>(self)
+                            : upi_cuda_bwd90_fits<256>(self);
 }
 
 template <int D>
@@ -578,8 +721,10 @@ UPIPE_API upipe_status upi_cuda_bwd90_launch(upipe_ctx *c, const upipe_attn_grad
 UPIPE_API upipe_status upi_cuda_attn_bwd90(upipe_ctx *c, const upipe_attn_grad *call,
                                            const upi_cuda_attn_bwd_args *g)
 {
-    return upi_cuda_attn_columns(&call->a) <= 64 ? upi_cuda_bwd90_launch<64>(c, call, g)
-                                                 : upi_cuda_bwd90_launch<128>(c, call, g);
+    const int columns = upi_cuda_attn_columns(&call->a);
+    return columns <= 64    ? upi_cuda_bwd90_launch<64>(c, call, g)
+           : columns <= 128 ? upi_cuda_bwd90_launch<128>(c, call, g)
+                            : upi_cuda_bwd90_launch<256>(c, call, g);
 }
 
 #endif
