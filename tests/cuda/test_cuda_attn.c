@@ -209,6 +209,70 @@ static void test_same_bits(void)
     }
 }
 
+/* Gradients run after run, every second time with a device that has something else to do beside. */
+static void run_often(const oracle_attn *t, int runs)
+{
+    test_rng r = {8};
+    values in = inputs_make(t, &r, 1);
+    tensor q = tensor_make(storage, t->sq, t->h, t->d, PACKED, in.q);
+    tensor k = tensor_make(storage, t->sk, t->hkv, t->d, PACKED, in.k);
+    tensor v = tensor_make(storage, t->sk, t->hkv, t->d, PACKED, in.v);
+    tensor go = tensor_make(storage, t->sq, t->h, t->d, PACKED, in.go);
+    tensor o = tensor_make(storage, t->sq, t->h, t->d, PACKED, NULL);
+    tensor lse = tensor_make(UPIPE_F32, t->sq, t->h, 1, PACKED, NULL);
+    tensor delta = tensor_make(UPIPE_F32, t->sq, t->h, 1, PACKED, NULL);
+    const size_t of_q = (size_t)q_count(t) * 2, of_k = (size_t)k_count(t) * 4, bytes = of_q + 2 * of_k;
+    char *grads = (char *)device_new(&dev, bytes), *busy = (char *)device_new(&dev, bytes);
+    char *first = (char *)malloc(bytes), *got = (char *)malloc(bytes);
+    upipe_attn_grad g;
+    cudaStream_t other;
+    int run, others = 0;
+    if (first == NULL || got == NULL ||
+        !DEVICE_CHECK(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking)))
+        exit(2);
+    memset(&g, 0, sizeof g);
+    attn_set(&g.a, t, NULL);
+    g.a.q = q.v, g.a.k = k.v, g.a.v = v.v, g.a.o = o.v, g.a.lse = lse.v;
+    work_make(&g.a, 0);
+    CHECK_STATUS(upipe_attn_fwd(&dev.c, &g.a), UPIPE_OK, dev.c.err);
+    CHECK_STATUS(dev.ops.rowdot(&dev.c, delta.v, o.v, go.v), UPIPE_OK, dev.c.err);
+    device_free(&dev, g.a.work);
+    work_make(&g.a, 1);
+    g.go = go.v, g.delta = delta.v;
+    g.gq = upipe_view_packed(grads, storage, t->sq, t->h, t->d);
+    g.gk = upipe_view_packed(grads + of_q, UPIPE_F32, t->sk, t->hkv, t->d);
+    g.gv = upipe_view_packed(grads + of_q + of_k, UPIPE_F32, t->sk, t->hkv, t->d);
+    for (run = 0; run < runs; ++run) {
+        if (run % 2) DEVICE_CHECK(cudaMemsetAsync(busy, run, bytes, other));
+        CHECK_STATUS(dev.ops.zero(&dev.c, grads, bytes), UPIPE_OK, dev.c.err);
+        CHECK_STATUS(upipe_attn_bwd(&dev.c, &g), UPIPE_OK, dev.c.err);
+        device_get(&dev, run == 0 ? first : got, grads, bytes);
+        others += run > 0 && memcmp(first, got, bytes) != 0;
+    }
+    CHECK_SAY(others == 0, "d %d: %d of %d runs have other bits than the first", t->d, others, runs);
+    DEVICE_CHECK(cudaStreamSynchronize(other));
+    DEVICE_CHECK(cudaStreamDestroy(other));
+    device_free(&dev, g.a.work), device_free(&dev, grads), device_free(&dev, busy);
+    tensor_take(&q, NULL), tensor_take(&k, NULL), tensor_take(&v, NULL), tensor_take(&go, NULL);
+    tensor_take(&o, NULL), tensor_take(&lse, NULL), tensor_take(&delta, NULL);
+    free(first), free(got);
+    values_free(&in);
+}
+
+static void test_many_runs(void)
+{
+#ifdef FAKE_CUDA_RUNTIME_API_H
+    enum { RUNS = 3, LENGTH = 150, HEADS = 2 };
+#else
+    enum { RUNS = 1000, LENGTH = 1024, HEADS = 16 };
+#endif
+    int d;
+    for (d = 64; d <= 256; d *= 2) {
+        const oracle_attn t = shape(LENGTH, LENGTH, HEADS, HEADS / 2, d, d != 128, 0, 0);
+        run_often(&t, RUNS);
+    }
+}
+
 /* Keys that come after every query's position change nothing, to the bit, and get gradients of 0. */
 static void test_prefix(void)
 {
@@ -410,6 +474,7 @@ int main(void)
         test_extreme_scores();
         test_same_bits();
         test_random();
+        if (storage == UPIPE_BF16) test_many_runs();
     }
     printf("digest %016llx\n", (unsigned long long)digest);
     device_close(&dev);
