@@ -1,7 +1,7 @@
 /* test_cuda_attn90_bwd.c -- what the attention backward for compute capability 9.0 does otherwise than that for 8.0
  *
- * The fake is told to be such a device; test_cuda_attn and test_cuda_attn_masks run there too, and hold these
- * kernels to everything that they know. Here is what depends on their shapes and on their two launches: edges of
+ * The fake is told to be such a device; test_cuda_attn runs there too, and holds these kernels to everything
+ * that it knows. Here is what depends on their shapes and on their two launches: edges of
  * tiles (64 keys a warpgroup, 128 a block, above head dim 128 64 of both; 64 or 128 queries), chains of many blocks
  * of keys, sums of dQ that are added to, calls that they leave to the others.
  */
@@ -90,7 +90,7 @@ static void run_case(const oracle_attn *t, int layout, uint64_t seed)
     values_free(&in);
 }
 
-/* Around the edges of blocks and tiles, for both kernels. */
+/* Around the edges of blocks and tiles, of all kernels. */
 static void test_edges(void)
 {
     static const int dims[] = {64, 128, 40, 72, 256, 192};
@@ -130,9 +130,14 @@ static void test_masked(void)
     int i;
     for (i = 0; i < 10; ++i) {
         const int mask = i % 6, wide = i >= 6;
-        oracle_attn t = shape(210, 280, 2, 1, wide ? 256 : mask % 2 ? 64 : 128, mask != 4, 30, 0);
+        oracle_attn t = shape(210, 280, 2, 1,
+                              wide && mask != 1 ? 256
+                              : mask % 2        ? 64
+                                                : 128,
+                              mask != 4, 30, 0);
         if (mask != 1) t.window = mask == 5 ? 5 : 100;
         if (mask % 3 == 1) t.docs = docs, t.docs_n = 6;
+        if (wide && mask == 1) t.dv = 256;
         if (mask >= 2) t.sinks = sinks;
         if (mask == 2 || mask == 3) t.softcap = 3;
         if (mask == 3) t.dv = wide ? 128 : 104, t.pos_step = 2;

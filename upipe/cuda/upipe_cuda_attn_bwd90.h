@@ -12,15 +12,15 @@
  * rows. Products run behind one another: dP under the making of P, dV under that of dS, dK under the storing of dQ,
  * and the next tile's S behind dK.
  *
- * Above, dK and dV of 128 keys are more than all registers. The warpgroups share 64 keys: each makes P and dS of 32
- * of the tile's queries, both go through shared memory, and each has one half of the columns of dV, dK and dQ.
+ * Above, dK and dV of 128 keys would take all registers there are. The warpgroups share 64 keys: each makes P and dS
+ * of 32 of the tile's queries, both go through shared memory, and each has one half of the columns of dV, dK and dQ.
  *
- * A third warpgroup has a warp for each other thing: one loads K, V, and Q and dO through rings of two slots; one
- * brings lse and delta, whose steps TMA can't take; one hands dQ to the sums in global memory, which TMA
- * adds to, in the order of the keys: in f32, the first block of a tile of queries stores, the others add when it is
- * their turn, as upipe_cuda_attn_bwd.h says, and for the same reasons without deadlock and with the same bits
- * under any schedule. A second kernel makes bf16 of the sums; nobody adds to tiles that see no key, and they become
- * zeros there. With merge all add to gq, and that is all. (TMA adds flush numbers below 2^-126 to zero.)
+ * A third warpgroup has a warp for each other thing: one loads K, V, and Q and dO through rings of two slots (one for
+ * dO above head dim 128); one brings lse and delta, whose steps TMA can't take; one hands dQ to the sums in global
+ * memory, which TMA adds to, in the order of the keys: in f32, the first block of a tile of queries stores, the
+ * others add when it is their turn, as upipe_cuda_attn_bwd.h says, and for the same reasons without deadlock and with
+ * the same bits under any schedule. A second kernel makes bf16 of the sums; nobody adds to tiles that see no key, and
+ * they become zeros there. With merge all add to gq, and that is all. (TMA adds flush numbers below 2^-126 to zero.)
  */
 #ifndef UPIPE_CUDA_ATTN_BWD90_H
 #define UPIPE_CUDA_ATTN_BWD90_H
@@ -61,11 +61,11 @@ template <int D> struct upi_cuda_bwd90_shape {
         P = BY_KEYS ? 0 : DS,
         DQ = 64 * 64 * 4, /* of a consumer and round */
         AT_V = KEPT,
-        AT_Q = 2 * KEPT, /* two slots, and so of dS and P */
+        AT_Q = 2 * KEPT, /* two slots, and so of dS */
         AT_GO = AT_Q + 2 * TILE,
         AT_DS = AT_GO + GO_SLOTS * TILE,
         AT_P = AT_DS + 2 * DS,
-        AT_DQ = AT_P + 2 * P,
+        AT_DQ = AT_P + P,
         AT_LSE = AT_DQ + CONSUMERS * DQ, /* two slots of lse and delta */
         AT_BARRIERS = AT_LSE + 4 * ROWS * 4,
         AT_TICKET = AT_BARRIERS + 11 * 8,
@@ -404,8 +404,8 @@ UPI_DEVICE void upi_cuda_bwd90_slopes(uint32_t *ds, const float *s, const float 
     }
 }
 
-/* Operands of 64 keys and ROWS queries go to shared memory: a panel of 64 queries, keys are its rows. From row `key` and
- * chunk `chunk` of eight queries on; chunks of a row lie at XORs of its first. */
+/* Operands of 64 keys and ROWS queries go to shared memory: a panel of 64 queries, keys are its rows. From row `key`
+ * and chunk `chunk` of eight queries on; chunks of a row lie at XORs of its first. */
 template <int ROWS>
 UPI_DEVICE void upi_cuda_bwd90_share(uint32_t panel, const uint32_t *x, int key, int chunk)
 {
@@ -416,8 +416,8 @@ UPI_DEVICE void upi_cuda_bwd90_share(uint32_t panel, const uint32_t *x, int key,
     for (int i = 0; i < ROWS / 8; i += 2) upi_store_matrix4(to ^ i * 16, x + 2 * i);
 }
 
-/* 64 columns of the consumer's half of dQ go to its place in shared memory, as two panels of 32. Odd rows take columns in
- * another order: what a half warp writes at once lies in different banks. */
+/* 64 columns of the consumer's half of dQ go to its place in shared memory, as two panels of 32. Odd rows take columns
+ * in another order: what a half warp writes at once lies in different banks. */
 template <int D> UPI_DEVICE void upi_cuda_bwd90_store(unsigned char *shared, const float *dq, int group)
 {
     typedef upi_cuda_bwd90_shape<D> shape;
@@ -442,7 +442,8 @@ UPI_DEVICE void upi_cuda_bwd90_done(uint32_t barrier)
     if (threadIdx.x % 32 == 0) upi_mbarrier_arrive(barrier);
 }
 
-/* S^T of the consumer's keys and queries, from k0 and q0 on, becomes weights, and what dP - delta is multiplied with. */
+/* S^T of the consumer's keys and queries, from k0 and q0 on, becomes weights, and what dP - delta is multiplied
+ * with. */
 template <int ROWS>
 UPI_DEVICE void upi_cuda_bwd90_weights(const upi_cuda_attn_args &a, float *s, uint32_t *p, const float *lse,
                                        int whole, int k0, int q0)
@@ -502,7 +503,8 @@ UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_by_keys, const upi_cuda_attn_
     upi_cuda_bwd90_done(bars + UPI_BWD90_DQ_FULL);
 }
 
-/* The same for keys that the consumers share; of queries they have ROWS / 2 each. */
+/* The same for keys that the consumers share; of queries they have ROWS / 2 each. It is dS in shared memory that may
+ * not change. P needs no second slot: only dV reads it, and all of those are through when the next dO is there. */
 template <int D>
 UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_by_columns, const upi_cuda_attn_args &a,
                                     const upi_cuda_bwd90_place &b, const upi_cuda_bwd90_tile &t,
@@ -513,7 +515,7 @@ UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_by_columns, const upi_cuda_at
     const uint32_t bars = b.base + shape::AT_BARRIERS, at_go = b.base + upi_cuda_bwd90_at_go<D>(t.n);
     const uint32_t at_q = b.base + shape::AT_Q + (uint32_t)t.n % 2 * shape::TILE;
     const uint32_t at_ds = b.base + shape::AT_DS + (uint32_t)t.n % 2 * shape::DS;
-    const uint32_t at_p = b.base + shape::AT_P + (uint32_t)t.n % 2 * shape::P;
+    const uint32_t at_p = b.base + shape::AT_P;
     const uint32_t mine = (uint32_t)(group * ROWS * 128); /* queries */
     const float *lse = (const float *)(shared + shape::AT_LSE) + t.n % 2 * 2 * shape::ROWS + group * ROWS +
                        (int)threadIdx.x % 4 * 2;
@@ -535,7 +537,7 @@ UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_by_columns, const upi_cuda_at
     upi_cuda_bwd90_slopes<ROWS>(ds, s, dp, lse + shape::ROWS);
     upi_cuda_bwd90_share<ROWS>(at_ds, ds, 0, group * ROWS / 8);
     upi_fence_async_shared(); /* P and dS */
-    /* they are there, of both; and both are through with those of the tile before */
+    /* they are there, of both; and both are through with dS of the tile before */
     upi_barrier_sync(1, shape::CONSUMERS * 128);
     upi_cuda_bwd90_times_shared<D>(dv, at_p, at_go, group);
     upi_cuda_bwd90_dq_columns<D>(dq, at_ds, b.base, group);
