@@ -1,7 +1,7 @@
 /* test_cuda_attn90_bwd.c -- what the attention backward for compute capability 9.0 does otherwise than that for 8.0
  *
- * The fake is told to be such a device; test_cuda_attn runs there too, and holds these kernels to everything
- * that it knows. Here is what depends on their shapes and on their two launches: edges of
+ * The fake is told to be such a device; test_cuda_attn and test_cuda_attn_masks run there too, and hold these
+ * kernels to everything that they know. Here is what depends on their shapes and on their two launches: edges of
  * tiles (64 keys a warpgroup, 128 a block, above head dim 128 64 of both; 64 or 128 queries), chains of many blocks
  * of keys, sums of dQ that are added to, calls that they leave to the others.
  */
