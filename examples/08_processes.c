@@ -19,8 +19,11 @@ enum {
 
 /* The host's side of a backend: what it makes, and ends. */
 typedef struct host host;
-static int host_begin(host *h, const launch *l, double deadline); /* -1: the sentence is out */
+static int host_begin(host *h, const launch *l, double deadline, int zero_sm); /* -1: the sentence is out */
 static int host_end(host *h, int ok);
+/* The team's pool: what the transport wants to know of it. Gone, at the latest, with host_end. */
+static upipe_status host_slab(host *h, upipe_ctx *c, void **out, size_t bytes);
+static void host_slab_free(host *h, void *slab);
 static upipe_status host_memory(void **out, size_t bytes, upipe_err *e);
 static void host_memory_free(void *p);
 
@@ -32,6 +35,7 @@ static void host_memory_free(void *p);
 
 static const upipe_dtype storage = UPIPE_F32;
 static const double tolerance = 0; /* the same bits */
+static const int has_engines = 0;
 
 struct host {
     upipe_ops ops;
@@ -40,10 +44,11 @@ struct host {
     void *stream;
 };
 
-static int host_begin(host *h, const launch *l, double deadline)
+static int host_begin(host *h, const launch *l, double deadline, int zero_sm)
 {
     upipe_err e;
     (void)l; /* MPI knows the ranks */
+    (void)zero_sm;
     upipe_cpu_ops(&h->ops);
     if (MPI_Init(NULL, NULL) != MPI_SUCCESS || MPI_Comm_dup(MPI_COMM_WORLD, &h->mpi) != MPI_SUCCESS)
         return cli_fail("MPI does not start");
@@ -71,6 +76,18 @@ static void host_memory_free(void *p)
     free(p);
 }
 
+static upipe_status host_slab(host *h, upipe_ctx *c, void **out, size_t bytes)
+{
+    (void)h;
+    return host_memory(out, bytes, &c->err);
+}
+
+static void host_slab_free(host *h, void *slab)
+{
+    (void)h;
+    host_memory_free(slab);
+}
+
 /* ------------------------------------------------------------------------------------------------ */
 #elif defined(WITH_NCCL)
 
@@ -82,6 +99,7 @@ void app_ops(upipe_ops *ops,
 
 static const upipe_dtype storage = UPIPE_BF16;
 static const double tolerance = 1e-2; /* of the largest gradient: a few roundings to bf16 */
+static const int has_engines = 1;
 
 struct host {
     upipe_ops ops;
@@ -90,9 +108,11 @@ struct host {
     cublasHandle_t blas;
     ncclComm_t nccl;
     cudaStream_t stream;
+    int zero_sm; /* asked for */
+    void *slab;  /* then NCCL's, which it keeps as long as the communicator */
 };
 
-static int host_begin(host *h, const launch *l, double deadline)
+static int host_begin(host *h, const launch *l, double deadline, int zero_sm)
 {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     ncclUniqueId id;
@@ -100,6 +120,10 @@ static int host_begin(host *h, const launch *l, double deadline)
     upipe_err e;
     int devices = 1;
     config.blocking = 0; /* else NCCL waits for ranks that never come */
+#ifdef NCCL_CTA_POLICY_ZERO
+    if (zero_sm) config.CTAPolicy = NCCL_CTA_POLICY_ZERO;
+#endif
+    h->zero_sm = zero_sm;
     memset(&id, 0, sizeof id);
     /* launchers may show each rank all devices of its machine, or its own alone */
     if (cudaGetDeviceCount(&devices) != cudaSuccess || cudaSetDevice(l->local % devices) != cudaSuccess)
@@ -138,6 +162,7 @@ static int host_end(host *h, int ok)
     int left = upipe_nccl_free(&h->team, &e) != UPIPE_OK;
     if (h->team.nccl != NULL) /* else a failure has freed it */
         left |= (ok ? host_finalize(h->nccl, deadline) : ncclCommAbort(h->nccl)) != ncclSuccess;
+    left |= upipe_nccl_slab_free(h->slab, &e) != UPIPE_OK;
     left |= upipe_cuda_free(&h->device, &e) != UPIPE_OK;
     left |= cublasDestroy(h->blas) != CUBLAS_STATUS_SUCCESS;
     left |= cudaStreamDestroy(h->stream) != cudaSuccess;
@@ -152,6 +177,21 @@ static upipe_status host_memory(void **out, size_t bytes, upipe_err *e)
 static void host_memory_free(void *p)
 {
     upipe_cuda_slab_free(p, NULL);
+}
+
+static upipe_status host_slab(host *h, upipe_ctx *c, void **out, size_t bytes)
+{
+    if (!h->zero_sm) return host_memory(out, bytes, &c->err);
+    UPIPE_TRY(upipe_nccl_slab(&h->slab, bytes, &c->err));
+    *out = h->slab;
+    UPIPE_TRY(upipe_nccl_zero_sm(c, &h->team, h->slab, bytes));
+    if (c->team->rank == 0) printf("exchanges: %s\n", h->team.zero_sm_says);
+    return UPIPE_OK;
+}
+
+static void host_slab_free(host *h, void *slab)
+{
+    if (slab != h->slab) host_memory_free(slab);
 }
 
 #else
@@ -196,9 +236,9 @@ static upipe_status step(upipe_ctx *c, const upipe_layer *l, void *wide, float *
     return c->ops->sync(c);
 }
 
-/* Plans, takes a slab of just the size, and makes the step. */
-static upipe_status run(upipe_ctx *c, const upipe_plan_desc *desc, const void *w, void *wide, float *gx,
-                        const float *x, size_t *slab_bytes)
+/* Plans, takes a slab of just the size, and makes the step. h: with the team, or NULL. */
+static upipe_status run(host *h, upipe_ctx *c, const upipe_plan_desc *desc, const void *w, void *wide,
+                        float *gx, const float *x, size_t *slab_bytes)
 {
     static upipe_dry dry; /* too large for some stacks */
     upipe_block blocks[BLOCKS];
@@ -213,12 +253,15 @@ static upipe_status run(upipe_ctx *c, const upipe_plan_desc *desc, const void *w
     if (upipe_dry_init(&dry, &plan, c->ops) || upipe_dry_layer(&dry, &layer, 1))
         return c->err = dry.ctx.err, dry.ctx.err.status;
     *slab_bytes = dry.mem.need;
-    UPIPE_TRY(host_memory(&slab, dry.mem.need, &c->err));
+    UPIPE_TRY(h != NULL ? host_slab(h, c, &slab, dry.mem.need) : host_memory(&slab, dry.mem.need, &c->err));
     upipe_mem_init(&mem, slab, dry.mem.need, blocks, BLOCKS);
     c->mem = &mem;
     s = step(c, &layer, wide, gx, x);
     upipe_mem_free(&mem, NULL);
-    host_memory_free(slab);
+    if (h != NULL)
+        host_slab_free(h, slab);
+    else
+        host_memory_free(slab);
     return s;
 }
 
@@ -229,7 +272,7 @@ static double larger(double a, double b)
 }
 
 /* The same step with the team and alone; *error: the largest difference of the gradients, over their size. */
-static upipe_status compare(upipe_ctx *c, double *error, size_t *slab_bytes)
+static upipe_status compare(host *h, upipe_ctx *c, double *error, size_t *slab_bytes)
 {
     upipe_comm *team = c->team, alone;
     upipe_comm_self_room room;
@@ -255,12 +298,12 @@ static upipe_status compare(upipe_ctx *c, double *error, size_t *slab_bytes)
     s = host_memory(&weights, w_n * 4, &c->err);
     if (s == UPIPE_OK) s = host_memory(&wide, (w_n > all ? w_n : all) * 4, &c->err);
     if (s == UPIPE_OK) s = put(c, upipe_view_packed(weights, storage, model, 1, model), wide, w);
-    if (s == UPIPE_OK) s = run(c, &d, weights, wide, gx, x + first, slab_bytes);
+    if (s == UPIPE_OK) s = run(h, c, &d, weights, wide, gx, x + first, slab_bytes);
 
     upipe_comm_self(&alone, &room, c->ops->copy);
     c->team = &alone;
     d.ranks = 1;
-    if (s == UPIPE_OK) s = run(c, &d, weights, wide, want, x, &unused);
+    if (s == UPIPE_OK) s = run(NULL, c, &d, weights, wide, want, x, &unused);
     c->team = team;
     for (i = 0; s == UPIPE_OK && i < part; ++i) {
         worst = larger(worst, fabs((double)gx[i] - (double)want[first + i]));
@@ -303,27 +346,31 @@ static int report(upipe_ctx *c, double error, size_t slab_bytes)
 }
 
 static const char help[] =
-    "usage: mpirun -np N 08_processes [--deadline SECONDS]\n"
+    "usage: mpirun -np N 08_processes [--deadline SECONDS] [--zero-sm]\n"
     "\n"
     "One rank a process: forward and backward of an attention block, with all processes and again by each one\n"
     "alone; the gradients must agree. Started by mpirun, srun or torchrun, or with RANK, WORLD_SIZE, LOCAL_RANK,\n"
     "MASTER_ADDR and MASTER_PORT set by hand.\n"
     "\n"
     "  --deadline SECONDS   how long a rank waits for the others (30)\n"
+    "  --zero-sm            NCCL's copy engines move what they can, instead of its kernels; rank 0 says what came of it\n"
     "  --help               this text\n"
     "  --version            the version\n";
 
-enum { DEADLINE, HELP, VERSION, FLAGS };
+enum { DEADLINE, ZERO_SM, HELP, VERSION, FLAGS };
 
 typedef struct options {
     double deadline;
-    int rank;
+    int zero_sm, rank;
 } options;
 
 static int take(void *user, int flag, const char *text)
 {
     options *o = (options *)user;
     if (flag == DEADLINE) return cli_seconds("deadline", text, &o->deadline);
+    if (flag == ZERO_SM && !has_engines)
+        return cli_refuse("--zero-sm is for NCCL, and this is built with MPI");
+    if (flag == ZERO_SM) return o->zero_sm = 1, 0;
     if (o->rank > 0) return 1; /* one of the processes says it */
     return flag == HELP ? cli_print("help", help) : cli_version("version", "");
 }
@@ -331,11 +378,12 @@ static int take(void *user, int flag, const char *text)
 int main(int argc, char **argv)
 {
     static const struct option list[] = {{"deadline", required_argument, NULL, DEADLINE},
+                                         {"zero-sm", no_argument, NULL, ZERO_SM},
                                          {"help", no_argument, NULL, HELP},
                                          {"version", no_argument, NULL, VERSION},
                                          {NULL, 0, NULL, 0}};
     static host h;
-    options o = {30, 0};
+    options o = {30, 0, 0};
     int given[FLAGS] = {0}, status;
     size_t slab_bytes = 0;
     double error = 0;
@@ -345,11 +393,11 @@ int main(int argc, char **argv)
     o.rank = l.rank;
     if (status == 0) status = cli_read(list, argc, argv, given, -1, take, &o);
     if (status != 0) return status - 1;
-    if (host_begin(&h, &l, o.deadline) != 0) return EXIT_RUN;
+    if (host_begin(&h, &l, o.deadline, o.zero_sm) != 0) return EXIT_RUN;
     c.ops = &h.ops;
     c.team = &h.team.comm;
     c.stream = h.stream;
-    status = compare(&c, &error, &slab_bytes) == UPIPE_OK
+    status = compare(&h, &c, &error, &slab_bytes) == UPIPE_OK
                  ? report(&c, error, slab_bytes)
                  : cli_fail("rank %d: %s%s", c.team->rank, cli_status(c.err.status), c.err.text);
     if (host_end(&h, status == 0) != 0) status = -1;

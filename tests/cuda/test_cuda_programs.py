@@ -69,6 +69,20 @@ def test_examples():
     check(done.returncode == 2 and 'usage' in done.stderr, f'--device tpu: {done.returncode} {done.stderr}')
 
 
+def test_processes():
+    """A team of one over NCCL: the fake's ranks are threads. With copy engines and without."""
+    alone = {'RANK': '0', 'WORLD_SIZE': '1', 'LOCAL_RANK': '0', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': '29400'}
+    for flags in [], ['--zero-sm']:
+        done = run('08_processes', *flags, **alone)
+        check(done.returncode == 0 and 'over nccl' in done.stdout and 'the same bits as' in done.stdout,
+              f'08_processes {flags}: {done.returncode} {done.stdout} {done.stderr}')
+        check(('asked of the copy engines' in done.stdout) == bool(flags), f'08_processes {flags}: {done.stdout}')
+    for k in 3, 10, 30, 45:
+        done = run('08_processes', '--zero-sm', **alone, FAKE_FAIL=str(k))
+        check(done.returncode == 1 and done.stderr.startswith('08_processes: '),
+              f'08_processes, FAKE_FAIL={k}: {done.returncode} {done.stderr}')
+
+
 def test_compare():
     flags = '--tokens 64 --heads 4 --kv-heads 2 --head-dim 32 --ranks 2 --check on --device'.split()
     for dtype in 'bf16', 'f32':
@@ -177,6 +191,7 @@ def test_bench():
 
 def main():
     test_examples()
+    test_processes()
     test_compare()
     test_methods()
     test_train()
