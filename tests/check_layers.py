@@ -23,6 +23,7 @@ LAYERS = [
     ['upipe_block.h'],
     ['upipe_step.h'],
     ['upipe_layer.h', 'upipe_out.h', 'upipe_segment.h'],
+    ['upipe_visit.h'],
     ['upipe_fpdt.h'],
     ['upipe_dry.h'],
     ['upipe.h'],

@@ -1,5 +1,5 @@
 /* test_fpdt -- the block in segments of the sequence, against the oracle: with all heads at once (FPDT), and in head
- * chunks (UPipe x FPDT); bytes of device, host and exchanges; refusals
+ * chunks (UPipe x FPDT); bytes of device, host and exchanges; copies beside attention; refusals
  *
  * UPIPE_DRAWS / 10 draws (2,000), draw i from seed UPIPE_SEED + i.
  */
@@ -160,10 +160,15 @@ static upipe_status segment_body(void *user, int rank)
     upipe_fpdt f;
     upipe_plan p;
     upipe_ctx c;
+    upipe_cpu_lane room;
+    upipe_lane lane;
     upipe_status status;
-    int j;
+    int j, threaded = s->test->overlap && !s->test->lane_inline;
     memset(&c, 0, sizeof c);
     memset(&f, 0, sizeof f);
+    if (threaded && upipe_cpu_lane_init(&room, &lane, &c.err) != UPIPE_OK) abort();
+    if (s->test->lane_inline) upipe_lane_inline(&lane, NULL);
+    if (s->test->overlap) c.lane = &lane;
     for (j = 0; j < RUN_GRADS; ++j) grads[j] = f32_room(block_count(&s->test->shape, run_grads[j]));
     f.desc = run_desc(s->test, rank, 0);
     f.segments = s->segments;
@@ -207,6 +212,7 @@ static upipe_status segment_body(void *user, int rank)
         upipe_mem_free(&mem, NULL);
         upipe_mem_free(&host, NULL);
     }
+    if (threaded) upipe_cpu_lane_free(&room);
     s->errors[rank] = c.err;
     for (j = 0; j < RUN_GRADS; ++j) free(grads[j]);
     free(slab);
@@ -257,10 +263,28 @@ static block_shape shape_of(int64_t tokens, int h, int hkv, int d)
     return s;
 }
 
+/* The bits that copies on the rank's own line give. */
+static void check_alone(const run_case *t, int segments, const f32_block *in, const f32_block *got)
+{
+    run_case alone = *t;
+    f32_block out;
+    upipe_err err;
+    alone.overlap = alone.lane_inline = 0;
+    CHECK_STATUS(run_segments(&alone, segments, in, &out, &err), UPIPE_OK, err);
+#define SAME(tensor)                                                                                       \
+    CHECK_SAY(got->tensor == NULL || memcmp(got->tensor, out.tensor,                                       \
+                                            (size_t)block_count(&t->shape, #tensor) * sizeof(float)) == 0, \
+              "%s differs where copies overlap", #tensor);
+    BLOCK_RESULTS(SAME)
+#undef SAME
+    f32_block_free(&out);
+}
+
 static void test_random(void)
 {
     static const int heads[][2] = {{4, 4}, {4, 2}, {8, 2}, {8, 1}, {6, 3}, {5, 5}, {8, 8}, {12, 4}};
-    long draws = test_env("UPIPE_DRAWS", 2000) / 10, seed = test_env("UPIPE_SEED", 1), i, legal = 0;
+    long draws = test_env("UPIPE_DRAWS", 2000) / 10, seed = test_env("UPIPE_SEED", 1), i, legal = 0,
+         overlapped = 0;
     for (i = 0; i < draws; ++i) {
         long failures = test_failures;
         test_rng rng;
@@ -297,6 +321,8 @@ static void test_random(void)
             t.shape.docs = docs;
             t.shape.docs_n = 3;
         }
+        t.overlap = test_below(&rng, 2);
+        t.lane_inline = t.overlap && test_below(&rng, 4) == 0;
         block_inputs(&t.shape, (uint64_t)(seed + i), &in);
         status = run_segments(&t, segments, &in, &out, &err);
         CHECK_SAY(status == UPIPE_OK || status == UPIPE_ERR_UNSUPPORTED ||
@@ -305,19 +331,25 @@ static void test_random(void)
         if (status == UPIPE_OK) {
             ++legal;
             check_block(&t.shape, &in, &out);
+            overlapped += t.overlap;
+            if (t.overlap && test_below(&rng, 3) == 0) check_alone(&t, segments, &in, &out);
         }
         if (test_failures != failures)
             fprintf(
                 stderr,
-                "replay: UPIPE_SEED=%ld UPIPE_DRAWS=10 (S %lld/%d B %lld C %d H %d/%d d %d/%d U %d %s%s)\n",
+                "replay: UPIPE_SEED=%ld UPIPE_DRAWS=10 (S %lld/%d B %lld C %d H %d/%d d %d/%d U %d %s%s%s)\n",
                 seed + i, (long long)t.shape.tokens, segments, (long long)t.shape.batch, t.ranks, t.shape.h,
                 t.shape.hkv, t.shape.d, t.shape.dv, t.chunk, upipe_dtype_name(t.shape.dtype),
-                t.shape.full ? " full" : "");
+                t.shape.full ? " full" : "", t.overlap ? " overlap" : "");
         f32_block_free(&in);
         f32_block_free(&out);
     }
-    printf("%ld draws from seed %ld, %ld legal\n", draws, seed, legal);
-    if (draws >= 50) CHECK_SAY(legal * 2 > draws, "only %ld of %ld draws were legal", legal, draws);
+    printf("%ld draws from seed %ld, %ld legal, %ld of them with copies that overlap\n", draws, seed, legal,
+           overlapped);
+    if (draws >= 50) {
+        CHECK_SAY(legal * 2 > draws, "only %ld of %ld draws were legal", legal, draws);
+        CHECK_SAY(overlapped * 4 > legal, "copies of only %ld of %ld overlap", overlapped, legal);
+    }
 }
 
 /* Head chunks in sequence chunks hold less than either alone. */
@@ -562,6 +594,60 @@ static void test_failed_passes(void)
     }
 }
 
+/* A table whose copy fails once, at number `at`. */
+typedef struct frail {
+    upipe_status (*copy)(upipe_ctx *c, void *dst, const void *src, size_t bytes);
+    int at, calls;
+} frail;
+
+static frail the_frail;
+
+static upipe_status frail_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
+{
+    if (__atomic_add_fetch(&the_frail.calls, 1, __ATOMIC_ACQ_REL) == the_frail.at)
+        return upi_fail(&c->err, UPIPE_ERR_BACKEND, "copy %d fails", the_frail.at);
+    return the_frail.copy(c, dst, src, bytes);
+}
+
+/* Every copy fails once, those of the lane among them: the pass ends with its sentence, and both pools are as before. */
+static void test_failed_copies(void)
+{
+    upipe_cpu_lane room;
+    upipe_lane lane;
+    lone *l = lone_begin();
+    int backward = 0;
+    if (upipe_cpu_lane_init(&room, &lane, &l->c.err) != UPIPE_OK) abort();
+    the_frail.copy = l->ops.copy;
+    l->ops.copy = frail_copy;
+    l->f.segments = 4;
+    l->f.desc.overlap = 1;
+    CHECK_STATUS(upipe_fpdt_fwd(&l->c, &l->f, &l->save, l->x), UPIPE_ERR_ARG, l->c.err);
+    CHECK_TEXT(l->c.err.text, "ctx->lane is NULL");
+    l->c.lane = &lane;
+    for (the_frail.at = 1; the_frail.at > 0; ++the_frail.at) {
+        size_t host = l->host.live;
+        upipe_status s;
+        lone_again(l);
+        the_frail.calls = 0;
+        s = backward ? upipe_fpdt_bwd(&l->c, &l->f, l->x, &l->grads, &l->save, l->gout, l->x)
+                     : upipe_fpdt_fwd(&l->c, &l->f, &l->save, l->x);
+        if (s == UPIPE_OK && backward++) break;
+        if (s == UPIPE_OK) {
+            CHECK(the_frail.at > 4 * 4); /* what is parked, and what passes by */
+            the_frail.at = 0;
+            continue;
+        }
+        CHECK_STATUS(s, UPIPE_ERR_BACKEND, l->c.err);
+        CHECK_TEXT(l->c.err.text, "fails");
+        CHECK_INT(l->host.live, host);
+        CHECK_INT(l->mem.live, 0);
+    }
+    CHECK(the_frail.at > 4 * 4);
+    CHECK_STATUS(upipe_fpdt_free(&l->f, &l->save, &l->c.err), UPIPE_OK, l->c.err);
+    upipe_cpu_lane_free(&room);
+    lone_end(l);
+}
+
 /* Gradients that nobody can give, tensors that are not there, and descriptions without a segment. */
 static void test_arguments(void)
 {
@@ -614,6 +700,7 @@ int main(void)
     test_refusals();
     test_odd_segments();
     test_failed_passes();
+    test_failed_copies();
     test_arguments();
     test_random();
     return test_end("fpdt");

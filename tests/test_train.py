@@ -339,9 +339,10 @@ def test_methods(folder):
                 for method in METHODS}
         for method in METHODS[1:]:
             alike(runs[method], runs['ulysses'], f'{what}: {method}')
-        beside = good(folder, f'{what}: stages overlap', method='upipe', overlap=True, ranks=4, steps=5, **flags)
-        for key in ('loss', 'grad_norm') if beside and runs['upipe'] else []:
-            equal(beside[key], runs['upipe'][key], f'{what}: {key} where stages overlap')
+        for method in 'upipe', 'fpdt', 'upipe-fpdt':
+            beside = good(folder, f'{what}: {method} overlaps', method=method, overlap=True, ranks=4, steps=5, **flags)
+            for key in ('loss', 'grad_norm') if beside and runs[method] else []:
+                equal(beside[key], runs[method][key], f'{what}: {key} where {method} overlaps')
         if all(runs.values()):
             equal([runs[m]['config']['ring'] for m in METHODS], [1, 1, 1, 4, 4, 4, 4, 2, 2, 4, 1, 1], f'{what}: rings')
             equal(runs['double-ring']['config']['inner'], 2, f'{what}: ranks of an inner ring')
@@ -798,6 +799,7 @@ def test_refusals(folder):
         ({'tokens': 2147483646}, ['388085', '2147483646']),
         ({'heads': 5, 'kv_heads': 2}, ['5', '2']),
         ({'method': 'upipe', 'ranks': 4, 'overlap': True}, ['--overlap', '4 heads at a time', 'one stage']),
+        ({'method': 'fpdt', 'ranks': 2, 'segments': 1, 'overlap': True}, ['--overlap', 'one segment']),
         ({'kv_heads': 8}, ['4', '8']),
         ({'ranks': 4, 'tokens': 3}, ['3', '4']),
         ({'ranks': 4, 'tokens': 7, 'method': 'zigzag'}, ['7', '8', 'two parts']),

@@ -53,6 +53,7 @@
 #include "upipe_layer.h"
 #include "upipe_out.h"
 #include "upipe_segment.h"
+#include "upipe_visit.h"
 #include "upipe_fpdt.h"
 #include "upipe_dry.h"
 

@@ -1,4 +1,4 @@
-/* upipe_fpdt.h -- the attention block in segments of the sequence, with the host's memory behind it        layer 8
+/* upipe_fpdt.h -- the attention block in segments of the sequence, with the host's memory behind it        layer 9
  *
  * FPDT: the sequence is cut into segments, and every segment over all ranks; a rank holds its part of each. A segment's
  * Q', K', V' are parked in the host's memory, and come back, one block ahead, where another segment needs them. With
@@ -13,107 +13,17 @@
  *     upipe_fpdt_bwd(&ctx, &f, gx, &grads, &saved, gout);
  *     upipe_fpdt_free(&f, &saved, &ctx.err);
  *
- * Pairs of segments that the mask hides cost nothing. Copies are enqueued on ctx->stream ahead of the attention that
- * they do not concern; the host waits for none of them. Its pool must be memory that the device copies to and from
- * without waiting (pinned).
+ * Pairs of segments that the mask hides cost nothing. What passes by is fetched, and sent back, one block ahead of the
+ * attention: with desc.overlap on ctx->lane, beside it; otherwise on ctx->stream. The host waits for none of these
+ * copies. Its pool must be memory that the device copies to and from without waiting (pinned).
  */
 #ifndef UPIPE_FPDT_H
 #define UPIPE_FPDT_H
 
 #include "upipe_layer.h"
-#include "upipe_segment.h"
+#include "upipe_visit.h"
 
-/* ---- one pass ---- */
-
-typedef struct upi_fpdt_pass {
-    const upipe_fpdt *f;
-    upi_fpdt_sizes z;
-    upi_run run; /* of the segment that is at hand */
-    upipe_layer layer;
-    upipe_plan plan;
-    upipe_fpdt_saved *save;
-    upipe_ring_call call;
-    upipe_ring_part part;
-} upi_fpdt_pass;
-
-/* Segment i is at hand. */
-UPIPE_API upipe_status upi_fpdt_turn(upi_fpdt_pass *s, int i)
-{
-    UPIPE_TRY(upipe_fpdt_plan(s->f, i, &s->plan, &s->run.c->err));
-    s->layer.plan = &s->plan;
-    s->run.l = &s->layer;
-    s->run.p = &s->plan;
-    s->run.bytes = s->z.s;
-    s->run.buffers = s->z.b;
-    s->run.shard = upipe_fpdt_shard(s->f, i);
-    return UPIPE_OK;
-}
-
-UPIPE_API upipe_status upi_fpdt_copy(upi_fpdt_pass *s, void *dst, const void *src, size_t bytes)
-{
-    s->save->moved += (int64_t)bytes;
-    return bytes > 0 ? s->run.c->ops->copy(s->run.c, dst, src, bytes) : UPIPE_OK;
-}
-
-/* Bytes of x, Q', O', K', V', statistics of the segment at hand; of a stage, of a round. */
-UPIPE_API size_t upi_fpdt_q_bytes(const upi_fpdt_pass *s, int stage, int dim, size_t e)
-{
-    const upipe_plan *p = &s->plan;
-    return (size_t)(p->seq * p->desc.batch * upipe_plan_q(p, stage, p->desc.rank).count * dim) * e;
-}
-
-UPIPE_API size_t upi_fpdt_kv_bytes(const upi_fpdt_pass *s, int stage, int dim, size_t e)
-{
-    const upipe_plan *p = &s->plan;
-    return (size_t)(p->seq * p->desc.batch * upipe_plan_kv(p, stage, p->desc.rank).count * dim) * e;
-}
-
-/* The part's queries, of segment i, against the block of segment j. */
-UPIPE_API upipe_status upi_fpdt_attend(upi_fpdt_pass *s, const upi_ring_block *block, int i, int j,
-                                       int backward)
-{
-    const upipe_fpdt *f = s->f;
-    const int64_t q0 = upipe_cut(f->desc.tokens, f->segments, i),
-                  k0 = upipe_cut(f->desc.tokens, f->segments, j);
-    upi_ring_at at;
-    int head;
-    memset(&at, 0, sizeof at);
-    at.q.pos = q0;
-    at.q.n = at.q_all = upipe_cut(f->desc.tokens, f->segments, i + 1) - q0;
-    at.k.pos = k0;
-    at.k.n = at.k_all = upipe_cut(f->desc.tokens, f->segments, j + 1) - k0;
-    at.first = i == j;
-    at.add = 1;
-    for (; at.sequence < s->plan.desc.batch; ++at.sequence)
-        for (head = 0; upi_ring_heads(&s->part, s->plan.group, head, &at.heads, &at.kv);
-             head += at.heads.count)
-            UPIPE_TRY(upi_ring_call_one(s->run.c, &s->call, &s->part, block, &at, f->desc.tokens, backward));
-    return UPIPE_OK;
-}
-
-/* The query heads of a stage; work is taken. */
-UPIPE_API upipe_status upi_fpdt_part(upi_fpdt_pass *s, int stage, int backward)
-{
-    const upipe_plan *p = &s->plan;
-    const upi_run *r = &s->run;
-    const upipe_span mine = upipe_plan_q(p, stage, p->desc.rank);
-    void *work;
-    memset(&s->part, 0, sizeof s->part);
-    s->part.heads = mine.count;
-    s->part.lead = mine.first % p->group;
-    s->part.sinks = r->l->sinks != NULL ? r->l->sinks + mine.first : NULL;
-    s->part.gsinks = backward && r->gsinks != NULL ? r->gsinks + mine.first : NULL;
-    s->call.plan = p;
-    s->call.mask = upi_layer_mask(r->l);
-    s->call.mask.work_bytes = backward ? s->z.s.attn_bwd : s->z.s.attn_fwd;
-    UPIPE_TRY(upi_take(&s->run, &work, s->call.mask.work_bytes, "attn_work"));
-    s->call.mask.work = work;
-    s->call.parts = &s->part;
-    s->call.count = 1;
-    s->call.kv_heads = upipe_plan_kv(p, stage, p->desc.rank).count;
-    s->call.sums = UPIPE_F32;
-    return UPIPE_OK;
-}
+/* ---- the ends of a segment ---- */
 
 /* x of the segment at hand, from the host's. */
 UPIPE_API upipe_status upi_fpdt_take_x(upi_fpdt_pass *s, const char *x, int i)
@@ -135,30 +45,6 @@ UPIPE_API upipe_status upi_fpdt_give_x(upi_fpdt_pass *s)
 }
 
 /* ---- forward ---- */
-
-/* K', V' of a segment, as a stage reads them, from the host. */
-UPIPE_API upipe_status upi_fpdt_load(upi_fpdt_pass *s, int j, int stage, void *k, void *v)
-{
-    const upipe_fpdt *f = s->f;
-    const upipe_plan_desc *d = &s->plan.desc;
-    const int round = stage / s->z.steps, heads = upipe_plan_kv(&s->plan, stage, d->rank).count;
-    const size_t n =
-        (size_t)(upipe_cut(f->desc.tokens, f->segments, j + 1) - upipe_cut(f->desc.tokens, f->segments, j));
-    const size_t row = n * (size_t)(d->batch * heads) * upipe_dtype_bytes(d->dtype);
-    UPIPE_TRY(upi_fpdt_copy(s, k, upi_fpdt_at(s->save->k, s->z.b.k, s->z.rounds, j, round),
-                            row * (size_t)d->head_dim));
-    return upi_fpdt_copy(s, v, upi_fpdt_at(s->save->v, s->z.b.v, s->z.rounds, j, round),
-                         row * (size_t)d->v_dim);
-}
-
-/* The same into a room for both. */
-UPIPE_API upipe_status upi_fpdt_load_kv(upi_fpdt_pass *s, int j, int stage, char *room, upi_ring_block *block)
-{
-    memset(block, 0, sizeof *block);
-    block->k = room;
-    block->v = room + s->z.b.k;
-    return upi_fpdt_load(s, j, stage, room, room + s->z.b.k);
-}
 
 /* Q' of a stage and segment, with K', V' where a round begins: projected, exchanged, parked. */
 UPIPE_API upipe_status upi_fpdt_project(upi_fpdt_pass *s, const char *x, int i, int stage, const upi_kv *kv,
@@ -220,8 +106,10 @@ UPIPE_API upipe_status upi_fpdt_attend_all(upi_fpdt_pass *s, int i, int stage, u
     upi_run *r = &s->run;
     const upi_fpdt_sizes *z = &s->z;
     void *sum, *lse, *hop;
-    upi_ring_block now, next;
-    int j, after, turn = 0;
+    upi_fpdt_visits visits;
+    upi_stages all;
+    memset(&visits, 0, sizeof visits);
+    memset(&all, 0, sizeof all);
     upi_phase(r, UPIPE_FWD_ATTN);
     UPIPE_TRY(upi_take(r, &sum, z->b.sum_o, "o_sum"));
     UPIPE_TRY(upi_take(r, &lse, z->b.stat, "lse"));
@@ -230,17 +118,16 @@ UPIPE_API upipe_status upi_fpdt_attend_all(upi_fpdt_pass *s, int i, int stage, u
     s->part.q = q;
     s->part.o = sum;
     s->part.lse = (float *)lse;
-    memset(&now, 0, sizeof now);
-    now.k = kv->k;
-    now.v = kv->v;
-    next = now;
-    for (j = i; j >= 0; j = after, now = next, ++turn) {
-        after = upi_fpdt_next(s->f, i, j, 1);
-        if (after >= 0)
-            UPIPE_TRY(upi_fpdt_load_kv(s, after, stage, (char *)hop + (size_t)(turn % 2) * (z->b.k + z->b.v),
-                                       &next));
-        UPIPE_TRY(upi_fpdt_attend(s, &now, i, j, 0));
-    }
+    visits.s = s;
+    visits.own.k = kv->k;
+    visits.own.v = kv->v;
+    visits.rooms = (char *)hop;
+    visits.at = i;
+    visits.stage = stage;
+    all.prepare = upi_fpdt_fwd_fetch;
+    all.attend = upi_fpdt_fwd_attend;
+    all.finish = upi_fpdt_fwd_leave;
+    UPIPE_TRY(upi_fpdt_visit_all(&visits, &all));
     UPIPE_TRY(upi_give(r, s->call.mask.work));
     UPIPE_TRY(upi_give(r, hop));
     UPIPE_TRY(upi_give_kv(r, kv));
@@ -296,6 +183,8 @@ UPIPE_API upipe_status upi_fpdt_begin(upi_fpdt_pass *s, upipe_ctx *c, const upip
     s->run.l = &s->layer;
     if (f->host == NULL) return upi_fail(&c->err, UPIPE_ERR_ARG, "segments need a pool of the host's memory");
     if (x == NULL) return upi_fail(&c->err, UPIPE_ERR_ARG, "x is NULL");
+    if (f->desc.overlap && c->lane == NULL)
+        return upi_fail(&c->err, UPIPE_ERR_ARG, "copies are to overlap, but ctx->lane is NULL");
     UPIPE_TRY(upi_fpdt_measure(f, c->ops, &s->z, &c->err));
     /* its rows are those of desc.rank in every segment, whether tokens divide or not */
     if (f->desc.rank != c->team->rank)
@@ -363,11 +252,6 @@ UPIPE_API upipe_status upipe_fpdt_fwd(upipe_ctx *c, const upipe_fpdt *f, upipe_f
 
 /* ---- backward ---- */
 
-/* What the backward parks in the host's memory: dO', delta, dQ' by heads; dK and dV by tokens. */
-typedef struct upi_fpdt_parked {
-    char *go, *delta, *gq, *dk, *dv, *gkv; /* gkv: dK', dV' in f32, between the stages of a round */
-} upi_fpdt_parked;
-
 /* dO and delta of a segment's stage go to the heads: O is not needed after that. */
 UPIPE_API upipe_status upi_fpdt_send_go(upi_fpdt_pass *s, const upi_fpdt_parked *parked, const char *gout,
                                         int i, int stage)
@@ -399,31 +283,6 @@ UPIPE_API upipe_status upi_fpdt_send_go(upi_fpdt_pass *s, const upi_fpdt_parked 
     UPIPE_TRY(upi_give(r, delta));
     UPIPE_TRY(upi_give(r, go));
     return upi_give(r, o);
-}
-
-/* A stage's queries of segment i come to visit segment j, as visitor `which`. */
-UPIPE_API upipe_status upi_fpdt_come(upi_fpdt_pass *s, const upi_fpdt_parked *parked, int i, int j, int stage,
-                                     char *rooms, int which)
-{
-    const upi_fpdt_sizes *z = &s->z;
-    const upipe_plan *p = &s->plan;
-    const size_t e = upipe_dtype_bytes(p->desc.dtype);
-    upipe_ring_part part;
-    size_t gq, stat;
-    UPIPE_TRY(upi_fpdt_turn(s, i));
-    gq = upi_fpdt_q_bytes(s, stage, p->desc.head_dim, 4);
-    stat = upi_fpdt_q_bytes(s, stage, 1, 4);
-    upi_fpdt_visit(z, rooms, which, &part);
-    UPIPE_TRY(upi_fpdt_copy(s, (void *)(uintptr_t)part.q,
-                            upi_fpdt_at(s->save->q, z->b.q, z->stages, i, stage), gq / 4 * e));
-    UPIPE_TRY(upi_fpdt_copy(s, (void *)(uintptr_t)part.go,
-                            upi_fpdt_at(parked->go, z->b.o, z->stages, i, stage),
-                            upi_fpdt_q_bytes(s, stage, p->desc.v_dim, e)));
-    UPIPE_TRY(upi_fpdt_copy(s, part.lse, upi_fpdt_at(s->save->lse, z->b.stat, z->stages, i, stage), stat));
-    UPIPE_TRY(upi_fpdt_copy(s, part.delta, upi_fpdt_at(parked->delta, z->b.stat, z->stages, i, stage), stat));
-    if (upi_fpdt_begun(s->f, i, j))
-        return upi_fpdt_copy(s, part.gq, upi_fpdt_at(parked->gq, z->b.sum_q, z->stages, i, stage), gq);
-    return s->run.c->ops->zero(s->run.c, part.gq, gq);
 }
 
 /* dQ' of a segment that has seen all: home, then dWq. Its gout's slots hold dQ afterwards. */
@@ -516,28 +375,31 @@ UPIPE_API upipe_status upi_fpdt_take_gkv(upi_fpdt_pass *s, const upi_fpdt_parked
 UPIPE_API upipe_status upi_fpdt_host(upi_fpdt_pass *s, const upi_fpdt_parked *parked, int j, int stage,
                                      void *g)
 {
-    const upipe_fpdt *f = s->f;
     upi_run *r = &s->run;
     const upi_fpdt_sizes *z = &s->z;
     void *kv, *rooms;
-    upi_ring_block block;
-    int i, after, turn = 0;
+    upi_fpdt_visits visits;
+    upi_stages all;
+    memset(&visits, 0, sizeof visits);
+    memset(&all, 0, sizeof all);
     UPIPE_TRY(upi_take(r, &kv, z->b.k + z->b.v, "kv"));
     UPIPE_TRY(upi_take(r, &rooms, 2 * upi_fpdt_visit_bytes(z), "visitors"));
     UPIPE_TRY(upi_fpdt_part(s, stage, 1));
-    UPIPE_TRY(upi_fpdt_load_kv(s, j, stage, (char *)kv, &block));
-    block.gk = (float *)g;
-    block.gv = block.gk + z->b.gk / 4;
-    UPIPE_TRY(upi_fpdt_come(s, parked, j, j, stage, (char *)rooms, 0));
-    for (i = j; i >= 0; i = after, ++turn) {
-        after = upi_fpdt_next(f, j, i, 0);
-        if (after >= 0) UPIPE_TRY(upi_fpdt_come(s, parked, after, j, stage, (char *)rooms, (turn + 1) % 2));
-        UPIPE_TRY(upi_fpdt_turn(s, i));
-        upi_fpdt_visit(z, (char *)rooms, turn % 2, &s->part);
-        UPIPE_TRY(upi_fpdt_attend(s, &block, i, j, 1));
-        UPIPE_TRY(upi_fpdt_copy(s, upi_fpdt_at(parked->gq, z->b.sum_q, z->stages, i, stage), s->part.gq,
-                                upi_fpdt_q_bytes(s, stage, f->desc.head_dim, 4)));
-    }
+    UPIPE_TRY(upi_fpdt_load(s, j, stage, kv, (char *)kv + z->b.k));
+    visits.s = s;
+    visits.parked = parked;
+    visits.own.k = kv;
+    visits.own.v = (char *)kv + z->b.k;
+    visits.own.gk = (float *)g;
+    visits.own.gv = visits.own.gk + z->b.gk / 4;
+    visits.rooms = (char *)rooms;
+    visits.at = j;
+    visits.stage = stage;
+    visits.backward = 1;
+    all.prepare = upi_fpdt_bwd_fetch;
+    all.attend = upi_fpdt_bwd_attend;
+    all.finish = upi_fpdt_bwd_leave;
+    UPIPE_TRY(upi_fpdt_visit_all(&visits, &all));
     UPIPE_TRY(upi_give(r, s->call.mask.work));
     UPIPE_TRY(upi_give(r, rooms));
     return upi_give(r, kv);

@@ -8,8 +8,8 @@
  *
  * so the exchange before stage i + 1 and the one after stage i - 1 run beside the attention of stage i. All exchanges
  * stay on one line, in one order; so do all takes from the pool, and all sums but attention's own: the bits are those
- * of one line. On a device a lane is a second stream; on a CPU a thread that the host provides. The makers are
- * upipe_cuda_lane.h and upipe_cpu_lane.h.
+ * of one line. In segments (upipe_fpdt.h) a stage is a block that comes from the host's memory. On a device a lane is
+ * a second stream; on a CPU a thread that the host provides. The makers are upipe_cuda_lane.h and upipe_cpu_lane.h.
  *
  *     ctx.lane = &lane;       plan with desc.overlap; then as without
  */

@@ -63,7 +63,8 @@ enum { UPIPE_STAGES_MAX = 256 };
  *               round attends (a second buffer); needs rounds that all ranks share. With one round there is
  *               no next one, and nothing changes
  *   overlap     nonzero: while a stage attends, the next one is projected and exchanged and the one before goes home, on
- *               ctx->lane (a second set of a stage's buffers). Not with a ring, nor where rounds are not common
+ *               ctx->lane (a second set of a stage's buffers). Not with a ring, nor where rounds are not common. In
+ *               segments: see upipe_fpdt
  *   layout      how the ring shares tokens
  *   heads       H
  *   kv_heads    Hkv; heads

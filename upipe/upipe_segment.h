@@ -11,7 +11,8 @@
 /* upipe_fpdt
  *   layer     weights and mask; its plan is not read
  *   desc      of the whole sequence, without a ring, and of this rank: desc.rank must be the team's. chunk =
- *             heads: FPDT; smaller: head chunks in sequence chunks
+ *             heads: FPDT; smaller: head chunks in sequence chunks. overlap: what passes by comes and goes on
+ *             ctx->lane, while a segment attends
  *   segments  pi; at most tokens / ranks
  *   host      pool of the host's memory
  */
@@ -60,11 +61,10 @@ UPIPE_API upipe_status upipe_fpdt_plan(const upipe_fpdt *f, int i, upipe_plan *p
         return upi_fail(e, UPIPE_ERR_ARG, "%lld tokens in %d segments over %d ranks", (long long)d.tokens,
                         f->segments, d.ranks);
     if (i < 0 || i >= f->segments) return upi_fail(e, UPIPE_ERR_ARG, "segment %d of %d", i, f->segments);
-    if (d.ring > 1 || d.naive || d.overlap)
+    if (d.ring > 1 || d.naive)
         return upi_fail(e, UPIPE_ERR_UNSUPPORTED, "segments with %s",
-                        d.ring > 1 ? "a ring"
-                        : d.naive  ? "the naive order"
-                                   : "stages that overlap");
+                        d.ring > 1 ? "a ring" : "the naive order");
+    d.overlap = 0; /* of stages */
     d.tokens = upipe_cut(f->desc.tokens, f->segments, i + 1) - upipe_cut(f->desc.tokens, f->segments, i);
     UPIPE_TRY(upipe_plan_init(p, &d, e));
     if (p->schedule == UPIPE_SPANS && p->stages > 1)

@@ -96,10 +96,10 @@ static inline int method_ring(const method_kind *k, int ranks, int ring)
     return k->shape == METHOD_IS_RING ? ranks : k->shape == METHOD_IS_GRID ? ring : 1;
 }
 
-/* Whether its stages may overlap: there are some, on one team. */
+/* Whether something of it may overlap: stages on one team, or the copies of segments. */
 static inline int method_overlaps(const method_kind *k)
 {
-    return k->shape == METHOD_IS_TEAM && k->stage == METHOD_CHUNK && !k->segmented;
+    return k->segmented || (k->shape == METHOD_IS_TEAM && k->stage == METHOD_CHUNK);
 }
 
 /* The schedule; shapes of the data are the caller's.

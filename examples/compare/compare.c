@@ -350,10 +350,10 @@ static int run(compare *c)
         m->o = &c->o;
         m->ops = &c->ops;
         if (method_plan(m) != 0) return -1;
-        overlaps |= method_plan_of(m)->overlap;
+        overlaps |= method_on_lane(m, &m->ranks[0]);
     }
     if (c->o.overlap && !overlaps)
-        return cli_fail("--overlap would have no effect: no method here has more than one stage");
+        return cli_fail("--overlap would have no effect: no method here has more than one stage or segment");
     /* A dry run visits every tile of tokens: their number must make sense before. */
     if (inputs_check(&c->o) != 0 || check_memory(c) != 0) return -1;
     progress(c, "the slabs, by dry runs", "");

@@ -81,6 +81,7 @@ static upipe_status method_plan_segments(const method *m, method_rank *rank, upi
     rank->fpdt.host = &rank->second;
     rank->fpdt.desc = rank->plan.desc;
     rank->fpdt.segments = o->segments;
+    rank->fpdt.desc.overlap &= o->segments > 1;
     UPIPE_TRY(upipe_fpdt_bytes(&rank->fpdt, m->ops, bytes, &rank->planned.host, e));
     for (i = 0, rank->rows = 0; i < o->segments; ++i)
         rank->rows += upipe_fpdt_shard(&rank->fpdt, i).n * o->batch;
@@ -354,6 +355,12 @@ static upipe_status method_second_slab(const method *m, method_rank *rank, upipe
     return UPIPE_OK;
 }
 
+/* Whether something overlaps: there are several stages, or segments. */
+static int method_on_lane(const method *m, const method_rank *rank)
+{
+    return m->kind->segmented ? rank->fpdt.desc.overlap && rank->fpdt.segments > 1 : rank->plan.overlap;
+}
+
 /* The slab and the device stay until no rank runs any more: after a failure others may still read there. */
 static upipe_status method_rank_main(void *user, int r)
 {
@@ -367,7 +374,7 @@ static upipe_status method_rank_main(void *user, int r)
     device_use(&rank->d, &c);
     if (s == UPIPE_OK) s = device_slab(&rank->d, &rank->slab, rank->pool_bytes, &c.err);
     if (s == UPIPE_OK) s = method_second_slab(m, rank, &c);
-    if (s == UPIPE_OK && rank->plan.overlap) s = lane_open(&rank->line, m->o->device, &c);
+    if (s == UPIPE_OK && method_on_lane(m, rank)) s = lane_open(&rank->line, m->o->device, &c);
     if (s == UPIPE_OK) s = method_rank_run(m, &c, rank, r);
     rank->err = c.err;
     return s;

@@ -357,7 +357,7 @@ static int logits_plan(logits *g)
         struct logits_place *k = &g->ranks[r];
         method_place(&d, r);
         s = model_init(&k->m, &g->layout, &d, &dry->ctx.err);
-        if (s == UPIPE_OK) s = method_stages(&k->m.plan, &dry->ctx.err);
+        if (s == UPIPE_OK) s = method_overlapped(&g->o.how, &k->m.plan, &dry->ctx.err);
         if (s == UPIPE_OK) s = model_cut(&k->m, g->o.how.segments, &dry->ctx.err);
         if (s == UPIPE_OK) s = upipe_dry_init(dry, &k->m.plan, &g->ops);
         if (s == UPIPE_OK) s = logits_rank(g, &k->m, &dry->ctx, &dry->host);

@@ -20,13 +20,14 @@
 enum { METHOD_CHUNK_MAX = 1 << 24, METHOD_SEGMENTS_MAX = 1 << 16 };
 
 /* Lines of --help. */
-#define METHOD_USAGE                                                                                  \
-    "  --method NAME      one of those below (upipe)\n"                                               \
-    "  --ring N           ranks of a ring of usp and upipe-ring (2)\n"                                \
-    "  --inner N          ranks of an inner ring of double-ring (2)\n"                                \
-    "  --segments N       parts of the sequence of fpdt and upipe-fpdt (4)\n"                         \
-    "  --chunk N          query heads of a stage of the upipes, over a team's ranks (their number)\n" \
-    "  --overlap          stages of upipe and upipe-naive overlap, on a second line of execution\n"
+#define METHOD_USAGE                                                                                                    \
+    "  --method NAME      one of those below (upipe)\n"                                                                 \
+    "  --ring N           ranks of a ring of usp and upipe-ring (2)\n"                                                  \
+    "  --inner N          ranks of an inner ring of double-ring (2)\n"                                                  \
+    "  --segments N       parts of the sequence of fpdt and upipe-fpdt (4)\n"                                           \
+    "  --chunk N          query heads of a stage of the upipes, over a team's ranks (their number)\n"                   \
+    "  --overlap          on a second line of execution: stages of upipe and upipe-naive, or the copies between host\n" \
+    "                     and device of fpdt and upipe-fpdt, overlap attention\n"
 
 /* ranks: of all. ring, inner, chunk, segments: 0 for the default */
 typedef struct method_choice {
@@ -97,10 +98,12 @@ static inline upipe_plan_desc method_desc(const method_choice *how, int heads, i
     return d;
 }
 
-/* Stages overlap if there are several. */
-static inline upipe_status method_stages(const upipe_plan *p, upipe_err *e)
+/* What is to overlap must be there: several stages, or segments. */
+static inline upipe_status method_overlapped(const method_choice *how, const upipe_plan *p, upipe_err *e)
 {
-    if (p->overlap || !p->desc.overlap) return UPIPE_OK;
+    if (!how->overlap || (how->segments > 0 ? how->segments > 1 : p->overlap)) return UPIPE_OK;
+    if (how->segments > 0)
+        return upi_fail(e, UPIPE_ERR_UNSUPPORTED, "--overlap would have no effect: there is one segment");
     return upi_fail(e, UPIPE_ERR_UNSUPPORTED,
                     "--overlap would have no effect: %d heads at a time are one stage", p->desc.chunk);
 }

@@ -280,7 +280,7 @@ static upipe_status run_plan_rank(const run *u, run_rank *k, int rank, upipe_err
     d.batch = o->batch;
     d.dtype = o->dtype;
     UPIPE_TRY(model_init(&k->m, &u->layout, &d, e));
-    UPIPE_TRY(method_stages(&k->m.plan, e));
+    UPIPE_TRY(method_overlapped(&o->how, &k->m.plan, e));
     UPIPE_TRY(model_cut(&k->m, o->how.segments, e));
     k->m.tile_bytes = o->tile_bytes;
     k->m.offload = o->offload;
