@@ -36,7 +36,7 @@ UPIPE_API void upi_abandon(upipe_ctx *c, upipe_comm *comm)
 UPIPE_API upipe_status upi_unwind(upipe_ctx *c, upipe_status s, int64_t mark)
 {
     upipe_err first;
-    if (c->err.status != s) upi_fail(&c->err, s, "an entry of the compute table failed without a reason");
+    upi_reason(&c->err, s);
     upipe_comm_abort(c->team, c->err.text);
     upipe_comm_abort(c->ring, c->err.text);
     upi_abandon(c, c->team);

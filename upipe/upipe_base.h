@@ -76,6 +76,12 @@ __attribute__((unused, format(printf, 3, 4))) static inline upipe_status upi_fai
     return s;
 }
 
+/* After a failure: an entry of a host's own table may not have said why. */
+UPIPE_API void upi_reason(upipe_err *e, upipe_status s)
+{
+    if (e->status != s) upi_fail(e, s, "an entry of the compute table failed without a reason");
+}
+
 #define UPIPE_TRY(call)                            \
     do {                                           \
         upipe_status upi_try_ = (call);            \

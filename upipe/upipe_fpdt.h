@@ -13,9 +13,9 @@
  *     upipe_fpdt_bwd(&ctx, &f, gx, &grads, &saved, gout);
  *     upipe_fpdt_free(&f, &saved, &ctx.err);
  *
- * Pairs of segments that the mask hides cost nothing. What passes by is fetched, and sent back, one block ahead of the
- * attention: with desc.overlap on ctx->lane, beside it; otherwise on ctx->stream. The host waits for none of these
- * copies. Its pool must be memory that the device copies to and from without waiting (pinned).
+ * Pairs of segments that the mask hides cost nothing. What passes by is fetched one block ahead of its attention, and dQ'
+ * sent back behind it: with desc.overlap on ctx->lane, beside the attention of others; otherwise on ctx->stream. The
+ * host waits for none of these copies. Its pool must be memory that the device copies to and from without waiting (pinned).
  */
 #ifndef UPIPE_FPDT_H
 #define UPIPE_FPDT_H
@@ -183,7 +183,7 @@ UPIPE_API upipe_status upi_fpdt_begin(upi_fpdt_pass *s, upipe_ctx *c, const upip
     s->run.l = &s->layer;
     if (f->host == NULL) return upi_fail(&c->err, UPIPE_ERR_ARG, "segments need a pool of the host's memory");
     if (x == NULL) return upi_fail(&c->err, UPIPE_ERR_ARG, "x is NULL");
-    if (f->desc.overlap && c->lane == NULL)
+    if (f->desc.overlap && f->segments > 1 && c->lane == NULL)
         return upi_fail(&c->err, UPIPE_ERR_ARG, "copies are to overlap, but ctx->lane is NULL");
     UPIPE_TRY(upi_fpdt_measure(f, c->ops, &s->z, &c->err));
     /* its rows are those of desc.rank in every segment, whether tokens divide or not */
@@ -219,13 +219,17 @@ UPIPE_API upipe_status upi_fpdt_fwd(upi_fpdt_pass *s, const void *x)
     return UPIPE_OK;
 }
 
-/* A failed pass gives back what it took, of both pools: the host's always, once this rank's own copies are
- * done, for no peer reads there. */
+/* A failed pass gives back what it took, of both pools: the host's once this rank's own copies are done, for no peer
+ * reads there. Where they may never be, behind a peer that is gone, it stays. */
 UPIPE_API upipe_status upi_fpdt_end(upipe_ctx *c, const upipe_fpdt *f, upipe_status s, int64_t mark,
                                     int64_t host_mark)
 {
     s = upi_layer_end(c, s, mark);
-    if (s != UPIPE_OK && f->host != NULL) upipe_mem_rewind(f->host, host_mark);
+    if (s == UPIPE_OK || f->host == NULL) return s;
+    if (c->team != NULL && c->team->stuck)
+        upipe_mem_quarantine(f->host, host_mark);
+    else
+        upipe_mem_rewind(f->host, host_mark);
     return s;
 }
 
@@ -233,7 +237,8 @@ UPIPE_API upipe_status upi_fpdt_end(upipe_ctx *c, const upipe_fpdt *f, upipe_sta
  *   save    written, from the host's pool: upipe_fpdt_free
  *   x       [segment][batch][T][D] of this rank, the plan's type; upipe_fpdt_shard says the positions
  *   bytes   phases FWD_* of upipe_fpdt_bytes
- *   errors  as upipe_layer_fwd, and upipe_fpdt_plan's; the host's pool is then as before, too
+ *   errors  as upipe_layer_fwd, and upipe_fpdt_plan's; the host's pool is then as before, too, or quarantined where
+ *           copies may be stuck behind a peer
  *   paper   section 2 (FPDT); its composition with UPipe is the future work of section 6
  */
 UPIPE_API upipe_status upipe_fpdt_fwd(upipe_ctx *c, const upipe_fpdt *f, upipe_fpdt_saved *save,

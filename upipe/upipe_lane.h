@@ -115,6 +115,7 @@ UPIPE_API void upi_stages_note(upi_stages *all, upipe_status s)
 {
     if (s == UPIPE_OK || all->failed != UPIPE_OK) return;
     all->failed = s;
+    upi_reason(&all->lane->ctx.err, s);
     upipe_comm_abort(all->lane->ctx.team, all->lane->ctx.err.text);
 }
 
@@ -178,13 +179,14 @@ UPIPE_API upipe_status upi_stages_overlap(upi_stages *all, upipe_ctx *c)
     other->mem = c->mem;
     other->team = c->team;
     other->user = c->user;
-    other->err.text[0] = '\0';
+    memset(&other->err, 0, sizeof other->err);
     all->failed = UPIPE_OK;
     all->told = 0;
     all->why = c->err.text;
     s = lane->mark(c, lane, UPIPE_LANE_BEGIN, 1);
     if (s == UPIPE_OK) s = upi_stages_post(all, c, 0, 0);
     for (i = 0; i < all->n && s == UPIPE_OK; ++i) s = upi_stages_turn(all, c, i);
+    if (s != UPIPE_OK && !all->told) upi_reason(&c->err, s);
     /* a lane that takes no task leaves it to the caller, who gives up on the team after the join */
     if (s != UPIPE_OK && !all->told) (void)lane->post(c, lane, upi_stages_abort, all);
     joined = lane->join(c, lane);

@@ -1,8 +1,8 @@
 /* upipe_visit.h -- what passes by a segment, out of the host's memory and back, and is attended        layer 8
  *
- * Of a pass through the segments (upipe_fpdt.h) one is at hand. Forward: its queries stay, keys and values of the others
- * pass by. Backward: its keys and values stay, queries pass by with their dQ. The copies of one visit come ahead of the
- * attention of the one before: on ctx->lane, beside it, or on the rank's own line.
+ * Of a pass through the segments (upipe_fpdt.h) one is at hand. Forward: its queries stay, keys and values of the
+ * others pass by. Backward: its keys and values stay, queries pass by with their dQ. The copies of one visit come ahead
+ * of the attention of the one before: on ctx->lane, beside it, or on the rank's own line.
  */
 #ifndef UPIPE_VISIT_H
 #define UPIPE_VISIT_H
@@ -150,8 +150,8 @@ UPIPE_API upipe_status upi_fpdt_visit_all(upi_fpdt_visits *v, upi_stages *all)
     upipe_lane_inline(&line, c->stream);
     all->arg = v;
     all->step = 1;
-    all->lane = v->s->f->desc.overlap ? c->lane : &line;
     for (all->n = 0; upi_fpdt_visitor(v, all->n) >= 0;) ++all->n;
+    all->lane = v->s->f->desc.overlap && all->n > 1 ? c->lane : &line;
     v->lane = *v->s;
     v->lane.run.c = &all->lane->ctx;
     return upi_stages_run(all, c);

@@ -1,4 +1,4 @@
-/* lane.h -- a rank's second line of execution, where stages overlap: a thread on the CPU, a stream on a CUDA device
+/* lane.h -- a rank's second line of execution, where something overlaps: a thread on the CPU, a stream on a CUDA device
  *
  *     second_line l;
  *     lane_open(&l, DEVICE_CPU, &ctx);               ctx.lane is set

@@ -81,7 +81,6 @@ static upipe_status method_plan_segments(const method *m, method_rank *rank, upi
     rank->fpdt.host = &rank->second;
     rank->fpdt.desc = rank->plan.desc;
     rank->fpdt.segments = o->segments;
-    rank->fpdt.desc.overlap &= o->segments > 1;
     UPIPE_TRY(upipe_fpdt_bytes(&rank->fpdt, m->ops, bytes, &rank->planned.host, e));
     for (i = 0, rank->rows = 0; i < o->segments; ++i)
         rank->rows += upipe_fpdt_shard(&rank->fpdt, i).n * o->batch;

@@ -56,9 +56,9 @@ static const char usage_text[] =
     "  --ring-mode MODE   how K and V go round the ring of upipe-ring: shift, gather, or auto, what holds less (auto)\n"
     "  --inner N          ranks of an inner ring of double-ring (2)\n"
     "  --segments N       parts of the sequence of fpdt and upipe-fpdt (4)\n"
-    "  --overlap          stages of the methods with upipe in their names, on one team, overlap: while one attends, the\n"
-    "                     next is projected and exchanged on a second line of execution, into buffers of its own; of\n"
-    "                     fpdt and upipe-fpdt the copies between host and device overlap\n"
+    "  --overlap          stages of upipe and upipe-naive overlap: while one attends, the next is projected and\n"
+    "                     exchanged on a second line of execution, into buffers of its own; of fpdt and upipe-fpdt the\n"
+    "                     copies between host and device overlap attention\n"
     "  --layers N         of the model: a rank keeps the inputs of the other N - 1, as a backward needs them (1)\n"
     "  --offload          layers' inputs wait in the host's memory, as they do in fpdt and upipe-fpdt anyway\n"
     "  --heads N          query heads (16)\n"
@@ -320,7 +320,7 @@ static int options_docs(options *o)
 /* Flags that no method heeds. */
 static int options_heeded(const options *o, const int *given)
 {
-    int i, chunked = 0, ringed = 0, free_mode = 0, inner = 0, segmented = 0, whole = 0, staged = 0;
+    int i, chunked = 0, ringed = 0, free_mode = 0, inner = 0, segmented = 0, whole = 0, overlaps = 0;
     for (i = 0; i < o->methods_n; ++i) {
         const method_kind *k = &method_kinds[o->methods[i]];
         chunked |= k->stage == METHOD_CHUNK;
@@ -329,7 +329,7 @@ static int options_heeded(const options *o, const int *given)
         inner |= k->inner;
         segmented |= k->segmented;
         whole |= !k->segmented;
-        staged |= method_overlaps(k);
+        overlaps |= method_overlaps(k);
     }
     if (given[FLAG_CHUNK] && !chunked) return cli_refuse("no method here heeds --chunk %d", o->chunk);
     if (given[FLAG_RING] && !ringed) return cli_refuse("no method here heeds --ring %d", o->ring);
@@ -337,7 +337,7 @@ static int options_heeded(const options *o, const int *given)
     if (given[FLAG_INNER] && !inner) return cli_refuse("no method here heeds --inner %d", o->inner);
     if (given[FLAG_SEGMENTS] && !segmented)
         return cli_refuse("no method here heeds --segments %d", o->segments);
-    if (given[FLAG_OVERLAP] && !staged) return cli_refuse("no method here heeds --overlap");
+    if (given[FLAG_OVERLAP] && !overlaps) return cli_refuse("no method here heeds --overlap");
     if (given[FLAG_OFFLOAD] && !whole)
         return cli_refuse(
             "--offload says nothing new of these methods: they keep inputs in the host's memory");

@@ -49,7 +49,7 @@ typedef struct method_rank {
     upipe_mem_event *events;
     int64_t events_n; /* of the block; the sum of the weights' gradients comes after */
     device d;
-    second_line line; /* where stages overlap */
+    second_line line; /* where something overlaps */
     void *slab;
     char *second_slab;          /* the second pool's, then x and gout of a segmented kind; NULL: none */
     float *grads[METHOD_GRADS]; /* the sums over ranks */

@@ -103,7 +103,7 @@ static void report_mask(const options *o)
     if (o->softcap > 0) printf(", soft-cap %g", o->softcap);
     if (o->sinks) printf(", sinks");
     if (o->rope) printf(", RoPE");
-    if (o->overlap) printf(", stages overlap");
+    if (o->overlap) printf(", overlapped");
 }
 
 static void report_heading(const method *all, const options *o)

@@ -42,7 +42,7 @@ typedef struct logits {
         size_t slab_bytes, second_bytes;
         int blocks_max;
         device d;
-        second_line line;         /* where stages overlap */
+        second_line line;         /* where something overlaps */
         void *slab, *second_slab; /* the second pool's, where the sequence is cut */
         upipe_err err;
     } ranks[UPIPE_THREADS_MAX];

@@ -20,14 +20,13 @@
 enum { METHOD_CHUNK_MAX = 1 << 24, METHOD_SEGMENTS_MAX = 1 << 16 };
 
 /* Lines of --help. */
-#define METHOD_USAGE                                                                                                    \
-    "  --method NAME      one of those below (upipe)\n"                                                                 \
-    "  --ring N           ranks of a ring of usp and upipe-ring (2)\n"                                                  \
-    "  --inner N          ranks of an inner ring of double-ring (2)\n"                                                  \
-    "  --segments N       parts of the sequence of fpdt and upipe-fpdt (4)\n"                                           \
-    "  --chunk N          query heads of a stage of the upipes, over a team's ranks (their number)\n"                   \
-    "  --overlap          on a second line of execution: stages of upipe and upipe-naive, or the copies between host\n" \
-    "                     and device of fpdt and upipe-fpdt, overlap attention\n"
+#define METHOD_USAGE                                                                                  \
+    "  --method NAME      one of those below (upipe)\n"                                               \
+    "  --ring N           ranks of a ring of usp and upipe-ring (2)\n"                                \
+    "  --inner N          ranks of an inner ring of double-ring (2)\n"                                \
+    "  --segments N       parts of the sequence of fpdt and upipe-fpdt (4)\n"                         \
+    "  --chunk N          query heads of a stage of the upipes, over a team's ranks (their number)\n" \
+    "  --overlap          upipe, upipe-naive: stages overlap; fpdt, upipe-fpdt: copies overlap attention\n"
 
 /* ranks: of all. ring, inner, chunk, segments: 0 for the default */
 typedef struct method_choice {

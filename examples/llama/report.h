@@ -31,7 +31,7 @@ static void report_ranks(const run *u)
     if (how->ring > 1) printf(" in rings of %d", how->ring);
     if (how->inner > 1) printf(" of rings of %d", how->inner);
     if (how->segments > 0) printf(", %d segments", how->segments);
-    if (how->overlap) printf(", stages overlap");
+    if (how->overlap) printf(", overlapped");
 }
 
 static void report_memory(const run *u)

@@ -33,7 +33,7 @@ typedef struct run_rank {
     int blocks_max;
     int64_t events_max;
     device d;
-    second_line line; /* where stages overlap */
+    second_line line; /* where something overlaps */
     void *slab, *host_slab;
     upipe_block *blocks, *host_blocks;
     upipe_mem_event *events;

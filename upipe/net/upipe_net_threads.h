@@ -351,9 +351,11 @@ UPIPE_API upipe_status upi_threads_copy(upipe_ctx *c, upipe_comm *comm, uint64_t
             if (upi_threads_is_broken(team)) return upi_threads_tell(c, comm, UPIPE_OK);
             status = c->ops->copy(c, (char *)to->recv + (size_t)block * to->recv_step,
                                   (const char *)src.send + (size_t)block * src.send_step, src.send_bytes);
-            if (status != UPIPE_OK)
+            if (status != UPIPE_OK) {
+                upi_reason(&c->err, status);
                 return upi_threads_fail(c, comm, status, "rank %d copying from rank %d: %s", comm->rank, from,
                                         c->err.text);
+            }
             if (from != comm->rank) comm->moved_bytes += (int64_t)src.send_bytes;
         }
     }
