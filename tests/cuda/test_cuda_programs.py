@@ -115,6 +115,14 @@ def test_methods():
         for a, b in zip(got['methods'], want['methods']):
             for key in 'err_out', 'err_dx', 'err_dw':
                 check(a[key] <= 2 * b[key] + 1e-6, f'{flags}: {a["name"]}: {key} {a[key]}, on the CPU {b[key]}')
+    # the copies of segments on a stream of their own: the same numbers in the same bytes, in any order of the streams
+    segments = [*shape, '--method', 'fpdt', '--method', 'upipe-fpdt', '--device', 'cuda']
+    alone = numbers('compare', *segments)
+    for seed in 0, 4:
+        got = numbers('compare', *segments, '--overlap', FAKE_SEED=seed)
+        for a, b in zip(got['methods'], alone['methods']) if got and alone else []:
+            for key in 'err_out', 'err_dx', 'err_dw', 'peak_bytes', 'host_bytes':
+                check(a[key] == b[key], f'{a["name"]}, seed {seed}: {key} {a[key]} where copies overlap, not {b[key]}')
 
 
 def test_train():
@@ -139,15 +147,18 @@ def test_train():
 
 def test_failures():
     """A call that fails ends the program with a sentence and status 1, whichever it is."""
-    flags = '--tokens 64 --heads 2 --head-dim 32 --ranks 2 --check off --dtype bf16 --method upipe --device cuda'.split()
-    told = set()
-    for k in [1, 2, 3, 5, 8, 12, 15, 20, 30, 45, 60, 80, 110]:
-        for sticky in '', 's':
-            done = run('compare', *flags, '--deadline', '5', FAKE_FAIL=f'{k}{sticky}')
-            text = done.stderr.strip()
-            check(done.returncode == 1 and text.startswith('compare: '), f'FAKE_FAIL={k}{sticky}: {done.returncode}: {text}')
-            told.add(text)
-    check(len(told) > 5, f'{len(told)} different sentences')
+    flags = '--tokens 64 --heads 2 --head-dim 32 --ranks 2 --check off --dtype bf16 --device cuda --deadline 5'.split()
+    for method, calls in [(['upipe'], [1, 2, 3, 5, 8, 12, 15, 20, 30, 45, 60, 80, 110]),
+                          (['fpdt', '--overlap'], [75, 150, 260, 400])]:
+        told = set()
+        for k in calls:
+            for sticky in '', 's':
+                done = run('compare', *flags, '--method', *method, FAKE_FAIL=f'{k}{sticky}')
+                text = done.stderr.strip()
+                check(done.returncode == 1 and text.startswith('compare: '),
+                      f'{method}, FAKE_FAIL={k}{sticky}: {done.returncode}: {text}')
+                told.add(text)
+        check(2 * len(told) > len(calls), f'{method}: {len(told)} different sentences')
 
 
 def test_bench():
