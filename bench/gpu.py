@@ -397,9 +397,9 @@ def show(figure):
 def attention(options):
     figures = []
     lengths = [64, 128] if options.quick else [1024, 2048, 4096, 8192, 16384, 32768]
-    for dim, heads, lengths in (128, 16, lengths), (64, 32, lengths), (256, 8, lengths[-2:-1]):
+    for dim, heads, some in (128, 16, lengths), (64, 32, lengths), (256, 8, lengths[-2:-1]):
         for causal in True, False:
-            for tokens in lengths:
+            for tokens in some:
                 # as many tokens of a batch as 16k hold, as heads
                 many = 2 if options.quick else heads * max(1, 16384 // tokens)
                 figures.append(number(options, ['attention', '--tokens', str(tokens), '--head-dim', str(dim), '--heads',

@@ -10,12 +10,13 @@
  *
  *     upipe_fpdt f = {layer, desc, segments, host};
  *     upipe_fpdt_fwd(&ctx, &f, &saved, x);               x in the host's memory, [segment][batch][T/segments][D]
- *     upipe_fpdt_bwd(&ctx, &f, gx, &grads, &saved, gout);
+ *     upipe_fpdt_bwd(&ctx, &f, gx, &grads, &saved, gout, x);
  *     upipe_fpdt_free(&f, &saved, &ctx.err);
  *
- * Pairs of segments that the mask hides cost nothing. What passes by is fetched one block ahead of its attention, and dQ'
- * sent back behind it: with desc.overlap on ctx->lane, beside the attention of others; otherwise on ctx->stream. The
- * host waits for none of these copies. Its pool must be memory that the device copies to and from without waiting (pinned).
+ * Pairs of segments that the mask hides cost nothing. What passes by is fetched one block ahead of its attention, and
+ * dQ' sent back behind it: with desc.overlap on ctx->lane, beside the attention of others; otherwise on ctx->stream.
+ * The host waits for none of these copies. Its pool must be memory that the device copies to and from without waiting
+ * (pinned).
  */
 #ifndef UPIPE_FPDT_H
 #define UPIPE_FPDT_H

@@ -186,9 +186,11 @@ UPIPE_API upipe_status upi_stages_overlap(upi_stages *all, upipe_ctx *c)
     s = lane->mark(c, lane, UPIPE_LANE_BEGIN, 1);
     if (s == UPIPE_OK) s = upi_stages_post(all, c, 0, 0);
     for (i = 0; i < all->n && s == UPIPE_OK; ++i) s = upi_stages_turn(all, c, i);
-    if (s != UPIPE_OK && !all->told) upi_reason(&c->err, s);
-    /* a lane that takes no task leaves it to the caller, who gives up on the team after the join */
-    if (s != UPIPE_OK && !all->told) (void)lane->post(c, lane, upi_stages_abort, all);
+    if (s != UPIPE_OK && !all->told) {
+        upi_reason(&c->err, s);
+        /* a lane that takes no task leaves it to the caller, who gives up on the team after the join */
+        (void)lane->post(c, lane, upi_stages_abort, all);
+    }
     joined = lane->join(c, lane);
     if (all->failed != UPIPE_OK && (s == UPIPE_OK || all->told)) {
         c->err = other->err;
