@@ -5,7 +5,7 @@ Each of CONTESTANTS is made once (a LookupError says why it cannot be had), and 
     contest = Torch(options)                 contest.about: its version and what it runs
     calls = contest.serve(problem, threads)  {'fwd': call, 'bwd': call}, or 'fwd' alone; None: it has no such case
     calls['fwd'](), calls['bwd']()
-    contest.results(calls)                   o, gq, gk, gv, those that it has: f32 [tokens][heads][d]
+    contest.results(calls)                   o, dq, dk, dv, those that it has: f32 [tokens][heads][d]
 
 All get the same numbers, each in the layout that suits it; nothing is converted, copied or allocated by us in a call.
 """
@@ -74,8 +74,8 @@ class Problem:
 
 
 def reference(p):
-    """o, gq, gk, gv in double precision, by the definition."""
-    out = {name: np.empty((p.tokens, p.heads, p.head_dim)) for name in ('o', 'gq', 'gk', 'gv')}
+    """o, dq, dk, dv in double precision, by the definition."""
+    out = {name: np.empty((p.tokens, p.heads, p.head_dim)) for name in ('o', 'dq', 'dk', 'dv')}
     scale, keys = p.head_dim ** -0.5, np.arange(p.tokens)
     first, end = (side[:, None] for side in p.sight())
     for h in range(p.heads):
@@ -89,7 +89,7 @@ def reference(p):
         w /= w.sum(axis=1, keepdims=True)
         gw = go @ v.T
         gs = w * (gw - (w * gw).sum(axis=1, keepdims=True)) * slope * scale
-        out['o'][:, h], out['gq'][:, h], out['gk'][:, h], out['gv'][:, h] = w @ v, gs @ k, gs.T @ q, w.T @ go
+        out['o'][:, h], out['dq'][:, h], out['dk'][:, h], out['dv'][:, h] = w @ v, gs @ k, gs.T @ q, w.T @ go
     return out
 
 
@@ -101,9 +101,9 @@ def pointer(array):
 
 class Case(ctypes.Structure):
     """bench_case of kernels.c"""
-    _fields_ = [*((name, POINTER) for name in ('q', 'k', 'v', 'o', 'go', 'gq', 'gk', 'gv', 'lse', 'delta', 'work',
+    _fields_ = [*((name, POINTER) for name in ('q', 'k', 'v', 'o', 'go', 'dq', 'dk', 'dv', 'lse', 'delta', 'work',
                                                'docs')),
-                *((name, INT64) for name in ('work_bytes', 'tokens', 'docs_n', 'window')),
+                *((name, INT64) for name in ('work_bytes', 'tokens', 'cu_seqlens_n', 'window')),
                 *((name, INT32) for name in ('heads', 'head_dim', 'causal', 'bf16')), ('softcap', ctypes.c_float)]
 
 
@@ -143,13 +143,13 @@ class Ours:
     def serve(self, p, threads):
         handle = self.open(threads)
         arrays = {name: p.stored(getattr(p, name)) for name in ('q', 'k', 'v', 'go')}
-        arrays.update(o=np.zeros_like(arrays['q']), gq=np.zeros_like(arrays['q']))
-        arrays.update(gk=np.zeros_like(p.k), gv=np.zeros_like(p.v))
+        arrays.update(o=np.zeros_like(arrays['q']), dq=np.zeros_like(arrays['q']))
+        arrays.update(dk=np.zeros_like(p.k), dv=np.zeros_like(p.v))
         arrays.update({name: np.zeros((p.tokens, p.heads), np.float32) for name in ('lse', 'delta')})
         case = Case(tokens=p.tokens, heads=p.heads, head_dim=p.head_dim, causal=p.causal, bf16=p.dtype == 'bf16',
                     window=p.window, softcap=p.softcap, **{name: array.ctypes.data for name, array in arrays.items()})
         if len(p.docs) > 1:
-            case.docs, case.docs_n, arrays['docs'] = p.docs.ctypes.data, len(p.docs) - 1, p.docs
+            case.docs, case.cu_seqlens_n, arrays['docs'] = p.docs.ctypes.data, len(p.docs) - 1, p.docs
         case.work_bytes = self.library.bench_attn_bytes(handle, case)
         work = np.zeros(case.work_bytes + 64, np.uint8)
         case.work = (work.ctypes.data + 63) // 64 * 64
@@ -165,7 +165,7 @@ class Ours:
 
     def results(self, calls):
         return {name: from_bf16(array) if array.dtype == np.uint16 else array
-                for name, array in calls['arrays'].items() if name in ('o', 'gq', 'gk', 'gv')}
+                for name, array in calls['arrays'].items() if name in ('o', 'dq', 'dk', 'dv')}
 
 
 # ---- peers ----
@@ -183,13 +183,13 @@ class Naive:
         if p.dtype != 'f32' or p.tokens > NAIVE_TOKENS or self.library.naive_threads(threads) != threads:
             return None
         q, k, v, go = (x.copy() for x in (p.q, p.k, p.v, p.go))
-        o, gq, gk, gv = (np.zeros_like(q) for _ in range(4))
+        o, dq, dk, dv = (np.zeros_like(q) for _ in range(4))
         att = np.zeros((p.heads, p.tokens, p.tokens), np.float32)
         gatt = np.zeros((p.heads, p.tokens), np.float32)
         shape = [INT64(p.tokens), INT64(p.heads), INT64(p.head_dim), INT32(p.causal)]
         return {'fwd': lambda: self.library.naive_fwd(*map(pointer, (o, att, q, k, v)), *shape),
-                'bwd': lambda: self.library.naive_bwd(*map(pointer, (gq, gk, gv, gatt, att, go, q, k, v)), *shape),
-                'arrays': {'o': o, 'gq': gq, 'gk': gk, 'gv': gv}}
+                'bwd': lambda: self.library.naive_bwd(*map(pointer, (dq, dk, dv, gatt, att, go, q, k, v)), *shape),
+                'arrays': {'o': o, 'dq': dq, 'dk': dk, 'dv': dv}}
 
     def results(self, calls):
         return calls['arrays']
@@ -236,7 +236,7 @@ class Torch:
             common.fail(f'PyTorch took {out.grad_fn.name()} in place of its flash attention')
 
         def bwd():
-            made['gq'], made['gk'], made['gv'] = torch.autograd.grad(out, leaves, go, retain_graph=True)
+            made['dq'], made['dk'], made['dv'] = torch.autograd.grad(out, leaves, go, retain_graph=True)
         return {'fwd': fwd, 'bwd': bwd, 'arrays': made}
 
     def results(self, calls):

@@ -39,9 +39,9 @@
 enum { RANKS_MAX = 64, METHODS_MAX = 12, ROUNDS_MAX = 100, DEADLINE = 600, WEIGHTS = 4 };
 
 /* Parts of the processor time, as in the paper's runtime table; what is left of PART_ALL is its "other". */
-typedef enum part { PART_EXCHANGE, PART_ATTN_FWD, PART_ATTN_BWD, PART_PRODUCTS, PART_ALL, PARTS } part;
+typedef enum part { PART_ALL_TO_ALL, PART_ATTN_FWD, PART_ATTN_BWD, PART_PRODUCTS, PART_ALL, PARTS } part;
 
-static const char *const part_names[] = {"exchange", "attn_fwd", "attn_bwd", "products", "all"};
+static const char *const part_names[] = {"transfer", "attn_fwd", "attn_bwd", "products", "all"};
 
 typedef struct options {
     int64_t tokens, model_dim;
@@ -72,8 +72,8 @@ typedef struct rank_state {
     struct bench *b;
     upipe_mem mem;
     upipe_err err;
-    upipe_block *blocks;
-    void *slab, *x, *gy;      /* x, gy [T][D], storage type */
+    upipe_mem_block *blocks;
+    void *slab, *x, *dy;      /* x, dy [T][D], storage type */
     void *results, *expected; /* y, dX, storage type; while results are checked */
     float *grads, *expected_grads;
     size_t peak[METHODS_MAX];
@@ -119,7 +119,7 @@ static upipe_status timed_end(upipe_ctx *c, part which, double start, upipe_stat
 static upipe_status timed_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
 {
     double start = cpu_clock();
-    return timed_end(c, PART_EXCHANGE, start, timed_table(c)->copy(c, dst, src, bytes));
+    return timed_end(c, PART_ALL_TO_ALL, start, timed_table(c)->copy(c, dst, src, bytes));
 }
 
 static upipe_status timed_gemm(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags,
@@ -159,7 +159,7 @@ static void timed_ops(bench *b)
 typedef struct plain_saved {
     void *o;     /* [T][H][d] */
     void *lse;   /* f32 [S][m] */
-    void *go;    /* [C][T][m][d], after the output projection's backward; then dQ */
+    void *dout;    /* [C][T][m][d], after the output projection's backward; then dQ */
     void *delta; /* f32 [C][T][m] */
 } plain_saved;
 
@@ -174,23 +174,23 @@ typedef struct plain_run {
     float *grads[WEIGHTS];
 } plain_run;
 
-static upipe_status plain_take(plain_run *r, void **out, int64_t elements, upipe_dtype dtype, const char *tag)
+static upipe_status plain_alloc(plain_run *r, void **out, int64_t elements, upipe_dtype dtype, const char *tag)
 {
-    return upipe_mem_take(r->c->mem, out, (size_t)elements * upipe_dtype_bytes(dtype), tag, &r->c->err);
+    return upipe_mem_alloc(r->c->mem, out, (size_t)elements * upipe_dtype_bytes(dtype), tag, &r->c->err);
 }
 
-static upipe_status plain_give(plain_run *r, void *p)
+static upipe_status plain_free(plain_run *r, void *p)
 {
-    return upipe_mem_give(r->c->mem, p, &r->c->err);
+    return upipe_mem_free(r->c->mem, p, &r->c->err);
 }
 
 static upipe_status plain_gemm(plain_run *r, upipe_view out, upipe_view a, upipe_view b, int flags)
 {
     size_t bytes = r->c->ops->gemm_bytes(r->c->ops, out, a, b, flags);
     void *work;
-    UPIPE_TRY(upipe_mem_take(r->c->mem, &work, bytes, "gemm_work", &r->c->err));
+    UPIPE_TRY(upipe_mem_alloc(r->c->mem, &work, bytes, "gemm_work", &r->c->err));
     UPIPE_TRY(r->c->ops->gemm(r->c, out, a, b, flags, work, bytes));
-    return plain_give(r, work);
+    return plain_free(r, work);
 }
 
 static int64_t plain_elements(const plain_run *r, int kv)
@@ -233,35 +233,35 @@ static upipe_status plain_scatter(plain_run *r, void *blocks, void *tokens, int 
 }
 
 /* The built-in product writes its columns in C blocks, where the exchange sends them from. BLAS would take C
- * calls for that, each of which packs x: there it is one call into room, of send's size, and a scatter, which
+ * calls for that, each of which packs x: there it is one call into buffer, of send's size, and a scatter, which
  * is faster. */
-static upipe_status plain_project(plain_run *r, int which, void *send, void *room)
+static upipe_status plain_project(plain_run *r, int which, void *send, void *buf)
 {
     int kv = which > 0;
     int64_t width = (int64_t)r->heads[kv] * r->d.head_dim, dim = r->d.model_dim;
     upipe_view w = plain_weight(r, plain_stored(r, which), r->d.dtype, which);
     if (!BUILT_IN) {
-        UPIPE_TRY(plain_gemm(r, plain_tokens(r, room, kv), r->x, w, UPIPE_GEMM_TRANS_B));
-        return plain_scatter(r, send, room, kv);
+        UPIPE_TRY(plain_gemm(r, plain_tokens(r, buf, kv), r->x, w, UPIPE_GEMM_TRANS_B));
+        return plain_scatter(r, send, buf, kv);
     }
     w = upipe_view_make(w.data, r->d.dtype, width, dim, r->d.ranks, width * dim, (int32_t)dim);
     return plain_gemm(r, plain_blocks(r, send, kv), r->x, w, UPIPE_GEMM_TRANS_B);
 }
 
 /* Blocks of dO, in the same way. */
-static upipe_status plain_out_project(plain_run *r, void *go, upipe_view gy)
+static upipe_status plain_out_project(plain_run *r, void *dout, upipe_view dy)
 {
     int32_t width = r->heads[0] * r->d.head_dim;
     upipe_view w = plain_weight(r, plain_stored(r, 3), r->d.dtype, 3);
-    void *room;
+    void *buf;
     if (!BUILT_IN) {
-        UPIPE_TRY(plain_take(r, &room, plain_elements(r, 0), r->d.dtype, "go_tokens"));
-        UPIPE_TRY(plain_gemm(r, plain_tokens(r, room, 0), gy, w, 0));
-        UPIPE_TRY(plain_scatter(r, go, room, 0));
-        return plain_give(r, room);
+        UPIPE_TRY(plain_alloc(r, &buf, plain_elements(r, 0), r->d.dtype, "dout_tokens"));
+        UPIPE_TRY(plain_gemm(r, plain_tokens(r, buf, 0), dy, w, 0));
+        UPIPE_TRY(plain_scatter(r, dout, buf, 0));
+        return plain_free(r, buf);
     }
     w = upipe_view_make(w.data, r->d.dtype, w.n, w.n_step, r->d.ranks, width, width);
-    return plain_gemm(r, plain_blocks(r, go, 0), gy, w, 0);
+    return plain_gemm(r, plain_blocks(r, dout, 0), dy, w, 0);
 }
 
 static upipe_status plain_rope(plain_run *r, void *blocks, int kv, int inverse)
@@ -286,13 +286,13 @@ static size_t plain_block_bytes(const plain_run *r, int kv, int64_t width)
 static upipe_status plain_to_heads(plain_run *r, void *dst, const void *src, int kv)
 {
     size_t bytes = plain_block_bytes(r, kv, r->d.head_dim * (int64_t)upipe_dtype_bytes(r->d.dtype));
-    return upipe_a2a_to_heads(r->c, dst, src, &r->blocks, 0, UPIPE_Q, bytes);
+    return upipe_a2a_to_heads(r->c, dst, src, &r->blocks, 0, UPIPE_A2A_Q, bytes);
 }
 
 static upipe_status plain_to_tokens(plain_run *r, void *dst, const void *src, int kv)
 {
     size_t bytes = plain_block_bytes(r, kv, r->d.head_dim * (int64_t)upipe_dtype_bytes(r->d.dtype));
-    return upipe_a2a_to_tokens(r->c, dst, src, &r->blocks, 0, UPIPE_Q, bytes);
+    return upipe_a2a_to_tokens(r->c, dst, src, &r->blocks, 0, UPIPE_A2A_Q, bytes);
 }
 
 /* dst [T][H*d] = what has arrived, [C][T][m*d]. */
@@ -330,7 +330,7 @@ static upipe_status plain_attn(plain_run *r, upipe_attn *a, void **qkv, void *o,
     a->lse = upipe_view_packed(lse, UPIPE_F32, r->d.tokens, r->heads[0], 1);
     a->causal = 1;
     a->work_bytes = r->c->ops->attn_bytes(r->c->ops, a, backward);
-    return upipe_mem_take(r->c->mem, &a->work, a->work_bytes, "attn_work", &r->c->err);
+    return upipe_mem_alloc(r->c->mem, &a->work, a->work_bytes, "attn_work", &r->c->err);
 }
 
 static upipe_status plain_forward(plain_run *r, plain_saved *save)
@@ -338,20 +338,20 @@ static upipe_status plain_forward(plain_run *r, plain_saved *save)
     int64_t q = plain_elements(r, 0), kv = plain_elements(r, 1);
     void *qkv[3], *send;
     upipe_attn a;
-    UPIPE_TRY(plain_take(r, &save->lse, r->d.tokens * r->heads[0], UPIPE_F32, "lse"));
-    UPIPE_TRY(plain_take(r, &qkv[0], q, r->d.dtype, "q"));
-    UPIPE_TRY(plain_take(r, &qkv[1], kv, r->d.dtype, "k"));
-    UPIPE_TRY(plain_take(r, &qkv[2], kv, r->d.dtype, "v"));
-    UPIPE_TRY(plain_take(r, &send, q, r->d.dtype, "send"));
+    UPIPE_TRY(plain_alloc(r, &save->lse, r->d.tokens * r->heads[0], UPIPE_F32, "lse"));
+    UPIPE_TRY(plain_alloc(r, &qkv[0], q, r->d.dtype, "q"));
+    UPIPE_TRY(plain_alloc(r, &qkv[1], kv, r->d.dtype, "k"));
+    UPIPE_TRY(plain_alloc(r, &qkv[2], kv, r->d.dtype, "v"));
+    UPIPE_TRY(plain_alloc(r, &send, q, r->d.dtype, "send"));
     UPIPE_TRY(plain_fetch(r, qkv, send));
     UPIPE_TRY(plain_attn(r, &a, qkv, send, save->lse, 0));
     UPIPE_TRY(upipe_attn_fwd(r->c, &a));
-    UPIPE_TRY(plain_give(r, a.work));
-    UPIPE_TRY(plain_give(r, qkv[2]));
-    UPIPE_TRY(plain_give(r, qkv[1]));
+    UPIPE_TRY(plain_free(r, a.work));
+    UPIPE_TRY(plain_free(r, qkv[2]));
+    UPIPE_TRY(plain_free(r, qkv[1]));
     UPIPE_TRY(plain_to_tokens(r, qkv[0], send, 0));
     UPIPE_TRY(plain_gather(r, send, qkv[0], 0));
-    UPIPE_TRY(plain_give(r, qkv[0]));
+    UPIPE_TRY(plain_free(r, qkv[0]));
     save->o = send;
     return UPIPE_OK;
 }
@@ -363,26 +363,26 @@ static upipe_status plain_out_forward(plain_run *r, upipe_view y, const plain_sa
 }
 
 /* dO, delta and dWo. */
-static upipe_status plain_out_backward(plain_run *r, plain_saved *save, upipe_view gy)
+static upipe_status plain_out_backward(plain_run *r, plain_saved *save, upipe_view dy)
 {
     int32_t m = r->heads[0], d = r->d.head_dim;
     int rank;
-    UPIPE_TRY(plain_take(r, &save->delta, r->rows * r->d.heads, UPIPE_F32, "delta"));
-    UPIPE_TRY(plain_take(r, &save->go, plain_elements(r, 0), r->d.dtype, "go"));
-    UPIPE_TRY(plain_out_project(r, save->go, gy));
+    UPIPE_TRY(plain_alloc(r, &save->delta, r->rows * r->d.heads, UPIPE_F32, "delta"));
+    UPIPE_TRY(plain_alloc(r, &save->dout, plain_elements(r, 0), r->d.dtype, "go"));
+    UPIPE_TRY(plain_out_project(r, save->dout, dy));
     for (rank = 0; rank < r->d.ranks; ++rank) {
-        upipe_view o = upipe_view_packed(save->o, r->d.dtype, r->rows, r->d.heads, d), go = o;
+        upipe_view o = upipe_view_packed(save->o, r->d.dtype, r->rows, r->d.heads, d), dout = o;
         o.data = upipe_view_at(o, 0, rank * m);
         o.h = m;
-        go = upipe_view_packed(upipe_view_at(plain_blocks(r, save->go, 0), 0, rank), r->d.dtype, r->rows, m,
+        dout = upipe_view_packed(upipe_view_at(plain_blocks(r, save->dout, 0), 0, rank), r->d.dtype, r->rows, m,
                                d);
         UPIPE_TRY(r->c->ops->rowdot(
             r->c, upipe_view_packed((float *)save->delta + rank * r->rows * m, UPIPE_F32, r->rows, m, 1), o,
-            go));
+            dout));
     }
-    UPIPE_TRY(plain_gemm(r, plain_weight(r, r->grads[3], UPIPE_F32, 3), gy, plain_tokens(r, save->o, 0),
+    UPIPE_TRY(plain_gemm(r, plain_weight(r, r->grads[3], UPIPE_F32, 3), dy, plain_tokens(r, save->o, 0),
                          UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
-    return plain_give(r, save->o);
+    return plain_free(r, save->o);
 }
 
 /* grad = dQ, dK or dV of this rank's tokens, heads in natural order, from blocks, which RoPE's inverse goes
@@ -402,77 +402,77 @@ static upipe_status plain_grad_kv(plain_run *r, int which, void **grad, void *he
     int64_t kv = plain_elements(r, 1);
     void *send = heads, *blocks;
     if (r->d.dtype != UPIPE_F32) {
-        UPIPE_TRY(plain_take(r, &send, kv, r->d.dtype, "kv_cast"));
+        UPIPE_TRY(plain_alloc(r, &send, kv, r->d.dtype, "kv_cast"));
         UPIPE_TRY(
             r->c->ops->cast(r->c, plain_heads(r, send, 1, r->d.dtype), plain_heads(r, heads, 1, UPIPE_F32)));
-        UPIPE_TRY(plain_give(r, heads));
+        UPIPE_TRY(plain_free(r, heads));
     }
-    UPIPE_TRY(plain_take(r, &blocks, kv, r->d.dtype, "kv_blocks"));
+    UPIPE_TRY(plain_alloc(r, &blocks, kv, r->d.dtype, "kv_blocks"));
     UPIPE_TRY(plain_to_tokens(r, blocks, send, 1));
     UPIPE_TRY(plain_grad(r, which, send, blocks)); /* nobody reads send any more */
     *grad = send;
-    return plain_give(r, blocks);
+    return plain_free(r, blocks);
 }
 
-/* dX = dQ * Wq + dK * Wk + dV * Wv, into gx. */
-static upipe_status plain_grad_x(plain_run *r, upipe_view gx, void **grads)
+/* dX = dQ * Wq + dK * Wk + dV * Wv, into dx. */
+static upipe_status plain_grad_x(plain_run *r, upipe_view dx, void **grads)
 {
-    upipe_view sum = gx;
+    upipe_view sum = dx;
     int which;
-    void *room = NULL;
+    void *buf = NULL;
     if (r->d.dtype != UPIPE_F32) {
-        UPIPE_TRY(plain_take(r, &room, r->rows * r->d.model_dim, UPIPE_F32, "gx_sum"));
-        sum = upipe_view_packed(room, UPIPE_F32, gx.n, 1, gx.d);
+        UPIPE_TRY(plain_alloc(r, &buf, r->rows * r->d.model_dim, UPIPE_F32, "dx_sum"));
+        sum = upipe_view_packed(buf, UPIPE_F32, dx.n, 1, dx.d);
     }
     for (which = 0; which < 3; ++which)
         UPIPE_TRY(plain_gemm(r, sum, plain_tokens(r, grads[which], which > 0),
                              plain_weight(r, plain_stored(r, which), r->d.dtype, which),
                              which > 0 ? UPIPE_GEMM_ACCUMULATE : 0));
-    if (room != NULL) UPIPE_TRY(r->c->ops->cast(r->c, gx, sum));
-    return plain_give(r, room);
+    if (buf != NULL) UPIPE_TRY(r->c->ops->cast(r->c, dx, sum));
+    return plain_free(r, buf);
 }
 
-static upipe_status plain_backward(plain_run *r, plain_saved *save, upipe_view gx)
+static upipe_status plain_backward(plain_run *r, plain_saved *save, upipe_view dx)
 {
     int64_t q = plain_elements(r, 0), kv = plain_elements(r, 1);
     size_t stat = plain_block_bytes(r, 0, 4);
     upipe_attn_grad g;
-    void *qkv[3], *go, *delta, *send, *gkv[2], *grads[3];
+    void *qkv[3], *dout, *delta, *send, *dkv[2], *grads[3];
     int i;
     memset(&g, 0, sizeof g);
     for (i = 0; i < 2; ++i) {
-        UPIPE_TRY(plain_take(r, &gkv[i], kv, UPIPE_F32, "gkv"));
-        UPIPE_TRY(r->c->ops->zero(r->c, gkv[i], (size_t)kv * 4));
+        UPIPE_TRY(plain_alloc(r, &dkv[i], kv, UPIPE_F32, "gkv"));
+        UPIPE_TRY(r->c->ops->zero(r->c, dkv[i], (size_t)kv * 4));
     }
-    for (i = 0; i < 3; ++i) UPIPE_TRY(plain_take(r, &qkv[i], i == 0 ? q : kv, r->d.dtype, "qkv"));
-    UPIPE_TRY(plain_take(r, &send, q, r->d.dtype, "send"));
+    for (i = 0; i < 3; ++i) UPIPE_TRY(plain_alloc(r, &qkv[i], i == 0 ? q : kv, r->d.dtype, "qkv"));
+    UPIPE_TRY(plain_alloc(r, &send, q, r->d.dtype, "send"));
     UPIPE_TRY(plain_fetch(r, qkv, send));
-    UPIPE_TRY(plain_take(r, &go, q, r->d.dtype, "go_heads"));
-    UPIPE_TRY(plain_take(r, &delta, r->d.tokens * r->heads[0], UPIPE_F32, "delta_heads"));
-    UPIPE_TRY(plain_to_heads(r, go, save->go, 0));
-    UPIPE_TRY(upipe_a2a_to_heads(r->c, delta, save->delta, &r->blocks, 0, UPIPE_Q, stat));
+    UPIPE_TRY(plain_alloc(r, &dout, q, r->d.dtype, "dout_heads"));
+    UPIPE_TRY(plain_alloc(r, &delta, r->d.tokens * r->heads[0], UPIPE_F32, "delta_heads"));
+    UPIPE_TRY(plain_to_heads(r, dout, save->dout, 0));
+    UPIPE_TRY(upipe_a2a_to_heads(r->c, delta, save->delta, &r->blocks, 0, UPIPE_A2A_Q, stat));
 
-    UPIPE_TRY(plain_attn(r, &g.a, qkv, go, save->lse, 1));
-    g.go = g.a.o;
-    g.gq = plain_heads(r, send, 0, r->d.dtype);
-    g.gk = plain_heads(r, gkv[0], 1, UPIPE_F32);
-    g.gv = plain_heads(r, gkv[1], 1, UPIPE_F32);
+    UPIPE_TRY(plain_attn(r, &g.a, qkv, dout, save->lse, 1));
+    g.dout = g.a.o;
+    g.dq = plain_heads(r, send, 0, r->d.dtype);
+    g.dk = plain_heads(r, dkv[0], 1, UPIPE_F32);
+    g.dv = plain_heads(r, dkv[1], 1, UPIPE_F32);
     g.delta = upipe_view_packed(delta, UPIPE_F32, r->d.tokens, r->heads[0], 1);
     UPIPE_TRY(upipe_attn_bwd(r->c, &g));
-    UPIPE_TRY(plain_give(r, g.a.work));
-    UPIPE_TRY(plain_give(r, delta));
-    UPIPE_TRY(plain_give(r, go));
-    for (i = 0; i < 3; ++i) UPIPE_TRY(plain_give(r, qkv[i]));
+    UPIPE_TRY(plain_free(r, g.a.work));
+    UPIPE_TRY(plain_free(r, delta));
+    UPIPE_TRY(plain_free(r, dout));
+    for (i = 0; i < 3; ++i) UPIPE_TRY(plain_free(r, qkv[i]));
 
-    UPIPE_TRY(plain_to_tokens(r, save->go, send, 0)); /* dQ takes the place of dO */
-    UPIPE_TRY(plain_grad(r, 0, send, save->go));
+    UPIPE_TRY(plain_to_tokens(r, save->dout, send, 0)); /* dQ takes the place of dO */
+    UPIPE_TRY(plain_grad(r, 0, send, save->dout));
     grads[0] = send;
-    UPIPE_TRY(plain_give(r, save->go));
-    for (i = 0; i < 2; ++i) UPIPE_TRY(plain_grad_kv(r, 1 + i, &grads[1 + i], gkv[i]));
-    UPIPE_TRY(plain_grad_x(r, gx, grads));
-    for (i = 0; i < 3; ++i) UPIPE_TRY(plain_give(r, grads[i]));
-    UPIPE_TRY(plain_give(r, save->delta));
-    return plain_give(r, save->lse);
+    UPIPE_TRY(plain_free(r, save->dout));
+    for (i = 0; i < 2; ++i) UPIPE_TRY(plain_grad_kv(r, 1 + i, &grads[1 + i], dkv[i]));
+    UPIPE_TRY(plain_grad_x(r, dx, grads));
+    for (i = 0; i < 3; ++i) UPIPE_TRY(plain_free(r, grads[i]));
+    UPIPE_TRY(plain_free(r, save->delta));
+    return plain_free(r, save->lse);
 }
 
 /* ---- one pass ---- */
@@ -494,7 +494,7 @@ static upipe_status pass_forward(upipe_ctx *c, pass *s, upipe_view *y, upipe_vie
     else
         UPIPE_TRY(upipe_layer_fwd(c, &s->m->layer, &s->saved, x));
     *y = x;
-    UPIPE_TRY(upipe_mem_take(c->mem, &y->data, upipe_plan_unit_bytes(&s->m->plan), "y", &c->err));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &y->data, upipe_plan_unit_bytes(&s->m->plan), "y", &c->err));
     if (s->m->plain) return plain_out_forward(&s->plain, *y, &s->plain_left);
     return upipe_layer_out_fwd(c, &s->m->layer, *y, &s->saved);
 }
@@ -504,11 +504,11 @@ static upipe_status pass_backward(upipe_ctx *c, pass *s, upipe_view y, upipe_vie
 {
     if (s->m->plain) {
         UPIPE_TRY(plain_out_backward(&s->plain, &s->plain_left, y));
-        UPIPE_TRY(upipe_mem_give(c->mem, y.data, &c->err));
+        UPIPE_TRY(upipe_mem_free(c->mem, y.data, &c->err));
         return plain_backward(&s->plain, &s->plain_left, x);
     }
     UPIPE_TRY(upipe_layer_out_bwd(c, &s->m->layer, &s->grads, &s->saved, y));
-    UPIPE_TRY(upipe_mem_give(c->mem, y.data, &c->err));
+    UPIPE_TRY(upipe_mem_free(c->mem, y.data, &c->err));
     UPIPE_TRY(upipe_layer_bwd(c, &s->m->layer, x, &s->grads, &s->saved, &s->saved.out, x));
     return upipe_saved_free(c, &s->saved);
 }
@@ -543,9 +543,9 @@ static upipe_status pass_run(upipe_ctx *c, rank_state *rank, const method *m)
     int32_t dim = (int32_t)b->o.model_dim;
     upipe_view x, y;
     void *data;
-    double start, cpu, exchange;
+    double start, cpu, transfer;
     pass s;
-    UPIPE_TRY(upipe_mem_take(c->mem, &data, b->unit_bytes, "x", &c->err));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &data, b->unit_bytes, "x", &c->err));
     x = upipe_view_packed(data, b->o.dtype, m->plan.rows, 1, dim);
     UPIPE_TRY(c->ops->copy(c, x.data, rank->x, b->unit_bytes));
     pass_begin(&s, m, c, rank, x);
@@ -559,10 +559,10 @@ static upipe_status pass_run(upipe_ctx *c, rank_state *rank, const method *m)
     now->seconds[0] = cli_clock(NULL) - start;
     now->cpu[PART_ALL] = cpu_clock() - cpu;
 
-    exchange = now->cpu[PART_EXCHANGE]; /* what is copied for the measurement does not count */
+    transfer = now->cpu[PART_ALL_TO_ALL]; /* what is copied for the measurement does not count */
     if (rank->results != NULL) UPIPE_TRY(c->ops->copy(c, rank->results, y.data, b->unit_bytes));
-    UPIPE_TRY(c->ops->copy(c, y.data, rank->gy, b->unit_bytes));
-    now->cpu[PART_EXCHANGE] = exchange;
+    UPIPE_TRY(c->ops->copy(c, y.data, rank->dy, b->unit_bytes));
+    now->cpu[PART_ALL_TO_ALL] = transfer;
 
     UPIPE_TRY(upipe_comm_barrier(c, c->team));
     cpu = cpu_clock();
@@ -572,11 +572,11 @@ static upipe_status pass_run(upipe_ctx *c, rank_state *rank, const method *m)
     now->seconds[1] = cli_clock(NULL) - start;
     now->cpu[PART_ALL] += cpu_clock() - cpu;
 
-    exchange = now->cpu[PART_EXCHANGE];
+    transfer = now->cpu[PART_ALL_TO_ALL];
     if (rank->results != NULL)
         UPIPE_TRY(c->ops->copy(c, (char *)rank->results + b->unit_bytes, x.data, b->unit_bytes));
-    now->cpu[PART_EXCHANGE] = exchange;
-    return upipe_mem_give(c->mem, x.data, &c->err);
+    now->cpu[PART_ALL_TO_ALL] = transfer;
+    return upipe_mem_free(c->mem, x.data, &c->err);
 }
 
 /* ---- a rank ---- */
@@ -638,7 +638,7 @@ static upipe_status rank_round(upipe_ctx *c, rank_state *rank, int round)
         memset(rank->grads, 0, (size_t)b->grads_n * sizeof(float));
         UPIPE_TRY(pass_run(c, rank, &b->methods[which]));
         rank->peak[which] = rank->mem.peak;
-        UPIPE_TRY(upipe_mem_free(&rank->mem, &c->err));
+        UPIPE_TRY(upipe_mem_destroy(&rank->mem, &c->err));
         if (round == 0)
             check(rank, which);
         else
@@ -710,7 +710,7 @@ static upipe_status method_dry(bench *b, method *m, upipe_dry *dry, upipe_err *e
     m->slab_bytes = dry->mem.need;
     m->blocks_max = dry->mem.blocks_peak;
     if (m->plain || m->peak == layer_bytes(m, &b->ops)) return UPIPE_OK;
-    return upi_fail(e, UPIPE_ERR_MISMATCH, "a dry run held %zu bytes, the closed form says %zu", m->peak,
+    return upipe_fail(e, UPIPE_ERR_MISMATCH, "a dry run held %zu bytes, the closed form says %zu", m->peak,
                     layer_bytes(m, &b->ops));
 }
 
@@ -741,7 +741,7 @@ static upipe_status method_plan(bench *b, method *m, int chunk, upipe_err *e)
     m->layer.wo = b->weights[3];
     b->unit_bytes = upipe_plan_unit_bytes(&m->plan);
     dry = (upipe_dry *)malloc(sizeof *dry);
-    if (dry == NULL) return upi_fail(e, UPIPE_ERR_MEMORY, "no room for a dry run");
+    if (dry == NULL) return upipe_fail(e, UPIPE_ERR_MEMORY, "no entry left for a dry run");
     s = method_dry(b, m, dry, e);
     free(dry);
     return s;
@@ -804,7 +804,7 @@ static int bench_weights(bench *b)
         b->grads_n += b->weight_n[i];
         b->weights[i] =
             noise(b, b->weight_n[i], 1 / sqrt((double)(i == 3 ? wide : b->o.model_dim)), (uint64_t)i + 1);
-        if (b->weights[i] == NULL) return cli_fail("no room for the weights");
+        if (b->weights[i] == NULL) return cli_fail("no entry left for the weights");
     }
     return 0;
 }
@@ -815,22 +815,22 @@ static int bench_ranks(bench *b)
     size_t slab = (b->slab_bytes + UPIPE_MEM_ALIGN - 1) / UPIPE_MEM_ALIGN * UPIPE_MEM_ALIGN;
     int r;
     b->ranks = (rank_state *)calloc((size_t)b->o.ranks, sizeof *b->ranks);
-    if (b->ranks == NULL) return cli_fail("no room for %d ranks", b->o.ranks);
+    if (b->ranks == NULL) return cli_fail("no entry left for %d ranks", b->o.ranks);
     for (r = 0; r < b->o.ranks; ++r) {
         rank_state *rank = &b->ranks[r];
         rank->b = b;
         rank->slab = aligned_alloc(UPIPE_MEM_ALIGN, slab);
-        rank->blocks = (upipe_block *)calloc((size_t)b->blocks_max, sizeof *rank->blocks);
+        rank->blocks = (upipe_mem_block *)calloc((size_t)b->blocks_max, sizeof *rank->blocks);
         rank->x = noise(b, n, 1, (uint64_t)r + 100);
-        rank->gy = noise(b, n, 1, (uint64_t)r + 1000);
+        rank->dy = noise(b, n, 1, (uint64_t)r + 1000);
         rank->results = malloc(2 * b->unit_bytes);
         rank->expected = malloc(2 * b->unit_bytes);
         rank->grads = (float *)malloc((size_t)b->grads_n * sizeof(float));
         rank->expected_grads = (float *)malloc((size_t)b->grads_n * sizeof(float));
-        if (rank->slab == NULL || rank->blocks == NULL || rank->x == NULL || rank->gy == NULL ||
+        if (rank->slab == NULL || rank->blocks == NULL || rank->x == NULL || rank->dy == NULL ||
             rank->results == NULL || rank->expected == NULL || rank->grads == NULL ||
             rank->expected_grads == NULL)
-            return cli_fail("no room for %d ranks of %zu bytes", b->o.ranks, b->slab_bytes);
+            return cli_fail("no entry left for %d ranks of %zu bytes", b->o.ranks, b->slab_bytes);
         memset(rank->slab, 0, slab); /* its pages, before the clock runs */
     }
     return 0;
@@ -844,7 +844,7 @@ static void bench_free(bench *b)
         free(rank->slab);
         free(rank->blocks);
         free(rank->x);
-        free(rank->gy);
+        free(rank->dy);
         free(rank->results);
         free(rank->expected);
         free(rank->grads);

@@ -2,7 +2,7 @@
  *
  *     gpu device                                              name, driver, memory
  *     gpu roofline [--tokens N]                               copy bandwidth, rate of a bf16 product of N^3
- *     gpu attention --tokens N --head-dim N [--full] [--window N] [--docs N] [--heads N] [--kv-heads N]
+ *     gpu attention --tokens N --head-dim N [--full] [--window N] [--cu_seqlens N] [--heads N] [--kv-heads N]
  *     gpu exchange --tokens N [--ranks N] [--transport NAME]  all-to-all of thread ranks, device to device
  *     gpu block --tokens N [--ranks N] [--heads N] [--kv-heads N] [--head-dim N] [--model-dim N] [--chunk N]
  *               [--layers N] [--overlap] [--transport NAME]
@@ -11,8 +11,8 @@
  * and block: by the host's clock, from a barrier until the rank's work is complete on the device; of a run, the
  * slowest rank.
  *
- * What is checked, or there is no figure. attention, before it is timed: o, lse and gq of three queries against
- * double precision, gk and gv of three keys likewise, given the lse and delta of the device, as recomputing those
+ * What is checked, or there is no figure. attention, before it is timed: o, lse and dq of three queries against
+ * double precision, dk and dv of three keys likewise, given the lse and delta of the device, as recomputing those
  * of all queries takes the square of the tokens. exchange: every byte, once. block: the pool's peak against the
  * plan; its numbers are the tests' affair. roofline: nothing.
  *
@@ -24,7 +24,7 @@
 #include "upipe/net/upipe_net_peer.h"
 #include "upipe/net/upipe_net_threads.h"
 
-#include "../examples/common/lane.h"
+#include "../examples/common/side_stream.h"
 #include "gpu_attention.h"
 #include "gpu_common.h"
 
@@ -32,7 +32,7 @@ enum { EXIT_REFUSED = 3 };
 
 /* clang-format off */
 enum { FLAG_TOKENS, FLAG_HEAD_DIM, FLAG_HEADS, FLAG_KV_HEADS, FLAG_RANKS, FLAG_MODEL_DIM, FLAG_CHUNK, FLAG_FULL,
-       FLAG_LAYERS, FLAG_WINDOW, FLAG_DOCS, FLAG_OVERLAP, FLAG_TRANSPORT, FLAG_HELP, FLAGS };
+       FLAG_LAYERS, FLAG_WINDOW, FLAG_CU_SEQLENS, FLAG_OVERLAP, FLAG_TRANSPORT, FLAG_HELP, FLAGS };
 
 static const struct option option_list[] = {
     {"tokens",    required_argument, NULL, FLAG_TOKENS},
@@ -45,14 +45,14 @@ static const struct option option_list[] = {
     {"full",      no_argument,       NULL, FLAG_FULL},
     {"layers",    required_argument, NULL, FLAG_LAYERS},
     {"window",    required_argument, NULL, FLAG_WINDOW},
-    {"docs",      required_argument, NULL, FLAG_DOCS},
+    {"cu_seqlens",      required_argument, NULL, FLAG_CU_SEQLENS},
     {"overlap",   no_argument,       NULL, FLAG_OVERLAP},
     {"transport", required_argument, NULL, FLAG_TRANSPORT},
     {"help",      no_argument,       NULL, FLAG_HELP},
     {NULL, 0, NULL, 0}};
 
 static const char usage_text[] =
-    "usage: gpu device | roofline | attention | exchange | block [flags]\n"
+    "usage: gpu device | roofline | attention | transfer | block [flags]\n"
     "\n"
     "  --tokens N     tokens of a sequence (16384); rows of the roofline's product (8192)\n"
     "  --head-dim N   (128)\n"
@@ -64,7 +64,7 @@ static const char usage_text[] =
     "  --chunk N      query heads of a stage over all ranks; as many as heads is Ulysses (ranks)\n"
     "  --layers N     passes of the block that are timed (3)\n"
     "  --window N     attention with a sliding window of so many tokens\n"
-    "  --docs N       attention over so many packed documents of one length\n"
+    "  --cu-seqlens N       attention over so many packed sequences (cu_seqlens) of one length\n"
     "  --overlap      stages of the block overlap, on a second stream a rank\n"
     "  --transport T  threads (default): the host waits and copies; peer: copy engines, streams wait\n";
 /* clang-format on */
@@ -92,8 +92,8 @@ static int options_flag(void *user, int flag, const char *text)
         return cli_int(name, text, 1000, &o->layers);
     case FLAG_WINDOW:
         return cli_number(name, text, 1, INT64_C(1) << 40, &o->window);
-    case FLAG_DOCS:
-        return cli_int(name, text, 1 << 20, &o->docs);
+    case FLAG_CU_SEQLENS:
+        return cli_int(name, text, 1 << 20, &o->cu_seqlens);
     case FLAG_OVERLAP:
         o->overlap = 1;
         return 0;
@@ -116,10 +116,10 @@ static upipe_status measure_device(upipe_ctx *c)
 {
     struct cudaDeviceProp about;
     int driver, runtime, number;
-    UPI_CUDA(&c->err, cudaGetDevice(&number));
-    UPI_CUDA(&c->err, cudaGetDeviceProperties(&about, number));
-    UPI_CUDA(&c->err, cudaDriverGetVersion(&driver));
-    UPI_CUDA(&c->err, cudaRuntimeGetVersion(&runtime));
+    UPIPE_CUDA_TRY(&c->err, cudaGetDevice(&number));
+    UPIPE_CUDA_TRY(&c->err, cudaGetDeviceProperties(&about, number));
+    UPIPE_CUDA_TRY(&c->err, cudaDriverGetVersion(&driver));
+    UPIPE_CUDA_TRY(&c->err, cudaRuntimeGetVersion(&runtime));
     printf("{\"name\": \"%s\", \"capability\": \"%d.%d\", \"processors\": %d, \"memory_bytes\": %zu, "
            "\"cuda_driver\": %d, \"cuda_runtime\": %d}\n",
            about.name, about.major, about.minor, about.multiProcessorCount, about.totalGlobalMem, driver,
@@ -155,9 +155,9 @@ static upipe_status measure_roofline(upipe_ctx *c, const options *o)
     r.n = (int32_t)o->tokens;
     count = (int64_t)r.n * r.n;
     r.bytes = (size_t)count * 2 * 8;
-    UPIPE_TRY(room(c, &r.a, count * 8, UPIPE_BF16));
-    UPIPE_TRY(room(c, &r.b, count, UPIPE_BF16));
-    UPIPE_TRY(room(c, &r.y, count * 8, UPIPE_BF16));
+    UPIPE_TRY(buf(c, &r.a, count * 8, UPIPE_BF16));
+    UPIPE_TRY(buf(c, &r.b, count, UPIPE_BF16));
+    UPIPE_TRY(buf(c, &r.y, count * 8, UPIPE_BF16));
     UPIPE_TRY(fill(c, r.a, count, 1));
     UPIPE_TRY(fill(c, r.b, count, 2));
     UPIPE_TRY(timed(c, copy_once, &r, &copy));
@@ -179,9 +179,9 @@ typedef struct team {
     upipe_plan plan;
     upipe_layer layer;
     device devices[RANKS_MAX];
-    second_line lines[RANKS_MAX]; /* where stages overlap */
+    side_stream lines[RANKS_MAX]; /* where stages overlap */
     upipe_peer peers[RANKS_MAX];
-    void *peer_room; /* with --transport peer: where they meet */
+    void *peer_buf; /* with --transport peer: where they meet */
     void *slabs[RANKS_MAX], *grads[RANKS_MAX];
     upipe_err errors[RANKS_MAX];
     double runs[RANKS_MAX][2][RUNS]; /* seconds, forward and backward */
@@ -196,23 +196,23 @@ static unsigned char pattern(int from, int to, size_t i)
 }
 
 /* One exchange of blocks that tell their sender, receiver and place. */
-static upipe_status exchange_check(upipe_ctx *c, char *from, char *to, size_t block, const upipe_plan *each)
+static upipe_status all_to_all_check(upipe_ctx *c, char *from, char *to, size_t block, const upipe_plan *each)
 {
     int rank = c->team->rank, ranks = c->team->ranks, p;
     unsigned char *bytes = (unsigned char *)malloc(block);
     size_t i;
-    if (bytes == NULL) return upi_fail(&c->err, UPIPE_ERR_MEMORY, "no room for a check");
+    if (bytes == NULL) return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no entry left for a check");
     UPIPE_TRY(c->ops->zero(c, to, block * (size_t)ranks));
     for (p = 0; p < ranks; ++p) {
         for (i = 0; i < block; ++i) bytes[i] = pattern(rank, p, i);
         UPIPE_TRY(c->ops->copy(c, from + (size_t)p * block, bytes, block));
     }
-    UPIPE_TRY(upipe_a2a_to_heads(c, to, from, each, 0, UPIPE_Q, block));
+    UPIPE_TRY(upipe_a2a_to_heads(c, to, from, each, 0, UPIPE_A2A_Q, block));
     for (p = 0; p < ranks; ++p) {
         UPIPE_TRY(c->ops->copy(c, bytes, to + (size_t)p * block, block));
         for (i = 0; i < block && bytes[i] == pattern(p, rank, i);) ++i;
         if (i < block)
-            return upi_fail(&c->err, UPIPE_ERR_BACKEND, "exchange: byte %zu from rank %d to rank %d is wrong",
+            return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "transfer: byte %zu from rank %d to rank %d is wrong",
                             i, p, rank);
     }
     free(bytes);
@@ -239,7 +239,7 @@ static upipe_status team_join(team *t, upipe_ctx *c, int rank)
     memset(&d, 0, sizeof d);
     memset(&slab, 0, sizeof slab);
     slab.data = t->slabs[rank], slab.bytes = t->slab_bytes;
-    d.room = t->peer_room, d.slabs = &slab, d.slabs_n = 1;
+    d.buf = t->peer_buf, d.slabs = &slab, d.slabs_n = 1;
     d.rank = rank, d.ranks = t->o->ranks;
     UPIPE_TRY(upipe_peer_init(&t->peers[rank], &d, &c->err));
     t->peers[rank].ahead = t->plan.overlap; /* one host thread has two lines to feed */
@@ -256,7 +256,7 @@ static upipe_status team_leave(team *t, upipe_ctx *c, int rank, upipe_status s)
     return s;
 }
 
-static upipe_status exchange_rank(void *user, int rank)
+static upipe_status all_to_all_rank(void *user, int rank)
 {
     team *t = (team *)user;
     const options *o = t->o;
@@ -270,13 +270,13 @@ static upipe_status exchange_rank(void *user, int rank)
     device_use(&t->devices[rank], &c);
     s = team_join(t, &c, rank);
     if (s == UPIPE_OK) s = blocks_plan(&each, o->ranks, &c.err);
-    if (s == UPIPE_OK) s = exchange_check(&c, from, to, block, &each);
+    if (s == UPIPE_OK) s = all_to_all_check(&c, from, to, block, &each);
     for (i = -2; i < RUNS && s == UPIPE_OK; ++i) {
         double start;
         s = upipe_comm_barrier(&c, c.team);
         if (s != UPIPE_OK) break;
         start = cli_clock(NULL);
-        s = upipe_a2a_to_heads(&c, to, from, &each, 0, UPIPE_Q, block);
+        s = upipe_a2a_to_heads(&c, to, from, &each, 0, UPIPE_A2A_Q, block);
         if (i >= 0) t->runs[rank][0][i] = cli_clock(NULL) - start;
     }
     return team_leave(t, &c, rank, s);
@@ -299,8 +299,8 @@ static upipe_status team_open(team *t, const options *o, upipe_err *e)
     memset(t, 0, sizeof *t);
     t->o = o;
     UPIPE_TRY(upipe_threads_init(&t->threads, o->ranks, 120, e));
-    UPIPE_TRY(device_host_room(&t->peer_room, upipe_peer_bytes(o->ranks), e));
-    memset(t->peer_room, 0, upipe_peer_bytes(o->ranks));
+    UPIPE_TRY(device_host_buf(&t->peer_buf, upipe_peer_bytes(o->ranks), e));
+    memset(t->peer_buf, 0, upipe_peer_bytes(o->ranks));
     for (r = 0; r < o->ranks; ++r) UPIPE_TRY(device_open(&t->devices[r], DEVICE_CUDA, e));
     return UPIPE_OK;
 }
@@ -310,7 +310,7 @@ static upipe_status team_slabs(team *t, upipe_err *e)
     int r;
     for (r = 0; r < t->o->ranks; ++r) {
         UPIPE_TRY(device_slab(&t->devices[r], &t->slabs[r], t->slab_bytes, e));
-        UPI_CUDA(e, cudaStreamSynchronize((cudaStream_t)t->devices[r].stream));
+        UPIPE_CUDA_TRY(e, cudaStreamSynchronize((cudaStream_t)t->devices[r].stream));
     }
     return UPIPE_OK;
 }
@@ -328,11 +328,11 @@ static void team_close(team *t)
     for (r = 0; r < t->o->ranks; ++r) {
         device_slab_free(&t->devices[r], t->slabs[r]);
         device_slab_free(&t->devices[r], t->grads[r]);
-        lane_close(&t->lines[r], NULL);
+        side_stream_close(&t->lines[r], NULL);
         device_close(&t->devices[r], NULL);
     }
     upipe_threads_free(&t->threads);
-    free(t->peer_room);
+    free(t->peer_buf);
 }
 
 static const char *transport_name(const options *o)
@@ -340,7 +340,7 @@ static const char *transport_name(const options *o)
     return o->peer ? "peer" : "threads";
 }
 
-static upipe_status measure_exchange(const options *o, upipe_err *e)
+static upipe_status measure_all_to_all(const options *o, upipe_err *e)
 {
     static team t;
     size_t sent;
@@ -348,7 +348,7 @@ static upipe_status measure_exchange(const options *o, upipe_err *e)
     UPIPE_TRY(team_open(&t, o, e));
     t.slab_bytes = (size_t)(o->tokens / o->ranks) * (size_t)o->head_dim * 2 * (size_t)o->ranks * 2;
     UPIPE_TRY(team_slabs(&t, e));
-    UPIPE_TRY(team_run(&t, exchange_rank, e));
+    UPIPE_TRY(team_run(&t, all_to_all_rank, e));
     seconds = slowest(&t, 0, RUNS);
     sent = t.slab_bytes / 2 * (size_t)o->ranks; /* by all ranks together, what stays at home included */
     printf(
@@ -383,7 +383,7 @@ static upipe_status block_pass(team *t, upipe_ctx *c, int rank, int run)
     int64_t wk = (int64_t)p->desc.kv_heads * p->desc.head_dim * p->desc.model_dim;
     upipe_grads grads;
     upipe_saved saved;
-    upipe_slots gout;
+    upipe_slots dout;
     upipe_view x;
     void *data;
     size_t left;
@@ -392,7 +392,7 @@ static upipe_status block_pass(team *t, upipe_ctx *c, int rank, int run)
     grads.wq = gradient;
     grads.wk = gradient + wq;
     grads.wv = gradient + wq + wk;
-    UPIPE_TRY(upipe_mem_take(c->mem, &data, upipe_plan_unit_bytes(p), "x", &c->err));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &data, upipe_plan_unit_bytes(p), "x", &c->err));
     x = upipe_view_packed(data, p->desc.dtype, p->rows, 1, (int32_t)p->desc.model_dim);
     UPIPE_TRY(repeat(c, data, upipe_plan_unit_bytes(p), t->layer.wq, (size_t)wq * 2));
     UPIPE_TRY(c->ops->sync(c));
@@ -401,39 +401,39 @@ static upipe_status block_pass(team *t, upipe_ctx *c, int rank, int run)
     UPIPE_TRY(upipe_layer_fwd(c, &t->layer, &saved, x));
     UPIPE_TRY(c->ops->sync(c));
     if (run >= 0) t->runs[rank][0][run] = cli_clock(NULL) - start;
-    UPIPE_TRY(upipe_layer_slots_take(c, &t->layer, &gout, UPIPE_SLOT_FULL, "gout"));
+    UPIPE_TRY(upipe_layer_slots_alloc(c, &t->layer, &dout, UPIPE_SLOT_FULL, "dout"));
     UPIPE_TRY(
-        c->ops->copy(c, gout.data, saved.out.data, upipe_plan_rows_bytes(p, p->desc.heads, p->desc.v_dim)));
+        c->ops->copy(c, dout.data, saved.out.data, upipe_plan_rows_bytes(p, p->desc.heads, p->desc.v_dim)));
     UPIPE_TRY(c->ops->sync(c));
     UPIPE_TRY(upipe_comm_barrier(c, c->team));
     start = cli_clock(NULL);
-    UPIPE_TRY(upipe_layer_bwd(c, &t->layer, x, &grads, &saved, &gout, x));
+    UPIPE_TRY(upipe_layer_bwd(c, &t->layer, x, &grads, &saved, &dout, x));
     UPIPE_TRY(c->ops->sync(c));
     if (run >= 0) t->runs[rank][1][run] = cli_clock(NULL) - start;
     left = device_left();
     if (rank == 0 && left < t->free_least) t->free_least = left;
-    UPIPE_TRY(upipe_mem_give(c->mem, gout.data, &c->err));
-    return upipe_mem_give(c->mem, x.data, &c->err);
+    UPIPE_TRY(upipe_mem_free(c->mem, dout.data, &c->err));
+    return upipe_mem_free(c->mem, x.data, &c->err);
 }
 
 static upipe_status block_rank(void *user, int rank)
 {
     team *t = (team *)user;
-    upipe_block blocks[BLOCKS_MAX];
+    upipe_mem_block blocks[BLOCKS_MAX];
     upipe_status s = UPIPE_OK;
     upipe_mem mem;
     upipe_ctx c;
     int i;
     memset(&c, 0, sizeof c);
     device_use(&t->devices[rank], &c);
-    c.lane = t->plan.overlap ? &t->lines[rank].lane : NULL;
+    c.side_stream = t->plan.overlap ? &t->lines[rank].side_stream : NULL;
     s = team_join(t, &c, rank);
     upipe_mem_init(&mem, t->slabs[rank], t->slab_bytes, blocks, t->blocks_max);
     c.mem = &mem;
     for (i = -1; i < t->o->layers && s == UPIPE_OK; ++i) s = block_pass(t, &c, rank, i);
     t->peak[rank] = mem.peak;
     s = team_leave(t, &c, rank, s);
-    upipe_mem_free(&mem, NULL);
+    upipe_mem_destroy(&mem, NULL);
     return s;
 }
 
@@ -466,7 +466,7 @@ static upipe_status block_plan(team *t, upipe_err *e)
         return *e = dry.ctx.err, dry.ctx.err.status;
     t->slab_bytes = dry.mem.need;
     t->blocks_max = dry.mem.blocks_peak;
-    if (t->blocks_max > BLOCKS_MAX) return upi_fail(e, UPIPE_ERR_MEMORY, "%d live blocks", t->blocks_max);
+    if (t->blocks_max > BLOCKS_MAX) return upipe_fail(e, UPIPE_ERR_MEMORY, "%d live blocks", t->blocks_max);
     return UPIPE_OK;
 }
 
@@ -488,7 +488,7 @@ static upipe_status measure_block(upipe_ctx *c, const options *o, upipe_err *e)
     UPIPE_TRY(team_open(&t, o, e));
     UPIPE_TRY(block_plan(&t, e));
     for (i = 0; i < 3; ++i) {
-        UPIPE_TRY(room(c, &w[i], (i == 0 ? wide : narrow) * o->model_dim, UPIPE_BF16));
+        UPIPE_TRY(buf(c, &w[i], (i == 0 ? wide : narrow) * o->model_dim, UPIPE_BF16));
         UPIPE_TRY(fill(c, w[i], (i == 0 ? wide : narrow) * o->model_dim, (uint64_t)i + 1));
     }
     UPIPE_TRY(c->ops->sync(c));
@@ -496,11 +496,11 @@ static upipe_status measure_block(upipe_ctx *c, const options *o, upipe_err *e)
     t.layer.wk = w[1];
     t.layer.wv = w[2];
     for (r = 0; r < o->ranks; ++r) {
-        if (t.plan.overlap) UPIPE_TRY(lane_open(&t.lines[r], DEVICE_CUDA, c));
+        if (t.plan.overlap) UPIPE_TRY(side_stream_open(&t.lines[r], DEVICE_CUDA, c));
         UPIPE_TRY(upipe_cuda_slab(&t.grads[r], gradients, e));
-        UPI_CUDA(e, cudaMemset(t.grads[r], 0, gradients));
+        UPIPE_CUDA_TRY(e, cudaMemset(t.grads[r], 0, gradients));
     }
-    UPI_CUDA(e, cudaDeviceSynchronize());
+    UPIPE_CUDA_TRY(e, cudaDeviceSynchronize());
     t.free_before = device_left();
     UPIPE_TRY(team_slabs(&t, e));
     slabs = t.free_before - device_left();
@@ -508,7 +508,7 @@ static upipe_status measure_block(upipe_ctx *c, const options *o, upipe_err *e)
     UPIPE_TRY(team_run(&t, block_rank, e));
     for (r = 0; r < o->ranks; ++r)
         if (t.peak[r] != t.plan_peak)
-            return upi_fail(e, UPIPE_ERR_BACKEND, "rank %d held %zu bytes, the plan says %zu", r, t.peak[r],
+            return upipe_fail(e, UPIPE_ERR_BACKEND, "rank %d held %zu bytes, the plan says %zu", r, t.peak[r],
                             t.plan_peak);
     printf(
         "{\"method\": \"%s\", \"overlap\": %s, \"transport\": \"%s\", \"ranks\": %d, \"tokens\": %lld, \"model_dim\": %lld, \"heads\": %d, "
@@ -528,7 +528,7 @@ static upipe_status measure_block(upipe_ctx *c, const options *o, upipe_err *e)
 
 int main(int argc, char **argv)
 {
-    static const char *const commands[] = {"device", "roofline", "attention", "exchange", "block"};
+    static const char *const commands[] = {"device", "roofline", "attention", "transfer", "block"};
     int given[FLAGS] = {0}, command, status;
     options o;
     upipe_ctx c;
@@ -545,7 +545,7 @@ int main(int argc, char **argv)
     for (command = 0; command < 5 && (argc < 2 || strcmp(argv[1], commands[command]) != 0);) ++command;
     if (argc >= 2 && strcmp(argv[1], "--help") == 0) return cli_print("help", usage_text) - 1;
     if (command == 5)
-        return cli_refuse("the first word is device, roofline, attention, exchange or block") - 1;
+        return cli_refuse("the first word is device, roofline, attention, transfer or block") - 1;
     status = cli_read(option_list, argc - 1, argv + 1, given, -1, options_flag, &o);
     if (status != 0) return status - 1;
     if (command == 1 && !given[FLAG_TOKENS]) o.tokens = 8192;
@@ -560,7 +560,7 @@ int main(int argc, char **argv)
     if (s == UPIPE_OK && command == 0) s = measure_device(&c);
     if (s == UPIPE_OK && command == 1) s = measure_roofline(&c, &o);
     if (s == UPIPE_OK && command == 2) s = measure_attention(&c, &d.cuda, &o);
-    if (s == UPIPE_OK && command == 3) s = measure_exchange(&o, &c.err);
+    if (s == UPIPE_OK && command == 3) s = measure_all_to_all(&o, &c.err);
     if (s == UPIPE_OK && command == 4) s = measure_block(&c, &o, &c.err);
     if (s == UPIPE_ERR_UNSUPPORTED) return cli_fail("%s%s", cli_status(s), c.err.text), EXIT_REFUSED;
     if (s != UPIPE_OK) return cli_fail("%s%s", cli_status(s), c.err.text), EXIT_RUN;

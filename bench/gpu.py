@@ -46,7 +46,7 @@ BUILD = os.path.join(TOP, 'build', 'gpu')
 RESULTS = os.path.join(TOP, 'bench', 'results')
 C_FLAGS = ['-std=c11', '-D_POSIX_C_SOURCE=200809L', '-O2', '-g1', '-Wall', '-DUPIPE_WITH_CUDA',
            f'-DUPIPE_SOURCE_ROOT="{TOP}"']
-EXAMPLES = ['09_cuda', '03_exchange', '04_attention', '05_layer', '06_step', '07_tiles']
+EXAMPLES = ['09_cuda', '03_all_to_all', '04_attention', '05_layer', '06_step', '07_tiles']
 SMALL = ['test_cuda_rows', 'test_cuda_train_ops', 'test_cuda_attn']
 BLOCK = ['--ranks', '8', '--heads', '32', '--kv-heads', '8', '--head-dim', '128', '--model-dim', '4096']
 METHODS = [['--chunk', '32'], ['--chunk', '8'], ['--chunk', '8', '--overlap']]
@@ -412,10 +412,10 @@ def attention(options):
 
 def masks(options):
     figures = []
-    cases = [(16384, []), (16384, ['--window', '1024']), (32768, ['--window', '1024']), (16384, ['--docs', '8']),
-             (16384, ['--docs', '64'])]
+    cases = [(16384, []), (16384, ['--window', '1024']), (32768, ['--window', '1024']), (16384, ['--cu-seqlens', '8']),
+             (16384, ['--cu-seqlens', '64'])]
     if options.quick:
-        cases = [(128, []), (128, ['--window', '40']), (128, ['--docs', '3'])]
+        cases = [(128, []), (128, ['--window', '40']), (128, ['--cu-seqlens', '3'])]
     for tokens, mask in cases:
         shape = ['--head-dim', '64', '--heads', '2'] if options.quick else ['--head-dim', '128', '--heads', '16']
         figures.append(number(options, ['attention', '--tokens', str(tokens), *shape, *mask]))

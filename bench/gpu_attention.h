@@ -13,10 +13,10 @@
 #include "gpu_cudnn.h"
 #endif
 
-enum { SEED_Q = 1, SEED_K, SEED_V, SEED_GO, HEAD_DIM_MAX = 256 };
-enum { CHECK_O, CHECK_LSE, CHECK_GQ, CHECK_GK, CHECK_GV, CHECKS };
+enum { SEED_Q = 1, SEED_K, SEED_V, SEED_DOUT, HEAD_DIM_MAX = 256 };
+enum { CHECK_O, CHECK_LSE, CHECK_DQ, CHECK_DK, CHECK_DV, CHECKS };
 
-static const char *const check_names[] = {"o", "lse", "gq", "gk", "gv"};
+static const char *const check_names[] = {"o", "lse", "dq", "dk", "dv"};
 /* lse: absolute; the others: of the largest number in the row */
 static const double check_limits[] = {0.02, 1e-3, 0.02, 0.02, 0.02};
 
@@ -60,7 +60,7 @@ static upipe_status check_row(upipe_ctx *c, upipe_view v, int64_t i, int h, cons
     int k;
     UPIPE_TRY(c->ops->copy(c, &got, upipe_view_at(v, i, h), (size_t)v.d * upipe_dtype_bytes(v.dtype)));
     for (k = 0; k < v.d; ++k) {
-        float x = v.dtype == UPIPE_F32 ? got.wide[k] : upi_bf16_to_f32(got.narrow[k]);
+        float x = v.dtype == UPIPE_F32 ? got.wide[k] : upipe_bf16_to_f32(got.narrow[k]);
         error = larger(error, fabs(want[k] - (double)x));
         most = larger(most, fabs(want[k]));
     }
@@ -68,25 +68,25 @@ static upipe_status check_row(upipe_ctx *c, upipe_view v, int64_t i, int h, cons
     return UPIPE_OK;
 }
 
-/* One query of the last head. room: two numbers a token. */
+/* One query of the last head. buffer: two numbers a token. */
 static upipe_status check_query(upipe_ctx *c, const options *o, const upipe_attn_grad *g, int64_t i,
-                                double *room, double *worst)
+                                double *buf, double *worst)
 {
-    double q[HEAD_DIM_MAX], go[HEAD_DIM_MAX], key[HEAD_DIM_MAX], value[HEAD_DIM_MAX];
-    double out[HEAD_DIM_MAX] = {0}, gq[HEAD_DIM_MAX] = {0};
-    double *p = room, *gp = room + o->tokens, top = -INFINITY, sum = 0, delta = 0;
+    double q[HEAD_DIM_MAX], dout[HEAD_DIM_MAX], key[HEAD_DIM_MAX], value[HEAD_DIM_MAX];
+    double out[HEAD_DIM_MAX] = {0}, dq[HEAD_DIM_MAX] = {0};
+    double *p = buf, *gp = buf + o->tokens, top = -INFINITY, sum = 0, delta = 0;
     double scale = 1 / sqrt((double)o->head_dim);
     int64_t first, end, j;
     int d = o->head_dim, h = o->heads - 1, kv = o->kv_heads - 1;
     float lse;
-    upi_attn_sight(&g->a, i, &first, &end);
+    upipe_attn_visible(&g->a, i, &first, &end);
     made(q, o, i, o->heads, h, SEED_Q);
-    made(go, o, i, o->heads, h, SEED_GO);
+    made(dout, o, i, o->heads, h, SEED_DOUT);
     for (j = first; j < end; ++j) {
         made(key, o, j, o->kv_heads, kv, SEED_K);
         made(value, o, j, o->kv_heads, kv, SEED_V);
         p[j] = scale * dot(q, key, d);
-        gp[j] = dot(go, value, d);
+        gp[j] = dot(dout, value, d);
         top = larger(top, p[j]);
     }
     for (j = first; j < end; ++j) sum += p[j] = exp(p[j] - top);
@@ -95,20 +95,20 @@ static upipe_status check_query(upipe_ctx *c, const options *o, const upipe_attn
         made(key, o, j, o->kv_heads, kv, SEED_K);
         made(value, o, j, o->kv_heads, kv, SEED_V);
         add(out, p[j], value, d);
-        add(gq, scale * p[j] * (gp[j] - delta), key, d);
+        add(dq, scale * p[j] * (gp[j] - delta), key, d);
     }
     UPIPE_TRY(c->ops->copy(c, &lse, upipe_view_at(g->a.lse, i, h), sizeof lse));
     worst[CHECK_LSE] = larger(worst[CHECK_LSE], fabs(top + log(sum) - (double)lse));
     UPIPE_TRY(check_row(c, g->a.o, i, h, out, &worst[CHECK_O]));
-    return check_row(c, g->gq, i, h, gq, &worst[CHECK_GQ]);
+    return check_row(c, g->dq, i, h, dq, &worst[CHECK_DQ]);
 }
 
 /* One key of the last key/value head: what all queries of its group give to it. lse, delta: the device's. */
 static upipe_status check_key(upipe_ctx *c, const options *o, const upipe_attn_grad *g, int64_t j,
                               const float *lse, const float *delta, double *worst)
 {
-    double q[HEAD_DIM_MAX], go[HEAD_DIM_MAX], key[HEAD_DIM_MAX], value[HEAD_DIM_MAX];
-    double gk[HEAD_DIM_MAX] = {0}, gv[HEAD_DIM_MAX] = {0}, scale = 1 / sqrt((double)o->head_dim);
+    double q[HEAD_DIM_MAX], dout[HEAD_DIM_MAX], key[HEAD_DIM_MAX], value[HEAD_DIM_MAX];
+    double dk[HEAD_DIM_MAX] = {0}, dv[HEAD_DIM_MAX] = {0}, scale = 1 / sqrt((double)o->head_dim);
     int d = o->head_dim, kv = o->kv_heads - 1, h;
     int64_t i, first, end;
     made(key, o, j, o->kv_heads, kv, SEED_K);
@@ -117,17 +117,17 @@ static upipe_status check_key(upipe_ctx *c, const options *o, const upipe_attn_g
         for (i = 0; i < o->tokens; ++i) {
             int64_t at = i * o->heads + h, there = i * g->a.lse.n_step + h * g->a.lse.h_step;
             double p;
-            upi_attn_sight(&g->a, i, &first, &end);
+            upipe_attn_visible(&g->a, i, &first, &end);
             if (j < first || j >= end) continue;
             made(q, o, i, o->heads, h, SEED_Q);
-            made(go, o, i, o->heads, h, SEED_GO);
+            made(dout, o, i, o->heads, h, SEED_DOUT);
             p = exp(scale * dot(q, key, d) - (double)lse[there]);
-            add(gv, p, go, d);
-            add(gk, scale * p * (dot(go, value, d) - (double)delta[at]), q, d);
+            add(dv, p, dout, d);
+            add(dk, scale * p * (dot(dout, value, d) - (double)delta[at]), q, d);
         }
     }
-    UPIPE_TRY(check_row(c, g->gk, j, kv, gk, &worst[CHECK_GK]));
-    return check_row(c, g->gv, j, kv, gv, &worst[CHECK_GV]);
+    UPIPE_TRY(check_row(c, g->dk, j, kv, dk, &worst[CHECK_DK]));
+    return check_row(c, g->dv, j, kv, dv, &worst[CHECK_DV]);
 }
 
 /* ---- contestants ---- */
@@ -162,7 +162,7 @@ static upipe_status contest_bwd(upipe_ctx *c, void *user)
 #ifdef WITH_CUDNN
     if (x->cudnn != NULL) return gpu_cudnn_bwd(c, x->cudnn, &x->g);
 #endif
-    UPIPE_TRY(c->ops->rowdot(c, x->g.delta, x->g.a.o, x->g.go));
+    UPIPE_TRY(c->ops->rowdot(c, x->g.delta, x->g.a.o, x->g.dout));
     return upipe_attn_bwd(c, &x->g);
 }
 
@@ -173,27 +173,27 @@ static upipe_status check_contest(upipe_ctx *c, contest *x, double *worst)
     const upipe_attn_grad *g = &x->g;
     const int64_t n = o->tokens, queries[] = {n / 3, n / 2, n - 1}, keys[] = {0, n / 2, n - 1 - n / 8};
     size_t all = (size_t)n * (size_t)o->heads;
-    double *room = (double *)malloc((size_t)n * 2 * sizeof *room);
+    double *buf = (double *)malloc((size_t)n * 2 * sizeof *buf);
     float *lse = (float *)malloc(all * sizeof *lse), *delta = (float *)malloc(all * sizeof *delta);
     int i;
-    if (room == NULL || lse == NULL || delta == NULL)
-        return upi_fail(&c->err, UPIPE_ERR_MEMORY, "no room for a check");
-    UPIPE_TRY(c->ops->zero(c, g->gk.data, (size_t)(n * o->kv_heads * o->head_dim) * 4));
-    UPIPE_TRY(c->ops->zero(c, g->gv.data, (size_t)(n * o->kv_heads * o->head_dim) * 4));
+    if (buf == NULL || lse == NULL || delta == NULL)
+        return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no entry left for a check");
+    UPIPE_TRY(c->ops->zero(c, g->dk.data, (size_t)(n * o->kv_heads * o->head_dim) * 4));
+    UPIPE_TRY(c->ops->zero(c, g->dv.data, (size_t)(n * o->kv_heads * o->head_dim) * 4));
     UPIPE_TRY(contest_fwd(c, x));
     UPIPE_TRY(contest_bwd(c, x));
-    UPIPE_TRY(c->ops->rowdot(c, g->delta, g->a.o, g->go));
+    UPIPE_TRY(c->ops->rowdot(c, g->delta, g->a.o, g->dout));
     UPIPE_TRY(c->ops->copy(c, lse, g->a.lse.data, all * sizeof *lse));
     UPIPE_TRY(c->ops->copy(c, delta, g->delta.data, all * sizeof *delta));
     for (i = 0; i < CHECKS; ++i) worst[i] = 0;
-    for (i = 0; i < 3; ++i) UPIPE_TRY(check_query(c, o, g, queries[i], room, worst));
+    for (i = 0; i < 3; ++i) UPIPE_TRY(check_query(c, o, g, queries[i], buf, worst));
     for (i = 0; i < 3; ++i) UPIPE_TRY(check_key(c, o, g, keys[i], lse, delta, worst));
-    free(room);
+    free(buf);
     free(lse);
     free(delta);
     for (i = 0; i < CHECKS; ++i)
         if (!(worst[i] <= check_limits[i]))
-            return upi_fail(&c->err, UPIPE_ERR_BACKEND, "%s: %s has an error of %g, more than %g",
+            return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "%s: %s has an error of %g, more than %g",
                             contestants[x->who], check_names[i], worst[i], check_limits[i]);
     return UPIPE_OK;
 }
@@ -206,9 +206,9 @@ static upipe_status contest_open(upipe_ctx *c, contest *x)
     x->cuda->capability = x->who == OURS_80 ? 80 : x->capability;
     if (!theirs) return UPIPE_OK;
 #ifdef WITH_CUDNN
-    if (x->o->docs > 0)
-        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "cuDNN has another layout for packed documents");
-    x->g.gk.dtype = x->g.gv.dtype = UPIPE_BF16; /* it overwrites where ours adds */
+    if (x->o->cu_seqlens > 0)
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "cuDNN has another layout for packed sequences (cu_seqlens)");
+    x->g.dk.dtype = x->g.dv.dtype = UPIPE_BF16; /* it overwrites where ours adds */
     x->g.a.lse.n_step = 1;
     x->g.a.lse.h_step = x->o->tokens;
     return gpu_cudnn_open(&x->cudnn, &x->g, x->who == CUDNN_SAME_BITS, &c->err);
@@ -260,9 +260,9 @@ static double attention_flop(const options *o, const upipe_attn *a)
 {
     double pairs = (double)o->tokens * (double)o->tokens / (o->full ? 1 : 2);
     int64_t first, end, i;
-    if (a->window > 0 || a->docs != NULL)
+    if (a->window > 0 || a->cu_seqlens != NULL)
         for (pairs = 0, i = 0; i < o->tokens; ++i) {
-            upi_attn_sight(a, i, &first, &end);
+            upipe_attn_visible(a, i, &first, &end);
             pairs += (double)(end - first);
         }
     return 4.0 * pairs * o->heads * o->head_dim;
@@ -272,7 +272,7 @@ static upipe_status measure_attention(upipe_ctx *c, upipe_cuda *cuda, const opti
 {
     const int64_t n = o->tokens * o->heads * o->head_dim, m = o->tokens * o->kv_heads * o->head_dim;
     const int64_t rows = o->tokens * o->heads;
-    int64_t *docs = (int64_t *)malloc(((size_t)o->docs + 1) * sizeof *docs);
+    int64_t *cu_seqlens = (int64_t *)malloc(((size_t)o->cu_seqlens + 1) * sizeof *cu_seqlens);
     contest x;
     upipe_attn *a = &x.g.a;
     void *p[11];
@@ -281,29 +281,29 @@ static upipe_status measure_attention(upipe_ctx *c, upipe_cuda *cuda, const opti
     int i, printed = 0;
     memset(&x, 0, sizeof x);
     x.o = o, x.cuda = cuda, x.capability = cuda->capability;
-    for (i = 0; i < 4; ++i) UPIPE_TRY(room(c, &p[i], n, UPIPE_BF16));    /* q o go gq */
-    for (i = 4; i < 6; ++i) UPIPE_TRY(room(c, &p[i], m, UPIPE_BF16));    /* k v */
-    for (i = 6; i < 8; ++i) UPIPE_TRY(room(c, &p[i], m, UPIPE_F32));     /* gk gv */
-    for (i = 8; i < 10; ++i) UPIPE_TRY(room(c, &p[i], rows, UPIPE_F32)); /* lse delta */
+    for (i = 0; i < 4; ++i) UPIPE_TRY(buf(c, &p[i], n, UPIPE_BF16));    /* q o go dq */
+    for (i = 4; i < 6; ++i) UPIPE_TRY(buf(c, &p[i], m, UPIPE_BF16));    /* k v */
+    for (i = 6; i < 8; ++i) UPIPE_TRY(buf(c, &p[i], m, UPIPE_F32));     /* dk dv */
+    for (i = 8; i < 10; ++i) UPIPE_TRY(buf(c, &p[i], rows, UPIPE_F32)); /* lse delta */
     UPIPE_TRY(fill(c, p[0], n, SEED_Q));
-    UPIPE_TRY(fill(c, p[2], n, SEED_GO));
+    UPIPE_TRY(fill(c, p[2], n, SEED_DOUT));
     UPIPE_TRY(fill(c, p[4], m, SEED_K));
     UPIPE_TRY(fill(c, p[5], m, SEED_V));
     a->q = upipe_view_packed(p[0], UPIPE_BF16, o->tokens, o->heads, o->head_dim);
     a->o = upipe_view_packed(p[1], UPIPE_BF16, o->tokens, o->heads, o->head_dim);
-    x.g.go = upipe_view_packed(p[2], UPIPE_BF16, o->tokens, o->heads, o->head_dim);
-    x.g.gq = upipe_view_packed(p[3], UPIPE_BF16, o->tokens, o->heads, o->head_dim);
+    x.g.dout = upipe_view_packed(p[2], UPIPE_BF16, o->tokens, o->heads, o->head_dim);
+    x.g.dq = upipe_view_packed(p[3], UPIPE_BF16, o->tokens, o->heads, o->head_dim);
     a->k = upipe_view_packed(p[4], UPIPE_BF16, o->tokens, o->kv_heads, o->head_dim);
     a->v = upipe_view_packed(p[5], UPIPE_BF16, o->tokens, o->kv_heads, o->head_dim);
-    x.g.gk = upipe_view_packed(p[6], UPIPE_F32, o->tokens, o->kv_heads, o->head_dim);
-    x.g.gv = upipe_view_packed(p[7], UPIPE_F32, o->tokens, o->kv_heads, o->head_dim);
+    x.g.dk = upipe_view_packed(p[6], UPIPE_F32, o->tokens, o->kv_heads, o->head_dim);
+    x.g.dv = upipe_view_packed(p[7], UPIPE_F32, o->tokens, o->kv_heads, o->head_dim);
     a->lse = upipe_view_packed(p[8], UPIPE_F32, o->tokens, o->heads, 1);
     x.g.delta = upipe_view_packed(p[9], UPIPE_F32, o->tokens, o->heads, 1);
     a->causal = !o->full;
     a->window = o->window;
-    for (i = 0; i <= o->docs; ++i) docs[i] = o->docs > 0 ? o->tokens * i / o->docs : 0;
-    a->docs = o->docs > 0 ? docs : NULL;
-    a->docs_n = o->docs;
+    for (i = 0; i <= o->cu_seqlens; ++i) cu_seqlens[i] = o->cu_seqlens > 0 ? o->tokens * i / o->cu_seqlens : 0;
+    a->cu_seqlens = o->cu_seqlens > 0 ? cu_seqlens : NULL;
+    a->cu_seqlens_n = o->cu_seqlens;
     work[0] = c->ops->attn_bytes(c->ops, a, 0);
     work[1] = c->ops->attn_bytes(c->ops, a, 1);
     a->work_bytes = work[0] > work[1] ? work[0] : work[1];
@@ -312,10 +312,10 @@ static upipe_status measure_attention(upipe_ctx *c, upipe_cuda *cuda, const opti
     flop = attention_flop(o, a);
     printf(
         "{\"tokens\": %lld, \"heads\": %d, \"kv_heads\": %d, \"head_dim\": %d, \"causal\": %s, \"window\": %lld, "
-        "\"docs\": %d, \"fwd_flop\": %.0f, \"bwd_flop\": %.0f, ",
+        "\"cu_seqlens\": %d, \"fwd_flop\": %.0f, \"bwd_flop\": %.0f, ",
         (long long)o->tokens, o->heads, o->kv_heads, o->head_dim, o->full ? "false" : "true",
-        (long long)o->window, o->docs, flop, 2.5 * flop);
-    /* what must pass the memory at least once: q k v o lse; q k v o go gq gk gv lse delta */
+        (long long)o->window, o->cu_seqlens, flop, 2.5 * flop);
+    /* what must pass the memory at least once: q k v o lse; q k v o go dq dk dv lse delta */
     printf("\"fwd_bytes\": %.0f, \"bwd_bytes\": %.0f, \"work_bytes_fwd\": %zu, \"work_bytes_bwd\": %zu, "
            "\"kernels\": [",
            (double)(2 * n + 2 * m) * 2 + (double)rows * 4,
@@ -323,7 +323,7 @@ static upipe_status measure_attention(upipe_ctx *c, upipe_cuda *cuda, const opti
     for (x.who = 0; x.who < CONTESTANTS; ++x.who) UPIPE_TRY(contest_run(c, x, flop, &printed));
     puts("]}");
     for (i = 0; i <= 10; ++i) UPIPE_TRY(upipe_cuda_slab_free(p[i], &c->err));
-    free(docs);
+    free(cu_seqlens);
     return UPIPE_OK;
 }
 

@@ -16,7 +16,7 @@ enum { RUNS = 9, RANKS_MAX = 64, BLOCKS_MAX = 256 };
 typedef struct options {
     int64_t tokens, model_dim;
     int64_t window;
-    int head_dim, heads, kv_heads, ranks, chunk, full, layers, docs, overlap, peer;
+    int head_dim, heads, kv_heads, ranks, chunk, full, layers, cu_seqlens, overlap, peer;
 } options;
 
 /* ---- time ---- */
@@ -42,23 +42,23 @@ static upipe_status timed(upipe_ctx *c, timed_call *call, void *user, double *se
     double runs[RUNS];
     float ms = 0;
     int i;
-    UPI_CUDA(&c->err, cudaEventCreate(&from));
-    UPI_CUDA(&c->err, cudaEventCreate(&to));
+    UPIPE_CUDA_TRY(&c->err, cudaEventCreate(&from));
+    UPIPE_CUDA_TRY(&c->err, cudaEventCreate(&to));
     for (i = -2; i < RUNS; ++i) {
-        UPI_CUDA(&c->err, cudaEventRecord(from, (cudaStream_t)c->stream));
+        UPIPE_CUDA_TRY(&c->err, cudaEventRecord(from, (cudaStream_t)c->stream));
         UPIPE_TRY(call(c, user));
-        UPI_CUDA(&c->err, cudaEventRecord(to, (cudaStream_t)c->stream));
-        UPI_CUDA(&c->err, cudaEventSynchronize(to));
-        UPI_CUDA(&c->err, cudaEventElapsedTime(&ms, from, to));
+        UPIPE_CUDA_TRY(&c->err, cudaEventRecord(to, (cudaStream_t)c->stream));
+        UPIPE_CUDA_TRY(&c->err, cudaEventSynchronize(to));
+        UPIPE_CUDA_TRY(&c->err, cudaEventElapsedTime(&ms, from, to));
         if (i >= 0) runs[i] = (double)ms * 1e-3;
     }
     *seconds = median(runs, RUNS);
-    UPI_CUDA(&c->err, cudaEventDestroy(from));
-    UPI_CUDA(&c->err, cudaEventDestroy(to));
+    UPIPE_CUDA_TRY(&c->err, cudaEventDestroy(from));
+    UPIPE_CUDA_TRY(&c->err, cudaEventDestroy(to));
     return UPIPE_OK;
 }
 
-static upipe_status room(upipe_ctx *c, void **out, int64_t elements, upipe_dtype dtype)
+static upipe_status buf(upipe_ctx *c, void **out, int64_t elements, upipe_dtype dtype)
 {
     return upipe_cuda_slab(out, (size_t)elements * upipe_dtype_bytes(dtype), &c->err);
 }
@@ -79,7 +79,7 @@ static upipe_status fill(upipe_ctx *c, void *to, int64_t n, uint64_t seed)
     int64_t at, i;
     for (at = 0; at < n; at += CHUNK) {
         int64_t here = n - at < CHUNK ? n - at : CHUNK;
-        for (i = 0; i < here; ++i) narrow[i] = upi_f32_to_bf16(number_at((uint64_t)(at + i), seed));
+        for (i = 0; i < here; ++i) narrow[i] = upipe_f32_to_bf16(number_at((uint64_t)(at + i), seed));
         UPIPE_TRY(c->ops->copy(c, (uint16_t *)to + at, narrow, (size_t)here * 2));
     }
     return UPIPE_OK;

@@ -14,7 +14,7 @@ struct gpu_cudnn {
 namespace
 {
 
-enum { Q = 1, K, V, O, STATS, GO, GQ, GK, GV };
+enum { Q = 1, K, V, O, STATS, DOUT, DQ, DK, DV };
 
 fe::graph::Tensor_attributes tensor(upipe_view v, int64_t uid)
 {
@@ -68,10 +68,10 @@ void describe_bwd(fe::graph::Graph &g, const upipe_attn_grad *x, int determinist
     how.set_deterministic_algorithm(deterministic != 0);
     auto out = g.sdpa_backward(g.tensor(tensor(a->q, Q)), g.tensor(tensor(a->k, K)),
                                g.tensor(tensor(a->v, V)), g.tensor(tensor(a->o, O)),
-                               g.tensor(tensor(x->go, GO)), g.tensor(tensor(a->lse, STATS)), how);
-    output(out[0], x->gq, GQ);
-    output(out[1], x->gk, GK);
-    output(out[2], x->gv, GV);
+                               g.tensor(tensor(x->dout, DOUT)), g.tensor(tensor(a->lse, STATS)), how);
+    output(out[0], x->dq, DQ);
+    output(out[1], x->dk, DK);
+    output(out[2], x->dv, DV);
 }
 
 upipe_status plan(fe::graph::Graph &g, cudnnHandle_t handle, int64_t *bytes, upipe_err *e)
@@ -79,7 +79,7 @@ upipe_status plan(fe::graph::Graph &g, cudnnHandle_t handle, int64_t *bytes, upi
     auto made = g.build(handle, {fe::HeurMode_t::A});
     int64_t need = 0;
     if (made.is_good()) made = g.get_workspace_size(need);
-    if (made.is_bad()) return upi_fail(e, UPIPE_ERR_UNSUPPORTED, "cuDNN: %.160s", made.get_message().c_str());
+    if (made.is_bad()) return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "cuDNN: %.160s", made.get_message().c_str());
     if (need > *bytes) *bytes = need;
     return UPIPE_OK;
 }
@@ -87,10 +87,10 @@ upipe_status plan(fe::graph::Graph &g, cudnnHandle_t handle, int64_t *bytes, upi
 upipe_status execute(upipe_ctx *c, gpu_cudnn *p, fe::graph::Graph &g, std::unordered_map<int64_t, void *> at)
 {
     if (cudnnSetStream(p->handle, (cudaStream_t)c->stream) != CUDNN_STATUS_SUCCESS)
-        return upi_fail(&c->err, UPIPE_ERR_BACKEND, "cudnnSetStream failed");
+        return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "cudnnSetStream failed");
     auto done = g.execute(p->handle, at, p->work);
     if (done.is_good()) return UPIPE_OK;
-    return upi_fail(&c->err, UPIPE_ERR_BACKEND, "cuDNN: %.160s", done.get_message().c_str());
+    return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "cuDNN: %.160s", done.get_message().c_str());
 }
 
 } /* namespace */
@@ -101,14 +101,14 @@ upipe_status gpu_cudnn_open(gpu_cudnn **out, const upipe_attn_grad *g, int deter
     int64_t bytes = 0;
     upipe_status s = UPIPE_OK;
     if (cudnnCreate(&p->handle) != CUDNN_STATUS_SUCCESS)
-        s = upi_fail(e, UPIPE_ERR_BACKEND, "cudnnCreate failed");
+        s = upipe_fail(e, UPIPE_ERR_BACKEND, "cudnnCreate failed");
     if (s == UPIPE_OK) describe_fwd(p->fwd, &g->a);
     if (s == UPIPE_OK) s = plan(p->fwd, p->handle, &bytes, e);
     if (s == UPIPE_OK) describe_bwd(p->bwd, g, deterministic);
     if (s == UPIPE_OK) s = plan(p->bwd, p->handle, &bytes, e);
     if (s == UPIPE_OK && bytes > 0 && cudaMalloc(&p->work, (size_t)bytes) != cudaSuccess) {
         (void)cudaGetLastError();
-        s = upi_fail(e, UPIPE_ERR_MEMORY, "cuDNN wants a workspace of %lld bytes", (long long)bytes);
+        s = upipe_fail(e, UPIPE_ERR_MEMORY, "cuDNN wants a workspace of %lld bytes", (long long)bytes);
     }
     *out = p;
     if (s == UPIPE_OK) return UPIPE_OK;
@@ -133,10 +133,10 @@ upipe_status gpu_cudnn_bwd(upipe_ctx *c, gpu_cudnn *p, const upipe_attn_grad *g)
                     {V, a->v.data},
                     {O, a->o.data},
                     {STATS, a->lse.data},
-                    {GO, g->go.data},
-                    {GQ, g->gq.data},
-                    {GK, g->gk.data},
-                    {GV, g->gv.data}});
+                    {DOUT, g->dout.data},
+                    {DQ, g->dq.data},
+                    {DK, g->dk.data},
+                    {DV, g->dv.data}});
 }
 
 void gpu_cudnn_close(gpu_cudnn *p)

@@ -10,7 +10,7 @@ typedef struct gpu_cudnn gpu_cudnn;
 extern "C" {
 #endif
 
-/* Plans and workspace for these tensors; g->gk and g->gv are bf16 here, and written. lse is [heads][queries].
+/* Plans and workspace for these tensors; g->dk and g->dv are bf16 here, and written. lse is [heads][queries].
  * errors  UNSUPPORTED with cuDNN's own sentence, MEMORY, BACKEND; there is then nothing to close */
 upipe_status gpu_cudnn_open(gpu_cudnn **out, const upipe_attn_grad *g, int deterministic, upipe_err *e);
 upipe_status gpu_cudnn_fwd(upipe_ctx *c, gpu_cudnn *p, const upipe_attn_grad *g);

@@ -21,17 +21,17 @@
 #endif
 
 /* bench_case -- one attention call; q, k, v, o and their gradients are packed [tokens][heads][head_dim]
- *   gk gv       f32; the others are bf16 if `bf16`, else f32
+ *   dk dv       f32; the others are bf16 if `bf16`, else f32
  *   lse delta   f32 [tokens][heads]
  *   work        work_bytes of bench_attn_bytes, 64-byte aligned
- *   causal window docs docs_n softcap      as in upipe_attn
+ *   causal window cu_seqlens cu_seqlens_n softcap      as in upipe_attn
  */
 typedef struct bench_case {
-    void *q, *k, *v, *o, *go, *gq;
-    float *gk, *gv, *lse, *delta;
+    void *q, *k, *v, *o, *dout, *dq;
+    float *dk, *dv, *lse, *delta;
     void *work;
-    const int64_t *docs;
-    int64_t work_bytes, tokens, docs_n, window;
+    const int64_t *cu_seqlens;
+    int64_t work_bytes, tokens, cu_seqlens_n, window;
     int32_t heads, head_dim, causal, bf16;
     float softcap;
 } bench_case;
@@ -120,7 +120,7 @@ static void peak_512(int64_t turns, float *sink)
 }
 #endif
 
-#if UPI_CPU_AVX2
+#if UPIPE_CPU_AVX2
 enum { PEAK_FLOP = 12 * 8 * 2 }; /* of one turn */
 static void peak_kernels(int64_t turns, float *sink)
 {
@@ -231,16 +231,16 @@ static upipe_attn_grad arguments(const bench_case *c)
     g.a.lse = upipe_view_packed(c->lse, UPIPE_F32, c->tokens, c->heads, 1);
     g.a.causal = c->causal;
     g.a.window = c->window;
-    g.a.docs = c->docs;
-    g.a.docs_n = c->docs_n;
+    g.a.cu_seqlens = c->cu_seqlens;
+    g.a.cu_seqlens_n = c->cu_seqlens_n;
     g.a.softcap = c->softcap;
     g.a.work = c->work;
     g.a.work_bytes = (size_t)c->work_bytes;
-    g.go = upipe_view_packed(c->go, dtype, c->tokens, c->heads, c->head_dim);
+    g.dout = upipe_view_packed(c->dout, dtype, c->tokens, c->heads, c->head_dim);
     g.delta = upipe_view_packed(c->delta, UPIPE_F32, c->tokens, c->heads, 1);
-    g.gq = upipe_view_packed(c->gq, dtype, c->tokens, c->heads, c->head_dim);
-    g.gk = upipe_view_packed(c->gk, UPIPE_F32, c->tokens, c->heads, c->head_dim);
-    g.gv = upipe_view_packed(c->gv, UPIPE_F32, c->tokens, c->heads, c->head_dim);
+    g.dq = upipe_view_packed(c->dq, dtype, c->tokens, c->heads, c->head_dim);
+    g.dk = upipe_view_packed(c->dk, UPIPE_F32, c->tokens, c->heads, c->head_dim);
+    g.dv = upipe_view_packed(c->dv, UPIPE_F32, c->tokens, c->heads, c->head_dim);
     return g;
 }
 
@@ -263,8 +263,8 @@ const char *bench_attn_bwd(bench *b, const bench_case *c)
 {
     upipe_attn_grad g = arguments(c);
     size_t bytes = (size_t)(c->tokens * c->heads * c->head_dim) * sizeof(float);
-    if (b->ops.rowdot(&b->ctx, g.delta, g.go, g.a.o) || b->ops.zero(&b->ctx, c->gk, bytes) ||
-        b->ops.zero(&b->ctx, c->gv, bytes) || upipe_attn_bwd(&b->ctx, &g))
+    if (b->ops.rowdot(&b->ctx, g.delta, g.dout, g.a.o) || b->ops.zero(&b->ctx, c->dk, bytes) ||
+        b->ops.zero(&b->ctx, c->dv, bytes) || upipe_attn_bwd(&b->ctx, &g))
         return b->ctx.err.text;
     return NULL;
 }

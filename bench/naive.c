@@ -61,39 +61,39 @@ void naive_fwd(float *o, float *att, const float *q, const float *k, const float
 /* gatt [heads][tokens] is scratch, a row a head. llm.c keeps the gradients of all weights and scores, and its
  * softmax sums the derivative over pairs of keys, tokens^3 in all: no yardstick for anyone. Here it is the
  * row's sum, as everywhere. */
-void naive_bwd(float *gq, float *gk, float *gv, float *gatt, const float *att, const float *go,
+void naive_bwd(float *dq, float *dk, float *dv, float *gatt, const float *att, const float *dout,
                const float *q, const float *k, const float *v, int64_t tokens, int64_t heads, int64_t d,
                int32_t causal)
 {
     float scale = 1.0f / sqrtf((float)d);
-    memset(gq, 0, (size_t)(tokens * heads * d) * sizeof *gq);
-    memset(gk, 0, (size_t)(tokens * heads * d) * sizeof *gk);
-    memset(gv, 0, (size_t)(tokens * heads * d) * sizeof *gv);
+    memset(dq, 0, (size_t)(tokens * heads * d) * sizeof *dq);
+    memset(dk, 0, (size_t)(tokens * heads * d) * sizeof *dk);
+    memset(dv, 0, (size_t)(tokens * heads * d) * sizeof *dv);
 #pragma omp parallel for
     for (int64_t h = 0; h < heads; ++h)
         for (int64_t t = 0; t < tokens; ++t) {
-            const float *q_t = q + (t * heads + h) * d, *go_t = go + (t * heads + h) * d;
+            const float *q_t = q + (t * heads + h) * d, *dout_t = dout + (t * heads + h) * d;
             const float *att_t = att + (h * tokens + t) * tokens;
-            float *gq_t = gq + (t * heads + h) * d, *gatt_t = gatt + h * tokens;
+            float *dq_t = dq + (t * heads + h) * d, *gatt_t = gatt + h * tokens;
             int64_t keys = causal ? t + 1 : tokens;
             float sum = 0;
             for (int64_t j = 0; j < keys; ++j) {
                 const float *v_j = v + (j * heads + h) * d;
-                float *gv_j = gv + (j * heads + h) * d;
+                float *dv_j = dv + (j * heads + h) * d;
                 float s = 0;
                 for (int64_t i = 0; i < d; ++i) {
-                    s += v_j[i] * go_t[i];
-                    gv_j[i] += att_t[j] * go_t[i];
+                    s += v_j[i] * dout_t[i];
+                    dv_j[i] += att_t[j] * dout_t[i];
                 }
                 gatt_t[j] = s;
                 sum += att_t[j] * s;
             }
             for (int64_t j = 0; j < keys; ++j) {
                 const float *k_j = k + (j * heads + h) * d;
-                float *gk_j = gk + (j * heads + h) * d, gs = att_t[j] * (gatt_t[j] - sum) * scale;
+                float *dk_j = dk + (j * heads + h) * d, gs = att_t[j] * (gatt_t[j] - sum) * scale;
                 for (int64_t i = 0; i < d; ++i) {
-                    gq_t[i] += k_j[i] * gs;
-                    gk_j[i] += q_t[i] * gs;
+                    dq_t[i] += k_j[i] * gs;
+                    dk_j[i] += q_t[i] * gs;
                 }
             }
         }

@@ -12,7 +12,7 @@
 #include "upipe/upipe_a2a.h"
 #include "examples/common/pool.h"
 
-enum { OPS_HEAD = 128, OPS_SLOTS = 6, OPS_PARTS = 4, OPS_ROOM = 4096 };
+enum { OPS_HEAD = 128, OPS_SLOTS = 6, OPS_PARTS = 4, OPS_BUF = 4096 };
 
 typedef enum ops_op {
     OPS_MEMCPY,
@@ -42,9 +42,9 @@ typedef struct ops_bench {
     upipe_par par;
     upipe_ops ops;
     upipe_ctx ctx;
-    char *room;
+    char *buf;
     char *slots[OPS_SLOTS];
-    float *gain, *dgain; /* [d] */
+    float *norm_weight, *dnorm_weight; /* [d] */
     float *loss;         /* [rows] */
     int32_t *tokens;     /* [rows], below rows; they repeat where rows is a multiple of 5 */
     int32_t *targets;    /* [rows], below d */
@@ -56,15 +56,15 @@ typedef struct ops_bench {
 
 static double now(void)
 {
-    return 1e-9 * (double)upi_net_now();
+    return 1e-9 * (double)upipe_net_now();
 }
 
 void ops_close(ops_bench *b)
 {
     pool_free(&b->threads);
-    free(b->room);
-    free(b->gain);
-    free(b->dgain);
+    free(b->buf);
+    free(b->norm_weight);
+    free(b->dnorm_weight);
     free(b->loss);
     free(b->tokens);
     free(b->targets);
@@ -82,23 +82,23 @@ ops_bench *ops_open(int32_t threads, int64_t rows, int32_t d, int32_t dtype)
         free(b);
         return NULL;
     }
-    b->room = (char *)malloc(OPS_SLOTS * (slot + OPS_ROOM));
-    b->gain = (float *)malloc(n);
-    b->dgain = (float *)malloc(n);
+    b->buf = (char *)malloc(OPS_SLOTS * (slot + OPS_BUF));
+    b->norm_weight = (float *)malloc(n);
+    b->dnorm_weight = (float *)malloc(n);
     b->loss = (float *)malloc((size_t)rows * sizeof(float));
     b->tokens = (int32_t *)malloc((size_t)rows * sizeof(int32_t));
     b->targets = (int32_t *)malloc((size_t)rows * sizeof(int32_t));
-    if (b->room == NULL || b->gain == NULL || b->dgain == NULL || b->loss == NULL || b->tokens == NULL ||
+    if (b->buf == NULL || b->norm_weight == NULL || b->dnorm_weight == NULL || b->loss == NULL || b->tokens == NULL ||
         b->targets == NULL) {
         ops_close(b);
         return NULL;
     }
-    memset(b->room, 0, OPS_SLOTS * (slot + OPS_ROOM));
+    memset(b->buf, 0, OPS_SLOTS * (slot + OPS_BUF));
     /* a line apart within their pages, as blocks of a heap are: equal places would collide in the caches */
-    for (s = 0; s < OPS_SLOTS; ++s) b->slots[s] = b->room + (size_t)s * (slot + 5 * 64 + 64) + 64;
+    for (s = 0; s < OPS_SLOTS; ++s) b->slots[s] = b->buf + (size_t)s * (slot + 5 * 64 + 64) + 64;
     for (i = 0; i < d; ++i) {
-        b->gain[i] = 1.0f + (float)(i % 7) / 16;
-        b->dgain[i] = 0;
+        b->norm_weight[i] = 1.0f + (float)(i % 7) / 16;
+        b->dnorm_weight[i] = 0;
     }
     for (i = 0; i < rows; ++i) {
         b->tokens[i] = (int32_t)(i * 5 % rows);
@@ -119,9 +119,9 @@ void *ops_slot(ops_bench *b, int32_t slot)
     return b->slots[slot];
 }
 
-float *ops_gain(ops_bench *b, int32_t gradient)
+float *ops_norm_weight(ops_bench *b, int32_t gradient)
 {
-    return gradient ? b->dgain : b->gain;
+    return gradient ? b->dnorm_weight : b->norm_weight;
 }
 
 float *ops_loss(ops_bench *b)
@@ -146,7 +146,7 @@ void ops_fill(ops_bench *b, int32_t slot, int32_t dtype)
     int64_t i;
     for (i = 0; i < b->rows * b->d; ++i) {
         state = state * 1664525u + 1013904223u;
-        upi_f1_put(b->slots[slot], (upipe_dtype)dtype, i, (float)(int32_t)state * 0x1p-31f);
+        upipe_cpu_put(b->slots[slot], (upipe_dtype)dtype, i, (float)(int32_t)state * 0x1p-31f);
     }
 }
 
@@ -251,9 +251,9 @@ static upipe_status ops_run(ops_bench *b, ops_op op)
     case OPS_ROPE_INTERLEAVED:
         return ops_rope(b, 1);
     case OPS_RMSNORM:
-        return o->rmsnorm(c, y, x, b->gain, 1e-5f);
+        return o->rmsnorm(c, y, x, b->norm_weight, 1e-5f);
     case OPS_RMSNORM_BWD:
-        return o->rmsnorm_bwd(c, z, y, x, b->gain, 1e-5f, b->dgain, 0);
+        return o->rmsnorm_bwd(c, z, y, x, b->norm_weight, 1e-5f, b->dnorm_weight, 0);
     case OPS_ROWDOT:
         dot = upipe_view_packed(b->slots[2], UPIPE_F32, b->rows, b->d / OPS_HEAD, 1);
         return o->rowdot(c, dot, ops_heads(b, 0), ops_heads(b, 1));
@@ -338,7 +338,7 @@ static upipe_status ops_rank(void *user, int rank)
     start = now();
     for (i = 0; i < t->turns; ++i) {
         if (!t->plain) {
-            UPIPE_TRY(upipe_a2a_to_heads(&c, recv, send, &plan, 0, UPIPE_Q, t->block));
+            UPIPE_TRY(upipe_a2a_to_heads(&c, recv, send, &plan, 0, UPIPE_A2A_Q, t->block));
             continue;
         }
         for (r = 0; r < t->ranks; ++r)
@@ -351,7 +351,7 @@ static upipe_status ops_rank(void *user, int rank)
 
 /* Seconds of `turns` all-to-alls of ranks * ranks blocks, or (plain) of as many blocks copied by as many
  * threads; negative: failed. The first exchange is checked. */
-double ops_exchange(int32_t ranks, int64_t block, int32_t turns, int32_t plain)
+double ops_all_to_all(int32_t ranks, int64_t block, int32_t turns, int32_t plain)
 {
     ops_team t;
     upipe_err e;

@@ -43,10 +43,10 @@ def load(isa):
     pointer, i32, i64, f64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
     for name, result, arguments in (
             ('ops_open', pointer, [i32, i64, i32, i32]), ('ops_close', None, [pointer]),
-            ('ops_slot', pointer, [pointer, i32]), ('ops_gain', pointer, [pointer, i32]),
+            ('ops_slot', pointer, [pointer, i32]), ('ops_norm_weight', pointer, [pointer, i32]),
             ('ops_loss', pointer, [pointer]), ('ops_tokens', pointer, [pointer, i32]), ('ops_total', f64, [pointer]),
             ('ops_fill', None, [pointer, i32, i32]), ('ops_call', ctypes.c_char_p, [pointer, i32]),
-            ('ops_seconds', f64, [pointer, i32, i32]), ('ops_exchange', f64, [i32, i64, i32, i32])):
+            ('ops_seconds', f64, [pointer, i32, i32]), ('ops_all_to_all', f64, [i32, i64, i32, i32])):
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
@@ -120,7 +120,7 @@ def expected(b, op):
     """[(what, the f64 result, the slot or a function that reads what came of it)] from the operands as they are."""
     import numpy as np
     x, y, z = (b.array(op, slot) for slot in range(3))
-    gain = b.numbers(b.library.ops_gain(b.handle, 0), b.d, np.float32).astype(np.float64)
+    gain = b.numbers(b.library.ops_norm_weight(b.handle, 0), b.d, np.float32).astype(np.float64)
     tokens = b.numbers(b.library.ops_tokens(b.handle, 0), b.rows, np.int32)
     scale = 1 / np.sqrt((x * x).mean(1, keepdims=True) + EPS)
     sigmoid = 1 / (1 + np.exp(-x))
@@ -134,9 +134,9 @@ def expected(b, op):
         return [('y', x * scale * gain, 1)]
     if op == 'rmsnorm_bwd':
         unit = x * scale
-        old = b.numbers(b.library.ops_gain(b.handle, 1), b.d, np.float32).astype(np.float64)
+        old = b.numbers(b.library.ops_norm_weight(b.handle, 1), b.d, np.float32).astype(np.float64)
         return [('dx', scale * (gain * y - unit * (unit * gain * y).mean(1, keepdims=True)), 2),
-                ('dgain', old + (y * unit).sum(0), lambda: b.numbers(b.library.ops_gain(b.handle, 1), b.d, np.float32))]
+                ('dgain', old + (y * unit).sum(0), lambda: b.numbers(b.library.ops_norm_weight(b.handle, 1), b.d, np.float32))]
     if op == 'rowdot':
         return [('out', (x * y).reshape(-1, HEAD).sum(1),
                  lambda: b.numbers(b.library.ops_slot(b.handle, 2), b.rows * b.d // HEAD, np.float32))]
@@ -213,7 +213,7 @@ def exchange(library, ranks, block, rounds):
     samples = [[], []]
     for _ in range(rounds):
         for plain in 0, 1:
-            took = library.ops_exchange(ranks, block, turns, plain)
+            took = library.ops_all_to_all(ranks, block, turns, plain)
             if took < 0:
                 common.fail(f'the exchange of {ranks} ranks, blocks of {block} bytes, failed')
             samples[plain].append(took / turns)

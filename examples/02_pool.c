@@ -15,20 +15,20 @@ static upipe_status work(upipe_mem *m, upipe_err *e)
 {
     void *a, *b, *c, *d;
     upipe_mem_phase(m, 0, "load");
-    UPIPE_TRY(upipe_mem_take(m, &a, SMALL, "a", e));
-    UPIPE_TRY(upipe_mem_take(m, &b, LARGE, "b", e));
-    UPIPE_TRY(upipe_mem_take(m, &c, SMALL, "c", e));
+    UPIPE_TRY(upipe_mem_alloc(m, &a, SMALL, "a", e));
+    UPIPE_TRY(upipe_mem_alloc(m, &b, LARGE, "b", e));
+    UPIPE_TRY(upipe_mem_alloc(m, &c, SMALL, "c", e));
     upipe_mem_phase(m, 1, "work");
-    UPIPE_TRY(upipe_mem_give(m, a, e));
-    UPIPE_TRY(upipe_mem_take(m, &d, SMALL + 100, "d", e));
-    UPIPE_TRY(upipe_mem_give(m, b, e));
-    UPIPE_TRY(upipe_mem_give(m, c, e));
-    return upipe_mem_give(m, d, e);
+    UPIPE_TRY(upipe_mem_free(m, a, e));
+    UPIPE_TRY(upipe_mem_alloc(m, &d, SMALL + 100, "d", e));
+    UPIPE_TRY(upipe_mem_free(m, b, e));
+    UPIPE_TRY(upipe_mem_free(m, c, e));
+    return upipe_mem_free(m, d, e);
 }
 
 int main(void)
 {
-    upipe_block blocks[BLOCKS];
+    upipe_mem_block blocks[BLOCKS];
     upipe_mem_event events[32];
     upipe_mem dry, mem;
     upipe_err err;
@@ -60,10 +60,10 @@ int main(void)
     }
 
     /* What does not fit is an answer with numbers, not a crash; so is a block given twice. */
-    s = upipe_mem_take(&mem, &p, 2 * LARGE, "too much", &err);
+    s = upipe_mem_alloc(&mem, &p, 2 * LARGE, "too much", &err);
     printf("\n%s: %s\n", upipe_status_name(s), err.text);
     if (s != UPIPE_ERR_MEMORY) return 1;
-    s = upipe_mem_free(&mem, &err);
+    s = upipe_mem_destroy(&mem, &err);
     free(slab);
     return s != UPIPE_OK;
 failed:

@@ -19,7 +19,7 @@ typedef struct tensors { /* in memory that the device reaches */
 int main(int argc, char **argv)
 {
     tensors *x;
-    void *room;
+    void *buf;
     device d;
     upipe_ctx c;
     upipe_attn a;
@@ -27,10 +27,10 @@ int main(int argc, char **argv)
     int t, h, i, kind, bad = device_args(argc, argv, &kind);
     if (bad) return bad;
     memset(&c, 0, sizeof c);
-    if (device_open(&d, kind, &c.err) || device_shared(kind, &room, sizeof *x, &c.err))
+    if (device_open(&d, kind, &c.err) || device_shared(kind, &buf, sizeof *x, &c.err))
         return fprintf(stderr, "%s\n", c.err.text), 1;
     device_use(&d, &c);
-    x = (tensors *)room;
+    x = (tensors *)buf;
     for (t = 0; t < TOKENS; ++t)
         for (i = 0; i < DIM; ++i) {
             for (h = 0; h < HEADS; ++h) x->q[t][h][i] = (float)sin(1.0 + t + 2 * h + 0.3 * i);
@@ -72,7 +72,7 @@ int main(int argc, char **argv)
     s = upipe_attn_fwd(&c, &a);
     printf("\n%s: %s\n", upipe_status_name(s), c.err.text);
     device_slab_free(&d, a.work);
-    device_shared_free(kind, room);
+    device_shared_free(kind, buf);
     device_close(&d, NULL);
     return bad || s != UPIPE_ERR_UNSUPPORTED;
 }

@@ -16,7 +16,7 @@ typedef struct shared { /* in memory that the device reaches */
     upipe_layer layer;
     size_t slab_bytes;
     upipe_err errors[RANKS];
-    float w[MODEL * MODEL], x[TOKENS * MODEL], gx[TOKENS * MODEL];
+    float w[MODEL * MODEL], x[TOKENS * MODEL], dx[TOKENS * MODEL];
 } shared;
 
 /* Forward and backward of one rank; the loss is |out|^2 / 2, so the gradient of out is out. */
@@ -26,27 +26,27 @@ static upipe_status step(upipe_ctx *c, shared *all)
     int at = c->team->rank * LOCAL * MODEL;
     upipe_grads grads = {0}; /* those of the weights are not wanted here */
     upipe_saved saved;
-    upipe_slots gout;
+    upipe_slots dout;
     upipe_view x;
     void *data;
-    UPIPE_TRY(upipe_mem_take(c->mem, &data, bytes, "x", &c->err));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &data, bytes, "x", &c->err));
     UPIPE_TRY(c->ops->copy(c, data, all->x + at, bytes));
     x = upipe_view_packed(data, UPIPE_F32, LOCAL, 1, MODEL);
     UPIPE_TRY(upipe_layer_fwd(c, &all->layer, &saved, x));
-    UPIPE_TRY(upipe_layer_slots_take(c, &all->layer, &gout, UPIPE_SLOT_FULL, "gout"));
-    UPIPE_TRY(c->ops->copy(c, gout.data, saved.out.data, upipe_plan_rows_bytes(&all->plan, HEADS, DIM)));
-    UPIPE_TRY(upipe_layer_bwd(c, &all->layer, x, &grads, &saved, &gout, x)); /* x becomes its gradient */
-    UPIPE_TRY(c->ops->copy(c, all->gx + at, data, bytes));
+    UPIPE_TRY(upipe_layer_slots_alloc(c, &all->layer, &dout, UPIPE_SLOT_FULL, "dout"));
+    UPIPE_TRY(c->ops->copy(c, dout.data, saved.out.data, upipe_plan_rows_bytes(&all->plan, HEADS, DIM)));
+    UPIPE_TRY(upipe_layer_bwd(c, &all->layer, x, &grads, &saved, &dout, x)); /* x becomes its gradient */
+    UPIPE_TRY(c->ops->copy(c, all->dx + at, data, bytes));
     UPIPE_TRY(c->ops->sync(c)); /* only then may the host look */
-    UPIPE_TRY(upipe_mem_give(c->mem, gout.data, &c->err));
-    return upipe_mem_give(c->mem, data, &c->err);
+    UPIPE_TRY(upipe_mem_free(c->mem, dout.data, &c->err));
+    return upipe_mem_free(c->mem, data, &c->err);
 }
 
 static upipe_status rank_main(void *user, int rank)
 {
     shared *all = (shared *)user;
     void *slab = NULL;
-    upipe_block blocks[BLOCKS];
+    upipe_mem_block blocks[BLOCKS];
     upipe_status s;
     upipe_mem mem;
     upipe_ctx c = {0};
@@ -58,7 +58,7 @@ static upipe_status rank_main(void *user, int rank)
     c.mem = &mem, c.team = upipe_threads_comm(&all->team, rank);
     if (s == UPIPE_OK) s = step(&c, all);
     all->errors[rank] = c.err;
-    upipe_mem_free(&mem, NULL);
+    upipe_mem_destroy(&mem, NULL);
     device_slab_free(&d, slab);
     device_close(&d, NULL);
     return s;
@@ -91,12 +91,12 @@ static upipe_status run(shared *all, int chunk, upipe_err *err)
 int main(int argc, char **argv)
 {
     shared *all;
-    void *room;
+    void *buf;
     upipe_err err = {{0}, UPIPE_OK};
     int i, same, kind, bad = device_args(argc, argv, &kind);
     if (bad) return bad;
-    if (device_shared(kind, &room, 2 * sizeof *all, &err)) return fprintf(stderr, "%s\n", err.text), 1;
-    all = (shared *)room;
+    if (device_shared(kind, &buf, 2 * sizeof *all, &err)) return fprintf(stderr, "%s\n", err.text), 1;
+    all = (shared *)buf;
     all[0].kind = all[1].kind = kind;
     for (i = 0; i < 2; ++i) {
         upipe_status s = run(&all[i], i == 0 ? HEADS : RANKS, &err);
@@ -104,8 +104,8 @@ int main(int argc, char **argv)
         printf("%s, stages: %d, slab of a rank: %zu bytes\n", i == 0 ? "Ulysses" : "UPipe  ",
                all[i].plan.stages, all[i].slab_bytes);
     }
-    same = memcmp(all[0].gx, all[1].gx, sizeof all->gx) == 0;
+    same = memcmp(all[0].dx, all[1].dx, sizeof all->dx) == 0;
     printf("gradient of x: %s bits\n", same ? "the same" : "different");
-    device_shared_free(kind, room);
+    device_shared_free(kind, buf);
     return kind == DEVICE_CPU && !same; /* a BLAS promises no bits */
 }

@@ -30,7 +30,7 @@ static upipe_status step(upipe_ctx *c, shared *all, float *grad, float *loss)
     void *data;
     float *value = all->y + at;
     int i;
-    UPIPE_TRY(upipe_mem_take(c->mem, &data, ROWS * MODEL * sizeof(float), "x", &c->err));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &data, ROWS * MODEL * sizeof(float), "x", &c->err));
     UPIPE_TRY(c->ops->copy(c, data, all->x + at, ROWS * MODEL * sizeof(float)));
     x = upipe_view_packed(data, UPIPE_F32, ROWS, 1, MODEL);
     UPIPE_TRY(upipe_layer_fwd(c, &all->layer, &saved, x));
@@ -45,9 +45,9 @@ static upipe_status step(upipe_ctx *c, shared *all, float *grad, float *loss)
     UPIPE_TRY(upipe_layer_out_bwd(c, &all->layer, &g, &saved, y));
     UPIPE_TRY(upipe_layer_bwd(c, &all->layer, x, &g, &saved, &saved.out, x)); /* x becomes its gradient */
     UPIPE_TRY(upipe_saved_free(c, &saved));
-    UPIPE_TRY(upipe_mem_give(c->mem, x.data, &c->err));
-    UPIPE_TRY(upipe_a2a_sum(c, loss, 1));
-    UPIPE_TRY(upipe_a2a_sum(c, grad, ALL));
+    UPIPE_TRY(upipe_mem_free(c->mem, x.data, &c->err));
+    UPIPE_TRY(upipe_all_reduce(c, loss, 1));
+    UPIPE_TRY(upipe_all_reduce(c, grad, ALL));
     return c->ops->sync(c);
 }
 
@@ -55,7 +55,7 @@ static upipe_status rank_main(void *user, int rank)
 {
     shared *all = (shared *)user;
     void *slab = NULL;
-    upipe_block blocks[64]; /* dry.mem.blocks_peak of them are used */
+    upipe_mem_block blocks[64]; /* dry.mem.blocks_peak of them are used */
     upipe_status s;
     upipe_mem mem;
     upipe_ctx c = {0};
@@ -73,7 +73,7 @@ static upipe_status rank_main(void *user, int rank)
         if (s == UPIPE_OK) s = upipe_comm_barrier(&c, c.team);
     }
     all->errors[rank] = c.err;
-    upipe_mem_free(&mem, NULL);
+    upipe_mem_destroy(&mem, NULL);
     device_slab_free(&d, slab);
     device_close(&d, NULL);
     return s;
@@ -82,15 +82,15 @@ static upipe_status rank_main(void *user, int rank)
 int main(int argc, char **argv)
 {
     shared *all;
-    void *room;
+    void *buf;
     static upipe_dry dry;
     upipe_plan_desc d = {0};
     upipe_err err = {{0}, UPIPE_OK};
     upipe_ops ops;
     int i, kind, bad = device_args(argc, argv, &kind);
     if (bad) return bad;
-    if (device_shared(kind, &room, sizeof *all, &err)) return fprintf(stderr, "%s\n", err.text), 1;
-    all = (shared *)room;
+    if (device_shared(kind, &buf, sizeof *all, &err)) return fprintf(stderr, "%s\n", err.text), 1;
+    all = (shared *)buf;
     all->kind = kind;
     for (i = 0; i < ALL; ++i) all->w[i] = (float)((i * 37 % 101) - 50) / 400;
     for (i = 0; i < TOKENS * MODEL; ++i) all->x[i] = (float)((i * 53 % 89) - 44) / 25;
@@ -110,6 +110,6 @@ int main(int argc, char **argv)
     upipe_threads_free(&all->team);
     for (i = 0; i < STEPS; ++i) printf("step %d: loss %.6f\n", i, (double)all->loss[0][i]);
     bad = !(all->loss[0][STEPS - 1] < all->loss[0][0]);
-    device_shared_free(kind, room);
+    device_shared_free(kind, buf);
     return bad;
 }

@@ -6,7 +6,7 @@
 enum { ROWS = 512, DIM = 64, HIDDEN = 192, VOCAB = 1000, W = HIDDEN * DIM, BLOCKS = 16 };
 
 typedef struct weights {
-    float gate[W], up[W], down[W], gain[DIM], table[VOCAB * DIM];
+    float gate[W], up[W], down[W], norm_weight[DIM], table[VOCAB * DIM];
 } weights;
 
 typedef struct tensors { /* in memory that the device reaches */
@@ -23,12 +23,12 @@ static double pass(upipe_ctx *c, tensors *t, weights *grad, size_t tile_bytes)
     upipe_view y = upipe_view_packed(t->stream, UPIPE_F32, ROWS, 1, DIM);
     upipe_mlp mlp = {0};
     upipe_head head = {0};
-    upipe_mlp_grads mlp_grads = {grad->gate, grad->up, grad->down, grad->gain};
+    upipe_mlp_grads mlp_grads = {grad->gate, grad->up, grad->down, grad->norm_weight};
     upipe_head_grads head_grads = {grad->table, NULL};
     double sum = 0;
     int i;
     mlp.w_gate = w->gate, mlp.w_up = w->up, mlp.w_down = w->down, mlp.hidden = HIDDEN;
-    mlp.gain = w->gain, mlp.norm_eps = 1e-5f, mlp.residual = 1, mlp.tile_bytes = tile_bytes;
+    mlp.norm_weight = w->norm_weight, mlp.norm_eps = 1e-5f, mlp.residual = 1, mlp.tile_bytes = tile_bytes;
     head.w = w->table, head.vocab = VOCAB, head.scale = 1.0f / ROWS, head.tile_bytes = tile_bytes;
     if (upipe_mlp_fwd(c, &mlp, y, x)) return -1; /* y = x + mlp(norm(x)) */
     if (upipe_loss_bwd(c, &head, y, &head_grads, t->losses, y, t->targets)) return -1; /* y: its gradient */
@@ -42,21 +42,21 @@ int main(int argc, char **argv)
 {
     tensors *t;
     float *all;
-    void *room;
+    void *buf;
     const size_t budget[2] = {64 << 10, 8 << 20}; /* a few tokens, or all of them */
     const size_t slab_bytes = 16 << 20;
     void *slab;
-    upipe_block blocks[BLOCKS];
+    upipe_mem_block blocks[BLOCKS];
     upipe_ctx c = {0};
     device d;
     double loss[2];
     int i, k, kind, bad = device_args(argc, argv, &kind);
     if (bad) return bad;
     if (device_open(&d, kind, &c.err) || device_slab(&d, &slab, slab_bytes, &c.err) ||
-        device_shared(kind, &room, sizeof *t, &c.err))
+        device_shared(kind, &buf, sizeof *t, &c.err))
         return fprintf(stderr, "%s\n", c.err.text), 1;
     device_use(&d, &c);
-    t = (tensors *)room;
+    t = (tensors *)buf;
     all = (float *)(void *)&t->w;
     for (i = 0; i < (int)(sizeof t->w / sizeof *all); ++i) all[i] = (float)(i * 37 % 101 - 50) / 400;
     for (i = 0; i < ROWS * DIM; ++i) t->x[i] = (float)(i * 53 % 89 - 44) / 25;
@@ -69,12 +69,12 @@ int main(int argc, char **argv)
         if (loss[k] < 0) return fprintf(stderr, "%s\n", c.err.text), 1;
         printf("tiles of %7zu bytes, and scratch: loss %.6f, peak of the pool %zu bytes\n", budget[k],
                loss[k], mem.peak);
-        upipe_mem_free(&mem, NULL);
+        upipe_mem_destroy(&mem, NULL);
     }
     bad = loss[0] != loss[1] || memcmp(&t->small, &t->large, sizeof t->small) != 0;
     printf("losses and gradients: %s\n", bad ? "different" : "the same bits");
     device_slab_free(&d, slab);
-    device_shared_free(kind, room);
+    device_shared_free(kind, buf);
     device_close(&d, NULL);
     return bad && kind == DEVICE_CPU; /* a BLAS promises no bits */
 }

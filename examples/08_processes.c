@@ -68,7 +68,7 @@ static int host_end(host *h, int ok)
 static upipe_status host_memory(void **out, size_t bytes, upipe_err *e)
 {
     *out = aligned_alloc(UPIPE_MEM_ALIGN, (bytes + UPIPE_MEM_ALIGN - 1) / UPIPE_MEM_ALIGN * UPIPE_MEM_ALIGN);
-    return *out != NULL ? UPIPE_OK : upi_fail(e, UPIPE_ERR_MEMORY, "no memory for %zu bytes", bytes);
+    return *out != NULL ? UPIPE_OK : upipe_fail(e, UPIPE_ERR_MEMORY, "no memory for %zu bytes", bytes);
 }
 
 static void host_memory_free(void *p)
@@ -185,7 +185,7 @@ static upipe_status host_slab(host *h, upipe_ctx *c, void **out, size_t bytes)
     UPIPE_TRY(upipe_nccl_slab(&h->slab, bytes, &c->err));
     *out = h->slab;
     UPIPE_TRY(upipe_nccl_zero_sm(c, &h->team, h->slab, bytes));
-    if (c->team->rank == 0) printf("exchanges: %s\n", h->team.zero_sm_says);
+    if (c->team->rank == 0) printf("transfers: %s\n", h->team.zero_sm_says);
     return UPIPE_OK;
 }
 
@@ -213,35 +213,35 @@ static upipe_status get(upipe_ctx *c, float *to, void *wide, upipe_view from)
 }
 
 /* Forward and backward over this rank's tokens, x0; the loss is |out|^2 / 2, so the gradient of out is out.
- * gx: the gradient of x. */
-static upipe_status step(upipe_ctx *c, const upipe_layer *l, void *wide, float *gx, const float *x0)
+ * dx: the gradient of x. */
+static upipe_status step(upipe_ctx *c, const upipe_layer *l, void *wide, float *dx, const float *x0)
 {
     const upipe_plan *p = l->plan;
     upipe_grads grads = {0}; /* those of the weights are not wanted here */
     upipe_saved saved;
-    upipe_slots gout;
+    upipe_slots dout;
     upipe_view x;
     void *data;
-    UPIPE_TRY(upipe_mem_take(c->mem, &data, upipe_plan_unit_bytes(p), "x", &c->err));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &data, upipe_plan_unit_bytes(p), "x", &c->err));
     x = upipe_view_packed(data, storage, p->rows, 1, (int32_t)p->desc.model_dim);
     UPIPE_TRY(put(c, x, wide, x0));
     UPIPE_TRY(upipe_layer_fwd(c, l, &saved, x));
-    UPIPE_TRY(upipe_layer_slots_take(c, l, &gout, UPIPE_SLOT_FULL, "gout"));
+    UPIPE_TRY(upipe_layer_slots_alloc(c, l, &dout, UPIPE_SLOT_FULL, "dout"));
     UPIPE_TRY(
-        c->ops->copy(c, gout.data, saved.out.data, upipe_plan_rows_bytes(p, p->desc.heads, p->desc.v_dim)));
-    UPIPE_TRY(upipe_layer_bwd(c, l, x, &grads, &saved, &gout, x)); /* x becomes its gradient */
-    UPIPE_TRY(get(c, gx, wide, x));
-    UPIPE_TRY(upipe_mem_give(c->mem, gout.data, &c->err));
-    UPIPE_TRY(upipe_mem_give(c->mem, data, &c->err));
+        c->ops->copy(c, dout.data, saved.out.data, upipe_plan_rows_bytes(p, p->desc.heads, p->desc.v_dim)));
+    UPIPE_TRY(upipe_layer_bwd(c, l, x, &grads, &saved, &dout, x)); /* x becomes its gradient */
+    UPIPE_TRY(get(c, dx, wide, x));
+    UPIPE_TRY(upipe_mem_free(c->mem, dout.data, &c->err));
+    UPIPE_TRY(upipe_mem_free(c->mem, data, &c->err));
     return c->ops->sync(c);
 }
 
 /* Plans, takes a slab of just the size, and makes the step. h: with the team, or NULL. */
 static upipe_status run(host *h, upipe_ctx *c, const upipe_plan_desc *desc, const void *w, void *wide,
-                        float *gx, const float *x, size_t *slab_bytes)
+                        float *dx, const float *x, size_t *slab_bytes)
 {
     static upipe_dry dry; /* too large for some stacks */
-    upipe_block blocks[BLOCKS];
+    upipe_mem_block blocks[BLOCKS];
     upipe_layer layer = {0};
     upipe_plan plan;
     upipe_status s;
@@ -256,8 +256,8 @@ static upipe_status run(host *h, upipe_ctx *c, const upipe_plan_desc *desc, cons
     UPIPE_TRY(h != NULL ? host_slab(h, c, &slab, dry.mem.need) : host_memory(&slab, dry.mem.need, &c->err));
     upipe_mem_init(&mem, slab, dry.mem.need, blocks, BLOCKS);
     c->mem = &mem;
-    s = step(c, &layer, wide, gx, x);
-    upipe_mem_free(&mem, NULL);
+    s = step(c, &layer, wide, dx, x);
+    upipe_mem_destroy(&mem, NULL);
     if (h != NULL)
         host_slab_free(h, slab);
     else
@@ -275,19 +275,19 @@ static double larger(double a, double b)
 static upipe_status compare(host *h, upipe_ctx *c, double *error, size_t *slab_bytes)
 {
     upipe_comm *team = c->team, alone;
-    upipe_comm_self_room room;
+    upipe_comm_self_state buf;
     upipe_plan_desc d = {0};
     int ranks = team->ranks, heads = HEADS * ranks, model = heads * DIM;
     size_t part = (size_t)LOCAL * (size_t)model, all = part * (size_t)ranks,
            w_n = (size_t)model * (size_t)model, i;
-    float *x = (float *)malloc(all * 4), *gx = (float *)malloc(part * 4), *want = (float *)malloc(all * 4);
+    float *x = (float *)malloc(all * 4), *dx = (float *)malloc(part * 4), *want = (float *)malloc(all * 4);
     float *w = (float *)malloc(w_n * 4);
     double most = 0, worst = 0;
     void *weights = NULL, *wide = NULL;
     upipe_status s = UPIPE_ERR_MEMORY;
     size_t first = part * (size_t)team->rank, unused;
-    upi_fail(&c->err, s, "no memory for %zu numbers", 2 * all + part + w_n);
-    if (x == NULL || gx == NULL || want == NULL || w == NULL) goto done;
+    upipe_fail(&c->err, s, "no memory for %zu numbers", 2 * all + part + w_n);
+    if (x == NULL || dx == NULL || want == NULL || w == NULL) goto done;
     for (i = 0; i < w_n; ++i) w[i] = (float)sin((double)i * 0.37) / 16;
     for (i = 0; i < all; ++i) x[i] = (float)cos((double)i * 0.11);
     d.tokens = LOCAL * ranks;
@@ -298,15 +298,15 @@ static upipe_status compare(host *h, upipe_ctx *c, double *error, size_t *slab_b
     s = host_memory(&weights, w_n * 4, &c->err);
     if (s == UPIPE_OK) s = host_memory(&wide, (w_n > all ? w_n : all) * 4, &c->err);
     if (s == UPIPE_OK) s = put(c, upipe_view_packed(weights, storage, model, 1, model), wide, w);
-    if (s == UPIPE_OK) s = run(h, c, &d, weights, wide, gx, x + first, slab_bytes);
+    if (s == UPIPE_OK) s = run(h, c, &d, weights, wide, dx, x + first, slab_bytes);
 
-    upipe_comm_self(&alone, &room, c->ops->copy);
+    upipe_comm_self(&alone, &buf, c->ops->copy);
     c->team = &alone;
     d.ranks = 1;
     if (s == UPIPE_OK) s = run(NULL, c, &d, weights, wide, want, x, &unused);
     c->team = team;
     for (i = 0; s == UPIPE_OK && i < part; ++i) {
-        worst = larger(worst, fabs((double)gx[i] - (double)want[first + i]));
+        worst = larger(worst, fabs((double)dx[i] - (double)want[first + i]));
         most = larger(most, fabs((double)want[first + i]));
     }
     *error = worst / most;
@@ -316,7 +316,7 @@ done:
     host_memory_free(weights);
     free(w);
     free(want);
-    free(gx);
+    free(dx);
     free(x);
     return s;
 }
@@ -329,9 +329,9 @@ static int report(upipe_ctx *c, double error, size_t slab_bytes)
     int r, ranks = c->team->ranks;
     memcpy(&mine[0], &error, sizeof error);
     mine[1] = c->team->sent_bytes;
-    if (upipe_comm_gather(c, c->team, all, mine, 2) != UPIPE_OK)
+    if (upipe_comm_all_gather(c, c->team, all, mine, 2) != UPIPE_OK)
         return cli_fail("rank %d: %s%s", c->team->rank, cli_status(c->err.status), c->err.text);
-    for (r = 0; r < ranks; ++r) worst = larger(worst, upi_field_real(all[2 * r]));
+    for (r = 0; r < ranks; ++r) worst = larger(worst, upipe_field_real(all[2 * r]));
     if (c->team->rank == 0)
         printf("%d ranks over %s, each a process, kernels %s: %d tokens, %d heads\n"
                "a rank: slab of %zu bytes, %lld bytes sent\n"

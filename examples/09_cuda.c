@@ -19,9 +19,9 @@ static upipe_status attend(upipe_ctx *c, float *wide)
     upipe_attn a = {0};
     void *p[6];
     int i;
-    for (i = 0; i < 4; ++i) UPIPE_TRY(upipe_mem_take(c->mem, &p[i], COUNT * 2, "bf16", &c->err));
-    UPIPE_TRY(upipe_mem_take(c->mem, &p[4], COUNT * 4, "f32", &c->err));
-    UPIPE_TRY(upipe_mem_take(c->mem, &p[5], TOKENS * HEADS * 4, "lse", &c->err));
+    for (i = 0; i < 4; ++i) UPIPE_TRY(upipe_mem_alloc(c->mem, &p[i], COUNT * 2, "bf16", &c->err));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &p[4], COUNT * 4, "f32", &c->err));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &p[5], TOKENS * HEADS * 4, "lse", &c->err));
     f = upipe_view_packed(p[4], UPIPE_F32, TOKENS, HEADS, DIM);
     x = upipe_view_packed(p[0], UPIPE_BF16, TOKENS, HEADS, DIM);
     v = upipe_view_packed(p[1], UPIPE_BF16, TOKENS, HEADS, DIM);
@@ -38,13 +38,13 @@ static upipe_status attend(upipe_ctx *c, float *wide)
     UPIPE_TRY(upipe_attn_fwd(c, &a));
     UPIPE_TRY(c->ops->cast(c, f, a.o));
     UPIPE_TRY(c->ops->copy(c, wide, f.data, COUNT * 4)); /* ordinary host memory: there when it returns */
-    for (i = 0; i < 6; ++i) UPIPE_TRY(upipe_mem_give(c->mem, p[i], &c->err));
+    for (i = 0; i < 6; ++i) UPIPE_TRY(upipe_mem_free(c->mem, p[i], &c->err));
     return UPIPE_OK;
 }
 
 static upipe_status run(upipe_ctx *c, upipe_cuda *device, float *wide)
 {
-    upipe_block blocks[BLOCKS];
+    upipe_mem_block blocks[BLOCKS];
     upipe_mem mem;
     upipe_ops ops;
     void *slab;
@@ -55,7 +55,7 @@ static upipe_status run(upipe_ctx *c, upipe_cuda *device, float *wide)
     c->ops = &ops, c->mem = &mem;
     s = attend(c, wide);
     printf("%s: %zu of %d bytes of the slab were used at most\n", ops.name, mem.peak, SLAB);
-    if (s == UPIPE_OK) s = upipe_mem_free(&mem, &c->err); /* nothing may be left in it */
+    if (s == UPIPE_OK) s = upipe_mem_destroy(&mem, &c->err); /* nothing may be left in it */
     upipe_cuda_slab_free(slab, NULL);
     return s;
 }

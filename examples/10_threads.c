@@ -17,9 +17,9 @@ enum { TOKENS = 1024, HEADS = 8, KV_HEADS = 2, DIM = 64 };
 enum { QUERIES = TOKENS * HEADS * DIM, KEYS = TOKENS * KV_HEADS * DIM };
 
 typedef struct tensors {
-    float q[QUERIES], k[KEYS], v[KEYS], go[QUERIES], delta[TOKENS * HEADS];
+    float q[QUERIES], k[KEYS], v[KEYS], dout[QUERIES], delta[TOKENS * HEADS];
     struct {
-        float o[QUERIES], lse[TOKENS * HEADS], gq[QUERIES], gk[KEYS], gv[KEYS];
+        float o[QUERIES], lse[TOKENS * HEADS], dq[QUERIES], dk[KEYS], dv[KEYS];
     } results;
 } tensors;
 
@@ -61,22 +61,22 @@ static upipe_status step(const char *name, const upipe_par *par, tensors *x, upi
     g.a.o = upipe_view_packed(x->results.o, UPIPE_F32, TOKENS, HEADS, DIM);
     g.a.lse = upipe_view_packed(x->results.lse, UPIPE_F32, TOKENS, HEADS, 1);
     g.a.causal = 1;
-    g.go = upipe_view_packed(x->go, UPIPE_F32, TOKENS, HEADS, DIM);
+    g.dout = upipe_view_packed(x->dout, UPIPE_F32, TOKENS, HEADS, DIM);
     g.delta = upipe_view_packed(x->delta, UPIPE_F32, TOKENS, HEADS, 1);
-    g.gq = upipe_view_packed(x->results.gq, UPIPE_F32, TOKENS, HEADS, DIM);
-    g.gk = upipe_view_packed(x->results.gk, UPIPE_F32, TOKENS, KV_HEADS, DIM);
-    g.gv = upipe_view_packed(x->results.gv, UPIPE_F32, TOKENS, KV_HEADS, DIM);
+    g.dq = upipe_view_packed(x->results.dq, UPIPE_F32, TOKENS, HEADS, DIM);
+    g.dk = upipe_view_packed(x->results.dk, UPIPE_F32, TOKENS, KV_HEADS, DIM);
+    g.dv = upipe_view_packed(x->results.dv, UPIPE_F32, TOKENS, KV_HEADS, DIM);
     for (i = 0; i < 2; ++i) { /* the larger of both */
         size_t need = ops.attn_bytes(&ops, &g.a, i);
         if (need > g.a.work_bytes) g.a.work_bytes = need;
     }
     g.a.work_bytes = (g.a.work_bytes + UPIPE_MEM_ALIGN - 1) / UPIPE_MEM_ALIGN * UPIPE_MEM_ALIGN;
     g.a.work = aligned_alloc(UPIPE_MEM_ALIGN, g.a.work_bytes);
-    if (g.a.work == NULL) return upi_fail(err, UPIPE_ERR_MEMORY, "no %zu bytes for scratch", g.a.work_bytes);
+    if (g.a.work == NULL) return upipe_fail(err, UPIPE_ERR_MEMORY, "no %zu bytes for scratch", g.a.work_bytes);
 
     start = seconds();
     s = upipe_attn_fwd(&c, &g.a);
-    if (s == UPIPE_OK) s = ops.rowdot(&c, g.delta, g.go, g.a.o);
+    if (s == UPIPE_OK) s = ops.rowdot(&c, g.delta, g.dout, g.a.o);
     if (s == UPIPE_OK) s = upipe_attn_bwd(&c, &g);
     printf("%-8s threads: %d, %8zu bytes of scratch, %6.1f ms\n", name, par != NULL ? par->workers : 1,
            g.a.work_bytes, 1e3 * (seconds() - start));
@@ -96,14 +96,14 @@ int main(void)
     pool p;
     int i, same;
     for (i = 0; i < QUERIES; ++i)
-        alone.q[i] = (float)(i * 37 % 101) / 50 - 1, alone.go[i] = (float)(i * 23 % 89) / 44 - 1;
+        alone.q[i] = (float)(i * 37 % 101) / 50 - 1, alone.dout[i] = (float)(i * 23 % 89) / 44 - 1;
     for (i = 0; i < KEYS; ++i)
         alone.k[i] = (float)(i * 29 % 97) / 48 - 1, alone.v[i] = (float)(i * 31 % 103) / 51 - 1;
     shared = alone;
 
     s = step("alone", NULL, &alone, &err);
     if (s == UPIPE_OK && pool_init(&p, workers) != 0)
-        s = upi_fail(&err, UPIPE_ERR_BACKEND, "the system starts no %d threads", workers - 1);
+        s = upipe_fail(&err, UPIPE_ERR_BACKEND, "the system starts no %d threads", workers - 1);
     else if (s == UPIPE_OK) {
         par = pool_par(&p);
         s = step("a pool", &par, &shared, &err);

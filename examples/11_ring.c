@@ -18,35 +18,35 @@ typedef struct shared {
     grid grid;
     upipe_plan_desc desc; /* but for the rank */
     upipe_ops ops;
-    float w[W], x[X], gx[X], gw[RANKS][W]; /* each rank has its own gradients of weights */
+    float w[W], x[X], dx[X], dw[RANKS][W]; /* each rank has its own gradients of weights */
     upipe_plan plans[RANKS];
     size_t slab_bytes[RANKS];
     upipe_err errors[RANKS];
 } shared;
 
 /* Forward and backward of one rank; the loss is |out|^2 / 2, so the gradient of out is out. */
-static upipe_status step(upipe_ctx *c, const upipe_layer *l, shared *all, float *gw)
+static upipe_status step(upipe_ctx *c, const upipe_layer *l, shared *all, float *dw)
 {
     const upipe_shard *mine = &l->plan->shard;
     upipe_grads grads = {0};
     upipe_saved saved;
-    upipe_slots gout;
+    upipe_slots dout;
     upipe_view x;
     void *data;
     int64_t i;
-    UPIPE_TRY(upipe_mem_take(c->mem, &data, upipe_plan_unit_bytes(l->plan), "x", &c->err));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &data, upipe_plan_unit_bytes(l->plan), "x", &c->err));
     x = upipe_view_packed(data, UPIPE_F32, mine->n, 1, MODEL);
     for (i = 0; i < mine->n; ++i)
         memcpy((float *)data + i * MODEL, all->x + upipe_shard_pos(mine, i) * MODEL, MODEL * sizeof(float));
     UPIPE_TRY(upipe_layer_fwd(c, l, &saved, x));
-    UPIPE_TRY(upipe_layer_slots_take(c, l, &gout, UPIPE_SLOT_FULL, "gout"));
-    UPIPE_TRY(c->ops->copy(c, gout.data, saved.out.data, gout.slot_bytes * (size_t)gout.n));
-    grads.wq = gw;
-    UPIPE_TRY(upipe_layer_bwd(c, l, x, &grads, &saved, &gout, x)); /* x becomes its gradient */
+    UPIPE_TRY(upipe_layer_slots_alloc(c, l, &dout, UPIPE_SLOT_FULL, "dout"));
+    UPIPE_TRY(c->ops->copy(c, dout.data, saved.out.data, dout.slot_bytes * (size_t)dout.n));
+    grads.wq = dw;
+    UPIPE_TRY(upipe_layer_bwd(c, l, x, &grads, &saved, &dout, x)); /* x becomes its gradient */
     for (i = 0; i < mine->n; ++i)
-        memcpy(all->gx + upipe_shard_pos(mine, i) * MODEL, (float *)data + i * MODEL, MODEL * sizeof(float));
-    UPIPE_TRY(upipe_mem_give(c->mem, gout.data, &c->err));
-    return upipe_mem_give(c->mem, data, &c->err);
+        memcpy(all->dx + upipe_shard_pos(mine, i) * MODEL, (float *)data + i * MODEL, MODEL * sizeof(float));
+    UPIPE_TRY(upipe_mem_free(c->mem, dout.data, &c->err));
+    return upipe_mem_free(c->mem, data, &c->err);
 }
 
 /* A rank's plan is its own, and so is the size of its slab. */
@@ -55,7 +55,7 @@ static upipe_status prepare(upipe_ctx *c, shared *all, int rank, upipe_layer *l)
     upipe_plan_desc d = all->desc;
     upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry); /* too large for some stacks */
     upipe_status s;
-    if (dry == NULL) return upi_fail(&c->err, UPIPE_ERR_MEMORY, "no room for a dry run");
+    if (dry == NULL) return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no entry left for a dry run");
     d.rank = c->team->rank;
     d.ring_rank = c->ring != NULL ? c->ring->rank : 0;
     s = upipe_plan_init(&all->plans[rank], &d, &c->err);
@@ -64,7 +64,7 @@ static upipe_status prepare(upipe_ctx *c, shared *all, int rank, upipe_layer *l)
     if (s == UPIPE_OK && (upipe_dry_init(dry, l->plan, &all->ops) || upipe_dry_layer(dry, l, 1)))
         c->err = dry->ctx.err, s = c->err.status;
     if (s == UPIPE_OK)
-        all->slab_bytes[rank] = upi_most(dry->mem.need, upipe_a2a_sum_bytes(W, all->grid.world.ranks));
+        all->slab_bytes[rank] = upipe_max_bytes(dry->mem.need, upipe_reduce_bytes(W, all->grid.world.ranks));
     free(dry);
     return s;
 }
@@ -72,7 +72,7 @@ static upipe_status prepare(upipe_ctx *c, shared *all, int rank, upipe_layer *l)
 static upipe_status rank_main(void *user, int rank)
 {
     shared *all = (shared *)user;
-    upipe_block blocks[BLOCKS];
+    upipe_mem_block blocks[BLOCKS];
     upipe_layer l = {0};
     upipe_ctx c = {0};
     upipe_status s;
@@ -84,14 +84,14 @@ static upipe_status rank_main(void *user, int rank)
     grid_use(&all->grid, rank, &c);
     if (s == UPIPE_OK) s = prepare(&c, all, rank, &l);
     if (s == UPIPE_OK && posix_memalign(&slab, UPIPE_MEM_ALIGN, all->slab_bytes[rank]) != 0)
-        s = upi_fail(&c.err, UPIPE_ERR_MEMORY, "no slab of %zu bytes", all->slab_bytes[rank]);
+        s = upipe_fail(&c.err, UPIPE_ERR_MEMORY, "no slab of %zu bytes", all->slab_bytes[rank]);
     if (s == UPIPE_OK) {
         upipe_mem_init(&mem, slab, all->slab_bytes[rank], blocks, BLOCKS);
         c.mem = &mem;
-        s = step(&c, &l, all, all->gw[rank]);
+        s = step(&c, &l, all, all->dw[rank]);
         c.team = grid_world(&all->grid, rank); /* weights are everybody's: team and ring */
-        if (s == UPIPE_OK) s = upipe_a2a_sum(&c, all->gw[rank], W);
-        upipe_mem_free(&mem, NULL);
+        if (s == UPIPE_OK) s = upipe_all_reduce(&c, all->dw[rank], W);
+        upipe_mem_destroy(&mem, NULL);
     }
     all->errors[rank] = c.err;
     free(slab);
@@ -132,9 +132,9 @@ int main(void)
         int ranks, ring, chunk;
         upipe_ring_mode mode;
     } cases[] = {{"one rank alone", 1, 1, HEADS, UPIPE_RING_AUTO},
-                 {"USP", 2, 2, HEADS, UPIPE_RING_SHIFT},
-                 {"UPipe x ring, shifting", 2, 2, 2, UPIPE_RING_SHIFT},
-                 {"UPipe x ring, gathering", 2, 2, 2, UPIPE_RING_GATHER}};
+                 {"USP", 2, 2, HEADS, UPIPE_RING_P2P},
+                 {"UPipe x ring, shifting", 2, 2, 2, UPIPE_RING_P2P},
+                 {"UPipe x ring, gathering", 2, 2, 2, UPIPE_RING_ALL_GATHER}};
     static shared alone, grids;
     double worst = 0;
     int i;
@@ -143,16 +143,16 @@ int main(void)
         const upipe_plan *p = &all->plans[0];
         upipe_err err = {{0}, UPIPE_OK};
         upipe_status s;
-        double gx, gw;
+        double dx, dw;
         memset(all, 0, sizeof *all);
         s = run(all, cases[i].ranks, cases[i].ring, cases[i].chunk, cases[i].mode, &err);
         if (s != UPIPE_OK) return fprintf(stderr, "%s: %s\n", upipe_status_name(s), err.text), 1;
-        gx = distance(all->gx, alone.gx, X), gw = distance(all->gw[0], alone.gw[0], W);
-        worst = fmax(worst, fmax(gx, gw));
+        dx = distance(all->dx, alone.dx, X), dw = distance(all->dw[0], alone.dw[0], W);
+        worst = fmax(worst, fmax(dx, dw));
         printf("%-24s slab of rank 0: %7zu bytes; sent to its team %6lld, to its ring %6lld\n", cases[i].name,
                all->slab_bytes[0], (long long)(upipe_plan_sent(p, 0) + upipe_plan_sent(p, 1)),
                (long long)(upipe_plan_sent_ring(p, 0) + upipe_plan_sent_ring(p, 1)));
-        if (i > 0) printf("%-24s furthest from one rank: dX %.1e, dWq %.1e\n", "", gx, gw);
+        if (i > 0) printf("%-24s furthest from one rank: dX %.1e, dWq %.1e\n", "", dx, dw);
     }
     return !(worst <= 1e-4);
 }

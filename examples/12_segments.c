@@ -27,7 +27,7 @@ typedef struct shared {
     upipe_threads team;
     upipe_fpdt fpdt; /* but for the rank and its host pool */
     upipe_ops ops;
-    float w[W], x[X], gx[X];
+    float w[W], x[X], dx[X];
     own ranks[RANKS];
 } shared;
 
@@ -45,16 +45,16 @@ static void place(const upipe_fpdt *f, float *sequence, float *mine, int back)
     }
 }
 
-/* Forward and backward of one rank; the loss is |out|^2 / 2, so the gradient of out is out. x and gout are the host's. */
-static upipe_status step(upipe_ctx *c, shared *all, const upipe_fpdt *f, float *x, void *gout, own *mine)
+/* Forward and backward of one rank; the loss is |out|^2 / 2, so the gradient of out is out. x and dout are the host's. */
+static upipe_status step(upipe_ctx *c, shared *all, const upipe_fpdt *f, float *x, void *dout, own *mine)
 {
     upipe_grads grads = {0}; /* those of the weights are not wanted here */
     upipe_fpdt_saved saved;
     place(f, all->x, x, 0);
     UPIPE_TRY(upipe_fpdt_fwd(c, f, &saved, x));
-    memcpy(gout, saved.out, upipe_fpdt_out_bytes(f, c->ops));
-    UPIPE_TRY(upipe_fpdt_bwd(c, f, x, &grads, &saved, gout, x)); /* x becomes its gradient */
-    place(f, all->gx, x, 1);
+    memcpy(dout, saved.out, upipe_fpdt_out_bytes(f, c->ops));
+    UPIPE_TRY(upipe_fpdt_bwd(c, f, x, &grads, &saved, dout, x)); /* x becomes its gradient */
+    place(f, all->dx, x, 1);
     mine->peak = c->mem->peak, mine->host_peak = f->host->peak, mine->moved = saved.moved;
     return upipe_fpdt_free(f, &saved, &c->err);
 }
@@ -73,32 +73,32 @@ static upipe_status rank_main(void *user, int rank)
     shared *all = (shared *)user;
     own *mine = &all->ranks[rank];
     upipe_dry *dry = (upipe_dry *)calloc(1, sizeof *dry); /* too large for some stacks */
-    upipe_block blocks[BLOCKS], host_blocks[BLOCKS];
+    upipe_mem_block blocks[BLOCKS], host_blocks[BLOCKS];
     upipe_fpdt f = all->fpdt;
     upipe_ctx c = {0};
     upipe_mem mem, host;
     upipe_status s;
-    void *slab = NULL, *host_slab = NULL, *x = malloc(sizeof all->x), *gout = NULL;
+    void *slab = NULL, *host_slab = NULL, *x = malloc(sizeof all->x), *dout = NULL;
     c.ops = &all->ops, c.team = upipe_threads_comm(&all->team, rank);
     f.desc.rank = rank;
     s = upipe_fpdt_bytes(&f, c.ops, &mine->bytes, &mine->host_bytes, &c.err);
-    if (s == UPIPE_OK && (dry == NULL || x == NULL)) s = upi_fail(&c.err, UPIPE_ERR_MEMORY, "no room for x");
+    if (s == UPIPE_OK && (dry == NULL || x == NULL)) s = upipe_fail(&c.err, UPIPE_ERR_MEMORY, "no entry left for x");
     if (s == UPIPE_OK) s = count(dry, &c, &f);
     if (s == UPIPE_OK && (posix_memalign(&slab, UPIPE_MEM_ALIGN, dry->mem.need) != 0 ||
                           posix_memalign(&host_slab, UPIPE_MEM_ALIGN, dry->host.need) != 0 ||
-                          (gout = malloc(upipe_fpdt_out_bytes(&f, c.ops))) == NULL))
-        s = upi_fail(&c.err, UPIPE_ERR_MEMORY, "no room for slabs of %zu and %zu bytes", dry->mem.need,
+                          (dout = malloc(upipe_fpdt_out_bytes(&f, c.ops))) == NULL))
+        s = upipe_fail(&c.err, UPIPE_ERR_MEMORY, "no entry left for slabs of %zu and %zu bytes", dry->mem.need,
                      dry->host.need);
     if (s == UPIPE_OK) {
         upipe_mem_init(&mem, slab, dry->mem.need, blocks, BLOCKS);
         upipe_mem_init(&host, host_slab, dry->host.need, host_blocks, BLOCKS);
         c.mem = &mem, f.host = &host;
-        s = step(&c, all, &f, (float *)x, gout, mine);
-        upipe_mem_free(&mem, NULL);
-        upipe_mem_free(&host, NULL);
+        s = step(&c, all, &f, (float *)x, dout, mine);
+        upipe_mem_destroy(&mem, NULL);
+        upipe_mem_destroy(&host, NULL);
     }
     mine->err = c.err;
-    free(gout), free(x), free(host_slab), free(slab), free(dry);
+    free(dout), free(x), free(host_slab), free(slab), free(dry);
     return s;
 }
 
@@ -130,7 +130,7 @@ int main(void)
         int segments, chunk;
     } cases[] = {{"one segment", 1, HEADS}, {"FPDT", 4, HEADS}, {"UPipe x FPDT", 4, RANKS}};
     static shared all;
-    static float gx[X]; /* of one segment */
+    static float dx[X]; /* of one segment */
     double worst = 0;
     int i, j, kept = 1;
     for (i = 0; i < 3; ++i) {
@@ -145,8 +145,8 @@ int main(void)
         for (j = 0; j < RANKS; ++j)
             kept = kept && all.ranks[j].peak == all.ranks[j].bytes.peak &&
                    all.ranks[j].host_peak == all.ranks[j].host_bytes;
-        if (i == 0) memcpy(gx, all.gx, sizeof gx);
-        for (j = 0; j < X; ++j) worst = fmax(worst, fabs((double)all.gx[j] - (double)gx[j]));
+        if (i == 0) memcpy(dx, all.dx, sizeof dx);
+        for (j = 0; j < X; ++j) worst = fmax(worst, fabs((double)all.dx[j] - (double)dx[j]));
     }
     printf("gradient of x: at most %.1e away from that in one segment\n", worst);
     if (!kept) fprintf(stderr, "the pools held something else than the closed form says\n");

@@ -70,7 +70,7 @@ static upipe_status loops_fwd(upipe_ctx *c, const upipe_attn *a)
     return UPIPE_OK;
 }
 
-/* gk and gv are added to, head by head and in the order of the queries; a.o is not there any more: delta is. */
+/* dk and dv are added to, head by head and in the order of the queries; a.o is not there any more: delta is. */
 static upipe_status loops_bwd(upipe_ctx *c, const upipe_attn_grad *g)
 {
     plug *p = plug_of(c->ops);
@@ -85,15 +85,15 @@ static upipe_status loops_bwd(upipe_ctx *c, const upipe_attn_grad *g)
         for (i = 0; i < a->q.n; ++i) {
             const int64_t seen = a->causal ? i + 1 : a->k.n;
             const int kv = h / (a->q.h / a->k.h);
-            const float *q = row(a->q, i, h), *go = row(g->go, i, h);
-            memset(row(g->gq, i, h), 0, (size_t)d * sizeof(float));
+            const float *q = row(a->q, i, h), *dout = row(g->dout, i, h);
+            memset(row(g->dq, i, h), 0, (size_t)d * sizeof(float));
             for (j = 0; j < seen; ++j) {
                 const float *k = row(a->k, j, kv), *v = row(a->v, j, kv);
                 const float w = expf(scale * dot(q, k, d) - *row(a->lse, i, h));
-                const float gs = scale * w * (dot(go, v, d) - *row(g->delta, i, h));
-                add(row(g->gq, i, h), gs, k, d);
-                add(row(g->gk, j, kv), gs, q, d);
-                add(row(g->gv, j, kv), w, go, d);
+                const float gs = scale * w * (dot(dout, v, d) - *row(g->delta, i, h));
+                add(row(g->dq, i, h), gs, k, d);
+                add(row(g->dk, j, kv), gs, q, d);
+                add(row(g->dv, j, kv), w, dout, d);
             }
         }
     return UPIPE_OK;
@@ -112,7 +112,7 @@ static void plug_loops(plug *p, upipe_ops *ops)
 /* ---- a block with it and without ---- */
 
 typedef struct shared { /* in memory that the device reaches */
-    float x[X], gx[2][X], wq[WQ], wk[WK], wv[WK];
+    float x[X], dx[2][X], wq[WQ], wk[WK], wv[WK];
 } shared;
 
 typedef struct program {
@@ -133,35 +133,35 @@ static upipe_status narrow(program *p, const void **out, float *from, int64_t n,
                           upipe_view_packed(from, UPIPE_F32, n, 1, (int32_t)width));
 }
 
-/* gx = the gradient of x for the loss |out|^2 / 2. */
-static upipe_status step(program *p, float *gx)
+/* dx = the gradient of x for the loss |out|^2 / 2. */
+static upipe_status step(program *p, float *dx)
 {
     upipe_ctx *c = &p->c;
     const upipe_dtype dtype = p->plan.desc.dtype;
     upipe_grads grads = {0};
     upipe_saved saved;
-    upipe_slots gout;
+    upipe_slots dout;
     upipe_view x;
     void *data;
-    UPIPE_TRY(upipe_mem_take(c->mem, &data, upipe_plan_unit_bytes(&p->plan), "x", &c->err));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &data, upipe_plan_unit_bytes(&p->plan), "x", &c->err));
     x = upipe_view_packed(data, dtype, TOKENS, 1, MODEL);
     UPIPE_TRY(c->ops->cast(c, x, upipe_view_packed(p->all->x, UPIPE_F32, TOKENS, 1, MODEL)));
     UPIPE_TRY(upipe_layer_fwd(c, &p->layer, &saved, x));
-    UPIPE_TRY(upipe_layer_slots_take(c, &p->layer, &gout, UPIPE_SLOT_FULL, "gout"));
-    UPIPE_TRY(c->ops->copy(c, gout.data, saved.out.data, upipe_plan_rows_bytes(&p->plan, HEADS, DIM)));
-    UPIPE_TRY(upipe_layer_bwd(c, &p->layer, x, &grads, &saved, &gout, x));
-    UPIPE_TRY(c->ops->cast(c, upipe_view_packed(gx, UPIPE_F32, TOKENS, 1, MODEL), x));
+    UPIPE_TRY(upipe_layer_slots_alloc(c, &p->layer, &dout, UPIPE_SLOT_FULL, "dout"));
+    UPIPE_TRY(c->ops->copy(c, dout.data, saved.out.data, upipe_plan_rows_bytes(&p->plan, HEADS, DIM)));
+    UPIPE_TRY(upipe_layer_bwd(c, &p->layer, x, &grads, &saved, &dout, x));
+    UPIPE_TRY(c->ops->cast(c, upipe_view_packed(dx, UPIPE_F32, TOKENS, 1, MODEL), x));
     UPIPE_TRY(c->ops->sync(c));
-    UPIPE_TRY(upipe_mem_give(c->mem, gout.data, &c->err));
-    return upipe_mem_give(c->mem, data, &c->err);
+    UPIPE_TRY(upipe_mem_free(c->mem, dout.data, &c->err));
+    return upipe_mem_free(c->mem, data, &c->err);
 }
 
 /* The step with this table, in a slab of the size that its dry run has found. */
-static upipe_status run(program *p, const upipe_ops *ops, float *gx)
+static upipe_status run(program *p, const upipe_ops *ops, float *dx)
 {
     static upipe_dry dry; /* too large for some stacks */
-    upipe_block blocks[BLOCKS];
-    upipe_comm_self_room room;
+    upipe_mem_block blocks[BLOCKS];
+    upipe_comm_self_state buf;
     upipe_comm self;
     upipe_mem mem;
     void *slab;
@@ -170,10 +170,10 @@ static upipe_status run(program *p, const upipe_ops *ops, float *gx)
         return p->c.err = dry.ctx.err, dry.ctx.err.status;
     UPIPE_TRY(device_slab(&p->d, &slab, dry.mem.need, &p->c.err));
     upipe_mem_init(&mem, slab, dry.mem.need, blocks, BLOCKS);
-    upipe_comm_self(&self, &room, ops->copy);
+    upipe_comm_self(&self, &buf, ops->copy);
     p->c.ops = ops, p->c.mem = &mem, p->c.team = &self;
-    s = step(p, gx);
-    upipe_mem_free(&mem, NULL);
+    s = step(p, dx);
+    upipe_mem_destroy(&mem, NULL);
     device_slab_free(&p->d, slab);
     return s;
 }
@@ -181,7 +181,7 @@ static upipe_status run(program *p, const upipe_ops *ops, float *gx)
 /* A block of two stages with each of the tables; prints who served what, and how far the gradients differ. */
 static upipe_status compare(program *p, const upipe_ops *with, plug *own, const char *name, double *error)
 {
-    float *without_it = p->all->gx[0], *with_it = p->all->gx[1];
+    float *without_it = p->all->dx[0], *with_it = p->all->dx[1];
     double most = 0;
     int i;
     own->served = own->passed = 0;
@@ -205,7 +205,7 @@ static upipe_status plug_any(int kind, plug *own, upipe_ops *ops, upipe_err *e)
 #else
     (void)own;
     (void)ops;
-    return upi_fail(e, UPIPE_ERR_UNSUPPORTED, "this program was built without cuDNN");
+    return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "this program was built without cuDNN");
 #endif
 }
 
@@ -238,14 +238,14 @@ int main(int argc, char **argv)
 {
     static program p;
     static plug own;
-    void *room;
+    void *buf;
     double error[2] = {0, 0};
     upipe_status s;
     int kind, served, bad = device_args(argc, argv, &kind);
     if (bad) return bad;
-    if (device_open(&p.d, kind, &p.c.err) || device_shared(kind, &room, sizeof *p.all, &p.c.err))
+    if (device_open(&p.d, kind, &p.c.err) || device_shared(kind, &buf, sizeof *p.all, &p.c.err))
         return fprintf(stderr, "%s\n", p.c.err.text), 1;
-    p.all = (shared *)room;
+    p.all = (shared *)buf;
     p.c.stream = p.d.stream;
     s = both(&p, kind, error, &own);
     served = error[0] > 0; /* another kernel has other bits */
@@ -255,7 +255,7 @@ int main(int argc, char **argv)
     device_slab_free(&p.d, (void *)(uintptr_t)p.layer.wq);
     device_slab_free(&p.d, (void *)(uintptr_t)p.layer.wk);
     device_slab_free(&p.d, (void *)(uintptr_t)p.layer.wv);
-    device_shared_free(kind, room);
+    device_shared_free(kind, buf);
     device_close(&p.d, NULL);
     if (s != UPIPE_OK) return fprintf(stderr, "%s: %s\n", upipe_status_name(s), p.c.err.text), 1;
     return !(served && error[0] < (kind == DEVICE_CPU ? 1e-5 : 2e-2) && error[1] == 0);

@@ -108,9 +108,9 @@ upipe_status fwd(upipe_ctx *c, const upipe_attn *a)
         {Q, a->q.data}, {K, a->k.data}, {V, a->v.data}, {O, a->o.data}, {STATS, stats.data}};
     ++p->served;
     if (cudnnSetStream(own->handle, (cudaStream_t)c->stream) != CUDNN_STATUS_SUCCESS)
-        return upi_fail(&c->err, UPIPE_ERR_BACKEND, "cudnnSetStream failed");
+        return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "cudnnSetStream failed");
     auto done = k->graph->execute(own->handle, tensors, (char *)a->work + stats_bytes(a));
-    if (done.is_bad()) return upi_fail(&c->err, UPIPE_ERR_BACKEND, "cuDNN: %s", done.get_message().c_str());
+    if (done.is_bad()) return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "cuDNN: %s", done.get_message().c_str());
     return c->ops->cast(c, a->lse, stats);
 }
 
@@ -140,7 +140,7 @@ upipe_status plug_cudnn_open(plug *p, upipe_ops *ops, upipe_err *e)
     cudnnStatus_t made = cudnnCreate(&own->handle);
     if (made != CUDNN_STATUS_SUCCESS) {
         delete own;
-        return upi_fail(e, UPIPE_ERR_BACKEND, "cudnnCreate: %s", cudnnGetErrorString(made));
+        return upipe_fail(e, UPIPE_ERR_BACKEND, "cudnnCreate: %s", cudnnGetErrorString(made));
     }
     p->own = own;
     ops->host = p;

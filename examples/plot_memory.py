@@ -16,14 +16,14 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 # From the bottom of the stack upwards: label, colour, tags.
 GROUPS = [
-    ('x', '#3b4252', ['x', 'gx']),
-    ('slots: O, later dO and dQ', '#7f95b5', ['final_out', 'gout', 'slot', 'gq']),
+    ('x', '#3b4252', ['x', 'dx']),
+    ('slots: O, later dO and dQ', '#7f95b5', ['final_out', 'dout', 'slot', 'dq']),
     ('log-sum-exp, delta', '#c3cede', ['lse', 'delta', 'delta_heads']),
     ('dK, dV that wait for dX', '#9c4a5b', ['dk', 'dv', 'home']),
-    ('dK, dV in f32', '#e07a5f', ['gk', 'gv', 'gkv', 'kv_partial', 'kv_cast', 'ring_grad', 'ring_partial']),
-    ('O, dQ in f32', '#d4a373', ['o_sum', 'gq_sum']),
+    ('dK, dV in f32', '#e07a5f', ['dk', 'dv', 'gkv', 'kv_partial', 'kv_cast', 'ring_grad', 'ring_partial']),
+    ('O, dQ in f32', '#d4a373', ['o_sum', 'dq_sum']),
     ('K, V and their buffers', '#81a969', ['k', 'v', 'kv', 'kv_send', 'ring_kv', 'host_kv']),
-    ('Q and its send buffer', '#2a9d8f', ['q', 'q_send', 'send', 'o_send', 'gq_send']),
+    ('Q and its send buffer', '#2a9d8f', ['q', 'q_send', 'send', 'o_send', 'dq_send']),
     ('dO of the stage', '#e9c46a', ['go']),
     ('segments that pass by', '#457b9d', ['visitors']),
     ('scratch', '#7d6b91', ['gemm_work', 'attn_work', 'tile']),

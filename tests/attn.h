@@ -26,7 +26,7 @@ static const upipe_par *threads;
 
 /* Packed f32 values of one problem: inputs, or a kernel's results. */
 typedef struct values {
-    float *q, *k, *v, *go; /* inputs, already rounded to the storage type */
+    float *q, *k, *v, *dout; /* inputs, already rounded to the storage type */
     float *o, *lse, *dq, *dk, *dv, *dsinks;
 } values;
 
@@ -42,12 +42,12 @@ static inline int64_t k_count(const oracle_attn *t)
 
 static inline int64_t v_count(const oracle_attn *t)
 {
-    return t->sk * t->hkv * oracle_dv(t);
+    return t->sk * t->hkv * oracle_v_dim(t);
 }
 
 static inline int64_t o_count(const oracle_attn *t)
 {
-    return t->sq * t->h * oracle_dv(t);
+    return t->sq * t->h * oracle_v_dim(t);
 }
 
 /* n zeros; never NULL. */
@@ -71,7 +71,7 @@ static inline values values_make(const oracle_attn *t)
 {
     values x;
     x.q = floats(q_count(t));
-    x.go = floats(o_count(t));
+    x.dout = floats(o_count(t));
     x.o = floats(o_count(t));
     x.dq = floats(q_count(t));
     x.lse = floats(t->sq * t->h);
@@ -85,7 +85,7 @@ static inline values values_make(const oracle_attn *t)
 
 static inline void values_free(values *x)
 {
-    free(x->q), free(x->k), free(x->v), free(x->go);
+    free(x->q), free(x->k), free(x->v), free(x->dout);
     free(x->o), free(x->lse), free(x->dq), free(x->dk), free(x->dv), free(x->dsinks);
 }
 
@@ -102,7 +102,7 @@ static inline values inputs_make(const oracle_attn *t, upipe_dtype dtype, test_r
     fill(r, x.q, q_count(t), dtype, q_size);
     fill(r, x.k, k_count(t), dtype, 1);
     fill(r, x.v, v_count(t), dtype, 1);
-    fill(r, x.go, o_count(t), dtype, 1);
+    fill(r, x.dout, o_count(t), dtype, 1);
     return x;
 }
 
@@ -131,18 +131,18 @@ static inline upipe_view tensor_make(upipe_dtype dtype, int64_t n, int h, int d,
     }
     for (i = 0; from != NULL && i < n; ++i)
         for (j = 0; j < h; ++j)
-            for (c = 0; c < d; ++c) upi_f1_put(upipe_view_at(v, i, j), dtype, c, *from++);
+            for (c = 0; c < d; ++c) upipe_cpu_put(upipe_view_at(v, i, j), dtype, c, *from++);
     return v;
 }
 
 /* Takes the values out, packed (to may be NULL), checks that every gap still holds 0xff, and frees. */
-static inline void tensor_take(upipe_view v, float *to)
+static inline void tensor_read(upipe_view v, float *to)
 {
     int64_t size = (int64_t)upipe_dtype_bytes(v.dtype), bytes = view_extent(v) * size, i, spoilt = 0;
     int j, c;
     for (i = 0; i < v.n; ++i)
         for (j = 0; j < v.h; ++j) {
-            for (c = 0; to != NULL && c < v.d; ++c) *to++ = upi_f1_get(upipe_view_at(v, i, j), v.dtype, c);
+            for (c = 0; to != NULL && c < v.d; ++c) *to++ = upipe_cpu_get(upipe_view_at(v, i, j), v.dtype, c);
             memset(upipe_view_at(v, i, j), 0xff, (size_t)(v.d * size));
         }
     for (i = 0; i < bytes; ++i) spoilt += ((unsigned char *)v.data)[i] != 0xff;
@@ -180,8 +180,8 @@ static inline void attn_set(upipe_attn *a, const oracle_attn *t)
     a->pos_step = t->pos_step;
     a->causal = t->causal;
     a->window = t->window;
-    a->docs = t->docs;
-    a->docs_n = t->docs_n;
+    a->cu_seqlens = t->cu_seqlens;
+    a->cu_seqlens_n = t->cu_seqlens_n;
     a->softcap = (float)t->softcap;
     a->sinks = t->sinks;
     a->scale = (float)t->scale;
@@ -207,8 +207,8 @@ static inline void check_sinks(const oracle_attn *t, upipe_view lse, upipe_view 
         double sum = 0, size = fabs((double)start[x]);
         for (i = 0; i < t->sq && !isinf(t->sinks[x]); ++i) {
             double term =
-                exp((double)t->sinks[x] - (double)upi_f1_get(upipe_view_at(lse, i, x), UPIPE_F32, 0)) *
-                (double)upi_f1_get(upipe_view_at(delta, i, x), UPIPE_F32, 0);
+                exp((double)t->sinks[x] - (double)upipe_cpu_get(upipe_view_at(lse, i, x), UPIPE_F32, 0)) *
+                (double)upipe_cpu_get(upipe_view_at(delta, i, x), UPIPE_F32, 0);
             sum -= term;
             size += fabs(term);
         }
@@ -227,12 +227,12 @@ __attribute__((noinline, unused)) static void run_kernels(const oracle_attn *t, 
     int group = t->h / t->hkv, x, kv_heads = heads_per_call == t->h ? t->hkv : 1;
     upipe_view q = tensor_make(dtype, t->sq, t->h, t->d, layout, in->q);
     upipe_view k = tensor_make(dtype, t->sk, t->hkv, t->d, layout, in->k);
-    upipe_view v = tensor_make(dtype, t->sk, t->hkv, oracle_dv(t), layout, in->v);
-    upipe_view go = tensor_make(dtype, t->sq, t->h, oracle_dv(t), layout, in->go);
-    upipe_view o = tensor_make(dtype, t->sq, t->h, oracle_dv(t), layout, NULL);
-    upipe_view gq = tensor_make(dtype, t->sq, t->h, t->d, layout, NULL);
-    upipe_view gk = tensor_make(UPIPE_F32, t->sk, t->hkv, t->d, layout, out->dk);
-    upipe_view gv = tensor_make(UPIPE_F32, t->sk, t->hkv, oracle_dv(t), layout, out->dv);
+    upipe_view v = tensor_make(dtype, t->sk, t->hkv, oracle_v_dim(t), layout, in->v);
+    upipe_view dout = tensor_make(dtype, t->sq, t->h, oracle_v_dim(t), layout, in->dout);
+    upipe_view o = tensor_make(dtype, t->sq, t->h, oracle_v_dim(t), layout, NULL);
+    upipe_view dq = tensor_make(dtype, t->sq, t->h, t->d, layout, NULL);
+    upipe_view dk = tensor_make(UPIPE_F32, t->sk, t->hkv, t->d, layout, out->dk);
+    upipe_view dv = tensor_make(UPIPE_F32, t->sk, t->hkv, oracle_v_dim(t), layout, out->dv);
     upipe_view lse = tensor_make(UPIPE_F32, t->sq, t->h, 1, layout, NULL);
     upipe_view delta = tensor_make(UPIPE_F32, t->sq, t->h, 1, layout, NULL);
     float *start = floats(t->h);
@@ -252,26 +252,26 @@ __attribute__((noinline, unused)) static void run_kernels(const oracle_attn *t, 
             g.a.lse = heads(lse, x, heads_per_call);
             g.a.k = heads(k, x / group, kv_heads);
             g.a.v = heads(v, x / group, kv_heads);
-            g.go = heads(go, x, heads_per_call);
+            g.dout = heads(dout, x, heads_per_call);
             g.delta = heads(delta, x, heads_per_call);
-            g.gq = heads(gq, x, heads_per_call);
-            g.gk = heads(gk, x / group, kv_heads);
-            g.gv = heads(gv, x / group, kv_heads);
-            if (t->sinks != NULL) g.a.sinks = t->sinks + x, g.gsinks = out->dsinks + x;
+            g.dq = heads(dq, x, heads_per_call);
+            g.dk = heads(dk, x / group, kv_heads);
+            g.dv = heads(dv, x / group, kv_heads);
+            if (t->sinks != NULL) g.a.sinks = t->sinks + x, g.dsinks = out->dsinks + x;
             attn_scratch(&g.a, &ops, backward);
             if (backward)
                 CHECK_STATUS(upipe_attn_bwd(&c, &g), UPIPE_OK, c.err);
             else {
                 CHECK_STATUS(upipe_attn_fwd(&c, &g.a), UPIPE_OK, c.err);
-                CHECK_STATUS(upi_cpu_rowdot(&c, g.delta, g.go, g.a.o), UPIPE_OK, c.err);
+                CHECK_STATUS(upi_cpu_rowdot(&c, g.delta, g.dout, g.a.o), UPIPE_OK, c.err);
             }
             free(g.a.work);
         }
     if (t->sinks != NULL) check_sinks(t, lse, delta, start, out->dsinks);
     free(start);
-    tensor_take(q, NULL), tensor_take(k, NULL), tensor_take(v, NULL), tensor_take(go, NULL);
-    tensor_take(o, out->o), tensor_take(gq, out->dq), tensor_take(gk, out->dk), tensor_take(gv, out->dv);
-    tensor_take(lse, out->lse), tensor_take(delta, NULL);
+    tensor_read(q, NULL), tensor_read(k, NULL), tensor_read(v, NULL), tensor_read(dout, NULL);
+    tensor_read(o, out->o), tensor_read(dq, out->dq), tensor_read(dk, out->dk), tensor_read(dv, out->dv);
+    tensor_read(lse, out->lse), tensor_read(delta, NULL);
 }
 
 /* ---- against the oracle ---- */
@@ -282,17 +282,17 @@ static inline void say_case(const oracle_attn *t, upipe_dtype dtype, int layout)
     fprintf(
         stderr,
         "  %s layout %d: sq %lld sk %lld h %d hkv %d d %d dv %d causal %d q_pos %lld k_pos %lld scale %g\n",
-        upipe_dtype_name(dtype), layout, (long long)t->sq, (long long)t->sk, t->h, t->hkv, t->d, oracle_dv(t),
+        upipe_dtype_name(dtype), layout, (long long)t->sq, (long long)t->sk, t->h, t->hkv, t->d, oracle_v_dim(t),
         t->causal, (long long)t->q_pos, (long long)t->k_pos, t->scale);
-    fprintf(stderr, "  pos_step %lld window %lld softcap %g sinks %d docs", (long long)t->pos_step,
+    fprintf(stderr, "  pos_step %lld window %lld softcap %g sinks %d cu_seqlens", (long long)t->pos_step,
             (long long)t->window, t->softcap, t->sinks != NULL);
-    for (e = 0; t->docs != NULL && e <= t->docs_n; ++e) fprintf(stderr, " %lld", (long long)t->docs[e]);
+    for (e = 0; t->cu_seqlens != NULL && e <= t->cu_seqlens_n; ++e) fprintf(stderr, " %lld", (long long)t->cu_seqlens[e]);
     fprintf(stderr, "\n");
 }
 
 /* The truth, and what naive runs give, of one problem. */
 typedef struct answers {
-    double *q, *k, *v, *go, *o, *lse, *dq, *dk, *dv, *dsinks;
+    double *q, *k, *v, *dout, *o, *lse, *dq, *dk, *dv, *dsinks;
     values naive[NAIVE_WAYS];
 } answers;
 
@@ -304,17 +304,17 @@ static inline answers answers_make(const oracle_attn *t, upipe_dtype dtype, cons
     x.q = doubles(in->q, q_count(t)), x.dq = doubles(NULL, q_count(t));
     x.k = doubles(in->k, k_count(t)), x.dk = doubles(NULL, k_count(t));
     x.v = doubles(in->v, v_count(t)), x.dv = doubles(NULL, v_count(t));
-    x.go = doubles(in->go, o_count(t)), x.o = doubles(NULL, o_count(t));
+    x.dout = doubles(in->dout, o_count(t)), x.o = doubles(NULL, o_count(t));
     x.lse = doubles(NULL, t->sq * t->h), x.dsinks = doubles(NULL, t->h);
     oracle_attn_fwd(t, x.q, x.k, x.v, x.o, x.lse);
-    oracle_attn_bwd(t, x.q, x.k, x.v, x.go, x.o, x.lse, x.dq, x.dk, x.dv);
-    if (t->sinks != NULL) oracle_attn_sinks_bwd(t, x.go, x.o, x.lse, x.dsinks);
+    oracle_attn_bwd(t, x.q, x.k, x.v, x.dout, x.o, x.lse, x.dq, x.dk, x.dv);
+    if (t->sinks != NULL) oracle_attn_sinks_bwd(t, x.dout, x.o, x.lse, x.dsinks);
     for (way = 0; way < NAIVE_WAYS; ++way) {
         values *n = &x.naive[way];
         *n = values_make(t);
         plain.naive = way;
         naive_attn_fwd(&plain, dtype, in->q, in->k, in->v, n->o, n->lse);
-        naive_attn_bwd(&plain, dtype, in->q, in->k, in->v, in->go, n->o, n->lse, n->dq, n->dk, n->dv);
+        naive_attn_bwd(&plain, dtype, in->q, in->k, in->v, in->dout, n->o, n->lse, n->dq, n->dk, n->dv);
     }
     return x;
 }
@@ -323,7 +323,7 @@ static inline void answers_free(answers *x)
 {
     int way;
     for (way = 0; way < NAIVE_WAYS; ++way) values_free(&x->naive[way]);
-    free(x->q), free(x->k), free(x->v), free(x->go), free(x->o), free(x->lse);
+    free(x->q), free(x->k), free(x->v), free(x->dout), free(x->o), free(x->lse);
     free(x->dq), free(x->dk), free(x->dv), free(x->dsinks);
 }
 
@@ -374,7 +374,7 @@ static inline void naive_merge(const oracle_attn *t, upipe_dtype o_dtype, float 
                                const float *o_part, const float *lse_part)
 {
     int64_t i;
-    int c, d = oracle_dv(t);
+    int c, d = oracle_v_dim(t);
     for (i = 0; i < t->sq * t->h; ++i) {
         float top = fmaxf(lse[i], lse_part[i]), a, b;
         if (top == -INFINITY) continue;
@@ -414,7 +414,7 @@ static inline void check_merge(const oracle_attn *t, upipe_dtype dtype, upipe_dt
     attn_ops(&c, &ops);
     memset(&a, 0, sizeof a);
     a.q = tensor_make(dtype, t->sq, t->h, t->d, layout, in->q);
-    a.o = tensor_make(o_dtype, t->sq, t->h, oracle_dv(t), layout, NULL);
+    a.o = tensor_make(o_dtype, t->sq, t->h, oracle_v_dim(t), layout, NULL);
     a.lse = tensor_make(UPIPE_F32, t->sq, t->h, 1, layout, got.lse);
     for (way = 0; way < NAIVE_WAYS; ++way) {
         naive[way] = values_make(t);
@@ -422,7 +422,7 @@ static inline void check_merge(const oracle_attn *t, upipe_dtype dtype, upipe_dt
         runs_o[way] = naive[way].o, runs_lse[way] = naive[way].lse;
     }
     for (p = 0; p < parts; first += lengths[p++]) {
-        int64_t at = first * t->hkv * t->d, v_at = first * t->hkv * oracle_dv(t);
+        int64_t at = first * t->hkv * t->d, v_at = first * t->hkv * oracle_v_dim(t);
         oracle_attn piece = piece_of(t, first, lengths[p]);
         for (way = 0; way < NAIVE_WAYS; ++way) {
             piece.naive = way;
@@ -430,16 +430,16 @@ static inline void check_merge(const oracle_attn *t, upipe_dtype dtype, upipe_dt
             naive_merge(t, o_dtype, naive[way].o, naive[way].lse, part.o, part.lse);
         }
         a.k = tensor_make(dtype, lengths[p], t->hkv, t->d, layout, in->k + at);
-        a.v = tensor_make(dtype, lengths[p], t->hkv, oracle_dv(t), layout, in->v + v_at);
+        a.v = tensor_make(dtype, lengths[p], t->hkv, oracle_v_dim(t), layout, in->v + v_at);
         attn_set(&a, &piece);
         a.merge = 1;
         attn_scratch(&a, &ops, 0);
         CHECK_STATUS(upipe_attn_fwd(&c, &a), UPIPE_OK, c.err);
         free(a.work);
-        tensor_take(a.k, NULL), tensor_take(a.v, NULL);
+        tensor_read(a.k, NULL), tensor_read(a.v, NULL);
     }
     CHECK_INT(first, t->sk);
-    tensor_take(a.q, NULL), tensor_take(a.o, got.o), tensor_take(a.lse, got.lse);
+    tensor_read(a.q, NULL), tensor_read(a.o, got.o), tensor_read(a.lse, got.lse);
     oracle_attn_fwd(t, q, k, v, o, lse);
     CHECK_CLOSE(got.o, runs_o, NAIVE_WAYS, o, o_count(t), "o, merged");
     CHECK_CLOSE(got.lse, runs_lse, NAIVE_WAYS, lse, rows, "lse, merged");
@@ -470,7 +470,7 @@ static inline void valid_call(upipe_attn_grad *g, float *block, void *work, size
     upipe_view row = upipe_view_packed(block, UPIPE_F32, 8, 4, 1);
     memset(g, 0, sizeof *g);
     g->a.q = q, g->a.k = k, g->a.v = k, g->a.o = q, g->a.lse = row;
-    g->go = q, g->gq = q, g->delta = row, g->gk = k, g->gv = k;
+    g->dout = q, g->dq = q, g->delta = row, g->dk = k, g->dv = k;
     g->a.work = work;
     g->a.work_bytes = work_bytes;
 }

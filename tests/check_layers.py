@@ -17,10 +17,10 @@ import tempfile
 LAYERS = [
     ['upipe_base.h'],
     ['upipe_shard.h', 'upipe_mem.h', 'upipe_ops.h', 'upipe_comm.h'],
-    ['upipe_plan.h', 'upipe_attn.h', 'upipe_check.h', 'upipe_tile.h', 'upipe_lane.h'],
+    ['upipe_plan.h', 'upipe_attn.h', 'upipe_check.h', 'upipe_tile.h', 'upipe_side_stream.h'],
     ['upipe_bytes.h', 'upipe_a2a.h'],
     ['upipe_ring.h'],
-    ['upipe_block.h'],
+    ['upipe_mem_block.h'],
     ['upipe_step.h'],
     ['upipe_layer.h', 'upipe_out.h', 'upipe_segment.h'],
     ['upipe_visit.h'],
@@ -40,7 +40,7 @@ FOREIGN = {
     'mpi.h': ('net/upipe_net_mpi.h',),
     'nccl.h': ('net/upipe_net_nccl.h',),
     'cuda_runtime.h': ('cuda/',),
-    'cuda_runtime_api.h': ('cuda/', 'net/upipe_net_nccl.h', 'net/upipe_net_peer_room.h'),
+    'cuda_runtime_api.h': ('cuda/', 'net/upipe_net_nccl.h', 'net/upipe_net_peer_memory.h'),
     'cublas_v2.h': ('cuda/',),
 }
 

@@ -23,7 +23,7 @@ static size_t view_bytes(upipe_view v)
 
 static double element(upipe_view v, int64_t i, int j, int64_t k)
 {
-    return (double)upi_f1_get(upipe_view_at(v, i, j), v.dtype, k);
+    return (double)upipe_cpu_get(upipe_view_at(v, i, j), v.dtype, k);
 }
 
 /* All bytes 0xff are a NaN in every type. */
@@ -38,7 +38,7 @@ static upipe_view matrix(test_rng *r, upipe_dtype dtype, int64_t n, int h, int d
     memset(v.data, 0xff, view_bytes(v) + 1);
     for (i = 0; i < n; ++i)
         for (j = 0; j < h; ++j)
-            for (k = 0; k < d; ++k) upi_f1_put(upipe_view_at(v, i, j), dtype, k, (float)test_normal(r));
+            for (k = 0; k < d; ++k) upipe_cpu_put(upipe_view_at(v, i, j), dtype, k, (float)test_normal(r));
     return v;
 }
 
@@ -59,7 +59,7 @@ typedef struct gemm_product {
 
 static float chain_step(float x, float y, float sum)
 {
-#if UPI_CPU_AVX2 || UPI_CPU_NEON
+#if UPIPE_CPU_AVX2 || UPIPE_CPU_NEON
     return fmaf(x, y, sum);
 #else
     return x * y + sum;
@@ -91,7 +91,7 @@ static int reference(const gemm_product *p, upipe_view before, upipe_view want)
                     size += fabs(x * y);
                     sum = chain_step((float)x, (float)y, sum);
                 }
-                upi_f1_put(upipe_view_at(want, i, j), want.dtype, n, sum);
+                upipe_cpu_put(upipe_view_at(want, i, j), want.dtype, n, sum);
                 got = element(p->out, i, j, n);
                 bound = (double)(p->depth + 2) * 0x1.02p-24 * size;
                 if (p->out.dtype == UPIPE_BF16) bound += (fabs(exact) + bound) * 0x1.01p-8 + 0x1p-133;

@@ -1,8 +1,8 @@
 /* oracle.h -- dense attention in plain loops: in f64, the truth; in the kernel's own type, the naive
  *             yardstick
  *
- * Tensors are packed: q and its gradient [sq][h][d], k and its [sk][hkv][d], v and its [sk][hkv][dv], o and its
- * [sq][h][dv], lse [sq][h]. Query head x reads key/value head x / (h / hkv). What query i sees is asked of every key
+ * Tensors are packed: q and its gradient [sq][h][d], k and its [sk][hkv][d], v and its [sk][hkv][v_dim], o and its
+ * [sq][h][v_dim], lse [sq][h]. Query head x reads key/value head x / (h / hkv). What query i sees is asked of every key
  * on its own (oracle_visible). A row that sees no key has o = 0, and lse = -inf or the sink. Inputs are values that
  * the storage type holds: round them before (naive_store).
  *
@@ -35,17 +35,17 @@ typedef struct oracle_attn {
     int h, hkv, d, causal;
     int naive; /* naive runs alone: which of the NAIVE_WAYS ways to sum */
     double scale;
-    int dv; /* 0 = d */
-    int64_t pos_step, window, docs_n;
-    const int64_t *docs; /* [docs_n + 1] */
+    int v_dim; /* 0 = d */
+    int64_t pos_step, window, cu_seqlens_n;
+    const int64_t *cu_seqlens; /* [cu_seqlens_n + 1] */
     double softcap;
     const float *sinks; /* [h] */
 } oracle_attn;
 
 /* The head dim of v and o. */
-UNWATCHED static inline int oracle_dv(const oracle_attn *t)
+UNWATCHED static inline int oracle_v_dim(const oracle_attn *t)
 {
-    return t->dv != 0 ? t->dv : t->d;
+    return t->v_dim != 0 ? t->v_dim : t->d;
 }
 
 /* Does query i see key j? */
@@ -56,9 +56,9 @@ UNWATCHED static inline int oracle_visible(const oracle_attn *t, int64_t i, int6
     int64_t e;
     if (t->causal && key > at) return 0;
     if (t->window > 0 && key <= at - t->window) return 0;
-    if (t->docs == NULL) return 1;
-    for (e = 0; e < t->docs_n; ++e)
-        if (t->docs[e] <= at && at < t->docs[e + 1] && t->docs[e] <= key && key < t->docs[e + 1]) return 1;
+    if (t->cu_seqlens == NULL) return 1;
+    for (e = 0; e < t->cu_seqlens_n; ++e)
+        if (t->cu_seqlens[e] <= at && at < t->cu_seqlens[e + 1] && t->cu_seqlens[e] <= key && key < t->cu_seqlens[e + 1]) return 1;
     return 0;
 }
 
@@ -70,7 +70,7 @@ UNWATCHED static inline int64_t oracle_q_row(const oracle_attn *t, int64_t i, in
 
 UNWATCHED static inline int64_t oracle_o_row(const oracle_attn *t, int64_t i, int x)
 {
-    return (i * t->h + x) * oracle_dv(t);
+    return (i * t->h + x) * oracle_v_dim(t);
 }
 
 /* First element of the key row j that query head x reads, or of the value row. */
@@ -81,7 +81,7 @@ UNWATCHED static inline int64_t oracle_k_row(const oracle_attn *t, int64_t j, in
 
 UNWATCHED static inline int64_t oracle_v_row(const oracle_attn *t, int64_t j, int x)
 {
-    return (j * t->hkv + x / (t->h / t->hkv)) * oracle_dv(t);
+    return (j * t->hkv + x / (t->h / t->hkv)) * oracle_v_dim(t);
 }
 
 UNWATCHED static inline double oracle_dot(const double *a, const double *b, int d)
@@ -105,12 +105,12 @@ UNWATCHED static inline void oracle_attn_fwd(const oracle_attn *t, const double 
 {
     double *p = (double *)malloc(((size_t)t->sk + 1) * sizeof *p), slope;
     int64_t i, j;
-    int x, c, dv = oracle_dv(t);
+    int x, c, v_dim = oracle_v_dim(t);
     for (i = 0; i < t->sq; ++i)
         for (x = 0; x < t->h; ++x) {
             int64_t row = oracle_o_row(t, i, x);
             double top = t->sinks != NULL ? (double)t->sinks[x] : -(double)INFINITY, sum = 0;
-            for (c = 0; c < dv; ++c) o[row + c] = 0;
+            for (c = 0; c < v_dim; ++c) o[row + c] = 0;
             for (j = 0; j < t->sk; ++j) {
                 if (!oracle_visible(t, i, j)) continue;
                 p[j] = oracle_score(t, oracle_dot(q + oracle_q_row(t, i, x), k + oracle_k_row(t, j, x), t->d),
@@ -121,7 +121,7 @@ UNWATCHED static inline void oracle_attn_fwd(const oracle_attn *t, const double 
             for (j = 0; j < t->sk; ++j)
                 if (oracle_visible(t, i, j)) sum += p[j] = exp(p[j] - top);
             for (j = 0; j < t->sk; ++j)
-                for (c = 0; c < dv && oracle_visible(t, i, j); ++c)
+                for (c = 0; c < v_dim && oracle_visible(t, i, j); ++c)
                     o[row + c] += p[j] / sum * v[oracle_v_row(t, j, x) + c];
             lse[i * t->h + x] = sum > 0 ? top + log(sum) : -(double)INFINITY;
         }
@@ -130,26 +130,26 @@ UNWATCHED static inline void oracle_attn_fwd(const oracle_attn *t, const double 
 
 /* dq, dk, dv = the gradients of sum(go * o); o and lse are oracle_attn_fwd's. */
 UNWATCHED static inline void oracle_attn_bwd(const oracle_attn *t, const double *q, const double *k,
-                                             const double *v, const double *go, const double *o,
+                                             const double *v, const double *dout, const double *o,
                                              const double *lse, double *dq, double *dk, double *dv)
 {
     int64_t i, j;
     int x, c;
     memset(dq, 0, (size_t)(t->sq * t->h * t->d) * sizeof *dq);
     memset(dk, 0, (size_t)(t->sk * t->hkv * t->d) * sizeof *dk);
-    memset(dv, 0, (size_t)(t->sk * t->hkv * oracle_dv(t)) * sizeof *dv);
+    memset(dv, 0, (size_t)(t->sk * t->hkv * oracle_v_dim(t)) * sizeof *dv);
     for (x = 0; x < t->h; ++x)
         for (i = 0; i < t->sq; ++i) {
             int64_t row = oracle_q_row(t, i, x), o_row = oracle_o_row(t, i, x);
-            double delta = oracle_dot(go + o_row, o + o_row, oracle_dv(t));
+            double delta = oracle_dot(dout + o_row, o + o_row, oracle_v_dim(t));
             for (j = 0; j < t->sk; ++j) {
                 int64_t at = oracle_k_row(t, j, x), v_at = oracle_v_row(t, j, x);
                 double slope, p, ds;
                 if (!oracle_visible(t, i, j)) continue;
                 p = oracle_score(t, oracle_dot(q + row, k + at, t->d), &slope);
                 p = exp(p - lse[i * t->h + x]);
-                ds = slope * p * (oracle_dot(go + o_row, v + v_at, oracle_dv(t)) - delta);
-                for (c = 0; c < oracle_dv(t); ++c) dv[v_at + c] += p * go[o_row + c];
+                ds = slope * p * (oracle_dot(dout + o_row, v + v_at, oracle_v_dim(t)) - delta);
+                for (c = 0; c < oracle_v_dim(t); ++c) dv[v_at + c] += p * dout[o_row + c];
                 for (c = 0; c < t->d; ++c) {
                     dk[at + c] += ds * q[row + c];
                     dq[row + c] += ds * k[at + c];
@@ -159,7 +159,7 @@ UNWATCHED static inline void oracle_attn_bwd(const oracle_attn *t, const double 
 }
 
 /* The same of the sinks; one of -inf is none. */
-UNWATCHED static inline void oracle_attn_sinks_bwd(const oracle_attn *t, const double *go, const double *o,
+UNWATCHED static inline void oracle_attn_sinks_bwd(const oracle_attn *t, const double *dout, const double *o,
                                                    const double *lse, double *dsinks)
 {
     int64_t i;
@@ -167,14 +167,14 @@ UNWATCHED static inline void oracle_attn_sinks_bwd(const oracle_attn *t, const d
     for (x = 0; x < t->h; ++x)
         for (dsinks[x] = 0, i = 0; i < t->sq && !isinf(t->sinks[x]); ++i)
             dsinks[x] -= exp((double)t->sinks[x] - lse[i * t->h + x]) *
-                         oracle_dot(go + oracle_o_row(t, i, x), o + oracle_o_row(t, i, x), oracle_dv(t));
+                         oracle_dot(dout + oracle_o_row(t, i, x), o + oracle_o_row(t, i, x), oracle_v_dim(t));
 }
 
 /* x as the storage type would hold it. */
 static inline float naive_store(upipe_dtype dtype, float x)
 {
     return dtype == UPIPE_F32    ? x
-           : dtype == UPIPE_BF16 ? upi_bf16_to_f32(upi_f32_to_bf16(x))
+           : dtype == UPIPE_BF16 ? upipe_bf16_to_f32(upipe_f32_to_bf16(x))
                                  : upi_f16_to_f32(upi_f32_to_f16(x));
 }
 
@@ -223,12 +223,12 @@ UNWATCHED static inline void naive_attn_fwd(const oracle_attn *t, upipe_dtype dt
 {
     float *p = (float *)malloc(((size_t)t->sk + 1) * sizeof *p), slope;
     int64_t i, j, m;
-    int x, c, dv = oracle_dv(t);
+    int x, c, v_dim = oracle_v_dim(t);
     for (i = 0; i < t->sq; ++i)
         for (x = 0; x < t->h; ++x) {
             int64_t row = oracle_o_row(t, i, x);
             float top = t->sinks != NULL ? t->sinks[x] : -INFINITY, sum = 0;
-            for (c = 0; c < dv; ++c) o[row + c] = 0;
+            for (c = 0; c < v_dim; ++c) o[row + c] = 0;
             for (j = 0; j < t->sk; ++j) {
                 if (!oracle_visible(t, i, j)) continue;
                 p[j] = naive_score(
@@ -242,24 +242,24 @@ UNWATCHED static inline void naive_attn_fwd(const oracle_attn *t, upipe_dtype dt
                 if (!oracle_visible(t, i, j)) continue;
                 sum += p[j] = expf(p[j] - top);
                 p[j] = naive_operand(dtype, p[j], t->naive);
-                for (c = 0; c < dv; ++c)
+                for (c = 0; c < v_dim; ++c)
                     o[row + c] = naive_add(o[row + c], p[j], v[oracle_v_row(t, j, x) + c], t->naive);
             }
-            for (c = 0; c < dv; ++c) o[row + c] = sum > 0 ? naive_store(dtype, o[row + c] / sum) : 0;
+            for (c = 0; c < v_dim; ++c) o[row + c] = sum > 0 ? naive_store(dtype, o[row + c] / sum) : 0;
             lse[i * t->h + x] = sum > 0 ? top + logf(sum) : -INFINITY;
         }
     free(p);
 }
 
 UNWATCHED static inline void naive_attn_bwd(const oracle_attn *t, upipe_dtype dtype, const float *q,
-                                            const float *k, const float *v, const float *go, const float *o,
+                                            const float *k, const float *v, const float *dout, const float *o,
                                             const float *lse, float *dq, float *dk, float *dv)
 {
     int64_t r, i, j, m;
     int x, c;
     memset(dq, 0, (size_t)(t->sq * t->h * t->d) * sizeof *dq);
     memset(dk, 0, (size_t)(t->sk * t->hkv * t->d) * sizeof *dk);
-    memset(dv, 0, (size_t)(t->sk * t->hkv * oracle_dv(t)) * sizeof *dv);
+    memset(dv, 0, (size_t)(t->sk * t->hkv * oracle_v_dim(t)) * sizeof *dv);
     for (x = 0; x < t->h; ++x)
         for (r = 0; r < t->sq; ++r) {
             int64_t row, o_row;
@@ -267,7 +267,7 @@ UNWATCHED static inline void naive_attn_bwd(const oracle_attn *t, upipe_dtype dt
             i = naive_term(r, t->sq, t->naive);
             row = oracle_q_row(t, i, x);
             o_row = oracle_o_row(t, i, x);
-            delta = naive_dot(go + o_row, o + o_row, oracle_dv(t), t->naive);
+            delta = naive_dot(dout + o_row, o + o_row, oracle_v_dim(t), t->naive);
             for (m = 0; m < t->sk; ++m) {
                 int64_t at, v_at;
                 float p, ds, slope;
@@ -277,11 +277,11 @@ UNWATCHED static inline void naive_attn_bwd(const oracle_attn *t, upipe_dtype dt
                 v_at = oracle_v_row(t, j, x);
                 p = naive_score(t, naive_dot(q + row, k + at, t->d, t->naive), &slope);
                 p = expf(p - lse[i * t->h + x]);
-                ds = slope * p * (naive_dot(go + o_row, v + v_at, oracle_dv(t), t->naive) - delta);
+                ds = slope * p * (naive_dot(dout + o_row, v + v_at, oracle_v_dim(t), t->naive) - delta);
                 ds = naive_operand(dtype, ds, t->naive);
                 p = naive_operand(dtype, p, t->naive);
-                for (c = 0; c < oracle_dv(t); ++c)
-                    dv[v_at + c] = naive_add(dv[v_at + c], p, go[o_row + c], t->naive);
+                for (c = 0; c < oracle_v_dim(t); ++c)
+                    dv[v_at + c] = naive_add(dv[v_at + c], p, dout[o_row + c], t->naive);
                 for (c = 0; c < t->d; ++c) {
                     dk[at + c] = naive_add(dk[at + c], ds, q[row + c], t->naive);
                     dq[row + c] = naive_add(dq[row + c], ds, k[at + c], t->naive);

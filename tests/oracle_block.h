@@ -1,9 +1,9 @@
 /* oracle_block.h -- the whole attention block on one rank in plain loops: f64, the truth; f32, the naive
  *                   yardstick
  *
- * Natural layouts, no ranks, no stages: x [batch][S][D], wq [H*d][D], wk [Hkv*d][D], wv [Hkv*dv][D], wo
- * [D][H*dv], o and go [batch][S][H*dv], lse [batch][S][H], gains [d], sinks [H]. Every sequence is attended
- * alone; documents lie over the whole batch. The naive run rounds to the storage type what a plain
+ * Natural layouts, no ranks, no stages: x [batch][S][D], wq [H*d][D], wk [Hkv*d][D], wv [Hkv*v_dim][D], wo
+ * [D][H*v_dim], o and dout [batch][S][H*v_dim], lse [batch][S][H], norm weights [d], sinks [H]. Every sequence is attended
+ * alone; packed sequences lie over the whole batch. The naive run rounds to the storage type what a plain
  * implementation would store: Q, K, V after each step, o, dO, dQ, dK, dV, y, dx.
  *
  *     block_inputs(&shape, seed, &in);                  values that the storage type holds
@@ -21,24 +21,24 @@
 
 typedef struct block_shape {
     int64_t tokens, batch, dim;
-    int h, hkv, d, dv, full; /* dv: 0 = d */
+    int h, hkv, d, v_dim, full; /* v_dim: 0 = d */
     int rope;                /* 0 none, 1 halves, 2 interleaved */
     int normed;              /* QK norm */
     int projected;           /* with the output projection */
     int naive;               /* naive runs alone: how sums run (oracle.h) */
     upipe_dtype dtype;
     double scale, theta, eps;
-    /* masks: 0 = without; docs_n + 1 positions in the batch, of which position p of sequence b is b * tokens
+    /* masks: 0 = without; cu_seqlens_n + 1 positions in the batch, of which position p of sequence b is b * tokens
      * + p */
-    int64_t window, docs_n;
-    const int64_t *docs;
+    int64_t window, cu_seqlens_n;
+    const int64_t *cu_seqlens;
     double softcap;
     int sinks;
 } block_shape;
 
 /* Inputs or results; elements in block_count's order. */
 #define BLOCK_TENSORS(X) \
-    X(x) X(wq) X(wk) X(wv) X(wo) X(q_gain) X(k_gain) X(sinks) X(o) X(go) X(q) X(lse) X(y) X(gy)
+    X(x) X(wq) X(wk) X(wv) X(wo) X(q_norm_weight) X(k_norm_weight) X(sinks) X(o) X(dout) X(q) X(lse) X(y) X(dy)
 
 #define BLOCK_MEMBER(name) *name,
 typedef struct f64_block {
@@ -51,13 +51,13 @@ typedef struct f32_block {
 
 static int64_t block_count(const block_shape *s, const char *name)
 {
-    int64_t rows = s->batch * s->tokens, dv = s->dv > 0 ? s->dv : s->d, hd = (int64_t)s->h * s->d,
-            ho = s->h * dv;
+    int64_t rows = s->batch * s->tokens, v_dim = s->v_dim > 0 ? s->v_dim : s->d, hd = (int64_t)s->h * s->d,
+            ho = s->h * v_dim;
     if (!strcmp(name, "wq")) return hd * s->dim;
     if (!strcmp(name, "wk")) return (int64_t)s->hkv * s->d * s->dim;
-    if (!strcmp(name, "wv")) return s->hkv * dv * s->dim;
+    if (!strcmp(name, "wv")) return s->hkv * v_dim * s->dim;
     if (!strcmp(name, "wo")) return s->projected ? ho * s->dim : 0;
-    if (!strcmp(name, "q_gain") || !strcmp(name, "k_gain")) return s->normed ? s->d : 0;
+    if (!strcmp(name, "q_norm_weight") || !strcmp(name, "k_norm_weight")) return s->normed ? s->d : 0;
     if (!strcmp(name, "sinks")) return s->sinks ? s->h : 0;
     if (!strcmp(name, "o") || !strcmp(name, "go")) return rows * ho;
     if (!strcmp(name, "q")) return rows * hd;
@@ -66,12 +66,12 @@ static int64_t block_count(const block_shape *s, const char *name)
     return rows * s->dim;
 }
 
-static double *f64_room(int64_t n)
+static double *f64_buf(int64_t n)
 {
     return (double *)calloc((size_t)n + 1, sizeof(double));
 }
 
-static float *f32_room(int64_t n)
+static float *f32_buf(int64_t n)
 {
     return (float *)calloc((size_t)n + 1, sizeof(float));
 }
@@ -80,7 +80,7 @@ static float *f32_room(int64_t n)
 static void f64_block_make(const block_shape *s, f64_block *b)
 {
     memset(b, 0, sizeof *b);
-#define BLOCK_MAKE(name) b->name = block_count(s, #name) > 0 ? f64_room(block_count(s, #name)) : NULL;
+#define BLOCK_MAKE(name) b->name = block_count(s, #name) > 0 ? f64_buf(block_count(s, #name)) : NULL;
     BLOCK_TENSORS(BLOCK_MAKE)
 #undef BLOCK_MAKE
 }
@@ -88,7 +88,7 @@ static void f64_block_make(const block_shape *s, f64_block *b)
 static void f32_block_make(const block_shape *s, f32_block *b)
 {
     memset(b, 0, sizeof *b);
-#define BLOCK_MAKE(name) b->name = block_count(s, #name) > 0 ? f32_room(block_count(s, #name)) : NULL;
+#define BLOCK_MAKE(name) b->name = block_count(s, #name) > 0 ? f32_buf(block_count(s, #name)) : NULL;
     BLOCK_TENSORS(BLOCK_MAKE)
 #undef BLOCK_MAKE
 }
@@ -117,7 +117,7 @@ static void f64_block_widen(const block_shape *s, const f32_block *in, f64_block
 #undef BLOCK_WIDEN
 }
 
-/* Random inputs that give scores of order 1; gains about 1, in f32. */
+/* Random inputs that give scores of order 1; norm weights about 1, in f32. */
 static void block_inputs(const block_shape *s, uint64_t seed, f32_block *in)
 {
     test_rng rng;
@@ -132,13 +132,13 @@ static void block_inputs(const block_shape *s, uint64_t seed, f32_block *in)
     BLOCK_FILL(wq, weight)
     BLOCK_FILL(wk, weight)
     BLOCK_FILL(wv, weight)
-    BLOCK_FILL(wo, 1 / sqrt((double)s->h * (s->dv > 0 ? s->dv : s->d)))
-    BLOCK_FILL(go, 1)
-    BLOCK_FILL(gy, 1)
+    BLOCK_FILL(wo, 1 / sqrt((double)s->h * (s->v_dim > 0 ? s->v_dim : s->d)))
+    BLOCK_FILL(dout, 1)
+    BLOCK_FILL(dy, 1)
 #undef BLOCK_FILL
     for (i = 0; s->normed && i < s->d; ++i) {
-        in->q_gain[i] = (float)(1 + 0.1 * test_normal(&rng));
-        in->k_gain[i] = (float)(1 + 0.1 * test_normal(&rng));
+        in->q_norm_weight[i] = (float)(1 + 0.1 * test_normal(&rng));
+        in->k_norm_weight[i] = (float)(1 + 0.1 * test_normal(&rng));
     }
     /* few bits, so that a difference of two sinks is exact in f32 too */
     for (i = 0; s->sinks && i < s->h; ++i) in->sinks[i] = (float)(test_below(&rng, 2048) - 1024) / 512;
@@ -154,13 +154,13 @@ static oracle_attn block_attn(const block_shape *s, int64_t b, const float *sink
     a.h = s->h;
     a.hkv = s->hkv;
     a.d = s->d;
-    a.dv = s->dv;
+    a.v_dim = s->v_dim;
     a.causal = !s->full;
     a.naive = s->naive;
     a.scale = s->scale;
     a.window = s->window;
-    a.docs = s->docs;
-    a.docs_n = s->docs_n;
+    a.cu_seqlens = s->cu_seqlens;
+    a.cu_seqlens_n = s->cu_seqlens_n;
     a.softcap = s->softcap;
     a.sinks = sinks;
     return a;
@@ -171,7 +171,7 @@ static oracle_attn block_attn(const block_shape *s, int64_t b, const float *sink
 #define STORE(s, v)                                     (v)
 #define ADD(s, sum, a, b)                               ((sum) + (a) * (b))
 #define ATTN_FWD(s, a, q, k, v, o, lse)                 oracle_attn_fwd(a, q, k, v, o, lse)
-#define ATTN_BWD(s, a, q, k, v, go, o, lse, gq, gk, gv) oracle_attn_bwd(a, q, k, v, go, o, lse, gq, gk, gv)
+#define ATTN_BWD(s, a, q, k, v, dout, o, lse, dq, dk, dv) oracle_attn_bwd(a, q, k, v, dout, o, lse, dq, dk, dv)
 #include "oracle_block.inc"
 #undef REAL
 #undef NAME
@@ -185,8 +185,8 @@ static oracle_attn block_attn(const block_shape *s, int64_t b, const float *sink
 #define STORE(s, v)                     naive_store((s)->dtype, v)
 #define ADD(s, sum, a, b)               naive_add(sum, a, b, (s)->naive)
 #define ATTN_FWD(s, a, q, k, v, o, lse) naive_attn_fwd(a, (s)->dtype, q, k, v, o, lse)
-#define ATTN_BWD(s, a, q, k, v, go, o, lse, gq, gk, gv) \
-    naive_attn_bwd(a, (s)->dtype, q, k, v, go, o, lse, gq, gk, gv)
+#define ATTN_BWD(s, a, q, k, v, dout, o, lse, dq, dk, dv) \
+    naive_attn_bwd(a, (s)->dtype, q, k, v, dout, o, lse, dq, dk, dv)
 #include "oracle_block.inc"
 #undef REAL
 #undef NAME

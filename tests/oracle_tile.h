@@ -1,7 +1,7 @@
 /* oracle_tile.h -- the MLP, and head with loss, of all tokens at once in plain loops: f64, the truth; f32,
  *                  the naive yardstick
  *
- * Layouts: x, y, gy [rows][D], gate, up [F][D], down [D][F], head [V][D], gain [D], loss [rows]; F or V is
+ * Layouts: x, y, dy [rows][D], gate, up [F][D], down [D][F], head [V][D], norm weight [D], loss [rows]; F or V is
  * the shape's `wide`. The naive run rounds to the storage type what a plain implementation would store: the
  * norm's result, the hidden layer and its factors, their gradients, the gradient of the logits, y, dx.
  *
@@ -27,7 +27,7 @@ typedef struct tile_shape {
 } tile_shape;
 
 /* Inputs or results; elements in tile_count's order. */
-#define TILE_TENSORS(X) X(x) X(gate) X(up) X(down) X(head) X(gain) X(y) X(gy) X(loss)
+#define TILE_TENSORS(X) X(x) X(gate) X(up) X(down) X(head) X(norm_weight) X(y) X(dy) X(loss)
 
 #define TILE_MEMBER(name) *name,
 typedef struct f64_tile {
@@ -45,7 +45,7 @@ static int64_t tile_count(const tile_shape *s, const char *name)
     if (!strcmp(name, "y") || !strcmp(name, "gy")) return mlp * s->rows * s->dim;
     if (!strcmp(name, "head")) return !mlp * s->wide * s->dim;
     if (!strcmp(name, "loss")) return !mlp * s->rows;
-    if (!strcmp(name, "gain")) return s->normed ? s->dim : 0;
+    if (!strcmp(name, "norm weight")) return s->normed ? s->dim : 0;
     return s->rows * s->dim;
 }
 
@@ -92,7 +92,7 @@ static void f64_tile_widen(const tile_shape *s, const f32_tile *in, f64_tile *ou
 #undef TILE_WIDEN
 }
 
-/* Random inputs that give gates and logits of order 1; gains about 1, in f32. */
+/* Random inputs that give gates and logits of order 1; norm weights about 1, in f32. */
 static void tile_inputs(const tile_shape *s, uint64_t seed, f32_tile *in)
 {
     test_rng rng;
@@ -108,9 +108,9 @@ static void tile_inputs(const tile_shape *s, uint64_t seed, f32_tile *in)
     TILE_FILL(up, weight)
     TILE_FILL(down, 1 / sqrt((double)s->wide))
     TILE_FILL(head, weight)
-    TILE_FILL(gy, 1)
+    TILE_FILL(dy, 1)
 #undef TILE_FILL
-    for (i = 0; s->normed && i < s->dim; ++i) in->gain[i] = (float)(1 + 0.1 * test_normal(&rng));
+    for (i = 0; s->normed && i < s->dim; ++i) in->norm_weight[i] = (float)(1 + 0.1 * test_normal(&rng));
 }
 
 #define REAL              double

@@ -32,7 +32,7 @@ static size_t view_bytes(upipe_view v)
 
 static double get(upipe_view v, int64_t i, int j, int64_t k)
 {
-    return (double)upi_f1_get(upipe_view_at(v, i, j), v.dtype, k);
+    return (double)upipe_cpu_get(upipe_view_at(v, i, j), v.dtype, k);
 }
 
 static upipe_view empty(upipe_dtype dtype, int64_t n, int h, int d, int layout)
@@ -59,7 +59,7 @@ static upipe_view tensor(test_rng *r, upipe_dtype dtype, int64_t n, int h, int d
     int j, k;
     for (i = 0; i < n; ++i)
         for (j = 0; j < h; ++j)
-            for (k = 0; k < d; ++k) upi_f1_put(upipe_view_at(v, i, j), dtype, k, (float)test_normal(r));
+            for (k = 0; k < d; ++k) upipe_cpu_put(upipe_view_at(v, i, j), dtype, k, (float)test_normal(r));
     return v;
 }
 
@@ -121,9 +121,9 @@ static double store_error(upipe_dtype dtype, double value)
 /* x as the storage type would hold it. */
 static float stored(upipe_dtype dtype, float x)
 {
-    uint32_t room;
-    upi_f1_put(&room, dtype, 0, x);
-    return upi_f1_get(&room, dtype, 0);
+    uint32_t buf;
+    upipe_cpu_put(&buf, dtype, 0, x);
+    return upipe_cpu_get(&buf, dtype, 0);
 }
 
 /* Storage types that the table takes: UPIPE_F32 .. */
@@ -359,13 +359,13 @@ static void check_rope_blocks(test_rng *r, upipe_ctx *c)
 
 /* ---- rmsnorm ---- */
 
-static void norm_f64(double *y, const double *x, const float *gain, double eps, int d)
+static void norm_f64(double *y, const double *x, const float *weight, double eps, int d)
 {
     double sum = 0, scale;
     int k;
     for (k = 0; k < d; ++k) sum += x[k] * x[k];
     scale = 1 / sqrt(sum / d + eps);
-    for (k = 0; k < d; ++k) y[k] = x[k] * scale * (double)gain[k];
+    for (k = 0; k < d; ++k) y[k] = x[k] * scale * (double)weight[k];
 }
 
 static void check_rmsnorm(test_rng *r, upipe_ctx *c, int d, upipe_dtype dtype, int layout)
@@ -373,15 +373,15 @@ static void check_rmsnorm(test_rng *r, upipe_ctx *c, int d, upipe_dtype dtype, i
     const float eps = 1e-5f;
     upipe_view x = tensor(r, dtype, 4, 3, d, layout), before = twin(x),
                other = moved(x, (layout + 1) % LAYOUTS);
-    float *gain = (float *)malloc((size_t)d * sizeof *gain);
+    float *weight = (float *)malloc((size_t)d * sizeof *weight);
     double row[256], want[256];
     int i, j, k, ok = 1;
-    for (k = 0; k < d; ++k) gain[k] = (float)test_normal(r);
-    CHECK_STATUS(c->ops->rmsnorm(c, x, x, gain, eps), UPIPE_OK, c->err);
+    for (k = 0; k < d; ++k) weight[k] = (float)test_normal(r);
+    CHECK_STATUS(c->ops->rmsnorm(c, x, x, weight, eps), UPIPE_OK, c->err);
     for (i = 0; i < 4; ++i)
         for (j = 0; j < 3; ++j) {
             for (k = 0; k < d; ++k) row[k] = get(before, i, j, k);
-            norm_f64(want, row, gain, (double)eps, d);
+            norm_f64(want, row, weight, (double)eps, d);
             for (k = 0; k < d; ++k) {
                 double near = fabs(want[k]) * (8 + d / 8.0) * EPS_F32 + store_error(dtype, want[k]);
                 if (!(fabs(get(x, i, j, k) - want[k]) <= near)) ok = 0;
@@ -389,21 +389,21 @@ static void check_rmsnorm(test_rng *r, upipe_ctx *c, int d, upipe_dtype dtype, i
         }
     CHECK_SAY(ok, "rmsnorm d %d, %s, layout %d", d, upipe_dtype_name(dtype), layout);
     CHECK(gaps_whole(x));
-    CHECK_STATUS(c->ops->rmsnorm(c, other, other, gain, eps), UPIPE_OK, c->err);
+    CHECK_STATUS(c->ops->rmsnorm(c, other, other, weight, eps), UPIPE_OK, c->err);
     CHECK(same(other, x));
     free(x.data);
     free(before.data);
     free(other.data);
-    free(gain);
+    free(weight);
 }
 
 /* Loss sum of dy * y of one row, in f64. */
-static double norm_loss(const double *dy, const double *x, const double *gain, double eps, int d)
+static double norm_loss(const double *dy, const double *x, const double *weight, double eps, int d)
 {
     double sum = 0, loss = 0;
     int k;
     for (k = 0; k < d; ++k) sum += x[k] * x[k];
-    for (k = 0; k < d; ++k) loss += dy[k] * x[k] * gain[k];
+    for (k = 0; k < d; ++k) loss += dy[k] * x[k] * weight[k];
     return loss / sqrt(sum / d + eps);
 }
 
@@ -416,52 +416,52 @@ static void check_rmsnorm_bwd(test_rng *r, upipe_ctx *c, int d, upipe_dtype dy_t
     upipe_view x = tensor(r, x_type, TOKENS, HEADS, d, layout),
                dy = tensor(r, dy_type, TOKENS, HEADS, d, layout);
     upipe_view x_before = twin(x), before = twin(dy), halves = twin(dy), other;
-    size_t gains = (size_t)(HEADS * d);
-    float *gain = (float *)malloc((size_t)d * sizeof *gain), *dgain = (float *)malloc(gains * sizeof *dgain);
-    float *dgain2 = (float *)malloc(gains * sizeof *dgain), *dgain3 = (float *)malloc(gains * sizeof *dgain);
-    double gain64[256], gx[256], gy[256], want_gain[2 * 256], size_gain[2 * 256];
-    int i, j, k, ok = 1, ok_gain = 1;
-    for (k = 0; k < d; ++k) gain64[k] = (double)(gain[k] = (float)test_normal(r));
+    size_t weights = (size_t)(HEADS * d);
+    float *weight = (float *)malloc((size_t)d * sizeof *weight), *dweight = (float *)malloc(weights * sizeof *dweight);
+    float *dweight2 = (float *)malloc(weights * sizeof *dweight), *dweight3 = (float *)malloc(weights * sizeof *dweight);
+    double weight64[256], grad_x[256], grad_y[256], want_weight[2 * 256], size_weight[2 * 256];
+    int i, j, k, ok = 1, ok_weight = 1;
+    for (k = 0; k < d; ++k) weight64[k] = (double)(weight[k] = (float)test_normal(r));
     for (k = 0; k < HEADS * d; ++k) {
-        dgain[k] = (float)test_normal(r);
-        want_gain[k] = (double)dgain[k];
-        size_gain[k] = fabs(want_gain[k]) + 1;
+        dweight[k] = (float)test_normal(r);
+        want_weight[k] = (double)dweight[k];
+        size_weight[k] = fabs(want_weight[k]) + 1;
     }
-    memcpy(dgain2, dgain, gains * sizeof *dgain);
-    memcpy(dgain3, dgain, gains * sizeof *dgain);
-    CHECK_STATUS(c->ops->rmsnorm_bwd(c, dy, dy, x, gain, eps, dgain, 0), UPIPE_OK, c->err);
+    memcpy(dweight2, dweight, weights * sizeof *dweight);
+    memcpy(dweight3, dweight, weights * sizeof *dweight);
+    CHECK_STATUS(c->ops->rmsnorm_bwd(c, dy, dy, x, weight, eps, dweight, 0), UPIPE_OK, c->err);
     for (i = 0; i < TOKENS; ++i)
         for (j = 0; j < HEADS; ++j) {
             double square = 0, bound = 0;
             for (k = 0; k < d; ++k) {
-                gx[k] = get(x, i, j, k);
-                gy[k] = get(before, i, j, k);
-                square += gx[k] * gx[k];
-                bound += fabs(gy[k] * gain64[k]);
+                grad_x[k] = get(x, i, j, k);
+                grad_y[k] = get(before, i, j, k);
+                square += grad_x[k] * grad_x[k];
+                bound += fabs(grad_y[k] * weight64[k]);
             }
             bound = (bound + 1) / sqrt(square / d + (double)eps);
             for (k = 0; k < d; ++k) {
-                double old = gx[k], up, down, slope;
-                gx[k] = old + step;
-                up = norm_loss(gy, gx, gain64, (double)eps, d);
-                gx[k] = old - step;
-                down = norm_loss(gy, gx, gain64, (double)eps, d);
-                gx[k] = old;
+                double old = grad_x[k], up, down, slope;
+                grad_x[k] = old + step;
+                up = norm_loss(grad_y, grad_x, weight64, (double)eps, d);
+                grad_x[k] = old - step;
+                down = norm_loss(grad_y, grad_x, weight64, (double)eps, d);
+                grad_x[k] = old;
                 slope = (up - down) / (2 * step);
                 /* differences are off by step^2 times a third derivative, which grows as the row shrinks */
                 if (!(fabs(get(dy, i, j, k) - slope) <=
                       bound * (16 * EPS_F32 + step * step / (square / d + (double)eps)) +
                           store_error(dy_type, slope)))
                     ok = 0;
-                want_gain[j * d + k] += gy[k] * gx[k] / sqrt(square / d + (double)eps);
-                size_gain[j * d + k] += fabs(gy[k] * gx[k]) / sqrt(square / d + (double)eps);
+                want_weight[j * d + k] += grad_y[k] * grad_x[k] / sqrt(square / d + (double)eps);
+                size_weight[j * d + k] += fabs(grad_y[k] * grad_x[k]) / sqrt(square / d + (double)eps);
             }
         }
     for (k = 0; k < HEADS * d; ++k)
-        if (!(fabs((double)dgain[k] - want_gain[k]) <= size_gain[k] * (16 + d / 8.0) * EPS_F32)) ok_gain = 0;
+        if (!(fabs((double)dweight[k] - want_weight[k]) <= size_weight[k] * (16 + d / 8.0) * EPS_F32)) ok_weight = 0;
     CHECK_SAY(ok, "rmsnorm_bwd dx: d %d, %s, %s, layout %d", d, upipe_dtype_name(dy_type),
               upipe_dtype_name(x_type), layout);
-    CHECK_SAY(ok_gain, "rmsnorm_bwd dgain: d %d, %s, %s, layout %d", d, upipe_dtype_name(dy_type),
+    CHECK_SAY(ok_weight, "rmsnorm_bwd dgain: d %d, %s, %s, layout %d", d, upipe_dtype_name(dy_type),
               upipe_dtype_name(x_type), layout);
     CHECK(gaps_whole(dy));
     CHECK_BYTES(x.data, x_before.data, view_bytes(x));
@@ -469,25 +469,25 @@ static void check_rmsnorm_bwd(test_rng *r, upipe_ctx *c, int d, upipe_dtype dy_t
     for (i = 0; i < 2; ++i) {
         upipe_view part = upipe_view_rows(halves, i, 1 + 2 * i);
         CHECK_STATUS(
-            c->ops->rmsnorm_bwd(c, part, part, upipe_view_rows(x, i, 1 + 2 * i), gain, eps, dgain2, 0),
+            c->ops->rmsnorm_bwd(c, part, part, upipe_view_rows(x, i, 1 + 2 * i), weight, eps, dweight2, 0),
             UPIPE_OK, c->err);
     }
     CHECK_BYTES(halves.data, dy.data, view_bytes(dy));
-    CHECK_BYTES(dgain2, dgain, gains * sizeof *dgain);
+    CHECK_BYTES(dweight2, dweight, weights * sizeof *dweight);
     other = moved(before, (layout + 2) % LAYOUTS);
-    CHECK_STATUS(c->ops->rmsnorm_bwd(c, other, other, x, gain, eps, dgain3, 0), UPIPE_OK, c->err);
+    CHECK_STATUS(c->ops->rmsnorm_bwd(c, other, other, x, weight, eps, dweight3, 0), UPIPE_OK, c->err);
     CHECK(same(other, dy));
-    CHECK_BYTES(dgain3, dgain, gains * sizeof *dgain);
+    CHECK_BYTES(dweight3, dweight, weights * sizeof *dweight);
     free(x.data);
     free(dy.data);
     free(x_before.data);
     free(before.data);
     free(halves.data);
     free(other.data);
-    free(gain);
-    free(dgain);
-    free(dgain2);
-    free(dgain3);
+    free(weight);
+    free(dweight);
+    free(dweight2);
+    free(dweight3);
 }
 
 /* Wherever the result goes, and whatever its type, it is the f32 result of the call in place, rounded. */
@@ -498,26 +498,26 @@ static void check_rmsnorm_places(test_rng *r, upipe_ctx *c, int d, int layout)
     upipe_view x = tensor(r, UPIPE_F32, TOKENS, HEADS, d, layout), keep_x = twin(x), norm = twin(x);
     upipe_view dy = tensor(r, UPIPE_F32, TOKENS, HEADS, d, (layout + 1) % LAYOUTS), keep_dy = twin(dy);
     upipe_view grad = twin(dy), as_x = twin(x), old = tensor(r, UPIPE_F32, TOKENS, HEADS, d, layout);
-    size_t gains = (size_t)(HEADS * d);
-    float *gain = (float *)malloc((size_t)d * sizeof *gain), *dgain = (float *)calloc(gains, sizeof *dgain);
-    float *dgain2 = (float *)calloc(gains, sizeof *dgain);
+    size_t weights = (size_t)(HEADS * d);
+    float *weight = (float *)malloc((size_t)d * sizeof *weight), *dweight = (float *)calloc(weights, sizeof *dweight);
+    float *dweight2 = (float *)calloc(weights, sizeof *dweight);
     int i, j, k, to;
-    for (k = 0; k < d; ++k) gain[k] = (float)test_normal(r);
-    CHECK_STATUS(c->ops->rmsnorm(c, norm, norm, gain, eps), UPIPE_OK, c->err);
-    CHECK_STATUS(c->ops->rmsnorm_bwd(c, grad, grad, x, gain, eps, dgain, 0), UPIPE_OK, c->err);
-    CHECK_STATUS(c->ops->rmsnorm_bwd(c, as_x, dy, as_x, gain, eps, dgain2, 0), UPIPE_OK, c->err);
+    for (k = 0; k < d; ++k) weight[k] = (float)test_normal(r);
+    CHECK_STATUS(c->ops->rmsnorm(c, norm, norm, weight, eps), UPIPE_OK, c->err);
+    CHECK_STATUS(c->ops->rmsnorm_bwd(c, grad, grad, x, weight, eps, dweight, 0), UPIPE_OK, c->err);
+    CHECK_STATUS(c->ops->rmsnorm_bwd(c, as_x, dy, as_x, weight, eps, dweight2, 0), UPIPE_OK, c->err);
     CHECK(same(as_x, grad));
-    CHECK_BYTES(dgain2, dgain, gains * sizeof *dgain);
+    CHECK_BYTES(dweight2, dweight, weights * sizeof *dweight);
     for (to = 0; to < types(c); ++to) {
         upipe_dtype dtype = (upipe_dtype)to;
         upipe_view y = empty(dtype, TOKENS, HEADS, d, (layout + 2) % LAYOUTS), dx = twin(y), sum = twin(y);
         int ok_y = 1, ok_dx = 1, ok_sum = 1;
         CHECK_STATUS(c->ops->cast(c, sum, old), UPIPE_OK, c->err);
-        CHECK_STATUS(c->ops->rmsnorm(c, y, x, gain, eps), UPIPE_OK, c->err);
-        CHECK_STATUS(c->ops->rmsnorm_bwd(c, dx, dy, x, gain, eps, NULL, 0), UPIPE_OK, c->err);
-        memset(dgain2, 0, gains * sizeof *dgain2);
-        CHECK_STATUS(c->ops->rmsnorm_bwd(c, sum, dy, x, gain, eps, dgain2, 1), UPIPE_OK, c->err);
-        CHECK_BYTES(dgain2, dgain, gains * sizeof *dgain);
+        CHECK_STATUS(c->ops->rmsnorm(c, y, x, weight, eps), UPIPE_OK, c->err);
+        CHECK_STATUS(c->ops->rmsnorm_bwd(c, dx, dy, x, weight, eps, NULL, 0), UPIPE_OK, c->err);
+        memset(dweight2, 0, weights * sizeof *dweight2);
+        CHECK_STATUS(c->ops->rmsnorm_bwd(c, sum, dy, x, weight, eps, dweight2, 1), UPIPE_OK, c->err);
+        CHECK_BYTES(dweight2, dweight, weights * sizeof *dweight);
         for (i = 0; i < TOKENS; ++i)
             for (j = 0; j < HEADS; ++j)
                 for (k = 0; k < d; ++k) {
@@ -552,9 +552,9 @@ static void check_rmsnorm_places(test_rng *r, upipe_ctx *c, int d, int layout)
     free(grad.data);
     free(as_x.data);
     free(old.data);
-    free(gain);
-    free(dgain);
-    free(dgain2);
+    free(weight);
+    free(dweight);
+    free(dweight2);
 }
 
 /* ---- rowdot, sum ---- */
@@ -622,11 +622,11 @@ static void check_sum(test_rng *r, upipe_ctx *c, int d, upipe_dtype dtype, int l
 
 static void check_row_statuses(upipe_ctx *c)
 {
-    float room[64];
-    upipe_view x = upipe_view_packed(room, UPIPE_F32, 2, 2, 8), v;
-    upipe_view one = upipe_view_packed(room, UPIPE_F32, 2, 2, 1);
+    float buf[64];
+    upipe_view x = upipe_view_packed(buf, UPIPE_F32, 2, 2, 8), v;
+    upipe_view one = upipe_view_packed(buf, UPIPE_F32, 2, 2, 1);
     upipe_rope rope = rope_of(x, 0, 0, 0), bad;
-    memset(room, 0, sizeof room);
+    memset(buf, 0, sizeof buf);
 
     v = x;
     v.d = 7;
@@ -673,32 +673,32 @@ static void check_row_statuses(upipe_ctx *c)
     CHECK_STATUS(c->ops->rope(c, &bad), UPIPE_OK, c->err);
 
     CHECK_STATUS(c->ops->rmsnorm(c, x, x, NULL, 1e-5f), UPIPE_ERR_ARG, c->err);
-    CHECK_TEXT(c->err.text, "gain is NULL");
-    CHECK_STATUS(c->ops->rmsnorm(c, x, x, room, -1), UPIPE_ERR_ARG, c->err);
+    CHECK_TEXT(c->err.text, "norm weight is NULL");
+    CHECK_STATUS(c->ops->rmsnorm(c, x, x, buf, -1), UPIPE_ERR_ARG, c->err);
     CHECK_TEXT(c->err.text, "eps -1");
     v = x;
     v.n = 1;
-    CHECK_STATUS(c->ops->rmsnorm(c, v, x, room, 1e-5f), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(c->ops->rmsnorm(c, v, x, buf, 1e-5f), UPIPE_ERR_ARG, c->err);
     CHECK_TEXT(c->err.text, "y is [1][2][8], not [2][2][8]");
-    CHECK_STATUS(c->ops->rmsnorm_bwd(c, x, x, v, room, 1e-5f, room, 0), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(c->ops->rmsnorm_bwd(c, x, x, v, buf, 1e-5f, buf, 0), UPIPE_ERR_ARG, c->err);
     CHECK_TEXT(c->err.text, "x is [1][2][8], not [2][2][8]");
-    CHECK_STATUS(c->ops->rmsnorm_bwd(c, v, x, x, room, 1e-5f, room, 0), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(c->ops->rmsnorm_bwd(c, v, x, x, buf, 1e-5f, buf, 0), UPIPE_ERR_ARG, c->err);
     CHECK_TEXT(c->err.text, "dx is [1][2][8], not [2][2][8]");
     v = x;
     v.dtype = UPIPE_BF16;
-    CHECK_STATUS(c->ops->rmsnorm(c, v, x, room, 1e-5f), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(c->ops->rmsnorm(c, v, x, buf, 1e-5f), UPIPE_ERR_ARG, c->err);
     CHECK_TEXT(c->err.text, "y (bf16, steps 16, 8) lies over x (f32, steps 16, 8)");
     v = x;
     v.n_step = 20;
-    CHECK_STATUS(c->ops->rmsnorm_bwd(c, v, x, x, room, 1e-5f, NULL, 0), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(c->ops->rmsnorm_bwd(c, v, x, x, buf, 1e-5f, NULL, 0), UPIPE_ERR_ARG, c->err);
     CHECK_TEXT(c->err.text, "dx (f32, steps 20, 8) lies over dy (f32, steps 16, 8)");
-    v = upipe_view_packed(room + 32, UPIPE_F32, 2, 2, 8);
-    CHECK_STATUS(c->ops->rmsnorm_bwd(c, x, x, v, room, 1e-5f, NULL, 1), UPIPE_ERR_ARG, c->err);
+    v = upipe_view_packed(buf + 32, UPIPE_F32, 2, 2, 8);
+    CHECK_STATUS(c->ops->rmsnorm_bwd(c, x, x, v, buf, 1e-5f, NULL, 1), UPIPE_ERR_ARG, c->err);
     CHECK_TEXT(c->err.text, "dx, which accumulates, is dy");
-    CHECK_STATUS(c->ops->rmsnorm_bwd(c, x, v, x, room, 1e-5f, NULL, 1), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(c->ops->rmsnorm_bwd(c, x, v, x, buf, 1e-5f, NULL, 1), UPIPE_ERR_ARG, c->err);
     CHECK_TEXT(c->err.text, "dx, which accumulates, is x");
     CHECK_STATUS(c->ops->rmsnorm_bwd(c, x, x, v, NULL, 1e-5f, NULL, 0), UPIPE_ERR_ARG, c->err);
-    CHECK_STATUS(c->ops->rmsnorm_bwd(c, x, x, v, room, NAN, NULL, 0), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(c->ops->rmsnorm_bwd(c, x, x, v, buf, NAN, NULL, 0), UPIPE_ERR_ARG, c->err);
 
     CHECK_STATUS(c->ops->rowdot(c, x, x, x), UPIPE_ERR_ARG, c->err);
     CHECK_TEXT(c->err.text, "out is [2][2][8], not [2][2][1]");
@@ -709,10 +709,10 @@ static void check_row_statuses(upipe_ctx *c)
 
     v = x;
     v.dtype = UPIPE_BF16;
-    CHECK_STATUS(c->ops->sum(c, v, room, 0, 1, 1), UPIPE_ERR_UNSUPPORTED, c->err);
+    CHECK_STATUS(c->ops->sum(c, v, buf, 0, 1, 1), UPIPE_ERR_UNSUPPORTED, c->err);
     CHECK_TEXT(c->err.text, "accumulates into f32 only");
     CHECK_STATUS(c->ops->sum(c, x, NULL, 0, 1, 0), UPIPE_ERR_ARG, c->err);
-    CHECK_STATUS(c->ops->sum(c, x, room, 0, -1, 0), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(c->ops->sum(c, x, buf, 0, -1, 0), UPIPE_ERR_ARG, c->err);
     CHECK_TEXT(c->err.text, "-1 terms");
 }
 

@@ -234,7 +234,7 @@ if [ $quick = 0 ]; then
     if ! runs_with -fsanitize=thread "$wrapper"; then
         echo "left out: ThreadSanitizer, as its programs do not start here"
     else
-        targets='test_comm test_a2a test_attn test_gemm test_rows test_train_ops test_fpdt test_lane'
+        targets='test_comm test_a2a test_attn test_gemm test_rows test_train_ops test_fpdt test_side_stream'
         targets="$targets test_property test_checkpoint test_llama"
         if prepare tsan gcc $slow -Dexamples=disabled -Db_sanitize=thread; then
             suites tsan threads --timeout-multiplier 4 ${wrapper:+--wrapper "$wrapper"}

@@ -15,7 +15,7 @@
 
 #include "upipe/net/upipe_net_threads.h"
 #include "upipe/cpu/upipe_cpu.h"
-#include "upipe/cpu/upipe_cpu_lane.h"
+#include "upipe/cpu/upipe_cpu_side_stream.h"
 #include "upipe/upipe.h"
 
 #include "grid.h"
@@ -26,11 +26,11 @@ enum { RUN_MAX = GRID_MAX, RUN_GRADS = 7 };
 typedef struct run_case {
     block_shape shape;
     int ranks, chunk, naive;
-    int overlap, lane_inline;           /* on a thread of its own, or on the rank's line */
+    int overlap, side_stream_inline;           /* on a thread of its own, or on the rank's line */
     int ring, inner, ahead, ring_first; /* ring_first: neighbours in the world are a ring's, not a team's */
     upipe_layout layout;
     upipe_ring_mode ring_mode;
-    int gx_apart; /* dX beside x instead of in its place */
+    int dx_apart; /* dX beside x instead of in its place */
     int64_t tile_rows;
     /* faults: a pool guard, asked on every rank */
     upipe_status (*guard)(void *user, size_t bytes, const char *tag);
@@ -69,7 +69,7 @@ typedef struct run_state {
     void *weights[4]; /* wq wk wv wo in the storage type */
 } run_state;
 
-static const char *const run_grads[RUN_GRADS] = {"wq", "wk", "wv", "wo", "q_gain", "k_gain", "sinks"};
+static const char *const run_grads[RUN_GRADS] = {"wq", "wk", "wv", "wo", "q_norm_weight", "k_norm_weight", "sinks"};
 
 /* The most ranks of a team that read one key/value head. */
 static inline int run_sharers(const upipe_plan *p)
@@ -91,8 +91,8 @@ static inline int run_sharers(const upipe_plan *p)
  * that share a head are not done with it in the same stage. */
 static inline int run_same_chains(const upipe_plan *p)
 {
-    if (p->schedule == UPIPE_ORDER) return 0;
-    return p->schedule != UPIPE_SPANS || p->stages == 1 || run_sharers(p) <= 2;
+    if (p->schedule == UPIPE_IN_ORDER) return 0;
+    return p->schedule != UPIPE_UNEVEN || p->stages == 1 || run_sharers(p) <= 2;
 }
 
 /* n values in the storage type; freed by the caller. */
@@ -100,7 +100,7 @@ static void *run_narrow(upipe_dtype dtype, const float *v, int64_t n)
 {
     char *p = (char *)malloc((size_t)n * upipe_dtype_bytes(dtype) + 1);
     int64_t i;
-    for (i = 0; v != NULL && i < n; ++i) upi_f1_put(p, dtype, i, v[i]);
+    for (i = 0; v != NULL && i < n; ++i) upipe_cpu_put(p, dtype, i, v[i]);
     return p;
 }
 
@@ -116,7 +116,7 @@ static void run_rows(const upipe_plan *p, float *natural, float *mine, int64_t w
         }
 }
 
-/* dQ in slots, heads of d elements in place of O's of dv, to natural order [rows][H*d]. */
+/* dQ in slots, heads of d elements in place of O's of v_dim, to natural order [rows][H*d]. */
 static upipe_status run_gather_q(upipe_ctx *c, const upipe_plan *p, upipe_view dst, const upipe_slots *slots)
 {
     int stage, rank;
@@ -158,12 +158,12 @@ static upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float *const 
     int64_t dim = p->desc.model_dim;
     float *host = (float *)malloc((size_t)(p->rows * (hd + ho + dim)) * sizeof *host);
     float *const result[] = {s->r->out.wq,     s->r->out.wk,     s->r->out.wv,   s->r->out.wo,
-                             s->r->out.q_gain, s->r->out.k_gain, s->r->out.sinks};
+                             s->r->out.q_norm_weight, s->r->out.k_norm_weight, s->r->out.sinks};
     size_t unit = upipe_plan_unit_bytes(p);
     upipe_saved save;
-    upipe_slots gout;
+    upipe_slots dout;
     upipe_grads g;
-    upipe_view x, y, gx, wide = upipe_view_packed(host, UPIPE_F32, p->rows, 1, (int32_t)dim);
+    upipe_view x, y, dx, wide = upipe_view_packed(host, UPIPE_F32, p->rows, 1, (int32_t)dim);
     upipe_view q = upipe_view_packed(host, UPIPE_F32, p->rows, 1, (int32_t)hd);
     upipe_view o = upipe_view_packed(host, UPIPE_F32, p->rows, 1, (int32_t)ho);
     void *data;
@@ -179,14 +179,14 @@ static upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float *const 
     g.wk = grads[1];
     g.wv = grads[2];
     g.wo = grads[3];
-    g.q_gain = shape->normed ? grads[4] : NULL;
-    g.k_gain = shape->normed ? grads[5] : NULL;
+    g.q_norm_weight = shape->normed ? grads[4] : NULL;
+    g.k_norm_weight = shape->normed ? grads[5] : NULL;
     g.sinks = shape->sinks ? grads[6] : NULL;
     memset(&save, 0, sizeof save);
-    memset(&gout, 0, sizeof gout);
+    memset(&dout, 0, sizeof dout);
 
-    RUN_TRY(upipe_mem_take(c->mem, &data, unit, "x", &c->err));
-    x = gx = upipe_view_packed(data, dtype, p->rows, 1, (int32_t)dim);
+    RUN_TRY(upipe_mem_alloc(c->mem, &data, unit, "x", &c->err));
+    x = dx = upipe_view_packed(data, dtype, p->rows, 1, (int32_t)dim);
     run_rows(p, s->in->x, host, dim, 0);
     RUN_TRY(c->ops->cast(c, x, wide));
     RUN_TRY(upipe_layer_fwd(c, l, &save, x));
@@ -194,27 +194,27 @@ static upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float *const 
     run_rows(p, s->r->out.o, host, ho, 1);
     run_lse(p, s->r->out.lse, save.lse);
     if (shape->projected) {
-        RUN_TRY(upipe_mem_take(c->mem, &data, unit, "y", &c->err));
+        RUN_TRY(upipe_mem_alloc(c->mem, &data, unit, "y", &c->err));
         y = upipe_view_packed(data, dtype, p->rows, 1, (int32_t)dim);
         RUN_TRY(upipe_layer_out_fwd(c, l, y, &save));
         RUN_TRY(c->ops->cast(c, wide, y));
         run_rows(p, s->r->out.y, host, dim, 1);
-        run_rows(p, s->in->gy, host, dim, 0);
+        run_rows(p, s->in->dy, host, dim, 0);
         RUN_TRY(c->ops->cast(c, y, wide));
         RUN_TRY(upipe_layer_out_bwd(c, l, &g, &save, y));
-        RUN_TRY(upipe_mem_give(c->mem, y.data, &c->err));
+        RUN_TRY(upipe_mem_free(c->mem, y.data, &c->err));
     } else {
-        RUN_TRY(upipe_layer_slots_take(c, l, &gout, UPIPE_SLOT_FULL, "gout"));
-        run_rows(p, s->in->go, host, ho, 0);
-        RUN_TRY(upipe_layer_scatter(c, l, &gout, o));
+        RUN_TRY(upipe_layer_slots_alloc(c, l, &dout, UPIPE_SLOT_FULL, "dout"));
+        run_rows(p, s->in->dout, host, ho, 0);
+        RUN_TRY(upipe_layer_scatter(c, l, &dout, o));
     }
-    if (s->test->gx_apart) {
-        RUN_TRY(upipe_mem_take(c->mem, &gx.data, unit, "gx", &c->err));
+    if (s->test->dx_apart) {
+        RUN_TRY(upipe_mem_alloc(c->mem, &dx.data, unit, "dx", &c->err));
     }
-    RUN_TRY(upipe_layer_bwd(c, l, gx, &g, &save, shape->projected ? &save.out : &gout, x));
-    RUN_TRY(run_gather_q(c, p, q, shape->projected ? &save.out : &gout));
+    RUN_TRY(upipe_layer_bwd(c, l, dx, &g, &save, shape->projected ? &save.out : &dout, x));
+    RUN_TRY(run_gather_q(c, p, q, shape->projected ? &save.out : &dout));
     run_rows(p, s->r->out.q, host, hd, 1);
-    RUN_TRY(c->ops->cast(c, wide, gx));
+    RUN_TRY(c->ops->cast(c, wide, dx));
     run_rows(p, s->r->out.x, host, dim, 1);
 
     CHECK(save.lse == NULL && save.delta == NULL);
@@ -232,16 +232,16 @@ static upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float *const 
         CHECK_INT(c->ring->sent_bytes, upipe_plan_sent_ring(p, 0) + upipe_plan_sent_ring(p, 1));
         moved[rank] += c->ring->moved_bytes;
     }
-    RUN_TRY(upipe_mem_give(c->mem, gout.data, &c->err));
+    RUN_TRY(upipe_mem_free(c->mem, dout.data, &c->err));
     RUN_TRY(upipe_saved_free(c, &save));
-    if (s->test->gx_apart) RUN_TRY(upipe_mem_give(c->mem, gx.data, &c->err));
-    RUN_TRY(upipe_mem_give(c->mem, x.data, &c->err));
+    if (s->test->dx_apart) RUN_TRY(upipe_mem_free(c->mem, dx.data, &c->err));
+    RUN_TRY(upipe_mem_free(c->mem, x.data, &c->err));
 
     /* every rank of the world has tokens of its own */
     c->team = upipe_threads_comm(&s->grid.world, rank);
     for (j = 0; j < RUN_GRADS; ++j) {
         int64_t n = block_count(shape, run_grads[j]);
-        RUN_TRY(upipe_a2a_sum(c, grads[j], n));
+        RUN_TRY(upipe_all_reduce(c, grads[j], n));
         if (rank == 0 && n > 0) memcpy(result[j], grads[j], (size_t)n * sizeof(float));
     }
 done:
@@ -256,7 +256,7 @@ typedef struct run_user {
 } run_user;
 
 /* Gives up for the team and the ring too: upipe_threads_run tells the world alone. */
-static void run_give_up(upipe_ctx *c, grid *g, int rank)
+static void run_abort(upipe_ctx *c, grid *g, int rank)
 {
     upipe_comm_abort(grid_team(g, rank), c->err.text);
     upipe_comm_abort(grid_ring(g, rank), c->err.text);
@@ -267,21 +267,21 @@ static upipe_status run_body(void *user, int rank)
     run_user *u = (run_user *)user;
     run_state *s = u->s;
     const run_own *own = &s->own[rank];
-    size_t sum_bytes = (size_t)s->grid.world.ranks * UPIPE_SUM_PIECE * 4 + 4096;
+    size_t sum_bytes = (size_t)s->grid.world.ranks * UPIPE_REDUCE_STRIP * 4 + 4096;
     size_t slab_bytes = own->need > sum_bytes ? own->need : sum_bytes;
     void *slab = NULL;
-    upipe_block *blocks = (upipe_block *)malloc((size_t)own->blocks_max * sizeof *blocks);
+    upipe_mem_block *blocks = (upipe_mem_block *)malloc((size_t)own->blocks_max * sizeof *blocks);
     upipe_mem mem;
     upipe_ctx c;
-    upipe_cpu_lane room;
-    upipe_lane lane;
+    upipe_cpu_side_stream buf;
+    upipe_side_stream side_stream;
     float *grads[RUN_GRADS];
-    int j, threaded = s->test->overlap && !s->test->lane_inline;
+    int j, threaded = s->test->overlap && !s->test->side_stream_inline;
     upipe_status status;
     memset(&c, 0, sizeof c);
     if (posix_memalign(&slab, 256, slab_bytes) != 0) abort();
     memset(slab, 0xff, slab_bytes); /* NaN in all types */
-    for (j = 0; j < RUN_GRADS; ++j) grads[j] = f32_room(block_count(&s->test->shape, run_grads[j]));
+    for (j = 0; j < RUN_GRADS; ++j) grads[j] = f32_buf(block_count(&s->test->shape, run_grads[j]));
     upipe_mem_init(&mem, slab, slab_bytes, blocks, own->blocks_max);
     mem.guard = s->test->guard;
     mem.user = s->test->guard_user[rank];
@@ -289,27 +289,27 @@ static upipe_status run_body(void *user, int rank)
     c.mem = &mem;
     c.team = grid_team(&s->grid, rank);
     c.ring = grid_ring(&s->grid, rank);
-    if (threaded && upipe_cpu_lane_init(&room, &lane, &c.err) != UPIPE_OK) abort();
-    if (s->test->lane_inline) upipe_lane_inline(&lane, NULL);
-    if (s->test->overlap) c.lane = &lane;
+    if (threaded && upipe_cpu_side_stream_init(&buf, &side_stream, &c.err) != UPIPE_OK) abort();
+    if (s->test->side_stream_inline) upipe_side_stream_inline(&side_stream, NULL);
+    if (s->test->overlap) c.side_stream = &side_stream;
     status = run_rank(&c, s, rank, grads, u->moved);
-    if (threaded) upipe_cpu_lane_free(&room);
+    if (threaded) upipe_cpu_side_stream_free(&buf);
     s->r->errors[rank] = c.err;
     s->r->live[rank] = mem.live;
     if (status != UPIPE_OK) {
         /* what a failed call took for itself is back; what the host holds, or the forward left it, may be
          * live */
-        static const char *const kept[] = {"x", "y", "gx", "gout", "final_out", "lse", "delta"};
+        static const char *const kept[] = {"x", "y", "dx", "dout", "final_out", "lse", "delta"};
         for (j = 0; j < mem.blocks_n; ++j) {
             int k = 0;
             while (k < 7 && strcmp(mem.blocks[j].tag, kept[k]) != 0) ++k;
             CHECK_SAY(k < 7, "rank %d: '%s' is still live after the failure", rank, mem.blocks[j].tag);
         }
-        run_give_up(&c, &s->grid, rank);
+        run_abort(&c, &s->grid, rank);
         upipe_mem_rewind(&mem, 0);
     }
     if (status == UPIPE_OK) CHECK_INT(mem.live, 0);
-    upipe_mem_free(&mem, NULL);
+    upipe_mem_destroy(&mem, NULL);
     for (j = 0; j < RUN_GRADS; ++j) free(grads[j]);
     free(blocks);
     free(slab);
@@ -330,14 +330,14 @@ static upipe_plan_desc run_desc(const run_case *test, int team_rank, int ring_ra
     d.ring = test->ring;
     d.ring_rank = ring_rank;
     d.ring_inner = test->inner;
-    d.ring_ahead = test->ahead;
+    d.ring_prefetch = test->ahead;
     d.overlap = test->overlap;
     d.ring_mode = test->ring_mode;
     d.layout = test->layout;
     d.heads = shape->h;
     d.kv_heads = shape->hkv;
     d.head_dim = shape->d;
-    d.v_dim = shape->dv;
+    d.v_dim = shape->v_dim;
     d.chunk = test->chunk;
     d.naive = test->naive;
     d.dtype = shape->dtype;
@@ -356,8 +356,8 @@ static upipe_layer run_layer(const run_case *test)
     l.scale = (float)shape->scale;
     l.full = shape->full;
     l.window = shape->window;
-    l.docs = shape->docs;
-    l.docs_n = shape->docs_n;
+    l.cu_seqlens = shape->cu_seqlens;
+    l.cu_seqlens_n = shape->cu_seqlens_n;
     l.softcap = (float)shape->softcap;
     l.tile_rows = test->tile_rows;
     return l;
@@ -367,12 +367,12 @@ static upipe_layer run_layer(const run_case *test)
 static upipe_status run_dry(const run_case *test, const upipe_ops *ops, run_own *own, upipe_err *err)
 {
     upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
-    upipe_plan_scratch scratch = upipe_layer_scratch(ops, &own->layer, !test->gx_apart);
+    upipe_plan_scratch scratch = upipe_layer_scratch(ops, &own->layer, !test->dx_apart);
     upipe_status status = upipe_dry_init(dry, &own->plan, ops);
     own->bytes = upipe_plan_bytes(&own->plan, &scratch);
     if (status == UPIPE_OK)
-        status = test->shape.projected ? upipe_dry_block(dry, &own->layer, !test->gx_apart)
-                                       : upipe_dry_layer(dry, &own->layer, !test->gx_apart);
+        status = test->shape.projected ? upipe_dry_block(dry, &own->layer, !test->dx_apart)
+                                       : upipe_dry_layer(dry, &own->layer, !test->dx_apart);
     *err = dry->ctx.err;
     if (status == UPIPE_OK) CHECK_INT(dry->mem.live, 0);
     own->peak = dry->mem.peak;
@@ -420,8 +420,8 @@ static upipe_status run_block(const run_case *test, const f32_block *in, run_res
         own->layer.wk = s->weights[1];
         own->layer.wv = s->weights[2];
         own->layer.wo = shape->projected ? s->weights[3] : NULL;
-        own->layer.q_gain = in->q_gain;
-        own->layer.k_gain = in->k_gain;
+        own->layer.q_norm_weight = in->q_norm_weight;
+        own->layer.k_norm_weight = in->k_norm_weight;
         own->layer.sinks = in->sinks;
         status = run_dry(test, &s->ops, own, &r->errors[0]);
         sent += upipe_plan_sent(&own->plan, 0) + upipe_plan_sent(&own->plan, 1);

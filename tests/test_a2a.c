@@ -83,7 +83,7 @@ static void check_origins(const int64_t *got, const upipe_plan *p, int64_t first
 
 /* Q, K, V to heads, and Q and gradients of K and V back to tokens, over every stage of a plan; elements are
  * int64, so that a head of `dim` of them is 8 * dim bytes. */
-static upipe_status exchange_body(void *user, int rank)
+static upipe_status all_to_all_body(void *user, int rank)
 {
     enum { SPARE = 8, WALL = 0x5a };
     world *w = (world *)user;
@@ -91,7 +91,7 @@ static upipe_status exchange_body(void *user, int rank)
     upipe_plan plan, *p = &plan;
     upipe_ctx c;
     int64_t *send, *heads, *back, mine, first;
-    size_t each = (size_t)desc.head_dim * 8, room;
+    size_t each = (size_t)desc.head_dim * 8, buf;
     int stage, r, which;
     upipe_status s = UPIPE_OK;
     memset(&c, 0, sizeof c);
@@ -101,42 +101,42 @@ static upipe_status exchange_body(void *user, int rank)
     c.team = upipe_threads_comm(&w->team, rank);
     mine = upipe_plan_tokens(p, rank, &first);
     CHECK_INT(mine, p->local);
-    room = (size_t)(p->seq * desc.batch * 2 * desc.heads + SPARE) * each; /* enough for all */
-    send = (int64_t *)malloc(room);
-    heads = (int64_t *)malloc(room);
-    back = (int64_t *)malloc(room);
+    buf = (size_t)(p->seq * desc.batch * 2 * desc.heads + SPARE) * each; /* enough for all */
+    send = (int64_t *)malloc(buf);
+    heads = (int64_t *)malloc(buf);
+    back = (int64_t *)malloc(buf);
     for (stage = 0; stage < p->stages && s == UPIPE_OK; ++stage) {
-        for (which = UPIPE_Q; which <= UPIPE_KV_DONE && s == UPIPE_OK; ++which) {
-            upipe_span own = upipe_plan_part(p, (upipe_which)which, stage, rank);
+        for (which = UPIPE_A2A_Q; which <= UPIPE_A2A_DKV && s == UPIPE_OK; ++which) {
+            upipe_span own = upipe_plan_part(p, (upipe_a2a_heads)which, stage, rank);
             int64_t sent = c.team->sent_bytes, want = 0, end;
             int n;
             /* to heads: the block of a rank lies where upipe_plan_offset says */
-            if (which != UPIPE_KV_DONE) {
+            if (which != UPIPE_A2A_DKV) {
                 for (r = 0; r < desc.ranks; ++r) {
-                    upipe_span theirs = upipe_plan_part(p, (upipe_which)which, stage, r);
-                    int at = upipe_plan_offset(p, (upipe_which)which, stage, r);
+                    upipe_span theirs = upipe_plan_part(p, (upipe_a2a_heads)which, stage, r);
+                    int at = upipe_plan_offset(p, (upipe_a2a_heads)which, stage, r);
                     fill_origins(send + at * p->rows * desc.head_dim, p, first, mine, theirs);
                     if (r != rank) want += theirs.count * p->rows * (int64_t)each;
                 }
-                memset(heads, WALL, room);
-                s = upipe_a2a_to_heads(&c, heads, send, p, stage, (upipe_which)which, each);
+                memset(heads, WALL, buf);
+                s = upipe_a2a_to_heads(&c, heads, send, p, stage, (upipe_a2a_heads)which, each);
                 CHECK_STATUS(s, UPIPE_OK, c.err);
                 CHECK_INT(c.team->sent_bytes - sent, want);
-                check_origins(heads, p, 0, p->seq, own, which == UPIPE_Q ? "Q'" : "K'");
+                check_origins(heads, p, 0, p->seq, own, which == UPIPE_A2A_Q ? "Q'" : "K'");
                 end = p->seq * desc.batch * own.count * desc.head_dim;
                 for (n = 0; n < SPARE; ++n) CHECK_INT(heads[end + n], INT64_C(0x5a5a5a5a5a5a5a5a));
             }
             /* to tokens: every rank's heads of the tokens here, rank by rank */
-            if (which == UPIPE_KV) continue;
+            if (which == UPIPE_A2A_KV) continue;
             fill_origins(heads, p, 0, p->seq, own);
             sent = c.team->sent_bytes;
-            memset(back, WALL, room);
-            s = upipe_a2a_to_tokens(&c, back, heads, p, stage, (upipe_which)which, each);
+            memset(back, WALL, buf);
+            s = upipe_a2a_to_tokens(&c, back, heads, p, stage, (upipe_a2a_heads)which, each);
             CHECK_STATUS(s, UPIPE_OK, c.err);
             CHECK_INT(c.team->sent_bytes - sent, own.count * (p->seq - mine) * desc.batch * (int64_t)each);
             for (r = 0, end = 0; r < desc.ranks; ++r) {
-                upipe_span theirs = upipe_plan_part(p, (upipe_which)which, stage, r);
-                check_origins(back + end, p, first, mine, theirs, which == UPIPE_Q ? "O" : "dK");
+                upipe_span theirs = upipe_plan_part(p, (upipe_a2a_heads)which, stage, r);
+                check_origins(back + end, p, first, mine, theirs, which == UPIPE_A2A_Q ? "O" : "dK");
                 end += theirs.count * p->rows * desc.head_dim;
             }
             for (n = 0; n < SPARE; ++n) CHECK_INT(back[end + n], INT64_C(0x5a5a5a5a5a5a5a5a));
@@ -148,7 +148,7 @@ static upipe_status exchange_body(void *user, int rank)
     return s;
 }
 
-static void exchange(const upipe_plan_desc *desc)
+static void transfer(const upipe_plan_desc *desc)
 {
     world w;
     upipe_err e;
@@ -157,13 +157,13 @@ static void exchange(const upipe_plan_desc *desc)
     w.ops.copy = copy_bytes;
     w.ops.sync = nothing_to_sync;
     CHECK(upipe_threads_init(&w.team, desc->ranks, 30, &e) == UPIPE_OK);
-    CHECK_SAY(upipe_threads_run(&w.team, exchange_body, &w, NULL) == UPIPE_OK,
+    CHECK_SAY(upipe_threads_run(&w.team, all_to_all_body, &w, NULL) == UPIPE_OK,
               "%d/%d heads, %d ranks, chunk %d", desc->heads, desc->kv_heads, desc->ranks, desc->chunk);
     upipe_threads_free(&w.team);
 }
 
 /* Every schedule, and what does not divide: heads, tokens, both; a team that is one of a ring's. */
-static void test_exchange(void)
+static void test_all_to_all(void)
 {
     /* ranks, heads, kv heads, chunk, naive */
     static const int cases[][5] = {
@@ -189,7 +189,7 @@ static void test_exchange(void)
                 d.head_dim = 3;
                 d.ring = ring;
                 d.ring_rank = ring - 1;
-                exchange(&d);
+                transfer(&d);
             }
 }
 
@@ -200,16 +200,16 @@ static upipe_status foreign_body(void *user, int rank)
     upipe_plan_desc desc = w->desc;
     upipe_plan p;
     upipe_ctx c;
-    int64_t room[64];
+    int64_t buf[64];
     memset(&c, 0, sizeof c);
     desc.rank = rank == 0 ? 1 : rank;
     UPIPE_TRY(upipe_plan_init(&p, &desc, &c.err));
     c.ops = &w->ops;
     c.team = upipe_threads_comm(&w->team, rank);
     if (rank != 0) return UPIPE_OK;
-    CHECK_STATUS(upipe_a2a_to_heads(&c, room, room, &p, 0, UPIPE_Q, 8), UPIPE_ERR_ARG, c.err);
+    CHECK_STATUS(upipe_a2a_to_heads(&c, buf, buf, &p, 0, UPIPE_A2A_Q, 8), UPIPE_ERR_ARG, c.err);
     CHECK_TEXT(c.err.text, "a plan for rank 1 of 2 on rank 0 of a team of 2");
-    CHECK_STATUS(upipe_a2a_to_tokens(&c, room, room, &p, 0, UPIPE_Q, 8), UPIPE_ERR_ARG, c.err);
+    CHECK_STATUS(upipe_a2a_to_tokens(&c, buf, buf, &p, 0, UPIPE_A2A_Q, 8), UPIPE_ERR_ARG, c.err);
     return UPIPE_OK;
 }
 
@@ -234,8 +234,8 @@ static upipe_status sum_body(void *user, int rank)
     world *w = (world *)user;
     upipe_ctx c;
     upipe_mem mem;
-    upipe_block blocks[4];
-    size_t bytes = UPIPE_SUM_PIECE * 8 * 4 + 4096;
+    upipe_mem_block blocks[4];
+    size_t bytes = UPIPE_REDUCE_STRIP * 8 * 4 + 4096;
     void *slab = NULL;
     upipe_status s;
     memset(&c, 0, sizeof c);
@@ -246,21 +246,21 @@ static upipe_status sum_body(void *user, int rank)
     c.team = upipe_threads_comm(&w->team, rank);
     /* The own slice becomes the sum, nothing else moves; then all slices meet. */
     if (w->sum_n <= 1000) {
-        int64_t first, count = upipe_a2a_slice(w->sum_n, rank, w->team.ranks, &first), i;
+        int64_t first, count = upipe_reduce_slice(w->sum_n, rank, w->team.ranks, &first), i;
         float *was = (float *)malloc((size_t)w->sum_n * 4);
         memcpy(was, w->sums[rank], (size_t)w->sum_n * 4);
-        s = upipe_a2a_reduce_scatter(&c, w->sums[rank], w->sum_n);
+        s = upipe_reduce_scatter(&c, w->sums[rank], w->sum_n);
         for (i = 0; i < w->sum_n; ++i)
             CHECK(memcmp(&w->sums[rank][i], i >= first && i < first + count ? &w->want[i] : &was[i], 4) == 0);
         free(was);
-        if (s == UPIPE_OK) s = upipe_a2a_all_gather(&c, w->sums[rank], w->sum_n, 4);
+        if (s == UPIPE_OK) s = upipe_all_gather(&c, w->sums[rank], w->sum_n, 4);
     } else {
-        s = upipe_a2a_sum(&c, w->sums[rank], w->sum_n);
+        s = upipe_all_reduce(&c, w->sums[rank], w->sum_n);
     }
-    CHECK_INT(mem.peak, upipe_a2a_sum_bytes(w->sum_n, w->team.ranks));
+    CHECK_INT(mem.peak, upipe_reduce_bytes(w->sum_n, w->team.ranks));
     CHECK_INT(mem.live, 0);
-    if (s == UPIPE_OK) s = upipe_a2a_all_gather(&c, w->halves[rank], w->sum_n, 2);
-    upipe_mem_free(&mem, NULL);
+    if (s == UPIPE_OK) s = upipe_all_gather(&c, w->halves[rank], w->sum_n, 2);
+    upipe_mem_destroy(&mem, NULL);
     free(slab);
     return s;
 }
@@ -268,7 +268,7 @@ static upipe_status sum_body(void *user, int rank)
 /* Addends of very different size: any other order of additions gives other bits. */
 static void test_sum(void)
 {
-    static const int64_t sizes[] = {1, 2, 3, 7, 1000, 65537, 3 * UPIPE_SUM_PIECE * 8 + 5};
+    static const int64_t sizes[] = {1, 2, 3, 7, 1000, 65537, 3 * UPIPE_REDUCE_STRIP * 8 + 5};
     int ranks, r;
     size_t k;
     for (ranks = 1; ranks <= 8; ++ranks) {
@@ -292,7 +292,7 @@ static void test_sum(void)
                 for (i = 0; i < n; ++i)
                     w.sums[r][i] = (float)(test_normal(&rng) * pow(10, test_below(&rng, 6)));
                 w.halves[r] = (uint16_t *)calloc((size_t)n, 2);
-                held = upipe_a2a_slice(n, r, ranks, &first);
+                held = upipe_reduce_slice(n, r, ranks, &first);
                 for (i = first; i < first + held; ++i) gathered[i] = w.halves[r][i] = (uint16_t)(i * 7 + r);
                 all += held;
             }
@@ -342,13 +342,13 @@ static upipe_status busy_body(void *user, int rank)
     d.rank = rank;
     UPIPE_TRY(upipe_plan_init(&p, &d, &c.err));
     UPIPE_TRY(upipe_comm_shift_start(&c, c.team, in, out, sizeof in, 1));
-    CHECK_STATUS(upipe_a2a_to_heads(&c, other, out, &p, 0, UPIPE_Q, 4), UPIPE_ERR_ARG, c.err);
-    CHECK_STATUS(upipe_a2a_to_tokens(&c, other, out, &p, 0, UPIPE_Q, 4), UPIPE_ERR_ARG, c.err);
-    CHECK_STATUS(upipe_a2a_sum(&c, (float *)(void *)other, 2), UPIPE_ERR_ARG, c.err);
+    CHECK_STATUS(upipe_a2a_to_heads(&c, other, out, &p, 0, UPIPE_A2A_Q, 4), UPIPE_ERR_ARG, c.err);
+    CHECK_STATUS(upipe_a2a_to_tokens(&c, other, out, &p, 0, UPIPE_A2A_Q, 4), UPIPE_ERR_ARG, c.err);
+    CHECK_STATUS(upipe_all_reduce(&c, (float *)(void *)other, 2), UPIPE_ERR_ARG, c.err);
     UPIPE_TRY(upipe_comm_wait(&c, c.team));
     CHECK_INT(in[0], 1 - rank);
     CHECK_INT(in[1], 11 - rank);
-    CHECK_STATUS(upipe_a2a_sum(&c, NULL, -5), UPIPE_ERR_ARG, c.err);
+    CHECK_STATUS(upipe_all_reduce(&c, NULL, -5), UPIPE_ERR_ARG, c.err);
     return UPIPE_OK;
 }
 
@@ -366,13 +366,13 @@ static void test_busy(void)
 
 static void test_slots(void)
 {
-    char room[40];
+    char buf[40];
     upipe_slots s;
     upipe_err e;
     void *p;
-    upipe_slots_init(&s, room, 10, 4, UPIPE_SLOT_EMPTY);
+    upipe_slots_init(&s, buf, 10, 4, UPIPE_SLOT_EMPTY);
     CHECK_STATUS(upipe_slot_lend(&s, 2, &p, &e), UPIPE_OK, e);
-    CHECK(p == (void *)(room + 20));
+    CHECK(p == (void *)(buf + 20));
     CHECK_STATUS(upipe_slot_lend(&s, 2, &p, &e), UPIPE_ERR_ARG, e);
     CHECK_TEXT(e.text, "slot 2 is lent, not empty");
     CHECK(p == NULL);
@@ -380,19 +380,19 @@ static void test_slots(void)
     CHECK_STATUS(upipe_slot_fill(&s, 2, &e), UPIPE_OK, e);
     CHECK_STATUS(upipe_slot_fill(&s, 2, &e), UPIPE_ERR_ARG, e);
     CHECK_STATUS(upipe_slot_drain(&s, 2, &p, &e), UPIPE_OK, e);
-    CHECK(p == (void *)(room + 20));
+    CHECK(p == (void *)(buf + 20));
     CHECK_STATUS(upipe_slot_drain(&s, 2, &p, &e), UPIPE_ERR_ARG, e);
     CHECK_TEXT(e.text, "slot 2 is empty, not full");
     CHECK_STATUS(upipe_slot_lend(&s, 4, &p, &e), UPIPE_ERR_ARG, e);
     CHECK_TEXT(e.text, "slot 4 of 4");
     CHECK_STATUS(upipe_slot_lend(&s, -1, &p, &e), UPIPE_ERR_ARG, e);
-    upipe_slots_init(&s, room, 10, 4, UPIPE_SLOT_FULL);
+    upipe_slots_init(&s, buf, 10, 4, UPIPE_SLOT_FULL);
     CHECK_STATUS(upipe_slot_drain(&s, 0, &p, &e), UPIPE_OK, e);
 }
 
 int main(void)
 {
-    test_exchange();
+    test_all_to_all();
     test_foreign_plan();
     test_sum();
     test_busy();

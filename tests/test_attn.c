@@ -148,11 +148,11 @@ static void test_merge_nothing(void)
         a.lse = upipe_view_packed(lse, UPIPE_F32, t.sq, t.h, 1);
         a.k_pos = t.k_pos;
         a.causal = a.merge = 1;
-        memcpy(o, in.go, (size_t)q_count(&t) * 4);
+        memcpy(o, in.dout, (size_t)q_count(&t) * 4);
         memcpy(lse, in.q, (size_t)(t.sq * t.h) * 4);
         attn_scratch(&a, &ops, 0);
         CHECK_STATUS(upipe_attn_fwd(&c, &a), UPIPE_OK, c.err);
-        CHECK_BYTES(o, in.go, q_count(&t) * 4);
+        CHECK_BYTES(o, in.dout, q_count(&t) * 4);
         CHECK_BYTES(lse, in.q, t.sq * t.h * 4);
         free(a.work), free(o), free(lse);
     }
@@ -239,7 +239,7 @@ static void test_heads_alone(void)
         int64_t i;
         for (i = 0; i < t.sq; ++i) {
             int64_t from = oracle_q_row(&t, i, 2 * part), to = oracle_q_row(&half, i, 0);
-            memcpy(x.q + to, in.q + from, 2 * 80 * 4), memcpy(x.go + to, in.go + from, 2 * 80 * 4);
+            memcpy(x.q + to, in.q + from, 2 * 80 * 4), memcpy(x.dout + to, in.dout + from, 2 * 80 * 4);
         }
         for (i = 0; i < t.sk; ++i) {
             int64_t from = oracle_k_row(&t, i, 2 * part), to = oracle_k_row(&half, i, 0);
@@ -275,7 +275,7 @@ static void test_prefix(void)
         in = inputs_make(&more, UPIPE_F32, &r, 1);
         out = values_make(&more);
         got = values_make(&t);
-        memcpy(less.q, in.q, (size_t)q_count(&t) * 4), memcpy(less.go, in.go, (size_t)q_count(&t) * 4);
+        memcpy(less.q, in.q, (size_t)q_count(&t) * 4), memcpy(less.dout, in.dout, (size_t)q_count(&t) * 4);
         memcpy(less.k, in.k, (size_t)k_count(&t) * 4), memcpy(less.v, in.v, (size_t)k_count(&t) * 4);
         run_kernels(&more, UPIPE_F32, PACKED, t.h, &in, &out);
         run_kernels(&t, UPIPE_F32, PACKED, t.h, &less, &got);
@@ -285,7 +285,7 @@ static void test_prefix(void)
     }
 }
 
-/* gk and gv add to what is there. */
+/* dk and dv add to what is there. */
 static void test_accumulate(void)
 {
     oracle_attn t = shape(90, 70, 2, 1, 72, 1, 0, 10);
@@ -355,7 +355,7 @@ static void test_one_key(void)
             int c;
             run_kernels(&t, UPIPE_F32, PACKED, 1, &in, &out);
             CHECK(memcmp(out.o, in.v, (size_t)dims[k] * 4) == 0);
-            CHECK(memcmp(out.dv, in.go, (size_t)dims[k] * 4) == 0);
+            CHECK(memcmp(out.dv, in.dout, (size_t)dims[k] * 4) == 0);
             for (c = 0; c < dims[k]; ++c) CHECK(out.dq[c] == 0 && out.dk[c] == 0);
             values_free(&in), values_free(&out);
         }
@@ -398,18 +398,18 @@ static void test_bf16(void)
         upi_f8_store(x, upi_f8_load_bf16(in));
         upi_f8_store_bf16(out, upi_f8_load(x));
         for (j = 0; j < 8; ++j) {
-            float one = upi_bf16_to_f32(in[j]);
+            float one = upipe_bf16_to_f32(in[j]);
             CHECK_BYTES(&one, &x[j], 4);
             if (isnan(x[j]))
-                CHECK(isnan(upi_bf16_to_f32(out[j])) && isnan(upi_bf16_to_f32(upi_f32_to_bf16(x[j]))));
+                CHECK(isnan(upipe_bf16_to_f32(out[j])) && isnan(upipe_bf16_to_f32(upipe_f32_to_bf16(x[j]))));
             else
-                CHECK(out[j] == in[j] && upi_f32_to_bf16(x[j]) == in[j]);
+                CHECK(out[j] == in[j] && upipe_f32_to_bf16(x[j]) == in[j]);
         }
     }
-    CHECK_INT(upi_f32_to_bf16(1 + 0x1p-8f), 0x3f80);            /* a tie, down to the even one */
-    CHECK_INT(upi_f32_to_bf16(1 + 0x1p-7f + 0x1p-8f), 0x3f82);  /* a tie, up to the even one */
-    CHECK_INT(upi_f32_to_bf16(1 + 0x1p-8f + 0x1p-20f), 0x3f81); /* more than a tie */
-    CHECK_INT(upi_f32_to_bf16(3.4e38f), 0x7f80);
+    CHECK_INT(upipe_f32_to_bf16(1 + 0x1p-8f), 0x3f80);            /* a tie, down to the even one */
+    CHECK_INT(upipe_f32_to_bf16(1 + 0x1p-7f + 0x1p-8f), 0x3f82);  /* a tie, up to the even one */
+    CHECK_INT(upipe_f32_to_bf16(1 + 0x1p-8f + 0x1p-20f), 0x3f81); /* more than a tie */
+    CHECK_INT(upipe_f32_to_bf16(3.4e38f), 0x7f80);
     for (b = 0; b < 4096; ++b) { /* lanes round as one element does, NaNs with low bits only included */
         uint32_t bits = b * 2654435761u;
         uint16_t out[8];
@@ -417,11 +417,11 @@ static void test_bf16(void)
         if (b % 16 == 0) bits = 0x7f800001u + b;
         memcpy(&x, &bits, 4);
         upi_f8_store_bf16(out, upi_f8_set1(x));
-        CHECK_INT(out[b % 8], upi_f32_to_bf16(x));
+        CHECK_INT(out[b % 8], upipe_f32_to_bf16(x));
     }
 }
 
-static void test_lanes(void)
+static void test_simd_lanes_here(void)
 {
     float x[64], y[64];
     upi_f8 r[8];
@@ -510,11 +510,11 @@ static void test_refusals(void)
     g.a.o.n = 9;
     CHECK_STATUS(upipe_attn_fwd(&c, &g.a), UPIPE_ERR_ARG, c.err);
     CHECK_TEXT(c.err.text, "o is");
-    REFUSED_BWD(g.go.n = 7, UPIPE_ERR_ARG, "go is");
-    REFUSED_BWD(g.gq.dtype = UPIPE_BF16, UPIPE_ERR_ARG, "gq is bf16");
+    REFUSED_BWD(g.dout.n = 7, UPIPE_ERR_ARG, "go is");
+    REFUSED_BWD(g.dq.dtype = UPIPE_BF16, UPIPE_ERR_ARG, "dq is bf16");
     REFUSED_BWD(g.delta.h = 2, UPIPE_ERR_ARG, "delta is");
-    REFUSED_BWD(g.gk.dtype = UPIPE_BF16, UPIPE_ERR_ARG, "gk is bf16");
-    REFUSED_BWD(g.gv.data = NULL, UPIPE_ERR_ARG, "gv is NULL");
+    REFUSED_BWD(g.dk.dtype = UPIPE_BF16, UPIPE_ERR_ARG, "dk is bf16");
+    REFUSED_BWD(g.dv.data = NULL, UPIPE_ERR_ARG, "dv is NULL");
     valid_call(&g, block, work, need_bwd);
     g.a.o.dtype = UPIPE_BF16, g.a.merge = 1;
     CHECK_STATUS(upipe_attn_fwd(&c, &g.a), UPIPE_ERR_ARG, c.err);
@@ -554,7 +554,7 @@ int main(void)
 {
     test_exp();
     test_bf16();
-    test_lanes();
+    test_simd_lanes_here();
     test_refusals();
     test_scratch();
     test_head_dims();

@@ -1,4 +1,4 @@
-/* test_attn_masks.c -- sliding windows, packed documents, soft-caps, sinks, steps between positions, head dims of v,
+/* test_attn_masks.c -- sliding windows, packed packed sequences, soft-caps, sinks, steps between positions, head dims of v,
  * and gradients of q that are added to, in the CPU attention kernels
  *
  * What a row sees, as the library says it in one run, against a question for every pair; finite differences for the
@@ -8,19 +8,19 @@
 #define _POSIX_C_SOURCE 200809L
 #include "attn.h"
 
-enum { MOST_DOCS = 12 };
+enum { MOST_CU_SEQLENS = 12 };
 
 /* ---- what a row sees ---- */
 
-/* Ascending positions in [low, high], some of them equal; returns the number of documents. */
-static int64_t draw_docs(test_rng *r, int64_t *docs, int64_t low, int64_t high)
+/* Ascending positions in [low, high], some of them equal; returns the number of packed sequences. */
+static int64_t draw_cu_seqlens(test_rng *r, int64_t *cu_seqlens, int64_t low, int64_t high)
 {
-    int64_t n = 1 + test_below(r, MOST_DOCS), i, j;
+    int64_t n = 1 + test_below(r, MOST_CU_SEQLENS), i, j;
     for (i = 0; i <= n; ++i) {
         int64_t x = low + test_below(r, (int)(high - low + 1));
-        if (i > 0 && test_below(r, 4) == 0) x = docs[i - 1];
-        for (j = i; j > 0 && docs[j - 1] > x; --j) docs[j] = docs[j - 1];
-        docs[j] = x;
+        if (i > 0 && test_below(r, 4) == 0) x = cu_seqlens[i - 1];
+        for (j = i; j > 0 && cu_seqlens[j - 1] > x; --j) cu_seqlens[j] = cu_seqlens[j - 1];
+        cu_seqlens[j] = x;
     }
     return n;
 }
@@ -30,15 +30,15 @@ static void test_sight(void)
     test_rng r = {20};
     int round;
     for (round = 0; round < 4000; ++round) {
-        int64_t docs[MOST_DOCS + 1], i, j, before_first = 0, before_end = 0;
+        int64_t cu_seqlens[MOST_CU_SEQLENS + 1], i, j, before_first = 0, before_end = 0;
         oracle_attn t = shape(1 + test_below(&r, 40), test_below(&r, 40), 1, 1, 32, test_below(&r, 2),
                               test_below(&r, 80) - 40, test_below(&r, 80) - 40);
         upipe_attn a;
         t.pos_step = test_below(&r, 6); /* 0 = 1 */
         if (test_below(&r, 2)) t.window = 1 + test_below(&r, 60);
         if (test_below(&r, 2)) {
-            t.docs_n = draw_docs(&r, docs, -60, 160);
-            t.docs = docs;
+            t.cu_seqlens_n = draw_cu_seqlens(&r, cu_seqlens, -60, 160);
+            t.cu_seqlens = cu_seqlens;
         }
         memset(&a, 0, sizeof a);
         attn_set(&a, &t);
@@ -46,7 +46,7 @@ static void test_sight(void)
         a.k.n = t.sk;
         for (i = 0; i < t.sq; ++i) {
             int64_t first, end, wrong = 0;
-            upi_attn_sight(&a, i, &first, &end);
+            upipe_attn_visible(&a, i, &first, &end);
             CHECK(0 <= first && first <= end && end <= t.sk && first >= before_first && end >= before_end);
             for (j = 0; j < t.sk; ++j) wrong += oracle_visible(&t, i, j) != (first <= j && j < end);
             if (!CHECK_SAY(wrong == 0, "round %d: row %d sees [%lld, %lld)", round, (int)i, (long long)first,
@@ -60,12 +60,12 @@ static void test_sight(void)
 
 /* ---- the oracle itself ---- */
 
-static double loss(const oracle_attn *t, const double *q, const double *k, const double *v, const double *go)
+static double loss(const oracle_attn *t, const double *q, const double *k, const double *v, const double *dout)
 {
     int64_t n = o_count(t), i;
     double *o = doubles(NULL, n), *lse = doubles(NULL, t->sq * t->h), sum = 0;
     oracle_attn_fwd(t, q, k, v, o, lse);
-    for (i = 0; i < n; ++i) sum += o[i] * go[i];
+    for (i = 0; i < n; ++i) sum += o[i] * dout[i];
     free(o), free(lse);
     return sum;
 }
@@ -79,9 +79,9 @@ static void check_slope(const oracle_attn *t, double *x, int64_t n, const double
     for (i = 0; i < n; ++i) {
         double at = x[i], up, down;
         x[i] = at + step;
-        up = loss(t, a->q, a->k, a->v, a->go);
+        up = loss(t, a->q, a->k, a->v, a->dout);
         x[i] = at - step;
-        down = loss(t, a->q, a->k, a->v, a->go);
+        down = loss(t, a->q, a->k, a->v, a->dout);
         x[i] = at;
         worst = fmax(worst, fabs((up - down) / (2 * step) - grad[i]));
     }
@@ -98,9 +98,9 @@ static void check_sinks_slope(const oracle_attn *t, float *sinks, const answers 
         float at = sinks[x];
         double up, down;
         sinks[x] = at + step;
-        up = loss(t, a->q, a->k, a->v, a->go);
+        up = loss(t, a->q, a->k, a->v, a->dout);
         sinks[x] = at - step;
-        down = loss(t, a->q, a->k, a->v, a->go);
+        down = loss(t, a->q, a->k, a->v, a->dout);
         sinks[x] = at;
         worst = fmax(worst, fabs((up - down) / (2 * (double)step) - a->dsinks[x]));
     }
@@ -109,7 +109,7 @@ static void check_sinks_slope(const oracle_attn *t, float *sinks, const answers 
 
 static void test_oracle(void)
 {
-    static const int64_t docs[] = {1, 4, 4, 9, 30};
+    static const int64_t cu_seqlens[] = {1, 4, 4, 9, 30};
     float sinks[] = {0.5f, -1.25f};
     int kind;
     for (kind = 0; kind < 64; ++kind) {
@@ -118,10 +118,10 @@ static void test_oracle(void)
         values in;
         answers x;
         if (kind & 2) t.window = 3;
-        if (kind & 4) t.docs = docs, t.docs_n = 4;
+        if (kind & 4) t.cu_seqlens = cu_seqlens, t.cu_seqlens_n = 4;
         if (kind & 8) t.softcap = 1.5;
         if (kind & 16) t.sinks = sinks;
-        if (kind & 32) t.dv = 3, t.pos_step = 2;
+        if (kind & 32) t.v_dim = 3, t.pos_step = 2;
         in = inputs_make(&t, UPIPE_F32, &r, 1);
         x = answers_make(&t, UPIPE_F32, &in);
         if (kind < 2) CHECK((x.lse[0] == -(double)INFINITY) == kind);
@@ -145,9 +145,9 @@ static void test_alone(void)
     static const int64_t inside[] = {20, 30, 30, 90};
     static const int64_t elsewhere[] = {-90, -20, 0};
     static const struct {
-        const int64_t *docs;
+        const int64_t *cu_seqlens;
         int64_t n;
-    } docs[] = {{packed, 8}, {straddling, 4}, {inside, 3}, {elsewhere, 2}};
+    } cu_seqlens[] = {{packed, 8}, {straddling, 4}, {inside, 3}, {elsewhere, 2}};
     static const double caps[] = {0.3, 2, 50, 1e6};
     static const float sinks[][2] = {{0, 1}, {-30, 30}, {200, -200}, {-INFINITY, 3}};
     static const int dims[][2] = {{32, 64}, {64, 32}, {192, 128}, {40, 72}, {128, 256}, {72, 40}};
@@ -168,32 +168,32 @@ static void test_alone(void)
     } while (0)
         for (i = 0; i < sizeof windows / sizeof *windows; ++i)
             RUN((t.window = windows[i], t.q_pos = i % 3 == 2 ? 90 : 0));
-        for (i = 0; i < sizeof docs / sizeof *docs; ++i)
-            RUN((t.docs = docs[i].docs, t.docs_n = docs[i].n, t.k_pos = variant == 2 ? 30 : 0));
+        for (i = 0; i < sizeof cu_seqlens / sizeof *cu_seqlens; ++i)
+            RUN((t.cu_seqlens = cu_seqlens[i].cu_seqlens, t.cu_seqlens_n = cu_seqlens[i].n, t.k_pos = variant == 2 ? 30 : 0));
         for (i = 0; i < sizeof caps / sizeof *caps; ++i) RUN((t.softcap = (double)(float)caps[i]));
         for (i = 0; i < sizeof sinks / sizeof *sinks; ++i)
             RUN((t.sinks = sinks[i], t.k_pos = i % 2 ? 90 : 0));
-        for (i = 0; i < sizeof dims / sizeof *dims; ++i) RUN((t.d = dims[i][0], t.dv = dims[i][1]));
+        for (i = 0; i < sizeof dims / sizeof *dims; ++i) RUN((t.d = dims[i][0], t.v_dim = dims[i][1]));
         for (i = 2; i < 6; ++i) RUN((t.pos_step = (int64_t)i, t.q_pos = 3, t.window = i == 4 ? 90 : 0));
 #undef RUN
     }
 }
 
-/* Masks of a draw; docs and sinks have room for MOST_DOCS + 1 and for all heads. */
-static void draw_masks(test_rng *r, oracle_attn *t, int64_t *docs, float *sinks)
+/* Masks of a draw; cu_seqlens and sinks have space for MOST_CU_SEQLENS + 1 and for all heads. */
+static void draw_masks(test_rng *r, oracle_attn *t, int64_t *cu_seqlens, float *sinks)
 {
     const int mask = test_below(r, 64);
     int x;
     t->causal = test_below(r, 4) > 0;
     if (mask & 1) t->window = 1 + test_below(r, test_below(r, 2) ? 20 : 300);
     if (mask & 2) {
-        t->docs_n = draw_docs(r, docs, -20, (int)(t->q_pos + t->sq + 40));
-        t->docs = docs;
+        t->cu_seqlens_n = draw_cu_seqlens(r, cu_seqlens, -20, (int)(t->q_pos + t->sq + 40));
+        t->cu_seqlens = cu_seqlens;
     }
     if (mask & 4) t->softcap = (double)(float)(0.5 + test_below(r, 60));
     for (x = 0; x < t->h && mask & 8; ++x) sinks[x] = (float)(2 * test_normal(r));
     if (mask & 8) t->sinks = sinks;
-    if (mask & 16) t->dv = 32 + 8 * test_below(r, 29);
+    if (mask & 16) t->v_dim = 32 + 8 * test_below(r, 29);
     if (mask & 32) t->pos_step = 1 + test_below(r, 5);
 }
 
@@ -206,13 +206,13 @@ static void test_random(void)
         const int *g = groups[test_below(&r, 7)];
         upipe_dtype dtype = types[test_below(&r, 3)];
         int layout = test_below(&r, LAYOUTS), d = 32 + 8 * test_below(&r, test_below(&r, 4) ? 9 : 29);
-        int64_t docs[MOST_DOCS + 1], most = 800000 / (g[0] * d), sq = 1 + test_below(&r, 250);
+        int64_t cu_seqlens[MOST_CU_SEQLENS + 1], most = 800000 / (g[0] * d), sq = 1 + test_below(&r, 250);
         int64_t sk = 1 + test_below(&r, (int)(most / sq < 300 ? most / sq : 300));
         oracle_attn t = shape(sq, sk, g[0], g[1], d, 0, test_below(&r, 220), test_below(&r, 220));
         long failed = test_failures;
         float sinks[13];
         values in;
-        draw_masks(&r, &t, docs, sinks);
+        draw_masks(&r, &t, cu_seqlens, sinks);
         in = inputs_make(&t, dtype, &r, 1);
         check_case(&t, dtype, layout, &in);
         values_free(&in);
@@ -222,7 +222,7 @@ static void test_random(void)
 
 /* ---- keys in parts ---- */
 
-/* The backward of the keys in parts, with o and lse of all of them: gq is added to. */
+/* The backward of the keys in parts, with o and lse of all of them: dq is added to. */
 static void check_merge_bwd(const oracle_attn *t, upipe_dtype dtype, int layout, const values *in,
                             const int64_t *lengths, int parts)
 {
@@ -239,37 +239,37 @@ static void check_merge_bwd(const oracle_attn *t, upipe_dtype dtype, int layout,
     memset(&g, 0, sizeof g);
     g.a.q = tensor_make(dtype, t->sq, t->h, t->d, layout, in->q);
     g.a.lse = tensor_make(UPIPE_F32, t->sq, t->h, 1, layout, all.lse);
-    g.go = tensor_make(dtype, t->sq, t->h, oracle_dv(t), layout, in->go);
-    g.a.o = tensor_make(dtype, t->sq, t->h, oracle_dv(t), layout, all.o);
+    g.dout = tensor_make(dtype, t->sq, t->h, oracle_v_dim(t), layout, in->dout);
+    g.a.o = tensor_make(dtype, t->sq, t->h, oracle_v_dim(t), layout, all.o);
     g.delta = tensor_make(UPIPE_F32, t->sq, t->h, 1, layout, NULL);
-    g.gq = tensor_make(UPIPE_F32, t->sq, t->h, t->d, layout, got.dq);
-    CHECK_STATUS(upi_cpu_rowdot(&c, g.delta, g.go, g.a.o), UPIPE_OK, c.err);
+    g.dq = tensor_make(UPIPE_F32, t->sq, t->h, t->d, layout, got.dq);
+    CHECK_STATUS(upi_cpu_rowdot(&c, g.delta, g.dout, g.a.o), UPIPE_OK, c.err);
     for (p = 0; p < parts; first += lengths[p++]) {
         oracle_attn piece = piece_of(t, first, lengths[p]);
-        int64_t at = first * t->hkv * t->d, v_at = first * t->hkv * oracle_dv(t);
+        int64_t at = first * t->hkv * t->d, v_at = first * t->hkv * oracle_v_dim(t);
         attn_set(&g.a, &piece);
         g.a.merge = 1;
-        g.gsinks = piece.sinks != NULL ? got.dsinks : NULL;
+        g.dsinks = piece.sinks != NULL ? got.dsinks : NULL;
         g.a.k = tensor_make(dtype, lengths[p], t->hkv, t->d, layout, in->k + at);
-        g.a.v = tensor_make(dtype, lengths[p], t->hkv, oracle_dv(t), layout, in->v + v_at);
-        g.gk = tensor_make(UPIPE_F32, lengths[p], t->hkv, t->d, layout, got.dk + at);
-        g.gv = tensor_make(UPIPE_F32, lengths[p], t->hkv, oracle_dv(t), layout, got.dv + v_at);
+        g.a.v = tensor_make(dtype, lengths[p], t->hkv, oracle_v_dim(t), layout, in->v + v_at);
+        g.dk = tensor_make(UPIPE_F32, lengths[p], t->hkv, t->d, layout, got.dk + at);
+        g.dv = tensor_make(UPIPE_F32, lengths[p], t->hkv, oracle_v_dim(t), layout, got.dv + v_at);
         attn_scratch(&g.a, &ops, 1);
         CHECK_STATUS(upipe_attn_bwd(&c, &g), UPIPE_OK, c.err);
         free(g.a.work);
-        tensor_take(g.a.k, NULL), tensor_take(g.a.v, NULL);
-        tensor_take(g.gk, got.dk + at), tensor_take(g.gv, got.dv + v_at);
+        tensor_read(g.a.k, NULL), tensor_read(g.a.v, NULL);
+        tensor_read(g.dk, got.dk + at), tensor_read(g.dv, got.dv + v_at);
     }
     CHECK_INT(first, t->sk);
-    tensor_take(g.a.q, NULL), tensor_take(g.a.lse, NULL), tensor_take(g.go, NULL), tensor_take(g.a.o, NULL);
-    tensor_take(g.delta, NULL), tensor_take(g.gq, got.dq);
-    /* o and lse were not computed here, and gq is not rounded to the storage type */
+    tensor_read(g.a.q, NULL), tensor_read(g.a.lse, NULL), tensor_read(g.dout, NULL), tensor_read(g.a.o, NULL);
+    tensor_read(g.delta, NULL), tensor_read(g.dq, got.dq);
+    /* o and lse were not computed here, and dq is not rounded to the storage type */
     memcpy(got.o, all.o, (size_t)o_count(t) * 4), memcpy(got.lse, all.lse, (size_t)(t->sq * t->h) * 4);
     for (way = 0; way < NAIVE_WAYS; ++way) {
         oracle_attn plain = *t;
         values *n = &x.naive[way];
         plain.naive = way;
-        naive_attn_bwd(&plain, UPIPE_F32, in->q, in->k, in->v, in->go, n->o, n->lse, n->dq, n->dk, n->dv);
+        naive_attn_bwd(&plain, UPIPE_F32, in->q, in->k, in->v, in->dout, n->o, n->lse, n->dq, n->dk, n->dv);
     }
     CHECK_BYTES(got.dsinks, all.dsinks, t->h * 4);
     check_answers(t, &got, &x);
@@ -280,7 +280,7 @@ static void check_merge_bwd(const oracle_attn *t, upipe_dtype dtype, int layout,
 static void test_parts(void)
 {
     static const int64_t lengths[][3] = {{70, 50, 80}, {64, 128, 8}, {1, 0, 199}, {150, 49, 1}};
-    static const int64_t docs[] = {0, 30, 75, 75, 130, 190};
+    static const int64_t cu_seqlens[] = {0, 30, 75, 75, 130, 190};
     static const float sinks[] = {0.5f, -2, 3, 1};
     test_rng r = {22};
     int kind;
@@ -289,9 +289,9 @@ static void test_parts(void)
         oracle_attn t = shape(120, 200, 4, 2, kind % 2 ? 64 : 40, kind & 1, 60, 0);
         values in;
         if (kind & 2) t.window = 45;
-        if (kind & 4) t.docs = docs, t.docs_n = 5;
+        if (kind & 4) t.cu_seqlens = cu_seqlens, t.cu_seqlens_n = 5;
         if (kind & 8) t.sinks = sinks;
-        if (kind & 16) t.softcap = 4, t.dv = 48, t.pos_step = 1 + kind % 3;
+        if (kind & 16) t.softcap = 4, t.v_dim = 48, t.pos_step = 1 + kind % 3;
         in = inputs_make(&t, dtype, &r, 1);
         check_merge(&t, dtype, kind % 2 ? dtype : UPIPE_F32, kind % LAYOUTS, &in, lengths[kind / 2 % 4], 3);
         check_merge_bwd(&t, dtype, kind % LAYOUTS, &in, lengths[kind / 2 % 4], 3);
@@ -305,7 +305,7 @@ static void test_parts(void)
  * few blocks of keys. */
 static void test_workers(void)
 {
-    static const int64_t docs[] = {-5, 100, 100, 101, 390, 640, 650, 1200};
+    static const int64_t cu_seqlens[] = {-5, 100, 100, 101, 390, 640, 650, 1200};
     static const float sinks[] = {0.5f, -2, 3, 1, -1, 0};
     test_rng r = {23};
     int kind;
@@ -316,7 +316,7 @@ static void test_workers(void)
         values in, one = values_make(&t), got;
         int workers;
         if (kind & 1) t.window = 30 + 50 * kind;
-        if (kind & 2) t.docs = docs, t.docs_n = 7;
+        if (kind & 2) t.cu_seqlens = cu_seqlens, t.cu_seqlens_n = 7;
         if (kind & 4) t.sinks = sinks, t.softcap = 8, one.dsinks[0] = 4;
         if (kind == 6) t.pos_step = 3, t.k_pos = 50;
         in = inputs_make(&t, dtype, &r, 2);
@@ -345,13 +345,13 @@ static void test_workers(void)
 /* Masks that hide nothing change no bit. */
 static void test_wide_masks(void)
 {
-    static const int64_t docs[] = {-10, 5000};
+    static const int64_t cu_seqlens[] = {-10, 5000};
     static const float sinks[] = {-INFINITY, -INFINITY};
     oracle_attn t = shape(211, 171, 2, 1, 64, 1, 20, 60), wide = t;
     test_rng r = {24};
     values in = inputs_make(&t, UPIPE_F32, &r, 1), a = values_make(&t), b = values_make(&t);
     wide.window = INT64_C(1) << 60;
-    wide.docs = docs, wide.docs_n = 1;
+    wide.cu_seqlens = cu_seqlens, wide.cu_seqlens_n = 1;
     wide.sinks = sinks;
     wide.pos_step = 1;
     run_kernels(&t, UPIPE_F32, PACKED, t.h, &in, &a);
@@ -373,7 +373,7 @@ static void test_one_key(void)
         t.softcap = round % 2 ? 3 : 0;
         run_kernels(&t, UPIPE_F32, PACKED, 1, &in, &out);
         CHECK_BYTES(out.o, in.v, v_count(&t) * 4);
-        CHECK_BYTES(out.dv, in.go, v_count(&t) * 4);
+        CHECK_BYTES(out.dv, in.dout, v_count(&t) * 4);
         for (i = 0; i < q_count(&t); ++i) CHECK(out.dq[i] == 0 && out.dk[i] == 0);
         values_free(&in), values_free(&out);
     }
@@ -386,7 +386,7 @@ static void test_one_key(void)
 static void test_reach(void)
 {
     enum { NEAR = UPI_ATTN_PANEL + UPI_ATTN_TILE };
-    static const int64_t docs[] = {0, 300, 500, 900};
+    static const int64_t cu_seqlens[] = {0, 300, 500, 900};
     int kind;
     for (kind = 0; kind < 4; ++kind) {
         oracle_attn t = shape(900, 900, 1, 1, 64, kind != 1, 0, 0);
@@ -400,7 +400,7 @@ static void test_reach(void)
         int64_t i;
         int c, seen = 0;
         if (kind == 2)
-            t.docs = docs, t.docs_n = 3;
+            t.cu_seqlens = cu_seqlens, t.cu_seqlens_n = 3;
         else
             t.window = 20;
         t.softcap = kind == 3 ? 5 : 0;
@@ -445,7 +445,7 @@ static void test_far_keys(void)
 
 static void test_refusals(void)
 {
-    static const char *const names[] = {"window", "documents", "soft-cap",
+    static const char *const names[] = {"window", "packed sequences", "soft-cap",
                                         "sinks",  "head dim",  "gradient of q"};
     static const int64_t good[] = {0, 8, 9}, descending[] = {0, 8, 7}, far[] = {0, INT64_MAX};
     float *block = floats(8 * 4 * 64), sinks[4] = {0, 0, 0, 0};
@@ -468,10 +468,10 @@ static void test_refusals(void)
                 ops.name = "this table";
                 ops.attn_can = can << bit;
                 if (bit == 0) g.a.window = 4;
-                if (bit == 1) g.a.docs = good, g.a.docs_n = 2;
+                if (bit == 1) g.a.cu_seqlens = good, g.a.cu_seqlens_n = 2;
                 if (bit == 2) g.a.softcap = 30;
                 if (bit == 3) g.a.sinks = sinks;
-                if (bit == 4) g.a.v.d = g.a.o.d = g.go.d = g.gv.d = 32;
+                if (bit == 4) g.a.v.d = g.a.o.d = g.dout.d = g.dv.d = 32;
                 if (bit == 5) g.a.merge = 1;
                 CHECK_STATUS(backward ? upipe_attn_bwd(&c, &g) : upipe_attn_fwd(&c, &g.a),
                              can || (bit == 5 && !backward) ? UPIPE_OK : UPIPE_ERR_UNSUPPORTED, c.err);
@@ -502,21 +502,21 @@ static void test_refusals(void)
     REFUSED((g.a.softcap = 1e30f, g.a.scale = 1e-12f), "out of all proportion");
     REFUSED((g.a.softcap = 1e-39f, g.a.scale = 1), "out of all proportion");
     REFUSED((g.a.softcap = 1e-20f, g.a.scale = 1e30f), "out of all proportion");
-    REFUSED(g.a.docs_n = 1, "1 documents, docs is NULL");
-    REFUSED(g.a.docs = good, "0 documents, docs is not NULL");
-    REFUSED((g.a.docs = good, g.a.docs_n = -1), "-1 documents");
-    REFUSED((g.a.docs = descending, g.a.docs_n = 2), "document 1 is [8, 7)");
-    REFUSED((g.a.docs = far, g.a.docs_n = 1), "document 0");
+    REFUSED(g.a.cu_seqlens_n = 1, "1 packed sequences, cu_seqlens is NULL");
+    REFUSED(g.a.cu_seqlens = good, "0 packed sequences, cu_seqlens is not NULL");
+    REFUSED((g.a.cu_seqlens = good, g.a.cu_seqlens_n = -1), "-1 packed sequences");
+    REFUSED((g.a.cu_seqlens = descending, g.a.cu_seqlens_n = 2), "packed sequence 1 is [8, 7)");
+    REFUSED((g.a.cu_seqlens = far, g.a.cu_seqlens_n = 1), "packed sequence 0");
 #undef REFUSED
     valid_call(&g, block, work, need);
-    g.gsinks = sinks;
+    g.dsinks = sinks;
     CHECK_STATUS(upipe_attn_bwd(&c, &g), UPIPE_ERR_ARG, c.err);
     CHECK_TEXT(c.err.text, "sinks without sinks");
     valid_call(&g, block, work, need);
     g.a.merge = 1;
-    g.gq.dtype = UPIPE_BF16;
+    g.dq.dtype = UPIPE_BF16;
     CHECK_STATUS(upipe_attn_bwd(&c, &g), UPIPE_ERR_ARG, c.err);
-    CHECK_TEXT(c.err.text, "gq is bf16");
+    CHECK_TEXT(c.err.text, "dq is bf16");
     free(work);
     free(block);
 }

@@ -132,7 +132,7 @@ typedef struct truth {
     llama_layout layout;
     upipe_dtype dtype;
     void *weights;
-    float *gains, *master, *m[2], *v[2]; /* whole groups */
+    float *norm_weights, *master, *m[2], *v[2]; /* whole groups */
     llama_run run;
 } truth;
 
@@ -148,7 +148,7 @@ static void fill(void *out, int64_t bytes, uint64_t seed)
     }
 }
 
-static void *room(int64_t bytes)
+static void *buf(int64_t bytes)
 {
     void *p = malloc((size_t)bytes + 1);
     if (p == NULL) abort();
@@ -157,11 +157,11 @@ static void *room(int64_t bytes)
 
 static void truth_fill(truth *t, int64_t step, uint64_t save)
 {
-    int64_t w = t->layout.weights, g = t->layout.gains;
+    int64_t w = t->layout.weights, g = t->layout.norm_weights;
     uint64_t seed = (uint64_t)step * 1000003u + save * 7919u;
     int k;
     fill(t->weights, w * (int64_t)upipe_dtype_bytes(t->dtype), seed);
-    fill(t->gains, g * 4, seed + 1);
+    fill(t->norm_weights, g * 4, seed + 1);
     fill(t->master, w * 4, seed + 2);
     for (k = 0; k < 2; ++k) {
         fill(t->m[k], (k ? g : w) * 4, seed + 3 + (uint64_t)k);
@@ -196,12 +196,12 @@ static void truth_make(truth *t, upipe_dtype dtype, int tied, int qk_norm, int64
     memset(t, 0, sizeof *t);
     if (llama_layout_init(&t->layout, &c) != 0) abort();
     t->dtype = dtype;
-    t->weights = room(t->layout.weights * 4);
-    t->gains = (float *)room(t->layout.gains * 4);
-    t->master = (float *)room(t->layout.weights * 4);
+    t->weights = buf(t->layout.weights * 4);
+    t->norm_weights = (float *)buf(t->layout.norm_weights * 4);
+    t->master = (float *)buf(t->layout.weights * 4);
     for (k = 0; k < 2; ++k) {
-        t->m[k] = (float *)room((k ? t->layout.gains : t->layout.weights) * 4);
-        t->v[k] = (float *)room((k ? t->layout.gains : t->layout.weights) * 4);
+        t->m[k] = (float *)buf((k ? t->layout.norm_weights : t->layout.weights) * 4);
+        t->v[k] = (float *)buf((k ? t->layout.norm_weights : t->layout.weights) * 4);
     }
     truth_fill(t, 1, 0);
 }
@@ -214,7 +214,7 @@ static void truth_free(truth *t)
         free(t->v[k]);
     }
     free(t->weights);
-    free(t->gains);
+    free(t->norm_weights);
     free(t->master);
     llama_layout_free(&t->layout);
 }
@@ -225,14 +225,14 @@ static llama_state truth_state(const truth *t, int rank, int ranks)
     llama_state s;
     int64_t w, g;
     memset(&s, 0, sizeof s);
-    upipe_a2a_slice(t->layout.weights, rank, ranks, &w);
-    upipe_a2a_slice(t->layout.gains, rank, ranks, &g);
+    upipe_reduce_slice(t->layout.weights, rank, ranks, &w);
+    upipe_reduce_slice(t->layout.norm_weights, rank, ranks, &g);
     s.layout = &t->layout;
     s.dtype = t->dtype;
     s.rank = rank;
     s.ranks = ranks;
     s.weights = t->weights;
-    s.gains = t->gains;
+    s.norm_weights = t->norm_weights;
     s.master = t->dtype == UPIPE_BF16 ? t->master + w : NULL;
     s.m[0] = t->m[0] + w;
     s.m[1] = t->m[1] + g;
@@ -266,18 +266,18 @@ static void check_load(const truth *t, const char *path, upipe_comm *team, int r
     upipe_ctx c = alone();
     llama_state s = truth_state(t, rank, ranks), got = s;
     llama_run run;
-    int64_t first, w = t->layout.weights, g = t->layout.gains;
-    int64_t ws = upipe_a2a_slice(w, rank, ranks, &first), gs = upipe_a2a_slice(g, rank, ranks, &first);
+    int64_t first, w = t->layout.weights, g = t->layout.norm_weights;
+    int64_t ws = upipe_reduce_slice(w, rank, ranks, &first), gs = upipe_reduce_slice(g, rank, ranks, &first);
     int64_t size = (int64_t)upipe_dtype_bytes(t->dtype);
     upipe_status status;
     int k;
     c.team = team;
-    got.weights = room(w * size);
-    got.gains = (float *)room(g * 4);
-    if (s.master != NULL) got.master = (float *)room(ws * 4);
+    got.weights = buf(w * size);
+    got.norm_weights = (float *)buf(g * 4);
+    if (s.master != NULL) got.master = (float *)buf(ws * 4);
     for (k = 0; k < 2; ++k) {
-        got.m[k] = (float *)room((k ? gs : ws) * 4);
-        got.v[k] = (float *)room((k ? gs : ws) * 4);
+        got.m[k] = (float *)buf((k ? gs : ws) * 4);
+        got.v[k] = (float *)buf((k ? gs : ws) * 4);
     }
     memset(&run, 0, sizeof run);
     status = llama_load_weights(&c, path, &got);
@@ -288,7 +288,7 @@ static void check_load(const truth *t, const char *path, upipe_comm *team, int r
     }
     if (status == UPIPE_OK) {
         CHECK_BYTES(got.weights, t->weights, w * size);
-        CHECK_BYTES(got.gains, t->gains, g * 4);
+        CHECK_BYTES(got.norm_weights, t->norm_weights, g * 4);
         if (s.master != NULL) CHECK_BYTES(got.master, s.master, ws * 4);
         for (k = 0; k < 2; ++k) {
             CHECK_BYTES(got.m[k], s.m[k], (k ? gs : ws) * 4);
@@ -301,7 +301,7 @@ static void check_load(const truth *t, const char *path, upipe_comm *team, int r
         free(got.v[k]);
     }
     free(got.master);
-    free(got.gains);
+    free(got.norm_weights);
     free(got.weights);
 }
 
@@ -363,13 +363,13 @@ typedef struct team_run {
 static upipe_status failing_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
 {
     int *left = (int *)c->user;
-    if ((*left)-- == 0) return upi_fail(&c->err, UPIPE_ERR_BACKEND, "the device is gone");
+    if ((*left)-- == 0) return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "the device is gone");
     return ops.copy(c, dst, src, bytes);
 }
 
 static float *copy_of(const float *data, int64_t n)
 {
-    return (float *)memcpy(room(n * 4), data, (size_t)n * 4);
+    return (float *)memcpy(buf(n * 4), data, (size_t)n * 4);
 }
 
 /* The slices move into memory of their own, of exact sizes. */
@@ -377,8 +377,8 @@ static void own_slices(llama_state *s)
 {
     int64_t first, n[2];
     int k;
-    n[0] = upipe_a2a_slice(s->layout->weights, s->rank, s->ranks, &first);
-    n[1] = upipe_a2a_slice(s->layout->gains, s->rank, s->ranks, &first);
+    n[0] = upipe_reduce_slice(s->layout->weights, s->rank, s->ranks, &first);
+    n[1] = upipe_reduce_slice(s->layout->norm_weights, s->rank, s->ranks, &first);
     if (s->master != NULL) s->master = copy_of(s->master, n[0]);
     for (k = 0; k < 2; ++k) {
         s->m[k] = copy_of(s->m[k], n[k]);
@@ -457,10 +457,10 @@ static void check_files(const truth *t, const char *path)
         const st_tensor *got = st_find(&f, want->name);
         unsigned char bytes[4];
         if (!CHECK(got != NULL)) continue;
-        CHECK_INT(got->dtype, want->is_gain || t->dtype == UPIPE_F32 ? ST_F32 : ST_BF16);
+        CHECK_INT(got->dtype, want->is_norm_weight || t->dtype == UPIPE_F32 ? ST_F32 : ST_BF16);
         CHECK_INT(st_read_raw(&f, got, 0, 1, bytes, &err), 0);
-        if (want->is_gain) CHECK_BYTES(bytes, t->gains + want->at, 4);
-        if (!want->is_gain && t->dtype == UPIPE_BF16)
+        if (want->is_norm_weight) CHECK_BYTES(bytes, t->norm_weights + want->at, 4);
+        if (!want->is_norm_weight && t->dtype == UPIPE_BF16)
             CHECK_BYTES(bytes, (uint16_t *)t->weights + want->at, 2);
     }
     st_close(&f);
@@ -515,12 +515,12 @@ static void test_layout(void)
         at[0] = at[1] = 0;
         for (i = 0; i < t.layout.n; ++i) {
             const llama_tensor *one = &t.layout.tensors[i];
-            CHECK_INT(one->at, at[one->is_gain]);
+            CHECK_INT(one->at, at[one->is_norm_weight]);
             CHECK_INT(one->n, one->rows * one->cols);
-            at[one->is_gain] += one->n;
+            at[one->is_norm_weight] += one->n;
         }
         CHECK_INT(t.layout.weights, at[0]);
-        CHECK_INT(t.layout.gains, at[1]);
+        CHECK_INT(t.layout.norm_weights, at[1]);
         CHECK(strcmp(llama_find(&t.layout, LLAMA_DOWN, 1)->name, "model.layers.1.mlp.down_proj.weight") == 0);
         CHECK_INT(llama_find(&t.layout, LLAMA_DOWN, 1)->rows, 6);
         CHECK_INT(llama_find(&t.layout, LLAMA_WO, 0)->cols, 8);
@@ -598,7 +598,7 @@ static void test_refusals(void)
     setrlimit(RLIMIT_FSIZE, &small);
     CHECK(save_alone(&t, 0, &err) != UPIPE_OK);
     setrlimit(RLIMIT_FSIZE, &old);
-    CHECK_TEXT(err.text, "no room for");
+    CHECK_TEXT(err.text, "no entry left for");
     CHECK_LISTING(" checkpoint-1");
     check_newest(&t, 1, 1);
     /* one rank cannot go on: all know, nothing is left, and the team works on */
@@ -790,7 +790,7 @@ static void test_kills(void)
 /* Writes model.safetensors (or a part with tensors from .. to) in any type, values k / 8 exact in all. */
 static double value_of(const llama_tensor *one, int64_t k)
 {
-    return (double)((one->at + k) % 61 - 30) / 8 + (one->is_gain ? 0.5 : 0);
+    return (double)((one->at + k) % 61 - 30) / 8 + (one->is_norm_weight ? 0.5 : 0);
 }
 
 typedef struct twist {
@@ -811,7 +811,7 @@ static void write_model(const llama_layout *l, const char *name, st_dtype dtype,
         shape[0] = t->rows + (how->shape == i);
         shape[1] = t->cols;
         if (how->missing != i)
-            CHECK(st_add(&w, t->name, how->type == i ? ST_I32 : dtype, t->is_gain ? 1 : 2, shape, &err) >= 0);
+            CHECK(st_add(&w, t->name, how->type == i ? ST_I32 : dtype, t->is_norm_weight ? 1 : 2, shape, &err) >= 0);
     }
     if (how->extra != NULL) CHECK(st_add(&w, how->extra, dtype, 1, &one, &err) >= 0);
     mkdir(dir, 0777);
@@ -863,15 +863,15 @@ static upipe_status load_model(truth *t, int rank, int ranks, upipe_err *err)
 static void check_values(truth *t, int rank, int ranks)
 {
     int64_t first, k;
-    int64_t count = upipe_a2a_slice(t->layout.weights, rank, ranks, &first);
+    int64_t count = upipe_reduce_slice(t->layout.weights, rank, ranks, &first);
     int i, wrong = 0;
     for (i = 0; i < t->layout.n; ++i) {
         const llama_tensor *one = &t->layout.tensors[i];
         for (k = 0; k < one->n; ++k) {
             int64_t at = one->at + k;
             double want = value_of(one, k), got;
-            if (one->is_gain)
-                got = (double)t->gains[at];
+            if (one->is_norm_weight)
+                got = (double)t->norm_weights[at];
             else if (t->dtype == UPIPE_F32)
                 got = (double)((const float *)t->weights)[at];
             else {
@@ -933,7 +933,7 @@ static void test_models(void)
         write_model(&t.layout, "model.safetensors", ST_F32, 0, t.layout.n, &how);
         CHECK_STATUS(load_model(&t, 0, 1, &err), UPIPE_ERR_ARG, err);
         CHECK_TEXT(err.text, t.layout.tensors[i].name);
-        CHECK_TEXT(err.text, t.layout.tensors[i].is_gain ? "the first 7, not 1 of 6" : ", not 2, ");
+        CHECK_TEXT(err.text, t.layout.tensors[i].is_norm_weight ? "the first 7, not 1 of 6" : ", not 2, ");
         how = plain, how.type = i;
         write_model(&t.layout, "model.safetensors", ST_F32, 0, t.layout.n, &how);
         CHECK_STATUS(load_model(&t, 0, 1, &err), UPIPE_ERR_ARG, err);
@@ -1007,7 +1007,7 @@ static void write_optimizer(const truth *t, const char *key, const char *value, 
     for (k = 0; k < 3; ++k)
         for (i = 0; i < t->layout.n; ++i) {
             const llama_tensor *a = &t->layout.tensors[i];
-            if (k == 2 && a->is_gain) break;
+            if (k == 2 && a->is_norm_weight) break;
             shape[0] = a->rows + (i == missing && k == kind - 3);
             shape[1] = a->cols;
             snprintf(name, sizeof name, "%s.%s",
@@ -1016,7 +1016,7 @@ static void write_optimizer(const truth *t, const char *key, const char *value, 
                               : "master",
                      a->name);
             if (i != missing || k != kind)
-                CHECK(st_add(&w, name, i == missing && k == kind - 6 ? ST_BF16 : ST_F32, a->is_gain ? 1 : 2,
+                CHECK(st_add(&w, name, i == missing && k == kind - 6 ? ST_BF16 : ST_F32, a->is_norm_weight ? 1 : 2,
                              shape, &err) >= 0);
         }
     if (extra != NULL) CHECK(st_add(&w, extra, ST_F32, 1, &one, &err) >= 0);
@@ -1071,7 +1071,7 @@ static void test_optimizers(void)
     }
     for (k = 0; k < 9; ++k) /* missing, another shape, another type; of exp_avg, exp_avg_sq, master */
         for (one = 0; one < t.layout.n; one += 7) {
-            if (k % 3 == 2 && t.layout.tensors[one].is_gain) continue;
+            if (k % 3 == 2 && t.layout.tensors[one].is_norm_weight) continue;
             write_optimizer(&t, NULL, NULL, one, k, NULL);
             check_optimizer(&t, k < 3 ? "is missing" : k < 6 ? "dimensions, " : "is BF16, not F32");
             check_optimizer(&t, t.layout.tensors[one].name);
@@ -1209,7 +1209,7 @@ static void test_config(void)
         CHECK_BYTES(&back, &c, sizeof c);
         CHECK_INT(dtype, UPIPE_BF16);
     }
-    big = (char *)room(LLAMA_CONFIG_BYTES_MAX + 2);
+    big = (char *)buf(LLAMA_CONFIG_BYTES_MAX + 2);
     memset(big, ' ', LLAMA_CONFIG_BYTES_MAX + 1);
     big[LLAMA_CONFIG_BYTES_MAX + 1] = 0;
     write_text(path, big);

@@ -100,7 +100,7 @@ typedef struct crew {
     upipe_ctx ctx[RANKS_MAX];
     upipe_status status[RANKS_MAX];
     uint32_t send[RANKS_MAX][RANKS_MAX][WORDS], recv[RANKS_MAX][RANKS_MAX][WORDS];
-    upipe_seg list[RANKS_MAX][RANKS_MAX];
+    upipe_msg list[RANKS_MAX][RANKS_MAX];
     int gathers[RANKS_MAX]; /* each rank counts its own */
     int ranks;
     int victim, what;           /* of a fault */
@@ -140,7 +140,7 @@ static crew *crew_begin(int ranks, double deadline)
         k->ctx[r].user = k;
         k->ctx[r].team = upipe_threads_comm(&k->team, r);
     }
-    k->began = upi_net_now();
+    k->began = upipe_net_now();
     return k;
 }
 
@@ -148,7 +148,7 @@ static crew *crew_begin(int ranks, double deadline)
  * and not to be met. (Valgrind on a busy machine needs half a minute.) */
 static void crew_end(crew *k)
 {
-    CHECK(upi_net_now() - k->began < (int64_t)50 * 1000000000);
+    CHECK(upipe_net_now() - k->began < (int64_t)50 * 1000000000);
     upipe_threads_free(&k->team);
     CHECK_INT(live, 0);
 }
@@ -176,7 +176,7 @@ static int all_list(crew *k, int rank)
 {
     int p, i;
     for (p = 0; p < k->ranks; ++p) {
-        upipe_seg *s = &k->list[rank][p];
+        upipe_msg *s = &k->list[rank][p];
         memset(s, 0, sizeof *s);
         for (i = 0; i < WORDS; ++i) k->send[rank][p][i] = word_of(rank, p, i);
         memset(k->recv[rank][p], 0xee, sizeof k->recv[rank][p]);
@@ -228,7 +228,7 @@ static void check_dead(crew *k, int rank)
     upipe_ctx *c = &k->ctx[rank];
     upipe_field field = {"never compared", 99, 0};
     int64_t one = 1, all[RANKS_MAX];
-    upipe_seg list[RANKS_MAX];
+    upipe_msg list[RANKS_MAX];
     memset(list, 0, sizeof list);
     c->team->deadline = 60;
     CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_ERR_ABORTED, c->err);
@@ -253,16 +253,16 @@ static int count_status(const crew *k, upipe_status s)
 static void test_self(void)
 {
     upipe_comm comm;
-    upipe_comm_self_room room;
+    upipe_comm_self_state buf;
     upipe_ctx c;
-    upipe_seg s[2];
+    upipe_msg s[2];
     upipe_field field;
     uint32_t from[12], to[12];
     int64_t mine[2] = {5, -7}, all[2] = {0, 0};
     int i;
     memset(&c, 0, sizeof c);
     memset(s, 0, sizeof s);
-    upipe_comm_self(&comm, &room, plain_copy);
+    upipe_comm_self(&comm, &buf, plain_copy);
     for (i = 0; i < 12; ++i) from[i] = word_of(0, 0, i);
     memset(to, 0xee, sizeof to);
     s[0].send = from; /* 3 blocks of 2 words, from every 4th word to every 3rd, as two segments */
@@ -280,7 +280,7 @@ static void test_self(void)
     CHECK_STATUS(upipe_comm_wait(&c, &comm), UPIPE_ERR_ARG, c.err);
 
     for (i = 0; i < 3; ++i) { /* fewer bytes, fewer blocks, sent and never received */
-        upipe_comm_self(&comm, &room, plain_copy);
+        upipe_comm_self(&comm, &buf, plain_copy);
         s[1].recv_bytes = i == 0 ? 4 : 8;
         s[1].count = i == 1 ? 2 : 3;
         CHECK_STATUS(upipe_comm_start(&c, &comm, s, i == 2 ? 1 : 2), UPIPE_OK, c.err);
@@ -288,21 +288,21 @@ static void test_self(void)
         CHECK_STATUS(upipe_comm_start(&c, &comm, s, 2), UPIPE_ERR_ABORTED, c.err); /* for good */
         CHECK_TEXT(c.err.text, "does not receive");
     }
-    upipe_comm_self(&comm, &room, plain_copy);
+    upipe_comm_self(&comm, &buf, plain_copy);
     upipe_comm_abort(&comm, "enough");
     upipe_comm_abort(&comm, "more");
     CHECK_STATUS(upipe_comm_barrier(&c, &comm), UPIPE_ERR_ABORTED, c.err);
     CHECK_TEXT(c.err.text, "enough");
     CHECK_STATUS(comm.ops.gather(&c, &comm, all, mine, 2), UPIPE_ERR_ABORTED, c.err);
 
-    upipe_comm_self(&comm, &room, plain_copy);
+    upipe_comm_self(&comm, &buf, plain_copy);
     s[0].peer = 1;
     CHECK_STATUS(upipe_comm_start(&c, &comm, s, 1), UPIPE_ERR_ARG, c.err);
     s[0].peer = 0;
     s[0].count = 0;
     CHECK_STATUS(upipe_comm_start(&c, &comm, s, 1), UPIPE_ERR_ARG, c.err);
 
-    upipe_comm_self(&comm, &room, plain_copy);
+    upipe_comm_self(&comm, &buf, plain_copy);
     CHECK_STATUS(upipe_comm_barrier(&c, &comm), UPIPE_OK, c.err);
     CHECK_STATUS(comm.ops.gather(&c, &comm, all, mine, 2), UPIPE_OK, c.err);
     CHECK(all[0] == 5 && all[1] == -7);
@@ -311,7 +311,7 @@ static void test_self(void)
     field.real = 0;
     CHECK_STATUS(upipe_comm_agree(&c, &comm, &field, 0), UPIPE_ERR_ARG, c.err);
     CHECK_STATUS(upipe_comm_agree(&c, &comm, &field, 1), UPIPE_OK, c.err);
-    CHECK_STATUS(upipe_comm_agree(&c, &comm, &field, UPIPE_GATHER_MAX + 1), UPIPE_ERR_ARG, c.err);
+    CHECK_STATUS(upipe_comm_agree(&c, &comm, &field, UPIPE_ALL_GATHER_MAX + 1), UPIPE_ERR_ARG, c.err);
     CHECK_STATUS(upipe_comm_shift_start(&c, &comm, to, from, sizeof to, -3), UPIPE_OK, c.err);
     CHECK_STATUS(upipe_comm_wait(&c, &comm), UPIPE_OK, c.err);
     CHECK_BYTES(to, from, sizeof to);
@@ -321,8 +321,8 @@ static void test_dry(void)
 {
     upipe_comm comm;
     upipe_ctx c;
-    upipe_seg list[2 * 4], s[2];
-    int64_t gathered[4 * UPIPE_GATHER_MAX], mine = 9, all[4];
+    upipe_msg list[2 * 4], s[2];
+    int64_t gathered[4 * UPIPE_ALL_GATHER_MAX], mine = 9, all[4];
     upipe_field field;
     char byte = 1;
     memset(&c, 0, sizeof c);
@@ -391,10 +391,10 @@ static upipe_status meet_body(void *user, int rank)
 {
     crew *k = (crew *)user;
     upipe_ctx *c = &k->ctx[rank];
-    int64_t mine[UPIPE_GATHER_MAX], *all = c->team->gathered;
+    int64_t mine[UPIPE_ALL_GATHER_MAX], *all = c->team->gathered;
     int round, r, i, n;
     for (round = 0; round < 12; ++round) {
-        n = round == 3 ? 0 : round == 5 ? UPIPE_GATHER_MAX : 1 + round % 4;
+        n = round == 3 ? 0 : round == 5 ? UPIPE_ALL_GATHER_MAX : 1 + round % 4;
         for (i = 0; i < n; ++i) mine[i] = (int64_t)word_of(rank, round, i) * -3;
         UPIPE_TRY(c->team->ops.gather(c, c->team, all, mine, n));
         for (r = 0; r < k->ranks; ++r)
@@ -423,7 +423,7 @@ static void test_meet(void)
 
 /* ---- random exchanges: 0 to 3 segments from every rank to every rank, blocks with gaps, any order ---- */
 
-enum { PARTS_MAX = 3, ROOM = 4 * 1100 };
+enum { PARTS_MAX = 3, BUF = 4 * 1100 };
 
 /* Part `index` of what `source` sends to `dest` in exchange `round`: the same on both sides. In words. */
 typedef struct part {
@@ -466,10 +466,10 @@ static upipe_status random_body(void *user, int rank)
     crew *k = (crew *)user;
     upipe_ctx *c = &k->ctx[rank];
     int ranks = k->ranks, most = ranks * PARTS_MAX, round, p, i, b, w;
-    size_t words = (size_t)most * ROOM;
+    size_t words = (size_t)most * BUF;
     uint32_t *send = (uint32_t *)malloc(words * sizeof *send),
              *recv = (uint32_t *)malloc(words * sizeof *recv);
-    upipe_seg *list = (upipe_seg *)malloc(2 * (size_t)most * sizeof *list);
+    upipe_msg *list = (upipe_msg *)malloc(2 * (size_t)most * sizeof *list);
     upipe_status s = UPIPE_OK;
     int64_t sent = 0, moved = 0;
     test_rng rng;
@@ -485,25 +485,25 @@ static upipe_status random_body(void *user, int rank)
                 int parts = sending ? parts_of(k, round, rank, peer) : parts_of(k, round, peer, rank);
                 for (i = 0; i < parts; ++i) {
                     part q = sending ? part_of(k, round, rank, peer, i) : part_of(k, round, peer, rank, i);
-                    upipe_seg *seg = &list[n++];
-                    memset(seg, 0, sizeof *seg);
-                    seg->peer = peer;
-                    seg->count = q.count;
+                    upipe_msg *msg = &list[n++];
+                    memset(msg, 0, sizeof *msg);
+                    msg->peer = peer;
+                    msg->count = q.count;
                     if (sending) {
-                        seg->send = send + send_at;
-                        seg->send_bytes = (size_t)q.words * 4;
-                        seg->send_step = (size_t)q.send_step * 4;
+                        msg->send = send + send_at;
+                        msg->send_bytes = (size_t)q.words * 4;
+                        msg->send_step = (size_t)q.send_step * 4;
                         for (b = 0; b < q.count; ++b)
                             for (w = 0; w < q.words; ++w)
                                 send[send_at + (size_t)(b * q.send_step + w)] =
                                     part_word(round, rank, peer, i, b * q.words + w);
-                        send_at += ROOM;
+                        send_at += BUF;
                         if (peer != rank) sent += q.count * q.words * 4;
                     } else {
-                        seg->recv = recv + recv_at;
-                        seg->recv_bytes = (size_t)q.words * 4;
-                        seg->recv_step = (size_t)q.recv_step * 4;
-                        recv_at += ROOM;
+                        msg->recv = recv + recv_at;
+                        msg->recv_bytes = (size_t)q.words * 4;
+                        msg->recv_step = (size_t)q.recv_step * 4;
+                        recv_at += BUF;
                         if (peer != rank) moved += q.count * q.words * 4;
                     }
                 }
@@ -529,9 +529,9 @@ static upipe_status random_body(void *user, int rank)
                             recv[recv_at + (size_t)(b * q.recv_step + w)] !=
                             (w < q.words ? part_word(round, peer, rank, i, b * q.words + w) : 0xeeeeeeeeu);
                 CHECK_SAY(wrong == 0,
-                          "seed %llu, %d ranks, exchange %d, part %d of %d to %d: %d words differ",
+                          "seed %llu, %d ranks, transfer %d, part %d of %d to %d: %d words differ",
                           (unsigned long long)k->seed, ranks, round, i, peer, rank, wrong);
-                recv_at += ROOM;
+                recv_at += BUF;
             }
         }
     }
@@ -616,7 +616,7 @@ static upipe_status agree_body(void *user, int rank)
         s = upipe_comm_agree(c, c->team, f, 3);
         if (s == UPIPE_OK) s = upipe_comm_barrier(c, c->team);
         CHECK_STATUS(s, UPIPE_ERR_MISMATCH, c->err);
-        CHECK_TEXT(c->err.text, "gather");
+        CHECK_TEXT(c->err.text, "all-gather");
         CHECK_TEXT(c->err.text, "barrier");
     }
     check_dead(k, rank);
@@ -785,16 +785,16 @@ static void test_deserted(void)
 
 /* ---- faults: a rank that gives up, or is given up ---- */
 
-enum { BEFORE_START, BEFORE_WAIT, AFTER_WAIT, IN_COPY, GIVE_UP_COUNT };
+enum { BEFORE_START, BEFORE_WAIT, AFTER_WAIT, IN_COPY, ABORT_COUNT };
 
 static upipe_status burning_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
 {
     (void)dst;
     (void)src;
-    return upi_fail(&c->err, UPIPE_ERR_BACKEND, "the engine burns after %zu bytes", bytes);
+    return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "the engine burns after %zu bytes", bytes);
 }
 
-static upipe_status give_up_body(void *user, int rank)
+static upipe_status abort_body(void *user, int rank)
 {
     crew *k = (crew *)user;
     upipe_ctx *c = &k->ctx[rank];
@@ -831,16 +831,16 @@ static upipe_status give_up_body(void *user, int rank)
     return UPIPE_ERR_ARG;
 }
 
-static void test_give_up(void)
+static void test_abort_call(void)
 {
     int victim, what;
-    for (what = 0; what < GIVE_UP_COUNT; ++what) {
+    for (what = 0; what < ABORT_COUNT; ++what) {
         for (victim = 0; victim < 3; ++victim) {
             upipe_status want = what == IN_COPY ? UPIPE_ERR_BACKEND : UPIPE_ERR_ARG;
             crew *k = crew_begin(3, 60);
             k->victim = victim;
             k->what = what;
-            CHECK_INT(upipe_threads_run(&k->team, give_up_body, k, k->status), want);
+            CHECK_INT(upipe_threads_run(&k->team, abort_body, k, k->status), want);
             CHECK_INT(k->status[victim], want);
             CHECK_INT(count_status(k, UPIPE_ERR_ABORTED), 2);
             crew_end(k);
@@ -927,7 +927,7 @@ static upipe_status odd_body(void *user, int rank)
     char words[96];
     line_up(k, rank, 60);
     if (k->what >= KINDS) {
-        static const char *const names[] = {"an exchange", "a barrier", "a gather"};
+        static const char *const names[] = {"an transfer", "a barrier", "a gather"};
         const int *kinds = odd_kinds[k->what - KINDS];
         s = call_of_kind(k, rank, kinds[is_odd ? 0 : 1], 2);
         CHECK_STATUS(s, UPIPE_ERR_MISMATCH, c->err);
@@ -943,7 +943,7 @@ static upipe_status odd_body(void *user, int rank)
         CHECK_TEXT(c->err.text, words);
         CHECK_TEXT(c->err.text, "gathers 4");
     } else {
-        upipe_seg list[RANKS_MAX], *odd = &list[other];
+        upipe_msg list[RANKS_MAX], *odd = &list[other];
         n = all_list(k, rank);
         memcpy(list, k->list[rank], sizeof list);
         words[0] = 0;
@@ -1009,12 +1009,12 @@ static upipe_status bystander_body(void *user, int rank)
 {
     crew *k = (crew *)user;
     upipe_ctx *c = &k->ctx[rank];
-    upipe_seg *seg = &k->list[rank][rank ^ 1];
+    upipe_msg *msg = &k->list[rank][rank ^ 1];
     upipe_status s;
     line_up(k, rank, 60);
     all_list(k, rank);
-    if (rank == 0) seg->send_bytes = 12;
-    s = upipe_comm_start(c, c->team, seg, 1);
+    if (rank == 0) msg->send_bytes = 12;
+    s = upipe_comm_start(c, c->team, msg, 1);
     if (s == UPIPE_OK) s = upipe_comm_wait(c, c->team);
     CHECK(rank > 1 || s == UPIPE_ERR_MISMATCH);
     if (s == UPIPE_OK) s = upipe_comm_barrier(c, c->team);
@@ -1062,7 +1062,7 @@ static upipe_status queued_sync(upipe_ctx *c)
     for (i = 0; i < q->n; ++i) memcpy(q->dst[i], q->src[i], q->bytes[i]);
     q->n = 0;
     if (k->what == q->syncs && k->victim == c->team->rank)
-        return upi_fail(&c->err, UPIPE_ERR_BACKEND, "the stream burns");
+        return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "the stream burns");
     return UPIPE_OK;
 }
 
@@ -1135,7 +1135,7 @@ static upipe_status stuck_copy(upipe_ctx *c, void *dst, const void *src, size_t 
     return plain_copy(c, dst, src, bytes);
 }
 
-enum { STUCK = 1, TWO_SEGMENTS = 2 };
+enum { STUCK = 1, TWO_MESSAGES = 2 };
 
 /* Rank 0 sends two blocks to rank 1, which is in no hurry. */
 static upipe_status slow_body(void *user, int rank)
@@ -1143,9 +1143,9 @@ static upipe_status slow_body(void *user, int rank)
     crew *k = (crew *)user;
     upipe_ctx *c = &k->ctx[rank];
     upipe_ops mine = k->ops;
-    upipe_seg list[2];
+    upipe_msg list[2];
     upipe_status s;
-    int stuck = k->what & STUCK, n = k->what & TWO_SEGMENTS ? 2 : 1, i;
+    int stuck = k->what & STUCK, n = k->what & TWO_MESSAGES ? 2 : 1, i;
     line_up(k, rank, rank == 0 ? 0.4 : 60);
     memset(list, 0, sizeof list);
     for (i = 0; i < n; ++i) {
@@ -1166,7 +1166,7 @@ static upipe_status slow_body(void *user, int rank)
     CHECK_STATUS(upipe_comm_start(c, c->team, list, n), UPIPE_OK, c->err);
     s = upipe_comm_wait(c, c->team);
     CHECK_STATUS(s, rank == 0 ? UPIPE_ERR_TIMEOUT : UPIPE_ERR_ABORTED, c->err);
-    CHECK_TEXT(c->err.text, "rank 0 waited 0.4 s in an exchange for rank 1 to finish receiving");
+    CHECK_TEXT(c->err.text, "rank 0 waited 0.4 s in an transfer for rank 1 to finish receiving");
     CHECK_INT(c->team->quarantine, rank == 0 && stuck);
     CHECK_INT(__atomic_load_n(&k->copies, __ATOMIC_SEQ_CST), 1); /* no block was begun after the failure */
     if (rank == 0) {
@@ -1183,7 +1183,7 @@ static upipe_status slow_body(void *user, int rank)
 static void test_slow(void)
 {
     int what;
-    for (what = 0; what <= (STUCK | TWO_SEGMENTS); ++what) {
+    for (what = 0; what <= (STUCK | TWO_MESSAGES); ++what) {
         crew *k = crew_begin(2, 60);
         k->what = what;
         CHECK_INT(upipe_threads_run(&k->team, slow_body, k, k->status), UPIPE_ERR_TIMEOUT);
@@ -1198,9 +1198,9 @@ static upipe_status argument_body(void *user, int rank)
 {
     crew *k = (crew *)user;
     upipe_ctx *c = &k->ctx[rank];
-    upipe_seg bad;
+    upipe_msg bad;
     upipe_field field = {"tokens", 1, 0};
-    int64_t mine[UPIPE_GATHER_MAX + 1], *all = c->team->gathered;
+    int64_t mine[UPIPE_ALL_GATHER_MAX + 1], *all = c->team->gathered;
     memset(mine, 0, sizeof mine);
     CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_ERR_ARG, c->err);
     memset(&bad, 0, sizeof bad);
@@ -1212,7 +1212,7 @@ static upipe_status argument_body(void *user, int rank)
     bad.peer = 0;
     bad.count = 0;
     CHECK_STATUS(upipe_comm_start(c, c->team, &bad, 1), UPIPE_ERR_ARG, c->err);
-    CHECK_STATUS(c->team->ops.gather(c, c->team, all, mine, UPIPE_GATHER_MAX + 1), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(c->team->ops.gather(c, c->team, all, mine, UPIPE_ALL_GATHER_MAX + 1), UPIPE_ERR_ARG, c->err);
     CHECK_STATUS(c->team->ops.gather(c, c->team, all, mine, -1), UPIPE_ERR_ARG, c->err);
 
     CHECK_STATUS(upipe_comm_start(c, c->team, k->list[rank], all_list(k, rank)), UPIPE_OK, c->err);
@@ -1313,7 +1313,7 @@ int main(void)
     test_alternate();
     test_absent();
     test_deserted();
-    test_give_up();
+    test_abort_call();
     test_abort_outside();
     test_odd();
     test_bystander();

@@ -133,7 +133,7 @@ def expected_sent(c, m):
     # K and V of a rank's heads and its ring share: R - 1 times on; their gradients in f32 a step further, to come home
     block = 2 * kv_heads * head
     inner = m['ring_inner'] or R
-    home = R - 1 if m['ring_mode'] == 'gather' else R if inner == R else R + R // inner
+    home = R - 1 if m['ring_mode'] == 'all-gather' else R if inner == R else R + R // inner
     around = [(R - 1) * block * e, (R - 1) * block * e + home * block * 4 * (R > 1)]
     return {'team': [n * (C - 1) // C for n in (forward, backward)], 'ring': around}
 
@@ -269,12 +269,12 @@ def test_methods(folder):
           '101', '--inner', '3', '--segments', '3', *whole], 'nothing divides', {'ring': 3, 'inner': 3, 'segments': 3}),
         (['--ranks', '3', '--ring', '3', '--inner', '3', '--heads', '2', '--tokens', '11', '--rope', '--segments', '3',
           *pieces], 'fewer heads than ranks', {'ring': 3, 'inner': 3, 'segments': 3}),
-        (['--heads', '8', '--kv-heads', '2', '--window', '30', '--docs', '50,1,77,100,30', '--batch', '2', '--tokens',
+        (['--heads', '8', '--kv-heads', '2', '--window', '30', '--cu-seqlens', '50,1,77,100,30', '--batch', '2', '--tokens',
           '129', '--softcap', '3', '--sinks', '--v-dim', '40', '--rope', *pieces], 'every mask', {}),
-        (['--heads', '8', '--docs', '7', '--full', '--sinks', '--dtype', 'bf16', *pieces], 'random documents', {}),
+        (['--heads', '8', '--cu-seqlens', '7', '--full', '--sinks', '--dtype', 'bf16', *pieces], 'random documents', {}),
         (['--heads', '8', '--kv-heads', '1', '--window', '1', '--dtype', 'f16', '--rope', *pieces], 'f16', {}),
-        (['--heads', '8', '--kv-heads', '2', '--chunk', '4', '--ring-mode', 'gather'], 'a gathered ring', {}),
-        (['--heads', '8', '--kv-heads', '2', '--chunk', '4', '--ring-mode', 'shift'], 'a shifted ring', {}),
+        (['--heads', '8', '--kv-heads', '2', '--chunk', '4', '--ring-mode', 'all-gather'], 'a gathered ring', {}),
+        (['--heads', '8', '--kv-heads', '2', '--chunk', '4', '--ring-mode', 'p2p'], 'a shifted ring', {}),
         (['--heads', '8', '--kv-heads', '4', '--batch', '2', '--segments', '1', *pieces], 'one segment',
          {'segments': 1}),
     ]:
@@ -286,7 +286,7 @@ def test_methods(folder):
     good(folder, [*small, '--ranks', '1', '--heads', '4', '--ring', '1',
                   *named(['ring', 'zigzag', 'stripe', 'allgather', 'usp', 'upipe-ring'])], 'rings of one', ring=1)
     good(folder, [*small, '--heads', '4', *named(['upipe-ring', 'ring', 'ulysses'])], 'a ring first')
-    good(folder, [*small[:2], '--heads', '12', '--kv-heads', '6', '--tokens', '121', '--rope', '--ring-mode', 'shift',
+    good(folder, [*small[:2], '--heads', '12', '--kv-heads', '6', '--tokens', '121', '--rope', '--ring-mode', 'p2p',
                   *named(['usp', 'upipe-ring'])], 'the same bits over a ring')
     if even is None:
         return
@@ -300,7 +300,7 @@ def test_methods(folder):
     check(peak['upipe-fpdt'] < min(peak['fpdt'], peak['upipe']), f'stages in segments do not hold less: {peak}')
     check(peak['allgather'] < peak['zigzag'], f'a key/value head at a time does not hold less: {peak}')
     check(not m['ring']['same_bits_dx'], 'a ring sums in another order, but has the same bits of dx')
-    equal(m['upipe-ring']['ring_mode'], 'gather', 'the mode that holds less')
+    equal(m['upipe-ring']['ring_mode'], 'all-gather', 'the mode that holds less')
 
 
 def test_defaults(folder):
@@ -432,7 +432,7 @@ def test_dumps(folder):
         (['--kv-heads', '2', '--ranks', '2', '--batch', '2', '--rope', '--full'], 'full, RoPE, batch'),
         (['--kv-heads', '2', '--rope', '--batch', '2', '--seed', '7'], 'shared heads'),
         (['--kv-heads', '4', '--dtype', 'bf16', '--rope'], 'bf16'),
-        (['--kv-heads', '4', '--batch', '2', '--window', '20', '--docs', '70,40,82', '--softcap', '2', '--sinks',
+        (['--kv-heads', '4', '--batch', '2', '--window', '20', '--cu-seqlens', '70,40,82', '--softcap', '2', '--sinks',
           '--v-dim', '48', '--rope'], 'masks'),
     ]:
         dump = os.path.join(folder, 'dump')
@@ -451,7 +451,7 @@ def test_dumps(folder):
         again = np.load(os.path.join(dump, 'upipe', 'dx.npy'))
         check((again == all_got[1]['dx']).all(), f'{what}: dx differs from run to run')
         shutil.rmtree(dump)
-    numbers = good(folder, [*base[:-2], '--kv-heads', '4', '--full', '--rope', '--docs', '3', '--sinks', '--tokens',
+    numbers = good(folder, [*base[:-2], '--kv-heads', '4', '--full', '--rope', '--cu-seqlens', '3', '--sinks', '--tokens',
                             '90', *named(RINGS + SEGMENTED), '--dump', dump], 'rings')
     for name in RINGS + SEGMENTED if numbers else []:
         check_dump(os.path.join(dump, name), numbers['config'], f'rings: {name}')
@@ -544,7 +544,7 @@ def test_refusals(folder):
         (['--full', '--full'], ['--full is given twice']),
         (['--method', 'ulysses', '--chunk', '8'], ['heeds --chunk 8']),
         (['--method', 'zigzag', '--ring', '2'], ['heeds --ring 2']),
-        (['--method', 'usp', '--ring-mode', 'gather'], ['heeds --ring-mode']),
+        (['--method', 'usp', '--ring-mode', 'all-gather'], ['heeds --ring-mode']),
         (['--method', 'ring', '--inner', '2'], ['heeds --inner 2']),
         (['--segments', '2'], ['heeds --segments 2']),
         ([*named(['ulysses', 'upipe-ring', 'usp']), '--overlap'], ['heeds --overlap']),
@@ -555,11 +555,11 @@ def test_refusals(folder):
         (['--method', 'usp', '--ring', '3'], ['--ranks 4', 'rings of 3']),
         (['--window', '0'], ['--window', "'0'"]),
         (['--softcap', '-1'], ['--softcap', '-1']),
-        (['--docs', '0'], ['--docs', "'0'"]),
-        (['--docs', '100,28'], ['128 tokens', '1 x 2048']),
-        (['--docs', '2000,49'], ['--docs', '0 to 48', "'49'"]),
-        (['--docs', '2048,'], ['--docs', "''"]),
-        (['--docs', '1000,,1048'], ['--docs', "''"]),
+        (['--cu-seqlens', '0'], ['--cu-seqlens', "'0'"]),
+        (['--cu-seqlens', '100,28'], ['128 tokens', '1 x 2048']),
+        (['--cu-seqlens', '2000,49'], ['--cu-seqlens', '0 to 48', "'49'"]),
+        (['--cu-seqlens', '2048,'], ['--cu-seqlens', "''"]),
+        (['--cu-seqlens', '1000,,1048'], ['--cu-seqlens', "''"]),
         (['--v-dim', '0'], ['--v-dim']),
         (['--frobnicate'], ['--frobnicate']),
         (['--full=yes'], ['--full=yes']),
@@ -584,7 +584,7 @@ def test_refusals(folder):
         ([*named(['double-ring']), '--ranks', '6', '--inner', '4'], ['ring of 6', '4']),
         ([*named(['upipe-naive']), '--heads', '12', '--kv-heads', '6', '--ranks', '8'], ['12 heads', 'order']),
         ([*named(['upipe-ring']), '--heads', '10', '--kv-heads', '5', '--ranks', '12', '--ring', '4', '--ring-mode',
-          'shift'], ['10/5 heads over 3 ranks', 'gathered']),
+          'p2p'], ['10/5 heads over 3 ranks', 'gathered']),
         ([*named(['fpdt']), '--segments', '600'], ['2048 tokens in 600 segments over 4 ranks']),
         ([*named(['upipe-fpdt']), '--heads', '28', '--kv-heads', '4', '--ranks', '8'], ['28/4 heads', 'common rounds']),
         (['--v-dim', '300'], ['300']),
@@ -670,10 +670,10 @@ def test_failures(folder):
     else:
         print('left out: little memory, as the program does not start under a limit of addresses')
 
-    def little_room():
+    def little_buf():
         resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
 
-    refused(folder, outputs + ['--tokens', '64'], 1, ['cannot be written'], 'little room', preexec_fn=little_room)
+    refused(folder, outputs + ['--tokens', '64'], 1, ['cannot be written'], 'little room', preexec_fn=little_buf)
     before = tree(folder)
     done = run_to_full(['--tokens', '64', *outputs], folder)
     check(done.returncode == 1 and 'table cannot be written' in done.stderr, f'no room on stdout: {done.stderr}')

@@ -49,7 +49,7 @@ static upipe_bytes compare(const upipe_plan_desc *desc, int qk_norm, upipe_plan 
     if (!CHECK_SAY(upipe_plan_init(plan, desc, &err) == UPIPE_OK, "%s", err.text)) return bytes;
     layer.plan = plan;
     layer.wq = layer.wk = layer.wv = layer.wo = weight;
-    if (qk_norm) layer.q_gain = layer.k_gain = weight;
+    if (qk_norm) layer.q_norm_weight = layer.k_norm_weight = weight;
     layer.rope_theta = 10000;
     scratch = upipe_layer_scratch(&ops, &layer, 1);
     bytes = upipe_plan_bytes(plan, &scratch);
@@ -119,7 +119,7 @@ static void test_random(void)
     static const int ranks_of[] = {1, 2, 3, 4, 8, 16}, groups[] = {1, 2, 3, 4, 7, 8};
     test_rng rng;
     long draws = test_env("UPIPE_DRAWS", 2000), i;
-    int legal = 0, of_schedule[UPIPE_SPANS + 1] = {0}, of_mode[UPIPE_RING_GATHER + 1] = {0}, nested = 0, k;
+    int legal = 0, of_schedule[UPIPE_UNEVEN + 1] = {0}, of_mode[UPIPE_RING_ALL_GATHER + 1] = {0}, nested = 0, k;
     rng.state = (uint64_t)test_env("UPIPE_SEED", 1);
     for (i = 0; i < draws; ++i) {
         int ranks = ranks_of[test_below(&rng, 6)], group = groups[test_below(&rng, 6)];
@@ -150,12 +150,12 @@ static void test_random(void)
     }
     CHECK_SAY(legal > draws / 3, "only %d of %ld random plans were legal", legal, draws);
     if (draws < 1000) return;
-    for (k = 0; k <= UPIPE_SPANS; ++k)
+    for (k = 0; k <= UPIPE_UNEVEN; ++k)
         CHECK_SAY(of_schedule[k] > draws / 100, "only %d plans of schedule %d", of_schedule[k], k);
-    CHECK_SAY(of_mode[UPIPE_RING_SHIFT] > draws / 20 && of_mode[UPIPE_RING_GATHER] > draws / 20 &&
+    CHECK_SAY(of_mode[UPIPE_RING_P2P] > draws / 20 && of_mode[UPIPE_RING_ALL_GATHER] > draws / 20 &&
                   nested > draws / 100,
-              "only %d rings shift, %d gather, %d are of rings", of_mode[UPIPE_RING_SHIFT],
-              of_mode[UPIPE_RING_GATHER], nested);
+              "only %d rings shift, %d gather, %d are of rings", of_mode[UPIPE_RING_P2P],
+              of_mode[UPIPE_RING_ALL_GATHER], nested);
 }
 
 static void test_claims(void)
@@ -236,7 +236,7 @@ static void test_surroundings(void)
     upipe_grads grads;
     upipe_plan_scratch scratch;
     upipe_bytes bytes;
-    void *x, *y, *gx;
+    void *x, *y, *dx;
     upipe_view vx, vy, vgx;
     upipe_ctx *c = &dry->ctx;
     float weight[1];
@@ -253,16 +253,16 @@ static void test_surroundings(void)
     layer.plan = &plan;
     layer.wq = layer.wk = layer.wv = layer.wo = weight;
     CHECK(upipe_dry_init(dry, &plan, &ops) == UPIPE_OK);
-    CHECK(upipe_mem_take(c->mem, &x, upipe_plan_unit_bytes(&plan), "x", NULL) == UPIPE_OK);
+    CHECK(upipe_mem_alloc(c->mem, &x, upipe_plan_unit_bytes(&plan), "x", NULL) == UPIPE_OK);
     vx = upipe_view_packed(x, UPIPE_BF16, plan.rows, 1, 1024);
     CHECK_STATUS(upipe_layer_fwd(c, &layer, &save, vx), UPIPE_OK, c->err);
-    CHECK(upipe_mem_take(c->mem, &y, upipe_plan_unit_bytes(&plan), "y", NULL) == UPIPE_OK);
+    CHECK(upipe_mem_alloc(c->mem, &y, upipe_plan_unit_bytes(&plan), "y", NULL) == UPIPE_OK);
     vy = upipe_view_packed(y, UPIPE_BF16, plan.rows, 1, 1024);
     CHECK_STATUS(upipe_layer_out_fwd(c, &layer, vy, &save), UPIPE_OK, c->err);
     CHECK_STATUS(upipe_layer_out_bwd(c, &layer, &grads, &save, vy), UPIPE_OK, c->err);
-    CHECK(upipe_mem_give(c->mem, y, NULL) == UPIPE_OK);
-    CHECK(upipe_mem_take(c->mem, &gx, upipe_plan_unit_bytes(&plan), "gx", NULL) == UPIPE_OK);
-    vgx = upipe_view_packed(gx, UPIPE_BF16, plan.rows, 1, 1024);
+    CHECK(upipe_mem_free(c->mem, y, NULL) == UPIPE_OK);
+    CHECK(upipe_mem_alloc(c->mem, &dx, upipe_plan_unit_bytes(&plan), "dx", NULL) == UPIPE_OK);
+    vgx = upipe_view_packed(dx, UPIPE_BF16, plan.rows, 1, 1024);
     CHECK_STATUS(upipe_layer_bwd(c, &layer, vgx, &grads, &save, &save.out, vx), UPIPE_OK, c->err);
     scratch = upipe_layer_scratch(&ops, &layer, 0);
     bytes = upipe_plan_bytes(&plan, &scratch);
@@ -316,7 +316,7 @@ static void test_moved(void)
                               64, heads[kind / 2][0] * 64, chunk, kind % 2 ? UPIPE_BF16 : UPIPE_F32);
                     f.segments = segments;
                     f.layer.wq = f.layer.wk = f.layer.wv = data;
-                    if (upipe_fpdt_plan(&f, 0, &p, &e) != UPIPE_OK || p.schedule == UPIPE_SPANS) continue;
+                    if (upipe_fpdt_plan(&f, 0, &p, &e) != UPIPE_OK || p.schedule == UPIPE_UNEVEN) continue;
                     ++legal;
                     CHECK(upipe_dry_init(dry, &p, &ops) == UPIPE_OK);
                     f.host = &dry->host;

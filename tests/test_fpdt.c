@@ -21,8 +21,8 @@ typedef struct segments_state {
 typedef struct frail {
     upipe_status (*copy)(upipe_ctx *c, void *dst, const void *src, size_t bytes);
     int at, rank, mute;
-    int calls, on_lane; /* so far; of these, for the context `lane` */
-    const upipe_ctx *lane;
+    int calls, on_side_stream; /* so far; of these, for the context `side stream` */
+    const upipe_ctx *side_stream;
 } frail;
 
 static frail the_frail;
@@ -30,11 +30,11 @@ static frail the_frail;
 static upipe_status frail_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
 {
     if (c->team->rank != the_frail.rank) return the_frail.copy(c, dst, src, bytes);
-    if (c == the_frail.lane) __atomic_add_fetch(&the_frail.on_lane, 1, __ATOMIC_ACQ_REL);
+    if (c == the_frail.side_stream) __atomic_add_fetch(&the_frail.on_side_stream, 1, __ATOMIC_ACQ_REL);
     if (__atomic_add_fetch(&the_frail.calls, 1, __ATOMIC_ACQ_REL) != the_frail.at)
         return the_frail.copy(c, dst, src, bytes);
     return the_frail.mute ? UPIPE_ERR_BACKEND
-                          : upi_fail(&c->err, UPIPE_ERR_BACKEND, "copy %d fails", the_frail.at);
+                          : upipe_fail(&c->err, UPIPE_ERR_BACKEND, "copy %d fails", the_frail.at);
 }
 
 /* Rows of a rank, [segment][batch][T], <-> natural order. */
@@ -60,9 +60,9 @@ static int64_t segment_tokens(const upipe_fpdt *f)
     return n * f->desc.batch;
 }
 
-/* lse of this rank's heads, and dQ of its tokens, which lies in the slots of gout. */
+/* lse of this rank's heads, and dQ of its tokens, which lies in the slots of dout. */
 static void segment_stats(segments_state *s, upipe_ctx *c, const upipe_fpdt *f, const upipe_fpdt_saved *save,
-                          const char *gout)
+                          const char *dout)
 {
     const size_t slot = upipe_fpdt_out_bytes(f, c->ops) / (size_t)f->segments;
     upi_fpdt_sizes z;
@@ -83,8 +83,8 @@ static void segment_stats(segments_state *s, upipe_ctx *c, const upipe_fpdt *f, 
                     for (j = 0; j < q.count; ++j)
                         s->out.lse[(b * f->desc.tokens + first + t) * p.desc.heads + q.first + j] = *lse++;
             for (rank = 0; rank < p.desc.ranks; ++rank) {
-                int64_t at = (int64_t)upipe_plan_offset(&p, UPIPE_Q, stage, rank) * p.rows * p.desc.head_dim;
-                const char *from = gout + slot * (size_t)i + z.b.slot * (size_t)stage;
+                int64_t at = (int64_t)upipe_plan_offset(&p, UPIPE_A2A_Q, stage, rank) * p.rows * p.desc.head_dim;
+                const char *from = dout + slot * (size_t)i + z.b.slot * (size_t)stage;
                 q = upipe_plan_q(&p, stage, rank);
                 for (b = 0; b < p.desc.batch; ++b)
                     for (t = 0; t < p.local; ++t)
@@ -93,23 +93,23 @@ static void segment_stats(segments_state *s, upipe_ctx *c, const upipe_fpdt *f, 
                                 s->out.q[((b * f->desc.tokens + upipe_shard_pos(&mine, t)) * p.desc.heads +
                                           q.first + j) *
                                              p.desc.head_dim +
-                                         k] = upi_f1_get(from, p.desc.dtype, at);
+                                         k] = upipe_cpu_get(from, p.desc.dtype, at);
             }
         }
     }
 }
 
-/* x, gx, gout and results are the host's; bytes of both pools are those of the closed form. */
+/* x, dx, dout and results are the host's; bytes of both pools are those of the closed form. */
 static upipe_status segment_rank(upipe_ctx *c, segments_state *s, upipe_fpdt *f, upipe_dry *dry,
                                  float *const *grads)
 {
     const block_shape *shape = &s->test->shape;
     const int64_t rows = segment_tokens(f), dim = shape->dim,
-                  wide = (int64_t)shape->h * (shape->dv ? shape->dv : shape->d);
+                  wide = (int64_t)shape->h * (shape->v_dim ? shape->v_dim : shape->d);
     const size_t e = upipe_dtype_bytes(shape->dtype);
-    float *host = f32_room(rows * (dim > wide ? dim : wide));
+    float *host = f32_buf(rows * (dim > wide ? dim : wide));
     char *x = (char *)malloc((size_t)(rows * dim) * e),
-         *gout = (char *)malloc(upipe_fpdt_out_bytes(f, c->ops));
+         *dout = (char *)malloc(upipe_fpdt_out_bytes(f, c->ops));
     const upipe_view x32 = upipe_view_packed(host, UPIPE_F32, rows, 1, (int32_t)dim);
     const upipe_view x16 = upipe_view_packed(x, shape->dtype, rows, 1, (int32_t)dim);
     upipe_fpdt_saved save;
@@ -124,23 +124,23 @@ static upipe_status segment_rank(upipe_ctx *c, segments_state *s, upipe_fpdt *f,
     g.wq = grads[0];
     g.wk = grads[1];
     g.wv = grads[2];
-    g.q_gain = shape->normed ? grads[4] : NULL;
-    g.k_gain = shape->normed ? grads[5] : NULL;
+    g.q_norm_weight = shape->normed ? grads[4] : NULL;
+    g.k_norm_weight = shape->normed ? grads[5] : NULL;
     g.sinks = shape->sinks ? grads[6] : NULL;
     segment_rows(f, s->in->x, host, dim, 0);
     status = c->ops->cast(c, x16, x32);
     if (status == UPIPE_OK) status = upipe_fpdt_fwd(c, f, &save, x);
     if (status == UPIPE_OK) status = upipe_fpdt_gather(c, f, host, UPIPE_F32, save.out);
     segment_rows(f, s->out.o, host, wide, 1);
-    segment_rows(f, s->in->go, host, wide, 0);
-    if (status == UPIPE_OK) status = upipe_fpdt_scatter(c, f, gout, host, UPIPE_F32);
-    if (status == UPIPE_OK) status = upipe_fpdt_bwd(c, f, x, &g, &save, gout, x);
+    segment_rows(f, s->in->dout, host, wide, 0);
+    if (status == UPIPE_OK) status = upipe_fpdt_scatter(c, f, dout, host, UPIPE_F32);
+    if (status == UPIPE_OK) status = upipe_fpdt_bwd(c, f, x, &g, &save, dout, x);
     if (status == UPIPE_OK) status = c->ops->cast(c, x32, x16);
     segment_rows(f, s->out.x, host, dim, 1);
-    if (status == UPIPE_OK) segment_stats(s, c, f, &save, gout);
+    if (status == UPIPE_OK) segment_stats(s, c, f, &save, dout);
     free(host);
     free(x);
-    free(gout);
+    free(dout);
     UPIPE_TRY(status);
     UPIPE_TRY(upipe_fpdt_free(f, &save, &c->err));
     UPIPE_TRY(upipe_fpdt_bytes(f, c->ops, &bytes, &host_bytes, &c->err));
@@ -159,8 +159,8 @@ static upipe_status segment_rank(upipe_ctx *c, segments_state *s, upipe_fpdt *f,
         sent += upipe_plan_sent(&p, 0) + upipe_plan_sent(&p, 1);
         for (phase = 0; phase < p.stages; ++phase)
             sent -=
-                upi_plan_sent_heads(&p, UPIPE_Q, phase, 0, shape->d * (int64_t)e) +
-                upi_plan_sent_heads(&p, UPIPE_KV, phase, 0, (p.desc.head_dim + p.desc.v_dim) * (int64_t)e);
+                upi_plan_sent_heads(&p, UPIPE_A2A_Q, phase, 0, shape->d * (int64_t)e) +
+                upi_plan_sent_heads(&p, UPIPE_A2A_KV, phase, 0, (p.desc.head_dim + p.desc.v_dim) * (int64_t)e);
     }
     CHECK_INT(c->team->sent_bytes, sent);
     return UPIPE_OK;
@@ -170,34 +170,34 @@ static upipe_status segment_body(void *user, int rank)
 {
     segments_state *s = (segments_state *)user;
     float *const result[] = {s->out.wq,     s->out.wk,     s->out.wv,   NULL,
-                             s->out.q_gain, s->out.k_gain, s->out.sinks};
+                             s->out.q_norm_weight, s->out.k_norm_weight, s->out.sinks};
     upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
-    size_t sum = (size_t)s->team.ranks * UPIPE_SUM_PIECE * 4 + 4096;
+    size_t sum = (size_t)s->team.ranks * UPIPE_REDUCE_STRIP * 4 + 4096;
     float *grads[RUN_GRADS];
     void *slab = NULL, *host_slab = NULL;
-    upipe_block blocks[64], host_blocks[16];
+    upipe_mem_block blocks[64], host_blocks[16];
     upipe_mem mem, host;
     upipe_fpdt f;
     upipe_plan p;
     upipe_ctx c;
-    upipe_cpu_lane room;
-    upipe_lane lane;
+    upipe_cpu_side_stream buf;
+    upipe_side_stream side_stream;
     upipe_status status;
-    int j, threaded = s->test->overlap && !s->test->lane_inline;
+    int j, threaded = s->test->overlap && !s->test->side_stream_inline;
     memset(&c, 0, sizeof c);
     memset(&f, 0, sizeof f);
-    if (threaded && upipe_cpu_lane_init(&room, &lane, &c.err) != UPIPE_OK) abort();
-    if (s->test->lane_inline) upipe_lane_inline(&lane, NULL);
-    if (s->test->overlap) c.lane = &lane;
-    for (j = 0; j < RUN_GRADS; ++j) grads[j] = f32_room(block_count(&s->test->shape, run_grads[j]));
+    if (threaded && upipe_cpu_side_stream_init(&buf, &side_stream, &c.err) != UPIPE_OK) abort();
+    if (s->test->side_stream_inline) upipe_side_stream_inline(&side_stream, NULL);
+    if (s->test->overlap) c.side_stream = &side_stream;
+    for (j = 0; j < RUN_GRADS; ++j) grads[j] = f32_buf(block_count(&s->test->shape, run_grads[j]));
     f.desc = run_desc(s->test, rank, 0);
     f.segments = s->segments;
     f.layer = run_layer(s->test);
     f.layer.wq = s->weights[0];
     f.layer.wk = s->weights[1];
     f.layer.wv = s->weights[2];
-    f.layer.q_gain = s->in->q_gain;
-    f.layer.k_gain = s->in->k_gain;
+    f.layer.q_norm_weight = s->in->q_norm_weight;
+    f.layer.k_norm_weight = s->in->k_norm_weight;
     f.layer.sinks = s->in->sinks;
     c.ops = &s->ops;
     c.team = upipe_threads_comm(&s->team, rank);
@@ -221,7 +221,7 @@ static upipe_status segment_body(void *user, int rank)
         for (j = 0; j < RUN_GRADS && status == UPIPE_OK; ++j) {
             int64_t n = block_count(&s->test->shape, run_grads[j]);
             if (result[j] == NULL || n == 0) continue;
-            status = upipe_a2a_sum(&c, grads[j], n);
+            status = upipe_all_reduce(&c, grads[j], n);
             if (rank == 0) memcpy(result[j], grads[j], (size_t)n * sizeof(float));
         }
         if (status != UPIPE_OK) {
@@ -229,10 +229,10 @@ static upipe_status segment_body(void *user, int rank)
             upipe_mem_rewind(&mem, 0);
             upipe_mem_rewind(&host, 0);
         }
-        upipe_mem_free(&mem, NULL);
-        upipe_mem_free(&host, NULL);
+        upipe_mem_destroy(&mem, NULL);
+        upipe_mem_destroy(&host, NULL);
     }
-    if (threaded) upipe_cpu_lane_free(&room);
+    if (threaded) upipe_cpu_side_stream_free(&buf);
     s->errors[rank] = c.err;
     for (j = 0; j < RUN_GRADS; ++j) free(grads[j]);
     free(slab);
@@ -291,7 +291,7 @@ static void check_alone(const run_case *t, int segments, const f32_block *in, co
     run_case alone = *t;
     f32_block out;
     upipe_err err;
-    alone.overlap = alone.lane_inline = 0;
+    alone.overlap = alone.side_stream_inline = 0;
     CHECK_STATUS(run_segments(&alone, segments, in, &out, &err), UPIPE_OK, err);
 #define SAME(tensor)                                                                                       \
     CHECK_SAY(got->tensor == NULL || memcmp(got->tensor, out.tensor,                                       \
@@ -314,7 +314,7 @@ static void test_random(void)
         f32_block in, out;
         upipe_err err;
         upipe_status status;
-        int64_t docs[4];
+        int64_t cu_seqlens[4];
         int pair, segments;
         rng.state = (uint64_t)(seed + i);
         memset(&t, 0, sizeof t);
@@ -333,18 +333,18 @@ static void test_random(void)
         t.shape.window = test_below(&rng, 4) == 0 ? 1 + test_below(&rng, 12) : 0;
         t.shape.softcap = test_below(&rng, 6) == 0 ? 2.5 : 0;
         t.shape.sinks = test_below(&rng, 4) == 0;
-        t.shape.dv = test_below(&rng, 4) == 0 ? 8 * (4 + test_below(&rng, 3)) : 0;
+        t.shape.v_dim = test_below(&rng, 4) == 0 ? 8 * (4 + test_below(&rng, 3)) : 0;
         if (test_below(&rng, 4) == 0) {
-            docs[0] = 0;
-            docs[1] = test_below(&rng, (int)t.shape.tokens + 1);
-            docs[2] = docs[1] + test_below(&rng, 5);
-            docs[3] = t.shape.tokens * t.shape.batch;
-            if (docs[2] > docs[3]) docs[2] = docs[3];
-            t.shape.docs = docs;
-            t.shape.docs_n = 3;
+            cu_seqlens[0] = 0;
+            cu_seqlens[1] = test_below(&rng, (int)t.shape.tokens + 1);
+            cu_seqlens[2] = cu_seqlens[1] + test_below(&rng, 5);
+            cu_seqlens[3] = t.shape.tokens * t.shape.batch;
+            if (cu_seqlens[2] > cu_seqlens[3]) cu_seqlens[2] = cu_seqlens[3];
+            t.shape.cu_seqlens = cu_seqlens;
+            t.shape.cu_seqlens_n = 3;
         }
         t.overlap = test_below(&rng, 2);
-        t.lane_inline = t.overlap && test_below(&rng, 4) == 0;
+        t.side_stream_inline = t.overlap && test_below(&rng, 4) == 0;
         block_inputs(&t.shape, (uint64_t)(seed + i), &in);
         status = run_segments(&t, segments, &in, &out, &err);
         CHECK_SAY(status == UPIPE_OK || status == UPIPE_ERR_UNSUPPORTED ||
@@ -361,7 +361,7 @@ static void test_random(void)
                 stderr,
                 "replay: UPIPE_SEED=%ld UPIPE_DRAWS=10 (S %lld/%d B %lld C %d H %d/%d d %d/%d U %d %s%s%s)\n",
                 seed + i, (long long)t.shape.tokens, segments, (long long)t.shape.batch, t.ranks, t.shape.h,
-                t.shape.hkv, t.shape.d, t.shape.dv, t.chunk, upipe_dtype_name(t.shape.dtype),
+                t.shape.hkv, t.shape.d, t.shape.v_dim, t.chunk, upipe_dtype_name(t.shape.dtype),
                 t.shape.full ? " full" : "", t.overlap ? " overlap" : "");
         f32_block_free(&in);
         f32_block_free(&out);
@@ -444,8 +444,8 @@ static upipe_status odd_body(void *user, int rank)
     enum { BYTES = 1 << 18, BLOCKS = 64 };
     odd_segments *o = (odd_segments *)user;
     const int odd = rank == 1 ? o->odd : ODD_NOTHING;
-    upipe_block blocks[BLOCKS], host_blocks[16];
-    float *w = f32_room(2 * 32 * 16), *x = f32_room(16 * 16);
+    upipe_mem_block blocks[BLOCKS], host_blocks[16];
+    float *w = f32_buf(2 * 32 * 16), *x = f32_buf(16 * 16);
     void *slab = NULL, *host_slab = NULL;
     upipe_mem mem, host;
     upipe_fpdt_saved save;
@@ -523,20 +523,20 @@ typedef struct lone {
     upipe_ops ops;
     upipe_ctx c;
     upipe_comm team;
-    upipe_comm_self_room room;
+    upipe_comm_self_state buf;
     upipe_mem mem, host;
-    upipe_block blocks[LONE_BLOCKS], host_blocks[16];
+    upipe_mem_block blocks[LONE_BLOCKS], host_blocks[16];
     void *slab, *host_slab;
     upipe_fpdt f;
     upipe_fpdt_saved save;
     upipe_grads grads;
-    float *w, *x, *gout;
+    float *w, *x, *dout;
 } lone;
 
 /* A failure breaks a team for good: another one, with the same pools. */
 static void lone_again(lone *l)
 {
-    upipe_comm_self(&l->team, &l->room, l->ops.copy);
+    upipe_comm_self(&l->team, &l->buf, l->ops.copy);
     memset(&l->grads, 0, sizeof l->grads);
     l->mem.guard = NULL;
 }
@@ -557,9 +557,9 @@ static lone *lone_begin(void)
     l->f.desc.head_dim = 32;
     l->f.segments = 2;
     l->f.host = &l->host;
-    l->w = f32_room(64 * 64);
-    l->x = f32_room(64 * 64);
-    l->gout = f32_room(64 * 64);
+    l->w = f32_buf(64 * 64);
+    l->x = f32_buf(64 * 64);
+    l->dout = f32_buf(64 * 64);
     l->f.layer.wq = l->f.layer.wk = l->f.layer.wv = l->w;
     lone_again(l);
     return l;
@@ -567,13 +567,13 @@ static lone *lone_begin(void)
 
 static void lone_end(lone *l)
 {
-    upipe_mem_free(&l->mem, NULL);
-    upipe_mem_free(&l->host, NULL);
+    upipe_mem_destroy(&l->mem, NULL);
+    upipe_mem_destroy(&l->host, NULL);
     free(l->slab);
     free(l->host_slab);
     free(l->w);
     free(l->x);
-    free(l->gout);
+    free(l->dout);
     free(l);
 }
 
@@ -587,7 +587,7 @@ static upipe_status refuse_tag(void *user, size_t bytes, const char *tag)
  * device's. */
 static void test_failed_passes(void)
 {
-    static char visitors[] = "visitors", lse[] = "lse"; /* the last ones that each pass takes */
+    static char fetched[] = "visitors", lse[] = "lse"; /* the last ones that each pass takes */
     int quarantine;
     for (quarantine = 0; quarantine < 2; ++quarantine) {
         lone *l = lone_begin();
@@ -605,9 +605,9 @@ static void test_failed_passes(void)
         before = l->host.live;
         CHECK(before > 0);
         l->mem.guard = refuse_tag;
-        l->mem.user = visitors;
+        l->mem.user = fetched;
         l->team.quarantine = quarantine;
-        CHECK_STATUS(upipe_fpdt_bwd(&l->c, &l->f, l->x, &l->grads, &l->save, l->gout, l->x), UPIPE_ERR_MEMORY,
+        CHECK_STATUS(upipe_fpdt_bwd(&l->c, &l->f, l->x, &l->grads, &l->save, l->dout, l->x), UPIPE_ERR_MEMORY,
                      l->c.err);
         CHECK_INT(l->host.live, before);
         CHECK_STATUS(upipe_fpdt_free(&l->f, &l->save, &l->c.err), UPIPE_OK, l->c.err);
@@ -616,31 +616,31 @@ static void test_failed_passes(void)
     }
 }
 
-/* Every copy fails once, those of the lane among them: the pass ends with its sentence, and both pools are as before.
+/* Every copy fails once, those of the side stream among them: the pass ends with its sentence, and both pools are as before.
  */
 static void test_failed_copies(void)
 {
-    upipe_cpu_lane room;
-    upipe_lane lane;
+    upipe_cpu_side_stream buf;
+    upipe_side_stream side_stream;
     lone *l = lone_begin();
     int backward;
-    if (upipe_cpu_lane_init(&room, &lane, &l->c.err) != UPIPE_OK) abort();
+    if (upipe_cpu_side_stream_init(&buf, &side_stream, &l->c.err) != UPIPE_OK) abort();
     the_frail.copy = l->ops.copy;
-    the_frail.lane = &lane.ctx;
+    the_frail.side_stream = &side_stream.ctx;
     l->ops.copy = frail_copy;
     l->f.segments = 4;
     l->f.desc.overlap = 1;
     CHECK_STATUS(upipe_fpdt_fwd(&l->c, &l->f, &l->save, l->x), UPIPE_ERR_ARG, l->c.err);
-    CHECK_TEXT(l->c.err.text, "ctx->lane is NULL");
-    l->c.lane = &lane;
+    CHECK_TEXT(l->c.err.text, "ctx->side_stream is NULL");
+    l->c.side_stream = &side_stream;
     for (backward = 0; backward < 2; ++backward) {
         upipe_status s = UPIPE_ERR_BACKEND;
         for (the_frail.at = 1; s != UPIPE_OK; ++the_frail.at) {
             const size_t host = l->host.live;
             char want[64];
             lone_again(l);
-            the_frail.calls = the_frail.on_lane = 0;
-            s = backward ? upipe_fpdt_bwd(&l->c, &l->f, l->x, &l->grads, &l->save, l->gout, l->x)
+            the_frail.calls = the_frail.on_side_stream = 0;
+            s = backward ? upipe_fpdt_bwd(&l->c, &l->f, l->x, &l->grads, &l->save, l->dout, l->x)
                          : upipe_fpdt_fwd(&l->c, &l->f, &l->save, l->x);
             if (s == UPIPE_OK) break;
             CHECK_STATUS(s, UPIPE_ERR_BACKEND, l->c.err);
@@ -651,12 +651,12 @@ static void test_failed_copies(void)
         }
         /* In each of two stages K and V of 6 pairs of segments; Q, dO, lse and delta of 9 visits, dQ that has begun
          * of 5, and dQ of 9 back: the last segment's keys have one visitor, whose copies overlap nothing. */
-        CHECK_INT(the_frail.on_lane, 2 * (backward ? 4 * 9 + 5 + 9 : 2 * 6));
+        CHECK_INT(the_frail.on_side_stream, 2 * (backward ? 4 * 9 + 5 + 9 : 2 * 6));
     }
     CHECK_STATUS(upipe_fpdt_free(&l->f, &l->save, &l->c.err), UPIPE_OK, l->c.err);
     the_frail.at = 0;
-    the_frail.lane = NULL;
-    upipe_cpu_lane_free(&room);
+    the_frail.side_stream = NULL;
+    upipe_cpu_side_stream_free(&buf);
     lone_end(l);
 }
 
@@ -705,15 +705,15 @@ static void test_arguments(void)
     CHECK_STATUS(upipe_fpdt_fwd(c, f, &l->save, l->x), UPIPE_OK, c->err);
     for (i = 0; i < 5; ++i) {
         lone_again(l);
-        if (i == 3) l->grads.q_gain = l->w;
-        if (i == 4) l->grads.k_gain = l->w;
-        CHECK_STATUS(upipe_fpdt_bwd(c, f, i == 0 ? NULL : l->x, &l->grads, &l->save, i == 1 ? NULL : l->gout,
+        if (i == 3) l->grads.q_norm_weight = l->w;
+        if (i == 4) l->grads.k_norm_weight = l->w;
+        CHECK_STATUS(upipe_fpdt_bwd(c, f, i == 0 ? NULL : l->x, &l->grads, &l->save, i == 1 ? NULL : l->dout,
                                     i == 2 ? NULL : l->x),
                      UPIPE_ERR_ARG, c->err);
-        CHECK_TEXT(c->err.text, i >= 3 ? "without a QK norm" : i == 2 ? "x is NULL" : "gout or gx");
+        CHECK_TEXT(c->err.text, i >= 3 ? "without a QK norm" : i == 2 ? "x is NULL" : "dout or dx");
         CHECK_INT(l->mem.live, 0);
     }
-    CHECK_STATUS(upipe_fpdt_gather(c, f, NULL, UPIPE_F32, l->gout), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(upipe_fpdt_gather(c, f, NULL, UPIPE_F32, l->dout), UPIPE_ERR_ARG, c->err);
     CHECK_STATUS(upipe_fpdt_scatter(c, f, NULL, l->x, UPIPE_F32), UPIPE_ERR_ARG, c->err);
     CHECK_STATUS(upipe_fpdt_free(f, &l->save, &c->err), UPIPE_OK, c->err);
     CHECK_STATUS(upipe_fpdt_plan(f, 2, &p, &c->err), UPIPE_ERR_ARG, c->err);
@@ -723,8 +723,8 @@ static void test_arguments(void)
         lone_again(l);
         CHECK_STATUS(upi_fpdt_measure(f, &l->ops, &z, &c->err), UPIPE_ERR_ARG, c->err);
         CHECK_STATUS(upipe_fpdt_fwd(c, f, &l->save, l->x), UPIPE_ERR_ARG, c->err);
-        CHECK_STATUS(upipe_fpdt_gather(c, f, l->x, UPIPE_F32, l->gout), UPIPE_ERR_ARG, c->err);
-        CHECK_STATUS(upipe_fpdt_scatter(c, f, l->gout, l->x, UPIPE_F32), UPIPE_ERR_ARG, c->err);
+        CHECK_STATUS(upipe_fpdt_gather(c, f, l->x, UPIPE_F32, l->dout), UPIPE_ERR_ARG, c->err);
+        CHECK_STATUS(upipe_fpdt_scatter(c, f, l->dout, l->x, UPIPE_F32), UPIPE_ERR_ARG, c->err);
         CHECK_STATUS(upipe_fpdt_bytes(f, &l->ops, &bytes, &host, &c->err), UPIPE_ERR_ARG, c->err);
         CHECK_TEXT(c->err.text, "64 tokens in");
         CHECK_INT(upipe_fpdt_out_bytes(f, &l->ops), 0);

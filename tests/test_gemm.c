@@ -13,7 +13,7 @@
 #endif
 
 /* The exact chain is known with explicit FMA, or where the target has none that a compiler could slip in. */
-#if UPI_CPU_AVX2 || UPI_CPU_NEON
+#if UPIPE_CPU_AVX2 || UPIPE_CPU_NEON
 #define CHAIN_KNOWN 1
 #elif defined(__FMA__) || !(defined(__x86_64__) || defined(__i386__))
 #define CHAIN_KNOWN 0
@@ -337,13 +337,13 @@ static void check_empty(test_rng *r)
 
 static void check_statuses(gemm_entry gemm)
 {
-    static float room[64];
-    static char work_room[64 * 1024];
-    char *work = work_room + (64 - (uintptr_t)work_room % 64);
-    const size_t enough = sizeof work_room - 64;
-    upipe_view out = upipe_view_packed(room, UPIPE_F32, 3, 1, 4),
-               a = upipe_view_packed(room, UPIPE_F32, 3, 1, 5);
-    upipe_view b = upipe_view_packed(room, UPIPE_F32, 5, 1, 4), v;
+    static float buf[64];
+    static char work_buf[64 * 1024];
+    char *work = work_buf + (64 - (uintptr_t)work_buf % 64);
+    const size_t enough = sizeof work_buf - 64;
+    upipe_view out = upipe_view_packed(buf, UPIPE_F32, 3, 1, 4),
+               a = upipe_view_packed(buf, UPIPE_F32, 3, 1, 5);
+    upipe_view b = upipe_view_packed(buf, UPIPE_F32, 5, 1, 4), v;
     upipe_ctx c;
     size_t need = upi_cpu_gemm_bytes(&alone, out, a, b, 0);
     memset(&c, 0, sizeof c);

@@ -72,12 +72,12 @@ static void test_bits(int h, int hkv, int rope, int normed, int projected)
             }
             SAME(r, of_ranks, wq, &t.shape);
             if (projected) SAME(r, of_ranks, wo, &t.shape);
-            if (normed) SAME(r, of_ranks, q_gain, &t.shape);
+            if (normed) SAME(r, of_ranks, q_norm_weight, &t.shape);
             if (run_same_chains(&r.plan) && run_same_chains(&of_ranks.plan)) {
                 SAME(r, of_ranks, x, &t.shape);
                 SAME(r, of_ranks, wk, &t.shape);
                 SAME(r, of_ranks, wv, &t.shape);
-                if (normed) SAME(r, of_ranks, k_gain, &t.shape);
+                if (normed) SAME(r, of_ranks, k_norm_weight, &t.shape);
             }
             run_free(&r);
         }
@@ -110,7 +110,7 @@ static void test_against_oracle(void)
             t.shape.normed = kind & 1;
             t.shape.projected = (kind >> 1) & 1;
             t.shape.full = (kind >> 2) & 1;
-            t.gx_apart = kind == 5;
+            t.dx_apart = kind == 5;
             check_case(&t, (uint64_t)(100 + kind));
             t.ranks = 8; /* more ranks than key/value heads */
             t.chunk = 8;
@@ -123,11 +123,11 @@ static void test_against_oracle(void)
     }
 }
 
-/* The oracle's own gradients: central differences of sum(go * o), or of sum(gy * y). Steps are powers of two:
+/* The oracle's own gradients: central differences of sum(go * o), or of sum(dy * y). Steps are powers of two:
  * sinks, which the oracle's attention takes in f32, are moved by them exactly. */
 static void test_finite_differences(void)
 {
-    static const int64_t docs[] = {1, 4, 9, 13};
+    static const int64_t cu_seqlens[] = {1, 4, 9, 13};
     int kind;
     for (kind = 0; kind < 9; ++kind) {
         run_case t = make_case(7, 4, 2, 8, 12, 1, 4, UPIPE_F32);
@@ -139,10 +139,10 @@ static void test_finite_differences(void)
         t.shape.normed = kind & 1;
         t.shape.projected = kind >= 3 && kind != 6;
         t.shape.full = kind == 4 || kind == 8;
-        t.shape.dv = kind >= 6 ? 5 : 0;
+        t.shape.v_dim = kind >= 6 ? 5 : 0;
         t.shape.window = kind == 6 || kind == 8 ? 3 : 0;
-        t.shape.docs = kind >= 7 ? docs : NULL;
-        t.shape.docs_n = kind >= 7 ? 3 : 0;
+        t.shape.cu_seqlens = kind >= 7 ? cu_seqlens : NULL;
+        t.shape.cu_seqlens_n = kind >= 7 ? 3 : 0;
         t.shape.softcap = kind >= 7 ? 1.5 : 0;
         t.shape.sinks = kind >= 6;
         block_inputs(&t.shape, 7, &in);
@@ -157,7 +157,7 @@ static void test_finite_differences(void)
         for (side = 0; side < 2; ++side) {                                                                \
             int64_t k;                                                                                    \
             const double *out = t.shape.projected ? moved.y : moved.o,                                    \
-                         *g = t.shape.projected ? in64.gy : in64.go;                                      \
+                         *g = t.shape.projected ? in64.dy : in64.dout;                                      \
             f64_block_make(&t.shape, &moved);                                                             \
             in64.tensor[i] = kept + (side ? h : -h);                                                      \
             f64_block_run(&t.shape, &in64, &moved);                                                       \
@@ -177,8 +177,8 @@ static void test_finite_differences(void)
         DIFFERENCE(wk)
         DIFFERENCE(wv)
         DIFFERENCE(wo)
-        DIFFERENCE(q_gain)
-        DIFFERENCE(k_gain)
+        DIFFERENCE(q_norm_weight)
+        DIFFERENCE(k_norm_weight)
         DIFFERENCE(sinks)
 #undef DIFFERENCE
         f32_block_free(&in);
@@ -211,7 +211,7 @@ static void test_out_of_memory(int h, int hkv, int ranks, int ring, int naive, u
     int victim, sticky, all = ranks * (ring > 1 ? ring : 1);
     t.naive = naive;
     t.ring = ring;
-    t.ring_mode = ring == 2 ? UPIPE_RING_GATHER : UPIPE_RING_AUTO;
+    t.ring_mode = ring == 2 ? UPIPE_RING_ALL_GATHER : UPIPE_RING_AUTO;
     t.inner = ring == 4 ? 2 : 0;
     t.layout = UPIPE_STRIPED;
     t.shape.normed = 1;
@@ -279,7 +279,7 @@ static upipe_plan_desc odd_desc(void)
 
 static upipe_status odd_body(void *user, int rank)
 {
-    static const int64_t docs[2][3] = {{0, 7, 16}, {0, 8, 16}};
+    static const int64_t cu_seqlens[2][3] = {{0, 7, 16}, {0, 8, 16}};
     odd_rank *o = (odd_rank *)user;
     upipe_plan_desc d;
     upipe_plan p;
@@ -287,11 +287,11 @@ static upipe_status odd_body(void *user, int rank)
     upipe_saved save;
     upipe_mem mem;
     upipe_ctx c;
-    upipe_block blocks[64];
+    upipe_mem_block blocks[64];
     char *slab = (char *)malloc(o->need + 512), *aligned = slab + (256 - (uintptr_t)slab % 256);
     size_t bytes;
     int i;
-    float *w = f32_room(16 * 32 * 16);
+    float *w = f32_buf(16 * 32 * 16);
     upipe_status s;
     memset(&l, 0, sizeof l);
     memset(&c, 0, sizeof c);
@@ -311,9 +311,9 @@ static upipe_status odd_body(void *user, int rank)
     l.plan = &p;
     l.wq = l.wk = l.wv = w;
     if (rank == 1 && o->odd == 10) l.window = 5;
-    if (o->odd == 11) l.docs = rank == 1 ? docs[1] : docs[0], l.docs_n = 2;
+    if (o->odd == 11) l.cu_seqlens = rank == 1 ? cu_seqlens[1] : cu_seqlens[0], l.cu_seqlens_n = 2;
     if (rank == 1 && o->odd == 12) l.sinks = w;
-    if (o->odd == 6) l.q_gain = w;
+    if (o->odd == 6) l.q_norm_weight = w;
     c.ops = o->ops;
     c.mem = &mem;
     c.team = upipe_threads_comm(o->team, rank);
@@ -325,7 +325,7 @@ static upipe_status odd_body(void *user, int rank)
         if (s != UPIPE_OK) CHECK(save.out.data == NULL && save.lse == NULL);
     }
     o->errors[rank] = c.err;
-    upipe_mem_free(&mem, NULL);
+    upipe_mem_destroy(&mem, NULL);
     for (i = 0; i < 256; ++i) CHECK_INT(aligned[bytes + (size_t)i], 0x5a);
     free(w);
     free(slab);
@@ -367,12 +367,12 @@ static void test_odd_ranks(void)
         {3, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "rope_theta"},
         {4, {UPIPE_ERR_UNSUPPORTED, UPIPE_ERR_UNSUPPORTED}, "head dim 24"},
         {5, {UPIPE_ERR_ARG, UPIPE_ERR_ARG}, "a plan for 2 ranks on a team of 4"},
-        {6, {UPIPE_ERR_ARG, UPIPE_ERR_ARG}, "both gains or none"},
+        {6, {UPIPE_ERR_ARG, UPIPE_ERR_ARG}, "both norm weights or none"},
         {7, {UPIPE_ERR_MEMORY, UPIPE_ERR_ABORTED}, "do not fit"},
         {8, {UPIPE_OK, UPIPE_ERR_TIMEOUT}, "rank 1"},
         {9, {UPIPE_ERR_ARG, UPIPE_ERR_ARG}, "x is f32 [5][1][16]"},
         {10, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "window is 0 on rank 0 and 5 on rank 1"},
-        {11, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "docs (fingerprint)"},
+        {11, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "cu_seqlens (hash)"},
         {12, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "sinks is 0 on rank 0 and 1 on rank 1"},
     };
     upipe_ops ops;
@@ -412,16 +412,16 @@ static void test_misuse(void)
     upipe_plan p, other_plan, ring_plan;
     upipe_layer l, bad;
     upipe_saved save;
-    upipe_slots gout, other;
+    upipe_slots dout, other;
     upipe_grads g;
     upipe_mem mem;
-    upipe_block blocks[32];
+    upipe_mem_block blocks[32];
     upipe_comm team;
-    upipe_comm_self_room room;
+    upipe_comm_self_state buf;
     upipe_ops ops;
     upipe_ctx c;
     void *slab = NULL, *data;
-    float *w = f32_room(64 * 64);
+    float *w = f32_buf(64 * 64);
     upipe_view x, heads, narrow;
     int i;
     memset(&d, 0, sizeof d);
@@ -446,7 +446,7 @@ static void test_misuse(void)
     CHECK(upipe_plan_init(&ring_plan, &d, NULL) == UPIPE_OK);
     l.plan = &p;
     l.wq = l.wk = l.wv = l.wo = w;
-    CHECK(upipe_mem_take(&mem, &data, 8 * 24 * 4, "x", NULL) == UPIPE_OK);
+    CHECK(upipe_mem_alloc(&mem, &data, 8 * 24 * 4, "x", NULL) == UPIPE_OK);
     memset(data, 0, 8 * 24 * 4);
     x = upipe_view_packed(data, UPIPE_F32, 8, 1, 24);
     narrow = upipe_view_packed(w, UPIPE_F32, 8, 1, 24);
@@ -454,13 +454,13 @@ static void test_misuse(void)
     /* a refusal breaks the team, so each begins with a new one */
 #define REFUSED(status, words, call)             \
     do {                                         \
-        upipe_comm_self(&team, &room, ops.copy); \
+        upipe_comm_self(&team, &buf, ops.copy); \
         CHECK_STATUS(call, status, c.err);       \
         CHECK_TEXT(c.err.text, words);           \
     } while (0)
 #define GOOD(call) REFUSED(UPIPE_OK, "", call)
     for (i = 0; i < 10; ++i) {
-        static const int64_t docs[] = {0, 5, 3};
+        static const int64_t cu_seqlens[] = {0, 5, 3};
         const char *words[] = {"norm_eps",
                                "rope_interleaved",
                                "scale inf",
@@ -469,19 +469,19 @@ static void test_misuse(void)
                                "tile rows -1",
                                "a window of -1",
                                "soft-cap -2",
-                               "document 1 is [5, 3)",
-                               "2 documents, docs is NULL"};
+                               "packed sequence 1 is [5, 3)",
+                               "2 packed sequences, cu_seqlens is NULL"};
         bad = l;
         if (i == 0) bad.norm_eps = 1e-5f;
         if (i == 1) bad.rope_interleaved = 1;
         if (i == 2) bad.scale = INFINITY;
         if (i == 3) bad.rope_theta = INFINITY;
-        if (i == 4) bad.q_gain = bad.k_gain = w, bad.norm_eps = NAN;
+        if (i == 4) bad.q_norm_weight = bad.k_norm_weight = w, bad.norm_eps = NAN;
         if (i == 5) bad.tile_rows = -1;
         if (i == 6) bad.window = -1;
         if (i == 7) bad.softcap = -2;
-        if (i == 8) bad.docs = docs;
-        if (i >= 8) bad.docs_n = 2;
+        if (i == 8) bad.cu_seqlens = cu_seqlens;
+        if (i >= 8) bad.cu_seqlens_n = 2;
         REFUSED(UPIPE_ERR_ARG, words[i], upipe_layer_fwd(&c, &bad, &save, x));
     }
     bad = l;
@@ -498,19 +498,19 @@ static void test_misuse(void)
             upipe_layer_bwd(&c, &l, x, &g, &save, &save.out, x));
     upipe_slots_init(&other, save.out.data, 8, 2, UPIPE_SLOT_FULL);
     REFUSED(UPIPE_ERR_ARG, "slots of 8 bytes", upipe_layer_bwd(&c, &l, x, &g, &save, &other, x));
-    GOOD(upipe_layer_slots_take(&c, &l, &gout, UPIPE_SLOT_EMPTY, "gout"));
-    REFUSED(UPIPE_ERR_ARG, "slot 0 of gout is not full", upipe_layer_bwd(&c, &l, x, &g, &save, &gout, x));
-    CHECK(upipe_mem_give(&mem, gout.data, NULL) == UPIPE_OK);
+    GOOD(upipe_layer_slots_alloc(&c, &l, &dout, UPIPE_SLOT_EMPTY, "dout"));
+    REFUSED(UPIPE_ERR_ARG, "slot 0 of dout is not full", upipe_layer_bwd(&c, &l, x, &g, &save, &dout, x));
+    CHECK(upipe_mem_free(&mem, dout.data, NULL) == UPIPE_OK);
     bad = l;
     bad.plan = &other_plan;
     REFUSED(UPIPE_ERR_ARG, "the plan says 4", upipe_layer_out_fwd(&c, &bad, x, &save));
-    g.q_gain = w;
+    g.q_norm_weight = w;
     GOOD(upipe_layer_out_bwd(&c, &l, &g, &save, x));
     REFUSED(UPIPE_ERR_ARG, "consumed already", upipe_layer_out_bwd(&c, &l, &g, &save, x));
     CHECK(save.delta != NULL);
     REFUSED(UPIPE_ERR_ARG, "consumed already", upipe_layer_out_fwd(&c, &l, x, &save));
     REFUSED(UPIPE_ERR_ARG, "without a QK norm", upipe_layer_bwd(&c, &l, x, &g, &save, &save.out, x));
-    g.q_gain = NULL;
+    g.q_norm_weight = NULL;
     g.sinks = w;
     REFUSED(UPIPE_ERR_ARG, "without sinks", upipe_layer_bwd(&c, &l, x, &g, &save, &save.out, x));
     g.sinks = NULL;
@@ -521,8 +521,8 @@ static void test_misuse(void)
     CHECK_INT(mem.live, 8 * 24 * 4);
 #undef REFUSED
 #undef GOOD
-    CHECK(upipe_mem_give(&mem, data, NULL) == UPIPE_OK);
-    CHECK(upipe_mem_free(&mem, NULL) == UPIPE_OK);
+    CHECK(upipe_mem_free(&mem, data, NULL) == UPIPE_OK);
+    CHECK(upipe_mem_destroy(&mem, NULL) == UPIPE_OK);
     free(w);
     free(slab);
 }

@@ -22,7 +22,7 @@ enum { TOKENS = 16, BATCH = 2, RANKS_MAX = 4 };
 typedef struct golden {
     st_file file;
     llama_layout layout;
-    float *weights, *gains;
+    float *weights, *norm_weights;
     int32_t inputs[BATCH * TOKENS], targets[BATCH * TOKENS];
     int64_t valid;
     int tied;
@@ -43,7 +43,7 @@ typedef struct way {
 
 static int64_t golden_count(const golden *g, int group)
 {
-    return group == 0 ? g->layout.weights : g->layout.gains;
+    return group == 0 ? g->layout.weights : g->layout.norm_weights;
 }
 
 /* A tensor of the file; fails the test where it is not there. */
@@ -75,12 +75,12 @@ static void golden_open(golden *g, const char *path, int tied)
     if (!CHECK_SAY(st_open(&g->file, path, &e) == 0, "%s", e.text)) exit(1);
     if (!CHECK(llama_layout_init(&g->layout, &c) == 0)) exit(1);
     g->weights = (float *)malloc((size_t)g->layout.weights * 4);
-    g->gains = (float *)malloc((size_t)g->layout.gains * 4);
+    g->norm_weights = (float *)malloc((size_t)g->layout.norm_weights * 4);
     for (i = 0; i < g->layout.n; ++i) {
         const llama_tensor *t = &g->layout.tensors[i];
         const st_tensor *from = golden_find(g, "", t->name);
         if (from == NULL || !CHECK(from->n == t->n)) exit(1);
-        if (!CHECK(st_read_f32(&g->file, from, 0, t->n, (t->is_gain ? g->gains : g->weights) + t->at, &e) ==
+        if (!CHECK(st_read_f32(&g->file, from, 0, t->n, (t->is_norm_weight ? g->norm_weights : g->weights) + t->at, &e) ==
                    0))
             exit(1);
     }
@@ -94,7 +94,7 @@ static void golden_close(golden *g)
     st_close(&g->file);
     llama_layout_free(&g->layout);
     free(g->weights);
-    free(g->gains);
+    free(g->norm_weights);
 }
 
 /* ---- a run ---- */
@@ -123,9 +123,9 @@ static upipe_status way_rank(way *w, trainer *t)
     memset(&batch, 0, sizeof batch);
     batch.inputs = inputs;
     batch.targets = targets;
-    UPIPE_TRY(trainer_take(t));
+    UPIPE_TRY(trainer_alloc(t));
     memcpy(t->state.weights, g->weights, (size_t)g->layout.weights * 4);
-    memcpy(t->state.gains, g->gains, (size_t)g->layout.gains * 4);
+    memcpy(t->state.norm_weights, g->norm_weights, (size_t)g->layout.norm_weights * 4);
     UPIPE_TRY(trainer_gradients(t, &batch, g->valid));
     model_phase(&t->r, MODEL_UPDATE);
     team = trainer_swap(t, t->world);
@@ -138,13 +138,13 @@ static upipe_status way_rank(way *w, trainer *t)
     CHECK_INT(c->mem->peak, plan.peak);
     CHECK_INT(t->r.second->peak, plan.host);
     for (group = 0; group < 2; ++group) {
-        UPIPE_TRY(upipe_a2a_all_gather(c, t->r.grads[group], golden_count(g, group), 4));
+        UPIPE_TRY(upipe_all_gather(c, t->r.grads[group], golden_count(g, group), 4));
         if (t->state.rank == 0)
             memcpy(w->grads[group], t->r.grads[group], (size_t)golden_count(g, group) * 4);
     }
     if (t->state.rank == 0) w->loss = result.loss;
     trainer_swap(t, team);
-    return trainer_give(t);
+    return trainer_free_block(t);
 }
 
 static upipe_status way_main(void *user, int rank)
@@ -153,7 +153,7 @@ static upipe_status way_main(void *user, int rank)
     way *w = (way *)user;
     void *slab = aligned_alloc(UPIPE_MEM_ALIGN, SLAB), *second = aligned_alloc(UPIPE_MEM_ALIGN, SLAB),
          *kept[4];
-    upipe_block blocks[2][BLOCKS];
+    upipe_mem_block blocks[2][BLOCKS];
     upipe_plan_desc desc = w->desc;
     int64_t gathered[2 * RANKS_MAX];
     upipe_mem mem, host;
@@ -184,8 +184,8 @@ static upipe_status way_main(void *user, int rank)
     if (s == UPIPE_OK) s = way_rank(w, &t);
     CHECK_STATUS(s, UPIPE_OK, c.err);
     CHECK(mem.live == 0 && host.live == 0);
-    upipe_mem_free(&mem, NULL);
-    upipe_mem_free(&host, NULL);
+    upipe_mem_destroy(&mem, NULL);
+    upipe_mem_destroy(&host, NULL);
     free(slab);
     free(second);
     return s;
@@ -263,12 +263,12 @@ static void check_golden(const golden *g, const way *w)
         char name[160];
         snprintf(name, sizeof name, "%sgrad.%s", kind, t->name);
         grad = st_find(&g->file, name);
-        if (grad == NULL) { /* of the tied model the file has the embedding and the gains */
-            CHECK_SAY(g->tied && !t->is_gain && t->kind != LLAMA_EMBED, "the golden file has no %s", name);
+        if (grad == NULL) { /* of the tied model the file has the embedding and the norm weights */
+            CHECK_SAY(g->tied && !t->is_norm_weight && t->kind != LLAMA_EMBED, "the golden file has no %s", name);
             continue;
         }
         want = read_f64(g, grad);
-        CHECK_CLOSE_TO(w->grads[t->is_gain] + t->at, naive_errors(g, t->name), want, t->n, name);
+        CHECK_CLOSE_TO(w->grads[t->is_norm_weight] + t->at, naive_errors(g, t->name), want, t->n, name);
         free(want);
         ++compared;
     }
@@ -279,7 +279,7 @@ static int same_bits(const way *a, const way *b)
 {
     const golden *g = a->g;
     return a->loss == b->loss && memcmp(a->grads[0], b->grads[0], (size_t)g->layout.weights * 4) == 0 &&
-           memcmp(a->grads[1], b->grads[1], (size_t)g->layout.gains * 4) == 0;
+           memcmp(a->grads[1], b->grads[1], (size_t)g->layout.norm_weights * 4) == 0;
 }
 
 static upipe_plan_desc team_of(int ranks, int chunk)
@@ -300,10 +300,10 @@ static void test_rings(const golden *g)
         upipe_layout layout;
         upipe_ring_mode mode;
     } rings[] = {
-        {1, 4, 0, 4, UPIPE_CONTIGUOUS, UPIPE_RING_SHIFT}, {1, 4, 0, 4, UPIPE_ZIGZAG, UPIPE_RING_SHIFT},
-        {1, 3, 0, 4, UPIPE_STRIPED, UPIPE_RING_SHIFT},    {1, 3, 0, 2, UPIPE_ZIGZAG, UPIPE_RING_GATHER},
-        {1, 4, 2, 4, UPIPE_ZIGZAG, UPIPE_RING_SHIFT},     {2, 2, 0, 4, UPIPE_ZIGZAG, UPIPE_RING_SHIFT},
-        {2, 2, 0, 2, UPIPE_ZIGZAG, UPIPE_RING_AUTO},      {2, 2, 0, 2, UPIPE_STRIPED, UPIPE_RING_SHIFT}};
+        {1, 4, 0, 4, UPIPE_CONTIGUOUS, UPIPE_RING_P2P}, {1, 4, 0, 4, UPIPE_ZIGZAG, UPIPE_RING_P2P},
+        {1, 3, 0, 4, UPIPE_STRIPED, UPIPE_RING_P2P},    {1, 3, 0, 2, UPIPE_ZIGZAG, UPIPE_RING_ALL_GATHER},
+        {1, 4, 2, 4, UPIPE_ZIGZAG, UPIPE_RING_P2P},     {2, 2, 0, 4, UPIPE_ZIGZAG, UPIPE_RING_P2P},
+        {2, 2, 0, 2, UPIPE_ZIGZAG, UPIPE_RING_AUTO},      {2, 2, 0, 2, UPIPE_STRIPED, UPIPE_RING_P2P}};
     size_t i;
     for (i = 0; i < sizeof rings / sizeof *rings; ++i) {
         upipe_plan_desc d = team_of(rings[i].ranks, rings[i].chunk);

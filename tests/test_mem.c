@@ -5,40 +5,40 @@
 enum { SLAB = 1 << 16, BLOCKS = 64 };
 
 static char slab[SLAB] __attribute__((aligned(256)));
-static upipe_block blocks[BLOCKS], dry_blocks[BLOCKS];
+static upipe_mem_block blocks[BLOCKS], dry_blocks[BLOCKS];
 
 static void test_counts(void)
 {
     upipe_mem m;
     upipe_err e;
     void *a, *b, *c, *none;
-    size_t span = upi_mem_span(1000);
+    size_t span = upipe_mem_span(1000);
     upipe_mem_init(&m, slab, SLAB, blocks, BLOCKS);
-    CHECK(upipe_mem_take(&m, &a, 1000, "a", &e) == UPIPE_OK);
-    CHECK(upipe_mem_take(&m, &b, 1, "b", &e) == UPIPE_OK);
-    CHECK(upipe_mem_take(&m, &c, 1000, "c", &e) == UPIPE_OK);
-    CHECK(upipe_mem_take(&m, &none, 0, "none", &e) == UPIPE_OK);
+    CHECK(upipe_mem_alloc(&m, &a, 1000, "a", &e) == UPIPE_OK);
+    CHECK(upipe_mem_alloc(&m, &b, 1, "b", &e) == UPIPE_OK);
+    CHECK(upipe_mem_alloc(&m, &c, 1000, "c", &e) == UPIPE_OK);
+    CHECK(upipe_mem_alloc(&m, &none, 0, "none", &e) == UPIPE_OK);
     CHECK(none == NULL);
-    CHECK(upipe_mem_give(&m, none, &e) == UPIPE_OK);
+    CHECK(upipe_mem_free(&m, none, &e) == UPIPE_OK);
     CHECK_INT(m.live, 2001);
     CHECK_INT(m.peak, 2001);
-    CHECK_INT(m.need, 2 * span + upi_mem_span(1));
+    CHECK_INT(m.need, 2 * span + upipe_mem_span(1));
     CHECK_INT((uintptr_t)a % 256 + (uintptr_t)b % 256 + (uintptr_t)c % 256, 0);
     memset(a, 1, 1000);
     memset(c, 3, 1000);
-    CHECK(upipe_mem_give(&m, a, &e) == UPIPE_OK);
-    CHECK_STATUS(upipe_mem_give(&m, a, &e), UPIPE_ERR_ARG, e); /* twice */
+    CHECK(upipe_mem_free(&m, a, &e) == UPIPE_OK);
+    CHECK_STATUS(upipe_mem_free(&m, a, &e), UPIPE_ERR_ARG, e); /* twice */
     CHECK_TEXT(e.text, "no live block");
-    CHECK_STATUS(upipe_mem_give(&m, slab + 3, &e), UPIPE_ERR_ARG, e);        /* foreign */
-    CHECK_STATUS(upipe_mem_give(&m, (char *)c + 256, &e), UPIPE_ERR_ARG, e); /* inside a block */
+    CHECK_STATUS(upipe_mem_free(&m, slab + 3, &e), UPIPE_ERR_ARG, e);        /* foreign */
+    CHECK_STATUS(upipe_mem_free(&m, (char *)c + 256, &e), UPIPE_ERR_ARG, e); /* inside a block */
     CHECK_INT(m.live, 1001);
-    CHECK(upipe_mem_take(&m, &a, 900, "again", &e) == UPIPE_OK);
+    CHECK(upipe_mem_alloc(&m, &a, 900, "again", &e) == UPIPE_OK);
     CHECK(a == (void *)slab); /* the hole, not the top */
     CHECK_INT(((char *)c)[999], 3);
-    CHECK_INT(m.need, 2 * span + upi_mem_span(1));
-    CHECK_STATUS(upipe_mem_free(&m, &e), UPIPE_ERR_ARG, e);
+    CHECK_INT(m.need, 2 * span + upipe_mem_span(1));
+    CHECK_STATUS(upipe_mem_destroy(&m, &e), UPIPE_ERR_ARG, e);
     CHECK_TEXT(e.text, "3 blocks of 1901 bytes live, the first is 'again'");
-    CHECK_STATUS(upipe_mem_free(&m, &e), UPIPE_OK, e);
+    CHECK_STATUS(upipe_mem_destroy(&m, &e), UPIPE_OK, e);
 }
 
 /* Under AddressSanitizer: the tail of a block, the red zone behind it and free space must not be touched. */
@@ -50,21 +50,21 @@ static void test_poison(void)
     void *p;
     upipe_mem_init(&m, slab, SLAB, blocks, BLOCKS);
     CHECK(__asan_address_is_poisoned(slab));
-    CHECK(upipe_mem_take(&m, &p, 1000, "a", NULL) == UPIPE_OK);
+    CHECK(upipe_mem_alloc(&m, &p, 1000, "a", NULL) == UPIPE_OK);
     a = (char *)p;
-    CHECK(upipe_mem_take(&m, &p, 1024, "b", NULL) == UPIPE_OK); /* a multiple of the alignment: no tail */
+    CHECK(upipe_mem_alloc(&m, &p, 1024, "b", NULL) == UPIPE_OK); /* a multiple of the alignment: no tail */
     b = (char *)p;
     CHECK(!__asan_address_is_poisoned(a) && !__asan_address_is_poisoned(a + 999));
     CHECK(__asan_address_is_poisoned(a + 1000) && __asan_address_is_poisoned(b - 1));
     CHECK(!__asan_address_is_poisoned(b + 1023) && __asan_address_is_poisoned(b + 1024));
     CHECK_INT(m.live, 2024);
-    CHECK(upipe_mem_give(&m, a, NULL) == UPIPE_OK);
+    CHECK(upipe_mem_free(&m, a, NULL) == UPIPE_OK);
     CHECK(__asan_address_is_poisoned(a));
-    CHECK(upipe_mem_give(&m, b, NULL) == UPIPE_OK);
-    CHECK(upipe_mem_free(&m, NULL) == UPIPE_OK);
+    CHECK(upipe_mem_free(&m, b, NULL) == UPIPE_OK);
+    CHECK(upipe_mem_destroy(&m, NULL) == UPIPE_OK);
     CHECK(!__asan_address_is_poisoned(slab)); /* the host's again */
 #else
-    CHECK_INT(upi_mem_span(1024), 1024); /* no red zone in an ordinary build */
+    CHECK_INT(upipe_mem_span(1024), 1024); /* no red zone in an ordinary build */
 #endif
 }
 
@@ -75,15 +75,15 @@ static void test_best_fit(void)
     int i;
     static const size_t sizes[] = {4096, 256, 1024, 256, 2048, 256};
     upipe_mem_init(&m, slab, SLAB, blocks, BLOCKS);
-    for (i = 0; i < 6; ++i) CHECK(upipe_mem_take(&m, &p[i], sizes[i], "p", NULL) == UPIPE_OK);
-    for (i = 0; i < 6; i += 2) CHECK(upipe_mem_give(&m, p[i], NULL) == UPIPE_OK);
-    CHECK(upipe_mem_take(&m, &q, 1000, "q", NULL) == UPIPE_OK);
+    for (i = 0; i < 6; ++i) CHECK(upipe_mem_alloc(&m, &p[i], sizes[i], "p", NULL) == UPIPE_OK);
+    for (i = 0; i < 6; i += 2) CHECK(upipe_mem_free(&m, p[i], NULL) == UPIPE_OK);
+    CHECK(upipe_mem_alloc(&m, &q, 1000, "q", NULL) == UPIPE_OK);
     CHECK(q == p[2]); /* the smallest hole that fits */
-    CHECK(upipe_mem_take(&m, &q, 1000, "q", NULL) == UPIPE_OK);
+    CHECK(upipe_mem_alloc(&m, &q, 1000, "q", NULL) == UPIPE_OK);
     CHECK(q == p[4]);
     upipe_mem_rewind(&m, 0);
     CHECK_INT(m.live, 0);
-    CHECK(upipe_mem_free(&m, NULL) == UPIPE_OK);
+    CHECK(upipe_mem_destroy(&m, NULL) == UPIPE_OK);
 }
 
 static upipe_status refuse_large(void *user, size_t bytes, const char *tag)
@@ -101,29 +101,29 @@ static void test_refusals(void)
     int i;
     upipe_mem_init(&m, slab, SLAB, blocks, BLOCKS);
     upipe_mem_init(&m, slab + 8, SLAB - 8, blocks, BLOCKS);
-    CHECK_STATUS(upipe_mem_take(&m, &p, 10, "crooked", &e), UPIPE_ERR_ARG, e);
+    CHECK_STATUS(upipe_mem_alloc(&m, &p, 10, "crooked", &e), UPIPE_ERR_ARG, e);
     CHECK_TEXT(e.text, "not aligned");
-    CHECK(upipe_mem_free(&m, NULL) == UPIPE_OK);
+    CHECK(upipe_mem_destroy(&m, NULL) == UPIPE_OK);
     upipe_mem_init(&m, slab, SLAB, blocks, BLOCKS);
-    CHECK_STATUS(upipe_mem_take(&m, &p, SLAB + 1, "huge", &e), UPIPE_ERR_MEMORY, e);
+    CHECK_STATUS(upipe_mem_alloc(&m, &p, SLAB + 1, "huge", &e), UPIPE_ERR_MEMORY, e);
     CHECK(p == NULL);
     CHECK_TEXT(e.text, "65537 bytes for 'huge' do not fit: 0 of the slab's 65536 bytes are live");
-    CHECK_STATUS(upipe_mem_take(&m, &p, SIZE_MAX - 10, "absurd", &e), UPIPE_ERR_OVERFLOW, e);
-    CHECK(upipe_mem_take(&m, &p, SLAB / 2, "half", &e) == UPIPE_OK);
-    CHECK_STATUS(upipe_mem_take(&m, &q, SLAB / 2 + 1, "more", &e), UPIPE_ERR_MEMORY, e);
+    CHECK_STATUS(upipe_mem_alloc(&m, &p, SIZE_MAX - 10, "absurd", &e), UPIPE_ERR_OVERFLOW, e);
+    CHECK(upipe_mem_alloc(&m, &p, SLAB / 2, "half", &e) == UPIPE_OK);
+    CHECK_STATUS(upipe_mem_alloc(&m, &q, SLAB / 2 + 1, "more", &e), UPIPE_ERR_MEMORY, e);
     CHECK_INT(m.live, SLAB / 2);
-    CHECK(upipe_mem_give(&m, p, &e) == UPIPE_OK);
-    for (i = 0; i < BLOCKS; ++i) CHECK(upipe_mem_take(&m, &p, 1, "small", &e) == UPIPE_OK);
-    CHECK_STATUS(upipe_mem_take(&m, &p, 1, "one more", &e), UPIPE_ERR_MEMORY, e);
+    CHECK(upipe_mem_free(&m, p, &e) == UPIPE_OK);
+    for (i = 0; i < BLOCKS; ++i) CHECK(upipe_mem_alloc(&m, &p, 1, "small", &e) == UPIPE_OK);
+    CHECK_STATUS(upipe_mem_alloc(&m, &p, 1, "one more", &e), UPIPE_ERR_MEMORY, e);
     CHECK_TEXT(e.text, "table of 64 blocks");
     upipe_mem_rewind(&m, 0);
     m.guard = refuse_large;
     m.user = &limit;
-    CHECK(upipe_mem_take(&m, &p, 100, "allowed", &e) == UPIPE_OK);
-    CHECK_STATUS(upipe_mem_take(&m, &q, 101, "denied", &e), UPIPE_ERR_MEMORY, e);
+    CHECK(upipe_mem_alloc(&m, &p, 100, "allowed", &e) == UPIPE_OK);
+    CHECK_STATUS(upipe_mem_alloc(&m, &q, 101, "denied", &e), UPIPE_ERR_MEMORY, e);
     CHECK_TEXT(e.text, "guard refused 101 bytes for 'denied'");
-    CHECK(upipe_mem_give(&m, p, &e) == UPIPE_OK);
-    CHECK_STATUS(upipe_mem_free(&m, &e), UPIPE_OK, e);
+    CHECK(upipe_mem_free(&m, p, &e) == UPIPE_OK);
+    CHECK_STATUS(upipe_mem_destroy(&m, &e), UPIPE_OK, e);
 }
 
 static void test_marks(void)
@@ -133,30 +133,30 @@ static void test_marks(void)
     void *a, *b, *c, *d;
     int64_t mark;
     upipe_mem_init(&m, slab, SLAB, blocks, BLOCKS);
-    upipe_mem_take(&m, &a, 10, "a", &e);
-    upipe_mem_take(&m, &b, 20, "b", &e);
+    upipe_mem_alloc(&m, &a, 10, "a", &e);
+    upipe_mem_alloc(&m, &b, 20, "b", &e);
     mark = upipe_mem_mark(&m);
-    upipe_mem_take(&m, &c, 40, "c", &e);
-    upipe_mem_give(&m, b, &e); /* taken before the mark, given after it */
-    upipe_mem_take(&m, &d, 80, "d", &e);
+    upipe_mem_alloc(&m, &c, 40, "c", &e);
+    upipe_mem_free(&m, b, &e); /* taken before the mark, given after it */
+    upipe_mem_alloc(&m, &d, 80, "d", &e);
     CHECK_INT(m.live, 130);
     upipe_mem_rewind(&m, mark);
     CHECK_INT(m.live, 10);
-    upipe_mem_take(&m, &c, 40, "c", &e);
+    upipe_mem_alloc(&m, &c, 40, "c", &e);
     upipe_mem_quarantine(&m, mark);
     upipe_mem_rewind(&m, 0);
     CHECK_INT(m.live, 40);
     CHECK_INT(m.quarantined, 40);
-    CHECK_STATUS(upipe_mem_give(&m, c, &e), UPIPE_ERR_ARG, e);
+    CHECK_STATUS(upipe_mem_free(&m, c, &e), UPIPE_ERR_ARG, e);
     CHECK_TEXT(e.text, "quarantined");
-    upipe_mem_take(&m, &a, 40, "a", &e);
+    upipe_mem_alloc(&m, &a, 40, "a", &e);
     CHECK(a != c);
     CHECK_INT(m.blocks_peak, 3);
     upipe_mem_release(&m); /* the peers are gone */
     CHECK_INT(m.quarantined, 0);
-    CHECK_STATUS(upipe_mem_give(&m, c, &e), UPIPE_OK, e);
-    CHECK_STATUS(upipe_mem_give(&m, a, &e), UPIPE_OK, e);
-    CHECK_STATUS(upipe_mem_free(&m, &e), UPIPE_OK, e);
+    CHECK_STATUS(upipe_mem_free(&m, c, &e), UPIPE_OK, e);
+    CHECK_STATUS(upipe_mem_free(&m, a, &e), UPIPE_OK, e);
+    CHECK_STATUS(upipe_mem_destroy(&m, &e), UPIPE_OK, e);
 }
 
 /* Random takes and gives: a real pool of exactly the dry pool's need succeeds, with the same cuts; blocks
@@ -186,9 +186,9 @@ static void test_dry(void)
                 if (n < 40 && test_below(&rng, 5) < 3) {
                     size[n] = (size_t)(1 + test_below(&rng, 3000));
                     if (pass == 0) {
-                        CHECK(upipe_mem_take(&dry, &p[n], size[n], "dry", NULL) == UPIPE_OK);
+                        CHECK(upipe_mem_alloc(&dry, &p[n], size[n], "dry", NULL) == UPIPE_OK);
                     } else {
-                        upipe_status s = upipe_mem_take(&m, &q[n], size[n], "real", NULL);
+                        upipe_status s = upipe_mem_alloc(&m, &q[n], size[n], "real", NULL);
                         if (pass == 2 && s != UPIPE_OK) {
                             failed = 1;
                             break;
@@ -203,14 +203,14 @@ static void test_dry(void)
                     int victim = test_below(&rng, n);
                     live -= size[victim];
                     if (pass == 0) {
-                        CHECK(upipe_mem_give(&dry, p[victim], NULL) == UPIPE_OK);
+                        CHECK(upipe_mem_free(&dry, p[victim], NULL) == UPIPE_OK);
                     } else {
                         size_t k;
                         const char *bytes = (const char *)q[victim];
                         for (k = 1; k < size[victim]; ++k)
                             if (bytes[k] != bytes[0]) break;
                         CHECK_SAY(k == size[victim], "block overwritten at byte %zu", k);
-                        CHECK(upipe_mem_give(&m, q[victim], NULL) == UPIPE_OK);
+                        CHECK(upipe_mem_free(&m, q[victim], NULL) == UPIPE_OK);
                     }
                     --n;
                     p[victim] = p[n];
@@ -229,7 +229,7 @@ static void test_dry(void)
             }
             if (pass > 0) {
                 upipe_mem_rewind(&m, 0);
-                CHECK(upipe_mem_free(&m, NULL) == UPIPE_OK);
+                CHECK(upipe_mem_destroy(&m, NULL) == UPIPE_OK);
             }
         }
     }
@@ -256,11 +256,11 @@ static void test_trace(void)
     m.clock = clock_step;
     m.user = &ticks;
     upipe_mem_phase(&m, 0, "first");
-    upipe_mem_take(&m, &a, 100, "a", NULL);
-    upipe_mem_take(&m, &b, 50, "b", NULL);
-    upipe_mem_give(&m, a, NULL);
+    upipe_mem_alloc(&m, &a, 100, "a", NULL);
+    upipe_mem_alloc(&m, &b, 50, "b", NULL);
+    upipe_mem_free(&m, a, NULL);
     upipe_mem_phase(&m, 1, "second");
-    upipe_mem_take(&m, &c, 30, "c", NULL);
+    upipe_mem_alloc(&m, &c, 30, "c", NULL);
     CHECK_INT(m.phase_peak[0], 150);
     CHECK_INT(m.phase_peak[1], 80);
     CHECK_INT(upipe_mem_largest(&m, tags, 2), 100);
@@ -274,12 +274,12 @@ static void test_trace(void)
                ",{\"ph\":\"B\",\"name\":\"first\",\"cat\":\"phase\",\"pid\":3,\"tid\":1,\"ts\":500000.000}");
     CHECK_TEXT(text, "\"ph\":\"b\",\"name\":\"a\",\"cat\":\"block\",\"id\":\"3.1\"");
     CHECK_TEXT(text, "\"ts\":2000000.000,\"args\":{\"bytes\":50}"); /* live after a went */
-    upipe_mem_give(&m, b, NULL);
-    upipe_mem_give(&m, c, NULL);
-    upipe_mem_take(&m, &a, 1, "late", NULL);
+    upipe_mem_free(&m, b, NULL);
+    upipe_mem_free(&m, c, NULL);
+    upipe_mem_alloc(&m, &a, 1, "late", NULL);
     CHECK_INT(m.events_lost, 1);
-    upipe_mem_give(&m, a, NULL);
-    CHECK(upipe_mem_free(&m, NULL) == UPIPE_OK);
+    upipe_mem_free(&m, a, NULL);
+    CHECK(upipe_mem_destroy(&m, NULL) == UPIPE_OK);
     f = fopen("/dev/full", "w");
     if (f != NULL) {
         setvbuf(f, NULL, _IONBF, 0);

@@ -23,7 +23,7 @@ static int64_t share_of(int64_t tokens, int ranks, int rank)
 
 /* Whose heads lie where in a stage's buffer of all ranks: what one rank wrote, another one may only find
  * again. */
-static void walk_buffer(const upipe_plan *p, upipe_which which, int stage)
+static void walk_buffer(const upipe_plan *p, upipe_a2a_heads which, int stage)
 {
     int lies[256], rank, j, total = upipe_plan_buffer(p, which, stage), used = 0, sum = 0;
     memset(lies, -1, sizeof lies);
@@ -35,14 +35,14 @@ static void walk_buffer(const upipe_plan *p, upipe_which which, int stage)
             if (!CHECK_SAY(at >= 0 && at + j < total, "rank %d has head %d of %d", rank, at + j, total))
                 return;
             used += lies[at + j] < 0;
-            CHECK_SAY(lies[at + j] < 0 || (which == UPIPE_KV && lies[at + j] == s.first + j),
+            CHECK_SAY(lies[at + j] < 0 || (which == UPIPE_A2A_KV && lies[at + j] == s.first + j),
                       "stage %d rank %d: head %d lies where head %d does", stage, rank, s.first + j,
                       lies[at + j]);
             lies[at + j] = s.first + j;
         }
     }
     CHECK_INT(used, total);
-    if (which != UPIPE_KV) CHECK_INT(sum, total);
+    if (which != UPIPE_A2A_KV) CHECK_INT(sum, total);
 }
 
 /* What a rank of a plan hands to the others, head by head. */
@@ -108,7 +108,7 @@ static void walk(const upipe_plan *p)
             upipe_span q = upipe_plan_q(p, stage, rank), kv = upipe_plan_kv(p, stage, rank);
             int fresh = upipe_plan_kv_fresh(p, stage, rank), last = upipe_plan_kv_last(p, stage, rank);
             CHECK(q.count >= 0 && q.count <= p->per_rank && kv.count <= p->kv_per_rank);
-            if (p->schedule != UPIPE_SPANS) CHECK_INT(q.count, p->per_rank);
+            if (p->schedule != UPIPE_UNEVEN) CHECK_INT(q.count, p->per_rank);
             CHECK_INT(upipe_plan_before(p, stage, rank), of_rank[rank]);
             of_rank[rank] += q.count;
             any_fresh |= fresh;
@@ -145,9 +145,9 @@ static void walk(const upipe_plan *p)
         CHECK(any);
         CHECK_INT(s.kv_fresh, any_fresh);
         CHECK_INT(s.kv_last, any_last);
-        walk_buffer(p, UPIPE_Q, stage);
-        walk_buffer(p, UPIPE_KV, stage);
-        walk_buffer(p, UPIPE_KV_DONE, stage);
+        walk_buffer(p, UPIPE_A2A_Q, stage);
+        walk_buffer(p, UPIPE_A2A_KV, stage);
+        walk_buffer(p, UPIPE_A2A_DKV, stage);
     }
     CHECK_INT(upipe_plan_before(p, p->stages, -1), d->heads);
     for (j = 0; j < d->heads; ++j) CHECK_SAY(seen[j] == 1, "head %d is attended %d times", j, seen[j]);
@@ -155,7 +155,7 @@ static void walk(const upipe_plan *p)
         int all = 0;
         for (rank = 0; rank < d->ranks; ++rank) {
             all += fetched[rank][j];
-            CHECK_SAY(p->schedule == UPIPE_ORDER || fetched[rank][j] <= 1, "rank %d fetches head %d %d times",
+            CHECK_SAY(p->schedule == UPIPE_IN_ORDER || fetched[rank][j] <= 1, "rank %d fetches head %d %d times",
                       rank, j, fetched[rank][j]);
         }
         CHECK(all >= 1);
@@ -210,7 +210,7 @@ static void test_schedules(void)
         }
     }
     CHECK(legal[UPIPE_GROUP] > 50 && legal[UPIPE_WHOLE] > 50 && legal[UPIPE_SPLIT] > 50 &&
-          legal[UPIPE_ORDER] > 50 && legal[UPIPE_SPANS] > 50);
+          legal[UPIPE_IN_ORDER] > 50 && legal[UPIPE_UNEVEN] > 50);
 }
 
 /* K and V of all ranks go round rings within rings, gradients one step more: whose tokens a rank hands on,
@@ -218,31 +218,31 @@ static void test_schedules(void)
 static void walk_ring(const upipe_plan_desc *desc)
 {
     upipe_plan_desc d = *desc;
-    int inner = d.ring_inner > 1 ? d.ring_inner : d.ring, outer = d.ring / inner, home, o, i, r;
+    int inner = d.ring_inner > 1 ? d.ring_inner : d.ring, outer = d.ring / inner, tokens_grad, o, i, r;
     int64_t tokens[2][16];
     upipe_plan p;
     memset(tokens, 0, sizeof tokens);
-    for (home = 0; home < 2; ++home) {
+    for (tokens_grad = 0; tokens_grad < 2; ++tokens_grad) {
         int holds[16], from[16], next[16];
         for (r = 0; r < d.ring; ++r) from[r] = r;
         for (o = 0; o < outer; ++o) {
             memcpy(holds, from, sizeof holds);
-            for (i = 0; i < inner - !home && inner > 1; ++i) {
+            for (i = 0; i < inner - !tokens_grad && inner > 1; ++i) {
                 for (r = 0; r < d.ring; ++r) {
-                    tokens[home][r] += upipe_shard_ring(d.layout, d.tokens, d.ring, holds[r]).n;
+                    tokens[tokens_grad][r] += upipe_shard_ring(d.layout, d.tokens, d.ring, holds[r]).n;
                     next[r / inner * inner + (r + 1) % inner] = holds[r];
                 }
                 memcpy(holds, next, sizeof holds);
             }
-            for (r = 0; home && r < d.ring; ++r) CHECK_INT(holds[r], from[r]);
-            if (outer == 1 || (o + 1 == outer && !home)) continue;
+            for (r = 0; tokens_grad && r < d.ring; ++r) CHECK_INT(holds[r], from[r]);
+            if (outer == 1 || (o + 1 == outer && !tokens_grad)) continue;
             for (r = 0; r < d.ring; ++r) {
-                tokens[home][r] += upipe_shard_ring(d.layout, d.tokens, d.ring, from[r]).n;
+                tokens[tokens_grad][r] += upipe_shard_ring(d.layout, d.tokens, d.ring, from[r]).n;
                 next[(r + inner) % d.ring] = from[r];
             }
             memcpy(from, next, sizeof from);
         }
-        for (r = 0; home && r < d.ring; ++r) CHECK_INT(from[r], r);
+        for (r = 0; tokens_grad && r < d.ring; ++r) CHECK_INT(from[r], r);
     }
     for (r = 0; r < d.ring; ++r) {
         int64_t heads = 0, both = d.head_dim + d.v_dim, first, second;
@@ -253,7 +253,7 @@ static void walk_ring(const upipe_plan_desc *desc)
             if (upipe_plan_kv_fresh(&p, i, d.rank)) heads += upipe_plan_kv(&p, i, d.rank).count;
         first = tokens[0][r];
         second = tokens[1][r];
-        if (d.ring_mode == UPIPE_RING_GATHER) {
+        if (d.ring_mode == UPIPE_RING_ALL_GATHER) {
             /* its own to each, and gradients of theirs */
             first = p.seq * (d.ring - 1);
             second = d.tokens - p.seq;
@@ -267,12 +267,12 @@ static void test_rings(void)
 {
     int layout, mode, ring, inner;
     for (layout = 0; layout < UPIPE_LAYOUTS; ++layout) {
-        for (mode = UPIPE_RING_SHIFT; mode <= UPIPE_RING_GATHER; ++mode) {
+        for (mode = UPIPE_RING_P2P; mode <= UPIPE_RING_ALL_GATHER; ++mode) {
             for (ring = 2; ring <= 8; ++ring) {
                 for (inner = 0; inner <= ring; ++inner) {
                     upipe_plan_desc d = describe(101, 2, 8, 4, 64, 2);
                     if (inner > 0 && ring % inner != 0) continue;
-                    if (inner > 1 && mode == UPIPE_RING_GATHER) continue;
+                    if (inner > 1 && mode == UPIPE_RING_ALL_GATHER) continue;
                     d.ring = ring;
                     d.ring_inner = inner;
                     d.ring_mode = (upipe_ring_mode)mode;
@@ -288,7 +288,7 @@ static void test_rings(void)
     }
 }
 
-/* What AUTO becomes: never AUTO; SHIFT where an inner ring is asked for, GATHER where rounds are not common.
+/* What AUTO becomes: never AUTO; P2P where an inner ring is asked for, ALL_GATHER where rounds are not common.
  */
 static void test_ring_modes(void)
 {
@@ -299,26 +299,26 @@ static void test_ring_modes(void)
     d.ring = 4;
     CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
     CHECK(p.desc.ring_mode != UPIPE_RING_AUTO);
-    CHECK_INT(p.width, p.desc.ring_mode == UPIPE_RING_SHIFT ? p.steps : 1);
+    CHECK_INT(p.width, p.desc.ring_mode == UPIPE_RING_P2P ? p.steps : 1);
     d.ring_inner = 2;
     CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
-    CHECK_INT(p.desc.ring_mode, UPIPE_RING_SHIFT);
+    CHECK_INT(p.desc.ring_mode, UPIPE_RING_P2P);
     CHECK_INT(p.width, p.steps);
     d = describe(1024, 8, 28, 4, 64, 8);
     d.ring = 2;
     CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
-    CHECK_INT(p.schedule, UPIPE_SPANS);
-    CHECK_INT(p.desc.ring_mode, UPIPE_RING_GATHER);
+    CHECK_INT(p.schedule, UPIPE_UNEVEN);
+    CHECK_INT(p.desc.ring_mode, UPIPE_RING_ALL_GATHER);
     /* many heads a group: K and V are small beside Q */
     d = describe(1024, 1, 64, 1, 64, 1);
     d.ring = 2;
     CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
-    CHECK_INT(p.desc.ring_mode, UPIPE_RING_GATHER);
+    CHECK_INT(p.desc.ring_mode, UPIPE_RING_ALL_GATHER);
     /* one step a round: nothing is held longer by shifting */
     d = describe(1024, 1, 8, 8, 64, 1);
     d.ring = 8;
     CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
-    CHECK_INT(p.desc.ring_mode, UPIPE_RING_SHIFT);
+    CHECK_INT(p.desc.ring_mode, UPIPE_RING_P2P);
 }
 
 /* The scheduling figure: C = 4, G = 4, 16 heads. */
@@ -423,7 +423,7 @@ static void test_refusals(void)
     d.ring_rank = 1;
     refuse(d, UPIPE_ERR_ARG, "rank 0 of 8, ring rank 1 of 1");
     d.ring_rank = 0;
-    d.ring_mode = UPIPE_RING_SHIFT;
+    d.ring_mode = UPIPE_RING_P2P;
     refuse(d, UPIPE_ERR_ARG, "ring mode 1 without a ring");
     d.ring_mode = UPIPE_RING_AUTO;
     d.ring_inner = 2;
@@ -431,7 +431,7 @@ static void test_refusals(void)
     d.ring = 3;
     refuse(d, UPIPE_ERR_ARG, "a ring of 3 does not divide into inner rings of 2");
     d.ring = 4;
-    d.ring_mode = UPIPE_RING_GATHER;
+    d.ring_mode = UPIPE_RING_ALL_GATHER;
     refuse(d, UPIPE_ERR_ARG, "K and V are gathered");
     d.ring_mode = (upipe_ring_mode)3;
     refuse(d, UPIPE_ERR_ARG, "ring mode 3");
@@ -445,7 +445,7 @@ static void test_refusals(void)
     CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
     d = describe(1024, 8, 28, 4, 128, 8);
     d.ring = 2;
-    d.ring_mode = UPIPE_RING_SHIFT;
+    d.ring_mode = UPIPE_RING_P2P;
     refuse(d, UPIPE_ERR_UNSUPPORTED, "28/4 heads over 8 ranks in 4 stages have no common rounds");
     d.chunk = 28; /* Ulysses: one stage, one round */
     CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);

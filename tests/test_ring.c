@@ -59,12 +59,12 @@ static void check_rings(run_case t, const char *name)
 {
     int layout, mode, first;
     for (layout = 0; layout < UPIPE_LAYOUTS; ++layout)
-        for (mode = UPIPE_RING_SHIFT; mode <= UPIPE_RING_GATHER; ++mode)
+        for (mode = UPIPE_RING_P2P; mode <= UPIPE_RING_ALL_GATHER; ++mode)
             for (first = 0; first < 2; ++first) {
                 t.layout = (upipe_layout)layout;
                 t.ring_mode = (upipe_ring_mode)mode;
                 t.ring_first = first;
-                t.shape.full = first && mode == UPIPE_RING_SHIFT;
+                t.shape.full = first && mode == UPIPE_RING_P2P;
                 check_case(&t, name);
             }
 }
@@ -108,14 +108,14 @@ static void test_group_ranks_heads(void)
     check_rings(t, "G 3 < C 4 < Hkv 8");
 }
 
-/* Borders inside a rank's rows, inside a tile and between stages; one on a rank's border; an empty document.
+/* Borders inside a rank's rows, inside a tile and between stages; one on a rank's border; an empty packed sequence.
  */
 static void test_borders(void)
 {
-    static const int64_t docs[] = {0, 5, 23, 24, 24, 37, 48, 70, 96, 130, 131, 192};
+    static const int64_t cu_seqlens[] = {0, 5, 23, 24, 24, 37, 48, 70, 96, 130, 131, 192};
     run_case t = make_case(96, 4, 2, 2, 2, UPIPE_ZIGZAG);
-    t.shape.docs = docs;
-    t.shape.docs_n = sizeof docs / sizeof *docs - 1;
+    t.shape.cu_seqlens = cu_seqlens;
+    t.shape.cu_seqlens_n = sizeof cu_seqlens / sizeof *cu_seqlens - 1;
     check_rings(t, "borders");
     t.shape.window = 9;
     check_rings(t, "borders and a window");
@@ -124,33 +124,33 @@ static void test_borders(void)
     check_case(&t, "borders without a ring");
 }
 
-/* Shorter than 2R tokens: most pairs of ranks have nothing in common, and a document lies on a few ranks
+/* Shorter than 2R tokens: most pairs of ranks have nothing in common, and a packed sequence lies on a few ranks
  * alone. */
 static void test_short_documents(void)
 {
-    int64_t docs[64];
+    int64_t cu_seqlens[64];
     run_case t = make_case(41, 4, 2, 1, 4, UPIPE_ZIGZAG);
     int i;
-    for (i = 0; i < 28; ++i) docs[i] = 3 * i;
-    docs[28] = 82;
-    t.shape.docs = docs;
-    t.shape.docs_n = 28;
-    check_rings(t, "documents of 3 tokens over a ring of 4");
-    for (i = 0; i < 64; ++i) docs[i] = i;
-    t.shape.docs_n = 60;
-    check_rings(t, "documents of one token, then none");
+    for (i = 0; i < 28; ++i) cu_seqlens[i] = 3 * i;
+    cu_seqlens[28] = 82;
+    t.shape.cu_seqlens = cu_seqlens;
+    t.shape.cu_seqlens_n = 28;
+    check_rings(t, "packed sequences of 3 tokens over a ring of 4");
+    for (i = 0; i < 64; ++i) cu_seqlens[i] = i;
+    t.shape.cu_seqlens_n = 60;
+    check_rings(t, "packed sequences of one token, then none");
 }
 
-/* Rows outside all documents: O is 0, the log-sum-exp -inf or the sink, and no gradient comes of them. */
+/* Rows outside all packed sequences: O is 0, the log-sum-exp -inf or the sink, and no gradient comes of them. */
 static void test_rows_that_see_nothing(void)
 {
-    static const int64_t docs[] = {7, 20, 31};
+    static const int64_t cu_seqlens[] = {7, 20, 31};
     run_case t = make_case(40, 4, 2, 2, 2, UPIPE_CONTIGUOUS);
     int mode, sinks;
-    t.shape.docs = docs;
-    t.shape.docs_n = 2;
+    t.shape.cu_seqlens = cu_seqlens;
+    t.shape.cu_seqlens_n = 2;
     check_rings(t, "rows that see nothing");
-    for (mode = UPIPE_RING_SHIFT; mode <= UPIPE_RING_GATHER; ++mode)
+    for (mode = UPIPE_RING_P2P; mode <= UPIPE_RING_ALL_GATHER; ++mode)
         for (sinks = 0; sinks < 2; ++sinks) {
             run_result r;
             int64_t row, i, width = 4 * 32;
@@ -158,7 +158,7 @@ static void test_rows_that_see_nothing(void)
             t.shape.sinks = sinks;
             if (hold(&t, "rows that see nothing", &r))
                 for (row = 0; row < 80; ++row) {
-                    if (row >= docs[0] && row < docs[2]) continue;
+                    if (row >= cu_seqlens[0] && row < cu_seqlens[2]) continue;
                     for (i = 0; i < width; ++i)
                         CHECK(r.out.o[row * width + i] == 0 && r.out.q[row * width + i] == 0);
                     for (i = 0; i < 4; ++i)
@@ -230,7 +230,7 @@ static void test_double_rings(void)
 /* Heads that do not divide, with few heads and with none on some ranks, and a length that does not either;
  * UPipe, a chunk between and Ulysses; alone and over a ring, with K and V gathered or, in one stage, shifted.
  */
-static void test_ragged(void)
+static void test_uneven(void)
 {
     static const struct {
         int h, hkv, ranks;
@@ -243,18 +243,18 @@ static void test_ragged(void)
                 run_case t = make_case(37, cases[i].h, cases[i].hkv, cases[i].ranks, ring, UPIPE_ZIGZAG);
                 int between = 2 * t.ranks < t.shape.h ? 2 * t.ranks : 0;
                 t.chunk = of_heads == 2 ? t.shape.h : of_heads == 1 ? between : 0;
-                if (ring > 1 && of_heads == 2) t.ring_mode = UPIPE_RING_SHIFT;
+                if (ring > 1 && of_heads == 2) t.ring_mode = UPIPE_RING_P2P;
                 t.shape.normed = of_heads == 0;
                 t.shape.projected = of_heads == 1;
                 t.shape.sinks = of_heads == 2;
-                t.shape.dv = ring > 1 ? 40 : 0;
+                t.shape.v_dim = ring > 1 ? 40 : 0;
                 t.shape.dtype = of_heads == 1 ? UPIPE_BF16 : UPIPE_F32;
                 t.tile_rows = 5;
-                check_case(&t, "ragged heads");
+                check_case(&t, "uneven heads");
             }
 }
 
-static void test_ragged_lengths(void)
+static void test_uneven_lengths(void)
 {
     int64_t tokens;
     int kind;
@@ -262,23 +262,23 @@ static void test_ragged_lengths(void)
         for (kind = 0; kind < 4; ++kind) {
             run_case t = make_case(tokens, 8, 4, 4, 1 + kind % 2, UPIPE_ZIGZAG);
             t.shape.dtype = kind >= 2 ? UPIPE_BF16 : UPIPE_F32;
-            t.gx_apart = kind == 1;
-            check_case(&t, "ragged lengths");
+            t.dx_apart = kind == 1;
+            check_case(&t, "uneven lengths");
         }
 }
 
-/* Everything at once: heads of V of their own size, a window, documents, a soft-cap, sinks, norms, a
+/* Everything at once: heads of V of their own size, a window, packed sequences, a soft-cap, sinks, norms, a
  * projection. */
 static void test_all_masks(void)
 {
-    static const int64_t docs[] = {0, 11, 29, 60, 74};
+    static const int64_t cu_seqlens[] = {0, 11, 29, 60, 74};
     run_case t = make_case(37, 12, 4, 2, 2, UPIPE_ZIGZAG);
-    t.shape.docs = docs;
-    t.shape.docs_n = 4;
+    t.shape.cu_seqlens = cu_seqlens;
+    t.shape.cu_seqlens_n = 4;
     t.shape.window = 13;
     t.shape.softcap = 7;
     t.shape.sinks = t.shape.normed = t.shape.projected = 1;
-    t.shape.dv = 48;
+    t.shape.v_dim = 48;
     check_rings(t, "all masks");
     t.shape.dtype = UPIPE_BF16;
     check_rings(t, "all masks in bf16");
@@ -316,15 +316,15 @@ typedef struct odd_ring {
     upipe_err errors[4];
 } odd_ring;
 
-enum { ODD_NOTHING, ODD_WINDOW, ODD_LAYOUT, ODD_MODE, ODD_RANK, ODD_DOCS, ODD_AWAY };
+enum { ODD_NOTHING, ODD_WINDOW, ODD_LAYOUT, ODD_MODE, ODD_RANK, ODD_CU_SEQLENS, ODD_AWAY };
 
 static upipe_status odd_body(void *user, int rank)
 {
     enum { BYTES = 1 << 18, BLOCKS = 64 };
-    static const int64_t docs[] = {0, 7, 16};
+    static const int64_t cu_seqlens[] = {0, 7, 16};
     odd_ring *o = (odd_ring *)user;
     int ring_rank = grid_ring_rank(&o->grid, rank), other = ring_rank == 1 ? o->odd : ODD_NOTHING;
-    upipe_block blocks[BLOCKS];
+    upipe_mem_block blocks[BLOCKS];
     upipe_plan_desc d;
     upipe_plan p;
     upipe_layer l;
@@ -332,7 +332,7 @@ static upipe_status odd_body(void *user, int rank)
     upipe_mem mem;
     upipe_ctx c;
     void *slab = NULL;
-    float *w = f32_room(4 * 32 * 16);
+    float *w = f32_buf(4 * 32 * 16);
     upipe_status s;
     memset(&d, 0, sizeof d);
     memset(&l, 0, sizeof l);
@@ -342,7 +342,7 @@ static upipe_status odd_body(void *user, int rank)
     d.ranks = d.ring = 2;
     d.rank = grid_team_rank(&o->grid, rank);
     d.ring_rank = other == ODD_RANK ? 0 : ring_rank;
-    d.ring_mode = other == ODD_MODE ? UPIPE_RING_GATHER : UPIPE_RING_SHIFT;
+    d.ring_mode = other == ODD_MODE ? UPIPE_RING_ALL_GATHER : UPIPE_RING_P2P;
     d.layout = other == ODD_LAYOUT ? UPIPE_STRIPED : UPIPE_ZIGZAG;
     d.heads = d.kv_heads = 4;
     d.head_dim = 32;
@@ -352,8 +352,8 @@ static upipe_status odd_body(void *user, int rank)
     l.plan = &p;
     l.wq = l.wk = l.wv = w;
     l.window = other == ODD_WINDOW ? 5 : 0;
-    l.docs = other == ODD_DOCS ? docs : NULL;
-    l.docs_n = other == ODD_DOCS ? 2 : 0;
+    l.cu_seqlens = other == ODD_CU_SEQLENS ? cu_seqlens : NULL;
+    l.cu_seqlens_n = other == ODD_CU_SEQLENS ? 2 : 0;
     c.ops = &o->ops;
     c.mem = &mem;
     c.team = grid_team(&o->grid, rank);
@@ -364,7 +364,7 @@ static upipe_status odd_body(void *user, int rank)
     }
     CHECK_INT(mem.live, 0);
     o->errors[rank] = c.err;
-    upipe_mem_free(&mem, NULL);
+    upipe_mem_destroy(&mem, NULL);
     free(w);
     free(slab);
     return s;
@@ -382,7 +382,7 @@ static void test_odd_rings(void)
         {ODD_WINDOW, UPIPE_ERR_MISMATCH, "window is 0 on rank 0 and 5 on rank 1"},
         {ODD_LAYOUT, UPIPE_ERR_MISMATCH, "striped) is 1 on rank 0 and 2 on rank 1"},
         {ODD_MODE, UPIPE_ERR_MISMATCH, "gather) is 1 on rank 0 and 2 on rank 1"},
-        {ODD_DOCS, UPIPE_ERR_MISMATCH, "docs"},
+        {ODD_CU_SEQLENS, UPIPE_ERR_MISMATCH, "cu_seqlens"},
         {ODD_RANK, UPIPE_ERR_ARG, "a plan for ring rank 0 of 2 on rank 1 of a ring of 2"},
         {ODD_AWAY, UPIPE_ERR_TIMEOUT, "rank"},
     };
@@ -434,9 +434,9 @@ static upipe_status bare_body(void *user, int rank)
     enum { BYTES = 1 << 21, WORK = 1 << 20, BLOCKS = 32, TOKENS = 48, DIM = 32 };
     bare_ring *b = (bare_ring *)user;
     const size_t n = TOKENS * DIM;
-    float *data = f32_room((int64_t)(12 * n));
-    upipe_block blocks[BLOCKS];
-    upipe_comm_self_room room;
+    float *data = f32_buf((int64_t)(12 * n));
+    upipe_mem_block blocks[BLOCKS];
+    upipe_comm_self_state buf;
     upipe_comm alone;
     upipe_ring_part part;
     upipe_ring_call call;
@@ -456,26 +456,26 @@ static upipe_status bare_body(void *user, int rank)
     d.tokens = TOKENS;
     d.ring = 3;
     d.ring_rank = rank;
-    d.ring_mode = UPIPE_RING_SHIFT;
+    d.ring_mode = UPIPE_RING_P2P;
     d.heads = 1;
     d.head_dim = DIM;
     CHECK_STATUS(upipe_plan_init(&p, &d, &c.err), UPIPE_OK, c.err);
     upipe_mem_init(&mem, slab, BYTES, blocks, BLOCKS);
-    CHECK_STATUS(upipe_mem_take(&mem, &work, WORK, "work", &c.err), UPIPE_OK, c.err);
+    CHECK_STATUS(upipe_mem_alloc(&mem, &work, WORK, "work", &c.err), UPIPE_OK, c.err);
     held = mem.live;
     if (rank == 0) mem.guard = second_hop;
     mem.user = &hops;
     c.ops = &b->ops;
     c.mem = &mem;
     c.ring = upipe_threads_comm(&b->team, rank);
-    upipe_comm_self(&alone, &room, b->ops.copy);
+    upipe_comm_self(&alone, &buf, b->ops.copy);
     if (b->teamed) c.team = &alone;
     part.q = data;
     part.o = data + n;
     part.lse = data + 2 * n;
     part.delta = data + 3 * n;
-    part.go = data + 4 * n;
-    part.gq = data + 5 * n;
+    part.dout = data + 4 * n;
+    part.dq = data + 5 * n;
     part.heads = 1;
     call.plan = &p;
     call.mask.work = work;
@@ -484,8 +484,8 @@ static upipe_status bare_body(void *user, int rank)
     call.count = call.kv_heads = 1;
     call.k = data + 6 * n;
     call.v = data + 7 * n;
-    call.gk = data + 8 * n;
-    call.gv = data + 9 * n;
+    call.dk = data + 8 * n;
+    call.dv = data + 9 * n;
     s = b->backward ? upipe_ring_bwd(&c, &call) : upipe_ring_fwd(&c, &call);
     CHECK_INT(mem.live, held);
     b->errors[rank] = c.err;
@@ -518,22 +518,22 @@ static void test_bare_calls(void)
     }
 }
 
-/* The list has room for the ring's own segments alone, and belongs to an exchange that is under way. */
+/* The list has space for the ring's own segments alone, and belongs to an exchange that is under way. */
 static void test_ring_arguments(void)
 {
-    enum { ROOM = 64 * 32 };
-    float *data = f32_room(6 * ROOM), *k = data, *v = data + ROOM, *all_k = data + 2 * ROOM,
-          *all_v = data + 3 * ROOM, *room = data + 4 * ROOM, *sum = data + 5 * ROOM;
-    upipe_comm_self_room rooms[2];
+    enum { BUF = 64 * 32 };
+    float *data = f32_buf(6 * BUF), *k = data, *v = data + BUF, *all_k = data + 2 * BUF,
+          *all_v = data + 3 * BUF, *buf = data + 4 * BUF, *sum = data + 5 * BUF;
+    upipe_comm_self_state bufs[2];
     upipe_comm comms[2];
     upipe_plan_desc d;
     upipe_plan p;
     upipe_ring_call call;
-    upipe_block blocks[4];
+    upipe_mem_block blocks[4];
     upipe_mem mem;
     upipe_ops ops;
     upipe_ctx c;
-    upipe_seg before[2];
+    upipe_msg before[2];
     int ring;
     upipe_cpu_ops(&ops);
     upipe_mem_init_dry(&mem, blocks, 4);
@@ -542,8 +542,8 @@ static void test_ring_arguments(void)
     memset(&call, 0, sizeof call);
     c.ops = &ops;
     c.mem = &mem;
-    upipe_comm_self(&comms[0], &rooms[0], ops.copy);
-    upipe_comm_self(&comms[1], &rooms[1], ops.copy);
+    upipe_comm_self(&comms[0], &bufs[0], ops.copy);
+    upipe_comm_self(&comms[1], &bufs[1], ops.copy);
     c.team = &comms[0];
     call.plan = &p;
     d.tokens = 64;
@@ -553,22 +553,22 @@ static void test_ring_arguments(void)
         d.ring = ring;
         CHECK_STATUS(upipe_plan_init(&p, &d, &c.err), UPIPE_OK, c.err);
         for (c.ring = ring > 1 ? &comms[1] : NULL;; c.ring = NULL) {
-            CHECK_STATUS(upipe_ring_reduce(&c, &p, 1, 32, sum, all_k, room), UPIPE_ERR_ARG, c.err);
+            CHECK_STATUS(upipe_ring_reduce_scatter(&c, &p, 1, 32, sum, all_k, buf), UPIPE_ERR_ARG, c.err);
             CHECK_TEXT(c.err.text, ring > 1 ? "a plan for ring rank 0 of 4" : "a plan for ring rank 0 of 1");
-            CHECK_STATUS(upipe_ring_gather_start(&c, &p, 1, all_k, all_v, k, v), UPIPE_ERR_ARG, c.err);
+            CHECK_STATUS(upipe_ring_all_gather_start(&c, &p, 1, all_k, all_v, k, v), UPIPE_ERR_ARG, c.err);
             if (ring > 1) CHECK_STATUS(upipe_ring_fwd(&c, &call), UPIPE_ERR_ARG, c.err);
             if (c.ring == NULL) break;
         }
     }
     c.ring = &comms[1];
-    CHECK_STATUS(upipe_ring_gather_start(&c, &p, 1, all_k, all_v, k, v), UPIPE_OK, c.err);
+    CHECK_STATUS(upipe_ring_all_gather_start(&c, &p, 1, all_k, all_v, k, v), UPIPE_OK, c.err);
     memcpy(before, c.ring->list, sizeof before);
-    CHECK_STATUS(upipe_ring_reduce(&c, &p, 1, 32, sum, all_k, room), UPIPE_ERR_ARG, c.err);
+    CHECK_STATUS(upipe_ring_reduce_scatter(&c, &p, 1, 32, sum, all_k, buf), UPIPE_ERR_ARG, c.err);
     CHECK_TEXT(c.err.text, "waits for upipe_comm_wait");
-    CHECK_STATUS(upipe_ring_gather_start(&c, &p, 1, all_k, all_v, k, v), UPIPE_ERR_ARG, c.err);
+    CHECK_STATUS(upipe_ring_all_gather_start(&c, &p, 1, all_k, all_v, k, v), UPIPE_ERR_ARG, c.err);
     CHECK_BYTES(before, c.ring->list, sizeof before);
     CHECK_STATUS(upipe_comm_wait(&c, c.ring), UPIPE_OK, c.err); /* none of this has hurt the ring */
-    CHECK_STATUS(upipe_ring_reduce(&c, &p, 1, 32, sum, all_k, room), UPIPE_OK, c.err);
+    CHECK_STATUS(upipe_ring_reduce_scatter(&c, &p, 1, 32, sum, all_k, buf), UPIPE_OK, c.err);
     free(data);
 }
 
@@ -587,8 +587,8 @@ int main(void)
     test_empty_merges();
     test_weights_are_summed();
     test_double_rings();
-    test_ragged();
-    test_ragged_lengths();
+    test_uneven();
+    test_uneven_lengths();
     test_all_masks();
     return test_end("ring");
 }

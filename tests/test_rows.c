@@ -50,8 +50,8 @@ enum {
 
 typedef struct operands {
     upipe_view y, a, b, out; /* y: the result, or both in place; out: rowdot's */
-    float *gain, *dgain;     /* dgain [h][d]; src of sum */
-    size_t gains;
+    float *weight, *dweight;     /* dweight [h][d]; src of sum */
+    size_t weights;
 } operands;
 
 static upipe_status run_entry(upipe_ctx *c, int entry, operands *o)
@@ -70,15 +70,15 @@ static upipe_status run_entry(upipe_ctx *c, int entry, operands *o)
     case ROPE_INTERLEAVED:
         return ops->rope(c, &rope);
     case RMSNORM:
-        return ops->rmsnorm(c, o->y, o->a, o->gain, 1e-5f);
+        return ops->rmsnorm(c, o->y, o->a, o->weight, 1e-5f);
     case RMSNORM_BWD:
-        return ops->rmsnorm_bwd(c, o->y, o->a, o->b, o->gain, 1e-5f, o->dgain, 1);
+        return ops->rmsnorm_bwd(c, o->y, o->a, o->b, o->weight, 1e-5f, o->dweight, 1);
     case RMSNORM_BWD_IN_PLACE:
-        return ops->rmsnorm_bwd(c, o->y, o->y, o->b, o->gain, 1e-5f, o->dgain, 0);
+        return ops->rmsnorm_bwd(c, o->y, o->y, o->b, o->weight, 1e-5f, o->dweight, 0);
     case ROWDOT:
         return ops->rowdot(c, o->out, o->a, o->b);
     default:
-        return ops->sum(c, o->y, o->dgain, 0, 1, 0);
+        return ops->sum(c, o->y, o->dweight, 0, 1, 0);
     }
 }
 
@@ -88,7 +88,7 @@ static void check_workers(test_rng *r, int64_t n, int h, int d, const upipe_dtyp
     upipe_ops ops;
     upipe_ctx c;
     operands o;
-    float *dgain, *dgain_alone;
+    float *dweight, *dweight_alone;
     size_t i;
     int entry, kind;
     memset(&c, 0, sizeof c);
@@ -98,16 +98,16 @@ static void check_workers(test_rng *r, int64_t n, int h, int d, const upipe_dtyp
     o.a = tensor(r, type[1], n, h, d, (layout + 1) % LAYOUTS);
     o.b = tensor(r, type[2], n, h, d, layout);
     o.out = empty(UPIPE_F32, n, h, 1, layout);
-    o.gains = (size_t)(n * h * d);
-    o.gain = (float *)malloc(o.gains * sizeof *o.gain);
-    dgain = (float *)malloc(o.gains * sizeof *o.gain);
-    dgain_alone = (float *)malloc(o.gains * sizeof *o.gain);
-    for (i = 0; i < o.gains; ++i) o.gain[i] = (float)test_normal(r);
+    o.weights = (size_t)(n * h * d);
+    o.weight = (float *)malloc(o.weights * sizeof *o.weight);
+    dweight = (float *)malloc(o.weights * sizeof *o.weight);
+    dweight_alone = (float *)malloc(o.weights * sizeof *o.weight);
+    for (i = 0; i < o.weights; ++i) o.weight[i] = (float)test_normal(r);
     for (entry = 0; entry < ENTRIES; ++entry) {
         upipe_view y = o.y, out = o.out;
         operands alone = o;
-        memcpy(dgain_alone, o.gain, o.gains * sizeof *dgain);
-        alone.dgain = dgain_alone;
+        memcpy(dweight_alone, o.weight, o.weights * sizeof *dweight);
+        alone.dweight = dweight_alone;
         alone.y = twin(y);
         alone.out = twin(out);
         ops.par = NULL;
@@ -116,15 +116,15 @@ static void check_workers(test_rng *r, int64_t n, int h, int d, const upipe_dtyp
             operands shared = o;
             host_threads w;
             workers_begin(&w, kind);
-            memcpy(dgain, o.gain, o.gains * sizeof *dgain);
-            shared.dgain = dgain;
+            memcpy(dweight, o.weight, o.weights * sizeof *dweight);
+            shared.dweight = dweight;
             shared.y = twin(y);
             shared.out = twin(out);
             ops.par = &w.par;
             CHECK_STATUS(run_entry(&c, entry, &shared), UPIPE_OK, c.err);
             CHECK_SAY(memcmp(shared.y.data, alone.y.data, view_bytes(y)) == 0 &&
                           memcmp(shared.out.data, alone.out.data, view_bytes(out)) == 0 &&
-                          memcmp(dgain, dgain_alone, o.gains * sizeof *dgain) == 0,
+                          memcmp(dweight, dweight_alone, o.weights * sizeof *dweight) == 0,
                       "entry %d, threads of kind %d, %lld x %d x %d, %s %s %s, layout %d", entry, kind,
                       (long long)n, h, d, upipe_dtype_name(type[0]), upipe_dtype_name(type[1]),
                       upipe_dtype_name(type[2]), layout);
@@ -139,9 +139,9 @@ static void check_workers(test_rng *r, int64_t n, int h, int d, const upipe_dtyp
     free(o.a.data);
     free(o.b.data);
     free(o.out.data);
-    free(o.gain);
-    free(dgain);
-    free(dgain_alone);
+    free(o.weight);
+    free(dweight);
+    free(dweight_alone);
 }
 
 static void check_all_workers(test_rng *r)
@@ -154,7 +154,7 @@ static void check_all_workers(test_rng *r)
         check_workers(r, 333, 2, 138, sets[i], PACKED);
         check_workers(r, 201, 3, 138, sets[i], HEADS_INNER + i);
     }
-    check_workers(r, 3, 700, 34, sets[0], HEADS_OUTER); /* heads in several calls, dgain in strips */
+    check_workers(r, 3, 700, 34, sets[0], HEADS_OUTER); /* heads in several calls, dweight in strips */
 }
 
 int main(void)

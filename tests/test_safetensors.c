@@ -47,7 +47,7 @@ static const struct {
     {"flags", ST_BOOL, 1, {4, 0, 0}, 4},
     {"half", ST_F16, 2, {5, 3, 0}, 15},
     {"weight", ST_BF16, 2, {7, 3, 0}, 21},
-    {"gain", ST_F32, 1, {9, 0, 0}, 9},
+    {"norm weight", ST_F32, 1, {9, 0, 0}, 9},
     {"scalar", ST_F32, 0, {0, 0, 0}, 1},
     {"none", ST_F32, 2, {4, 0, 0}, 0},
     {"wide", ST_F64, 3, {2, 1, 3}, 6},
@@ -216,7 +216,7 @@ static void test_writer_refuses(void)
     CHECK_TEXT(err.text, "has 3 bytes, not");
     unlink(path);
     st_writer_free(&w);
-    /* no room: found at once, and nothing is left */
+    /* no buffer: found at once, and nothing is left */
     st_writer_init(&other);
     many[0] = 1 << 20;
     CHECK_INT(st_add(&other, "a", ST_F32, 1, many, &err), 0);
@@ -227,7 +227,7 @@ static void test_writer_refuses(void)
     setrlimit(RLIMIT_FSIZE, &small);
     CHECK_INT(st_write_begin(&other, path, &err), -1);
     setrlimit(RLIMIT_FSIZE, &old);
-    CHECK_TEXT(err.text, "no room for 41");
+    CHECK_TEXT(err.text, "no entry left for 41");
     CHECK(access(path, F_OK) != 0);
     CHECK_INT(st_write_open(&other, path, &err), -1);
     CHECK_TEXT(err.text, "cannot be opened");

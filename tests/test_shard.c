@@ -130,17 +130,17 @@ static int64_t work(upipe_layout layout, int64_t tokens, int ring, int r, int s,
 static void test_balance(void)
 {
     enum { TILE = 16 };
-    int layout, ring, step, r, ragged;
+    int layout, ring, step, r, uneven;
     for (layout = 0; layout < UPIPE_LAYOUTS; ++layout)
         for (ring = 2; ring <= RING_MAX; ++ring)
-            for (ragged = 0; ragged < 2; ++ragged) {
-                int64_t tokens = 2 * ring * 2 * TILE + (ragged ? 2 * ring - 1 : 0);
-                int64_t slack = ragged ? TILE * TILE : 1, widest = 0;
+            for (uneven = 0; uneven < 2; ++uneven) {
+                int64_t tokens = 2 * ring * 2 * TILE + (uneven ? 2 * ring - 1 : 0);
+                int64_t slack = uneven ? TILE * TILE : 1, widest = 0;
                 for (step = 0; step < ring; ++step) {
                     int64_t most = 0, least = INT64_MAX;
                     for (r = 0; r < ring; ++r) {
                         int64_t w = work((upipe_layout)layout, tokens, ring, r, (r - step + ring) % ring,
-                                         ragged ? 1 : TILE);
+                                         uneven ? 1 : TILE);
                         if (w > most) most = w;
                         if (w < least) least = w;
                     }

@@ -232,7 +232,7 @@ static void test_storage(const float *x)
             upi_row_put(narrow, t, 0, count, upi_row_get(wide, t, 0, count));
             upi_row_put(row, t, 0, UPI_WIDE, upi_row_get(wide, t, 0, UPI_WIDE));
             for (i = 0; i < count; ++i) {
-                float a = upi_f1_get(narrow, t, i), b = upi_f1_get(row, t, i);
+                float a = upipe_cpu_get(narrow, t, i), b = upipe_cpu_get(row, t, i);
                 CHECK((isnan(a) && isnan(b)) || memcmp(&a, &b, sizeof a) == 0);
             }
             memset(row, 0xff, sizeof row);

@@ -13,18 +13,18 @@
 #include "upipe/cpu/upipe_cpu.h"
 
 /* Results: all tensors but the gradient that comes in. */
-#define TILE_RESULTS(X) X(x) X(gate) X(up) X(down) X(head) X(gain) X(y) X(loss)
+#define TILE_RESULTS(X) X(x) X(gate) X(up) X(down) X(head) X(norm_weight) X(y) X(loss)
 
 /* Weight gradients, and the bits that leave them out. */
-enum { NO_GATE = 1, NO_UP = 2, NO_DOWN = 4, NO_HEAD = 8, NO_GAIN = 16 };
-#define TILE_GRADIENTS(X) X(gate, NO_GATE) X(up, NO_UP) X(down, NO_DOWN) X(head, NO_HEAD) X(gain, NO_GAIN)
+enum { NO_GATE = 1, NO_UP = 2, NO_DOWN = 4, NO_HEAD = 8, NO_NORM_WEIGHT = 16 };
+#define TILE_GRADIENTS(X) X(gate, NO_GATE) X(up, NO_UP) X(down, NO_DOWN) X(head, NO_HEAD) X(norm_weight, NO_NORM_WEIGHT)
 
 typedef struct tile_case {
     tile_shape shape;
     size_t tile_bytes;
     float scale;           /* the head's, 0 too */
-    int gap;               /* elements behind a row of x; gy, y and gx have more */
-    int in_place;          /* y is x; gx is gy, or x in a loss */
+    int gap;               /* elements behind a row of x; dy, y and dx have more */
+    int in_place;          /* y is x; dx is dy, or x in a loss */
     int unwanted;          /* gradients left out */
     const f32_tile *start; /* what the weights' gradients hold before; NULL: zeros */
 } tile_case;
@@ -60,7 +60,7 @@ typedef struct tile_args {
     upipe_head head;
     upipe_mlp_grads mlp_grads;
     upipe_head_grads head_grads;
-    upipe_view x, y, gy, gx;
+    upipe_view x, y, dy, dx;
     void *w[4]; /* in the storage type: gate, up, down, head */
     float *losses;
     int loss; /* which of the two */
@@ -80,7 +80,7 @@ static upipe_view rows_make(const float *values, upipe_dtype dtype, int64_t rows
     v.data = malloc(view_bytes(v) + (rows == 0));
     memset(v.data, 0xff, view_bytes(v));
     for (i = 0; values != NULL && i < rows; ++i)
-        for (k = 0; k < dim; ++k) upi_f1_put(upipe_view_at(v, i, 0), dtype, k, values[i * dim + k]);
+        for (k = 0; k < dim; ++k) upipe_cpu_put(upipe_view_at(v, i, 0), dtype, k, values[i * dim + k]);
     return v;
 }
 
@@ -88,7 +88,7 @@ static void rows_widen(upipe_view v, float *to)
 {
     int64_t i, k;
     for (i = 0; i < v.n; ++i)
-        for (k = 0; k < v.d; ++k) to[i * v.d + k] = upi_f1_get(upipe_view_at(v, i, 0), v.dtype, k);
+        for (k = 0; k < v.d; ++k) to[i * v.d + k] = upipe_cpu_get(upipe_view_at(v, i, 0), v.dtype, k);
 }
 
 /* The rows hold these values, where they are given, and the gaps are as they were made. */
@@ -101,7 +101,7 @@ static int rows_whole(upipe_view v, const float *values)
         for (at = 0; i + 1 < v.n && at < (size_t)(v.n_step - v.d) * size; ++at)
             if (gap[at] != 0xff) return 0;
         for (k = 0; values != NULL && k < v.d; ++k)
-            if (upi_f1_get(upipe_view_at(v, i, 0), v.dtype, k) != values[i * v.d + k]) return 0;
+            if (upipe_cpu_get(upipe_view_at(v, i, 0), v.dtype, k) != values[i * v.d + k]) return 0;
     }
     return 1;
 }
@@ -121,14 +121,14 @@ static void args_make(const tile_case *t, const f32_tile *in, f32_tile *got, til
     a->targets = s->targets;
     a->losses = got->loss;
     a->x = rows_make(in->x, s->dtype, s->rows, s->dim, t->gap);
-    if (!a->loss) a->gy = rows_make(in->gy, s->dtype, s->rows, s->dim, t->gap * 2);
+    if (!a->loss) a->dy = rows_make(in->dy, s->dtype, s->rows, s->dim, t->gap * 2);
     if (!a->loss) a->y = rows_make(t->in_place ? in->x : NULL, s->dtype, s->rows, s->dim, t->gap * 3);
-    a->gx = rows_make(!t->in_place ? NULL : a->loss ? in->x : in->gy, s->dtype, s->rows, s->dim, t->gap * 5);
+    a->dx = rows_make(!t->in_place ? NULL : a->loss ? in->x : in->dy, s->dtype, s->rows, s->dim, t->gap * 5);
     a->mlp.w_gate = a->w[0] = storage_make(in->gate, s->dtype, weight);
     a->mlp.w_up = a->w[1] = storage_make(in->up, s->dtype, weight);
     a->mlp.w_down = a->w[2] = storage_make(in->down, s->dtype, weight);
     a->head.w = a->w[3] = storage_make(in->head, s->dtype, weight);
-    a->mlp.gain = a->head.gain = in->gain;
+    a->mlp.norm_weight = a->head.norm_weight = in->norm_weight;
     a->mlp.norm_eps = a->head.norm_eps = s->normed ? (float)s->eps : 0;
     a->mlp.hidden = a->head.vocab = s->wide;
     a->mlp.residual = s->residual;
@@ -143,7 +143,7 @@ static void args_make(const tile_case *t, const f32_tile *in, f32_tile *got, til
     a->mlp_grads.w_up = t->unwanted & NO_UP ? NULL : got->up;
     a->mlp_grads.w_down = t->unwanted & NO_DOWN ? NULL : got->down;
     a->head_grads.w = t->unwanted & NO_HEAD ? NULL : got->head;
-    a->mlp_grads.gain = a->head_grads.gain = t->unwanted & NO_GAIN ? NULL : got->gain;
+    a->mlp_grads.norm_weight = a->head_grads.norm_weight = t->unwanted & NO_NORM_WEIGHT ? NULL : got->norm_weight;
 }
 
 static void args_free(tile_args *a)
@@ -151,8 +151,8 @@ static void args_free(tile_args *a)
     int i;
     free(a->x.data);
     free(a->y.data);
-    free(a->gy.data);
-    free(a->gx.data);
+    free(a->dy.data);
+    free(a->dx.data);
     for (i = 0; i < 4; ++i) free(a->w[i]);
 }
 
@@ -161,10 +161,10 @@ static upipe_status call_tile(upipe_ctx *c, const tile_case *t, tile_args *a, in
 {
     if (a->loss && !backward) return upipe_loss_fwd(c, &a->head, a->losses, a->x, a->targets);
     if (a->loss)
-        return upipe_loss_bwd(c, &a->head, a->gx, &a->head_grads, a->losses, t->in_place ? a->gx : a->x,
+        return upipe_loss_bwd(c, &a->head, a->dx, &a->head_grads, a->losses, t->in_place ? a->dx : a->x,
                               a->targets);
     if (!backward) return upipe_mlp_fwd(c, &a->mlp, a->y, t->in_place ? a->y : a->x);
-    return upipe_mlp_bwd(c, &a->mlp, a->gx, &a->mlp_grads, t->in_place ? a->gx : a->gy, a->x);
+    return upipe_mlp_bwd(c, &a->mlp, a->dx, &a->mlp_grads, t->in_place ? a->dx : a->dy, a->x);
 }
 
 static upipe_status call_bytes(size_t *bytes, const upipe_ops *ops, const tile_case *t, const tile_args *a,
@@ -186,7 +186,7 @@ static size_t call_dry(const upipe_ops *ops, const tile_case *t, tile_args *a, i
     size_t need;
     void *before;
     CHECK(upipe_dry_init(dry, NULL, ops) == UPIPE_OK);
-    CHECK(upipe_mem_take(&dry->mem, &before, BEFORE, "before", NULL) == UPIPE_OK);
+    CHECK(upipe_mem_alloc(&dry->mem, &before, BEFORE, "before", NULL) == UPIPE_OK);
     CHECK_STATUS(call_bytes(bytes, ops, t, a, backward, &dry->ctx.err), UPIPE_OK, dry->ctx.err);
     CHECK_STATUS(call_tile(&dry->ctx, t, a, backward), UPIPE_OK, dry->ctx.err);
     CHECK_INT(dry->mem.peak - BEFORE, *bytes);
@@ -200,7 +200,7 @@ static size_t call_dry(const upipe_ops *ops, const tile_case *t, tile_args *a, i
 typedef struct tile_pool {
     upipe_ctx ctx;
     upipe_mem mem;
-    upipe_block blocks[BLOCKS];
+    upipe_mem_block blocks[BLOCKS];
     void *slab, *before;
 } tile_pool;
 
@@ -211,14 +211,14 @@ static void pool_make(tile_pool *p, const upipe_ops *ops, size_t bytes)
     upipe_mem_init(&p->mem, p->slab, bytes, p->blocks, BLOCKS);
     p->ctx.ops = ops;
     p->ctx.mem = &p->mem;
-    CHECK(upipe_mem_take(&p->mem, &p->before, BEFORE, "before", NULL) == UPIPE_OK);
+    CHECK(upipe_mem_alloc(&p->mem, &p->before, BEFORE, "before", NULL) == UPIPE_OK);
 }
 
 static void pool_free(tile_pool *p)
 {
     CHECK_INT(p->mem.live, BEFORE);
-    CHECK(upipe_mem_give(&p->mem, p->before, NULL) == UPIPE_OK);
-    CHECK(upipe_mem_free(&p->mem, NULL) == UPIPE_OK);
+    CHECK(upipe_mem_free(&p->mem, p->before, NULL) == UPIPE_OK);
+    CHECK(upipe_mem_destroy(&p->mem, NULL) == UPIPE_OK);
     free(p->slab);
 }
 
@@ -253,10 +253,10 @@ static void run_tile(const tile_case *t, const f32_tile *in, f32_tile *got)
         rows_widen(a.y, got->y);
         call_exact(&ops, t, &a, 1);
         CHECK(rows_whole(a.y, got->y));
-        CHECK(rows_whole(a.gy, in->gy));
+        CHECK(rows_whole(a.dy, in->dy));
     }
-    rows_widen(a.gx, got->x);
-    CHECK(rows_whole(a.gx, NULL));
+    rows_widen(a.dx, got->x);
+    CHECK(rows_whole(a.dx, NULL));
     CHECK(rows_whole(a.x, in->x));
     args_free(&a);
 }
@@ -332,7 +332,7 @@ static double objective(const tile_shape *s, const f64_tile *in)
     int64_t i;
     f64_tile_make(s, &r);
     f64_tile_run(s, in, &r);
-    for (i = 0; i < tile_count(s, "y"); ++i) sum += r.y[i] * in->gy[i];
+    for (i = 0; i < tile_count(s, "y"); ++i) sum += r.y[i] * in->dy[i];
     for (i = 0; i < tile_count(s, "loss"); ++i) sum += s->scale * r.loss[i];
     f64_tile_free(&r);
     return sum;
@@ -374,7 +374,7 @@ static void test_finite_differences(void)
         DIFFERENCE(up)
         DIFFERENCE(down)
         DIFFERENCE(head)
-        DIFFERENCE(gain)
+        DIFFERENCE(norm_weight)
 #undef DIFFERENCE
         f32_tile_free(&in);
         f64_tile_free(&in64);
@@ -475,8 +475,8 @@ static void test_tiles(void)
         t.shape.residual = kind & 1 ? 0 : kind >> 3 & 1;
         if (!t.shape.normed) {
             t.shape.eps = 0;
-            free(in.gain);
-            in.gain = NULL;
+            free(in.norm_weight);
+            in.norm_weight = NULL;
         }
         t.tile_bytes = row_bytes(&t.shape, 1) * ROWS;
         run_tile(&t, &in, &whole);
@@ -510,7 +510,7 @@ static void test_accumulates(void)
         run_tile(&t, &in, &first);
         part = in;
         part.x += FIRST * t.shape.dim;
-        if (!(kind & 1)) part.gy += FIRST * t.shape.dim;
+        if (!(kind & 1)) part.dy += FIRST * t.shape.dim;
         if (kind & 1) t.shape.targets += FIRST;
         t.start = &first;
         t.shape.rows = ROWS - FIRST;
@@ -576,7 +576,7 @@ static void test_scale(void)
     for (k = 0; k < tile_count(&t.shape, #name); ++k) wrong += got.name[k] != factor * one.name[k];
         SCALED(x)
         SCALED(head)
-        SCALED(gain)
+        SCALED(norm_weight)
 #undef SCALED
         CHECK_SAY(wrong == 0, "%lld gradients are not %g times as large", (long long)wrong, (double)factor);
         CHECK_BYTES(got.loss, one.loss, t.shape.rows * 4);
@@ -615,7 +615,7 @@ static void test_ignored(void)
         }
         CHECK_INT(wrong, 0);
         CHECK(kind >= 4 ? kept == 0 : kept > 0 && kept < ROWS);
-        memcpy(dense.gain, in.gain, (size_t)dim * 4);
+        memcpy(dense.norm_weight, in.norm_weight, (size_t)dim * 4);
         memcpy(dense.head, in.head, (size_t)(dim * t.shape.wide) * 4);
         t.shape.targets = kept_targets;
         t.shape.rows = kept;
@@ -624,7 +624,7 @@ static void test_ignored(void)
         else
             f32_tile_make(&t.shape, &without); /* no gradient at all */
         CHECK_BYTES(with.head, without.head, dim * t.shape.wide * 4);
-        CHECK_BYTES(with.gain, without.gain, dim * 4);
+        CHECK_BYTES(with.norm_weight, without.norm_weight, dim * 4);
         for (i = 0, kept = 0; i < ROWS; ++i) {
             if (targets[i] < 0) continue;
             CHECK_BYTES(with.x + i * dim, without.x + kept * dim, dim * 4);
@@ -771,7 +771,7 @@ static upipe_status fail_guard(void *user, size_t bytes, const char *tag)
 static const upipe_ops *fail_op(upipe_ctx *c, upipe_status *s)
 {
     fail_at *f = (fail_at *)c->user;
-    *s = ++f->count == f->at ? upi_fail(&c->err, UPIPE_ERR_BACKEND, "operation %ld fails", f->at) : UPIPE_OK;
+    *s = ++f->count == f->at ? upipe_fail(&c->err, UPIPE_ERR_BACKEND, "operation %ld fails", f->at) : UPIPE_OK;
     return &f->ops;
 }
 
@@ -787,12 +787,12 @@ FAIL_OP(add, (upipe_ctx * c, upipe_view y, upipe_view x), (c, y, x))
 FAIL_OP(gemm,
         (upipe_ctx * c, upipe_view out, upipe_view a, upipe_view b, int flags, void *work, size_t work_bytes),
         (c, out, a, b, flags, work, work_bytes))
-FAIL_OP(rmsnorm, (upipe_ctx * c, upipe_view y, upipe_view x, const float *gain, float eps),
-        (c, y, x, gain, eps))
+FAIL_OP(rmsnorm, (upipe_ctx * c, upipe_view y, upipe_view x, const float *norm_weight, float eps),
+        (c, y, x, norm_weight, eps))
 FAIL_OP(rmsnorm_bwd,
-        (upipe_ctx * c, upipe_view dx, upipe_view dy, upipe_view x, const float *gain, float eps,
-         float *dgain, int accumulate),
-        (c, dx, dy, x, gain, eps, dgain, accumulate))
+        (upipe_ctx * c, upipe_view dx, upipe_view dy, upipe_view x, const float *norm_weight, float eps,
+         float *dnorm_weight, int accumulate),
+        (c, dx, dy, x, norm_weight, eps, dnorm_weight, accumulate))
 FAIL_OP(swiglu, (upipe_ctx * c, upipe_view y, upipe_view gate, upipe_view up), (c, y, gate, up))
 FAIL_OP(swiglu_bwd, (upipe_ctx * c, upipe_view gate, upipe_view up, upipe_view dy), (c, gate, up, dy))
 FAIL_OP(cross_entropy, (upipe_ctx * c, const upipe_cross_entropy *x), (c, x))
@@ -868,7 +868,7 @@ static void check_failures(const tile_case *t, const f32_tile *in, int backward,
         CHECK_STATUS(call_tile(&p.ctx, t, &a, backward), UPIPE_OK, p.ctx.err);
         pool_free(&p);
         if (!a.loss && !backward) rows_widen(a.y, got.y);
-        if (backward) rows_widen(a.gx, got.x);
+        if (backward) rows_widen(a.dx, got.x);
         if (!backward && a.loss) CHECK_BYTES(got.loss, good.loss, t->shape.rows * 4);
         if (!backward && !a.loss) CHECK_BYTES(got.y, good.y, t->shape.rows * t->shape.dim * 4);
         if (backward && !a.loss) memcpy(got.y, good.y, (size_t)(t->shape.rows * t->shape.dim) * 4);
@@ -890,8 +890,8 @@ static void test_every_failure(void)
         if (kind & 16) {
             t.shape.normed = t.shape.residual = 0;
             t.shape.eps = 0;
-            free(in.gain);
-            in.gain = NULL;
+            free(in.norm_weight);
+            in.norm_weight = NULL;
         }
         t.tile_bytes = 3 * row_bytes(&t.shape, 1);
         check_failures(&t, &in, kind >> 2 & 1, kind >> 3 & 1);
@@ -941,17 +941,17 @@ static const wrong_case wrongs[] = {
     {ANY, UPIPE_ERR_ARG, "x is f32 [-6][1][20]"},
     {ANY, UPIPE_ERR_ARG, "x is f32 [6][1][0]"},
     {BOTH | MLP, UPIPE_ERR_ARG, "is f32 [5][1][20], not f32 [6][1][20]"},
-    {BWD | LOSS, UPIPE_ERR_ARG, "gx is f32 [5][1][20], not f32 [6][1][20]"},
+    {BWD | LOSS, UPIPE_ERR_ARG, "dx is f32 [5][1][20], not f32 [6][1][20]"},
     {BOTH | MLP, UPIPE_ERR_ARG, "is f32 [6][1][19], not f32 [6][1][20]"},
-    {BWD | LOSS, UPIPE_ERR_ARG, "gx is f32 [6][1][19], not f32 [6][1][20]"},
+    {BWD | LOSS, UPIPE_ERR_ARG, "dx is f32 [6][1][19], not f32 [6][1][20]"},
     {BOTH | MLP, UPIPE_ERR_ARG, "is bf16 [6][1][20], not f32 [6][1][20]"},
-    {BWD | LOSS, UPIPE_ERR_ARG, "gx is bf16 [6][1][20], not f32 [6][1][20]"},
+    {BWD | LOSS, UPIPE_ERR_ARG, "dx is bf16 [6][1][20], not f32 [6][1][20]"},
     {BOTH | MLP, UPIPE_ERR_ARG, "is f32 [6][2][20], not f32 [6][1][20]"},
     {BOTH | MLP, UPIPE_ERR_ARG, "is f32 [6][1][20] at NULL"},
-    {BWD | LOSS, UPIPE_ERR_ARG, "gx is f32 [6][1][20] at NULL"},
+    {BWD | LOSS, UPIPE_ERR_ARG, "dx is f32 [6][1][20] at NULL"},
     {BWD | MLP, UPIPE_ERR_ARG, "gy is f32 [5][1][20], not f32 [6][1][20]"},
     {BWD | MLP, UPIPE_ERR_ARG, "gy is bf16 [6][1][20], not f32 [6][1][20]"},
-    {BWD | MLP, UPIPE_ERR_ARG, "gx is x"},
+    {BWD | MLP, UPIPE_ERR_ARG, "dx is x"},
     {BOTH | MLP, UPIPE_ERR_ARG, "w_gate, w_up or w_down is NULL"},
     {BOTH | MLP, UPIPE_ERR_ARG, "w_gate, w_up or w_down is NULL"},
     {BOTH | MLP, UPIPE_ERR_ARG, "w_gate, w_up or w_down is NULL"},
@@ -965,8 +965,8 @@ static const wrong_case wrongs[] = {
     {ANY, UPIPE_ERR_ARG, "norm_eps nan"},
     {ANY, UPIPE_ERR_ARG, "norm_eps inf"},
     {ANY, UPIPE_ERR_ARG, "norm_eps -1e-05"},
-    {ANY, UPIPE_ERR_ARG, "norm_eps without the gain of a norm"},
-    {BWD | MLP | LOSS, UPIPE_ERR_ARG, "a gradient of the gain without the gain of a norm"},
+    {ANY, UPIPE_ERR_ARG, "norm_eps without the norm weight of a norm"},
+    {BWD | MLP | LOSS, UPIPE_ERR_ARG, "a gradient of the norm weight without the norm weight of a norm"},
     {BOTH | LOSS, UPIPE_ERR_ARG, "scale nan"},
     {BOTH | LOSS, UPIPE_ERR_ARG, "scale -inf"},
     {ANY, UPIPE_ERR_ARG, "tile_bytes allows"},
@@ -977,7 +977,7 @@ static const wrong_case wrongs[] = {
 
 static void wrong_apply(int i, tile_args *a)
 {
-    upipe_view *written = a->loss ? &a->gx : &a->y;
+    upipe_view *written = a->loss ? &a->dx : &a->y;
     static int32_t targets[6];
     switch (i) {
     case 0:
@@ -994,31 +994,31 @@ static void wrong_apply(int i, tile_args *a)
         break;
     case 4:
     case 5:
-        written->n = a->gx.n = 5;
+        written->n = a->dx.n = 5;
         break;
     case 6:
     case 7:
-        written->d = a->gx.d = 19;
+        written->d = a->dx.d = 19;
         break;
     case 8:
     case 9:
-        written->dtype = a->gx.dtype = UPIPE_BF16;
+        written->dtype = a->dx.dtype = UPIPE_BF16;
         break;
     case 10:
-        a->y.h = a->gx.h = 2;
+        a->y.h = a->dx.h = 2;
         break;
     case 11:
     case 12:
-        a->y.data = a->gx.data = NULL;
+        a->y.data = a->dx.data = NULL;
         break;
     case 13:
-        a->gy.n = 5;
+        a->dy.n = 5;
         break;
     case 14:
-        a->gy.dtype = UPIPE_BF16;
+        a->dy.dtype = UPIPE_BF16;
         break;
     case 15:
-        a->gx = a->x;
+        a->dx = a->x;
         break;
     case 16:
         a->mlp.w_gate = NULL;
@@ -1056,10 +1056,10 @@ static void wrong_apply(int i, tile_args *a)
         a->mlp.norm_eps = a->head.norm_eps = -1e-5f;
         break;
     case 29:
-        a->mlp.gain = a->head.gain = NULL;
+        a->mlp.norm_weight = a->head.norm_weight = NULL;
         break;
     case 30:
-        a->mlp.gain = a->head.gain = NULL;
+        a->mlp.norm_weight = a->head.norm_weight = NULL;
         a->mlp.norm_eps = a->head.norm_eps = 0;
         break;
     case 31:
@@ -1152,15 +1152,15 @@ static void test_overlapping(void)
             a.y.n_step = t.shape.dim;
             s = upipe_mlp_fwd(&p.ctx, &a.mlp, a.y, a.x);
         } else {
-            upipe_view over = kind == 2 ? a.gy : a.x;
+            upipe_view over = kind == 2 ? a.dy : a.x;
             over.n_step = t.shape.dim;
-            s = kind == 2 ? upipe_mlp_bwd(&p.ctx, &a.mlp, over, &a.mlp_grads, a.gy, a.x)
+            s = kind == 2 ? upipe_mlp_bwd(&p.ctx, &a.mlp, over, &a.mlp_grads, a.dy, a.x)
                           : upipe_loss_bwd(&p.ctx, &a.head, over, &a.head_grads, a.losses, a.x, a.targets);
         }
         CHECK_STATUS(s, UPIPE_ERR_ARG, p.ctx.err);
-        CHECK_TEXT(p.ctx.err.text, kind == 2   ? "gx, of step 20, lies over gy, of step 22"
+        CHECK_TEXT(p.ctx.err.text, kind == 2   ? "dx, of step 20, lies over gy, of step 22"
                                    : kind == 1 ? "y, of step 20, lies over x, of step 21"
-                                               : "gx, of step 20, lies over x, of step 21");
+                                               : "dx, of step 20, lies over x, of step 21");
         CHECK_INT(p.mem.serial, 1);
         pool_free(&p);
         a.y.data = own;
@@ -1221,9 +1221,9 @@ static void test_no_rows(void)
         int64_t i, touched = 0;
         args_make(&t, &in, &got, &a);
         kept = a;
-        a.x.n = a.y.n = a.gx.n = a.gy.n = 0;
+        a.x.n = a.y.n = a.dx.n = a.dy.n = 0;
         if (kind & 4) {
-            a.x.data = a.y.data = a.gx.data = a.gy.data = NULL;
+            a.x.data = a.y.data = a.dx.data = a.dy.data = NULL;
             a.losses = NULL;
             a.targets = NULL;
         }

@@ -8,12 +8,12 @@
 /* A target or a token out of range is refused before anything is touched. */
 static void check_ranges(upipe_ctx *c)
 {
-    float room[64], loss[2] = {-7, -7};
+    float buf[64], loss[2] = {-7, -7};
     int32_t ids[2] = {1, 8};
-    upipe_view x = upipe_view_packed(room, UPIPE_F32, 2, 1, 8), y = x;
+    upipe_view x = upipe_view_packed(buf, UPIPE_F32, 2, 1, 8), y = x;
     int i;
-    for (i = 0; i < 64; ++i) room[i] = 5;
-    y.data = room + 32;
+    for (i = 0; i < 64; ++i) buf[i] = 5;
+    y.data = buf + 32;
     CHECK_STATUS(cross_entropy(c, x, x, loss, ids, 1), UPIPE_ERR_ARG, c->err);
     CHECK_TEXT(c->err.text, "target 8 of row 1, of 8 columns");
     CHECK(loss[0] == -7 && loss[1] == -7);
@@ -26,7 +26,7 @@ static void check_ranges(upipe_ctx *c)
     CHECK_STATUS(c->ops->embed(c, x, y, ids), UPIPE_ERR_ARG, c->err);
     CHECK_TEXT(c->err.text, "token -1 of row 1");
     CHECK_STATUS(c->ops->embed_bwd(c, y, x, ids), UPIPE_ERR_ARG, c->err);
-    for (i = 0; i < 64; ++i) CHECK(room[i] == 5);
+    for (i = 0; i < 64; ++i) CHECK(buf[i] == 5);
 }
 
 /* ---- the host's threads: enough rows for many items ---- */

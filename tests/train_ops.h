@@ -40,7 +40,7 @@ static size_t view_bytes(upipe_view v)
 
 static float get(upipe_view v, int64_t i, int j, int64_t k)
 {
-    return upi_f1_get(upipe_view_at(v, i, j), v.dtype, k);
+    return upipe_cpu_get(upipe_view_at(v, i, j), v.dtype, k);
 }
 
 /* Element at of a view, counted row by row. */
@@ -51,7 +51,7 @@ static float get_at(upipe_view v, int64_t at)
 
 static void put_at(upipe_view v, int64_t at, double x)
 {
-    upi_f1_put(upipe_view_at(v, at / v.d / v.h, (int32_t)(at / v.d % v.h)), v.dtype, at % v.d, (float)x);
+    upipe_cpu_put(upipe_view_at(v, at / v.d / v.h, (int32_t)(at / v.d % v.h)), v.dtype, at % v.d, (float)x);
 }
 
 static int64_t elements(upipe_view v)
@@ -191,7 +191,7 @@ static double norm_scale64(const float *x, double eps, int d)
     return 1 / sqrt(sum / d + eps);
 }
 
-static double norm_loss64(const float *dy, const float *x, const float *gain, double eps, int d, int at,
+static double norm_loss64(const float *dy, const float *x, const float *weight, double eps, int d, int at,
                           double step)
 {
     double sum = 0, loss = 0;
@@ -199,7 +199,7 @@ static double norm_loss64(const float *dy, const float *x, const float *gain, do
     for (k = 0; k < d; ++k) {
         double xk = (double)x[k] + (k == at ? step : 0);
         sum += xk * xk;
-        loss += (double)dy[k] * xk * (double)gain[k];
+        loss += (double)dy[k] * xk * (double)weight[k];
     }
     return loss / sqrt(sum / d + eps);
 }
@@ -210,50 +210,50 @@ static void check_rmsnorm(test_rng *r, upipe_ctx *c, int d)
     enum { TOKENS = 3 };
     upipe_view x = tensor(r, UPIPE_F32, TOKENS, 1, d, PACKED, 1), y = empty(UPIPE_F32, TOKENS, 1, d, PACKED);
     upipe_view dy = tensor(r, UPIPE_F32, TOKENS, 1, d, PACKED, 1), dx = twin(y);
-    upipe_view gain = tensor(r, UPIPE_F32, 1, 1, d, PACKED, 1), dgain = twin(gain);
-    const float *g = (const float *)gain.data;
+    upipe_view weight = tensor(r, UPIPE_F32, 1, 1, d, PACKED, 1), dweight = twin(weight);
+    const float *g = (const float *)weight.data;
     judged ty = judge_begin(elements(x)), tx = judge_begin(elements(x)), tg = judge_begin(d);
     int i, k, way, ok = 1;
-    memset(dgain.data, 0, view_bytes(dgain));
+    memset(dweight.data, 0, view_bytes(dweight));
     for (k = 0; k < d; ++k) {
         tg.want[k] = 0;
         for (way = 0; way < NAIVE_WAYS; ++way) tg.naive[way][k] = 0;
     }
     for (i = 0; i < TOKENS; ++i) {
         const float *row = (const float *)upipe_view_at(x, i, 0),
-                    *gy = (const float *)upipe_view_at(dy, i, 0);
+                    *grad_y = (const float *)upipe_view_at(dy, i, 0);
         double scale = norm_scale64(row, eps, d), mean = 0;
-        for (k = 0; k < d; ++k) mean += (double)gy[k] * (double)g[k] * (double)row[k] * scale / d;
+        for (k = 0; k < d; ++k) mean += (double)grad_y[k] * (double)g[k] * (double)row[k] * scale / d;
         for (k = 0; k < d; ++k) {
             double unit = (double)row[k] * scale;
             ty.want[i * d + k] = unit * (double)g[k];
-            tx.want[i * d + k] = scale * ((double)gy[k] * (double)g[k] - unit * mean);
-            tg.want[k] += (double)gy[k] * unit;
+            tx.want[i * d + k] = scale * ((double)grad_y[k] * (double)g[k] - unit * mean);
+            tg.want[k] += (double)grad_y[k] * unit;
         }
         for (k = 0; k < d; k += 1 + d / 40)
-            if (!is_slope(tx.want[i * d + k], norm_loss64(gy, row, g, eps, d, k, step),
-                          norm_loss64(gy, row, g, eps, d, k, -step), step))
+            if (!is_slope(tx.want[i * d + k], norm_loss64(grad_y, row, g, eps, d, k, step),
+                          norm_loss64(grad_y, row, g, eps, d, k, -step), step))
                 ok = 0;
         for (way = 0; way < NAIVE_WAYS; ++way) {
             float s = 1 / sqrtf(naive_dot(row, row, d, way) / (float)d + (float)eps), m = 0;
             for (k = 0; k < d; ++k) {
                 int64_t at = naive_term(k, d, way);
-                m = naive_add(m, gy[at] * g[at], row[at] * s, way);
+                m = naive_add(m, grad_y[at] * g[at], row[at] * s, way);
             }
             for (k = 0; k < d; ++k) {
                 float unit = row[k] * s;
                 ty.naive[way][i * d + k] = unit * g[k];
-                tx.naive[way][i * d + k] = s * naive_add(gy[k] * g[k], -unit, m / (float)d, way);
-                tg.naive[way][k] = naive_add(tg.naive[way][k], gy[k], unit, way);
+                tx.naive[way][i * d + k] = s * naive_add(grad_y[k] * g[k], -unit, m / (float)d, way);
+                tg.naive[way][k] = naive_add(tg.naive[way][k], grad_y[k], unit, way);
             }
         }
     }
     CHECK_SAY(ok, "rmsnorm's f64 gradient is not its slope, d %d", d);
     CHECK_STATUS(c->ops->rmsnorm(c, y, x, g, (float)eps), UPIPE_OK, c->err);
-    CHECK_STATUS(c->ops->rmsnorm_bwd(c, dx, dy, x, g, (float)eps, (float *)dgain.data, 0), UPIPE_OK, c->err);
+    CHECK_STATUS(c->ops->rmsnorm_bwd(c, dx, dy, x, g, (float)eps, (float *)dweight.data, 0), UPIPE_OK, c->err);
     judge(&ty, y, "rmsnorm y");
     judge(&tx, dx, "rmsnorm dx");
-    judge(&tg, dgain, "rmsnorm dgain");
+    judge(&tg, dweight, "rmsnorm dgain");
     judge_end(&ty);
     judge_end(&tx);
     judge_end(&tg);
@@ -261,8 +261,8 @@ static void check_rmsnorm(test_rng *r, upipe_ctx *c, int d)
     free(y.data);
     free(dy.data);
     free(dx.data);
-    free(gain.data);
-    free(dgain.data);
+    free(weight.data);
+    free(dweight.data);
 }
 
 /* ---- add ---- */
@@ -867,12 +867,12 @@ static void check_adamw_first(upipe_ctx *c)
 
 static void check_row_statuses(upipe_ctx *c)
 {
-    float room[96];
-    upipe_view x = upipe_view_packed(room, UPIPE_F32, 2, 2, 8), y = x, z = x, v;
+    float buf[96];
+    upipe_view x = upipe_view_packed(buf, UPIPE_F32, 2, 2, 8), y = x, z = x, v;
     double out;
-    y.data = room + 32;
-    z.data = room + 64;
-    memset(room, 0, sizeof room);
+    y.data = buf + 32;
+    z.data = buf + 64;
+    memset(buf, 0, sizeof buf);
     v = y;
     v.d = 7;
     CHECK_STATUS(c->ops->add(c, x, v), UPIPE_ERR_ARG, c->err);
@@ -924,12 +924,12 @@ static void check_row_statuses(upipe_ctx *c)
 
 static void check_token_statuses(upipe_ctx *c)
 {
-    float room[64], loss[2];
+    float buf[64], loss[2];
     int32_t ids[2] = {1, 0};
-    upipe_view x = upipe_view_packed(room, UPIPE_F32, 2, 1, 8), y = x, none, v;
-    memset(room, 0, sizeof room);
+    upipe_view x = upipe_view_packed(buf, UPIPE_F32, 2, 1, 8), y = x, none, v;
+    memset(buf, 0, sizeof buf);
     memset(&none, 0, sizeof none);
-    y.data = room + 32;
+    y.data = buf + 32;
     CHECK_STATUS(cross_entropy(c, x, none, NULL, ids, 1), UPIPE_ERR_ARG, c->err);
     CHECK_TEXT(c->err.text, "loss is NULL");
     CHECK_STATUS(cross_entropy(c, x, none, loss, NULL, 1), UPIPE_ERR_ARG, c->err);
@@ -941,7 +941,7 @@ static void check_token_statuses(upipe_ctx *c)
     CHECK_TEXT(c->err.text, "logits are bf16 [2][1][8]");
     CHECK_STATUS(cross_entropy(c, x, v, loss, ids, 1), UPIPE_ERR_ARG, c->err);
     CHECK_TEXT(c->err.text, "grad (bf16, steps 8, 8) lies over logits (f32, steps 8, 8)");
-    v = upipe_view_packed(room, UPIPE_F32, 1, 2, 8);
+    v = upipe_view_packed(buf, UPIPE_F32, 1, 2, 8);
     CHECK_STATUS(cross_entropy(c, v, none, loss, ids, 1), UPIPE_ERR_ARG, c->err);
     v = y;
     v.d = 7;
@@ -968,21 +968,21 @@ static void check_token_statuses(upipe_ctx *c)
 
 static void check_adamw_statuses(upipe_ctx *c)
 {
-    float room[32];
+    float buf[32];
     upipe_adamw good = adamw_of(4, 1, 0), a;
     int i;
-    for (i = 0; i < 32; ++i) room[i] = 1;
-    good.w = room;
-    good.m = room + 4;
-    good.v = room + 8;
-    good.g = room + 12;
+    for (i = 0; i < 32; ++i) buf[i] = 1;
+    good.w = buf;
+    good.m = buf + 4;
+    good.v = buf + 8;
+    good.g = buf + 12;
 #define REFUSED(field, value, words)                               \
     do {                                                           \
         a = good;                                                  \
         a.field = (value);                                         \
         CHECK_STATUS(c->ops->adamw(c, &a), UPIPE_ERR_ARG, c->err); \
         CHECK_TEXT(c->err.text, words);                            \
-        for (i = 0; i < 32; ++i) CHECK(room[i] == 1);              \
+        for (i = 0; i < 32; ++i) CHECK(buf[i] == 1);              \
     } while (0)
     REFUSED(w, NULL, "w is NULL");
     REFUSED(m, NULL, "m is NULL");
@@ -1001,12 +1001,12 @@ static void check_adamw_statuses(upipe_ctx *c)
     REFUSED(grad_scale, NAN, "gradients times nan");
     REFUSED(grad_scale, INFINITY, "gradients times inf");
     REFUSED(grad_scale, 1e300, "gradients times 1e+300");
-    REFUSED(copy, room, "w and copy are the same memory");
-    REFUSED(v, room + 4, "m and v are the same memory");
-    REFUSED(g, room, "w and g are the same memory");
+    REFUSED(copy, buf, "w and copy are the same memory");
+    REFUSED(v, buf + 4, "m and v are the same memory");
+    REFUSED(g, buf, "w and g are the same memory");
 #undef REFUSED
     a = good;
-    a.copy = room + 16;
+    a.copy = buf + 16;
     a.copy_dtype = (upipe_dtype)7;
     CHECK_STATUS(c->ops->adamw(c, &a), UPIPE_ERR_UNSUPPORTED, c->err);
     CHECK_TEXT(c->err.text, "storage type 7");

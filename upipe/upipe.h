@@ -20,12 +20,12 @@
  *
  *     upipe_layer_fwd(&ctx, &layer, &saved, x);                                               upipe_layer.h
  *     upipe_layer_out_fwd(&ctx, &layer, y, &saved);                                           upipe_out.h
- *     upipe_layer_out_bwd(&ctx, &layer, &grads, &saved, gy);
+ *     upipe_layer_out_bwd(&ctx, &layer, &grads, &saved, dy);
  *     upipe_layer_bwd(&ctx, &layer, x, &grads, &saved, &saved.out, x);
  *     upipe_saved_free(&ctx, &saved);
  *
  *     upipe_mlp_fwd(&ctx, &mlp, y, x);   upipe_loss_bwd(...);   the rest of a layer, by tiles   upipe_tile.h
- *     upipe_a2a_reduce_scatter(&ctx, gradients, n);             sums over ranks                 upipe_a2a.h
+ *     upipe_reduce_scatter(&ctx, gradients, n);             sums over ranks                 upipe_a2a.h
  *
  *     desc.ring = R; ctx.ring = ring of R ranks;                ring attention, USP, UPipe x ring   upipe_ring.h
  *     upipe_shard_pos(&plan.shard, i);                          which token row i of a rank is      upipe_shard.h

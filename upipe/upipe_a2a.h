@@ -26,17 +26,17 @@ UPIPE_API void upi_abandon(upipe_ctx *c, upipe_comm *comm)
     c->err = first;
 }
 
-/* upi_unwind -- after a failure: team and ring learn of it, the stream is drained, so that no work of this rank
+/* upipe_unwind -- after a failure: team and ring learn of it, the stream is drained, so that no work of this rank
  *               is left that touches the pool, and the pool goes back to the mark. A stream that may be stuck
  *               behind a peer is not waited for: then everything in the pool stays
  *
  * Where a peer may still be reading, no block of this pool may be used again before upipe_mem_release: any of
  * them may be a send buffer.
  */
-UPIPE_API upipe_status upi_unwind(upipe_ctx *c, upipe_status s, int64_t mark)
+UPIPE_API upipe_status upipe_unwind(upipe_ctx *c, upipe_status s, int64_t mark)
 {
     upipe_err first;
-    upi_reason(&c->err, s);
+    upipe_fail_reason(&c->err, s);
     upipe_comm_abort(c->team, c->err.text);
     upipe_comm_abort(c->ring, c->err.text);
     upi_abandon(c, c->team);
@@ -53,7 +53,7 @@ UPIPE_API upipe_status upi_unwind(upipe_ctx *c, upipe_status s, int64_t mark)
 }
 
 /* One peer's part of an exchange; nothing where it has none. */
-UPIPE_API void upi_a2a_segment(upipe_seg *s, int *n, int peer, int64_t batch, const void *send,
+UPIPE_API void upi_msg_add(upipe_msg *s, int *n, int peer, int64_t batch, const void *send,
                                size_t send_bytes, size_t send_step, void *recv, size_t recv_bytes,
                                size_t recv_step)
 {
@@ -72,7 +72,7 @@ UPIPE_API void upi_a2a_segment(upipe_seg *s, int *n, int peer, int64_t batch, co
 UPIPE_API upipe_status upi_a2a_check(upipe_ctx *c, const upipe_plan *p)
 {
     if (c->team->ranks != p->desc.ranks || (c->team->rank != p->desc.rank && !upipe_plan_even(p)))
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "a plan for rank %d of %d on rank %d of a team of %d",
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "a plan for rank %d of %d on rank %d of a team of %d",
                         p->desc.rank, p->desc.ranks, c->team->rank, c->team->ranks);
     return upi_comm_idle(c, c->team);
 }
@@ -81,7 +81,7 @@ UPIPE_API upipe_status upi_a2a_check(upipe_ctx *c, const upipe_plan *p)
  *   dst    [batch][S][n]       this rank's n heads of the stage; tokens of rank r begin at its first one
  *   src    [block][batch][T][n']  a block for each rank, in order, of the n' heads that the rank gets; one for several
  *          neighbours that get the same (upipe_plan_offset says where)
- *   plan, stage, which   whose heads: UPIPE_Q or UPIPE_KV
+ *   plan, stage, which   whose heads: UPIPE_A2A_Q or UPIPE_A2A_KV
  *   each   bytes of one token and head
  *   bytes  as upipe_plan_sent_stage counts; dst does not overlap src
  *   order  returns when dst is complete and src is free
@@ -89,7 +89,7 @@ UPIPE_API upipe_status upi_a2a_check(upipe_ctx *c, const upipe_plan *p)
  *   paper  sections 3.1 and 3.3
  */
 UPIPE_API upipe_status upipe_a2a_to_heads(upipe_ctx *c, void *dst, const void *src, const upipe_plan *p,
-                                          int stage, upipe_which which, size_t each)
+                                          int stage, upipe_a2a_heads which, size_t each)
 {
     upipe_comm *team = c->team;
     const int mine = upipe_plan_part(p, which, stage, team->rank).count;
@@ -104,8 +104,8 @@ UPIPE_API upipe_status upipe_a2a_to_heads(upipe_ctx *c, void *dst, const void *s
         size_t block = (size_t)(p->local * s.count) * each;
         if (r > 0 && !upi_same_block(which, before, s)) at += before.count;
         before = s;
-        upi_a2a_segment(team->list, &used, r, batch, upi_offset(src, (size_t)(at * p->rows) * each), block,
-                        block, upi_offset(dst, (size_t)(first * mine) * each), theirs,
+        upi_msg_add(team->list, &used, r, batch, upipe_offset(src, (size_t)(at * p->rows) * each), block,
+                        block, upipe_offset(dst, (size_t)(first * mine) * each), theirs,
                         (size_t)(p->seq * mine) * each);
     }
     UPIPE_TRY(upipe_comm_start(c, team, team->list, used));
@@ -115,11 +115,11 @@ UPIPE_API upipe_status upipe_a2a_to_heads(upipe_ctx *c, void *dst, const void *s
 /* upipe_a2a_to_tokens -- trade heads for tokens (the paper's out_all_to_all)
  *   dst    [rank][batch][T][n']  from each rank its n' heads of this rank's tokens
  *   src    [batch][S][n]       this rank's n heads; tokens go to their ranks
- *   which  UPIPE_Q or UPIPE_KV_DONE
+ *   which  UPIPE_A2A_Q or UPIPE_A2A_DKV
  *   plan, stage, each, bytes, order, errors    as upipe_a2a_to_heads
  */
 UPIPE_API upipe_status upipe_a2a_to_tokens(upipe_ctx *c, void *dst, const void *src, const upipe_plan *p,
-                                           int stage, upipe_which which, size_t each)
+                                           int stage, upipe_a2a_heads which, size_t each)
 {
     upipe_comm *team = c->team;
     const int mine = upipe_plan_part(p, which, stage, team->rank).count;
@@ -131,8 +131,8 @@ UPIPE_API upipe_status upipe_a2a_to_tokens(upipe_ctx *c, void *dst, const void *
         int heads = upipe_plan_part(p, which, stage, r).count;
         size_t theirs = (size_t)(upipe_plan_tokens(p, r, &first) * mine) * each;
         size_t block = (size_t)(p->local * heads) * each;
-        upi_a2a_segment(team->list, &used, r, batch, upi_offset(src, (size_t)(first * mine) * each), theirs,
-                        (size_t)(p->seq * mine) * each, upi_offset(dst, (size_t)(at * p->rows) * each), block,
+        upi_msg_add(team->list, &used, r, batch, upipe_offset(src, (size_t)(first * mine) * each), theirs,
+                        (size_t)(p->seq * mine) * each, upipe_offset(dst, (size_t)(at * p->rows) * each), block,
                         block);
         at += heads;
     }
@@ -142,11 +142,11 @@ UPIPE_API upipe_status upipe_a2a_to_tokens(upipe_ctx *c, void *dst, const void *
 
 /* ---- sums over ranks: each owns a slice ---- */
 
-enum { UPIPE_SUM_PIECE = 16384 }; /* elements that a rank sums at a time */
+enum { UPIPE_REDUCE_STRIP = 16384 }; /* elements that a rank sums at a time */
 
-/* upipe_a2a_slice -- the part of n elements that a rank owns: [*first, *first + result), ceil(n / ranks) or
+/* upipe_reduce_slice -- the part of n elements that a rank owns: [*first, *first + result), ceil(n / ranks) or
  *                    what is left */
-UPIPE_API int64_t upipe_a2a_slice(int64_t n, int rank, int ranks, int64_t *first)
+UPIPE_API int64_t upipe_reduce_slice(int64_t n, int rank, int ranks, int64_t *first)
 {
     int64_t piece = n / ranks + (n % ranks != 0), begin = piece * rank;
     if (begin > n) begin = n;
@@ -154,42 +154,42 @@ UPIPE_API int64_t upipe_a2a_slice(int64_t n, int rank, int ranks, int64_t *first
     return n - begin < piece ? n - begin : piece;
 }
 
-/* upipe_a2a_sum_bytes -- what upipe_a2a_reduce_scatter and upipe_a2a_sum take from the pool */
-UPIPE_API size_t upipe_a2a_sum_bytes(int64_t n, int ranks)
+/* upipe_reduce_bytes -- what upipe_reduce_scatter and upipe_all_reduce take from the pool */
+UPIPE_API size_t upipe_reduce_bytes(int64_t n, int ranks)
 {
-    int64_t first, piece = upipe_a2a_slice(n, 0, ranks, &first);
+    int64_t first, piece = upipe_reduce_slice(n, 0, ranks, &first);
     if (ranks == 1) return 0;
-    return (size_t)((piece < UPIPE_SUM_PIECE ? piece : (int64_t)UPIPE_SUM_PIECE) * ranks) * 4;
+    return (size_t)((piece < UPIPE_REDUCE_STRIP ? piece : (int64_t)UPIPE_REDUCE_STRIP) * ranks) * 4;
 }
 
-/* Strip `at` of the rank's slice: at most UPIPE_SUM_PIECE elements, perhaps none. */
-UPIPE_API int64_t upi_a2a_strip(int64_t n, int rank, int ranks, int64_t at, int64_t *first)
+/* Strip `at` of the rank's slice: at most UPIPE_REDUCE_STRIP elements, perhaps none. */
+UPIPE_API int64_t upi_reduce_strip(int64_t n, int rank, int ranks, int64_t at, int64_t *first)
 {
-    int64_t count = upipe_a2a_slice(n, rank, ranks, first) - at;
+    int64_t count = upipe_reduce_slice(n, rank, ranks, first) - at;
     *first += at;
-    return count < 0 ? 0 : count < UPIPE_SUM_PIECE ? count : (int64_t)UPIPE_SUM_PIECE;
+    return count < 0 ? 0 : count < UPIPE_REDUCE_STRIP ? count : (int64_t)UPIPE_REDUCE_STRIP;
 }
 
-UPIPE_API upipe_status upi_a2a_reduce_scatter(upipe_ctx *c, float *data, int64_t n)
+UPIPE_API upipe_status upi_reduce_scatter(upipe_ctx *c, float *data, int64_t n)
 {
     upipe_comm *team = c->team;
-    int64_t first, slice = upipe_a2a_slice(n, 0, team->ranks, &first), at; /* nobody's is longer */
-    int64_t piece = slice < UPIPE_SUM_PIECE ? slice : (int64_t)UPIPE_SUM_PIECE;
-    void *room;
+    int64_t first, slice = upipe_reduce_slice(n, 0, team->ranks, &first), at; /* nobody's is longer */
+    int64_t piece = slice < UPIPE_REDUCE_STRIP ? slice : (int64_t)UPIPE_REDUCE_STRIP;
+    void *buf;
     int p, used;
-    UPIPE_TRY(upipe_mem_take(c->mem, &room, upipe_a2a_sum_bytes(n, team->ranks), "sum", &c->err));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &buf, upipe_reduce_bytes(n, team->ranks), "sum", &c->err));
     for (at = 0; at < slice; at += piece) {
-        int64_t mine, mine_n = upi_a2a_strip(n, team->rank, team->ranks, at, &mine);
+        int64_t mine, mine_n = upi_reduce_strip(n, team->rank, team->ranks, at, &mine);
         for (p = 0, used = 0; p < team->ranks; ++p) {
-            int64_t len = upi_a2a_strip(n, p, team->ranks, at, &first);
-            upipe_seg *s = &team->list[used];
+            int64_t len = upi_reduce_strip(n, p, team->ranks, at, &first);
+            upipe_msg *s = &team->list[used];
             if (len == 0 && mine_n == 0) continue;
             memset(s, 0, sizeof *s);
             s->peer = p;
             s->count = 1;
             s->send = len > 0 ? data + first : NULL;
             s->send_bytes = (size_t)len * 4;
-            s->recv = (float *)room + p * piece;
+            s->recv = (float *)buf + p * piece;
             s->recv_bytes = (size_t)mine_n * 4;
             ++used;
         }
@@ -197,48 +197,48 @@ UPIPE_API upipe_status upi_a2a_reduce_scatter(upipe_ctx *c, float *data, int64_t
         UPIPE_TRY(upipe_comm_wait(c, team));
         if (mine_n > 0)
             UPIPE_TRY(c->ops->sum(c, upipe_view_packed(data + mine, UPIPE_F32, 1, 1, (int32_t)mine_n),
-                                  (const float *)room, piece, team->ranks, 0));
+                                  (const float *)buf, piece, team->ranks, 0));
     }
-    return upipe_mem_give(c->mem, room, &c->err);
+    return upipe_mem_free(c->mem, buf, &c->err);
 }
 
-/* upipe_a2a_reduce_scatter -- every rank's slice becomes the sum over ranks, added in rank order: the same
+/* upipe_reduce_scatter -- every rank's slice becomes the sum over ranks, added in rank order: the same
  *                             bits on every transport. The rest of data stays as it was
- *   data    n f32 elements, the same n on all ranks; slices as upipe_a2a_slice
- *   bytes   sends 4 * (n - its slice); takes upipe_a2a_sum_bytes from the pool
+ *   data    n f32 elements, the same n on all ranks; slices as upipe_reduce_slice
+ *   bytes   sends 4 * (n - its slice); takes upipe_reduce_bytes from the pool
  *   errors  ARG (n < 0, or an exchange is under way: nothing happens), MEMORY; others as upipe_comm_wait,
  *           and for these the team is aborted
  */
-UPIPE_API upipe_status upipe_a2a_reduce_scatter(upipe_ctx *c, float *data, int64_t n)
+UPIPE_API upipe_status upipe_reduce_scatter(upipe_ctx *c, float *data, int64_t n)
 {
     int64_t mark = upipe_mem_mark(c->mem);
     upipe_status s;
-    if (n < 0) return upi_fail(&c->err, UPIPE_ERR_ARG, "a sum of %lld elements", (long long)n);
+    if (n < 0) return upipe_fail(&c->err, UPIPE_ERR_ARG, "a sum of %lld elements", (long long)n);
     UPIPE_TRY(upi_comm_idle(c, c->team));
     if (n == 0 || c->team->ranks == 1) return UPIPE_OK;
-    s = upi_a2a_reduce_scatter(c, data, n);
-    return s == UPIPE_OK ? UPIPE_OK : upi_unwind(c, s, mark);
+    s = upi_reduce_scatter(c, data, n);
+    return s == UPIPE_OK ? UPIPE_OK : upipe_unwind(c, s, mark);
 }
 
-/* upipe_a2a_all_gather -- every rank gets every rank's slice
+/* upipe_all_gather -- every rank gets every rank's slice
  *   data    n elements of `element` bytes, the same on all ranks: the own slice is read, the others are
  *           written
  *   bytes   sends its slice to each of the others
  *   errors  ARG (n < 0, or an exchange is under way: nothing happens); others as upipe_comm_wait, and for
  *           these the team is aborted
  */
-UPIPE_API upipe_status upipe_a2a_all_gather(upipe_ctx *c, void *data, int64_t n, size_t element)
+UPIPE_API upipe_status upipe_all_gather(upipe_ctx *c, void *data, int64_t n, size_t element)
 {
     upipe_comm *team = c->team;
     int64_t mine, mine_n, first, mark = upipe_mem_mark(c->mem);
     upipe_status status;
     int p, used = 0;
-    if (n < 0) return upi_fail(&c->err, UPIPE_ERR_ARG, "a gather of %lld elements", (long long)n);
+    if (n < 0) return upipe_fail(&c->err, UPIPE_ERR_ARG, "a gather of %lld elements", (long long)n);
     UPIPE_TRY(upi_comm_idle(c, team));
-    mine_n = upipe_a2a_slice(n, team->rank, team->ranks, &mine);
+    mine_n = upipe_reduce_slice(n, team->rank, team->ranks, &mine);
     for (p = 0; p < team->ranks; ++p) {
-        int64_t len = upipe_a2a_slice(n, p, team->ranks, &first);
-        upipe_seg *s = &team->list[used];
+        int64_t len = upipe_reduce_slice(n, p, team->ranks, &first);
+        upipe_msg *s = &team->list[used];
         if (p == team->rank || (len == 0 && mine_n == 0)) continue;
         memset(s, 0, sizeof *s);
         s->peer = p;
@@ -252,19 +252,19 @@ UPIPE_API upipe_status upipe_a2a_all_gather(upipe_ctx *c, void *data, int64_t n,
     if (n == 0 || team->ranks == 1) return UPIPE_OK;
     status = upipe_comm_start(c, team, team->list, used);
     if (status == UPIPE_OK) status = upipe_comm_wait(c, team);
-    return status == UPIPE_OK ? UPIPE_OK : upi_unwind(c, status, mark);
+    return status == UPIPE_OK ? UPIPE_OK : upipe_unwind(c, status, mark);
 }
 
-/* upipe_a2a_sum -- every rank gets the sum over ranks, added in rank order: a reduce-scatter, and a gather
+/* upipe_all_reduce -- every rank gets the sum over ranks, added in rank order: a reduce-scatter, and a gather
  *   data    n f32 elements, the same n on all ranks; replaced by the sum
- *   bytes   sends about 2 * 4 * n * (ranks - 1) / ranks; takes upipe_a2a_sum_bytes from the pool
+ *   bytes   sends about 2 * 4 * n * (ranks - 1) / ranks; takes upipe_reduce_bytes from the pool
  *   errors  ARG (n < 0, or an exchange is under way: nothing happens), MEMORY; others as upipe_comm_wait,
  *           and for these the team is aborted
  */
-UPIPE_API upipe_status upipe_a2a_sum(upipe_ctx *c, float *data, int64_t n)
+UPIPE_API upipe_status upipe_all_reduce(upipe_ctx *c, float *data, int64_t n)
 {
-    UPIPE_TRY(upipe_a2a_reduce_scatter(c, data, n));
-    return upipe_a2a_all_gather(c, data, n, 4);
+    UPIPE_TRY(upipe_reduce_scatter(c, data, n));
+    return upipe_all_gather(c, data, n, 4);
 }
 
 /* ---- slots ---- */
@@ -300,9 +300,9 @@ UPIPE_API upipe_status upi_slot_move(upipe_slots *s, int i, int from, int to, vo
 {
     static const char *const names[] = {"empty", "lent", "full"};
     if (out != NULL) *out = NULL;
-    if (i < 0 || i >= s->n) return upi_fail(e, UPIPE_ERR_ARG, "slot %d of %d", i, s->n);
+    if (i < 0 || i >= s->n) return upipe_fail(e, UPIPE_ERR_ARG, "slot %d of %d", i, s->n);
     if (s->state[i] != from)
-        return upi_fail(e, UPIPE_ERR_ARG, "slot %d is %s, not %s", i, names[s->state[i]], names[from]);
+        return upipe_fail(e, UPIPE_ERR_ARG, "slot %d is %s, not %s", i, names[s->state[i]], names[from]);
     s->state[i] = (unsigned char)to;
     if (out != NULL) *out = s->data + (size_t)i * s->slot_bytes;
     return UPIPE_OK;

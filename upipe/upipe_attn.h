@@ -1,6 +1,6 @@
 /* upipe_attn.h -- what one attention call is: arguments and their checks        layer 2, includes ops
  *
- * One operation serves the whole sequence, a tile, a ring step and a document: q and k carry the global
+ * One operation serves the whole sequence, a tile, a ring step and a packed sequence: q and k carry the global
  * position of their first row, and the mask is a statement about positions. Query head h reads key/value head
  * h / (H/Hkv).
  *
@@ -9,11 +9,11 @@
  *                                           -inf for a row that sees nothing
  *     o[i]    = sum_j exp(s[i][j] - lse[i]) v_j      0 for a row that sees no key
  *
- * q [Sq][H][d]   k [Sk][Hkv][d]   v [Sk][Hkv][dv]   o [Sq][H][dv]   lse, delta [Sq][H] in f32. Any steps; rows of d
+ * q [Sq][H][d]   k [Sk][Hkv][d]   v [Sk][Hkv][v_dim]   o [Sq][H][v_dim]   lse, delta [Sq][H] in f32. Any steps; rows of d
  * elements are contiguous.
  *
  * What a row sees is one run of keys, whatever masks are combined, and both of its ends ascend with the row
- * (upi_attn_sight): tiles outside it cost nothing.
+ * (upipe_attn_visible): tiles outside it cost nothing.
  */
 #ifndef UPIPE_ATTN_H
 #define UPIPE_ATTN_H
@@ -28,23 +28,23 @@
  *   scale       0 = 1/sqrt(d)
  *   causal      nonzero: a query sees positions up to its own
  *   window      a query sees no position further back than the `window` ones that end with its own; 0 = no limit
- *   docs        packed documents: docs_n + 1 ascending positions (cu_seqlens), document i is [docs[i], docs[i+1]),
- *               perhaps empty. A query sees its own document alone, outside of all nothing. NULL = one document.
+ *   cu_seqlens        packed packed sequences: cu_seqlens_n + 1 ascending positions (cu_seqlens), packed sequence i is [cu_seqlens[i], cu_seqlens[i+1]),
+ *               perhaps empty. A query sees its own packed sequence alone, outside of all nothing. NULL = one packed sequence.
  *               Host memory
  *   softcap     scores become softcap * tanh(score / softcap); 0 = none. scale / softcap must be a normal f32
  *               number
  *   sinks       one more score a head, f32 [H], whose value is 0; NULL = none
  *   merge       forward: o and lse hold what the same queries saw of other keys, and are brought up to all of
  *               them. A row's old lse of -inf: nothing was seen. Sinks belong to one of the calls.
- *               Backward: gq is f32, and +=
+ *               Backward: dq is f32, and +=
  * Backends say in upipe_ops.attn_can what of this they know; the rest is refused with UNSUPPORTED.
  */
 typedef struct upipe_attn {
     upipe_view q, k, v, o, lse;
     int64_t q_pos, k_pos, pos_step;
     int64_t window;
-    const int64_t *docs;
-    int64_t docs_n;
+    const int64_t *cu_seqlens;
+    int64_t cu_seqlens_n;
     const float *sinks;
     void *work;
     size_t work_bytes;
@@ -54,17 +54,17 @@ typedef struct upipe_attn {
 
 /* upipe_attn_grad -- backward, with the probabilities recomputed from the forward's lse
  *   a       the forward's arguments; a.o is not read (delta stands for it)
- *   go      gradient of o, shape and type of o
+ *   dout      gradient of o, shape and type of o
  *   delta   f32, d = 1: rowsum(go * o)
- *   gq      shape and type of q, written; with merge f32, and +=
- *   gk gv   f32, shapes of k and v: += in the order of query heads, and within a head in one fixed order of
+ *   dq      shape and type of q, written; with merge f32, and +=
+ *   dk dv   f32, shapes of k and v: += in the order of query heads, and within a head in one fixed order of
  *           queries, so that a group's heads may come in one call or in several with the same bits
- *   gsinks  f32 [H], +=: the sinks' gradient; NULL = not wanted
+ *   dsinks  f32 [H], +=: the sinks' gradient; NULL = not wanted
  */
 typedef struct upipe_attn_grad {
     upipe_attn a;
-    upipe_view go, delta, gq, gk, gv;
-    float *gsinks;
+    upipe_view dout, delta, dq, dk, dv;
+    float *dsinks;
 } upipe_attn_grad;
 
 enum {
@@ -77,12 +77,12 @@ enum {
 UPIPE_API upipe_status upi_attn_like(upipe_ctx *c, const char *name, upipe_view v, int64_t n, int32_t h,
                                      int32_t d, upipe_dtype dtype)
 {
-    if (v.data == NULL && n > 0) return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: %s is NULL", name);
+    if (v.data == NULL && n > 0) return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %s is NULL", name);
     if (v.n != n || v.h != h || v.d != d)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: %s is [%lld][%d][%d], not [%lld][%d][%d]", name,
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %s is [%lld][%d][%d], not [%lld][%d][%d]", name,
                         (long long)v.n, v.h, v.d, (long long)n, h, d);
     if (v.dtype != dtype)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: %s is %s, not %s", name,
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %s is %s, not %s", name,
                         upipe_dtype_name(v.dtype), upipe_dtype_name(dtype));
     return UPIPE_OK;
 }
@@ -92,7 +92,7 @@ UPIPE_API upipe_status upi_attn_like(upipe_ctx *c, const char *name, upipe_view 
 /* floor(a / b), b > 0 */
 UPIPE_API int64_t upi_floor_div(int64_t a, int64_t b)
 {
-    return b == 1 ? a : a / b - (a % b < 0); /* a division costs as much as the rest of upi_attn_sight */
+    return b == 1 ? a : a / b - (a % b < 0); /* a division costs as much as the rest of upipe_attn_visible */
 }
 
 UPIPE_API int64_t upi_between(int64_t x, int64_t low, int64_t high)
@@ -107,7 +107,7 @@ UPIPE_API int64_t upi_attn_ahead(const upipe_attn *a)
 }
 
 /* Row i of q sees the keys [*first, *end) of k; both ascend with i, and are equal where it sees none. */
-UPIPE_API void upi_attn_sight(const upipe_attn *a, int64_t i, int64_t *first, int64_t *end)
+UPIPE_API void upipe_attn_visible(const upipe_attn *a, int64_t i, int64_t *first, int64_t *end)
 {
     const int64_t step = a->pos_step > 0 ? a->pos_step : 1, n = a->k.n;
     /* key j lies at own + step * (j - same), 0 <= own < step: j - same steps from the last position up to this row's */
@@ -116,23 +116,23 @@ UPIPE_API void upi_attn_sight(const upipe_attn *a, int64_t i, int64_t *first, in
     int64_t from = 0, to = n;
     if (a->causal) to = same + 1;
     if (a->window > 0) from = i - upi_floor_div(a->window - 1 - away, step);
-    if (a->docs != NULL) {
-        int64_t low = 0, high = a->docs_n; /* docs[low] <= pos < docs[high], or there is no such pair */
-        if (pos < a->docs[0]) {
+    if (a->cu_seqlens != NULL) {
+        int64_t low = 0, high = a->cu_seqlens_n; /* cu_seqlens[low] <= pos < cu_seqlens[high], or there is no such pair */
+        if (pos < a->cu_seqlens[0]) {
             to = 0;
-        } else if (pos >= a->docs[high]) {
+        } else if (pos >= a->cu_seqlens[high]) {
             from = n;
         } else {
             while (high - low > 1) {
                 int64_t middle = low + (high - low) / 2;
-                if (a->docs[middle] <= pos)
+                if (a->cu_seqlens[middle] <= pos)
                     low = middle;
                 else
                     high = middle;
             }
             /* the first keys at or behind the borders */
-            low = -upi_floor_div(a->k_pos - a->docs[low], step);
-            high = -upi_floor_div(a->k_pos - a->docs[high], step);
+            low = -upi_floor_div(a->k_pos - a->cu_seqlens[low], step);
+            high = -upi_floor_div(a->k_pos - a->cu_seqlens[high], step);
             if (low > from) from = low;
             if (high < to) to = high;
         }
@@ -163,23 +163,23 @@ UPIPE_API upipe_status upi_attn_check_masks(upipe_ctx *c, const upipe_attn *a)
     const int64_t limit = INT64_C(1) << 60;
     int64_t i;
     if (a->window < 0 || a->window > limit)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: a window of %lld positions",
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: a window of %lld positions",
                         (long long)a->window);
     if (a->pos_step < 0 || a->pos_step > UPIPE_POS_STEP_MAX)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: %lld positions between rows",
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %lld positions between rows",
                         (long long)a->pos_step);
     if (!(a->softcap >= 0) || !__builtin_isfinite(a->softcap))
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: soft-cap %g", a->softcap);
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: soft-cap %g", a->softcap);
     if (a->softcap > 0 && !upi_attn_softcap_fits(a))
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: soft-cap %g is out of all proportion to scale %g",
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: soft-cap %g is out of all proportion to scale %g",
                         a->softcap, upi_attn_scale(a));
-    if (a->docs_n < 0 || (a->docs == NULL) != (a->docs_n == 0))
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: %lld documents, docs is %sNULL",
-                        (long long)a->docs_n, a->docs != NULL ? "not " : "");
-    for (i = 0; i < a->docs_n; ++i)
-        if (a->docs[i] > a->docs[i + 1] || a->docs[i] < -limit || a->docs[i + 1] > limit)
-            return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: document %lld is [%lld, %lld)", (long long)i,
-                            (long long)a->docs[i], (long long)a->docs[i + 1]);
+    if (a->cu_seqlens_n < 0 || (a->cu_seqlens == NULL) != (a->cu_seqlens_n == 0))
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %lld packed sequences, cu_seqlens is %sNULL",
+                        (long long)a->cu_seqlens_n, a->cu_seqlens != NULL ? "not " : "");
+    for (i = 0; i < a->cu_seqlens_n; ++i)
+        if (a->cu_seqlens[i] > a->cu_seqlens[i + 1] || a->cu_seqlens[i] < -limit || a->cu_seqlens[i + 1] > limit)
+            return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: packed sequence %lld is [%lld, %lld)", (long long)i,
+                            (long long)a->cu_seqlens[i], (long long)a->cu_seqlens[i + 1]);
     return UPIPE_OK;
 }
 
@@ -187,22 +187,22 @@ UPIPE_API upipe_status upi_attn_check_masks(upipe_ctx *c, const upipe_attn *a)
 UPIPE_API upipe_status upi_attn_check_can(upipe_ctx *c, const upipe_attn *a, int backward)
 {
     static const char *const names[] = {"a sliding window",
-                                        "packed documents",
+                                        "packed sequences (cu_seqlens)",
                                         "a soft-cap",
                                         "sinks",
                                         "a head dim of v that is not q's",
                                         "a gradient of q that is added to"};
     int wish = 0, i;
     if (a->window != 0) wish |= UPIPE_ATTN_WINDOW;
-    if (a->docs != NULL) wish |= UPIPE_ATTN_DOCS;
+    if (a->cu_seqlens != NULL) wish |= UPIPE_ATTN_CU_SEQLENS;
     if (a->softcap != 0) wish |= UPIPE_ATTN_SOFTCAP;
     if (a->sinks != NULL) wish |= UPIPE_ATTN_SINKS;
     if (a->v.d != a->q.d) wish |= UPIPE_ATTN_V_DIM;
-    if (backward && a->merge) wish |= UPIPE_ATTN_ADD_GQ;
+    if (backward && a->merge) wish |= UPIPE_ATTN_ADD_DQ;
     wish &= ~c->ops->attn_can;
     for (i = 0; i < (int)(sizeof names / sizeof *names); ++i)
         if (wish & (1 << i))
-            return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "attention: %s does not know %s yet",
+            return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "attention: %s does not know %s yet",
                             c->ops->name, names[i]);
     return UPIPE_OK;
 }
@@ -213,23 +213,23 @@ UPIPE_API upipe_status upi_attn_check(upipe_ctx *c, const upipe_attn *a, int bac
     const int64_t limit = INT64_C(1) << 60; /* sums and differences of four such numbers stay in 63 bits */
     upipe_view q = a->q, k = a->k;
     if (q.dtype != UPIPE_F32 && q.dtype != UPIPE_BF16 && q.dtype != UPIPE_F16)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: data type %d is none of f32, bf16 and f16",
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: data type %d is none of f32, bf16 and f16",
                         (int)q.dtype);
     if (q.dtype == UPIPE_F16 && !c->ops->f16)
-        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "attention: %s does not take f16", c->ops->name);
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "attention: %s does not take f16", c->ops->name);
     if (q.h < 1 || k.h < 1 || q.h % k.h != 0)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: %d query heads over %d key/value heads", q.h,
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %d query heads over %d key/value heads", q.h,
                         k.h);
     if (q.d < UPIPE_HEAD_DIM_MIN || q.d > UPIPE_HEAD_DIM_MAX || q.d % UPIPE_HEAD_DIM_STEP != 0)
-        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
                         "attention: head dim %d; %d to %d in steps of %d are built", q.d, UPIPE_HEAD_DIM_MIN,
                         UPIPE_HEAD_DIM_MAX, UPIPE_HEAD_DIM_STEP);
     if (a->v.d < UPIPE_HEAD_DIM_MIN || a->v.d > UPIPE_HEAD_DIM_MAX || a->v.d % UPIPE_HEAD_DIM_STEP != 0)
-        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
                         "attention: head dim %d of v; %d to %d in steps of %d are built", a->v.d,
                         UPIPE_HEAD_DIM_MIN, UPIPE_HEAD_DIM_MAX, UPIPE_HEAD_DIM_STEP);
     if (q.n < 0 || k.n < 0)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: %lld queries, %lld keys", (long long)q.n,
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %lld queries, %lld keys", (long long)q.n,
                         (long long)k.n);
     UPIPE_TRY(upi_attn_like(c, "q", q, q.n, q.h, q.d, q.dtype));
     UPIPE_TRY(upi_attn_like(c, "k", k, k.n, k.h, q.d, q.dtype));
@@ -240,11 +240,11 @@ UPIPE_API upipe_status upi_attn_check(upipe_ctx *c, const upipe_attn *a, int bac
     UPIPE_TRY(upi_attn_like(c, "lse", a->lse, q.n, q.h, 1, UPIPE_F32));
     UPIPE_TRY(upi_attn_check_masks(c, a));
     if (!(a->scale >= 0) || !__builtin_isfinite(a->scale))
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: scale %g", a->scale);
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: scale %g", a->scale);
     if (a->q_pos < -limit || a->q_pos > limit || a->k_pos < -limit || a->k_pos > limit ||
         q.n > limit / (a->pos_step > 0 ? a->pos_step : 1) ||
         k.n > limit / (a->pos_step > 0 ? a->pos_step : 1))
-        return upi_fail(&c->err, UPIPE_ERR_OVERFLOW,
+        return upipe_fail(&c->err, UPIPE_ERR_OVERFLOW,
                         "attention: %lld queries from %lld and %lld keys from %lld", (long long)q.n,
                         (long long)a->q_pos, (long long)k.n, (long long)a->k_pos);
     return upi_attn_check_can(c, a, backward);
@@ -253,7 +253,7 @@ UPIPE_API upipe_status upi_attn_check(upipe_ctx *c, const upipe_attn *a, int bac
 UPIPE_API upipe_status upi_attn_aligned(upipe_ctx *c, const upipe_attn *a)
 {
     if ((uintptr_t)a->work % 64 == 0) return UPIPE_OK;
-    return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: scratch at %p is not aligned to 64 bytes", a->work);
+    return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: scratch at %p is not aligned to 64 bytes", a->work);
 }
 
 /* upipe_attn_fwd -- o and lse of the queries over all keys given
@@ -266,7 +266,7 @@ UPIPE_API upipe_status upipe_attn_fwd(upipe_ctx *c, const upipe_attn *a)
     UPIPE_TRY(upi_attn_check(c, a, 0));
     need = c->ops->attn_bytes(c->ops, a, 0);
     if (a->work_bytes < need || (a->work == NULL && need > 0))
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: %zu bytes of scratch, %zu needed",
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %zu bytes of scratch, %zu needed",
                         a->work != NULL ? a->work_bytes : (size_t)0, need);
     UPIPE_TRY(upi_attn_aligned(c, a));
     return c->ops->attn_fwd(c, a);
@@ -278,16 +278,16 @@ UPIPE_API upipe_status upipe_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
     const upipe_attn *a = &g->a;
     size_t need;
     UPIPE_TRY(upi_attn_check(c, a, 1));
-    UPIPE_TRY(upi_attn_like(c, "go", g->go, a->q.n, a->q.h, a->v.d, a->q.dtype));
+    UPIPE_TRY(upi_attn_like(c, "go", g->dout, a->q.n, a->q.h, a->v.d, a->q.dtype));
     UPIPE_TRY(upi_attn_like(c, "delta", g->delta, a->q.n, a->q.h, 1, UPIPE_F32));
-    UPIPE_TRY(upi_attn_like(c, "gq", g->gq, a->q.n, a->q.h, a->q.d, a->merge ? UPIPE_F32 : a->q.dtype));
-    UPIPE_TRY(upi_attn_like(c, "gk", g->gk, a->k.n, a->k.h, a->k.d, UPIPE_F32));
-    UPIPE_TRY(upi_attn_like(c, "gv", g->gv, a->k.n, a->k.h, a->v.d, UPIPE_F32));
-    if (g->gsinks != NULL && a->sinks == NULL)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: a gradient of sinks without sinks");
+    UPIPE_TRY(upi_attn_like(c, "dq", g->dq, a->q.n, a->q.h, a->q.d, a->merge ? UPIPE_F32 : a->q.dtype));
+    UPIPE_TRY(upi_attn_like(c, "dk", g->dk, a->k.n, a->k.h, a->k.d, UPIPE_F32));
+    UPIPE_TRY(upi_attn_like(c, "dv", g->dv, a->k.n, a->k.h, a->v.d, UPIPE_F32));
+    if (g->dsinks != NULL && a->sinks == NULL)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: a gradient of sinks without sinks");
     need = c->ops->attn_bytes(c->ops, a, 1);
     if (a->work_bytes < need || (a->work == NULL && need > 0))
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "attention: %zu bytes of scratch, %zu needed",
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %zu bytes of scratch, %zu needed",
                         a->work != NULL ? a->work_bytes : (size_t)0, need);
     UPIPE_TRY(upi_attn_aligned(c, a));
     return c->ops->attn_bwd(c, g);

@@ -30,7 +30,7 @@
     X(UPIPE_ERR_ARG,         "invalid argument")      /* the call breaks its documented contract          */ \
     X(UPIPE_ERR_UNSUPPORTED, "unsupported")           /* a legal wish that this version does not honour   */ \
     X(UPIPE_ERR_OVERFLOW,    "size overflow")         /* a product of dimensions leaves 63 bits           */ \
-    X(UPIPE_ERR_MEMORY,      "out of memory")         /* the pool has no room for the block               */ \
+    X(UPIPE_ERR_MEMORY,      "out of memory")         /* the pool has no space for the block               */ \
     X(UPIPE_ERR_MISMATCH,    "ranks disagree")        /* two ranks run different plans or different calls */ \
     X(UPIPE_ERR_TIMEOUT,     "deadline passed")       /* a peer did not come in time                      */ \
     X(UPIPE_ERR_ABORTED,     "aborted")               /* some rank gave up, or failed before              */ \
@@ -61,8 +61,8 @@ typedef struct upipe_err {
     upipe_status status;
 } upipe_err;
 
-/* Notes a failure in e (which may be NULL) and returns s, so that a function can `return upi_fail(...)`. */
-__attribute__((unused, format(printf, 3, 4))) static inline upipe_status upi_fail(upipe_err *e,
+/* Notes a failure in e (which may be NULL) and returns s, so that a function can `return upipe_fail(...)`. */
+__attribute__((unused, format(printf, 3, 4))) static inline upipe_status upipe_fail(upipe_err *e,
                                                                                   upipe_status s,
                                                                                   const char *format, ...)
 {
@@ -77,9 +77,9 @@ __attribute__((unused, format(printf, 3, 4))) static inline upipe_status upi_fai
 }
 
 /* After a failure: an entry of a host's own table may not have said why. */
-UPIPE_API void upi_reason(upipe_err *e, upipe_status s)
+UPIPE_API void upipe_fail_reason(upipe_err *e, upipe_status s)
 {
-    if (e->status != s) upi_fail(e, s, "an entry of the compute table failed without a reason");
+    if (e->status != s) upipe_fail(e, s, "an entry of the compute table failed without a reason");
 }
 
 #define UPIPE_TRY(call)                            \
@@ -152,7 +152,7 @@ UPIPE_API upipe_view upipe_view_rows(upipe_view v, int64_t first, int64_t n)
 struct upipe_ops;  /* upipe_ops.h: the compute table */
 struct upipe_mem;  /* upipe_mem.h: the pool */
 struct upipe_comm; /* upipe_comm.h: a communicator */
-struct upipe_lane; /* upipe_lane.h: a second line of execution */
+struct upipe_side_stream; /* upipe_side_stream.h: a second line of execution */
 
 /* upipe_ctx -- everything a call may use, owned by the host, one per rank
  *   ops     compute table, constant while in use; ranks may share one
@@ -160,7 +160,7 @@ struct upipe_lane; /* upipe_lane.h: a second line of execution */
  *   team    the C ranks that trade tokens for heads
  *   ring    the R ranks of ring attention; NULL without one
  *   stream  handed to every entry of the table (a cudaStream_t for CUDA; the CPU backend has no use for it)
- *   lane    where the next stage is made ready while one attends; NULL without a plan that overlaps
+ *   side stream    where the next stage is made ready while one attends; NULL without a plan that overlaps
  *   user    the host's own; the library never looks at it
  *   err     the last failure
  */
@@ -168,19 +168,19 @@ typedef struct upipe_ctx {
     const struct upipe_ops *ops;
     struct upipe_mem *mem;
     struct upipe_comm *team, *ring;
-    struct upipe_lane *lane;
+    struct upipe_side_stream *side_stream;
     void *stream, *user;
     upipe_err err;
 } upipe_ctx;
 
 /* p + bytes; NULL, which an empty buffer may be, stays NULL. */
-UPIPE_API void *upi_offset(const void *p, size_t bytes)
+UPIPE_API void *upipe_offset(const void *p, size_t bytes)
 {
     return p != NULL ? (char *)(uintptr_t)p + bytes : NULL;
 }
 
 /* out = a * b in 63 bits; false on overflow or a negative factor. */
-UPIPE_API int upi_mul(int64_t *out, int64_t a, int64_t b)
+UPIPE_API int upipe_mul(int64_t *out, int64_t a, int64_t b)
 {
     return a >= 0 && b >= 0 && !__builtin_mul_overflow(a, b, out);
 }

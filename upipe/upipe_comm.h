@@ -17,39 +17,39 @@
 
 #include "upipe_base.h"
 
-/* upipe_seg -- one peer's part of an exchange: `count` blocks each way
+/* upipe_msg -- one peer's part of an exchange: `count` blocks each way
  *   send  block i at send + i * send_step; recv likewise. Steps and bytes in bytes. NULL with 0 bytes: no
  *         such part.
  *   peer  may be the rank itself: a local copy.
  */
-typedef struct upipe_seg {
+typedef struct upipe_msg {
     const void *send;
     void *recv;
     size_t send_bytes, recv_bytes; /* of one block */
     size_t send_step, recv_step;   /* between blocks */
     int64_t count;                 /* blocks, the same on both sides */
     int peer;
-} upipe_seg;
+} upipe_msg;
 
 struct upipe_comm;
 
 /* What a transport implements; use the upipe_comm_* functions, which check and count. */
 typedef struct upipe_comm_ops {
     const char *name;
-    upipe_status (*start)(upipe_ctx *c, struct upipe_comm *comm, const upipe_seg *list, int n);
+    upipe_status (*start)(upipe_ctx *c, struct upipe_comm *comm, const upipe_msg *list, int n);
     upipe_status (*wait)(upipe_ctx *c, struct upipe_comm *comm);
     upipe_status (*barrier)(upipe_ctx *c, struct upipe_comm *comm);
-    /* all[r * n + i] = value i of rank r; host memory, n <= UPIPE_GATHER_MAX. */
+    /* all[r * n + i] = value i of rank r; host memory, n <= UPIPE_ALL_GATHER_MAX. */
     upipe_status (*gather)(upipe_ctx *c, struct upipe_comm *comm, int64_t *all, const int64_t *mine, int n);
     void (*abort)(struct upipe_comm *comm, const char *why);
 } upipe_comm_ops;
 
-enum { UPIPE_GATHER_MAX = 32 };
+enum { UPIPE_ALL_GATHER_MAX = 32 };
 
 /* A description that all ranks agreed on: it came `run` times in a row, then the one with the print `next`.
  * While next is 0 it may go on. */
 typedef struct upi_agreed {
-    uint64_t print, next; /* fingerprints, never 0 */
+    uint64_t hash, next; /* hash, never 0 */
     int64_t run;
 } upi_agreed;
 
@@ -58,8 +58,8 @@ enum { UPI_AGREED_MAX = 4 };
 typedef struct upipe_comm {
     upipe_comm_ops ops;
     void *impl;          /* the transport's own */
-    upipe_seg *list;     /* room for 2 * ranks segments, for the calls that build lists */
-    int64_t *gathered;   /* room for ranks * UPIPE_GATHER_MAX numbers, for upipe_comm_agree */
+    upipe_msg *list;     /* space for 2 * ranks segments, for the calls that build lists */
+    int64_t *gathered;   /* space for ranks * UPIPE_ALL_GATHER_MAX numbers, for upipe_comm_agree */
     int64_t sent_bytes;  /* handed to other ranks so far; a copy to the rank itself does not count */
     int64_t moved_bytes; /* counted by the transport as it receives from other ranks */
     double deadline;     /* seconds that one call may wait for its peers */
@@ -85,8 +85,8 @@ UPIPE_API void upipe_comm_abort(upipe_comm *comm, const char *why)
 UPIPE_API upipe_status upi_comm_idle(upipe_ctx *c, const upipe_comm *comm)
 {
     if (!comm->started) return UPIPE_OK;
-    return upi_fail(&c->err, UPIPE_ERR_ARG,
-                    "an exchange is started on this team and waits for upipe_comm_wait");
+    return upipe_fail(&c->err, UPIPE_ERR_ARG,
+                    "a transfer is in progress on this communicator: upipe_comm_wait comes first");
 }
 
 /* upipe_comm_start -- post an exchange and return; the lists of all ranks must fit each other
@@ -94,17 +94,17 @@ UPIPE_API upipe_status upi_comm_idle(upipe_ctx *c, const upipe_comm *comm)
  *   order   one exchange at a time; send buffers must be complete on ctx->stream before
  *   errors  ARG (a peer outside the team, an exchange already started), ABORTED, TIMEOUT
  */
-UPIPE_API upipe_status upipe_comm_start(upipe_ctx *c, upipe_comm *comm, const upipe_seg *list, int n)
+UPIPE_API upipe_status upipe_comm_start(upipe_ctx *c, upipe_comm *comm, const upipe_msg *list, int n)
 {
     int i;
     int64_t bytes = 0;
     UPIPE_TRY(upi_comm_idle(c, comm));
     for (i = 0; i < n; ++i) {
         if (list[i].peer < 0 || list[i].peer >= comm->ranks)
-            return upi_fail(&c->err, UPIPE_ERR_ARG, "segment %d names rank %d of a team of %d", i,
+            return upipe_fail(&c->err, UPIPE_ERR_ARG, "segment %d names rank %d of a team of %d", i,
                             list[i].peer, comm->ranks);
         if (list[i].count < 1)
-            return upi_fail(&c->err, UPIPE_ERR_ARG, "segment %d has %lld blocks", i,
+            return upipe_fail(&c->err, UPIPE_ERR_ARG, "segment %d has %lld blocks", i,
                             (long long)list[i].count);
         if (list[i].peer != comm->rank) bytes += (int64_t)list[i].send_bytes * list[i].count;
     }
@@ -121,7 +121,7 @@ UPIPE_API upipe_status upipe_comm_start(upipe_ctx *c, upipe_comm *comm, const up
  */
 UPIPE_API upipe_status upipe_comm_wait(upipe_ctx *c, upipe_comm *comm)
 {
-    if (!comm->started) return upi_fail(&c->err, UPIPE_ERR_ARG, "no exchange is started on this team");
+    if (!comm->started) return upipe_fail(&c->err, UPIPE_ERR_ARG, "no transfer is in progress on this communicator");
     comm->started = 0;
     return comm->ops.wait(c, comm);
 }
@@ -135,15 +135,15 @@ UPIPE_API upipe_status upipe_comm_barrier(upipe_ctx *c, upipe_comm *comm)
     return comm->ops.barrier(c, comm);
 }
 
-/* upipe_comm_gather -- every rank gets n whole numbers of every rank
- *   all     [ranks][n], host memory;  mine [n], n <= UPIPE_GATHER_MAX, the same n on all ranks
+/* upipe_comm_all_gather -- every rank gets n whole numbers of every rank
+ *   all     [ranks][n], host memory;  mine [n], n <= UPIPE_ALL_GATHER_MAX, the same n on all ranks
  *   errors  ARG; others as upipe_comm_wait
  */
-UPIPE_API upipe_status upipe_comm_gather(upipe_ctx *c, upipe_comm *comm, int64_t *all, const int64_t *mine,
+UPIPE_API upipe_status upipe_comm_all_gather(upipe_ctx *c, upipe_comm *comm, int64_t *all, const int64_t *mine,
                                          int n)
 {
-    if (n < 1 || n > UPIPE_GATHER_MAX)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "%d numbers to gather, 1 to %d", n, UPIPE_GATHER_MAX);
+    if (n < 1 || n > UPIPE_ALL_GATHER_MAX)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%d numbers to gather, 1 to %d", n, UPIPE_ALL_GATHER_MAX);
     UPIPE_TRY(upi_comm_idle(c, comm));
     return comm->ops.gather(c, comm, all, mine, n);
 }
@@ -155,7 +155,7 @@ UPIPE_API upipe_status upipe_comm_gather(upipe_ctx *c, upipe_comm *comm, int64_t
 UPIPE_API upipe_status upipe_comm_shift_start(upipe_ctx *c, upipe_comm *comm, void *dst, const void *src,
                                               size_t bytes, int step)
 {
-    upipe_seg *s = comm->list;
+    upipe_msg *s = comm->list;
     int ranks = comm->ranks, forth = ((comm->rank + step) % ranks + ranks) % ranks;
     int back = ((comm->rank - step) % ranks + ranks) % ranks;
     UPIPE_TRY(upi_comm_idle(c, comm));
@@ -177,7 +177,7 @@ typedef struct upipe_field {
     int real; /* value holds the bits of a double */
 } upipe_field;
 
-UPIPE_API double upi_field_real(int64_t bits)
+UPIPE_API double upipe_field_real(int64_t bits)
 {
     double v;
     memcpy(&v, &bits, sizeof v);
@@ -185,49 +185,49 @@ UPIPE_API double upi_field_real(int64_t bits)
 }
 
 /* FNV-1a over names and values; never 0. */
-UPIPE_API uint64_t upi_fingerprint(const upipe_field *fields, int n)
+UPIPE_API uint64_t upi_hash(const upipe_field *fields, int n)
 {
-    uint64_t print = 1469598103934665603u;
+    uint64_t hash = 1469598103934665603u;
     int i, b;
     for (i = 0; i < n; ++i) {
         const char *name = fields[i].name;
-        do print = (print ^ (unsigned char)*name) * 1099511628211u;
+        do hash = (hash ^ (unsigned char)*name) * 1099511628211u;
         while (*name++ != 0);
         for (b = 0; b < 64; b += 8)
-            print = (print ^ (((uint64_t)fields[i].value >> b) & 255)) * 1099511628211u;
+            hash = (hash ^ (((uint64_t)fields[i].value >> b) & 255)) * 1099511628211u;
     }
-    return print != 0 ? print : 1;
+    return hash != 0 ? hash : 1;
 }
 
 /* Whether the last description goes on, or is followed, as it was when the ranks last compared: so do all of
  * them, or one that does not compares, and is found. A rank that is out of step must never take one for
  * another that is known. */
-UPIPE_API int upi_agree_expected(const upipe_comm *comm, uint64_t print)
+UPIPE_API int upi_agree_expected(const upipe_comm *comm, uint64_t hash)
 {
     const upi_agreed *last = &comm->agreed[comm->agreed_at];
-    return print == (last->next == 0 || comm->agreed_run < last->run ? last->print : last->next);
+    return hash == (last->next == 0 || comm->agreed_run < last->run ? last->hash : last->next);
 }
 
 /* It has come on all ranks, which have the same notes for that. */
-UPIPE_API void upi_agree_note(upipe_comm *comm, uint64_t print, int expected)
+UPIPE_API void upi_agree_note(upipe_comm *comm, uint64_t hash, int expected)
 {
     upi_agreed *last = &comm->agreed[comm->agreed_at];
     int i = 0;
-    if (print == last->print) {
+    if (hash == last->hash) {
         if (!expected) last->next = 0; /* it goes on for longer than before */
         ++comm->agreed_run;
         return;
     }
     if (!expected) {
-        last->next = print;
+        last->next = hash;
         last->run = comm->agreed_run;
     }
-    while (i < UPI_AGREED_MAX && comm->agreed[i].print != print) ++i;
+    while (i < UPI_AGREED_MAX && comm->agreed[i].hash != hash) ++i;
     if (i == UPI_AGREED_MAX) {
         i = comm->agreed_oldest;
         comm->agreed_oldest = (i + 1) % UPI_AGREED_MAX;
         memset(&comm->agreed[i], 0, sizeof comm->agreed[i]);
-        comm->agreed[i].print = print;
+        comm->agreed[i].hash = hash;
     }
     comm->agreed_at = i;
     comm->agreed_run = 1;
@@ -236,7 +236,7 @@ UPIPE_API void upi_agree_note(upipe_comm *comm, uint64_t print, int expected)
 /* upipe_comm_agree -- all ranks compare descriptions; free where this one comes as it came before: after the
  *                     same one, which had come as many times in a row. So blocks that alternate in a model
  *                     are compared in its first layers
- *   fields  n <= UPIPE_GATHER_MAX named numbers
+ *   fields  n <= UPIPE_ALL_GATHER_MAX named numbers
  *   errors  MISMATCH on every rank where any rank differs: the sentence names the field, the rank and both
  *           values. Where one rank alone comes with another description than it did before, it compares while
  *           the others go on: the transport's MISMATCH names the two calls instead. ARG; others as
@@ -244,15 +244,15 @@ UPIPE_API void upi_agree_note(upipe_comm *comm, uint64_t print, int expected)
  */
 UPIPE_API upipe_status upipe_comm_agree(upipe_ctx *c, upipe_comm *comm, const upipe_field *fields, int n)
 {
-    int64_t mine[UPIPE_GATHER_MAX], *all = comm->gathered;
-    uint64_t print;
+    int64_t mine[UPIPE_ALL_GATHER_MAX], *all = comm->gathered;
+    uint64_t hash;
     int i, r;
-    if (n < 1 || n > UPIPE_GATHER_MAX)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "%d fields to compare, 1 to %d", n, UPIPE_GATHER_MAX);
+    if (n < 1 || n > UPIPE_ALL_GATHER_MAX)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%d fields to compare, 1 to %d", n, UPIPE_ALL_GATHER_MAX);
     UPIPE_TRY(upi_comm_idle(c, comm));
-    print = upi_fingerprint(fields, n);
-    if (upi_agree_expected(comm, print)) {
-        upi_agree_note(comm, print, 1);
+    hash = upi_hash(fields, n);
+    if (upi_agree_expected(comm, hash)) {
+        upi_agree_note(comm, hash, 1);
         return UPIPE_OK;
     }
     for (i = 0; i < n; ++i) mine[i] = fields[i].value;
@@ -262,60 +262,60 @@ UPIPE_API upipe_status upipe_comm_agree(upipe_ctx *c, upipe_comm *comm, const up
             int64_t first = all[i], other = all[r * n + i];
             if (other == first) continue;
             if (fields[i].real)
-                upi_fail(&c->err, UPIPE_ERR_MISMATCH, "%s is %g on rank 0 and %g on rank %d", fields[i].name,
-                         upi_field_real(first), upi_field_real(other), r);
+                upipe_fail(&c->err, UPIPE_ERR_MISMATCH, "%s is %g on rank 0 and %g on rank %d", fields[i].name,
+                         upipe_field_real(first), upipe_field_real(other), r);
             else
-                upi_fail(&c->err, UPIPE_ERR_MISMATCH, "%s is %lld on rank 0 and %lld on rank %d",
+                upipe_fail(&c->err, UPIPE_ERR_MISMATCH, "%s is %lld on rank 0 and %lld on rank %d",
                          fields[i].name, (long long)first, (long long)other, r);
             upipe_comm_abort(comm, c->err.text);
             return UPIPE_ERR_MISMATCH;
         }
     }
-    upi_agree_note(comm, print, 0);
+    upi_agree_note(comm, hash, 0);
     return UPIPE_OK;
 }
 
 /* ---- teams without a transport ---- */
 
 /* What a team of one needs besides its upipe_comm; the host keeps both alive. */
-typedef struct upipe_comm_self_room {
-    upipe_seg list[2];
-    int64_t gathered[UPIPE_GATHER_MAX];
+typedef struct upipe_comm_self_state {
+    upipe_msg list[2];
+    int64_t gathered[UPIPE_ALL_GATHER_MAX];
     upipe_status (*copy)(upipe_ctx *c, void *dst, const void *src, size_t bytes);
-    const upipe_seg *posted;
+    const upipe_msg *posted;
     int posted_n;
     int broken;
     char why[200]; /* the first failure's sentence */
-} upipe_comm_self_room;
+} upipe_comm_self_state;
 
 UPIPE_API void upi_self_abort(upipe_comm *comm, const char *why)
 {
-    upipe_comm_self_room *room = (upipe_comm_self_room *)comm->impl;
-    if (room->broken) return;
-    room->broken = 1;
-    snprintf(room->why, sizeof room->why, "%s", why);
+    upipe_comm_self_state *buf = (upipe_comm_self_state *)comm->impl;
+    if (buf->broken) return;
+    buf->broken = 1;
+    snprintf(buf->why, sizeof buf->why, "%s", why);
 }
 
 UPIPE_API upipe_status upi_self_ready(upipe_ctx *c, upipe_comm *comm)
 {
-    upipe_comm_self_room *room = (upipe_comm_self_room *)comm->impl;
-    return room->broken ? upi_fail(&c->err, UPIPE_ERR_ABORTED, "%s", room->why) : UPIPE_OK;
+    upipe_comm_self_state *buf = (upipe_comm_self_state *)comm->impl;
+    return buf->broken ? upipe_fail(&c->err, UPIPE_ERR_ABORTED, "%s", buf->why) : UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_self_start(upipe_ctx *c, upipe_comm *comm, const upipe_seg *list, int n)
+UPIPE_API upipe_status upi_self_start(upipe_ctx *c, upipe_comm *comm, const upipe_msg *list, int n)
 {
-    upipe_comm_self_room *room = (upipe_comm_self_room *)comm->impl;
+    upipe_comm_self_state *buf = (upipe_comm_self_state *)comm->impl;
     UPIPE_TRY(upi_self_ready(c, comm));
-    room->posted = list;
-    room->posted_n = n;
+    buf->posted = list;
+    buf->posted_n = n;
     return UPIPE_OK;
 }
 
 UPIPE_API upipe_status upi_self_wait(upipe_ctx *c, upipe_comm *comm)
 {
-    upipe_comm_self_room *room = (upipe_comm_self_room *)comm->impl;
-    const upipe_seg *list = room->posted;
-    int n = room->posted_n, from = 0, to = 0;
+    upipe_comm_self_state *buf = (upipe_comm_self_state *)comm->impl;
+    const upipe_msg *list = buf->posted;
+    int n = buf->posted_n, from = 0, to = 0;
     UPIPE_TRY(upi_self_ready(c, comm));
     for (;;) {
         int64_t i;
@@ -324,12 +324,12 @@ UPIPE_API upipe_status upi_self_wait(upipe_ctx *c, upipe_comm *comm)
         if (from == n && to == n) return UPIPE_OK;
         if (from == n || to == n || list[from].send_bytes != list[to].recv_bytes ||
             list[from].count != list[to].count) {
-            upi_fail(&c->err, UPIPE_ERR_MISMATCH, "rank 0 sends itself blocks that it does not receive");
+            upipe_fail(&c->err, UPIPE_ERR_MISMATCH, "rank 0 sends itself blocks that it does not receive");
             upi_self_abort(comm, c->err.text);
             return UPIPE_ERR_MISMATCH;
         }
         for (i = 0; i < list[from].count; ++i)
-            UPIPE_TRY(room->copy(c, (char *)list[to].recv + (size_t)i * list[to].recv_step,
+            UPIPE_TRY(buf->copy(c, (char *)list[to].recv + (size_t)i * list[to].recv_step,
                                  (const char *)list[from].send + (size_t)i * list[from].send_step,
                                  list[from].send_bytes));
         ++from;
@@ -346,29 +346,29 @@ UPIPE_API upipe_status upi_self_gather(upipe_ctx *c, upipe_comm *comm, int64_t *
 }
 
 /* upipe_comm_self -- a team of one rank
- *   room    caller's, kept as long as comm
+ *   buffer    caller's, kept as long as comm
  *   copy    how bytes move: the compute table's copy entry
  */
-UPIPE_API void upipe_comm_self(upipe_comm *comm, upipe_comm_self_room *room,
+UPIPE_API void upipe_comm_self(upipe_comm *comm, upipe_comm_self_state *buf,
                                upipe_status (*copy)(upipe_ctx *c, void *dst, const void *src, size_t bytes))
 {
     memset(comm, 0, sizeof *comm);
-    memset(room, 0, sizeof *room);
-    room->copy = copy;
+    memset(buf, 0, sizeof *buf);
+    buf->copy = copy;
     comm->ops.name = "self";
     comm->ops.start = upi_self_start;
     comm->ops.wait = upi_self_wait;
     comm->ops.barrier = upi_self_ready;
     comm->ops.gather = upi_self_gather;
     comm->ops.abort = upi_self_abort;
-    comm->impl = room;
-    comm->list = room->list;
-    comm->gathered = room->gathered;
+    comm->impl = buf;
+    comm->list = buf->list;
+    comm->gathered = buf->gathered;
     comm->deadline = UPIPE_DEADLINE_DEFAULT;
     comm->ranks = 1;
 }
 
-UPIPE_API upipe_status upi_dry_start(upipe_ctx *c, upipe_comm *comm, const upipe_seg *list, int n)
+UPIPE_API upipe_status upi_dry_start(upipe_ctx *c, upipe_comm *comm, const upipe_msg *list, int n)
 {
     (void)c;
     (void)comm;
@@ -395,10 +395,10 @@ UPIPE_API upipe_status upi_dry_gather(upipe_ctx *c, upipe_comm *comm, int64_t *a
 
 /* upipe_comm_dry -- rank `rank` of a team that moves nothing, agrees with everything and cannot fail: for dry
  *                   runs, which count bytes sent and memory
- *   list      room for 2 * ranks segments
- *   gathered  room for ranks * UPIPE_GATHER_MAX numbers
+ *   list      space for 2 * ranks segments
+ *   gathered  space for ranks * UPIPE_ALL_GATHER_MAX numbers
  */
-UPIPE_API void upipe_comm_dry(upipe_comm *comm, int rank, int ranks, upipe_seg *list, int64_t *gathered)
+UPIPE_API void upipe_comm_dry(upipe_comm *comm, int rank, int ranks, upipe_msg *list, int64_t *gathered)
 {
     memset(comm, 0, sizeof *comm);
     comm->ops.name = "dry";

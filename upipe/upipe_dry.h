@@ -9,7 +9,7 @@
  *
  * Sizes are those of the given compute table: its *_bytes entries are asked as in the real run. The code walks
  * all heads of every tile of dX, so its time grows with heads * rows / tile_rows, and with the square of the
- * stages besides where heads are ragged. Do not ask for 2^40 tokens.
+ * stages besides where heads are uneven. Do not ask for 2^40 tokens.
  */
 #ifndef UPIPE_DRY_H
 #define UPIPE_DRY_H
@@ -23,12 +23,12 @@ typedef struct upipe_dry {
     upipe_ctx ctx;
     upipe_mem mem, host; /* the device's memory, and the host's behind it */
     upipe_comm team, ring;
-    upipe_lane lane;
+    upipe_side_stream side_stream;
     upipe_ops ops;
-    upipe_block blocks[UPIPE_DRY_BLOCKS_MAX], host_blocks[UPIPE_DRY_HOST_BLOCKS_MAX];
-    upipe_seg list[2 * UPIPE_DRY_RANKS_MAX], ring_list[2 * UPIPE_DRY_RANKS_MAX];
-    int64_t gathered[UPIPE_DRY_RANKS_MAX * UPIPE_GATHER_MAX],
-        ring_gathered[UPIPE_DRY_RANKS_MAX * UPIPE_GATHER_MAX];
+    upipe_mem_block blocks[UPIPE_DRY_BLOCKS_MAX], host_blocks[UPIPE_DRY_HOST_BLOCKS_MAX];
+    upipe_msg list[2 * UPIPE_DRY_RANKS_MAX], ring_list[2 * UPIPE_DRY_RANKS_MAX];
+    int64_t gathered[UPIPE_DRY_RANKS_MAX * UPIPE_ALL_GATHER_MAX],
+        ring_gathered[UPIPE_DRY_RANKS_MAX * UPIPE_ALL_GATHER_MAX];
 } upipe_dry;
 
 UPIPE_API upipe_status upi_dry_sync(upipe_ctx *c)
@@ -68,7 +68,7 @@ UPIPE_API upipe_status upi_dry_gemm(upipe_ctx *c, upipe_view out, upipe_view a, 
     size_t need = c->ops->gemm_bytes(c->ops, out, a, b, flags);
     (void)work;
     if (work_bytes < need)
-        return upi_fail(
+        return upipe_fail(
             &c->err, UPIPE_ERR_ARG,
             "a product [%d][%lld][%d] of [%lld][%d] and [%lld][%d], flags %d, needs %zu bytes of scratch, not "
             "%zu",
@@ -98,20 +98,20 @@ UPIPE_API upipe_status upi_dry_rope(upipe_ctx *c, const upipe_rope *r)
     return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_dry_rmsnorm(upipe_ctx *c, upipe_view y, upipe_view x, const float *gain, float eps)
+UPIPE_API upipe_status upi_dry_rmsnorm(upipe_ctx *c, upipe_view y, upipe_view x, const float *weight, float eps)
 {
-    (void)gain;
+    (void)weight;
     (void)eps;
     return upi_dry_cast(c, y, x);
 }
 
 UPIPE_API upipe_status upi_dry_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upipe_view dy, upipe_view x,
-                                           const float *gain, float eps, float *dgain, int accumulate)
+                                           const float *weight, float eps, float *dweight, int accumulate)
 {
     (void)dy;
-    (void)dgain;
+    (void)dweight;
     (void)accumulate;
-    return upi_dry_rmsnorm(c, dx, x, gain, eps);
+    return upi_dry_rmsnorm(c, dx, x, weight, eps);
 }
 
 UPIPE_API upipe_status upi_dry_rowdot(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b)
@@ -179,7 +179,7 @@ UPIPE_API upipe_status upipe_dry_init(upipe_dry *dry, const upipe_plan *plan, co
     d.ranks = d.ring = 1;
     if (plan != NULL) d = plan->desc;
     if (d.ranks > UPIPE_DRY_RANKS_MAX || d.ring > UPIPE_DRY_RANKS_MAX)
-        return upi_fail(&dry->ctx.err, UPIPE_ERR_UNSUPPORTED, "a dry run of %d x %d ranks, at most %d",
+        return upipe_fail(&dry->ctx.err, UPIPE_ERR_UNSUPPORTED, "a dry run of %d x %d ranks, at most %d",
                         d.ranks, d.ring, UPIPE_DRY_RANKS_MAX);
     upipe_mem_init_dry(&dry->mem, dry->blocks, UPIPE_DRY_BLOCKS_MAX);
     upipe_mem_init_dry(&dry->host, dry->host_blocks, UPIPE_DRY_HOST_BLOCKS_MAX);
@@ -210,73 +210,73 @@ UPIPE_API upipe_status upipe_dry_init(upipe_dry *dry, const upipe_plan *plan, co
     dry->ctx.mem = &dry->mem;
     dry->ctx.team = &dry->team;
     dry->ctx.ring = d.ring > 1 ? &dry->ring : NULL;
-    upipe_lane_inline(&dry->lane, NULL);
-    dry->ctx.lane = &dry->lane;
+    upipe_side_stream_inline(&dry->side_stream, NULL);
+    dry->ctx.side_stream = &dry->side_stream;
     return UPIPE_OK;
 }
 
 /* What the host does around a block, dry: x, and whatever lies between forward and backward. */
-UPIPE_API upipe_status upi_dry_pass(upipe_dry *dry, const upipe_layer *l, int projected, int gx_in_place)
+UPIPE_API upipe_status upi_dry_pass(upipe_dry *dry, const upipe_layer *l, int projected, int dx_in_place)
 {
     upipe_ctx *c = &dry->ctx;
     size_t unit = upipe_plan_unit_bytes(l->plan);
     int32_t dim = (int32_t)l->plan->desc.model_dim;
     float *const weight = (float *)dry->mem.slab; /* asked for its gradient, never touched */
     upipe_saved save;
-    upipe_slots gout;
+    upipe_slots dout;
     upipe_grads grads;
     void *data, *between;
-    upipe_view x, y, gx;
-    if (c->ops == NULL) return upi_fail(&c->err, UPIPE_ERR_ARG, "upipe_dry_init failed, or was not called");
+    upipe_view x, y, dx;
+    if (c->ops == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "upipe_dry_init failed, or was not called");
     grads.wq = grads.wk = grads.wv = grads.wo = weight;
-    grads.q_gain = grads.k_gain = l->q_gain != NULL ? weight : NULL;
+    grads.q_norm_weight = grads.k_norm_weight = l->q_norm_weight != NULL ? weight : NULL;
     grads.sinks = l->sinks != NULL ? weight : NULL;
-    UPIPE_TRY(upipe_mem_take(c->mem, &data, unit, "x", &c->err));
-    x = gx = upipe_view_packed(data, l->plan->desc.dtype, l->plan->rows, 1, dim);
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &data, unit, "x", &c->err));
+    x = dx = upipe_view_packed(data, l->plan->desc.dtype, l->plan->rows, 1, dim);
     UPIPE_TRY(upipe_layer_fwd(c, l, &save, x));
     if (projected) {
-        UPIPE_TRY(upipe_mem_take(c->mem, &between, unit, "y", &c->err));
+        UPIPE_TRY(upipe_mem_alloc(c->mem, &between, unit, "y", &c->err));
         y = upipe_view_packed(between, l->plan->desc.dtype, l->plan->rows, 1, dim);
         UPIPE_TRY(upipe_layer_out_fwd(c, l, y, &save));
         UPIPE_TRY(upipe_layer_out_bwd(c, l, &grads, &save, y));
-        UPIPE_TRY(upipe_mem_give(c->mem, between, &c->err));
+        UPIPE_TRY(upipe_mem_free(c->mem, between, &c->err));
     } else {
-        UPIPE_TRY(upipe_layer_slots_take(c, l, &gout, UPIPE_SLOT_FULL, "gout"));
+        UPIPE_TRY(upipe_layer_slots_alloc(c, l, &dout, UPIPE_SLOT_FULL, "dout"));
     }
-    if (!gx_in_place) UPIPE_TRY(upipe_mem_take(c->mem, &gx.data, unit, "gx", &c->err));
-    UPIPE_TRY(upipe_layer_bwd(c, l, gx, &grads, &save, projected ? &save.out : &gout, x));
-    if (!gx_in_place) UPIPE_TRY(upipe_mem_give(c->mem, gx.data, &c->err));
+    if (!dx_in_place) UPIPE_TRY(upipe_mem_alloc(c->mem, &dx.data, unit, "dx", &c->err));
+    UPIPE_TRY(upipe_layer_bwd(c, l, dx, &grads, &save, projected ? &save.out : &dout, x));
+    if (!dx_in_place) UPIPE_TRY(upipe_mem_free(c->mem, dx.data, &c->err));
     if (projected) {
         UPIPE_TRY(upipe_saved_free(c, &save));
-        UPIPE_TRY(upipe_a2a_sum(c, weight, (int64_t)l->plan->desc.heads * l->plan->desc.head_dim * dim));
+        UPIPE_TRY(upipe_all_reduce(c, weight, (int64_t)l->plan->desc.heads * l->plan->desc.head_dim * dim));
     } else {
-        UPIPE_TRY(upipe_mem_give(c->mem, gout.data, &c->err));
+        UPIPE_TRY(upipe_mem_free(c->mem, dout.data, &c->err));
     }
-    return upipe_mem_give(c->mem, data, &c->err);
+    return upipe_mem_free(c->mem, data, &c->err);
 }
 
 /* upipe_dry_layer -- x, one forward, a gradient of O, one backward: the setting of the paper's tables and of
  *                    upipe_plan_bytes. Pool, bytes sent and phase peaks are in dry afterwards.
- *   gx_in_place  nonzero: dX takes x's place; otherwise a tensor of its own, taken before the backward
+ *   dx_in_place  nonzero: dX takes x's place; otherwise a tensor of its own, taken before the backward
  *   errors       those of upipe_layer_fwd and upipe_layer_bwd but for transport and memory
  */
-UPIPE_API upipe_status upipe_dry_layer(upipe_dry *dry, const upipe_layer *l, int gx_in_place)
+UPIPE_API upipe_status upipe_dry_layer(upipe_dry *dry, const upipe_layer *l, int dx_in_place)
 {
-    return upi_dry_pass(dry, l, 0, gx_in_place);
+    return upi_dry_pass(dry, l, 0, dx_in_place);
 }
 
 /* upipe_dry_block -- a training step: x, forward, output projection into y, its gradient in y's place, both
  *                    backwards, the gradient of wq summed over ranks. y goes back to the pool before
  *                    upipe_layer_bwd. A host that keeps more counts its own sequence of calls under dry->ctx.
- *   gx_in_place, errors  as upipe_dry_layer; ARG without wo
+ *   dx_in_place, errors  as upipe_dry_layer; ARG without wo
  */
-UPIPE_API upipe_status upipe_dry_block(upipe_dry *dry, const upipe_layer *l, int gx_in_place)
+UPIPE_API upipe_status upipe_dry_block(upipe_dry *dry, const upipe_layer *l, int dx_in_place)
 {
-    return upi_dry_pass(dry, l, 1, gx_in_place);
+    return upi_dry_pass(dry, l, 1, dx_in_place);
 }
 
 /* upipe_dry_fpdt -- the same in segments: forward and backward of upipe_fpdt.h, with dry->host as the host's pool. x,
- *                   gx and gout, which are the caller's, are not counted.
+ *                   dx and dout, which are the caller's, are not counted.
  *   f       its pool is not read. dry must come from upipe_dry_init with a plan of f->desc's ranks and rank
  *   errors  those of upipe_fpdt_fwd and upipe_fpdt_bwd but for transport and memory
  */
@@ -287,11 +287,11 @@ UPIPE_API upipe_status upipe_dry_fpdt(upipe_dry *dry, const upipe_fpdt *f)
     upipe_fpdt local = *f;
     upipe_fpdt_saved save;
     upipe_grads grads;
-    if (c->ops == NULL) return upi_fail(&c->err, UPIPE_ERR_ARG, "upipe_dry_init failed, or was not called");
+    if (c->ops == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "upipe_dry_init failed, or was not called");
     local.host = &dry->host;
     memset(&grads, 0, sizeof grads);
     grads.wq = grads.wk = grads.wv = weight;
-    grads.q_gain = grads.k_gain = f->layer.q_gain != NULL ? weight : NULL;
+    grads.q_norm_weight = grads.k_norm_weight = f->layer.q_norm_weight != NULL ? weight : NULL;
     grads.sinks = f->layer.sinks != NULL ? weight : NULL;
     UPIPE_TRY(upipe_fpdt_fwd(c, &local, &save, weight));
     UPIPE_TRY(upipe_fpdt_bwd(c, &local, weight, &grads, &save, weight, weight));

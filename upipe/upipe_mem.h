@@ -5,7 +5,7 @@
  *
  *     upipe_mem m;
  *     upipe_mem_init(&m, slab, bytes, blocks, 64);       or upipe_mem_init_dry(&m, blocks, 64)
- *     upipe_mem_take(&m, &p, n, "q_send", &err);  ...  upipe_mem_give(&m, p, &err);
+ *     upipe_mem_alloc(&m, &p, n, "q_send", &err);  ...  upipe_mem_free(&m, p, &err);
  *
  *     int64_t mark = upipe_mem_mark(&m);                 after a failure: all that was taken since goes back
  *     upipe_mem_rewind(&m, mark);
@@ -42,12 +42,12 @@ enum {
 };
 
 /* One live block. */
-typedef struct upipe_block {
+typedef struct upipe_mem_block {
     size_t offset, bytes, span; /* from the slab's start; asked for; occupied */
     int64_t serial;             /* 1 for the first take of the pool's life */
     const char *tag;            /* the caller's, kept by address */
     int quarantined;
-} upipe_block;
+} upipe_mem_block;
 
 /* One take or give, or the start of a phase (bytes = 0), as the trace keeps it. */
 typedef struct upipe_mem_event {
@@ -62,7 +62,7 @@ typedef struct upipe_mem_event {
 typedef struct upipe_mem {
     char *slab;
     size_t slab_bytes;   /* SIZE_MAX in a dry pool */
-    upipe_block *blocks; /* live blocks by ascending offset */
+    upipe_mem_block *blocks; /* live blocks by ascending offset */
     int blocks_n, blocks_max;
     int blocks_peak; /* most live blocks so far: what the table must hold */
     int dry;
@@ -95,7 +95,7 @@ UPIPE_API void upi_mem_poison(upipe_mem *m, size_t offset, size_t bytes, int poi
 }
 
 /* Slab bytes that a block of this size occupies. */
-UPIPE_API size_t upi_mem_span(size_t bytes)
+UPIPE_API size_t upipe_mem_span(size_t bytes)
 {
     size_t span = (bytes + UPIPE_MEM_ALIGN - 1) / UPIPE_MEM_ALIGN * UPIPE_MEM_ALIGN;
 #ifdef UPI_MEM_ASAN
@@ -104,7 +104,7 @@ UPIPE_API size_t upi_mem_span(size_t bytes)
     return span;
 }
 
-UPIPE_API void upi_mem_note(upipe_mem *m, int kind, const upipe_block *b, const char *tag)
+UPIPE_API void upi_mem_note(upipe_mem *m, int kind, const upipe_mem_block *b, const char *tag)
 {
     upipe_mem_event *e;
     if (m->events == NULL) return;
@@ -126,9 +126,9 @@ UPIPE_API void upi_mem_note(upipe_mem *m, int kind, const upipe_block *b, const 
 
 /* upipe_mem_init -- a pool over the host's slab
  *   slab    bytes long, aligned to 64 bytes at least; stays the host's
- *   blocks  room for blocks_max live blocks, host memory
+ *   blocks  space for blocks_max live blocks, host memory
  */
-UPIPE_API void upipe_mem_init(upipe_mem *m, void *slab, size_t bytes, upipe_block *blocks, int blocks_max)
+UPIPE_API void upipe_mem_init(upipe_mem *m, void *slab, size_t bytes, upipe_mem_block *blocks, int blocks_max)
 {
     memset(m, 0, sizeof *m);
     m->slab = (char *)slab;
@@ -139,7 +139,7 @@ UPIPE_API void upipe_mem_init(upipe_mem *m, void *slab, size_t bytes, upipe_bloc
 }
 
 /* upipe_mem_init_dry -- a pool without a slab: counts, and hands out addresses that must not be touched */
-UPIPE_API void upipe_mem_init_dry(upipe_mem *m, upipe_block *blocks, int blocks_max)
+UPIPE_API void upipe_mem_init_dry(upipe_mem *m, upipe_mem_block *blocks, int blocks_max)
 {
     memset(m, 0, sizeof *m);
     m->slab = (char *)(uintptr_t)(1u << 20);
@@ -149,10 +149,10 @@ UPIPE_API void upipe_mem_init_dry(upipe_mem *m, upipe_block *blocks, int blocks_
     m->blocks_max = blocks_max;
 }
 
-/* upipe_mem_free -- the slab is the host's alone again
+/* upipe_mem_destroy -- the slab is the host's alone again
  *   errors  ARG when blocks are still live: the sentence names the first one. The pool is gone all the same.
  */
-UPIPE_API upipe_status upipe_mem_free(upipe_mem *m, upipe_err *e)
+UPIPE_API upipe_status upipe_mem_destroy(upipe_mem *m, upipe_err *e)
 {
     int left = m->blocks_n;
     const char *tag = left > 0 ? m->blocks[0].tag : "";
@@ -160,33 +160,33 @@ UPIPE_API upipe_status upipe_mem_free(upipe_mem *m, upipe_err *e)
     upi_mem_poison(m, 0, m->slab_bytes, 0);
     memset(m, 0, sizeof *m);
     if (left == 0) return UPIPE_OK;
-    return upi_fail(e, UPIPE_ERR_ARG, "pool freed with %d blocks of %zu bytes live, the first is '%s'", left,
+    return upipe_fail(e, UPIPE_ERR_ARG, "pool freed with %d blocks of %zu bytes live, the first is '%s'", left,
                     live, tag);
 }
 
-/* upipe_mem_take -- a block of `bytes` bytes, its contents undefined
+/* upipe_mem_alloc -- a block of `bytes` bytes, its contents undefined
  *   out     its address, a multiple of 64 bytes if the slab's is; NULL for 0 bytes
  *   tag     what it holds: a plain word that outlives the pool, for traces and errors
  *   errors  MEMORY: live bytes, the largest hole and the slab's size are in the sentence; or the guard's
  *           status
  */
-UPIPE_API upipe_status upipe_mem_take(upipe_mem *m, void **out, size_t bytes, const char *tag, upipe_err *e)
+UPIPE_API upipe_status upipe_mem_alloc(upipe_mem *m, void **out, size_t bytes, const char *tag, upipe_err *e)
 {
-    size_t span = upi_mem_span(bytes), end = 0, best = SIZE_MAX, largest = 0, offset = 0;
+    size_t span = upipe_mem_span(bytes), end = 0, best = SIZE_MAX, largest = 0, offset = 0;
     int i, at = -1;
-    upipe_block *b;
+    upipe_mem_block *b;
     *out = NULL;
     if (bytes == 0) return UPIPE_OK;
     if (m->guard != NULL) {
         upipe_status s = m->guard(m->user, bytes, tag);
-        if (s != UPIPE_OK) return upi_fail(e, s, "the pool's guard refused %zu bytes for '%s'", bytes, tag);
+        if (s != UPIPE_OK) return upipe_fail(e, s, "the pool's guard refused %zu bytes for '%s'", bytes, tag);
     }
     if ((uintptr_t)m->slab % 64 != 0)
-        return upi_fail(e, UPIPE_ERR_ARG, "the slab at %p is not aligned to 64 bytes", (void *)m->slab);
+        return upipe_fail(e, UPIPE_ERR_ARG, "the slab at %p is not aligned to 64 bytes", (void *)m->slab);
     if (bytes > SIZE_MAX / 2)
-        return upi_fail(e, UPIPE_ERR_OVERFLOW, "a block of %zu bytes for '%s'", bytes, tag);
+        return upipe_fail(e, UPIPE_ERR_OVERFLOW, "a block of %zu bytes for '%s'", bytes, tag);
     if (m->blocks_n == m->blocks_max)
-        return upi_fail(e, UPIPE_ERR_MEMORY, "no room for '%s' in a table of %d blocks", tag, m->blocks_max);
+        return upipe_fail(e, UPIPE_ERR_MEMORY, "no entry left for '%s' in a table of %d blocks", tag, m->blocks_max);
     for (i = 0; i < m->blocks_n; ++i) {
         size_t hole = m->blocks[i].offset - end;
         if (hole > largest) largest = hole;
@@ -200,7 +200,7 @@ UPIPE_API upipe_status upipe_mem_take(upipe_mem *m, void **out, size_t bytes, co
     if (at < 0) {
         if (m->slab_bytes - end > largest) largest = m->slab_bytes - end;
         if (span > m->slab_bytes - end)
-            return upi_fail(
+            return upipe_fail(
                 e, UPIPE_ERR_MEMORY,
                 "%zu bytes for '%s' do not fit: %zu of the slab's %zu bytes are live, the largest hole "
                 "has %zu",
@@ -230,7 +230,7 @@ UPIPE_API upipe_status upipe_mem_take(upipe_mem *m, void **out, size_t bytes, co
 
 UPIPE_API void upi_mem_drop(upipe_mem *m, int i)
 {
-    upipe_block b = m->blocks[i];
+    upipe_mem_block b = m->blocks[i];
     m->live -= b.bytes;
     memmove(m->blocks + i, m->blocks + i + 1, (size_t)(m->blocks_n - i - 1) * sizeof *m->blocks);
     --m->blocks_n;
@@ -238,22 +238,22 @@ UPIPE_API void upi_mem_drop(upipe_mem *m, int i)
     upi_mem_note(m, -1, &b, b.tag);
 }
 
-/* upipe_mem_give -- the block goes back to the pool
+/* upipe_mem_free -- the block goes back to the pool
  *   p       address that a take returned; NULL is nothing
  *   errors  ARG for an address that is no live block (given twice, or never taken here) or is quarantined
  */
-UPIPE_API upipe_status upipe_mem_give(upipe_mem *m, void *p, upipe_err *e)
+UPIPE_API upipe_status upipe_mem_free(upipe_mem *m, void *p, upipe_err *e)
 {
     int i;
     if (p == NULL) return UPIPE_OK;
     for (i = 0; i < m->blocks_n; ++i) {
         if ((char *)p != m->slab + m->blocks[i].offset) continue;
         if (m->blocks[i].quarantined)
-            return upi_fail(e, UPIPE_ERR_ARG, "block '%s' is quarantined", m->blocks[i].tag);
+            return upipe_fail(e, UPIPE_ERR_ARG, "block '%s' is quarantined", m->blocks[i].tag);
         upi_mem_drop(m, i);
         return UPIPE_OK;
     }
-    return upi_fail(e, UPIPE_ERR_ARG, "%p is no live block of this pool (given twice?)", p);
+    return upipe_fail(e, UPIPE_ERR_ARG, "%p is no live block of this pool (freed twice?)", p);
 }
 
 /* upipe_mem_mark -- a point in the sequence of takes, for upipe_mem_rewind and upipe_mem_quarantine */

@@ -32,11 +32,11 @@ enum {
 /* See upipe_attn. */
 enum {
     UPIPE_ATTN_WINDOW = 1,
-    UPIPE_ATTN_DOCS = 2,
+    UPIPE_ATTN_CU_SEQLENS = 2,
     UPIPE_ATTN_SOFTCAP = 4,
     UPIPE_ATTN_SINKS = 8,
     UPIPE_ATTN_V_DIM = 16,
-    UPIPE_ATTN_ADD_GQ = 32 /* backward with merge */
+    UPIPE_ATTN_ADD_DQ = 32 /* backward with merge */
 };
 
 /* upipe_rope -- rotary position embedding, in place
@@ -140,13 +140,13 @@ typedef struct upipe_ops {
     size_t (*attn_bytes)(const struct upipe_ops *ops, const struct upipe_attn *a, int backward);
 
     upipe_status (*rope)(upipe_ctx *c, const upipe_rope *r);
-    /* y = x * rsqrt(mean(x^2) + eps) * gain[d], over every row of d: a token, or each of its heads. y may be
+    /* y = x * rsqrt(mean(x^2) + eps) * norm weight[d], over every row of d: a token, or each of its heads. y may be
      * x. */
-    upipe_status (*rmsnorm)(upipe_ctx *c, upipe_view y, upipe_view x, const float *gain, float eps);
+    upipe_status (*rmsnorm)(upipe_ctx *c, upipe_view y, upipe_view x, const float *weight, float eps);
     /* Its backward: dx = the gradient of x, the norm's input, or dx += with accumulate. Without it dx may be
-     * dy or x. dgain [h][d], f32, one row a head: += over the tokens in order; NULL = not wanted. */
-    upipe_status (*rmsnorm_bwd)(upipe_ctx *c, upipe_view dx, upipe_view dy, upipe_view x, const float *gain,
-                                float eps, float *dgain, int accumulate);
+     * dy or x. dweight [h][d], f32, one row a head: += over the tokens in order; NULL = not wanted. */
+    upipe_status (*rmsnorm_bwd)(upipe_ctx *c, upipe_view dx, upipe_view dy, upipe_view x, const float *weight,
+                                float eps, float *dweight, int accumulate);
 
     /* out[i][j] = sum over k of a[i][j][k] * b[i][j][k], in f32, in the same order as attn_bwd sums dO * V,
      * so that the two cancel where they should; out is an f32 view with d = 1. */

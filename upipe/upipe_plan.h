@@ -20,11 +20,11 @@
  *     GROUP  C <= Hkv, m divides G  round j, step t: kv head j*C + r,        query heads (j*C + r)*G + t*m ..
  *     WHOLE  m a multiple of G      stage i:         kv heads (i*C + r)*m/G .., query heads (i*C + r)*m ..
  *     SPLIT  C > Hkv                all stages:      kv head r / (C/Hkv),    query heads r*(H/C) + t*m ..
- *     ORDER  the naive order        stage i:         the kv heads it needs,  query heads i*U + r*m ..
- *     SPANS  all other numbers      rank r has query heads r*H/C .. (r+1)*H/C - 1, rounded down, and takes up to m of
+ *     IN_ORDER  the naive order        stage i:         the kv heads it needs,  query heads i*U + r*m ..
+ *     UNEVEN  all other numbers      rank r has query heads r*H/C .. (r+1)*H/C - 1, rounded down, and takes up to m of
  *                                   them a stage: the rest of a group, or whole groups
  *
- * A round is the stages over which K and V stay; they travel in its first stage only. In SPANS each rank has rounds of
+ * A round is the stages over which K and V stay; they travel in its first stage only. In UNEVEN each rank has rounds of
  * its own: a stage sends K and V to those ranks alone that need other ones than before.
  */
 #ifndef UPIPE_PLAN_H
@@ -36,16 +36,16 @@ typedef enum upipe_schedule {
     UPIPE_GROUP,
     UPIPE_WHOLE,
     UPIPE_SPLIT,
-    UPIPE_ORDER,
-    UPIPE_SPANS
+    UPIPE_IN_ORDER,
+    UPIPE_UNEVEN
 } upipe_schedule;
 
 /* How K and V of the ring's other ranks reach a rank's queries.
- *   SHIFT   they go round while a round's stages attend together: Q', O of all its stages are held at once
- *   GATHER  those of a round are gathered and held: R times K' and V'
+ *   P2P   they go round while a round's stages attend together: Q', O of all its stages are held at once
+ *   ALL_GATHER  those of a round are gathered and held: R times K' and V'
  *   AUTO    the one that holds less in the backward
  */
-typedef enum upipe_ring_mode { UPIPE_RING_AUTO, UPIPE_RING_SHIFT, UPIPE_RING_GATHER } upipe_ring_mode;
+typedef enum upipe_ring_mode { UPIPE_RING_AUTO, UPIPE_RING_P2P, UPIPE_RING_ALL_GATHER } upipe_ring_mode;
 
 enum { UPIPE_STAGES_MAX = 256 };
 
@@ -59,11 +59,11 @@ enum { UPIPE_STAGES_MAX = 256 };
  *   ring_rank   this one of them
  *   ring_inner  ranks of an inner ring, neighbours in the ring (those of a node): a double ring; 0 = none
  *   ring_mode   see upipe_ring_mode
- *   ring_ahead  nonzero, with GATHER alone: the next round's K and V are gathered while the last stage of a
+ *   ring_prefetch  nonzero, with ALL_GATHER alone: the next round's K and V are gathered while the last stage of a
  *               round attends (a second buffer); needs rounds that all ranks share. With one round there is
  *               no next one, and nothing changes
  *   overlap     nonzero: while a stage attends, the next one is projected and exchanged and the one before goes home, on
- *               ctx->lane (a second set of a stage's buffers). Not with a ring, nor where rounds are not common. In
+ *               ctx->side_stream (a second set of a stage's buffers). Not with a ring, nor where rounds are not common. In
  *               segments: see upipe_fpdt
  *   layout      how the ring shares tokens
  *   heads       H
@@ -78,7 +78,7 @@ enum { UPIPE_STAGES_MAX = 256 };
 typedef struct upipe_plan_desc {
     int64_t tokens, batch;
     int64_t model_dim;
-    int ranks, rank, ring, ring_rank, ring_inner, ring_ahead, overlap;
+    int ranks, rank, ring, ring_rank, ring_inner, ring_prefetch, overlap;
     int heads, kv_heads, head_dim, v_dim, chunk, naive;
     upipe_ring_mode ring_mode;
     upipe_layout layout;
@@ -115,7 +115,7 @@ typedef struct upipe_span {
 } upipe_span;
 
 /* What a stage exchanges: Q (and O, dO, dQ); K and V that are fetched; their gradients that go home. */
-typedef enum upipe_which { UPIPE_Q, UPIPE_KV, UPIPE_KV_DONE } upipe_which;
+typedef enum upipe_a2a_heads { UPIPE_A2A_Q, UPIPE_A2A_KV, UPIPE_A2A_DKV } upipe_a2a_heads;
 
 UPIPE_API upipe_span upi_span_make(int first, int count)
 {
@@ -133,19 +133,19 @@ UPIPE_API upipe_status upi_plan_sizes(const upipe_plan *p, upipe_err *e)
      * upper bound. */
     if (d->model_dim > width) width = d->model_dim;
     if ((int64_t)d->ranks * p->per_rank * dim > width) width = (int64_t)d->ranks * p->per_rank * dim;
-    if (!upi_mul(&all, d->tokens, d->batch) || !upi_mul(&all, all, width) || !upi_mul(&all, all, 64) ||
-        !upi_mul(&all, all, p->group > 1 ? 2 : 6))
-        return upi_fail(e, UPIPE_ERR_OVERFLOW,
+    if (!upipe_mul(&all, d->tokens, d->batch) || !upipe_mul(&all, all, width) || !upipe_mul(&all, all, 64) ||
+        !upipe_mul(&all, all, p->group > 1 ? 2 : 6))
+        return upipe_fail(e, UPIPE_ERR_OVERFLOW,
                         "%lld tokens x %lld sequences x %lld elements overflow 63 bits", (long long)d->tokens,
                         (long long)d->batch, (long long)width);
     return UPIPE_OK;
 }
 
-/* ---- SPANS ---- */
+/* ---- UNEVEN ---- */
 
 /* Query heads of a rank's next stage, of begin .. end - 1 those from `first` on: a part of one group, its rest, or
  * several groups of which the last one may be cut by `end`. */
-UPIPE_API int upi_spans_next(int begin, int first, int end, int m, int group)
+UPIPE_API int upi_uneven_next(int begin, int first, int end, int m, int group)
 {
     int left = end - first, n = group - first % group;
     if (n > left) n = left;
@@ -160,14 +160,14 @@ UPIPE_API int upi_spans_next(int begin, int first, int end, int m, int group)
 }
 
 /* Query heads of a rank in a stage; count 0 after its last one. *fresh: their K and V are not there yet. */
-UPIPE_API upipe_span upi_spans_stage(const upipe_plan *p, int stage, int rank, int *fresh)
+UPIPE_API upipe_span upi_uneven_stage(const upipe_plan *p, int stage, int rank, int *fresh)
 {
     const int begin = (int)upipe_cut(p->desc.heads, p->desc.ranks, rank);
     const int end = (int)upipe_cut(p->desc.heads, p->desc.ranks, rank + 1);
     int first = begin, n = 0, i;
     for (i = 0; i <= stage; ++i) {
         first += n;
-        n = first < end ? upi_spans_next(begin, first, end, p->per_rank, p->group) : 0;
+        n = first < end ? upi_uneven_next(begin, first, end, p->per_rank, p->group) : 0;
     }
     *fresh = n > 0 && (first == begin || first % p->group == 0);
     return upi_span_make(first, n);
@@ -180,17 +180,17 @@ UPIPE_API upipe_span upi_kv_of(const upipe_plan *p, upipe_span q)
     return upi_span_make(first, q.count > 0 ? (q.first + q.count - 1) / p->group + 1 - first : 0);
 }
 
-UPIPE_API void upi_plan_spans(upipe_plan *p)
+UPIPE_API void upi_plan_uneven(upipe_plan *p)
 {
     int rank, fresh;
-    p->schedule = UPIPE_SPANS;
+    p->schedule = UPIPE_UNEVEN;
     p->kv_partial = 1;
     p->stages = 0;
     p->kv_per_rank = 1;
     for (rank = 0; rank < p->desc.ranks; ++rank) {
         int stage = 0;
         for (;; ++stage) {
-            upipe_span q = upi_spans_stage(p, stage, rank, &fresh), kv = upi_kv_of(p, q);
+            upipe_span q = upi_uneven_stage(p, stage, rank, &fresh), kv = upi_kv_of(p, q);
             if (q.count == 0) break;
             if (kv.count > p->kv_per_rank) p->kv_per_rank = kv.count;
         }
@@ -218,10 +218,10 @@ UPIPE_API upipe_status upi_plan_schedule(upipe_plan *p, upipe_err *e)
         p->schedule = UPIPE_WHOLE; /* the naive order is the same one here */
     } else if (d->naive) {
         if (!even || group % m != 0)
-            return upi_fail(e, UPIPE_ERR_UNSUPPORTED,
+            return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
                             "%d heads in chunks of %d over %d ranks do not fit groups of %d in order",
                             d->heads, d->chunk, d->ranks, group);
-        p->schedule = UPIPE_ORDER;
+        p->schedule = UPIPE_IN_ORDER;
         p->kv_partial = 1;
     } else if (even && d->kv_heads % d->ranks == 0 && group % m == 0) {
         p->schedule = UPIPE_GROUP;
@@ -233,10 +233,10 @@ UPIPE_API upipe_status upi_plan_schedule(upipe_plan *p, upipe_err *e)
         p->steps = p->stages;
         p->kv_partial = 1;
     } else {
-        upi_plan_spans(p);
+        upi_plan_uneven(p);
     }
     if (p->stages > UPIPE_STAGES_MAX)
-        return upi_fail(e, UPIPE_ERR_UNSUPPORTED, "%d stages, at most %d", p->stages, UPIPE_STAGES_MAX);
+        return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "%d stages, at most %d", p->stages, UPIPE_STAGES_MAX);
     return UPIPE_OK;
 }
 
@@ -247,8 +247,8 @@ UPIPE_API upipe_ring_mode upi_plan_ring_mode(const upipe_plan *p)
     const upipe_plan_desc *d = &p->desc;
     int64_t e = (int64_t)upipe_dtype_bytes(d->dtype), both = d->head_dim + d->v_dim;
     int64_t kv = p->kv_per_rank * both * (e + 4), q = p->per_rank * (both * e + d->head_dim * (int64_t)4 + 8);
-    if (p->schedule == UPIPE_SPANS) return UPIPE_RING_GATHER;
-    return (d->ring - 1) * kv < (p->steps - 1) * q + 2 * kv ? UPIPE_RING_GATHER : UPIPE_RING_SHIFT;
+    if (p->schedule == UPIPE_UNEVEN) return UPIPE_RING_ALL_GATHER;
+    return (d->ring - 1) * kv < (p->steps - 1) * q + 2 * kv ? UPIPE_RING_ALL_GATHER : UPIPE_RING_P2P;
 }
 
 /* What the ring adds to a plan: who holds which tokens, and how K and V go round. */
@@ -257,48 +257,48 @@ UPIPE_API upipe_status upi_plan_ring(upipe_plan *p, upipe_err *e)
     upipe_plan_desc *d = &p->desc;
     int64_t least = (int64_t)d->ranks * d->ring * (d->layout == UPIPE_ZIGZAG && d->ring > 1 ? 2 : 1);
     if ((int)d->layout < 0 || d->layout >= UPIPE_LAYOUTS)
-        return upi_fail(e, UPIPE_ERR_ARG, "layout %d is none of contiguous, zigzag and striped",
+        return upipe_fail(e, UPIPE_ERR_ARG, "layout %d is none of contiguous, zigzag and striped",
                         (int)d->layout);
-    if ((int)d->ring_mode < 0 || d->ring_mode > UPIPE_RING_GATHER)
-        return upi_fail(e, UPIPE_ERR_ARG, "ring mode %d is none of auto, shift and gather",
+    if ((int)d->ring_mode < 0 || d->ring_mode > UPIPE_RING_ALL_GATHER)
+        return upipe_fail(e, UPIPE_ERR_ARG, "ring mode %d is none of auto, p2p and all-gather",
                         (int)d->ring_mode);
     if (d->tokens < least)
-        return upi_fail(e, UPIPE_ERR_ARG, "%lld tokens are fewer than %lld, one for each part of %d ranks%s",
+        return upipe_fail(e, UPIPE_ERR_ARG, "%lld tokens are fewer than %lld, one for each part of %d ranks%s",
                         (long long)d->tokens, (long long)least, d->ranks * d->ring,
                         d->layout == UPIPE_ZIGZAG && d->ring > 1 ? ", two parts a rank" : "");
     if (d->ring == 1 && (d->ring_inner > 1 || d->ring_mode != UPIPE_RING_AUTO))
-        return upi_fail(e, UPIPE_ERR_ARG, "an inner ring of %d or ring mode %d without a ring", d->ring_inner,
+        return upipe_fail(e, UPIPE_ERR_ARG, "an inner ring of %d or ring mode %d without a ring", d->ring_inner,
                         (int)d->ring_mode);
     if (d->ring % (d->ring_inner > 0 ? d->ring_inner : 1) != 0)
-        return upi_fail(e, UPIPE_ERR_ARG, "a ring of %d does not divide into inner rings of %d", d->ring,
+        return upipe_fail(e, UPIPE_ERR_ARG, "a ring of %d does not divide into inner rings of %d", d->ring,
                         d->ring_inner);
     if (d->ring > 1 && d->ring_mode == UPIPE_RING_AUTO && d->ring_inner <= 1)
         d->ring_mode = upi_plan_ring_mode(p);
-    if (d->ring_inner > 1 && d->ring_mode == UPIPE_RING_AUTO) d->ring_mode = UPIPE_RING_SHIFT;
-    if (d->ring_inner > 1 && d->ring_mode == UPIPE_RING_GATHER)
-        return upi_fail(e, UPIPE_ERR_ARG, "an inner ring of %d, but K and V are gathered", d->ring_inner);
-    if (d->ring > 1 && d->ring_mode == UPIPE_RING_SHIFT && p->schedule == UPIPE_SPANS && p->stages > 1)
-        return upi_fail(
+    if (d->ring_inner > 1 && d->ring_mode == UPIPE_RING_AUTO) d->ring_mode = UPIPE_RING_P2P;
+    if (d->ring_inner > 1 && d->ring_mode == UPIPE_RING_ALL_GATHER)
+        return upipe_fail(e, UPIPE_ERR_ARG, "an inner ring of %d, but K and V are gathered", d->ring_inner);
+    if (d->ring > 1 && d->ring_mode == UPIPE_RING_P2P && p->schedule == UPIPE_UNEVEN && p->stages > 1)
+        return upipe_fail(
             e, UPIPE_ERR_UNSUPPORTED,
             "%d/%d heads over %d ranks in %d stages have no common rounds: K and V cannot shift round a "
             "ring, but be gathered",
             d->heads, d->kv_heads, d->ranks, p->stages);
-    if (d->ring_ahead && (d->ring == 1 || d->ring_mode != UPIPE_RING_GATHER))
-        return upi_fail(e, UPIPE_ERR_ARG, "K and V are to be gathered ahead, but are not gathered");
-    if (d->ring_ahead && p->schedule == UPIPE_SPANS)
-        return upi_fail(
+    if (d->ring_prefetch && (d->ring == 1 || d->ring_mode != UPIPE_RING_ALL_GATHER))
+        return upipe_fail(e, UPIPE_ERR_ARG, "K and V are to be gathered ahead, but are not gathered");
+    if (d->ring_prefetch && p->schedule == UPIPE_UNEVEN)
+        return upipe_fail(
             e, UPIPE_ERR_UNSUPPORTED,
             "%d/%d heads over %d ranks in %d stages have no common rounds to gather K and V ahead", d->heads,
             d->kv_heads, d->ranks, p->stages);
     if (d->overlap && d->ring > 1)
-        return upi_fail(e, UPIPE_ERR_UNSUPPORTED, "stages are to overlap, but there is a ring of %d ranks",
+        return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "stages are to overlap, but there is a ring of %d ranks",
                         d->ring);
-    if (d->overlap && p->schedule == UPIPE_SPANS && p->stages > 1)
-        return upi_fail(e, UPIPE_ERR_UNSUPPORTED,
+    if (d->overlap && p->schedule == UPIPE_UNEVEN && p->stages > 1)
+        return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
                         "%d/%d heads over %d ranks in %d stages have no common rounds: stages cannot overlap",
                         d->heads, d->kv_heads, d->ranks, p->stages);
     p->overlap = d->overlap && p->stages > 1;
-    p->width = d->ring > 1 && d->ring_mode == UPIPE_RING_SHIFT ? p->steps : 1;
+    p->width = d->ring > 1 && d->ring_mode == UPIPE_RING_P2P ? p->steps : 1;
     p->held = upipe_shard_ring(d->layout, d->tokens, d->ring, d->ring_rank);
     p->shard = upipe_shard_team(&p->held, d->ranks, d->rank);
     p->seq = p->held.n;
@@ -308,7 +308,7 @@ UPIPE_API upipe_status upi_plan_ring(upipe_plan *p, upipe_err *e)
 }
 
 /* upipe_plan_init -- checks the description, fills in its defaults, derives the schedule
- *   errors  ARG (numbers that make no sense: the sentence has them; an inner ring, a ring mode or ring_ahead
+ *   errors  ARG (numbers that make no sense: the sentence has them; an inner ring, a ring mode or ring_prefetch
  *           where K and V do not go that way), UNSUPPORTED (a naive order that has none, too many stages; K
  *           and V that shift, or are gathered ahead, without common rounds), OVERFLOW
  *   paper   sections 3.3 and 4.1
@@ -325,31 +325,31 @@ UPIPE_API upipe_status upipe_plan_init(upipe_plan *p, const upipe_plan_desc *des
     if (d.chunk == 0) d.chunk = d.ranks < d.heads ? d.ranks : d.heads;
     if (d.tokens < 1 || d.batch < 1 || d.ranks < 1 || d.ring < 1 || d.heads < 1 || d.kv_heads < 1 ||
         d.head_dim < 1 || d.v_dim < 1 || d.chunk < 1 || d.model_dim < 0 || d.ring_inner < 0)
-        return upi_fail(
+        return upipe_fail(
             e, UPIPE_ERR_ARG,
             "a plan needs positive sizes: tokens %lld, batch %lld, ranks %d, ring %d (inner %d), heads %d, kv heads %d, "
             "head dim %d, v dim %d, chunk %d, model dim %lld",
             (long long)d.tokens, (long long)d.batch, d.ranks, d.ring, d.ring_inner, d.heads, d.kv_heads,
             d.head_dim, d.v_dim, d.chunk, (long long)d.model_dim);
     if (d.rank < 0 || d.rank >= d.ranks || d.ring_rank < 0 || d.ring_rank >= d.ring)
-        return upi_fail(e, UPIPE_ERR_ARG, "rank %d of %d, ring rank %d of %d", d.rank, d.ranks, d.ring_rank,
+        return upipe_fail(e, UPIPE_ERR_ARG, "rank %d of %d, ring rank %d of %d", d.rank, d.ranks, d.ring_rank,
                         d.ring);
     if (d.dtype != UPIPE_F32 && d.dtype != UPIPE_BF16 && d.dtype != UPIPE_F16)
-        return upi_fail(e, UPIPE_ERR_ARG, "data type %d is none of f32, bf16 and f16", (int)d.dtype);
+        return upipe_fail(e, UPIPE_ERR_ARG, "data type %d is none of f32, bf16 and f16", (int)d.dtype);
     if ((int64_t)d.heads * (d.head_dim > d.v_dim ? d.head_dim : d.v_dim) > INT32_MAX ||
         d.model_dim > INT32_MAX || (int64_t)d.ranks * d.ring > INT32_MAX / 2)
-        return upi_fail(
+        return upipe_fail(
             e, UPIPE_ERR_OVERFLOW,
             "rows of %d heads of %d elements, or of model dim %lld, or %d x %d ranks leave 31 bits", d.heads,
             d.head_dim > d.v_dim ? d.head_dim : d.v_dim, (long long)d.model_dim, d.ranks, d.ring);
     if (d.model_dim == 0) d.model_dim = (int64_t)d.heads * d.head_dim;
     if (d.heads % d.kv_heads != 0)
-        return upi_fail(e, UPIPE_ERR_ARG, "%d query heads are no multiple of %d key/value heads", d.heads,
+        return upipe_fail(e, UPIPE_ERR_ARG, "%d query heads are no multiple of %d key/value heads", d.heads,
                         d.kv_heads);
     if (d.chunk != d.heads && d.chunk % d.ranks != 0)
-        return upi_fail(e, UPIPE_ERR_ARG, "a chunk of %d heads does not divide into %d ranks", d.chunk,
+        return upipe_fail(e, UPIPE_ERR_ARG, "a chunk of %d heads does not divide into %d ranks", d.chunk,
                         d.ranks);
-    if (d.chunk > d.heads) return upi_fail(e, UPIPE_ERR_ARG, "a chunk of %d of %d heads", d.chunk, d.heads);
+    if (d.chunk > d.heads) return upipe_fail(e, UPIPE_ERR_ARG, "a chunk of %d of %d heads", d.chunk, d.heads);
     p->desc = d;
     p->group = d.heads / d.kv_heads;
     UPIPE_TRY(upi_plan_schedule(p, e));
@@ -363,7 +363,7 @@ UPIPE_API upipe_status upipe_plan_init(upipe_plan *p, const upipe_plan_desc *des
 UPIPE_API upipe_span upipe_plan_q(const upipe_plan *p, int stage, int rank)
 {
     int ranks = p->desc.ranks, m = p->per_rank, fresh;
-    if (p->schedule == UPIPE_SPANS) return upi_spans_stage(p, stage, rank, &fresh);
+    if (p->schedule == UPIPE_UNEVEN) return upi_uneven_stage(p, stage, rank, &fresh);
     if (p->schedule == UPIPE_GROUP)
         return upi_span_make((stage / p->steps * ranks + rank) * p->group + stage % p->steps * m, m);
     if (p->schedule == UPIPE_SPLIT) return upi_span_make(rank * (p->desc.heads / ranks) + stage * m, m);
@@ -380,37 +380,37 @@ UPIPE_API upipe_span upipe_plan_kv(const upipe_plan *p, int stage, int rank)
 UPIPE_API int upipe_plan_kv_fresh(const upipe_plan *p, int stage, int rank)
 {
     int fresh;
-    if (p->schedule != UPIPE_SPANS) return stage % p->steps == 0;
-    upi_spans_stage(p, stage, rank, &fresh);
+    if (p->schedule != UPIPE_UNEVEN) return stage % p->steps == 0;
+    upi_uneven_stage(p, stage, rank, &fresh);
     return fresh;
 }
 
 /* Whether no later stage of this rank reads the K and V that it has in this one. */
 UPIPE_API int upipe_plan_kv_last(const upipe_plan *p, int stage, int rank)
 {
-    if (p->schedule != UPIPE_SPANS) return stage % p->steps == p->steps - 1;
+    if (p->schedule != UPIPE_UNEVEN) return stage % p->steps == p->steps - 1;
     if (upipe_plan_q(p, stage, rank).count == 0) return 0;
     return upipe_plan_q(p, stage + 1, rank).count == 0 || upipe_plan_kv_fresh(p, stage + 1, rank);
 }
 
 /* The heads that a rank gets (Q, KV), or sends home (KV_DONE), in a stage's exchange; perhaps none. */
-UPIPE_API upipe_span upipe_plan_part(const upipe_plan *p, upipe_which which, int stage, int rank)
+UPIPE_API upipe_span upipe_plan_part(const upipe_plan *p, upipe_a2a_heads which, int stage, int rank)
 {
-    if (which == UPIPE_Q) return upipe_plan_q(p, stage, rank);
-    if (which == UPIPE_KV ? upipe_plan_kv_fresh(p, stage, rank) : upipe_plan_kv_last(p, stage, rank))
+    if (which == UPIPE_A2A_Q) return upipe_plan_q(p, stage, rank);
+    if (which == UPIPE_A2A_KV ? upipe_plan_kv_fresh(p, stage, rank) : upipe_plan_kv_last(p, stage, rank))
         return upipe_plan_kv(p, stage, rank);
     return upi_span_make(0, 0);
 }
 
 /* Whether a rank reads the same block of the send buffer as the rank before: K and V that several ranks need are
  * projected once. */
-UPIPE_API int upi_same_block(upipe_which which, upipe_span before, upipe_span s)
+UPIPE_API int upi_same_block(upipe_a2a_heads which, upipe_span before, upipe_span s)
 {
-    return which == UPIPE_KV && s.count > 0 && s.count == before.count && s.first == before.first;
+    return which == UPIPE_A2A_KV && s.count > 0 && s.count == before.count && s.first == before.first;
 }
 
 /* Heads in a stage's buffer of all ranks: the send buffer, or for KV_DONE what comes home. */
-UPIPE_API int upipe_plan_buffer(const upipe_plan *p, upipe_which which, int stage)
+UPIPE_API int upipe_plan_buffer(const upipe_plan *p, upipe_a2a_heads which, int stage)
 {
     upipe_span before = upi_span_make(0, 0);
     int rank, sum = 0;
@@ -431,7 +431,7 @@ UPIPE_API upipe_stage upipe_plan_stage(const upipe_plan *p, int stage)
     s.step = stage % p->steps;
     s.kv_fresh = s.step == 0;
     s.kv_last = s.step == p->steps - 1;
-    if (p->schedule == UPIPE_SPANS) {
+    if (p->schedule == UPIPE_UNEVEN) {
         s.kv_fresh = s.kv_last = 0;
         for (rank = 0; rank < p->desc.ranks; ++rank) {
             s.kv_fresh |= upipe_plan_kv_fresh(p, stage, rank);
@@ -445,9 +445,9 @@ UPIPE_API upipe_stage upipe_plan_stage(const upipe_plan *p, int stage)
 UPIPE_API int upipe_plan_before(const upipe_plan *p, int stage, int rank)
 {
     int sum = 0, i;
-    if (p->schedule != UPIPE_SPANS) return stage * p->per_rank * (rank < 0 ? p->desc.ranks : 1);
+    if (p->schedule != UPIPE_UNEVEN) return stage * p->per_rank * (rank < 0 ? p->desc.ranks : 1);
     for (i = 0; i < stage; ++i)
-        sum += rank < 0 ? upipe_plan_buffer(p, UPIPE_Q, i) : upipe_plan_q(p, i, rank).count;
+        sum += rank < 0 ? upipe_plan_buffer(p, UPIPE_A2A_Q, i) : upipe_plan_q(p, i, rank).count;
     return sum;
 }
 
@@ -463,7 +463,7 @@ UPIPE_API upipe_span upipe_plan_q_place(const upipe_plan *p, int head, int *stag
         int each = p->desc.heads / ranks;
         *rank = head / each;
         *stage = head % each / m;
-    } else if (p->schedule == UPIPE_SPANS) {
+    } else if (p->schedule == UPIPE_UNEVEN) {
         upipe_span q;
         *rank = (int)(((int64_t)head * ranks + ranks - 1) / p->desc.heads);
         while (*rank >= ranks || upipe_cut(p->desc.heads, ranks, *rank) > head) --*rank;
@@ -479,11 +479,11 @@ UPIPE_API upipe_span upipe_plan_q_place(const upipe_plan *p, int head, int *stag
 }
 
 /* Heads in a stage's buffer of all ranks before a rank's own. */
-UPIPE_API int upipe_plan_offset(const upipe_plan *p, upipe_which which, int stage, int rank)
+UPIPE_API int upipe_plan_offset(const upipe_plan *p, upipe_a2a_heads which, int stage, int rank)
 {
     upipe_span before = upi_span_make(0, 0), s;
     int sum = 0, r;
-    if (which == UPIPE_Q && p->schedule != UPIPE_SPANS) return rank * p->per_rank;
+    if (which == UPIPE_A2A_Q && p->schedule != UPIPE_UNEVEN) return rank * p->per_rank;
     for (r = 0; r <= rank; ++r) {
         s = upipe_plan_part(p, which, stage, r);
         if (r > 0 && !upi_same_block(which, before, s)) sum += before.count;
@@ -502,7 +502,7 @@ UPIPE_API int64_t upipe_plan_tokens(const upipe_plan *p, int rank, int64_t *firs
 /* Whether the plan of any rank serves all of them. */
 UPIPE_API int upipe_plan_even(const upipe_plan *p)
 {
-    return p->desc.ring == 1 && p->desc.tokens % p->desc.ranks == 0 && p->schedule != UPIPE_SPANS;
+    return p->desc.ring == 1 && p->desc.tokens % p->desc.ranks == 0 && p->schedule != UPIPE_UNEVEN;
 }
 
 /* Bytes of this rank's tokens x heads x dim, in the storage type. */
@@ -526,7 +526,7 @@ UPIPE_API size_t upipe_plan_unit_bytes(const upipe_plan *p)
 /* ---- bytes sent ---- */
 
 /* Bytes that a rank hands to the others when heads of `each` bytes a token travel one way: to heads, or to tokens. */
-UPIPE_API int64_t upi_plan_sent_heads(const upipe_plan *p, upipe_which which, int stage, int to_tokens,
+UPIPE_API int64_t upi_plan_sent_heads(const upipe_plan *p, upipe_a2a_heads which, int stage, int to_tokens,
                                       int64_t each)
 {
     const int me = p->desc.rank, mine = upipe_plan_part(p, which, stage, me).count;
@@ -548,13 +548,13 @@ UPIPE_API int64_t upi_plan_sent_heads(const upipe_plan *p, upipe_which which, in
  */
 UPIPE_API int64_t upipe_plan_sent_stage(const upipe_plan *p, int stage, int backward)
 {
-    int64_t e = (int64_t)upipe_dtype_bytes(p->desc.dtype), d = p->desc.head_dim, dv = p->desc.v_dim, sum;
-    sum = upi_plan_sent_heads(p, UPIPE_Q, stage, 0, d * e);
-    sum += upi_plan_sent_heads(p, UPIPE_KV, stage, 0, (d + dv) * e);
-    if (!backward) return sum + upi_plan_sent_heads(p, UPIPE_Q, stage, 1, dv * e);
-    sum += upi_plan_sent_heads(p, UPIPE_Q, stage, 0, dv * e + 4) +
-           upi_plan_sent_heads(p, UPIPE_Q, stage, 1, d * e);
-    return sum + upi_plan_sent_heads(p, UPIPE_KV_DONE, stage, 1, (d + dv) * (p->kv_partial ? 4 : e));
+    int64_t e = (int64_t)upipe_dtype_bytes(p->desc.dtype), d = p->desc.head_dim, v_dim = p->desc.v_dim, sum;
+    sum = upi_plan_sent_heads(p, UPIPE_A2A_Q, stage, 0, d * e);
+    sum += upi_plan_sent_heads(p, UPIPE_A2A_KV, stage, 0, (d + v_dim) * e);
+    if (!backward) return sum + upi_plan_sent_heads(p, UPIPE_A2A_Q, stage, 1, v_dim * e);
+    sum += upi_plan_sent_heads(p, UPIPE_A2A_Q, stage, 0, v_dim * e + 4) +
+           upi_plan_sent_heads(p, UPIPE_A2A_Q, stage, 1, d * e);
+    return sum + upi_plan_sent_heads(p, UPIPE_A2A_DKV, stage, 1, (d + v_dim) * (p->kv_partial ? 4 : e));
 }
 
 /* Bytes that this rank hands to its team in all stages. */
@@ -568,21 +568,21 @@ UPIPE_API int64_t upipe_plan_sent(const upipe_plan *p, int backward)
 
 /* Tokens that this rank hands to its ring, once round: shifted, what others hold passes through; gathered, its own goes
  * to each of them. */
-UPIPE_API int64_t upi_plan_ring_tokens(const upipe_plan *p, int home)
+UPIPE_API int64_t upi_plan_ring_tokens(const upipe_plan *p, int tokens_grad)
 {
     const upipe_plan_desc *d = &p->desc;
     int inner = d->ring_inner > 1 ? d->ring_inner : d->ring, outer = d->ring / inner,
         node = d->ring_rank / inner;
     int place = d->ring_rank % inner, i, o;
     int64_t sum = 0;
-    if (d->ring_mode == UPIPE_RING_GATHER && !home) return p->seq * (d->ring - 1);
-    if (d->ring_mode == UPIPE_RING_GATHER) return d->tokens - p->seq;
+    if (d->ring_mode == UPIPE_RING_ALL_GATHER && !tokens_grad) return p->seq * (d->ring - 1);
+    if (d->ring_mode == UPIPE_RING_ALL_GATHER) return d->tokens - p->seq;
     for (o = 0; o < outer; ++o) {
         int from = (node - o + outer) % outer * inner;
         /* step i sends what came i ranks round; gradients take one step more, to come home */
-        for (i = 0; i < (home && inner > 1 ? inner : inner - 1); ++i)
+        for (i = 0; i < (tokens_grad && inner > 1 ? inner : inner - 1); ++i)
             sum += upipe_shard_ring(d->layout, d->tokens, d->ring, from + (place - i + inner) % inner).n;
-        if (outer > 1 && (o + 1 < outer || home))
+        if (outer > 1 && (o + 1 < outer || tokens_grad))
             sum += upipe_shard_ring(d->layout, d->tokens, d->ring, from + place).n;
     }
     return sum;
@@ -597,7 +597,7 @@ UPIPE_API int64_t upipe_plan_sent_ring(const upipe_plan *p, int backward)
     int64_t e = (int64_t)upipe_dtype_bytes(d->dtype), both = d->head_dim + d->v_dim, heads = 0;
     int stage;
     if (d->ring == 1) return 0;
-    for (stage = 0; stage < p->stages; ++stage) heads += upipe_plan_part(p, UPIPE_KV, stage, d->rank).count;
+    for (stage = 0; stage < p->stages; ++stage) heads += upipe_plan_part(p, UPIPE_A2A_KV, stage, d->rank).count;
     return heads * both * d->batch *
            (upi_plan_ring_tokens(p, 0) * e + (backward ? upi_plan_ring_tokens(p, 1) * 4 : 0));
 }

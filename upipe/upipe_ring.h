@@ -2,11 +2,11 @@
  *
  * Every rank keeps its queries; keys and values come to them, in one of two ways:
  *
- *     SHIFT   K and V go round, r -> r + 1, while the block that is here is attended. Gradients of K and V
+ *     P2P   K and V go round, r -> r + 1, while the block that is here is attended. Gradients of K and V
  *             follow one step behind in f32, and are home after R sends. In a double ring they go round
  *             within a node; a turn's first block also goes to the next node, in the exchange of the first
  *             step, and begins the next turn there
- *     GATHER  every rank gets all K and V of a round, and keeps them: upipe_ring_gather_start, upipe_ring_reduce
+ *     ALL_GATHER  every rank gets all K and V of a round, and keeps them: upipe_ring_all_gather_start, upipe_ring_reduce_scatter
  *
  * Who holds which tokens is the plan's layout; the mask is a statement about positions, so that one code serves
  * contiguous, zigzag and striped rings, and pairs of blocks that do not see each other cost nothing. O, and dQ, are
@@ -14,7 +14,7 @@
  *
  *     upipe_ring_call call = {plan, mask, parts, count, k, v, ...};
  *     upipe_ring_fwd(&ctx, &call);            o, lse
- *     upipe_ring_bwd(&ctx, &call);            gq, gk, gv
+ *     upipe_ring_bwd(&ctx, &call);            dq, dk, dv
  */
 #ifndef UPIPE_RING_H
 #define UPIPE_RING_H
@@ -24,30 +24,30 @@
 #include "upipe_bytes.h"
 
 /* upipe_ring_part -- the query heads of one stage; all parts of a call read the same K and V
- *   q go    [batch][S/R][heads][d], [dv] in the storage type
- *   o gq    [batch][S/R][heads][dv], [d] of the call's type of sums. gq must be zero before, where that is f32
+ *   q dout    [batch][S/R][heads][d], [v_dim] in the storage type
+ *   o dq    [batch][S/R][heads][v_dim], [d] of the call's type of sums. dq must be zero before, where that is f32
  *   lse delta  f32 [batch][S/R][heads]
- *   sinks gsinks  f32 [heads], or NULL
+ *   sinks dsinks  f32 [heads], or NULL
  *   lead    query heads of the first one's group before it: head j reads key/value head (lead + j) / G of K
  */
 typedef struct upipe_ring_part {
-    const void *q, *go;
-    void *o, *gq;
+    const void *q, *dout;
+    void *o, *dq;
     float *lse, *delta;
     const float *sinks;
-    float *gsinks;
+    float *dsinks;
     int heads, lead;
 } upipe_ring_part;
 
 /* upipe_ring_call
  *   plan     sizes, layout and ranks of the ring
- *   mask     scale, causal, window, softcap, docs and scratch of every attention call; its views and positions are not
- *            read. docs are positions in the flattened batch: sequence b begins at b * S
+ *   mask     scale, causal, window, softcap, cu_seqlens and scratch of every attention call; its views and positions are not
+ *            read. cu_seqlens are positions in the flattened batch: sequence b begins at b * S
  *   parts    count of them
- *   k v      this rank's, [batch][S/R][kv_heads][d], [dv]; of the whole sequence, rank by rank, where the mode is GATHER
- *   gk gv    backward: their gradients in f32. SHIFT: overwritten, room for the rank that holds most tokens
- *            (upipe_buffers.gk, gv). GATHER, and without a ring: +=
- *   sums     type of o and gq: f32 with a ring
+ *   k v      this rank's, [batch][S/R][kv_heads][d], [v_dim]; of the whole sequence, rank by rank, where the mode is ALL_GATHER
+ *   dk dv    backward: their gradients in f32. P2P: overwritten, space for the rank that holds most tokens
+ *            (upipe_buffers.dk, dv). ALL_GATHER, and without a ring: +=
+ *   sums     type of o and dq: f32 with a ring
  */
 typedef struct upipe_ring_call {
     const upipe_plan *plan;
@@ -55,7 +55,7 @@ typedef struct upipe_ring_call {
     const upipe_ring_part *parts;
     int count, kv_heads;
     const void *k, *v;
-    float *gk, *gv;
+    float *dk, *dv;
     upipe_dtype sums;
 } upipe_ring_call;
 
@@ -88,7 +88,7 @@ UPIPE_API upipe_view upi_ring_view(const void *data, upipe_dtype type, int64_t n
 /* A block of K and V: that of ring rank src. */
 typedef struct upi_ring_block {
     const void *k, *v;
-    float *gk, *gv;
+    float *dk, *dv;
     int src;
 } upi_ring_block;
 
@@ -99,15 +99,15 @@ typedef struct upi_ring_at {
     upipe_piece q, k;
     upipe_span heads, kv;
     int first; /* no call has seen these rows */
-    int add;   /* backward: to gq, which is f32 */
+    int add;   /* backward: to dq, which is f32 */
 } upi_ring_at;
 
 /* Whether any of the queries may see any of the keys. */
 UPIPE_API int upi_ring_sees(const upipe_attn *a)
 {
     int64_t first, end, other;
-    upi_attn_sight(a, 0, &first, &other);
-    upi_attn_sight(a, a->q.n - 1, &other, &end);
+    upipe_attn_visible(a, 0, &first, &other);
+    upipe_attn_visible(a, a->q.n - 1, &other, &end);
     return first < end;
 }
 
@@ -117,7 +117,7 @@ UPIPE_API upipe_status upi_ring_call_one(upipe_ctx *c, const upipe_ring_call *r,
                                          int backward)
 {
     const upipe_plan *p = r->plan;
-    const int d = p->desc.head_dim, dv = p->desc.v_dim, n = part->heads, kv = r->kv_heads;
+    const int d = p->desc.head_dim, v_dim = p->desc.v_dim, n = part->heads, kv = r->kv_heads;
     const upipe_dtype type = p->desc.dtype;
     const int64_t b = at->sequence, q0 = at->q_row, k0 = at->k_row;
     upipe_attn_grad g;
@@ -126,7 +126,7 @@ UPIPE_API upipe_status upi_ring_call_one(upipe_ctx *c, const upipe_ring_call *r,
     *a = r->mask;
     a->q = upi_ring_view(part->q, type, at->q_all, n, d, b, q0, at->q.n, at->heads);
     a->k = upi_ring_view(block->k, type, at->k_all, kv, d, b, k0, at->k.n, at->kv);
-    a->v = upi_ring_view(block->v, type, at->k_all, kv, dv, b, k0, at->k.n, at->kv);
+    a->v = upi_ring_view(block->v, type, at->k_all, kv, v_dim, b, k0, at->k.n, at->kv);
     a->lse = upi_ring_view(part->lse, UPIPE_F32, at->q_all, n, 1, b, q0, at->q.n, at->heads);
     a->q_pos = b * tokens + at->q.pos;
     a->k_pos = b * tokens + at->k.pos;
@@ -134,17 +134,17 @@ UPIPE_API upipe_status upi_ring_call_one(upipe_ctx *c, const upipe_ring_call *r,
     a->sinks = at->first && part->sinks != NULL ? part->sinks + at->heads.first : NULL;
     if (!at->first && !upi_ring_sees(a)) return UPIPE_OK;
     if (!backward) {
-        a->o = upi_ring_view(part->o, r->sums, at->q_all, n, dv, b, q0, at->q.n, at->heads);
+        a->o = upi_ring_view(part->o, r->sums, at->q_all, n, v_dim, b, q0, at->q.n, at->heads);
         a->merge = !at->first;
         return upipe_attn_fwd(c, a);
     }
     a->merge = at->add;
-    g.go = upi_ring_view(part->go, type, at->q_all, n, dv, b, q0, at->q.n, at->heads);
+    g.dout = upi_ring_view(part->dout, type, at->q_all, n, v_dim, b, q0, at->q.n, at->heads);
     g.delta = upi_ring_view(part->delta, UPIPE_F32, at->q_all, n, 1, b, q0, at->q.n, at->heads);
-    g.gq = upi_ring_view(part->gq, r->sums, at->q_all, n, d, b, q0, at->q.n, at->heads);
-    g.gk = upi_ring_view(block->gk, UPIPE_F32, at->k_all, kv, d, b, k0, at->k.n, at->kv);
-    g.gv = upi_ring_view(block->gv, UPIPE_F32, at->k_all, kv, dv, b, k0, at->k.n, at->kv);
-    g.gsinks = a->sinks != NULL && part->gsinks != NULL ? part->gsinks + at->heads.first : NULL;
+    g.dq = upi_ring_view(part->dq, r->sums, at->q_all, n, d, b, q0, at->q.n, at->heads);
+    g.dk = upi_ring_view(block->dk, UPIPE_F32, at->k_all, kv, d, b, k0, at->k.n, at->kv);
+    g.dv = upi_ring_view(block->dv, UPIPE_F32, at->k_all, kv, v_dim, b, k0, at->k.n, at->kv);
+    g.dsinks = a->sinks != NULL && part->dsinks != NULL ? part->dsinks + at->heads.first : NULL;
     return upipe_attn_bwd(c, &g);
 }
 
@@ -197,13 +197,13 @@ UPIPE_API upipe_status upi_ring_attend(upipe_ctx *c, const upipe_ring_call *r, c
 
 /* ---- K and V go round ---- */
 
-enum { UPI_RING_SEGMENTS = 16 };
+enum { UPI_RING_MESSAGES = 16 };
 
 /* One pass round the ring: who this rank is, and the exchange that is being listed. */
 typedef struct upi_ring_pass {
     upipe_ctx *c;
     const upipe_ring_call *r;
-    upipe_seg list[UPI_RING_SEGMENTS];
+    upipe_msg list[UPI_RING_MESSAGES];
     int used;
     int inner, outer, place, node; /* rank = node * inner + place */
 } upi_ring_pass;
@@ -238,16 +238,16 @@ UPIPE_API int64_t upi_ring_rows(const upipe_ring_call *r, int src)
 
 UPIPE_API void upi_ring_send(upi_ring_pass *s, int peer, const void *data, size_t bytes)
 {
-    upi_a2a_segment(s->list, &s->used, peer, 1, data, bytes, bytes, NULL, 0, 0);
+    upi_msg_add(s->list, &s->used, peer, 1, data, bytes, bytes, NULL, 0, 0);
 }
 
 UPIPE_API void upi_ring_receive(upi_ring_pass *s, int peer, void *data, size_t bytes)
 {
-    upi_a2a_segment(s->list, &s->used, peer, 1, NULL, 0, 0, data, bytes, bytes);
+    upi_msg_add(s->list, &s->used, peer, 1, NULL, 0, 0, data, bytes, bytes);
 }
 
-/* Lists the move of K and V from here to rank `to`, and of those of rank src from rank `from` into `room`. */
-UPIPE_API void upi_ring_move(upi_ring_pass *s, const upi_ring_block *b, int to, int from, int src, char *room,
+/* Lists the move of K and V from here to rank `to`, and of those of rank src from rank `from` into `buffer`. */
+UPIPE_API void upi_ring_move(upi_ring_pass *s, const upi_ring_block *b, int to, int from, int src, char *buf,
                              upi_ring_block *next)
 {
     const upipe_plan_desc *d = &s->r->plan->desc;
@@ -257,13 +257,13 @@ UPIPE_API void upi_ring_move(upi_ring_pass *s, const upi_ring_block *b, int to, 
     size_t next_k = (size_t)(upi_ring_rows(s->r, src) * d->head_dim) * e;
     size_t next_v = next_k / (size_t)d->head_dim * (size_t)d->v_dim;
     memset(next, 0, sizeof *next);
-    next->k = room;
-    next->v = room + next_k;
+    next->k = buf;
+    next->v = buf + next_k;
     next->src = src;
     upi_ring_send(s, to, b->k, k);
     upi_ring_send(s, to, b->v, v);
-    upi_ring_receive(s, from, room, next_k);
-    upi_ring_receive(s, from, room + next_k, next_v);
+    upi_ring_receive(s, from, buf, next_k);
+    upi_ring_receive(s, from, buf + next_k, next_v);
 }
 
 /* A pair of gradients in f32. */
@@ -316,83 +316,83 @@ UPIPE_API upipe_status upi_ring_zero(upi_ring_pass *s, upi_ring_grad g, int src)
 
 /* Buffers of a pass. K and V: two that go round the inner ring, two for the outer one. Gradients: `grad` holds the
  * caller's and two more; two for sums over nodes. */
-typedef struct upi_ring_room {
+typedef struct upi_ring_buf {
     char *hop[2], *far[2];
     upi_ring_grad grad[3], node[2];
-} upi_ring_room;
+} upi_ring_buf;
 
-UPIPE_API upipe_status upi_ring_take_grad(upipe_ctx *c, const upipe_buffers *b, upi_ring_grad *g)
+UPIPE_API upipe_status upi_ring_alloc_grad(upipe_ctx *c, const upipe_buffers *b, upi_ring_grad *g)
 {
     void *data;
-    UPIPE_TRY(upipe_mem_take(c->mem, &data, b->gk + b->gv, "ring_grad", &c->err));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &data, b->dk + b->dv, "ring_grad", &c->err));
     g->k = (float *)data;
-    g->v = g->k + b->gk / 4;
+    g->v = g->k + b->dk / 4;
     return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_ring_take(upi_ring_pass *s, upi_ring_room *room, int backward)
+UPIPE_API upipe_status upi_ring_alloc(upi_ring_pass *s, upi_ring_buf *buf, int backward)
 {
     upipe_ctx *c = s->c;
     const upipe_buffers b = upipe_plan_buffers(s->r->plan);
     void *data;
     int i;
-    memset(room, 0, sizeof *room);
+    memset(buf, 0, sizeof *buf);
     for (i = 0; i < 2; ++i) {
         if (i < s->inner - 1) {
-            UPIPE_TRY(upipe_mem_take(c->mem, &data, b.hop_k + b.hop_v, "ring_kv", &c->err));
-            room->hop[i] = (char *)data;
+            UPIPE_TRY(upipe_mem_alloc(c->mem, &data, b.hop_k + b.hop_v, "ring_kv", &c->err));
+            buf->hop[i] = (char *)data;
         }
         if (i < s->outer - 1) {
-            UPIPE_TRY(upipe_mem_take(c->mem, &data, b.hop_k + b.hop_v, "ring_kv", &c->err));
-            room->far[i] = (char *)data;
+            UPIPE_TRY(upipe_mem_alloc(c->mem, &data, b.hop_k + b.hop_v, "ring_kv", &c->err));
+            buf->far[i] = (char *)data;
         }
         if (!backward) continue;
-        UPIPE_TRY(upi_ring_take_grad(c, &b, &room->grad[i + 1]));
-        if (s->outer > 1) UPIPE_TRY(upi_ring_take_grad(c, &b, &room->node[i]));
+        UPIPE_TRY(upi_ring_alloc_grad(c, &b, &buf->grad[i + 1]));
+        if (s->outer > 1) UPIPE_TRY(upi_ring_alloc_grad(c, &b, &buf->node[i]));
     }
-    room->grad[0].k = s->r->gk;
-    room->grad[0].v = s->r->gv;
+    buf->grad[0].k = s->r->dk;
+    buf->grad[0].v = s->r->dv;
     return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_ring_give(upi_ring_pass *s, upi_ring_room *room)
+UPIPE_API upipe_status upi_ring_free(upi_ring_pass *s, upi_ring_buf *buf)
 {
     upipe_ctx *c = s->c;
     int i;
     for (i = 0; i < 2; ++i) {
-        UPIPE_TRY(upipe_mem_give(c->mem, room->hop[i], &c->err));
-        UPIPE_TRY(upipe_mem_give(c->mem, room->far[i], &c->err));
-        UPIPE_TRY(upipe_mem_give(c->mem, room->grad[i + 1].k, &c->err));
-        UPIPE_TRY(upipe_mem_give(c->mem, room->node[i].k, &c->err));
+        UPIPE_TRY(upipe_mem_free(c->mem, buf->hop[i], &c->err));
+        UPIPE_TRY(upipe_mem_free(c->mem, buf->far[i], &c->err));
+        UPIPE_TRY(upipe_mem_free(c->mem, buf->grad[i + 1].k, &c->err));
+        UPIPE_TRY(upipe_mem_free(c->mem, buf->node[i].k, &c->err));
     }
     return UPIPE_OK;
 }
 
 /* One turn of the inner ring, from the block `start` on, which also goes to the next node if there is a turn
- * after this one. Backward: *grad is the node's gradient of that block, in one of the buffers of `room`. */
-UPIPE_API upipe_status upi_ring_turn(upi_ring_pass *s, upi_ring_room *room, int turn, upi_ring_block *start,
+ * after this one. Backward: *grad is the node's gradient of that block, in one of the buffers of `buffer`. */
+UPIPE_API upipe_status upi_ring_turn(upi_ring_pass *s, upi_ring_buf *buf, int turn, upi_ring_block *start,
                                      upi_ring_grad *grad, int backward)
 {
     upi_ring_block now = *start, next, far;
-    upi_ring_grad out = room->grad[0]; /* of the block before, on its way */
+    upi_ring_grad out = buf->grad[0]; /* of the block before, on its way */
     int i;
     far = next = now;
     for (i = 0; i < s->inner; ++i) {
         /* gradients: one leaves, one comes, one is formed */
-        const upi_ring_grad here = room->grad[i > 0], comes = room->grad[i % 2 * 2];
+        const upi_ring_grad here = buf->grad[i > 0], comes = buf->grad[i % 2 * 2];
         if (i < s->inner - 1)
             upi_ring_move(s, &now, upi_ring_peer(s, 0, 1), upi_ring_peer(s, 0, -1),
-                          upi_ring_peer(s, -turn, -i - 1), room->hop[i % 2], &next);
+                          upi_ring_peer(s, -turn, -i - 1), buf->hop[i % 2], &next);
         if (i == 0 && turn < s->outer - 1)
             upi_ring_move(s, start, upi_ring_peer(s, 1, 0), upi_ring_peer(s, -1, 0),
-                          upi_ring_peer(s, -turn - 1, 0), room->far[turn % 2], &far);
+                          upi_ring_peer(s, -turn - 1, 0), buf->far[turn % 2], &far);
         if (backward && i > 0)
             upi_ring_move_grad(s, out, upi_ring_peer(s, -turn, -i + 1), upi_ring_peer(s, 0, 1),
                                upi_ring_peer(s, 0, -1), now.src, comes);
         UPIPE_TRY(upi_ring_start(s));
         if (backward) UPIPE_TRY(upi_ring_zero(s, here, now.src));
-        now.gk = here.k;
-        now.gv = here.v;
+        now.dk = here.k;
+        now.dv = here.v;
         UPIPE_TRY(upi_ring_attend(s->c, s->r, &now, turn == 0 && i == 0, backward));
         UPIPE_TRY(upi_ring_wait(s));
         out = here;
@@ -407,7 +407,7 @@ UPIPE_API upipe_status upi_ring_turn(upi_ring_pass *s, upi_ring_room *room, int 
     *grad = out;
     if (s->inner == 1) return UPIPE_OK;
     /* the last block's gradient goes on to where the block came from */
-    *grad = out.k != room->grad[0].k ? room->grad[0] : room->grad[1];
+    *grad = out.k != buf->grad[0].k ? buf->grad[0] : buf->grad[1];
     upi_ring_move_grad(s, out, now.src, upi_ring_peer(s, 0, 1), upi_ring_peer(s, 0, -1),
                        upi_ring_peer(s, -turn, 0), *grad);
     UPIPE_TRY(upi_ring_start(s));
@@ -415,55 +415,55 @@ UPIPE_API upipe_status upi_ring_turn(upi_ring_pass *s, upi_ring_room *room, int 
 }
 
 /* The caller's gradients = g, those of this rank's block. */
-UPIPE_API upipe_status upi_ring_home(upi_ring_pass *s, upi_ring_grad g)
+UPIPE_API upipe_status upi_ring_own_grad(upi_ring_pass *s, upi_ring_grad g)
 {
     const upipe_plan_desc *d = &s->r->plan->desc;
     const size_t rows = (size_t)upi_ring_rows(s->r, d->ring_rank);
-    if (g.k == s->r->gk) return UPIPE_OK;
-    UPIPE_TRY(s->c->ops->copy(s->c, s->r->gk, g.k, rows * (size_t)d->head_dim * 4));
-    return s->c->ops->copy(s->c, s->r->gv, g.v, rows * (size_t)d->v_dim * 4);
+    if (g.k == s->r->dk) return UPIPE_OK;
+    UPIPE_TRY(s->c->ops->copy(s->c, s->r->dk, g.k, rows * (size_t)d->head_dim * 4));
+    return s->c->ops->copy(s->c, s->r->dv, g.v, rows * (size_t)d->v_dim * 4);
 }
 
 /* All turns: the inner ring's blocks, then those of the node before, and so on. */
 UPIPE_API upipe_status upi_ring_shift(upi_ring_pass *s, int backward)
 {
-    upi_ring_room room;
+    upi_ring_buf buf;
     upi_ring_block start;
     upi_ring_grad grad, sum;
     int turn;
-    UPIPE_TRY(upi_ring_take(s, &room, backward));
+    UPIPE_TRY(upi_ring_alloc(s, &buf, backward));
     memset(&start, 0, sizeof start);
     memset(&grad, 0, sizeof grad);
     start.k = s->r->k;
     start.v = s->r->v;
     start.src = upi_ring_peer(s, 0, 0);
     for (turn = 0; turn < s->outer; ++turn) {
-        UPIPE_TRY(upi_ring_turn(s, &room, turn, &start, &grad, backward));
+        UPIPE_TRY(upi_ring_turn(s, &buf, turn, &start, &grad, backward));
         if (!backward || s->outer == 1) continue;
         /* with the nodes before added, on to the next one; what comes belongs to the next turn's block */
         sum = grad;
         if (turn > 0) {
-            sum = room.node[(turn - 1) % 2];
+            sum = buf.node[(turn - 1) % 2];
             UPIPE_TRY(upi_ring_add(s, sum, grad, upi_ring_peer(s, -turn, 0)));
         }
         upi_ring_move_grad(s, sum, upi_ring_peer(s, -turn, 0), upi_ring_peer(s, 1, 0),
-                           upi_ring_peer(s, -1, 0), upi_ring_peer(s, -turn - 1, 0), room.node[turn % 2]);
+                           upi_ring_peer(s, -1, 0), upi_ring_peer(s, -turn - 1, 0), buf.node[turn % 2]);
         UPIPE_TRY(upi_ring_start(s));
         UPIPE_TRY(upi_ring_wait(s));
-        grad = room.node[turn % 2];
+        grad = buf.node[turn % 2];
     }
-    if (backward) UPIPE_TRY(upi_ring_home(s, grad));
-    return upi_ring_give(s, &room);
+    if (backward) UPIPE_TRY(upi_ring_own_grad(s, grad));
+    return upi_ring_free(s, &buf);
 }
 
 /* ---- public ---- */
 
-/* The plan is this rank's of this ring, whose list has room for as many segments as the plan's ring needs. */
+/* The plan is this rank's of this ring, whose list has space for as many segments as the plan's ring needs. */
 UPIPE_API upipe_status upi_ring_place(upipe_ctx *c, const upipe_plan *p)
 {
     const upipe_plan_desc *d = &p->desc;
     if (c->ring != NULL && c->ring->ranks == d->ring && c->ring->rank == d->ring_rank) return UPIPE_OK;
-    return upi_fail(&c->err, UPIPE_ERR_ARG, "a plan for ring rank %d of %d on rank %d of a ring of %d",
+    return upipe_fail(&c->err, UPIPE_ERR_ARG, "a plan for ring rank %d of %d on rank %d of a ring of %d",
                     d->ring_rank, d->ring, c->ring != NULL ? c->ring->rank : 0,
                     c->ring != NULL ? c->ring->ranks : 0);
 }
@@ -490,8 +490,8 @@ UPIPE_API upipe_status upi_ring_held(upipe_ctx *c, const upipe_ring_call *r, int
         b.k = (const char *)r->k + before * (size_t)d->head_dim * e;
         b.v = (const char *)r->v + before * (size_t)d->v_dim * e;
         if (backward) {
-            b.gk = r->gk + before * (size_t)d->head_dim;
-            b.gv = r->gv + before * (size_t)d->v_dim;
+            b.dk = r->dk + before * (size_t)d->head_dim;
+            b.dv = r->dv + before * (size_t)d->v_dim;
         }
         UPIPE_TRY(upi_ring_attend(c, r, &b, i == 0, backward));
     }
@@ -501,7 +501,7 @@ UPIPE_API upipe_status upi_ring_held(upipe_ctx *c, const upipe_ring_call *r, int
 UPIPE_API upipe_status upi_ring_run(upipe_ctx *c, const upipe_ring_call *r, int backward)
 {
     const upipe_plan_desc *d = &r->plan->desc;
-    const int shift = d->ring_mode == UPIPE_RING_SHIFT;
+    const int shift = d->ring_mode == UPIPE_RING_P2P;
     upi_ring_pass pass;
     upipe_status s;
     int64_t mark;
@@ -509,16 +509,16 @@ UPIPE_API upipe_status upi_ring_run(upipe_ctx *c, const upipe_ring_call *r, int 
     /* what is gathered for the next round may be on its way */
     UPIPE_TRY(shift ? upi_ring_check(c, r->plan) : upi_ring_place(c, r->plan));
     if (r->sums != UPIPE_F32)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "a ring sums O and dQ in f32, not in %s",
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "a ring sums O and dQ in f32, not in %s",
                         upipe_dtype_name(r->sums));
     mark = upipe_mem_mark(c->mem);
     pass = upi_ring_begin(c, r); /* holds the list of an exchange, which a failure ends while it is there */
     s = shift ? upi_ring_shift(&pass, backward) : upi_ring_held(c, r, backward);
-    return s == UPIPE_OK ? UPIPE_OK : upi_unwind(c, s, mark);
+    return s == UPIPE_OK ? UPIPE_OK : upipe_unwind(c, s, mark);
 }
 
 /* upipe_ring_fwd -- o and lse of every part over the keys of all ranks of the ring
- *   bytes   SHIFT: takes two blocks of K and V at most (four in a double ring); sends (R - 1) of them
+ *   bytes   P2P: takes two blocks of K and V at most (four in a double ring); sends (R - 1) of them
  *   errors  ARG for another ring's plan, sums that are not f32, or an exchange that is under way: nothing
  *           happens. ARG, UNSUPPORTED (a mask that the backend lacks), MEMORY, others as upipe_comm_wait: in
  *           a ring these abort it and the team, and what was taken goes back to the pool
@@ -528,8 +528,8 @@ UPIPE_API upipe_status upipe_ring_fwd(upipe_ctx *c, const upipe_ring_call *r)
     return upi_ring_run(c, r, 0);
 }
 
-/* upipe_ring_bwd -- gq, gk and gv, from go, lse and delta
- *   bytes   SHIFT: takes as the forward, and two pairs of f32 gradients (four in a double ring); sends R - 1 blocks of
+/* upipe_ring_bwd -- dq, dk and dv, from go, lse and delta
+ *   bytes   P2P: takes as the forward, and two pairs of f32 gradients (four in a double ring); sends R - 1 blocks of
  *           K and V, and R of their gradients (a double ring one more for each node)
  *   errors  as upipe_ring_fwd
  */
@@ -538,8 +538,8 @@ UPIPE_API upipe_status upipe_ring_bwd(upipe_ctx *c, const upipe_ring_call *r)
     return upi_ring_run(c, r, 1);
 }
 
-/* upipe_ring_gather_start -- this rank's K and V to all ranks of the ring
- *   all_k all_v  [ring rank][batch][tokens of that rank][kv_heads][d], [dv]
+/* upipe_ring_all_gather_start -- this rank's K and V to all ranks of the ring
+ *   all_k all_v  [ring rank][batch][tokens of that rank][kv_heads][d], [v_dim]
  *   k v          this rank's
  *   kv_heads     of this rank, the same on all ranks of the ring
  *   bytes        sends k and v to each of the others
@@ -547,7 +547,7 @@ UPIPE_API upipe_status upipe_ring_bwd(upipe_ctx *c, const upipe_ring_call *r)
  *   errors       ARG (another ring's plan, or an exchange is under way: nothing happens); others as
  *                upipe_comm_start, and for these ring and team are aborted
  */
-UPIPE_API upipe_status upipe_ring_gather_start(upipe_ctx *c, const upipe_plan *p, int kv_heads, void *all_k,
+UPIPE_API upipe_status upipe_ring_all_gather_start(upipe_ctx *c, const upipe_plan *p, int kv_heads, void *all_k,
                                                void *all_v, const void *k, const void *v)
 {
     const upipe_plan_desc *d = &p->desc;
@@ -561,26 +561,26 @@ UPIPE_API upipe_status upipe_ring_gather_start(upipe_ctx *c, const upipe_plan *p
     UPIPE_TRY(upi_ring_check(c, p));
     for (r = 0; r < d->ring; ++r) {
         size_t n = (size_t)upipe_shard_ring(d->layout, d->tokens, d->ring, r).n;
-        upi_a2a_segment(ring->list, &used, r, 1, k, mine * row_k, 0, (char *)all_k + before * row_k,
+        upi_msg_add(ring->list, &used, r, 1, k, mine * row_k, 0, (char *)all_k + before * row_k,
                         n * row_k, 0);
-        upi_a2a_segment(ring->list, &used, r, 1, v, mine * row_v, 0, (char *)all_v + before * row_v,
+        upi_msg_add(ring->list, &used, r, 1, v, mine * row_v, 0, (char *)all_v + before * row_v,
                         n * row_v, 0);
         before += n;
     }
     s = upipe_comm_start(c, ring, ring->list, used);
-    return s == UPIPE_OK ? UPIPE_OK : upi_unwind(c, s, mark);
+    return s == UPIPE_OK ? UPIPE_OK : upipe_unwind(c, s, mark);
 }
 
-/* upipe_ring_reduce -- the way back: gradients of every rank's block, from all ranks, summed at home in rank order
+/* upipe_ring_reduce_scatter -- the way back: gradients of every rank's block, from all ranks, summed at home in rank order
  *   all     f32 [ring rank][batch][tokens of that rank][kv_heads][d]
  *   sum     f32 [batch][S/R][kv_heads][d], written
- *   room    f32 of the size of sum, R times
+ *   buffer    f32 of the size of sum, R times
  *   d       elements of a head
  *   errors  ARG (another ring's plan, or an exchange is under way: nothing happens); others as
  *           upipe_comm_wait, and for these ring and team are aborted
  */
-UPIPE_API upipe_status upipe_ring_reduce(upipe_ctx *c, const upipe_plan *p, int kv_heads, int d, float *sum,
-                                         const float *all, float *room)
+UPIPE_API upipe_status upipe_ring_reduce_scatter(upipe_ctx *c, const upipe_plan *p, int kv_heads, int d, float *sum,
+                                         const float *all, float *buf)
 {
     const upipe_plan_desc *desc = &p->desc;
     const size_t row = (size_t)(desc->batch * kv_heads * d), mine = (size_t)p->seq * row;
@@ -592,16 +592,16 @@ UPIPE_API upipe_status upipe_ring_reduce(upipe_ctx *c, const upipe_plan *p, int 
     UPIPE_TRY(upi_ring_check(c, p));
     for (r = 0; r < desc->ring; ++r) {
         size_t n = (size_t)upipe_shard_ring(desc->layout, desc->tokens, desc->ring, r).n;
-        upi_a2a_segment(ring->list, &used, r, 1, all + before * row, n * row * 4, 0, room + (size_t)r * mine,
+        upi_msg_add(ring->list, &used, r, 1, all + before * row, n * row * 4, 0, buf + (size_t)r * mine,
                         mine * 4, 0);
         before += n;
     }
     s = upipe_comm_start(c, ring, ring->list, used);
     if (s == UPIPE_OK) s = upipe_comm_wait(c, ring);
     if (s == UPIPE_OK)
-        s = c->ops->sum(c, upipe_view_packed(sum, UPIPE_F32, p->seq * desc->batch * kv_heads, 1, d), room,
+        s = c->ops->sum(c, upipe_view_packed(sum, UPIPE_F32, p->seq * desc->batch * kv_heads, 1, d), buf,
                         (int64_t)mine, desc->ring, 0);
-    return s == UPIPE_OK ? UPIPE_OK : upi_unwind(c, s, mark);
+    return s == UPIPE_OK ? UPIPE_OK : upipe_unwind(c, s, mark);
 }
 
 #endif

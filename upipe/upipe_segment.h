@@ -12,7 +12,7 @@
  *   layer     weights and mask; its plan is not read
  *   desc      of the whole sequence, without a ring, and of this rank: desc.rank must be the team's. chunk =
  *             heads: FPDT; smaller: head chunks in sequence chunks. overlap: what passes by comes and goes on
- *             ctx->lane, while a segment attends
+ *             ctx->side_stream, while a segment attends
  *   segments  pi; at most tokens / ranks
  *   host      pool of the host's memory
  */
@@ -24,7 +24,7 @@ typedef struct upipe_fpdt {
 } upipe_fpdt;
 
 /* upipe_fpdt_saved -- what the forward leaves, in the host's memory; blocks of all segments have the size of the largest
- *   out      [segment] slots of final_out: [stage][rank][batch][T][n][dv]; in the backward dO, then dQ
+ *   out      [segment] slots of final_out: [stage][rank][batch][T][n][v_dim]; in the backward dO, then dQ
  *   q k v    [segment][stage] Q', [segment][round] K', V'
  *   lse      f32 [segment][stage]
  *   moved    bytes between host and device so far
@@ -40,11 +40,11 @@ typedef struct upipe_fpdt_saved {
  */
 UPIPE_API upipe_status upipe_fpdt_free(const upipe_fpdt *f, upipe_fpdt_saved *save, upipe_err *e)
 {
-    UPIPE_TRY(upipe_mem_give(f->host, save->out, e));
-    UPIPE_TRY(upipe_mem_give(f->host, save->q, e));
-    UPIPE_TRY(upipe_mem_give(f->host, save->k, e));
-    UPIPE_TRY(upipe_mem_give(f->host, save->v, e));
-    UPIPE_TRY(upipe_mem_give(f->host, save->lse, e));
+    UPIPE_TRY(upipe_mem_free(f->host, save->out, e));
+    UPIPE_TRY(upipe_mem_free(f->host, save->q, e));
+    UPIPE_TRY(upipe_mem_free(f->host, save->k, e));
+    UPIPE_TRY(upipe_mem_free(f->host, save->v, e));
+    UPIPE_TRY(upipe_mem_free(f->host, save->lse, e));
     memset(save, 0, sizeof *save);
     return UPIPE_OK;
 }
@@ -58,17 +58,17 @@ UPIPE_API upipe_status upipe_fpdt_plan(const upipe_fpdt *f, int i, upipe_plan *p
 {
     upipe_plan_desc d = f->desc;
     if (f->segments < 1 || d.tokens / f->segments < (d.ranks > 0 ? d.ranks : 1))
-        return upi_fail(e, UPIPE_ERR_ARG, "%lld tokens in %d segments over %d ranks", (long long)d.tokens,
+        return upipe_fail(e, UPIPE_ERR_ARG, "%lld tokens in %d segments over %d ranks", (long long)d.tokens,
                         f->segments, d.ranks);
-    if (i < 0 || i >= f->segments) return upi_fail(e, UPIPE_ERR_ARG, "segment %d of %d", i, f->segments);
+    if (i < 0 || i >= f->segments) return upipe_fail(e, UPIPE_ERR_ARG, "segment %d of %d", i, f->segments);
     if (d.ring > 1 || d.naive)
-        return upi_fail(e, UPIPE_ERR_UNSUPPORTED, "segments with %s",
+        return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "segments with %s",
                         d.ring > 1 ? "a ring" : "the naive order");
     d.overlap = 0; /* of stages */
     d.tokens = upipe_cut(f->desc.tokens, f->segments, i + 1) - upipe_cut(f->desc.tokens, f->segments, i);
     UPIPE_TRY(upipe_plan_init(p, &d, e));
-    if (p->schedule == UPIPE_SPANS && p->stages > 1)
-        return upi_fail(e, UPIPE_ERR_UNSUPPORTED,
+    if (p->schedule == UPIPE_UNEVEN && p->stages > 1)
+        return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
                         "segments in %d stages of %d/%d heads over %d ranks, which have no common rounds",
                         p->stages, d.heads, d.kv_heads, d.ranks);
     return UPIPE_OK;
@@ -91,7 +91,7 @@ typedef struct upi_fpdt_sizes {
     upipe_buffers b;
     upipe_plan_scratch s;
     size_t x, raw, delta;
-    size_t kv_home; /* of all key/value heads at their tokens, for one element of a head each */
+    size_t kv_tokens; /* of all key/value heads at their tokens, for one element of a head each */
     int stages, rounds, steps;
 } upi_fpdt_sizes;
 
@@ -116,46 +116,46 @@ UPIPE_API upipe_status upi_fpdt_measure(const upipe_fpdt *f, const upipe_ops *op
         last = n;
         UPIPE_TRY(upipe_fpdt_plan(f, i, &p, e));
         b = upipe_plan_buffers(&p);
-        for (k = 0; k < sizeof b / sizeof *from; ++k) to[k] = upi_most(to[k], from[k]);
+        for (k = 0; k < sizeof b / sizeof *from; ++k) to[k] = upipe_max_bytes(to[k], from[k]);
         layer.plan = &p;
         s = upipe_layer_scratch(ops, &layer, 1);
-        z->s.gemm = upi_most(z->s.gemm, s.gemm);
-        z->s.attn_fwd = upi_most(z->s.attn_fwd, s.attn_fwd);
-        z->s.attn_bwd = upi_most(z->s.attn_bwd, s.attn_bwd);
+        z->s.gemm = upipe_max_bytes(z->s.gemm, s.gemm);
+        z->s.attn_fwd = upipe_max_bytes(z->s.attn_fwd, s.attn_fwd);
+        z->s.attn_bwd = upipe_max_bytes(z->s.attn_bwd, s.attn_bwd);
         z->s.tile_rows = s.tile_rows > z->s.tile_rows ? s.tile_rows : z->s.tile_rows;
         z->s.qk_norm = s.qk_norm;
         for (stage = 0; stage < p.stages; ++stage)
-            z->delta = upi_most(z->delta, (size_t)(p.rows * upipe_plan_buffer(&p, UPIPE_Q, stage)) * 4);
+            z->delta = upipe_max_bytes(z->delta, (size_t)(p.rows * upipe_plan_buffer(&p, UPIPE_A2A_Q, stage)) * 4);
         for (stage = 0; stage < p.stages; ++stage)
-            for (rank = 0; upi_next_heads(&p, UPIPE_Q, stage, &rank, &h);)
-                z->raw = upi_most(z->raw, upi_heads_bytes(&p, h, UPI_Q));
-        z->x = upi_most(z->x, upipe_plan_unit_bytes(&p));
-        z->kv_home = upi_most(z->kv_home, upipe_plan_rows_bytes(&p, p.desc.kv_heads, 1));
+            for (rank = 0; upi_next_heads(&p, UPIPE_A2A_Q, stage, &rank, &h);)
+                z->raw = upipe_max_bytes(z->raw, upi_heads_bytes(&p, h, UPI_PROJ_Q));
+        z->x = upipe_max_bytes(z->x, upipe_plan_unit_bytes(&p));
+        z->kv_tokens = upipe_max_bytes(z->kv_tokens, upipe_plan_rows_bytes(&p, p.desc.kv_heads, 1));
     }
     z->stages = p.stages;
-    z->rounds = p.schedule == UPIPE_SPANS ? 1 : p.rounds;
-    z->steps = p.schedule == UPIPE_SPANS ? 1 : p.steps;
+    z->rounds = p.schedule == UPIPE_UNEVEN ? 1 : p.rounds;
+    z->steps = p.schedule == UPIPE_UNEVEN ? 1 : p.steps;
     z->b.sum_o = z->b.o / upipe_dtype_bytes(f->desc.dtype) * 4;
     z->b.sum_q = z->b.q / upipe_dtype_bytes(f->desc.dtype) * 4;
     return UPIPE_OK;
 }
 
 /* Q', dO', dQ', lse and delta of a stage and a segment: half of one block of the device's memory. */
-UPIPE_API size_t upi_fpdt_visit_bytes(const upi_fpdt_sizes *z)
+UPIPE_API size_t upi_fpdt_fetch_bytes(const upi_fpdt_sizes *z)
 {
     return z->b.q + z->b.o + z->b.sum_q + 2 * z->b.stat;
 }
 
 /* Where visitor 0 or 1 lies in the block. Both lots of lse and delta come last: rows of the others stay at
  * multiples of 16 bytes, as kernels want them. */
-UPIPE_API void upi_fpdt_visit(const upi_fpdt_sizes *z, char *rooms, int which, upipe_ring_part *part)
+UPIPE_API void upi_fpdt_fetched(const upi_fpdt_sizes *z, char *bufs, int which, upipe_ring_part *part)
 {
     const size_t rows = z->b.q + z->b.o + z->b.sum_q;
-    part->q = rooms + (size_t)which * rows;
-    part->go = upi_offset(part->q, z->b.q);
-    part->gq = upi_offset(part->go, z->b.o);
-    part->lse = (float *)upi_offset(rooms, 2 * (rows + (size_t)which * z->b.stat));
-    part->delta = (float *)upi_offset(part->lse, z->b.stat);
+    part->q = bufs + (size_t)which * rows;
+    part->dout = upipe_offset(part->q, z->b.q);
+    part->dq = upipe_offset(part->dout, z->b.o);
+    part->lse = (float *)upipe_offset(bufs, 2 * (rows + (size_t)which * z->b.stat));
+    part->delta = (float *)upipe_offset(part->lse, z->b.stat);
 }
 
 /* Whether a query of segment i may see a key of segment j. */
@@ -219,7 +219,7 @@ UPIPE_API upipe_status upi_fpdt_reorder(upipe_ctx *c, const upipe_fpdt *f, void 
     int i, stage, rank;
     UPIPE_TRY(upi_fpdt_measure(f, c->ops, &z, &c->err));
     if (slots == NULL || natural == NULL)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "%s NULL", slots == NULL ? "the slots are" : "the heads are");
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s NULL", slots == NULL ? "the slots are" : "the heads are");
     for (i = 0; i < f->segments; ++i) {
         UPIPE_TRY(upipe_fpdt_plan(f, i, &p, &c->err));
         for (stage = 0; stage < p.stages; ++stage) {
@@ -241,7 +241,7 @@ UPIPE_API upipe_status upi_fpdt_reorder(upipe_ctx *c, const upipe_fpdt *f, void 
 }
 
 /* upipe_fpdt_gather -- dst = what slots in the host's memory hold, heads in natural order
- *   dst     host, [segment][batch][T][H*dv] of the given type
+ *   dst     host, [segment][batch][T][H*v_dim] of the given type
  *   slots   save->out, or its gradient
  *   errors  as upipe_fpdt_plan; ARG for NULL
  */
@@ -261,7 +261,7 @@ UPIPE_API upipe_status upipe_fpdt_scatter(upipe_ctx *c, const upipe_fpdt *f, voi
 /* ---- bytes ---- */
 
 /* upipe_fpdt_bytes -- exact live bytes of the device by phase, and of the host's pool at its peak (the forward's results
- *                     and what the backward parks; not x, gx and gout, which are the caller's)
+ *                     and what the backward parks; not x, dx and dout, which are the caller's)
  *   errors  as upipe_fpdt_plan
  */
 UPIPE_API upipe_status upipe_fpdt_bytes(const upipe_fpdt *f, const upipe_ops *ops, upipe_bytes *r,
@@ -269,7 +269,7 @@ UPIPE_API upipe_status upipe_fpdt_bytes(const upipe_fpdt *f, const upipe_ops *op
 {
     upi_fpdt_sizes z;
     upipe_plan p;
-    size_t element, norm, kv, grads, home, raw_k;
+    size_t element, norm, kv, grads, tokens_grad, raw_k;
     int i;
     UPIPE_TRY(upi_fpdt_measure(f, ops, &z, e));
     UPIPE_TRY(upipe_fpdt_plan(f, 0, &p, e));
@@ -277,31 +277,31 @@ UPIPE_API upipe_status upipe_fpdt_bytes(const upipe_fpdt *f, const upipe_ops *op
     element = upipe_dtype_bytes(p.desc.dtype);
     kv = z.b.k + z.b.v;
     norm = z.s.qk_norm ? (size_t)((p.desc.heads + p.desc.kv_heads) * p.desc.head_dim) * 4 : 0;
-    r->intermediate_fwd = kv + z.b.q + upi_most(z.b.kv_send, z.b.send);
+    r->intermediate_fwd = kv + z.b.q + upipe_max_bytes(z.b.kv_send, z.b.send);
     r->phase[UPIPE_FWD_IN] = r->intermediate_fwd + z.x + z.s.gemm;
     r->phase[UPIPE_FWD_ATTN] = 3 * kv + z.b.q + z.b.sum_o + z.b.stat + z.s.attn_fwd;
     r->phase[UPIPE_FWD_OUT] = z.b.sum_o + z.b.stat + z.b.o + z.b.slot;
 
     r->phase[UPIPE_BWD_BEFORE] = norm;
-    r->phase[UPIPE_BWD_OUT] = norm + 2 * z.b.slot + z.delta + upi_most(z.b.o, z.b.stat);
-    grads = z.b.gk + z.b.gv;
-    r->phase[UPIPE_BWD_ATTN] = norm + kv + grads + 2 * upi_fpdt_visit_bytes(&z) + z.s.attn_bwd;
-    raw_k = z.s.qk_norm ? z.b.home_k : 0;
+    r->phase[UPIPE_BWD_OUT] = norm + 2 * z.b.slot + z.delta + upipe_max_bytes(z.b.o, z.b.stat);
+    grads = z.b.dk + z.b.dv;
+    r->phase[UPIPE_BWD_ATTN] = norm + kv + grads + 2 * upi_fpdt_fetch_bytes(&z) + z.s.attn_bwd;
+    raw_k = z.s.qk_norm ? z.b.token_dk : 0;
     for (i = 0; i < 2; ++i) {
-        size_t sum = i == 0 ? z.b.home_k : z.b.home_v, cast = i == 0 ? z.b.k : z.b.v;
-        if (p.kv_partial) cast = z.b.partial + (upi_parks_sums(&p) ? sum / element * 4 : 0);
-        home = norm + grads + z.x + sum + upi_most(cast, (i == 0 ? raw_k : 0) + z.s.gemm);
-        r->phase[UPIPE_BWD_IN] = upi_most(r->phase[UPIPE_BWD_IN], home);
+        size_t sum = i == 0 ? z.b.token_dk : z.b.token_dv, cast = i == 0 ? z.b.k : z.b.v;
+        if (p.kv_partial) cast = z.b.partial + (upi_dkv_accumulates(&p) ? sum / element * 4 : 0);
+        tokens_grad = norm + grads + z.x + sum + upipe_max_bytes(cast, (i == 0 ? raw_k : 0) + z.s.gemm);
+        r->phase[UPIPE_BWD_IN] = upipe_max_bytes(r->phase[UPIPE_BWD_IN], tokens_grad);
     }
-    home = norm + z.b.sum_q + z.x + z.b.slot + upi_most(z.b.q, (z.s.qk_norm ? z.raw : 0) + z.s.gemm);
-    r->phase[UPIPE_BWD_IN] = upi_most(r->phase[UPIPE_BWD_IN], home);
-    home = z.b.slot * (size_t)z.stages + z.kv_home * (size_t)(p.desc.head_dim + p.desc.v_dim) + z.x +
+    tokens_grad = norm + z.b.sum_q + z.x + z.b.slot + upipe_max_bytes(z.b.q, (z.s.qk_norm ? z.raw : 0) + z.s.gemm);
+    r->phase[UPIPE_BWD_IN] = upipe_max_bytes(r->phase[UPIPE_BWD_IN], tokens_grad);
+    tokens_grad = z.b.slot * (size_t)z.stages + z.kv_tokens * (size_t)(p.desc.head_dim + p.desc.v_dim) + z.x +
            (size_t)(z.s.tile_rows * p.desc.model_dim) * 4 + z.s.gemm;
-    r->phase[UPIPE_BWD_IN] = upi_most(r->phase[UPIPE_BWD_IN], home);
-    for (i = 0; i < UPIPE_PHASES; ++i) r->peak = upi_most(r->peak, r->phase[i]);
+    r->phase[UPIPE_BWD_IN] = upipe_max_bytes(r->phase[UPIPE_BWD_IN], tokens_grad);
+    for (i = 0; i < UPIPE_PHASES; ++i) r->peak = upipe_max_bytes(r->peak, r->phase[i]);
 
     *host = (z.b.slot + z.b.q + 2 * z.b.stat + z.b.o + z.b.sum_q) * (size_t)z.stages + kv * (size_t)z.rounds +
-            z.kv_home * (size_t)(p.desc.head_dim + p.desc.v_dim);
+            z.kv_tokens * (size_t)(p.desc.head_dim + p.desc.v_dim);
     if (z.steps > 1) *host += grads; /* those of a round's keys and values, between its stages */
     *host *= (size_t)f->segments;
     return UPIPE_OK;

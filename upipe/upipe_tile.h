@@ -5,8 +5,8 @@
  * whole. The backward computes a tile's intermediates again.
  *
  *     upipe_mlp_fwd(&ctx, &mlp, y, x);         y = x + down(silu(gate(n)) * up(n)), n = norm(x)
- *     upipe_loss_bwd(&ctx, &head, gx, &grads, losses, x, targets);     losses, and all their gradients
- *     upipe_mlp_bwd(&ctx, &mlp, gx, &grads, gy, x);            gx may be gy
+ *     upipe_loss_bwd(&ctx, &head, dx, &grads, losses, x, targets);     losses, and all their gradients
+ *     upipe_mlp_bwd(&ctx, &mlp, dx, &grads, dy, x);            dx may be dy
  *
  * RMS norm and RoPE need no scratch: they are entries of the compute table (rmsnorm, rope), each with its
  * backward.
@@ -26,7 +26,7 @@ enum { UPIPE_TILE_LOSS_ROWS = 64 }; /* the default tile of logits has these at l
 
 /* upipe_mlp -- a SwiGLU MLP; zero fields are defaults
  *   w_gate w_up  [hidden][D];  w_down  [D][hidden]; of x's type
- *   gain         f32 [D]: RMS norm of x before; NULL = none
+ *   norm weight         f32 [D]: RMS norm of x before; NULL = none
  *   norm_eps     of this norm; 0 without it
  *   hidden       width of the hidden layer, F
  *   residual     nonzero: x is added to the result
@@ -34,7 +34,7 @@ enum { UPIPE_TILE_LOSS_ROWS = 64 }; /* the default tile of logits has these at l
  */
 typedef struct upipe_mlp {
     const void *w_gate, *w_up, *w_down;
-    const float *gain;
+    const float *norm_weight;
     int64_t hidden;
     float norm_eps;
     int residual;
@@ -43,19 +43,19 @@ typedef struct upipe_mlp {
 
 /* Gradients, f32, shapes of the weights, +=; NULL = not wanted. */
 typedef struct upipe_mlp_grads {
-    float *w_gate, *w_up, *w_down, *gain;
+    float *w_gate, *w_up, *w_down, *norm_weight;
 } upipe_mlp_grads;
 
 /* upipe_head -- final norm, projection to logits, softmax cross-entropy; zero fields are defaults
  *   w           [vocab][D], of x's type
- *   gain norm_eps  as in upipe_mlp
+ *   norm weight norm_eps  as in upipe_mlp
  *   scale       of all gradients, the weights' too: 1 / (valid targets of all ranks) for their mean. Not of
  *               the losses. 0 = 1
  *   tile_bytes  as in upipe_mlp; 0 = D * D / vocab rows, at most D, at least UPIPE_TILE_LOSS_ROWS
  */
 typedef struct upipe_head {
     const void *w;
-    const float *gain;
+    const float *norm_weight;
     int64_t vocab;
     float norm_eps, scale;
     size_t tile_bytes;
@@ -63,7 +63,7 @@ typedef struct upipe_head {
 
 /* Gradients, f32, +=; NULL = not wanted. */
 typedef struct upipe_head_grads {
-    float *w, *gain;
+    float *w, *norm_weight;
 } upipe_head_grads;
 
 /* ---- tiles ---- */
@@ -80,7 +80,7 @@ UPIPE_API upipe_status upi_tiles_sizes(int64_t rows, int64_t dim, int64_t wide, 
                                        upipe_err *e)
 {
     if (rows >= 0 && dim >= 1 && dim <= INT32_MAX && wide >= 1 && wide <= INT32_MAX) return UPIPE_OK;
-    return upi_fail(e, UPIPE_ERR_ARG, "%s: %lld rows of %lld elements, %lld wide inside", what,
+    return upipe_fail(e, UPIPE_ERR_ARG, "%s: %lld rows of %lld elements, %lld wide inside", what,
                     (long long)rows, (long long)dim, (long long)wide);
 }
 
@@ -92,10 +92,10 @@ UPIPE_API upipe_status upi_tiles_fit(upi_tiling *t, int64_t rows, int64_t standa
     int64_t fit = budget > 0 ? (int64_t)(budget / t->row) : standard, bytes;
     t->rows = fit < rows ? fit : rows;
     if (fit < 1)
-        return upi_fail(e, UPIPE_ERR_ARG, "%s: a tile of one row takes %zu bytes, tile_bytes allows %zu",
+        return upipe_fail(e, UPIPE_ERR_ARG, "%s: a tile of one row takes %zu bytes, tile_bytes allows %zu",
                         what, t->row, budget);
-    if (!upi_mul(&bytes, t->rows, (int64_t)t->row))
-        return upi_fail(e, UPIPE_ERR_OVERFLOW, "%s: a tile of %lld rows of %zu bytes", what,
+    if (!upipe_mul(&bytes, t->rows, (int64_t)t->row))
+        return upipe_fail(e, UPIPE_ERR_OVERFLOW, "%s: a tile of %lld rows of %zu bytes", what,
                         (long long)t->rows, t->row);
     return UPIPE_OK;
 }
@@ -128,14 +128,14 @@ UPIPE_API size_t upi_tiles_product(const upipe_ops *ops, upipe_dtype out, upipe_
                             ops->gemm_bytes(ops, dw, y, x, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
 }
 
-/* x is a matrix of this type and width, with room. */
+/* x is a matrix of this type and width, with buffer. */
 UPIPE_API upipe_status upi_tiles_check(upipe_ctx *c, const char *call, const char *name, upipe_view v,
                                        upipe_view like)
 {
     if (v.h == 1 && v.n == like.n && v.d == like.d && v.dtype == like.dtype && v.n >= 0 && v.d >= 1 &&
         (v.data != NULL || v.n == 0))
         return UPIPE_OK;
-    return upi_fail(&c->err, UPIPE_ERR_ARG, "%s: %s is %s [%lld][%d][%d]%s, not %s [%lld][1][%d]", call, name,
+    return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: %s is %s [%lld][%d][%d]%s, not %s [%lld][1][%d]", call, name,
                     upipe_dtype_name(v.dtype), (long long)v.n, v.h, v.d, v.data == NULL ? " at NULL" : "",
                     upipe_dtype_name(like.dtype), (long long)like.n, like.d);
 }
@@ -146,39 +146,39 @@ UPIPE_API upipe_status upi_tiles_check_alias(upipe_ctx *c, const char *call, con
                                              const char *from, upipe_view x)
 {
     if (x.n < 2 || y.data != x.data || y.n_step == x.n_step) return UPIPE_OK;
-    return upi_fail(&c->err, UPIPE_ERR_ARG, "%s: %s, of step %lld, lies over %s, of step %lld", call, to,
+    return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: %s, of step %lld, lies over %s, of step %lld", call, to,
                     (long long)y.n_step, from, (long long)x.n_step);
 }
 
-UPIPE_API upipe_status upi_tiles_norm_check(upipe_ctx *c, const char *call, const float *gain, float eps,
-                                            const float *gain_grad)
+UPIPE_API upipe_status upi_tiles_norm_check(upipe_ctx *c, const char *call, const float *norm_weight, float eps,
+                                            const float *norm_weight_grad)
 {
     if (!(eps >= 0) || !__builtin_isfinite(eps))
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "%s: norm_eps %g", call, (double)eps);
-    if (gain == NULL && (eps != 0 || gain_grad != NULL))
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "%s: %s without the gain of a norm", call,
-                        eps != 0 ? "norm_eps" : "a gradient of the gain");
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: norm_eps %g", call, (double)eps);
+    if (norm_weight == NULL && (eps != 0 || norm_weight_grad != NULL))
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: %s without the norm weight of a norm", call,
+                        eps != 0 ? "norm_eps" : "a gradient of the norm weight");
     return UPIPE_OK;
 }
 
 /* Blocks of one call. wide: the MLP's gate, up and hidden layer; or the logits and their gradient. */
-typedef struct upi_tiles_room {
+typedef struct upi_tiles_buf {
     void *norm, *wide[3], *sum, *work;
-} upi_tiles_room;
+} upi_tiles_buf;
 
-UPIPE_API upipe_status upi_tiles_take(upipe_ctx *c, void **out, int64_t rows, int64_t columns, size_t element,
+UPIPE_API upipe_status upi_tiles_alloc(upipe_ctx *c, void **out, int64_t rows, int64_t columns, size_t element,
                                       const char *tag)
 {
-    return upipe_mem_take(c->mem, out, (size_t)(rows * columns) * element, tag, &c->err);
+    return upipe_mem_alloc(c->mem, out, (size_t)(rows * columns) * element, tag, &c->err);
 }
 
-UPIPE_API upipe_status upi_tiles_give(upipe_ctx *c, upi_tiles_room *room)
+UPIPE_API upipe_status upi_tiles_free(upipe_ctx *c, upi_tiles_buf *buf)
 {
     int i;
-    UPIPE_TRY(upipe_mem_give(c->mem, room->norm, &c->err));
-    for (i = 0; i < 3; ++i) UPIPE_TRY(upipe_mem_give(c->mem, room->wide[i], &c->err));
-    UPIPE_TRY(upipe_mem_give(c->mem, room->sum, &c->err));
-    return upipe_mem_give(c->mem, room->work, &c->err);
+    UPIPE_TRY(upipe_mem_free(c->mem, buf->norm, &c->err));
+    for (i = 0; i < 3; ++i) UPIPE_TRY(upipe_mem_free(c->mem, buf->wide[i], &c->err));
+    UPIPE_TRY(upipe_mem_free(c->mem, buf->sum, &c->err));
+    return upipe_mem_free(c->mem, buf->work, &c->err);
 }
 
 /* ---- MLP ---- */
@@ -187,7 +187,7 @@ UPIPE_API upipe_status upi_mlp_tiling(upi_tiling *t, const upipe_ops *ops, const
                                       int backward, upipe_err *e)
 {
     size_t el = upipe_dtype_bytes(x.dtype), dim = (size_t)x.d, hidden = (size_t)m->hidden;
-    t->row = (m->gain != NULL ? dim * el : 0) + (backward ? 3 : 2) * hidden * el + dim * 4;
+    t->row = (m->norm_weight != NULL ? dim * el : 0) + (backward ? 3 : 2) * hidden * el + dim * 4;
     UPIPE_TRY(upi_tiles_fit(t, x.n, x.d, m->tile_bytes, backward ? "mlp_bwd" : "mlp_fwd", e));
     /* gate and up; then down, whose input's gradient has x's type */
     t->products = upi_tiles_larger(
@@ -213,17 +213,17 @@ UPIPE_API upipe_status upipe_mlp_bytes(size_t *bytes, const upipe_ops *ops, cons
 }
 
 UPIPE_API upipe_status upi_mlp_check(upipe_ctx *c, const char *call, const upipe_mlp *m, upipe_view x,
-                                     const float *gain_grad)
+                                     const float *norm_weight_grad)
 {
     upipe_view like = x;
     like.h = 1;
     UPIPE_TRY(upi_tiles_check(c, call, "x", x, like));
     if (m->w_gate == NULL || m->w_up == NULL || m->w_down == NULL)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "%s: w_gate, w_up or w_down is NULL", call);
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: w_gate, w_up or w_down is NULL", call);
     if (m->hidden < 1 || m->hidden > INT32_MAX)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "%s: a hidden layer of %lld elements", call,
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: a hidden layer of %lld elements", call,
                         (long long)m->hidden);
-    return upi_tiles_norm_check(c, call, m->gain, m->norm_eps, gain_grad);
+    return upi_tiles_norm_check(c, call, m->norm_weight, m->norm_eps, norm_weight_grad);
 }
 
 /* A weight as the table takes it; entries only read it. */
@@ -232,56 +232,56 @@ UPIPE_API upipe_view upi_tiles_weight(const void *w, upipe_dtype dtype, int64_t 
     return upipe_view_packed((void *)(uintptr_t)w, dtype, rows, 1, (int32_t)columns);
 }
 
-UPIPE_API upipe_status upi_mlp_take(upipe_ctx *c, upi_tiles_room *room, const upipe_mlp *m,
+UPIPE_API upipe_status upi_mlp_alloc(upipe_ctx *c, upi_tiles_buf *buf, const upipe_mlp *m,
                                     const upi_tiling *t, upipe_view x, int backward)
 {
     size_t el = upipe_dtype_bytes(x.dtype);
-    memset(room, 0, sizeof *room);
-    if (m->gain != NULL) UPIPE_TRY(upi_tiles_take(c, &room->norm, t->rows, x.d, el, "mlp_norm"));
-    UPIPE_TRY(upi_tiles_take(c, &room->wide[0], t->rows, m->hidden, el, "mlp_gate"));
-    UPIPE_TRY(upi_tiles_take(c, &room->wide[1], t->rows, m->hidden, el, "mlp_up"));
-    if (backward) UPIPE_TRY(upi_tiles_take(c, &room->wide[2], t->rows, m->hidden, el, "mlp_hidden"));
-    UPIPE_TRY(upi_tiles_take(c, &room->sum, t->rows, x.d, 4, "mlp_sum"));
-    return upipe_mem_take(c->mem, &room->work, t->products, "mlp_work", &c->err);
+    memset(buf, 0, sizeof *buf);
+    if (m->norm_weight != NULL) UPIPE_TRY(upi_tiles_alloc(c, &buf->norm, t->rows, x.d, el, "mlp_norm"));
+    UPIPE_TRY(upi_tiles_alloc(c, &buf->wide[0], t->rows, m->hidden, el, "mlp_gate"));
+    UPIPE_TRY(upi_tiles_alloc(c, &buf->wide[1], t->rows, m->hidden, el, "mlp_up"));
+    if (backward) UPIPE_TRY(upi_tiles_alloc(c, &buf->wide[2], t->rows, m->hidden, el, "mlp_hidden"));
+    UPIPE_TRY(upi_tiles_alloc(c, &buf->sum, t->rows, x.d, 4, "mlp_sum"));
+    return upipe_mem_alloc(c->mem, &buf->work, t->products, "mlp_work", &c->err);
 }
 
 /* Rows of x, normed where there is a norm, and both their projections. */
 UPIPE_API upipe_status upi_mlp_project(upipe_ctx *c, const upipe_mlp *m, const upi_tiling *t,
-                                       const upi_tiles_room *room, upipe_view x, upipe_view *n,
+                                       const upi_tiles_buf *buf, upipe_view x, upipe_view *n,
                                        upipe_view *gate, upipe_view *up)
 {
     *n = x;
-    if (m->gain != NULL) {
-        *n = upipe_view_packed(room->norm, x.dtype, x.n, 1, x.d);
-        UPIPE_TRY(c->ops->rmsnorm(c, *n, x, m->gain, m->norm_eps));
+    if (m->norm_weight != NULL) {
+        *n = upipe_view_packed(buf->norm, x.dtype, x.n, 1, x.d);
+        UPIPE_TRY(c->ops->rmsnorm(c, *n, x, m->norm_weight, m->norm_eps));
     }
-    *gate = upipe_view_packed(room->wide[0], x.dtype, x.n, 1, (int32_t)m->hidden);
-    *up = upipe_view_packed(room->wide[1], x.dtype, x.n, 1, (int32_t)m->hidden);
+    *gate = upipe_view_packed(buf->wide[0], x.dtype, x.n, 1, (int32_t)m->hidden);
+    *up = upipe_view_packed(buf->wide[1], x.dtype, x.n, 1, (int32_t)m->hidden);
     UPIPE_TRY(c->ops->gemm(c, *gate, *n, upi_tiles_weight(m->w_gate, x.dtype, m->hidden, x.d),
-                           UPIPE_GEMM_TRANS_B, room->work, t->products));
+                           UPIPE_GEMM_TRANS_B, buf->work, t->products));
     return c->ops->gemm(c, *up, *n, upi_tiles_weight(m->w_up, x.dtype, m->hidden, x.d), UPIPE_GEMM_TRANS_B,
-                        room->work, t->products);
+                        buf->work, t->products);
 }
 
 UPIPE_API upipe_status upi_mlp_fwd(upipe_ctx *c, const upipe_mlp *m, upipe_view y, upipe_view x)
 {
     upi_tiling t;
-    upi_tiles_room room;
+    upi_tiles_buf buf;
     int64_t row;
     UPIPE_TRY(upi_mlp_tiling(&t, c->ops, m, x, 0, &c->err));
-    UPIPE_TRY(upi_mlp_take(c, &room, m, &t, x, 0));
+    UPIPE_TRY(upi_mlp_alloc(c, &buf, m, &t, x, 0));
     for (row = 0; row < x.n; row += t.rows) {
         int64_t rows = x.n - row < t.rows ? x.n - row : t.rows;
         upipe_view from = upipe_view_rows(x, row, rows), to = upipe_view_rows(y, row, rows), n, gate, up;
-        upipe_view sum = upipe_view_packed(room.sum, UPIPE_F32, rows, 1, x.d);
-        UPIPE_TRY(upi_mlp_project(c, m, &t, &room, from, &n, &gate, &up));
+        upipe_view sum = upipe_view_packed(buf.sum, UPIPE_F32, rows, 1, x.d);
+        UPIPE_TRY(upi_mlp_project(c, m, &t, &buf, from, &n, &gate, &up));
         UPIPE_TRY(c->ops->swiglu(c, gate, gate, up));
         UPIPE_TRY(c->ops->gemm(c, sum, gate, upi_tiles_weight(m->w_down, x.dtype, x.d, m->hidden),
-                               UPIPE_GEMM_TRANS_B, room.work, t.products));
+                               UPIPE_GEMM_TRANS_B, buf.work, t.products));
         if (m->residual && to.data != from.data) UPIPE_TRY(c->ops->cast(c, to, from));
         UPIPE_TRY(m->residual ? c->ops->add(c, to, sum) : c->ops->cast(c, to, sum));
     }
-    return upi_tiles_give(c, &room);
+    return upi_tiles_free(c, &buf);
 }
 
 /* upipe_mlp_fwd -- y = [x +] down(silu(gate(n)) * up(n)), n = norm(x) or x
@@ -306,76 +306,76 @@ UPIPE_API upipe_status upipe_mlp_fwd(upipe_ctx *c, const upipe_mlp *m, upipe_vie
 
 /* Gradient of n, in f32, from those of gate and up; and their weights'. */
 UPIPE_API upipe_status upi_mlp_back(upipe_ctx *c, const upipe_mlp *m, const upi_tiling *t,
-                                    const upi_tiles_room *room, upipe_view sum, const upipe_mlp_grads *g,
+                                    const upi_tiles_buf *buf, upipe_view sum, const upipe_mlp_grads *g,
                                     upipe_view n, upipe_view gate, upipe_view up)
 {
     const int into = UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE;
     if (g->w_gate != NULL)
         UPIPE_TRY(c->ops->gemm(c, upipe_view_packed(g->w_gate, UPIPE_F32, m->hidden, 1, n.d), gate, n, into,
-                               room->work, t->products));
+                               buf->work, t->products));
     if (g->w_up != NULL)
         UPIPE_TRY(c->ops->gemm(c, upipe_view_packed(g->w_up, UPIPE_F32, m->hidden, 1, n.d), up, n, into,
-                               room->work, t->products));
-    UPIPE_TRY(c->ops->gemm(c, sum, gate, upi_tiles_weight(m->w_gate, n.dtype, m->hidden, n.d), 0, room->work,
+                               buf->work, t->products));
+    UPIPE_TRY(c->ops->gemm(c, sum, gate, upi_tiles_weight(m->w_gate, n.dtype, m->hidden, n.d), 0, buf->work,
                            t->products));
     return c->ops->gemm(c, sum, up, upi_tiles_weight(m->w_up, n.dtype, m->hidden, n.d), UPIPE_GEMM_ACCUMULATE,
-                        room->work, t->products);
+                        buf->work, t->products);
 }
 
-UPIPE_API upipe_status upi_mlp_bwd(upipe_ctx *c, const upipe_mlp *m, upipe_view gx, const upipe_mlp_grads *g,
-                                   upipe_view gy, upipe_view x)
+UPIPE_API upipe_status upi_mlp_bwd(upipe_ctx *c, const upipe_mlp *m, upipe_view dx, const upipe_mlp_grads *g,
+                                   upipe_view dy, upipe_view x)
 {
     upi_tiling t;
-    upi_tiles_room room;
+    upi_tiles_buf buf;
     int64_t row;
     UPIPE_TRY(upi_mlp_tiling(&t, c->ops, m, x, 1, &c->err));
-    UPIPE_TRY(upi_mlp_take(c, &room, m, &t, x, 1));
+    UPIPE_TRY(upi_mlp_alloc(c, &buf, m, &t, x, 1));
     for (row = 0; row < x.n; row += t.rows) {
         int64_t rows = x.n - row < t.rows ? x.n - row : t.rows;
-        upipe_view from = upipe_view_rows(x, row, rows), above = upipe_view_rows(gy, row, rows), n, gate, up;
-        upipe_view below = upipe_view_rows(gx, row, rows);
-        upipe_view sum = upipe_view_packed(room.sum, UPIPE_F32, rows, 1, x.d);
-        upipe_view hidden = upipe_view_packed(room.wide[2], x.dtype, rows, 1, (int32_t)m->hidden);
-        UPIPE_TRY(upi_mlp_project(c, m, &t, &room, from, &n, &gate, &up));
+        upipe_view from = upipe_view_rows(x, row, rows), above = upipe_view_rows(dy, row, rows), n, gate, up;
+        upipe_view below = upipe_view_rows(dx, row, rows);
+        upipe_view sum = upipe_view_packed(buf.sum, UPIPE_F32, rows, 1, x.d);
+        upipe_view hidden = upipe_view_packed(buf.wide[2], x.dtype, rows, 1, (int32_t)m->hidden);
+        UPIPE_TRY(upi_mlp_project(c, m, &t, &buf, from, &n, &gate, &up));
         if (g->w_down != NULL) {
             UPIPE_TRY(c->ops->swiglu(c, hidden, gate, up));
             UPIPE_TRY(c->ops->gemm(c, upipe_view_packed(g->w_down, UPIPE_F32, x.d, 1, (int32_t)m->hidden),
-                                   above, hidden, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE, room.work,
+                                   above, hidden, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE, buf.work,
                                    t.products));
         }
         UPIPE_TRY(c->ops->gemm(c, hidden, above, upi_tiles_weight(m->w_down, x.dtype, x.d, m->hidden), 0,
-                               room.work, t.products));
+                               buf.work, t.products));
         UPIPE_TRY(c->ops->swiglu_bwd(c, gate, up, hidden));
-        UPIPE_TRY(upi_mlp_back(c, m, &t, &room, sum, g, n, gate, up));
+        UPIPE_TRY(upi_mlp_back(c, m, &t, &buf, sum, g, n, gate, up));
         if (m->residual && below.data != above.data) UPIPE_TRY(c->ops->cast(c, below, above));
-        if (m->gain != NULL)
-            UPIPE_TRY(c->ops->rmsnorm_bwd(c, below, sum, from, m->gain, m->norm_eps, g->gain, m->residual));
+        if (m->norm_weight != NULL)
+            UPIPE_TRY(c->ops->rmsnorm_bwd(c, below, sum, from, m->norm_weight, m->norm_eps, g->norm_weight, m->residual));
         else
             UPIPE_TRY(m->residual ? c->ops->add(c, below, sum) : c->ops->cast(c, below, sum));
     }
-    return upi_tiles_give(c, &room);
+    return upi_tiles_free(c, &buf);
 }
 
 /* upipe_mlp_bwd -- gradients of upipe_mlp_fwd, whose intermediates it computes again
- *   gx      [rows][1][D] view of x's type: the gradient of x, written; may be gy, otherwise overlaps neither
+ *   dx      [rows][1][D] view of x's type: the gradient of x, written; may be dy, otherwise overlaps neither
  *   grads   of the weights, += over the tokens in order
- *   gy      gradient of y
+ *   dy      gradient of y
  *   x       the forward's
  *   bytes   takes upipe_mlp_bytes(..., 1)
- *   errors  ARG, MEMORY; the pool is then as before, gx and the gradients are not defined
+ *   errors  ARG, MEMORY; the pool is then as before, dx and the gradients are not defined
  */
-UPIPE_API upipe_status upipe_mlp_bwd(upipe_ctx *c, const upipe_mlp *m, upipe_view gx,
-                                     const upipe_mlp_grads *grads, upipe_view gy, upipe_view x)
+UPIPE_API upipe_status upipe_mlp_bwd(upipe_ctx *c, const upipe_mlp *m, upipe_view dx,
+                                     const upipe_mlp_grads *grads, upipe_view dy, upipe_view x)
 {
     int64_t mark = upipe_mem_mark(c->mem);
     upipe_status s;
-    UPIPE_TRY(upi_mlp_check(c, "mlp_bwd", m, x, grads->gain));
-    UPIPE_TRY(upi_tiles_check(c, "mlp_bwd", "gx", gx, x));
-    UPIPE_TRY(upi_tiles_check(c, "mlp_bwd", "gy", gy, x));
-    UPIPE_TRY(upi_tiles_check_alias(c, "mlp_bwd", "gx", gx, "gy", gy));
+    UPIPE_TRY(upi_mlp_check(c, "mlp_bwd", m, x, grads->norm_weight));
+    UPIPE_TRY(upi_tiles_check(c, "mlp_bwd", "dx", dx, x));
+    UPIPE_TRY(upi_tiles_check(c, "mlp_bwd", "gy", dy, x));
+    UPIPE_TRY(upi_tiles_check_alias(c, "mlp_bwd", "dx", dx, "gy", dy));
     if (x.n == 0) return UPIPE_OK;
-    if (gx.data == x.data) return upi_fail(&c->err, UPIPE_ERR_ARG, "mlp_bwd: gx is x, which is still read");
-    s = upi_mlp_bwd(c, m, gx, grads, gy, x);
+    if (dx.data == x.data) return upipe_fail(&c->err, UPIPE_ERR_ARG, "mlp_bwd: dx is x, which is still read");
+    s = upi_mlp_bwd(c, m, dx, grads, dy, x);
     if (s != UPIPE_OK) upipe_mem_rewind(c->mem, mark);
     return s;
 }
@@ -390,7 +390,7 @@ UPIPE_API upipe_status upi_loss_tiling(upi_tiling *t, const upipe_ops *ops, cons
     int64_t square = x.d * (int64_t)x.d / h->vocab;
     if (square > x.d) square = x.d;
     if (square < UPIPE_TILE_LOSS_ROWS) square = UPIPE_TILE_LOSS_ROWS;
-    t->row = (h->gain != NULL ? dim * el : 0) + vocab * 4;
+    t->row = (h->norm_weight != NULL ? dim * el : 0) + vocab * 4;
     if (backward) t->row += dim * 4 + (el < 4 ? vocab * el : 0);
     UPIPE_TRY(upi_tiles_fit(t, x.n, square, h->tile_bytes, backward ? "loss_bwd" : "loss_fwd", e));
     t->products = upi_tiles_product(ops, UPIPE_F32, UPIPE_F32, x.dtype, t->rows, h->vocab, x.d, backward);
@@ -415,18 +415,18 @@ UPIPE_API upipe_status upipe_loss_bytes(size_t *bytes, const upipe_ops *ops, con
 }
 
 UPIPE_API upipe_status upi_loss_check(upipe_ctx *c, const char *call, const upipe_head *h, upipe_view x,
-                                      const float *losses, const int32_t *targets, const float *gain_grad)
+                                      const float *losses, const int32_t *targets, const float *norm_weight_grad)
 {
     upipe_view like = x;
     like.h = 1;
     UPIPE_TRY(upi_tiles_check(c, call, "x", x, like));
     if (h->w == NULL || ((losses == NULL || targets == NULL) && x.n > 0))
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "%s: w, losses or targets is NULL", call);
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: w, losses or targets is NULL", call);
     if (h->vocab < 1 || h->vocab > INT32_MAX)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "%s: a vocabulary of %lld", call, (long long)h->vocab);
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: a vocabulary of %lld", call, (long long)h->vocab);
     if (!__builtin_isfinite(h->scale))
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "%s: scale %g", call, (double)h->scale);
-    return upi_tiles_norm_check(c, call, h->gain, h->norm_eps, gain_grad);
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: scale %g", call, (double)h->scale);
+    return upi_tiles_norm_check(c, call, h->norm_weight, h->norm_eps, norm_weight_grad);
 }
 
 /* A tile counts its rows from 0; the sentence of a failure shall say where the tile begins. */
@@ -436,57 +436,57 @@ UPIPE_API upipe_status upi_loss_entropy(upipe_ctx *c, const upipe_cross_entropy 
     upipe_status s = c->ops->cross_entropy(c, e);
     if (s == UPIPE_OK || row == 0) return s;
     inner = c->err;
-    return upi_fail(&c->err, s, "in the tile from row %lld on: %.200s", (long long)row, inner.text);
+    return upipe_fail(&c->err, s, "in the tile from row %lld on: %.200s", (long long)row, inner.text);
 }
 
 /* Both directions: without g the losses alone. */
-UPIPE_API upipe_status upi_loss(upipe_ctx *c, const upipe_head *h, upipe_view gx, const upipe_head_grads *g,
+UPIPE_API upipe_status upi_loss(upipe_ctx *c, const upipe_head *h, upipe_view dx, const upipe_head_grads *g,
                                 float *losses, upipe_view x, const int32_t *targets)
 {
     const upipe_view w = upi_tiles_weight(h->w, x.dtype, h->vocab, x.d);
     const int apart = g != NULL && x.dtype != UPIPE_F32;
     upi_tiling t;
-    upi_tiles_room room;
+    upi_tiles_buf buf;
     int64_t row;
-    memset(&room, 0, sizeof room);
+    memset(&buf, 0, sizeof buf);
     UPIPE_TRY(upi_loss_tiling(&t, c->ops, h, x, g != NULL, &c->err));
-    if (h->gain != NULL)
-        UPIPE_TRY(upi_tiles_take(c, &room.norm, t.rows, x.d, upipe_dtype_bytes(x.dtype), "loss_norm"));
-    UPIPE_TRY(upi_tiles_take(c, &room.wide[0], t.rows, h->vocab, 4, "logits"));
+    if (h->norm_weight != NULL)
+        UPIPE_TRY(upi_tiles_alloc(c, &buf.norm, t.rows, x.d, upipe_dtype_bytes(x.dtype), "loss_norm"));
+    UPIPE_TRY(upi_tiles_alloc(c, &buf.wide[0], t.rows, h->vocab, 4, "logits"));
     if (apart)
         UPIPE_TRY(
-            upi_tiles_take(c, &room.wide[1], t.rows, h->vocab, upipe_dtype_bytes(x.dtype), "logits_grad"));
-    if (g != NULL) UPIPE_TRY(upi_tiles_take(c, &room.sum, t.rows, x.d, 4, "loss_sum"));
-    UPIPE_TRY(upipe_mem_take(c->mem, &room.work, t.products, "loss_work", &c->err));
+            upi_tiles_alloc(c, &buf.wide[1], t.rows, h->vocab, upipe_dtype_bytes(x.dtype), "logits_grad"));
+    if (g != NULL) UPIPE_TRY(upi_tiles_alloc(c, &buf.sum, t.rows, x.d, 4, "loss_sum"));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &buf.work, t.products, "loss_work", &c->err));
     for (row = 0; row < x.n; row += t.rows) {
         int64_t rows = x.n - row < t.rows ? x.n - row : t.rows;
         upipe_view from = upipe_view_rows(x, row, rows), n = from;
-        upipe_view sum = upipe_view_packed(room.sum, UPIPE_F32, rows, 1, x.d);
+        upipe_view sum = upipe_view_packed(buf.sum, UPIPE_F32, rows, 1, x.d);
         upipe_cross_entropy e;
-        if (h->gain != NULL) {
-            n = upipe_view_packed(room.norm, x.dtype, rows, 1, x.d);
-            UPIPE_TRY(c->ops->rmsnorm(c, n, from, h->gain, h->norm_eps));
+        if (h->norm_weight != NULL) {
+            n = upipe_view_packed(buf.norm, x.dtype, rows, 1, x.d);
+            UPIPE_TRY(c->ops->rmsnorm(c, n, from, h->norm_weight, h->norm_eps));
         }
-        e.logits = upipe_view_packed(room.wide[0], UPIPE_F32, rows, 1, (int32_t)h->vocab);
-        e.grad = upipe_view_packed(apart ? room.wide[1] : room.wide[0], x.dtype, rows, 1, (int32_t)h->vocab);
+        e.logits = upipe_view_packed(buf.wide[0], UPIPE_F32, rows, 1, (int32_t)h->vocab);
+        e.grad = upipe_view_packed(apart ? buf.wide[1] : buf.wide[0], x.dtype, rows, 1, (int32_t)h->vocab);
         if (g == NULL) e.grad.data = NULL;
         e.loss = losses + row;
         e.targets = targets + row;
         e.scale = h->scale == 0 ? 1.0f : h->scale;
-        UPIPE_TRY(c->ops->gemm(c, e.logits, n, w, UPIPE_GEMM_TRANS_B, room.work, t.products));
+        UPIPE_TRY(c->ops->gemm(c, e.logits, n, w, UPIPE_GEMM_TRANS_B, buf.work, t.products));
         UPIPE_TRY(upi_loss_entropy(c, &e, row));
         if (g == NULL) continue;
         if (g->w != NULL)
             UPIPE_TRY(c->ops->gemm(c, upipe_view_packed(g->w, UPIPE_F32, h->vocab, 1, x.d), e.grad, n,
-                                   UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE, room.work, t.products));
-        UPIPE_TRY(c->ops->gemm(c, sum, e.grad, w, 0, room.work, t.products));
-        if (h->gain != NULL)
-            UPIPE_TRY(c->ops->rmsnorm_bwd(c, upipe_view_rows(gx, row, rows), sum, from, h->gain, h->norm_eps,
-                                          g->gain, 0));
+                                   UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE, buf.work, t.products));
+        UPIPE_TRY(c->ops->gemm(c, sum, e.grad, w, 0, buf.work, t.products));
+        if (h->norm_weight != NULL)
+            UPIPE_TRY(c->ops->rmsnorm_bwd(c, upipe_view_rows(dx, row, rows), sum, from, h->norm_weight, h->norm_eps,
+                                          g->norm_weight, 0));
         else
-            UPIPE_TRY(c->ops->cast(c, upipe_view_rows(gx, row, rows), sum));
+            UPIPE_TRY(c->ops->cast(c, upipe_view_rows(dx, row, rows), sum));
     }
-    return upi_tiles_give(c, &room);
+    return upi_tiles_free(c, &buf);
 }
 
 /* upipe_loss_fwd -- cross-entropy of every token, through norm and projection, without all logits
@@ -510,24 +510,24 @@ UPIPE_API upipe_status upipe_loss_fwd(upipe_ctx *c, const upipe_head *h, float *
 }
 
 /* upipe_loss_bwd -- the losses, and the gradients of head.scale times their sum
- *   gx      [rows][1][D] view of x's type: the gradient of x, written; may be x, otherwise does not overlap
+ *   dx      [rows][1][D] view of x's type: the gradient of x, written; may be x, otherwise does not overlap
  *           it
  *   grads   +=, over the tokens in order
  *   losses, x, targets  as upipe_loss_fwd, which need not have run
  *   bytes   takes upipe_loss_bytes(..., 1)
- *   errors  ARG, MEMORY; the pool is then as before, gx and the gradients are not defined
+ *   errors  ARG, MEMORY; the pool is then as before, dx and the gradients are not defined
  */
-UPIPE_API upipe_status upipe_loss_bwd(upipe_ctx *c, const upipe_head *h, upipe_view gx,
+UPIPE_API upipe_status upipe_loss_bwd(upipe_ctx *c, const upipe_head *h, upipe_view dx,
                                       const upipe_head_grads *grads, float *losses, upipe_view x,
                                       const int32_t *targets)
 {
     int64_t mark = upipe_mem_mark(c->mem);
     upipe_status s;
-    UPIPE_TRY(upi_loss_check(c, "loss_bwd", h, x, losses, targets, grads->gain));
-    UPIPE_TRY(upi_tiles_check(c, "loss_bwd", "gx", gx, x));
-    UPIPE_TRY(upi_tiles_check_alias(c, "loss_bwd", "gx", gx, "x", x));
+    UPIPE_TRY(upi_loss_check(c, "loss_bwd", h, x, losses, targets, grads->norm_weight));
+    UPIPE_TRY(upi_tiles_check(c, "loss_bwd", "dx", dx, x));
+    UPIPE_TRY(upi_tiles_check_alias(c, "loss_bwd", "dx", dx, "x", x));
     if (x.n == 0) return UPIPE_OK;
-    s = upi_loss(c, h, gx, grads, losses, x, targets);
+    s = upi_loss(c, h, dx, grads, losses, x, targets);
     if (s != UPIPE_OK) upipe_mem_rewind(c->mem, mark);
     return s;
 }

@@ -2,7 +2,7 @@
  *
  * Of a pass through the segments (upipe_fpdt.h) one is at hand. Forward: its queries stay, keys and values of the
  * others pass by. Backward: its keys and values stay, queries pass by with their dQ. The copies of one visit come ahead
- * of the attention of the one before: on ctx->lane, beside it, or on the rank's own line.
+ * of the attention of the one before: on ctx->side_stream, beside it, or on the rank's own line.
  */
 #ifndef UPIPE_VISIT_H
 #define UPIPE_VISIT_H
@@ -88,11 +88,11 @@ UPIPE_API upipe_status upi_fpdt_part(upi_fpdt_pass *s, int stage, int backward)
     s->part.heads = mine.count;
     s->part.lead = mine.first % p->group;
     s->part.sinks = r->l->sinks != NULL ? r->l->sinks + mine.first : NULL;
-    s->part.gsinks = backward && r->gsinks != NULL ? r->gsinks + mine.first : NULL;
+    s->part.dsinks = backward && r->dsinks != NULL ? r->dsinks + mine.first : NULL;
     s->call.plan = p;
     s->call.mask = upi_layer_mask(r->l);
     s->call.mask.work_bytes = backward ? s->z.s.attn_bwd : s->z.s.attn_fwd;
-    UPIPE_TRY(upi_take(&s->run, &work, s->call.mask.work_bytes, "attn_work"));
+    UPIPE_TRY(upi_alloc(&s->run, &work, s->call.mask.work_bytes, "attn_work"));
     s->call.mask.work = work;
     s->call.parts = &s->part;
     s->call.count = 1;
@@ -119,18 +119,18 @@ UPIPE_API upipe_status upi_fpdt_load(upi_fpdt_pass *s, int j, int stage, void *k
 /* ---- what passes by ---- */
 
 /* What the backward parks in the host's memory: dO', delta, dQ' by heads; dK and dV by tokens. */
-typedef struct upi_fpdt_parked {
-    char *go, *delta, *gq, *dk, *dv, *gkv; /* gkv: dK', dV' in f32, between the stages of a round */
-} upi_fpdt_parked;
+typedef struct upi_fpdt_offloaded {
+    char *dout, *delta, *dq, *dk, *dv, *dkv; /* dkv: dK', dV' in f32, between the stages of a round */
+} upi_fpdt_offloaded;
 
 /* The segments that segment `at` meets in a stage, itself first: keys and values that pass its queries, or in the
  * backward queries that pass its keys and values. */
 typedef struct upi_fpdt_visits {
     upi_fpdt_pass *s;
-    upi_fpdt_pass lane; /* another segment is at hand there */
-    const upi_fpdt_parked *parked;
+    upi_fpdt_pass side_stream; /* another segment is at hand there */
+    const upi_fpdt_offloaded *grads_at_tokens;
     upi_ring_block own;
-    char *rooms; /* two */
+    char *bufs; /* two */
     int at, stage, backward;
     int segment[4]; /* of visit n, at n % 4 */
 } upi_fpdt_visits;
@@ -146,32 +146,32 @@ UPIPE_API int upi_fpdt_visitor(upi_fpdt_visits *v, int n)
 UPIPE_API upipe_status upi_fpdt_visit_all(upi_fpdt_visits *v, upi_stages *all)
 {
     upipe_ctx *c = v->s->run.c;
-    upipe_lane line;
-    upipe_lane_inline(&line, c->stream);
+    upipe_side_stream line;
+    upipe_side_stream_inline(&line, c->stream);
     all->arg = v;
     all->step = 1;
     for (all->n = 0; upi_fpdt_visitor(v, all->n) >= 0;) ++all->n;
-    all->lane = v->s->f->desc.overlap && all->n > 1 ? c->lane : &line;
-    v->lane = *v->s;
-    v->lane.run.c = &all->lane->ctx;
+    all->side_stream = v->s->f->desc.overlap && all->n > 1 ? c->side_stream : &line;
+    v->side_stream = *v->s;
+    v->side_stream.run.c = &all->side_stream->ctx;
     return upi_stages_run(all, c);
 }
 
 /* ---- forward: keys and values pass ---- */
 
 /* Where the keys and values of visit n > 0 lie. */
-UPIPE_API char *upi_fpdt_room(const upi_fpdt_visits *v, int n)
+UPIPE_API char *upi_fpdt_buf(const upi_fpdt_visits *v, int n)
 {
-    return v->rooms + (size_t)(n % 2) * (v->s->z.b.k + v->s->z.b.v);
+    return v->bufs + (size_t)(n % 2) * (v->s->z.b.k + v->s->z.b.v);
 }
 
 UPIPE_API upipe_status upi_fpdt_fwd_fetch(void *arg, upipe_ctx *c, int n)
 {
     upi_fpdt_visits *v = (upi_fpdt_visits *)arg;
     const int j = upi_fpdt_visitor(v, n);
-    char *room = upi_fpdt_room(v, n);
+    char *buf = upi_fpdt_buf(v, n);
     (void)c;
-    return n == 0 ? UPIPE_OK : upi_fpdt_load(&v->lane, j, v->stage, room, room + v->s->z.b.k);
+    return n == 0 ? UPIPE_OK : upi_fpdt_load(&v->side_stream, j, v->stage, buf, buf + v->s->z.b.k);
 }
 
 UPIPE_API upipe_status upi_fpdt_fwd_attend(void *arg, upipe_ctx *c, int n)
@@ -179,7 +179,7 @@ UPIPE_API upipe_status upi_fpdt_fwd_attend(void *arg, upipe_ctx *c, int n)
     upi_fpdt_visits *v = (upi_fpdt_visits *)arg;
     upi_ring_block block = v->own;
     (void)c;
-    if (n > 0) block.k = upi_fpdt_room(v, n), block.v = upi_fpdt_room(v, n) + v->s->z.b.k;
+    if (n > 0) block.k = upi_fpdt_buf(v, n), block.v = upi_fpdt_buf(v, n) + v->s->z.b.k;
     return upi_fpdt_attend(v->s, &block, v->at, v->segment[n % 4], 0);
 }
 
@@ -194,35 +194,35 @@ UPIPE_API upipe_status upi_fpdt_fwd_leave(void *arg, upipe_ctx *c, int n)
 /* ---- backward: queries pass ---- */
 
 /* A stage's queries of segment i come to visit segment j, as visitor `which`. */
-UPIPE_API upipe_status upi_fpdt_come(upi_fpdt_pass *s, const upi_fpdt_parked *parked, int i, int j, int stage,
-                                     char *rooms, int which)
+UPIPE_API upipe_status upi_fpdt_come(upi_fpdt_pass *s, const upi_fpdt_offloaded *grads_at_tokens, int i, int j, int stage,
+                                     char *bufs, int which)
 {
     const upi_fpdt_sizes *z = &s->z;
     const upipe_plan *p = &s->plan;
     const size_t e = upipe_dtype_bytes(p->desc.dtype);
     upipe_ring_part part;
-    size_t gq, stat;
+    size_t dq, stat;
     UPIPE_TRY(upi_fpdt_turn(s, i));
-    gq = upi_fpdt_q_bytes(s, stage, p->desc.head_dim, 4);
+    dq = upi_fpdt_q_bytes(s, stage, p->desc.head_dim, 4);
     stat = upi_fpdt_q_bytes(s, stage, 1, 4);
-    upi_fpdt_visit(z, rooms, which, &part);
+    upi_fpdt_fetched(z, bufs, which, &part);
     UPIPE_TRY(upi_fpdt_copy(s, (void *)(uintptr_t)part.q,
-                            upi_fpdt_at(s->save->q, z->b.q, z->stages, i, stage), gq / 4 * e));
-    UPIPE_TRY(upi_fpdt_copy(s, (void *)(uintptr_t)part.go,
-                            upi_fpdt_at(parked->go, z->b.o, z->stages, i, stage),
+                            upi_fpdt_at(s->save->q, z->b.q, z->stages, i, stage), dq / 4 * e));
+    UPIPE_TRY(upi_fpdt_copy(s, (void *)(uintptr_t)part.dout,
+                            upi_fpdt_at(grads_at_tokens->dout, z->b.o, z->stages, i, stage),
                             upi_fpdt_q_bytes(s, stage, p->desc.v_dim, e)));
     UPIPE_TRY(upi_fpdt_copy(s, part.lse, upi_fpdt_at(s->save->lse, z->b.stat, z->stages, i, stage), stat));
-    UPIPE_TRY(upi_fpdt_copy(s, part.delta, upi_fpdt_at(parked->delta, z->b.stat, z->stages, i, stage), stat));
+    UPIPE_TRY(upi_fpdt_copy(s, part.delta, upi_fpdt_at(grads_at_tokens->delta, z->b.stat, z->stages, i, stage), stat));
     if (upi_fpdt_begun(s->f, i, j))
-        return upi_fpdt_copy(s, part.gq, upi_fpdt_at(parked->gq, z->b.sum_q, z->stages, i, stage), gq);
-    return s->run.c->ops->zero(s->run.c, part.gq, gq);
+        return upi_fpdt_copy(s, part.dq, upi_fpdt_at(grads_at_tokens->dq, z->b.sum_q, z->stages, i, stage), dq);
+    return s->run.c->ops->zero(s->run.c, part.dq, dq);
 }
 
 UPIPE_API upipe_status upi_fpdt_bwd_fetch(void *arg, upipe_ctx *c, int n)
 {
     upi_fpdt_visits *v = (upi_fpdt_visits *)arg;
     (void)c;
-    return upi_fpdt_come(&v->lane, v->parked, upi_fpdt_visitor(v, n), v->at, v->stage, v->rooms, n % 2);
+    return upi_fpdt_come(&v->side_stream, v->grads_at_tokens, upi_fpdt_visitor(v, n), v->at, v->stage, v->bufs, n % 2);
 }
 
 UPIPE_API upipe_status upi_fpdt_bwd_attend(void *arg, upipe_ctx *c, int n)
@@ -230,20 +230,20 @@ UPIPE_API upipe_status upi_fpdt_bwd_attend(void *arg, upipe_ctx *c, int n)
     upi_fpdt_visits *v = (upi_fpdt_visits *)arg;
     (void)c;
     UPIPE_TRY(upi_fpdt_turn(v->s, v->segment[n % 4]));
-    upi_fpdt_visit(&v->s->z, v->rooms, n % 2, &v->s->part);
+    upi_fpdt_fetched(&v->s->z, v->bufs, n % 2, &v->s->part);
     return upi_fpdt_attend(v->s, &v->own, v->segment[n % 4], v->at, 1);
 }
 
 UPIPE_API upipe_status upi_fpdt_bwd_leave(void *arg, upipe_ctx *c, int n)
 {
     upi_fpdt_visits *v = (upi_fpdt_visits *)arg;
-    upi_fpdt_pass *s = &v->lane;
+    upi_fpdt_pass *s = &v->side_stream;
     const int i = v->segment[n % 4];
     upipe_ring_part part;
     (void)c;
     UPIPE_TRY(upi_fpdt_turn(s, i));
-    upi_fpdt_visit(&s->z, v->rooms, n % 2, &part);
-    return upi_fpdt_copy(s, upi_fpdt_at(v->parked->gq, s->z.b.sum_q, s->z.stages, i, v->stage), part.gq,
+    upi_fpdt_fetched(&s->z, v->bufs, n % 2, &part);
+    return upi_fpdt_copy(s, upi_fpdt_at(v->grads_at_tokens->dq, s->z.b.sum_q, s->z.stages, i, v->stage), part.dq,
                          upi_fpdt_q_bytes(s, v->stage, s->f->desc.head_dim, 4));
 }
 

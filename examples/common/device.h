@@ -39,7 +39,7 @@ typedef struct device {
     int kind;
 #ifdef UPIPE_WITH_CUDA
     upipe_cuda cuda;
-    upipe_cuda_side side;
+    upipe_cuda_copy_stream side;
     cublasHandle_t blas;
     void *workspace; /* cuBLAS's, DEVICE_WORKSPACE bytes */
 #endif
@@ -90,17 +90,17 @@ static inline upipe_status device_close_cuda(device *d, upipe_err *e)
 {
     upipe_status first = UPIPE_OK, s;
     if (d->stream != NULL)
-        first = upi_cuda_check(e, cudaStreamSynchronize((cudaStream_t)d->stream), "cudaStreamSynchronize");
-    s = upipe_cuda_side_free(&d->side, first == UPIPE_OK ? e : NULL);
+        first = upipe_cuda_check(e, cudaStreamSynchronize((cudaStream_t)d->stream), "cudaStreamSynchronize");
+    s = upipe_cuda_copy_stream_free(&d->side, first == UPIPE_OK ? e : NULL);
     if (first == UPIPE_OK) first = s;
     s = upipe_cuda_free(&d->cuda, first == UPIPE_OK ? e : NULL);
     if (first == UPIPE_OK) first = s;
     if (d->blas != NULL && cublasDestroy(d->blas) != CUBLAS_STATUS_SUCCESS && first == UPIPE_OK)
-        first = upi_fail(e, UPIPE_ERR_BACKEND, "cublasDestroy failed");
+        first = upipe_fail(e, UPIPE_ERR_BACKEND, "cublasDestroy failed");
     s = upipe_cuda_slab_free(d->workspace, first == UPIPE_OK ? e : NULL);
     if (first == UPIPE_OK) first = s;
     if (d->stream != NULL) {
-        s = upi_cuda_check(first == UPIPE_OK ? e : NULL, cudaStreamDestroy((cudaStream_t)d->stream),
+        s = upipe_cuda_check(first == UPIPE_OK ? e : NULL, cudaStreamDestroy((cudaStream_t)d->stream),
                            "cudaStreamDestroy");
         if (first == UPIPE_OK) first = s;
     }
@@ -111,17 +111,17 @@ static inline upipe_status device_open_cuda(device *d, upipe_err *e)
 {
     cudaStream_t stream;
     upipe_status s;
-    UPI_CUDA(e, cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    UPIPE_CUDA_TRY(e, cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     d->stream = stream;
-    s = upi_cublas_check(e, cublasCreate(&d->blas), "cublasCreate");
+    s = upipe_cublas_check(e, cublasCreate(&d->blas), "cublasCreate");
     if (s == UPIPE_OK) s = upipe_cuda_slab(&d->workspace, DEVICE_WORKSPACE, e);
     /* the stream first: a new one takes the workspace away */
-    if (s == UPIPE_OK) s = upi_cublas_check(e, cublasSetStream(d->blas, stream), "cublasSetStream");
+    if (s == UPIPE_OK) s = upipe_cublas_check(e, cublasSetStream(d->blas, stream), "cublasSetStream");
     if (s == UPIPE_OK)
-        s = upi_cublas_check(e, cublasSetWorkspace(d->blas, d->workspace, DEVICE_WORKSPACE),
+        s = upipe_cublas_check(e, cublasSetWorkspace(d->blas, d->workspace, DEVICE_WORKSPACE),
                              "cublasSetWorkspace");
     if (s == UPIPE_OK) s = upipe_cuda_init(&d->cuda, d->blas, e);
-    if (s == UPIPE_OK) s = upipe_cuda_side_init(&d->side, e);
+    if (s == UPIPE_OK) s = upipe_cuda_copy_stream_init(&d->side, e);
     if (s != UPIPE_OK) {
         device_close_cuda(d, NULL);
         memset(d, 0, sizeof *d);
@@ -138,7 +138,7 @@ static inline upipe_status device_open(device *d, int kind, upipe_err *e)
 {
     memset(d, 0, sizeof *d);
     d->kind = kind;
-    if (device_lacks(kind) != NULL) return upi_fail(e, UPIPE_ERR_UNSUPPORTED, "%s", device_lacks(kind));
+    if (device_lacks(kind) != NULL) return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "%s", device_lacks(kind));
 #ifdef UPIPE_WITH_CUDA
     if (kind == DEVICE_CUDA) return device_open_cuda(d, e);
 #endif
@@ -165,13 +165,13 @@ static inline void device_use(device *d, upipe_ctx *c)
 
 /* ---- memory ---- */
 
-static inline upipe_status device_host_room(void **out, size_t bytes, upipe_err *e)
+static inline upipe_status device_host_buf(void **out, size_t bytes, upipe_err *e)
 {
     *out = bytes > 0 ? aligned_alloc(UPIPE_MEM_ALIGN,
                                      (bytes + UPIPE_MEM_ALIGN - 1) / UPIPE_MEM_ALIGN * UPIPE_MEM_ALIGN)
                      : NULL;
     if (*out != NULL || bytes == 0) return UPIPE_OK;
-    return upi_fail(e, UPIPE_ERR_MEMORY, "no room for %zu bytes", bytes);
+    return upipe_fail(e, UPIPE_ERR_MEMORY, "no entry left for %zu bytes", bytes);
 }
 
 /* Every byte 0xff, which is NaN in each storage type: what is read before it is written shows. */
@@ -180,12 +180,12 @@ static inline upipe_status device_slab(device *d, void **out, size_t bytes, upip
 #ifdef UPIPE_WITH_CUDA
     if (d->kind == DEVICE_CUDA) {
         UPIPE_TRY(upipe_cuda_slab(out, bytes, e));
-        if (bytes > 0) UPI_CUDA(e, cudaMemsetAsync(*out, 0xff, bytes, (cudaStream_t)d->stream));
+        if (bytes > 0) UPIPE_CUDA_TRY(e, cudaMemsetAsync(*out, 0xff, bytes, (cudaStream_t)d->stream));
         return UPIPE_OK;
     }
 #endif
     (void)d;
-    UPIPE_TRY(device_host_room(out, bytes, e));
+    UPIPE_TRY(device_host_buf(out, bytes, e));
     if (bytes > 0) memset(*out, 0xff, bytes);
     return UPIPE_OK;
 }
@@ -209,7 +209,7 @@ static inline upipe_status device_host_slab(device *d, void **out, size_t bytes,
     if (d->kind == DEVICE_CUDA) return upipe_cuda_host_slab(out, bytes, e);
 #endif
     (void)d;
-    return device_host_room(out, bytes, e);
+    return device_host_buf(out, bytes, e);
 }
 
 static inline void device_host_slab_free(const device *d, void *slab)
@@ -236,7 +236,7 @@ static inline upipe_status device_shared(int kind, void **out, size_t bytes, upi
     }
 #endif
     (void)kind;
-    UPIPE_TRY(device_host_room(out, bytes, e));
+    UPIPE_TRY(device_host_buf(out, bytes, e));
     if (bytes > 0) memset(*out, 0, bytes);
     return UPIPE_OK;
 }
@@ -260,16 +260,16 @@ static inline upipe_status device_resident(int kind, void **out, size_t bytes, v
 #ifdef UPIPE_WITH_CUDA
     if (kind == DEVICE_CUDA) {
         UPIPE_TRY(upipe_cuda_slab(out, bytes, e));
-        if (bytes > 0 && from == NULL) UPI_CUDA(e, cudaMemset(*out, 0, bytes));
-        if (bytes > 0 && from != NULL) UPI_CUDA(e, cudaMemcpy(*out, from, bytes, cudaMemcpyHostToDevice));
-        UPI_CUDA(e, cudaDeviceSynchronize()); /* the ranks' streams do not wait for that of these calls */
+        if (bytes > 0 && from == NULL) UPIPE_CUDA_TRY(e, cudaMemset(*out, 0, bytes));
+        if (bytes > 0 && from != NULL) UPIPE_CUDA_TRY(e, cudaMemcpy(*out, from, bytes, cudaMemcpyHostToDevice));
+        UPIPE_CUDA_TRY(e, cudaDeviceSynchronize()); /* the ranks' streams do not wait for that of these calls */
         return UPIPE_OK;
     }
 #endif
     (void)kind;
     *out = from;
     if (from != NULL) return UPIPE_OK;
-    UPIPE_TRY(device_host_room(out, bytes, e));
+    UPIPE_TRY(device_host_buf(out, bytes, e));
     if (bytes > 0) memset(*out, 0, bytes);
     return UPIPE_OK;
 }
@@ -293,7 +293,7 @@ static inline upipe_status device_copy_start(device *d, upipe_ctx *c, void *dst,
                                              size_t bytes)
 {
 #ifdef UPIPE_WITH_CUDA
-    if (d->kind == DEVICE_CUDA) return upipe_cuda_side_start(c, &d->side, dst, src, bytes);
+    if (d->kind == DEVICE_CUDA) return upipe_cuda_copy_stream_start(c, &d->side, dst, src, bytes);
 #endif
     (void)d;
     return c->ops->copy(c, dst, src, bytes);
@@ -302,7 +302,7 @@ static inline upipe_status device_copy_start(device *d, upipe_ctx *c, void *dst,
 static inline upipe_status device_copy_wait(device *d, upipe_ctx *c)
 {
 #ifdef UPIPE_WITH_CUDA
-    if (d->kind == DEVICE_CUDA) return upipe_cuda_side_wait(c, &d->side);
+    if (d->kind == DEVICE_CUDA) return upipe_cuda_copy_stream_wait(c, &d->side);
 #endif
     (void)d;
     (void)c;

@@ -1,4 +1,4 @@
-/* device_flag.h -- the flag --device, and what a device has room for */
+/* device_flag.h -- the flag --device, and what a device has space for */
 #ifndef COMMON_DEVICE_FLAG_H
 #define COMMON_DEVICE_FLAG_H
 
@@ -14,14 +14,14 @@ static inline int device_flag(const char *flag, const char *text, int *kind)
     return cli_refuse("--%s %s: %s", flag, text, device_lacks(*kind));
 }
 
-/* Is there room on a device of its own for so many bytes? 0, or -1 with the sentence out. */
-static inline int device_has_room(int kind, double bytes)
+/* Is there buffer on a device of its own for so many bytes? 0, or -1 with the sentence out. */
+static inline int device_has_buf(int kind, double bytes)
 {
 #ifdef UPIPE_WITH_CUDA
     size_t left, total;
     upipe_err e;
     if (kind == DEVICE_CUDA &&
-        upi_cuda_check(&e, cudaMemGetInfo(&left, &total), "cudaMemGetInfo") != UPIPE_OK)
+        upipe_cuda_check(&e, cudaMemGetInfo(&left, &total), "cudaMemGetInfo") != UPIPE_OK)
         return cli_fail("%s", e.text);
     if (kind == DEVICE_CUDA && bytes > (double)left)
         return cli_fail("out of memory: %.1f GiB of the device are free, and the run takes %.1f GiB",

@@ -49,7 +49,7 @@ static inline upipe_status grid_init(grid *g, int in_team, int in_ring, double d
         g->teams = (upipe_threads *)calloc((size_t)in_ring, sizeof *g->teams);
         g->rings = (upipe_threads *)calloc((size_t)in_team, sizeof *g->rings);
         if (g->teams == NULL || g->rings == NULL)
-            s = upi_fail(e, UPIPE_ERR_MEMORY, "no room for %d teams and %d rings", in_ring, in_team);
+            s = upipe_fail(e, UPIPE_ERR_MEMORY, "no entry left for %d teams and %d rings", in_ring, in_team);
         for (i = 0; s == UPIPE_OK && i < in_ring; ++i)
             s = upipe_threads_init(&g->teams[i], in_team, deadline, e);
         for (i = 0; s == UPIPE_OK && i < in_team; ++i)

@@ -16,7 +16,7 @@
 #include "../common/cli.h"
 #include "../common/files.h"
 #include "inputs.h"
-#include "method.h"
+#include "setup.h"
 #include "options.h"
 #include "oracle.h"
 #include "report.h"
@@ -160,8 +160,8 @@ static int run_reference(compare *c)
     in.v_dim = c->o.v_dim;
     in.full = c->o.full;
     in.window = c->o.window;
-    in.docs = c->o.docs;
-    in.docs_n = c->o.docs_n;
+    in.cu_seqlens = c->o.cu_seqlens;
+    in.cu_seqlens_n = c->o.cu_seqlens_n;
     in.softcap = (double)(float)c->o.softcap; /* as the library takes it */
     in.sinks = c->in.sinks;
     in.theta = c->o.rope ? rope_theta : 0;
@@ -350,7 +350,7 @@ static int run(compare *c)
         m->o = &c->o;
         m->ops = &c->ops;
         if (method_plan(m) != 0) return -1;
-        overlaps |= method_on_lane(m, &m->ranks[0]);
+        overlaps |= method_on_side_stream(m, &m->ranks[0]);
     }
     if (c->o.overlap && !overlaps)
         return cli_fail("--overlap would have no effect: no method here has more than one stage or segment");

@@ -5,8 +5,8 @@
  *     inputs_make(&in, &options, &ops);       likewise           inputs_free(&in);
  *
  *     x     [R][D]      row of an embedding table [256][D] for each byte of the text, root mean square 1
- *     w[3]  [H*d][D], [Hkv*d][D], [Hkv*dv][D]    normal, variance 1/D
- *     dout  [R][H*dv]   normal, variance 1               R = batch * tokens
+ *     w[3]  [H*d][D], [Hkv*d][D], [Hkv*v_dim][D]    normal, variance 1/D
+ *     dout  [R][H*v_dim]   normal, variance 1               R = batch * tokens
  *     sinks [H]         normal, variance 1; NULL without --sinks
  *
  * All are f32 rounded to the storage type, but for the sinks, so that every method and every reference starts
@@ -85,7 +85,7 @@ static unsigned char *inputs_text(const options *o)
     return text;
 }
 
-static float *inputs_room(int64_t rows, int64_t cols)
+static float *inputs_buf(int64_t rows, int64_t cols)
 {
     return (float *)calloc((size_t)rows, (size_t)cols * sizeof(float));
 }
@@ -98,20 +98,20 @@ static int inputs_round(const upipe_ops *ops, const options *o, float *v, int64_
     upipe_dtype dtype = o->dtype;
     upipe_view wide = upipe_view_packed(v, UPIPE_F32, rows, 1, (int32_t)cols), narrow;
     upipe_ctx c;
-    void *room;
+    void *buf;
     int bad;
     if (stored != NULL) *stored = v;
     if (dtype == UPIPE_F32) return 0;
-    room = calloc((size_t)rows, (size_t)cols * upipe_dtype_bytes(dtype));
-    if (room == NULL) return -1;
+    buf = calloc((size_t)rows, (size_t)cols * upipe_dtype_bytes(dtype));
+    if (buf == NULL) return -1;
     memset(&c, 0, sizeof c);
     c.ops = ops;
-    narrow = upipe_view_packed(room, dtype, rows, 1, (int32_t)cols);
+    narrow = upipe_view_packed(buf, dtype, rows, 1, (int32_t)cols);
     bad = ops->cast(&c, narrow, wide) != UPIPE_OK || ops->cast(&c, wide, narrow) != UPIPE_OK;
     if (stored != NULL)
-        *stored = room;
+        *stored = buf;
     else
-        free(room);
+        free(buf);
     return bad ? -1 : 0;
 }
 
@@ -154,18 +154,18 @@ static int inputs_embed(inputs *in, const upipe_ops *ops, const options *o, floa
 
 static int inputs_fill(inputs *in, const options *o, const upipe_ops *ops, const unsigned char *text)
 {
-    float *table = inputs_room(256, in->dim);
+    float *table = inputs_buf(256, in->dim);
     random_state r;
     int which, bad;
     memset(&r, 0, sizeof r);
     r.state = o->seed;
-    in->x = inputs_room(in->rows, in->dim);
-    in->dout = inputs_room(in->rows, in->out_width);
+    in->x = inputs_buf(in->rows, in->dim);
+    in->dout = inputs_buf(in->rows, in->out_width);
     bad =
         table == NULL || in->x == NULL || in->dout == NULL || inputs_embed(in, ops, o, table, text, &r) != 0;
     free(table);
     for (which = 0; which < 3 && !bad; ++which) {
-        float *w = in->w[which] = inputs_room(in->width[which], in->dim);
+        float *w = in->w[which] = inputs_buf(in->width[which], in->dim);
         if (w == NULL) return -1;
         inputs_normal(&r, w, in->width[which] * in->dim, 1 / sqrt((double)in->dim));
         bad = inputs_round(ops, o, w, in->width[which], in->dim, &in->stored[which]) != 0;
@@ -174,7 +174,7 @@ static int inputs_fill(inputs *in, const options *o, const upipe_ops *ops, const
     inputs_normal(&r, in->dout, in->rows * in->out_width, 1);
     if (inputs_round(ops, o, in->dout, in->rows, in->out_width, NULL) != 0) return -1;
     if (!o->sinks) return 0;
-    in->sinks = inputs_room(1, o->heads);
+    in->sinks = inputs_buf(1, o->heads);
     if (in->sinks == NULL) return -1;
     inputs_normal(&r, in->sinks, o->heads, 1);
     return 0;

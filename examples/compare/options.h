@@ -17,10 +17,10 @@
 
 #include "../common/cli.h"
 #include "../common/device_flag.h"
-#include "../common/method.h"
+#include "../common/methods.h"
 #include "random.h"
 
-enum { CHECK_AUTO, CHECK_ON, CHECK_OFF, CHECK_AUTO_TOKENS = 2048, DOCS_MAX = 65536, LAYERS_MAX = 4096 };
+enum { CHECK_AUTO, CHECK_ON, CHECK_OFF, CHECK_AUTO_TOKENS = 2048, CU_SEQLENS_MAX = 65536, LAYERS_MAX = 4096 };
 
 typedef struct options {
     int methods[METHODS], methods_n; /* in the order of the command line */
@@ -31,8 +31,8 @@ typedef struct options {
     int heads, kv_heads, head_dim, v_dim, chunk; /* chunk 0: the plan's default */
     upipe_ring_mode ring_mode;
     int64_t model_dim, tokens, batch, window;
-    int64_t *docs, docs_n; /* borders of documents, [docs_n + 1]; NULL = none */
-    const char *docs_text;
+    int64_t *cu_seqlens, cu_seqlens_n; /* borders of packed sequences, [cu_seqlens_n + 1]; NULL = none */
+    const char *cu_seqlens_text;
     double softcap;
     upipe_dtype dtype;
     int device, full, rope, sinks, check, progress;
@@ -53,11 +53,11 @@ static const char usage_text[] =
     "  --method NAME      one of the methods below; repeatable (ulysses and upipe)\n"
     "  --ranks N          all ranks, which share the sequence (4)\n"
     "  --ring R           of them, ranks of a ring of usp and upipe-ring: ranks / R of them trade heads (2)\n"
-    "  --ring-mode MODE   how K and V go round the ring of upipe-ring: shift, gather, or auto, what holds less (auto)\n"
+    "  --ring-mode MODE   how K and V go round the ring of upipe-ring: p2p, all-gather, or auto, what holds less (auto)\n"
     "  --inner N          ranks of an inner ring of double-ring (2)\n"
     "  --segments N       parts of the sequence of fpdt and upipe-fpdt (4)\n"
     "  --overlap          stages of upipe and upipe-naive overlap: while one attends, the next is projected and\n"
-    "                     exchanged on a second line of execution, into buffers of its own; of fpdt and upipe-fpdt the\n"
+    "                     sent through the all-to-all on a side stream, into buffers of its own; of fpdt and upipe-fpdt the\n"
     "                     copies between host and device overlap attention\n"
     "  --layers N         of the model: a rank keeps the inputs of the other N - 1, as a backward needs them (1)\n"
     "  --offload          layers' inputs wait in the host's memory, as they do in fpdt and upipe-fpdt anyway\n"
@@ -74,8 +74,8 @@ static const char usage_text[] =
     "  --device NAME      where the ranks compute: cpu, or cuda, a GPU that all of them share (cpu)\n"
     "  --full             every token sees all; otherwise causal\n"
     "  --window N         a token sees no position further back than the N ones that end with its own\n"
-    "  --docs LIST        packed documents: their lengths, as 100,28,..., together batch * tokens; or one number:\n"
-    "                     so many documents of random lengths. A token sees its own document alone\n"
+    "  --cu-seqlens LIST        packed sequences (cu_seqlens): their lengths, as 100,28,..., together batch * tokens; or one number:\n"
+    "                     so many packed sequences of random lengths. A token sees its own packed sequence alone\n"
     "  --softcap X        scores become X * tanh(score / X)\n"
     "  --sinks            one more score a head, random, whose value is 0\n"
     "  --rope             rotary position embedding, rotate-half, theta 10000\n"
@@ -100,7 +100,7 @@ static int options_method(options *o, const char *name)
     int m = method_find(name), i;
     if (m == METHODS) return cli_refuse("--method %s is no method", name);
     for (i = 0; i < o->methods_n; ++i)
-        if (o->methods[i] == m) return cli_refuse("--method %s is given twice", name);
+        if (o->methods[i] == m) return cli_refuse("--method %s is freed twice", name);
     o->methods[o->methods_n++] = m;
     return 0;
 }
@@ -118,11 +118,11 @@ static int options_dtype(const char *flag, const char *text, upipe_dtype *out)
 
 static int options_ring_mode(const char *flag, const char *text, upipe_ring_mode *out)
 {
-    static const char *const names[] = {"auto", "shift", "gather"}; /* in the order of upipe_ring_mode */
+    static const char *const names[] = {"auto", "p2p", "all-gather"}; /* in the order of upipe_ring_mode */
     int i;
     for (i = 0; i < 3 && strcmp(text, names[i]) != 0; ++i) {
     }
-    if (i == 3) return cli_refuse("--%s is auto, shift or gather, not '%s'", flag, text);
+    if (i == 3) return cli_refuse("--%s is auto, p2p or all-gather, not '%s'", flag, text);
     *out = (upipe_ring_mode)i;
     return 0;
 }
@@ -132,7 +132,7 @@ enum {
     FLAG_METHOD, FLAG_RANKS, FLAG_RING, FLAG_RING_MODE, FLAG_INNER, FLAG_SEGMENTS, FLAG_OVERLAP, FLAG_LAYERS,
     FLAG_OFFLOAD, FLAG_HEADS,
     FLAG_KV_HEADS, FLAG_HEAD_DIM, FLAG_V_DIM, FLAG_MODEL_DIM, FLAG_TOKENS, FLAG_BATCH, FLAG_CHUNK,
-    FLAG_DTYPE, FLAG_DEVICE, FLAG_FULL, FLAG_WINDOW, FLAG_DOCS, FLAG_SOFTCAP, FLAG_SINKS, FLAG_ROPE,
+    FLAG_DTYPE, FLAG_DEVICE, FLAG_FULL, FLAG_WINDOW, FLAG_CU_SEQLENS, FLAG_SOFTCAP, FLAG_SINKS, FLAG_ROPE,
     FLAG_SEED, FLAG_DATA, FLAG_CHECK, FLAG_JSON, FLAG_TRACE, FLAG_DUMP, FLAG_DEADLINE, FLAG_PROGRESS,
     FLAG_HELP, FLAG_VERSION, FLAGS
 };
@@ -159,7 +159,7 @@ static const struct option option_list[] = {
     {"device",    required_argument, NULL, FLAG_DEVICE},
     {"full",      no_argument,       NULL, FLAG_FULL},
     {"window",    required_argument, NULL, FLAG_WINDOW},
-    {"docs",      required_argument, NULL, FLAG_DOCS},
+    {"cu_seqlens",      required_argument, NULL, FLAG_CU_SEQLENS},
     {"softcap",   required_argument, NULL, FLAG_SOFTCAP},
     {"sinks",     no_argument,       NULL, FLAG_SINKS},
     {"rope",      no_argument,       NULL, FLAG_ROPE},
@@ -232,8 +232,8 @@ static int options_flag(void *user, int flag, const char *text)
         return 0;
     case FLAG_DEADLINE:
         return cli_seconds(name, text, &o->deadline);
-    case FLAG_DOCS:
-        o->docs_text = text;
+    case FLAG_CU_SEQLENS:
+        o->cu_seqlens_text = text;
         return 0;
     case FLAG_DATA:
         o->data = text;
@@ -280,40 +280,40 @@ static int options_ascending(const void *a, const void *b)
     return (one > other) - (one < other);
 }
 
-/* The documents' borders: from lengths with commas between them, or of a number of random documents, which
+/* The packed sequences' borders: from lengths with commas between them, or of a number of random packed sequences, which
  * may be empty. Tokens beyond 63 bits are left to the plan to refuse. */
-static int options_docs(options *o)
+static int options_cu_seqlens(options *o)
 {
-    const char *text = o->docs_text, *comma;
+    const char *text = o->cu_seqlens_text, *comma;
     int64_t total, n = 1, i, length = 0;
     random_state r = {~o->seed, 0, 0}; /* not the numbers of the inputs */
     int status;
-    if (text == NULL || !upi_mul(&total, o->batch, o->tokens)) return 0;
+    if (text == NULL || !upipe_mul(&total, o->batch, o->tokens)) return 0;
     for (comma = text; (comma = strchr(comma, ',')) != NULL; ++comma) ++n;
     if (n == 1) {
-        status = cli_number("docs", text, 1, DOCS_MAX, &o->docs_n);
+        status = cli_number("cu_seqlens", text, 1, CU_SEQLENS_MAX, &o->cu_seqlens_n);
         if (status != 0) return status;
     } else {
-        o->docs_n = n;
+        o->cu_seqlens_n = n;
     }
-    o->docs = (int64_t *)calloc((size_t)o->docs_n + 1, sizeof *o->docs);
-    if (o->docs == NULL)
-        return cli_fail("out of memory for %lld documents", (long long)o->docs_n), 1 + EXIT_RUN;
-    for (i = 1; n == 1 && i < o->docs_n; ++i) o->docs[i] = (int64_t)(random_uniform(&r) * (double)total);
+    o->cu_seqlens = (int64_t *)calloc((size_t)o->cu_seqlens_n + 1, sizeof *o->cu_seqlens);
+    if (o->cu_seqlens == NULL)
+        return cli_fail("out of memory for %lld packed sequences", (long long)o->cu_seqlens_n), 1 + EXIT_RUN;
+    for (i = 1; n == 1 && i < o->cu_seqlens_n; ++i) o->cu_seqlens[i] = (int64_t)(random_uniform(&r) * (double)total);
     if (n == 1) {
-        o->docs[o->docs_n] = total;
-        qsort(o->docs, (size_t)o->docs_n, sizeof *o->docs, options_ascending);
+        o->cu_seqlens[o->cu_seqlens_n] = total;
+        qsort(o->cu_seqlens, (size_t)o->cu_seqlens_n, sizeof *o->cu_seqlens, options_ascending);
         return 0;
     }
     for (i = 0; i < n; ++i, text += strcspn(text, ",") + 1) {
         char one[32];
         snprintf(one, sizeof one, "%.*s", (int)strcspn(text, ","), text);
-        status = cli_number("docs", one, 0, total - o->docs[i], &length);
+        status = cli_number("cu_seqlens", one, 0, total - o->cu_seqlens[i], &length);
         if (status != 0) return status;
-        o->docs[i + 1] = o->docs[i] + length;
+        o->cu_seqlens[i + 1] = o->cu_seqlens[i] + length;
     }
-    if (o->docs[n] == total) return 0;
-    return cli_refuse("--docs has %lld tokens, the text %lld x %lld", (long long)o->docs[n],
+    if (o->cu_seqlens[n] == total) return 0;
+    return cli_refuse("--cu-seqlens has %lld tokens, the text %lld x %lld", (long long)o->cu_seqlens[n],
                       (long long)o->batch, (long long)o->tokens);
 }
 
@@ -367,13 +367,13 @@ static int options_resolve(options *o, const int *given)
         (int64_t)o->heads * o->head_dim <= INT32_MAX) /* otherwise the plan refuses them */
         o->model_dim = (int64_t)o->heads * o->head_dim;
     if (o->check == CHECK_AUTO) o->check = o->tokens <= CHECK_AUTO_TOKENS ? CHECK_ON : CHECK_OFF;
-    return options_docs(o);
+    return options_cu_seqlens(o);
 }
 
 static void options_free(options *o)
 {
-    free(o->docs);
-    o->docs = NULL;
+    free(o->cu_seqlens);
+    o->cu_seqlens = NULL;
 }
 
 static int options_read(options *o, int argc, char **argv)

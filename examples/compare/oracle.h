@@ -7,7 +7,7 @@
  *     q = rope(x wq^T)  k = rope(x wk^T)  v = x wv^T     out = attention(q, k, v), scale 1/sqrt(d)
  *     dx, dwq, dwk, dwv, dsinks from dout by the chain rule
  *
- * x [R][D], R = batch * tokens; wq, wk [heads * d][D], wv [heads * dv][D]; out, dout [R][H * dv]. What a
+ * x [R][D], R = batch * tokens; wq, wk [heads * d][D], wv [heads * v_dim][D]; out, dout [R][H * v_dim]. What a
  * token sees is asked for each pair of positions (oracle_sees). Loops run over contiguous rows, so that a
  * compiler can vectorise them without reordering a sum; threads split work that shares no results.
  */
@@ -26,8 +26,8 @@ typedef struct oracle_inputs {
     int64_t tokens, batch, dim;
     int heads, kv_heads, head_dim, v_dim, full;
     int64_t window;      /* 0 = none */
-    const int64_t *docs; /* borders in the flattened batch, [docs_n + 1]; NULL = none */
-    int64_t docs_n;
+    const int64_t *cu_seqlens; /* borders in the flattened batch, [cu_seqlens_n + 1]; NULL = none */
+    int64_t cu_seqlens_n;
     double softcap; /* 0 = none */
     double theta;   /* of RoPE; 0 = none */
     int threads;
@@ -40,9 +40,9 @@ typedef struct oracle_results {
 typedef struct oracle_job {
     const oracle_inputs *in;
     oracle_results *ref;
-    double *wide[3], *grad[3]; /* q k v and their gradients, [R][heads * d], [heads * dv] */
+    double *wide[3], *grad[3]; /* q k v and their gradients, [R][heads * d], [heads * v_dim] */
     double *sinks;             /* their gradients by sequence, [batch][H] */
-    int64_t *doc;              /* of each row; 0 without documents */
+    int64_t *packed;              /* of each row; 0 without packed sequences */
     int (*part)(struct oracle_job *job, int64_t i); /* -1 without memory */
     int64_t parts;
     int failed; /* written by any thread, to 1 only */
@@ -145,35 +145,35 @@ static int oracle_project(oracle_job *job, int64_t i)
 static int oracle_sees(const oracle_job *job, int64_t b, int64_t t, int64_t j)
 {
     const oracle_inputs *in = job->in;
-    const int64_t *doc = job->doc + b * in->tokens;
+    const int64_t *packed = job->packed + b * in->tokens;
     if (!in->full && j > t) return 0;
     if (in->window > 0 && t - j >= in->window) return 0;
-    return doc[t] == doc[j];
+    return packed[t] == packed[j];
 }
 
 /* Attention of one sequence and key/value head with its query heads, forward and backward, query by query. */
 static int oracle_attend(oracle_job *job, int64_t i)
 {
     const oracle_inputs *in = job->in;
-    int64_t S = in->tokens, d = in->head_dim, dv = in->v_dim, b = i / in->kv_heads, kv = i % in->kv_heads, t,
+    int64_t S = in->tokens, d = in->head_dim, v_dim = in->v_dim, b = i / in->kv_heads, kv = i % in->kv_heads, t,
             j, e;
     int64_t group = in->heads / in->kv_heads, h;
     int64_t wide = oracle_width(in, 0), keys = oracle_width(in, 1), values = oracle_width(in, 2);
     double scale = 1 / sqrt((double)d);
-    double *room = (double *)malloc((size_t)(S * (d + dv + 3)) * sizeof *room);
-    double *kt = room, *vt = kt + S * d, *p = vt + S * dv, *dp = p + S,
-           *slope = dp + S; /* kt [d][S], vt [dv][S] */
-    if (room == NULL) return -1;
+    double *buf = (double *)malloc((size_t)(S * (d + v_dim + 3)) * sizeof *buf);
+    double *kt = buf, *vt = kt + S * d, *p = vt + S * v_dim, *dp = p + S,
+           *slope = dp + S; /* kt [d][S], vt [v_dim][S] */
+    if (buf == NULL) return -1;
     for (j = 0; j < S; ++j) {
         for (e = 0; e < d; ++e) kt[e * S + j] = job->wide[1][(b * S + j) * keys + kv * d + e];
-        for (e = 0; e < dv; ++e) vt[e * S + j] = job->wide[2][(b * S + j) * values + kv * dv + e];
+        for (e = 0; e < v_dim; ++e) vt[e * S + j] = job->wide[2][(b * S + j) * values + kv * v_dim + e];
     }
     for (t = 0; t < S; ++t) {
         int64_t first = 0, end;
         while (first < S && !oracle_sees(job, b, t, first)) ++first;
         for (end = first; end < S && oracle_sees(job, b, t, end);) ++end; /* what it sees is one run */
         for (h = kv * group; h < (kv + 1) * group; ++h) {
-            int64_t at = (b * S + t) * wide + h * d, out = (b * S + t) * in->heads * dv + h * dv,
+            int64_t at = (b * S + t) * wide + h * d, out = (b * S + t) * in->heads * v_dim + h * v_dim,
                     n = end - first;
             const double *q = job->wide[0] + at;
             double *o = job->ref->out + out, *dq = job->grad[0] + at;
@@ -182,7 +182,7 @@ static int oracle_attend(oracle_job *job, int64_t i)
             memset(p, 0, (size_t)n * sizeof *p);
             memset(dp, 0, (size_t)n * sizeof *dp);
             for (e = 0; e < d; ++e) oracle_add(p, scale * q[e], kt + e * S + first, n);
-            for (e = 0; e < dv; ++e) oracle_add(dp, (double)in->dout[out + e], vt + e * S + first, n);
+            for (e = 0; e < v_dim; ++e) oracle_add(dp, (double)in->dout[out + e], vt + e * S + first, n);
             for (j = 0; j < n; ++j) {
                 double bent = in->softcap > 0 ? tanh(p[j] / in->softcap) : 0;
                 slope[j] = scale * (1 - bent * bent);
@@ -194,16 +194,16 @@ static int oracle_attend(oracle_job *job, int64_t i)
             for (j = 0; j < n; ++j) delta += (p[j] /= sum) * dp[j]; /* = dout * out */
             if (in->sinks != NULL) job->sinks[b * in->heads + h] -= exp(sink - most) / sum * delta;
             for (j = 0; j < n; ++j) {
-                int64_t row = b * S + first + j, key = row * keys + kv * d, value = row * values + kv * dv;
+                int64_t row = b * S + first + j, key = row * keys + kv * d, value = row * values + kv * v_dim;
                 double ds = slope[j] * p[j] * (dp[j] - delta);
-                oracle_add(o, p[j], job->wide[2] + value, dv);
+                oracle_add(o, p[j], job->wide[2] + value, v_dim);
                 oracle_add(dq, ds, job->wide[1] + key, d);
                 oracle_add(job->grad[1] + key, ds, q, d);
-                oracle_add_f32(job->grad[2] + value, p[j], in->dout + out, dv);
+                oracle_add_f32(job->grad[2] + value, p[j], in->dout + out, v_dim);
             }
         }
     }
-    free(room);
+    free(buf);
     return 0;
 }
 
@@ -246,18 +246,18 @@ static void oracle_free(oracle_results *ref)
     memset(ref, 0, sizeof *ref);
 }
 
-static double *oracle_room(int64_t rows, int64_t cols)
+static double *oracle_buf(int64_t rows, int64_t cols)
 {
     return (double *)calloc((size_t)rows, (size_t)cols * sizeof(double));
 }
 
-/* Which document each row is in. */
+/* Which packed sequence each row is in. */
 static void oracle_documents(oracle_job *job)
 {
     const oracle_inputs *in = job->in;
     int64_t i, row;
-    for (i = 0; i < in->docs_n; ++i)
-        for (row = in->docs[i]; row < in->docs[i + 1]; ++row) job->doc[row] = i;
+    for (i = 0; i < in->cu_seqlens_n; ++i)
+        for (row = in->cu_seqlens[i]; row < in->cu_seqlens[i + 1]; ++row) job->packed[row] = i;
 }
 
 static void oracle_job_free(oracle_job *job)
@@ -268,7 +268,7 @@ static void oracle_job_free(oracle_job *job)
         free(job->grad[which]);
     }
     free(job->sinks);
-    free(job->doc);
+    free(job->packed);
 }
 
 static int oracle_run(const oracle_inputs *in, oracle_results *ref)
@@ -280,19 +280,19 @@ static int oracle_run(const oracle_inputs *in, oracle_results *ref)
     memset(ref, 0, sizeof *ref);
     job.in = in;
     job.ref = ref;
-    ref->out = oracle_room(rows, (int64_t)in->heads * in->v_dim);
-    ref->dx = oracle_room(rows, in->dim);
-    ref->dsinks = oracle_room(1, in->heads);
-    job.sinks = oracle_room(in->batch, in->heads);
-    job.doc = (int64_t *)calloc((size_t)rows, sizeof *job.doc);
+    ref->out = oracle_buf(rows, (int64_t)in->heads * in->v_dim);
+    ref->dx = oracle_buf(rows, in->dim);
+    ref->dsinks = oracle_buf(1, in->heads);
+    job.sinks = oracle_buf(in->batch, in->heads);
+    job.packed = (int64_t *)calloc((size_t)rows, sizeof *job.packed);
     whole =
-        ref->out != NULL && ref->dx != NULL && ref->dsinks != NULL && job.sinks != NULL && job.doc != NULL;
+        ref->out != NULL && ref->dx != NULL && ref->dsinks != NULL && job.sinks != NULL && job.packed != NULL;
     for (which = 0; which < 3; ++which) {
         int64_t width = oracle_width(in, which);
         widths += width;
-        ref->dw[which] = oracle_room(width, in->dim);
-        job.wide[which] = oracle_room(rows, width);
-        job.grad[which] = oracle_room(rows, width);
+        ref->dw[which] = oracle_buf(width, in->dim);
+        job.wide[which] = oracle_buf(rows, width);
+        job.grad[which] = oracle_buf(rows, width);
         whole = whole && ref->dw[which] != NULL && job.wide[which] != NULL && job.grad[which] != NULL;
     }
     if (whole) oracle_documents(&job);

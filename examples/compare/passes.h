@@ -12,7 +12,7 @@
 #include "upipe/upipe.h"
 
 #include "../common/grid.h"
-#include "../common/lane.h"
+#include "../common/side_stream.h"
 #include "inputs.h"
 
 enum {
@@ -45,16 +45,16 @@ typedef struct method_rank {
     int64_t events_max;
     upipe_mem mem, second;
     upipe_err err;
-    upipe_block *blocks, second_blocks[METHOD_SECOND_BLOCKS];
+    upipe_mem_block *blocks, second_blocks[METHOD_SECOND_BLOCKS];
     upipe_mem_event *events;
     int64_t events_n; /* of the block; the sum of the weights' gradients comes after */
     device d;
-    second_line line; /* where something overlaps */
+    side_stream line; /* where something overlaps */
     void *slab;
-    char *second_slab;          /* the second pool's, then x and gout of a segmented kind; NULL: none */
+    char *second_slab;          /* the second pool's, then x and dout of a segmented kind; NULL: none */
     float *grads[METHOD_GRADS]; /* the sums over ranks */
     void *sums[METHOD_GRADS];   /* where they are formed: on the device */
-    float *host;                /* [rows][max(D, H*dv)]; reached by the device too */
+    float *host;                /* [rows][max(D, H*v_dim)]; reached by the device too */
     double seconds[2];          /* forward, backward */
 } method_rank;
 
@@ -68,7 +68,7 @@ typedef struct method {
     method_rank *ranks;
     void *weights[3]; /* on the device */
     void *sinks;
-    float *out, *dx; /* [R][H*dv], [R][D], natural order; gradients of the weights are rank 0's */
+    float *out, *dx; /* [R][H*v_dim], [R][D], natural order; gradients of the weights are rank 0's */
     /* the largest over ranks */
     method_bytes planned, measured;
     size_t slab_bytes;
@@ -150,11 +150,11 @@ static size_t method_intermediate(const upipe_ctx *c)
     return upipe_mem_largest(c->mem, tags, sizeof tags / sizeof *tags);
 }
 
-/* Bytes of x behind the second pool, and of gout behind x. */
+/* Bytes of x behind the second pool, and of dout behind x. */
 static size_t method_x_bytes(const method_rank *rank)
 {
     const upipe_plan_desc *d = &rank->plan.desc;
-    return upi_mem_span((size_t)(rank->rows * d->model_dim) * upipe_dtype_bytes(d->dtype));
+    return upipe_mem_span((size_t)(rank->rows * d->model_dim) * upipe_dtype_bytes(d->dtype));
 }
 
 /* ---- inputs of the model's other layers, which its backward will need ---- */
@@ -188,19 +188,19 @@ static size_t method_kept_host(const method *m, const method_rank *rank)
 /* What such a block occupies of its pool. */
 static size_t method_kept_span(size_t bytes)
 {
-    return bytes > 0 ? upi_mem_span(bytes) : 0;
+    return bytes > 0 ? upipe_mem_span(bytes) : 0;
 }
 
 /* A block of a pool, if it is one. */
 static upipe_status method_keep(upipe_mem *pool, void **data, size_t bytes, upipe_err *e)
 {
     *data = NULL;
-    return bytes > 0 ? upipe_mem_take(pool, data, bytes, "layers_x", e) : UPIPE_OK;
+    return bytes > 0 ? upipe_mem_alloc(pool, data, bytes, "layers_x", e) : UPIPE_OK;
 }
 
 static upipe_status method_keep_end(upipe_mem *pool, void *data, upipe_err *e)
 {
-    return data != NULL ? upipe_mem_give(pool, data, e) : UPIPE_OK;
+    return data != NULL ? upipe_mem_free(pool, data, e) : UPIPE_OK;
 }
 
 static void method_second_init(method_rank *rank)
@@ -210,12 +210,12 @@ static void method_second_init(method_rank *rank)
 }
 
 /* x goes to the host's memory in the forward, and comes back from there in the backward. */
-static upipe_status method_offload(method *m, upipe_ctx *c, method_rank *rank, void *x, void *home, int pass)
+static upipe_status method_offload(method *m, upipe_ctx *c, method_rank *rank, void *x, void *tokens_grad, int pass)
 {
     const size_t bytes = upipe_plan_unit_bytes(&rank->plan);
     if (!method_offloads(m)) return UPIPE_OK;
     rank->measured.sent[SENT_HOST][pass] = (int64_t)bytes;
-    return pass == 0 ? c->ops->copy(c, home, x, bytes) : c->ops->copy(c, x, home, bytes);
+    return pass == 0 ? c->ops->copy(c, tokens_grad, x, bytes) : c->ops->copy(c, x, tokens_grad, bytes);
 }
 
 /* ---- the passes ---- */
@@ -229,20 +229,20 @@ static upipe_status method_block(method *m, upipe_ctx *c, method_rank *rank, int
     upipe_view heads = upipe_view_packed(rank->host, UPIPE_F32, p->rows, 1, (int32_t)in->out_width);
     upipe_grads grads = method_grads(rank);
     upipe_saved saved;
-    upipe_slots gout;
+    upipe_slots dout;
     upipe_view x;
-    void *data, *kept, *home;
+    void *data, *kept, *tokens_grad;
     method_second_init(rank);
     UPIPE_TRY(method_keep(c->mem, &kept, method_kept_device(m, rank), &c->err));
-    UPIPE_TRY(method_keep(&rank->second, &home, method_kept_host(m, rank), &c->err));
-    UPIPE_TRY(upipe_mem_take(c->mem, &data, upipe_plan_unit_bytes(p), "x", &c->err));
+    UPIPE_TRY(method_keep(&rank->second, &tokens_grad, method_kept_host(m, rank), &c->err));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &data, upipe_plan_unit_bytes(p), "x", &c->err));
     x = upipe_view_packed(data, p->desc.dtype, p->rows, 1, (int32_t)in->dim);
     method_rows(rank, in->x, rank->host, in->dim, 0);
     UPIPE_TRY(c->ops->cast(c, x, tokens));
     UPIPE_TRY(c->ops->sync(c));
 
     UPIPE_TRY(method_pass_begin(m, c, rank, r, 0));
-    UPIPE_TRY(method_offload(m, c, rank, data, home, 0));
+    UPIPE_TRY(method_offload(m, c, rank, data, tokens_grad, 0));
     UPIPE_TRY(upipe_layer_fwd(c, l, &saved, x));
     UPIPE_TRY(method_pass_end(c, rank, 0));
     rank->measured.intermediate = method_intermediate(c);
@@ -250,31 +250,31 @@ static upipe_status method_block(method *m, upipe_ctx *c, method_rank *rank, int
     UPIPE_TRY(c->ops->sync(c));
     method_rows(rank, m->out, rank->host, in->out_width, 1);
 
-    UPIPE_TRY(upipe_layer_slots_take(c, l, &gout, UPIPE_SLOT_FULL, "gout"));
+    UPIPE_TRY(upipe_layer_slots_alloc(c, l, &dout, UPIPE_SLOT_FULL, "dout"));
     method_rows(rank, in->dout, rank->host, in->out_width, 0);
-    UPIPE_TRY(upipe_layer_scatter(c, l, &gout, heads));
+    UPIPE_TRY(upipe_layer_scatter(c, l, &dout, heads));
     UPIPE_TRY(c->ops->sync(c));
 
     UPIPE_TRY(method_pass_begin(m, c, rank, r, 1));
-    UPIPE_TRY(method_offload(m, c, rank, data, home, 1));
-    UPIPE_TRY(upipe_layer_bwd(c, l, x, &grads, &saved, &gout, x));
+    UPIPE_TRY(method_offload(m, c, rank, data, tokens_grad, 1));
+    UPIPE_TRY(upipe_layer_bwd(c, l, x, &grads, &saved, &dout, x));
     UPIPE_TRY(method_pass_end(c, rank, 1));
     UPIPE_TRY(c->ops->cast(c, tokens, x));
     UPIPE_TRY(c->ops->sync(c));
     method_rows(rank, m->dx, rank->host, in->dim, 1);
-    UPIPE_TRY(upipe_mem_give(c->mem, gout.data, &c->err));
-    UPIPE_TRY(upipe_mem_give(c->mem, x.data, &c->err));
+    UPIPE_TRY(upipe_mem_free(c->mem, dout.data, &c->err));
+    UPIPE_TRY(upipe_mem_free(c->mem, x.data, &c->err));
     UPIPE_TRY(method_keep_end(c->mem, kept, &c->err));
     rank->measured.host = rank->second.peak;
-    UPIPE_TRY(method_keep_end(&rank->second, home, &c->err));
-    return upipe_mem_free(&rank->second, &c->err);
+    UPIPE_TRY(method_keep_end(&rank->second, tokens_grad, &c->err));
+    return upipe_mem_destroy(&rank->second, &c->err);
 }
 
 static upipe_status method_segments(method *m, upipe_ctx *c, method_rank *rank, int r)
 {
     const upipe_fpdt *f = &rank->fpdt;
     const inputs *in = m->in;
-    char *const data = rank->second_slab + rank->second_bytes, *const gout = data + method_x_bytes(rank);
+    char *const data = rank->second_slab + rank->second_bytes, *const dout = data + method_x_bytes(rank);
     upipe_view x = upipe_view_packed(data, rank->plan.desc.dtype, rank->rows, 1, (int32_t)in->dim);
     upipe_view tokens = upipe_view_packed(rank->host, UPIPE_F32, rank->rows, 1, (int32_t)in->dim);
     upipe_grads grads = method_grads(rank);
@@ -296,11 +296,11 @@ static upipe_status method_segments(method *m, upipe_ctx *c, method_rank *rank, 
     method_rows(rank, m->out, rank->host, in->out_width, 1);
 
     method_rows(rank, in->dout, rank->host, in->out_width, 0);
-    UPIPE_TRY(upipe_fpdt_scatter(c, f, gout, rank->host, UPIPE_F32));
+    UPIPE_TRY(upipe_fpdt_scatter(c, f, dout, rank->host, UPIPE_F32));
     UPIPE_TRY(c->ops->sync(c));
 
     UPIPE_TRY(method_pass_begin(m, c, rank, r, 1));
-    UPIPE_TRY(upipe_fpdt_bwd(c, f, data, &grads, &saved, gout, data));
+    UPIPE_TRY(upipe_fpdt_bwd(c, f, data, &grads, &saved, dout, data));
     UPIPE_TRY(method_pass_end(c, rank, 1));
     rank->measured.sent[SENT_HOST][1] = saved.moved - rank->measured.sent[SENT_HOST][0];
     UPIPE_TRY(c->ops->cast(c, tokens, x));
@@ -309,7 +309,7 @@ static upipe_status method_segments(method *m, upipe_ctx *c, method_rank *rank, 
     rank->measured.host = rank->second.peak;
     UPIPE_TRY(upipe_fpdt_free(f, &saved, &c->err));
     UPIPE_TRY(method_keep_end(&rank->second, kept, &c->err));
-    return upipe_mem_free(&rank->second, &c->err);
+    return upipe_mem_destroy(&rank->second, &c->err);
 }
 
 #endif

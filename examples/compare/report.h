@@ -10,7 +10,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "method.h"
+#include "setup.h"
 
 static const double report_mib = 1024 * 1024;
 
@@ -40,7 +40,7 @@ static size_t report_peak(const method_bytes *b)
 {
     size_t most = 0;
     int i;
-    for (i = 0; i < UPIPE_PHASES; ++i) most = upi_most(most, b->phase[i]);
+    for (i = 0; i < UPIPE_PHASES; ++i) most = upipe_max_bytes(most, b->phase[i]);
     return most;
 }
 
@@ -50,7 +50,7 @@ static size_t report_without_kept(const method *m, int phase)
     size_t most = 0;
     int r;
     for (r = 0; r < m->o->ranks; ++r)
-        most = upi_most(most, m->ranks[r].measured.phase[phase] - method_kept_device(m, &m->ranks[r]));
+        most = upipe_max_bytes(most, m->ranks[r].measured.phase[phase] - method_kept_device(m, &m->ranks[r]));
     return most;
 }
 
@@ -99,7 +99,7 @@ static void report_mask(const options *o)
 {
     printf("%s", o->full ? "full" : "causal");
     if (o->window > 0) printf(", window %lld", (long long)o->window);
-    if (o->docs != NULL) printf(", %lld documents", (long long)o->docs_n);
+    if (o->cu_seqlens != NULL) printf(", %lld packed sequences", (long long)o->cu_seqlens_n);
     if (o->softcap > 0) printf(", soft-cap %g", o->softcap);
     if (o->sinks) printf(", sinks");
     if (o->rope) printf(", RoPE");
@@ -319,14 +319,14 @@ static void json_wish(FILE *f, const char *name, int wanted, double value)
         fprintf(f, "    \"%s\": null,\n", name);
 }
 
-/* Lengths of the documents. */
-static void json_docs(FILE *f, const options *o)
+/* Lengths of the packed sequences. */
+static void json_cu_seqlens(FILE *f, const options *o)
 {
     int64_t i;
-    fprintf(f, "    \"docs\": %s", o->docs == NULL ? "null" : "[");
-    for (i = 0; i < o->docs_n; ++i)
-        fprintf(f, "%s%lld", i > 0 ? ", " : "", (long long)(o->docs[i + 1] - o->docs[i]));
-    fprintf(f, "%s,\n", o->docs == NULL ? "" : "]");
+    fprintf(f, "    \"cu_seqlens\": %s", o->cu_seqlens == NULL ? "null" : "[");
+    for (i = 0; i < o->cu_seqlens_n; ++i)
+        fprintf(f, "%s%lld", i > 0 ? ", " : "", (long long)(o->cu_seqlens[i + 1] - o->cu_seqlens[i]));
+    fprintf(f, "%s,\n", o->cu_seqlens == NULL ? "" : "]");
 }
 
 static void json_config(FILE *f, const method *all, int n, const options *o)
@@ -343,7 +343,7 @@ static void json_config(FILE *f, const method *all, int n, const options *o)
     fprintf(f, "    \"overlap\": %s,\n", json_bool(o->overlap));
     fprintf(f, "    \"layers\": %d,\n    \"offload\": %s,\n", o->layers, json_bool(o->offload));
     json_wish(f, "window", o->window > 0, (double)o->window);
-    json_docs(f, o);
+    json_cu_seqlens(f, o);
     json_wish(f, "softcap", o->softcap > 0, o->softcap);
     fprintf(f, "    \"sinks\": %s,\n    \"rope\": %s,\n    \"seed\": %llu,\n", json_bool(o->sinks),
             json_bool(o->rope), (unsigned long long)o->seed);
@@ -359,7 +359,7 @@ static void json_config(FILE *f, const method *all, int n, const options *o)
 
 static void json_plan(FILE *f, const upipe_plan *p)
 {
-    static const char *const modes[] = {"auto", "shift", "gather"};
+    static const char *const modes[] = {"auto", "p2p", "all-gather"};
     const upipe_plan_desc *d = &p->desc;
     fprintf(f, "      \"ranks\": %d,\n      \"ring\": %d,\n      \"ring_inner\": %d,\n", d->ranks, d->ring,
             d->ring_inner);

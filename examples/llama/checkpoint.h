@@ -1,7 +1,7 @@
 /* checkpoint.h -- a model and its optimizer on the disk, whole or not at all
  *
  *     DIR/checkpoint-120/config.json              llama_config_write's
- *                        model.safetensors        weights of the storage type, gains f32; Hugging Face's
+ *                        model.safetensors        weights of the storage type, norm weights f32; Hugging Face's
  *                                                 names
  *                        optimizer.safetensors    f32: exp_avg.NAME, exp_avg_sq.NAME, and in a bf16 run
  *                                                 master.NAME of the weights; the run's numbers as metadata
@@ -100,7 +100,7 @@ static int64_t llama_decimal(const char *s, const char **end)
     int64_t x = 0;
     const char *at = s;
     for (; *at >= '0' && *at <= '9'; ++at)
-        if (!upi_mul(&x, x, 10) || __builtin_add_overflow(x, *at - '0', &x)) return -1;
+        if (!upipe_mul(&x, x, 10) || __builtin_add_overflow(x, *at - '0', &x)) return -1;
     *end = at;
     return at == s || (*s == '0' && at != s + 1) ? -1 : x;
 }
@@ -131,18 +131,18 @@ static int llama_list(const char *dir, llama_entry **out, int *count, upipe_err 
     DIR *d = opendir(dir);
     const struct dirent *one;
     llama_entry e, *more;
-    int room = 0, bad = 0;
+    int buf = 0, bad = 0;
     *out = NULL;
     *count = 0;
     if (d == NULL) return llama_config_fail(err, dir, "the folder cannot be read: %s", strerror(errno));
     while (!bad && (errno = 0, one = readdir(d)) != NULL) {
         if (!llama_entry_parse(&e, one->d_name)) continue;
-        if (*count == room) {
-            more = (llama_entry *)realloc(*out, (size_t)(room * 2 + 16) * sizeof e);
+        if (*count == buf) {
+            more = (llama_entry *)realloc(*out, (size_t)(buf * 2 + 16) * sizeof e);
             bad = more == NULL ? llama_config_fail(err, dir, "no memory for the list of checkpoints") : 0;
             if (bad) break;
             *out = more;
-            room = room * 2 + 16;
+            buf = buf * 2 + 16;
         }
         (*out)[(*count)++] = e;
     }
@@ -277,7 +277,7 @@ static int llama_add_tensor(st_writer *w, const char *prefix, const llama_tensor
     shape[0] = t->rows;
     shape[1] = t->cols;
     snprintf(name, sizeof name, "%s%s", prefix, t->name);
-    return st_add(w, name, dtype, t->is_gain ? 1 : 2, shape, err) < 0 ? -1 : 0;
+    return st_add(w, name, dtype, t->is_norm_weight ? 1 : 2, shape, err) < 0 ? -1 : 0;
 }
 
 /* The tensors of both files: tensor i of the layout is model's number i, and optimizer's i, n + i, 2n + i. */
@@ -318,14 +318,14 @@ static int llama_save_lists(llama_save_work *s)
     int i, half = s->state->dtype == UPIPE_BF16;
     if (st_add_metadata(&s->model, "format", "pt", err) || llama_save_run(s)) return -1;
     for (i = 0; i < l->n; ++i)
-        if (llama_add_tensor(&s->model, "", &l->tensors[i], half && !l->tensors[i].is_gain ? ST_BF16 : ST_F32,
+        if (llama_add_tensor(&s->model, "", &l->tensors[i], half && !l->tensors[i].is_norm_weight ? ST_BF16 : ST_F32,
                              err))
             return -1;
     for (i = 0; i < l->n; ++i)
         if (llama_add_tensor(&s->optimizer, "exp_avg.", &l->tensors[i], ST_F32, err)) return -1;
     for (i = 0; i < l->n; ++i)
         if (llama_add_tensor(&s->optimizer, "exp_avg_sq.", &l->tensors[i], ST_F32, err)) return -1;
-    for (i = 0; i < l->n && half && !l->tensors[i].is_gain; ++i)
+    for (i = 0; i < l->n && half && !l->tensors[i].is_norm_weight; ++i)
         if (llama_add_tensor(&s->optimizer, "master.", &l->tensors[i], ST_F32, err)) return -1;
     return 0;
 }
@@ -376,17 +376,17 @@ static int llama_save_join(llama_save_work *s)
 
 /* Writes this rank's slice of a group; data holds the slice, tensor i of the layout is the file's number
  * from + i. */
-static int llama_save_slice(llama_save_work *s, st_writer *w, int from, int gains, const void *data,
+static int llama_save_slice(llama_save_work *s, st_writer *w, int from, int norm_weights, const void *data,
                             size_t size)
 {
     const llama_layout *l = s->state->layout;
     int64_t first, at, end, n;
-    int64_t last = upipe_a2a_slice(gains ? l->gains : l->weights, s->state->rank, s->state->ranks, &first);
+    int64_t last = upipe_reduce_slice(norm_weights ? l->norm_weights : l->weights, s->state->rank, s->state->ranks, &first);
     int i;
     last += first;
     for (i = 0; i < l->n; ++i) {
         const llama_tensor *t = &l->tensors[i];
-        if (t->is_gain != gains) continue;
+        if (t->is_norm_weight != norm_weights) continue;
         at = t->at > first ? t->at : first;
         end = t->at + t->n < last ? t->at + t->n : last;
         for (; at < end; at += n) {
@@ -406,12 +406,12 @@ static int llama_save_write(llama_save_work *s)
     const llama_state *state = s->state;
     const llama_layout *l = state->layout;
     size_t size = upipe_dtype_bytes(state->dtype);
-    int64_t weight, gain;
+    int64_t weight, norm_weight;
     int g;
-    upipe_a2a_slice(l->weights, state->rank, state->ranks, &weight);
-    upipe_a2a_slice(l->gains, state->rank, state->ranks, &gain);
+    upipe_reduce_slice(l->weights, state->rank, state->ranks, &weight);
+    upipe_reduce_slice(l->norm_weights, state->rank, state->ranks, &norm_weight);
     if (llama_save_slice(s, &s->model, 0, 0, (const char *)state->weights + (size_t)weight * size, size) ||
-        llama_save_slice(s, &s->model, 0, 1, state->gains + gain, 4))
+        llama_save_slice(s, &s->model, 0, 1, state->norm_weights + norm_weight, 4))
         return -1;
     for (g = 0; g < 2; ++g)
         if (llama_save_slice(s, &s->optimizer, 0, g, state->m[g], 4) ||
@@ -458,13 +458,13 @@ static int llama_save_agree(llama_save_work *s, int bad)
     int64_t mine = bad != 0;
     int r;
     if (team == NULL) return bad;
-    if (upipe_comm_gather(s->c, team, s->all, &mine, 1) != UPIPE_OK) {
+    if (upipe_comm_all_gather(s->c, team, s->all, &mine, 1) != UPIPE_OK) {
         if (bad) s->c->err = own;
         return -1;
     }
     for (r = 0; r < team->ranks && !bad; ++r) {
         if (!s->all[r]) continue;
-        upi_fail(&s->c->err, UPIPE_ERR_ABORTED, "%s: rank %d of %d could not write", s->whole, r,
+        upipe_fail(&s->c->err, UPIPE_ERR_ABORTED, "%s: rank %d of %d could not write", s->whole, r,
                  team->ranks);
         bad = -1;
     }
@@ -493,13 +493,13 @@ __attribute__((unused)) static upipe_status llama_save(upipe_ctx *c, const char 
     if (c->team != NULL
             ? c->team->rank != state->rank || c->team->ranks != state->ranks || state->ranks > LLAMA_RANKS_MAX
             : state->ranks != 1)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "%s: the state is rank %d of %d, the team has %d, at most %d",
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: the state is rank %d of %d, the team has %d, at most %d",
                         dir, state->rank, state->ranks, c->team != NULL ? c->team->ranks : 1,
                         LLAMA_RANKS_MAX);
     s = (llama_save_work *)calloc(1, sizeof *s);
     if (s == NULL) {
         upipe_comm_abort(c->team, "a rank has no memory to save");
-        return upi_fail(&c->err, UPIPE_ERR_MEMORY, "%s: no memory to save", dir);
+        return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "%s: no memory to save", dir);
     }
     s->c = c;
     s->state = state;
@@ -537,7 +537,7 @@ __attribute__((unused)) static upipe_status llama_save(upipe_ctx *c, const char 
 
 static int llama_load_shape(const st_file *f, const st_tensor *t, const llama_tensor *want, upipe_err *err)
 {
-    int rank = want->is_gain ? 1 : 2;
+    int rank = want->is_norm_weight ? 1 : 2;
     if (t->rank == rank && t->shape[0] == want->rows && (rank == 1 || t->shape[1] == want->cols)) return 0;
     if (rank == 1)
         return st_fail(err, f->path, "%.80s has %d dimensions, the first %" PRId64 ", not 1 of %" PRId64,
@@ -580,19 +580,19 @@ static uint16_t llama_to_bf16(float x)
 }
 
 /* n values of the group, from element `at` on, go to where the state keeps them. */
-static int llama_load_values(llama_load_work *w, int gain, int64_t at, int64_t n)
+static int llama_load_values(llama_load_work *w, int norm_weight, int64_t at, int64_t n)
 {
     const llama_state *state = w->state;
     uint16_t *narrow = (uint16_t *)(void *)(w->host + LLAMA_CHUNK / 4);
     int64_t i, first, from, to, last;
     upipe_ctx *c = w->c;
-    if (gain) return c->ops->copy(c, state->gains + at, w->host, (size_t)n * 4) != UPIPE_OK ? -1 : 0;
+    if (norm_weight) return c->ops->copy(c, state->norm_weights + at, w->host, (size_t)n * 4) != UPIPE_OK ? -1 : 0;
     if (state->dtype == UPIPE_F32)
         return c->ops->copy(c, (float *)state->weights + at, w->host, (size_t)n * 4) != UPIPE_OK ? -1 : 0;
     for (i = 0; i < n; ++i) narrow[i] = llama_to_bf16(w->host[i]);
     if (c->ops->copy(c, (uint16_t *)state->weights + at, narrow, (size_t)n * 2) != UPIPE_OK) return -1;
     if (state->master == NULL) return 0; /* a model that is not trained has no use for them */
-    last = upipe_a2a_slice(state->layout->weights, state->rank, state->ranks, &first);
+    last = upipe_reduce_slice(state->layout->weights, state->rank, state->ranks, &first);
     last += first;
     from = at > first ? at : first;
     to = at + n < last ? at + n : last;
@@ -640,7 +640,7 @@ static int llama_load_tensor(llama_load_work *w, const st_file *f, const char *p
     for (i = 0; reading && i < t->n; i += n) {
         n = t->n - i < LLAMA_CHUNK / 4 ? t->n - i : LLAMA_CHUNK / 4;
         if (st_read_f32(f, t, i, n, w->host, err) ||
-            llama_load_values(w, (*found)->is_gain, (*found)->at + i, n))
+            llama_load_values(w, (*found)->is_norm_weight, (*found)->at + i, n))
             return -1;
     }
     return 0;
@@ -726,7 +726,7 @@ static int llama_load_index(llama_load_work *w, json_t **root)
     return 0;
 }
 
-/* llama_load_weights -- fills weights, gains and, unless it is NULL, master from the safetensors in a folder
+/* llama_load_weights -- fills weights, norm weights and, unless it is NULL, master from the safetensors in a folder
  *
  * Values are converted to the storage type. Every tensor of the layout must be there in its shape, and no
  * other but the head of a tied model and stored rotary frequencies. No call of other ranks is waited for.
@@ -850,17 +850,17 @@ static const st_tensor *llama_load_entry(const st_file *f, const char *prefix, c
 
 /* This rank's slice of a group, from the tensors PREFIX.NAME. */
 static int llama_load_slice(upipe_ctx *c, const st_file *f, const llama_state *state, const char *prefix,
-                            int gains, float *data, void *host)
+                            int norm_weights, float *data, void *host)
 {
     const llama_layout *l = state->layout;
     int64_t first, at, end, n;
-    int64_t last = upipe_a2a_slice(gains ? l->gains : l->weights, state->rank, state->ranks, &first);
+    int64_t last = upipe_reduce_slice(norm_weights ? l->norm_weights : l->weights, state->rank, state->ranks, &first);
     int i;
     last += first;
     for (i = 0; i < l->n; ++i) {
         const llama_tensor *t = &l->tensors[i];
         const st_tensor *entry;
-        if (t->is_gain != gains) continue;
+        if (t->is_norm_weight != norm_weights) continue;
         entry = llama_load_entry(f, prefix, t, &c->err); /* parts of others' slices are checked too */
         if (entry == NULL) return -1;
         at = t->at > first ? t->at : first;
@@ -881,7 +881,7 @@ static int llama_load_slices(upipe_ctx *c, const st_file *f, const llama_state *
     int64_t want = 2 * (int64_t)l->n;
     int i, g;
     if (state->dtype == UPIPE_BF16)
-        for (i = 0; i < l->n; ++i) want += !l->tensors[i].is_gain;
+        for (i = 0; i < l->n; ++i) want += !l->tensors[i].is_norm_weight;
     for (g = 0; g < 2; ++g)
         if (llama_load_slice(c, f, state, "exp_avg.", g, state->m[g], host) ||
             llama_load_slice(c, f, state, "exp_avg_sq.", g, state->v[g], host))

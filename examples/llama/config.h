@@ -8,7 +8,7 @@
  *     const llama_tensor *q = llama_find(&layout, LLAMA_WQ, 3);       layer 3's q_proj: weights + q->at
  *
  * The tensors lie in two groups, each one flat array: weights (matrices, of the storage type; embed, then wq
- * wk wv wo gate up down of every layer, then the head unless it is the embedding) and gains (f32; norm1,
+ * wk wv wo gate up down of every layer, then the head unless it is the embedding) and norm weights (f32; norm1,
  * q_norm and k_norm if the model has them, norm2 of every layer, then the last norm).
  *
  * Read are LlamaForCausalLM, MistralForCausalLM, and Qwen3ForCausalLM without a window. Keys that do not
@@ -59,8 +59,8 @@ typedef enum llama_kind {
 
 typedef struct llama_tensor {
     char name[80];      /* Hugging Face's: model.layers.3.self_attn.q_proj.weight */
-    int64_t rows, cols; /* a gain is [rows], cols = 1 */
-    int is_gain;        /* which group: weights (storage type, matrices) or gains (f32 vectors) */
+    int64_t rows, cols; /* a norm weight is [rows], cols = 1 */
+    int is_norm_weight;        /* which group: weights (storage type, matrices) or norm weights (f32 vectors) */
     int64_t at, n;      /* first element in its group, elements */
     int64_t layer;      /* -1 outside layers */
     llama_kind kind;
@@ -68,9 +68,9 @@ typedef struct llama_tensor {
 
 typedef struct llama_layout {
     llama_config config;
-    llama_tensor *tensors; /* [n]: the weights group in its order, then the gains group */
+    llama_tensor *tensors; /* [n]: the weights group in its order, then the norm weights group */
     int n;
-    int64_t weights, gains; /* elements of both groups */
+    int64_t weights, norm_weights; /* elements of both groups */
 } llama_layout;
 
 /* The state of one rank; the arrays lie in the rank's pool. */
@@ -79,9 +79,9 @@ typedef struct llama_state {
     upipe_dtype dtype; /* of weights */
     int rank, ranks;
     void *weights;      /* all of the weights group, storage type */
-    float *gains;       /* all of the gains group */
+    float *norm_weights;       /* all of the norm weights group */
     float *master;      /* f32 weights, this rank's slice of the weights group; NULL if dtype is f32 */
-    float *m[2], *v[2]; /* AdamW moments, this rank's slices of [weights group, gains group] */
+    float *m[2], *v[2]; /* AdamW moments, this rank's slices of [weights group, norm weights group] */
 } llama_state;
 
 /* ---- layout ---- */
@@ -91,9 +91,9 @@ static int llama_add(llama_layout *l, llama_kind kind, int64_t layer, const char
 {
     llama_tensor *t = &l->tensors[l->n];
     int64_t *group;
-    t->is_gain = kind == LLAMA_NORM1 || kind == LLAMA_QNORM || kind == LLAMA_KNORM || kind == LLAMA_NORM2 ||
+    t->is_norm_weight = kind == LLAMA_NORM1 || kind == LLAMA_QNORM || kind == LLAMA_KNORM || kind == LLAMA_NORM2 ||
                  kind == LLAMA_NORM;
-    group = t->is_gain ? &l->gains : &l->weights;
+    group = t->is_norm_weight ? &l->norm_weights : &l->weights;
     t->kind = kind;
     t->layer = layer;
     t->rows = rows;
@@ -104,7 +104,7 @@ static int llama_add(llama_layout *l, llama_kind kind, int64_t layer, const char
     else
         snprintf(t->name, sizeof t->name, "model.layers.%" PRId64 ".%s.weight", layer, part);
     /* bytes too are to stay within 63 bits */
-    if (!upi_mul(&t->n, rows, cols) || t->n > INT64_MAX / 16 - *group) return -1;
+    if (!upipe_mul(&t->n, rows, cols) || t->n > INT64_MAX / 16 - *group) return -1;
     *group += t->n;
     ++l->n;
     return 0;
@@ -166,16 +166,16 @@ __attribute__((unused)) static const llama_tensor *llama_find(const llama_layout
     /* a kind's place among its layer's tensors of its group */
     static const int places[] = {0, 0, 0, 1, 2, 3, 1, 2, 1, 4, 5, 6, 0, 0};
     const llama_config *c = &l->config;
-    int64_t gains = 1 + 7 * c->layers + !c->tied, step = c->qk_norm ? 4 : 2;
+    int64_t norm_weights = 1 + 7 * c->layers + !c->tied, step = c->qk_norm ? 4 : 2;
     if (kind == LLAMA_EMBED || kind == LLAMA_NORM || kind == LLAMA_HEAD) {
         if (layer != -1 || (kind == LLAMA_HEAD && c->tied)) return NULL;
-        return &l->tensors[kind == LLAMA_EMBED ? 0 : kind == LLAMA_NORM ? l->n - 1 : gains - 1];
+        return &l->tensors[kind == LLAMA_EMBED ? 0 : kind == LLAMA_NORM ? l->n - 1 : norm_weights - 1];
     }
     if (layer < 0 || layer >= c->layers) return NULL;
     if ((kind == LLAMA_QNORM || kind == LLAMA_KNORM) && !c->qk_norm) return NULL;
-    if (kind == LLAMA_NORM2) return &l->tensors[gains + step * layer + step - 1];
+    if (kind == LLAMA_NORM2) return &l->tensors[norm_weights + step * layer + step - 1];
     if (kind == LLAMA_NORM1 || kind == LLAMA_QNORM || kind == LLAMA_KNORM)
-        return &l->tensors[gains + step * layer + places[kind]];
+        return &l->tensors[norm_weights + step * layer + places[kind]];
     return &l->tensors[1 + 7 * layer + places[kind]];
 }
 
@@ -191,7 +191,7 @@ __attribute__((format(printf, 3, 4))) static int llama_config_fail(upipe_err *er
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
     /* the end of a long path says more than its start */
-    upi_fail(err, UPIPE_ERR_ARG, "%s: %s", length > 76 ? path + length - 76 : path, text);
+    upipe_fail(err, UPIPE_ERR_ARG, "%s: %s", length > 76 ? path + length - 76 : path, text);
     return -1;
 }
 
@@ -347,7 +347,7 @@ static int llama_config_numbers(llama_config *c, const json_t *root, int model, 
     if (head_dim % 2 != 0)
         return llama_config_fail(err, path, "head_dim is %" PRId64 ", and odd: it has no rotary pairs",
                                  head_dim);
-    if (!upi_mul(&queries, heads, head_dim) || queries > INT32_MAX)
+    if (!upipe_mul(&queries, heads, head_dim) || queries > INT32_MAX)
         return llama_config_fail(err, path, "%" PRId64 " heads of %" PRId64 " are more than %d", heads,
                                  head_dim, INT32_MAX);
     /* a Mistral without the key has this one; Llama has none, Qwen3 only with use_sliding_window */
@@ -374,16 +374,16 @@ static char *llama_file(const char *path, size_t most, size_t *bytes, upipe_err 
 {
     FILE *f = fopen(path, "rb");
     char *text = NULL, *more;
-    size_t n = 0, room = 0, got;
+    size_t n = 0, buf = 0, got;
     errno = f == NULL ? errno : 0;
     while (f != NULL && n <= most) {
-        if (n == room) {
-            more = (char *)realloc(text, room * 2 + 4097);
+        if (n == buf) {
+            more = (char *)realloc(text, buf * 2 + 4097);
             if (more == NULL) break;
             text = more;
-            room = room * 2 + 4096;
+            buf = buf * 2 + 4096;
         }
-        got = fread(text + n, 1, room - n, f);
+        got = fread(text + n, 1, buf - n, f);
         n += got;
         if (got == 0) break;
     }

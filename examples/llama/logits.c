@@ -13,9 +13,9 @@
 #include "../common/files.h"
 #include "../common/device_flag.h"
 #include "../common/grid.h"
-#include "../common/lane.h"
+#include "../common/side_stream.h"
 #include "checkpoint.h"
-#include "method.h"
+#include "plans.h"
 #include "model.h"
 
 typedef struct options {
@@ -32,8 +32,8 @@ typedef struct logits {
     upipe_ops ops; /* of the device, for plans */
     grid net;
     char folder[LLAMA_PATH];
-    void *weights, *gains;           /* one copy for all ranks, which only read it: on the device */
-    void *host_weights, *host_gains; /* where they are loaded */
+    void *weights, *norm_weights;           /* one copy for all ranks, which only read it: on the device */
+    void *host_weights, *host_norm_weights; /* where they are loaded */
     int32_t *ids;                    /* [S] */
     int64_t tokens;
     float *out; /* [S][V] */
@@ -42,7 +42,7 @@ typedef struct logits {
         size_t slab_bytes, second_bytes;
         int blocks_max;
         device d;
-        second_line line;         /* where something overlaps */
+        side_stream line;         /* where something overlaps */
         void *slab, *second_slab; /* the second pool's, where the sequence is cut */
         upipe_err err;
     } ranks[UPIPE_THREADS_MAX];
@@ -204,10 +204,10 @@ static int ids_read(logits *g)
 /* ---- a rank ---- */
 
 /* One row of the device's logits into its place of the result; not there in a dry run. */
-static upipe_status logits_store(logits *g, upipe_ctx *c, upipe_view room, int64_t row, int64_t token)
+static upipe_status logits_store(logits *g, upipe_ctx *c, upipe_view buf, int64_t row, int64_t token)
 {
     if (g->out == NULL) return UPIPE_OK;
-    return c->ops->copy(c, g->out + token * room.d, upipe_view_rows(room, row, 1).data, (size_t)room.d * 4);
+    return c->ops->copy(c, g->out + token * buf.d, upipe_view_rows(buf, row, 1).data, (size_t)buf.d * 4);
 }
 
 /* This rank's tokens. */
@@ -230,7 +230,7 @@ static upipe_status logits_tokens(const logits *g, const model_rank *r)
 static upipe_status logits_rank(logits *g, const model *m, upipe_ctx *c, upipe_mem *second)
 {
     int64_t vocab = g->layout.config.vocab, row, i;
-    upipe_view x, room;
+    upipe_view x, buf;
     model_rank r;
     void *data;
     memset(&r, 0, sizeof r);
@@ -239,29 +239,29 @@ static upipe_status logits_rank(logits *g, const model *m, upipe_ctx *c, upipe_m
     r.host = c->mem;
     r.second = second;
     r.weights = g->weights;
-    r.gains = (const float *)g->gains;
-    UPIPE_TRY(upipe_mem_take(c->mem, &data, (size_t)m->rows * 4, "tokens", &c->err));
+    r.norm_weights = (const float *)g->norm_weights;
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &data, (size_t)m->rows * 4, "tokens", &c->err));
     r.tokens = (int32_t *)data;
     UPIPE_TRY(logits_tokens(g, &r));
     UPIPE_TRY(model_fwd(&r, &x, 0));
-    UPIPE_TRY(upipe_mem_take(c->mem, &data, (size_t)(UPIPE_TILE_LOSS_ROWS * vocab) * 4, "logits", &c->err));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &data, (size_t)(UPIPE_TILE_LOSS_ROWS * vocab) * 4, "logits", &c->err));
     for (row = 0; row < m->rows; row += UPIPE_TILE_LOSS_ROWS) {
         int64_t rows = m->rows - row < UPIPE_TILE_LOSS_ROWS ? m->rows - row : (int64_t)UPIPE_TILE_LOSS_ROWS;
-        room = upipe_view_packed(data, UPIPE_F32, rows, 1, (int32_t)vocab);
-        UPIPE_TRY(model_logits(&r, room, upipe_view_rows(x, row, rows)));
-        for (i = 0; i < rows; ++i) UPIPE_TRY(logits_store(g, c, room, i, model_position(m, row + i)));
+        buf = upipe_view_packed(data, UPIPE_F32, rows, 1, (int32_t)vocab);
+        UPIPE_TRY(model_logits(&r, buf, upipe_view_rows(x, row, rows)));
+        for (i = 0; i < rows; ++i) UPIPE_TRY(logits_store(g, c, buf, i, model_position(m, row + i)));
     }
-    UPIPE_TRY(upipe_mem_give(c->mem, data, &c->err));
-    UPIPE_TRY(model_give(&r, x));
-    return upipe_mem_give(c->mem, r.tokens, &c->err);
+    UPIPE_TRY(upipe_mem_free(c->mem, data, &c->err));
+    UPIPE_TRY(model_free_block(&r, x));
+    return upipe_mem_free(c->mem, r.tokens, &c->err);
 }
 
 static upipe_status logits_rank_main(void *user, int rank)
 {
     logits *g = (logits *)user;
     struct logits_place *k = &g->ranks[rank];
-    upipe_block *blocks = (upipe_block *)calloc((size_t)k->blocks_max, sizeof *blocks);
-    upipe_block second_blocks[UPIPE_DRY_HOST_BLOCKS_MAX];
+    upipe_mem_block *blocks = (upipe_mem_block *)calloc((size_t)k->blocks_max, sizeof *blocks);
+    upipe_mem_block second_blocks[UPIPE_DRY_HOST_BLOCKS_MAX];
     upipe_status s;
     upipe_mem mem, second;
     upipe_ctx c;
@@ -270,20 +270,20 @@ static upipe_status logits_rank_main(void *user, int rank)
     s = upipe_comm_barrier(&c, grid_world(&g->net, rank)); /* all have started */
     if (s == UPIPE_OK) s = device_open(&k->d, g->o.device, &c.err);
     device_use(&k->d, &c);
-    if (s == UPIPE_OK && g->o.how.overlap) s = lane_open(&k->line, g->o.device, &c);
+    if (s == UPIPE_OK && g->o.how.overlap) s = side_stream_open(&k->line, g->o.device, &c);
     if (s == UPIPE_OK) s = device_slab(&k->d, &k->slab, k->slab_bytes, &c.err);
     if (s == UPIPE_OK) s = device_host_slab(&k->d, &k->second_slab, k->second_bytes, &c.err);
-    if (s == UPIPE_OK && blocks == NULL) s = upi_fail(&c.err, UPIPE_ERR_MEMORY, "no room for a pool's table");
+    if (s == UPIPE_OK && blocks == NULL) s = upipe_fail(&c.err, UPIPE_ERR_MEMORY, "no entry left for a pool's table");
     if (s == UPIPE_OK) {
         upipe_mem_init(&mem, k->slab, k->slab_bytes, blocks, k->blocks_max);
         upipe_mem_init(&second, k->second_slab, k->second_bytes, second_blocks, UPIPE_DRY_HOST_BLOCKS_MAX);
         c.mem = &mem;
         s = logits_rank(g, &k->m, &c, &second);
-        if (s == UPIPE_OK) s = upipe_mem_free(&second, &c.err);
-        if (s == UPIPE_OK) s = upipe_mem_free(&mem, &c.err);
+        if (s == UPIPE_OK) s = upipe_mem_destroy(&second, &c.err);
+        if (s == UPIPE_OK) s = upipe_mem_destroy(&mem, &c.err);
         if (s != UPIPE_OK) {
-            upipe_mem_free(&second, NULL);
-            upipe_mem_free(&mem, NULL);
+            upipe_mem_destroy(&second, NULL);
+            upipe_mem_destroy(&mem, NULL);
         }
     }
     free(blocks);
@@ -316,7 +316,7 @@ static int logits_find(logits *g)
 static int logits_load(logits *g)
 {
     size_t bytes = (size_t)g->layout.weights * upipe_dtype_bytes(g->o.dtype);
-    size_t gain_bytes = (size_t)g->layout.gains * sizeof(float);
+    size_t norm_weight_bytes = (size_t)g->layout.norm_weights * sizeof(float);
     upipe_ops cpu;
     llama_state state;
     upipe_ctx c;
@@ -324,19 +324,19 @@ static int logits_load(logits *g)
     memset(&c, 0, sizeof c);
     memset(&state, 0, sizeof state);
     g->host_weights = malloc(bytes);
-    g->host_gains = malloc(gain_bytes);
-    if (g->host_weights == NULL || g->host_gains == NULL)
+    g->host_norm_weights = malloc(norm_weight_bytes);
+    if (g->host_weights == NULL || g->host_norm_weights == NULL)
         return cli_fail("out of memory: %lld weights", (long long)g->layout.weights);
     state.layout = &g->layout;
     state.dtype = g->o.dtype;
     state.ranks = 1;
     state.weights = g->host_weights;
-    state.gains = (float *)g->host_gains;
+    state.norm_weights = (float *)g->host_norm_weights;
     products_ops(&cpu);
     c.ops = &cpu;
     s = llama_load_weights(&c, g->folder, &state);
     if (s == UPIPE_OK) s = device_resident(g->o.device, &g->weights, bytes, g->host_weights, &c.err);
-    if (s == UPIPE_OK) s = device_resident(g->o.device, &g->gains, gain_bytes, g->host_gains, &c.err);
+    if (s == UPIPE_OK) s = device_resident(g->o.device, &g->norm_weights, norm_weight_bytes, g->host_norm_weights, &c.err);
     return s == UPIPE_OK ? 0 : logits_fail(s, &c.err);
 }
 
@@ -349,7 +349,7 @@ static int logits_plan(logits *g)
     float nothing;
     int r;
     if (dry == NULL) return cli_fail("out of memory");
-    g->weights = g->gains = &nothing; /* for the dry run, which touches nothing */
+    g->weights = g->norm_weights = &nothing; /* for the dry run, which touches nothing */
     memset(&dry->ctx, 0, sizeof dry->ctx);
     d.tokens = g->tokens;
     d.dtype = g->o.dtype;
@@ -362,11 +362,11 @@ static int logits_plan(logits *g)
         if (s == UPIPE_OK) s = upipe_dry_init(dry, &k->m.plan, &g->ops);
         if (s == UPIPE_OK) s = logits_rank(g, &k->m, &dry->ctx, &dry->host);
         k->slab_bytes = dry->mem.need;
-        k->second_bytes = upi_mem_span(dry->host.need);
+        k->second_bytes = upipe_mem_span(dry->host.need);
         k->blocks_max = dry->mem.blocks_peak;
     }
     if (s != UPIPE_OK) logits_fail(s, &dry->ctx.err);
-    g->weights = g->gains = NULL;
+    g->weights = g->norm_weights = NULL;
     free(dry);
     return s == UPIPE_OK ? 0 : -1;
 }
@@ -374,7 +374,7 @@ static int logits_plan(logits *g)
 /* Everything at once: the weights, the ranks' slabs, the result. */
 static int logits_check_memory(const logits *g)
 {
-    double have = cli_memory(), need = (double)g->layout.gains * 4;
+    double have = cli_memory(), need = (double)g->layout.norm_weights * 4;
     double slabs = 0, second = 0;
     int r;
     for (r = 0; r < g->o.how.ranks; ++r) {
@@ -382,7 +382,7 @@ static int logits_check_memory(const logits *g)
         second += (double)g->ranks[r].second_bytes;
     }
     need += (double)g->layout.weights * (double)upipe_dtype_bytes(g->o.dtype);
-    if (device_has_room(g->o.device, slabs + need) != 0) return -1;
+    if (device_has_buf(g->o.device, slabs + need) != 0) return -1;
     need += second + (double)g->tokens * (double)g->layout.config.vocab * 4;
     if (g->o.device == DEVICE_CPU) need += slabs;
     if (need <= have) return 0;
@@ -409,7 +409,7 @@ static int logits_run(logits *g)
     for (r = 0; r < g->o.how.ranks; ++r) {
         device_slab_free(&g->ranks[r].d, g->ranks[r].slab);
         device_host_slab_free(&g->ranks[r].d, g->ranks[r].second_slab);
-        closed = lane_close(&g->ranks[r].line, &e);
+        closed = side_stream_close(&g->ranks[r].line, &e);
         if (s == UPIPE_OK && closed != UPIPE_OK) s = closed, logits_fail(s, &e);
         closed = device_close(&g->ranks[r].d, &e);
         if (s == UPIPE_OK && closed != UPIPE_OK) s = closed, logits_fail(s, &e);
@@ -446,9 +446,9 @@ int main(int argc, char **argv)
         files_abandon(all);
         llama_layout_free(&g->layout);
         device_resident_free(g->o.device, g->weights, g->host_weights);
-        device_resident_free(g->o.device, g->gains, g->host_gains);
+        device_resident_free(g->o.device, g->norm_weights, g->host_norm_weights);
         free(g->host_weights);
-        free(g->host_gains);
+        free(g->host_norm_weights);
         free(g->ids);
         free(g->out);
     }

@@ -56,13 +56,13 @@ static void memory_static(size_t *part, const model *m)
     const llama_layout *l = m->layout;
     const upipe_plan_desc *d = &m->plan.desc;
     const int rank = model_world_rank(m), ranks = model_world(m);
-    int64_t first, weights = upipe_a2a_slice(l->weights, rank, ranks, &first);
-    int64_t gains = upipe_a2a_slice(l->gains, rank, ranks, &first);
+    int64_t first, weights = upipe_reduce_slice(l->weights, rank, ranks, &first);
+    int64_t norm_weights = upipe_reduce_slice(l->norm_weights, rank, ranks, &first);
     memset(part, 0, MEMORY_PARTS * sizeof *part);
-    part[MEMORY_WEIGHTS] = (size_t)l->weights * upipe_dtype_bytes(d->dtype) + (size_t)l->gains * 4;
-    part[MEMORY_GRADIENTS] = (size_t)(l->weights + l->gains) * 4;
+    part[MEMORY_WEIGHTS] = (size_t)l->weights * upipe_dtype_bytes(d->dtype) + (size_t)l->norm_weights * 4;
+    part[MEMORY_GRADIENTS] = (size_t)(l->weights + l->norm_weights) * 4;
     part[MEMORY_OPTIMIZER] =
-        (size_t)(weights + gains) * 8 + (d->dtype == UPIPE_F32 ? 0 : (size_t)weights * 4);
+        (size_t)(weights + norm_weights) * 8 + (d->dtype == UPIPE_F32 ? 0 : (size_t)weights * 4);
     part[MEMORY_TOKENS] = (size_t)m->rows * 12; /* token, target, loss */
 }
 
@@ -79,7 +79,7 @@ static void memory_attention(size_t *extra, const model *m, const upipe_layer *l
     fwd = upipe_layer_out_bytes(p, &scratch, 0);
     bwd = upipe_layer_out_bytes(p, &scratch, 1);
     if (m->offload) fwd = fwd > u ? fwd - u : 0; /* the forward has no fetched copy beside it */
-    extra[UPIPE_PHASE_OTHER] = u + out + b.lse + upi_most(fwd, bwd);
+    extra[UPIPE_PHASE_OTHER] = u + out + b.lse + upipe_max_bytes(fwd, bwd);
 }
 
 /* What it takes in segments; and in the second pool: the normed stream, the gradient of O, and what the
@@ -107,8 +107,8 @@ static upipe_status memory_segments(size_t *extra, size_t *host, const model *m,
         out = upipe_plan_buffers(&p).slot * (size_t)p.stages;
         fwd = upipe_layer_out_bytes(&p, &scratch, 0);
         bwd = upipe_layer_out_bytes(&p, &scratch, 1);
-        *other = upi_most(*other, out + upi_most(u + fwd, bwd));
-        *other = upi_most(*other, m->offload ? 2 * u : u); /* the norm's backward: gradient and copy */
+        *other = upipe_max_bytes(*other, out + upipe_max_bytes(u + fwd, bwd));
+        *other = upipe_max_bytes(*other, m->offload ? 2 * u : u); /* the norm's backward: gradient and copy */
     }
     return UPIPE_OK;
 }
@@ -120,17 +120,17 @@ static upipe_status memory_scratch(size_t *extra, size_t *host, const model *m, 
 {
     const llama_config *config = &m->layout->config;
     const upipe_dtype dtype = m->plan.desc.dtype;
-    const float gain[1] = {0}; /* shapes alone are asked for */
+    const float norm_weight[1] = {0}; /* shapes alone are asked for */
     size_t sums[2];
     upipe_layer layer;
     upipe_mlp mlp;
     upipe_head head;
     memset(&layer, 0, sizeof layer);
     layer.plan = &m->plan;
-    layer.wo = gain;
+    layer.wo = norm_weight;
     layer.tile_rows = config->dim;
     layer.window = config->window;
-    layer.q_gain = layer.k_gain = config->qk_norm ? gain : NULL;
+    layer.q_norm_weight = layer.k_norm_weight = config->qk_norm ? norm_weight : NULL;
     *host = 0;
     if (m->fpdt.segments > 0)
         UPIPE_TRY(memory_segments(extra, host, m, &layer, ops, e));
@@ -138,20 +138,20 @@ static upipe_status memory_scratch(size_t *extra, size_t *host, const model *m, 
         memory_attention(extra, m, &layer, ops);
 
     memset(&mlp, 0, sizeof mlp);
-    mlp.gain = gain;
+    mlp.norm_weight = norm_weight;
     mlp.hidden = config->hidden;
     mlp.tile_bytes = m->tile_bytes;
     memset(&head, 0, sizeof head);
-    head.gain = gain;
+    head.norm_weight = norm_weight;
     head.vocab = config->vocab;
     head.tile_bytes = m->tile_bytes;
     extra[MODEL_EMBED] = 0;
     UPIPE_TRY(upipe_mlp_bytes(&extra[MODEL_MLP_FWD], ops, &mlp, m->rows, config->dim, dtype, 0, e));
     UPIPE_TRY(upipe_mlp_bytes(&extra[MODEL_MLP_BWD], ops, &mlp, m->rows, config->dim, dtype, 1, e));
     UPIPE_TRY(upipe_loss_bytes(&extra[MODEL_LOSS], ops, &head, m->rows, config->dim, dtype, 1, e));
-    sums[0] = upipe_a2a_sum_bytes(m->layout->weights, model_world(m));
-    sums[1] = upipe_a2a_sum_bytes(m->layout->gains, model_world(m));
-    extra[MODEL_UPDATE] = upi_most(sums[0], sums[1]);
+    sums[0] = upipe_reduce_bytes(m->layout->weights, model_world(m));
+    sums[1] = upipe_reduce_bytes(m->layout->norm_weights, model_world(m));
+    extra[MODEL_UPDATE] = upipe_max_bytes(sums[0], sums[1]);
     return UPIPE_OK;
 }
 
@@ -187,7 +187,7 @@ static upipe_status memory_plan_make(memory_plan *plan, const model *m, const up
             part[memory_phase_part(phase)] += extra[phase];
         for (k = 0; k < MEMORY_PARTS; ++k) {
             plan->phase[phase] += part[k];
-            plan->largest[k] = upi_most(plan->largest[k], part[k]);
+            plan->largest[k] = upipe_max_bytes(plan->largest[k], part[k]);
         }
         if (plan->phase[phase] <= plan->peak) continue;
         plan->peak = plan->phase[phase];

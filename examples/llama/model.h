@@ -51,8 +51,8 @@ typedef struct model_rank {
     upipe_mem *host;   /* where the kept copies of the stream wait; c->mem without offload */
     upipe_mem *second; /* where segments are parked; NULL if the sequence is not cut */
     const void *weights;
-    const float *gains;
-    float *grads[2]; /* of the weights group and of the gains group */
+    const float *norm_weights;
+    float *grads[2]; /* of the weights group and of the norm weights group */
     int32_t *tokens, *targets;
     float *losses;
     void **kept;    /* [2 * layers] */
@@ -146,15 +146,15 @@ static const void *model_weight(const model_rank *r, llama_kind kind, int64_t la
            (size_t)model_tensor(r, kind, layer)->at * upipe_dtype_bytes(r->m->plan.desc.dtype);
 }
 
-static const float *model_gain(const model_rank *r, llama_kind kind, int64_t layer)
+static const float *model_norm_weight(const model_rank *r, llama_kind kind, int64_t layer)
 {
-    return r->gains + model_tensor(r, kind, layer)->at;
+    return r->norm_weights + model_tensor(r, kind, layer)->at;
 }
 
 static float *model_grad(const model_rank *r, llama_kind kind, int64_t layer)
 {
     const llama_tensor *t = model_tensor(r, kind, layer);
-    return r->grads[t->is_gain] + t->at;
+    return r->grads[t->is_norm_weight] + t->at;
 }
 
 /* The head's matrix is the embedding table where they are tied. */
@@ -177,8 +177,8 @@ static upipe_layer model_attention_layer(const model_rank *r, int64_t layer)
     l.window = config->window;
     l.tile_rows = config->dim;
     if (config->qk_norm) {
-        l.q_gain = model_gain(r, LLAMA_QNORM, layer);
-        l.k_gain = model_gain(r, LLAMA_KNORM, layer);
+        l.q_norm_weight = model_norm_weight(r, LLAMA_QNORM, layer);
+        l.k_norm_weight = model_norm_weight(r, LLAMA_KNORM, layer);
         l.norm_eps = (float)config->norm_eps;
     }
     return l;
@@ -193,8 +193,8 @@ static upipe_grads model_attention_grads(const model_rank *r, int64_t layer)
     g.wv = model_grad(r, LLAMA_WV, layer);
     g.wo = model_grad(r, LLAMA_WO, layer);
     if (r->m->layout->config.qk_norm) {
-        g.q_gain = model_grad(r, LLAMA_QNORM, layer);
-        g.k_gain = model_grad(r, LLAMA_KNORM, layer);
+        g.q_norm_weight = model_grad(r, LLAMA_QNORM, layer);
+        g.k_norm_weight = model_grad(r, LLAMA_KNORM, layer);
     }
     return g;
 }
@@ -206,7 +206,7 @@ static upipe_mlp model_mlp(const model_rank *r, int64_t layer)
     m.w_gate = model_weight(r, LLAMA_GATE, layer);
     m.w_up = model_weight(r, LLAMA_UP, layer);
     m.w_down = model_weight(r, LLAMA_DOWN, layer);
-    m.gain = model_gain(r, LLAMA_NORM2, layer);
+    m.norm_weight = model_norm_weight(r, LLAMA_NORM2, layer);
     m.norm_eps = (float)r->m->layout->config.norm_eps;
     m.hidden = r->m->layout->config.hidden;
     m.residual = 1;
@@ -219,7 +219,7 @@ static upipe_head model_head(const model_rank *r)
     upipe_head h;
     memset(&h, 0, sizeof h);
     h.w = model_weight(r, model_head_kind(r), -1);
-    h.gain = model_gain(r, LLAMA_NORM, -1);
+    h.norm_weight = model_norm_weight(r, LLAMA_NORM, -1);
     h.norm_eps = (float)r->m->layout->config.norm_eps;
     h.vocab = r->m->layout->config.vocab;
     h.tile_bytes = r->m->tile_bytes;
@@ -229,26 +229,26 @@ static upipe_head model_head(const model_rank *r)
 /* ---- blocks of the pool ---- */
 
 /* A tensor [n][D] of the storage type, of n rows. */
-static upipe_status model_take_rows(const model_rank *r, upipe_mem *mem, upipe_view *x, int64_t n,
+static upipe_status model_alloc_rows(const model_rank *r, upipe_mem *mem, upipe_view *x, int64_t n,
                                     const char *tag)
 {
     const upipe_plan_desc *d = &r->m->plan.desc;
     void *data;
-    UPIPE_TRY(upipe_mem_take(mem, &data, (size_t)(n * d->model_dim) * upipe_dtype_bytes(d->dtype), tag,
+    UPIPE_TRY(upipe_mem_alloc(mem, &data, (size_t)(n * d->model_dim) * upipe_dtype_bytes(d->dtype), tag,
                              &r->c->err));
     *x = upipe_view_packed(data, d->dtype, n, 1, (int32_t)d->model_dim);
     return UPIPE_OK;
 }
 
 /* One of all the rank's rows. */
-static upipe_status model_take(const model_rank *r, upipe_view *x, const char *tag)
+static upipe_status model_alloc(const model_rank *r, upipe_view *x, const char *tag)
 {
-    return model_take_rows(r, r->c->mem, x, r->m->rows, tag);
+    return model_alloc_rows(r, r->c->mem, x, r->m->rows, tag);
 }
 
-static upipe_status model_give(const model_rank *r, upipe_view x)
+static upipe_status model_free_block(const model_rank *r, upipe_view x)
 {
-    return upipe_mem_give(r->c->mem, x.data, &r->c->err);
+    return upipe_mem_free(r->c->mem, x.data, &r->c->err);
 }
 
 static const char *model_phase_name(int phase)
@@ -265,7 +265,7 @@ static void model_phase(const model_rank *r, int phase)
 static upipe_status model_keep(model_rank *r, int64_t i, upipe_view x)
 {
     size_t bytes = model_unit(r->m);
-    UPIPE_TRY(upipe_mem_take(r->host, &r->kept[i], bytes, "kept", &r->c->err));
+    UPIPE_TRY(upipe_mem_alloc(r->host, &r->kept[i], bytes, "kept", &r->c->err));
     if (r->device != NULL && r->host != r->c->mem)
         return device_copy_start(r->device, r->c, r->kept[i], x.data, bytes);
     return r->c->ops->copy(r->c, r->kept[i], x.data, bytes);
@@ -283,9 +283,9 @@ static upipe_status model_fetch(model_rank *r, int64_t i, upipe_view *x)
     if (r->host == r->c->mem) {
         x->data = r->kept[i];
     } else {
-        UPIPE_TRY(model_take(r, x, "fetched"));
+        UPIPE_TRY(model_alloc(r, x, "fetched"));
         UPIPE_TRY(r->c->ops->copy(r->c, x->data, r->kept[i], model_unit(r->m)));
-        UPIPE_TRY(upipe_mem_give(r->host, r->kept[i], &r->c->err));
+        UPIPE_TRY(upipe_mem_free(r->host, r->kept[i], &r->c->err));
     }
     r->kept[i] = NULL;
     return UPIPE_OK;
@@ -320,32 +320,32 @@ static upipe_status model_copy(const model_rank *r, upipe_view dst, upipe_view s
 static upipe_status model_segments_norm(const model_rank *r, int64_t layer, upipe_view normed, upipe_view x,
                                         int away)
 {
-    const float *gain = model_gain(r, LLAMA_NORM1, layer), eps = (float)r->m->layout->config.norm_eps;
+    const float *norm_weight = model_norm_weight(r, LLAMA_NORM1, layer), eps = (float)r->m->layout->config.norm_eps;
     int i;
     for (i = 0; i < model_parts(r->m); ++i) {
         upipe_view from = model_segment(r, x, i), n;
-        UPIPE_TRY(model_take_rows(r, r->c->mem, &n, from.n, "normed"));
+        UPIPE_TRY(model_alloc_rows(r, r->c->mem, &n, from.n, "normed"));
         if (away) UPIPE_TRY(model_copy(r, n, from));
-        UPIPE_TRY(r->c->ops->rmsnorm(r->c, n, away ? n : from, gain, eps));
+        UPIPE_TRY(r->c->ops->rmsnorm(r->c, n, away ? n : from, norm_weight, eps));
         UPIPE_TRY(model_copy(r, model_segment(r, normed, i), n));
-        UPIPE_TRY(model_give(r, n));
+        UPIPE_TRY(model_free_block(r, n));
     }
     return UPIPE_OK;
 }
 
 /* Segment i of the slots in the second pool, to or from those in the rank's own. */
 static upipe_status model_segment_slots(const model_rank *r, const upipe_fpdt *f, const upipe_plan *p, int i,
-                                        char *parked, const upipe_slots *slots, int back)
+                                        char *grads_at_tokens, const upipe_slots *slots, int back)
 {
     upipe_ctx *c = r->c;
     const size_t slot = upipe_fpdt_out_bytes(f, c->ops) / (size_t)f->segments / (size_t)p->stages;
     int stage;
     for (stage = 0; stage < p->stages; ++stage) {
-        char *there = parked + (size_t)(i * p->stages + stage) * slot;
+        char *there = grads_at_tokens + (size_t)(i * p->stages + stage) * slot;
         char *here = (char *)slots->data + (size_t)stage * slots->slot_bytes;
         UPIPE_TRY(
             c->ops->copy(c, back ? there : here, back ? here : there,
-                         upipe_plan_rows_bytes(p, upipe_plan_buffer(p, UPIPE_Q, stage), p->desc.v_dim)));
+                         upipe_plan_rows_bytes(p, upipe_plan_buffer(p, UPIPE_A2A_Q, stage), p->desc.v_dim)));
     }
     return UPIPE_OK;
 }
@@ -357,7 +357,7 @@ static upipe_status model_segment_begin(const model_rank *r, const upipe_fpdt *f
     UPIPE_TRY(upipe_fpdt_plan(f, i, p, &r->c->err));
     *l = f->layer;
     l->plan = p;
-    UPIPE_TRY(upipe_layer_slots_take(r->c, l, &out->out, UPIPE_SLOT_FULL, "final_out"));
+    UPIPE_TRY(upipe_layer_slots_alloc(r->c, l, &out->out, UPIPE_SLOT_FULL, "final_out"));
     out->lse = (float *)(void *)saved->out; /* is not read; NULL would mean consumed */
     out->delta = NULL;
     return model_segment_slots(r, f, p, i, saved->out, &out->out, 0);
@@ -375,17 +375,17 @@ static upipe_status model_segments_out_fwd(const model_rank *r, const upipe_fpdt
         upipe_layer l;
         upipe_plan p;
         UPIPE_TRY(model_segment_begin(r, f, i, &p, &l, &out, saved));
-        UPIPE_TRY(model_take_rows(r, c->mem, &y, rows.n, "attended"));
+        UPIPE_TRY(model_alloc_rows(r, c->mem, &y, rows.n, "attended"));
         UPIPE_TRY(upipe_layer_out_fwd(c, &l, y, &out));
-        UPIPE_TRY(upipe_mem_give(c->mem, out.out.data, &c->err));
+        UPIPE_TRY(upipe_mem_free(c->mem, out.out.data, &c->err));
         UPIPE_TRY(c->ops->add(c, rows, y));
-        UPIPE_TRY(model_give(r, y));
+        UPIPE_TRY(model_free_block(r, y));
     }
     return UPIPE_OK;
 }
 
-/* gout, slots in the second pool, from the gradient of the half's result. */
-static upipe_status model_segments_out_bwd(const model_rank *r, const upipe_fpdt *f, char *gout,
+/* dout, slots in the second pool, from the gradient of the half's result. */
+static upipe_status model_segments_out_bwd(const model_rank *r, const upipe_fpdt *f, char *dout,
                                            upipe_grads *grads, const upipe_fpdt_saved *saved, upipe_view g)
 {
     upipe_ctx *c = r->c;
@@ -396,9 +396,9 @@ static upipe_status model_segments_out_bwd(const model_rank *r, const upipe_fpdt
         upipe_plan p;
         UPIPE_TRY(model_segment_begin(r, f, i, &p, &l, &out, saved));
         UPIPE_TRY(upipe_layer_out_bwd(c, &l, grads, &out, model_segment(r, g, i)));
-        UPIPE_TRY(model_segment_slots(r, f, &p, i, gout, &out.out, 1));
-        UPIPE_TRY(upipe_mem_give(c->mem, out.delta, &c->err));
-        UPIPE_TRY(upipe_mem_give(c->mem, out.out.data, &c->err));
+        UPIPE_TRY(model_segment_slots(r, f, &p, i, dout, &out.out, 1));
+        UPIPE_TRY(upipe_mem_free(c->mem, out.delta, &c->err));
+        UPIPE_TRY(upipe_mem_free(c->mem, out.out.data, &c->err));
     }
     return UPIPE_OK;
 }
@@ -407,20 +407,20 @@ static upipe_status model_segments_out_bwd(const model_rank *r, const upipe_fpdt
 static upipe_status model_segments_norm_bwd(const model_rank *r, int64_t layer, upipe_view g,
                                             upipe_view gnormed, upipe_view x, int away)
 {
-    const float *gain = model_gain(r, LLAMA_NORM1, layer), eps = (float)r->m->layout->config.norm_eps;
+    const float *norm_weight = model_norm_weight(r, LLAMA_NORM1, layer), eps = (float)r->m->layout->config.norm_eps;
     int i;
     for (i = 0; i < model_parts(r->m); ++i) {
         upipe_view from = model_segment(r, x, i), here = from, n;
-        UPIPE_TRY(model_take_rows(r, r->c->mem, &n, from.n, "normed"));
+        UPIPE_TRY(model_alloc_rows(r, r->c->mem, &n, from.n, "normed"));
         UPIPE_TRY(model_copy(r, n, model_segment(r, gnormed, i)));
         if (away) {
-            UPIPE_TRY(model_take_rows(r, r->c->mem, &here, from.n, "fetched"));
+            UPIPE_TRY(model_alloc_rows(r, r->c->mem, &here, from.n, "fetched"));
             UPIPE_TRY(model_copy(r, here, from));
         }
-        UPIPE_TRY(r->c->ops->rmsnorm_bwd(r->c, model_segment(r, g, i), n, here, gain, eps,
+        UPIPE_TRY(r->c->ops->rmsnorm_bwd(r->c, model_segment(r, g, i), n, here, norm_weight, eps,
                                          model_grad(r, LLAMA_NORM1, layer), 1));
-        if (away) UPIPE_TRY(model_give(r, here));
-        UPIPE_TRY(model_give(r, n));
+        if (away) UPIPE_TRY(model_free_block(r, here));
+        UPIPE_TRY(model_free_block(r, n));
     }
     return UPIPE_OK;
 }
@@ -431,10 +431,10 @@ static upipe_status model_segments_fwd(model_rank *r, int64_t layer, upipe_view 
     upipe_fpdt f = model_segments(r, layer);
     upipe_fpdt_saved saved;
     upipe_view n;
-    UPIPE_TRY(model_take_rows(r, r->second, &n, r->m->rows, "normed"));
+    UPIPE_TRY(model_alloc_rows(r, r->second, &n, r->m->rows, "normed"));
     UPIPE_TRY(model_segments_norm(r, layer, n, x, 0));
     UPIPE_TRY(upipe_fpdt_fwd(c, &f, &saved, n.data));
-    UPIPE_TRY(upipe_mem_give(r->second, n.data, &c->err));
+    UPIPE_TRY(upipe_mem_free(r->second, n.data, &c->err));
     if (keep) UPIPE_TRY(model_kept(r));
     UPIPE_TRY(model_segments_out_fwd(r, &f, x, &saved));
     return upipe_fpdt_free(&f, &saved, &c->err);
@@ -449,19 +449,19 @@ static upipe_status model_segments_bwd(model_rank *r, int64_t layer, upipe_view 
     upipe_grads grads = model_attention_grads(r, layer);
     upipe_fpdt_saved saved;
     upipe_view x = g, n;
-    void *gout;
+    void *dout;
     x.data = r->kept[2 * layer];
-    UPIPE_TRY(model_take_rows(r, r->second, &n, r->m->rows, "normed"));
+    UPIPE_TRY(model_alloc_rows(r, r->second, &n, r->m->rows, "normed"));
     UPIPE_TRY(model_segments_norm(r, layer, n, x, away));
     UPIPE_TRY(upipe_fpdt_fwd(c, &f, &saved, n.data));
-    UPIPE_TRY(upipe_mem_take(r->second, &gout, upipe_fpdt_out_bytes(&f, c->ops), "gout", &c->err));
-    UPIPE_TRY(model_segments_out_bwd(r, &f, (char *)gout, &grads, &saved, g));
-    UPIPE_TRY(upipe_fpdt_bwd(c, &f, n.data, &grads, &saved, gout, n.data));
-    UPIPE_TRY(upipe_mem_give(r->second, gout, &c->err));
+    UPIPE_TRY(upipe_mem_alloc(r->second, &dout, upipe_fpdt_out_bytes(&f, c->ops), "dout", &c->err));
+    UPIPE_TRY(model_segments_out_bwd(r, &f, (char *)dout, &grads, &saved, g));
+    UPIPE_TRY(upipe_fpdt_bwd(c, &f, n.data, &grads, &saved, dout, n.data));
+    UPIPE_TRY(upipe_mem_free(r->second, dout, &c->err));
     UPIPE_TRY(upipe_fpdt_free(&f, &saved, &c->err));
     UPIPE_TRY(model_segments_norm_bwd(r, layer, g, n, x, away));
-    UPIPE_TRY(upipe_mem_give(r->second, n.data, &c->err));
-    UPIPE_TRY(upipe_mem_give(r->host, r->kept[2 * layer], &c->err));
+    UPIPE_TRY(upipe_mem_free(r->second, n.data, &c->err));
+    UPIPE_TRY(upipe_mem_free(r->host, r->kept[2 * layer], &c->err));
     r->kept[2 * layer] = NULL;
     return UPIPE_OK;
 }
@@ -474,17 +474,17 @@ static upipe_status model_attention_fwd(model_rank *r, int64_t layer, upipe_view
     upipe_layer l = model_attention_layer(r, layer);
     upipe_saved saved;
     upipe_view n, y;
-    UPIPE_TRY(model_take(r, &n, "normed"));
+    UPIPE_TRY(model_alloc(r, &n, "normed"));
     UPIPE_TRY(
-        c->ops->rmsnorm(c, n, x, model_gain(r, LLAMA_NORM1, layer), (float)r->m->layout->config.norm_eps));
+        c->ops->rmsnorm(c, n, x, model_norm_weight(r, LLAMA_NORM1, layer), (float)r->m->layout->config.norm_eps));
     UPIPE_TRY(upipe_layer_fwd(c, &l, &saved, n));
-    UPIPE_TRY(model_give(r, n));
-    UPIPE_TRY(model_take(r, &y, "attended"));
+    UPIPE_TRY(model_free_block(r, n));
+    UPIPE_TRY(model_alloc(r, &y, "attended"));
     UPIPE_TRY(upipe_layer_out_fwd(c, &l, y, &saved));
     UPIPE_TRY(upipe_saved_free(c, &saved));
     if (keep) UPIPE_TRY(model_kept(r));
     UPIPE_TRY(c->ops->add(c, x, y));
-    return model_give(r, y);
+    return model_free_block(r, y);
 }
 
 static upipe_status model_mlp_fwd(model_rank *r, int64_t layer, upipe_view x)
@@ -506,7 +506,7 @@ __attribute__((unused)) static upipe_status model_fwd(model_rank *r, upipe_view 
                                          r->m->plan.desc.dtype, config->vocab, 1, (int32_t)config->dim);
     int64_t i;
     model_phase(r, MODEL_EMBED);
-    UPIPE_TRY(model_take(r, x, "stream"));
+    UPIPE_TRY(model_alloc(r, x, "stream"));
     UPIPE_TRY(r->c->ops->embed(r->c, *x, table, r->tokens));
     model_phase(r, UPIPE_PHASE_OTHER);
     for (i = 0; i < config->layers; ++i) {
@@ -529,7 +529,7 @@ static upipe_status model_loss_bwd(model_rank *r, upipe_view x, float scale)
     upipe_head_grads g;
     upipe_status s;
     g.w = model_grad(r, model_head_kind(r), -1);
-    g.gain = model_grad(r, LLAMA_NORM, -1);
+    g.norm_weight = model_grad(r, LLAMA_NORM, -1);
     h.scale = scale;
     model_phase(r, MODEL_LOSS);
     s = upipe_loss_bwd(r->c, &h, x, &g, r->losses, x, r->targets);
@@ -547,32 +547,32 @@ static upipe_status model_mlp_bwd(model_rank *r, int64_t layer, upipe_view g)
     grads.w_gate = model_grad(r, LLAMA_GATE, layer);
     grads.w_up = model_grad(r, LLAMA_UP, layer);
     grads.w_down = model_grad(r, LLAMA_DOWN, layer);
-    grads.gain = model_grad(r, LLAMA_NORM2, layer);
+    grads.norm_weight = model_grad(r, LLAMA_NORM2, layer);
     model_phase(r, MODEL_MLP_BWD);
     UPIPE_TRY(model_fetch(r, 2 * layer + 1, &x));
     s = upipe_mlp_bwd(r->c, &m, g, &grads, g, x);
     model_phase(r, UPIPE_PHASE_OTHER);
-    return s == UPIPE_OK ? model_give(r, x) : s;
+    return s == UPIPE_OK ? model_free_block(r, x) : s;
 }
 
 static upipe_status model_attention_bwd(model_rank *r, int64_t layer, upipe_view g)
 {
     upipe_ctx *c = r->c;
-    const float eps = (float)r->m->layout->config.norm_eps, *gain = model_gain(r, LLAMA_NORM1, layer);
+    const float eps = (float)r->m->layout->config.norm_eps, *norm_weight = model_norm_weight(r, LLAMA_NORM1, layer);
     upipe_layer l = model_attention_layer(r, layer);
     upipe_grads grads = model_attention_grads(r, layer);
     upipe_saved saved;
     upipe_view x = g, n;
     UPIPE_TRY(model_fetch(r, 2 * layer, &x));
-    UPIPE_TRY(model_take(r, &n, "normed"));
-    UPIPE_TRY(c->ops->rmsnorm(c, n, x, gain, eps));
+    UPIPE_TRY(model_alloc(r, &n, "normed"));
+    UPIPE_TRY(c->ops->rmsnorm(c, n, x, norm_weight, eps));
     UPIPE_TRY(upipe_layer_fwd(c, &l, &saved, n));
     UPIPE_TRY(upipe_layer_out_bwd(c, &l, &grads, &saved, g)); /* O becomes dO; g goes on down the stream */
     UPIPE_TRY(upipe_layer_bwd(c, &l, n, &grads, &saved, &saved.out, n));
     UPIPE_TRY(upipe_saved_free(c, &saved));
-    UPIPE_TRY(c->ops->rmsnorm_bwd(c, g, n, x, gain, eps, model_grad(r, LLAMA_NORM1, layer), 1));
-    UPIPE_TRY(model_give(r, n));
-    return model_give(r, x);
+    UPIPE_TRY(c->ops->rmsnorm_bwd(c, g, n, x, norm_weight, eps, model_grad(r, LLAMA_NORM1, layer), 1));
+    UPIPE_TRY(model_free_block(r, n));
+    return model_free_block(r, x);
 }
 
 /* model_bwd -- after model_fwd with keep: losses, and the gradients of scale times their sum over this rank's
@@ -589,7 +589,7 @@ __attribute__((unused)) static upipe_status model_bwd(model_rank *r, upipe_view 
         UPIPE_TRY(r->m->fpdt.segments > 0 ? model_segments_bwd(r, i, x) : model_attention_bwd(r, i, x));
     }
     UPIPE_TRY(r->c->ops->embed_bwd(r->c, table, x, r->tokens));
-    return model_give(r, x);
+    return model_free_block(r, x);
 }
 
 /* model_logits -- f32 logits [n][vocab] of n rows of the stream, in the device's memory */
@@ -603,12 +603,12 @@ __attribute__((unused)) static upipe_status model_logits(model_rank *r, upipe_vi
     size_t bytes = c->ops->gemm_bytes(c->ops, logits, n, w, UPIPE_GEMM_TRANS_B);
     void *work;
     UPIPE_TRY(
-        upipe_mem_take(c->mem, &n.data, (size_t)(x.n * x.d) * upipe_dtype_bytes(x.dtype), "normed", &c->err));
-    UPIPE_TRY(upipe_mem_take(c->mem, &work, bytes, "logits_work", &c->err));
-    UPIPE_TRY(c->ops->rmsnorm(c, n, x, model_gain(r, LLAMA_NORM, -1), (float)config->norm_eps));
+        upipe_mem_alloc(c->mem, &n.data, (size_t)(x.n * x.d) * upipe_dtype_bytes(x.dtype), "normed", &c->err));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &work, bytes, "logits_work", &c->err));
+    UPIPE_TRY(c->ops->rmsnorm(c, n, x, model_norm_weight(r, LLAMA_NORM, -1), (float)config->norm_eps));
     UPIPE_TRY(c->ops->gemm(c, logits, n, w, UPIPE_GEMM_TRANS_B, work, bytes));
-    UPIPE_TRY(upipe_mem_give(c->mem, work, &c->err));
-    return upipe_mem_give(c->mem, n.data, &c->err);
+    UPIPE_TRY(upipe_mem_free(c->mem, work, &c->err));
+    return upipe_mem_free(c->mem, n.data, &c->err);
 }
 
 #endif

@@ -19,7 +19,7 @@
 #include "../common/cli.h"
 #include "../common/device_flag.h"
 #include "checkpoint.h"
-#include "method.h"
+#include "plans.h"
 
 /* What a flag may say at most. */
 enum { DIM_MAX = 1 << 24, SAMPLE_MAX = 1 << 20, KEEP_MAX = 1000000 };

@@ -17,7 +17,7 @@
 
 #include "../common/device_flag.h"
 #include "../common/grid.h"
-#include "../common/lane.h"
+#include "../common/side_stream.h"
 #include "checkpoint.h"
 #include "data.h"
 #include "memory.h"
@@ -33,9 +33,9 @@ typedef struct run_rank {
     int blocks_max;
     int64_t events_max;
     device d;
-    second_line line; /* where something overlaps */
+    side_stream line; /* where something overlaps */
     void *slab, *host_slab;
-    upipe_block *blocks, *host_blocks;
+    upipe_mem_block *blocks, *host_blocks;
     upipe_mem_event *events;
     int64_t events_n;
     upipe_mem mem, host;
@@ -119,7 +119,7 @@ static upipe_status run_trainer(const run *u, const model *m, trainer *t, upipe_
     t->r.kept = (void **)calloc((size_t)u->layout.config.layers * 2, sizeof *t->r.kept);
     t->gathered = (int64_t *)calloc((size_t)world->ranks * 2, sizeof *t->gathered);
     if (t->r.kept != NULL && t->gathered != NULL) return UPIPE_OK;
-    return upi_fail(&c->err, UPIPE_ERR_MEMORY, "no room for the tables of a rank");
+    return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no entry left for the tables of a rank");
 }
 
 static void run_trainer_free(trainer *t)
@@ -139,7 +139,7 @@ static upipe_status run_dry_life(const run *u, const model *sampled, trainer *t,
     upipe_mem *mem = t->r.c->mem;
     memset(&batch, 0, sizeof batch);
     batch.valid = 1;
-    UPIPE_TRY(trainer_take(t));
+    UPIPE_TRY(trainer_alloc(t));
     UPIPE_TRY(trainer_step(t, &batch, &rates, &result));
     *events = mem->events_lost;
     memcpy(phase, mem->phase_peak, MODEL_PHASES * sizeof *phase);
@@ -150,7 +150,7 @@ static upipe_status run_dry_life(const run *u, const model *sampled, trainer *t,
         t->r.m = sampled;
         UPIPE_TRY(sample_text(&t->r, t->world, &wish, &byte, 1, &made, t->gathered));
     }
-    return trainer_give(t);
+    return trainer_free_block(t);
 }
 
 enum { RUN_WALK_MAX = 50000000 }; /* some seconds */
@@ -166,25 +166,25 @@ static double run_walk(const model *m)
     double loss_tiles = (double)m->rows / UPIPE_TILE_LOSS_ROWS + 1;
     double heads = (double)c->heads / p->per_rank + 2.0 * c->kv_heads / p->kv_per_rank;
     return (double)c->layers * 2 * (tiles * (heads + 8) + pairs * p->per_rank * p->stages) + loss_tiles * 8 +
-           (double)(m->layout->weights + m->layout->gains) / UPIPE_SUM_PIECE;
+           (double)(m->layout->weights + m->layout->norm_weights) / UPIPE_REDUCE_STRIP;
 }
 
 /* A dry rank, and the world's communicator beside those of its team and its ring. */
-typedef struct run_dry_room {
+typedef struct run_dry_buf {
     upipe_dry dry;
     upipe_comm world;
-    upipe_seg list[2 * UPIPE_THREADS_MAX];
-    int64_t gathered[UPIPE_THREADS_MAX * UPIPE_GATHER_MAX];
-} run_dry_room;
+    upipe_msg list[2 * UPIPE_THREADS_MAX];
+    int64_t gathered[UPIPE_THREADS_MAX * UPIPE_ALL_GATHER_MAX];
+} run_dry_buf;
 
 /* run_dry -- the slabs of one rank, found by its own code over pools that only count; checks the closed form
  *            against it, phase by phase. sampled: NULL for none */
 static upipe_status run_dry(const run *u, const model *m, const model *sampled, run_rank *out, upipe_err *e)
 {
     int blocks_max = (int)u->layout.config.layers * 2 + m->plan.stages * 2 + 64;
-    run_dry_room *room = (run_dry_room *)malloc(sizeof *room);
-    upipe_dry *dry = room != NULL ? &room->dry : NULL;
-    upipe_block *blocks = (upipe_block *)calloc(2 * (size_t)blocks_max, sizeof *blocks);
+    run_dry_buf *buf = (run_dry_buf *)malloc(sizeof *buf);
+    upipe_dry *dry = buf != NULL ? &buf->dry : NULL;
+    upipe_mem_block *blocks = (upipe_mem_block *)calloc(2 * (size_t)blocks_max, sizeof *blocks);
     upipe_mem_event none;
     upipe_mem host;
     trainer t;
@@ -193,21 +193,21 @@ static upipe_status run_dry(const run *u, const model *m, const model *sampled, 
     int phase;
     if (dry == NULL || blocks == NULL || run_walk(m) > RUN_WALK_MAX) {
         s = dry == NULL || blocks == NULL
-                ? upi_fail(e, UPIPE_ERR_MEMORY, "no room for a dry run")
-                : upi_fail(e, UPIPE_ERR_UNSUPPORTED,
+                ? upipe_fail(e, UPIPE_ERR_MEMORY, "no entry left for a dry run")
+                : upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
                            "the memory's dry run would take %.2g steps, at most %d are walked", run_walk(m),
                            RUN_WALK_MAX);
-        free(room);
+        free(buf);
         free(blocks);
         return s;
     }
     s = upipe_dry_init(dry, &m->plan, &u->ops);
-    upipe_comm_dry(&room->world, model_world_rank(m), model_world(m), room->list, room->gathered);
+    upipe_comm_dry(&buf->world, model_world_rank(m), model_world(m), buf->list, buf->gathered);
     if (s == UPIPE_OK) {
         upipe_mem_init_dry(&dry->mem, blocks, blocks_max);
         upipe_mem_init_dry(&host, blocks + blocks_max, blocks_max);
-        dry->mem.events = &none; /* room for none: all are counted as lost */
-        s = run_trainer(u, m, &t, &dry->ctx, &room->world, &host);
+        dry->mem.events = &none; /* space for none: all are counted as lost */
+        s = run_trainer(u, m, &t, &dry->ctx, &buf->world, &host);
         if (s == UPIPE_OK) s = run_dry_life(u, sampled, &t, &out->events_max, peaks);
         run_trainer_free(&t);
     }
@@ -215,7 +215,7 @@ static upipe_status run_dry(const run *u, const model *m, const model *sampled, 
     *e = dry->ctx.err;
     for (phase = 0; phase < MODEL_PHASES && s == UPIPE_OK; ++phase)
         if (peaks[phase] != out->plan.phase[phase])
-            s = upi_fail(e, UPIPE_ERR_MISMATCH, "%s of rank %d: %zu bytes by the dry run, %zu by the plan",
+            s = upipe_fail(e, UPIPE_ERR_MISMATCH, "%s of rank %d: %zu bytes by the dry run, %zu by the plan",
                          model_phase_name(phase), model_world_rank(m), peaks[phase], out->plan.phase[phase]);
     if (s == UPIPE_OK) {
         out->need = dry->mem.need;
@@ -223,18 +223,18 @@ static upipe_status run_dry(const run *u, const model *m, const model *sampled, 
         out->blocks_max = dry->mem.blocks_peak > host.blocks_peak ? dry->mem.blocks_peak : host.blocks_peak;
     }
     free(blocks);
-    free(room);
+    free(buf);
     return s;
 }
 
 static int run_same_plan(const model *a, const model *b)
 {
-    int i, same = a->plan.schedule != UPIPE_SPANS && a->plan.seq == b->plan.seq;
+    int i, same = a->plan.schedule != UPIPE_UNEVEN && a->plan.seq == b->plan.seq;
     for (i = 0; i < model_parts(a) && same; ++i) same = model_shard(a, i).n == model_shard(b, i).n;
     return same;
 }
 
-/* Whether a rank's pool lives as rank 0's does. The last slices of weights and gains may be shorter, or
+/* Whether a rank's pool lives as rank 0's does. The last slices of weights and norm weights may be shorter, or
  * empty; where tokens or heads do not divide, ranks have different numbers of them. */
 static int run_like_first(const run *u, int rank)
 {
@@ -242,10 +242,10 @@ static int run_like_first(const run *u, int rank)
     const int ranks = u->o.how.ranks;
     int64_t at;
     return run_same_plan(&k->m, &first->m) && run_same_plan(&k->sampled, &first->sampled) &&
-           upipe_a2a_slice(u->layout.weights, rank, ranks, &at) ==
-               upipe_a2a_slice(u->layout.weights, 0, ranks, &at) &&
-           upipe_a2a_slice(u->layout.gains, rank, ranks, &at) ==
-               upipe_a2a_slice(u->layout.gains, 0, ranks, &at);
+           upipe_reduce_slice(u->layout.weights, rank, ranks, &at) ==
+               upipe_reduce_slice(u->layout.weights, 0, ranks, &at) &&
+           upipe_reduce_slice(u->layout.norm_weights, rank, ranks, &at) ==
+               upipe_reduce_slice(u->layout.norm_weights, 0, ranks, &at);
 }
 
 static int run_fail(upipe_status s, const upipe_err *e)
@@ -267,7 +267,7 @@ static int run_check_memory(const run *u)
     if (host > have)
         return cli_fail("out of memory: the ranks share this machine's %.1f GiB, and the run takes %.1f GiB",
                         have / (1 << 30), host / (1 << 30));
-    return device_has_room(u->o.device, slabs);
+    return device_has_buf(u->o.device, slabs);
 }
 
 /* Plans of a rank's training and sample. */
@@ -323,14 +323,14 @@ static upipe_status run_allocate(const run *u, run_rank *k, upipe_ctx *c, upipe_
     size_t second = (k->host_need + UPIPE_MEM_ALIGN - 1) / UPIPE_MEM_ALIGN * UPIPE_MEM_ALIGN;
     UPIPE_TRY(device_open(&k->d, u->o.device, &c->err));
     device_use(&k->d, c);
-    if (u->o.how.overlap) UPIPE_TRY(lane_open(&k->line, u->o.device, c));
+    if (u->o.how.overlap) UPIPE_TRY(side_stream_open(&k->line, u->o.device, c));
     UPIPE_TRY(device_slab(&k->d, &k->slab, slab, &c->err));
     UPIPE_TRY(device_host_slab(&k->d, &k->host_slab, second, &c->err));
-    k->blocks = (upipe_block *)calloc((size_t)k->blocks_max, sizeof *k->blocks);
-    k->host_blocks = (upipe_block *)calloc((size_t)k->blocks_max, sizeof *k->host_blocks);
+    k->blocks = (upipe_mem_block *)calloc((size_t)k->blocks_max, sizeof *k->blocks);
+    k->host_blocks = (upipe_mem_block *)calloc((size_t)k->blocks_max, sizeof *k->host_blocks);
     if (u->o.trace != NULL) k->events = (upipe_mem_event *)calloc((size_t)k->events_max, sizeof *k->events);
     if (k->blocks == NULL || k->host_blocks == NULL || (u->o.trace != NULL && k->events == NULL))
-        return upi_fail(&c->err, UPIPE_ERR_MEMORY, "no room for the tables of a rank's pools");
+        return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no entry left for the tables of a rank's pools");
     upipe_mem_init(&k->mem, k->slab, slab, k->blocks, k->blocks_max);
     upipe_mem_init(&k->host, k->host_slab, second, k->host_blocks, k->blocks_max);
     k->mem.events = k->events;
@@ -370,7 +370,7 @@ static upipe_status run_begin_new(const run *u, trainer *t)
         for (i = 0; i < count; ++i) {
             while (at + i >= tensor->at + tensor->n) ++tensor;
             wide[i] = run_initial(tensor, l->config.layers, u->o.seed, at + i - tensor->at);
-            narrow[i] = upi_f32_to_bf16(wide[i]);
+            narrow[i] = upipe_f32_to_bf16(wide[i]);
         }
         UPIPE_TRY(c->ops->copy(c, (char *)t->state.weights + (size_t)at * element,
                                t->state.dtype == UPIPE_F32 ? (void *)wide : (void *)narrow,
@@ -379,13 +379,13 @@ static upipe_status run_begin_new(const run *u, trainer *t)
             UPIPE_TRY(c->ops->copy(c, t->state.master + (at - first), wide, (size_t)count * 4));
     }
     team = trainer_swap(t, t->world);
-    s = upipe_a2a_all_gather(c, t->state.weights, l->weights, element);
+    s = upipe_all_gather(c, t->state.weights, l->weights, element);
     trainer_swap(t, team);
     UPIPE_TRY(s);
     for (i = 0; i < CHUNK; ++i) wide[i] = 1;
-    for (at = 0; at < l->gains; at += CHUNK)
-        UPIPE_TRY(c->ops->copy(c, t->state.gains + at, wide,
-                               (size_t)(l->gains - at < CHUNK ? l->gains - at : CHUNK) * 4));
+    for (at = 0; at < l->norm_weights; at += CHUNK)
+        UPIPE_TRY(c->ops->copy(c, t->state.norm_weights + at, wide,
+                               (size_t)(l->norm_weights - at < CHUNK ? l->norm_weights - at : CHUNK) * 4));
     return UPIPE_OK;
 }
 
@@ -492,7 +492,7 @@ static int64_t run_sent(const trainer *t)
            (c->ring != NULL ? c->ring->sent_bytes : 0);
 }
 
-/* The steps; *inputs has room for inputs and targets. *ended, the same on all ranks, says whether they ended
+/* The steps; *inputs has space for inputs and targets. *ended, the same on all ranks, says whether they ended
  * before their time. */
 static upipe_status run_steps(run *u, run_rank *k, trainer *t, text_order *order, int32_t *inputs, int *ended)
 {
@@ -510,7 +510,7 @@ static upipe_status run_steps(run *u, run_rank *k, trainer *t, text_order *order
         batch.targets = inputs + k->m.rows;
         batch.valid = run_fill(u, &k->m, order, step, inputs, inputs + k->m.rows);
         batch.stop = run_signal != 0;
-        if (batch.valid < 0) return upi_fail(&c->err, UPIPE_ERR_MEMORY, "no room for the order of the text");
+        if (batch.valid < 0) return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no entry left for the order of the text");
         UPIPE_TRY(trainer_step(t, &batch, &rates, &result));
         seconds += cli_clock(NULL) - start;
         if (k->sent_bytes == 0) k->sent_bytes = run_sent(t) - sent;
@@ -534,8 +534,8 @@ static upipe_status run_life(run *u, run_rank *k, trainer *t, text_order *order)
     upipe_status s = UPIPE_OK;
     int64_t made = 0;
     int phase, ended = 0;
-    if (inputs == NULL) return upi_fail(&c->err, UPIPE_ERR_MEMORY, "no room for the tokens of a step");
-    s = trainer_take(t);
+    if (inputs == NULL) return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no entry left for the tokens of a step");
+    s = trainer_alloc(t);
     if (s == UPIPE_OK) s = run_begin(u, t);
     if (s == UPIPE_OK) s = run_steps(u, k, t, order, inputs, &ended);
     free(inputs);
@@ -545,17 +545,17 @@ static upipe_status run_life(run *u, run_rank *k, trainer *t, text_order *order)
     k->peak = k->mem.peak;
     k->host_peak = k->host.peak;
     if (u->o.sample > 0 && !ended) {
-        char *room = t->state.rank == 0 ? u->sample : (char *)malloc((size_t)u->o.sample);
-        if (room == NULL) return upi_fail(&c->err, UPIPE_ERR_MEMORY, "no room for the sample");
+        char *buf = t->state.rank == 0 ? u->sample : (char *)malloc((size_t)u->o.sample);
+        if (buf == NULL) return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no entry left for the sample");
         t->r.m = &k->sampled;
-        s = sample_text(&t->r, t->world, &wish, room, u->o.sample, &made, t->gathered);
+        s = sample_text(&t->r, t->world, &wish, buf, u->o.sample, &made, t->gathered);
         if (t->state.rank != 0)
-            free(room);
+            free(buf);
         else
             u->sample_n = made;
         UPIPE_TRY(s);
     }
-    return trainer_give(t);
+    return trainer_free_block(t);
 }
 
 static upipe_status run_rank_main(void *user, int rank)
@@ -576,8 +576,8 @@ static upipe_status run_rank_main(void *user, int rank)
     if (s == UPIPE_OK) s = run_trainer(u, &k->m, &t, &c, grid_world(&u->net, rank), host);
     t.r.device = &k->d;
     if (s == UPIPE_OK) s = run_life(u, k, &t, &order);
-    if (s == UPIPE_OK) s = upipe_mem_free(&k->mem, &c.err);
-    if (s == UPIPE_OK) s = upipe_mem_free(&k->host, &c.err);
+    if (s == UPIPE_OK) s = upipe_mem_destroy(&k->mem, &c.err);
+    if (s == UPIPE_OK) s = upipe_mem_destroy(&k->host, &c.err);
     run_trainer_free(&t);
     text_order_free(&order);
     if (s != UPIPE_OK) k->peak = k->mem.peak;
@@ -610,7 +610,7 @@ static void run_free(run *u)
     for (r = 0; u->ranks != NULL && r < u->o.how.ranks; ++r) {
         device_slab_free(&u->ranks[r].d, u->ranks[r].slab);
         device_host_slab_free(&u->ranks[r].d, u->ranks[r].host_slab);
-        lane_close(&u->ranks[r].line, NULL);
+        side_stream_close(&u->ranks[r].line, NULL);
         device_close(&u->ranks[r].d, NULL);
         free(u->ranks[r].blocks);
         free(u->ranks[r].host_blocks);

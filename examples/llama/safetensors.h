@@ -107,7 +107,7 @@ __attribute__((format(printf, 3, 4))) static int st_fail(upipe_err *err, const c
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    upi_fail(err, UPIPE_ERR_ARG, "%s: %s", path, text);
+    upipe_fail(err, UPIPE_ERR_ARG, "%s: %s", path, text);
     return -1;
 }
 
@@ -171,10 +171,10 @@ static int st_parse_tensor(st_tensor *t, const char *name, const json_t *j, cons
         if (!json_is_integer(size) || json_integer_value(size) < 0)
             return st_fail(err, path, "tensor %.60s: dimension %d is not a whole number from 0 on", name, i);
         t->shape[i] = json_integer_value(size);
-        if (!upi_mul(&t->n, t->n, t->shape[i]))
+        if (!upipe_mul(&t->n, t->n, t->shape[i]))
             return st_fail(err, path, "tensor %.60s: the product of its shape leaves 63 bits", name);
     }
-    if (!upi_mul(&t->bytes, t->n, st_dtype_bytes(t->dtype)))
+    if (!upipe_mul(&t->bytes, t->n, st_dtype_bytes(t->dtype)))
         return st_fail(err, path, "tensor %.60s: the bytes of its shape leave 63 bits", name);
     if (json_array_size(offsets) != 2 || !json_is_integer(begin) || !json_is_integer(end))
         return st_fail(err, path, "tensor %.60s: data_offsets are not two whole numbers", name);
@@ -204,7 +204,7 @@ static int st_parse_metadata(const json_t *metadata, const char *path, upipe_err
 /* The tensors follow each other without a gap, from the start of the data (byte `at`) to the file's end. */
 static int st_check_cover(st_file *f, int64_t at, upipe_err *err)
 {
-    int64_t next = 0, room = f->bytes - at;
+    int64_t next = 0, buf = f->bytes - at;
     int i;
     qsort(f->tensors, (size_t)f->n, sizeof *f->tensors, st_by_place);
     for (i = 0; i < f->n; ++i) {
@@ -213,16 +213,16 @@ static int st_check_cover(st_file *f, int64_t at, upipe_err *err)
             return st_fail(err, f->path,
                            "tensor %.60s begins at %" PRId64 ", but the one before ends at %" PRId64 ": %s",
                            t->name, t->at, next, t->at < next ? "they overlap" : "a hole");
-        if (t->bytes > room - next)
+        if (t->bytes > buf - next)
             return st_fail(err, f->path,
                            "tensor %.60s ends at %" PRId64 ", but there are %" PRId64 " bytes of data",
-                           t->name, next + t->bytes, room);
+                           t->name, next + t->bytes, buf);
         next += t->bytes;
         t->at += at;
     }
-    if (next != room)
+    if (next != buf)
         return st_fail(err, f->path,
-                       "the tensors end at %" PRId64 ", but there are %" PRId64 " bytes of data", next, room);
+                       "the tensors end at %" PRId64 ", but there are %" PRId64 " bytes of data", next, buf);
     qsort(f->tensors, (size_t)f->n, sizeof *f->tensors, st_by_name);
     return 0;
 }
@@ -395,7 +395,7 @@ typedef struct st_entry {
 
 typedef struct st_writer {
     st_entry *entries; /* [n], in the order of st_add */
-    int n, room, fd;
+    int n, buf, fd;
     json_t *header;
     int64_t data_at, bytes; /* of the file; known from st_write_begin or st_write_open on */
     char path[80];
@@ -434,21 +434,21 @@ ST_API int st_add(st_writer *w, const char *name, st_dtype dtype, int rank, cons
         json_decref(sizes);
         return st_fail(err, "safetensors", "a tensor %.60s with %d dimensions cannot be added", name, rank);
     }
-    if (w->n == w->room) {
-        more = (st_entry *)realloc(w->entries, (size_t)(w->room * 2 + 64) * sizeof *more);
+    if (w->n == w->buf) {
+        more = (st_entry *)realloc(w->entries, (size_t)(w->buf * 2 + 64) * sizeof *more);
         if (more == NULL) {
             json_decref(sizes);
             return st_fail(err, "safetensors", "no memory for %d tensors", w->n + 1);
         }
         w->entries = more;
-        w->room = w->room * 2 + 64;
+        w->buf = w->buf * 2 + 64;
     }
     e = &w->entries[w->n];
     e->dtype = dtype;
     e->n = 1;
     e->at = 0;
     for (i = 0; i < rank; ++i)
-        if (!upi_mul(&e->n, e->n, shape[i]) || json_array_append_new(sizes, json_integer(shape[i]))) break;
+        if (!upipe_mul(&e->n, e->n, shape[i]) || json_array_append_new(sizes, json_integer(shape[i]))) break;
     one = i == rank && e->n <= INT64_MAX / 8
               ? json_pack("{s:s, s:O, s:[i, i]}", "dtype", st_dtype_name(dtype), "shape", sizes,
                           "data_offsets", 0, 0)
@@ -533,7 +533,7 @@ static int st_pwrite_bytes(st_writer *w, const void *data, int64_t n, int64_t at
     return 0;
 }
 
-/* A disk without room is to be found before the work, not in the middle of it. */
+/* A disk without buffer is to be found before the work, not in the middle of it. */
 static int st_reserve(st_writer *w, upipe_err *err)
 {
     int error;
@@ -542,7 +542,7 @@ static int st_reserve(st_writer *w, upipe_err *err)
     } while (error == EINTR);
     if (error == EOPNOTSUPP || error == EINVAL) error = ftruncate(w->fd, (off_t)w->bytes) != 0 ? errno : 0;
     if (error == 0) return 0;
-    return st_fail(err, w->path, "no room for %" PRId64 " bytes: %s", w->bytes, strerror(error));
+    return st_fail(err, w->path, "no entry left for %" PRId64 " bytes: %s", w->bytes, strerror(error));
 }
 
 /* st_write_begin -- makes the file, which must not exist, of its whole size, with its header

@@ -56,15 +56,15 @@ static int sample_choose(const float *logits, double temperature, double uniform
 }
 
 /* What sampling holds on the host. */
-typedef struct sample_room {
+typedef struct sample_buf {
     int32_t *history, *tokens; /* [context], and this rank's of them */
     float *logits;             /* [vocab] */
     int64_t *gathered;         /* [ranks][2] */
-} sample_room;
+} sample_buf;
 
 /* The byte after the last of `used` tokens of history, into *byte; *stop: some rank wants to end. Every rank
  * computes the logits of a row, that of the last token or one that nobody asks for: so all hold the same. */
-static upipe_status sample_next(model_rank *r, upipe_comm *world, const sample_room *room, int64_t used,
+static upipe_status sample_next(model_rank *r, upipe_comm *world, const sample_buf *buf, int64_t used,
                                 const sample_wish *wish, double uniform, int *byte, int *stop)
 {
     upipe_ctx *c = r->c;
@@ -74,32 +74,32 @@ static upipe_status sample_next(model_rank *r, upipe_comm *world, const sample_r
     upipe_view x;
     void *data;
     for (i = 0; i < rows; ++i) {
-        room->tokens[i] = room->history[model_position(r->m, i)];
+        buf->tokens[i] = buf->history[model_position(r->m, i)];
         if (model_position(r->m, i) == used - 1) row = i;
     }
-    UPIPE_TRY(c->ops->copy(c, r->tokens, room->tokens, (size_t)rows * 4));
+    UPIPE_TRY(c->ops->copy(c, r->tokens, buf->tokens, (size_t)rows * 4));
     UPIPE_TRY(model_fwd(r, &x, 0));
-    UPIPE_TRY(upipe_mem_take(c->mem, &data, (size_t)vocab * 4, "logits", &c->err));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &data, (size_t)vocab * 4, "logits", &c->err));
     UPIPE_TRY(model_logits(r, upipe_view_packed(data, UPIPE_F32, 1, 1, (int32_t)vocab),
                            upipe_view_rows(x, row < 0 ? 0 : row, 1)));
-    UPIPE_TRY(c->ops->copy(c, room->logits, data, (size_t)vocab * 4));
-    UPIPE_TRY(upipe_mem_give(c->mem, data, &c->err));
-    UPIPE_TRY(model_give(r, x));
-    mine[0] = row < 0 ? 0 : sample_choose(room->logits, wish->temperature, uniform);
+    UPIPE_TRY(c->ops->copy(c, buf->logits, data, (size_t)vocab * 4));
+    UPIPE_TRY(upipe_mem_free(c->mem, data, &c->err));
+    UPIPE_TRY(model_free_block(r, x));
+    mine[0] = row < 0 ? 0 : sample_choose(buf->logits, wish->temperature, uniform);
     mine[1] = wish->stop != NULL && *wish->stop != 0;
-    UPIPE_TRY(upipe_comm_gather(c, world, room->gathered, mine, 2));
+    UPIPE_TRY(upipe_comm_all_gather(c, world, buf->gathered, mine, 2));
     for (rank = 0, *byte = *stop = 0; rank < world->ranks; ++rank) {
-        *byte |= (int)room->gathered[2 * rank]; /* 0 but for the rank that holds the last token */
-        *stop |= room->gathered[2 * rank + 1] != 0;
+        *byte |= (int)buf->gathered[2 * rank]; /* 0 but for the rank that holds the last token */
+        *stop |= buf->gathered[2 * rank + 1] != 0;
     }
     return UPIPE_OK;
 }
 
 /* sample_text -- n bytes after the prompt, of which the last `context` bytes count; *made are fewer if some
  *                rank wants to end
- *   r         of a model from sample_model; tokens has room for it
+ *   r         of a model from sample_model; tokens has space for it
  *   world     all ranks
- *   gathered  room for [ranks][2] numbers
+ *   gathered  space for [ranks][2] numbers
  *   errors    those of the library; MEMORY
  */
 static upipe_status sample_text(model_rank *r, upipe_comm *world, const sample_wish *wish, char *out,
@@ -110,17 +110,17 @@ static upipe_status sample_text(model_rank *r, upipe_comm *world, const sample_w
     const char *prompt = length > context ? wish->prompt + (length - context) : wish->prompt;
     int32_t *history = (int32_t *)calloc(2 * (size_t)context, sizeof *history);
     float *logits = (float *)calloc((size_t)r->m->layout->config.vocab, sizeof *logits);
-    sample_room room = {history, history != NULL ? history + context : NULL, logits, gathered};
+    sample_buf buf = {history, history != NULL ? history + context : NULL, logits, gathered};
     upipe_status s = UPIPE_OK;
     int64_t used, i;
     int byte, stop = 0;
     *made = 0;
     if (history == NULL || logits == NULL)
-        s = upi_fail(&r->c->err, UPIPE_ERR_MEMORY, "no room for %lld tokens of a sample", (long long)context);
+        s = upipe_fail(&r->c->err, UPIPE_ERR_MEMORY, "no entry left for %lld tokens of a sample", (long long)context);
     for (used = 0; s == UPIPE_OK && prompt[used] != '\0'; ++used) history[used] = (unsigned char)prompt[used];
     for (i = 0; s == UPIPE_OK && i < n && !stop; ++i) {
         double uniform = (double)(text_mix(wish->seed + (uint64_t)i * 0x9e3779b97f4a7c15u) >> 11) * 0x1p-53;
-        s = sample_next(r, world, &room, used, wish, uniform, &byte, &stop);
+        s = sample_next(r, world, &buf, used, wish, uniform, &byte, &stop);
         if (s != UPIPE_OK) break;
         if (used == context) {
             memmove(history, history + 1, (size_t)(context - 1) * sizeof *history);

@@ -1,9 +1,9 @@
 /* trainer.h -- one rank's training state in its pool, and one training step
  *
- *     trainer_take(&t);                      weights, gradients, optimizer: from the pool, for the whole run
+ *     trainer_alloc(&t);                      weights, gradients, optimizer: from the pool, for the whole run
  *     ... fill t.state: initial values, or a checkpoint ...
  *     trainer_step(&t, &batch, &rates, &result);
- *     trainer_give(&t);
+ *     trainer_free_block(&t);
  *
  * Every rank has all weights and gradients, and the optimizer of its slice alone (ZeRO-1): gradients are
  * summed over ranks into slices, each rank moves its slice of the weights, and the slices are gathered.
@@ -47,7 +47,7 @@ typedef struct trainer_result {
 static int64_t trainer_slice(const trainer *t, int group, int64_t *first)
 {
     const llama_layout *l = t->m.layout;
-    return upipe_a2a_slice(group == 0 ? l->weights : l->gains, t->state.rank, t->state.ranks, first);
+    return upipe_reduce_slice(group == 0 ? l->weights : l->norm_weights, t->state.rank, t->state.ranks, first);
 }
 
 /* Makes another team the context's, and returns the one that was. Slices are summed and handed round, and
@@ -59,20 +59,20 @@ static upipe_comm *trainer_swap(trainer *t, upipe_comm *team)
     return old;
 }
 
-static upipe_status trainer_take_floats(trainer *t, float **out, int64_t n, const char *tag)
+static upipe_status trainer_alloc_floats(trainer *t, float **out, int64_t n, const char *tag)
 {
     void *data;
-    UPIPE_TRY(upipe_mem_take(t->r.c->mem, &data, (size_t)n * 4, tag, &t->r.c->err));
+    UPIPE_TRY(upipe_mem_alloc(t->r.c->mem, &data, (size_t)n * 4, tag, &t->r.c->err));
     *out = (float *)data;
     return UPIPE_OK;
 }
 
-/* trainer_take -- blocks for all that stays over steps; t->m, world and t->r's c, host, second, kept are set
+/* trainer_alloc -- blocks for all that stays over steps; t->m, world and t->r's c, host, second, kept are set
  *                 before
  *
  * The moments are zeroed; everything else is not defined yet.
  */
-__attribute__((unused)) static upipe_status trainer_take(trainer *t)
+__attribute__((unused)) static upipe_status trainer_alloc(trainer *t)
 {
     const llama_layout *l = t->m.layout;
     const upipe_dtype dtype = t->m.plan.desc.dtype;
@@ -85,38 +85,38 @@ __attribute__((unused)) static upipe_status trainer_take(trainer *t)
     t->state.dtype = dtype;
     t->state.rank = model_world_rank(&t->m);
     t->state.ranks = model_world(&t->m);
-    UPIPE_TRY(upipe_mem_take(c->mem, &t->state.weights, (size_t)l->weights * upipe_dtype_bytes(dtype),
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &t->state.weights, (size_t)l->weights * upipe_dtype_bytes(dtype),
                              "weights", &c->err));
-    UPIPE_TRY(trainer_take_floats(t, &t->state.gains, l->gains, "gains"));
+    UPIPE_TRY(trainer_alloc_floats(t, &t->state.norm_weights, l->norm_weights, "norm weights"));
     for (group = 0; group < 2; ++group) {
         held[group] = trainer_slice(t, group, &first);
         UPIPE_TRY(
-            trainer_take_floats(t, &t->r.grads[group], group == 0 ? l->weights : l->gains, "gradients"));
-        UPIPE_TRY(trainer_take_floats(t, &t->state.m[group], held[group], "moments"));
-        UPIPE_TRY(trainer_take_floats(t, &t->state.v[group], held[group], "moments"));
+            trainer_alloc_floats(t, &t->r.grads[group], group == 0 ? l->weights : l->norm_weights, "gradients"));
+        UPIPE_TRY(trainer_alloc_floats(t, &t->state.m[group], held[group], "moments"));
+        UPIPE_TRY(trainer_alloc_floats(t, &t->state.v[group], held[group], "moments"));
         UPIPE_TRY(c->ops->zero(c, t->state.m[group], (size_t)held[group] * 4));
         UPIPE_TRY(c->ops->zero(c, t->state.v[group], (size_t)held[group] * 4));
     }
-    if (dtype != UPIPE_F32) UPIPE_TRY(trainer_take_floats(t, &t->state.master, held[0], "master"));
-    UPIPE_TRY(upipe_mem_take(c->mem, &data, ids, "tokens", &c->err));
+    if (dtype != UPIPE_F32) UPIPE_TRY(trainer_alloc_floats(t, &t->state.master, held[0], "master"));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &data, ids, "tokens", &c->err));
     t->r.tokens = (int32_t *)data;
-    UPIPE_TRY(upipe_mem_take(c->mem, &data, ids, "tokens", &c->err));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &data, ids, "tokens", &c->err));
     t->r.targets = (int32_t *)data;
-    UPIPE_TRY(trainer_take_floats(t, &t->r.losses, t->m.rows, "losses"));
+    UPIPE_TRY(trainer_alloc_floats(t, &t->r.losses, t->m.rows, "losses"));
     t->r.m = &t->m;
     t->r.weights = t->state.weights;
-    t->r.gains = t->state.gains;
+    t->r.norm_weights = t->state.norm_weights;
     return UPIPE_OK;
 }
 
-__attribute__((unused)) static upipe_status trainer_give(trainer *t)
+__attribute__((unused)) static upipe_status trainer_free_block(trainer *t)
 {
-    void *const blocks[] = {t->state.weights, t->state.gains, t->r.grads[0], t->r.grads[1],
+    void *const blocks[] = {t->state.weights, t->state.norm_weights, t->r.grads[0], t->r.grads[1],
                             t->state.m[0],    t->state.m[1],  t->state.v[0], t->state.v[1],
                             t->state.master,  t->r.tokens,    t->r.targets,  t->r.losses};
     size_t i;
     for (i = 0; i < sizeof blocks / sizeof *blocks; ++i)
-        UPIPE_TRY(upipe_mem_give(t->r.c->mem, blocks[i], &t->r.c->err));
+        UPIPE_TRY(upipe_mem_free(t->r.c->mem, blocks[i], &t->r.c->err));
     return UPIPE_OK;
 }
 
@@ -162,7 +162,7 @@ static upipe_status trainer_gradients(trainer *t, const trainer_batch *batch, in
     size_t bytes = (size_t)t->m.rows * 4;
     upipe_view x;
     UPIPE_TRY(c->ops->zero(c, t->r.grads[0], (size_t)l->weights * 4));
-    UPIPE_TRY(c->ops->zero(c, t->r.grads[1], (size_t)l->gains * 4));
+    UPIPE_TRY(c->ops->zero(c, t->r.grads[1], (size_t)l->norm_weights * 4));
     UPIPE_TRY(c->ops->copy(c, t->r.tokens, batch->inputs, bytes));
     UPIPE_TRY(c->ops->copy(c, t->r.targets, batch->targets, bytes));
     UPIPE_TRY(model_fwd(&t->r, &x, 1));
@@ -179,20 +179,20 @@ static upipe_status trainer_reduce(trainer *t, int64_t valid, trainer_result *re
     UPIPE_TRY(trainer_total(c, &loss, t->r.losses, t->m.rows, 0));
     for (group = 0; group < 2; ++group) {
         int64_t n = trainer_slice(t, group, &first);
-        UPIPE_TRY(upipe_a2a_reduce_scatter(c, t->r.grads[group],
-                                           group == 0 ? t->m.layout->weights : t->m.layout->gains));
+        UPIPE_TRY(upipe_reduce_scatter(c, t->r.grads[group],
+                                           group == 0 ? t->m.layout->weights : t->m.layout->norm_weights));
         UPIPE_TRY(trainer_total(c, &squares[group], t->r.grads[group] + first, n, 1));
     }
     mine[0] = trainer_bits(loss);
     mine[1] = trainer_bits(squares[0] + squares[1]);
-    UPIPE_TRY(upipe_comm_gather(c, t->world, t->gathered, mine, 2));
+    UPIPE_TRY(upipe_comm_all_gather(c, t->world, t->gathered, mine, 2));
     result->loss = trainer_sum(t, 0) / (double)valid;
     result->norm = sqrt(trainer_sum(t, 1));
     result->finite = isfinite(result->loss) && isfinite(result->norm);
     return UPIPE_OK;
 }
 
-/* Each rank moves its slice, then the slices meet. Matrices decay, gains do not. */
+/* Each rank moves its slice, then the slices meet. Matrices decay, norm weights do not. */
 static upipe_status trainer_update(trainer *t, const trainer_rates *rates, double norm)
 {
     upipe_ctx *c = t->r.c;
@@ -204,7 +204,7 @@ static upipe_status trainer_update(trainer *t, const trainer_rates *rates, doubl
         int64_t first;
         memset(&a, 0, sizeof a);
         a.n = trainer_slice(t, group, &first);
-        a.w = group == 1 ? t->state.gains + first : (float *)t->state.weights + first;
+        a.w = group == 1 ? t->state.norm_weights + first : (float *)t->state.weights + first;
         if (group == 0 && t->state.master != NULL) {
             a.w = t->state.master;
             a.copy = (char *)t->state.weights + (size_t)first * element;
@@ -222,8 +222,8 @@ static upipe_status trainer_update(trainer *t, const trainer_rates *rates, doubl
         a.grad_scale = rates->clip > 0 && norm > rates->clip ? rates->clip / norm : 1;
         if (a.n > 0) UPIPE_TRY(c->ops->adamw(c, &a));
     }
-    UPIPE_TRY(upipe_a2a_all_gather(c, t->state.weights, l->weights, element));
-    return upipe_a2a_all_gather(c, t->state.gains, l->gains, 4);
+    UPIPE_TRY(upipe_all_gather(c, t->state.weights, l->weights, element));
+    return upipe_all_gather(c, t->state.norm_weights, l->norm_weights, 4);
 }
 
 /* trainer_step -- forward, backward, sums over ranks, AdamW; all ranks together
@@ -239,12 +239,12 @@ __attribute__((unused)) static upipe_status trainer_step(trainer *t, const train
     int r;
     mine[0] = batch->valid;
     mine[1] = batch->stop;
-    UPIPE_TRY(upipe_comm_gather(c, t->world, t->gathered, mine, 2));
+    UPIPE_TRY(upipe_comm_all_gather(c, t->world, t->gathered, mine, 2));
     for (r = 0, result->stop = 0; r < t->state.ranks; ++r) {
         valid += t->gathered[2 * r];
         result->stop |= t->gathered[2 * r + 1] != 0;
     }
-    if (valid < 1) return upi_fail(&c->err, UPIPE_ERR_ARG, "no token of this step has a target");
+    if (valid < 1) return upipe_fail(&c->err, UPIPE_ERR_ARG, "no token of this step has a target");
     UPIPE_TRY(trainer_gradients(t, batch, valid));
     model_phase(&t->r, MODEL_UPDATE);
     team = trainer_swap(t, t->world);

@@ -34,9 +34,9 @@ int main(int argc, char **argv)
     upipe_plan_desc desc;
     upipe_plan plan;
     upipe_mem mem;
-    upipe_block blocks[8];
+    upipe_mem_block blocks[8];
     upipe_comm team;
-    upipe_comm_self_room room;
+    upipe_comm_self_state buf;
     upipe_ctx ctx;
     pthread_t thread;
     job j;
@@ -53,7 +53,7 @@ int main(int argc, char **argv)
     desc.head_dim = 32;
     if (slab == NULL || upipe_plan_init(&plan, &desc, &ctx.err) != UPIPE_OK) goto done;
     upipe_mem_init(&mem, slab, slab_bytes, blocks, 8);
-    upipe_comm_self(&team, &room, copy);
+    upipe_comm_self(&team, &buf, copy);
     ctx.mem = &mem;
     ctx.team = &team;
 

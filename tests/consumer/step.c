@@ -6,14 +6,14 @@ upipe_status step(upipe_ctx *ctx, const upipe_plan *plan)
     size_t bytes = upipe_plan_unit_bytes(plan);
     int64_t mark = upipe_mem_mark(ctx->mem);
     void *send, *recv;
-    UPIPE_TRY(upipe_mem_take(ctx->mem, &send, bytes, "send", &ctx->err));
-    UPIPE_TRY(upipe_mem_take(ctx->mem, &recv, bytes, "recv", &ctx->err));
+    UPIPE_TRY(upipe_mem_alloc(ctx->mem, &send, bytes, "send", &ctx->err));
+    UPIPE_TRY(upipe_mem_alloc(ctx->mem, &recv, bytes, "recv", &ctx->err));
     memset(send, 7, bytes);
     memset(recv, 0, bytes);
     UPIPE_TRY(upipe_comm_shift_start(ctx, ctx->team, recv, send, bytes, 1));
     UPIPE_TRY(upipe_comm_wait(ctx, ctx->team));
     if (memcmp(send, recv, bytes) != 0)
-        return upi_fail(&ctx->err, UPIPE_ERR_MISMATCH, "the bytes that arrived are not those that were sent");
+        return upipe_fail(&ctx->err, UPIPE_ERR_MISMATCH, "the bytes that arrived are not those that were sent");
     upipe_mem_rewind(ctx->mem, mark);
     return UPIPE_OK;
 }

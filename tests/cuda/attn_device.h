@@ -24,7 +24,7 @@ static uint64_t digest;                  /* of all results: runs with other sche
 
 /* Packed f32 values of one problem: inputs, or a kernel's results. */
 typedef struct values {
-    float *q, *k, *v, *go; /* inputs, already rounded to bf16 */
+    float *q, *k, *v, *dout; /* inputs, already rounded to bf16 */
     float *o, *lse, *dq, *dk, *dv, *dsinks;
 } values;
 
@@ -40,12 +40,12 @@ static int64_t k_count(const oracle_attn *t)
 
 static int64_t v_count(const oracle_attn *t)
 {
-    return t->sk * t->hkv * oracle_dv(t);
+    return t->sk * t->hkv * oracle_v_dim(t);
 }
 
 static int64_t o_count(const oracle_attn *t)
 {
-    return t->sq * t->h * oracle_dv(t);
+    return t->sq * t->h * oracle_v_dim(t);
 }
 
 /* n zeros; never NULL. */
@@ -71,14 +71,14 @@ static values values_make(const oracle_attn *t)
     x.q = floats(q_count(t)), x.dq = floats(q_count(t));
     x.k = floats(k_count(t)), x.dk = floats(k_count(t));
     x.v = floats(v_count(t)), x.dv = floats(v_count(t));
-    x.o = floats(o_count(t)), x.go = floats(o_count(t));
+    x.o = floats(o_count(t)), x.dout = floats(o_count(t));
     x.lse = floats(t->sq * t->h), x.dsinks = floats(t->h);
     return x;
 }
 
 static void values_free(values *x)
 {
-    free(x->q), free(x->k), free(x->v), free(x->go);
+    free(x->q), free(x->k), free(x->v), free(x->dout);
     free(x->o), free(x->lse), free(x->dq), free(x->dk), free(x->dv), free(x->dsinks);
 }
 
@@ -95,7 +95,7 @@ static values inputs_make(const oracle_attn *t, test_rng *r, double q_size)
     fill(r, x.q, q_count(t), storage, q_size);
     fill(r, x.k, k_count(t), storage, 1);
     fill(r, x.v, v_count(t), storage, 1);
-    fill(r, x.go, o_count(t), storage, 1);
+    fill(r, x.dout, o_count(t), storage, 1);
     return x;
 }
 
@@ -103,7 +103,7 @@ static values inputs_make(const oracle_attn *t, test_rng *r, double q_size)
 
 typedef struct tensor {
     upipe_view v; /* on the device */
-    char *room;   /* what it lies in */
+    char *buf;   /* what it lies in */
     size_t bytes; /* of the view; a guard lies before and behind it */
 } tensor;
 
@@ -132,22 +132,22 @@ static tensor tensor_make(upipe_dtype dtype, int64_t n, int h, int d, int layout
     if (layout == HEAD_MAJOR) t.v.n_step = d, t.v.h_step = n * d;
     if (layout == GAPS) t.v.h_step = d + (d > 1 ? 8 : 3), t.v.n_step = h * t.v.h_step + (d > 1 ? 16 : 5);
     t.bytes = (size_t)extent(t.v) * upipe_dtype_bytes(dtype);
-    t.room = (char *)device_new(&dev, t.bytes + 2 * GUARD);
-    t.v.data = t.room + GUARD;
+    t.buf = (char *)device_new(&dev, t.bytes + 2 * GUARD);
+    t.v.data = t.buf + GUARD;
     image = (char *)malloc(t.bytes + 2 * GUARD);
     if (image == NULL) exit(2);
     memset(image, 0xff, t.bytes + 2 * GUARD);
     host = on_host(&t, image);
     for (i = 0; from != NULL && i < n; ++i)
         for (j = 0; j < h; ++j)
-            for (c = 0; c < d; ++c) upi_f1_put(upipe_view_at(host, i, j), dtype, c, *from++);
-    device_put(&dev, t.room, image, t.bytes + 2 * GUARD);
+            for (c = 0; c < d; ++c) upipe_cpu_put(upipe_view_at(host, i, j), dtype, c, *from++);
+    device_put(&dev, t.buf, image, t.bytes + 2 * GUARD);
     free(image);
     return t;
 }
 
 /* Takes the values out, packed (to may be NULL), checks that all else still holds 0xff, and frees. */
-static void tensor_take(tensor *t, float *to)
+static void tensor_read(tensor *t, float *to)
 {
     size_t at, bytes = t->bytes + 2 * GUARD, row = (size_t)t->v.d * upipe_dtype_bytes(t->v.dtype);
     char *image = (char *)malloc(bytes);
@@ -156,18 +156,18 @@ static void tensor_take(tensor *t, float *to)
     int64_t i;
     int j, c;
     if (image == NULL) exit(2);
-    device_get(&dev, image, t->room, bytes);
+    device_get(&dev, image, t->buf, bytes);
     for (at = 0; at < bytes; ++at) digest = (digest ^ (unsigned char)image[at]) * 0x100000001b3u;
     for (i = 0; i < t->v.n; ++i)
         for (j = 0; j < t->v.h; ++j) {
             for (c = 0; to != NULL && c < t->v.d; ++c)
-                *to++ = upi_f1_get(upipe_view_at(host, i, j), t->v.dtype, c);
+                *to++ = upipe_cpu_get(upipe_view_at(host, i, j), t->v.dtype, c);
             memset(upipe_view_at(host, i, j), 0xff, row);
         }
     for (at = 0; at < bytes; ++at) spoilt += image[at] != (char)0xff;
     CHECK_INT(spoilt, 0);
     free(image);
-    device_free(&dev, t->room);
+    device_free(&dev, t->buf);
 }
 
 static upipe_view heads(const tensor *t, int first, int count)
@@ -188,9 +188,9 @@ static void *work_make(upipe_attn *a, int backward)
 
 /* ---- the kernels ---- */
 
-/* What a call takes from the shape, but for its views and its sinks. The kernels may not look at docs when the
- * call has returned: it is `room` that they get, and that is spoilt then. */
-static void attn_set(upipe_attn *a, const oracle_attn *t, int64_t *room)
+/* What a call takes from the shape, but for its views and its sinks. The kernels may not look at cu_seqlens when the
+ * call has returned: it is `buffer` that they get, and that is spoilt then. */
+static void attn_set(upipe_attn *a, const oracle_attn *t, int64_t *buf)
 {
     memset(a, 0, sizeof *a);
     a->q_pos = t->q_pos;
@@ -198,36 +198,36 @@ static void attn_set(upipe_attn *a, const oracle_attn *t, int64_t *room)
     a->pos_step = t->pos_step;
     a->causal = t->causal;
     a->window = t->window;
-    a->docs = t->docs != NULL ? room : NULL;
-    a->docs_n = t->docs_n;
+    a->cu_seqlens = t->cu_seqlens != NULL ? buf : NULL;
+    a->cu_seqlens_n = t->cu_seqlens_n;
     a->softcap = (float)t->softcap;
     a->scale = (float)t->scale;
 }
 
-static int64_t *docs_room(const oracle_attn *t)
+static int64_t *cu_seqlens_alloc(const oracle_attn *t)
 {
-    int64_t *room = (int64_t *)malloc(((size_t)t->docs_n + 1) * sizeof *room);
-    if (room == NULL) exit(2);
-    return room;
+    int64_t *buf = (int64_t *)malloc(((size_t)t->cu_seqlens_n + 1) * sizeof *buf);
+    if (buf == NULL) exit(2);
+    return buf;
 }
 
-static void docs_give(int64_t *room, const oracle_attn *t)
+static void cu_seqlens_set(int64_t *buf, const oracle_attn *t)
 {
-    if (t->docs != NULL) memcpy(room, t->docs, ((size_t)t->docs_n + 1) * sizeof *room);
+    if (t->cu_seqlens != NULL) memcpy(buf, t->cu_seqlens, ((size_t)t->cu_seqlens_n + 1) * sizeof *buf);
 }
 
-static void docs_spoil(int64_t *room, const oracle_attn *t)
+static void cu_seqlens_spoil(int64_t *buf, const oracle_attn *t)
 {
-    memset(room, 0x7f, ((size_t)t->docs_n + 1) * sizeof *room);
+    memset(buf, 0x7f, ((size_t)t->cu_seqlens_n + 1) * sizeof *buf);
 }
 
-/* The call, with scratch and documents of its own. */
-static void call_kernel(upipe_attn_grad *g, const oracle_attn *t, int64_t *docs, int backward)
+/* The call, with scratch and packed sequences of its own. */
+static void call_kernel(upipe_attn_grad *g, const oracle_attn *t, int64_t *cu_seqlens, int backward)
 {
-    docs_give(docs, t);
+    cu_seqlens_set(cu_seqlens, t);
     work_make(&g->a, backward);
     CHECK_STATUS(backward ? upipe_attn_bwd(&dev.c, g) : upipe_attn_fwd(&dev.c, &g->a), UPIPE_OK, dev.c.err);
-    docs_spoil(docs, t);
+    cu_seqlens_spoil(cu_seqlens, t);
     device_free(&dev, g->a.work);
 }
 
@@ -256,25 +256,25 @@ static void check_sinks(const oracle_attn *t, const float *lse, const float *del
 static void run_kernels(const oracle_attn *t, int layout, int heads_per_call, const values *in, values *out)
 {
     int group = t->h / t->hkv, x, backward, kv_heads = heads_per_call == t->h ? t->hkv : 1;
-    int d = t->d, dv = oracle_dv(t);
+    int d = t->d, v_dim = oracle_v_dim(t);
     tensor q = tensor_make(storage, t->sq, t->h, d, layout, in->q);
     tensor k = tensor_make(storage, t->sk, t->hkv, d, layout, in->k);
-    tensor v = tensor_make(storage, t->sk, t->hkv, dv, layout, in->v);
-    tensor go = tensor_make(storage, t->sq, t->h, dv, layout, in->go);
-    tensor o = tensor_make(storage, t->sq, t->h, dv, layout, NULL);
-    tensor gq = tensor_make(storage, t->sq, t->h, d, layout, NULL);
-    tensor gk = tensor_make(UPIPE_F32, t->sk, t->hkv, d, layout, out->dk);
-    tensor gv = tensor_make(UPIPE_F32, t->sk, t->hkv, dv, layout, out->dv);
+    tensor v = tensor_make(storage, t->sk, t->hkv, v_dim, layout, in->v);
+    tensor dout = tensor_make(storage, t->sq, t->h, v_dim, layout, in->dout);
+    tensor o = tensor_make(storage, t->sq, t->h, v_dim, layout, NULL);
+    tensor dq = tensor_make(storage, t->sq, t->h, d, layout, NULL);
+    tensor dk = tensor_make(UPIPE_F32, t->sk, t->hkv, d, layout, out->dk);
+    tensor dv = tensor_make(UPIPE_F32, t->sk, t->hkv, v_dim, layout, out->dv);
     tensor lse = tensor_make(UPIPE_F32, t->sq, t->h, 1, layout, NULL);
     tensor delta = tensor_make(UPIPE_F32, t->sq, t->h, 1, layout, NULL);
     tensor sinks = tensor_make(UPIPE_F32, 1, 1, t->h, PACKED, t->sinks);
-    tensor gsinks = tensor_make(UPIPE_F32, 1, 1, t->h, PACKED, out->dsinks);
+    tensor dsinks = tensor_make(UPIPE_F32, 1, 1, t->h, PACKED, out->dsinks);
     float *start = floats(t->h), *deltas = floats(t->sq * t->h);
-    int64_t *docs = docs_room(t);
+    int64_t *cu_seqlens = cu_seqlens_alloc(t);
     upipe_attn_grad g;
     memcpy(start, out->dsinks, (size_t)t->h * sizeof *start);
     memset(&g, 0, sizeof g);
-    attn_set(&g.a, t, docs);
+    attn_set(&g.a, t, cu_seqlens);
     for (backward = 0; backward < 2; ++backward) {
         for (x = 0; x < t->h; x += heads_per_call) {
             g.a.q = heads(&q, x, heads_per_call);
@@ -283,28 +283,28 @@ static void run_kernels(const oracle_attn *t, int layout, int heads_per_call, co
             g.a.v = heads(&v, x / group, kv_heads);
             /* the backward does not read o */
             g.a.o = backward ? upipe_view_packed(NULL, storage, 0, 0, 0) : heads(&o, x, heads_per_call);
-            g.go = heads(&go, x, heads_per_call);
+            g.dout = heads(&dout, x, heads_per_call);
             g.delta = heads(&delta, x, heads_per_call);
-            g.gq = heads(&gq, x, heads_per_call);
-            g.gk = heads(&gk, x / group, kv_heads);
-            g.gv = heads(&gv, x / group, kv_heads);
+            g.dq = heads(&dq, x, heads_per_call);
+            g.dk = heads(&dk, x / group, kv_heads);
+            g.dv = heads(&dv, x / group, kv_heads);
             if (t->sinks != NULL) {
                 g.a.sinks = (const float *)sinks.v.data + x;
-                g.gsinks = (float *)gsinks.v.data + x;
+                g.dsinks = (float *)dsinks.v.data + x;
             }
-            call_kernel(&g, t, docs, backward);
+            call_kernel(&g, t, cu_seqlens, backward);
         }
         if (backward) continue;
         /* the table's own sum: in f32 it cancels dP of a query that sees one key */
-        CHECK_STATUS(dev.ops.rowdot(&dev.c, delta.v, o.v, go.v), UPIPE_OK, dev.c.err);
-        tensor_take(&o, out->o);
+        CHECK_STATUS(dev.ops.rowdot(&dev.c, delta.v, o.v, dout.v), UPIPE_OK, dev.c.err);
+        tensor_read(&o, out->o);
     }
-    tensor_take(&q, NULL), tensor_take(&k, NULL), tensor_take(&v, NULL), tensor_take(&go, NULL);
-    tensor_take(&gq, out->dq), tensor_take(&gk, out->dk), tensor_take(&gv, out->dv);
-    tensor_take(&lse, out->lse), tensor_take(&delta, deltas);
-    tensor_take(&sinks, NULL), tensor_take(&gsinks, out->dsinks);
+    tensor_read(&q, NULL), tensor_read(&k, NULL), tensor_read(&v, NULL), tensor_read(&dout, NULL);
+    tensor_read(&dq, out->dq), tensor_read(&dk, out->dk), tensor_read(&dv, out->dv);
+    tensor_read(&lse, out->lse), tensor_read(&delta, deltas);
+    tensor_read(&sinks, NULL), tensor_read(&dsinks, out->dsinks);
     if (t->sinks != NULL) check_sinks(t, out->lse, deltas, start, out->dsinks);
-    free(start), free(deltas), free(docs);
+    free(start), free(deltas), free(cu_seqlens);
 }
 
 /* ---- against the oracle ---- */
@@ -316,16 +316,16 @@ static void say_case(const oracle_attn *t, int layout)
         stderr,
         "  %s layout %d: sq %lld sk %lld h %d hkv %d d %d dv %d causal %d q_pos %lld k_pos %lld scale %g\n",
         upipe_dtype_name(storage), layout, (long long)t->sq, (long long)t->sk, t->h, t->hkv, t->d,
-        oracle_dv(t), t->causal, (long long)t->q_pos, (long long)t->k_pos, t->scale);
-    fprintf(stderr, "  pos_step %lld window %lld softcap %g sinks %d docs", (long long)t->pos_step,
+        oracle_v_dim(t), t->causal, (long long)t->q_pos, (long long)t->k_pos, t->scale);
+    fprintf(stderr, "  pos_step %lld window %lld softcap %g sinks %d cu_seqlens", (long long)t->pos_step,
             (long long)t->window, t->softcap, t->sinks != NULL);
-    for (e = 0; t->docs != NULL && e <= t->docs_n; ++e) fprintf(stderr, " %lld", (long long)t->docs[e]);
+    for (e = 0; t->cu_seqlens != NULL && e <= t->cu_seqlens_n; ++e) fprintf(stderr, " %lld", (long long)t->cu_seqlens[e]);
     fprintf(stderr, "\n");
 }
 
 /* The truth, and what naive runs give, of one problem. */
 typedef struct answers {
-    double *q, *k, *v, *go, *o, *lse, *dq, *dk, *dv;
+    double *q, *k, *v, *dout, *o, *lse, *dq, *dk, *dv;
     values naive[NAIVE_WAYS];
 } answers;
 
@@ -337,16 +337,16 @@ static answers answers_make(const oracle_attn *t, const values *in)
     x.q = doubles(in->q, q_count(t)), x.dq = doubles(NULL, q_count(t));
     x.k = doubles(in->k, k_count(t)), x.dk = doubles(NULL, k_count(t));
     x.v = doubles(in->v, v_count(t)), x.dv = doubles(NULL, v_count(t));
-    x.go = doubles(in->go, o_count(t)), x.o = doubles(NULL, o_count(t));
+    x.dout = doubles(in->dout, o_count(t)), x.o = doubles(NULL, o_count(t));
     x.lse = doubles(NULL, t->sq * t->h);
     oracle_attn_fwd(t, x.q, x.k, x.v, x.o, x.lse);
-    oracle_attn_bwd(t, x.q, x.k, x.v, x.go, x.o, x.lse, x.dq, x.dk, x.dv);
+    oracle_attn_bwd(t, x.q, x.k, x.v, x.dout, x.o, x.lse, x.dq, x.dk, x.dv);
     for (way = 0; way < NAIVE_WAYS; ++way) {
         values *n = &x.naive[way];
         *n = values_make(t);
         plain.naive = way | NAIVE_NARROW;
         naive_attn_fwd(&plain, storage, in->q, in->k, in->v, n->o, n->lse);
-        naive_attn_bwd(&plain, storage, in->q, in->k, in->v, in->go, n->o, n->lse, n->dq, n->dk, n->dv);
+        naive_attn_bwd(&plain, storage, in->q, in->k, in->v, in->dout, n->o, n->lse, n->dq, n->dk, n->dv);
     }
     return x;
 }
@@ -355,7 +355,7 @@ static void answers_free(answers *x)
 {
     int way;
     for (way = 0; way < NAIVE_WAYS; ++way) values_free(&x->naive[way]);
-    free(x->q), free(x->k), free(x->v), free(x->go), free(x->o), free(x->lse);
+    free(x->q), free(x->k), free(x->v), free(x->dout), free(x->o), free(x->lse);
     free(x->dq), free(x->dk), free(x->dv);
 }
 
@@ -406,7 +406,7 @@ static void naive_merge(const oracle_attn *t, upipe_dtype o_dtype, float *o, flo
                         const float *lse_part)
 {
     int64_t i;
-    int c, d = oracle_dv(t);
+    int c, d = oracle_v_dim(t);
     for (i = 0; i < t->sq * t->h; ++i) {
         float top = fmaxf(lse[i], lse_part[i]), a, b;
         if (top == -INFINITY) continue;
@@ -437,7 +437,7 @@ static void check_merge(const oracle_attn *t, upipe_dtype o_dtype, int layout, i
     double *q = doubles(in->q, q_count(t)), *k = doubles(in->k, k_count(t)), *v = doubles(in->v, v_count(t)),
            *o = doubles(NULL, nq), *lse = doubles(NULL, rows);
     const float *runs_o[NAIVE_WAYS], *runs_lse[NAIVE_WAYS];
-    int64_t *docs = docs_room(t);
+    int64_t *cu_seqlens = cu_seqlens_alloc(t);
     tensor at_q, at_k, at_v, at_o, at_lse, sinks;
     upipe_attn_grad g;
     upipe_attn *a = &g.a;
@@ -446,7 +446,7 @@ static void check_merge(const oracle_attn *t, upipe_dtype o_dtype, int layout, i
     for (i = 0; i < rows; ++i) got.lse[i] = -INFINITY;
     memset(&g, 0, sizeof g);
     at_q = tensor_make(storage, t->sq, t->h, t->d, layout, in->q);
-    at_o = tensor_make(o_dtype, t->sq, t->h, oracle_dv(t), layout, NULL);
+    at_o = tensor_make(o_dtype, t->sq, t->h, oracle_v_dim(t), layout, NULL);
     at_lse = tensor_make(UPIPE_F32, t->sq, t->h, 1, layout, begun ? got.lse : NULL);
     sinks = tensor_make(UPIPE_F32, 1, 1, t->h, PACKED, t->sinks);
     for (way = 0; way < NAIVE_WAYS; ++way) {
@@ -455,7 +455,7 @@ static void check_merge(const oracle_attn *t, upipe_dtype o_dtype, int layout, i
         runs_o[way] = naive[way].o, runs_lse[way] = naive[way].lse;
     }
     for (p = 0; p < parts; first += lengths[p++]) {
-        int64_t at = first * t->hkv * t->d, v_at = first * t->hkv * oracle_dv(t);
+        int64_t at = first * t->hkv * t->d, v_at = first * t->hkv * oracle_v_dim(t);
         oracle_attn piece = piece_of(t, first, lengths[p]);
         for (way = 0; way < NAIVE_WAYS; ++way) {
             piece.naive = way | NAIVE_NARROW;
@@ -463,24 +463,24 @@ static void check_merge(const oracle_attn *t, upipe_dtype o_dtype, int layout, i
             naive_merge(t, o_dtype, naive[way].o, naive[way].lse, part.o, part.lse);
         }
         at_k = tensor_make(storage, lengths[p], t->hkv, t->d, layout, in->k + at);
-        at_v = tensor_make(storage, lengths[p], t->hkv, oracle_dv(t), layout, in->v + v_at);
-        attn_set(a, &piece, docs);
+        at_v = tensor_make(storage, lengths[p], t->hkv, oracle_v_dim(t), layout, in->v + v_at);
+        attn_set(a, &piece, cu_seqlens);
         a->q = at_q.v, a->o = at_o.v, a->lse = at_lse.v;
         a->k = at_k.v, a->v = at_v.v;
         a->sinks = piece.sinks != NULL ? (const float *)sinks.v.data : NULL;
         a->merge = begun || p > 0;
-        call_kernel(&g, t, docs, 0);
-        tensor_take(&at_k, NULL), tensor_take(&at_v, NULL);
+        call_kernel(&g, t, cu_seqlens, 0);
+        tensor_read(&at_k, NULL), tensor_read(&at_v, NULL);
     }
     CHECK_INT(first, t->sk);
-    tensor_take(&at_q, NULL), tensor_take(&at_o, got.o), tensor_take(&at_lse, got.lse);
-    tensor_take(&sinks, NULL);
+    tensor_read(&at_q, NULL), tensor_read(&at_o, got.o), tensor_read(&at_lse, got.lse);
+    tensor_read(&sinks, NULL);
     oracle_attn_fwd(t, q, k, v, o, lse);
     CHECK_CLOSE(got.o, runs_o, NAIVE_WAYS, o, nq, "o, merged");
     CHECK_CLOSE(got.lse, runs_lse, NAIVE_WAYS, lse, rows, "lse, merged");
     values_free(&got), values_free(&part);
     for (way = 0; way < NAIVE_WAYS; ++way) values_free(&naive[way]);
-    free(q), free(k), free(v), free(o), free(lse), free(docs);
+    free(q), free(k), free(v), free(o), free(lse), free(cu_seqlens);
 }
 
 /* ---- the same bits ---- */

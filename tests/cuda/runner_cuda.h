@@ -22,7 +22,7 @@
 
 #include "runner.h"
 
-#include "upipe/cuda/upipe_cuda_lane.h"
+#include "upipe/cuda/upipe_cuda_side_stream.h"
 #include "upipe/net/upipe_net_nccl.h"
 #include "upipe/net/upipe_net_peer.h"
 
@@ -39,13 +39,13 @@ typedef struct cuda_case {
 } cuda_case;
 
 typedef struct cuda_rank {
-    device d, side; /* side: of a lane */
-    upipe_cuda_lane lane_room;
-    upipe_lane lane;
+    device d, side; /* side: of a side stream */
+    upipe_cuda_side_stream side_stream_state;
+    upipe_side_stream side_stream;
     upipe_mem mem;
-    upipe_block *blocks;
+    upipe_mem_block *blocks;
     void *slab, *stage, *weights[4];
-    float *vectors[RUN_GRADS - 4], *grads[RUN_GRADS]; /* vectors: q_gain k_gain sinks */
+    float *vectors[RUN_GRADS - 4], *grads[RUN_GRADS]; /* vectors: q_norm_weight k_norm_weight sinks */
     run_own own;
     upipe_nccl nccl;
     ncclComm_t comm;
@@ -59,7 +59,7 @@ typedef struct cuda_state {
     run_result *r;
     upipe_threads team;
     int opened; /* ranks that hold something */
-    void *room; /* of upipe_peer */
+    void *buf; /* of upipe_peer */
     cuda_rank ranks[RUN_MAX];
 } cuda_state;
 
@@ -85,11 +85,11 @@ static upipe_status cuda_rank_run(upipe_ctx *c, cuda_state *s, cuda_rank *me, in
     size_t q_bytes = (size_t)(p->rows * hd) * 4, o_bytes = (size_t)(p->rows * ho) * 4;
     float *host = (float *)malloc((size_t)(p->rows * cuda_width(p) + lse_n) * sizeof *host);
     float *const result[] = {s->r->out.wq,     s->r->out.wk,     s->r->out.wv,   s->r->out.wo,
-                             s->r->out.q_gain, s->r->out.k_gain, s->r->out.sinks};
+                             s->r->out.q_norm_weight, s->r->out.k_norm_weight, s->r->out.sinks};
     upipe_saved save;
-    upipe_slots gout;
+    upipe_slots dout;
     upipe_grads g;
-    upipe_view x, y, gx, wide = upipe_view_packed(me->stage, UPIPE_F32, p->rows, 1, (int32_t)dim);
+    upipe_view x, y, dx, wide = upipe_view_packed(me->stage, UPIPE_F32, p->rows, 1, (int32_t)dim);
     upipe_view q = upipe_view_packed(me->stage, UPIPE_F32, p->rows, 1, (int32_t)hd);
     upipe_view o = upipe_view_packed(me->stage, UPIPE_F32, p->rows, 1, (int32_t)ho);
     void *data;
@@ -105,14 +105,14 @@ static upipe_status cuda_rank_run(upipe_ctx *c, cuda_state *s, cuda_rank *me, in
     g.wk = me->grads[1];
     g.wv = me->grads[2];
     g.wo = me->grads[3];
-    g.q_gain = shape->normed ? me->grads[4] : NULL;
-    g.k_gain = shape->normed ? me->grads[5] : NULL;
+    g.q_norm_weight = shape->normed ? me->grads[4] : NULL;
+    g.k_norm_weight = shape->normed ? me->grads[5] : NULL;
     g.sinks = shape->sinks ? me->grads[6] : NULL;
     memset(&save, 0, sizeof save);
-    memset(&gout, 0, sizeof gout);
+    memset(&dout, 0, sizeof dout);
 
-    RUN_TRY(upipe_mem_take(c->mem, &data, unit, "x", &c->err));
-    x = gx = upipe_view_packed(data, dtype, p->rows, 1, (int32_t)dim);
+    RUN_TRY(upipe_mem_alloc(c->mem, &data, unit, "x", &c->err));
+    x = dx = upipe_view_packed(data, dtype, p->rows, 1, (int32_t)dim);
     run_rows(p, s->in->x, host, dim, 0);
     RUN_TRY(c->ops->copy(c, me->stage, host, wide_bytes));
     RUN_TRY(c->ops->cast(c, x, wide));
@@ -123,29 +123,29 @@ static upipe_status cuda_rank_run(upipe_ctx *c, cuda_state *s, cuda_rank *me, in
     RUN_TRY(c->ops->copy(c, host, save.lse, (size_t)lse_n * 4));
     run_lse(p, s->r->out.lse, host);
     if (shape->projected) {
-        RUN_TRY(upipe_mem_take(c->mem, &data, unit, "y", &c->err));
+        RUN_TRY(upipe_mem_alloc(c->mem, &data, unit, "y", &c->err));
         y = upipe_view_packed(data, dtype, p->rows, 1, (int32_t)dim);
         RUN_TRY(upipe_layer_out_fwd(c, l, y, &save));
         RUN_TRY(c->ops->cast(c, wide, y));
         RUN_TRY(c->ops->copy(c, host, me->stage, wide_bytes));
         run_rows(p, s->r->out.y, host, dim, 1);
-        run_rows(p, s->in->gy, host, dim, 0);
+        run_rows(p, s->in->dy, host, dim, 0);
         RUN_TRY(c->ops->copy(c, me->stage, host, wide_bytes));
         RUN_TRY(c->ops->cast(c, y, wide));
         RUN_TRY(upipe_layer_out_bwd(c, l, &g, &save, y));
-        RUN_TRY(upipe_mem_give(c->mem, y.data, &c->err));
+        RUN_TRY(upipe_mem_free(c->mem, y.data, &c->err));
     } else {
-        RUN_TRY(upipe_layer_slots_take(c, l, &gout, UPIPE_SLOT_FULL, "gout"));
-        run_rows(p, s->in->go, host, ho, 0);
+        RUN_TRY(upipe_layer_slots_alloc(c, l, &dout, UPIPE_SLOT_FULL, "dout"));
+        run_rows(p, s->in->dout, host, ho, 0);
         RUN_TRY(c->ops->copy(c, me->stage, host, o_bytes));
-        RUN_TRY(upipe_layer_scatter(c, l, &gout, o));
+        RUN_TRY(upipe_layer_scatter(c, l, &dout, o));
     }
-    if (s->test->run.gx_apart) RUN_TRY(upipe_mem_take(c->mem, &gx.data, unit, "gx", &c->err));
-    RUN_TRY(upipe_layer_bwd(c, l, gx, &g, &save, shape->projected ? &save.out : &gout, x));
-    RUN_TRY(run_gather_q(c, p, q, shape->projected ? &save.out : &gout));
+    if (s->test->run.dx_apart) RUN_TRY(upipe_mem_alloc(c->mem, &dx.data, unit, "dx", &c->err));
+    RUN_TRY(upipe_layer_bwd(c, l, dx, &g, &save, shape->projected ? &save.out : &dout, x));
+    RUN_TRY(run_gather_q(c, p, q, shape->projected ? &save.out : &dout));
     RUN_TRY(c->ops->copy(c, host, me->stage, q_bytes));
     run_rows(p, s->r->out.q, host, hd, 1);
-    RUN_TRY(c->ops->cast(c, wide, gx));
+    RUN_TRY(c->ops->cast(c, wide, dx));
     RUN_TRY(c->ops->copy(c, host, me->stage, wide_bytes));
     run_rows(p, s->r->out.x, host, dim, 1);
 
@@ -159,14 +159,14 @@ static upipe_status cuda_rank_run(upipe_ctx *c, cuda_state *s, cuda_rank *me, in
     CHECK(shape->projected ? c->mem->peak <= own->peak : c->mem->peak == own->peak);
     CHECK_INT(c->team->sent_bytes, upipe_plan_sent(p, 0) + upipe_plan_sent(p, 1));
     me->moved = c->team->moved_bytes;
-    RUN_TRY(upipe_mem_give(c->mem, gout.data, &c->err));
+    RUN_TRY(upipe_mem_free(c->mem, dout.data, &c->err));
     RUN_TRY(upipe_saved_free(c, &save));
-    if (s->test->run.gx_apart) RUN_TRY(upipe_mem_give(c->mem, gx.data, &c->err));
-    RUN_TRY(upipe_mem_give(c->mem, x.data, &c->err));
+    if (s->test->run.dx_apart) RUN_TRY(upipe_mem_free(c->mem, dx.data, &c->err));
+    RUN_TRY(upipe_mem_free(c->mem, x.data, &c->err));
 
     for (j = 0; j < RUN_GRADS; ++j) {
         int64_t n = block_count(shape, run_grads[j]);
-        RUN_TRY(upipe_a2a_sum(c, me->grads[j], n));
+        RUN_TRY(upipe_all_reduce(c, me->grads[j], n));
         if (rank == 0 && n > 0) RUN_TRY(c->ops->copy(c, result[j], me->grads[j], (size_t)n * sizeof(float)));
     }
     RUN_TRY(c->ops->sync(c));
@@ -185,7 +185,7 @@ static upipe_status cuda_peer_open(upipe_ctx *c, cuda_state *s, cuda_rank *me, i
     upipe_peer_desc d;
     int j;
     memset(&d, 0, sizeof d);
-    d.room = s->room;
+    d.buf = s->buf;
     d.slabs = slabs;
     d.rank = rank;
     d.ranks = s->test->run.ranks;
@@ -213,7 +213,7 @@ static upipe_status cuda_rank_main(void *user, int rank)
     (void)cudaSetDevice(me->d.cuda.device); /* fails where another rank has ended the context already */
     fake_rank(rank);                        /* the runner's own call above does not count */
     c.mem = &me->mem;
-    c.lane = s->test->run.overlap ? &me->lane : NULL;
+    c.side_stream = s->test->run.overlap ? &me->side_stream : NULL;
     c.team = s->test->nccl ? &me->nccl.comm : upipe_threads_comm(&s->team, rank);
     status = s->test->peer ? cuda_peer_open(&c, s, me, rank) : UPIPE_OK;
     if (status == UPIPE_OK) status = cuda_rank_run(&c, s, me, rank);
@@ -224,7 +224,7 @@ static upipe_status cuda_rank_main(void *user, int rank)
     } else {
         upipe_comm_abort(c.team, c.err.text); /* the host's own calls do not */
         /* as on the CPU: what a failed call took for itself is back */
-        static const char *const kept[] = {"x", "y", "gx", "gout", "final_out", "lse", "delta"};
+        static const char *const kept[] = {"x", "y", "dx", "dout", "final_out", "lse", "delta"};
         for (j = 0; j < me->mem.blocks_n; ++j) {
             int k = 0;
             while (k < 7 && strcmp(me->mem.blocks[j].tag, kept[k]) != 0) ++k;
@@ -240,7 +240,7 @@ static upipe_status cuda_rank_main(void *user, int rank)
 
 /* ---- what a rank holds, made and released by the main thread ---- */
 
-static void *cuda_room(size_t *bytes, size_t n)
+static void *cuda_buf(size_t *bytes, size_t n)
 {
     void *p = NULL;
     DEVICE_CHECK(cudaMalloc(&p, n > 0 ? n : 1));
@@ -250,7 +250,7 @@ static void *cuda_room(size_t *bytes, size_t n)
 
 static size_t cuda_slab_bytes(const cuda_state *s, const cuda_rank *me)
 {
-    size_t sum = (size_t)s->test->run.ranks * UPIPE_SUM_PIECE * 4 + 4096;
+    size_t sum = (size_t)s->test->run.ranks * UPIPE_REDUCE_STRIP * 4 + 4096;
     return me->own.need > sum ? me->own.need : sum;
 }
 
@@ -258,7 +258,7 @@ static void cuda_rank_open(cuda_state *s, cuda_rank *me, size_t *bytes)
 {
     const block_shape *shape = &s->test->run.shape;
     const float *weights[] = {s->in->wq, s->in->wk, s->in->wv, s->in->wo};
-    const float *vectors[] = {s->in->q_gain, s->in->k_gain, s->in->sinks};
+    const float *vectors[] = {s->in->q_norm_weight, s->in->k_norm_weight, s->in->sinks};
     const size_t slab_bytes = cuda_slab_bytes(s, me);
     upipe_layer *l = &me->own.layer;
     size_t n;
@@ -269,36 +269,36 @@ static void cuda_rank_open(cuda_state *s, cuda_rank *me, size_t *bytes)
         device_open(&me->side);
         *bytes += UPIPE_CUDA_SCRATCH + WORKSPACE;
         CHECK_STATUS(
-            upipe_cuda_lane_init(&me->lane_room, &me->lane, me->side.stream, &me->side.ops, &me->d.c.err),
+            upipe_cuda_side_stream_init(&me->side_stream_state, &me->side_stream, me->side.stream, &me->side.ops, &me->d.c.err),
             UPIPE_OK, me->d.c.err);
     }
-    me->slab = cuda_room(bytes, slab_bytes);
-    me->stage = cuda_room(bytes, (size_t)(me->own.plan.rows * cuda_width(&me->own.plan)) * 4);
-    me->blocks = (upipe_block *)malloc((size_t)me->own.blocks_max * sizeof *me->blocks);
+    me->slab = cuda_buf(bytes, slab_bytes);
+    me->stage = cuda_buf(bytes, (size_t)(me->own.plan.rows * cuda_width(&me->own.plan)) * 4);
+    me->blocks = (upipe_mem_block *)malloc((size_t)me->own.blocks_max * sizeof *me->blocks);
     upipe_mem_init(&me->mem, me->slab, slab_bytes, me->blocks, me->own.blocks_max);
     for (j = 0; j < 4; ++j) {
         void *narrow = run_narrow(shape->dtype, weights[j], block_count(shape, run_grads[j]));
         n = (size_t)block_count(shape, run_grads[j]) * upipe_dtype_bytes(shape->dtype);
-        me->weights[j] = cuda_room(bytes, n);
+        me->weights[j] = cuda_buf(bytes, n);
         device_put(&me->d, me->weights[j], narrow, n);
         free(narrow);
     }
     for (j = 0; j < RUN_GRADS - 4; ++j) {
         n = (size_t)block_count(shape, run_grads[4 + j]) * 4;
-        me->vectors[j] = n > 0 ? (float *)cuda_room(bytes, n) : NULL;
+        me->vectors[j] = n > 0 ? (float *)cuda_buf(bytes, n) : NULL;
         device_put(&me->d, me->vectors[j], vectors[j], n);
     }
     for (j = 0; j < RUN_GRADS; ++j) {
         n = (size_t)block_count(shape, run_grads[j]) * 4;
-        me->grads[j] = (float *)cuda_room(bytes, n);
+        me->grads[j] = (float *)cuda_buf(bytes, n);
         if (n > 0) CHECK_STATUS(me->d.ops.zero(&me->d.c, me->grads[j], n), UPIPE_OK, me->d.c.err);
     }
     l->wq = me->weights[0];
     l->wk = me->weights[1];
     l->wv = me->weights[2];
     l->wo = shape->projected ? me->weights[3] : NULL;
-    l->q_gain = me->vectors[0];
-    l->k_gain = me->vectors[1];
+    l->q_norm_weight = me->vectors[0];
+    l->k_norm_weight = me->vectors[1];
     l->sinks = me->vectors[2];
     DEVICE_CHECK(cudaStreamSynchronize(me->d.stream));
 }
@@ -306,9 +306,9 @@ static void cuda_rank_open(cuda_state *s, cuda_rank *me, size_t *bytes)
 static void cuda_rank_close(cuda_rank *me)
 {
     int j;
-    CHECK_STATUS(upipe_cuda_lane_free(&me->lane_room, &me->d.c.err), UPIPE_OK, me->d.c.err);
+    CHECK_STATUS(upipe_cuda_side_stream_free(&me->side_stream_state, &me->d.c.err), UPIPE_OK, me->d.c.err);
     if (me->side.stream != NULL) device_close(&me->side);
-    upipe_mem_free(&me->mem, NULL);
+    upipe_mem_destroy(&me->mem, NULL);
     for (j = 0; j < 4; ++j) DEVICE_CHECK(cudaFree(me->weights[j]));
     for (j = 0; j < RUN_GRADS - 4; ++j) DEVICE_CHECK(cudaFree(me->vectors[j]));
     for (j = 0; j < RUN_GRADS; ++j) DEVICE_CHECK(cudaFree(me->grads[j]));
@@ -367,8 +367,8 @@ static upipe_status cuda_rank_plan(cuda_state *s, cuda_rank *me, int rank, const
     l->plan = &me->own.plan;
     l->wq = l->wk = l->wv = in->x;
     l->wo = test->shape.projected ? in->x : NULL;
-    l->q_gain = in->q_gain;
-    l->k_gain = in->k_gain;
+    l->q_norm_weight = in->q_norm_weight;
+    l->k_norm_weight = in->k_norm_weight;
     l->sinks = in->sinks;
     return run_dry(test, ops, &me->own, &s->r->errors[0]);
 }
@@ -397,8 +397,8 @@ static upipe_status cuda_block(cuda_case *test, const f32_block *in, run_result 
         if (status == UPIPE_OK) sent += upipe_plan_sent(p, 0) + upipe_plan_sent(p, 1);
     }
     device_close(&probe);
-    s->room = aligned_alloc(128, (upipe_peer_bytes(ranks) + 127) / 128 * 128);
-    memset(s->room, 0, upipe_peer_bytes(ranks));
+    s->buf = aligned_alloc(128, (upipe_peer_bytes(ranks) + 127) / 128 * 128);
+    memset(s->buf, 0, upipe_peer_bytes(ranks));
     r->plan = s->ranks[0].own.plan;
     r->bytes = s->ranks[0].own.bytes;
     r->peak = s->ranks[0].own.peak;
@@ -430,7 +430,7 @@ static upipe_status cuda_block(cuda_case *test, const f32_block *in, run_result 
     if (test->nccl && s->opened > 0) cuda_nccl_close(s, status != UPIPE_OK);
     while (s->opened > 0) cuda_rank_close(&s->ranks[--s->opened]);
     DEVICE_CHECK(cudaSetDevice(0));
-    free(s->room);
+    free(s->buf);
     free(s);
     CHECK(fake_check_clean());
     return status;

@@ -20,14 +20,14 @@ enum { STAGED_RANGES = 8, STAGED_GUARD = 512 };
 
 typedef struct staged_range {
     char *host;
-    size_t bytes, at; /* from the start of the room */
+    size_t bytes, at; /* from the start of the buffer */
 } staged_range;
 
 static struct {
     device *d;
     upipe_ops ops;
     upipe_ctx c;
-    char *room;         /* on the device */
+    char *buf;         /* on the device */
     char *image, *back; /* on the host: what goes there and what comes back */
     size_t bytes, used; /* of each of the three */
     staged_range range[STAGED_RANGES];
@@ -60,14 +60,14 @@ static void staged_view(upipe_view v)
     if (v.n > 0 && v.d > 0) staged_add(v.data, (size_t)last * upipe_dtype_bytes(v.dtype));
 }
 
-static void staged_room(size_t bytes)
+static void staged_buf(size_t bytes)
 {
     if (bytes <= staged.bytes) return;
-    if (staged.room != NULL) device_free(staged.d, staged.room);
+    if (staged.buf != NULL) device_free(staged.d, staged.buf);
     free(staged.image);
     free(staged.back);
     staged.bytes = 2 * bytes;
-    staged.room = (char *)device_new(staged.d, staged.bytes);
+    staged.buf = (char *)device_new(staged.d, staged.bytes);
     staged.image = (char *)malloc(staged.bytes);
     staged.back = (char *)malloc(staged.bytes);
 }
@@ -82,12 +82,12 @@ static void staged_begin(void)
         r->at = at + STAGED_GUARD + (uintptr_t)r->host % 256;
         at = (r->at + r->bytes + STAGED_GUARD + 255) / 256 * 256;
     }
-    staged_room(at);
+    staged_buf(at);
     staged.used = at;
     memset(staged.image, 0xff, at);
     for (i = 0; i < staged.ranges; ++i)
         memcpy(staged.image + staged.range[i].at, staged.range[i].host, staged.range[i].bytes);
-    device_put(staged.d, staged.room, staged.image, at);
+    device_put(staged.d, staged.buf, staged.image, at);
     staged.d->c.err = staged.c.err;
 }
 
@@ -98,7 +98,7 @@ static void *staged_at(const void *p)
     int i;
     for (i = 0; i < staged.ranges; ++i) {
         staged_range *r = &staged.range[i];
-        if (host >= r->host && host < r->host + r->bytes) return staged.room + r->at + (host - r->host);
+        if (host >= r->host && host < r->host + r->bytes) return staged.buf + r->at + (host - r->host);
     }
     return (void *)(uintptr_t)p;
 }
@@ -114,7 +114,7 @@ static upipe_status staged_end(upipe_status s, const char *call)
 {
     size_t at = 0;
     int i, whole = 1;
-    device_get(staged.d, staged.back, staged.room, staged.used);
+    device_get(staged.d, staged.back, staged.buf, staged.used);
     for (i = 0; i < staged.ranges; ++i) {
         staged_range *r = &staged.range[i];
         for (; at < r->at; ++at) whole &= staged.back[at] == (char)0xff;
@@ -197,31 +197,31 @@ static upipe_status staged_rope(upipe_ctx *c, const upipe_rope *r)
     return staged_end(staged.d->ops.rope(&staged.d->c, &there), "rope");
 }
 
-static upipe_status staged_rmsnorm(upipe_ctx *c, upipe_view y, upipe_view x, const float *gain, float eps)
+static upipe_status staged_rmsnorm(upipe_ctx *c, upipe_view y, upipe_view x, const float *weight, float eps)
 {
     (void)c;
     staged_view(y);
     staged_view(x);
-    staged_add(gain, (size_t)x.d * sizeof *gain);
+    staged_add(weight, (size_t)x.d * sizeof *weight);
     staged_begin();
     return staged_end(staged.d->ops.rmsnorm(&staged.d->c, staged_there(y), staged_there(x),
-                                            (const float *)staged_at(gain), eps),
+                                            (const float *)staged_at(weight), eps),
                       "rmsnorm");
 }
 
 static upipe_status staged_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upipe_view dy, upipe_view x,
-                                       const float *gain, float eps, float *dgain, int accumulate)
+                                       const float *weight, float eps, float *dweight, int accumulate)
 {
     (void)c;
     staged_view(dx);
     staged_view(dy);
     staged_view(x);
-    staged_add(gain, (size_t)x.d * sizeof *gain);
-    staged_add(dgain, (size_t)(x.h * x.d) * sizeof *dgain);
+    staged_add(weight, (size_t)x.d * sizeof *weight);
+    staged_add(dweight, (size_t)(x.h * x.d) * sizeof *dweight);
     staged_begin();
     return staged_end(staged.d->ops.rmsnorm_bwd(&staged.d->c, staged_there(dx), staged_there(dy),
-                                                staged_there(x), (const float *)staged_at(gain), eps,
-                                                (float *)staged_at(dgain), accumulate),
+                                                staged_there(x), (const float *)staged_at(weight), eps,
+                                                (float *)staged_at(dweight), accumulate),
                       "rmsnorm_bwd");
 }
 
@@ -352,7 +352,7 @@ static void staged_open(device *d)
 {
     memset(&staged, 0, sizeof staged);
     staged.d = d;
-    staged_room(16 << 10);
+    staged_buf(16 << 10);
     staged.c.ops = &staged.ops;
     staged.ops.name = "staged";
     staged.ops.sync = staged_sync;
@@ -380,7 +380,7 @@ static void staged_open(device *d)
 static void staged_close(void)
 {
     printf("%ld calls, digest %016llx\n", staged.calls, (unsigned long long)staged.digest);
-    if (staged.room != NULL) device_free(staged.d, staged.room);
+    if (staged.buf != NULL) device_free(staged.d, staged.buf);
     free(staged.image);
     free(staged.back);
     memset(&staged, 0, sizeof staged);

@@ -164,7 +164,7 @@ static void test_merge_nothing(void)
         for (narrow = 0; narrow < 2; ++narrow) {
             tensor q = tensor_make(storage, t.sq, t.h, t.d, GAPS, in.q);
             tensor k = tensor_make(storage, keys, t.hkv, t.d, GAPS, in.k);
-            tensor o = tensor_make(narrow ? storage : UPIPE_F32, t.sq, t.h, t.d, GAPS, in.go);
+            tensor o = tensor_make(narrow ? storage : UPIPE_F32, t.sq, t.h, t.d, GAPS, in.dout);
             tensor lse = tensor_make(UPIPE_F32, t.sq, t.h, 1, GAPS, in.q);
             float *got_o = floats(q_count(&t)), *got_lse = floats(t.sq * t.h);
             upipe_attn a;
@@ -174,8 +174,8 @@ static void test_merge_nothing(void)
             work_make(&a, 0);
             CHECK_STATUS(upipe_attn_fwd(&dev.c, &a), UPIPE_OK, dev.c.err);
             device_free(&dev, a.work);
-            tensor_take(&q, NULL), tensor_take(&k, NULL), tensor_take(&o, got_o), tensor_take(&lse, got_lse);
-            CHECK_BYTES(got_o, in.go, q_count(&t) * 4);
+            tensor_read(&q, NULL), tensor_read(&k, NULL), tensor_read(&o, got_o), tensor_read(&lse, got_lse);
+            CHECK_BYTES(got_o, in.dout, q_count(&t) * 4);
             CHECK_BYTES(got_lse, in.q, t.sq * t.h * 4);
             free(got_o), free(got_lse);
         }
@@ -224,7 +224,7 @@ static void run_often(const oracle_attn *t, int runs)
     tensor q = tensor_make(storage, t->sq, t->h, t->d, PACKED, in.q);
     tensor k = tensor_make(storage, t->sk, t->hkv, t->d, PACKED, in.k);
     tensor v = tensor_make(storage, t->sk, t->hkv, t->d, PACKED, in.v);
-    tensor go = tensor_make(storage, t->sq, t->h, t->d, PACKED, in.go);
+    tensor dout = tensor_make(storage, t->sq, t->h, t->d, PACKED, in.dout);
     tensor o = tensor_make(storage, t->sq, t->h, t->d, PACKED, NULL);
     tensor lse = tensor_make(UPIPE_F32, t->sq, t->h, 1, PACKED, NULL);
     tensor delta = tensor_make(UPIPE_F32, t->sq, t->h, 1, PACKED, NULL);
@@ -242,13 +242,13 @@ static void run_often(const oracle_attn *t, int runs)
     g.a.q = q.v, g.a.k = k.v, g.a.v = v.v, g.a.o = o.v, g.a.lse = lse.v;
     work_make(&g.a, 0);
     CHECK_STATUS(upipe_attn_fwd(&dev.c, &g.a), UPIPE_OK, dev.c.err);
-    CHECK_STATUS(dev.ops.rowdot(&dev.c, delta.v, o.v, go.v), UPIPE_OK, dev.c.err);
+    CHECK_STATUS(dev.ops.rowdot(&dev.c, delta.v, o.v, dout.v), UPIPE_OK, dev.c.err);
     device_free(&dev, g.a.work);
     work_make(&g.a, 1);
-    g.go = go.v, g.delta = delta.v;
-    g.gq = upipe_view_packed(grads, storage, t->sq, t->h, t->d);
-    g.gk = upipe_view_packed(grads + of_q, UPIPE_F32, t->sk, t->hkv, t->d);
-    g.gv = upipe_view_packed(grads + of_q + of_k, UPIPE_F32, t->sk, t->hkv, t->d);
+    g.dout = dout.v, g.delta = delta.v;
+    g.dq = upipe_view_packed(grads, storage, t->sq, t->h, t->d);
+    g.dk = upipe_view_packed(grads + of_q, UPIPE_F32, t->sk, t->hkv, t->d);
+    g.dv = upipe_view_packed(grads + of_q + of_k, UPIPE_F32, t->sk, t->hkv, t->d);
     for (run = 0; run < runs; ++run) {
         CHECK_STATUS(dev.ops.zero(&dev.c, grads, bytes), UPIPE_OK, dev.c.err);
         if (run % 2) DEVICE_CHECK(cudaMemsetAsync(busy, run, BUSY, other));
@@ -260,8 +260,8 @@ static void run_often(const oracle_attn *t, int runs)
     DEVICE_CHECK(cudaStreamSynchronize(other));
     DEVICE_CHECK(cudaStreamDestroy(other));
     device_free(&dev, g.a.work), device_free(&dev, grads), device_free(&dev, busy);
-    tensor_take(&q, NULL), tensor_take(&k, NULL), tensor_take(&v, NULL), tensor_take(&go, NULL);
-    tensor_take(&o, NULL), tensor_take(&lse, NULL), tensor_take(&delta, NULL);
+    tensor_read(&q, NULL), tensor_read(&k, NULL), tensor_read(&v, NULL), tensor_read(&dout, NULL);
+    tensor_read(&o, NULL), tensor_read(&lse, NULL), tensor_read(&delta, NULL);
     CHECK_STATUS(upipe_cuda_host_slab_free(first, &dev.c.err), UPIPE_OK, dev.c.err);
     CHECK_STATUS(upipe_cuda_host_slab_free(got, &dev.c.err), UPIPE_OK, dev.c.err);
     values_free(&in);
@@ -293,7 +293,7 @@ static void test_prefix(void)
         in = inputs_make(&more, &r, 1);
         out = values_make(&more);
         got = values_make(&t);
-        memcpy(less.q, in.q, (size_t)q_count(&t) * 4), memcpy(less.go, in.go, (size_t)q_count(&t) * 4);
+        memcpy(less.q, in.q, (size_t)q_count(&t) * 4), memcpy(less.dout, in.dout, (size_t)q_count(&t) * 4);
         memcpy(less.k, in.k, (size_t)k_count(&t) * 4), memcpy(less.v, in.v, (size_t)k_count(&t) * 4);
         run_kernels(&more, PACKED, t.h, &in, &out);
         run_kernels(&t, PACKED, t.h, &less, &got);
@@ -341,7 +341,7 @@ static void test_one_key(void)
         values in = inputs_make(&t, &r, 30), out = values_make(&t);
         run_kernels(&t, PACKED, 2, &in, &out);
         CHECK_BYTES(out.o, in.v, 2 * dims[k] * 4);
-        CHECK_BYTES(out.dv, in.go, 2 * dims[k] * 4);
+        CHECK_BYTES(out.dv, in.dout, 2 * dims[k] * 4);
         values_free(&in), values_free(&out);
     }
 }
@@ -356,10 +356,10 @@ static void valid_call(upipe_attn_grad *g, void *block, void *work, size_t work_
     upipe_view row = upipe_view_packed(block, UPIPE_F32, 8, 4, 1),
                sum = upipe_view_packed(block, UPIPE_F32, 8, 2, 64);
     memset(g, 0, sizeof *g);
-    g->a.q = g->a.o = g->go = g->gq = q;
+    g->a.q = g->a.o = g->dout = g->dq = q;
     g->a.k = g->a.v = k;
     g->a.lse = g->delta = row;
-    g->gk = g->gv = sum;
+    g->dk = g->dv = sum;
     g->a.work = work;
     g->a.work_bytes = work_bytes;
 }
@@ -401,11 +401,11 @@ static void test_refusals(void)
     REFUSED(g.a.v.data = block + 2, "v at");
     REFUSED_FWD(g.a.o.h_step = 70, "o at");
     REFUSED_FWD((g.a.merge = 1, g.a.o.dtype = UPIPE_F32, g.a.o.n_step = 258), "258 and 64 f32");
-    REFUSED_BWD(g.go.data = block + 4, "go at");
-    REFUSED_BWD(g.gq.n_step = 257, "gq at");
-    REFUSED_BWD(g.gk.n_step = 130, "gk at");
-    REFUSED_BWD(g.gv.data = block + 4, "gv at");
-    REFUSED_BWD((g.a.merge = 1, g.gq.dtype = UPIPE_F32, g.gq.n_step = 258), "gq at");
+    REFUSED_BWD(g.dout.data = block + 4, "go at");
+    REFUSED_BWD(g.dq.n_step = 257, "dq at");
+    REFUSED_BWD(g.dk.n_step = 130, "dk at");
+    REFUSED_BWD(g.dv.data = block + 4, "dv at");
+    REFUSED_BWD((g.a.merge = 1, g.dq.dtype = UPIPE_F32, g.dq.n_step = 258), "dq at");
     REFUSED_FWD((g.a.window = 3, g.a.k.n = INT32_MAX, g.a.v.n = INT32_MAX), "at most 2147483646");
 #undef REFUSED
 #undef REFUSED_FWD

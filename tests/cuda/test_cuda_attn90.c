@@ -17,7 +17,7 @@
 static device dev;
 static uint64_t digest; /* of all results: runs with other schedules must repeat it */
 
-static void *room(size_t bytes)
+static void *buf(size_t bytes)
 {
     void *p = calloc(bytes > 0 ? bytes : 1, 1);
     if (p == NULL) exit(2);
@@ -29,9 +29,9 @@ static upipe_view put(upipe_dtype dtype, int64_t n, int h, int d, const float *f
 {
     upipe_view v = upipe_view_packed(NULL, dtype, n, h, d);
     size_t count = (size_t)n * (size_t)h * (size_t)d, bytes = count * upipe_dtype_bytes(dtype), i;
-    char *image = (char *)room(bytes);
+    char *image = (char *)buf(bytes);
     v.data = device_new(&dev, bytes);
-    for (i = 0; from != NULL && i < count; ++i) upi_f1_put(image, dtype, (int64_t)i, from[i]);
+    for (i = 0; from != NULL && i < count; ++i) upipe_cpu_put(image, dtype, (int64_t)i, from[i]);
     if (from != NULL) device_put(&dev, v.data, image, bytes);
     free(image);
     return v;
@@ -41,10 +41,10 @@ static upipe_view put(upipe_dtype dtype, int64_t n, int h, int d, const float *f
 static void take(upipe_view v, float *to)
 {
     size_t count = (size_t)v.n * (size_t)v.h * (size_t)v.d, bytes = count * upipe_dtype_bytes(v.dtype), i;
-    char *image = (char *)room(bytes);
+    char *image = (char *)buf(bytes);
     device_get(&dev, image, v.data, bytes);
     for (i = 0; i < bytes; ++i) digest = (digest ^ (unsigned char)image[i]) * 0x100000001b3u;
-    for (i = 0; i < count; ++i) to[i] = upi_f1_get(image, v.dtype, (int64_t)i);
+    for (i = 0; i < count; ++i) to[i] = upipe_cpu_get(image, v.dtype, (int64_t)i);
     free(image);
     device_free(&dev, v.data);
 }
@@ -75,7 +75,7 @@ static int takes(const upipe_attn *a)
 }
 
 /* `want` kernels for 9.0, where that can be seen. */
-static void check_takes(const upipe_attn *a, int want)
+static void check_accepts(const upipe_attn *a, int want)
 {
     int got = takes(a);
     if (got >= 0) CHECK_INT(got, want);
@@ -87,12 +87,12 @@ static void check_takes(const upipe_attn *a, int want)
 static void check_case(const oracle_attn *t, uint64_t seed, int64_t keys)
 {
     int64_t nq = t->sq * t->h * t->d, nk = keys * t->hkv * t->d, rows = t->sq * t->h, i;
-    float *q = (float *)room((size_t)nq * 4), *k = (float *)room((size_t)(t->sk * t->hkv * t->d) * 4),
-          *v = (float *)room((size_t)(t->sk * t->hkv * t->d) * 4), *o = (float *)room((size_t)nq * 4),
-          *lse = (float *)room((size_t)rows * 4);
-    double *dq = (double *)room((size_t)nq * 8), *dk = (double *)room((size_t)nk * 8),
-           *dv = (double *)room((size_t)nk * 8), *want_o = (double *)room((size_t)nq * 8),
-           *want_lse = (double *)room((size_t)rows * 8);
+    float *q = (float *)buf((size_t)nq * 4), *k = (float *)buf((size_t)(t->sk * t->hkv * t->d) * 4),
+          *v = (float *)buf((size_t)(t->sk * t->hkv * t->d) * 4), *o = (float *)buf((size_t)nq * 4),
+          *lse = (float *)buf((size_t)rows * 4);
+    double *dq = (double *)buf((size_t)nq * 8), *dk = (double *)buf((size_t)nk * 8),
+           *dv = (double *)buf((size_t)nk * 8), *want_o = (double *)buf((size_t)nq * 8),
+           *want_lse = (double *)buf((size_t)rows * 8);
     float *naive_o[NAIVE_WAYS], *naive_lse[NAIVE_WAYS];
     const float *runs_o[NAIVE_WAYS], *runs_lse[NAIVE_WAYS];
     oracle_attn seen = *t;
@@ -113,7 +113,7 @@ static void check_case(const oracle_attn *t, uint64_t seed, int64_t keys)
     a.q_pos = t->q_pos, a.k_pos = t->k_pos;
     a.causal = t->causal;
     a.scale = (float)t->scale;
-    check_takes(&a, 1);
+    check_accepts(&a, 1);
     CHECK_STATUS(upipe_attn_fwd(&dev.c, &a), UPIPE_OK, dev.c.err);
     take(a.o, o);
     take(a.lse, lse);
@@ -121,8 +121,8 @@ static void check_case(const oracle_attn *t, uint64_t seed, int64_t keys)
     seen.sk = keys;
     oracle_attn_fwd(&seen, dq, dk, dv, want_o, want_lse);
     for (way = 0; way < NAIVE_WAYS; ++way) {
-        runs_o[way] = naive_o[way] = (float *)room((size_t)nq * 4);
-        runs_lse[way] = naive_lse[way] = (float *)room((size_t)rows * 4);
+        runs_o[way] = naive_o[way] = (float *)buf((size_t)nq * 4);
+        runs_lse[way] = naive_lse[way] = (float *)buf((size_t)rows * 4);
         seen.naive = way | NAIVE_NARROW;
         naive_attn_fwd(&seen, UPIPE_BF16, q, k, v, naive_o[way], naive_lse[way]);
     }
@@ -203,16 +203,16 @@ static void test_left_to_others(void)
     a.v = put(UPIPE_BF16, 64, 1, 64, x);
     a.o = put(UPIPE_BF16, 64, 1, 64, NULL);
     a.lse = put(UPIPE_F32, 64, 1, 1, NULL);
-    check_takes(&a, 1);
+    check_accepts(&a, 1);
     a.k.n_step = 0; /* every key the same */
-    check_takes(&a, 0);
+    check_accepts(&a, 0);
     CHECK_STATUS(upipe_attn_fwd(&dev.c, &a), UPIPE_OK, dev.c.err);
     a.k.n_step = 64;
     a.k.n = a.v.n = 0;
-    check_takes(&a, 0);
+    check_accepts(&a, 0);
     a.k.n = a.v.n = 64;
     dev.cuda.capability = 100; /* has other code for all this */
-    check_takes(&a, 0);
+    check_accepts(&a, 0);
     dev.cuda.capability = 90;
     take(a.o, x), take(a.lse, x);
     device_free(&dev, a.q.data), device_free(&dev, a.k.data), device_free(&dev, a.v.data);

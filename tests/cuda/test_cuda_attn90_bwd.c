@@ -14,7 +14,7 @@
 /* ---- which kernel ---- */
 
 /* Whether the call's kernel is one for 9.0, where that can be seen: its launch is made to fail, and says its name. */
-static void check_takes(const upipe_attn_grad *g, int want)
+static void check_accepts(const upipe_attn_grad *g, int want)
 {
 #ifdef FAKE_CUDA_RUNTIME_API_H
     long k;
@@ -42,10 +42,10 @@ static void small_call(upipe_attn_grad *g, void *block, void *work, size_t work_
     upipe_view row = upipe_view_packed(block, UPIPE_F32, 8, 4, 1),
                sum = upipe_view_packed(block, UPIPE_F32, 8, 2, 64);
     memset(g, 0, sizeof *g);
-    g->a.q = g->a.o = g->go = g->gq = q;
+    g->a.q = g->a.o = g->dout = g->dq = q;
     g->a.k = g->a.v = k;
     g->a.lse = g->delta = row;
-    g->gk = g->gv = sum;
+    g->dk = g->dv = sum;
     g->a.work = work;
     g->a.work_bytes = work_bytes;
 }
@@ -53,26 +53,26 @@ static void small_call(upipe_attn_grad *g, void *block, void *work, size_t work_
 /* What tensor maps can't say goes to the other kernels. */
 static void test_left_to_others(void)
 {
-    const size_t bytes = 8 * 4 * 256 * 4, room = 1 << 17;
+    const size_t bytes = 8 * 4 * 256 * 4, buf = 1 << 17;
     char *block = (char *)device_new(&dev, bytes);
-    void *work = device_new(&dev, room);
+    void *work = device_new(&dev, buf);
     upipe_attn_grad g;
 #define LEFT(change, want)                 \
     do {                                   \
-        small_call(&g, block, work, room); \
+        small_call(&g, block, work, buf); \
         change;                            \
-        check_takes(&g, want);             \
+        check_accepts(&g, want);             \
     } while (0)
     LEFT(g.a.scale = 1, 1);
-    LEFT(g.a.q.d = g.gq.d = g.a.k.d = g.gk.d = 128, 1);
-    LEFT(g.a.q.d = g.gq.d = g.a.k.d = g.gk.d = 136, 1);
-    LEFT(g.a.v.d = g.gv.d = g.go.d = g.a.o.d = 256, 1);
+    LEFT(g.a.q.d = g.dq.d = g.a.k.d = g.dk.d = 128, 1);
+    LEFT(g.a.q.d = g.dq.d = g.a.k.d = g.dk.d = 136, 1);
+    LEFT(g.a.v.d = g.dv.d = g.dout.d = g.a.o.d = 256, 1);
     LEFT(g.a.window = 3, 1);
-    LEFT((g.a.merge = 1, g.gq.dtype = UPIPE_F32), 1);
-    LEFT((g.a.merge = 1, g.gq.dtype = UPIPE_F32, g.gq.h_step = 0), 0);
+    LEFT((g.a.merge = 1, g.dq.dtype = UPIPE_F32), 1);
+    LEFT((g.a.merge = 1, g.dq.dtype = UPIPE_F32, g.dq.h_step = 0), 0);
     LEFT(g.a.k.n_step = 0, 0);
-    LEFT(g.go.n_step = 0, 0);
-    LEFT(g.a.k.n = g.a.v.n = g.gk.n = g.gv.n = 0, 0);
+    LEFT(g.dout.n_step = 0, 0);
+    LEFT(g.a.k.n = g.a.v.n = g.dk.n = g.dv.n = 0, 0);
     LEFT(dev.cuda.capability = 100, 0); /* has other code for all this */
 #undef LEFT
     dev.cuda.capability = 90;
@@ -125,7 +125,7 @@ static void test_chains(void)
 /* Masks that come from tables, alone and together; their tiles of queries begin and end anywhere. */
 static void test_masked(void)
 {
-    static const int64_t docs[] = {3, 60, 60, 128, 131, 260, 300};
+    static const int64_t cu_seqlens[] = {3, 60, 60, 128, 131, 260, 300};
     static const float sinks[] = {0.5f, -2};
     int i;
     for (i = 0; i < 10; ++i) {
@@ -136,11 +136,11 @@ static void test_masked(void)
                                                 : 128,
                               mask != 4, 30, 0);
         if (mask != 1) t.window = mask == 5 ? 5 : 100;
-        if (mask % 3 == 1) t.docs = docs, t.docs_n = 6;
-        if (wide && mask == 1) t.dv = 256;
+        if (mask % 3 == 1) t.cu_seqlens = cu_seqlens, t.cu_seqlens_n = 6;
+        if (wide && mask == 1) t.v_dim = 256;
         if (mask >= 2) t.sinks = sinks;
         if (mask == 2 || mask == 3) t.softcap = 3;
-        if (mask == 3) t.dv = wide ? 128 : 104, t.pos_step = 2;
+        if (mask == 3) t.v_dim = wide ? 128 : 104, t.pos_step = 2;
         run_case(&t, i % LAYOUTS, (uint64_t)(300 + i));
     }
 }
@@ -164,7 +164,7 @@ static void test_low_scores(void)
 
 /* ---- the sums of dQ ---- */
 
-/* gq of a call that merges into `start`. */
+/* dq of a call that merges into `start`. */
 static void merge_bwd(const oracle_attn *t, int layout, const values *in, const values *all,
                       const float *start, float *got)
 {
@@ -172,27 +172,27 @@ static void merge_bwd(const oracle_attn *t, int layout, const values *in, const 
     tensor q = tensor_make(storage, t->sq, t->h, t->d, layout, in->q);
     tensor k = tensor_make(storage, t->sk, t->hkv, t->d, layout, in->k);
     tensor v = tensor_make(storage, t->sk, t->hkv, t->d, layout, in->v);
-    tensor go = tensor_make(storage, t->sq, t->h, t->d, layout, in->go);
+    tensor dout = tensor_make(storage, t->sq, t->h, t->d, layout, in->dout);
     tensor o = tensor_make(storage, t->sq, t->h, t->d, layout, all->o);
     tensor lse = tensor_make(UPIPE_F32, t->sq, t->h, 1, layout, all->lse);
     tensor delta = tensor_make(UPIPE_F32, t->sq, t->h, 1, layout, deltas);
-    tensor gq = tensor_make(UPIPE_F32, t->sq, t->h, t->d, layout, start);
-    tensor gk = tensor_make(UPIPE_F32, t->sk, t->hkv, t->d, layout, zeros);
-    tensor gv = tensor_make(UPIPE_F32, t->sk, t->hkv, t->d, layout, zeros);
+    tensor dq = tensor_make(UPIPE_F32, t->sq, t->h, t->d, layout, start);
+    tensor dk = tensor_make(UPIPE_F32, t->sk, t->hkv, t->d, layout, zeros);
+    tensor dv = tensor_make(UPIPE_F32, t->sk, t->hkv, t->d, layout, zeros);
     upipe_attn_grad g;
-    CHECK_STATUS(dev.ops.rowdot(&dev.c, delta.v, o.v, go.v), UPIPE_OK, dev.c.err);
+    CHECK_STATUS(dev.ops.rowdot(&dev.c, delta.v, o.v, dout.v), UPIPE_OK, dev.c.err);
     memset(&g, 0, sizeof g);
     attn_set(&g.a, t, NULL);
     g.a.merge = 1;
     g.a.q = q.v, g.a.k = k.v, g.a.v = v.v, g.a.lse = lse.v;
-    g.go = go.v, g.delta = delta.v, g.gq = gq.v, g.gk = gk.v, g.gv = gv.v;
+    g.dout = dout.v, g.delta = delta.v, g.dq = dq.v, g.dk = dk.v, g.dv = dv.v;
     work_make(&g.a, 1);
-    check_takes(&g, 1);
+    check_accepts(&g, 1);
     CHECK_STATUS(upipe_attn_bwd(&dev.c, &g), UPIPE_OK, dev.c.err);
     device_free(&dev, g.a.work);
-    tensor_take(&q, NULL), tensor_take(&k, NULL), tensor_take(&v, NULL), tensor_take(&go, NULL);
-    tensor_take(&o, NULL), tensor_take(&lse, NULL), tensor_take(&delta, NULL);
-    tensor_take(&gq, got), tensor_take(&gk, NULL), tensor_take(&gv, NULL);
+    tensor_read(&q, NULL), tensor_read(&k, NULL), tensor_read(&v, NULL), tensor_read(&dout, NULL);
+    tensor_read(&o, NULL), tensor_read(&lse, NULL), tensor_read(&delta, NULL);
+    tensor_read(&dq, got), tensor_read(&dk, NULL), tensor_read(&dv, NULL);
     free(zeros), free(deltas);
 }
 

@@ -23,7 +23,7 @@ enum { PIECE = 1024 };
 static upipe_status setup(upipe_ctx *c, cublasHandle_t blas)
 {
     upipe_cuda cuda;
-    upipe_cuda_side side;
+    upipe_cuda_copy_stream side;
     void *slab = NULL, *host = NULL;
     upipe_status s, t;
     upipe_err late;
@@ -31,11 +31,11 @@ static upipe_status setup(upipe_ctx *c, cublasHandle_t blas)
     s = upipe_cuda_init(&cuda, blas, &c->err);
     if (s == UPIPE_OK) s = upipe_cuda_slab(&slab, PIECE, &c->err);
     if (s == UPIPE_OK) s = upipe_cuda_host_slab(&host, PIECE, &c->err);
-    if (s == UPIPE_OK) s = upipe_cuda_side_init(&side, &c->err);
-    if (s == UPIPE_OK) s = upipe_cuda_side_start(c, &side, slab, host, PIECE);
-    if (s == UPIPE_OK) s = upipe_cuda_side_wait(c, &side);
+    if (s == UPIPE_OK) s = upipe_cuda_copy_stream_init(&side, &c->err);
+    if (s == UPIPE_OK) s = upipe_cuda_copy_stream_start(c, &side, slab, host, PIECE);
+    if (s == UPIPE_OK) s = upipe_cuda_copy_stream_wait(c, &side);
     /* what is released is released even where that reports an error */
-    t = upipe_cuda_side_free(&side, s == UPIPE_OK ? &c->err : &late);
+    t = upipe_cuda_copy_stream_free(&side, s == UPIPE_OK ? &c->err : &late);
     if (s == UPIPE_OK) s = t;
     t = upipe_cuda_slab_free(slab, s == UPIPE_OK ? &c->err : &late);
     if (s == UPIPE_OK) s = t;

@@ -81,10 +81,10 @@ static void check_empty(test_rng *r, upipe_ctx *c)
 
 static void check_statuses(upipe_ctx *c)
 {
-    static float room[64];
-    upipe_view out = upipe_view_packed(room, UPIPE_F32, 3, 1, 4),
-               a = upipe_view_packed(room, UPIPE_F32, 3, 1, 5);
-    upipe_view b = upipe_view_packed(room, UPIPE_F32, 5, 1, 4), v, w;
+    static float buf[64];
+    upipe_view out = upipe_view_packed(buf, UPIPE_F32, 3, 1, 4),
+               a = upipe_view_packed(buf, UPIPE_F32, 3, 1, 5);
+    upipe_view b = upipe_view_packed(buf, UPIPE_F32, 5, 1, 4), v, w;
     CHECK_STATUS(c->ops->gemm(c, out, a, b, UPIPE_GEMM_TRANS_B, NULL, 0), UPIPE_ERR_ARG, c->err);
     CHECK_TEXT(c->err.text, "op(b) is 4 x 5");
     CHECK_STATUS(c->ops->gemm(c, out, a, b, UPIPE_GEMM_TRANS_A, NULL, 0), UPIPE_ERR_ARG, c->err);

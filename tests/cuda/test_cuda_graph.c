@@ -11,7 +11,7 @@
 #include "fake/fake.h"
 #endif
 
-#include "upipe/cuda/upipe_cuda_lane.h"
+#include "upipe/cuda/upipe_cuda_side_stream.h"
 #include "upipe/net/upipe_net_threads.h"
 #include "upipe/upipe.h"
 
@@ -29,11 +29,11 @@ typedef struct graph_case {
 typedef struct graph_rank {
     device d;
     upipe_mem mem;
-    upipe_block blocks[BLOCKS];
-    upipe_cuda_side side;
+    upipe_mem_block blocks[BLOCKS];
+    upipe_cuda_copy_stream side;
     device line; /* where stages overlap */
-    upipe_lane lane;
-    upipe_cuda_lane lane_room;
+    upipe_side_stream side_stream;
+    upipe_cuda_side_stream side_stream_state;
     void *slab, *weights, *io, *pinned;
     size_t slab_bytes, x_bytes, in_bytes, out_bytes;
     char *host; /* [out_bytes] */
@@ -46,7 +46,7 @@ static void *part(const graph_rank *me, int i)
     return (char *)me->io + (size_t)i * me->x_bytes;
 }
 
-/* x, gy -> y, gx, gradients of the weights. Everything is enqueued; x leaves for the host's memory and comes back on the
+/* x, dy -> y, dx, gradients of the weights. Everything is enqueued; x leaves for the host's memory and comes back on the
  * side stream. */
 static upipe_status pass(upipe_ctx *c, graph_rank *me)
 {
@@ -56,26 +56,26 @@ static upipe_status pass(upipe_ctx *c, graph_rank *me)
     upipe_view x, y;
     void *data, *out;
     UPIPE_TRY(c->ops->zero(c, grad, WEIGHTS * sizeof *grad));
-    UPIPE_TRY(upipe_mem_take(c->mem, &data, me->x_bytes, "x", &c->err));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &data, me->x_bytes, "x", &c->err));
     x = upipe_view_packed(data, me->plan.desc.dtype, me->plan.rows, 1, DIM);
     UPIPE_TRY(c->ops->copy(c, data, part(me, 0), me->x_bytes));
-    UPIPE_TRY(upipe_cuda_side_start(c, &me->side, me->pinned, data, me->x_bytes));
+    UPIPE_TRY(upipe_cuda_copy_stream_start(c, &me->side, me->pinned, data, me->x_bytes));
     UPIPE_TRY(upipe_layer_fwd(c, &me->layer, &saved, x));
-    UPIPE_TRY(upipe_cuda_side_wait(c, &me->side));
+    UPIPE_TRY(upipe_cuda_copy_stream_wait(c, &me->side));
     UPIPE_TRY(c->ops->zero(c, data, me->x_bytes));
-    UPIPE_TRY(upipe_cuda_side_start(c, &me->side, data, me->pinned, me->x_bytes));
-    UPIPE_TRY(upipe_mem_take(c->mem, &out, me->x_bytes, "y", &c->err));
+    UPIPE_TRY(upipe_cuda_copy_stream_start(c, &me->side, data, me->pinned, me->x_bytes));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &out, me->x_bytes, "y", &c->err));
     y = upipe_view_packed(out, me->plan.desc.dtype, me->plan.rows, 1, DIM);
     UPIPE_TRY(upipe_layer_out_fwd(c, &me->layer, y, &saved));
     UPIPE_TRY(c->ops->copy(c, part(me, 2), out, me->x_bytes));
     UPIPE_TRY(c->ops->copy(c, out, part(me, 1), me->x_bytes));
     UPIPE_TRY(upipe_layer_out_bwd(c, &me->layer, &g, &saved, y));
-    UPIPE_TRY(upipe_mem_give(c->mem, out, &c->err));
-    UPIPE_TRY(upipe_cuda_side_wait(c, &me->side));
+    UPIPE_TRY(upipe_mem_free(c->mem, out, &c->err));
+    UPIPE_TRY(upipe_cuda_copy_stream_wait(c, &me->side));
     UPIPE_TRY(upipe_layer_bwd(c, &me->layer, x, &g, &saved, &saved.out, x));
     UPIPE_TRY(upipe_saved_free(c, &saved));
     UPIPE_TRY(c->ops->copy(c, part(me, 3), data, me->x_bytes));
-    return upipe_mem_give(c->mem, data, &c->err);
+    return upipe_mem_free(c->mem, data, &c->err);
 }
 
 /* Numbers of the case's type; the same for the same seed. */
@@ -152,13 +152,13 @@ static int rank_open(graph_rank *me, const graph_case *g, int rank)
     me->layer.wq = there, me->layer.wk = there + WQ * each, me->layer.wv = there + (WQ + WK) * each;
     me->layer.wo = there + (WQ + 2 * WK) * each;
     CHECK_STATUS(upipe_cuda_host_slab(&me->pinned, me->x_bytes, &me->d.c.err), UPIPE_OK, me->d.c.err);
-    CHECK_STATUS(upipe_cuda_side_init(&me->side, &me->d.c.err), UPIPE_OK, me->d.c.err);
+    CHECK_STATUS(upipe_cuda_copy_stream_init(&me->side, &me->d.c.err), UPIPE_OK, me->d.c.err);
     if (me->plan.overlap) {
         if (!device_open(&me->line)) return 0;
         CHECK_STATUS(
-            upipe_cuda_lane_init(&me->lane_room, &me->lane, me->line.stream, &me->line.ops, &me->d.c.err),
+            upipe_cuda_side_stream_init(&me->side_stream_state, &me->side_stream, me->line.stream, &me->line.ops, &me->d.c.err),
             UPIPE_OK, me->d.c.err);
-        me->d.c.lane = &me->lane;
+        me->d.c.side_stream = &me->side_stream;
     }
     me->host = (char *)malloc(me->out_bytes);
     upipe_mem_init(&me->mem, me->slab, me->slab_bytes, me->blocks, BLOCKS);
@@ -170,11 +170,11 @@ static int rank_open(graph_rank *me, const graph_case *g, int rank)
 static void rank_close(graph_rank *me)
 {
     CHECK_INT(me->mem.live, 0);
-    upipe_mem_free(&me->mem, NULL);
-    CHECK_STATUS(upipe_cuda_side_free(&me->side, &me->d.c.err), UPIPE_OK, me->d.c.err);
+    upipe_mem_destroy(&me->mem, NULL);
+    CHECK_STATUS(upipe_cuda_copy_stream_free(&me->side, &me->d.c.err), UPIPE_OK, me->d.c.err);
     CHECK_STATUS(upipe_cuda_host_slab_free(me->pinned, &me->d.c.err), UPIPE_OK, me->d.c.err);
     if (me->plan.overlap) {
-        CHECK_STATUS(upipe_cuda_lane_free(&me->lane_room, &me->d.c.err), UPIPE_OK, me->d.c.err);
+        CHECK_STATUS(upipe_cuda_side_stream_free(&me->side_stream_state, &me->d.c.err), UPIPE_OK, me->d.c.err);
         device_close(&me->line);
     }
     device_free(&me->d, me->slab);
@@ -238,10 +238,10 @@ static upipe_status wait_ops(upipe_ctx *c)
 static void test_one(const graph_case *g)
 {
     graph_rank *me = (graph_rank *)malloc(sizeof *me);
-    upipe_comm_self_room room;
+    upipe_comm_self_state buf;
     upipe_comm self;
     if (rank_open(me, g, 0)) {
-        upipe_comm_self(&self, &room, me->d.ops.copy);
+        upipe_comm_self(&self, &buf, me->d.ops.copy);
         me->d.c.team = &self;
         run_rank(me, wait_ops);
         rank_close(me);
@@ -249,15 +249,15 @@ static void test_one(const graph_case *g)
     free(me);
 }
 
-/* A lane that shared the rank's cuBLAS handle would be on the rank's stream. */
+/* A side stream that shared the rank's cuBLAS handle would be on the rank's stream. */
 static void test_no_table(void)
 {
-    upipe_cuda_lane room;
-    upipe_lane lane;
+    upipe_cuda_side_stream buf;
+    upipe_side_stream side_stream;
     upipe_err e;
-    CHECK_STATUS(upipe_cuda_lane_init(&room, &lane, NULL, NULL, &e), UPIPE_ERR_ARG, e);
+    CHECK_STATUS(upipe_cuda_side_stream_init(&buf, &side_stream, NULL, NULL, &e), UPIPE_ERR_ARG, e);
     CHECK_TEXT(e.text, "a cuBLAS handle of its own");
-    CHECK(lane.post == NULL);
+    CHECK(side_stream.post == NULL);
 }
 
 /* Refused with a sentence, and the capture goes on: it has a graph in the end. */
@@ -333,7 +333,7 @@ static upipe_status team_rank(void *user, int rank)
     }
     if (t->how != OVER_NCCL) {
         cudaGraph_t graph = NULL;
-        CHECK_STATUS(upipe_cuda_side_wait(c, &me->side), UPIPE_OK,
+        CHECK_STATUS(upipe_cuda_copy_stream_wait(c, &me->side), UPIPE_OK,
                      c->err); /* what a pass without an end forked */
         DEVICE_CHECK(cudaStreamEndCapture(me->d.stream, &graph));
         if (graph != NULL) DEVICE_CHECK(cudaGraphDestroy(graph));

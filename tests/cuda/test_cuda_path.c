@@ -54,13 +54,13 @@ static void test_slabs(void)
 static void test_side(uint64_t seed, int eager)
 {
     device d;
-    upipe_cuda_side side;
+    upipe_cuda_copy_stream side;
     int *a, *b, *from, *host_a, *host_b, got[SIDE_INTS], want[SIDE_INTS], round;
     const size_t bytes = sizeof got;
     fake_seed(seed);
     fake_eager(eager);
     if (!device_open(&d)) return;
-    CHECK_STATUS(upipe_cuda_side_init(&side, &d.c.err), UPIPE_OK, d.c.err);
+    CHECK_STATUS(upipe_cuda_copy_stream_init(&side, &d.c.err), UPIPE_OK, d.c.err);
     a = (int *)device_new(&d, bytes);
     b = (int *)device_new(&d, bytes);
     from = (int *)device_new(&d, bytes);
@@ -71,9 +71,9 @@ static void test_side(uint64_t seed, int eager)
         fill_ints(want, round + 10);
         CHECK_STATUS(d.ops.copy(&d.c, from, want, bytes), UPIPE_OK, d.c.err);
         CHECK_STATUS(d.ops.copy(&d.c, a, from, bytes), UPIPE_OK, d.c.err); /* enqueued, not done */
-        CHECK_STATUS(upipe_cuda_side_start(&d.c, &side, host_a, a, bytes), UPIPE_OK, d.c.err);
-        CHECK_STATUS(upipe_cuda_side_start(&d.c, &side, b, host_b, bytes), UPIPE_OK, d.c.err);
-        CHECK_STATUS(upipe_cuda_side_wait(&d.c, &side), UPIPE_OK, d.c.err);
+        CHECK_STATUS(upipe_cuda_copy_stream_start(&d.c, &side, host_a, a, bytes), UPIPE_OK, d.c.err);
+        CHECK_STATUS(upipe_cuda_copy_stream_start(&d.c, &side, b, host_b, bytes), UPIPE_OK, d.c.err);
+        CHECK_STATUS(upipe_cuda_copy_stream_wait(&d.c, &side), UPIPE_OK, d.c.err);
         CHECK_STATUS(d.ops.zero(&d.c, a, bytes), UPIPE_OK, d.c.err); /* not before a has left */
         CHECK_STATUS(d.ops.copy(&d.c, got, b, bytes), UPIPE_OK, d.c.err);
         CHECK_BYTES(host_a, want, bytes);
@@ -81,7 +81,7 @@ static void test_side(uint64_t seed, int eager)
         CHECK_STATUS(d.ops.copy(&d.c, got, a, bytes), UPIPE_OK, d.c.err);
         CHECK_INT(got[SIDE_INTS - 1], 0);
     }
-    CHECK_STATUS(upipe_cuda_side_free(&side, &d.c.err), UPIPE_OK, d.c.err);
+    CHECK_STATUS(upipe_cuda_copy_stream_free(&side, &d.c.err), UPIPE_OK, d.c.err);
     CHECK_STATUS(upipe_cuda_host_slab_free(host_a, &d.c.err), UPIPE_OK, d.c.err);
     CHECK_STATUS(upipe_cuda_host_slab_free(host_b, &d.c.err), UPIPE_OK, d.c.err);
     device_free(&d, a);
@@ -96,23 +96,23 @@ static void test_side(uint64_t seed, int eager)
 static void test_side_unordered(void)
 {
     device d;
-    upipe_cuda_side side;
+    upipe_cuda_copy_stream side;
     int *a, *host, want[SIDE_INTS];
     const size_t bytes = sizeof want;
     fake_seed(0);
     if (!device_open(&d)) return;
-    CHECK_STATUS(upipe_cuda_side_init(&side, &d.c.err), UPIPE_OK, d.c.err);
+    CHECK_STATUS(upipe_cuda_copy_stream_init(&side, &d.c.err), UPIPE_OK, d.c.err);
     a = (int *)device_new(&d, bytes);
     CHECK_STATUS(upipe_cuda_host_slab((void **)&host, bytes, &d.c.err), UPIPE_OK, d.c.err);
     fill_ints(want, 1);
     CHECK_STATUS(d.ops.copy(&d.c, a, want, bytes), UPIPE_OK, d.c.err);
-    CHECK_STATUS(upipe_cuda_side_start(&d.c, &side, host, a, bytes), UPIPE_OK, d.c.err);
+    CHECK_STATUS(upipe_cuda_copy_stream_start(&d.c, &side, host, a, bytes), UPIPE_OK, d.c.err);
     CHECK_STATUS(d.ops.zero(&d.c, a, bytes), UPIPE_OK, d.c.err);
     CHECK_STATUS(d.ops.sync(&d.c), UPIPE_OK, d.c.err);
-    CHECK_STATUS(upipe_cuda_side_wait(&d.c, &side), UPIPE_OK, d.c.err);
+    CHECK_STATUS(upipe_cuda_copy_stream_wait(&d.c, &side), UPIPE_OK, d.c.err);
     CHECK_STATUS(d.ops.sync(&d.c), UPIPE_OK, d.c.err);
     CHECK(memcmp(host, want, bytes) != 0);
-    CHECK_STATUS(upipe_cuda_side_free(&side, &d.c.err), UPIPE_OK, d.c.err);
+    CHECK_STATUS(upipe_cuda_copy_stream_free(&side, &d.c.err), UPIPE_OK, d.c.err);
     CHECK_STATUS(upipe_cuda_host_slab_free(host, &d.c.err), UPIPE_OK, d.c.err);
     device_free(&d, a);
     device_close(&d);
@@ -174,7 +174,7 @@ static void test_block(const path_case *p, int ranks, int chunk)
     fake_seed(0);
     CHECK_STATUS(cuda_block(&test, &in, &first), UPIPE_OK, first.errors[0]);
     check_block(&shape, &in, &first.out);
-    for (seed = 1; seed <= (first.plan.stages > 1 && first.plan.schedule != UPIPE_SPANS ? 11 : 5); ++seed) {
+    for (seed = 1; seed <= (first.plan.stages > 1 && first.plan.schedule != UPIPE_UNEVEN ? 11 : 5); ++seed) {
         fake_seed(seed % 5);
         fake_eager(seed == 3);
         test.run.overlap = seed > 5;
@@ -196,7 +196,7 @@ static void test_block(const path_case *p, int ranks, int chunk)
 
 /* Heads and lengths that do not divide: each rank has a plan of its own, and perhaps no heads in a stage, or
  * none at all. UPipe and Ulysses. */
-static void test_ragged(void)
+static void test_uneven(void)
 {
     static const path_case nine = {33, 1, 9, 3, 32, 0, 1, 1, 0}, six = {37, 1, 6, 1, 32, 0, 1, 0, 1};
     static const path_case groups = {21, 2, 14, 2, 40, 0, 2, 0, 0}, few = {20, 1, 2, 1, 32, 1, 0, 0, 0};
@@ -216,7 +216,7 @@ static void test_masked(void)
 {
     /* heads enough for the sinks' gradients, a number each, to have a mean */
     static const path_case plain = {40, 1, 16, 8, 32, 0, 1, 0, 0}, batch = {20, 2, 12, 3, 32, 1, 0, 1, 1};
-    static const int64_t docs[] = {0, 3, 11, 11, 26, 40};
+    static const int64_t cu_seqlens[] = {0, 3, 11, 11, 26, 40};
     int kind;
     for (kind = 0; kind < 8; ++kind) {
         cuda_case test;
@@ -228,10 +228,10 @@ static void test_masked(void)
         shape_of(kind % 3 < 2 ? &plain : &batch, shape);
         test.run.tile_rows = 16;
         if (kind != 1) shape->window = 9;
-        if (kind & 1) shape->docs = docs, shape->docs_n = 5;
+        if (kind & 1) shape->cu_seqlens = cu_seqlens, shape->cu_seqlens_n = 5;
         if (kind & 2) shape->softcap = 5;
         if (kind & 4) shape->sinks = 1;
-        if (kind == 3 || kind == 6) shape->dv = 48;
+        if (kind == 3 || kind == 6) shape->v_dim = 48;
         block_inputs(shape, 23, &in);
         fake_seed((uint64_t)kind);
         CHECK_STATUS(cuda_block(&test, &in, &r), UPIPE_OK, r.errors[0]);
@@ -243,7 +243,7 @@ static void test_masked(void)
 
 /* ---- what a table's attention does not know ---- */
 
-enum { WINDOW, DOCS, SOFTCAP, SINKS, V_DIM, RING_SHIFT, RING_GATHER, SEGMENTS, REFUSALS };
+enum { WINDOW, CU_SEQLENS, SOFTCAP, SINKS, V_DIM, RING_P2P, RING_ALL_GATHER, SEGMENTS, REFUSALS };
 
 typedef struct refusal {
     int what;
@@ -255,45 +255,45 @@ typedef struct refusal {
 static upipe_status refused_body(void *user, int rank)
 {
     enum { BYTES = 4096, BLOCKS = 8, DIM = 64 };
-    static const int64_t docs[] = {0, 7, 16};
+    static const int64_t cu_seqlens[] = {0, 7, 16};
     refusal *f = (refusal *)user;
     const int what = f->what;
-    upipe_block blocks[BLOCKS], host_blocks[BLOCKS];
+    upipe_mem_block blocks[BLOCKS], host_blocks[BLOCKS];
     upipe_mem mem, host;
     upipe_fpdt segments;
-    upipe_fpdt_saved parked;
+    upipe_fpdt_saved grads_at_tokens;
     upipe_layer *l = &segments.layer;
     upipe_plan_desc *d = &segments.desc;
     upipe_plan p;
     upipe_saved save;
     device dev;
-    void *room;
+    void *buf;
     upipe_status s;
     if (!device_open(&dev)) return UPIPE_ERR_BACKEND;
     dev.ops.attn_can = 0;
     memset(&segments, 0, sizeof segments);
-    room = device_new(&dev, BYTES);
-    upipe_mem_init(&mem, room, BYTES, blocks, BLOCKS);
-    upipe_mem_init(&host, room, BYTES, host_blocks, BLOCKS);
+    buf = device_new(&dev, BYTES);
+    upipe_mem_init(&mem, buf, BYTES, blocks, BLOCKS);
+    upipe_mem_init(&host, buf, BYTES, host_blocks, BLOCKS);
     d->tokens = 16;
     d->ranks = 2;
     d->rank = grid_team_rank(&f->grid, rank);
     d->ring = f->grid.rings;
     d->ring_rank = grid_ring_rank(&f->grid, rank);
-    d->ring_mode = what == RING_SHIFT    ? UPIPE_RING_SHIFT
-                   : what == RING_GATHER ? UPIPE_RING_GATHER
+    d->ring_mode = what == RING_P2P    ? UPIPE_RING_P2P
+                   : what == RING_ALL_GATHER ? UPIPE_RING_ALL_GATHER
                                          : UPIPE_RING_AUTO;
     d->heads = d->kv_heads = 4;
     d->head_dim = 32;
     d->v_dim = what == V_DIM ? 40 : 32;
     d->model_dim = DIM;
     d->dtype = UPIPE_BF16;
-    l->wq = l->wk = l->wv = room;
+    l->wq = l->wk = l->wv = buf;
     l->window = what == WINDOW ? 5 : 0;
-    l->docs = what == DOCS ? docs : NULL;
-    l->docs_n = what == DOCS ? 2 : 0;
+    l->cu_seqlens = what == CU_SEQLENS ? cu_seqlens : NULL;
+    l->cu_seqlens_n = what == CU_SEQLENS ? 2 : 0;
     l->softcap = what == SOFTCAP ? 30 : 0;
-    l->sinks = what == SINKS ? (const float *)room : NULL;
+    l->sinks = what == SINKS ? (const float *)buf : NULL;
     segments.segments = 2;
     segments.host = &host;
     dev.c.mem = &mem;
@@ -301,17 +301,17 @@ static upipe_status refused_body(void *user, int rank)
     dev.c.ring = grid_ring(&f->grid, rank);
     s = upipe_plan_init(&p, d, &dev.c.err);
     l->plan = &p;
-    if (s == UPIPE_OK && what == SEGMENTS) s = upipe_fpdt_fwd(&dev.c, &segments, &parked, room);
+    if (s == UPIPE_OK && what == SEGMENTS) s = upipe_fpdt_fwd(&dev.c, &segments, &grads_at_tokens, buf);
     if (s == UPIPE_OK && what != SEGMENTS)
-        s = upipe_layer_fwd(&dev.c, l, &save, upipe_view_packed(room, UPIPE_BF16, p.rows, 1, DIM));
+        s = upipe_layer_fwd(&dev.c, l, &save, upipe_view_packed(buf, UPIPE_BF16, p.rows, 1, DIM));
     CHECK_INT(mem.live, 0);
     CHECK_INT(host.live, 0);
     CHECK_INT(dev.c.team->sent_bytes + dev.c.team->moved_bytes, 0);
     if (dev.c.ring != NULL) CHECK_INT(dev.c.ring->sent_bytes + dev.c.ring->moved_bytes, 0);
     f->errors[rank] = dev.c.err;
-    upipe_mem_free(&mem, NULL);
-    upipe_mem_free(&host, NULL);
-    device_free(&dev, room);
+    upipe_mem_destroy(&mem, NULL);
+    upipe_mem_destroy(&host, NULL);
+    device_free(&dev, buf);
     device_close(&dev);
     return s;
 }
@@ -320,7 +320,7 @@ static upipe_status refused_body(void *user, int rank)
 static void test_refusals(void)
 {
     static const char *const words[REFUSALS] = {"cuda does not know a sliding window yet",
-                                                "cuda does not know packed documents yet",
+                                                "cuda does not know packed sequences (cu_seqlens) yet",
                                                 "cuda does not know a soft-cap yet",
                                                 "cuda does not know sinks yet",
                                                 "cuda does not know a head dim of v that is not q's yet",
@@ -330,7 +330,7 @@ static void test_refusals(void)
     int rank;
     refusal *f = (refusal *)calloc(1, sizeof *f);
     for (f->what = 0; f->what < REFUSALS; ++f->what) {
-        const int rings = f->what == RING_SHIFT || f->what == RING_GATHER ? 2 : 1;
+        const int rings = f->what == RING_P2P || f->what == RING_ALL_GATHER ? 2 : 1;
         upipe_status statuses[RUN_MAX];
         upipe_err e;
         CHECK_STATUS(grid_init(&f->grid, 2, rings, 0, 20, &e), UPIPE_OK, e);
@@ -360,7 +360,7 @@ int main(void)
     test_block(&plain, 4, 4);   /* Ulysses */
     test_block(&stages, 4, 4);  /* UPipe */
     test_block(&grouped, 4, 4); /* ranks share key and value heads */
-    test_ragged();
+    test_uneven();
     test_masked();
     test_refusals();
     return test_end("cuda_path");

@@ -71,19 +71,19 @@ static void check_bits(upipe_ctx *c)
     CHECK_BYTES(narrow_got, narrow, sizeof narrow);
 }
 
-/* More tokens than one tile of the gain's gradient, in columns that end inside a block. */
-static void check_gain(test_rng *r, upipe_ctx *c, int tokens, int d, upipe_dtype dtype)
+/* More tokens than one tile of the norm weight's gradient, in columns that end inside a block. */
+static void check_weight(test_rng *r, upipe_ctx *c, int tokens, int d, upipe_dtype dtype)
 {
     upipe_view x = tensor(r, dtype, tokens, 1, d, PACKED), dy = tensor(r, dtype, tokens, 1, d, ROWS_APART),
                dx = twin(x);
-    float *gain = (float *)malloc((size_t)d * sizeof *gain),
-          *dgain = (float *)malloc((size_t)d * sizeof *gain);
+    float *weight = (float *)malloc((size_t)d * sizeof *weight),
+          *dweight = (float *)malloc((size_t)d * sizeof *weight);
     double *want = (double *)calloc((size_t)d, sizeof *want),
            *size = (double *)calloc((size_t)d, sizeof *size);
     int i, k, ok = 1;
     for (k = 0; k < d; ++k) {
-        gain[k] = 1;
-        dgain[k] = (float)k;
+        weight[k] = 1;
+        dweight[k] = (float)k;
         want[k] = size[k] = k;
     }
     for (i = 0; i < tokens; ++i) {
@@ -95,15 +95,15 @@ static void check_gain(test_rng *r, upipe_ctx *c, int tokens, int d, upipe_dtype
             size[k] += fabs(one);
         }
     }
-    CHECK_STATUS(c->ops->rmsnorm_bwd(c, dx, dy, x, gain, 1e-5f, dgain, 0), UPIPE_OK, c->err);
+    CHECK_STATUS(c->ops->rmsnorm_bwd(c, dx, dy, x, weight, 1e-5f, dweight, 0), UPIPE_OK, c->err);
     for (k = 0; k < d; ++k)
-        if (!(fabs((double)dgain[k] - want[k]) <= size[k] * (16 + tokens) * EPS_F32)) ok = 0;
+        if (!(fabs((double)dweight[k] - want[k]) <= size[k] * (16 + tokens) * EPS_F32)) ok = 0;
     CHECK_SAY(ok, "dgain of %d tokens, d %d, %s", tokens, d, upipe_dtype_name(dtype));
     free(x.data);
     free(dy.data);
     free(dx.data);
-    free(gain);
-    free(dgain);
+    free(weight);
+    free(dweight);
     free(want);
     free(size);
 }
@@ -112,12 +112,12 @@ static void check_gain(test_rng *r, upipe_ctx *c, int tokens, int d, upipe_dtype
 static void check_wide(test_rng *r, upipe_ctx *c, int64_t n, int h, int d, int layout)
 {
     upipe_view x = tensor(r, UPIPE_F32, n, h, d, layout), y = twin(x), z = empty(UPIPE_BF16, n, h, d, layout);
-    float *gain = (float *)malloc((size_t)d * sizeof *gain);
+    float *weight = (float *)malloc((size_t)d * sizeof *weight);
     int64_t i;
     int j, k, ok_cast = 1, ok_norm = 1;
-    for (k = 0; k < d; ++k) gain[k] = 2;
+    for (k = 0; k < d; ++k) weight[k] = 2;
     CHECK_STATUS(c->ops->cast(c, z, x), UPIPE_OK, c->err);
-    CHECK_STATUS(c->ops->rmsnorm(c, y, y, gain, 0), UPIPE_OK, c->err);
+    CHECK_STATUS(c->ops->rmsnorm(c, y, y, weight, 0), UPIPE_OK, c->err);
     for (i = 0; i < n; ++i)
         for (j = 0; j < h; ++j) {
             double square = 0;
@@ -133,26 +133,26 @@ static void check_wide(test_rng *r, upipe_ctx *c, int64_t n, int h, int d, int l
     free(x.data);
     free(y.data);
     free(z.data);
-    free(gain);
+    free(weight);
 }
 
 /* More rows than the device's scratch has scales for. Every element is 1, or, towards the end, -1, so that
  * every term of the sums is 1. */
-static void check_gain_chunks(upipe_ctx *c)
+static void check_weight_chunks(upipe_ctx *c)
 {
     enum { TOKENS = 40000, HEADS = 7, DIM = 2 };
     upipe_view x = empty(UPIPE_BF16, TOKENS, HEADS, DIM, PACKED), dx;
-    float gain[DIM] = {1, 1}, dgain[HEADS * DIM];
+    float weight[DIM] = {1, 1}, dweight[HEADS * DIM];
     int64_t at;
     int k;
     CHECK(TOKENS * HEADS > UPIPE_CUDA_SCRATCH / 4);
     for (at = 0; at < TOKENS * HEADS * DIM; ++at)
         ((uint16_t *)x.data)[at] = at < 30000 * HEADS * DIM ? 0x3f80 : 0xbf80;
-    for (k = 0; k < HEADS * DIM; ++k) dgain[k] = (float)k;
+    for (k = 0; k < HEADS * DIM; ++k) dweight[k] = (float)k;
     dx = twin(x);
-    CHECK_STATUS(c->ops->rmsnorm_bwd(c, dx, dx, x, gain, 0, dgain, 0), UPIPE_OK, c->err);
+    CHECK_STATUS(c->ops->rmsnorm_bwd(c, dx, dx, x, weight, 0, dweight, 0), UPIPE_OK, c->err);
     for (k = 0; k < HEADS * DIM; ++k)
-        CHECK_SAY(dgain[k] == (float)(TOKENS + k), "dgain %.9g", (double)dgain[k]);
+        CHECK_SAY(dweight[k] == (float)(TOKENS + k), "dgain %.9g", (double)dweight[k]);
     for (at = 0; at < TOKENS * HEADS * DIM; ++at)
         if ((((uint16_t *)dx.data)[at] & 0x7fff) != 0) break;
     CHECK_INT(at, TOKENS * HEADS * DIM);
@@ -207,10 +207,10 @@ static void check_rope_heads(test_rng *r, upipe_ctx *c)
 
 static void check_cuda_statuses(upipe_ctx *c)
 {
-    float room[16];
-    upipe_view x = upipe_view_packed(room, UPIPE_F32, 1, UPIPE_CUDA_SCRATCH / 4 + 1, 1);
-    memset(room, 0, sizeof room);
-    CHECK_STATUS(c->ops->rmsnorm_bwd(c, x, x, x, room, 0, room, 0), UPIPE_ERR_UNSUPPORTED, c->err);
+    float buf[16];
+    upipe_view x = upipe_view_packed(buf, UPIPE_F32, 1, UPIPE_CUDA_SCRATCH / 4 + 1, 1);
+    memset(buf, 0, sizeof buf);
+    CHECK_STATUS(c->ops->rmsnorm_bwd(c, x, x, x, buf, 0, buf, 0), UPIPE_ERR_UNSUPPORTED, c->err);
     CHECK_TEXT(c->err.text, "262145 heads, at most 262144");
 }
 
@@ -227,9 +227,9 @@ int main(void)
         check_host_memory(&d);
         check_bits(&staged.c);
         check_rows(&r, &staged.c);
-        check_gain(&r, &staged.c, 150, 70, UPIPE_F32);
-        check_gain(&r, &staged.c, 65, 32, UPIPE_BF16);
-        check_gain_chunks(&staged.c);
+        check_weight(&r, &staged.c, 150, 70, UPIPE_F32);
+        check_weight(&r, &staged.c, 65, 32, UPIPE_BF16);
+        check_weight_chunks(&staged.c);
         for (i = 0; i < 4; ++i) {
             static const int rows[] = {1, 40, 64, 131};
             check_rowdot_places(&r, &staged.c, UPIPE_F32, rows[i]);

@@ -296,7 +296,7 @@ ncclResult_t init(const fake_call &call, ncclComm_t *out, int ranks, ncclUniqueI
 {
     uint64_t number;
     memcpy(&number, id.internal, sizeof number);
-    if (out == NULL) return refuse(NULL, ncclInvalidArgument, "no room for the communicator");
+    if (out == NULL) return refuse(NULL, ncclInvalidArgument, "no entry left for the communicator");
     *out = NULL;
     if (call.fails) return fail(call, ncclSystemError);
     if (ranks < 1 || rank < 0 || rank >= ranks)
@@ -502,7 +502,7 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId *out)
 {
     fake_call call("ncclGetUniqueId");
     if (call.fails) return fail(call, ncclSystemError);
-    if (out == NULL) return refuse(NULL, ncclInvalidArgument, "no room for the unique id");
+    if (out == NULL) return refuse(NULL, ncclInvalidArgument, "no entry left for the unique id");
     memset(out, 0, sizeof *out);
     ++ids;
     memcpy(out->internal, &ids, sizeof ids);

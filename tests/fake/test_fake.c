@@ -19,7 +19,7 @@ static cudaStream_t stream_new(void)
     return s;
 }
 
-static void *device_room(size_t bytes)
+static void *device_buf(size_t bytes)
 {
     void *p = NULL;
     OK(cudaMalloc(&p, bytes));
@@ -40,7 +40,7 @@ static void test_lazy(void)
 {
     cudaStream_t a = stream_new(), b = stream_new();
     cudaEvent_t e;
-    int *pinned, *dev = (int *)device_room(8), host = 5, i, ready;
+    int *pinned, *dev = (int *)device_buf(8), host = 5, i, ready;
     OK(cudaEventCreateWithFlags(&e, cudaEventDisableTiming));
     OK(cudaHostAlloc((void **)&pinned, 4, cudaHostAllocDefault));
     CHECK_INT(peek(dev), -1); /* new memory is NaN */
@@ -76,7 +76,7 @@ static void test_lazy(void)
 static void test_legacy(void)
 {
     cudaStream_t blocking, apart = stream_new();
-    int *dev = (int *)device_room(12), host[3];
+    int *dev = (int *)device_buf(12), host[3];
     OK(cudaStreamCreate(&blocking));
     OK(cudaMemsetAsync(dev, 0, 12, apart));
     OK(cudaStreamSynchronize(apart));
@@ -239,16 +239,16 @@ static void find_window(void)
 /* Device 0 to device 1, and nobody has asked for access. */
 static void find_access(void)
 {
-    void *a = device_room(4), *b;
+    void *a = device_buf(4), *b;
     OK(cudaSetDevice(1));
-    b = device_room(4);
+    b = device_buf(4);
     OK(cudaMemcpyAsync(a, b, 4, cudaMemcpyDefault, stream_new()));
 }
 
 static void find_open_memory(void)
 {
     cudaIpcMemHandle_t handle;
-    void *p = device_room(64), *there;
+    void *p = device_buf(64), *there;
     fake_rank(0);
     OK(cudaIpcGetMemHandle(&handle, p));
     CHECK(cudaIpcOpenMemHandle(&there, handle, cudaIpcMemLazyEnablePeerAccess) == cudaErrorInvalidValue);
@@ -297,7 +297,7 @@ static void check_finding(const char *name, void (*body)(void), const char *part
 static void test_findings(void)
 {
     stream_now = stream_new();
-    dev_bytes = (char *)device_room(64);
+    dev_bytes = (char *)device_buf(64);
     check_finding("past the end", find_past_the_end, "8 bytes at byte 60 of an allocation of 64");
     check_finding("pageable", find_pageable, "host memory that the device cannot reach");
     check_finding("freed", find_freed, "byte 0 of freed device memory");
@@ -373,8 +373,8 @@ static void test_gemm(void)
 {
     enum { M = 3, N = 4, K = 5, BATCHES = 2 };
     float a[2 * M * K], b[K * N], c[2 * M * N], alpha = 2, beta = 1;
-    float *da = (float *)device_room(sizeof a), *db = (float *)device_room(sizeof b);
-    float *dc = (float *)device_room(sizeof c);
+    float *da = (float *)device_buf(sizeof a), *db = (float *)device_buf(sizeof b);
+    float *dc = (float *)device_buf(sizeof c);
     cublasHandle_t h;
     int ta, tb, i, j, l, z;
     CHECK(cublasCreate(&h) == CUBLAS_STATUS_SUCCESS);
@@ -435,7 +435,7 @@ static void test_capture(int join)
     cudaGraph_t graph = NULL;
     cudaGraphExec_t exec;
     enum cudaStreamCaptureStatus state;
-    int *dev = (int *)device_room(12), *pinned, i;
+    int *dev = (int *)device_buf(12), *pinned, i;
     OK(cudaHostAlloc((void **)&pinned, 4, cudaHostAllocDefault));
     OK(cudaEventCreateWithFlags(&fork, cudaEventDisableTiming));
     OK(cudaEventCreateWithFlags(&back, cudaEventDisableTiming));
@@ -557,7 +557,7 @@ static void test_capture_forbidden(void)
     cudaEvent_t event;
     cudaGraph_t graph = (cudaGraph_t)&s;
     enum cudaStreamCaptureStatus state;
-    int *dev = (int *)device_room(4);
+    int *dev = (int *)device_buf(4);
     size_t i;
     OK(cudaStreamCreate(&s)); /* one that the legacy stream waits for */
     CHECK_INT(cudaStreamBeginCapture(NULL, cudaStreamCaptureModeGlobal), cudaErrorStreamCaptureUnsupported);
@@ -622,7 +622,7 @@ static void *nccl_main(void *p)
     fake_rank(me->rank);
     OK(cudaSetDevice(me->rank));
     s = stream_new();
-    dev = (int *)device_room(sizeof host);
+    dev = (int *)device_buf(sizeof host);
     config.blocking = 0;
     r = ncclCommInitRankConfig(&comm, RANKS, me->id, me->rank, &config);
     CHECK(r == ncclSuccess || r == ncclInProgress);

@@ -19,29 +19,29 @@
 #include "test.h"
 
 enum { RANKS_MAX = 8, WORDS = 8 };
-enum { ROOM = 96 * 1024, SLAB = 2 * ROOM * 4 };
+enum { BUF = 96 * 1024, SLAB = 2 * BUF * 4 };
 
 struct crew;
 
 /* One rank. The host's part (device, stream, memory) is made and ended without faults. */
-typedef struct rank_room {
+typedef struct rank_buf {
     struct crew *crew;
     int rank, ranks;
     pthread_t thread;
     cudaStream_t stream;
     upipe_ops ops;
     upipe_ctx ctx;
-    uint32_t *slab;        /* 2 * ROOM words of the device */
-    uint32_t *send, *recv; /* the first and the second ROOM */
-    upipe_seg list[2 * RANKS_MAX];
+    uint32_t *slab;        /* 2 * BUF words of the device */
+    uint32_t *send, *recv; /* the first and the second BUF */
+    upipe_msg list[2 * RANKS_MAX];
     upipe_status status, freed;
     RANK_FIELDS
-} rank_room;
+} rank_buf;
 
 typedef struct crew {
-    rank_room rank[RANKS_MAX];
+    rank_buf rank[RANKS_MAX];
     pthread_barrier_t door;
-    upipe_status (*body)(rank_room *k);
+    upipe_status (*body)(rank_buf *k);
     double deadline;
     uint64_t seed;
     int ranks;
@@ -55,11 +55,11 @@ static crew the_crew;
 
 /* The transport's part. begin and end: the slab, and what the host makes. make: the team, and ctx.team; where
  * it fails there is nothing to free. ready: what a body wants of the team. free: the team. */
-static void rank_begin(rank_room *k);
-static upipe_status rank_make(rank_room *k);
-static upipe_status rank_ready(rank_room *k);
-static upipe_status rank_free(rank_room *k);
-static void rank_end(rank_room *k, int made);
+static void rank_begin(rank_buf *k);
+static upipe_status rank_make(rank_buf *k);
+static upipe_status rank_ready(rank_buf *k);
+static upipe_status rank_free(rank_buf *k);
+static void rank_end(rank_buf *k, int made);
 /* Before the threads start, and when they have ended. */
 static void crew_begin(crew *all);
 static void crew_end(crew *all);
@@ -70,7 +70,7 @@ static upipe_status test_check_cuda(upipe_ctx *c, cudaError_t r, const char *wha
 {
     if (r == cudaSuccess) return UPIPE_OK;
     (void)cudaGetLastError();
-    return upi_fail(&c->err, UPIPE_ERR_BACKEND, "%s: %s", what, cudaGetErrorString(r));
+    return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "%s: %s", what, cudaGetErrorString(r));
 }
 
 static upipe_status test_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
@@ -85,12 +85,12 @@ static upipe_status test_sync(upipe_ctx *c)
 }
 
 /* Between the host's memory and the device, on the stream. */
-static void put(rank_room *k, void *device, const void *host, size_t bytes)
+static void put(rank_buf *k, void *device, const void *host, size_t bytes)
 {
     OK(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, k->stream));
 }
 
-static void get(rank_room *k, void *host, const void *device, size_t bytes)
+static void get(rank_buf *k, void *host, const void *device, size_t bytes)
 {
     OK(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, k->stream));
     OK(cudaStreamSynchronize(k->stream));
@@ -98,7 +98,7 @@ static void get(rank_room *k, void *host, const void *device, size_t bytes)
 
 static double now(void)
 {
-    return (double)upi_net_now() * 1e-9;
+    return (double)upipe_net_now() * 1e-9;
 }
 
 static void nap(double seconds)
@@ -111,7 +111,7 @@ static void nap(double seconds)
 
 static void *rank_main(void *p)
 {
-    rank_room *k = (rank_room *)p;
+    rank_buf *k = (rank_buf *)p;
     crew *all = k->crew;
     int made;
     fake_rank(k->rank);
@@ -119,7 +119,7 @@ static void *rank_main(void *p)
     OK(cudaStreamCreateWithFlags(&k->stream, cudaStreamNonBlocking));
     rank_begin(k);
     k->send = k->slab;
-    k->recv = k->slab + ROOM;
+    k->recv = k->slab + BUF;
     k->ops.copy = test_copy;
     k->ops.sync = test_sync;
     k->ctx.ops = &k->ops;
@@ -143,7 +143,7 @@ static void *rank_main(void *p)
 }
 
 /* Runs body on every rank. fail_at: that call of rank fail_rank fails, 0: none. Returns the calls it made. */
-static long crew_run(crew *all, int ranks, double deadline, upipe_status (*body)(rank_room *), long fail_at,
+static long crew_run(crew *all, int ranks, double deadline, upipe_status (*body)(rank_buf *), long fail_at,
                      int fail_rank, int sticky)
 {
     double began;
@@ -177,7 +177,7 @@ static long crew_run(crew *all, int ranks, double deadline, upipe_status (*body)
     return calls;
 }
 
-static void crew_good(crew *all, int ranks, upipe_status (*body)(rank_room *))
+static void crew_good(crew *all, int ranks, upipe_status (*body)(rank_buf *))
 {
     int r;
     crew_run(all, ranks, 20, body, 0, -1, FAKE_ONCE);
@@ -190,11 +190,11 @@ static void crew_good(crew *all, int ranks, upipe_status (*body)(rank_room *))
 /* ---- a stream that does not go on ---- */
 
 /* From here on the rank's stream waits, for a message that nobody sends. */
-static void stall(rank_room *k, ncclComm_t two[2])
+static void stall(rank_buf *k, ncclComm_t two[2])
 {
     int devices[2] = {k->crew->shared ? 0 : k->rank, RANKS_MAX + k->rank};
     CHECK(ncclCommInitAll(two, 2, devices) == ncclSuccess);
-    CHECK(ncclRecv(k->send + ROOM - 1, 4, ncclInt8, 1, two[0], k->stream) == ncclSuccess);
+    CHECK(ncclRecv(k->send + BUF - 1, 4, ncclInt8, 1, two[0], k->stream) == ncclSuccess);
 }
 
 /* It goes on. */
@@ -212,7 +212,7 @@ static uint32_t word_of(int source, int dest, int index)
 }
 
 /* An all-to-all of `count` blocks of WORDS words a pair, without gaps. */
-static upipe_status all_to_all(rank_room *k, int count)
+static upipe_status all_to_all(rank_buf *k, int count)
 {
     uint32_t host[RANKS_MAX * 4 * WORDS];
     upipe_ctx *c = &k->ctx;
@@ -224,7 +224,7 @@ static upipe_status all_to_all(rank_room *k, int count)
     put(k, k->recv, host, (size_t)(k->ranks * n) * 4);
     memset(k->list, 0, sizeof k->list);
     for (p = 0; p < k->ranks; ++p) {
-        upipe_seg *s = &k->list[p];
+        upipe_msg *s = &k->list[p];
         s->peer = p;
         s->count = count;
         s->send = k->send + p * n;
@@ -240,7 +240,7 @@ static upipe_status all_to_all(rank_room *k, int count)
     return UPIPE_OK;
 }
 
-static upipe_status shift_body(rank_room *k)
+static upipe_status shift_body(rank_buf *k)
 {
     static const int steps[] = {-1, 0, 1, 2, 7, -6};
     upipe_ctx *c = &k->ctx;
@@ -259,31 +259,31 @@ static upipe_status shift_body(rank_room *k)
     return UPIPE_OK;
 }
 
-static upipe_status meet_body(rank_room *k)
+static upipe_status meet_body(rank_buf *k)
 {
     upipe_ctx *c = &k->ctx;
-    int64_t mine[UPIPE_GATHER_MAX], *all = c->team->gathered, entered, left;
+    int64_t mine[UPIPE_ALL_GATHER_MAX], *all = c->team->gathered, entered, left;
     int round, r, i, n;
     for (round = 0; round < 9; ++round) {
-        n = round == 3 ? 0 : round == 5 ? UPIPE_GATHER_MAX : 1 + round % 4;
+        n = round == 3 ? 0 : round == 5 ? UPIPE_ALL_GATHER_MAX : 1 + round % 4;
         for (i = 0; i < n; ++i) mine[i] = (int64_t)word_of(k->rank, round, i) * -3;
         UPIPE_TRY(c->team->ops.gather(c, c->team, all, mine, n));
         for (r = 0; r < k->ranks; ++r)
             for (i = 0; i < n; ++i) CHECK_INT(all[r * n + i], (int64_t)word_of(r, round, i) * -3);
         if (round % 3 == 0) UPIPE_TRY(all_to_all(k, 1));
         if (round % k->ranks == k->rank) nap(0.002);
-        entered = upi_net_now();
+        entered = upipe_net_now();
         UPIPE_TRY(upipe_comm_barrier(c, c->team));
-        left = upi_net_now();
-        UPIPE_TRY(upipe_comm_gather(c, c->team, all, &entered, 1));
+        left = upipe_net_now();
+        UPIPE_TRY(upipe_comm_all_gather(c, c->team, all, &entered, 1));
         for (r = 0; r < k->ranks; ++r) CHECK(all[r] <= left);
     }
-    CHECK_STATUS(c->team->ops.gather(c, c->team, all, mine, UPIPE_GATHER_MAX + 1), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(c->team->ops.gather(c, c->team, all, mine, UPIPE_ALL_GATHER_MAX + 1), UPIPE_ERR_ARG, c->err);
     return UPIPE_OK;
 }
 
 /* Random exchanges: 0 to 3 segments from every rank to every rank, blocks with gaps, in any order. */
-enum { PARTS_MAX = 3, PART_ROOM = 4 * 200 };
+enum { PARTS_MAX = 3, PART_BUF = 4 * 200 };
 
 typedef struct part {
     int64_t count;
@@ -313,18 +313,18 @@ static uint32_t part_word(int round, int source, int dest, int index, int at)
     return word_of(source << 4 | dest, (round & 31) << 3 | index, at);
 }
 
-static upipe_status random_body(rank_room *k)
+static upipe_status random_body(rank_buf *k)
 {
     upipe_ctx *c = &k->ctx;
     uint64_t seed = k->crew->seed;
     int ranks = k->ranks, most = ranks * PARTS_MAX, round, p, i, b, w;
-    size_t words = (size_t)most * PART_ROOM;
+    size_t words = (size_t)most * PART_BUF;
     uint32_t *host = (uint32_t *)malloc(words * sizeof *host);
-    upipe_seg *list = (upipe_seg *)malloc(2 * (size_t)most * sizeof *list);
+    upipe_msg *list = (upipe_msg *)malloc(2 * (size_t)most * sizeof *list);
     int64_t sent = 0, moved = 0;
     upipe_status s = UPIPE_OK;
     test_rng rng;
-    CHECK(words <= ROOM);
+    CHECK(words <= BUF);
     rng.state = seed + (uint64_t)k->rank * 1000003;
     for (round = 0; round < 12 && s == UPIPE_OK; ++round) {
         int n = 0, first = test_below(&rng, ranks), sends_first = test_below(&rng, 2);
@@ -338,25 +338,25 @@ static upipe_status random_body(rank_room *k)
                 int from = sending ? k->rank : peer, to = sending ? peer : k->rank;
                 for (i = 0; i < parts_of(seed, round, from, to); ++i) {
                     part q = part_of(seed, round, from, to, i);
-                    upipe_seg *seg = &list[n++];
-                    memset(seg, 0, sizeof *seg);
-                    seg->peer = peer;
-                    seg->count = q.count;
+                    upipe_msg *msg = &list[n++];
+                    memset(msg, 0, sizeof *msg);
+                    msg->peer = peer;
+                    msg->count = q.count;
                     if (sending) {
-                        seg->send = k->send + send_at;
-                        seg->send_bytes = (size_t)q.words * 4;
-                        seg->send_step = (size_t)q.send_step * 4;
+                        msg->send = k->send + send_at;
+                        msg->send_bytes = (size_t)q.words * 4;
+                        msg->send_step = (size_t)q.send_step * 4;
                         for (b = 0; b < q.count; ++b)
                             for (w = 0; w < q.words; ++w)
                                 host[send_at + (size_t)(b * q.send_step + w)] =
                                     part_word(round, from, to, i, b * q.words + w);
-                        send_at += PART_ROOM;
+                        send_at += PART_BUF;
                         if (peer != k->rank) sent += q.count * q.words * 4;
                     } else {
-                        seg->recv = k->recv + recv_at;
-                        seg->recv_bytes = (size_t)q.words * 4;
-                        seg->recv_step = (size_t)q.recv_step * 4;
-                        recv_at += PART_ROOM;
+                        msg->recv = k->recv + recv_at;
+                        msg->recv_bytes = (size_t)q.words * 4;
+                        msg->recv_step = (size_t)q.recv_step * 4;
+                        recv_at += PART_BUF;
                         if (peer != k->rank) moved += q.count * q.words * 4;
                     }
                 }
@@ -389,9 +389,9 @@ static upipe_status random_body(rank_room *k)
                             host[recv_at + (size_t)(b * q.recv_step + w)] !=
                             (w < q.words ? part_word(round, peer, k->rank, i, b * q.words + w) : 0xeeeeeeeeu);
                 CHECK_SAY(wrong == 0,
-                          "seed %llu, %d ranks, exchange %d, part %d of %d to %d: %d words differ",
+                          "seed %llu, %d ranks, transfer %d, part %d of %d to %d: %d words differ",
                           (unsigned long long)seed, ranks, round, i, peer, k->rank, wrong);
-                recv_at += PART_ROOM;
+                recv_at += PART_BUF;
             }
         }
     }
@@ -403,7 +403,7 @@ static upipe_status random_body(rank_room *k)
 }
 
 /* After a failure every call must fail at once, with the first reason. */
-static void check_dead(rank_room *k)
+static void check_dead(rank_buf *k)
 {
     upipe_ctx *c = &k->ctx;
     upipe_field field = {"never compared", 99, 0};
@@ -415,20 +415,20 @@ static void check_dead(rank_room *k)
     snprintf(reason, sizeof reason, "%s", c->err.text);
     CHECK_STATUS(upipe_comm_start(c, c->team, k->list, 0), UPIPE_ERR_ABORTED, c->err);
     CHECK(strcmp(c->err.text, reason) == 0);
-    CHECK_STATUS(upipe_comm_gather(c, c->team, all, &one, 1), UPIPE_ERR_ABORTED, c->err);
+    CHECK_STATUS(upipe_comm_all_gather(c, c->team, all, &one, 1), UPIPE_ERR_ABORTED, c->err);
     CHECK_STATUS(upipe_comm_agree(c, c->team, &field, 1), UPIPE_ERR_ABORTED, c->err);
     CHECK(strcmp(c->err.text, reason) == 0);
     CHECK(!c->team->started);
 }
 
-enum { AT_EXCHANGE, AT_BARRIER, AT_GATHER, AT_COUNT };
+enum { AT_TRANSFER, AT_BARRIER, AT_GATHER, AT_COUNT };
 
-static upipe_status call(rank_room *k, int what)
+static upipe_status call(rank_buf *k, int what)
 {
     int64_t mine = k->rank, all[RANKS_MAX];
     upipe_ctx *c = &k->ctx;
     return what == AT_BARRIER  ? upipe_comm_barrier(c, c->team)
-           : what == AT_GATHER ? upipe_comm_gather(c, c->team, all, &mine, 1)
+           : what == AT_GATHER ? upipe_comm_all_gather(c, c->team, all, &mine, 1)
                                : all_to_all(k, 1);
 }
 

@@ -66,35 +66,35 @@ static upipe_status world_run(upipe_threads *world, upipe_status (*body)(void *u
 
 enum { RANKS_MAX = 16, WORDS = 8 };
 
-typedef struct part_room {
+typedef struct part_buf {
     MPI_Comm mpi;
     upipe_mpi team;
     upipe_ops ops;
     upipe_ctx ctx;
     int rank, ranks;
     uint32_t send[RANKS_MAX][WORDS], recv[RANKS_MAX][WORDS];
-    upipe_seg list[2 * RANKS_MAX];
+    upipe_msg list[2 * RANKS_MAX];
     uint64_t seed;
-} part_room;
+} part_buf;
 
-static part_room the_room;
+static part_buf the_buf;
 static int sync_fails, copy_fails;
 
 static upipe_status test_sync(upipe_ctx *c)
 {
-    return sync_fails ? upi_fail(&c->err, UPIPE_ERR_BACKEND, "the device is lost") : UPIPE_OK;
+    return sync_fails ? upipe_fail(&c->err, UPIPE_ERR_BACKEND, "the device is lost") : UPIPE_OK;
 }
 
 static upipe_status test_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
 {
-    if (copy_fails) return upi_fail(&c->err, UPIPE_ERR_BACKEND, "the copy is lost");
+    if (copy_fails) return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "the copy is lost");
     memcpy(dst, src, bytes);
     return UPIPE_OK;
 }
 
-static part_room *part_on(MPI_Comm mpi, double deadline)
+static part_buf *part_on(MPI_Comm mpi, double deadline)
 {
-    part_room *k = &the_room;
+    part_buf *k = &the_buf;
     upipe_err e;
     memset(k, 0, sizeof *k);
     k->mpi = mpi;
@@ -110,14 +110,14 @@ static part_room *part_on(MPI_Comm mpi, double deadline)
     return k;
 }
 
-static part_room *part_begin(double deadline)
+static part_buf *part_begin(double deadline)
 {
     MPI_Comm mpi;
     MPI_Comm_dup(MPI_COMM_WORLD, &mpi);
     return part_on(mpi, deadline);
 }
 
-static void part_end(part_room *k)
+static void part_end(part_buf *k)
 {
     upipe_err e;
     CHECK_STATUS(upipe_mpi_free(&k->team, &e), UPIPE_OK, e);
@@ -127,7 +127,7 @@ static void part_end(part_room *k)
 
 static double now(void)
 {
-    return (double)upi_net_now() * 1e-9;
+    return (double)upipe_net_now() * 1e-9;
 }
 
 static void nap(double seconds)
@@ -144,12 +144,12 @@ static uint32_t word_of(int source, int dest, int index)
 }
 
 /* Lists an all-to-all of WORDS words a pair, the rank itself included; returns the number of segments. */
-static int all_list(part_room *k)
+static int all_list(part_buf *k)
 {
     int p, i;
     memset(k->list, 0, sizeof k->list);
     for (p = 0; p < k->ranks; ++p) {
-        upipe_seg *s = &k->list[p];
+        upipe_msg *s = &k->list[p];
         for (i = 0; i < WORDS; ++i) k->send[p][i] = word_of(k->rank, p, i);
         memset(k->recv[p], 0xee, sizeof k->recv[p]);
         s->peer = p;
@@ -161,7 +161,7 @@ static int all_list(part_room *k)
     return k->ranks;
 }
 
-static upipe_status all_to_all(part_room *k)
+static upipe_status all_to_all(part_buf *k)
 {
     upipe_ctx *c = &k->ctx;
     int p, i, wrong = 0;
@@ -174,7 +174,7 @@ static upipe_status all_to_all(part_room *k)
 }
 
 /* All meet with patience, so that a short deadline that follows times the fault. */
-static void line_up(part_room *k, double deadline)
+static void line_up(part_buf *k, double deadline)
 {
     upipe_ctx *c = &k->ctx;
     c->team->deadline = 30;
@@ -184,7 +184,7 @@ static void line_up(part_room *k, double deadline)
 }
 
 /* After a failure every call must fail at once, with the first reason. */
-static void check_dead(part_room *k)
+static void check_dead(part_buf *k)
 {
     upipe_ctx *c = &k->ctx;
     upipe_field field = {"never compared", 99, 0};
@@ -207,7 +207,7 @@ static void check_dead(part_room *k)
 /* ---- ranks that behave ---- */
 
 /* Part `index` of what `source` sends to `dest` in exchange `round`: the same on both sides. In words. */
-enum { PARTS_MAX = 10, ROOM = 4 * 1100 };
+enum { PARTS_MAX = 10, BUF = 4 * 1100 };
 
 typedef struct part {
     int64_t count;
@@ -241,13 +241,13 @@ static uint32_t part_word(int round, int source, int dest, int index, int at)
 /* 0 to PARTS_MAX segments from every rank to every rank, blocks with gaps, in any order. */
 static void test_random(int64_t message)
 {
-    part_room *k = part_begin(20);
+    part_buf *k = part_begin(20);
     upipe_ctx *c = &k->ctx;
     int ranks = k->ranks, most = ranks * PARTS_MAX, round, p, i, b, w;
-    size_t words = (size_t)most * ROOM;
+    size_t words = (size_t)most * BUF;
     uint32_t *send = (uint32_t *)malloc(words * sizeof *send),
              *recv = (uint32_t *)malloc(words * sizeof *recv);
-    upipe_seg *list = (upipe_seg *)malloc(2 * (size_t)most * sizeof *list);
+    upipe_msg *list = (upipe_msg *)malloc(2 * (size_t)most * sizeof *list);
     int64_t sent = 0, moved = 0;
     test_rng rng;
     k->team.message = message;
@@ -264,25 +264,25 @@ static void test_random(int64_t message)
                 int from = sending ? k->rank : peer, to = sending ? peer : k->rank;
                 for (i = 0; i < parts_of(k->seed, round, from, to); ++i) {
                     part q = part_of(k->seed, round, from, to, i);
-                    upipe_seg *seg = &list[n++];
-                    memset(seg, 0, sizeof *seg);
-                    seg->peer = peer;
-                    seg->count = q.count;
+                    upipe_msg *msg = &list[n++];
+                    memset(msg, 0, sizeof *msg);
+                    msg->peer = peer;
+                    msg->count = q.count;
                     if (sending) {
-                        seg->send = send + send_at;
-                        seg->send_bytes = (size_t)q.words * 4;
-                        seg->send_step = (size_t)q.send_step * 4;
+                        msg->send = send + send_at;
+                        msg->send_bytes = (size_t)q.words * 4;
+                        msg->send_step = (size_t)q.send_step * 4;
                         for (b = 0; b < q.count; ++b)
                             for (w = 0; w < q.words; ++w)
                                 send[send_at + (size_t)(b * q.send_step + w)] =
                                     part_word(round, from, to, i, b * q.words + w);
-                        send_at += ROOM;
+                        send_at += BUF;
                         if (peer != k->rank) sent += q.count * q.words * 4;
                     } else {
-                        seg->recv = recv + recv_at;
-                        seg->recv_bytes = (size_t)q.words * 4;
-                        seg->recv_step = (size_t)q.recv_step * 4;
-                        recv_at += ROOM;
+                        msg->recv = recv + recv_at;
+                        msg->recv_bytes = (size_t)q.words * 4;
+                        msg->recv_step = (size_t)q.recv_step * 4;
+                        recv_at += BUF;
                         if (peer != k->rank) moved += q.count * q.words * 4;
                     }
                 }
@@ -306,9 +306,9 @@ static void test_random(int64_t message)
                             recv[recv_at + (size_t)(b * q.recv_step + w)] !=
                             (w < q.words ? part_word(round, peer, k->rank, i, b * q.words + w) : 0xeeeeeeeeu);
                 CHECK_SAY(wrong == 0,
-                          "seed %llu, %d ranks, exchange %d, part %d of %d to %d: %d words differ",
+                          "seed %llu, %d ranks, transfer %d, part %d of %d to %d: %d words differ",
                           (unsigned long long)k->seed, ranks, round, i, peer, k->rank, wrong);
-                recv_at += ROOM;
+                recv_at += BUF;
             }
         }
     }
@@ -324,18 +324,18 @@ static void test_random(int64_t message)
 static void test_large(int64_t message)
 {
     enum { BLOCKS = 3, BLOCK = 50000, GAP = 16 }; /* words */
-    part_room *k = part_begin(30);
+    part_buf *k = part_begin(30);
     upipe_ctx *c = &k->ctx;
-    size_t room = (size_t)k->ranks * BLOCKS * (BLOCK + GAP);
-    uint32_t *send = (uint32_t *)malloc(room * sizeof *send), *recv = (uint32_t *)malloc(room * sizeof *recv);
+    size_t buf = (size_t)k->ranks * BLOCKS * (BLOCK + GAP);
+    uint32_t *send = (uint32_t *)malloc(buf * sizeof *send), *recv = (uint32_t *)malloc(buf * sizeof *recv);
     int kind, p, b, w, wrong = 0;
     k->team.message = message;
     for (kind = 0; kind < 4; ++kind) {
         int from = BLOCK + (kind & 1 ? GAP : 0), to = BLOCK + (kind & 2 ? GAP : 0);
-        memset(recv, 0xee, room * sizeof *recv);
+        memset(recv, 0xee, buf * sizeof *recv);
         memset(k->list, 0, sizeof k->list);
         for (p = 0; p < k->ranks; ++p) {
-            upipe_seg *s = &k->list[p];
+            upipe_msg *s = &k->list[p];
             uint32_t *out = send + (size_t)p * BLOCKS * (BLOCK + GAP);
             for (b = 0; b < BLOCKS; ++b)
                 for (w = 0; w < BLOCK; ++w)
@@ -369,7 +369,7 @@ static void test_large(int64_t message)
 static void test_shift(void)
 {
     static const int steps[] = {-1, 0, 1, 2, 7, -6};
-    part_room *k = part_begin(20);
+    part_buf *k = part_begin(20);
     upipe_ctx *c = &k->ctx;
     int i, w, ranks = k->ranks;
     int64_t sent = 0;
@@ -391,33 +391,33 @@ static void test_shift(void)
 
 static void test_meet(void)
 {
-    part_room *k = part_begin(0);
+    part_buf *k = part_begin(0);
     upipe_ctx *c = &k->ctx;
-    int64_t mine[UPIPE_GATHER_MAX], *all = c->team->gathered, entered, left;
+    int64_t mine[UPIPE_ALL_GATHER_MAX], *all = c->team->gathered, entered, left;
     int round, r, i, n;
     CHECK(c->team->deadline == UPIPE_DEADLINE_DEFAULT);
     for (round = 0; round < 12; ++round) {
-        n = round == 3 ? 0 : round == 5 ? UPIPE_GATHER_MAX : 1 + round % 4;
+        n = round == 3 ? 0 : round == 5 ? UPIPE_ALL_GATHER_MAX : 1 + round % 4;
         for (i = 0; i < n; ++i) mine[i] = (int64_t)word_of(k->rank, round, i) * -3;
         CHECK_STATUS(c->team->ops.gather(c, c->team, all, mine, n), UPIPE_OK, c->err);
         for (r = 0; r < k->ranks; ++r)
             for (i = 0; i < n; ++i) CHECK_INT(all[r * n + i], (int64_t)word_of(r, round, i) * -3);
         if (round % 3 == 0) CHECK_STATUS(all_to_all(k), UPIPE_OK, c->err);
         if (round % k->ranks == k->rank) nap(0.003);
-        entered = upi_net_now(); /* one machine, one clock: nobody leaves before the last has come */
+        entered = upipe_net_now(); /* one machine, one clock: nobody leaves before the last has come */
         CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_OK, c->err);
-        left = upi_net_now();
+        left = upipe_net_now();
         CHECK_STATUS(c->team->ops.gather(c, c->team, all, &entered, 1), UPIPE_OK, c->err);
         for (r = 0; r < k->ranks; ++r) CHECK(all[r] <= left);
     }
-    CHECK_STATUS(c->team->ops.gather(c, c->team, all, mine, UPIPE_GATHER_MAX + 1), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(c->team->ops.gather(c, c->team, all, mine, UPIPE_ALL_GATHER_MAX + 1), UPIPE_ERR_ARG, c->err);
     CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_OK, c->err);
     part_end(k);
 }
 
 static void test_agree(int victim, int what)
 {
-    part_room *k = part_begin(20);
+    part_buf *k = part_begin(20);
     upipe_ctx *c = &k->ctx;
     upipe_field f[3];
     upipe_status s;
@@ -452,7 +452,7 @@ static void test_agree(int victim, int what)
         s = upipe_comm_agree(c, c->team, f, 3);
         if (s == UPIPE_OK) s = upipe_comm_barrier(c, c->team);
         CHECK_STATUS(s, UPIPE_ERR_MISMATCH, c->err);
-        CHECK_TEXT(c->err.text, "gather");
+        CHECK_TEXT(c->err.text, "all-gather");
         CHECK_TEXT(c->err.text, "barrier");
     }
     check_dead(k);
@@ -465,7 +465,7 @@ enum { AT_START, AT_WAIT, AT_BARRIER, AT_GATHER, AT_COUNT };
 
 static void test_absent(int victim, int what)
 {
-    part_room *k = part_begin(20);
+    part_buf *k = part_begin(20);
     upipe_ctx *c = &k->ctx;
     int64_t mine = k->rank, all[RANKS_MAX];
     upipe_status s;
@@ -513,7 +513,7 @@ static void test_absent(int victim, int what)
 static void test_quarantine(void)
 {
     enum { LONG = 1 << 20 };
-    part_room *k = part_begin(20);
+    part_buf *k = part_begin(20);
     upipe_ctx *c = &k->ctx;
     char *send = (char *)calloc(2, LONG), *recv = send + LONG;
     upipe_status s = UPIPE_OK;
@@ -558,11 +558,11 @@ static void test_mismatch(int victim, int what)
 {
     static const char *const words[] = {"in a",   "gathers 2",    "segments",         "blocks of 8",
                                         " of 28", "other blocks", "does not receive", "at most"};
-    part_room *k = part_begin(20);
+    part_buf *k = part_begin(20);
     upipe_ctx *c = &k->ctx;
     int64_t mine[2] = {1, 2}, all[2 * RANKS_MAX];
     int peer = (victim + 1) % k->ranks, odd = k->rank == victim, n, i;
-    upipe_seg list[RANKS_MAX + 12];
+    upipe_msg list[RANKS_MAX + 12];
     upipe_status s;
     line_up(k, 20);
     memset(list, 0, sizeof list);
@@ -581,7 +581,7 @@ static void test_mismatch(int victim, int what)
         if (what == BYTES && odd) list[peer].recv_bytes = 28;
         if (what == NINTH) { /* a difference behind what a note spells out */
             for (i = 0; i < 11; ++i) {
-                upipe_seg *x = &list[n++];
+                upipe_msg *x = &list[n++];
                 *x = k->list[k->rank == victim ? peer : victim];
                 x->send_bytes = x->recv_bytes = 4;
                 if (k->rank != victim && k->rank != peer) x->send_bytes = x->recv_bytes = 0;
@@ -605,7 +605,7 @@ static void test_mismatch(int victim, int what)
 /* Somebody else's message on the team's tag. */
 static void test_stranger(void)
 {
-    part_room *k = part_begin(20);
+    part_buf *k = part_begin(20);
     upipe_ctx *c = &k->ctx;
     int kind;
     for (kind = 0; kind < 2; ++kind) {
@@ -631,11 +631,11 @@ static void test_stranger(void)
 
 /* ---- faults: a rank that gives up, or whose device fails ---- */
 
-enum { UP_FRONT, BETWEEN, SYNC, COPY, GIVE_UPS };
+enum { UP_FRONT, BETWEEN, SYNC, COPY, ABORTS };
 
-static void test_give_up(int victim, int what)
+static void test_abort_call(int victim, int what)
 {
-    part_room *k = part_begin(20);
+    part_buf *k = part_begin(20);
     upipe_ctx *c = &k->ctx;
     upipe_status s = UPIPE_OK;
     double began = now();
@@ -712,7 +712,7 @@ static void test_init(void)
     } while (0);
 
 /* The runner itself holds the bytes that are sent, and what the pool holds, to each rank's plan. */
-static void check_layer(const run_case *t, part_room *k)
+static void check_layer(const run_case *t, part_buf *k)
 {
     run_result threads, mine;
     f32_block in;
@@ -751,10 +751,10 @@ static run_case make_layer(int dtype, int projected)
     return t;
 }
 
-/* overlap: the exchanges come from a lane's thread. */
+/* overlap: the exchanges come from a side stream's thread. */
 static void test_layer(int dtype, int projected, int overlap)
 {
-    part_room *k = part_begin(60);
+    part_buf *k = part_begin(60);
     run_case t = make_layer(dtype, projected);
     t.ranks = t.chunk = k->ranks;
     t.overlap = overlap;
@@ -768,7 +768,7 @@ static void test_layer(int dtype, int projected, int overlap)
 static void test_ring(int dtype, int projected, upipe_ring_mode mode)
 {
     enum { TEAM = 2, RING = 2 };
-    part_room *k = part_begin(60);
+    part_buf *k = part_begin(60);
     run_case t = make_layer(dtype, projected);
     upipe_mpi team, ring;
     MPI_Comm of_team, of_ring;
@@ -810,7 +810,7 @@ static void test_kill(MPI_Comm mpi, int what)
 {
     enum { LONG = 1 << 20 };
     const double deadline = 1.0;
-    part_room *k = part_on(mpi, 30);
+    part_buf *k = part_on(mpi, 30);
     upipe_ctx *c = &k->ctx;
     int victim = k->ranks - 1, p, n, quarantine, rounds = what == WITHIN ? 100000 : what == AFTER ? 1 : 0;
     char *data = (char *)calloc((size_t)k->ranks * 2, LONG), name[16], reason[256];
@@ -912,12 +912,12 @@ int main(int argc, char **argv)
         test_quarantine();
         for (i = 0; i < MISMATCHES; ++i) test_mismatch((i + 1) % ranks, i);
         test_stranger();
-        for (i = 0; i < 2 * GIVE_UPS; ++i) test_give_up(i / 2 % ranks, i % GIVE_UPS);
+        for (i = 0; i < 2 * ABORTS; ++i) test_abort_call(i / 2 % ranks, i % ABORTS);
     }
     if (ranks == 2 || ranks == 4)
         for (i = 0; i < 8; ++i) test_layer(i & 1, i >> 1 & 1, i >> 2);
     if (ranks == 4)
-        for (i = 0; i < 8; ++i) test_ring(i & 1, i >> 1 & 1, i & 4 ? UPIPE_RING_GATHER : UPIPE_RING_SHIFT);
+        for (i = 0; i < 8; ++i) test_ring(i & 1, i >> 1 & 1, i & 4 ? UPIPE_RING_ALL_GATHER : UPIPE_RING_P2P);
     i = test_end(name);
     fflush(stdout);
     MPI_Finalize();

@@ -31,7 +31,7 @@ static void crew_end(crew *all)
     (void)all;
 }
 
-static void rank_begin(rank_room *k)
+static void rank_begin(rank_buf *k)
 {
     crew *all = k->crew;
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
@@ -46,11 +46,11 @@ static void rank_begin(rank_room *k)
     CHECK(r == ncclSuccess || (!all->blocking && r == ncclInProgress));
 }
 
-static upipe_status rank_make(rank_room *k)
+static upipe_status rank_make(rank_buf *k)
 {
     upipe_status s = upipe_nccl_init(&k->team, k->nccl, k->crew->deadline, &k->ctx.err);
     if (s != UPIPE_OK) { /* the host's to end */
-        CHECK(k->team.room == NULL && k->team.row == NULL && k->team.rows == NULL);
+        CHECK(k->team.buf == NULL && k->team.row == NULL && k->team.rows == NULL);
         (void)ncclCommAbort(k->nccl);
         k->nccl = NULL;
     }
@@ -59,12 +59,12 @@ static upipe_status rank_make(rank_room *k)
     return s;
 }
 
-static upipe_status rank_ready(rank_room *k)
+static upipe_status rank_ready(rank_buf *k)
 {
     return k->crew->zero_sm == ASKED ? upipe_nccl_zero_sm(&k->ctx, &k->team, k->slab, SLAB) : UPIPE_OK;
 }
 
-static upipe_status rank_free(rank_room *k)
+static upipe_status rank_free(rank_buf *k)
 {
     upipe_status s;
     k->nccl = k->team.nccl;
@@ -73,7 +73,7 @@ static upipe_status rank_free(rank_room *k)
     return s;
 }
 
-static void rank_end(rank_room *k, int made)
+static void rank_end(rank_buf *k, int made)
 {
     (void)made;
     if (k->nccl != NULL) CHECK(ncclCommAbort(k->nccl) == ncclSuccess);
@@ -83,7 +83,7 @@ static void rank_end(rank_room *k, int made)
         (void)cudaFree(k->slab);
 }
 
-static upipe_status all_body(rank_room *k)
+static upipe_status all_body(rank_buf *k)
 {
     int64_t sent;
     UPIPE_TRY(all_to_all(k, 1));
@@ -92,13 +92,13 @@ static upipe_status all_body(rank_room *k)
     sent = (int64_t)(k->ranks - 1) * 6 * WORDS * 4;
     CHECK_INT(k->ctx.team->sent_bytes, sent);
     CHECK_INT(k->ctx.team->moved_bytes, sent);
-    CHECK_INT(k->team.engine_exchanges, k->crew->zero_sm && !k->crew->grouped ? 3 : 0);
+    CHECK_INT(k->team.engine_transfers, k->crew->zero_sm && !k->crew->grouped ? 3 : 0);
     return UPIPE_OK;
 }
 
 /* ---- faults ---- */
 
-static upipe_status absent_body(rank_room *k)
+static upipe_status absent_body(rank_buf *k)
 {
     upipe_ctx *c = &k->ctx;
     upipe_status s;
@@ -116,15 +116,15 @@ static upipe_status absent_body(rank_room *k)
         /* one is first, and the others may learn of it before their own deadline */
         CHECK(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED);
         if (s == UPIPE_ERR_TIMEOUT) CHECK_TEXT(c->err.text, "waited 0.2 s in ");
-        CHECK_INT(c->team->quarantine, k->crew->what == AT_EXCHANGE);
+        CHECK_INT(c->team->quarantine, k->crew->what == AT_TRANSFER);
     }
     check_dead(k);
     return s;
 }
 
-enum { UP_FRONT, BETWEEN, GIVE_UPS };
+enum { UP_FRONT, BETWEEN, ABORTS };
 
-static upipe_status give_up_body(rank_room *k)
+static upipe_status abort_body(rank_buf *k)
 {
     upipe_ctx *c = &k->ctx;
     upipe_status s;
@@ -150,14 +150,14 @@ static upipe_status give_up_body(rank_room *k)
 
 enum { KIND, COUNT, DRIFT, FIELD, ITSELF, MISMATCHES };
 
-static upipe_status mismatch_body(rank_room *k)
+static upipe_status mismatch_body(rank_buf *k)
 {
     static const char *const words[] = {"in a", "gathers 2", "is in its", "heads is", "does not receive"};
     upipe_ctx *c = &k->ctx;
     int64_t mine[2] = {1, 2}, all[2 * RANKS_MAX];
     int odd = k->rank == k->crew->victim, what = k->crew->what;
     upipe_field field = {"heads", 32, 0};
-    upipe_seg own;
+    upipe_msg own;
     upipe_status s;
     UPIPE_TRY(all_to_all(k, 1));
     memset(&own, 0, sizeof own);
@@ -201,10 +201,10 @@ static upipe_status mismatch_body(rank_room *k)
     } else if (what == FIELD) {
         s = upipe_comm_agree(c, c->team, &field, 1);
     } else {
-        s = upipe_comm_gather(c, c->team, all, mine, what == COUNT && odd ? 2 : 1);
+        s = upipe_comm_all_gather(c, c->team, all, mine, what == COUNT && odd ? 2 : 1);
     }
     CHECK_STATUS(s, UPIPE_ERR_MISMATCH, c->err);
-    CHECK_TEXT(c->err.text, what == DRIFT && k->crew->zero_sm ? "in an exchange" : words[what]);
+    CHECK_TEXT(c->err.text, what == DRIFT && k->crew->zero_sm ? "in an transfer" : words[what]);
     check_dead(k);
     return s;
 }
@@ -214,7 +214,7 @@ static upipe_status mismatch_body(rank_room *k)
 enum { PLACES, OUTSIDE, PARTS, CAPTURED, BESIDE, ODD_LISTS };
 
 /* One exchange in which a rank is unlike the others, and one that goes by engines again: both bytes right. */
-static upipe_status odd_list_body(rank_room *k)
+static upipe_status odd_list_body(rank_buf *k)
 {
     uint32_t host[RANKS_MAX * 2 * WORDS], *outside = NULL;
     upipe_ctx *c = &k->ctx;
@@ -229,7 +229,7 @@ static upipe_status odd_list_body(rank_room *k)
     if (what == OUTSIDE && odd) OK(cudaMalloc((void **)&outside, sizeof host));
     put(k, outside != NULL ? outside : k->send, host, sizeof host);
     for (p = 0; p < k->ranks; ++p) {
-        upipe_seg *s = &k->list[p];
+        upipe_msg *s = &k->list[p];
         s->peer = p;
         s->count = 1;
         s->send = (outside != NULL ? outside : k->send) + p * WORDS;
@@ -258,17 +258,17 @@ static upipe_status odd_list_body(rank_room *k)
         for (i = 0; i < (int)k->list[p].recv_bytes / 4; ++i)
             wrong += host[p * WORDS + i] != word_of(p, k->rank, i);
     CHECK_INT(wrong, 0);
-    CHECK_INT(k->team.engine_exchanges, what == BESIDE);
+    CHECK_INT(k->team.engine_transfers, what == BESIDE);
     if (outside != NULL) OK(cudaFree(outside));
     UPIPE_TRY(all_to_all(k, 1));
-    CHECK_INT(k->team.engine_exchanges, 1 + (what == BESIDE));
+    CHECK_INT(k->team.engine_transfers, 1 + (what == BESIDE));
     return UPIPE_OK;
 }
 
 enum { NO_WINDOW, ONE_WITHOUT, DRIVER, SIZES, NO_SLAB, REFUSALS };
 
 /* Copy engines are asked for and not there: every rank says why, alike, and goes on without. */
-static upipe_status refused_body(rank_room *k)
+static upipe_status refused_body(rank_buf *k)
 {
     static const char *const words[] = {"no symmetric window", "gives rank 0 no symmetric window",
                                         "rank 1 has a driver for CUDA 12040", "on rank 1",
@@ -283,12 +283,12 @@ static upipe_status refused_body(rank_room *k)
     CHECK_TEXT(k->team.zero_sm_says, "grouped");
     CHECK_STATUS(upipe_nccl_zero_sm(c, &k->team, k->slab, SLAB), UPIPE_ERR_ARG, c->err);
     UPIPE_TRY(all_to_all(k, 2));
-    CHECK_INT(k->team.engine_exchanges, 0);
+    CHECK_INT(k->team.engine_transfers, 0);
     return UPIPE_OK;
 }
 
 /* Memory that NCCL cannot show to others ends the team: on one rank, and so on all. */
-static upipe_status foreign_body(rank_room *k)
+static upipe_status foreign_body(rank_buf *k)
 {
     upipe_status s = upipe_nccl_zero_sm(&k->ctx, &k->team,
                                         k->rank == 1 ? (char *)k->slab + 4096 : (char *)k->slab, SLAB / 2);
@@ -324,7 +324,7 @@ static void test_engines(crew *all)
 }
 
 /* A bit of everything, for a fault at any call of it. */
-static upipe_status every_body(rank_room *k)
+static upipe_status every_body(rank_buf *k)
 {
     upipe_ctx *c = &k->ctx;
     upipe_field field = {"heads", 32, 0};
@@ -366,13 +366,13 @@ static void test_injected(crew *all, int sticky)
     CHECK(calls > 20);
     apart = calls / 60 + 1; /* most are polls, more of them on a slow machine */
     for (k = 1 + (long)all->seed % apart; k <= calls; k += apart) {
-        const rank_room *victim = &all->rank[VICTIM];
+        const rank_buf *victim = &all->rank[VICTIM];
         crew_run(all, RANKS, 1, every_body, k, VICTIM, sticky);
         /* Polls vary in number: the last calls may not be reached. */
         if (fake_failed() == NULL) continue;
         failures = 0;
         for (r = 0; r < RANKS; ++r) {
-            const rank_room *at = &all->rank[r];
+            const rank_buf *at = &all->rank[r];
             CHECK_SAY(at->status == UPIPE_OK || at->status == UPIPE_ERR_BACKEND ||
                           at->status == UPIPE_ERR_ABORTED || at->status == UPIPE_ERR_MEMORY ||
                           at->status == UPIPE_ERR_TIMEOUT,
@@ -416,13 +416,13 @@ static void test_all_to_all_list(void)
 {
     static char from[1000], to[1000];
     upipe_nccl team;
-    upipe_seg list[3];
+    upipe_msg list[3];
     size_t bytes;
     int p, what;
     memset(&team, 0, sizeof team);
     team.comm.ranks = 3;
     for (what = 0; what < 12; ++what) {
-        upipe_seg *s = &list[1];
+        upipe_msg *s = &list[1];
         memset(list, 0, sizeof list);
         for (p = 0; p < 3; ++p) {
             list[p].peer = p;
@@ -483,10 +483,10 @@ static void test_team(crew *all)
         all->what = i;
         crew_run(all, 3, 20, absent_body, 0, -1, FAKE_ONCE);
     }
-    for (i = 0; i < 3 * GIVE_UPS; ++i) {
+    for (i = 0; i < 3 * ABORTS; ++i) {
         all->victim = i % 3;
-        all->what = i % GIVE_UPS;
-        crew_run(all, 3, 20, give_up_body, 0, -1, FAKE_ONCE);
+        all->what = i % ABORTS;
+        crew_run(all, 3, 20, abort_body, 0, -1, FAKE_ONCE);
     }
     for (i = 0; i < 3 * MISMATCHES; ++i) {
         all->victim = i % 3;

@@ -26,7 +26,7 @@ static pid_t test_getpid(void)
 #define CREW_FIELDS                         \
     int processes;                          \
     int past; /* atomic: ranks behind it */ \
-    void *room;
+    void *buf;
 #define RANK_DEAD(k) CHECK(upi_peer_broken(&(k)->team) > 0)
 #include "ranks.h"
 
@@ -34,30 +34,30 @@ static void crew_begin(crew *all)
 {
     size_t bytes = (upipe_peer_bytes(RANKS_MAX) + 127) / 128 * 128;
     all->past = 0;
-    all->room = aligned_alloc(128, bytes);
-    memset(all->room, 0, bytes);
+    all->buf = aligned_alloc(128, bytes);
+    memset(all->buf, 0, bytes);
 }
 
 static void crew_end(crew *all)
 {
-    free(all->room);
+    free(all->buf);
 }
 
-static void rank_begin(rank_room *k)
+static void rank_begin(rank_buf *k)
 {
     OK(cudaMalloc((void **)&k->slab, SLAB));
 }
 
-static upipe_peer_desc desc_of(const rank_room *k, upipe_peer_slab *slab)
+static upipe_peer_desc desc_of(const rank_buf *k, upipe_peer_slab *slab)
 {
     upipe_peer_desc d;
     memset(&d, 0, sizeof d);
     /* threads may share parts of an allocation */
     slab[0].data = k->slab;
-    slab[0].bytes = k->crew->processes ? SLAB : ROOM * 4;
-    slab[1].data = k->slab + ROOM;
-    slab[1].bytes = ROOM * 4;
-    d.room = k->crew->room;
+    slab[0].bytes = k->crew->processes ? SLAB : BUF * 4;
+    slab[1].data = k->slab + BUF;
+    slab[1].bytes = BUF * 4;
+    d.buf = k->crew->buf;
     d.slabs = slab;
     d.slabs_n = k->crew->processes ? 1 : 2;
     d.rank = k->rank;
@@ -68,7 +68,7 @@ static upipe_peer_desc desc_of(const rank_room *k, upipe_peer_slab *slab)
     return d;
 }
 
-static upipe_status rank_make(rank_room *k)
+static upipe_status rank_make(rank_buf *k)
 {
     upipe_peer_slab slabs[2];
     upipe_peer_desc d = desc_of(k, slabs);
@@ -78,18 +78,18 @@ static upipe_status rank_make(rank_room *k)
     return s;
 }
 
-static upipe_status rank_ready(rank_room *k)
+static upipe_status rank_ready(rank_buf *k)
 {
     k->team.ahead = k->crew->ahead;
     return UPIPE_OK;
 }
 
-static upipe_status rank_free(rank_room *k)
+static upipe_status rank_free(rank_buf *k)
 {
     return upipe_peer_free(&k->team, &k->ctx.err);
 }
 
-static void rank_end(rank_room *k, int made)
+static void rank_end(rank_buf *k, int made)
 {
     (void)made;
     (void)cudaFree(k->slab);
@@ -97,7 +97,7 @@ static void rank_end(rank_room *k, int made)
 
 /* ---- ranks that behave ---- */
 
-static upipe_status all_body(rank_room *k)
+static upipe_status all_body(rank_buf *k)
 {
     int64_t sent;
     UPIPE_TRY(all_to_all(k, 1));
@@ -110,7 +110,7 @@ static upipe_status all_body(rank_room *k)
 }
 
 /* One block, three times: no rows of a matrix. */
-static upipe_status repeat_body(rank_room *k)
+static upipe_status repeat_body(rank_buf *k)
 {
     uint32_t host[3 * WORDS];
     upipe_ctx *c = &k->ctx;
@@ -134,7 +134,7 @@ static upipe_status repeat_body(rank_room *k)
 }
 
 /* What streams are given between start and wait, here work without end, is not waited for. */
-static upipe_status beside_body(rank_room *k)
+static upipe_status beside_body(rank_buf *k)
 {
     uint32_t host[RANKS_MAX * WORDS];
     upipe_ctx *c = &k->ctx;
@@ -165,7 +165,7 @@ static upipe_status beside_body(rank_room *k)
 }
 
 /* With `ahead` no host waits for a device: all of it runs behind streams that do not go on yet. */
-static upipe_status ahead_body(rank_room *k)
+static upipe_status ahead_body(rank_buf *k)
 {
     uint32_t host[WORDS];
     upipe_ctx *c = &k->ctx;
@@ -193,7 +193,7 @@ static upipe_status ahead_body(rank_room *k)
 
 enum { AT_WAIT = AT_COUNT, ABSENCES };
 
-static upipe_status absent_body(rank_room *k)
+static upipe_status absent_body(rank_buf *k)
 {
     upipe_ctx *c = &k->ctx;
     int what = k->crew->what;
@@ -208,7 +208,7 @@ static upipe_status absent_body(rank_room *k)
         s = what == AT_WAIT ? upipe_comm_wait(c, c->team) : call(k, what);
         CHECK_STATUS(s, UPIPE_ERR_ABORTED, c->err);
     } else {
-        s = call(k, what == AT_WAIT ? AT_EXCHANGE : what);
+        s = call(k, what == AT_WAIT ? AT_TRANSFER : what);
         CHECK(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED); /* one is first */
     }
     snprintf(name, sizeof name, "for rank %d to %s", k->crew->victim, what == AT_WAIT ? "send" : "come");
@@ -219,9 +219,9 @@ static upipe_status absent_body(rank_room *k)
     return s;
 }
 
-enum { UP_FRONT, BETWEEN, GIVE_UPS };
+enum { UP_FRONT, BETWEEN, ABORTS };
 
-static upipe_status give_up_body(rank_room *k)
+static upipe_status abort_body(rank_buf *k)
 {
     upipe_ctx *c = &k->ctx;
     upipe_status s;
@@ -244,7 +244,7 @@ static upipe_status give_up_body(rank_room *k)
 }
 
 /* The team is broken; the rank whose stream stalls lets it go when all others have found out. */
-static void outlast(rank_room *k, ncclComm_t *two)
+static void outlast(rank_buf *k, ncclComm_t *two)
 {
     __atomic_fetch_add(&k->crew->past, 1, __ATOMIC_ACQ_REL);
     while (two != NULL && __atomic_load_n(&k->crew->past, __ATOMIC_ACQUIRE) < k->ranks) nap(0.001);
@@ -254,7 +254,7 @@ static void outlast(rank_room *k, ncclComm_t *two)
 }
 
 /* A rank's stream never comes to the exchange: nobody's copies to it begin, none of its own do. */
-static upipe_status stalled_body(rank_room *k)
+static upipe_status stalled_body(rank_buf *k)
 {
     upipe_ctx *c = &k->ctx;
     int odd = k->rank == k->crew->victim;
@@ -275,11 +275,11 @@ static upipe_status stalled_body(rank_room *k)
 /* The host has run ahead of an exchange that a rank's stream never comes to, and that rank never comes to the next
  * one: the others find out by the deadline, although their streams don't come to it either, and unwind without
  * their streams. */
-static upipe_status stalled_before_body(rank_room *k)
+static upipe_status stalled_before_body(rank_buf *k)
 {
     upipe_ctx *c = &k->ctx;
     int odd = k->rank == k->crew->victim;
-    upipe_block blocks[4];
+    upipe_mem_block blocks[4];
     upipe_mem mem;
     ncclComm_t two[2];
     upipe_status s = UPIPE_ERR_ABORTED;
@@ -296,7 +296,7 @@ static upipe_status stalled_before_body(rank_room *k)
         CHECK(c->team->quarantine && c->team->stuck);
         upipe_mem_init_dry(&mem, blocks, 4);
         c->mem = &mem;
-        CHECK(upi_unwind(c, s, 0) == s);
+        CHECK(upipe_unwind(c, s, 0) == s);
         c->mem = NULL;
     }
     outlast(k, odd ? two : NULL);
@@ -305,11 +305,11 @@ static upipe_status stalled_before_body(rank_room *k)
 
 enum { KIND, COUNT, DRIFT, FIELD, ITSELF, BYTES, FEWER, MORE, MISMATCHES };
 
-static upipe_status mismatch_body(rank_room *k)
+static upipe_status mismatch_body(rank_buf *k)
 {
     static const char *const words[] = {"in a",
                                         "gathers 2",
-                                        "in an exchange",
+                                        "in an transfer",
                                         "heads is",
                                         "does not receive",
                                         "blocks of 64 bytes to",
@@ -319,7 +319,7 @@ static upipe_status mismatch_body(rank_room *k)
     int64_t mine[2] = {1, 2}, all[2 * RANKS_MAX];
     int odd = k->rank == k->crew->victim, what = k->crew->what, n = k->ranks;
     upipe_field field = {"heads", 32, 0};
-    upipe_seg *more = &k->list[n];
+    upipe_msg *more = &k->list[n];
     upipe_status s;
     UPIPE_TRY(all_to_all(k, 1));
     memset(more, 0, sizeof *more);
@@ -333,7 +333,7 @@ static upipe_status mismatch_body(rank_room *k)
     } else if (what == FIELD) {
         s = upipe_comm_agree(c, c->team, &field, 1);
     } else if (what == KIND || what == COUNT) {
-        s = upipe_comm_gather(c, c->team, all, mine, what == COUNT && odd ? 2 : 1);
+        s = upipe_comm_all_gather(c, c->team, all, mine, what == COUNT && odd ? 2 : 1);
     } else {
         if (odd && what == BYTES) k->list[more->peer].send_bytes = 64;
         if (odd && what == FEWER) k->list[more->peer].send_bytes = 0;
@@ -359,10 +359,10 @@ static upipe_status mismatch_body(rank_room *k)
 }
 
 /* What cannot be is refused before anything has happened: the next exchange goes well. */
-static upipe_status refused_body(rank_room *k)
+static upipe_status refused_body(rank_buf *k)
 {
     upipe_ctx *c = &k->ctx;
-    upipe_seg *list = (upipe_seg *)calloc((size_t)k->ranks * UPIPE_PEER_PIECES + 1, sizeof *list);
+    upipe_msg *list = (upipe_msg *)calloc((size_t)k->ranks * UPIPE_PEER_PIECES + 1, sizeof *list);
     cudaGraph_t graph;
     void *outside;
     int i, n = k->ranks * UPIPE_PEER_PIECES;
@@ -374,7 +374,7 @@ static upipe_status refused_body(rank_room *k)
         list[i].recv_bytes = 4;
     }
     CHECK_STATUS(upipe_comm_start(c, c->team, list, n + 1), UPIPE_ERR_UNSUPPORTED, c->err);
-    CHECK_TEXT(c->err.text, "segments in one exchange");
+    CHECK_TEXT(c->err.text, "segments in one transfer");
     list[0].recv = outside;
     CHECK_STATUS(upipe_comm_start(c, c->team, list, 1), UPIPE_ERR_UNSUPPORTED, c->err);
     CHECK_TEXT(c->err.text, "outside the slabs");
@@ -393,7 +393,7 @@ static upipe_status refused_body(rank_room *k)
 }
 
 /* A bit of everything, for a fault at any call of it. */
-static upipe_status every_body(rank_room *k)
+static upipe_status every_body(rank_buf *k)
 {
     upipe_ctx *c = &k->ctx;
     upipe_field field = {"heads", 32, 0};
@@ -433,12 +433,12 @@ static void test_injected(crew *all, int sticky)
     CHECK(calls > 40);
     apart = calls / 60 + 1;
     for (k = 1 + (long)all->seed % apart; k <= calls; k += apart) {
-        const rank_room *victim = &all->rank[VICTIM];
+        const rank_buf *victim = &all->rank[VICTIM];
         crew_run(all, RANKS, 1, every_body, k, VICTIM, sticky);
         if (fake_failed() == NULL) continue; /* polls vary in number */
         failures = 0;
         for (r = 0; r < RANKS; ++r) {
-            const rank_room *at = &all->rank[r];
+            const rank_buf *at = &all->rank[r];
             CHECK_SAY(at->status == UPIPE_OK || at->status == UPIPE_ERR_BACKEND ||
                           at->status == UPIPE_ERR_ABORTED || at->status == UPIPE_ERR_MEMORY ||
                           at->status == UPIPE_ERR_TIMEOUT || at->status == UPIPE_ERR_UNSUPPORTED,
@@ -462,9 +462,9 @@ static void test_desc(void)
     upipe_peer_slab slabs[UPIPE_PEER_SLABS + 1];
     upipe_peer_desc d;
     upipe_err e;
-    void *slab, *host = malloc(4096), *room = aligned_alloc(128, (upipe_peer_bytes(1) + 127) / 128 * 128);
+    void *slab, *host = malloc(4096), *buf = aligned_alloc(128, (upipe_peer_bytes(1) + 127) / 128 * 128);
     int what;
-    memset(room, 0, upipe_peer_bytes(1));
+    memset(buf, 0, upipe_peer_bytes(1));
     OK(cudaSetDevice(1));
     OK(cudaMalloc(&slab, 4096));
     for (what = 0; what < 10; ++what) {
@@ -472,14 +472,14 @@ static void test_desc(void)
         memset(slabs, 0, sizeof slabs);
         slabs[0].data = slab;
         slabs[0].bytes = 4096;
-        d.room = room;
+        d.buf = buf;
         d.slabs = slabs;
         d.slabs_n = d.ranks = 1;
         if (what == 0) d.ranks = 0;
         if (what == 1) d.ranks = UPIPE_PEER_MAX + 1;
         if (what == 2) d.rank = 1;
         if (what == 3) d.deadline_s = -1;
-        if (what == 4) d.room = (char *)room + 64;
+        if (what == 4) d.buf = (char *)buf + 64;
         if (what == 5) d.slabs_n = UPIPE_PEER_SLABS + 1;
         if (what == 6) d.slabs_n = 0;
         if (what == 7) slabs[0].bytes = UPIPE_PEER_LEAST - 1;
@@ -493,11 +493,11 @@ static void test_desc(void)
     CHECK(team.comm.deadline == UPIPE_DEADLINE_DEFAULT);
     CHECK_STATUS(upipe_peer_free(&team, &e), UPIPE_OK, e);
     CHECK_STATUS(upipe_peer_free(&team, &e), UPIPE_OK, e);
-    CHECK_STATUS(upipe_peer_init(&team, &d, &e), UPIPE_ERR_ARG, e); /* the same room */
+    CHECK_STATUS(upipe_peer_init(&team, &d, &e), UPIPE_ERR_ARG, e); /* the same buffer */
     CHECK_TEXT(e.text, "before");
     OK(cudaFree(slab));
     OK(cudaSetDevice(0));
-    free(room);
+    free(buf);
     free(host);
     CHECK(fake_check_clean());
 }
@@ -507,7 +507,7 @@ enum { NO_WAY, NO_SHARING, ALONE, ONE_PROCESS, OTHER_RANKS, OTHER_KIND, INSIDE, 
 /* Instead of rank_make's: one thing is wrong. */
 static void *init_main(void *p)
 {
-    rank_room *k = (rank_room *)p;
+    rank_buf *k = (rank_buf *)p;
     crew *all = k->crew;
     int odd = k->rank == all->victim, what = all->what;
     upipe_peer_slab slabs[2];
@@ -560,7 +560,7 @@ static void test_refusals(crew *all)
         }
         for (r = 0; r < 3; ++r) pthread_join(all->rank[r].thread, NULL);
         for (r = 0; r < 3; ++r) {
-            const rank_room *k = &all->rank[r];
+            const rank_buf *k = &all->rank[r];
             if (what == ALONE && r == 1) continue;
             CHECK_SAY(k->status == want[what] || (what == ALONE && k->status == UPIPE_ERR_ABORTED),
                       "case %d: rank %d: %s: %s", what, r, upipe_status_name(k->status), k->ctx.err.text);
@@ -579,7 +579,7 @@ static void test_place(void)
 {
     static char a[1000], b[500];
     upipe_peer m;
-    upipe_seg s;
+    upipe_msg s;
     int64_t at = 0;
     memset(&m, 0, sizeof m);
     memset(&s, 0, sizeof s);
@@ -603,7 +603,7 @@ static void test_place(void)
     CHECK(upi_peer_place(&m, &s, &at) != 0);
 }
 
-static void crew_fails(crew *all, upipe_status (*body)(rank_room *), int times, int whats)
+static void crew_fails(crew *all, upipe_status (*body)(rank_buf *), int times, int whats)
 {
     int i;
     for (i = 0; i < times * whats; ++i) {
@@ -639,7 +639,7 @@ int main(void)
         if (!all->ahead) crew_good(all, 3, beside_body);
         crew_fails(all, all->ahead ? stalled_before_body : stalled_body, 1, 1);
         crew_fails(all, absent_body, 1, ABSENCES);
-        crew_fails(all, give_up_body, 2, GIVE_UPS);
+        crew_fails(all, abort_body, 2, ABORTS);
         crew_fails(all, mismatch_body, 2, MISMATCHES);
         test_injected(all, FAKE_ONCE);
         test_injected(all, FAKE_STICKY);

@@ -125,13 +125,13 @@ cudaError_t simt_launch_kernel(cudaStream_t stream, const char *name, void (*ker
 }
 
 #define UPI_LAUNCH(c, kernel, grid, block, shared, ...)                                            \
-    upi_cuda_check(&(c)->err,                                                                      \
+    upipe_cuda_check(&(c)->err,                                                                      \
                    simt_launch_kernel((cudaStream_t)(c)->stream, #kernel, kernel, (grid), (block), \
                                       (size_t)(shared), __VA_ARGS__),                              \
                    "launch of " #kernel)
 
 #define UPI_ALLOW_SHARED(c, kernel, shared) \
-    upi_cuda_check(&(c)->err, simt_allow_shared(kernel, (size_t)(shared)), "cudaFuncSetAttribute")
+    upipe_cuda_check(&(c)->err, simt_allow_shared(kernel, (size_t)(shared)), "cudaFuncSetAttribute")
 
 /* ---- numbers ---- */
 
@@ -301,11 +301,11 @@ inline upipe_status upi_tensor_map_encode(upipe_err *e, upi_tensor_map *map, int
     int i;
     memset(map, 0, sizeof *map);
     if ((uintptr_t)base % 16 != 0 || rows < 1 || rows > 256 || (element != 2 && element != 4))
-        return upi_fail(e, UPIPE_ERR_BACKEND, "no tensor map of %p in boxes of %u rows", base, rows);
+        return upipe_fail(e, UPIPE_ERR_BACKEND, "no tensor map of %p in boxes of %u rows", base, rows);
     for (i = 0; i < 3; ++i)
         if (dims[i] < 1 || dims[i] > (uint64_t)1 << 32 ||
             (i > 0 && (steps[i - 1] % 16 != 0 || steps[i - 1] < 1 || steps[i - 1] >= (uint64_t)1 << 40)))
-            return upi_fail(e, UPIPE_ERR_BACKEND, "no tensor map of %llu elements",
+            return upipe_fail(e, UPIPE_ERR_BACKEND, "no tensor map of %llu elements",
                             (unsigned long long)dims[i]);
     map->base = (char *)base;
     for (i = 0; i < 3; ++i) map->dim[i] = (int64_t)dims[i];

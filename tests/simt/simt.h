@@ -135,9 +135,9 @@ struct simt_block {
     uint3 index, size, grid;
     unsigned number, threads, done;
     simt_fiber *fiber;
-    void *home; /* stack pointer of the OS thread */
+    void *tokens_grad; /* stack pointer of the OS thread */
     char *map, *shared;
-    size_t map_bytes, shared_bytes, room; /* room: what the map has for shared memory, in whole pages */
+    size_t map_bytes, shared_bytes, buf; /* buffer: what the map has for shared memory, in whole pages */
     char *stacks;
     unsigned stacks_made;
     uint16_t ready[SIMT_THREADS];
@@ -279,7 +279,7 @@ __asm__(
 /* From one fiber to another, or home where `to` is NULL; `from` is NULL on the way from home. */
 SIMT_QUIET inline void simt_switch(simt_block *b, simt_fiber *from, simt_fiber *to)
 {
-    void **save = from != NULL ? &from->stack_pointer : &b->home;
+    void **save = from != NULL ? &from->stack_pointer : &b->tokens_grad;
 #ifdef SIMT_ASAN
     void **fake = from != NULL ? &from->fake_stack : &b->home_fake_stack;
     /* a fiber that has ended never comes back: its fake stack goes */
@@ -287,7 +287,7 @@ SIMT_QUIET inline void simt_switch(simt_block *b, simt_fiber *from, simt_fiber *
                                    to != NULL ? to->stack : b->home_stack,
                                    to != NULL ? (size_t)SIMT_STACK : b->home_stack_bytes);
 #endif
-    simt_switch_stacks(save, to != NULL ? to->stack_pointer : b->home);
+    simt_switch_stacks(save, to != NULL ? to->stack_pointer : b->tokens_grad);
 #ifdef SIMT_ASAN
     __sanitizer_finish_switch_fiber(*fake, NULL, NULL);
 #endif
@@ -487,10 +487,10 @@ SIMT_QUIET inline void simt_poison(void *p, size_t bytes)
  * the pages. Nobody may have written there. */
 SIMT_QUIET inline void simt_check_rims(simt_block *b)
 {
-    const char *from = b->map + SIMT_GUARD, *to = from + b->room, *p;
+    const char *from = b->map + SIMT_GUARD, *to = from + b->buf, *p;
     uint32_t nan = SIMT_POISON;
 #ifdef SIMT_ASAN
-    __asan_unpoison_memory_region(from, b->room);
+    __asan_unpoison_memory_region(from, b->buf);
 #endif
     for (p = from; p < to; ++p) {
         if (p == b->shared) p += b->shared_bytes;
@@ -502,21 +502,21 @@ SIMT_QUIET inline void simt_check_rims(simt_block *b)
 
 SIMT_QUIET inline void simt_lay_out_shared(simt_block *b, size_t bytes)
 {
-    size_t room = (bytes + simt_page - 1) / simt_page * simt_page;
-    if (b->map == NULL || room != b->room) {
+    size_t buf = (bytes + simt_page - 1) / simt_page * simt_page;
+    if (b->map == NULL || buf != b->buf) {
         if (b->map != NULL) munmap(b->map, b->map_bytes);
-        b->map_bytes = room + 2 * SIMT_GUARD;
+        b->map_bytes = buf + 2 * SIMT_GUARD;
         b->map = (char *)mmap(NULL, b->map_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (b->map == MAP_FAILED ||
-            (room > 0 && mprotect(b->map + SIMT_GUARD, room, PROT_READ | PROT_WRITE) != 0))
+            (buf > 0 && mprotect(b->map + SIMT_GUARD, buf, PROT_READ | PROT_WRITE) != 0))
             simt_finding("no memory for %zu bytes of shared memory: %s", bytes, strerror(errno));
-        b->room = room;
+        b->buf = buf;
     }
     b->shared_bytes = bytes;
-    b->shared = b->map + SIMT_GUARD + (room - bytes) / 1024 * 1024;
-    if (room > 0) simt_poison(b->map + SIMT_GUARD, room);
+    b->shared = b->map + SIMT_GUARD + (buf - bytes) / 1024 * 1024;
+    if (buf > 0) simt_poison(b->map + SIMT_GUARD, buf);
 #ifdef SIMT_ASAN
-    __asan_poison_memory_region(b->map + SIMT_GUARD, room);
+    __asan_poison_memory_region(b->map + SIMT_GUARD, buf);
     __asan_unpoison_memory_region(b->shared, bytes);
 #endif
 }
@@ -656,7 +656,7 @@ SIMT_QUIET inline void simt_watch_faults(void)
     });
 }
 
-SIMT_QUIET inline simt_block *simt_take_block(void)
+SIMT_QUIET inline simt_block *simt_block_start(void)
 {
     simt_block *b;
     pthread_mutex_lock(&simt_pool_lock);
@@ -672,7 +672,7 @@ SIMT_QUIET inline simt_block *simt_take_block(void)
     return b;
 }
 
-SIMT_QUIET inline void simt_give_block(simt_block *b)
+SIMT_QUIET inline void simt_block_end(simt_block *b)
 {
     pthread_mutex_lock(&simt_pool_lock);
     b->next = simt_pool;
@@ -683,7 +683,7 @@ SIMT_QUIET inline void simt_give_block(simt_block *b)
 /* Runs blocks until none is left. `worker` of the launch. */
 SIMT_QUIET inline void simt_work(simt_launch *l, unsigned worker)
 {
-    simt_block *b = simt_take_block();
+    simt_block *b = simt_block_start();
     stack_t mine, older;
     uint64_t i;
     simt_await_turn(l, worker);
@@ -709,7 +709,7 @@ SIMT_QUIET inline void simt_work(simt_launch *l, unsigned worker)
     __atomic_store_n(&l->stuck[worker], UINT64_MAX, __ATOMIC_SEQ_CST);
     sigaltstack(&older, NULL);
     free(mine.ss_sp);
-    simt_give_block(b);
+    simt_block_end(b);
     simt_pass_turn(l, worker, 1);
 }
 

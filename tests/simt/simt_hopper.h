@@ -145,7 +145,7 @@ SIMT_QUIET inline void simt_wake(simt_block *b, const void *what, unsigned sync)
     for (t = 0; t < b->threads; ++t)
         if (b->fiber[t].state == SIMT_WAITING && b->fiber[t].waits_for == what) {
             b->fiber[t].waits_for = NULL;
-            simt_race_take(&b->fiber[t], sync);
+            simt_race_acquire(&b->fiber[t], sync);
             simt_make_ready(b, t);
         }
 }
@@ -204,7 +204,7 @@ SIMT_QUIET inline void simt_mbarrier_arrive(uint32_t address, uint32_t bytes, co
     m->bytes += bytes;
     if (m->bytes > 0xfffff) simt_finding("mbarrier.arrive: %lld bytes expected", (long long)m->bytes);
     --m->pending;
-    simt_race_give(2 * i);
+    simt_race_release(2 * i);
     simt_mbarrier_check(i);
 }
 
@@ -217,7 +217,7 @@ SIMT_QUIET inline void simt_mbarrier_wait(uint32_t address, uint32_t parity, con
     simt_mark(file, line);
     simt_race_own(simt_shared_at(address, 8, "mbarrier.try_wait"), 8, SIMT_READ, code);
     if ((m->phase & 1) != (parity & 1)) {
-        simt_race_take(simt_fiber_now, 2 * i + 1);
+        simt_race_acquire(simt_fiber_now, 2 * i + 1);
         return;
     }
     simt_fiber_now->waits_for = m;
@@ -485,7 +485,7 @@ SIMT_QUIET inline void simt_named_barrier(int id, int threads, int waits, const 
     if (n->arrived > 0 && n->size != (unsigned)threads)
         simt_finding("divergence: barrier %d of %d threads, others say %u", id, threads, n->size);
     n->size = (unsigned)threads;
-    simt_race_give(sync);
+    simt_race_release(sync);
     if (++n->arrived < n->size) {
         if (!waits) return;
         simt_fiber_now->waits_for = n;
@@ -494,7 +494,7 @@ SIMT_QUIET inline void simt_named_barrier(int id, int threads, int waits, const 
     }
     n->arrived = 0;
     simt_wake(b, n, sync);
-    if (waits) simt_race_take(simt_fiber_now, sync);
+    if (waits) simt_race_acquire(simt_fiber_now, sync);
 }
 
 /* ---- warpgroups ---- */

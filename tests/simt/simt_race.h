@@ -90,10 +90,10 @@ SIMT_QUIET inline void simt_race_fence(void)
 SIMT_QUIET inline void simt_race_fence_async(void)
 {
 }
-SIMT_QUIET inline void simt_race_give(unsigned)
+SIMT_QUIET inline void simt_race_release(unsigned)
 {
 }
-SIMT_QUIET inline void simt_race_take(simt_fiber *, unsigned)
+SIMT_QUIET inline void simt_race_acquire(simt_fiber *, unsigned)
 {
 }
 SIMT_QUIET inline void simt_race_pass(unsigned, unsigned, unsigned, uint32_t)
@@ -689,14 +689,14 @@ SIMT_QUIET inline void simt_race_fence_async(void)
     ++c->clock[simt_fiber_now->number]; /* what comes later is not in it */
 }
 
-SIMT_QUIET inline void simt_race_give(unsigned sync)
+SIMT_QUIET inline void simt_race_release(unsigned sync)
 {
     simt_clocks *c = simt_fiber_now->clocks;
     simt_clocks_raise(&simt_here->trace->sync[sync], c);
     ++c->clock[simt_fiber_now->number];
 }
 
-SIMT_QUIET inline void simt_race_take(simt_fiber *f, unsigned sync)
+SIMT_QUIET inline void simt_race_acquire(simt_fiber *f, unsigned sync)
 {
     simt_clocks_raise(f->clocks, &simt_here->trace->sync[sync]);
 }

@@ -1083,9 +1083,9 @@ UPI_KERNEL(32, 1) void write_to(int *to)
 
 __attribute__((noinline)) static int dig(const volatile char *above, int depth)
 {
-    volatile char room[4096];
-    room[0] = room[4095] = above[0];
-    return depth == 0 ? room[0] : dig(room, depth - 1) + room[4095];
+    volatile char buf[4096];
+    buf[0] = buf[4095] = above[0];
+    return depth == 0 ? buf[0] : dig(buf, depth - 1) + buf[4095];
 }
 
 static void test_addresses(void)

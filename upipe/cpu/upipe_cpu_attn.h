@@ -10,7 +10,7 @@
  * one chain in a fixed order. All rows are first copied to scratch as f32, so results depend on the values
  * alone, not on steps or addresses.
  *
- * Each lane sees one run of keys (upi_attn_sight). Blocks of keys that a block of queries doesn't see are not
+ * Each lane sees one run of keys (upipe_attn_visible). Blocks of keys that a block of queries doesn't see are not
  * visited, tiles of a block that a whole panel doesn't see are left out, and a key that single lanes don't see gets
  * the weight 0 there, exactly. What is not at an end of somebody's run takes no notice of masks.
  *
@@ -26,29 +26,29 @@
 
 enum {
     UPI_ATTN_VECTORS = 3,                         /* side by side in a register tile */
-    UPI_ATTN_TILE = UPI_CPU_AVX512 ? 8 : 4,       /* rows of it: 12 or 24 sums, of 16 or 32 registers */
+    UPI_ATTN_TILE = UPIPE_CPU_AVX512 ? 8 : 4,       /* rows of it: 12 or 24 sums, of 16 or 32 registers */
     UPI_ATTN_PANEL = UPI_ATTN_VECTORS * UPI_WIDE, /* queries in the lanes of a panel */
     UPI_ATTN_KEYS = 64,                           /* keys in a block */
     UPI_ATTN_PAD = 16, /* elements between copied rows: steps of a power of two would share few cache sets */
-    UPI_ATTN_CAN = UPIPE_ATTN_WINDOW | UPIPE_ATTN_DOCS | UPIPE_ATTN_SOFTCAP | UPIPE_ATTN_SINKS |
-                   UPIPE_ATTN_V_DIM | UPIPE_ATTN_ADD_GQ
+    UPI_ATTN_CAN = UPIPE_ATTN_WINDOW | UPIPE_ATTN_CU_SEQLENS | UPIPE_ATTN_SOFTCAP | UPIPE_ATTN_SINKS |
+                   UPIPE_ATTN_V_DIM | UPIPE_ATTN_ADD_DQ
 };
 
 UPI_KERNELS_BEGIN
 
-/* One query head with its key/value head; steps in elements. go .. gv only in the backward. */
+/* One query head with its key/value head; steps in elements. go .. dv only in the backward. */
 typedef struct upi_attn_head {
     const upipe_attn *call;
-    const void *q, *k, *v, *go;
-    void *o, *gq;
-    float *lse, *gk, *gv;
+    const void *q, *k, *v, *dout;
+    void *o, *dq;
+    float *lse, *dk, *dv;
     const float *delta, *sink; /* sink: NULL = none */
-    int64_t q_step, k_step, v_step, go_step, o_step, gq_step, lse_step, gk_step, gv_step, delta_step;
-    int d, dv, merge;
+    int64_t q_step, k_step, v_step, dout_step, o_step, dq_step, lse_step, dk_step, dv_step, delta_step;
+    int d, v_dim, merge;
     float scale;
     /* With a soft-cap a score is unit * tanh(squash * product), without one unit * product and squash 0. */
     float unit, squash;
-    upipe_dtype dtype, o_dtype, gq_dtype;
+    upipe_dtype dtype, o_dtype, dq_dtype;
 } upi_attn_head;
 
 /* The lesser of what is left and a block's size. */
@@ -258,7 +258,7 @@ UPI_INLINE upi_attn_lanes upi_attn_carve_lanes(float *base, size_t *used, int64_
 UPI_INLINE void upi_attn_see(upi_attn_lanes lanes, const upipe_attn *call, int64_t q0, int rows)
 {
     int i;
-    for (i = 0; i < rows; ++i) upi_attn_sight(call, q0 + i, &lanes.first[i], &lanes.end[i]);
+    for (i = 0; i < rows; ++i) upipe_attn_visible(call, q0 + i, &lanes.first[i], &lanes.end[i]);
     for (; i % UPI_ATTN_PANEL != 0; ++i) {
         lanes.first[i] = lanes.first[rows - 1];
         lanes.end[i] = lanes.end[rows - 1];
@@ -342,7 +342,7 @@ UPI_INLINE upi_attn_head upi_attn_head_make(const upipe_attn *a, int32_t j)
     h.lse_step = a->lse.n_step;
     h.sink = a->sinks != NULL ? a->sinks + j : NULL;
     h.d = a->q.d;
-    h.dv = a->v.d;
+    h.v_dim = a->v.d;
     h.merge = a->merge;
     h.scale = upi_attn_scale(a);
     h.unit = a->softcap > 0 ? a->softcap : h.scale;

@@ -25,38 +25,38 @@
 
 enum {
     UPI_ATTN_PANELS_BWD = 6,                 /* in a block */
-    UPI_ATTN_TALL = UPI_CPU_AVX512 ? 12 : 6, /* rows of a register tile of two vectors */
+    UPI_ATTN_TALL = UPIPE_CPU_AVX512 ? 12 : 6, /* rows of a register tile of two vectors */
     UPI_ATTN_ROWS_BWD = UPI_ATTN_PANELS_BWD * UPI_ATTN_PANEL
 };
 
 UPI_KERNELS_BEGIN
 
 typedef struct upi_attn_bwd_work {
-    float *q, *gq;        /* [6 panels][d][panel]         queries, and their gradient */
-    float *go;            /* [6 panels][dv][panel]        gradients of o */
+    float *q, *dq;        /* [6 panels][d][panel]         queries, and their gradient */
+    float *dout;            /* [6 panels][v_dim][panel]        gradients of o */
     float *q_rows;        /* [d/wide, up][rows][wide]     queries times scale */
-    float *go_rows;       /* [dv/wide, up][rows][wide]    gradients of o */
+    float *dout_rows;       /* [v_dim/wide, up][rows][wide]    gradients of o */
     float *p, *s;         /* [6 panels][64][panel]        weights, and gradients of the scores */
     float *k;             /* [64][d + pad] */
-    float *v;             /* [64][dv + pad] */
+    float *v;             /* [64][v_dim + pad] */
     float *lse, *delta;   /* [6 panels][panel] */
     upi_attn_lanes lanes; /* [6 panels][panel] */
 } upi_attn_bwd_work;
 
-UPI_INLINE size_t upi_attn_bwd_layout(upi_attn_bwd_work *w, float *base, int64_t d, int64_t dv)
+UPI_INLINE size_t upi_attn_bwd_layout(upi_attn_bwd_work *w, float *base, int64_t d, int64_t v_dim)
 {
     const int64_t columns = (d + UPI_WIDE - 1) / UPI_WIDE * UPI_WIDE;
-    const int64_t v_columns = (dv + UPI_WIDE - 1) / UPI_WIDE * UPI_WIDE;
+    const int64_t v_columns = (v_dim + UPI_WIDE - 1) / UPI_WIDE * UPI_WIDE;
     size_t used = 0;
     w->q = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD * d);
-    w->go = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD * dv);
-    w->gq = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD * d);
+    w->dout = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD * v_dim);
+    w->dq = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD * d);
     w->q_rows = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD * columns);
-    w->go_rows = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD * v_columns);
+    w->dout_rows = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD * v_columns);
     w->p = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD * UPI_ATTN_KEYS);
     w->s = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD * UPI_ATTN_KEYS);
     w->k = upi_attn_carve(base, &used, UPI_ATTN_KEYS * (d + UPI_ATTN_PAD));
-    w->v = upi_attn_carve(base, &used, UPI_ATTN_KEYS * (dv + UPI_ATTN_PAD));
+    w->v = upi_attn_carve(base, &used, UPI_ATTN_KEYS * (v_dim + UPI_ATTN_PAD));
     w->lse = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD);
     w->delta = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD);
     w->lanes = upi_attn_carve_lanes(base, &used, UPI_ATTN_ROWS_BWD);
@@ -87,10 +87,10 @@ UPI_CPU_KERNEL void upi_attn_pack_columns(float *out, const void *rows, upipe_dt
 
 /* What a tile of keys needs of its panel and of the head, whose soft-cap is on iff squash is not 0. */
 typedef struct upi_attn_rows {
-    const float *q, *go; /* [d][panel], [dv][panel] */
+    const float *q, *dout; /* [d][panel], [v_dim][panel] */
     upi_fw lse[UPI_ATTN_VECTORS], delta[UPI_ATTN_VECTORS];
     upi_fw unit, squash; /* of upi_attn_head */
-    int d, dv;
+    int d, v_dim;
 } upi_attn_rows;
 
 /* A tile's keys against a panel, from vector `from` on: p = weights exp(score - lse), s = p * (v . go - delta) *
@@ -117,7 +117,7 @@ UPI_INLINE void upi_attn_weights_grad(int from, int capped, const upi_attn_rows 
         UPI_OPAQUE(score);
         upi_fw_store(p + at, upi_fw_exp(upi_fw_sub(score, rows->lse[v])));
     }
-    upi_attn_dot(from, rows->dv, v_rows, rows->go, sums);
+    upi_attn_dot(from, rows->v_dim, v_rows, rows->dout, sums);
     UPI_CPU_UNROLL
     for (i = 0; i < UPI_ATTN_TILE; ++i) UPI_CPU_UNROLL
     for (v = from; v < UPI_ATTN_VECTORS; ++v) {
@@ -236,20 +236,20 @@ UPI_CPU_KERNEL void upi_attn_add_grad_block(int d, int count, const upi_attn_par
     }
 }
 
-/* One panel against its part of a block of keys: its p and s, and its part of gq. */
+/* One panel against its part of a block of keys: its p and s, and its part of dq. */
 UPI_INLINE void upi_attn_bwd_panel(const upi_attn_bwd_work *w, const upi_attn_head *a, int panel,
                                    const upi_attn_part *part)
 {
-    const int d = a->d, dv = a->dv, keys = part->count, from = part->from;
-    const float *k = w->k + from * (d + UPI_ATTN_PAD), *v_rows = w->v + from * (dv + UPI_ATTN_PAD);
+    const int d = a->d, v_dim = a->v_dim, keys = part->count, from = part->from;
+    const float *k = w->k + from * (d + UPI_ATTN_PAD), *v_rows = w->v + from * (v_dim + UPI_ATTN_PAD);
     float *p = w->p + (panel * UPI_ATTN_KEYS + from) * UPI_ATTN_PANEL;
     float *s = w->s + (panel * UPI_ATTN_KEYS + from) * UPI_ATTN_PANEL;
     upi_attn_rows rows;
     int j, v, before, behind;
     rows.q = w->q + panel * UPI_ATTN_PANEL * d;
-    rows.go = w->go + panel * UPI_ATTN_PANEL * dv;
+    rows.dout = w->dout + panel * UPI_ATTN_PANEL * v_dim;
     rows.d = d;
-    rows.dv = dv;
+    rows.v_dim = v_dim;
     rows.unit = upi_fw_set1(a->unit);
     rows.squash = upi_fw_set1(a->squash);
     UPI_CPU_UNROLL
@@ -260,14 +260,14 @@ UPI_INLINE void upi_attn_bwd_panel(const upi_attn_bwd_work *w, const upi_attn_he
     j = 0;
     if (a->squash != 0)
         for (; j < keys; j += UPI_ATTN_TILE)
-            upi_attn_weights_grad_capped(&rows, k + j * (d + UPI_ATTN_PAD), v_rows + j * (dv + UPI_ATTN_PAD),
+            upi_attn_weights_grad_capped(&rows, k + j * (d + UPI_ATTN_PAD), v_rows + j * (v_dim + UPI_ATTN_PAD),
                                          p + j * UPI_ATTN_PANEL, s + j * UPI_ATTN_PANEL);
     for (; j < part->seen[0]; j += UPI_ATTN_TILE)
-        upi_attn_weights_grad(0, 0, &rows, k + j * (d + UPI_ATTN_PAD), v_rows + j * (dv + UPI_ATTN_PAD),
+        upi_attn_weights_grad(0, 0, &rows, k + j * (d + UPI_ATTN_PAD), v_rows + j * (v_dim + UPI_ATTN_PAD),
                               p + j * UPI_ATTN_PANEL, s + j * UPI_ATTN_PANEL);
     for (; j < keys; j += UPI_ATTN_TILE)
         upi_attn_weights_grad_rest(upi_attn_first_vector(part, j), &rows, k + j * (d + UPI_ATTN_PAD),
-                                   v_rows + j * (dv + UPI_ATTN_PAD), p + j * UPI_ATTN_PANEL,
+                                   v_rows + j * (v_dim + UPI_ATTN_PAD), p + j * UPI_ATTN_PANEL,
                                    s + j * UPI_ATTN_PANEL);
     for (j = 0; j < keys && part->masked; ++j) {
         if ((float)j >= part->low[UPI_ATTN_PANEL - 1] && (float)j < part->high[0]) continue;
@@ -278,29 +278,29 @@ UPI_INLINE void upi_attn_bwd_panel(const upi_attn_bwd_work *w, const upi_attn_he
             upi_fw_store(s + at, upi_attn_hide(upi_fw_load(s + at), part, v, j, upi_fw_zero()));
         }
     }
-    /* rows that this panel doesn't see, but that a tile of gk or gv takes along */
+    /* rows that this panel doesn't see, but that a tile of dk or dv takes along */
     before = upi_attn_least(from, UPI_ATTN_TALL);
     behind = upi_attn_least(UPI_ATTN_KEYS - from - keys, UPI_ATTN_TALL);
     memset(p - before * UPI_ATTN_PANEL, 0, (size_t)(before * UPI_ATTN_PANEL) * sizeof *p);
     memset(s - before * UPI_ATTN_PANEL, 0, (size_t)(before * UPI_ATTN_PANEL) * sizeof *s);
     memset(p + keys * UPI_ATTN_PANEL, 0, (size_t)(behind * UPI_ATTN_PANEL) * sizeof *p);
     memset(s + keys * UPI_ATTN_PANEL, 0, (size_t)(behind * UPI_ATTN_PANEL) * sizeof *s);
-    upi_attn_weigh(d, part->seen, k, s, w->gq + panel * UPI_ATTN_PANEL * d, NULL);
+    upi_attn_weigh(d, part->seen, k, s, w->dq + panel * UPI_ATTN_PANEL * d, NULL);
 }
 
 /* Copies `rows` queries from q0 and what belongs to them to scratch. */
 UPI_INLINE void upi_attn_bwd_pack(const upi_attn_head *a, const upi_attn_bwd_work *w, int64_t q0, int rows)
 {
-    const int d = a->d, dv = a->dv, panels = (rows + UPI_ATTN_PANEL - 1) / UPI_ATTN_PANEL;
+    const int d = a->d, v_dim = a->v_dim, panels = (rows + UPI_ATTN_PANEL - 1) / UPI_ATTN_PANEL;
     int first, i;
     for (first = 0; first < rows; first += UPI_ATTN_PANEL) {
         int count = upi_attn_least(rows - first, UPI_ATTN_PANEL);
         upi_attn_pack_panel(w->q + first * d, a->q, a->dtype, q0 + first, a->q_step, count, d);
-        upi_attn_pack_panel(w->go + first * dv, a->go, a->dtype, q0 + first, a->go_step, count, dv);
+        upi_attn_pack_panel(w->dout + first * v_dim, a->dout, a->dtype, q0 + first, a->dout_step, count, v_dim);
     }
     upi_attn_pack_columns(w->q_rows, a->q, a->dtype, q0, a->q_step, rows, d, a->scale);
-    upi_attn_pack_columns(w->go_rows, a->go, a->dtype, q0, a->go_step, rows, dv, 1);
-    memset(w->gq, 0, (size_t)(panels * UPI_ATTN_PANEL * d) * sizeof *w->gq);
+    upi_attn_pack_columns(w->dout_rows, a->dout, a->dtype, q0, a->dout_step, rows, v_dim, 1);
+    memset(w->dq, 0, (size_t)(panels * UPI_ATTN_PANEL * d) * sizeof *w->dq);
     for (i = 0; i < panels * UPI_ATTN_PANEL; ++i) {
         float lse = i < rows ? a->lse[(q0 + i) * a->lse_step] : -INFINITY;
         /* A row that saw no key, and a lane that is no row, weighs every key 0. */
@@ -328,7 +328,7 @@ UPI_INLINE int upi_attn_ends_before(const upi_attn_bwd_job *job, int64_t b, int6
 {
     const upipe_attn *a = &job->g->a;
     int64_t first, end;
-    upi_attn_sight(a, (b + 1) * job->rows < a->q.n ? (b + 1) * job->rows - 1 : a->q.n - 1, &first, &end);
+    upipe_attn_visible(a, (b + 1) * job->rows < a->q.n ? (b + 1) * job->rows - 1 : a->q.n - 1, &first, &end);
     return end <= k0;
 }
 
@@ -338,7 +338,7 @@ UPI_INLINE int64_t upi_attn_turn_after(const upi_attn_bwd_job *job, int64_t t, i
 {
     int64_t b = job->blocks - 1 - t % job->blocks, low = 0, high = b, first, end;
     if (b + 1 < job->blocks) {
-        upi_attn_sight(&job->g->a, (b + 1) * job->rows, &first, &end);
+        upipe_attn_visible(&job->g->a, (b + 1) * job->rows, &first, &end);
         if (first < k0 + UPI_ATTN_KEYS) return t;
     }
     if (t < job->blocks) return 0;
@@ -356,13 +356,13 @@ UPI_INLINE int64_t upi_attn_turn_after(const upi_attn_bwd_job *job, int64_t t, i
 UPI_CPU_KERNEL void upi_attn_bwd_block(const upi_attn_head *a, const upi_attn_bwd_job *job, int64_t *gates,
                                        int64_t turn, int64_t q0, int rows, float *scratch)
 {
-    const int d = a->d, dv = a->dv, panels = (rows + UPI_ATTN_PANEL - 1) / UPI_ATTN_PANEL;
+    const int d = a->d, v_dim = a->v_dim, panels = (rows + UPI_ATTN_PANEL - 1) / UPI_ATTN_PANEL;
     upi_attn_bwd_work w;
     float factor[UPI_ATTN_PANEL], keep[UPI_ATTN_PANEL];
     upi_attn_part parts[UPI_ATTN_PANELS_BWD];
     int64_t k0, end;
     int p;
-    upi_attn_bwd_layout(&w, scratch, d, dv);
+    upi_attn_bwd_layout(&w, scratch, d, v_dim);
     for (p = 0; p < UPI_ATTN_PANEL; ++p) {
         factor[p] = a->scale;
         keep[p] = 1;
@@ -373,7 +373,7 @@ UPI_CPU_KERNEL void upi_attn_bwd_block(const upi_attn_head *a, const upi_attn_bw
     for (k0 = upi_attn_block_of(w.lanes.first[0]); k0 < end; k0 += UPI_ATTN_KEYS) {
         int keys = upi_attn_least(end - k0, UPI_ATTN_KEYS);
         upi_attn_pack_keys(w.k, a->k, a->dtype, k0, a->k_step, keys, d);
-        upi_attn_pack_keys(w.v, a->v, a->dtype, k0, a->v_step, keys, dv);
+        upi_attn_pack_keys(w.v, a->v, a->dtype, k0, a->v_step, keys, v_dim);
         for (p = 0; p < panels; ++p) {
             upi_attn_part_make(&parts[p], w.lanes, p * UPI_ATTN_PANEL, k0, keys);
             /* Without a row of its own too: its neighbours' tiles may take it along. */
@@ -381,14 +381,14 @@ UPI_CPU_KERNEL void upi_attn_bwd_block(const upi_attn_head *a, const upi_attn_bw
                 upi_attn_bwd_panel(&w, a, p, &parts[p]);
         }
         if (gates != NULL) upi_par_wait(gates + k0 / UPI_ATTN_KEYS, upi_attn_turn_after(job, turn, k0));
-        upi_attn_add_grad_block(dv, keys, parts, panels, w.p, w.go_rows, a->gv + k0 * a->gv_step, a->gv_step);
-        upi_attn_add_grad_block(d, keys, parts, panels, w.s, w.q_rows, a->gk + k0 * a->gk_step, a->gk_step);
+        upi_attn_add_grad_block(v_dim, keys, parts, panels, w.p, w.dout_rows, a->dv + k0 * a->dv_step, a->dv_step);
+        upi_attn_add_grad_block(d, keys, parts, panels, w.s, w.q_rows, a->dk + k0 * a->dk_step, a->dk_step);
         if (gates != NULL) upi_par_open(gates + k0 / UPI_ATTN_KEYS, turn + 1);
     }
     for (p = 0; p < panels; ++p) {
         int first = p * UPI_ATTN_PANEL;
-        upi_attn_unpack_panel(a->gq, a->gq_dtype, q0 + first, a->gq_step,
-                              upi_attn_least(rows - first, UPI_ATTN_PANEL), d, w.gq + first * d, factor,
+        upi_attn_unpack_panel(a->dq, a->dq_dtype, q0 + first, a->dq_step,
+                              upi_attn_least(rows - first, UPI_ATTN_PANEL), d, w.dq + first * d, factor,
                               a->merge ? keep : NULL);
     }
 }
@@ -404,17 +404,17 @@ UPIPE_API void upi_attn_bwd_item(void *arg, int64_t i, int32_t worker)
     const int32_t kv = (int32_t)(i % a->k.h), j = kv * job->group + (int32_t)(i / a->k.h / job->blocks);
     const int64_t turn = i / a->k.h, q0 = (job->blocks - 1 - turn % job->blocks) * job->rows;
     upi_attn_head h = upi_attn_head_make(a, j);
-    h.go = upi_attn_view_head(g->go, j);
+    h.dout = upi_attn_view_head(g->dout, j);
     h.delta = (const float *)upi_attn_view_head(g->delta, j);
-    h.gq = upi_attn_view_head(g->gq, j);
-    h.gk = (float *)upi_attn_view_head(g->gk, kv);
-    h.gv = (float *)upi_attn_view_head(g->gv, kv);
-    h.go_step = g->go.n_step;
+    h.dq = upi_attn_view_head(g->dq, j);
+    h.dk = (float *)upi_attn_view_head(g->dk, kv);
+    h.dv = (float *)upi_attn_view_head(g->dv, kv);
+    h.dout_step = g->dout.n_step;
     h.delta_step = g->delta.n_step;
-    h.gq_step = g->gq.n_step;
-    h.gq_dtype = g->gq.dtype;
-    h.gk_step = g->gk.n_step;
-    h.gv_step = g->gv.n_step;
+    h.dq_step = g->dq.n_step;
+    h.dq_dtype = g->dq.dtype;
+    h.dk_step = g->dk.n_step;
+    h.dv_step = g->dv.n_step;
     upi_attn_bwd_block(&h, job, job->gates != NULL ? job->gates + kv * job->key_blocks : NULL, turn, q0,
                        upi_attn_least(a->q.n - q0, job->rows),
                        (float *)a->work + (size_t)worker * job->floats);
@@ -433,7 +433,7 @@ UPIPE_API void upi_attn_sink_item(void *arg, int64_t j, int32_t worker)
     if (*h.sink == -INFINITY) return;
     for (i = 0; i < g->a.q.n; ++i)
         sum += exp((double)*h.sink - (double)h.lse[i * h.lse_step]) * (double)delta[i * g->delta.n_step];
-    g->gsinks[j] -= (float)sum;
+    g->dsinks[j] -= (float)sum;
 }
 
 /* Bytes of the gates, a multiple of 64. */
@@ -465,7 +465,7 @@ UPIPE_API upipe_status upi_cpu_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
         memset(job.gates, 0, gates);
     }
     upi_par_each(c->ops, job.blocks * a->q.h, upi_attn_bwd_item, &job);
-    if (g->gsinks != NULL) upi_par_each(c->ops, a->q.h, upi_attn_sink_item, (void *)g);
+    if (g->dsinks != NULL) upi_par_each(c->ops, a->q.h, upi_attn_sink_item, (void *)g);
     return UPIPE_OK;
 }
 

@@ -24,9 +24,9 @@ UPI_KERNELS_BEGIN
 
 typedef struct upi_attn_fwd_work {
     float *q;             /* [12 panels][d][panel]   queries */
-    float *o;             /* [12 panels][dv][panel]  sums of weighted values */
+    float *o;             /* [12 panels][v_dim][panel]  sums of weighted values */
     float *k;             /* [64][d + pad] */
-    float *v;             /* [64][dv + pad] */
+    float *v;             /* [64][v_dim + pad] */
     float *p;             /* [64][panel]             products k . q, then weights, of one panel */
     float *top;           /* [12 panels][panel]      greatest score so far, in units */
     float *sum;           /* [12 panels][panel]      sum of weights so far */
@@ -34,13 +34,13 @@ typedef struct upi_attn_fwd_work {
 } upi_attn_fwd_work;
 
 /* Lays the scratch of one worker out from base, which may be NULL; returns its floats. */
-UPI_INLINE size_t upi_attn_fwd_layout(upi_attn_fwd_work *w, float *base, int64_t d, int64_t dv)
+UPI_INLINE size_t upi_attn_fwd_layout(upi_attn_fwd_work *w, float *base, int64_t d, int64_t v_dim)
 {
     size_t used = 0;
     w->q = upi_attn_carve(base, &used, UPI_ATTN_ROWS_FWD * d);
-    w->o = upi_attn_carve(base, &used, UPI_ATTN_ROWS_FWD * dv);
+    w->o = upi_attn_carve(base, &used, UPI_ATTN_ROWS_FWD * v_dim);
     w->k = upi_attn_carve(base, &used, UPI_ATTN_KEYS * (d + UPI_ATTN_PAD));
-    w->v = upi_attn_carve(base, &used, UPI_ATTN_KEYS * (dv + UPI_ATTN_PAD));
+    w->v = upi_attn_carve(base, &used, UPI_ATTN_KEYS * (v_dim + UPI_ATTN_PAD));
     w->p = upi_attn_carve(base, &used, UPI_ATTN_KEYS * UPI_ATTN_PANEL);
     w->top = upi_attn_carve(base, &used, UPI_ATTN_ROWS_FWD);
     w->sum = upi_attn_carve(base, &used, UPI_ATTN_ROWS_FWD);
@@ -122,7 +122,7 @@ UPI_INLINE void upi_attn_fwd_panel(const upi_attn_fwd_work *w, const upi_attn_he
                                    const upi_attn_part *part)
 {
     const upi_fw nothing = upi_fw_set1(-INFINITY);
-    const int d = a->d, dv = a->dv, keys = part->count, *seen = part->seen;
+    const int d = a->d, v_dim = a->v_dim, keys = part->count, *seen = part->seen;
     const float *q = w->q + panel * UPI_ATTN_PANEL * d, *k = w->k + part->from * (d + UPI_ATTN_PAD);
     float *at_top = w->top + panel * UPI_ATTN_PANEL, *at_sum = w->sum + panel * UPI_ATTN_PANEL;
     upi_fw old[UPI_ATTN_VECTORS], top[UPI_ATTN_VECTORS], sum[UPI_ATTN_VECTORS], fold[UPI_ATTN_VECTORS];
@@ -159,8 +159,8 @@ UPI_INLINE void upi_attn_fwd_panel(const upi_attn_fwd_work *w, const upi_attn_he
     upi_attn_softmax(w->p, seen, rate, top, sum);
     UPI_CPU_UNROLL
     for (v = 0; v < UPI_ATTN_VECTORS; ++v) upi_fw_store(at_sum + v * UPI_WIDE, sum[v]);
-    upi_attn_weigh(dv, seen, w->v + part->from * (dv + UPI_ATTN_PAD), w->p,
-                   w->o + panel * UPI_ATTN_PANEL * dv, fold);
+    upi_attn_weigh(v_dim, seen, w->v + part->from * (v_dim + UPI_ATTN_PAD), w->p,
+                   w->o + panel * UPI_ATTN_PANEL * v_dim, fold);
 }
 
 /* Brings a row up to what it saw of other keys: old is its log-sum-exp there, *lse here. The row's o becomes
@@ -206,8 +206,8 @@ UPI_INLINE void upi_attn_fwd_finish(const upi_attn_head *a, const upi_attn_fwd_w
             if (a->merge) upi_attn_merge(a->lse[(q0 + first + i) * a->lse_step], &lse, &inverse[i], &keep[i]);
             a->lse[(q0 + first + i) * a->lse_step] = lse;
         }
-        upi_attn_unpack_panel(a->o, a->o_dtype, q0 + first, a->o_step, count, a->dv,
-                              w->o + panel * UPI_ATTN_PANEL * a->dv, inverse, a->merge ? keep : NULL);
+        upi_attn_unpack_panel(a->o, a->o_dtype, q0 + first, a->o_step, count, a->v_dim,
+                              w->o + panel * UPI_ATTN_PANEL * a->v_dim, inverse, a->merge ? keep : NULL);
     }
 }
 
@@ -227,13 +227,13 @@ UPI_CPU_KERNEL void upi_attn_fwd_block(const upi_attn_head *heads, int count, in
                                        float *scratch)
 {
     const upi_attn_head *a = heads;
-    const int d = a->d, dv = a->dv, panels = (rows + UPI_ATTN_PANEL - 1) / UPI_ATTN_PANEL;
+    const int d = a->d, v_dim = a->v_dim, panels = (rows + UPI_ATTN_PANEL - 1) / UPI_ATTN_PANEL;
     const upi_fw rate = upi_fw_set1((float)(a->unit * 1.4426950408889634));
     upi_attn_fwd_work w;
     upi_attn_part part;
     int64_t k0, end;
     int h, p, i;
-    upi_attn_fwd_layout(&w, scratch, d, dv);
+    upi_attn_fwd_layout(&w, scratch, d, v_dim);
     upi_attn_see(w.lanes, a->call, q0, rows);
     end = w.lanes.end[rows - 1];
     for (h = 0; h < count; ++h)
@@ -242,7 +242,7 @@ UPI_CPU_KERNEL void upi_attn_fwd_block(const upi_attn_head *heads, int count, in
             upi_attn_pack_panel(w.q + (h * panels + p) * UPI_ATTN_PANEL * d, heads[h].q, a->dtype, q0 + first,
                                 a->q_step, upi_attn_least(rows - first, UPI_ATTN_PANEL), d);
         }
-    memset(w.o, 0, (size_t)(count * panels * UPI_ATTN_PANEL * dv) * sizeof *w.o);
+    memset(w.o, 0, (size_t)(count * panels * UPI_ATTN_PANEL * v_dim) * sizeof *w.o);
     for (i = 0; i < count * panels * UPI_ATTN_PANEL; ++i) {
         w.top[i] = -INFINITY;
         w.sum[i] = 0;
@@ -250,7 +250,7 @@ UPI_CPU_KERNEL void upi_attn_fwd_block(const upi_attn_head *heads, int count, in
     for (k0 = upi_attn_block_of(w.lanes.first[0]); k0 < end; k0 += UPI_ATTN_KEYS) {
         int keys = upi_attn_least(end - k0, UPI_ATTN_KEYS);
         upi_attn_pack_keys(w.k, a->k, a->dtype, k0, a->k_step, keys, d);
-        upi_attn_pack_keys(w.v, a->v, a->dtype, k0, a->v_step, keys, dv);
+        upi_attn_pack_keys(w.v, a->v, a->dtype, k0, a->v_step, keys, v_dim);
         for (p = 0; p < panels; ++p) {
             upi_attn_part_make(&part, w.lanes, p * UPI_ATTN_PANEL, k0, keys);
             for (h = 0; h < count && part.count > 0; ++h)

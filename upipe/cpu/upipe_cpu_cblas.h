@@ -25,7 +25,7 @@ UPI_INLINE int64_t upi_cblas_step(upipe_view v)
     return v.n > 1 ? v.n_step : v.d > 0 ? v.d : 1;
 }
 
-UPI_INLINE int upi_cblas_takes(upipe_view v)
+UPI_INLINE int upi_cblas_accepts(upipe_view v)
 {
     int64_t step = upi_cblas_step(v);
     return v.dtype == UPIPE_F32 && v.n <= INT_MAX && step >= v.d && step <= INT_MAX;
@@ -37,8 +37,8 @@ UPIPE_API upipe_status upi_cblas_gemm(upipe_ctx *c, upipe_view out, upipe_view a
     int trans_a = (flags & UPIPE_GEMM_TRANS_A) != 0, trans_b = (flags & UPIPE_GEMM_TRANS_B) != 0;
     int64_t depth = trans_a ? a.n : a.d;
     int32_t j;
-    UPIPE_TRY(upi_gemm_check(c, out, a, b, flags));
-    if (!upi_cblas_takes(out) || !upi_cblas_takes(a) || !upi_cblas_takes(b) || depth == 0 || out.n == 0 ||
+    UPIPE_TRY(upipe_check_gemm(c, out, a, b, flags));
+    if (!upi_cblas_accepts(out) || !upi_cblas_accepts(a) || !upi_cblas_accepts(b) || depth == 0 || out.n == 0 ||
         out.d == 0)
         return upi_cpu_gemm(c, out, a, b, flags, work, work_bytes);
     for (j = 0; j < out.h; ++j)

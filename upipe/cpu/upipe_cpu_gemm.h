@@ -34,20 +34,20 @@
 enum {
     /* The register tile: 24 sums, 3 of b and 1 of a in 32 registers, or 12, 2 and 1 in 16. 8 x 48 loads less
      * for each multiply-add than 14 x 32 does, and 8 divides what rows there usually are. */
-    UPI_GEMM_ROWS      = UPI_CPU_AVX512 ? 8 : 6,
+    UPI_GEMM_ROWS      = UPIPE_CPU_AVX512 ? 8 : 6,
     UPI_GEMM_SHORT     = 4, /* rows of the kernel for a matrix's last ones */
-    UPI_GEMM_VECTORS   = UPI_CPU_AVX512 ? 3 : 2,
+    UPI_GEMM_VECTORS   = UPIPE_CPU_AVX512 ? 3 : 2,
     UPI_GEMM_COLS      = UPI_GEMM_VECTORS * UPI_WIDE,
     UPI_GEMM_TILE      = UPI_GEMM_ROWS * UPI_GEMM_COLS,
     /* A panel of a, 21 or 8 KiB, stays in a first-level cache while b, 720 or 320 KiB, streams by from the
      * second. */
-    UPI_GEMM_DEPTH     = UPI_CPU_AVX512 ? 640 : 320,
+    UPI_GEMM_DEPTH     = UPIPE_CPU_AVX512 ? 640 : 320,
     UPI_GEMM_A_STEP    = UPI_GEMM_DEPTH + 16,
     UPI_GEMM_A_PANEL   = UPI_GEMM_ROWS * UPI_GEMM_A_STEP,
-    UPI_GEMM_A_PANELS  = UPI_CPU_AVX512 ? 4 : 8,
-    UPI_GEMM_B_PANELS  = UPI_CPU_AVX512 ? 6 : 16,
+    UPI_GEMM_A_PANELS  = UPIPE_CPU_AVX512 ? 4 : 8,
+    UPI_GEMM_B_PANELS  = UPIPE_CPU_AVX512 ? 6 : 16,
     UPI_GEMM_BLOCK_F32 = 192 * 1024, /* sums of a block where they lie in c: 768 KiB in a cache */
-    UPI_GEMM_BLOCK_16  = (UPI_CPU_AVX512 ? 192 : 96) * 1024, /* in scratch */
+    UPI_GEMM_BLOCK_16  = (UPIPE_CPU_AVX512 ? 192 : 96) * 1024, /* in scratch */
     UPI_GEMM_ITEMS     = 4,  /* blocks for each of several threads, at least */
     UPI_GEMM_LINE      = 64, /* bytes of a line of a cache */
     UPI_GEMM_ALIGN     = 64, /* of scratch, bytes */
@@ -201,7 +201,7 @@ UPI_INLINE void upi_gemm_pack_rows(const upi_gemm_side *s, float *to, int64_t fi
             if (i + 2 < count) upi_gemm_fetch(from, dtype, (i + 2) * s->lane_step, depth);
             for (k = 0; k + UPI_LANES <= depth; k += UPI_LANES)
                 upi_f8_store(to + k, upi_f8_get(from, dtype, i * s->lane_step + k));
-            for (; k < depth; ++k) to[k] = upi_f1_get(from, dtype, i * s->lane_step + k);
+            for (; k < depth; ++k) to[k] = upipe_cpu_get(from, dtype, i * s->lane_step + k);
         }
     }
 }
@@ -229,7 +229,7 @@ UPI_INLINE void upi_gemm_pack_columns_turned(const upi_gemm_side *s, float *to, 
             for (; k < depth; ++k)
                 for (i = 0; i < UPI_LANES; ++i)
                     t[k * UPI_GEMM_COLS + i] =
-                        half + i < count ? upi_f1_get(from, dtype, (half + i) * s->lane_step + k) : 0;
+                        half + i < count ? upipe_cpu_get(from, dtype, (half + i) * s->lane_step + k) : 0;
         }
     }
 }
@@ -267,7 +267,7 @@ UPI_INLINE void upi_gemm_pack_rows_turned(const upi_gemm_side *s, float *to, int
                     for (i = 0; i < keep; ++i)
                         for (j = 0; j < UPI_LANES && k + j < depth; ++j)
                             t[i * UPI_GEMM_A_STEP + j] =
-                                lane + i < lanes ? upi_f1_get(from, dtype, (k + j) * s->depth_step + lane + i)
+                                lane + i < lanes ? upipe_cpu_get(from, dtype, (k + j) * s->depth_step + lane + i)
                                                  : 0;
                 }
         }
@@ -297,7 +297,7 @@ UPI_INLINE void upi_gemm_pack_columns(const upi_gemm_side *s, float *to, int64_t
                         upi_f8_store(t + i, upi_f8_get(from, dtype, at + i));
                 } else {
                     for (i = 0; i < UPI_GEMM_COLS; ++i)
-                        t[i] = p * UPI_GEMM_COLS + i < lanes ? upi_f1_get(from, dtype, at + i) : 0;
+                        t[i] = p * UPI_GEMM_COLS + i < lanes ? upipe_cpu_get(from, dtype, at + i) : 0;
                 }
             }
         }
@@ -541,7 +541,7 @@ UPI_INLINE void upi_gemm_round_as(const upi_gemm_block *t, upipe_dtype dtype)
             for (r = 0, at = 0; r < rows; ++r, sum += UPI_GEMM_COLS, at += step) {
                 for (k = 0; k + UPI_LANES <= cols; k += UPI_LANES)
                     upi_f8_put(c, dtype, at + k, upi_f8_load(sum + k));
-                for (; k < cols; ++k) upi_f1_put(c, dtype, at + k, sum[k]);
+                for (; k < cols; ++k) upipe_cpu_put(c, dtype, at + k, sum[k]);
             }
         }
 }
@@ -617,7 +617,7 @@ UPIPE_API upipe_status upi_cpu_gemm(upipe_ctx *c, upipe_view out, upipe_view a, 
     upi_gemm_job g;
     int64_t row;
     int head;
-    UPIPE_TRY(upi_gemm_check(c, out, a, b, flags));
+    UPIPE_TRY(upipe_check_gemm(c, out, a, b, flags));
     upi_gemm_plan(&g, c->ops, out, a, b, flags);
     if (out.n == 0 || out.d == 0) return UPIPE_OK;
     if (g.depth == 0) { /* the empty sum */
@@ -627,7 +627,7 @@ UPIPE_API upipe_status upi_cpu_gemm(upipe_ctx *c, upipe_view out, upipe_view a, 
         return UPIPE_OK;
     }
     if (work == NULL || work_bytes < g.bytes || (uintptr_t)work % UPI_GEMM_ALIGN != 0)
-        return upi_fail(&c->err, UPIPE_ERR_ARG,
+        return upipe_fail(&c->err, UPIPE_ERR_ARG,
                         "gemm: %zu bytes of scratch at %p; %zu at a multiple of %d needed",
                         work == NULL ? (size_t)0 : work_bytes, work, g.bytes, UPI_GEMM_ALIGN);
     g.work = (char *)work;

@@ -29,8 +29,8 @@ enum {
     UPI_ROW_VECTORS = UPI_ROW_SUMS / UPI_WIDE,
     UPI_COPY_PIECE = 4096,  /* bytes */
     UPI_NORM_ROWS = 512,    /* rows of an item of rmsnorm_bwd, at most */
-    UPI_NORM_TOKENS = 4,    /* its tokens, at least: dgain is read and written once for all of them */
-    UPI_NORM_STRIPS = 16,   /* pieces of dgain that items take turns at */
+    UPI_NORM_TOKENS = 4,    /* its tokens, at least: dweight is read and written once for all of them */
+    UPI_NORM_STRIPS = 16,   /* pieces of dweight that items take turns at */
     UPI_NORM_COLUMNS = 128, /* of such a piece, at least */
 };
 
@@ -284,11 +284,11 @@ UPI_INLINE float upi_row_scale(const void *row, upipe_dtype dtype, int64_t d, fl
 
 typedef struct upi_norm_call {
     upipe_view y, x, dy; /* backward: y is dx */
-    const float *gain;
-    float *dgain;   /* [x.h][x.d] or NULL */
+    const float *weight;
+    float *dweight;   /* [x.h][x.d] or NULL */
     int64_t tokens; /* of an item */
     int64_t ahead;  /* tokens from an item to the next of the same thread, roughly */
-    int64_t *gates; /* [UPI_NORM_STRIPS]: items that are done with this piece of dgain */
+    int64_t *gates; /* [UPI_NORM_STRIPS]: items that are done with this piece of dweight */
     float eps;
     int accumulate;
 } upi_norm_call;
@@ -301,12 +301,12 @@ UPI_INLINE const void *upi_norm_below(upipe_view v, int64_t i, int32_t j)
 }
 
 /* `below` is the row that comes next. */
-UPI_INLINE void upi_norm_step(void *y, const void *x, const void *below, const float *gain, upi_fw scale,
+UPI_INLINE void upi_norm_step(void *y, const void *x, const void *below, const float *weight, upi_fw scale,
                               int64_t k, int64_t n, upipe_dtype to, upipe_dtype from)
 {
     upi_fw unit = upi_fw_mul(upi_row_get(x, from, k, n), scale);
     upi_row_fetch(below, from, k);
-    upi_row_put(y, to, k, n, upi_fw_mul(unit, upi_row_get(gain, UPIPE_F32, k, n)));
+    upi_row_put(y, to, k, n, upi_fw_mul(unit, upi_row_get(weight, UPIPE_F32, k, n)));
 }
 
 UPI_INLINE void upi_norm_row(const upi_norm_call *o, int64_t i, int32_t j, upipe_dtype to, upipe_dtype from)
@@ -314,7 +314,7 @@ UPI_INLINE void upi_norm_row(const upi_norm_call *o, int64_t i, int32_t j, upipe
     const void *x = upipe_view_at(o->x, i, j), *below = upi_norm_below(o->x, i, j);
     void *y = upipe_view_at(o->y, i, j);
     upi_fw scale = upi_fw_set1(upi_row_scale(x, from, o->x.d, o->eps));
-    UPI_ROW_STEPS(k, n, o->x.d, upi_norm_step(y, x, below, o->gain, scale, k, n, to, from));
+    UPI_ROW_STEPS(k, n, o->x.d, upi_norm_step(y, x, below, o->weight, scale, k, n, to, from));
 }
 
 UPI_INLINE void upi_norm_rows(const upi_norm_call *o, int64_t first, int64_t last, upipe_dtype to,
@@ -333,7 +333,7 @@ UPI_CPU_KERNEL void upi_norm_run(const void *call, int64_t first, int64_t last)
 }
 
 /* ---- its backward: with u = x * scale, the row of mean square 1,
- *          dx = scale * (gain dy - u * mean(u gain dy)),  dgain += dy u ---- */
+ *          dx = scale * (norm weight dy - u * mean(u norm weight dy)),  dweight += dy u ---- */
 
 /* A row's scale, as the forward has it, and -mean. */
 UPI_INLINE void upi_norm_sums(const upi_norm_call *o, int64_t i, int32_t j, float *scale, float *minus_mean,
@@ -350,7 +350,7 @@ UPI_INLINE void upi_norm_sums(const upi_norm_call *o, int64_t i, int32_t j, floa
         for (l = 0; l < UPI_ROW_VECTORS; ++l) {
             int64_t at = k + l * UPI_WIDE;
             x = upi_fw_get(row, x_type, at);
-            grad = upi_fw_mul(upi_fw_get(dy, dy_type, at), upi_fw_load(o->gain + at));
+            grad = upi_fw_mul(upi_fw_get(dy, dy_type, at), upi_fw_load(o->weight + at));
             square[l] = upi_fw_fma(x, x, square[l]);
             sum[l] = upi_fw_fma(grad, x, sum[l]);
         }
@@ -359,7 +359,7 @@ UPI_INLINE void upi_norm_sums(const upi_norm_call *o, int64_t i, int32_t j, floa
     for (l = 0; l < UPI_ROW_VECTORS; ++l, k += UPI_WIDE)
         if (k < d) {
             x = upi_row_get(row, x_type, k, d - k);
-            grad = upi_fw_mul(upi_row_get(dy, dy_type, k, d - k), upi_row_get(o->gain, UPIPE_F32, k, d - k));
+            grad = upi_fw_mul(upi_row_get(dy, dy_type, k, d - k), upi_row_get(o->weight, UPIPE_F32, k, d - k));
             square[l] = upi_fw_fma(x, x, square[l]);
             sum[l] = upi_fw_fma(grad, x, sum[l]);
         }
@@ -367,23 +367,23 @@ UPI_INLINE void upi_norm_sums(const upi_norm_call *o, int64_t i, int32_t j, floa
     *minus_mean = -(upi_row_fold(sum) * *scale) / (float)d;
 }
 
-/* dgain of one head, columns k .. k + n - 1: += tokens first .. last - 1, in order. */
-UPI_INLINE void upi_norm_gain_step(const upi_norm_call *o, const float *scales, int64_t first, int64_t last,
+/* dweight of one head, columns k .. k + n - 1: += tokens first .. last - 1, in order. */
+UPI_INLINE void upi_norm_weight_step(const upi_norm_call *o, const float *scales, int64_t first, int64_t last,
                                    int32_t j, int64_t k, int64_t n, upipe_dtype dy_type, upipe_dtype x_type)
 {
-    float *dgain = o->dgain + (int64_t)j * o->x.d;
-    upi_fw sum = upi_row_get(dgain, UPIPE_F32, k, n);
+    float *dweight = o->dweight + (int64_t)j * o->x.d;
+    upi_fw sum = upi_row_get(dweight, UPIPE_F32, k, n);
     int64_t i;
     for (i = first; i < last; ++i) {
         upi_fw scale = upi_fw_set1(scales[(i - first) * o->x.h + j]);
         upi_fw unit = upi_fw_mul(upi_row_get(upipe_view_at(o->x, i, j), x_type, k, n), scale);
         sum = upi_fw_fma(upi_row_get(upipe_view_at(o->dy, i, j), dy_type, k, n), unit, sum);
     }
-    upi_row_put(dgain, UPIPE_F32, k, n, sum);
+    upi_row_put(dweight, UPIPE_F32, k, n, sum);
 }
 
-/* Elements begin .. end - 1 of dgain, rows of all heads behind each other. */
-UPI_INLINE void upi_norm_gain(const upi_norm_call *o, const float *scales, int64_t first, int64_t last,
+/* Elements begin .. end - 1 of dweight, rows of all heads behind each other. */
+UPI_INLINE void upi_norm_weight(const upi_norm_call *o, const float *scales, int64_t first, int64_t last,
                               int64_t begin, int64_t end, upipe_dtype dy_type, upipe_dtype x_type)
 {
     while (begin < end) {
@@ -391,8 +391,8 @@ UPI_INLINE void upi_norm_gain(const upi_norm_call *o, const float *scales, int64
         int64_t from = begin - (int64_t)j * o->x.d, left = end - begin, at;
         if (left > o->x.d - from) left = o->x.d - from;
         for (at = 0; at + UPI_WIDE <= left; at += UPI_WIDE)
-            upi_norm_gain_step(o, scales, first, last, j, from + at, UPI_WIDE, dy_type, x_type);
-        if (at < left) upi_norm_gain_step(o, scales, first, last, j, from + at, left - at, dy_type, x_type);
+            upi_norm_weight_step(o, scales, first, last, j, from + at, UPI_WIDE, dy_type, x_type);
+        if (at < left) upi_norm_weight_step(o, scales, first, last, j, from + at, left - at, dy_type, x_type);
         begin += left;
     }
 }
@@ -401,7 +401,7 @@ UPI_INLINE void upi_norm_gain(const upi_norm_call *o, const float *scales, int64
 typedef struct upi_norm_dx {
     void *dx;
     const void *dy, *x, *next_dy, *next_x;
-    const float *gain;
+    const float *weight;
     upi_fw scale, minus_mean;
     upipe_dtype dx_type;
     int accumulate;
@@ -411,7 +411,7 @@ UPI_INLINE void upi_norm_dx_step(const upi_norm_dx *r, int64_t k, int64_t n, upi
                                  upipe_dtype x_type)
 {
     upi_fw unit = upi_fw_mul(upi_row_get(r->x, x_type, k, n), r->scale);
-    upi_fw grad = upi_fw_mul(upi_row_get(r->dy, dy_type, k, n), upi_row_get(r->gain, UPIPE_F32, k, n));
+    upi_fw grad = upi_fw_mul(upi_row_get(r->dy, dy_type, k, n), upi_row_get(r->weight, UPIPE_F32, k, n));
     upi_row_fetch(r->next_dy, dy_type, k);
     upi_row_fetch(r->next_x, x_type, k);
     grad = upi_fw_mul(r->scale, upi_fw_fma(unit, r->minus_mean, grad));
@@ -429,7 +429,7 @@ UPI_INLINE void upi_norm_dx_row(const upi_norm_call *o, int64_t i, int32_t j, fl
     r.x = upipe_view_at(o->x, i, j);
     r.next_dy = upipe_view_at(o->dy, next, j);
     r.next_x = upipe_view_at(o->x, next, j);
-    r.gain = o->gain;
+    r.weight = o->weight;
     r.scale = upi_fw_set1(scale);
     r.minus_mean = upi_fw_set1(minus_mean);
     r.dx_type = o->y.dtype;
@@ -449,9 +449,9 @@ UPI_INLINE void upi_norm_bwd(const upi_norm_call *o, int64_t item, int64_t first
         for (j = 0; j < o->x.h; ++j, ++row)
             upi_norm_sums(o, i, j, &scales[row], &means[row], dy_type, x_type);
     strip = (strip + UPI_NORM_COLUMNS - 1) / UPI_NORM_COLUMNS * UPI_NORM_COLUMNS;
-    for (s = 0; o->dgain != NULL && s * strip < all; ++s) {
+    for (s = 0; o->dweight != NULL && s * strip < all; ++s) {
         upi_par_wait(&o->gates[s], item);
-        upi_norm_gain(o, scales, first, last, s * strip, (s + 1) * strip < all ? (s + 1) * strip : all,
+        upi_norm_weight(o, scales, first, last, s * strip, (s + 1) * strip < all ? (s + 1) * strip : all,
                       dy_type, x_type);
         upi_par_open(&o->gates[s], item + 1);
     }
@@ -616,14 +616,14 @@ UPIPE_API void upi_bytes_share(const upipe_ops *ops, void *dst, const void *src,
 
 UPIPE_API upipe_status upi_cpu_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
 {
-    UPIPE_TRY(upi_copy_check(c, dst, src, bytes));
+    UPIPE_TRY(upipe_check_copy(c, dst, src, bytes));
     if (bytes > 0) upi_bytes_share(c->ops, dst, src, bytes);
     return UPIPE_OK;
 }
 
 UPIPE_API upipe_status upi_cpu_zero(upipe_ctx *c, void *dst, size_t bytes)
 {
-    UPIPE_TRY(upi_zero_check(c, dst, bytes));
+    UPIPE_TRY(upipe_check_zero(c, dst, bytes));
     if (bytes > 0) upi_bytes_share(c->ops, dst, NULL, bytes);
     return UPIPE_OK;
 }
@@ -632,7 +632,7 @@ UPIPE_API upipe_status upi_cpu_cast(upipe_ctx *c, upipe_view dst, upipe_view src
 {
     upipe_view v[2];
     upi_flat f;
-    UPIPE_TRY(upi_cast_check(c, dst, src));
+    UPIPE_TRY(upipe_check_cast(c, dst, src));
     if (dst.n == 0) return UPIPE_OK;
     v[0] = dst;
     v[1] = src;
@@ -645,7 +645,7 @@ UPIPE_API upipe_status upi_cpu_rope(upipe_ctx *c, const upipe_rope *r)
 {
     upi_rope_angles start;
     upi_rope_call call;
-    UPIPE_TRY(upi_rope_check(c, r));
+    UPIPE_TRY(upipe_check_rope(c, r));
     if (r->count == 0 || r->x.n == 0) return UPIPE_OK;
     upi_rope_begin(&start, r);
     call.r = r;
@@ -655,14 +655,14 @@ UPIPE_API upipe_status upi_cpu_rope(upipe_ctx *c, const upipe_rope *r)
     return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_cpu_rmsnorm(upipe_ctx *c, upipe_view y, upipe_view x, const float *gain, float eps)
+UPIPE_API upipe_status upi_cpu_rmsnorm(upipe_ctx *c, upipe_view y, upipe_view x, const float *weight, float eps)
 {
     upi_norm_call call;
-    UPIPE_TRY(upi_rmsnorm_check(c, y, x, gain, eps));
+    UPIPE_TRY(upipe_check_rmsnorm(c, y, x, weight, eps));
     memset(&call, 0, sizeof call);
     call.y = y;
     call.x = x;
-    call.gain = gain;
+    call.weight = weight;
     call.eps = eps;
     upi_rows_share(c->ops, x.n, (int64_t)x.h * x.d * (int64_t)upipe_dtype_bytes(x.dtype), 1, upi_norm_run,
                    &call);
@@ -676,14 +676,14 @@ UPI_INLINE upipe_view upi_norm_heads(upipe_view v, int32_t head, int32_t heads)
     return v;
 }
 
-/* dgain is one chain over the tokens, whatever the threads: an item waits for its turn at each piece of it,
+/* dweight is one chain over the tokens, whatever the threads: an item waits for its turn at each piece of it,
  * and the items before it are then one piece further. In between, each works on its own tokens, which lie in
  * its caches. */
 UPIPE_API upipe_status upi_cpu_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upipe_view dy, upipe_view x,
-                                           const float *gain, float eps, float *dgain, int accumulate)
+                                           const float *weight, float eps, float *dweight, int accumulate)
 {
     int32_t head, heads;
-    UPIPE_TRY(upi_rmsnorm_bwd_check(c, dx, dy, x, gain, eps, accumulate));
+    UPIPE_TRY(upipe_check_rmsnorm_bwd(c, dx, dy, x, weight, eps, accumulate));
     for (head = 0; head < x.h; head += heads) {
         int64_t gates[UPI_NORM_STRIPS] = {0}, bytes, tokens;
         upi_norm_call call;
@@ -695,8 +695,8 @@ UPIPE_API upipe_status upi_cpu_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upipe_vi
         call.y = upi_norm_heads(dx, head, heads);
         call.x = upi_norm_heads(x, head, heads);
         call.dy = upi_norm_heads(dy, head, heads);
-        call.gain = gain;
-        call.dgain = dgain != NULL ? dgain + (int64_t)head * x.d : NULL;
+        call.weight = weight;
+        call.dweight = dweight != NULL ? dweight + (int64_t)head * x.d : NULL;
         call.tokens = tokens;
         call.ahead = tokens * upi_par_workers(c->ops);
         call.gates = gates;
@@ -710,7 +710,7 @@ UPIPE_API upipe_status upi_cpu_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upipe_vi
 UPIPE_API upipe_status upi_cpu_rowdot(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b)
 {
     upi_rowdot_call call;
-    UPIPE_TRY(upi_rowdot_check(c, out, a, b));
+    UPIPE_TRY(upipe_check_rowdot(c, out, a, b));
     call.out = out;
     call.a = a;
     call.b = b;
@@ -723,7 +723,7 @@ UPIPE_API upipe_status upi_cpu_sum(upipe_ctx *c, upipe_view dst, const float *sr
                                    int accumulate)
 {
     upi_flat f;
-    UPIPE_TRY(upi_sum_check(c, dst, src, count, accumulate));
+    UPIPE_TRY(upipe_check_sum(c, dst, src, count, accumulate));
     if (dst.n == 0) return UPIPE_OK;
     f = upi_flat_make(&dst, 1);
     f.src = src;

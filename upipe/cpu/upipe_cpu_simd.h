@@ -31,9 +31,9 @@
 
 #include "../upipe_base.h"
 
-#define UPI_CPU_AVX512 0
-#define UPI_CPU_AVX2   0
-#define UPI_CPU_NEON   0
+#define UPIPE_CPU_AVX512 0
+#define UPIPE_CPU_AVX2   0
+#define UPIPE_CPU_NEON   0
 #define UPI_CPU_SCALAR 0
 #if defined(UPIPE_CPU_SCALAR)
 #undef UPI_CPU_SCALAR
@@ -41,16 +41,16 @@
 #elif defined(UPIPE_CPU_PORTABLE)
 /* none of the others */
 #elif defined(__AVX2__) && defined(__FMA__)
-#undef UPI_CPU_AVX2
-#define UPI_CPU_AVX2 1
+#undef UPIPE_CPU_AVX2
+#define UPIPE_CPU_AVX2 1
 #include <immintrin.h>
 #if defined(__AVX512F__)
-#undef UPI_CPU_AVX512
-#define UPI_CPU_AVX512 1
+#undef UPIPE_CPU_AVX512
+#define UPIPE_CPU_AVX512 1
 #endif
 #elif defined(__aarch64__)
-#undef UPI_CPU_NEON
-#define UPI_CPU_NEON 1
+#undef UPIPE_CPU_NEON
+#define UPIPE_CPU_NEON 1
 #include <arm_neon.h>
 #endif
 
@@ -92,14 +92,14 @@ enum {
     UPI_DOT_PIECE = 64
 };
 
-#if UPI_CPU_AVX2
+#if UPIPE_CPU_AVX2
 
 typedef __m256 upi_f8;
 typedef __m256 upi_mask8; /* a lane is all ones or all zeros */
 
 /* Keeps a loaded value in its register. gcc otherwise folds the load into each FMA that uses it, and the load
  * ports, not the FMA units, then set the pace: 90 falls to 60 GFLOP/s. */
-#if UPI_CPU_AVX512
+#if UPIPE_CPU_AVX512
 #define UPI_OPAQUE(v) __asm__("" : "+v"(v))
 #else
 #define UPI_OPAQUE(v) __asm__("" : "+x"(v))
@@ -144,9 +144,9 @@ typedef struct upi_mask8 {
 
 UPIPE_API const char *upi_cpu_simd_name(void)
 {
-    return UPI_CPU_AVX512   ? "cpu-avx512"
-           : UPI_CPU_AVX2   ? "cpu-avx2"
-           : UPI_CPU_NEON   ? "cpu-neon"
+    return UPIPE_CPU_AVX512   ? "cpu-avx512"
+           : UPIPE_CPU_AVX2   ? "cpu-avx2"
+           : UPIPE_CPU_NEON   ? "cpu-neon"
            : UPI_CPU_SCALAR ? "cpu-scalar"
                             : "cpu-portable";
 }
@@ -167,13 +167,13 @@ UPI_INLINE float upi_f32_of_bits(uint32_t bits)
     return f;
 }
 
-UPI_INLINE float upi_bf16_to_f32(uint16_t b)
+UPI_INLINE float upipe_bf16_to_f32(uint16_t b)
 {
     return upi_f32_of_bits((uint32_t)b << 16);
 }
 
 /* Rounds to nearest, ties to even. A NaN stays one: rounding could carry it out of the fraction. */
-UPI_INLINE uint16_t upi_f32_to_bf16(float f)
+UPI_INLINE uint16_t upipe_f32_to_bf16(float f)
 {
     uint32_t bits = upi_bits_of_f32(f);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40u);
@@ -204,7 +204,7 @@ UPI_INLINE uint16_t upi_f32_to_f16(float f)
 /* ---- eight lanes ---- */
 
 /* clang-format off */
-#if UPI_CPU_AVX2
+#if UPIPE_CPU_AVX2
 
 UPI_INLINE upi_f8 upi_f8_zero(void)                              { return _mm256_setzero_ps(); }
 UPI_INLINE upi_f8 upi_f8_set1(float s)                           { return _mm256_set1_ps(s); }
@@ -268,7 +268,7 @@ UPI_INLINE upi_f8 upi_f8_add(upi_f8 a, upi_f8 b)                 { return upi_f8
 UPI_INLINE upi_f8 upi_f8_sub(upi_f8 a, upi_f8 b)                 { return upi_f8_join(a.lo - b.lo, a.hi - b.hi); }
 UPI_INLINE upi_f8 upi_f8_mul(upi_f8 a, upi_f8 b)                 { return upi_f8_join(a.lo * b.lo, a.hi * b.hi); }
 UPI_INLINE upi_f8 upi_f8_div(upi_f8 a, upi_f8 b)                 { return upi_f8_join(a.lo / b.lo, a.hi / b.hi); }
-#if UPI_CPU_NEON
+#if UPIPE_CPU_NEON
 UPI_INLINE upi_f8 upi_f8_sqrt(upi_f8 a)
 {
     return upi_f8_join((upi_f4)vsqrtq_f32((float32x4_t)a.lo), (upi_f4)vsqrtq_f32((float32x4_t)a.hi));
@@ -318,7 +318,7 @@ UPI_INLINE upi_f8 upi_f8_select(upi_mask8 m, upi_f8 a, upi_f8 b)
 /* Lanes l > threshold, l = 0..7. */
 UPI_INLINE upi_mask8 upi_lanes_above(int32_t threshold)
 {
-#if UPI_CPU_AVX2
+#if UPIPE_CPU_AVX2
     const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     return _mm256_castsi256_ps(_mm256_cmpgt_epi32(lane, _mm256_set1_epi32(threshold)));
 #elif UPI_CPU_SCALAR
@@ -354,7 +354,7 @@ UPI_INLINE upi_f8 upi_f8_exp2(upi_f8 x)
     p = upi_f8_fma(p, fraction, upi_f8_set1(2.402265221e-01f));
     p = upi_f8_fma(p, fraction, upi_f8_set1(6.931472421e-01f));
     p = upi_f8_fma(p, fraction, upi_f8_set1(1.0f));
-#if UPI_CPU_AVX2
+#if UPIPE_CPU_AVX2
     return upi_f8_mul(p, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(shifted), 23)));
 #elif UPI_CPU_SCALAR
     UPI_EACH(shifted, upi_f32_of_bits(upi_bits_of_f32(shifted.v[l]) << 23));
@@ -381,7 +381,7 @@ UPI_INLINE float upi_f8_sum(upi_f8 v)
 /* r[i][j] becomes r[j][i]. */
 UPI_INLINE void upi_f8_transpose(upi_f8 *r)
 {
-#if UPI_CPU_AVX2
+#if UPIPE_CPU_AVX2
     upi_f8 t[8], s[8];
     int i;
     UPI_CPU_UNROLL
@@ -413,21 +413,21 @@ UPI_INLINE void upi_f8_transpose(upi_f8 *r)
 
 UPI_INLINE upi_f8 upi_f8_load_bf16(const uint16_t *p)
 {
-#if UPI_CPU_AVX2
+#if UPIPE_CPU_AVX2
     __m128i half = _mm_loadu_si128((const __m128i *)(const void *)p);
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
 #else
     float t[UPI_LANES];
     int i;
-    for (i = 0; i < UPI_LANES; ++i) t[i] = upi_bf16_to_f32(p[i]);
+    for (i = 0; i < UPI_LANES; ++i) t[i] = upipe_bf16_to_f32(p[i]);
     return upi_f8_load(t);
 #endif
 }
 
-/* Rounds as upi_f32_to_bf16 does. */
+/* Rounds as upipe_f32_to_bf16 does. */
 UPI_INLINE void upi_f8_store_bf16(uint16_t *p, upi_f8 v)
 {
-#if UPI_CPU_AVX2
+#if UPIPE_CPU_AVX2
     __m256i bits = _mm256_castps_si256(v);
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(_mm256_set1_epi32(0x7fff), odd));
@@ -440,12 +440,12 @@ UPI_INLINE void upi_f8_store_bf16(uint16_t *p, upi_f8 v)
     float t[UPI_LANES];
     int i;
     upi_f8_store(t, v);
-    for (i = 0; i < UPI_LANES; ++i) p[i] = upi_f32_to_bf16(t[i]);
+    for (i = 0; i < UPI_LANES; ++i) p[i] = upipe_f32_to_bf16(t[i]);
 #endif
 }
 
 /* UPI_F16C: are f16 converted in hardware? */
-#if UPI_CPU_AVX2 && defined(__F16C__)
+#if UPIPE_CPU_AVX2 && defined(__F16C__)
 #define UPI_F16C 1
 #else
 #define UPI_F16C 0
@@ -455,7 +455,7 @@ UPI_INLINE upi_f8 upi_f8_load_f16(const uint16_t *p)
 {
 #if UPI_F16C
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)p));
-#elif UPI_CPU_NEON
+#elif UPIPE_CPU_NEON
     float16x8_t half = vreinterpretq_f16_u16(vld1q_u16(p));
     return upi_f8_join((upi_f4)vcvt_f32_f16(vget_low_f16(half)), (upi_f4)vcvt_high_f32_f16(half));
 #else
@@ -471,7 +471,7 @@ UPI_INLINE void upi_f8_store_f16(uint16_t *p, upi_f8 v)
 {
 #if UPI_F16C
     _mm_storeu_si128((__m128i *)(void *)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-#elif UPI_CPU_NEON
+#elif UPIPE_CPU_NEON
     float16x8_t half = vcvt_high_f16_f32(vcvt_f16_f32((float32x4_t)v.lo), (float32x4_t)v.hi);
     vst1q_u16(p, vreinterpretq_u16_f16(half));
 #else
@@ -501,24 +501,24 @@ UPI_INLINE void upi_f8_put(void *base, upipe_dtype dtype, int64_t i, upi_f8 v)
         upi_f8_store_f16((uint16_t *)base + i, v);
 }
 
-UPI_INLINE float upi_f1_get(const void *base, upipe_dtype dtype, int64_t i)
+UPI_INLINE float upipe_cpu_get(const void *base, upipe_dtype dtype, int64_t i)
 {
     return dtype == UPIPE_F32    ? ((const float *)base)[i]
-           : dtype == UPIPE_BF16 ? upi_bf16_to_f32(((const uint16_t *)base)[i])
+           : dtype == UPIPE_BF16 ? upipe_bf16_to_f32(((const uint16_t *)base)[i])
                                  : upi_f16_to_f32(((const uint16_t *)base)[i]);
 }
 
-UPI_INLINE void upi_f1_put(void *base, upipe_dtype dtype, int64_t i, float v)
+UPI_INLINE void upipe_cpu_put(void *base, upipe_dtype dtype, int64_t i, float v)
 {
     if (dtype == UPIPE_F32)
         ((float *)base)[i] = v;
     else
-        ((uint16_t *)base)[i] = dtype == UPIPE_BF16 ? upi_f32_to_bf16(v) : upi_f32_to_f16(v);
+        ((uint16_t *)base)[i] = dtype == UPIPE_BF16 ? upipe_f32_to_bf16(v) : upi_f32_to_f16(v);
 }
 
 /* ---- the widest lanes: only what the wide kernels say ---- */
 
-#if UPI_CPU_AVX512
+#if UPIPE_CPU_AVX512
 
 enum { UPI_WIDE = 16 };
 typedef __m512 upi_fw;
@@ -630,7 +630,7 @@ UPI_INLINE upi_fw upi_fw_exp2(upi_fw x)                          { return upi_f8
 
 UPI_INLINE upi_fw upi_fw_swap(upi_fw v)
 {
-#if UPI_CPU_AVX2
+#if UPIPE_CPU_AVX2
     return _mm256_permute_ps(v, 0xb1);
 #else
     float from[UPI_LANES], to[UPI_LANES];

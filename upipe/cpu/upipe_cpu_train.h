@@ -204,7 +204,7 @@ UPI_INLINE float upi_cross_entropy_row(const upipe_cross_entropy *x, int64_t i, 
     sum = others + t[0];
     if (grad != NULL) {
         UPI_WITH_TYPE(dtype, x->grad.dtype, upi_logits_grad(grad, dtype, row, d, top, x->scale / sum));
-        upi_f1_put(grad, x->grad.dtype, target, -(x->scale * (others / sum)));
+        upipe_cpu_put(grad, x->grad.dtype, target, -(x->scale * (others / sum)));
     }
     return (at == top ? log1pf(others) : logf(sum)) + (top - at);
 }
@@ -260,7 +260,7 @@ UPI_CPU_KERNEL void upi_embed_bwd_item(void *arg, int64_t strip, int32_t worker)
 
 /* ---- sums and the optimizer ---- */
 
-#if UPI_CPU_AVX2
+#if UPIPE_CPU_AVX2
 
 typedef __m256d upi_d4;
 
@@ -346,7 +346,7 @@ UPI_INLINE void upi_total_row(double *sums, const void *row, upipe_dtype dtype, 
     UPI_CPU_UNROLL
     for (l = 0; l < UPI_TOTAL_SUMS / 4; ++l) upi_d4_store(sums + 4 * l, s[l]);
     for (l = 0; k < d; ++k, ++l) {
-        double one = (double)upi_f1_get(row, dtype, k);
+        double one = (double)upipe_cpu_get(row, dtype, k);
         sums[l] += squares ? one * one : one;
     }
 }
@@ -392,7 +392,7 @@ UPI_CPU_KERNEL void upi_total_item(void *arg, int64_t i, int32_t worker)
 /* The factors of the formula, rounded. */
 typedef struct upi_adamw_call {
     const upipe_adamw *a;
-    float m_keep, m_take, m_scale, v_keep, v_take, v_scale, g_scale, eps, minus_rate, decay;
+    float m_keep, m_part, m_scale, v_keep, v_part, v_scale, g_scale, eps, minus_rate, decay;
 } upi_adamw_call;
 
 UPI_INLINE void upi_adamw_step(const upi_adamw_call *o, int64_t k, int64_t n, upipe_dtype copy)
@@ -401,8 +401,8 @@ UPI_INLINE void upi_adamw_step(const upi_adamw_call *o, int64_t k, int64_t n, up
     upi_fw g = upi_fw_mul(upi_row_get(a->g, UPIPE_F32, k, n), upi_fw_set1(o->g_scale));
     upi_fw w = upi_row_get(a->w, UPIPE_F32, k, n), m = upi_row_get(a->m, UPIPE_F32, k, n);
     upi_fw v = upi_row_get(a->v, UPIPE_F32, k, n), step;
-    m = upi_fw_fma(upi_fw_set1(o->m_keep), m, upi_fw_mul(upi_fw_set1(o->m_take), g));
-    v = upi_fw_fma(upi_fw_set1(o->v_keep), v, upi_fw_mul(upi_fw_mul(upi_fw_set1(o->v_take), g), g));
+    m = upi_fw_fma(upi_fw_set1(o->m_keep), m, upi_fw_mul(upi_fw_set1(o->m_part), g));
+    v = upi_fw_fma(upi_fw_set1(o->v_keep), v, upi_fw_mul(upi_fw_mul(upi_fw_set1(o->v_part), g), g));
     step = upi_fw_add(upi_fw_sqrt(upi_fw_mul(v, upi_fw_set1(o->v_scale))), upi_fw_set1(o->eps));
     step = upi_fw_div(upi_fw_mul(m, upi_fw_set1(o->m_scale)), step);
     w = upi_fw_fma(upi_fw_set1(o->minus_rate), upi_fw_fma(upi_fw_set1(o->decay), w, step), w);
@@ -431,7 +431,7 @@ UPIPE_API upipe_status upi_cpu_add(upipe_ctx *c, upipe_view y, upipe_view x)
 {
     upipe_view v[2];
     upi_flat f;
-    UPIPE_TRY(upi_add_check(c, y, x));
+    UPIPE_TRY(upipe_check_add(c, y, x));
     if (y.n == 0) return UPIPE_OK;
     v[0] = y;
     v[1] = x;
@@ -444,7 +444,7 @@ UPIPE_API upipe_status upi_cpu_swiglu(upipe_ctx *c, upipe_view y, upipe_view gat
 {
     upipe_view v[3];
     upi_flat f;
-    UPIPE_TRY(upi_swiglu_check(c, y, gate, up));
+    UPIPE_TRY(upipe_check_swiglu(c, y, gate, up));
     if (y.n == 0) return UPIPE_OK;
     v[0] = y;
     v[1] = gate;
@@ -458,7 +458,7 @@ UPIPE_API upipe_status upi_cpu_swiglu_bwd(upipe_ctx *c, upipe_view gate, upipe_v
 {
     upipe_view v[3];
     upi_flat f;
-    UPIPE_TRY(upi_swiglu_bwd_check(c, gate, up, dy));
+    UPIPE_TRY(upipe_check_swiglu_bwd(c, gate, up, dy));
     if (dy.n == 0) return UPIPE_OK;
     v[0] = gate;
     v[1] = up;
@@ -471,10 +471,10 @@ UPIPE_API upipe_status upi_cpu_swiglu_bwd(upipe_ctx *c, upipe_view gate, upipe_v
 UPIPE_API upipe_status upi_cpu_cross_entropy(upipe_ctx *c, const upipe_cross_entropy *x)
 {
     int64_t i;
-    UPIPE_TRY(upi_cross_entropy_check(c, x));
+    UPIPE_TRY(upipe_check_cross_entropy(c, x));
     for (i = 0; i < x->logits.n; ++i)
         if (x->targets[i] >= x->logits.d)
-            return upi_fail(&c->err, UPIPE_ERR_ARG, "cross_entropy: target %d of row %lld, of %d columns",
+            return upipe_fail(&c->err, UPIPE_ERR_ARG, "cross_entropy: target %d of row %lld, of %d columns",
                             x->targets[i], (long long)i, x->logits.d);
     upi_rows_share(c->ops, x->logits.n, 2 * (int64_t)x->logits.d * (int64_t)sizeof(float), 1,
                    upi_cross_entropy_run, x);
@@ -488,7 +488,7 @@ UPIPE_API upipe_status upi_tokens_check(upipe_ctx *c, const char *call, const in
     int64_t i;
     for (i = 0; i < n; ++i)
         if (tokens[i] < 0 || tokens[i] >= rows)
-            return upi_fail(&c->err, UPIPE_ERR_ARG, "%s: token %d of row %lld, of a table of %lld rows", call,
+            return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: token %d of row %lld, of a table of %lld rows", call,
                             tokens[i], (long long)i, (long long)rows);
     return UPIPE_OK;
 }
@@ -496,7 +496,7 @@ UPIPE_API upipe_status upi_tokens_check(upipe_ctx *c, const char *call, const in
 UPIPE_API upipe_status upi_cpu_embed(upipe_ctx *c, upipe_view x, upipe_view table, const int32_t *tokens)
 {
     upi_embed_call call;
-    UPIPE_TRY(upi_embed_check(c, "embed", x, table, tokens));
+    UPIPE_TRY(upipe_check_embed(c, "embed", x, table, tokens));
     UPIPE_TRY(upi_tokens_check(c, "embed", tokens, x.n, table.n));
     call.x = x;
     call.table = table;
@@ -514,7 +514,7 @@ UPIPE_API upipe_status upi_cpu_embed_bwd(upipe_ctx *c, upipe_view dtable, upipe_
 {
     int64_t strips = 2 * upi_par_workers(c->ops);
     upi_embed_call call;
-    UPIPE_TRY(upi_embed_bwd_check(c, dtable, dx, tokens));
+    UPIPE_TRY(upipe_check_embed_bwd(c, dtable, dx, tokens));
     UPIPE_TRY(upi_tokens_check(c, "embed_bwd", tokens, dx.n, dtable.n));
     call.x = dx;
     call.table = dtable;
@@ -532,7 +532,7 @@ UPIPE_API upipe_status upi_cpu_total(upipe_ctx *c, double *out, upipe_view x, in
     upi_total_call call;
     int64_t rows = x.n * x.h, all, i, count;
     double sum = 0;
-    UPIPE_TRY(upi_total_check(c, out, x));
+    UPIPE_TRY(upipe_check_total(c, out, x));
     call.x = x;
     call.squares = squares;
     call.pieces = ((int64_t)x.d + UPI_TOTAL_PIECE - 1) / UPI_TOTAL_PIECE;
@@ -550,13 +550,13 @@ UPIPE_API upipe_status upi_cpu_total(upipe_ctx *c, double *out, upipe_view x, in
 UPIPE_API upipe_status upi_cpu_adamw(upipe_ctx *c, const upipe_adamw *a)
 {
     upi_adamw_call call;
-    UPIPE_TRY(upi_adamw_check(c, a));
+    UPIPE_TRY(upipe_check_adamw(c, a));
     call.a = a;
     call.m_keep = (float)a->beta1;
-    call.m_take = (float)(1 - a->beta1);
+    call.m_part = (float)(1 - a->beta1);
     call.m_scale = (float)(1 / (1 - pow(a->beta1, (double)a->step)));
     call.v_keep = (float)a->beta2;
-    call.v_take = (float)(1 - a->beta2);
+    call.v_part = (float)(1 - a->beta2);
     call.v_scale = (float)(1 / (1 - pow(a->beta2, (double)a->step)));
     call.g_scale = (float)a->grad_scale;
     call.eps = (float)a->eps;

@@ -27,13 +27,13 @@ UPI_ROW_LAST void upi_row_get_last(float *t, const void *row, upipe_dtype dtype,
 {
     int64_t k;
     memset(t, 0, UPI_WIDE * sizeof *t);
-    for (k = 0; k < n; ++k) t[k] = upi_f1_get(row, dtype, i + k);
+    for (k = 0; k < n; ++k) t[k] = upipe_cpu_get(row, dtype, i + k);
 }
 
 UPI_ROW_LAST void upi_row_put_last(void *row, upipe_dtype dtype, int64_t i, int64_t n, const float *t)
 {
     int64_t k;
-    for (k = 0; k < n; ++k) upi_f1_put(row, dtype, i + k, t[k]);
+    for (k = 0; k < n; ++k) upipe_cpu_put(row, dtype, i + k, t[k]);
 }
 
 /* A vector of a row from element i on, of which n count: zeros in place of the others, which are not read.

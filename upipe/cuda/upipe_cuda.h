@@ -37,8 +37,8 @@ UPIPE_API void upipe_cuda_ops(upipe_ops *ops, upipe_cuda *device)
     memset(ops, 0, sizeof *ops);
     ops->name = "cuda";
     ops->self = device;
-    ops->attn_can = UPIPE_ATTN_WINDOW | UPIPE_ATTN_DOCS | UPIPE_ATTN_SOFTCAP | UPIPE_ATTN_SINKS |
-                    UPIPE_ATTN_V_DIM | UPIPE_ATTN_ADD_GQ;
+    ops->attn_can = UPIPE_ATTN_WINDOW | UPIPE_ATTN_CU_SEQLENS | UPIPE_ATTN_SOFTCAP | UPIPE_ATTN_SINKS |
+                    UPIPE_ATTN_V_DIM | UPIPE_ATTN_ADD_DQ;
     ops->sync = upi_cuda_sync;
     ops->copy = upi_cuda_copy;
     ops->zero = upi_cuda_zero;

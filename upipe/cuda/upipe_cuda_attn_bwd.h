@@ -1,11 +1,11 @@
 /* upipe_cuda_attn_bwd.h -- attention backward on tensor cores           backend cuda, includes cuda_attn_fwd
  *
  * Fills upi_cuda_attn_bwd and upi_cuda_attn_bytes of the table. Contract: upipe_attn.h; types and alignment
- * as in upipe_cuda_attn_fwd.h, and rows of gk and gv (f32) begin at multiples of 16 bytes too.
+ * as in upipe_cuda_attn_fwd.h, and rows of dk and dv (f32) begin at multiples of 16 bytes too.
  *
  * A block takes 128 keys (64 at head dim 256) of one key/value head, and every query that sees them, of all
- * the heads of the group: dK and dV stay in registers from the first to the last, starting from what gk and
- * gv hold. A warp has 16 of the keys. Everything is computed transposed,
+ * the heads of the group: dK and dV stay in registers from the first to the last, starting from what dk and
+ * dv hold. A warp has 16 of the keys. Everything is computed transposed,
  *
  *     S^T = K Q^T     P^T = exp(scale S^T - lse)     dP^T = V dO^T     dS^T = scale P^T (dP^T - delta)
  *     dV += P^T dO    dK += dS^T Q                   dQ = dS K
@@ -46,8 +46,8 @@ template <int D> struct upi_cuda_attn_bwd_shape {
         S_ROW = 64,              /* elements in a row of P and dS */
         AT_V = KEYS * D * 2,
         AT_Q = 2 * KEYS * D * 2, /* two slots, and two of dO */
-        AT_GO = AT_Q + 2 * ROWS * D * 2,
-        AT_S = AT_GO + 2 * ROWS * D * 2,
+        AT_DOUT = AT_Q + 2 * ROWS * D * 2,
+        AT_S = AT_DOUT + 2 * ROWS * D * 2,
         AT_P = AT_S + KEYS * S_ROW * 2,
         AT_LSE = AT_P + (SHARES > 1 ? KEYS * S_ROW * 2 : 0), /* two slots, and two of delta */
         SHARED = AT_LSE + 4 * ROWS * 4
@@ -128,8 +128,8 @@ UPI_DEVICE void upi_cuda_attn_bwd_load(const upi_cuda_attn_bwd_args &g, uint32_t
     base += slot * ROWS * D * 2;
     upi_cuda_attn_load<D, ROWS, THREADS>(base + shape::AT_Q, g.a.q + h * g.a.q_head, g.a.q_step, q0,
                                          g.a.queries, g.a.d);
-    upi_cuda_attn_load<D, ROWS, THREADS>(base + shape::AT_GO, g.go + h * g.go_head, g.go_step, q0,
-                                         g.a.queries, MASKED ? g.a.dv : g.a.d);
+    upi_cuda_attn_load<D, ROWS, THREADS>(base + shape::AT_DOUT, g.dout + h * g.dout_head, g.dout_step, q0,
+                                         g.a.queries, MASKED ? g.a.v_dim : g.a.d);
     upi_copy_commit();
 }
 
@@ -242,7 +242,7 @@ UPI_DEVICE void upi_cuda_attn_bwd_capped(float s[N][4], float dp[N][4], const fl
 }
 
 /* Adds the block's part to dQ of a tile, when it is its turn: the first block finds nothing there, the last
- * one writes the sum to gq. With merge all of them add to gq. A barrier between the fence and the release makes
+ * one writes the sum to dq. With merge all of them add to dq. A barrier between the fence and the release makes
  * one thread's release stand for all, and likewise its acquire. */
 template <int D, int N, int MASKED>
 UPI_DEVICE void upi_cuda_attn_bwd_add(const upi_cuda_attn_bwd_args &g, const float dq[N][4], int h, int m,
@@ -253,10 +253,10 @@ UPI_DEVICE void upi_cuda_attn_bwd_add(const upi_cuda_attn_bwd_args &g, const flo
     const int64_t q0 = (int64_t)m * shape::ROWS;
     const int is_first =
         block == 0 ||
-        (MASKED && upi_cuda_attn_bwd_takes<shape::KEYS, shape::ROWS, MASKED>(g, block - 1).end <= m);
+        (MASKED && upi_cuda_attn_bwd_tiles_of<shape::KEYS, shape::ROWS, MASKED>(g, block - 1).end <= m);
     const int is_last =
         MASKED ? block + 1 == g.blocks ||
-                     upi_cuda_attn_bwd_takes<shape::KEYS, shape::ROWS, MASKED>(g, block + 1).first > m
+                     upi_cuda_attn_bwd_tiles_of<shape::KEYS, shape::ROWS, MASKED>(g, block + 1).first > m
                : upi_cuda_attn_reach(g.a, q0, shape::ROWS) <= (int64_t)(block + 1) * shape::KEYS;
     int *turn = g.turns + 1 + (int64_t)h * g.tiles + m;
     if (!is_first) {
@@ -268,8 +268,8 @@ UPI_DEVICE void upi_cuda_attn_bwd_add(const upi_cuda_attn_bwd_args &g, const flo
     for (int half = 0; half < 2; ++half) {
         const int64_t row = q0 + at.dq_row0 + at.lane / 4 + half * 8;
         const int first = at.dq_share * N * 8 + at.lane % 4 * 2;
-        float *sum = g.dq + row * g.dq_step + h * g.dq_head + first;
-        upi_bf16 *to = g.gq + row * g.gq_step + h * g.gq_head + first;
+        float *sum = g.dq_sum + row * g.dq_sum_step + h * g.dq_sum_head + first;
+        upi_bf16 *to = g.dq + row * g.dq_step + h * g.dq_head + first;
         if (row >= g.a.queries) continue;
         UPI_UNROLL
         for (int i = 0; i < N; ++i) {
@@ -302,7 +302,7 @@ UPI_DEVICE void upi_cuda_attn_bwd_zero(const upi_cuda_attn_bwd_args &g, int kv, 
     for (int h = kv * g.a.group; h < (kv + 1) * g.a.group; ++h)
         for (int64_t row = from + (int)threadIdx.x / 32; row < to; row += shape::WARPS)
             for (int c = lane * 2; c < g.a.d; c += 64)
-                *(uint32_t *)(g.gq + row * g.gq_step + h * g.gq_head + c) = 0;
+                *(uint32_t *)(g.dq + row * g.dq_step + h * g.dq_head + c) = 0;
 }
 
 /* A block sees to the tiles between those of the block before and its own, the last one to those that are left. */
@@ -312,7 +312,7 @@ UPI_DEVICE void upi_cuda_attn_bwd_zeros(const upi_cuda_attn_bwd_args &g, int kv,
 {
     typedef upi_cuda_attn_bwd_shape<D> shape;
     const int before =
-        MASKED && block > 0 ? upi_cuda_attn_bwd_takes<shape::KEYS, shape::ROWS, MASKED>(g, block - 1).end : 0;
+        MASKED && block > 0 ? upi_cuda_attn_bwd_tiles_of<shape::KEYS, shape::ROWS, MASKED>(g, block - 1).end : 0;
     if (MASKED || block == 0) upi_cuda_attn_bwd_zero<D>(g, kv, before, takes.first);
     if (MASKED && block + 1 == g.blocks) upi_cuda_attn_bwd_zero<D>(g, kv, takes.end, g.tiles);
 }
@@ -335,7 +335,7 @@ void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
     const int ticket = *(const int *)(shared + shape::AT_S);
     const int block = ticket / kv_heads, kv = ticket % kv_heads; /* fewer keys ahead, earlier ticket */
     const int last_head = (kv + 1) * g.a.group;
-    const upi_cuda_attn_bwd_tiles takes = upi_cuda_attn_bwd_takes<shape::KEYS, shape::ROWS, MASKED>(g, block);
+    const upi_cuda_attn_bwd_tiles takes = upi_cuda_attn_bwd_tiles_of<shape::KEYS, shape::ROWS, MASKED>(g, block);
     upi_cuda_attn_bwd_zeros<D, MASKED>(g, kv, block, takes);
     if (takes.first >= takes.end) return;
 
@@ -347,24 +347,24 @@ void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
         const int end = upi_cuda_attn_bwd_keys<D>(g.a, block);
         upi_cuda_attn_load<D, KEYS, THREADS>(base, g.a.k + kv * g.a.k_head, g.a.k_step, k0, g.a.keys, g.a.d);
         upi_cuda_attn_load<D, KEYS, THREADS>(base + shape::AT_V, g.a.v + kv * g.a.v_head, g.a.v_step, k0,
-                                             g.a.keys, MASKED ? g.a.dv : g.a.d);
+                                             g.a.keys, MASKED ? g.a.v_dim : g.a.d);
         upi_cuda_attn_bwd_load<D, MASKED>(g, base, h, m, 0);
         upi_cuda_attn_bwd_stats<D>(g, h, m, stats);
         upi_cuda_attn_bwd_keep<D>(shared, 0, stats);
-        upi_cuda_attn_grad_get<OUT>(dk, g.gk + kv * g.gk_head + k0 * g.gk_step, g.gk_step, end, at.row0,
+        upi_cuda_attn_grad_get<OUT>(dk, g.dk + kv * g.dk_head + k0 * g.dk_step, g.dk_step, end, at.row0,
                                     at.share * OUT * 8, g.a.d);
-        upi_cuda_attn_grad_get<OUT>(dv, g.gv + kv * g.gv_head + k0 * g.gv_step, g.gv_step, end, at.row0,
-                                    at.share * OUT * 8, MASKED ? g.a.dv : g.a.d);
+        upi_cuda_attn_grad_get<OUT>(dv, g.dv + kv * g.dv_head + k0 * g.dv_step, g.dv_step, end, at.row0,
+                                    at.share * OUT * 8, MASKED ? g.a.v_dim : g.a.d);
     }
 
     while (h < last_head) {
         const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<D>();
         const int now = upi_cuda_attn_anew(block);
         const upi_cuda_attn_bwd_tiles mine =
-            upi_cuda_attn_bwd_takes<shape::KEYS, shape::ROWS, MASKED>(g, now);
+            upi_cuda_attn_bwd_tiles_of<shape::KEYS, shape::ROWS, MASKED>(g, now);
         const int next_h = m > mine.first ? h : h + 1, next_m = m > mine.first ? m - 1 : mine.end - 1;
         const uint32_t at_q = base + shape::AT_Q + slot * ROWS * D * 2,
-                       at_go = at_q + (shape::AT_GO - shape::AT_Q);
+                       at_dout = at_q + (shape::AT_DOUT - shape::AT_Q);
         upi_copy_wait<0>();
         __syncthreads(); /* the tile is there, and every warp is through with the one before */
         if (next_h < last_head) upi_cuda_attn_bwd_load<D, MASKED>(g, base, next_h, next_m, slot ^ 1);
@@ -376,7 +376,7 @@ void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
             upi_cuda_attn_dots<D, COLUMNS / 8>(s, base + at.row0 * D * 2 + at.mine,
                                                at_q + c0 * D * 2 + at.mine);
             upi_cuda_attn_dots<D, COLUMNS / 8>(dp, base + shape::AT_V + at.row0 * D * 2 + at.mine,
-                                               at_go + c0 * D * 2 + at.mine);
+                                               at_dout + c0 * D * 2 + at.mine);
             if (MASKED)
                 upi_cuda_attn_bwd_hide_by<COLUMNS / 8>(s, g.a.runs + (int64_t)now * KEYS + at.row0,
                                                        upi_cuda_attn_bwd_keys<D>(g.a, now) - at.row0, at.lane,
@@ -405,7 +405,7 @@ void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
                     if (SHARES > 1) *(uint32_t *)(shared + shape::AT_P + to) = p[e];
                 }
                 if (SHARES == 1) {
-                    upi_cuda_attn_times<OUT>(dv, p, at_go + (c0 + k * 16) * D * 2 + at.mine);
+                    upi_cuda_attn_times<OUT>(dv, p, at_dout + (c0 + k * 16) * D * 2 + at.mine);
                     upi_cuda_attn_times<OUT>(dk, ds, at_q + (c0 + k * 16) * D * 2 + at.mine);
                 }
             }
@@ -420,7 +420,7 @@ void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
                 const uint32_t from = base + at.row0 * S_ROW * 2 + upi_cuda_attn_chunk(mine_s, 2 * k);
                 const uint32_t rows = upi_cuda_attn_chunk(at.mine, at.share * OUT) + k * 16 * D * 2;
                 upi_load_matrix4(x, from + shape::AT_P);
-                upi_cuda_attn_times<OUT>(dv, x, at_go + rows);
+                upi_cuda_attn_times<OUT>(dv, x, at_dout + rows);
                 upi_load_matrix4(x, from + shape::AT_S);
                 upi_cuda_attn_times<OUT>(dk, x, at_q + rows);
             }
@@ -450,10 +450,10 @@ void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
         const int last = upi_cuda_attn_anew(block), end = upi_cuda_attn_bwd_keys<D>(g.a, last);
         const int64_t k0 = (int64_t)last * KEYS;
         const int kv_last = upi_cuda_attn_anew(last_head) / g.a.group - 1;
-        upi_cuda_attn_grad_put<OUT>(dk, g.gk + kv_last * g.gk_head + k0 * g.gk_step, g.gk_step, end, at.row0,
+        upi_cuda_attn_grad_put<OUT>(dk, g.dk + kv_last * g.dk_head + k0 * g.dk_step, g.dk_step, end, at.row0,
                                     at.share * OUT * 8, g.a.d);
-        upi_cuda_attn_grad_put<OUT>(dv, g.gv + kv_last * g.gv_head + k0 * g.gv_step, g.gv_step, end, at.row0,
-                                    at.share * OUT * 8, MASKED ? g.a.dv : g.a.d);
+        upi_cuda_attn_grad_put<OUT>(dv, g.dv + kv_last * g.dv_head + k0 * g.dv_step, g.dv_step, end, at.row0,
+                                    at.share * OUT * 8, MASKED ? g.a.v_dim : g.a.d);
     }
 }
 
@@ -473,7 +473,7 @@ UPIPE_API int64_t upi_cuda_attn_query_tiles(const upipe_attn *a)
 UPIPE_API size_t upi_cuda_attn_turns_bytes(const upipe_attn *a)
 {
     int64_t bytes;
-    if (!upi_mul(&bytes, upi_cuda_attn_query_tiles(a), (int64_t)a->q.h * 4)) return SIZE_MAX;
+    if (!upipe_mul(&bytes, upi_cuda_attn_query_tiles(a), (int64_t)a->q.h * 4)) return SIZE_MAX;
     return bytes > INT64_MAX - 128 ? SIZE_MAX : ((size_t)bytes + 4 + 63) / 64 * 64;
 }
 
@@ -481,7 +481,7 @@ UPIPE_API size_t upi_cuda_attn_sums_bytes(const upipe_attn *a)
 {
     int64_t bytes;
     if (a->merge) return 0;
-    return upi_mul(&bytes, a->q.n, (int64_t)a->q.h * a->q.d * 4) ? (size_t)bytes : SIZE_MAX;
+    return upipe_mul(&bytes, a->q.n, (int64_t)a->q.h * a->q.d * 4) ? (size_t)bytes : SIZE_MAX;
 }
 
 /* Entry of the table. Forward: what the queries of a masked call see. Backward: as above; in f32, the tables of
@@ -512,7 +512,7 @@ UPIPE_API upipe_status upi_cuda_attn_bwd_launch(upipe_ctx *c, const upipe_attn *
     const int64_t heads = g->a.heads / g->a.group;
     UPIPE_TRY(upi_cuda_attn_fits(c, upi_cuda_attn_columns(call), shape::SHARED, blocks, heads));
     UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_cuda_attn_bwd_kernel<D, MASKED>), shape::SHARED));
-    UPI_CUDA(&c->err, cudaMemsetAsync(g->turns, 0, upi_cuda_attn_turns_bytes(call), (cudaStream_t)c->stream));
+    UPIPE_CUDA_TRY(&c->err, cudaMemsetAsync(g->turns, 0, upi_cuda_attn_turns_bytes(call), (cudaStream_t)c->stream));
     if (MASKED) UPIPE_TRY(upi_cuda_attn_key_runs(c, call, (upi_cuda_attn_run *)g->a.runs));
     g->blocks = (int)blocks;
     return UPI_LAUNCH(c, (upi_cuda_attn_bwd_kernel<D, MASKED>), (unsigned)(blocks * heads), shape::THREADS,
@@ -536,35 +536,35 @@ UPIPE_API upipe_status upi_cuda_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
     upi_cuda_attn_bwd_args x;
     if (a->q.dtype == UPIPE_F32) return upi_cuda_attn_f32_bwd(c, g);
     UPIPE_TRY(upi_cuda_attn_check(c, a));
-    UPIPE_TRY(upi_cuda_attn_aligned(c, "go", g->go));
-    UPIPE_TRY(upi_cuda_attn_aligned(c, "gq", g->gq));
-    UPIPE_TRY(upi_cuda_attn_aligned(c, "gk", g->gk));
-    UPIPE_TRY(upi_cuda_attn_aligned(c, "gv", g->gv));
+    UPIPE_TRY(upi_cuda_attn_aligned(c, "go", g->dout));
+    UPIPE_TRY(upi_cuda_attn_aligned(c, "dq", g->dq));
+    UPIPE_TRY(upi_cuda_attn_aligned(c, "dk", g->dk));
+    UPIPE_TRY(upi_cuda_attn_aligned(c, "dv", g->dv));
     if (a->q.n == 0) return UPIPE_OK;
     memset(&x, 0, sizeof x);
     x.a = upi_cuda_attn_args_make(a);
     x.a.merge = a->merge;
     x.a.runs = masked ? (const upi_cuda_attn_run *)tables : NULL;
-    x.go = (const upi_bf16 *)g->go.data;
+    x.dout = (const upi_bf16 *)g->dout.data;
     x.delta = (const float *)g->delta.data;
-    x.gk = (float *)g->gk.data;
-    x.gv = (float *)g->gv.data;
-    x.go_step = g->go.n_step, x.go_head = g->go.h_step;
+    x.dk = (float *)g->dk.data;
+    x.dv = (float *)g->dv.data;
+    x.dout_step = g->dout.n_step, x.dout_head = g->dout.h_step;
     x.delta_step = g->delta.n_step, x.delta_head = g->delta.h_step;
-    x.gk_step = g->gk.n_step, x.gk_head = g->gk.h_step;
-    x.gv_step = g->gv.n_step, x.gv_head = g->gv.h_step;
+    x.dk_step = g->dk.n_step, x.dk_head = g->dk.h_step;
+    x.dv_step = g->dv.n_step, x.dv_head = g->dv.h_step;
     x.turns = (int *)a->work;
     x.tiles = (int)upi_cuda_attn_query_tiles(a);
     if (a->merge) {
-        x.dq = (float *)g->gq.data;
-        x.dq_step = g->gq.n_step, x.dq_head = g->gq.h_step;
+        x.dq_sum = (float *)g->dq.data;
+        x.dq_sum_step = g->dq.n_step, x.dq_sum_head = g->dq.h_step;
     } else {
-        x.dq = (float *)(tables + (masked ? upi_cuda_attn_runs_bytes(a->k.n) : 0));
-        x.dq_step = a->q.d, x.dq_head = a->q.n * a->q.d;
-        x.gq = (upi_bf16 *)g->gq.data;
-        x.gq_step = g->gq.n_step, x.gq_head = g->gq.h_step;
+        x.dq_sum = (float *)(tables + (masked ? upi_cuda_attn_runs_bytes(a->k.n) : 0));
+        x.dq_sum_step = a->q.d, x.dq_sum_head = a->q.n * a->q.d;
+        x.dq = (upi_bf16 *)g->dq.data;
+        x.dq_step = g->dq.n_step, x.dq_head = g->dq.h_step;
     }
-    if (upi_cuda_bwd90_takes(c, g))
+    if (upi_cuda_bwd90_accepts(c, g))
         UPIPE_TRY(upi_cuda_attn_bwd90(c, g, &x));
     else
         UPIPE_TRY(masked ? upi_cuda_attn_bwd_any<1>(c, a, &x) : upi_cuda_attn_bwd_any<0>(c, a, &x));

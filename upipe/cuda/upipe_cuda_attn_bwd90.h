@@ -20,7 +20,7 @@
  * memory, which TMA adds to, in the order of the keys: in f32, the first block of a tile of queries stores, the
  * others add when it is their turn, as upipe_cuda_attn_bwd.h says, and for the same reasons without deadlock and with
  * the same bits under any schedule. A second kernel makes bf16 of the sums; nobody adds to tiles that see no key, and
- * they become zeros there. With merge all add to gq, and that is all. (TMA adds flush numbers below 2^-126 to zero.)
+ * they become zeros there. With merge all add to dq, and that is all. (TMA adds flush numbers below 2^-126 to zero.)
  */
 #ifndef UPIPE_CUDA_ATTN_BWD90_H
 #define UPIPE_CUDA_ATTN_BWD90_H
@@ -56,14 +56,14 @@ template <int D> struct upi_cuda_bwd90_shape {
         REGISTERS = 240,
         KEPT = KEYS * D * 2, /* bytes */
         TILE = ROWS * D * 2,
-        GO_SLOTS = BY_KEYS ? 2 : 1,
+        DOUT_SLOTS = BY_KEYS ? 2 : 1,
         DS = KEYS * ROWS * 2,
         P = BY_KEYS ? 0 : DS,
         DQ = 64 * 64 * 4, /* of a consumer and round */
         AT_V = KEPT,
         AT_Q = 2 * KEPT, /* two slots, and so of dS */
-        AT_GO = AT_Q + 2 * TILE,
-        AT_DS = AT_GO + GO_SLOTS * TILE,
+        AT_DOUT = AT_Q + 2 * TILE,
+        AT_DS = AT_DOUT + DOUT_SLOTS * TILE,
         AT_P = AT_DS + 2 * DS,
         AT_DQ = AT_P + P,
         AT_LSE = AT_DQ + CONSUMERS * DQ, /* two slots of lse and delta */
@@ -74,7 +74,7 @@ template <int D> struct upi_cuda_bwd90_shape {
 };
 
 typedef struct upi_cuda_bwd90_args {
-    upi_tensor_map q, k, v, go, dq; /* dq: the sums, or gq with merge */
+    upi_tensor_map q, k, v, dout, dq; /* dq: the sums, or dq with merge */
     upi_cuda_attn_bwd_args g;
 } upi_cuda_bwd90_args;
 
@@ -82,12 +82,12 @@ typedef struct upi_cuda_bwd90_args {
 enum {
     UPI_BWD90_Q_FULL = 0,   /* Q, lse and delta */
     UPI_BWD90_Q_EMPTY = 16, /* and dO, whose products end earlier, where it has two slots */
-    UPI_BWD90_GO_FULL = 32,
+    UPI_BWD90_DOUT_FULL = 32,
     UPI_BWD90_K_FULL = 48,
     UPI_BWD90_V_FULL = 56,
     UPI_BWD90_DQ_FULL = 64,
     UPI_BWD90_DQ_EMPTY = 72,
-    UPI_BWD90_GO_EMPTY = 80 /* of the one slot */
+    UPI_BWD90_DOUT_EMPTY = 80 /* of the one slot */
 };
 
 /* What a block works on. */
@@ -107,8 +107,8 @@ template <int D>
 UPI_DEVICE upi_cuda_attn_bwd_tiles upi_cuda_bwd90_tiles(const upi_cuda_attn_bwd_args &g, int block)
 {
     typedef upi_cuda_bwd90_shape<D> shape;
-    return g.a.runs != NULL ? upi_cuda_attn_bwd_takes<shape::KEYS, shape::ROWS, 1>(g, block)
-                            : upi_cuda_attn_bwd_takes<shape::KEYS, shape::ROWS, 0>(g, block);
+    return g.a.runs != NULL ? upi_cuda_attn_bwd_tiles_of<shape::KEYS, shape::ROWS, 1>(g, block)
+                            : upi_cuda_attn_bwd_tiles_of<shape::KEYS, shape::ROWS, 0>(g, block);
 }
 
 UPI_DEVICE upi_cuda_bwd90_tile upi_cuda_bwd90_first(const upi_cuda_bwd90_place &b, int group)
@@ -136,18 +136,18 @@ UPI_DEVICE uint32_t upi_cuda_bwd90_parity(int n)
 }
 
 /* The same of dO. */
-template <int D> UPI_DEVICE uint32_t upi_cuda_bwd90_go_full(uint32_t barriers, int n)
+template <int D> UPI_DEVICE uint32_t upi_cuda_bwd90_dout_full(uint32_t barriers, int n)
 {
-    return upi_cuda_bwd90_slot(barriers + UPI_BWD90_GO_FULL, n % upi_cuda_bwd90_shape<D>::GO_SLOTS);
+    return upi_cuda_bwd90_slot(barriers + UPI_BWD90_DOUT_FULL, n % upi_cuda_bwd90_shape<D>::DOUT_SLOTS);
 }
-template <int D> UPI_DEVICE uint32_t upi_cuda_bwd90_go_parity(int n)
+template <int D> UPI_DEVICE uint32_t upi_cuda_bwd90_dout_parity(int n)
 {
-    return (uint32_t)(n / upi_cuda_bwd90_shape<D>::GO_SLOTS) % 2;
+    return (uint32_t)(n / upi_cuda_bwd90_shape<D>::DOUT_SLOTS) % 2;
 }
-template <int D> UPI_DEVICE uint32_t upi_cuda_bwd90_at_go(int n)
+template <int D> UPI_DEVICE uint32_t upi_cuda_bwd90_at_dout(int n)
 {
     typedef upi_cuda_bwd90_shape<D> shape;
-    return shape::AT_GO + (uint32_t)(n % shape::GO_SLOTS * shape::TILE);
+    return shape::AT_DOUT + (uint32_t)(n % shape::DOUT_SLOTS * shape::TILE);
 }
 
 /* ---- the helpers ---- */
@@ -178,10 +178,10 @@ UPI_DEVICE void upi_cuda_bwd90_produce(const upi_cuda_bwd90_args &x, const upi_c
         if (t.n == 0)
             upi_cuda_bwd90_load<D, shape::KEYS>(b.base + shape::AT_V, &x.v, b.block * shape::KEYS, b.kv,
                                                 bars + UPI_BWD90_V_FULL);
-        if (shape::GO_SLOTS == 1)
-            upi_mbarrier_wait(bars + UPI_BWD90_GO_EMPTY, upi_cuda_bwd90_go_parity<D>(t.n) ^ 1);
-        upi_cuda_bwd90_load<D, shape::ROWS>(b.base + upi_cuda_bwd90_at_go<D>(t.n), &x.go, t.m * shape::ROWS,
-                                            t.h, upi_cuda_bwd90_go_full<D>(bars, t.n));
+        if (shape::DOUT_SLOTS == 1)
+            upi_mbarrier_wait(bars + UPI_BWD90_DOUT_EMPTY, upi_cuda_bwd90_dout_parity<D>(t.n) ^ 1);
+        upi_cuda_bwd90_load<D, shape::ROWS>(b.base + upi_cuda_bwd90_at_dout<D>(t.n), &x.dout, t.m * shape::ROWS,
+                                            t.h, upi_cuda_bwd90_dout_full<D>(bars, t.n));
     }
 }
 
@@ -463,7 +463,7 @@ UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_by_keys, const upi_cuda_attn_
                                     unsigned char *shared, int group, uint32_t *ds, float *dk, float *dv)
 {
     typedef upi_cuda_bwd90_shape<D> shape;
-    const uint32_t bars = b.base + shape::AT_BARRIERS, at_go = b.base + upi_cuda_bwd90_at_go<D>(t.n);
+    const uint32_t bars = b.base + shape::AT_BARRIERS, at_dout = b.base + upi_cuda_bwd90_at_dout<D>(t.n);
     const uint32_t at_q = b.base + shape::AT_Q + (uint32_t)t.n % 2 * shape::TILE;
     const uint32_t at_ds = b.base + shape::AT_DS + (uint32_t)t.n % 2 * shape::DS;
     const uint32_t mine = b.base + (uint32_t)group * 64 * 128; /* keys */
@@ -478,16 +478,16 @@ UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_by_keys, const upi_cuda_attn_
     whole = upi_cuda_bwd90_whole(a, k0, q0, shape::ROWS);
     upi_wgmma_wait<1>(); /* dK is there, of the tile before */
     if (t.n > 0) upi_cuda_bwd90_done(upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_EMPTY, t.n + 1));
-    upi_mbarrier_wait(upi_cuda_bwd90_go_full<D>(bars, t.n), upi_cuda_bwd90_go_parity<D>(t.n));
-    upi_cuda_bwd90_dots<D, 64>(dp, mine + shape::AT_V, at_go);
+    upi_mbarrier_wait(upi_cuda_bwd90_dout_full<D>(bars, t.n), upi_cuda_bwd90_dout_parity<D>(t.n));
+    upi_cuda_bwd90_dots<D, 64>(dp, mine + shape::AT_V, at_dout);
     upi_wgmma_wait<1>(); /* S is there */
     upi_cuda_bwd90_weights<shape::ROWS>(a, s, p, lse, whole, k0, q0);
-    upi_cuda_bwd90_times<D>(dv, p, at_go);
+    upi_cuda_bwd90_times<D>(dv, p, at_dout);
     upi_wgmma_wait<1>(); /* dP is */
     upi_cuda_bwd90_slopes<64>(ds, s, dp, lse + shape::ROWS);
     upi_cuda_bwd90_share<64>(at_ds, ds, group * 64, 0);
     if (shape::ROWS > 64) { /* dP comes in two halves, for there are no registers for more */
-        upi_cuda_bwd90_dots<D, 64>(dp, mine + shape::AT_V, at_go + 64 * 128);
+        upi_cuda_bwd90_dots<D, 64>(dp, mine + shape::AT_V, at_dout + 64 * 128);
         upi_wgmma_wait<0>();
         upi_cuda_bwd90_slopes<64>(ds + 16, s + 32, dp, lse + shape::ROWS + 64);
         upi_cuda_bwd90_share<64>(at_ds + shape::KEYS * 128, ds + 16, group * 64, 0);
@@ -512,7 +512,7 @@ UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_by_columns, const upi_cuda_at
 {
     typedef upi_cuda_bwd90_shape<D> shape;
     const int ROWS = shape::ROWS / 2;
-    const uint32_t bars = b.base + shape::AT_BARRIERS, at_go = b.base + upi_cuda_bwd90_at_go<D>(t.n);
+    const uint32_t bars = b.base + shape::AT_BARRIERS, at_dout = b.base + upi_cuda_bwd90_at_dout<D>(t.n);
     const uint32_t at_q = b.base + shape::AT_Q + (uint32_t)t.n % 2 * shape::TILE;
     const uint32_t at_ds = b.base + shape::AT_DS + (uint32_t)t.n % 2 * shape::DS;
     const uint32_t at_p = b.base + shape::AT_P;
@@ -528,8 +528,8 @@ UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_by_columns, const upi_cuda_at
     whole = upi_cuda_bwd90_whole(a, k0, q0, ROWS);
     upi_wgmma_wait<1>(); /* dK is there, of the tile before */
     if (t.n > 0) upi_cuda_bwd90_done(upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_EMPTY, t.n + 1));
-    upi_mbarrier_wait(upi_cuda_bwd90_go_full<D>(bars, t.n), upi_cuda_bwd90_go_parity<D>(t.n));
-    upi_cuda_bwd90_dots<D, ROWS>(dp, b.base + shape::AT_V, at_go + mine);
+    upi_mbarrier_wait(upi_cuda_bwd90_dout_full<D>(bars, t.n), upi_cuda_bwd90_dout_parity<D>(t.n));
+    upi_cuda_bwd90_dots<D, ROWS>(dp, b.base + shape::AT_V, at_dout + mine);
     upi_wgmma_wait<1>(); /* S is there */
     upi_cuda_bwd90_weights<ROWS>(a, s, p, lse, whole, k0, q0);
     upi_cuda_bwd90_share<ROWS>(at_p, p, 0, group * ROWS / 8);
@@ -539,11 +539,11 @@ UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_by_columns, const upi_cuda_at
     upi_fence_async_shared(); /* P and dS */
     /* they are there, of both; and both are through with dS of the tile before */
     upi_barrier_sync(1, shape::CONSUMERS * 128);
-    upi_cuda_bwd90_times_shared<D>(dv, at_p, at_go, group);
+    upi_cuda_bwd90_times_shared<D>(dv, at_p, at_dout, group);
     upi_cuda_bwd90_dq_columns<D>(dq, at_ds, b.base, group);
     upi_cuda_bwd90_times_shared<D>(dk, at_ds, at_q, group);
     upi_wgmma_wait<2>(); /* dV is */
-    upi_cuda_bwd90_done(bars + UPI_BWD90_GO_EMPTY);
+    upi_cuda_bwd90_done(bars + UPI_BWD90_DOUT_EMPTY);
     upi_wgmma_wait<1>(); /* dQ is */
     UPI_UNROLL
     for (int round = 0; round < shape::ROUNDS; ++round) {
@@ -564,13 +564,13 @@ UPI_DEVICE void upi_cuda_bwd90_grads(const upi_cuda_attn_bwd_args &g, const upi_
     const int first =
         (shape::BY_KEYS ? group * 64 : 0) + upi_cuda_attn_anew((int)threadIdx.x) % 128 / 32 * 16;
     const int column = shape::BY_KEYS ? 0 : group * shape::COLUMNS;
-    float *gk = g.gk + b.kv * g.gk_head + k0 * g.gk_step, *gv = g.gv + b.kv * g.gv_head + k0 * g.gv_step;
+    float *dk_at = g.dk + b.kv * g.dk_head + k0 * g.dk_step, *dv_at = g.dv + b.kv * g.dv_head + k0 * g.dv_step;
     if (BACK) {
-        upi_cuda_attn_grad_put<N>(dk, gk, g.gk_step, left, first, column, g.a.d);
-        upi_cuda_attn_grad_put<N>(dv, gv, g.gv_step, left, first, column, g.a.dv);
+        upi_cuda_attn_grad_put<N>(dk, dk_at, g.dk_step, left, first, column, g.a.d);
+        upi_cuda_attn_grad_put<N>(dv, dv_at, g.dv_step, left, first, column, g.a.v_dim);
     } else {
-        upi_cuda_attn_grad_get<N>(dk, gk, g.gk_step, left, first, column, g.a.d);
-        upi_cuda_attn_grad_get<N>(dv, gv, g.gv_step, left, first, column, g.a.dv);
+        upi_cuda_attn_grad_get<N>(dk, dk_at, g.dk_step, left, first, column, g.a.d);
+        upi_cuda_attn_grad_get<N>(dv, dv_at, g.dv_step, left, first, column, g.a.v_dim);
     }
 }
 
@@ -611,14 +611,14 @@ void upi_cuda_bwd90_kernel(UPI_BY_VALUE upi_cuda_bwd90_args x)
         const uint32_t bars = b.base + shape::AT_BARRIERS;
         for (int i = 0; i < 2; ++i) {
             upi_mbarrier_init(upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_FULL, i), 2);
-            upi_mbarrier_init(upi_cuda_bwd90_slot(bars + UPI_BWD90_GO_FULL, i), 1);
+            upi_mbarrier_init(upi_cuda_bwd90_slot(bars + UPI_BWD90_DOUT_FULL, i), 1);
             upi_mbarrier_init(upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_EMPTY, i), shape::CONSUMERS * 4);
         }
         upi_mbarrier_init(bars + UPI_BWD90_K_FULL, 1);
         upi_mbarrier_init(bars + UPI_BWD90_V_FULL, 1);
         upi_mbarrier_init(bars + UPI_BWD90_DQ_FULL, shape::CONSUMERS * 4);
         upi_mbarrier_init(bars + UPI_BWD90_DQ_EMPTY, 1);
-        upi_mbarrier_init(bars + UPI_BWD90_GO_EMPTY, shape::CONSUMERS * 4);
+        upi_mbarrier_init(bars + UPI_BWD90_DOUT_EMPTY, shape::CONSUMERS * 4);
         upi_mbarrier_fence();
         *ticket = atomicAdd(x.g.turns, 1);
     }
@@ -640,7 +640,7 @@ void upi_cuda_bwd90_kernel(UPI_BY_VALUE upi_cuda_bwd90_args x)
 #endif
 }
 
-/* gq of a tile of queries of one head: the sums as bf16, zeros where nobody added. */
+/* dq of a tile of queries of one head: the sums as bf16, zeros where nobody added. */
 template <int ROWS> UPI_KERNEL(256, 1) void upi_cuda_bwd90_round_kernel(const upi_cuda_attn_bwd_args g)
 {
     const int h = (int)blockIdx.x / g.tiles, m = (int)blockIdx.x % g.tiles, chunks = g.a.d / 8;
@@ -648,7 +648,7 @@ template <int ROWS> UPI_KERNEL(256, 1) void upi_cuda_bwd90_round_kernel(const up
     for (int i = (int)threadIdx.x; i < ROWS * chunks; i += 256) {
         const int64_t row = (int64_t)m * ROWS + i / chunks;
         const int column = i % chunks * 8;
-        const float *from = g.dq + row * g.dq_step + h * g.dq_head + column;
+        const float *from = g.dq_sum + row * g.dq_sum_step + h * g.dq_sum_head + column;
         upi_cuda_attn_chunk16 out;
         if (row >= g.a.queries) return;
         UPI_UNROLL
@@ -657,13 +657,13 @@ template <int ROWS> UPI_KERNEL(256, 1) void upi_cuda_bwd90_round_kernel(const up
             const upi_cuda_attn_pair pair = summed ? ((const upi_cuda_attn_pair *)from)[e] : none;
             out.word[e] = upi_pack_bf16(pair.x, pair.y);
         }
-        *(upi_cuda_attn_chunk16 *)(g.gq + row * g.gq_step + h * g.gq_head + column) = out;
+        *(upi_cuda_attn_chunk16 *)(g.dq + row * g.dq_step + h * g.dq_head + column) = out;
     }
 }
 
 /* ---- host ---- */
 
-/* Whether the device has room for this kernel, and the unit the code. */
+/* Whether the device has space for this kernel, and the unit the code. */
 template <int D> UPIPE_API int upi_cuda_bwd90_fits(const upipe_cuda *device)
 {
     typedef upi_cuda_bwd90_shape<D> shape;
@@ -673,14 +673,14 @@ template <int D> UPIPE_API int upi_cuda_bwd90_fits(const upipe_cuda *device)
 }
 
 /* Whether these kernels take the call: the device, the unit's code, and shapes that tensor maps can say. */
-UPIPE_API int upi_cuda_bwd90_takes(upipe_ctx *c, const upipe_attn_grad *g)
+UPIPE_API int upi_cuda_bwd90_accepts(upipe_ctx *c, const upipe_attn_grad *g)
 {
     const upipe_cuda *self = (const upipe_cuda *)c->ops->self;
     const upipe_attn *a = &g->a;
     const int columns = upi_cuda_attn_columns(a);
     if (self->capability / 10 != 9 || !upi_tensor_map_fits(a->q) || !upi_tensor_map_fits(a->k) ||
-        !upi_tensor_map_fits(a->v) || !upi_tensor_map_fits(g->go) ||
-        (a->merge && !upi_tensor_map_fits(g->gq)) || (a->q.n / 64 + 1) * a->q.h > INT32_MAX ||
+        !upi_tensor_map_fits(a->v) || !upi_tensor_map_fits(g->dout) ||
+        (a->merge && !upi_tensor_map_fits(g->dq)) || (a->q.n / 64 + 1) * a->q.h > INT32_MAX ||
         (a->k.n / 64 + 1) * a->k.h > INT32_MAX)
         return 0;
     return columns <= 64    ? upi_cuda_bwd90_fits<64>(self)
@@ -694,22 +694,22 @@ UPIPE_API upipe_status upi_cuda_bwd90_launch(upipe_ctx *c, const upipe_attn_grad
 {
     typedef upi_cuda_bwd90_shape<D> shape;
     const upipe_attn *a = &call->a;
-    upipe_view sums = call->gq;
+    upipe_view sums = call->dq;
     upi_cuda_bwd90_args x;
     memset(&x, 0, sizeof x);
     x.g = *g;
     x.g.tiles = (int)((a->q.n + shape::ROWS - 1) / shape::ROWS); /* no more than scratch has turns for */
     x.g.blocks = (int)upi_cuda_attn_key_blocks(a->k.n, shape::KEYS);
-    sums.data = g->dq;
+    sums.data = g->dq_sum;
     sums.dtype = UPIPE_F32;
-    sums.n_step = g->dq_step, sums.h_step = g->dq_head;
+    sums.n_step = g->dq_sum_step, sums.h_step = g->dq_sum_head;
     UPIPE_TRY(upi_tensor_map_make(c, &x.q, a->q, shape::ROWS));
     UPIPE_TRY(upi_tensor_map_make(c, &x.k, a->k, shape::KEYS));
     UPIPE_TRY(upi_tensor_map_make(c, &x.v, a->v, shape::KEYS));
-    UPIPE_TRY(upi_tensor_map_make(c, &x.go, call->go, shape::ROWS));
+    UPIPE_TRY(upi_tensor_map_make(c, &x.dout, call->dout, shape::ROWS));
     UPIPE_TRY(upi_tensor_map_make(c, &x.dq, sums, 64));
     UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_cuda_bwd90_kernel<D>), shape::SHARED));
-    UPI_CUDA(&c->err, cudaMemsetAsync(g->turns, 0, (1 + (size_t)x.g.tiles * (size_t)a->q.h) * sizeof(int),
+    UPIPE_CUDA_TRY(&c->err, cudaMemsetAsync(g->turns, 0, (1 + (size_t)x.g.tiles * (size_t)a->q.h) * sizeof(int),
                                       (cudaStream_t)c->stream));
     if (g->a.runs != NULL) UPIPE_TRY(upi_cuda_attn_key_runs(c, a, (upi_cuda_attn_run *)g->a.runs));
     UPIPE_TRY(UPI_LAUNCH(c, (upi_cuda_bwd90_kernel<D>), (unsigned)(x.g.blocks * a->k.h), shape::THREADS,

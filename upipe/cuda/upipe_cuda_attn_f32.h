@@ -5,7 +5,7 @@
  * For checking a model, not for training at speed: tensor cores have no f32, and the rounding to bf16 is what
  * the kernels of upipe_cuda_attn_fwd.h are built around. Every product and sum here is an f32 FMA. Scratch is
  * the tables of a masked call (upipe_cuda_attn_mask.h), in the backward those of both sides; the same bits
- * whatever the schedule, and gk, gv continue from what they hold.
+ * whatever the schedule, and dk, dv continue from what they hold.
  *
  * A block of four warps holds 16 rows, four a warp; rows of the other side pass by in shared memory, 32 at a
  * time. For the scores a lane is one of those 32; for what is summed over them it is an element of the head,
@@ -181,12 +181,12 @@ template <int N>
 UPI_KERNEL(UPI_F32_THREADS, 1)
 void upi_attn_f32_fwd(const upipe_attn a, const upi_f32_masks x)
 {
-    UPI_SHARED(float, room);
-    const int d = a.q.d, dv = a.v.d, lane = (int)(threadIdx.x % 32), warp = (int)(threadIdx.x / 32);
+    UPI_SHARED(float, buf);
+    const int d = a.q.d, v_dim = a.v.d, lane = (int)(threadIdx.x % 32), warp = (int)(threadIdx.x / 32);
     const int64_t tiles = (a.q.n + UPI_F32_HELD - 1) / UPI_F32_HELD,
                   first = blockIdx.x % tiles * UPI_F32_HELD;
     const int h = (int)(blockIdx.x / tiles), kv = h / (a.q.h / a.k.h);
-    float *q = room, *k = q + UPI_F32_HELD * d, *v = k + UPI_F32_PASSING * (d | 1);
+    float *q = buf, *k = q + UPI_F32_HELD * d, *v = k + UPI_F32_PASSING * (d | 1);
     float o[UPI_F32_ROWS][N], m[UPI_F32_ROWS], l[UPI_F32_ROWS], s[UPI_F32_ROWS];
     const int64_t end = upi_f32_keys_of(a, x, first + UPI_F32_HELD - 1).end;
     const int64_t begin = upi_f32_begin(upi_f32_keys_of(a, x, first).first, end);
@@ -217,7 +217,7 @@ void upi_attn_f32_fwd(const upipe_attn a, const upi_f32_masks x)
             l[r] = fmaf(l[r], shrink, p); /* the lane's keys alone */
             UPI_UNROLL
             for (n = 0; n < N; ++n) o[r][n] *= shrink;
-            upi_f32_gather<N>(o[r], p, v, dv);
+            upi_f32_gather<N>(o[r], p, v, v_dim);
         }
     }
     UPI_UNROLL
@@ -232,13 +232,13 @@ template <int N>
 UPI_KERNEL(UPI_F32_THREADS, 1)
 void upi_attn_f32_dq(const upipe_attn_grad g, const upi_f32_masks x)
 {
-    UPI_SHARED(float, room);
+    UPI_SHARED(float, buf);
     const upipe_attn &a = g.a;
-    const int d = a.q.d, dv = a.v.d, lane = (int)(threadIdx.x % 32), warp = (int)(threadIdx.x / 32);
+    const int d = a.q.d, v_dim = a.v.d, lane = (int)(threadIdx.x % 32), warp = (int)(threadIdx.x / 32);
     const int64_t tiles = (a.q.n + UPI_F32_HELD - 1) / UPI_F32_HELD,
                   first = blockIdx.x % tiles * UPI_F32_HELD;
     const int h = (int)(blockIdx.x / tiles), kv = h / (a.q.h / a.k.h);
-    float *q = room, *go = q + UPI_F32_HELD * d, *k = go + UPI_F32_HELD * dv;
+    float *q = buf, *dout = q + UPI_F32_HELD * d, *k = dout + UPI_F32_HELD * v_dim;
     float *v = k + UPI_F32_PASSING * (d | 1);
     float dq[UPI_F32_ROWS][N], lse[UPI_F32_ROWS], delta[UPI_F32_ROWS], s[UPI_F32_ROWS], dp[UPI_F32_ROWS];
     const int64_t end = upi_f32_keys_of(a, x, first + UPI_F32_HELD - 1).end;
@@ -255,14 +255,14 @@ void upi_attn_f32_dq(const upipe_attn_grad g, const upi_f32_masks x)
         for (n = 0; n < N; ++n) dq[r][n] = 0.0f;
     }
     upi_f32_hold<N>(q, a.q, h, first);
-    upi_f32_hold<N>(go, g.go, h, first);
+    upi_f32_hold<N>(dout, g.dout, h, first);
     for (j = begin; j < end; j += UPI_F32_PASSING) {
         __syncthreads();
         upi_f32_pass<N>(k, a.k, kv, j);
         upi_f32_pass<N>(v, a.v, kv, j);
         __syncthreads();
         upi_f32_dots<N>(s, q, k, d);
-        upi_f32_dots<N>(dp, go, v, dv);
+        upi_f32_dots<N>(dp, dout, v, v_dim);
         UPI_UNROLL
         for (r = 0; r < UPI_F32_ROWS; ++r) {
             const upi_f32_run sees = upi_f32_keys_of(a, x, first + warp * UPI_F32_ROWS + r);
@@ -274,7 +274,7 @@ void upi_attn_f32_dq(const upipe_attn_grad g, const upi_f32_masks x)
     UPI_UNROLL
     for (r = 0; r < UPI_F32_ROWS; ++r) {
         int64_t i = first + warp * UPI_F32_ROWS + r;
-        float *out = (float *)g.gq.data + i * g.gq.n_step + h * g.gq.h_step;
+        float *out = (float *)g.dq.data + i * g.dq.n_step + h * g.dq.h_step;
         UPI_UNROLL
         for (n = 0; n < N; ++n)
             if (i < a.q.n && lane + 32 * n < d)
@@ -286,15 +286,15 @@ template <int N>
 UPI_KERNEL(UPI_F32_THREADS, 1)
 void upi_attn_f32_dkv(const upipe_attn_grad g, const upi_f32_masks x)
 {
-    UPI_SHARED(float, room);
+    UPI_SHARED(float, buf);
     const upipe_attn &a = g.a;
-    const int d = a.q.d, dv = a.v.d, lane = (int)(threadIdx.x % 32), warp = (int)(threadIdx.x / 32);
+    const int d = a.q.d, v_dim = a.v.d, lane = (int)(threadIdx.x % 32), warp = (int)(threadIdx.x / 32);
     const int64_t tiles = (a.k.n + UPI_F32_HELD - 1) / UPI_F32_HELD,
                   first = blockIdx.x % tiles * UPI_F32_HELD;
     const int kv = (int)(blockIdx.x / tiles), group = a.q.h / a.k.h;
-    float *k = room, *v = k + UPI_F32_HELD * d, *q = v + UPI_F32_HELD * dv;
-    float *go = q + UPI_F32_PASSING * (d | 1);
-    float gk[UPI_F32_ROWS][N], gv[UPI_F32_ROWS][N], s[UPI_F32_ROWS], dp[UPI_F32_ROWS];
+    float *k = buf, *v = k + UPI_F32_HELD * d, *q = v + UPI_F32_HELD * v_dim;
+    float *dout = q + UPI_F32_PASSING * (d | 1);
+    float dk[UPI_F32_ROWS][N], dv[UPI_F32_ROWS][N], s[UPI_F32_ROWS], dp[UPI_F32_ROWS];
     const int64_t end = upi_f32_queries_of(a, x, first + UPI_F32_HELD - 1).end;
     const int64_t begin = upi_f32_begin(upi_f32_queries_of(a, x, first).first, end);
     int64_t i;
@@ -305,10 +305,10 @@ void upi_attn_f32_dkv(const upipe_attn_grad g, const upi_f32_masks x)
         UPI_UNROLL
         for (n = 0; n < N; ++n) {
             const int e = lane + 32 * n;
-            const float *at_k = (const float *)g.gk.data + j * g.gk.n_step + kv * g.gk.h_step + e;
-            const float *at_v = (const float *)g.gv.data + j * g.gv.n_step + kv * g.gv.h_step + e;
-            gk[r][n] = j < a.k.n && e < d ? *at_k : 0.0f;
-            gv[r][n] = j < a.k.n && e < dv ? *at_v : 0.0f;
+            const float *at_k = (const float *)g.dk.data + j * g.dk.n_step + kv * g.dk.h_step + e;
+            const float *at_v = (const float *)g.dv.data + j * g.dv.n_step + kv * g.dv.h_step + e;
+            dk[r][n] = j < a.k.n && e < d ? *at_k : 0.0f;
+            dv[r][n] = j < a.k.n && e < v_dim ? *at_v : 0.0f;
         }
     }
     upi_f32_hold<N>(k, a.k, kv, first);
@@ -323,10 +323,10 @@ void upi_attn_f32_dkv(const upipe_attn_grad g, const upi_f32_masks x)
                       : 0.0f;
             __syncthreads();
             upi_f32_pass<N>(q, a.q, h, i);
-            upi_f32_pass<N>(go, g.go, h, i);
+            upi_f32_pass<N>(dout, g.dout, h, i);
             __syncthreads();
             upi_f32_dots<N>(s, k, q, d);
-            upi_f32_dots<N>(dp, v, go, dv);
+            upi_f32_dots<N>(dp, v, dout, v_dim);
             UPI_UNROLL
             for (r = 0; r < UPI_F32_ROWS; ++r) {
                 const int64_t j = first + warp * UPI_F32_ROWS + r;
@@ -334,8 +334,8 @@ void upi_attn_f32_dkv(const upipe_attn_grad g, const upi_f32_masks x)
                 int seen =
                     j < a.k.n && i + lane >= seen_by.first && i + lane < seen_by.end && lse != -INFINITY;
                 float p = seen ? expf(upi_f32_score(x, s[r]) - lse) : 0.0f;
-                upi_f32_gather<N>(gv[r], p, go, dv);
-                upi_f32_gather<N>(gk[r], p * upi_f32_slope(x, s[r]) * (dp[r] - delta), q, d);
+                upi_f32_gather<N>(dv[r], p, dout, v_dim);
+                upi_f32_gather<N>(dk[r], p * upi_f32_slope(x, s[r]) * (dp[r] - delta), q, d);
             }
         }
     }
@@ -346,8 +346,8 @@ void upi_attn_f32_dkv(const upipe_attn_grad g, const upi_f32_masks x)
         for (n = 0; n < N; ++n) {
             const int e = lane + 32 * n;
             if (j >= a.k.n) continue;
-            if (e < d) ((float *)g.gk.data)[j * g.gk.n_step + kv * g.gk.h_step + e] = gk[r][n];
-            if (e < dv) ((float *)g.gv.data)[j * g.gv.n_step + kv * g.gv.h_step + e] = gv[r][n];
+            if (e < d) ((float *)g.dk.data)[j * g.dk.n_step + kv * g.dk.h_step + e] = dk[r][n];
+            if (e < v_dim) ((float *)g.dv.data)[j * g.dv.n_step + kv * g.dv.h_step + e] = dv[r][n];
         }
     }
 }
@@ -357,17 +357,17 @@ void upi_attn_f32_dkv(const upipe_attn_grad g, const upi_f32_masks x)
 UPIPE_API upipe_status upi_f32_blocks(upipe_ctx *c, int64_t rows, int heads, unsigned *blocks)
 {
     int64_t n;
-    if (!upi_mul(&n, (rows + UPI_F32_HELD - 1) / UPI_F32_HELD, heads) || n > INT32_MAX)
-        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "attention: %lld rows of %d heads in one call",
+    if (!upipe_mul(&n, (rows + UPI_F32_HELD - 1) / UPI_F32_HELD, heads) || n > INT32_MAX)
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "attention: %lld rows of %d heads in one call",
                         (long long)rows, heads);
     *blocks = (unsigned)n;
     return UPIPE_OK;
 }
 
-/* Bytes of shared memory of a kernel that holds so many elements a row, and lets a row of d and one of dv pass. */
-UPIPE_API unsigned upi_f32_shared(int held, int d, int dv)
+/* Bytes of shared memory of a kernel that holds so many elements a row, and lets a row of d and one of v_dim pass. */
+UPIPE_API unsigned upi_f32_shared(int held, int d, int v_dim)
 {
-    return (unsigned)(UPI_F32_HELD * held + UPI_F32_PASSING * ((d | 1) + (dv | 1))) * 4;
+    return (unsigned)(UPI_F32_HELD * held + UPI_F32_PASSING * ((d | 1) + (v_dim | 1))) * 4;
 }
 
 /* The tables that are there, the queries' first. */

@@ -142,7 +142,7 @@ void upi_cuda_attn_fwd_kernel(const upi_cuda_attn_args a)
         upi_cuda_attn_load<D, KEYS, THREADS>(ring, k, a.k_step, (int64_t)first * KEYS, a.keys, a.d);
         upi_copy_commit();
         upi_cuda_attn_load<D, KEYS, THREADS>(ring + slot, v, a.v_step, (int64_t)first * KEYS, a.keys,
-                                             MASKED ? a.dv : a.d);
+                                             MASKED ? a.v_dim : a.d);
         upi_copy_commit();
         if (threadIdx.x == 0) aside->k = k, aside->v = v;
     }
@@ -282,7 +282,7 @@ void upi_cuda_attn_fwd_kernel(const upi_cuda_attn_args a)
         __syncthreads(); /* V is there, and every warp is through with K */
         if (n + 1 < tiles)
             upi_cuda_attn_load<D, KEYS, THREADS>(upi_cuda_attn_fwd_before<D>(at, ring), aside->v, a.v_step,
-                                                 (int64_t)(n + 1) * KEYS, a.keys, MASKED ? a.dv : a.d);
+                                                 (int64_t)(n + 1) * KEYS, a.keys, MASKED ? a.v_dim : a.d);
         upi_copy_commit();
         if (n < seen_end && n >= seen.first) {
             UPI_UNROLL
@@ -335,7 +335,7 @@ void upi_cuda_attn_fwd_kernel(const upi_cuda_attn_args a)
                 const int64_t to = query * a.o_step + head * a.o_head + column;
                 upi_cuda_attn_pair *pair = (upi_cuda_attn_pair *)((float *)a.o + to);
                 float x = o[m][i][2 * half] * weight, y = o[m][i][2 * half + 1] * weight;
-                if (a.merge && keep != 0 && real && i * 8 < a.dv) {
+                if (a.merge && keep != 0 && real && i * 8 < a.v_dim) {
                     if (a.wide) {
                         x = fmaf(keep, pair->x, x);
                         y = fmaf(keep, pair->y, y);
@@ -345,7 +345,7 @@ void upi_cuda_attn_fwd_kernel(const upi_cuda_attn_args a)
                         y = fmaf(keep, upi_from_bf16((upi_bf16)(old >> 16)), y);
                     }
                 }
-                if (a.wide && real && i * 8 < a.dv) pair->x = x, pair->y = y;
+                if (a.wide && real && i * 8 < a.v_dim) pair->x = x, pair->y = y;
                 if (!a.wide)
                     *(uint32_t *)(shared + upi_cuda_attn_at<D>(row, i) + lane % 4 * 4) = upi_pack_bf16(x, y);
             }
@@ -359,7 +359,7 @@ void upi_cuda_attn_fwd_kernel(const upi_cuda_attn_args a)
         upi_bf16 *to = (upi_bf16 *)a.o + (q0 + r) * a.o_step + head * a.o_head + c * 8;
         UPI_UNROLL
         for (int i = 0; i < TILES * 16; i += stride, to += stride * a.o_step)
-            if (q0 + r + i < a.queries && c * 8 < a.dv)
+            if (q0 + r + i < a.queries && c * 8 < a.v_dim)
                 *(upi_cuda_attn_chunk16 *)to =
                     *(const upi_cuda_attn_chunk16 *)(shared + upi_cuda_attn_at<D>(r + i, c));
     }
@@ -367,17 +367,17 @@ void upi_cuda_attn_fwd_kernel(const upi_cuda_attn_args a)
 
 /* ---- host ---- */
 
-/* The device must give a block this much shared memory, and a grid must have room for its blocks. */
+/* The device must give a block this much shared memory, and a grid must have space for its blocks. */
 UPIPE_API upipe_status upi_cuda_attn_fits(upipe_ctx *c, int d, int shared, int64_t blocks, int64_t heads)
 {
     const upipe_cuda *self = (const upipe_cuda *)c->ops->self;
     int64_t all;
     if (shared > self->shared_most)
-        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
                         "attention: head dim %d needs %d bytes of shared memory a block; device %d has %d", d,
                         shared, self->device, self->shared_most);
-    if (!upi_mul(&all, blocks, heads) || all > INT32_MAX)
-        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
+    if (!upipe_mul(&all, blocks, heads) || all > INT32_MAX)
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
                         "attention: %lld blocks for each of %lld heads; a grid ends at %d", (long long)blocks,
                         (long long)heads, INT32_MAX);
     return UPIPE_OK;
@@ -418,7 +418,7 @@ UPIPE_API upipe_status upi_cuda_attn_fwd(upipe_ctx *c, const upipe_attn *a)
     x.o_step = a->o.n_step, x.o_head = a->o.h_step;
     x.merge = a->merge;
     x.wide = a->o.dtype == UPIPE_F32;
-    if (upi_cuda_fwd90_takes(c, a)) return upi_cuda_attn_fwd90(c, a, &x);
+    if (upi_cuda_fwd90_accepts(c, a)) return upi_cuda_attn_fwd90(c, a, &x);
     return upi_cuda_attn_masked(a) ? upi_cuda_attn_fwd_any<1>(c, a, &x) : upi_cuda_attn_fwd_any<0>(c, a, &x);
 }
 

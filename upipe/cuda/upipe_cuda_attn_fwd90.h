@@ -64,7 +64,7 @@ UPI_DEVICE upi_cuda_attn_tiles upi_cuda_fwd90_tiles(const upi_cuda_attn_args &a,
 /* The block's item of this turn; 0: it has no more. Every second round runs backwards, so that nobody has the
  * longest item of every one. */
 template <int ROWS, int KEYS>
-UPI_DEVICE int upi_cuda_fwd90_take(const upi_cuda_fwd90_args &g, int turn, upi_cuda_fwd90_item *x)
+UPI_DEVICE int upi_cuda_fwd90_item_of(const upi_cuda_fwd90_args &g, int turn, upi_cuda_fwd90_item *x)
 {
     const int place = (int)(turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
     const int item = turn * (int)gridDim.x + place, all = g.blocks * g.section;
@@ -118,7 +118,7 @@ template <int D, int KEYS> UPI_DEVICE void upi_cuda_fwd90_produce(const upi_cuda
     upi_tma_prefetch(&g.q);
     upi_tma_prefetch(&g.k);
     upi_tma_prefetch(&g.v);
-    for (int turn = 0; upi_cuda_fwd90_take<shape::ROWS, KEYS>(g, turn, &x); ++turn) {
+    for (int turn = 0; upi_cuda_fwd90_item_of<shape::ROWS, KEYS>(g, turn, &x); ++turn) {
         const int kv = x.head / g.a.group, tiles = x.tiles.end - x.tiles.first;
         if (tiles <= 0) continue;
         upi_mbarrier_wait(bars + UPI_FWD90_Q_EMPTY, q++ % 2 ^ 1);
@@ -318,7 +318,7 @@ UPI_DEVICE void upi_cuda_fwd90_output(const upi_cuda_fwd90_args &g, const upi_cu
             const int64_t to = query * a.o_step + item.head * a.o_head + lane % 4 * 2;
             UPI_UNROLL
             for (int i = 0; i < D / 8; ++i)
-                if (query < a.queries && i * 8 < a.dv)
+                if (query < a.queries && i * 8 < a.v_dim)
                     upi_cuda_fwd90_put(a, to + i * 8, keep[half], o[4 * i + 2 * half],
                                        o[4 * i + 2 * half + 1]);
         }
@@ -338,7 +338,7 @@ UPI_DEVICE void upi_cuda_fwd90_output(const upi_cuda_fwd90_args &g, const upi_cu
     if (threadIdx.x % 128 == 0) {
         UPI_UNROLL
         for (int c = 0; c < D / 64; ++c)
-            if (c * 64 < a.dv)
+            if (c * 64 < a.v_dim)
                 upi_tma_store(&g.o, c * 64, item.q0 + group * 64, item.head,
                               base + shape::AT_O + (c * shape::ROWS + group * 64) * 128);
         upi_bulk_commit();
@@ -357,7 +357,7 @@ UPI_DEVICE void upi_cuda_fwd90_consume(const upi_cuda_fwd90_args &g, uint32_t ba
     uint32_t i = 0, q = 0; /* tiles and items so far */
     upi_cuda_fwd90_item item;
     if (shape::IN_TURN && group == shape::CONSUMERS - 1) upi_barrier_arrive(next_turn, 256);
-    for (int turn = 0; upi_cuda_fwd90_take<shape::ROWS, KEYS>(g, turn, &item); ++turn) {
+    for (int turn = 0; upi_cuda_fwd90_item_of<shape::ROWS, KEYS>(g, turn, &item); ++turn) {
         const int q0 = item.q0 + group * 64;
         const upi_cuda_attn_tiles mine = upi_cuda_fwd90_tiles(g.a, q0, 64, KEYS);
         float o[D / 2], s[KEYS / 2], top[2], sum[2], fold[2];
@@ -451,7 +451,7 @@ void upi_cuda_fwd90_kernel(UPI_BY_VALUE upi_cuda_fwd90_args g)
 
 enum { UPI_FWD90_CACHE = 32 << 20 }; /* bytes of keys and values that stay in the device's cache */
 
-/* Whether the device has room for this kernel, and the unit the code. */
+/* Whether the device has space for this kernel, and the unit the code. */
 template <int D, int KEYS> UPIPE_API int upi_cuda_fwd90_fits(const upipe_cuda *device)
 {
     typedef upi_cuda_fwd90_shape<D, KEYS> shape;
@@ -461,7 +461,7 @@ template <int D, int KEYS> UPIPE_API int upi_cuda_fwd90_fits(const upipe_cuda *d
 }
 
 /* Whether these kernels take the call: the device, the unit's code, and shapes that tensor maps can say. */
-UPIPE_API int upi_cuda_fwd90_takes(upipe_ctx *c, const upipe_attn *a)
+UPIPE_API int upi_cuda_fwd90_accepts(upipe_ctx *c, const upipe_attn *a)
 {
     const upipe_cuda *self = (const upipe_cuda *)c->ops->self;
     const int columns = upi_cuda_attn_columns(a), plain = !a->merge && a->o.dtype != UPIPE_F32;
@@ -481,7 +481,7 @@ UPIPE_API upipe_status upi_cuda_fwd90_launch(upipe_ctx *c, const upipe_attn *cal
     typedef upi_cuda_fwd90_shape<D, KEYS> shape;
     const upipe_cuda *self = (const upipe_cuda *)c->ops->self;
     const int blocks = (int)((a->queries + shape::ROWS - 1) / shape::ROWS);
-    const int64_t fit = UPI_FWD90_CACHE / ((int64_t)(a->d + a->dv) * 2) / a->keys * a->group;
+    const int64_t fit = UPI_FWD90_CACHE / ((int64_t)(a->d + a->v_dim) * 2) / a->keys * a->group;
     upi_cuda_fwd90_args g;
     memset(&g, 0, sizeof g);
     UPIPE_TRY(upi_tensor_map_make(c, &g.q, call->q, shape::ROWS));

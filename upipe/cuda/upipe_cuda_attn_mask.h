@@ -1,7 +1,7 @@
-/* upipe_cuda_attn_mask.h -- windows, packed documents and sinks    backend cuda, includes cuda_kernel, attn
+/* upipe_cuda_attn_mask.h -- windows, packed packed sequences and sinks    backend cuda, includes cuda_kernel, attn
  *
  * What a query sees is one run of keys, and what sees a key is one run of queries; both ends of either ascend
- * with the row. Under a causal mask alone a kernel has them from a sum. Under a window or documents, which
+ * with the row. Under a causal mask alone a kernel has them from a sum. Under a window or packed sequences, which
  * take divisions and a search, they are written down before it starts, a table of 8 bytes a row in scratch:
  *
  *     runs = (upi_cuda_attn_run *)a->work;                             upi_cuda_attn_runs_bytes(a->q.n)
@@ -74,14 +74,14 @@ UPI_DEVICE void upi_cuda_attn_add_sink(float sink, float score, float sum, float
 
 /* ---- the tables ---- */
 
-/* One side's rows against the other's: row i meets the rows i - before to i + after, those of its document. */
+/* One side's rows against the other's: row i meets the rows i - before to i + after, those of its packed sequence. */
 typedef struct upi_cuda_attn_side {
     upi_cuda_attn_run *runs;
     int64_t from, to; /* rows of this launch */
     int64_t others;   /* rows of the other side */
     int64_t before, after;
     int64_t pos, other_pos, step; /* position of row 0 of either side */
-    int borders;                  /* 0: no documents */
+    int borders;                  /* 0: no packed sequences */
     int64_t border[UPI_CUDA_ATTN_BORDERS];
 } upi_cuda_attn_side;
 
@@ -92,7 +92,7 @@ UPI_DEVICE int64_t upi_cuda_attn_row_at(int64_t border, int64_t pos, int64_t ste
     return step == 1 ? away : away / step + (away % step > 0);
 }
 
-/* As upi_attn_sight, from either side. */
+/* As upipe_attn_visible, from either side. */
 template <int THREADS> UPI_KERNEL(THREADS, 1) void upi_cuda_attn_runs_kernel(const upi_cuda_attn_side s)
 {
     const int64_t i = s.from + (int64_t)blockIdx.x * THREADS + threadIdx.x;
@@ -129,9 +129,9 @@ template <int THREADS> UPI_KERNEL(THREADS, 1) void upi_cuda_attn_runs_kernel(con
  * head, every thread one chain in f64, and the chains in a fixed order. */
 template <int THREADS>
 UPI_KERNEL(THREADS, 1)
-void upi_cuda_attn_sink_kernel(float *gsinks, const float *sinks, upipe_view lse, upipe_view delta)
+void upi_cuda_attn_sink_kernel(float *dsinks, const float *sinks, upipe_view lse, upipe_view delta)
 {
-    UPI_SHARED(double, room);
+    UPI_SHARED(double, buf);
     const int h = (int)blockIdx.x, tid = (int)threadIdx.x;
     const float *at_lse = (const float *)lse.data + h * lse.h_step;
     const float *at_delta = (const float *)delta.data + h * delta.h_step;
@@ -141,12 +141,12 @@ void upi_cuda_attn_sink_kernel(float *gsinks, const float *sinks, upipe_view lse
     UPI_UNROLL_4
     for (int64_t i = tid; i < lse.n; i += THREADS)
         sum += exp(sink - (double)at_lse[i * lse.n_step]) * (double)at_delta[i * delta.n_step];
-    room[tid] = sum;
+    buf[tid] = sum;
     for (int half = THREADS / 2; half > 0; half /= 2) {
         __syncthreads();
-        if (tid < half) room[tid] += room[tid + half];
+        if (tid < half) buf[tid] += buf[tid + half];
     }
-    if (tid == 0) gsinks[h] -= (float)room[0];
+    if (tid == 0) dsinks[h] -= (float)buf[0];
 }
 
 /* ---- host ---- */
@@ -154,14 +154,14 @@ void upi_cuda_attn_sink_kernel(float *gsinks, const float *sinks, upipe_view lse
 /* Whether the call needs a kernel with tables. */
 UPIPE_API int upi_cuda_attn_masked(const upipe_attn *a)
 {
-    return a->window > 0 || a->docs != NULL || a->softcap > 0 || a->v.d != a->q.d;
+    return a->window > 0 || a->cu_seqlens != NULL || a->softcap > 0 || a->v.d != a->q.d;
 }
 
 /* Bytes of a table, a multiple of 64; SIZE_MAX where they leave 63 bits. */
 UPIPE_API size_t upi_cuda_attn_runs_bytes(int64_t rows)
 {
     int64_t bytes;
-    if (!upi_mul(&bytes, rows, (int64_t)sizeof(upi_cuda_attn_run)) || bytes > INT64_MAX - 63) return SIZE_MAX;
+    if (!upipe_mul(&bytes, rows, (int64_t)sizeof(upi_cuda_attn_run)) || bytes > INT64_MAX - 63) return SIZE_MAX;
     return ((size_t)bytes + 63) / 64 * 64;
 }
 
@@ -169,31 +169,31 @@ UPIPE_API size_t upi_cuda_attn_runs_bytes(int64_t rows)
 UPIPE_API upipe_status upi_cuda_attn_check_masks(upipe_ctx *c, const upipe_attn *a)
 {
     if (!upi_cuda_attn_masked(a) || (a->q.n < INT32_MAX && a->k.n < INT32_MAX)) return UPIPE_OK;
-    return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
+    return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
                     "attention: %lld queries and %lld keys; with these masks there are at most %d of either",
                     (long long)a->q.n, (long long)a->k.n, INT32_MAX - 1);
 }
 
-/* Launches for all of the `rows` rows of a side; s has everything but the documents. */
+/* Launches for all of the `rows` rows of a side; s has everything but the packed sequences. */
 UPIPE_API upipe_status upi_cuda_attn_runs_make(upipe_ctx *c, upi_cuda_attn_side *s, int64_t rows,
-                                               const int64_t *docs, int64_t docs_n)
+                                               const int64_t *cu_seqlens, int64_t cu_seqlens_n)
 {
     int64_t at = 0;
     do {
-        const int64_t left = docs_n - at, most = UPI_CUDA_ATTN_BORDERS - 1;
-        const int64_t count = left < most ? left : most; /* documents of this launch */
-        s->from = at == 0 ? 0 : upi_between(-upi_floor_div(s->pos - docs[at], s->step), 0, rows);
+        const int64_t left = cu_seqlens_n - at, most = UPI_CUDA_ATTN_BORDERS - 1;
+        const int64_t count = left < most ? left : most; /* packed sequences of this launch */
+        s->from = at == 0 ? 0 : upi_between(-upi_floor_div(s->pos - cu_seqlens[at], s->step), 0, rows);
         s->to =
-            left <= most ? rows : upi_between(-upi_floor_div(s->pos - docs[at + count], s->step), 0, rows);
-        s->borders = docs != NULL ? (int)count + 1 : 0;
-        if (docs != NULL) memcpy(s->border, docs + at, (size_t)s->borders * sizeof *docs);
+            left <= most ? rows : upi_between(-upi_floor_div(s->pos - cu_seqlens[at + count], s->step), 0, rows);
+        s->borders = cu_seqlens != NULL ? (int)count + 1 : 0;
+        if (cu_seqlens != NULL) memcpy(s->border, cu_seqlens + at, (size_t)s->borders * sizeof *cu_seqlens);
         if (s->from < s->to)
             UPIPE_TRY(UPI_LAUNCH(
                 c, (upi_cuda_attn_runs_kernel<UPI_CUDA_ATTN_RUN_ROWS>),
                 (unsigned)((s->to - s->from + UPI_CUDA_ATTN_RUN_ROWS - 1) / UPI_CUDA_ATTN_RUN_ROWS),
                 UPI_CUDA_ATTN_RUN_ROWS, 0, *s));
         at += count;
-    } while (at < docs_n);
+    } while (at < cu_seqlens_n);
     return UPIPE_OK;
 }
 
@@ -217,7 +217,7 @@ UPIPE_API upi_cuda_attn_side upi_cuda_attn_side_make(const upipe_attn *a, upi_cu
 UPIPE_API upipe_status upi_cuda_attn_query_runs(upipe_ctx *c, const upipe_attn *a, upi_cuda_attn_run *runs)
 {
     upi_cuda_attn_side s = upi_cuda_attn_side_make(a, runs);
-    return upi_cuda_attn_runs_make(c, &s, a->q.n, a->docs, a->docs_n);
+    return upi_cuda_attn_runs_make(c, &s, a->q.n, a->cu_seqlens, a->cu_seqlens_n);
 }
 
 /* The queries that see each key, [a->k.n]: key j is seen from query j - after to query j + before. */
@@ -230,15 +230,15 @@ UPIPE_API upipe_status upi_cuda_attn_key_runs(upipe_ctx *c, const upipe_attn *a,
     s.after = q.before;
     s.pos = a->k_pos;
     s.other_pos = a->q_pos;
-    return upi_cuda_attn_runs_make(c, &s, a->k.n, a->docs, a->docs_n);
+    return upi_cuda_attn_runs_make(c, &s, a->k.n, a->cu_seqlens, a->cu_seqlens_n);
 }
 
-/* gsinks += the sinks' gradient, where it is wanted. */
+/* dsinks += the sinks' gradient, where it is wanted. */
 UPIPE_API upipe_status upi_cuda_attn_sink_bwd(upipe_ctx *c, const upipe_attn_grad *g)
 {
-    if (g->gsinks == NULL) return UPIPE_OK;
+    if (g->dsinks == NULL) return UPIPE_OK;
     return UPI_LAUNCH(c, (upi_cuda_attn_sink_kernel<UPI_CUDA_ATTN_SINK_THREADS>), (unsigned)g->a.q.h,
-                      UPI_CUDA_ATTN_SINK_THREADS, UPI_CUDA_ATTN_SINK_THREADS * sizeof(double), g->gsinks,
+                      UPI_CUDA_ATTN_SINK_THREADS, UPI_CUDA_ATTN_SINK_THREADS * sizeof(double), g->dsinks,
                       g->a.sinks, g->a.lse, g->delta);
 }
 

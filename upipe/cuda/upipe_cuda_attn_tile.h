@@ -24,7 +24,7 @@ typedef struct upi_cuda_attn_args {
     int heads, group, d, causal, merge;
     int wide;          /* o is f32 */
     float scale, rate; /* rate = scale * log2(e) */
-    int dv;
+    int v_dim;
     const float *sinks;            /* [heads], or NULL */
     const upi_cuda_attn_run *runs; /* masked: of queries forward, of keys backward */
     /* Under a soft-cap, `scale`, a score is scale * tanh(squash * product); its slope at 0. Else squash is 0. */
@@ -102,14 +102,14 @@ UPI_DEVICE upi_cuda_attn_tiles upi_cuda_attn_tiles_of(const upi_cuda_attn_args &
 /* A call of the backward. */
 typedef struct upi_cuda_attn_bwd_args {
     upi_cuda_attn_args a; /* o is not used */
-    const upi_bf16 *go;
+    const upi_bf16 *dout;
     const float *delta;
-    upi_bf16 *gq; /* not with merge */
-    float *gk, *gv;
-    int64_t go_step, go_head, delta_step, delta_head, gq_step, gq_head, gk_step, gk_head, gv_step, gv_head;
+    upi_bf16 *dq; /* not with merge */
+    float *dk, *dv;
+    int64_t dout_step, dout_head, delta_step, delta_head, dq_step, dq_head, dk_step, dk_head, dv_step, dv_head;
     int *turns; /* [1 + heads * tiles]: the next ticket; whose turn it is at each tile of queries */
-    float *dq;  /* the sums: [heads][queries][d], or what is added to */
-    int64_t dq_step, dq_head;
+    float *dq_sum;  /* the sums: [heads][queries][d], or what is added to */
+    int64_t dq_sum_step, dq_sum_head;
     int tiles, blocks; /* of queries, of keys */
 } upi_cuda_attn_bwd_args;
 
@@ -119,7 +119,7 @@ typedef struct upi_cuda_attn_bwd_tiles {
 } upi_cuda_attn_bwd_tiles;
 
 template <int KEYS, int ROWS, int MASKED>
-UPI_DEVICE upi_cuda_attn_bwd_tiles upi_cuda_attn_bwd_takes(const upi_cuda_attn_bwd_args &g, int block)
+UPI_DEVICE upi_cuda_attn_bwd_tiles upi_cuda_attn_bwd_tiles_of(const upi_cuda_attn_bwd_args &g, int block)
 {
     const int64_t k0 = (int64_t)block * KEYS;
     upi_cuda_attn_bwd_tiles x = {g.tiles, g.tiles};
@@ -182,7 +182,7 @@ UPIPE_API upipe_status upi_cuda_attn_aligned(upipe_ctx *c, const char *name, upi
     if ((uintptr_t)v.data % 16 == 0 && (v.n == 1 || v.n_step % each == 0) &&
         (v.h == 1 || v.h_step % each == 0))
         return UPIPE_OK;
-    return upi_fail(
+    return upipe_fail(
         &c->err, UPIPE_ERR_UNSUPPORTED,
         "attention: %s at %p with steps of %lld and %lld %s elements; rows must begin at multiples "
         "of 16 bytes",
@@ -216,7 +216,7 @@ UPIPE_API upi_cuda_attn_args upi_cuda_attn_args_make(const upipe_attn *a)
     x.heads = a->q.h;
     x.group = a->q.h / a->k.h;
     x.d = a->q.d;
-    x.dv = a->v.d;
+    x.v_dim = a->v.d;
     x.causal = a->causal;
     x.sinks = a->sinks;
     x.runs = upi_cuda_attn_masked(a) ? (const upi_cuda_attn_run *)a->work : NULL;

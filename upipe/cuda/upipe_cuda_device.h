@@ -7,7 +7,7 @@
  *     ctx.stream = stream;  ctx.ops = &ops;            stream: the host's own
  *
  * No kernels in here: a plain C program includes this header, and gets the table from one .cu unit. The
- * library makes no handle and no stream but the side stream of upipe_cuda_side. A cuBLAS handle holds the
+ * library makes no handle and no stream but the side stream of upipe_cuda_copy_stream. A cuBLAS handle holds the
  * stream of its last call, so ranks that are threads need one each. Its workspace is the host's business:
  * cublasSetStream to ctx.stream first, then cublasSetWorkspace, for a new stream takes the workspace away.
  */
@@ -35,44 +35,44 @@ typedef struct upipe_cuda {
 } upipe_cuda;
 
 /* The runtime's own text behind the call's name. `what` is the call as written, or "launch of" a kernel. */
-UPIPE_API upipe_status upi_cuda_check(upipe_err *e, cudaError_t r, const char *what)
+UPIPE_API upipe_status upipe_cuda_check(upipe_err *e, cudaError_t r, const char *what)
 {
     int named = strncmp(what, "launch", 6) == 0 ? (int)strlen(what) : (int)strcspn(what, "(");
     if (r == cudaSuccess) return UPIPE_OK;
     (void)cudaGetLastError(); /* what can be forgotten is: the next call must not report it again */
-    return upi_fail(e, r == cudaErrorMemoryAllocation ? UPIPE_ERR_MEMORY : UPIPE_ERR_BACKEND, "%.*s: %s (%s)",
+    return upipe_fail(e, r == cudaErrorMemoryAllocation ? UPIPE_ERR_MEMORY : UPIPE_ERR_BACKEND, "%.*s: %s (%s)",
                     named, what, cudaGetErrorString(r), cudaGetErrorName(r));
 }
 
-#define UPI_CUDA(e, call) UPIPE_TRY(upi_cuda_check((e), (call), #call))
+#define UPIPE_CUDA_TRY(e, call) UPIPE_TRY(upipe_cuda_check((e), (call), #call))
 
 /* cuBLAS's own text behind the call's name. */
-UPIPE_API upipe_status upi_cublas_check(upipe_err *e, cublasStatus_t r, const char *what)
+UPIPE_API upipe_status upipe_cublas_check(upipe_err *e, cublasStatus_t r, const char *what)
 {
     if (r == CUBLAS_STATUS_SUCCESS) return UPIPE_OK;
-    return upi_fail(e, r == CUBLAS_STATUS_ALLOC_FAILED ? UPIPE_ERR_MEMORY : UPIPE_ERR_BACKEND,
+    return upipe_fail(e, r == CUBLAS_STATUS_ALLOC_FAILED ? UPIPE_ERR_MEMORY : UPIPE_ERR_BACKEND,
                     "%.*s: %s (%s)", (int)strcspn(what, "("), what, cublasGetStatusString(r),
                     cublasGetStatusName(r));
 }
 
-#define UPI_CUBLAS(e, call) UPIPE_TRY(upi_cublas_check((e), (call), #call))
+#define UPIPE_CUBLAS_TRY(e, call) UPIPE_TRY(upipe_cublas_check((e), (call), #call))
 
 /* UNSUPPORTED where ctx->stream is captured into a graph: `what` makes the host wait, and a captured stream runs
  * nothing yet. Asked for before anything is enqueued: the runtime itself would spoil the capture. */
 UPIPE_API upipe_status upi_cuda_uncaptured(upipe_ctx *c, const char *what)
 {
     enum cudaStreamCaptureStatus state;
-    UPI_CUDA(&c->err, cudaStreamIsCapturing((cudaStream_t)c->stream, &state));
+    UPIPE_CUDA_TRY(&c->err, cudaStreamIsCapturing((cudaStream_t)c->stream, &state));
     if (state == cudaStreamCaptureStatusNone) return UPIPE_OK;
-    return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
+    return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
                     "%s waits for the stream, which is captured into a graph and runs nothing yet", what);
 }
 
 /* Lets blocks of a kernel have more than 48 KiB of shared memory, and a processor as many of them as fit. */
 UPIPE_API upipe_status upi_cuda_allow_shared(upipe_err *e, const void *kernel, int bytes)
 {
-    UPI_CUDA(e, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    UPI_CUDA(e, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+    UPIPE_CUDA_TRY(e, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    UPIPE_CUDA_TRY(e, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                      cudaSharedmemCarveoutMaxShared));
     return UPIPE_OK;
 }
@@ -85,7 +85,7 @@ UPIPE_API upipe_status upipe_cuda_slab(void **out, size_t bytes, upipe_err *e)
 {
     *out = NULL;
     if (bytes == 0) return UPIPE_OK;
-    UPI_CUDA(e, cudaMalloc(out, bytes));
+    UPIPE_CUDA_TRY(e, cudaMalloc(out, bytes));
     return UPIPE_OK;
 }
 
@@ -93,7 +93,7 @@ UPIPE_API upipe_status upipe_cuda_slab(void **out, size_t bytes, upipe_err *e)
 UPIPE_API upipe_status upipe_cuda_slab_free(void *slab, upipe_err *e)
 {
     if (slab == NULL) return UPIPE_OK;
-    UPI_CUDA(e, cudaFree(slab));
+    UPIPE_CUDA_TRY(e, cudaFree(slab));
     return UPIPE_OK;
 }
 
@@ -103,7 +103,7 @@ UPIPE_API upipe_status upipe_cuda_host_slab(void **out, size_t bytes, upipe_err 
 {
     *out = NULL;
     if (bytes == 0) return UPIPE_OK;
-    UPI_CUDA(e, cudaHostAlloc(out, bytes, cudaHostAllocDefault));
+    UPIPE_CUDA_TRY(e, cudaHostAlloc(out, bytes, cudaHostAllocDefault));
     return UPIPE_OK;
 }
 
@@ -111,7 +111,7 @@ UPIPE_API upipe_status upipe_cuda_host_slab(void **out, size_t bytes, upipe_err 
 UPIPE_API upipe_status upipe_cuda_host_slab_free(void *slab, upipe_err *e)
 {
     if (slab == NULL) return UPIPE_OK;
-    UPI_CUDA(e, cudaFreeHost(slab));
+    UPIPE_CUDA_TRY(e, cudaFreeHost(slab));
     return UPIPE_OK;
 }
 
@@ -137,22 +137,22 @@ UPIPE_API upipe_status upipe_cuda_init(upipe_cuda *d, cublasHandle_t blas, upipe
     int major, minor;
     upipe_status s;
     memset(d, 0, sizeof *d);
-    UPI_CUDA(e, cudaGetDevice(&d->device));
-    UPI_CUDA(e, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, d->device));
-    UPI_CUDA(e, cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, d->device));
-    UPI_CUDA(e, cudaDeviceGetAttribute(&d->processors, cudaDevAttrMultiProcessorCount, d->device));
-    UPI_CUDA(e, cudaDeviceGetAttribute(&d->shared_most, cudaDevAttrMaxSharedMemoryPerBlockOptin, d->device));
+    UPIPE_CUDA_TRY(e, cudaGetDevice(&d->device));
+    UPIPE_CUDA_TRY(e, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, d->device));
+    UPIPE_CUDA_TRY(e, cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, d->device));
+    UPIPE_CUDA_TRY(e, cudaDeviceGetAttribute(&d->processors, cudaDevAttrMultiProcessorCount, d->device));
+    UPIPE_CUDA_TRY(e, cudaDeviceGetAttribute(&d->shared_most, cudaDevAttrMaxSharedMemoryPerBlockOptin, d->device));
     d->capability = 10 * major + minor;
     if (major < 8)
-        return upi_fail(e, UPIPE_ERR_UNSUPPORTED,
+        return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
                         "device %d has compute capability %d.%d; the kernels need 8.0", d->device, major,
                         minor);
     d->blas = blas;
     if (blas != NULL) {
-        UPI_CUBLAS(e,
+        UPIPE_CUBLAS_TRY(e,
                    cublasSetMathMode(blas, (cublasMath_t)(CUBLAS_DEFAULT_MATH |
                                                           CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION)));
-        UPI_CUBLAS(e, cublasSetPointerMode(blas, CUBLAS_POINTER_MODE_HOST));
+        UPIPE_CUBLAS_TRY(e, cublasSetPointerMode(blas, CUBLAS_POINTER_MODE_HOST));
     }
     s = upipe_cuda_slab(&d->scratch, UPIPE_CUDA_SCRATCH, e);
     if (s == UPIPE_OK) s = upipe_cuda_host_slab(&d->result, UPIPE_CUDA_RESULT, e);
@@ -162,73 +162,73 @@ UPIPE_API upipe_status upipe_cuda_init(upipe_cuda *d, cublasHandle_t blas, upipe
 
 /* ---- copies beside the computing stream: the host tier of a pool ---- */
 
-/* upipe_cuda_side -- a stream of its own for copies between the device and a pinned slab, and the events
+/* upipe_cuda_copy_stream -- a stream of its own for copies between the device and a pinned slab, and the events
  * that order it against ctx->stream. One copy, or several, between start and wait. */
-typedef struct upipe_cuda_side {
+typedef struct upipe_cuda_copy_stream {
     cudaStream_t stream;
     cudaEvent_t before, after;
-} upipe_cuda_side;
+} upipe_cuda_copy_stream;
 
-/* upipe_cuda_side_free -- waits for the copies, and releases what init made; after a failed init too */
-UPIPE_API upipe_status upipe_cuda_side_free(upipe_cuda_side *side, upipe_err *e)
+/* upipe_cuda_copy_stream_free -- waits for the copies, and releases what init made; after a failed init too */
+UPIPE_API upipe_status upipe_cuda_copy_stream_free(upipe_cuda_copy_stream *side, upipe_err *e)
 {
     upipe_status s = UPIPE_OK, t;
     if (side->stream != NULL)
-        s = upi_cuda_check(e, cudaStreamSynchronize(side->stream), "cudaStreamSynchronize");
+        s = upipe_cuda_check(e, cudaStreamSynchronize(side->stream), "cudaStreamSynchronize");
     if (side->after != NULL) {
-        t = upi_cuda_check(e, cudaEventDestroy(side->after), "cudaEventDestroy");
+        t = upipe_cuda_check(e, cudaEventDestroy(side->after), "cudaEventDestroy");
         if (s == UPIPE_OK) s = t;
     }
     if (side->before != NULL) {
-        t = upi_cuda_check(e, cudaEventDestroy(side->before), "cudaEventDestroy");
+        t = upipe_cuda_check(e, cudaEventDestroy(side->before), "cudaEventDestroy");
         if (s == UPIPE_OK) s = t;
     }
     if (side->stream != NULL) {
-        t = upi_cuda_check(e, cudaStreamDestroy(side->stream), "cudaStreamDestroy");
+        t = upipe_cuda_check(e, cudaStreamDestroy(side->stream), "cudaStreamDestroy");
         if (s == UPIPE_OK) s = t;
     }
     memset(side, 0, sizeof *side);
     return s;
 }
 
-/* upipe_cuda_side_init -- makes the stream and the events, on the current device
+/* upipe_cuda_copy_stream_init -- makes the stream and the events, on the current device
  *   errors  BACKEND; there is then nothing to free
  */
-UPIPE_API upipe_status upipe_cuda_side_init(upipe_cuda_side *side, upipe_err *e)
+UPIPE_API upipe_status upipe_cuda_copy_stream_init(upipe_cuda_copy_stream *side, upipe_err *e)
 {
     upipe_status s;
     memset(side, 0, sizeof *side);
-    s = upi_cuda_check(e, cudaStreamCreateWithFlags(&side->stream, cudaStreamNonBlocking),
+    s = upipe_cuda_check(e, cudaStreamCreateWithFlags(&side->stream, cudaStreamNonBlocking),
                        "cudaStreamCreateWithFlags");
     if (s == UPIPE_OK)
-        s = upi_cuda_check(e, cudaEventCreateWithFlags(&side->before, cudaEventDisableTiming),
+        s = upipe_cuda_check(e, cudaEventCreateWithFlags(&side->before, cudaEventDisableTiming),
                            "cudaEventCreateWithFlags");
     if (s == UPIPE_OK)
-        s = upi_cuda_check(e, cudaEventCreateWithFlags(&side->after, cudaEventDisableTiming),
+        s = upipe_cuda_check(e, cudaEventCreateWithFlags(&side->after, cudaEventDisableTiming),
                            "cudaEventCreateWithFlags");
-    if (s != UPIPE_OK) upipe_cuda_side_free(side, NULL);
+    if (s != UPIPE_OK) upipe_cuda_copy_stream_free(side, NULL);
     return s;
 }
 
-/* upipe_cuda_side_start -- dst = src, behind all work that ctx->stream has so far and beside what follows
+/* upipe_cuda_copy_stream_start -- dst = src, behind all work that ctx->stream has so far and beside what follows
  *   dst src  device memory and a pinned slab; neither may be written, nor dst read, by later work of
- *            ctx->stream before upipe_cuda_side_wait
+ *            ctx->stream before upipe_cuda_copy_stream_wait
  *   errors   BACKEND
  */
-UPIPE_API upipe_status upipe_cuda_side_start(upipe_ctx *c, upipe_cuda_side *side, void *dst, const void *src,
+UPIPE_API upipe_status upipe_cuda_copy_stream_start(upipe_ctx *c, upipe_cuda_copy_stream *side, void *dst, const void *src,
                                              size_t bytes)
 {
-    UPI_CUDA(&c->err, cudaEventRecord(side->before, (cudaStream_t)c->stream));
-    UPI_CUDA(&c->err, cudaStreamWaitEvent(side->stream, side->before, 0));
-    UPI_CUDA(&c->err, cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, side->stream));
-    UPI_CUDA(&c->err, cudaEventRecord(side->after, side->stream));
+    UPIPE_CUDA_TRY(&c->err, cudaEventRecord(side->before, (cudaStream_t)c->stream));
+    UPIPE_CUDA_TRY(&c->err, cudaStreamWaitEvent(side->stream, side->before, 0));
+    UPIPE_CUDA_TRY(&c->err, cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, side->stream));
+    UPIPE_CUDA_TRY(&c->err, cudaEventRecord(side->after, side->stream));
     return UPIPE_OK;
 }
 
-/* upipe_cuda_side_wait -- later work of ctx->stream comes after every copy started; the host does not wait */
-UPIPE_API upipe_status upipe_cuda_side_wait(upipe_ctx *c, upipe_cuda_side *side)
+/* upipe_cuda_copy_stream_wait -- later work of ctx->stream comes after every copy started; the host does not wait */
+UPIPE_API upipe_status upipe_cuda_copy_stream_wait(upipe_ctx *c, upipe_cuda_copy_stream *side)
 {
-    UPI_CUDA(&c->err, cudaStreamWaitEvent((cudaStream_t)c->stream, side->after, 0));
+    UPIPE_CUDA_TRY(&c->err, cudaStreamWaitEvent((cudaStream_t)c->stream, side->after, 0));
     return UPIPE_OK;
 }
 

@@ -41,14 +41,14 @@ UPIPE_API cudaDataType upi_cublas_type(upipe_dtype t)
     return t == UPIPE_F32 ? CUDA_R_32F : CUDA_R_16BF;
 }
 
-UPIPE_API upipe_status upi_cublas_takes(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b)
+UPIPE_API upipe_status upi_cublas_accepts(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b)
 {
     if (a.dtype != b.dtype || (a.dtype == UPIPE_F32 && out.dtype != UPIPE_F32))
-        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
                         "gemm: %s times %s to %s; cuBLAS takes f32 to f32, bf16 to bf16 or f32",
                         upipe_dtype_name(a.dtype), upipe_dtype_name(b.dtype), upipe_dtype_name(out.dtype));
     if (upi_cublas_step(out) < out.d || upi_cublas_step(a) < a.d || upi_cublas_step(b) < b.d)
-        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
                         "gemm: rows of %d, %d and %d elements (out, a, b) are %lld, %lld and %lld apart",
                         out.d, a.d, b.d, (long long)upi_cublas_step(out), (long long)upi_cublas_step(a),
                         (long long)upi_cublas_step(b));
@@ -64,7 +64,7 @@ UPIPE_API upipe_status upi_cuda_gemm_zero(upipe_ctx *c, upipe_view out)
     int32_t j;
     for (j = 0; j < out.h; ++j)
         for (i = 0; i < (whole ? 1 : out.n); ++i)
-            UPI_CUDA(&c->err, cudaMemsetAsync(upipe_view_at(out, i, j), 0, whole ? row * (size_t)out.n : row,
+            UPIPE_CUDA_TRY(&c->err, cudaMemsetAsync(upipe_view_at(out, i, j), 0, whole ? row * (size_t)out.n : row,
                                               (cudaStream_t)c->stream));
     return UPIPE_OK;
 }
@@ -80,22 +80,22 @@ UPIPE_API upipe_status upi_cuda_gemm(upipe_ctx *c, upipe_view out, upipe_view a,
     cudaStream_t set;
     (void)work;
     (void)work_bytes;
-    UPIPE_TRY(upi_gemm_check(c, out, a, b, flags));
-    UPIPE_TRY(upi_cublas_takes(c, out, a, b));
+    UPIPE_TRY(upipe_check_gemm(c, out, a, b, flags));
+    UPIPE_TRY(upi_cublas_accepts(c, out, a, b));
     if (out.n == 0 || out.d == 0) return UPIPE_OK;
     if (depth == 0) return beta != 0 ? UPIPE_OK : upi_cuda_gemm_zero(c, out); /* the empty sum */
-    UPI_CUBLAS(&c->err, cublasGetStream(self->blas, &set));
+    UPIPE_CUBLAS_TRY(&c->err, cublasGetStream(self->blas, &set));
     /* only where it differs: setting a stream takes the host's workspace away */
     if (set != (cudaStream_t)c->stream)
-        UPI_CUBLAS(&c->err, cublasSetStream(self->blas, (cudaStream_t)c->stream));
+        UPIPE_CUBLAS_TRY(&c->err, cublasSetStream(self->blas, (cudaStream_t)c->stream));
     if (out.h == 1)
-        UPI_CUBLAS(&c->err, cublasGemmEx_64(self->blas, op_b, op_a, out.d, out.n, depth, &alpha, b.data,
+        UPIPE_CUBLAS_TRY(&c->err, cublasGemmEx_64(self->blas, op_b, op_a, out.d, out.n, depth, &alpha, b.data,
                                             upi_cublas_type(b.dtype), upi_cublas_step(b), a.data,
                                             upi_cublas_type(a.dtype), upi_cublas_step(a), &beta, out.data,
                                             upi_cublas_type(out.dtype), upi_cublas_step(out),
                                             CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
     else
-        UPI_CUBLAS(&c->err, cublasGemmStridedBatchedEx_64(
+        UPIPE_CUBLAS_TRY(&c->err, cublasGemmStridedBatchedEx_64(
                                 self->blas, op_b, op_a, out.d, out.n, depth, &alpha, b.data,
                                 upi_cublas_type(b.dtype), upi_cublas_step(b), b.h > 1 ? b.h_step : 0, a.data,
                                 upi_cublas_type(a.dtype), upi_cublas_step(a), a.h > 1 ? a.h_step : 0, &beta,

@@ -71,16 +71,16 @@ UPIPE_API upipe_status upi_tensor_map_encode(upipe_err *e, upi_tensor_map *map, 
     cudaDriverEntryPointQueryResult found;
     void *encode = NULL;
     CUresult r;
-    UPI_CUDA(e, cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault,
+    UPIPE_CUDA_TRY(e, cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault,
                                                  &found));
     if (encode == NULL || found != cudaDriverEntryPointSuccess)
-        return upi_fail(e, UPIPE_ERR_BACKEND, "the driver has no cuTensorMapEncodeTiled");
+        return upipe_fail(e, UPIPE_ERR_BACKEND, "the driver has no cuTensorMapEncodeTiled");
     r = ((encoder)encode)(
         map, element == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 3, base, dims,
         steps, box, each, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
         CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (r == CUDA_SUCCESS) return UPIPE_OK;
-    return upi_fail(e, UPIPE_ERR_BACKEND, "cuTensorMapEncodeTiled: error %d", (int)r);
+    return upipe_fail(e, UPIPE_ERR_BACKEND, "cuTensorMapEncodeTiled: error %d", (int)r);
 }
 
 /* Brings the map to where TMA reads it. */

@@ -40,7 +40,7 @@ typedef uint16_t upi_bf16; /* storage alone */
 #define UPI_LAUNCH(c, kernel, grid, block, shared, ...)                                \
     ((void)cudaGetLastError(),                                                         \
      (kernel)<<<(grid), (block), (shared), (cudaStream_t)(c)->stream>>>(__VA_ARGS__), \
-     upi_cuda_check(&(c)->err, cudaGetLastError(), "launch of " #kernel))
+     upipe_cuda_check(&(c)->err, cudaGetLastError(), "launch of " #kernel))
 /* clang-format on */
 
 /* More than 48 KiB of shared memory must be asked for, once a kernel and device. */

@@ -295,28 +295,28 @@ UPI_DEVICE float upi_product(float a, float b)
 }
 
 /* The sum over a team of 2^shift threads, in one order, for all of them. A team that is a block takes turns
- * with `room`, a float for each of its warps. */
-UPI_DEVICE float upi_team_sum(float x, int shift, float *room)
+ * with `buffer`, a float for each of its warps. */
+UPI_DEVICE float upi_team_sum(float x, int shift, float *buf)
 {
     int step, w;
     for (step = 1; step < 32 && step < 1 << shift; step *= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
     if (shift <= 5) return x;
     __syncthreads();
-    if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = x;
+    if (threadIdx.x % 32 == 0) buf[threadIdx.x / 32] = x;
     __syncthreads();
-    x = room[0];
-    for (w = 1; w < UPI_BLOCK / 32; ++w) x += room[w];
+    x = buf[0];
+    for (w = 1; w < UPI_BLOCK / 32; ++w) x += buf[w];
     return x;
 }
 
-enum { UPI_TEAM_ROOM = UPI_BLOCK / 32 * 4 }; /* bytes of shared memory that team sums need */
+enum { UPI_TEAM_BUF = UPI_BLOCK / 32 * 4 }; /* bytes of shared memory that team sums need */
 
 /* ---- bytes ---- */
 
 UPIPE_API upipe_status upi_cuda_sync(upipe_ctx *c)
 {
     UPIPE_TRY(upi_cuda_uncaptured(c, "sync"));
-    UPI_CUDA(&c->err, cudaStreamSynchronize((cudaStream_t)c->stream));
+    UPIPE_CUDA_TRY(&c->err, cudaStreamSynchronize((cudaStream_t)c->stream));
     return UPIPE_OK;
 }
 
@@ -324,7 +324,7 @@ UPIPE_API upipe_status upi_cuda_sync(upipe_ctx *c)
 UPIPE_API upipe_status upi_cuda_pageable(upipe_ctx *c, const void *p, int *pageable)
 {
     struct cudaPointerAttributes at;
-    UPI_CUDA(&c->err, cudaPointerGetAttributes(&at, p));
+    UPIPE_CUDA_TRY(&c->err, cudaPointerGetAttributes(&at, p));
     *pageable = at.type == cudaMemoryTypeUnregistered;
     return UPIPE_OK;
 }
@@ -334,20 +334,20 @@ UPIPE_API upipe_status upi_cuda_pageable(upipe_ctx *c, const void *p, int *pagea
 UPIPE_API upipe_status upi_cuda_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
 {
     int to, from;
-    UPIPE_TRY(upi_copy_check(c, dst, src, bytes));
+    UPIPE_TRY(upipe_check_copy(c, dst, src, bytes));
     if (bytes == 0) return UPIPE_OK;
     UPIPE_TRY(upi_cuda_pageable(c, dst, &to));
     UPIPE_TRY(upi_cuda_pageable(c, src, &from));
     if (to || from) UPIPE_TRY(upi_cuda_uncaptured(c, "a copy of ordinary host memory"));
-    UPI_CUDA(&c->err, cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, (cudaStream_t)c->stream));
+    UPIPE_CUDA_TRY(&c->err, cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, (cudaStream_t)c->stream));
     return to || from ? upi_cuda_sync(c) : UPIPE_OK;
 }
 
 UPIPE_API upipe_status upi_cuda_zero(upipe_ctx *c, void *dst, size_t bytes)
 {
-    UPIPE_TRY(upi_zero_check(c, dst, bytes));
+    UPIPE_TRY(upipe_check_zero(c, dst, bytes));
     if (bytes == 0) return UPIPE_OK;
-    UPI_CUDA(&c->err, cudaMemsetAsync(dst, 0, bytes, (cudaStream_t)c->stream));
+    UPIPE_CUDA_TRY(&c->err, cudaMemsetAsync(dst, 0, bytes, (cudaStream_t)c->stream));
     return UPIPE_OK;
 }
 
@@ -372,7 +372,7 @@ UPIPE_API upipe_status upi_cuda_cast(upipe_ctx *c, upipe_view dst, upipe_view sr
 {
     upipe_view v[2];
     upi_span s;
-    UPIPE_TRY(upi_cast_check(c, dst, src));
+    UPIPE_TRY(upipe_check_cast(c, dst, src));
     if (dst.n == 0) return UPIPE_OK;
     v[0] = dst;
     v[1] = src;
@@ -398,7 +398,7 @@ UPIPE_API upipe_status upi_cuda_add(upipe_ctx *c, upipe_view y, upipe_view x)
 {
     upipe_view v[2];
     upi_span s;
-    UPIPE_TRY(upi_add_check(c, y, x));
+    UPIPE_TRY(upipe_check_add(c, y, x));
     if (y.n == 0) return UPIPE_OK;
     v[0] = y;
     v[1] = x;
@@ -432,7 +432,7 @@ UPIPE_API upipe_status upi_cuda_sum(upipe_ctx *c, upipe_view dst, const float *s
 {
     upipe_view v[2];
     upi_span s;
-    UPIPE_TRY(upi_sum_check(c, dst, src, count, accumulate));
+    UPIPE_TRY(upipe_check_sum(c, dst, src, count, accumulate));
     if (dst.n == 0) return UPIPE_OK;
     v[0] = dst;
     v[1] = upipe_view_packed((void *)(uintptr_t)src, UPIPE_F32, dst.n, dst.h, dst.d);
@@ -547,7 +547,7 @@ UPIPE_API upipe_status upi_cuda_rope(upipe_ctx *c, const upipe_rope *r)
     upi_rope_job g;
     upi_span s;
     int p, pairs = r->x.d / 2;
-    UPIPE_TRY(upi_rope_check(c, r));
+    UPIPE_TRY(upipe_check_rope(c, r));
     if (r->count == 0 || r->x.n == 0) return UPIPE_OK;
     memset(&f, 0, sizeof f);
     for (p = 0; p < pairs; ++p) f.turns[p] = pow(r->theta, -2.0 * p / r->x.d) / 6.283185307179586477;
@@ -582,9 +582,9 @@ UPI_DEVICE float upi_norm_scale(float squares, int64_t d, float eps)
 
 template <int TYPES>
 UPI_KERNEL(256, 1)
-void upi_rmsnorm_rows(upipe_view y, upipe_view x, const float *gain, float eps, upi_span s)
+void upi_rmsnorm_rows(upipe_view y, upipe_view x, const float *weight, float eps, upi_span s)
 {
-    UPI_SHARED(float, room);
+    UPI_SHARED(float, buf);
     UPI_EACH_TEAM(s, first)
     {
         upi_place p = upi_place_of(s, first);
@@ -596,10 +596,10 @@ void upi_rmsnorm_rows(upipe_view y, upipe_view x, const float *gain, float eps, 
             UPI_UNROLL
             for (l = 0; l < UPI_EIGHT; ++l) sum = fmaf(a.v[l], a.v[l], sum);
         }
-        sum = upi_norm_scale(upi_team_sum(sum, s.shift, room), s.d, eps);
+        sum = upi_norm_scale(upi_team_sum(sum, s.shift, buf), s.d, eps);
         for (p.k = begin; p.k < p.d; p.k += p.step) {
             upi_numbers a = upi_view_get<TYPES>(x, p, s.vec);
-            upi_numbers w = upi_get<UPI_ALL_F32>(gain, UPIPE_F32, p.k, p.d, s.vec);
+            upi_numbers w = upi_get<UPI_ALL_F32>(weight, UPIPE_F32, p.k, p.d, s.vec);
             UPI_UNROLL
             for (l = 0; l < UPI_EIGHT; ++l) a.v[l] = a.v[l] * sum * w.v[l];
             upi_view_put<TYPES>(y, p, s.vec, a);
@@ -607,33 +607,33 @@ void upi_rmsnorm_rows(upipe_view y, upipe_view x, const float *gain, float eps, 
     }
 }
 
-/* As above, with a gain that every row reads. */
-UPIPE_API upi_span upi_span_of_norm(const upipe_view *v, int count, const float *gain)
+/* As above, with a norm weight that every row reads. */
+UPIPE_API upi_span upi_span_of_norm(const upipe_view *v, int count, const float *weight)
 {
     upi_span s = upi_span_of_rows(v, count);
-    if ((uintptr_t)gain % 16 != 0) s.vec = 0;
+    if ((uintptr_t)weight % 16 != 0) s.vec = 0;
     return s;
 }
 
-UPIPE_API upipe_status upi_cuda_rmsnorm(upipe_ctx *c, upipe_view y, upipe_view x, const float *gain,
+UPIPE_API upipe_status upi_cuda_rmsnorm(upipe_ctx *c, upipe_view y, upipe_view x, const float *weight,
                                         float eps)
 {
     upipe_view v[2];
     upi_span s;
-    UPIPE_TRY(upi_rmsnorm_check(c, y, x, gain, eps));
+    UPIPE_TRY(upipe_check_rmsnorm(c, y, x, weight, eps));
     if (x.n == 0) return UPIPE_OK;
     v[0] = y;
     v[1] = x;
-    s = upi_span_of_norm(v, 2, gain);
+    s = upi_span_of_norm(v, 2, weight);
     return UPI_LAUNCH_TYPES(c, upi_types(v, 2), upi_rmsnorm_rows, upi_span_grid(c, s), UPI_BLOCK,
-                            UPI_TEAM_ROOM, y, x, gain, eps, s);
+                            UPI_TEAM_BUF, y, x, weight, eps, s);
 }
 
 template <int TYPES>
 UPI_KERNEL(256, 1)
 void upi_rmsnorm_scales(float *scales, upipe_view x, float eps, upi_span s)
 {
-    UPI_SHARED(float, room);
+    UPI_SHARED(float, buf);
     UPI_EACH_TEAM(s, first)
     {
         upi_place p = upi_place_of(s, first);
@@ -644,30 +644,30 @@ void upi_rmsnorm_scales(float *scales, upipe_view x, float eps, upi_span s)
             UPI_UNROLL
             for (l = 0; l < UPI_EIGHT; ++l) sum = fmaf(a.v[l], a.v[l], sum);
         }
-        sum = upi_norm_scale(upi_team_sum(sum, s.shift, room), s.d, eps);
+        sum = upi_norm_scale(upi_team_sum(sum, s.shift, buf), s.d, eps);
         if (writes) scales[p.i * s.heads + p.j] = sum;
     }
 }
 
 enum {
-    UPI_GAIN_COLUMNS = 32,                                            /* of a block, one a lane */
-    UPI_GAIN_TOKENS = 64,                                             /* in hand at once */
-    UPI_GAIN_EACH = UPI_GAIN_TOKENS / (UPI_BLOCK / UPI_GAIN_COLUMNS), /* of them, a thread fetches */
-    UPI_GAIN_ROOM = 2 * UPI_GAIN_TOKENS * UPI_GAIN_COLUMNS * 4        /* bytes of shared memory */
+    UPI_WEIGHT_COLUMNS = 32,                                            /* of a block, one a lane */
+    UPI_WEIGHT_TOKENS = 64,                                             /* in hand at once */
+    UPI_WEIGHT_EACH = UPI_WEIGHT_TOKENS / (UPI_BLOCK / UPI_WEIGHT_COLUMNS), /* of them, a thread fetches */
+    UPI_WEIGHT_BUF = 2 * UPI_WEIGHT_TOKENS * UPI_WEIGHT_COLUMNS * 4        /* bytes of shared memory */
 };
 
 /* Elements of one column of dy and x, and the scales of their rows, for the tokens that a thread fetches. */
-typedef struct upi_gain_tile {
-    float dy[UPI_GAIN_EACH], unit[UPI_GAIN_EACH];
-} upi_gain_tile;
+typedef struct upi_weight_tile {
+    float dy[UPI_WEIGHT_EACH], unit[UPI_WEIGHT_EACH];
+} upi_weight_tile;
 
 template <int TYPES>
-UPI_DEVICE void upi_gain_fetch(upi_gain_tile *t, const upipe_view &dy, const upipe_view &x,
+UPI_DEVICE void upi_weight_fetch(upi_weight_tile *t, const upipe_view &dy, const upipe_view &x,
                                const float *scales, int64_t token, int64_t j, int64_t k)
 {
     int u;
     UPI_UNROLL
-    for (u = 0; u < UPI_GAIN_EACH; ++u) {
+    for (u = 0; u < UPI_WEIGHT_EACH; ++u) {
         int64_t i = token + u;
         int here = k >= 0 && i < dy.n;
         t->dy[u] = here ? upi_get1<TYPES>(upi_row_at(dy, i, j), dy.dtype, k) : 0.0f;
@@ -675,46 +675,46 @@ UPI_DEVICE void upi_gain_fetch(upi_gain_tile *t, const upipe_view &dy, const upi
     }
 }
 
-/* dgain += dy * x * scale, down the columns: a chain in the order of the tokens. Eight warps fetch the next
+/* dweight += dy * x * scale, down the columns: a chain in the order of the tokens. Eight warps fetch the next
  * tokens while one lane a column adds up the last ones. */
 template <int TYPES>
 UPI_KERNEL(256, 1)
-void upi_rmsnorm_gain(float *dgain, upipe_view dy, upipe_view x, const float *scales)
+void upi_rmsnorm_weight(float *dweight, upipe_view dy, upipe_view x, const float *scales)
 {
-    UPI_SHARED(float, room);
-    float *units = room + UPI_GAIN_TOKENS * UPI_GAIN_COLUMNS;
-    int lane = threadIdx.x % UPI_GAIN_COLUMNS, mine = threadIdx.x / UPI_GAIN_COLUMNS * UPI_GAIN_EACH, u;
-    int64_t column = (int64_t)blockIdx.x * UPI_GAIN_COLUMNS + lane, token, j = column / dy.d,
+    UPI_SHARED(float, buf);
+    float *units = buf + UPI_WEIGHT_TOKENS * UPI_WEIGHT_COLUMNS;
+    int lane = threadIdx.x % UPI_WEIGHT_COLUMNS, mine = threadIdx.x / UPI_WEIGHT_COLUMNS * UPI_WEIGHT_EACH, u;
+    int64_t column = (int64_t)blockIdx.x * UPI_WEIGHT_COLUMNS + lane, token, j = column / dy.d,
             k = column % dy.d;
     int adds = mine == 0 && column < (int64_t)dy.h * dy.d;
-    float sum = adds ? dgain[column] : 0;
-    upi_gain_tile t;
+    float sum = adds ? dweight[column] : 0;
+    upi_weight_tile t;
     if (column >= (int64_t)dy.h * dy.d) k = -1;
-    upi_gain_fetch<TYPES>(&t, dy, x, scales, mine, j, k);
-    for (token = 0; token < dy.n; token += UPI_GAIN_TOKENS) {
+    upi_weight_fetch<TYPES>(&t, dy, x, scales, mine, j, k);
+    for (token = 0; token < dy.n; token += UPI_WEIGHT_TOKENS) {
         UPI_UNROLL
-        for (u = 0; u < UPI_GAIN_EACH; ++u) {
-            room[(mine + u) * UPI_GAIN_COLUMNS + lane] = t.dy[u];
-            units[(mine + u) * UPI_GAIN_COLUMNS + lane] = t.unit[u];
+        for (u = 0; u < UPI_WEIGHT_EACH; ++u) {
+            buf[(mine + u) * UPI_WEIGHT_COLUMNS + lane] = t.dy[u];
+            units[(mine + u) * UPI_WEIGHT_COLUMNS + lane] = t.unit[u];
         }
         __syncthreads();
-        upi_gain_fetch<TYPES>(&t, dy, x, scales, token + UPI_GAIN_TOKENS + mine, j, k);
+        upi_weight_fetch<TYPES>(&t, dy, x, scales, token + UPI_WEIGHT_TOKENS + mine, j, k);
         if (adds)
-            for (u = 0; u < UPI_GAIN_TOKENS && token + u < dy.n; ++u)
-                sum = fmaf(room[u * UPI_GAIN_COLUMNS + lane], units[u * UPI_GAIN_COLUMNS + lane], sum);
+            for (u = 0; u < UPI_WEIGHT_TOKENS && token + u < dy.n; ++u)
+                sum = fmaf(buf[u * UPI_WEIGHT_COLUMNS + lane], units[u * UPI_WEIGHT_COLUMNS + lane], sum);
         __syncthreads();
     }
-    if (adds) dgain[column] = sum;
+    if (adds) dweight[column] = sum;
 }
 
-/* With u = x * scale, the row of mean square 1:  dx = scale * (gain dy - u * mean(u gain dy)). The first walk
+/* With u = x * scale, the row of mean square 1:  dx = scale * (norm weight dy - u * mean(u norm weight dy)). The first walk
  * over a row only reads dy and x, so that dx may be either. */
 template <int TYPES>
 UPI_KERNEL(256, 1)
-void upi_rmsnorm_bwd_rows(upipe_view dx, upipe_view dy, upipe_view x, const float *gain, float eps,
+void upi_rmsnorm_bwd_rows(upipe_view dx, upipe_view dy, upipe_view x, const float *weight, float eps,
                           int accumulate, upi_span s)
 {
-    UPI_SHARED(float, room);
+    UPI_SHARED(float, buf);
     UPI_EACH_TEAM(s, first)
     {
         upi_place p = upi_place_of(s, first);
@@ -723,18 +723,18 @@ void upi_rmsnorm_bwd_rows(upipe_view dx, upipe_view dy, upipe_view x, const floa
         int l;
         for (; p.k < p.d; p.k += p.step) {
             upi_numbers a = upi_view_get<TYPES>(x, p, s.vec), g = upi_view_get<TYPES>(dy, p, s.vec);
-            upi_numbers w = upi_get<UPI_ALL_F32>(gain, UPIPE_F32, p.k, p.d, s.vec);
+            upi_numbers w = upi_get<UPI_ALL_F32>(weight, UPIPE_F32, p.k, p.d, s.vec);
             UPI_UNROLL
             for (l = 0; l < UPI_EIGHT; ++l) {
                 squares = fmaf(a.v[l], a.v[l], squares);
                 sum = fmaf(g.v[l] * w.v[l], a.v[l], sum);
             }
         }
-        scale = upi_norm_scale(upi_team_sum(squares, s.shift, room), s.d, eps);
-        minus_mean = -(upi_team_sum(sum, s.shift, room) * scale) / (float)s.d;
+        scale = upi_norm_scale(upi_team_sum(squares, s.shift, buf), s.d, eps);
+        minus_mean = -(upi_team_sum(sum, s.shift, buf) * scale) / (float)s.d;
         for (p.k = begin; p.k < p.d; p.k += p.step) {
             upi_numbers a = upi_view_get<TYPES>(x, p, s.vec), g = upi_view_get<TYPES>(dy, p, s.vec);
-            upi_numbers w = upi_get<UPI_ALL_F32>(gain, UPIPE_F32, p.k, p.d, s.vec), old;
+            upi_numbers w = upi_get<UPI_ALL_F32>(weight, UPIPE_F32, p.k, p.d, s.vec), old;
             UPI_UNROLL
             for (l = 0; l < UPI_EIGHT; ++l)
                 g.v[l] = upi_product(scale, fmaf(a.v[l] * scale, minus_mean, upi_product(g.v[l], w.v[l])));
@@ -748,17 +748,17 @@ void upi_rmsnorm_bwd_rows(upipe_view dx, upipe_view dy, upipe_view x, const floa
     }
 }
 
-/* Scales of as many tokens as the scratch holds, then the gain's gradient, then dx, which may overwrite what
- * the gain's needs. */
+/* Scales of as many tokens as the scratch holds, then the norm weight's gradient, then dx, which may overwrite what
+ * the norm weight's needs. */
 UPIPE_API upipe_status upi_cuda_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upipe_view dy, upipe_view x,
-                                            const float *gain, float eps, float *dgain, int accumulate)
+                                            const float *weight, float eps, float *dweight, int accumulate)
 {
     float *scales = (float *)upi_cuda_self(c)->scratch;
     int64_t most = UPIPE_CUDA_SCRATCH / 4 / (dy.h > 0 ? dy.h : 1), token, columns = (int64_t)dy.h * dy.d;
-    UPIPE_TRY(upi_rmsnorm_bwd_check(c, dx, dy, x, gain, eps, accumulate));
-    if (dgain == NULL) most = dy.n;
+    UPIPE_TRY(upipe_check_rmsnorm_bwd(c, dx, dy, x, weight, eps, accumulate));
+    if (dweight == NULL) most = dy.n;
     if (most == 0 && dy.n > 0)
-        return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "rmsnorm_bwd: %d heads, at most %d with dgain", dy.h,
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "rmsnorm_bwd: %d heads, at most %d with dgain", dy.h,
                         UPIPE_CUDA_SCRATCH / 4);
     for (token = 0; token < dy.n; token += most) {
         int64_t n = dy.n - token < most ? dy.n - token : most;
@@ -768,17 +768,17 @@ UPIPE_API upipe_status upi_cuda_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upipe_v
         v[0] = upipe_view_rows(dx, token, n);
         v[1] = upipe_view_rows(dy, token, n);
         v[2] = upipe_view_rows(x, token, n);
-        s = upi_span_of_norm(v, 3, gain);
+        s = upi_span_of_norm(v, 3, weight);
         types = upi_types(v, 3);
-        if (dgain != NULL) {
+        if (dweight != NULL) {
             UPIPE_TRY(UPI_LAUNCH_TYPES(c, upi_types(v + 2, 1), upi_rmsnorm_scales, upi_span_grid(c, s),
-                                       UPI_BLOCK, UPI_TEAM_ROOM, scales, v[2], eps, s));
-            UPIPE_TRY(UPI_LAUNCH_TYPES(c, upi_types(v + 1, 2), upi_rmsnorm_gain,
-                                       (unsigned)((columns + UPI_GAIN_COLUMNS - 1) / UPI_GAIN_COLUMNS),
-                                       UPI_BLOCK, UPI_GAIN_ROOM, dgain, v[1], v[2], scales));
+                                       UPI_BLOCK, UPI_TEAM_BUF, scales, v[2], eps, s));
+            UPIPE_TRY(UPI_LAUNCH_TYPES(c, upi_types(v + 1, 2), upi_rmsnorm_weight,
+                                       (unsigned)((columns + UPI_WEIGHT_COLUMNS - 1) / UPI_WEIGHT_COLUMNS),
+                                       UPI_BLOCK, UPI_WEIGHT_BUF, dweight, v[1], v[2], scales));
         }
         UPIPE_TRY(UPI_LAUNCH_TYPES(c, types, upi_rmsnorm_bwd_rows, upi_span_grid(c, s), UPI_BLOCK,
-                                   UPI_TEAM_ROOM, v[0], v[1], v[2], gain, eps, accumulate, s));
+                                   UPI_TEAM_BUF, v[0], v[1], v[2], weight, eps, accumulate, s));
     }
     return UPIPE_OK;
 }
@@ -789,7 +789,7 @@ template <int TYPES>
 UPI_KERNEL(256, 1)
 void upi_rowdot_rows(upipe_view out, upipe_view a, upipe_view b, upi_span s)
 {
-    UPI_SHARED(float, room);
+    UPI_SHARED(float, buf);
     UPI_EACH_TEAM(s, first)
     {
         upi_place p = upi_place_of(s, first);
@@ -800,7 +800,7 @@ void upi_rowdot_rows(upipe_view out, upipe_view a, upipe_view b, upi_span s)
             UPI_UNROLL
             for (l = 0; l < UPI_EIGHT; ++l) sum = fmaf(x.v[l], y.v[l], sum);
         }
-        sum = upi_team_sum(sum, s.shift, room);
+        sum = upi_team_sum(sum, s.shift, buf);
         if (writes) *(float *)upi_row_at(out, p.i, p.j) = sum;
     }
 }
@@ -854,7 +854,7 @@ UPIPE_API upipe_status upi_cuda_rowdot(upipe_ctx *c, upipe_view out, upipe_view 
 {
     upipe_view v[2];
     upi_span s;
-    UPIPE_TRY(upi_rowdot_check(c, out, a, b));
+    UPIPE_TRY(upipe_check_rowdot(c, out, a, b));
     if (a.n == 0) return UPIPE_OK;
     v[0] = a;
     v[1] = b;
@@ -867,10 +867,10 @@ UPIPE_API upipe_status upi_cuda_rowdot(upipe_ctx *c, upipe_view out, upipe_view 
                           tiles, s.vec);
     }
     if (upi_types(v, 2) == UPI_MIXED)
-        return UPI_LAUNCH(c, (upi_rowdot_rows<UPI_MIXED>), upi_span_grid(c, s), UPI_BLOCK, UPI_TEAM_ROOM, out,
+        return UPI_LAUNCH(c, (upi_rowdot_rows<UPI_MIXED>), upi_span_grid(c, s), UPI_BLOCK, UPI_TEAM_BUF, out,
                           a, b, s);
     s.shift = 0; /* a thread a row: f32 attention is for checking, not for speed */
-    return UPI_LAUNCH(c, (upi_rowdot_rows<UPI_ALL_F32>), upi_span_grid(c, s), UPI_BLOCK, UPI_TEAM_ROOM, out,
+    return UPI_LAUNCH(c, (upi_rowdot_rows<UPI_ALL_F32>), upi_span_grid(c, s), UPI_BLOCK, UPI_TEAM_BUF, out,
                       a, b, s);
 }
 

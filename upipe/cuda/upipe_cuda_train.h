@@ -53,7 +53,7 @@ UPIPE_API upipe_status upi_cuda_swiglu(upipe_ctx *c, upipe_view y, upipe_view ga
 {
     upipe_view v[3];
     upi_span s;
-    UPIPE_TRY(upi_swiglu_check(c, y, gate, up));
+    UPIPE_TRY(upipe_check_swiglu(c, y, gate, up));
     if (y.n == 0) return UPIPE_OK;
     v[0] = y;
     v[1] = gate;
@@ -92,7 +92,7 @@ UPIPE_API upipe_status upi_cuda_swiglu_bwd(upipe_ctx *c, upipe_view gate, upipe_
 {
     upipe_view v[3];
     upi_span s;
-    UPIPE_TRY(upi_swiglu_bwd_check(c, gate, up, dy));
+    UPIPE_TRY(upipe_check_swiglu_bwd(c, gate, up, dy));
     if (dy.n == 0) return UPIPE_OK;
     v[0] = dy;
     v[1] = gate;
@@ -105,15 +105,15 @@ UPIPE_API upipe_status upi_cuda_swiglu_bwd(upipe_ctx *c, upipe_view gate, upipe_
 /* ---- cross entropy ---- */
 
 /* The greatest x of the block's threads, for all of them; NaNs are left aside. */
-UPI_DEVICE float upi_block_max(float x, float *room)
+UPI_DEVICE float upi_block_max(float x, float *buf)
 {
     int step, w;
     for (step = 1; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
     __syncthreads();
-    if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = x;
+    if (threadIdx.x % 32 == 0) buf[threadIdx.x / 32] = x;
     __syncthreads();
-    x = room[0];
-    for (w = 1; w < UPI_BLOCK / 32; ++w) x = fmaxf(x, room[w]);
+    x = buf[0];
+    for (w = 1; w < UPI_BLOCK / 32; ++w) x = fmaxf(x, buf[w]);
     return x;
 }
 
@@ -128,7 +128,7 @@ UPI_KERNEL(256, 1)
 void upi_cross_entropy_rows(upipe_view logits, upipe_view grad, float *losses, const int32_t *targets,
                             float scale, int vec)
 {
-    UPI_SHARED(float, room);
+    UPI_SHARED(float, buf);
     int64_t i, k, d = logits.d, begin = threadIdx.x * UPI_EIGHT, step = UPI_BLOCK * UPI_EIGHT;
     for (i = blockIdx.x; i < logits.n; i += gridDim.x) {
         const float *row = (const float *)upi_row_at(logits, i, 0);
@@ -157,8 +157,8 @@ void upi_cross_entropy_rows(upipe_view logits, upipe_view grad, float *losses, c
                 if (k + l < d && k + l != target) others += expf(x.v[l] - base);
         }
         at = row[target];
-        top = upi_block_max(most, room);
-        others = upi_team_sum(others * expf(most - top), 8, room);
+        top = upi_block_max(most, buf);
+        others = upi_team_sum(others * expf(most - top), 8, buf);
         own = expf(at - top);
         sum = others + own;
         factor = scale / sum;
@@ -179,16 +179,16 @@ UPIPE_API upipe_status upi_cuda_cross_entropy(upipe_ctx *c, const upipe_cross_en
     upipe_view v[2];
     unsigned grid;
     int vec;
-    UPIPE_TRY(upi_cross_entropy_check(c, x));
+    UPIPE_TRY(upipe_check_cross_entropy(c, x));
     if (x->logits.n == 0) return UPIPE_OK;
     v[0] = x->logits;
     v[1] = x->grad.data != NULL ? x->grad : x->logits;
     vec = upi_span_of(v, 2, 0).vec;
     grid = (unsigned)(x->logits.n < most ? x->logits.n : most);
     return v[1].dtype == UPIPE_F32
-               ? UPI_LAUNCH(c, (upi_cross_entropy_rows<UPI_ALL_F32>), grid, UPI_BLOCK, UPI_TEAM_ROOM,
+               ? UPI_LAUNCH(c, (upi_cross_entropy_rows<UPI_ALL_F32>), grid, UPI_BLOCK, UPI_TEAM_BUF,
                             x->logits, x->grad, x->loss, x->targets, x->scale, vec)
-               : UPI_LAUNCH(c, (upi_cross_entropy_rows<UPI_ALL_BF16>), grid, UPI_BLOCK, UPI_TEAM_ROOM,
+               : UPI_LAUNCH(c, (upi_cross_entropy_rows<UPI_ALL_BF16>), grid, UPI_BLOCK, UPI_TEAM_BUF,
                             x->logits, x->grad, x->loss, x->targets, x->scale, vec);
 }
 
@@ -223,7 +223,7 @@ UPIPE_API upipe_status upi_cuda_embed(upipe_ctx *c, upipe_view x, upipe_view tab
 {
     upipe_view v[2];
     upi_span s;
-    UPIPE_TRY(upi_embed_check(c, "embed", x, table, tokens));
+    UPIPE_TRY(upipe_check_embed(c, "embed", x, table, tokens));
     if (x.n == 0) return UPIPE_OK;
     v[0] = x;
     v[1] = table;
@@ -285,7 +285,7 @@ UPIPE_API upipe_status upi_cuda_embed_bwd(upipe_ctx *c, upipe_view dtable, upipe
                                           const int32_t *tokens)
 {
     unsigned grid = (unsigned)((dx.d + 31) / 32);
-    UPIPE_TRY(upi_embed_bwd_check(c, dtable, dx, tokens));
+    UPIPE_TRY(upipe_check_embed_bwd(c, dtable, dx, tokens));
     if (dx.n == 0) return UPIPE_OK;
     return dx.dtype == UPIPE_F32
                ? UPI_LAUNCH(c, (upi_embed_bwd_rows<UPI_ALL_F32>), grid, UPI_BLOCK, 0, dtable, dx, tokens)
@@ -296,19 +296,19 @@ UPIPE_API upipe_status upi_cuda_embed_bwd(upipe_ctx *c, upipe_view dtable, upipe
 
 enum {
     UPI_TOTAL_BLOCKS = 1024, /* at most, whatever the device: they decide the order of the sum */
-    UPI_TOTAL_ROOM = UPI_BLOCK * 8
+    UPI_TOTAL_BUF = UPI_BLOCK * 8
 };
 
 /* The sum over a block, in the first thread. */
-UPI_DEVICE double upi_block_total(double x, double *room)
+UPI_DEVICE double upi_block_total(double x, double *buf)
 {
     unsigned half;
-    room[threadIdx.x] = x;
+    buf[threadIdx.x] = x;
     for (half = UPI_BLOCK / 2; half > 0; half /= 2) {
         __syncthreads();
-        if (threadIdx.x < half) room[threadIdx.x] += room[threadIdx.x + half];
+        if (threadIdx.x < half) buf[threadIdx.x] += buf[threadIdx.x + half];
     }
-    return room[0];
+    return buf[0];
 }
 
 /* sums[block] = its part. The square of an f32 is exact in f64. */
@@ -316,7 +316,7 @@ template <int TYPES>
 UPI_KERNEL(256, 1)
 void upi_total_parts(double *sums, upipe_view x, int squares, upi_span s)
 {
-    UPI_SHARED(double, room);
+    UPI_SHARED(double, buf);
     double sum = 0;
     UPI_EACH_TEAM(s, first)
     {
@@ -328,18 +328,18 @@ void upi_total_parts(double *sums, upipe_view x, int squares, upi_span s)
         UPI_UNROLL
         for (l = 0; l < UPI_EIGHT; ++l) sum += squares ? (double)a.v[l] * (double)a.v[l] : (double)a.v[l];
     }
-    sum = upi_block_total(sum, room);
+    sum = upi_block_total(sum, buf);
     if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
 
 /* sums[0] = all of them; the type is of no importance. */
 template <int TYPES> UPI_KERNEL(256, 1) void upi_total_whole(double *sums, int count)
 {
-    UPI_SHARED(double, room);
+    UPI_SHARED(double, buf);
     double sum = 0;
     int i;
     for (i = threadIdx.x; i < count; i += UPI_BLOCK) sum += sums[i];
-    sum = upi_block_total(sum, room);
+    sum = upi_block_total(sum, buf);
     if (threadIdx.x == 0) sums[0] = sum;
 }
 
@@ -349,7 +349,7 @@ UPIPE_API upipe_status upi_cuda_total(upipe_ctx *c, double *out, upipe_view x, i
     double *sums = (double *)self->scratch;
     int64_t blocks;
     upi_span s;
-    UPIPE_TRY(upi_total_check(c, out, x));
+    UPIPE_TRY(upipe_check_total(c, out, x));
     UPIPE_TRY(upi_cuda_uncaptured(c, "a total for the host"));
     *out = 0;
     if (x.n == 0) return UPIPE_OK;
@@ -357,11 +357,11 @@ UPIPE_API upipe_status upi_cuda_total(upipe_ctx *c, double *out, upipe_view x, i
     blocks = (s.teams + (UPI_BLOCK >> s.shift) - 1) / (UPI_BLOCK >> s.shift);
     if (blocks > UPI_TOTAL_BLOCKS) blocks = UPI_TOTAL_BLOCKS;
     UPIPE_TRY(x.dtype == UPIPE_F32 ? UPI_LAUNCH(c, (upi_total_parts<UPI_ALL_F32>), (unsigned)blocks,
-                                                UPI_BLOCK, UPI_TOTAL_ROOM, sums, x, squares, s)
+                                                UPI_BLOCK, UPI_TOTAL_BUF, sums, x, squares, s)
                                    : UPI_LAUNCH(c, (upi_total_parts<UPI_ALL_BF16>), (unsigned)blocks,
-                                                UPI_BLOCK, UPI_TOTAL_ROOM, sums, x, squares, s));
-    UPIPE_TRY(UPI_LAUNCH(c, (upi_total_whole<0>), 1, UPI_BLOCK, UPI_TOTAL_ROOM, sums, (int)blocks));
-    UPI_CUDA(&c->err, cudaMemcpyAsync(self->result, sums, sizeof *out, cudaMemcpyDeviceToHost,
+                                                UPI_BLOCK, UPI_TOTAL_BUF, sums, x, squares, s));
+    UPIPE_TRY(UPI_LAUNCH(c, (upi_total_whole<0>), 1, UPI_BLOCK, UPI_TOTAL_BUF, sums, (int)blocks));
+    UPIPE_CUDA_TRY(&c->err, cudaMemcpyAsync(self->result, sums, sizeof *out, cudaMemcpyDeviceToHost,
                                       (cudaStream_t)c->stream));
     UPIPE_TRY(upi_cuda_sync(c));
     memcpy(out, self->result, sizeof *out);
@@ -372,7 +372,7 @@ UPIPE_API upipe_status upi_cuda_total(upipe_ctx *c, double *out, upipe_view x, i
 
 /* The step's constants, rounded to f32. */
 typedef struct upi_adamw_rates {
-    float m_keep, m_take, v_keep, v_take, m_scale, v_scale, g_scale, eps, minus_rate, decay;
+    float m_keep, m_part, v_keep, v_part, m_scale, v_scale, g_scale, eps, minus_rate, decay;
 } upi_adamw_rates;
 
 /* TYPES is the copy's. */
@@ -392,8 +392,8 @@ void upi_adamw_step(float *w_all, float *m_all, float *v_all, const float *g_all
         UPI_UNROLL
         for (l = 0; l < UPI_EIGHT; ++l) {
             float grad = g.v[l] * r.g_scale, step;
-            m.v[l] = fmaf(r.m_keep, m.v[l], r.m_take * grad);
-            v.v[l] = fmaf(r.v_keep, v.v[l], r.v_take * grad * grad);
+            m.v[l] = fmaf(r.m_keep, m.v[l], r.m_part * grad);
+            v.v[l] = fmaf(r.v_keep, v.v[l], r.v_part * grad * grad);
             step = m.v[l] * r.m_scale / (sqrtf(v.v[l] * r.v_scale) + r.eps);
             w.v[l] = fmaf(r.minus_rate, fmaf(r.decay, w.v[l], step), w.v[l]);
         }
@@ -428,12 +428,12 @@ UPIPE_API upipe_status upi_cuda_adamw(upipe_ctx *c, const upipe_adamw *a)
 {
     upi_adamw_rates r;
     upi_span s;
-    UPIPE_TRY(upi_adamw_check(c, a));
+    UPIPE_TRY(upipe_check_adamw(c, a));
     if (a->n == 0) return UPIPE_OK;
     r.m_keep = (float)a->beta1;
-    r.m_take = (float)(1 - a->beta1);
+    r.m_part = (float)(1 - a->beta1);
     r.v_keep = (float)a->beta2;
-    r.v_take = (float)(1 - a->beta2);
+    r.v_part = (float)(1 - a->beta2);
     r.m_scale = (float)(1 / (1 - pow(a->beta1, (double)a->step)));
     r.v_scale = (float)(1 / (1 - pow(a->beta2, (double)a->step)));
     r.g_scale = (float)a->grad_scale;

@@ -2,7 +2,7 @@
  *
  *     int64_t until = upi_net_until(seconds);
  *     while (!done()) {
- *         if (upi_net_now() >= until) ...
+ *         if (upipe_net_now() >= until) ...
  *         upi_net_rest(&idle, yields, nap_ns);
  *     }
  */
@@ -22,7 +22,7 @@
 #error "upipe/net needs POSIX clocks: define _POSIX_C_SOURCE=200809L before the first system header"
 #endif
 
-UPIPE_API int64_t upi_net_now(void) /* ns */
+UPIPE_API int64_t upipe_net_now(void) /* ns */
 {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -34,7 +34,7 @@ UPIPE_API int64_t upi_net_until(double seconds)
 {
     if (!(seconds > 0)) seconds = 0;
     if (seconds > 1e9) seconds = 1e9;
-    return upi_net_now() + (int64_t)(seconds * 1e9);
+    return upipe_net_now() + (int64_t)(seconds * 1e9);
 }
 
 /* Between two looks, `idle` of which have brought nothing: yields that many times, then naps so many ns. */

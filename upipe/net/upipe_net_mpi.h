@@ -49,7 +49,7 @@ enum {
     UPIPE_MPI_TAGS = 2,                   /* tags that a team uses, from its base: notes, data */
     UPIPE_MPI_MESSAGE = 1 << 30,          /* bytes of one message at most: MPI counts in int */
     UPI_MPI_WINDOW = 4,                   /* messages under way at a time, each way, with each peer */
-    UPI_MPI_SHOWN = UPIPE_GATHER_MAX / 4, /* segments, each way, whose shape a note spells out */
+    UPI_MPI_SHOWN = UPIPE_ALL_GATHER_MAX / 4, /* segments, each way, whose shape a note spells out */
     UPI_MPI_YIELDS = 2000,                /* fruitless looks before a waiting rank naps */
     UPI_MPI_NAP = 50000                   /* ns */
 };
@@ -57,7 +57,7 @@ enum {
 #define UPI_MPI_MAGIC UINT64_C(0x3169706d65706975) /* "uipempi1" in memory, low byte first */
 
 typedef enum upi_mpi_kind {
-    UPI_MPI_EXCHANGE = 1,
+    UPI_MPI_TRANSFER = 1,
     UPI_MPI_BARRIER,
     UPI_MPI_GATHER,
     UPI_MPI_FAILURE
@@ -68,7 +68,7 @@ enum { UPI_MPI_SEND, UPI_MPI_RECEIVE };
 /* What goes one way between two ranks, as one of them lists it. */
 typedef struct upi_mpi_load {
     int64_t segments, bytes;
-    uint64_t print; /* fingerprint of all block sizes and counts */
+    uint64_t print; /* hash of all block sizes and counts */
 } upi_mpi_load;
 
 /* The same bytes on all machines of the team: one architecture. */
@@ -80,7 +80,7 @@ typedef struct upi_mpi_note {
     upi_mpi_load
         load[2]; /* of an exchange, UPI_MPI_SEND and UPI_MPI_RECEIVE as the note's sender sees them */
     /* A gather's numbers; of an exchange [way][UPI_MPI_SHOWN][bytes, count]; of a failure its sentence. */
-    int64_t values[UPIPE_GATHER_MAX];
+    int64_t values[UPIPE_ALL_GATHER_MAX];
 } upi_mpi_note;
 
 /* One way of one peer: what is to be posted next, and the messages under way. */
@@ -108,7 +108,7 @@ typedef struct upipe_mpi {
     int tag;
     int64_t call, met; /* number of the last call begun here, and of the last that all ranks have come to */
     upi_mpi_kind kind; /* of the call under way */
-    const upipe_seg *list; /* [n] */
+    const upipe_msg *list; /* [n] */
     int n;
     upi_mpi_peer *peer;    /* [ranks] */
     upi_mpi_note *out;     /* [ranks]: this call's notes */
@@ -123,7 +123,7 @@ typedef struct upipe_mpi {
     int64_t reason_met;
     upipe_status owed; /* found by start, to be returned by wait */
     int broken, told;  /* told: this rank has returned the failure before */
-    void *room;
+    void *buf;
 } upipe_mpi;
 
 /* ---- failure ---- */
@@ -135,7 +135,7 @@ UPIPE_API upipe_status upi_mpi_check(upipe_err *e, int code, const char *what)
     int n = 0;
     if (code == MPI_SUCCESS) return UPIPE_OK;
     MPI_Error_string(code, text, &n);
-    return upi_fail(e, UPIPE_ERR_BACKEND, "%.*s: %s", (int)strcspn(what, "("), what, text);
+    return upipe_fail(e, UPIPE_ERR_BACKEND, "%.*s: %s", (int)strcspn(what, "("), what, text);
 }
 
 /* Breaks this rank's end, if it is whole: this is the reason for ever, and the others are told. A note that
@@ -146,7 +146,7 @@ UPIPE_API void upi_mpi_break(upipe_mpi *m, upipe_status s, const char *why)
     if (m->broken) return;
     m->broken = 1;
     m->reason_met = m->met;
-    upi_fail(&m->reason, s, "%s", why);
+    upipe_fail(&m->reason, s, "%s", why);
     m->notice.magic = UPI_MPI_MAGIC;
     m->notice.kind = UPI_MPI_FAILURE;
     m->notice.call = m->met;
@@ -172,7 +172,7 @@ UPIPE_API upipe_status upi_mpi_tell(upipe_ctx *c, upipe_mpi *m, upipe_status own
         s = UPIPE_ERR_MISMATCH;
     m->told = 1;
     m->owed = UPIPE_OK;
-    return upi_fail(&c->err, s, "%s", m->reason.text);
+    return upipe_fail(&c->err, s, "%s", m->reason.text);
 }
 
 /* Breaks the team with this sentence, unless another failure was first; returns what the rank must return. */
@@ -210,7 +210,7 @@ UPIPE_API void upi_mpi_abort(upipe_comm *comm, const char *why)
 
 UPIPE_API const char *upi_mpi_kind_name(int kind)
 {
-    return kind == UPI_MPI_EXCHANGE  ? "an exchange"
+    return kind == UPI_MPI_TRANSFER  ? "an transfer"
            : kind == UPI_MPI_BARRIER ? "a barrier"
            : kind == UPI_MPI_GATHER  ? "a gather"
                                      : "an unknown call";
@@ -236,7 +236,7 @@ UPIPE_API void upi_mpi_load_add(upi_mpi_note *note, int way, size_t bytes, int64
 }
 
 /* Begins a call: a note to every peer. */
-UPIPE_API upipe_status upi_mpi_begin(upipe_ctx *c, upipe_mpi *m, upi_mpi_kind kind, const upipe_seg *list,
+UPIPE_API upipe_status upi_mpi_begin(upipe_ctx *c, upipe_mpi *m, upi_mpi_kind kind, const upipe_msg *list,
                                      const int64_t *values, int n)
 {
     int ranks = m->comm.ranks, i, k, p;
@@ -281,7 +281,7 @@ UPIPE_API upipe_status upi_mpi_file(upipe_ctx *c, upipe_mpi *m, int p, const upi
         if (m->broken) return UPIPE_OK;
         m->broken = 1; /* the others hear it from p */
         m->reason_met = note->call;
-        upi_fail(&m->reason, note->n > 0 ? (upipe_status)note->n : UPIPE_ERR_ABORTED, "%.*s",
+        upipe_fail(&m->reason, note->n > 0 ? (upipe_status)note->n : UPIPE_ERR_ABORTED, "%.*s",
                  (int)sizeof m->reason.text - 1, (const char *)note->values);
         return UPIPE_OK;
     }
@@ -322,16 +322,16 @@ UPIPE_API upipe_status upi_mpi_fit_load(upipe_err *e, const upi_mpi_note *sender
     const int64_t *gives = sender->values, *takes = receiver->values + 2 * UPI_MPI_SHOWN;
     int64_t i;
     if (out->segments != in->segments)
-        return upi_fail(e, UPIPE_ERR_MISMATCH, "rank %d sends %lld segments to rank %d, which receives %lld",
+        return upipe_fail(e, UPIPE_ERR_MISMATCH, "rank %d sends %lld segments to rank %d, which receives %lld",
                         from, (long long)out->segments, to, (long long)in->segments);
     for (i = 0; i < out->segments && i < UPI_MPI_SHOWN; ++i, gives += 2, takes += 2)
         if (gives[0] != takes[0] || gives[1] != takes[1])
-            return upi_fail(e, UPIPE_ERR_MISMATCH,
+            return upipe_fail(e, UPIPE_ERR_MISMATCH,
                             "rank %d sends %lld blocks of %lld bytes to rank %d, which receives %lld of %lld",
                             from, (long long)gives[1], (long long)gives[0], to, (long long)takes[1],
                             (long long)takes[0]);
     if (out->print == in->print) return UPIPE_OK;
-    return upi_fail(e, UPIPE_ERR_MISMATCH,
+    return upipe_fail(e, UPIPE_ERR_MISMATCH,
                     "rank %d sends %lld segments of %lld bytes in all to rank %d, which receives %lld in "
                     "other blocks",
                     from, (long long)out->segments, (long long)out->bytes, to, (long long)in->bytes);
@@ -343,16 +343,16 @@ UPIPE_API upipe_status upi_mpi_fit(const upipe_mpi *m, int p, upipe_err *e)
     const upi_mpi_note *mine = &m->out[p], *theirs = &m->in[(m->call & 1) * m->comm.ranks + p];
     int rank = m->comm.rank;
     if (mine->kind != theirs->kind)
-        return upi_fail(e, UPIPE_ERR_MISMATCH, "rank %d is in %s and rank %d in %s", rank,
+        return upipe_fail(e, UPIPE_ERR_MISMATCH, "rank %d is in %s and rank %d in %s", rank,
                         upi_mpi_kind_name(mine->kind), p, upi_mpi_kind_name(theirs->kind));
     if (mine->n != theirs->n)
-        return upi_fail(e, UPIPE_ERR_MISMATCH, "rank %d gathers %d numbers and rank %d gathers %d", rank,
+        return upipe_fail(e, UPIPE_ERR_MISMATCH, "rank %d gathers %d numbers and rank %d gathers %d", rank,
                         mine->n, p, theirs->n);
     if (mine->message != theirs->message)
-        return upi_fail(e, UPIPE_ERR_MISMATCH,
+        return upipe_fail(e, UPIPE_ERR_MISMATCH,
                         "rank %d sends at most %lld bytes in a message and rank %d at most %lld", rank,
                         (long long)mine->message, p, (long long)theirs->message);
-    if (m->kind != UPI_MPI_EXCHANGE) return UPIPE_OK;
+    if (m->kind != UPI_MPI_TRANSFER) return UPIPE_OK;
     UPIPE_TRY(upi_mpi_fit_load(e, theirs, p, mine, rank));
     return upi_mpi_fit_load(e, mine, rank, theirs, p);
 }
@@ -371,7 +371,7 @@ UPIPE_API int upi_mpi_next(const upipe_mpi *m, int peer, int way, upi_mpi_flow *
 {
     size_t most = (size_t)m->message;
     for (; f->segment < m->n; ++f->segment, f->block = 0) {
-        const upipe_seg *s = &m->list[f->segment];
+        const upipe_msg *s = &m->list[f->segment];
         size_t bytes = way == UPI_MPI_SEND ? s->send_bytes : s->recv_bytes;
         if (s->peer != peer || bytes == 0 || f->block == s->count) continue;
         out->segment = f->segment;
@@ -399,7 +399,7 @@ UPIPE_API int upi_mpi_next(const upipe_mpi *m, int peer, int way, upi_mpi_flow *
 UPIPE_API upipe_status upi_mpi_post(upipe_ctx *c, upipe_mpi *m, int peer, int way, const upi_mpi_message *x,
                                     MPI_Request *request)
 {
-    const upipe_seg *s = &m->list[x->segment];
+    const upipe_msg *s = &m->list[x->segment];
     MPI_Datatype type = MPI_BYTE;
     int packed = x->blocks == 1 || x->step == x->bytes, n = packed ? (int)(x->bytes * (size_t)x->blocks) : 1;
     int code;
@@ -458,7 +458,7 @@ UPIPE_API upipe_status upi_mpi_complete(upipe_ctx *c, upipe_mpi *m, int i, MPI_S
     return UPIPE_OK;
 }
 
-/* Tests the requests, and posts what there is room for. *left: data messages not complete, or not posted. */
+/* Tests the requests, and posts what there is space for. *left: data messages not complete, or not posted. */
 UPIPE_API upipe_status upi_mpi_move(upipe_ctx *c, upipe_mpi *m, int *news, int *left)
 {
     int i, p, way, n = 0, code;
@@ -535,13 +535,13 @@ UPIPE_API upipe_status upi_mpi_finish(upipe_ctx *c, upipe_mpi *m)
         if (missing == 0 && left == 0) return UPIPE_OK;
         /* A gather that the failing rank has seen whole is on its way to all: else a rank that reads it
          * first, and aborts over what it finds, would keep the others from finding it. */
-        certain = m->kind != UPI_MPI_EXCHANGE && m->reason_met >= m->call;
+        certain = m->kind != UPI_MPI_TRANSFER && m->reason_met >= m->call;
         if (m->broken && !certain) return upi_mpi_tell(c, m, UPIPE_OK);
         if (news) {
             idle = 0;
             continue;
         }
-        if (upi_net_now() >= until) return upi_mpi_late(c, m, missing);
+        if (upipe_net_now() >= until) return upi_mpi_late(c, m, missing);
         upi_net_rest(&idle, UPI_MPI_YIELDS, UPI_MPI_NAP);
     }
 }
@@ -558,7 +558,7 @@ UPIPE_API int upi_mpi_drain(upipe_mpi *m, int way, int64_t until)
             if (MPI_Test(&requests[i], &done, MPI_STATUS_IGNORE) != MPI_SUCCESS || !done)
                 left += requests[i] != MPI_REQUEST_NULL;
         }
-        if (left == 0 || upi_net_now() >= until) return left;
+        if (left == 0 || upipe_net_now() >= until) return left;
         upi_net_rest(&idle, UPI_MPI_YIELDS, UPI_MPI_NAP);
     }
 }
@@ -570,7 +570,7 @@ UPIPE_API void upi_mpi_vacate(upipe_ctx *c, upipe_mpi *m, double seconds)
     int64_t until = upi_net_until(seconds < 1 ? seconds : 1);
     upipe_err kept = c->err, e;
     int idle = 0, left = 1, i, size = m->comm.ranks * UPI_MPI_WINDOW;
-    while (left > 0 && upi_net_now() < until) {
+    while (left > 0 && upipe_net_now() < until) {
         int news = 0, p;
         if (upi_mpi_listen(c, m, &news) != UPIPE_OK) break;
         for (p = 0; p < m->comm.ranks; ++p)
@@ -597,7 +597,7 @@ UPIPE_API upipe_status upi_mpi_ready(upipe_ctx *c, upipe_mpi *m)
 }
 
 /* What a rank sends to itself. */
-UPIPE_API upipe_status upi_mpi_copy_own(upipe_ctx *c, upipe_mpi *m, const upipe_seg *list, int n)
+UPIPE_API upipe_status upi_mpi_copy_own(upipe_ctx *c, upipe_mpi *m, const upipe_msg *list, int n)
 {
     int rank = m->comm.rank, from = 0, to = 0;
     for (;; ++from, ++to) {
@@ -618,7 +618,7 @@ UPIPE_API upipe_status upi_mpi_copy_own(upipe_ctx *c, upipe_mpi *m, const upipe_
     }
 }
 
-UPIPE_API upipe_status upi_mpi_start(upipe_ctx *c, upipe_comm *comm, const upipe_seg *list, int n)
+UPIPE_API upipe_status upi_mpi_start(upipe_ctx *c, upipe_comm *comm, const upipe_msg *list, int n)
 {
     upipe_mpi *m = (upipe_mpi *)comm->impl;
     upipe_status s;
@@ -627,7 +627,7 @@ UPIPE_API upipe_status upi_mpi_start(upipe_ctx *c, upipe_comm *comm, const upipe
     s = c->ops->sync(c); /* MPI reads the buffers now: it knows no stream */
     if (s != UPIPE_OK)
         return upi_mpi_fail(c, m, s, "rank %d waiting for its device: %s", comm->rank, c->err.text);
-    UPIPE_TRY(upi_mpi_begin(c, m, UPI_MPI_EXCHANGE, list, NULL, n));
+    UPIPE_TRY(upi_mpi_begin(c, m, UPI_MPI_TRANSFER, list, NULL, n));
     /* Those who are here already need not wait for this rank's wait, which returns what goes wrong now. */
     m->owed = upi_mpi_look(c, m, &news, &missing, &left);
     return UPIPE_OK;
@@ -656,8 +656,8 @@ UPIPE_API upipe_status upi_mpi_gather(upipe_ctx *c, upipe_comm *comm, int64_t *a
     upipe_mpi *m = (upipe_mpi *)comm->impl;
     const upi_mpi_note *in;
     int r;
-    if (n < 0 || n > UPIPE_GATHER_MAX)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "%d numbers to gather, at most %d", n, UPIPE_GATHER_MAX);
+    if (n < 0 || n > UPIPE_ALL_GATHER_MAX)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%d numbers to gather, at most %d", n, UPIPE_ALL_GATHER_MAX);
     UPIPE_TRY(upi_mpi_ready(c, m));
     UPIPE_TRY(upi_mpi_begin(c, m, UPI_MPI_GATHER, NULL, mine, n));
     UPIPE_TRY(upi_mpi_finish(c, m));
@@ -670,28 +670,28 @@ UPIPE_API upipe_status upi_mpi_gather(upipe_ctx *c, upipe_comm *comm, int64_t *a
 
 /* ---- the team ---- */
 
-/* The next piece of the room, aligned for anything; NULL where there is no room yet. *at: its bytes so far. */
-UPIPE_API void *upi_mpi_piece(char *room, size_t *at, size_t bytes)
+/* The next piece of the buffer, aligned for anything; NULL where there is no buffer yet. *at: its bytes so far. */
+UPIPE_API void *upi_mpi_piece(char *buf, size_t *at, size_t bytes)
 {
-    char *piece = room != NULL ? room + *at : NULL;
+    char *piece = buf != NULL ? buf + *at : NULL;
     *at += (bytes + 15) & ~(size_t)15;
     return piece;
 }
 
-/* Lays the room out; returns the bytes that it takes. room may be NULL. */
-UPIPE_API size_t upi_mpi_lay_out(upipe_mpi *m, char *room)
+/* Lays the buffer out; returns the bytes that it takes. buffer may be NULL. */
+UPIPE_API size_t upi_mpi_lay_out(upipe_mpi *m, char *buf)
 {
     size_t n = (size_t)m->comm.ranks, requests = (2 * UPI_MPI_WINDOW + 1) * n, at = 0;
     m->requests_n = (int)requests;
-    m->peer = (upi_mpi_peer *)upi_mpi_piece(room, &at, n * sizeof *m->peer);
-    m->out = (upi_mpi_note *)upi_mpi_piece(room, &at, n * sizeof *m->out);
-    m->in = (upi_mpi_note *)upi_mpi_piece(room, &at, 2 * n * sizeof *m->in);
-    m->requests = (MPI_Request *)upi_mpi_piece(room, &at, requests * sizeof *m->requests);
-    m->notices = (MPI_Request *)upi_mpi_piece(room, &at, n * sizeof *m->notices);
-    m->statuses = (MPI_Status *)upi_mpi_piece(room, &at, requests * sizeof *m->statuses);
-    m->done = (int *)upi_mpi_piece(room, &at, requests * sizeof *m->done);
-    m->comm.list = (upipe_seg *)upi_mpi_piece(room, &at, 2 * n * sizeof *m->comm.list);
-    m->comm.gathered = (int64_t *)upi_mpi_piece(room, &at, n * UPIPE_GATHER_MAX * sizeof *m->comm.gathered);
+    m->peer = (upi_mpi_peer *)upi_mpi_piece(buf, &at, n * sizeof *m->peer);
+    m->out = (upi_mpi_note *)upi_mpi_piece(buf, &at, n * sizeof *m->out);
+    m->in = (upi_mpi_note *)upi_mpi_piece(buf, &at, 2 * n * sizeof *m->in);
+    m->requests = (MPI_Request *)upi_mpi_piece(buf, &at, requests * sizeof *m->requests);
+    m->notices = (MPI_Request *)upi_mpi_piece(buf, &at, n * sizeof *m->notices);
+    m->statuses = (MPI_Status *)upi_mpi_piece(buf, &at, requests * sizeof *m->statuses);
+    m->done = (int *)upi_mpi_piece(buf, &at, requests * sizeof *m->done);
+    m->comm.list = (upipe_msg *)upi_mpi_piece(buf, &at, 2 * n * sizeof *m->comm.list);
+    m->comm.gathered = (int64_t *)upi_mpi_piece(buf, &at, n * UPIPE_ALL_GATHER_MAX * sizeof *m->comm.gathered);
     return at;
 }
 
@@ -705,7 +705,7 @@ UPIPE_API upipe_status upipe_mpi_free(upipe_mpi *m, upipe_err *e)
 {
     int64_t until;
     int left, idle = 0, i, data, rank;
-    if (m == NULL || m->room == NULL) return UPIPE_OK;
+    if (m == NULL || m->buf == NULL) return UPIPE_OK;
     rank = m->comm.rank;
     data = 2 * m->comm.ranks * UPI_MPI_WINDOW;
     until = upi_net_until(m->comm.deadline);
@@ -719,13 +719,13 @@ UPIPE_API upipe_status upipe_mpi_free(upipe_mpi *m, upipe_err *e)
             if (*r == MPI_REQUEST_NULL) continue;
             if (MPI_Test(r, &done, MPI_STATUS_IGNORE) == MPI_SUCCESS && !done) ++left;
         }
-        if (left == 0 || upi_net_now() >= until) break;
+        if (left == 0 || upipe_net_now() >= until) break;
         upi_net_rest(&idle, UPI_MPI_YIELDS, UPI_MPI_NAP);
     }
-    if (left == 0) free(m->room);
+    if (left == 0) free(m->buf);
     memset(m, 0, sizeof *m);
     if (left == 0) return UPIPE_OK;
-    return upi_fail(e, UPIPE_ERR_BACKEND, "rank %d: %d notes are still under way, and keep their memory",
+    return upipe_fail(e, UPIPE_ERR_BACKEND, "rank %d: %d notes are still under way, and keep their memory",
                     rank, left);
 }
 
@@ -736,17 +736,17 @@ UPIPE_API upipe_status upi_mpi_fit_comm(MPI_Comm mpi, int tag, upipe_err *e)
     void *bound = NULL;
     int there = 0, inter = 0, fatal;
     UPIPE_TRY(upi_mpi_check(e, MPI_Comm_test_inter(mpi, &inter), "MPI_Comm_test_inter("));
-    if (inter) return upi_fail(e, UPIPE_ERR_ARG, "a team on an inter-communicator");
+    if (inter) return upipe_fail(e, UPIPE_ERR_ARG, "a team on an inter-communicator");
     UPIPE_TRY(upi_mpi_check(e, MPI_Comm_get_errhandler(mpi, &handler), "MPI_Comm_get_errhandler("));
     fatal = handler == MPI_ERRORS_ARE_FATAL;
     MPI_Errhandler_free(&handler);
     if (fatal)
-        return upi_fail(e, UPIPE_ERR_ARG,
+        return upipe_fail(e, UPIPE_ERR_ARG,
                         "the communicator ends the program at any error: "
                         "MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN)");
     UPIPE_TRY(upi_mpi_check(e, MPI_Comm_get_attr(mpi, MPI_TAG_UB, &bound, &there), "MPI_Comm_get_attr("));
     if (tag < 0 || (there && tag > *(int *)bound - (UPIPE_MPI_TAGS - 1)))
-        return upi_fail(e, UPIPE_ERR_ARG, "tags %lld and %lld; MPI has 0 to %d", (long long)tag,
+        return upipe_fail(e, UPIPE_ERR_ARG, "tags %lld and %lld; MPI has 0 to %d", (long long)tag,
                         (long long)tag + 1, there ? *(int *)bound : 32767);
     return UPIPE_OK;
 }
@@ -763,18 +763,18 @@ UPIPE_API upipe_status upipe_mpi_init(upipe_mpi *m, MPI_Comm mpi, int tag, doubl
 {
     int running = 0, ended = 0, i;
     memset(m, 0, sizeof *m);
-    if (!(deadline_s >= 0)) return upi_fail(e, UPIPE_ERR_ARG, "a deadline of %g s", deadline_s);
+    if (!(deadline_s >= 0)) return upipe_fail(e, UPIPE_ERR_ARG, "a deadline of %g s", deadline_s);
     MPI_Initialized(&running);
     MPI_Finalized(&ended);
-    if (!running || ended) return upi_fail(e, UPIPE_ERR_ARG, "MPI is not running");
-    if (mpi == MPI_COMM_NULL) return upi_fail(e, UPIPE_ERR_ARG, "a team on MPI_COMM_NULL");
+    if (!running || ended) return upipe_fail(e, UPIPE_ERR_ARG, "MPI is not running");
+    if (mpi == MPI_COMM_NULL) return upipe_fail(e, UPIPE_ERR_ARG, "a team on MPI_COMM_NULL");
     UPIPE_TRY(upi_mpi_fit_comm(mpi, tag, e));
     UPIPE_TRY(upi_mpi_check(e, MPI_Comm_size(mpi, &m->comm.ranks), "MPI_Comm_size("));
     UPIPE_TRY(upi_mpi_check(e, MPI_Comm_rank(mpi, &m->comm.rank), "MPI_Comm_rank("));
-    m->room = calloc(1, upi_mpi_lay_out(m, NULL));
-    if (m->room == NULL)
-        return upi_fail(e, UPIPE_ERR_MEMORY, "no memory for a team of %d ranks", m->comm.ranks);
-    upi_mpi_lay_out(m, (char *)m->room);
+    m->buf = calloc(1, upi_mpi_lay_out(m, NULL));
+    if (m->buf == NULL)
+        return upipe_fail(e, UPIPE_ERR_MEMORY, "no memory for a team of %d ranks", m->comm.ranks);
+    upi_mpi_lay_out(m, (char *)m->buf);
     for (i = 0; i < m->requests_n; ++i) m->requests[i] = MPI_REQUEST_NULL;
     for (i = 0; i < m->comm.ranks; ++i) m->notices[i] = MPI_REQUEST_NULL;
     m->mpi = mpi;

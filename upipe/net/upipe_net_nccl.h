@@ -77,13 +77,13 @@ enum {
     UPI_NCCL_YIELDS = 2000,            /* fruitless looks before a waiting rank naps */
     UPI_NCCL_NAP = 20000,              /* ns */
     UPI_NCCL_HEAD = 4,                 /* numbers before those of a gather: mark, call, kind, n */
-    UPI_NCCL_ROW = UPI_NCCL_HEAD + UPIPE_GATHER_MAX
+    UPI_NCCL_ROW = UPI_NCCL_HEAD + UPIPE_ALL_GATHER_MAX
 };
 
 #define UPI_NCCL_MARK INT64_C(0x316c63636e697075) /* "upinccl1" in memory, low byte first */
 
 typedef enum upi_nccl_kind {
-    UPI_NCCL_EXCHANGE = 1,
+    UPI_NCCL_TRANSFER = 1,
     UPI_NCCL_BARRIER,
     UPI_NCCL_GATHER,
     UPI_NCCL_SYNC
@@ -98,11 +98,11 @@ typedef struct upipe_nccl {
     int grouped;
     int zero_sm;              /* set by upipe_nccl_zero_sm, the same on all ranks: copy engines are asked */
     char zero_sm_says[200];   /* one sentence: what goes how, and why */
-    int64_t engine_exchanges; /* how many so far were asked of the copy engines */
+    int64_t engine_transfers; /* how many so far were asked of the copy engines */
     /* the rest is the transport's */
     int64_t call;          /* calls begun */
     upi_nccl_kind kind;    /* of the call under way */
-    const upipe_seg *list; /* [n], of an exchange */
+    const upipe_msg *list; /* [n], of an exchange */
     int n;
     int pending;   /* NCCL has not yet enqueued it all: what comes behind it is not enqueued either */
     int rows_come; /* what is under way ends with the rows of all ranks */
@@ -115,7 +115,7 @@ typedef struct upipe_nccl {
     cudaEvent_t reached, done; /* on ctx->stream, before and behind the call */
     upipe_err reason;          /* constant once broken */
     int broken;
-    void *room;
+    void *buf;
     char *slab; /* the window's memory, the host's */
     size_t slab_bytes;
     cudaStream_t side; /* of exchanges by copy engines */
@@ -132,7 +132,7 @@ UPIPE_API upipe_status upi_nccl_check(upipe_err *e, ncclComm_t nccl, ncclResult_
     const char *more;
     if (r == ncclSuccess) return UPIPE_OK;
     more = ncclGetLastError(nccl);
-    return upi_fail(e, r == ncclRemoteError ? UPIPE_ERR_ABORTED : UPIPE_ERR_BACKEND, "%.*s: %s%s%s",
+    return upipe_fail(e, r == ncclRemoteError ? UPIPE_ERR_ABORTED : UPIPE_ERR_BACKEND, "%.*s: %s%s%s",
                     (int)strcspn(what, "("), what, ncclGetErrorString(r),
                     more != NULL && more[0] != 0 ? "; " : "", more != NULL ? more : "");
 }
@@ -142,7 +142,7 @@ UPIPE_API upipe_status upi_nccl_check_cuda(upipe_err *e, cudaError_t r, const ch
 {
     if (r == cudaSuccess) return UPIPE_OK;
     (void)cudaGetLastError(); /* what can be forgotten is: the next call must not report it again */
-    return upi_fail(e, r == cudaErrorMemoryAllocation ? UPIPE_ERR_MEMORY : UPIPE_ERR_BACKEND, "%.*s: %s (%s)",
+    return upipe_fail(e, r == cudaErrorMemoryAllocation ? UPIPE_ERR_MEMORY : UPIPE_ERR_BACKEND, "%.*s: %s (%s)",
                     (int)strcspn(what, "("), what, cudaGetErrorString(r), cudaGetErrorName(r));
 }
 
@@ -151,14 +151,14 @@ UPIPE_API void upi_nccl_break(upipe_nccl *m, upipe_status s, const char *why)
 {
     if (m->broken) return;
     m->broken = 1;
-    upi_fail(&m->reason, s, "%s", why);
+    upipe_fail(&m->reason, s, "%s", why);
     if (m->nccl != NULL) (void)ncclCommAbort(m->nccl); /* frees it whatever it returns */
     m->nccl = NULL;
 }
 
 UPIPE_API upipe_status upi_nccl_tell(upipe_ctx *c, const upipe_nccl *m)
 {
-    return upi_fail(&c->err, UPIPE_ERR_ABORTED, "%s", m->reason.text);
+    return upipe_fail(&c->err, UPIPE_ERR_ABORTED, "%s", m->reason.text);
 }
 
 /* Breaks the team with this sentence; returns s. */
@@ -172,7 +172,7 @@ __attribute__((unused, format(printf, 4, 5))) static inline upipe_status upi_ncc
     vsnprintf(e.text, sizeof e.text, format, args);
     va_end(args);
     upi_nccl_break(m, s, e.text);
-    return upi_fail(&c->err, s, "%s", m->reason.text);
+    return upipe_fail(&c->err, s, "%s", m->reason.text);
 }
 
 UPIPE_API upipe_status upi_nccl_checked(upipe_ctx *c, upipe_nccl *m, ncclResult_t r, const char *what)
@@ -203,7 +203,7 @@ UPIPE_API void upi_nccl_abort(upipe_comm *comm, const char *why)
 
 UPIPE_API const char *upi_nccl_kind_name(int64_t kind)
 {
-    return kind == UPI_NCCL_EXCHANGE  ? "an exchange"
+    return kind == UPI_NCCL_TRANSFER  ? "an transfer"
            : kind == UPI_NCCL_BARRIER ? "a barrier"
            : kind == UPI_NCCL_GATHER  ? "a gather"
            : kind == UPI_NCCL_SYNC    ? "upipe_nccl_sync"
@@ -230,8 +230,8 @@ UPIPE_API upipe_status upi_nccl_begin(upipe_ctx *c, upipe_nccl *m, upi_nccl_kind
 {
     enum cudaStreamCaptureStatus state;
     UPI_NCCL_CUDA(c, m, cudaStreamIsCapturing((cudaStream_t)c->stream, &state));
-    if (state != cudaStreamCaptureStatusNone && kind != UPI_NCCL_EXCHANGE)
-        return upi_fail(
+    if (state != cudaStreamCaptureStatusNone && kind != UPI_NCCL_TRANSFER)
+        return upipe_fail(
             &c->err, UPIPE_ERR_UNSUPPORTED,
             "rank %d: %s waits for the stream, which is captured into a graph and runs nothing yet",
             m->comm.rank, upi_nccl_kind_name(kind));
@@ -287,7 +287,7 @@ UPIPE_API upipe_status upi_nccl_finish(upipe_ctx *c, upipe_nccl *m)
         m->until = upi_net_until(m->comm.deadline);
     }
     for (;;) {
-        int busy, passed = 0, late = m->passed && upi_net_now() >= m->until;
+        int busy, passed = 0, late = m->passed && upipe_net_now() >= m->until;
         UPIPE_TRY(upi_nccl_state(c, m, &busy));
         if (m->pending && !busy) UPIPE_TRY(upi_nccl_close(c, m));
         if (!m->pending && m->captured) return UPIPE_OK;
@@ -352,13 +352,13 @@ UPIPE_API int64_t upi_nccl_value(const upipe_nccl *m, int r, int i)
 /* ---- exchange ---- */
 
 /* All parts the same, one behind the other in rank order, on both sides? *part: bytes for one rank. */
-UPIPE_API int upi_nccl_is_all_to_all(const upipe_nccl *m, const upipe_seg *list, int n, size_t *part)
+UPIPE_API int upi_nccl_is_all_to_all(const upipe_nccl *m, const upipe_msg *list, int n, size_t *part)
 {
     int p;
     if (m->grouped || n != m->comm.ranks || list[0].send_bytes == 0) return 0;
     *part = list[0].send_bytes * (size_t)list[0].count;
     for (p = 0; p < n; ++p) {
-        const upipe_seg *s = &list[p];
+        const upipe_msg *s = &list[p];
         if (s->peer != p || s->send_bytes != list[0].send_bytes || s->recv_bytes != s->send_bytes ||
             s->count != list[0].count)
             return 0;
@@ -371,7 +371,7 @@ UPIPE_API int upi_nccl_is_all_to_all(const upipe_nccl *m, const upipe_seg *list,
 }
 
 /* What a rank sends to itself. */
-UPIPE_API upipe_status upi_nccl_copy_own(upipe_ctx *c, upipe_nccl *m, const upipe_seg *list, int n)
+UPIPE_API upipe_status upi_nccl_copy_own(upipe_ctx *c, upipe_nccl *m, const upipe_msg *list, int n)
 {
     int rank = m->comm.rank, from = 0, to = 0;
     for (;; ++from, ++to) {
@@ -393,13 +393,13 @@ UPIPE_API upipe_status upi_nccl_copy_own(upipe_ctx *c, upipe_nccl *m, const upip
 }
 
 /* Inside a group: its sends and receives. Returns the first that fails. */
-UPIPE_API ncclResult_t upi_nccl_list(upipe_ctx *c, const upipe_nccl *m, const upipe_seg *list, int n,
+UPIPE_API ncclResult_t upi_nccl_list(upipe_ctx *c, const upipe_nccl *m, const upipe_msg *list, int n,
                                      const char **what)
 {
     cudaStream_t stream = (cudaStream_t)c->stream;
     int i;
     for (i = 0; i < n; ++i) {
-        const upipe_seg *s = &list[i];
+        const upipe_msg *s = &list[i];
         int64_t b;
         if (s->peer == m->comm.rank) continue;
         for (b = 0; b < s->count; ++b) {
@@ -420,7 +420,7 @@ UPIPE_API ncclResult_t upi_nccl_list(upipe_ctx *c, const upipe_nccl *m, const up
 }
 
 /* One group on ctx->stream. */
-UPIPE_API upipe_status upi_nccl_post_group(upipe_ctx *c, upipe_nccl *m, const upipe_seg *list, int n)
+UPIPE_API upipe_status upi_nccl_post_group(upipe_ctx *c, upipe_nccl *m, const upipe_msg *list, int n)
 {
     const char *what = "";
     ncclResult_t inside, end;
@@ -438,14 +438,14 @@ UPIPE_API upipe_status upi_nccl_post_group(upipe_ctx *c, upipe_nccl *m, const up
 }
 
 #if UPI_NCCL_ENGINES
-UPIPE_API upipe_status upi_nccl_post_all(upipe_ctx *c, upipe_nccl *m, const upipe_seg *list, size_t part)
+UPIPE_API upipe_status upi_nccl_post_all(upipe_ctx *c, upipe_nccl *m, const upipe_msg *list, size_t part)
 {
     return upi_nccl_enqueued(
         c, m, ncclAlltoAll(list[0].send, list[0].recv, part, ncclInt8, m->nccl, m->stream), "ncclAlltoAll(");
 }
 #endif
 
-UPIPE_API upipe_status upi_nccl_post(upipe_ctx *c, upipe_nccl *m, const upipe_seg *list, int n)
+UPIPE_API upipe_status upi_nccl_post(upipe_ctx *c, upipe_nccl *m, const upipe_msg *list, int n)
 {
 #if UPI_NCCL_ENGINES
     size_t part;
@@ -482,21 +482,21 @@ UPIPE_API upipe_status upi_nccl_move(upipe_ctx *c, upipe_nccl *m)
         same = same && upi_nccl_value(m, r, 0) == mine[0] && upi_nccl_value(m, r, 1) == mine[1];
     if (same && mine[0] > 0) {
         UPI_NCCL_CUDA(c, m, cudaStreamWaitEvent(m->side, m->reached, 0));
-        ++m->engine_exchanges;
+        ++m->engine_transfers;
         return upi_nccl_post_all(c, m, m->list, part);
     }
 #endif
     return upi_nccl_post_group(c, m, m->list, m->n);
 }
 
-UPIPE_API upipe_status upi_nccl_start(upipe_ctx *c, upipe_comm *comm, const upipe_seg *list, int n)
+UPIPE_API upipe_status upi_nccl_start(upipe_ctx *c, upipe_comm *comm, const upipe_msg *list, int n)
 {
     upipe_nccl *m = (upipe_nccl *)comm->impl;
     upipe_status s;
     UPIPE_TRY(upi_nccl_ready(c, m));
     m->list = list;
     m->n = n;
-    s = upi_nccl_begin(c, m, UPI_NCCL_EXCHANGE);
+    s = upi_nccl_begin(c, m, UPI_NCCL_TRANSFER);
     if (s == UPIPE_OK && (!m->zero_sm || m->captured)) s = upi_nccl_post(c, m, list, n);
     if (s != UPIPE_OK) comm->quarantine = 1; /* some of it may be under way */
     return s;
@@ -539,8 +539,8 @@ UPIPE_API upipe_status upi_nccl_gather(upipe_ctx *c, upipe_comm *comm, int64_t *
 {
     upipe_nccl *m = (upipe_nccl *)comm->impl;
     int r;
-    if (n < 0 || n > UPIPE_GATHER_MAX)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "%d numbers to gather, at most %d", n, UPIPE_GATHER_MAX);
+    if (n < 0 || n > UPIPE_ALL_GATHER_MAX)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%d numbers to gather, at most %d", n, UPIPE_ALL_GATHER_MAX);
     UPIPE_TRY(upi_nccl_meet(c, m, UPI_NCCL_GATHER, mine, n));
     for (r = 0; r < comm->ranks; ++r)
         memcpy(all + (size_t)r * (size_t)n, m->rows + (size_t)(1 + r) * UPI_NCCL_ROW + UPI_NCCL_HEAD,
@@ -565,12 +565,12 @@ UPIPE_API upipe_status upipe_nccl_slab(void **out, size_t bytes, upipe_err *e)
         if (r == ncclSuccess) return UPIPE_OK;
         *out = NULL;
         if (cudaMemGetInfo(&left, &total) == cudaSuccess && bytes > left)
-            return upi_fail(e, UPIPE_ERR_MEMORY, "a slab of %zu bytes, and %zu of the device's %zu are free",
+            return upipe_fail(e, UPIPE_ERR_MEMORY, "a slab of %zu bytes, and %zu of the device's %zu are free",
                             bytes, left, total);
         return upi_nccl_check(e, NULL, r, "ncclMemAlloc(");
     }
 #else
-    return upi_fail(e, UPIPE_ERR_UNSUPPORTED, "a slab for copy engines needs NCCL 2.28");
+    return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "a slab for copy engines needs NCCL 2.28");
 #endif
 }
 
@@ -612,26 +612,26 @@ UPIPE_API int64_t upi_nccl_node(void)
 UPIPE_API const char *upi_nccl_objection(upipe_nccl *m)
 {
     char *text = m->zero_sm_says;
-    size_t room = sizeof m->zero_sm_says;
+    size_t buf = sizeof m->zero_sm_says;
     int r;
     for (r = 0; r < m->comm.ranks; ++r) {
         int64_t bytes = upi_nccl_value(m, r, UPI_NCCL_SLAB), version = upi_nccl_value(m, r, UPI_NCCL_VERSION);
         int64_t driver = upi_nccl_value(m, r, UPI_NCCL_DRIVER);
         if (version < UPIPE_NCCL_ENGINES_NCCL)
-            snprintf(text, room, "grouped sends and receives: rank %d has NCCL %lld, copy engines need %d", r,
+            snprintf(text, buf, "grouped sends and receives: rank %d has NCCL %lld, copy engines need %d", r,
                      (long long)version, UPIPE_NCCL_ENGINES_NCCL);
         else if (driver < UPIPE_NCCL_ENGINES_DRIVER)
-            snprintf(text, room,
+            snprintf(text, buf,
                      "grouped sends and receives: rank %d has a driver for CUDA %lld, copy engines need %d",
                      r, (long long)driver, UPIPE_NCCL_ENGINES_DRIVER);
         else if (bytes <= 0)
-            snprintf(text, room, "grouped sends and receives: rank %d has no slab", r);
+            snprintf(text, buf, "grouped sends and receives: rank %d has no slab", r);
         else if (bytes != upi_nccl_value(m, 0, UPI_NCCL_SLAB))
-            snprintf(text, room,
+            snprintf(text, buf,
                      "grouped sends and receives: the slab is of %lld bytes on rank 0 and of %lld on rank %d",
                      (long long)upi_nccl_value(m, 0, UPI_NCCL_SLAB), (long long)bytes, r);
         else if (upi_nccl_value(m, r, UPI_NCCL_NODE) != upi_nccl_value(m, 0, UPI_NCCL_NODE))
-            snprintf(text, room, "grouped sends and receives: ranks 0 and %d are on two machines", r);
+            snprintf(text, buf, "grouped sends and receives: ranks 0 and %d are on two machines", r);
         else
             continue;
         return text;
@@ -650,7 +650,7 @@ UPIPE_API upipe_status upi_nccl_register(upipe_ctx *c, upipe_nccl *m)
     if (r != ncclInProgress) return upi_nccl_checked(c, m, r, "ncclCommWindowRegister(");
     while (busy) {
         UPIPE_TRY(upi_nccl_state(c, m, &busy));
-        if (busy && upi_net_now() >= until)
+        if (busy && upipe_net_now() >= until)
             return upi_nccl_fail(c, m, UPIPE_ERR_TIMEOUT,
                                  "rank %d waited %g s for ranks to register their slabs", m->comm.rank,
                                  m->comm.deadline);
@@ -709,7 +709,7 @@ UPIPE_API upipe_status upi_nccl_ask(upipe_ctx *c, upipe_nccl *m, void *slab, siz
 UPIPE_API upipe_status upipe_nccl_zero_sm(upipe_ctx *c, upipe_nccl *m, void *slab, size_t bytes)
 {
     UPIPE_TRY(upi_comm_idle(c, &m->comm));
-    if (m->zero_sm_says[0] != 0) return upi_fail(&c->err, UPIPE_ERR_ARG, "copy engines are asked for twice");
+    if (m->zero_sm_says[0] != 0) return upipe_fail(&c->err, UPIPE_ERR_ARG, "copy engines are asked for twice");
     UPIPE_TRY(upi_nccl_ready(c, m));
 #if UPI_NCCL_ENGINES
     return upi_nccl_ask(c, m, slab, bytes);
@@ -771,7 +771,7 @@ UPIPE_API upipe_status upipe_nccl_free(upipe_nccl *m, upipe_err *e)
         s = upi_nccl_first(s, upi_nccl_check_cuda(e, cudaEventDestroy(m->reached), "cudaEventDestroy("));
     if (m->done != NULL)
         s = upi_nccl_first(s, upi_nccl_check_cuda(e, cudaEventDestroy(m->done), "cudaEventDestroy("));
-    free(m->room);
+    free(m->buf);
     memset(m, 0, sizeof *m);
     m->nccl = nccl;
     return s;
@@ -786,22 +786,22 @@ UPIPE_API upipe_status upi_nccl_made(ncclComm_t nccl, double deadline_s, upipe_e
         ncclResult_t state = ncclSuccess;
         UPIPE_TRY(upi_nccl_check(e, nccl, ncclCommGetAsyncError(nccl, &state), "ncclCommGetAsyncError("));
         if (state != ncclInProgress) return upi_nccl_check(e, nccl, state, "the communicator(");
-        if (upi_net_now() >= until)
-            return upi_fail(e, UPIPE_ERR_TIMEOUT,
+        if (upipe_net_now() >= until)
+            return upipe_fail(e, UPIPE_ERR_TIMEOUT,
                             "NCCL has not made the communicator in %g s: ranks are missing", deadline_s);
         upi_net_rest(&idle, UPI_NCCL_YIELDS, UPI_NCCL_NAP);
     }
 }
 
-UPIPE_API upipe_status upi_nccl_take(upipe_nccl *m, upipe_err *e)
+UPIPE_API upipe_status upi_nccl_claim(upipe_nccl *m, upipe_err *e)
 {
-    size_t ranks = (size_t)m->comm.ranks, segs = 2 * ranks * sizeof(upipe_seg);
+    size_t ranks = (size_t)m->comm.ranks, msgs = 2 * ranks * sizeof(upipe_msg);
     size_t bytes = (1 + ranks) * UPI_NCCL_ROW * sizeof *m->row;
     void *device = NULL, *pinned = NULL;
-    m->room = calloc(1, segs + ranks * UPIPE_GATHER_MAX * sizeof(int64_t));
-    if (m->room == NULL) return upi_fail(e, UPIPE_ERR_MEMORY, "no memory for a team of %zu ranks", ranks);
-    m->comm.list = (upipe_seg *)m->room;
-    m->comm.gathered = (int64_t *)(void *)((char *)m->room + segs);
+    m->buf = calloc(1, msgs + ranks * UPIPE_ALL_GATHER_MAX * sizeof(int64_t));
+    if (m->buf == NULL) return upipe_fail(e, UPIPE_ERR_MEMORY, "no memory for a team of %zu ranks", ranks);
+    m->comm.list = (upipe_msg *)m->buf;
+    m->comm.gathered = (int64_t *)(void *)((char *)m->buf + msgs);
     UPIPE_TRY(upi_nccl_check_cuda(e, cudaMalloc(&device, bytes), "cudaMalloc("));
     m->row = (int64_t *)device;
     UPIPE_TRY(upi_nccl_check_cuda(e, cudaHostAlloc(&pinned, bytes, cudaHostAllocDefault), "cudaHostAlloc("));
@@ -825,8 +825,8 @@ UPIPE_API upipe_status upipe_nccl_init(upipe_nccl *m, ncclComm_t nccl, double de
     int device = -1, current = -1;
     upipe_status s;
     memset(m, 0, sizeof *m);
-    if (!(deadline_s >= 0)) return upi_fail(e, UPIPE_ERR_ARG, "a deadline of %g s", deadline_s);
-    if (nccl == NULL) return upi_fail(e, UPIPE_ERR_ARG, "a team without a communicator");
+    if (!(deadline_s >= 0)) return upipe_fail(e, UPIPE_ERR_ARG, "a deadline of %g s", deadline_s);
+    if (nccl == NULL) return upipe_fail(e, UPIPE_ERR_ARG, "a team without a communicator");
     if (!(deadline_s > 0)) deadline_s = UPIPE_DEADLINE_DEFAULT;
     UPIPE_TRY(upi_nccl_made(nccl, deadline_s, e));
     UPIPE_TRY(upi_nccl_check(e, nccl, ncclCommCount(nccl, &m->comm.ranks), "ncclCommCount("));
@@ -834,9 +834,9 @@ UPIPE_API upipe_status upipe_nccl_init(upipe_nccl *m, ncclComm_t nccl, double de
     UPIPE_TRY(upi_nccl_check(e, nccl, ncclCommCuDevice(nccl, &device), "ncclCommCuDevice("));
     UPIPE_TRY(upi_nccl_check_cuda(e, cudaGetDevice(&current), "cudaGetDevice("));
     if (device != current)
-        return upi_fail(e, UPIPE_ERR_ARG, "the communicator is on device %d, and device %d is current",
+        return upipe_fail(e, UPIPE_ERR_ARG, "the communicator is on device %d, and device %d is current",
                         device, current);
-    s = upi_nccl_take(m, e);
+    s = upi_nccl_claim(m, e);
     if (s != UPIPE_OK) {
         upipe_nccl_free(m, NULL);
         return s;

@@ -1,7 +1,7 @@
 /* upipe_net_peer.h -- a team whose copy engines write into each other's memory      backend, includes comm, ops
  *
  *     upipe_peer_desc d = {0};
- *     d.room = room;                                   upipe_peer_bytes(ranks) zeros that all ranks see
+ *     d.buffer = buffer;                                   upipe_peer_bytes(ranks) zeros that all ranks see
  *     d.slabs = slabs, d.slabs_n = 1;                  device memory that may receive: the pool's
  *     d.rank = rank, d.ranks = 8;
  *     upipe_peer team;
@@ -11,7 +11,7 @@
  *     upipe_peer_free(&team, &err);                    before the slabs
  *
  * Ranks are threads of a process, or, with d.processes, processes of a machine: a GPU each, or several on
- * one. The room is any memory of a process, or one that is shared (shm_open, memfd_create, or mapped before
+ * one. The buffer is any memory of a process, or one that is shared (shm_open, memfd_create, or mapped before
  * fork); each rank may see it at another address. It holds what the hosts tell each other: no library does.
  *
  * How bytes move. start records an event on ctx->stream: from there on this rank's buffers may be read and
@@ -44,7 +44,7 @@
 #ifndef UPIPE_NET_PEER_H
 #define UPIPE_NET_PEER_H
 
-#include "upipe_net_peer_room.h"
+#include "upipe_net_peer_memory.h"
 
 #include <unistd.h>
 
@@ -74,7 +74,7 @@ UPIPE_API upipe_status upi_peer_copy(upipe_err *e, upipe_peer *m, char *dst, siz
 }
 
 /* What a rank sends to itself. */
-UPIPE_API upipe_status upi_peer_copy_own(upipe_err *e, upipe_peer *m, const upipe_seg *list, int n)
+UPIPE_API upipe_status upi_peer_copy_own(upipe_err *e, upipe_peer *m, const upipe_msg *list, int n)
 {
     int rank = m->comm.rank, from = 0, to = 0;
     for (;; ++from, ++to) {
@@ -92,18 +92,18 @@ UPIPE_API upipe_status upi_peer_copy_own(upipe_err *e, upipe_peer *m, const upip
 }
 
 /* The slab that holds all blocks of a segment's receive side, and where they begin in it; -1: none. */
-UPIPE_API int upi_peer_place(const upipe_peer *m, const upipe_seg *seg, int64_t *at)
+UPIPE_API int upi_peer_place(const upipe_peer *m, const upipe_msg *msg, int64_t *at)
 {
-    uintptr_t p = (uintptr_t)seg->recv;
+    uintptr_t p = (uintptr_t)msg->recv;
     int i;
     for (i = 0; i < m->slabs_n; ++i) {
         uintptr_t first = (uintptr_t)m->slabs[i].data;
         size_t bytes = m->slabs[i].bytes, left;
         if (p < first || p - first > bytes) continue;
         left = bytes - (p - first);
-        if (seg->recv_bytes > left) continue;
-        if (seg->count > 1 && seg->recv_step > 0 &&
-            (uint64_t)(seg->count - 1) > (left - seg->recv_bytes) / seg->recv_step)
+        if (msg->recv_bytes > left) continue;
+        if (msg->count > 1 && msg->recv_step > 0 &&
+            (uint64_t)(msg->count - 1) > (left - msg->recv_bytes) / msg->recv_step)
             continue;
         *at = (int64_t)(p - first);
         return i;
@@ -112,7 +112,7 @@ UPIPE_API int upi_peer_place(const upipe_peer *m, const upipe_seg *seg, int64_t 
 }
 
 /* Posts what this rank receives; what cannot be is refused, and nothing has happened. */
-UPIPE_API upipe_status upi_peer_offer(upipe_err *e, upipe_peer *m, const upipe_seg *list, int n, uint64_t s)
+UPIPE_API upipe_status upi_peer_offer(upipe_err *e, upipe_peer *m, const upipe_msg *list, int n, uint64_t s)
 {
     upi_peer_post *post = upi_peer_post_of(m, m->comm.rank, s);
     upi_peer_piece *piece = upi_peer_pieces_of(m, m->comm.rank, s);
@@ -120,11 +120,11 @@ UPIPE_API upipe_status upi_peer_offer(upipe_err *e, upipe_peer *m, const upipe_s
     for (i = 0; i < n; ++i) {
         if (list[i].peer == m->comm.rank || list[i].recv_bytes == 0) continue;
         if (used == m->comm.ranks * UPIPE_PEER_PIECES)
-            return upi_fail(e, UPIPE_ERR_UNSUPPORTED,
-                            "rank %d receives more than %d segments in one exchange", m->comm.rank, used);
+            return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
+                            "rank %d receives more than %d segments in one transfer", m->comm.rank, used);
         piece->slab = upi_peer_place(m, &list[i], &piece->at);
         if (piece->slab < 0)
-            return upi_fail(
+            return upipe_fail(
                 e, UPIPE_ERR_UNSUPPORTED,
                 "rank %d receives segment %d, from rank %d, outside the slabs that peers can reach",
                 m->comm.rank, i, list[i].peer);
@@ -135,7 +135,7 @@ UPIPE_API upipe_status upi_peer_offer(upipe_err *e, upipe_peer *m, const upipe_s
         ++piece;
         ++used;
     }
-    post->kind = UPI_PEER_EXCHANGE;
+    post->kind = UPI_PEER_TRANSFER;
     post->n = used;
     return UPIPE_OK;
 }
@@ -147,7 +147,7 @@ UPIPE_API int upi_peer_next_piece(const upi_peer_piece *piece, int n, int from, 
     return at;
 }
 
-UPIPE_API int upi_peer_next_seg(const upipe_peer *m, int to, int at)
+UPIPE_API int upi_peer_next_msg(const upipe_peer *m, int to, int at)
 {
     while (at < m->n && (m->list[at].peer != to || m->list[at].send_bytes == 0)) ++at;
     return at;
@@ -158,15 +158,15 @@ UPIPE_API upipe_status upi_peer_fit(upipe_err *e, upipe_peer *m, uint64_t s, int
 {
     const upi_peer_piece *piece = upi_peer_pieces_of(m, to, s);
     int n = upi_peer_post_of(m, to, s)->n, rank = m->comm.rank, sends = 0, receives = 0, i, k;
-    for (i = upi_peer_next_seg(m, to, 0); i < m->n; i = upi_peer_next_seg(m, to, i + 1)) ++sends;
+    for (i = upi_peer_next_msg(m, to, 0); i < m->n; i = upi_peer_next_msg(m, to, i + 1)) ++sends;
     for (k = upi_peer_next_piece(piece, n, rank, 0); k < n; k = upi_peer_next_piece(piece, n, rank, k + 1))
         ++receives;
     if (sends != receives)
         return upi_peer_fail(e, m, UPIPE_ERR_MISMATCH,
                              "rank %d sends %d segments to rank %d, which receives %d", rank, sends, to,
                              receives);
-    for (i = upi_peer_next_seg(m, to, 0), k = upi_peer_next_piece(piece, n, rank, 0); i < m->n;
-         i = upi_peer_next_seg(m, to, i + 1), k = upi_peer_next_piece(piece, n, rank, k + 1))
+    for (i = upi_peer_next_msg(m, to, 0), k = upi_peer_next_piece(piece, n, rank, 0); i < m->n;
+         i = upi_peer_next_msg(m, to, i + 1), k = upi_peer_next_piece(piece, n, rank, k + 1))
         if ((int64_t)m->list[i].send_bytes != piece[k].bytes || m->list[i].count != piece[k].count)
             return upi_peer_fail(
                 e, m, UPIPE_ERR_MISMATCH,
@@ -196,7 +196,7 @@ UPIPE_API upipe_status upi_peer_push(upipe_err *e, upipe_peer *m, uint64_t s, in
     m->held = 1;
     if (upi_peer_broken(m)) return upi_peer_tell(e, m, UPIPE_OK);
     UPI_PEER_CUDA(e, m, cudaStreamWaitEvent(m->stream, m->link[to].event[UPI_PEER_READY][s & 1], 0));
-    for (i = upi_peer_next_seg(m, to, 0); i < m->n; i = upi_peer_next_seg(m, to, i + 1)) {
+    for (i = upi_peer_next_msg(m, to, 0); i < m->n; i = upi_peer_next_msg(m, to, i + 1)) {
         k = upi_peer_next_piece(piece, n, m->comm.rank, k + 1);
         UPIPE_TRY(upi_peer_copy(e, m, m->link[to].slab[piece[k].slab] + piece[k].at, (size_t)piece[k].step,
                                 (const char *)m->list[i].send, m->list[i].send_step, m->list[i].send_bytes,
@@ -282,14 +282,14 @@ UPIPE_API upipe_status upi_peer_finish(upipe_ctx *c, upipe_peer *m)
     int64_t until = upi_net_until(m->comm.deadline);
     int idle = 0, before = !m->ahead, reached = 0, complete;
     for (;;) {
-        int late = (reached || !before) && upi_net_now() >= until;
+        int late = (reached || !before) && upipe_net_now() >= until;
         UPIPE_TRY(upi_peer_look(c, m, s, &complete));
         if (complete) return UPIPE_OK;
         if (upi_peer_broken(m)) return upi_peer_tell(&c->err, m, UPIPE_OK);
         if (late) UPIPE_TRY(upi_peer_late(&c->err, m, s));
         if (late && !before)
             return upi_peer_fail(&c->err, m, UPIPE_ERR_TIMEOUT,
-                                 "rank %d waited %g s for the copies of the exchange before to end",
+                                 "rank %d waited %g s for the copies of the transfer before to end",
                                  m->comm.rank, m->comm.deadline);
         if (!before) UPIPE_TRY(upi_peer_passed(&c->err, m, m->done, &before));
         if (before && !reached) {
@@ -307,7 +307,7 @@ UPIPE_API int upi_peer_ended(upipe_peer *m, int64_t until)
 {
     int idle = 0;
     for (;;) {
-        int over = upi_net_now() >= until;
+        int over = upipe_net_now() >= until;
         cudaError_t r = cudaStreamQuery(m->stream);
         if (r == cudaSuccess) {
             upi_peer_release(m);
@@ -328,7 +328,7 @@ UPIPE_API int upi_peer_vacated(upipe_peer *m)
     int idle = 0, over, r;
     if (upi_peer_ended(m, until) != 1) return 0;
     for (;;) {
-        over = upi_net_now() >= until;
+        over = upipe_net_now() >= until;
         for (r = 0; r < m->comm.ranks; ++r)
             if (__atomic_load_n(upi_peer_busy(m, m->comm.rank, r), __ATOMIC_SEQ_CST)) break;
         if (r == m->comm.ranks) return 1;
@@ -351,11 +351,11 @@ UPIPE_API upipe_status upi_peer_uncaptured(upipe_ctx *c, upipe_peer *m)
     enum cudaStreamCaptureStatus state;
     UPI_PEER_CUDA(&c->err, m, cudaStreamIsCapturing((cudaStream_t)c->stream, &state));
     if (state == cudaStreamCaptureStatusNone) return UPIPE_OK;
-    return upi_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
-                    "rank %d: hosts hand over in each exchange, which a graph cannot hold", m->comm.rank);
+    return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
+                    "rank %d: hosts hand over in each transfer, which a graph cannot hold", m->comm.rank);
 }
 
-UPIPE_API upipe_status upi_peer_start(upipe_ctx *c, upipe_comm *comm, const upipe_seg *list, int n)
+UPIPE_API upipe_status upi_peer_start(upipe_ctx *c, upipe_comm *comm, const upipe_msg *list, int n)
 {
     upipe_peer *m = (upipe_peer *)comm->impl;
     upipe_err *e = &c->err;
@@ -407,7 +407,7 @@ UPIPE_API upipe_status upipe_peer_sync(upipe_ctx *c, upipe_peer *m)
     int idle = 0;
     UPIPE_TRY(upi_peer_uncaptured(c, m));
     for (;;) {
-        int late = upi_net_now() >= until;
+        int late = upipe_net_now() >= until;
         cudaError_t r = cudaStreamQuery((cudaStream_t)c->stream);
         if (r == cudaSuccess) return upi_peer_catch_up(&c->err, m);
         if (r != cudaErrorNotReady) return upi_peer_checked(&c->err, m, r, "cudaStreamQuery(");
@@ -443,7 +443,7 @@ UPIPE_API upipe_status upi_peer_meet(upipe_ctx *c, upipe_peer *m, upi_peer_kind 
     if (n > 0) memcpy(post->values, values, (size_t)n * sizeof *values);
     upi_peer_publish(m, s);
     for (;;) {
-        int r, missing = 0, late = upi_net_now() >= until;
+        int r, missing = 0, late = upipe_net_now() >= until;
         for (r = 0; r < m->comm.ranks; ++r) {
             if (!upi_peer_has_posted(m, r, s))
                 ++missing;
@@ -467,8 +467,8 @@ UPIPE_API upipe_status upi_peer_gather(upipe_ctx *c, upipe_comm *comm, int64_t *
 {
     upipe_peer *m = (upipe_peer *)comm->impl;
     int r;
-    if (n < 0 || n > UPIPE_GATHER_MAX)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "%d numbers to gather, at most %d", n, UPIPE_GATHER_MAX);
+    if (n < 0 || n > UPIPE_ALL_GATHER_MAX)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%d numbers to gather, at most %d", n, UPIPE_ALL_GATHER_MAX);
     UPIPE_TRY(upi_peer_meet(c, m, UPI_PEER_GATHER, mine, n));
     for (r = 0; r < comm->ranks; ++r)
         memcpy(all + (size_t)r * (size_t)n, upi_peer_post_of(m, r, m->call)->values, (size_t)n * sizeof *all);
@@ -486,7 +486,7 @@ UPIPE_API upipe_status upi_peer_phase(upipe_err *e, upipe_peer *m, int phase)
     int idle = 0, r;
     __atomic_store_n(&m->seat[m->comm.rank].phase, phase, __ATOMIC_RELEASE);
     for (;;) {
-        int late = upi_net_now() >= until;
+        int late = upipe_net_now() >= until;
         for (r = 0; r < m->comm.ranks; ++r)
             if (__atomic_load_n(&m->seat[r].phase, __ATOMIC_ACQUIRE) < phase) break;
         if (r == m->comm.ranks) return UPIPE_OK;
@@ -596,7 +596,7 @@ UPIPE_API upipe_status upi_peer_drain(upipe_err *e, upipe_peer *m)
     int idle = 0, passed, late;
     UPI_PEER_CUDA(e, m, cudaEventRecord(m->done, m->stream));
     for (;;) {
-        late = upi_net_now() >= until;
+        late = upipe_net_now() >= until;
         UPIPE_TRY(upi_peer_passed(e, m, m->done, &passed));
         if (passed) return UPIPE_OK;
         if (late)
@@ -654,14 +654,14 @@ UPIPE_API upipe_status upi_peer_leave(upipe_err *e, upipe_peer *m, int left)
     int idle = 0, r;
     __atomic_store_n(&m->seat[m->comm.rank].left, left, __ATOMIC_RELEASE);
     for (;;) {
-        int late = upi_net_now() >= until;
+        int late = upipe_net_now() >= until;
         for (r = 0; r < m->comm.ranks; ++r)
             if (__atomic_load_n(&m->seat[r].phase, __ATOMIC_ACQUIRE) > 0 &&
                 !__atomic_load_n(&m->seat[r].left, __ATOMIC_ACQUIRE))
                 break;
         if (r == m->comm.ranks) return UPIPE_OK;
         if (late)
-            return upi_fail(e, UPIPE_ERR_TIMEOUT, "rank %d may use the slabs of rank %d still", r,
+            return upipe_fail(e, UPIPE_ERR_TIMEOUT, "rank %d may use the slabs of rank %d still", r,
                             m->comm.rank);
         upi_net_rest(&idle, UPI_PEER_YIELDS, UPI_PEER_NAP);
     }
@@ -703,7 +703,7 @@ UPIPE_API upipe_status upipe_peer_free(upipe_peer *m, upipe_err *e)
     int r, ended = 1;
     if (m == NULL || m->memory == NULL) return s;
     if (m->stream != NULL) ended = upi_peer_ended(m, upi_net_until(m->comm.deadline));
-    if (ended == 0) s = upi_fail(e, UPIPE_ERR_TIMEOUT, "copies of rank %d do not end", m->comm.rank);
+    if (ended == 0) s = upipe_fail(e, UPIPE_ERR_TIMEOUT, "copies of rank %d do not end", m->comm.rank);
     for (r = 0; r < m->comm.ranks && ended != 0; ++r)
         if (r != m->comm.rank)
             s = upi_peer_first(s, upi_peer_close(s == UPIPE_OK ? e : NULL, m, &m->link[r], 0));
@@ -726,50 +726,50 @@ UPIPE_API upipe_status upi_peer_check_desc(const upipe_peer_desc *d, int device,
 {
     int i, can = 1;
     if (d->ranks < 1 || d->ranks > UPIPE_PEER_MAX || d->rank < 0 || d->rank >= d->ranks)
-        return upi_fail(e, UPIPE_ERR_ARG, "rank %d of %d; teams of 1 to %d", d->rank, d->ranks,
+        return upipe_fail(e, UPIPE_ERR_ARG, "rank %d of %d; teams of 1 to %d", d->rank, d->ranks,
                         UPIPE_PEER_MAX);
-    if (!(d->deadline_s >= 0)) return upi_fail(e, UPIPE_ERR_ARG, "a deadline of %g s", d->deadline_s);
-    if (d->room == NULL || (uintptr_t)d->room % 128 != 0)
-        return upi_fail(e, UPIPE_ERR_ARG, "the room is at %p, not at 128 bytes", d->room);
+    if (!(d->deadline_s >= 0)) return upipe_fail(e, UPIPE_ERR_ARG, "a deadline of %g s", d->deadline_s);
+    if (d->buf == NULL || (uintptr_t)d->buf % 128 != 0)
+        return upipe_fail(e, UPIPE_ERR_ARG, "the space is at %p, not at 128 bytes", d->buf);
     if (d->slabs_n < 1 || d->slabs_n > UPIPE_PEER_SLABS)
-        return upi_fail(e, UPIPE_ERR_ARG, "%d slabs; 1 to %d", d->slabs_n, UPIPE_PEER_SLABS);
+        return upipe_fail(e, UPIPE_ERR_ARG, "%d slabs; 1 to %d", d->slabs_n, UPIPE_PEER_SLABS);
     for (i = 0; i < d->slabs_n; ++i) {
         struct cudaPointerAttributes about;
         size_t least = (size_t)(i == 0 ? UPIPE_PEER_LEAST : UPIPE_PEER_LEAST_MORE) * (size_t)d->ranks;
         if (d->slabs[i].data == NULL || d->slabs[i].bytes < least)
-            return upi_fail(e, UPIPE_ERR_ARG, "slab %d is of %zu bytes, not of %zu at least", i,
+            return upipe_fail(e, UPIPE_ERR_ARG, "slab %d is of %zu bytes, not of %zu at least", i,
                             d->slabs[i].bytes, least);
         UPIPE_TRY(upi_peer_check(e, cudaPointerGetAttributes(&about, d->slabs[i].data),
                                  "cudaPointerGetAttributes("));
         if (about.type != cudaMemoryTypeDevice || about.device != device)
-            return upi_fail(e, UPIPE_ERR_ARG, "slab %d is not memory of device %d, which is current", i,
+            return upipe_fail(e, UPIPE_ERR_ARG, "slab %d is not memory of device %d, which is current", i,
                             device);
     }
     if (!d->processes) return UPIPE_OK;
     UPIPE_TRY(upi_peer_check(e, cudaDeviceGetAttribute(&can, cudaDevAttrIpcEventSupport, device),
                              "cudaDeviceGetAttribute("));
     if (can) return UPIPE_OK;
-    return upi_fail(e, UPIPE_ERR_UNSUPPORTED, "device %d does not share memory and events between processes",
+    return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "device %d does not share memory and events between processes",
                     device);
 }
 
-UPIPE_API upipe_status upi_peer_take(upipe_peer *m, const upipe_peer_desc *d, upipe_err *e)
+UPIPE_API upipe_status upi_peer_claim(upipe_peer *m, const upipe_peer_desc *d, upipe_err *e)
 {
-    size_t n = (size_t)d->ranks, segs = 2 * n * sizeof(upipe_seg), links = n * sizeof(upi_peer_link);
-    char *room = (char *)d->room, *memory;
-    memory = (char *)calloc(1, links + segs + n * UPIPE_GATHER_MAX * sizeof(int64_t));
-    if (memory == NULL) return upi_fail(e, UPIPE_ERR_MEMORY, "no memory for a team of %d ranks", d->ranks);
+    size_t n = (size_t)d->ranks, msgs = 2 * n * sizeof(upipe_msg), links = n * sizeof(upi_peer_link);
+    char *buf = (char *)d->buf, *memory;
+    memory = (char *)calloc(1, links + msgs + n * UPIPE_ALL_GATHER_MAX * sizeof(int64_t));
+    if (memory == NULL) return upipe_fail(e, UPIPE_ERR_MEMORY, "no memory for a team of %d ranks", d->ranks);
     m->memory = memory;
     m->link = (upi_peer_link *)(void *)memory;
-    m->comm.list = (upipe_seg *)(void *)(memory + links);
-    m->comm.gathered = (int64_t *)(void *)(memory + links + segs);
-    m->head = (upi_peer_head *)(void *)room;
-    room += sizeof *m->head;
-    m->seat = (upi_peer_seat *)(void *)room;
-    room += n * sizeof *m->seat;
-    m->pieces = (upi_peer_piece *)(void *)room;
-    room += 2 * n * n * UPIPE_PEER_PIECES * sizeof *m->pieces;
-    m->busy = (int32_t *)(void *)room;
+    m->comm.list = (upipe_msg *)(void *)(memory + links);
+    m->comm.gathered = (int64_t *)(void *)(memory + links + msgs);
+    m->head = (upi_peer_head *)(void *)buf;
+    buf += sizeof *m->head;
+    m->seat = (upi_peer_seat *)(void *)buf;
+    buf += n * sizeof *m->seat;
+    m->pieces = (upi_peer_piece *)(void *)buf;
+    buf += 2 * n * n * UPIPE_PEER_PIECES * sizeof *m->pieces;
+    m->busy = (int32_t *)(void *)buf;
     return UPIPE_OK;
 }
 
@@ -799,7 +799,7 @@ UPIPE_API upipe_status upi_peer_join(upipe_peer *m, upipe_err *e)
 }
 
 /* upipe_peer_init -- this rank's end of a team; every rank calls it, and none returns before all have
- *   d       is not kept; the room and the slabs are, until upipe_peer_free. The slabs' first bytes are
+ *   d       is not kept; the buffer and the slabs are, until upipe_peer_free. The slabs' first bytes are
  *           written
  *   bytes   on the host some 700 a rank; on the device five events and a stream
  *   errors  ARG; UNSUPPORTED on every rank where one cannot reach another's slab, with which and why;
@@ -814,13 +814,13 @@ UPIPE_API upipe_status upipe_peer_init(upipe_peer *m, const upipe_peer_desc *d, 
     memset(m, 0, sizeof *m);
     UPIPE_TRY(upi_peer_check(e, cudaGetDevice(&device), "cudaGetDevice("));
     UPIPE_TRY(upi_peer_check_desc(d, device, e));
-    UPIPE_TRY(upi_peer_take(m, d, e));
+    UPIPE_TRY(upi_peer_claim(m, d, e));
     m->comm.rank = d->rank;
     m->comm.ranks = d->ranks;
     if (m->seat[d->rank].phase != 0) {
         free(m->memory);
         memset(m, 0, sizeof *m);
-        return upi_fail(e, UPIPE_ERR_ARG, "rank %d has been in this room before", d->rank);
+        return upipe_fail(e, UPIPE_ERR_ARG, "rank %d has been in this space before", d->rank);
     }
     m->comm.ops.name = "peer";
     m->comm.ops.start = upi_peer_start;
@@ -838,7 +838,7 @@ UPIPE_API upipe_status upipe_peer_init(upipe_peer *m, const upipe_peer_desc *d, 
     if (s == UPIPE_OK) return s;
     reason = &m->seat[upi_peer_broken(m) - 1].reason; /* what cannot be is so for all, whoever finds it */
     if (reason->status == UPIPE_ERR_UNSUPPORTED || reason->status == UPIPE_ERR_MISMATCH)
-        s = upi_fail(e, reason->status, "%s", reason->text);
+        s = upipe_fail(e, reason->status, "%s", reason->text);
     upipe_peer_free(m, NULL);
     return s;
 }

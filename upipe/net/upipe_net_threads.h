@@ -54,17 +54,17 @@ enum {
 };
 
 typedef enum upi_threads_kind {
-    UPI_THREADS_EXCHANGE,
+    UPI_THREADS_TRANSFER,
     UPI_THREADS_BARRIER,
     UPI_THREADS_GATHER
 } upi_threads_kind;
 
 /* What a rank publishes with one call. */
 typedef struct upi_threads_post {
-    const upipe_seg *list; /* [n], the rank's own memory: others read it while counted in its readers alone */
+    const upipe_msg *list; /* [n], the rank's own memory: others read it while counted in its readers alone */
     int n;                 /* segments of an exchange, numbers of a gather */
     upi_threads_kind kind;
-    int64_t values[UPIPE_GATHER_MAX];
+    int64_t values[UPIPE_ALL_GATHER_MAX];
 } upi_threads_post;
 
 typedef struct upi_threads_rank {
@@ -121,7 +121,7 @@ UPIPE_API void upi_threads_sleep(upi_threads_rank *me, int64_t until)
 {
     struct timespec t;
 #ifdef __APPLE__
-    int64_t left = until - upi_net_now();
+    int64_t left = until - upipe_net_now();
     if (left < 0) left = 0;
     t.tv_sec = (time_t)(left / 1000000000);
     t.tv_nsec = (long)(left % 1000000000);
@@ -143,7 +143,7 @@ UPIPE_API int upi_threads_await(upi_threads_rank *me, uint64_t seen, int64_t unt
     }
     pthread_mutex_lock(&me->lock);
     __atomic_store_n(&me->asleep, 1, __ATOMIC_SEQ_CST);
-    while (!(news = __atomic_load_n(&me->news, __ATOMIC_SEQ_CST) != seen) && upi_net_now() < until)
+    while (!(news = __atomic_load_n(&me->news, __ATOMIC_SEQ_CST) != seen) && upipe_net_now() < until)
         upi_threads_sleep(me, until);
     __atomic_store_n(&me->asleep, 0, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&me->lock);
@@ -164,7 +164,7 @@ UPIPE_API int upi_threads_break(upipe_threads *team, upipe_status s, const char 
     pthread_mutex_lock(&team->lock);
     first = !team->broken;
     if (first) {
-        upi_fail(&team->reason, s, "%s", why);
+        upipe_fail(&team->reason, s, "%s", why);
         __atomic_store_n(&team->broken, 1, __ATOMIC_SEQ_CST);
     }
     pthread_mutex_unlock(&team->lock);
@@ -183,7 +183,7 @@ UPIPE_API upipe_status upi_threads_tell(upipe_ctx *c, upipe_comm *comm, upipe_st
     else if (!me->told && team->reason.status == UPIPE_ERR_MISMATCH)
         s = UPIPE_ERR_MISMATCH;
     me->told = 1;
-    return upi_fail(&c->err, s, "%s", team->reason.text);
+    return upipe_fail(&c->err, s, "%s", team->reason.text);
 }
 
 /* Breaks the team with this sentence, unless another failure was first; returns what the rank must return. */
@@ -209,7 +209,7 @@ UPIPE_API void upi_threads_abort(upipe_comm *comm, const char *why)
 
 UPIPE_API const char *upi_threads_kind_name(upi_threads_kind kind)
 {
-    return kind == UPI_THREADS_EXCHANGE  ? "an exchange"
+    return kind == UPI_THREADS_TRANSFER  ? "an transfer"
            : kind == UPI_THREADS_BARRIER ? "a barrier"
                                          : "a gather";
 }
@@ -283,7 +283,7 @@ UPIPE_API upipe_status upi_threads_late(upipe_ctx *c, upipe_comm *comm, uint64_t
         for (r = 0; r < team->ranks; ++r) {
             if (!reading && upi_threads_has_posted(&team->all[r], s)) continue;
             if (reading &&
-                (mine->kind != UPI_THREADS_EXCHANGE || !sends[r] || upi_threads_is_done(&team->all[r], s)))
+                (mine->kind != UPI_THREADS_TRANSFER || !sends[r] || upi_threads_is_done(&team->all[r], s)))
                 continue;
             if (++count <= 8)
                 at += snprintf(names + at, sizeof names - (size_t)at, count > 1 ? ", %d" : "%d", r);
@@ -299,7 +299,7 @@ UPIPE_API upipe_status upi_threads_late(upipe_ctx *c, upipe_comm *comm, uint64_t
 
 /* ---- exchange ---- */
 
-UPIPE_API upipe_status upi_threads_start(upipe_ctx *c, upipe_comm *comm, const upipe_seg *list, int n)
+UPIPE_API upipe_status upi_threads_start(upipe_ctx *c, upipe_comm *comm, const upipe_msg *list, int n)
 {
     upipe_threads *team = (upipe_threads *)comm->impl;
     upi_threads_rank *me = &team->all[comm->rank];
@@ -311,8 +311,8 @@ UPIPE_API upipe_status upi_threads_start(upipe_ctx *c, upipe_comm *comm, const u
     if (upi_threads_is_broken(team)) return upi_threads_tell(c, comm, UPIPE_OK);
     status = c->ops->sync(c);
     if (status != UPIPE_OK)
-        return upi_threads_fail(c, comm, status, "rank %d before an exchange: %s", comm->rank, c->err.text);
-    post->kind = UPI_THREADS_EXCHANGE;
+        return upi_threads_fail(c, comm, status, "rank %d before an transfer: %s", comm->rank, c->err.text);
+    post->kind = UPI_THREADS_TRANSFER;
     post->list = list;
     post->n = n;
     memset(sends, 0, (size_t)team->ranks * sizeof *sends);
@@ -334,8 +334,8 @@ UPIPE_API upipe_status upi_threads_copy(upipe_ctx *c, upipe_comm *comm, uint64_t
     const upi_threads_post *mine = &team->all[comm->rank].post[s & 1], *theirs = &team->all[from].post[s & 1];
     int i, at = 0;
     for (i = 0; i < mine->n; ++i) {
-        const upipe_seg *to = &mine->list[i];
-        upipe_seg src;
+        const upipe_msg *to = &mine->list[i];
+        upipe_msg src;
         int64_t block;
         if (to->peer != from || to->recv_bytes == 0) continue;
         if (upi_threads_is_broken(team)) return upi_threads_tell(c, comm, UPIPE_OK);
@@ -352,7 +352,7 @@ UPIPE_API upipe_status upi_threads_copy(upipe_ctx *c, upipe_comm *comm, uint64_t
             status = c->ops->copy(c, (char *)to->recv + (size_t)block * to->recv_step,
                                   (const char *)src.send + (size_t)block * src.send_step, src.send_bytes);
             if (status != UPIPE_OK) {
-                upi_reason(&c->err, status);
+                upipe_fail_reason(&c->err, status);
                 return upi_threads_fail(c, comm, status, "rank %d copying from rank %d: %s", comm->rank, from,
                                         c->err.text);
             }
@@ -518,8 +518,8 @@ UPIPE_API upipe_status upi_threads_gather(upipe_ctx *c, upipe_comm *comm, int64_
     upi_threads_rank *me = &team->all[comm->rank];
     upi_threads_post *post = upi_threads_next(me);
     int r;
-    if (n < 0 || n > UPIPE_GATHER_MAX)
-        return upi_fail(&c->err, UPIPE_ERR_ARG, "%d numbers to gather, at most %d", n, UPIPE_GATHER_MAX);
+    if (n < 0 || n > UPIPE_ALL_GATHER_MAX)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%d numbers to gather, at most %d", n, UPIPE_ALL_GATHER_MAX);
     if (upi_threads_is_broken(team)) return upi_threads_tell(c, comm, UPIPE_OK);
     post->kind = UPI_THREADS_GATHER;
     post->n = n;
@@ -577,30 +577,30 @@ UPIPE_API int upi_threads_init_rank(upi_threads_rank *rank)
 /* upipe_threads_init -- a team of `ranks` ranks
  *   deadline_s  seconds that one call may wait for its peers; 0 = UPIPE_DEADLINE_DEFAULT. Each rank may
  *               change its comm->deadline later; it is read at each call
- *   bytes       one allocation: ranks^2 * (2 * sizeof(upipe_seg) + 8 * UPIPE_GATHER_MAX + 24), and
+ *   bytes       one allocation: ranks^2 * (2 * sizeof(upipe_msg) + 8 * UPIPE_ALL_GATHER_MAX + 24), and
  *               sizeof(upi_threads_rank), about 1.5 KB, a rank
  *   errors      ARG, MEMORY, BACKEND (a pthread call's own error); there is then nothing to free
  */
 UPIPE_API upipe_status upipe_threads_init(upipe_threads *team, int ranks, double deadline_s, upipe_err *e)
 {
     size_t n = (size_t)ranks, square = n * n;
-    size_t segs = 2 * square * sizeof(upipe_seg), gathered = square * UPIPE_GATHER_MAX * sizeof(int64_t);
+    size_t msgs = 2 * square * sizeof(upipe_msg), gathered = square * UPIPE_ALL_GATHER_MAX * sizeof(int64_t);
     size_t fetched = square * sizeof(uint64_t), counts = 4 * square * sizeof(int);
-    char *room;
+    char *buf;
     int r, error;
     memset(team, 0, sizeof *team);
     if (ranks < 1 || ranks > UPIPE_THREADS_MAX)
-        return upi_fail(e, UPIPE_ERR_ARG, "a team of %d ranks; 1 to %d", ranks, UPIPE_THREADS_MAX);
-    if (!(deadline_s >= 0)) return upi_fail(e, UPIPE_ERR_ARG, "a deadline of %g s", deadline_s);
-    room = (char *)calloc(1, n * sizeof *team->all + segs + gathered + fetched + counts);
-    if (room == NULL) return upi_fail(e, UPIPE_ERR_MEMORY, "no memory for a team of %d ranks", ranks);
-    team->all = (upi_threads_rank *)(void *)room;
-    room += n * sizeof *team->all;
+        return upipe_fail(e, UPIPE_ERR_ARG, "a team of %d ranks; 1 to %d", ranks, UPIPE_THREADS_MAX);
+    if (!(deadline_s >= 0)) return upipe_fail(e, UPIPE_ERR_ARG, "a deadline of %g s", deadline_s);
+    buf = (char *)calloc(1, n * sizeof *team->all + msgs + gathered + fetched + counts);
+    if (buf == NULL) return upipe_fail(e, UPIPE_ERR_MEMORY, "no memory for a team of %d ranks", ranks);
+    team->all = (upi_threads_rank *)(void *)buf;
+    buf += n * sizeof *team->all;
     error = pthread_mutex_init(&team->lock, NULL);
     if (error) {
         free(team->all);
         memset(team, 0, sizeof *team);
-        return upi_fail(e, UPIPE_ERR_BACKEND, "error %d making a lock", error);
+        return upipe_fail(e, UPIPE_ERR_BACKEND, "error %d making a lock", error);
     }
     for (r = 0; r < ranks; ++r) {
         upi_threads_rank *rank = &team->all[r];
@@ -608,11 +608,11 @@ UPIPE_API upipe_status upipe_threads_init(upipe_threads *team, int ranks, double
         error = upi_threads_init_rank(rank);
         if (error) {
             upipe_threads_free(team);
-            return upi_fail(e, UPIPE_ERR_BACKEND, "error %d making the locks of rank %d", error, r);
+            return upipe_fail(e, UPIPE_ERR_BACKEND, "error %d making the locks of rank %d", error, r);
         }
         team->ranks = r + 1; /* what upipe_threads_free has to destroy */
         rank->team = team;
-        rank->fetched = (uint64_t *)(void *)(room + segs + gathered) + (size_t)r * n;
+        rank->fetched = (uint64_t *)(void *)(buf + msgs + gathered) + (size_t)r * n;
         comm->ops.name = "threads";
         comm->ops.start = upi_threads_start;
         comm->ops.wait = upi_threads_wait;
@@ -620,13 +620,13 @@ UPIPE_API upipe_status upipe_threads_init(upipe_threads *team, int ranks, double
         comm->ops.gather = upi_threads_gather;
         comm->ops.abort = upi_threads_abort;
         comm->impl = team;
-        comm->list = (upipe_seg *)(void *)room + 2 * (size_t)r * n;
-        comm->gathered = (int64_t *)(void *)(room + segs) + (size_t)r * n * UPIPE_GATHER_MAX;
+        comm->list = (upipe_msg *)(void *)buf + 2 * (size_t)r * n;
+        comm->gathered = (int64_t *)(void *)(buf + msgs) + (size_t)r * n * UPIPE_ALL_GATHER_MAX;
         comm->deadline = deadline_s > 0 ? deadline_s : UPIPE_DEADLINE_DEFAULT;
         comm->rank = r;
         comm->ranks = ranks;
     }
-    team->counts = (int *)(void *)(room + segs + gathered + fetched);
+    team->counts = (int *)(void *)(buf + msgs + gathered + fetched);
     return UPIPE_OK;
 }
 

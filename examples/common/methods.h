@@ -1,4 +1,4 @@
-/* method.h -- the methods of context parallelism by name, each a row of numbers for the plan
+/* methods.h -- the methods of context parallelism by name, each a row of numbers for the plan
  *
  *     const method_kind *k = &method_kinds[METHOD_USP];
  *     upipe_plan_desc d = method_schedule(k, 8, 2, heads, kv_heads, chunk);    on 8 ranks, 2 of them a ring
@@ -7,8 +7,8 @@
  * A run's ranks are a grid: neighbours are a team, which exchanges heads for tokens, and ranks at the same place
  * of their teams are a ring, in which keys and values travel.
  */
-#ifndef COMMON_METHOD_H
-#define COMMON_METHOD_H
+#ifndef COMMON_METHODS_H
+#define COMMON_METHODS_H
 
 #include "upipe/upipe_plan.h"
 
@@ -53,12 +53,12 @@ static const method_kind method_kinds[METHODS] = {
     {"ulysses",     METHOD_IS_TEAM, METHOD_ALL_HEADS, UPIPE_CONTIGUOUS, UPIPE_RING_AUTO,   0, 0, 0},
     {"upipe",       METHOD_IS_TEAM, METHOD_CHUNK,     UPIPE_CONTIGUOUS, UPIPE_RING_AUTO,   0, 0, 0},
     {"upipe-naive", METHOD_IS_TEAM, METHOD_CHUNK,     UPIPE_CONTIGUOUS, UPIPE_RING_AUTO,   1, 0, 0},
-    {"ring",        METHOD_IS_RING, METHOD_ALL_HEADS, UPIPE_CONTIGUOUS, UPIPE_RING_SHIFT,  0, 0, 0},
-    {"zigzag",      METHOD_IS_RING, METHOD_ALL_HEADS, UPIPE_ZIGZAG,     UPIPE_RING_SHIFT,  0, 0, 0},
-    {"stripe",      METHOD_IS_RING, METHOD_ALL_HEADS, UPIPE_STRIPED,    UPIPE_RING_SHIFT,  0, 0, 0},
-    {"double-ring", METHOD_IS_RING, METHOD_ALL_HEADS, UPIPE_ZIGZAG,     UPIPE_RING_SHIFT,  0, 1, 0},
-    {"allgather",   METHOD_IS_RING, METHOD_GROUP,     UPIPE_ZIGZAG,     UPIPE_RING_GATHER, 0, 0, 0},
-    {"usp",         METHOD_IS_GRID, METHOD_ALL_HEADS, UPIPE_ZIGZAG,     UPIPE_RING_SHIFT,  0, 0, 0},
+    {"ring",        METHOD_IS_RING, METHOD_ALL_HEADS, UPIPE_CONTIGUOUS, UPIPE_RING_P2P,  0, 0, 0},
+    {"zigzag",      METHOD_IS_RING, METHOD_ALL_HEADS, UPIPE_ZIGZAG,     UPIPE_RING_P2P,  0, 0, 0},
+    {"stripe",      METHOD_IS_RING, METHOD_ALL_HEADS, UPIPE_STRIPED,    UPIPE_RING_P2P,  0, 0, 0},
+    {"double-ring", METHOD_IS_RING, METHOD_ALL_HEADS, UPIPE_ZIGZAG,     UPIPE_RING_P2P,  0, 1, 0},
+    {"allgather",   METHOD_IS_RING, METHOD_GROUP,     UPIPE_ZIGZAG,     UPIPE_RING_ALL_GATHER, 0, 0, 0},
+    {"usp",         METHOD_IS_GRID, METHOD_ALL_HEADS, UPIPE_ZIGZAG,     UPIPE_RING_P2P,  0, 0, 0},
     {"upipe-ring",  METHOD_IS_GRID, METHOD_CHUNK,     UPIPE_ZIGZAG,     UPIPE_RING_AUTO,   0, 0, 0},
     {"fpdt",        METHOD_IS_TEAM, METHOD_ALL_HEADS, UPIPE_CONTIGUOUS, UPIPE_RING_AUTO,   0, 0, 1},
     {"upipe-fpdt",  METHOD_IS_TEAM, METHOD_CHUNK,     UPIPE_CONTIGUOUS, UPIPE_RING_AUTO,   0, 0, 1}};
@@ -118,7 +118,7 @@ static inline upipe_plan_desc method_schedule(const method_kind *k, int ranks, i
     d.naive = k->naive;
     d.layout = k->layout;
     if (d.ring > 1) d.ring_mode = k->mode;
-    d.ring_ahead = d.ring > 1 && k->mode == UPIPE_RING_GATHER;
+    d.ring_prefetch = d.ring > 1 && k->mode == UPIPE_RING_ALL_GATHER;
     return d;
 }
 

@@ -1,12 +1,12 @@
-/* upipe_net_peer_room.h -- what ranks of upipe_net_peer.h show each other      backend, includes base, ops, comm
+/* upipe_net_peer_memory.h -- what ranks of upipe_net_peer.h show each other      backend, includes base, ops, comm
  *
- * The room is memory that all ranks see, each perhaps at another address: it holds offsets, handles and
+ * The buffer is memory that all ranks see, each perhaps at another address: it holds offsets, handles and
  * numbers. A rank writes into its own seat and posts; others read them once `posted` has come to the call.
  * One word says who broke the team, and the reason lies in that rank's seat: a process that dies in between
  * leaves nothing half told.
  */
-#ifndef UPIPE_NET_PEER_ROOM_H
-#define UPIPE_NET_PEER_ROOM_H
+#ifndef UPIPE_NET_PEER_BUF_H
+#define UPIPE_NET_PEER_BUF_H
 
 #include "upipe_net_clock.h"
 
@@ -31,7 +31,7 @@ enum {
 
 #define UPI_PEER_MARK UINT64_C(0x3172656570697075) /* "upipeer1" in memory, low byte first */
 
-typedef enum upi_peer_kind { UPI_PEER_EXCHANGE = 1, UPI_PEER_BARRIER, UPI_PEER_GATHER } upi_peer_kind;
+typedef enum upi_peer_kind { UPI_PEER_TRANSFER = 1, UPI_PEER_BARRIER, UPI_PEER_GATHER } upi_peer_kind;
 enum { UPI_PEER_READY, UPI_PEER_SENT, UPI_PEER_EVENTS };
 /* Of init: what a rank has shown. */
 enum { UPI_PEER_CAME = 1, UPI_PEER_SHOWN, UPI_PEER_TRIED, UPI_PEER_DONE };
@@ -46,7 +46,7 @@ typedef struct upipe_peer_slab {
 
 typedef struct upipe_peer_desc {
     void
-        *room; /* upipe_peer_bytes(ranks) zeros, 128-byte aligned; a new one, or zeros again, for each team */
+        *buf; /* upipe_peer_bytes(ranks) zeros, 128-byte aligned; a new one, or zeros again, for each team */
     const upipe_peer_slab *slabs; /* [slabs_n], on the current device */
     int slabs_n;
     int rank, ranks;
@@ -54,7 +54,7 @@ typedef struct upipe_peer_desc {
     double deadline_s; /* seconds that one call may wait for its peers; 0 = UPIPE_DEADLINE_DEFAULT */
 } upipe_peer_desc;
 
-/* ---- the room: offsets and handles, no addresses that another process would use ---- */
+/* ---- the buffer: offsets and handles, no addresses that another process would use ---- */
 
 /* One segment of an exchange, as its receiver posts it. */
 typedef struct upi_peer_piece {
@@ -64,7 +64,7 @@ typedef struct upi_peer_piece {
 
 typedef struct upi_peer_post {
     int32_t kind, n; /* n: pieces of an exchange, numbers of a gather */
-    int64_t values[UPIPE_GATHER_MAX];
+    int64_t values[UPIPE_ALL_GATHER_MAX];
 } upi_peer_post;
 
 /* What a rank shows. Call number s lies in post[s & 1]: it is overwritten at call s + 2, when every rank has
@@ -82,7 +82,7 @@ typedef struct upi_peer_seat {
     cudaIpcMemHandle_t slab_handle[UPIPE_PEER_SLABS];
     cudaIpcEventHandle_t event_handle[UPI_PEER_EVENTS][2];
     upi_peer_post post[2];
-    upipe_err reason; /* constant once the room is broken by this rank */
+    upipe_err reason; /* constant once the buffer is broken by this rank */
     char apart[128];
 } upi_peer_seat;
 
@@ -91,7 +91,7 @@ typedef struct upi_peer_head {
     char apart[124];
 } upi_peer_head;
 
-/* upipe_peer_bytes -- size of the room of a team */
+/* upipe_peer_bytes -- size of the buffer of a team */
 UPIPE_API size_t upipe_peer_bytes(int ranks)
 {
     size_t n = (size_t)(ranks > 0 ? ranks : 0);
@@ -121,7 +121,7 @@ typedef struct upipe_peer {
     cudaStream_t stream;
     cudaEvent_t done; /* on stream, behind the last exchange */
     uint64_t call;    /* calls begun */
-    const upipe_seg *list;
+    const upipe_msg *list;
     int n;
     int stage;
     int held; /* own busy words are set */
@@ -136,7 +136,7 @@ UPIPE_API upipe_status upi_peer_check(upipe_err *e, cudaError_t r, const char *w
 {
     if (r == cudaSuccess) return UPIPE_OK;
     (void)cudaGetLastError(); /* what can be forgotten is: the next call must not report it again */
-    return upi_fail(e, r == cudaErrorMemoryAllocation ? UPIPE_ERR_MEMORY : UPIPE_ERR_BACKEND, "%.*s: %s (%s)",
+    return upipe_fail(e, r == cudaErrorMemoryAllocation ? UPIPE_ERR_MEMORY : UPIPE_ERR_BACKEND, "%.*s: %s (%s)",
                     (int)strcspn(what, "("), what, cudaGetErrorString(r), cudaGetErrorName(r));
 }
 
@@ -151,7 +151,7 @@ UPIPE_API int upi_peer_break(upipe_peer *m, upipe_status s, const char *why)
 {
     int32_t whole = 0;
     if (upi_peer_broken(m)) return 0;
-    upi_fail(&m->seat[m->comm.rank].reason, s, "%s", why);
+    upipe_fail(&m->seat[m->comm.rank].reason, s, "%s", why);
     return __atomic_compare_exchange_n(&m->head->broken, &whole, m->comm.rank + 1, 0, __ATOMIC_SEQ_CST,
                                        __ATOMIC_SEQ_CST);
 }
@@ -166,7 +166,7 @@ UPIPE_API upipe_status upi_peer_tell(upipe_err *e, upipe_peer *m, upipe_status o
     else if (!m->told && reason->status == UPIPE_ERR_MISMATCH)
         s = UPIPE_ERR_MISMATCH;
     m->told = 1;
-    return upi_fail(e, s, "%s", reason->text);
+    return upipe_fail(e, s, "%s", reason->text);
 }
 
 /* Breaks the team with this sentence, unless another failure was first; returns what the rank must return. */
@@ -210,7 +210,7 @@ UPIPE_API upipe_status upi_peer_passed(upipe_err *e, upipe_peer *m, cudaEvent_t 
 
 UPIPE_API const char *upi_peer_kind_name(int32_t kind)
 {
-    return kind == UPI_PEER_EXCHANGE ? "an exchange" : kind == UPI_PEER_BARRIER ? "a barrier" : "a gather";
+    return kind == UPI_PEER_TRANSFER ? "an transfer" : kind == UPI_PEER_BARRIER ? "a barrier" : "a gather";
 }
 
 UPIPE_API upi_peer_post *upi_peer_post_of(const upipe_peer *m, int rank, uint64_t s)
@@ -220,8 +220,8 @@ UPIPE_API upi_peer_post *upi_peer_post_of(const upipe_peer *m, int rank, uint64_
 
 UPIPE_API upi_peer_piece *upi_peer_pieces_of(const upipe_peer *m, int rank, uint64_t s)
 {
-    size_t room = (size_t)m->comm.ranks * UPIPE_PEER_PIECES;
-    return m->pieces + ((size_t)rank * 2 + (size_t)(s & 1)) * room;
+    size_t buf = (size_t)m->comm.ranks * UPIPE_PEER_PIECES;
+    return m->pieces + ((size_t)rank * 2 + (size_t)(s & 1)) * buf;
 }
 
 UPIPE_API int upi_peer_has_posted(const upipe_peer *m, int rank, uint64_t s)
@@ -260,11 +260,11 @@ UPIPE_API upipe_status upi_peer_late(upipe_err *e, upipe_peer *m, uint64_t s)
     const int32_t kind = upi_peer_post_of(m, m->comm.rank, s)->kind;
     char names[96];
     int sending, r, count = 0, at = 0; /* first those who have not come, then those who have not sent */
-    if (kind == UPI_PEER_EXCHANGE && m->stage == UPI_PEER_LANDING)
+    if (kind == UPI_PEER_TRANSFER && m->stage == UPI_PEER_LANDING)
         return upi_peer_fail(e, m, UPIPE_ERR_TIMEOUT,
-                             "rank %d waited %g s in an exchange for the devices' copies to end",
+                             "rank %d waited %g s in an transfer for the devices' copies to end",
                              m->comm.rank, m->comm.deadline);
-    for (sending = 0; sending <= (kind == UPI_PEER_EXCHANGE) && count == 0; ++sending)
+    for (sending = 0; sending <= (kind == UPI_PEER_TRANSFER) && count == 0; ++sending)
         for (r = 0; r < m->comm.ranks; ++r) {
             if (sending ? upi_peer_has_sent(m, r, s) : upi_peer_has_posted(m, r, s)) continue;
             if (++count <= 8)

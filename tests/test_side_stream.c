@@ -1,4 +1,4 @@
-/* test_lane.c -- stages that overlap on a second line of execution: bits, bytes, order, and failures on either line */
+/* test_side_stream.c -- stages that overlap on a second line of execution: bits, bytes, order, and failures on either line */
 #include <time.h>
 
 #include "runner.h"
@@ -31,16 +31,16 @@ static run_case make_case(int h, int hkv, int ranks, int chunk, upipe_dtype dtyp
 #define SAME(tensor)                                                                               \
     if (a.out.tensor != NULL)                                                                      \
     CHECK_SAY(memcmp(a.out.tensor, b.out.tensor, (size_t)block_count(&t.shape, #tensor) * 4) == 0, \
-              "%s differs, %d/%d heads on %d ranks by %d, lane %d", #tensor, h, hkv, ranks, chunk, lane)
+              "%s differs, %d/%d heads on %d ranks by %d, side stream %d", #tensor, h, hkv, ranks, chunk, side_stream)
 
-/* One line, a lane on it, and a lane that is a thread: the same bits, in every schedule; run_block holds the bytes
+/* One line, a side stream on it, and a side stream that is a thread: the same bits, in every schedule; run_block holds the bytes
  * against the plan. */
 static void test_same(int h, int hkv, int ranks, int chunk, int naive, int normed, upipe_dtype dtype)
 {
     run_case t = make_case(h, hkv, ranks, chunk, dtype);
     run_result a, b;
     f32_block in;
-    int lane;
+    int side_stream;
     t.naive = naive;
     t.shape.normed = normed;
     t.shape.projected = normed;
@@ -49,8 +49,8 @@ static void test_same(int h, int hkv, int ranks, int chunk, int naive, int norme
     CHECK(run_block(&t, &in, &a) == UPIPE_OK);
     check_block(&t.shape, &in, &a.out);
     t.overlap = 1;
-    for (lane = 0; lane < 2; ++lane) {
-        t.lane_inline = lane == 0;
+    for (side_stream = 0; side_stream < 2; ++side_stream) {
+        t.side_stream_inline = side_stream == 0;
         CHECK(run_block(&t, &in, &b) == UPIPE_OK);
         CHECK(b.plan.overlap);
         CHECK_SAY(b.peak > a.peak, "stages that overlap hold %zu bytes, without %zu", b.peak, a.peak);
@@ -63,8 +63,8 @@ static void test_same(int h, int hkv, int ranks, int chunk, int naive, int norme
         SAME(wk);
         SAME(wv);
         SAME(wo);
-        SAME(q_gain);
-        SAME(k_gain);
+        SAME(q_norm_weight);
+        SAME(k_norm_weight);
         run_free(&b);
     }
     run_free(&a);
@@ -121,38 +121,38 @@ static void test_peak(void)
 enum { NOTES = 64 };
 
 /* Two lines that do nothing until they are told to: what was posted is run by hand. */
-typedef struct slow_lane {
+typedef struct slow_side_stream {
     void (*task[NOTES])(void *arg);
     void *arg[NOTES];
     int posted, run;
-} slow_lane;
+} slow_side_stream;
 
-static upipe_status slow_post(upipe_ctx *c, upipe_lane *lane, void (*task)(void *arg), void *arg)
+static upipe_status slow_post(upipe_ctx *c, upipe_side_stream *side_stream, void (*task)(void *arg), void *arg)
 {
-    slow_lane *s = (slow_lane *)lane->self;
+    slow_side_stream *s = (slow_side_stream *)side_stream->self;
     (void)c;
     s->task[s->posted] = task;
     s->arg[s->posted++] = arg;
     return UPIPE_OK;
 }
 
-static void slow_run(slow_lane *s, int upto)
+static void slow_run(slow_side_stream *s, int upto)
 {
     for (; s->run < upto; ++s->run) s->task[s->run](s->arg[s->run]);
 }
 
-/* The lane is as late as it may be: it runs what comes up to preparation n, when that is asked for. */
-static upipe_status slow_meet(upipe_ctx *c, upipe_lane *lane, int point, int64_t n)
+/* The side stream is as late as it may be: it runs what comes up to preparation n, when that is asked for. */
+static upipe_status slow_meet(upipe_ctx *c, upipe_side_stream *side_stream, int point, int64_t n)
 {
-    slow_lane *s = (slow_lane *)lane->self;
+    slow_side_stream *s = (slow_side_stream *)side_stream->self;
     (void)c;
-    if (point == UPIPE_LANE_READY) slow_run(s, n == 1 ? 1 : 2 * (int)n - 2);
+    if (point == UPIPE_SIDE_READY) slow_run(s, n == 1 ? 1 : 2 * (int)n - 2);
     return UPIPE_OK;
 }
 
-static upipe_status slow_join(upipe_ctx *c, upipe_lane *lane)
+static upipe_status slow_join(upipe_ctx *c, upipe_side_stream *side_stream)
 {
-    slow_lane *s = (slow_lane *)lane->self;
+    slow_side_stream *s = (slow_side_stream *)side_stream->self;
     (void)c;
     slow_run(s, s->posted);
     return UPIPE_OK;
@@ -168,7 +168,7 @@ static upipe_status tell(tale *t, upipe_ctx *c, char what, int i)
 {
     size_t used = strlen(t->text);
     snprintf(t->text + used, sizeof t->text - used, "%c%d ", what, i);
-    if (++t->notes == t->fails) return upi_fail(&c->err, UPIPE_ERR_MEMORY, "note %d", t->notes);
+    if (++t->notes == t->fails) return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "note %d", t->notes);
     return UPIPE_OK;
 }
 
@@ -187,18 +187,18 @@ static upipe_status tell_finish(void *arg, upipe_ctx *c, int i)
     return tell((tale *)arg, c, 'f', i);
 }
 
-static upipe_status tell_all(tale *t, upipe_lane *lane, int n, int step, upipe_err *e)
+static upipe_status tell_all(tale *t, upipe_side_stream *side_stream, int n, int step, upipe_err *e)
 {
     upi_stages all;
     upipe_comm team;
-    upipe_comm_self_room room;
+    upipe_comm_self_state buf;
     upipe_ops ops;
     upipe_ctx c;
     upipe_status s;
     memset(&all, 0, sizeof all);
     memset(&c, 0, sizeof c);
     upipe_cpu_ops(&ops);
-    upipe_comm_self(&team, &room, ops.copy);
+    upipe_comm_self(&team, &buf, ops.copy);
     c.ops = &ops;
     c.team = &team;
     all.arg = t;
@@ -207,7 +207,7 @@ static upipe_status tell_all(tale *t, upipe_lane *lane, int n, int step, upipe_e
     all.prepare = tell_prepare;
     all.attend = tell_attend;
     all.finish = tell_finish;
-    all.lane = lane;
+    all.side_stream = side_stream;
     s = upi_stages_run(&all, &c);
     *e = c.err;
     return s;
@@ -216,36 +216,36 @@ static upipe_status tell_all(tale *t, upipe_lane *lane, int n, int step, upipe_e
 static void test_order(void)
 {
     static const int told[] = {1, 3, 3, 6, 5, 6, 9, 8, 9, 11, 11, 12};
-    upipe_lane lane;
-    slow_lane slow;
+    upipe_side_stream side_stream;
+    slow_side_stream slow;
     upipe_err e;
     tale t;
     int i;
     memset(&t, 0, sizeof t);
     CHECK(tell_all(&t, NULL, 4, 2, &e) == UPIPE_OK);
     CHECK_TEXT(t.text, "p0 a0 f0 p2 a2 f2 ");
-    /* a lane that runs tasks at once, and one that is as late as it may be: with both, every preparation but the
+    /* a side stream that runs tasks at once, and one that is as late as it may be: with both, every preparation but the
      * first lies before the attention of the stage before, or beside it */
     memset(&t, 0, sizeof t);
-    upipe_lane_inline(&lane, NULL);
-    CHECK(tell_all(&t, &lane, 3, 1, &e) == UPIPE_OK);
+    upipe_side_stream_inline(&side_stream, NULL);
+    CHECK(tell_all(&t, &side_stream, 3, 1, &e) == UPIPE_OK);
     CHECK_TEXT(t.text, "p0 p1 a0 f0 p2 a1 f1 a2 f2 ");
     memset(&t, 0, sizeof t);
     memset(&slow, 0, sizeof slow);
-    lane.self = &slow;
-    lane.post = slow_post;
-    lane.mark = upi_lane_inline_point;
-    lane.meet = slow_meet;
-    lane.join = slow_join;
-    CHECK(tell_all(&t, &lane, 4, 1, &e) == UPIPE_OK);
+    side_stream.self = &slow;
+    side_stream.post = slow_post;
+    side_stream.mark = upi_side_stream_inline_point;
+    side_stream.meet = slow_meet;
+    side_stream.join = slow_join;
+    CHECK(tell_all(&t, &side_stream, 4, 1, &e) == UPIPE_OK);
     CHECK_TEXT(t.text, "p0 a0 p1 a1 f0 p2 a2 f1 p3 a3 f2 f3 ");
-    /* one step fails, on either line: the rank's own line stops, and so does the lane, but for what it had been given
+    /* one step fails, on either line: the rank's own line stops, and so does the side stream, but for what it had been given
      * before the attention that broke; the sentence is that of the failure */
     for (i = 1; i <= 12; ++i) {
         memset(&t, 0, sizeof t);
         memset(&slow, 0, sizeof slow);
         t.fails = i;
-        CHECK(tell_all(&t, &lane, 4, 1, &e) == UPIPE_ERR_MEMORY);
+        CHECK(tell_all(&t, &side_stream, 4, 1, &e) == UPIPE_ERR_MEMORY);
         CHECK_SAY(strstr(e.text, "note") != NULL, "note %d fails: '%s' after %s", i, e.text, t.text);
         CHECK_SAY(t.notes == told[i - 1], "note %d fails, %s", i, t.text);
         CHECK(slow.run == slow.posted);
@@ -266,7 +266,7 @@ static upipe_status fail_guard(void *user, size_t bytes, const char *tag)
     return f != NULL && ++f->take == f->at ? UPIPE_ERR_MEMORY : UPIPE_OK;
 }
 
-/* Out of memory at every take, most of them on the lane: every rank returns, with the reason. */
+/* Out of memory at every take, most of them on the side stream: every rank returns, with the reason. */
 static void test_out_of_memory(int h, int hkv, int naive)
 {
     run_case t = make_case(h, hkv, 2, 2, UPIPE_BF16);
@@ -311,14 +311,14 @@ static upipe_status (*real_bwd)(upipe_ctx *c, const upipe_attn_grad *g);
 static upipe_status broken_fwd(upipe_ctx *c, const upipe_attn *a)
 {
     if (c->team->rank == 1 && ++attended == attend_fails)
-        return upi_fail(&c->err, UPIPE_ERR_BACKEND, "attention %d breaks", attended);
+        return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "attention %d breaks", attended);
     return real_fwd(c, a);
 }
 
 static upipe_status broken_bwd(upipe_ctx *c, const upipe_attn_grad *g)
 {
     if (c->team->rank == 1 && ++attended == attend_fails)
-        return upi_fail(&c->err, UPIPE_ERR_BACKEND, "attention %d breaks", attended);
+        return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "attention %d breaks", attended);
     return real_bwd(c, g);
 }
 
@@ -330,7 +330,7 @@ static void break_attention(upipe_ops *ops)
     ops->attn_bwd = broken_bwd;
 }
 
-/* Attention fails on one rank, forward or backward, while its lane is in another stage's exchange: the team is told, not
+/* Attention fails on one rank, forward or backward, while its side stream is in another stage's exchange: the team is told, not
  * left to the deadline. */
 static void test_attention_fails(void)
 {
@@ -394,8 +394,8 @@ static upipe_status guard_beside(void *user, size_t bytes, const char *tag)
                : UPIPE_OK;
 }
 
-/* The lane fails beside a long attention: the others hear of it before their deadline, not after the attention. */
-static void test_lane_fails_early(void)
+/* The side stream fails beside a long attention: the others hear of it before their deadline, not after the attention. */
+static void test_side_stream_fails_early(void)
 {
     run_case t = make_case(8, 4, 2, 2, UPIPE_F32);
     f32_block in;
@@ -425,14 +425,14 @@ static void test_refused(void)
     upipe_layer l;
     upipe_saved save;
     upipe_mem mem;
-    upipe_block blocks[32];
+    upipe_mem_block blocks[32];
     upipe_comm team;
-    upipe_comm_self_room room;
+    upipe_comm_self_state buf;
     upipe_ops ops;
     upipe_ctx c;
     upipe_err e;
     upipe_fpdt f;
-    float *w = f32_room(128 * 64);
+    float *w = f32_buf(128 * 64);
     memset(&d, 0, sizeof d);
     memset(&l, 0, sizeof l);
     memset(&c, 0, sizeof c);
@@ -450,7 +450,7 @@ static void test_refused(void)
     d.chunk = 3;
     CHECK_STATUS(upipe_plan_init(&p, &d, &e), UPIPE_ERR_UNSUPPORTED, e);
     CHECK_TEXT(e.text, "cannot overlap");
-    d.chunk = 8; /* one stage: nothing to overlap, and no lane is asked for */
+    d.chunk = 8; /* one stage: nothing to overlap, and no side stream is asked for */
     CHECK_STATUS(upipe_plan_init(&p, &d, &e), UPIPE_OK, e);
     CHECK(!p.overlap);
     d.ranks = 1;
@@ -462,7 +462,7 @@ static void test_refused(void)
     CHECK_STATUS(upipe_plan_init(&p, &d, &e), UPIPE_OK, e);
     CHECK(p.overlap);
     upipe_cpu_ops(&ops);
-    upipe_comm_self(&team, &room, ops.copy);
+    upipe_comm_self(&team, &buf, ops.copy);
     upipe_mem_init_dry(&mem, blocks, 32);
     c.ops = &ops;
     c.mem = &mem;
@@ -471,7 +471,7 @@ static void test_refused(void)
     l.wq = l.wk = l.wv = w;
     CHECK_STATUS(upipe_layer_fwd(&c, &l, &save, upipe_view_packed(w, UPIPE_F32, 16, 1, 256)), UPIPE_ERR_ARG,
                  c.err);
-    CHECK_TEXT(c.err.text, "ctx->lane is NULL");
+    CHECK_TEXT(c.err.text, "ctx->side_stream is NULL");
     free(w);
 }
 
@@ -491,6 +491,6 @@ int main(void)
     test_out_of_memory(4, 1, 0);
     test_out_of_memory(8, 4, 1);
     test_attention_fails();
-    test_lane_fails_early();
-    return test_end("lane");
+    test_side_stream_fails_early();
+    return test_end("side stream");
 }

@@ -1,4 +1,4 @@
-/* method.h -- one method: planned, run dry, run on thread ranks, measured
+/* setup.h -- one method: planned, run dry, run on thread ranks, measured
  *
  *     method m = {...kind, name, o, ops...};
  *     method_plan(&m);              0, or -1 with the sentence out
@@ -9,8 +9,8 @@
  * Each rank has a plan of its own, and a slab of exactly the size that its dry run found (or what the sum of
  * the weights' gradients needs afterwards, if that is more); its pages are touched before the clock runs.
  */
-#ifndef COMPARE_METHOD_H
-#define COMPARE_METHOD_H
+#ifndef COMPARE_SETUP_H
+#define COMPARE_SETUP_H
 
 #include "passes.h"
 
@@ -38,9 +38,9 @@ static upipe_plan_desc method_desc(const method *m, int rank)
 static void method_most(method_bytes *most, const method_bytes *b)
 {
     int i, j;
-    for (i = 0; i < UPIPE_PHASES; ++i) most->phase[i] = upi_most(most->phase[i], b->phase[i]);
-    most->intermediate = upi_most(most->intermediate, b->intermediate);
-    most->host = upi_most(most->host, b->host);
+    for (i = 0; i < UPIPE_PHASES; ++i) most->phase[i] = upipe_max_bytes(most->phase[i], b->phase[i]);
+    most->intermediate = upipe_max_bytes(most->intermediate, b->intermediate);
+    most->host = upipe_max_bytes(most->host, b->host);
     for (i = 0; i < SENT_WAYS; ++i)
         for (j = 0; j < 2; ++j)
             if (b->sent[i][j] > most->sent[i][j]) most->sent[i][j] = b->sent[i][j];
@@ -65,8 +65,8 @@ static upipe_layer method_layer(const options *o, const upipe_plan *p)
     l.rope_theta = o->rope ? rope_theta : 0;
     l.full = o->full;
     l.window = o->window;
-    l.docs = o->docs;
-    l.docs_n = o->docs_n;
+    l.cu_seqlens = o->cu_seqlens;
+    l.cu_seqlens_n = o->cu_seqlens_n;
     l.softcap = (float)o->softcap;
     l.sinks = o->sinks ? &sink : NULL;
     return l;
@@ -96,8 +96,8 @@ static upipe_status method_plan_rank(const method *m, method_rank *rank, int r, 
     int pass, k;
     UPIPE_TRY(upipe_plan_init(&rank->plan, &d, e));
     rank->rows = rank->plan.rows;
-    if (!upi_mul(&all, m->o->layers, method_layer_bytes(rank)))
-        return upi_fail(e, UPIPE_ERR_OVERFLOW, "the inputs of %d layers", m->o->layers);
+    if (!upipe_mul(&all, m->o->layers, method_layer_bytes(rank)))
+        return upipe_fail(e, UPIPE_ERR_OVERFLOW, "the inputs of %d layers", m->o->layers);
     rank->layer = method_layer(m->o, &rank->plan);
     scratch = upipe_layer_scratch(m->ops, &rank->layer, 1);
     bytes = upipe_plan_bytes(&rank->plan, &scratch);
@@ -121,7 +121,7 @@ static int method_plan(method *m)
     upipe_err err;
     int r;
     m->ranks = (method_rank *)calloc((size_t)m->o->ranks, sizeof *m->ranks);
-    if (m->ranks == NULL) return method_fail(m, "", UPIPE_ERR_MEMORY, "no room for the plans of the ranks");
+    if (m->ranks == NULL) return method_fail(m, "", UPIPE_ERR_MEMORY, "no entry left for the plans of the ranks");
     for (r = 0; r < m->o->ranks && s == UPIPE_OK; ++r) s = method_plan_rank(m, &m->ranks[r], r, &err);
     return s == UPIPE_OK ? 0 : method_fail(m, "", s, err.text);
 }
@@ -144,33 +144,33 @@ static upipe_status method_dry_segments(method_rank *rank, upipe_dry *dry)
     rank->planned.sent[SENT_TEAM][1] = dry->team.sent_bytes - rank->planned.sent[SENT_TEAM][0];
     rank->planned.sent[SENT_HOST][1] = saved.moved - rank->planned.sent[SENT_HOST][0];
     UPIPE_TRY(upipe_fpdt_free(&f, &saved, &dry->ctx.err));
-    rank->second_bytes = upi_mem_span(dry->host.need);
+    rank->second_bytes = upipe_mem_span(dry->host.need);
     return UPIPE_OK;
 }
 
 /* The slab that the real sequence of takes needs on each rank, and the length of its trace. */
 static int method_dry(method *m)
 {
-    size_t sum = (size_t)m->o->ranks * UPIPE_SUM_PIECE * 4 + UPIPE_MEM_ALIGN;
+    size_t sum = (size_t)m->o->ranks * UPIPE_REDUCE_STRIP * 4 + UPIPE_MEM_ALIGN;
     upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
     upipe_mem_event none;
     upipe_status s = UPIPE_OK;
     int r;
-    if (dry == NULL) return method_fail(m, "", UPIPE_ERR_MEMORY, "no room for the dry run");
+    if (dry == NULL) return method_fail(m, "", UPIPE_ERR_MEMORY, "no entry left for the dry run");
     for (r = 0; r < m->o->ranks && s == UPIPE_OK; ++r) {
         method_rank *rank = &m->ranks[r];
         method_weights(rank, &none, &none, &none, rank->layer.sinks); /* must be there, and are not read */
         s = upipe_dry_init(dry, &rank->plan, m->ops);
-        dry->mem.events = &none; /* room for none: all are counted as lost */
+        dry->mem.events = &none; /* space for none: all are counted as lost */
         if (s == UPIPE_OK)
             s = m->kind->segmented ? method_dry_segments(rank, dry) : upipe_dry_layer(dry, &rank->layer, 1);
         if (s != UPIPE_OK) method_fail(m, "", s, dry->ctx.err.text);
         rank->slab_bytes = dry->mem.need + method_kept_span(method_kept_device(m, rank));
         rank->second_bytes += method_kept_span(method_kept_host(m, rank));
         rank->blocks_max = dry->mem.blocks_peak + (method_kept_device(m, rank) > 0);
-        rank->pool_bytes = upi_most(rank->slab_bytes, sum);
+        rank->pool_bytes = upipe_max_bytes(rank->slab_bytes, sum);
         rank->events_max = dry->mem.events_lost + 64;
-        m->slab_bytes = upi_most(m->slab_bytes, rank->slab_bytes);
+        m->slab_bytes = upipe_max_bytes(m->slab_bytes, rank->slab_bytes);
         method_most(&m->planned, &rank->planned);
     }
     free(dry);
@@ -189,7 +189,7 @@ static double method_run_bytes(const method *m)
     if (m->kind->segmented) bytes += rows * (dim + wide) * (double)upipe_dtype_bytes(d->dtype);
     for (r = 0; r < m->o->ranks; ++r) {
         size_t peak = 0;
-        for (i = 0; i < UPIPE_PHASES; ++i) peak = upi_most(peak, m->ranks[r].planned.phase[i]);
+        for (i = 0; i < UPIPE_PHASES; ++i) peak = upipe_max_bytes(peak, m->ranks[r].planned.phase[i]);
         bytes += (double)peak + (double)m->ranks[r].planned.host;
     }
     return bytes;
@@ -219,7 +219,7 @@ static upipe_status method_release(method *m, upipe_err *e)
         device_slab_free(&rank->d, rank->slab);
         device_host_slab_free(&rank->d, rank->second_slab);
         rank->second_slab = NULL;
-        closed = lane_close(&rank->line, s == UPIPE_OK ? e : NULL);
+        closed = side_stream_close(&rank->line, s == UPIPE_OK ? e : NULL);
         if (s == UPIPE_OK) s = closed;
         closed = device_close(&rank->d, s == UPIPE_OK ? e : NULL);
         if (s == UPIPE_OK) s = closed;
@@ -261,18 +261,18 @@ static upipe_status method_allocate_rank(method *m, method_rank *rank, upipe_err
     void *host = NULL;
     int j;
     method_weights(rank, m->weights[0], m->weights[1], m->weights[2], m->sinks);
-    rank->blocks = (upipe_block *)calloc((size_t)rank->blocks_max, sizeof *rank->blocks);
+    rank->blocks = (upipe_mem_block *)calloc((size_t)rank->blocks_max, sizeof *rank->blocks);
     rank->events = (upipe_mem_event *)calloc((size_t)rank->events_max, sizeof *rank->events);
     if (rank->blocks == NULL || rank->events == NULL)
-        return upi_fail(e, UPIPE_ERR_MEMORY, "no room for a pool's tables");
+        return upipe_fail(e, UPIPE_ERR_MEMORY, "no entry left for a pool's tables");
     UPIPE_TRY(device_shared(m->o->device, &host, (size_t)(rank->rows * widest) * sizeof(float), e));
     rank->host = (float *)host;
     for (j = 0; j < METHOD_GRADS; ++j) {
         int64_t n = method_grad_size(m, j);
         if (n == 0) continue;
-        rank->grads[j] = inputs_room(1, n);
+        rank->grads[j] = inputs_buf(1, n);
         if (rank->grads[j] == NULL)
-            return upi_fail(e, UPIPE_ERR_MEMORY, "no room for %lld elements of gradients", (long long)n);
+            return upipe_fail(e, UPIPE_ERR_MEMORY, "no entry left for %lld elements of gradients", (long long)n);
         /* on the CPU they are formed in place */
         UPIPE_TRY(device_resident(m->o->device, &rank->sums[j], (size_t)n * sizeof(float),
                                   m->o->device == DEVICE_CPU ? rank->grads[j] : NULL, e));
@@ -291,10 +291,10 @@ static upipe_status method_allocate(method *m, upipe_err *e)
     if (in->sinks != NULL)
         UPIPE_TRY(
             device_resident(m->o->device, &m->sinks, (size_t)m->o->heads * sizeof(float), in->sinks, e));
-    m->out = inputs_room(in->rows, in->out_width);
-    m->dx = inputs_room(in->rows, in->dim);
+    m->out = inputs_buf(in->rows, in->out_width);
+    m->dx = inputs_buf(in->rows, in->dim);
     if (m->out == NULL || m->dx == NULL)
-        return upi_fail(e, UPIPE_ERR_MEMORY, "no room for the results of %lld rows", (long long)in->rows);
+        return upipe_fail(e, UPIPE_ERR_MEMORY, "no entry left for the results of %lld rows", (long long)in->rows);
     for (r = 0; r < m->o->ranks; ++r) UPIPE_TRY(method_allocate_rank(m, &m->ranks[r], e));
     return UPIPE_OK;
 }
@@ -308,7 +308,7 @@ static upipe_status method_sum(method *m, upipe_ctx *c, method_rank *rank, int r
     c->team = grid_world(&m->net, r);
     for (j = 0; j < METHOD_GRADS; ++j) {
         int64_t n = method_grad_size(m, j);
-        UPIPE_TRY(upipe_a2a_sum(c, (float *)rank->sums[j], n));
+        UPIPE_TRY(upipe_all_reduce(c, (float *)rank->sums[j], n));
         if (rank->sums[j] != rank->grads[j])
             UPIPE_TRY(c->ops->copy(c, rank->grads[j], rank->sums[j], (size_t)n * sizeof(float)));
     }
@@ -325,23 +325,23 @@ static upipe_status method_rank_run(method *m, upipe_ctx *c, method_rank *rank, 
     rank->mem.clock = cli_clock;
     c->mem = &rank->mem;
     s = m->kind->segmented ? method_segments(m, c, rank, r) : method_block(m, c, rank, r);
-    if (s != UPIPE_OK) upipe_mem_free(&rank->second, NULL);
+    if (s != UPIPE_OK) upipe_mem_destroy(&rank->second, NULL);
     for (j = 0; j < UPIPE_PHASES; ++j) rank->measured.phase[j] = rank->mem.phase_peak[j];
     rank->events_n = rank->mem.events_n;
     if (s == UPIPE_OK && rank->mem.events_lost > 0) {
         s = UPIPE_ERR_MEMORY;
-        snprintf(c->err.text, sizeof c->err.text, "the pool's trace had no room for %lld events",
+        snprintf(c->err.text, sizeof c->err.text, "the pool's trace had no entry left for %lld events",
                  (long long)rank->mem.events_lost);
     }
     if (s == UPIPE_OK) s = method_sum(m, c, rank, r);
     if (s == UPIPE_OK)
-        s = upipe_mem_free(&rank->mem, &c->err);
+        s = upipe_mem_destroy(&rank->mem, &c->err);
     else
-        upipe_mem_free(&rank->mem, NULL);
+        upipe_mem_destroy(&rank->mem, NULL);
     return s;
 }
 
-/* The host's memory of a rank: the second pool, and in segments x and gout. */
+/* The host's memory of a rank: the second pool, and in segments x and dout. */
 static upipe_status method_second_slab(const method *m, method_rank *rank, upipe_ctx *c)
 {
     size_t bytes = rank->second_bytes;
@@ -355,7 +355,7 @@ static upipe_status method_second_slab(const method *m, method_rank *rank, upipe
 }
 
 /* Whether something overlaps: there are several stages, or segments. */
-static int method_on_lane(const method *m, const method_rank *rank)
+static int method_on_side_stream(const method *m, const method_rank *rank)
 {
     return m->kind->segmented ? rank->fpdt.desc.overlap && rank->fpdt.segments > 1 : rank->plan.overlap;
 }
@@ -373,7 +373,7 @@ static upipe_status method_rank_main(void *user, int r)
     device_use(&rank->d, &c);
     if (s == UPIPE_OK) s = device_slab(&rank->d, &rank->slab, rank->pool_bytes, &c.err);
     if (s == UPIPE_OK) s = method_second_slab(m, rank, &c);
-    if (s == UPIPE_OK && method_on_lane(m, rank)) s = lane_open(&rank->line, m->o->device, &c);
+    if (s == UPIPE_OK && method_on_side_stream(m, rank)) s = side_stream_open(&rank->line, m->o->device, &c);
     if (s == UPIPE_OK) s = method_rank_run(m, &c, rank, r);
     rank->err = c.err;
     return s;
@@ -392,7 +392,7 @@ static int method_run(method *m, const inputs *in)
     statuses = (upipe_status *)calloc((size_t)m->o->ranks, sizeof *statuses);
     memset(&err, 0, sizeof err);
     s = statuses != NULL ? method_allocate(m, &err)
-                         : upi_fail(&err, UPIPE_ERR_MEMORY, "%d ranks", m->o->ranks);
+                         : upipe_fail(&err, UPIPE_ERR_MEMORY, "%d ranks", m->o->ranks);
     if (s == UPIPE_OK) s = grid_init(&m->net, d->ranks, d->ring, m->o->deadline, &err);
     if (s != UPIPE_OK) {
         free(statuses);

@@ -1,4 +1,4 @@
-/* 03_exchange.c -- trading tokens for heads and back, on four ranks that are threads
+/* 03_all_to_all.c -- trading tokens for heads and back, on four ranks that are threads
  *
  * Before: each rank has its own 2 of the 8 tokens, all 4 heads. After: all tokens, one head. An element's
  * value names its origin: 10 * token + head. Nothing is packed: the send buffer is ordered by the rank that
@@ -20,7 +20,7 @@ typedef struct shared { /* in memory that the device reaches */
     float heads[RANKS][TOKENS];    /* what each rank got: its head of all tokens */
     int64_t sent[RANKS];
     upipe_err errors[RANKS];
-    int home; /* ranks whose tokens came back as they were */
+    int tokens_grad; /* ranks whose tokens came back as they were */
 } shared;
 
 static upipe_status rank_main(void *user, int rank)
@@ -39,12 +39,12 @@ static upipe_status rank_main(void *user, int rank)
     for (peer = 0; peer < RANKS; ++peer)
         for (t = 0; t < LOCAL; ++t) send[peer][t] = (float)(10 * (rank * LOCAL + t) + peer);
     if (s == UPIPE_OK)
-        s = upipe_a2a_to_heads(&c, all->heads[rank], send, &all->plan, 0, UPIPE_Q, sizeof(float));
+        s = upipe_a2a_to_heads(&c, all->heads[rank], send, &all->plan, 0, UPIPE_A2A_Q, sizeof(float));
     if (s == UPIPE_OK)
-        s = upipe_a2a_to_tokens(&c, back, all->heads[rank], &all->plan, 0, UPIPE_Q, sizeof(float));
+        s = upipe_a2a_to_tokens(&c, back, all->heads[rank], &all->plan, 0, UPIPE_A2A_Q, sizeof(float));
     if (s == UPIPE_OK) s = c.ops->sync(&c); /* only then may the host look */
     if (s == UPIPE_OK && memcmp(send, back, sizeof all->send[rank]) == 0)
-        __atomic_fetch_add(&all->home, 1, __ATOMIC_RELAXED);
+        __atomic_fetch_add(&all->tokens_grad, 1, __ATOMIC_RELAXED);
     all->sent[rank] = c.team->sent_bytes;
     all->errors[rank] = c.err;
     device_close(&d, NULL);
@@ -54,14 +54,14 @@ static upipe_status rank_main(void *user, int rank)
 int main(int argc, char **argv)
 {
     shared *all;
-    void *room;
+    void *buf;
     upipe_plan_desc d = {0};
     upipe_err err;
     upipe_status s;
     int rank, t, kind, bad = device_args(argc, argv, &kind);
     if (bad) return bad;
-    s = device_shared(kind, &room, sizeof *all, &err);
-    all = (shared *)room;
+    s = device_shared(kind, &buf, sizeof *all, &err);
+    all = (shared *)buf;
     d.tokens = TOKENS, d.ranks = RANKS, d.heads = RANKS, d.head_dim = 1;
     if (s == UPIPE_OK) s = upipe_plan_init(&all->plan, &d, &err);
     if (s == UPIPE_OK) s = upipe_threads_init(&all->team, RANKS, 10, &err);
@@ -79,8 +79,8 @@ int main(int argc, char **argv)
         for (t = 0; t < TOKENS; ++t) printf(" %02.0f", (double)all->heads[rank][t]);
         printf("   (%lld bytes sent, there and back)\n", (long long)all->sent[rank]);
     }
-    printf("tokens that came home unchanged: on %d of %d ranks\n", all->home, RANKS);
-    bad = s != UPIPE_OK || all->home != RANKS;
-    device_shared_free(kind, room);
+    printf("tokens that came home unchanged: on %d of %d ranks\n", all->tokens_grad, RANKS);
+    bad = s != UPIPE_OK || all->tokens_grad != RANKS;
+    device_shared_free(kind, buf);
     return bad;
 }

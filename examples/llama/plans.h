@@ -1,4 +1,4 @@
-/* method.h -- the methods of context parallelism by name, as descriptions of a plan
+/* plans.h -- the methods of context parallelism by name, as descriptions of a plan
  *
  *     method_choice how = {METHOD_USP, 8, 2, 0, 0, 0, 0};   on 8 ranks, 2 of them a ring
  *     upipe_plan_desc desc = method_desc(&how, heads, kv_heads);
@@ -8,14 +8,14 @@
  * place of their teams are a ring, in which keys and values travel. Where the method cuts the sequence into
  * segments, how.segments says into how many, for model_cut.
  */
-#ifndef LLAMA_METHOD_H
-#define LLAMA_METHOD_H
+#ifndef LLAMA_PLANS_H
+#define LLAMA_PLANS_H
 
 #include "upipe/net/upipe_net_threads.h"
 #include "upipe/upipe.h"
 
 #include "../common/cli.h"
-#include "../common/method.h"
+#include "../common/methods.h"
 
 enum { METHOD_CHUNK_MAX = 1 << 24, METHOD_SEGMENTS_MAX = 1 << 16 };
 
@@ -102,8 +102,8 @@ static inline upipe_status method_overlapped(const method_choice *how, const upi
 {
     if (!how->overlap || (how->segments > 0 ? how->segments > 1 : p->overlap)) return UPIPE_OK;
     if (how->segments > 0)
-        return upi_fail(e, UPIPE_ERR_UNSUPPORTED, "--overlap would have no effect: there is one segment");
-    return upi_fail(e, UPIPE_ERR_UNSUPPORTED,
+        return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "--overlap would have no effect: there is one segment");
+    return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
                     "--overlap would have no effect: %d heads at a time are one stage", p->desc.chunk);
 }
 

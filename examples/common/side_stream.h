@@ -1,0 +1,60 @@
+/* side_stream.h -- a rank's second line of execution, where something overlaps: a thread on the CPU, a stream on a CUDA device
+ *
+ *     side_stream l;
+ *     side_stream_open(&l, DEVICE_CPU, &ctx);               ctx.side stream is set
+ *     ...
+ *     side_stream_close(&l, &ctx.err);                      after a failed open too
+ */
+#ifndef COMMON_SIDE_STREAM_H
+#define COMMON_SIDE_STREAM_H
+
+#include "upipe/cpu/upipe_cpu_side_stream.h"
+
+#include "device.h"
+
+#ifdef UPIPE_WITH_CUDA
+#include "upipe/cuda/upipe_cuda_side_stream.h"
+#endif
+
+typedef struct side_stream {
+    device d; /* its stream and, on a CUDA device, its table */
+    upipe_side_stream side_stream;
+    upipe_cpu_side_stream thread;
+    int open;
+#ifdef UPIPE_WITH_CUDA
+    upipe_cuda_side_stream cuda;
+#endif
+} side_stream;
+
+static inline upipe_status side_stream_open(side_stream *l, int kind, upipe_ctx *c)
+{
+    upipe_status s;
+    memset(l, 0, sizeof *l);
+    UPIPE_TRY(device_open(&l->d, kind, &c->err));
+    l->open = 1;
+#ifdef UPIPE_WITH_CUDA
+    if (kind == DEVICE_CUDA) {
+        s = upipe_cuda_side_stream_init(&l->cuda, &l->side_stream, (cudaStream_t)l->d.stream, &l->d.ops, &c->err);
+        if (s == UPIPE_OK) c->side_stream = &l->side_stream;
+        return s;
+    }
+#endif
+    s = upipe_cpu_side_stream_init(&l->thread, &l->side_stream, &c->err);
+    if (s == UPIPE_OK) c->side_stream = &l->side_stream;
+    return s;
+}
+
+static inline upipe_status side_stream_close(side_stream *l, upipe_err *e)
+{
+    upipe_status s = UPIPE_OK, closed;
+    if (!l->open) return UPIPE_OK;
+#ifdef UPIPE_WITH_CUDA
+    if (l->d.kind == DEVICE_CUDA) s = upipe_cuda_side_stream_free(&l->cuda, e);
+#endif
+    if (l->d.kind == DEVICE_CPU && l->side_stream.self != NULL) upipe_cpu_side_stream_free(&l->thread);
+    closed = device_close(&l->d, s == UPIPE_OK ? e : NULL);
+    l->open = 0;
+    return s != UPIPE_OK ? s : closed;
+}
+
+#endif
