@@ -368,7 +368,7 @@ static upipe_status plain_out_backward(plain_run *r, plain_saved *save, upipe_vi
     int32_t m = r->heads[0], d = r->d.head_dim;
     int rank;
     UPIPE_TRY(plain_alloc(r, &save->delta, r->rows * r->d.heads, UPIPE_F32, "delta"));
-    UPIPE_TRY(plain_alloc(r, &save->dout, plain_elements(r, 0), r->d.dtype, "go"));
+    UPIPE_TRY(plain_alloc(r, &save->dout, plain_elements(r, 0), r->d.dtype, "dout"));
     UPIPE_TRY(plain_out_project(r, save->dout, dy));
     for (rank = 0; rank < r->d.ranks; ++rank) {
         upipe_view o = upipe_view_packed(save->o, r->d.dtype, r->rows, r->d.heads, d), dout = o;
@@ -441,7 +441,7 @@ static upipe_status plain_backward(plain_run *r, plain_saved *save, upipe_view d
     int i;
     memset(&g, 0, sizeof g);
     for (i = 0; i < 2; ++i) {
-        UPIPE_TRY(plain_alloc(r, &dkv[i], kv, UPIPE_F32, "gkv"));
+        UPIPE_TRY(plain_alloc(r, &dkv[i], kv, UPIPE_F32, "dkv"));
         UPIPE_TRY(r->c->ops->zero(r->c, dkv[i], (size_t)kv * 4));
     }
     for (i = 0; i < 3; ++i) UPIPE_TRY(plain_alloc(r, &qkv[i], i == 0 ? q : kv, r->d.dtype, "qkv"));

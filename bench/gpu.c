@@ -45,7 +45,7 @@ static const struct option option_list[] = {
     {"full",      no_argument,       NULL, FLAG_FULL},
     {"layers",    required_argument, NULL, FLAG_LAYERS},
     {"window",    required_argument, NULL, FLAG_WINDOW},
-    {"cu_seqlens",      required_argument, NULL, FLAG_CU_SEQLENS},
+    {"cu-seqlens",      required_argument, NULL, FLAG_CU_SEQLENS},
     {"overlap",   no_argument,       NULL, FLAG_OVERLAP},
     {"transport", required_argument, NULL, FLAG_TRANSPORT},
     {"help",      no_argument,       NULL, FLAG_HELP},

@@ -59,10 +59,10 @@ static int64_t block_count(const block_shape *s, const char *name)
     if (!strcmp(name, "wo")) return s->projected ? ho * s->dim : 0;
     if (!strcmp(name, "q_norm_weight") || !strcmp(name, "k_norm_weight")) return s->normed ? s->d : 0;
     if (!strcmp(name, "sinks")) return s->sinks ? s->h : 0;
-    if (!strcmp(name, "o") || !strcmp(name, "go")) return rows * ho;
+    if (!strcmp(name, "o") || !strcmp(name, "dout")) return rows * ho;
     if (!strcmp(name, "q")) return rows * hd;
     if (!strcmp(name, "lse")) return rows * s->h;
-    if (!strcmp(name, "y") || !strcmp(name, "gy")) return s->projected ? rows * s->dim : 0;
+    if (!strcmp(name, "y") || !strcmp(name, "dy")) return s->projected ? rows * s->dim : 0;
     return rows * s->dim;
 }
 

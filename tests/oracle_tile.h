@@ -42,10 +42,10 @@ static int64_t tile_count(const tile_shape *s, const char *name)
 {
     int mlp = s->targets == NULL;
     if (!strcmp(name, "gate") || !strcmp(name, "up") || !strcmp(name, "down")) return mlp * s->wide * s->dim;
-    if (!strcmp(name, "y") || !strcmp(name, "gy")) return mlp * s->rows * s->dim;
+    if (!strcmp(name, "y") || !strcmp(name, "dy")) return mlp * s->rows * s->dim;
     if (!strcmp(name, "head")) return !mlp * s->wide * s->dim;
     if (!strcmp(name, "loss")) return !mlp * s->rows;
-    if (!strcmp(name, "norm weight")) return s->normed ? s->dim : 0;
+    if (!strcmp(name, "norm_weight")) return s->normed ? s->dim : 0;
     return s->rows * s->dim;
 }
 

@@ -616,7 +616,7 @@ static upipe_status agree_body(void *user, int rank)
         s = upipe_comm_agree(c, c->team, f, 3);
         if (s == UPIPE_OK) s = upipe_comm_barrier(c, c->team);
         CHECK_STATUS(s, UPIPE_ERR_MISMATCH, c->err);
-        CHECK_TEXT(c->err.text, "all-gather");
+        CHECK_TEXT(c->err.text, "gather");
         CHECK_TEXT(c->err.text, "barrier");
     }
     check_dead(k, rank);

@@ -47,7 +47,7 @@ static const struct {
     {"flags", ST_BOOL, 1, {4, 0, 0}, 4},
     {"half", ST_F16, 2, {5, 3, 0}, 15},
     {"weight", ST_BF16, 2, {7, 3, 0}, 21},
-    {"norm weight", ST_F32, 1, {9, 0, 0}, 9},
+    {"norm_weight", ST_F32, 1, {9, 0, 0}, 9},
     {"scalar", ST_F32, 0, {0, 0, 0}, 1},
     {"none", ST_F32, 2, {4, 0, 0}, 0},
     {"wide", ST_F64, 3, {2, 1, 3}, 6},

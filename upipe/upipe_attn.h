@@ -278,7 +278,7 @@ UPIPE_API upipe_status upipe_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
     const upipe_attn *a = &g->a;
     size_t need;
     UPIPE_TRY(upi_attn_check(c, a, 1));
-    UPIPE_TRY(upi_attn_like(c, "go", g->dout, a->q.n, a->q.h, a->v.d, a->q.dtype));
+    UPIPE_TRY(upi_attn_like(c, "dout", g->dout, a->q.n, a->q.h, a->v.d, a->q.dtype));
     UPIPE_TRY(upi_attn_like(c, "delta", g->delta, a->q.n, a->q.h, 1, UPIPE_F32));
     UPIPE_TRY(upi_attn_like(c, "dq", g->dq, a->q.n, a->q.h, a->q.d, a->merge ? UPIPE_F32 : a->q.dtype));
     UPIPE_TRY(upi_attn_like(c, "dk", g->dk, a->k.n, a->k.h, a->k.d, UPIPE_F32));

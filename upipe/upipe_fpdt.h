@@ -272,7 +272,7 @@ UPIPE_API upipe_status upi_fpdt_send_dout(upi_fpdt_pass *s, const upi_fpdt_offlo
     UPIPE_TRY(upi_alloc(r, &o, z->b.slot, "slot"));
     UPIPE_TRY(upi_alloc(r, &dout_t, z->b.slot, "dout"));
     UPIPE_TRY(upi_alloc(r, &delta, z->delta, "delta"));
-    UPIPE_TRY(upi_alloc(r, &to, upipe_max_bytes(z->b.o, z->b.stat), "go"));
+    UPIPE_TRY(upi_alloc(r, &to, upipe_max_bytes(z->b.o, z->b.stat), "dout"));
     UPIPE_TRY(upi_fpdt_copy(s, o, upi_fpdt_at(s->save->out, z->b.slot, z->stages, i, stage), bytes));
     UPIPE_TRY(
         upi_fpdt_copy(s, dout_t, upi_fpdt_at((char *)(uintptr_t)dout, z->b.slot, z->stages, i, stage), bytes));
@@ -372,7 +372,7 @@ UPIPE_API upipe_status upi_fpdt_alloc_dkv(upi_fpdt_pass *s, const upi_fpdt_offlo
                                          void **g)
 {
     const size_t bytes = s->z.b.dk + s->z.b.dv;
-    UPIPE_TRY(upi_alloc(&s->run, g, bytes, "gkv"));
+    UPIPE_TRY(upi_alloc(&s->run, g, bytes, "dkv"));
     if (stage % s->z.steps == 0) return s->run.c->ops->zero(s->run.c, *g, bytes);
     return upi_fpdt_copy(s, *g, upi_fpdt_at(grads_at_tokens->dkv, bytes, 1, j, 0), bytes);
 }
@@ -503,11 +503,11 @@ UPIPE_API upipe_status upi_fpdt_bwd(upi_fpdt_pass *s, char *dx, upipe_grads *gra
         UPIPE_TRY(c->ops->zero(c, norm, bytes));
         r->norm = (float *)norm;
     }
-    UPIPE_TRY(upi_fpdt_alloc_host(s, &grads_at_tokens.dout, z->b.o, z->stages, "go"));
+    UPIPE_TRY(upi_fpdt_alloc_host(s, &grads_at_tokens.dout, z->b.o, z->stages, "dout"));
     UPIPE_TRY(upi_fpdt_alloc_host(s, &grads_at_tokens.delta, z->b.stat, z->stages, "delta"));
     UPIPE_TRY(upi_fpdt_alloc_host(s, &grads_at_tokens.dq, z->b.sum_q, z->stages, "dq"));
     UPIPE_TRY(upi_fpdt_alloc_host(s, &grads_at_tokens.dk, z->kv_tokens * (size_t)s->plan.desc.head_dim, 1, "dk"));
-    UPIPE_TRY(upi_fpdt_alloc_host(s, &grads_at_tokens.dkv, z->steps > 1 ? z->b.dk + z->b.dv : 0, 1, "gkv"));
+    UPIPE_TRY(upi_fpdt_alloc_host(s, &grads_at_tokens.dkv, z->steps > 1 ? z->b.dk + z->b.dv : 0, 1, "dkv"));
     UPIPE_TRY(upi_fpdt_alloc_host(s, &grads_at_tokens.dv, z->kv_tokens * (size_t)s->plan.desc.v_dim, 1, "dv"));
     for (i = 0; i < s->f->segments; ++i) {
         UPIPE_TRY(upi_fpdt_turn(s, i));

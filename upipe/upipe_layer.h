@@ -515,7 +515,7 @@ UPIPE_API upipe_status upi_bwd_out(upi_run *r, upi_pass *s, upi_stage_buf *m, in
     const upipe_saved *save = s->save;
     void *slot;
     int t;
-    UPIPE_TRY(upi_alloc(r, &m->dout, b->o * (size_t)p->width, "go"));
+    UPIPE_TRY(upi_alloc(r, &m->dout, b->o * (size_t)p->width, "dout"));
     UPIPE_TRY(upi_alloc(r, &m->delta, b->stat * (size_t)p->width, "delta_heads"));
     for (t = 0; t < p->width; ++t) {
         void *dout = upipe_offset(m->dout, (size_t)t * b->o), *delta = upipe_offset(m->delta, (size_t)t * b->stat);

@@ -371,8 +371,8 @@ UPIPE_API upipe_status upipe_mlp_bwd(upipe_ctx *c, const upipe_mlp *m, upipe_vie
     upipe_status s;
     UPIPE_TRY(upi_mlp_check(c, "mlp_bwd", m, x, grads->norm_weight));
     UPIPE_TRY(upi_tiles_check(c, "mlp_bwd", "dx", dx, x));
-    UPIPE_TRY(upi_tiles_check(c, "mlp_bwd", "gy", dy, x));
-    UPIPE_TRY(upi_tiles_check_alias(c, "mlp_bwd", "dx", dx, "gy", dy));
+    UPIPE_TRY(upi_tiles_check(c, "mlp_bwd", "dy", dy, x));
+    UPIPE_TRY(upi_tiles_check_alias(c, "mlp_bwd", "dx", dx, "dy", dy));
     if (x.n == 0) return UPIPE_OK;
     if (dx.data == x.data) return upipe_fail(&c->err, UPIPE_ERR_ARG, "mlp_bwd: dx is x, which is still read");
     s = upi_mlp_bwd(c, m, dx, grads, dy, x);

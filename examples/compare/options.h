@@ -159,7 +159,7 @@ static const struct option option_list[] = {
     {"device",    required_argument, NULL, FLAG_DEVICE},
     {"full",      no_argument,       NULL, FLAG_FULL},
     {"window",    required_argument, NULL, FLAG_WINDOW},
-    {"cu_seqlens",      required_argument, NULL, FLAG_CU_SEQLENS},
+    {"cu-seqlens",      required_argument, NULL, FLAG_CU_SEQLENS},
     {"softcap",   required_argument, NULL, FLAG_SOFTCAP},
     {"sinks",     no_argument,       NULL, FLAG_SINKS},
     {"rope",      no_argument,       NULL, FLAG_ROPE},
@@ -291,7 +291,7 @@ static int options_cu_seqlens(options *o)
     if (text == NULL || !upipe_mul(&total, o->batch, o->tokens)) return 0;
     for (comma = text; (comma = strchr(comma, ',')) != NULL; ++comma) ++n;
     if (n == 1) {
-        status = cli_number("cu_seqlens", text, 1, CU_SEQLENS_MAX, &o->cu_seqlens_n);
+        status = cli_number("cu-seqlens", text, 1, CU_SEQLENS_MAX, &o->cu_seqlens_n);
         if (status != 0) return status;
     } else {
         o->cu_seqlens_n = n;
@@ -308,7 +308,7 @@ static int options_cu_seqlens(options *o)
     for (i = 0; i < n; ++i, text += strcspn(text, ",") + 1) {
         char one[32];
         snprintf(one, sizeof one, "%.*s", (int)strcspn(text, ","), text);
-        status = cli_number("cu_seqlens", one, 0, total - o->cu_seqlens[i], &length);
+        status = cli_number("cu-seqlens", one, 0, total - o->cu_seqlens[i], &length);
         if (status != 0) return status;
         o->cu_seqlens[i + 1] = o->cu_seqlens[i] + length;
     }

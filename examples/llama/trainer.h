@@ -87,7 +87,7 @@ __attribute__((unused)) static upipe_status trainer_alloc(trainer *t)
     t->state.ranks = model_world(&t->m);
     UPIPE_TRY(upipe_mem_alloc(c->mem, &t->state.weights, (size_t)l->weights * upipe_dtype_bytes(dtype),
                              "weights", &c->err));
-    UPIPE_TRY(trainer_alloc_floats(t, &t->state.norm_weights, l->norm_weights, "norm weights"));
+    UPIPE_TRY(trainer_alloc_floats(t, &t->state.norm_weights, l->norm_weights, "norm_weights"));
     for (group = 0; group < 2; ++group) {
         held[group] = trainer_slice(t, group, &first);
         UPIPE_TRY(

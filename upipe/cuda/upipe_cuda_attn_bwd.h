@@ -536,7 +536,7 @@ UPIPE_API upipe_status upi_cuda_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
     upi_cuda_attn_bwd_args x;
     if (a->q.dtype == UPIPE_F32) return upi_cuda_attn_f32_bwd(c, g);
     UPIPE_TRY(upi_cuda_attn_check(c, a));
-    UPIPE_TRY(upi_cuda_attn_aligned(c, "go", g->dout));
+    UPIPE_TRY(upi_cuda_attn_aligned(c, "dout", g->dout));
     UPIPE_TRY(upi_cuda_attn_aligned(c, "dq", g->dq));
     UPIPE_TRY(upi_cuda_attn_aligned(c, "dk", g->dk));
     UPIPE_TRY(upi_cuda_attn_aligned(c, "dv", g->dv));
