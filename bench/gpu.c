@@ -401,7 +401,7 @@ static upipe_status block_pass(team *t, upipe_ctx *c, int rank, int run)
     UPIPE_TRY(upipe_layer_fwd(c, &t->layer, &saved, x));
     UPIPE_TRY(c->ops->sync(c));
     if (run >= 0) t->runs[rank][0][run] = cli_clock(NULL) - start;
-    UPIPE_TRY(upipe_layer_slots_alloc(c, &t->layer, &dout, UPIPE_SLOT_FULL, "dout"));
+    UPIPE_TRY(upipe_slots_alloc(c, t->layer.plan, &dout, UPIPE_SLOT_FULL, "dout"));
     UPIPE_TRY(
         c->ops->copy(c, dout.data, saved.out.data, upipe_plan_rows_bytes(p, p->desc.heads, p->desc.v_dim)));
     UPIPE_TRY(c->ops->sync(c));

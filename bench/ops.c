@@ -10,6 +10,7 @@
 #include "upipe/net/upipe_net_threads.h"
 #include "upipe/cpu/upipe_cpu.h"
 #include "upipe/upipe_a2a.h"
+#include "upipe/upipe_reduce.h"
 #include "examples/common/pool.h"
 
 enum { OPS_HEAD = 128, OPS_SLOTS = 6, OPS_PARTS = 4, OPS_BUF = 4096 };

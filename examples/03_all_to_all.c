@@ -20,7 +20,7 @@ typedef struct shared { /* in memory that the device reaches */
     float heads[RANKS][TOKENS];    /* what each rank got: its head of all tokens */
     int64_t sent[RANKS];
     upipe_err errors[RANKS];
-    int tokens_grad; /* ranks whose tokens came back as they were */
+    int intact; /* ranks whose tokens came back as they were */
 } shared;
 
 static upipe_status rank_main(void *user, int rank)
@@ -44,7 +44,7 @@ static upipe_status rank_main(void *user, int rank)
         s = upipe_a2a_to_tokens(&c, back, all->heads[rank], &all->plan, 0, UPIPE_A2A_Q, sizeof(float));
     if (s == UPIPE_OK) s = c.ops->sync(&c); /* only then may the host look */
     if (s == UPIPE_OK && memcmp(send, back, sizeof all->send[rank]) == 0)
-        __atomic_fetch_add(&all->tokens_grad, 1, __ATOMIC_RELAXED);
+        __atomic_fetch_add(&all->intact, 1, __ATOMIC_RELAXED);
     all->sent[rank] = c.team->sent_bytes;
     all->errors[rank] = c.err;
     device_close(&d, NULL);
@@ -79,8 +79,8 @@ int main(int argc, char **argv)
         for (t = 0; t < TOKENS; ++t) printf(" %02.0f", (double)all->heads[rank][t]);
         printf("   (%lld bytes sent, there and back)\n", (long long)all->sent[rank]);
     }
-    printf("tokens that came home unchanged: on %d of %d ranks\n", all->tokens_grad, RANKS);
-    bad = s != UPIPE_OK || all->tokens_grad != RANKS;
+    printf("tokens that came back unchanged: on %d of %d ranks\n", all->intact, RANKS);
+    bad = s != UPIPE_OK || all->intact != RANKS;
     device_shared_free(kind, buf);
     return bad;
 }

@@ -33,7 +33,7 @@ static upipe_status step(upipe_ctx *c, shared *all)
     UPIPE_TRY(c->ops->copy(c, data, all->x + at, bytes));
     x = upipe_view_packed(data, UPIPE_F32, LOCAL, 1, MODEL);
     UPIPE_TRY(upipe_layer_fwd(c, &all->layer, &saved, x));
-    UPIPE_TRY(upipe_layer_slots_alloc(c, &all->layer, &dout, UPIPE_SLOT_FULL, "dout"));
+    UPIPE_TRY(upipe_slots_alloc(c, all->layer.plan, &dout, UPIPE_SLOT_FULL, "dout"));
     UPIPE_TRY(c->ops->copy(c, dout.data, saved.out.data, upipe_plan_rows_bytes(&all->plan, HEADS, DIM)));
     UPIPE_TRY(upipe_layer_bwd(c, &all->layer, x, &grads, &saved, &dout, x)); /* x becomes its gradient */
     UPIPE_TRY(c->ops->copy(c, all->dx + at, data, bytes));

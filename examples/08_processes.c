@@ -226,7 +226,7 @@ static upipe_status step(upipe_ctx *c, const upipe_layer *l, void *wide, float *
     x = upipe_view_packed(data, storage, p->rows, 1, (int32_t)p->desc.model_dim);
     UPIPE_TRY(put(c, x, wide, x0));
     UPIPE_TRY(upipe_layer_fwd(c, l, &saved, x));
-    UPIPE_TRY(upipe_layer_slots_alloc(c, l, &dout, UPIPE_SLOT_FULL, "dout"));
+    UPIPE_TRY(upipe_slots_alloc(c, l->plan, &dout, UPIPE_SLOT_FULL, "dout"));
     UPIPE_TRY(
         c->ops->copy(c, dout.data, saved.out.data, upipe_plan_rows_bytes(p, p->desc.heads, p->desc.v_dim)));
     UPIPE_TRY(upipe_layer_bwd(c, l, x, &grads, &saved, &dout, x)); /* x becomes its gradient */
@@ -331,7 +331,7 @@ static int report(upipe_ctx *c, double error, size_t slab_bytes)
     mine[1] = c->team->sent_bytes;
     if (upipe_comm_all_gather(c, c->team, all, mine, 2) != UPIPE_OK)
         return cli_fail("rank %d: %s%s", c->team->rank, cli_status(c->err.status), c->err.text);
-    for (r = 0; r < ranks; ++r) worst = larger(worst, upipe_field_real(all[2 * r]));
+    for (r = 0; r < ranks; ++r) worst = larger(worst, upipe_field_value(all[2 * r]));
     if (c->team->rank == 0)
         printf("%d ranks over %s, each a process, kernels %s: %d tokens, %d heads\n"
                "a rank: slab of %zu bytes, %lld bytes sent\n"

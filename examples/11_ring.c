@@ -39,7 +39,7 @@ static upipe_status step(upipe_ctx *c, const upipe_layer *l, shared *all, float 
     for (i = 0; i < mine->n; ++i)
         memcpy((float *)data + i * MODEL, all->x + upipe_shard_pos(mine, i) * MODEL, MODEL * sizeof(float));
     UPIPE_TRY(upipe_layer_fwd(c, l, &saved, x));
-    UPIPE_TRY(upipe_layer_slots_alloc(c, l, &dout, UPIPE_SLOT_FULL, "dout"));
+    UPIPE_TRY(upipe_slots_alloc(c, l->plan, &dout, UPIPE_SLOT_FULL, "dout"));
     UPIPE_TRY(c->ops->copy(c, dout.data, saved.out.data, dout.slot_bytes * (size_t)dout.n));
     grads.wq = dw;
     UPIPE_TRY(upipe_layer_bwd(c, l, x, &grads, &saved, &dout, x)); /* x becomes its gradient */

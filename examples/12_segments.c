@@ -52,7 +52,7 @@ static upipe_status step(upipe_ctx *c, shared *all, const upipe_fpdt *f, float *
     upipe_fpdt_saved saved;
     place(f, all->x, x, 0);
     UPIPE_TRY(upipe_fpdt_fwd(c, f, &saved, x));
-    memcpy(dout, saved.out, upipe_fpdt_out_bytes(f, c->ops));
+    memcpy(dout, saved.out, upipe_fpdt_out_bytes(f));
     UPIPE_TRY(upipe_fpdt_bwd(c, f, x, &grads, &saved, dout, x)); /* x becomes its gradient */
     place(f, all->dx, x, 1);
     mine->peak = c->mem->peak, mine->host_peak = f->host->peak, mine->moved = saved.moved;
@@ -86,7 +86,7 @@ static upipe_status rank_main(void *user, int rank)
     if (s == UPIPE_OK) s = count(dry, &c, &f);
     if (s == UPIPE_OK && (posix_memalign(&slab, UPIPE_MEM_ALIGN, dry->mem.need) != 0 ||
                           posix_memalign(&host_slab, UPIPE_MEM_ALIGN, dry->host.need) != 0 ||
-                          (dout = malloc(upipe_fpdt_out_bytes(&f, c.ops))) == NULL))
+                          (dout = malloc(upipe_fpdt_out_bytes(&f))) == NULL))
         s = upipe_fail(&c.err, UPIPE_ERR_MEMORY, "no entry left for slabs of %zu and %zu bytes", dry->mem.need,
                      dry->host.need);
     if (s == UPIPE_OK) {

@@ -147,7 +147,7 @@ static upipe_status step(program *p, float *dx)
     x = upipe_view_packed(data, dtype, TOKENS, 1, MODEL);
     UPIPE_TRY(c->ops->cast(c, x, upipe_view_packed(p->all->x, UPIPE_F32, TOKENS, 1, MODEL)));
     UPIPE_TRY(upipe_layer_fwd(c, &p->layer, &saved, x));
-    UPIPE_TRY(upipe_layer_slots_alloc(c, &p->layer, &dout, UPIPE_SLOT_FULL, "dout"));
+    UPIPE_TRY(upipe_slots_alloc(c, p->layer.plan, &dout, UPIPE_SLOT_FULL, "dout"));
     UPIPE_TRY(c->ops->copy(c, dout.data, saved.out.data, upipe_plan_rows_bytes(&p->plan, HEADS, DIM)));
     UPIPE_TRY(upipe_layer_bwd(c, &p->layer, x, &grads, &saved, &dout, x));
     UPIPE_TRY(c->ops->cast(c, upipe_view_packed(dx, UPIPE_F32, TOKENS, 1, MODEL), x));

@@ -19,13 +19,13 @@ GROUPS = [
     ('x', '#3b4252', ['x', 'dx']),
     ('slots: O, later dO and dQ', '#7f95b5', ['final_out', 'dout', 'slot', 'dq']),
     ('log-sum-exp, delta', '#c3cede', ['lse', 'delta', 'delta_heads']),
-    ('dK, dV that wait for dX', '#9c4a5b', ['dk', 'dv', 'home']),
-    ('dK, dV in f32', '#e07a5f', ['dk', 'dv', 'gkv', 'kv_partial', 'kv_cast', 'ring_grad', 'ring_partial']),
+    ('dK, dV that wait for dX', '#9c4a5b', ['dk', 'dv', 'tokens_grad']),
+    ('dK, dV in f32', '#e07a5f', ['dk_heads', 'dv_heads', 'dkv', 'dkv_sum', 'kv_partial', 'kv_cast', 'ring_grad', 'ring_partial']),
     ('O, dQ in f32', '#d4a373', ['o_sum', 'dq_sum']),
     ('K, V and their buffers', '#81a969', ['k', 'v', 'kv', 'kv_send', 'ring_kv', 'host_kv']),
     ('Q and its send buffer', '#2a9d8f', ['q', 'q_send', 'send', 'o_send', 'dq_send']),
-    ('dO of the stage', '#e9c46a', ['go']),
-    ('segments that pass by', '#457b9d', ['visitors']),
+    ('dO of the stage', '#e9c46a', ['dout_heads', 'dout_block']),
+    ('streamed queries of segments', '#457b9d', ['host_q']),
     ('scratch', '#7d6b91', ['gemm_work', 'attn_work', 'tile']),
 ]
 NAMES = {'ulysses': 'DeepSpeed-Ulysses', 'upipe': 'UPipe', 'upipe-naive': 'UPipe, heads in order',
@@ -36,7 +36,7 @@ FORWARD, BACKWARD = 1, 2  # widths
 
 
 def read_trace(path):
-    """Rank 0's steps: (place on the axis, bytes of each group) after every take and give."""
+    """Rank 0's steps: (place on the axis, bytes of each group) after every alloc and free."""
     with open(path, encoding='utf-8') as source:
         events = [event for event in json.load(source) if event['pid'] == 0 and 'ts' in event]
     phases = [(event['name'], event['ts']) for event in events if event['ph'] == 'B']

@@ -122,7 +122,7 @@ static upipe_status run_gather_q(upipe_ctx *c, const upipe_plan *p, upipe_view d
     int stage, rank;
     for (stage = 0; stage < p->stages; ++stage)
         for (rank = 0; rank < p->desc.ranks; ++rank) {
-            upipe_view heads = upi_slot_matrix(p, slots, stage, rank, p->desc.head_dim), columns = dst;
+            upipe_view heads = upipe_slots_matrix(p, slots, stage, rank, p->desc.head_dim), columns = dst;
             size_t first = (size_t)upipe_plan_q(p, stage, rank).first * (size_t)p->desc.head_dim;
             if (heads.d == 0) continue;
             columns.data = (char *)dst.data + first * upipe_dtype_bytes(dst.dtype);
@@ -190,7 +190,7 @@ static upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float *const 
     run_rows(p, s->in->x, host, dim, 0);
     RUN_TRY(c->ops->cast(c, x, wide));
     RUN_TRY(upipe_layer_fwd(c, l, &save, x));
-    RUN_TRY(upipe_layer_gather(c, l, o, &save.out));
+    RUN_TRY(upipe_slots_gather(c, l->plan, o, &save.out));
     run_rows(p, s->r->out.o, host, ho, 1);
     run_lse(p, s->r->out.lse, save.lse);
     if (shape->projected) {
@@ -204,9 +204,9 @@ static upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float *const 
         RUN_TRY(upipe_layer_out_bwd(c, l, &g, &save, y));
         RUN_TRY(upipe_mem_free(c->mem, y.data, &c->err));
     } else {
-        RUN_TRY(upipe_layer_slots_alloc(c, l, &dout, UPIPE_SLOT_FULL, "dout"));
+        RUN_TRY(upipe_slots_alloc(c, l->plan, &dout, UPIPE_SLOT_FULL, "dout"));
         run_rows(p, s->in->dout, host, ho, 0);
-        RUN_TRY(upipe_layer_scatter(c, l, &dout, o));
+        RUN_TRY(upipe_slots_scatter(c, l->plan, &dout, o));
     }
     if (s->test->dx_apart) {
         RUN_TRY(upipe_mem_alloc(c->mem, &dx.data, unit, "dx", &c->err));

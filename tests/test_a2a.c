@@ -5,6 +5,7 @@
  */
 #include "upipe/net/upipe_net_threads.h"
 #include "upipe/upipe_a2a.h"
+#include "upipe/upipe_reduce.h"
 
 #include "test.h"
 

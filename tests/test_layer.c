@@ -63,7 +63,7 @@ static void test_bits(int h, int hkv, int rope, int normed, int projected)
             SAME(r, first, o, &t.shape);
             SAME(r, first, lse, &t.shape);
             SAME(r, first, q, &t.shape);
-            if (!r.plan.kv_partial) SAME(r, first, x, &t.shape);
+            if (!r.plan.kv_grads_partial) SAME(r, first, x, &t.shape);
             if (projected) SAME(r, first, y, &t.shape);
             if (!begun) {
                 of_ranks = r;
@@ -490,15 +490,15 @@ static void test_misuse(void)
             upipe_layer_fwd(&c, &bad, &save, x));
 
     GOOD(upipe_layer_fwd(&c, &l, &save, x));
-    CHECK_STATUS(upipe_layer_gather(&c, &l, narrow, &save.out), UPIPE_ERR_ARG, c.err);
+    CHECK_STATUS(upipe_slots_gather(&c, l.plan, narrow, &save.out), UPIPE_ERR_ARG, c.err);
     CHECK_TEXT(c.err.text, "[8][1][64], not [8][1][24]");
-    CHECK_STATUS(upipe_layer_scatter(&c, &l, &save.out, narrow), UPIPE_ERR_ARG, c.err);
-    GOOD(upipe_layer_gather(&c, &l, heads, &save.out));
+    CHECK_STATUS(upipe_slots_scatter(&c, l.plan, &save.out, narrow), UPIPE_ERR_ARG, c.err);
+    GOOD(upipe_slots_gather(&c, l.plan, heads, &save.out));
     REFUSED(UPIPE_ERR_ARG, "upipe_layer_out_bwd was not called",
             upipe_layer_bwd(&c, &l, x, &g, &save, &save.out, x));
     upipe_slots_init(&other, save.out.data, 8, 2, UPIPE_SLOT_FULL);
     REFUSED(UPIPE_ERR_ARG, "slots of 8 bytes", upipe_layer_bwd(&c, &l, x, &g, &save, &other, x));
-    GOOD(upipe_layer_slots_alloc(&c, &l, &dout, UPIPE_SLOT_EMPTY, "dout"));
+    GOOD(upipe_slots_alloc(&c, l.plan, &dout, UPIPE_SLOT_EMPTY, "dout"));
     REFUSED(UPIPE_ERR_ARG, "slot 0 of dout is not full", upipe_layer_bwd(&c, &l, x, &g, &save, &dout, x));
     CHECK(upipe_mem_free(&mem, dout.data, NULL) == UPIPE_OK);
     bad = l;

@@ -73,7 +73,7 @@ static void walk_sent(const upipe_plan *p)
                 sent[1] += theirs * d->head_dim * e;
             }
             for (head = 0; head < kv.count && upipe_plan_kv_last(p, stage, me); ++head)
-                sent[1] += theirs * both * (p->kv_partial ? 4 : e);
+                sent[1] += theirs * both * (p->kv_grads_partial ? 4 : e);
         }
         for (backward = 0; backward < 2; ++backward)
             of_stages[backward] += upipe_plan_sent_stage(p, stage, backward);
@@ -159,7 +159,7 @@ static void walk(const upipe_plan *p)
                       rank, j, fetched[rank][j]);
         }
         CHECK(all >= 1);
-        if (!p->kv_partial) CHECK_SAY(all == 1, "kv head %d travels %d times", j, all);
+        if (!p->kv_grads_partial) CHECK_SAY(all == 1, "kv head %d travels %d times", j, all);
     }
     for (rank = 0; rank < d->ranks; ++rank) {
         CHECK(!holds[rank]);

@@ -151,7 +151,7 @@ static upipe_status expected(const run_case *t)
 static void same(const run_case *t, const run_result *a, const run_result *b, int same_ranks)
 {
     /* a head's queries on one rank of the team: no sum of parts */
-    int whole = !a->plan.kv_partial && !b->plan.kv_partial;
+    int whole = !a->plan.kv_grads_partial && !b->plan.kv_grads_partial;
     int chains = run_same_chains(&a->plan) && run_same_chains(&b->plan);
     const block_shape *s = &t->shape;
     SAME(o);

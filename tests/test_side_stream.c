@@ -172,43 +172,35 @@ static upipe_status tell(tale *t, upipe_ctx *c, char what, int i)
     return UPIPE_OK;
 }
 
-static upipe_status tell_prepare(void *arg, upipe_ctx *c, int i)
+static upipe_status tell_side(upipe_ctx *c, void *arg, int store, int i)
 {
-    return tell((tale *)arg, c, 'p', i);
+    return tell((tale *)arg, c, store ? 'f' : 'p', i);
 }
 
-static upipe_status tell_attend(void *arg, upipe_ctx *c, int i)
+/* A pipeline as its header shows it. */
+static upipe_status tell_all(tale *t, upipe_side_stream *side_stream, int n, upipe_err *e)
 {
-    return tell((tale *)arg, c, 'a', i);
-}
-
-static upipe_status tell_finish(void *arg, upipe_ctx *c, int i)
-{
-    return tell((tale *)arg, c, 'f', i);
-}
-
-static upipe_status tell_all(tale *t, upipe_side_stream *side_stream, int n, int step, upipe_err *e)
-{
-    upi_stages all;
+    upipe_pipeline q;
     upipe_comm team;
     upipe_comm_self_state buf;
     upipe_ops ops;
     upipe_ctx c;
     upipe_status s;
-    memset(&all, 0, sizeof all);
+    int i;
     memset(&c, 0, sizeof c);
     upipe_cpu_ops(&ops);
     upipe_comm_self(&team, &buf, ops.copy);
     c.ops = &ops;
     c.team = &team;
-    all.arg = t;
-    all.n = n;
-    all.step = step;
-    all.prepare = tell_prepare;
-    all.attend = tell_attend;
-    all.finish = tell_finish;
-    all.side_stream = side_stream;
-    s = upi_stages_run(&all, &c);
+    s = upipe_pipeline_begin(&q, &c, side_stream, tell_side, t);
+    if (s == UPIPE_OK) s = upipe_pipeline_load(&q, &c, 0);
+    for (i = 0; i < n && s == UPIPE_OK; ++i) {
+        if (i + 1 < n) s = upipe_pipeline_load(&q, &c, i + 1);
+        if (s == UPIPE_OK) s = upipe_pipeline_wait(&q, &c, i);
+        if (s == UPIPE_OK) s = tell(t, &c, 'a', i);
+        if (s == UPIPE_OK) s = upipe_pipeline_store(&q, &c, i);
+    }
+    s = upipe_pipeline_end(&q, &c, s);
     *e = c.err;
     return s;
 }
@@ -221,14 +213,11 @@ static void test_order(void)
     upipe_err e;
     tale t;
     int i;
-    memset(&t, 0, sizeof t);
-    CHECK(tell_all(&t, NULL, 4, 2, &e) == UPIPE_OK);
-    CHECK_TEXT(t.text, "p0 a0 f0 p2 a2 f2 ");
     /* a side stream that runs tasks at once, and one that is as late as it may be: with both, every preparation but the
      * first lies before the attention of the stage before, or beside it */
     memset(&t, 0, sizeof t);
     upipe_side_stream_inline(&side_stream, NULL);
-    CHECK(tell_all(&t, &side_stream, 3, 1, &e) == UPIPE_OK);
+    CHECK(tell_all(&t, &side_stream, 3, &e) == UPIPE_OK);
     CHECK_TEXT(t.text, "p0 p1 a0 f0 p2 a1 f1 a2 f2 ");
     memset(&t, 0, sizeof t);
     memset(&slow, 0, sizeof slow);
@@ -237,7 +226,7 @@ static void test_order(void)
     side_stream.mark = upi_side_stream_inline_point;
     side_stream.meet = slow_meet;
     side_stream.join = slow_join;
-    CHECK(tell_all(&t, &side_stream, 4, 1, &e) == UPIPE_OK);
+    CHECK(tell_all(&t, &side_stream, 4, &e) == UPIPE_OK);
     CHECK_TEXT(t.text, "p0 a0 p1 a1 f0 p2 a2 f1 p3 a3 f2 f3 ");
     /* one step fails, on either line: the rank's own line stops, and so does the side stream, but for what it had been given
      * before the attention that broke; the sentence is that of the failure */
@@ -245,7 +234,7 @@ static void test_order(void)
         memset(&t, 0, sizeof t);
         memset(&slow, 0, sizeof slow);
         t.fails = i;
-        CHECK(tell_all(&t, &side_stream, 4, 1, &e) == UPIPE_ERR_MEMORY);
+        CHECK(tell_all(&t, &side_stream, 4, &e) == UPIPE_ERR_MEMORY);
         CHECK_SAY(strstr(e.text, "note") != NULL, "note %d fails: '%s' after %s", i, e.text, t.text);
         CHECK_SAY(t.notes == told[i - 1], "note %d fails, %s", i, t.text);
         CHECK(slow.run == slow.posted);

@@ -949,8 +949,8 @@ static const wrong_case wrongs[] = {
     {BOTH | MLP, UPIPE_ERR_ARG, "is f32 [6][2][20], not f32 [6][1][20]"},
     {BOTH | MLP, UPIPE_ERR_ARG, "is f32 [6][1][20] at NULL"},
     {BWD | LOSS, UPIPE_ERR_ARG, "dx is f32 [6][1][20] at NULL"},
-    {BWD | MLP, UPIPE_ERR_ARG, "gy is f32 [5][1][20], not f32 [6][1][20]"},
-    {BWD | MLP, UPIPE_ERR_ARG, "gy is bf16 [6][1][20], not f32 [6][1][20]"},
+    {BWD | MLP, UPIPE_ERR_ARG, "dy is f32 [5][1][20], not f32 [6][1][20]"},
+    {BWD | MLP, UPIPE_ERR_ARG, "dy is bf16 [6][1][20], not f32 [6][1][20]"},
     {BWD | MLP, UPIPE_ERR_ARG, "dx is x"},
     {BOTH | MLP, UPIPE_ERR_ARG, "w_gate, w_up or w_down is NULL"},
     {BOTH | MLP, UPIPE_ERR_ARG, "w_gate, w_up or w_down is NULL"},
@@ -1158,7 +1158,7 @@ static void test_overlapping(void)
                           : upipe_loss_bwd(&p.ctx, &a.head, over, &a.head_grads, a.losses, a.x, a.targets);
         }
         CHECK_STATUS(s, UPIPE_ERR_ARG, p.ctx.err);
-        CHECK_TEXT(p.ctx.err.text, kind == 2   ? "dx, of step 20, lies over gy, of step 22"
+        CHECK_TEXT(p.ctx.err.text, kind == 2   ? "dx, of step 20, lies over dy, of step 22"
                                    : kind == 1 ? "y, of step 20, lies over x, of step 21"
                                                : "dx, of step 20, lies over x, of step 21");
         CHECK_INT(p.mem.serial, 1);

@@ -1,73 +1,99 @@
-/* upipe_a2a.h -- sequence <-> heads without packing; slots of final_out; sums over ranks        layer 3
+/* upipe_a2a.h -- the paper's inp_all_to_all and out_all_to_all, which never pack; slots of final_out        layer 4
  *
- * Layouts are chosen so that the exchange only moves whole blocks:
+ * Layouts are chosen so that both all-to-alls move whole blocks:
  *
  *     send    [block][batch][T][n][d]    tokens of this rank; a block holds the n heads of one rank
  *     heads   [batch][S][n][d]           all tokens of this rank's heads; those of rank p begin at its first one
  *     slots   [stage][rank][batch][T][n][d]     final_out, stage-major: slot i is a send buffer of stage i
  *
- * A projection writes the send layout directly (strided-batched products), and a slot has the size of Q',
- * so it can hold Q' before it holds O. n is m where heads divide; S is the team's part where there is a ring.
+ * A projection writes the send layout directly (strided-batched products). A slot has the size of Q', so it holds Q'
+ * before it holds O. n is m where heads divide evenly; S is the team's part where there is a ring.
  */
 #ifndef UPIPE_A2A_H
 #define UPIPE_A2A_H
 
+#include "upipe_bytes.h"
 #include "upipe_comm.h"
 #include "upipe_mem.h"
 #include "upipe_ops.h"
-#include "upipe_plan.h"
 
-/* An exchange between start and wait ends with the failure: then nobody reads its buffers any more, or comm->quarantine
- * says so. */
-UPIPE_API void upi_abandon(upipe_ctx *c, upipe_comm *comm)
-{
-    const upipe_err first = c->err; /* the first failure is the one that tells */
-    if (comm != NULL && comm->started) upipe_comm_wait(c, comm);
-    c->err = first;
-}
+/* ---- the send layout: which heads lie where ---- */
 
-/* upipe_unwind -- after a failure: team and ring learn of it, the stream is drained, so that no work of this rank
- *               is left that touches the pool, and the pool goes back to the mark. A stream that may be stuck
- *               behind a peer is not waited for: then everything in the pool stays
+/* upipe_head_run -- equal blocks of a buffer in send layout, [blocks][batch][T][each][dim], `at` heads into the buffer
  *
- * Where a peer may still be reading, no block of this pool may be used again before upipe_mem_release: any of
- * them may be a send buffer.
+ * Block b holds the heads first + b * step + (0 .. each - 1). Products of all blocks of a run are one strided-batched
+ * call. Where heads divide evenly a stage's buffer is one run.
  */
-UPIPE_API upipe_status upipe_unwind(upipe_ctx *c, upipe_status s, int64_t mark)
+typedef struct upipe_head_run {
+    int blocks, each, first, step, at;
+} upipe_head_run;
+
+UPIPE_API upipe_head_run upipe_head_run_make(int blocks, int each, int first, int step)
 {
-    upipe_err first;
-    upipe_fail_reason(&c->err, s);
-    upipe_comm_abort(c->team, c->err.text);
-    upipe_comm_abort(c->ring, c->err.text);
-    upi_abandon(c, c->team);
-    upi_abandon(c, c->ring);
-    first = c->err;
-    if (!((c->team != NULL && c->team->stuck) || (c->ring != NULL && c->ring->stuck)) &&
-        c->ops->sync(c) != UPIPE_OK)
-        c->err = first;
-    if ((c->team != NULL && c->team->quarantine) || (c->ring != NULL && c->ring->quarantine))
-        upipe_mem_quarantine(c->mem, 0);
-    else
-        upipe_mem_rewind(c->mem, mark);
-    return s;
+    upipe_head_run h;
+    h.blocks = blocks;
+    h.each = each;
+    h.first = first;
+    h.step = step;
+    h.at = 0;
+    return h;
 }
 
-/* One peer's part of an exchange; nothing where it has none. */
-UPIPE_API void upi_msg_add(upipe_msg *s, int *n, int peer, int64_t batch, const void *send,
-                               size_t send_bytes, size_t send_step, void *recv, size_t recv_bytes,
-                               size_t recv_step)
+/* All key/value heads in natural order, [Hkv][batch][T][dim]. */
+UPIPE_API upipe_head_run upipe_head_run_all_kv(const upipe_plan *p)
 {
-    if (send_bytes == 0 && recv_bytes == 0) return;
-    s += (*n)++;
-    s->peer = peer;
-    s->count = batch;
-    s->send = send_bytes > 0 ? send : NULL;
-    s->recv = recv_bytes > 0 ? recv : NULL;
-    s->send_bytes = send_bytes;
-    s->recv_bytes = recv_bytes;
-    s->send_step = send_step;
-    s->recv_step = recv_step;
+    return upipe_head_run_make(p->desc.kv_heads, 1, 0, 1);
 }
+
+/* upipe_head_run_next -- the runs of a stage's send buffer, one after the other
+ *   rank    where the next run begins: 0 before the first call
+ *   run     written; what it held before says where the buffer goes on
+ * Returns 0 after the last one.
+ */
+UPIPE_API int upipe_head_run_next(const upipe_plan *p, upipe_a2a_heads which, int stage, int *rank,
+                                  upipe_head_run *run)
+{
+    upipe_span before = upi_span_make(0, 0), s;
+    int end = 0, r;
+    if (*rank > 0) {
+        before = upipe_plan_part(p, which, stage, *rank - 1);
+        end = run->at + run->blocks * run->each;
+    }
+    *run = upipe_head_run_make(0, 0, 0, 1);
+    run->at = end;
+    for (r = *rank; r < p->desc.ranks; ++r, before = s) {
+        s = upipe_plan_part(p, which, stage, r);
+        if (s.count == 0 || upi_same_block(which, before, s)) continue;
+        if (run->blocks == 0) {
+            run->first = s.first;
+            run->each = s.count;
+        } else if (s.count != run->each || s.first < run->first ||
+                   (run->blocks > 1 && s.first != run->first + run->blocks * run->step)) {
+            break;
+        } else if (run->blocks == 1) {
+            run->step = s.first - run->first;
+        }
+        ++run->blocks;
+    }
+    *rank = r;
+    return run->blocks > 0;
+}
+
+/* The address of a run in a send buffer of heads of dim elements. */
+UPIPE_API void *upipe_head_run_at(const upipe_plan *p, void *data, upipe_head_run h, int dim)
+{
+    return upipe_offset(data, upipe_plan_rows_bytes(p, h.at, dim));
+}
+
+/* A run as a batch of matrices [rows][each * dim], one a block. */
+UPIPE_API upipe_view upipe_head_run_matrix(const upipe_plan *p, void *data, upipe_head_run h, int dim)
+{
+    int32_t width = h.each * dim;
+    return upipe_view_make(upipe_head_run_at(p, data, h, dim), p->desc.dtype, p->rows, width, h.blocks,
+                           p->rows * width, width);
+}
+
+/* ---- both all-to-alls ---- */
 
 UPIPE_API upipe_status upi_a2a_check(upipe_ctx *c, const upipe_plan *p)
 {
@@ -104,7 +130,7 @@ UPIPE_API upipe_status upipe_a2a_to_heads(upipe_ctx *c, void *dst, const void *s
         size_t block = (size_t)(p->local * s.count) * each;
         if (r > 0 && !upi_same_block(which, before, s)) at += before.count;
         before = s;
-        upi_msg_add(team->list, &used, r, batch, upipe_offset(src, (size_t)(at * p->rows) * each), block,
+        upipe_msg_add(team->list, &used, r, batch, upipe_offset(src, (size_t)(at * p->rows) * each), block,
                         block, upipe_offset(dst, (size_t)(first * mine) * each), theirs,
                         (size_t)(p->seq * mine) * each);
     }
@@ -131,140 +157,13 @@ UPIPE_API upipe_status upipe_a2a_to_tokens(upipe_ctx *c, void *dst, const void *
         int heads = upipe_plan_part(p, which, stage, r).count;
         size_t theirs = (size_t)(upipe_plan_tokens(p, r, &first) * mine) * each;
         size_t block = (size_t)(p->local * heads) * each;
-        upi_msg_add(team->list, &used, r, batch, upipe_offset(src, (size_t)(first * mine) * each), theirs,
+        upipe_msg_add(team->list, &used, r, batch, upipe_offset(src, (size_t)(first * mine) * each), theirs,
                         (size_t)(p->seq * mine) * each, upipe_offset(dst, (size_t)(at * p->rows) * each), block,
                         block);
         at += heads;
     }
     UPIPE_TRY(upipe_comm_start(c, team, team->list, used));
     return upipe_comm_wait(c, team);
-}
-
-/* ---- sums over ranks: each owns a slice ---- */
-
-enum { UPIPE_REDUCE_STRIP = 16384 }; /* elements that a rank sums at a time */
-
-/* upipe_reduce_slice -- the part of n elements that a rank owns: [*first, *first + result), ceil(n / ranks) or
- *                    what is left */
-UPIPE_API int64_t upipe_reduce_slice(int64_t n, int rank, int ranks, int64_t *first)
-{
-    int64_t piece = n / ranks + (n % ranks != 0), begin = piece * rank;
-    if (begin > n) begin = n;
-    *first = begin;
-    return n - begin < piece ? n - begin : piece;
-}
-
-/* upipe_reduce_bytes -- what upipe_reduce_scatter and upipe_all_reduce take from the pool */
-UPIPE_API size_t upipe_reduce_bytes(int64_t n, int ranks)
-{
-    int64_t first, piece = upipe_reduce_slice(n, 0, ranks, &first);
-    if (ranks == 1) return 0;
-    return (size_t)((piece < UPIPE_REDUCE_STRIP ? piece : (int64_t)UPIPE_REDUCE_STRIP) * ranks) * 4;
-}
-
-/* Strip `at` of the rank's slice: at most UPIPE_REDUCE_STRIP elements, perhaps none. */
-UPIPE_API int64_t upi_reduce_strip(int64_t n, int rank, int ranks, int64_t at, int64_t *first)
-{
-    int64_t count = upipe_reduce_slice(n, rank, ranks, first) - at;
-    *first += at;
-    return count < 0 ? 0 : count < UPIPE_REDUCE_STRIP ? count : (int64_t)UPIPE_REDUCE_STRIP;
-}
-
-UPIPE_API upipe_status upi_reduce_scatter(upipe_ctx *c, float *data, int64_t n)
-{
-    upipe_comm *team = c->team;
-    int64_t first, slice = upipe_reduce_slice(n, 0, team->ranks, &first), at; /* nobody's is longer */
-    int64_t piece = slice < UPIPE_REDUCE_STRIP ? slice : (int64_t)UPIPE_REDUCE_STRIP;
-    void *buf;
-    int p, used;
-    UPIPE_TRY(upipe_mem_alloc(c->mem, &buf, upipe_reduce_bytes(n, team->ranks), "sum", &c->err));
-    for (at = 0; at < slice; at += piece) {
-        int64_t mine, mine_n = upi_reduce_strip(n, team->rank, team->ranks, at, &mine);
-        for (p = 0, used = 0; p < team->ranks; ++p) {
-            int64_t len = upi_reduce_strip(n, p, team->ranks, at, &first);
-            upipe_msg *s = &team->list[used];
-            if (len == 0 && mine_n == 0) continue;
-            memset(s, 0, sizeof *s);
-            s->peer = p;
-            s->count = 1;
-            s->send = len > 0 ? data + first : NULL;
-            s->send_bytes = (size_t)len * 4;
-            s->recv = (float *)buf + p * piece;
-            s->recv_bytes = (size_t)mine_n * 4;
-            ++used;
-        }
-        UPIPE_TRY(upipe_comm_start(c, team, team->list, used));
-        UPIPE_TRY(upipe_comm_wait(c, team));
-        if (mine_n > 0)
-            UPIPE_TRY(c->ops->sum(c, upipe_view_packed(data + mine, UPIPE_F32, 1, 1, (int32_t)mine_n),
-                                  (const float *)buf, piece, team->ranks, 0));
-    }
-    return upipe_mem_free(c->mem, buf, &c->err);
-}
-
-/* upipe_reduce_scatter -- every rank's slice becomes the sum over ranks, added in rank order: the same
- *                             bits on every transport. The rest of data stays as it was
- *   data    n f32 elements, the same n on all ranks; slices as upipe_reduce_slice
- *   bytes   sends 4 * (n - its slice); takes upipe_reduce_bytes from the pool
- *   errors  ARG (n < 0, or an exchange is under way: nothing happens), MEMORY; others as upipe_comm_wait,
- *           and for these the team is aborted
- */
-UPIPE_API upipe_status upipe_reduce_scatter(upipe_ctx *c, float *data, int64_t n)
-{
-    int64_t mark = upipe_mem_mark(c->mem);
-    upipe_status s;
-    if (n < 0) return upipe_fail(&c->err, UPIPE_ERR_ARG, "a sum of %lld elements", (long long)n);
-    UPIPE_TRY(upi_comm_idle(c, c->team));
-    if (n == 0 || c->team->ranks == 1) return UPIPE_OK;
-    s = upi_reduce_scatter(c, data, n);
-    return s == UPIPE_OK ? UPIPE_OK : upipe_unwind(c, s, mark);
-}
-
-/* upipe_all_gather -- every rank gets every rank's slice
- *   data    n elements of `element` bytes, the same on all ranks: the own slice is read, the others are
- *           written
- *   bytes   sends its slice to each of the others
- *   errors  ARG (n < 0, or an exchange is under way: nothing happens); others as upipe_comm_wait, and for
- *           these the team is aborted
- */
-UPIPE_API upipe_status upipe_all_gather(upipe_ctx *c, void *data, int64_t n, size_t element)
-{
-    upipe_comm *team = c->team;
-    int64_t mine, mine_n, first, mark = upipe_mem_mark(c->mem);
-    upipe_status status;
-    int p, used = 0;
-    if (n < 0) return upipe_fail(&c->err, UPIPE_ERR_ARG, "a gather of %lld elements", (long long)n);
-    UPIPE_TRY(upi_comm_idle(c, team));
-    mine_n = upipe_reduce_slice(n, team->rank, team->ranks, &mine);
-    for (p = 0; p < team->ranks; ++p) {
-        int64_t len = upipe_reduce_slice(n, p, team->ranks, &first);
-        upipe_msg *s = &team->list[used];
-        if (p == team->rank || (len == 0 && mine_n == 0)) continue;
-        memset(s, 0, sizeof *s);
-        s->peer = p;
-        s->count = 1;
-        s->send = mine_n > 0 ? (char *)data + (size_t)mine * element : NULL;
-        s->send_bytes = (size_t)mine_n * element;
-        s->recv = len > 0 ? (char *)data + (size_t)first * element : NULL;
-        s->recv_bytes = (size_t)len * element;
-        ++used;
-    }
-    if (n == 0 || team->ranks == 1) return UPIPE_OK;
-    status = upipe_comm_start(c, team, team->list, used);
-    if (status == UPIPE_OK) status = upipe_comm_wait(c, team);
-    return status == UPIPE_OK ? UPIPE_OK : upipe_unwind(c, status, mark);
-}
-
-/* upipe_all_reduce -- every rank gets the sum over ranks, added in rank order: a reduce-scatter, and a gather
- *   data    n f32 elements, the same n on all ranks; replaced by the sum
- *   bytes   sends about 2 * 4 * n * (ranks - 1) / ranks; takes upipe_reduce_bytes from the pool
- *   errors  ARG (n < 0, or an exchange is under way: nothing happens), MEMORY; others as upipe_comm_wait,
- *           and for these the team is aborted
- */
-UPIPE_API upipe_status upipe_all_reduce(upipe_ctx *c, float *data, int64_t n)
-{
-    UPIPE_TRY(upipe_reduce_scatter(c, data, n));
-    return upipe_all_gather(c, data, n, 4);
 }
 
 /* ---- slots ---- */
@@ -325,6 +224,92 @@ UPIPE_API upipe_status upipe_slot_fill(upipe_slots *s, int i, upipe_err *e)
 UPIPE_API upipe_status upipe_slot_drain(upipe_slots *s, int i, void **out, upipe_err *e)
 {
     return upi_slot_move(s, i, UPIPE_SLOT_FULL, UPIPE_SLOT_EMPTY, out, e);
+}
+
+/* upipe_slots_alloc -- slots of the size of the plan's final_out, from the pool, all in one state
+ *   state   UPIPE_SLOT_EMPTY, or UPIPE_SLOT_FULL for a gradient that the caller writes (upipe_slots_scatter)
+ *   errors  MEMORY
+ */
+UPIPE_API upipe_status upipe_slots_alloc(upipe_ctx *c, const upipe_plan *p, upipe_slots *slots, int state,
+                                         const char *tag)
+{
+    void *data;
+    size_t slot = upipe_plan_buffers(p).slot;
+    UPIPE_TRY(upipe_alloc(c, &data, slot * (size_t)p->stages, tag));
+    upipe_slots_init(slots, data, slot, p->stages, state);
+    return UPIPE_OK;
+}
+
+/* The heads of one stage and rank inside slots, dim elements each: a matrix [rows][n * dim]. */
+UPIPE_API upipe_view upipe_slots_matrix(const upipe_plan *p, const upipe_slots *slots, int stage, int rank,
+                                        int dim)
+{
+    const size_t before = upipe_plan_rows_bytes(p, upipe_plan_offset(p, UPIPE_A2A_Q, stage, rank), dim);
+    return upipe_view_packed(slots->data + (size_t)stage * slots->slot_bytes + before, p->desc.dtype, p->rows,
+                             1, upipe_plan_q(p, stage, rank).count * dim);
+}
+
+/* upipe_slots_check -- ARG unless these are slots of this plan, all of them full; `name` is for the sentence */
+UPIPE_API upipe_status upipe_slots_check(upipe_ctx *c, const upipe_plan *p, const upipe_slots *slots,
+                                         const char *name)
+{
+    size_t bytes = upipe_plan_buffers(p).slot;
+    int i;
+    if (slots->data == NULL)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s is not there (consumed before?)", name);
+    if (slots->n != p->stages || slots->slot_bytes != bytes)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s has %d slots of %zu bytes, the plan says %d of %zu",
+                          name, slots->n, slots->slot_bytes, p->stages, bytes);
+    for (i = 0; i < slots->n; ++i)
+        if (slots->state[i] != UPIPE_SLOT_FULL)
+            return upipe_fail(&c->err, UPIPE_ERR_ARG, "slot %d of %s is not full", i, name);
+    return UPIPE_OK;
+}
+
+/* The same heads in slots and in natural order; `to_slots` says which one is written. */
+UPIPE_API upipe_status upi_slots_reorder(upipe_ctx *c, const upipe_plan *p, const upipe_slots *slots,
+                                         upipe_view natural, int to_slots)
+{
+    const int64_t width = (int64_t)p->desc.heads * p->desc.v_dim;
+    size_t step = (size_t)p->desc.v_dim * upipe_dtype_bytes(natural.dtype);
+    int stage, rank;
+    if (natural.n != p->rows || natural.h != 1 || natural.d != width)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG,
+                          "heads in natural order are [%lld][1][%lld], not [%lld][%d][%d]",
+                          (long long)p->rows, (long long)width, (long long)natural.n, natural.h, natural.d);
+    UPIPE_TRY(upipe_slots_check(c, p, slots, "slots"));
+    for (stage = 0; stage < p->stages; ++stage) {
+        for (rank = 0; rank < p->desc.ranks; ++rank) {
+            upipe_view heads = upipe_slots_matrix(p, slots, stage, rank, p->desc.v_dim), columns = natural;
+            if (heads.d == 0) continue;
+            columns.data = (char *)natural.data + (size_t)upipe_plan_q(p, stage, rank).first * step;
+            columns.d = heads.d;
+            UPIPE_TRY(c->ops->cast(c, to_slots ? heads : columns, to_slots ? columns : heads));
+        }
+    }
+    return UPIPE_OK;
+}
+
+/* upipe_slots_gather -- dst = the contents of slots, heads in natural order
+ *   dst     [rows][1][H*v_dim] view of any step and type
+ *   slots   full ones of this plan
+ *   errors  ARG
+ */
+UPIPE_API upipe_status upipe_slots_gather(upipe_ctx *c, const upipe_plan *p, upipe_view dst,
+                                          const upipe_slots *slots)
+{
+    return upi_slots_reorder(c, p, slots, dst, 0);
+}
+
+/* upipe_slots_scatter -- the contents of slots = src
+ *   slots   full ones of this plan (upipe_slots_alloc with UPIPE_SLOT_FULL)
+ *   src     [rows][1][H*v_dim] view of any step and type, heads in natural order
+ *   errors  ARG
+ */
+UPIPE_API upipe_status upipe_slots_scatter(upipe_ctx *c, const upipe_plan *p, const upipe_slots *slots,
+                                           upipe_view src)
+{
+    return upi_slots_reorder(c, p, slots, src, 1);
 }
 
 #endif

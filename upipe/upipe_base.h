@@ -173,6 +173,16 @@ typedef struct upipe_ctx {
     upipe_err err;
 } upipe_ctx;
 
+/* upipe_ctx_check -- ARG where the table, the pool or the team is missing: every call over a team begins with it */
+UPIPE_API upipe_status upipe_ctx_check(upipe_ctx *c)
+{
+    if (c->ops != NULL && c->mem != NULL && c->team != NULL) return UPIPE_OK;
+    return upipe_fail(&c->err, UPIPE_ERR_ARG, "ctx->%s is NULL",
+                      c->ops == NULL   ? "ops"
+                      : c->mem == NULL ? "mem"
+                                       : "team");
+}
+
 /* p + bytes; NULL, which an empty buffer may be, stays NULL. */
 UPIPE_API void *upipe_offset(const void *p, size_t bytes)
 {

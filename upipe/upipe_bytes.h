@@ -8,6 +8,7 @@
 #ifndef UPIPE_BYTES_H
 #define UPIPE_BYTES_H
 
+#include "upipe_mem.h"
 #include "upipe_plan.h"
 
 /* The columns of the paper's tables; peaks are kept for each. Everything else counts as OTHER. */
@@ -30,6 +31,12 @@ UPIPE_API const char *upipe_phase_name(int phase)
     static const char *const names[] = {"fwd_before", "fwd_in",   "fwd_attn", "fwd_out", "bwd_before",
                                         "bwd_out",    "bwd_attn", "bwd_in",   "other"};
     return names[phase >= 0 && phase < UPIPE_PHASES ? phase : UPIPE_PHASES];
+}
+
+/* From now on the pool's peaks count for this phase. */
+UPIPE_API void upipe_phase_set(upipe_ctx *c, upipe_phase phase)
+{
+    upipe_mem_phase(c->mem, (int)phase, upipe_phase_name((int)phase));
 }
 
 /* upipe_plan_scratch -- what the exact count needs besides the plan
@@ -76,10 +83,23 @@ UPIPE_API size_t upipe_max_bytes(size_t a, size_t b)
  *   hop_k hop_v    K', V' of another ring rank
  *   sum_o sum_q    sums of O', dQ' of a stage, f32
  */
+#define UPI_BUFFERS(X)                                                                                       \
+    X(slot) X(send) X(q) X(o) X(stat) X(k) X(v) X(kv_send) X(dk) X(dv) X(token_dk) X(token_dv) X(partial)    \
+    X(lse) X(delta) X(all_k) X(all_v) X(all_dk) X(all_dv) X(hop_k) X(hop_v) X(sum_o) X(sum_q)
 typedef struct upipe_buffers {
-    size_t slot, send, q, o, stat, k, v, kv_send, dk, dv, token_dk, token_dv, partial, lse, delta;
-    size_t all_k, all_v, all_dk, all_dv, hop_k, hop_v, sum_o, sum_q;
+#define UPI_BUFFERS_FIELD(name) size_t name;
+    UPI_BUFFERS(UPI_BUFFERS_FIELD)
+#undef UPI_BUFFERS_FIELD
 } upipe_buffers;
+
+/* Each buffer as large as the larger one of two plans'. */
+UPIPE_API upipe_buffers upipe_buffers_max(upipe_buffers a, upipe_buffers b)
+{
+#define UPI_BUFFERS_MAX(name) a.name = upipe_max_bytes(a.name, b.name);
+    UPI_BUFFERS(UPI_BUFFERS_MAX)
+#undef UPI_BUFFERS_MAX
+    return a;
+}
 
 /* Tokens of a sequence on the ring rank that holds most. */
 UPIPE_API int64_t upipe_plan_seq_most(const upipe_plan *p)
@@ -126,7 +146,7 @@ UPIPE_API upipe_buffers upipe_plan_buffers(const upipe_plan *p)
     b.v = upipe_plan_seq_bytes(p, p->kv_per_rank, v_dim);
     b.dk = b.k / e * 4;
     b.dv = b.v / e * 4;
-    b.token_dk = upipe_plan_rows_bytes(p, p->kv_partial ? p->desc.kv_heads : p->desc.ranks * p->kv_per_rank, d);
+    b.token_dk = upipe_plan_rows_bytes(p, p->kv_grads_partial ? p->desc.kv_heads : p->desc.ranks * p->kv_per_rank, d);
     b.token_dv = b.token_dk / (size_t)d * (size_t)v_dim;
     b.lse = (size_t)(upipe_plan_before(p, p->stages, me) * p->seq * p->desc.batch) * 4;
     if (b.lse == 0) b.lse = 4; /* a rank without heads: NULL would mean consumed */

@@ -31,6 +31,26 @@ typedef struct upipe_msg {
     int peer;
 } upipe_msg;
 
+/* upipe_msg_add -- appends one peer's part to a list of n messages; nothing where there is none
+ *   batch   blocks each way
+ */
+UPIPE_API void upipe_msg_add(upipe_msg *list, int *n, int peer, int64_t batch, const void *send,
+                             size_t send_bytes, size_t send_step, void *recv, size_t recv_bytes,
+                             size_t recv_step)
+{
+    upipe_msg *s = list + *n;
+    if (send_bytes == 0 && recv_bytes == 0) return;
+    ++*n;
+    s->peer = peer;
+    s->count = batch;
+    s->send = send_bytes > 0 ? send : NULL;
+    s->recv = recv_bytes > 0 ? recv : NULL;
+    s->send_bytes = send_bytes;
+    s->recv_bytes = recv_bytes;
+    s->send_step = send_step;
+    s->recv_step = recv_step;
+}
+
 struct upipe_comm;
 
 /* What a transport implements; use the upipe_comm_* functions, which check and count. */
@@ -177,11 +197,33 @@ typedef struct upipe_field {
     int real; /* value holds the bits of a double */
 } upipe_field;
 
-UPIPE_API double upipe_field_real(int64_t bits)
+UPIPE_API double upipe_field_value(int64_t bits)
 {
     double v;
     memcpy(&v, &bits, sizeof v);
     return v;
+}
+
+/* A description while it is written down: n of at most UPIPE_ALL_GATHER_MAX fields. */
+typedef struct upipe_fields {
+    upipe_field at[UPIPE_ALL_GATHER_MAX];
+    int n;
+} upipe_fields;
+
+/* upipe_field_int, upipe_field_real -- one more field; the name must outlive the description */
+UPIPE_API void upipe_field_int(upipe_fields *f, const char *name, int64_t value)
+{
+    assert(f->n < UPIPE_ALL_GATHER_MAX);
+    f->at[f->n].name = name;
+    f->at[f->n].value = value;
+    f->at[f->n++].real = 0;
+}
+
+UPIPE_API void upipe_field_real(upipe_fields *f, const char *name, double value)
+{
+    upipe_field_int(f, name, 0);
+    f->at[f->n - 1].real = 1;
+    memcpy(&f->at[f->n - 1].value, &value, sizeof value);
 }
 
 /* FNV-1a over names and values; never 0. */
@@ -263,7 +305,7 @@ UPIPE_API upipe_status upipe_comm_agree(upipe_ctx *c, upipe_comm *comm, const up
             if (other == first) continue;
             if (fields[i].real)
                 upipe_fail(&c->err, UPIPE_ERR_MISMATCH, "%s is %g on rank 0 and %g on rank %d", fields[i].name,
-                         upipe_field_real(first), upipe_field_real(other), r);
+                         upipe_field_value(first), upipe_field_value(other), r);
             else
                 upipe_fail(&c->err, UPIPE_ERR_MISMATCH, "%s is %lld on rank 0 and %lld on rank %d",
                          fields[i].name, (long long)first, (long long)other, r);

@@ -15,7 +15,7 @@
 #define UPIPE_DRY_H
 
 #include "upipe_fpdt.h"
-#include "upipe_out.h"
+#include "temp_shim.h"
 
 enum { UPIPE_DRY_RANKS_MAX = 512, UPIPE_DRY_BLOCKS_MAX = 1024, UPIPE_DRY_HOST_BLOCKS_MAX = 16 };
 
@@ -241,7 +241,7 @@ UPIPE_API upipe_status upi_dry_pass(upipe_dry *dry, const upipe_layer *l, int pr
         UPIPE_TRY(upipe_layer_out_bwd(c, l, &grads, &save, y));
         UPIPE_TRY(upipe_mem_free(c->mem, between, &c->err));
     } else {
-        UPIPE_TRY(upipe_layer_slots_alloc(c, l, &dout, UPIPE_SLOT_FULL, "dout"));
+        UPIPE_TRY(upipe_slots_alloc(c, l->plan, &dout, UPIPE_SLOT_FULL, "dout"));
     }
     if (!dx_in_place) UPIPE_TRY(upipe_mem_alloc(c->mem, &dx.data, unit, "dx", &c->err));
     UPIPE_TRY(upipe_layer_bwd(c, l, dx, &grads, &save, projected ? &save.out : &dout, x));

@@ -256,6 +256,17 @@ UPIPE_API upipe_status upipe_mem_free(upipe_mem *m, void *p, upipe_err *e)
     return upipe_fail(e, UPIPE_ERR_ARG, "%p is no live block of this pool (freed twice?)", p);
 }
 
+/* upipe_alloc, upipe_free -- a block of ctx->mem; the reason of a failure is in ctx->err */
+UPIPE_API upipe_status upipe_alloc(upipe_ctx *c, void **out, size_t bytes, const char *tag)
+{
+    return upipe_mem_alloc(c->mem, out, bytes, tag, &c->err);
+}
+
+UPIPE_API upipe_status upipe_free(upipe_ctx *c, void *p)
+{
+    return upipe_mem_free(c->mem, p, &c->err);
+}
+
 /* upipe_mem_mark -- a point in the sequence of takes, for upipe_mem_rewind and upipe_mem_quarantine */
 UPIPE_API int64_t upipe_mem_mark(const upipe_mem *m)
 {

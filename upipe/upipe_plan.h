@@ -99,7 +99,12 @@ typedef struct upipe_plan {
     int rounds, steps;    /* stages = rounds * steps */
     int width;      /* stages that attend together: steps, where K and V shift round a ring; otherwise 1 */
     int overlap;    /* stages overlap: wanted, and there are several */
-    int kv_partial; /* several ranks or stages share a kv head: its gradient is a sum of partial ones */
+    /* traits: what the stages ask of a plan, whatever made it so */
+    int kv_rounds_shared;   /* a round is the same stages on all ranks; otherwise K', V' have one buffer for all stages */
+    int kv_grads_partial;   /* several ranks or stages share a kv head: its gradient is a sum of partial ones */
+    int kv_grads_accumulate; /* these sums go on over stages, in f32, until the last one */
+    int kv_gathered;        /* K', V' of all ranks of the ring are held */
+    int kv_prefetched;      /* those of the next round are gathered while the last stage of a round attends */
     upipe_schedule schedule;
 } upipe_plan;
 
@@ -184,7 +189,7 @@ UPIPE_API void upi_plan_uneven(upipe_plan *p)
 {
     int rank, fresh;
     p->schedule = UPIPE_UNEVEN;
-    p->kv_partial = 1;
+    p->kv_grads_partial = 1;
     p->stages = 0;
     p->kv_per_rank = 1;
     for (rank = 0; rank < p->desc.ranks; ++rank) {
@@ -222,7 +227,7 @@ UPIPE_API upipe_status upi_plan_schedule(upipe_plan *p, upipe_err *e)
                             "%d heads in chunks of %d over %d ranks do not fit groups of %d in order",
                             d->heads, d->chunk, d->ranks, group);
         p->schedule = UPIPE_IN_ORDER;
-        p->kv_partial = 1;
+        p->kv_grads_partial = 1;
     } else if (even && d->kv_heads % d->ranks == 0 && group % m == 0) {
         p->schedule = UPIPE_GROUP;
         p->rounds = d->kv_heads / d->ranks;
@@ -231,7 +236,7 @@ UPIPE_API upipe_status upi_plan_schedule(upipe_plan *p, upipe_err *e)
         p->schedule = UPIPE_SPLIT;
         p->rounds = 1;
         p->steps = p->stages;
-        p->kv_partial = 1;
+        p->kv_grads_partial = 1;
     } else {
         upi_plan_uneven(p);
     }
@@ -298,6 +303,10 @@ UPIPE_API upipe_status upi_plan_ring(upipe_plan *p, upipe_err *e)
                         "%d/%d heads over %d ranks in %d stages have no common rounds: stages cannot overlap",
                         d->heads, d->kv_heads, d->ranks, p->stages);
     p->overlap = d->overlap && p->stages > 1;
+    p->kv_rounds_shared = p->schedule != UPIPE_UNEVEN;
+    p->kv_grads_accumulate = p->schedule == UPIPE_IN_ORDER || p->schedule == UPIPE_UNEVEN;
+    p->kv_gathered = d->ring > 1 && d->ring_mode == UPIPE_RING_ALL_GATHER;
+    p->kv_prefetched = d->ring_prefetch && p->rounds > 1;
     p->width = d->ring > 1 && d->ring_mode == UPIPE_RING_P2P ? p->steps : 1;
     p->held = upipe_shard_ring(d->layout, d->tokens, d->ring, d->ring_rank);
     p->shard = upipe_shard_team(&p->held, d->ranks, d->rank);
@@ -554,7 +563,7 @@ UPIPE_API int64_t upipe_plan_sent_stage(const upipe_plan *p, int stage, int back
     if (!backward) return sum + upi_plan_sent_heads(p, UPIPE_A2A_Q, stage, 1, v_dim * e);
     sum += upi_plan_sent_heads(p, UPIPE_A2A_Q, stage, 0, v_dim * e + 4) +
            upi_plan_sent_heads(p, UPIPE_A2A_Q, stage, 1, d * e);
-    return sum + upi_plan_sent_heads(p, UPIPE_A2A_DKV, stage, 1, (d + v_dim) * (p->kv_partial ? 4 : e));
+    return sum + upi_plan_sent_heads(p, UPIPE_A2A_DKV, stage, 1, (d + v_dim) * (p->kv_grads_partial ? 4 : e));
 }
 
 /* Bytes that this rank hands to its team in all stages. */

@@ -21,7 +21,7 @@
 
 #include "upipe_a2a.h"
 #include "upipe_attn.h"
-#include "upipe_bytes.h"
+#include "upipe_unwind.h"
 
 /* upipe_ring_part -- the query heads of one stage; all parts of a call read the same K and V
  *   q dout    [batch][S/R][heads][d], [v_dim] in the storage type
@@ -238,12 +238,12 @@ UPIPE_API int64_t upi_ring_rows(const upipe_ring_call *r, int src)
 
 UPIPE_API void upi_ring_send(upi_ring_pass *s, int peer, const void *data, size_t bytes)
 {
-    upi_msg_add(s->list, &s->used, peer, 1, data, bytes, bytes, NULL, 0, 0);
+    upipe_msg_add(s->list, &s->used, peer, 1, data, bytes, bytes, NULL, 0, 0);
 }
 
 UPIPE_API void upi_ring_receive(upi_ring_pass *s, int peer, void *data, size_t bytes)
 {
-    upi_msg_add(s->list, &s->used, peer, 1, NULL, 0, 0, data, bytes, bytes);
+    upipe_msg_add(s->list, &s->used, peer, 1, NULL, 0, 0, data, bytes, bytes);
 }
 
 /* Lists the move of K and V from here to rank `to`, and of those of rank src from rank `from` into `buffer`. */
@@ -561,9 +561,9 @@ UPIPE_API upipe_status upipe_ring_all_gather_start(upipe_ctx *c, const upipe_pla
     UPIPE_TRY(upi_ring_check(c, p));
     for (r = 0; r < d->ring; ++r) {
         size_t n = (size_t)upipe_shard_ring(d->layout, d->tokens, d->ring, r).n;
-        upi_msg_add(ring->list, &used, r, 1, k, mine * row_k, 0, (char *)all_k + before * row_k,
+        upipe_msg_add(ring->list, &used, r, 1, k, mine * row_k, 0, (char *)all_k + before * row_k,
                         n * row_k, 0);
-        upi_msg_add(ring->list, &used, r, 1, v, mine * row_v, 0, (char *)all_v + before * row_v,
+        upipe_msg_add(ring->list, &used, r, 1, v, mine * row_v, 0, (char *)all_v + before * row_v,
                         n * row_v, 0);
         before += n;
     }
@@ -592,7 +592,7 @@ UPIPE_API upipe_status upipe_ring_reduce_scatter(upipe_ctx *c, const upipe_plan 
     UPIPE_TRY(upi_ring_check(c, p));
     for (r = 0; r < desc->ring; ++r) {
         size_t n = (size_t)upipe_shard_ring(desc->layout, desc->tokens, desc->ring, r).n;
-        upi_msg_add(ring->list, &used, r, 1, all + before * row, n * row * 4, 0, buf + (size_t)r * mine,
+        upipe_msg_add(ring->list, &used, r, 1, all + before * row, n * row * 4, 0, buf + (size_t)r * mine,
                         mine * 4, 0);
         before += n;
     }

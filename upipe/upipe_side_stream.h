@@ -1,38 +1,30 @@
-/* upipe_side_stream.h -- a second line of execution of a rank, and stages that overlap on it        layer 2, includes comm
+/* upipe_side_stream.h -- a second stream of a rank, and pipelines over it        layer 2, includes comm
  *
- * A stage is prepared, attended and finished. With a side stream, a plan with `overlap` prepares and finishes there, while the
- * rank's own line attends and does nothing else:
+ * A rank has a compute stream: ctx->stream, or the thread that calls. A side stream runs beside it: on a device it is a
+ * second stream, on a CPU a thread. The host makes it (cuda/upipe_cuda_side_stream.h, cpu/upipe_cpu_side_stream.h) and
+ * passes it in ctx->side_stream. Plans with desc.overlap use it.
  *
- *     side stream      prepare 0   prepare 1   finish 0   prepare 2   finish 1   ...   finish n-1
- *     the rank's           attend 0    attend 1               attend 2   ...
- *
- * so the exchange before stage i + 1 and the one after stage i - 1 run beside the attention of stage i. All exchanges
- * stay on one line, in one order; so do all takes from the pool, and all sums but attention's own: the bits are those
- * of one line. In segments (upipe_fpdt.h) a stage is a block that comes from the host's memory. On a device a side stream is
- * a second stream; on a CPU a thread that the host provides. The makers are upipe_cuda_side_stream.h and upipe_cpu_side_stream.h.
- *
- *     ctx.side stream = &side stream;       plan with desc.overlap; then as without
+ *     ctx.side_stream = &side;
  */
 #ifndef UPIPE_SIDE_STREAM_H
 #define UPIPE_SIDE_STREAM_H
 
 #include "upipe_comm.h"
 
-/* Points that one line reaches and the other one waits for. */
+/* Points that one stream reaches and the other one waits for. */
 enum { UPIPE_SIDE_BEGIN, UPIPE_SIDE_READY, UPIPE_SIDE_DONE, UPIPE_SIDE_POINTS };
 
-/* upipe_side_stream -- the second line. `c` is the context of the line that calls: the rank's own, or side stream->ctx
- *   ctx    the side stream's context; its stream is the maker's, the rest is filled in from the rank's own
- *   ops    the side stream's compute table; NULL: the rank's own, which is then called on both lines. Scratch is asked of the
- *          rank's own for both: they need the same
+/* upipe_side_stream -- c is the context of the stream that calls: the rank's own, or the side stream's
+ *   ctx    the side stream's context; its maker sets ctx.stream, upipe_pipeline_begin the rest
+ *   ops    the side stream's compute table; NULL: the rank's own, which is then called from both streams. Sizes of
+ *          scratch are asked of the rank's own table for both
  *   self   the maker's
- *   post   task(arg) runs on the side stream, after all that were posted before; may run before this returns. Tasks call the
- *          team, abort included, and the rank's own line does not until it has joined: one thread at a time
- *   mark   what c's line has been given so far reaches point number n of this kind: 1, 2, ...
- *   meet   c's line goes on when the other one has reached that point; the host calls it after the mark, or
- *          on another thread
- *   join   all tasks have run, and what they enqueued comes before what c's line is given from now on; points count
- *          from 1 again
+ *   post   task(arg) runs on the side stream, after all that were posted before; it may run before post returns. Tasks
+ *          call the team, upipe_comm_abort included; the compute stream does not until it has joined
+ *   mark   the work that c's stream has so far reaches point number n of this kind: 1, 2, ...
+ *   meet   c's stream goes on when the other one has reached that point. The host calls it after the mark, or on
+ *          another thread
+ *   join   all tasks have run, and what they enqueued comes before later work of c's stream; points count from 1 again
  */
 typedef struct upipe_side_stream {
     upipe_ctx ctx;
@@ -44,7 +36,7 @@ typedef struct upipe_side_stream {
     upipe_status (*join)(upipe_ctx *c, struct upipe_side_stream *side_stream);
 } upipe_side_stream;
 
-/* ---- a side stream without a line of its own ---- */
+/* ---- a side stream that is the compute stream ---- */
 
 UPIPE_API upipe_status upi_side_stream_inline_post(upipe_ctx *c, upipe_side_stream *side_stream, void (*task)(void *arg),
                                             void *arg)
@@ -71,8 +63,8 @@ UPIPE_API upipe_status upi_side_stream_inline_join(upipe_ctx *c, upipe_side_stre
     return UPIPE_OK;
 }
 
-/* upipe_side_stream_inline -- runs every task where it is posted, on the stream of the rank's own line: nothing overlaps. For
- *                      dry runs, and to compare with
+/* upipe_side_stream_inline -- every task runs where it is posted, on the given stream: nothing overlaps. For dry runs, and
+ *                             where a pipeline has one stream only
  */
 UPIPE_API void upipe_side_stream_inline(upipe_side_stream *side_stream, void *stream)
 {
@@ -83,133 +75,142 @@ UPIPE_API void upipe_side_stream_inline(upipe_side_stream *side_stream, void *st
     side_stream->join = upi_side_stream_inline_join;
 }
 
-/* ---- stages ---- */
+/* ---- a pipeline: loads and stores on the side stream, the work between them on the compute stream ---- */
 
-struct upi_stages;
+struct upipe_pipeline;
 
-typedef struct upi_stage_task {
-    struct upi_stages *all;
-    int i, finish;
-    upipe_status status; /* of a preparation: read by the rank's own line once it has met READY */
-} upi_stage_task;
+typedef struct upi_pipeline_task {
+    struct upipe_pipeline *q;
+    int i, store;
+    upipe_status status; /* of a load: read by the compute stream once it has met READY */
+} upi_pipeline_task;
 
-/* upi_stages -- what is done n times, in steps of `step`
- *   prepare attend finish   of stage i on the line of c
- *   side stream   NULL: on one line, stage after stage; otherwise steps are 1
+/* upipe_pipeline -- stages 0, 1, ... with two of them in flight; caller-owned, used for one pass
+ *
+ *     upipe_pipeline_begin(&q, c, side, call, arg);          call(side's context, arg, store, i) loads or stores stage i
+ *     s = upipe_pipeline_load(&q, c, 0);
+ *     for (i = 0; i < n && s == UPIPE_OK; ++i) {
+ *         if (i + 1 < n) s = upipe_pipeline_load(&q, c, i + 1);
+ *         if (s == UPIPE_OK) s = upipe_pipeline_wait(&q, c, i);       stage i is loaded
+ *         if (s == UPIPE_OK) s = my_work(c, i);
+ *         if (s == UPIPE_OK) s = upipe_pipeline_store(&q, c, i);
+ *     }
+ *     return upipe_pipeline_end(&q, c, s);
  */
-typedef struct upi_stages {
+typedef struct upipe_pipeline {
+    upipe_side_stream *side;
+    upipe_status (*call)(upipe_ctx *c, void *arg, int store, int i);
     void *arg;
-    int n, step;
-    upipe_status (*prepare)(void *arg, upipe_ctx *c, int i);
-    upipe_status (*attend)(void *arg, upipe_ctx *c, int i);
-    upipe_status (*finish)(void *arg, upipe_ctx *c, int i);
-    upipe_side_stream *side_stream;
-    upi_stage_task task[4]; /* preparations and finishes of two stages: no more are under way */
-    upipe_status failed;    /* the first failure on the side stream, which alone touches it until join */
-    int told;               /* the rank's own line stopped for that, */
-    const char *why;        /* or for a failure of its own */
-} upi_stages;
+    upi_pipeline_task task[4]; /* loads and stores of two stages: no more are in flight */
+    upipe_status failed;       /* the first failure on the side stream, which alone touches it until join */
+    int seen;                  /* the compute stream stopped for that, */
+    const char *why;           /* or for a failure of its own */
+} upipe_pipeline;
 
-/* The first failure on the side stream: the team hears of it now, however long the rank's own line attends. */
-UPIPE_API void upi_stages_note(upi_stages *all, upipe_status s)
+/* The first failure on the side stream: the team learns of it now, however long the compute stream works. */
+UPIPE_API void upi_pipeline_failed(upipe_pipeline *q, upipe_status s)
 {
-    if (s == UPIPE_OK || all->failed != UPIPE_OK) return;
-    all->failed = s;
-    upipe_fail_reason(&all->side_stream->ctx.err, s);
-    upipe_comm_abort(all->side_stream->ctx.team, all->side_stream->ctx.err.text);
+    if (s == UPIPE_OK || q->failed != UPIPE_OK) return;
+    q->failed = s;
+    upipe_fail_reason(&q->side->ctx.err, s);
+    upipe_comm_abort(q->side->ctx.team, q->side->ctx.err.text);
 }
 
-/* A failure of the rank's own line: a transport takes calls from one thread at a time, and the side stream may be in one. */
-UPIPE_API void upi_stages_abort(void *arg)
+/* A failure of the compute stream: a transport takes calls from one thread at a time, and the side stream may be in one. */
+UPIPE_API void upi_pipeline_abort(void *arg)
 {
-    upi_stages *all = (upi_stages *)arg;
-    upipe_comm_abort(all->side_stream->ctx.team, all->why);
+    upipe_pipeline *q = (upipe_pipeline *)arg;
+    upipe_comm_abort(q->side->ctx.team, q->why);
 }
 
 /* On the side stream. After a failure nothing is done, but points are reached, so that nobody waits. */
-UPIPE_API void upi_stages_task(void *arg)
+UPIPE_API void upi_pipeline_run(void *arg)
 {
-    upi_stage_task *t = (upi_stage_task *)arg;
-    upi_stages *all = t->all;
-    upipe_side_stream *side_stream = all->side_stream;
-    upipe_ctx *c = &side_stream->ctx;
+    upi_pipeline_task *t = (upi_pipeline_task *)arg;
+    upipe_pipeline *q = t->q;
+    upipe_side_stream *side = q->side;
+    upipe_ctx *c = &side->ctx;
     upipe_status s = UPIPE_OK;
-    if (t->finish)
-        s = side_stream->meet(c, side_stream, UPIPE_SIDE_DONE, t->i + 1);
+    if (t->store)
+        s = side->meet(c, side, UPIPE_SIDE_DONE, t->i + 1);
     else if (t->i == 0)
-        s = side_stream->meet(c, side_stream, UPIPE_SIDE_BEGIN, 1);
-    if (all->failed == UPIPE_OK && s == UPIPE_OK)
-        s = t->finish ? all->finish(all->arg, c, t->i) : all->prepare(all->arg, c, t->i);
-    upi_stages_note(all, s);
-    if (t->finish) return;
-    t->status = all->failed;
-    upi_stages_note(all, side_stream->mark(c, side_stream, UPIPE_SIDE_READY, t->i + 1));
+        s = side->meet(c, side, UPIPE_SIDE_BEGIN, 1);
+    if (q->failed == UPIPE_OK && s == UPIPE_OK) s = q->call(c, q->arg, t->store, t->i);
+    upi_pipeline_failed(q, s);
+    if (t->store) return;
+    t->status = q->failed;
+    upi_pipeline_failed(q, side->mark(c, side, UPIPE_SIDE_READY, t->i + 1));
 }
 
-UPIPE_API upipe_status upi_stages_post(upi_stages *all, upipe_ctx *c, int i, int finish)
+UPIPE_API upipe_status upi_pipeline_post(upipe_pipeline *q, upipe_ctx *c, int i, int store)
 {
-    upi_stage_task *t = &all->task[2 * finish + i % 2];
-    t->all = all;
+    upi_pipeline_task *t = &q->task[2 * store + i % 2];
+    t->q = q;
     t->i = i;
-    t->finish = finish;
+    t->store = store;
     t->status = UPIPE_OK;
-    return all->side_stream->post(c, all->side_stream, upi_stages_task, t);
+    return q->side->post(c, q->side, upi_pipeline_run, t);
 }
 
-/* One stage of the rank's own line. */
-UPIPE_API upipe_status upi_stages_turn(upi_stages *all, upipe_ctx *c, int i)
+/* upipe_pipeline_begin -- the side stream gets the table, pool and team of c; see upipe_pipeline
+ *   errors  the side stream's; upipe_pipeline_end is called all the same
+ */
+UPIPE_API upipe_status upipe_pipeline_begin(upipe_pipeline *q, upipe_ctx *c, upipe_side_stream *side,
+                                            upipe_status (*call)(upipe_ctx *c, void *arg, int store, int i),
+                                            void *arg)
 {
-    upipe_side_stream *side_stream = all->side_stream;
-    if (i + 1 < all->n) UPIPE_TRY(upi_stages_post(all, c, i + 1, 0));
-    UPIPE_TRY(side_stream->meet(c, side_stream, UPIPE_SIDE_READY, i + 1));
-    all->told = all->task[i % 2].status != UPIPE_OK;
-    UPIPE_TRY(all->task[i % 2].status);
-    UPIPE_TRY(all->attend(all->arg, c, i));
-    UPIPE_TRY(side_stream->mark(c, side_stream, UPIPE_SIDE_DONE, i + 1));
-    return upi_stages_post(all, c, i, 1);
-}
-
-UPIPE_API upipe_status upi_stages_overlap(upi_stages *all, upipe_ctx *c)
-{
-    upipe_side_stream *side_stream = all->side_stream;
-    upipe_ctx *other = &side_stream->ctx;
-    upipe_status s, joined;
-    int i;
-    other->ops = side_stream->ops != NULL ? side_stream->ops : c->ops;
+    upipe_ctx *other = &side->ctx;
+    memset(q, 0, sizeof *q);
+    q->side = side;
+    q->call = call;
+    q->arg = arg;
+    q->why = c->err.text;
+    other->ops = side->ops != NULL ? side->ops : c->ops;
     other->mem = c->mem;
     other->team = c->team;
     other->user = c->user;
     memset(&other->err, 0, sizeof other->err);
-    all->failed = UPIPE_OK;
-    all->told = 0;
-    all->why = c->err.text;
-    s = side_stream->mark(c, side_stream, UPIPE_SIDE_BEGIN, 1);
-    if (s == UPIPE_OK) s = upi_stages_post(all, c, 0, 0);
-    for (i = 0; i < all->n && s == UPIPE_OK; ++i) s = upi_stages_turn(all, c, i);
-    if (s != UPIPE_OK && !all->told) {
-        upipe_fail_reason(&c->err, s);
-        /* a side stream that takes no task leaves it to the caller, who gives up on the team after the join */
-        (void)side_stream->post(c, side_stream, upi_stages_abort, all);
-    }
-    joined = side_stream->join(c, side_stream);
-    if (all->failed != UPIPE_OK && (s == UPIPE_OK || all->told)) {
-        c->err = other->err;
-        return all->failed;
-    }
-    return s != UPIPE_OK ? s : joined;
+    return side->mark(c, side, UPIPE_SIDE_BEGIN, 1);
 }
 
-/* All stages. */
-UPIPE_API upipe_status upi_stages_run(upi_stages *all, upipe_ctx *c)
+/* upipe_pipeline_load -- stage i will be loaded on the side stream; all loads and stores posted before come first */
+UPIPE_API upipe_status upipe_pipeline_load(upipe_pipeline *q, upipe_ctx *c, int i)
 {
-    int i;
-    if (all->side_stream != NULL) return upi_stages_overlap(all, c);
-    for (i = 0; i < all->n; i += all->step) {
-        UPIPE_TRY(all->prepare(all->arg, c, i));
-        UPIPE_TRY(all->attend(all->arg, c, i));
-        UPIPE_TRY(all->finish(all->arg, c, i));
+    return upi_pipeline_post(q, c, i, 0);
+}
+
+/* upipe_pipeline_wait -- the compute stream goes on when stage i is loaded; its status */
+UPIPE_API upipe_status upipe_pipeline_wait(upipe_pipeline *q, upipe_ctx *c, int i)
+{
+    UPIPE_TRY(q->side->meet(c, q->side, UPIPE_SIDE_READY, i + 1));
+    q->seen = q->task[i % 2].status != UPIPE_OK;
+    return q->task[i % 2].status;
+}
+
+/* upipe_pipeline_store -- stage i will be stored on the side stream, behind what the compute stream has so far */
+UPIPE_API upipe_status upipe_pipeline_store(upipe_pipeline *q, upipe_ctx *c, int i)
+{
+    UPIPE_TRY(q->side->mark(c, q->side, UPIPE_SIDE_DONE, i + 1));
+    return upi_pipeline_post(q, c, i, 1);
+}
+
+/* upipe_pipeline_end -- everything posted has run; s is the status of the loop
+ * Returns the first failure of either stream, with its sentence in c->err.
+ */
+UPIPE_API upipe_status upipe_pipeline_end(upipe_pipeline *q, upipe_ctx *c, upipe_status s)
+{
+    upipe_status joined;
+    if (s != UPIPE_OK && !q->seen) {
+        upipe_fail_reason(&c->err, s);
+        /* a side stream that takes no task leaves it to the caller, who aborts the team after the join */
+        (void)q->side->post(c, q->side, upi_pipeline_abort, q);
     }
-    return UPIPE_OK;
+    joined = q->side->join(c, q->side);
+    if (q->failed != UPIPE_OK && (s == UPIPE_OK || q->seen)) {
+        c->err = q->side->ctx.err;
+        return q->failed;
+    }
+    return s != UPIPE_OK ? s : joined;
 }
 
 #endif

@@ -210,12 +210,12 @@ static void method_second_init(method_rank *rank)
 }
 
 /* x goes to the host's memory in the forward, and comes back from there in the backward. */
-static upipe_status method_offload(method *m, upipe_ctx *c, method_rank *rank, void *x, void *tokens_grad, int pass)
+static upipe_status method_offload(method *m, upipe_ctx *c, method_rank *rank, void *x, void *kept_there, int pass)
 {
     const size_t bytes = upipe_plan_unit_bytes(&rank->plan);
     if (!method_offloads(m)) return UPIPE_OK;
     rank->measured.sent[SENT_HOST][pass] = (int64_t)bytes;
-    return pass == 0 ? c->ops->copy(c, tokens_grad, x, bytes) : c->ops->copy(c, x, tokens_grad, bytes);
+    return pass == 0 ? c->ops->copy(c, kept_there, x, bytes) : c->ops->copy(c, x, kept_there, bytes);
 }
 
 /* ---- the passes ---- */
@@ -231,10 +231,10 @@ static upipe_status method_block(method *m, upipe_ctx *c, method_rank *rank, int
     upipe_saved saved;
     upipe_slots dout;
     upipe_view x;
-    void *data, *kept, *tokens_grad;
+    void *data, *kept, *kept_there;
     method_second_init(rank);
     UPIPE_TRY(method_keep(c->mem, &kept, method_kept_device(m, rank), &c->err));
-    UPIPE_TRY(method_keep(&rank->second, &tokens_grad, method_kept_host(m, rank), &c->err));
+    UPIPE_TRY(method_keep(&rank->second, &kept_there, method_kept_host(m, rank), &c->err));
     UPIPE_TRY(upipe_mem_alloc(c->mem, &data, upipe_plan_unit_bytes(p), "x", &c->err));
     x = upipe_view_packed(data, p->desc.dtype, p->rows, 1, (int32_t)in->dim);
     method_rows(rank, in->x, rank->host, in->dim, 0);
@@ -242,21 +242,21 @@ static upipe_status method_block(method *m, upipe_ctx *c, method_rank *rank, int
     UPIPE_TRY(c->ops->sync(c));
 
     UPIPE_TRY(method_pass_begin(m, c, rank, r, 0));
-    UPIPE_TRY(method_offload(m, c, rank, data, tokens_grad, 0));
+    UPIPE_TRY(method_offload(m, c, rank, data, kept_there, 0));
     UPIPE_TRY(upipe_layer_fwd(c, l, &saved, x));
     UPIPE_TRY(method_pass_end(c, rank, 0));
     rank->measured.intermediate = method_intermediate(c);
-    UPIPE_TRY(upipe_layer_gather(c, l, heads, &saved.out));
+    UPIPE_TRY(upipe_slots_gather(c, l->plan, heads, &saved.out));
     UPIPE_TRY(c->ops->sync(c));
     method_rows(rank, m->out, rank->host, in->out_width, 1);
 
-    UPIPE_TRY(upipe_layer_slots_alloc(c, l, &dout, UPIPE_SLOT_FULL, "dout"));
+    UPIPE_TRY(upipe_slots_alloc(c, l->plan, &dout, UPIPE_SLOT_FULL, "dout"));
     method_rows(rank, in->dout, rank->host, in->out_width, 0);
-    UPIPE_TRY(upipe_layer_scatter(c, l, &dout, heads));
+    UPIPE_TRY(upipe_slots_scatter(c, l->plan, &dout, heads));
     UPIPE_TRY(c->ops->sync(c));
 
     UPIPE_TRY(method_pass_begin(m, c, rank, r, 1));
-    UPIPE_TRY(method_offload(m, c, rank, data, tokens_grad, 1));
+    UPIPE_TRY(method_offload(m, c, rank, data, kept_there, 1));
     UPIPE_TRY(upipe_layer_bwd(c, l, x, &grads, &saved, &dout, x));
     UPIPE_TRY(method_pass_end(c, rank, 1));
     UPIPE_TRY(c->ops->cast(c, tokens, x));
@@ -266,7 +266,7 @@ static upipe_status method_block(method *m, upipe_ctx *c, method_rank *rank, int
     UPIPE_TRY(upipe_mem_free(c->mem, x.data, &c->err));
     UPIPE_TRY(method_keep_end(c->mem, kept, &c->err));
     rank->measured.host = rank->second.peak;
-    UPIPE_TRY(method_keep_end(&rank->second, tokens_grad, &c->err));
+    UPIPE_TRY(method_keep_end(&rank->second, kept_there, &c->err));
     return upipe_mem_destroy(&rank->second, &c->err);
 }
 

@@ -346,7 +346,7 @@ static upipe_status method_second_slab(const method *m, method_rank *rank, upipe
 {
     size_t bytes = rank->second_bytes;
     void *slab = NULL;
-    if (m->kind->segmented) bytes += method_x_bytes(rank) + upipe_fpdt_out_bytes(&rank->fpdt, c->ops);
+    if (m->kind->segmented) bytes += method_x_bytes(rank) + upipe_fpdt_out_bytes(&rank->fpdt);
     if (bytes == 0) return UPIPE_OK;
     UPIPE_TRY(device_host_slab(&rank->d, &slab, bytes, &c->err));
     memset(slab, 0xff, bytes);

@@ -24,7 +24,7 @@
 
 #include <dirent.h>
 
-#include "../../upipe/upipe_a2a.h"
+#include "../../upipe/upipe_reduce.h"
 #include "../../upipe/upipe_comm.h"
 #include "../../upipe/upipe_ops.h"
 #include "config.h"

@@ -93,7 +93,7 @@ static upipe_status memory_segments(size_t *extra, size_t *host, const model *m,
     int i;
     f.layer = *layer;
     UPIPE_TRY(upipe_fpdt_bytes(&f, ops, &bytes, host, e));
-    *host += model_unit(m) + upipe_fpdt_out_bytes(&f, ops);
+    *host += model_unit(m) + upipe_fpdt_out_bytes(&f);
     memcpy(extra, bytes.phase, sizeof bytes.phase);
     for (i = 0, *other = 0; i < f.segments; ++i) {
         upipe_layer l = *layer;

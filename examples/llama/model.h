@@ -338,7 +338,7 @@ static upipe_status model_segment_slots(const model_rank *r, const upipe_fpdt *f
                                         char *grads_at_tokens, const upipe_slots *slots, int back)
 {
     upipe_ctx *c = r->c;
-    const size_t slot = upipe_fpdt_out_bytes(f, c->ops) / (size_t)f->segments / (size_t)p->stages;
+    const size_t slot = upipe_fpdt_out_bytes(f) / (size_t)f->segments / (size_t)p->stages;
     int stage;
     for (stage = 0; stage < p->stages; ++stage) {
         char *there = grads_at_tokens + (size_t)(i * p->stages + stage) * slot;
@@ -357,7 +357,7 @@ static upipe_status model_segment_begin(const model_rank *r, const upipe_fpdt *f
     UPIPE_TRY(upipe_fpdt_plan(f, i, p, &r->c->err));
     *l = f->layer;
     l->plan = p;
-    UPIPE_TRY(upipe_layer_slots_alloc(r->c, l, &out->out, UPIPE_SLOT_FULL, "final_out"));
+    UPIPE_TRY(upipe_slots_alloc(r->c, l->plan, &out->out, UPIPE_SLOT_FULL, "final_out"));
     out->lse = (float *)(void *)saved->out; /* is not read; NULL would mean consumed */
     out->delta = NULL;
     return model_segment_slots(r, f, p, i, saved->out, &out->out, 0);
@@ -454,7 +454,7 @@ static upipe_status model_segments_bwd(model_rank *r, int64_t layer, upipe_view 
     UPIPE_TRY(model_alloc_rows(r, r->second, &n, r->m->rows, "normed"));
     UPIPE_TRY(model_segments_norm(r, layer, n, x, away));
     UPIPE_TRY(upipe_fpdt_fwd(c, &f, &saved, n.data));
-    UPIPE_TRY(upipe_mem_alloc(r->second, &dout, upipe_fpdt_out_bytes(&f, c->ops), "dout", &c->err));
+    UPIPE_TRY(upipe_mem_alloc(r->second, &dout, upipe_fpdt_out_bytes(&f), "dout", &c->err));
     UPIPE_TRY(model_segments_out_bwd(r, &f, (char *)dout, &grads, &saved, g));
     UPIPE_TRY(upipe_fpdt_bwd(c, &f, n.data, &grads, &saved, dout, n.data));
     UPIPE_TRY(upipe_mem_free(r->second, dout, &c->err));

@@ -117,7 +117,7 @@ static upipe_status cuda_rank_run(upipe_ctx *c, cuda_state *s, cuda_rank *me, in
     RUN_TRY(c->ops->copy(c, me->stage, host, wide_bytes));
     RUN_TRY(c->ops->cast(c, x, wide));
     RUN_TRY(upipe_layer_fwd(c, l, &save, x));
-    RUN_TRY(upipe_layer_gather(c, l, o, &save.out));
+    RUN_TRY(upipe_slots_gather(c, l->plan, o, &save.out));
     RUN_TRY(c->ops->copy(c, host, me->stage, o_bytes));
     run_rows(p, s->r->out.o, host, ho, 1);
     RUN_TRY(c->ops->copy(c, host, save.lse, (size_t)lse_n * 4));
@@ -135,10 +135,10 @@ static upipe_status cuda_rank_run(upipe_ctx *c, cuda_state *s, cuda_rank *me, in
         RUN_TRY(upipe_layer_out_bwd(c, l, &g, &save, y));
         RUN_TRY(upipe_mem_free(c->mem, y.data, &c->err));
     } else {
-        RUN_TRY(upipe_layer_slots_alloc(c, l, &dout, UPIPE_SLOT_FULL, "dout"));
+        RUN_TRY(upipe_slots_alloc(c, l->plan, &dout, UPIPE_SLOT_FULL, "dout"));
         run_rows(p, s->in->dout, host, ho, 0);
         RUN_TRY(c->ops->copy(c, me->stage, host, o_bytes));
-        RUN_TRY(upipe_layer_scatter(c, l, &dout, o));
+        RUN_TRY(upipe_slots_scatter(c, l->plan, &dout, o));
     }
     if (s->test->run.dx_apart) RUN_TRY(upipe_mem_alloc(c->mem, &dx.data, unit, "dx", &c->err));
     RUN_TRY(upipe_layer_bwd(c, l, dx, &g, &save, shape->projected ? &save.out : &dout, x));

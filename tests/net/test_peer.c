@@ -21,6 +21,7 @@ static pid_t test_getpid(void)
 #include "upipe/net/upipe_net_peer.h"
 #undef getpid
 #include "upipe/upipe_a2a.h"
+#include "upipe/upipe_reduce.h"
 
 #define RANK_FIELDS upipe_peer team;
 #define CREW_FIELDS                         \

@@ -1,0 +1,84 @@
+/* bwd.h -- load, attend, store of a backward stage; Q, K, V are projected and sent again        part of upipe_layer.h */
+#ifndef UPIPE_LAYER_H
+#include "../upipe_layer.h"
+#elif !defined(UPIPE_LAYER_BWD_H)
+#define UPIPE_LAYER_BWD_H
+
+#include "fwd.h"
+
+/* Q', K', V' again, dO' and delta; dK' and dV', zero if the round is new. */
+UPIPE_API upipe_status upi_bwd_load(upipe_ctx *c, upi_pass *f, int i)
+{
+    const upi_run *r = &f->run;
+    const upipe_plan *p = r->p;
+    const upipe_buffers *b = &r->buffers;
+    upi_stage *st = upi_stage_at(f, i);
+    void *slot;
+    int t;
+    upipe_phase_set(c, UPIPE_BWD_IN);
+    UPIPE_TRY(upi_kv_grad_load(c, r, &f->dkv, i, &st->dkv));
+    UPIPE_TRY(upi_kv_load(c, r, &f->kv, i, &st->kv));
+    UPIPE_TRY(upipe_alloc(c, &st->send, b->send, "q_send"));
+    for (t = 0; t < p->width; ++t) {
+        void *q;
+        UPIPE_TRY(upi_project(c, r, UPI_PROJ_Q, i + t, st->send));
+        if (t == 0) UPIPE_TRY(upipe_alloc(c, &st->q, b->q * (size_t)p->width, "q"));
+        st->parts[t].q = q = upipe_offset(st->q, (size_t)t * b->q);
+        UPIPE_TRY(upipe_a2a_to_heads(c, q, st->send, p, i + t, UPIPE_A2A_Q, r->each[UPI_PROJ_Q]));
+    }
+    upipe_phase_set(c, UPIPE_BWD_OUT);
+    UPIPE_TRY(upipe_alloc(c, &st->dout, b->o * (size_t)p->width, "dout_heads"));
+    UPIPE_TRY(upipe_alloc(c, &st->delta, b->stat * (size_t)p->width, "delta_heads"));
+    for (t = 0; t < p->width; ++t) {
+        void *dout = upipe_offset(st->dout, (size_t)t * b->o);
+        float *delta = (float *)upipe_offset(st->delta, (size_t)t * b->stat);
+        const float *from = f->save->delta + upipe_plan_before(p, i + t, -1) * p->rows;
+        UPIPE_TRY(upipe_slot_drain(f->dout, i + t, &slot, &c->err));
+        UPIPE_TRY(upipe_a2a_to_heads(c, dout, slot, p, i + t, UPIPE_A2A_Q, r->each[UPI_PROJ_V]));
+        UPIPE_TRY(upipe_a2a_to_heads(c, delta, from, p, i + t, UPIPE_A2A_Q, 4));
+        st->parts[t].dout = dout;
+        st->parts[t].delta = delta;
+    }
+    return upi_kv_prefetch(c, r, &f->kv, i, UPIPE_BWD_IN);
+}
+
+/* dQ' in the place of what was sent, dK' and dV' +=. */
+UPIPE_API upipe_status upi_bwd_attend(upipe_ctx *c, upi_pass *f, int i)
+{
+    const upi_run *r = &f->run;
+    upi_stage *st = upi_stage_at(f, i);
+    int t;
+    if (!r->p->overlap) upipe_phase_set(c, UPIPE_BWD_ATTN);
+    UPIPE_TRY(upi_sums_alloc(c, r, st->sums, r->buffers.sum_q, st->send, "dq_sum"));
+    for (t = 0; t < r->p->width; ++t) {
+        st->parts[t].dq = st->sums[t];
+        if (st->sums[t] != st->send) UPIPE_TRY(c->ops->zero(c, st->sums[t], r->buffers.sum_q));
+    }
+    return upi_attend(c, r, f->save, st->parts, i, &st->kv, &st->dkv, f->grads->sinks);
+}
+
+/* dQ' into the slot that dO has left; dWq; after a round's last stage dK, dV, dWk and dWv. */
+UPIPE_API upipe_status upi_bwd_store(upipe_ctx *c, upi_pass *f, int i)
+{
+    const upi_run *r = &f->run;
+    upi_stage *st = upi_stage_at(f, i);
+    void *slot;
+    int t;
+    upipe_phase_set(c, UPIPE_BWD_ATTN);
+    UPIPE_TRY(upipe_free(c, st->delta));
+    UPIPE_TRY(upipe_free(c, st->dout));
+    UPIPE_TRY(upipe_free(c, st->q));
+    UPIPE_TRY(upi_kv_release(c, r, &f->kv, i, &st->kv));
+    upipe_phase_set(c, UPIPE_BWD_IN);
+    for (t = 0; t < r->p->width; ++t) {
+        UPIPE_TRY(upipe_slot_lend(f->dout, i + t, &slot, &c->err));
+        UPIPE_TRY(upi_sums_store(c, r, f->dout, slot, st->send, st->sums[t], i + t, r->p->desc.head_dim));
+    }
+    UPIPE_TRY(upi_sums_free(c, r, st->sums, st->send));
+    for (t = 0; t < r->p->width; ++t)
+        UPIPE_TRY(upi_project_bwd(c, r, UPI_PROJ_Q, i + t,
+                                  f->dout->data + (size_t)(i + t) * f->dout->slot_bytes, f->grads->wq));
+    return upi_kv_grad_store(c, r, &f->dkv, i, &st->dkv, f->grads);
+}
+
+#endif

@@ -1,0 +1,140 @@
+/* scratch.h -- scratch of the block: one size for all of its products, one for each attention kernel
+ *                                                                               part of upipe_layer.h
+ */
+#ifndef UPIPE_LAYER_H
+#include "../upipe_layer.h"
+#elif !defined(UPIPE_LAYER_SCRATCH_H)
+#define UPIPE_LAYER_SCRATCH_H
+
+/* Bytes: as the compute table asks for them; the f32 sum of a tile, 0 where y and dX are summed in place. */
+typedef struct upi_scratch {
+    size_t gemm, attn_fwd, attn_bwd, tile;
+} upi_scratch;
+
+typedef enum upi_proj { UPI_PROJ_Q, UPI_PROJ_K, UPI_PROJ_V } upi_proj;
+
+/* Elements of a head. */
+UPIPE_API int upi_dim(const upipe_plan *p, upi_proj which)
+{
+    return which == UPI_PROJ_V ? p->desc.v_dim : p->desc.head_dim;
+}
+
+/* The rows of a weight that make these heads, as a batch of matrices [each * dim][D]. */
+UPIPE_API upipe_view upi_weight_rows(const upipe_plan *p, const void *w, upipe_dtype dtype, upipe_head_run h,
+                                     upi_proj which)
+{
+    int64_t dim = p->desc.model_dim, head = upi_dim(p, which) * dim;
+    void *at = (char *)(uintptr_t)w + (size_t)(h.first * head) * upipe_dtype_bytes(dtype);
+    return upipe_view_make(at, dtype, (int64_t)h.each * upi_dim(p, which), dim, h.blocks, h.step * head,
+                           (int32_t)dim);
+}
+
+/* Rows of a tile of y and dX. */
+UPIPE_API int64_t upi_tile_rows(const upipe_layer *l)
+{
+    int64_t rows = l->tile_rows > 0 ? l->tile_rows : (int64_t)UPIPE_TILE_ROWS;
+    return rows < l->plan->rows ? rows : l->plan->rows;
+}
+
+/* Of the attention calls of a rank's stage, the largest: as upi_ring_attend makes them. */
+UPIPE_API size_t upi_attn_scratch(const upipe_ops *ops, const upipe_layer *l, int stage, int backward)
+{
+    const upipe_plan *p = l->plan;
+    const upipe_span mine = upipe_plan_q(p, stage, p->desc.rank);
+    const int64_t keys = upipe_plan_seq_most(p);
+    const upipe_dtype type = p->desc.dtype;
+    upipe_ring_part part;
+    upipe_attn a = upi_layer_attn(l);
+    upipe_span q, kv;
+    size_t most = 0;
+    int head;
+    float none[1]; /* shapes alone are asked for; a null pointer must not be offset */
+    memset(&part, 0, sizeof part);
+    part.heads = mine.count;
+    part.lead = mine.first % p->group;
+    a.merge = p->desc.ring > 1;
+    for (head = 0; upi_ring_heads(&part, p->group, head, &q, &kv); head += q.count) {
+        a.q = upipe_view_packed(none, type, p->seq, q.count, p->desc.head_dim);
+        a.k = upipe_view_packed(none, type, keys, kv.count, p->desc.head_dim);
+        a.v = upipe_view_packed(none, type, keys, kv.count, p->desc.v_dim);
+        a.o = upipe_view_packed(none, p->desc.ring > 1 ? UPIPE_F32 : type, p->seq, q.count, p->desc.v_dim);
+        a.lse = upipe_view_packed(none, UPIPE_F32, p->seq, q.count, 1);
+        most = upipe_max_bytes(most, ops->attn_bytes(ops, &a, backward));
+    }
+    return most;
+}
+
+/* Of the products of a weight: with x, forward and for its gradient, and with a tile of dX. */
+UPIPE_API size_t upi_product_scratch(const upipe_ops *ops, const upipe_layer *l, upi_proj which,
+                                     upipe_head_run h)
+{
+    const upipe_plan *p = l->plan;
+    const upipe_dtype t = p->desc.dtype;
+    const int32_t model = (int32_t)p->desc.model_dim, columns = h.each * upi_dim(p, which);
+    float none[1];
+    upipe_view x = upipe_view_packed(NULL, t, p->rows, 1, model), block, grad, w, cols, sum;
+    size_t most;
+    h.at = h.first = 0;
+    block = upipe_head_run_matrix(p, NULL, h, upi_dim(p, which));
+    grad = upi_weight_rows(p, none, UPIPE_F32, h, which);
+    w = upi_weight_rows(p, none, t, h, which);
+    cols = upipe_view_packed(NULL, t, upi_tile_rows(l), 1, columns);
+    sum = upipe_view_packed(NULL, UPIPE_F32, upi_tile_rows(l), 1, model);
+    most = ops->gemm_bytes(ops, block, x, w, UPIPE_GEMM_TRANS_B);
+    most = upipe_max_bytes(
+        most, ops->gemm_bytes(ops, grad, block, x, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
+    w = upipe_view_packed(NULL, t, columns, 1, model);
+    most = upipe_max_bytes(most, ops->gemm_bytes(ops, sum, cols, w, 0));
+    return upipe_max_bytes(most, ops->gemm_bytes(ops, sum, cols, w, UPIPE_GEMM_ACCUMULATE));
+}
+
+/* Of the output projection's products with the heads of one stage and rank. */
+UPIPE_API size_t upi_out_scratch(const upipe_ops *ops, const upipe_layer *l, int heads)
+{
+    const upipe_plan *p = l->plan;
+    const upipe_dtype t = p->desc.dtype;
+    const int32_t model = (int32_t)p->desc.model_dim, columns = heads * p->desc.v_dim,
+                  width = p->desc.heads * p->desc.v_dim;
+    upipe_view x = upipe_view_packed(NULL, t, p->rows, 1, model);
+    upipe_view wo = upipe_view_make(NULL, t, model, width, 1, columns, columns);
+    upipe_view block = upipe_view_packed(NULL, t, p->rows, 1, columns);
+    upipe_view grad = upipe_view_make(NULL, UPIPE_F32, model, width, 1, columns, columns);
+    upipe_view sum = upipe_view_packed(NULL, UPIPE_F32, upi_tile_rows(l), 1, model);
+    upipe_view cols = upipe_view_packed(NULL, t, upi_tile_rows(l), 1, columns);
+    size_t most = ops->gemm_bytes(ops, sum, cols, wo, UPIPE_GEMM_TRANS_B);
+    most = upipe_max_bytes(most,
+                           ops->gemm_bytes(ops, sum, cols, wo, UPIPE_GEMM_TRANS_B | UPIPE_GEMM_ACCUMULATE));
+    most = upipe_max_bytes(most, ops->gemm_bytes(ops, block, x, wo, 0));
+    return upipe_max_bytes(most,
+                           ops->gemm_bytes(ops, grad, x, block, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
+}
+
+UPIPE_API upi_scratch upi_layer_scratch(const upipe_ops *ops, const upipe_layer *l)
+{
+    const upipe_plan *p = l->plan;
+    const upipe_head_run all_kv = upipe_head_run_all_kv(p);
+    upi_scratch s;
+    upipe_head_run h;
+    int stage, rank;
+    memset(&s, 0, sizeof s);
+    for (stage = 0; stage < p->stages; ++stage) {
+        for (rank = 0; upipe_head_run_next(p, UPIPE_A2A_Q, stage, &rank, &h);) {
+            s.gemm = upipe_max_bytes(s.gemm, upi_product_scratch(ops, l, UPI_PROJ_Q, h));
+            if (l->wo != NULL) s.gemm = upipe_max_bytes(s.gemm, upi_out_scratch(ops, l, h.each));
+        }
+        for (rank = 0; upipe_head_run_next(p, UPIPE_A2A_KV, stage, &rank, &h);) {
+            s.gemm = upipe_max_bytes(s.gemm, upi_product_scratch(ops, l, UPI_PROJ_K, h));
+            s.gemm = upipe_max_bytes(s.gemm, upi_product_scratch(ops, l, UPI_PROJ_V, h));
+        }
+        s.attn_fwd = upipe_max_bytes(s.attn_fwd, upi_attn_scratch(ops, l, stage, 0));
+        s.attn_bwd = upipe_max_bytes(s.attn_bwd, upi_attn_scratch(ops, l, stage, 1));
+    }
+    if (p->kv_grads_accumulate) { /* all heads of K, then of V, end at once */
+        s.gemm = upipe_max_bytes(s.gemm, upi_product_scratch(ops, l, UPI_PROJ_K, all_kv));
+        s.gemm = upipe_max_bytes(s.gemm, upi_product_scratch(ops, l, UPI_PROJ_V, all_kv));
+    }
+    if (p->desc.dtype != UPIPE_F32) s.tile = (size_t)(upi_tile_rows(l) * p->desc.model_dim) * 4;
+    return s;
+}
+
+#endif
