@@ -2,7 +2,12 @@
  *
  * A program's main ends with `return test_end("name");`, which prints the number of checks and is non-zero if
  * one failed or none ran. Checks go on after a failure. Random tests take their seed and count from the
- * environment (UPIPE_SEED, UPIPE_DRAWS), and print a line that replays a failing draw.
+ * environment, and print a line that replays a failing draw:
+ *   UPIPE_SEED       draw i has the seed UPIPE_SEED + i (1)
+ *   UPIPE_DRAWS      so many draws exactly; without it
+ *   UPIPE_DRAWS_MIN  so many at the least (200), and
+ *   UPIPE_SECONDS    more until so many seconds have passed (0).
+ * UPIPE_FULL is 1 in the full run.
  */
 #ifndef UPIPE_TEST_H
 #define UPIPE_TEST_H
@@ -13,6 +18,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 static long test_checks, test_failures;
 
@@ -101,6 +107,59 @@ __attribute__((unused)) static long test_env(const char *name, long otherwise)
 {
     const char *s = getenv(name);
     return s != NULL && *s ? strtol(s, NULL, 0) : otherwise;
+}
+
+/* Less of the same, but in the full run. */
+__attribute__((unused)) static int test_brief(void)
+{
+    return BRIEF && test_env("UPIPE_FULL", 0) == 0;
+}
+
+__attribute__((unused)) static double test_seconds(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
+
+/* The number of draws, for what has no time of its own: tests take a part of it. */
+__attribute__((unused)) static long test_draws_wanted(void)
+{
+    return test_env("UPIPE_DRAWS", test_env("UPIPE_DRAWS_MIN", 200));
+}
+
+/* Draws until both their number and the time are reached. One that takes ten times its seconds to come to the
+ * number has failed; a machine that is slower than its budget still gets there. */
+typedef struct test_draws {
+    long seed, done, least;
+    double began, budget, patience;
+} test_draws;
+
+/* A program whose draws are longer takes a part of the number and of the seconds. */
+__attribute__((unused)) static test_draws test_draws_begin(long part)
+{
+    test_draws d;
+    d.seed = test_env("UPIPE_SEED", 1);
+    d.done = 0;
+    d.least = test_draws_wanted() / part;
+    d.began = test_seconds();
+    d.budget = test_env("UPIPE_DRAWS", -1) >= 0 ? 0 : (double)test_env("UPIPE_SECONDS", 0) / (double)part;
+    d.patience = d.budget > 0 ? 10 * d.budget : 1e9;
+    return d;
+}
+
+__attribute__((unused)) static int test_draws_more(const test_draws *d)
+{
+    double passed = test_seconds() - d->began;
+    return (d->done < d->least && passed < d->patience) || passed < d->budget;
+}
+
+__attribute__((unused)) static void test_draws_end(const test_draws *d)
+{
+    printf("reached: %ld draws from seed %ld in %.0f s (at least %ld, and for %.0f s)\n", d->done, d->seed,
+           test_seconds() - d->began, d->least, d->budget);
+    CHECK_SAY(d->done >= d->least, "only %ld draws in %.0f s, at least %ld count", d->done,
+              test_seconds() - d->began, d->least);
 }
 
 #endif

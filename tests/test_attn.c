@@ -83,7 +83,7 @@ static void test_extreme_scores(void)
 static void test_random(void)
 {
     static const int groups[][2] = {{1, 1}, {2, 2}, {2, 1}, {4, 2}, {3, 1}, {6, 2}, {8, 1}};
-    long seed = test_env("UPIPE_SEED", 1), draws = (BRIEF ? 5 : 20) + test_env("UPIPE_DRAWS", 2000) / 20, i;
+    long seed = test_env("UPIPE_SEED", 1), draws = (BRIEF ? 5 : 20) + test_draws_wanted() / 20, i;
     for (i = 0; i < draws; ++i) {
         test_rng r = {(uint64_t)(seed + i)};
         const int *g = groups[test_below(&r, 7)];

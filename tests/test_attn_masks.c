@@ -200,7 +200,7 @@ static void draw_masks(test_rng *r, oracle_attn *t, int64_t *cu_seqlens, float *
 static void test_random(void)
 {
     static const int groups[][2] = {{1, 1}, {2, 2}, {2, 1}, {4, 2}, {3, 1}, {6, 2}, {13, 1}};
-    long seed = test_env("UPIPE_SEED", 1), draws = 100 + test_env("UPIPE_DRAWS", 2000) / 10, i;
+    long seed = test_env("UPIPE_SEED", 1), draws = 100 + test_draws_wanted() / 10, i;
     for (i = 0; i < draws; ++i) {
         test_rng r = {(uint64_t)(seed + i) * 7919};
         const int *g = groups[test_below(&r, 7)];

@@ -750,7 +750,7 @@ static void test_kills(void)
 {
     test_rng rng;
     truth t;
-    long draws = 20 + test_env("UPIPE_DRAWS", 2000) / 200, draw;
+    long draws = 20 + test_draws_wanted() / 200, draw;
     int64_t done = 1, next = 2;
     upipe_err err = no_err();
     rng.state = (uint64_t)test_env("UPIPE_SEED", 1);

@@ -552,7 +552,7 @@ static void test_random(void)
         crew *k = crew_begin(teams[i], 20);
         int64_t sent = 0, moved = 0;
         k->seed = (uint64_t)test_env("UPIPE_SEED", 1);
-        k->what = (int)(test_env("UPIPE_DRAWS", 2000) / 10);
+        k->what = (int)(test_draws_wanted() / 10);
         CHECK_INT(upipe_threads_run(&k->team, random_body, k, NULL), UPIPE_OK);
         for (r = 0; r < teams[i]; ++r) {
             sent += k->ctx[r].team->sent_bytes;

@@ -118,7 +118,7 @@ static void test_random(void)
 {
     static const int ranks_of[] = {1, 2, 3, 4, 8, 16}, groups[] = {1, 2, 3, 4, 7, 8};
     test_rng rng;
-    long draws = test_env("UPIPE_DRAWS", 2000), i;
+    long draws = test_draws_wanted(), i;
     int legal = 0, of_schedule[UPIPE_UNEVEN + 1] = {0}, of_mode[UPIPE_RING_ALL_GATHER + 1] = {0}, nested = 0, k;
     rng.state = (uint64_t)test_env("UPIPE_SEED", 1);
     for (i = 0; i < draws; ++i) {

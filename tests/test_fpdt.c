@@ -1,7 +1,7 @@
 /* test_fpdt -- the block in segments of the sequence, against the oracle: with all heads at once (FPDT), and in head
  * chunks (UPipe x FPDT); bytes of device, host and exchanges; copies beside attention; refusals
  *
- * UPIPE_DRAWS / 10 draws (2,000), draw i from seed UPIPE_SEED + i.
+ * Draws as test.h has them, a tenth of their number and seconds.
  */
 #include "runner.h"
 #include "close_block.h"
@@ -309,10 +309,10 @@ static void check_alone(const run_case *t, int segments, const f32_block *in, co
 static void test_random(void)
 {
     static const int heads[][2] = {{4, 4}, {4, 2}, {8, 2}, {8, 1}, {6, 3}, {5, 5}, {8, 8}, {12, 4}};
-    long draws = test_env("UPIPE_DRAWS", 2000) / 10, seed = test_env("UPIPE_SEED", 1), i, legal = 0,
-         overlapped = 0;
-    for (i = 0; i < draws; ++i) {
-        long failures = test_failures;
+    test_draws draws = test_draws_begin(10);
+    long legal = 0, overlapped = 0;
+    for (; test_draws_more(&draws); ++draws.done) {
+        long failures = test_failures, seed = draws.seed + draws.done;
         test_rng rng;
         run_case t;
         f32_block in, out;
@@ -320,7 +320,7 @@ static void test_random(void)
         upipe_status status;
         int64_t cu_seqlens[4];
         int pair, segments;
-        rng.state = (uint64_t)(seed + i);
+        rng.state = (uint64_t)seed;
         memset(&t, 0, sizeof t);
         pair = test_below(&rng, 8);
         t.ranks = 1 << test_below(&rng, 3);
@@ -349,7 +349,7 @@ static void test_random(void)
         }
         t.overlap = test_below(&rng, 2);
         t.side_stream_inline = t.overlap && test_below(&rng, 4) == 0;
-        block_inputs(&t.shape, (uint64_t)(seed + i), &in);
+        block_inputs(&t.shape, (uint64_t)seed, &in);
         status = run_segments(&t, segments, &in, &out, &err);
         CHECK_SAY(status == UPIPE_OK || status == UPIPE_ERR_UNSUPPORTED ||
                       t.shape.tokens / segments < t.ranks,
@@ -364,16 +364,16 @@ static void test_random(void)
             fprintf(
                 stderr,
                 "replay: UPIPE_SEED=%ld UPIPE_DRAWS=10 (S %lld/%d B %lld C %d H %d/%d d %d/%d U %d %s%s%s)\n",
-                seed + i, (long long)t.shape.tokens, segments, (long long)t.shape.batch, t.ranks, t.shape.h,
+                seed, (long long)t.shape.tokens, segments, (long long)t.shape.batch, t.ranks, t.shape.h,
                 t.shape.hkv, t.shape.d, t.shape.v_dim, t.chunk, upipe_dtype_name(t.shape.dtype),
                 t.shape.full ? " full" : "", t.overlap ? " overlap" : "");
         f32_block_free(&in);
         f32_block_free(&out);
     }
-    printf("%ld draws from seed %ld, %ld legal, %ld of them with copies that overlap\n", draws, seed, legal,
-           overlapped);
-    if (draws >= 50) {
-        CHECK_SAY(legal * 2 > draws, "only %ld of %ld draws were legal", legal, draws);
+    test_draws_end(&draws);
+    printf("%ld legal, %ld of them with copies that overlap\n", legal, overlapped);
+    if (draws.done >= 50) {
+        CHECK_SAY(legal * 2 > draws.done, "only %ld of %ld draws were legal", legal, draws.done);
         CHECK_SAY(overlapped * 4 > legal, "copies of only %ld of %ld overlap", overlapped, legal);
     }
 }

@@ -395,7 +395,7 @@ int main(void)
     teams_init();
     check_tails(&r);
     check_blocks(&r);
-    check_random(&r, 100 + test_env("UPIPE_DRAWS", 2000) / 10);
+    check_random(&r, 100 + test_draws_wanted() / 10);
     check_bytes();
     check_empty(&r);
     check_statuses(upi_cpu_gemm);

@@ -163,7 +163,7 @@ static void test_marks(void)
  * never overlap, and one byte less fails. */
 static void test_dry(void)
 {
-    long round, rounds = test_env("UPIPE_DRAWS", 2000) / 10 + 1;
+    long round, rounds = test_draws_wanted() / 10 + 1;
     test_rng rng;
     rng.state = (uint64_t)test_env("UPIPE_SEED", 1);
     for (round = 0; round < rounds; ++round) {

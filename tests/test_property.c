@@ -2,7 +2,7 @@
  * tolerance rule, with peaks and bytes sent equal to the plan's (runner.h) and bits equal to another chunk's
  * and another team's
  *
- * UPIPE_DRAWS draws (2,000), draw i from seed UPIPE_SEED + i; a failing draw prints the line that replays it.
+ * Draws as test.h has them; a failing one prints the line that replays it.
  */
 #include "runner.h"
 #include "close_block.h"
@@ -207,19 +207,19 @@ static void say_replay(const run_case *t, long seed)
 
 int main(void)
 {
-    long draws = test_env("UPIPE_DRAWS", 2000), seed = test_env("UPIPE_SEED", 1), i, legal = 0, compared = 0,
-         more = 0, overlapped = 0;
-    for (i = 0; i < draws; ++i) {
-        long failures = test_failures;
+    test_draws draws = test_draws_begin(1);
+    long legal = 0, compared = 0, more = 0, overlapped = 0;
+    for (; test_draws_more(&draws); ++draws.done) {
+        long failures = test_failures, seed = draws.seed + draws.done;
         test_rng rng;
         drawn d;
         run_result r;
         f32_block in;
         upipe_status status;
-        rng.state = (uint64_t)(seed + i);
+        rng.state = (uint64_t)seed;
         draw(&rng, &d);
         d.t.expect_failure = expected(&d.t) != UPIPE_OK;
-        block_inputs(&d.t.shape, (uint64_t)(seed + i), &in);
+        block_inputs(&d.t.shape, (uint64_t)seed, &in);
         status = run_block(&d.t, &in, &r);
         CHECK_SAY(status == expected(&d.t), "%s (%s), expected %s", upipe_status_name(status),
                   r.errors[0].text, upipe_status_name(expected(&d.t)));
@@ -228,19 +228,20 @@ int main(void)
             more += is_more(&d.t);
             overlapped += r.plan.overlap;
             check_block(&d.t.shape, &in, &r.out);
-            if ((seed + i) % 2 == 0 && d.t.shape.dtype == UPIPE_F32)
-                compared += compare(&d.t, &in, &r, (seed + i) % 4 == 0);
+            if (seed % 2 == 0 && d.t.shape.dtype == UPIPE_F32)
+                compared += compare(&d.t, &in, &r, seed % 4 == 0);
         }
         run_free(&r);
         f32_block_free(&in);
-        if (test_failures != failures) say_replay(&d.t, seed + i);
+        if (test_failures != failures) say_replay(&d.t, seed);
     }
-    printf("%ld draws from seed %ld, %ld legal, %ld of them with a ring, a mask or what does not divide, "
-           "%ld with stages that overlap\n",
-           draws, seed, legal, more, overlapped);
-    if (draws >= 100) {
+    test_draws_end(&draws);
+    printf(
+        "%ld legal, %ld of them with a ring, a mask or what does not divide, %ld with stages that overlap\n",
+        legal, more, overlapped);
+    if (draws.done >= 100) {
         CHECK_SAY(compared * 8 > legal, "bits of only %ld of %ld were compared", compared, legal);
-        CHECK_SAY(legal * 3 > draws, "only %ld of %ld draws were legal", legal, draws);
+        CHECK_SAY(legal * 3 > draws.done, "only %ld of %ld draws were legal", legal, draws.done);
         CHECK_SAY(overlapped * 16 > legal, "stages of only %ld of %ld overlap", overlapped, legal);
         CHECK_SAY(more * 2 > legal, "only %ld of %ld are more than the plain case", more, legal);
     }

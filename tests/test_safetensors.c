@@ -561,19 +561,12 @@ static void fuzz_verify(const fuzz_file *f, const st_file *got)
     json_decref(root);
 }
 
-static double seconds(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
-}
-
 static void test_fuzz(void)
 {
     static fuzz_file bases[3], f;
     test_rng rng;
     long refused = 0, accepted = 0;
-    double end = seconds() + (double)test_env("UPIPE_FUZZ_SECONDS", 2);
+    double end = test_seconds() + (double)test_env("UPIPE_FUZZ_SECONDS", 2);
     int i, n, fd;
     FILE *file;
     st_file got;
@@ -589,7 +582,7 @@ static void test_fuzz(void)
     bases[2].n = (int)make_file(bases[2].bytes,
                                 "{\"__metadata__\":{\"a\":\"b\"}," T("w", "BF16", "2,1", "0", "4") "}", 4);
     fd = open(path, O_RDWR | O_TRUNC);
-    while (seconds() < end) {
+    while (test_seconds() < end) {
         i = test_below(&rng, 3);
         f = bases[i];
         for (n = 1 + test_below(&rng, 4); n > 0; --n) fuzz_damage(&f, &bases[test_below(&rng, 3)], &rng);

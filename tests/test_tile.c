@@ -423,7 +423,7 @@ static void check_random(uint64_t seed)
 
 static void test_random(void)
 {
-    long draws = test_env("UPIPE_DRAWS", 2000) / 10 + 1, seed = test_env("UPIPE_SEED", 1), i;
+    long draws = test_draws_wanted() / 10 + 1, seed = test_env("UPIPE_SEED", 1), i;
     for (i = 0; i < draws; ++i) {
         long failed = test_failures;
         check_random((uint64_t)(seed + i));

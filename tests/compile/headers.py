@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""headers.py TOP -- every header compiles alone, twice, and in two linked units, as C11, C++17 and CUDA
+"""headers.py TOP [cuda] -- every header compiles alone, twice, and in two linked units, as C11, C++17 and CUDA; no mutable object
 
-For each header under TOP/upipe and each language two units are made: one includes the header first and then again, the
-other includes it once; both are compiled with all warnings as errors and linked. Headers in cpu/ are also read for
-every instruction set that a compiler here has, whether this machine runs it or not. Kernels are C++: alone with the
-emulator's seams, all together with nvcc too. nvcc is slow, so there one unit a header is compiled, and two with all of
-them are linked. Where CUDA or NCCL is missing, the tests' fakes stand for their headers. What a missing compiler or
+For each header under TOP/upipe and each language a unit that includes it first and then again is read with all warnings
+as errors; two units with all of them are compiled and linked. Headers in cpu/ are also read for every instruction set
+that a compiler here has, whether this machine runs it or not. gcc makes code of everything in all of them, for each
+instruction set, and no writable object or visible symbol may be there. Kernels are C++: alone with the emulator's
+seams. With the word cuda nvcc compiles them all, and nothing else does: that takes long. Where CUDA or NCCL is missing, the tests' fakes stand for their headers. What a missing compiler or
 library leaves out is said; it is a failure if no compiler is found at all.
 """
 
@@ -19,9 +19,13 @@ import tempfile
 
 WARNINGS = ['-Wall', '-Wextra', '-Wpedantic', '-Wshadow', '-Wconversion', '-Werror']
 # Without optimization gcc compiles kernels as they ask, with -O3, even if nothing calls them, half a minute a unit. The
-# intrinsics are macros then, with warnings of their own: the instruction sets' units are read, and no code is made.
+# intrinsics are macros then, with warnings of their own: what is read is read as optimized.
 DROP_UNUSED = ['-O1']
-READ_ONLY = ['-fsyntax-only']
+READ_ONLY = ['-O1', '-fsyntax-only']
+# With the macro of ThreadSanitizer kernels don't ask for -O3, which takes long.
+PLAIN = ['-D__SANITIZE_THREAD__']
+# Everything is emitted.
+KEEP = PLAIN + ['-O0', '-w', '-fno-pic', '-fkeep-static-functions', '-fkeep-inline-functions', '-fno-toplevel-reorder']
 # What net/upipe_net_threads.h asks of a host in strict C11 that includes something else first.
 POSIX = ['-D_POSIX_C_SOURCE=200809L']
 # Instruction sets of the headers in cpu/: flags, and the machines they are for.
@@ -95,6 +99,21 @@ def compile_one(label, compiler, flags, suffix, headers, top):
         return label, ok, said
 
 
+def find_objects(label, compiler, flags, suffix, headers, top):
+    """A unit with these headers has no writable object, and nothing that other units see."""
+    with tempfile.TemporaryDirectory() as folder:
+        unit = os.path.join(folder, 'unit' + suffix)
+        with open(unit, 'w', encoding='utf-8') as out:
+            out.write(''.join(f'#include "upipe/{name}"\n' for name in headers))
+        ok, said = run([compiler, *flags, '-I', top, '-c', unit, '-o', unit + '.o'])
+        if not ok:
+            return label, False, said
+        rows = [line.split()[-2:] for line in run(['nm', unit + '.o'])[1].splitlines()]
+        found = [f'a mutable object: {symbol}' for kind, symbol in rows if kind in 'bBdDCsSgGuvV']
+        found += [f'a symbol that other units see: {symbol}' for kind, symbol in rows if kind in 'TRW']
+        return label, not found, '\n'.join(found)
+
+
 def compile_apart(label, top):
     """The CPU table in a C++ unit, used by a C unit that only declares it."""
     with tempfile.TemporaryDirectory() as folder:
@@ -104,7 +123,7 @@ def compile_apart(label, top):
             with open(unit, 'w', encoding='utf-8') as out:
                 out.write(f'{before}#include "upipe/cpu/upipe_cpu.h"\n{after}')
             objects.append(unit + '.o')
-            ok, said = run([compiler, standard, *WARNINGS, *DROP_UNUSED, '-DUPIPE_CPU_DECLARE', '-I', top, '-c', unit,
+            ok, said = run([compiler, standard, *WARNINGS, *DROP_UNUSED, *PLAIN, '-DUPIPE_CPU_DECLARE', '-I', top, '-c', unit,
                             '-o', unit + '.o'])
             if not ok:
                 return label, False, said
@@ -149,32 +168,26 @@ def find_nvcc():
     return None
 
 
-def main():
-    top = os.path.abspath(sys.argv[1])
-    flags_of = find_flags(top)
-    headers = [name for name in find_headers(top) if FOREIGN.get(name, 'cuda') in flags_of]
-    if 'mpi' not in flags_of:
-        print('left out: net/upipe_net_mpi.h, as there is no mpicc that tells where mpi.h is')
-    if 'cblas' not in flags_of:
-        print('left out: cpu/upipe_cpu_cblas.h, as cblas.h is missing')
+def cuda_jobs(headers, flags_of, top):
+    nvcc = find_nvcc()
+    if not nvcc:
+        print('skipped: headers as CUDA, as there is no nvcc that works, on the path or in its usual places')
+        return []
+    real = NVCC_FLAGS + flags_of.get('mpi', [])
+    if not any(os.path.exists(os.path.join(place, 'nccl.h')) for place in NCCL_PLACES):
+        headers = [name for name in headers if name != 'net/upipe_net_nccl.h']
+        print('left out: net/upipe_net_nccl.h as CUDA, as nccl.h is not in its usual places')
+    jobs = [(compile_pair, 'CUDA, nvcc: all headers', nvcc, real, '.cu', headers, top)]
+    for name in headers:
+        if not name.startswith('cuda/') or name in FOREIGN:
+            jobs.append((compile_one, f'CUDA, nvcc: {name}', nvcc, real, '.cu', [name], top))
+    return jobs
+
+
+def host_jobs(headers, flags_of, top):
     host_headers = [name for name in headers if not name.startswith('cuda/') or name in FOREIGN]
     foreign = [flag for flags in flags_of.values() for flag in flags]
     jobs = []
-
-    # The slowest go first.
-    nvcc = find_nvcc()
-    if nvcc:
-        real = NVCC_FLAGS + flags_of.get('mpi', [])
-        if not any(os.path.exists(os.path.join(place, 'nccl.h')) for place in NCCL_PLACES):
-            headers = [name for name in headers if name != 'net/upipe_net_nccl.h']
-            print('left out: net/upipe_net_nccl.h as CUDA, as nccl.h is not in its usual places')
-        jobs.append((compile_pair, 'CUDA, nvcc: all headers', nvcc, real, '.cu', headers, top))
-        for name in headers:
-            if not name.startswith('cuda/') or name in FOREIGN:
-                jobs.append((compile_one, f'CUDA, nvcc: {name}', nvcc, real, '.cu', [name], top))
-    else:
-        print('left out: headers as CUDA, as there is no nvcc that works, on the path or in its usual places')
-
     for name in headers:
         if name not in host_headers and shutil.which('g++'):
             seams = [*flags_of['cuda'], '-I', os.path.join(top, 'tests'), '-DUPIPE_CUDA_SEAMS="simt/seams.h"']
@@ -194,18 +207,41 @@ def main():
             if language in CROSS and (not name.startswith('cpu/') or name in FOREIGN):
                 continue
             for note, (flags, machines) in SIMD.items():
-                if note and not (name.startswith('cpu/') and re.match(machines, machine)):
+                # intrinsics take long to read as C++: there all headers at once
+                if note and not (name.startswith('cpu/') and re.match(machines, machine) and suffix == '.c'):
                     continue
                 flags = flags + flags_of.get(FOREIGN.get(name), [])
-                if note:
-                    jobs.append((compile_one, f'{language}: {name}{note}', compiler,
-                                 standard + WARNINGS + READ_ONLY + flags, suffix, [name], top))
-                else:
-                    jobs.append((compile_pair, f'{language}: {name}', compiler,
-                                 standard + WARNINGS + DROP_UNUSED + flags, suffix, [name], top))
+                jobs.append((compile_one, f'{language}: {name}{note}', compiler,
+                             standard + WARNINGS + READ_ONLY + flags, suffix, [name], top))
+        for note, (flags, machines) in SIMD.items():
+            if note and suffix == '.cpp' and re.match(machines, machine):
+                jobs.append((compile_one, f'{language}: all headers{note}', compiler,
+                             standard + WARNINGS + READ_ONLY + POSIX + foreign + flags, suffix, host_headers, top))
+        if language == 'C11, gcc':
+            for note, (flags, machines) in SIMD.items():
+                if re.match(machines, machine):
+                    jobs.append((find_objects, f'objects of all headers{note}', compiler,
+                                 standard + KEEP + POSIX + foreign + flags, suffix, host_headers, top))
         if language in HOST:
             jobs.append((compile_pair, f'{language}: all headers', compiler,
                          standard + WARNINGS + DROP_UNUSED + POSIX + foreign, suffix, host_headers, top))
+    return jobs
+
+
+def main():
+    top = os.path.abspath(sys.argv[1])
+    flags_of = find_flags(top)
+    headers = [name for name in find_headers(top) if FOREIGN.get(name, 'cuda') in flags_of]
+    if 'mpi' not in flags_of:
+        print('left out: net/upipe_net_mpi.h, as there is no mpicc that tells where mpi.h is')
+    if 'cblas' not in flags_of:
+        print('left out: cpu/upipe_cpu_cblas.h, as cblas.h is missing')
+    if sys.argv[2:] == ['cuda']:
+        jobs = cuda_jobs(headers, flags_of, top)
+        if not jobs:
+            return 77
+    else:
+        jobs = host_jobs(headers, flags_of, top)
 
     failed = 0
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -327,65 +327,90 @@ static void say_case(const oracle_attn *t, int layout)
 typedef struct answers {
     double *q, *k, *v, *dout, *o, *lse, *dq, *dk, *dv;
     values naive[NAIVE_WAYS];
+    int ways; /* that were run: more are only where these leave too little buffer */
 } answers;
+
+/* One more naive run. */
+static void answers_more(answers *x, const oracle_attn *t, const values *in)
+{
+    oracle_attn plain = *t;
+    values *n = &x->naive[x->ways];
+    *n = values_make(t);
+    plain.naive = x->ways++ | NAIVE_NARROW;
+    naive_attn_fwd(&plain, storage, in->q, in->k, in->v, n->o, n->lse);
+    naive_attn_bwd(&plain, storage, in->q, in->k, in->v, in->dout, n->o, n->lse, n->dq, n->dk, n->dv);
+}
 
 static answers answers_make(const oracle_attn *t, const values *in)
 {
-    oracle_attn plain = *t;
     answers x;
-    int way;
     x.q = doubles(in->q, q_count(t)), x.dq = doubles(NULL, q_count(t));
     x.k = doubles(in->k, k_count(t)), x.dk = doubles(NULL, k_count(t));
     x.v = doubles(in->v, v_count(t)), x.dv = doubles(NULL, v_count(t));
     x.dout = doubles(in->dout, o_count(t)), x.o = doubles(NULL, o_count(t));
     x.lse = doubles(NULL, t->sq * t->h);
+    x.ways = 0;
     oracle_attn_fwd(t, x.q, x.k, x.v, x.o, x.lse);
     oracle_attn_bwd(t, x.q, x.k, x.v, x.dout, x.o, x.lse, x.dq, x.dk, x.dv);
-    for (way = 0; way < NAIVE_WAYS; ++way) {
-        values *n = &x.naive[way];
-        *n = values_make(t);
-        plain.naive = way | NAIVE_NARROW;
-        naive_attn_fwd(&plain, storage, in->q, in->k, in->v, n->o, n->lse);
-        naive_attn_bwd(&plain, storage, in->q, in->k, in->v, in->dout, n->o, n->lse, n->dq, n->dk, n->dv);
-    }
+    answers_more(&x, t, in);
     return x;
 }
 
 static void answers_free(answers *x)
 {
-    int way;
-    for (way = 0; way < NAIVE_WAYS; ++way) values_free(&x->naive[way]);
+    while (x->ways > 0) values_free(&x->naive[--x->ways]);
     free(x->q), free(x->k), free(x->v), free(x->dout), free(x->o), free(x->lse);
     free(x->dq), free(x->dk), free(x->dv);
 }
 
-static void check_answers(const oracle_attn *t, const values *got, const answers *x)
+static void check_answers(const oracle_attn *t, const values *in, const values *got, answers *x)
 {
-#define CLOSE(tensor, count)                                                     \
-    do {                                                                         \
-        const float *runs[NAIVE_WAYS];                                           \
-        int way;                                                                 \
-        for (way = 0; way < NAIVE_WAYS; ++way) runs[way] = x->naive[way].tensor; \
-        CHECK_CLOSE(got->tensor, runs, NAIVE_WAYS, x->tensor, count, #tensor);   \
-    } while (0)
-    CLOSE(o, o_count(t));
-    CLOSE(lse, t->sq * t->h);
-    CLOSE(dq, q_count(t));
-    CLOSE(dk, k_count(t));
-    CLOSE(dv, v_count(t));
-#undef CLOSE
+    const struct {
+        const char *name;
+        const float *got;
+        const double *want;
+        int64_t count;
+    } all[] = {{"o", got->o, x->o, o_count(t)},
+               {"lse", got->lse, x->lse, t->sq * t->h},
+               {"dq", got->dq, x->dq, q_count(t)},
+               {"dk", got->dk, x->dk, k_count(t)},
+               {"dv", got->dv, x->dv, v_count(t)}};
+    size_t i;
+    for (i = 0; i < sizeof all / sizeof *all; ++i)
+        for (;;) {
+            const float *runs[NAIVE_WAYS];
+            tolerance_error naive, own;
+            double floor;
+            int way;
+            for (way = 0; way < x->ways; ++way) {
+                const values *n = &x->naive[way];
+                const float *of[] = {n->o, n->lse, n->dq, n->dk, n->dv};
+                runs[way] = of[i];
+            }
+            naive = tolerance_naive(runs, x->ways, all[i].want, all[i].count);
+            /* the bound only grows with more runs */
+            if (x->ways < NAIVE_WAYS &&
+                !tolerance_holds(all[i].got, naive, all[i].want, all[i].count, &own, &floor)) {
+                answers_more(x, t, in);
+                continue;
+            }
+            CHECK_CLOSE_TO(all[i].got, naive, all[i].want, all[i].count, all[i].name);
+            break;
+        }
 }
 
 static void check_case(const oracle_attn *t, int layout, const values *in)
 {
     values got = values_make(t);
-    answers x = answers_make(t, in);
     long failed = test_failures;
     run_kernels(t, layout, t->h, in, &got);
-    check_answers(t, &got, &x);
+    if (compares()) {
+        answers x = answers_make(t, in);
+        check_answers(t, in, &got, &x);
+        answers_free(&x);
+    }
     if (test_failures != failed) say_case(t, layout);
     values_free(&got);
-    answers_free(&x);
 }
 
 static oracle_attn shape(int64_t sq, int64_t sk, int h, int hkv, int d, int causal, int64_t q_pos,
@@ -457,7 +482,7 @@ static void check_merge(const oracle_attn *t, upipe_dtype o_dtype, int layout, i
     for (p = 0; p < parts; first += lengths[p++]) {
         int64_t at = first * t->hkv * t->d, v_at = first * t->hkv * oracle_v_dim(t);
         oracle_attn piece = piece_of(t, first, lengths[p]);
-        for (way = 0; way < NAIVE_WAYS; ++way) {
+        for (way = 0; way < NAIVE_WAYS && compares(); ++way) {
             piece.naive = way | NAIVE_NARROW;
             naive_attn_fwd(&piece, storage, in->q, in->k + at, in->v + v_at, part.o, part.lse);
             naive_merge(t, o_dtype, naive[way].o, naive[way].lse, part.o, part.lse);
@@ -475,9 +500,11 @@ static void check_merge(const oracle_attn *t, upipe_dtype o_dtype, int layout, i
     CHECK_INT(first, t->sk);
     tensor_read(&at_q, NULL), tensor_read(&at_o, got.o), tensor_read(&at_lse, got.lse);
     tensor_read(&sinks, NULL);
-    oracle_attn_fwd(t, q, k, v, o, lse);
-    CHECK_CLOSE(got.o, runs_o, NAIVE_WAYS, o, nq, "o, merged");
-    CHECK_CLOSE(got.lse, runs_lse, NAIVE_WAYS, lse, rows, "lse, merged");
+    if (compares()) {
+        oracle_attn_fwd(t, q, k, v, o, lse);
+        CHECK_CLOSE(got.o, runs_o, NAIVE_WAYS, o, nq, "o, merged");
+        CHECK_CLOSE(got.lse, runs_lse, NAIVE_WAYS, lse, rows, "lse, merged");
+    }
     values_free(&got), values_free(&part);
     for (way = 0; way < NAIVE_WAYS; ++way) values_free(&naive[way]);
     free(q), free(k), free(v), free(o), free(lse), free(cu_seqlens);

@@ -96,4 +96,26 @@ __attribute__((unused)) static void device_free(device *d, void *p)
     DEVICE_CHECK(cudaFree(p));
 }
 
+/* Whether a run that looks for races, or for other bits under other schedules, takes a share of the shapes: as few as
+ * reach every kernel, and every way in which its threads and blocks wait for one another. UPIPE_FULL=1 takes all. */
+__attribute__((unused)) static int brief(void)
+{
+#ifdef WATCHED_TESTS
+    return test_env("UPIPE_FULL", 0) == 0;
+#else
+    return test_env("TEST_BRIEF", 0) != 0 && test_env("UPIPE_FULL", 0) == 0;
+#endif
+}
+
+/* Whether results are held to f64. Where every access is watched it is the accesses that count, and where only the
+ * digest of all results does (TEST_DIGEST=1) a run whose digest is the same has compared them. */
+__attribute__((unused)) static int compares(void)
+{
+#ifdef WATCHED_TESTS
+    return 0;
+#else
+    return test_env("TEST_DIGEST", 0) == 0;
+#endif
+}
+
 #endif

@@ -99,7 +99,7 @@ static void check_case(const oracle_attn *t, uint64_t seed, int64_t keys)
     upipe_attn a;
     test_rng r = {seed};
     long failed = test_failures;
-    int way;
+    int way, ways = 0;
     for (i = 0; i < nq; ++i) dq[i] = (double)(q[i] = naive_store(UPIPE_BF16, (float)test_normal(&r)));
     for (i = 0; i < nk; ++i) dk[i] = (double)(k[i] = naive_store(UPIPE_BF16, (float)test_normal(&r)));
     for (i = 0; i < nk; ++i) dv[i] = (double)(v[i] = naive_store(UPIPE_BF16, (float)test_normal(&r)));
@@ -119,20 +119,30 @@ static void check_case(const oracle_attn *t, uint64_t seed, int64_t keys)
     take(a.lse, lse);
     device_free(&dev, a.q.data), device_free(&dev, a.k.data), device_free(&dev, a.v.data);
     seen.sk = keys;
-    oracle_attn_fwd(&seen, dq, dk, dv, want_o, want_lse);
-    for (way = 0; way < NAIVE_WAYS; ++way) {
+    if (compares()) oracle_attn_fwd(&seen, dq, dk, dv, want_o, want_lse);
+    for (way = 0; way < NAIVE_WAYS && compares(); ++way) {
+        tolerance_error own, of_o, of_lse;
+        double floor;
         runs_o[way] = naive_o[way] = (float *)buf((size_t)nq * 4);
         runs_lse[way] = naive_lse[way] = (float *)buf((size_t)rows * 4);
         seen.naive = way | NAIVE_NARROW;
         naive_attn_fwd(&seen, UPIPE_BF16, q, k, v, naive_o[way], naive_lse[way]);
+        of_o = tolerance_naive(runs_o, way + 1, want_o, nq);
+        of_lse = tolerance_naive(runs_lse, way + 1, want_lse, rows);
+        ways = way + 1;
+        /* the bounds only grow with more runs */
+        if (ways < NAIVE_WAYS && !(tolerance_holds(o, of_o, want_o, nq, &own, &floor) &&
+                                   tolerance_holds(lse, of_lse, want_lse, rows, &own, &floor)))
+            continue;
+        CHECK_CLOSE_TO(o, of_o, want_o, nq, "o");
+        CHECK_CLOSE_TO(lse, of_lse, want_lse, rows, "lse");
+        break;
     }
-    CHECK_CLOSE(o, runs_o, NAIVE_WAYS, want_o, nq, "o");
-    CHECK_CLOSE(lse, runs_lse, NAIVE_WAYS, want_lse, rows, "lse");
     if (test_failures != failed)
         fprintf(stderr, "  sq %lld sk %lld h %d hkv %d d %d causal %d q_pos %lld k_pos %lld\n",
                 (long long)t->sq, (long long)t->sk, t->h, t->hkv, t->d, t->causal, (long long)t->q_pos,
                 (long long)t->k_pos);
-    for (way = 0; way < NAIVE_WAYS; ++way) free(naive_o[way]), free(naive_lse[way]);
+    for (way = 0; way < ways; ++way) free(naive_o[way]), free(naive_lse[way]);
     free(q), free(k), free(v), free(o), free(lse);
     free(dq), free(dk), free(dv), free(want_o), free(want_lse);
 }
@@ -159,7 +169,8 @@ static void test_edges(void)
     for (i = 0; i < 3; ++i)
         for (j = 0; j < 8; ++j) {
             oracle_attn t = shape(queries[(i + j) % 7], keys[j], 1, 1, dims[i], j % 2, keys[j] / 2, 0);
-            check_case(&t, ++seed, t.sk);
+            ++seed;
+            if (!brief() || j % 3 == i) check_case(&t, seed, t.sk);
         }
 }
 
@@ -173,7 +184,7 @@ static void test_items(void)
     };
     /* clang-format on */
     size_t i;
-    for (i = 0; i < sizeof cases / sizeof *cases; ++i) {
+    for (i = 0; i < sizeof cases / sizeof *cases; i += brief() ? 2 : 1) {
         const int64_t *x = cases[i];
         oracle_attn t = shape(x[0], x[1], (int)x[3], (int)x[4], (int)x[2], (int)x[5], x[6], 0);
         check_case(&t, 200 + i, t.sk);
@@ -225,7 +236,7 @@ int main(void)
     if (dev.cuda.capability / 10 == 9) {
         test_edges();
         test_items();
-        test_sections();
+        if (!brief()) test_sections(); /* an order of items, and much memory */
         test_left_to_others();
     } else
         printf("device of compute capability %d.%d: nothing to test\n", dev.cuda.capability / 10,

@@ -72,6 +72,7 @@ static void test_long(void)
         values in;
         t.window = x[2];
         if (x[5] > 0) t.cu_seqlens = gaps, t.cu_seqlens_n = x[5];
+        if (brief() && i % 2 == 0) continue;
         in = inputs_make(&t, &r, 1);
         check_case(&t, (int)i % LAYOUTS, &in);
         values_free(&in);
@@ -130,7 +131,7 @@ static void draw_masks(test_rng *r, oracle_attn *t, int64_t *cu_seqlens, float *
 static void test_random(void)
 {
     static const int groups[][2] = {{1, 1}, {2, 2}, {2, 1}, {4, 2}, {3, 1}, {6, 2}};
-    long seed = test_env("UPIPE_SEED", 1), draws = 8 + test_env("UPIPE_DRAWS", 2000) / 2000, i;
+    long seed = test_env("UPIPE_SEED", 1), draws = brief() ? 3 : 8 + test_env("UPIPE_DRAWS", 2000) / 2000, i;
     for (i = 0; i < draws; ++i) {
         test_rng r = {(uint64_t)(seed + i) * 7919};
         const int *g = groups[test_below(&r, 6)];
@@ -156,7 +157,6 @@ static void check_merge_bwd(const oracle_attn *t, int layout, const values *in, 
                             int parts)
 {
     values all = values_make(t), got = values_make(t);
-    answers x = answers_make(t, in);
     int64_t *cu_seqlens = cu_seqlens_alloc(t), first = 0;
     tensor q, k, v, dout, o, lse, delta, dq, dk, dv, sinks, dsinks;
     upipe_attn_grad g;
@@ -197,9 +197,12 @@ static void check_merge_bwd(const oracle_attn *t, int layout, const values *in, 
     /* o and lse were not computed here */
     memcpy(got.o, all.o, (size_t)o_count(t) * 4), memcpy(got.lse, all.lse, (size_t)(t->sq * t->h) * 4);
     CHECK_BYTES(got.dsinks, all.dsinks, t->h * 4);
-    check_answers(t, &got, &x);
+    if (compares()) {
+        answers x = answers_make(t, in);
+        check_answers(t, in, &got, &x);
+        answers_free(&x);
+    }
     values_free(&all), values_free(&got);
-    answers_free(&x);
     free(cu_seqlens);
 }
 
@@ -363,11 +366,12 @@ int main(void)
         storage = i == 0 ? UPIPE_BF16 : UPIPE_F32;
         test_long();
         test_many_documents();
-        test_wide_masks();
         test_one_key();
+        test_random();
+        if (brief()) break;
+        test_wide_masks();
         test_far_keys();
         test_far_documents();
-        test_random();
         if (BRIEF) break; /* the same code with other numbers, and loops that test_cuda_attn has in f32 too */
         test_alone();
         test_parts();

@@ -17,6 +17,8 @@ TOP = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))
 MODEL = ('--layers 2 --model-dim 64 --heads 4 --kv-heads 2 --ff-dim 64 --tokens 64 --ranks 2 --steps 3 --batch 1 '
          '--sample 0 --lr 1e-3 --warmup 0').split()
 
+HANGS = 600  # seconds: ten times and more what the slowest program takes on an idle machine
+
 checks = failures = 0
 
 
@@ -31,7 +33,7 @@ def check(ok, sentence):
 
 def run(name, *args, **fake):
     """A program of the fake device; fake: FAKE_SEED and so on."""
-    return subprocess.run([os.path.join(FOLDER, 'fake_' + name), *args], capture_output=True, text=True, timeout=200,
+    return subprocess.run([os.path.join(FOLDER, 'fake_' + name), *args], capture_output=True, text=True, timeout=HANGS,
                           check=False, env={**os.environ, **{key: str(value) for key, value in fake.items()}})
 
 
@@ -168,7 +170,7 @@ def test_bench():
     with tempfile.TemporaryDirectory() as folder:
         flags = ['--quick', '--program', os.path.join(FOLDER, 'fake_gpu'), '--results', folder]
         done = subprocess.run([sys.executable, script, *flags, *stages, 'chart'], capture_output=True, text=True,
-                              timeout=250, check=False)
+                              timeout=HANGS, check=False)
         if not check(done.returncode == 0, f'gpu.py: {done.returncode}: {done.stderr[-800:]}'):
             return
         figures = {}
@@ -191,11 +193,11 @@ def test_bench():
         check({made['transport'] for made in figures['exchange']} == {'threads', 'peer'}, str(figures['exchange']))
         check('gpu_roofline.png' in done.stderr or 'matplotlib is not installed' in done.stderr, done.stderr[-300:])
         # a device that fails is a sentence and a status, and nothing is kept
-        done = subprocess.run([sys.executable, script, *flags, 'roofline'], capture_output=True, text=True, timeout=60,
+        done = subprocess.run([sys.executable, script, *flags, 'roofline'], capture_output=True, text=True, timeout=HANGS,
                               check=False, env={**os.environ, 'FAKE_FAIL': '1s'})
         check(done.returncode == 1 and 'there is no CUDA device to test and measure on (gpu: ' in done.stderr,
               done.stderr)
-        done = subprocess.run([sys.executable, script, *flags, 'bread'], capture_output=True, text=True, timeout=60,
+        done = subprocess.run([sys.executable, script, *flags, 'bread'], capture_output=True, text=True, timeout=HANGS,
                               check=False)
         check(done.returncode == 2 and 'no such stage: bread' in done.stderr, done.stderr)
 

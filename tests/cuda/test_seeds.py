@@ -2,7 +2,8 @@
 """test_seeds.py PROGRAM... -- results of the emulated kernels have the same bits under every schedule
 
 Each program prints a digest of all that it computed; with other orders of threads, blocks, copies and streams it must be
-the same, and no check may fail.
+the same, and no check may fail. The second run leaves out what has the same outcome where the digest is the same. All take
+a share of their shapes; with UPIPE_FULL=1 every one.
 """
 
 import os
@@ -10,7 +11,8 @@ import re
 import subprocess
 import sys
 
-ORDERS = [{'SIMT_SEED': '5', 'FAKE_SEED': '11'}, {'SIMT_SEED': '3', 'SIMT_EAGER': '1', 'FAKE_EAGER': '1', 'SIMT_THREADS': '1'}]
+ORDERS = [{'SIMT_SEED': '5', 'FAKE_SEED': '11'},
+          {'SIMT_SEED': '3', 'SIMT_EAGER': '1', 'FAKE_EAGER': '1', 'SIMT_THREADS': '1', 'TEST_DIGEST': '1'}]
 
 
 def main():
@@ -18,7 +20,7 @@ def main():
     for program in sys.argv[1:]:
         seen = {}
         for order in ORDERS:
-            done = subprocess.run([program], capture_output=True, text=True, check=False, env={**os.environ, **order})
+            done = subprocess.run([program], capture_output=True, text=True, check=False, env={**os.environ, 'TEST_BRIEF': '1', **order})
             digest = re.search(r'digest ([0-9a-f]+)', done.stdout)
             if done.returncode != 0 or not digest:
                 print(f'{os.path.basename(program)} {order}: status {done.returncode}\n{done.stderr}')

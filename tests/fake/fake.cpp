@@ -24,7 +24,8 @@ namespace
 {
 
 /* A mapping of its own for every allocation. What lies before and behind the bytes, up to 255 of them, stays
- * 0xff, and then comes a page that nobody can touch. */
+ * 0xff, and then comes a page that nobody can touch. All begin as private views of one file of 0xff: pages that
+ * nobody has touched cost nothing when the memory is opened and closed. */
 struct block {
     char *map, *p;
     size_t map_bytes, bytes;
@@ -53,6 +54,8 @@ struct state {
     std::map<uintptr_t, block> blocks; /* by p */
     std::deque<block> freed;
     size_t live[2] = {0, 0}, peak = 0, limit, of_device[FAKE_DEVICES] = {};
+    int blank = -1; /* the file of 0xff */
+    size_t blank_bytes = 0;
     bool open = false;
     uint64_t closings = 0;
     struct sigaction fault_before;
@@ -448,6 +451,21 @@ void fake_open()
         if (b.second.place == FAKE_DEVICE) protect(b.second, PROT_READ | PROT_WRITE);
 }
 
+/* At least so many bytes of 0xff in the file. */
+static bool make_blank(state &g, size_t bytes)
+{
+    static char full[1 << 16];
+    if (g.blank < 0) g.blank = memfd_create("fake", MFD_CLOEXEC);
+    if (g.blank < 0) fake_finding("memfd_create: %s", strerror(errno));
+    memset(full, 0xff, sizeof full);
+    while (g.blank_bytes < bytes) {
+        ssize_t n = pwrite(g.blank, full, sizeof full, (off_t)g.blank_bytes);
+        if (n <= 0 || n % (ssize_t)page != 0) return false;
+        g.blank_bytes += (size_t)n;
+    }
+    return true;
+}
+
 void *fake_alloc(size_t bytes, fake_place place)
 {
     state &g = all();
@@ -456,13 +474,14 @@ void *fake_alloc(size_t bytes, fake_place place)
     if (place == FAKE_DEVICE && (bytes > g.limit || g.of_device[this_device] > g.limit - bytes)) return NULL;
     if (rounded < bytes) return NULL;
     b.map_bytes = (rounded + page - 1) / page * page + page;
-    b.map = (char *)mmap(NULL, b.map_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (!make_blank(g, b.map_bytes - page)) return NULL;
+    b.map = (char *)mmap(NULL, b.map_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (b.map == (char *)MAP_FAILED) return NULL;
+    if (b.map_bytes > page &&
+        mmap(b.map, b.map_bytes - page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, g.blank, 0) != b.map)
+        fake_finding("mmap: %s", strerror(errno));
     /* where a thread's stack was before, AddressSanitizer may still think so */
     if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(b.map, b.map_bytes);
-    memset(b.map, 0xff, b.map_bytes - page);
-    if (mprotect(b.map + b.map_bytes - page, page, PROT_NONE) != 0)
-        fake_finding("mprotect: %s", strerror(errno));
     b.p = b.map + b.map_bytes - page - rounded;
     b.bytes = bytes;
     b.place = place;
@@ -491,9 +510,11 @@ void fake_release(void *p, fake_place place, const char *who)
     if (!g.dead) fake_drain(at->second.device, who);
     block b = g.blocks[(uintptr_t)p];
     protect(b, PROT_READ | PROT_WRITE);
-    for (char *c = b.map; c < b.map + b.map_bytes - page; ++c)
-        if ((c < b.p || c >= b.p + b.bytes) && (unsigned char)*c != 0xff)
+    for (char *c = b.map; c < b.map + b.map_bytes - page; ++c) {
+        if (c == b.p) c += b.bytes;
+        if (c < b.map + b.map_bytes - page && (unsigned char)*c != 0xff)
             fake_finding("%s: byte %td of an allocation of %zu was written", who, c - b.p, b.bytes);
+    }
     g.blocks.erase((uintptr_t)p);
     g.live[place] -= b.bytes;
     if (place == FAKE_DEVICE) g.of_device[b.device] -= b.bytes;

@@ -73,6 +73,25 @@ static void test_lazy(void)
     CHECK(fake_check_clean());
 }
 
+/* Pages that nobody has touched are as new as those beside them, in this memory and in the next. */
+static void test_untouched(void)
+{
+    enum { LARGE = 1 << 22 };
+    char *dev = NULL;
+    int round;
+    for (round = 0; round < 2; ++round) {
+        dev = (char *)device_buf(LARGE);
+        OK(cudaMemset(dev + LARGE / 2, 0, 4));
+        OK(cudaDeviceSynchronize());
+        CHECK_INT(peek(dev + LARGE / 2), 0);
+        CHECK_INT(peek(dev + LARGE / 2 + 4), -1);
+        CHECK_INT(peek(dev), -1);
+        CHECK_INT(peek(dev + LARGE - 4), -1);
+        OK(cudaFree(dev));
+    }
+    CHECK(fake_check_clean());
+}
+
 static void test_legacy(void)
 {
     cudaStream_t blocking, apart = stream_new();
@@ -690,6 +709,7 @@ int main(void)
     uint64_t seed;
     fake_seed(0);
     test_lazy();
+    test_untouched();
     test_legacy();
     test_findings();
     fake_engine_calls();

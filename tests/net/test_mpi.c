@@ -253,7 +253,7 @@ static void test_random(int64_t message)
     k->team.message = message;
     k->seed = (uint64_t)test_env("UPIPE_SEED", 1) + (uint64_t)message;
     rng.state = k->seed + (uint64_t)k->rank * 1000003;
-    for (round = 0; round < (int)(18 + test_env("UPIPE_DRAWS", 2000) / 1000); ++round) {
+    for (round = 0; round < (int)(18 + test_draws_wanted() / 1000); ++round) {
         int n = 0, first = test_below(&rng, ranks), sends_first = test_below(&rng, 2);
         size_t send_at = 0, recv_at = 0;
         memset(recv, 0xee, words * sizeof *recv);

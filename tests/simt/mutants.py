@@ -1,19 +1,20 @@
 #!/usr/bin/env python3
-"""mutants.py TOP [WORD] -- every bug of mutants.txt, planted in a copy of the kernels, must fail a test
+"""mutants.py TOP BUILD [WORD] -- bugs of mutants.txt, planted in a copy of the kernels, must fail a test
 
-One header is changed at a time, compiled alone, and takes the place of its entries in the table; then a test program
-runs. It must print a line on stderr, which is a failed check or a finding of the emulator, or end otherwise than with
-0, or hang. The programs must pass with the kernels as they are, which is tried where all bugs or chosen ones are: the
-suite simt does it anyway. A line a bug, then "N mutants, N caught";
-the status is zero if all were caught.
+BUILD is meson's folder of tests/cuda, from which tests, fakes and tables are taken as they are compiled there. One header
+is changed at a time, compiled alone, and takes the place of its entries in the table; then a test program runs. It must
+print a line on stderr, which is a failed check or a finding of the emulator, or end otherwise than with 0, or hang. The
+programs must pass with the kernels as they are, which is tried where all bugs or chosen ones are: the suite simt does it
+anyway. A line a bug, then how many ran, and the seconds; the status is zero if all that ran were caught.
 
-With a WORD only bugs whose text has it are tried. Otherwise every fifth one, beginning with one of the first five as the
-commit has it; with UPIPE_MUTANTS=all all of them.
+With a WORD bugs whose text has it are tried. Otherwise one of every kernel, and then others as long as
+UPIPE_MUTANTS_SECONDS (60) last, in an order that the commit says; with UPIPE_MUTANTS=all all of them.
 """
 
 import concurrent.futures
 import glob
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -22,18 +23,12 @@ import tempfile
 import threading
 import time
 
-SHARE = 5  # one of so many mutants in a run: all of them take longer than all other tests of the kernels
 PATIENCE = 600  # seconds for a run that may hang; an original that passes takes a minute on an idle machine
-CC, CXX = os.environ.get('CC', 'gcc'), os.environ.get('CXX', 'g++')
-C_FLAGS = ['-std=c11', '-D_POSIX_C_SOURCE=200809L', '-O1', '-g1']
+CXX = os.environ.get('CXX', 'g++')
 CXX_FLAGS = ['-std=c++17', '-D_GNU_SOURCE', '-O1', '-g1', '-Wno-psabi', '-DUPIPE_CUDA_SEAMS="simt/seams.h"']
 BUILDS = {'': [], 'race': ['-fsanitize=thread', '-DSIMT_RACE']}
-TESTS = {'': [], 'race': ['-DBRIEF_TESTS']}
+TABLES = {'': 'libemulated_table.a.p', 'race': 'librace_table.a.p'}
 
-# The whole table, unchanged, under another name.
-BASE = '''#include "upipe/cuda/upipe_cuda.h"
-UPIPE_EXPORT_OPS(base_cuda_ops, upipe_cuda_ops)
-'''
 # The table with the entries of one header, or of those that include it.
 UNIT = '''{includes}
 extern "C" void base_cuda_ops(upipe_ops *ops, upipe_cuda *device);
@@ -105,12 +100,13 @@ def check_places(top, mutants):
 
 
 class Workshop:
-    """What all mutants share: compiled tests, fakes and tables, in a scratch folder."""
+    """What all mutants share: compiled tests, fakes and tables."""
 
-    def __init__(self, top, scratch):
-        self.top, self.scratch = top, scratch
-        self.objects = {}
-        self.fakes = sorted(glob.glob(os.path.join(top, 'tests', 'fake', 'fake*.cpp')))
+    def __init__(self, top, built, scratch):
+        self.top, self.built, self.scratch = top, built, scratch
+        self.base = {}
+        fakes = os.path.join(built, 'libfake.a.p')
+        self.fakes = [os.path.join(fakes, name) for name in sorted(os.listdir(fakes)) if name.endswith('.o')]
         with open(os.path.join(top, 'upipe', 'cuda', 'upipe_cuda.h'), encoding='utf-8') as source:
             table = re.findall(r'ops->(\w+) = (\w+);', source.read())
         self.entries = {}  # of the table, by the header that defines them
@@ -137,26 +133,20 @@ class Workshop:
     def includes(self, first):
         return [f'-I{first}'] + [f'-I{os.path.join(self.top, *path)}' for path in ((), ('tests',), ('tests', 'fake'))]
 
-    def compile(self, source, flags, output, first=None):
-        compiler = [CC, *C_FLAGS] if source.endswith('.c') else [CXX, *CXX_FLAGS]
-        run([*compiler, *flags, *self.includes(first or self.top), '-c', source, '-o', output], source)
+    def compile(self, source, flags, output, first):
+        run([CXX, *CXX_FLAGS, *flags, *self.includes(first), '-c', source, '-o', output], source)
 
-    def prepare(self, pool, mutants):
-        """Compiles what is the same for every mutant."""
-        base = os.path.join(self.scratch, 'base.cpp')
-        with open(base, 'w', encoding='utf-8') as out:
-            out.write(BASE)
-        wanted = {('fake', os.path.basename(path)): (path, []) for path in self.fakes}
-        for mutant in mutants:
-            test = os.path.join(self.top, 'tests', 'cuda', f'test_cuda_{mutant.program}.c')
-            wanted['test', mutant.program, mutant.build] = (test, TESTS[mutant.build])
-            wanted['base', mutant.build] = (base, BUILDS[mutant.build])
-        jobs = []
-        for number, (key, (source, flags)) in enumerate(sorted(wanted.items(), reverse=True)):
-            self.objects[key] = os.path.join(self.scratch, f'shared{number}.o')
-            jobs.append(pool.submit(self.compile, source, flags, self.objects[key]))
-        for job in jobs:
-            job.result()
+    def prepare(self, mutants):
+        """The whole tables, unchanged, under another name."""
+        for build in {mutant.build for mutant in mutants}:
+            whole = os.path.join(self.built, TABLES[build], 'table.cpp.o')
+            self.base[build] = os.path.join(self.scratch, f'base{build}.o')
+            run(['objcopy', '--redefine-sym', 'device_cuda_ops=base_cuda_ops', whole, self.base[build]], whole)
+
+    def test_object(self, mutant):
+        name = f'test_cuda_{mutant.program}'
+        folder = f'{name}_race.p' if mutant.build else f'{name}.p'
+        return os.path.join(self.built, folder, f'{name}.c.o')
 
     def build(self, name, mutant, change):
         """The test program with the mutant's header compiled anew, changed or not."""
@@ -177,9 +167,8 @@ class Workshop:
                                                   for name in mine for entry, function in self.entries[name])))
         self.compile(unit, BUILDS[mutant.build], unit + '.o', place)
         program = os.path.join(place, 'program')
-        fakes = [path for key, path in self.objects.items() if key[0] == 'fake']
-        run([CXX, self.objects['test', mutant.program, mutant.build], unit + '.o',
-             self.objects['base', mutant.build], *fakes, '-pthread', '-lm', '-o', program], name)
+        run([CXX, self.test_object(mutant), unit + '.o', self.base[mutant.build], *self.fakes, '-pthread', '-lm', '-o',
+             program], name)
         return program
 
 
@@ -228,29 +217,46 @@ def commit(top):
     return int(done.stdout, 16) if done.returncode == 0 else 0
 
 
+def in_order(mutants, seed):
+    """Shuffled, one of every kernel first; and how many those are."""
+    mutants = random.Random(seed).sample(mutants, len(mutants))
+    first = {}
+    for mutant in mutants:
+        first.setdefault(mutant.header, mutant)
+    chosen = list(first.values())
+    return chosen + [mutant for mutant in mutants if mutant not in chosen], len(chosen)
+
+
 def main():
-    top = os.path.abspath(sys.argv[1])
-    word = sys.argv[2] if len(sys.argv) > 2 else ''
+    top, built = os.path.abspath(sys.argv[1]), os.path.abspath(sys.argv[2])
+    word = sys.argv[3] if len(sys.argv) > 3 else ''
+    began = time.monotonic()
     mutants = [mutant for mutant in read_list(os.path.join(os.path.dirname(os.path.abspath(__file__)), 'mutants.txt'))
                if word in f'{mutant.header} {mutant.test} {mutant.bug}']
-    share = not word and os.environ.get('UPIPE_MUTANTS') != 'all'
-    if share:
-        first = commit(top) % SHARE
-        print(f'every fifth of {len(mutants)} mutants, from number {first + 1} on; UPIPE_MUTANTS=all takes all')
-        mutants = mutants[first::SHARE]
-    caught = 0
+    every = word != '' or os.environ.get('UPIPE_MUTANTS') == 'all'
+    mutants, floor = in_order(mutants, commit(top))
+    budget = float('inf') if every else float(os.environ.get('UPIPE_MUTANTS_SECONDS') or 60)
+    ran, survived = 0, 0
     scratch = tempfile.mkdtemp(prefix='mutants')
     try:
         check_places(top, mutants)
+        shop = Workshop(top, built, scratch)
+        shop.prepare(mutants)
+
+        def try_in_time(number, mutant):
+            late = number >= floor and time.monotonic() - began >= budget
+            return mutant, not late, None if late else try_mutant(shop, mutant)
+
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            shop = Workshop(top, scratch)
-            shop.prepare(pool, mutants)
-            originals = {} if share else {mutant.test: mutant for mutant in mutants}
+            originals = {mutant.test: mutant for mutant in mutants} if every else {}
             checks = [pool.submit(try_original, shop, mutant) for mutant in originals.values()]
-            jobs = {pool.submit(try_mutant, shop, mutant): mutant for mutant in mutants}
+            jobs = [pool.submit(try_in_time, *numbered) for numbered in enumerate(mutants)]
             for job in concurrent.futures.as_completed(jobs):
-                mutant, line = jobs[job], job.result()
-                caught += line is not None
+                mutant, tried, line = job.result()
+                if not tried:
+                    continue
+                ran += 1
+                survived += line is None
                 print(f'{mutant.number:3} {"caught" if line else "SURVIVED"}  {mutant.header[11:-2]}: {mutant.bug}'
                       f'  [{line or mutant.test + " passed"}'[:200] + ']', flush=True)
             for check in checks:
@@ -260,8 +266,9 @@ def main():
         return 1
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    print(f'{len(mutants)} mutants, {caught} caught')
-    return 0 if mutants and caught == len(mutants) else 1
+    print(f'mutants: {ran} run of {len(mutants)}, {floor} kernels, '
+          f'{f"{survived} SURVIVED" if survived else "all caught"}, {time.monotonic() - began:.0f} s')
+    return 0 if ran >= floor > 0 and not survived else 1
 
 
 if __name__ == '__main__':

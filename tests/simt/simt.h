@@ -582,8 +582,9 @@ SIMT_QUIET inline void simt_start_fiber(simt_block *b, unsigned thread)
     f->warp = thread / SIMT_WARP;
     f->copies_end = &f->copies;
     f->bulk_end = &f->bulk;
-    frame =
-        (void **)(f->stack + SIMT_STACK - 64) - 1; /* the return address of a function that never returns */
+    /* Their tops lie at different places in a page: else all of them would share a few lines of the cache. Last
+     * the return address of a function that never returns. */
+    frame = (void **)(f->stack + SIMT_STACK - 64 - thread % 32 * 448) - 1;
     *frame = NULL;
     frame -= SIMT_FRAME;
     memset(frame, 0, SIMT_FRAME * sizeof *frame);
@@ -705,7 +706,6 @@ SIMT_QUIET inline void simt_work(simt_launch *l, unsigned worker)
         simt_pass_turn(l, worker, 0);
     }
     simt_here = NULL;
-    simt_race_leave(b);
     __atomic_store_n(&l->stuck[worker], UINT64_MAX, __ATOMIC_SEQ_CST);
     sigaltstack(&older, NULL);
     free(mine.ss_sp);

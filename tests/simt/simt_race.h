@@ -51,9 +51,6 @@ SIMT_QUIET inline void simt_race_end(simt_launch *)
 SIMT_QUIET inline void simt_race_enter(simt_block *)
 {
 }
-SIMT_QUIET inline void simt_race_leave(simt_block *)
-{
-}
 SIMT_QUIET inline void simt_race_block(simt_block *)
 {
 }
@@ -122,9 +119,10 @@ SIMT_QUIET inline void simt_race_products(unsigned, uint32_t)
 
 enum {
     SIMT_RACE_ON = 1,
-    SIMT_RACE_SHOWN = 8,      /* races of a launch that are printed */
-    SIMT_GRAIN = 2,           /* bytes that share a memory */
-    SIMT_SHADOW_BITS = 9,     /* bytes of memory behind one page of the shadow */
+    SIMT_RACE_SHOWN = 8,  /* races of a launch that are printed */
+    SIMT_GRAIN = 2,       /* bytes that share a memory */
+    SIMT_SHADOW_BITS = 9, /* bytes of memory behind one page of the shadow */
+    SIMT_PAGE_CELLS = (1 << SIMT_SHADOW_BITS) / SIMT_GRAIN,
     SIMT_SHADOW_LISTS = 4096, /* of pages, by hash */
     SIMT_READERS = 4
 };
@@ -161,7 +159,7 @@ struct simt_clocks {
 struct simt_shadow_page {
     simt_shadow_page *next;
     uintptr_t number;
-    simt_cell cell[(1 << SIMT_SHADOW_BITS) / SIMT_GRAIN];
+    simt_cell cell[SIMT_PAGE_CELLS];
     const simt_view *released[(1 << SIMT_SHADOW_BITS) / 4];
 };
 
@@ -180,11 +178,18 @@ struct simt_shadow {
 /* Of a block, while it runs. */
 struct simt_trace {
     simt_cell *shared;
+    uint32_t *run_of;               /* of a cell of shared memory: the run that it was cleared for */
+    uint32_t run;                   /* counts the blocks that this has served */
+    size_t cells, vectors, threads; /* that there is space for */
     uint32_t *clocks;
     simt_clocks *of;
     simt_clocks sync[SIMT_SYNCS];
-    simt_clocks together; /* what every thread of a warpgroup knows */
-    int asynchronous;     /* there is more to know than what threads and their copies did */
+    simt_clocks together[SIMT_THREADS / 128]; /* what every thread of a warpgroup knows */
+    uint64_t changes[SIMT_THREADS / 128];     /* of what a warpgroup's threads know */
+    uint64_t gathered[SIMT_THREADS / 128];    /* changes when `together` was last right */
+    int asynchronous; /* there is more to know than what threads and their copies did */
+    unsigned
+        clean_for; /* not 0: of blocks with so many threads only clocks of threads and their copies are set */
 };
 
 SIMT_QUIET inline unsigned simt_agents(unsigned threads)
@@ -242,38 +247,53 @@ SIMT_QUIET inline void simt_race_end(simt_launch *l)
     if (races > 0) simt_finding("%u races in this launch", races);
 }
 
-/* A worker's block, before its first and after its last. */
+/* A worker's block, before its first. What it takes stays with the block, for the next launch. */
 SIMT_QUIET inline void simt_race_enter(simt_block *b)
 {
-    simt_trace *t = (simt_trace *)simt_race_new(sizeof *t);
-    const size_t vectors = 2 * (b->threads + SIMT_SYNCS + 1);
-    t->shared = (simt_cell *)simt_race_new((b->launch->shape.shared / SIMT_GRAIN + 1) * sizeof(simt_cell));
-    t->clocks = (uint32_t *)simt_race_new(vectors * simt_agents(b->threads) * sizeof(uint32_t));
-    t->of = (simt_clocks *)simt_race_new(b->threads * sizeof(simt_clocks));
-    b->trace = t;
-}
-
-SIMT_QUIET inline void simt_race_leave(simt_block *b)
-{
-    free(b->trace->shared);
-    free(b->trace->clocks);
-    free(b->trace->of);
-    free(b->trace);
-    b->trace = NULL;
+    simt_trace *t = b->trace;
+    const size_t cells = b->launch->shape.shared / SIMT_GRAIN + 1;
+    const size_t vectors = 2 * (b->threads + SIMT_SYNCS + SIMT_THREADS / 128) * simt_agents(b->threads);
+    if (t == NULL) b->trace = t = (simt_trace *)simt_race_new(sizeof *t);
+    if (t->cells < cells) {
+        free(t->shared);
+        free(t->run_of);
+        t->shared = (simt_cell *)simt_race_new(cells * sizeof *t->shared);
+        t->run_of = (uint32_t *)simt_race_new(cells * sizeof *t->run_of);
+        t->cells = cells;
+    }
+    if (t->vectors < vectors) {
+        free(t->clocks);
+        t->clocks = (uint32_t *)simt_race_new(vectors * sizeof *t->clocks);
+        t->vectors = vectors;
+        t->clean_for = 0;
+    }
+    if (t->threads < b->threads) {
+        free(t->of);
+        t->of = (simt_clocks *)simt_race_new(b->threads * sizeof *t->of);
+        t->threads = b->threads;
+    }
 }
 
 SIMT_QUIET inline void simt_race_block(simt_block *b)
 {
     simt_trace *trace = b->trace;
-    const unsigned agents = simt_agents(b->threads), all = b->threads + SIMT_SYNCS + 1;
+    const unsigned agents = simt_agents(b->threads), syncs = b->threads + SIMT_SYNCS,
+                   all = syncs + SIMT_THREADS / 128;
     unsigned t;
-    memset(trace->shared, 0, (b->shared_bytes / SIMT_GRAIN + 1) * sizeof(simt_cell));
+    if (++trace->run == 0) simt_finding("the race detector has served too many blocks");
     trace->asynchronous = 0;
-    memset(trace->clocks, 0, (size_t)2 * all * agents * sizeof(uint32_t));
+    memset(trace->changes, 0, sizeof trace->changes);
+    memset(trace->gathered, 0xff, sizeof trace->gathered);
+    if (trace->clean_for != b->threads)
+        memset(trace->clocks, 0, (size_t)2 * all * agents * sizeof(uint32_t));
+    else /* the last block touched no more than this */
+        for (t = 0; t < b->threads; ++t)
+            memset(trace->clocks + (size_t)2 * t * agents, 0, (size_t)2 * b->threads * sizeof(uint32_t));
+    trace->clean_for = b->threads;
     for (t = 0; t < all; ++t) {
         simt_clocks *c = t < b->threads ? &trace->of[t]
-                         : t + 1 < all  ? &trace->sync[t - b->threads]
-                                        : &trace->together;
+                         : t < syncs    ? &trace->sync[t - b->threads]
+                                        : &trace->together[t - syncs];
         memset(c, 0, sizeof *c);
         c->clock = trace->clocks + (size_t)2 * t * agents;
         c->fenced_async = c->clock + agents;
@@ -282,6 +302,19 @@ SIMT_QUIET inline void simt_race_block(simt_block *b)
             b->fiber[t].clocks = c;
         }
     }
+}
+
+/* There is more to know in this block than what threads and their copies did. */
+SIMT_QUIET inline void simt_race_spreads(void)
+{
+    simt_here->trace->asynchronous = 1;
+    simt_here->trace->clean_for = 0;
+}
+
+/* What the thread knows has changed. */
+SIMT_QUIET inline void simt_race_changed(const simt_fiber *f)
+{
+    ++simt_here->trace->changes[f->number / 128];
 }
 
 /* ---- views ---- */
@@ -345,6 +378,7 @@ SIMT_QUIET inline const simt_view *simt_view_of(simt_shadow *s, const simt_fiber
     own->known[0].block = simt_here->number;
     own->known[0].clock = clock;
     ++f->clocks->clock[f->number]; /* what comes later is not in it */
+    simt_race_changed(f);
     return simt_view_join(s, f->clocks->far, own);
 }
 
@@ -359,6 +393,7 @@ SIMT_QUIET inline void simt_view_learn(simt_shadow *s, simt_fiber *f, const simt
 {
     unsigned i;
     if (v == NULL) return;
+    simt_race_changed(f);
     f->clocks->far = simt_view_join(s, f->clocks->far, v);
     for (i = 0; i < v->count; ++i)
         if (v->known[i].block == simt_here->number)
@@ -466,6 +501,12 @@ SIMT_QUIET inline void simt_touch_cell(simt_cell *cell, simt_kind kind, const si
                                        const uint32_t *own, const void *p, const simt_touch *now)
 {
     unsigned i;
+    /* read by the same thread before, which knew no less of the write then */
+    if ((kind & SIMT_WRITE) == 0 && cell->read[0].clock == now->clock && cell->read[0].agent == now->agent &&
+        cell->read[0].block == now->block && cell->read[0].atomic == now->atomic) {
+        cell->read[0].place = now->place;
+        return;
+    }
     if (!(now->atomic && cell->write.atomic) && !simt_knows_by(c, own, &cell->write))
         simt_race_report(kind & SIMT_WRITE ? "a write after a write" : "a read after a write", p, now,
                          &cell->write);
@@ -479,6 +520,31 @@ SIMT_QUIET inline void simt_touch_cell(simt_cell *cell, simt_kind kind, const si
         cell->read[i].clock = 0;
     }
     cell->write = *now;
+}
+
+SIMT_QUIET inline int simt_same_cell(const simt_cell *a, const simt_cell *b)
+{
+    uint64_t x[sizeof *a / 8], y[sizeof *a / 8], other = 0;
+    unsigned i;
+    memcpy(x, a, sizeof x);
+    memcpy(y, b, sizeof y);
+    for (i = 0; i < sizeof *a / 8; ++i) other |= x[i] ^ y[i];
+    return other == 0;
+}
+
+/* The cells of an access, most of which have the same past: what holds for the first one holds for its like. */
+SIMT_QUIET inline void simt_touch_cells(simt_cell *cell, unsigned n, simt_kind kind, const simt_clocks *c,
+                                        const uint32_t *own, const char *p, const simt_touch *now)
+{
+    const unsigned *races = &simt_here->launch->shadow->races, before = *races;
+    simt_cell was = cell[0];
+    unsigned i;
+    simt_touch_cell(&cell[0], kind, c, own, p, now);
+    for (i = 1; i < n; ++i)
+        if (*races == before && simt_same_cell(&cell[i], &was))
+            cell[i] = cell[0];
+        else
+            simt_touch_cell(&cell[i], kind, c, own, p + (size_t)i * SIMT_GRAIN, now);
 }
 
 SIMT_QUIET inline simt_shadow_page *simt_shadow_at(simt_shadow *s, uintptr_t address)
@@ -515,28 +581,38 @@ SIMT_QUIET inline void simt_access_by(const simt_clocks *c, const uint32_t *own,
     uintptr_t at = (uintptr_t)p, offset = at - (uintptr_t)b->shared;
     simt_touch now = {b->number, clock, (uint32_t)((uintptr_t)code - (uintptr_t)__executable_start),
                       (uint16_t)agent, (uint16_t)(kind >> 1)};
-    uintptr_t i;
+    uintptr_t i, first, end;
     if (offset < b->shared_bytes) {
+        simt_trace *t = b->trace;
         if (b->shared_bytes - offset < bytes)
             simt_finding("shared memory out of bounds: %zu bytes at %lu, the block has %zu", bytes,
                          (unsigned long)offset, b->shared_bytes);
-        for (i = offset / SIMT_GRAIN; i <= (offset + bytes - 1) / SIMT_GRAIN; ++i) {
-            if ((kind & SIMT_WRITE) == 0 && b->trace->shared[i].write.clock == 0 && s->races == 0) {
+        first = offset / SIMT_GRAIN, end = (offset + bytes - 1) / SIMT_GRAIN + 1;
+        for (i = first; i < end; ++i) {
+            if (t->run_of[i] != t->run) {
+                memset(&t->shared[i], 0, sizeof t->shared[i]);
+                t->run_of[i] = t->run;
+            }
+            if ((kind & SIMT_WRITE) == 0 && t->shared[i].write.clock == 0 && s->races == 0) {
                 char here[1024];
                 simt_name_place(now.place, here, sizeof here);
                 simt_finding("shared byte %lu is read and nobody wrote it, at %s",
                              (unsigned long)i * SIMT_GRAIN, here);
             }
-            simt_touch_cell(&b->trace->shared[i], kind, c, own, b->shared + i * SIMT_GRAIN, &now);
         }
+        simt_touch_cells(&t->shared[first], (unsigned)(end - first), kind, c, own,
+                         b->shared + first * SIMT_GRAIN, &now);
         return;
     }
     if (at - (uintptr_t)b->map < b->map_bytes)
         simt_finding("shared memory out of bounds: byte %ld, the block has %zu", (long)offset,
                      b->shared_bytes);
-    for (i = at / SIMT_GRAIN; i <= (at + bytes - 1) / SIMT_GRAIN; ++i)
-        simt_touch_cell(&simt_shadow_at(s, i * SIMT_GRAIN)->cell[i % ((1 << SIMT_SHADOW_BITS) / SIMT_GRAIN)],
-                        kind, c, c->clock, (const void *)(i * SIMT_GRAIN), &now);
+    for (first = at / SIMT_GRAIN, end = (at + bytes - 1) / SIMT_GRAIN + 1; first < end; first = i) {
+        const uintptr_t here = first % SIMT_PAGE_CELLS;
+        i = end - first < SIMT_PAGE_CELLS - here ? end : first + (SIMT_PAGE_CELLS - here);
+        simt_touch_cells(&simt_shadow_at(s, first * SIMT_GRAIN)->cell[here], (unsigned)(i - first), kind, c,
+                         c->clock, (const char *)(first * SIMT_GRAIN), &now);
+    }
 }
 
 SIMT_QUIET inline void simt_access(const simt_fiber *f, unsigned agent, uint32_t clock, const void *p,
@@ -583,6 +659,7 @@ SIMT_QUIET inline void simt_race_meet(simt_block *b, const uint16_t *thread, uns
         memcpy(c->clock, s->joined, agents * sizeof(uint32_t));
         ++c->clock[thread[i]];
         c->far = far;
+        simt_race_changed(&b->fiber[thread[i]]);
     }
 }
 
@@ -622,7 +699,9 @@ SIMT_QUIET inline void simt_race_copy_wait(int landed)
 {
     simt_fiber *f = simt_fiber_now;
     uint32_t *clock = &f->clocks->clock[f->number + simt_here->threads];
-    if (landed > 0 && (uint32_t)landed > *clock) *clock = (uint32_t)landed;
+    if (landed <= 0 || (uint32_t)landed <= *clock) return;
+    *clock = (uint32_t)landed;
+    simt_race_changed(f);
 }
 
 SIMT_QUIET inline void simt_race_matrix_row(unsigned lane, const void *p, simt_kind kind)
@@ -684,26 +763,30 @@ SIMT_QUIET inline void simt_clocks_raise(simt_clocks *to, const simt_clocks *fro
 SIMT_QUIET inline void simt_race_fence_async(void)
 {
     simt_clocks *c = simt_fiber_now->clocks;
-    simt_here->trace->asynchronous = 1;
+    simt_race_spreads();
     simt_clock_raise(c->fenced_async, c->clock, simt_agents(simt_here->threads));
     ++c->clock[simt_fiber_now->number]; /* what comes later is not in it */
+    simt_race_changed(simt_fiber_now);
 }
 
 SIMT_QUIET inline void simt_race_release(unsigned sync)
 {
     simt_clocks *c = simt_fiber_now->clocks;
+    simt_race_spreads();
     simt_clocks_raise(&simt_here->trace->sync[sync], c);
     ++c->clock[simt_fiber_now->number];
+    simt_race_changed(simt_fiber_now);
 }
 
 SIMT_QUIET inline void simt_race_acquire(simt_fiber *f, unsigned sync)
 {
     simt_clocks_raise(f->clocks, &simt_here->trace->sync[sync]);
+    simt_race_changed(f);
 }
 
 SIMT_QUIET inline void simt_learn(simt_clocks *c, unsigned agent, uint32_t clock)
 {
-    simt_here->trace->asynchronous = 1;
+    simt_race_spreads();
     agent += 2 * simt_here->threads;
     if (c->clock[agent] < clock) c->clock[agent] = clock;
     if (c->fenced_async[agent] < clock) c->fenced_async[agent] = clock;
@@ -736,15 +819,18 @@ SIMT_QUIET inline void simt_race_agent(unsigned agent, uint32_t clock, const voi
 SIMT_QUIET inline void simt_race_learn(unsigned agent, uint32_t clock)
 {
     simt_learn(simt_fiber_now->clocks, agent, clock);
+    simt_race_changed(simt_fiber_now);
 }
 
 /* Gathers what all threads of a warpgroup know: any of its warps may be the first to read an operand. */
 SIMT_QUIET SIMT_FAST inline void simt_race_warpgroup(unsigned group)
 {
     simt_block *b = simt_here;
-    simt_clocks *all = &b->trace->together;
+    simt_clocks *all = &b->trace->together[group];
     const unsigned agents = 2 * simt_agents(b->threads);
     unsigned t, i;
+    if (b->trace->gathered[group] == b->trace->changes[group]) return;
+    b->trace->gathered[group] = b->trace->changes[group];
     for (t = group * 128; t < group * 128 + 128; ++t) {
         const simt_clocks *c = b->fiber[t].clocks;
         if (t % 128 == 0) memcpy(all->clock, c->clock, agents * sizeof(uint32_t));
@@ -755,7 +841,7 @@ SIMT_QUIET SIMT_FAST inline void simt_race_warpgroup(unsigned group)
 
 SIMT_QUIET inline void simt_race_operand(unsigned group, uint32_t clock, const void *p)
 {
-    const simt_clocks *all = &simt_here->trace->together;
+    const simt_clocks *all = &simt_here->trace->together[group];
     simt_access_by(all, all->fenced_async, SIMT_AGENT_PRODUCTS + group + 2 * simt_here->threads, clock, p, 16,
                    SIMT_READ, simt_here->place);
 }
@@ -765,6 +851,7 @@ SIMT_QUIET inline void simt_race_products(unsigned group, uint32_t clock)
     unsigned t;
     for (t = group * 128; t < group * 128 + 128; ++t)
         simt_learn(simt_here->fiber[t].clocks, SIMT_AGENT_PRODUCTS + group, clock);
+    ++simt_here->trace->changes[group];
 }
 
 /* ---- the compiler's callbacks ---- */

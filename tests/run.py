@@ -1,0 +1,460 @@
+#!/usr/bin/env python3
+"""run.py [--full | --all] [--only NAME...] [--list] -- builds and runs the tests; run.sh installs what it needs and calls it
+
+PARTS says what is built, and which tests run there. Every setup, build and test is a job for one core, and as many run
+as there are cores, the longest first; a test waits for nothing but its own build. Seconds of the last run are kept in
+build/times.json.
+"""
+
+import argparse
+import glob
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+TOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+BUILD = os.path.join(TOP, 'build')
+TIMES = os.path.join(BUILD, 'times.json')
+CORES = os.cpu_count() or 1
+SKIPPED = 77
+QUIET = 9  # seconds without a line, at most
+
+# Warnings are the plain builds' business: instrumented code draws false ones.
+INSTRUMENTED = ['-Dwerror=false', '-Doptimization=1']
+ASAN = ['-Db_sanitize=address,undefined', '-Dc_args=-fno-sanitize-recover=all']
+SLOW = 4  # how much longer a test may take in instrumented and emulated programs
+MODES = ('ordinary', 'full', 'all')
+# Random draws: the least that counts, the same for slow instruments, and the seconds for more. Fuzzing and planted bugs
+# take as long as they are given.
+BUDGETS = {
+    'ordinary': {'UPIPE_DRAWS_MIN': '200', 'UPIPE_SECONDS': '15', 'UPIPE_FUZZ_SECONDS': '2'},
+    'full': {'UPIPE_FULL': '1', 'UPIPE_DRAWS_MIN': '2000', 'UPIPE_SECONDS': '120', 'UPIPE_FUZZ_SECONDS': '20',
+             'UPIPE_MUTANTS_SECONDS': '600'},
+    'all': {'UPIPE_FULL': '1', 'UPIPE_DRAWS_MIN': '20000', 'UPIPE_SECONDS': '1200', 'UPIPE_FUZZ_SECONDS': '60',
+            'UPIPE_MUTANTS': 'all'},
+}
+SLOW_DRAWS = {'ordinary': '20', 'full': '100', 'all': '1000'}
+
+
+def has(program):
+    return shutil.which(program) is not None
+
+
+def starts(flag, wrapper=()):
+    """Do programs of this sanitizer start here? Some kernels lay out memory as gcc's runtime does not expect."""
+    with tempfile.TemporaryDirectory() as folder:
+        unit, program = os.path.join(folder, 'empty.c'), os.path.join(folder, 'empty')
+        with open(unit, 'w', encoding='utf-8') as out:
+            out.write('int main(void) { return 0; }\n')
+        if subprocess.run(['gcc', flag, unit, '-o', program], capture_output=True, check=False).returncode != 0:
+            return False
+        return subprocess.run([*wrapper, program], capture_output=True, check=False).returncode == 0
+
+
+def thread_wrapper():
+    return [] if starts('-fsanitize=thread') else ['setarch', '-R']
+
+
+def wide():
+    """gcc takes the widest vectors that this machine has. Where these are AVX-512's, AVX2 is clang's."""
+    with open('/proc/cpuinfo', encoding='utf-8') as info:
+        return 'avx512f' in info.read()
+
+
+def nvcc():
+    return has('nvcc') or os.path.exists('/usr/local/cuda/bin/nvcc')
+
+
+class Part:
+    """A build and the tests that run there: suites in the full run, and those of the ordinary run, by suite or name."""
+
+    def __init__(self, name, options, full, ordinary='', without='', compiler='gcc', slow=1, wrapper=(), builds=(),
+                 needs=None, of=None):
+        self.name, self.options, self.compiler = name, list(options), compiler
+        self.full, self.ordinary, self.without = full.split(), ordinary.split(), without.split()
+        self.slow, self.wrapper, self.builds = slow, wrapper, list(builds)
+        self.needs = needs  # (asks whether it can run here, what is missing otherwise)
+        self.folder = os.path.join(BUILD, of or name)
+
+    def tests(self, known, mode):
+        """Of the tests of a build, those of this part. `without` is what the ordinary run leaves to the full one."""
+        chosen = self.full if mode != 'ordinary' else self.ordinary
+        left = self.without if mode == 'ordinary' else []
+        return [t for t in known if (t['name'] in chosen or set(suites(t)) & set(chosen)) and t['name'] not in left]
+
+    def wrap(self):
+        return self.wrapper() if callable(self.wrapper) else list(self.wrapper)
+
+
+def parts():
+    x86 = platform.machine() in ('x86_64', 'AMD64')
+    checked = 'clang' if x86 and wide() else 'gcc'  # valgrind knows AVX2, but not AVX-512
+    valgrind = ['valgrind', '--quiet', '--error-exitcode=9', '--leak-check=full', '--track-origins=yes']
+    cross = ['--cross-file', os.path.join(TOP, 'tests/aarch64.txt'), '-Dmpi=disabled', '-Dexamples=disabled']
+    return [
+        # The tests' own loops gain little from more optimization, which doubles the time to compile them; kernels ask for
+        # it themselves. Some of the emulator's longest repeat in another order what others do.
+        Part('gcc', ['-Doptimization=1'], full='compile unit property programs weights simt fake net mutants bench',
+             ordinary='compile unit property programs simt fake net',
+             without='headers_cuda cuda_seeds cuda_attn_on_90 cuda_attn_masks_on_90'),
+        Part('asan', [*INSTRUMENTED, *ASAN], full='unit property programs simt fake',
+             ordinary='mem comm a2a ring lane fpdt tile safetensors checkpoint', slow=SLOW,
+             needs=(lambda: starts('-fsanitize=address,undefined'), 'AddressSanitizer does not start here')),
+        Part('tsan', [*INSTRUMENTED, '-Dexamples=disabled', '-Db_sanitize=thread'], full='threads',
+             ordinary='comm a2a lane', slow=SLOW, wrapper=thread_wrapper,
+             needs=(lambda: starts('-fsanitize=thread', thread_wrapper()), 'ThreadSanitizer does not start here')),
+        # What users compile: all optimizations.
+        Part('gcc-O3', [], full='unit programs'),
+        Part('clang', ['-Dsimd=avx2'] if x86 and wide() else [], full='unit programs', compiler='clang',
+             needs=(lambda: has('clang'), 'clang is missing')),
+        Part('valgrind', ['-Doptimization=1'] if checked == 'gcc' else ['-Dsimd=avx2'], full='memcheck',
+             compiler=checked, of=checked, slow=10, wrapper=valgrind,
+             needs=(lambda: has('valgrind') and has(checked), 'valgrind or its build is missing')),
+        # The kernels without vector instructions of their own, the product by a BLAS through the same table entry, plain
+        # C, and another processor's vectors.
+        Part('portable', ['-Doptimization=1', '-Dsimd=portable'], full='kernels'),
+        Part('cblas', ['-Doptimization=1', '-Dcblas=enabled'], full='products',
+             needs=(lambda: subprocess.run(['pkg-config', '--exists', 'openblas'], check=False).returncode == 0,
+                    'OpenBLAS is missing')),
+        Part('scalar', ['-Doptimization=1', '-Dexamples=disabled', '-Dsimd=scalar'], full='lanes', slow=SLOW),
+        Part('neon', ['-Doptimization=1', *cross], full='lanes', slow=SLOW, wrapper=['qemu-aarch64', '-L', '/usr/aarch64-linux-gnu'],
+             needs=(lambda: has('aarch64-linux-gnu-gcc') and has('qemu-aarch64'),
+                    'the cross compiler or qemu-aarch64 is missing')),
+        # Kernels for devices: compiled for all of them, linked, and run where there is one (bench/gpu.py measures).
+        Part('cuda', ['-Dcuda=enabled'], full='device', builds=['device_programs'], needs=(nvcc, 'nvcc is missing')),
+    ]
+
+
+def suites(test):
+    return [suite.split(':')[-1] for suite in test['suite']]
+
+
+class Job:
+    """Something for one core, or for all. `run` returns (status, what it printed, seconds of processors)."""
+
+    def __init__(self, name, run, guess=60.0, after=(), alone=False):
+        self.name, self.run, self.guess, self.after, self.alone = name, run, guess, list(after), alone
+        self.status, self.said, self.seconds, self.cpu, self.began = None, '', 0.0, 0.0, 0.0
+        self.test = self.group = None
+
+
+class Runner:
+    def __init__(self, mode, began):
+        self.mode, self.began = mode, began
+        self.jobs, self.running, self.children = [], [], set()
+        self.lock = threading.Condition()
+        self.last = time.time()
+        self.times = {}
+        try:
+            with open(TIMES, encoding='utf-8') as file:
+                self.times = json.load(file)
+        except (OSError, ValueError):
+            pass
+
+    def say(self, *words):
+        print(*words, flush=True)
+        self.last = time.time()
+
+    def command(self, words, folder, env=None, limit=None):
+        """Runs a command in a group of its own, which is killed when time is up."""
+        with tempfile.TemporaryFile() as log:
+            child = subprocess.Popen(words, cwd=folder, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                                     env={**os.environ, **(env or {})}, start_new_session=True)
+            self.children.add(child.pid)
+            late = []
+
+            def stop():
+                late.append(f'\nkilled after {limit:.0f} s: it hangs\n')
+                os.killpg(child.pid, signal.SIGKILL)
+
+            timer = threading.Timer(limit or 1e6, stop)
+            timer.daemon = True
+            timer.start()
+            # with the processor's time, of which a busy machine takes no more than an idle one
+            _, status, used = os.wait4(child.pid, 0)
+            timer.cancel()
+            child.returncode = os.waitstatus_to_exitcode(status)
+            self.children.discard(child.pid)
+            log.seek(0)
+            said = log.read().decode(errors='replace') + ''.join(late)
+            return child.returncode or len(late), said, used.ru_utime + used.ru_stime
+
+    def work(self, job):
+        try:
+            result = job.run()
+        except OSError as wrong:
+            result = 1, str(wrong), 0.0
+        with self.lock:
+            job.status, job.said, job.cpu = result
+            job.seconds = time.time() - job.began
+            self.running.remove(job)
+            self.lock.notify()
+
+    def ready(self, job):
+        return all(other.status == 0 for other in job.after)
+
+    def drop_hopeless(self, waiting):
+        """What waits for something that failed does not run; that failure is counted once."""
+        gone = [job for job in waiting if any(other.status not in (None, 0) for other in job.after)]
+        for job in gone:
+            waiting.remove(job)
+        return len(gone)
+
+    def go(self, jobs, ended):
+        """Runs jobs, and those that `ended` adds for one that has ended."""
+        waiting = list(jobs)
+        done, total = 0, len(waiting)
+        while waiting or self.running:
+            with self.lock:
+                total -= self.drop_hopeless(waiting)
+                choice = sorted((job for job in waiting if self.ready(job)), key=lambda job: (job.alone, -job.guess))
+                for job in choice:
+                    if self.running and (job.alone or len(self.running) >= CORES or any(r.alone for r in self.running)):
+                        break
+                    if job.alone and any(not other.alone for other in waiting):
+                        break
+                    waiting.remove(job)
+                    self.running.append(job)
+                    job.began = time.time()
+                    threading.Thread(target=self.work, args=(job,), daemon=True).start()
+                before = list(self.running)
+                self.lock.wait(0.5)
+                finished = [job for job in before if job not in self.running]
+            for job in finished:
+                done += 1
+                more = ended(job)
+                waiting += more
+                total += len(more)
+            if time.time() - self.last >= QUIET - 0.5:
+                names = ', '.join(f'{job.name} {time.time() - job.began:.0f} s' for job in self.running)
+                self.say(f'[{time.time() - self.began:.0f} s] {done} of {total} done; running: {names}')
+
+    def kill(self):
+        for pid in list(self.children):
+            try:
+                os.killpg(pid, signal.SIGKILL)
+            except OSError:
+                pass
+
+
+class Session:
+    def __init__(self, options):
+        self.mode = 'all' if options.all else 'full' if options.full else 'ordinary'
+        self.only = options.only
+        self.runner = Runner(self.mode, float(os.environ.get('UPIPE_RUN_BEGAN', time.time())))
+        self.groups = {}  # (part, suite) -> tests not ended yet, and results
+        self.passed = self.failed = self.skipped = 0
+        self.cpu = 0.0
+        self.left = set()
+        self.builds = {}
+
+    # ---- builds ----
+
+    def made_of(self, part):
+        version = subprocess.run([part.compiler, '--version'], capture_output=True, text=True, check=False).stdout
+        meson = subprocess.run(['meson', '--version'], capture_output=True, text=True, check=True).stdout
+        flags = [os.environ.get(name, '') for name in ('CFLAGS', 'CXXFLAGS', 'LDFLAGS')]
+        return json.dumps([TOP, version.split('\n')[0], meson.strip(), part.options, flags])
+
+    def setup(self, part):
+        """The build's folder, made anew where it was made of something else or somewhere else."""
+        stamp, made_of = os.path.join(part.folder, 'made_of'), self.made_of(part)
+        try:
+            with open(stamp, encoding='utf-8') as file:
+                same = file.read() == made_of
+        except OSError:
+            same = False
+        if same:
+            return self.runner.command(['ninja', 'build.ninja'], part.folder)  # new where a meson.build is
+        shutil.rmtree(part.folder, ignore_errors=True)
+        cuda = [] if any(option.startswith('-Dcuda=') for option in part.options) else ['-Dcuda=disabled']
+        status, said, cpu = self.runner.command(['meson', 'setup', part.folder, TOP, *cuda, *part.options], TOP,
+                                           {'CC': part.compiler})
+        if status == 0:
+            with open(stamp, 'w', encoding='utf-8') as file:
+                file.write(made_of)
+        return status, said, cpu
+
+    def described(self, part, what):
+        with open(os.path.join(part.folder, f'meson-info/intro-{what}.json'), encoding='utf-8') as file:
+            return json.load(file)
+
+    def compile(self, part, tests, builds):
+        """What these tests need, and nothing else."""
+        files = {target['id']: target['filename'] for target in self.described(part, 'targets')}
+        wanted = {file for test in tests for name in test['depends'] for file in files.get(name, [])}
+        wanted = sorted(os.path.relpath(file, part.folder) for file in wanted) + builds
+        if not wanted:
+            return 0, '', 0.0
+        cores = max(1, CORES // max(1, len(self.builds)))
+        return self.runner.command(['ninja', '-j', str(cores), *wanted], part.folder)
+
+    # ---- what runs ----
+
+    def hit(self, part, test):
+        if not self.only:
+            return True
+        words = {test['name'], part.name, f"{part.name}/{test['name']}", *suites(test)}
+        words |= {'test_' + test['name'], *(f'{part.name}/{suite}' for suite in suites(test))}
+        return bool(words & set(self.only))
+
+    def chosen(self, part, known):
+        return [test for test in part.tests(known, self.mode) if self.hit(part, test)]
+
+    def environment(self, part):
+        budget = dict(BUDGETS[self.mode])
+        if part.slow > 1:
+            budget['UPIPE_DRAWS_MIN'] = SLOW_DRAWS[self.mode]
+        return {name: os.environ.get(name, value) for name, value in budget.items()}
+
+    def run_test(self, part, test):
+        program = os.path.join(part.folder, test['cmd'][0])  # scripts run without the wrapper
+        wrap = part.wrap() if program.startswith(part.folder + os.sep) else []
+        env = {**test['env'], **self.environment(part)}
+        return self.runner.command([*wrap, *test['cmd']], test['workdir'] or part.folder, env, test['timeout'] * part.slow)
+
+    def key(self, part, test):
+        return f"{part.name}/{test['name']}"
+
+    def test_jobs(self, part, tests, build):
+        made = []
+        for test in tests:
+            # A limit is ten times what a test takes: of those that never ran, the longest are known by it.
+            guess = self.runner.times.get(self.key(part, test), [test['timeout'] / 10 * part.slow])[0]
+            job = Job(self.key(part, test), lambda test=test: self.run_test(part, test), guess,
+                      [build] if test['depends'] else [], alone=not test['is_parallel'])
+            job.test, job.group = test, (part.name, self.suite_of(part, test))
+            self.groups.setdefault(job.group, []).append(job)
+            made.append(job)
+        return made
+
+    def suite_of(self, part, test):
+        chosen = part.full if self.mode != 'ordinary' else part.ordinary
+        return next((suite for suite in suites(test) if suite in chosen), suites(test)[0])
+
+    # ---- verdicts ----
+
+    def ended(self, job):
+        self.runner.times[job.name] = [round(job.seconds, 1), round(job.cpu, 1)]
+        self.cpu += job.cpu
+        if job.test is None:
+            if job.status != 0:
+                self.failed += 1
+                self.runner.say(f'{job.said}FAILED: {job.name}')
+            elif job.name.startswith('build '):
+                self.runner.say(f'{job.name}: {job.seconds:.0f} s, of processors {job.cpu:.0f} s')
+            return self.follow(job)
+        self.left |= {line for line in job.said.split('\n') if line.startswith('left out:')}
+        with open(os.path.join(BUILD, 'logs', job.name.replace('/', '-') + '.log'), 'w', encoding='utf-8') as file:
+            file.write(job.said)
+        if job.status == 0:
+            self.passed += 1
+        elif job.status == SKIPPED:
+            self.skipped += 1
+        else:
+            self.failed += 1
+            self.runner.say(f'{job.said}FAILED: {job.name}, status {job.status}, after {job.seconds:.0f} s')
+        group = self.groups[job.group]
+        if all(other.status is not None for other in group):
+            self.say_suite(job.group, group)
+        return []
+
+    def say_suite(self, name, group):
+        count = [sum(job.status == 0 for job in group), sum(job.status not in (0, SKIPPED) for job in group),
+                 sum(job.status == SKIPPED for job in group)]
+        skipped = f', {count[2]} skipped' if count[2] else ''
+        self.runner.say(f'{name[0]}, {name[1]}: {count[0]} passed, {count[1]} failed{skipped}, '
+                        f'{sum(job.seconds for job in group):.0f} s, of processors {sum(job.cpu for job in group):.0f} s')
+        for job in group:
+            for line in job.said.split('\n'):
+                if line.startswith('reached:'):
+                    print(f'    {job.test["name"]} {line}', flush=True)
+
+    def follow(self, job):
+        """After a build's setup it is known what is to be built, and what runs."""
+        if job.status != 0 or not job.name.startswith('setup '):
+            return []
+        here = self.builds[job.name]
+        tests = {part.name: self.chosen(part, self.described(part, 'tests')) for part in here}
+        every = [test for chosen in tests.values() for test in chosen]
+        programs = [program for part in here for program in part.builds]
+        build = Job(job.name.replace('setup', 'build'), lambda: self.compile(here[0], every, programs), guess=1e4)
+        return [build] + [made for part in here for made in self.test_jobs(part, tests[part.name], build)]
+
+    def setup_job(self, part):
+        name = f'setup {os.path.basename(part.folder)}'
+        self.builds.setdefault(name, []).append(part)
+        return Job(name, lambda: self.setup(part), guess=1e5)
+
+    def main(self, listing):
+        os.makedirs(os.path.join(BUILD, 'logs'), exist_ok=True)
+        every = parts()
+        first = Part('gcc', every[0].options, full='')
+        if self.only or listing:
+            # Every build has the same tests, but for those of devices: the first one says where names belong.
+            status, said, _ = self.setup(first)
+            if status != 0:
+                print(said)
+                return 1
+            known = self.described(first, 'tests')
+            known += [{'name': 'device', 'suite': ['device'], 'is_parallel': True, 'depends': [], 'timeout': 0}]
+            every = [part for part in every if self.chosen(part, known)]
+            if not every:
+                print(f'no test of the {self.mode} run is named {" or ".join(self.only)}', file=sys.stderr)
+                return 2
+            if listing:
+                for part in every:
+                    for test in self.chosen(part, known):
+                        took = self.runner.times.get(self.key(part, test))
+                        print(f'{self.key(part, test):34} {",".join(suites(test)):34} '
+                              + (f'{took[0]:.1f} s, of processors {took[1]:.1f} s' if took else 'not run yet'))
+                return 0
+        jobs = {}
+        for part in every:
+            if not (part.full if self.mode != 'ordinary' else part.ordinary):
+                continue
+            if part.needs and not part.needs[0]():
+                self.runner.say(f'left out: {part.name}, as {part.needs[1]}')
+                continue
+            job = self.setup_job(part)
+            jobs.setdefault(job.name, job)
+        budget = ', '.join(f'{name} {value}' for name, value in BUDGETS[self.mode].items())
+        self.runner.say(f'the {self.mode} run on {CORES} cores; {budget}')
+        try:
+            self.runner.go(list(jobs.values()), self.ended)
+        except KeyboardInterrupt:
+            self.failed += 1
+            self.runner.say('interrupted')
+        finally:
+            self.runner.kill()
+            with open(TIMES, 'w', encoding='utf-8') as file:
+                json.dump(self.runner.times, file, indent=0, sort_keys=True)
+        for line in sorted(self.left):
+            print(line)
+        if self.skipped:
+            print(f'{self.skipped} skipped')
+        print(f'{self.cpu:.0f} s of processors')
+        print(f'all in {time.time() - self.runner.began:.0f} s')
+        print(f'{self.passed} passed, {self.failed} failed')
+        return 0 if self.passed and not self.failed else 1
+
+
+def main():
+    parser = argparse.ArgumentParser(prog='run.sh')
+    parser.add_argument('--full', action='store_true')
+    parser.add_argument('--all', action='store_true')
+    parser.add_argument('--only', nargs='+', default=[])
+    parser.add_argument('--list', action='store_true')
+    options = parser.parse_args()
+    return Session(options).main(options.list)
+
+
+if __name__ == '__main__':
+    sys.exit(main())
