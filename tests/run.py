@@ -105,10 +105,10 @@ def parts():
              ordinary='compile unit property programs simt fake net',
              without='headers_cuda cuda_seeds cuda_attn_on_90 cuda_attn_masks_on_90'),
         Part('asan', [*INSTRUMENTED, *ASAN], full='unit property programs simt fake',
-             ordinary='mem comm a2a ring lane fpdt tile safetensors checkpoint', slow=SLOW,
+             ordinary='mem comm a2a ring side_stream fpdt tile safetensors checkpoint', slow=SLOW,
              needs=(lambda: starts('-fsanitize=address,undefined'), 'AddressSanitizer does not start here')),
         Part('tsan', [*INSTRUMENTED, '-Dexamples=disabled', '-Db_sanitize=thread'], full='threads',
-             ordinary='comm a2a lane', slow=SLOW, wrapper=thread_wrapper,
+             ordinary='comm a2a side_stream', slow=SLOW, wrapper=thread_wrapper,
              needs=(lambda: starts('-fsanitize=thread', thread_wrapper()), 'ThreadSanitizer does not start here')),
         # What users compile: all optimizations.
         Part('gcc-O3', [], full='unit programs'),

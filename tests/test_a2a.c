@@ -7,7 +7,7 @@
 #include "upipe/upipe_a2a.h"
 #include "upipe/upipe_reduce.h"
 
-#include "test.h"
+#include "lib/test.h"
 
 static upipe_status copy_bytes(upipe_ctx *c, void *dst, const void *src, size_t bytes)
 {

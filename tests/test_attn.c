@@ -6,7 +6,7 @@
  * itself: test_attn_masks.c.
  */
 #define _POSIX_C_SOURCE 200809L
-#include "attn.h"
+#include "lib/attn.h"
 
 static void test_head_dims(void)
 {

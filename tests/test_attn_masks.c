@@ -6,7 +6,7 @@
  * same bits on any threads; where NaNs show; refusals.
  */
 #define _POSIX_C_SOURCE 200809L
-#include "attn.h"
+#include "lib/attn.h"
 
 enum { MOST_CU_SEQLENS = 12 };
 

@@ -90,7 +90,7 @@ static DIR *fault_opendir(const char *path)
 
 #include "../upipe/cpu/upipe_cpu.h"
 #include "../upipe/net/upipe_net_threads.h"
-#include "test.h"
+#include "lib/test.h"
 
 static char folder[1024], dir[1100];
 static upipe_ops ops;

@@ -3,7 +3,7 @@
  * Random plans of every schedule, type, batch, ring and rank, with random scratch sizes, and the shapes of
  * the paper. The claims about memory and volume that the documentation makes are asserted here.
  */
-#include "test.h"
+#include "lib/test.h"
 #include "upipe/upipe.h"
 
 static size_t gemm_scratch, fwd_scratch, bwd_scratch;

@@ -3,8 +3,8 @@
  *
  * Draws as test.h has them, a tenth of their number and seconds.
  */
-#include "runner.h"
-#include "close_block.h"
+#include "lib/runner.h"
+#include "lib/close_block.h"
 
 typedef struct segments_state {
     const run_case *test;

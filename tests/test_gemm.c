@@ -4,7 +4,7 @@
  * Built with UPIPE_WITH_CBLAS it also checks the BLAS entry, to the same bound, not
  * bitwise.
  */
-#include "gemm.h"
+#include "lib/gemm.h"
 
 #include "upipe/cpu/upipe_cpu_gemm.h"
 #include "examples/common/pool.h"

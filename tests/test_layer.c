@@ -1,7 +1,7 @@
 /* test_layer -- the attention block on thread ranks: against f64, the same bits over C and U, failures on
  * every rank */
-#include "runner.h"
-#include "close_block.h"
+#include "lib/runner.h"
+#include "lib/close_block.h"
 
 static run_case make_case(int64_t tokens, int h, int hkv, int d, int64_t dim, int ranks, int chunk,
                           upipe_dtype dtype)

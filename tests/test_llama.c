@@ -14,8 +14,8 @@
 #include "../examples/common/grid.h"
 #include "../examples/llama/memory.h"
 #include "../examples/llama/safetensors.h"
-#include "test.h"
-#include "tolerance.h"
+#include "lib/test.h"
+#include "lib/tolerance.h"
 
 enum { TOKENS = 16, BATCH = 2, RANKS_MAX = 4 };
 

@@ -1,5 +1,5 @@
 /* test_mem -- the pool: exact counts, cuts, marks, refusals, dry run = real run, trace */
-#include "test.h"
+#include "lib/test.h"
 #include "upipe/upipe_mem.h"
 
 enum { SLAB = 1 << 16, BLOCKS = 64 };

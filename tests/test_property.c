@@ -4,8 +4,8 @@
  *
  * Draws as test.h has them; a failing one prints the line that replays it.
  */
-#include "runner.h"
-#include "close_block.h"
+#include "lib/runner.h"
+#include "lib/close_block.h"
 
 enum { CU_SEQLENS_MAX = 12 };
 

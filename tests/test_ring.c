@@ -4,8 +4,8 @@
  *
  * Random ones: test_property.
  */
-#include "runner.h"
-#include "close_block.h"
+#include "lib/runner.h"
+#include "lib/close_block.h"
 
 static run_case make_case(int64_t tokens, int h, int hkv, int ranks, int ring, upipe_layout layout)
 {

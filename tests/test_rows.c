@@ -1,6 +1,6 @@
 /* test_rows.c -- the CPU row operations: rows.h, the angles that rope walks along, the host's threads */
-#include "rows.h"
-#include "workers.h"
+#include "lib/rows.h"
+#include "lib/workers.h"
 
 #include "upipe/cpu/upipe_cpu.h"
 #include "upipe/cpu/upipe_cpu_rows.h"

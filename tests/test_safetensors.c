@@ -11,7 +11,7 @@
 #include <sys/resource.h>
 #include <time.h>
 
-#include "test.h"
+#include "lib/test.h"
 
 static char folder[1024], path[1100];
 

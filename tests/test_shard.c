@@ -1,7 +1,7 @@
 /* test_shard -- who holds which tokens: a permutation for every layout, pieces that say the same as
  * positions, equal work for the ring's ranks at every step
  */
-#include "test.h"
+#include "lib/test.h"
 #include "upipe/upipe_shard.h"
 
 enum { TOKENS_MAX = 4096, RING_MAX = 8 };

@@ -1,8 +1,8 @@
 /* test_side_stream.c -- stages that overlap on a second line of execution: bits, bytes, order, and failures on either line */
 #include <time.h>
 
-#include "runner.h"
-#include "close_block.h"
+#include "lib/runner.h"
+#include "lib/close_block.h"
 
 static run_case make_case(int h, int hkv, int ranks, int chunk, upipe_dtype dtype)
 {

@@ -4,9 +4,9 @@
  * Tensors lie in exact allocations with gaps full of NaNs, and every run goes through a dry pool first and
  * then through a slab of exactly the bytes that this one needed.
  */
-#include "test.h"
-#include "oracle_tile.h"
-#include "tolerance.h"
+#include "lib/test.h"
+#include "lib/oracle_tile.h"
+#include "lib/tolerance.h"
 
 #include "upipe/upipe_dry.h"
 #include "upipe/upipe_tile.h"

@@ -1,7 +1,7 @@
 /* test_train_ops.c -- the CPU operations around attention: train_ops.h, ids that their tables lack, the
  * host's threads / */
-#include "train_ops.h"
-#include "workers.h"
+#include "lib/train_ops.h"
+#include "lib/workers.h"
 
 #include "upipe/cpu/upipe_cpu.h"
 

@@ -11,8 +11,8 @@
 #ifndef UPIPE_TEST_ATTN_DEVICE_H
 #define UPIPE_TEST_ATTN_DEVICE_H
 
-#include "oracle.h"
-#include "tolerance.h"
+#include "../lib/oracle.h"
+#include "../lib/tolerance.h"
 #include "upipe/upipe_attn.h"
 #include "cuda/device.h"
 

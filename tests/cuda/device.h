@@ -15,7 +15,7 @@
 #ifndef UPIPE_TEST_DEVICE_H
 #define UPIPE_TEST_DEVICE_H
 
-#include "test.h"
+#include "../lib/test.h"
 
 #include "upipe/upipe_ops.h"
 #include "upipe/cuda/upipe_cuda_device.h"

@@ -20,7 +20,7 @@
 #define __asan_poison_memory_region(p, bytes) fake_poison((p), (bytes))
 #endif
 
-#include "runner.h"
+#include "../lib/runner.h"
 
 #include "upipe/cuda/upipe_cuda_side_stream.h"
 #include "upipe/net/upipe_net_nccl.h"

@@ -5,8 +5,8 @@
  * three of them a block; 128 or 80 keys), several items a block, lists in sections, calls that they leave to
  * the others.
  */
-#include "oracle.h"
-#include "tolerance.h"
+#include "../lib/oracle.h"
+#include "../lib/tolerance.h"
 #include "upipe/upipe_attn.h"
 #include "cuda/device.h"
 

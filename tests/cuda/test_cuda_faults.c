@@ -5,7 +5,7 @@
  */
 #include "cuda/runner_cuda.h"
 
-#include "close_block.h"
+#include "../lib/close_block.h"
 
 /* A library's own text? */
 static int tells(const char *text)

@@ -1,6 +1,6 @@
 /* test_cuda_gemm.c -- the CUDA matrix product: against f64 for all flags, batches and steps; what it refuses
  */
-#include "gemm.h"
+#include "../lib/gemm.h"
 #include "cuda/staged.h"
 
 /* shared: bit 0 = a has one matrix for all heads, bit 1 = b has. */

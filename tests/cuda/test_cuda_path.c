@@ -5,7 +5,7 @@
  */
 #include "cuda/runner_cuda.h"
 
-#include "close_block.h"
+#include "../lib/close_block.h"
 
 static void make_team(run_case *test, int ranks, int chunk)
 {

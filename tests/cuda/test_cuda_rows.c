@@ -1,7 +1,7 @@
 /* test_cuda_rows.c -- the CUDA row operations: rows.h, rows longer than a warp takes, host memory of all kinds,
  *                     and that the table is whole
  */
-#include "rows.h"
+#include "../lib/rows.h"
 #include "cuda/staged.h"
 
 /* No entry is missing. */

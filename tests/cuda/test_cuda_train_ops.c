@@ -1,7 +1,7 @@
 /* test_cuda_train_ops.c -- the CUDA operations around attention: train_ops.h, ids that the host cannot check, and
  *                          sums over more than a block takes
  */
-#include "train_ops.h"
+#include "../lib/train_ops.h"
 #include "cuda/staged.h"
 
 /* A target beyond the last column: that row is NaN, and no other. A token that the table lacks: the same, and

@@ -1,5 +1,5 @@
 /* test_fake.c -- the fake CUDA itself: laziness, what it finds, injected errors, products, NCCL */
-#include "test.h"
+#include "../lib/test.h"
 
 #include <pthread.h>
 #include <sys/wait.h>

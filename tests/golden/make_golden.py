@@ -3,7 +3,7 @@
 
 The gradients come from an automatic differentiator (HIPS autograd) and are checked against finite differences, so
 nothing here shares a derivation with the C code. Of the same model a naive implementation in f32 is measured too, in
-several orders of summation: tests/tolerance.h compares the C code's errors with its errors. README.md says more.
+several orders of summation: tests/lib/tolerance.h compares the C code's errors with its errors. README.md says more.
 """
 
 import json

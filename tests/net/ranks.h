@@ -16,7 +16,7 @@
 #include <pthread.h>
 
 #include "fake.h"
-#include "test.h"
+#include "../lib/test.h"
 
 enum { RANKS_MAX = 8, WORDS = 8 };
 enum { BUF = 96 * 1024, SLAB = 2 * BUF * 4 };

@@ -15,7 +15,7 @@
 #include <sys/time.h>
 #include <unistd.h>
 
-#include "../grid.h"
+#include "../lib/grid.h"
 
 /* The block's runner, with this process as one rank where over_mpi, the world, is set. */
 static upipe_comm *over_mpi, *team_mpi, *ring_mpi;
@@ -41,8 +41,8 @@ static upipe_status world_run(upipe_threads *world, upipe_status (*body)(void *u
 #define upipe_threads_run  world_run
 #define grid_team          team_comm
 #define grid_ring          ring_comm
-#include "../runner.h"
-#include "../close_block.h"
+#include "../lib/runner.h"
+#include "../lib/close_block.h"
 #undef upipe_threads_comm
 #undef upipe_threads_run
 #undef grid_team

@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "test.h"
+#include "../lib/test.h"
 
 /* ---- the frame ---- */
 

@@ -23,7 +23,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../upipe/cpu/upipe_cpu_simd.h"
+#include "upipe/cpu/upipe_cpu_simd.h"
 
 /* Sanitizers watch the library. In these plain loops they would spend most of their time. What is watched may not
  * be inlined into what is not: so naive_store, which calls the library, is. */

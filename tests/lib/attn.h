@@ -10,8 +10,8 @@
 #ifndef UPIPE_TEST_ATTN_H
 #define UPIPE_TEST_ATTN_H
 
-#include "../upipe/cpu/upipe_cpu_attn_bwd.h"
-#include "../upipe/cpu/upipe_cpu_rows.h"
+#include "upipe/cpu/upipe_cpu_attn_bwd.h"
+#include "upipe/cpu/upipe_cpu_rows.h"
 #include "oracle.h"
 #include "test.h"
 #include "tolerance.h"
