@@ -24,10 +24,8 @@ enum { UPIPE_TILE_ROWS = 256 }; /* default tile of the output projection and of 
  *   rope_theta  base of the rotary embedding; 0 = none
  *   rope_interleaved  pairs (2p, 2p+1); otherwise (p, p + d/2)
  *   scale       of the scores; 0 = 1/sqrt(d)
- *   full        nonzero: every token sees all; otherwise causal
- *   window softcap cu_seqlens cu_seqlens_n  as in upipe_attn; cu_seqlens are positions in the flattened batch, [0, batch * S]: sequence b
- *               begins at b * S. The ends of a sequence are borders anyway
- *   sinks       f32 [H]: one more score a head; NULL = none
+ *   mask        zero: every token sees all tokens of its sequence. cu_seqlens are positions in the flattened batch,
+ *               [0, batch * S]: sequence b begins at b * S. The ends of a sequence are borders anyway
  *   tile_rows   rows of a tile of y and dX; 0 = UPIPE_TILE_ROWS. On a GPU model_dim, the paper's square tile,
  *               is better
  */
@@ -37,12 +35,9 @@ typedef struct upipe_layer {
     const float *q_norm_weight, *k_norm_weight;
     double rope_theta;
     float norm_eps, scale;
-    int rope_interleaved, full;
+    int rope_interleaved;
+    upipe_mask mask;
     int64_t tile_rows;
-    int64_t window, cu_seqlens_n;
-    const int64_t *cu_seqlens;
-    const float *sinks;
-    float softcap;
 } upipe_layer;
 
 /* Gradients of the weights, f32, shapes of the weights, +=; NULL = not wanted. */
@@ -170,17 +165,13 @@ UPIPE_API int64_t upi_tile_rows(const upipe_layer *l)
 
 /* ---- scratch: one size for all products of the block, one for each attention kernel ---- */
 
-/* The mask of every attention call of the block. */
-UPIPE_API upipe_attn upi_layer_mask(const upipe_layer *l)
+/* What every attention call of the block has in common. */
+UPIPE_API upipe_attn upi_layer_attn(const upipe_layer *l)
 {
     upipe_attn a;
     memset(&a, 0, sizeof a);
+    a.mask = l->mask;
     a.scale = l->scale;
-    a.causal = !l->full;
-    a.window = l->window;
-    a.cu_seqlens = l->cu_seqlens;
-    a.cu_seqlens_n = l->cu_seqlens_n;
-    a.softcap = l->softcap;
     return a;
 }
 
@@ -192,14 +183,14 @@ UPIPE_API size_t upi_attn_scratch(const upipe_ops *ops, const upipe_layer *l, in
     const int64_t keys = upipe_plan_seq_most(p);
     const upipe_dtype type = p->desc.dtype;
     upipe_ring_part part;
-    upipe_attn a = upi_layer_mask(l);
+    upipe_attn a = upi_layer_attn(l);
     upipe_span q, kv;
     size_t most = 0;
     int head;
     float none[1]; /* shapes alone are asked for; a null pointer must not be offset */
     memset(&part, 0, sizeof part);
     part.heads = mine.count;
-    part.lead = mine.first % p->group;
+    part.first = mine.first;
     a.merge = p->desc.ring > 1;
     for (head = 0; upi_ring_heads(&part, p->group, head, &q, &kv); head += q.count) {
         a.q = upipe_view_packed(none, type, p->seq, q.count, p->desc.head_dim);
@@ -305,12 +296,12 @@ UPIPE_API void upi_field_real_of(upipe_field *fields, int *n, const char *name, 
 }
 
 /* One number for the packed sequences' borders. */
-UPIPE_API int64_t upi_cu_seqlens_hash(const upipe_layer *l)
+UPIPE_API int64_t upi_cu_seqlens_hash(const upipe_mask *m)
 {
     uint64_t hash = 0;
     int64_t i;
-    for (i = 0; l->cu_seqlens != NULL && i <= l->cu_seqlens_n; ++i)
-        hash = (hash ^ (uint64_t)l->cu_seqlens[i]) * 1099511628211u + 1;
+    for (i = 0; m->cu_seqlens != NULL && i <= m->cu_seqlens_n; ++i)
+        hash = (hash ^ (uint64_t)m->cu_seqlens[i]) * 1099511628211u + 1;
     return (int64_t)(hash >> 1);
 }
 
@@ -320,6 +311,7 @@ UPIPE_API int64_t upi_cu_seqlens_hash(const upipe_layer *l)
 UPIPE_API upipe_status upi_layer_agree(upipe_ctx *c, const upipe_layer *l, int64_t whole, int segments)
 {
     const upipe_plan_desc *d = &l->plan->desc;
+    const upipe_mask *m = &l->mask;
     upipe_field f[UPIPE_ALL_GATHER_MAX];
     int n = 0;
     upi_field_whole(f, &n, "tokens", d->tokens);
@@ -341,12 +333,12 @@ UPIPE_API upipe_status upi_layer_agree(upipe_ctx *c, const upipe_layer *l, int64
     upi_field_whole(f, &n, "ring_prefetch", d->ring_prefetch != 0);
     upi_field_whole(f, &n, "overlap", d->overlap != 0);
     upi_field_whole(f, &n, "layout (0 contiguous, 1 zigzag, 2 striped)", (int64_t)d->layout);
-    upi_field_whole(f, &n, "full", l->full != 0);
-    upi_field_whole(f, &n, "window", l->window);
-    upi_field_whole(f, &n, "sinks", l->sinks != NULL);
-    upi_field_whole(f, &n, "cu_seqlens_n", l->cu_seqlens_n);
-    upi_field_whole(f, &n, "cu_seqlens (hash)", upi_cu_seqlens_hash(l));
-    upi_field_real_of(f, &n, "softcap", l->softcap);
+    upi_field_whole(f, &n, "causal", m->causal != 0);
+    upi_field_whole(f, &n, "window", m->window);
+    upi_field_whole(f, &n, "sinks", m->sinks != NULL);
+    upi_field_whole(f, &n, "cu_seqlens_n", m->cu_seqlens_n);
+    upi_field_whole(f, &n, "cu_seqlens (hash)", upi_cu_seqlens_hash(m));
+    upi_field_real_of(f, &n, "softcap", m->softcap);
     upi_field_whole(f, &n, "qk_norm", l->q_norm_weight != NULL);
     upi_field_whole(f, &n, "rope_interleaved", l->rope_interleaved != 0);
     upi_field_real_of(f, &n, "scale", l->scale);
@@ -365,8 +357,7 @@ UPIPE_API int upi_is_size(double v)
 UPIPE_API upipe_status upi_layer_check_mask(upipe_ctx *c, const upipe_layer *l)
 {
     const upipe_plan_desc *d = &l->plan->desc;
-    upipe_attn a = upi_layer_mask(l);
-    a.sinks = l->sinks;
+    upipe_attn a = upi_layer_attn(l);
     a.q.d = d->head_dim;
     a.v.d = d->v_dim;
     a.merge = d->ring > 1;

@@ -129,7 +129,7 @@ UPIPE_API upipe_status upi_fpdt_attend_all(upi_fpdt_pass *s, int i, int stage, u
     all.attend = upi_fpdt_fwd_attend;
     all.finish = upi_fpdt_fwd_leave;
     UPIPE_TRY(upi_fpdt_visit_all(&fetches, &all));
-    UPIPE_TRY(upi_free(r, s->call.mask.work));
+    UPIPE_TRY(upi_free(r, s->call.work));
     UPIPE_TRY(upi_free(r, hop));
     UPIPE_TRY(upi_free_kv(r, kv));
     UPIPE_TRY(upi_free(r, q));
@@ -204,7 +204,7 @@ UPIPE_API upipe_status upi_fpdt_begin(upi_fpdt_pass *s, upipe_ctx *c, const upip
 UPIPE_API upipe_status upi_fpdt_fwd(upi_fpdt_pass *s, const void *x)
 {
     const upi_fpdt_sizes *z = &s->z;
-    const int full = s->f->layer.full;
+    const int full = !s->f->layer.mask.causal;
     int stage, i;
     UPIPE_TRY(upi_fpdt_alloc_host(s, &s->save->out, z->b.slot, z->stages, "final_out"));
     UPIPE_TRY(upi_fpdt_alloc_host(s, &s->save->q, z->b.q, z->stages, "q"));
@@ -406,7 +406,7 @@ UPIPE_API upipe_status upi_fpdt_host(upi_fpdt_pass *s, const upi_fpdt_offloaded 
     all.attend = upi_fpdt_bwd_attend;
     all.finish = upi_fpdt_bwd_leave;
     UPIPE_TRY(upi_fpdt_visit_all(&fetches, &all));
-    UPIPE_TRY(upi_free(r, s->call.mask.work));
+    UPIPE_TRY(upi_free(r, s->call.work));
     UPIPE_TRY(upi_free(r, bufs));
     return upi_free(r, kv);
 }
@@ -419,7 +419,7 @@ UPIPE_API upipe_status upi_fpdt_segment_bwd(upi_fpdt_pass *s, const upi_fpdt_off
     const upipe_fpdt *f = s->f;
     upi_run *r = &s->run;
     const upi_fpdt_sizes *z = &s->z;
-    const int full = f->layer.full;
+    const int full = !f->layer.mask.causal;
     const size_t bytes = z->b.dk + z->b.dv;
     void *g, *dq;
     int i;
@@ -552,7 +552,7 @@ UPIPE_API upipe_status upipe_fpdt_bwd(upipe_ctx *c, const upipe_fpdt *f, void *d
                      save->out == NULL ? "the forward's result" : "dout or dx");
     if (s == UPIPE_OK && f->layer.q_norm_weight == NULL && (grads->q_norm_weight != NULL || grads->k_norm_weight != NULL))
         s = upipe_fail(&c->err, UPIPE_ERR_ARG, "gradients of norm weights are wanted without a QK norm");
-    if (s == UPIPE_OK && f->layer.sinks == NULL && grads->sinks != NULL)
+    if (s == UPIPE_OK && f->layer.mask.sinks == NULL && grads->sinks != NULL)
         s = upipe_fail(&c->err, UPIPE_ERR_ARG, "a gradient of sinks is wanted without sinks");
     pass.run.dsinks = grads->sinks;
     if (s == UPIPE_OK) s = upi_fpdt_bwd(&pass, (char *)dx, grads, (char *)dout, (const char *)x);

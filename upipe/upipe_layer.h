@@ -673,7 +673,7 @@ UPIPE_API upipe_status upipe_layer_bwd(upipe_ctx *c, const upipe_layer *l, upipe
     if (s == UPIPE_OK && delta == NULL) s = upi_slots_check(c, l, &save->out, "final_out");
     if (s == UPIPE_OK && pass.run.bytes.qk_norm == 0 && (grads->q_norm_weight != NULL || grads->k_norm_weight != NULL))
         s = upipe_fail(&c->err, UPIPE_ERR_ARG, "gradients of norm weights are wanted without a QK norm");
-    if (s == UPIPE_OK && l->sinks == NULL && grads->sinks != NULL)
+    if (s == UPIPE_OK && l->mask.sinks == NULL && grads->sinks != NULL)
         s = upipe_fail(&c->err, UPIPE_ERR_ARG, "a gradient of sinks is wanted without sinks");
     pass.run.dsinks = grads->sinks;
     if (s == UPIPE_OK) s = upi_layer_bwd(&pass, dx);

@@ -161,7 +161,7 @@ UPIPE_API void upi_fpdt_fetched(const upi_fpdt_sizes *z, char *bufs, int which, 
 /* Whether a query of segment i may see a key of segment j. */
 UPIPE_API int upi_fpdt_sees(const upipe_fpdt *f, int i, int j)
 {
-    upipe_attn a = upi_layer_mask(&f->layer);
+    upipe_attn a = upi_layer_attn(&f->layer);
     int64_t b, batch = f->desc.batch > 0 ? f->desc.batch : 1;
     const int64_t tokens = f->desc.tokens, q0 = upipe_cut(tokens, f->segments, i);
     const int64_t k0 = upipe_cut(tokens, f->segments, j);

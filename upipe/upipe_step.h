@@ -271,15 +271,15 @@ UPIPE_API upipe_status upi_attend(upi_run *r, upipe_ring_call *call, upipe_ring_
     for (t = 0; t < p->width; ++t) {
         upipe_span mine = upipe_plan_q(p, stage + t, r->c->team->rank);
         parts[t].heads = mine.count;
-        parts[t].lead = mine.first % p->group;
-        parts[t].sinks = r->l->sinks != NULL ? r->l->sinks + mine.first : NULL;
-        parts[t].dsinks = backward && r->dsinks != NULL ? r->dsinks + mine.first : NULL;
+        parts[t].first = mine.first;
     }
     if (!p->overlap) UPIPE_TRY(upi_alloc(r, &work, bytes, "attn_work"));
     call->plan = p;
-    call->mask = upi_layer_mask(r->l);
-    call->mask.work = work;
-    call->mask.work_bytes = bytes;
+    call->mask = r->l->mask;
+    call->scale = r->l->scale;
+    call->work = work;
+    call->work_bytes = bytes;
+    call->dsinks = r->dsinks;
     call->parts = parts;
     call->count = p->width;
     call->kv_heads = upipe_plan_kv(p, stage, r->c->team->rank).count;
