@@ -328,7 +328,7 @@ static upipe_status plain_attn(plain_run *r, upipe_attn *a, void **qkv, void *o,
     a->v = plain_heads(r, qkv[2], 1, r->d.dtype);
     a->o = plain_heads(r, o, 0, r->d.dtype);
     a->lse = upipe_view_packed(lse, UPIPE_F32, r->d.tokens, r->heads[0], 1);
-    a->causal = 1;
+    a->mask.causal = 1;
     a->work_bytes = r->c->ops->attn_bytes(r->c->ops, a, backward);
     return upipe_mem_alloc(r->c->mem, &a->work, a->work_bytes, "attn_work", &r->c->err);
 }
@@ -735,6 +735,7 @@ static upipe_status method_plan(bench *b, method *m, int chunk, upipe_err *e)
     UPIPE_TRY(upipe_plan_init(&b->blocks, &d, e));
     m->layer.plan = &m->plan;
     m->layer.rope_theta = 500000;
+    m->layer.mask.causal = 1;
     m->layer.wq = b->weights[0];
     m->layer.wk = b->weights[1];
     m->layer.wv = b->weights[2];

@@ -457,7 +457,7 @@ static upipe_status block_plan(team *t, upipe_err *e)
     UPIPE_TRY(upipe_plan_init(&t->plan, &d, e));
     t->layer.plan = &t->plan;
     t->layer.rope_theta = 500000;
-    t->layer.full = o->full;
+    t->layer.mask.causal = !o->full;
     device_table(DEVICE_CUDA, &ops);
     scratch = upipe_layer_scratch(&ops, &t->layer, 1);
     t->plan_peak = upipe_plan_bytes(&t->plan, &scratch).peak;

@@ -12,7 +12,7 @@ beside it; what there is no time for is left out, and the run says so and fails.
   attention  140 s  forward and backward, head dim 64 and 128, causal and full, 1k to 32k tokens, and head dim 256, 16k:
                     the kernels for this device, those for 8.0, cuDNN with and without a deterministic backward; and in
                     a process of its own PyTorch's SDPA and the FlashAttention packages, as far as they are installed
-  masks       35 s  a sliding window, packed documents
+  masks       35 s  a sliding window, packed sequences
   exchange    20 s  all-to-all of eight thread ranks on the device, by transport
   block       60 s  Llama3-8B's attention block on eight ranks: Ulysses, UPipe, UPipe with stages that overlap, by
                     transport: seconds, and the driver's count of memory beside the plan

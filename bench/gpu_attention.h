@@ -260,7 +260,7 @@ static double attention_flop(const options *o, const upipe_attn *a)
 {
     double pairs = (double)o->tokens * (double)o->tokens / (o->full ? 1 : 2);
     int64_t first, end, i;
-    if (a->window > 0 || a->cu_seqlens != NULL)
+    if (a->mask.window > 0 || a->mask.cu_seqlens != NULL)
         for (pairs = 0, i = 0; i < o->tokens; ++i) {
             upipe_attn_visible(a, i, &first, &end);
             pairs += (double)(end - first);
@@ -299,11 +299,11 @@ static upipe_status measure_attention(upipe_ctx *c, upipe_cuda *cuda, const opti
     x.g.dv = upipe_view_packed(p[7], UPIPE_F32, o->tokens, o->kv_heads, o->head_dim);
     a->lse = upipe_view_packed(p[8], UPIPE_F32, o->tokens, o->heads, 1);
     x.g.delta = upipe_view_packed(p[9], UPIPE_F32, o->tokens, o->heads, 1);
-    a->causal = !o->full;
-    a->window = o->window;
+    a->mask.causal = !o->full;
+    a->mask.window = o->window;
     for (i = 0; i <= o->cu_seqlens; ++i) cu_seqlens[i] = o->cu_seqlens > 0 ? o->tokens * i / o->cu_seqlens : 0;
-    a->cu_seqlens = o->cu_seqlens > 0 ? cu_seqlens : NULL;
-    a->cu_seqlens_n = o->cu_seqlens;
+    a->mask.cu_seqlens = o->cu_seqlens > 0 ? cu_seqlens : NULL;
+    a->mask.cu_seqlens_n = o->cu_seqlens;
     work[0] = c->ops->attn_bytes(c->ops, a, 0);
     work[1] = c->ops->attn_bytes(c->ops, a, 1);
     a->work_bytes = work[0] > work[1] ? work[0] : work[1];

@@ -39,8 +39,8 @@ float scale_of(const upipe_attn *a)
 
 template <class How> void mask(How &how, const upipe_attn *a)
 {
-    if (a->causal) how.set_diagonal_band_right_bound(0);
-    if (a->window > 0) how.set_diagonal_band_left_bound((int)a->window);
+    if (a->mask.causal) how.set_diagonal_band_right_bound(0);
+    if (a->mask.window > 0) how.set_diagonal_band_left_bound((int)a->mask.window);
 }
 
 void types(fe::graph::Graph &g)

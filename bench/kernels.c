@@ -229,11 +229,11 @@ static upipe_attn_grad arguments(const bench_case *c)
     g.a.v = upipe_view_packed(c->v, dtype, c->tokens, c->heads, c->head_dim);
     g.a.o = upipe_view_packed(c->o, dtype, c->tokens, c->heads, c->head_dim);
     g.a.lse = upipe_view_packed(c->lse, UPIPE_F32, c->tokens, c->heads, 1);
-    g.a.causal = c->causal;
-    g.a.window = c->window;
-    g.a.cu_seqlens = c->cu_seqlens;
-    g.a.cu_seqlens_n = c->cu_seqlens_n;
-    g.a.softcap = c->softcap;
+    g.a.mask.causal = c->causal;
+    g.a.mask.window = c->window;
+    g.a.mask.cu_seqlens = c->cu_seqlens;
+    g.a.mask.cu_seqlens_n = c->cu_seqlens_n;
+    g.a.mask.softcap = c->softcap;
     g.a.work = c->work;
     g.a.work_bytes = (size_t)c->work_bytes;
     g.dout = upipe_view_packed(c->dout, dtype, c->tokens, c->heads, c->head_dim);

@@ -46,7 +46,7 @@ int main(int argc, char **argv)
     a.v = upipe_view_packed(x->v, UPIPE_F32, TOKENS, KV_HEADS, DIM);
     a.o = upipe_view_packed(x->o, UPIPE_F32, TOKENS, HEADS, DIM);
     a.lse = upipe_view_packed(x->lse, UPIPE_F32, TOKENS, HEADS, 1);
-    a.causal = 1;
+    a.mask.causal = 1;
     a.work_bytes = d.ops.attn_bytes(&d.ops, &a, 0);
     s = device_slab(&d, &a.work, a.work_bytes, &c.err);
     if (s == UPIPE_OK) s = upipe_attn_fwd(&c, &a);

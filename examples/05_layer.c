@@ -75,7 +75,7 @@ static upipe_status run(shared *all, int chunk, upipe_err *err)
     for (i = 0; i < TOKENS * MODEL; ++i) all->x[i] = (float)cos(i * 0.11);
     d.tokens = TOKENS, d.ranks = RANKS, d.heads = HEADS, d.head_dim = DIM, d.chunk = chunk;
     device_table(all->kind, &ops);
-    all->layer.plan = &all->plan;
+    all->layer.plan = &all->plan, all->layer.mask.causal = 1;
     all->layer.wq = all->layer.wk = all->layer.wv = all->w; /* one matrix will do here */
     UPIPE_TRY(upipe_plan_init(&all->plan, &d, err));
     if (upipe_dry_init(&dry, &all->plan, &ops) || upipe_dry_layer(&dry, &all->layer, 1))

@@ -97,7 +97,7 @@ int main(int argc, char **argv)
     d.tokens = TOKENS, d.ranks = RANKS, d.heads = HEADS, d.kv_heads = KV_HEADS, d.head_dim = DIM,
     d.model_dim = MODEL;
     device_table(kind, &ops);
-    all->layer.plan = &all->plan, all->layer.rope_theta = 10000;
+    all->layer.plan = &all->plan, all->layer.rope_theta = 10000, all->layer.mask.causal = 1;
     all->layer.wq = all->w, all->layer.wk = all->w + Q, all->layer.wv = all->w + Q + KV,
     all->layer.wo = all->w + Q + 2 * KV;
     if (upipe_plan_init(&all->plan, &d, &err) || upipe_dry_init(&dry, &all->plan, &ops) ||

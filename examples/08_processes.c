@@ -248,7 +248,7 @@ static upipe_status run(host *h, upipe_ctx *c, const upipe_plan_desc *desc, cons
     upipe_mem mem;
     void *slab;
     UPIPE_TRY(upipe_plan_init(&plan, desc, &c->err));
-    layer.plan = &plan;
+    layer.plan = &plan, layer.mask.causal = 1;
     layer.wq = layer.wk = layer.wv = w; /* one matrix will do here */
     if (upipe_dry_init(&dry, &plan, c->ops) || upipe_dry_layer(&dry, &layer, 1))
         return c->err = dry.ctx.err, dry.ctx.err.status;

@@ -31,7 +31,7 @@ static upipe_status attend(upipe_ctx *c, float *wide)
     for (i = 0; i < COUNT; ++i) wide[i] = (float)(i / (HEADS * DIM));
     UPIPE_TRY(c->ops->copy(c, f.data, wide, COUNT * 4));
     UPIPE_TRY(c->ops->cast(c, v, f));
-    a.q = a.k = x, a.v = v, a.causal = 1;
+    a.q = a.k = x, a.v = v, a.mask.causal = 1;
     a.o = upipe_view_packed(p[2], UPIPE_BF16, TOKENS, HEADS, DIM);
     a.lse = upipe_view_packed(p[5], UPIPE_F32, TOKENS, HEADS, 1);
     a.work = p[3], a.work_bytes = COUNT * 2; /* c->ops->attn_bytes says what it takes: nothing, forward */

@@ -60,7 +60,7 @@ static upipe_status step(const char *name, const upipe_par *par, tensors *x, upi
     g.a.v = upipe_view_packed(x->v, UPIPE_F32, TOKENS, KV_HEADS, DIM);
     g.a.o = upipe_view_packed(x->results.o, UPIPE_F32, TOKENS, HEADS, DIM);
     g.a.lse = upipe_view_packed(x->results.lse, UPIPE_F32, TOKENS, HEADS, 1);
-    g.a.causal = 1;
+    g.a.mask.causal = 1;
     g.dout = upipe_view_packed(x->dout, UPIPE_F32, TOKENS, HEADS, DIM);
     g.delta = upipe_view_packed(x->delta, UPIPE_F32, TOKENS, HEADS, 1);
     g.dq = upipe_view_packed(x->results.dq, UPIPE_F32, TOKENS, HEADS, DIM);

@@ -59,7 +59,7 @@ static upipe_status prepare(upipe_ctx *c, shared *all, int rank, upipe_layer *l)
     d.rank = c->team->rank;
     d.ring_rank = c->ring != NULL ? c->ring->rank : 0;
     s = upipe_plan_init(&all->plans[rank], &d, &c->err);
-    l->plan = &all->plans[rank], l->rope_theta = 10000;
+    l->plan = &all->plans[rank], l->rope_theta = 10000, l->mask.causal = 1;
     l->wq = l->wk = l->wv = all->w; /* one matrix will do here */
     if (s == UPIPE_OK && (upipe_dry_init(dry, l->plan, &all->ops) || upipe_dry_layer(dry, l, 1)))
         c->err = dry->ctx.err, s = c->err.status;

@@ -113,7 +113,7 @@ static upipe_status run(shared *all, int segments, int chunk, upipe_err *err)
     f->desc.tokens = TOKENS, f->desc.ranks = RANKS, f->desc.heads = HEADS, f->desc.kv_heads = KV_HEADS;
     f->desc.head_dim = DIM, f->desc.chunk = chunk, f->segments = segments;
     f->layer.wq = f->layer.wk = f->layer.wv = all->w; /* one matrix will do here */
-    f->layer.rope_theta = 10000;
+    f->layer.rope_theta = 10000, f->layer.mask.causal = 1;
     upipe_cpu_ops(&all->ops);
     UPIPE_TRY(upipe_threads_init(&all->team, RANKS, 60, err));
     s = upipe_threads_run(&all->team, rank_main, all, statuses);

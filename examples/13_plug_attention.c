@@ -54,7 +54,7 @@ static upipe_status loops_fwd(upipe_ctx *c, const upipe_attn *a)
     ++p->served;
     for (h = 0; h < a->q.h; ++h)
         for (i = 0; i < a->q.n; ++i) {
-            const int64_t seen = a->causal ? i + 1 : a->k.n;
+            const int64_t seen = a->mask.causal ? i + 1 : a->k.n;
             const int kv = h / (a->q.h / a->k.h);
             float top = -INFINITY, sum = 0, *o = row(a->o, i, h);
             for (j = 0; j < seen; ++j) top = fmaxf(top, scale * dot(row(a->q, i, h), row(a->k, j, kv), d));
@@ -83,7 +83,7 @@ static upipe_status loops_bwd(upipe_ctx *c, const upipe_attn_grad *g)
     ++p->served;
     for (h = 0; h < a->q.h; ++h)
         for (i = 0; i < a->q.n; ++i) {
-            const int64_t seen = a->causal ? i + 1 : a->k.n;
+            const int64_t seen = a->mask.causal ? i + 1 : a->k.n;
             const int kv = h / (a->q.h / a->k.h);
             const float *q = row(a->q, i, h), *dout = row(g->dout, i, h);
             memset(row(g->dq, i, h), 0, (size_t)d * sizeof(float));
@@ -221,7 +221,7 @@ static upipe_status both(program *p, int kind, double error[2], plug *own)
     d.tokens = TOKENS, d.ranks = 1, d.heads = HEADS, d.kv_heads = KV_HEADS, d.head_dim = DIM;
     d.model_dim = MODEL, d.chunk = CHUNK, d.dtype = kind == DEVICE_CPU ? UPIPE_F32 : UPIPE_BF16;
     UPIPE_TRY(upipe_plan_init(&p->plan, &d, &p->c.err));
-    p->layer.plan = &p->plan;
+    p->layer.plan = &p->plan, p->layer.mask.causal = 1;
     p->c.ops = &p->d.ops;
     UPIPE_TRY(narrow(p, &p->layer.wq, all->wq, HEADS * DIM, MODEL));
     UPIPE_TRY(narrow(p, &p->layer.wk, all->wk, KV_HEADS * DIM, MODEL));
@@ -230,7 +230,7 @@ static upipe_status both(program *p, int kind, double error[2], plug *own)
     UPIPE_TRY(plug_any(kind, own, &with, &p->c.err));
     UPIPE_TRY(compare(p, &with, own, "causal", &error[0]));
     if ((with.attn_can & UPIPE_ATTN_WINDOW) == 0) return UPIPE_OK;
-    p->layer.window = 50;
+    p->layer.mask.window = 50;
     return compare(p, &with, own, "with a window", &error[1]);
 }
 

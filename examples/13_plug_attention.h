@@ -14,8 +14,9 @@ typedef struct plug {
 /* Neither masks beyond full and causal, nor older results to add to, nor rows at other positions than the keys. */
 static inline int plug_is_plain(const upipe_attn *a)
 {
-    return a->window == 0 && a->cu_seqlens == NULL && a->softcap == 0 && a->sinks == NULL && !a->merge &&
-           a->v.d == a->q.d && a->q.n > 0 && a->q.n == a->k.n && a->q_pos == a->k_pos;
+    return a->mask.window == 0 && a->mask.cu_seqlens == NULL && a->mask.softcap == 0 &&
+           a->mask.sinks == NULL && !a->merge && a->v.d == a->q.d && a->q.n > 0 && a->q.n == a->k.n &&
+           a->q_pos == a->k_pos;
 }
 
 static inline plug *plug_of(const upipe_ops *ops)

@@ -66,7 +66,7 @@ kernel make(cudnnHandle_t handle, const upipe_attn *a)
         .set_compute_data_type(fe::DataType_t::FLOAT);
     auto how = fe::graph::SDPA_attributes().set_generate_stats(true).set_attn_scale(
         a->scale != 0 ? a->scale : 1 / sqrtf((float)a->q.d));
-    if (a->causal)
+    if (a->mask.causal)
         how.set_diagonal_band_right_bound(0); /* from the top left: row i and key i have one position */
     auto out = graph->sdpa(graph->tensor(tensor(a->q, Q)), graph->tensor(tensor(a->k, K)),
                            graph->tensor(tensor(a->v, V)), how);
@@ -86,7 +86,7 @@ const kernel *find(const upipe_ops *ops, const upipe_attn *a)
     if (!plug_is_plain(a) || a->q.dtype != UPIPE_BF16 || a->o.dtype != UPIPE_BF16) return NULL;
     int32_t scale;
     memcpy(&scale, &a->scale, sizeof scale);
-    std::vector<int64_t> key = {a->causal != 0, scale};
+    std::vector<int64_t> key = {a->mask.causal != 0, scale};
     for (auto v : {a->q, a->k, a->v, a->o})
         for (auto n : {v.n, (int64_t)v.h, (int64_t)v.d, v.n_step, v.h_step}) key.push_back(n);
     auto at = own->kernels.find(key);

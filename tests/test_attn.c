@@ -147,7 +147,7 @@ static void test_merge_nothing(void)
         a.o = upipe_view_packed(o, UPIPE_F32, t.sq, t.h, t.d);
         a.lse = upipe_view_packed(lse, UPIPE_F32, t.sq, t.h, 1);
         a.k_pos = t.k_pos;
-        a.causal = a.merge = 1;
+        a.mask.causal = a.merge = 1;
         memcpy(o, in.dout, (size_t)q_count(&t) * 4);
         memcpy(lse, in.q, (size_t)(t.sq * t.h) * 4);
         attn_scratch(&a, &ops, 0);
@@ -542,7 +542,7 @@ static void test_scratch(void)
     CHECK(bwd % 64 == 0 && bwd <= 600 * 1024 * (UPI_WIDE / 8));
     g.a.q.n = g.a.k.n = 1 << 20;
     g.a.q.dtype = UPIPE_BF16;
-    g.a.causal = 1;
+    g.a.mask.causal = 1;
     CHECK_INT(upi_cpu_attn_bytes(NULL, &g.a, 0), fwd);
     CHECK_INT(upi_cpu_attn_bytes(NULL, &g.a, 1), bwd);
     ops.par = &par; /* each worker its own, and in the backward eight bytes a block of 64 keys and group */

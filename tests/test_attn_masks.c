@@ -1,4 +1,4 @@
-/* test_attn_masks.c -- sliding windows, packed packed sequences, soft-caps, sinks, steps between positions, head dims of v,
+/* test_attn_masks.c -- sliding windows, packed sequences, soft-caps, sinks, steps between positions, head dims of v,
  * and gradients of q that are added to, in the CPU attention kernels
  *
  * What a row sees, as the library says it in one run, against a question for every pair; finite differences for the
@@ -467,10 +467,10 @@ static void test_refusals(void)
                 valid_call(&g, block, work, need);
                 ops.name = "this table";
                 ops.attn_can = can << bit;
-                if (bit == 0) g.a.window = 4;
-                if (bit == 1) g.a.cu_seqlens = good, g.a.cu_seqlens_n = 2;
-                if (bit == 2) g.a.softcap = 30;
-                if (bit == 3) g.a.sinks = sinks;
+                if (bit == 0) g.a.mask.window = 4;
+                if (bit == 1) g.a.mask.cu_seqlens = good, g.a.mask.cu_seqlens_n = 2;
+                if (bit == 2) g.a.mask.softcap = 30;
+                if (bit == 3) g.a.mask.sinks = sinks;
                 if (bit == 4) g.a.v.d = g.a.o.d = g.dout.d = g.dv.d = 32;
                 if (bit == 5) g.a.merge = 1;
                 CHECK_STATUS(backward ? upipe_attn_bwd(&c, &g) : upipe_attn_fwd(&c, &g.a),
@@ -489,24 +489,24 @@ static void test_refusals(void)
         CHECK_STATUS(upipe_attn_bwd(&c, &g), UPIPE_ERR_ARG, c.err);   \
         CHECK_TEXT(c.err.text, word);                                 \
     } while (0)
-    REFUSED(g.a.window = -1, "a window of -1");
-    REFUSED(g.a.window = INT64_MAX, "window");
+    REFUSED(g.a.mask.window = -1, "a window of -1");
+    REFUSED(g.a.mask.window = INT64_MAX, "window");
     REFUSED(g.a.pos_step = -1, "-1 positions between rows");
     REFUSED(g.a.pos_step = UPIPE_POS_STEP_MAX + 1, "positions between rows");
-    REFUSED(g.a.softcap = -1, "soft-cap");
-    REFUSED(g.a.softcap = NAN, "soft-cap");
-    REFUSED(g.a.softcap = INFINITY, "soft-cap");
+    REFUSED(g.a.mask.softcap = -1, "soft-cap");
+    REFUSED(g.a.mask.softcap = NAN, "soft-cap");
+    REFUSED(g.a.mask.softcap = INFINITY, "soft-cap");
     /* f32 has no scale / softcap, or no softcap * log2(e): scores would be 0 * inf */
-    REFUSED((g.a.softcap = 3e38f, g.a.scale = 1e-8f), "out of all proportion to scale 1e-08");
-    REFUSED((g.a.softcap = 3e38f, g.a.scale = 10), "out of all proportion");
-    REFUSED((g.a.softcap = 1e30f, g.a.scale = 1e-12f), "out of all proportion");
-    REFUSED((g.a.softcap = 1e-39f, g.a.scale = 1), "out of all proportion");
-    REFUSED((g.a.softcap = 1e-20f, g.a.scale = 1e30f), "out of all proportion");
-    REFUSED(g.a.cu_seqlens_n = 1, "1 packed sequences, cu_seqlens is NULL");
-    REFUSED(g.a.cu_seqlens = good, "0 packed sequences, cu_seqlens is not NULL");
-    REFUSED((g.a.cu_seqlens = good, g.a.cu_seqlens_n = -1), "-1 packed sequences");
-    REFUSED((g.a.cu_seqlens = descending, g.a.cu_seqlens_n = 2), "packed sequence 1 is [8, 7)");
-    REFUSED((g.a.cu_seqlens = far, g.a.cu_seqlens_n = 1), "packed sequence 0");
+    REFUSED((g.a.mask.softcap = 3e38f, g.a.scale = 1e-8f), "out of all proportion to scale 1e-08");
+    REFUSED((g.a.mask.softcap = 3e38f, g.a.scale = 10), "out of all proportion");
+    REFUSED((g.a.mask.softcap = 1e30f, g.a.scale = 1e-12f), "out of all proportion");
+    REFUSED((g.a.mask.softcap = 1e-39f, g.a.scale = 1), "out of all proportion");
+    REFUSED((g.a.mask.softcap = 1e-20f, g.a.scale = 1e30f), "out of all proportion");
+    REFUSED(g.a.mask.cu_seqlens_n = 1, "1 packed sequences, cu_seqlens is NULL");
+    REFUSED(g.a.mask.cu_seqlens = good, "0 packed sequences, cu_seqlens is not NULL");
+    REFUSED((g.a.mask.cu_seqlens = good, g.a.mask.cu_seqlens_n = -1), "-1 packed sequences");
+    REFUSED((g.a.mask.cu_seqlens = descending, g.a.mask.cu_seqlens_n = 2), "packed sequence 1 is [8, 7)");
+    REFUSED((g.a.mask.cu_seqlens = far, g.a.mask.cu_seqlens_n = 1), "packed sequence 0");
 #undef REFUSED
     valid_call(&g, block, work, need);
     g.dsinks = sinks;

@@ -51,6 +51,7 @@ static upipe_bytes compare(const upipe_plan_desc *desc, int qk_norm, upipe_plan 
     layer.wq = layer.wk = layer.wv = layer.wo = weight;
     if (qk_norm) layer.q_norm_weight = layer.k_norm_weight = weight;
     layer.rope_theta = 10000;
+    layer.mask.causal = 1;
     scratch = upipe_layer_scratch(&ops, &layer, 1);
     bytes = upipe_plan_bytes(plan, &scratch);
     CHECK(upipe_dry_init(dry, plan, &ops) == UPIPE_OK);
@@ -251,6 +252,7 @@ static void test_surroundings(void)
     bwd_scratch = 3000;
     CHECK(upipe_plan_init(&plan, &desc, NULL) == UPIPE_OK);
     layer.plan = &plan;
+    layer.mask.causal = 1;
     layer.wq = layer.wk = layer.wv = layer.wo = weight;
     CHECK(upipe_dry_init(dry, &plan, &ops) == UPIPE_OK);
     CHECK(upipe_mem_alloc(c->mem, &x, upipe_plan_unit_bytes(&plan), "x", NULL) == UPIPE_OK);
@@ -316,6 +318,7 @@ static void test_moved(void)
                               64, heads[kind / 2][0] * 64, chunk, kind % 2 ? UPIPE_BF16 : UPIPE_F32);
                     f.segments = segments;
                     f.layer.wq = f.layer.wk = f.layer.wv = data;
+                    f.layer.mask.causal = 1;
                     if (upipe_fpdt_plan(&f, 0, &p, &e) != UPIPE_OK || p.schedule == UPIPE_UNEVEN) continue;
                     ++legal;
                     CHECK(upipe_dry_init(dry, &p, &ops) == UPIPE_OK);

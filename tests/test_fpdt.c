@@ -202,7 +202,7 @@ static upipe_status segment_body(void *user, int rank)
     f.layer.wv = s->weights[2];
     f.layer.q_norm_weight = s->in->q_norm_weight;
     f.layer.k_norm_weight = s->in->k_norm_weight;
-    f.layer.sinks = s->in->sinks;
+    f.layer.mask.sinks = s->in->sinks;
     c.ops = &s->ops;
     c.team = upipe_threads_comm(&s->team, rank);
     status = upipe_fpdt_plan(&f, 0, &p, &c.err);
@@ -398,6 +398,7 @@ static void test_memory(void)
         f.desc.dtype = UPIPE_BF16;
         f.desc.chunk = i % 2 == 0 ? 32 : 8;
         f.segments = i < 2 ? 1 : 8;
+        f.layer.mask.causal = 1;
         if (!CHECK_SAY(upipe_fpdt_bytes(&f, &ops, &b, &host, &e) == UPIPE_OK, "%s", e.text)) return;
         peak[i] = b.peak;
     }
@@ -469,6 +470,7 @@ static upipe_status odd_body(void *user, int rank)
     f.desc.model_dim = 16;
     f.segments = odd == ODD_SEGMENTS ? 6 : 5; /* the first of either has two tokens */
     f.layer.wq = f.layer.wk = f.layer.wv = w;
+    f.layer.mask.causal = 1;
     f.host = &host;
     c.ops = &o->ops;
     c.mem = &mem;
@@ -565,6 +567,7 @@ static lone *lone_begin(void)
     l->x = f32_buf(64 * 64);
     l->dout = f32_buf(64 * 64);
     l->f.layer.wq = l->f.layer.wk = l->f.layer.wv = l->w;
+    l->f.layer.mask.causal = 1;
     lone_again(l);
     return l;
 }

@@ -310,9 +310,11 @@ static upipe_status odd_body(void *user, int rank)
     upipe_mem_init(&mem, aligned, bytes, blocks, 64);
     l.plan = &p;
     l.wq = l.wk = l.wv = w;
-    if (rank == 1 && o->odd == 10) l.window = 5;
-    if (o->odd == 11) l.cu_seqlens = rank == 1 ? cu_seqlens[1] : cu_seqlens[0], l.cu_seqlens_n = 2;
-    if (rank == 1 && o->odd == 12) l.sinks = w;
+    l.mask.causal = 1;
+    if (rank == 1 && o->odd == 10) l.mask.window = 5;
+    if (o->odd == 11) l.mask.cu_seqlens = rank == 1 ? cu_seqlens[1] : cu_seqlens[0], l.mask.cu_seqlens_n = 2;
+    if (rank == 1 && o->odd == 12) l.mask.sinks = w;
+    if (rank == 1 && o->odd == 13) l.mask.causal = 0;
     if (o->odd == 6) l.q_norm_weight = w;
     c.ops = o->ops;
     c.mem = &mem;
@@ -347,6 +349,7 @@ static size_t odd_need(const upipe_ops *ops)
     CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
     l.plan = &p;
     l.wq = l.wk = l.wv = w;
+    l.mask.causal = 1;
     CHECK(upipe_dry_init(dry, &p, ops) == UPIPE_OK);
     CHECK(upipe_layer_fwd(&dry->ctx, &l, &save, upipe_view_packed(w, UPIPE_F32, 4, 1, 16)) == UPIPE_OK);
     need = dry->mem.need;
@@ -374,6 +377,7 @@ static void test_odd_ranks(void)
         {10, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "window is 0 on rank 0 and 5 on rank 1"},
         {11, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "cu_seqlens (hash)"},
         {12, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "sinks is 0 on rank 0 and 1 on rank 1"},
+        {13, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "causal is 1 on rank 0 and 0 on rank 1"},
     };
     upipe_ops ops;
     size_t i;
@@ -446,6 +450,7 @@ static void test_misuse(void)
     CHECK(upipe_plan_init(&ring_plan, &d, NULL) == UPIPE_OK);
     l.plan = &p;
     l.wq = l.wk = l.wv = l.wo = w;
+    l.mask.causal = 1;
     CHECK(upipe_mem_alloc(&mem, &data, 8 * 24 * 4, "x", NULL) == UPIPE_OK);
     memset(data, 0, 8 * 24 * 4);
     x = upipe_view_packed(data, UPIPE_F32, 8, 1, 24);
@@ -478,10 +483,10 @@ static void test_misuse(void)
         if (i == 3) bad.rope_theta = INFINITY;
         if (i == 4) bad.q_norm_weight = bad.k_norm_weight = w, bad.norm_eps = NAN;
         if (i == 5) bad.tile_rows = -1;
-        if (i == 6) bad.window = -1;
-        if (i == 7) bad.softcap = -2;
-        if (i == 8) bad.cu_seqlens = cu_seqlens;
-        if (i >= 8) bad.cu_seqlens_n = 2;
+        if (i == 6) bad.mask.window = -1;
+        if (i == 7) bad.mask.softcap = -2;
+        if (i == 8) bad.mask.cu_seqlens = cu_seqlens;
+        if (i >= 8) bad.mask.cu_seqlens_n = 2;
         REFUSED(UPIPE_ERR_ARG, words[i], upipe_layer_fwd(&c, &bad, &save, x));
     }
     bad = l;

@@ -352,9 +352,10 @@ static upipe_status odd_body(void *user, int rank)
     upipe_mem_init(&mem, slab, BYTES, blocks, BLOCKS);
     l.plan = &p;
     l.wq = l.wk = l.wv = w;
-    l.window = other == ODD_WINDOW ? 5 : 0;
-    l.cu_seqlens = other == ODD_CU_SEQLENS ? cu_seqlens : NULL;
-    l.cu_seqlens_n = other == ODD_CU_SEQLENS ? 2 : 0;
+    l.mask.causal = 1;
+    l.mask.window = other == ODD_WINDOW ? 5 : 0;
+    l.mask.cu_seqlens = other == ODD_CU_SEQLENS ? cu_seqlens : NULL;
+    l.mask.cu_seqlens_n = other == ODD_CU_SEQLENS ? 2 : 0;
     c.ops = &o->ops;
     c.mem = &mem;
     c.team = grid_team(&o->grid, rank);
@@ -479,8 +480,8 @@ static upipe_status bare_body(void *user, int rank)
     part.dq = data + 5 * n;
     part.heads = 1;
     call.plan = &p;
-    call.mask.work = work;
-    call.mask.work_bytes = WORK;
+    call.work = work;
+    call.work_bytes = WORK;
     call.parts = &part;
     call.count = call.kv_heads = 1;
     call.k = data + 6 * n;

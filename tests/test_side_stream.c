@@ -102,6 +102,7 @@ static void test_peak(void)
         CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
         l.plan = &p;
         l.wq = l.wk = l.wv = &none;
+        l.mask.causal = 1;
         scratch = upipe_layer_scratch(&ops, &l, 1);
         bytes = upipe_plan_bytes(&p, &scratch);
         CHECK(upipe_dry_init(dry, &p, &ops) == UPIPE_OK);
@@ -457,6 +458,7 @@ static void test_refused(void)
     c.mem = &mem;
     c.team = &team;
     l.plan = &p;
+    l.mask.causal = 1;
     l.wq = l.wk = l.wv = w;
     CHECK_STATUS(upipe_layer_fwd(&c, &l, &save, upipe_view_packed(w, UPIPE_F32, 16, 1, 256)), UPIPE_ERR_ARG,
                  c.err);

@@ -20,20 +20,41 @@
 
 #include "upipe_ops.h"
 
+/* upipe_mask -- the mask of an attention call, a layer or a ring; zero fields mask nothing
+ *   window      a query sees no position further back than the `window` ones that end with its own; 0 = no limit
+ *   cu_seqlens  packed sequences: cu_seqlens_n + 1 ascending positions. Packed sequence i is [cu_seqlens[i],
+ *               cu_seqlens[i+1]), which may be empty. A query sees its own packed sequence alone; a query outside of
+ *               all of them sees nothing. NULL = one packed sequence. Host memory
+ *   sinks       f32 [H], where the backend computes: one more score a head, whose value is 0; NULL = none
+ *   softcap     scores become softcap * tanh(score / softcap); 0 = none
+ *   causal      nonzero: a query sees positions up to its own; 0: also later ones
+ */
+typedef struct upipe_mask {
+    int64_t window;
+    const int64_t *cu_seqlens;
+    int64_t cu_seqlens_n;
+    const float *sinks;
+    float softcap;
+    int causal;
+} upipe_mask;
+
+/* One number for the borders of packed sequences, by which ranks compare them. */
+UPIPE_API int64_t upi_mask_hash(const upipe_mask *m)
+{
+    uint64_t hash = 0;
+    int64_t i;
+    for (i = 0; m->cu_seqlens != NULL && i <= m->cu_seqlens_n; ++i)
+        hash = (hash ^ (uint64_t)m->cu_seqlens[i]) * 1099511628211u + 1;
+    return (int64_t)(hash >> 1);
+}
+
 /* upipe_attn -- forward
  *   q k v o     one storage type, but for o, which may be f32 beside narrower ones; it does not overlap the others
  *   lse         f32, d = 1, written
  *   q_pos k_pos global position of row 0 of q and of k
  *   pos_step    positions between neighbouring rows, of q and of k; 0 = 1
- *   scale       0 = 1/sqrt(d)
- *   causal      nonzero: a query sees positions up to its own
- *   window      a query sees no position further back than the `window` ones that end with its own; 0 = no limit
- *   cu_seqlens        packed packed sequences: cu_seqlens_n + 1 ascending positions (cu_seqlens), packed sequence i is [cu_seqlens[i], cu_seqlens[i+1]),
- *               perhaps empty. A query sees its own packed sequence alone, outside of all nothing. NULL = one packed sequence.
- *               Host memory
- *   softcap     scores become softcap * tanh(score / softcap); 0 = none. scale / softcap must be a normal f32
- *               number
- *   sinks       one more score a head, f32 [H], whose value is 0; NULL = none
+ *   mask        which keys a query sees, and the form of its scores; sinks are of the heads of q
+ *   scale       0 = 1/sqrt(d). With a soft-cap, scale / softcap must be a normal f32 number
  *   merge       forward: o and lse hold what the same queries saw of other keys, and are brought up to all of
  *               them. A row's old lse of -inf: nothing was seen. Sinks belong to one of the calls.
  *               Backward: dq is f32, and +=
@@ -42,14 +63,11 @@
 typedef struct upipe_attn {
     upipe_view q, k, v, o, lse;
     int64_t q_pos, k_pos, pos_step;
-    int64_t window;
-    const int64_t *cu_seqlens;
-    int64_t cu_seqlens_n;
-    const float *sinks;
+    upipe_mask mask;
     void *work;
     size_t work_bytes;
-    float scale, softcap;
-    int causal, merge;
+    float scale;
+    int merge;
 } upipe_attn;
 
 /* upipe_attn_grad -- backward, with the probabilities recomputed from the forward's lse
@@ -109,30 +127,32 @@ UPIPE_API int64_t upi_attn_ahead(const upipe_attn *a)
 /* Row i of q sees the keys [*first, *end) of k; both ascend with i, and are equal where it sees none. */
 UPIPE_API void upipe_attn_visible(const upipe_attn *a, int64_t i, int64_t *first, int64_t *end)
 {
+    const upipe_mask *m = &a->mask;
     const int64_t step = a->pos_step > 0 ? a->pos_step : 1, n = a->k.n;
     /* key j lies at own + step * (j - same), 0 <= own < step: j - same steps from the last position up to this row's */
     const int64_t away = a->q_pos - a->k_pos, same = i + upi_attn_ahead(a);
     const int64_t pos = a->q_pos + i * step;
     int64_t from = 0, to = n;
-    if (a->causal) to = same + 1;
-    if (a->window > 0) from = i - upi_floor_div(a->window - 1 - away, step);
-    if (a->cu_seqlens != NULL) {
-        int64_t low = 0, high = a->cu_seqlens_n; /* cu_seqlens[low] <= pos < cu_seqlens[high], or there is no such pair */
-        if (pos < a->cu_seqlens[0]) {
+    if (m->causal) to = same + 1;
+    if (m->window > 0) from = i - upi_floor_div(m->window - 1 - away, step);
+    if (m->cu_seqlens != NULL) {
+        /* cu_seqlens[low] <= pos < cu_seqlens[high], or there is no such pair */
+        int64_t low = 0, high = m->cu_seqlens_n;
+        if (pos < m->cu_seqlens[0]) {
             to = 0;
-        } else if (pos >= a->cu_seqlens[high]) {
+        } else if (pos >= m->cu_seqlens[high]) {
             from = n;
         } else {
             while (high - low > 1) {
                 int64_t middle = low + (high - low) / 2;
-                if (a->cu_seqlens[middle] <= pos)
+                if (m->cu_seqlens[middle] <= pos)
                     low = middle;
                 else
                     high = middle;
             }
             /* the first keys at or behind the borders */
-            low = -upi_floor_div(a->k_pos - a->cu_seqlens[low], step);
-            high = -upi_floor_div(a->k_pos - a->cu_seqlens[high], step);
+            low = -upi_floor_div(a->k_pos - m->cu_seqlens[low], step);
+            high = -upi_floor_div(a->k_pos - m->cu_seqlens[high], step);
             if (low > from) from = low;
             if (high < to) to = high;
         }
@@ -153,33 +173,36 @@ UPIPE_API float upi_attn_scale(const upipe_attn *a)
  * the exponential to base 2. */
 UPIPE_API int upi_attn_softcap_fits(const upipe_attn *a)
 {
-    const float products = upi_attn_scale(a) / a->softcap, rate = a->softcap * 1.4426951f;
+    const float products = upi_attn_scale(a) / a->mask.softcap, rate = a->mask.softcap * 1.4426951f;
     return __builtin_isnormal(products) && __builtin_isfinite(rate);
 }
 
 /* Numbers of the masks that make sense. */
 UPIPE_API upipe_status upi_attn_check_masks(upipe_ctx *c, const upipe_attn *a)
 {
+    const upipe_mask *m = &a->mask;
     const int64_t limit = INT64_C(1) << 60;
     int64_t i;
-    if (a->window < 0 || a->window > limit)
+    if (m->window < 0 || m->window > limit)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: a window of %lld positions",
-                        (long long)a->window);
+                          (long long)m->window);
     if (a->pos_step < 0 || a->pos_step > UPIPE_POS_STEP_MAX)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %lld positions between rows",
                         (long long)a->pos_step);
-    if (!(a->softcap >= 0) || !__builtin_isfinite(a->softcap))
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: soft-cap %g", a->softcap);
-    if (a->softcap > 0 && !upi_attn_softcap_fits(a))
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: soft-cap %g is out of all proportion to scale %g",
-                        a->softcap, upi_attn_scale(a));
-    if (a->cu_seqlens_n < 0 || (a->cu_seqlens == NULL) != (a->cu_seqlens_n == 0))
+    if (!(m->softcap >= 0) || !__builtin_isfinite(m->softcap))
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: soft-cap %g", m->softcap);
+    if (m->softcap > 0 && !upi_attn_softcap_fits(a))
+        return upipe_fail(&c->err, UPIPE_ERR_ARG,
+                          "attention: soft-cap %g is out of all proportion to scale %g", m->softcap,
+                          upi_attn_scale(a));
+    if (m->cu_seqlens_n < 0 || (m->cu_seqlens == NULL) != (m->cu_seqlens_n == 0))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %lld packed sequences, cu_seqlens is %sNULL",
-                        (long long)a->cu_seqlens_n, a->cu_seqlens != NULL ? "not " : "");
-    for (i = 0; i < a->cu_seqlens_n; ++i)
-        if (a->cu_seqlens[i] > a->cu_seqlens[i + 1] || a->cu_seqlens[i] < -limit || a->cu_seqlens[i + 1] > limit)
-            return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: packed sequence %lld is [%lld, %lld)", (long long)i,
-                            (long long)a->cu_seqlens[i], (long long)a->cu_seqlens[i + 1]);
+                          (long long)m->cu_seqlens_n, m->cu_seqlens != NULL ? "not " : "");
+    for (i = 0; i < m->cu_seqlens_n; ++i)
+        if (m->cu_seqlens[i] > m->cu_seqlens[i + 1] || m->cu_seqlens[i] < -limit ||
+            m->cu_seqlens[i + 1] > limit)
+            return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: packed sequence %lld is [%lld, %lld)",
+                              (long long)i, (long long)m->cu_seqlens[i], (long long)m->cu_seqlens[i + 1]);
     return UPIPE_OK;
 }
 
@@ -193,10 +216,10 @@ UPIPE_API upipe_status upi_attn_check_can(upipe_ctx *c, const upipe_attn *a, int
                                         "a head dim of v that is not q's",
                                         "a gradient of q that is added to"};
     int wish = 0, i;
-    if (a->window != 0) wish |= UPIPE_ATTN_WINDOW;
-    if (a->cu_seqlens != NULL) wish |= UPIPE_ATTN_CU_SEQLENS;
-    if (a->softcap != 0) wish |= UPIPE_ATTN_SOFTCAP;
-    if (a->sinks != NULL) wish |= UPIPE_ATTN_SINKS;
+    if (a->mask.window != 0) wish |= UPIPE_ATTN_WINDOW;
+    if (a->mask.cu_seqlens != NULL) wish |= UPIPE_ATTN_CU_SEQLENS;
+    if (a->mask.softcap != 0) wish |= UPIPE_ATTN_SOFTCAP;
+    if (a->mask.sinks != NULL) wish |= UPIPE_ATTN_SINKS;
     if (a->v.d != a->q.d) wish |= UPIPE_ATTN_V_DIM;
     if (backward && a->merge) wish |= UPIPE_ATTN_ADD_DQ;
     wish &= ~c->ops->attn_can;
@@ -283,7 +306,7 @@ UPIPE_API upipe_status upipe_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
     UPIPE_TRY(upi_attn_like(c, "dq", g->dq, a->q.n, a->q.h, a->q.d, a->merge ? UPIPE_F32 : a->q.dtype));
     UPIPE_TRY(upi_attn_like(c, "dk", g->dk, a->k.n, a->k.h, a->k.d, UPIPE_F32));
     UPIPE_TRY(upi_attn_like(c, "dv", g->dv, a->k.n, a->k.h, a->v.d, UPIPE_F32));
-    if (g->dsinks != NULL && a->sinks == NULL)
+    if (g->dsinks != NULL && a->mask.sinks == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: a gradient of sinks without sinks");
     need = c->ops->attn_bytes(c->ops, a, 1);
     if (a->work_bytes < need || (a->work == NULL && need > 0))

@@ -230,7 +230,7 @@ UPIPE_API upipe_status upi_dry_pass(upipe_dry *dry, const upipe_layer *l, int pr
     if (c->ops == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "upipe_dry_init failed, or was not called");
     grads.wq = grads.wk = grads.wv = grads.wo = weight;
     grads.q_norm_weight = grads.k_norm_weight = l->q_norm_weight != NULL ? weight : NULL;
-    grads.sinks = l->sinks != NULL ? weight : NULL;
+    grads.sinks = l->mask.sinks != NULL ? weight : NULL;
     UPIPE_TRY(upipe_mem_alloc(c->mem, &data, unit, "x", &c->err));
     x = dx = upipe_view_packed(data, l->plan->desc.dtype, l->plan->rows, 1, dim);
     UPIPE_TRY(upipe_layer_fwd(c, l, &save, x));
@@ -292,7 +292,7 @@ UPIPE_API upipe_status upipe_dry_fpdt(upipe_dry *dry, const upipe_fpdt *f)
     memset(&grads, 0, sizeof grads);
     grads.wq = grads.wk = grads.wv = weight;
     grads.q_norm_weight = grads.k_norm_weight = f->layer.q_norm_weight != NULL ? weight : NULL;
-    grads.sinks = f->layer.sinks != NULL ? weight : NULL;
+    grads.sinks = f->layer.mask.sinks != NULL ? weight : NULL;
     UPIPE_TRY(upipe_fpdt_fwd(c, &local, &save, weight));
     UPIPE_TRY(upipe_fpdt_bwd(c, &local, weight, &grads, &save, weight, weight));
     return upipe_fpdt_free(&local, &save, &c->err);

@@ -100,7 +100,7 @@ UPIPE_API upipe_status upi_fpdt_alloc_host(upipe_ctx *c, const upi_fpdt_pass *s,
 UPIPE_API upipe_status upi_fpdt_fwd(upipe_ctx *c, upi_fpdt_pass *s, const char *x)
 {
     const upi_segments *z = &s->z;
-    const int full = z->f->layer.full, segments = z->f->segments;
+    const int full = !z->f->layer.mask.causal, segments = z->f->segments;
     upi_fpdt_stage st;
     int stage, i;
     UPIPE_TRY(upi_fpdt_alloc_host(c, s, &s->save->out, z->b.slot, z->stages, "final_out"));
@@ -128,7 +128,7 @@ UPIPE_API upipe_status upi_fpdt_bwd(upipe_ctx *c, upi_fpdt_pass *s, char *dx, ch
 {
     const upi_segments *z = &s->z;
     const upipe_plan_desc *d = &z->plan[0].desc;
-    const int full = z->f->layer.full, segments = z->f->segments;
+    const int full = !z->f->layer.mask.causal, segments = z->f->segments;
     upi_run gains = upi_fpdt_run(s, 0);
     void *dkv;
     int i, j, stage;

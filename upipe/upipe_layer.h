@@ -32,10 +32,9 @@ enum { UPIPE_TILE_ROWS = 256 }; /* default tile of the output projection and of 
  *   rope_theta  base of the rotary embedding; 0 = none
  *   rope_interleaved  pairs (2p, 2p+1); otherwise (p, p + d/2)
  *   scale       of the scores; 0 = 1/sqrt(d)
- *   full        nonzero: every token sees all; otherwise causal
- *   window softcap cu_seqlens cu_seqlens_n  as in upipe_attn; cu_seqlens are positions in the flattened batch, [0, batch * S]: sequence b
- *               begins at b * S. The ends of a sequence are borders anyway
- *   sinks       f32 [H]: one more score a head; NULL = none
+ *   mask        zero: every token sees all tokens of its sequence; mask.causal = 1: those up to its own. cu_seqlens are
+ *               positions in the flattened batch, [0, batch * S]: sequence b begins at b * S. The ends of a sequence are
+ *               borders anyway
  *   tile_rows   rows of a tile of y and dX; 0 = UPIPE_TILE_ROWS. On a GPU model_dim, the paper's square tile, is better
  */
 typedef struct upipe_layer {
@@ -44,12 +43,9 @@ typedef struct upipe_layer {
     const float *q_norm_weight, *k_norm_weight;
     double rope_theta;
     float norm_eps, scale;
-    int rope_interleaved, full;
+    int rope_interleaved;
+    upipe_mask mask;
     int64_t tile_rows;
-    int64_t window, cu_seqlens_n;
-    const int64_t *cu_seqlens;
-    const float *sinks;
-    float softcap;
 } upipe_layer;
 
 /* upipe_grads -- gradients of the weights over this rank's tokens (sinks: its heads): f32, shapes of the weights, +=;
@@ -67,30 +63,6 @@ typedef struct upipe_saved {
     upipe_slots out;
     float *lse, *delta;
 } upipe_saved;
-
-/* The mask and the scale of every attention call of the block. */
-UPIPE_API upipe_attn upi_layer_attn(const upipe_layer *l)
-{
-    upipe_attn a;
-    memset(&a, 0, sizeof a);
-    a.scale = l->scale;
-    a.causal = !l->full;
-    a.window = l->window;
-    a.cu_seqlens = l->cu_seqlens;
-    a.cu_seqlens_n = l->cu_seqlens_n;
-    a.softcap = l->softcap;
-    return a;
-}
-
-/* One number for the borders of packed sequences. */
-UPIPE_API int64_t upi_cu_seqlens_hash(const upipe_layer *l)
-{
-    uint64_t hash = 0;
-    int64_t i;
-    for (i = 0; l->cu_seqlens != NULL && i <= l->cu_seqlens_n; ++i)
-        hash = (hash ^ (uint64_t)l->cu_seqlens[i]) * 1099511628211u + 1;
-    return (int64_t)(hash >> 1);
-}
 
 /* The parts: layer/kv.h owns K and V, layer/kv_grad.h their gradients, layer/fwd.h and layer/bwd.h have the calls. */
 #include "layer/pipeline.h"

@@ -12,7 +12,7 @@
  * contiguous, zigzag and striped rings, and pairs of blocks that do not see each other cost nothing. O, and dQ, are
  * summed in f32. With one rank in the ring the same calls are plain attention.
  *
- *     upipe_ring_call call = {plan, mask, parts, count, k, v, ...};
+ *     upipe_ring_call call = {plan, mask, scale, work, work_bytes, parts, ...};
  *     upipe_ring_fwd(&ctx, &call);            o, lse
  *     upipe_ring_bwd(&ctx, &call);            dq, dk, dv
  */
@@ -27,35 +27,38 @@
  *   q dout    [batch][S/R][heads][d], [v_dim] in the storage type
  *   o dq    [batch][S/R][heads][v_dim], [d] of the call's type of sums. dq must be zero before, where that is f32
  *   lse delta  f32 [batch][S/R][heads]
- *   sinks dsinks  f32 [heads], or NULL
- *   lead    query heads of the first one's group before it: head j reads key/value head (lead + j) / G of K
+ *   first   the first of these heads, counted over all H. K and V of the call begin with the key/value head of its
+ *           group: head j reads head (first % G + j) / G of them
  */
 typedef struct upipe_ring_part {
     const void *q, *dout;
     void *o, *dq;
     float *lse, *delta;
-    const float *sinks;
-    float *dsinks;
-    int heads, lead;
+    int heads, first;
 } upipe_ring_part;
 
 /* upipe_ring_call
  *   plan     sizes, layout and ranks of the ring
- *   mask     scale, causal, window, softcap, cu_seqlens and scratch of every attention call; its views and positions are not
- *            read. cu_seqlens are positions in the flattened batch: sequence b begins at b * S
+ *   mask     of the whole sequence: cu_seqlens are positions in the flattened batch, where sequence b begins at b * S,
+ *            and sinks are those of all H heads
+ *   scale work work_bytes  as in upipe_attn, of every attention call
  *   parts    count of them
  *   k v      this rank's, [batch][S/R][kv_heads][d], [v_dim]; of the whole sequence, rank by rank, where the mode is ALL_GATHER
  *   dk dv    backward: their gradients in f32. P2P: overwritten, space for the rank that holds most tokens
  *            (upipe_buffers.dk, dv). ALL_GATHER, and without a ring: +=
+ *   dsinks   backward: f32 [H], +=, the gradients of the sinks of the parts' heads; NULL = not wanted
  *   sums     type of o and dq: f32 with a ring
  */
 typedef struct upipe_ring_call {
     const upipe_plan *plan;
-    upipe_attn mask;
+    upipe_mask mask;
+    float scale;
+    void *work;
+    size_t work_bytes;
     const upipe_ring_part *parts;
     int count, kv_heads;
     const void *k, *v;
-    float *dk, *dv;
+    float *dk, *dv, *dsinks;
     upipe_dtype sums;
 } upipe_ring_call;
 
@@ -65,11 +68,11 @@ typedef struct upipe_ring_call {
  * or a part of one. Returns 0 after the last. */
 UPIPE_API int upi_ring_heads(const upipe_ring_part *part, int group, int j, upipe_span *q, upipe_span *kv)
 {
-    int left = part->heads - j, in_group = (part->lead + j) % group, n = group - in_group;
+    int left = part->heads - j, in_group = (part->first + j) % group, n = group - in_group;
     if (left <= 0) return 0;
     if (in_group == 0 && left >= group) n = left / group * group;
     *q = upi_span_make(j, n < left ? n : left);
-    *kv = upi_span_make((part->lead + j) / group, n > group ? n / group : 1);
+    *kv = upi_span_make((part->first % group + j) / group, n > group ? n / group : 1);
     return 1;
 }
 
@@ -120,10 +123,14 @@ UPIPE_API upipe_status upi_ring_call_one(upipe_ctx *c, const upipe_ring_call *r,
     const int d = p->desc.head_dim, v_dim = p->desc.v_dim, n = part->heads, kv = r->kv_heads;
     const upipe_dtype type = p->desc.dtype;
     const int64_t b = at->sequence, q0 = at->q_row, k0 = at->k_row;
+    const int head = part->first + at->heads.first;
     upipe_attn_grad g;
     upipe_attn *a = &g.a;
     memset(&g, 0, sizeof g);
-    *a = r->mask;
+    a->mask = r->mask;
+    a->scale = r->scale;
+    a->work = r->work;
+    a->work_bytes = r->work_bytes;
     a->q = upi_ring_view(part->q, type, at->q_all, n, d, b, q0, at->q.n, at->heads);
     a->k = upi_ring_view(block->k, type, at->k_all, kv, d, b, k0, at->k.n, at->kv);
     a->v = upi_ring_view(block->v, type, at->k_all, kv, v_dim, b, k0, at->k.n, at->kv);
@@ -131,7 +138,7 @@ UPIPE_API upipe_status upi_ring_call_one(upipe_ctx *c, const upipe_ring_call *r,
     a->q_pos = b * tokens + at->q.pos;
     a->k_pos = b * tokens + at->k.pos;
     a->pos_step = p->held.step;
-    a->sinks = at->first && part->sinks != NULL ? part->sinks + at->heads.first : NULL;
+    a->mask.sinks = at->first && r->mask.sinks != NULL ? r->mask.sinks + head : NULL;
     if (!at->first && !upi_ring_sees(a)) return UPIPE_OK;
     if (!backward) {
         a->o = upi_ring_view(part->o, r->sums, at->q_all, n, v_dim, b, q0, at->q.n, at->heads);
@@ -144,7 +151,7 @@ UPIPE_API upipe_status upi_ring_call_one(upipe_ctx *c, const upipe_ring_call *r,
     g.dq = upi_ring_view(part->dq, r->sums, at->q_all, n, d, b, q0, at->q.n, at->heads);
     g.dk = upi_ring_view(block->dk, UPIPE_F32, at->k_all, kv, d, b, k0, at->k.n, at->kv);
     g.dv = upi_ring_view(block->dv, UPIPE_F32, at->k_all, kv, v_dim, b, k0, at->k.n, at->kv);
-    g.dsinks = a->sinks != NULL && part->dsinks != NULL ? part->dsinks + at->heads.first : NULL;
+    g.dsinks = a->mask.sinks != NULL && r->dsinks != NULL ? r->dsinks + head : NULL;
     return upipe_attn_bwd(c, &g);
 }
 

@@ -52,7 +52,7 @@ static void method_weights(method_rank *rank, const void *wq, const void *wk, co
     rank->layer.wq = wq;
     rank->layer.wk = wk;
     rank->layer.wv = wv;
-    rank->layer.sinks = (const float *)sinks;
+    rank->layer.mask.sinks = (const float *)sinks;
     rank->fpdt.layer = rank->layer;
 }
 
@@ -63,12 +63,12 @@ static upipe_layer method_layer(const options *o, const upipe_plan *p)
     memset(&l, 0, sizeof l);
     l.plan = p;
     l.rope_theta = o->rope ? rope_theta : 0;
-    l.full = o->full;
-    l.window = o->window;
-    l.cu_seqlens = o->cu_seqlens;
-    l.cu_seqlens_n = o->cu_seqlens_n;
-    l.softcap = (float)o->softcap;
-    l.sinks = o->sinks ? &sink : NULL;
+    l.mask.causal = !o->full;
+    l.mask.window = o->window;
+    l.mask.cu_seqlens = o->cu_seqlens;
+    l.mask.cu_seqlens_n = o->cu_seqlens_n;
+    l.mask.softcap = (float)o->softcap;
+    l.mask.sinks = o->sinks ? &sink : NULL;
     return l;
 }
 
@@ -135,7 +135,7 @@ static upipe_status method_dry_segments(method_rank *rank, upipe_dry *dry)
     float *const none = (float *)dry->mem.slab; /* never touched */
     memset(&grads, 0, sizeof grads);
     grads.wq = grads.wk = grads.wv = none;
-    grads.sinks = f.layer.sinks != NULL ? none : NULL;
+    grads.sinks = f.layer.mask.sinks != NULL ? none : NULL;
     f.host = &dry->host;
     UPIPE_TRY(upipe_fpdt_fwd(&dry->ctx, &f, &saved, none));
     rank->planned.sent[SENT_TEAM][0] = dry->team.sent_bytes;
@@ -159,7 +159,8 @@ static int method_dry(method *m)
     if (dry == NULL) return method_fail(m, "", UPIPE_ERR_MEMORY, "no entry left for the dry run");
     for (r = 0; r < m->o->ranks && s == UPIPE_OK; ++r) {
         method_rank *rank = &m->ranks[r];
-        method_weights(rank, &none, &none, &none, rank->layer.sinks); /* must be there, and are not read */
+        /* the weights must be there, and are not read */
+        method_weights(rank, &none, &none, &none, rank->layer.mask.sinks);
         s = upipe_dry_init(dry, &rank->plan, m->ops);
         dry->mem.events = &none; /* space for none: all are counted as lost */
         if (s == UPIPE_OK)

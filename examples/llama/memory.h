@@ -129,7 +129,8 @@ static upipe_status memory_scratch(size_t *extra, size_t *host, const model *m, 
     layer.plan = &m->plan;
     layer.wo = norm_weight;
     layer.tile_rows = config->dim;
-    layer.window = config->window;
+    layer.mask.causal = 1;
+    layer.mask.window = config->window;
     layer.q_norm_weight = layer.k_norm_weight = config->qk_norm ? norm_weight : NULL;
     *host = 0;
     if (m->fpdt.segments > 0)

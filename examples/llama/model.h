@@ -174,7 +174,8 @@ static upipe_layer model_attention_layer(const model_rank *r, int64_t layer)
     l.wv = model_weight(r, LLAMA_WV, layer);
     l.wo = model_weight(r, LLAMA_WO, layer);
     l.rope_theta = config->rope_theta;
-    l.window = config->window;
+    l.mask.causal = 1;
+    l.mask.window = config->window;
     l.tile_rows = config->dim;
     if (config->qk_norm) {
         l.q_norm_weight = model_norm_weight(r, LLAMA_QNORM, layer);

@@ -196,11 +196,11 @@ static void attn_set(upipe_attn *a, const oracle_attn *t, int64_t *buf)
     a->q_pos = t->q_pos;
     a->k_pos = t->k_pos;
     a->pos_step = t->pos_step;
-    a->causal = t->causal;
-    a->window = t->window;
-    a->cu_seqlens = t->cu_seqlens != NULL ? buf : NULL;
-    a->cu_seqlens_n = t->cu_seqlens_n;
-    a->softcap = (float)t->softcap;
+    a->mask.causal = t->causal;
+    a->mask.window = t->window;
+    a->mask.cu_seqlens = t->cu_seqlens != NULL ? buf : NULL;
+    a->mask.cu_seqlens_n = t->cu_seqlens_n;
+    a->mask.softcap = (float)t->softcap;
     a->scale = (float)t->scale;
 }
 
@@ -289,7 +289,7 @@ static void run_kernels(const oracle_attn *t, int layout, int heads_per_call, co
             g.dk = heads(&dk, x / group, kv_heads);
             g.dv = heads(&dv, x / group, kv_heads);
             if (t->sinks != NULL) {
-                g.a.sinks = (const float *)sinks.v.data + x;
+                g.a.mask.sinks = (const float *)sinks.v.data + x;
                 g.dsinks = (float *)dsinks.v.data + x;
             }
             call_kernel(&g, t, cu_seqlens, backward);
@@ -492,7 +492,7 @@ static void check_merge(const oracle_attn *t, upipe_dtype o_dtype, int layout, i
         attn_set(a, &piece, cu_seqlens);
         a->q = at_q.v, a->o = at_o.v, a->lse = at_lse.v;
         a->k = at_k.v, a->v = at_v.v;
-        a->sinks = piece.sinks != NULL ? (const float *)sinks.v.data : NULL;
+        a->mask.sinks = piece.sinks != NULL ? (const float *)sinks.v.data : NULL;
         a->merge = begun || p > 0;
         call_kernel(&g, t, cu_seqlens, 0);
         tensor_read(&at_k, NULL), tensor_read(&at_v, NULL);

@@ -299,7 +299,7 @@ static void cuda_rank_open(cuda_state *s, cuda_rank *me, size_t *bytes)
     l->wo = shape->projected ? me->weights[3] : NULL;
     l->q_norm_weight = me->vectors[0];
     l->k_norm_weight = me->vectors[1];
-    l->sinks = me->vectors[2];
+    l->mask.sinks = me->vectors[2];
     DEVICE_CHECK(cudaStreamSynchronize(me->d.stream));
 }
 
@@ -369,7 +369,7 @@ static upipe_status cuda_rank_plan(cuda_state *s, cuda_rank *me, int rank, const
     l->wo = test->shape.projected ? in->x : NULL;
     l->q_norm_weight = in->q_norm_weight;
     l->k_norm_weight = in->k_norm_weight;
-    l->sinks = in->sinks;
+    l->mask.sinks = in->sinks;
     return run_dry(test, ops, &me->own, &s->r->errors[0]);
 }
 

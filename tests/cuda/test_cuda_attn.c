@@ -409,7 +409,7 @@ static void test_refusals(void)
     REFUSED_BWD(g.dk.n_step = 130, "dk at");
     REFUSED_BWD(g.dv.data = block + 4, "dv at");
     REFUSED_BWD((g.a.merge = 1, g.dq.dtype = UPIPE_F32, g.dq.n_step = 258), "dq at");
-    REFUSED_FWD((g.a.window = 3, g.a.k.n = INT32_MAX, g.a.v.n = INT32_MAX), "at most 2147483646");
+    REFUSED_FWD((g.a.mask.window = 3, g.a.k.n = INT32_MAX, g.a.v.n = INT32_MAX), "at most 2147483646");
 #undef REFUSED
 #undef REFUSED_FWD
 #undef REFUSED_BWD
@@ -447,9 +447,9 @@ static void test_scratch(void)
         CHECK_SAY(need > sums && need - sums <= ((4 << 20) / 32 + 16) * 4, "%zu bytes over %zu", need, sums);
         CHECK_INT(need % 64, 0);
         g.a.k.n = 1 << 22;
-        g.a.causal = 1;
+        g.a.mask.causal = 1;
         CHECK_INT(dev.ops.attn_bytes(&dev.ops, &g.a, 1), need);
-        g.a.window = 100;
+        g.a.mask.window = 100;
         CHECK_INT(dev.ops.attn_bytes(&dev.ops, &g.a, 0), 8 << 20);
         CHECK_INT(dev.ops.attn_bytes(&dev.ops, &g.a, 1), need + (8 << 22));
         g.a.merge = 1;

@@ -111,7 +111,7 @@ static void check_case(const oracle_attn *t, uint64_t seed, int64_t keys)
     a.o = put(UPIPE_BF16, t->sq, t->h, t->d, NULL);
     a.lse = put(UPIPE_F32, t->sq, t->h, 1, NULL);
     a.q_pos = t->q_pos, a.k_pos = t->k_pos;
-    a.causal = t->causal;
+    a.mask.causal = t->causal;
     a.scale = (float)t->scale;
     check_accepts(&a, 1);
     CHECK_STATUS(upipe_attn_fwd(&dev.c, &a), UPIPE_OK, dev.c.err);

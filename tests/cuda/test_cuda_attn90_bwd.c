@@ -67,7 +67,7 @@ static void test_left_to_others(void)
     LEFT(g.a.q.d = g.dq.d = g.a.k.d = g.dk.d = 128, 1);
     LEFT(g.a.q.d = g.dq.d = g.a.k.d = g.dk.d = 136, 1);
     LEFT(g.a.v.d = g.dv.d = g.dout.d = g.a.o.d = 256, 1);
-    LEFT(g.a.window = 3, 1);
+    LEFT(g.a.mask.window = 3, 1);
     LEFT((g.a.merge = 1, g.dq.dtype = UPIPE_F32), 1);
     LEFT((g.a.merge = 1, g.dq.dtype = UPIPE_F32, g.dq.h_step = 0), 0);
     LEFT(g.a.k.n_step = 0, 0);

@@ -1,4 +1,4 @@
-/* test_cuda_attn_masks.c -- sliding windows, packed packed sequences, soft-caps, sinks, head dims of v, and gradients of q
+/* test_cuda_attn_masks.c -- sliding windows, packed sequences, soft-caps, sinks, head dims of v, and gradients of q
  * that are added to, in the CUDA attention kernels, against dense attention in f64
  *
  * Each mask alone and any of them together; parts of the keys against all at once; the same bits in any layout and
@@ -184,7 +184,7 @@ static void check_merge_bwd(const oracle_attn *t, int layout, const values *in, 
         g.a.merge = 1;
         g.a.q = q.v, g.a.k = k.v, g.a.v = v.v, g.a.lse = lse.v;
         g.dout = dout.v, g.delta = delta.v, g.dq = dq.v, g.dk = dk.v, g.dv = dv.v;
-        g.a.sinks = piece.sinks != NULL ? (const float *)sinks.v.data : NULL;
+        g.a.mask.sinks = piece.sinks != NULL ? (const float *)sinks.v.data : NULL;
         g.dsinks = piece.sinks != NULL ? (float *)dsinks.v.data : NULL;
         call_kernel(&g, t, cu_seqlens, 1);
         tensor_read(&k, NULL), tensor_read(&v, NULL);

@@ -124,7 +124,7 @@ static upipe_status rank_plan(graph_rank *me, const graph_case *g, int rank)
     s = upipe_plan_init(&me->plan, &d, &me->d.c.err);
     me->layer.plan = &me->plan;
     me->layer.rope_theta = 10000;
-    me->layer.full = g->full;
+    me->layer.mask.causal = !g->full;
     me->layer.wq = me->layer.wk = me->layer.wv = me->layer.wo = &there;
     if (s == UPIPE_OK) s = upipe_dry_init(dry, &me->plan, &me->d.ops);
     if (s == UPIPE_OK) s = upipe_dry_block(dry, &me->layer, 1);

@@ -289,11 +289,12 @@ static upipe_status refused_body(void *user, int rank)
     d->model_dim = DIM;
     d->dtype = UPIPE_BF16;
     l->wq = l->wk = l->wv = buf;
-    l->window = what == WINDOW ? 5 : 0;
-    l->cu_seqlens = what == CU_SEQLENS ? cu_seqlens : NULL;
-    l->cu_seqlens_n = what == CU_SEQLENS ? 2 : 0;
-    l->softcap = what == SOFTCAP ? 30 : 0;
-    l->sinks = what == SINKS ? (const float *)buf : NULL;
+    l->mask.causal = 1;
+    l->mask.window = what == WINDOW ? 5 : 0;
+    l->mask.cu_seqlens = what == CU_SEQLENS ? cu_seqlens : NULL;
+    l->mask.cu_seqlens_n = what == CU_SEQLENS ? 2 : 0;
+    l->mask.softcap = what == SOFTCAP ? 30 : 0;
+    l->mask.sinks = what == SINKS ? (const float *)buf : NULL;
     segments.segments = 2;
     segments.host = &host;
     dev.c.mem = &mem;

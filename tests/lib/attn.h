@@ -178,12 +178,12 @@ static inline void attn_set(upipe_attn *a, const oracle_attn *t)
     a->q_pos = t->q_pos;
     a->k_pos = t->k_pos;
     a->pos_step = t->pos_step;
-    a->causal = t->causal;
-    a->window = t->window;
-    a->cu_seqlens = t->cu_seqlens;
-    a->cu_seqlens_n = t->cu_seqlens_n;
-    a->softcap = (float)t->softcap;
-    a->sinks = t->sinks;
+    a->mask.causal = t->causal;
+    a->mask.window = t->window;
+    a->mask.cu_seqlens = t->cu_seqlens;
+    a->mask.cu_seqlens_n = t->cu_seqlens_n;
+    a->mask.softcap = (float)t->softcap;
+    a->mask.sinks = t->sinks;
     a->scale = (float)t->scale;
 }
 
@@ -257,7 +257,7 @@ __attribute__((noinline, unused)) static void run_kernels(const oracle_attn *t, 
             g.dq = heads(dq, x, heads_per_call);
             g.dk = heads(dk, x / group, kv_heads);
             g.dv = heads(dv, x / group, kv_heads);
-            if (t->sinks != NULL) g.a.sinks = t->sinks + x, g.dsinks = out->dsinks + x;
+            if (t->sinks != NULL) g.a.mask.sinks = t->sinks + x, g.dsinks = out->dsinks + x;
             attn_scratch(&g.a, &ops, backward);
             if (backward)
                 CHECK_STATUS(upipe_attn_bwd(&c, &g), UPIPE_OK, c.err);

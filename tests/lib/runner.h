@@ -354,11 +354,11 @@ static upipe_layer run_layer(const run_case *test)
     l.rope_interleaved = shape->rope == 2;
     l.norm_eps = shape->normed ? (float)shape->eps : 0;
     l.scale = (float)shape->scale;
-    l.full = shape->full;
-    l.window = shape->window;
-    l.cu_seqlens = shape->cu_seqlens;
-    l.cu_seqlens_n = shape->cu_seqlens_n;
-    l.softcap = (float)shape->softcap;
+    l.mask.causal = !shape->full;
+    l.mask.window = shape->window;
+    l.mask.cu_seqlens = shape->cu_seqlens;
+    l.mask.cu_seqlens_n = shape->cu_seqlens_n;
+    l.mask.softcap = (float)shape->softcap;
     l.tile_rows = test->tile_rows;
     return l;
 }
@@ -422,7 +422,7 @@ static upipe_status run_block(const run_case *test, const f32_block *in, run_res
         own->layer.wo = shape->projected ? s->weights[3] : NULL;
         own->layer.q_norm_weight = in->q_norm_weight;
         own->layer.k_norm_weight = in->k_norm_weight;
-        own->layer.sinks = in->sinks;
+        own->layer.mask.sinks = in->sinks;
         status = run_dry(test, &s->ops, own, &r->errors[0]);
         sent += upipe_plan_sent(&own->plan, 0) + upipe_plan_sent(&own->plan, 1);
         sent += upipe_plan_sent_ring(&own->plan, 0) + upipe_plan_sent_ring(&own->plan, 1);

@@ -340,13 +340,13 @@ UPI_INLINE upi_attn_head upi_attn_head_make(const upipe_attn *a, int32_t j)
     h.k_step = a->k.n_step;
     h.v_step = a->v.n_step;
     h.lse_step = a->lse.n_step;
-    h.sink = a->sinks != NULL ? a->sinks + j : NULL;
+    h.sink = a->mask.sinks != NULL ? a->mask.sinks + j : NULL;
     h.d = a->q.d;
     h.v_dim = a->v.d;
     h.merge = a->merge;
     h.scale = upi_attn_scale(a);
-    h.unit = a->softcap > 0 ? a->softcap : h.scale;
-    h.squash = a->softcap > 0 ? h.scale / a->softcap : 0;
+    h.unit = a->mask.softcap > 0 ? a->mask.softcap : h.scale;
+    h.squash = a->mask.softcap > 0 ? h.scale / a->mask.softcap : 0;
     h.dtype = a->q.dtype;
     return h;
 }

@@ -46,7 +46,7 @@ UPI_DEVICE upi_f32_run upi_f32_keys_of(const upipe_attn &a, const upi_f32_masks 
     if (i >= a.q.n) i = a.q.n - 1;
     if (x.queries != NULL)
         run.first = x.queries[i].first, run.end = x.queries[i].end;
-    else if (a.causal && i + x.ahead + 1 < run.end)
+    else if (a.mask.causal && i + x.ahead + 1 < run.end)
         run.end = i + x.ahead + 1;
     return run;
 }
@@ -58,7 +58,7 @@ UPI_DEVICE upi_f32_run upi_f32_queries_of(const upipe_attn &a, const upi_f32_mas
     if (j >= a.k.n) j = a.k.n - 1;
     if (x.keys != NULL)
         run.first = x.keys[j].first, run.end = x.keys[j].end;
-    else if (a.causal && j - x.ahead > 0)
+    else if (a.mask.causal && j - x.ahead > 0)
         run.first = j - x.ahead;
     return run;
 }
@@ -158,7 +158,7 @@ UPI_DEVICE void upi_f32_finish(upipe_attn a, int h, int64_t i, const float o[N],
     float *out = (float *)a.o.data + i * a.o.n_step + h * a.o.h_step;
     /* not `l > 0`: a NaN must come out as one */
     float here = l == 0.0f ? -INFINITY : m + logf(l), mine = l == 0.0f ? 0.0f : 1.0f / l, old = 0.0f;
-    if (a.sinks != NULL) upi_cuda_attn_add_sink(a.sinks[h], m, l, &here, &mine);
+    if (a.mask.sinks != NULL) upi_cuda_attn_add_sink(a.mask.sinks[h], m, l, &here, &mine);
     if (a.merge) {
         float before = *lse, top = fmaxf(before, here);
         if (top != -INFINITY) {
@@ -381,8 +381,8 @@ UPIPE_API upi_f32_masks upi_f32_masks_make(const upipe_attn *a, int backward)
     if (masked && backward) x.keys = (const upi_cuda_attn_run *)((const char *)a->work + queries);
     x.ahead = upi_attn_ahead(a);
     x.slope = upi_attn_scale(a);
-    x.scale = a->softcap > 0 ? a->softcap : x.slope;
-    x.squash = a->softcap > 0 ? x.slope / a->softcap : 0;
+    x.scale = a->mask.softcap > 0 ? a->mask.softcap : x.slope;
+    x.squash = a->mask.softcap > 0 ? x.slope / a->mask.softcap : 0;
     return x;
 }
 

@@ -1,4 +1,4 @@
-/* upipe_cuda_attn_mask.h -- windows, packed packed sequences and sinks    backend cuda, includes cuda_kernel, attn
+/* upipe_cuda_attn_mask.h -- windows, packed sequences and sinks    backend cuda, includes cuda_kernel, attn
  *
  * What a query sees is one run of keys, and what sees a key is one run of queries; both ends of either ascend
  * with the row. Under a causal mask alone a kernel has them from a sum. Under a window or packed sequences, which
@@ -154,7 +154,7 @@ void upi_cuda_attn_sink_kernel(float *dsinks, const float *sinks, upipe_view lse
 /* Whether the call needs a kernel with tables. */
 UPIPE_API int upi_cuda_attn_masked(const upipe_attn *a)
 {
-    return a->window > 0 || a->cu_seqlens != NULL || a->softcap > 0 || a->v.d != a->q.d;
+    return a->mask.window > 0 || a->mask.cu_seqlens != NULL || a->mask.softcap > 0 || a->v.d != a->q.d;
 }
 
 /* Bytes of a table, a multiple of 64; SIZE_MAX where they leave 63 bits. */
@@ -206,8 +206,8 @@ UPIPE_API upi_cuda_attn_side upi_cuda_attn_side_make(const upipe_attn *a, upi_cu
     s.runs = runs;
     s.others = a->k.n;
     s.step = a->pos_step > 0 ? a->pos_step : 1;
-    s.before = a->window > 0 ? upi_floor_div(a->window - 1 - (a->q_pos - a->k_pos), s.step) : far;
-    s.after = a->causal ? upi_attn_ahead(a) : far;
+    s.before = a->mask.window > 0 ? upi_floor_div(a->mask.window - 1 - (a->q_pos - a->k_pos), s.step) : far;
+    s.after = a->mask.causal ? upi_attn_ahead(a) : far;
     s.pos = a->q_pos;
     s.other_pos = a->k_pos;
     return s;
@@ -217,7 +217,7 @@ UPIPE_API upi_cuda_attn_side upi_cuda_attn_side_make(const upipe_attn *a, upi_cu
 UPIPE_API upipe_status upi_cuda_attn_query_runs(upipe_ctx *c, const upipe_attn *a, upi_cuda_attn_run *runs)
 {
     upi_cuda_attn_side s = upi_cuda_attn_side_make(a, runs);
-    return upi_cuda_attn_runs_make(c, &s, a->q.n, a->cu_seqlens, a->cu_seqlens_n);
+    return upi_cuda_attn_runs_make(c, &s, a->q.n, a->mask.cu_seqlens, a->mask.cu_seqlens_n);
 }
 
 /* The queries that see each key, [a->k.n]: key j is seen from query j - after to query j + before. */
@@ -230,7 +230,7 @@ UPIPE_API upipe_status upi_cuda_attn_key_runs(upipe_ctx *c, const upipe_attn *a,
     s.after = q.before;
     s.pos = a->k_pos;
     s.other_pos = a->q_pos;
-    return upi_cuda_attn_runs_make(c, &s, a->k.n, a->cu_seqlens, a->cu_seqlens_n);
+    return upi_cuda_attn_runs_make(c, &s, a->k.n, a->mask.cu_seqlens, a->mask.cu_seqlens_n);
 }
 
 /* dsinks += the sinks' gradient, where it is wanted. */
@@ -239,7 +239,7 @@ UPIPE_API upipe_status upi_cuda_attn_sink_bwd(upipe_ctx *c, const upipe_attn_gra
     if (g->dsinks == NULL) return UPIPE_OK;
     return UPI_LAUNCH(c, (upi_cuda_attn_sink_kernel<UPI_CUDA_ATTN_SINK_THREADS>), (unsigned)g->a.q.h,
                       UPI_CUDA_ATTN_SINK_THREADS, UPI_CUDA_ATTN_SINK_THREADS * sizeof(double), g->dsinks,
-                      g->a.sinks, g->a.lse, g->delta);
+                      g->a.mask.sinks, g->a.lse, g->delta);
 }
 
 #endif

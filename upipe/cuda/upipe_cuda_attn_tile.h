@@ -217,12 +217,12 @@ UPIPE_API upi_cuda_attn_args upi_cuda_attn_args_make(const upipe_attn *a)
     x.group = a->q.h / a->k.h;
     x.d = a->q.d;
     x.v_dim = a->v.d;
-    x.causal = a->causal;
-    x.sinks = a->sinks;
+    x.causal = a->mask.causal;
+    x.sinks = a->mask.sinks;
     x.runs = upi_cuda_attn_masked(a) ? (const upi_cuda_attn_run *)a->work : NULL;
     x.slope = upi_attn_scale(a);
-    x.scale = a->softcap > 0 ? a->softcap : x.slope;
-    x.squash = a->softcap > 0 ? x.slope / a->softcap : 0;
+    x.scale = a->mask.softcap > 0 ? a->mask.softcap : x.slope;
+    x.squash = a->mask.softcap > 0 ? x.slope / a->mask.softcap : 0;
     x.rate = x.scale * UPI_CUDA_ATTN_LOG2E;
     return x;
 }

@@ -108,13 +108,13 @@ UPIPE_API upipe_status upi_fpdt_stream_begin(upipe_ctx *c, upi_fpdt_stream *v, u
     UPIPE_TRY(upipe_alloc(c, &bufs, 2 * buf_bytes, tag));
     v->bufs = (char *)bufs;
     v->part.heads = mine.count;
-    v->part.lead = mine.first % p->group;
-    v->part.sinks = l->sinks != NULL ? l->sinks + mine.first : NULL;
-    v->part.dsinks = s->grads != NULL && s->grads->sinks != NULL ? s->grads->sinks + mine.first : NULL;
+    v->part.first = mine.first;
     v->call.plan = p;
-    v->call.mask = upi_layer_attn(l);
-    v->call.mask.work_bytes = s->grads != NULL ? z->scratch.attn_bwd : z->scratch.attn_fwd;
-    UPIPE_TRY(upipe_alloc(c, &v->call.mask.work, v->call.mask.work_bytes, "attn_work"));
+    v->call.mask = l->mask;
+    v->call.scale = l->scale;
+    v->call.dsinks = s->grads != NULL ? s->grads->sinks : NULL;
+    v->call.work_bytes = s->grads != NULL ? z->scratch.attn_bwd : z->scratch.attn_fwd;
+    UPIPE_TRY(upipe_alloc(c, &v->call.work, v->call.work_bytes, "attn_work"));
     v->call.parts = &v->part;
     v->call.count = 1;
     v->call.kv_heads = upipe_plan_kv(p, stage, p->desc.rank).count;
@@ -124,7 +124,7 @@ UPIPE_API upipe_status upi_fpdt_stream_begin(upipe_ctx *c, upi_fpdt_stream *v, u
 
 UPIPE_API upipe_status upi_fpdt_stream_end(upipe_ctx *c, upi_fpdt_stream *v)
 {
-    UPIPE_TRY(upipe_free(c, v->call.mask.work));
+    UPIPE_TRY(upipe_free(c, v->call.work));
     return upipe_free(c, v->bufs);
 }
 

@@ -94,9 +94,11 @@ UPIPE_API upipe_status upi_segments_make(upi_segments *z, upipe_ctx *c, const up
 /* Whether a query of segment i may see a key of segment j. */
 UPIPE_API int upi_segment_sees(const upipe_fpdt *f, int i, int j)
 {
-    upipe_attn a = upi_layer_attn(&f->layer);
+    upipe_attn a;
     int64_t b, batch = f->desc.batch > 0 ? f->desc.batch : 1;
     const int64_t tokens = f->desc.tokens, q0 = upi_segment_first(f, i), k0 = upi_segment_first(f, j);
+    memset(&a, 0, sizeof a);
+    a.mask = f->layer.mask;
     a.q.n = upi_segment_first(f, i + 1) - q0;
     a.k.n = upi_segment_first(f, j + 1) - k0;
     for (b = 0; b < batch; ++b) {

@@ -60,16 +60,16 @@ UPIPE_API upipe_status upi_attend(upipe_ctx *c, const upi_run *r, const upipe_sa
     for (t = 0; t < p->width; ++t) {
         upipe_span mine = upipe_plan_q(p, i + t, rank);
         parts[t].heads = mine.count;
-        parts[t].lead = mine.first % p->group;
+        parts[t].first = mine.first;
         parts[t].lse = save->lse + upipe_plan_before(p, i + t, rank) * p->seq * p->desc.batch;
-        parts[t].sinks = r->l->sinks != NULL ? r->l->sinks + mine.first : NULL;
-        parts[t].dsinks = dsinks != NULL ? dsinks + mine.first : NULL;
     }
     if (r->attn_work == NULL) UPIPE_TRY(upipe_alloc(c, &work, bytes, "attn_work"));
     call.plan = p;
-    call.mask = upi_layer_attn(r->l);
-    call.mask.work = work;
-    call.mask.work_bytes = bytes;
+    call.mask = r->l->mask;
+    call.scale = r->l->scale;
+    call.work = work;
+    call.work_bytes = bytes;
+    call.dsinks = dsinks;
     call.parts = parts;
     call.count = p->width;
     call.kv_heads = upipe_plan_kv(p, i, rank).count;

@@ -33,12 +33,12 @@ UPIPE_API upipe_status upi_layer_agree(upipe_ctx *c, const upipe_layer *l, int64
     upipe_field_int(&f, "ring_prefetch", d->ring_prefetch != 0);
     upipe_field_int(&f, "overlap", d->overlap != 0);
     upipe_field_int(&f, "layout (0 contiguous, 1 zigzag, 2 striped)", (int64_t)d->layout);
-    upipe_field_int(&f, "full", l->full != 0);
-    upipe_field_int(&f, "window", l->window);
-    upipe_field_int(&f, "sinks", l->sinks != NULL);
-    upipe_field_int(&f, "cu_seqlens_n", l->cu_seqlens_n);
-    upipe_field_int(&f, "cu_seqlens (hash)", upi_cu_seqlens_hash(l));
-    upipe_field_real(&f, "softcap", l->softcap);
+    upipe_field_int(&f, "causal", l->mask.causal != 0);
+    upipe_field_int(&f, "window", l->mask.window);
+    upipe_field_int(&f, "sinks", l->mask.sinks != NULL);
+    upipe_field_int(&f, "cu_seqlens_n", l->mask.cu_seqlens_n);
+    upipe_field_int(&f, "cu_seqlens (hash)", upi_mask_hash(&l->mask));
+    upipe_field_real(&f, "softcap", l->mask.softcap);
     upipe_field_int(&f, "qk_norm", l->q_norm_weight != NULL);
     upipe_field_int(&f, "rope_interleaved", l->rope_interleaved != 0);
     upipe_field_real(&f, "scale", l->scale);
@@ -75,7 +75,7 @@ UPIPE_API upipe_status upi_layer_check_own(upipe_ctx *c, const upipe_layer *l, u
     const upipe_plan_desc *d = &l->plan->desc;
     const double sizes[3] = {l->rope_theta, l->norm_eps, l->scale};
     const int dims[2] = {d->head_dim, d->v_dim};
-    upipe_attn a = upi_layer_attn(l);
+    upipe_attn a;
     const int ring = c->ring != NULL ? c->ring->ranks : 1, ring_rank = c->ring != NULL ? c->ring->rank : 0;
     int i;
     if (ring != d->ring || (ring > 1 && ring_rank != d->ring_rank))
@@ -100,7 +100,9 @@ UPIPE_API upipe_status upi_layer_check_own(upipe_ctx *c, const upipe_layer *l, u
                               "head dim %d%s; %d to %d in steps of %d are built", dims[i],
                               i == 1 ? " of V" : "", UPIPE_HEAD_DIM_MIN, UPIPE_HEAD_DIM_MAX,
                               UPIPE_HEAD_DIM_STEP);
-    a.sinks = l->sinks;
+    memset(&a, 0, sizeof a);
+    a.mask = l->mask;
+    a.scale = l->scale;
     a.q.d = d->head_dim;
     a.v.d = d->v_dim;
     a.merge = d->ring > 1;
@@ -125,7 +127,7 @@ UPIPE_API upipe_status upi_layer_check_grads(upipe_ctx *c, const upipe_layer *l,
 {
     if (l->q_norm_weight == NULL && (grads->q_norm_weight != NULL || grads->k_norm_weight != NULL))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "gradients of norm weights are wanted without a QK norm");
-    if (l->sinks == NULL && grads->sinks != NULL)
+    if (l->mask.sinks == NULL && grads->sinks != NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "a gradient of sinks is wanted without sinks");
     return UPIPE_OK;
 }

@@ -44,14 +44,17 @@ UPIPE_API size_t upi_attn_scratch(const upipe_ops *ops, const upipe_layer *l, in
     const int64_t keys = upipe_plan_seq_most(p);
     const upipe_dtype type = p->desc.dtype;
     upipe_ring_part part;
-    upipe_attn a = upi_layer_attn(l);
+    upipe_attn a;
     upipe_span q, kv;
     size_t most = 0;
     int head;
     float none[1]; /* shapes alone are asked for; a null pointer must not be offset */
+    memset(&a, 0, sizeof a);
     memset(&part, 0, sizeof part);
+    a.mask = l->mask;
+    a.scale = l->scale;
     part.heads = mine.count;
-    part.lead = mine.first % p->group;
+    part.first = mine.first;
     a.merge = p->desc.ring > 1;
     for (head = 0; upi_ring_heads(&part, p->group, head, &q, &kv); head += q.count) {
         a.q = upipe_view_packed(none, type, p->seq, q.count, p->desc.head_dim);
