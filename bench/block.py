@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """block.py [--shapes LIST] [--tokens LIST] [--products WHICH] [--dtype TYPE] -- UPipe's attention block beside Ulysses'
 
-Forward and backward of one block (x -> Q, K, V -> RoPE -> exchange -> causal attention -> exchange -> output
+Forward and backward of one block (x -> Q, K, V -> RoPE -> all-to-all -> causal attention -> all-to-all -> output
 projection, and back), with ranks that are threads. Methods, in turn in one process over the same data, and checked
 against each other before:
 
@@ -32,7 +32,7 @@ ROUNDS = {2048: 9, 4096: 9, 8192: 7, 16384: 5}
 MOST_ROUNDS, LEAST_ROUNDS = 9, 3
 QUICK_SHAPE, QUICK_TOKENS, QUICK_ROUNDS = (4, 16, 4), [512, 1024], 2
 GOAL, GOAL_TOKENS = 1.02, 8192
-PARTS = {'exchange': 'All-to-All', 'attn_fwd': 'attention forward', 'attn_bwd': 'attention backward',
+PARTS = {'transfer': 'All-to-All', 'attn_fwd': 'attention forward', 'attn_bwd': 'attention backward',
          'products': 'products', 'other': 'other', 'all': 'all'}
 NAMES = {'ulysses': 'Ulysses', 'ulysses_plain_gemm': 'Ulysses, plain products', 'upipe': 'UPipe'}
 

@@ -13,7 +13,7 @@ beside it; what there is no time for is left out, and the run says so and fails.
                     the kernels for this device, those for 8.0, cuDNN with and without a deterministic backward; and in
                     a process of its own PyTorch's SDPA and the FlashAttention packages, as far as they are installed
   masks       35 s  a sliding window, packed sequences
-  exchange    20 s  all-to-all of eight thread ranks on the device, by transport
+  transfer    20 s  all-to-all of eight thread ranks on the device, by transport
   block       60 s  Llama3-8B's attention block on eight ranks: Ulysses, UPipe, UPipe with stages that overlap, by
                     transport: seconds, and the driver's count of memory beside the plan
   chart       10 s  gpu_roofline.png: attainable rates over arithmetic intensity, and every kernel of `attention`
@@ -389,7 +389,7 @@ def show(figure):
     if 'kernels' in figure:
         mask = ' causal' if figure['causal'] else ' full'
         mask += f" window {figure['window']}" if figure['window'] else ''
-        mask += f" {figure['docs']} documents" if figure['docs'] else ''
+        mask += f" {figure['cu_seqlens']} packed sequences" if figure['cu_seqlens'] else ''
         say(f"d {figure['head_dim']}{mask} {figure['tokens']}, TFLOP/s forward / backward: "
             + ', '.join(f"{kernel['name']} {rates(kernel)}" for kernel in figure['kernels']))
 
@@ -423,15 +423,15 @@ def masks(options):
     keep(options, 'masks', figures)
 
 
-def exchange(options):
+def transfer(options):
     figures = []
     for tokens in [64] if options.quick else [16384, 65536, 262144]:
         for transport in TRANSPORTS:
-            figures.append(number(options, ['exchange', '--tokens', str(tokens), '--head-dim', '128', '--transport',
+            figures.append(number(options, ['transfer', '--tokens', str(tokens), '--head-dim', '128', '--transport',
                                             transport, '--ranks', '2' if options.quick else '8']))
             if 'bytes_per_s' in figures[-1]:
                 say(f"{tokens} tokens, {transport}: {figures[-1]['bytes_per_s'] / 1e9:.1f} GB/s read and written")
-    keep(options, 'exchange', figures)
+    keep(options, 'transfer', figures)
 
 
 def block(options):
@@ -505,7 +505,7 @@ def chart(options):
 
 # name: what it runs, the seconds it may take
 STAGES = {'build': (build, 120), 'test': (test, 80), 'sanitize': (sanitize, 600), 'roofline': (roofline, 15),
-          'attention': (attention, 140), 'masks': (masks, 35), 'exchange': (exchange, 20), 'block': (block, 60),
+          'attention': (attention, 140), 'masks': (masks, 35), 'transfer': (transfer, 20), 'block': (block, 60),
           'chart': (chart, 10)}
 
 

@@ -1,12 +1,12 @@
-"""sh bench/run.sh ops [--quick] [--json FILE] -- the table's row operations, and the exchange, beside memcpy
+"""sh bench/run.sh ops [--quick] [--json FILE] -- the table's row operations, and the all-to-all, beside memcpy
 
 Each operation is validated against NumPy in double precision, then timed in turn with a memcpy by as many threads in
 the same run: medians. Bytes are those that the operation has to read and to write, once each; memcpy reads and writes
 too. `percent` is the ratio of the two rates. It can exceed 100: memcpy also reads the lines that it overwrites.
 Sizes: in the second-level cache, and beyond all caches.
 
-Lines: {"op", "dtype", "rows", "d", "threads", "gbytes_per_s", "memcpy_gbytes_per_s", "percent"}; the exchange, whose
-memcpy has the same blocks and as many threads as there are ranks: {"op": "exchange", "ranks", "block_bytes", ...}. With
+Lines: {"op", "dtype", "rows", "d", "threads", "gbytes_per_s", "memcpy_gbytes_per_s", "percent"}; the all-to-all, whose
+memcpy has the same blocks and as many threads as there are ranks: {"op": "all_to_all", "ranks", "block_bytes", ...}. With
 more ranks than cores all take turns, in memcpy too.
 """
 
@@ -120,7 +120,7 @@ def expected(b, op):
     """[(what, the f64 result, the slot or a function that reads what came of it)] from the operands as they are."""
     import numpy as np
     x, y, z = (b.array(op, slot) for slot in range(3))
-    gain = b.numbers(b.library.ops_norm_weight(b.handle, 0), b.d, np.float32).astype(np.float64)
+    weight = b.numbers(b.library.ops_norm_weight(b.handle, 0), b.d, np.float32).astype(np.float64)
     tokens = b.numbers(b.library.ops_tokens(b.handle, 0), b.rows, np.int32)
     scale = 1 / np.sqrt((x * x).mean(1, keepdims=True) + EPS)
     sigmoid = 1 / (1 + np.exp(-x))
@@ -131,11 +131,11 @@ def expected(b, op):
     if op in ('rope', 'rope_interleaved'):
         return [('x', turned(x, op != 'rope'), 0)]
     if op == 'rmsnorm':
-        return [('y', x * scale * gain, 1)]
+        return [('y', x * scale * weight, 1)]
     if op == 'rmsnorm_bwd':
         unit = x * scale
         old = b.numbers(b.library.ops_norm_weight(b.handle, 1), b.d, np.float32).astype(np.float64)
-        return [('dx', scale * (gain * y - unit * (unit * gain * y).mean(1, keepdims=True)), 2),
+        return [('dx', scale * (weight * y - unit * (unit * weight * y).mean(1, keepdims=True)), 2),
                 ('dgain', old + (y * unit).sum(0), lambda: b.numbers(b.library.ops_norm_weight(b.handle, 1), b.d, np.float32))]
     if op == 'rowdot':
         return [('out', (x * y).reshape(-1, HEAD).sum(1),
@@ -206,7 +206,7 @@ def measure(b, op, rounds, least):
     return [count * bytes_of(name, b.width) / statistics.median(samples[name]) for name in (op, 'memcpy')]
 
 
-def exchange(library, ranks, block, rounds):
+def all_to_all(library, ranks, block, rounds):
     """Median bytes a second of the all-to-all and of plain copies of the same blocks."""
     whole = ranks * ranks * block
     turns = max(2, min(2000, (1 << 29) // whole))
@@ -215,7 +215,7 @@ def exchange(library, ranks, block, rounds):
         for plain in 0, 1:
             took = library.ops_all_to_all(ranks, block, turns, plain)
             if took < 0:
-                common.fail(f'the exchange of {ranks} ranks, blocks of {block} bytes, failed')
+                common.fail(f'the all-to-all of {ranks} ranks, blocks of {block} bytes, failed')
             samples[plain].append(took / turns)
     return [whole / statistics.median(one) for one in samples]
 
@@ -231,7 +231,7 @@ def case(lines, fields, ours, memcpy):
 
 def main():
     parser = common.arguments(__doc__, [])
-    every = [*OPS[1:], 'exchange']
+    every = [*OPS[1:], 'all_to_all']
     parser.add_argument('--ops', type=common.listed(every), default=every, metavar='LIST',
                         help='which operations (all)')
     parser.add_argument('--dtypes', type=common.listed(DTYPES), default=DTYPES, metavar='LIST', help='f32,bf16,f16')
@@ -249,13 +249,13 @@ def main():
                 for rows, d in QUICK_SHAPES if options.quick else SHAPES:
                     with Bench(library, threads, rows, d, dtype) as b:
                         for op in options.ops:
-                            if op != 'exchange':
+                            if op != 'all_to_all':
                                 case(lines, {'op': op, 'dtype': dtype, 'rows': rows, 'd': d, 'threads': threads},
                                      *measure(b, op, rounds, least))
-        for ranks in (2, 4) if 'exchange' in options.ops else ():
+        for ranks in (2, 4) if 'all_to_all' in options.ops else ():
             for block in QUICK_BLOCKS if options.quick else BLOCKS:
-                case(lines, {'op': 'exchange', 'ranks': ranks, 'block_bytes': block},
-                     *exchange(library, ranks, block, rounds))
+                case(lines, {'op': 'all_to_all', 'ranks': ranks, 'block_bytes': block},
+                     *all_to_all(library, ranks, block, rounds))
     common.say(f'numbers: {options.json}')
     return 0
 

@@ -364,7 +364,7 @@ typedef struct options {
     int zero_sm, rank;
 } options;
 
-static int take(void *user, int flag, const char *text)
+static int used(void *user, int flag, const char *text)
 {
     options *o = (options *)user;
     if (flag == DEADLINE) return cli_seconds("deadline", text, &o->deadline);
@@ -391,7 +391,7 @@ int main(int argc, char **argv)
     launch l;
     status = launch_read(&l);
     o.rank = l.rank;
-    if (status == 0) status = cli_read(list, argc, argv, given, -1, take, &o);
+    if (status == 0) status = cli_read(list, argc, argv, given, -1, used, &o);
     if (status != 0) return status - 1;
     if (host_begin(&h, &l, o.deadline, o.zero_sm) != 0) return EXIT_RUN;
     c.ops = &h.ops;

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """check_layers.py TOP -- the library's structure: who includes whom, and what headers may say
 
-Arrows point down only: a core header includes lower layers of the table below; a backend includes the core and its
-own folder; the core names no backend. No header prints or exits; core headers do not touch the heap either. Lengths
-have ceilings. Prints one line a breach and exits non-zero if there is one.
+Arrows point down only: a core header includes lower layers of the table below, and its own parts, which are private and
+lie in a folder; a part includes its owner, other parts of it, and layers below; a backend includes the core and its own
+folder; the core names no backend. No header prints or exits; core headers do not touch the heap either. Lengths have
+ceilings. Prints one line a breach and exits non-zero if there is one.
 """
 
 import os
@@ -13,20 +14,22 @@ import sys
 LAYERS = [
     ['upipe_base.h'],
     ['upipe_shard.h', 'upipe_mem.h', 'upipe_ops.h', 'upipe_comm.h'],
-    ['upipe_plan.h', 'upipe_attn.h', 'upipe_check.h', 'upipe_tile.h', 'upipe_side_stream.h'],
-    ['upipe_bytes.h', 'upipe_a2a.h'],
+    ['upipe_plan.h', 'upipe_attn.h', 'upipe_check.h', 'upipe_tile.h', 'upipe_side_stream.h', 'upipe_unwind.h'],
+    ['upipe_bytes.h', 'upipe_reduce.h'],
+    ['upipe_a2a.h'],
     ['upipe_ring.h'],
-    ['upipe_mem_block.h'],
-    ['upipe_step.h'],
-    ['upipe_layer.h', 'upipe_out.h', 'upipe_segment.h'],
-    ['upipe_visit.h'],
+    ['upipe_layer.h'],
     ['upipe_fpdt.h'],
     ['upipe_dry.h'],
     ['upipe.h'],
 ]
 LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}
+# Folders of private parts, and the header that includes them.
+PARTS = {'layer': 'upipe_layer.h', 'fpdt': 'upipe_fpdt.h', 'ring': 'upipe_ring.h', 'tile': 'upipe_tile.h'}
 BACKENDS = ['cpu', 'cuda', 'net']
-CORE_LINES, BACKEND_LINES = 700, 1000
+# Lines with comments. The attention block can be read: in few lines, few functions, and none of them long.
+CORE_LINES, BACKEND_LINES = 500, 900
+LAYER_LINES, LAYER_FUNCTIONS, FUNCTION_LINES = 300, 70, 80
 
 CORE_SYSTEM = {'assert.h', 'float.h', 'limits.h', 'math.h', 'stdarg.h', 'stddef.h', 'stdint.h', 'stdio.h', 'string.h'}
 # A pool that marks its free bytes for AddressSanitizer needs that tool's header.
@@ -75,10 +78,16 @@ class Report:
         print(f'upipe/{name}:{line}: {sentence}')
 
 
+def owner(name):
+    """The header that a private part belongs to; the header itself for all others."""
+    return PARTS.get(os.path.dirname(name), name)
+
+
 def check_include(report, name, line, form, target):
     folder = os.path.dirname(name)
+    core = owner(name) in LAYER
     if form == '<':
-        if not folder and target not in CORE_SYSTEM | CORE_SYSTEM_OF.get(name, set()):
+        if core and target not in CORE_SYSTEM | CORE_SYSTEM_OF.get(name, set()):
             report(name, line, f'the core includes <{target}>: only standard C headers without state')
         homes = FOREIGN.get(target)
         if homes and not name.startswith(homes):
@@ -87,25 +96,30 @@ def check_include(report, name, line, form, target):
     path = os.path.normpath(os.path.join(folder, target))
     if path.startswith('..'):
         report(name, line, f'"{target}" leaves the folder')
-    elif not folder:
-        if path not in LAYER:
+    elif core:
+        if owner(path) not in LAYER:
             report(name, line, f'the core includes "{target}", which is not a core header')
-        elif name in LAYER and LAYER[path] >= LAYER[name]:
-            report(name, line, f'"{target}" (layer {LAYER[path]}) is not below layer {LAYER[name]}')
+        elif owner(path) != owner(name) and (path != owner(path) or LAYER[path] >= LAYER[owner(name)]):
+            report(name, line, f'"{target}" is not below "{owner(name)}" (layer {LAYER[owner(name)]})')
     elif os.path.dirname(path) not in ('', folder):
         report(name, line, f'a backend in {folder}/ includes "{target}": only the core and its own folder')
 
 
 def check_source(report, name, text):
-    core = '/' not in name
+    core = owner(name) in LAYER
     lines = text.count('\n')
-    ceiling = CORE_LINES if core else BACKEND_LINES
+    ceiling = LAYER_LINES if name == 'upipe_layer.h' else CORE_LINES if core else BACKEND_LINES
     if lines > ceiling:
         report(name, lines, f'{lines} lines, at most {ceiling}: split it')
-    if core and name not in LAYER:
+    if not core and '/' not in name:
         report(name, 1, 'a core header without a layer: add it to the table in tests/check_layers.py')
-    if not core and name.split('/')[0] not in BACKENDS:
-        report(name, 1, f'an unknown backend folder, not one of {BACKENDS}')
+    if not core and '/' in name and name.split('/')[0] not in BACKENDS:
+        report(name, 1, f'an unknown folder, not one of {BACKENDS + list(PARTS)}')
+    public = re.findall(r'^UPIPE_API\s[^;({]*?\b(upipe_\w+)\(|^typedef struct (upipe_\w+)', text, re.M)
+    if core and '/' in name and public:
+        report(name, 1, f'a private part with something public, {"".join(public[0])}: it belongs in {owner(name)}')
+    if core and '/' not in name and not public and name != 'upipe.h':
+        report(name, 1, 'nothing public at the top level: a private part lies in a folder')
 
     code = strip_comments(text)
     for number, line in enumerate(code.split('\n'), 1):
@@ -129,28 +143,45 @@ def check_source(report, name, text):
                 report(name, number, f'{word}: state of the process')
 
 
+def check_functions(report, sources):
+    """upipe_layer.h and its parts: how many functions they define, and how long each is."""
+    count = 0
+    for name in sorted(sources):
+        if owner(name) != 'upipe_layer.h':
+            continue
+        for found in re.finditer(r'^UPIPE_API\s[^;{]*?\b(\w+)\([^;{]*\)\n\{\n(.*?)^\}', sources[name], re.M | re.S):
+            count += 1
+            lines = found.group(0).count('\n') + 1
+            if lines > FUNCTION_LINES:
+                report(name, sources[name].count('\n', 0, found.start()) + 1,
+                       f'{found.group(1)} has {lines} lines, at most {FUNCTION_LINES}')
+    if not 0 < count <= LAYER_FUNCTIONS:
+        report('upipe_layer.h', 1, f'{count} functions with its parts, at most {LAYER_FUNCTIONS}')
+
+
 def check_cycles(report, includes):
-    """Backend headers have no table of layers: within a folder it is enough that there is no circle."""
+    """Backends and parts have no table of layers: within a folder it is enough that there is no circle. A part includes
+    its owner to compile alone, which is no circle."""
     state = {}
 
-    def visit(name, trail):
+    def follow(name, trail):
         if state.get(name) == 'done':
             return
         if name in trail:
             report(name, 1, 'includes itself: ' + ' -> '.join(trail[trail.index(name):] + [name]))
             return
         for other in includes.get(name, []):
-            visit(other, trail + [name])
+            follow(other, trail + [name])
         state[name] = 'done'
 
     for name in includes:
-        visit(name, [])
+        follow(name, [])
 
 
 def main():
     top = os.path.abspath(sys.argv[1])
     report = Report()
-    names, includes = [], {}
+    names, includes, sources = [], {}, {}
     for folder, _, files in os.walk(os.path.join(top, 'upipe')):
         for file in files:
             path = os.path.join(folder, file)
@@ -163,8 +194,11 @@ def main():
         with open(os.path.join(top, 'upipe', name), encoding='utf-8') as source:
             text = source.read()
         check_source(report, name, text)
+        sources[name] = text
         found = re.findall(r'^\s*#\s*include\s*"([^"]+)"', strip_comments(text), re.M)
-        includes[name] = [os.path.normpath(os.path.join(os.path.dirname(name), target)) for target in found]
+        paths = [os.path.normpath(os.path.join(os.path.dirname(name), target)) for target in found]
+        includes[name] = [path for path in paths if path != owner(name)]
+    check_functions(report, sources)
     check_cycles(report, includes)
     print(f'layers: {len(names)} headers, {report.count} breaches')
     return 1 if report.count or not names else 0

@@ -99,7 +99,7 @@ def parts():
     valgrind = ['valgrind', '--quiet', '--error-exitcode=9', '--leak-check=full', '--track-origins=yes']
     cross = ['--cross-file', os.path.join(TOP, 'tests/aarch64.txt'), '-Dmpi=disabled', '-Dexamples=disabled']
     return [
-        # The tests' own loops gain little from more optimization, which doubles the time to compile them; kernels ask for
+        # The tests' own loops profit little from more optimization, which doubles the time to compile them; kernels ask for
         # it themselves. Some of the emulator's longest repeat in another order what others do.
         Part('gcc', ['-Doptimization=1'], full='compile unit property programs weights simt fake net mutants bench',
              ordinary='compile unit property programs simt fake net',

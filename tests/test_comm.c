@@ -807,7 +807,7 @@ static upipe_status abort_body(void *user, int rank)
         CHECK_STATUS(s, UPIPE_ERR_ABORTED, c->err);
         CHECK_TEXT(c->err.text, k->what == IN_COPY       ? "the engine burns"
                                 : k->what == BEFORE_WAIT ? "ill"
-                                                         : "gave up");
+                                                         : "aborted");
         CHECK_INT(c->team->quarantine, 0);
         check_dead(k, rank);
         return s;

@@ -130,7 +130,7 @@ def expected_sent(c, m):
     backward = forward + H * head * e + H * rows * 4 + 2 * kv_heads * head * (4 if partial else e)
     if name in SEGMENTED:  # Q, K and V travel once
         backward -= (H + 2 * kv_heads) * head * e
-    # K and V of a rank's heads and its ring share: R - 1 times on; their gradients in f32 a step further, to come home
+    # K and V of a rank's heads and its ring share: R - 1 times on; their gradients in f32 one step further, to their own rank
     block = 2 * kv_heads * head
     inner = m['ring_inner'] or R
     home = R - 1 if m['ring_mode'] == 'all-gather' else R if inner == R else R + R // inner
@@ -641,7 +641,7 @@ def test_refusals(folder):
 
 
 def test_failures(folder):
-    """What goes wrong on the way: a rank that others wait for too long, no memory, no room on the disk."""
+    """What goes wrong on the way: a rank that others wait for too long, no memory, no space on the disk."""
     with open(os.path.join(folder, 'numbers.json'), 'w', encoding='utf-8') as out:
         out.write('old')
     outputs = ['--json', 'numbers.json', '--trace', 'traces', '--dump', 'dump']
@@ -673,11 +673,11 @@ def test_failures(folder):
     def little_buf():
         resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
 
-    refused(folder, outputs + ['--tokens', '64'], 1, ['cannot be written'], 'little room', preexec_fn=little_buf)
+    refused(folder, outputs + ['--tokens', '64'], 1, ['cannot be written'], 'little space', preexec_fn=little_buf)
     before = tree(folder)
     done = run_to_full(['--tokens', '64', *outputs], folder)
-    check(done.returncode == 1 and 'table cannot be written' in done.stderr, f'no room on stdout: {done.stderr}')
-    equal(tree(folder), before, 'no room on stdout: the folder')
+    check(done.returncode == 1 and 'table cannot be written' in done.stderr, f'no space on stdout: {done.stderr}')
+    equal(tree(folder), before, 'no space on stdout: the folder')
 
     reader, writer = os.pipe()
     os.close(reader)

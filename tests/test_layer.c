@@ -188,7 +188,7 @@ static void test_finite_differences(void)
 }
 
 typedef struct fail_at {
-    long take, at;
+    long at_alloc, at;
     int sticky;
 } fail_at;
 
@@ -198,11 +198,11 @@ static upipe_status fail_guard(void *user, size_t bytes, const char *tag)
     (void)bytes;
     (void)tag;
     if (f == NULL) return UPIPE_OK;
-    ++f->take;
-    return f->take == f->at || (f->sticky && f->take > f->at) ? UPIPE_ERR_MEMORY : UPIPE_OK;
+    ++f->at_alloc;
+    return f->at_alloc == f->at || (f->sticky && f->at_alloc > f->at) ? UPIPE_ERR_MEMORY : UPIPE_OK;
 }
 
-/* Out of memory at every take, on each rank in turn, once and for good: every rank returns, with a reason.
+/* Out of memory at every at_alloc, on each rank in turn, once and for good: every rank returns, with a reason.
  * Over a ring those of other teams learn of it too. */
 static void test_out_of_memory(int h, int hkv, int ranks, int ring, int naive, upipe_dtype dtype)
 {
@@ -233,16 +233,16 @@ static void test_out_of_memory(int h, int hkv, int ranks, int ring, int naive, u
                 s = run_block(&t, &in, &r);
                 for (rank = 0; s != UPIPE_OK && rank < all; ++rank) {
                     CHECK_SAY(r.statuses[rank] == (rank == victim ? UPIPE_ERR_MEMORY : UPIPE_ERR_ABORTED),
-                              "take %ld fails on rank %d: rank %d gets %s (%s)", at, victim, rank,
+                              "at_alloc %ld fails on rank %d: rank %d gets %s (%s)", at, victim, rank,
                               upipe_status_name(r.statuses[rank]), r.errors[rank].text);
                     if (rank == victim)
                         CHECK_TEXT(r.errors[rank].text, "guard refused");
-                    else /* where the host's own take failed, the team learns of it without the sentence; the world
+                    else /* where the host's own at_alloc failed, the team learns of it without the sentence; the world
                             perhaps from a rank that heard of it in its ring */
                         CHECK_SAY(strstr(r.errors[rank].text, "guard refused") != NULL ||
-                                      strstr(r.errors[rank].text, "gave up: out of memory") != NULL ||
-                                      (ring > 1 && strstr(r.errors[rank].text, "gave up: aborted") != NULL),
-                                  "take %ld fails on rank %d: rank %d says '%s'", at, victim, rank,
+                                      strstr(r.errors[rank].text, "aborted: out of memory") != NULL ||
+                                      (ring > 1 && strstr(r.errors[rank].text, "aborted: aborted") != NULL),
+                                  "at_alloc %ld fails on rank %d: rank %d says '%s'", at, victim, rank,
                                   r.errors[rank].text);
                 }
                 run_free(&r);

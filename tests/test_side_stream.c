@@ -245,7 +245,7 @@ static void test_order(void)
 /* ---- failures ---- */
 
 typedef struct fail_at {
-    long take, at;
+    long at_alloc, at;
 } fail_at;
 
 static upipe_status fail_guard(void *user, size_t bytes, const char *tag)
@@ -253,10 +253,10 @@ static upipe_status fail_guard(void *user, size_t bytes, const char *tag)
     fail_at *f = (fail_at *)user;
     (void)bytes;
     (void)tag;
-    return f != NULL && ++f->take == f->at ? UPIPE_ERR_MEMORY : UPIPE_OK;
+    return f != NULL && ++f->at_alloc == f->at ? UPIPE_ERR_MEMORY : UPIPE_OK;
 }
 
-/* Out of memory at every take, most of them on the side stream: every rank returns, with the reason. */
+/* Out of memory at every at_alloc, most of them on the side stream: every rank returns, with the reason. */
 static void test_out_of_memory(int h, int hkv, int naive)
 {
     run_case t = make_case(h, hkv, 2, 2, UPIPE_BF16);
@@ -279,11 +279,11 @@ static void test_out_of_memory(int h, int hkv, int naive)
             s = run_block(&t, &in, &r);
             for (rank = 0; s != UPIPE_OK && rank < 2; ++rank) {
                 CHECK_SAY(r.statuses[rank] == (rank == victim ? UPIPE_ERR_MEMORY : UPIPE_ERR_ABORTED),
-                          "take %ld fails on rank %d: rank %d gets %s (%s)", at, victim, rank,
+                          "at_alloc %ld fails on rank %d: rank %d gets %s (%s)", at, victim, rank,
                           upipe_status_name(r.statuses[rank]), r.errors[rank].text);
                 CHECK_SAY(strstr(r.errors[rank].text, "guard refused") != NULL ||
-                              strstr(r.errors[rank].text, "gave up: out of memory") != NULL,
-                          "take %ld fails on rank %d: rank %d says '%s'", at, victim, rank,
+                              strstr(r.errors[rank].text, "aborted: out of memory") != NULL,
+                          "at_alloc %ld fails on rank %d: rank %d says '%s'", at, victim, rank,
                           r.errors[rank].text);
             }
             run_free(&r);

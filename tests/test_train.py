@@ -168,7 +168,7 @@ def held(c):
     return cut(n, c['ranks'] // rings, 1)
 
 
-def parked(c, rows):
+def offloaded(c, rows):
     """Bytes at most that attention in segments takes of the second pool where all ranks hold equally much: O, Q, dO at
     home and at the heads, dQ in f32, lse and delta; K, V, dK, dV; dK and dV in f32 between the stages of a round; x."""
     element, dim, heads = 2 if c['dtype'] == 'bf16' else 4, c['head_dim'], c['heads']
@@ -196,11 +196,11 @@ def check_numbers(numbers, what):
     rows = c['batch'] * held(c)
     unit = rows * c['model_dim'] * element
     shapes = tensors_wanted(c).values()
-    weights, gains = (sum(math.prod(s) for s in shapes if len(s) == n) for n in (2, 1))
-    equal(at_peak['weights'], weights * element + gains * 4, f'{what}: weights')
-    equal(at_peak['gradients'], (weights + gains) * 4, f'{what}: gradients')
-    piece, gain = -(-weights // c['ranks']), -(-gains // c['ranks'])
-    equal(at_peak['optimizer'], 8 * (piece + gain) + (4 * piece if c['dtype'] == 'bf16' else 0), f'{what}: optimizer')
+    weights, norm_weights = (sum(math.prod(s) for s in shapes if len(s) == n) for n in (2, 1))
+    equal(at_peak['weights'], weights * element + norm_weights * 4, f'{what}: weights')
+    equal(at_peak['gradients'], (weights + norm_weights) * 4, f'{what}: gradients')
+    piece, norm_weight = -(-weights // c['ranks']), -(-norm_weights // c['ranks'])
+    equal(at_peak['optimizer'], 8 * (piece + norm_weight) + (4 * piece if c['dtype'] == 'bf16' else 0), f'{what}: optimizer')
     equal(at_peak['tokens'], rows * 12, f'{what}: tokens')
     equal(largest['stream'], unit, f'{what}: stream')
     equal(largest['checkpoints'], unit * (1 if c['offload'] else 2 * c['layers']), f'{what}: checkpoints')
@@ -209,7 +209,7 @@ def check_numbers(numbers, what):
     if not c['segments']:
         equal(numbers['host_bytes'], kept, f'{what}: the second pool')
     elif c['tokens'] % (c['segments'] * c['ranks']) == 0 and c['kv_heads'] % c['ranks'] == 0:
-        equal(numbers['host_bytes'], kept + parked(c, rows), f'{what}: the second pool')
+        equal(numbers['host_bytes'], kept + offloaded(c, rows), f'{what}: the second pool')
     else:
         check(numbers['host_bytes'] > kept + unit, f'{what}: the second pool has {numbers["host_bytes"]} bytes')
     check((numbers['sent_bytes_per_step'] > 0) == (c['ranks'] > 1), f'{what}: {numbers["sent_bytes_per_step"]} sent')
@@ -361,7 +361,7 @@ def test_methods(folder):
     for method, run_of in zip(METHODS, half) if all(half) else []:
         near(run_of['loss'], half[0]['loss'], 1e-2, f'bf16: {method}: loss')
         near(run_of['grad_norm'], half[0]['grad_norm'], 5e-2, f'bf16: {method}: grad_norm')
-    # The second pool makes no difference in segments either; what is parked there is not on the device.
+    # The second pool makes no difference in segments either; what is offloaded there is not on the device.
     cut = {'heads': 8, 'kv_heads': 4, 'tokens': 96, 'segments': 3, 'batch': 2, 'method': 'upipe-fpdt'}
     here, there = (good(folder, f'segments, offload {offload}', offload=offload, **cut) for offload in (False, True))
     base = good(folder, 'as many tokens at once', **{**cut, 'method': 'upipe', 'segments': None})
@@ -1006,24 +1006,24 @@ def test_disk(folder):
     good(folder, 'a run', save='save', steps=2)
     for name in ('numbers.json', 'trace.json'):
         write(os.path.join(folder, name), b'old')
-    failed(folder, given(json='numbers.json'), 1, ['numbers.json', 'cannot be written'], 'no room for the numbers',
+    failed(folder, given(json='numbers.json'), 1, ['numbers.json', 'cannot be written'], 'no space for the numbers',
            preexec_fn=limit_files(1000))
     failed(folder, given(json='numbers.json', trace='trace.json'), 1, ['trace.json', 'cannot be written'],
-           'no room for the trace', preexec_fn=limit_files(5000))
+           'no space for the trace', preexec_fn=limit_files(5000))
     for size in (100, 3000, 100000, 600000):
         failed(folder, given(resume='save', save='save', save_every=1, steps=6), 1, ['checkpoint-3', '[a-z]'],
-               f'no room for a checkpoint beyond {size} bytes', preexec_fn=limit_files(size))
+               f'no space for a checkpoint beyond {size} bytes', preexec_fn=limit_files(size))
     failed(folder, given(resume='save', save='save', steps=6, method='usp', ranks=4), 1, ['checkpoint-6', '[a-z]'],
-           'no room for a checkpoint of teams in a ring', preexec_fn=limit_files(3000))
+           'no space for a checkpoint of teams in a ring', preexec_fn=limit_files(3000))
     # What was trained until then is not lost.
     done = run(given(resume='save', save='save', save_every=2, steps=6, json='numbers.json'), folder,
                preexec_fn=limit_files(100000))
     equal((done.returncode, len(numbers_of(folder, 'numbers.json')['loss'])), (1, 2), 'a full disk after two steps')
     equal(sorted(os.listdir(os.path.join(folder, 'save'))), ['checkpoint-2'], 'checkpoints after a full disk')
-    failed(folder, given(resume='save', save='save', steps=5), 1, ['checkpoint-5'], 'no room after a resume',
+    failed(folder, given(resume='save', save='save', steps=5), 1, ['checkpoint-5'], 'no space after a resume',
            preexec_fn=limit_files(100000))
     with open('/dev/full', 'w', encoding='utf-8') as full:
-        failed(folder, given(), 1, ['table cannot be written', 'No space'], 'no room on stdout', stdout=full)
+        failed(folder, given(), 1, ['table cannot be written', 'No space'], 'no space on stdout', stdout=full)
     reader, writer = os.pipe()
     os.close(reader)
     failed(folder, given(), 1, ['table cannot be written'], 'nobody reads stdout', stdout=writer)
@@ -1069,7 +1069,7 @@ def test_plan(folder):
         check('8 ranks, 8 segments, chunk 8' in done.stdout, f'the plan of segments: {done.stdout}')
         slope = numbers_of(folder, 'plan.json')['slope_units']
         near([slope['in_one_pool'], slope['with_offload']], [65, 2], 1e-3, 'slopes in segments')
-        equal(slope['offloaded'] - slope['parked'], 63, 'copies in the second pool, of segments')
+        equal(slope['offloaded'] - slope['host'], 63, 'copies in the second pool, of segments')
         os.remove(os.path.join(folder, 'plan.json'))
     # The plan is the run's.
     numbers = good(folder, 'as planned', offload=True, steps=1)
@@ -1087,7 +1087,7 @@ def test_plan(folder):
 
 
 def test_trace(folder):
-    static = {'weights', 'gains', 'gradients', 'moments', 'master', 'tokens', 'losses'}
+    static = {'weights', 'norm_weights', 'gradients', 'moments', 'master', 'tokens', 'losses'}
     for flags in ({'ranks': 4, 'heads': 8, 'method': 'ulysses'}, {'dtype': 'bf16', 'ranks': 2, 'sample': 3},
                   {'ranks': 4, 'method': 'usp', 'tokens': 67}, {'ranks': 2, 'method': 'upipe-fpdt', 'segments': 3}):
         numbers = good(folder, 'traced', trace='trace.json', **flags)

@@ -129,11 +129,11 @@ UPIPE_API upipe_status upi_fpdt_bwd(upipe_ctx *c, upi_fpdt_pass *s, char *dx, ch
     const upi_segments *z = &s->z;
     const upipe_plan_desc *d = &z->plan[0].desc;
     const int full = !z->f->layer.mask.causal, segments = z->f->segments;
-    upi_run gains = upi_fpdt_run(s, 0);
+    upi_run norms = upi_fpdt_run(s, 0);
     void *dkv;
     int i, j, stage;
-    UPIPE_TRY(upi_norm_grads_begin(c, &gains));
-    s->dnorm = gains.dnorm;
+    UPIPE_TRY(upi_norm_grads_begin(c, &norms));
+    s->dnorm = norms.dnorm;
     UPIPE_TRY(upi_fpdt_alloc_host(c, s, &s->host.dout, z->b.o, z->stages, "dout"));
     UPIPE_TRY(upi_fpdt_alloc_host(c, s, &s->host.delta, z->b.stat, z->stages, "delta"));
     UPIPE_TRY(upi_fpdt_alloc_host(c, s, &s->host.dq, z->b.sum_q, z->stages, "dq"));
@@ -153,7 +153,7 @@ UPIPE_API upipe_status upi_fpdt_bwd(upipe_ctx *c, upi_fpdt_pass *s, char *dx, ch
             for (i = full ? 0 : j; i <= j && (!full || j == segments - 1); ++i)
                 UPIPE_TRY(upi_fpdt_store_dq(c, s, x, dout, i, stage));
         }
-    UPIPE_TRY(upi_norm_grads(c, &gains, s->grads));
+    UPIPE_TRY(upi_norm_grads(c, &norms, s->grads));
     for (i = 0; i < segments; ++i) UPIPE_TRY(upi_fpdt_grad_x(c, s, dx, dout, i));
     UPIPE_TRY(c->ops->sync(c)); /* the host's blocks are still being read */
     UPIPE_TRY(upipe_mem_free(z->f->host, s->host.dout, &c->err));

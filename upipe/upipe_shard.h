@@ -87,8 +87,8 @@ UPIPE_API upipe_shard upipe_shard_rows(const upipe_shard *of, int64_t first, int
     s.step = of->step;
     for (i = 0; i < of->pieces; ++i) {
         int64_t skip = first > 0 ? first : 0, left = of->piece[i].n - skip;
-        int64_t take = left < n - s.n ? left : n - s.n;
-        upi_shard_add(&s, of->piece[i].pos + skip * of->step, take);
+        int64_t count = left < n - s.n ? left : n - s.n;
+        upi_shard_add(&s, of->piece[i].pos + skip * of->step, count);
         first -= of->piece[i].n;
     }
     return s;

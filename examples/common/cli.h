@@ -2,12 +2,12 @@
  *
  *     #define PROGRAM "compare"          the name in sentences, before the first include
  *
- *     static int take(void *user, int flag, const char *text)           text: the flag's value
+ *     static int used(void *user, int flag, const char *text)           text: the flag's value
  *     {
  *         ...
  *         return cli_int("ranks", text, 64, &options->ranks);
  *     }
- *     int status = cli_read(list, argc, argv, given, -1, take, &options);
+ *     int status = cli_read(list, argc, argv, given, -1, used, &options);
  *     if (status != 0) return status - 1;                    the sentence is out
  *
  * What reads a flag returns 0 to go on, or 1 + the exit status once its sentence is out; list[i].val is i.
@@ -181,9 +181,9 @@ static inline int cli_dtype(const char *flag, const char *text, upipe_dtype *out
 
 /* ---- the loop ---- */
 
-/* Hands every flag to take; given[flag] counts them. A flag comes once, except repeatable (-1: none). */
+/* Hands every flag to used; given[flag] counts them. A flag comes once, except repeatable (-1: none). */
 static inline int cli_read(const struct option *list, int argc, char **argv, int *given, int repeatable,
-                           int (*take)(void *user, int flag, const char *text), void *user)
+                           int (*used)(void *user, int flag, const char *text), void *user)
 {
     int at;
     for (at = 0; list[at].name != NULL; ++at)
@@ -199,7 +199,7 @@ static inline int cli_read(const struct option *list, int argc, char **argv, int
         if (given[flag]++ > 0 && flag != repeatable)
             return cli_refuse("--%s is freed twice", list[flag].name);
         if (list[flag].has_arg && optarg[0] == '\0') return cli_refuse("--%s is empty", list[flag].name);
-        status = take(user, flag, optarg);
+        status = used(user, flag, optarg);
         if (status != 0) return status;
     }
     return optind < argc ? cli_refuse("'%s' is not a flag", argv[optind]) : 0;

@@ -86,7 +86,7 @@ static const char usage_text[] =
     "  --trace DIR        write what the pools did: DIR/METHOD.json, for Perfetto or chrome://tracing\n"
     "  --dump DIR         write inputs and results as NumPy files: DIR/METHOD/x.npy wq wk wv out dout dx dwq dwk dwv,\n"
     "                     and with --sinks sinks dsinks\n"
-    "  --deadline SECONDS how long a rank waits for another one before it gives up (600)\n"
+    "  --deadline SECONDS how long a rank waits for another one before it aborts (600)\n"
     "  --progress         say on stderr what is being done, terminal or not\n"
     "  --help, --version\n";
 

@@ -175,7 +175,7 @@ static upipe_status memory_plan_make(memory_plan *plan, const model *m, const up
     int phase, k;
     memset(plan, 0, sizeof *plan);
     UPIPE_TRY(memory_scratch(extra, &plan->host, m, ops, e));
-    /* segments are parked most in the last layer's backward, which has used up the copy of its MLP half */
+    /* segments offload most in the last layer's backward, which has used up the copy of its MLP half */
     if (m->offload) plan->host += (2 * (size_t)m->layout->config.layers - (m->fpdt.segments > 0)) * u;
     for (phase = 0; phase < MODEL_PHASES; ++phase) {
         memory_static(part, m);

@@ -49,7 +49,7 @@ typedef struct model_rank {
     const model *m;
     upipe_ctx *c;
     upipe_mem *host;   /* where the kept copies of the stream wait; c->mem without offload */
-    upipe_mem *second; /* where segments are parked; NULL if the sequence is not cut */
+    upipe_mem *second; /* where segments are offloaded to; NULL if the sequence is not cut */
     const void *weights;
     const float *norm_weights;
     float *grads[2]; /* of the weights group and of the norm weights group */

@@ -130,7 +130,7 @@ static const char usage_text[] =
     "  --tile-bytes N     what a tile of the MLP or the loss may take, product scratch apart (0: the\n"
     "                     paper's square, about model-dim tokens)\n"
     "  --offload          layers' inputs wait for the backward in a second pool: host memory on a GPU\n"
-    "  --deadline SECONDS how long a rank waits for another one before it gives up; for one that writes\n"
+    "  --deadline SECONDS how long a rank waits for another one before it aborts; for one that writes\n"
     "                     a checkpoint at least 1200 (600)\n"
     "  --plan             print the memory by component and what a token adds to it; train nothing\n"
     "\n"

@@ -236,7 +236,7 @@ static int report_json(const run *u, files *all, const report_slopes *slopes)
         report_json_training(u, root);
     else
         json_object_set_new(root, "slope_units",
-                            json_pack("{s:f, s:f, s:f, s:f}", "in_one_pool", slopes->pool[0], "parked",
+                            json_pack("{s:f, s:f, s:f, s:f}", "in_one_pool", slopes->pool[0], "host",
                                       slopes->host[0], "with_offload", slopes->pool[1], "offloaded",
                                       slopes->host[1]));
     bad = root == NULL || json_dumpf(root, f, JSON_INDENT(2) | JSON_REAL_PRECISION(17)) != 0 ||

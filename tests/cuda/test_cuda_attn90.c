@@ -38,7 +38,7 @@ static upipe_view put(upipe_dtype dtype, int64_t n, int h, int d, const float *f
 }
 
 /* Back as f32, and freed. */
-static void take(upipe_view v, float *to)
+static void accept(upipe_view v, float *to)
 {
     size_t count = (size_t)v.n * (size_t)v.h * (size_t)v.d, bytes = count * upipe_dtype_bytes(v.dtype), i;
     char *image = (char *)buf(bytes);
@@ -52,7 +52,7 @@ static void take(upipe_view v, float *to)
 /* ---- which kernel ---- */
 
 /* 1 if the call's kernel is one for 9.0, 0 if not: the launch is made to fail, and says its name. */
-static int takes(const upipe_attn *a)
+static int accepts(const upipe_attn *a)
 {
 #ifdef FAKE_CUDA_RUNTIME_API_H
     long k;
@@ -77,7 +77,7 @@ static int takes(const upipe_attn *a)
 /* `want` kernels for 9.0, where that can be seen. */
 static void check_accepts(const upipe_attn *a, int want)
 {
-    int got = takes(a);
+    int got = accepts(a);
     if (got >= 0) CHECK_INT(got, want);
 }
 
@@ -115,8 +115,8 @@ static void check_case(const oracle_attn *t, uint64_t seed, int64_t keys)
     a.scale = (float)t->scale;
     check_accepts(&a, 1);
     CHECK_STATUS(upipe_attn_fwd(&dev.c, &a), UPIPE_OK, dev.c.err);
-    take(a.o, o);
-    take(a.lse, lse);
+    accept(a.o, o);
+    accept(a.lse, lse);
     device_free(&dev, a.q.data), device_free(&dev, a.k.data), device_free(&dev, a.v.data);
     seen.sk = keys;
     if (compares()) oracle_attn_fwd(&seen, dq, dk, dv, want_o, want_lse);
@@ -225,7 +225,7 @@ static void test_left_to_others(void)
     dev.cuda.capability = 100; /* has other code for all this */
     check_accepts(&a, 0);
     dev.cuda.capability = 90;
-    take(a.o, x), take(a.lse, x);
+    accept(a.o, x), accept(a.lse, x);
     device_free(&dev, a.q.data), device_free(&dev, a.k.data), device_free(&dev, a.v.data);
 }
 

@@ -166,7 +166,7 @@ def test_failures():
 def test_bench():
     """bench/gpu.py in small, over the fake device: every figure is there, and what has no device says so."""
     script = os.path.join(TOP, 'bench', 'gpu.py')
-    stages = ['roofline', 'attention', 'masks', 'exchange', 'block']
+    stages = ['roofline', 'attention', 'masks', 'transfer', 'block']
     with tempfile.TemporaryDirectory() as folder:
         flags = ['--quick', '--program', os.path.join(FOLDER, 'fake_gpu'), '--results', folder]
         done = subprocess.run([sys.executable, script, *flags, *stages, 'chart'], capture_output=True, text=True,
@@ -190,7 +190,7 @@ def test_bench():
         for made in figures['block']:
             check(made['plan_bytes'] == made['peak_bytes'], str(made))
             check(made['driver_beyond_slabs_bytes'] == 0, f'memory beyond the slabs: {made}')
-        check({made['transport'] for made in figures['exchange']} == {'threads', 'peer'}, str(figures['exchange']))
+        check({made['transport'] for made in figures['transfer']} == {'threads', 'peer'}, str(figures['transfer']))
         check('gpu_roofline.png' in done.stderr or 'matplotlib is not installed' in done.stderr, done.stderr[-300:])
         # a device that fails is a sentence and a status, and nothing is kept
         done = subprocess.run([sys.executable, script, *flags, 'roofline'], capture_output=True, text=True, timeout=HANGS,

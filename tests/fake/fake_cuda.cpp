@@ -373,7 +373,7 @@ cudaError_t fake_enqueue(cudaStream_t stream, const char *name, std::function<vo
 
 /* ---- memory ---- */
 
-static cudaError_t take(const fake_call &call, void **out, size_t bytes, fake_place place)
+static cudaError_t claim(const fake_call &call, void **out, size_t bytes, fake_place place)
 {
     if (out == NULL) return keep(cudaErrorInvalidValue);
     if (call.fails) return fail(call, cudaErrorMemoryAllocation);
@@ -387,7 +387,7 @@ static cudaError_t take(const fake_call &call, void **out, size_t bytes, fake_pl
 cudaError_t cudaMalloc(void **out, size_t bytes)
 {
     fake_call call("cudaMalloc");
-    return take(call, out, bytes, FAKE_DEVICE);
+    return claim(call, out, bytes, FAKE_DEVICE);
 }
 
 cudaError_t cudaFree(void *p)
@@ -401,13 +401,13 @@ cudaError_t cudaFree(void *p)
 cudaError_t cudaHostAlloc(void **out, size_t bytes, unsigned int)
 {
     fake_call call("cudaHostAlloc");
-    return take(call, out, bytes, FAKE_PINNED);
+    return claim(call, out, bytes, FAKE_PINNED);
 }
 
 cudaError_t cudaMallocHost(void **out, size_t bytes)
 {
     fake_call call("cudaMallocHost");
-    return take(call, out, bytes, FAKE_PINNED);
+    return claim(call, out, bytes, FAKE_PINNED);
 }
 
 cudaError_t cudaFreeHost(void *p)

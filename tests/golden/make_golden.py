@@ -34,7 +34,7 @@ WAYS = ['numpy', 'up', 'down', 'up fused', 'down fused']
 # ---- the model ----
 
 def shapes():
-    """Name -> shape, as Hugging Face names and stores them: [out][in], gains [n]."""
+    """Name -> shape, as Hugging Face names and stores them: [out][in], norm_weights [n]."""
     names = {EMBED: (VOCAB, DIM)}
     for i in range(LAYERS):
         layer = f'model.layers.{i}.'
@@ -120,9 +120,9 @@ class Arithmetic:
     def number(self, x):
         return self.dtype(x)
 
-    def rmsnorm(self, x, gain):
+    def rmsnorm(self, x, norm_weight):
         mean = self.sum(x * x) / self.number(x.shape[-1])
-        return x / anp.sqrt(mean + self.number(NORM_EPS)) * gain
+        return x / anp.sqrt(mean + self.number(NORM_EPS)) * norm_weight
 
     def rope(self, x):
         """x [B, heads, S, d]: the first half of a head is rotated against the second half."""

@@ -256,9 +256,9 @@ UPI_DEVICE uint32_t upi_shared_address(const void *p)
     return simt_shared_address(p);
 }
 
-UPI_DEVICE void upi_copy16(uint32_t dst, const void *src, int take)
+UPI_DEVICE void upi_copy16(uint32_t dst, const void *src, int valid)
 {
-    simt_copy_start(dst, src, 16, take ? 16 : 0);
+    simt_copy_start(dst, src, 16, valid ? 16 : 0);
 }
 
 UPI_DEVICE void upi_copy_commit(void)

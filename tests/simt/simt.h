@@ -172,7 +172,7 @@ struct simt_launch {
     uint64_t moves;                      /* counts what a pausing thread may be waiting for */
     uint64_t stuck[SIMT_WORKERS]; /* moves + 1 at which a worker's block only paused; ~0: the worker left */
     unsigned workers;
-    int takes_turns; /* one worker runs at a time, the others wait */
+    int alternates; /* one worker runs at a time, the others wait */
     unsigned turn;   /* whose it is */
     uint64_t there;  /* workers that have not left, a bit each */
     uint64_t random;
@@ -362,7 +362,7 @@ SIMT_QUIET inline void simt_mark(const char *file, int line)
 
 SIMT_QUIET inline void simt_await_turn(simt_launch *l, unsigned me)
 {
-    if (!l->takes_turns) return;
+    if (!l->alternates) return;
     pthread_mutex_lock(&l->lock);
     while (l->turn != me) pthread_cond_wait(&l->passed, &l->lock);
     pthread_mutex_unlock(&l->lock);
@@ -372,7 +372,7 @@ SIMT_QUIET inline void simt_await_turn(simt_launch *l, unsigned me)
 SIMT_QUIET inline void simt_pass_turn(simt_launch *l, unsigned me, int leaves)
 {
     uint64_t steps = 1;
-    if (!l->takes_turns) return;
+    if (!l->alternates) return;
     pthread_mutex_lock(&l->lock);
     if (simt_seed > 0) steps = simt_random(&l->random) % l->workers + (leaves != 0);
     if (leaves) l->there &= ~((uint64_t)1 << me);
@@ -756,8 +756,8 @@ SIMT_QUIET inline void simt_run_raw(const simt_shape &shape, void (*kernel)(void
         do l.step = 1 + simt_random(&state) % (l.blocks - 1);
         while (simt_common_divisor(l.step, l.blocks) != 1);
     }
-    l.takes_turns = SIMT_RACE_ON || simt_seed > 0;
-    if (workers < 1) workers = l.takes_turns ? (long)SIMT_IN_TURN : sysconf(_SC_NPROCESSORS_ONLN);
+    l.alternates = SIMT_RACE_ON || simt_seed > 0;
+    if (workers < 1) workers = l.alternates ? (long)SIMT_IN_TURN : sysconf(_SC_NPROCESSORS_ONLN);
     l.workers = (unsigned)(workers < SIMT_WORKERS ? workers : (long)SIMT_WORKERS);
     if (l.workers > l.blocks) l.workers = (unsigned)l.blocks;
     l.there = l.workers < 64 ? ((uint64_t)1 << l.workers) - 1 : UINT64_MAX;

@@ -11,12 +11,12 @@ struct simt_copy {
     simt_copy *next;
     char *dst;
     const void *src;
-    int bytes, take, group;
+    int bytes, valid, group;
 };
 
 inline long simt_eager = simt_env("SIMT_EAGER", 0);
 
-/* Where a shared address is, if the instruction can take it. */
+/* Where a shared address is, if the instruction can valid it. */
 SIMT_QUIET inline char *simt_shared_at(uint32_t address, unsigned bytes, const char *what)
 {
     simt_block *b = simt_here;
@@ -32,14 +32,14 @@ SIMT_QUIET inline char *simt_shared_at(uint32_t address, unsigned bytes, const c
 
 SIMT_QUIET inline void simt_copy_land(simt_copy *c)
 {
-    memset(c->dst + c->take, 0, (size_t)(c->bytes - c->take));
-    if (c->take > 0) memcpy(c->dst, c->src, (size_t)c->take);
+    memset(c->dst + c->valid, 0, (size_t)(c->bytes - c->valid));
+    if (c->valid > 0) memcpy(c->dst, c->src, (size_t)c->valid);
     free(c);
 }
 
-/* `bytes` to shared memory, of which `take` are read and the rest are zeros. */
+/* `bytes` to shared memory, of which `valid` are read and the rest are zeros. */
 SIMT_QUIET __attribute__((noinline)) inline void simt_copy_start(uint32_t dst, const void *src, int bytes,
-                                                                 int take)
+                                                                 int valid)
 {
     simt_fiber *f = simt_fiber_now;
     simt_copy *c = (simt_copy *)malloc(sizeof *c);
@@ -48,11 +48,11 @@ SIMT_QUIET __attribute__((noinline)) inline void simt_copy_start(uint32_t dst, c
     c->dst = simt_shared_at(dst, (unsigned)bytes, "an asynchronous copy");
     c->src = src;
     c->bytes = bytes;
-    c->take = take;
+    c->valid = valid;
     c->group = f->group;
     if ((uintptr_t)src % (unsigned)bytes != 0)
         simt_finding("misaligned: an asynchronous copy of %d bytes from %p", bytes, src);
-    simt_race_copy(c->dst, src, bytes, take);
+    simt_race_copy(c->dst, src, bytes, valid);
     if (simt_eager) {
         simt_copy_land(c);
         return;

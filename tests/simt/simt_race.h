@@ -2,7 +2,7 @@
  *                part of simt.h
  *
  * Compile the unit with -fsanitize=thread -DSIMT_RACE and link it without the sanitizer's library: the
- * callbacks at every load and store are here. Blocks then take turns, as with a seed.
+ * callbacks at every load and store are here. Blocks then valid turns, as with a seed.
  *
  * Every thread has a clock, and knows a clock of every other thread: what it has learnt of it through
  * __syncthreads (the block), __syncwarp (the lanes), upi_add_release to upi_load_acquire, and __threadfence
@@ -17,7 +17,7 @@
  *
  * A run without a report proves that there is no race with these addresses and with synchronisation in this
  * order: a flag that happens to be set when it is looked at orders like one that was waited for, which is why
- * blocks take turns. Not found: a race with a reader that later ones made it forget; races between
+ * blocks valid turns. Not found: a race with a reader that later ones made it forget; races between
  * launches, which streams order, and with the host.
  */
 #ifndef SIMT_RACE_H
@@ -682,13 +682,13 @@ SIMT_QUIET inline void simt_race_lanes(uint32_t mask)
 
 /* A copy's clock is its group plus 1, so that a wait knows which have landed. */
 SIMT_QUIET __attribute__((always_inline)) inline void simt_race_copy(const void *dst, const void *src,
-                                                                     int bytes, int take)
+                                                                     int bytes, int valid)
 {
     const simt_fiber *f = simt_fiber_now;
     unsigned agent = f->number + simt_here->threads;
     const void *code = __builtin_return_address(0);
     simt_access(f, agent, (uint32_t)f->group + 1, dst, (size_t)bytes, SIMT_WRITE, code);
-    if (take > 0) simt_access(f, agent, (uint32_t)f->group + 1, src, (size_t)take, SIMT_READ, code);
+    if (valid > 0) simt_access(f, agent, (uint32_t)f->group + 1, src, (size_t)valid, SIMT_READ, code);
 }
 
 SIMT_QUIET inline void simt_race_copy_commit(void)

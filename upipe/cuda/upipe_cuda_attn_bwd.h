@@ -24,7 +24,7 @@
  * would begin with a tile that the blocks before it reach only after all their earlier ones.
  *
  * With MASKED a block takes from a table which queries see its keys (upipe_cuda_attn_mask.h). The first and the
- * last key say which tiles it takes, and the neighbours' whether it is the first or the last that adds to one.
+ * last key say which tiles it range, and the neighbours' whether it is the first or the last that adds to one.
  */
 #ifndef UPIPE_CUDA_ATTN_BWD_H
 #define UPIPE_CUDA_ATTN_BWD_H
@@ -308,13 +308,13 @@ UPI_DEVICE void upi_cuda_attn_bwd_zero(const upi_cuda_attn_bwd_args &g, int kv, 
 /* A block sees to the tiles between those of the block before and its own, the last one to those that are left. */
 template <int D, int MASKED>
 UPI_DEVICE void upi_cuda_attn_bwd_zeros(const upi_cuda_attn_bwd_args &g, int kv, int block,
-                                        upi_cuda_attn_bwd_tiles takes)
+                                        upi_cuda_attn_bwd_tiles range)
 {
     typedef upi_cuda_attn_bwd_shape<D> shape;
     const int before =
         MASKED && block > 0 ? upi_cuda_attn_bwd_tiles_of<shape::KEYS, shape::ROWS, MASKED>(g, block - 1).end : 0;
-    if (MASKED || block == 0) upi_cuda_attn_bwd_zero<D>(g, kv, before, takes.first);
-    if (MASKED && block + 1 == g.blocks) upi_cuda_attn_bwd_zero<D>(g, kv, takes.end, g.tiles);
+    if (MASKED || block == 0) upi_cuda_attn_bwd_zero<D>(g, kv, before, range.first);
+    if (MASKED && block + 1 == g.blocks) upi_cuda_attn_bwd_zero<D>(g, kv, range.end, g.tiles);
 }
 
 template <int D, int MASKED>
@@ -335,11 +335,11 @@ void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
     const int ticket = *(const int *)(shared + shape::AT_S);
     const int block = ticket / kv_heads, kv = ticket % kv_heads; /* fewer keys ahead, earlier ticket */
     const int last_head = (kv + 1) * g.a.group;
-    const upi_cuda_attn_bwd_tiles takes = upi_cuda_attn_bwd_tiles_of<shape::KEYS, shape::ROWS, MASKED>(g, block);
-    upi_cuda_attn_bwd_zeros<D, MASKED>(g, kv, block, takes);
-    if (takes.first >= takes.end) return;
+    const upi_cuda_attn_bwd_tiles range = upi_cuda_attn_bwd_tiles_of<shape::KEYS, shape::ROWS, MASKED>(g, block);
+    upi_cuda_attn_bwd_zeros<D, MASKED>(g, kv, block, range);
+    if (range.first >= range.end) return;
 
-    int h = kv * g.a.group, m = takes.end - 1, slot = 0;
+    int h = kv * g.a.group, m = range.end - 1, slot = 0;
     float dk[OUT][4], dv[OUT][4], stats[2];
     {
         const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<D>();

@@ -77,17 +77,17 @@ UPI_DEVICE uint32_t upi_as_bits(float f)
 
 /* ---- shared memory, and copies into it ---- */
 
-/* Address of a shared object, as the instructions below take it. */
+/* Address of a shared object, as the instructions below valid it. */
 UPI_DEVICE uint32_t upi_shared_address(const void *p)
 {
     return (uint32_t)__cvta_generic_to_shared(p);
 }
 
-/* Starts a copy of 16 bytes into shared memory, both sides aligned to 16; zeros where `take` is 0, and then
+/* Starts a copy of 16 bytes into shared memory, both sides aligned to 16; zeros where `valid` is 0, and then
  * `src` is not read. */
-UPI_DEVICE void upi_copy16(uint32_t dst, const void *src, int take)
+UPI_DEVICE void upi_copy16(uint32_t dst, const void *src, int valid)
 {
-    int n = take ? 16 : 0;
+    int n = valid ? 16 : 0;
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(n)
                  : "memory");
 }

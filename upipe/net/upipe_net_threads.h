@@ -643,7 +643,7 @@ UPIPE_API void *upi_threads_main(void *p)
     rank->status = rank->body(rank->user, rank->comm.rank);
     if (rank->status != UPIPE_OK) {
         char why[64];
-        snprintf(why, sizeof why, "rank %d gave up: %s", rank->comm.rank, upipe_status_name(rank->status));
+        snprintf(why, sizeof why, "rank %d aborted: %s", rank->comm.rank, upipe_status_name(rank->status));
         upi_threads_break(rank->team, UPIPE_ERR_ABORTED, why);
     }
     return NULL;
