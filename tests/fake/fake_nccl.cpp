@@ -43,7 +43,7 @@ struct offer {
     size_t part;
 };
 
-struct lane {
+struct channel {
     std::deque<offer> sends, receives;
 };
 
@@ -58,7 +58,7 @@ struct team {
     std::vector<registration> windows; /* in the order of the calls */
     std::vector<ncclComm_t> members;   /* NULL: not come yet */
     bool duplicate = false;
-    std::map<std::pair<int, int>, lane> lanes;
+    std::map<std::pair<int, int>, channel> channels;
 };
 
 } /* namespace */
@@ -166,7 +166,7 @@ void prune(ncclComm_t comm)
     while (!comm->order.empty() && fake_passed(comm->order.front()->point)) comm->order.pop_front();
 }
 
-/* A peer that the communicator waits for has given up. */
+/* A peer that the communicator waits for has aborted. */
 bool lost(ncclComm_t comm)
 {
     team &t = *comm->of;
@@ -198,7 +198,7 @@ ncclResult_t look(ncclComm_t comm)
     team &t = *comm->of;
     if (comm->error != ncclSuccess) return comm->error;
     if (lost(comm)) {
-        comm->text = "a remote rank has given up";
+        comm->text = "a remote rank has aborted";
         return comm->error = ncclRemoteError;
     }
     if (!comm->ready) {
@@ -241,7 +241,7 @@ ncclResult_t rest(ncclComm_t comm)
 
 void match(team &t, int from, int to)
 {
-    lane &l = t.lanes[{from, to}];
+    channel &l = t.channels[{from, to}];
     while (!l.sends.empty() && !l.receives.empty()) {
         offer s = l.sends.front(), r = l.receives.front();
         part &out = s.group->parts[s.part], &in = r.group->parts[r.part];
@@ -273,7 +273,7 @@ void withdraw(const group_ref &g)
 {
     team &t = *g->comm->of;
     auto mine = [&](const offer &o) { return o.group == g; };
-    for (auto &l : t.lanes) {
+    for (auto &l : t.channels) {
         auto &s = l.second.sends, &r = l.second.receives;
         s.erase(std::remove_if(s.begin(), s.end(), mine), s.end());
         r.erase(std::remove_if(r.begin(), r.end(), mine), r.end());
@@ -452,9 +452,9 @@ fake_step fake_group_step(const std::shared_ptr<fake_group> &g, std::vector<CUst
         for (size_t i = 0; i < g->parts.size(); ++i) {
             part &p = g->parts[i];
             if (p.from != NULL)
-                t.lanes[{me, p.peer}].sends.push_back({g, i});
+                t.channels[{me, p.peer}].sends.push_back({g, i});
             else
-                t.lanes[{p.peer, me}].receives.push_back({g, i});
+                t.channels[{p.peer, me}].receives.push_back({g, i});
         }
         for (auto &p : g->parts) {
             match(t, me, p.peer);
@@ -488,7 +488,7 @@ void fake_nccl_drop()
     for (auto comm : comms()) {
         comm->order.clear();
         comm->kept.clear();
-        comm->of->lanes.clear();
+        comm->of->channels.clear();
     }
 }
 
