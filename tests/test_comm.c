@@ -94,7 +94,7 @@ static int test_join(pthread_t t, void **out)
 enum { RANKS_MAX = 64, WORDS = 8 };
 
 typedef struct crew {
-    int left; /* ranks that have left line_up's exchange */
+    int left; /* ranks that have left line_up's transfer */
     upipe_threads team;
     upipe_ops ops;
     upipe_ctx ctx[RANKS_MAX];
@@ -171,7 +171,7 @@ static uint32_t word_of(int source, int dest, int index)
     return (uint32_t)source << 24 | (uint32_t)dest << 16 | (uint32_t)index;
 }
 
-/* Lists an all-to-all of WORDS words a pair, the rank itself included; returns the number of segments. */
+/* Lists an all-to-all of WORDS words a pair, the rank itself included; returns the number of messages. */
 static int all_list(crew *k, int rank)
 {
     int p, i;
@@ -215,7 +215,7 @@ static void line_up(crew *k, int rank, double deadline)
     CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_OK, c->err);
     CHECK_STATUS(all_to_all(k, rank), UPIPE_OK, c->err);
     c->team->deadline = deadline;
-    /* A rank that is still inside that exchange would hear of the fault there: all leave it first, by other means
+    /* A rank that is still inside that transfer would hear of the fault there: all leave it first, by other means
      * than the team's. */
     left = __atomic_add_fetch(&k->left, 1, __ATOMIC_ACQ_REL);
     left = (left + k->ranks - 1) / k->ranks * k->ranks;
@@ -232,12 +232,12 @@ static void check_dead(crew *k, int rank)
     memset(list, 0, sizeof list);
     c->team->deadline = 60;
     CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_ERR_ABORTED, c->err);
-    CHECK(strcmp(c->err.text, k->team.reason.text) == 0);
+    CHECK(strcmp(c->err.text, k->team.failure.text) == 0);
     CHECK_STATUS(upipe_comm_start(c, c->team, list, 0), UPIPE_ERR_ABORTED, c->err);
-    CHECK(strcmp(c->err.text, k->team.reason.text) == 0);
-    CHECK_STATUS(c->team->ops.gather(c, c->team, all, &one, 1), UPIPE_ERR_ABORTED, c->err);
+    CHECK(strcmp(c->err.text, k->team.failure.text) == 0);
+    CHECK_STATUS(upipe_comm_all_gather(c, c->team, all, &one, 1), UPIPE_ERR_ABORTED, c->err);
     CHECK_STATUS(upipe_comm_agree(c, c->team, &field, 1), UPIPE_ERR_ABORTED, c->err);
-    CHECK(strcmp(c->err.text, k->team.reason.text) == 0);
+    CHECK(strcmp(c->err.text, k->team.failure.text) == 0);
     CHECK(!c->team->started);
 }
 
@@ -265,7 +265,7 @@ static void test_self(void)
     upipe_comm_self(&comm, &buf, plain_copy);
     for (i = 0; i < 12; ++i) from[i] = word_of(0, 0, i);
     memset(to, 0xee, sizeof to);
-    s[0].send = from; /* 3 blocks of 2 words, from every 4th word to every 3rd, as two segments */
+    s[0].send = from; /* 3 blocks of 2 words, from every 4th word to every 3rd, as two messages */
     s[0].send_bytes = 8;
     s[0].send_step = 16;
     s[0].count = s[1].count = 3;
@@ -293,7 +293,7 @@ static void test_self(void)
     upipe_comm_abort(&comm, "more");
     CHECK_STATUS(upipe_comm_barrier(&c, &comm), UPIPE_ERR_ABORTED, c.err);
     CHECK_TEXT(c.err.text, "enough");
-    CHECK_STATUS(comm.ops.gather(&c, &comm, all, mine, 2), UPIPE_ERR_ABORTED, c.err);
+    CHECK_STATUS(upipe_comm_all_gather(&c, &comm, all, mine, 2), UPIPE_ERR_ABORTED, c.err);
 
     upipe_comm_self(&comm, &buf, plain_copy);
     s[0].peer = 1;
@@ -304,7 +304,7 @@ static void test_self(void)
 
     upipe_comm_self(&comm, &buf, plain_copy);
     CHECK_STATUS(upipe_comm_barrier(&c, &comm), UPIPE_OK, c.err);
-    CHECK_STATUS(comm.ops.gather(&c, &comm, all, mine, 2), UPIPE_OK, c.err);
+    CHECK_STATUS(upipe_comm_all_gather(&c, &comm, all, mine, 2), UPIPE_OK, c.err);
     CHECK(all[0] == 5 && all[1] == -7);
     field.name = "tokens";
     field.value = 3;
@@ -315,6 +315,56 @@ static void test_self(void)
     CHECK_STATUS(upipe_comm_shift_start(&c, &comm, to, from, sizeof to, -3), UPIPE_OK, c.err);
     CHECK_STATUS(upipe_comm_wait(&c, &comm), UPIPE_OK, c.err);
     CHECK_BYTES(to, from, sizeof to);
+}
+
+static upipe_status burning_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
+{
+    (void)dst;
+    (void)src;
+    return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "the engine burns after %zu bytes", bytes);
+}
+
+/* A copy that fails breaks a team of one too. */
+static void test_self_copy(void)
+{
+    upipe_comm comm;
+    upipe_comm_self_state state;
+    upipe_ctx c;
+    char from[8] = {0}, to[8];
+    memset(&c, 0, sizeof c);
+    upipe_comm_self(&comm, &state, burning_copy);
+    CHECK_STATUS(upipe_comm_shift_start(&c, &comm, to, from, sizeof to, 1), UPIPE_OK, c.err);
+    CHECK_STATUS(upipe_comm_wait(&c, &comm), UPIPE_ERR_BACKEND, c.err);
+    CHECK_TEXT(c.err.text, "the engine burns after 8 bytes");
+    CHECK_STATUS(upipe_comm_barrier(&c, &comm), UPIPE_ERR_ABORTED, c.err);
+    CHECK_TEXT(c.err.text, "the engine burns after 8 bytes");
+}
+
+/* A communicator that the host has not set: a sentence from every call. */
+static void test_null(void)
+{
+    upipe_ctx c;
+    upipe_msg s;
+    upipe_field field = {"tokens", 1, 0};
+    int64_t all[1] = {0}, mine = 1;
+    int call;
+    memset(&c, 0, sizeof c);
+    memset(&s, 0, sizeof s);
+    for (call = 0; call < 6; ++call) {
+        upipe_status status;
+        memset(&c.err, 0, sizeof c.err);
+        status = call == 0   ? upipe_comm_start(&c, c.team, &s, 1)
+                 : call == 1 ? upipe_comm_wait(&c, c.team)
+                 : call == 2 ? upipe_comm_barrier(&c, c.team)
+                 : call == 3 ? upipe_comm_all_gather(&c, c.team, all, &mine, 1)
+                 : call == 4 ? upipe_comm_agree(&c, c.team, &field, 1)
+                             : upipe_comm_shift_start(&c, c.team, all, &mine, 8, 1);
+        CHECK_STATUS(status, UPIPE_ERR_ARG, c.err);
+        CHECK_STATUS(c.err.status, UPIPE_ERR_ARG, c.err);
+        CHECK_TEXT(c.err.text, "the communicator is NULL");
+    }
+    upipe_comm_abort(NULL, "nobody hears it");
+    CHECK_INT(all[0], 0);
 }
 
 static void test_dry(void)
@@ -343,7 +393,7 @@ static void test_dry(void)
     CHECK_INT(comm.sent_bytes, (3 << 20) + 1000);
     CHECK_INT(byte, 1);
     CHECK_STATUS(upipe_comm_barrier(&c, &comm), UPIPE_OK, c.err);
-    CHECK_STATUS(comm.ops.gather(&c, &comm, all, &mine, 1), UPIPE_OK, c.err);
+    CHECK_STATUS(upipe_comm_all_gather(&c, &comm, all, &mine, 1), UPIPE_OK, c.err);
     CHECK(all[0] == 9 && all[3] == 9);
     field.name = "heads";
     field.value = 8;
@@ -396,7 +446,7 @@ static upipe_status meet_body(void *user, int rank)
     for (round = 0; round < 12; ++round) {
         n = round == 3 ? 0 : round == 5 ? UPIPE_ALL_GATHER_MAX : 1 + round % 4;
         for (i = 0; i < n; ++i) mine[i] = (int64_t)word_of(rank, round, i) * -3;
-        UPIPE_TRY(c->team->ops.gather(c, c->team, all, mine, n));
+        UPIPE_TRY(upipe_comm_all_gather(c, c->team, all, mine, n));
         for (r = 0; r < k->ranks; ++r)
             for (i = 0; i < n; ++i) CHECK_INT(all[r * n + i], (int64_t)word_of(r, round, i) * -3);
         if (round % 3 == 0) UPIPE_TRY(all_to_all(k, rank));
@@ -421,11 +471,11 @@ static void test_meet(void)
     }
 }
 
-/* ---- random exchanges: 0 to 3 segments from every rank to every rank, blocks with gaps, any order ---- */
+/* ---- random transfers: 0 to 3 messages from every rank to every rank, blocks with gaps, any order ---- */
 
 enum { PARTS_MAX = 3, BUF = 4 * 1100 };
 
-/* Part `index` of what `source` sends to `dest` in exchange `round`: the same on both sides. In words. */
+/* Part `index` of what `source` sends to `dest` in transfer `round`: the same on both sides. In words. */
 typedef struct part {
     int64_t count;
     int words, send_step, recv_step;
@@ -455,7 +505,7 @@ static void idle(int yields)
     while (yields-- > 0) sched_yield();
 }
 
-/* Words of one element: where from, where to, which part and exchange, which word of the part. */
+/* Words of one element: where from, where to, which part and transfer, which word of the part. */
 static uint32_t part_word(int round, int source, int dest, int index, int at)
 {
     return word_of(source << 4 | dest, (round & 31) << 3 | index, at);
@@ -570,7 +620,7 @@ static upipe_status counted_gather(upipe_ctx *c, upipe_comm *comm, int64_t *all,
 {
     crew *k = (crew *)c->user;
     ++k->gathers[comm->rank];
-    return upi_threads_gather(c, comm, all, mine, n);
+    return upi_threads_all_gather(c, comm, all, mine, n);
 }
 
 static upipe_status agree_body(void *user, int rank)
@@ -585,7 +635,7 @@ static upipe_status agree_body(void *user, int rank)
     f[2].name = "chunk";
     f[0].value = 4096;
     f[1].value = 32;
-    c->team->ops.gather = counted_gather;
+    c->team->ops.all_gather = counted_gather;
     for (i = 0; i < 12; ++i) { /* compared when it changes, free while it stays */
         f[2].value = i / 3;
         UPIPE_TRY(upipe_comm_agree(c, c->team, f, 3));
@@ -616,7 +666,7 @@ static upipe_status agree_body(void *user, int rank)
         s = upipe_comm_agree(c, c->team, f, 3);
         if (s == UPIPE_OK) s = upipe_comm_barrier(c, c->team);
         CHECK_STATUS(s, UPIPE_ERR_MISMATCH, c->err);
-        CHECK_TEXT(c->err.text, "gather");
+        CHECK_TEXT(c->err.text, "all-gather");
         CHECK_TEXT(c->err.text, "barrier");
     }
     check_dead(k, rank);
@@ -651,7 +701,7 @@ static upipe_status alternate_body(void *user, int rank)
     const char *at;
     memset(&f, 0, sizeof f);
     f.name = "window";
-    c->team->ops.gather = counted_gather;
+    c->team->ops.all_gather = counted_gather;
     for (i = 0; i < sizeof orders / sizeof *orders; ++i) {
         const int before = k->gathers[rank];
         for (at = orders[i]; *at != 0; ++at) {
@@ -734,7 +784,7 @@ static upipe_status absent_body(void *user, int rank)
     if (k->what == AT_BARRIER)
         s = upipe_comm_barrier(c, c->team);
     else if (k->what == AT_GATHER)
-        s = c->team->ops.gather(c, c->team, all, &mine, 1);
+        s = upipe_comm_all_gather(c, c->team, all, &mine, 1);
     else {
         CHECK_STATUS(upipe_comm_start(c, c->team, k->list[rank], all_list(k, rank)), UPIPE_OK, c->err);
         s = upipe_comm_wait(c, c->team);
@@ -779,20 +829,13 @@ static void test_deserted(void)
     crew *k = crew_begin(12, 0.2);
     CHECK_INT(upipe_threads_run(&k->team, deserted_body, k, k->status), UPIPE_ERR_TIMEOUT);
     CHECK_INT(count_status(k, UPIPE_ERR_ABORTED), 1);
-    CHECK_TEXT(k->team.reason.text, "for ranks 2, 3, 4, 5, 6, 7, 8, 9 and 2 more to come");
+    CHECK_TEXT(k->team.failure.text, "for ranks 2, 3, 4, 5, 6, 7, 8, 9 and 2 more to come");
     crew_end(k);
 }
 
-/* ---- faults: a rank that gives up, or is given up ---- */
+/* ---- faults: a rank that fails, or aborts ---- */
 
 enum { BEFORE_START, BEFORE_WAIT, AFTER_WAIT, IN_COPY, ABORT_COUNT };
-
-static upipe_status burning_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
-{
-    (void)dst;
-    (void)src;
-    return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "the engine burns after %zu bytes", bytes);
-}
 
 static upipe_status abort_body(void *user, int rank)
 {
@@ -807,7 +850,7 @@ static upipe_status abort_body(void *user, int rank)
         CHECK_STATUS(s, UPIPE_ERR_ABORTED, c->err);
         CHECK_TEXT(c->err.text, k->what == IN_COPY       ? "the engine burns"
                                 : k->what == BEFORE_WAIT ? "ill"
-                                                         : "aborted");
+                                                         : "failed: ");
         CHECK_INT(c->team->quarantine, 0);
         check_dead(k, rank);
         return s;
@@ -906,7 +949,7 @@ static void test_abort_outside(void)
 
 enum { MORE_BYTES, MORE_BLOCKS, NO_SEND, NO_RECV, TWO_SENDS, OTHER_LENGTH, KINDS, KINDS_END = KINDS + 6 };
 
-/* Kinds of call of the victim and of the others: every pair. 0 exchange, 1 barrier, 2 gather. */
+/* Kinds of call of the victim and of the others: every pair. 0 transfer, 1 barrier, 2 all-gather. */
 static const int odd_kinds[6][2] = {{0, 1}, {0, 2}, {1, 0}, {1, 2}, {2, 0}, {2, 1}};
 
 static upipe_status call_of_kind(crew *k, int rank, int kind, int numbers)
@@ -915,7 +958,7 @@ static upipe_status call_of_kind(crew *k, int rank, int kind, int numbers)
     int64_t mine[4] = {1, 2, 3, 4}, all[4 * 4];
     if (kind == 0) return all_to_all(k, rank);
     if (kind == 1) return upipe_comm_barrier(c, c->team);
-    return c->team->ops.gather(c, c->team, all, mine, numbers);
+    return upipe_comm_all_gather(c, c->team, all, mine, numbers);
 }
 
 static upipe_status odd_body(void *user, int rank)
@@ -927,7 +970,7 @@ static upipe_status odd_body(void *user, int rank)
     char words[96];
     line_up(k, rank, 60);
     if (k->what >= KINDS) {
-        static const char *const names[] = {"an transfer", "a barrier", "a gather"};
+        static const char *const names[] = {"a transfer", "a barrier", "an all-gather"};
         const int *kinds = odd_kinds[k->what - KINDS];
         s = call_of_kind(k, rank, kinds[is_odd ? 0 : 1], 2);
         CHECK_STATUS(s, UPIPE_ERR_MISMATCH, c->err);
@@ -963,18 +1006,18 @@ static upipe_status odd_body(void *user, int rank)
                      other);
         } else if (k->what == NO_SEND) {
             if (is_odd) odd->send_bytes = 0;
-            snprintf(words, sizeof words, "rank %d sends 0 segments to rank %d, which receives 1", k->victim,
+            snprintf(words, sizeof words, "rank %d sends 0 messages to rank %d, which receives 1", k->victim,
                      other);
         } else if (k->what == NO_RECV) {
             if (is_odd) odd->recv_bytes = 0;
-            snprintf(words, sizeof words, "rank %d sends 1 segments to rank %d, which receives 0", other,
+            snprintf(words, sizeof words, "rank %d sends 1 messages to rank %d, which receives 0", other,
                      k->victim);
         } else {
             if (is_odd) {
                 list[n] = *odd;
                 list[n++].recv_bytes = 0;
             }
-            snprintf(words, sizeof words, "rank %d sends 2 segments to rank %d, which receives 1", k->victim,
+            snprintf(words, sizeof words, "rank %d sends 2 messages to rank %d, which receives 1", k->victim,
                      other);
         }
         s = upipe_comm_start(c, c->team, list, n); /* fails if the others have found it already */
@@ -1066,7 +1109,7 @@ static upipe_status queued_sync(upipe_ctx *c)
     return UPIPE_OK;
 }
 
-/* What a rank sends is made on its own queue, and spoilt as soon as the exchange is over. */
+/* What a rank sends is made on its own queue, and spoilt as soon as the transfer is over. */
 static upipe_status queued_body(void *user, int rank)
 {
     crew *k = (crew *)user;
@@ -1086,7 +1129,7 @@ static upipe_status queued_body(void *user, int rank)
     return UPIPE_OK;
 }
 
-/* Syncs that fail: before an exchange, and behind the copies of one. */
+/* Syncs that fail: before a transfer, and behind the copies of one. */
 static void test_queued(void)
 {
     static const int failing[] = {0, 1, 2, 5, 8};
@@ -1166,7 +1209,7 @@ static upipe_status slow_body(void *user, int rank)
     CHECK_STATUS(upipe_comm_start(c, c->team, list, n), UPIPE_OK, c->err);
     s = upipe_comm_wait(c, c->team);
     CHECK_STATUS(s, rank == 0 ? UPIPE_ERR_TIMEOUT : UPIPE_ERR_ABORTED, c->err);
-    CHECK_TEXT(c->err.text, "rank 0 waited 0.4 s in an transfer for rank 1 to finish receiving");
+    CHECK_TEXT(c->err.text, "rank 0 waited 0.4 s in a transfer for rank 1 to finish receiving");
     CHECK_INT(c->team->quarantine, rank == 0 && stuck);
     CHECK_INT(__atomic_load_n(&k->copies, __ATOMIC_SEQ_CST), 1); /* no block was begun after the failure */
     if (rank == 0) {
@@ -1212,8 +1255,9 @@ static upipe_status argument_body(void *user, int rank)
     bad.peer = 0;
     bad.count = 0;
     CHECK_STATUS(upipe_comm_start(c, c->team, &bad, 1), UPIPE_ERR_ARG, c->err);
-    CHECK_STATUS(c->team->ops.gather(c, c->team, all, mine, UPIPE_ALL_GATHER_MAX + 1), UPIPE_ERR_ARG, c->err);
-    CHECK_STATUS(c->team->ops.gather(c, c->team, all, mine, -1), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(upipe_comm_all_gather(c, c->team, all, mine, UPIPE_ALL_GATHER_MAX + 1), UPIPE_ERR_ARG,
+                 c->err);
+    CHECK_STATUS(upipe_comm_all_gather(c, c->team, all, mine, -1), UPIPE_ERR_ARG, c->err);
 
     CHECK_STATUS(upipe_comm_start(c, c->team, k->list[rank], all_list(k, rank)), UPIPE_OK, c->err);
     CHECK_STATUS(upipe_comm_start(c, c->team, k->list[rank], k->ranks), UPIPE_ERR_ARG, c->err);
@@ -1294,7 +1338,7 @@ static void test_resources(void)
         CHECK_INT(upipe_threads_run(&k->team, meet_body, k, k->status), UPIPE_ERR_BACKEND);
         for (r = 0; r < ranks; ++r)
             CHECK_INT(k->status[r], r < at - 1 ? UPIPE_ERR_ABORTED : UPIPE_ERR_BACKEND);
-        CHECK_TEXT(k->team.reason.text, "error 11 starting the thread of rank");
+        CHECK_TEXT(k->team.failure.text, "error 11 starting the thread of rank");
         check_dead(k, 0);
         fail_at = 0;
         crew_end(k);
@@ -1305,6 +1349,8 @@ static void test_resources(void)
 int main(void)
 {
     test_self();
+    test_self_copy();
+    test_null();
     test_dry();
     test_shift();
     test_meet();

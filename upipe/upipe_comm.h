@@ -1,33 +1,44 @@
 /* upipe_comm.h -- the transport table, and the one-rank team        layer 1, includes upipe_base.h
  *
- * One verb moves data: an exchange of segments. Rank r lists what it sends to and receives from whom; k-th
- * send from r to p meets k-th receive at p from r. All-to-all, shift and gather are lists.
+ * A transfer is a batch of point-to-point sends and receives. Each rank passes a list of messages: what it
+ * sends to which peer, and what it receives from which. An all-to-all, a ring step and an all-gather of
+ * tensors are such lists.
  *
- *     upipe_comm_start(ctx, ctx->team, segments, n);   every rank of the team, in the same order
- *     ...                                              buffers of the list are the transport's until
- *     upipe_comm_wait(ctx, ctx->team);                 ... it returns
+ *     upipe_comm_start(ctx, ctx->team, list, n);   every rank of the team, in the same order
+ *     ...                                          the buffers of the list belong to the transport
+ *     upipe_comm_wait(ctx, ctx->team);             the transfer is complete
  *
- * No call waits for its peers past the deadline (a failing one may then wait for a reader, see the
- * transport). After the first failure the communicator is poisoned on every rank: later
- * calls return UPIPE_ERR_ABORTED at once, with the first failure's reason. The library adopts communicators;
- * the transport's header makes and frees them (net/).
+ * The k-th send from rank r to rank p fills the k-th receive at rank p from rank r:
+ *
+ *     recv[i * recv_step + j] at p  =  send[i * send_step + j] at r      0 <= i < count, 0 <= j < bytes
+ *
+ * Deadline. No call waits for its peers longer than comm->deadline. A call that fails may then wait until its
+ * buffers are no longer accessed, for the deadline or a second, whichever is less.
+ *
+ * Failures. The first failure of any rank breaks the team for good. The rank that detects it returns its
+ * status; every later call on every rank fails at once with the same sentence, most with UPIPE_ERR_ABORTED.
+ *
+ * Quarantine. Where a peer may still access the buffers of a failed transfer, comm->quarantine is set: their
+ * memory must not be used again before the peers have ended. A pool keeps it until upipe_mem_release.
+ *
+ * The host makes and frees communicators with the headers in net/. The library only uses them.
  */
 #ifndef UPIPE_COMM_H
 #define UPIPE_COMM_H
 
 #include "upipe_base.h"
 
-/* upipe_msg -- one peer's part of an exchange: `count` blocks each way
- *   send  block i at send + i * send_step; recv likewise. Steps and bytes in bytes. NULL with 0 bytes: no
- *         such part.
- *   peer  may be the rank itself: a local copy.
+/* upipe_msg -- what a rank sends to one peer, receives from it, or both, in one transfer
+ *   send  `count` blocks of send_bytes; block i begins at send + i * send_step. NULL with 0 bytes: no send
+ *   recv  the same with recv_bytes and recv_step
+ *   peer  a rank of the team; the rank itself means a local copy
  */
 typedef struct upipe_msg {
     const void *send;
     void *recv;
     size_t send_bytes, recv_bytes; /* of one block */
-    size_t send_step, recv_step;   /* between blocks */
-    int64_t count;                 /* blocks, the same on both sides */
+    size_t send_step, recv_step;   /* bytes between blocks */
+    int64_t count;                 /* blocks, the same on both ranks */
     int peer;
 } upipe_msg;
 
@@ -53,66 +64,154 @@ UPIPE_API void upipe_msg_add(upipe_msg *list, int *n, int peer, int64_t batch, c
 
 struct upipe_comm;
 
-/* What a transport implements; use the upipe_comm_* functions, which check and count. */
+/* What a transport implements. Hosts call the upipe_comm_* functions, which check arguments and count bytes.
+ *   failure  the team's first failure, as far as this rank knows; NULL: there is none
+ *   fail     makes this the first failure and informs the other ranks; returns 0, and does nothing, if there
+ *            is one already. A NULL entry: the team cannot fail
+ */
 typedef struct upipe_comm_ops {
     const char *name;
     upipe_status (*start)(upipe_ctx *c, struct upipe_comm *comm, const upipe_msg *list, int n);
     upipe_status (*wait)(upipe_ctx *c, struct upipe_comm *comm);
     upipe_status (*barrier)(upipe_ctx *c, struct upipe_comm *comm);
-    /* all[r * n + i] = value i of rank r; host memory, n <= UPIPE_ALL_GATHER_MAX. */
-    upipe_status (*gather)(upipe_ctx *c, struct upipe_comm *comm, int64_t *all, const int64_t *mine, int n);
-    void (*abort)(struct upipe_comm *comm, const char *why);
+    upipe_status (*all_gather)(upipe_ctx *c, struct upipe_comm *comm, int64_t *all, const int64_t *mine,
+                               int n);
+    const upipe_err *(*failure)(const struct upipe_comm *comm);
+    int (*fail)(struct upipe_comm *comm, upipe_status s, const char *why);
 } upipe_comm_ops;
 
-enum { UPIPE_ALL_GATHER_MAX = 32 };
+enum { UPIPE_ALL_GATHER_MAX = 32, UPI_AGREED_MAX = 4 };
 
-/* A description that all ranks agreed on: it came `run` times in a row, then the one with the print `next`.
- * While next is 0 it may go on. */
+/* A description on which all ranks agreed: it came `run` times in a row, and the one with hash `next` came
+ * after it. While next is 0 the run may still grow. */
 typedef struct upi_agreed {
-    uint64_t hash, next; /* hash, never 0 */
+    uint64_t hash, next; /* hash: never 0 */
     int64_t run;
 } upi_agreed;
 
-enum { UPI_AGREED_MAX = 4 };
-
 typedef struct upipe_comm {
     upipe_comm_ops ops;
-    void *impl;          /* the transport's own */
-    upipe_msg *list;     /* space for 2 * ranks segments, for the calls that build lists */
+    void *impl;          /* the transport's own state */
+    upipe_msg *list;     /* space for 2 * ranks messages, for the calls that build lists */
     int64_t *gathered;   /* space for ranks * UPIPE_ALL_GATHER_MAX numbers, for upipe_comm_agree */
-    int64_t sent_bytes;  /* handed to other ranks so far; a copy to the rank itself does not count */
-    int64_t moved_bytes; /* counted by the transport as it receives from other ranks */
+    int64_t sent_bytes;  /* sent to other ranks so far; copies to the rank itself do not count */
+    int64_t moved_bytes; /* received from other ranks so far, counted by the transport */
     double deadline;     /* seconds that one call may wait for its peers */
-    upi_agreed agreed[UPI_AGREED_MAX]; /* descriptions that came of late */
-    int64_t agreed_run;                /* how many times in a row the last one has come ... */
-    int agreed_at, agreed_oldest;      /* ... where it is, and what gives way to a new one */
+    upi_agreed agreed[UPI_AGREED_MAX]; /* the latest descriptions */
+    int64_t agreed_run;                /* how many times in a row the last one has come */
+    int agreed_at, agreed_oldest;      /* places of the last one, and of the next one to be replaced */
     int rank, ranks;
-    int started;    /* an exchange is between start and wait */
-    int quarantine; /* a peer may still touch the buffers of a failed exchange: do not recycle them */
-    int stuck;      /* and ctx->stream may be behind that exchange for ever: do not wait for it */
+    int started;    /* a transfer is in progress: between start and wait */
+    int reported;   /* this rank has returned the team's failure before */
+    int quarantine; /* peers may still access the buffers of a failed transfer */
+    int stuck;      /* ctx->stream may never get past that transfer: do not synchronize with it */
 } upipe_comm;
 
 #define UPIPE_DEADLINE_DEFAULT 30.0
 
-/* upipe_comm_abort -- give up on behalf of the whole team; every rank's present and later calls fail with
- *                     `why` */
+/* ---- failures, of every transport alike ---- */
+
+/* Returns the failure of a broken team. own: the status, if this call has detected the failure, else UPIPE_OK.
+ * Then a MISMATCH is returned once, as any rank may have caused it, and ABORTED otherwise. */
+UPIPE_API upipe_status upi_comm_report(upipe_err *e, upipe_comm *comm, upipe_status own)
+{
+    const upipe_err *first = comm->ops.failure(comm);
+    int mismatch = !comm->reported && first->status == UPIPE_ERR_MISMATCH;
+    if (own == UPIPE_OK) own = mismatch ? UPIPE_ERR_MISMATCH : UPIPE_ERR_ABORTED;
+    comm->reported = 1;
+    return upipe_fail(e, own, "%s", first->text);
+}
+
+/* UPIPE_OK while the team is whole. */
+UPIPE_API upipe_status upi_comm_whole(upipe_ctx *c, upipe_comm *comm)
+{
+    return comm->ops.failure(comm) == NULL ? UPIPE_OK : upi_comm_report(&c->err, comm, UPIPE_OK);
+}
+
+/* Breaks the team with this sentence, unless it is broken already; returns what the rank must return. */
+__attribute__((unused, format(printf, 4, 5))) static inline upipe_status upi_comm_fail(
+    upipe_err *e, upipe_comm *comm, upipe_status s, const char *format, ...)
+{
+    upipe_err mine;
+    va_list args;
+    va_start(args, format);
+    vsnprintf(mine.text, sizeof mine.text, format, args);
+    va_end(args);
+    return upi_comm_report(e, comm, comm->ops.fail(comm, s, mine.text) ? s : UPIPE_OK);
+}
+
+/* upipe_comm_abort -- breaks the team: current and later calls of every rank fail with the sentence `why` */
 UPIPE_API void upipe_comm_abort(upipe_comm *comm, const char *why)
 {
-    if (comm != NULL && comm->ops.abort != NULL) comm->ops.abort(comm, why);
+    if (comm != NULL && comm->ops.fail != NULL)
+        comm->ops.fail(comm, UPIPE_ERR_ABORTED, why != NULL ? why : "aborted by the host");
 }
 
-/* Between start and wait nothing else may run on the team, nor may its list be built anew. */
+/* ---- messages: the k-th send meets the k-th receive ---- */
+
+enum { UPI_SEND, UPI_RECV };
+
+/* The first message at or after `at` that sends to `peer`, or receives from it; n: there is none. */
+UPIPE_API int upi_msg_next(const upipe_msg *list, int n, int peer, int way, int at)
+{
+    while (at < n &&
+           (list[at].peer != peer || (way == UPI_SEND ? list[at].send_bytes : list[at].recv_bytes) == 0))
+        ++at;
+    return at;
+}
+
+typedef upipe_status (*upi_copy)(upipe_ctx *c, void *dst, const void *src, size_t bytes);
+
+/* The next message that a rank sends to itself: *from is its send, *to its receive; both begin at -1. Sets
+ * *from to n behind the last one. Fails if the two do not match. */
+UPIPE_API upipe_status upi_msg_own(upipe_err *e, upipe_comm *comm, const upipe_msg *list, int n, int *from,
+                                   int *to)
+{
+    *from = upi_msg_next(list, n, comm->rank, UPI_SEND, *from + 1);
+    *to = upi_msg_next(list, n, comm->rank, UPI_RECV, *to + 1);
+    if (*from == n && *to == n) return UPIPE_OK;
+    if (*from < n && *to < n && list[*from].send_bytes == list[*to].recv_bytes &&
+        list[*from].count == list[*to].count)
+        return UPIPE_OK;
+    return upi_comm_fail(e, comm, UPIPE_ERR_MISMATCH, "rank %d sends itself blocks that it does not receive",
+                         comm->rank);
+}
+
+/* Copies what a rank sends to itself, block by block. */
+UPIPE_API upipe_status upi_comm_copy_own(upipe_ctx *c, upipe_comm *comm, const upipe_msg *list, int n,
+                                         upi_copy copy)
+{
+    int s = -1, r = -1;
+    for (;;) {
+        int64_t i;
+        UPIPE_TRY(upi_msg_own(&c->err, comm, list, n, &s, &r));
+        if (s == n) return UPIPE_OK;
+        for (i = 0; i < list[s].count; ++i) {
+            const char *src = (const char *)list[s].send + (size_t)i * list[s].send_step;
+            upipe_status status =
+                copy(c, (char *)list[r].recv + (size_t)i * list[r].recv_step, src, list[s].send_bytes);
+            if (status == UPIPE_OK) continue;
+            upipe_fail_reason(&c->err, status);
+            return upi_comm_fail(&c->err, comm, status, "rank %d copying: %s", comm->rank, c->err.text);
+        }
+    }
+}
+
+/* ---- calls ---- */
+
+/* Between start and wait no other call is made on the communicator, and comm->list is not rebuilt. */
 UPIPE_API upipe_status upi_comm_idle(upipe_ctx *c, const upipe_comm *comm)
 {
+    if (comm == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "the communicator is NULL");
     if (!comm->started) return UPIPE_OK;
-    return upipe_fail(&c->err, UPIPE_ERR_ARG,
-                    "a transfer is in progress on this communicator: upipe_comm_wait comes first");
+    return upipe_fail(&c->err, UPIPE_ERR_ARG, "a transfer is in progress: upipe_comm_wait comes first");
 }
 
-/* upipe_comm_start -- post an exchange and return; the lists of all ranks must fit each other
- *   list    n segments; read until upipe_comm_wait returns
- *   order   one exchange at a time; send buffers must be complete on ctx->stream before
- *   errors  ARG (a peer outside the team, an exchange already started), ABORTED, TIMEOUT
+/* upipe_comm_start -- begins a transfer and returns; upipe_comm_wait completes it
+ *   list    n messages, not changed before upipe_comm_wait returns. What rank r sends to rank p equals, in
+ *           number, block size and count, what rank p receives from rank r
+ *   order   send buffers are complete on ctx->stream before the call. One transfer at a time
+ *   errors  ARG (comm is NULL, a peer outside the team, a transfer in progress), MISMATCH, TIMEOUT, ABORTED
  */
 UPIPE_API upipe_status upipe_comm_start(upipe_ctx *c, upipe_comm *comm, const upipe_msg *list, int n)
 {
@@ -121,11 +220,11 @@ UPIPE_API upipe_status upipe_comm_start(upipe_ctx *c, upipe_comm *comm, const up
     UPIPE_TRY(upi_comm_idle(c, comm));
     for (i = 0; i < n; ++i) {
         if (list[i].peer < 0 || list[i].peer >= comm->ranks)
-            return upipe_fail(&c->err, UPIPE_ERR_ARG, "segment %d names rank %d of a team of %d", i,
-                            list[i].peer, comm->ranks);
+            return upipe_fail(&c->err, UPIPE_ERR_ARG, "message %d names rank %d of a team of %d", i,
+                              list[i].peer, comm->ranks);
         if (list[i].count < 1)
-            return upipe_fail(&c->err, UPIPE_ERR_ARG, "segment %d has %lld blocks", i,
-                            (long long)list[i].count);
+            return upipe_fail(&c->err, UPIPE_ERR_ARG, "message %d has %lld blocks", i,
+                              (long long)list[i].count);
         if (list[i].peer != comm->rank) bytes += (int64_t)list[i].send_bytes * list[i].count;
     }
     UPIPE_TRY(comm->ops.start(c, comm, list, n));
@@ -134,20 +233,20 @@ UPIPE_API upipe_status upipe_comm_start(upipe_ctx *c, upipe_comm *comm, const up
     return UPIPE_OK;
 }
 
-/* upipe_comm_wait -- the started exchange is complete: all received, all sent buffers free again
- *   errors  TIMEOUT (the sentence names the rank that is missing), MISMATCH (lists that do not fit), ABORTED;
- *           comm->quarantine is then set if a peer may still read the send buffers, and comm->stuck too if ctx->stream
- *           may never be through with the exchange
+/* upipe_comm_wait -- completes the transfer: everything is received, and the send buffers may be written
+ *   errors  ARG (comm is NULL, no transfer in progress); TIMEOUT (the sentence names the missing ranks if the
+ *           transport knows them); MISMATCH (lists do not match); ABORTED
  */
 UPIPE_API upipe_status upipe_comm_wait(upipe_ctx *c, upipe_comm *comm)
 {
-    if (!comm->started) return upipe_fail(&c->err, UPIPE_ERR_ARG, "no transfer is in progress on this communicator");
+    if (comm == NULL) return upi_comm_idle(c, comm);
+    if (!comm->started) return upipe_fail(&c->err, UPIPE_ERR_ARG, "no transfer is in progress");
     comm->started = 0;
     return comm->ops.wait(c, comm);
 }
 
 /* upipe_comm_barrier -- returns when every rank of the team has called it
- *   errors  ARG between start and wait; others as upipe_comm_wait
+ *   errors  ARG (comm is NULL, a transfer in progress); others as upipe_comm_wait
  */
 UPIPE_API upipe_status upipe_comm_barrier(upipe_ctx *c, upipe_comm *comm)
 {
@@ -155,40 +254,46 @@ UPIPE_API upipe_status upipe_comm_barrier(upipe_ctx *c, upipe_comm *comm)
     return comm->ops.barrier(c, comm);
 }
 
-/* upipe_comm_all_gather -- every rank gets n whole numbers of every rank
- *   all     [ranks][n], host memory;  mine [n], n <= UPIPE_ALL_GATHER_MAX, the same n on all ranks
- *   errors  ARG; others as upipe_comm_wait
+/* upipe_comm_all_gather -- all[r * n + i] = mine[i] of rank r, on every rank
+ *   mine    [n], 0 <= n <= UPIPE_ALL_GATHER_MAX; n is the same on all ranks
+ *   all     [ranks][n], host memory
+ *   errors  ARG (comm is NULL, a transfer in progress, n out of range); others as upipe_comm_wait
  */
-UPIPE_API upipe_status upipe_comm_all_gather(upipe_ctx *c, upipe_comm *comm, int64_t *all, const int64_t *mine,
-                                         int n)
+UPIPE_API upipe_status upipe_comm_all_gather(upipe_ctx *c, upipe_comm *comm, int64_t *all,
+                                             const int64_t *mine, int n)
 {
-    if (n < 1 || n > UPIPE_ALL_GATHER_MAX)
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%d numbers to gather, 1 to %d", n, UPIPE_ALL_GATHER_MAX);
     UPIPE_TRY(upi_comm_idle(c, comm));
-    return comm->ops.gather(c, comm, all, mine, n);
+    if (n < 0 || n > UPIPE_ALL_GATHER_MAX)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "an all-gather of %d numbers; 0 to %d are possible", n,
+                          UPIPE_ALL_GATHER_MAX);
+    return comm->ops.all_gather(c, comm, all, mine, n);
 }
 
-/* upipe_comm_shift_start -- send `bytes` at src to rank + step, receive as many into dst from rank - step
- *   step    any whole number, taken modulo the ranks; a step of 0 copies locally
- *   order   complete after upipe_comm_wait
+/* upipe_comm_shift_start -- begins a ring step: dst of rank r = src of rank (r - step) mod ranks
+ *   src, dst  `bytes` bytes each
+ *   step      any integer; a multiple of the ranks copies locally
+ *   order, errors  as upipe_comm_start
  */
 UPIPE_API upipe_status upipe_comm_shift_start(upipe_ctx *c, upipe_comm *comm, void *dst, const void *src,
                                               size_t bytes, int step)
 {
-    upipe_msg *s = comm->list;
-    int ranks = comm->ranks, forth = ((comm->rank + step) % ranks + ranks) % ranks;
-    int back = ((comm->rank - step) % ranks + ranks) % ranks;
+    upipe_msg *list;
+    int ranks;
     UPIPE_TRY(upi_comm_idle(c, comm));
-    memset(s, 0, 2 * sizeof *s);
-    s[0].send = src;
-    s[0].send_bytes = bytes;
-    s[1].recv = dst;
-    s[1].recv_bytes = bytes;
-    s[0].count = s[1].count = 1;
-    s[0].peer = forth;
-    s[1].peer = back;
-    return upipe_comm_start(c, comm, s, 2);
+    list = comm->list;
+    ranks = comm->ranks;
+    memset(list, 0, 2 * sizeof *list);
+    list[0].send = src;
+    list[0].send_bytes = bytes;
+    list[0].peer = ((comm->rank + step) % ranks + ranks) % ranks;
+    list[1].recv = dst;
+    list[1].recv_bytes = bytes;
+    list[1].peer = ((comm->rank - step) % ranks + ranks) % ranks;
+    list[0].count = list[1].count = 1;
+    return upipe_comm_start(c, comm, list, 2);
 }
+
+/* ---- agreement ---- */
 
 /* One line of a description that all ranks must share: a whole number, or the bits of a double. */
 typedef struct upipe_field {
@@ -226,37 +331,44 @@ UPIPE_API void upipe_field_real(upipe_fields *f, const char *name, double value)
     memcpy(&f->at[f->n - 1].value, &value, sizeof value);
 }
 
-/* FNV-1a over names and values; never 0. */
+#define UPI_HASH UINT64_C(1469598103934665603) /* FNV-1a of nothing */
+
+/* FNV-1a, continued over these bytes. */
+UPIPE_API uint64_t upi_hash_bytes(uint64_t hash, const void *bytes, size_t n)
+{
+    const unsigned char *p = (const unsigned char *)bytes;
+    while (n-- > 0) hash = (hash ^ *p++) * 1099511628211u;
+    return hash;
+}
+
+/* Of names and values; never 0. */
 UPIPE_API uint64_t upi_hash(const upipe_field *fields, int n)
 {
-    uint64_t hash = 1469598103934665603u;
-    int i, b;
+    uint64_t hash = UPI_HASH;
+    int i;
     for (i = 0; i < n; ++i) {
-        const char *name = fields[i].name;
-        do hash = (hash ^ (unsigned char)*name) * 1099511628211u;
-        while (*name++ != 0);
-        for (b = 0; b < 64; b += 8)
-            hash = (hash ^ (((uint64_t)fields[i].value >> b) & 255)) * 1099511628211u;
+        hash = upi_hash_bytes(hash, fields[i].name, strlen(fields[i].name) + 1);
+        hash = upi_hash_bytes(hash, &fields[i].value, sizeof fields[i].value);
     }
     return hash != 0 ? hash : 1;
 }
 
-/* Whether the last description goes on, or is followed, as it was when the ranks last compared: so do all of
- * them, or one that does not compares, and is found. A rank that is out of step must never take one for
- * another that is known. */
+/* Whether this description comes as it did when the ranks last compared. Then it comes on all ranks, or a
+ * rank where it does not compares, which the others detect. That a description is known is not enough: a rank
+ * that is out of step would pass. */
 UPIPE_API int upi_agree_expected(const upipe_comm *comm, uint64_t hash)
 {
     const upi_agreed *last = &comm->agreed[comm->agreed_at];
     return hash == (last->next == 0 || comm->agreed_run < last->run ? last->hash : last->next);
 }
 
-/* It has come on all ranks, which have the same notes for that. */
+/* Notes that the description has come on all ranks; all of them note the same. */
 UPIPE_API void upi_agree_note(upipe_comm *comm, uint64_t hash, int expected)
 {
     upi_agreed *last = &comm->agreed[comm->agreed_at];
     int i = 0;
     if (hash == last->hash) {
-        if (!expected) last->next = 0; /* it goes on for longer than before */
+        if (!expected) last->next = 0; /* a longer run than before */
         ++comm->agreed_run;
         return;
     }
@@ -275,42 +387,44 @@ UPIPE_API void upi_agree_note(upipe_comm *comm, uint64_t hash, int expected)
     comm->agreed_run = 1;
 }
 
-/* upipe_comm_agree -- all ranks compare descriptions; free where this one comes as it came before: after the
- *                     same one, which had come as many times in a row. So blocks that alternate in a model
- *                     are compared in its first layers
- *   fields  n <= UPIPE_ALL_GATHER_MAX named numbers
- *   errors  MISMATCH on every rank where any rank differs: the sentence names the field, the rank and both
- *           values. Where one rank alone comes with another description than it did before, it compares while
- *           the others go on: the transport's MISMATCH names the two calls instead. ARG; others as
- *           upipe_comm_wait
+/* upipe_comm_agree -- all ranks compare a description of what they are about to do
+ *
+ * The call communicates only where the description is unexpected: it follows another description than before,
+ * or another number of repetitions. So only the first layers of a model compare.
+ *
+ *   fields  [n] named numbers, 1 <= n <= UPIPE_ALL_GATHER_MAX
+ *   errors  MISMATCH on every rank if any rank differs: the sentence names the field, the rank and both
+ *           values, or the two calls where one rank compares and another continues. ARG (comm is NULL, a
+ *           transfer in progress, n out of range); others as upipe_comm_wait
  */
 UPIPE_API upipe_status upipe_comm_agree(upipe_ctx *c, upipe_comm *comm, const upipe_field *fields, int n)
 {
-    int64_t mine[UPIPE_ALL_GATHER_MAX], *all = comm->gathered;
+    int64_t mine[UPIPE_ALL_GATHER_MAX], *all;
     uint64_t hash;
     int i, r;
-    if (n < 1 || n > UPIPE_ALL_GATHER_MAX)
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%d fields to compare, 1 to %d", n, UPIPE_ALL_GATHER_MAX);
     UPIPE_TRY(upi_comm_idle(c, comm));
+    if (n < 1 || n > UPIPE_ALL_GATHER_MAX)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "a description of %d fields; 1 to %d are possible", n,
+                          UPIPE_ALL_GATHER_MAX);
     hash = upi_hash(fields, n);
     if (upi_agree_expected(comm, hash)) {
         upi_agree_note(comm, hash, 1);
         return UPIPE_OK;
     }
     for (i = 0; i < n; ++i) mine[i] = fields[i].value;
-    UPIPE_TRY(comm->ops.gather(c, comm, all, mine, n));
+    all = comm->gathered;
+    UPIPE_TRY(comm->ops.all_gather(c, comm, all, mine, n));
     for (r = 1; r < comm->ranks; ++r) {
         for (i = 0; i < n; ++i) {
             int64_t first = all[i], other = all[r * n + i];
             if (other == first) continue;
             if (fields[i].real)
-                upipe_fail(&c->err, UPIPE_ERR_MISMATCH, "%s is %g on rank 0 and %g on rank %d", fields[i].name,
-                         upipe_field_value(first), upipe_field_value(other), r);
-            else
-                upipe_fail(&c->err, UPIPE_ERR_MISMATCH, "%s is %lld on rank 0 and %lld on rank %d",
-                         fields[i].name, (long long)first, (long long)other, r);
-            upipe_comm_abort(comm, c->err.text);
-            return UPIPE_ERR_MISMATCH;
+                return upi_comm_fail(&c->err, comm, UPIPE_ERR_MISMATCH,
+                                     "%s is %g on rank 0 and %g on rank %d", fields[i].name,
+                                     upipe_field_value(first), upipe_field_value(other), r);
+            return upi_comm_fail(&c->err, comm, UPIPE_ERR_MISMATCH,
+                                 "%s is %lld on rank 0 and %lld on rank %d", fields[i].name, (long long)first,
+                                 (long long)other, r);
         }
     }
     upi_agree_note(comm, hash, 0);
@@ -319,115 +433,88 @@ UPIPE_API upipe_status upipe_comm_agree(upipe_ctx *c, upipe_comm *comm, const up
 
 /* ---- teams without a transport ---- */
 
-/* What a team of one needs besides its upipe_comm; the host keeps both alive. */
+/* What a team of one rank needs besides its upipe_comm; the host keeps both as long as it uses the team. */
 typedef struct upipe_comm_self_state {
     upipe_msg list[2];
     int64_t gathered[UPIPE_ALL_GATHER_MAX];
-    upipe_status (*copy)(upipe_ctx *c, void *dst, const void *src, size_t bytes);
+    upi_copy copy;
     const upipe_msg *posted;
     int posted_n;
-    int broken;
-    char why[200]; /* the first failure's sentence */
+    upipe_err failure; /* the first one; its status is UPIPE_OK while there is none */
 } upipe_comm_self_state;
 
-UPIPE_API void upi_self_abort(upipe_comm *comm, const char *why)
+UPIPE_API const upipe_err *upi_self_failure(const upipe_comm *comm)
 {
-    upipe_comm_self_state *buf = (upipe_comm_self_state *)comm->impl;
-    if (buf->broken) return;
-    buf->broken = 1;
-    snprintf(buf->why, sizeof buf->why, "%s", why);
+    const upipe_comm_self_state *state = (const upipe_comm_self_state *)comm->impl;
+    return state->failure.status != UPIPE_OK ? &state->failure : NULL;
 }
 
-UPIPE_API upipe_status upi_self_ready(upipe_ctx *c, upipe_comm *comm)
+UPIPE_API int upi_self_fail(upipe_comm *comm, upipe_status s, const char *why)
 {
-    upipe_comm_self_state *buf = (upipe_comm_self_state *)comm->impl;
-    return buf->broken ? upipe_fail(&c->err, UPIPE_ERR_ABORTED, "%s", buf->why) : UPIPE_OK;
+    upipe_comm_self_state *state = (upipe_comm_self_state *)comm->impl;
+    if (upi_self_failure(comm) != NULL) return 0;
+    upipe_fail(&state->failure, s, "%s", why);
+    return 1;
 }
 
 UPIPE_API upipe_status upi_self_start(upipe_ctx *c, upipe_comm *comm, const upipe_msg *list, int n)
 {
-    upipe_comm_self_state *buf = (upipe_comm_self_state *)comm->impl;
-    UPIPE_TRY(upi_self_ready(c, comm));
-    buf->posted = list;
-    buf->posted_n = n;
+    upipe_comm_self_state *state = (upipe_comm_self_state *)comm->impl;
+    UPIPE_TRY(upi_comm_whole(c, comm));
+    state->posted = list;
+    state->posted_n = n;
     return UPIPE_OK;
 }
 
 UPIPE_API upipe_status upi_self_wait(upipe_ctx *c, upipe_comm *comm)
 {
-    upipe_comm_self_state *buf = (upipe_comm_self_state *)comm->impl;
-    const upipe_msg *list = buf->posted;
-    int n = buf->posted_n, from = 0, to = 0;
-    UPIPE_TRY(upi_self_ready(c, comm));
-    for (;;) {
-        int64_t i;
-        while (from < n && list[from].send_bytes == 0) ++from;
-        while (to < n && list[to].recv_bytes == 0) ++to;
-        if (from == n && to == n) return UPIPE_OK;
-        if (from == n || to == n || list[from].send_bytes != list[to].recv_bytes ||
-            list[from].count != list[to].count) {
-            upipe_fail(&c->err, UPIPE_ERR_MISMATCH, "rank 0 sends itself blocks that it does not receive");
-            upi_self_abort(comm, c->err.text);
-            return UPIPE_ERR_MISMATCH;
-        }
-        for (i = 0; i < list[from].count; ++i)
-            UPIPE_TRY(buf->copy(c, (char *)list[to].recv + (size_t)i * list[to].recv_step,
-                                 (const char *)list[from].send + (size_t)i * list[from].send_step,
-                                 list[from].send_bytes));
-        ++from;
-        ++to;
-    }
+    const upipe_comm_self_state *state = (const upipe_comm_self_state *)comm->impl;
+    UPIPE_TRY(upi_comm_whole(c, comm));
+    return upi_comm_copy_own(c, comm, state->posted, state->posted_n, state->copy);
 }
 
-UPIPE_API upipe_status upi_self_gather(upipe_ctx *c, upipe_comm *comm, int64_t *all, const int64_t *mine,
-                                       int n)
+UPIPE_API upipe_status upi_self_all_gather(upipe_ctx *c, upipe_comm *comm, int64_t *all, const int64_t *mine,
+                                           int n)
 {
-    UPIPE_TRY(upi_self_ready(c, comm));
+    UPIPE_TRY(upi_comm_whole(c, comm));
     memcpy(all, mine, (size_t)n * sizeof *all);
     return UPIPE_OK;
 }
 
 /* upipe_comm_self -- a team of one rank
- *   buffer    caller's, kept as long as comm
- *   copy    how bytes move: the compute table's copy entry
+ *   state  the caller's, kept as long as comm
+ *   copy   how bytes move: the compute table's copy entry
  */
-UPIPE_API void upipe_comm_self(upipe_comm *comm, upipe_comm_self_state *buf,
-                               upipe_status (*copy)(upipe_ctx *c, void *dst, const void *src, size_t bytes))
+UPIPE_API void upipe_comm_self(upipe_comm *comm, upipe_comm_self_state *state, upi_copy copy)
 {
+    static const upipe_comm_ops ops = {"self",         upi_self_start,      upi_self_wait,
+                                       upi_comm_whole, upi_self_all_gather, upi_self_failure,
+                                       upi_self_fail};
     memset(comm, 0, sizeof *comm);
-    memset(buf, 0, sizeof *buf);
-    buf->copy = copy;
-    comm->ops.name = "self";
-    comm->ops.start = upi_self_start;
-    comm->ops.wait = upi_self_wait;
-    comm->ops.barrier = upi_self_ready;
-    comm->ops.gather = upi_self_gather;
-    comm->ops.abort = upi_self_abort;
-    comm->impl = buf;
-    comm->list = buf->list;
-    comm->gathered = buf->gathered;
+    memset(state, 0, sizeof *state);
+    comm->ops = ops;
+    comm->impl = state;
     comm->deadline = UPIPE_DEADLINE_DEFAULT;
+    state->copy = copy;
+    comm->list = state->list;
+    comm->gathered = state->gathered;
     comm->ranks = 1;
 }
 
 UPIPE_API upipe_status upi_dry_start(upipe_ctx *c, upipe_comm *comm, const upipe_msg *list, int n)
 {
-    (void)c;
-    (void)comm;
-    (void)list;
-    (void)n;
+    (void)c, (void)comm, (void)list, (void)n;
     return UPIPE_OK;
 }
 
 UPIPE_API upipe_status upi_dry_meet(upipe_ctx *c, upipe_comm *comm)
 {
-    (void)c;
-    (void)comm;
+    (void)c, (void)comm;
     return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_dry_gather(upipe_ctx *c, upipe_comm *comm, int64_t *all, const int64_t *mine,
-                                      int n)
+UPIPE_API upipe_status upi_dry_all_gather(upipe_ctx *c, upipe_comm *comm, int64_t *all, const int64_t *mine,
+                                          int n)
 {
     int r;
     (void)c;
@@ -435,22 +522,18 @@ UPIPE_API upipe_status upi_dry_gather(upipe_ctx *c, upipe_comm *comm, int64_t *a
     return UPIPE_OK;
 }
 
-/* upipe_comm_dry -- rank `rank` of a team that moves nothing, agrees with everything and cannot fail: for dry
- *                   runs, which count bytes sent and memory
- *   list      space for 2 * ranks segments
- *   gathered  space for ranks * UPIPE_ALL_GATHER_MAX numbers
+/* upipe_comm_dry -- one rank of a team for dry runs: counts bytes sent, moves nothing and cannot fail
+ *   list, gathered  space for 2 * ranks messages and for ranks * UPIPE_ALL_GATHER_MAX numbers
  */
 UPIPE_API void upipe_comm_dry(upipe_comm *comm, int rank, int ranks, upipe_msg *list, int64_t *gathered)
 {
+    static const upipe_comm_ops ops = {"dry", upi_dry_start, upi_dry_meet, upi_dry_meet, upi_dry_all_gather,
+                                       NULL,  NULL};
     memset(comm, 0, sizeof *comm);
-    comm->ops.name = "dry";
-    comm->ops.start = upi_dry_start;
-    comm->ops.wait = upi_dry_meet;
-    comm->ops.barrier = upi_dry_meet;
-    comm->ops.gather = upi_dry_gather;
+    comm->ops = ops;
+    comm->deadline = UPIPE_DEADLINE_DEFAULT;
     comm->list = list;
     comm->gathered = gathered;
-    comm->deadline = UPIPE_DEADLINE_DEFAULT;
     comm->rank = rank;
     comm->ranks = ranks;
 }

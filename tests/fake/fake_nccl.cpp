@@ -166,7 +166,7 @@ void prune(ncclComm_t comm)
     while (!comm->order.empty() && fake_passed(comm->order.front()->point)) comm->order.pop_front();
 }
 
-/* A peer that the communicator waits for has given up. */
+/* A peer that the communicator waits for has aborted. */
 bool lost(ncclComm_t comm)
 {
     team &t = *comm->of;
@@ -198,7 +198,7 @@ ncclResult_t look(ncclComm_t comm)
     team &t = *comm->of;
     if (comm->error != ncclSuccess) return comm->error;
     if (lost(comm)) {
-        comm->text = "a remote rank has given up";
+        comm->text = "a remote rank has aborted";
         return comm->error = ncclRemoteError;
     }
     if (!comm->ready) {

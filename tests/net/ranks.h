@@ -1,7 +1,7 @@
 /* ranks.h -- ranks that are threads, each with a device and a stream of its own, on tests/fake   tests
  *
  * What the tests of the device transports share: a crew of ranks that runs a body, with a call of one rank
- * made to fail, and exchanges with exact data. A test says first what a rank of its transport has, and
+ * made to fail, and transfers with exact data. A test says first what a rank of its transport has, and
  * defines the functions declared below:
  *
  *     #define RANK_FIELDS upipe_nccl team; ...
@@ -267,7 +267,7 @@ static upipe_status meet_body(rank_buf *k)
     for (round = 0; round < 9; ++round) {
         n = round == 3 ? 0 : round == 5 ? UPIPE_ALL_GATHER_MAX : 1 + round % 4;
         for (i = 0; i < n; ++i) mine[i] = (int64_t)word_of(k->rank, round, i) * -3;
-        UPIPE_TRY(c->team->ops.gather(c, c->team, all, mine, n));
+        UPIPE_TRY(upipe_comm_all_gather(c, c->team, all, mine, n));
         for (r = 0; r < k->ranks; ++r)
             for (i = 0; i < n; ++i) CHECK_INT(all[r * n + i], (int64_t)word_of(r, round, i) * -3);
         if (round % 3 == 0) UPIPE_TRY(all_to_all(k, 1));
@@ -278,11 +278,12 @@ static upipe_status meet_body(rank_buf *k)
         UPIPE_TRY(upipe_comm_all_gather(c, c->team, all, &entered, 1));
         for (r = 0; r < k->ranks; ++r) CHECK(all[r] <= left);
     }
-    CHECK_STATUS(c->team->ops.gather(c, c->team, all, mine, UPIPE_ALL_GATHER_MAX + 1), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(upipe_comm_all_gather(c, c->team, all, mine, UPIPE_ALL_GATHER_MAX + 1), UPIPE_ERR_ARG,
+                 c->err);
     return UPIPE_OK;
 }
 
-/* Random exchanges: 0 to 3 segments from every rank to every rank, blocks with gaps, in any order. */
+/* Random transfers: 0 to 3 messages from every rank to every rank, blocks with gaps, in any order. */
 enum { PARTS_MAX = 3, PART_BUF = 4 * 200 };
 
 typedef struct part {

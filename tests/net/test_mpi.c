@@ -143,7 +143,7 @@ static uint32_t word_of(int source, int dest, int index)
     return (uint32_t)source << 24 | (uint32_t)dest << 16 | (uint32_t)index;
 }
 
-/* Lists an all-to-all of WORDS words a pair, the rank itself included; returns the number of segments. */
+/* Lists an all-to-all of WORDS words a pair, the rank itself included; returns the number of messages. */
 static int all_list(part_buf *k)
 {
     int p, i;
@@ -196,17 +196,17 @@ static void check_dead(part_buf *k)
     snprintf(reason, sizeof reason, "%s", c->err.text);
     CHECK_STATUS(upipe_comm_start(c, c->team, k->list, 0), UPIPE_ERR_ABORTED, c->err);
     CHECK(strcmp(c->err.text, reason) == 0);
-    CHECK_STATUS(c->team->ops.gather(c, c->team, all, &one, 1), UPIPE_ERR_ABORTED, c->err);
+    CHECK_STATUS(upipe_comm_all_gather(c, c->team, all, &one, 1), UPIPE_ERR_ABORTED, c->err);
     CHECK_STATUS(upipe_comm_agree(c, c->team, &field, 1), UPIPE_ERR_ABORTED, c->err);
     CHECK(strcmp(c->err.text, reason) == 0);
     CHECK(!c->team->started);
     CHECK(now() - began < 5);
-    c->team->deadline = 5; /* of free: a rank that naps takes its notes late */
+    c->team->deadline = 5; /* of free: a rank that sleeps receives its headers late */
 }
 
 /* ---- ranks that behave ---- */
 
-/* Part `index` of what `source` sends to `dest` in exchange `round`: the same on both sides. In words. */
+/* Part `index` of what `source` sends to `dest` in transfer `round`: the same on both sides. In words. */
 enum { PARTS_MAX = 10, BUF = 4 * 1100 };
 
 typedef struct part {
@@ -238,8 +238,8 @@ static uint32_t part_word(int round, int source, int dest, int index, int at)
     return word_of(source << 4 | dest, (round & 15) << 4 | index, at);
 }
 
-/* 0 to PARTS_MAX segments from every rank to every rank, blocks with gaps, in any order. */
-static void test_random(int64_t message)
+/* 0 to PARTS_MAX messages from every rank to every rank, blocks with gaps, in any order. */
+static void test_random(int64_t fragment)
 {
     part_buf *k = part_begin(20);
     upipe_ctx *c = &k->ctx;
@@ -250,8 +250,8 @@ static void test_random(int64_t message)
     upipe_msg *list = (upipe_msg *)malloc(2 * (size_t)most * sizeof *list);
     int64_t sent = 0, moved = 0;
     test_rng rng;
-    k->team.message = message;
-    k->seed = (uint64_t)test_env("UPIPE_SEED", 1) + (uint64_t)message;
+    k->team.fragment = fragment;
+    k->seed = (uint64_t)test_env("UPIPE_SEED", 1) + (uint64_t)fragment;
     rng.state = k->seed + (uint64_t)k->rank * 1000003;
     for (round = 0; round < (int)(18 + test_draws_wanted() / 1000); ++round) {
         int n = 0, first = test_below(&rng, ranks), sends_first = test_below(&rng, 2);
@@ -320,8 +320,8 @@ static void test_random(int64_t message)
     part_end(k);
 }
 
-/* Megabytes, with and without gaps on either side, in messages of any length. */
-static void test_large(int64_t message)
+/* Megabytes, with and without gaps on either side, in fragments of any length. */
+static void test_large(int64_t fragment)
 {
     enum { BLOCKS = 3, BLOCK = 50000, GAP = 16 }; /* words */
     part_buf *k = part_begin(30);
@@ -329,7 +329,7 @@ static void test_large(int64_t message)
     size_t buf = (size_t)k->ranks * BLOCKS * (BLOCK + GAP);
     uint32_t *send = (uint32_t *)malloc(buf * sizeof *send), *recv = (uint32_t *)malloc(buf * sizeof *recv);
     int kind, p, b, w, wrong = 0;
-    k->team.message = message;
+    k->team.fragment = fragment;
     for (kind = 0; kind < 4; ++kind) {
         int from = BLOCK + (kind & 1 ? GAP : 0), to = BLOCK + (kind & 2 ? GAP : 0);
         memset(recv, 0xee, buf * sizeof *recv);
@@ -399,7 +399,7 @@ static void test_meet(void)
     for (round = 0; round < 12; ++round) {
         n = round == 3 ? 0 : round == 5 ? UPIPE_ALL_GATHER_MAX : 1 + round % 4;
         for (i = 0; i < n; ++i) mine[i] = (int64_t)word_of(k->rank, round, i) * -3;
-        CHECK_STATUS(c->team->ops.gather(c, c->team, all, mine, n), UPIPE_OK, c->err);
+        CHECK_STATUS(upipe_comm_all_gather(c, c->team, all, mine, n), UPIPE_OK, c->err);
         for (r = 0; r < k->ranks; ++r)
             for (i = 0; i < n; ++i) CHECK_INT(all[r * n + i], (int64_t)word_of(r, round, i) * -3);
         if (round % 3 == 0) CHECK_STATUS(all_to_all(k), UPIPE_OK, c->err);
@@ -407,10 +407,11 @@ static void test_meet(void)
         entered = upipe_net_now(); /* one machine, one clock: nobody leaves before the last has come */
         CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_OK, c->err);
         left = upipe_net_now();
-        CHECK_STATUS(c->team->ops.gather(c, c->team, all, &entered, 1), UPIPE_OK, c->err);
+        CHECK_STATUS(upipe_comm_all_gather(c, c->team, all, &entered, 1), UPIPE_OK, c->err);
         for (r = 0; r < k->ranks; ++r) CHECK(all[r] <= left);
     }
-    CHECK_STATUS(c->team->ops.gather(c, c->team, all, mine, UPIPE_ALL_GATHER_MAX + 1), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(upipe_comm_all_gather(c, c->team, all, mine, UPIPE_ALL_GATHER_MAX + 1), UPIPE_ERR_ARG,
+                 c->err);
     CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_OK, c->err);
     part_end(k);
 }
@@ -452,7 +453,7 @@ static void test_agree(int victim, int what)
         s = upipe_comm_agree(c, c->team, f, 3);
         if (s == UPIPE_OK) s = upipe_comm_barrier(c, c->team);
         CHECK_STATUS(s, UPIPE_ERR_MISMATCH, c->err);
-        CHECK_TEXT(c->err.text, "gather");
+        CHECK_TEXT(c->err.text, "all-gather");
         CHECK_TEXT(c->err.text, "barrier");
     }
     check_dead(k);
@@ -478,14 +479,14 @@ static void test_absent(int victim, int what)
         if (what == AT_WAIT)
             CHECK_STATUS(upipe_comm_start(c, c->team, k->list, all_list(k)), UPIPE_OK, c->err);
         nap(0.25 + 0.35);
-        /* What the others sent before they gave up may be enough for it, once. */
+        /* What the others sent before they failed may be enough for it, once. */
         s = what == AT_WAIT ? upipe_comm_wait(c, c->team) : upipe_comm_barrier(c, c->team);
         CHECK(s == UPIPE_OK || s == UPIPE_ERR_ABORTED);
     } else {
         if (what == AT_BARRIER)
             s = upipe_comm_barrier(c, c->team);
         else if (what == AT_GATHER)
-            s = c->team->ops.gather(c, c->team, all, &mine, 1);
+            s = upipe_comm_all_gather(c, c->team, all, &mine, 1);
         else {
             CHECK_STATUS(upipe_comm_start(c, c->team, k->list, all_list(k)), UPIPE_OK, c->err);
             s = upipe_comm_wait(c, c->team);
@@ -552,11 +553,11 @@ static void test_quarantine(void)
 
 /* ---- faults: ranks that disagree ---- */
 
-enum { KIND, COUNT, SEGMENTS, BLOCKS, BYTES, NINTH, ITSELF, MESSAGE, MISMATCHES };
+enum { KIND, COUNT, NUMBER, BLOCKS, BYTES, NINTH, ITSELF, FRAGMENT, MISMATCHES };
 
 static void test_mismatch(int victim, int what)
 {
-    static const char *const words[] = {"in a",   "gathers 2",    "segments",         "blocks of 8",
+    static const char *const words[] = {"in a",   "gathers 2",    "messages",         "blocks of 8",
                                         " of 28", "other blocks", "does not receive", "at most"};
     part_buf *k = part_begin(20);
     upipe_ctx *c = &k->ctx;
@@ -569,17 +570,17 @@ static void test_mismatch(int victim, int what)
     n = all_list(k);
     memcpy(list, k->list, (size_t)n * sizeof *list);
     if (what == KIND) {
-        s = odd ? upipe_comm_barrier(c, c->team) : c->team->ops.gather(c, c->team, all, mine, 1);
+        s = odd ? upipe_comm_barrier(c, c->team) : upipe_comm_all_gather(c, c->team, all, mine, 1);
     } else if (what == COUNT) {
-        s = c->team->ops.gather(c, c->team, all, mine, odd ? 2 : 1);
+        s = upipe_comm_all_gather(c, c->team, all, mine, odd ? 2 : 1);
     } else {
-        if (what == SEGMENTS && odd) list[peer].send_bytes = 0;
+        if (what == NUMBER && odd) list[peer].send_bytes = 0;
         if (what == BLOCKS) /* two blocks for one */
             for (i = 0; i < n; ++i)
                 list[i].send_step = list[i].recv_step = 4, list[i].send_bytes = 8, list[i].recv_bytes = 8,
                 list[i].count = 1 + (odd && i == peer);
         if (what == BYTES && odd) list[peer].recv_bytes = 28;
-        if (what == NINTH) { /* a difference behind what a note spells out */
+        if (what == NINTH) { /* a difference behind what a header spells out */
             for (i = 0; i < 11; ++i) {
                 upipe_msg *x = &list[n++];
                 *x = k->list[k->rank == victim ? peer : victim];
@@ -589,7 +590,7 @@ static void test_mismatch(int victim, int what)
             }
         }
         if (what == ITSELF && odd) list[victim].recv_bytes = 0;
-        if (what == MESSAGE && odd) k->team.message = 4096;
+        if (what == FRAGMENT && odd) k->team.fragment = 4096;
         s = upipe_comm_start(c, c->team, list, n);
         if (s == UPIPE_OK) s = upipe_comm_wait(c, c->team);
     }
@@ -609,7 +610,7 @@ static void test_stranger(void)
     upipe_ctx *c = &k->ctx;
     int kind;
     for (kind = 0; kind < 2; ++kind) {
-        char noise[sizeof(upi_mpi_note)];
+        char noise[sizeof(upi_mpi_header)];
         memset(noise, 0x55, sizeof noise);
         if (kind == 1) {
             upipe_err e;
@@ -629,7 +630,7 @@ static void test_stranger(void)
     part_end(k);
 }
 
-/* ---- faults: a rank that gives up, or whose device fails ---- */
+/* ---- faults: a rank that aborts, or whose device fails ---- */
 
 enum { UP_FRONT, BETWEEN, SYNC, COPY, ABORTS };
 
@@ -659,7 +660,7 @@ static void test_abort_call(int victim, int what)
     } else {
         s = upipe_comm_start(c, c->team, k->list, all_list(k));
         if (s == UPIPE_OK) s = upipe_comm_wait(c, c->team);
-        if (what == BETWEEN || what == COPY) { /* its note was out before: what it owes may arrive */
+        if (what == BETWEEN || what == COPY) { /* its header was out before: its data may arrive */
             CHECK(s == UPIPE_OK || s == UPIPE_ERR_ABORTED);
             if (s == UPIPE_OK) s = upipe_comm_barrier(c, c->team);
         }
@@ -751,7 +752,7 @@ static run_case make_layer(int dtype, int projected)
     return t;
 }
 
-/* overlap: the exchanges come from a side stream's thread. */
+/* overlap: the transfers come from a side stream's thread. */
 static void test_layer(int dtype, int projected, int overlap)
 {
     part_buf *k = part_begin(60);
@@ -853,7 +854,7 @@ static void test_kill(MPI_Comm mpi, int what)
         if (s == UPIPE_OK) s = upipe_comm_wait(c, c->team);
     }
     if (k->rank == victim) die(0); /* after */
-    /* an exchange that the victim has started may come to its end without it, and then the next one does not */
+    /* a transfer that the victim has started may come to its end without it, and then the next one does not */
     for (p = 0; s == UPIPE_OK && p < (what == STARTED ? 2 : 1); ++p) {
         last = now();
         s = upipe_comm_start(c, c->team, k->list, n);
@@ -871,7 +872,7 @@ static void test_kill(MPI_Comm mpi, int what)
     CHECK(what != BEFORE || !quarantine); /* who never came was never sent anything */
     c->team->deadline = 0.2;
     s = upipe_mpi_free(&k->team, &c->err);
-    CHECK(s == UPIPE_OK || s == UPIPE_ERR_BACKEND); /* notes to the dead may stay with MPI */
+    CHECK(s == UPIPE_OK || s == UPIPE_ERR_BACKEND); /* headers to the dead may stay with MPI */
     if (test_env("UPIPE_VERBOSE", 0))
         printf("case %d, rank %d of %d: %.3f s, quarantine %d, free: %s; %s\n", what, k->rank, k->ranks, last,
                quarantine, upipe_status_name(s), reason);
@@ -902,9 +903,9 @@ int main(int argc, char **argv)
     test_init();
     test_shift();
     test_meet();
-    test_random(UPIPE_MPI_MESSAGE);
+    test_random(UPIPE_MPI_FRAGMENT);
     test_random(100);
-    test_large(UPIPE_MPI_MESSAGE);
+    test_large(UPIPE_MPI_FRAGMENT);
     test_large(30000);
     if (ranks > 1) {
         for (i = 0; i < 6; ++i) test_agree(i % ranks, i % 3);

@@ -110,7 +110,7 @@ static upipe_status absent_body(rank_buf *k)
         c->team->deadline = 10;
         s = call(k, k->crew->what); /* all others have gone */
         CHECK_STATUS(s, UPIPE_ERR_ABORTED, c->err);
-        CHECK_TEXT(c->err.text, "given up");
+        CHECK_TEXT(c->err.text, "has aborted");
     } else {
         s = call(k, k->crew->what);
         /* one is first, and the others may learn of it before their own deadline */
@@ -142,7 +142,7 @@ static upipe_status abort_body(rank_buf *k)
         s = all_to_all(k, 1);
         if (s == UPIPE_OK && k->crew->what == BETWEEN) s = all_to_all(k, 1); /* its part was under way */
         CHECK_STATUS(s, UPIPE_ERR_ABORTED, c->err);
-        CHECK_TEXT(c->err.text, "given up");
+        CHECK_TEXT(c->err.text, "has aborted");
     }
     check_dead(k);
     return s;
@@ -168,12 +168,12 @@ static upipe_status mismatch_body(rank_buf *k)
     own.send_bytes = 4;
     own.recv_bytes = 8;
     field.value += odd;
-    if (what == DRIFT && odd) { /* one exchange with nobody too many */
+    if (what == DRIFT && odd) { /* one transfer with nobody too many */
         UPIPE_TRY(upipe_comm_start(c, c->team, k->list, 0));
         s = upipe_comm_wait(c, c->team);
         if (k->crew->zero_sm) { /* compared at once */
             CHECK_STATUS(s, UPIPE_ERR_MISMATCH, c->err);
-            CHECK_TEXT(c->err.text, "in a gather");
+            CHECK_TEXT(c->err.text, "in an all-gather");
             check_dead(k);
             return s;
         }
@@ -204,7 +204,7 @@ static upipe_status mismatch_body(rank_buf *k)
         s = upipe_comm_all_gather(c, c->team, all, mine, what == COUNT && odd ? 2 : 1);
     }
     CHECK_STATUS(s, UPIPE_ERR_MISMATCH, c->err);
-    CHECK_TEXT(c->err.text, what == DRIFT && k->crew->zero_sm ? "in an transfer" : words[what]);
+    CHECK_TEXT(c->err.text, what == DRIFT && k->crew->zero_sm ? "in a transfer" : words[what]);
     check_dead(k);
     return s;
 }
@@ -213,7 +213,7 @@ static upipe_status mismatch_body(rank_buf *k)
 
 enum { PLACES, OUTSIDE, PARTS, CAPTURED, BESIDE, ODD_LISTS };
 
-/* One exchange in which a rank is unlike the others, and one that goes by engines again: both bytes right. */
+/* One transfer in which a rank is unlike the others, and one that goes by engines again: both bytes right. */
 static upipe_status odd_list_body(rank_buf *k)
 {
     uint32_t host[RANKS_MAX * 2 * WORDS], *outside = NULL;
@@ -270,7 +270,7 @@ enum { NO_WINDOW, ONE_WITHOUT, DRIVER, SIZES, NO_SLAB, REFUSALS };
 /* Copy engines are asked for and not there: every rank says why, alike, and goes on without. */
 static upipe_status refused_body(rank_buf *k)
 {
-    static const char *const words[] = {"no symmetric window", "gives rank 0 no symmetric window",
+    static const char *const words[] = {"no symmetric window", "no symmetric window for rank 0",
                                         "rank 1 has a driver for CUDA 12040", "on rank 1",
                                         "rank 1 has no slab"};
     upipe_ctx *c = &k->ctx;
@@ -293,7 +293,7 @@ static upipe_status foreign_body(rank_buf *k)
     upipe_status s = upipe_nccl_zero_sm(&k->ctx, &k->team,
                                         k->rank == 1 ? (char *)k->slab + 4096 : (char *)k->slab, SLAB / 2);
     CHECK(s == (k->rank == 1 ? UPIPE_ERR_BACKEND : UPIPE_ERR_ABORTED));
-    CHECK_TEXT(k->ctx.err.text, k->rank == 1 ? "ncclCommWindowRegister" : "given up");
+    CHECK_TEXT(k->ctx.err.text, k->rank == 1 ? "ncclCommWindowRegister" : "has aborted");
     CHECK_INT(k->team.zero_sm, 0);
     check_dead(k);
     return s;

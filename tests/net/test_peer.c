@@ -254,7 +254,7 @@ static void outlast(rank_buf *k, ncclComm_t *two)
     if (two != NULL) stall_end(two);
 }
 
-/* A rank's stream never comes to the exchange: nobody's copies to it begin, none of its own do. */
+/* A rank's stream never comes to the transfer: nobody's copies to it begin, none of its own do. */
 static upipe_status stalled_body(rank_buf *k)
 {
     upipe_ctx *c = &k->ctx;
@@ -273,7 +273,7 @@ static upipe_status stalled_body(rank_buf *k)
     return s;
 }
 
-/* The host has run ahead of an exchange that a rank's stream never comes to, and that rank never comes to the next
+/* The host has run ahead of a transfer that a rank's stream never comes to, and that rank never comes to the next
  * one: the others find out by the deadline, although their streams don't come to it either, and unwind without
  * their streams. */
 static upipe_status stalled_before_body(rank_buf *k)
@@ -310,12 +310,12 @@ static upipe_status mismatch_body(rank_buf *k)
 {
     static const char *const words[] = {"in a",
                                         "gathers 2",
-                                        "in an transfer",
+                                        "in a transfer",
                                         "heads is",
                                         "does not receive",
                                         "blocks of 64 bytes to",
-                                        "sends 0 segments to",
-                                        "sends 2 segments to"};
+                                        "sends 0 messages to",
+                                        "sends 2 messages to"};
     upipe_ctx *c = &k->ctx;
     int64_t mine[2] = {1, 2}, all[2 * RANKS_MAX];
     int odd = k->rank == k->crew->victim, what = k->crew->what, n = k->ranks;
@@ -340,7 +340,7 @@ static upipe_status mismatch_body(rank_buf *k)
         if (odd && what == FEWER) k->list[more->peer].send_bytes = 0;
         s = upipe_comm_start(c, c->team, k->list,
                              what == DRIFT ? 0 : n + (odd && (what == ITSELF || what == MORE)));
-        if (what == DRIFT && !odd) { /* one exchange with nobody fewer */
+        if (what == DRIFT && !odd) { /* one transfer with nobody fewer */
             UPIPE_TRY(s);
             UPIPE_TRY(upipe_comm_wait(c, c->team));
             s = upipe_comm_barrier(c, c->team);
@@ -359,14 +359,14 @@ static upipe_status mismatch_body(rank_buf *k)
     return s;
 }
 
-/* What cannot be is refused before anything has happened: the next exchange goes well. */
+/* What cannot be is refused before anything has happened: the next transfer goes well. */
 static upipe_status refused_body(rank_buf *k)
 {
     upipe_ctx *c = &k->ctx;
-    upipe_msg *list = (upipe_msg *)calloc((size_t)k->ranks * UPIPE_PEER_PIECES + 1, sizeof *list);
+    upipe_msg *list = (upipe_msg *)calloc((size_t)k->ranks * UPIPE_PEER_RECVS + 1, sizeof *list);
     cudaGraph_t graph;
     void *outside;
-    int i, n = k->ranks * UPIPE_PEER_PIECES;
+    int i, n = k->ranks * UPIPE_PEER_RECVS;
     OK(cudaMalloc(&outside, 64));
     for (i = 0; i <= n; ++i) {
         list[i].peer = (k->rank + 1) % k->ranks;
@@ -375,7 +375,7 @@ static upipe_status refused_body(rank_buf *k)
         list[i].recv_bytes = 4;
     }
     CHECK_STATUS(upipe_comm_start(c, c->team, list, n + 1), UPIPE_ERR_UNSUPPORTED, c->err);
-    CHECK_TEXT(c->err.text, "segments in one transfer");
+    CHECK_TEXT(c->err.text, "messages in one transfer");
     list[0].recv = outside;
     CHECK_STATUS(upipe_comm_start(c, c->team, list, 1), UPIPE_ERR_UNSUPPORTED, c->err);
     CHECK_TEXT(c->err.text, "outside the slabs");
@@ -575,7 +575,7 @@ static void test_refusals(crew *all)
     all->processes = 0;
 }
 
-/* Which slab holds a segment: to the byte. */
+/* Which slab holds a message: to the byte. */
 static void test_place(void)
 {
     static char a[1000], b[500];

@@ -1,4 +1,4 @@
-/* upipe_net_clock.h -- deadlines, and resting between two looks        backend net, no other header of upipe but base
+/* upipe_net_clock.h -- deadlines, and pauses between two tests of a condition        backend net, includes base
  *
  *     int64_t until = upi_net_until(seconds);
  *     while (!done()) {
@@ -29,7 +29,7 @@ UPIPE_API int64_t upipe_net_now(void) /* ns */
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* The instant `seconds` from now, in ns; a wild number counts as 0 or as thirty years. */
+/* The time `seconds` from now, in ns; an impossible number counts as 0 or as thirty years. */
 UPIPE_API int64_t upi_net_until(double seconds)
 {
     if (!(seconds > 0)) seconds = 0;
@@ -37,7 +37,7 @@ UPIPE_API int64_t upi_net_until(double seconds)
     return upipe_net_now() + (int64_t)(seconds * 1e9);
 }
 
-/* Between two looks, `idle` of which have brought nothing: yields that many times, then naps so many ns. */
+/* Between two tests, after `idle` of them without success: yields so many times, then sleeps `nap` ns. */
 UPIPE_API void upi_net_rest(int *idle, int yields, int nap)
 {
     if (++*idle < yields) {

@@ -1,4 +1,4 @@
-/* upipe_net_nccl.h -- a team of ranks with a GPU each, over NCCL        backend, includes base, ops, comm
+/* upipe_net_nccl.h -- a team of ranks with a GPU each, over NCCL        backend, includes team, comm
  *
  *     ncclCommInitRankConfig(&nccl, ranks, id, rank, &config);     the host's; config.blocking = 0, see below
  *     upipe_nccl team;
@@ -8,117 +8,107 @@
  *     upipe_nccl_free(&team, &err);
  *     if (team.nccl != NULL) ncclCommDestroy(nccl);                NULL: a failure has freed it already
  *
- * How bytes move. An exchange is one group of ncclSend and ncclRecv on ctx->stream, one pair a block, or one
- * ncclAlltoAll where the list is an all-to-all of equal parts that lie one behind the other in both buffers.
- * Blocks are never merged: NCCL matches messages by size, and the peer's blocks may have gaps where these
- * have none. What a rank sends itself is a copy of the compute table. A gather, and a barrier, is an
- * ncclAllGather of 288 bytes a rank through memory that init has taken. wait returns when the exchange is
- * complete on the device, not before: so a failure has one place.
+ * Data. A transfer is one group of ncclSend and ncclRecv on ctx->stream, one pair a block, or one
+ * ncclAlltoAll where the list is an all-to-all of equal parts that are contiguous in both buffers. Blocks are
+ * never merged: NCCL matches messages by size, and the peer's blocks may have gaps where these have none.
+ * What a rank sends itself is a copy of the compute table. An all-gather or a barrier is an ncclAllGather of
+ * 288 bytes a rank through memory that init has allocated. wait returns when the transfer is complete on the
+ * device: so a failure is found in one place.
  *
- * Without multiprocessors. NCCL 2.28 moves an all-to-all of equal parts with copy engines, beside attention,
+ * Copy engines. NCCL 2.28 moves an all-to-all of equal parts with copy engines, without multiprocessors,
  * where both buffers lie in a symmetric window of a communicator of one machine with CTAPolicy =
- * NCCL_CTA_POLICY_ZERO. A host asks for it once, on all ranks, after init:
+ * NCCL_CTA_POLICY_ZERO. The host requests it once, on all ranks, after init:
  *
- *     config.CTAPolicy = NCCL_CTA_POLICY_ZERO;              NCCL does not say what it is: the host's word
+ *     config.CTAPolicy = NCCL_CTA_POLICY_ZERO;              NCCL cannot report it: the host must set it
  *     upipe_nccl_slab(&slab, bytes, &err);                  as many bytes on every rank, for the pool
  *     upipe_nccl_zero_sm(&ctx, &team, slab, bytes);         team.zero_sm, team.zero_sm_says
  *
- * Each rank writes into the others' windows where its own receive buffer lies in its own, and nobody checks
- * whether it lies there too. So ranks compare shape and place in every exchange before anything moves, with
- * the ncclAllGather of a gather; it takes one block of one multiprocessor for a moment, the data none. If
- * anyone's differ, all send and receive in a group. All of it happens in wait, on a stream of the
- * transport's own: what the host enqueues on ctx->stream between start and wait runs beside it. A copy engine
- * that waits for a peer's is not ended by ncclCommAbort: comparing first leaves that to a rank that dies, or
- * whose device fails, at that instant. ctx->stream never waits for a peer in an exchange by engines. In a graph
- * everything is grouped.
+ * Each rank writes into the others' windows at the offset of its own receive buffer, and NCCL does not check
+ * that the offsets are equal. So the ranks compare shapes and offsets in every transfer before data move,
+ * with the ncclAllGather of an all-gather; it needs one block of one multiprocessor for a moment, the data
+ * none. If any differ, all ranks send and receive in a group. All of this happens in wait, on a stream of the
+ * transport: what the host enqueues on ctx->stream between start and wait runs at the same time, and
+ * ctx->stream never waits for a peer in such a transfer. ncclCommAbort does not end a copy engine that waits
+ * for a peer's; after the comparison that can happen only if a rank dies, or its device fails, at that
+ * moment. In a graph every transfer is a group.
  *
- * Graphs. Where ctx->stream is captured, an exchange is captured with it, and wait returns when NCCL has enqueued it:
- * the stream's order is all that what follows needs. A gather and a barrier make the host wait, and are refused:
- * calls that compare ranks (upipe_comm_agree) come before the capture, in a pass or, where layers of several kinds
- * alternate, two. All ranks launch their graphs in the same order; upipe_nccl_sync waits for them under the
- * deadline. The counts of bytes are those of the capture.
+ * Graphs. Where ctx->stream is captured, a transfer is captured with it, and wait returns when NCCL has
+ * enqueued it: later work follows in the stream's order. An all-gather and a barrier make the host wait, and
+ * are refused: calls that compare ranks (upipe_comm_agree) come before the capture, in one pass, or in two
+ * where layers of several kinds alternate. All ranks launch their graphs in the same order; upipe_nccl_sync
+ * waits for them under the deadline. The counts of bytes are those of the capture.
  *
- * Every rank makes the same sequence of calls, from one thread at a time, abort included. NCCL does not
- * compare what ranks ask for: lists that do not fit, or different calls, end in TIMEOUT at best. A gather
- * tells: it carries the number and kind of the call, and gives MISMATCH on all ranks.
+ * Order. Every rank makes the same sequence of calls, from one thread at a time, abort included. NCCL does
+ * not compare what ranks request: lists that do not match, or different calls, end in TIMEOUT at best. An
+ * all-gather detects it: it carries number and kind of the call, and returns MISMATCH on all ranks.
  *
- * The deadline counts from the moment that the stream comes to the exchange: work that was enqueued ahead of
- * it is this rank's own. In a blocking communicator NCCL itself waits for peers without a deadline, when two
- * ranks first meet: where a peer may be missing from the start, make it non-blocking.
+ * Deadline. It counts from the moment when the stream reaches the transfer: work that was enqueued before is
+ * this rank's own. In a blocking communicator NCCL itself waits for peers without a deadline, when two ranks
+ * first communicate: where a peer may be missing from the start, make it non-blocking.
  *
- * Failures. TIMEOUT: no rank is named, as NCCL does not tell who is missing. ABORTED: a rank has given up, or
- * NCCL reports a remote error. BACKEND: NCCL's text, or the CUDA runtime's. The communicator is then freed
- * with ncclCommAbort, which ends what is under way on this rank; every later call returns ABORTED. Other ranks
- * are not told by NCCL: each one's own deadline, or an asynchronous error, ends its call, and it aborts too.
- * comm->quarantine is set by a failed exchange: peers that have not aborted yet may touch its buffers.
+ * Failures. TIMEOUT names no rank, as NCCL does not report which one is missing. ABORTED: a rank has aborted,
+ * or NCCL reports a remote error. BACKEND: NCCL's text, or the CUDA runtime's. The communicator is then freed
+ * with ncclCommAbort, which ends this rank's operations; every later call returns ABORTED. NCCL does not
+ * inform the other ranks: each one's own deadline, or an asynchronous error, ends its call, and it aborts
+ * too. A failed transfer sets comm->quarantine: peers that have not aborted yet may access its buffers.
  * ncclCommAbort itself may wait for work of the device: a call that fails may return that much later than its
  * deadline.
  */
 #ifndef UPIPE_NET_NCCL_H
 #define UPIPE_NET_NCCL_H
 
-#include "upipe_net_clock.h"
+#include "upipe_net_team.h"
 
 #include <cuda_runtime_api.h>
 #include <nccl.h>
 #include <stdlib.h>
 #include <unistd.h>
 
-#include "../upipe_base.h"
-#include "../upipe_comm.h"
-#include "../upipe_ops.h"
-
-/* Copy engines: the header has what they need. */
+/* nccl.h declares what copy engines need. */
 #define UPI_NCCL_ENGINES (NCCL_VERSION_CODE >= 22800)
 
 enum {
     UPIPE_NCCL_ENGINES_NCCL = 22800,   /* NCCL's version at run time, at least */
     UPIPE_NCCL_ENGINES_DRIVER = 12050, /* the driver's, as cudaDriverGetVersion counts */
-    UPI_NCCL_YIELDS = 2000,            /* fruitless looks before a waiting rank naps */
+    UPI_NCCL_YIELDS = 2000,            /* fruitless tests before a waiting rank sleeps */
     UPI_NCCL_NAP = 20000,              /* ns */
-    UPI_NCCL_HEAD = 4,                 /* numbers before those of a gather: mark, call, kind, n */
-    UPI_NCCL_ROW = UPI_NCCL_HEAD + UPIPE_ALL_GATHER_MAX
+    UPI_NCCL_HEAD = 4,                 /* numbers before those of an all-gather: mark, call, kind, n */
+    UPI_NCCL_ROW = UPI_NCCL_HEAD + UPIPE_ALL_GATHER_MAX,
+    UPI_NCCL_SYNC = UPI_TEAM_KINDS /* upipe_nccl_sync */
 };
 
 #define UPI_NCCL_MARK INT64_C(0x316c63636e697075) /* "upinccl1" in memory, low byte first */
 
-typedef enum upi_nccl_kind {
-    UPI_NCCL_TRANSFER = 1,
-    UPI_NCCL_BARRIER,
-    UPI_NCCL_GATHER,
-    UPI_NCCL_SYNC
-} upi_nccl_kind;
-
-/* A rank's end of a team. Plain, the host's; must not move between init and free. */
+/* A rank's end of a team. The host's; must not move between init and free. */
 typedef struct upipe_nccl {
     upipe_comm comm;
     ncclComm_t nccl; /* the host's; NULL once a failure has freed it */
-    /* Never ncclAlltoAll, set right after init and on all ranks alike: for a host whose own lists are laid out
-     * without gaps on one rank and with gaps on another. */
+    /* Never ncclAlltoAll, set right after init and on all ranks alike: for a host whose own lists have gaps
+     * on one rank and none on another. */
     int grouped;
-    int zero_sm;              /* set by upipe_nccl_zero_sm, the same on all ranks: copy engines are asked */
-    char zero_sm_says[200];   /* one sentence: what goes how, and why */
-    int64_t engine_transfers; /* how many so far were asked of the copy engines */
-    /* the rest is the transport's */
+    int zero_sm;              /* set by upipe_nccl_zero_sm, the same on all ranks: copy engines are used */
+    char zero_sm_says[200];   /* one sentence: what moves how, and why */
+    int64_t engine_transfers; /* how many transfers copy engines have moved */
+    /* the rest belongs to the transport */
     int64_t call;          /* calls begun */
-    upi_nccl_kind kind;    /* of the call under way */
-    const upipe_msg *list; /* [n], of an exchange */
+    int kind;              /* UPI_TEAM_..., UPI_NCCL_SYNC, of the current call */
+    const upipe_msg *list; /* [n], of a transfer */
     int n;
-    int pending;   /* NCCL has not yet enqueued it all: what comes behind it is not enqueued either */
-    int rows_come; /* what is under way ends with the rows of all ranks */
-    int passed;    /* the stream has come to the call: `until` counts */
+    int pending;   /* NCCL has not yet enqueued it all, so what comes behind it is not enqueued either */
+    int rows_come; /* the current operation ends with the rows of all ranks */
+    int passed;    /* the stream has reached the call: `until` counts */
     int64_t until;
-    cudaStream_t stream;       /* of what is under way: ctx->stream or side */
+    cudaStream_t stream;       /* of the current operation: ctx->stream or side */
     int captured;              /* the call's stream is captured: there is nothing to wait for */
     int64_t *row;              /* device: [1 + ranks][UPI_NCCL_ROW], own and all */
     int64_t *rows;             /* pinned: the same */
     cudaEvent_t reached, done; /* on ctx->stream, before and behind the call */
-    upipe_err reason;          /* constant once broken */
+    upipe_err failure;         /* the first one, constant once broken */
     int broken;
     void *buf;
     char *slab; /* the window's memory, the host's */
     size_t slab_bytes;
-    cudaStream_t side; /* of exchanges by copy engines */
+    cudaStream_t side; /* of transfers by copy engines */
 #if UPI_NCCL_ENGINES
     ncclWindow_t window;
 #endif
@@ -133,46 +123,35 @@ UPIPE_API upipe_status upi_nccl_check(upipe_err *e, ncclComm_t nccl, ncclResult_
     if (r == ncclSuccess) return UPIPE_OK;
     more = ncclGetLastError(nccl);
     return upipe_fail(e, r == ncclRemoteError ? UPIPE_ERR_ABORTED : UPIPE_ERR_BACKEND, "%.*s: %s%s%s",
-                    (int)strcspn(what, "("), what, ncclGetErrorString(r),
-                    more != NULL && more[0] != 0 ? "; " : "", more != NULL ? more : "");
+                      (int)strcspn(what, "("), what, ncclGetErrorString(r),
+                      more != NULL && more[0] != 0 ? "; " : "", more != NULL ? more : "");
 }
 
 /* The CUDA runtime's own text behind the call's name. */
 UPIPE_API upipe_status upi_nccl_check_cuda(upipe_err *e, cudaError_t r, const char *what)
 {
     if (r == cudaSuccess) return UPIPE_OK;
-    (void)cudaGetLastError(); /* what can be forgotten is: the next call must not report it again */
-    return upipe_fail(e, r == cudaErrorMemoryAllocation ? UPIPE_ERR_MEMORY : UPIPE_ERR_BACKEND, "%.*s: %s (%s)",
-                    (int)strcspn(what, "("), what, cudaGetErrorString(r), cudaGetErrorName(r));
+    (void)cudaGetLastError(); /* clears the error: the next call must not report it again */
+    return upipe_fail(e, r == cudaErrorMemoryAllocation ? UPIPE_ERR_MEMORY : UPIPE_ERR_BACKEND,
+                      "%.*s: %s (%s)", (int)strcspn(what, "("), what, cudaGetErrorString(r),
+                      cudaGetErrorName(r));
 }
 
-/* Breaks this rank's end, if it is whole: this is the reason for ever, and NCCL's work under way is ended. */
-UPIPE_API void upi_nccl_break(upipe_nccl *m, upipe_status s, const char *why)
+UPIPE_API const upipe_err *upi_nccl_failure(const upipe_comm *comm)
 {
-    if (m->broken) return;
+    const upipe_nccl *m = (const upipe_nccl *)comm->impl;
+    return m->broken ? &m->failure : NULL;
+}
+
+UPIPE_API int upi_nccl_fail(upipe_comm *comm, upipe_status s, const char *why)
+{
+    upipe_nccl *m = (upipe_nccl *)comm->impl;
+    if (m->broken) return 0;
     m->broken = 1;
-    upipe_fail(&m->reason, s, "%s", why);
+    upipe_fail(&m->failure, s, "%s", why);
     if (m->nccl != NULL) (void)ncclCommAbort(m->nccl); /* frees it whatever it returns */
     m->nccl = NULL;
-}
-
-UPIPE_API upipe_status upi_nccl_tell(upipe_ctx *c, const upipe_nccl *m)
-{
-    return upipe_fail(&c->err, UPIPE_ERR_ABORTED, "%s", m->reason.text);
-}
-
-/* Breaks the team with this sentence; returns s. */
-__attribute__((unused, format(printf, 4, 5))) static inline upipe_status upi_nccl_fail(
-    upipe_ctx *c, upipe_nccl *m, upipe_status s, const char *format, ...)
-{
-    upipe_err e;
-    va_list args;
-    if (m->broken) return upi_nccl_tell(c, m);
-    va_start(args, format);
-    vsnprintf(e.text, sizeof e.text, format, args);
-    va_end(args);
-    upi_nccl_break(m, s, e.text);
-    return upipe_fail(&c->err, s, "%s", m->reason.text);
+    return 1;
 }
 
 UPIPE_API upipe_status upi_nccl_checked(upipe_ctx *c, upipe_nccl *m, ncclResult_t r, const char *what)
@@ -180,7 +159,7 @@ UPIPE_API upipe_status upi_nccl_checked(upipe_ctx *c, upipe_nccl *m, ncclResult_
     upipe_err e;
     upipe_status s = upi_nccl_check(&e, m->nccl, r, what);
     if (s == UPIPE_OK) return s;
-    return upi_nccl_fail(c, m, s, "rank %d: %s", m->comm.rank, e.text);
+    return upi_comm_fail(&c->err, &m->comm, s, "rank %d: %s", m->comm.rank, e.text);
 }
 
 UPIPE_API upipe_status upi_nccl_checked_cuda(upipe_ctx *c, upipe_nccl *m, cudaError_t r, const char *what)
@@ -188,54 +167,45 @@ UPIPE_API upipe_status upi_nccl_checked_cuda(upipe_ctx *c, upipe_nccl *m, cudaEr
     upipe_err e;
     upipe_status s = upi_nccl_check_cuda(&e, r, what);
     if (s == UPIPE_OK) return s;
-    return upi_nccl_fail(c, m, s, "rank %d: %s", m->comm.rank, e.text);
+    return upi_comm_fail(&c->err, &m->comm, s, "rank %d: %s", m->comm.rank, e.text);
 }
 
 #define UPI_NCCL(c, m, call)      UPIPE_TRY(upi_nccl_checked((c), (m), (call), #call))
 #define UPI_NCCL_CUDA(c, m, call) UPIPE_TRY(upi_nccl_checked_cuda((c), (m), (call), #call))
 
-UPIPE_API void upi_nccl_abort(upipe_comm *comm, const char *why)
-{
-    upi_nccl_break((upipe_nccl *)comm->impl, UPIPE_ERR_ABORTED, why != NULL ? why : "aborted by the host");
-}
-
 /* ---- a call, from its first operation to its end ---- */
 
-UPIPE_API const char *upi_nccl_kind_name(int64_t kind)
+UPIPE_API const char *upi_nccl_kind(int64_t kind)
 {
-    return kind == UPI_NCCL_TRANSFER  ? "an transfer"
-           : kind == UPI_NCCL_BARRIER ? "a barrier"
-           : kind == UPI_NCCL_GATHER  ? "a gather"
-           : kind == UPI_NCCL_SYNC    ? "upipe_nccl_sync"
-                                      : "an unknown call";
+    return kind == UPI_NCCL_SYNC ? "upipe_nccl_sync" : upi_team_kind(kind);
 }
 
-/* The communicator's state: UPIPE_OK, with *busy where NCCL is not through with what it was given. */
+/* The communicator's state: UPIPE_OK, with *busy while NCCL has not enqueued everything. */
 UPIPE_API upipe_status upi_nccl_state(upipe_ctx *c, upipe_nccl *m, int *busy)
 {
     ncclResult_t state = ncclSuccess;
     UPI_NCCL(c, m, ncclCommGetAsyncError(m->nccl, &state));
     *busy = state == ncclInProgress;
-    return *busy ? UPIPE_OK : upi_nccl_checked(c, m, state, upi_nccl_kind_name(m->kind));
+    return *busy ? UPIPE_OK : upi_nccl_checked(c, m, state, upi_nccl_kind(m->kind));
 }
 
 UPIPE_API upipe_status upi_nccl_ready(upipe_ctx *c, upipe_nccl *m)
 {
     int busy;
-    if (m->broken) return upi_nccl_tell(c, m);
+    UPIPE_TRY(upi_comm_whole(c, &m->comm));
     return upi_nccl_state(c, m, &busy);
 }
 
-UPIPE_API upipe_status upi_nccl_begin(upipe_ctx *c, upipe_nccl *m, upi_nccl_kind kind)
+UPIPE_API upipe_status upi_nccl_begin(upipe_ctx *c, upipe_nccl *m, int kind)
 {
     enum cudaStreamCaptureStatus state;
     UPI_NCCL_CUDA(c, m, cudaStreamIsCapturing((cudaStream_t)c->stream, &state));
-    if (state != cudaStreamCaptureStatusNone && kind != UPI_NCCL_TRANSFER)
+    if (state != cudaStreamCaptureStatusNone && kind != UPI_TEAM_TRANSFER)
         return upipe_fail(
             &c->err, UPIPE_ERR_UNSUPPORTED,
             "rank %d: %s waits for the stream, which is captured into a graph and runs nothing yet",
-            m->comm.rank, upi_nccl_kind_name(kind));
-    m->call += kind != UPI_NCCL_SYNC; /* which other ranks need not make */
+            m->comm.rank, upi_nccl_kind(kind));
+    m->call += kind != UPI_NCCL_SYNC; /* other ranks need not make that call */
     m->kind = kind;
     m->pending = m->rows_come = m->passed = 0;
     m->stream = (cudaStream_t)c->stream;
@@ -244,7 +214,7 @@ UPIPE_API upipe_status upi_nccl_begin(upipe_ctx *c, upipe_nccl *m, upi_nccl_kind
     return UPIPE_OK;
 }
 
-/* NCCL has enqueued the call: what comes behind it. */
+/* NCCL has enqueued the call: enqueues what comes behind it. */
 UPIPE_API upipe_status upi_nccl_close(upipe_ctx *c, upipe_nccl *m)
 {
     size_t bytes = (size_t)m->comm.ranks * UPI_NCCL_ROW * sizeof *m->row;
@@ -257,7 +227,7 @@ UPIPE_API upipe_status upi_nccl_close(upipe_ctx *c, upipe_nccl *m)
     return UPIPE_OK;
 }
 
-/* What the last of a call's NCCL functions returned; a non-blocking communicator may be at it still. */
+/* r: what the last of a call's NCCL functions returned; a non-blocking communicator may still be busy. */
 UPIPE_API upipe_status upi_nccl_enqueued(upipe_ctx *c, upipe_nccl *m, ncclResult_t r, const char *what)
 {
     if (r == ncclInProgress) {
@@ -268,7 +238,7 @@ UPIPE_API upipe_status upi_nccl_enqueued(upipe_ctx *c, upipe_nccl *m, ncclResult
     return upi_nccl_close(c, m);
 }
 
-/* Is the event past? */
+/* Whether the stream has passed the event. */
 UPIPE_API upipe_status upi_nccl_passed(upipe_ctx *c, upipe_nccl *m, cudaEvent_t event, int *yes)
 {
     cudaError_t r = cudaEventQuery(event);
@@ -278,7 +248,7 @@ UPIPE_API upipe_status upi_nccl_passed(upipe_ctx *c, upipe_nccl *m, cudaEvent_t 
     return UPIPE_OK;
 }
 
-/* Waits until what is under way of the call is complete on the device, or, captured, in the graph. */
+/* Waits until the current operation is complete on the device, or is in the graph if it is captured. */
 UPIPE_API upipe_status upi_nccl_finish(upipe_ctx *c, upipe_nccl *m)
 {
     int idle = 0;
@@ -293,9 +263,7 @@ UPIPE_API upipe_status upi_nccl_finish(upipe_ctx *c, upipe_nccl *m)
         if (!m->pending && m->captured) return UPIPE_OK;
         if (!m->pending) UPIPE_TRY(upi_nccl_passed(c, m, m->done, &passed));
         if (passed) return UPIPE_OK;
-        if (late)
-            return upi_nccl_fail(c, m, UPIPE_ERR_TIMEOUT, "rank %d waited %g s in %s for other ranks",
-                                 m->comm.rank, m->comm.deadline, upi_nccl_kind_name(m->kind));
+        if (late) return upi_team_late(&c->err, &m->comm, "in %s for other ranks", upi_nccl_kind(m->kind));
         if (!m->passed) {
             UPIPE_TRY(upi_nccl_passed(c, m, m->reached, &m->passed));
             if (m->passed) m->until = upi_net_until(m->comm.deadline);
@@ -304,8 +272,8 @@ UPIPE_API upipe_status upi_nccl_finish(upipe_ctx *c, upipe_nccl *m)
     }
 }
 
-/* Every rank's row comes to every rank: m->rows + (1 + r) * UPI_NCCL_ROW. On m->stream, and waited for. */
-UPIPE_API upipe_status upi_nccl_trade(upipe_ctx *c, upipe_nccl *m, const int64_t *values, int n)
+/* All-gathers one row a rank to m->rows + (1 + r) * UPI_NCCL_ROW, on m->stream, and waits for it. */
+UPIPE_API upipe_status upi_nccl_gather_rows(upipe_ctx *c, upipe_nccl *m, const int64_t *values, int n)
 {
     int r;
     m->rows_come = 1;
@@ -326,32 +294,26 @@ UPIPE_API upipe_status upi_nccl_trade(upipe_ctx *c, upipe_nccl *m, const int64_t
     for (r = 0; r < m->comm.ranks; ++r) {
         const int64_t *theirs = m->rows + (size_t)(1 + r) * UPI_NCCL_ROW;
         if (theirs[0] != UPI_NCCL_MARK)
-            return upi_nccl_fail(c, m, UPIPE_ERR_MISMATCH, "rank %d gathers something else than rank %d", r,
-                                 m->comm.rank);
-        if (theirs[2] != m->kind)
-            return upi_nccl_fail(c, m, UPIPE_ERR_MISMATCH, "rank %d is in %s and rank %d in %s", m->comm.rank,
-                                 upi_nccl_kind_name(m->kind), r, upi_nccl_kind_name(theirs[2]));
-        if (theirs[3] != n)
-            return upi_nccl_fail(c, m, UPIPE_ERR_MISMATCH,
-                                 "rank %d gathers %d numbers and rank %d gathers %lld", m->comm.rank, n, r,
-                                 (long long)theirs[3]);
+            return upi_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
+                                 "rank %d gathers something else than rank %d", r, m->comm.rank);
+        UPIPE_TRY(upi_team_same(&c->err, &m->comm, m->kind, n, r, theirs[2], theirs[3]));
         if (theirs[1] != m->call)
-            return upi_nccl_fail(c, m, UPIPE_ERR_MISMATCH,
+            return upi_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
                                  "rank %d is in its call %lld and rank %d in its %lld", m->comm.rank,
                                  (long long)m->call, r, (long long)theirs[1]);
     }
     return UPIPE_OK;
 }
 
-/* Value i of rank r, of the last trade. */
+/* Value i of rank r, of the last upi_nccl_gather_rows. */
 UPIPE_API int64_t upi_nccl_value(const upipe_nccl *m, int r, int i)
 {
     return m->rows[(size_t)(1 + r) * UPI_NCCL_ROW + UPI_NCCL_HEAD + (size_t)i];
 }
 
-/* ---- exchange ---- */
+/* ---- transfers ---- */
 
-/* All parts the same, one behind the other in rank order, on both sides? *part: bytes for one rank. */
+/* Whether all parts are equal, and contiguous in rank order in both buffers. *part: bytes for one rank. */
 UPIPE_API int upi_nccl_is_all_to_all(const upipe_nccl *m, const upipe_msg *list, int n, size_t *part)
 {
     int p;
@@ -370,29 +332,7 @@ UPIPE_API int upi_nccl_is_all_to_all(const upipe_nccl *m, const upipe_msg *list,
     return 1;
 }
 
-/* What a rank sends to itself. */
-UPIPE_API upipe_status upi_nccl_copy_own(upipe_ctx *c, upipe_nccl *m, const upipe_msg *list, int n)
-{
-    int rank = m->comm.rank, from = 0, to = 0;
-    for (;; ++from, ++to) {
-        int64_t i;
-        while (from < n && (list[from].peer != rank || list[from].send_bytes == 0)) ++from;
-        while (to < n && (list[to].peer != rank || list[to].recv_bytes == 0)) ++to;
-        if (from == n && to == n) return UPIPE_OK;
-        if (from == n || to == n || list[from].send_bytes != list[to].recv_bytes ||
-            list[from].count != list[to].count)
-            return upi_nccl_fail(c, m, UPIPE_ERR_MISMATCH,
-                                 "rank %d sends itself blocks that it does not receive", rank);
-        for (i = 0; i < list[from].count; ++i) {
-            upipe_status s = c->ops->copy(c, (char *)list[to].recv + (size_t)i * list[to].recv_step,
-                                          (const char *)list[from].send + (size_t)i * list[from].send_step,
-                                          list[from].send_bytes);
-            if (s != UPIPE_OK) return upi_nccl_fail(c, m, s, "rank %d copying: %s", rank, c->err.text);
-        }
-    }
-}
-
-/* Inside a group: its sends and receives. Returns the first that fails. */
+/* Inside a group: sends and receives of the list. Returns the first result that is a failure. */
 UPIPE_API ncclResult_t upi_nccl_list(upipe_ctx *c, const upipe_nccl *m, const upipe_msg *list, int n,
                                      const char **what)
 {
@@ -426,13 +366,13 @@ UPIPE_API upipe_status upi_nccl_post_group(upipe_ctx *c, upipe_nccl *m, const up
     ncclResult_t inside, end;
     int i, others = 0;
     m->stream = (cudaStream_t)c->stream;
-    UPIPE_TRY(upi_nccl_copy_own(c, m, list, n));
+    UPIPE_TRY(upi_comm_copy_own(c, &m->comm, list, n, c->ops->copy));
     for (i = 0; i < n; ++i)
         others += list[i].peer != m->comm.rank && (list[i].send_bytes > 0 || list[i].recv_bytes > 0);
     if (others == 0) return upi_nccl_close(c, m);
     UPI_NCCL(c, m, ncclGroupStart());
     inside = upi_nccl_list(c, m, list, n, &what);
-    end = ncclGroupEnd(); /* the thread's group must be closed even so */
+    end = ncclGroupEnd(); /* the thread's group is closed in either case */
     UPIPE_TRY(upi_nccl_checked(c, m, inside, what));
     return upi_nccl_enqueued(c, m, end, "ncclGroupEnd(");
 }
@@ -449,15 +389,15 @@ UPIPE_API upipe_status upi_nccl_post(upipe_ctx *c, upipe_nccl *m, const upipe_ms
 {
 #if UPI_NCCL_ENGINES
     size_t part;
-    /* NCCL would give it to the engines, and nobody has compared places */
+    /* with zero_sm NCCL would use copy engines, and the ranks have not compared offsets */
     int grouped = m->zero_sm || m->comm.ranks == 1;
     if (!grouped && upi_nccl_is_all_to_all(m, list, n, &part)) return upi_nccl_post_all(c, m, list, part);
 #endif
     return upi_nccl_post_group(c, m, list, n);
 }
 
-/* Where `bytes` at p begin in the slab; -1: not wholly inside. */
-UPIPE_API int64_t upi_nccl_place(const upipe_nccl *m, const void *p, size_t bytes)
+/* The offset in the slab of `bytes` bytes at p; -1: they are not inside. */
+UPIPE_API int64_t upi_nccl_offset(const upipe_nccl *m, const void *p, size_t bytes)
 {
     size_t at = (size_t)((uintptr_t)p - (uintptr_t)m->slab);
     return (uintptr_t)p >= (uintptr_t)m->slab && at <= m->slab_bytes && bytes <= m->slab_bytes - at
@@ -465,19 +405,19 @@ UPIPE_API int64_t upi_nccl_place(const upipe_nccl *m, const void *p, size_t byte
                : -1;
 }
 
-/* An exchange of a team with copy engines, in wait: all ranks see the same rows, and choose alike. */
+/* A transfer of a team with copy engines, in wait: all ranks see the same rows, and decide alike. */
 UPIPE_API upipe_status upi_nccl_move(upipe_ctx *c, upipe_nccl *m)
 {
 #if UPI_NCCL_ENGINES
-    int64_t mine[2] = {0, -1}; /* bytes of a part, 0: not for the engines; place of the receive buffer */
+    int64_t mine[2] = {0, -1}; /* bytes of a part, 0: not for copy engines; offset of the receive buffer */
     size_t part = 0;
     int r, same = 1;
     if (upi_nccl_is_all_to_all(m, m->list, m->n, &part) &&
-        upi_nccl_place(m, m->list[0].send, part * (size_t)m->n) >= 0 &&
-        (mine[1] = upi_nccl_place(m, m->list[0].recv, part * (size_t)m->n)) >= 0)
+        upi_nccl_offset(m, m->list[0].send, part * (size_t)m->n) >= 0 &&
+        (mine[1] = upi_nccl_offset(m, m->list[0].recv, part * (size_t)m->n)) >= 0)
         mine[0] = (int64_t)part;
     m->stream = m->side;
-    UPIPE_TRY(upi_nccl_trade(c, m, mine, 2));
+    UPIPE_TRY(upi_nccl_gather_rows(c, m, mine, 2));
     for (r = 0; r < m->comm.ranks; ++r)
         same = same && upi_nccl_value(m, r, 0) == mine[0] && upi_nccl_value(m, r, 1) == mine[1];
     if (same && mine[0] > 0) {
@@ -496,52 +436,46 @@ UPIPE_API upipe_status upi_nccl_start(upipe_ctx *c, upipe_comm *comm, const upip
     UPIPE_TRY(upi_nccl_ready(c, m));
     m->list = list;
     m->n = n;
-    s = upi_nccl_begin(c, m, UPI_NCCL_TRANSFER);
+    s = upi_nccl_begin(c, m, UPI_TEAM_TRANSFER);
     if (s == UPIPE_OK && (!m->zero_sm || m->captured)) s = upi_nccl_post(c, m, list, n);
-    if (s != UPIPE_OK) comm->quarantine = 1; /* some of it may be under way */
+    if (s != UPIPE_OK) comm->quarantine = 1; /* parts of it may be in flight */
     return s;
 }
 
 UPIPE_API upipe_status upi_nccl_wait(upipe_ctx *c, upipe_comm *comm)
 {
     upipe_nccl *m = (upipe_nccl *)comm->impl;
-    upipe_status s = m->broken ? upi_nccl_tell(c, m) : UPIPE_OK;
-    int i;
+    upipe_status s = upi_comm_whole(c, comm);
     if (s == UPIPE_OK && m->zero_sm && !m->captured) s = upi_nccl_move(c, m);
     if (s == UPIPE_OK) s = upi_nccl_finish(c, m);
     if (s != UPIPE_OK) {
         comm->quarantine = 1;
         return s;
     }
-    for (i = 0; i < m->n; ++i)
-        if (m->list[i].peer != comm->rank)
-            comm->moved_bytes += (int64_t)m->list[i].recv_bytes * m->list[i].count;
+    upi_team_count(comm, m->list, m->n);
     return UPIPE_OK;
 }
 
-/* ---- barrier, gather ---- */
+/* ---- barrier, all-gather ---- */
 
-UPIPE_API upipe_status upi_nccl_meet(upipe_ctx *c, upipe_nccl *m, upi_nccl_kind kind, const int64_t *values,
-                                     int n)
+UPIPE_API upipe_status upi_nccl_meet(upipe_ctx *c, upipe_nccl *m, int kind, const int64_t *values, int n)
 {
     UPIPE_TRY(upi_nccl_ready(c, m));
     UPIPE_TRY(upi_nccl_begin(c, m, kind));
-    return upi_nccl_trade(c, m, values, n);
+    return upi_nccl_gather_rows(c, m, values, n);
 }
 
 UPIPE_API upipe_status upi_nccl_barrier(upipe_ctx *c, upipe_comm *comm)
 {
-    return upi_nccl_meet(c, (upipe_nccl *)comm->impl, UPI_NCCL_BARRIER, NULL, 0);
+    return upi_nccl_meet(c, (upipe_nccl *)comm->impl, UPI_TEAM_BARRIER, NULL, 0);
 }
 
-UPIPE_API upipe_status upi_nccl_gather(upipe_ctx *c, upipe_comm *comm, int64_t *all, const int64_t *mine,
-                                       int n)
+UPIPE_API upipe_status upi_nccl_all_gather(upipe_ctx *c, upipe_comm *comm, int64_t *all, const int64_t *mine,
+                                           int n)
 {
     upipe_nccl *m = (upipe_nccl *)comm->impl;
     int r;
-    if (n < 0 || n > UPIPE_ALL_GATHER_MAX)
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%d numbers to gather, at most %d", n, UPIPE_ALL_GATHER_MAX);
-    UPIPE_TRY(upi_nccl_meet(c, m, UPI_NCCL_GATHER, mine, n));
+    UPIPE_TRY(upi_nccl_meet(c, m, UPI_TEAM_ALL_GATHER, mine, n));
     for (r = 0; r < comm->ranks; ++r)
         memcpy(all + (size_t)r * (size_t)n, m->rows + (size_t)(1 + r) * UPI_NCCL_ROW + UPI_NCCL_HEAD,
                (size_t)n * sizeof *all);
@@ -550,8 +484,8 @@ UPIPE_API upipe_status upi_nccl_gather(upipe_ctx *c, upipe_comm *comm, int64_t *
 
 /* ---- copy engines ---- */
 
-/* upipe_nccl_slab -- device memory for a pool whose exchanges copy engines may move; the team's device is the
- *                    current one
+/* upipe_nccl_slab -- allocates device memory that copy engines can reach, for a pool; on the current device,
+ *                    which is the team's
  *   errors  MEMORY or BACKEND with NCCL's text; UNSUPPORTED before NCCL 2.28
  */
 UPIPE_API upipe_status upipe_nccl_slab(void **out, size_t bytes, upipe_err *e)
@@ -565,8 +499,9 @@ UPIPE_API upipe_status upipe_nccl_slab(void **out, size_t bytes, upipe_err *e)
         if (r == ncclSuccess) return UPIPE_OK;
         *out = NULL;
         if (cudaMemGetInfo(&left, &total) == cudaSuccess && bytes > left)
-            return upipe_fail(e, UPIPE_ERR_MEMORY, "a slab of %zu bytes, and %zu of the device's %zu are free",
-                            bytes, left, total);
+            return upipe_fail(e, UPIPE_ERR_MEMORY,
+                              "a slab of %zu bytes, and %zu of the device's %zu are free", bytes, left,
+                              total);
         return upi_nccl_check(e, NULL, r, "ncclMemAlloc(");
     }
 #else
@@ -574,7 +509,7 @@ UPIPE_API upipe_status upipe_nccl_slab(void **out, size_t bytes, upipe_err *e)
 #endif
 }
 
-/* upipe_nccl_slab_free -- gives it back, after upipe_nccl_free; NULL is nothing
+/* upipe_nccl_slab_free -- frees it, after upipe_nccl_free; nothing for NULL
  *   errors  BACKEND: NCCL's text
  */
 UPIPE_API upipe_status upipe_nccl_slab_free(void *slab, upipe_err *e)
@@ -589,26 +524,24 @@ UPIPE_API upipe_status upipe_nccl_slab_free(void *slab, upipe_err *e)
 
 #if UPI_NCCL_ENGINES
 
-enum { UPI_NCCL_SLAB, UPI_NCCL_VERSION, UPI_NCCL_DRIVER, UPI_NCCL_NODE, UPI_NCCL_ASKED };
+enum { UPI_NCCL_SLAB, UPI_NCCL_VERSION, UPI_NCCL_DRIVER, UPI_NCCL_NODE, UPI_NCCL_NUMBERS };
 
 /* This machine, as NCCL tells machines apart: by name and by boot. */
 UPIPE_API int64_t upi_nccl_node(void)
 {
     char name[256] = "", boot[64] = "";
-    uint64_t print = 1469598103934665603u;
+    uint64_t hash;
     FILE *f = fopen("/proc/sys/kernel/random/boot_id", "r");
-    size_t i;
     if (f != NULL) {
         boot[fread(boot, 1, sizeof boot - 1, f)] = 0;
         fclose(f);
     }
     (void)gethostname(name, sizeof name - 1);
-    for (i = 0; name[i] != 0; ++i) print = (print ^ (unsigned char)name[i]) * 1099511628211u;
-    for (i = 0; boot[i] != 0; ++i) print = (print ^ (unsigned char)boot[i]) * 1099511628211u;
-    return (int64_t)print;
+    hash = upi_hash_bytes(UPI_HASH, name, strlen(name));
+    return (int64_t)upi_hash_bytes(hash, boot, strlen(boot));
 }
 
-/* What speaks against it, from the numbers of all ranks: the same on all. NULL: nothing. */
+/* What prevents copy engines, from the numbers of all ranks: the same on all. NULL: nothing. */
 UPIPE_API const char *upi_nccl_objection(upipe_nccl *m)
 {
     char *text = m->zero_sm_says;
@@ -651,39 +584,37 @@ UPIPE_API upipe_status upi_nccl_register(upipe_ctx *c, upipe_nccl *m)
     while (busy) {
         UPIPE_TRY(upi_nccl_state(c, m, &busy));
         if (busy && upipe_net_now() >= until)
-            return upi_nccl_fail(c, m, UPIPE_ERR_TIMEOUT,
-                                 "rank %d waited %g s for ranks to register their slabs", m->comm.rank,
-                                 m->comm.deadline);
+            return upi_team_late(&c->err, &m->comm, "for ranks to register their slabs");
         if (busy) upi_net_rest(&idle, UPI_NCCL_YIELDS, UPI_NCCL_NAP);
     }
     return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_nccl_ask(upipe_ctx *c, upipe_nccl *m, void *slab, size_t bytes)
+UPIPE_API upipe_status upi_nccl_request(upipe_ctx *c, upipe_nccl *m, void *slab, size_t bytes)
 {
-    int64_t mine[UPI_NCCL_ASKED], there;
+    int64_t mine[UPI_NCCL_NUMBERS], there;
     int version = 0, driver = 0, least = 0, most = 0, r;
     UPI_NCCL(c, m, ncclGetVersion(&version));
     UPI_NCCL_CUDA(c, m, cudaDriverGetVersion(&driver));
     UPI_NCCL_CUDA(c, m, cudaDeviceGetStreamPriorityRange(&least, &most));
-    /* foremost: the comparison's one block must not queue behind all those of attention */
+    /* highest priority: the one block of the comparison must not queue behind those of attention */
     UPI_NCCL_CUDA(c, m, cudaStreamCreateWithPriority(&m->side, cudaStreamNonBlocking, most));
     mine[UPI_NCCL_SLAB] = slab != NULL ? (int64_t)bytes : 0;
     mine[UPI_NCCL_VERSION] = version;
     mine[UPI_NCCL_DRIVER] = driver;
     mine[UPI_NCCL_NODE] = upi_nccl_node();
-    UPIPE_TRY(upi_nccl_meet(c, m, UPI_NCCL_GATHER, mine, UPI_NCCL_ASKED));
+    UPIPE_TRY(upi_nccl_meet(c, m, UPI_TEAM_ALL_GATHER, mine, UPI_NCCL_NUMBERS));
     if (upi_nccl_objection(m) != NULL) return UPIPE_OK;
     m->slab = (char *)slab;
     m->slab_bytes = bytes;
     UPIPE_TRY(upi_nccl_register(c, m));
     there = m->window != NULL;
-    UPIPE_TRY(upi_nccl_meet(c, m, UPI_NCCL_GATHER, &there, 1));
+    UPIPE_TRY(upi_nccl_meet(c, m, UPI_TEAM_ALL_GATHER, &there, 1));
     for (r = 0; r < m->comm.ranks; ++r)
         if (!upi_nccl_value(m, r, 0)) {
             snprintf(m->zero_sm_says, sizeof m->zero_sm_says,
-                     "grouped sends and receives: NCCL gives rank %d no symmetric window", r);
-            m->grouped = 1; /* or NCCL would give all-to-alls of ranks that have one to the engines */
+                     "grouped sends and receives: NCCL makes no symmetric window for rank %d", r);
+            m->grouped = 1; /* or ranks that have a window would use copy engines */
             return UPIPE_OK;
         }
     snprintf(
@@ -697,22 +628,24 @@ UPIPE_API upipe_status upi_nccl_ask(upipe_ctx *c, upipe_nccl *m, void *slab, siz
 
 #endif
 
-/* upipe_nccl_zero_sm -- asks for exchanges by copy engines; m->zero_sm and the sentence say what came of it,
- *                       the same on all ranks
- *   slab    of upipe_nccl_slab, the same number of bytes on all ranks, kept until upipe_nccl_free; other
- *           memory NCCL refuses (BACKEND)
- *   order   all ranks, once, before or between exchanges; the communicator was made with CTAPolicy =
- *           NCCL_CTA_POLICY_ZERO, which NCCL has no way to tell
- *   errors  UPIPE_OK also where there will be none, and everything goes as before. ARG if asked twice; others
- *           as upipe_comm_wait
+/* upipe_nccl_zero_sm -- requests transfers by copy engines; m->zero_sm and m->zero_sm_says hold the outcome,
+ * the
+ *                       same on all ranks
+ *   slab    of upipe_nccl_slab, the same number of bytes on all ranks, kept until upipe_nccl_free; NCCL
+ *           refuses other memory (BACKEND)
+ *   order   all ranks, once, before or between transfers; the communicator was made with CTAPolicy =
+ *           NCCL_CTA_POLICY_ZERO, which NCCL cannot report
+ *   errors  UPIPE_OK also where copy engines are not available, and transfers stay as before. ARG if
+ *           requested twice; others as upipe_comm_wait
  */
 UPIPE_API upipe_status upipe_nccl_zero_sm(upipe_ctx *c, upipe_nccl *m, void *slab, size_t bytes)
 {
     UPIPE_TRY(upi_comm_idle(c, &m->comm));
-    if (m->zero_sm_says[0] != 0) return upipe_fail(&c->err, UPIPE_ERR_ARG, "copy engines are asked for twice");
+    if (m->zero_sm_says[0] != 0)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "copy engines are requested twice");
     UPIPE_TRY(upi_nccl_ready(c, m));
 #if UPI_NCCL_ENGINES
-    return upi_nccl_ask(c, m, slab, bytes);
+    return upi_nccl_request(c, m, slab, bytes);
 #else
     (void)slab;
     (void)bytes;
@@ -723,10 +656,12 @@ UPIPE_API upipe_status upipe_nccl_zero_sm(upipe_ctx *c, upipe_nccl *m, void *sla
 #endif
 }
 
-/* upipe_nccl_sync -- as ops.sync, but for no longer than the deadline, and with an eye on the communicator: for a
- *                    stream whose exchanges were launched in a graph, where no wait of this transport is behind them
- *   order   the deadline counts from the call; what is enqueued now is waited for, computing included
- *   errors  as upipe_comm_wait; UNSUPPORTED where the stream is captured; ARG between upipe_comm_start and wait
+/* upipe_nccl_sync -- waits for ctx->stream, no longer than the deadline, and detects NCCL's errors meanwhile:
+ *                    for a stream whose transfers are in a graph, where no wait of this transport follows
+ *                    them
+ *   order   the deadline counts from the call; it covers all that is enqueued now, computing included
+ *   errors  as upipe_comm_wait; UNSUPPORTED where the stream is captured; ARG between upipe_comm_start and
+ *           wait
  */
 UPIPE_API upipe_status upipe_nccl_sync(upipe_ctx *c, upipe_nccl *m)
 {
@@ -747,8 +682,8 @@ UPIPE_API upipe_status upi_nccl_first(upipe_status s, upipe_status t)
     return s != UPIPE_OK ? s : t;
 }
 
-/* upipe_nccl_free -- releases what init took; after success, failure or a failed init alike
- *   order   no call is under way, and the team's device is the current one. Waits for the device. m->nccl
+/* upipe_nccl_free -- releases what init allocated; legal after a failure and a failed init too
+ *   order   no call is in progress, and the team's device is the current one. Waits for the device. m->nccl
  *           keeps its value: the host destroys its communicator unless that is NULL
  *   errors  BACKEND: the runtime's text; everything that can be released is
  */
@@ -759,7 +694,7 @@ UPIPE_API upipe_status upipe_nccl_free(upipe_nccl *m, upipe_err *e)
     if (m == NULL) return s;
     nccl = m->nccl;
 #if UPI_NCCL_ENGINES
-    if (m->window != NULL && nccl != NULL) /* else the abort has taken it along */
+    if (m->window != NULL && nccl != NULL) /* else the abort has freed it */
         s = upi_nccl_check(e, nccl, ncclCommWindowDeregister(nccl, m->window), "ncclCommWindowDeregister(");
 #endif
     if (m->side != NULL)
@@ -777,7 +712,7 @@ UPIPE_API upipe_status upipe_nccl_free(upipe_nccl *m, upipe_err *e)
     return s;
 }
 
-/* A communicator that is made without blocking is waited for, until the deadline. */
+/* Waits until a non-blocking communicator is made. */
 UPIPE_API upipe_status upi_nccl_made(ncclComm_t nccl, double deadline_s, upipe_err *e)
 {
     int64_t until = upi_net_until(deadline_s);
@@ -788,7 +723,7 @@ UPIPE_API upipe_status upi_nccl_made(ncclComm_t nccl, double deadline_s, upipe_e
         if (state != ncclInProgress) return upi_nccl_check(e, nccl, state, "the communicator(");
         if (upipe_net_now() >= until)
             return upipe_fail(e, UPIPE_ERR_TIMEOUT,
-                            "NCCL has not made the communicator in %g s: ranks are missing", deadline_s);
+                              "NCCL has not made the communicator in %g s: ranks are missing", deadline_s);
         upi_net_rest(&idle, UPI_NCCL_YIELDS, UPI_NCCL_NAP);
     }
 }
@@ -812,20 +747,23 @@ UPIPE_API upipe_status upi_nccl_claim(upipe_nccl *m, upipe_err *e)
                                "cudaEventCreateWithFlags(");
 }
 
-/* upipe_nccl_init -- this rank's end of a team of all ranks of an NCCL communicator
+/* upipe_nccl_init -- makes this rank's end of a team of all ranks of an NCCL communicator
  *   nccl        the host's; its device is the current one. Waits for a non-blocking one to be made
- *   deadline_s  seconds that one call may wait for its peers; 0 = UPIPE_DEADLINE_DEFAULT. Each rank may change
- *               comm.deadline later; it is read at each call
+ *   deadline_s  seconds that one call may wait for its peers; 0 = UPIPE_DEADLINE_DEFAULT. Each call reads
+ *               comm.deadline, which each rank may change
  *   bytes       288 * (1 + ranks) on the device and as many pinned, 384 * ranks of ordinary memory
- *   errors      ARG, TIMEOUT, ABORTED, MEMORY, BACKEND (NCCL's or the runtime's text). There is then nothing to
- *               free here, and the communicator is the host's to end: ncclCommAbort, not ncclCommDestroy
+ *   errors      ARG, TIMEOUT, ABORTED, MEMORY, BACKEND (NCCL's or the runtime's text). Then there is nothing
+ *               to free here, and the host ends its communicator: ncclCommAbort, not ncclCommDestroy
  */
 UPIPE_API upipe_status upipe_nccl_init(upipe_nccl *m, ncclComm_t nccl, double deadline_s, upipe_err *e)
 {
+    static const upipe_comm_ops ops = {"nccl",           upi_nccl_start,      upi_nccl_wait,
+                                       upi_nccl_barrier, upi_nccl_all_gather, upi_nccl_failure,
+                                       upi_nccl_fail};
     int device = -1, current = -1;
     upipe_status s;
     memset(m, 0, sizeof *m);
-    if (!(deadline_s >= 0)) return upipe_fail(e, UPIPE_ERR_ARG, "a deadline of %g s", deadline_s);
+    UPIPE_TRY(upi_team_deadline(e, deadline_s));
     if (nccl == NULL) return upipe_fail(e, UPIPE_ERR_ARG, "a team without a communicator");
     if (!(deadline_s > 0)) deadline_s = UPIPE_DEADLINE_DEFAULT;
     UPIPE_TRY(upi_nccl_made(nccl, deadline_s, e));
@@ -835,21 +773,14 @@ UPIPE_API upipe_status upipe_nccl_init(upipe_nccl *m, ncclComm_t nccl, double de
     UPIPE_TRY(upi_nccl_check_cuda(e, cudaGetDevice(&current), "cudaGetDevice("));
     if (device != current)
         return upipe_fail(e, UPIPE_ERR_ARG, "the communicator is on device %d, and device %d is current",
-                        device, current);
+                          device, current);
     s = upi_nccl_claim(m, e);
     if (s != UPIPE_OK) {
         upipe_nccl_free(m, NULL);
         return s;
     }
     m->nccl = nccl;
-    m->comm.ops.name = "nccl";
-    m->comm.ops.start = upi_nccl_start;
-    m->comm.ops.wait = upi_nccl_wait;
-    m->comm.ops.barrier = upi_nccl_barrier;
-    m->comm.ops.gather = upi_nccl_gather;
-    m->comm.ops.abort = upi_nccl_abort;
-    m->comm.impl = m;
-    m->comm.deadline = deadline_s;
+    upi_team_init(&m->comm, &ops, m, deadline_s);
     return UPIPE_OK;
 }
 

@@ -1,7 +1,8 @@
-/* upipe_net_peer.h -- a team whose copy engines write into each other's memory      backend, includes comm, ops
+/* upipe_net_peer.h -- a team whose copy engines write into each other's memory      backend, includes team,
+ * comm
  *
  *     upipe_peer_desc d = {0};
- *     d.buffer = buffer;                                   upipe_peer_bytes(ranks) zeros that all ranks see
+ *     d.buf = buf;                                     upipe_peer_bytes(ranks) zeros that all ranks see
  *     d.slabs = slabs, d.slabs_n = 1;                  device memory that may receive: the pool's
  *     d.rank = rank, d.ranks = 8;
  *     upipe_peer team;
@@ -10,36 +11,33 @@
  *     ...
  *     upipe_peer_free(&team, &err);                    before the slabs
  *
- * Ranks are threads of a process, or, with d.processes, processes of a machine: a GPU each, or several on
- * one. The buffer is any memory of a process, or one that is shared (shm_open, memfd_create, or mapped before
- * fork); each rank may see it at another address. It holds what the hosts tell each other: no library does.
+ * Ranks are threads of a process or, with d.processes, processes of a machine: a GPU each, or several on one.
+ * The buffer is any memory of a process, or shared memory (shm_open, memfd_create, or mapped before fork);
+ * each rank may see it at another address. Through it the hosts communicate, without a library. Receive
+ * buffers lie in the slabs, send buffers anywhere on the device.
  *
- * How bytes move. start records an event on ctx->stream: from there on this rank's buffers may be read and
- * written. In wait each rank, on a stream of its own, waits for the receiver's event and copies every segment
- * straight to its place, with cudaMemcpyAsync or cudaMemcpy2DAsync; an event behind it is what the receivers'
- * streams wait for. Hosts hand over addresses and that events are recorded; they never wait for the device in
- * between, and no kernel is launched: the data take no multiprocessors, and run beside what ctx->stream is
- * given between start and wait. (What a rank sends itself is copied within its memory; a driver may do that
- * with a kernel.) Events, not words in memory that streams write and wait for: a wait is enqueued only when
- * what it waits for is, so no order of calls can hang a device, ranks that share one included, and the
- * runtime knows of every dependence.
+ * Data. start records an event on ctx->stream: behind it this rank's buffers may be read and written. In wait
+ * each rank, on a stream of its own, waits for the receiver's event and copies every message to its place
+ * with cudaMemcpyAsync or cudaMemcpy2DAsync; the receivers' streams wait for an event behind these copies.
+ * Hosts exchange addresses, and which events are recorded; they do not wait for the device in between, and no
+ * kernel is launched. So the data need no multiprocessors, and move while ctx->stream runs what it is given
+ * between start and wait. (A driver may copy with a kernel what a rank sends itself.) Ranks synchronize with
+ * events rather than with words in memory: a wait is enqueued only after what it waits for, so no order of
+ * calls can hang a device, also where ranks share one, and the runtime knows every dependence.
  *
- * wait returns when the exchange is complete on the device. With team.ahead it returns when the exchange is
- * enqueued and ctx->stream is behind it: the host runs ahead, and a device that fails shows in a later call
- * or in ops.sync, for which upipe_peer_sync has the deadline.
+ * wait returns when the transfer is complete on the device. With team.ahead it returns when the transfer is
+ * enqueued and ctx->stream waits for it: the host runs ahead, and a failure of the device shows in a later
+ * call or in ops.sync, which upipe_peer_sync replaces under the deadline.
  *
- * Every rank makes the same sequence of calls (exchange, barrier, gather), from one thread at a time, abort
- * included; ahead is each rank's own matter. Receive buffers lie in the slabs, send buffers anywhere on the
- * device.
+ * Order. Every rank makes the same sequence of calls (transfer, barrier, all-gather), from one thread at a
+ * time, abort included. Ranks may set `ahead` independently.
  *
- * Failures. The first one breaks the team: its sentence is every rank's reason from then on. The rank that
- * finds it returns its status: TIMEOUT (naming the ranks), MISMATCH, BACKEND. The others return ABORTED,
- * except that each returns a MISMATCH once. The deadline counts from the moment that ctx->stream comes to the
- * exchange; with ahead, from the call for as long as the exchange before has not ended. A rank that fails then
- * waits until its own copies have ended and nobody's copies to it are under way, for at most the deadline or a
- * second, whichever is less; else comm->quarantine is set. A process that dies is found by the deadline; its
- * devices' copies end with it, or are never waited for by ctx->stream. With ahead that may be behind them for
- * ever: then comm->stuck is set too.
+ * Failures. The rank that detects the first one returns its status: TIMEOUT (naming the ranks), MISMATCH,
+ * BACKEND. The others return ABORTED, but a MISMATCH once. The deadline counts from the moment when
+ * ctx->stream reaches the transfer; with `ahead`, from the call while the transfer before has not ended. A
+ * rank that fails then waits until its own copies and copies to it have ended; if they do not,
+ * comm->quarantine is set. The deadline detects a process that dies. With `ahead` ctx->stream may be behind
+ * its copies for ever: then comm->stuck is set too.
  */
 #ifndef UPIPE_NET_PEER_H
 #define UPIPE_NET_PEER_H
@@ -48,7 +46,7 @@
 
 #include <unistd.h>
 
-/* ---- exchange ---- */
+/* ---- transfers ---- */
 
 /* `count` blocks on the transport's stream. */
 UPIPE_API upipe_status upi_peer_copy(upipe_err *e, upipe_peer *m, char *dst, size_t dst_step, const char *src,
@@ -73,25 +71,20 @@ UPIPE_API upipe_status upi_peer_copy(upipe_err *e, upipe_peer *m, char *dst, siz
     return UPIPE_OK;
 }
 
-/* What a rank sends to itself. */
+/* Copies what a rank sends to itself. */
 UPIPE_API upipe_status upi_peer_copy_own(upipe_err *e, upipe_peer *m, const upipe_msg *list, int n)
 {
-    int rank = m->comm.rank, from = 0, to = 0;
-    for (;; ++from, ++to) {
-        while (from < n && (list[from].peer != rank || list[from].send_bytes == 0)) ++from;
-        while (to < n && (list[to].peer != rank || list[to].recv_bytes == 0)) ++to;
-        if (from == n && to == n) return UPIPE_OK;
-        if (from == n || to == n || list[from].send_bytes != list[to].recv_bytes ||
-            list[from].count != list[to].count)
-            return upi_peer_fail(e, m, UPIPE_ERR_MISMATCH,
-                                 "rank %d sends itself blocks that it does not receive", rank);
+    int from = -1, to = -1;
+    for (;;) {
+        UPIPE_TRY(upi_msg_own(e, &m->comm, list, n, &from, &to));
+        if (from == n) return UPIPE_OK;
         UPIPE_TRY(upi_peer_copy(e, m, (char *)list[to].recv, list[to].recv_step,
                                 (const char *)list[from].send, list[from].send_step, list[from].send_bytes,
                                 list[from].count));
     }
 }
 
-/* The slab that holds all blocks of a segment's receive side, and where they begin in it; -1: none. */
+/* The slab that holds all blocks of a receive, and their offset in it; -1: none. */
 UPIPE_API int upi_peer_place(const upipe_peer *m, const upipe_msg *msg, int64_t *at)
 {
     uintptr_t p = (uintptr_t)msg->recv;
@@ -111,68 +104,56 @@ UPIPE_API int upi_peer_place(const upipe_peer *m, const upipe_msg *msg, int64_t 
     return -1;
 }
 
-/* Posts what this rank receives; what cannot be is refused, and nothing has happened. */
+/* Fills in the post: what this rank receives. A receive that is not possible is refused without side effects.
+ * */
 UPIPE_API upipe_status upi_peer_offer(upipe_err *e, upipe_peer *m, const upipe_msg *list, int n, uint64_t s)
 {
     upi_peer_post *post = upi_peer_post_of(m, m->comm.rank, s);
-    upi_peer_piece *piece = upi_peer_pieces_of(m, m->comm.rank, s);
+    upi_peer_recv *recv = upi_peer_recvs_of(m, m->comm.rank, s);
     int i, used = 0;
     for (i = 0; i < n; ++i) {
         if (list[i].peer == m->comm.rank || list[i].recv_bytes == 0) continue;
-        if (used == m->comm.ranks * UPIPE_PEER_PIECES)
+        if (used == m->comm.ranks * UPIPE_PEER_RECVS)
             return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
-                            "rank %d receives more than %d segments in one transfer", m->comm.rank, used);
-        piece->slab = upi_peer_place(m, &list[i], &piece->at);
-        if (piece->slab < 0)
+                              "rank %d receives more than %d messages in one transfer", m->comm.rank, used);
+        recv->slab = upi_peer_place(m, &list[i], &recv->at);
+        if (recv->slab < 0)
             return upipe_fail(
                 e, UPIPE_ERR_UNSUPPORTED,
-                "rank %d receives segment %d, from rank %d, outside the slabs that peers can reach",
+                "rank %d receives message %d, from rank %d, outside the slabs that peers can reach",
                 m->comm.rank, i, list[i].peer);
-        piece->bytes = (int64_t)list[i].recv_bytes;
-        piece->step = (int64_t)list[i].recv_step;
-        piece->count = list[i].count;
-        piece->from = list[i].peer;
-        ++piece;
+        recv->bytes = (int64_t)list[i].recv_bytes;
+        recv->step = (int64_t)list[i].recv_step;
+        recv->count = list[i].count;
+        recv->from = list[i].peer;
+        ++recv;
         ++used;
     }
-    post->kind = UPI_PEER_TRANSFER;
+    post->kind = UPI_TEAM_TRANSFER;
     post->n = used;
     return UPIPE_OK;
 }
 
-/* The next piece at or behind `at` that comes from this rank, and the next segment that goes to `to`. */
-UPIPE_API int upi_peer_next_piece(const upi_peer_piece *piece, int n, int from, int at)
+/* The first receive at or after `at` that comes from this rank; n: there is none. */
+UPIPE_API int upi_peer_next_recv(const upi_peer_recv *recv, int n, int from, int at)
 {
-    while (at < n && piece[at].from != from) ++at;
-    return at;
-}
-
-UPIPE_API int upi_peer_next_msg(const upipe_peer *m, int to, int at)
-{
-    while (at < m->n && (m->list[at].peer != to || m->list[at].send_bytes == 0)) ++at;
+    while (at < n && recv[at].from != from) ++at;
     return at;
 }
 
 /* Compares what this rank sends to rank `to` with what that one receives. *any: there is something. */
 UPIPE_API upipe_status upi_peer_fit(upipe_err *e, upipe_peer *m, uint64_t s, int to, int *any)
 {
-    const upi_peer_piece *piece = upi_peer_pieces_of(m, to, s);
-    int n = upi_peer_post_of(m, to, s)->n, rank = m->comm.rank, sends = 0, receives = 0, i, k;
-    for (i = upi_peer_next_msg(m, to, 0); i < m->n; i = upi_peer_next_msg(m, to, i + 1)) ++sends;
-    for (k = upi_peer_next_piece(piece, n, rank, 0); k < n; k = upi_peer_next_piece(piece, n, rank, k + 1))
-        ++receives;
-    if (sends != receives)
-        return upi_peer_fail(e, m, UPIPE_ERR_MISMATCH,
-                             "rank %d sends %d segments to rank %d, which receives %d", rank, sends, to,
-                             receives);
-    for (i = upi_peer_next_msg(m, to, 0), k = upi_peer_next_piece(piece, n, rank, 0); i < m->n;
-         i = upi_peer_next_msg(m, to, i + 1), k = upi_peer_next_piece(piece, n, rank, k + 1))
-        if ((int64_t)m->list[i].send_bytes != piece[k].bytes || m->list[i].count != piece[k].count)
-            return upi_peer_fail(
-                e, m, UPIPE_ERR_MISMATCH,
-                "rank %d sends %lld blocks of %zu bytes to rank %d, which receives %lld of %lld", rank,
-                (long long)m->list[i].count, m->list[i].send_bytes, to, (long long)piece[k].count,
-                (long long)piece[k].bytes);
+    const upi_peer_recv *recv = upi_peer_recvs_of(m, to, s);
+    int n = upi_peer_post_of(m, to, s)->n, rank = m->comm.rank, sends = 0, receives = 0, i, k = -1;
+    for (i = 0; i < m->n; ++i) sends += m->list[i].peer == to && m->list[i].send_bytes > 0;
+    for (i = 0; i < n; ++i) receives += recv[i].from == rank;
+    UPIPE_TRY(upi_team_fit_count(e, &m->comm, rank, sends, to, receives));
+    for (i = -1; (i = upi_msg_next(m->list, m->n, to, UPI_SEND, i + 1)) < m->n;) {
+        k = upi_peer_next_recv(recv, n, rank, k + 1);
+        UPIPE_TRY(upi_team_fit_blocks(e, &m->comm, rank, m->list[i].count, (int64_t)m->list[i].send_bytes, to,
+                                      recv[k].count, recv[k].bytes));
+    }
     *any = sends > 0;
     return UPIPE_OK;
 }
@@ -182,23 +163,23 @@ UPIPE_API int32_t *upi_peer_busy(const upipe_peer *m, int to, int from)
     return &m->busy[to * m->comm.ranks + from];
 }
 
-/* Rank `to` has come to call s: copies to it what it receives from here, as soon as it is ready for it. */
+/* Rank `to` has come to transfer s: enqueues the copies of what it receives from here, behind its event. */
 UPIPE_API upipe_status upi_peer_push(upipe_err *e, upipe_peer *m, uint64_t s, int to)
 {
-    const upi_peer_piece *piece = upi_peer_pieces_of(m, to, s);
-    int n = upi_peer_post_of(m, to, s)->n, any = 0, i, k = -1;
+    const upi_peer_recv *recv = upi_peer_recvs_of(m, to, s);
+    int n = upi_peer_post_of(m, to, s)->n, any = 0, i = -1, k = -1;
     UPIPE_TRY(upi_peer_same(e, m, s, to));
     UPIPE_TRY(upi_peer_fit(e, m, s, to, &any));
     if (!any) return UPIPE_OK;
-    /* Set first, look at `broken` second; a failing receiver breaks first and looks at the word second. So
-     * one of the two sees the other, and nobody starts to write behind the receiver's back. */
+    /* Sets first and reads `broken` second; a failing receiver breaks first and reads the word second. So one
+     * of the two sees the other, and no copy begins unseen. */
     __atomic_store_n(upi_peer_busy(m, to, m->comm.rank), 1, __ATOMIC_SEQ_CST);
     m->held = 1;
-    if (upi_peer_broken(m)) return upi_peer_tell(e, m, UPIPE_OK);
+    if (upi_peer_broken(m)) return upi_comm_report(e, &m->comm, UPIPE_OK);
     UPI_PEER_CUDA(e, m, cudaStreamWaitEvent(m->stream, m->link[to].event[UPI_PEER_READY][s & 1], 0));
-    for (i = upi_peer_next_msg(m, to, 0); i < m->n; i = upi_peer_next_msg(m, to, i + 1)) {
-        k = upi_peer_next_piece(piece, n, m->comm.rank, k + 1);
-        UPIPE_TRY(upi_peer_copy(e, m, m->link[to].slab[piece[k].slab] + piece[k].at, (size_t)piece[k].step,
+    while ((i = upi_msg_next(m->list, m->n, to, UPI_SEND, i + 1)) < m->n) {
+        k = upi_peer_next_recv(recv, n, m->comm.rank, k + 1);
+        UPIPE_TRY(upi_peer_copy(e, m, m->link[to].slab[recv[k].slab] + recv[k].at, (size_t)recv[k].step,
                                 (const char *)m->list[i].send, m->list[i].send_step, m->list[i].send_bytes,
                                 m->list[i].count));
     }
@@ -214,7 +195,7 @@ UPIPE_API void upi_peer_release(upipe_peer *m)
     m->held = 0;
 }
 
-/* Copies of an exchange that the host has run ahead of may have ended since. */
+/* Copies of a transfer that the host has run ahead of may have ended since. */
 UPIPE_API upipe_status upi_peer_catch_up(upipe_err *e, upipe_peer *m)
 {
     int passed;
@@ -224,11 +205,11 @@ UPIPE_API upipe_status upi_peer_catch_up(upipe_err *e, upipe_peer *m)
     return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_peer_look_pushing(upipe_err *e, upipe_peer *m, uint64_t s)
+UPIPE_API upipe_status upi_peer_progress_pushing(upipe_err *e, upipe_peer *m, uint64_t s)
 {
     int ranks = m->comm.ranks, rank = m->comm.rank, k, missing = 0;
     for (k = 1; k < ranks; ++k) {
-        int to = (rank + k) % ranks; /* each begins with its neighbour: the receivers are spread */
+        int to = (rank + k) % ranks; /* each rank begins with its neighbour, which spreads the receivers */
         if (m->link[to].pushed == s) continue;
         if (!upi_peer_has_posted(m, to, s)) {
             ++missing;
@@ -239,21 +220,20 @@ UPIPE_API upipe_status upi_peer_look_pushing(upipe_err *e, upipe_peer *m, uint64
     }
     if (missing > 0) return UPIPE_OK;
     UPI_PEER_CUDA(e, m, cudaEventRecord(m->link[rank].event[UPI_PEER_SENT][s & 1], m->stream));
-    __atomic_store_n(&m->seat[rank].sent, s, __ATOMIC_RELEASE);
+    __atomic_store_n(&m->slot[rank].sent, s, __ATOMIC_RELEASE);
     m->stage = UPI_PEER_RECEIVING;
     return UPIPE_OK;
 }
 
-/* Every rank's event is waited for only when all have recorded theirs: who comes to the next exchange knows
- * that nobody waits for those of the one before this any more. */
-UPIPE_API upipe_status upi_peer_look_receiving(upipe_err *e, upipe_peer *m, uint64_t s)
+/* The stream waits for the ranks' events only when all have recorded theirs: a rank that comes to the next
+ * transfer knows that none waits any more for those of the transfer before this one. */
+UPIPE_API upipe_status upi_peer_progress_receiving(upipe_err *e, upipe_peer *m, uint64_t s)
 {
-    int r, i;
+    int r;
     for (r = 0; r < m->comm.ranks; ++r)
         if (!upi_peer_has_sent(m, r, s)) return UPIPE_OK;
     for (r = 0; r < m->comm.ranks; ++r) {
-        for (i = 0; i < m->n && (m->list[i].peer != r || m->list[i].recv_bytes == 0);) ++i;
-        if (r == m->comm.rank || i == m->n) continue;
+        if (r == m->comm.rank || upi_msg_next(m->list, m->n, r, UPI_RECV, 0) == m->n) continue;
         UPI_PEER_CUDA(e, m, cudaStreamWaitEvent(m->stream, m->link[r].event[UPI_PEER_SENT][s & 1], 0));
     }
     UPI_PEER_CUDA(e, m, cudaEventRecord(m->done, m->stream));
@@ -261,12 +241,12 @@ UPIPE_API upipe_status upi_peer_look_receiving(upipe_err *e, upipe_peer *m, uint
     return UPIPE_OK;
 }
 
-/* One look at the team in exchange s. *complete: nothing is left to do here. */
-UPIPE_API upipe_status upi_peer_look(upipe_ctx *c, upipe_peer *m, uint64_t s, int *complete)
+/* Takes transfer s as far as the other ranks allow. *complete: nothing is left to do here. */
+UPIPE_API upipe_status upi_peer_progress(upipe_ctx *c, upipe_peer *m, uint64_t s, int *complete)
 {
     *complete = 0;
-    if (m->stage == UPI_PEER_PUSHING) UPIPE_TRY(upi_peer_look_pushing(&c->err, m, s));
-    if (m->stage == UPI_PEER_RECEIVING) UPIPE_TRY(upi_peer_look_receiving(&c->err, m, s));
+    if (m->stage == UPI_PEER_PUSHING) UPIPE_TRY(upi_peer_progress_pushing(&c->err, m, s));
+    if (m->stage == UPI_PEER_RECEIVING) UPIPE_TRY(upi_peer_progress_receiving(&c->err, m, s));
     if (m->stage != UPI_PEER_LANDING) return UPIPE_OK;
     if (!m->ahead) return upi_peer_passed(&c->err, m, m->done, complete);
     UPI_PEER_CUDA(&c->err, m, cudaStreamWaitEvent((cudaStream_t)c->stream, m->done, 0));
@@ -274,8 +254,8 @@ UPIPE_API upipe_status upi_peer_look(upipe_ctx *c, upipe_peer *m, uint64_t s, in
     return UPIPE_OK;
 }
 
-/* The deadline is for peers. ctx->stream comes to the exchange in its own time, but for the exchange before, where
- * the host has run ahead of that: until it has ended, peers are waited for. */
+/* The deadline is for peers. Until ctx->stream has reached the transfer it does not count, unless the host
+ * has run ahead of the transfer before, and that has not ended: then peers are waited for. */
 UPIPE_API upipe_status upi_peer_finish(upipe_ctx *c, upipe_peer *m)
 {
     uint64_t s = m->call;
@@ -283,14 +263,12 @@ UPIPE_API upipe_status upi_peer_finish(upipe_ctx *c, upipe_peer *m)
     int idle = 0, before = !m->ahead, reached = 0, complete;
     for (;;) {
         int late = (reached || !before) && upipe_net_now() >= until;
-        UPIPE_TRY(upi_peer_look(c, m, s, &complete));
+        UPIPE_TRY(upi_peer_progress(c, m, s, &complete));
         if (complete) return UPIPE_OK;
-        if (upi_peer_broken(m)) return upi_peer_tell(&c->err, m, UPIPE_OK);
+        UPIPE_TRY(upi_comm_whole(c, &m->comm));
         if (late) UPIPE_TRY(upi_peer_late(&c->err, m, s));
         if (late && !before)
-            return upi_peer_fail(&c->err, m, UPIPE_ERR_TIMEOUT,
-                                 "rank %d waited %g s for the copies of the transfer before to end",
-                                 m->comm.rank, m->comm.deadline);
+            return upi_team_late(&c->err, &m->comm, "for the copies of the transfer before to end");
         if (!before) UPIPE_TRY(upi_peer_passed(&c->err, m, m->done, &before));
         if (before && !reached) {
             UPIPE_TRY(
@@ -301,8 +279,8 @@ UPIPE_API upipe_status upi_peer_finish(upipe_ctx *c, upipe_peer *m)
     }
 }
 
-/* Waits until this rank's copies have ended: returns 1. 0: the instant `until` (ns) has passed before; -1:
- * the runtime has an error instead, which leaves open whether they have. */
+/* Waits until this rank's copies have ended: returns 1. 0: the time `until` (ns) has passed before; -1: the
+ * runtime returns an error, which does not say whether they have ended. */
 UPIPE_API int upi_peer_ended(upipe_peer *m, int64_t until)
 {
     int idle = 0;
@@ -320,11 +298,11 @@ UPIPE_API int upi_peer_ended(upipe_peer *m, int64_t until)
     }
 }
 
-/* After a failure: the same, and nobody's copies to this rank are under way any more; for the deadline or one
- * second at most. Nobody begins any, since the team is broken. */
-UPIPE_API int upi_peer_vacated(upipe_peer *m)
+/* After a failure: waits until this rank's copies and copies to it have ended. None begins, since the team is
+ * broken. Returns 0 if one may still run. */
+UPIPE_API int upi_peer_settled(upipe_peer *m)
 {
-    int64_t until = upi_net_until(m->comm.deadline < 1 ? m->comm.deadline : 1);
+    int64_t until = upi_team_grace(&m->comm);
     int idle = 0, over, r;
     if (upi_peer_ended(m, until) != 1) return 0;
     for (;;) {
@@ -337,22 +315,23 @@ UPIPE_API int upi_peer_vacated(upipe_peer *m)
     }
 }
 
-/* After a failure: who cannot be sure that everything has ended says so. */
-UPIPE_API void upi_peer_unsure(upipe_peer *m)
+/* After a failure. */
+UPIPE_API void upi_peer_settle(upipe_peer *m)
 {
-    if (upi_peer_vacated(m)) return;
+    if (upi_peer_settled(m)) return;
     m->comm.quarantine = 1;
     m->comm.stuck = m->ahead;
 }
 
-/* Hosts hand over in each exchange, which a graph cannot hold. */
+/* The hosts take part in each transfer, which a graph cannot hold. */
 UPIPE_API upipe_status upi_peer_uncaptured(upipe_ctx *c, upipe_peer *m)
 {
     enum cudaStreamCaptureStatus state;
     UPI_PEER_CUDA(&c->err, m, cudaStreamIsCapturing((cudaStream_t)c->stream, &state));
     if (state == cudaStreamCaptureStatusNone) return UPIPE_OK;
     return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
-                    "rank %d: hosts hand over in each transfer, which a graph cannot hold", m->comm.rank);
+                      "rank %d: the hosts take part in each transfer, which a graph cannot hold",
+                      m->comm.rank);
 }
 
 UPIPE_API upipe_status upi_peer_start(upipe_ctx *c, upipe_comm *comm, const upipe_msg *list, int n)
@@ -362,7 +341,7 @@ UPIPE_API upipe_status upi_peer_start(upipe_ctx *c, upipe_comm *comm, const upip
     uint64_t s = m->call + 1;
     cudaEvent_t ready = m->link[comm->rank].event[UPI_PEER_READY][s & 1];
     upipe_status status;
-    if (upi_peer_broken(m)) return upi_peer_tell(e, m, UPIPE_OK);
+    if (upi_peer_broken(m)) return upi_comm_report(e, &m->comm, UPIPE_OK);
     UPIPE_TRY(upi_peer_uncaptured(c, m));
     UPIPE_TRY(upi_peer_catch_up(e, m));
     UPIPE_TRY(upi_peer_offer(e, m, list, n, s));
@@ -373,7 +352,7 @@ UPIPE_API upipe_status upi_peer_start(upipe_ctx *c, upipe_comm *comm, const upip
     UPI_PEER_CUDA(e, m, cudaStreamWaitEvent(m->stream, ready, 0));
     status = upi_peer_copy_own(e, m, list, n);
     if (status != UPIPE_OK) {
-        upi_peer_unsure(m);
+        upi_peer_settle(m);
         return status;
     }
     upi_peer_publish(m, s);
@@ -384,21 +363,19 @@ UPIPE_API upipe_status upi_peer_wait(upipe_ctx *c, upipe_comm *comm)
 {
     upipe_peer *m = (upipe_peer *)comm->impl;
     upipe_status s = upi_peer_finish(c, m);
-    int i;
     if (s != UPIPE_OK) {
-        upi_peer_unsure(m);
+        upi_peer_settle(m);
         return s;
     }
     if (!m->ahead) upi_peer_release(m);
-    for (i = 0; i < m->n; ++i)
-        if (m->list[i].peer != comm->rank)
-            comm->moved_bytes += (int64_t)m->list[i].recv_bytes * m->list[i].count;
+    upi_team_count(comm, m->list, m->n);
     return UPIPE_OK;
 }
 
-/* upipe_peer_sync -- as ops.sync, but for no longer than the deadline: behind exchanges that the host has run
+/* upipe_peer_sync -- waits for ctx->stream, no longer than the deadline: after transfers that the host has
+ * run
  *                    ahead of
- *   order   the deadline counts from the call; what is enqueued now is waited for, computing included
+ *   order   the deadline counts from the call; it covers all that is enqueued now, computing included
  *   errors  TIMEOUT, ABORTED, BACKEND; UNSUPPORTED (the stream is being captured: nothing happens)
  */
 UPIPE_API upipe_status upipe_peer_sync(upipe_ctx *c, upipe_peer *m)
@@ -413,30 +390,27 @@ UPIPE_API upipe_status upipe_peer_sync(upipe_ctx *c, upipe_peer *m)
         if (r != cudaErrorNotReady) return upi_peer_checked(&c->err, m, r, "cudaStreamQuery(");
         (void)cudaGetLastError();
         if (upi_peer_broken(m) || late) {
-            upipe_status s =
-                late ? upi_peer_fail(&c->err, m, UPIPE_ERR_TIMEOUT, "rank %d waited %g s for its stream",
-                                     m->comm.rank, m->comm.deadline)
-                     : upi_peer_tell(&c->err, m, UPIPE_OK);
-            upi_peer_unsure(m);
+            upipe_status s = late ? upi_team_late(&c->err, &m->comm, "for its stream")
+                                  : upi_comm_report(&c->err, &m->comm, UPIPE_OK);
+            upi_peer_settle(m);
             return s;
         }
         upi_net_rest(&idle, UPI_PEER_YIELDS, UPI_PEER_NAP);
     }
 }
 
-/* ---- barrier, gather: hosts only ---- */
+/* ---- barrier, all-gather: hosts only ---- */
 
 /* Publishes this rank's post and waits until every rank has come to the same call. Once all have come the
- * call succeeds, even if the team broke meanwhile: else a rank that reads a gather first, and aborts over
- * what it finds, would keep the others from finding it. */
-UPIPE_API upipe_status upi_peer_meet(upipe_ctx *c, upipe_peer *m, upi_peer_kind kind, const int64_t *values,
-                                     int n)
+ * call succeeds, even if the team is broken meanwhile: a rank that reads an all-gather first, and aborts
+ * because of what it finds, must not keep the others from finding it. */
+UPIPE_API upipe_status upi_peer_meet(upipe_ctx *c, upipe_peer *m, int kind, const int64_t *values, int n)
 {
     uint64_t s = m->call + 1;
     upi_peer_post *post = upi_peer_post_of(m, m->comm.rank, s);
     int64_t until = upi_net_until(m->comm.deadline);
     int idle = 0;
-    if (upi_peer_broken(m)) return upi_peer_tell(&c->err, m, UPIPE_OK);
+    UPIPE_TRY(upi_comm_whole(c, &m->comm));
     UPIPE_TRY(upi_peer_catch_up(&c->err, m));
     post->kind = (int32_t)kind;
     post->n = n;
@@ -451,7 +425,7 @@ UPIPE_API upipe_status upi_peer_meet(upipe_ctx *c, upipe_peer *m, upi_peer_kind 
                 UPIPE_TRY(upi_peer_same(&c->err, m, s, r));
         }
         if (missing == 0) return UPIPE_OK;
-        if (upi_peer_broken(m)) return upi_peer_tell(&c->err, m, UPIPE_OK);
+        UPIPE_TRY(upi_comm_whole(c, &m->comm));
         if (late) UPIPE_TRY(upi_peer_late(&c->err, m, s));
         upi_net_rest(&idle, UPI_PEER_YIELDS, UPI_PEER_NAP);
     }
@@ -459,17 +433,15 @@ UPIPE_API upipe_status upi_peer_meet(upipe_ctx *c, upipe_peer *m, upi_peer_kind 
 
 UPIPE_API upipe_status upi_peer_barrier(upipe_ctx *c, upipe_comm *comm)
 {
-    return upi_peer_meet(c, (upipe_peer *)comm->impl, UPI_PEER_BARRIER, NULL, 0);
+    return upi_peer_meet(c, (upipe_peer *)comm->impl, UPI_TEAM_BARRIER, NULL, 0);
 }
 
-UPIPE_API upipe_status upi_peer_gather(upipe_ctx *c, upipe_comm *comm, int64_t *all, const int64_t *mine,
-                                       int n)
+UPIPE_API upipe_status upi_peer_all_gather(upipe_ctx *c, upipe_comm *comm, int64_t *all, const int64_t *mine,
+                                           int n)
 {
     upipe_peer *m = (upipe_peer *)comm->impl;
     int r;
-    if (n < 0 || n > UPIPE_ALL_GATHER_MAX)
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%d numbers to gather, at most %d", n, UPIPE_ALL_GATHER_MAX);
-    UPIPE_TRY(upi_peer_meet(c, m, UPI_PEER_GATHER, mine, n));
+    UPIPE_TRY(upi_peer_meet(c, m, UPI_TEAM_ALL_GATHER, mine, n));
     for (r = 0; r < comm->ranks; ++r)
         memcpy(all + (size_t)r * (size_t)n, upi_peer_post_of(m, r, m->call)->values, (size_t)n * sizeof *all);
     return UPIPE_OK;
@@ -477,47 +449,46 @@ UPIPE_API upipe_status upi_peer_gather(upipe_ctx *c, upipe_comm *comm, int64_t *
 
 /* ---- the team ---- */
 
-/* Shows that this rank has come so far, and waits for the others. */
+/* Publishes that this rank has reached a phase of init, and waits for the others. */
 UPIPE_API upipe_status upi_peer_phase(upipe_err *e, upipe_peer *m, int phase)
 {
     static const char *const names[] = {"", "come to init", "show their slabs", "try the others' slabs",
                                         "check"};
     int64_t until = upi_net_until(m->comm.deadline);
     int idle = 0, r;
-    __atomic_store_n(&m->seat[m->comm.rank].phase, phase, __ATOMIC_RELEASE);
+    __atomic_store_n(&m->slot[m->comm.rank].phase, phase, __ATOMIC_RELEASE);
     for (;;) {
         int late = upipe_net_now() >= until;
         for (r = 0; r < m->comm.ranks; ++r)
-            if (__atomic_load_n(&m->seat[r].phase, __ATOMIC_ACQUIRE) < phase) break;
+            if (__atomic_load_n(&m->slot[r].phase, __ATOMIC_ACQUIRE) < phase) break;
         if (r == m->comm.ranks) return UPIPE_OK;
-        if (upi_peer_broken(m)) return upi_peer_tell(e, m, UPIPE_OK);
-        if (late)
-            return upi_peer_fail(e, m, UPIPE_ERR_TIMEOUT, "rank %d waited %g s for rank %d to %s",
-                                 m->comm.rank, m->comm.deadline, r, names[phase]);
+        if (upi_peer_broken(m)) return upi_comm_report(e, &m->comm, UPIPE_OK);
+        if (late) return upi_team_late(e, &m->comm, "for rank %d to %s", r, names[phase]);
         upi_net_rest(&idle, UPI_PEER_YIELDS, UPI_PEER_NAP);
     }
 }
 
-/* What ranks must share, and this rank's way to the others' devices. */
+/* Compares what ranks must share, and enables access to the others' devices. */
 UPIPE_API upipe_status upi_peer_meet_all(upipe_err *e, upipe_peer *m)
 {
-    const upi_peer_seat *mine = &m->seat[m->comm.rank];
+    const upi_peer_slot *mine = &m->slot[m->comm.rank];
     int r, can;
     for (r = 0; r < m->comm.ranks; ++r) {
-        const upi_peer_seat *s = &m->seat[r];
+        const upi_peer_slot *s = &m->slot[r];
         if (r == m->comm.rank) continue;
         if (s->ranks != mine->ranks || s->processes != mine->processes)
-            return upi_peer_fail(e, m, UPIPE_ERR_MISMATCH, "rank %d is of %d %s and rank %d of %d %s",
+            return upi_comm_fail(e, &m->comm, UPIPE_ERR_MISMATCH, "rank %d is of %d %s and rank %d of %d %s",
                                  m->comm.rank, mine->ranks, mine->processes ? "processes" : "threads", r,
                                  s->ranks, s->processes ? "processes" : "threads");
         if ((s->pid == mine->pid) == (mine->processes != 0))
-            return upi_peer_fail(e, m, UPIPE_ERR_UNSUPPORTED, "ranks %d and %d are %s, and init says %s",
-                                 m->comm.rank, r, mine->processes ? "in one process" : "two processes",
+            return upi_comm_fail(e, &m->comm, UPIPE_ERR_UNSUPPORTED,
+                                 "ranks %d and %d are %s, and init says %s", m->comm.rank, r,
+                                 mine->processes ? "in one process" : "two processes",
                                  mine->processes ? "processes" : "threads");
         if (m->processes || s->device == mine->device) continue;
         UPI_PEER_CUDA(e, m, cudaDeviceCanAccessPeer(&can, m->device, s->device));
         if (!can)
-            return upi_peer_fail(e, m, UPIPE_ERR_UNSUPPORTED,
+            return upi_comm_fail(e, &m->comm, UPIPE_ERR_UNSUPPORTED,
                                  "device %d of rank %d cannot reach the memory of device %d of rank %d",
                                  m->device, m->comm.rank, s->device, r);
         {
@@ -531,10 +502,10 @@ UPIPE_API upipe_status upi_peer_meet_all(upipe_err *e, upipe_peer *m)
     return UPIPE_OK;
 }
 
-/* This rank's slabs and events, as others open them. */
+/* Publishes this rank's slabs and events. */
 UPIPE_API upipe_status upi_peer_show(upipe_err *e, upipe_peer *m)
 {
-    upi_peer_seat *mine = &m->seat[m->comm.rank];
+    upi_peer_slot *mine = &m->slot[m->comm.rank];
     upi_peer_link *own = &m->link[m->comm.rank];
     upipe_err why;
     unsigned how = cudaEventDisableTiming | (m->processes ? (unsigned)cudaEventInterprocess : 0u);
@@ -553,7 +524,7 @@ UPIPE_API upipe_status upi_peer_show(upipe_err *e, upipe_peer *m)
         if (!m->processes) continue;
         if (upi_peer_check(&why, cudaIpcGetMemHandle(&mine->slab_handle[i], own->slab[i]),
                            "cudaIpcGetMemHandle(") != UPIPE_OK)
-            return upi_peer_fail(e, m, UPIPE_ERR_UNSUPPORTED, "rank %d cannot share slab %d: %s",
+            return upi_comm_fail(e, &m->comm, UPIPE_ERR_UNSUPPORTED, "rank %d cannot share slab %d: %s",
                                  m->comm.rank, i, why.text);
     }
     return UPIPE_OK;
@@ -561,7 +532,7 @@ UPIPE_API upipe_status upi_peer_show(upipe_err *e, upipe_peer *m)
 
 UPIPE_API upipe_status upi_peer_open(upipe_err *e, upipe_peer *m, int r)
 {
-    const upi_peer_seat *s = &m->seat[r];
+    const upi_peer_slot *s = &m->slot[r];
     upi_peer_link *link = &m->link[r];
     upipe_err mine;
     int i, k;
@@ -570,8 +541,9 @@ UPIPE_API upipe_status upi_peer_open(upipe_err *e, upipe_peer *m, int r)
         if (m->processes &&
             upi_peer_check(&mine, cudaIpcOpenMemHandle(&p, s->slab_handle[i], cudaIpcMemLazyEnablePeerAccess),
                            "cudaIpcOpenMemHandle(") != UPIPE_OK)
-            return upi_peer_fail(e, m, UPIPE_ERR_UNSUPPORTED, "rank %d cannot reach slab %d of rank %d: %s",
-                                 m->comm.rank, i, r, mine.text);
+            return upi_comm_fail(e, &m->comm, UPIPE_ERR_UNSUPPORTED,
+                                 "rank %d cannot reach slab %d of rank %d: %s", m->comm.rank, i, r,
+                                 mine.text);
         link->slab[i] = (char *)p;
     }
     for (k = 0; k < UPI_PEER_EVENTS; ++k)
@@ -589,7 +561,7 @@ UPIPE_API uint64_t upi_peer_word(int from, int to, int i)
     return UPI_PEER_MARK + ((uint64_t)from << 32 | (uint64_t)to << 8 | (uint64_t)i);
 }
 
-/* What is enqueued has ended. */
+/* Waits until all that is enqueued has ended. */
 UPIPE_API upipe_status upi_peer_drain(upipe_err *e, upipe_peer *m)
 {
     int64_t until = upi_net_until(m->comm.deadline);
@@ -599,15 +571,13 @@ UPIPE_API upipe_status upi_peer_drain(upipe_err *e, upipe_peer *m)
         late = upipe_net_now() >= until;
         UPIPE_TRY(upi_peer_passed(e, m, m->done, &passed));
         if (passed) return UPIPE_OK;
-        if (late)
-            return upi_peer_fail(e, m, UPIPE_ERR_TIMEOUT, "rank %d waited %g s for its copies to end",
-                                 m->comm.rank, m->comm.deadline);
+        if (late) return upi_team_late(e, &m->comm, "for its copies to end");
         upi_net_rest(&idle, UPI_PEER_YIELDS, UPI_PEER_NAP);
     }
 }
 
-/* Word [rank] of every slab of the others becomes this rank's, by the way that exchanges take: the words are
- * staged behind the ranks' own in slab 0. */
+/* Writes word [rank] of every slab of the others, as a transfer would: the words are staged behind the ranks'
+ * own in slab 0. */
 UPIPE_API upipe_status upi_peer_try(upipe_err *e, upipe_peer *m)
 {
     uint64_t words[UPIPE_PEER_SLABS];
@@ -615,11 +585,11 @@ UPIPE_API upipe_status upi_peer_try(upipe_err *e, upipe_peer *m)
     int rank = m->comm.rank, r, i;
     for (r = 0; r < m->comm.ranks; ++r) {
         if (r == rank) continue;
-        for (i = 0; i < m->seat[r].slabs_n; ++i) words[i] = upi_peer_word(rank, r, i);
+        for (i = 0; i < m->slot[r].slabs_n; ++i) words[i] = upi_peer_word(rank, r, i);
         UPI_PEER_CUDA(e, m,
-                      cudaMemcpyAsync(stage, words, sizeof *words * (size_t)m->seat[r].slabs_n,
+                      cudaMemcpyAsync(stage, words, sizeof *words * (size_t)m->slot[r].slabs_n,
                                       cudaMemcpyHostToDevice, m->stream));
-        for (i = 0; i < m->seat[r].slabs_n; ++i)
+        for (i = 0; i < m->slot[r].slabs_n; ++i)
             UPIPE_TRY(upi_peer_copy(e, m, m->link[r].slab[i] + sizeof *words * (size_t)rank, 0,
                                     stage + sizeof *words * (size_t)i, 0, sizeof *words, 1));
     }
@@ -637,8 +607,8 @@ UPIPE_API upipe_status upi_peer_tried(upipe_err *e, upipe_peer *m)
         UPIPE_TRY(upi_peer_drain(e, m));
         for (r = 0; r < m->comm.ranks; ++r)
             if (r != rank && words[r] != upi_peer_word(r, rank, i))
-                return upi_peer_fail(
-                    e, m, UPIPE_ERR_UNSUPPORTED,
+                return upi_comm_fail(
+                    e, &m->comm, UPIPE_ERR_UNSUPPORTED,
                     "what rank %d writes to slab %d of rank %d does not arrive at its beginning: "
                     "is it what cudaMalloc returned?",
                     r, i, rank);
@@ -646,23 +616,23 @@ UPIPE_API upipe_status upi_peer_tried(upipe_err *e, upipe_peer *m)
     return UPIPE_OK;
 }
 
-/* Says whether this rank has left the others, and waits until they have left it. */
+/* Publishes whether this rank no longer uses the others' slabs, and waits until they no longer use its own.
+ * */
 UPIPE_API upipe_status upi_peer_leave(upipe_err *e, upipe_peer *m, int left)
 {
-    double seconds = m->comm.deadline;
-    int64_t until = upi_net_until(upi_peer_broken(m) && seconds > 1 ? 1 : seconds);
+    int64_t until = upi_peer_broken(m) ? upi_team_grace(&m->comm) : upi_net_until(m->comm.deadline);
     int idle = 0, r;
-    __atomic_store_n(&m->seat[m->comm.rank].left, left, __ATOMIC_RELEASE);
+    __atomic_store_n(&m->slot[m->comm.rank].left, left, __ATOMIC_RELEASE);
     for (;;) {
         int late = upipe_net_now() >= until;
         for (r = 0; r < m->comm.ranks; ++r)
-            if (__atomic_load_n(&m->seat[r].phase, __ATOMIC_ACQUIRE) > 0 &&
-                !__atomic_load_n(&m->seat[r].left, __ATOMIC_ACQUIRE))
+            if (__atomic_load_n(&m->slot[r].phase, __ATOMIC_ACQUIRE) > 0 &&
+                !__atomic_load_n(&m->slot[r].left, __ATOMIC_ACQUIRE))
                 break;
         if (r == m->comm.ranks) return UPIPE_OK;
         if (late)
-            return upipe_fail(e, UPIPE_ERR_TIMEOUT, "rank %d may use the slabs of rank %d still", r,
-                            m->comm.rank);
+            return upipe_fail(e, UPIPE_ERR_TIMEOUT, "rank %d may still use the slabs of rank %d", r,
+                              m->comm.rank);
         upi_net_rest(&idle, UPI_PEER_YIELDS, UPI_PEER_NAP);
     }
 }
@@ -690,10 +660,10 @@ UPIPE_API upipe_status upi_peer_close(upipe_err *e, const upipe_peer *m, upi_pee
     return s;
 }
 
-/* upipe_peer_free -- releases what init took; after success, failure or a failed init alike
- *   order   every rank calls it, on its own thread, the team's device being current; it returns when no rank
+/* upipe_peer_free -- releases what init allocated; legal after a failure and a failed init too
+ *   order   every rank calls it, on its own thread, with the team's device current; it returns when no rank
  *           uses this one's slabs and events any more, or after the deadline (a second, after a failure)
- *   errors  TIMEOUT: copies of this rank do not end, or a rank does not come, and may use the slabs still;
+ *   errors  TIMEOUT: copies of this rank do not end, or a rank does not come, and may still use the slabs;
  *           BACKEND. What can be released is: the others' slabs stay mapped while copies to them do not end,
  *           and events stay that a rank may wait for
  */
@@ -727,10 +697,10 @@ UPIPE_API upipe_status upi_peer_check_desc(const upipe_peer_desc *d, int device,
     int i, can = 1;
     if (d->ranks < 1 || d->ranks > UPIPE_PEER_MAX || d->rank < 0 || d->rank >= d->ranks)
         return upipe_fail(e, UPIPE_ERR_ARG, "rank %d of %d; teams of 1 to %d", d->rank, d->ranks,
-                        UPIPE_PEER_MAX);
-    if (!(d->deadline_s >= 0)) return upipe_fail(e, UPIPE_ERR_ARG, "a deadline of %g s", d->deadline_s);
+                          UPIPE_PEER_MAX);
+    UPIPE_TRY(upi_team_deadline(e, d->deadline_s));
     if (d->buf == NULL || (uintptr_t)d->buf % 128 != 0)
-        return upipe_fail(e, UPIPE_ERR_ARG, "the space is at %p, not at 128 bytes", d->buf);
+        return upipe_fail(e, UPIPE_ERR_ARG, "the buffer at %p is not aligned to 128 bytes", d->buf);
     if (d->slabs_n < 1 || d->slabs_n > UPIPE_PEER_SLABS)
         return upipe_fail(e, UPIPE_ERR_ARG, "%d slabs; 1 to %d", d->slabs_n, UPIPE_PEER_SLABS);
     for (i = 0; i < d->slabs_n; ++i) {
@@ -738,19 +708,19 @@ UPIPE_API upipe_status upi_peer_check_desc(const upipe_peer_desc *d, int device,
         size_t least = (size_t)(i == 0 ? UPIPE_PEER_LEAST : UPIPE_PEER_LEAST_MORE) * (size_t)d->ranks;
         if (d->slabs[i].data == NULL || d->slabs[i].bytes < least)
             return upipe_fail(e, UPIPE_ERR_ARG, "slab %d is of %zu bytes, not of %zu at least", i,
-                            d->slabs[i].bytes, least);
+                              d->slabs[i].bytes, least);
         UPIPE_TRY(upi_peer_check(e, cudaPointerGetAttributes(&about, d->slabs[i].data),
                                  "cudaPointerGetAttributes("));
         if (about.type != cudaMemoryTypeDevice || about.device != device)
             return upipe_fail(e, UPIPE_ERR_ARG, "slab %d is not memory of device %d, which is current", i,
-                            device);
+                              device);
     }
     if (!d->processes) return UPIPE_OK;
     UPIPE_TRY(upi_peer_check(e, cudaDeviceGetAttribute(&can, cudaDevAttrIpcEventSupport, device),
                              "cudaDeviceGetAttribute("));
     if (can) return UPIPE_OK;
-    return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "device %d does not share memory and events between processes",
-                    device);
+    return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
+                      "device %d does not share memory and events between processes", device);
 }
 
 UPIPE_API upipe_status upi_peer_claim(upipe_peer *m, const upipe_peer_desc *d, upipe_err *e)
@@ -765,17 +735,17 @@ UPIPE_API upipe_status upi_peer_claim(upipe_peer *m, const upipe_peer_desc *d, u
     m->comm.gathered = (int64_t *)(void *)(memory + links + msgs);
     m->head = (upi_peer_head *)(void *)buf;
     buf += sizeof *m->head;
-    m->seat = (upi_peer_seat *)(void *)buf;
-    buf += n * sizeof *m->seat;
-    m->pieces = (upi_peer_piece *)(void *)buf;
-    buf += 2 * n * n * UPIPE_PEER_PIECES * sizeof *m->pieces;
+    m->slot = (upi_peer_slot *)(void *)buf;
+    buf += n * sizeof *m->slot;
+    m->recvs = (upi_peer_recv *)(void *)buf;
+    buf += 2 * n * n * UPIPE_PEER_RECVS * sizeof *m->recvs;
     m->busy = (int32_t *)(void *)buf;
     return UPIPE_OK;
 }
 
 UPIPE_API upipe_status upi_peer_join(upipe_peer *m, upipe_err *e)
 {
-    upi_peer_seat *mine = &m->seat[m->comm.rank];
+    upi_peer_slot *mine = &m->slot[m->comm.rank];
     int r, i;
     mine->ranks = m->comm.ranks;
     mine->processes = m->processes != 0;
@@ -798,18 +768,21 @@ UPIPE_API upipe_status upi_peer_join(upipe_peer *m, upipe_err *e)
     return upi_peer_phase(e, m, UPI_PEER_DONE);
 }
 
-/* upipe_peer_init -- this rank's end of a team; every rank calls it, and none returns before all have
- *   d       is not kept; the buffer and the slabs are, until upipe_peer_free. The slabs' first bytes are
- *           written
+/* upipe_peer_init -- makes this rank's end of a team; every rank calls it, and it returns when all have
+ *   d       is not kept; the buffer and the slabs are, until upipe_peer_free. Writes to the slabs' first
+ *           bytes
  *   bytes   on the host some 700 a rank; on the device five events and a stream
  *   errors  ARG; UNSUPPORTED on every rank where one cannot reach another's slab, with which and why;
- *           MISMATCH, TIMEOUT, ABORTED, MEMORY, BACKEND (the runtime's text). There is then nothing to free.
- *           Access between devices that was turned on stays on
+ *           MISMATCH, TIMEOUT, ABORTED, MEMORY, BACKEND (the runtime's text). Then there is nothing to free.
+ *           Access between devices that was enabled stays enabled
  */
 UPIPE_API upipe_status upipe_peer_init(upipe_peer *m, const upipe_peer_desc *d, upipe_err *e)
 {
+    static const upipe_comm_ops ops = {"peer",           upi_peer_start,      upi_peer_wait,
+                                       upi_peer_barrier, upi_peer_all_gather, upi_peer_failure,
+                                       upi_peer_fail};
     int device = -1, i;
-    const upipe_err *reason;
+    const upipe_err *first;
     upipe_status s;
     memset(m, 0, sizeof *m);
     UPIPE_TRY(upi_peer_check(e, cudaGetDevice(&device), "cudaGetDevice("));
@@ -817,28 +790,21 @@ UPIPE_API upipe_status upipe_peer_init(upipe_peer *m, const upipe_peer_desc *d, 
     UPIPE_TRY(upi_peer_claim(m, d, e));
     m->comm.rank = d->rank;
     m->comm.ranks = d->ranks;
-    if (m->seat[d->rank].phase != 0) {
+    if (m->slot[d->rank].phase != 0) {
         free(m->memory);
         memset(m, 0, sizeof *m);
-        return upipe_fail(e, UPIPE_ERR_ARG, "rank %d has been in this space before", d->rank);
+        return upipe_fail(e, UPIPE_ERR_ARG, "rank %d has used this buffer before", d->rank);
     }
-    m->comm.ops.name = "peer";
-    m->comm.ops.start = upi_peer_start;
-    m->comm.ops.wait = upi_peer_wait;
-    m->comm.ops.barrier = upi_peer_barrier;
-    m->comm.ops.gather = upi_peer_gather;
-    m->comm.ops.abort = upi_peer_abort;
-    m->comm.impl = m;
-    m->comm.deadline = d->deadline_s > 0 ? d->deadline_s : UPIPE_DEADLINE_DEFAULT;
+    upi_team_init(&m->comm, &ops, m, d->deadline_s);
     m->processes = d->processes;
     m->device = device;
     m->slabs_n = d->slabs_n;
     for (i = 0; i < d->slabs_n; ++i) m->slabs[i] = d->slabs[i];
     s = upi_peer_join(m, e);
     if (s == UPIPE_OK) return s;
-    reason = &m->seat[upi_peer_broken(m) - 1].reason; /* what cannot be is so for all, whoever finds it */
-    if (reason->status == UPIPE_ERR_UNSUPPORTED || reason->status == UPIPE_ERR_MISMATCH)
-        s = upipe_fail(e, reason->status, "%s", reason->text);
+    first = upi_peer_failure(&m->comm); /* these two hold for all ranks, whoever detects them */
+    if (first->status == UPIPE_ERR_UNSUPPORTED || first->status == UPIPE_ERR_MISMATCH)
+        s = upipe_fail(e, first->status, "%s", first->text);
     upipe_peer_free(m, NULL);
     return s;
 }
