@@ -5,6 +5,7 @@
  */
 #include <stdio.h>
 
+#include "upipe/upipe_sent.h"
 #include "upipe/upipe_bytes.h"
 
 int main(void)

@@ -31,6 +31,7 @@ static void host_memory_free(void *p);
 #if defined(WITH_MPI)
 
 #include "upipe/net/upipe_net_mpi.h"
+#include "upipe/upipe_agree.h"
 #include "upipe/cpu/upipe_cpu.h"
 
 static const upipe_dtype storage = UPIPE_F32;

@@ -14,8 +14,9 @@ import sys
 LAYERS = [
     ['upipe_base.h'],
     ['upipe_shard.h', 'upipe_mem.h', 'upipe_ops.h', 'upipe_comm.h'],
-    ['upipe_plan.h', 'upipe_attn.h', 'upipe_check.h', 'upipe_tile.h', 'upipe_side_stream.h', 'upipe_unwind.h'],
-    ['upipe_bytes.h', 'upipe_reduce.h'],
+    ['upipe_plan.h', 'upipe_attn.h', 'upipe_check.h', 'upipe_tile.h', 'upipe_side_stream.h', 'upipe_unwind.h',
+     'upipe_agree.h'],
+    ['upipe_bytes.h', 'upipe_sent.h', 'upipe_reduce.h'],
     ['upipe_a2a.h'],
     ['upipe_ring.h'],
     ['upipe_layer.h'],
@@ -25,7 +26,8 @@ LAYERS = [
 ]
 LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Folders of private parts, and the header that includes them.
-PARTS = {'layer': 'upipe_layer.h', 'fpdt': 'upipe_fpdt.h', 'ring': 'upipe_ring.h', 'tile': 'upipe_tile.h'}
+PARTS = {'layer': 'upipe_layer.h', 'fpdt': 'upipe_fpdt.h', 'plan': 'upipe_plan.h', 'ring': 'upipe_ring.h',
+         'tile': 'upipe_tile.h'}
 BACKENDS = ['cpu', 'cuda', 'net']
 # Lines with comments. The attention block can be read: in few lines, few functions, and none of them long.
 CORE_LINES, BACKEND_LINES = 500, 900

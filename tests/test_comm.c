@@ -87,6 +87,7 @@ static int test_join(pthread_t t, void **out)
 #undef pthread_create
 #undef pthread_join
 
+#include "upipe/upipe_agree.h"
 #include "lib/test.h"
 
 /* ---- a crew: a team with one context a rank, and buffers that outlive every call ---- */

@@ -1,5 +1,6 @@
 /* test_plan -- the schedule against brute force, the paper's figure and tables, refusals */
 #include "lib/test.h"
+#include "upipe/upipe_sent.h"
 #include "upipe/upipe_bytes.h"
 
 static upipe_plan_desc describe(int64_t tokens, int ranks, int heads, int kv_heads, int head_dim, int chunk)

@@ -38,16 +38,6 @@ typedef struct upipe_mask {
     int causal;
 } upipe_mask;
 
-/* One number for the borders of packed sequences, by which ranks compare them. */
-UPIPE_API int64_t upi_mask_hash(const upipe_mask *m)
-{
-    uint64_t hash = 0;
-    int64_t i;
-    for (i = 0; m->cu_seqlens != NULL && i <= m->cu_seqlens_n; ++i)
-        hash = (hash ^ (uint64_t)m->cu_seqlens[i]) * 1099511628211u + 1;
-    return (int64_t)(hash >> 1);
-}
-
 /* upipe_attn -- forward
  *   q k v o     one storage type, but for o, which may be f32 beside narrower ones; it does not overlap the others
  *   lse         f32, d = 1, written

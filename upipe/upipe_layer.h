@@ -17,6 +17,7 @@
 #ifndef UPIPE_LAYER_H
 #define UPIPE_LAYER_H
 
+#include "upipe_agree.h"
 #include "upipe_reduce.h"
 #include "upipe_ring.h"
 #include "upipe_side_stream.h"

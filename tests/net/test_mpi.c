@@ -9,6 +9,7 @@
 #define _POSIX_C_SOURCE 200809L
 #define _XOPEN_SOURCE   700
 #include "upipe/net/upipe_net_mpi.h"
+#include "upipe/upipe_agree.h"
 #include "upipe/net/upipe_net_threads.h"
 
 #include <signal.h>

@@ -16,6 +16,7 @@
     int blocking, grouped; \
     int zero_sm; /* copy engines are asked for */
 #define RANK_DEAD(k) CHECK((k)->team.nccl == NULL)
+#include "upipe/upipe_agree.h"
 #include "ranks.h"
 
 enum { PLAIN, ASKED, LATER }; /* LATER: the body asks */

@@ -20,6 +20,7 @@ static pid_t test_getpid(void)
 #define getpid test_getpid
 #include "upipe/net/upipe_net_peer.h"
 #undef getpid
+#include "upipe/upipe_agree.h"
 #include "upipe/upipe_a2a.h"
 #include "upipe/upipe_reduce.h"
 

@@ -12,6 +12,8 @@
 UPIPE_API upipe_status upi_layer_agree(upipe_ctx *c, const upipe_layer *l, int64_t tokens, int segments)
 {
     const upipe_plan_desc *d = &l->plan->desc;
+    const size_t borders = l->mask.cu_seqlens != NULL ? (size_t)(l->mask.cu_seqlens_n + 1) : 0;
+    const uint64_t hash = upi_hash_bytes(UPI_HASH, l->mask.cu_seqlens, borders * sizeof *l->mask.cu_seqlens);
     upipe_fields f;
     f.n = 0;
     upipe_field_int(&f, "tokens", d->tokens);
@@ -37,7 +39,7 @@ UPIPE_API upipe_status upi_layer_agree(upipe_ctx *c, const upipe_layer *l, int64
     upipe_field_int(&f, "window", l->mask.window);
     upipe_field_int(&f, "sinks", l->mask.sinks != NULL);
     upipe_field_int(&f, "cu_seqlens_n", l->mask.cu_seqlens_n);
-    upipe_field_int(&f, "cu_seqlens (hash)", upi_mask_hash(&l->mask));
+    upipe_field_int(&f, "cu_seqlens (hash)", (int64_t)(hash >> 1));
     upipe_field_real(&f, "softcap", l->mask.softcap);
     upipe_field_int(&f, "qk_norm", l->q_norm_weight != NULL);
     upipe_field_int(&f, "rope_interleaved", l->rope_interleaved != 0);

@@ -1,0 +1,120 @@
+/* tiles.h -- what calls over tiles of tokens share: sizes, checks, products        part of upipe_tile.h */
+#ifndef UPIPE_TILE_H
+#include "../upipe_tile.h"
+#elif !defined(UPIPE_TILE_TILES_H)
+#define UPIPE_TILE_TILES_H
+
+/* What a call holds: tensors that grow with the tile's rows, and the scratch of its products. */
+typedef struct upi_tiling {
+    int64_t rows;    /* of a tile; the last one may have fewer */
+    size_t row;      /* bytes of all tensors of a row */
+    size_t products; /* scratch */
+} upi_tiling;
+
+/* Sizes that views and sums of them can hold; `wide` is the hidden layer's width, or the vocabulary. */
+UPIPE_API upipe_status upi_tiles_sizes(int64_t rows, int64_t dim, int64_t wide, const char *what,
+                                       upipe_err *e)
+{
+    if (rows >= 0 && dim >= 1 && dim <= INT32_MAX && wide >= 1 && wide <= INT32_MAX) return UPIPE_OK;
+    return upipe_fail(e, UPIPE_ERR_ARG, "%s: %lld rows of %lld elements, %lld wide inside", what,
+                    (long long)rows, (long long)dim, (long long)wide);
+}
+
+/* Rows that fit the budget, or the default, and never more than there are. Errors: ARG where not even one
+ * fits; OVERFLOW. */
+UPIPE_API upipe_status upi_tiles_fit(upi_tiling *t, int64_t rows, int64_t standard, size_t budget,
+                                     const char *what, upipe_err *e)
+{
+    int64_t fit = budget > 0 ? (int64_t)(budget / t->row) : standard, bytes;
+    t->rows = fit < rows ? fit : rows;
+    if (fit < 1)
+        return upipe_fail(e, UPIPE_ERR_ARG, "%s: a tile of one row takes %zu bytes, tile_bytes allows %zu",
+                        what, t->row, budget);
+    if (!upipe_mul(&bytes, t->rows, (int64_t)t->row))
+        return upipe_fail(e, UPIPE_ERR_OVERFLOW, "%s: a tile of %lld rows of %zu bytes", what,
+                        (long long)t->rows, t->row);
+    return UPIPE_OK;
+}
+
+UPIPE_API size_t upi_tiles_larger(size_t a, size_t b)
+{
+    return a > b ? a : b;
+}
+
+/* A packed matrix for which only the shape matters yet. */
+UPIPE_API upipe_view upi_tiles_shape(upipe_dtype dtype, int64_t rows, int64_t columns)
+{
+    return upipe_view_packed(NULL, dtype, rows, 1, (int32_t)columns);
+}
+
+/* Scratch of y = x * w^T with w [columns][depth] and y of type `out`. backward: also of dx = dy * w, of type
+ * `dx`, of another such product added to it where that is f32, and of dw += dy^T * x. */
+UPIPE_API size_t upi_tiles_product(const upipe_ops *ops, upipe_dtype out, upipe_dtype dx, upipe_dtype dtype,
+                                   int64_t rows, int64_t columns, int64_t depth, int backward)
+{
+    upipe_view x = upi_tiles_shape(dtype, rows, depth), w = upi_tiles_shape(dtype, columns, depth);
+    upipe_view y = upi_tiles_shape(dtype, rows, columns), sum = upi_tiles_shape(dx, rows, depth);
+    upipe_view dw = upi_tiles_shape(UPIPE_F32, columns, depth);
+    size_t bytes = ops->gemm_bytes(ops, upi_tiles_shape(out, rows, columns), x, w, UPIPE_GEMM_TRANS_B);
+    if (!backward) return bytes;
+    bytes = upi_tiles_larger(bytes, ops->gemm_bytes(ops, sum, y, w, 0));
+    if (dx == UPIPE_F32)
+        bytes = upi_tiles_larger(bytes, ops->gemm_bytes(ops, sum, y, w, UPIPE_GEMM_ACCUMULATE));
+    return upi_tiles_larger(bytes,
+                            ops->gemm_bytes(ops, dw, y, x, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
+}
+
+/* x is a matrix of this type and width, with buffer. */
+UPIPE_API upipe_status upi_tiles_check(upipe_ctx *c, const char *call, const char *name, upipe_view v,
+                                       upipe_view like)
+{
+    if (v.h == 1 && v.n == like.n && v.d == like.d && v.dtype == like.dtype && v.n >= 0 && v.d >= 1 &&
+        (v.data != NULL || v.n == 0))
+        return UPIPE_OK;
+    return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: %s is %s [%lld][%d][%d]%s, not %s [%lld][1][%d]", call, name,
+                    upipe_dtype_name(v.dtype), (long long)v.n, v.h, v.d, v.data == NULL ? " at NULL" : "",
+                    upipe_dtype_name(like.dtype), (long long)like.n, like.d);
+}
+
+/* Views that begin at one address must be the same rows: a tile's are written before the next one's are
+ * read. */
+UPIPE_API upipe_status upi_tiles_check_alias(upipe_ctx *c, const char *call, const char *to, upipe_view y,
+                                             const char *from, upipe_view x)
+{
+    if (x.n < 2 || y.data != x.data || y.n_step == x.n_step) return UPIPE_OK;
+    return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: %s, of step %lld, lies over %s, of step %lld", call, to,
+                    (long long)y.n_step, from, (long long)x.n_step);
+}
+
+UPIPE_API upipe_status upi_tiles_norm_check(upipe_ctx *c, const char *call, const float *norm_weight, float eps,
+                                            const float *norm_weight_grad)
+{
+    if (!(eps >= 0) || !__builtin_isfinite(eps))
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: norm_eps %g", call, (double)eps);
+    if (norm_weight == NULL && (eps != 0 || norm_weight_grad != NULL))
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: %s without the norm weight of a norm", call,
+                        eps != 0 ? "norm_eps" : "a gradient of the norm weight");
+    return UPIPE_OK;
+}
+
+/* Blocks of one call. wide: the MLP's gate, up and hidden layer; or the logits and their gradient. */
+typedef struct upi_tiles_buf {
+    void *norm, *wide[3], *sum, *work;
+} upi_tiles_buf;
+
+UPIPE_API upipe_status upi_tiles_alloc(upipe_ctx *c, void **out, int64_t rows, int64_t columns, size_t element,
+                                      const char *tag)
+{
+    return upipe_mem_alloc(c->mem, out, (size_t)(rows * columns) * element, tag, &c->err);
+}
+
+UPIPE_API upipe_status upi_tiles_free(upipe_ctx *c, upi_tiles_buf *buf)
+{
+    int i;
+    UPIPE_TRY(upipe_mem_free(c->mem, buf->norm, &c->err));
+    for (i = 0; i < 3; ++i) UPIPE_TRY(upipe_mem_free(c->mem, buf->wide[i], &c->err));
+    UPIPE_TRY(upipe_mem_free(c->mem, buf->sum, &c->err));
+    return upipe_mem_free(c->mem, buf->work, &c->err);
+}
+
+#endif

@@ -1,0 +1,87 @@
+/* upipe_sent.h -- how many bytes are sent: by a stage, a pass, round a ring        layer 3, includes plan
+ *
+ *     upipe_plan_sent(&plan, 0)            of a forward, to the team; a transport's sent_bytes say the same
+ */
+#ifndef UPIPE_SENT_H
+#define UPIPE_SENT_H
+
+#include "upipe_plan.h"
+
+/* Bytes that a rank hands to the others when heads of `each` bytes a token travel one way: to heads, or to tokens. */
+UPIPE_API int64_t upi_plan_sent_heads(const upipe_plan *p, upipe_a2a_heads which, int stage, int to_tokens,
+                                      int64_t each)
+{
+    const int me = p->desc.rank, mine = upipe_plan_part(p, which, stage, me).count;
+    int64_t sum = 0, first;
+    int rank;
+    for (rank = 0; rank < p->desc.ranks; ++rank) {
+        if (rank == me) continue;
+        if (to_tokens)
+            sum += mine * upipe_plan_tokens(p, rank, &first);
+        else
+            sum += upipe_plan_part(p, which, stage, rank).count * p->local;
+    }
+    return sum * p->desc.batch * each;
+}
+
+/* upipe_plan_sent_stage -- bytes that this rank hands to its team in a stage
+ *   backward  0: Q, K, V, O.  1: Q, K, V again (they are recomputed), dO, delta, dQ, dK, dV
+ * Gradients of a key/value head that several ranks share travel as f32, since they are still to be summed.
+ */
+UPIPE_API int64_t upipe_plan_sent_stage(const upipe_plan *p, int stage, int backward)
+{
+    int64_t e = (int64_t)upipe_dtype_bytes(p->desc.dtype), d = p->desc.head_dim, v_dim = p->desc.v_dim, sum;
+    sum = upi_plan_sent_heads(p, UPIPE_A2A_Q, stage, 0, d * e);
+    sum += upi_plan_sent_heads(p, UPIPE_A2A_KV, stage, 0, (d + v_dim) * e);
+    if (!backward) return sum + upi_plan_sent_heads(p, UPIPE_A2A_Q, stage, 1, v_dim * e);
+    sum += upi_plan_sent_heads(p, UPIPE_A2A_Q, stage, 0, v_dim * e + 4) +
+           upi_plan_sent_heads(p, UPIPE_A2A_Q, stage, 1, d * e);
+    return sum + upi_plan_sent_heads(p, UPIPE_A2A_DKV, stage, 1, (d + v_dim) * (p->kv_grads_partial ? 4 : e));
+}
+
+/* Bytes that this rank hands to its team in all stages. */
+UPIPE_API int64_t upipe_plan_sent(const upipe_plan *p, int backward)
+{
+    int64_t sum = 0;
+    int i;
+    for (i = 0; i < p->stages; ++i) sum += upipe_plan_sent_stage(p, i, backward);
+    return sum;
+}
+
+/* Tokens that this rank hands to its ring, once round: shifted, what others hold passes through; gathered, its own goes
+ * to each of them. */
+UPIPE_API int64_t upi_plan_ring_tokens(const upipe_plan *p, int tokens_grad)
+{
+    const upipe_plan_desc *d = &p->desc;
+    int inner = d->ring_inner > 1 ? d->ring_inner : d->ring, outer = d->ring / inner,
+        node = d->ring_rank / inner;
+    int place = d->ring_rank % inner, i, o;
+    int64_t sum = 0;
+    if (d->ring_mode == UPIPE_RING_ALL_GATHER && !tokens_grad) return p->seq * (d->ring - 1);
+    if (d->ring_mode == UPIPE_RING_ALL_GATHER) return d->tokens - p->seq;
+    for (o = 0; o < outer; ++o) {
+        int from = (node - o + outer) % outer * inner;
+        /* step i sends what came i ranks round; gradients take one step more, to come home */
+        for (i = 0; i < (tokens_grad && inner > 1 ? inner : inner - 1); ++i)
+            sum += upipe_shard_ring(d->layout, d->tokens, d->ring, from + (place - i + inner) % inner).n;
+        if (outer > 1 && (o + 1 < outer || tokens_grad))
+            sum += upipe_shard_ring(d->layout, d->tokens, d->ring, from + place).n;
+    }
+    return sum;
+}
+
+/* upipe_plan_sent_ring -- bytes that this rank hands to its ring
+ *   backward  0: K, V.  1: K, V again, and their gradients in f32
+ */
+UPIPE_API int64_t upipe_plan_sent_ring(const upipe_plan *p, int backward)
+{
+    const upipe_plan_desc *d = &p->desc;
+    int64_t e = (int64_t)upipe_dtype_bytes(d->dtype), both = d->head_dim + d->v_dim, heads = 0;
+    int stage;
+    if (d->ring == 1) return 0;
+    for (stage = 0; stage < p->stages; ++stage) heads += upipe_plan_part(p, UPIPE_A2A_KV, stage, d->rank).count;
+    return heads * both * d->batch *
+           (upi_plan_ring_tokens(p, 0) * e + (backward ? upi_plan_ring_tokens(p, 1) * 4 : 0));
+}
+
+#endif
