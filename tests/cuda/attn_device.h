@@ -28,6 +28,17 @@ typedef struct values {
     float *o, *lse, *dq, *dk, *dv, *dsinks;
 } values;
 
+/* The f32 kernels ask for no capability: where the fake plays a device of 9.0, the run on that of 8.0 has tried them. */
+__attribute__((unused)) static int same_as_before(upipe_dtype dtype)
+{
+#ifdef FAKE_CUDA_RUNTIME_API_H
+    return dtype == UPIPE_F32 && dev.cuda.capability / 10 == 9;
+#else
+    (void)dtype;
+    return 0;
+#endif
+}
+
 static int64_t q_count(const oracle_attn *t)
 {
     return t->sq * t->h * t->d;
