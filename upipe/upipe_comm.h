@@ -29,9 +29,8 @@
 #include "upipe_base.h"
 
 /* upipe_msg -- what a rank sends to one peer, receives from it, or both, in one transfer
- *   send  `count` blocks of send_bytes; block i begins at send + i * send_step. NULL with 0 bytes: no send
- *   recv  the same with recv_bytes and recv_step
- *   peer  a rank of the team; the rank itself means a local copy
+ *   send, recv  `count` blocks each; block i begins at send + i * send_step. NULL with 0 bytes: none
+ *   peer        a rank of the team; the rank itself means a local copy
  */
 typedef struct upipe_msg {
     const void *send;
@@ -91,8 +90,8 @@ typedef struct upipe_comm {
 
 /* ---- failures, of every transport alike ---- */
 
-/* Returns the failure of a broken team. own: the status, if this call has detected the failure, else UPIPE_OK.
- * Then a MISMATCH is returned once, as any rank may have caused it, and ABORTED otherwise. */
+/* Returns the failure of a broken team. own: its status, if this call has detected it, else UPIPE_OK. Then a
+ * MISMATCH is returned once, as any rank may have caused it, and ABORTED otherwise. */
 UPIPE_API upipe_status upi_comm_report(upipe_err *e, upipe_comm *comm, upipe_status own)
 {
     const upipe_err *first = comm->ops.failure(comm);
@@ -120,7 +119,8 @@ __attribute__((unused, format(printf, 4, 5))) static inline upipe_status upi_com
     return upi_comm_report(e, comm, comm->ops.fail(comm, s, mine.text) ? s : UPIPE_OK);
 }
 
-/* upipe_comm_abort -- breaks the team: current and later calls of every rank fail with the sentence `why` */
+/* upipe_comm_abort -- breaks the team: current and later calls of every rank fail with the sentence `why`
+ *   why  NULL = "aborted by the host" */
 UPIPE_API void upipe_comm_abort(upipe_comm *comm, const char *why)
 {
     if (comm != NULL && comm->ops.fail != NULL)
@@ -282,6 +282,7 @@ typedef struct upipe_field {
     int real; /* value holds the bits of a double */
 } upipe_field;
 
+/* The double with these bits. */
 UPIPE_API double upipe_field_real(int64_t bits)
 {
     double v;
@@ -357,7 +358,7 @@ UPIPE_API void upi_agree_note(upipe_comm *comm, uint64_t hash, int expected)
  */
 UPIPE_API upipe_status upipe_comm_agree(upipe_ctx *c, upipe_comm *comm, const upipe_field *fields, int n)
 {
-    int64_t mine[UPIPE_ALL_GATHER_MAX], *all;
+    int64_t mine[UPIPE_ALL_GATHER_MAX];
     uint64_t hash;
     int i, r;
     UPIPE_TRY(upi_comm_idle(c, comm));
@@ -370,11 +371,10 @@ UPIPE_API upipe_status upipe_comm_agree(upipe_ctx *c, upipe_comm *comm, const up
         return UPIPE_OK;
     }
     for (i = 0; i < n; ++i) mine[i] = fields[i].value;
-    all = comm->gathered;
-    UPIPE_TRY(comm->ops.all_gather(c, comm, all, mine, n));
+    UPIPE_TRY(comm->ops.all_gather(c, comm, comm->gathered, mine, n));
     for (r = 1; r < comm->ranks; ++r) {
         for (i = 0; i < n; ++i) {
-            int64_t first = all[i], other = all[r * n + i];
+            int64_t first = comm->gathered[i], other = comm->gathered[r * n + i];
             if (other == first) continue;
             if (fields[i].real)
                 return upi_comm_fail(&c->err, comm, UPIPE_ERR_MISMATCH,
