@@ -21,7 +21,7 @@ enum {
 typedef struct host host;
 static int host_begin(host *h, const launch *l, double deadline, int zero_sm); /* -1: the sentence is out */
 static int host_end(host *h, int ok);
-/* The team's pool: what the transport wants to know of it. Gone, at the latest, with host_end. */
+/* The team's pool, as the transport requires it. Freed by host_end at the latest. */
 static upipe_status host_slab(host *h, upipe_ctx *c, void **out, size_t bytes);
 static void host_slab_free(host *h, void *slab);
 static upipe_status host_memory(void **out, size_t bytes, upipe_err *e);
@@ -237,7 +237,7 @@ static upipe_status step(upipe_ctx *c, const upipe_layer *l, void *wide, float *
     return c->ops->sync(c);
 }
 
-/* Plans, takes a slab of just the size, and makes the step. h: with the team, or NULL. */
+/* Plans, allocates a slab of exactly that size, and makes the step. h: with the team, or NULL. */
 static upipe_status run(host *h, upipe_ctx *c, const upipe_plan_desc *desc, const void *w, void *wide,
                         float *dx, const float *x, size_t *slab_bytes)
 {

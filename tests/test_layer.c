@@ -240,8 +240,8 @@ static void test_out_of_memory(int h, int hkv, int ranks, int ring, int naive, u
                     else /* where the host's own at_alloc failed, the team learns of it without the sentence; the world
                             perhaps from a rank that heard of it in its ring */
                         CHECK_SAY(strstr(r.errors[rank].text, "guard refused") != NULL ||
-                                      strstr(r.errors[rank].text, "aborted: out of memory") != NULL ||
-                                      (ring > 1 && strstr(r.errors[rank].text, "aborted: aborted") != NULL),
+                                      strstr(r.errors[rank].text, "failed: out of memory") != NULL ||
+                                      (ring > 1 && strstr(r.errors[rank].text, "failed: aborted") != NULL),
                                   "at_alloc %ld fails on rank %d: rank %d says '%s'", at, victim, rank,
                                   r.errors[rank].text);
                 }

@@ -282,7 +282,7 @@ static void test_out_of_memory(int h, int hkv, int naive)
                           "at_alloc %ld fails on rank %d: rank %d gets %s (%s)", at, victim, rank,
                           upipe_status_name(r.statuses[rank]), r.errors[rank].text);
                 CHECK_SAY(strstr(r.errors[rank].text, "guard refused") != NULL ||
-                              strstr(r.errors[rank].text, "aborted: out of memory") != NULL,
+                              strstr(r.errors[rank].text, "failed: out of memory") != NULL,
                           "at_alloc %ld fails on rank %d: rank %d says '%s'", at, victim, rank,
                           r.errors[rank].text);
             }

@@ -83,7 +83,7 @@ static inline upipe_status grid_main(void *user, int rank)
     if (s == UPIPE_OK) return s;
     memset(&c, 0, sizeof c);
     grid_use(g, rank, &c);
-    snprintf(why, sizeof why, "rank %d aborted: %s", rank, upipe_status_name(s));
+    snprintf(why, sizeof why, "rank %d failed: %s", rank, upipe_status_name(s));
     upipe_comm_abort(c.team, why);
     upipe_comm_abort(c.ring, why);
     return s;

@@ -91,8 +91,7 @@ typedef struct upi_mpi_peer {
 /* A rank's end of a team. The host's; must not move between init and free. */
 typedef struct upipe_mpi {
     upipe_comm comm;
-    int64_t
-        fragment; /* bytes of an MPI message at most, the same on all ranks; may be set right after init */
+    int64_t fragment; /* bytes of an MPI message at most, the same on all ranks; set right after init */
     /* the rest belongs to the transport */
     MPI_Comm mpi; /* the host's */
     int tag;
@@ -134,7 +133,7 @@ UPIPE_API const upipe_err *upi_mpi_failure(const upipe_comm *comm)
     return m->broken ? &m->failure : NULL;
 }
 
-/* A header that cannot be sent is left out: its rank then reaches its own deadline. */
+/* A rank that the header of the failure cannot be sent to reaches its own deadline. */
 UPIPE_API int upi_mpi_fail(upipe_comm *comm, upipe_status s, const char *why)
 {
     upipe_mpi *m = (upipe_mpi *)comm->impl;

@@ -628,9 +628,8 @@ UPIPE_API upipe_status upi_nccl_request(upipe_ctx *c, upipe_nccl *m, void *slab,
 
 #endif
 
-/* upipe_nccl_zero_sm -- requests transfers by copy engines; m->zero_sm and m->zero_sm_says hold the outcome,
- * the
- *                       same on all ranks
+/* upipe_nccl_zero_sm -- requests transfers by copy engines; m->zero_sm and m->zero_sm_says hold the outcome
+ *                       and are the same on all ranks
  *   slab    of upipe_nccl_slab, the same number of bytes on all ranks, kept until upipe_nccl_free; NCCL
  *           refuses other memory (BACKEND)
  *   order   all ranks, once, before or between transfers; the communicator was made with CTAPolicy =
@@ -657,11 +656,9 @@ UPIPE_API upipe_status upipe_nccl_zero_sm(upipe_ctx *c, upipe_nccl *m, void *sla
 }
 
 /* upipe_nccl_sync -- waits for ctx->stream, no longer than the deadline, and detects NCCL's errors meanwhile:
- *                    for a stream whose transfers are in a graph, where no wait of this transport follows
- *                    them
+ *                    for transfers in a graph, where upipe_comm_wait does not wait
  *   order   the deadline counts from the call; it covers all that is enqueued now, computing included
- *   errors  as upipe_comm_wait; UNSUPPORTED where the stream is captured; ARG between upipe_comm_start and
- *           wait
+ *   errors  as upipe_comm_wait; UNSUPPORTED where the stream is captured; ARG while a transfer is in progress
  */
 UPIPE_API upipe_status upipe_nccl_sync(upipe_ctx *c, upipe_nccl *m)
 {

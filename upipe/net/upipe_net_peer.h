@@ -1,5 +1,4 @@
-/* upipe_net_peer.h -- a team whose copy engines write into each other's memory      backend, includes team,
- * comm
+/* upipe_net_peer.h -- a team whose copy engines write into each other's memory  backend, includes peer_memory
  *
  *     upipe_peer_desc d = {0};
  *     d.buf = buf;                                     upipe_peer_bytes(ranks) zeros that all ranks see
@@ -19,7 +18,7 @@
  * Data. start records an event on ctx->stream: behind it this rank's buffers may be read and written. In wait
  * each rank, on a stream of its own, waits for the receiver's event and copies every message to its place
  * with cudaMemcpyAsync or cudaMemcpy2DAsync; the receivers' streams wait for an event behind these copies.
- * Hosts exchange addresses, and which events are recorded; they do not wait for the device in between, and no
+ * Hosts publish addresses, and which events are recorded; they do not wait for the device in between, and no
  * kernel is launched. So the data need no multiprocessors, and move while ctx->stream runs what it is given
  * between start and wait. (A driver may copy with a kernel what a rank sends itself.) Ranks synchronize with
  * events rather than with words in memory: a wait is enqueued only after what it waits for, so no order of
@@ -104,8 +103,7 @@ UPIPE_API int upi_peer_place(const upipe_peer *m, const upipe_msg *msg, int64_t 
     return -1;
 }
 
-/* Fills in the post: what this rank receives. A receive that is not possible is refused without side effects.
- * */
+/* Fills in the post: what this rank receives. One that is not possible is refused without side effects. */
 UPIPE_API upipe_status upi_peer_offer(upipe_err *e, upipe_peer *m, const upipe_msg *list, int n, uint64_t s)
 {
     upi_peer_post *post = upi_peer_post_of(m, m->comm.rank, s);
@@ -315,7 +313,7 @@ UPIPE_API int upi_peer_settled(upipe_peer *m)
     }
 }
 
-/* After a failure. */
+/* After a failure: sets quarantine, and stuck, unless all copies have ended. */
 UPIPE_API void upi_peer_settle(upipe_peer *m)
 {
     if (upi_peer_settled(m)) return;
@@ -372,9 +370,7 @@ UPIPE_API upipe_status upi_peer_wait(upipe_ctx *c, upipe_comm *comm)
     return UPIPE_OK;
 }
 
-/* upipe_peer_sync -- waits for ctx->stream, no longer than the deadline: after transfers that the host has
- * run
- *                    ahead of
+/* upipe_peer_sync -- waits for ctx->stream, no longer than the deadline: for a host that runs ahead
  *   order   the deadline counts from the call; it covers all that is enqueued now, computing included
  *   errors  TIMEOUT, ABORTED, BACKEND; UNSUPPORTED (the stream is being captured: nothing happens)
  */
@@ -616,8 +612,7 @@ UPIPE_API upipe_status upi_peer_tried(upipe_err *e, upipe_peer *m)
     return UPIPE_OK;
 }
 
-/* Publishes whether this rank no longer uses the others' slabs, and waits until they no longer use its own.
- * */
+/* Publishes whether this rank has left the others' slabs, and waits until they have left its own. */
 UPIPE_API upipe_status upi_peer_leave(upipe_err *e, upipe_peer *m, int left)
 {
     int64_t until = upi_peer_broken(m) ? upi_team_grace(&m->comm) : upi_net_until(m->comm.deadline);
@@ -769,8 +764,8 @@ UPIPE_API upipe_status upi_peer_join(upipe_peer *m, upipe_err *e)
 }
 
 /* upipe_peer_init -- makes this rank's end of a team; every rank calls it, and it returns when all have
- *   d       is not kept; the buffer and the slabs are, until upipe_peer_free. Writes to the slabs' first
- *           bytes
+ *   d       is not kept; the buffer and the slabs are, until upipe_peer_free. init writes to the first
+ *           bytes of the slabs
  *   bytes   on the host some 700 a rank; on the device five events and a stream
  *   errors  ARG; UNSUPPORTED on every rank where one cannot reach another's slab, with which and why;
  *           MISMATCH, TIMEOUT, ABORTED, MEMORY, BACKEND (the runtime's text). Then there is nothing to free.

@@ -1,5 +1,4 @@
-/* upipe_net_peer_memory.h -- the memory that ranks of upipe_net_peer.h share      backend, includes team,
- * comm
+/* upipe_net_peer_memory.h -- the memory that ranks of upipe_net_peer.h share        backend, includes team
  *
  * The buffer is memory that all ranks see, each perhaps at another address: it holds offsets, handles and
  * numbers. A rank writes its own slot and publishes it; others read the slot once `posted` has reached the
@@ -110,8 +109,8 @@ typedef struct upipe_peer {
     upi_peer_head *head;
     upi_peer_slot *slot;  /* [ranks] */
     upi_peer_recv *recvs; /* [ranks][2][UPIPE_PEER_RECVS * ranks] */
-    int32_t *busy; /* [ranks][ranks], atomic: copies to the first rank from the second may run */
-    upi_peer_link *link; /* [ranks]; own slabs and events too */
+    int32_t *busy;        /* [ranks][ranks], atomic: copies to the first rank from the second may run */
+    upi_peer_link *link;  /* [ranks]; own slabs and events too */
     upipe_peer_slab slabs[UPIPE_PEER_SLABS];
     int slabs_n, processes, device;
     cudaStream_t stream;

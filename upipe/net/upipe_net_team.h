@@ -1,4 +1,4 @@
-/* upipe_net_team.h -- what the transports share        backend net, includes comm, ops and upipe_net_clock.h
+/* upipe_net_team.h -- what the transports share        backend, includes clock, comm, ops
  *
  * Calls and their names, the sentences of a deadline that has passed and of ranks that do not match, and how
  * long a failed call waits for its buffers. How ranks reach each other is each transport's own.

@@ -77,7 +77,7 @@ typedef struct upi_threads_rank {
     char apart_2[UPI_THREADS_APART];
 } upi_threads_rank;
 
-/* A team. Plain, the host's; must not move between init and free. */
+/* A team. The host's; must not move between init and free. */
 typedef struct upipe_threads {
     upi_threads_rank *all; /* [ranks], and behind it the rest of the one allocation */
     int *counts;           /* [2][2][ranks][ranks], see upi_threads_sends and upi_threads_receives */
@@ -172,7 +172,7 @@ UPIPE_API int *upi_threads_sends(const upipe_threads *team, uint64_t s, int rank
     return team->counts + ((size_t)(s & 1) * 2 * ranks + (size_t)rank) * ranks;
 }
 
-/* ... and how many it receives from each. */
+/* Row [ranks] of transfer s: how many messages `rank` receives from each. */
 UPIPE_API int *upi_threads_receives(const upipe_threads *team, uint64_t s, int rank)
 {
     size_t ranks = (size_t)team->ranks;
