@@ -104,7 +104,7 @@ UPIPE_API void upi_agree_note(upipe_comm *comm, uint64_t hash, int expected)
  */
 UPIPE_API upipe_status upipe_comm_agree(upipe_ctx *c, upipe_comm *comm, const upipe_field *fields, int n)
 {
-    int64_t mine[UPIPE_ALL_GATHER_MAX], *all;
+    int64_t mine[UPIPE_ALL_GATHER_MAX];
     uint64_t hash;
     int i, r;
     UPIPE_TRY(upi_comm_idle(c, comm));
@@ -117,11 +117,10 @@ UPIPE_API upipe_status upipe_comm_agree(upipe_ctx *c, upipe_comm *comm, const up
         return UPIPE_OK;
     }
     for (i = 0; i < n; ++i) mine[i] = fields[i].value;
-    all = comm->gathered;
-    UPIPE_TRY(comm->ops.all_gather(c, comm, all, mine, n));
+    UPIPE_TRY(comm->ops.all_gather(c, comm, comm->gathered, mine, n));
     for (r = 1; r < comm->ranks; ++r) {
         for (i = 0; i < n; ++i) {
-            int64_t first = all[i], other = all[r * n + i];
+            int64_t first = comm->gathered[i], other = comm->gathered[r * n + i];
             if (other == first) continue;
             if (fields[i].real)
                 return upi_comm_fail(&c->err, comm, UPIPE_ERR_MISMATCH,
