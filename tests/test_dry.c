@@ -297,6 +297,64 @@ static void test_held(void)
     }
 }
 
+static void test_held_segments(void)
+{
+    static const struct {
+        const char *name;
+        int tokens, ranks, heads, kv_heads, v_dim, chunk, segments; /* d is 64 */
+        upipe_dtype dtype;
+        int qk_norm;
+        size_t phase[UPIPE_PHASES], intermediate_fwd, host;
+    } held[] = {
+        {"FPDT", 1024, 4, 16, 4, 0, 16, 4, UPIPE_BF16, 0,
+         {0, 394216, 613920, 528384, 0, 397312, 1561568, 589824},
+         327680, 3178496},
+        {"UPipe in segments, uneven tokens", 1003, 4, 16, 4, 0, 4, 4, UPIPE_BF16, 1,
+         {0, 193000, 310156, 129516, 5120, 102496, 758928, 383464},
+         128512, 3627392},
+        {"f32, V wider", 1024, 2, 8, 4, 96, 2, 3, UPIPE_F32, 1,
+         {0, 788968, 896888, 395352, 3072, 398424, 1359168, 1314280},
+         437760, 8569152},
+        {"more ranks than K heads", 1024, 8, 32, 4, 0, 8, 2, UPIPE_BF16, 0,
+         {0, 328680, 611872, 264192, 0, 198656, 1225696, 525288},
+         262144, 3571712},
+        {"uneven heads", 1024, 3, 14, 2, 48, 14, 5, UPIPE_BF16, 1,
+         {0, 389288, 561200, 361296, 4096, 330336, 1379936, 510464},
+         318656, 3221600},
+    };
+    size_t i;
+    int phase;
+    gemm_scratch = 1000;
+    fwd_scratch = 20000;
+    bwd_scratch = 300000;
+    for (i = 0; i < sizeof held / sizeof *held; ++i) {
+        upipe_fpdt f;
+        upipe_bytes b;
+        upipe_plan p;
+        upipe_ops ops;
+        float weight[1];
+        memset(&f, 0, sizeof f);
+        memset(&ops, 0, sizeof ops);
+        ops.gemm_bytes = fake_gemm_bytes;
+        ops.attn_bytes = fake_attn_bytes;
+        ops.attn_can = ~0;
+        f.desc = shape(held[i].tokens, held[i].ranks, held[i].heads, held[i].kv_heads, 64, 512, held[i].chunk,
+                       held[i].dtype);
+        f.desc.v_dim = held[i].v_dim;
+        f.segments = held[i].segments;
+        f.layer.wq = f.layer.wk = f.layer.wv = weight;
+        if (held[i].qk_norm) f.layer.q_norm_weight = f.layer.k_norm_weight = weight;
+        CHECK(upipe_fpdt_plan(&f, 0, &p, NULL) == UPIPE_OK && upipe_dry_init(dry, &p, &ops) == UPIPE_OK);
+        CHECK_STATUS(upipe_dry_fpdt(dry, &f), UPIPE_OK, dry->ctx.err);
+        b = upipe_dry_bytes(dry);
+        for (phase = 0; phase < UPIPE_PHASES; ++phase)
+            CHECK_SAY(b.phase[phase] == held[i].phase[phase], "%s: %s holds %zu bytes, not %zu", held[i].name,
+                      upipe_phase_name(phase), b.phase[phase], held[i].phase[phase]);
+        CHECK_INT(b.intermediate_fwd, held[i].intermediate_fwd);
+        CHECK_INT(dry->host.peak, held[i].host);
+    }
+}
+
 static void test_claims(void)
 {
     upipe_plan_desc desc;
@@ -483,6 +541,7 @@ int main(void)
     test_random();
     test_even();
     test_held();
+    test_held_segments();
     test_claims();
     test_surroundings();
     test_moved();
