@@ -19,7 +19,7 @@
  * All run in one process over the same data, in turn within each round; every round begins with another one.
  * Round 0 warms up and checks: results of all methods against those of ulysses. In f32 with the built-in
  * product they must be the same bits, otherwise agree within rounding; and the pool's peak must be what a dry
- * run of the same calls found, for the layer also what the plan's closed form says.
+ * run of the same calls found.
  *
  * Prints one JSON object a method on stdout. Seconds are the host's clock from a barrier until the slowest
  * rank is done, one number a round. cpu_s are seconds of processor time of all ranks together, by part: they
@@ -681,21 +681,7 @@ static int fail_with(const char *what, upipe_status s, const char *text)
     return cli_fail("%s: %s%s", what, cli_status(s), text);
 }
 
-/* The closed form of what upipe_layer and its output projection hold. */
-static size_t layer_bytes(const method *m, const upipe_ops *ops)
-{
-    const upipe_plan *p = &m->plan;
-    upipe_plan_scratch scratch = upipe_layer_scratch(ops, &m->layer, 1);
-    size_t peak = upipe_plan_bytes(p, &scratch).peak, lse = (size_t)(p->rows * p->desc.heads) * 4;
-    size_t out = 2 * upipe_plan_unit_bytes(p) + upipe_plan_rows_bytes(p, p->desc.heads, p->desc.v_dim) +
-                 lse; /* x, y, O, lse */
-    size_t forward = out + upipe_layer_out_bytes(p, &scratch, 0);
-    size_t backward = out + upipe_layer_out_bytes(p, &scratch, 1);
-    if (forward > peak) peak = forward;
-    return backward > peak ? backward : peak;
-}
-
-/* What the method's calls hold, from a dry run of them, which must find what the closed form says. */
+/* What the method's calls hold, from a dry run of them. */
 static upipe_status method_dry(bench *b, method *m, upipe_dry *dry, upipe_err *e)
 {
     static rank_state rank;
@@ -709,9 +695,7 @@ static upipe_status method_dry(bench *b, method *m, upipe_dry *dry, upipe_err *e
     m->peak = dry->mem.peak;
     m->slab_bytes = dry->mem.need;
     m->blocks_max = dry->mem.blocks_peak;
-    if (m->plain || m->peak == layer_bytes(m, &b->ops)) return UPIPE_OK;
-    return upipe_fail(e, UPIPE_ERR_MISMATCH, "a dry run held %zu bytes, the closed form says %zu", m->peak,
-                    layer_bytes(m, &b->ops));
+    return UPIPE_OK;
 }
 
 static upipe_status method_plan(bench *b, method *m, int chunk, upipe_err *e)

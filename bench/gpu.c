@@ -441,7 +441,6 @@ static upipe_status block_plan(team *t, upipe_err *e)
 {
     static upipe_dry dry;
     const options *o = t->o;
-    upipe_plan_scratch scratch;
     upipe_plan_desc d;
     upipe_ops ops;
     memset(&d, 0, sizeof d);
@@ -459,11 +458,10 @@ static upipe_status block_plan(team *t, upipe_err *e)
     t->layer.rope_theta = 500000;
     t->layer.mask.causal = !o->full;
     device_table(DEVICE_CUDA, &ops);
-    scratch = upipe_layer_scratch(&ops, &t->layer, 1);
-    t->plan_peak = upipe_plan_bytes(&t->plan, &scratch).peak;
     t->layer.wq = t->layer.wk = t->layer.wv = t; /* must be there, and is not read */
     if (upipe_dry_init(&dry, &t->plan, &ops) || upipe_dry_layer(&dry, &t->layer, 1))
         return *e = dry.ctx.err, dry.ctx.err.status;
+    t->plan_peak = upipe_dry_bytes(&dry).peak;
     t->slab_bytes = dry.mem.need;
     t->blocks_max = dry.mem.blocks_peak;
     if (t->blocks_max > BLOCKS_MAX) return upipe_fail(e, UPIPE_ERR_MEMORY, "%d live blocks", t->blocks_max);

@@ -1,7 +1,7 @@
 /* 12_segments.c -- the sequence in segments, with the host's memory behind it: FPDT, and UPipe in its segments
  *
- * What device and host will hold is known before: in closed form, and from a dry run of the same code. Here the device
- * is the CPU too, so both are pools in the same memory.
+ * A dry run of the same code says before what device and host will hold. Here the device is the CPU too, so both are
+ * pools in the same memory.
  */
 #include "upipe/net/upipe_net_threads.h"
 #include "upipe/upipe.h"
@@ -17,8 +17,7 @@ enum { X = TOKENS * MODEL, W = HEADS * DIM * MODEL };
 
 /* What a rank has of its own. */
 typedef struct own {
-    upipe_bytes bytes; /* of the device, in closed form */
-    size_t host_bytes, peak, host_peak;
+    size_t dry_peak, dry_host_peak, peak, host_peak; /* bytes of the device and of the host: by the dry run; used */
     int64_t moved;
     upipe_err err;
 } own;
@@ -81,9 +80,8 @@ static upipe_status rank_main(void *user, int rank)
     void *slab = NULL, *host_slab = NULL, *x = malloc(sizeof all->x), *dout = NULL;
     c.ops = &all->ops, c.team = upipe_threads_comm(&all->team, rank);
     f.desc.rank = rank;
-    s = upipe_fpdt_bytes(&f, c.ops, &mine->bytes, &mine->host_bytes, &c.err);
-    if (s == UPIPE_OK && (dry == NULL || x == NULL)) s = upipe_fail(&c.err, UPIPE_ERR_MEMORY, "no entry left for x");
-    if (s == UPIPE_OK) s = count(dry, &c, &f);
+    s = dry == NULL || x == NULL ? upipe_fail(&c.err, UPIPE_ERR_MEMORY, "no memory for x") : count(dry, &c, &f);
+    if (s == UPIPE_OK) mine->dry_peak = dry->mem.peak, mine->dry_host_peak = dry->host.peak;
     if (s == UPIPE_OK && (posix_memalign(&slab, UPIPE_MEM_ALIGN, dry->mem.need) != 0 ||
                           posix_memalign(&host_slab, UPIPE_MEM_ALIGN, dry->host.need) != 0 ||
                           (dout = malloc(upipe_fpdt_out_bytes(&f))) == NULL))
@@ -140,15 +138,15 @@ int main(void)
         if (s != UPIPE_OK) return fprintf(stderr, "%s: %s\n", upipe_status_name(s), err.text), 1;
         printf(
             "%-12s %d segment%s  device: %7zu bytes before, %7zu used   host: %7zu, %7zu   between: %8lld\n",
-            cases[i].name, cases[i].segments, cases[i].segments > 1 ? "s" : " ", r->bytes.peak, r->peak,
-            r->host_bytes, r->host_peak, (long long)r->moved);
+            cases[i].name, cases[i].segments, cases[i].segments > 1 ? "s" : " ", r->dry_peak, r->peak,
+            r->dry_host_peak, r->host_peak, (long long)r->moved);
         for (j = 0; j < RANKS; ++j)
-            kept = kept && all.ranks[j].peak == all.ranks[j].bytes.peak &&
-                   all.ranks[j].host_peak == all.ranks[j].host_bytes;
+            kept = kept && all.ranks[j].peak == all.ranks[j].dry_peak &&
+                   all.ranks[j].host_peak == all.ranks[j].dry_host_peak;
         if (i == 0) memcpy(dx, all.dx, sizeof dx);
         for (j = 0; j < X; ++j) worst = fmax(worst, fabs((double)all.dx[j] - (double)dx[j]));
     }
     printf("gradient of x: at most %.1e away from that in one segment\n", worst);
-    if (!kept) fprintf(stderr, "the pools held something else than the closed form says\n");
+    if (!kept) fprintf(stderr, "the pools held something else than the dry run says\n");
     return !(kept && worst <= 1e-4);
 }

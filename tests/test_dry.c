@@ -1,7 +1,8 @@
-/* test_dry -- the closed form of upipe_plan_bytes against the layer's own code over a dry pool, to the byte
+/* test_dry -- dry runs: their bytes against the closed form of even plans, and what they say of all others
  *
  * Random plans of every schedule, type, batch, ring and rank, with random scratch sizes, and the shapes of
- * the paper. The claims about memory and volume that the documentation makes are asserted here.
+ * the paper. The claims about memory and volume that the documentation makes are asserted here. That a real run
+ * holds what its dry run says is asserted wherever one runs: runner.h.
  */
 #include "lib/test.h"
 #include "upipe/upipe.h"
@@ -28,18 +29,32 @@ static upipe_dry *dry;
 static upipe_mem_event *events;
 enum { EVENTS = 1 << 16 };
 
-/* Runs the block dry and compares every figure with the plan's. Returns the plan's bytes. */
-static upipe_bytes compare(const upipe_plan_desc *desc, int qk_norm, upipe_plan *plan, int line)
+static int even_plans; /* whose closed form was held against their dry run */
+
+static void say_plan(const upipe_plan *plan, int qk_norm, int line)
+{
+    const upipe_plan_desc *d = &plan->desc;
+    fprintf(stderr,
+            "of line %d: S %lld B %lld C %d/%d R %d/%d inner %d mode %d %s H %d/%d d %d/%d D %lld U %d %s%s%s\n",
+            line, (long long)d->tokens, (long long)d->batch, d->rank, d->ranks, d->ring_rank, d->ring,
+            d->ring_inner, (int)d->ring_mode, upipe_layout_name(d->layout), d->heads, d->kv_heads, d->head_dim,
+            d->v_dim, (long long)d->model_dim, d->chunk, upipe_dtype_name(d->dtype), d->naive ? " naive" : "",
+            qk_norm ? " qk norm" : "");
+}
+
+/* The block, dry: what must be so for every plan, and the closed form where there is one. */
+static upipe_bytes dry_run(const upipe_plan_desc *desc, int qk_norm, upipe_plan *plan, int line)
 {
     static const char *const intermediate[] = {"k", "v", "kv_send", "q_send"};
     upipe_err err;
     upipe_ops ops;
     upipe_layer layer;
-    upipe_plan_scratch scratch;
-    upipe_bytes bytes;
+    upipe_bytes bytes, sums;
+    size_t tile, most = 0;
     float weight[1];
-    int phase;
-    int64_t i, before;
+    const long failed = test_failures;
+    int phase, even;
+    int64_t i;
     memset(&bytes, 0, sizeof bytes);
     memset(&layer, 0, sizeof layer);
     memset(&ops, 0, sizeof ops);
@@ -52,37 +67,38 @@ static upipe_bytes compare(const upipe_plan_desc *desc, int qk_norm, upipe_plan 
     if (qk_norm) layer.q_norm_weight = layer.k_norm_weight = weight;
     layer.rope_theta = 10000;
     layer.mask.causal = 1;
-    scratch = upipe_layer_scratch(&ops, &layer, 1);
-    bytes = upipe_plan_bytes(plan, &scratch);
     CHECK(upipe_dry_init(dry, plan, &ops) == UPIPE_OK);
     dry->mem.events = events;
     dry->mem.events_max = EVENTS;
     if (!CHECK_SAY(upipe_dry_layer(dry, &layer, 1) == UPIPE_OK, "line %d: %s", line, dry->ctx.err.text))
         return bytes;
-    for (phase = 0; phase < UPIPE_PHASES; ++phase)
-        CHECK_SAY(dry->mem.phase_peak[phase] == bytes.phase[phase],
-                  "line %d: %s holds %zu bytes, the plan says %zu "
-                  "(S %lld B %lld C %d/%d R %d/%d inner %d mode %d %s H %d/%d d %d/%d D %lld U %d %s%s%s)",
-                  line, upipe_phase_name(phase), dry->mem.phase_peak[phase], bytes.phase[phase],
-                  (long long)plan->desc.tokens, (long long)plan->desc.batch, plan->desc.rank,
-                  plan->desc.ranks, plan->desc.ring_rank, plan->desc.ring, plan->desc.ring_inner,
-                  (int)plan->desc.ring_mode, upipe_layout_name(plan->desc.layout), plan->desc.heads,
-                  plan->desc.kv_heads, plan->desc.head_dim, plan->desc.v_dim, (long long)plan->desc.model_dim,
-                  plan->desc.chunk, upipe_dtype_name(plan->desc.dtype), plan->desc.naive ? " naive" : "",
-                  qk_norm ? " qk norm" : "");
-    CHECK_INT(dry->mem.peak, bytes.peak);
+    bytes = upipe_dry_bytes(dry);
+    tile = (size_t)(plan->rows < UPIPE_TILE_ROWS ? plan->rows : UPIPE_TILE_ROWS) * (size_t)plan->desc.model_dim * 4;
+    even = upipe_even_bytes(&sums, plan, gemm_scratch, fwd_scratch, bwd_scratch,
+                            plan->desc.dtype == UPIPE_F32 ? 0 : tile, &err) == UPIPE_OK;
+    CHECK_INT(even, plan->schedule <= UPIPE_WHOLE && plan->desc.ring == 1 && !plan->overlap &&
+                        plan->desc.tokens % plan->desc.ranks == 0);
+    for (phase = 0; phase < UPIPE_PHASES; ++phase) {
+        CHECK_INT(bytes.phase[phase], dry->mem.phase_peak[phase]);
+        if (even && !qk_norm) CHECK_INT(bytes.phase[phase], sums.phase[phase]);
+        most = upipe_max_bytes(most, bytes.phase[phase]);
+    }
+    CHECK_INT(bytes.peak, most); /* nothing is allocated beside the phases */
+    if (even && !qk_norm) CHECK_INT(bytes.peak, sums.peak);
+    if (even) CHECK_INT(bytes.intermediate_fwd, sums.intermediate_fwd);
+    even_plans += even && !qk_norm;
     CHECK_INT(dry->mem.live, 0);
     CHECK(dry->mem.need >= dry->mem.peak);
     CHECK_INT(dry->team.sent_bytes, upipe_plan_sent(plan, 0) + upipe_plan_sent(plan, 1));
     CHECK_INT(dry->ring.sent_bytes, upipe_plan_sent_ring(plan, 0) + upipe_plan_sent_ring(plan, 1));
-    /* the forward's chunks and exchange buffers, from the trace */
-    before = dry->mem.events_n;
+    /* the forward's chunks and all-to-all buffers, from the trace */
     CHECK_INT(dry->mem.events_lost, 0);
-    for (i = 0; i < before; ++i)
+    for (i = 0; i < dry->mem.events_n; ++i)
         if (dry->mem.events[i].phase >= UPIPE_BWD_BEFORE && dry->mem.events[i].phase != UPIPE_PHASE_OTHER)
             break;
     dry->mem.events_n = i;
     CHECK_INT(upipe_mem_largest(&dry->mem, intermediate, 4), bytes.intermediate_fwd);
+    if (test_failures > failed) say_plan(plan, qk_norm, line);
     return bytes;
 }
 
@@ -113,6 +129,7 @@ static void draw_ring(test_rng *rng, upipe_plan_desc *desc)
     if (desc->ring == 1) return;
     desc->ring_mode = (upipe_ring_mode)test_below(rng, 3);
     if (test_below(rng, 2)) desc->ring_inner = 1 + test_below(rng, desc->ring);
+    if (desc->ring_mode == UPIPE_RING_ALL_GATHER) desc->ring_prefetch = test_below(rng, 4) == 0;
 }
 
 static void test_random(void)
@@ -139,6 +156,7 @@ static void test_random(void)
         if (test_below(&rng, 3) == 0) desc.v_dim = 32 + 8 * test_below(&rng, 29);
         desc.batch = 1 + test_below(&rng, 3);
         desc.naive = test_below(&rng, 4) == 0;
+        desc.overlap = desc.ring == 1 && test_below(&rng, 4) == 0;
         gemm_scratch = (size_t)test_below(&rng, 2) * (size_t)test_below(&rng, 4000000);
         fwd_scratch = (size_t)test_below(&rng, 2) * (size_t)test_below(&rng, 1000000);
         bwd_scratch = (size_t)test_below(&rng, 2) * (size_t)test_below(&rng, 1000000);
@@ -147,7 +165,7 @@ static void test_random(void)
         ++of_schedule[plan.schedule];
         of_mode[plan.desc.ring_mode] += plan.desc.ring > 1;
         nested += plan.desc.ring_inner > 1 && plan.desc.ring_inner < plan.desc.ring;
-        compare(&desc, test_below(&rng, 3) == 0, &plan, __LINE__);
+        dry_run(&desc, test_below(&rng, 3) == 0, &plan, __LINE__);
     }
     CHECK_SAY(legal > draws / 3, "only %d of %ld random plans were legal", legal, draws);
     if (draws < 1000) return;
@@ -157,6 +175,185 @@ static void test_random(void)
                   nested > draws / 100,
               "only %d rings shift, %d gather, %d are of rings", of_mode[UPIPE_RING_P2P],
               of_mode[UPIPE_RING_ALL_GATHER], nested);
+}
+
+/* Ulysses, and UPipe with even heads: the closed form of each. */
+static void test_even(void)
+{
+    static const int ranks_of[] = {1, 2, 3, 4, 8, 16}, groups[] = {1, 2, 3, 4, 6, 8};
+    test_rng rng;
+    const long draws = test_env("UPIPE_DRAWS", 2000);
+    long i, of_schedule[] = {0, 0};
+    rng.state = (uint64_t)test_env("UPIPE_SEED", 1);
+    for (i = 0; i < draws; ++i) {
+        const int ranks = ranks_of[test_below(&rng, 6)], group = groups[test_below(&rng, 6)];
+        const int kv = ranks * (1 + test_below(&rng, 4)), heads = kv * group;
+        upipe_plan_desc desc;
+        upipe_plan plan;
+        int m = 1 + test_below(&rng, heads / ranks); /* query heads of a rank and stage */
+        while (heads / ranks % m != 0 || (group % m != 0 && m % group != 0)) ++m;
+        desc = shape((int64_t)ranks * (1 + test_below(&rng, 700)), ranks, heads, kv, 32 + 8 * test_below(&rng, 29),
+                     8 + test_below(&rng, 4000), ranks * m, test_below(&rng, 2) ? UPIPE_BF16 : UPIPE_F32);
+        if (test_below(&rng, 3) == 0) desc.v_dim = 32 + 8 * test_below(&rng, 29);
+        desc.batch = 1 + test_below(&rng, 3);
+        desc.rank = test_below(&rng, ranks);
+        gemm_scratch = (size_t)test_below(&rng, 2) * (size_t)test_below(&rng, 4000000);
+        fwd_scratch = (size_t)test_below(&rng, 2) * (size_t)test_below(&rng, 1000000);
+        bwd_scratch = (size_t)test_below(&rng, 2) * (size_t)test_below(&rng, 1000000);
+        even_plans = 0;
+        dry_run(&desc, 0, &plan, __LINE__);
+        CHECK_INT(even_plans, 1);
+        if (plan.schedule <= UPIPE_WHOLE) ++of_schedule[plan.schedule];
+    }
+    CHECK_SAY(of_schedule[UPIPE_GROUP] > draws / 10 && of_schedule[UPIPE_WHOLE] > draws / 10,
+              "only %ld plans of parts of a group, %ld of whole groups", of_schedule[UPIPE_GROUP],
+              of_schedule[UPIPE_WHOLE]);
+}
+
+/* What plans without a closed form hold: whoever changes these bytes changes them knowingly. */
+static void test_held(void)
+{
+    static const struct {
+        const char *name;
+        int tokens, ranks, heads, kv_heads, v_dim, chunk; /* d is 64 */
+        upipe_dtype dtype;
+        int naive, overlap, ring, ring_inner, ring_prefetch, qk_norm;
+        upipe_ring_mode mode;
+        size_t phase[UPIPE_PHASES], intermediate_fwd;
+    } held[] = {
+        {"uneven tokens", 1003, 4, 16, 4, 0, 4, UPIPE_BF16, 0, 0, 1, 0, 0, 0, UPIPE_RING_AUTO,
+         {256000, 1171736, 1190736, 1170736, 1315120, 1961052, 2261052, 1828656},
+         385152},
+        {"QK norm", 1024, 2, 8, 4, 0, 2, UPIPE_BF16, 0, 0, 1, 0, 0, 1, UPIPE_RING_AUTO,
+         {524288, 1459176, 1478176, 1458176, 1605632, 2530304, 2830304, 2395136},
+         393216},
+        {"overlap", 1024, 4, 16, 8, 0, 4, UPIPE_BF16, 0, 1, 1, 0, 0, 0, UPIPE_RING_AUTO,
+         {262144, 1610248, 1609248, 1347104, 1343488, 3486688, 3486688, 3351520},
+         786432},
+        {"overlap, f32, QK norm", 1024, 2, 8, 2, 96, 2, UPIPE_F32, 0, 1, 1, 0, 0, 1, UPIPE_RING_AUTO,
+         {1048576, 4100616, 4099616, 4099616, 4227072, 6372832, 6372832, 5975520},
+         1441792},
+        {"overlap, in order", 1024, 2, 8, 2, 0, 2, UPIPE_BF16, 1, 1, 1, 0, 0, 0, UPIPE_RING_AUTO,
+         {524288, 1872392, 1871392, 1609248, 1605632, 4273120, 4273120, 4137952},
+         786432},
+        {"more ranks than K heads", 1024, 8, 32, 4, 0, 8, UPIPE_BF16, 0, 0, 1, 0, 0, 0, UPIPE_RING_AUTO,
+         {131072, 1065960, 1084960, 1064960, 1212416, 1871872, 2171872, 1736704},
+         393216},
+        {"the same, QK norm", 1024, 8, 32, 4, 48, 8, UPIPE_BF16, 0, 0, 1, 0, 0, 1, UPIPE_RING_AUTO,
+         {131072, 1033192, 1052192, 1032192, 1212416, 1750016, 2050016, 1647616},
+         360448},
+        {"in order", 1024, 4, 16, 4, 0, 4, UPIPE_BF16, 1, 0, 1, 0, 0, 0, UPIPE_RING_AUTO,
+         {262144, 1197032, 1216032, 933888, 1343488, 2527232, 2827232, 2392064},
+         393216},
+        {"uneven heads, a stage", 1024, 3, 16, 4, 0, 16, UPIPE_BF16, 0, 0, 1, 0, 0, 0, UPIPE_RING_AUTO,
+         {349184, 2291688, 2310688, 2290688, 1788224, 5390656, 5690656, 4714816},
+         1222656},
+        {"uneven heads, stages", 1024, 3, 14, 2, 0, 3, UPIPE_BF16, 0, 0, 1, 0, 0, 1, UPIPE_RING_AUTO,
+         {349184, 1415144, 1434144, 1414144, 1695384, 2577048, 2877048, 2441880},
+         393216},
+        {"P2P ring", 1024, 1, 8, 4, 0, 8, UPIPE_BF16, 0, 0, 4, 0, 0, 0, UPIPE_RING_P2P,
+         {262144, 1057768, 2125344, 1318912, 802816, 2121728, 4518880, 1851392},
+         524288},
+        {"P2P ring around stages", 1024, 2, 16, 4, 0, 2, UPIPE_BF16, 0, 0, 2, 0, 0, 0, UPIPE_RING_P2P,
+         {262144, 1000424, 1674784, 1392640, 1343488, 1941504, 3421152, 1802240},
+         196608},
+        {"double ring", 1024, 1, 8, 8, 96, 8, UPIPE_F32, 0, 0, 8, 4, 0, 0, UPIPE_RING_AUTO,
+         {262144, 1709032, 4087328, 1445888, 1056768, 3026944, 8176608, 2629632},
+         1048576},
+        {"all-gather", 1024, 2, 16, 4, 0, 2, UPIPE_BF16, 0, 0, 2, 0, 0, 0, UPIPE_RING_ALL_GATHER,
+         {262144, 1196032, 1281568, 1261568, 1343488, 1935360, 2366432, 1998848},
+         393216},
+        {"all-gather, prefetched", 1024, 2, 16, 8, 0, 2, UPIPE_BF16, 0, 0, 4, 0, 1, 0, UPIPE_RING_ALL_GATHER,
+         {131072, 1024000, 1109536, 761856, 671744, 1491968, 2119648, 1754112},
+         622592},
+        {"all-gather, uneven heads", 1024, 3, 14, 2, 0, 3, UPIPE_BF16, 0, 0, 2, 0, 0, 0, UPIPE_RING_ALL_GATHER,
+         {174080, 947688, 988704, 968704, 847152, 1678640, 2109712, 2004272},
+         436736},
+        {"all-gather, in order", 1024, 2, 16, 4, 0, 2, UPIPE_F32, 1, 0, 2, 0, 0, 0, UPIPE_RING_ALL_GATHER,
+         {524288, 2375680, 2395680, 1851392, 2654208, 3573760, 4004832, 3440640},
+         786432},
+    };
+    size_t i;
+    int phase;
+    gemm_scratch = 1000;
+    fwd_scratch = 20000;
+    bwd_scratch = 300000;
+    for (i = 0; i < sizeof held / sizeof *held; ++i) {
+        upipe_plan_desc desc = shape(held[i].tokens, held[i].ranks, held[i].heads, held[i].kv_heads, 64, 512,
+                                     held[i].chunk, held[i].dtype);
+        upipe_plan plan;
+        upipe_bytes b;
+        desc.v_dim = held[i].v_dim;
+        desc.naive = held[i].naive;
+        desc.overlap = held[i].overlap;
+        desc.ring = held[i].ring;
+        desc.ring_inner = held[i].ring_inner;
+        desc.ring_prefetch = held[i].ring_prefetch;
+        desc.ring_mode = held[i].mode;
+        b = dry_run(&desc, held[i].qk_norm, &plan, __LINE__);
+        for (phase = 0; phase < UPIPE_PHASES; ++phase)
+            CHECK_SAY(b.phase[phase] == held[i].phase[phase], "%s: %s holds %zu bytes, not %zu", held[i].name,
+                      upipe_phase_name(phase), b.phase[phase], held[i].phase[phase]);
+        CHECK_INT(b.intermediate_fwd, held[i].intermediate_fwd);
+    }
+}
+
+static void test_held_segments(void)
+{
+    static const struct {
+        const char *name;
+        int tokens, ranks, heads, kv_heads, v_dim, chunk, segments; /* d is 64 */
+        upipe_dtype dtype;
+        int qk_norm;
+        size_t phase[UPIPE_PHASES], intermediate_fwd, host;
+    } held[] = {
+        {"FPDT", 1024, 4, 16, 4, 0, 16, 4, UPIPE_BF16, 0,
+         {0, 394216, 613920, 528384, 0, 397312, 1561568, 589824},
+         327680, 3178496},
+        {"UPipe in segments, uneven tokens", 1003, 4, 16, 4, 0, 4, 4, UPIPE_BF16, 1,
+         {0, 193000, 310156, 129516, 5120, 102496, 758928, 383464},
+         128512, 3627392},
+        {"f32, V wider", 1024, 2, 8, 4, 96, 2, 3, UPIPE_F32, 1,
+         {0, 788968, 896888, 395352, 3072, 398424, 1359168, 1314280},
+         437760, 8569152},
+        {"more ranks than K heads", 1024, 8, 32, 4, 0, 8, 2, UPIPE_BF16, 0,
+         {0, 328680, 611872, 264192, 0, 198656, 1225696, 525288},
+         262144, 3571712},
+        {"uneven heads", 1024, 3, 14, 2, 48, 14, 5, UPIPE_BF16, 1,
+         {0, 389288, 561200, 361296, 4096, 330336, 1379936, 510464},
+         318656, 3221600},
+    };
+    size_t i;
+    int phase;
+    gemm_scratch = 1000;
+    fwd_scratch = 20000;
+    bwd_scratch = 300000;
+    for (i = 0; i < sizeof held / sizeof *held; ++i) {
+        upipe_fpdt f;
+        upipe_bytes b;
+        upipe_plan p;
+        upipe_ops ops;
+        float weight[1];
+        memset(&f, 0, sizeof f);
+        memset(&ops, 0, sizeof ops);
+        ops.gemm_bytes = fake_gemm_bytes;
+        ops.attn_bytes = fake_attn_bytes;
+        ops.attn_can = ~0;
+        f.desc = shape(held[i].tokens, held[i].ranks, held[i].heads, held[i].kv_heads, 64, 512, held[i].chunk,
+                       held[i].dtype);
+        f.desc.v_dim = held[i].v_dim;
+        f.segments = held[i].segments;
+        f.layer.wq = f.layer.wk = f.layer.wv = weight;
+        if (held[i].qk_norm) f.layer.q_norm_weight = f.layer.k_norm_weight = weight;
+        CHECK(upipe_fpdt_plan(&f, 0, &p, NULL) == UPIPE_OK && upipe_dry_init(dry, &p, &ops) == UPIPE_OK);
+        CHECK_STATUS(upipe_dry_fpdt(dry, &f), UPIPE_OK, dry->ctx.err);
+        b = upipe_dry_bytes(dry);
+        for (phase = 0; phase < UPIPE_PHASES; ++phase)
+            CHECK_SAY(b.phase[phase] == held[i].phase[phase], "%s: %s holds %zu bytes, not %zu", held[i].name,
+                      upipe_phase_name(phase), b.phase[phase], held[i].phase[phase]);
+        CHECK_INT(b.intermediate_fwd, held[i].intermediate_fwd);
+        CHECK_INT(dry->host.peak, held[i].host);
+    }
 }
 
 static void test_claims(void)
@@ -170,22 +367,22 @@ static void test_claims(void)
 
     /* as many key/value heads as query heads: the forward's chunks and buffers are 1/nu of Ulysses' */
     desc = shape(tokens, 8, 32, 32, 128, 4096, 8, UPIPE_BF16);
-    a = compare(&desc, 0, &upipe, __LINE__);
+    a = dry_run(&desc, 0, &upipe, __LINE__);
     desc.chunk = 32;
-    b = compare(&desc, 0, &ulysses, __LINE__);
+    b = dry_run(&desc, 0, &ulysses, __LINE__);
     CHECK_INT(a.intermediate_fwd * 4, b.intermediate_fwd);
     CHECK(a.peak < b.peak);
     desc = shape(tokens, 8, 64, 64, 128, 5120, 8, UPIPE_BF16);
-    a = compare(&desc, 0, &upipe, __LINE__);
+    a = dry_run(&desc, 0, &upipe, __LINE__);
     desc.chunk = 64;
-    b = compare(&desc, 0, &ulysses, __LINE__);
+    b = dry_run(&desc, 0, &ulysses, __LINE__);
     CHECK_INT(a.intermediate_fwd * 8, b.intermediate_fwd); /* the paper's 87.5 % */
 
     /* grouped: (3/nu) / (1 + 2/G), see docs/memory.md */
     desc = shape(tokens, 8, 32, 8, 128, 4096, 8, UPIPE_BF16);
-    a = compare(&desc, 0, &upipe, __LINE__);
+    a = dry_run(&desc, 0, &upipe, __LINE__);
     desc.chunk = 32;
-    b = compare(&desc, 0, &ulysses, __LINE__);
+    b = dry_run(&desc, 0, &ulysses, __LINE__);
     unit = (double)upipe_plan_unit_bytes(&upipe);
     CHECK_INT(a.intermediate_fwd * 2, b.intermediate_fwd);
     CHECK_SAY((double)a.phase[UPIPE_BWD_ATTN] <= 5.0 * unit, "Llama3-8B backward peak %.3f units",
@@ -197,33 +394,33 @@ static void test_claims(void)
     CHECK_INT(upipe_plan_sent(&upipe, 1), upipe_plan_sent(&ulysses, 1));
     CHECK_INT(upipe_plan_sent(&upipe, 0) * 8, 7 * (int64_t)(2.5 * unit));
     desc = shape(tokens, 8, 64, 8, 128, 8192, 8, UPIPE_BF16);
-    a = compare(&desc, 0, &upipe, __LINE__);
+    a = dry_run(&desc, 0, &upipe, __LINE__);
     desc.chunk = 64;
-    b = compare(&desc, 0, &ulysses, __LINE__);
+    b = dry_run(&desc, 0, &ulysses, __LINE__);
     CHECK_INT(a.intermediate_fwd * 10, b.intermediate_fwd * 3);
 
     /* naive order: 2 + 2/min(m, G) units instead of 2 + 2/G */
     desc = shape(tokens, 8, 32, 8, 128, 4096, 8, UPIPE_BF16);
     desc.naive = 1;
-    compare(&desc, 0, &upipe, __LINE__);
+    dry_run(&desc, 0, &upipe, __LINE__);
     CHECK_INT(upipe_plan_sent(&upipe, 0) * 8, 7 * (int64_t)(4 * unit));
     desc.chunk = 16;
-    compare(&desc, 0, &upipe, __LINE__);
+    dry_run(&desc, 0, &upipe, __LINE__);
     CHECK_INT(upipe_plan_sent(&upipe, 0) * 8, 7 * (int64_t)(3 * unit));
 
     /* more ranks than key/value heads: K and V cost 2 C/H, in Ulysses too */
     desc = shape(tokens, 16, 32, 4, 128, 4096, 16, UPIPE_BF16);
-    compare(&desc, 0, &upipe, __LINE__);
+    dry_run(&desc, 0, &upipe, __LINE__);
     unit = (double)upipe_plan_unit_bytes(&upipe);
     CHECK_INT(upipe_plan_sent(&upipe, 0) * 16, 15 * (int64_t)(3 * unit));
     desc.chunk = 32;
-    compare(&desc, 0, &ulysses, __LINE__);
+    dry_run(&desc, 0, &ulysses, __LINE__);
     CHECK_INT(upipe_plan_sent(&upipe, 0), upipe_plan_sent(&ulysses, 0));
 
     /* five million tokens, and a batch: sizes beyond 32 bits */
     desc = shape(5 * tokens, 8, 32, 8, 128, 4096, 8, UPIPE_BF16);
     desc.batch = 3;
-    compare(&desc, 1, &upipe, __LINE__);
+    dry_run(&desc, 1, &upipe, __LINE__);
 }
 
 /* A gradient of x beside x, and the output projection around the block: the same pool, the same rules. */
@@ -235,12 +432,12 @@ static void test_surroundings(void)
     upipe_layer layer;
     upipe_saved save;
     upipe_grads grads;
-    upipe_plan_scratch scratch;
     upipe_bytes bytes;
     void *x, *y, *dx;
     upipe_view vx, vy, vgx;
     upipe_ctx *c = &dry->ctx;
     float weight[1];
+    int phase;
     memset(&ops, 0, sizeof ops);
     memset(&layer, 0, sizeof layer);
     memset(&grads, 0, sizeof grads);
@@ -266,11 +463,9 @@ static void test_surroundings(void)
     CHECK(upipe_mem_alloc(c->mem, &dx, upipe_plan_unit_bytes(&plan), "dx", NULL) == UPIPE_OK);
     vgx = upipe_view_packed(dx, UPIPE_BF16, plan.rows, 1, 1024);
     CHECK_STATUS(upipe_layer_bwd(c, &layer, vgx, &grads, &save, &save.out, vx), UPIPE_OK, c->err);
-    scratch = upipe_layer_scratch(&ops, &layer, 0);
-    bytes = upipe_plan_bytes(&plan, &scratch);
-    CHECK_INT(dry->mem.phase_peak[UPIPE_BWD_OUT], bytes.phase[UPIPE_BWD_OUT]);
-    CHECK_INT(dry->mem.phase_peak[UPIPE_BWD_ATTN], bytes.phase[UPIPE_BWD_ATTN]);
-    CHECK_INT(dry->mem.phase_peak[UPIPE_BWD_IN], bytes.phase[UPIPE_BWD_IN]);
+    CHECK_STATUS(upipe_even_bytes(&bytes, &plan, 1000, 2000, 3000, 256 * 1024 * 4, &c->err), UPIPE_OK, c->err);
+    for (phase = UPIPE_BWD_OUT; phase <= UPIPE_BWD_IN; ++phase)
+        CHECK_INT(dry->mem.phase_peak[phase], bytes.phase[phase] + upipe_plan_unit_bytes(&plan));
     CHECK_STATUS(upipe_saved_free(c, &save), UPIPE_OK, c->err);
     CHECK_INT(dry->mem.live, 2 * upipe_plan_unit_bytes(&plan));
     CHECK_STATUS(upipe_layer_bwd(c, &layer, vgx, &grads, &save, &save.out, vx), UPIPE_ERR_ARG, c->err);
@@ -347,6 +542,9 @@ int main(void)
     dry = (upipe_dry *)malloc(sizeof *dry);
     events = (upipe_mem_event *)malloc(EVENTS * sizeof *events);
     test_random();
+    test_even();
+    test_held();
+    test_held_segments();
     test_claims();
     test_surroundings();
     test_moved();

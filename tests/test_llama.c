@@ -130,7 +130,7 @@ static upipe_status way_rank(way *w, trainer *t)
     model_phase(&t->r, MODEL_UPDATE);
     team = trainer_swap(t, t->world);
     UPIPE_TRY(trainer_reduce(t, g->valid, &result));
-    UPIPE_TRY(memory_plan_make(&plan, &t->m, c->ops, &c->err));
+    UPIPE_TRY(memory_plan_make(&plan, &t->m, c->ops, NULL, NULL, &c->err));
     for (phase = 0; phase < MODEL_PHASES; ++phase)
         CHECK_SAY(c->mem->phase_peak[phase] == plan.phase[phase],
                   "phase %d of rank %d of %d held %zu bytes, the plan says %zu", phase, t->state.rank,

@@ -1,9 +1,9 @@
-/* upipe_bytes.h -- how many bytes: what the attention block takes, in closed form        layer 3, includes plan
+/* upipe_bytes.h -- bytes of the attention block: phases, buffers, closed forms        layer 3, includes plan
  *
- *     upipe_bytes b = upipe_plan_bytes(&plan, &scratch);         exact, by phase; upipe_layer_scratch fills scratch
- *     upipe_paper_units(UPIPE_PAPER_UPIPE, ...)                  the paper's formulas, beside it
+ * What a block takes is what its code takes: upipe_dry.h runs it over a pool that counts. The closed forms here say why.
  *
- * A dry pool under the layer's code (upipe_dry.h) and the real run agree with upipe_plan_bytes to the byte.
+ *     upipe_even_bytes(&bytes, &plan, 0, 0, 0, 0, &err)     the same bytes as sums: Ulysses, and UPipe with even heads
+ *     upipe_paper_units(UPIPE_PAPER_UPIPE, ...)             the paper's formulas
  */
 #ifndef UPIPE_BYTES_H
 #define UPIPE_BYTES_H
@@ -39,22 +39,8 @@ UPIPE_API void upipe_phase_set(upipe_ctx *c, upipe_phase phase)
     upipe_mem_phase(c->mem, (int)phase, upipe_phase_name((int)phase));
 }
 
-/* upipe_plan_scratch -- what the exact count needs besides the plan
- *   gemm attn_fwd attn_bwd  scratch bytes of the compute table (upipe_layer_scratch fills them)
- *   tile_rows               rows of the tile in which dX is summed; 0 when dX is summed in place (f32
- *                           storage)
- *   dx                      bytes of the gradient of x; 0 when it takes x's place
- *   qk_norm                 nonzero: per-head norms of Q and K
- */
-typedef struct upipe_plan_scratch {
-    size_t gemm, attn_fwd, attn_bwd;
-    size_t dx;
-    int64_t tile_rows;
-    int qk_norm;
-} upipe_plan_scratch;
-
-/* Exact live bytes of one rank, x included: the largest of each phase, of all, and of Q, K, V chunks and
- * exchange buffers in the forward (the paper's "intermediate tensors"). */
+/* Live bytes of one rank, x included: the largest of each phase, of all, and of Q, K, V chunks and all-to-all buffers in
+ * the forward (the paper's "intermediate tensors"). */
 typedef struct upipe_bytes {
     size_t phase[UPIPE_PHASES];
     size_t peak;
@@ -168,183 +154,47 @@ UPIPE_API upipe_buffers upipe_plan_buffers(const upipe_plan *p)
     return b;
 }
 
-/* What shifting K and V round the ring takes besides sum_o or sum_q. */
-UPIPE_API size_t upi_ring_hops(const upipe_plan *p, const upipe_buffers *b, int backward)
-{
-    const int inner = p->desc.ring_inner > 1 ? p->desc.ring_inner : p->desc.ring,
-              outer = p->desc.ring / inner;
-    size_t hops = (size_t)(inner - 1 < 2 ? inner - 1 : 2) + (size_t)(outer - 1 < 2 ? outer - 1 : 2);
-    if (p->desc.ring == 1 || p->desc.ring_mode != UPIPE_RING_P2P) return 0;
-    hops *= b->hop_k + b->hop_v;
-    if (backward) hops += 2 * (b->dk + b->dv) + (outer > 1 ? 2 * (b->dk + b->dv) : 0);
-    return hops;
-}
+/* ---- closed forms ---- */
 
-/* Bytes of the way home of a round's dK and dV, beside dK', dV' in f32: the larger of its moments. */
-UPIPE_API size_t upi_token_grad_bytes(const upipe_plan *p, const upipe_plan_scratch *s, const upipe_buffers *b)
-{
-    const size_t e = upipe_dtype_bytes(p->desc.dtype), cast = e < 4 ? upipe_max_bytes(b->k, b->v) : 0;
-    const size_t tokens_grad = b->token_dk + b->token_dv, own = b->dk + b->dv, norm = s->qk_norm ? b->token_dk : 0;
-    if (p->schedule == UPIPE_IN_ORDER) return own + b->partial;
-    if (p->schedule == UPIPE_SPLIT)
-        return upipe_max_bytes(upipe_max_bytes(b->token_dk + own + b->partial, tokens_grad + b->dv + b->partial),
-                        tokens_grad + norm + s->gemm);
-    return upipe_max_bytes(upipe_max_bytes(b->token_dk + cast + own, tokens_grad + cast + b->dv), tokens_grad + norm + s->gemm);
-}
-
-/* The phases of stages that overlap: two are under way, and scratch of attention is there throughout. Rounds are
- * common, and there is no ring. */
-UPIPE_API void upi_overlap_bytes(const upipe_plan *p, const upipe_plan_scratch *s, const upipe_buffers *b,
-                                 upipe_bytes *r)
-{
-    const upipe_plan_desc *d = &p->desc;
-    const size_t e = upipe_dtype_bytes(d->dtype), x = upipe_plan_unit_bytes(p),
-                 out = b->slot * (size_t)p->stages;
-    const size_t kv = b->k + b->v, grads = b->dk + b->dv, round = kv + grads;
-    const size_t stage = b->send + b->q + b->o + b->stat;
-    const size_t norm = s->qk_norm ? ((size_t)d->heads + (size_t)d->kv_heads) * (size_t)d->head_dim * 4 : 0;
-    size_t fwd = x + out + b->lse + s->attn_fwd,
-           bwd = x + s->dx + out + b->lse + b->delta + norm + s->attn_bwd;
-    size_t grads_at_tokens[2] = {
-        0, 0}; /* dK and dV of rounds that have ended before this stage, and before the one before */
-    int i;
-    if (p->schedule == UPIPE_IN_ORDER)
-        bwd += (upipe_plan_rows_bytes(p, d->kv_heads, d->head_dim) +
-                upipe_plan_rows_bytes(p, d->kv_heads, d->v_dim)) /
-               e * 4;
-    r->intermediate_fwd = 0;
-    for (i = UPIPE_FWD_IN; i <= UPIPE_FWD_OUT; ++i) r->phase[i] = fwd;
-    r->phase[UPIPE_BWD_OUT] = r->phase[UPIPE_BWD_ATTN] = 0;
-    for (i = 0; i < p->stages; ++i) {
-        const int fresh = upipe_plan_stage(p, i).kv_fresh, last = upipe_plan_stage(p, i).kv_last;
-        const int more = i + 1 < p->stages, soon = more && upipe_plan_stage(p, i + 1).kv_fresh;
-        /* prepared beside the stage before */
-        size_t beside = i > 0 ? kv + b->send : 0, has = fresh ? beside + kv : beside, most = has + b->send;
-        size_t next = more ? b->send : 0;
-        if (fresh) most = upipe_max_bytes(most, has + b->kv_send);
-        r->intermediate_fwd = upipe_max_bytes(r->intermediate_fwd, most);
-        r->phase[UPIPE_FWD_IN] = upipe_max_bytes(r->phase[UPIPE_FWD_IN], fwd + most + s->gemm);
-        /* finished beside the next one */
-        has = kv + b->send + next;
-        r->phase[UPIPE_FWD_ATTN] = upipe_max_bytes(r->phase[UPIPE_FWD_ATTN], fwd + has + (soon ? kv : 0));
-        r->phase[UPIPE_FWD_OUT] = upipe_max_bytes(r->phase[UPIPE_FWD_OUT], fwd + has - (last && !soon ? kv : 0));
-
-        beside = bwd + grads_at_tokens[0] + (i > 0 ? round + stage : 0);
-        has = fresh ? beside + round : beside;
-        most = has + b->send + upipe_max_bytes(s->gemm, b->q);
-        if (fresh) most = upipe_max_bytes(most, has + b->kv_send + s->gemm);
-        r->phase[UPIPE_BWD_IN] = upipe_max_bytes(r->phase[UPIPE_BWD_IN], most);
-        r->phase[UPIPE_BWD_OUT] = upipe_max_bytes(r->phase[UPIPE_BWD_OUT], has + stage);
-        next = more ? stage + (soon ? round : 0) : 0;
-        has = bwd + grads_at_tokens[1] + next;
-        r->phase[UPIPE_BWD_ATTN] = upipe_max_bytes(r->phase[UPIPE_BWD_ATTN], has + round + stage);
-        most = grads + (last ? 0 : kv) + upipe_max_bytes(b->send, (s->qk_norm ? b->send : 0) + s->gemm);
-        if (last) most = upipe_max_bytes(most, upi_token_grad_bytes(p, s, b));
-        r->phase[UPIPE_BWD_IN] = upipe_max_bytes(r->phase[UPIPE_BWD_IN], has + most);
-        grads_at_tokens[0] = grads_at_tokens[1];
-        if (last && p->schedule < UPIPE_SPLIT) grads_at_tokens[1] += b->token_dk + b->token_dv;
-    }
-}
-
-/* upipe_plan_bytes -- what the attention block of upipe_layer.h holds, by phase
- *
- * The sum is spelled out in docs/memory.md. A dry pool under the layer's code, and the real run, must agree
- * to the byte.
- *   paper  Appendix A; where this count differs from its tables, docs/memory.md says why
+/* upipe_even_bytes -- the live bytes of upipe_dry_layer, with dX in x's place, as sums that can be read: Ulysses, and
+ *                     UPipe with even heads; docs/memory.md derives them
+ *   p     of the schedules GROUP and WHOLE, without a ring, without overlap, with ranks that divide the tokens. The block
+ *         has no QK norm
+ *   gemm attn_fwd attn_bwd tile  scratch: of a product, of attention, and of the f32 sum of a tile of dX (0 in f32)
+ *   errors  UNSUPPORTED for other plans: their bytes are those of upipe_dry_layer
  */
-UPIPE_API upipe_bytes upipe_plan_bytes(const upipe_plan *p, const upipe_plan_scratch *s)
+UPIPE_API upipe_status upipe_even_bytes(upipe_bytes *r, const upipe_plan *p, size_t gemm, size_t attn_fwd,
+                                        size_t attn_bwd, size_t tile, upipe_err *err)
 {
     const upipe_plan_desc *d = &p->desc;
-    const int uneven = p->schedule == UPIPE_UNEVEN, ring = d->ring > 1;
-    const int gather = ring && d->ring_mode == UPIPE_RING_ALL_GATHER, width = p->width;
-    const size_t e = upipe_dtype_bytes(d->dtype), w = (size_t)width;
-    upipe_buffers b = upipe_plan_buffers(p);
-    size_t x = upipe_plan_unit_bytes(p),
-           both = x + s->dx;                 /* the caller's; dx is there throughout the backward */
-    size_t out = b.slot * (size_t)p->stages; /* final_out, or its gradient */
-    size_t kv = b.k + b.v, kept = gather ? b.all_k + b.all_v : kv;
-    size_t ahead = d->ring_prefetch && p->rounds > 1 ? kv + kept : 0, next = ahead > 0 ? kept : 0;
-    size_t stays = uneven || p->steps > width ? kept : 0; /* beyond a stage */
-    size_t own = b.dk + b.dv, grads = gather ? b.all_dk + b.all_dv : own;
-    size_t tokens_grad = b.token_dk + b.token_dv, norm, grads_at_tokens, hold, fetch, stage, last, end, early, soon = 0;
-    size_t all_k = upipe_plan_rows_bytes(p, d->kv_heads, d->head_dim),
-           all_v = upipe_plan_rows_bytes(p, d->kv_heads, d->v_dim);
-    size_t attn_fwd = s->attn_fwd + upi_ring_hops(p, &b, 0), attn_bwd = s->attn_bwd + upi_ring_hops(p, &b, 1);
-    upipe_bytes r;
+    const int kv_heads = d->ranks * p->kv_per_rank; /* of a round */
+    const size_t x = upipe_plan_unit_bytes(p), e = upipe_dtype_bytes(d->dtype);
+    const size_t q = upipe_plan_rows_bytes(p, d->chunk, d->head_dim), o = upipe_plan_rows_bytes(p, d->chunk, d->v_dim);
+    const size_t k = upipe_plan_rows_bytes(p, kv_heads, d->head_dim), v = upipe_plan_rows_bytes(p, kv_heads, d->v_dim);
+    const size_t send = upipe_max_bytes(q, o), kv_send = upipe_max_bytes(k, v); /* beside a stage's; O' and dQ' too */
+    const size_t kv = k + v, dv = v / e * 4, dkv = kv / e * 4, cast = e < 4 ? kv_send : 0;
+    const size_t out = send * (size_t)p->stages, stat = q / e / (size_t)d->head_dim * 4; /* final_out; lse, delta of a stage */
+    const size_t lse = stat * (size_t)p->stages, delta = lse, kept = p->steps > 1 ? kv : 0; /* from stage to stage */
+    const size_t fwd = x + out + lse, bwd = fwd + delta + (size_t)(p->rounds - 1) * kv; /* dK, dV of finished rounds */
+    const size_t stage = kv + dkv + send + q + o + stat;
     int i;
-    norm = s->qk_norm ? ((size_t)d->heads + (size_t)d->kv_heads) * (size_t)d->head_dim * 4 : 0;
-
-    /* K and V arrive; with them gathered, those of the ring */
-    fetch = kv + b.kv_send + (uneven && gather ? kept : 0);
-    r.intermediate_fwd = upipe_max_bytes(upipe_max_bytes(fetch, gather ? kv + kept : 0), kept + b.send);
-    hold = x + out + b.lse;
-    r.phase[UPIPE_FWD_BEFORE] = x;
-    r.phase[UPIPE_FWD_IN] =
-        hold + upipe_max_bytes(upipe_max_bytes(fetch + s->gemm, gather ? kv + kept : 0), kept + b.send + s->gemm);
-    if (ahead > 0) { /* the next round's, beside this one's */
-        r.intermediate_fwd = upipe_max_bytes(r.intermediate_fwd, kept + b.send + upipe_max_bytes(fetch, ahead));
-        r.phase[UPIPE_FWD_IN] =
-            upipe_max_bytes(r.phase[UPIPE_FWD_IN], hold + kept + b.send + upipe_max_bytes(fetch + s->gemm, ahead));
-    }
-    r.phase[UPIPE_FWD_ATTN] = hold + kept + b.send + w * b.sum_o + attn_fwd + ahead;
-    r.phase[UPIPE_FWD_OUT] = hold + upipe_max_bytes(stays, next) + b.send + w * b.sum_o;
-
-    r.phase[UPIPE_BWD_BEFORE] = both + 2 * out + b.lse + b.delta;
-    /* dK and dV of finished rounds wait for dX; sums over ranks and stages wait in f32 where rounds are not common */
-    if (p->schedule >= UPIPE_IN_ORDER)
-        grads_at_tokens = (all_k + all_v) / e * 4;
-    else
-        grads_at_tokens = (size_t)(p->rounds - 1) * tokens_grad;
-    hold = both + out + b.lse + b.delta + norm + grads_at_tokens;
-    stage = kept + grads + b.send + w * (b.q + b.o + b.stat);
-    r.phase[UPIPE_BWD_OUT] = hold + stage;
-    /* with the next round's K and V beside them, a round less is parked */
-    early = hold - (p->schedule < UPIPE_IN_ORDER && p->rounds > 1 ? tokens_grad : 0);
-    r.phase[UPIPE_BWD_ATTN] = upipe_max_bytes(hold, early + ahead) + stage + w * b.sum_q + attn_bwd;
-
-    /* within the stages: fetch, projection, and the way home of a finished round's dK and dV */
-    last = grads + upipe_max_bytes(fetch + s->gemm, gather ? kv + kept : 0);
-    last = upipe_max_bytes(last, kept + grads + b.send + upipe_max_bytes(s->gemm, w * b.q + (width > 1 ? s->gemm : 0)));
-    last = upipe_max_bytes(last, stays + grads + b.send + w * b.sum_q);
-    if (ahead > 0)
-        soon = upipe_max_bytes(stage + upipe_max_bytes(fetch + s->gemm, ahead), next + grads + b.send + w * b.sum_q);
-    if (width > 1) last = upipe_max_bytes(last, grads + (s->qk_norm ? b.send : 0) + s->gemm);
-    if (gather) {
-        size_t wide = upipe_max_bytes(b.dk, b.dv), kept_then = uneven ? kept : 0;
-        last = upipe_max_bytes(last, kept_then + grads + own + (size_t)d->ring * wide);
-        soon = upipe_max_bytes(soon, next + grads + own + (size_t)d->ring * wide);
-    }
-    end = both + out + all_k + all_v; /* after them: dQ, dK and dV of all heads */
-    if (uneven || p->schedule == UPIPE_IN_ORDER) {
-        size_t sums = grads_at_tokens; /* in f32; narrower ones replace one after the other */
-        size_t held = uneven ? kept + (gather ? grads : 0) : 0;
-        if (e < 4) sums = upipe_max_bytes(grads_at_tokens + all_k, all_k + all_v / e * 4 + all_v);
-        last = hold + upipe_max_bytes(last, held + own + b.partial); /* with the partial gradients of all ranks */
-        soon = upipe_max_bytes(soon, next + own + b.partial);
-        last = upipe_max_bytes(last, both + out + norm + sums);
-        last = upipe_max_bytes(last, end + norm + (s->qk_norm ? all_k : 0) + s->gemm);
-    } else if (p->schedule == UPIPE_SPLIT) {
-        last = upipe_max_bytes(last, all_k + own + b.partial);
-        last = upipe_max_bytes(last, all_k + all_v + b.dv + b.partial);
-        last = hold + upipe_max_bytes(last, all_k + all_v + (s->qk_norm ? all_k : 0) + s->gemm);
-    } else {
-        size_t cast = e < 4 ? upipe_max_bytes(b.k, b.v) : 0;
-        const size_t turn = upipe_max_bytes(upipe_max_bytes(b.token_dk + cast + own, tokens_grad + cast + b.dv),
-                                     tokens_grad + (s->qk_norm ? b.token_dk : 0) + s->gemm);
-        last = hold + upipe_max_bytes(last, turn);
-        soon = upipe_max_bytes(soon, next + turn);
-    }
-    if (ahead > 0) last = upipe_max_bytes(last, early + soon);
-    end += (size_t)s->tile_rows * (size_t)d->model_dim * 4 + s->gemm;
-    r.phase[UPIPE_BWD_IN] = upipe_max_bytes(last, end);
-
-    if (p->overlap) upi_overlap_bytes(p, s, &b, &r);
-    r.peak = 0;
-    for (i = 0; i < UPIPE_PHASES; ++i) r.peak = upipe_max_bytes(r.peak, r.phase[i]);
-    return r;
+    if (p->schedule > UPIPE_WHOLE || d->ring > 1 || p->overlap || d->tokens % d->ranks != 0)
+        return upipe_fail(err, UPIPE_ERR_UNSUPPORTED, "a closed form for uneven heads or tokens, a ring, or overlap");
+    r->intermediate_fwd = kv + upipe_max_bytes(kv_send, send);
+    r->phase[UPIPE_FWD_BEFORE] = x;
+    r->phase[UPIPE_FWD_IN] = fwd + r->intermediate_fwd + gemm;
+    r->phase[UPIPE_FWD_ATTN] = fwd + kv + send + attn_fwd;
+    r->phase[UPIPE_FWD_OUT] = fwd + kept + send;
+    r->phase[UPIPE_BWD_BEFORE] = fwd + out + delta; /* O, and its gradient */
+    r->phase[UPIPE_BWD_OUT] = bwd + stage;
+    r->phase[UPIPE_BWD_ATTN] = bwd + stage + attn_bwd;
+    r->phase[UPIPE_BWD_IN] = upipe_max_bytes(kv + dkv + kv_send + gemm, kv + dkv + send + upipe_max_bytes(gemm, q));
+    r->phase[UPIPE_BWD_IN] = upipe_max_bytes(r->phase[UPIPE_BWD_IN], kv + upipe_max_bytes(cast + dv, gemm));
+    r->phase[UPIPE_BWD_IN] = upipe_max_bytes(r->phase[UPIPE_BWD_IN], k + cast + dkv); /* dK' to its tokens */
+    r->phase[UPIPE_BWD_IN] = upipe_max_bytes(bwd + r->phase[UPIPE_BWD_IN], x + out + (size_t)p->rounds * kv + tile + gemm);
+    for (i = 0, r->peak = 0; i < UPIPE_PHASES; ++i) r->peak = upipe_max_bytes(r->peak, r->phase[i]);
+    return UPIPE_OK;
 }
-
-/* ---- the paper's own formulas ---- */
 
 typedef enum upipe_paper_row {
     UPIPE_PAPER_ULYSSES,

@@ -4,18 +4,18 @@
  *     if (upipe_dry_init(dry, &plan, &ops)) ...             then any code may run with &dry->ctx
  *     upipe_dry_block(dry, &layer, 1);                   one block, forward and backward
  *     dry->mem.need, dry->mem.blocks_peak                slab bytes, with alignment and holes; live blocks
- *     dry->mem.peak, dry->mem.phase_peak[]               live bytes, to be compared with upipe_plan_bytes
+ *     upipe_bytes bytes = upipe_dry_bytes(dry);          live bytes, by phase: a real run holds the same, to the byte
  *     dry->team.sent_bytes, dry->ring.sent_bytes
  *
- * Sizes are those of the given compute table: its *_bytes entries are asked as in the real run. The code walks
- * all heads of every tile of dX, so its time grows with heads * rows / tile_rows, and with the square of the
- * stages besides where heads are uneven. Do not ask for 2^40 tokens.
+ * This is how the library knows its bytes; upipe_bytes.h has closed forms for some plans. Sizes are those of the given
+ * compute table: its *_bytes entries are asked as in the real run. The code goes through all heads of every tile of dX,
+ * so its time grows with heads * rows / tile_rows, and with the square of the stages besides where heads are uneven. Do
+ * not ask for 2^40 tokens.
  */
 #ifndef UPIPE_DRY_H
 #define UPIPE_DRY_H
 
 #include "upipe_fpdt.h"
-#include "temp_shim.h"
 
 enum { UPIPE_DRY_RANKS_MAX = 512, UPIPE_DRY_BLOCKS_MAX = 1024, UPIPE_DRY_HOST_BLOCKS_MAX = 16 };
 
@@ -29,6 +29,7 @@ typedef struct upipe_dry {
     upipe_msg list[2 * UPIPE_DRY_RANKS_MAX], ring_list[2 * UPIPE_DRY_RANKS_MAX];
     int64_t gathered[UPIPE_DRY_RANKS_MAX * UPIPE_ALL_GATHER_MAX],
         ring_gathered[UPIPE_DRY_RANKS_MAX * UPIPE_ALL_GATHER_MAX];
+    size_t intermediate_fwd; /* as in upipe_bytes */
 } upipe_dry;
 
 UPIPE_API upipe_status upi_dry_sync(upipe_ctx *c)
@@ -167,6 +168,26 @@ UPIPE_API upipe_status upi_dry_adamw(upipe_ctx *c, const upipe_adamw *a)
     return UPIPE_OK;
 }
 
+/* The pool's guard: asked before each allocation. It never refuses; it counts Q, K, V and their buffers in a forward. */
+UPIPE_API upipe_status upi_dry_guard(void *user, size_t bytes, const char *tag)
+{
+    static const char *const tags[] = {"k", "v", "q", "kv_send", "q_send", "send"};
+    enum { TAGS = sizeof tags / sizeof *tags };
+    upipe_dry *dry = (upipe_dry *)user;
+    const upipe_mem *m = &dry->mem;
+    int i, t;
+    for (t = 0; t < TAGS && strcmp(tags[t], tag) != 0; ++t) {
+    }
+    if (t == TAGS || m->phase >= (int)UPIPE_BWD_BEFORE) return UPIPE_OK;
+    for (i = 0; i < m->blocks_n; ++i) {
+        for (t = 0; t < TAGS && strcmp(tags[t], m->blocks[i].tag) != 0; ++t) {
+        }
+        if (t < TAGS) bytes += m->blocks[i].bytes;
+    }
+    dry->intermediate_fwd = upipe_max_bytes(dry->intermediate_fwd, bytes);
+    return UPIPE_OK;
+}
+
 /* upipe_dry_init -- the plan's rank of its team and ring, with the sizes of the given table
  *   plan    NULL: a rank alone
  *   errors  UNSUPPORTED for more than UPIPE_DRY_RANKS_MAX ranks
@@ -182,6 +203,8 @@ UPIPE_API upipe_status upipe_dry_init(upipe_dry *dry, const upipe_plan *plan, co
         return upipe_fail(&dry->ctx.err, UPIPE_ERR_UNSUPPORTED, "a dry run of %d x %d ranks, at most %d",
                         d.ranks, d.ring, UPIPE_DRY_RANKS_MAX);
     upipe_mem_init_dry(&dry->mem, dry->blocks, UPIPE_DRY_BLOCKS_MAX);
+    dry->mem.guard = upi_dry_guard;
+    dry->mem.user = dry;
     upipe_mem_init_dry(&dry->host, dry->host_blocks, UPIPE_DRY_HOST_BLOCKS_MAX);
     upipe_comm_dry(&dry->team, d.rank, d.ranks, dry->list, dry->gathered);
     upipe_comm_dry(&dry->ring, d.ring_rank, d.ring, dry->ring_list, dry->ring_gathered);
@@ -213,6 +236,16 @@ UPIPE_API upipe_status upipe_dry_init(upipe_dry *dry, const upipe_plan *plan, co
     upipe_side_stream_inline(&dry->side_stream, NULL);
     dry->ctx.side_stream = &dry->side_stream;
     return UPIPE_OK;
+}
+
+/* upipe_dry_bytes -- live bytes of all that has run so far: the peak of each phase, and of all */
+UPIPE_API upipe_bytes upipe_dry_bytes(const upipe_dry *dry)
+{
+    upipe_bytes b;
+    memcpy(b.phase, dry->mem.phase_peak, sizeof b.phase);
+    b.peak = dry->mem.peak;
+    b.intermediate_fwd = dry->intermediate_fwd;
+    return b;
 }
 
 /* What the host does around a block, dry: x, and whatever lies between forward and backward. */
@@ -255,8 +288,8 @@ UPIPE_API upipe_status upi_dry_pass(upipe_dry *dry, const upipe_layer *l, int pr
     return upipe_mem_free(c->mem, data, &c->err);
 }
 
-/* upipe_dry_layer -- x, one forward, a gradient of O, one backward: the setting of the paper's tables and of
- *                    upipe_plan_bytes. Pool, bytes sent and phase peaks are in dry afterwards.
+/* upipe_dry_layer -- x, one forward, a gradient of O, one backward: the setting of the paper's tables. Pool,
+ *                    bytes sent and phase peaks are in dry afterwards.
  *   dx_in_place  nonzero: dX takes x's place; otherwise a tensor of its own, taken before the backward
  *   errors       those of upipe_layer_fwd and upipe_layer_bwd but for transport and memory
  */

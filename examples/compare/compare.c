@@ -37,8 +37,9 @@ static void progress(const compare *c, const char *what, const char *of)
     if (c->shows_progress) fprintf(stderr, PROGRAM ": %s%s ...\n", what, of);
 }
 
-/* Says no to what this machine's memory cannot hold, rather than to be killed for it. */
-static int check_memory(const compare *c)
+/* Says no to what this machine's memory cannot hold, rather than to be killed for it. Before the dry runs the blocks'
+ * own bytes are not known yet: what stays around them is the least. */
+static int check_memory(const compare *c, const char *least)
 {
     double have = cli_memory();
     const upipe_plan_desc *d = &method_plan_of(&c->methods[0])->desc;
@@ -55,8 +56,8 @@ static int check_memory(const compare *c)
                 (2.0 * d->heads * d->head_dim + (double)d->heads * d->v_dim +
                  2.0 * d->kv_heads * (d->head_dim + d->v_dim) + (double)d->model_dim);
     if (need <= have) return 0;
-    return cli_fail("out of memory: the ranks share this machine's %.1f GiB, and the run takes %.1f GiB",
-                    have / (1 << 30), need / (1 << 30));
+    return cli_fail("out of memory: the ranks share this machine's %.1f GiB, and the run takes %s%.1f GiB",
+                    have / (1 << 30), least, need / (1 << 30));
 }
 
 enum { DUMPS = 12 };
@@ -354,11 +355,12 @@ static int run(compare *c)
     }
     if (c->o.overlap && !overlaps)
         return cli_fail("--overlap would have no effect: no method here has more than one stage or segment");
-    /* A dry run visits every tile of tokens: their number must make sense before. */
-    if (inputs_check(&c->o) != 0 || check_memory(c) != 0) return -1;
+    /* A dry run goes through every tile of tokens: their number must make sense before. */
+    if (inputs_check(&c->o) != 0 || check_memory(c, "at least ") != 0) return -1;
     progress(c, "the slabs, by dry runs", "");
     for (i = 0; i < c->o.methods_n; ++i)
         if (method_dry(&c->methods[i]) != 0) return -1;
+    if (check_memory(c, "") != 0) return -1;
     files_begin(&c->all);
     status = reserve_outputs(c);
     files_abandon(&c->all);

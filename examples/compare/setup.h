@@ -72,26 +72,26 @@ static upipe_layer method_layer(const options *o, const upipe_plan *p)
     return l;
 }
 
-/* After the plan: the block in segments, and its bytes. */
-static upipe_status method_plan_segments(const method *m, method_rank *rank, upipe_bytes *bytes, upipe_err *e)
+/* After the plan: the block in segments. */
+static upipe_status method_plan_segments(const method *m, method_rank *rank, upipe_err *e)
 {
     const options *o = m->o;
+    upipe_plan first;
     int i;
     rank->fpdt.layer = rank->layer;
     rank->fpdt.host = &rank->second;
     rank->fpdt.desc = rank->plan.desc;
     rank->fpdt.segments = o->segments;
-    UPIPE_TRY(upipe_fpdt_bytes(&rank->fpdt, m->ops, bytes, &rank->planned.host, e));
+    UPIPE_TRY(upipe_fpdt_plan(&rank->fpdt, 0, &first, e));
     for (i = 0, rank->rows = 0; i < o->segments; ++i)
         rank->rows += upipe_fpdt_shard(&rank->fpdt, i).n * o->batch;
     return UPIPE_OK;
 }
 
+/* A rank's plan. Bytes: those that stay around the block; method_dry adds its own. */
 static upipe_status method_plan_rank(const method *m, method_rank *rank, int r, upipe_err *e)
 {
     upipe_plan_desc d = method_desc(m, r);
-    upipe_plan_scratch scratch;
-    upipe_bytes bytes;
     int64_t all;
     int pass, k;
     UPIPE_TRY(upipe_plan_init(&rank->plan, &d, e));
@@ -99,22 +99,19 @@ static upipe_status method_plan_rank(const method *m, method_rank *rank, int r, 
     if (!upipe_mul(&all, m->o->layers, method_layer_bytes(rank)))
         return upipe_fail(e, UPIPE_ERR_OVERFLOW, "the inputs of %d layers", m->o->layers);
     rank->layer = method_layer(m->o, &rank->plan);
-    scratch = upipe_layer_scratch(m->ops, &rank->layer, 1);
-    bytes = upipe_plan_bytes(&rank->plan, &scratch);
     for (pass = 0; pass < 2; ++pass) {
         rank->planned.sent[SENT_TEAM][pass] = upipe_plan_sent(&rank->plan, pass);
         rank->planned.sent[SENT_RING][pass] = upipe_plan_sent_ring(&rank->plan, pass);
     }
-    if (m->kind->segmented) UPIPE_TRY(method_plan_segments(m, rank, &bytes, e));
-    rank->planned.host += method_kept_host(m, rank);
+    if (m->kind->segmented) UPIPE_TRY(method_plan_segments(m, rank, e));
+    rank->planned.host = method_kept_host(m, rank);
     for (pass = 0; method_offloads(m) && pass < 2; ++pass)
         rank->planned.sent[SENT_HOST][pass] = (int64_t)upipe_plan_unit_bytes(&rank->plan);
-    for (k = 0; k < UPIPE_PHASES; ++k) rank->planned.phase[k] = bytes.phase[k] + method_kept_device(m, rank);
-    rank->planned.intermediate = bytes.intermediate_fwd;
+    for (k = 0; k < UPIPE_PHASES; ++k) rank->planned.phase[k] = method_kept_device(m, rank);
     return UPIPE_OK;
 }
 
-/* The plans, and their bytes in closed form. */
+/* The plans. */
 static int method_plan(method *m)
 {
     upipe_status s = UPIPE_OK;
@@ -126,7 +123,7 @@ static int method_plan(method *m)
     return s == UPIPE_OK ? 0 : method_fail(m, "", s, err.text);
 }
 
-/* What a rank sends, and moves to the host and back, in segments: the dry run says it. */
+/* In segments: what a rank sends, moves to the host and back, and holds there. */
 static upipe_status method_dry_segments(method_rank *rank, upipe_dry *dry)
 {
     upipe_fpdt f = rank->fpdt;
@@ -145,27 +142,31 @@ static upipe_status method_dry_segments(method_rank *rank, upipe_dry *dry)
     rank->planned.sent[SENT_HOST][1] = saved.moved - rank->planned.sent[SENT_HOST][0];
     UPIPE_TRY(upipe_fpdt_free(&f, &saved, &dry->ctx.err));
     rank->second_bytes = upipe_mem_span(dry->host.need);
+    rank->planned.host += dry->host.peak;
     return UPIPE_OK;
 }
 
-/* The slab that the real sequence of takes needs on each rank, and the length of its trace. */
+/* The bytes of each rank, the slab that they need, and the length of the trace. */
 static int method_dry(method *m)
 {
     size_t sum = (size_t)m->o->ranks * UPIPE_REDUCE_STRIP * 4 + UPIPE_MEM_ALIGN;
     upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
     upipe_mem_event none;
     upipe_status s = UPIPE_OK;
-    int r;
+    int r, k;
     if (dry == NULL) return method_fail(m, "", UPIPE_ERR_MEMORY, "no entry left for the dry run");
     for (r = 0; r < m->o->ranks && s == UPIPE_OK; ++r) {
         method_rank *rank = &m->ranks[r];
-        /* the weights must be there, and are not read */
-        method_weights(rank, &none, &none, &none, rank->layer.mask.sinks);
+        upipe_bytes bytes;
+        method_weights(rank, &none, &none, &none, rank->layer.mask.sinks); /* must be there, and are not read */
         s = upipe_dry_init(dry, &rank->plan, m->ops);
         dry->mem.events = &none; /* space for none: all are counted as lost */
         if (s == UPIPE_OK)
             s = m->kind->segmented ? method_dry_segments(rank, dry) : upipe_dry_layer(dry, &rank->layer, 1);
         if (s != UPIPE_OK) method_fail(m, "", s, dry->ctx.err.text);
+        bytes = upipe_dry_bytes(dry);
+        for (k = 0; k < UPIPE_PHASES; ++k) rank->planned.phase[k] += bytes.phase[k];
+        rank->planned.intermediate = bytes.intermediate_fwd;
         rank->slab_bytes = dry->mem.need + method_kept_span(method_kept_device(m, rank));
         rank->second_bytes += method_kept_span(method_kept_host(m, rank));
         rank->blocks_max = dry->mem.blocks_peak + (method_kept_device(m, rank) > 0);

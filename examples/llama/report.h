@@ -44,8 +44,8 @@ static void report_memory(const run *u)
         printf("  %-12s %14s %14s\n", memory_part_names[part], report_bytes(a, (double)k->plan.at_peak[part]),
                report_bytes(b, (double)k->plan.largest[part]));
     printf("  %-12s %14s   %zu bytes\n", "peak", report_bytes(a, (double)k->plan.peak), k->plan.peak);
-    printf("  %-12s %14s   %zu bytes with alignment and holes\n", "slab", report_bytes(a, (double)k->need),
-           k->need);
+    printf("  %-12s %14s   %zu bytes with alignment and holes\n", "slab", report_bytes(a, (double)k->plan.need),
+           k->plan.need);
     if (k->plan.host > 0)
         printf("  %-12s %14s   %zu bytes, the second pool\n", "host", report_bytes(a, (double)k->plan.host),
                k->plan.host);
@@ -63,7 +63,7 @@ static int report_slope(const run *u, int offload, report_slopes *slopes)
 {
     const upipe_plan_desc *d = &u->ranks[0].m.plan.desc;
     double unit, rows;
-    run_rank ranks[2];
+    memory_plan plans[2];
     model m[2];
     upipe_err e;
     upipe_status s = UPIPE_OK;
@@ -76,13 +76,13 @@ static int report_slope(const run *u, int offload, report_slopes *slopes)
         if (s == UPIPE_OK) s = model_cut(&m[i], u->o.how.segments, &e);
         m[i].tile_bytes = u->o.tile_bytes;
         m[i].offload = offload;
-        if (s == UPIPE_OK) s = run_dry(u, &m[i], NULL, &ranks[i], &e);
+        if (s == UPIPE_OK) s = run_dry(u, &m[i], NULL, &plans[i], &e);
     }
     if (s != UPIPE_OK) return run_fail(s, &e);
     unit = (double)(d->model_dim * (int64_t)upipe_dtype_bytes(d->dtype));
     rows = (double)(m[1].rows - m[0].rows);
-    slopes->pool[offload] = (double)(ranks[1].plan.peak - ranks[0].plan.peak) / rows / unit;
-    slopes->host[offload] = (double)(ranks[1].plan.host - ranks[0].plan.host) / rows / unit;
+    slopes->pool[offload] = (double)(plans[1].peak - plans[0].peak) / rows / unit;
+    slopes->host[offload] = (double)(plans[1].host - plans[0].host) / rows / unit;
     return 0;
 }
 
@@ -94,7 +94,7 @@ static int report_plan(const run *u, report_slopes *slopes)
     printf(", chunk %d: %lld layers of %lld, %d/%d heads of %d, MLP %lld, vocabulary %lld, %s\n",
            u->ranks[0].m.plan.desc.chunk, (long long)c->layers, (long long)c->dim, c->heads, c->kv_heads,
            c->head_dim, (long long)c->hidden, (long long)c->vocab, upipe_dtype_name(u->o.dtype));
-    printf("%lld tokens x %lld sequences; closed form and dry run agree to the byte in every phase\n",
+    printf("%lld tokens x %lld sequences; bytes by a dry run of a training step\n",
            (long long)u->o.tokens, (long long)u->o.batch);
     report_memory(u);
     printf("\nwhat a token on a rank adds to the peak, in units of model-dim elements, by dry runs\n");
@@ -229,7 +229,7 @@ static int report_json(const run *u, files *all, const report_slopes *slopes)
     int bad;
     if (f == NULL) return -1;
     root = json_pack("{s:o, s:I, s:I, s:I, s:{s:o, s:o}}", "config", report_config(u), "plan_bytes",
-                     (json_int_t)k->plan.peak, "slab_bytes", (json_int_t)k->need, "host_bytes",
+                     (json_int_t)k->plan.peak, "slab_bytes", (json_int_t)k->plan.need, "host_bytes",
                      (json_int_t)k->plan.host, "memory", "at_peak", report_parts(k->plan.at_peak), "largest",
                      report_parts(k->plan.largest));
     if (slopes == NULL)

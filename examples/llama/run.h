@@ -28,10 +28,7 @@
 /* A rank's memory and what it measured. */
 typedef struct run_rank {
     model m, sampled;
-    memory_plan plan;       /* the closed form */
-    size_t need, host_need; /* slabs, by the dry run */
-    int blocks_max;
-    int64_t events_max;
+    memory_plan plan;
     device d;
     side_stream line; /* where something overlaps */
     void *slab, *host_slab;
@@ -106,53 +103,6 @@ static sample_wish run_wish(const run *u)
     return w;
 }
 
-/* A rank's trainer over its pools; what it needs of the host is allocated here. */
-static upipe_status run_trainer(const run *u, const model *m, trainer *t, upipe_ctx *c, upipe_comm *world,
-                                upipe_mem *host)
-{
-    memset(t, 0, sizeof *t);
-    t->m = *m;
-    t->world = world;
-    t->r.c = c;
-    t->r.host = m->offload ? host : c->mem;
-    t->r.second = host;
-    t->r.kept = (void **)calloc((size_t)u->layout.config.layers * 2, sizeof *t->r.kept);
-    t->gathered = (int64_t *)calloc((size_t)world->ranks * 2, sizeof *t->gathered);
-    if (t->r.kept != NULL && t->gathered != NULL) return UPIPE_OK;
-    return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no entry left for the tables of a rank");
-}
-
-static void run_trainer_free(trainer *t)
-{
-    free(t->r.kept);
-    free(t->gathered);
-}
-
-/* The whole life of a rank's pool, dry: one step, one byte of a sample unless that is NULL. phase: peaks of
- * the step alone. */
-static upipe_status run_dry_life(const run *u, const model *sampled, trainer *t, int64_t *events,
-                                 size_t *phase)
-{
-    trainer_batch batch;
-    trainer_rates rates = run_rates(u, 1);
-    trainer_result result;
-    upipe_mem *mem = t->r.c->mem;
-    memset(&batch, 0, sizeof batch);
-    batch.valid = 1;
-    UPIPE_TRY(trainer_alloc(t));
-    UPIPE_TRY(trainer_step(t, &batch, &rates, &result));
-    *events = mem->events_lost;
-    memcpy(phase, mem->phase_peak, MODEL_PHASES * sizeof *phase);
-    if (u->o.sample > 0 && sampled != NULL) {
-        sample_wish wish = run_wish(u);
-        int64_t made;
-        char byte;
-        t->r.m = sampled;
-        UPIPE_TRY(sample_text(&t->r, t->world, &wish, &byte, 1, &made, t->gathered));
-    }
-    return trainer_free_block(t);
-}
-
 enum { RUN_WALK_MAX = 50000000 }; /* some seconds */
 
 /* Steps that a dry run walks through, roughly: heads of every tile of every layer, and of every pair of
@@ -169,62 +119,32 @@ static double run_walk(const model *m)
            (double)(m->layout->weights + m->layout->norm_weights) / UPIPE_REDUCE_STRIP;
 }
 
-/* A dry rank, and the world's communicator beside those of its team and its ring. */
-typedef struct run_dry_buf {
-    upipe_dry dry;
-    upipe_comm world;
-    upipe_msg list[2 * UPIPE_THREADS_MAX];
-    int64_t gathered[UPIPE_THREADS_MAX * UPIPE_ALL_GATHER_MAX];
-} run_dry_buf;
+/* After a step of a dry rank: one byte of a sample. */
+typedef struct run_sample {
+    const run *u;
+    const model *m;
+} run_sample;
 
-/* run_dry -- the slabs of one rank, found by its own code over pools that only count; checks the closed form
- *            against it, phase by phase. sampled: NULL for none */
-static upipe_status run_dry(const run *u, const model *m, const model *sampled, run_rank *out, upipe_err *e)
+static upipe_status run_dry_sample(trainer *t, void *user)
 {
-    int blocks_max = (int)u->layout.config.layers * 2 + m->plan.stages * 2 + 64;
-    run_dry_buf *buf = (run_dry_buf *)malloc(sizeof *buf);
-    upipe_dry *dry = buf != NULL ? &buf->dry : NULL;
-    upipe_mem_block *blocks = (upipe_mem_block *)calloc(2 * (size_t)blocks_max, sizeof *blocks);
-    upipe_mem_event none;
-    upipe_mem host;
-    trainer t;
-    upipe_status s;
-    size_t peaks[MODEL_PHASES] = {0};
-    int phase;
-    if (dry == NULL || blocks == NULL || run_walk(m) > RUN_WALK_MAX) {
-        s = dry == NULL || blocks == NULL
-                ? upipe_fail(e, UPIPE_ERR_MEMORY, "no entry left for a dry run")
-                : upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
-                           "the memory's dry run would take %.2g steps, at most %d are walked", run_walk(m),
-                           RUN_WALK_MAX);
-        free(buf);
-        free(blocks);
-        return s;
-    }
-    s = upipe_dry_init(dry, &m->plan, &u->ops);
-    upipe_comm_dry(&buf->world, model_world_rank(m), model_world(m), buf->list, buf->gathered);
-    if (s == UPIPE_OK) {
-        upipe_mem_init_dry(&dry->mem, blocks, blocks_max);
-        upipe_mem_init_dry(&host, blocks + blocks_max, blocks_max);
-        dry->mem.events = &none; /* space for none: all are counted as lost */
-        s = run_trainer(u, m, &t, &dry->ctx, &buf->world, &host);
-        if (s == UPIPE_OK) s = run_dry_life(u, sampled, &t, &out->events_max, peaks);
-        run_trainer_free(&t);
-    }
-    if (s == UPIPE_OK) s = memory_plan_make(&out->plan, m, &u->ops, &dry->ctx.err);
-    *e = dry->ctx.err;
-    for (phase = 0; phase < MODEL_PHASES && s == UPIPE_OK; ++phase)
-        if (peaks[phase] != out->plan.phase[phase])
-            s = upipe_fail(e, UPIPE_ERR_MISMATCH, "%s of rank %d: %zu bytes by the dry run, %zu by the plan",
-                         model_phase_name(phase), model_world_rank(m), peaks[phase], out->plan.phase[phase]);
-    if (s == UPIPE_OK) {
-        out->need = dry->mem.need;
-        out->host_need = host.need;
-        out->blocks_max = dry->mem.blocks_peak > host.blocks_peak ? dry->mem.blocks_peak : host.blocks_peak;
-    }
-    free(blocks);
-    free(buf);
-    return s;
+    const run_sample *sample = (const run_sample *)user;
+    sample_wish wish = run_wish(sample->u);
+    int64_t made;
+    char byte;
+    t->r.m = sample->m;
+    return sample_text(&t->r, t->world, &wish, &byte, 1, &made, t->gathered);
+}
+
+/* The memory of one rank, by a dry run. sampled: NULL for none */
+static upipe_status run_dry(const run *u, const model *m, const model *sampled, memory_plan *plan, upipe_err *e)
+{
+    run_sample sample = {u, sampled};
+    if (run_walk(m) > RUN_WALK_MAX)
+        return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
+                          "the memory's dry run would take %.2g steps, at most %d are walked", run_walk(m),
+                          RUN_WALK_MAX);
+    return memory_plan_make(plan, m, &u->ops, u->o.sample > 0 && sampled != NULL ? run_dry_sample : NULL, &sample,
+                            e);
 }
 
 static int run_same_plan(const model *a, const model *b)
@@ -253,20 +173,24 @@ static int run_fail(upipe_status s, const upipe_err *e)
     return cli_fail("%s%s", cli_status(s), e->text);
 }
 
-/* Ranks share this machine's memory: says no rather than to be killed for it. */
-static int run_check_memory(const run *u)
+/* Ranks share this machine's memory: says no rather than to be killed for it.
+ *   planned   zero: before the dry runs, with what is known without them
+ */
+static int run_check_memory(const run *u, int planned)
 {
     double slabs = 0, host = (double)u->text.bytes + 16.0 * (double)u->o.steps, have = cli_memory();
     int r;
     for (r = 0; r < u->o.how.ranks; ++r) {
         const run_rank *k = &u->ranks[r];
-        slabs += (double)(k->need > k->plan.peak ? k->need : k->plan.peak);
-        host += (double)k->plan.host;
+        double second;
+        const double least = memory_least(&k->m, &second);
+        slabs += planned ? (double)k->plan.need : least;
+        host += planned ? (double)k->plan.host_need : second;
     }
     if (u->o.device == DEVICE_CPU) host += slabs;
     if (host > have)
-        return cli_fail("out of memory: the ranks share this machine's %.1f GiB, and the run takes %.1f GiB",
-                        have / (1 << 30), host / (1 << 30));
+        return cli_fail("out of memory: the ranks share this machine's %.1f GiB, and the run takes %s%.1f GiB",
+                        have / (1 << 30), planned ? "" : "at least ", host / (1 << 30));
     return device_has_buf(u->o.device, slabs);
 }
 
@@ -284,8 +208,7 @@ static upipe_status run_plan_rank(const run *u, run_rank *k, int rank, upipe_err
     UPIPE_TRY(model_cut(&k->m, o->how.segments, e));
     k->m.tile_bytes = o->tile_bytes;
     k->m.offload = o->offload;
-    UPIPE_TRY(sample_model(&k->sampled, &k->m, e));
-    return memory_plan_make(&k->plan, &k->m, &u->ops, e);
+    return sample_model(&k->sampled, &k->m, e);
 }
 
 /* Plans and memory of every rank. 0, or -1 with the sentence out. */
@@ -300,17 +223,13 @@ static int run_plan(run *u)
     if (u->ranks == NULL) return cli_fail("out of memory: %d ranks", ranks);
     for (r = 0; r < ranks && s == UPIPE_OK; ++r) s = run_plan_rank(u, &u->ranks[r], r, &e);
     /* A dry run walks through all tiles and sums: their number must make sense before. */
-    if (s == UPIPE_OK && !u->o.plan && run_check_memory(u) != 0) return -1;
+    if (s == UPIPE_OK && !u->o.plan && run_check_memory(u, 0) != 0) return -1;
     for (r = 0; r < ranks && s == UPIPE_OK; ++r) {
         run_rank *k = &u->ranks[r];
-        if (r > 0 && run_like_first(u, r)) {
-            const model m = k->m, sampled = k->sampled;
-            *k = u->ranks[0];
-            k->m = m;
-            k->sampled = sampled;
-        } else {
-            s = run_dry(u, &k->m, &k->sampled, k, &e);
-        }
+        if (r > 0 && run_like_first(u, r))
+            k->plan = u->ranks[0].plan;
+        else
+            s = run_dry(u, &k->m, &k->sampled, &k->plan, &e);
     }
     return s == UPIPE_OK ? 0 : run_fail(s, &e);
 }
@@ -319,22 +238,22 @@ static int run_plan(run *u)
 
 static upipe_status run_allocate(const run *u, run_rank *k, upipe_ctx *c, upipe_mem **host)
 {
-    size_t slab = (k->need + UPIPE_MEM_ALIGN - 1) / UPIPE_MEM_ALIGN * UPIPE_MEM_ALIGN;
-    size_t second = (k->host_need + UPIPE_MEM_ALIGN - 1) / UPIPE_MEM_ALIGN * UPIPE_MEM_ALIGN;
+    size_t slab = (k->plan.need + UPIPE_MEM_ALIGN - 1) / UPIPE_MEM_ALIGN * UPIPE_MEM_ALIGN;
+    size_t second = (k->plan.host_need + UPIPE_MEM_ALIGN - 1) / UPIPE_MEM_ALIGN * UPIPE_MEM_ALIGN;
     UPIPE_TRY(device_open(&k->d, u->o.device, &c->err));
     device_use(&k->d, c);
     if (u->o.how.overlap) UPIPE_TRY(side_stream_open(&k->line, u->o.device, c));
     UPIPE_TRY(device_slab(&k->d, &k->slab, slab, &c->err));
     UPIPE_TRY(device_host_slab(&k->d, &k->host_slab, second, &c->err));
-    k->blocks = (upipe_mem_block *)calloc((size_t)k->blocks_max, sizeof *k->blocks);
-    k->host_blocks = (upipe_mem_block *)calloc((size_t)k->blocks_max, sizeof *k->host_blocks);
-    if (u->o.trace != NULL) k->events = (upipe_mem_event *)calloc((size_t)k->events_max, sizeof *k->events);
+    k->blocks = (upipe_mem_block *)calloc((size_t)k->plan.blocks_max, sizeof *k->blocks);
+    k->host_blocks = (upipe_mem_block *)calloc((size_t)k->plan.blocks_max, sizeof *k->host_blocks);
+    if (u->o.trace != NULL) k->events = (upipe_mem_event *)calloc((size_t)k->plan.events_max, sizeof *k->events);
     if (k->blocks == NULL || k->host_blocks == NULL || (u->o.trace != NULL && k->events == NULL))
         return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no entry left for the tables of a rank's pools");
-    upipe_mem_init(&k->mem, k->slab, slab, k->blocks, k->blocks_max);
-    upipe_mem_init(&k->host, k->host_slab, second, k->host_blocks, k->blocks_max);
+    upipe_mem_init(&k->mem, k->slab, slab, k->blocks, k->plan.blocks_max);
+    upipe_mem_init(&k->host, k->host_slab, second, k->host_blocks, k->plan.blocks_max);
     k->mem.events = k->events;
-    k->mem.events_max = k->events_max;
+    k->mem.events_max = k->plan.events_max;
     k->mem.clock = cli_clock;
     c->mem = &k->mem;
     *host = &k->host;
@@ -573,12 +492,12 @@ static upipe_status run_rank_main(void *user, int rank)
     text_order_init(&order);
     s = upipe_comm_barrier(&c, grid_world(&u->net, rank)); /* all have started */
     if (s == UPIPE_OK) s = run_allocate(u, k, &c, &host);
-    if (s == UPIPE_OK) s = run_trainer(u, &k->m, &t, &c, grid_world(&u->net, rank), host);
+    if (s == UPIPE_OK) s = trainer_open(&t, &k->m, &c, grid_world(&u->net, rank), host);
     t.r.device = &k->d;
     if (s == UPIPE_OK) s = run_life(u, k, &t, &order);
     if (s == UPIPE_OK) s = upipe_mem_destroy(&k->mem, &c.err);
     if (s == UPIPE_OK) s = upipe_mem_destroy(&k->host, &c.err);
-    run_trainer_free(&t);
+    trainer_close(&t);
     text_order_free(&order);
     if (s != UPIPE_OK) k->peak = k->mem.peak;
     k->err = c.err;
@@ -587,7 +506,7 @@ static upipe_status run_rank_main(void *user, int rank)
 
 /* ---- all ranks ---- */
 
-/* What the closed form says, held against what the pools measured. */
+/* What the dry runs said, held against what the pools measured. */
 static int run_check_promises(const run *u)
 {
     int r, phase, bad = 0;

@@ -3,7 +3,7 @@
  *     train --method upipe --ranks 4 --tokens 4096 --steps 100 --json out.json
  *
  * Where to read: model.h (a forward and a backward assembled from upipe's primitives), trainer.h (a step),
- * memory.h (its bytes in closed form), run.h (ranks, steps, checkpoints), checkpoint.h, sample.h, data.h.
+ * memory.h (its bytes, by a dry run), run.h (ranks, steps, checkpoints), checkpoint.h, sample.h, data.h.
  */
 #define PROGRAM "train"
 
@@ -85,7 +85,7 @@ static int train(run *u, files *all)
     if (find_model(u, folder) != 0) return -1;
     if (find_position(u) != 0 || (!u->o.plan && find_text(u) != 0)) return -1;
     if (run_plan(u) != 0) return -1;
-    if (!u->o.plan && run_check_memory(u) != 0) return -1;
+    if (!u->o.plan && run_check_memory(u, 1) != 0) return -1;
     if (report_reserve(u, all) != 0) return -1;
     if (u->o.plan) {
         if (report_plan(u, &slopes) != 0) return -1;

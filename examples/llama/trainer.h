@@ -1,9 +1,11 @@
 /* trainer.h -- one rank's training state in its pool, and one training step
  *
+ *     trainer_open(&t, &m, &ctx, world, host);
  *     trainer_alloc(&t);                      weights, gradients, optimizer: from the pool, for the whole run
  *     ... fill t.state: initial values, or a checkpoint ...
  *     trainer_step(&t, &batch, &rates, &result);
  *     trainer_free_block(&t);
+ *     trainer_close(&t);
  *
  * Every rank has all weights and gradients, and the optimizer of its slice alone (ZeRO-1): gradients are
  * summed over ranks into slices, each rank moves its slice of the weights, and the slices are gathered.
@@ -65,6 +67,31 @@ static upipe_status trainer_alloc_floats(trainer *t, float **out, int64_t n, con
     UPIPE_TRY(upipe_mem_alloc(t->r.c->mem, &data, (size_t)n * 4, tag, &t->r.c->err));
     *out = (float *)data;
     return UPIPE_OK;
+}
+
+/* trainer_open -- a rank's trainer over its pools; trainer_close frees what it needs of the host
+ *   host    the second pool
+ *   errors  MEMORY; trainer_close all the same
+ */
+__attribute__((unused)) static upipe_status trainer_open(trainer *t, const model *m, upipe_ctx *c, upipe_comm *world,
+                                                         upipe_mem *host)
+{
+    memset(t, 0, sizeof *t);
+    t->m = *m;
+    t->world = world;
+    t->r.c = c;
+    t->r.host = m->offload ? host : c->mem;
+    t->r.second = host;
+    t->r.kept = (void **)calloc((size_t)m->layout->config.layers * 2, sizeof *t->r.kept);
+    t->gathered = (int64_t *)calloc((size_t)world->ranks * 2, sizeof *t->gathered);
+    if (t->r.kept != NULL && t->gathered != NULL) return UPIPE_OK;
+    return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no host memory for the tables of a rank");
+}
+
+__attribute__((unused)) static void trainer_close(trainer *t)
+{
+    free(t->r.kept);
+    free(t->gathered);
 }
 
 /* trainer_alloc -- blocks for all that stays over steps; t->m, world and t->r's c, host, second, kept are set

@@ -12,20 +12,32 @@
 
 /* Where a tile of rows is summed: in f32, in place if the result is f32. */
 typedef struct upi_tile {
-    upipe_view sum; /* [n][D], f32 */
+    void *buf, *work; /* the f32 sum, NULL where it is in place; scratch of the products. Of all tiles */
+    upipe_view sum;   /* [n][D], f32 */
     int64_t row, n;
     int begun; /* something has been added */
 } upi_tile;
 
-UPIPE_API upi_tile upi_tile_at(const upi_run *r, upipe_view out, void *buf, int64_t row)
+UPIPE_API upipe_status upi_tile_alloc(upipe_ctx *c, const upi_run *r, upi_tile *t)
+{
+    UPIPE_TRY(upipe_alloc(c, &t->buf, r->scratch.tile, "tile"));
+    return upipe_alloc(c, &t->work, r->scratch.gemm, "gemm_work");
+}
+
+UPIPE_API upipe_status upi_tile_free(upipe_ctx *c, upi_tile *t)
+{
+    UPIPE_TRY(upipe_free(c, t->work));
+    return upipe_free(c, t->buf);
+}
+
+UPIPE_API void upi_tile_begin(const upi_run *r, upi_tile *t, upipe_view out, int64_t row)
 {
     int64_t rows = upi_tile_rows(r->l), left = r->p->rows - row;
-    upi_tile t;
-    t.row = row;
-    t.n = left < rows ? left : rows;
-    t.begun = 0;
-    t.sum = buf != NULL ? upipe_view_packed(buf, UPIPE_F32, t.n, 1, out.d) : upipe_view_rows(out, row, t.n);
-    return t;
+    t->row = row;
+    t->n = left < rows ? left : rows;
+    t->begun = 0;
+    t->sum = t->buf != NULL ? upipe_view_packed(t->buf, UPIPE_F32, t->n, 1, out.d)
+                            : upipe_view_rows(out, row, t->n);
 }
 
 /* tile (+)= heads * weight, where heads [rows][width] are some neighbouring heads of all rows. */
@@ -34,7 +46,8 @@ UPIPE_API upipe_status upi_tile_add(upipe_ctx *c, const upi_run *r, upi_tile *t,
 {
     if (t->begun) flags |= UPIPE_GEMM_ACCUMULATE;
     t->begun = 1;
-    return upi_gemm(c, r, t->sum, upipe_view_rows(heads, t->row, t->n), weight, flags);
+    return c->ops->gemm(c, t->sum, upipe_view_rows(heads, t->row, t->n), weight, flags, t->work,
+                        r->scratch.gemm);
 }
 
 /* Columns of wo (or of its gradient) that belong to n heads from `head` on: [D][n * v_dim]. */
@@ -49,22 +62,21 @@ UPIPE_API upipe_view upi_out_columns(const upipe_plan *p, const void *wo, upipe_
 UPIPE_API upipe_status upi_out_fwd(upipe_ctx *c, const upi_run *r, upipe_view y, const upipe_saved *save)
 {
     const upipe_plan *p = r->p;
-    void *buf;
+    upi_tile tile;
     int64_t row;
-    UPIPE_TRY(upipe_alloc(c, &buf, r->scratch.tile, "tile"));
+    UPIPE_TRY(upi_tile_alloc(c, r, &tile));
     for (row = 0; row < p->rows; row += upi_tile_rows(r->l)) {
-        upi_tile tile = upi_tile_at(r, y, buf, row);
         int head, stage, rank, n;
+        upi_tile_begin(r, &tile, y, row);
         for (head = 0; head < p->desc.heads; head += n) {
             n = upipe_plan_q_place(p, head, &stage, &rank).count;
             UPIPE_TRY(upi_tile_add(c, r, &tile,
                                    upipe_slots_matrix(p, &save->out, stage, rank, p->desc.v_dim),
                                    upi_out_columns(p, r->l->wo, p->desc.dtype, head, n), UPIPE_GEMM_TRANS_B));
         }
-        if (buf != NULL)
-            UPIPE_TRY(c->ops->cast(c, upipe_view_rows(y, row, tile.n), tile.sum));
+        if (tile.buf != NULL) UPIPE_TRY(c->ops->cast(c, upipe_view_rows(y, row, tile.n), tile.sum));
     }
-    return upipe_free(c, buf);
+    return upi_tile_free(c, &tile);
 }
 
 /* delta = rowsum(dO * O) of the heads of one stage and rank: [rows][n]. */
@@ -133,12 +145,12 @@ UPIPE_API upipe_status upi_grad_x(upipe_ctx *c, const upi_run *r, upipe_view dx,
 {
     const upipe_plan *p = r->p;
     const upipe_dtype type = p->desc.dtype;
-    void *buf;
+    upi_tile tile;
     int64_t row;
-    UPIPE_TRY(upipe_alloc(c, &buf, r->scratch.tile, "tile"));
+    UPIPE_TRY(upi_tile_alloc(c, r, &tile));
     for (row = 0; row < p->rows; row += upi_tile_rows(r->l)) {
-        upi_tile tile = upi_tile_at(r, dx, buf, row);
         int head, stage, rank, n, which;
+        upi_tile_begin(r, &tile, dx, row);
         for (head = 0; head < p->desc.heads; head += n) {
             n = upipe_plan_q_place(p, head, &stage, &rank).count;
             UPIPE_TRY(upi_tile_add(
@@ -153,10 +165,9 @@ UPIPE_API upipe_status upi_grad_x(upipe_ctx *c, const upi_run *r, upipe_view dx,
                     upi_weight_rows(p, r->w[which], type, upipe_head_run_make(1, n, head, 0), (upi_proj)which), 0));
             }
         }
-        if (buf != NULL)
-            UPIPE_TRY(c->ops->cast(c, upipe_view_rows(dx, row, tile.n), tile.sum));
+        if (tile.buf != NULL) UPIPE_TRY(c->ops->cast(c, upipe_view_rows(dx, row, tile.n), tile.sum));
     }
-    return upipe_free(c, buf);
+    return upi_tile_free(c, &tile);
 }
 
 #endif
