@@ -328,7 +328,7 @@ def errors(x, reference):
 
 
 def naive_errors(folder, config, weights, ids, reference):
-    """Max and mean error of the naive f32 implementation of tolerance.h: plain loops, up or down, the larger one.
+    """Max and mean error of the naive f32 implementation of lib/tolerance.h: plain loops, up or down, the larger.
     They are slow, so what they found stays in the folder, for just this script."""
     with open(__file__, 'rb') as source:
         path = os.path.join(folder, f'naive-{hashlib.sha256(source.read()).hexdigest()[:16]}.npy')
@@ -383,7 +383,7 @@ def sums_as_it_likes(program):
 
 
 def check_logits(name, got, reference, naive, floor):
-    """The rule of tolerance.h; naive is the naive implementation's errors, max and mean."""
+    """The rule of lib/tolerance.h; naive is the naive implementation's errors, max and mean."""
     shape = reference.shape
     if not check(got.shape == shape and got.dtype == np.float32, f'{name}: {got.dtype} {got.shape}, not f32 {shape}'):
         return

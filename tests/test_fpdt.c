@@ -1,7 +1,7 @@
 /* test_fpdt -- the block in segments of the sequence, against the oracle: with all heads at once (FPDT), and in head
  * chunks (UPipe x FPDT); bytes of device, host and exchanges; copies beside attention; refusals
  *
- * Draws as test.h has them, a tenth of their number and seconds.
+ * Draws as lib/test.h has them, a tenth of their number and seconds.
  */
 #include "lib/runner.h"
 #include "lib/close_block.h"

@@ -1,8 +1,8 @@
 /* test_property -- random blocks on random teams and rings: refused exactly as documented, or right to the
- * tolerance rule, with peaks and bytes sent equal to the plan's (runner.h) and bits equal to another chunk's
+ * tolerance rule, with peaks and bytes sent equal to the plan's (lib/runner.h) and bits equal to another chunk's
  * and another team's
  *
- * Draws as test.h has them; a failing one prints the line that replays it.
+ * Draws as lib/test.h has them; a failing one prints the line that replays it.
  */
 #include "lib/runner.h"
 #include "lib/close_block.h"

@@ -1,6 +1,6 @@
 /* test_ring -- the block over teams and rings, trap by trap: what breaks where attention is put together from
  * several ranks' keys, and where heads or tokens do not divide; rings that do not agree. Two sequences
- * everywhere, against dense attention (close_block.h)
+ * everywhere, against dense attention (lib/close_block.h)
  *
  * Random ones: test_property.
  */

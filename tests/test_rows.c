@@ -1,4 +1,4 @@
-/* test_rows.c -- the CPU row operations: rows.h, the angles that rope walks along, the host's threads */
+/* test_rows.c -- the CPU row operations: lib/rows.h, the angles that rope walks along, the host's threads */
 #include "lib/rows.h"
 #include "lib/workers.h"
 

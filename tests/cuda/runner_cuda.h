@@ -1,4 +1,4 @@
-/* runner_cuda.h -- the library's block on C thread ranks with the CUDA table; results as runner.h's
+/* runner_cuda.h -- the library's block on C thread ranks with the CUDA table; results as lib/runner.h's
  *
  *     cuda_case test = {{shape, ranks, chunk, naive}};          the rest 0: ranks meet through memory
  *     run_result r;

@@ -2,7 +2,7 @@
  *
  *     device_open(&d);
  *     staged_open(&d);
- *     check_cast(&rng, &staged.c);          rows.h and train_ops.h, as the CPU's tests run them
+ *     check_cast(&rng, &staged.c);          lib/rows.h and lib/train_ops.h, as the CPU's tests run them
  *     staged_close();
  *
  * An entry of staged.c.ops copies all memory that its arguments reach to the device, gaps between rows with

@@ -1,5 +1,5 @@
-/* test_cuda_rows.c -- the CUDA row operations: rows.h, rows longer than a warp takes, host memory of all kinds,
- *                     and that the table is whole
+/* test_cuda_rows.c -- the CUDA row operations: lib/rows.h, rows longer than a warp takes, host memory of all
+ *                     kinds, and that the table is whole
  */
 #include "../lib/rows.h"
 #include "cuda/staged.h"

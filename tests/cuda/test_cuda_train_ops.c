@@ -1,5 +1,5 @@
-/* test_cuda_train_ops.c -- the CUDA operations around attention: train_ops.h, ids that the host cannot check, and
- *                          sums over more than a block takes
+/* test_cuda_train_ops.c -- the CUDA operations around attention: lib/train_ops.h, ids that the host cannot check,
+ *                          and sums over more than a block takes
  */
 #include "../lib/train_ops.h"
 #include "cuda/staged.h"

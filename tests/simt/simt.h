@@ -135,7 +135,7 @@ struct simt_block {
     uint3 index, size, grid;
     unsigned number, threads, done;
     simt_fiber *fiber;
-    void *tokens_grad; /* stack pointer of the OS thread */
+    void *home; /* stack pointer of the OS thread */
     char *map, *shared;
     size_t map_bytes, shared_bytes, buf; /* buffer: what the map has for shared memory, in whole pages */
     char *stacks;
@@ -279,7 +279,7 @@ __asm__(
 /* From one fiber to another, or home where `to` is NULL; `from` is NULL on the way from home. */
 SIMT_QUIET inline void simt_switch(simt_block *b, simt_fiber *from, simt_fiber *to)
 {
-    void **save = from != NULL ? &from->stack_pointer : &b->tokens_grad;
+    void **save = from != NULL ? &from->stack_pointer : &b->home;
 #ifdef SIMT_ASAN
     void **fake = from != NULL ? &from->fake_stack : &b->home_fake_stack;
     /* a fiber that has ended never comes back: its fake stack goes */
@@ -287,7 +287,7 @@ SIMT_QUIET inline void simt_switch(simt_block *b, simt_fiber *from, simt_fiber *
                                    to != NULL ? to->stack : b->home_stack,
                                    to != NULL ? (size_t)SIMT_STACK : b->home_stack_bytes);
 #endif
-    simt_switch_stacks(save, to != NULL ? to->stack_pointer : b->tokens_grad);
+    simt_switch_stacks(save, to != NULL ? to->stack_pointer : b->home);
 #ifdef SIMT_ASAN
     __sanitizer_finish_switch_fiber(*fake, NULL, NULL);
 #endif

@@ -16,7 +16,7 @@ struct simt_copy {
 
 inline long simt_eager = simt_env("SIMT_EAGER", 0);
 
-/* Where a shared address is, if the instruction can valid it. */
+/* Where a shared address is, if the instruction can take it. */
 SIMT_QUIET inline char *simt_shared_at(uint32_t address, unsigned bytes, const char *what)
 {
     simt_block *b = simt_here;

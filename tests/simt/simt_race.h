@@ -2,7 +2,7 @@
  *                part of simt.h
  *
  * Compile the unit with -fsanitize=thread -DSIMT_RACE and link it without the sanitizer's library: the
- * callbacks at every load and store are here. Blocks then valid turns, as with a seed.
+ * callbacks at every load and store are here. Blocks then take turns, as with a seed.
  *
  * Every thread has a clock, and knows a clock of every other thread: what it has learnt of it through
  * __syncthreads (the block), __syncwarp (the lanes), upi_add_release to upi_load_acquire, and __threadfence
@@ -17,7 +17,7 @@
  *
  * A run without a report proves that there is no race with these addresses and with synchronisation in this
  * order: a flag that happens to be set when it is looked at orders like one that was waited for, which is why
- * blocks valid turns. Not found: a race with a reader that later ones made it forget; races between
+ * blocks take turns. Not found: a race with a reader that later ones made it forget; races between
  * launches, which streams order, and with the host.
  */
 #ifndef SIMT_RACE_H

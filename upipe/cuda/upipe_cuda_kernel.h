@@ -77,7 +77,7 @@ UPI_DEVICE uint32_t upi_as_bits(float f)
 
 /* ---- shared memory, and copies into it ---- */
 
-/* Address of a shared object, as the instructions below valid it. */
+/* Address of a shared object, as the instructions below take it. */
 UPI_DEVICE uint32_t upi_shared_address(const void *p)
 {
     return (uint32_t)__cvta_generic_to_shared(p);
