@@ -42,7 +42,7 @@ typedef struct upipe_msg {
     int peer;
 } upipe_msg;
 
-/* upipe_msg_add -- appends one peer's part to a list of n messages; nothing where there is none
+/* upipe_msg_add -- appends one peer's messages to a list of n; appends nothing if both sizes are 0
  *   batch   blocks each way
  */
 UPIPE_API void upipe_msg_add(upipe_msg *list, int *n, int peer, int64_t batch, const void *send,
@@ -65,9 +65,9 @@ UPIPE_API void upipe_msg_add(upipe_msg *list, int *n, int peer, int64_t batch, c
 struct upipe_comm;
 
 /* What a transport implements. Hosts call the upipe_comm_* functions, which check arguments and count bytes.
- *   failure  the team's first failure, as far as this rank knows; NULL: there is none
- *   fail     makes this the first failure and informs the other ranks; returns 0, and does nothing, if there
- *            is one already. A NULL entry: the team cannot fail
+ *   failure  the team's first failure, as far as this rank knows; NULL if there is none
+ *   fail     makes this the team's first failure, informs the other ranks and returns nonzero. If there is
+ *            one already, it does nothing and returns 0. A NULL entry: the team cannot fail
  */
 typedef struct upipe_comm_ops {
     const char *name;
@@ -82,8 +82,8 @@ typedef struct upipe_comm_ops {
 
 enum { UPIPE_ALL_GATHER_MAX = 32, UPI_AGREED_MAX = 4 };
 
-/* A description on which all ranks agreed: it came `run` times in a row, and the one with hash `next` came
- * after it. While next is 0 the run may still grow. */
+/* A description on which all ranks agreed. It came `run` times in a row, and the one with hash `next`
+ * followed. While next is 0 the run may still grow. */
 typedef struct upi_agreed {
     uint64_t hash, next; /* hash: never 0 */
     int64_t run;
@@ -111,8 +111,8 @@ typedef struct upipe_comm {
 
 /* ---- failures, of every transport alike ---- */
 
-/* Returns the failure of a broken team. own: the status, if this call has detected the failure, else UPIPE_OK.
- * Then a MISMATCH is returned once, as any rank may have caused it, and ABORTED otherwise. */
+/* Returns the failure of a broken team. own: the status, if this call has detected the failure, else
+ * UPIPE_OK. Then a MISMATCH is returned once, as any rank may have caused it, and ABORTED otherwise. */
 UPIPE_API upipe_status upi_comm_report(upipe_err *e, upipe_comm *comm, upipe_status own)
 {
     const upipe_err *first = comm->ops.failure(comm);
