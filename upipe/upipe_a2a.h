@@ -1,13 +1,14 @@
-/* upipe_a2a.h -- the paper's inp_all_to_all and out_all_to_all, which never pack; slots of final_out        layer 4
+/* upipe_a2a.h -- both all-to-alls of the paper, which never pack, and the slots of final_out        layer 4
  *
  * Layouts are chosen so that both all-to-alls move whole blocks:
  *
- *     send    [block][batch][T][n][d]    tokens of this rank; a block holds the n heads of one rank
- *     heads   [batch][S][n][d]           all tokens of this rank's heads; those of rank p begin at its first one
+ *     send    [block][batch][T][n][d]           tokens of this rank; a block holds the n heads of one rank
+ *     heads   [batch][S][n][d]                  all tokens of this rank's heads; those of rank p at its first
  *     slots   [stage][rank][batch][T][n][d]     final_out, stage-major: slot i is a send buffer of stage i
  *
- * A projection writes the send layout directly (strided-batched products). A slot has the size of Q', so it holds Q'
- * before it holds O. n is m where heads divide evenly; S is the team's part where there is a ring.
+ * A projection writes the send layout directly (strided-batched products). A slot has the size of Q', so it
+ * holds Q' before it holds O. n is m where heads divide evenly. With a ring, S is the team's part of the
+ * sequence.
  */
 #ifndef UPIPE_A2A_H
 #define UPIPE_A2A_H
@@ -19,10 +20,11 @@
 
 /* ---- the send layout: which heads lie where ---- */
 
-/* upipe_head_run -- equal blocks of a buffer in send layout, [blocks][batch][T][each][dim], `at` heads into the buffer
+/* upipe_head_run -- equal blocks of a buffer in send layout: [blocks][batch][T][each][dim], from head `at` of
+ *                   the buffer on
  *
- * Block b holds the heads first + b * step + (0 .. each - 1). Products of all blocks of a run are one strided-batched
- * call. Where heads divide evenly a stage's buffer is one run.
+ * Block b holds the heads first + b * step + (0 .. each - 1). The products of all blocks of a run are one
+ * strided-batched call. Where heads divide evenly, a stage's buffer is one run.
  */
 typedef struct upipe_head_run {
     int blocks, each, first, step, at;
@@ -46,8 +48,8 @@ UPIPE_API upipe_head_run upipe_head_run_all_kv(const upipe_plan *p)
 }
 
 /* upipe_head_run_next -- the runs of a stage's send buffer, one after the other
- *   rank    where the next run begins: 0 before the first call
- *   run     written; what it held before says where the buffer goes on
+ *   rank    in and out: the rank with which the next run begins; 0 before the first call
+ *   run     in and out: the next run begins in the buffer where the previous one ended
  * Returns 0 after the last one.
  */
 UPIPE_API int upipe_head_run_next(const upipe_plan *p, upipe_a2a_heads which, int stage, int *rank,
@@ -104,13 +106,14 @@ UPIPE_API upipe_status upi_a2a_check(upipe_ctx *c, const upipe_plan *p)
 }
 
 /* upipe_a2a_to_heads -- trade tokens for heads (the paper's inp_all_to_all)
- *   dst    [batch][S][n]       this rank's n heads of the stage; tokens of rank r begin at its first one
- *   src    [block][batch][T][n']  a block for each rank, in order, of the n' heads that the rank gets; one for several
- *          neighbours that get the same (upipe_plan_offset says where)
- *   plan, stage, which   whose heads: UPIPE_A2A_Q or UPIPE_A2A_KV
+ *   dst    [batch][S][n]          this rank's n heads of the stage; tokens of rank r begin at its first one
+ *   src    [block][batch][T][n']  one block for each rank, in order, with the n' heads of that rank.
+ *                                 Neighbouring ranks with the same heads share a block (upipe_plan_offset
+ *                                 gives its place). Does not overlap dst
+ *   which  UPIPE_A2A_Q or UPIPE_A2A_KV: whose heads of `plan` and `stage`
  *   each   bytes of one token and head
- *   bytes  as upipe_plan_sent_stage counts; dst does not overlap src
- *   order  returns when dst is complete and src is free
+ *   bytes  as upipe_plan_sent_stage counts
+ *   order  returns when dst is complete and src may be written again
  *   errors ARG (a plan of another team or rank), others as upipe_comm_wait
  *   paper  sections 3.1 and 3.3
  */
@@ -139,8 +142,8 @@ UPIPE_API upipe_status upipe_a2a_to_heads(upipe_ctx *c, void *dst, const void *s
 }
 
 /* upipe_a2a_to_tokens -- trade heads for tokens (the paper's out_all_to_all)
- *   dst    [rank][batch][T][n']  from each rank its n' heads of this rank's tokens
- *   src    [batch][S][n]       this rank's n heads; tokens go to their ranks
+ *   dst    [rank][batch][T][n']   from each rank its n' heads of this rank's tokens
+ *   src    [batch][S][n]          this rank's n heads; each token goes to its rank
  *   which  UPIPE_A2A_Q or UPIPE_A2A_DKV
  *   plan, stage, each, bytes, order, errors    as upipe_a2a_to_heads
  */
@@ -172,10 +175,10 @@ enum { UPIPE_SLOT_EMPTY, UPIPE_SLOT_LENT, UPIPE_SLOT_FULL };
 
 /* upipe_slots -- final_out or its gradient, [stage][rank][batch][T][m][d], with the state of each slot
  *
- *   EMPTY  lend   LENT   fill   FULL   drain   EMPTY
+ *     EMPTY -> lend -> LENT -> fill -> FULL -> drain -> EMPTY
  *
- * Forward: slot i is lent to Q', then filled with O. Backward: the slot of dO is drained as dO leaves, and
- * lent to dQ.
+ * Forward: slot i is lent to Q', then filled with O. Backward: the slot of dO is drained when dO is sent, and
+ * then lent to dQ.
  */
 typedef struct upipe_slots {
     char *data;
@@ -207,26 +210,26 @@ UPIPE_API upipe_status upi_slot_move(upipe_slots *s, int i, int from, int to, vo
     return UPIPE_OK;
 }
 
-/* The empty slot's space, to be written. Errors: ARG where the slot is not empty. */
+/* Lends the empty slot: *out is its memory, to be written. Errors: ARG where the slot is not empty. */
 UPIPE_API upipe_status upipe_slot_lend(upipe_slots *s, int i, void **out, upipe_err *e)
 {
     return upi_slot_move(s, i, UPIPE_SLOT_EMPTY, UPIPE_SLOT_LENT, out, e);
 }
 
-/* The lent slot holds its result now. Errors: ARG where the slot is not lent. */
+/* The lent slot is full: it holds its result. Errors: ARG where the slot is not lent. */
 UPIPE_API upipe_status upipe_slot_fill(upipe_slots *s, int i, upipe_err *e)
 {
     return upi_slot_move(s, i, UPIPE_SLOT_LENT, UPIPE_SLOT_FULL, NULL, e);
 }
 
-/* The full slot's contents, read for the last time; it is empty from now on. Errors: ARG where it is not
- * full. */
+/* Drains the full slot: *out is its memory, to be read for the last time; the slot is empty. Errors: ARG
+ * where the slot is not full. */
 UPIPE_API upipe_status upipe_slot_drain(upipe_slots *s, int i, void **out, upipe_err *e)
 {
     return upi_slot_move(s, i, UPIPE_SLOT_FULL, UPIPE_SLOT_EMPTY, out, e);
 }
 
-/* upipe_slots_alloc -- slots of the size of the plan's final_out, from the pool, all in one state
+/* upipe_slots_alloc -- allocates slots of the size of the plan's final_out, all in one state
  *   state   UPIPE_SLOT_EMPTY, or UPIPE_SLOT_FULL for a gradient that the caller writes (upipe_slots_scatter)
  *   errors  MEMORY
  */
@@ -249,7 +252,8 @@ UPIPE_API upipe_view upipe_slots_matrix(const upipe_plan *p, const upipe_slots *
                              1, upipe_plan_q(p, stage, rank).count * dim);
 }
 
-/* upipe_slots_check -- ARG unless these are slots of this plan, all of them full; `name` is for the sentence */
+/* upipe_slots_check -- ARG unless these are slots of this plan, and all of them full; `name` is for the
+ *                      sentence */
 UPIPE_API upipe_status upipe_slots_check(upipe_ctx *c, const upipe_plan *p, const upipe_slots *slots,
                                          const char *name)
 {

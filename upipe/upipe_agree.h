@@ -1,9 +1,9 @@
-/* upipe_agree.h -- do all ranks run the same thing? Descriptions that ranks compare        layer 2, includes upipe_comm.h
+/* upipe_agree.h -- descriptions that ranks compare before they send        layer 2, includes upipe_comm.h
  *
  *     upipe_fields f = {0};
  *     upipe_field_int(&f, "heads", heads);
  *     upipe_field_real(&f, "rope_theta", theta);
- *     upipe_comm_agree(&ctx, ctx.team, f.at, f.n);         MISMATCH on every rank where any rank differs
+ *     upipe_comm_agree(&ctx, ctx.team, f.at, f.n);         MISMATCH on every rank if any rank differs
  */
 #ifndef UPIPE_AGREE_H
 #define UPIPE_AGREE_H

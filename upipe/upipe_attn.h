@@ -1,16 +1,17 @@
 /* upipe_attn.h -- what one attention call is: arguments and their checks        layer 2, includes ops
  *
- * One operation serves the whole sequence, a tile, a ring step and a packed sequence: q and k carry the global
- * position of their first row, and the mask is a statement about positions. Query head h reads key/value head
- * h / (H/Hkv).
+ * One operation serves the whole sequence, a tile, a ring step and a packed sequence: q and k carry the
+ * global position of their first row, and the mask is a statement about positions. Query head h reads
+ * key/value head h / (H/Hkv).
  *
  *     s[i][j] = scale * <q_i, k_j>          softcap * tanh(that / softcap) with a soft-cap
- *     lse[i]  = log sum_j exp(s[i][j])      natural logarithm, over the visible keys, and the sink if there is one;
+ *     lse[i]  = log sum_j exp(s[i][j])      natural logarithm, over the visible keys and the sink, if any;
  *                                           -inf for a row that sees nothing
  *     o[i]    = sum_j exp(s[i][j] - lse[i]) v_j      0 for a row that sees no key
  *
- * q [Sq][H][d]   k [Sk][Hkv][d]   v [Sk][Hkv][v_dim]   o [Sq][H][v_dim]   lse, delta [Sq][H] in f32. Any steps; rows of d
- * elements are contiguous.
+ *     q [Sq][H][d]   k [Sk][Hkv][d]   v [Sk][Hkv][v_dim]   o [Sq][H][v_dim]   lse, delta f32 [Sq][H]
+ *
+ * Steps are free; the d elements of a row are contiguous.
  *
  * What a row sees is one run of keys, whatever masks are combined, and both of its ends ascend with the row
  * (upipe_attn_visible): tiles outside it cost nothing.
@@ -21,10 +22,10 @@
 #include "upipe_ops.h"
 
 /* upipe_mask -- the mask of an attention call, a layer or a ring; zero fields mask nothing
- *   window      a query sees no position further back than the `window` ones that end with its own; 0 = no limit
+ *   window      a query at position p sees no position below p - window + 1; 0 = no limit
  *   cu_seqlens  packed sequences: cu_seqlens_n + 1 ascending positions. Packed sequence i is [cu_seqlens[i],
- *               cu_seqlens[i+1]), which may be empty. A query sees its own packed sequence alone; a query outside of
- *               all of them sees nothing. NULL = one packed sequence. Host memory
+ *               cu_seqlens[i+1]), which may be empty. A query sees its own packed sequence alone; a query
+ *               outside of all of them sees nothing. NULL = none. Host memory
  *   sinks       f32 [H], where the backend computes: one more score a head, whose value is 0; NULL = none
  *   softcap     scores become softcap * tanh(score / softcap); 0 = none
  *   causal      nonzero: a query sees positions up to its own; 0: also later ones
@@ -39,16 +40,17 @@ typedef struct upipe_mask {
 } upipe_mask;
 
 /* upipe_attn -- forward
- *   q k v o     one storage type, but for o, which may be f32 beside narrower ones; it does not overlap the others
+ *   q k v o     one storage type, but o may be f32 beside narrower ones; o does not overlap the others
  *   lse         f32, d = 1, written
  *   q_pos k_pos global position of row 0 of q and of k
  *   pos_step    positions between neighbouring rows, of q and of k; 0 = 1
- *   mask        which keys a query sees, and the form of its scores; sinks are of the heads of q
+ *   mask        which keys a query sees, and the form of its scores; sinks are those of the heads of q
  *   scale       0 = 1/sqrt(d). With a soft-cap, scale / softcap must be a normal f32 number
- *   merge       forward: o and lse hold what the same queries saw of other keys, and are brought up to all of
- *               them. A row's old lse of -inf: nothing was seen. Sinks belong to one of the calls.
+ *   merge       forward: o and lse hold the result over other keys for the same queries, and are updated to
+ *               the result over all of them. A row with lse -inf has seen nothing. Sinks belong to one of the
+ *               calls.
  *               Backward: dq is f32, and +=
- * Backends say in upipe_ops.attn_can what of this they know; the rest is refused with UNSUPPORTED.
+ * A backend declares what it supports of this in upipe_ops.attn_can; the rest is UNSUPPORTED.
  */
 typedef struct upipe_attn {
     upipe_view q, k, v, o, lse;
@@ -62,11 +64,11 @@ typedef struct upipe_attn {
 
 /* upipe_attn_grad -- backward, with the probabilities recomputed from the forward's lse
  *   a       the forward's arguments; a.o is not read (delta stands for it)
- *   dout      gradient of o, shape and type of o
- *   delta   f32, d = 1: rowsum(go * o)
+ *   dout    gradient of o, shape and type of o
+ *   delta   f32, d = 1: rowsum(dout * o)
  *   dq      shape and type of q, written; with merge f32, and +=
  *   dk dv   f32, shapes of k and v: += in the order of query heads, and within a head in one fixed order of
- *           queries, so that a group's heads may come in one call or in several with the same bits
+ *           queries. So a group's heads may come in one call or in several, with the same bits
  *   dsinks  f32 [H], +=: the sinks' gradient; NULL = not wanted
  */
 typedef struct upipe_attn_grad {
@@ -119,14 +121,15 @@ UPIPE_API void upipe_attn_visible(const upipe_attn *a, int64_t i, int64_t *first
 {
     const upipe_mask *m = &a->mask;
     const int64_t step = a->pos_step > 0 ? a->pos_step : 1, n = a->k.n;
-    /* key j lies at own + step * (j - same), 0 <= own < step: j - same steps from the last position up to this row's */
+    /* key `same` is the last one at or before the row's position, as if keys had no ends; key j lies j - same
+     * steps on */
     const int64_t away = a->q_pos - a->k_pos, same = i + upi_attn_ahead(a);
     const int64_t pos = a->q_pos + i * step;
     int64_t from = 0, to = n;
     if (m->causal) to = same + 1;
     if (m->window > 0) from = i - upi_floor_div(m->window - 1 - away, step);
     if (m->cu_seqlens != NULL) {
-        /* cu_seqlens[low] <= pos < cu_seqlens[high], or there is no such pair */
+        /* finds low with cu_seqlens[low] <= pos < cu_seqlens[low + 1] */
         int64_t low = 0, high = m->cu_seqlens_n;
         if (pos < m->cu_seqlens[0]) {
             to = 0;
@@ -140,7 +143,7 @@ UPIPE_API void upipe_attn_visible(const upipe_attn *a, int64_t i, int64_t *first
                 else
                     high = middle;
             }
-            /* the first keys at or behind the borders */
+            /* the first keys at or behind both borders */
             low = -upi_floor_div(a->k_pos - m->cu_seqlens[low], step);
             high = -upi_floor_div(a->k_pos - m->cu_seqlens[high], step);
             if (low > from) from = low;
@@ -159,7 +162,7 @@ UPIPE_API float upi_attn_scale(const upipe_attn *a)
     return a->scale != 0 ? a->scale : (float)(1.0 / __builtin_sqrt((double)a->q.d));
 }
 
-/* Whether f32 has the factors of a soft-cap, in units of which scores are kept: that of products, and that of
+/* Whether f32 holds the factors of a soft-cap, in whose units scores are kept: that of products, and that of
  * the exponential to base 2. */
 UPIPE_API int upi_attn_softcap_fits(const upipe_attn *a)
 {
@@ -167,7 +170,7 @@ UPIPE_API int upi_attn_softcap_fits(const upipe_attn *a)
     return __builtin_isnormal(products) && __builtin_isfinite(rate);
 }
 
-/* Numbers of the masks that make sense. */
+/* Whether the numbers of the masks make sense. */
 UPIPE_API upipe_status upi_attn_check_masks(upipe_ctx *c, const upipe_attn *a)
 {
     const upipe_mask *m = &a->mask;
@@ -196,7 +199,7 @@ UPIPE_API upipe_status upi_attn_check_masks(upipe_ctx *c, const upipe_attn *a)
     return UPIPE_OK;
 }
 
-/* What the backend must know for this call. */
+/* Whether the backend supports what this call asks for. */
 UPIPE_API upipe_status upi_attn_check_can(upipe_ctx *c, const upipe_attn *a, int backward)
 {
     static const char *const names[] = {"a sliding window",

@@ -28,12 +28,12 @@
 #define UPIPE_STATUS_LIST(X)                                                                                 \
     X(UPIPE_OK,              "ok")                                                                           \
     X(UPIPE_ERR_ARG,         "invalid argument")      /* the call breaks its documented contract          */ \
-    X(UPIPE_ERR_UNSUPPORTED, "unsupported")           /* a legal wish that this version does not honour   */ \
+    X(UPIPE_ERR_UNSUPPORTED, "unsupported")           /* a valid request that this version lacks          */ \
     X(UPIPE_ERR_OVERFLOW,    "size overflow")         /* a product of dimensions leaves 63 bits           */ \
-    X(UPIPE_ERR_MEMORY,      "out of memory")         /* the pool has no space for the block               */ \
+    X(UPIPE_ERR_MEMORY,      "out of memory")         /* the pool has no space for the block              */ \
     X(UPIPE_ERR_MISMATCH,    "ranks disagree")        /* two ranks run different plans or different calls */ \
-    X(UPIPE_ERR_TIMEOUT,     "deadline passed")       /* a peer did not come in time                      */ \
-    X(UPIPE_ERR_ABORTED,     "aborted")               /* some rank gave up, or failed before              */ \
+    X(UPIPE_ERR_TIMEOUT,     "deadline passed")       /* a peer did not arrive in time                    */ \
+    X(UPIPE_ERR_ABORTED,     "aborted")               /* a rank aborted the team, or failed before        */ \
     X(UPIPE_ERR_BACKEND,     "backend error")         /* the device library's own error; its text follows */
 /* clang-format on */
 
@@ -61,7 +61,8 @@ typedef struct upipe_err {
     upipe_status status;
 } upipe_err;
 
-/* Notes a failure in e (which may be NULL) and returns s, so that a function can `return upipe_fail(...)`. */
+/* Records a failure in e (which may be NULL) and returns s, so that a function can `return
+ * upipe_fail(...)`. */
 __attribute__((unused, format(printf, 3, 4))) static inline upipe_status upipe_fail(upipe_err *e,
                                                                                   upipe_status s,
                                                                                   const char *format, ...)
@@ -76,7 +77,7 @@ __attribute__((unused, format(printf, 3, 4))) static inline upipe_status upipe_f
     return s;
 }
 
-/* After a failure: an entry of a host's own table may not have said why. */
+/* Records a failure whose entry of the compute table has left no sentence: a host's own may not. */
 UPIPE_API void upipe_fail_reason(upipe_err *e, upipe_status s)
 {
     if (e->status != s) upipe_fail(e, s, "an entry of the compute table failed without a reason");
@@ -152,17 +153,18 @@ UPIPE_API upipe_view upipe_view_rows(upipe_view v, int64_t first, int64_t n)
 struct upipe_ops;  /* upipe_ops.h: the compute table */
 struct upipe_mem;  /* upipe_mem.h: the pool */
 struct upipe_comm; /* upipe_comm.h: a communicator */
-struct upipe_side_stream; /* upipe_side_stream.h: a second line of execution */
+struct upipe_side_stream; /* upipe_side_stream.h: a second stream of the rank */
 
 /* upipe_ctx -- everything a call may use, owned by the host, one per rank
- *   ops     compute table, constant while in use; ranks may share one
- *   mem     pool of this rank; activations and scratch come from it
- *   team    the C ranks that trade tokens for heads
- *   ring    the R ranks of ring attention; NULL without one
- *   stream  handed to every entry of the table (a cudaStream_t for CUDA; the CPU backend has no use for it)
- *   side stream    where the next stage is made ready while one attends; NULL without a plan that overlaps
- *   user    the host's own; the library never looks at it
- *   err     the last failure
+ *   ops          compute table, constant while in use; ranks may share one
+ *   mem          pool of this rank, for activations and scratch
+ *   team         the C ranks of the all-to-all
+ *   ring         the R ranks of ring attention; NULL without one
+ *   side_stream  loads and stores stages beside the attention of another one; NULL unless the plan overlaps
+ *   stream       the compute stream, passed to every entry of the table (a cudaStream_t for CUDA; the CPU
+ *                backend does not use it)
+ *   user         the host's own; the library never looks at it
+ *   err          the last failure
  */
 typedef struct upipe_ctx {
     const struct upipe_ops *ops;
@@ -173,7 +175,7 @@ typedef struct upipe_ctx {
     upipe_err err;
 } upipe_ctx;
 
-/* upipe_ctx_check -- ARG where the table, the pool or the team is missing: every call over a team begins with it */
+/* upipe_ctx_check -- ARG if the table, the pool or the team is NULL; every call over a team begins with it */
 UPIPE_API upipe_status upipe_ctx_check(upipe_ctx *c)
 {
     if (c->ops != NULL && c->mem != NULL && c->team != NULL) return UPIPE_OK;

@@ -1,10 +1,10 @@
-/* upipe_check.h -- what a call of the compute table must agree on        layer 2, includes upipe_ops.h
+/* upipe_check.h -- checks of the calls of the compute table, for backends        layer 2, includes ops
  *
- * One function an entry, for backends: shapes, storage types, NULLs, and which views may be one memory, with
- * one sentence for each breach. Nothing is read through a pointer, so the arguments may lie in any device's
- * memory; what takes a look at the elements (a target beyond the last column, say) is the backend's.
+ * One function an entry checks shapes, storage types, NULLs, and which views may share memory; each breach
+ * has its own sentence. No pointer is dereferenced, so the arguments may lie in any device's memory. A check
+ * that must read elements (a target beyond the last column, say) is the backend's.
  *
- *     UPIPE_TRY(upipe_check_rmsnorm(c, y, x, norm weight, eps));
+ *     UPIPE_TRY(upipe_check_rmsnorm(c, y, x, norm_weight, eps));
  */
 #ifndef UPIPE_CHECK_H
 #define UPIPE_CHECK_H
@@ -17,8 +17,8 @@ enum { UPI_ROPE_DIM_MAX = 256 };
 
 /* ---- views ---- */
 
-/* The number behind a storage type, which may be none of them: C++ lets a compiler take for granted that an
- * enum it loads is. */
+/* The number behind a storage type. Any number is possible, but a C++ compiler may assume that an enum it
+ * loads has one of the enum's values: hence the pointer. */
 UPIPE_API int upi_dtype_number(const upipe_dtype *t)
 {
     int number = 0;
@@ -26,7 +26,7 @@ UPIPE_API int upi_dtype_number(const upipe_dtype *t)
     return number;
 }
 
-/* Does the table take it? */
+/* Whether the table supports the type. */
 UPIPE_API int upi_dtype_built(const upipe_ops *ops, const upipe_dtype *t)
 {
     int number = upi_dtype_number(t);
@@ -56,7 +56,7 @@ UPIPE_API upipe_status upi_row_check_like(upipe_ctx *c, const char *call, const 
     return UPIPE_OK;
 }
 
-/* Views that begin at one address must be the same elements: each is read, then written, and no other. */
+/* Views that begin at one address must be the same elements: each is read and then written, and no other. */
 UPIPE_API upipe_status upi_row_check_alias(upipe_ctx *c, const char *call, const char *a_name, upipe_view a,
                                            const char *b_name, upipe_view b)
 {

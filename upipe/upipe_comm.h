@@ -29,8 +29,9 @@
 #include "upipe_base.h"
 
 /* upipe_msg -- what a rank sends to one peer, receives from it, or both, in one transfer
- *   send, recv  `count` blocks each; block i begins at send + i * send_step. NULL with 0 bytes: none
- *   peer        a rank of the team; the rank itself means a local copy
+ *   send  `count` blocks of send_bytes; block i begins at send + i * send_step. NULL with 0 bytes: no send
+ *   recv  the same with recv_bytes and recv_step
+ *   peer  a rank of the team; the rank itself means a local copy
  */
 typedef struct upipe_msg {
     const void *send;
@@ -41,7 +42,7 @@ typedef struct upipe_msg {
     int peer;
 } upipe_msg;
 
-/* upipe_msg_add -- appends one peer's part to a list of n messages; nothing where there is none
+/* upipe_msg_add -- appends one peer's messages to a list of n; appends nothing if both sizes are 0
  *   batch   blocks each way
  */
 UPIPE_API void upipe_msg_add(upipe_msg *list, int *n, int peer, int64_t batch, const void *send,
@@ -64,9 +65,9 @@ UPIPE_API void upipe_msg_add(upipe_msg *list, int *n, int peer, int64_t batch, c
 struct upipe_comm;
 
 /* What a transport implements. Hosts call the upipe_comm_* functions, which check arguments and count bytes.
- *   failure  the team's first failure, as far as this rank knows; NULL: there is none
- *   fail     makes this the first failure and informs the other ranks; returns 0, and does nothing, if there
- *            is one already. A NULL entry: the team cannot fail
+ *   failure  the team's first failure, as far as this rank knows; NULL if there is none
+ *   fail     makes this the team's first failure, informs the other ranks and returns nonzero. If there is
+ *            one already, it does nothing and returns 0. A NULL entry: the team cannot fail
  */
 typedef struct upipe_comm_ops {
     const char *name;
@@ -81,8 +82,8 @@ typedef struct upipe_comm_ops {
 
 enum { UPIPE_ALL_GATHER_MAX = 32, UPI_AGREED_MAX = 4 };
 
-/* A description on which all ranks agreed: it came `run` times in a row, and the one with hash `next` came
- * after it. While next is 0 the run may still grow. */
+/* A description on which all ranks agreed. It came `run` times in a row, and the one with hash `next`
+ * followed. While next is 0 the run may still grow. */
 typedef struct upi_agreed {
     uint64_t hash, next; /* hash: never 0 */
     int64_t run;
@@ -110,8 +111,8 @@ typedef struct upipe_comm {
 
 /* ---- failures, of every transport alike ---- */
 
-/* Returns the failure of a broken team. own: its status, if this call has detected it, else UPIPE_OK. Then a
- * MISMATCH is returned once, as any rank may have caused it, and ABORTED otherwise. */
+/* Returns the failure of a broken team. own: the status, if this call has detected the failure, else
+ * UPIPE_OK. Then a MISMATCH is returned once, as any rank may have caused it, and ABORTED otherwise. */
 UPIPE_API upipe_status upi_comm_report(upipe_err *e, upipe_comm *comm, upipe_status own)
 {
     const upipe_err *first = comm->ops.failure(comm);
@@ -139,8 +140,7 @@ __attribute__((unused, format(printf, 4, 5))) static inline upipe_status upi_com
     return upi_comm_report(e, comm, comm->ops.fail(comm, s, mine.text) ? s : UPIPE_OK);
 }
 
-/* upipe_comm_abort -- breaks the team: current and later calls of every rank fail with the sentence `why`
- *   why  NULL = "aborted by the host" */
+/* upipe_comm_abort -- breaks the team: current and later calls of every rank fail with the sentence `why` */
 UPIPE_API void upipe_comm_abort(upipe_comm *comm, const char *why)
 {
     if (comm != NULL && comm->ops.fail != NULL)

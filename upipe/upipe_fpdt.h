@@ -1,18 +1,20 @@
-/* upipe_fpdt.h -- the attention block in segments of the sequence, with the host's memory behind it        layer 8
+/* upipe_fpdt.h -- the attention block in segments of the sequence, offloaded to the host        layer 7
  *
- * FPDT: the sequence is cut into segments, and every segment over all ranks of the team; a rank holds its part of each.
- * Q', K', V' of a segment are offloaded to the host, and fetched, one segment ahead, where another segment needs them.
- * With chunk < heads in the plan heads go in stages too (UPipe x FPDT): a stage of a segment is what lives on the device.
+ * FPDT: the sequence is cut into segments, and every segment over all ranks of the team; a rank holds its
+ * part of each. Q', K', V' of a segment are offloaded to the host. They are fetched again, one segment ahead,
+ * where another segment needs them. With chunk < heads in the plan, heads go in stages too (UPipe x FPDT):
+ * then the device holds one stage of a segment.
  *
  *     upipe_fpdt f = {layer, desc, segments, host};
- *     upipe_fpdt_fwd(&ctx, &f, &saved, x);               x in the host's memory, [segment][batch][T/segments][D]
+ *     upipe_fpdt_fwd(&ctx, &f, &saved, x);               x: host, [segment][batch][T/segments][D]
  *     upipe_fpdt_bwd(&ctx, &f, dx, &grads, &saved, dout, x);
  *     upipe_fpdt_free(&f, &saved, &ctx.err);
  *
- * Both loops are below: upi_fpdt_fwd and upi_fpdt_bwd. Pairs of segments that the mask hides cost nothing. What is
- * streamed is fetched one segment ahead of its attention, and dQ' is sent back behind it: with desc.overlap on
- * ctx->side_stream, beside the attention of others; otherwise on ctx->stream. The host waits for none of these copies.
- * Its pool must be memory that the device copies to and from without waiting (pinned).
+ * Both loops are below: upi_fpdt_fwd and upi_fpdt_bwd. Pairs of segments that the mask hides cost nothing. A
+ * streamed segment is fetched one segment ahead of its attention, and its dQ' is copied back afterwards. With
+ * desc.overlap these copies run on ctx->side_stream, beside the attention of other segments; otherwise on
+ * ctx->stream. The host waits for none of them: its pool must be memory that the device copies to and from
+ * without waiting (pinned).
  */
 #ifndef UPIPE_FPDT_H
 #define UPIPE_FPDT_H
@@ -21,9 +23,9 @@
 
 /* upipe_fpdt
  *   layer     weights and mask; its plan is not read
- *   desc      of the whole sequence, without a ring, and of this rank: desc.rank must be the team's. chunk = heads: FPDT;
- *             smaller: stages of heads in segments of the sequence. overlap: what is streamed is copied on
- *             ctx->side_stream, while a segment attends
+ *   desc      of the whole sequence, without a ring, and of this rank: desc.rank must be the team's. chunk =
+ *             heads: FPDT; smaller: stages of heads in segments of the sequence. overlap: streamed segments
+ *             are copied on ctx->side_stream while another segment attends
  *   segments  pi; at most tokens / ranks
  *   host      pool of the host's memory
  */
@@ -34,7 +36,8 @@ typedef struct upipe_fpdt {
     upipe_mem *host;
 } upipe_fpdt;
 
-/* upipe_fpdt_saved -- what the forward leaves, in the host's memory; blocks of all segments have the size of the largest
+/* upipe_fpdt_saved -- what the forward leaves, in the host's memory; blocks of all segments have the size of
+ *                     the largest
  *   out      [segment] slots of final_out: [stage][rank][batch][T][n][v_dim]; in the backward dO, then dQ
  *   q k v    [segment][stage] Q', [segment][round] K', V'
  *   lse      f32 [segment][stage]
@@ -45,9 +48,9 @@ typedef struct upipe_fpdt_saved {
     int64_t moved;
 } upipe_fpdt_saved;
 
-/* upipe_fpdt_plan -- the plan of segment i, which has the tokens from upipe_cut(S, segments, i) on
- *   errors  as upipe_plan_init, of the segment's numbers; ARG for fewer tokens than ranks in a segment, or no such
- *           segment; UNSUPPORTED for a ring, the naive order, and several stages of uneven heads
+/* upipe_fpdt_plan -- the plan of segment i, which begins at token upipe_cut(S, segments, i)
+ *   errors  as upipe_plan_init, of the segment's numbers; ARG for fewer tokens than ranks in a segment, or no
+ *           such segment; UNSUPPORTED for a ring, the naive order, and several stages of uneven heads
  */
 UPIPE_API upipe_status upipe_fpdt_plan(const upipe_fpdt *f, int i, upipe_plan *p, upipe_err *e)
 {
@@ -59,7 +62,7 @@ UPIPE_API upipe_status upipe_fpdt_plan(const upipe_fpdt *f, int i, upipe_plan *p
     if (d.ring > 1 || d.naive)
         return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "segments with %s",
                           d.ring > 1 ? "a ring" : "the naive order");
-    d.overlap = 0; /* of stages */
+    d.overlap = 0; /* of stages: segments overlap instead */
     d.tokens = upipe_cut(f->desc.tokens, f->segments, i + 1) - upipe_cut(f->desc.tokens, f->segments, i);
     UPIPE_TRY(upipe_plan_init(p, &d, e));
     if (!p->kv_rounds_shared && p->stages > 1)
@@ -80,7 +83,7 @@ UPIPE_API upipe_shard upipe_fpdt_shard(const upipe_fpdt *f, int i)
     return upipe_shard_team(&all, f->desc.ranks > 0 ? f->desc.ranks : 1, f->desc.rank);
 }
 
-/* The parts: fpdt/segments.h has the table of segments, fpdt/stream.h the loop over what is streamed past one. */
+/* The parts: fpdt/segments.h has the table of segments, fpdt/stream.h the loop over streamed segments. */
 #include "fpdt/fwd.h"
 #include "fpdt/bwd.h"
 
@@ -123,7 +126,7 @@ UPIPE_API upipe_status upi_fpdt_fwd(upipe_ctx *c, upi_fpdt_pass *s, const char *
     return UPIPE_OK;
 }
 
-/* Nothing is projected or sent again but dO, dQ, dK and dV. */
+/* Q', K', V' are fetched; dO, dQ, dK and dV alone are sent. */
 UPIPE_API upipe_status upi_fpdt_bwd(upipe_ctx *c, upi_fpdt_pass *s, char *dx, char *dout, const char *x)
 {
     const upi_segments *z = &s->z;
@@ -149,7 +152,8 @@ UPIPE_API upipe_status upi_fpdt_bwd(upipe_ctx *c, upi_fpdt_pass *s, char *dx, ch
             UPIPE_TRY(upi_fpdt_load_dkv(c, s, j, stage, &dkv));
             UPIPE_TRY(upi_fpdt_attend_bwd(c, s, j, stage, dkv)); /* queries of segments i >= j are streamed */
             UPIPE_TRY(upi_fpdt_store_kv_grads(c, s, x, j, stage, dkv));
-            /* dQ of segments that have seen all that they see: j itself; without a causal mask all, with the last keys */
+            /* dQ of the segments that have met all of their keys: j itself; without a causal mask all, after
+             * the last j */
             for (i = full ? 0 : j; i <= j && (!full || j == segments - 1); ++i)
                 UPIPE_TRY(upi_fpdt_store_dq(c, s, x, dout, i, stage));
         }
@@ -179,7 +183,7 @@ UPIPE_API upipe_status upi_fpdt_begin(upipe_ctx *c, upi_fpdt_pass *s, const upip
     if (f->desc.overlap && f->segments > 1 && c->side_stream == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "copies are to overlap, but ctx->side_stream is NULL");
     UPIPE_TRY(upi_segments_make(&s->z, c, f));
-    /* its rows are those of desc.rank in every segment, whether tokens divide or not */
+    /* the caller's rows are those of desc.rank in every segment, whether tokens divide or not */
     if (f->desc.rank != c->team->rank)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "segments of rank %d on rank %d of the team", f->desc.rank,
                           c->team->rank);
@@ -192,8 +196,9 @@ UPIPE_API upipe_status upi_fpdt_begin(upipe_ctx *c, upi_fpdt_pass *s, const upip
     return upi_layer_agree(c, &s->z.layer[0], f->desc.tokens, f->segments);
 }
 
-/* A failed pass frees what it allocated, of both pools: the host's once this rank's own copies are done, for no peer
- * reads there. Where they may never be, behind a peer that is gone, it stays. */
+/* A failed pass frees what it allocated in both pools. The host's pool is read by this rank's own copies
+ * alone, so it is freed once they are done. Copies that may be stuck behind a peer may never be done: then it
+ * is quarantined. */
 UPIPE_API upipe_status upi_fpdt_end(upipe_ctx *c, const upipe_fpdt *f, upipe_status s, int64_t mark,
                                     int64_t host_mark)
 {
@@ -207,10 +212,10 @@ UPIPE_API upipe_status upi_fpdt_end(upipe_ctx *c, const upipe_fpdt *f, upipe_sta
 }
 
 /* upipe_fpdt_fwd -- attention of x, as upipe_layer_fwd, with x and the results in the host's memory
- *   save    written, from the host's pool: upipe_fpdt_free
- *   x       [segment][batch][T][D] of this rank, the plan's type; upipe_fpdt_shard says the positions
+ *   save    written, in the host's pool: upipe_fpdt_free
+ *   x       [segment][batch][T][D] of this rank, the plan's type; upipe_fpdt_shard gives the positions
  *   bytes   phases FWD_* of upipe_dry_fpdt
- *   errors  as upipe_layer_fwd, and upipe_fpdt_plan's; the host's pool is then as before, too, or quarantined where
+ *   errors  as upipe_layer_fwd and upipe_fpdt_plan. The host's pool is then as before, or quarantined where
  *           copies may be stuck behind a peer
  *   paper   section 2 (FPDT); its composition with UPipe is the future work of section 6
  */
@@ -256,7 +261,8 @@ UPIPE_API upipe_status upipe_fpdt_bwd(upipe_ctx *c, const upipe_fpdt *f, void *d
     return upi_fpdt_end(c, f, s, mark, host_mark);
 }
 
-/* upipe_fpdt_free -- frees what the forward left in the host's pool. No peer reads there, so nothing is quarantined
+/* upipe_fpdt_free -- frees what the forward left in the host's pool. No peer reads there, so nothing is
+ *                    quarantined
  *   errors  ARG for a block that the pool does not have
  */
 UPIPE_API upipe_status upipe_fpdt_free(const upipe_fpdt *f, upipe_fpdt_saved *save, upipe_err *e)
@@ -272,7 +278,7 @@ UPIPE_API upipe_status upipe_fpdt_free(const upipe_fpdt *f, upipe_fpdt_saved *sa
 
 /* ---- slots in the host's memory ---- */
 
-/* upipe_fpdt_out_bytes -- of save->out and of its gradient; 0 for what upipe_fpdt_plan refuses */
+/* upipe_fpdt_out_bytes -- bytes of save->out, and of its gradient; 0 for what upipe_fpdt_plan refuses */
 UPIPE_API size_t upipe_fpdt_out_bytes(const upipe_fpdt *f)
 {
     upipe_plan first, last;
@@ -316,7 +322,7 @@ UPIPE_API upipe_status upi_fpdt_reorder(upipe_ctx *c, const upipe_fpdt *f, void 
     return UPIPE_OK;
 }
 
-/* upipe_fpdt_gather -- dst = what slots in the host's memory hold, heads in natural order
+/* upipe_fpdt_gather -- dst = the contents of slots in the host's memory, heads in natural order
  *   dst     host, [segment][batch][T][H*v_dim] of the given type
  *   slots   save->out, or its gradient
  *   errors  as upipe_fpdt_plan; ARG for NULL
@@ -327,7 +333,7 @@ UPIPE_API upipe_status upipe_fpdt_gather(upipe_ctx *c, const upipe_fpdt *f, void
     return upi_fpdt_reorder(c, f, (void *)(uintptr_t)slots, dst, type, 0);
 }
 
-/* upipe_fpdt_scatter -- the way back: slots (upipe_fpdt_out_bytes) = src. Errors as upipe_fpdt_gather */
+/* upipe_fpdt_scatter -- the reverse: slots (of upipe_fpdt_out_bytes) = src. Errors as upipe_fpdt_gather */
 UPIPE_API upipe_status upipe_fpdt_scatter(upipe_ctx *c, const upipe_fpdt *f, void *slots, const void *src,
                                           upipe_dtype type)
 {

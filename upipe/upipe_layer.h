@@ -1,18 +1,19 @@
-/* upipe_layer.h -- the attention block, forward and backward: the paper's stages        layer 7
+/* upipe_layer.h -- the attention block, forward and backward: the paper's stages        layer 6
  *
- * x (already normed) -> Q, K, V -> [QK norm] -> [RoPE] -> inp_all_to_all -> attention -> out_all_to_all -> slots of
- * final_out, stage by stage (the paper's Figure (b)). With chunk = heads in the plan the same code is DeepSpeed-Ulysses.
+ * x (already normed) -> Q, K, V -> [QK norm] -> [RoPE] -> inp_all_to_all -> attention -> out_all_to_all ->
+ * slots of final_out, stage by stage (the paper's Figure (b)). With chunk = heads in the plan it is
+ * DeepSpeed-Ulysses.
  *
- *     upipe_layer_fwd(&ctx, &layer, &saved, x);                            saved: final_out and lse, in the pool
+ *     upipe_layer_fwd(&ctx, &layer, &saved, x);                            saved: final_out, lse
  *     upipe_layer_out_fwd(&ctx, &layer, y, &saved);                        y = O * Wo^T
  *     ...
  *     upipe_layer_out_bwd(&ctx, &layer, &grads, &saved, dy);               O becomes dO, in place
  *     upipe_layer_bwd(&ctx, &layer, dx, &grads, &saved, &saved.out, x);    dx may be x itself
  *     upipe_saved_free(&ctx, &saved);                                      the slots, which hold dQ now
  *
- * Both loops are below: upi_layer_fwd and upi_layer_bwd. A failed call frees what it allocated and aborts the team, so
- * that no rank waits for this one. Where a peer may still read this rank's memory (team->quarantine), the pool is locked
- * instead until upipe_mem_release.
+ * Both loops are below: upi_layer_fwd and upi_layer_bwd. A failed call frees what it allocated and aborts the
+ * team, so that no rank waits for this one. Where a peer may still read this rank's memory
+ * (team->quarantine), the pool is locked instead until upipe_mem_release.
  */
 #ifndef UPIPE_LAYER_H
 #define UPIPE_LAYER_H
@@ -33,10 +34,11 @@ enum { UPIPE_TILE_ROWS = 256 }; /* default tile of the output projection and of 
  *   rope_theta  base of the rotary embedding; 0 = none
  *   rope_interleaved  pairs (2p, 2p+1); otherwise (p, p + d/2)
  *   scale       of the scores; 0 = 1/sqrt(d)
- *   mask        zero: every token sees all tokens of its sequence; mask.causal = 1: those up to its own. cu_seqlens are
- *               positions in the flattened batch, [0, batch * S]: sequence b begins at b * S. The ends of a sequence are
- *               borders anyway
- *   tile_rows   rows of a tile of y and dX; 0 = UPIPE_TILE_ROWS. On a GPU model_dim, the paper's square tile, is better
+ *   mask        zero: every token sees all tokens of its sequence. mask.causal = 1: those up to its own.
+ *               cu_seqlens are positions in the flattened batch, [0, batch * S]: sequence b begins at b * S.
+ *               Every sequence of the batch is separate without them too
+ *   tile_rows   rows of a tile of y and dX; 0 = UPIPE_TILE_ROWS. On a GPU model_dim, the paper's square tile,
+ *               is better
  */
 typedef struct upipe_layer {
     const upipe_plan *plan;
@@ -49,8 +51,8 @@ typedef struct upipe_layer {
     int64_t tile_rows;
 } upipe_layer;
 
-/* upipe_grads -- gradients of the weights over this rank's tokens (sinks: its heads): f32, shapes of the weights, +=;
- *                NULL = not wanted. Sum them over all ranks, team and ring: upipe_all_reduce */
+/* upipe_grads -- gradients of the weights over this rank's tokens (of sinks: over its heads): f32, shapes of
+ *                the weights, +=; NULL = not wanted. Sum them over team and ring: upipe_all_reduce */
 typedef struct upipe_grads {
     float *wq, *wk, *wv, *wo, *q_norm_weight, *k_norm_weight, *sinks;
 } upipe_grads;
@@ -65,7 +67,8 @@ typedef struct upipe_saved {
     float *lse, *delta;
 } upipe_saved;
 
-/* The parts: layer/kv.h owns K and V, layer/kv_grad.h their gradients, layer/fwd.h and layer/bwd.h have the calls. */
+/* The parts: layer/kv.h owns K and V, layer/kv_grad.h their gradients; layer/fwd.h and layer/bwd.h have load,
+ * attend and store. */
 #include "layer/pipeline.h"
 #include "layer/out.h"
 #include "layer/check.h"
@@ -146,8 +149,9 @@ UPIPE_API upipe_status upi_layer_end(upipe_ctx *c, upipe_status s, int64_t mark)
 /* upipe_layer_fwd -- attention of x: projections, all-to-alls, attention, stage by stage
  *   save    written: slots full of O, and lse; from the pool, upipe_saved_free frees them
  *   x       [rows][1][D] view of this rank's tokens, the plan's type
- *   bytes   phases FWD_* of upipe_dry_layer; sends upipe_plan_sent(plan, 0), to the ring upipe_plan_sent_ring(plan, 0)
- *   errors  ARG, UNSUPPORTED, MEMORY, MISMATCH, TIMEOUT, ABORTED; the team is then aborted, the pool as before
+ *   bytes   phases FWD_* of upipe_dry_layer; sends upipe_plan_sent(plan, 0), to the ring
+ *           upipe_plan_sent_ring(plan, 0)
+ *   errors  ARG, UNSUPPORTED, MEMORY, MISMATCH, TIMEOUT, ABORTED; the team is aborted, and the pool as before
  *   paper   section 3.3 and Figure (b)
  */
 UPIPE_API upipe_status upipe_layer_fwd(upipe_ctx *c, const upipe_layer *l, upipe_saved *save, upipe_view x)
@@ -165,14 +169,16 @@ UPIPE_API upipe_status upipe_layer_fwd(upipe_ctx *c, const upipe_layer *l, upipe
 }
 
 /* upipe_layer_bwd -- gradients of x and of the weights; Q, K, V are recomputed and sent again
- *   dx      [rows][1][D] view, the plan's type, written; its data may be x's: x is read for the last time before
+ *   dx      [rows][1][D] view, the plan's type, written; its data may be x's: x is read for the last time
+ *           before
  *   grads   all but wo: +=
  *   save    consumed: lse and delta are freed, and so is final_out, unless it is dout
- *   dout    slots full of the gradient of O; consumed: they hold dQ afterwards and stay the caller's. &save->out after
- *           upipe_layer_out_bwd
+ *   dout    slots full of the gradient of O; consumed: they hold dQ afterwards and stay the caller's.
+ *           &save->out after upipe_layer_out_bwd
  *   x       the forward's
- *   bytes   phases BWD_* of upipe_dry_layer; sends upipe_plan_sent(plan, 1), to the ring upipe_plan_sent_ring(plan, 1)
- *   errors  as upipe_layer_fwd; save is then good for upipe_saved_free alone, and grads hold part of a sum
+ *   bytes   phases BWD_* of upipe_dry_layer; sends upipe_plan_sent(plan, 1), to the ring
+ *           upipe_plan_sent_ring(plan, 1)
+ *   errors  as upipe_layer_fwd; save is then valid for upipe_saved_free alone, and grads hold part of a sum
  *   paper   Appendix A, with the changes that docs/memory.md explains
  */
 UPIPE_API upipe_status upipe_layer_bwd(upipe_ctx *c, const upipe_layer *l, upipe_view dx, upipe_grads *grads,
@@ -190,7 +196,7 @@ UPIPE_API upipe_status upipe_layer_bwd(upipe_ctx *c, const upipe_layer *l, upipe
     if (s == UPIPE_OK) s = upi_layer_check_rows(c, l->plan, "dx", dx);
     if (s == UPIPE_OK) s = upi_layer_check_bwd(c, l, grads, save, dout);
     if (s == UPIPE_OK) s = upi_layer_bwd(c, &pass, dx);
-    if (s != UPIPE_OK && delta == NULL) save->delta = NULL; /* allocated after the mark: the pool has it back */
+    if (s != UPIPE_OK && delta == NULL) save->delta = NULL; /* upi_layer_end has freed it */
     return upi_layer_end(c, s, mark);
 }
 
@@ -218,7 +224,7 @@ UPIPE_API upipe_status upipe_layer_out_fwd(upipe_ctx *c, const upipe_layer *l, u
  *   save    consumes out: its slots hold the gradient of O afterwards; delta is allocated
  *   dy      [rows][1][D] view, the plan's type; may be freed afterwards
  *   bytes   delta (rows * H * 4), one stage and rank's block of O, and the scratch of a product
- *   errors  ARG, MEMORY; the team is then aborted, and save is good for upipe_saved_free alone
+ *   errors  ARG, MEMORY; the team is then aborted, and save is valid for upipe_saved_free alone
  */
 UPIPE_API upipe_status upipe_layer_out_bwd(upipe_ctx *c, const upipe_layer *l, upipe_grads *grads,
                                            upipe_saved *save, upipe_view dy)
@@ -233,7 +239,7 @@ UPIPE_API upipe_status upipe_layer_out_bwd(upipe_ctx *c, const upipe_layer *l, u
     s = upi_out_check(c, l, dy, save);
     if (s == UPIPE_OK) s = upi_out_bwd(c, &run, grads, save, dy);
     if (s == UPIPE_OK) return UPIPE_OK;
-    if (delta == NULL) save->delta = NULL; /* allocated after the mark: the pool has it back */
+    if (delta == NULL) save->delta = NULL; /* upi_layer_end has freed it */
     return upipe_unwind(c, s, mark);
 }
 

@@ -1,22 +1,23 @@
 /* upipe_mem.h -- a slab pool that counts to the byte        layer 1, includes upipe_base.h
  *
- * The host brings one slab and a table of blocks; nothing is ever allocated here. Blocks are cut best fit,
- * the space above the highest block last, so that a dry run and the real run make the same cuts.
+ * The host provides one slab and a table of blocks; the library allocates nothing else. Blocks are placed
+ * best fit, the space above the highest block last. So a dry run and the real run place them alike.
  *
  *     upipe_mem m;
  *     upipe_mem_init(&m, slab, bytes, blocks, 64);       or upipe_mem_init_dry(&m, blocks, 64)
  *     upipe_mem_alloc(&m, &p, n, "q_send", &err);  ...  upipe_mem_free(&m, p, &err);
  *
- *     int64_t mark = upipe_mem_mark(&m);                 after a failure: all that was taken since goes back
- *     upipe_mem_rewind(&m, mark);
+ *     int64_t mark = upipe_mem_mark(&m);
+ *     upipe_mem_rewind(&m, mark);                        after a failure: frees all blocks allocated since
  *
- * Two numbers: `live` and `peak` sum the bytes asked for, exactly; `need` is the end of the highest block
- * ever, the slab that this sequence of takes requires, with alignment and holes. A dry pool has no slab: it
- * hands out addresses that must not be touched and finds both numbers for runs of any size.
+ * Two numbers. `live` and its maximum `peak` are the exact sums of the bytes asked for. `need` is the highest
+ * end of any block so far: the slab that this sequence of allocations requires, with alignment and holes. A
+ * dry pool has no slab. It returns addresses that must not be accessed, and finds both numbers for runs of
+ * any size.
  *
- * Under AddressSanitizer free space and the tails of blocks are poisoned, and a red zone follows each block;
- * it counts in `need`, not in `live`. Define UPIPE_MEM_NO_POISON where a slab is used by a stream that lags behind
- * the host: work that is enqueued may rightly touch a block that was given back.
+ * Under AddressSanitizer free space and the tails of blocks are poisoned, and a red zone follows each block.
+ * The red zone counts in `need`, not in `live`. Define UPIPE_MEM_NO_POISON where the slab is used on a stream
+ * that runs behind the host: enqueued work may rightly access a block that the host has freed already.
  */
 #ifndef UPIPE_MEM_H
 #define UPIPE_MEM_H
@@ -44,18 +45,18 @@ enum {
 /* One live block. */
 typedef struct upipe_mem_block {
     size_t offset, bytes, span; /* from the slab's start; asked for; occupied */
-    int64_t serial;             /* 1 for the first take of the pool's life */
+    int64_t serial;             /* 1 for the pool's first allocation */
     const char *tag;            /* the caller's, kept by address */
     int quarantined;
 } upipe_mem_block;
 
-/* One take or give, or the start of a phase (bytes = 0), as the trace keeps it. */
+/* One allocation or free, or the start of a phase (bytes = 0), as the trace records it. */
 typedef struct upipe_mem_event {
     double seconds; /* of the host's clock; without a clock the number of the event, in microseconds */
     size_t offset, bytes, live;
     int64_t serial;
     const char *tag;
-    int kind; /* +1 take, -1 give, 0 phase */
+    int kind; /* +1 alloc, -1 free, 0 phase */
     int phase;
 } upipe_mem_event;
 
@@ -69,14 +70,14 @@ typedef struct upipe_mem {
     int phase;
     size_t live, peak;  /* sum of bytes asked for: now, and its largest value */
     size_t need;        /* slab bytes that were needed so far */
-    size_t quarantined; /* part of live that cannot be given back before upipe_mem_release */
-    int64_t serial;     /* takes so far */
+    size_t quarantined; /* part of live that cannot be freed before upipe_mem_release */
+    int64_t serial;     /* allocations so far */
     size_t phase_peak[UPIPE_MEM_PHASES_MAX]; /* largest live while the phase was current */
     /* optional, set by the host after init */
     upipe_mem_event *events; /* trace; NULL = none */
     int64_t events_n, events_max, events_lost;
     double (*clock)(void *user); /* seconds */
-    /* asked before each take; anything but UPIPE_OK refuses it with that status (budgets, fault injection) */
+    /* called before each allocation; any status but UPIPE_OK refuses it (budgets, fault injection) */
     upipe_status (*guard)(void *user, size_t bytes, const char *tag);
     void *user;
 } upipe_mem;
@@ -138,7 +139,7 @@ UPIPE_API void upipe_mem_init(upipe_mem *m, void *slab, size_t bytes, upipe_mem_
     upi_mem_poison(m, 0, bytes, 1);
 }
 
-/* upipe_mem_init_dry -- a pool without a slab: counts, and hands out addresses that must not be touched */
+/* upipe_mem_init_dry -- a pool without a slab: it counts, and returns addresses that must not be accessed */
 UPIPE_API void upipe_mem_init_dry(upipe_mem *m, upipe_mem_block *blocks, int blocks_max)
 {
     memset(m, 0, sizeof *m);
@@ -149,8 +150,8 @@ UPIPE_API void upipe_mem_init_dry(upipe_mem *m, upipe_mem_block *blocks, int blo
     m->blocks_max = blocks_max;
 }
 
-/* upipe_mem_destroy -- the slab is the host's alone again
- *   errors  ARG when blocks are still live: the sentence names the first one. The pool is gone all the same.
+/* upipe_mem_destroy -- ends the pool; the slab is the host's again
+ *   errors  ARG if blocks are still live: the sentence names the first one. The pool is ended all the same
  */
 UPIPE_API upipe_status upipe_mem_destroy(upipe_mem *m, upipe_err *e)
 {
@@ -164,10 +165,10 @@ UPIPE_API upipe_status upipe_mem_destroy(upipe_mem *m, upipe_err *e)
                     live, tag);
 }
 
-/* upipe_mem_alloc -- a block of `bytes` bytes, its contents undefined
+/* upipe_mem_alloc -- a block of `bytes` bytes with undefined contents
  *   out     its address, a multiple of 64 bytes if the slab's is; NULL for 0 bytes
- *   tag     what it holds: a plain word that outlives the pool, for traces and errors
- *   errors  MEMORY: live bytes, the largest hole and the slab's size are in the sentence; or the guard's
+ *   tag     what it holds, for traces and errors: a plain word that outlives the pool
+ *   errors  MEMORY (the sentence has the live bytes, the largest hole and the slab's size); or the guard's
  *           status
  */
 UPIPE_API upipe_status upipe_mem_alloc(upipe_mem *m, void **out, size_t bytes, const char *tag, upipe_err *e)
@@ -238,9 +239,9 @@ UPIPE_API void upi_mem_drop(upipe_mem *m, int i)
     upi_mem_note(m, -1, &b, b.tag);
 }
 
-/* upipe_mem_free -- the block goes back to the pool
- *   p       address that a take returned; NULL is nothing
- *   errors  ARG for an address that is no live block (given twice, or never taken here) or is quarantined
+/* upipe_mem_free -- frees a block
+ *   p       an address from upipe_mem_alloc; NULL does nothing
+ *   errors  ARG for an address that is no live block of this pool (freed twice, say), or that is quarantined
  */
 UPIPE_API upipe_status upipe_mem_free(upipe_mem *m, void *p, upipe_err *e)
 {
@@ -267,14 +268,13 @@ UPIPE_API upipe_status upipe_free(upipe_ctx *c, void *p)
     return upipe_mem_free(c->mem, p, &c->err);
 }
 
-/* upipe_mem_mark -- a point in the sequence of takes, for upipe_mem_rewind and upipe_mem_quarantine */
+/* upipe_mem_mark -- a point in the sequence of allocations, for upipe_mem_rewind and upipe_mem_quarantine */
 UPIPE_API int64_t upipe_mem_mark(const upipe_mem *m)
 {
     return m->serial;
 }
 
-/* upipe_mem_rewind -- gives back every block taken after the mark that is neither given back nor
- * quarantined */
+/* upipe_mem_rewind -- frees every block that was allocated after the mark, but for those in quarantine */
 UPIPE_API void upipe_mem_rewind(upipe_mem *m, int64_t mark)
 {
     int i = 0;
@@ -286,7 +286,7 @@ UPIPE_API void upipe_mem_rewind(upipe_mem *m, int64_t mark)
     }
 }
 
-/* upipe_mem_quarantine -- blocks taken after the mark stay as they are, since a peer may still read them */
+/* upipe_mem_quarantine -- locks the blocks allocated after the mark, since a peer may still read them */
 UPIPE_API void upipe_mem_quarantine(upipe_mem *m, int64_t mark)
 {
     int i;
@@ -297,8 +297,9 @@ UPIPE_API void upipe_mem_quarantine(upipe_mem *m, int64_t mark)
     }
 }
 
-/* upipe_mem_release -- no peer reads any more (the team's ranks have returned): quarantined blocks are live
- *                      ones again */
+/* upipe_mem_release -- unlocks the quarantined blocks: they are live again and can be freed. Call it once no
+ *                      peer
+ *                      accesses them any more: the team's ranks have returned */
 UPIPE_API void upipe_mem_release(upipe_mem *m)
 {
     int i;
@@ -306,7 +307,7 @@ UPIPE_API void upipe_mem_release(upipe_mem *m)
     m->quarantined = 0;
 }
 
-/* upipe_mem_phase -- from now on peaks count for this phase, beginning with what is live
+/* upipe_mem_phase -- starts a phase: peaks count for it from now on, beginning with the live bytes
  *   phase   0 .. UPIPE_MEM_PHASES_MAX - 1
  *   name    for the trace, kept by address
  */
@@ -318,8 +319,8 @@ UPIPE_API void upipe_mem_phase(upipe_mem *m, int phase, const char *name)
     upi_mem_note(m, 0, NULL, name);
 }
 
-/* upipe_mem_largest -- over the traced run, the largest number of live bytes of the blocks with these tags
- *   tags    n words; needs the whole trace, from the pool's first take on and with events_lost = 0
+/* upipe_mem_largest -- the largest number of live bytes, over the traced run, of the blocks with these tags
+ *   tags    n words. Needs the whole trace: from the pool's first allocation on, with events_lost = 0
  */
 UPIPE_API size_t upipe_mem_largest(const upipe_mem *m, const char *const *tags, int n)
 {
@@ -338,12 +339,13 @@ UPIPE_API size_t upipe_mem_largest(const upipe_mem *m, const char *const *tags, 
 }
 
 /* upipe_mem_trace_write -- the trace as Chrome trace events, for Perfetto or chrome://tracing
- *   file    gets one JSON object a line with a comma before all but the first; the caller writes [ before the
- *           first pool's and ] after the last one's
- *   pid     the rank; first is nonzero for the first pool of the file
- * Times are the clock's, so the pools of ranks that share a clock are aligned. Each block is a span named by
- * its tag; a counter gives the live bytes; phases are spans on a track of their own. Returns the number of
- * events written, or -1 when writing failed.
+ *   file    gets one JSON object a line, with a comma before all but the first; the caller writes [ before
+ *           the first pool's objects and ] after the last one's
+ *   pid     the rank
+ *   first   nonzero for the first pool of the file
+ * Times are the clock's, so pools of ranks that share a clock are aligned. Each block is a span with its tag
+ * as name. A counter shows the live bytes. Phases are spans on a track of their own. Returns the number of
+ * events written, or -1 if writing failed.
  */
 UPIPE_API int64_t upipe_mem_trace_write(const upipe_mem *m, FILE *file, int pid, int first)
 {
@@ -359,7 +361,7 @@ UPIPE_API int64_t upipe_mem_trace_write(const upipe_mem *m, FILE *file, int pid,
             pid);
     for (i = 0; i < m->events_n; ++i) {
         const upipe_mem_event *e = &m->events[i];
-        double us = e->seconds * 1e6; /* the clock's own zero, which the ranks share */
+        double us = e->seconds * 1e6; /* from the clock's own zero, which the ranks share */
         last = us;
         if (e->kind == 0) {
             if (open != NULL) fprintf(file, ",{\"ph\":\"E\",\"pid\":%d,\"tid\":1,\"ts\":%.3f}\n", pid, us);

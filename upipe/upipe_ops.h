@@ -1,19 +1,19 @@
-/* upipe_ops.h -- the compute table: what a backend must be able to do        layer 1, includes upipe_base.h
+/* upipe_ops.h -- the compute table: what a backend implements        layer 1, includes upipe_base.h
  *
- * A backend's header fills the table (upipe_cpu_ops); a host overrides an entry by assigning it:
+ * A backend's header fills the table (upipe_cpu_ops). A host overrides an entry by assigning it:
  *
  *     upipe_ops ops;
  *     upipe_cpu_ops(&ops);
  *     ops.gemm = my_gemm;
  *
- * An entry may serve some calls only, and hand the others to the one that it has replaced: the host keeps that
- * beside what else its entry needs, and finds it through ops.host. attn_can and the *_bytes entries must then
- * hold for whoever serves a call (docs/backends.md, "Attention of the host's own").
+ * An entry of the host may serve some calls and forward the others to the entry that it has replaced. The
+ * host keeps the replaced entry, with whatever else its own needs, behind ops.host. attn_can and the *_bytes
+ * entries must then hold for whichever entry serves a call (docs/backends.md, "Attention of the host's own").
  *
- * Rules for every entry. Work is enqueued on ctx->stream; arguments are checked by the caller's layer, but a
- * wish that the backend lacks returns UPIPE_ERR_UNSUPPORTED with a sentence in ctx->err. Nothing is
- * allocated: scratch arrives as (work, work_bytes), at least what the matching *_bytes entry asked for,
- * 64-byte aligned. Storage types are read from the views; sums are kept in f32.
+ * Rules for every entry. Work is enqueued on ctx->stream. The caller checks the arguments; a request that the
+ * backend does not support returns UPIPE_ERR_UNSUPPORTED with a sentence in ctx->err. An entry allocates
+ * nothing: its scratch is (work, work_bytes), at least as large as the matching *_bytes entry asked for,
+ * 64-byte aligned. Storage types are read from the views; sums are f32.
  */
 #ifndef UPIPE_OPS_H
 #define UPIPE_OPS_H
@@ -43,9 +43,9 @@ enum {
  *   x            [count] blocks of tokens x heads x d, block i at x.data + i * step elements
  *   pos0         position of token 0 of every block
  *   pos_step     positions between neighbouring tokens; 0 = 1
- *   theta        base of the frequencies: pair p of d/2 turns by position * theta^(-2p/d)
+ *   theta        base of the frequencies: pair p of d/2 is rotated by position * theta^(-2p/d)
  *   interleaved  pairs are (2p, 2p+1); otherwise (p, p + d/2), the layout of Hugging Face's Llama
- *   inverse      turns back: the gradient
+ *   inverse      rotates back: the gradient
  */
 typedef struct upipe_rope {
     upipe_view x;
@@ -59,8 +59,8 @@ typedef struct upipe_rope {
  *   grad     [n][1][V]: scale * (softmax - onehot), 0 in ignored rows; may be logits itself where it is f32,
  *            otherwise does not overlap it. data NULL = not wanted
  *   loss     [n]: log sum exp - logit of the target, not scaled; 0 in ignored rows
- *   targets  [n], the device's memory; a negative one ignores its row. One beyond V - 1 is an error (ARG)
- *            where the backend can tell, otherwise the row's loss is NaN
+ *   targets  [n], device memory; a negative one ignores its row. A target beyond V - 1 is an error (ARG) if
+ *            the backend can tell; otherwise the row's loss is NaN
  */
 typedef struct upipe_cross_entropy {
     upipe_view logits, grad;
@@ -89,11 +89,11 @@ typedef struct upipe_adamw {
 } upipe_adamw;
 
 /* upipe_par -- the host's threads, for backends that compute on them
- *   run      calls task(arg, i) once for every i in 0 .. count - 1, in any order and some at the same time, and
- *            returns when all have returned; never fails. A call that finds its threads busy may run every i
- *            on its own
- *   self     the host's, handed back to run
- *   workers  threads that may run at the same time, >= 1: scratch is asked for as many
+ *   run      calls task(arg, i) once for every i in 0 .. count - 1, in any order and possibly at the same
+ *            time. It returns when all calls have returned, and never fails. A call that finds the threads
+ *            busy may run every i on the calling thread
+ *   self     the host's, passed to run
+ *   workers  threads that may run at the same time, >= 1: scratch is asked for that many
  * Results have the same bits whatever run does, and for any number of workers.
  */
 typedef struct upipe_par {
@@ -106,28 +106,27 @@ typedef struct upipe_ops {
     const char *name; /* "cpu-avx2", "cpu-portable", "cuda", ... */
     void *self;       /* the backend's own (a cuBLAS handle, say) */
     void *host;       /* the host's own, for entries that it has set; the library never looks at it */
-    int f16;          /* nonzero: takes views of f16 */
-    int attn_can;     /* what its attention knows beyond causal masks and equal head dims: UPIPE_ATTN_* */
+    int f16;          /* nonzero: accepts views of f16 */
+    int attn_can;     /* what its attention supports beyond causal masks and equal head dims: UPIPE_ATTN_* */
 
-    /* Set by the host; NULL: a call computes on the thread that makes it. Here and not in the context, because
-     * the *_bytes entries see the table alone: a dry run asks them before there is a context. */
+    /* Set by the host; NULL: a call computes on the calling thread. It is here and not in the context,
+     * because the *_bytes entries see the table alone: a dry run asks them before there is a context. */
     const upipe_par *par;
 
     /* Returns when all that was enqueued on ctx->stream is done. */
     upipe_status (*sync)(upipe_ctx *c);
-    /* Moves bytes between any of the device's memory and the host's; dst and src do not overlap. Ordinary host
-     * memory is read, or written, when the call returns; pinned host memory is the stream's until sync. */
+    /* Copies bytes between any of the device's memory and the host's; dst and src do not overlap. Pageable
+     * host memory has been read, or written, when the call returns. Pinned host memory is in use until
+     * sync. */
     upipe_status (*copy)(upipe_ctx *c, void *dst, const void *src, size_t bytes);
     upipe_status (*zero)(upipe_ctx *c, void *dst, size_t bytes);
     /* dst = src, element by element, changing the storage type; equal shapes. */
     upipe_status (*cast)(upipe_ctx *c, upipe_view dst, upipe_view src);
 
     /* For every j < c.h: C_j (+)= op(A_j) * op(B_j), where C_j is the matrix [c.n][c.d] at head j of the
-     * view. An operand with h = 1 is shared by all j. Every element is one chain of fused multiply-adds over
-     * the depth, in order, starting from 0 or from the old c: its bits depend neither on the blocking nor on
-     * how rows, columns or an accumulated depth are split over calls (a promise of the built-in CPU entry
-     * alone).
-     */
+     * view. All j share an operand with h = 1. The built-in CPU entry alone promises its bits: every element
+     * is one chain of fused multiply-adds over the depth, in order, from 0 or from the old c. They depend
+     * neither on the blocking nor on how rows, columns or an accumulated depth are split over calls. */
     upipe_status (*gemm)(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags, void *work,
                          size_t work_bytes);
     /* Scratch that gemm needs for these shapes; fewer rows never need more. The data pointers are not
@@ -136,24 +135,24 @@ typedef struct upipe_ops {
 
     upipe_status (*attn_fwd)(upipe_ctx *c, const struct upipe_attn *a);
     upipe_status (*attn_bwd)(upipe_ctx *c, const struct upipe_attn_grad *g);
-    /* Scratch of one call; backward != 0 asks for attn_bwd's. Depends on shapes and types alone. */
+    /* Scratch of one call; with backward != 0, of attn_bwd. Depends on shapes and types alone. */
     size_t (*attn_bytes)(const struct upipe_ops *ops, const struct upipe_attn *a, int backward);
 
     upipe_status (*rope)(upipe_ctx *c, const upipe_rope *r);
-    /* y = x * rsqrt(mean(x^2) + eps) * norm weight[d], over every row of d: a token, or each of its heads. y may be
-     * x. */
+    /* y = x * rsqrt(mean(x^2) + eps) * norm_weight[d], over every row of d: a token, or each of its heads. y
+     * may be x. */
     upipe_status (*rmsnorm)(upipe_ctx *c, upipe_view y, upipe_view x, const float *weight, float eps);
-    /* Its backward: dx = the gradient of x, the norm's input, or dx += with accumulate. Without it dx may be
-     * dy or x. dweight [h][d], f32, one row a head: += over the tokens in order; NULL = not wanted. */
+    /* Its backward: dx = the gradient of x, the norm's input; with accumulate dx +=, otherwise dx may be dy
+     * or x. dweight f32 [h][d], one row a head: += over the tokens in order; NULL = not wanted. */
     upipe_status (*rmsnorm_bwd)(upipe_ctx *c, upipe_view dx, upipe_view dy, upipe_view x, const float *weight,
                                 float eps, float *dweight, int accumulate);
 
-    /* out[i][j] = sum over k of a[i][j][k] * b[i][j][k], in f32, in the same order as attn_bwd sums dO * V,
-     * so that the two cancel where they should; out is an f32 view with d = 1. */
+    /* out[i][j] = sum over k of a[i][j][k] * b[i][j][k], in f32 and in the order in which attn_bwd sums dO *
+     * V, so that the two cancel where they should. out is an f32 view with d = 1. */
     upipe_status (*rowdot)(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b);
-    /* dst (+)= src_0 + src_1 + ... in this order, src_i = f32 elements packed as dst's shape, at src + i *
-     * step. The sum of an element is one f32 chain that starts from 0, or from dst if accumulate (dst is then
-     * f32). */
+    /* dst (+)= src_0 + src_1 + ... in this order. src_i is at src + i * step: f32 elements packed in dst's
+     * shape. The sum of an element is one f32 chain that starts from 0, or from dst with accumulate (dst is
+     * then f32). */
     upipe_status (*sum)(upipe_ctx *c, upipe_view dst, const float *src, int64_t step, int count,
                         int accumulate);
     /* y += x, element by element, rounded once; equal shapes, any types. */

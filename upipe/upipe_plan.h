@@ -1,31 +1,33 @@
-/* upipe_plan.h -- which heads when, and what is sent: the schedule in closed form        layer 2, includes shard
+/* upipe_plan.h -- the schedule in closed form: which heads in which stage        layer 2, includes shard
  *
- * A description of the run goes in, numbers come out; nothing is allocated and nothing runs.
+ * A description of the run goes in, numbers come out. Nothing is allocated and nothing runs.
  *
  *     upipe_plan_desc d = {0};
  *     d.tokens = 1 << 20; d.ranks = 8; d.heads = 32; d.kv_heads = 8; d.head_dim = 128;     rest: defaults
  *     upipe_plan p;
  *     upipe_plan_init(&p, &d, &err);                    p.stages = 4: UPipe with the smallest chunk, U = C
  *
- * DeepSpeed-Ulysses is the plan with chunk = heads: one stage. Ring attention is the plan with one rank in its team
- * and R in its ring, in one stage; with C ranks in the team and R in the ring it is USP, or UPipe over a ring.
+ * DeepSpeed-Ulysses is the plan with chunk = heads: one stage. Ring attention is the plan with one rank in
+ * its team and R in its ring, in one stage. C ranks in the team and R in the ring make USP, or UPipe over a
+ * ring.
  *
- * Letters of the paper: S tokens, C ranks, R ring, H heads, Hkv kv_heads, G = H/Hkv, U chunk, m = U/C heads a rank
- * and stage, nu = H/U stages, gamma = 1 + 2/G. T = S/(C*R) tokens of a sequence on a rank. rows = batch * T. A unit is
- * rows * model_dim elements.
+ * Letters of the paper: S tokens, C ranks, R ring, H heads, Hkv kv_heads, G = H/Hkv, U chunk, m = U/C heads a
+ * rank and stage, nu = H/U stages, gamma = 1 + 2/G. T = S/(C*R) tokens of a sequence on a rank. rows =
+ * batch * T. A unit is rows * model_dim elements.
  *
- * Schedules (section 4.1 of the paper; query head h always reads key/value head h/G, weights stay in their
- * order):
+ * Schedules (section 4.1 of the paper). Query head h always reads key/value head h/G; weights stay in their
+ * order:
  *
- *     GROUP  C <= Hkv, m divides G  round j, step t: kv head j*C + r,        query heads (j*C + r)*G + t*m ..
- *     WHOLE  m a multiple of G      stage i:         kv heads (i*C + r)*m/G .., query heads (i*C + r)*m ..
- *     SPLIT  C > Hkv                all stages:      kv head r / (C/Hkv),    query heads r*(H/C) + t*m ..
- *     IN_ORDER  the naive order        stage i:         the kv heads it needs,  query heads i*U + r*m ..
- *     UNEVEN  all other numbers      rank r has query heads r*H/C .. (r+1)*H/C - 1, rounded down, and takes up to m of
- *                                   them a stage: the rest of a group, or whole groups
+ *     GROUP     C <= Hkv, m divides G  round j, step t: kv head j*C + r,         query heads (j*C + r)*G + t*m ..
+ *     WHOLE     m a multiple of G      stage i:      kv heads (i*C + r)*m/G .., query heads (i*C + r)*m ..
+ *     SPLIT     C > Hkv                all stages:   kv head r / (C/Hkv),      query heads r*(H/C) + t*m ..
+ *     IN_ORDER  the naive order        stage i:      the kv heads it needs,    query heads i*U + r*m ..
+ *     UNEVEN    all other numbers      rank r has the query heads r*H/C .. (r+1)*H/C - 1, rounded
+ *                                      down; a stage has up to m of them: the rest of a group, or
+ *                                      whole groups
  *
- * A round is the stages over which K and V stay; they travel in its first stage only. In UNEVEN each rank has rounds of
- * its own: a stage sends K and V to those ranks alone that need other ones than before.
+ * A round is the stages that share K and V; they are sent in its first stage only. In UNEVEN each rank has
+ * rounds of its own: a stage sends K and V to those ranks alone that need other heads than before.
  */
 #ifndef UPIPE_PLAN_H
 #define UPIPE_PLAN_H
@@ -40,40 +42,41 @@ typedef enum upipe_schedule {
     UPIPE_UNEVEN
 } upipe_schedule;
 
-/* How K and V of the ring's other ranks reach a rank's queries.
- *   P2P   they go round while a round's stages attend together: Q', O of all its stages are held at once
+/* upipe_ring_mode -- how K and V of the ring's other ranks reach a rank's queries
+ *   P2P         they are sent round while a round's stages attend together: Q', O of all its stages are held
+ *               at once
  *   ALL_GATHER  those of a round are gathered and held: R times K' and V'
- *   AUTO    the one that holds less in the backward
+ *   AUTO        the mode that holds less in the backward
  */
 typedef enum upipe_ring_mode { UPIPE_RING_AUTO, UPIPE_RING_P2P, UPIPE_RING_ALL_GATHER } upipe_ring_mode;
 
 enum { UPIPE_STAGES_MAX = 256 };
 
-/* upipe_plan_desc -- what to run. Zero means the default.
- *   tokens      S, of the whole sequence; any number >= ranks * ring (2 * ring with ZIGZAG)
- *   batch       sequences side by side; 1
- *   ranks       C, of the all-to-all; 1
- *   rank        this one of them. Matters where tokens or heads do not divide, or with a ring: then each rank has a
- *               plan of its own
- *   ring        R, ranks of the ring; 1
- *   ring_rank   this one of them
- *   ring_inner  ranks of an inner ring, neighbours in the ring (those of a node): a double ring; 0 = none
- *   ring_mode   see upipe_ring_mode
- *   ring_prefetch  nonzero, with ALL_GATHER alone: the next round's K and V are gathered while the last stage of a
- *               round attends (a second buffer); needs rounds that all ranks share. With one round there is
- *               no next one, and nothing changes
- *   overlap     nonzero: while a stage attends, the next one is projected and exchanged and the one before goes home, on
- *               ctx->side_stream (a second set of a stage's buffers). Not with a ring, nor where rounds are not common. In
- *               segments: see upipe_fpdt
- *   layout      how the ring shares tokens
- *   heads       H
- *   kv_heads    Hkv; heads
- *   head_dim    d, of Q and K
- *   v_dim       of V and O; head_dim
- *   model_dim   D; heads * head_dim
- *   chunk       U, query heads a stage over all ranks, a multiple of ranks, or all heads; ranks
- *   naive       nonzero: heads in their order, K and V sent again in every stage (the paper's strawman)
- *   dtype       storage of activations and weights
+/* upipe_plan_desc -- what to run. Zero means the default, which stands behind the semicolon
+ *   tokens         S, of the whole sequence; any number >= ranks * ring (2 * ring with ZIGZAG)
+ *   batch          sequences side by side; 1
+ *   ranks          C, of the all-to-all; 1
+ *   rank           this rank of them. Matters where tokens or heads do not divide, or with a ring: then each
+ *                  rank has a plan of its own
+ *   ring           R, ranks of the ring; 1
+ *   ring_rank      this rank of them
+ *   ring_inner     ranks of an inner ring, neighbours in the ring (those of a node): a double ring; 0 = none
+ *   ring_mode      see upipe_ring_mode
+ *   ring_prefetch  nonzero, with ALL_GATHER alone: the next round's K and V are gathered while the last stage
+ *                  of a round attends (a second buffer). Needs rounds that all ranks share. No effect with
+ *                  one round
+ *   overlap        nonzero: while a stage attends, ctx->side_stream loads the next stage and stores the
+ *                  previous one (a second set of a stage's buffers). Not with a ring, nor with uneven heads
+ *                  in several stages. In segments: see upipe_fpdt
+ *   layout         how the ring shares tokens
+ *   heads          H
+ *   kv_heads       Hkv; heads
+ *   head_dim       d, of Q and K
+ *   v_dim          of V and O; head_dim
+ *   model_dim      D; heads * head_dim
+ *   chunk          U, query heads a stage over all ranks, a multiple of ranks, or all heads; ranks
+ *   naive          nonzero: heads in their order, K and V sent again in every stage (the paper's strawman)
+ *   dtype          storage of activations and weights
  */
 typedef struct upipe_plan_desc {
     int64_t tokens, batch;
@@ -97,12 +100,12 @@ typedef struct upipe_plan {
     int per_rank;         /* m: query heads a rank and stage, at most */
     int kv_per_rank;      /* key/value heads a rank and round, at most */
     int rounds, steps;    /* stages = rounds * steps */
-    int width;      /* stages that attend together: steps, where K and V shift round a ring; otherwise 1 */
-    int overlap;    /* stages overlap: wanted, and there are several */
-    /* traits: what the stages ask of a plan, whatever made it so */
-    int kv_rounds_shared;   /* a round is the same stages on all ranks; otherwise K', V' have one buffer for all stages */
-    int kv_grads_partial;   /* several ranks or stages share a kv head: its gradient is a sum of partial ones */
-    int kv_grads_accumulate; /* these sums go on over stages, in f32, until the last one */
+    int width;      /* stages that attend together: steps in a P2P ring, otherwise 1 */
+    int overlap;    /* stages overlap: asked for, and there are several */
+    /* traits: what the code of the stages asks of a plan, whatever schedule or ring mode is behind it */
+    int kv_rounds_shared;   /* by all ranks; otherwise K', V' have one buffer for all stages */
+    int kv_grads_partial;   /* ranks or stages share kv heads: gradients are sums of partial ones */
+    int kv_grads_accumulate; /* these sums continue over stages, in f32, until the last one */
     int kv_gathered;        /* K', V' of all ranks of the ring are held */
     int kv_prefetched;      /* those of the next round are gathered while the last stage of a round attends */
     upipe_schedule schedule;
@@ -119,7 +122,8 @@ typedef struct upipe_span {
     int first, count;
 } upipe_span;
 
-/* What a stage exchanges: Q (and O, dO, dQ); K and V that are fetched; their gradients that go home. */
+/* What an all-to-all of a stage moves: Q (and O, dO, dQ); K and V that are fetched; their gradients, sent
+ * back. */
 typedef enum upipe_a2a_heads { UPIPE_A2A_Q, UPIPE_A2A_KV, UPIPE_A2A_DKV } upipe_a2a_heads;
 
 UPIPE_API upipe_span upi_span_make(int first, int count)
@@ -188,8 +192,8 @@ UPIPE_API upipe_status upi_plan_schedule(upipe_plan *p, upipe_err *e)
     return UPIPE_OK;
 }
 
-/* Whether a ring holds less with K and V gathered: R times K', V' and their gradients in f32, against Q', dO', dQ' and
- * delta of the round's other stages and the buffers on the way. */
+/* AUTO: whether a ring holds less with K and V gathered. R times K', V' and their gradients in f32, against
+ * Q', dO', dQ' and delta of the round's other stages and the buffers of the P2P ring. */
 UPIPE_API upipe_ring_mode upi_plan_ring_mode(const upipe_plan *p)
 {
     const upipe_plan_desc *d = &p->desc;
@@ -199,7 +203,7 @@ UPIPE_API upipe_ring_mode upi_plan_ring_mode(const upipe_plan *p)
     return (d->ring - 1) * kv < (p->steps - 1) * q + 2 * kv ? UPIPE_RING_ALL_GATHER : UPIPE_RING_P2P;
 }
 
-/* What the ring adds to a plan: who holds which tokens, and how K and V go round. */
+/* What the ring adds to a plan: which rank holds which tokens, and how K and V are sent. */
 UPIPE_API upipe_status upi_plan_ring(upipe_plan *p, upipe_err *e)
 {
     upipe_plan_desc *d = &p->desc;
@@ -260,9 +264,10 @@ UPIPE_API upipe_status upi_plan_ring(upipe_plan *p, upipe_err *e)
 }
 
 /* upipe_plan_init -- checks the description, fills in its defaults, derives the schedule
- *   errors  ARG (numbers that make no sense: the sentence has them; an inner ring, a ring mode or ring_prefetch
- *           where K and V do not go that way), UNSUPPORTED (a naive order that has none, too many stages; K
- *           and V that shift, or are gathered ahead, without common rounds), OVERFLOW
+ *   errors  ARG (sizes that make no sense, which the sentence names; an inner ring, a ring mode or
+ *           ring_prefetch that does not fit the others), UNSUPPORTED (heads that have no naive order; too
+ *           many stages; a P2P ring, ring_prefetch or overlap without common rounds; overlap with a ring),
+ *           OVERFLOW
  *   paper   sections 3.3 and 4.1
  */
 UPIPE_API upipe_status upipe_plan_init(upipe_plan *p, const upipe_plan_desc *desc, upipe_err *e)
@@ -311,7 +316,7 @@ UPIPE_API upipe_status upipe_plan_init(upipe_plan *p, const upipe_plan_desc *des
 
 /* ---- heads ---- */
 
-/* Query heads of a rank in a stage; none is left out and none comes twice. */
+/* Query heads of a rank in a stage. Every head comes in exactly one stage of one rank. */
 UPIPE_API upipe_span upipe_plan_q(const upipe_plan *p, int stage, int rank)
 {
     int ranks = p->desc.ranks, m = p->per_rank, fresh;
@@ -345,7 +350,7 @@ UPIPE_API int upipe_plan_kv_last(const upipe_plan *p, int stage, int rank)
     return upipe_plan_q(p, stage + 1, rank).count == 0 || upipe_plan_kv_fresh(p, stage + 1, rank);
 }
 
-/* The heads that a rank gets (Q, KV), or sends home (KV_DONE), in a stage's exchange; perhaps none. */
+/* The heads that a rank receives (Q, KV), or sends back (DKV), in a stage's all-to-all; may be none. */
 UPIPE_API upipe_span upipe_plan_part(const upipe_plan *p, upipe_a2a_heads which, int stage, int rank)
 {
     if (which == UPIPE_A2A_Q) return upipe_plan_q(p, stage, rank);
@@ -354,14 +359,14 @@ UPIPE_API upipe_span upipe_plan_part(const upipe_plan *p, upipe_a2a_heads which,
     return upi_span_make(0, 0);
 }
 
-/* Whether a rank reads the same block of the send buffer as the rank before: K and V that several ranks need are
- * projected once. */
+/* Whether a rank reads the same block of the send buffer as the rank before: K and V that several ranks need
+ * are projected once. */
 UPIPE_API int upi_same_block(upipe_a2a_heads which, upipe_span before, upipe_span s)
 {
     return which == UPIPE_A2A_KV && s.count > 0 && s.count == before.count && s.first == before.first;
 }
 
-/* Heads in a stage's buffer of all ranks: the send buffer, or for KV_DONE what comes home. */
+/* Heads in a stage's buffer of all ranks: the send buffer, or for DKV the receive buffer. */
 UPIPE_API int upipe_plan_buffer(const upipe_plan *p, upipe_a2a_heads which, int stage)
 {
     upipe_span before = upi_span_make(0, 0);
@@ -374,7 +379,7 @@ UPIPE_API int upipe_plan_buffer(const upipe_plan *p, upipe_a2a_heads which, int 
     return sum;
 }
 
-/* Round and step of a stage, and whether K and V travel in it. */
+/* Round and step of a stage, and whether K and V are sent in it. */
 UPIPE_API upipe_stage upipe_plan_stage(const upipe_plan *p, int stage)
 {
     upipe_stage s;

@@ -1,7 +1,7 @@
-/* upipe_reduce.h -- sums over the ranks of a team, in rank order: reduce-scatter, all-gather, all-reduce
+/* upipe_reduce.h -- sums over the ranks of a team: reduce-scatter, all-gather, all-reduce        layer 3
  *
- * Every rank owns a slice of the elements: upipe_reduce_slice. Sums are added in rank order on every transport, so their
- * bits do not depend on it.
+ * Every rank owns a slice of the elements: upipe_reduce_slice. The ranks' values are added in rank order on
+ * every transport, so the bits of a sum do not depend on the transport.
  *
  *     upipe_all_reduce(&ctx, dwq, n);           gradients of weights, over ctx->team
  */
@@ -12,8 +12,9 @@
 
 enum { UPIPE_REDUCE_STRIP = 16384 }; /* elements that a rank sums at a time */
 
-/* upipe_reduce_slice -- the part of n elements that a rank owns: [*first, *first + result), ceil(n / ranks) or
- *                    what is left */
+/* upipe_reduce_slice -- the part of n elements that a rank owns: [*first, *first + result), ceil(n / ranks)
+ *                       elements or
+ *                       what is left */
 UPIPE_API int64_t upipe_reduce_slice(int64_t n, int rank, int ranks, int64_t *first)
 {
     int64_t piece = n / ranks + (n % ranks != 0), begin = piece * rank;
@@ -22,7 +23,7 @@ UPIPE_API int64_t upipe_reduce_slice(int64_t n, int rank, int ranks, int64_t *fi
     return n - begin < piece ? n - begin : piece;
 }
 
-/* upipe_reduce_bytes -- what upipe_reduce_scatter and upipe_all_reduce take from the pool */
+/* upipe_reduce_bytes -- what upipe_reduce_scatter and upipe_all_reduce allocate in the pool */
 UPIPE_API size_t upipe_reduce_bytes(int64_t n, int ranks)
 {
     int64_t first, piece = upipe_reduce_slice(n, 0, ranks, &first);
@@ -41,7 +42,7 @@ UPIPE_API int64_t upi_reduce_strip(int64_t n, int rank, int ranks, int64_t at, i
 UPIPE_API upipe_status upi_reduce_scatter(upipe_ctx *c, float *data, int64_t n)
 {
     upipe_comm *team = c->team;
-    int64_t first, slice = upipe_reduce_slice(n, 0, team->ranks, &first), at; /* nobody's is longer */
+    int64_t first, slice = upipe_reduce_slice(n, 0, team->ranks, &first), at; /* no rank's slice is longer */
     int64_t piece = slice < UPIPE_REDUCE_STRIP ? slice : (int64_t)UPIPE_REDUCE_STRIP;
     void *buf;
     int p, used;
@@ -70,12 +71,11 @@ UPIPE_API upipe_status upi_reduce_scatter(upipe_ctx *c, float *data, int64_t n)
     return upipe_mem_free(c->mem, buf, &c->err);
 }
 
-/* upipe_reduce_scatter -- every rank's slice becomes the sum over ranks, added in rank order: the same
- *                             bits on every transport. The rest of data stays as it was
+/* upipe_reduce_scatter -- this rank's slice becomes the sum over ranks; the rest of data is unchanged
  *   data    n f32 elements, the same n on all ranks; slices as upipe_reduce_slice
- *   bytes   sends 4 * (n - its slice); takes upipe_reduce_bytes from the pool
- *   errors  ARG (n < 0, or an exchange is under way: nothing happens), MEMORY; others as upipe_comm_wait,
- *           and for these the team is aborted
+ *   bytes   sends 4 * (n - its slice); allocates upipe_reduce_bytes
+ *   errors  ARG (n < 0, or a transfer in progress: nothing happens), MEMORY; others as upipe_comm_wait, and
+ *           for these the team is aborted
  */
 UPIPE_API upipe_status upipe_reduce_scatter(upipe_ctx *c, float *data, int64_t n)
 {
@@ -88,12 +88,12 @@ UPIPE_API upipe_status upipe_reduce_scatter(upipe_ctx *c, float *data, int64_t n
     return s == UPIPE_OK ? UPIPE_OK : upipe_unwind(c, s, mark);
 }
 
-/* upipe_all_gather -- every rank gets every rank's slice
- *   data    n elements of `element` bytes, the same on all ranks: the own slice is read, the others are
+/* upipe_all_gather -- every rank receives every rank's slice
+ *   data    n elements of `element` bytes, the same on all ranks: this rank's slice is read, the others are
  *           written
  *   bytes   sends its slice to each of the others
- *   errors  ARG (n < 0, or an exchange is under way: nothing happens); others as upipe_comm_wait, and for
- *           these the team is aborted
+ *   errors  ARG (n < 0, or a transfer in progress: nothing happens); others as upipe_comm_wait, and for these
+ *           the team is aborted
  */
 UPIPE_API upipe_status upipe_all_gather(upipe_ctx *c, void *data, int64_t n, size_t element)
 {
@@ -123,11 +123,11 @@ UPIPE_API upipe_status upipe_all_gather(upipe_ctx *c, void *data, int64_t n, siz
     return status == UPIPE_OK ? UPIPE_OK : upipe_unwind(c, status, mark);
 }
 
-/* upipe_all_reduce -- every rank gets the sum over ranks, added in rank order: a reduce-scatter, and a gather
+/* upipe_all_reduce -- every rank receives the sum over ranks: a reduce-scatter, then an all-gather
  *   data    n f32 elements, the same n on all ranks; replaced by the sum
- *   bytes   sends about 2 * 4 * n * (ranks - 1) / ranks; takes upipe_reduce_bytes from the pool
- *   errors  ARG (n < 0, or an exchange is under way: nothing happens), MEMORY; others as upipe_comm_wait,
- *           and for these the team is aborted
+ *   bytes   sends about 2 * 4 * n * (ranks - 1) / ranks; allocates upipe_reduce_bytes
+ *   errors  ARG (n < 0, or a transfer in progress: nothing happens), MEMORY; others as upipe_comm_wait, and
+ *           for these the team is aborted
  */
 UPIPE_API upipe_status upipe_all_reduce(upipe_ctx *c, float *data, int64_t n)
 {

@@ -1,16 +1,17 @@
-/* upipe_ring.h -- attention over a ring of ranks that share the sequence        layer 4, includes a2a, attn, bytes
+/* upipe_ring.h -- attention over a ring of ranks that share the sequence        layer 5
  *
- * Every rank keeps its queries; keys and values come to them, in one of two ways:
+ * Every rank keeps its queries. Keys and values reach them in one of two ways:
  *
- *     P2P   K and V go round, r -> r + 1, while the block that is here is attended. Gradients of K and V
- *             follow one step behind in f32, and are home after R sends. In a double ring they go round
- *             within a node; a turn's first block also goes to the next node, in the exchange of the first
- *             step, and begins the next turn there
- *     ALL_GATHER  every rank gets all K and V of a round, and keeps them: upipe_ring_all_gather_start, upipe_ring_reduce_scatter
+ *     P2P         K and V are sent round, r -> r + 1, while the block on the rank is attended to. Gradients
+ *                 of K and V follow one step behind in f32, and are back on their own rank after R sends. In
+ *                 a double ring K and V are sent round within a node. The first block of a turn is also sent
+ *                 to the next node, in the transfer of the first step, and begins the next turn there
+ *     ALL_GATHER  every rank receives all K and V of a round, and holds them: upipe_ring_all_gather_start,
+ *                 upipe_ring_reduce_scatter
  *
- * Who holds which tokens is the plan's layout; the mask is a statement about positions, so that one code serves
- * contiguous, zigzag and striped rings, and pairs of blocks that do not see each other cost nothing. O, and dQ, are
- * summed in f32. With one rank in the ring the same calls are plain attention.
+ * The plan's layout says which rank holds which tokens. The mask is a statement about positions, so one code
+ * serves contiguous, zigzag and striped rings, and pairs of blocks that do not see each other cost nothing. O
+ * and dQ are summed in f32. With one rank in the ring the same calls are plain attention.
  *
  *     upipe_ring_call call = {plan, mask, scale, work, work_bytes, parts, ...};
  *     upipe_ring_fwd(&ctx, &call);            o, lse
@@ -24,11 +25,11 @@
 #include "upipe_unwind.h"
 
 /* upipe_ring_part -- the query heads of one stage; all parts of a call read the same K and V
- *   q dout    [batch][S/R][heads][d], [v_dim] in the storage type
- *   o dq    [batch][S/R][heads][v_dim], [d] of the call's type of sums. dq must be zero before, where that is f32
+ *   q dout     [batch][S/R][heads][d], [v_dim] in the storage type
+ *   o dq       [batch][S/R][heads][v_dim], [d] of the type call.sums. An f32 dq must be zero before the call
  *   lse delta  f32 [batch][S/R][heads]
- *   first   the first of these heads, counted over all H. K and V of the call begin with the key/value head of its
- *           group: head j reads head (first % G + j) / G of them
+ *   first      the first of these heads, counted over all H. K and V of the call begin with the key/value
+ *              head of its group: head j reads head (first % G + j) / G of them
  */
 typedef struct upipe_ring_part {
     const void *q, *dout;
@@ -39,12 +40,13 @@ typedef struct upipe_ring_part {
 
 /* upipe_ring_call
  *   plan     sizes, layout and ranks of the ring
- *   mask     of the whole sequence: cu_seqlens are positions in the flattened batch, where sequence b begins at b * S,
- *            and sinks are those of all H heads
+ *   mask     of the whole sequence: cu_seqlens are positions in the flattened batch, where sequence b begins
+ *            at b * S, and sinks are those of all H heads
  *   scale work work_bytes  as in upipe_attn, of every attention call
  *   parts    count of them
- *   k v      this rank's, [batch][S/R][kv_heads][d], [v_dim]; of the whole sequence, rank by rank, where the mode is ALL_GATHER
- *   dk dv    backward: their gradients in f32. P2P: overwritten, space for the rank that holds most tokens
+ *   k v      this rank's, [batch][S/R][kv_heads][d], [v_dim]. ALL_GATHER: those of the whole sequence, rank
+ *            by rank
+ *   dk dv    backward: their gradients in f32. P2P: overwritten, space for the rank with the most tokens
  *            (upipe_buffers.dk, dv). ALL_GATHER, and without a ring: +=
  *   dsinks   backward: f32 [H], +=, the gradients of the sinks of the parts' heads; NULL = not wanted
  *   sums     type of o and dq: f32 with a ring
@@ -64,8 +66,8 @@ typedef struct upipe_ring_call {
 
 /* ---- one block of K and V ---- */
 
-/* Query heads j .. of a part that one attention call can take, and the key/value heads that they read: whole groups,
- * or a part of one. Returns 0 after the last. */
+/* Query heads j .. of a part that one attention call can serve, and the key/value heads that they read: whole
+ * groups, or a part of one. Returns 0 after the last. */
 UPIPE_API int upi_ring_heads(const upipe_ring_part *part, int group, int j, upipe_span *q, upipe_span *kv)
 {
     int left = part->heads - j, in_group = (part->first + j) % group, n = group - in_group;
@@ -95,13 +97,13 @@ typedef struct upi_ring_block {
     int src;
 } upi_ring_block;
 
-/* Where a call stands: rows of a sequence, and heads. */
+/* Which rows of a sequence, and which heads, an attention call reads. */
 typedef struct upi_ring_at {
-    int64_t sequence, q_all, k_all; /* of so many queries and keys in a sequence's buffers ... */
-    int64_t q_row, k_row;           /* ... those from here on */
+    int64_t sequence, q_all, k_all; /* queries and keys of a sequence in the buffers */
+    int64_t q_row, k_row;           /* the first of them for this call */
     upipe_piece q, k;
     upipe_span heads, kv;
-    int first; /* no call has seen these rows */
+    int first; /* no earlier call has seen these rows */
     int add;   /* backward: to dq, which is f32 */
 } upi_ring_at;
 
@@ -173,9 +175,9 @@ UPIPE_API upipe_status upi_ring_pieces(upipe_ctx *c, const upipe_ring_call *r, c
     return UPIPE_OK;
 }
 
-/* All parts against one block; `first`: their rows have seen nothing yet. An element of dK or dV is a chain over heads,
- * and in a head over queries, however heads come in parts: so where queries lie in two pieces, one head at a time is
- * taken over both. */
+/* All parts against one block. first: their rows have seen no keys yet. An element of dK or dV is one chain
+ * of sums over heads, and within a head over queries, whichever parts the heads come in. So where queries lie
+ * in two pieces, each head is done over both pieces before the next one. */
 UPIPE_API upipe_status upi_ring_attend(upipe_ctx *c, const upipe_ring_call *r, const upi_ring_block *block,
                                        int first, int backward)
 {
@@ -206,7 +208,7 @@ UPIPE_API upipe_status upi_ring_attend(upipe_ctx *c, const upipe_ring_call *r, c
 
 /* ---- public ---- */
 
-/* The plan is this rank's of this ring, whose list has space for as many segments as the plan's ring needs. */
+/* The plan is that of this rank of this ring. */
 UPIPE_API upipe_status upi_ring_place(upipe_ctx *c, const upipe_plan *p)
 {
     const upipe_plan_desc *d = &p->desc;
@@ -216,14 +218,14 @@ UPIPE_API upipe_status upi_ring_place(upipe_ctx *c, const upipe_plan *p)
                     c->ring != NULL ? c->ring->ranks : 0);
 }
 
-/* The same, and an exchange may start. */
+/* The same, and no transfer is in progress. */
 UPIPE_API upipe_status upi_ring_check(upipe_ctx *c, const upipe_plan *p)
 {
     UPIPE_TRY(upi_ring_place(c, p));
     return upi_comm_idle(c, c->ring);
 }
 
-/* All blocks of the ring, which are here: the own one first, then as they would come round. */
+/* The blocks of all ranks are held: this rank's own first, then the others in the order of a P2P ring. */
 UPIPE_API upipe_status upi_ring_held(upipe_ctx *c, const upipe_ring_call *r, int backward)
 {
     const upipe_plan_desc *d = &r->plan->desc;
@@ -253,32 +255,32 @@ UPIPE_API upipe_status upi_ring_run(upipe_ctx *c, const upipe_ring_call *r, int 
     upi_ring_pass pass;
     upipe_status s;
     int64_t mark;
-    if (d->ring == 1) return upi_ring_held(c, r, backward); /* nobody waits for this rank */
-    /* what is gathered for the next round may be on its way */
+    if (d->ring == 1) return upi_ring_held(c, r, backward); /* no other rank waits for this one */
+    /* with an all-gather, the transfer of the next round may be in progress */
     UPIPE_TRY(shift ? upi_ring_check(c, r->plan) : upi_ring_place(c, r->plan));
     if (r->sums != UPIPE_F32)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "a ring sums O and dQ in f32, not in %s",
                         upipe_dtype_name(r->sums));
     mark = upipe_mem_mark(c->mem);
-    pass = upi_ring_begin(c, r); /* holds the list of an exchange, which a failure ends while it is there */
+    pass = upi_ring_begin(c, r); /* holds the message list: upipe_unwind ends the transfer before it is gone */
     s = shift ? upi_ring_shift(&pass, backward) : upi_ring_held(c, r, backward);
     return s == UPIPE_OK ? UPIPE_OK : upipe_unwind(c, s, mark);
 }
 
 /* upipe_ring_fwd -- o and lse of every part over the keys of all ranks of the ring
- *   bytes   P2P: takes two blocks of K and V at most (four in a double ring); sends (R - 1) of them
- *   errors  ARG for another ring's plan, sums that are not f32, or an exchange that is under way: nothing
- *           happens. ARG, UNSUPPORTED (a mask that the backend lacks), MEMORY, others as upipe_comm_wait: in
- *           a ring these abort it and the team, and what was taken goes back to the pool
+ *   bytes   P2P: allocates two blocks of K and V at most (four in a double ring); sends R - 1 of them
+ *   errors  ARG for another ring's plan, sums that are not f32, or a transfer in progress: nothing happens.
+ *           ARG, UNSUPPORTED (a mask that the backend lacks), MEMORY, others as upipe_comm_wait: with a ring
+ *           these abort ring and team, and the pool is as before
  */
 UPIPE_API upipe_status upipe_ring_fwd(upipe_ctx *c, const upipe_ring_call *r)
 {
     return upi_ring_run(c, r, 0);
 }
 
-/* upipe_ring_bwd -- dq, dk and dv, from go, lse and delta
- *   bytes   P2P: takes as the forward, and two pairs of f32 gradients (four in a double ring); sends R - 1 blocks of
- *           K and V, and R of their gradients (a double ring one more for each node)
+/* upipe_ring_bwd -- dq, dk and dv, from dout, lse and delta
+ *   bytes   P2P: allocates as the forward, and two pairs of f32 gradients (four in a double ring); sends
+ *           R - 1 blocks of K and V, and R of their gradients (a double ring one more for each node)
  *   errors  as upipe_ring_fwd
  */
 UPIPE_API upipe_status upipe_ring_bwd(upipe_ctx *c, const upipe_ring_call *r)
@@ -286,13 +288,13 @@ UPIPE_API upipe_status upipe_ring_bwd(upipe_ctx *c, const upipe_ring_call *r)
     return upi_ring_run(c, r, 1);
 }
 
-/* upipe_ring_all_gather_start -- this rank's K and V to all ranks of the ring
+/* upipe_ring_all_gather_start -- begins the all-gather of K and V over the ring
  *   all_k all_v  [ring rank][batch][tokens of that rank][kv_heads][d], [v_dim]
  *   k v          this rank's
  *   kv_heads     of this rank, the same on all ranks of the ring
  *   bytes        sends k and v to each of the others
  *   order        complete after upipe_comm_wait(ctx, ctx->ring)
- *   errors       ARG (another ring's plan, or an exchange is under way: nothing happens); others as
+ *   errors       ARG (another ring's plan, or a transfer in progress: nothing happens); others as
  *                upipe_comm_start, and for these ring and team are aborted
  */
 UPIPE_API upipe_status upipe_ring_all_gather_start(upipe_ctx *c, const upipe_plan *p, int kv_heads, void *all_k,
@@ -319,13 +321,14 @@ UPIPE_API upipe_status upipe_ring_all_gather_start(upipe_ctx *c, const upipe_pla
     return s == UPIPE_OK ? UPIPE_OK : upipe_unwind(c, s, mark);
 }
 
-/* upipe_ring_reduce_scatter -- the way back: gradients of every rank's block, from all ranks, summed at home in rank order
- *   all     f32 [ring rank][batch][tokens of that rank][kv_heads][d]
- *   sum     f32 [batch][S/R][kv_heads][d], written
- *   buffer    f32 of the size of sum, R times
- *   d       elements of a head
- *   errors  ARG (another ring's plan, or an exchange is under way: nothing happens); others as
- *           upipe_comm_wait, and for these ring and team are aborted
+/* upipe_ring_reduce_scatter -- gradients of K or V of every rank's block, summed in rank order on that rank
+ *   all       f32 [ring rank][batch][tokens of that rank][kv_heads][d]
+ *   sum       f32 [batch][S/R][kv_heads][d], written
+ *   buf       f32, R times the size of sum: scratch
+ *   kv_heads  of this rank, the same on all ranks of the ring
+ *   d         elements of a head
+ *   errors    ARG (another ring's plan, or a transfer in progress: nothing happens); others as
+ *             upipe_comm_wait, and for these ring and team are aborted
  */
 UPIPE_API upipe_status upipe_ring_reduce_scatter(upipe_ctx *c, const upipe_plan *p, int kv_heads, int d, float *sum,
                                          const float *all, float *buf)

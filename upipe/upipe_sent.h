@@ -1,13 +1,15 @@
-/* upipe_sent.h -- how many bytes are sent: by a stage, a pass, round a ring        layer 3, includes plan
+/* upipe_sent.h -- bytes that a rank sends: in a stage, in a pass, round a ring        layer 3, includes
+ *  upipe_plan.h
  *
- *     upipe_plan_sent(&plan, 0)            of a forward, to the team; a transport's sent_bytes say the same
+ *     upipe_plan_sent(&plan, 0)            to the team in a forward; equals what comm->sent_bytes counts
  */
 #ifndef UPIPE_SENT_H
 #define UPIPE_SENT_H
 
 #include "upipe_plan.h"
 
-/* Bytes that a rank hands to the others when heads of `each` bytes a token travel one way: to heads, or to tokens. */
+/* Bytes that a rank sends to the others in one all-to-all, to heads or to tokens; `each`: bytes of a token
+ * and head. */
 UPIPE_API int64_t upi_plan_sent_heads(const upipe_plan *p, upipe_a2a_heads which, int stage, int to_tokens,
                                       int64_t each)
 {
@@ -24,9 +26,9 @@ UPIPE_API int64_t upi_plan_sent_heads(const upipe_plan *p, upipe_a2a_heads which
     return sum * p->desc.batch * each;
 }
 
-/* upipe_plan_sent_stage -- bytes that this rank hands to its team in a stage
+/* upipe_plan_sent_stage -- bytes that this rank sends to its team in a stage
  *   backward  0: Q, K, V, O.  1: Q, K, V again (they are recomputed), dO, delta, dQ, dK, dV
- * Gradients of a key/value head that several ranks share travel as f32, since they are still to be summed.
+ * Gradients of a key/value head that several ranks share are sent in f32, since they are summed afterwards.
  */
 UPIPE_API int64_t upipe_plan_sent_stage(const upipe_plan *p, int stage, int backward)
 {
@@ -39,7 +41,7 @@ UPIPE_API int64_t upipe_plan_sent_stage(const upipe_plan *p, int stage, int back
     return sum + upi_plan_sent_heads(p, UPIPE_A2A_DKV, stage, 1, (d + v_dim) * (p->kv_grads_partial ? 4 : e));
 }
 
-/* Bytes that this rank hands to its team in all stages. */
+/* Bytes that this rank sends to its team in all stages. */
 UPIPE_API int64_t upipe_plan_sent(const upipe_plan *p, int backward)
 {
     int64_t sum = 0;
@@ -48,8 +50,8 @@ UPIPE_API int64_t upipe_plan_sent(const upipe_plan *p, int backward)
     return sum;
 }
 
-/* Tokens that this rank hands to its ring, once round: shifted, what others hold passes through; gathered, its own goes
- * to each of them. */
+/* Tokens whose K and V (or gradients) this rank sends in one pass round its ring. In a P2P ring it forwards
+ * those of other ranks; in an all-gather it sends its own to each of the others. */
 UPIPE_API int64_t upi_plan_ring_tokens(const upipe_plan *p, int tokens_grad)
 {
     const upipe_plan_desc *d = &p->desc;
@@ -61,7 +63,8 @@ UPIPE_API int64_t upi_plan_ring_tokens(const upipe_plan *p, int tokens_grad)
     if (d->ring_mode == UPIPE_RING_ALL_GATHER) return d->tokens - p->seq;
     for (o = 0; o < outer; ++o) {
         int from = (node - o + outer) % outer * inner;
-        /* step i sends what came i ranks round; gradients take one step more, to come home */
+        /* step i sends the block that came from i ranks back; a gradient needs one step more to reach its own
+         * rank */
         for (i = 0; i < (tokens_grad && inner > 1 ? inner : inner - 1); ++i)
             sum += upipe_shard_ring(d->layout, d->tokens, d->ring, from + (place - i + inner) % inner).n;
         if (outer > 1 && (o + 1 < outer || tokens_grad))
@@ -70,7 +73,7 @@ UPIPE_API int64_t upi_plan_ring_tokens(const upipe_plan *p, int tokens_grad)
     return sum;
 }
 
-/* upipe_plan_sent_ring -- bytes that this rank hands to its ring
+/* upipe_plan_sent_ring -- bytes that this rank sends to its ring
  *   backward  0: K, V.  1: K, V again, and their gradients in f32
  */
 UPIPE_API int64_t upipe_plan_sent_ring(const upipe_plan *p, int backward)

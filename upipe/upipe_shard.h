@@ -6,8 +6,8 @@
  *     ZIGZAG      of 2R parts rank r has parts r and 2R-1-r: under a causal mask all ranks have equal work
  *     STRIPED     rank r has every R-th token from r on: equal work too
  *
- * Then the all-to-all's ranks cut what their ring rank holds into C parts, in order. Parts differ by one token where
- * the number does not divide: part i of n tokens begins at n * i / parts, rounded down.
+ * Then the all-to-all's ranks cut what their ring rank holds into C parts, in order. Parts differ by one
+ * token where the number does not divide: part i of n tokens begins at n * i / parts, rounded down.
  *
  *     upipe_shard held = upipe_shard_ring(UPIPE_ZIGZAG, tokens, ring_ranks, ring_rank);
  *     upipe_shard mine = upipe_shard_team(&held, team_ranks, team_rank);

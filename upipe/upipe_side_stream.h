@@ -1,8 +1,8 @@
-/* upipe_side_stream.h -- a second stream of a rank, and pipelines over it        layer 2, includes comm
+/* upipe_side_stream.h -- a second stream of a rank, and a pipeline over both        layer 2, includes comm
  *
- * A rank has a compute stream: ctx->stream, or the thread that calls. A side stream runs beside it: on a device it is a
- * second stream, on a CPU a thread. The host makes it (cuda/upipe_cuda_side_stream.h, cpu/upipe_cpu_side_stream.h) and
- * passes it in ctx->side_stream. Plans with desc.overlap use it.
+ * A rank has a compute stream: ctx->stream, or the calling thread. A side stream runs beside it: on a device
+ * it is a second stream, on a CPU a thread. The host makes it (cuda/upipe_cuda_side_stream.h,
+ * cpu/upipe_cpu_side_stream.h) and passes it in ctx->side_stream. Plans with desc.overlap use it.
  *
  *     ctx.side_stream = &side;
  */
@@ -11,20 +11,21 @@
 
 #include "upipe_comm.h"
 
-/* Points that one stream reaches and the other one waits for. */
+/* Kinds of points: one stream reaches a point, the other one waits for it. */
 enum { UPIPE_SIDE_BEGIN, UPIPE_SIDE_READY, UPIPE_SIDE_DONE, UPIPE_SIDE_POINTS };
 
-/* upipe_side_stream -- c is the context of the stream that calls: the rank's own, or the side stream's
+/* upipe_side_stream -- what a side stream implements; c is the context of the calling stream, compute or side
  *   ctx    the side stream's context; its maker sets ctx.stream, upipe_pipeline_begin the rest
- *   ops    the side stream's compute table; NULL: the rank's own, which is then called from both streams. Sizes of
- *          scratch are asked of the rank's own table for both
+ *   ops    the side stream's compute table; NULL: the rank's own, which is then called from both streams.
+ *          Scratch sizes are those of the rank's own table for both
  *   self   the maker's
- *   post   task(arg) runs on the side stream, after all that were posted before; it may run before post returns. Tasks
- *          call the team, upipe_comm_abort included; the compute stream does not until it has joined
- *   mark   the work that c's stream has so far reaches point number n of this kind: 1, 2, ...
- *   meet   c's stream goes on when the other one has reached that point. The host calls it after the mark, or on
- *          another thread
- *   join   all tasks have run, and what they enqueued comes before later work of c's stream; points count from 1 again
+ *   post   runs task(arg) on the side stream, after all tasks posted before; it may run before post returns.
+ *          Tasks call the team, upipe_comm_abort included; the compute stream does not until it has joined
+ *   mark   records point number n of this kind behind the work that c's stream has so far: n = 1, 2, ...
+ *   meet   later work of c's stream waits until the other stream has reached that point. The host calls it
+ *          after the mark, or on another thread
+ *   join   returns when all tasks have run; what they enqueued precedes later work of c's stream. Points
+ *          count from 1 again
  */
 typedef struct upipe_side_stream {
     upipe_ctx ctx;
@@ -63,8 +64,9 @@ UPIPE_API upipe_status upi_side_stream_inline_join(upipe_ctx *c, upipe_side_stre
     return UPIPE_OK;
 }
 
-/* upipe_side_stream_inline -- every task runs where it is posted, on the given stream: nothing overlaps. For dry runs, and
- *                             where a pipeline has one stream only
+/* upipe_side_stream_inline -- a side stream that is the compute stream: each task runs where it is posted
+ *   stream  the stream of the tasks
+ * Nothing overlaps. For dry runs, and for a pipeline on one stream.
  */
 UPIPE_API void upipe_side_stream_inline(upipe_side_stream *side_stream, void *stream)
 {
@@ -87,7 +89,7 @@ typedef struct upi_pipeline_task {
 
 /* upipe_pipeline -- stages 0, 1, ... with two of them in flight; caller-owned, used for one pass
  *
- *     upipe_pipeline_begin(&q, c, side, call, arg);          call(side's context, arg, store, i) loads or stores stage i
+ *     upipe_pipeline_begin(&q, c, side, call, arg);       call loads or stores a stage
  *     s = upipe_pipeline_load(&q, c, 0);
  *     for (i = 0; i < n && s == UPIPE_OK; ++i) {
  *         if (i + 1 < n) s = upipe_pipeline_load(&q, c, i + 1);
@@ -102,12 +104,13 @@ typedef struct upipe_pipeline {
     upipe_status (*call)(upipe_ctx *c, void *arg, int store, int i);
     void *arg;
     upi_pipeline_task task[4]; /* loads and stores of two stages: no more are in flight */
-    upipe_status failed;       /* the first failure on the side stream, which alone touches it until join */
-    int seen;                  /* the compute stream stopped for that, */
+    upipe_status failed;       /* the first failure on the side stream, whose thread alone accesses it before join */
+    int seen;                  /* the compute stream has stopped for that failure, */
     const char *why;           /* or for a failure of its own */
 } upipe_pipeline;
 
-/* The first failure on the side stream: the team learns of it now, however long the compute stream works. */
+/* The first failure on the side stream. It aborts the team now, as the compute stream may still work for
+ * long. */
 UPIPE_API void upi_pipeline_failed(upipe_pipeline *q, upipe_status s)
 {
     if (s == UPIPE_OK || q->failed != UPIPE_OK) return;
@@ -116,14 +119,16 @@ UPIPE_API void upi_pipeline_failed(upipe_pipeline *q, upipe_status s)
     upipe_comm_abort(q->side->ctx.team, q->side->ctx.err.text);
 }
 
-/* A failure of the compute stream: a transport takes calls from one thread at a time, and the side stream may be in one. */
+/* A failure of the compute stream, posted as a task: a transport accepts calls from one thread at a time, and
+ * the side stream may be in one. */
 UPIPE_API void upi_pipeline_abort(void *arg)
 {
     upipe_pipeline *q = (upipe_pipeline *)arg;
     upipe_comm_abort(q->side->ctx.team, q->why);
 }
 
-/* On the side stream. After a failure nothing is done, but points are reached, so that nobody waits. */
+/* On the side stream. After a failure a task does nothing but reach its point, so that no stream waits for
+ * ever. */
 UPIPE_API void upi_pipeline_run(void *arg)
 {
     upi_pipeline_task *t = (upi_pipeline_task *)arg;
@@ -152,8 +157,8 @@ UPIPE_API upipe_status upi_pipeline_post(upipe_pipeline *q, upipe_ctx *c, int i,
     return q->side->post(c, q->side, upi_pipeline_run, t);
 }
 
-/* upipe_pipeline_begin -- the side stream gets the table, pool and team of c; see upipe_pipeline
- *   errors  the side stream's; upipe_pipeline_end is called all the same
+/* upipe_pipeline_begin -- passes table, pool and team of c to the side stream; see upipe_pipeline
+ *   errors  the side stream's; call upipe_pipeline_end all the same
  */
 UPIPE_API upipe_status upipe_pipeline_begin(upipe_pipeline *q, upipe_ctx *c, upipe_side_stream *side,
                                             upipe_status (*call)(upipe_ctx *c, void *arg, int store, int i),
@@ -173,13 +178,14 @@ UPIPE_API upipe_status upipe_pipeline_begin(upipe_pipeline *q, upipe_ctx *c, upi
     return side->mark(c, side, UPIPE_SIDE_BEGIN, 1);
 }
 
-/* upipe_pipeline_load -- stage i will be loaded on the side stream; all loads and stores posted before come first */
+/* upipe_pipeline_load -- posts the load of stage i, behind all loads and stores posted before */
 UPIPE_API upipe_status upipe_pipeline_load(upipe_pipeline *q, upipe_ctx *c, int i)
 {
     return upi_pipeline_post(q, c, i, 0);
 }
 
-/* upipe_pipeline_wait -- the compute stream goes on when stage i is loaded; its status */
+/* upipe_pipeline_wait -- later work of the compute stream waits until stage i is loaded; returns the load's
+ *                        status */
 UPIPE_API upipe_status upipe_pipeline_wait(upipe_pipeline *q, upipe_ctx *c, int i)
 {
     UPIPE_TRY(q->side->meet(c, q->side, UPIPE_SIDE_READY, i + 1));
@@ -187,14 +193,14 @@ UPIPE_API upipe_status upipe_pipeline_wait(upipe_pipeline *q, upipe_ctx *c, int 
     return q->task[i % 2].status;
 }
 
-/* upipe_pipeline_store -- stage i will be stored on the side stream, behind what the compute stream has so far */
+/* upipe_pipeline_store -- posts the store of stage i, behind the work that the compute stream has so far */
 UPIPE_API upipe_status upipe_pipeline_store(upipe_pipeline *q, upipe_ctx *c, int i)
 {
     UPIPE_TRY(q->side->mark(c, q->side, UPIPE_SIDE_DONE, i + 1));
     return upi_pipeline_post(q, c, i, 1);
 }
 
-/* upipe_pipeline_end -- everything posted has run; s is the status of the loop
+/* upipe_pipeline_end -- waits for everything posted; s is the status of the loop
  * Returns the first failure of either stream, with its sentence in c->err.
  */
 UPIPE_API upipe_status upipe_pipeline_end(upipe_pipeline *q, upipe_ctx *c, upipe_status s)
@@ -202,7 +208,7 @@ UPIPE_API upipe_status upipe_pipeline_end(upipe_pipeline *q, upipe_ctx *c, upipe
     upipe_status joined;
     if (s != UPIPE_OK && !q->seen) {
         upipe_fail_reason(&c->err, s);
-        /* a side stream that takes no task leaves it to the caller, who aborts the team after the join */
+        /* if the side stream accepts no task, the caller aborts the team after the join */
         (void)q->side->post(c, q->side, upi_pipeline_abort, q);
     }
     joined = q->side->join(c, q->side);

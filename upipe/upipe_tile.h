@@ -1,8 +1,8 @@
-/* upipe_tile.h -- what a Transformer layer does beside attention, by tiles of tokens        layer 2
+/* upipe_tile.h -- what a Transformer layer has beside attention, by tiles of tokens        layer 2
  *
- * Everything but attention treats each token by itself, so it can run a few tokens at a time and hold its
- * intermediate tensors for those alone: the MLP's hidden layer, and the logits, which are never there as a
- * whole. The backward computes a tile's intermediates again.
+ * Everything but attention treats each token by itself. So it runs on a few tokens at a time and holds its
+ * intermediate tensors for those alone: the MLP's hidden layer, and the logits, which never exist as a whole.
+ * The backward recomputes a tile's intermediates.
  *
  *     upipe_mlp_fwd(&ctx, &mlp, y, x);         y = x + down(silu(gate(n)) * up(n)), n = norm(x)
  *     upipe_loss_bwd(&ctx, &head, dx, &grads, losses, x, targets);     losses, and all their gradients
@@ -11,10 +11,9 @@
  * RMS norm and RoPE need no scratch: they are entries of the compute table (rmsnorm, rope), each with its
  * backward.
  *
- * A tile has as many rows as a budget of bytes allows, tile_bytes, or by default as many as make it the
- * paper's square: D rows, and for logits D * D elements. Tiles change no bit of a result: every sum over
- * tokens is one chain in their order. No call waits for a peer. A failed one gives back what it took; the
- * team does not learn of it.
+ * tile_bytes bounds the bytes of a tile, and so its rows. The default is the paper's square: D rows, and for
+ * logits D * D elements. Tiles change no bit of a result: every sum over tokens is one chain in their order.
+ * No call waits for a peer. A failed call frees what it allocated and does not abort the team.
  */
 #ifndef UPIPE_TILE_H
 #define UPIPE_TILE_H
@@ -22,15 +21,16 @@
 #include "upipe_mem.h"
 #include "upipe_ops.h"
 
-enum { UPIPE_TILE_LOSS_ROWS = 64 }; /* the default tile of logits has these at least */
+enum { UPIPE_TILE_LOSS_ROWS = 64 }; /* least rows of the default tile of logits */
 
 /* upipe_mlp -- a SwiGLU MLP; zero fields are defaults
- *   w_gate w_up  [hidden][D];  w_down  [D][hidden]; of x's type
- *   norm weight         f32 [D]: RMS norm of x before; NULL = none
+ *   w_gate w_up  [hidden][D], of x's type
+ *   w_down       [D][hidden], of x's type
+ *   norm_weight  f32 [D]: RMS norm of x before the MLP; NULL = none
  *   norm_eps     of this norm; 0 without it
  *   hidden       width of the hidden layer, F
  *   residual     nonzero: x is added to the result
- *   tile_bytes   what a tile's tensors may take, without the product's scratch; 0 = D rows
+ *   tile_bytes   limit of a tile's tensors, without the product's scratch; 0 = D rows
  */
 typedef struct upipe_mlp {
     const void *w_gate, *w_up, *w_down;
@@ -48,9 +48,9 @@ typedef struct upipe_mlp_grads {
 
 /* upipe_head -- final norm, projection to logits, softmax cross-entropy; zero fields are defaults
  *   w           [vocab][D], of x's type
- *   norm weight norm_eps  as in upipe_mlp
- *   scale       of all gradients, the weights' too: 1 / (valid targets of all ranks) for their mean. Not of
- *               the losses. 0 = 1
+ *   norm_weight norm_eps  as in upipe_mlp
+ *   scale       of all gradients, the weights' too: 1 / (valid targets of all ranks) for the gradient of the
+ *               mean loss. The losses are not scaled. 0 = 1
  *   tile_bytes  as in upipe_mlp; 0 = D * D / vocab rows, at most D, at least UPIPE_TILE_LOSS_ROWS
  */
 typedef struct upipe_head {
@@ -83,7 +83,7 @@ UPIPE_API upipe_status upi_mlp_tiling(upi_tiling *t, const upipe_ops *ops, const
     return UPIPE_OK;
 }
 
-/* upipe_mlp_bytes -- what upipe_mlp_fwd or, with backward, upipe_mlp_bwd takes from the pool, exactly
+/* upipe_mlp_bytes -- what upipe_mlp_fwd or, with backward, upipe_mlp_bwd allocates, exactly
  *   rows dim dtype  of x
  *   errors          ARG where tile_bytes is too small for one row, or a size is not positive; OVERFLOW
  */
@@ -113,7 +113,7 @@ UPIPE_API upipe_status upi_mlp_check(upipe_ctx *c, const char *call, const upipe
     return upi_tiles_norm_check(c, call, m->norm_weight, m->norm_eps, norm_weight_grad);
 }
 
-/* A weight as the table takes it; entries only read it. */
+/* A weight as a view for the table, whose entries only read it. */
 UPIPE_API upipe_view upi_tiles_weight(const void *w, upipe_dtype dtype, int64_t rows, int64_t columns)
 {
     return upipe_view_packed((void *)(uintptr_t)w, dtype, rows, 1, (int32_t)columns);
@@ -174,8 +174,8 @@ UPIPE_API upipe_status upi_mlp_fwd(upipe_ctx *c, const upipe_mlp *m, upipe_view 
 /* upipe_mlp_fwd -- y = [x +] down(silu(gate(n)) * up(n)), n = norm(x) or x
  *   y       [rows][1][D] view of x's type, written; may be x, otherwise does not overlap it
  *   x       [rows][1][D] view
- *   bytes   takes upipe_mlp_bytes(..., 0)
- *   errors  ARG, MEMORY; the pool is then as before
+ *   bytes   allocates upipe_mlp_bytes(..., 0)
+ *   errors  ARG, MEMORY; the pool is as before
  *   paper   sections 2.3 (feed-forward) and 4 (tiles)
  */
 UPIPE_API upipe_status upipe_mlp_fwd(upipe_ctx *c, const upipe_mlp *m, upipe_view y, upipe_view x)
@@ -191,7 +191,7 @@ UPIPE_API upipe_status upipe_mlp_fwd(upipe_ctx *c, const upipe_mlp *m, upipe_vie
     return s;
 }
 
-/* Gradient of n, in f32, from those of gate and up; and their weights'. */
+/* The gradient of n, in f32, from those of gate and up; and the gradients of their weights. */
 UPIPE_API upipe_status upi_mlp_back(upipe_ctx *c, const upipe_mlp *m, const upi_tiling *t,
                                     const upi_tiles_buf *buf, upipe_view sum, const upipe_mlp_grads *g,
                                     upipe_view n, upipe_view gate, upipe_view up)
@@ -243,13 +243,13 @@ UPIPE_API upipe_status upi_mlp_bwd(upipe_ctx *c, const upipe_mlp *m, upipe_view 
     return upi_tiles_free(c, &buf);
 }
 
-/* upipe_mlp_bwd -- gradients of upipe_mlp_fwd, whose intermediates it computes again
+/* upipe_mlp_bwd -- gradients of upipe_mlp_fwd, whose intermediates it recomputes
  *   dx      [rows][1][D] view of x's type: the gradient of x, written; may be dy, otherwise overlaps neither
  *   grads   of the weights, += over the tokens in order
  *   dy      gradient of y
  *   x       the forward's
- *   bytes   takes upipe_mlp_bytes(..., 1)
- *   errors  ARG, MEMORY; the pool is then as before, dx and the gradients are not defined
+ *   bytes   allocates upipe_mlp_bytes(..., 1)
+ *   errors  ARG, MEMORY; the pool is as before, dx and the gradients are undefined
  */
 UPIPE_API upipe_status upipe_mlp_bwd(upipe_ctx *c, const upipe_mlp *m, upipe_view dx,
                                      const upipe_mlp_grads *grads, upipe_view dy, upipe_view x)
@@ -269,7 +269,7 @@ UPIPE_API upipe_status upipe_mlp_bwd(upipe_ctx *c, const upipe_mlp *m, upipe_vie
 
 /* ---- head and loss ---- */
 
-/* Logits in f32; their gradient in x's type, in the same place where that is f32 too. */
+/* Logits in f32; their gradient in x's type, in the same buffer if that is f32 too. */
 UPIPE_API upipe_status upi_loss_tiling(upi_tiling *t, const upipe_ops *ops, const upipe_head *h, upipe_view x,
                                        int backward, upipe_err *e)
 {
@@ -284,7 +284,7 @@ UPIPE_API upipe_status upi_loss_tiling(upi_tiling *t, const upipe_ops *ops, cons
     return UPIPE_OK;
 }
 
-/* upipe_loss_bytes -- what upipe_loss_fwd or, with backward, upipe_loss_bwd takes from the pool, exactly
+/* upipe_loss_bytes -- what upipe_loss_fwd or, with backward, upipe_loss_bwd allocates, exactly
  *   rows dim dtype  of x
  *   errors          ARG where tile_bytes is too small for one row, or a size is not positive; OVERFLOW
  */
@@ -316,7 +316,7 @@ UPIPE_API upipe_status upi_loss_check(upipe_ctx *c, const char *call, const upip
     return upi_tiles_norm_check(c, call, h->norm_weight, h->norm_eps, norm_weight_grad);
 }
 
-/* A tile counts its rows from 0; the sentence of a failure shall say where the tile begins. */
+/* The entry counts rows from the tile's first one; the sentence of a failure says where the tile begins. */
 UPIPE_API upipe_status upi_loss_entropy(upipe_ctx *c, const upipe_cross_entropy *e, int64_t row)
 {
     upipe_err inner;
@@ -326,7 +326,7 @@ UPIPE_API upipe_status upi_loss_entropy(upipe_ctx *c, const upipe_cross_entropy 
     return upipe_fail(&c->err, s, "in the tile from row %lld on: %.200s", (long long)row, inner.text);
 }
 
-/* Both directions: without g the losses alone. */
+/* Forward and backward: without g the losses alone. */
 UPIPE_API upipe_status upi_loss(upipe_ctx *c, const upipe_head *h, upipe_view dx, const upipe_head_grads *g,
                                 float *losses, upipe_view x, const int32_t *targets)
 {
@@ -379,9 +379,9 @@ UPIPE_API upipe_status upi_loss(upipe_ctx *c, const upipe_head *h, upipe_view dx
 /* upipe_loss_fwd -- cross-entropy of every token, through norm and projection, without all logits
  *   losses  f32 [rows], not scaled; 0 where the target is negative
  *   x       [rows][1][D] view
- *   targets [rows], the device's memory; negative: ignored
- *   bytes   takes upipe_loss_bytes(..., 0)
- *   errors  ARG, MEMORY; the pool is then as before
+ *   targets [rows], device memory; negative: ignored
+ *   bytes   allocates upipe_loss_bytes(..., 0)
+ *   errors  ARG, MEMORY; the pool is as before
  *   paper   sections 2.3 (cross-entropy) and 4
  */
 UPIPE_API upipe_status upipe_loss_fwd(upipe_ctx *c, const upipe_head *h, float *losses, upipe_view x,
@@ -399,10 +399,10 @@ UPIPE_API upipe_status upipe_loss_fwd(upipe_ctx *c, const upipe_head *h, float *
 /* upipe_loss_bwd -- the losses, and the gradients of head.scale times their sum
  *   dx      [rows][1][D] view of x's type: the gradient of x, written; may be x, otherwise does not overlap
  *           it
- *   grads   +=, over the tokens in order
+ *   grads   += over the tokens in order
  *   losses, x, targets  as upipe_loss_fwd, which need not have run
- *   bytes   takes upipe_loss_bytes(..., 1)
- *   errors  ARG, MEMORY; the pool is then as before, dx and the gradients are not defined
+ *   bytes   allocates upipe_loss_bytes(..., 1)
+ *   errors  ARG, MEMORY; the pool is as before, dx and the gradients are undefined
  */
 UPIPE_API upipe_status upipe_loss_bwd(upipe_ctx *c, const upipe_head *h, upipe_view dx,
                                       const upipe_head_grads *grads, float *losses, upipe_view x,

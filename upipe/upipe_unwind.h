@@ -1,4 +1,5 @@
-/* upipe_unwind.h -- what a failed pass leaves: peers that know, a drained stream, a pool as before
+/* upipe_unwind.h -- the end of a failed pass: informed peers, a drained stream, the pool as before
+ *  layer 2
  *
  *     int64_t mark = upipe_mem_mark(ctx->mem);
  *     upipe_status s = my_pass(ctx);                         several calls; any of them may fail
@@ -11,21 +12,23 @@
 #include "upipe_mem.h"
 #include "upipe_ops.h"
 
-/* An exchange between start and wait ends with the failure: then nobody reads its buffers any more, or comm->quarantine
- * says so. */
+/* Ends a transfer that the failure left between start and wait. Then no rank accesses its buffers any more,
+ * or comm->quarantine is set. */
 UPIPE_API void upi_abandon(upipe_ctx *c, upipe_comm *comm)
 {
-    const upipe_err first = c->err; /* the first failure is the one that tells */
+    const upipe_err first = c->err; /* the first failure is the one to report */
     if (comm != NULL && comm->started) upipe_comm_wait(c, comm);
     c->err = first;
 }
 
-/* upipe_unwind -- after a failure: team and ring learn of it, the stream is drained, so that no work of this rank
- *               is left that touches the pool, and the pool goes back to the mark. A stream that may be stuck
- *               behind a peer is not waited for: then everything in the pool stays
+/* upipe_unwind -- after a failure: aborts team and ring, drains the stream, frees what was allocated since
+ *                 the mark
+ *   s       the failure; returned
+ *   mark    from upipe_mem_mark, before the pass
  *
- * Where a peer may still be reading, no block of this pool may be used again before upipe_mem_release: any of
- * them may be a send buffer.
+ * Draining the stream leaves no work of this rank that accesses the pool. A stream that may be stuck behind a
+ * peer (comm->stuck) is not waited for: then nothing is freed. Where a peer may still read this rank's
+ * memory, every block of the pool is quarantined until upipe_mem_release: any of them may be a send buffer.
  */
 UPIPE_API upipe_status upipe_unwind(upipe_ctx *c, upipe_status s, int64_t mark)
 {

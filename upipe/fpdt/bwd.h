@@ -6,7 +6,8 @@
 
 #include "stream.h"
 
-/* dO and delta of a segment's stage, through inp_all_to_all and to the host: O is not needed after that. */
+/* Sends dO and delta of a segment's stage through inp_all_to_all and offloads them. O is not needed
+ * afterwards. */
 UPIPE_API upipe_status upi_fpdt_offload_dout(upipe_ctx *c, upi_fpdt_pass *s, const char *dout, int i, int stage)
 {
     const upi_segments *z = &s->z;
@@ -45,7 +46,7 @@ UPIPE_API upipe_status upi_fpdt_load_dkv(upipe_ctx *c, upi_fpdt_pass *s, int j, 
     return upi_fpdt_copy(c, s, *dkv, upi_fpdt_at(s->host.dkv, bytes, 1, j, 0), bytes);
 }
 
-/* Keys and values of segment j: a stage's queries that see them are streamed past. */
+/* dK' and dV' of segment j: the queries of a stage that see its keys are streamed. */
 UPIPE_API upipe_status upi_fpdt_attend_bwd(upipe_ctx *c, upi_fpdt_pass *s, int j, int stage, void *dkv)
 {
     const upi_segments *z = &s->z;
@@ -64,8 +65,8 @@ UPIPE_API upipe_status upi_fpdt_attend_bwd(upipe_ctx *c, upi_fpdt_pass *s, int j
     return upipe_free(c, kv.k);
 }
 
-/* dK' or dV' of a round of segment j, through out_all_to_all, summed where ranks share heads; gives dW, and waits on the
- * host for dX.
+/* Sends dK' or dV' of a round of segment j through out_all_to_all, sums it where ranks share heads, adds to
+ * dW, and offloads it until dX is formed.
  *   last    the round's last stage
  */
 UPIPE_API upipe_status upi_fpdt_store_dkv(upipe_ctx *c, upi_fpdt_pass *s, const upi_run *r, upi_proj which, int j,
@@ -97,7 +98,7 @@ UPIPE_API upipe_status upi_fpdt_store_dkv(upipe_ctx *c, upi_fpdt_pass *s, const 
                                upipe_view_packed(grad, UPIPE_F32, mine, 1, dim)));
         UPIPE_TRY(upipe_a2a_to_tokens(c, tokens, buf, p, last, UPIPE_A2A_DKV, r->each[which]));
         UPIPE_TRY(upipe_free(c, buf));
-        host += upipe_plan_rows_bytes(p, round * heads, dim); /* a round's heads of a rank lie together */
+        host += upipe_plan_rows_bytes(p, round * heads, dim); /* a round's heads of a rank are contiguous */
     }
     if (sum != tokens) {
         UPIPE_TRY(c->ops->cast(c, upipe_view_packed(tokens, p->desc.dtype, rows, 1, dim),
@@ -111,7 +112,8 @@ UPIPE_API upipe_status upi_fpdt_store_dkv(upipe_ctx *c, upi_fpdt_pass *s, const 
     return upipe_free(c, tokens);
 }
 
-/* dK', dV' of segment j: to their tokens after a round's last stage, otherwise to the host until the next one. */
+/* After a round's last stage dK', dV' of segment j are sent back to their tokens; before, they are
+ * offloaded. */
 UPIPE_API upipe_status upi_fpdt_store_kv_grads(upipe_ctx *c, upi_fpdt_pass *s, const char *x, int j, int stage,
                                                void *dkv)
 {
@@ -130,7 +132,7 @@ UPIPE_API upipe_status upi_fpdt_store_kv_grads(upipe_ctx *c, upi_fpdt_pass *s, c
     return upipe_free(c, dkv);
 }
 
-/* dQ' of a segment that has seen all that it sees: to its tokens, then dWq. The slots of dout hold dQ afterwards. */
+/* Sends the complete dQ' of a segment back to its tokens and adds to dWq. The slots of dout then hold dQ. */
 UPIPE_API upipe_status upi_fpdt_store_dq(upipe_ctx *c, upi_fpdt_pass *s, const char *x, char *dout, int i,
                                          int stage)
 {

@@ -6,7 +6,7 @@
 
 #include "stream.h"
 
-/* What a stage of one segment has on the device. */
+/* What a stage of one segment holds on the device. */
 typedef struct upi_fpdt_stage {
     upi_kv_pair kv;
     void *q, *sum, *lse; /* sum: O' in f32 */
@@ -26,7 +26,7 @@ UPIPE_API upipe_status upi_fpdt_free_qkv(upipe_ctx *c, upi_fpdt_stage *st)
     return upipe_free(c, st->q);
 }
 
-/* K' or V', where a round begins: projected, through inp_all_to_all, offloaded. */
+/* K' or V' of a new round: projected, through inp_all_to_all, offloaded. */
 UPIPE_API upipe_status upi_fpdt_load_kv(upipe_ctx *c, upi_fpdt_pass *s, const upi_run *r, upi_proj which, int i,
                                         int stage, void *send, void *to)
 {
@@ -39,7 +39,7 @@ UPIPE_API upipe_status upi_fpdt_load_kv(upipe_ctx *c, upi_fpdt_pass *s, const up
                          to, upi_fpdt_kv_bytes(r->p, stage, 1, r->each[which]));
 }
 
-/* Q', and K' and V' if the round is new: from x, through inp_all_to_all, offloaded. */
+/* Q', and in a new round K' and V': from x, through inp_all_to_all, offloaded. */
 UPIPE_API upipe_status upi_fpdt_load(upipe_ctx *c, upi_fpdt_pass *s, const char *x, int i, int stage,
                                      upi_fpdt_stage *st)
 {
@@ -61,7 +61,7 @@ UPIPE_API upipe_status upi_fpdt_load(upipe_ctx *c, upi_fpdt_pass *s, const char 
     return upipe_free(c, r.x.data);
 }
 
-/* The same, when all of it has been offloaded. */
+/* The same, where all of it has been offloaded: fetched. */
 UPIPE_API upipe_status upi_fpdt_fetch(upipe_ctx *c, upi_fpdt_pass *s, int i, int stage, upi_fpdt_stage *st)
 {
     const upi_segments *z = &s->z;
@@ -73,7 +73,8 @@ UPIPE_API upipe_status upi_fpdt_fetch(upipe_ctx *c, upi_fpdt_pass *s, int i, int
     return upi_fpdt_fetch_kv(c, s, i, stage, st->kv);
 }
 
-/* O' and lse of the stage's queries of segment i: its own keys and values, then those of others, streamed. */
+/* O' and lse of the stage's queries of segment i: over its own keys and values, then over those of other
+ * segments, which are streamed. */
 UPIPE_API upipe_status upi_fpdt_attend(upipe_ctx *c, upi_fpdt_pass *s, int i, int stage, upi_fpdt_stage *st)
 {
     const upi_segments *z = &s->z;
@@ -92,7 +93,7 @@ UPIPE_API upipe_status upi_fpdt_attend(upipe_ctx *c, upi_fpdt_pass *s, int i, in
     return upi_fpdt_free_qkv(c, st);
 }
 
-/* O' through out_all_to_all and to the host, with lse. */
+/* Sends O' through out_all_to_all and offloads it, with lse. */
 UPIPE_API upipe_status upi_fpdt_store(upipe_ctx *c, upi_fpdt_pass *s, int i, int stage, upi_fpdt_stage *st)
 {
     const upi_segments *z = &s->z;

@@ -1,5 +1,7 @@
-/* offload.h -- one pass over segments: what is copied between host and device, and attention of one segment with what is
- *              streamed past it        part of upipe_fpdt.h
+/* offload.h -- one pass over segments: copies between host and device, and the attention of one segment with
+ *  streamed
+ *              ones
+ *                                                                               part of upipe_fpdt.h
  */
 #ifndef UPIPE_FPDT_H
 #include "../upipe_fpdt.h"
@@ -8,8 +10,8 @@
 
 #include "segments.h"
 
-/* What the backward offloads to the host: dO', delta, dQ' by heads; dK and dV by tokens; dkv: dK', dV' in f32, between
- * the stages of a round. */
+/* What the backward offloads to the host: dO', delta and dQ' by heads, dK and dV by tokens. dkv: dK', dV' in
+ * f32, between the stages of a round. */
 typedef struct upi_fpdt_grads {
     char *dout, *delta, *dq, *dk, *dv, *dkv;
 } upi_fpdt_grads;
@@ -36,7 +38,7 @@ UPIPE_API upipe_status upi_fpdt_copy(upipe_ctx *c, upi_fpdt_pass *s, void *dst, 
     return bytes > 0 ? c->ops->copy(c, dst, src, bytes) : UPIPE_OK;
 }
 
-/* Block (segment i, k of n) of a buffer in the host's memory. */
+/* Block k of the n blocks of segment i in a buffer in the host's memory. */
 UPIPE_API char *upi_fpdt_at(const char *base, size_t bytes, int n, int i, int k)
 {
     return (char *)(uintptr_t)base + ((size_t)i * (size_t)n + (size_t)k) * bytes;
@@ -65,7 +67,7 @@ UPIPE_API upipe_status upi_fpdt_fetch_x(upipe_ctx *c, upi_fpdt_pass *s, upi_run 
                          (size_t)p->local * row);
 }
 
-/* K', V' of segment j, as a stage reads them, from the host. */
+/* Fetches K', V' of segment j for a stage. */
 UPIPE_API upipe_status upi_fpdt_fetch_kv(upipe_ctx *c, upi_fpdt_pass *s, int j, int stage, upi_kv_pair to)
 {
     const upi_segments *z = &s->z;
@@ -78,10 +80,10 @@ UPIPE_API upipe_status upi_fpdt_fetch_kv(upipe_ctx *c, upi_fpdt_pass *s, int j, 
                          upi_fpdt_kv_bytes(p, stage, p->desc.v_dim, e));
 }
 
-/* ---- what is streamed past one segment ---- */
+/* ---- the segments that are streamed for one that stays ---- */
 
-/* Segment `at` of a stage stays on the device; the segments that it meets are streamed past it, itself first: keys and
- * values past its queries, or in the backward queries past its keys and values. Two of them have buffers. */
+/* Segment `at` of a stage stays on the device. The segments that it attends with are streamed, itself first:
+ * in the forward their keys and values, in the backward their queries. Two of them have buffers. */
 typedef struct upi_fpdt_stream {
     upi_fpdt_pass *s;
     upipe_ring_call call;
@@ -89,7 +91,7 @@ typedef struct upi_fpdt_stream {
     upi_ring_block own;
     char *bufs;
     int at, stage;
-    int segment[4]; /* the n-th that is streamed, at n % 4 */
+    int segment[4]; /* the n-th that is streamed is at n % 4 */
 } upi_fpdt_stream;
 
 /* Heads, scratch and buffers of a stage; frees are in upi_fpdt_stream_end. */

@@ -4,7 +4,8 @@
 #elif !defined(UPIPE_FPDT_SEGMENTS_H)
 #define UPIPE_FPDT_SEGMENTS_H
 
-/* All segments. Lengths differ by one token, so two plans serve all of them; buffers have the larger one's sizes. */
+/* All segments. Lengths differ by at most one token, so two plans serve all; buffers have the sizes of the
+ * longer. */
 typedef struct upi_segments {
     const upipe_fpdt *f;
     upipe_plan plan[2];   /* of tokens / segments tokens, and of one more */
@@ -13,7 +14,7 @@ typedef struct upi_segments {
     upipe_buffers b;      /* bytes */
     upi_scratch scratch;
     size_t x, delta;  /* bytes of x, and of delta of a stage */
-    size_t kv_tokens; /* bytes of all key/value heads at their tokens, for one element of a head each */
+    size_t kv_tokens; /* bytes of all key/value heads by tokens, for one element of a head each */
     int stages, rounds, steps;
 } upi_segments;
 
@@ -23,7 +24,7 @@ UPIPE_API int64_t upi_segment_first(const upipe_fpdt *f, int i)
     return upipe_cut(f->desc.tokens, f->segments, i);
 }
 
-/* Which of both lengths segment i has. */
+/* Whether segment i is one of the longer ones: 0 or 1. */
 UPIPE_API int upi_segment_long(const upipe_fpdt *f, int i)
 {
     return upi_segment_first(f, i + 1) - upi_segment_first(f, i) > f->desc.tokens / f->segments;
@@ -51,11 +52,11 @@ UPIPE_API upi_run upi_segment_run(const upi_segments *z, int i)
 
 UPIPE_API upipe_status upi_segments_make(upi_segments *z, upipe_ctx *c, const upipe_fpdt *f)
 {
-    const int last = f->segments - 1; /* among the longest */
+    const int last = f->segments - 1; /* one of the longest */
     int k, stage;
     memset(z, 0, sizeof *z);
     z->f = f;
-    UPIPE_TRY(upipe_fpdt_plan(f, 0, &z->plan[0], &c->err)); /* among the shortest */
+    UPIPE_TRY(upipe_fpdt_plan(f, 0, &z->plan[0], &c->err)); /* one of the shortest */
     UPIPE_TRY(upipe_fpdt_plan(f, last, &z->plan[1], &c->err));
     for (k = 0; k < 2; ++k) {
         const upipe_plan *p = &z->plan[k];
@@ -109,8 +110,8 @@ UPIPE_API int upi_segment_sees(const upipe_fpdt *f, int i, int j)
     return 0;
 }
 
-/* The segment after `j` of those that `i` sees (of_keys), or that see `i`; -1 after the last. Segment i itself comes
- * first: j = -1. */
+/* The next segment after `j` of those that `i` sees (of_keys), or that see `i`; -1 after the last. Segment i
+ * itself is the first: j = -1. */
 UPIPE_API int upi_segment_next(const upipe_fpdt *f, int i, int j, int of_keys)
 {
     if (j < 0) return i;
@@ -119,7 +120,7 @@ UPIPE_API int upi_segment_next(const upipe_fpdt *f, int i, int j, int of_keys)
     return -1;
 }
 
-/* Whether dQ' of segment i has anything in it before segment j's turn. */
+/* Whether dQ' of segment i has a term before segment j is done. */
 UPIPE_API int upi_segment_begun(const upipe_fpdt *f, int i, int j)
 {
     int k;

@@ -1,4 +1,4 @@
-/* stream.h -- the loop over the segments that are streamed past one        part of upipe_fpdt.h */
+/* stream.h -- the loop over the segments that are streamed for one that stays        part of upipe_fpdt.h */
 #ifndef UPIPE_FPDT_H
 #include "../upipe_fpdt.h"
 #elif !defined(UPIPE_FPDT_STREAM_H)
@@ -30,14 +30,14 @@ UPIPE_API upipe_status upi_fpdt_fwd_pair(upipe_ctx *c, upi_fpdt_stream *v, int n
 
 /* ---- backward: queries are streamed, with their dQ' ---- */
 
-/* Q', dO', dQ', lse and delta of a stage and a segment, in bytes. */
+/* Bytes of Q', dO', dQ', lse and delta of a stage and a segment. */
 UPIPE_API size_t upi_fpdt_stream_q_bytes(const upi_segments *z)
 {
     return z->b.q + z->b.o + z->b.sum_q + 2 * z->b.stat;
 }
 
-/* Where those of the n-th segment lie. Both lots of lse and delta come last: rows of the others stay at multiples of 16
- * bytes, as kernels want them. */
+/* The buffers of the n-th segment. lse and delta of both buffers come last, so that rows of the others stay
+ * at multiples of 16 bytes, as kernels need them. */
 UPIPE_API void upi_fpdt_stream_q(const upi_fpdt_stream *v, int n, upipe_ring_part *part)
 {
     const upipe_buffers *b = &v->s->z.b;
@@ -91,7 +91,7 @@ UPIPE_API upipe_status upi_fpdt_bwd_offload(upipe_ctx *c, upi_fpdt_stream *v, in
 
 /* ---- the loop ---- */
 
-/* On the side stream, or in its place: copies of the n-th segment, to the device or back. */
+/* Copies of the n-th segment, to the device or back: on the side stream, or on ctx->stream. */
 UPIPE_API upipe_status upi_fpdt_side_call(upipe_ctx *side, void *stream, int store, int n)
 {
     upi_fpdt_stream *v = (upi_fpdt_stream *)stream;
@@ -103,7 +103,8 @@ UPIPE_API upipe_status upi_fpdt_side_call(upipe_ctx *side, void *stream, int sto
                  : UPIPE_OK;
 }
 
-/* All segments that segment v->at meets; the copies of the next one come ahead of the attention of each. */
+/* Attention of segment v->at with all that it meets. The fetch of the next segment is started before the
+ * attention of each. */
 UPIPE_API upipe_status upi_fpdt_stream_run(upipe_ctx *c, upi_fpdt_stream *v)
 {
     const upipe_fpdt *f = v->s->z.f;

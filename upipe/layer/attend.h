@@ -1,4 +1,5 @@
-/* attend.h -- the attention of a stage, or of several that share a pass round the ring        part of upipe_layer.h */
+/* attend.h -- the attention of a stage, or of several that share a pass round the ring     part of
+ *  upipe_layer.h */
 #ifndef UPIPE_LAYER_H
 #include "../upipe_layer.h"
 #elif !defined(UPIPE_LAYER_ATTEND_H)
@@ -6,7 +7,8 @@
 
 #include "kv_grad.h"
 
-/* f32 sums of what attention gives, where a ring adds to them; otherwise its result takes the place of what was sent.
+/* Where attention writes its results: with a ring, f32 sums that several calls add to; otherwise the send
+ * buffer.
  *   bytes   of a sum; 0: sums[t] = send
  */
 UPIPE_API upipe_status upi_sums_alloc(upipe_ctx *c, const upi_run *r, void **sums, size_t bytes, void *send,
@@ -20,7 +22,8 @@ UPIPE_API upipe_status upi_sums_alloc(upipe_ctx *c, const upi_run *r, void **sum
     return UPIPE_OK;
 }
 
-/* A stage's result of attention, in f32 or in `send` already, through out_all_to_all into its slot. */
+/* Sends a stage's result of attention through out_all_to_all into its slot; f32 sums are cast into `send`
+ * first. */
 UPIPE_API upipe_status upi_sums_store(upipe_ctx *c, const upi_run *r, upipe_slots *slots, void *slot,
                                       void *send, void *sums, int stage, int dim)
 {

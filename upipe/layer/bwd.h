@@ -1,4 +1,5 @@
-/* bwd.h -- load, attend, store of a backward stage; Q, K, V are projected and sent again        part of upipe_layer.h */
+/* bwd.h -- load, attend, store of a backward stage; Q, K, V are recomputed and sent again  part of
+ *  upipe_layer.h */
 #ifndef UPIPE_LAYER_H
 #include "../upipe_layer.h"
 #elif !defined(UPIPE_LAYER_BWD_H)
@@ -6,7 +7,7 @@
 
 #include "fwd.h"
 
-/* Q', K', V' again, dO' and delta; dK' and dV', zero if the round is new. */
+/* Loads Q', K', V' again, dO' and delta; dK' and dV', which are zero in a new round. */
 UPIPE_API upipe_status upi_bwd_load(upipe_ctx *c, upi_pass *f, int i)
 {
     const upi_run *r = &f->run;
@@ -42,7 +43,7 @@ UPIPE_API upipe_status upi_bwd_load(upipe_ctx *c, upi_pass *f, int i)
     return upi_kv_prefetch(c, r, &f->kv, i, UPIPE_BWD_IN);
 }
 
-/* dQ' in the place of what was sent, dK' and dV' +=. */
+/* dQ' into the send buffer; dK' and dV' +=. */
 UPIPE_API upipe_status upi_bwd_attend(upipe_ctx *c, upi_pass *f, int i)
 {
     const upi_run *r = &f->run;
@@ -57,7 +58,7 @@ UPIPE_API upipe_status upi_bwd_attend(upipe_ctx *c, upi_pass *f, int i)
     return upi_attend(c, r, f->save, st->parts, i, &st->kv, &st->dkv, f->grads->sinks);
 }
 
-/* dQ' into the slot that dO has left; dWq; after a round's last stage dK, dV, dWk and dWv. */
+/* Sends dQ' into the slot that held dO, and adds to dWq. After a round's last stage: dK, dV, dWk and dWv. */
 UPIPE_API upipe_status upi_bwd_store(upipe_ctx *c, upi_pass *f, int i)
 {
     const upi_run *r = &f->run;

@@ -1,4 +1,4 @@
-/* check.h -- what a pass checks before it sends: this rank's arguments, and that all ranks have the same
+/* check.h -- what a pass checks before it sends: this rank's arguments, and agreement of all ranks
  *                                                                               part of upipe_layer.h
  */
 #ifndef UPIPE_LAYER_H
@@ -6,8 +6,10 @@
 #elif !defined(UPIPE_LAYER_CHECK_H)
 #define UPIPE_LAYER_CHECK_H
 
-/* All ranks run the same block: everything but the data and the tile, which is each rank's own.
- *   tokens, segments  of the whole sequence, of which the plan's are a segment; 0 without segments
+/* Compares the block with all ranks: everything but the data and the rows of a tile, which each rank may
+ * choose.
+ *   tokens, segments  of the whole sequence in segments (the plan's tokens are one segment's); 0 without
+ *                     segments
  */
 UPIPE_API upipe_status upi_layer_agree(upipe_ctx *c, const upipe_layer *l, int64_t tokens, int segments)
 {
@@ -59,7 +61,7 @@ UPIPE_API upipe_status upi_layer_check_rows(upipe_ctx *c, const upipe_plan *p, c
                       upipe_dtype_name(p->desc.dtype), (long long)p->rows, (long long)p->desc.model_dim);
 }
 
-/* Slots and y, or dy, of an output projection. */
+/* Checks slots and y, or dy, of an output projection. */
 UPIPE_API upipe_status upi_out_check(upipe_ctx *c, const upipe_layer *l, upipe_view y,
                                      const upipe_saved *save)
 {
@@ -71,7 +73,7 @@ UPIPE_API upipe_status upi_out_check(upipe_ctx *c, const upipe_layer *l, upipe_v
     return upi_layer_check_rows(c, l->plan, "y", y);
 }
 
-/* This rank's part: nothing is sent. */
+/* Checks this rank's arguments; nothing is sent. */
 UPIPE_API upipe_status upi_layer_check_own(upipe_ctx *c, const upipe_layer *l, upipe_view x)
 {
     const upipe_plan_desc *d = &l->plan->desc;
@@ -124,7 +126,7 @@ UPIPE_API upipe_status upi_layer_check_own(upipe_ctx *c, const upipe_layer *l, u
     return UPIPE_OK;
 }
 
-/* No gradient is wanted of what the layer does not have. */
+/* ARG if a gradient is wanted of what the layer does not have. */
 UPIPE_API upipe_status upi_layer_check_grads(upipe_ctx *c, const upipe_layer *l, const upipe_grads *grads)
 {
     if (l->q_norm_weight == NULL && (grads->q_norm_weight != NULL || grads->k_norm_weight != NULL))
@@ -134,7 +136,7 @@ UPIPE_API upipe_status upi_layer_check_grads(upipe_ctx *c, const upipe_layer *l,
     return UPIPE_OK;
 }
 
-/* What a backward needs of the forward and of its gradients. */
+/* Checks what a backward needs of the forward, and its gradients. */
 UPIPE_API upipe_status upi_layer_check_bwd(upipe_ctx *c, const upipe_layer *l, const upipe_grads *grads,
                                            const upipe_saved *save, const upipe_slots *dout)
 {

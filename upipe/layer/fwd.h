@@ -6,7 +6,8 @@
 
 #include "attend.h"
 
-/* What one stage has between load and store; `width` stages that share a pass round a P2P ring are one. */
+/* What a stage holds between load and store. `width` stages that share a pass round a P2P ring count as
+ * one. */
 typedef struct upi_stage {
     upi_kv_pair kv, dkv;
     void *send, *q, *dout, *delta;
@@ -14,7 +15,7 @@ typedef struct upi_stage {
     void **sums;            /* [width] of O' or dQ' */
 } upi_stage;
 
-/* One pass through the stages; two of them are in flight in a pipeline. */
+/* One pass through the stages; in a pipeline two of them are in flight. */
 typedef struct upi_pass {
     upi_run run;
     upipe_saved *save;
@@ -32,7 +33,7 @@ UPIPE_API upi_stage *upi_stage_at(upi_pass *f, int i)
     return &f->stage[f->run.p->overlap ? i % 2 : 0];
 }
 
-/* Q', and K' and V' if the round is new: projected, through inp_all_to_all; Q' into the slot of final_out. */
+/* Loads Q', and in a new round K' and V': projections, then inp_all_to_all. Q' is received into its slot. */
 UPIPE_API upipe_status upi_fwd_load(upipe_ctx *c, upi_pass *f, int i)
 {
     const upi_run *r = &f->run;
@@ -51,7 +52,7 @@ UPIPE_API upipe_status upi_fwd_load(upipe_ctx *c, upi_pass *f, int i)
     return upi_kv_prefetch(c, r, &f->kv, i, UPIPE_FWD_IN);
 }
 
-/* O', in the place of what was sent. */
+/* O' into the send buffer of Q, which is free again. */
 UPIPE_API upipe_status upi_fwd_attend(upipe_ctx *c, upi_pass *f, int i)
 {
     const upi_run *r = &f->run;
@@ -63,7 +64,7 @@ UPIPE_API upipe_status upi_fwd_attend(upipe_ctx *c, upi_pass *f, int i)
     return upi_attend(c, r, f->save, st->parts, i, &st->kv, NULL, NULL);
 }
 
-/* O' through out_all_to_all into its slot, which Q' has left. */
+/* Sends O' through out_all_to_all into its slot. Q' is not needed any more. */
 UPIPE_API upipe_status upi_fwd_store(upipe_ctx *c, upi_pass *f, int i)
 {
     const upi_run *r = &f->run;

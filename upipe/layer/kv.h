@@ -1,9 +1,10 @@
-/* kv.h -- the owner of K' and V': which are there, whose turn it is to fetch them, when they go        part of upipe_layer.h
+/* kv.h -- the owner of K' and V': when they are fetched, and when they are freed        part of upipe_layer.h
  *
- * Stages of one round share K' and V'. Where rounds are those of all ranks, a round's first stage allocates and fetches
- * them and its last one frees them. With uneven heads one pair of buffers is kept through all stages, and each stage
- * fetches for those ranks that need other heads. With a ring that gathers, the pair holds K' and V' of all its ranks;
- * prefetched, the next round's are gathered while the last stage of a round attends.
+ * Stages of one round share K' and V'. Where all ranks have the same rounds, a round's first stage allocates
+ * and fetches them, and its last one frees them. With uneven heads one pair of buffers is held through all
+ * stages, and each stage fetches for those ranks that need other heads. In an all-gather ring the pair holds
+ * K' and V' of all ranks of the ring; with ring_prefetch the next round's are gathered while the last stage
+ * of a round attends.
  */
 #ifndef UPIPE_LAYER_H
 #include "../upipe_layer.h"
@@ -18,9 +19,9 @@ typedef struct upi_kv_pair {
 } upi_kv_pair;
 
 typedef struct upi_kv {
-    upi_kv_pair now;       /* what the stage that was loaded last reads */
-    upi_kv_pair next, own; /* being gathered, for the stage `coming`; this rank's part of it */
-    int coming;            /* 0: nothing is */
+    upi_kv_pair now;       /* read by the stage that was loaded last */
+    upi_kv_pair next, own; /* being gathered, for stage `coming`; this rank's part of them */
+    int coming;            /* 0: none is being gathered */
 } upi_kv;
 
 /* bytes   indexed by upi_proj */
@@ -39,7 +40,7 @@ UPIPE_API upipe_status upi_kv_free(upipe_ctx *c, upi_kv_pair *kv)
     return UPIPE_OK;
 }
 
-/* Before the first stage, and after the last one. */
+/* What is held through all stages: allocated before the first one, freed after the last one. */
 UPIPE_API upipe_status upi_kv_begin(upipe_ctx *c, const upi_run *r, upi_kv *kv)
 {
     return r->p->kv_rounds_shared ? UPIPE_OK : upi_kv_alloc(c, &kv->now, r->held, "k", "v");
@@ -50,8 +51,8 @@ UPIPE_API upipe_status upi_kv_end(upipe_ctx *c, const upi_run *r, upi_kv *kv)
     return r->p->kv_rounds_shared ? UPIPE_OK : upi_kv_free(c, &kv->now);
 }
 
-/* K, then V: projected into one send buffer, each through its all-to-all into *own. With a ring that gathers, *own is
- * then on its way into *held: upi_kv_fetch_wait. */
+/* K, then V: projected into one send buffer, then through its all-to-all into *own. In an all-gather ring
+ * this also starts the transfer of *own into *held: upi_kv_fetch_wait completes it. */
 UPIPE_API upipe_status upi_kv_fetch_start(upipe_ctx *c, const upi_run *r, int stage, upi_kv_pair *held,
                                           upi_kv_pair *own)
 {
@@ -85,7 +86,7 @@ UPIPE_API upipe_status upi_kv_fetch_wait(upipe_ctx *c, const upi_run *r, int sta
     return upi_kv_free(c, own);
 }
 
-/* K' and V' that stage i reads: fetched, unless they are here already. */
+/* K' and V' for stage i: fetched, unless they are held already. */
 UPIPE_API upipe_status upi_kv_load(upipe_ctx *c, const upi_run *r, upi_kv *kv, int i, upi_kv_pair *out)
 {
     upi_kv_pair own;
@@ -97,7 +98,8 @@ UPIPE_API upipe_status upi_kv_load(upipe_ctx *c, const upi_run *r, upi_kv *kv, i
     return UPIPE_OK;
 }
 
-/* While stage i attends: the next round's, where the plan prefetches and stage i is a round's last. */
+/* Starts the all-gather of the next round while stage i attends, if the plan prefetches and i is its round's
+ * last. */
 UPIPE_API upipe_status upi_kv_prefetch(upipe_ctx *c, const upi_run *r, upi_kv *kv, int i, upipe_phase phase)
 {
     const int next = i + r->p->width;
@@ -109,7 +111,8 @@ UPIPE_API upipe_status upi_kv_prefetch(upipe_ctx *c, const upi_run *r, upi_kv *k
     return upi_kv_fetch_start(c, r, next, &kv->next, &kv->own);
 }
 
-/* Stage i has attended: its K' and V' are freed after the last stage that reads them, and what was prefetched is here. */
+/* After the attention of stage i: frees K' and V' that no later stage reads; waits for those that are
+ * prefetched. */
 UPIPE_API upipe_status upi_kv_release(upipe_ctx *c, const upi_run *r, upi_kv *kv, int i, upi_kv_pair *read)
 {
     if (r->p->kv_rounds_shared && upipe_plan_stage(r->p, i + r->p->width - 1).kv_last)

@@ -1,11 +1,11 @@
 /* kv_grad.h -- the owner of dK' and dV', and of dK and dV until dX is formed        part of upipe_layer.h
  *
- * A round's stages add to dK' and dV' in f32. After its last stage they go to their tokens, where dWk and dWv are formed,
- * and wait for dX:
+ * The stages of a round add to dK' and dV' in f32. After the last one they are sent back to the ranks of
+ * their tokens, where dWk and dWv are formed, and held until dX is formed:
  *
  *     a rank's own heads      in the storage type, [round][rank][batch][T][kv_per_rank][dim]
- *     shared heads (partial)  summed over ranks in rank order, one buffer [Hkv][batch][T][dim]; where sums go on over
- *                             stages (in order, uneven heads) in f32 until the last stage
+ *     shared heads (partial)  summed over ranks in rank order, one buffer [Hkv][batch][T][dim]. Where sums
+ *                             continue over stages (in order, uneven heads): in f32 until the last stage
  */
 #ifndef UPIPE_LAYER_H
 #include "../upipe_layer.h"
@@ -15,11 +15,11 @@
 #include "kv.h"
 
 typedef struct upi_kv_grad {
-    upi_kv_pair now;                     /* dK', dV' that the stage loaded last adds to */
-    upi_kv_pair tokens[UPIPE_STAGES_MAX]; /* dK, dV at their tokens, by rounds; partial ones: [0] alone */
+    upi_kv_pair now;                     /* dK', dV' of the stage that was loaded last */
+    upi_kv_pair tokens[UPIPE_STAGES_MAX]; /* dK, dV by tokens, one pair a round; partial ones: [0] alone */
 } upi_kv_grad;
 
-/* Before the first stage: what lives through all of them. */
+/* Allocates what is held through all stages. */
 UPIPE_API upipe_status upi_kv_grad_begin(upipe_ctx *c, const upi_run *r, upi_kv_grad *g)
 {
     const upipe_plan *p = r->p;
@@ -34,7 +34,7 @@ UPIPE_API upipe_status upi_kv_grad_begin(upipe_ctx *c, const upi_run *r, upi_kv_
     return upi_kv_alloc(c, &g->now, r->dheld, "dk_heads", "dv_heads");
 }
 
-/* What stage i adds to: zero where its K' and V' are new. */
+/* dK' and dV' that stage i adds to: zero where its K' and V' are new. */
 UPIPE_API upipe_status upi_kv_grad_load(upipe_ctx *c, const upi_run *r, upi_kv_grad *g, int i,
                                         upi_kv_pair *out)
 {
@@ -48,7 +48,7 @@ UPIPE_API upipe_status upi_kv_grad_load(upipe_ctx *c, const upi_run *r, upi_kv_g
     return UPIPE_OK;
 }
 
-/* dK' (or dV') of a round whose heads are this rank's alone, to their tokens; consumes grad.
+/* Sends dK' (or dV') of a round, whose heads are this rank's alone, to the ranks of its tokens; frees grad.
  *   cast    as large as grad in the storage type; NULL where that is f32
  */
 UPIPE_API upipe_status upi_kv_grad_to_tokens(upipe_ctx *c, const upi_run *r, int stage, upi_proj which,
@@ -68,8 +68,8 @@ UPIPE_API upipe_status upi_kv_grad_to_tokens(upipe_ctx *c, const upi_run *r, int
     return upipe_free(c, grad);
 }
 
-/* Partial gradients of shared heads meet at their tokens in f32 and are summed in rank order.
- *   sum      [Hkv][batch][T][dim]: =, or f32 and += where sums go on over stages
+/* Receives partial gradients of shared heads in f32 and sums them in rank order.
+ *   sum      [Hkv][batch][T][dim]: =, or f32 and += where sums continue over stages
  *   partial  f32 [rank][batch][T][n][dim], scratch
  */
 UPIPE_API upipe_status upi_kv_grad_sum(upipe_ctx *c, const upi_run *r, int stage, upi_proj which,
@@ -85,7 +85,7 @@ UPIPE_API upipe_status upi_kv_grad_sum(upipe_ctx *c, const upi_run *r, int stage
     UPIPE_TRY(upipe_a2a_to_tokens(c, partial, grad, p, stage, UPIPE_A2A_DKV, (size_t)dim * 4));
     while (rank < p->desc.ranks) {
         const upipe_span s = upipe_plan_part(p, UPIPE_A2A_DKV, stage, rank);
-        for (same = 1; rank + same < p->desc.ranks; ++same) { /* neighbours that had the same heads: one sum */
+        for (same = 1; rank + same < p->desc.ranks; ++same) { /* neighbours with the same heads: one sum */
             upipe_span next = upipe_plan_part(p, UPIPE_A2A_DKV, stage, rank + same);
             if (next.first != s.first || next.count != s.count || s.count == 0) break;
         }
@@ -105,7 +105,7 @@ UPIPE_API upipe_status upi_kv_grad_sum(upipe_ctx *c, const upi_run *r, int stage
     return UPIPE_OK;
 }
 
-/* With a ring that gathers: *own = the sums over its ranks for this rank's tokens. */
+/* In an all-gather ring: *own = the sums over its ranks, for this rank's tokens. */
 UPIPE_API upipe_status upi_kv_grad_reduce(upipe_ctx *c, const upi_run *r, int stage, const upi_kv_pair *all,
                                           upi_kv_pair *own)
 {
@@ -125,7 +125,8 @@ UPIPE_API upipe_status upi_kv_grad_reduce(upipe_ctx *c, const upi_run *r, int st
     return upipe_free(c, partial);
 }
 
-/* Stage i was a round's last: dK' and dV' go to their tokens; dWk and dWv are formed, unless sums go on. */
+/* After a round's last stage i: sends dK' and dV' to the ranks of their tokens, and forms dWk and dWv unless
+ * the sums continue. */
 UPIPE_API upipe_status upi_kv_grad_store(upipe_ctx *c, const upi_run *r, upi_kv_grad *g, int i,
                                          upi_kv_pair *round, const upipe_grads *grads)
 {
@@ -161,7 +162,7 @@ UPIPE_API upipe_status upi_kv_grad_store(upipe_ctx *c, const upi_run *r, upi_kv_
     return upi_project_bwd(c, r, UPI_PROJ_V, first, tokens->v, grads->wv);
 }
 
-/* After the last stage: f32 sums over stages take the storage type, then dWk and dWv. */
+/* After the last stage: sums over stages are cast to the storage type, then dWk and dWv are formed. */
 UPIPE_API upipe_status upi_kv_grad_end(upipe_ctx *c, const upi_run *r, upi_kv_grad *g,
                                        const upipe_grads *grads)
 {
@@ -186,7 +187,7 @@ UPIPE_API upipe_status upi_kv_grad_end(upipe_ctx *c, const upi_run *r, upi_kv_gr
     return upi_project_heads_bwd(c, r, UPI_PROJ_V, upipe_head_run_all_kv(p), g->tokens[0].v, grads->wv);
 }
 
-/* dX has been formed. */
+/* Frees dK and dV after dX has been formed. */
 UPIPE_API upipe_status upi_kv_grad_free(upipe_ctx *c, const upi_run *r, upi_kv_grad *g)
 {
     int i;
@@ -197,7 +198,7 @@ UPIPE_API upipe_status upi_kv_grad_free(upipe_ctx *c, const upi_run *r, upi_kv_g
     return UPIPE_OK;
 }
 
-/* dK or dV of the neighbouring heads from `head` on that lie together: a matrix [rows][n * dim]. */
+/* dK or dV of the neighbouring heads from `head` on that are contiguous: a matrix [rows][n * dim]. */
 UPIPE_API upipe_view upi_kv_grad_matrix(const upipe_plan *p, const upi_kv_grad *g, int head, upi_proj which)
 {
     int stage = 0, rank = 0, n = p->kv_grads_partial ? 1 : p->kv_per_rank, at = head;

@@ -1,7 +1,7 @@
 /* out.h -- sums over all heads, by tiles of rows: the output projection, and dX        part of upipe_layer.h
  *
- * final_out holds heads stage-major. They are added to a tile of rows in their natural order, so the chain of additions
- * of an element, and its bits, are the same for every chunk and number of ranks.
+ * final_out is stage-major. Its heads are added to a tile of rows in their natural order. So the chain of
+ * additions of an element, and its bits, are the same for every chunk and number of ranks.
  */
 #ifndef UPIPE_LAYER_H
 #include "../upipe_layer.h"
@@ -10,12 +10,12 @@
 
 #include "kv_grad.h"
 
-/* Where a tile of rows is summed: in f32, in place if the result is f32. */
+/* A tile of rows and its sum, which is in f32; in place if the result is f32. */
 typedef struct upi_tile {
     void *buf, *work; /* the f32 sum, NULL where it is in place; scratch of the products. Of all tiles */
     upipe_view sum;   /* [n][D], f32 */
     int64_t row, n;
-    int begun; /* something has been added */
+    int begun; /* the sum has its first term */
 } upi_tile;
 
 UPIPE_API upipe_status upi_tile_alloc(upipe_ctx *c, const upi_run *r, upi_tile *t)
@@ -93,7 +93,7 @@ UPIPE_API upipe_status upi_delta(upipe_ctx *c, const upi_run *r, upipe_saved *sa
                           upipe_view_packed(dout.data, p->desc.dtype, p->rows, n, d));
 }
 
-/* delta of all heads, where dO and O both lie in slots; O is not needed after that. */
+/* delta of all heads, while both dO and O are in slots; O is not needed afterwards. */
 UPIPE_API upipe_status upi_delta_all(upipe_ctx *c, const upi_run *r, upipe_saved *save,
                                      const upipe_slots *dout)
 {

@@ -3,8 +3,9 @@
  *     side stream       load 0   load 1   store 0   load 2   store 1   ...   store n-1
  *     compute stream    attend 0          attend 1           attend 2  ...
  *
- * The all-to-alls before stage i + 1 and after stage i - 1 run beside the attention of stage i. All of them, all
- * allocations and all sums but attention's own stay on one stream in one order, so the bits are those of the plain loop.
+ * The all-to-alls of stages i + 1 (load) and i - 1 (store) run beside the attention of stage i. They, all
+ * allocations and all sums but attention's own stay on one stream in one order, so the bits are those of the
+ * plain loop.
  */
 #ifndef UPIPE_LAYER_H
 #include "../upipe_layer.h"
@@ -13,7 +14,7 @@
 
 #include "bwd.h"
 
-/* On the side stream. */
+/* Load and store, on the side stream. */
 UPIPE_API upipe_status upi_side_call(upipe_ctx *side, void *pass, int store, int i)
 {
     upi_pass *f = (upi_pass *)pass;
@@ -21,7 +22,7 @@ UPIPE_API upipe_status upi_side_call(upipe_ctx *side, void *pass, int store, int
     return store ? upi_bwd_store(side, f, i) : upi_bwd_load(side, f, i);
 }
 
-/* Scratch of attention is held through all stages: the compute stream touches no pool. */
+/* Scratch of attention is held through all stages, so that the compute stream never touches the pool. */
 UPIPE_API upipe_status upi_pipelined(upipe_ctx *c, upi_pass *f)
 {
     const upi_scratch *scratch = &f->run.scratch;

@@ -1,4 +1,5 @@
-/* project.h -- from x to a stage's send buffer, and back: products, QK norm, RoPE        part of upipe_layer.h */
+/* project.h -- from x to a stage's send buffer, and back: products, QK norm, RoPE        part of
+ *  upipe_layer.h */
 #ifndef UPIPE_LAYER_H
 #include "../upipe_layer.h"
 #elif !defined(UPIPE_LAYER_PROJECT_H)
@@ -6,7 +7,7 @@
 
 #include "run.h"
 
-/* Turns these heads of a send buffer: piece by piece of the rank's tokens. */
+/* RoPE of these heads of a send buffer, one call for each piece of the rank's tokens. */
 UPIPE_API upipe_status upi_rope(upipe_ctx *c, const upi_run *r, void *data, upipe_head_run h, int inverse)
 {
     const upipe_plan *p = r->p;
@@ -41,7 +42,7 @@ UPIPE_API upipe_status upi_project_raw(upipe_ctx *c, const upi_run *r, upi_proj 
                     upi_weight_rows(r->p, r->w[which], r->p->desc.dtype, h, which), UPIPE_GEMM_TRANS_B);
 }
 
-/* What the all-to-all of a stage sends: all runs of the stage's buffer, projected, normed, turned. */
+/* Fills a stage's send buffer: all of its runs, projected, normed and rotated. */
 UPIPE_API upipe_status upi_project(upipe_ctx *c, const upi_run *r, upi_proj which, int stage, void *dst)
 {
     const upipe_plan *p = r->p;
@@ -60,7 +61,7 @@ UPIPE_API upipe_status upi_project(upipe_ctx *c, const upi_run *r, upi_proj whic
     return UPIPE_OK;
 }
 
-/* The backward of one run: g becomes the gradient of x * W^T, and dW += g^T * x unless dw is NULL. */
+/* The backward of one run: g becomes the gradient of x * W^T; dW += g^T * x unless dw is NULL. */
 UPIPE_API upipe_status upi_project_heads_bwd(upipe_ctx *c, const upi_run *r, upi_proj which, upipe_head_run h,
                                              void *g, float *dw)
 {
@@ -92,7 +93,7 @@ UPIPE_API upipe_status upi_project_heads_bwd(upipe_ctx *c, const upi_run *r, upi
                     r->x, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE);
 }
 
-/* The same for all heads of a stage's Q, or of a finished round's K or V. */
+/* The same for all heads of a stage's Q, or of a complete round's K or V. */
 UPIPE_API upipe_status upi_project_bwd(upipe_ctx *c, const upi_run *r, upi_proj which, int stage, void *g,
                                        float *dw)
 {
@@ -103,7 +104,7 @@ UPIPE_API upipe_status upi_project_bwd(upipe_ctx *c, const upi_run *r, upi_proj 
     return UPIPE_OK;
 }
 
-/* Zeros for the gradients of the norm weights, head by head. */
+/* Zeroes the gradients of the norm weights, one row a head. */
 UPIPE_API upipe_status upi_norm_grads_begin(upipe_ctx *c, upi_run *r)
 {
     const upipe_plan_desc *d = &r->p->desc;
@@ -115,7 +116,7 @@ UPIPE_API upipe_status upi_norm_grads_begin(upipe_ctx *c, upi_run *r)
     return c->ops->zero(c, dnorm, bytes);
 }
 
-/* The gradients of the norm weights: the heads' rows are summed in natural order, whatever order they came in. */
+/* The gradients of the norm weights: sums over heads in natural order, whatever order the stages had. */
 UPIPE_API upipe_status upi_norm_grads(upipe_ctx *c, const upi_run *r, const upipe_grads *g)
 {
     const int32_t d = r->p->desc.head_dim;

@@ -15,11 +15,11 @@ typedef struct upi_run {
     upipe_buffers buffers; /* bytes */
     upipe_shard shard;     /* positions of this rank's rows */
     const void *w[3];      /* wq, wk, wv */
-    const float *norm[3];  /* QK norm; NULL without */
+    const float *norm[3];  /* QK norm weights; NULL without */
     size_t each[3];        /* bytes of one token and head */
-    size_t held[3], dheld[3]; /* K: bytes of K' that stages attend to, and of dK'; of the whole ring where it is gathered */
-    float *dnorm;          /* backward with QK norm: gradients of the norm weights by head, f32 [H + Hkv][d] */
-    void *attn_work;       /* scratch of attention, where it is held through all stages; otherwise NULL */
+    size_t held[3], dheld[3]; /* bytes of K', V' and of dK', dV'; all-gather ring: of all its ranks */
+    float *dnorm;          /* backward with QK norm: f32 [H + Hkv][d], the norm weights' gradients by head */
+    void *attn_work;       /* scratch of attention, if it is held through all stages; otherwise NULL */
 } upi_run;
 
 UPIPE_API upi_run upi_run_make(upipe_ctx *c, const upipe_layer *l, upipe_view x)

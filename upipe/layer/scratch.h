@@ -6,7 +6,8 @@
 #elif !defined(UPIPE_LAYER_SCRATCH_H)
 #define UPIPE_LAYER_SCRATCH_H
 
-/* Bytes: as the compute table asks for them; the f32 sum of a tile, 0 where y and dX are summed in place. */
+/* Bytes: scratch as the compute table asks for it, and the f32 sum of a tile (0 where y and dX are summed in
+ * place). */
 typedef struct upi_scratch {
     size_t gemm, attn_fwd, attn_bwd, tile;
 } upi_scratch;
@@ -36,7 +37,7 @@ UPIPE_API int64_t upi_tile_rows(const upipe_layer *l)
     return rows < l->plan->rows ? rows : l->plan->rows;
 }
 
-/* Of the attention calls of a rank's stage, the largest: as upi_ring_attend makes them. */
+/* The largest scratch of the attention calls of a rank's stage, as upi_ring_attend makes them. */
 UPIPE_API size_t upi_attn_scratch(const upipe_ops *ops, const upipe_layer *l, int stage, int backward)
 {
     const upipe_plan *p = l->plan;
@@ -48,7 +49,7 @@ UPIPE_API size_t upi_attn_scratch(const upipe_ops *ops, const upipe_layer *l, in
     upipe_span q, kv;
     size_t most = 0;
     int head;
-    float none[1]; /* shapes alone are asked for; a null pointer must not be offset */
+    float none[1]; /* only shapes are asked for, but a null pointer must not be offset */
     memset(&a, 0, sizeof a);
     memset(&part, 0, sizeof part);
     a.mask = l->mask;
@@ -67,7 +68,7 @@ UPIPE_API size_t upi_attn_scratch(const upipe_ops *ops, const upipe_layer *l, in
     return most;
 }
 
-/* Of the products of a weight: with x, forward and for its gradient, and with a tile of dX. */
+/* The largest scratch of a weight's products: with x, for its gradient, and with a tile for dX. */
 UPIPE_API size_t upi_product_scratch(const upipe_ops *ops, const upipe_layer *l, upi_proj which,
                                      upipe_head_run h)
 {
@@ -91,7 +92,7 @@ UPIPE_API size_t upi_product_scratch(const upipe_ops *ops, const upipe_layer *l,
     return upipe_max_bytes(most, ops->gemm_bytes(ops, sum, cols, w, UPIPE_GEMM_ACCUMULATE));
 }
 
-/* Of the output projection's products with the heads of one stage and rank. */
+/* The largest scratch of the output projection's products with the heads of one stage and rank. */
 UPIPE_API size_t upi_out_scratch(const upipe_ops *ops, const upipe_layer *l, int heads)
 {
     const upipe_plan *p = l->plan;
@@ -132,7 +133,7 @@ UPIPE_API upi_scratch upi_layer_scratch(const upipe_ops *ops, const upipe_layer 
         s.attn_fwd = upipe_max_bytes(s.attn_fwd, upi_attn_scratch(ops, l, stage, 0));
         s.attn_bwd = upipe_max_bytes(s.attn_bwd, upi_attn_scratch(ops, l, stage, 1));
     }
-    if (p->kv_grads_accumulate) { /* all heads of K, then of V, end at once */
+    if (p->kv_grads_accumulate) { /* all heads of K, then of V, are complete at once */
         s.gemm = upipe_max_bytes(s.gemm, upi_product_scratch(ops, l, UPI_PROJ_K, all_kv));
         s.gemm = upipe_max_bytes(s.gemm, upi_product_scratch(ops, l, UPI_PROJ_V, all_kv));
     }

@@ -4,14 +4,14 @@
 #elif !defined(UPIPE_PLAN_UNEVEN_H)
 #define UPIPE_PLAN_UNEVEN_H
 
-/* Query heads of a rank's next stage, of begin .. end - 1 those from `first` on: a part of one group, its rest, or
- * several groups of which the last one may be cut by `end`. */
+/* The number of query heads in a rank's next stage, from head `first` on; the rank has begin .. end - 1. They
+ * are a part of one group, the rest of it, or several groups, the last of which `end` may cut. */
 UPIPE_API int upi_uneven_next(int begin, int first, int end, int m, int group)
 {
     int left = end - first, n = group - first % group;
     if (n > left) n = left;
     if (n > m) return m;
-    if (first % group != 0 && first != begin) return n; /* K and V of this group are here already */
+    if (first % group != 0 && first != begin) return n; /* K and V of this group were fetched before */
     while (n < left) {
         int more = left - n < group ? left - n : group;
         if (n + more > m) break;
@@ -20,7 +20,7 @@ UPIPE_API int upi_uneven_next(int begin, int first, int end, int m, int group)
     return n;
 }
 
-/* Query heads of a rank in a stage; count 0 after its last one. *fresh: their K and V are not there yet. */
+/* Query heads of a rank in a stage; count 0 after its last one. *fresh: their K and V must be fetched. */
 UPIPE_API upipe_span upi_uneven_stage(const upipe_plan *p, int stage, int rank, int *fresh)
 {
     const int begin = (int)upipe_cut(p->desc.heads, p->desc.ranks, rank);
@@ -34,7 +34,7 @@ UPIPE_API upipe_span upi_uneven_stage(const upipe_plan *p, int stage, int rank, 
     return upi_span_make(first, n);
 }
 
-/* Key/value heads that some query heads read. */
+/* Key/value heads that these query heads read. */
 UPIPE_API upipe_span upi_kv_of(const upipe_plan *p, upipe_span q)
 {
     int first = q.first / p->group;

@@ -1,4 +1,5 @@
-/* p2p.h -- K and V go round the ring, their gradients one step behind        part of upipe_ring.h */
+/* p2p.h -- the P2P ring: K and V are sent round, their gradients follow one step behind     part of
+ *  upipe_ring.h */
 #ifndef UPIPE_RING_H
 #include "../upipe_ring.h"
 #elif !defined(UPIPE_RING_P2P_H)
@@ -6,7 +7,7 @@
 
 enum { UPI_RING_MESSAGES = 16 };
 
-/* One pass round the ring: who this rank is, and the exchange that is being listed. */
+/* One pass round the ring: this rank's place, and the messages of the next transfer. */
 typedef struct upi_ring_pass {
     upipe_ctx *c;
     const upipe_ring_call *r;
@@ -29,14 +30,14 @@ UPIPE_API upi_ring_pass upi_ring_begin(upipe_ctx *c, const upipe_ring_call *r)
     return s;
 }
 
-/* The rank that is so many nodes and places further. */
+/* The rank that is so many nodes and places ahead. */
 UPIPE_API int upi_ring_peer(const upi_ring_pass *s, int nodes, int places)
 {
     int node = ((s->node + nodes) % s->outer + s->outer) % s->outer;
     return node * s->inner + ((s->place + places) % s->inner + s->inner) % s->inner;
 }
 
-/* Elements a head dim of the block of rank src: batch x tokens x heads. */
+/* Rows of the block of rank src: batch x tokens x heads. */
 UPIPE_API int64_t upi_ring_rows(const upipe_ring_call *r, int src)
 {
     const upipe_plan_desc *d = &r->plan->desc;
@@ -53,7 +54,7 @@ UPIPE_API void upi_ring_receive(upi_ring_pass *s, int peer, void *data, size_t b
     upipe_msg_add(s->list, &s->used, peer, 1, NULL, 0, 0, data, bytes, bytes);
 }
 
-/* Lists the move of K and V from here to rank `to`, and of those of rank src from rank `from` into `buffer`. */
+/* Lists two messages: K and V to rank `to`, and those of rank src from rank `from` into `buf`. */
 UPIPE_API void upi_ring_move(upi_ring_pass *s, const upi_ring_block *b, int to, int from, int src, char *buf,
                              upi_ring_block *next)
 {
@@ -78,7 +79,7 @@ typedef struct upi_ring_grad {
     float *k, *v;
 } upi_ring_grad;
 
-/* The same for gradients of the block of rank `src`; what comes is that of rank `next`. */
+/* The same for gradients: those of the block of rank `src` are sent, those of rank `next` received. */
 UPIPE_API void upi_ring_move_grad(upi_ring_pass *s, upi_ring_grad g, int src, int to, int from, int next,
                                   upi_ring_grad into)
 {
@@ -102,7 +103,7 @@ UPIPE_API upipe_status upi_ring_wait(upi_ring_pass *s)
     return used > 0 ? upipe_comm_wait(s->c, s->c->ring) : UPIPE_OK;
 }
 
-/* sum += g, of the block of rank src */
+/* sum += g, for the block of rank src. */
 UPIPE_API upipe_status upi_ring_add(upi_ring_pass *s, upi_ring_grad sum, upi_ring_grad g, int src)
 {
     const upipe_plan_desc *d = &s->r->plan->desc;
@@ -121,8 +122,8 @@ UPIPE_API upipe_status upi_ring_zero(upi_ring_pass *s, upi_ring_grad g, int src)
     return s->c->ops->zero(s->c, g.v, rows * (size_t)d->v_dim * 4);
 }
 
-/* Buffers of a pass. K and V: two that go round the inner ring, two for the outer one. Gradients: `grad` holds the
- * caller's and two more; two for sums over nodes. */
+/* Buffers of a pass. hop: K and V in the inner ring. far: K and V between nodes. grad: the caller's gradients
+ * and two more. node: sums of gradients over nodes. */
 typedef struct upi_ring_buf {
     char *hop[2], *far[2];
     upi_ring_grad grad[3], node[2];
@@ -175,17 +176,17 @@ UPIPE_API upipe_status upi_ring_free(upi_ring_pass *s, upi_ring_buf *buf)
     return UPIPE_OK;
 }
 
-/* One turn of the inner ring, from the block `start` on, which also goes to the next node if there is a turn
- * after this one. Backward: *grad is the node's gradient of that block, in one of the buffers of `buffer`. */
+/* One turn of the inner ring, from the block `start` on. That block is also sent to the next node, unless
+ * this is the last turn. Backward: *grad is the node's gradient of that block, in one of buf->grad. */
 UPIPE_API upipe_status upi_ring_turn(upi_ring_pass *s, upi_ring_buf *buf, int turn, upi_ring_block *start,
                                      upi_ring_grad *grad, int backward)
 {
     upi_ring_block now = *start, next, far;
-    upi_ring_grad out = buf->grad[0]; /* of the block before, on its way */
+    upi_ring_grad out = buf->grad[0]; /* gradient of the previous block, to be sent */
     int i;
     far = next = now;
     for (i = 0; i < s->inner; ++i) {
-        /* gradients: one leaves, one comes, one is formed */
+        /* three gradients at a time: one is sent, one received, one computed */
         const upi_ring_grad here = buf->grad[i > 0], comes = buf->grad[i % 2 * 2];
         if (i < s->inner - 1)
             upi_ring_move(s, &now, upi_ring_peer(s, 0, 1), upi_ring_peer(s, 0, -1),
@@ -213,7 +214,7 @@ UPIPE_API upipe_status upi_ring_turn(upi_ring_pass *s, upi_ring_buf *buf, int tu
     if (!backward) return UPIPE_OK;
     *grad = out;
     if (s->inner == 1) return UPIPE_OK;
-    /* the last block's gradient goes on to where the block came from */
+    /* the gradient of the last block is sent on to the rank that the block belongs to */
     *grad = out.k != buf->grad[0].k ? buf->grad[0] : buf->grad[1];
     upi_ring_move_grad(s, out, now.src, upi_ring_peer(s, 0, 1), upi_ring_peer(s, 0, -1),
                        upi_ring_peer(s, -turn, 0), *grad);
@@ -221,7 +222,7 @@ UPIPE_API upipe_status upi_ring_turn(upi_ring_pass *s, upi_ring_buf *buf, int tu
     return upi_ring_wait(s);
 }
 
-/* The caller's gradients = g, those of this rank's block. */
+/* Copies the gradients of this rank's block to the caller's. */
 UPIPE_API upipe_status upi_ring_own_grad(upi_ring_pass *s, upi_ring_grad g)
 {
     const upipe_plan_desc *d = &s->r->plan->desc;
@@ -231,7 +232,7 @@ UPIPE_API upipe_status upi_ring_own_grad(upi_ring_pass *s, upi_ring_grad g)
     return s->c->ops->copy(s->c, s->r->dv, g.v, rows * (size_t)d->v_dim * 4);
 }
 
-/* All turns: the inner ring's blocks, then those of the node before, and so on. */
+/* All turns: the blocks of this node's inner ring, then those of the previous node's, and so on. */
 UPIPE_API upipe_status upi_ring_shift(upi_ring_pass *s, int backward)
 {
     upi_ring_buf buf;
@@ -247,7 +248,8 @@ UPIPE_API upipe_status upi_ring_shift(upi_ring_pass *s, int backward)
     for (turn = 0; turn < s->outer; ++turn) {
         UPIPE_TRY(upi_ring_turn(s, &buf, turn, &start, &grad, backward));
         if (!backward || s->outer == 1) continue;
-        /* with the nodes before added, on to the next one; what comes belongs to the next turn's block */
+        /* the sum over the nodes so far is sent to the next node; the one received belongs to the next turn's
+         * block */
         sum = grad;
         if (turn > 0) {
             sum = buf.node[(turn - 1) % 2];

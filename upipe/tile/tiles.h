@@ -20,8 +20,8 @@ UPIPE_API upipe_status upi_tiles_sizes(int64_t rows, int64_t dim, int64_t wide, 
                     (long long)rows, (long long)dim, (long long)wide);
 }
 
-/* Rows that fit the budget, or the default, and never more than there are. Errors: ARG where not even one
- * fits; OVERFLOW. */
+/* Rows of a tile: as many as fit the budget, or the default; never more than there are. Errors: ARG if not
+ * even one fits; OVERFLOW. */
 UPIPE_API upipe_status upi_tiles_fit(upi_tiling *t, int64_t rows, int64_t standard, size_t budget,
                                      const char *what, upipe_err *e)
 {
@@ -41,14 +41,14 @@ UPIPE_API size_t upi_tiles_larger(size_t a, size_t b)
     return a > b ? a : b;
 }
 
-/* A packed matrix for which only the shape matters yet. */
+/* A packed matrix whose shape alone matters yet. */
 UPIPE_API upipe_view upi_tiles_shape(upipe_dtype dtype, int64_t rows, int64_t columns)
 {
     return upipe_view_packed(NULL, dtype, rows, 1, (int32_t)columns);
 }
 
-/* Scratch of y = x * w^T with w [columns][depth] and y of type `out`. backward: also of dx = dy * w, of type
- * `dx`, of another such product added to it where that is f32, and of dw += dy^T * x. */
+/* Scratch of y = x * w^T, with w [columns][depth] and y of type `out`. With backward also of dx = dy * w,
+ * where dx has type `dx`; of a second such product added to an f32 dx; and of dw += dy^T * x. */
 UPIPE_API size_t upi_tiles_product(const upipe_ops *ops, upipe_dtype out, upipe_dtype dx, upipe_dtype dtype,
                                    int64_t rows, int64_t columns, int64_t depth, int backward)
 {
@@ -64,7 +64,7 @@ UPIPE_API size_t upi_tiles_product(const upipe_ops *ops, upipe_dtype out, upipe_
                             ops->gemm_bytes(ops, dw, y, x, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
 }
 
-/* x is a matrix of this type and width, with buffer. */
+/* Whether x is a matrix of this type and width, and has a buffer. */
 UPIPE_API upipe_status upi_tiles_check(upipe_ctx *c, const char *call, const char *name, upipe_view v,
                                        upipe_view like)
 {
@@ -76,7 +76,7 @@ UPIPE_API upipe_status upi_tiles_check(upipe_ctx *c, const char *call, const cha
                     upipe_dtype_name(like.dtype), (long long)like.n, like.d);
 }
 
-/* Views that begin at one address must be the same rows: a tile's are written before the next one's are
+/* Views that begin at one address must have the same rows: a tile's are written before the next tile's are
  * read. */
 UPIPE_API upipe_status upi_tiles_check_alias(upipe_ctx *c, const char *call, const char *to, upipe_view y,
                                              const char *from, upipe_view x)
