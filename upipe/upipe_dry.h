@@ -40,26 +40,19 @@ UPIPE_API upipe_status upi_dry_sync(upipe_ctx *c)
 
 UPIPE_API upipe_status upi_dry_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
 {
-    (void)c;
-    (void)dst;
-    (void)src;
-    (void)bytes;
+    (void)c, (void)dst, (void)src, (void)bytes;
     return UPIPE_OK;
 }
 
 UPIPE_API upipe_status upi_dry_zero(upipe_ctx *c, void *dst, size_t bytes)
 {
-    (void)c;
-    (void)dst;
-    (void)bytes;
+    (void)c, (void)dst, (void)bytes;
     return UPIPE_OK;
 }
 
 UPIPE_API upipe_status upi_dry_cast(upipe_ctx *c, upipe_view dst, upipe_view src)
 {
-    (void)c;
-    (void)dst;
-    (void)src;
+    (void)c, (void)dst, (void)src;
     return UPIPE_OK;
 }
 
@@ -80,38 +73,32 @@ UPIPE_API upipe_status upi_dry_gemm(upipe_ctx *c, upipe_view out, upipe_view a, 
 
 UPIPE_API upipe_status upi_dry_attn_fwd(upipe_ctx *c, const upipe_attn *a)
 {
-    (void)c;
-    (void)a;
+    (void)c, (void)a;
     return UPIPE_OK;
 }
 
 UPIPE_API upipe_status upi_dry_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
 {
-    (void)c;
-    (void)g;
+    (void)c, (void)g;
     return UPIPE_OK;
 }
 
 UPIPE_API upipe_status upi_dry_rope(upipe_ctx *c, const upipe_rope *r)
 {
-    (void)c;
-    (void)r;
+    (void)c, (void)r;
     return UPIPE_OK;
 }
 
 UPIPE_API upipe_status upi_dry_rmsnorm(upipe_ctx *c, upipe_view y, upipe_view x, const float *weight, float eps)
 {
-    (void)weight;
-    (void)eps;
+    (void)weight, (void)eps;
     return upi_dry_cast(c, y, x);
 }
 
 UPIPE_API upipe_status upi_dry_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upipe_view dy, upipe_view x,
                                            const float *weight, float eps, float *dweight, int accumulate)
 {
-    (void)dy;
-    (void)dweight;
-    (void)accumulate;
+    (void)dy, (void)dweight, (void)accumulate;
     return upi_dry_rmsnorm(c, dx, x, weight, eps);
 }
 
@@ -124,12 +111,7 @@ UPIPE_API upipe_status upi_dry_rowdot(upipe_ctx *c, upipe_view out, upipe_view a
 UPIPE_API upipe_status upi_dry_sum(upipe_ctx *c, upipe_view dst, const float *src, int64_t step, int count,
                                    int accumulate)
 {
-    (void)c;
-    (void)dst;
-    (void)src;
-    (void)step;
-    (void)count;
-    (void)accumulate;
+    (void)c, (void)dst, (void)src, (void)step, (void)count, (void)accumulate;
     return UPIPE_OK;
 }
 
@@ -141,8 +123,7 @@ UPIPE_API upipe_status upi_dry_swiglu(upipe_ctx *c, upipe_view y, upipe_view gat
 
 UPIPE_API upipe_status upi_dry_cross_entropy(upipe_ctx *c, const upipe_cross_entropy *x)
 {
-    (void)c;
-    (void)x;
+    (void)c, (void)x;
     return UPIPE_OK;
 }
 
@@ -154,17 +135,14 @@ UPIPE_API upipe_status upi_dry_embed(upipe_ctx *c, upipe_view x, upipe_view tabl
 
 UPIPE_API upipe_status upi_dry_total(upipe_ctx *c, double *out, upipe_view x, int squares)
 {
-    (void)c;
-    (void)x;
-    (void)squares;
+    (void)c, (void)x, (void)squares;
     *out = 0;
     return UPIPE_OK;
 }
 
 UPIPE_API upipe_status upi_dry_adamw(upipe_ctx *c, const upipe_adamw *a)
 {
-    (void)c;
-    (void)a;
+    (void)c, (void)a;
     return UPIPE_OK;
 }
 

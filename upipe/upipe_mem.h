@@ -88,10 +88,7 @@ UPIPE_API void upi_mem_poison(upipe_mem *m, size_t offset, size_t bytes, int poi
     if (!m->dry && poison) __asan_poison_memory_region(m->slab + offset, bytes);
     if (!m->dry && !poison) __asan_unpoison_memory_region(m->slab + offset, bytes);
 #else
-    (void)m;
-    (void)offset;
-    (void)bytes;
-    (void)poison;
+    (void)m, (void)offset, (void)bytes, (void)poison;
 #endif
 }
 

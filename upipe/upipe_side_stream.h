@@ -42,25 +42,20 @@ typedef struct upipe_side_stream {
 UPIPE_API upipe_status upi_side_stream_inline_post(upipe_ctx *c, upipe_side_stream *side_stream, void (*task)(void *arg),
                                             void *arg)
 {
-    (void)c;
-    (void)side_stream;
+    (void)c, (void)side_stream;
     task(arg);
     return UPIPE_OK;
 }
 
 UPIPE_API upipe_status upi_side_stream_inline_point(upipe_ctx *c, upipe_side_stream *side_stream, int point, int64_t n)
 {
-    (void)c;
-    (void)side_stream;
-    (void)point;
-    (void)n;
+    (void)c, (void)side_stream, (void)point, (void)n;
     return UPIPE_OK;
 }
 
 UPIPE_API upipe_status upi_side_stream_inline_join(upipe_ctx *c, upipe_side_stream *side_stream)
 {
-    (void)c;
-    (void)side_stream;
+    (void)c, (void)side_stream;
     return UPIPE_OK;
 }
 

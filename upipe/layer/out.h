@@ -18,18 +18,6 @@ typedef struct upi_tile {
     int begun; /* the sum has its first term */
 } upi_tile;
 
-UPIPE_API upipe_status upi_tile_alloc(upipe_ctx *c, const upi_run *r, upi_tile *t)
-{
-    UPIPE_TRY(upipe_alloc(c, &t->buf, r->scratch.tile, "tile"));
-    return upipe_alloc(c, &t->work, r->scratch.gemm, "gemm_work");
-}
-
-UPIPE_API upipe_status upi_tile_free(upipe_ctx *c, upi_tile *t)
-{
-    UPIPE_TRY(upipe_free(c, t->work));
-    return upipe_free(c, t->buf);
-}
-
 UPIPE_API void upi_tile_begin(const upi_run *r, upi_tile *t, upipe_view out, int64_t row)
 {
     int64_t rows = upi_tile_rows(r->l), left = r->p->rows - row;
@@ -64,7 +52,8 @@ UPIPE_API upipe_status upi_out_fwd(upipe_ctx *c, const upi_run *r, upipe_view y,
     const upipe_plan *p = r->p;
     upi_tile tile;
     int64_t row;
-    UPIPE_TRY(upi_tile_alloc(c, r, &tile));
+    UPIPE_TRY(upipe_alloc(c, &tile.buf, r->scratch.tile, "tile"));
+    UPIPE_TRY(upipe_alloc(c, &tile.work, r->scratch.gemm, "gemm_work"));
     for (row = 0; row < p->rows; row += upi_tile_rows(r->l)) {
         int head, stage, rank, n;
         upi_tile_begin(r, &tile, y, row);
@@ -76,7 +65,8 @@ UPIPE_API upipe_status upi_out_fwd(upipe_ctx *c, const upi_run *r, upipe_view y,
         }
         if (tile.buf != NULL) UPIPE_TRY(c->ops->cast(c, upipe_view_rows(y, row, tile.n), tile.sum));
     }
-    return upi_tile_free(c, &tile);
+    UPIPE_TRY(upipe_free(c, tile.work));
+    return upipe_free(c, tile.buf);
 }
 
 /* delta = rowsum(dO * O) of the heads of one stage and rank: [rows][n]. */
@@ -147,7 +137,8 @@ UPIPE_API upipe_status upi_grad_x(upipe_ctx *c, const upi_run *r, upipe_view dx,
     const upipe_dtype type = p->desc.dtype;
     upi_tile tile;
     int64_t row;
-    UPIPE_TRY(upi_tile_alloc(c, r, &tile));
+    UPIPE_TRY(upipe_alloc(c, &tile.buf, r->scratch.tile, "tile"));
+    UPIPE_TRY(upipe_alloc(c, &tile.work, r->scratch.gemm, "gemm_work"));
     for (row = 0; row < p->rows; row += upi_tile_rows(r->l)) {
         int head, stage, rank, n, which;
         upi_tile_begin(r, &tile, dx, row);
@@ -167,7 +158,8 @@ UPIPE_API upipe_status upi_grad_x(upipe_ctx *c, const upi_run *r, upipe_view dx,
         }
         if (tile.buf != NULL) UPIPE_TRY(c->ops->cast(c, upipe_view_rows(dx, row, tile.n), tile.sum));
     }
-    return upi_tile_free(c, &tile);
+    UPIPE_TRY(upipe_free(c, tile.work));
+    return upipe_free(c, tile.buf);
 }
 
 #endif
