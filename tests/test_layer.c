@@ -532,9 +532,77 @@ static void test_misuse(void)
     free(slab);
 }
 
+/* What a context, or a backward, lacks is said in a sentence. */
+static void test_missing(void)
+{
+    static const char *const words[] = {"ctx->ops is NULL", "ctx->mem is NULL", "ctx->team is NULL"};
+    upipe_plan_desc desc;
+    upipe_plan plan;
+    upipe_layer l;
+    upipe_ops ops;
+    upipe_comm team;
+    upipe_comm_self_state state;
+    upipe_mem mem;
+    upipe_mem_block blocks[64];
+    upipe_ctx whole, c;
+    upipe_saved save;
+    upipe_grads g;
+    float *w = (float *)calloc(64 * 64, sizeof *w), *x_data = (float *)calloc(8 * 64, sizeof *x_data);
+    void *slab = aligned_alloc(64, 1 << 20);
+    upipe_view x = upipe_view_packed(x_data, UPIPE_F32, 8, 1, 64);
+    int i;
+    memset(&desc, 0, sizeof desc);
+    memset(&l, 0, sizeof l);
+    memset(&whole, 0, sizeof whole);
+    memset(&save, 0, sizeof save);
+    memset(&g, 0, sizeof g);
+    desc.tokens = 8, desc.heads = 2, desc.head_dim = 32;
+    CHECK(upipe_plan_init(&plan, &desc, NULL) == UPIPE_OK);
+    upipe_cpu_ops(&ops);
+    upipe_comm_self(&team, &state, ops.copy);
+    upipe_mem_init(&mem, slab, 1 << 20, blocks, 64);
+    l.plan = &plan;
+    l.wq = l.wk = l.wv = l.wo = w;
+    whole.ops = &ops;
+    whole.mem = &mem;
+    whole.team = &team;
+#define MISSING(call)                                \
+    do {                                             \
+        CHECK_STATUS(call, UPIPE_ERR_ARG, c.err);    \
+        CHECK_TEXT(c.err.text, words[i]);            \
+        memset(&c.err, 0, sizeof c.err);             \
+    } while (0)
+    for (i = 0; i < 3; ++i) {
+        c = whole;
+        if (i == 0) c.ops = NULL;
+        if (i == 1) c.mem = NULL;
+        if (i == 2) c.team = NULL;
+        MISSING(upipe_layer_fwd(&c, &l, &save, x));
+        MISSING(upipe_layer_bwd(&c, &l, x, &g, &save, &save.out, x));
+        MISSING(upipe_layer_out_fwd(&c, &l, x, &save));
+        MISSING(upipe_layer_out_bwd(&c, &l, &g, &save, x));
+        MISSING(upipe_reduce_scatter(&c, w, 64));
+        MISSING(upipe_all_gather(&c, w, 64, 4));
+        MISSING(upipe_all_reduce(&c, w, 64));
+        if (i == 2) MISSING(upipe_a2a_to_heads(&c, w, x_data, &plan, 0, UPIPE_A2A_Q, 4));
+        if (i == 2) MISSING(upipe_a2a_to_tokens(&c, w, x_data, &plan, 0, UPIPE_A2A_Q, 4));
+    }
+#undef MISSING
+    c = whole;
+    CHECK_STATUS(upipe_layer_fwd(&c, &l, &save, x), UPIPE_OK, c.err);
+    CHECK_STATUS(upipe_layer_bwd(&c, &l, x, &g, &save, NULL, x), UPIPE_ERR_ARG, c.err);
+    CHECK_TEXT(c.err.text, "dout is NULL");
+    CHECK_STATUS(upipe_saved_free(&c, &save), UPIPE_OK, c.err);
+    CHECK(upipe_mem_destroy(&mem, NULL) == UPIPE_OK);
+    free(w);
+    free(x_data);
+    free(slab);
+}
+
 int main(void)
 {
     test_misuse();
+    test_missing();
     test_finite_differences();
     test_bits(16, 4, 0, 0, 0);
     test_bits(8, 8, 1, 0, 1);

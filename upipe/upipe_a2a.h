@@ -99,6 +99,7 @@ UPIPE_API upipe_view upipe_head_run_matrix(const upipe_plan *p, void *data, upip
 
 UPIPE_API upipe_status upi_a2a_check(upipe_ctx *c, const upipe_plan *p)
 {
+    if (c->team == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "ctx->team is NULL");
     if (c->team->ranks != p->desc.ranks || (c->team->rank != p->desc.rank && !upipe_plan_even(p)))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "a plan for rank %d of %d on rank %d of a team of %d",
                         p->desc.rank, p->desc.ranks, c->team->rank, c->team->ranks);
@@ -121,12 +122,12 @@ UPIPE_API upipe_status upipe_a2a_to_heads(upipe_ctx *c, void *dst, const void *s
                                           int stage, upipe_a2a_heads which, size_t each)
 {
     upipe_comm *team = c->team;
-    const int mine = upipe_plan_part(p, which, stage, team->rank).count;
     const int64_t batch = p->desc.batch;
     upipe_span before = upi_span_make(0, 0);
-    int r, used = 0;
+    int r, mine, used = 0;
     int64_t first, at = 0;
     UPIPE_TRY(upi_a2a_check(c, p));
+    mine = upipe_plan_part(p, which, stage, team->rank).count;
     for (r = 0; r < team->ranks; ++r) {
         upipe_span s = upipe_plan_part(p, which, stage, r);
         size_t theirs = (size_t)(upipe_plan_tokens(p, r, &first) * mine) * each;
@@ -151,11 +152,11 @@ UPIPE_API upipe_status upipe_a2a_to_tokens(upipe_ctx *c, void *dst, const void *
                                            int stage, upipe_a2a_heads which, size_t each)
 {
     upipe_comm *team = c->team;
-    const int mine = upipe_plan_part(p, which, stage, team->rank).count;
     const int64_t batch = p->desc.batch;
-    int r, used = 0;
+    int r, mine, used = 0;
     int64_t first, at = 0;
     UPIPE_TRY(upi_a2a_check(c, p));
+    mine = upipe_plan_part(p, which, stage, team->rank).count;
     for (r = 0; r < team->ranks; ++r) {
         int heads = upipe_plan_part(p, which, stage, r).count;
         size_t theirs = (size_t)(upipe_plan_tokens(p, r, &first) * mine) * each;

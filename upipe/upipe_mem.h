@@ -257,6 +257,7 @@ UPIPE_API upipe_status upipe_mem_free(upipe_mem *m, void *p, upipe_err *e)
 /* upipe_alloc, upipe_free -- a block of ctx->mem; the reason of a failure is in ctx->err */
 UPIPE_API upipe_status upipe_alloc(upipe_ctx *c, void **out, size_t bytes, const char *tag)
 {
+    if (c->mem == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "ctx->mem is NULL");
     return upipe_mem_alloc(c->mem, out, bytes, tag, &c->err);
 }
 
@@ -268,14 +269,14 @@ UPIPE_API upipe_status upipe_free(upipe_ctx *c, void *p)
 /* upipe_mem_mark -- a point in the sequence of allocations, for upipe_mem_rewind and upipe_mem_quarantine */
 UPIPE_API int64_t upipe_mem_mark(const upipe_mem *m)
 {
-    return m->serial;
+    return m != NULL ? m->serial : 0;
 }
 
 /* upipe_mem_rewind -- frees every block that was allocated after the mark, but for those in quarantine */
 UPIPE_API void upipe_mem_rewind(upipe_mem *m, int64_t mark)
 {
     int i = 0;
-    while (i < m->blocks_n) {
+    while (m != NULL && i < m->blocks_n) {
         if (m->blocks[i].serial > mark && !m->blocks[i].quarantined)
             upi_mem_drop(m, i);
         else

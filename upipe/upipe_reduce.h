@@ -82,6 +82,7 @@ UPIPE_API upipe_status upipe_reduce_scatter(upipe_ctx *c, float *data, int64_t n
     int64_t mark = upipe_mem_mark(c->mem);
     upipe_status s;
     if (n < 0) return upipe_fail(&c->err, UPIPE_ERR_ARG, "a sum of %lld elements", (long long)n);
+    UPIPE_TRY(upipe_ctx_check(c));
     UPIPE_TRY(upi_comm_idle(c, c->team));
     if (n == 0 || c->team->ranks == 1) return UPIPE_OK;
     s = upi_reduce_scatter(c, data, n);
@@ -102,6 +103,7 @@ UPIPE_API upipe_status upipe_all_gather(upipe_ctx *c, void *data, int64_t n, siz
     upipe_status status;
     int p, used = 0;
     if (n < 0) return upipe_fail(&c->err, UPIPE_ERR_ARG, "a gather of %lld elements", (long long)n);
+    UPIPE_TRY(upipe_ctx_check(c));
     UPIPE_TRY(upi_comm_idle(c, team));
     mine_n = upipe_reduce_slice(n, team->rank, team->ranks, &mine);
     for (p = 0; p < team->ranks; ++p) {

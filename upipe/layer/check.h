@@ -140,6 +140,7 @@ UPIPE_API upipe_status upi_layer_check_grads(upipe_ctx *c, const upipe_layer *l,
 UPIPE_API upipe_status upi_layer_check_bwd(upipe_ctx *c, const upipe_layer *l, const upipe_grads *grads,
                                            const upipe_saved *save, const upipe_slots *dout)
 {
+    if (dout == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "dout is NULL");
     if (save->lse == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "the forward's results are not there (consumed before?)");
     UPIPE_TRY(upipe_slots_check(c, l->plan, dout, "dout"));
