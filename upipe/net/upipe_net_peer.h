@@ -19,11 +19,11 @@
  * Data. start records an event on ctx->stream: behind it this rank's buffers may be read and written. In wait
  * each rank, on a stream of its own, waits for the receiver's event and copies every message to its place
  * with cudaMemcpyAsync or cudaMemcpy2DAsync; the receivers' streams wait for an event behind these copies.
- * Hosts exchange addresses, and which events are recorded; they do not wait for the device in between, and no
- * kernel is launched. So the data need no multiprocessors, and move while ctx->stream runs what it is given
- * between start and wait. (A driver may copy with a kernel what a rank sends itself.) Ranks synchronize with
- * events rather than with words in memory: a wait is enqueued only after what it waits for, so no order of
- * calls can hang a device, also where ranks share one, and the runtime knows every dependence.
+ * Hosts send each other addresses, and which events are recorded; they do not wait for the device in between,
+ * and no kernel is launched. So the data need no multiprocessors, and move while ctx->stream runs what it is
+ * given between start and wait. (A driver may copy with a kernel what a rank sends itself.) Ranks synchronize
+ * with events rather than with words in memory: a wait is enqueued only after what it waits for, so no order
+ * of calls can hang a device, also where ranks share one, and the runtime knows every dependence.
  *
  * wait returns when the transfer is complete on the device. With team.ahead it returns when the transfer is
  * enqueued and ctx->stream waits for it: the host runs ahead, and a failure of the device shows in a later
@@ -241,7 +241,7 @@ UPIPE_API upipe_status upi_peer_progress_receiving(upipe_err *e, upipe_peer *m, 
     return UPIPE_OK;
 }
 
-/* Takes transfer s as far as the other ranks allow. *complete: nothing is left to do here. */
+/* Advances transfer s as far as the other ranks allow. *complete: nothing is left to do here. */
 UPIPE_API upipe_status upi_peer_progress(upipe_ctx *c, upipe_peer *m, uint64_t s, int *complete)
 {
     *complete = 0;
