@@ -1,6 +1,6 @@
-/* 02_pool.c -- the slab pool: how much will it need? ask a dry pool; what happened? ask the trace
+/* 02_pool.c -- the slab pool: a dry pool finds the slab's size, a trace shows what happened
  *
- * The same function runs twice: over a dry pool, whose addresses must not be touched, and over a slab of
+ * The same function runs twice: over a dry pool, whose addresses must not be accessed, and over a slab of
  * exactly the size that the dry run found.
  */
 #include <stdio.h>
@@ -10,7 +10,7 @@
 
 enum { SMALL = 1000, LARGE = 100000, BLOCKS = 8 };
 
-/* Frees the first of three blocks before it takes a larger one: a hole is left. */
+/* Frees the first of three blocks before it allocates a larger one: a hole is left. */
 static upipe_status work(upipe_mem *m, upipe_err *e)
 {
     void *a, *b, *c, *d;

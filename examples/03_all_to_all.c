@@ -20,7 +20,7 @@ typedef struct shared { /* in memory that the device reaches */
     float heads[RANKS][TOKENS];    /* what each rank got: its head of all tokens */
     int64_t sent[RANKS];
     upipe_err errors[RANKS];
-    int intact; /* ranks whose tokens came back as they were */
+    int intact; /* ranks whose tokens are as before */
 } shared;
 
 static upipe_status rank_main(void *user, int rank)

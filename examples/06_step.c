@@ -1,5 +1,5 @@
 /* 06_step.c -- training steps on two ranks: the block with its output projection, gradients summed, weights
- * moved */
+ * updated */
 #include "upipe/net/upipe_net_threads.h"
 #include "upipe/upipe.h"
 
@@ -68,7 +68,7 @@ static upipe_status rank_main(void *user, int rank)
     c.mem = &mem, c.team = upipe_threads_comm(&all->team, rank);
     for (n = 0; n < STEPS && s == UPIPE_OK; ++n) {
         s = step(&c, all, all->grad[rank], &all->loss[rank][n]);
-        if (s == UPIPE_OK) s = upipe_comm_barrier(&c, c.team); /* nobody reads the weights any more */
+        if (s == UPIPE_OK) s = upipe_comm_barrier(&c, c.team); /* no rank reads the weights any more */
         for (i = 0; rank == 0 && i < ALL; ++i) all->w[i] -= 0.05f * all->grad[0][i];
         if (s == UPIPE_OK) s = upipe_comm_barrier(&c, c.team);
     }

@@ -120,7 +120,7 @@ static int host_begin(host *h, const launch *l, double deadline, int zero_sm)
     ncclResult_t r;
     upipe_err e;
     int devices = 1;
-    config.blocking = 0; /* else NCCL waits for ranks that never come */
+    config.blocking = 0; /* else NCCL waits without a deadline for missing ranks */
 #ifdef NCCL_CTA_POLICY_ZERO
     if (zero_sm) config.CTAPolicy = NCCL_CTA_POLICY_ZERO;
 #endif
@@ -144,7 +144,7 @@ static int host_begin(host *h, const launch *l, double deadline, int zero_sm)
     return cli_fail("rank %d: %s", l->rank, e.text);
 }
 
-/* Ends the communicator with the others, or alone if they do not come. */
+/* Ends the communicator with the others, or alone if they do not do so in time. */
 static ncclResult_t host_finalize(ncclComm_t nccl, double deadline)
 {
     double until = cli_clock(NULL) + deadline;
@@ -200,7 +200,8 @@ static void host_slab_free(host *h, void *slab)
 #endif
 /* ------------------------------------------------------------------------------------------------ */
 
-/* Numbers of the host to a tensor of the storage type, and back, through `wide`: as many f32 of the device. */
+/* Numbers of the host to a tensor of the storage type, and back, through `wide`: as many f32 of the
+ * device. */
 static upipe_status put(upipe_ctx *c, upipe_view to, void *wide, const float *from)
 {
     UPIPE_TRY(c->ops->copy(c, wide, from, (size_t)(to.n * to.d) * 4));

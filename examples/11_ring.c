@@ -1,7 +1,7 @@
-/* 11_ring.c -- four ranks as a grid: heads are traded in teams, keys and values go round rings; against one rank alone
+/* 11_ring.c -- four ranks as a grid of teams (all-to-all) and rings (ring attention), against one rank alone
  *
- * A rank is in a team (all-to-all) and in a ring, each a communicator of its own. The ring's layout says which tokens
- * it holds: here zigzag, equal work for all under a causal mask. Nothing divides: 101 tokens.
+ * A rank is in a team (all-to-all) and in a ring, each a communicator of its own. The ring's layout says
+ * which tokens it holds: here zigzag, equal work for all under a causal mask. Nothing divides: 101 tokens.
  */
 #include <math.h>
 #include <stdio.h>
@@ -80,7 +80,7 @@ static upipe_status rank_main(void *user, int rank)
     void *slab = NULL;
     c.ops = &all->ops;
     c.team = grid_world(&all->grid, rank);
-    s = upipe_comm_barrier(&c, c.team); /* everybody has come */
+    s = upipe_comm_barrier(&c, c.team); /* all ranks are here */
     grid_use(&all->grid, rank, &c);
     if (s == UPIPE_OK) s = prepare(&c, all, rank, &l);
     if (s == UPIPE_OK && posix_memalign(&slab, UPIPE_MEM_ALIGN, all->slab_bytes[rank]) != 0)

@@ -1,4 +1,4 @@
-/* 12_segments.c -- the sequence in segments, with the host's memory behind it: FPDT, and UPipe in its segments
+/* 12_segments.c -- the sequence in segments, offloaded to the host: FPDT, and UPipe in segments
  *
  * A dry run of the same code says before what device and host will hold. Here the device is the CPU too, so both are
  * pools in the same memory.
@@ -44,7 +44,8 @@ static void place(const upipe_fpdt *f, float *sequence, float *mine, int back)
     }
 }
 
-/* Forward and backward of one rank; the loss is |out|^2 / 2, so the gradient of out is out. x and dout are the host's. */
+/* Forward and backward of one rank; the loss is |out|^2 / 2, so the gradient of out is out. x and dout are
+ * the host's. */
 static upipe_status step(upipe_ctx *c, shared *all, const upipe_fpdt *f, float *x, void *dout, own *mine)
 {
     upipe_grads grads = {0}; /* those of the weights are not wanted here */

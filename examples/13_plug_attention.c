@@ -1,8 +1,8 @@
-/* 13_plug_attention.c -- attention of the host's own in the table, for the calls that it knows
+/* 13_plug_attention.c -- attention of the host's own in the compute table, for the calls that it supports
  *
- * On the CPU plain loops, forward and backward; on a GPU cuDNN's forward (13_plug_cudnn.cpp). A causal block is served
- * by them; one with a sliding window goes to the library's kernels, which the plug has kept. Both are held against
- * the library alone.
+ * On the CPU plain loops, forward and backward; on a GPU cuDNN's forward (13_plug_cudnn.cpp). A causal block
+ * is served by them; one with a sliding window is forwarded to the library's kernels, which the plug has
+ * kept. Both results are compared with the library alone.
  */
 #include <math.h>
 
@@ -70,7 +70,8 @@ static upipe_status loops_fwd(upipe_ctx *c, const upipe_attn *a)
     return UPIPE_OK;
 }
 
-/* dk and dv are added to, head by head and in the order of the queries; a.o is not there any more: delta is. */
+/* dk and dv are added to, head by head and in the order of the queries; a.o is not there any more: delta
+ * is. */
 static upipe_status loops_bwd(upipe_ctx *c, const upipe_attn_grad *g)
 {
     plug *p = plug_of(c->ops);

@@ -1,7 +1,7 @@
-/* test_a2a -- the exchange by address formula, for heads and tokens that divide or do not, shared key/value
- * blocks, slots, sums in rank order
+/* test_a2a -- the all-to-alls by address formula, for heads and tokens that divide or do not, shared
+ * key/value blocks, slots, sums in rank order
  *
- * Every element names its origin, f(token, head, dim), so a misrouted byte says where it came from.
+ * Every element names its origin, f(token, head, dim), so a misrouted byte shows its origin.
  */
 #include "upipe/net/upipe_net_threads.h"
 #include "upipe/upipe_a2a.h"

@@ -1,6 +1,6 @@
 /* test_comm.c -- the transports that need no library: one rank alone, the dry team, ranks that are threads
  *
- * Exact data: every element names where it comes from and where it must land, so that a misrouted one tells.
+ * Exact data: every element names its origin and its destination, so that a misrouted one shows.
  * Faults: each rank in turn stays away, fails or disagrees. Asked are the exact status of every rank, the
  * words of the reason, that nobody waits much longer than the deadline, and that nothing is left behind.
  */
@@ -216,8 +216,8 @@ static void line_up(crew *k, int rank, double deadline)
     CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_OK, c->err);
     CHECK_STATUS(all_to_all(k, rank), UPIPE_OK, c->err);
     c->team->deadline = deadline;
-    /* A rank that is still inside that transfer would hear of the fault there: all leave it first, by other means
-     * than the team's. */
+    /* A rank that is still inside that transfer would hear of the fault there: all leave it first, by other
+     * means than the team's. */
     left = __atomic_add_fetch(&k->left, 1, __ATOMIC_ACQ_REL);
     left = (left + k->ranks - 1) / k->ranks * k->ranks;
     while (__atomic_load_n(&k->left, __ATOMIC_ACQUIRE) < left) sched_yield();

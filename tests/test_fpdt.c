@@ -1,5 +1,5 @@
-/* test_fpdt -- the block in segments of the sequence, against the oracle: with all heads at once (FPDT), and in head
- * chunks (UPipe x FPDT); bytes of device, host and exchanges; copies beside attention; refusals
+/* test_fpdt -- the block in segments of the sequence, against the oracle: with all heads at once (FPDT), and
+ * in head chunks (UPipe x FPDT); bytes of device, host and transfers; copies beside attention; refusals
  *
  * Draws as lib/test.h has them, a tenth of their number and seconds.
  */
@@ -625,7 +625,8 @@ static void test_failed_passes(void)
     }
 }
 
-/* Every copy fails once, those of the side stream among them: the pass ends with its sentence, and both pools are as before.
+/* Every copy fails once, those of the side stream among them: the pass ends with its sentence, and both pools
+ * are as before.
  */
 static void test_failed_copies(void)
 {
@@ -658,8 +659,9 @@ static void test_failed_copies(void)
             CHECK_INT(l->host.live, host);
             CHECK_INT(l->mem.live, 0);
         }
-        /* In each of two stages K and V of 6 pairs of segments; Q, dO, lse and delta of 9 visits, dQ that has begun
-         * of 5, and dQ of 9 back: the last segment's keys have one visitor, whose copies overlap nothing. */
+        /* In each of two stages K and V of 6 pairs of segments; Q, dO, lse and delta of 9 visits, dQ that has
+         * begun of 5, and dQ of 9 back: the last segment's keys have one visitor, whose copies overlap
+         * nothing. */
         CHECK_INT(the_frail.on_side_stream, 2 * (backward ? 4 * 9 + 5 + 9 : 2 * 6));
     }
     CHECK_STATUS(upipe_fpdt_free(&l->f, &l->save, &l->c.err), UPIPE_OK, l->c.err);

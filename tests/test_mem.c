@@ -1,4 +1,4 @@
-/* test_mem -- the pool: exact counts, cuts, marks, refusals, dry run = real run, trace */
+/* test_mem -- the pool: exact counts, placement, marks, refusals, dry run = real run, trace */
 #include "lib/test.h"
 #include "upipe/upipe_mem.h"
 

@@ -1,4 +1,4 @@
-/* test_shard -- who holds which tokens: a permutation for every layout, pieces that say the same as
+/* test_shard -- which rank holds which tokens: a permutation for every layout, pieces that say the same as
  * positions, equal work for the ring's ranks at every step
  */
 #include "lib/test.h"

@@ -1,4 +1,5 @@
-/* test_side_stream.c -- stages that overlap on a second line of execution: bits, bytes, order, and failures on either line */
+/* test_side_stream.c -- stages that overlap on a side stream: bits, bytes, order, failures of either
+ * stream */
 #include <time.h>
 
 #include "lib/runner.h"
@@ -33,8 +34,8 @@ static run_case make_case(int h, int hkv, int ranks, int chunk, upipe_dtype dtyp
     CHECK_SAY(memcmp(a.out.tensor, b.out.tensor, (size_t)block_count(&t.shape, #tensor) * 4) == 0, \
               "%s differs, %d/%d heads on %d ranks by %d, side stream %d", #tensor, h, hkv, ranks, chunk, side_stream)
 
-/* One line, a side stream on it, and a side stream that is a thread: the same bits, in every schedule; run_block holds the bytes
- * against the plan. */
+/* One line, a side stream on it, and a side stream that is a thread: the same bits, in every schedule;
+ * run_block holds the bytes against the plan. */
 static void test_same(int h, int hkv, int ranks, int chunk, int naive, int normed, upipe_dtype dtype)
 {
     run_case t = make_case(h, hkv, ranks, chunk, dtype);
@@ -73,7 +74,8 @@ static void test_same(int h, int hkv, int ranks, int chunk, int naive, int norme
 }
 #undef SAME
 
-/* Llama3-8B's attention on 8 ranks, 131,072 tokens on each: two stages hold more than one, and less than all. */
+/* Llama3-8B's attention on 8 ranks, 131,072 tokens on each: two stages hold more than one, and less than
+ * all. */
 static void test_peak(void)
 {
     upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
@@ -207,8 +209,8 @@ static void test_order(void)
     upipe_err e;
     tale t;
     int i;
-    /* a side stream that runs tasks at once, and one that is as late as it may be: with both, every preparation but the
-     * first lies before the attention of the stage before, or beside it */
+    /* a side stream that runs tasks at once, and one that is as late as it may be: with both, every
+     * preparation but the first lies before the attention of the stage before, or beside it */
     memset(&t, 0, sizeof t);
     upipe_side_stream_inline(&side_stream, NULL);
     CHECK(tell_all(&t, &side_stream, 3, &e) == UPIPE_OK);
@@ -222,8 +224,8 @@ static void test_order(void)
     side_stream.join = slow_join;
     CHECK(tell_all(&t, &side_stream, 4, &e) == UPIPE_OK);
     CHECK_TEXT(t.text, "p0 a0 p1 a1 f0 p2 a2 f1 p3 a3 f2 f3 ");
-    /* one step fails, on either line: the rank's own line stops, and so does the side stream, but for what it had been given
-     * before the attention that broke; the sentence is that of the failure */
+    /* one step fails, on either line: the rank's own line stops, and so does the side stream, but for what it
+     * had been given before the attention that broke; the sentence is that of the failure */
     for (i = 1; i <= 12; ++i) {
         memset(&t, 0, sizeof t);
         memset(&slow, 0, sizeof slow);
@@ -313,8 +315,8 @@ static void break_attention(upipe_ops *ops)
     ops->attn_bwd = broken_bwd;
 }
 
-/* Attention fails on one rank, forward or backward, while its side stream is in another stage's exchange: the team is told, not
- * left to the deadline. */
+/* Attention fails on one rank, forward or backward, while its side stream is in another stage's exchange: the
+ * team is told, not left to the deadline. */
 static void test_attention_fails(void)
 {
     run_case t = make_case(8, 4, 2, 2, UPIPE_F32);
@@ -377,7 +379,8 @@ static upipe_status guard_beside(void *user, size_t bytes, const char *tag)
                : UPIPE_OK;
 }
 
-/* The side stream fails beside a long attention: the others hear of it before their deadline, not after the attention. */
+/* The side stream fails beside a long attention: the others hear of it before their deadline, not after the
+ * attention. */
 static void test_side_stream_fails_early(void)
 {
     run_case t = make_case(8, 4, 2, 2, UPIPE_F32);

@@ -262,7 +262,7 @@ UPIPE_API upipe_status upi_ring_run(upipe_ctx *c, const upipe_ring_call *r, int 
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "a ring sums O and dQ in f32, not in %s",
                         upipe_dtype_name(r->sums));
     mark = upipe_mem_mark(c->mem);
-    pass = upi_ring_begin(c, r); /* holds the message list: upipe_unwind ends the transfer before it is gone */
+    pass = upi_ring_begin(c, r); /* holds the message list: it must outlive upipe_unwind */
     s = shift ? upi_ring_shift(&pass, backward) : upi_ring_held(c, r, backward);
     return s == UPIPE_OK ? UPIPE_OK : upipe_unwind(c, s, mark);
 }

@@ -99,7 +99,7 @@ typedef struct upipe_pipeline {
     upipe_status (*call)(upipe_ctx *c, void *arg, int store, int i);
     void *arg;
     upi_pipeline_task task[4]; /* loads and stores of two stages: no more are in flight */
-    upipe_status failed;       /* the first failure on the side stream, whose thread alone accesses it before join */
+    upipe_status failed;       /* the side stream's first failure; it alone accesses this before join */
     int seen;                  /* the compute stream has stopped for that failure, */
     const char *why;           /* or for a failure of its own */
 } upipe_pipeline;

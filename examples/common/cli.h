@@ -181,7 +181,7 @@ static inline int cli_dtype(const char *flag, const char *text, upipe_dtype *out
 
 /* ---- the loop ---- */
 
-/* Hands every flag to used; given[flag] counts them. A flag comes once, except repeatable (-1: none). */
+/* Passes every flag to used; given[flag] counts them. A flag is given once, except repeatable (-1: none). */
 static inline int cli_read(const struct option *list, int argc, char **argv, int *given, int repeatable,
                            int (*used)(void *user, int flag, const char *text), void *user)
 {

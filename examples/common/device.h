@@ -7,8 +7,8 @@
  *     ...
  *     device_close(&d);
  *
- * All ranks of a process share one device. Plans and dry runs need no device: device_table(kind, &ops) gives a
- * table whose *_bytes entries answer, and on the CPU all others too. Memory of device_shared is the host's,
+ * All ranks of a process share one device. Plans and dry runs need no device: device_table(kind, &ops) gives
+ * a table whose *_bytes entries answer, and on the CPU all others too. Memory of device_shared is the host's,
  * and the device reaches it, slowly: for what passes once. The host reads it after ctx.ops->sync.
  */
 #ifndef COMMON_DEVICE_H
@@ -115,7 +115,7 @@ static inline upipe_status device_open_cuda(device *d, upipe_err *e)
     d->stream = stream;
     s = upipe_cublas_check(e, cublasCreate(&d->blas), "cublasCreate");
     if (s == UPIPE_OK) s = upipe_cuda_slab(&d->workspace, DEVICE_WORKSPACE, e);
-    /* the stream first: a new one takes the workspace away */
+    /* the stream first: setting one resets the workspace */
     if (s == UPIPE_OK) s = upipe_cublas_check(e, cublasSetStream(d->blas, stream), "cublasSetStream");
     if (s == UPIPE_OK)
         s = upipe_cublas_check(e, cublasSetWorkspace(d->blas, d->workspace, DEVICE_WORKSPACE),

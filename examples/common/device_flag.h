@@ -14,7 +14,7 @@ static inline int device_flag(const char *flag, const char *text, int *kind)
     return cli_refuse("--%s %s: %s", flag, text, device_lacks(*kind));
 }
 
-/* Is there buffer on a device of its own for so many bytes? 0, or -1 with the sentence out. */
+/* 0 if a device with memory of its own has so many bytes free; else -1, with the sentence printed. */
 static inline int device_has_buf(int kind, double bytes)
 {
 #ifdef UPIPE_WITH_CUDA

@@ -73,7 +73,7 @@ static inline void grid_use(grid *g, int rank, upipe_ctx *c)
     c->ring = upipe_threads_comm(&g->rings[rank % g->in_team], rank / g->in_team);
 }
 
-/* Who waits for this rank is in its team or in its ring: it learns there that nobody comes. */
+/* Ranks that wait for this one are in its team or its ring, and are aborted there. */
 static inline upipe_status grid_main(void *user, int rank)
 {
     grid *g = (grid *)user;

@@ -4,8 +4,8 @@
  *     upipe_plan_desc d = method_schedule(k, 8, 2, heads, kv_heads, chunk);    on 8 ranks, 2 of them a ring
  *     method_place(&d, rank);                                                  for one of the 8
  *
- * A run's ranks are a grid: neighbours are a team, which exchanges heads for tokens, and ranks at the same place
- * of their teams are a ring, in which keys and values travel.
+ * A run's ranks are a grid: neighbours are a team (all-to-all), and ranks at the same place of their teams
+ * are a ring, round which keys and values are sent.
  */
 #ifndef COMMON_METHODS_H
 #define COMMON_METHODS_H
@@ -28,16 +28,16 @@ enum {
     METHODS
 };
 
-/* What the ranks are, and which heads a stage takes. */
+/* Whether the ranks are a team, a ring or both; and which heads a stage has. */
 typedef enum method_shape { METHOD_IS_TEAM, METHOD_IS_RING, METHOD_IS_GRID } method_shape;
 typedef enum method_stage { METHOD_ALL_HEADS, METHOD_CHUNK, METHOD_GROUP } method_stage;
 
 /* method_kind
  *   stage      all heads, a chunk that the caller chooses, or those of a key/value head
- *   mode       how K and V go round the ring; AUTO: the caller may say
+ *   mode       the ring mode; AUTO: the caller may choose
  *   naive      heads in their order
  *   inner      the ring has inner ones
- *   segmented  the sequence in segments, with a second pool behind the rank's own
+ *   segmented  the sequence in segments, offloaded to a second pool
  */
 typedef struct method_kind {
     const char *name;
@@ -96,7 +96,7 @@ static inline int method_ring(const method_kind *k, int ranks, int ring)
     return k->shape == METHOD_IS_RING ? ranks : k->shape == METHOD_IS_GRID ? ring : 1;
 }
 
-/* Whether something of it may overlap: stages on one team, or the copies of segments. */
+/* Whether the method can overlap: stages on one team, or the copies of segments. */
 static inline int method_overlaps(const method_kind *k)
 {
     return k->segmented || (k->shape == METHOD_IS_TEAM && k->stage == METHOD_CHUNK);

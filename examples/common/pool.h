@@ -35,12 +35,12 @@ typedef struct pool {
     void (*task)(void *arg, int32_t i);
     void *arg;
     int64_t call;          /* calls made so far; guards the fields above */
-    int32_t count, next;   /* tasks of this call, and the first that nobody has taken */
+    int32_t count, next;   /* tasks of this call, and the first that no thread has begun */
     int32_t open;          /* tasks that have not returned */
     int32_t workers, stop; /* threads, the caller's included */
 } pool;
 
-/* Takes tasks of the call until none is left. Holds the lock on entry and exit. */
+/* Runs tasks of the call until none is left. Holds the lock on entry and exit. */
 static inline void pool_work(pool *p)
 {
     while (p->next < p->count) {
@@ -113,7 +113,8 @@ static inline void pool_free(pool *p)
     pthread_mutex_destroy(&p->lock);
 }
 
-/* Starts workers - 1 threads, 1 <= workers <= POOL_MAX. Nonzero, and nothing to free, if the system has none. */
+/* Starts workers - 1 threads, 1 <= workers <= POOL_MAX. Nonzero, and nothing to free, if the system has
+ * none. */
 static inline int pool_init(pool *p, int32_t workers)
 {
     memset(p, 0, sizeof *p);

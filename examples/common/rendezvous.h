@@ -1,13 +1,15 @@
 /* rendezvous.h -- processes that a launcher has started: who they are, and a few bytes from the first to all
  *
  *     launch l;
- *     int status = launch_read(&l);                            mpirun, srun, torchrun, or variables set by hand
+ *     int status = launch_read(&l);                            mpirun, srun, torchrun, or variables set by
+ *                                                              hand
  *     if (status != 0) return status - 1;                      the sentence is out
  *     if (l.rank == 0) ncclGetUniqueId(&id);
  *     if (rendezvous(&l, &id, sizeof id, 30) != 0) return EXIT_RUN;      now all have it
  *
  * Rank 0 listens on TCP port MASTER_PORT; the others connect to MASTER_ADDR and say who they are. No call
- * waits longer than it was told. Neither secret nor safe from strangers on the network: for a cluster's inside.
+ * waits longer than it was told. Neither secret nor safe from strangers on the network: for a cluster's
+ * inside.
  */
 #ifndef COMMON_RENDEZVOUS_H
 #define COMMON_RENDEZVOUS_H
@@ -168,7 +170,7 @@ static inline rendezvous_hello rendezvous_hello_of(const launch *l, size_t bytes
     return h;
 }
 
-/* Rank 0: hands the data to every other rank that comes. A stranger is sent away. */
+/* Rank 0: sends the data to every other rank that connects, and closes connections of others. */
 static inline int rendezvous_serve(const launch *l, void *data, size_t bytes, double seconds)
 {
     double until = cli_clock(NULL) + seconds;

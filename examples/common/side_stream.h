@@ -1,7 +1,7 @@
-/* side_stream.h -- a rank's second line of execution, where something overlaps: a thread on the CPU, a stream on a CUDA device
+/* side_stream.h -- a rank's side stream, for plans that overlap: a CPU thread or a CUDA stream
  *
  *     side_stream l;
- *     side_stream_open(&l, DEVICE_CPU, &ctx);               ctx.side stream is set
+ *     side_stream_open(&l, DEVICE_CPU, &ctx);               sets ctx.side_stream
  *     ...
  *     side_stream_close(&l, &ctx.err);                      after a failed open too
  */

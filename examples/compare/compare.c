@@ -163,7 +163,7 @@ static int run_reference(compare *c)
     in.window = c->o.window;
     in.cu_seqlens = c->o.cu_seqlens;
     in.cu_seqlens_n = c->o.cu_seqlens_n;
-    in.softcap = (double)(float)c->o.softcap; /* as the library takes it */
+    in.softcap = (double)(float)c->o.softcap; /* as the library rounds it */
     in.sinks = c->in.sinks;
     in.theta = c->o.rope ? rope_theta : 0;
     in.threads = processors < 1 ? 1 : processors > ORACLE_THREADS_MAX ? ORACLE_THREADS_MAX : (int)processors;

@@ -171,8 +171,8 @@ static int64_t method_layer_bytes(const method_rank *rank)
     return ((int64_t)upipe_plan_unit_bytes(&rank->plan) + align - 1) / align * align;
 }
 
-/* Bytes of the inputs that wait on the device, and in the host's memory: there the block's own too, which goes
- * in its forward and comes in its backward. */
+/* Bytes of the inputs that wait on the device, and in the host's memory: there the block's own too, which
+ * goes in its forward and comes in its backward. */
 static size_t method_kept_device(const method *m, const method_rank *rank)
 {
     if (m->kind->segmented || m->o->offload) return 0;
@@ -209,7 +209,7 @@ static void method_second_init(method_rank *rank)
                    METHOD_SECOND_BLOCKS);
 }
 
-/* x goes to the host's memory in the forward, and comes back from there in the backward. */
+/* x is offloaded to the host's memory in the forward, and fetched in the backward. */
 static upipe_status method_offload(method *m, upipe_ctx *c, method_rank *rank, void *x, void *kept_there, int pass)
 {
     const size_t bytes = upipe_plan_unit_bytes(&rank->plan);

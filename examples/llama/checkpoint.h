@@ -1,8 +1,8 @@
 /* checkpoint.h -- a model and its optimizer on the disk, whole or not at all
  *
  *     DIR/checkpoint-120/config.json              llama_config_write's
- *                        model.safetensors        weights of the storage type, norm weights f32; Hugging Face's
- *                                                 names
+ *                        model.safetensors        weights of the storage type, norm weights f32; Hugging
+ *                                                 Face's names
  *                        optimizer.safetensors    f32: exp_avg.NAME, exp_avg_sq.NAME, and in a bf16 run
  *                                                 master.NAME of the weights; the run's numbers as metadata
  *
@@ -450,7 +450,7 @@ static int llama_save_commit(llama_save_work *s, int keep)
     return bad;
 }
 
-/* Tells all ranks whether one of them has failed; none goes on before all have come. */
+/* Tells all ranks whether one of them has failed; no rank continues before all have called it. */
 static int llama_save_agree(llama_save_work *s, int bad)
 {
     upipe_comm *team = s->c->team;
@@ -726,7 +726,8 @@ static int llama_load_index(llama_load_work *w, json_t **root)
     return 0;
 }
 
-/* llama_load_weights -- fills weights, norm weights and, unless it is NULL, master from the safetensors in a folder
+/* llama_load_weights -- fills weights, norm weights and, unless it is NULL, master from the safetensors in a
+ * folder
  *
  * Values are converted to the storage type. Every tensor of the layout must be there in its shape, and no
  * other but the head of a tied model and stored rotary frequencies. No call of other ranks is waited for.

@@ -218,7 +218,7 @@ static upipe_status logits_tokens(const logits *g, const model_rank *r)
     int part;
     for (part = 0; part < model_parts(r->m); ++part) {
         const upipe_shard s = model_shard(r->m, part);
-        for (i = 0; i < s.n; i += n, to += n) { /* neighbours travel together */
+        for (i = 0; i < s.n; i += n, to += n) { /* neighbours in one message */
             n = s.step > 1 ? 1 : (i < s.piece[0].n ? s.piece[0].n : s.n) - i;
             UPIPE_TRY(r->c->ops->copy(r->c, to, g->ids + upipe_shard_pos(&s, i), (size_t)n * 4));
         }

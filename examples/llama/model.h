@@ -56,7 +56,7 @@ typedef struct model_rank {
     int32_t *tokens, *targets;
     float *losses;
     void **kept;    /* [2 * layers] */
-    device *device; /* whose copies go beside the stream of c; NULL: they go in it */
+    device *device; /* whose copies run beside the stream of c; NULL: on that stream */
 } model_rank;
 
 /* The plan of one rank: the model says how many heads there are and how large, desc everything else. */

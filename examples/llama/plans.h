@@ -4,8 +4,8 @@
  *     upipe_plan_desc desc = method_desc(&how, heads, kv_heads);
  *     method_place(&desc, rank);                            for one of the 8; the caller says the rest
  *
- * A run's ranks are a grid: neighbours are a team, which exchanges heads for tokens, and ranks at the same
- * place of their teams are a ring, in which keys and values travel. Where the method cuts the sequence into
+ * A run's ranks are a grid: neighbours are a team (all-to-all), and ranks at the same place of their
+ * teams are a ring, round which keys and values are sent. Where the method cuts the sequence into
  * segments, how.segments says into how many, for model_cut.
  */
 #ifndef LLAMA_PLANS_H
@@ -97,7 +97,7 @@ static inline upipe_plan_desc method_desc(const method_choice *how, int heads, i
     return d;
 }
 
-/* What is to overlap must be there: several stages, or segments. */
+/* Overlap needs several stages, or segments. */
 static inline upipe_status method_overlapped(const method_choice *how, const upipe_plan *p, upipe_err *e)
 {
     if (!how->overlap || (how->segments > 0 ? how->segments > 1 : p->overlap)) return UPIPE_OK;

@@ -56,7 +56,7 @@ typedef struct run {
     double seconds;      /* in steps */
     char *sample;
     int64_t sample_n;  /* bytes of it */
-    int failed;        /* a rank gave up, or a promise was broken */
+    int failed;        /* a rank aborted, or a promise was broken */
     char failure[256]; /* why the training ended early; empty if it did not */
 } run;
 
@@ -154,8 +154,8 @@ static int run_same_plan(const model *a, const model *b)
     return same;
 }
 
-/* Whether a rank's pool lives as rank 0's does. The last slices of weights and norm weights may be shorter, or
- * empty; where tokens or heads do not divide, ranks have different numbers of them. */
+/* Whether a rank's pool lives as rank 0's does. The last slices of weights and norm weights may be shorter,
+ * or empty; where tokens or heads do not divide, ranks have different numbers of them. */
 static int run_like_first(const run *u, int rank)
 {
     const run_rank *k = &u->ranks[rank], *first = &u->ranks[0];
@@ -271,7 +271,7 @@ static float run_initial(const llama_tensor *t, int64_t layers, uint64_t seed, i
     return (float)(deviation * sqrt(-2 * log(one)) * cos(2 * acos(-1.0) * two));
 }
 
-/* A rank makes its slice of the new weights; then the slices meet. */
+/* Each rank computes its slice of the new weights; then the slices are gathered. */
 static upipe_status run_begin_new(const run *u, trainer *t)
 {
     enum { CHUNK = 4096 };
@@ -403,7 +403,7 @@ static void run_note(run *u, const trainer_result *result, const trainer_rates *
     run_progress(u, result, rates, seconds);
 }
 
-/* What a rank has handed to others, in its team, its ring and the world. */
+/* What a rank has sent to others, in its team, its ring and the world. */
 static int64_t run_sent(const trainer *t)
 {
     const upipe_ctx *c = t->r.c;

@@ -533,7 +533,7 @@ static int st_pwrite_bytes(st_writer *w, const void *data, int64_t n, int64_t at
     return 0;
 }
 
-/* A disk without buffer is to be found before the work, not in the middle of it. */
+/* A full disk must be found before the work, not in the middle of it. */
 static int st_reserve(st_writer *w, upipe_err *err)
 {
     int error;

@@ -15,7 +15,7 @@
 
 enum { SAMPLE_CONTEXT = 256, SAMPLE_BYTES = 256 };
 
-/* What to write: from the bytes of prompt on; temperature 0 takes the likeliest byte. */
+/* What to write: from the bytes of prompt on; temperature 0 samples the likeliest byte. */
 typedef struct sample_wish {
     const char *prompt;
     double temperature;
@@ -40,7 +40,7 @@ static upipe_status sample_model(model *m, const model *trained, upipe_err *e)
     return s;
 }
 
-/* One of the bytes by the softmax of their logits; tokens beyond bytes are never taken. */
+/* One of the bytes by the softmax of their logits; tokens beyond bytes are never sampled. */
 static int sample_choose(const float *logits, double temperature, double uniform)
 {
     double weights[SAMPLE_BYTES], sum = 0;
@@ -63,7 +63,7 @@ typedef struct sample_buf {
 } sample_buf;
 
 /* The byte after the last of `used` tokens of history, into *byte; *stop: some rank wants to end. Every rank
- * computes the logits of a row, that of the last token or one that nobody asks for: so all hold the same. */
+ * computes the logits of a row, that of the last token or one that is not needed: so all hold the same. */
 static upipe_status sample_next(model_rank *r, upipe_comm *world, const sample_buf *buf, int64_t used,
                                 const sample_wish *wish, double uniform, int *byte, int *stop)
 {

@@ -52,7 +52,7 @@ static int64_t trainer_slice(const trainer *t, int group, int64_t *first)
     return upipe_reduce_slice(group == 0 ? l->weights : l->norm_weights, t->state.rank, t->state.ranks, first);
 }
 
-/* Makes another team the context's, and returns the one that was. Slices are summed and handed round, and
+/* Makes another team the context's, and returns the one that was. Slices are summed and gathered, and
  * checkpoints written, by the context's team, which is to be the world meanwhile. */
 static upipe_comm *trainer_swap(trainer *t, upipe_comm *team)
 {
@@ -219,7 +219,7 @@ static upipe_status trainer_reduce(trainer *t, int64_t valid, trainer_result *re
     return UPIPE_OK;
 }
 
-/* Each rank moves its slice, then the slices meet. Matrices decay, norm weights do not. */
+/* Each rank updates its slice, then the slices are gathered. Matrices decay, norm weights do not. */
 static upipe_status trainer_update(trainer *t, const trainer_rates *rates, double norm)
 {
     upipe_ctx *c = t->r.c;

@@ -4,8 +4,8 @@
  *     values in = inputs_make(&t, UPIPE_BF16, &r, 1);
  *     check_case(&t, UPIPE_BF16, GAPS, &in);
  *
- * A layout with gaps has NaNs in them: a kernel that reads one shows it in its results, one that writes one is found
- * by looking.
+ * A layout with gaps has NaNs in them: a kernel that reads one shows it in its results, one that writes one
+ * is found by looking.
  */
 #ifndef UPIPE_TEST_ATTN_H
 #define UPIPE_TEST_ATTN_H
@@ -95,7 +95,7 @@ static inline void fill(test_rng *r, float *x, int64_t n, upipe_dtype dtype, dou
     for (i = 0; i < n; ++i) x[i] = naive_store(dtype, (float)(size * test_normal(r)));
 }
 
-/* q, k, v, go; the scores' deviation is about q_size where scale is 1/sqrt(d). */
+/* q, k, v, dout; the scores' deviation is about q_size where scale is 1/sqrt(d). */
 static inline values inputs_make(const oracle_attn *t, upipe_dtype dtype, test_rng *r, double q_size)
 {
     values x = values_make(t);
@@ -172,7 +172,7 @@ static inline void attn_ops(upipe_ctx *c, upipe_ops *ops)
     c->ops = ops;
 }
 
-/* What a call takes from the shape, but for its views. */
+/* Fills a call from the shape, but for its views. */
 static inline void attn_set(upipe_attn *a, const oracle_attn *t)
 {
     a->q_pos = t->q_pos;
@@ -196,8 +196,8 @@ static inline void attn_scratch(upipe_attn *a, const upipe_ops *ops, int backwar
     memset(a->work, 0xff, a->work_bytes);
 }
 
-/* The sinks' gradients, begun at `start`, from the lse and delta that the kernel was given: summed in f64, rounded once,
- * and added. There are too few of them to be held to naive runs. */
+/* The sinks' gradients, begun at `start`, from the lse and delta that the kernel was given: summed in f64,
+ * rounded once, and added. There are too few of them to be held to naive runs. */
 static inline void check_sinks(const oracle_attn *t, upipe_view lse, upipe_view delta, const float *start,
                                const float *got)
 {
@@ -290,7 +290,7 @@ static inline void say_case(const oracle_attn *t, upipe_dtype dtype, int layout)
     fprintf(stderr, "\n");
 }
 
-/* The truth, and what naive runs give, of one problem. */
+/* The reference and the naive runs of one problem. */
 typedef struct answers {
     double *q, *k, *v, *dout, *o, *lse, *dq, *dk, *dv, *dsinks;
     values naive[NAIVE_WAYS];
@@ -395,7 +395,7 @@ static inline oracle_attn piece_of(const oracle_attn *t, int64_t first, int64_t 
     return piece;
 }
 
-/* The keys in parts, each merged into what came before: as in one call. lse begins as -inf, and o as NaNs
+/* The keys in parts, each merged into the result so far: as in one call. lse begins as -inf, and o as NaNs
  * that are not read. */
 static inline void check_merge(const oracle_attn *t, upipe_dtype dtype, upipe_dtype o_dtype, int layout,
                                const values *in, const int64_t *lengths, int parts)

@@ -1,4 +1,4 @@
-/* gemm.h -- matrices with gaps, and the product that a table's gemm must give
+/* gemm.h -- matrices with gaps, and the product that a table's gemm must compute
  *
  * Matrices lie in exact allocations (the sanitizer sees a read past the end) with gaps full of NaNs (a result
  * shows a read inside).

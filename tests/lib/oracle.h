@@ -1,10 +1,10 @@
 /* oracle.h -- dense attention in plain loops: in f64, the truth; in the kernel's own type, the naive
  *             yardstick
  *
- * Tensors are packed: q and its gradient [sq][h][d], k and its [sk][hkv][d], v and its [sk][hkv][v_dim], o and its
- * [sq][h][v_dim], lse [sq][h]. Query head x reads key/value head x / (h / hkv). What query i sees is asked of every key
- * on its own (oracle_visible). A row that sees no key has o = 0, and lse = -inf or the sink. Inputs are values that
- * the storage type holds: round them before (naive_store).
+ * Tensors are packed: q and its gradient [sq][h][d], k and its [sk][hkv][d], v and its [sk][hkv][v_dim], o
+ * and its [sq][h][v_dim], lse [sq][h]. Query head x reads key/value head x / (h / hkv). What query i sees is
+ * asked of every key on its own (oracle_visible). A row that sees no key has o = 0, and lse = -inf or the
+ * sink. Inputs are values that the storage type holds: round them before (naive_store).
  *
  *     oracle_attn_fwd(&shape, q, k, v, o, lse);                          double: the reference
  *     naive_attn_fwd(&shape, UPIPE_BF16, qf, kf, vf, of, lsef);          float: what a plain kernel would
@@ -12,7 +12,7 @@
  *     CHECK_CLOSE(got, naive, ways, o, n, "o");                          tolerance.h: got against both
  *
  * The naive one does its arithmetic in f32, row by row, and rounds what a kernel would store: o and dq. dk
- * and dv stay f32. Each takes o and lse of its own forward for its backward. shape.naive says how its sums
+ * and dv stay f32. Each reads o and lse of its own forward for its backward. shape.naive says how its sums
  * run.
  */
 #ifndef UPIPE_TEST_ORACLE_H
@@ -25,8 +25,8 @@
 
 #include "upipe/cpu/upipe_cpu_simd.h"
 
-/* Sanitizers watch the library. In these plain loops they would spend most of their time. What is watched may not
- * be inlined into what is not: so naive_store, which calls the library, is. */
+/* Sanitizers watch the library. In these plain loops they would spend most of their time. What is watched may
+ * not be inlined into what is not: so naive_store, which calls the library, is. */
 #define UNWATCHED __attribute__((no_sanitize("address", "undefined", "thread")))
 
 /* 0 in what comes after scale: without it. */
@@ -128,7 +128,7 @@ UNWATCHED static inline void oracle_attn_fwd(const oracle_attn *t, const double 
     free(p);
 }
 
-/* dq, dk, dv = the gradients of sum(go * o); o and lse are oracle_attn_fwd's. */
+/* dq, dk, dv = the gradients of sum(dout * o); o and lse are oracle_attn_fwd's. */
 UNWATCHED static inline void oracle_attn_bwd(const oracle_attn *t, const double *q, const double *k,
                                              const double *v, const double *dout, const double *o,
                                              const double *lse, double *dq, double *dk, double *dv)

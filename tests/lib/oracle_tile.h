@@ -1,9 +1,9 @@
 /* oracle_tile.h -- the MLP, and head with loss, of all tokens at once in plain loops: f64, the truth; f32,
  *                  the naive yardstick
  *
- * Layouts: x, y, dy [rows][D], gate, up [F][D], down [D][F], head [V][D], norm weight [D], loss [rows]; F or V is
- * the shape's `wide`. The naive run rounds to the storage type what a plain implementation would store: the
- * norm's result, the hidden layer and its factors, their gradients, the gradient of the logits, y, dx.
+ * Layouts: x, y, dy [rows][D], gate, up [F][D], down [D][F], head [V][D], norm_weight [D], loss [rows]; F or
+ * V is the shape's `wide`. The naive run rounds to the storage type what a plain implementation would store:
+ * the norm's result, the hidden layer and its factors, their gradients, the gradient of the logits, y, dx.
  *
  *     tile_inputs(&shape, seed, &in);                   values that the storage type holds
  *     f64_tile_run(&shape, &in64, &want);               in64: the same values, f64_tile_widen

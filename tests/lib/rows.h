@@ -126,7 +126,7 @@ static float stored(upipe_dtype dtype, float x)
     return upipe_cpu_get(&buf, dtype, 0);
 }
 
-/* Storage types that the table takes: UPIPE_F32 .. */
+/* Storage types that the table supports: UPIPE_F32 .. */
 static int types(const upipe_ctx *c)
 {
     return c->ops->f16 ? 3 : 2;

@@ -362,7 +362,7 @@ static upipe_layer run_layer(const run_case *test)
     return l;
 }
 
-/* The same sequence of takes, dry, says how large a rank's slab must be. */
+/* The same sequence of allocations, dry, finds the size of a rank's slab. */
 static upipe_status run_dry(const run_case *test, const upipe_ops *ops, run_own *own, upipe_err *err)
 {
     upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);

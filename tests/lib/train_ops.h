@@ -19,7 +19,7 @@
 #include "upipe/upipe_ops.h"
 #include "upipe/cpu/upipe_cpu_simd.h"
 
-/* Storage types that the table takes: UPIPE_F32 .. */
+/* Storage types that the table supports: UPIPE_F32 .. */
 static int types(const upipe_ctx *c)
 {
     return c->ops->f16 ? 3 : 2;

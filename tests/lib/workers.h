@@ -23,7 +23,7 @@ typedef struct host_threads {
     int kind;
 } host_threads;
 
-/* Every task on the calling thread, the last one first: nobody may wait for a task with a lower number. */
+/* Every task on the calling thread, the last one first: no task may wait for one with a lower number. */
 static void workers_backwards(void *self, int32_t count, void (*task)(void *arg, int32_t i), void *arg)
 {
     (void)self;

@@ -4,16 +4,17 @@
  *     upipe_cpu_ops(&ops);
  *     ctx.ops = &ops;
  *
- * Compile with -march=native (or -mavx2 -mfma -mf16c) and -O2 for the fast kernels; upipe_cpu_simd.h lists the
- * instruction sets, and ops.name says which it is: "cpu-avx512", "cpu-avx2", "cpu-neon", "cpu-portable" or
- * "cpu-scalar". Links with the math library (-lm).
+ * Compile with -march=native (or -mavx2 -mfma -mf16c) and -O2 for the fast kernels; upipe_cpu_simd.h lists
+ * the instruction sets, and ops.name says which it is: "cpu-avx512", "cpu-avx2", "cpu-neon", "cpu-portable"
+ * or "cpu-scalar". Links with the math library (-lm).
  *
  * A call runs on the thread that makes it, start to end, and on the host's others if ops.par says so; it uses
  * neither ctx->stream nor memory of its own. Ranks that share the table run side by side.
  *
- * The kernels are most of what a compiler has to do. A program of several units compiles them in one, that defines
- * UPIPE_CPU_DEFINE before it includes this, and has the others define UPIPE_CPU_DECLARE: there upipe_cpu_ops is
- * a declaration, with C linkage, and nothing else is. With neither, every unit has its own; with both, it defines.
+ * The kernels are most of what a compiler has to do. A program of several units compiles them in one, that
+ * defines UPIPE_CPU_DEFINE before it includes this, and has the others define UPIPE_CPU_DECLARE: there
+ * upipe_cpu_ops is a declaration, with C linkage, and nothing else is. With neither, every unit has its own;
+ * with both, it defines.
  */
 #ifndef UPIPE_CPU_H
 #define UPIPE_CPU_H

@@ -1,18 +1,20 @@
-/* upipe_cpu_attn.h -- attention on the CPU: what forward and backward share        backend cpu, includes cpu_par, attn
+/* upipe_cpu_attn.h -- attention on the CPU: what forward and backward share        backend cpu, includes
+ *  cpu_par, attn
  *
- * Three vectors of the widest kind hold as many queries, a panel (UPI_ATTN_PANEL: 24, or 48 with AVX-512), and
- * everything is computed transposed:
+ * Three vectors of the widest kind hold as many queries, a panel (UPI_ATTN_PANEL: 24, or 48 with AVX-512),
+ * and everything is computed transposed:
  *
  *     S^T[key][panel] = K[key] . Q^T[d][panel]        softmax runs down the columns: no sum across lanes
- *     O^T[d][panel]  += V[key][d] . P^T[key][panel]   V and K are only broadcast: no transpose, only a copy of rows
+ *     O^T[d][panel]  += V[key][d] . P^T[key][panel]   V and K are only broadcast: no transpose, only a copy
+ *                    of rows
  *
- * A block of queries stays in scratch as panels while blocks of 64 keys pass by. Every element of every sum is
- * one chain in a fixed order. All rows are first copied to scratch as f32, so results depend on the values
- * alone, not on steps or addresses.
+ * A block of queries stays in scratch as panels while the loop over blocks of 64 keys runs. Every element of
+ * every sum is one chain in a fixed order. All rows are first copied to scratch as f32, so results depend on
+ * the values alone, not on steps or addresses.
  *
- * Each lane sees one run of keys (upipe_attn_visible). Blocks of keys that a block of queries doesn't see are not
- * visited, tiles of a block that a whole panel doesn't see are left out, and a key that single lanes don't see gets
- * the weight 0 there, exactly. What is not at an end of somebody's run takes no notice of masks.
+ * Each lane sees one run of keys (upipe_attn_visible). Blocks of keys that a block of queries doesn't see are
+ * skipped, and so are tiles of a block that a whole panel doesn't see. A key that single lanes don't see has
+ * exactly the weight 0 there. Only keys at the end of a run are masked at all.
  *
  * upipe_cpu_attn_fwd.h and upipe_cpu_attn_bwd.h are the kernels.
  */
@@ -36,7 +38,7 @@ enum {
 
 UPI_KERNELS_BEGIN
 
-/* One query head with its key/value head; steps in elements. go .. dv only in the backward. */
+/* One query head with its key/value head; steps in elements. dout .. dv only in the backward. */
 typedef struct upi_attn_head {
     const upipe_attn *call;
     const void *q, *k, *v, *dout;
@@ -208,8 +210,8 @@ UPI_INLINE void upi_attn_dot(int from, int d, const float *rows, const float *pa
     }
 }
 
-/* out[d][panel] = fold * out + rows^T . weights, where vector v takes keys[v] rows of [d + pad], ascending in v;
- * fold NULL = 1 */
+/* out[d][panel] = fold * out + rows^T . weights, where vector v takes keys[v] rows of [d + pad], ascending in
+ * v; fold NULL = 1 */
 UPI_INLINE void upi_attn_weigh(int d, const int *keys, const float *rows, const float *weights,
                                float *__restrict out, const upi_fw *fold)
 {
@@ -254,7 +256,8 @@ UPI_INLINE upi_attn_lanes upi_attn_carve_lanes(float *base, size_t *used, int64_
     return lanes;
 }
 
-/* The lanes of queries q0 .. q0 + rows - 1; those that fill the last panel up see what the last query sees. */
+/* The lanes of queries q0 .. q0 + rows - 1; those that fill the last panel up see what the last query
+ * sees. */
 UPI_INLINE void upi_attn_see(upi_attn_lanes lanes, const upipe_attn *call, int64_t q0, int rows)
 {
     int i;
@@ -271,8 +274,9 @@ UPI_INLINE int64_t upi_attn_block_of(int64_t j)
     return j / UPI_ATTN_KEYS * UPI_ATTN_KEYS;
 }
 
-/* What a panel sees of a block of keys: `count` rows of it, from a tile's first row on. Both `from` and its end, from +
- * count, ascend from panel to panel; from is UPI_ATTN_KEYS where all that the panel sees comes later. */
+/* What a panel sees of a block of keys: `count` rows of it, from a tile's first row on. Both `from` and its
+ * end, from + count, ascend from panel to panel; from is UPI_ATTN_KEYS where all that the panel sees comes
+ * later. */
 typedef struct upi_attn_part {
     int from, count;
     int seen[UPI_ATTN_VECTORS]; /* of those rows vector v sees some of the first seen[v]; ascending */

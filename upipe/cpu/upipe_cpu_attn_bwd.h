@@ -8,15 +8,15 @@
  *             dV += P dO,  dK += S Q        over all panels of the block, the last one first
  *         dQ leaves scratch once
  *
- * P is recomputed from lse: five products in one pass. An element of dQ is one chain over the keys. One of dK or
- * dV is one chain over heads and, within a head, over panels from the last to the first: memory holds it
- * between blocks of queries, so neither the blocks' size nor how a group's heads come in calls shows in its
- * bits.
+ * P is recomputed from lse: five products in one pass. An element of dQ is one chain over the keys. One of dK
+ * or dV is one chain over heads and, within a head, over panels from the last to the first: memory holds it
+ * between blocks of queries, so its bits depend neither on the blocks' size nor on how a group's heads are
+ * split over calls.
  *
- * The items that the host's threads take are the blocks of queries. Several work at one group at the same
- * time, one behind the other: a gate for each block of keys lets them add to it in the order above. Which blocks of
- * queries see a block of keys is one run of them, because both ends of what a row sees ascend: each finds out on its own
- * whose turn was before.
+ * The items of the host's threads are the blocks of queries. Several work on one group at the same time, one
+ * behind the other: a gate for each block of keys lets them add to it in the order above. The
+ * blocks of queries that see a block of keys are one run, because both ends of what a row sees ascend. So
+ * each block knows by itself which one precedes it.
  */
 #ifndef UPIPE_CPU_ATTN_BWD_H
 #define UPIPE_CPU_ATTN_BWD_H
@@ -63,8 +63,8 @@ UPI_INLINE size_t upi_attn_bwd_layout(upi_attn_bwd_work *w, float *base, int64_t
     return used;
 }
 
-/* out[k / wide][i][k % wide] = factor * rows[i][k]; zeros up to the next whole panel of rows, and to the next whole
- * vector of columns. */
+/* out[k / wide][i][k % wide] = factor * rows[i][k]; zeros up to the next whole panel of rows, and to the next
+ * whole vector of columns. */
 UPI_INLINE void upi_attn_pack_columns_of(float *out, const void *rows, int64_t first, int64_t step, int count,
                                          int d, float factor, upipe_dtype dtype)
 {
@@ -93,8 +93,8 @@ typedef struct upi_attn_rows {
     int d, v_dim;
 } upi_attn_rows;
 
-/* A tile's keys against a panel, from vector `from` on: p = weights exp(score - lse), s = p * (v . go - delta) *
- * the slope of the soft-cap, [tile][panel]. */
+/* A tile's keys against a panel, from vector `from` on: p = weights exp(score - lse), s = p * (v . dout -
+ * delta) * the slope of the soft-cap, [tile][panel]. */
 UPI_INLINE void upi_attn_weights_grad(int from, int capped, const upi_attn_rows *rows, const float *k,
                                       const float *v_rows, float *__restrict p, float *__restrict s)
 {
@@ -145,9 +145,9 @@ UPI_CPU_KERNEL void upi_attn_weights_grad_capped(const upi_attn_rows *rows, cons
 }
 
 /* grad[tile rows][vectors] += sum over panels, the last one first, and over their lanes, in order, of
- * weights[panel][row][lane] * columns[vector][panel][lane]. The sum goes on from what memory holds: one chain over
- * heads and query blocks. `rest` columns of the last vector are the row's; the first `skip` lanes of the first panel
- * see none of the rows. */
+ * weights[panel][row][lane] * columns[vector][panel][lane]. The sum goes on from what memory holds: one chain
+ * over heads and query blocks. `rest` columns of the last vector are the row's; the first `skip` lanes of the
+ * first panel see none of the rows. */
 UPI_INLINE void upi_attn_add_grad(int tile, int vectors, int rest, int panels, int skip, const float *weights,
                                   const float *columns, float *grad, int64_t grad_step)
 {
@@ -186,8 +186,9 @@ UPI_INLINE int upi_attn_lanes_before(const upi_attn_part *part, int j)
     return count;
 }
 
-/* Rows j .. j + tile - 1 of a block's gradient, and parts[panels] of the block of queries. Panels that see none of the
- * rows, and the first one's lanes before those that do, are left out; what others don't see weighs 0. */
+/* Rows j .. j + tile - 1 of a block's gradient, and parts[panels] of the block of queries. Panels that see
+ * none of the rows, and the first one's lanes before those that do, are left out; what others don't see
+ * weighs 0. */
 UPI_INLINE void upi_attn_add_grad_rows(int tile, int vectors, int rest, int j, const upi_attn_part *parts,
                                        int panels, const float *weights, const float *columns, float *grad,
                                        int64_t grad_step)
@@ -311,9 +312,9 @@ UPI_INLINE void upi_attn_bwd_pack(const upi_attn_head *a, const upi_attn_bwd_wor
 
 /* ---- blocks, and their turns ---- */
 
-/* A call, cut into blocks of `rows` queries of a head. A block's turn counts through those of its group, heads
- * ascending, queries descending. gates[kv][block of keys] is the turn that may add to these keys; NULL where one
- * worker takes all turns in order. */
+/* A call, cut into blocks of `rows` queries of a head. A block's turn counts through those of its group,
+ * heads ascending, queries descending. gates[kv][block of keys] is the turn that may add to these keys; NULL
+ * where one worker takes all turns in order. */
 typedef struct upi_attn_bwd_job {
     const upipe_attn_grad *g;
     int64_t blocks, key_blocks;
@@ -332,8 +333,8 @@ UPI_INLINE int upi_attn_ends_before(const upi_attn_bwd_job *job, int64_t b, int6
     return end <= k0;
 }
 
-/* The turn before turn t that adds to the keys from k0, + 1; 0 if t is the first. A block of queries adds to those if
- * they begin before its last row's end, and end behind its first row's first key. */
+/* The turn before turn t that adds to the keys from k0, + 1; 0 if t is the first. A block of queries adds to
+ * those if they begin before its last row's end, and end behind its first row's first key. */
 UPI_INLINE int64_t upi_attn_turn_after(const upi_attn_bwd_job *job, int64_t t, int64_t k0)
 {
     int64_t b = job->blocks - 1 - t % job->blocks, low = 0, high = b, first, end;
@@ -420,8 +421,8 @@ UPIPE_API void upi_attn_bwd_item(void *arg, int64_t i, int32_t worker)
                        (float *)a->work + (size_t)worker * job->floats);
 }
 
-/* The gradient of head j's sink, one chain over its rows: that of a score whose value is 0, and whose weight is
- * exp(sink - lse). */
+/* The gradient of head j's sink, one chain over its rows: that of a score whose value is 0, and whose weight
+ * is exp(sink - lse). */
 UPIPE_API void upi_attn_sink_item(void *arg, int64_t j, int32_t worker)
 {
     const upipe_attn_grad *g = (const upipe_attn_grad *)arg;

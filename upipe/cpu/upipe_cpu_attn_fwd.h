@@ -8,7 +8,7 @@
  *             for each panel:    S = K Q^T,  top = max,  P = 2^(S - top),  O = fold O + V^T P
  *         o and lse leave scratch once
  *
- * Blocks are independent: they are the items that the host's threads take, those that see most keys first.
+ * Blocks are independent: they are the items of the host's threads, those that see most keys first.
  */
 #ifndef UPIPE_CPU_ATTN_FWD_H
 #define UPIPE_CPU_ATTN_FWD_H
@@ -48,7 +48,8 @@ UPI_INLINE size_t upi_attn_fwd_layout(upi_attn_fwd_work *w, float *base, int64_t
     return used;
 }
 
-/* Products of a tile's keys with a panel, from vector `from` on: out[tile][panel]; raises top if there is one. */
+/* Products of a tile's keys with a panel, from vector `from` on: out[tile][panel]; raises top if there is
+ * one. */
 UPI_INLINE void upi_attn_products(int from, int d, const float *keys, const float *panel,
                                   float *__restrict out, upi_fw *top)
 {
@@ -175,8 +176,8 @@ UPI_INLINE void upi_attn_merge(float old, float *lse, float *factor, float *keep
     if (old == -INFINITY) *keep = 0;
 }
 
-/* Adds a score whose value is 0 to a row: `sum` weights of keys, measured from `score`, whose log-sum-exp is *lse and
- * whose o is divided by what *factor is the inverse of. */
+/* Adds a score whose value is 0 to a row: `sum` weights of keys, measured from `score`, whose log-sum-exp is
+ * *lse and whose o is divided by what *factor is the inverse of. */
 UPI_INLINE void upi_attn_add_sink(float sink, float score, float sum, float *lse, float *factor)
 {
     const double base = score > sink ? (double)score : (double)sink, weight = exp((double)score - base),
@@ -221,8 +222,8 @@ typedef struct upi_attn_fwd_job {
     size_t floats; /* scratch of a worker */
 } upi_attn_fwd_job;
 
-/* The block of heads[count] at queries q0 .. q0 + rows - 1. d stays a run-time number: kernels compiled for one
- * d each are at most 1 % faster. */
+/* The block of heads[count] at queries q0 .. q0 + rows - 1. d stays a run-time number: kernels compiled for
+ * one d each are at most 1 % faster. */
 UPI_CPU_KERNEL void upi_attn_fwd_block(const upi_attn_head *heads, int count, int64_t q0, int rows,
                                        float *scratch)
 {

@@ -1,4 +1,5 @@
-/* upipe_cpu_cblas.h -- the host's BLAS for f32 matrix products        backend cpu, includes cpu, cpu_gemm, <cblas.h>
+/* upipe_cpu_cblas.h -- the host's BLAS for f32 matrix products        backend cpu, includes cpu, cpu_gemm,
+ *  <cblas.h>
  *
  *     upipe_cpu_ops(&ops);
  *     upipe_cpu_cblas(&ops);

@@ -4,7 +4,7 @@
  * The scheme is BLAS's usual one: pieces of a and b are packed as f32, a register tile of ROWS x COLS sums
  * runs over both, 8 x 48 with AVX-512 and 6 x 16 elsewhere.
  *
- *     for each block of c, which is what a thread takes:
+ *     for each block of c, which is a thread's item:
  *         for each DEPTH of the depth:
  *             pack b                                           [B_PANELS][depth][COLS]
  *             for each strip of rows:

@@ -1,13 +1,14 @@
-/* upipe_cpu_par.h -- sharing a kernel's work among the host's threads        backend cpu, includes cpu_simd, ops
+/* upipe_cpu_par.h -- sharing a kernel's work among the host's threads        backend cpu, includes cpu_simd,
+ *  ops
  *
  *     static void item(void *arg, int64_t i, int32_t worker) { ... }
  *
  *     upi_par_each(ops, count, item, &job);
  *
- * Items are taken in order, one by one, by as many workers as the table's upipe_par has, each with a number of
- * its own for its piece of scratch. So long items go first, and an item may wait for an earlier one: whoever
- * took that is running, or has finished, also where a host's pool runs its tasks one after another. Which
- * worker takes an item must not change what it computes.
+ * The workers of the table's upipe_par fetch items in order, one by one; each worker has a number for its
+ * part of scratch. So long items come first, and an item may wait for an earlier one: that one is running, or
+ * has finished, even if the host's pool runs its tasks one after another. The result of an item must not
+ * depend on its worker.
  */
 #ifndef UPIPE_CPU_PAR_H
 #define UPIPE_CPU_PAR_H

@@ -1,4 +1,5 @@
-/* upipe_cpu_rows.h -- copies, casts, and all that works row by row       backend cpu, includes cpu_walk, check
+/* upipe_cpu_rows.h -- copies, casts, and all that works row by row       backend cpu, includes cpu_walk,
+ *  check
  *
  * Fills the table's copy, zero, cast, rope, rmsnorm, rmsnorm_bwd, rowdot and sum. Links with the math
  * library.
@@ -12,7 +13,7 @@
  * its neighbours, nor on how tokens are split over calls or shared among threads. Arithmetic is f32, rounded
  * once where a bf16 or f16 is stored.
  *
- * Threads of the host (ops.par) take items of some rows each. What sums over tokens keeps their order: see
+ * Threads of the host (ops.par) process items of some rows each. Sums over tokens keep their order: see
  * upi_cpu_rmsnorm_bwd.
  */
 #ifndef UPIPE_CPU_ROWS_H
@@ -333,7 +334,7 @@ UPI_CPU_KERNEL void upi_norm_run(const void *call, int64_t first, int64_t last)
 }
 
 /* ---- its backward: with u = x * scale, the row of mean square 1,
- *          dx = scale * (norm weight dy - u * mean(u norm weight dy)),  dweight += dy u ---- */
+ *          dx = scale * (w dy - u * mean(u w dy)) with norm weight w,  dweight += dy u ---- */
 
 /* A row's scale, as the forward has it, and -mean. */
 UPI_INLINE void upi_norm_sums(const upi_norm_call *o, int64_t i, int32_t j, float *scale, float *minus_mean,

@@ -1,14 +1,15 @@
-/* upipe_cpu_side_stream.h -- a side stream that is a thread, for ranks that compute on a CPU        backend cpu, includes upipe_side_stream.h
+/* upipe_cpu_side_stream.h -- a side stream that is a thread, for CPU ranks        backend cpu, includes
+ *  side_stream
  *
- *     upipe_cpu_side_stream buffer;
- *     upipe_side_stream side stream;
- *     upipe_cpu_side_stream_init(&buffer, &side stream, &ctx.err);          one a rank
- *     ctx.side stream = &side stream;
+ *     upipe_cpu_side_stream state;
+ *     upipe_side_stream side;
+ *     upipe_cpu_side_stream_init(&state, &side, &ctx.err);          one a rank
+ *     ctx.side_stream = &side;
  *     ...
- *     upipe_cpu_side_stream_free(&buffer);
+ *     upipe_cpu_side_stream_free(&state);
  *
- * The table's upipe_par, if there is one, is then called from two threads; so is the team, though by one at a time,
- * and so are the pool's guard and clock. Over MPI that needs MPI_THREAD_SERIALIZED.
+ * Two threads then call the table's upipe_par, if there is one. Both also call the team and the pool's guard
+ * and clock, though one at a time. Over MPI that needs MPI_THREAD_SERIALIZED.
  */
 #ifndef UPIPE_CPU_SIDE_STREAM_H
 #define UPIPE_CPU_SIDE_STREAM_H
@@ -17,7 +18,7 @@
 
 #include "../upipe_side_stream.h"
 
-enum { UPI_CPU_SIDE_STREAM_TASKS = 8 }; /* posted and not begun; stages have four */
+enum { UPI_CPU_SIDE_STREAM_TASKS = 8 }; /* posted and not begun; a pipeline has four */
 
 typedef struct upi_cpu_side_stream_task {
     void (*run)(void *arg);
@@ -102,7 +103,7 @@ UPIPE_API upipe_status upi_cpu_side_stream_join(upipe_ctx *c, upipe_side_stream 
 }
 
 /* upipe_cpu_side_stream_init -- starts the thread and fills in the side stream
- *   buffer    the host's, kept until upipe_cpu_side_stream_free
+ *   buf     the host's, kept until upipe_cpu_side_stream_free
  *   errors  MEMORY (no thread)
  */
 UPIPE_API upipe_status upipe_cpu_side_stream_init(upipe_cpu_side_stream *buf, upipe_side_stream *side_stream, upipe_err *e)
@@ -123,7 +124,7 @@ UPIPE_API upipe_status upipe_cpu_side_stream_init(upipe_cpu_side_stream *buf, up
     return upipe_fail(e, UPIPE_ERR_MEMORY, "no thread for a side stream");
 }
 
-/* upipe_cpu_side_stream_free -- the thread ends; no call may be under way, and upipe_cpu_side_stream_init has succeeded */
+/* upipe_cpu_side_stream_free -- ends the thread. No call may be in progress, and init must have succeeded */
 UPIPE_API void upipe_cpu_side_stream_free(upipe_cpu_side_stream *buf)
 {
     pthread_mutex_lock(&buf->lock);

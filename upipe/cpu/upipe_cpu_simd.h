@@ -1,8 +1,8 @@
 /* upipe_cpu_simd.h -- f32 lanes: the vocabulary of the CPU kernels        backend cpu, includes base
  *
  * upi_f8 is eight lanes, for what runs at the memory's speed; upi_fw is UPI_WIDE lanes, the widest vectors
- * there are, for what runs at the arithmetic's. The instructions are chosen when the host compiles, by what the
- * compiler may use, and upi_cpu_simd_name() says which:
+ * there are, for what runs at the arithmetic's. The instructions are chosen when the host compiles, by what
+ * the compiler may use, and upi_cpu_simd_name() says which:
  *
  *     avx512    16 wide    -mavx512f -mavx2 -mfma, or -march=native there
  *     avx2       8         -mavx2 -mfma; with -mf16c f16 is converted in hardware
@@ -18,11 +18,11 @@
  *         sum = upi_f8_fma(upi_f8_broadcast(row + k), b, sum);
  *     }
  *
- * Every function inlines. Addresses need no alignment beyond that of their elements. All compute the same, but
- * for one thing: the fused multiply-add rounds once with AVX and NEON, while the other two round twice unless
- * the compiler contracts them. So an element has the same bits wherever it stands only if it always goes
- * through the same function: a kernel's tail runs through its main loop on padded data, never through scalar
- * code. Wide or not, a lane computes the same.
+ * Every function inlines. Addresses need no alignment beyond that of their elements. All compute the same,
+ * but for one thing: the fused multiply-add rounds once with AVX and NEON, while the other two round twice
+ * unless the compiler contracts them. So an element has the same bits wherever it stands only if it always
+ * goes through the same function: a kernel's tail runs through its main loop on padded data, never through
+ * scalar code. Wide or not, a lane computes the same.
  */
 #ifndef UPIPE_CPU_SIMD_H
 #define UPIPE_CPU_SIMD_H
@@ -653,8 +653,8 @@ UPI_INLINE upi_fw upi_fw_exp(upi_fw x)
     return upi_fw_exp2(upi_fw_mul(x, upi_fw_set1(1.4426950408889634f)));
 }
 
-/* tanh x, within 2 units in the last place; -1 and 1 at the infinities, a NaN stays one. A polynomial up to 0.8, from
- * there 1 - 2 / (e^2|x| + 1), which has lost no digits to the 1 yet. */
+/* tanh x, within 2 units in the last place; -1 and 1 at the infinities, a NaN stays one. A polynomial up to
+ * 0.8, from there 1 - 2 / (e^2|x| + 1), which has lost no digits to the 1 yet. */
 UPI_INLINE upi_fw upi_fw_tanh(upi_fw x)
 {
     const upi_fw border = upi_fw_set1(0.8f), one = upi_fw_set1(1.0f);

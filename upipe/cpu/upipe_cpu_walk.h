@@ -1,4 +1,5 @@
-/* upipe_cpu_walk.h -- how kernels walk rows, and share them among threads        backend cpu, includes cpu_par
+/* upipe_cpu_walk.h -- how kernels walk rows, and share them among threads        backend cpu, includes
+ *  cpu_par
  *
  *     UPI_WITH_TYPE(dtype, view.dtype, kernel(..., dtype))    the kernel compiled for each storage type
  *     UPI_ROW_STEPS(k, n, d, step)                            step for each vector of a row
@@ -80,8 +81,8 @@ UPI_INLINE void upi_row_fetch(const void *row, upipe_dtype dtype, int64_t i)
         }                                        \
     } while (0)
 
-/* The same for two views, which mostly have one type; where they don't, it is tested at every vector. All pairs
- * of types would be compiled for seconds in every unit. */
+/* The same for two views, which mostly have one type; where they don't, it is tested at every vector. All
+ * pairs of types would be compiled for seconds in every unit. */
 #define UPI_WITH_TYPES(name, dtype, other, other_dtype, ...)                         \
     do {                                                                             \
         if ((dtype) == (other_dtype)) {                                              \

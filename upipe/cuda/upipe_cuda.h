@@ -1,6 +1,6 @@
 /* upipe_cuda.h -- the CUDA compute table        backend cuda, includes all of cuda; C++, compiled by nvcc
  *
- * Kernels stand in headers, and one .cu unit of the host compiles them:
+ * The kernels are in headers; one .cu unit of the host compiles them:
  *
  *     #include "upipe/cuda/upipe_cuda.h"
  *     UPIPE_EXPORT_OPS(app_ops, upipe_cuda_ops)

@@ -12,19 +12,21 @@
  *
  * so that P^T and dS^T are, as they lie in registers, the A operands of dV and dK; dS also goes through
  * shared memory, for dQ sums over the keys of all warps. At head dim 256 two warps share 16 keys: each
- * computes half of their P and dS, which they exchange in shared memory, and half of the columns of dV and
+ * computes half of their P and dS, which they share through shared memory, and half of the columns of dV and
  * dK. The scale is in dS before it is rounded, so that dK may go on from any start.
  *
  * dQ of a tile of queries is a sum over blocks, in f32 in scratch, added up in the order of the keys: a
  * counter for each tile says whose turn it is. So results have the same bits under any schedule. A block
- * only waits for blocks of fewer keys ahead in the same head, and takes its place in that order when it
- * starts, from a ticket: those it may wait for have started. Queries come in descending order, because the
- * last ones see all keys: under a causal mask too, all blocks begin with the same tile, wait once for one
- * another like beads on a string, and from then on follow at the same distance. In ascending order a block
- * would begin with a tile that the blocks before it reach only after all their earlier ones.
+ * only waits for blocks of fewer keys ahead in the same head, and its place in that order is a ticket
+ * that it draws when it starts: the blocks that it may wait for have started. Queries come in descending
+ * order, because the last ones see all keys: under a causal mask too, all blocks begin with the same tile,
+ * wait once for one another like beads on a string, and from then on follow at the same distance. In
+ * ascending order a block would begin with a tile that the blocks before it reach only after all their
+ * earlier ones.
  *
- * With MASKED a block takes from a table which queries see its keys (upipe_cuda_attn_mask.h). The first and the
- * last key say which tiles it range, and the neighbours' whether it is the first or the last that adds to one.
+ * With MASKED a block takes from a table which queries see its keys (upipe_cuda_attn_mask.h). The first and
+ * the last key say which tiles it range, and the neighbours' whether it is the first or the last that adds to
+ * one.
  */
 #ifndef UPIPE_CUDA_ATTN_BWD_H
 #define UPIPE_CUDA_ATTN_BWD_H
@@ -158,8 +160,8 @@ template <int D> UPI_DEVICE void upi_cuda_attn_bwd_keep(unsigned char *shared, i
     to[2 * shape::ROWS] = x[1];
 }
 
-/* Hides keys from the queries, the columns of s, that don't see them. `ahead`: query i of these sees the block's
- * keys up to i + ahead; `end` of them there are. */
+/* Hides keys from the queries, the columns of s, that don't see them. `ahead`: query i of these sees the
+ * block's keys up to i + ahead; `end` of them there are. */
 template <int D, int N>
 UPI_DEVICE void upi_cuda_attn_bwd_hide(float s[N][4], int first_key, int lane, int ahead, int end)
 {
@@ -242,8 +244,8 @@ UPI_DEVICE void upi_cuda_attn_bwd_capped(float s[N][4], float dp[N][4], const fl
 }
 
 /* Adds the block's part to dQ of a tile, when it is its turn: the first block finds nothing there, the last
- * one writes the sum to dq. With merge all of them add to dq. A barrier between the fence and the release makes
- * one thread's release stand for all, and likewise its acquire. */
+ * one writes the sum to dq. With merge all of them add to dq. A barrier between the fence and the release
+ * makes one thread's release stand for all, and likewise its acquire. */
 template <int D, int N, int MASKED>
 UPI_DEVICE void upi_cuda_attn_bwd_add(const upi_cuda_attn_bwd_args &g, const float dq[N][4], int h, int m,
                                       int block)
@@ -305,7 +307,8 @@ UPI_DEVICE void upi_cuda_attn_bwd_zero(const upi_cuda_attn_bwd_args &g, int kv, 
                 *(uint32_t *)(g.dq + row * g.dq_step + h * g.dq_head + c) = 0;
 }
 
-/* A block sees to the tiles between those of the block before and its own, the last one to those that are left. */
+/* A block sees to the tiles between those of the block before and its own, the last one to those that are
+ * left. */
 template <int D, int MASKED>
 UPI_DEVICE void upi_cuda_attn_bwd_zeros(const upi_cuda_attn_bwd_args &g, int kv, int block,
                                         upi_cuda_attn_bwd_tiles range)
@@ -468,8 +471,8 @@ UPIPE_API int64_t upi_cuda_attn_query_tiles(const upipe_attn *a)
     return (a->q.n + rows - 1) / rows;
 }
 
-/* Scratch of the backward: turns; the queries that see each key, where the call is masked; sums of dQ, but for
- * merge. SIZE_MAX where the bytes leave 63 bits. */
+/* Scratch of the backward: turns; the queries that see each key, where the call is masked; sums of dQ, but
+ * for merge. SIZE_MAX where the bytes leave 63 bits. */
 UPIPE_API size_t upi_cuda_attn_turns_bytes(const upipe_attn *a)
 {
     int64_t bytes;
@@ -484,8 +487,8 @@ UPIPE_API size_t upi_cuda_attn_sums_bytes(const upipe_attn *a)
     return upipe_mul(&bytes, a->q.n, (int64_t)a->q.h * a->q.d * 4) ? (size_t)bytes : SIZE_MAX;
 }
 
-/* Entry of the table. Forward: what the queries of a masked call see. Backward: as above; in f32, the tables of
- * both sides. SIZE_MAX where the bytes leave 63 bits. */
+/* Entry of the table. Forward: what the queries of a masked call see. Backward: as above; in f32, the tables
+ * of both sides. SIZE_MAX where the bytes leave 63 bits. */
 UPIPE_API size_t upi_cuda_attn_bytes(const struct upipe_ops *ops, const upipe_attn *a, int backward)
 {
     const int masked = upi_cuda_attn_masked(a), f32 = a->q.dtype == UPIPE_F32;

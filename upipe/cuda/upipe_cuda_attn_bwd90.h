@@ -1,26 +1,29 @@
-/* upipe_cuda_attn_bwd90.h -- attention backward with what Hopper added    backend cuda, includes cuda_attn_tile, hopper
+/* upipe_cuda_attn_bwd90.h -- attention backward with what Hopper added    backend cuda, includes
+ *  cuda_attn_tile, hopper
  *
- * The contract, scratch and masks of upipe_cuda_attn_bwd.h, for compute capability 9.0. A block takes 128 keys
- * (64 above head dim 128) of one key/value head, and every query that sees them of all the heads of the group, in
- * tiles of 64 (128 at head dims to 64). Two warpgroups compute, everything transposed:
+ * The contract, scratch and masks of upipe_cuda_attn_bwd.h, for compute capability 9.0. A block takes 128
+ * keys (64 above head dim 128) of one key/value head, and every query that sees them of all the heads of the
+ * group, in tiles of 64 (128 at head dims to 64). Two warpgroups compute, everything transposed:
  *
  *     S^T = K Q^T     P^T = exp(scale S^T - lse)     dP^T = V dO^T     dS^T = scale P^T (dP^T - delta)
  *     dV += P^T dO    dK += dS^T Q                   dQ = dS K
  *
- * To head dim 128 they have 64 keys each. P^T and dS^T are operands as they lie in registers; dS goes through shared
- * memory besides, where both warpgroups find all of it, and each computes one half of dQ: of its columns, or of its
- * rows. Products run behind one another: dP under the making of P, dV under that of dS, dK under the storing of dQ,
- * and the next tile's S behind dK.
+ * To head dim 128 they have 64 keys each. P^T and dS^T are operands as they lie in registers; dS goes through
+ * shared memory besides, where both warpgroups find all of it, and each computes one half of dQ: of its
+ * columns, or of its rows. Products run behind one another: dP under the making of P, dV under that of dS, dK
+ * under the storing of dQ, and the next tile's S behind dK.
  *
- * Above, dK and dV of 128 keys would take all registers there are. The warpgroups share 64 keys: each makes P and dS
- * of 32 of the tile's queries, both go through shared memory, and each has one half of the columns of dV, dK and dQ.
+ * Above, dK and dV of 128 keys would take all registers there are. The warpgroups share 64 keys: each makes P
+ * and dS of 32 of the tile's queries, both go through shared memory, and each has one half of the columns of
+ * dV, dK and dQ.
  *
- * A third warpgroup has a warp for each other thing: one loads K, V, and Q and dO through rings of two slots (one for
- * dO above head dim 128); one brings lse and delta, whose steps TMA can't take; one hands dQ to the sums in global
- * memory, which TMA adds to, in the order of the keys: in f32, the first block of a tile of queries stores, the
- * others add when it is their turn, as upipe_cuda_attn_bwd.h says, and for the same reasons without deadlock and with
- * the same bits under any schedule. A second kernel makes bf16 of the sums; nobody adds to tiles that see no key, and
- * they become zeros there. With merge all add to dq, and that is all. (TMA adds flush numbers below 2^-126 to zero.)
+ * A third warpgroup has a warp for each other thing: one loads K, V, and Q and dO through rings of two slots
+ * (one for dO above head dim 128); one brings lse and delta, whose steps TMA can't take; one hands dQ to the
+ * sums in global memory, which TMA adds to, in the order of the keys: in f32, the first block of a tile of
+ * queries stores, the others add when it is their turn, as upipe_cuda_attn_bwd.h says, and for the same
+ * reasons without deadlock and with the same bits under any schedule. A second kernel makes bf16 of the sums;
+ * nobody adds to tiles that see no key, and they become zeros there. With merge all add to dq, and that is
+ * all. (TMA adds flush numbers below 2^-126 to zero.)
  */
 #ifndef UPIPE_CUDA_ATTN_BWD90_H
 #define UPIPE_CUDA_ATTN_BWD90_H
@@ -51,7 +54,7 @@ template <int D> struct upi_cuda_bwd90_shape {
         KEYS = BY_KEYS ? 64 * CONSUMERS : 64,
         ROWS = D > 64 ? 64 : 128,              /* queries in a tile */
         COLUMNS = BY_KEYS ? D : D / CONSUMERS, /* of dK and dV, a consumer's */
-        ROUNDS = BY_KEYS ? 1 : COLUMNS / 64,   /* in which a consumer hands on its part of dQ */
+        ROUNDS = BY_KEYS ? 1 : COLUMNS / 64,   /* in which a consumer passes on its part of dQ */
         HELPER_REGISTERS = 24,
         REGISTERS = 240,
         KEPT = KEYS * D * 2, /* bytes */
@@ -125,7 +128,8 @@ UPI_DEVICE void upi_cuda_bwd90_next(const upi_cuda_bwd90_place &b, upi_cuda_bwd9
     ++x->h;
 }
 
-/* A barrier of the slot of two that has tile number n, and the parity of the phase in which the tile fills it. */
+/* A barrier of the slot of two that has tile number n, and the parity of the phase in which the tile fills
+ * it. */
 UPI_DEVICE uint32_t upi_cuda_bwd90_slot(uint32_t barriers, int n)
 {
     return barriers + (uint32_t)n % 2 * 8;
@@ -220,7 +224,7 @@ UPI_DEVICE void upi_cuda_bwd90_sum(const upi_cuda_bwd90_args &x, const upi_cuda_
 {
     typedef upi_cuda_bwd90_shape<D> shape;
     const uint32_t bars = b.base + shape::AT_BARRIERS;
-    const int old = b.block > 0 ? upi_cuda_bwd90_tiles<D>(x.g, b.block - 1).end : 0; /* others took these */
+    const int old = b.block > 0 ? upi_cuda_bwd90_tiles<D>(x.g, b.block - 1).end : 0; /* others have these */
     UPI_CUDA_ATTN_TURNS(1)
     for (upi_cuda_bwd90_tile t = upi_cuda_bwd90_first(b, x.g.a.group); t.n < b.count;
          upi_cuda_bwd90_next(b, &t)) {
@@ -341,7 +345,8 @@ UPI_DEVICE int upi_cuda_bwd90_whole(const upi_cuda_attn_args &a, int64_t k0, int
     return !a.causal || k0 + 63 <= q0 + a.ahead;
 }
 
-/* Hides keys from the queries that don't see them. Cold: what it needs is made anew, not kept in registers. */
+/* Hides keys from the queries that don't see them. Cold: what it needs is made anew, not kept in
+ * registers. */
 template <int ROWS> UPI_DEVICE void upi_cuda_bwd90_hide(float *s, const upi_cuda_attn_args &a, int k0, int q0)
 {
     const int column = (int)threadIdx.x % 4 * 2;
@@ -365,8 +370,8 @@ template <int ROWS> UPI_DEVICE void upi_cuda_bwd90_hide(float *s, const upi_cuda
     }
 }
 
-/* Products s become weights, which p gets as operands, times the slope of the score: what dP - delta is multiplied
- * with. CAPPED: under a soft-cap. */
+/* Products s become weights, which p gets as operands, times the slope of the score: what dP - delta is
+ * multiplied with. CAPPED: under a soft-cap. */
 template <int ROWS, int CAPPED>
 UPI_DEVICE void upi_cuda_bwd90_weigh(float *s, uint32_t *p, const float *lse, const upi_cuda_attn_args &a)
 {
@@ -404,8 +409,8 @@ UPI_DEVICE void upi_cuda_bwd90_slopes(uint32_t *ds, const float *s, const float 
     }
 }
 
-/* Operands of 64 keys and ROWS queries go to shared memory: a panel of 64 queries, keys are its rows. From row `key`
- * and chunk `chunk` of eight queries on; chunks of a row lie at XORs of its first. */
+/* Operands of 64 keys and ROWS queries go to shared memory: a panel of 64 queries, keys are its rows. From
+ * row `key` and chunk `chunk` of eight queries on; chunks of a row lie at XORs of its first. */
 template <int ROWS>
 UPI_DEVICE void upi_cuda_bwd90_share(uint32_t panel, const uint32_t *x, int key, int chunk)
 {
@@ -416,8 +421,8 @@ UPI_DEVICE void upi_cuda_bwd90_share(uint32_t panel, const uint32_t *x, int key,
     for (int i = 0; i < ROWS / 8; i += 2) upi_store_matrix4(to ^ i * 16, x + 2 * i);
 }
 
-/* 64 columns of the consumer's half of dQ go to its place in shared memory, as two panels of 32. Odd rows take columns
- * in another order: what a half warp writes at once lies in different banks. */
+/* 64 columns of the consumer's half of dQ go to its place in shared memory, as two panels of 32. Odd rows
+ * take columns in another order: what a half warp writes at once lies in different banks. */
 template <int D> UPI_DEVICE void upi_cuda_bwd90_store(unsigned char *shared, const float *dq, int group)
 {
     typedef upi_cuda_bwd90_shape<D> shape;
@@ -442,8 +447,8 @@ UPI_DEVICE void upi_cuda_bwd90_done(uint32_t barrier)
     if (threadIdx.x % 32 == 0) upi_mbarrier_arrive(barrier);
 }
 
-/* S^T of the consumer's keys and queries, from k0 and q0 on, becomes weights, and what dP - delta is multiplied
- * with. */
+/* S^T of the consumer's keys and queries, from k0 and q0 on, becomes weights, and what dP - delta is
+ * multiplied with. */
 template <int ROWS>
 UPI_DEVICE void upi_cuda_bwd90_weights(const upi_cuda_attn_args &a, float *s, uint32_t *p, const float *lse,
                                        int whole, int k0, int q0)
@@ -455,8 +460,8 @@ UPI_DEVICE void upi_cuda_bwd90_weights(const upi_cuda_attn_args &a, float *s, ui
         upi_cuda_bwd90_weigh<ROWS, 0>(s, p, lse, a);
 }
 
-/* One tile. Its dK is still under way at the end, and that of the one before at the beginning; until then ds may not
- * change. */
+/* One tile. Its dK is still under way at the end, and that of the one before at the beginning; until then ds
+ * may not change. */
 template <int D>
 UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_by_keys, const upi_cuda_attn_args &a,
                                     const upi_cuda_bwd90_place &b, const upi_cuda_bwd90_tile &t,
@@ -503,8 +508,9 @@ UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_by_keys, const upi_cuda_attn_
     upi_cuda_bwd90_done(bars + UPI_BWD90_DQ_FULL);
 }
 
-/* The same for keys that the consumers share; of queries they have ROWS / 2 each. It is dS in shared memory that may
- * not change. P needs no second slot: only dV reads it, and all of those are through when the next dO is there. */
+/* The same for keys that the consumers share; of queries they have ROWS / 2 each. It is dS in shared memory
+ * that may not change. P needs no second slot: only dV reads it, and all of those are through when the next
+ * dO is there. */
 template <int D>
 UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_by_columns, const upi_cuda_attn_args &a,
                                     const upi_cuda_bwd90_place &b, const upi_cuda_bwd90_tile &t,
@@ -553,7 +559,8 @@ UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_by_columns, const upi_cuda_at
     }
 }
 
-/* The gradients of the consumer's keys and columns, to registers, or back. Where they lie is made anew, not kept. */
+/* The gradients of the consumer's keys and columns, to registers, or back. Where they lie is made anew, not
+ * kept. */
 template <int D, int BACK, int N>
 UPI_DEVICE void upi_cuda_bwd90_grads(const upi_cuda_attn_bwd_args &g, const upi_cuda_bwd90_place &b,
                                      int group, float (&dk)[N][4], float (&dv)[N][4])

@@ -1,4 +1,5 @@
-/* upipe_cuda_attn_f32.h -- attention in f32 storage, without tensor cores        backend cuda, includes cuda_attn_mask
+/* upipe_cuda_attn_f32.h -- attention in f32 storage, without tensor cores        backend cuda, includes
+ *  cuda_attn_mask
  *
  *     upi_cuda_attn_f32_fwd(c, &attn);        upi_cuda_attn_f32_bwd(c, &grad);
  *
@@ -10,7 +11,8 @@
  * A block of four warps holds 16 rows, four a warp; rows of the other side pass by in shared memory, 32 at a
  * time. For the scores a lane is one of those 32; for what is summed over them it is an element of the head,
  * and the next 31 lie in other lanes: element lane + 32 n, n < N.
- *     forward, dQ:  16 queries hold, keys pass        dK, dV:  16 keys hold, queries of the group's heads pass
+ *     forward, dQ:  16 queries hold, keys pass        dK, dV:  16 keys hold, queries of the group's heads
+ *                   pass
  * The scale comes after the product, so that forward and backward find the same score to the bit.
  * The passing rows are padded to an odd length, so that 32 lanes read 32 banks.
  */
@@ -29,7 +31,7 @@ enum {
 
 /* What kernels take beside the call. */
 typedef struct upi_f32_masks {
-    const upi_cuda_attn_run *queries, *keys; /* what each of them meets; NULL: see upi_f32_keys_of */
+    const upi_cuda_attn_run *queries, *keys; /* what each of them sees; NULL: see upi_f32_keys_of */
     int64_t ahead;                           /* a query sees keys up to its own + ahead */
     float scale, squash, slope;              /* as in upi_cuda_attn_args */
 } upi_f32_masks;
@@ -364,7 +366,8 @@ UPIPE_API upipe_status upi_f32_blocks(upipe_ctx *c, int64_t rows, int heads, uns
     return UPIPE_OK;
 }
 
-/* Bytes of shared memory of a kernel that holds so many elements a row, and lets a row of d and one of v_dim pass. */
+/* Bytes of shared memory of a kernel that holds so many elements a row, and lets a row of d and one of v_dim
+ * pass. */
 UPIPE_API unsigned upi_f32_shared(int held, int d, int v_dim)
 {
     return (unsigned)(UPI_F32_HELD * held + UPI_F32_PASSING * ((d | 1) + (v_dim | 1))) * 4;

@@ -23,8 +23,8 @@
  * rarer still, but the greatest weight must be 1, which bf16 holds, for a row that sees one key alone to
  * give its value.
  *
- * Each kernel comes twice: with MASKED it takes what rows see from a table (upipe_cuda_attn_mask.h), and knows
- * soft-caps; without, a row sees the keys up to its own.
+ * Each kernel comes twice: with MASKED it takes what rows see from a table (upipe_cuda_attn_mask.h), and
+ * knows soft-caps; without, a row sees the keys up to its own.
  */
 #ifndef UPIPE_CUDA_ATTN_FWD_H
 #define UPIPE_CUDA_ATTN_FWD_H

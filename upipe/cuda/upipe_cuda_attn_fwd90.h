@@ -1,16 +1,17 @@
-/* upipe_cuda_attn_fwd90.h -- attention forward with what Hopper added     backend cuda, includes cuda_attn_tile, hopper
+/* upipe_cuda_attn_fwd90.h -- attention forward with what Hopper added     backend cuda, includes
+ *  cuda_attn_tile, hopper
  *
- * The same contract, numbers and masks as upipe_cuda_attn_fwd.h, for compute capability 9.0. One block a processor
- * stays for the whole call and takes blocks of queries from a list, the longest rows first. Of its warpgroups
- * one thread loads (TMA), and two (three where D is 64) compute, 64 queries each:
+ * The same contract, numbers and masks as upipe_cuda_attn_fwd.h, for compute capability 9.0. One block a
+ * processor stays for the whole call and takes blocks of queries from a list, the longest rows first. Of its
+ * warpgroups one thread loads (TMA), and two (three where D is 64) compute, 64 queries each:
  *
  *     Q    [64 .. 192 queries][D]    once an item, the next one while this one ends
  *     K V  [KEYS][D]                 through rings of two slots each
  *
  * A consumer has the scores of one tile of keys multiplied while the values of the tile before are, and makes
  * weights of the first while the second are under way. Consumers take turns to enter their products: then one
- * computes weights while the other one's products run. Tiles come last to first: those that a causal mask cuts
- * come at the beginning.
+ * computes weights while the other one's products run. Tiles come last to first: those that a causal mask
+ * cuts come at the beginning.
  *
  * Barriers: `full` of a slot ends its phase when the bytes are there, `empty` when every consumer is through.
  */
@@ -41,7 +42,8 @@ template <int D, int KEYS> struct upi_cuda_fwd90_shape {
     };
 };
 
-/* Rows and items are counted in 32 bits: a division of 64 takes more registers than the loading thread has. */
+/* Rows and items are counted in 32 bits: a division of 64 takes more registers than the loading thread
+ * has. */
 typedef struct upi_cuda_fwd90_args {
     upi_tensor_map q, k, v, o; /* o: where it is bf16 and not merged into */
     upi_cuda_attn_args a;
@@ -175,7 +177,8 @@ UPI_DEVICE int upi_cuda_fwd90_row(void)
     return (int)threadIdx.x % 128 / 32 * 16 + (int)threadIdx.x % 32 / 4;
 }
 
-/* Masks a tile of scores of the 64 queries from q0. Cold: what it needs is made anew, not kept in registers. */
+/* Masks a tile of scores of the 64 queries from q0. Cold: what it needs is made anew, not kept in
+ * registers. */
 template <int KEYS> UPI_DEVICE void upi_cuda_fwd90_hide(float *s, const upi_cuda_attn_args &a, int q0, int n)
 {
     const int column = (int)threadIdx.x % 4 * 2;
@@ -244,8 +247,8 @@ template <int KEYS> UPI_DEVICE void upi_cuda_fwd90_pack(uint32_t *p, const float
     for (int i = 0; i < KEYS / 4; ++i) p[i] = upi_pack_bf16(s[2 * i], s[2 * i + 1]);
 }
 
-/* The end of a row: its lse goes out, with what was there if the call merges. `sum` is the quad's. Returns what
- * the row's values are multiplied with; *keep: what older ones are. */
+/* The end of a row: its lse goes out, with what was there if the call merges. `sum` is the quad's. Returns
+ * what the row's values are multiplied with; *keep: what older ones are. */
 UPI_DEVICE float upi_cuda_fwd90_finish(const upi_cuda_attn_args &a, int head, int64_t query, float top,
                                        float sum, float *keep)
 {

@@ -1,8 +1,9 @@
 /* upipe_cuda_attn_mask.h -- windows, packed sequences and sinks    backend cuda, includes cuda_kernel, attn
  *
  * What a query sees is one run of keys, and what sees a key is one run of queries; both ends of either ascend
- * with the row. Under a causal mask alone a kernel has them from a sum. Under a window or packed sequences, which
- * take divisions and a search, they are written down before it starts, a table of 8 bytes a row in scratch:
+ * with the row. Under a causal mask alone a kernel has them from a sum. Under a window or packed sequences,
+ * which take divisions and a search, they are written down before it starts, a table of 8 bytes a row in
+ * scratch:
  *
  *     runs = (upi_cuda_attn_run *)a->work;                             upi_cuda_attn_runs_bytes(a->q.n)
  *     UPIPE_TRY(upi_cuda_attn_query_runs(c, a, runs));                 runs[i]: the keys that query i sees
@@ -11,14 +12,15 @@
  * A forward walks keys for some queries and wants the first, a backward queries for some keys and wants the
  * second:
  *
- *     some of rows 32 .. 63 see [runs[32].first, runs[63].end)    upi_cuda_attn_some: other tiles are left out
+ *     some of rows 32 .. 63 see [runs[32].first, runs[63].end)    upi_cuda_attn_some: other tiles are left
+ *                                                                 out
  *     all of them see           [runs[63].first, runs[32].end)    upi_cuda_attn_all: tiles in it need no mask
  *
- * Documents' borders are host memory and may change when the call returns: they travel as a launch's arguments,
- * UPI_CUDA_ATTN_BORDERS at a time, each launch for the rows between its borders.
+ * The borders of packed sequences are host memory and may change when the call returns: they are a launch's
+ * arguments, UPI_CUDA_ATTN_BORDERS at a time, each launch for the rows between its borders.
  *
- * Kernels with tables are those that know soft-caps too, and head dims of v that are not q's; others stay as
- * lean as they can be. Sinks only change the end of a row.
+ * Kernels with tables also support soft-caps, and head dims of v that are not q's; the others stay as lean as
+ * they can be. Sinks only change the end of a row.
  */
 #ifndef UPIPE_CUDA_ATTN_MASK_H
 #define UPIPE_CUDA_ATTN_MASK_H
@@ -74,7 +76,8 @@ UPI_DEVICE void upi_cuda_attn_add_sink(float sink, float score, float sum, float
 
 /* ---- the tables ---- */
 
-/* One side's rows against the other's: row i meets the rows i - before to i + after, those of its packed sequence. */
+/* One side's rows against the other's: row i sees the rows i - before to i + after, those of its packed
+ * sequence. */
 typedef struct upi_cuda_attn_side {
     upi_cuda_attn_run *runs;
     int64_t from, to; /* rows of this launch */
@@ -125,8 +128,8 @@ template <int THREADS> UPI_KERNEL(THREADS, 1) void upi_cuda_attn_runs_kernel(con
     s.runs[i] = run;
 }
 
-/* The gradient of a head's sink, that of a score whose value is 0 and whose weight is exp(sink - lse): a block a
- * head, every thread one chain in f64, and the chains in a fixed order. */
+/* The gradient of a head's sink, that of a score whose value is 0 and whose weight is exp(sink - lse): a
+ * block a head, every thread one chain in f64, and the chains in a fixed order. */
 template <int THREADS>
 UPI_KERNEL(THREADS, 1)
 void upi_cuda_attn_sink_kernel(float *dsinks, const float *sinks, upipe_view lse, upipe_view delta)

@@ -27,7 +27,8 @@ typedef struct upi_cuda_attn_args {
     int v_dim;
     const float *sinks;            /* [heads], or NULL */
     const upi_cuda_attn_run *runs; /* masked: of queries forward, of keys backward */
-    /* Under a soft-cap, `scale`, a score is scale * tanh(squash * product); its slope at 0. Else squash is 0. */
+    /* Under a soft-cap, `scale`, a score is scale * tanh(squash * product); its slope at 0. Else squash is
+     * 0. */
     float squash, slope;
 } upi_cuda_attn_args;
 
@@ -72,7 +73,8 @@ UPI_DEVICE int upi_cuda_attn_anew(int x)
 #define UPI_CUDA_ATTN_TURNS(n)     UPI_CUDA_ATTN_PRAGMA(unroll n)
 #endif
 
-/* Tiles of keys that a block, or a warp, goes through: [first, end), of which [whole, whole_end) need no mask. */
+/* Tiles of keys that a block, or a warp, goes through: [first, end), of which [whole, whole_end) need no
+ * mask. */
 typedef struct upi_cuda_attn_tiles {
     int first, end, whole, whole_end;
 } upi_cuda_attn_tiles;
@@ -125,8 +127,8 @@ UPI_DEVICE upi_cuda_attn_bwd_tiles upi_cuda_attn_bwd_tiles_of(const upi_cuda_att
     upi_cuda_attn_bwd_tiles x = {g.tiles, g.tiles};
     if (MASKED && k0 < g.a.keys) {
         const upi_cuda_attn_run some = upi_cuda_attn_some(g.a.runs, k0, KEYS, g.a.keys);
-        /* Keys that no query sees have an empty run: behind the last query it is no part of a tile. Between two
-         * queries of a tile it is, lest blocks that add to the tile have one among them that does not. */
+        /* Keys that no query sees have an empty run: behind the last query it is no part of a tile. Between
+         * two queries of a tile it is, lest blocks that add to the tile have one among them that does not. */
         x.first = some.first < g.a.queries ? some.first / ROWS : g.tiles;
         x.end = (some.end + ROWS - 1) / ROWS;
     } else if (!MASKED) {

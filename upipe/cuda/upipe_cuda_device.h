@@ -1,4 +1,4 @@
-/* upipe_cuda_device.h -- one rank's device: errors, slabs, the side stream       backend cuda, C and C++
+/* upipe_cuda_device.h -- one rank's device: errors, slabs, the copy stream       backend cuda, C and C++
  *
  *     upipe_cuda d;                                    one a rank, on the current device
  *     upipe_cuda_init(&d, blas, &err);                 blas: the host's own handle, for this rank alone
@@ -6,10 +6,10 @@
  *     app_ops(&ops, &d);                               the table, see upipe_cuda.h
  *     ctx.stream = stream;  ctx.ops = &ops;            stream: the host's own
  *
- * No kernels in here: a plain C program includes this header, and gets the table from one .cu unit. The
- * library makes no handle and no stream but the side stream of upipe_cuda_copy_stream. A cuBLAS handle holds the
- * stream of its last call, so ranks that are threads need one each. Its workspace is the host's business:
- * cublasSetStream to ctx.stream first, then cublasSetWorkspace, for a new stream takes the workspace away.
+ * This header has no kernels: a plain C program includes it, and gets the table from one .cu unit. The
+ * library makes no handle, and no stream but that of upipe_cuda_copy_stream. A cuBLAS handle holds the stream
+ * of its last call, so ranks that are threads need one each. The host sets its workspace: cublasSetStream to
+ * ctx.stream first, then cublasSetWorkspace, since setting a stream resets the workspace.
  */
 #ifndef UPIPE_CUDA_DEVICE_H
 #define UPIPE_CUDA_DEVICE_H
@@ -57,8 +57,8 @@ UPIPE_API upipe_status upipe_cublas_check(upipe_err *e, cublasStatus_t r, const 
 
 #define UPIPE_CUBLAS_TRY(e, call) UPIPE_TRY(upipe_cublas_check((e), (call), #call))
 
-/* UNSUPPORTED where ctx->stream is captured into a graph: `what` makes the host wait, and a captured stream runs
- * nothing yet. Asked for before anything is enqueued: the runtime itself would spoil the capture. */
+/* UNSUPPORTED where ctx->stream is captured into a graph: `what` makes the host wait, and a captured stream
+ * runs nothing yet. Asked for before anything is enqueued: the runtime itself would spoil the capture. */
 UPIPE_API upipe_status upi_cuda_uncaptured(upipe_ctx *c, const char *what)
 {
     enum cudaStreamCaptureStatus state;
@@ -115,7 +115,7 @@ UPIPE_API upipe_status upipe_cuda_host_slab_free(void *slab, upipe_err *e)
     return UPIPE_OK;
 }
 
-/* upipe_cuda_free -- releases what init took; after a failed init too */
+/* upipe_cuda_free -- releases what init allocated; after a failed init too */
 UPIPE_API upipe_status upipe_cuda_free(upipe_cuda *d, upipe_err *e)
 {
     upipe_status s = upipe_cuda_slab_free(d->scratch, e);
@@ -160,16 +160,18 @@ UPIPE_API upipe_status upipe_cuda_init(upipe_cuda *d, cublasHandle_t blas, upipe
     return s;
 }
 
-/* ---- copies beside the computing stream: the host tier of a pool ---- */
+/* ---- copies beside the compute stream: the host tier of a pool ---- */
 
-/* upipe_cuda_copy_stream -- a stream of its own for copies between the device and a pinned slab, and the events
+/* upipe_cuda_copy_stream -- a stream of its own for copies between the device and a pinned slab, and the
+ *                           events
  * that order it against ctx->stream. One copy, or several, between start and wait. */
 typedef struct upipe_cuda_copy_stream {
     cudaStream_t stream;
     cudaEvent_t before, after;
 } upipe_cuda_copy_stream;
 
-/* upipe_cuda_copy_stream_free -- waits for the copies, and releases what init made; after a failed init too */
+/* upipe_cuda_copy_stream_free -- waits for the copies, and releases what init made; after a failed init
+ *                                too */
 UPIPE_API upipe_status upipe_cuda_copy_stream_free(upipe_cuda_copy_stream *side, upipe_err *e)
 {
     upipe_status s = UPIPE_OK, t;
@@ -210,7 +212,8 @@ UPIPE_API upipe_status upipe_cuda_copy_stream_init(upipe_cuda_copy_stream *side,
     return s;
 }
 
-/* upipe_cuda_copy_stream_start -- dst = src, behind all work that ctx->stream has so far and beside what follows
+/* upipe_cuda_copy_stream_start -- dst = src, behind all work that ctx->stream has so far and beside what
+ *                                 follows
  *   dst src  device memory and a pinned slab; neither may be written, nor dst read, by later work of
  *            ctx->stream before upipe_cuda_copy_stream_wait
  *   errors   BACKEND
@@ -225,7 +228,8 @@ UPIPE_API upipe_status upipe_cuda_copy_stream_start(upipe_ctx *c, upipe_cuda_cop
     return UPIPE_OK;
 }
 
-/* upipe_cuda_copy_stream_wait -- later work of ctx->stream comes after every copy started; the host does not wait */
+/* upipe_cuda_copy_stream_wait -- later work of ctx->stream waits for every copy started; the host does not
+ *                                wait */
 UPIPE_API upipe_status upipe_cuda_copy_stream_wait(upipe_ctx *c, upipe_cuda_copy_stream *side)
 {
     UPIPE_CUDA_TRY(&c->err, cudaStreamWaitEvent((cudaStream_t)c->stream, side->after, 0));

@@ -85,7 +85,7 @@ UPIPE_API upipe_status upi_cuda_gemm(upipe_ctx *c, upipe_view out, upipe_view a,
     if (out.n == 0 || out.d == 0) return UPIPE_OK;
     if (depth == 0) return beta != 0 ? UPIPE_OK : upi_cuda_gemm_zero(c, out); /* the empty sum */
     UPIPE_CUBLAS_TRY(&c->err, cublasGetStream(self->blas, &set));
-    /* only where it differs: setting a stream takes the host's workspace away */
+    /* only where it differs: setting a stream resets the host's workspace */
     if (set != (cudaStream_t)c->stream)
         UPIPE_CUBLAS_TRY(&c->err, cublasSetStream(self->blas, (cudaStream_t)c->stream));
     if (out.h == 1)

@@ -1,7 +1,8 @@
-/* upipe_cuda_hopper.h -- the seams of kernels for compute capability 9.0      backend cuda, includes cuda_kernel
+/* upipe_cuda_hopper.h -- the seams of kernels for compute capability 9.0      backend cuda, includes
+ *  cuda_kernel
  *
- * What sm_90a added to the names of upipe_cuda_kernel.h, and runs elsewhere in the same way: barriers in shared
- * memory, bulk copies (TMA), products of warpgroups (wgmma), registers that move between them.
+ * What sm_90a added to the names of upipe_cuda_kernel.h, and runs elsewhere in the same way: barriers in
+ * shared memory, bulk copies (TMA), products of warpgroups (wgmma), registers that move between them.
  *
  *     UPI_HOPPER_KERNEL(384) void upi_twice(UPI_BY_VALUE upi_twice_args a)
  *     {
@@ -11,12 +12,12 @@
  *     }
  *
  * Tiles in shared memory are panels of 128 bytes a row, swizzled, at multiples of 1024 bytes; a tile of 128
- * bf16 columns is two panels behind one another. A tensor map cuts a view [n][h][d] into such panels: TMA then
- * copies `rows` rows of one head from any row and column, with zeros for what lies outside of the view, which
- * it does not write either.
+ * bf16 columns is two panels behind one another. A tensor map cuts a view [n][h][d] into such panels: TMA
+ * then copies `rows` rows of one head from any row and column, with zeros for what lies outside of the view,
+ * which it does not write either.
  *
- * A unit that is compiled without sm_90a has the kernels as stubs of one thread a block, which no UPI_HOPPER_FITS
- * takes.
+ * A unit that is compiled without sm_90a has the kernels as stubs of one thread a block, which no
+ * UPI_HOPPER_FITS takes.
  */
 #ifndef UPIPE_CUDA_HOPPER_H
 #define UPIPE_CUDA_HOPPER_H
@@ -42,9 +43,9 @@
 #define UPI_HOPPER_FITS(kernel, threads, registers) \
     upi_cuda_hopper_fits((const void *)(kernel), threads, registers)
 
-/* Whether the current device has code for the kernel, a block can have so many threads, and starts with so many
- * registers in all: the sum of what its warpgroups will have after they have shared them out anew, which would wait
- * for ever for more. */
+/* Whether the current device has code for the kernel, a block can have so many threads, and starts with so
+ * many registers in all: the sum of what its warpgroups will have after they have shared them out anew, which
+ * would wait for ever for more. */
 UPIPE_API int upi_cuda_hopper_fits(const void *kernel, int threads, int registers)
 {
     cudaFuncAttributes x;
@@ -242,8 +243,8 @@ template <int N> UPI_DEVICE void upi_registers_more(void)
 
 /* ---- operands of wgmma in shared memory ---- */
 
-/* Rows of the operand (M or N) are rows of a panel, K its columns: the operand begins at row 8 i of the panel,
- * column 16 k: address of that row + 32 k. `stride`: 1024, the bytes of eight rows. */
+/* Rows of the operand (M or N) are rows of a panel, K its columns: the operand begins at row 8 i of the
+ * panel, column 16 k: address of that row + 32 k. `stride`: 1024, the bytes of eight rows. */
 UPI_DEVICE uint64_t upi_wgmma_rows(uint32_t address)
 {
     return (uint64_t)(address >> 4 & 0x3fff) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 |

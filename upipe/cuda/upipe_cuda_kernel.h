@@ -1,4 +1,5 @@
-/* upipe_cuda_kernel.h -- the seams of every kernel: launch, shared memory, copies, tensor cores   backend cuda
+/* upipe_cuda_kernel.h -- the seams of every kernel: launch, shared memory, copies, tensor cores   backend
+ *  cuda
  *
  * Kernels are written against these few names and the CUDA built-ins __syncthreads, __syncwarp,
  * __shfl_xor_sync, __shfl_sync, threadIdx, blockIdx, blockDim, gridDim, atomicAdd, __threadfence. So the same
@@ -33,9 +34,9 @@ typedef uint16_t upi_bf16; /* storage alone */
     extern __shared__ __align__(1024) unsigned char upi_shared_bytes[]; \
     type *name = (type *)upi_shared_bytes
 
-/* Launches on ctx->stream and returns a status. A kernel with template arguments stands in parentheses. A launch
- * has no status of its own but the thread's last error: one that the host has left unread is forgotten before,
- * not taken for this launch's. */
+/* Launches on ctx->stream and returns a status. A kernel with template arguments stands in parentheses. A
+ * launch has no status of its own but the thread's last error: one that the host has left unread is forgotten
+ * before, not taken for this launch's. */
 /* clang-format off */
 #define UPI_LAUNCH(c, kernel, grid, block, shared, ...)                                \
     ((void)cudaGetLastError(),                                                         \

@@ -1,4 +1,5 @@
-/* upipe_cuda_rows.h -- copies, casts, and all that works row by row        backend cuda, includes cuda_kernel, check
+/* upipe_cuda_rows.h -- copies, casts, and all that works row by row        backend cuda, includes
+ *  cuda_kernel, check
  *
  * Fills the table's sync, copy, zero, cast, rope, rmsnorm, rmsnorm_bwd, rowdot, sum and add.
  *
@@ -7,9 +8,9 @@
  *     upi_cuda_rowdot(...)         [tokens][heads] = a . b
  *
  * A thread works on eight neighbouring elements at a time, in 16-byte loads where every view's rows begin at
- * multiples of 16 bytes, otherwise one by one. A team of 1, 2, 4 .. 32 threads side by side, or a block, works
- * on a row, or on one piece of a row that is summed by nobody. Either way an element has one thread and a
- * sum one order, which follow from d alone: as on the CPU the bits of a row depend neither on steps, nor on
+ * multiples of 16 bytes, otherwise one by one. A team of 1, 2, 4 .. 32 threads side by side, or a block,
+ * works on a row, or on one piece of a row that is summed by nobody. Either way an element has one thread and
+ * a sum one order, which follow from d alone: as on the CPU the bits of a row depend neither on steps, nor on
  * its neighbours, nor on how tokens are split over calls. Arithmetic is f32, rounded once where a bf16 is
  * stored.
  */
@@ -117,7 +118,8 @@ UPIPE_API unsigned upi_span_grid(const upipe_ctx *c, upi_span s)
     return (unsigned)(blocks < most ? blocks : most);
 }
 
-/* Where a thread works: token, head, its first element of the row, and the elements from one turn to the next. */
+/* Where a thread works: token, head, its first element of the row, and the elements from one turn to the
+ * next. */
 typedef struct upi_place {
     int64_t i, j, k, step;
     int64_t d; /* the row ends here; 0 for a team without work */
@@ -707,8 +709,8 @@ void upi_rmsnorm_weight(float *dweight, upipe_view dy, upipe_view x, const float
     if (adds) dweight[column] = sum;
 }
 
-/* With u = x * scale, the row of mean square 1:  dx = scale * (norm weight dy - u * mean(u norm weight dy)). The first walk
- * over a row only reads dy and x, so that dx may be either. */
+/* With u = x * scale, the row of mean square 1:  dx = scale * (w dy - u * mean(u w dy)), w = norm weight. The
+ * first walk over a row only reads dy and x, so that dx may be either. */
 template <int TYPES>
 UPI_KERNEL(256, 1)
 void upi_rmsnorm_bwd_rows(upipe_view dx, upipe_view dy, upipe_view x, const float *weight, float eps,
@@ -748,8 +750,8 @@ void upi_rmsnorm_bwd_rows(upipe_view dx, upipe_view dy, upipe_view x, const floa
     }
 }
 
-/* Scales of as many tokens as the scratch holds, then the norm weight's gradient, then dx, which may overwrite what
- * the norm weight's needs. */
+/* Scales of as many tokens as the scratch holds, then the norm weight's gradient, then dx, which may
+ * overwrite what the norm weight's needs. */
 UPIPE_API upipe_status upi_cuda_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upipe_view dy, upipe_view x,
                                             const float *weight, float eps, float *dweight, int accumulate)
 {

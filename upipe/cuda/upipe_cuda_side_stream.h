@@ -1,15 +1,16 @@
-/* upipe_cuda_side_stream.h -- a side stream that is a stream: stages overlap on one device        backend cuda, includes upipe_side_stream.h
+/* upipe_cuda_side_stream.h -- a side stream on a device: a second CUDA stream        backend cuda, includes
+ *  side_stream
  *
- *     upipe_cuda_side_stream buffer;
- *     upipe_side_stream side stream;
- *     upipe_cuda_side_stream_init(&buffer, &side stream, stream, &ops, &ctx.err);     one a rank
- *     ctx.side stream = &side stream;
+ *     upipe_cuda_side_stream state;
+ *     upipe_side_stream side;
+ *     upipe_cuda_side_stream_init(&state, &side, stream, &ops, &ctx.err);     one a rank
+ *     ctx.side_stream = &side;
  *     ...
- *     upipe_cuda_side_stream_free(&buffer, &ctx.err);
+ *     upipe_cuda_side_stream_free(&state, &ctx.err);
  *
- * Tasks run on the host's thread as late as they may: what a stage is prepared by is enqueued behind the attention
- * before, so that a transport whose wait is the host's overlaps with it too. Lines meet by events alone, so all of it
- * may be captured into a graph.
+ * Tasks run on the host's thread, as late as possible: the load of a stage is enqueued behind the attention
+ * of the previous stage. So it overlaps with that attention even if the transport's wait blocks the host. The
+ * two streams synchronize by events alone, so all of it can be captured into a graph.
  */
 #ifndef UPIPE_CUDA_SIDE_STREAM_H
 #define UPIPE_CUDA_SIDE_STREAM_H
@@ -17,7 +18,7 @@
 #include "../upipe_side_stream.h"
 #include "upipe_cuda_device.h"
 
-enum { UPI_CUDA_SIDE_STREAM_TASKS = 8 }; /* posted and not run; stages have four */
+enum { UPI_CUDA_SIDE_STREAM_TASKS = 8 }; /* posted and not run; a pipeline has four */
 
 typedef struct upi_cuda_side_stream_task {
     void (*run)(void *arg);
@@ -55,7 +56,7 @@ UPIPE_API upipe_status upi_cuda_side_stream_post(upipe_ctx *c, upipe_side_stream
 UPIPE_API upipe_status upi_cuda_side_stream_mark(upipe_ctx *c, upipe_side_stream *side_stream, int point, int64_t n)
 {
     upipe_cuda_side_stream *buf = (upipe_cuda_side_stream *)side_stream->self;
-    buf->point[point] = n; /* reached all the same if the event cannot be recorded: nobody waits for ever */
+    buf->point[point] = n; /* reached even without the event, so that no stream waits for ever */
     UPIPE_CUDA_TRY(&c->err, cudaEventRecord(buf->event[point][n % 2], (cudaStream_t)c->stream));
     return UPIPE_OK;
 }
@@ -94,10 +95,10 @@ UPIPE_API upipe_status upipe_cuda_side_stream_free(upipe_cuda_side_stream *buf, 
 }
 
 /* upipe_cuda_side_stream_init -- events on the current device, and the side stream
- *   buffer    the host's, kept until upipe_cuda_side_stream_free
+ *   buf     the host's, kept until upipe_cuda_side_stream_free
  *   stream  the host's, for this side stream alone: not the default stream, which would wait for all others
- *   ops     a table over a upipe_cuda of its own, whose cuBLAS handle is this stream's: a handle, and its workspace,
- *           belong to one line
+ *   ops     a table over a upipe_cuda of its own, whose cuBLAS handle is this stream's: a handle and its
+ *           workspace belong to one stream
  *   errors  ARG (no table), BACKEND; there is then nothing to free
  */
 UPIPE_API upipe_status upipe_cuda_side_stream_init(upipe_cuda_side_stream *buf, upipe_side_stream *side_stream, cudaStream_t stream,

@@ -22,7 +22,8 @@
 
 /* ---- the gated unit ---- */
 
-/* s = 1 / (1 + e^-z) and rest = 1 - s, each to full relative precision: from e^-|z|, which does not overflow. */
+/* s = 1 / (1 + e^-z) and rest = 1 - s, each to full relative precision: from e^-|z|, which does not
+ * overflow. */
 UPI_DEVICE void upi_sigmoid(float z, float *s, float *rest)
 {
     float e = expf(-fabsf(z)), large = 1.0f / (1.0f + e), small = e * large;
@@ -119,8 +120,8 @@ UPI_DEVICE float upi_block_max(float x, float *buf)
 
 /* A block has a row, and walks along it once for the greatest logit and the sum, once for the gradient.
  *
- * Each thread keeps the greatest logit that it has seen and the sum of e^(logit - greatest) of all others than
- * the target. With the target t apart, 1 - p[t] = others / sum: neither the gradient of a target whose
+ * Each thread keeps the greatest logit that it has seen and the sum of e^(logit - greatest) of all others
+ * than the target. With the target t apart, 1 - p[t] = others / sum: neither the gradient of a target whose
  * probability is almost 1 nor its loss, log(1 + others) where it is the greatest, is left to a difference.
  */
 template <int TYPES>

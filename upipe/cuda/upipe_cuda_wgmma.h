@@ -3,9 +3,10 @@
  *     d [64][N] f32 (+)= a [64][16] * b [16][N], bf16
  *
  * over the 128 threads of a warpgroup. Warp w of them holds rows 16 w to 16 w + 15. Lane l has, in d[4 i] and
- * d[4 i + 1], row l / 4 and columns 8 i + 2 (l % 4) and the next one, and in d[4 i + 2] and d[4 i + 3] those 8
- * rows below. Where a stands in registers, a[0] is row l / 4 and columns 2 (l % 4) and the next, a[1] 8 rows
- * below, a[2] and a[3] both 8 columns further: so accumulators d[8 k .. 8 k + 7] in pairs are a of step k.
+ * d[4 i + 1], row l / 4 and columns 8 i + 2 (l % 4) and the next one, and in d[4 i + 2] and d[4 i + 3] those
+ * 8 rows below. Where a stands in registers, a[0] is row l / 4 and columns 2 (l % 4) and the next, a[1] 8
+ * rows below, a[2] and a[3] both 8 columns further: so accumulators d[8 k .. 8 k + 7] in pairs are a of step
+ * k.
  *
  * Products run by themselves. A group begins with upi_wgmma_fence, for the registers that it uses, and ends
  * with upi_wgmma_commit; neither its accumulators nor its operands in registers or shared memory may be
@@ -106,8 +107,8 @@ UPI_WGMMA_SHAPE(256, UPI_WGMMA_TEXT128, UPI_WGMMA_LIST128, "%128", "%129", "%130
                 "%134")
 /* clang-format on */
 
-/* d (+)= a b with both in shared memory, as upi_wgmma_rows or, where TRANS, upi_wgmma_columns say. N is one of
- * 32, 64, 80, 96, 128, 176, 192, 256. `add` 0: d counts as zeros. */
+/* d (+)= a b with both in shared memory, as upi_wgmma_rows or, where TRANS, upi_wgmma_columns say. N is one
+ * of 32, 64, 80, 96, 128, 176, 192, 256. `add` 0: d counts as zeros. */
 template <int N, int TRANS_A, int TRANS_B>
 UPI_DEVICE void upi_wgmma_ss(float *d, uint64_t a, uint64_t b, int add)
 {

@@ -239,7 +239,7 @@ UPIPE_API upipe_status upi_peer_progress_receiving(upipe_err *e, upipe_peer *m, 
     return UPIPE_OK;
 }
 
-/* Takes transfer s as far as the other ranks allow. *complete: nothing is left to do here. */
+/* Advances transfer s as far as the other ranks allow. *complete: nothing is left to do here. */
 UPIPE_API upipe_status upi_peer_progress(upipe_ctx *c, upipe_peer *m, uint64_t s, int *complete)
 {
     *complete = 0;
