@@ -159,7 +159,7 @@ static void timed_ops(bench *b)
 typedef struct plain_saved {
     void *o;     /* [T][H][d] */
     void *lse;   /* f32 [S][m] */
-    void *dout;    /* [C][T][m][d], after the output projection's backward; then dQ */
+    void *dout;  /* [C][T][m][d], after the output projection's backward; then dQ */
     void *delta; /* f32 [C][T][m] */
 } plain_saved;
 
@@ -174,7 +174,8 @@ typedef struct plain_run {
     float *grads[WEIGHTS];
 } plain_run;
 
-static upipe_status plain_alloc(plain_run *r, void **out, int64_t elements, upipe_dtype dtype, const char *tag)
+static upipe_status plain_alloc(plain_run *r, void **out, int64_t elements, upipe_dtype dtype,
+                                const char *tag)
 {
     return upipe_mem_alloc(r->c->mem, out, (size_t)elements * upipe_dtype_bytes(dtype), tag, &r->c->err);
 }
@@ -374,8 +375,8 @@ static upipe_status plain_out_backward(plain_run *r, plain_saved *save, upipe_vi
         upipe_view o = upipe_view_packed(save->o, r->d.dtype, r->rows, r->d.heads, d), dout = o;
         o.data = upipe_view_at(o, 0, rank * m);
         o.h = m;
-        dout = upipe_view_packed(upipe_view_at(plain_blocks(r, save->dout, 0), 0, rank), r->d.dtype, r->rows, m,
-                               d);
+        dout = upipe_view_packed(upipe_view_at(plain_blocks(r, save->dout, 0), 0, rank), r->d.dtype, r->rows,
+                                 m, d);
         UPIPE_TRY(r->c->ops->rowdot(
             r->c, upipe_view_packed((float *)save->delta + rank * r->rows * m, UPIPE_F32, r->rows, m, 1), o,
             dout));

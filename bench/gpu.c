@@ -212,8 +212,8 @@ static upipe_status all_to_all_check(upipe_ctx *c, char *from, char *to, size_t 
         UPIPE_TRY(c->ops->copy(c, bytes, to + (size_t)p * block, block));
         for (i = 0; i < block && bytes[i] == pattern(p, rank, i);) ++i;
         if (i < block)
-            return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "transfer: byte %zu from rank %d to rank %d is wrong",
-                            i, p, rank);
+            return upipe_fail(&c->err, UPIPE_ERR_BACKEND,
+                              "transfer: byte %zu from rank %d to rank %d is wrong", i, p, rank);
     }
     free(bytes);
     return UPIPE_OK;
@@ -507,7 +507,7 @@ static upipe_status measure_block(upipe_ctx *c, const options *o, upipe_err *e)
     for (r = 0; r < o->ranks; ++r)
         if (t.peak[r] != t.plan_peak)
             return upipe_fail(e, UPIPE_ERR_BACKEND, "rank %d held %zu bytes, the plan says %zu", r, t.peak[r],
-                            t.plan_peak);
+                              t.plan_peak);
     printf(
         "{\"method\": \"%s\", \"overlap\": %s, \"transport\": \"%s\", \"ranks\": %d, \"tokens\": %lld, \"model_dim\": %lld, \"heads\": %d, "
         "\"kv_heads\": %d, \"head_dim\": %d, \"chunk\": %d, \"fwd_seconds\": %.6g, \"bwd_seconds\": %.6g, "

@@ -194,7 +194,7 @@ static upipe_status check_contest(upipe_ctx *c, contest *x, double *worst)
     for (i = 0; i < CHECKS; ++i)
         if (!(worst[i] <= check_limits[i]))
             return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "%s: %s has an error of %g, more than %g",
-                            contestants[x->who], check_names[i], worst[i], check_limits[i]);
+                              contestants[x->who], check_names[i], worst[i], check_limits[i]);
     return UPIPE_OK;
 }
 
@@ -207,7 +207,8 @@ static upipe_status contest_open(upipe_ctx *c, contest *x)
     if (!theirs) return UPIPE_OK;
 #ifdef WITH_CUDNN
     if (x->o->cu_seqlens > 0)
-        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "cuDNN has another layout for packed sequences (cu_seqlens)");
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
+                          "cuDNN has another layout for packed sequences (cu_seqlens)");
     x->g.dk.dtype = x->g.dv.dtype = UPIPE_BF16; /* it overwrites where ours adds */
     x->g.a.lse.n_step = 1;
     x->g.a.lse.h_step = x->o->tokens;
@@ -301,7 +302,8 @@ static upipe_status measure_attention(upipe_ctx *c, upipe_cuda *cuda, const opti
     x.g.delta = upipe_view_packed(p[9], UPIPE_F32, o->tokens, o->heads, 1);
     a->mask.causal = !o->full;
     a->mask.window = o->window;
-    for (i = 0; i <= o->cu_seqlens; ++i) cu_seqlens[i] = o->cu_seqlens > 0 ? o->tokens * i / o->cu_seqlens : 0;
+    for (i = 0; i <= o->cu_seqlens; ++i)
+        cu_seqlens[i] = o->cu_seqlens > 0 ? o->tokens * i / o->cu_seqlens : 0;
     a->mask.cu_seqlens = o->cu_seqlens > 0 ? cu_seqlens : NULL;
     a->mask.cu_seqlens_n = o->cu_seqlens;
     work[0] = c->ops->attn_bytes(c->ops, a, 0);

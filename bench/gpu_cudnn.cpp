@@ -79,7 +79,8 @@ upipe_status plan(fe::graph::Graph &g, cudnnHandle_t handle, int64_t *bytes, upi
     auto made = g.build(handle, {fe::HeurMode_t::A});
     int64_t need = 0;
     if (made.is_good()) made = g.get_workspace_size(need);
-    if (made.is_bad()) return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "cuDNN: %.160s", made.get_message().c_str());
+    if (made.is_bad())
+        return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "cuDNN: %.160s", made.get_message().c_str());
     if (need > *bytes) *bytes = need;
     return UPIPE_OK;
 }

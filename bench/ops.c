@@ -46,9 +46,9 @@ typedef struct ops_bench {
     char *buf;
     char *slots[OPS_SLOTS];
     float *norm_weight, *dnorm_weight; /* [d] */
-    float *loss;         /* [rows] */
-    int32_t *tokens;     /* [rows], below rows; they repeat where rows is a multiple of 5 */
-    int32_t *targets;    /* [rows], below d */
+    float *loss;                       /* [rows] */
+    int32_t *tokens;                   /* [rows], below rows; they repeat where rows is a multiple of 5 */
+    int32_t *targets;                  /* [rows], below d */
     double total;
     int64_t rows;
     int32_t d;
@@ -89,8 +89,8 @@ ops_bench *ops_open(int32_t threads, int64_t rows, int32_t d, int32_t dtype)
     b->loss = (float *)malloc((size_t)rows * sizeof(float));
     b->tokens = (int32_t *)malloc((size_t)rows * sizeof(int32_t));
     b->targets = (int32_t *)malloc((size_t)rows * sizeof(int32_t));
-    if (b->buf == NULL || b->norm_weight == NULL || b->dnorm_weight == NULL || b->loss == NULL || b->tokens == NULL ||
-        b->targets == NULL) {
+    if (b->buf == NULL || b->norm_weight == NULL || b->dnorm_weight == NULL || b->loss == NULL ||
+        b->tokens == NULL || b->targets == NULL) {
         ops_close(b);
         return NULL;
     }

@@ -25,7 +25,7 @@ int main(void)
 {
     const char *names[] = {"Ulysses, all heads at once", "UPipe, chunks of 8 heads"};
     const int chunks[] = {32, 8};
-    static upipe_dry dry; /* large */
+    static upipe_dry dry;   /* large */
     const float weight = 0; /* is not read */
     upipe_ops ops = {0};
     int i, stage, rank, phase;
@@ -53,7 +53,8 @@ int main(void)
         layer.plan = &p;
         layer.wq = layer.wk = layer.wv = &weight;
         if (upipe_dry_init(&dry, &p, &ops) || upipe_dry_layer(&dry, &layer, 1) ||
-            upipe_even_bytes(&sums, &p, 0, 0, 0, (size_t)(UPIPE_TILE_ROWS * p.desc.model_dim) * 4, &dry.ctx.err)) {
+            upipe_even_bytes(&sums, &p, 0, 0, 0, (size_t)(UPIPE_TILE_ROWS * p.desc.model_dim) * 4,
+                             &dry.ctx.err)) {
             fprintf(stderr, "%s\n", dry.ctx.err.text);
             return 1;
         }

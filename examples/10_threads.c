@@ -72,7 +72,8 @@ static upipe_status step(const char *name, const upipe_par *par, tensors *x, upi
     }
     g.a.work_bytes = (g.a.work_bytes + UPIPE_MEM_ALIGN - 1) / UPIPE_MEM_ALIGN * UPIPE_MEM_ALIGN;
     g.a.work = aligned_alloc(UPIPE_MEM_ALIGN, g.a.work_bytes);
-    if (g.a.work == NULL) return upipe_fail(err, UPIPE_ERR_MEMORY, "no %zu bytes for scratch", g.a.work_bytes);
+    if (g.a.work == NULL)
+        return upipe_fail(err, UPIPE_ERR_MEMORY, "no %zu bytes for scratch", g.a.work_bytes);
 
     start = seconds();
     s = upipe_attn_fwd(&c, &g.a);

@@ -17,7 +17,8 @@ enum { X = TOKENS * MODEL, W = HEADS * DIM * MODEL };
 
 /* What a rank has of its own. */
 typedef struct own {
-    size_t dry_peak, dry_host_peak, peak, host_peak; /* bytes of the device and of the host: by the dry run; used */
+    size_t dry_peak, dry_host_peak, peak,
+        host_peak; /* bytes of the device and of the host: by the dry run; used */
     int64_t moved;
     upipe_err err;
 } own;
@@ -81,13 +82,14 @@ static upipe_status rank_main(void *user, int rank)
     void *slab = NULL, *host_slab = NULL, *x = malloc(sizeof all->x), *dout = NULL;
     c.ops = &all->ops, c.team = upipe_threads_comm(&all->team, rank);
     f.desc.rank = rank;
-    s = dry == NULL || x == NULL ? upipe_fail(&c.err, UPIPE_ERR_MEMORY, "no memory for x") : count(dry, &c, &f);
+    s = dry == NULL || x == NULL ? upipe_fail(&c.err, UPIPE_ERR_MEMORY, "no memory for x")
+                                 : count(dry, &c, &f);
     if (s == UPIPE_OK) mine->dry_peak = dry->mem.peak, mine->dry_host_peak = dry->host.peak;
     if (s == UPIPE_OK && (posix_memalign(&slab, UPIPE_MEM_ALIGN, dry->mem.need) != 0 ||
                           posix_memalign(&host_slab, UPIPE_MEM_ALIGN, dry->host.need) != 0 ||
                           (dout = malloc(upipe_fpdt_out_bytes(&f))) == NULL))
-        s = upipe_fail(&c.err, UPIPE_ERR_MEMORY, "no entry left for slabs of %zu and %zu bytes", dry->mem.need,
-                     dry->host.need);
+        s = upipe_fail(&c.err, UPIPE_ERR_MEMORY, "no entry left for slabs of %zu and %zu bytes",
+                       dry->mem.need, dry->host.need);
     if (s == UPIPE_OK) {
         upipe_mem_init(&mem, slab, dry->mem.need, blocks, BLOCKS);
         upipe_mem_init(&host, host_slab, dry->host.need, host_blocks, BLOCKS);

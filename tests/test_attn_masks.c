@@ -60,7 +60,8 @@ static void test_sight(void)
 
 /* ---- the oracle itself ---- */
 
-static double loss(const oracle_attn *t, const double *q, const double *k, const double *v, const double *dout)
+static double loss(const oracle_attn *t, const double *q, const double *k, const double *v,
+                   const double *dout)
 {
     int64_t n = o_count(t), i;
     double *o = doubles(NULL, n), *lse = doubles(NULL, t->sq * t->h), sum = 0;
@@ -169,7 +170,8 @@ static void test_alone(void)
         for (i = 0; i < sizeof windows / sizeof *windows; ++i)
             RUN((t.window = windows[i], t.q_pos = i % 3 == 2 ? 90 : 0));
         for (i = 0; i < sizeof cu_seqlens / sizeof *cu_seqlens; ++i)
-            RUN((t.cu_seqlens = cu_seqlens[i].cu_seqlens, t.cu_seqlens_n = cu_seqlens[i].n, t.k_pos = variant == 2 ? 30 : 0));
+            RUN((t.cu_seqlens = cu_seqlens[i].cu_seqlens, t.cu_seqlens_n = cu_seqlens[i].n,
+                 t.k_pos = variant == 2 ? 30 : 0));
         for (i = 0; i < sizeof caps / sizeof *caps; ++i) RUN((t.softcap = (double)(float)caps[i]));
         for (i = 0; i < sizeof sinks / sizeof *sinks; ++i)
             RUN((t.sinks = sinks[i], t.k_pos = i % 2 ? 90 : 0));
@@ -446,7 +448,7 @@ static void test_far_keys(void)
 static void test_refusals(void)
 {
     static const char *const names[] = {"window", "packed sequences", "soft-cap",
-                                        "sinks",  "head dim",  "gradient of q"};
+                                        "sinks",  "head dim",         "gradient of q"};
     static const int64_t good[] = {0, 8, 9}, descending[] = {0, 8, 7}, far[] = {0, INT64_MAX};
     float *block = floats(8 * 4 * 64), sinks[4] = {0, 0, 0, 0};
     upipe_attn_grad g;

@@ -811,7 +811,8 @@ static void write_model(const llama_layout *l, const char *name, st_dtype dtype,
         shape[0] = t->rows + (how->shape == i);
         shape[1] = t->cols;
         if (how->missing != i)
-            CHECK(st_add(&w, t->name, how->type == i ? ST_I32 : dtype, t->is_norm_weight ? 1 : 2, shape, &err) >= 0);
+            CHECK(st_add(&w, t->name, how->type == i ? ST_I32 : dtype, t->is_norm_weight ? 1 : 2, shape,
+                         &err) >= 0);
     }
     if (how->extra != NULL) CHECK(st_add(&w, how->extra, dtype, 1, &one, &err) >= 0);
     mkdir(dir, 0777);
@@ -1016,8 +1017,8 @@ static void write_optimizer(const truth *t, const char *key, const char *value, 
                               : "master",
                      a->name);
             if (i != missing || k != kind)
-                CHECK(st_add(&w, name, i == missing && k == kind - 6 ? ST_BF16 : ST_F32, a->is_norm_weight ? 1 : 2,
-                             shape, &err) >= 0);
+                CHECK(st_add(&w, name, i == missing && k == kind - 6 ? ST_BF16 : ST_F32,
+                             a->is_norm_weight ? 1 : 2, shape, &err) >= 0);
         }
     if (extra != NULL) CHECK(st_add(&w, extra, ST_F32, 1, &one, &err) >= 0);
     mkdir(dir, 0777);

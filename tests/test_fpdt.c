@@ -87,7 +87,8 @@ static void segment_stats(segments_state *s, upipe_ctx *c, const upipe_fpdt *f, 
                     for (j = 0; j < q.count; ++j)
                         s->out.lse[(b * f->desc.tokens + first + t) * p.desc.heads + q.first + j] = *lse++;
             for (rank = 0; rank < p.desc.ranks; ++rank) {
-                int64_t at = (int64_t)upipe_plan_offset(&p, UPIPE_A2A_Q, stage, rank) * p.rows * p.desc.head_dim;
+                int64_t at =
+                    (int64_t)upipe_plan_offset(&p, UPIPE_A2A_Q, stage, rank) * p.rows * p.desc.head_dim;
                 const char *from = dout + slot * (size_t)i + largest.slot * (size_t)stage;
                 q = upipe_plan_q(&p, stage, rank);
                 for (b = 0; b < p.desc.batch; ++b)
@@ -112,8 +113,7 @@ static upipe_status segment_rank(upipe_ctx *c, segments_state *s, upipe_fpdt *f,
                   wide = (int64_t)shape->h * (shape->v_dim ? shape->v_dim : shape->d);
     const size_t e = upipe_dtype_bytes(shape->dtype);
     float *host = f32_buf(rows * (dim > wide ? dim : wide));
-    char *x = (char *)malloc((size_t)(rows * dim) * e),
-         *dout = (char *)malloc(upipe_fpdt_out_bytes(f));
+    char *x = (char *)malloc((size_t)(rows * dim) * e), *dout = (char *)malloc(upipe_fpdt_out_bytes(f));
     const upipe_view x32 = upipe_view_packed(host, UPIPE_F32, rows, 1, (int32_t)dim);
     const upipe_view x16 = upipe_view_packed(x, shape->dtype, rows, 1, (int32_t)dim);
     const upipe_bytes bytes = upipe_dry_bytes(dry);
@@ -147,9 +147,8 @@ static upipe_status segment_rank(upipe_ctx *c, segments_state *s, upipe_fpdt *f,
     UPIPE_TRY(status);
     UPIPE_TRY(upipe_fpdt_free(f, &save, &c->err));
     for (phase = 0; phase < UPIPE_PHASES; ++phase)
-        CHECK_SAY(c->mem->phase_peak[phase] == bytes.phase[phase],
-                  "%s holds %zu bytes, its dry run %zu", upipe_phase_name(phase),
-                  c->mem->phase_peak[phase], bytes.phase[phase]);
+        CHECK_SAY(c->mem->phase_peak[phase] == bytes.phase[phase], "%s holds %zu bytes, its dry run %zu",
+                  upipe_phase_name(phase), c->mem->phase_peak[phase], bytes.phase[phase]);
     CHECK_INT(c->mem->peak, bytes.peak);
     CHECK_INT(c->mem->need, dry->mem.need);
     CHECK_INT(f->host->peak, dry->host.peak);
@@ -160,9 +159,9 @@ static upipe_status segment_rank(upipe_ctx *c, segments_state *s, upipe_fpdt *f,
         UPIPE_TRY(upipe_fpdt_plan(f, i, &p, &c->err));
         sent += upipe_plan_sent(&p, 0) + upipe_plan_sent(&p, 1);
         for (phase = 0; phase < p.stages; ++phase)
-            sent -=
-                upi_plan_sent_heads(&p, UPIPE_A2A_Q, phase, 0, shape->d * (int64_t)e) +
-                upi_plan_sent_heads(&p, UPIPE_A2A_KV, phase, 0, (p.desc.head_dim + p.desc.v_dim) * (int64_t)e);
+            sent -= upi_plan_sent_heads(&p, UPIPE_A2A_Q, phase, 0, shape->d * (int64_t)e) +
+                    upi_plan_sent_heads(&p, UPIPE_A2A_KV, phase, 0,
+                                        (p.desc.head_dim + p.desc.v_dim) * (int64_t)e);
     }
     CHECK_INT(c->team->sent_bytes, sent);
     return UPIPE_OK;
@@ -171,8 +170,8 @@ static upipe_status segment_rank(upipe_ctx *c, segments_state *s, upipe_fpdt *f,
 static upipe_status segment_body(void *user, int rank)
 {
     segments_state *s = (segments_state *)user;
-    float *const result[] = {s->out.wq,     s->out.wk,     s->out.wv,   NULL,
-                             s->out.q_norm_weight, s->out.k_norm_weight, s->out.sinks};
+    float *const result[] = {
+        s->out.wq, s->out.wk, s->out.wv, NULL, s->out.q_norm_weight, s->out.k_norm_weight, s->out.sinks};
     upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
     size_t sum = (size_t)s->team.ranks * UPIPE_REDUCE_STRIP * 4 + 4096;
     float *grads[RUN_GRADS];

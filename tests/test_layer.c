@@ -157,7 +157,7 @@ static void test_finite_differences(void)
         for (side = 0; side < 2; ++side) {                                                                \
             int64_t k;                                                                                    \
             const double *out = t.shape.projected ? moved.y : moved.o,                                    \
-                         *g = t.shape.projected ? in64.dy : in64.dout;                                      \
+                         *g = t.shape.projected ? in64.dy : in64.dout;                                    \
             f64_block_make(&t.shape, &moved);                                                             \
             in64.tensor[i] = kept + (side ? h : -h);                                                      \
             f64_block_run(&t.shape, &in64, &moved);                                                       \
@@ -457,11 +457,11 @@ static void test_misuse(void)
     narrow = upipe_view_packed(w, UPIPE_F32, 8, 1, 24);
     heads = upipe_view_packed(w, UPIPE_F32, 8, 1, 64);
     /* a refusal breaks the team, so each begins with a new one */
-#define REFUSED(status, words, call)             \
-    do {                                         \
+#define REFUSED(status, words, call)            \
+    do {                                        \
         upipe_comm_self(&team, &buf, ops.copy); \
-        CHECK_STATUS(call, status, c.err);       \
-        CHECK_TEXT(c.err.text, words);           \
+        CHECK_STATUS(call, status, c.err);      \
+        CHECK_TEXT(c.err.text, words);          \
     } while (0)
 #define GOOD(call) REFUSED(UPIPE_OK, "", call)
     for (i = 0; i < 10; ++i) {
@@ -566,11 +566,11 @@ static void test_missing(void)
     whole.ops = &ops;
     whole.mem = &mem;
     whole.team = &team;
-#define MISSING(call)                                \
-    do {                                             \
-        CHECK_STATUS(call, UPIPE_ERR_ARG, c.err);    \
-        CHECK_TEXT(c.err.text, words[i]);            \
-        memset(&c.err, 0, sizeof c.err);             \
+#define MISSING(call)                             \
+    do {                                          \
+        CHECK_STATUS(call, UPIPE_ERR_ARG, c.err); \
+        CHECK_TEXT(c.err.text, words[i]);         \
+        memset(&c.err, 0, sizeof c.err);          \
     } while (0)
     for (i = 0; i < 3; ++i) {
         c = whole;

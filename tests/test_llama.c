@@ -80,8 +80,8 @@ static void golden_open(golden *g, const char *path, int tied)
         const llama_tensor *t = &g->layout.tensors[i];
         const st_tensor *from = golden_find(g, "", t->name);
         if (from == NULL || !CHECK(from->n == t->n)) exit(1);
-        if (!CHECK(st_read_f32(&g->file, from, 0, t->n, (t->is_norm_weight ? g->norm_weights : g->weights) + t->at, &e) ==
-                   0))
+        if (!CHECK(st_read_f32(&g->file, from, 0, t->n,
+                               (t->is_norm_weight ? g->norm_weights : g->weights) + t->at, &e) == 0))
             exit(1);
     }
     golden_tokens(g, "tokens", g->inputs);
@@ -264,7 +264,8 @@ static void check_golden(const golden *g, const way *w)
         snprintf(name, sizeof name, "%sgrad.%s", kind, t->name);
         grad = st_find(&g->file, name);
         if (grad == NULL) { /* of the tied model the file has the embedding and the norm weights */
-            CHECK_SAY(g->tied && !t->is_norm_weight && t->kind != LLAMA_EMBED, "the golden file has no %s", name);
+            CHECK_SAY(g->tied && !t->is_norm_weight && t->kind != LLAMA_EMBED, "the golden file has no %s",
+                      name);
             continue;
         }
         want = read_f64(g, grad);
@@ -303,7 +304,7 @@ static void test_rings(const golden *g)
         {1, 4, 0, 4, UPIPE_CONTIGUOUS, UPIPE_RING_P2P}, {1, 4, 0, 4, UPIPE_ZIGZAG, UPIPE_RING_P2P},
         {1, 3, 0, 4, UPIPE_STRIPED, UPIPE_RING_P2P},    {1, 3, 0, 2, UPIPE_ZIGZAG, UPIPE_RING_ALL_GATHER},
         {1, 4, 2, 4, UPIPE_ZIGZAG, UPIPE_RING_P2P},     {2, 2, 0, 4, UPIPE_ZIGZAG, UPIPE_RING_P2P},
-        {2, 2, 0, 2, UPIPE_ZIGZAG, UPIPE_RING_AUTO},      {2, 2, 0, 2, UPIPE_STRIPED, UPIPE_RING_P2P}};
+        {2, 2, 0, 2, UPIPE_ZIGZAG, UPIPE_RING_AUTO},    {2, 2, 0, 2, UPIPE_STRIPED, UPIPE_RING_P2P}};
     size_t i;
     for (i = 0; i < sizeof rings / sizeof *rings; ++i) {
         upipe_plan_desc d = team_of(rings[i].ranks, rings[i].chunk);

@@ -156,8 +156,8 @@ static void walk(const upipe_plan *p)
         int all = 0;
         for (rank = 0; rank < d->ranks; ++rank) {
             all += fetched[rank][j];
-            CHECK_SAY(p->schedule == UPIPE_IN_ORDER || fetched[rank][j] <= 1, "rank %d fetches head %d %d times",
-                      rank, j, fetched[rank][j]);
+            CHECK_SAY(p->schedule == UPIPE_IN_ORDER || fetched[rank][j] <= 1,
+                      "rank %d fetches head %d %d times", rank, j, fetched[rank][j]);
         }
         CHECK(all >= 1);
         if (!p->kv_grads_partial) CHECK_SAY(all == 1, "kv head %d travels %d times", j, all);

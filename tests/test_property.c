@@ -202,7 +202,8 @@ static void say_replay(const run_case *t, long seed)
         upipe_layout_name(t->layout), (int)t->ring_mode, s->h, s->hkv, s->d, s->v_dim > 0 ? s->v_dim : s->d,
         (long long)s->dim, t->chunk, upipe_dtype_name(s->dtype), t->naive ? " naive" : "",
         t->overlap ? " overlap" : "", s->full ? " full" : "", s->window ? " window" : "",
-        s->cu_seqlens != NULL ? " cu_seqlens" : "", s->softcap > 0 ? " softcap" : "", s->sinks ? " sinks" : "");
+        s->cu_seqlens != NULL ? " cu_seqlens" : "", s->softcap > 0 ? " softcap" : "",
+        s->sinks ? " sinks" : "");
 }
 
 int main(void)

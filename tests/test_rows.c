@@ -50,7 +50,7 @@ enum {
 
 typedef struct operands {
     upipe_view y, a, b, out; /* y: the result, or both in place; out: rowdot's */
-    float *weight, *dweight;     /* dweight [h][d]; src of sum */
+    float *weight, *dweight; /* dweight [h][d]; src of sum */
     size_t weights;
 } operands;
 

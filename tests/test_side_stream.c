@@ -29,10 +29,11 @@ static run_case make_case(int h, int hkv, int ranks, int chunk, upipe_dtype dtyp
 
 /* ---- bits and bytes ---- */
 
-#define SAME(tensor)                                                                               \
-    if (a.out.tensor != NULL)                                                                      \
-    CHECK_SAY(memcmp(a.out.tensor, b.out.tensor, (size_t)block_count(&t.shape, #tensor) * 4) == 0, \
-              "%s differs, %d/%d heads on %d ranks by %d, side stream %d", #tensor, h, hkv, ranks, chunk, side_stream)
+#define SAME(tensor)                                                                                      \
+    if (a.out.tensor != NULL)                                                                             \
+    CHECK_SAY(memcmp(a.out.tensor, b.out.tensor, (size_t)block_count(&t.shape, #tensor) * 4) == 0,        \
+              "%s differs, %d/%d heads on %d ranks by %d, side stream %d", #tensor, h, hkv, ranks, chunk, \
+              side_stream)
 
 /* One line, a side stream on it, and a side stream that is a thread: the same bits, in every schedule;
  * run_block holds the bytes against the plan. */
@@ -54,8 +55,8 @@ static void test_same(int h, int hkv, int ranks, int chunk, int naive, int norme
         t.side_stream_inline = side_stream == 0;
         CHECK(run_block(&t, &in, &b) == UPIPE_OK);
         CHECK(b.plan.overlap);
-        CHECK_SAY(b.bytes.peak > a.bytes.peak, "stages that overlap hold %zu bytes, without %zu", b.bytes.peak,
-                  a.bytes.peak);
+        CHECK_SAY(b.bytes.peak > a.bytes.peak, "stages that overlap hold %zu bytes, without %zu",
+                  b.bytes.peak, a.bytes.peak);
         SAME(o);
         SAME(lse);
         SAME(y);
@@ -123,7 +124,8 @@ typedef struct slow_side_stream {
     int posted, run;
 } slow_side_stream;
 
-static upipe_status slow_post(upipe_ctx *c, upipe_side_stream *side_stream, void (*task)(void *arg), void *arg)
+static upipe_status slow_post(upipe_ctx *c, upipe_side_stream *side_stream, void (*task)(void *arg),
+                              void *arg)
 {
     slow_side_stream *s = (slow_side_stream *)side_stream->self;
     (void)c;

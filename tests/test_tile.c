@@ -17,7 +17,8 @@
 
 /* Weight gradients, and the bits that leave them out. */
 enum { NO_GATE = 1, NO_UP = 2, NO_DOWN = 4, NO_HEAD = 8, NO_NORM_WEIGHT = 16 };
-#define TILE_GRADIENTS(X) X(gate, NO_GATE) X(up, NO_UP) X(down, NO_DOWN) X(head, NO_HEAD) X(norm_weight, NO_NORM_WEIGHT)
+#define TILE_GRADIENTS(X) \
+    X(gate, NO_GATE) X(up, NO_UP) X(down, NO_DOWN) X(head, NO_HEAD) X(norm_weight, NO_NORM_WEIGHT)
 
 typedef struct tile_case {
     tile_shape shape;
@@ -143,7 +144,8 @@ static void args_make(const tile_case *t, const f32_tile *in, f32_tile *got, til
     a->mlp_grads.w_up = t->unwanted & NO_UP ? NULL : got->up;
     a->mlp_grads.w_down = t->unwanted & NO_DOWN ? NULL : got->down;
     a->head_grads.w = t->unwanted & NO_HEAD ? NULL : got->head;
-    a->mlp_grads.norm_weight = a->head_grads.norm_weight = t->unwanted & NO_NORM_WEIGHT ? NULL : got->norm_weight;
+    a->mlp_grads.norm_weight = a->head_grads.norm_weight =
+        t->unwanted & NO_NORM_WEIGHT ? NULL : got->norm_weight;
 }
 
 static void args_free(tile_args *a)
@@ -771,7 +773,8 @@ static upipe_status fail_guard(void *user, size_t bytes, const char *tag)
 static const upipe_ops *fail_op(upipe_ctx *c, upipe_status *s)
 {
     fail_at *f = (fail_at *)c->user;
-    *s = ++f->count == f->at ? upipe_fail(&c->err, UPIPE_ERR_BACKEND, "operation %ld fails", f->at) : UPIPE_OK;
+    *s =
+        ++f->count == f->at ? upipe_fail(&c->err, UPIPE_ERR_BACKEND, "operation %ld fails", f->at) : UPIPE_OK;
     return &f->ops;
 }
 

@@ -102,7 +102,7 @@ UPIPE_API upipe_status upi_a2a_check(upipe_ctx *c, const upipe_plan *p)
     if (c->team == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "ctx->team is NULL");
     if (c->team->ranks != p->desc.ranks || (c->team->rank != p->desc.rank && !upipe_plan_even(p)))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "a plan for rank %d of %d on rank %d of a team of %d",
-                        p->desc.rank, p->desc.ranks, c->team->rank, c->team->ranks);
+                          p->desc.rank, p->desc.ranks, c->team->rank, c->team->ranks);
     return upi_comm_idle(c, c->team);
 }
 
@@ -135,8 +135,8 @@ UPIPE_API upipe_status upipe_a2a_to_heads(upipe_ctx *c, void *dst, const void *s
         if (r > 0 && !upi_same_block(which, before, s)) at += before.count;
         before = s;
         upipe_msg_add(team->list, &used, r, batch, upipe_offset(src, (size_t)(at * p->rows) * each), block,
-                        block, upipe_offset(dst, (size_t)(first * mine) * each), theirs,
-                        (size_t)(p->seq * mine) * each);
+                      block, upipe_offset(dst, (size_t)(first * mine) * each), theirs,
+                      (size_t)(p->seq * mine) * each);
     }
     UPIPE_TRY(upipe_comm_start(c, team, team->list, used));
     return upipe_comm_wait(c, team);
@@ -162,8 +162,8 @@ UPIPE_API upipe_status upipe_a2a_to_tokens(upipe_ctx *c, void *dst, const void *
         size_t theirs = (size_t)(upipe_plan_tokens(p, r, &first) * mine) * each;
         size_t block = (size_t)(p->local * heads) * each;
         upipe_msg_add(team->list, &used, r, batch, upipe_offset(src, (size_t)(first * mine) * each), theirs,
-                        (size_t)(p->seq * mine) * each, upipe_offset(dst, (size_t)(at * p->rows) * each), block,
-                        block);
+                      (size_t)(p->seq * mine) * each, upipe_offset(dst, (size_t)(at * p->rows) * each), block,
+                      block);
         at += heads;
     }
     UPIPE_TRY(upipe_comm_start(c, team, team->list, used));

@@ -90,10 +90,10 @@ UPIPE_API upipe_status upi_attn_like(upipe_ctx *c, const char *name, upipe_view 
     if (v.data == NULL && n > 0) return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %s is NULL", name);
     if (v.n != n || v.h != h || v.d != d)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %s is [%lld][%d][%d], not [%lld][%d][%d]", name,
-                        (long long)v.n, v.h, v.d, (long long)n, h, d);
+                          (long long)v.n, v.h, v.d, (long long)n, h, d);
     if (v.dtype != dtype)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %s is %s, not %s", name,
-                        upipe_dtype_name(v.dtype), upipe_dtype_name(dtype));
+                          upipe_dtype_name(v.dtype), upipe_dtype_name(dtype));
     return UPIPE_OK;
 }
 
@@ -181,7 +181,7 @@ UPIPE_API upipe_status upi_attn_check_masks(upipe_ctx *c, const upipe_attn *a)
                           (long long)m->window);
     if (a->pos_step < 0 || a->pos_step > UPIPE_POS_STEP_MAX)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %lld positions between rows",
-                        (long long)a->pos_step);
+                          (long long)a->pos_step);
     if (!(m->softcap >= 0) || !__builtin_isfinite(m->softcap))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: soft-cap %g", m->softcap);
     if (m->softcap > 0 && !upi_attn_softcap_fits(a))
@@ -219,7 +219,7 @@ UPIPE_API upipe_status upi_attn_check_can(upipe_ctx *c, const upipe_attn *a, int
     for (i = 0; i < (int)(sizeof names / sizeof *names); ++i)
         if (wish & (1 << i))
             return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "attention: %s does not know %s yet",
-                            c->ops->name, names[i]);
+                              c->ops->name, names[i]);
     return UPIPE_OK;
 }
 
@@ -230,23 +230,23 @@ UPIPE_API upipe_status upi_attn_check(upipe_ctx *c, const upipe_attn *a, int bac
     upipe_view q = a->q, k = a->k;
     if (q.dtype != UPIPE_F32 && q.dtype != UPIPE_BF16 && q.dtype != UPIPE_F16)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: data type %d is none of f32, bf16 and f16",
-                        (int)q.dtype);
+                          (int)q.dtype);
     if (q.dtype == UPIPE_F16 && !c->ops->f16)
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "attention: %s does not take f16", c->ops->name);
     if (q.h < 1 || k.h < 1 || q.h % k.h != 0)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %d query heads over %d key/value heads", q.h,
-                        k.h);
+                          k.h);
     if (q.d < UPIPE_HEAD_DIM_MIN || q.d > UPIPE_HEAD_DIM_MAX || q.d % UPIPE_HEAD_DIM_STEP != 0)
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
-                        "attention: head dim %d; %d to %d in steps of %d are built", q.d, UPIPE_HEAD_DIM_MIN,
-                        UPIPE_HEAD_DIM_MAX, UPIPE_HEAD_DIM_STEP);
+                          "attention: head dim %d; %d to %d in steps of %d are built", q.d,
+                          UPIPE_HEAD_DIM_MIN, UPIPE_HEAD_DIM_MAX, UPIPE_HEAD_DIM_STEP);
     if (a->v.d < UPIPE_HEAD_DIM_MIN || a->v.d > UPIPE_HEAD_DIM_MAX || a->v.d % UPIPE_HEAD_DIM_STEP != 0)
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
-                        "attention: head dim %d of v; %d to %d in steps of %d are built", a->v.d,
-                        UPIPE_HEAD_DIM_MIN, UPIPE_HEAD_DIM_MAX, UPIPE_HEAD_DIM_STEP);
+                          "attention: head dim %d of v; %d to %d in steps of %d are built", a->v.d,
+                          UPIPE_HEAD_DIM_MIN, UPIPE_HEAD_DIM_MAX, UPIPE_HEAD_DIM_STEP);
     if (q.n < 0 || k.n < 0)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %lld queries, %lld keys", (long long)q.n,
-                        (long long)k.n);
+                          (long long)k.n);
     UPIPE_TRY(upi_attn_like(c, "q", q, q.n, q.h, q.d, q.dtype));
     UPIPE_TRY(upi_attn_like(c, "k", k, k.n, k.h, q.d, q.dtype));
     UPIPE_TRY(upi_attn_like(c, "v", a->v, k.n, k.h, a->v.d, q.dtype));
@@ -261,8 +261,8 @@ UPIPE_API upipe_status upi_attn_check(upipe_ctx *c, const upipe_attn *a, int bac
         q.n > limit / (a->pos_step > 0 ? a->pos_step : 1) ||
         k.n > limit / (a->pos_step > 0 ? a->pos_step : 1))
         return upipe_fail(&c->err, UPIPE_ERR_OVERFLOW,
-                        "attention: %lld queries from %lld and %lld keys from %lld", (long long)q.n,
-                        (long long)a->q_pos, (long long)k.n, (long long)a->k_pos);
+                          "attention: %lld queries from %lld and %lld keys from %lld", (long long)q.n,
+                          (long long)a->q_pos, (long long)k.n, (long long)a->k_pos);
     return upi_attn_check_can(c, a, backward);
 }
 
@@ -283,7 +283,7 @@ UPIPE_API upipe_status upipe_attn_fwd(upipe_ctx *c, const upipe_attn *a)
     need = c->ops->attn_bytes(c->ops, a, 0);
     if (a->work_bytes < need || (a->work == NULL && need > 0))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %zu bytes of scratch, %zu needed",
-                        a->work != NULL ? a->work_bytes : (size_t)0, need);
+                          a->work != NULL ? a->work_bytes : (size_t)0, need);
     UPIPE_TRY(upi_attn_aligned(c, a));
     return c->ops->attn_fwd(c, a);
 }
@@ -304,7 +304,7 @@ UPIPE_API upipe_status upipe_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
     need = c->ops->attn_bytes(c->ops, a, 1);
     if (a->work_bytes < need || (a->work == NULL && need > 0))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %zu bytes of scratch, %zu needed",
-                        a->work != NULL ? a->work_bytes : (size_t)0, need);
+                          a->work != NULL ? a->work_bytes : (size_t)0, need);
     UPIPE_TRY(upi_attn_aligned(c, a));
     return c->ops->attn_bwd(c, g);
 }

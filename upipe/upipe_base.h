@@ -64,8 +64,8 @@ typedef struct upipe_err {
 /* Records a failure in e (which may be NULL) and returns s, so that a function can `return
  * upipe_fail(...)`. */
 __attribute__((unused, format(printf, 3, 4))) static inline upipe_status upipe_fail(upipe_err *e,
-                                                                                  upipe_status s,
-                                                                                  const char *format, ...)
+                                                                                    upipe_status s,
+                                                                                    const char *format, ...)
 {
     if (e != NULL) {
         va_list args;
@@ -150,9 +150,9 @@ UPIPE_API upipe_view upipe_view_rows(upipe_view v, int64_t first, int64_t n)
     return v;
 }
 
-struct upipe_ops;  /* upipe_ops.h: the compute table */
-struct upipe_mem;  /* upipe_mem.h: the pool */
-struct upipe_comm; /* upipe_comm.h: a communicator */
+struct upipe_ops;         /* upipe_ops.h: the compute table */
+struct upipe_mem;         /* upipe_mem.h: the pool */
+struct upipe_comm;        /* upipe_comm.h: a communicator */
 struct upipe_side_stream; /* upipe_side_stream.h: a second stream of the rank */
 
 /* upipe_ctx -- everything a call may use, owned by the host, one per rank

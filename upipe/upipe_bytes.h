@@ -69,9 +69,10 @@ UPIPE_API size_t upipe_max_bytes(size_t a, size_t b)
  *   hop_k hop_v    K', V' of another ring rank
  *   sum_o sum_q    sums of O', dQ' of a stage, f32
  */
-#define UPI_BUFFERS(X)                                                                                       \
-    X(slot) X(send) X(q) X(o) X(stat) X(k) X(v) X(kv_send) X(dk) X(dv) X(token_dk) X(token_dv) X(partial)    \
-    X(lse) X(delta) X(all_k) X(all_v) X(all_dk) X(all_dv) X(hop_k) X(hop_v) X(sum_o) X(sum_q)
+#define UPI_BUFFERS(X)                                                                                   \
+    X(slot)                                                                                              \
+    X(send) X(q) X(o) X(stat) X(k) X(v) X(kv_send) X(dk) X(dv) X(token_dk) X(token_dv) X(partial) X(lse) \
+        X(delta) X(all_k) X(all_v) X(all_dk) X(all_dv) X(hop_k) X(hop_v) X(sum_o) X(sum_q)
 typedef struct upipe_buffers {
 #define UPI_BUFFERS_FIELD(name) size_t name;
     UPI_BUFFERS(UPI_BUFFERS_FIELD)
@@ -117,14 +118,14 @@ UPIPE_API upipe_buffers upipe_plan_buffers(const upipe_plan *p)
         b.slot = upipe_max_bytes(b.slot, upipe_plan_rows_bytes(p, sent, wide));
         b.q = upipe_max_bytes(b.q, upipe_plan_seq_bytes(p, mine, d));
         b.o = upipe_max_bytes(b.o, upipe_plan_seq_bytes(p, mine, v_dim));
-        b.partial = upipe_max_bytes(b.partial,
-                             upipe_plan_rows_bytes(p, upipe_plan_buffer(p, UPIPE_A2A_DKV, i), wide) / e * 4);
+        b.partial = upipe_max_bytes(
+            b.partial, upipe_plan_rows_bytes(p, upipe_plan_buffer(p, UPIPE_A2A_DKV, i), wide) / e * 4);
     }
     /* the naive order may need one block more or less in later stages */
     for (i = 0; i < p->stages; ++i)
         if (p->schedule >= UPIPE_IN_ORDER || i == 0)
-            b.kv_send =
-                upipe_max_bytes(b.kv_send, upipe_plan_rows_bytes(p, upipe_plan_buffer(p, UPIPE_A2A_KV, i), wide));
+            b.kv_send = upipe_max_bytes(
+                b.kv_send, upipe_plan_rows_bytes(p, upipe_plan_buffer(p, UPIPE_A2A_KV, i), wide));
     b.send = upipe_max_bytes(b.send, upipe_max_bytes(b.q, b.o));
     b.slot = upipe_max_bytes(b.slot, b.q);
     b.stat = b.q / e / (size_t)d * 4;
@@ -132,7 +133,8 @@ UPIPE_API upipe_buffers upipe_plan_buffers(const upipe_plan *p)
     b.v = upipe_plan_seq_bytes(p, p->kv_per_rank, v_dim);
     b.dk = b.k / e * 4;
     b.dv = b.v / e * 4;
-    b.token_dk = upipe_plan_rows_bytes(p, p->kv_grads_partial ? p->desc.kv_heads : p->desc.ranks * p->kv_per_rank, d);
+    b.token_dk =
+        upipe_plan_rows_bytes(p, p->kv_grads_partial ? p->desc.kv_heads : p->desc.ranks * p->kv_per_rank, d);
     b.token_dv = b.token_dk / (size_t)d * (size_t)v_dim;
     b.lse = (size_t)(upipe_plan_before(p, p->stages, me) * p->seq * p->desc.batch) * 4;
     if (b.lse == 0) b.lse = 4; /* a rank without heads: NULL would mean consumed */
@@ -169,17 +171,24 @@ UPIPE_API upipe_status upipe_even_bytes(upipe_bytes *r, const upipe_plan *p, siz
     const upipe_plan_desc *d = &p->desc;
     const int kv_heads = d->ranks * p->kv_per_rank; /* of a round */
     const size_t x = upipe_plan_unit_bytes(p), e = upipe_dtype_bytes(d->dtype);
-    const size_t q = upipe_plan_rows_bytes(p, d->chunk, d->head_dim), o = upipe_plan_rows_bytes(p, d->chunk, d->v_dim);
-    const size_t k = upipe_plan_rows_bytes(p, kv_heads, d->head_dim), v = upipe_plan_rows_bytes(p, kv_heads, d->v_dim);
-    const size_t send = upipe_max_bytes(q, o), kv_send = upipe_max_bytes(k, v); /* beside a stage's; O' and dQ' too */
+    const size_t q = upipe_plan_rows_bytes(p, d->chunk, d->head_dim),
+                 o = upipe_plan_rows_bytes(p, d->chunk, d->v_dim);
+    const size_t k = upipe_plan_rows_bytes(p, kv_heads, d->head_dim),
+                 v = upipe_plan_rows_bytes(p, kv_heads, d->v_dim);
+    const size_t send = upipe_max_bytes(q, o),
+                 kv_send = upipe_max_bytes(k, v); /* beside a stage's; O' and dQ' too */
     const size_t kv = k + v, dv = v / e * 4, dkv = kv / e * 4, cast = e < 4 ? kv_send : 0;
-    const size_t out = send * (size_t)p->stages, stat = q / e / (size_t)d->head_dim * 4; /* final_out; lse, delta of a stage */
-    const size_t lse = stat * (size_t)p->stages, delta = lse, kept = p->steps > 1 ? kv : 0; /* from stage to stage */
-    const size_t fwd = x + out + lse, bwd = fwd + delta + (size_t)(p->rounds - 1) * kv; /* dK, dV of finished rounds */
+    const size_t out = send * (size_t)p->stages,
+                 stat = q / e / (size_t)d->head_dim * 4; /* final_out; lse, delta of a stage */
+    const size_t lse = stat * (size_t)p->stages, delta = lse,
+                 kept = p->steps > 1 ? kv : 0; /* from stage to stage */
+    const size_t fwd = x + out + lse,
+                 bwd = fwd + delta + (size_t)(p->rounds - 1) * kv; /* dK, dV of finished rounds */
     const size_t stage = kv + dkv + send + q + o + stat;
     int i;
     if (p->schedule > UPIPE_WHOLE || d->ring > 1 || p->overlap || d->tokens % d->ranks != 0)
-        return upipe_fail(err, UPIPE_ERR_UNSUPPORTED, "a closed form for uneven heads or tokens, a ring, or overlap");
+        return upipe_fail(err, UPIPE_ERR_UNSUPPORTED,
+                          "a closed form for uneven heads or tokens, a ring, or overlap");
     r->intermediate_fwd = kv + upipe_max_bytes(kv_send, send);
     r->phase[UPIPE_FWD_BEFORE] = x;
     r->phase[UPIPE_FWD_IN] = fwd + r->intermediate_fwd + gemm;
@@ -188,10 +197,12 @@ UPIPE_API upipe_status upipe_even_bytes(upipe_bytes *r, const upipe_plan *p, siz
     r->phase[UPIPE_BWD_BEFORE] = fwd + out + delta; /* O, and its gradient */
     r->phase[UPIPE_BWD_OUT] = bwd + stage;
     r->phase[UPIPE_BWD_ATTN] = bwd + stage + attn_bwd;
-    r->phase[UPIPE_BWD_IN] = upipe_max_bytes(kv + dkv + kv_send + gemm, kv + dkv + send + upipe_max_bytes(gemm, q));
+    r->phase[UPIPE_BWD_IN] =
+        upipe_max_bytes(kv + dkv + kv_send + gemm, kv + dkv + send + upipe_max_bytes(gemm, q));
     r->phase[UPIPE_BWD_IN] = upipe_max_bytes(r->phase[UPIPE_BWD_IN], kv + upipe_max_bytes(cast + dv, gemm));
     r->phase[UPIPE_BWD_IN] = upipe_max_bytes(r->phase[UPIPE_BWD_IN], k + cast + dkv); /* dK' to its tokens */
-    r->phase[UPIPE_BWD_IN] = upipe_max_bytes(bwd + r->phase[UPIPE_BWD_IN], x + out + (size_t)p->rounds * kv + tile + gemm);
+    r->phase[UPIPE_BWD_IN] =
+        upipe_max_bytes(bwd + r->phase[UPIPE_BWD_IN], x + out + (size_t)p->rounds * kv + tile + gemm);
     for (i = 0, r->peak = 0; i < UPIPE_PHASES; ++i) r->peak = upipe_max_bytes(r->peak, r->phase[i]);
     return UPIPE_OK;
 }

@@ -37,10 +37,10 @@ UPIPE_API upipe_status upi_row_check(upipe_ctx *c, const char *call, const char 
 {
     if (v.n < 0 || v.h < 1 || v.d < 1)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: %s is [%lld][%d][%d]", call, name, (long long)v.n, v.h,
-                        v.d);
+                          v.d);
     if (!upi_dtype_built(c->ops, &v.dtype))
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "%s: %s has storage type %d", call, name,
-                        upi_dtype_number(&v.dtype));
+                          upi_dtype_number(&v.dtype));
     if (v.data == NULL && v.n > 0) return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: %s is NULL", call, name);
     return UPIPE_OK;
 }
@@ -52,7 +52,7 @@ UPIPE_API upipe_status upi_row_check_like(upipe_ctx *c, const char *call, const 
     UPIPE_TRY(upi_row_check(c, call, name, v));
     if (v.n != like.n || v.h != like.h || v.d != d)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: %s is [%lld][%d][%d], not [%lld][%d][%d]", call, name,
-                        (long long)v.n, v.h, v.d, (long long)like.n, like.h, d);
+                          (long long)v.n, v.h, v.d, (long long)like.n, like.h, d);
     return UPIPE_OK;
 }
 
@@ -63,9 +63,9 @@ UPIPE_API upipe_status upi_row_check_alias(upipe_ctx *c, const char *call, const
     int same = a.dtype == b.dtype && (a.n == 1 || a.n_step == b.n_step) && (a.h == 1 || a.h_step == b.h_step);
     if (a.n == 0 || a.data != b.data || same) return UPIPE_OK;
     return upipe_fail(&c->err, UPIPE_ERR_ARG,
-                    "%s: %s (%s, steps %lld, %lld) lies over %s (%s, steps %lld, %lld)", call, a_name,
-                    upipe_dtype_name(a.dtype), (long long)a.n_step, (long long)a.h_step, b_name,
-                    upipe_dtype_name(b.dtype), (long long)b.n_step, (long long)b.h_step);
+                      "%s: %s (%s, steps %lld, %lld) lies over %s (%s, steps %lld, %lld)", call, a_name,
+                      upipe_dtype_name(a.dtype), (long long)a.n_step, (long long)a.h_step, b_name,
+                      upipe_dtype_name(b.dtype), (long long)b.n_step, (long long)b.h_step);
 }
 
 /* ---- rows ---- */
@@ -74,7 +74,7 @@ UPIPE_API upipe_status upipe_check_copy(upipe_ctx *c, const void *dst, const voi
 {
     if (bytes > 0 && (dst == NULL || src == NULL))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "copy: %zu bytes, but %s is NULL", bytes,
-                        dst == NULL ? "dst" : "src");
+                          dst == NULL ? "dst" : "src");
     return UPIPE_OK;
 }
 
@@ -96,16 +96,16 @@ UPIPE_API upipe_status upipe_check_rope(upipe_ctx *c, const upipe_rope *r)
     UPIPE_TRY(upi_row_check(c, "rope", "x", r->x));
     if (r->x.d % 2 != 0 || r->x.d > UPI_ROPE_DIM_MAX)
         return upipe_fail(&c->err, r->x.d % 2 != 0 ? UPIPE_ERR_ARG : UPIPE_ERR_UNSUPPORTED,
-                        "rope: head dim %d; even ones up to %d are built", r->x.d, UPI_ROPE_DIM_MAX);
+                          "rope: head dim %d; even ones up to %d are built", r->x.d, UPI_ROPE_DIM_MAX);
     if (r->count < 0 || r->pos0 < 0 || r->pos_step < 0 || !(r->theta > 0))
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
-                        "rope: %lld blocks from position %lld in steps of %lld, theta %g",
-                        (long long)r->count, (long long)r->pos0, (long long)r->pos_step, r->theta);
+                          "rope: %lld blocks from position %lld in steps of %lld, theta %g",
+                          (long long)r->count, (long long)r->pos0, (long long)r->pos_step, r->theta);
     return UPIPE_OK;
 }
 
 UPIPE_API upipe_status upipe_check_rmsnorm(upipe_ctx *c, upipe_view y, upipe_view x, const float *weight,
-                                         float eps)
+                                           float eps)
 {
     UPIPE_TRY(upi_row_check(c, "rmsnorm", "x", x));
     UPIPE_TRY(upi_row_check_like(c, "rmsnorm", "y", y, x, x.d));
@@ -116,7 +116,7 @@ UPIPE_API upipe_status upipe_check_rmsnorm(upipe_ctx *c, upipe_view y, upipe_vie
 }
 
 UPIPE_API upipe_status upipe_check_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upipe_view dy, upipe_view x,
-                                             const float *weight, float eps, int accumulate)
+                                               const float *weight, float eps, int accumulate)
 {
     UPIPE_TRY(upi_row_check(c, "rmsnorm_bwd", "dy", dy));
     UPIPE_TRY(upi_row_check_like(c, "rmsnorm_bwd", "x", x, dy, dy.d));
@@ -125,7 +125,7 @@ UPIPE_API upipe_status upipe_check_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upip
     UPIPE_TRY(upi_row_check_alias(c, "rmsnorm_bwd", "dx", dx, "x", x));
     if (accumulate && dx.n > 0 && (dx.data == dy.data || dx.data == x.data))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "rmsnorm_bwd: dx, which accumulates, is %s",
-                        dx.data == dy.data ? "dy" : "x");
+                          dx.data == dy.data ? "dy" : "x");
     if (weight == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "rmsnorm_bwd: norm weight is NULL");
     if (!(eps >= 0)) return upipe_fail(&c->err, UPIPE_ERR_ARG, "rmsnorm_bwd: eps %g", (double)eps);
     return UPIPE_OK;
@@ -142,14 +142,14 @@ UPIPE_API upipe_status upipe_check_rowdot(upipe_ctx *c, upipe_view out, upipe_vi
 }
 
 UPIPE_API upipe_status upipe_check_sum(upipe_ctx *c, upipe_view dst, const float *src, int count,
-                                     int accumulate)
+                                       int accumulate)
 {
     UPIPE_TRY(upi_row_check(c, "sum", "dst", dst));
     if (count < 0) return upipe_fail(&c->err, UPIPE_ERR_ARG, "sum: %d terms", count);
     if (src == NULL && count > 0 && dst.n > 0) return upipe_fail(&c->err, UPIPE_ERR_ARG, "sum: src is NULL");
     if (accumulate && dst.dtype != UPIPE_F32)
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "sum: accumulates into f32 only, dst is %s",
-                        upipe_dtype_name(dst.dtype));
+                          upipe_dtype_name(dst.dtype));
     return UPIPE_OK;
 }
 
@@ -172,28 +172,29 @@ UPIPE_API upipe_status upipe_check_gemm(upipe_ctx *c, upipe_view out, upipe_view
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "gemm: unknown flags 0x%x", flags & ~known);
     if (out.n < 0 || out.d < 0 || out.h < 1 || a.n < 0 || a.d < 0 || b.n < 0 || b.d < 0)
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
-                        "gemm: out [%lld][%d][%d], a [%lld][%d][%d], b [%lld][%d][%d]", (long long)out.n,
-                        out.h, out.d, (long long)a.n, a.h, a.d, (long long)b.n, b.h, b.d);
+                          "gemm: out [%lld][%d][%d], a [%lld][%d][%d], b [%lld][%d][%d]", (long long)out.n,
+                          out.h, out.d, (long long)a.n, a.h, a.d, (long long)b.n, b.h, b.d);
     if (!upi_dtype_built(c->ops, &out.dtype) || !upi_dtype_built(c->ops, &a.dtype) ||
         !upi_dtype_built(c->ops, &b.dtype))
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "gemm: storage type %d, %d or %d",
-                        upi_dtype_number(&out.dtype), upi_dtype_number(&a.dtype), upi_dtype_number(&b.dtype));
+                          upi_dtype_number(&out.dtype), upi_dtype_number(&a.dtype),
+                          upi_dtype_number(&b.dtype));
     if (a_rows != out.n || b_cols != out.d || a_depth != b_depth)
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
-                        "gemm: out is %lld x %d, but op(a) is %lld x %lld and op(b) is %lld x %lld",
-                        (long long)out.n, out.d, (long long)a_rows, (long long)a_depth, (long long)b_depth,
-                        (long long)b_cols);
+                          "gemm: out is %lld x %d, but op(a) is %lld x %lld and op(b) is %lld x %lld",
+                          (long long)out.n, out.d, (long long)a_rows, (long long)a_depth, (long long)b_depth,
+                          (long long)b_cols);
     if ((a.h != 1 && a.h != out.h) || (b.h != 1 && b.h != out.h))
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "gemm: %d matrices of a and %d of b for %d of out", a.h, b.h,
-                        out.h);
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "gemm: %d matrices of a and %d of b for %d of out", a.h,
+                          b.h, out.h);
     if ((flags & UPIPE_GEMM_ACCUMULATE) != 0 && out.dtype != UPIPE_F32)
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "gemm: accumulates into f32 only, out is %s",
-                        upipe_dtype_name(out.dtype));
+                          upipe_dtype_name(out.dtype));
     if (out.n > 0 && out.d > 0 && (out.data == NULL || (a_depth > 0 && (a.data == NULL || b.data == NULL))))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "gemm: %s is NULL",
-                        out.data == NULL ? "out"
-                        : a.data == NULL ? "a"
-                                         : "b");
+                          out.data == NULL ? "out"
+                          : a.data == NULL ? "a"
+                                           : "b");
     return UPIPE_OK;
 }
 
@@ -215,9 +216,9 @@ UPIPE_API upipe_status upipe_check_swiglu_bwd(upipe_ctx *c, upipe_view gate, upi
     UPIPE_TRY(upi_row_check_like(c, "swiglu_bwd", "up", up, dy, dy.d));
     if (dy.n > 0 && (gate.data == up.data || gate.data == dy.data || up.data == dy.data))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "swiglu_bwd: %s are the same memory",
-                        gate.data == up.data   ? "gate and up"
-                        : gate.data == dy.data ? "gate and dy"
-                                               : "up and dy");
+                          gate.data == up.data   ? "gate and up"
+                          : gate.data == dy.data ? "gate and dy"
+                                                 : "up and dy");
     return UPIPE_OK;
 }
 
@@ -228,38 +229,38 @@ UPIPE_API upipe_status upipe_check_cross_entropy(upipe_ctx *c, const upipe_cross
     UPIPE_TRY(upi_row_check(c, "cross_entropy", "logits", l));
     if (l.h != 1 || l.dtype != UPIPE_F32)
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
-                        "cross_entropy: logits are %s [%lld][%d][%d], not f32 with one head",
-                        upipe_dtype_name(l.dtype), (long long)l.n, l.h, l.d);
+                          "cross_entropy: logits are %s [%lld][%d][%d], not f32 with one head",
+                          upipe_dtype_name(l.dtype), (long long)l.n, l.h, l.d);
     if (x->grad.data != NULL) {
         UPIPE_TRY(upi_row_check_like(c, "cross_entropy", "grad", x->grad, l, l.d));
         UPIPE_TRY(upi_row_check_alias(c, "cross_entropy", "grad", x->grad, "logits", l));
     }
     if (l.n > 0 && (x->loss == NULL || x->targets == NULL))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "cross_entropy: %s is NULL",
-                        x->loss == NULL ? "loss" : "targets");
+                          x->loss == NULL ? "loss" : "targets");
     return UPIPE_OK;
 }
 
 /* x [n][1][D], table [V][1][D], tokens [n]; `call` is embed or embed_bwd */
 UPIPE_API upipe_status upipe_check_embed(upipe_ctx *c, const char *call, upipe_view x, upipe_view table,
-                                       const int32_t *tokens)
+                                         const int32_t *tokens)
 {
     UPIPE_TRY(upi_row_check(c, call, "x", x));
     UPIPE_TRY(upi_row_check(c, call, "table", table));
     if (x.h != 1 || table.h != 1 || x.d != table.d)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: rows [%lld][%d][%d] of a table [%lld][%d][%d]", call,
-                        (long long)x.n, x.h, x.d, (long long)table.n, table.h, table.d);
+                          (long long)x.n, x.h, x.d, (long long)table.n, table.h, table.d);
     if (tokens == NULL && x.n > 0) return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: tokens is NULL", call);
     return UPIPE_OK;
 }
 
 UPIPE_API upipe_status upipe_check_embed_bwd(upipe_ctx *c, upipe_view dtable, upipe_view dx,
-                                           const int32_t *tokens)
+                                             const int32_t *tokens)
 {
     UPIPE_TRY(upipe_check_embed(c, "embed_bwd", dx, dtable, tokens));
     if (dtable.dtype != UPIPE_F32)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "embed_bwd: the table's gradient is %s, not f32",
-                        upipe_dtype_name(dtable.dtype));
+                          upipe_dtype_name(dtable.dtype));
     return UPIPE_OK;
 }
 
@@ -282,16 +283,17 @@ UPIPE_API upipe_status upipe_check_adamw(upipe_ctx *c, const upipe_adamw *a)
     int i, j;
     if (a->n < 0 || a->step < 1)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "adamw: %lld elements, step %lld", (long long)a->n,
-                        (long long)a->step);
+                          (long long)a->step);
     if (!(a->beta1 >= 0 && a->beta1 < 1 && a->beta2 >= 0 && a->beta2 < 1))
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "adamw: betas %g, %g, not within 0 .. 1", a->beta1, a->beta2);
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "adamw: betas %g, %g, not within 0 .. 1", a->beta1,
+                          a->beta2);
     if (!upi_adamw_number(a->rate, 0) || !upi_adamw_number(a->eps, 0) || !upi_adamw_number(a->decay, 0) ||
         !upi_adamw_number(a->grad_scale, -INFINITY))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "adamw: rate %g, eps %g, decay %g, gradients times %g",
-                        a->rate, a->eps, a->decay, a->grad_scale);
+                          a->rate, a->eps, a->decay, a->grad_scale);
     if (a->copy != NULL && !upi_dtype_built(c->ops, &a->copy_dtype))
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "adamw: copy has storage type %d",
-                        upi_dtype_number(&a->copy_dtype));
+                          upi_dtype_number(&a->copy_dtype));
     if (a->n == 0) return UPIPE_OK;
     at[0] = a->w;
     at[1] = a->m;
@@ -303,10 +305,10 @@ UPIPE_API upipe_status upipe_check_adamw(upipe_ctx *c, const upipe_adamw *a)
         for (j = i + 1; j < 5; ++j)
             if (at[i] == at[j])
                 return upipe_fail(&c->err, UPIPE_ERR_ARG, "adamw: %c and %s are the same memory", "wmvg"[i],
-                                j == 4   ? "copy"
-                                : j == 3 ? "g"
-                                : j == 2 ? "v"
-                                         : "m");
+                                  j == 4   ? "copy"
+                                  : j == 3 ? "g"
+                                  : j == 2 ? "v"
+                                           : "m");
     }
     return UPIPE_OK;
 }

@@ -89,7 +89,8 @@ UPIPE_API upipe_status upi_dry_rope(upipe_ctx *c, const upipe_rope *r)
     return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_dry_rmsnorm(upipe_ctx *c, upipe_view y, upipe_view x, const float *weight, float eps)
+UPIPE_API upipe_status upi_dry_rmsnorm(upipe_ctx *c, upipe_view y, upipe_view x, const float *weight,
+                                       float eps)
 {
     (void)weight, (void)eps;
     return upi_dry_cast(c, y, x);
@@ -179,7 +180,7 @@ UPIPE_API upipe_status upipe_dry_init(upipe_dry *dry, const upipe_plan *plan, co
     if (plan != NULL) d = plan->desc;
     if (d.ranks > UPIPE_DRY_RANKS_MAX || d.ring > UPIPE_DRY_RANKS_MAX)
         return upipe_fail(&dry->ctx.err, UPIPE_ERR_UNSUPPORTED, "a dry run of %d x %d ranks, at most %d",
-                        d.ranks, d.ring, UPIPE_DRY_RANKS_MAX);
+                          d.ranks, d.ring, UPIPE_DRY_RANKS_MAX);
     upipe_mem_init_dry(&dry->mem, dry->blocks, UPIPE_DRY_BLOCKS_MAX);
     dry->mem.guard = upi_dry_guard;
     dry->mem.user = dry;

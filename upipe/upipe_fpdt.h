@@ -89,13 +89,12 @@ UPIPE_API upipe_shard upipe_fpdt_shard(const upipe_fpdt *f, int i)
 
 /* ---- both loops ---- */
 
-UPIPE_API upipe_status upi_fpdt_alloc_host(upipe_ctx *c, const upi_fpdt_pass *s, char **out, size_t bytes, int n,
-                                           const char *tag)
+UPIPE_API upipe_status upi_fpdt_alloc_host(upipe_ctx *c, const upi_fpdt_pass *s, char **out, size_t bytes,
+                                           int n, const char *tag)
 {
     const upipe_fpdt *f = s->z.f;
     void *data;
-    UPIPE_TRY(
-        upipe_mem_alloc(f->host, &data, bytes * (size_t)n * (size_t)f->segments, tag, &c->err));
+    UPIPE_TRY(upipe_mem_alloc(f->host, &data, bytes * (size_t)n * (size_t)f->segments, tag, &c->err));
     *out = (char *)data;
     return UPIPE_OK;
 }
@@ -144,8 +143,7 @@ UPIPE_API upipe_status upi_fpdt_bwd(upipe_ctx *c, upi_fpdt_pass *s, char *dx, ch
     UPIPE_TRY(upi_fpdt_alloc_host(c, s, &s->host.dkv, z->steps > 1 ? z->b.dk + z->b.dv : 0, 1, "dkv"));
     UPIPE_TRY(upi_fpdt_alloc_host(c, s, &s->host.dv, z->kv_tokens * (size_t)d->v_dim, 1, "dv"));
     for (i = 0; i < segments; ++i)
-        for (stage = 0; stage < z->stages; ++stage)
-            UPIPE_TRY(upi_fpdt_offload_dout(c, s, dout, i, stage));
+        for (stage = 0; stage < z->stages; ++stage) UPIPE_TRY(upi_fpdt_offload_dout(c, s, dout, i, stage));
     for (stage = 0; stage < z->stages; ++stage)
         for (j = 0; j < segments; ++j) {
             upipe_phase_set(c, UPIPE_BWD_ATTN);
@@ -190,9 +188,9 @@ UPIPE_API upipe_status upi_fpdt_begin(upipe_ctx *c, upi_fpdt_pass *s, const upip
     if ((c->ops->attn_can & UPIPE_ATTN_ADD_DQ) == 0)
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "%s adds to no gradient of q, as segments need",
                           c->ops->name);
-    UPIPE_TRY(upi_layer_check_own(c, &s->z.layer[0],
-                                  upipe_view_packed((void *)(uintptr_t)x, p->desc.dtype, p->rows, 1,
-                                                    (int32_t)p->desc.model_dim)));
+    UPIPE_TRY(upi_layer_check_own(
+        c, &s->z.layer[0],
+        upipe_view_packed((void *)(uintptr_t)x, p->desc.dtype, p->rows, 1, (int32_t)p->desc.model_dim)));
     return upi_layer_agree(c, &s->z.layer[0], f->desc.tokens, f->segments);
 }
 

@@ -62,16 +62,16 @@ typedef struct upipe_mem_event {
 
 typedef struct upipe_mem {
     char *slab;
-    size_t slab_bytes;   /* SIZE_MAX in a dry pool */
+    size_t slab_bytes;       /* SIZE_MAX in a dry pool */
     upipe_mem_block *blocks; /* live blocks by ascending offset */
     int blocks_n, blocks_max;
     int blocks_peak; /* most live blocks so far: what the table must hold */
     int dry;
     int phase;
-    size_t live, peak;  /* sum of bytes asked for: now, and its largest value */
-    size_t need;        /* slab bytes that were needed so far */
-    size_t quarantined; /* part of live that cannot be freed before upipe_mem_release */
-    int64_t serial;     /* allocations so far */
+    size_t live, peak;                       /* sum of bytes asked for: now, and its largest value */
+    size_t need;                             /* slab bytes that were needed so far */
+    size_t quarantined;                      /* part of live that cannot be freed before upipe_mem_release */
+    int64_t serial;                          /* allocations so far */
     size_t phase_peak[UPIPE_MEM_PHASES_MAX]; /* largest live while the phase was current */
     /* optional, set by the host after init */
     upipe_mem_event *events; /* trace; NULL = none */
@@ -158,8 +158,8 @@ UPIPE_API upipe_status upipe_mem_destroy(upipe_mem *m, upipe_err *e)
     upi_mem_poison(m, 0, m->slab_bytes, 0);
     memset(m, 0, sizeof *m);
     if (left == 0) return UPIPE_OK;
-    return upipe_fail(e, UPIPE_ERR_ARG, "pool freed with %d blocks of %zu bytes live, the first is '%s'", left,
-                    live, tag);
+    return upipe_fail(e, UPIPE_ERR_ARG, "pool freed with %d blocks of %zu bytes live, the first is '%s'",
+                      left, live, tag);
 }
 
 /* upipe_mem_alloc -- a block of `bytes` bytes with undefined contents
@@ -184,7 +184,8 @@ UPIPE_API upipe_status upipe_mem_alloc(upipe_mem *m, void **out, size_t bytes, c
     if (bytes > SIZE_MAX / 2)
         return upipe_fail(e, UPIPE_ERR_OVERFLOW, "a block of %zu bytes for '%s'", bytes, tag);
     if (m->blocks_n == m->blocks_max)
-        return upipe_fail(e, UPIPE_ERR_MEMORY, "no entry left for '%s' in a table of %d blocks", tag, m->blocks_max);
+        return upipe_fail(e, UPIPE_ERR_MEMORY, "no entry left for '%s' in a table of %d blocks", tag,
+                          m->blocks_max);
     for (i = 0; i < m->blocks_n; ++i) {
         size_t hole = m->blocks[i].offset - end;
         if (hole > largest) largest = hole;

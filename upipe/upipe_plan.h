@@ -99,14 +99,14 @@ typedef struct upipe_plan {
     int per_rank;         /* m: query heads a rank and stage, at most */
     int kv_per_rank;      /* key/value heads a rank and round, at most */
     int rounds, steps;    /* stages = rounds * steps */
-    int width;      /* stages that attend together: steps in a P2P ring, otherwise 1 */
-    int overlap;    /* stages overlap: asked for, and there are several */
+    int width;            /* stages that attend together: steps in a P2P ring, otherwise 1 */
+    int overlap;          /* stages overlap: asked for, and there are several */
     /* traits: what the code of the stages asks of a plan, whatever schedule or ring mode is behind it */
-    int kv_rounds_shared;   /* by all ranks; otherwise K', V' have one buffer for all stages */
-    int kv_grads_partial;   /* ranks or stages share kv heads: gradients are sums of partial ones */
+    int kv_rounds_shared;    /* by all ranks; otherwise K', V' have one buffer for all stages */
+    int kv_grads_partial;    /* ranks or stages share kv heads: gradients are sums of partial ones */
     int kv_grads_accumulate; /* these sums continue over stages, in f32, until the last one */
-    int kv_gathered;        /* K', V' of all ranks of the ring are held */
-    int kv_prefetched;      /* those of the next round are gathered while the last stage of a round attends */
+    int kv_gathered;         /* K', V' of all ranks of the ring are held */
+    int kv_prefetched; /* those of the next round are gathered while the last stage of a round attends */
     upipe_schedule schedule;
 } upipe_plan;
 
@@ -144,8 +144,8 @@ UPIPE_API upipe_status upi_plan_sizes(const upipe_plan *p, upipe_err *e)
     if (!upipe_mul(&all, d->tokens, d->batch) || !upipe_mul(&all, all, width) || !upipe_mul(&all, all, 64) ||
         !upipe_mul(&all, all, p->group > 1 ? 2 : 6))
         return upipe_fail(e, UPIPE_ERR_OVERFLOW,
-                        "%lld tokens x %lld sequences x %lld elements overflow 63 bits", (long long)d->tokens,
-                        (long long)d->batch, (long long)width);
+                          "%lld tokens x %lld sequences x %lld elements overflow 63 bits",
+                          (long long)d->tokens, (long long)d->batch, (long long)width);
     return UPIPE_OK;
 }
 
@@ -170,8 +170,8 @@ UPIPE_API upipe_status upi_plan_schedule(upipe_plan *p, upipe_err *e)
     } else if (d->naive) {
         if (!even || group % m != 0)
             return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
-                            "%d heads in chunks of %d over %d ranks do not fit groups of %d in order",
-                            d->heads, d->chunk, d->ranks, group);
+                              "%d heads in chunks of %d over %d ranks do not fit groups of %d in order",
+                              d->heads, d->chunk, d->ranks, group);
         p->schedule = UPIPE_IN_ORDER;
         p->kv_grads_partial = 1;
     } else if (even && d->kv_heads % d->ranks == 0 && group % m == 0) {
@@ -209,20 +209,21 @@ UPIPE_API upipe_status upi_plan_ring(upipe_plan *p, upipe_err *e)
     int64_t least = (int64_t)d->ranks * d->ring * (d->layout == UPIPE_ZIGZAG && d->ring > 1 ? 2 : 1);
     if ((int)d->layout < 0 || d->layout >= UPIPE_LAYOUTS)
         return upipe_fail(e, UPIPE_ERR_ARG, "layout %d is none of contiguous, zigzag and striped",
-                        (int)d->layout);
+                          (int)d->layout);
     if ((int)d->ring_mode < 0 || d->ring_mode > UPIPE_RING_ALL_GATHER)
         return upipe_fail(e, UPIPE_ERR_ARG, "ring mode %d is none of auto, p2p and all-gather",
-                        (int)d->ring_mode);
+                          (int)d->ring_mode);
     if (d->tokens < least)
-        return upipe_fail(e, UPIPE_ERR_ARG, "%lld tokens are fewer than %lld, one for each part of %d ranks%s",
-                        (long long)d->tokens, (long long)least, d->ranks * d->ring,
-                        d->layout == UPIPE_ZIGZAG && d->ring > 1 ? ", two parts a rank" : "");
+        return upipe_fail(e, UPIPE_ERR_ARG,
+                          "%lld tokens are fewer than %lld, one for each part of %d ranks%s",
+                          (long long)d->tokens, (long long)least, d->ranks * d->ring,
+                          d->layout == UPIPE_ZIGZAG && d->ring > 1 ? ", two parts a rank" : "");
     if (d->ring == 1 && (d->ring_inner > 1 || d->ring_mode != UPIPE_RING_AUTO))
-        return upipe_fail(e, UPIPE_ERR_ARG, "an inner ring of %d or ring mode %d without a ring", d->ring_inner,
-                        (int)d->ring_mode);
+        return upipe_fail(e, UPIPE_ERR_ARG, "an inner ring of %d or ring mode %d without a ring",
+                          d->ring_inner, (int)d->ring_mode);
     if (d->ring % (d->ring_inner > 0 ? d->ring_inner : 1) != 0)
         return upipe_fail(e, UPIPE_ERR_ARG, "a ring of %d does not divide into inner rings of %d", d->ring,
-                        d->ring_inner);
+                          d->ring_inner);
     if (d->ring > 1 && d->ring_mode == UPIPE_RING_AUTO && d->ring_inner <= 1)
         d->ring_mode = upi_plan_ring_mode(p);
     if (d->ring_inner > 1 && d->ring_mode == UPIPE_RING_AUTO) d->ring_mode = UPIPE_RING_P2P;
@@ -243,11 +244,12 @@ UPIPE_API upipe_status upi_plan_ring(upipe_plan *p, upipe_err *e)
             d->kv_heads, d->ranks, p->stages);
     if (d->overlap && d->ring > 1)
         return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "stages are to overlap, but there is a ring of %d ranks",
-                        d->ring);
+                          d->ring);
     if (d->overlap && p->schedule == UPIPE_UNEVEN && p->stages > 1)
-        return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
-                        "%d/%d heads over %d ranks in %d stages have no common rounds: stages cannot overlap",
-                        d->heads, d->kv_heads, d->ranks, p->stages);
+        return upipe_fail(
+            e, UPIPE_ERR_UNSUPPORTED,
+            "%d/%d heads over %d ranks in %d stages have no common rounds: stages cannot overlap", d->heads,
+            d->kv_heads, d->ranks, p->stages);
     p->overlap = d->overlap && p->stages > 1;
     p->kv_rounds_shared = p->schedule != UPIPE_UNEVEN;
     p->kv_grads_accumulate = p->schedule == UPIPE_IN_ORDER || p->schedule == UPIPE_UNEVEN;
@@ -289,7 +291,7 @@ UPIPE_API upipe_status upipe_plan_init(upipe_plan *p, const upipe_plan_desc *des
             d.head_dim, d.v_dim, d.chunk, (long long)d.model_dim);
     if (d.rank < 0 || d.rank >= d.ranks || d.ring_rank < 0 || d.ring_rank >= d.ring)
         return upipe_fail(e, UPIPE_ERR_ARG, "rank %d of %d, ring rank %d of %d", d.rank, d.ranks, d.ring_rank,
-                        d.ring);
+                          d.ring);
     if (d.dtype != UPIPE_F32 && d.dtype != UPIPE_BF16 && d.dtype != UPIPE_F16)
         return upipe_fail(e, UPIPE_ERR_ARG, "data type %d is none of f32, bf16 and f16", (int)d.dtype);
     if ((int64_t)d.heads * (d.head_dim > d.v_dim ? d.head_dim : d.v_dim) > INT32_MAX ||
@@ -301,10 +303,10 @@ UPIPE_API upipe_status upipe_plan_init(upipe_plan *p, const upipe_plan_desc *des
     if (d.model_dim == 0) d.model_dim = (int64_t)d.heads * d.head_dim;
     if (d.heads % d.kv_heads != 0)
         return upipe_fail(e, UPIPE_ERR_ARG, "%d query heads are no multiple of %d key/value heads", d.heads,
-                        d.kv_heads);
+                          d.kv_heads);
     if (d.chunk != d.heads && d.chunk % d.ranks != 0)
         return upipe_fail(e, UPIPE_ERR_ARG, "a chunk of %d heads does not divide into %d ranks", d.chunk,
-                        d.ranks);
+                          d.ranks);
     if (d.chunk > d.heads) return upipe_fail(e, UPIPE_ERR_ARG, "a chunk of %d of %d heads", d.chunk, d.heads);
     p->desc = d;
     p->group = d.heads / d.kv_heads;

@@ -214,8 +214,8 @@ UPIPE_API upipe_status upi_ring_place(upipe_ctx *c, const upipe_plan *p)
     const upipe_plan_desc *d = &p->desc;
     if (c->ring != NULL && c->ring->ranks == d->ring && c->ring->rank == d->ring_rank) return UPIPE_OK;
     return upipe_fail(&c->err, UPIPE_ERR_ARG, "a plan for ring rank %d of %d on rank %d of a ring of %d",
-                    d->ring_rank, d->ring, c->ring != NULL ? c->ring->rank : 0,
-                    c->ring != NULL ? c->ring->ranks : 0);
+                      d->ring_rank, d->ring, c->ring != NULL ? c->ring->rank : 0,
+                      c->ring != NULL ? c->ring->ranks : 0);
 }
 
 /* The same, and no transfer is in progress. */
@@ -260,7 +260,7 @@ UPIPE_API upipe_status upi_ring_run(upipe_ctx *c, const upipe_ring_call *r, int 
     UPIPE_TRY(shift ? upi_ring_check(c, r->plan) : upi_ring_place(c, r->plan));
     if (r->sums != UPIPE_F32)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "a ring sums O and dQ in f32, not in %s",
-                        upipe_dtype_name(r->sums));
+                          upipe_dtype_name(r->sums));
     mark = upipe_mem_mark(c->mem);
     pass = upi_ring_begin(c, r); /* holds the message list: it must outlive upipe_unwind */
     s = shift ? upi_ring_shift(&pass, backward) : upi_ring_held(c, r, backward);
@@ -297,8 +297,8 @@ UPIPE_API upipe_status upipe_ring_bwd(upipe_ctx *c, const upipe_ring_call *r)
  *   errors       ARG (another ring's plan, or a transfer in progress: nothing happens); others as
  *                upipe_comm_start, and for these ring and team are aborted
  */
-UPIPE_API upipe_status upipe_ring_all_gather_start(upipe_ctx *c, const upipe_plan *p, int kv_heads, void *all_k,
-                                               void *all_v, const void *k, const void *v)
+UPIPE_API upipe_status upipe_ring_all_gather_start(upipe_ctx *c, const upipe_plan *p, int kv_heads,
+                                                   void *all_k, void *all_v, const void *k, const void *v)
 {
     const upipe_plan_desc *d = &p->desc;
     const size_t e = upipe_dtype_bytes(d->dtype), row_k = (size_t)(d->batch * kv_heads * d->head_dim) * e;
@@ -311,10 +311,10 @@ UPIPE_API upipe_status upipe_ring_all_gather_start(upipe_ctx *c, const upipe_pla
     UPIPE_TRY(upi_ring_check(c, p));
     for (r = 0; r < d->ring; ++r) {
         size_t n = (size_t)upipe_shard_ring(d->layout, d->tokens, d->ring, r).n;
-        upipe_msg_add(ring->list, &used, r, 1, k, mine * row_k, 0, (char *)all_k + before * row_k,
-                        n * row_k, 0);
-        upipe_msg_add(ring->list, &used, r, 1, v, mine * row_v, 0, (char *)all_v + before * row_v,
-                        n * row_v, 0);
+        upipe_msg_add(ring->list, &used, r, 1, k, mine * row_k, 0, (char *)all_k + before * row_k, n * row_k,
+                      0);
+        upipe_msg_add(ring->list, &used, r, 1, v, mine * row_v, 0, (char *)all_v + before * row_v, n * row_v,
+                      0);
         before += n;
     }
     s = upipe_comm_start(c, ring, ring->list, used);
@@ -330,8 +330,8 @@ UPIPE_API upipe_status upipe_ring_all_gather_start(upipe_ctx *c, const upipe_pla
  *   errors    ARG (another ring's plan, or a transfer in progress: nothing happens); others as
  *             upipe_comm_wait, and for these ring and team are aborted
  */
-UPIPE_API upipe_status upipe_ring_reduce_scatter(upipe_ctx *c, const upipe_plan *p, int kv_heads, int d, float *sum,
-                                         const float *all, float *buf)
+UPIPE_API upipe_status upipe_ring_reduce_scatter(upipe_ctx *c, const upipe_plan *p, int kv_heads, int d,
+                                                 float *sum, const float *all, float *buf)
 {
     const upipe_plan_desc *desc = &p->desc;
     const size_t row = (size_t)(desc->batch * kv_heads * d), mine = (size_t)p->seq * row;
@@ -344,7 +344,7 @@ UPIPE_API upipe_status upipe_ring_reduce_scatter(upipe_ctx *c, const upipe_plan 
     for (r = 0; r < desc->ring; ++r) {
         size_t n = (size_t)upipe_shard_ring(desc->layout, desc->tokens, desc->ring, r).n;
         upipe_msg_add(ring->list, &used, r, 1, all + before * row, n * row * 4, 0, buf + (size_t)r * mine,
-                        mine * 4, 0);
+                      mine * 4, 0);
         before += n;
     }
     s = upipe_comm_start(c, ring, ring->list, used);

@@ -82,7 +82,8 @@ UPIPE_API int64_t upipe_plan_sent_ring(const upipe_plan *p, int backward)
     int64_t e = (int64_t)upipe_dtype_bytes(d->dtype), both = d->head_dim + d->v_dim, heads = 0;
     int stage;
     if (d->ring == 1) return 0;
-    for (stage = 0; stage < p->stages; ++stage) heads += upipe_plan_part(p, UPIPE_A2A_KV, stage, d->rank).count;
+    for (stage = 0; stage < p->stages; ++stage)
+        heads += upipe_plan_part(p, UPIPE_A2A_KV, stage, d->rank).count;
     return heads * both * d->batch *
            (upi_plan_ring_tokens(p, 0) * e + (backward ? upi_plan_ring_tokens(p, 1) * 4 : 0));
 }

@@ -31,7 +31,8 @@ typedef struct upipe_side_stream {
     upipe_ctx ctx;
     const struct upipe_ops *ops;
     void *self;
-    upipe_status (*post)(upipe_ctx *c, struct upipe_side_stream *side_stream, void (*task)(void *arg), void *arg);
+    upipe_status (*post)(upipe_ctx *c, struct upipe_side_stream *side_stream, void (*task)(void *arg),
+                         void *arg);
     upipe_status (*mark)(upipe_ctx *c, struct upipe_side_stream *side_stream, int point, int64_t n);
     upipe_status (*meet)(upipe_ctx *c, struct upipe_side_stream *side_stream, int point, int64_t n);
     upipe_status (*join)(upipe_ctx *c, struct upipe_side_stream *side_stream);
@@ -39,15 +40,16 @@ typedef struct upipe_side_stream {
 
 /* ---- a side stream that is the compute stream ---- */
 
-UPIPE_API upipe_status upi_side_stream_inline_post(upipe_ctx *c, upipe_side_stream *side_stream, void (*task)(void *arg),
-                                            void *arg)
+UPIPE_API upipe_status upi_side_stream_inline_post(upipe_ctx *c, upipe_side_stream *side_stream,
+                                                   void (*task)(void *arg), void *arg)
 {
     (void)c, (void)side_stream;
     task(arg);
     return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_side_stream_inline_point(upipe_ctx *c, upipe_side_stream *side_stream, int point, int64_t n)
+UPIPE_API upipe_status upi_side_stream_inline_point(upipe_ctx *c, upipe_side_stream *side_stream, int point,
+                                                    int64_t n)
 {
     (void)c, (void)side_stream, (void)point, (void)n;
     return UPIPE_OK;

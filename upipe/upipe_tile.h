@@ -109,7 +109,7 @@ UPIPE_API upipe_status upi_mlp_check(upipe_ctx *c, const char *call, const upipe
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: w_gate, w_up or w_down is NULL", call);
     if (m->hidden < 1 || m->hidden > INT32_MAX)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: a hidden layer of %lld elements", call,
-                        (long long)m->hidden);
+                          (long long)m->hidden);
     return upi_tiles_norm_check(c, call, m->norm_weight, m->norm_eps, norm_weight_grad);
 }
 
@@ -120,7 +120,7 @@ UPIPE_API upipe_view upi_tiles_weight(const void *w, upipe_dtype dtype, int64_t 
 }
 
 UPIPE_API upipe_status upi_mlp_alloc(upipe_ctx *c, upi_tiles_buf *buf, const upipe_mlp *m,
-                                    const upi_tiling *t, upipe_view x, int backward)
+                                     const upi_tiling *t, upipe_view x, int backward)
 {
     size_t el = upipe_dtype_bytes(x.dtype);
     memset(buf, 0, sizeof *buf);
@@ -236,7 +236,8 @@ UPIPE_API upipe_status upi_mlp_bwd(upipe_ctx *c, const upipe_mlp *m, upipe_view 
         UPIPE_TRY(upi_mlp_back(c, m, &t, &buf, sum, g, n, gate, up));
         if (m->residual && below.data != above.data) UPIPE_TRY(c->ops->cast(c, below, above));
         if (m->norm_weight != NULL)
-            UPIPE_TRY(c->ops->rmsnorm_bwd(c, below, sum, from, m->norm_weight, m->norm_eps, g->norm_weight, m->residual));
+            UPIPE_TRY(c->ops->rmsnorm_bwd(c, below, sum, from, m->norm_weight, m->norm_eps, g->norm_weight,
+                                          m->residual));
         else
             UPIPE_TRY(m->residual ? c->ops->add(c, below, sum) : c->ops->cast(c, below, sum));
     }
@@ -302,7 +303,8 @@ UPIPE_API upipe_status upipe_loss_bytes(size_t *bytes, const upipe_ops *ops, con
 }
 
 UPIPE_API upipe_status upi_loss_check(upipe_ctx *c, const char *call, const upipe_head *h, upipe_view x,
-                                      const float *losses, const int32_t *targets, const float *norm_weight_grad)
+                                      const float *losses, const int32_t *targets,
+                                      const float *norm_weight_grad)
 {
     upipe_view like = x;
     like.h = 1;
@@ -368,8 +370,8 @@ UPIPE_API upipe_status upi_loss(upipe_ctx *c, const upipe_head *h, upipe_view dx
                                    UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE, buf.work, t.products));
         UPIPE_TRY(c->ops->gemm(c, sum, e.grad, w, 0, buf.work, t.products));
         if (h->norm_weight != NULL)
-            UPIPE_TRY(c->ops->rmsnorm_bwd(c, upipe_view_rows(dx, row, rows), sum, from, h->norm_weight, h->norm_eps,
-                                          g->norm_weight, 0));
+            UPIPE_TRY(c->ops->rmsnorm_bwd(c, upipe_view_rows(dx, row, rows), sum, from, h->norm_weight,
+                                          h->norm_eps, g->norm_weight, 0));
         else
             UPIPE_TRY(c->ops->cast(c, upipe_view_rows(dx, row, rows), sum));
     }

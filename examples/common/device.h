@@ -101,7 +101,7 @@ static inline upipe_status device_close_cuda(device *d, upipe_err *e)
     if (first == UPIPE_OK) first = s;
     if (d->stream != NULL) {
         s = upipe_cuda_check(first == UPIPE_OK ? e : NULL, cudaStreamDestroy((cudaStream_t)d->stream),
-                           "cudaStreamDestroy");
+                             "cudaStreamDestroy");
         if (first == UPIPE_OK) first = s;
     }
     return first;
@@ -119,7 +119,7 @@ static inline upipe_status device_open_cuda(device *d, upipe_err *e)
     if (s == UPIPE_OK) s = upipe_cublas_check(e, cublasSetStream(d->blas, stream), "cublasSetStream");
     if (s == UPIPE_OK)
         s = upipe_cublas_check(e, cublasSetWorkspace(d->blas, d->workspace, DEVICE_WORKSPACE),
-                             "cublasSetWorkspace");
+                               "cublasSetWorkspace");
     if (s == UPIPE_OK) s = upipe_cuda_init(&d->cuda, d->blas, e);
     if (s == UPIPE_OK) s = upipe_cuda_copy_stream_init(&d->side, e);
     if (s != UPIPE_OK) {
@@ -261,8 +261,10 @@ static inline upipe_status device_resident(int kind, void **out, size_t bytes, v
     if (kind == DEVICE_CUDA) {
         UPIPE_TRY(upipe_cuda_slab(out, bytes, e));
         if (bytes > 0 && from == NULL) UPIPE_CUDA_TRY(e, cudaMemset(*out, 0, bytes));
-        if (bytes > 0 && from != NULL) UPIPE_CUDA_TRY(e, cudaMemcpy(*out, from, bytes, cudaMemcpyHostToDevice));
-        UPIPE_CUDA_TRY(e, cudaDeviceSynchronize()); /* the ranks' streams do not wait for that of these calls */
+        if (bytes > 0 && from != NULL)
+            UPIPE_CUDA_TRY(e, cudaMemcpy(*out, from, bytes, cudaMemcpyHostToDevice));
+        UPIPE_CUDA_TRY(e,
+                       cudaDeviceSynchronize()); /* the ranks' streams do not wait for that of these calls */
         return UPIPE_OK;
     }
 #endif

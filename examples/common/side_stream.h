@@ -34,7 +34,8 @@ static inline upipe_status side_stream_open(side_stream *l, int kind, upipe_ctx 
     l->open = 1;
 #ifdef UPIPE_WITH_CUDA
     if (kind == DEVICE_CUDA) {
-        s = upipe_cuda_side_stream_init(&l->cuda, &l->side_stream, (cudaStream_t)l->d.stream, &l->d.ops, &c->err);
+        s = upipe_cuda_side_stream_init(&l->cuda, &l->side_stream, (cudaStream_t)l->d.stream, &l->d.ops,
+                                        &c->err);
         if (s == UPIPE_OK) c->side_stream = &l->side_stream;
         return s;
     }

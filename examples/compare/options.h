@@ -299,7 +299,8 @@ static int options_cu_seqlens(options *o)
     o->cu_seqlens = (int64_t *)calloc((size_t)o->cu_seqlens_n + 1, sizeof *o->cu_seqlens);
     if (o->cu_seqlens == NULL)
         return cli_fail("out of memory for %lld packed sequences", (long long)o->cu_seqlens_n), 1 + EXIT_RUN;
-    for (i = 1; n == 1 && i < o->cu_seqlens_n; ++i) o->cu_seqlens[i] = (int64_t)(random_uniform(&r) * (double)total);
+    for (i = 1; n == 1 && i < o->cu_seqlens_n; ++i)
+        o->cu_seqlens[i] = (int64_t)(random_uniform(&r) * (double)total);
     if (n == 1) {
         o->cu_seqlens[o->cu_seqlens_n] = total;
         qsort(o->cu_seqlens, (size_t)o->cu_seqlens_n, sizeof *o->cu_seqlens, options_ascending);

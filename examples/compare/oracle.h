@@ -25,7 +25,7 @@ typedef struct oracle_inputs {
     const float *sinks;           /* [H]; NULL = none */
     int64_t tokens, batch, dim;
     int heads, kv_heads, head_dim, v_dim, full;
-    int64_t window;      /* 0 = none */
+    int64_t window;            /* 0 = none */
     const int64_t *cu_seqlens; /* borders in the flattened batch, [cu_seqlens_n + 1]; NULL = none */
     int64_t cu_seqlens_n;
     double softcap; /* 0 = none */
@@ -42,7 +42,7 @@ typedef struct oracle_job {
     oracle_results *ref;
     double *wide[3], *grad[3]; /* q k v and their gradients, [R][heads * d], [heads * v_dim] */
     double *sinks;             /* their gradients by sequence, [batch][H] */
-    int64_t *packed;              /* of each row; 0 without packed sequences */
+    int64_t *packed;           /* of each row; 0 without packed sequences */
     int (*part)(struct oracle_job *job, int64_t i); /* -1 without memory */
     int64_t parts;
     int failed; /* written by any thread, to 1 only */
@@ -155,8 +155,8 @@ static int oracle_sees(const oracle_job *job, int64_t b, int64_t t, int64_t j)
 static int oracle_attend(oracle_job *job, int64_t i)
 {
     const oracle_inputs *in = job->in;
-    int64_t S = in->tokens, d = in->head_dim, v_dim = in->v_dim, b = i / in->kv_heads, kv = i % in->kv_heads, t,
-            j, e;
+    int64_t S = in->tokens, d = in->head_dim, v_dim = in->v_dim, b = i / in->kv_heads, kv = i % in->kv_heads,
+            t, j, e;
     int64_t group = in->heads / in->kv_heads, h;
     int64_t wide = oracle_width(in, 0), keys = oracle_width(in, 1), values = oracle_width(in, 2);
     double scale = 1 / sqrt((double)d);

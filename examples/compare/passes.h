@@ -210,7 +210,8 @@ static void method_second_init(method_rank *rank)
 }
 
 /* x is offloaded to the host's memory in the forward, and fetched in the backward. */
-static upipe_status method_offload(method *m, upipe_ctx *c, method_rank *rank, void *x, void *kept_there, int pass)
+static upipe_status method_offload(method *m, upipe_ctx *c, method_rank *rank, void *x, void *kept_there,
+                                   int pass)
 {
     const size_t bytes = upipe_plan_unit_bytes(&rank->plan);
     if (!method_offloads(m)) return UPIPE_OK;

@@ -118,7 +118,8 @@ static int method_plan(method *m)
     upipe_err err;
     int r;
     m->ranks = (method_rank *)calloc((size_t)m->o->ranks, sizeof *m->ranks);
-    if (m->ranks == NULL) return method_fail(m, "", UPIPE_ERR_MEMORY, "no entry left for the plans of the ranks");
+    if (m->ranks == NULL)
+        return method_fail(m, "", UPIPE_ERR_MEMORY, "no entry left for the plans of the ranks");
     for (r = 0; r < m->o->ranks && s == UPIPE_OK; ++r) s = method_plan_rank(m, &m->ranks[r], r, &err);
     return s == UPIPE_OK ? 0 : method_fail(m, "", s, err.text);
 }
@@ -158,7 +159,8 @@ static int method_dry(method *m)
     for (r = 0; r < m->o->ranks && s == UPIPE_OK; ++r) {
         method_rank *rank = &m->ranks[r];
         upipe_bytes bytes;
-        method_weights(rank, &none, &none, &none, rank->layer.mask.sinks); /* must be there, and are not read */
+        method_weights(rank, &none, &none, &none,
+                       rank->layer.mask.sinks); /* must be there, and are not read */
         s = upipe_dry_init(dry, &rank->plan, m->ops);
         dry->mem.events = &none; /* space for none: all are counted as lost */
         if (s == UPIPE_OK)
@@ -274,7 +276,8 @@ static upipe_status method_allocate_rank(method *m, method_rank *rank, upipe_err
         if (n == 0) continue;
         rank->grads[j] = inputs_buf(1, n);
         if (rank->grads[j] == NULL)
-            return upipe_fail(e, UPIPE_ERR_MEMORY, "no entry left for %lld elements of gradients", (long long)n);
+            return upipe_fail(e, UPIPE_ERR_MEMORY, "no entry left for %lld elements of gradients",
+                              (long long)n);
         /* on the CPU they are formed in place */
         UPIPE_TRY(device_resident(m->o->device, &rank->sums[j], (size_t)n * sizeof(float),
                                   m->o->device == DEVICE_CPU ? rank->grads[j] : NULL, e));
@@ -296,7 +299,8 @@ static upipe_status method_allocate(method *m, upipe_err *e)
     m->out = inputs_buf(in->rows, in->out_width);
     m->dx = inputs_buf(in->rows, in->dim);
     if (m->out == NULL || m->dx == NULL)
-        return upipe_fail(e, UPIPE_ERR_MEMORY, "no entry left for the results of %lld rows", (long long)in->rows);
+        return upipe_fail(e, UPIPE_ERR_MEMORY, "no entry left for the results of %lld rows",
+                          (long long)in->rows);
     for (r = 0; r < m->o->ranks; ++r) UPIPE_TRY(method_allocate_rank(m, &m->ranks[r], e));
     return UPIPE_OK;
 }

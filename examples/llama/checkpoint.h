@@ -318,8 +318,8 @@ static int llama_save_lists(llama_save_work *s)
     int i, half = s->state->dtype == UPIPE_BF16;
     if (st_add_metadata(&s->model, "format", "pt", err) || llama_save_run(s)) return -1;
     for (i = 0; i < l->n; ++i)
-        if (llama_add_tensor(&s->model, "", &l->tensors[i], half && !l->tensors[i].is_norm_weight ? ST_BF16 : ST_F32,
-                             err))
+        if (llama_add_tensor(&s->model, "", &l->tensors[i],
+                             half && !l->tensors[i].is_norm_weight ? ST_BF16 : ST_F32, err))
             return -1;
     for (i = 0; i < l->n; ++i)
         if (llama_add_tensor(&s->optimizer, "exp_avg.", &l->tensors[i], ST_F32, err)) return -1;
@@ -381,7 +381,8 @@ static int llama_save_slice(llama_save_work *s, st_writer *w, int from, int norm
 {
     const llama_layout *l = s->state->layout;
     int64_t first, at, end, n;
-    int64_t last = upipe_reduce_slice(norm_weights ? l->norm_weights : l->weights, s->state->rank, s->state->ranks, &first);
+    int64_t last = upipe_reduce_slice(norm_weights ? l->norm_weights : l->weights, s->state->rank,
+                                      s->state->ranks, &first);
     int i;
     last += first;
     for (i = 0; i < l->n; ++i) {
@@ -465,7 +466,7 @@ static int llama_save_agree(llama_save_work *s, int bad)
     for (r = 0; r < team->ranks && !bad; ++r) {
         if (!s->all[r]) continue;
         upipe_fail(&s->c->err, UPIPE_ERR_ABORTED, "%s: rank %d of %d could not write", s->whole, r,
-                 team->ranks);
+                   team->ranks);
         bad = -1;
     }
     return bad;
@@ -493,9 +494,9 @@ __attribute__((unused)) static upipe_status llama_save(upipe_ctx *c, const char 
     if (c->team != NULL
             ? c->team->rank != state->rank || c->team->ranks != state->ranks || state->ranks > LLAMA_RANKS_MAX
             : state->ranks != 1)
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: the state is rank %d of %d, the team has %d, at most %d",
-                        dir, state->rank, state->ranks, c->team != NULL ? c->team->ranks : 1,
-                        LLAMA_RANKS_MAX);
+        return upipe_fail(&c->err, UPIPE_ERR_ARG,
+                          "%s: the state is rank %d of %d, the team has %d, at most %d", dir, state->rank,
+                          state->ranks, c->team != NULL ? c->team->ranks : 1, LLAMA_RANKS_MAX);
     s = (llama_save_work *)calloc(1, sizeof *s);
     if (s == NULL) {
         upipe_comm_abort(c->team, "a rank has no memory to save");
@@ -586,7 +587,8 @@ static int llama_load_values(llama_load_work *w, int norm_weight, int64_t at, in
     uint16_t *narrow = (uint16_t *)(void *)(w->host + LLAMA_CHUNK / 4);
     int64_t i, first, from, to, last;
     upipe_ctx *c = w->c;
-    if (norm_weight) return c->ops->copy(c, state->norm_weights + at, w->host, (size_t)n * 4) != UPIPE_OK ? -1 : 0;
+    if (norm_weight)
+        return c->ops->copy(c, state->norm_weights + at, w->host, (size_t)n * 4) != UPIPE_OK ? -1 : 0;
     if (state->dtype == UPIPE_F32)
         return c->ops->copy(c, (float *)state->weights + at, w->host, (size_t)n * 4) != UPIPE_OK ? -1 : 0;
     for (i = 0; i < n; ++i) narrow[i] = llama_to_bf16(w->host[i]);
@@ -855,7 +857,8 @@ static int llama_load_slice(upipe_ctx *c, const st_file *f, const llama_state *s
 {
     const llama_layout *l = state->layout;
     int64_t first, at, end, n;
-    int64_t last = upipe_reduce_slice(norm_weights ? l->norm_weights : l->weights, state->rank, state->ranks, &first);
+    int64_t last =
+        upipe_reduce_slice(norm_weights ? l->norm_weights : l->weights, state->rank, state->ranks, &first);
     int i;
     last += first;
     for (i = 0; i < l->n; ++i) {

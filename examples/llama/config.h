@@ -60,7 +60,7 @@ typedef enum llama_kind {
 typedef struct llama_tensor {
     char name[80];      /* Hugging Face's: model.layers.3.self_attn.q_proj.weight */
     int64_t rows, cols; /* a norm weight is [rows], cols = 1 */
-    int is_norm_weight;        /* which group: weights (storage type, matrices) or norm weights (f32 vectors) */
+    int is_norm_weight; /* which group: weights (storage type, matrices) or norm weights (f32 vectors) */
     int64_t at, n;      /* first element in its group, elements */
     int64_t layer;      /* -1 outside layers */
     llama_kind kind;
@@ -78,10 +78,10 @@ typedef struct llama_state {
     const llama_layout *layout;
     upipe_dtype dtype; /* of weights */
     int rank, ranks;
-    void *weights;      /* all of the weights group, storage type */
-    float *norm_weights;       /* all of the norm weights group */
-    float *master;      /* f32 weights, this rank's slice of the weights group; NULL if dtype is f32 */
-    float *m[2], *v[2]; /* AdamW moments, this rank's slices of [weights group, norm weights group] */
+    void *weights;       /* all of the weights group, storage type */
+    float *norm_weights; /* all of the norm weights group */
+    float *master;       /* f32 weights, this rank's slice of the weights group; NULL if dtype is f32 */
+    float *m[2], *v[2];  /* AdamW moments, this rank's slices of [weights group, norm weights group] */
 } llama_state;
 
 /* ---- layout ---- */
@@ -91,8 +91,8 @@ static int llama_add(llama_layout *l, llama_kind kind, int64_t layer, const char
 {
     llama_tensor *t = &l->tensors[l->n];
     int64_t *group;
-    t->is_norm_weight = kind == LLAMA_NORM1 || kind == LLAMA_QNORM || kind == LLAMA_KNORM || kind == LLAMA_NORM2 ||
-                 kind == LLAMA_NORM;
+    t->is_norm_weight = kind == LLAMA_NORM1 || kind == LLAMA_QNORM || kind == LLAMA_KNORM ||
+                        kind == LLAMA_NORM2 || kind == LLAMA_NORM;
     group = t->is_norm_weight ? &l->norm_weights : &l->weights;
     t->kind = kind;
     t->layer = layer;

@@ -34,7 +34,7 @@ typedef struct logits {
     char folder[LLAMA_PATH];
     void *weights, *norm_weights;           /* one copy for all ranks, which only read it: on the device */
     void *host_weights, *host_norm_weights; /* where they are loaded */
-    int32_t *ids;                    /* [S] */
+    int32_t *ids;                           /* [S] */
     int64_t tokens;
     float *out; /* [S][V] */
     struct logits_place {
@@ -273,7 +273,8 @@ static upipe_status logits_rank_main(void *user, int rank)
     if (s == UPIPE_OK && g->o.how.overlap) s = side_stream_open(&k->line, g->o.device, &c);
     if (s == UPIPE_OK) s = device_slab(&k->d, &k->slab, k->slab_bytes, &c.err);
     if (s == UPIPE_OK) s = device_host_slab(&k->d, &k->second_slab, k->second_bytes, &c.err);
-    if (s == UPIPE_OK && blocks == NULL) s = upipe_fail(&c.err, UPIPE_ERR_MEMORY, "no entry left for a pool's table");
+    if (s == UPIPE_OK && blocks == NULL)
+        s = upipe_fail(&c.err, UPIPE_ERR_MEMORY, "no entry left for a pool's table");
     if (s == UPIPE_OK) {
         upipe_mem_init(&mem, k->slab, k->slab_bytes, blocks, k->blocks_max);
         upipe_mem_init(&second, k->second_slab, k->second_bytes, second_blocks, UPIPE_DRY_HOST_BLOCKS_MAX);
@@ -336,7 +337,8 @@ static int logits_load(logits *g)
     c.ops = &cpu;
     s = llama_load_weights(&c, g->folder, &state);
     if (s == UPIPE_OK) s = device_resident(g->o.device, &g->weights, bytes, g->host_weights, &c.err);
-    if (s == UPIPE_OK) s = device_resident(g->o.device, &g->norm_weights, norm_weight_bytes, g->host_norm_weights, &c.err);
+    if (s == UPIPE_OK)
+        s = device_resident(g->o.device, &g->norm_weights, norm_weight_bytes, g->host_norm_weights, &c.err);
     return s == UPIPE_OK ? 0 : logits_fail(s, &c.err);
 }
 

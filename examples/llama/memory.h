@@ -59,10 +59,11 @@ static int memory_part(const char *tag, int phase)
     static const struct {
         const char *tag;
         int part;
-    } parts[] = {{"weights", MEMORY_WEIGHTS},     {"norm_weights", MEMORY_WEIGHTS}, {"gradients", MEMORY_GRADIENTS},
-                 {"moments", MEMORY_OPTIMIZER},   {"master", MEMORY_OPTIMIZER},     {"tokens", MEMORY_TOKENS},
-                 {"losses", MEMORY_TOKENS},       {"kept", MEMORY_CHECKPOINTS},     {"fetched", MEMORY_CHECKPOINTS},
-                 {"stream", MEMORY_STREAM}};
+    } parts[] = {{"weights", MEMORY_WEIGHTS},     {"norm_weights", MEMORY_WEIGHTS},
+                 {"gradients", MEMORY_GRADIENTS}, {"moments", MEMORY_OPTIMIZER},
+                 {"master", MEMORY_OPTIMIZER},    {"tokens", MEMORY_TOKENS},
+                 {"losses", MEMORY_TOKENS},       {"kept", MEMORY_CHECKPOINTS},
+                 {"fetched", MEMORY_CHECKPOINTS}, {"stream", MEMORY_STREAM}};
     size_t i;
     for (i = 0; i < sizeof parts / sizeof *parts; ++i)
         if (strcmp(parts[i].tag, tag) == 0) return parts[i].part;
@@ -121,8 +122,8 @@ static upipe_status memory_life(memory_dry *d, trainer *t, memory_then *then, vo
  *   then    what the rank does after the step, for the slabs; NULL: nothing
  *   errors  those of the library but for transport: ARG where tile_bytes is too small for one row
  */
-static upipe_status memory_plan_make(memory_plan *plan, const model *m, const upipe_ops *ops, memory_then *then,
-                                     void *user, upipe_err *e)
+static upipe_status memory_plan_make(memory_plan *plan, const model *m, const upipe_ops *ops,
+                                     memory_then *then, void *user, upipe_err *e)
 {
     const int blocks_max = (int)m->layout->config.layers * 2 + m->plan.stages * 2 + 64;
     memory_dry *d = (memory_dry *)calloc(1, sizeof *d);
@@ -163,7 +164,8 @@ static upipe_status memory_plan_make(memory_plan *plan, const model *m, const up
 __attribute__((unused)) static double memory_least(const model *m, double *host)
 {
     const llama_layout *l = m->layout;
-    const double weights = (double)l->weights, norm_weights = (double)l->norm_weights, u = (double)model_unit(m);
+    const double weights = (double)l->weights, norm_weights = (double)l->norm_weights,
+                 u = (double)model_unit(m);
     const double e = (double)upipe_dtype_bytes(m->plan.desc.dtype), ranks = model_world(m);
     const double copies = 2 * (double)l->config.layers * u;
     const double state = weights * (e + 4 + (8 + (e < 4 ? 4 : 0)) / ranks) + norm_weights * (8 + 8 / ranks);

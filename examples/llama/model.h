@@ -231,12 +231,12 @@ static upipe_head model_head(const model_rank *r)
 
 /* A tensor [n][D] of the storage type, of n rows. */
 static upipe_status model_alloc_rows(const model_rank *r, upipe_mem *mem, upipe_view *x, int64_t n,
-                                    const char *tag)
+                                     const char *tag)
 {
     const upipe_plan_desc *d = &r->m->plan.desc;
     void *data;
     UPIPE_TRY(upipe_mem_alloc(mem, &data, (size_t)(n * d->model_dim) * upipe_dtype_bytes(d->dtype), tag,
-                             &r->c->err));
+                              &r->c->err));
     *x = upipe_view_packed(data, d->dtype, n, 1, (int32_t)d->model_dim);
     return UPIPE_OK;
 }
@@ -321,7 +321,8 @@ static upipe_status model_copy(const model_rank *r, upipe_view dst, upipe_view s
 static upipe_status model_segments_norm(const model_rank *r, int64_t layer, upipe_view normed, upipe_view x,
                                         int away)
 {
-    const float *norm_weight = model_norm_weight(r, LLAMA_NORM1, layer), eps = (float)r->m->layout->config.norm_eps;
+    const float *norm_weight = model_norm_weight(r, LLAMA_NORM1, layer),
+                eps = (float)r->m->layout->config.norm_eps;
     int i;
     for (i = 0; i < model_parts(r->m); ++i) {
         upipe_view from = model_segment(r, x, i), n;
@@ -408,7 +409,8 @@ static upipe_status model_segments_out_bwd(const model_rank *r, const upipe_fpdt
 static upipe_status model_segments_norm_bwd(const model_rank *r, int64_t layer, upipe_view g,
                                             upipe_view gnormed, upipe_view x, int away)
 {
-    const float *norm_weight = model_norm_weight(r, LLAMA_NORM1, layer), eps = (float)r->m->layout->config.norm_eps;
+    const float *norm_weight = model_norm_weight(r, LLAMA_NORM1, layer),
+                eps = (float)r->m->layout->config.norm_eps;
     int i;
     for (i = 0; i < model_parts(r->m); ++i) {
         upipe_view from = model_segment(r, x, i), here = from, n;
@@ -476,8 +478,8 @@ static upipe_status model_attention_fwd(model_rank *r, int64_t layer, upipe_view
     upipe_saved saved;
     upipe_view n, y;
     UPIPE_TRY(model_alloc(r, &n, "normed"));
-    UPIPE_TRY(
-        c->ops->rmsnorm(c, n, x, model_norm_weight(r, LLAMA_NORM1, layer), (float)r->m->layout->config.norm_eps));
+    UPIPE_TRY(c->ops->rmsnorm(c, n, x, model_norm_weight(r, LLAMA_NORM1, layer),
+                              (float)r->m->layout->config.norm_eps));
     UPIPE_TRY(upipe_layer_fwd(c, &l, &saved, n));
     UPIPE_TRY(model_free_block(r, n));
     UPIPE_TRY(model_alloc(r, &y, "attended"));
@@ -559,7 +561,8 @@ static upipe_status model_mlp_bwd(model_rank *r, int64_t layer, upipe_view g)
 static upipe_status model_attention_bwd(model_rank *r, int64_t layer, upipe_view g)
 {
     upipe_ctx *c = r->c;
-    const float eps = (float)r->m->layout->config.norm_eps, *norm_weight = model_norm_weight(r, LLAMA_NORM1, layer);
+    const float eps = (float)r->m->layout->config.norm_eps,
+                *norm_weight = model_norm_weight(r, LLAMA_NORM1, layer);
     upipe_layer l = model_attention_layer(r, layer);
     upipe_grads grads = model_attention_grads(r, layer);
     upipe_saved saved;
@@ -603,8 +606,8 @@ __attribute__((unused)) static upipe_status model_logits(model_rank *r, upipe_vi
     upipe_view n = upipe_view_packed(NULL, x.dtype, x.n, 1, x.d);
     size_t bytes = c->ops->gemm_bytes(c->ops, logits, n, w, UPIPE_GEMM_TRANS_B);
     void *work;
-    UPIPE_TRY(
-        upipe_mem_alloc(c->mem, &n.data, (size_t)(x.n * x.d) * upipe_dtype_bytes(x.dtype), "normed", &c->err));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &n.data, (size_t)(x.n * x.d) * upipe_dtype_bytes(x.dtype), "normed",
+                              &c->err));
     UPIPE_TRY(upipe_mem_alloc(c->mem, &work, bytes, "logits_work", &c->err));
     UPIPE_TRY(c->ops->rmsnorm(c, n, x, model_norm_weight(r, LLAMA_NORM, -1), (float)config->norm_eps));
     UPIPE_TRY(c->ops->gemm(c, logits, n, w, UPIPE_GEMM_TRANS_B, work, bytes));

@@ -104,7 +104,7 @@ static inline upipe_status method_overlapped(const method_choice *how, const upi
     if (how->segments > 0)
         return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "--overlap would have no effect: there is one segment");
     return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
-                    "--overlap would have no effect: %d heads at a time are one stage", p->desc.chunk);
+                      "--overlap would have no effect: %d heads at a time are one stage", p->desc.chunk);
 }
 
 #endif

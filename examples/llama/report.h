@@ -44,8 +44,8 @@ static void report_memory(const run *u)
         printf("  %-12s %14s %14s\n", memory_part_names[part], report_bytes(a, (double)k->plan.at_peak[part]),
                report_bytes(b, (double)k->plan.largest[part]));
     printf("  %-12s %14s   %zu bytes\n", "peak", report_bytes(a, (double)k->plan.peak), k->plan.peak);
-    printf("  %-12s %14s   %zu bytes with alignment and holes\n", "slab", report_bytes(a, (double)k->plan.need),
-           k->plan.need);
+    printf("  %-12s %14s   %zu bytes with alignment and holes\n", "slab",
+           report_bytes(a, (double)k->plan.need), k->plan.need);
     if (k->plan.host > 0)
         printf("  %-12s %14s   %zu bytes, the second pool\n", "host", report_bytes(a, (double)k->plan.host),
                k->plan.host);
@@ -94,8 +94,8 @@ static int report_plan(const run *u, report_slopes *slopes)
     printf(", chunk %d: %lld layers of %lld, %d/%d heads of %d, MLP %lld, vocabulary %lld, %s\n",
            u->ranks[0].m.plan.desc.chunk, (long long)c->layers, (long long)c->dim, c->heads, c->kv_heads,
            c->head_dim, (long long)c->hidden, (long long)c->vocab, upipe_dtype_name(u->o.dtype));
-    printf("%lld tokens x %lld sequences; bytes by a dry run of a training step\n",
-           (long long)u->o.tokens, (long long)u->o.batch);
+    printf("%lld tokens x %lld sequences; bytes by a dry run of a training step\n", (long long)u->o.tokens,
+           (long long)u->o.batch);
     report_memory(u);
     printf("\nwhat a token on a rank adds to the peak, in units of model-dim elements, by dry runs\n");
     printf("(from %lld to %lld tokens)\n", (long long)u->o.tokens, 2 * (long long)u->o.tokens);
@@ -122,8 +122,8 @@ static void report_table(const run *u)
     double each = (double)u->o.tokens * (double)u->o.batch;
     report_ranks(u);
     printf(", %s: %lld parameters in %lld layers, %lld x %lld tokens a step\n", upipe_dtype_name(u->o.dtype),
-           (long long)(u->layout.weights + u->layout.norm_weights), (long long)c->layers, (long long)u->o.batch,
-           (long long)u->o.tokens);
+           (long long)(u->layout.weights + u->layout.norm_weights), (long long)c->layers,
+           (long long)u->o.batch, (long long)u->o.tokens);
     if (u->done > 0) {
         printf("steps %lld to %lld: loss %.4f -> %.4f, %.0f tokens/s\n", (long long)u->position.step + 1,
                (long long)(u->position.step + u->done), u->loss[0], u->loss[u->done - 1],

@@ -136,15 +136,16 @@ static upipe_status run_dry_sample(trainer *t, void *user)
 }
 
 /* The memory of one rank, by a dry run. sampled: NULL for none */
-static upipe_status run_dry(const run *u, const model *m, const model *sampled, memory_plan *plan, upipe_err *e)
+static upipe_status run_dry(const run *u, const model *m, const model *sampled, memory_plan *plan,
+                            upipe_err *e)
 {
     run_sample sample = {u, sampled};
     if (run_walk(m) > RUN_WALK_MAX)
         return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
                           "the memory's dry run would take %.2g steps, at most %d are walked", run_walk(m),
                           RUN_WALK_MAX);
-    return memory_plan_make(plan, m, &u->ops, u->o.sample > 0 && sampled != NULL ? run_dry_sample : NULL, &sample,
-                            e);
+    return memory_plan_make(plan, m, &u->ops, u->o.sample > 0 && sampled != NULL ? run_dry_sample : NULL,
+                            &sample, e);
 }
 
 static int run_same_plan(const model *a, const model *b)
@@ -189,8 +190,9 @@ static int run_check_memory(const run *u, int planned)
     }
     if (u->o.device == DEVICE_CPU) host += slabs;
     if (host > have)
-        return cli_fail("out of memory: the ranks share this machine's %.1f GiB, and the run takes %s%.1f GiB",
-                        have / (1 << 30), planned ? "" : "at least ", host / (1 << 30));
+        return cli_fail(
+            "out of memory: the ranks share this machine's %.1f GiB, and the run takes %s%.1f GiB",
+            have / (1 << 30), planned ? "" : "at least ", host / (1 << 30));
     return device_has_buf(u->o.device, slabs);
 }
 
@@ -247,7 +249,8 @@ static upipe_status run_allocate(const run *u, run_rank *k, upipe_ctx *c, upipe_
     UPIPE_TRY(device_host_slab(&k->d, &k->host_slab, second, &c->err));
     k->blocks = (upipe_mem_block *)calloc((size_t)k->plan.blocks_max, sizeof *k->blocks);
     k->host_blocks = (upipe_mem_block *)calloc((size_t)k->plan.blocks_max, sizeof *k->host_blocks);
-    if (u->o.trace != NULL) k->events = (upipe_mem_event *)calloc((size_t)k->plan.events_max, sizeof *k->events);
+    if (u->o.trace != NULL)
+        k->events = (upipe_mem_event *)calloc((size_t)k->plan.events_max, sizeof *k->events);
     if (k->blocks == NULL || k->host_blocks == NULL || (u->o.trace != NULL && k->events == NULL))
         return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no entry left for the tables of a rank's pools");
     upipe_mem_init(&k->mem, k->slab, slab, k->blocks, k->plan.blocks_max);
@@ -429,7 +432,8 @@ static upipe_status run_steps(run *u, run_rank *k, trainer *t, text_order *order
         batch.targets = inputs + k->m.rows;
         batch.valid = run_fill(u, &k->m, order, step, inputs, inputs + k->m.rows);
         batch.stop = run_signal != 0;
-        if (batch.valid < 0) return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no entry left for the order of the text");
+        if (batch.valid < 0)
+            return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no entry left for the order of the text");
         UPIPE_TRY(trainer_step(t, &batch, &rates, &result));
         seconds += cli_clock(NULL) - start;
         if (k->sent_bytes == 0) k->sent_bytes = run_sent(t) - sent;
@@ -453,7 +457,8 @@ static upipe_status run_life(run *u, run_rank *k, trainer *t, text_order *order)
     upipe_status s = UPIPE_OK;
     int64_t made = 0;
     int phase, ended = 0;
-    if (inputs == NULL) return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no entry left for the tokens of a step");
+    if (inputs == NULL)
+        return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no entry left for the tokens of a step");
     s = trainer_alloc(t);
     if (s == UPIPE_OK) s = run_begin(u, t);
     if (s == UPIPE_OK) s = run_steps(u, k, t, order, inputs, &ended);

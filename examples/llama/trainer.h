@@ -49,7 +49,8 @@ typedef struct trainer_result {
 static int64_t trainer_slice(const trainer *t, int group, int64_t *first)
 {
     const llama_layout *l = t->m.layout;
-    return upipe_reduce_slice(group == 0 ? l->weights : l->norm_weights, t->state.rank, t->state.ranks, first);
+    return upipe_reduce_slice(group == 0 ? l->weights : l->norm_weights, t->state.rank, t->state.ranks,
+                              first);
 }
 
 /* Makes another team the context's, and returns the one that was. Slices are summed and gathered, and
@@ -73,8 +74,8 @@ static upipe_status trainer_alloc_floats(trainer *t, float **out, int64_t n, con
  *   host    the second pool
  *   errors  MEMORY; trainer_close all the same
  */
-__attribute__((unused)) static upipe_status trainer_open(trainer *t, const model *m, upipe_ctx *c, upipe_comm *world,
-                                                         upipe_mem *host)
+__attribute__((unused)) static upipe_status trainer_open(trainer *t, const model *m, upipe_ctx *c,
+                                                         upipe_comm *world, upipe_mem *host)
 {
     memset(t, 0, sizeof *t);
     t->m = *m;
@@ -113,12 +114,12 @@ __attribute__((unused)) static upipe_status trainer_alloc(trainer *t)
     t->state.rank = model_world_rank(&t->m);
     t->state.ranks = model_world(&t->m);
     UPIPE_TRY(upipe_mem_alloc(c->mem, &t->state.weights, (size_t)l->weights * upipe_dtype_bytes(dtype),
-                             "weights", &c->err));
+                              "weights", &c->err));
     UPIPE_TRY(trainer_alloc_floats(t, &t->state.norm_weights, l->norm_weights, "norm_weights"));
     for (group = 0; group < 2; ++group) {
         held[group] = trainer_slice(t, group, &first);
-        UPIPE_TRY(
-            trainer_alloc_floats(t, &t->r.grads[group], group == 0 ? l->weights : l->norm_weights, "gradients"));
+        UPIPE_TRY(trainer_alloc_floats(t, &t->r.grads[group], group == 0 ? l->weights : l->norm_weights,
+                                       "gradients"));
         UPIPE_TRY(trainer_alloc_floats(t, &t->state.m[group], held[group], "moments"));
         UPIPE_TRY(trainer_alloc_floats(t, &t->state.v[group], held[group], "moments"));
         UPIPE_TRY(c->ops->zero(c, t->state.m[group], (size_t)held[group] * 4));
@@ -139,8 +140,8 @@ __attribute__((unused)) static upipe_status trainer_alloc(trainer *t)
 __attribute__((unused)) static upipe_status trainer_free_block(trainer *t)
 {
     void *const blocks[] = {t->state.weights, t->state.norm_weights, t->r.grads[0], t->r.grads[1],
-                            t->state.m[0],    t->state.m[1],  t->state.v[0], t->state.v[1],
-                            t->state.master,  t->r.tokens,    t->r.targets,  t->r.losses};
+                            t->state.m[0],    t->state.m[1],         t->state.v[0], t->state.v[1],
+                            t->state.master,  t->r.tokens,           t->r.targets,  t->r.losses};
     size_t i;
     for (i = 0; i < sizeof blocks / sizeof *blocks; ++i)
         UPIPE_TRY(upipe_mem_free(t->r.c->mem, blocks[i], &t->r.c->err));
@@ -207,7 +208,7 @@ static upipe_status trainer_reduce(trainer *t, int64_t valid, trainer_result *re
     for (group = 0; group < 2; ++group) {
         int64_t n = trainer_slice(t, group, &first);
         UPIPE_TRY(upipe_reduce_scatter(c, t->r.grads[group],
-                                           group == 0 ? t->m.layout->weights : t->m.layout->norm_weights));
+                                       group == 0 ? t->m.layout->weights : t->m.layout->norm_weights));
         UPIPE_TRY(trainer_total(c, &squares[group], t->r.grads[group] + first, n, 1));
     }
     mine[0] = trainer_bits(loss);

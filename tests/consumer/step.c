@@ -13,7 +13,8 @@ upipe_status step(upipe_ctx *ctx, const upipe_plan *plan)
     UPIPE_TRY(upipe_comm_shift_start(ctx, ctx->team, recv, send, bytes, 1));
     UPIPE_TRY(upipe_comm_wait(ctx, ctx->team));
     if (memcmp(send, recv, bytes) != 0)
-        return upipe_fail(&ctx->err, UPIPE_ERR_MISMATCH, "the bytes that arrived are not those that were sent");
+        return upipe_fail(&ctx->err, UPIPE_ERR_MISMATCH,
+                          "the bytes that arrived are not those that were sent");
     upipe_mem_rewind(ctx->mem, mark);
     return UPIPE_OK;
 }

@@ -114,7 +114,7 @@ static values inputs_make(const oracle_attn *t, test_rng *r, double q_size)
 
 typedef struct tensor {
     upipe_view v; /* on the device */
-    char *buf;   /* what it lies in */
+    char *buf;    /* what it lies in */
     size_t bytes; /* of the view; a guard lies before and behind it */
 } tensor;
 
@@ -330,7 +330,8 @@ static void say_case(const oracle_attn *t, int layout)
         oracle_v_dim(t), t->causal, (long long)t->q_pos, (long long)t->k_pos, t->scale);
     fprintf(stderr, "  pos_step %lld window %lld softcap %g sinks %d cu_seqlens", (long long)t->pos_step,
             (long long)t->window, t->softcap, t->sinks != NULL);
-    for (e = 0; t->cu_seqlens != NULL && e <= t->cu_seqlens_n; ++e) fprintf(stderr, " %lld", (long long)t->cu_seqlens[e]);
+    for (e = 0; t->cu_seqlens != NULL && e <= t->cu_seqlens_n; ++e)
+        fprintf(stderr, " %lld", (long long)t->cu_seqlens[e]);
     fprintf(stderr, "\n");
 }
 

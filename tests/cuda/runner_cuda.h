@@ -59,7 +59,7 @@ typedef struct cuda_state {
     run_result *r;
     upipe_threads team;
     int opened; /* ranks that hold something */
-    void *buf; /* of upipe_peer */
+    void *buf;  /* of upipe_peer */
     cuda_rank ranks[RUN_MAX];
 } cuda_state;
 
@@ -84,8 +84,13 @@ static upipe_status cuda_rank_run(upipe_ctx *c, cuda_state *s, cuda_rank *me, in
     size_t unit = upipe_plan_unit_bytes(p), wide_bytes = (size_t)(p->rows * dim) * 4;
     size_t q_bytes = (size_t)(p->rows * hd) * 4, o_bytes = (size_t)(p->rows * ho) * 4;
     float *host = (float *)malloc((size_t)(p->rows * cuda_width(p) + lse_n) * sizeof *host);
-    float *const result[] = {s->r->out.wq,     s->r->out.wk,     s->r->out.wv,   s->r->out.wo,
-                             s->r->out.q_norm_weight, s->r->out.k_norm_weight, s->r->out.sinks};
+    float *const result[] = {s->r->out.wq,
+                             s->r->out.wk,
+                             s->r->out.wv,
+                             s->r->out.wo,
+                             s->r->out.q_norm_weight,
+                             s->r->out.k_norm_weight,
+                             s->r->out.sinks};
     upipe_saved save;
     upipe_slots dout;
     upipe_grads g;
@@ -267,9 +272,9 @@ static void cuda_rank_open(cuda_state *s, cuda_rank *me, size_t *bytes)
     if (s->test->run.overlap) {
         device_open(&me->side);
         *bytes += UPIPE_CUDA_SCRATCH + WORKSPACE;
-        CHECK_STATUS(
-            upipe_cuda_side_stream_init(&me->side_stream_state, &me->side_stream, me->side.stream, &me->side.ops, &me->d.c.err),
-            UPIPE_OK, me->d.c.err);
+        CHECK_STATUS(upipe_cuda_side_stream_init(&me->side_stream_state, &me->side_stream, me->side.stream,
+                                                 &me->side.ops, &me->d.c.err),
+                     UPIPE_OK, me->d.c.err);
     }
     me->slab = cuda_buf(bytes, slab_bytes);
     me->stage = cuda_buf(bytes, (size_t)(me->own.plan.rows * cuda_width(&me->own.plan)) * 4);

@@ -27,7 +27,7 @@ static struct {
     device *d;
     upipe_ops ops;
     upipe_ctx c;
-    char *buf;         /* on the device */
+    char *buf;          /* on the device */
     char *image, *back; /* on the host: what goes there and what comes back */
     size_t bytes, used; /* of each of the three */
     staged_range range[STAGED_RANGES];

@@ -57,11 +57,11 @@ static void test_left_to_others(void)
     char *block = (char *)device_new(&dev, bytes);
     void *work = device_new(&dev, buf);
     upipe_attn_grad g;
-#define LEFT(change, want)                 \
-    do {                                   \
+#define LEFT(change, want)                \
+    do {                                  \
         small_call(&g, block, work, buf); \
-        change;                            \
-        check_accepts(&g, want);             \
+        change;                           \
+        check_accepts(&g, want);          \
     } while (0)
     LEFT(g.a.scale = 1, 1);
     LEFT(g.a.q.d = g.dq.d = g.a.k.d = g.dk.d = 128, 1);

@@ -42,7 +42,8 @@ static void test_alone(void)
         for (i = 0; i < sizeof windows / sizeof *windows; ++i)
             RUN((t.window = windows[i], t.q_pos = i % 3 == 2 ? 90 : 0));
         for (i = 0; i < sizeof cu_seqlens / sizeof *cu_seqlens; ++i)
-            RUN((t.cu_seqlens = cu_seqlens[i].cu_seqlens, t.cu_seqlens_n = cu_seqlens[i].n, t.k_pos = variant ? 30 : 0));
+            RUN((t.cu_seqlens = cu_seqlens[i].cu_seqlens, t.cu_seqlens_n = cu_seqlens[i].n,
+                 t.k_pos = variant ? 30 : 0));
         for (i = 0; i < sizeof caps / sizeof *caps; ++i) RUN((t.softcap = (double)(float)caps[i]));
         for (i = 0; i < sizeof sinks / sizeof *sinks; ++i)
             RUN((t.sinks = sinks[i], t.k_pos = i % 2 ? 90 : 0));
@@ -136,7 +137,8 @@ static void test_random(void)
         test_rng r = {(uint64_t)(seed + i) * 7919};
         const int *g = groups[test_below(&r, 6)];
         int layout = test_below(&r, LAYOUTS), d = 32 + 8 * test_below(&r, test_below(&r, 4) ? 9 : 29);
-        int64_t cu_seqlens[MOST_CU_SEQLENS + 1], sq = 1 + test_below(&r, 400 / g[0]), sk = 1 + test_below(&r, 300);
+        int64_t cu_seqlens[MOST_CU_SEQLENS + 1], sq = 1 + test_below(&r, 400 / g[0]),
+                                                 sk = 1 + test_below(&r, 300);
         oracle_attn t = shape(sq, sk, g[0], g[1], d, 0, test_below(&r, 220), test_below(&r, 220));
         long failed = test_failures;
         float sinks[6];

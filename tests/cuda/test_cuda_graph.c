@@ -155,9 +155,9 @@ static int rank_open(graph_rank *me, const graph_case *g, int rank)
     CHECK_STATUS(upipe_cuda_copy_stream_init(&me->side, &me->d.c.err), UPIPE_OK, me->d.c.err);
     if (me->plan.overlap) {
         if (!device_open(&me->line)) return 0;
-        CHECK_STATUS(
-            upipe_cuda_side_stream_init(&me->side_stream_state, &me->side_stream, me->line.stream, &me->line.ops, &me->d.c.err),
-            UPIPE_OK, me->d.c.err);
+        CHECK_STATUS(upipe_cuda_side_stream_init(&me->side_stream_state, &me->side_stream, me->line.stream,
+                                                 &me->line.ops, &me->d.c.err),
+                     UPIPE_OK, me->d.c.err);
         me->d.c.side_stream = &me->side_stream;
     }
     me->host = (char *)malloc(me->out_bytes);
@@ -174,7 +174,8 @@ static void rank_close(graph_rank *me)
     CHECK_STATUS(upipe_cuda_copy_stream_free(&me->side, &me->d.c.err), UPIPE_OK, me->d.c.err);
     CHECK_STATUS(upipe_cuda_host_slab_free(me->pinned, &me->d.c.err), UPIPE_OK, me->d.c.err);
     if (me->plan.overlap) {
-        CHECK_STATUS(upipe_cuda_side_stream_free(&me->side_stream_state, &me->d.c.err), UPIPE_OK, me->d.c.err);
+        CHECK_STATUS(upipe_cuda_side_stream_free(&me->side_stream_state, &me->d.c.err), UPIPE_OK,
+                     me->d.c.err);
         device_close(&me->line);
     }
     device_free(&me->d, me->slab);

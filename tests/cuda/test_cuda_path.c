@@ -280,9 +280,9 @@ static upipe_status refused_body(void *user, int rank)
     d->rank = grid_team_rank(&f->grid, rank);
     d->ring = f->grid.rings;
     d->ring_rank = grid_ring_rank(&f->grid, rank);
-    d->ring_mode = what == RING_P2P    ? UPIPE_RING_P2P
+    d->ring_mode = what == RING_P2P          ? UPIPE_RING_P2P
                    : what == RING_ALL_GATHER ? UPIPE_RING_ALL_GATHER
-                                         : UPIPE_RING_AUTO;
+                                             : UPIPE_RING_AUTO;
     d->heads = d->kv_heads = 4;
     d->head_dim = 32;
     d->v_dim = what == V_DIM ? 40 : 32;

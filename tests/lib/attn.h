@@ -282,11 +282,12 @@ static inline void say_case(const oracle_attn *t, upipe_dtype dtype, int layout)
     fprintf(
         stderr,
         "  %s layout %d: sq %lld sk %lld h %d hkv %d d %d dv %d causal %d q_pos %lld k_pos %lld scale %g\n",
-        upipe_dtype_name(dtype), layout, (long long)t->sq, (long long)t->sk, t->h, t->hkv, t->d, oracle_v_dim(t),
-        t->causal, (long long)t->q_pos, (long long)t->k_pos, t->scale);
+        upipe_dtype_name(dtype), layout, (long long)t->sq, (long long)t->sk, t->h, t->hkv, t->d,
+        oracle_v_dim(t), t->causal, (long long)t->q_pos, (long long)t->k_pos, t->scale);
     fprintf(stderr, "  pos_step %lld window %lld softcap %g sinks %d cu_seqlens", (long long)t->pos_step,
             (long long)t->window, t->softcap, t->sinks != NULL);
-    for (e = 0; t->cu_seqlens != NULL && e <= t->cu_seqlens_n; ++e) fprintf(stderr, " %lld", (long long)t->cu_seqlens[e]);
+    for (e = 0; t->cu_seqlens != NULL && e <= t->cu_seqlens_n; ++e)
+        fprintf(stderr, " %lld", (long long)t->cu_seqlens[e]);
     fprintf(stderr, "\n");
 }
 

@@ -58,7 +58,9 @@ UNWATCHED static inline int oracle_visible(const oracle_attn *t, int64_t i, int6
     if (t->window > 0 && key <= at - t->window) return 0;
     if (t->cu_seqlens == NULL) return 1;
     for (e = 0; e < t->cu_seqlens_n; ++e)
-        if (t->cu_seqlens[e] <= at && at < t->cu_seqlens[e + 1] && t->cu_seqlens[e] <= key && key < t->cu_seqlens[e + 1]) return 1;
+        if (t->cu_seqlens[e] <= at && at < t->cu_seqlens[e + 1] && t->cu_seqlens[e] <= key &&
+            key < t->cu_seqlens[e + 1])
+            return 1;
     return 0;
 }
 

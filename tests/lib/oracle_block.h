@@ -22,10 +22,10 @@
 typedef struct block_shape {
     int64_t tokens, batch, dim;
     int h, hkv, d, v_dim, full; /* v_dim: 0 = d */
-    int rope;                /* 0 none, 1 halves, 2 interleaved */
-    int normed;              /* QK norm */
-    int projected;           /* with the output projection */
-    int naive;               /* naive runs alone: how sums run (oracle.h) */
+    int rope;                   /* 0 none, 1 halves, 2 interleaved */
+    int normed;                 /* QK norm */
+    int projected;              /* with the output projection */
+    int naive;                  /* naive runs alone: how sums run (oracle.h) */
     upipe_dtype dtype;
     double scale, theta, eps;
     /* masks: 0 = without; cu_seqlens_n + 1 positions in the batch, of which position p of sequence b is b * tokens
@@ -38,7 +38,8 @@ typedef struct block_shape {
 
 /* Inputs or results; elements in block_count's order. */
 #define BLOCK_TENSORS(X) \
-    X(x) X(wq) X(wk) X(wv) X(wo) X(q_norm_weight) X(k_norm_weight) X(sinks) X(o) X(dout) X(q) X(lse) X(y) X(dy)
+    X(x)                 \
+    X(wq) X(wk) X(wv) X(wo) X(q_norm_weight) X(k_norm_weight) X(sinks) X(o) X(dout) X(q) X(lse) X(y) X(dy)
 
 #define BLOCK_MEMBER(name) *name,
 typedef struct f64_block {
@@ -166,12 +167,13 @@ static oracle_attn block_attn(const block_shape *s, int64_t b, const float *sink
     return a;
 }
 
-#define REAL                                            double
-#define NAME(x)                                         f64_##x
-#define STORE(s, v)                                     (v)
-#define ADD(s, sum, a, b)                               ((sum) + (a) * (b))
-#define ATTN_FWD(s, a, q, k, v, o, lse)                 oracle_attn_fwd(a, q, k, v, o, lse)
-#define ATTN_BWD(s, a, q, k, v, dout, o, lse, dq, dk, dv) oracle_attn_bwd(a, q, k, v, dout, o, lse, dq, dk, dv)
+#define REAL                            double
+#define NAME(x)                         f64_##x
+#define STORE(s, v)                     (v)
+#define ADD(s, sum, a, b)               ((sum) + (a) * (b))
+#define ATTN_FWD(s, a, q, k, v, o, lse) oracle_attn_fwd(a, q, k, v, o, lse)
+#define ATTN_BWD(s, a, q, k, v, dout, o, lse, dq, dk, dv) \
+    oracle_attn_bwd(a, q, k, v, dout, o, lse, dq, dk, dv)
 #include "oracle_block.inc"
 #undef REAL
 #undef NAME

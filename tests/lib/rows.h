@@ -417,8 +417,10 @@ static void check_rmsnorm_bwd(test_rng *r, upipe_ctx *c, int d, upipe_dtype dy_t
                dy = tensor(r, dy_type, TOKENS, HEADS, d, layout);
     upipe_view x_before = twin(x), before = twin(dy), halves = twin(dy), other;
     size_t weights = (size_t)(HEADS * d);
-    float *weight = (float *)malloc((size_t)d * sizeof *weight), *dweight = (float *)malloc(weights * sizeof *dweight);
-    float *dweight2 = (float *)malloc(weights * sizeof *dweight), *dweight3 = (float *)malloc(weights * sizeof *dweight);
+    float *weight = (float *)malloc((size_t)d * sizeof *weight),
+          *dweight = (float *)malloc(weights * sizeof *dweight);
+    float *dweight2 = (float *)malloc(weights * sizeof *dweight),
+          *dweight3 = (float *)malloc(weights * sizeof *dweight);
     double weight64[256], grad_x[256], grad_y[256], want_weight[2 * 256], size_weight[2 * 256];
     int i, j, k, ok = 1, ok_weight = 1;
     for (k = 0; k < d; ++k) weight64[k] = (double)(weight[k] = (float)test_normal(r));
@@ -458,7 +460,8 @@ static void check_rmsnorm_bwd(test_rng *r, upipe_ctx *c, int d, upipe_dtype dy_t
             }
         }
     for (k = 0; k < HEADS * d; ++k)
-        if (!(fabs((double)dweight[k] - want_weight[k]) <= size_weight[k] * (16 + d / 8.0) * EPS_F32)) ok_weight = 0;
+        if (!(fabs((double)dweight[k] - want_weight[k]) <= size_weight[k] * (16 + d / 8.0) * EPS_F32))
+            ok_weight = 0;
     CHECK_SAY(ok, "rmsnorm_bwd dx: d %d, %s, %s, layout %d", d, upipe_dtype_name(dy_type),
               upipe_dtype_name(x_type), layout);
     CHECK_SAY(ok_weight, "rmsnorm_bwd dgain: d %d, %s, %s, layout %d", d, upipe_dtype_name(dy_type),
@@ -499,7 +502,8 @@ static void check_rmsnorm_places(test_rng *r, upipe_ctx *c, int d, int layout)
     upipe_view dy = tensor(r, UPIPE_F32, TOKENS, HEADS, d, (layout + 1) % LAYOUTS), keep_dy = twin(dy);
     upipe_view grad = twin(dy), as_x = twin(x), old = tensor(r, UPIPE_F32, TOKENS, HEADS, d, layout);
     size_t weights = (size_t)(HEADS * d);
-    float *weight = (float *)malloc((size_t)d * sizeof *weight), *dweight = (float *)calloc(weights, sizeof *dweight);
+    float *weight = (float *)malloc((size_t)d * sizeof *weight),
+          *dweight = (float *)calloc(weights, sizeof *dweight);
     float *dweight2 = (float *)calloc(weights, sizeof *dweight);
     int i, j, k, to;
     for (k = 0; k < d; ++k) weight[k] = (float)test_normal(r);

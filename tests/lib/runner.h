@@ -26,7 +26,7 @@ enum { RUN_MAX = GRID_MAX, RUN_GRADS = 7 };
 typedef struct run_case {
     block_shape shape;
     int ranks, chunk, naive;
-    int overlap, side_stream_inline;           /* on a thread of its own, or on the rank's line */
+    int overlap, side_stream_inline;    /* on a thread of its own, or on the rank's line */
     int ring, inner, ahead, ring_first; /* ring_first: neighbours in the world are a ring's, not a team's */
     upipe_layout layout;
     upipe_ring_mode ring_mode;
@@ -69,7 +69,8 @@ typedef struct run_state {
     void *weights[4]; /* wq wk wv wo in the storage type */
 } run_state;
 
-static const char *const run_grads[RUN_GRADS] = {"wq", "wk", "wv", "wo", "q_norm_weight", "k_norm_weight", "sinks"};
+static const char *const run_grads[RUN_GRADS] = {"wq",   "wk", "wv", "wo", "q_norm_weight", "k_norm_weight",
+                                                 "sinks"};
 
 /* The most ranks of a team that read one key/value head. */
 static inline int run_sharers(const upipe_plan *p)
@@ -157,8 +158,13 @@ static upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float *const 
     int64_t hd = (int64_t)p->desc.heads * p->desc.head_dim, ho = (int64_t)p->desc.heads * p->desc.v_dim;
     int64_t dim = p->desc.model_dim;
     float *host = (float *)malloc((size_t)(p->rows * (hd + ho + dim)) * sizeof *host);
-    float *const result[] = {s->r->out.wq,     s->r->out.wk,     s->r->out.wv,   s->r->out.wo,
-                             s->r->out.q_norm_weight, s->r->out.k_norm_weight, s->r->out.sinks};
+    float *const result[] = {s->r->out.wq,
+                             s->r->out.wk,
+                             s->r->out.wv,
+                             s->r->out.wo,
+                             s->r->out.q_norm_weight,
+                             s->r->out.k_norm_weight,
+                             s->r->out.sinks};
     size_t unit = upipe_plan_unit_bytes(p);
     upipe_saved save;
     upipe_slots dout;

@@ -250,7 +250,8 @@ static void check_rmsnorm(test_rng *r, upipe_ctx *c, int d)
     }
     CHECK_SAY(ok, "rmsnorm's f64 gradient is not its slope, d %d", d);
     CHECK_STATUS(c->ops->rmsnorm(c, y, x, g, (float)eps), UPIPE_OK, c->err);
-    CHECK_STATUS(c->ops->rmsnorm_bwd(c, dx, dy, x, g, (float)eps, (float *)dweight.data, 0), UPIPE_OK, c->err);
+    CHECK_STATUS(c->ops->rmsnorm_bwd(c, dx, dy, x, g, (float)eps, (float *)dweight.data, 0), UPIPE_OK,
+                 c->err);
     judge(&ty, y, "rmsnorm y");
     judge(&tx, dx, "rmsnorm dx");
     judge(&tg, dweight, "rmsnorm dgain");
@@ -982,7 +983,7 @@ static void check_adamw_statuses(upipe_ctx *c)
         a.field = (value);                                         \
         CHECK_STATUS(c->ops->adamw(c, &a), UPIPE_ERR_ARG, c->err); \
         CHECK_TEXT(c->err.text, words);                            \
-        for (i = 0; i < 32; ++i) CHECK(buf[i] == 1);              \
+        for (i = 0; i < 32; ++i) CHECK(buf[i] == 1);               \
     } while (0)
     REFUSED(w, NULL, "w is NULL");
     REFUSED(m, NULL, "m is NULL");

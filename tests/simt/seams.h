@@ -124,11 +124,11 @@ cudaError_t simt_launch_kernel(cudaStream_t stream, const char *name, void (*ker
     });
 }
 
-#define UPI_LAUNCH(c, kernel, grid, block, shared, ...)                                            \
+#define UPI_LAUNCH(c, kernel, grid, block, shared, ...)                                              \
     upipe_cuda_check(&(c)->err,                                                                      \
-                   simt_launch_kernel((cudaStream_t)(c)->stream, #kernel, kernel, (grid), (block), \
-                                      (size_t)(shared), __VA_ARGS__),                              \
-                   "launch of " #kernel)
+                     simt_launch_kernel((cudaStream_t)(c)->stream, #kernel, kernel, (grid), (block), \
+                                        (size_t)(shared), __VA_ARGS__),                              \
+                     "launch of " #kernel)
 
 #define UPI_ALLOW_SHARED(c, kernel, shared) \
     upipe_cuda_check(&(c)->err, simt_allow_shared(kernel, (size_t)(shared)), "cudaFuncSetAttribute")
@@ -306,7 +306,7 @@ inline upipe_status upi_tensor_map_encode(upipe_err *e, upi_tensor_map *map, int
         if (dims[i] < 1 || dims[i] > (uint64_t)1 << 32 ||
             (i > 0 && (steps[i - 1] % 16 != 0 || steps[i - 1] < 1 || steps[i - 1] >= (uint64_t)1 << 40)))
             return upipe_fail(e, UPIPE_ERR_BACKEND, "no tensor map of %llu elements",
-                            (unsigned long long)dims[i]);
+                              (unsigned long long)dims[i]);
     map->base = (char *)base;
     for (i = 0; i < 3; ++i) map->dim[i] = (int64_t)dims[i];
     for (i = 0; i < 2; ++i) map->step[i + 1] = (int64_t)steps[i];

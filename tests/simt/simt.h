@@ -173,8 +173,8 @@ struct simt_launch {
     uint64_t stuck[SIMT_WORKERS]; /* moves + 1 at which a worker's block only paused; ~0: the worker left */
     unsigned workers;
     int alternates; /* one worker runs at a time, the others wait */
-    unsigned turn;   /* whose it is */
-    uint64_t there;  /* workers that have not left, a bit each */
+    unsigned turn;  /* whose it is */
+    uint64_t there; /* workers that have not left, a bit each */
     uint64_t random;
     pthread_mutex_t lock; /* of the turn */
     pthread_cond_t passed;

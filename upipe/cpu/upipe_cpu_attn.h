@@ -28,7 +28,7 @@
 
 enum {
     UPI_ATTN_VECTORS = 3,                         /* side by side in a register tile */
-    UPI_ATTN_TILE = UPIPE_CPU_AVX512 ? 8 : 4,       /* rows of it: 12 or 24 sums, of 16 or 32 registers */
+    UPI_ATTN_TILE = UPIPE_CPU_AVX512 ? 8 : 4,     /* rows of it: 12 or 24 sums, of 16 or 32 registers */
     UPI_ATTN_PANEL = UPI_ATTN_VECTORS * UPI_WIDE, /* queries in the lanes of a panel */
     UPI_ATTN_KEYS = 64,                           /* keys in a block */
     UPI_ATTN_PAD = 16, /* elements between copied rows: steps of a power of two would share few cache sets */

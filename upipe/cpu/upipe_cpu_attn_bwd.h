@@ -24,7 +24,7 @@
 #include "upipe_cpu_attn_fwd.h"
 
 enum {
-    UPI_ATTN_PANELS_BWD = 6,                 /* in a block */
+    UPI_ATTN_PANELS_BWD = 6,                   /* in a block */
     UPI_ATTN_TALL = UPIPE_CPU_AVX512 ? 12 : 6, /* rows of a register tile of two vectors */
     UPI_ATTN_ROWS_BWD = UPI_ATTN_PANELS_BWD * UPI_ATTN_PANEL
 };
@@ -33,9 +33,9 @@ UPI_KERNELS_BEGIN
 
 typedef struct upi_attn_bwd_work {
     float *q, *dq;        /* [6 panels][d][panel]         queries, and their gradient */
-    float *dout;            /* [6 panels][v_dim][panel]        gradients of o */
+    float *dout;          /* [6 panels][v_dim][panel]        gradients of o */
     float *q_rows;        /* [d/wide, up][rows][wide]     queries times scale */
-    float *dout_rows;       /* [v_dim/wide, up][rows][wide]    gradients of o */
+    float *dout_rows;     /* [v_dim/wide, up][rows][wide]    gradients of o */
     float *p, *s;         /* [6 panels][64][panel]        weights, and gradients of the scores */
     float *k;             /* [64][d + pad] */
     float *v;             /* [64][v_dim + pad] */
@@ -261,8 +261,9 @@ UPI_INLINE void upi_attn_bwd_panel(const upi_attn_bwd_work *w, const upi_attn_he
     j = 0;
     if (a->squash != 0)
         for (; j < keys; j += UPI_ATTN_TILE)
-            upi_attn_weights_grad_capped(&rows, k + j * (d + UPI_ATTN_PAD), v_rows + j * (v_dim + UPI_ATTN_PAD),
-                                         p + j * UPI_ATTN_PANEL, s + j * UPI_ATTN_PANEL);
+            upi_attn_weights_grad_capped(&rows, k + j * (d + UPI_ATTN_PAD),
+                                         v_rows + j * (v_dim + UPI_ATTN_PAD), p + j * UPI_ATTN_PANEL,
+                                         s + j * UPI_ATTN_PANEL);
     for (; j < part->seen[0]; j += UPI_ATTN_TILE)
         upi_attn_weights_grad(0, 0, &rows, k + j * (d + UPI_ATTN_PAD), v_rows + j * (v_dim + UPI_ATTN_PAD),
                               p + j * UPI_ATTN_PANEL, s + j * UPI_ATTN_PANEL);
@@ -297,7 +298,8 @@ UPI_INLINE void upi_attn_bwd_pack(const upi_attn_head *a, const upi_attn_bwd_wor
     for (first = 0; first < rows; first += UPI_ATTN_PANEL) {
         int count = upi_attn_least(rows - first, UPI_ATTN_PANEL);
         upi_attn_pack_panel(w->q + first * d, a->q, a->dtype, q0 + first, a->q_step, count, d);
-        upi_attn_pack_panel(w->dout + first * v_dim, a->dout, a->dtype, q0 + first, a->dout_step, count, v_dim);
+        upi_attn_pack_panel(w->dout + first * v_dim, a->dout, a->dtype, q0 + first, a->dout_step, count,
+                            v_dim);
     }
     upi_attn_pack_columns(w->q_rows, a->q, a->dtype, q0, a->q_step, rows, d, a->scale);
     upi_attn_pack_columns(w->dout_rows, a->dout, a->dtype, q0, a->dout_step, rows, v_dim, 1);
@@ -382,7 +384,8 @@ UPI_CPU_KERNEL void upi_attn_bwd_block(const upi_attn_head *a, const upi_attn_bw
                 upi_attn_bwd_panel(&w, a, p, &parts[p]);
         }
         if (gates != NULL) upi_par_wait(gates + k0 / UPI_ATTN_KEYS, upi_attn_turn_after(job, turn, k0));
-        upi_attn_add_grad_block(v_dim, keys, parts, panels, w.p, w.dout_rows, a->dv + k0 * a->dv_step, a->dv_step);
+        upi_attn_add_grad_block(v_dim, keys, parts, panels, w.p, w.dout_rows, a->dv + k0 * a->dv_step,
+                                a->dv_step);
         upi_attn_add_grad_block(d, keys, parts, panels, w.s, w.q_rows, a->dk + k0 * a->dk_step, a->dk_step);
         if (gates != NULL) upi_par_open(gates + k0 / UPI_ATTN_KEYS, turn + 1);
     }

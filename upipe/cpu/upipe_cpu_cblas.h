@@ -39,8 +39,8 @@ UPIPE_API upipe_status upi_cblas_gemm(upipe_ctx *c, upipe_view out, upipe_view a
     int64_t depth = trans_a ? a.n : a.d;
     int32_t j;
     UPIPE_TRY(upipe_check_gemm(c, out, a, b, flags));
-    if (!upi_cblas_accepts(out) || !upi_cblas_accepts(a) || !upi_cblas_accepts(b) || depth == 0 || out.n == 0 ||
-        out.d == 0)
+    if (!upi_cblas_accepts(out) || !upi_cblas_accepts(a) || !upi_cblas_accepts(b) || depth == 0 ||
+        out.n == 0 || out.d == 0)
         return upi_cpu_gemm(c, out, a, b, flags, work, work_bytes);
     for (j = 0; j < out.h; ++j)
         cblas_sgemm(CblasRowMajor, trans_a ? CblasTrans : CblasNoTrans, trans_b ? CblasTrans : CblasNoTrans,

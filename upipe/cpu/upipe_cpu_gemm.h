@@ -267,8 +267,9 @@ UPI_INLINE void upi_gemm_pack_rows_turned(const upi_gemm_side *s, float *to, int
                     for (i = 0; i < keep; ++i)
                         for (j = 0; j < UPI_LANES && k + j < depth; ++j)
                             t[i * UPI_GEMM_A_STEP + j] =
-                                lane + i < lanes ? upipe_cpu_get(from, dtype, (k + j) * s->depth_step + lane + i)
-                                                 : 0;
+                                lane + i < lanes
+                                    ? upipe_cpu_get(from, dtype, (k + j) * s->depth_step + lane + i)
+                                    : 0;
                 }
         }
         to += (next - first) * UPI_GEMM_A_PANEL;
@@ -628,8 +629,8 @@ UPIPE_API upipe_status upi_cpu_gemm(upipe_ctx *c, upipe_view out, upipe_view a, 
     }
     if (work == NULL || work_bytes < g.bytes || (uintptr_t)work % UPI_GEMM_ALIGN != 0)
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
-                        "gemm: %zu bytes of scratch at %p; %zu at a multiple of %d needed",
-                        work == NULL ? (size_t)0 : work_bytes, work, g.bytes, UPI_GEMM_ALIGN);
+                          "gemm: %zu bytes of scratch at %p; %zu at a multiple of %d needed",
+                          work == NULL ? (size_t)0 : work_bytes, work, g.bytes, UPI_GEMM_ALIGN);
     g.work = (char *)work;
     upi_par_each(c->ops, g.products * g.row_blocks * g.col_blocks, upi_gemm_item, &g);
     return UPIPE_OK;

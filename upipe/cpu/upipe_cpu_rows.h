@@ -286,7 +286,7 @@ UPI_INLINE float upi_row_scale(const void *row, upipe_dtype dtype, int64_t d, fl
 typedef struct upi_norm_call {
     upipe_view y, x, dy; /* backward: y is dx */
     const float *weight;
-    float *dweight;   /* [x.h][x.d] or NULL */
+    float *dweight; /* [x.h][x.d] or NULL */
     int64_t tokens; /* of an item */
     int64_t ahead;  /* tokens from an item to the next of the same thread, roughly */
     int64_t *gates; /* [UPI_NORM_STRIPS]: items that are done with this piece of dweight */
@@ -360,7 +360,8 @@ UPI_INLINE void upi_norm_sums(const upi_norm_call *o, int64_t i, int32_t j, floa
     for (l = 0; l < UPI_ROW_VECTORS; ++l, k += UPI_WIDE)
         if (k < d) {
             x = upi_row_get(row, x_type, k, d - k);
-            grad = upi_fw_mul(upi_row_get(dy, dy_type, k, d - k), upi_row_get(o->weight, UPIPE_F32, k, d - k));
+            grad =
+                upi_fw_mul(upi_row_get(dy, dy_type, k, d - k), upi_row_get(o->weight, UPIPE_F32, k, d - k));
             square[l] = upi_fw_fma(x, x, square[l]);
             sum[l] = upi_fw_fma(grad, x, sum[l]);
         }
@@ -370,7 +371,7 @@ UPI_INLINE void upi_norm_sums(const upi_norm_call *o, int64_t i, int32_t j, floa
 
 /* dweight of one head, columns k .. k + n - 1: += tokens first .. last - 1, in order. */
 UPI_INLINE void upi_norm_weight_step(const upi_norm_call *o, const float *scales, int64_t first, int64_t last,
-                                   int32_t j, int64_t k, int64_t n, upipe_dtype dy_type, upipe_dtype x_type)
+                                     int32_t j, int64_t k, int64_t n, upipe_dtype dy_type, upipe_dtype x_type)
 {
     float *dweight = o->dweight + (int64_t)j * o->x.d;
     upi_fw sum = upi_row_get(dweight, UPIPE_F32, k, n);
@@ -385,7 +386,7 @@ UPI_INLINE void upi_norm_weight_step(const upi_norm_call *o, const float *scales
 
 /* Elements begin .. end - 1 of dweight, rows of all heads behind each other. */
 UPI_INLINE void upi_norm_weight(const upi_norm_call *o, const float *scales, int64_t first, int64_t last,
-                              int64_t begin, int64_t end, upipe_dtype dy_type, upipe_dtype x_type)
+                                int64_t begin, int64_t end, upipe_dtype dy_type, upipe_dtype x_type)
 {
     while (begin < end) {
         int32_t j = (int32_t)(begin / o->x.d);
@@ -453,7 +454,7 @@ UPI_INLINE void upi_norm_bwd(const upi_norm_call *o, int64_t item, int64_t first
     for (s = 0; o->dweight != NULL && s * strip < all; ++s) {
         upi_par_wait(&o->gates[s], item);
         upi_norm_weight(o, scales, first, last, s * strip, (s + 1) * strip < all ? (s + 1) * strip : all,
-                      dy_type, x_type);
+                        dy_type, x_type);
         upi_par_open(&o->gates[s], item + 1);
     }
     for (i = first, row = 0; i < last; ++i)
@@ -656,7 +657,8 @@ UPIPE_API upipe_status upi_cpu_rope(upipe_ctx *c, const upipe_rope *r)
     return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_cpu_rmsnorm(upipe_ctx *c, upipe_view y, upipe_view x, const float *weight, float eps)
+UPIPE_API upipe_status upi_cpu_rmsnorm(upipe_ctx *c, upipe_view y, upipe_view x, const float *weight,
+                                       float eps)
 {
     upi_norm_call call;
     UPIPE_TRY(upipe_check_rmsnorm(c, y, x, weight, eps));

@@ -55,7 +55,8 @@ UPIPE_API void *upi_cpu_side_stream_thread(void *arg)
     return NULL;
 }
 
-UPIPE_API upipe_status upi_cpu_side_stream_post(upipe_ctx *c, upipe_side_stream *side_stream, void (*task)(void *arg), void *arg)
+UPIPE_API upipe_status upi_cpu_side_stream_post(upipe_ctx *c, upipe_side_stream *side_stream,
+                                                void (*task)(void *arg), void *arg)
 {
     upipe_cpu_side_stream *buf = (upipe_cpu_side_stream *)side_stream->self;
     upi_cpu_side_stream_task *t;
@@ -70,7 +71,8 @@ UPIPE_API upipe_status upi_cpu_side_stream_post(upipe_ctx *c, upipe_side_stream 
     return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_cpu_side_stream_mark(upipe_ctx *c, upipe_side_stream *side_stream, int point, int64_t n)
+UPIPE_API upipe_status upi_cpu_side_stream_mark(upipe_ctx *c, upipe_side_stream *side_stream, int point,
+                                                int64_t n)
 {
     upipe_cpu_side_stream *buf = (upipe_cpu_side_stream *)side_stream->self;
     (void)c;
@@ -81,7 +83,8 @@ UPIPE_API upipe_status upi_cpu_side_stream_mark(upipe_ctx *c, upipe_side_stream 
     return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_cpu_side_stream_meet(upipe_ctx *c, upipe_side_stream *side_stream, int point, int64_t n)
+UPIPE_API upipe_status upi_cpu_side_stream_meet(upipe_ctx *c, upipe_side_stream *side_stream, int point,
+                                                int64_t n)
 {
     upipe_cpu_side_stream *buf = (upipe_cpu_side_stream *)side_stream->self;
     (void)c;
@@ -106,7 +109,8 @@ UPIPE_API upipe_status upi_cpu_side_stream_join(upipe_ctx *c, upipe_side_stream 
  *   buf     the host's, kept until upipe_cpu_side_stream_free
  *   errors  MEMORY (no thread)
  */
-UPIPE_API upipe_status upipe_cpu_side_stream_init(upipe_cpu_side_stream *buf, upipe_side_stream *side_stream, upipe_err *e)
+UPIPE_API upipe_status upipe_cpu_side_stream_init(upipe_cpu_side_stream *buf, upipe_side_stream *side_stream,
+                                                  upipe_err *e)
 {
     memset(buf, 0, sizeof *buf);
     memset(side_stream, 0, sizeof *side_stream);

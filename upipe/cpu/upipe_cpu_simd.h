@@ -34,7 +34,7 @@
 #define UPIPE_CPU_AVX512 0
 #define UPIPE_CPU_AVX2   0
 #define UPIPE_CPU_NEON   0
-#define UPI_CPU_SCALAR 0
+#define UPI_CPU_SCALAR   0
 #if defined(UPIPE_CPU_SCALAR)
 #undef UPI_CPU_SCALAR
 #define UPI_CPU_SCALAR 1
@@ -144,9 +144,9 @@ typedef struct upi_mask8 {
 
 UPIPE_API const char *upi_cpu_simd_name(void)
 {
-    return UPIPE_CPU_AVX512   ? "cpu-avx512"
-           : UPIPE_CPU_AVX2   ? "cpu-avx2"
-           : UPIPE_CPU_NEON   ? "cpu-neon"
+    return UPIPE_CPU_AVX512 ? "cpu-avx512"
+           : UPIPE_CPU_AVX2 ? "cpu-avx2"
+           : UPIPE_CPU_NEON ? "cpu-neon"
            : UPI_CPU_SCALAR ? "cpu-scalar"
                             : "cpu-portable";
 }

@@ -475,7 +475,7 @@ UPIPE_API upipe_status upi_cpu_cross_entropy(upipe_ctx *c, const upipe_cross_ent
     for (i = 0; i < x->logits.n; ++i)
         if (x->targets[i] >= x->logits.d)
             return upipe_fail(&c->err, UPIPE_ERR_ARG, "cross_entropy: target %d of row %lld, of %d columns",
-                            x->targets[i], (long long)i, x->logits.d);
+                              x->targets[i], (long long)i, x->logits.d);
     upi_rows_share(c->ops, x->logits.n, 2 * (int64_t)x->logits.d * (int64_t)sizeof(float), 1,
                    upi_cross_entropy_run, x);
     return UPIPE_OK;
@@ -488,8 +488,8 @@ UPIPE_API upipe_status upi_tokens_check(upipe_ctx *c, const char *call, const in
     int64_t i;
     for (i = 0; i < n; ++i)
         if (tokens[i] < 0 || tokens[i] >= rows)
-            return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: token %d of row %lld, of a table of %lld rows", call,
-                            tokens[i], (long long)i, (long long)rows);
+            return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: token %d of row %lld, of a table of %lld rows",
+                              call, tokens[i], (long long)i, (long long)rows);
     return UPIPE_OK;
 }
 

@@ -314,8 +314,9 @@ UPI_DEVICE void upi_cuda_attn_bwd_zeros(const upi_cuda_attn_bwd_args &g, int kv,
                                         upi_cuda_attn_bwd_tiles range)
 {
     typedef upi_cuda_attn_bwd_shape<D> shape;
-    const int before =
-        MASKED && block > 0 ? upi_cuda_attn_bwd_tiles_of<shape::KEYS, shape::ROWS, MASKED>(g, block - 1).end : 0;
+    const int before = MASKED && block > 0
+                           ? upi_cuda_attn_bwd_tiles_of<shape::KEYS, shape::ROWS, MASKED>(g, block - 1).end
+                           : 0;
     if (MASKED || block == 0) upi_cuda_attn_bwd_zero<D>(g, kv, before, range.first);
     if (MASKED && block + 1 == g.blocks) upi_cuda_attn_bwd_zero<D>(g, kv, range.end, g.tiles);
 }
@@ -338,7 +339,8 @@ void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
     const int ticket = *(const int *)(shared + shape::AT_S);
     const int block = ticket / kv_heads, kv = ticket % kv_heads; /* fewer keys ahead, earlier ticket */
     const int last_head = (kv + 1) * g.a.group;
-    const upi_cuda_attn_bwd_tiles range = upi_cuda_attn_bwd_tiles_of<shape::KEYS, shape::ROWS, MASKED>(g, block);
+    const upi_cuda_attn_bwd_tiles range =
+        upi_cuda_attn_bwd_tiles_of<shape::KEYS, shape::ROWS, MASKED>(g, block);
     upi_cuda_attn_bwd_zeros<D, MASKED>(g, kv, block, range);
     if (range.first >= range.end) return;
 
@@ -515,7 +517,8 @@ UPIPE_API upipe_status upi_cuda_attn_bwd_launch(upipe_ctx *c, const upipe_attn *
     const int64_t heads = g->a.heads / g->a.group;
     UPIPE_TRY(upi_cuda_attn_fits(c, upi_cuda_attn_columns(call), shape::SHARED, blocks, heads));
     UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_cuda_attn_bwd_kernel<D, MASKED>), shape::SHARED));
-    UPIPE_CUDA_TRY(&c->err, cudaMemsetAsync(g->turns, 0, upi_cuda_attn_turns_bytes(call), (cudaStream_t)c->stream));
+    UPIPE_CUDA_TRY(&c->err,
+                   cudaMemsetAsync(g->turns, 0, upi_cuda_attn_turns_bytes(call), (cudaStream_t)c->stream));
     if (MASKED) UPIPE_TRY(upi_cuda_attn_key_runs(c, call, (upi_cuda_attn_run *)g->a.runs));
     g->blocks = (int)blocks;
     return UPI_LAUNCH(c, (upi_cuda_attn_bwd_kernel<D, MASKED>), (unsigned)(blocks * heads), shape::THREADS,

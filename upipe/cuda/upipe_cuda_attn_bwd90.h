@@ -184,8 +184,8 @@ UPI_DEVICE void upi_cuda_bwd90_produce(const upi_cuda_bwd90_args &x, const upi_c
                                                 bars + UPI_BWD90_V_FULL);
         if (shape::DOUT_SLOTS == 1)
             upi_mbarrier_wait(bars + UPI_BWD90_DOUT_EMPTY, upi_cuda_bwd90_dout_parity<D>(t.n) ^ 1);
-        upi_cuda_bwd90_load<D, shape::ROWS>(b.base + upi_cuda_bwd90_at_dout<D>(t.n), &x.dout, t.m * shape::ROWS,
-                                            t.h, upi_cuda_bwd90_dout_full<D>(bars, t.n));
+        upi_cuda_bwd90_load<D, shape::ROWS>(b.base + upi_cuda_bwd90_at_dout<D>(t.n), &x.dout,
+                                            t.m * shape::ROWS, t.h, upi_cuda_bwd90_dout_full<D>(bars, t.n));
     }
 }
 
@@ -571,7 +571,8 @@ UPI_DEVICE void upi_cuda_bwd90_grads(const upi_cuda_attn_bwd_args &g, const upi_
     const int first =
         (shape::BY_KEYS ? group * 64 : 0) + upi_cuda_attn_anew((int)threadIdx.x) % 128 / 32 * 16;
     const int column = shape::BY_KEYS ? 0 : group * shape::COLUMNS;
-    float *dk_at = g.dk + b.kv * g.dk_head + k0 * g.dk_step, *dv_at = g.dv + b.kv * g.dv_head + k0 * g.dv_step;
+    float *dk_at = g.dk + b.kv * g.dk_head + k0 * g.dk_step,
+          *dv_at = g.dv + b.kv * g.dv_head + k0 * g.dv_step;
     if (BACK) {
         upi_cuda_attn_grad_put<N>(dk, dk_at, g.dk_step, left, first, column, g.a.d);
         upi_cuda_attn_grad_put<N>(dv, dv_at, g.dv_step, left, first, column, g.a.v_dim);
@@ -716,8 +717,9 @@ UPIPE_API upipe_status upi_cuda_bwd90_launch(upipe_ctx *c, const upipe_attn_grad
     UPIPE_TRY(upi_tensor_map_make(c, &x.dout, call->dout, shape::ROWS));
     UPIPE_TRY(upi_tensor_map_make(c, &x.dq, sums, 64));
     UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_cuda_bwd90_kernel<D>), shape::SHARED));
-    UPIPE_CUDA_TRY(&c->err, cudaMemsetAsync(g->turns, 0, (1 + (size_t)x.g.tiles * (size_t)a->q.h) * sizeof(int),
-                                      (cudaStream_t)c->stream));
+    UPIPE_CUDA_TRY(&c->err,
+                   cudaMemsetAsync(g->turns, 0, (1 + (size_t)x.g.tiles * (size_t)a->q.h) * sizeof(int),
+                                   (cudaStream_t)c->stream));
     if (g->a.runs != NULL) UPIPE_TRY(upi_cuda_attn_key_runs(c, a, (upi_cuda_attn_run *)g->a.runs));
     UPIPE_TRY(UPI_LAUNCH(c, (upi_cuda_bwd90_kernel<D>), (unsigned)(x.g.blocks * a->k.h), shape::THREADS,
                          shape::SHARED, x));

@@ -361,7 +361,7 @@ UPIPE_API upipe_status upi_f32_blocks(upipe_ctx *c, int64_t rows, int heads, uns
     int64_t n;
     if (!upipe_mul(&n, (rows + UPI_F32_HELD - 1) / UPI_F32_HELD, heads) || n > INT32_MAX)
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "attention: %lld rows of %d heads in one call",
-                        (long long)rows, heads);
+                          (long long)rows, heads);
     *blocks = (unsigned)n;
     return UPIPE_OK;
 }

@@ -374,12 +374,12 @@ UPIPE_API upipe_status upi_cuda_attn_fits(upipe_ctx *c, int d, int shared, int64
     int64_t all;
     if (shared > self->shared_most)
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
-                        "attention: head dim %d needs %d bytes of shared memory a block; device %d has %d", d,
-                        shared, self->device, self->shared_most);
+                          "attention: head dim %d needs %d bytes of shared memory a block; device %d has %d",
+                          d, shared, self->device, self->shared_most);
     if (!upipe_mul(&all, blocks, heads) || all > INT32_MAX)
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
-                        "attention: %lld blocks for each of %lld heads; a grid ends at %d", (long long)blocks,
-                        (long long)heads, INT32_MAX);
+                          "attention: %lld blocks for each of %lld heads; a grid ends at %d",
+                          (long long)blocks, (long long)heads, INT32_MAX);
     return UPIPE_OK;
 }
 

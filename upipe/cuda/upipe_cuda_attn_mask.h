@@ -164,7 +164,8 @@ UPIPE_API int upi_cuda_attn_masked(const upipe_attn *a)
 UPIPE_API size_t upi_cuda_attn_runs_bytes(int64_t rows)
 {
     int64_t bytes;
-    if (!upipe_mul(&bytes, rows, (int64_t)sizeof(upi_cuda_attn_run)) || bytes > INT64_MAX - 63) return SIZE_MAX;
+    if (!upipe_mul(&bytes, rows, (int64_t)sizeof(upi_cuda_attn_run)) || bytes > INT64_MAX - 63)
+        return SIZE_MAX;
     return ((size_t)bytes + 63) / 64 * 64;
 }
 
@@ -172,9 +173,10 @@ UPIPE_API size_t upi_cuda_attn_runs_bytes(int64_t rows)
 UPIPE_API upipe_status upi_cuda_attn_check_masks(upipe_ctx *c, const upipe_attn *a)
 {
     if (!upi_cuda_attn_masked(a) || (a->q.n < INT32_MAX && a->k.n < INT32_MAX)) return UPIPE_OK;
-    return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
-                    "attention: %lld queries and %lld keys; with these masks there are at most %d of either",
-                    (long long)a->q.n, (long long)a->k.n, INT32_MAX - 1);
+    return upipe_fail(
+        &c->err, UPIPE_ERR_UNSUPPORTED,
+        "attention: %lld queries and %lld keys; with these masks there are at most %d of either",
+        (long long)a->q.n, (long long)a->k.n, INT32_MAX - 1);
 }
 
 /* Launches for all of the `rows` rows of a side; s has everything but the packed sequences. */
@@ -186,8 +188,8 @@ UPIPE_API upipe_status upi_cuda_attn_runs_make(upipe_ctx *c, upi_cuda_attn_side 
         const int64_t left = cu_seqlens_n - at, most = UPI_CUDA_ATTN_BORDERS - 1;
         const int64_t count = left < most ? left : most; /* packed sequences of this launch */
         s->from = at == 0 ? 0 : upi_between(-upi_floor_div(s->pos - cu_seqlens[at], s->step), 0, rows);
-        s->to =
-            left <= most ? rows : upi_between(-upi_floor_div(s->pos - cu_seqlens[at + count], s->step), 0, rows);
+        s->to = left <= most ? rows
+                             : upi_between(-upi_floor_div(s->pos - cu_seqlens[at + count], s->step), 0, rows);
         s->borders = cu_seqlens != NULL ? (int)count + 1 : 0;
         if (cu_seqlens != NULL) memcpy(s->border, cu_seqlens + at, (size_t)s->borders * sizeof *cu_seqlens);
         if (s->from < s->to)

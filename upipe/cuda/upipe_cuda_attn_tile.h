@@ -108,9 +108,10 @@ typedef struct upi_cuda_attn_bwd_args {
     const float *delta;
     upi_bf16 *dq; /* not with merge */
     float *dk, *dv;
-    int64_t dout_step, dout_head, delta_step, delta_head, dq_step, dq_head, dk_step, dk_head, dv_step, dv_head;
-    int *turns; /* [1 + heads * tiles]: the next ticket; whose turn it is at each tile of queries */
-    float *dq_sum;  /* the sums: [heads][queries][d], or what is added to */
+    int64_t dout_step, dout_head, delta_step, delta_head, dq_step, dq_head, dk_step, dk_head, dv_step,
+        dv_head;
+    int *turns;    /* [1 + heads * tiles]: the next ticket; whose turn it is at each tile of queries */
+    float *dq_sum; /* the sums: [heads][queries][d], or what is added to */
     int64_t dq_sum_step, dq_sum_head;
     int tiles, blocks; /* of queries, of keys */
 } upi_cuda_attn_bwd_args;

@@ -40,8 +40,8 @@ UPIPE_API upipe_status upipe_cuda_check(upipe_err *e, cudaError_t r, const char 
     int named = strncmp(what, "launch", 6) == 0 ? (int)strlen(what) : (int)strcspn(what, "(");
     if (r == cudaSuccess) return UPIPE_OK;
     (void)cudaGetLastError(); /* what can be forgotten is: the next call must not report it again */
-    return upipe_fail(e, r == cudaErrorMemoryAllocation ? UPIPE_ERR_MEMORY : UPIPE_ERR_BACKEND, "%.*s: %s (%s)",
-                    named, what, cudaGetErrorString(r), cudaGetErrorName(r));
+    return upipe_fail(e, r == cudaErrorMemoryAllocation ? UPIPE_ERR_MEMORY : UPIPE_ERR_BACKEND,
+                      "%.*s: %s (%s)", named, what, cudaGetErrorString(r), cudaGetErrorName(r));
 }
 
 #define UPIPE_CUDA_TRY(e, call) UPIPE_TRY(upipe_cuda_check((e), (call), #call))
@@ -51,8 +51,8 @@ UPIPE_API upipe_status upipe_cublas_check(upipe_err *e, cublasStatus_t r, const 
 {
     if (r == CUBLAS_STATUS_SUCCESS) return UPIPE_OK;
     return upipe_fail(e, r == CUBLAS_STATUS_ALLOC_FAILED ? UPIPE_ERR_MEMORY : UPIPE_ERR_BACKEND,
-                    "%.*s: %s (%s)", (int)strcspn(what, "("), what, cublasGetStatusString(r),
-                    cublasGetStatusName(r));
+                      "%.*s: %s (%s)", (int)strcspn(what, "("), what, cublasGetStatusString(r),
+                      cublasGetStatusName(r));
 }
 
 #define UPIPE_CUBLAS_TRY(e, call) UPIPE_TRY(upipe_cublas_check((e), (call), #call))
@@ -65,7 +65,7 @@ UPIPE_API upipe_status upi_cuda_uncaptured(upipe_ctx *c, const char *what)
     UPIPE_CUDA_TRY(&c->err, cudaStreamIsCapturing((cudaStream_t)c->stream, &state));
     if (state == cudaStreamCaptureStatusNone) return UPIPE_OK;
     return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
-                    "%s waits for the stream, which is captured into a graph and runs nothing yet", what);
+                      "%s waits for the stream, which is captured into a graph and runs nothing yet", what);
 }
 
 /* Lets blocks of a kernel have more than 48 KiB of shared memory, and a processor as many of them as fit. */
@@ -73,7 +73,7 @@ UPIPE_API upipe_status upi_cuda_allow_shared(upipe_err *e, const void *kernel, i
 {
     UPIPE_CUDA_TRY(e, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     UPIPE_CUDA_TRY(e, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                     cudaSharedmemCarveoutMaxShared));
+                                           cudaSharedmemCarveoutMaxShared));
     return UPIPE_OK;
 }
 
@@ -141,17 +141,18 @@ UPIPE_API upipe_status upipe_cuda_init(upipe_cuda *d, cublasHandle_t blas, upipe
     UPIPE_CUDA_TRY(e, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, d->device));
     UPIPE_CUDA_TRY(e, cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, d->device));
     UPIPE_CUDA_TRY(e, cudaDeviceGetAttribute(&d->processors, cudaDevAttrMultiProcessorCount, d->device));
-    UPIPE_CUDA_TRY(e, cudaDeviceGetAttribute(&d->shared_most, cudaDevAttrMaxSharedMemoryPerBlockOptin, d->device));
+    UPIPE_CUDA_TRY(
+        e, cudaDeviceGetAttribute(&d->shared_most, cudaDevAttrMaxSharedMemoryPerBlockOptin, d->device));
     d->capability = 10 * major + minor;
     if (major < 8)
         return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
-                        "device %d has compute capability %d.%d; the kernels need 8.0", d->device, major,
-                        minor);
+                          "device %d has compute capability %d.%d; the kernels need 8.0", d->device, major,
+                          minor);
     d->blas = blas;
     if (blas != NULL) {
-        UPIPE_CUBLAS_TRY(e,
-                   cublasSetMathMode(blas, (cublasMath_t)(CUBLAS_DEFAULT_MATH |
-                                                          CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION)));
+        UPIPE_CUBLAS_TRY(
+            e, cublasSetMathMode(blas, (cublasMath_t)(CUBLAS_DEFAULT_MATH |
+                                                      CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION)));
         UPIPE_CUBLAS_TRY(e, cublasSetPointerMode(blas, CUBLAS_POINTER_MODE_HOST));
     }
     s = upipe_cuda_slab(&d->scratch, UPIPE_CUDA_SCRATCH, e);
@@ -201,13 +202,13 @@ UPIPE_API upipe_status upipe_cuda_copy_stream_init(upipe_cuda_copy_stream *side,
     upipe_status s;
     memset(side, 0, sizeof *side);
     s = upipe_cuda_check(e, cudaStreamCreateWithFlags(&side->stream, cudaStreamNonBlocking),
-                       "cudaStreamCreateWithFlags");
+                         "cudaStreamCreateWithFlags");
     if (s == UPIPE_OK)
         s = upipe_cuda_check(e, cudaEventCreateWithFlags(&side->before, cudaEventDisableTiming),
-                           "cudaEventCreateWithFlags");
+                             "cudaEventCreateWithFlags");
     if (s == UPIPE_OK)
         s = upipe_cuda_check(e, cudaEventCreateWithFlags(&side->after, cudaEventDisableTiming),
-                           "cudaEventCreateWithFlags");
+                             "cudaEventCreateWithFlags");
     if (s != UPIPE_OK) upipe_cuda_copy_stream_free(side, NULL);
     return s;
 }
@@ -218,8 +219,8 @@ UPIPE_API upipe_status upipe_cuda_copy_stream_init(upipe_cuda_copy_stream *side,
  *            ctx->stream before upipe_cuda_copy_stream_wait
  *   errors   BACKEND
  */
-UPIPE_API upipe_status upipe_cuda_copy_stream_start(upipe_ctx *c, upipe_cuda_copy_stream *side, void *dst, const void *src,
-                                             size_t bytes)
+UPIPE_API upipe_status upipe_cuda_copy_stream_start(upipe_ctx *c, upipe_cuda_copy_stream *side, void *dst,
+                                                    const void *src, size_t bytes)
 {
     UPIPE_CUDA_TRY(&c->err, cudaEventRecord(side->before, (cudaStream_t)c->stream));
     UPIPE_CUDA_TRY(&c->err, cudaStreamWaitEvent(side->stream, side->before, 0));

@@ -45,13 +45,13 @@ UPIPE_API upipe_status upi_cublas_accepts(upipe_ctx *c, upipe_view out, upipe_vi
 {
     if (a.dtype != b.dtype || (a.dtype == UPIPE_F32 && out.dtype != UPIPE_F32))
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
-                        "gemm: %s times %s to %s; cuBLAS takes f32 to f32, bf16 to bf16 or f32",
-                        upipe_dtype_name(a.dtype), upipe_dtype_name(b.dtype), upipe_dtype_name(out.dtype));
+                          "gemm: %s times %s to %s; cuBLAS takes f32 to f32, bf16 to bf16 or f32",
+                          upipe_dtype_name(a.dtype), upipe_dtype_name(b.dtype), upipe_dtype_name(out.dtype));
     if (upi_cublas_step(out) < out.d || upi_cublas_step(a) < a.d || upi_cublas_step(b) < b.d)
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
-                        "gemm: rows of %d, %d and %d elements (out, a, b) are %lld, %lld and %lld apart",
-                        out.d, a.d, b.d, (long long)upi_cublas_step(out), (long long)upi_cublas_step(a),
-                        (long long)upi_cublas_step(b));
+                          "gemm: rows of %d, %d and %d elements (out, a, b) are %lld, %lld and %lld apart",
+                          out.d, a.d, b.d, (long long)upi_cublas_step(out), (long long)upi_cublas_step(a),
+                          (long long)upi_cublas_step(b));
     return UPIPE_OK;
 }
 
@@ -64,8 +64,9 @@ UPIPE_API upipe_status upi_cuda_gemm_zero(upipe_ctx *c, upipe_view out)
     int32_t j;
     for (j = 0; j < out.h; ++j)
         for (i = 0; i < (whole ? 1 : out.n); ++i)
-            UPIPE_CUDA_TRY(&c->err, cudaMemsetAsync(upipe_view_at(out, i, j), 0, whole ? row * (size_t)out.n : row,
-                                              (cudaStream_t)c->stream));
+            UPIPE_CUDA_TRY(&c->err,
+                           cudaMemsetAsync(upipe_view_at(out, i, j), 0, whole ? row * (size_t)out.n : row,
+                                           (cudaStream_t)c->stream));
     return UPIPE_OK;
 }
 
@@ -90,17 +91,18 @@ UPIPE_API upipe_status upi_cuda_gemm(upipe_ctx *c, upipe_view out, upipe_view a,
         UPIPE_CUBLAS_TRY(&c->err, cublasSetStream(self->blas, (cudaStream_t)c->stream));
     if (out.h == 1)
         UPIPE_CUBLAS_TRY(&c->err, cublasGemmEx_64(self->blas, op_b, op_a, out.d, out.n, depth, &alpha, b.data,
-                                            upi_cublas_type(b.dtype), upi_cublas_step(b), a.data,
-                                            upi_cublas_type(a.dtype), upi_cublas_step(a), &beta, out.data,
-                                            upi_cublas_type(out.dtype), upi_cublas_step(out),
-                                            CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+                                                  upi_cublas_type(b.dtype), upi_cublas_step(b), a.data,
+                                                  upi_cublas_type(a.dtype), upi_cublas_step(a), &beta,
+                                                  out.data, upi_cublas_type(out.dtype), upi_cublas_step(out),
+                                                  CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
     else
-        UPIPE_CUBLAS_TRY(&c->err, cublasGemmStridedBatchedEx_64(
-                                self->blas, op_b, op_a, out.d, out.n, depth, &alpha, b.data,
-                                upi_cublas_type(b.dtype), upi_cublas_step(b), b.h > 1 ? b.h_step : 0, a.data,
-                                upi_cublas_type(a.dtype), upi_cublas_step(a), a.h > 1 ? a.h_step : 0, &beta,
-                                out.data, upi_cublas_type(out.dtype), upi_cublas_step(out), out.h_step, out.h,
-                                CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+        UPIPE_CUBLAS_TRY(&c->err,
+                         cublasGemmStridedBatchedEx_64(
+                             self->blas, op_b, op_a, out.d, out.n, depth, &alpha, b.data,
+                             upi_cublas_type(b.dtype), upi_cublas_step(b), b.h > 1 ? b.h_step : 0, a.data,
+                             upi_cublas_type(a.dtype), upi_cublas_step(a), a.h > 1 ? a.h_step : 0, &beta,
+                             out.data, upi_cublas_type(out.dtype), upi_cublas_step(out), out.h_step, out.h,
+                             CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
     return UPIPE_OK;
 }
 

@@ -72,8 +72,8 @@ UPIPE_API upipe_status upi_tensor_map_encode(upipe_err *e, upi_tensor_map *map, 
     cudaDriverEntryPointQueryResult found;
     void *encode = NULL;
     CUresult r;
-    UPIPE_CUDA_TRY(e, cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault,
-                                                 &found));
+    UPIPE_CUDA_TRY(e, cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000,
+                                                       cudaEnableDefault, &found));
     if (encode == NULL || found != cudaDriverEntryPointSuccess)
         return upipe_fail(e, UPIPE_ERR_BACKEND, "the driver has no cuTensorMapEncodeTiled");
     r = ((encoder)encode)(

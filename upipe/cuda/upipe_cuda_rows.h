@@ -652,10 +652,10 @@ void upi_rmsnorm_scales(float *scales, upipe_view x, float eps, upi_span s)
 }
 
 enum {
-    UPI_WEIGHT_COLUMNS = 32,                                            /* of a block, one a lane */
-    UPI_WEIGHT_TOKENS = 64,                                             /* in hand at once */
+    UPI_WEIGHT_COLUMNS = 32,                                                /* of a block, one a lane */
+    UPI_WEIGHT_TOKENS = 64,                                                 /* in hand at once */
     UPI_WEIGHT_EACH = UPI_WEIGHT_TOKENS / (UPI_BLOCK / UPI_WEIGHT_COLUMNS), /* of them, a thread fetches */
-    UPI_WEIGHT_BUF = 2 * UPI_WEIGHT_TOKENS * UPI_WEIGHT_COLUMNS * 4        /* bytes of shared memory */
+    UPI_WEIGHT_BUF = 2 * UPI_WEIGHT_TOKENS * UPI_WEIGHT_COLUMNS * 4         /* bytes of shared memory */
 };
 
 /* Elements of one column of dy and x, and the scales of their rows, for the tokens that a thread fetches. */
@@ -665,7 +665,7 @@ typedef struct upi_weight_tile {
 
 template <int TYPES>
 UPI_DEVICE void upi_weight_fetch(upi_weight_tile *t, const upipe_view &dy, const upipe_view &x,
-                               const float *scales, int64_t token, int64_t j, int64_t k)
+                                 const float *scales, int64_t token, int64_t j, int64_t k)
 {
     int u;
     UPI_UNROLL
@@ -760,8 +760,8 @@ UPIPE_API upipe_status upi_cuda_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upipe_v
     UPIPE_TRY(upipe_check_rmsnorm_bwd(c, dx, dy, x, weight, eps, accumulate));
     if (dweight == NULL) most = dy.n;
     if (most == 0 && dy.n > 0)
-        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "rmsnorm_bwd: %d heads, at most %d with dgain", dy.h,
-                        UPIPE_CUDA_SCRATCH / 4);
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "rmsnorm_bwd: %d heads, at most %d with dgain",
+                          dy.h, UPIPE_CUDA_SCRATCH / 4);
     for (token = 0; token < dy.n; token += most) {
         int64_t n = dy.n - token < most ? dy.n - token : most;
         upipe_view v[3];
@@ -872,8 +872,8 @@ UPIPE_API upipe_status upi_cuda_rowdot(upipe_ctx *c, upipe_view out, upipe_view 
         return UPI_LAUNCH(c, (upi_rowdot_rows<UPI_MIXED>), upi_span_grid(c, s), UPI_BLOCK, UPI_TEAM_BUF, out,
                           a, b, s);
     s.shift = 0; /* a thread a row: f32 attention is for checking, not for speed */
-    return UPI_LAUNCH(c, (upi_rowdot_rows<UPI_ALL_F32>), upi_span_grid(c, s), UPI_BLOCK, UPI_TEAM_BUF, out,
-                      a, b, s);
+    return UPI_LAUNCH(c, (upi_rowdot_rows<UPI_ALL_F32>), upi_span_grid(c, s), UPI_BLOCK, UPI_TEAM_BUF, out, a,
+                      b, s);
 }
 
 #endif

@@ -41,7 +41,8 @@ UPIPE_API void upi_cuda_side_stream_turn(upipe_cuda_side_stream *buf)
     task.run(task.arg);
 }
 
-UPIPE_API upipe_status upi_cuda_side_stream_post(upipe_ctx *c, upipe_side_stream *side_stream, void (*task)(void *arg), void *arg)
+UPIPE_API upipe_status upi_cuda_side_stream_post(upipe_ctx *c, upipe_side_stream *side_stream,
+                                                 void (*task)(void *arg), void *arg)
 {
     upipe_cuda_side_stream *buf = (upipe_cuda_side_stream *)side_stream->self;
     upi_cuda_side_stream_task *t;
@@ -53,7 +54,8 @@ UPIPE_API upipe_status upi_cuda_side_stream_post(upipe_ctx *c, upipe_side_stream
     return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_cuda_side_stream_mark(upipe_ctx *c, upipe_side_stream *side_stream, int point, int64_t n)
+UPIPE_API upipe_status upi_cuda_side_stream_mark(upipe_ctx *c, upipe_side_stream *side_stream, int point,
+                                                 int64_t n)
 {
     upipe_cuda_side_stream *buf = (upipe_cuda_side_stream *)side_stream->self;
     buf->point[point] = n; /* reached even without the event, so that no stream waits for ever */
@@ -61,7 +63,8 @@ UPIPE_API upipe_status upi_cuda_side_stream_mark(upipe_ctx *c, upipe_side_stream
     return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_cuda_side_stream_meet(upipe_ctx *c, upipe_side_stream *side_stream, int point, int64_t n)
+UPIPE_API upipe_status upi_cuda_side_stream_meet(upipe_ctx *c, upipe_side_stream *side_stream, int point,
+                                                 int64_t n)
 {
     upipe_cuda_side_stream *buf = (upipe_cuda_side_stream *)side_stream->self;
     while (buf->point[point] < n && buf->run < buf->posted) upi_cuda_side_stream_turn(buf);
@@ -101,8 +104,9 @@ UPIPE_API upipe_status upipe_cuda_side_stream_free(upipe_cuda_side_stream *buf, 
  *           workspace belong to one stream
  *   errors  ARG (no table), BACKEND; there is then nothing to free
  */
-UPIPE_API upipe_status upipe_cuda_side_stream_init(upipe_cuda_side_stream *buf, upipe_side_stream *side_stream, cudaStream_t stream,
-                                            const struct upipe_ops *ops, upipe_err *e)
+UPIPE_API upipe_status upipe_cuda_side_stream_init(upipe_cuda_side_stream *buf,
+                                                   upipe_side_stream *side_stream, cudaStream_t stream,
+                                                   const struct upipe_ops *ops, upipe_err *e)
 {
     upipe_status s = UPIPE_OK;
     int i;

@@ -363,7 +363,7 @@ UPIPE_API upipe_status upi_cuda_total(upipe_ctx *c, double *out, upipe_view x, i
                                                 UPI_BLOCK, UPI_TOTAL_BUF, sums, x, squares, s));
     UPIPE_TRY(UPI_LAUNCH(c, (upi_total_whole<0>), 1, UPI_BLOCK, UPI_TOTAL_BUF, sums, (int)blocks));
     UPIPE_CUDA_TRY(&c->err, cudaMemcpyAsync(self->result, sums, sizeof *out, cudaMemcpyDeviceToHost,
-                                      (cudaStream_t)c->stream));
+                                            (cudaStream_t)c->stream));
     UPIPE_TRY(upi_cuda_sync(c));
     memcpy(out, self->result, sizeof *out);
     return UPIPE_OK;

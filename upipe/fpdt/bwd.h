@@ -8,7 +8,8 @@
 
 /* Sends dO and delta of a segment's stage through inp_all_to_all and offloads them. O is not needed
  * afterwards. */
-UPIPE_API upipe_status upi_fpdt_offload_dout(upipe_ctx *c, upi_fpdt_pass *s, const char *dout, int i, int stage)
+UPIPE_API upipe_status upi_fpdt_offload_dout(upipe_ctx *c, upi_fpdt_pass *s, const char *dout, int i,
+                                             int stage)
 {
     const upi_segments *z = &s->z;
     const upipe_plan *p = upi_segment_plan(z, i);
@@ -69,8 +70,8 @@ UPIPE_API upipe_status upi_fpdt_attend_bwd(upipe_ctx *c, upi_fpdt_pass *s, int j
  * dW, and offloads it until dX is formed.
  *   last    the round's last stage
  */
-UPIPE_API upipe_status upi_fpdt_store_dkv(upipe_ctx *c, upi_fpdt_pass *s, const upi_run *r, upi_proj which, int j,
-                                          int last, void *grad)
+UPIPE_API upipe_status upi_fpdt_store_dkv(upipe_ctx *c, upi_fpdt_pass *s, const upi_run *r, upi_proj which,
+                                          int j, int last, void *grad)
 {
     const upi_segments *z = &s->z;
     const upipe_plan *p = r->p;
@@ -114,8 +115,8 @@ UPIPE_API upipe_status upi_fpdt_store_dkv(upipe_ctx *c, upi_fpdt_pass *s, const 
 
 /* After a round's last stage dK', dV' of segment j are sent back to their tokens; before, they are
  * offloaded. */
-UPIPE_API upipe_status upi_fpdt_store_kv_grads(upipe_ctx *c, upi_fpdt_pass *s, const char *x, int j, int stage,
-                                               void *dkv)
+UPIPE_API upipe_status upi_fpdt_store_kv_grads(upipe_ctx *c, upi_fpdt_pass *s, const char *x, int j,
+                                               int stage, void *dkv)
 {
     const upi_segments *z = &s->z;
     const size_t bytes = z->b.dk + z->b.dv;
@@ -187,11 +188,10 @@ UPIPE_API upipe_status upi_fpdt_grad_x(upipe_ctx *c, upi_fpdt_pass *s, char *dx,
         grads.tokens[n].k = (char *)k + round * (size_t)(n * p->desc.head_dim);
         grads.tokens[n].v = (char *)v + round * (size_t)(n * p->desc.v_dim);
     }
-    UPIPE_TRY(upi_grad_x(c, &r,
-                         upipe_view_packed(out, p->desc.dtype, p->rows, 1, (int32_t)p->desc.model_dim),
+    UPIPE_TRY(upi_grad_x(c, &r, upipe_view_packed(out, p->desc.dtype, p->rows, 1, (int32_t)p->desc.model_dim),
                          &slots, &grads));
-    UPIPE_TRY(upi_fpdt_copy(c, s, dx + (size_t)upi_segment_rows_before(z, i) * row, out,
-                            (size_t)p->local * row));
+    UPIPE_TRY(
+        upi_fpdt_copy(c, s, dx + (size_t)upi_segment_rows_before(z, i) * row, out, (size_t)p->local * row));
     UPIPE_TRY(upipe_free(c, out));
     UPIPE_TRY(upipe_free(c, v));
     UPIPE_TRY(upipe_free(c, k));

@@ -27,15 +27,16 @@ UPIPE_API upipe_status upi_fpdt_free_qkv(upipe_ctx *c, upi_fpdt_stage *st)
 }
 
 /* K' or V' of a new round: projected, through inp_all_to_all, offloaded. */
-UPIPE_API upipe_status upi_fpdt_load_kv(upipe_ctx *c, upi_fpdt_pass *s, const upi_run *r, upi_proj which, int i,
-                                        int stage, void *send, void *to)
+UPIPE_API upipe_status upi_fpdt_load_kv(upipe_ctx *c, upi_fpdt_pass *s, const upi_run *r, upi_proj which,
+                                        int i, int stage, void *send, void *to)
 {
     const upi_segments *z = &s->z;
     const int is_k = which == UPI_PROJ_K;
     const size_t block = is_k ? z->b.k : z->b.v;
     UPIPE_TRY(upi_project(c, r, which, stage, send));
     UPIPE_TRY(upipe_a2a_to_heads(c, to, send, r->p, stage, UPIPE_A2A_KV, r->each[which]));
-    return upi_fpdt_copy(c, s, upi_fpdt_at(is_k ? s->save->k : s->save->v, block, z->rounds, i, stage / z->steps),
+    return upi_fpdt_copy(c, s,
+                         upi_fpdt_at(is_k ? s->save->k : s->save->v, block, z->rounds, i, stage / z->steps),
                          to, upi_fpdt_kv_bytes(r->p, stage, 1, r->each[which]));
 }
 
@@ -67,9 +68,8 @@ UPIPE_API upipe_status upi_fpdt_fetch(upipe_ctx *c, upi_fpdt_pass *s, int i, int
     const upi_segments *z = &s->z;
     const upipe_plan *p = upi_segment_plan(z, i);
     UPIPE_TRY(upi_fpdt_alloc_qkv(c, s, st));
-    UPIPE_TRY(upi_fpdt_copy(
-        c, s, st->q, upi_fpdt_at(s->save->q, z->b.q, z->stages, i, stage),
-        upi_fpdt_q_bytes(p, stage, p->desc.head_dim, upipe_dtype_bytes(p->desc.dtype))));
+    UPIPE_TRY(upi_fpdt_copy(c, s, st->q, upi_fpdt_at(s->save->q, z->b.q, z->stages, i, stage),
+                            upi_fpdt_q_bytes(p, stage, p->desc.head_dim, upipe_dtype_bytes(p->desc.dtype))));
     return upi_fpdt_fetch_kv(c, s, i, stage, st->kv);
 }
 

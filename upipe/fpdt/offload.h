@@ -20,9 +20,9 @@ typedef struct upi_fpdt_grads {
 typedef struct upi_fpdt_pass {
     upi_segments z;
     upipe_fpdt_saved *save;
-    upipe_grads *grads;   /* backward; NULL in the forward */
-    upi_fpdt_grads host;  /* backward */
-    float *dnorm;         /* backward with QK norm: upi_run.dnorm */
+    upipe_grads *grads;  /* backward; NULL in the forward */
+    upi_fpdt_grads host; /* backward */
+    float *dnorm;        /* backward with QK norm: upi_run.dnorm */
 } upi_fpdt_pass;
 
 UPIPE_API upi_run upi_fpdt_run(const upi_fpdt_pass *s, int i)
@@ -131,8 +131,8 @@ UPIPE_API upipe_status upi_fpdt_stream_end(upipe_ctx *c, upi_fpdt_stream *v)
 }
 
 /* The queries of segment i, in v->part, against the keys and values of segment j. */
-UPIPE_API upipe_status upi_fpdt_pair(upipe_ctx *c, const upi_fpdt_stream *v, const upi_ring_block *block, int i,
-                                     int j)
+UPIPE_API upipe_status upi_fpdt_pair(upipe_ctx *c, const upi_fpdt_stream *v, const upi_ring_block *block,
+                                     int i, int j)
 {
     const upipe_fpdt *f = v->s->z.f;
     const upipe_plan *p = v->call.plan;
@@ -147,8 +147,8 @@ UPIPE_API upipe_status upi_fpdt_pair(upipe_ctx *c, const upi_fpdt_stream *v, con
     at.add = 1;
     for (; at.sequence < p->desc.batch; ++at.sequence)
         for (head = 0; upi_ring_heads(&v->part, p->group, head, &at.heads, &at.kv); head += at.heads.count)
-            UPIPE_TRY(upi_ring_call_one(c, &v->call, &v->part, block, &at, f->desc.tokens,
-                                        v->s->grads != NULL));
+            UPIPE_TRY(
+                upi_ring_call_one(c, &v->call, &v->part, block, &at, f->desc.tokens, v->s->grads != NULL));
     return UPIPE_OK;
 }
 

@@ -64,8 +64,7 @@ UPIPE_API upipe_status upi_fpdt_bwd_fetch(upipe_ctx *c, upi_fpdt_stream *v, int 
     UPIPE_TRY(upi_fpdt_copy(c, s, (void *)(uintptr_t)to.dout,
                             upi_fpdt_at(s->host.dout, z->b.o, z->stages, i, stage),
                             upi_fpdt_q_bytes(p, stage, p->desc.v_dim, e)));
-    UPIPE_TRY(
-        upi_fpdt_copy(c, s, to.lse, upi_fpdt_at(s->save->lse, z->b.stat, z->stages, i, stage), stat));
+    UPIPE_TRY(upi_fpdt_copy(c, s, to.lse, upi_fpdt_at(s->save->lse, z->b.stat, z->stages, i, stage), stat));
     UPIPE_TRY(
         upi_fpdt_copy(c, s, to.delta, upi_fpdt_at(s->host.delta, z->b.stat, z->stages, i, stage), stat));
     if (upi_segment_begun(z->f, i, v->at))

@@ -68,8 +68,7 @@ UPIPE_API upipe_status upi_out_check(upipe_ctx *c, const upipe_layer *l, upipe_v
     if (l->wo == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "wo is NULL");
     UPIPE_TRY(upipe_slots_check(c, l->plan, &save->out, "final_out"));
     if (save->lse == NULL || save->delta != NULL)
-        return upipe_fail(&c->err, UPIPE_ERR_ARG,
-                          "final_out is consumed already: its slots hold a gradient");
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "final_out is consumed already: its slots hold a gradient");
     return upi_layer_check_rows(c, l->plan, "y", y);
 }
 
@@ -99,11 +98,11 @@ UPIPE_API upipe_status upi_layer_check_own(upipe_ctx *c, const upipe_layer *l, u
     if (l->wq == NULL || l->wk == NULL || l->wv == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "wq, wk or wv is NULL");
     for (i = 0; i < 2; ++i)
-        if (dims[i] < UPIPE_HEAD_DIM_MIN || dims[i] > UPIPE_HEAD_DIM_MAX || dims[i] % UPIPE_HEAD_DIM_STEP != 0)
-            return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
-                              "head dim %d%s; %d to %d in steps of %d are built", dims[i],
-                              i == 1 ? " of V" : "", UPIPE_HEAD_DIM_MIN, UPIPE_HEAD_DIM_MAX,
-                              UPIPE_HEAD_DIM_STEP);
+        if (dims[i] < UPIPE_HEAD_DIM_MIN || dims[i] > UPIPE_HEAD_DIM_MAX ||
+            dims[i] % UPIPE_HEAD_DIM_STEP != 0)
+            return upipe_fail(
+                &c->err, UPIPE_ERR_UNSUPPORTED, "head dim %d%s; %d to %d in steps of %d are built", dims[i],
+                i == 1 ? " of V" : "", UPIPE_HEAD_DIM_MIN, UPIPE_HEAD_DIM_MAX, UPIPE_HEAD_DIM_STEP);
     memset(&a, 0, sizeof a);
     a.mask = l->mask;
     a.scale = l->scale;

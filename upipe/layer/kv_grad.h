@@ -15,7 +15,7 @@
 #include "kv.h"
 
 typedef struct upi_kv_grad {
-    upi_kv_pair now;                     /* dK', dV' of the stage that was loaded last */
+    upi_kv_pair now;                      /* dK', dV' of the stage that was loaded last */
     upi_kv_pair tokens[UPIPE_STAGES_MAX]; /* dK, dV by tokens, one pair a round; partial ones: [0] alone */
 } upi_kv_grad;
 
@@ -58,13 +58,12 @@ UPIPE_API upipe_status upi_kv_grad_to_tokens(upipe_ctx *c, const upi_run *r, int
     const int64_t rows = p->seq * p->desc.batch;
     const int32_t width = p->kv_per_rank * upi_dim(p, which);
     const int is_k = which == UPI_PROJ_K;
-    UPIPE_TRY(
-        upipe_alloc(c, tokens, is_k ? r->buffers.token_dk : r->buffers.token_dv, is_k ? "dk" : "dv"));
+    UPIPE_TRY(upipe_alloc(c, tokens, is_k ? r->buffers.token_dk : r->buffers.token_dv, is_k ? "dk" : "dv"));
     if (cast != NULL)
         UPIPE_TRY(c->ops->cast(c, upipe_view_packed(cast, p->desc.dtype, rows, 1, width),
                                upipe_view_packed(grad, UPIPE_F32, rows, 1, width)));
-    UPIPE_TRY(upipe_a2a_to_tokens(c, *tokens, cast != NULL ? cast : grad, p, stage, UPIPE_A2A_DKV,
-                                  r->each[which]));
+    UPIPE_TRY(
+        upipe_a2a_to_tokens(c, *tokens, cast != NULL ? cast : grad, p, stage, UPIPE_A2A_DKV, r->each[which]));
     return upipe_free(c, grad);
 }
 
@@ -93,8 +92,7 @@ UPIPE_API upipe_status upi_kv_grad_sum(upipe_ctx *c, const upi_run *r, int stage
             float *from = (float *)partial + at + (int64_t)j * dim; /* head j of [batch][T][n][dim] */
             upipe_view to =
                 upipe_view_packed((char *)sum + (size_t)((s.first + j) * head) * e, type, p->rows, 1, dim);
-            upipe_view part =
-                upipe_view_make(from, UPIPE_F32, p->rows, (int64_t)s.count * dim, 1, dim, dim);
+            upipe_view part = upipe_view_make(from, UPIPE_F32, p->rows, (int64_t)s.count * dim, 1, dim, dim);
             if (s.count == 1) UPIPE_TRY(c->ops->sum(c, to, from, head, same, more));
             for (i = 0; s.count > 1 && i < same; ++i, part.data = (float *)part.data + head * s.count)
                 UPIPE_TRY(c->ops->add(c, to, part));
@@ -133,7 +131,8 @@ UPIPE_API upipe_status upi_kv_grad_store(upipe_ctx *c, const upi_run *r, upi_kv_
     const upipe_plan *p = r->p;
     const upipe_buffers *b = &r->buffers;
     const int stage = i + p->width - 1, first = stage - p->steps + 1;
-    upi_kv_pair own = *round, *tokens = &g->tokens[p->kv_grads_partial ? 0 : upipe_plan_stage(p, stage).round];
+    upi_kv_pair own = *round,
+                *tokens = &g->tokens[p->kv_grads_partial ? 0 : upipe_plan_stage(p, stage).round];
     void *buf;
     if (!upipe_plan_stage(p, stage).kv_last) return UPIPE_OK;
     if (p->kv_gathered) {

@@ -59,8 +59,7 @@ UPIPE_API upipe_status upi_out_fwd(upipe_ctx *c, const upi_run *r, upipe_view y,
         upi_tile_begin(r, &tile, y, row);
         for (head = 0; head < p->desc.heads; head += n) {
             n = upipe_plan_q_place(p, head, &stage, &rank).count;
-            UPIPE_TRY(upi_tile_add(c, r, &tile,
-                                   upipe_slots_matrix(p, &save->out, stage, rank, p->desc.v_dim),
+            UPIPE_TRY(upi_tile_add(c, r, &tile, upipe_slots_matrix(p, &save->out, stage, rank, p->desc.v_dim),
                                    upi_out_columns(p, r->l->wo, p->desc.dtype, head, n), UPIPE_GEMM_TRANS_B));
         }
         if (tile.buf != NULL) UPIPE_TRY(c->ops->cast(c, upipe_view_rows(y, row, tile.n), tile.sum));
@@ -117,8 +116,8 @@ UPIPE_API upipe_status upi_out_bwd(upipe_ctx *c, const upi_run *r, const upipe_g
             upipe_view o = upipe_slots_matrix(p, &save->out, stage, rank, p->desc.v_dim), dout = o;
             if (q.count == 0) continue;
             dout.data = buf;
-            UPIPE_TRY(upi_gemm(c, r, dout, dy,
-                               upi_out_columns(p, r->l->wo, p->desc.dtype, q.first, q.count), 0));
+            UPIPE_TRY(
+                upi_gemm(c, r, dout, dy, upi_out_columns(p, r->l->wo, p->desc.dtype, q.first, q.count), 0));
             UPIPE_TRY(upi_delta(c, r, save, stage, rank, dout));
             if (g->wo != NULL)
                 UPIPE_TRY(upi_gemm(c, r, upi_out_columns(p, g->wo, UPIPE_F32, q.first, q.count), dy, o,
@@ -146,14 +145,16 @@ UPIPE_API upipe_status upi_grad_x(upipe_ctx *c, const upi_run *r, upipe_view dx,
             n = upipe_plan_q_place(p, head, &stage, &rank).count;
             UPIPE_TRY(upi_tile_add(
                 c, r, &tile, upipe_slots_matrix(p, dq, stage, rank, p->desc.head_dim),
-                upi_weight_rows(p, r->w[UPI_PROJ_Q], type, upipe_head_run_make(1, n, head, 0), UPI_PROJ_Q), 0));
+                upi_weight_rows(p, r->w[UPI_PROJ_Q], type, upipe_head_run_make(1, n, head, 0), UPI_PROJ_Q),
+                0));
         }
         for (which = UPI_PROJ_K; which <= UPI_PROJ_V; ++which) {
             for (head = 0; head < p->desc.kv_heads; head += n) {
                 n = p->kv_grads_partial ? 1 : p->kv_per_rank;
-                UPIPE_TRY(upi_tile_add(
-                    c, r, &tile, upi_kv_grad_matrix(p, dkv, head, (upi_proj)which),
-                    upi_weight_rows(p, r->w[which], type, upipe_head_run_make(1, n, head, 0), (upi_proj)which), 0));
+                UPIPE_TRY(upi_tile_add(c, r, &tile, upi_kv_grad_matrix(p, dkv, head, (upi_proj)which),
+                                       upi_weight_rows(p, r->w[which], type,
+                                                       upipe_head_run_make(1, n, head, 0), (upi_proj)which),
+                                       0));
             }
         }
         if (tile.buf != NULL) UPIPE_TRY(c->ops->cast(c, upipe_view_rows(dx, row, tile.n), tile.sum));

@@ -83,8 +83,7 @@ UPIPE_API upipe_status upi_project_heads_bwd(upipe_ctx *c, const upi_run *r, upi
                                               p->desc.dtype, p->rows, h.each, dim);
             upipe_view in = dy;
             in.data = (char *)raw + b * block;
-            UPIPE_TRY(
-                c->ops->rmsnorm_bwd(c, dy, dy, in, weight, r->l->norm_eps, r->dnorm + head * dim, 0));
+            UPIPE_TRY(c->ops->rmsnorm_bwd(c, dy, dy, in, weight, r->l->norm_eps, r->dnorm + head * dim, 0));
         }
         UPIPE_TRY(upipe_free(c, raw));
     }
@@ -123,8 +122,8 @@ UPIPE_API upipe_status upi_norm_grads(upipe_ctx *c, const upi_run *r, const upip
     const int heads = r->p->desc.heads, kv_heads = r->p->desc.kv_heads;
     if (r->dnorm == NULL) return UPIPE_OK;
     if (g->q_norm_weight != NULL)
-        UPIPE_TRY(c->ops->sum(c, upipe_view_packed(g->q_norm_weight, UPIPE_F32, 1, 1, d), r->dnorm, d, heads,
-                              1));
+        UPIPE_TRY(
+            c->ops->sum(c, upipe_view_packed(g->q_norm_weight, UPIPE_F32, 1, 1, d), r->dnorm, d, heads, 1));
     if (g->k_norm_weight != NULL)
         UPIPE_TRY(c->ops->sum(c, upipe_view_packed(g->k_norm_weight, UPIPE_F32, 1, 1, d),
                               r->dnorm + (int64_t)heads * d, d, kv_heads, 1));

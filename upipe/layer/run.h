@@ -10,16 +10,16 @@
 typedef struct upi_run {
     const upipe_layer *l;
     const upipe_plan *p;
-    upipe_view x;          /* [rows][D] */
-    upi_scratch scratch;   /* bytes */
-    upipe_buffers buffers; /* bytes */
-    upipe_shard shard;     /* positions of this rank's rows */
-    const void *w[3];      /* wq, wk, wv */
-    const float *norm[3];  /* QK norm weights; NULL without */
-    size_t each[3];        /* bytes of one token and head */
+    upipe_view x;             /* [rows][D] */
+    upi_scratch scratch;      /* bytes */
+    upipe_buffers buffers;    /* bytes */
+    upipe_shard shard;        /* positions of this rank's rows */
+    const void *w[3];         /* wq, wk, wv */
+    const float *norm[3];     /* QK norm weights; NULL without */
+    size_t each[3];           /* bytes of one token and head */
     size_t held[3], dheld[3]; /* bytes of K', V' and of dK', dV'; all-gather ring: of all its ranks */
-    float *dnorm;          /* backward with QK norm: f32 [H + Hkv][d], the norm weights' gradients by head */
-    void *attn_work;       /* scratch of attention, if it is held through all stages; otherwise NULL */
+    float *dnorm;    /* backward with QK norm: f32 [H + Hkv][d], the norm weights' gradients by head */
+    void *attn_work; /* scratch of attention, if it is held through all stages; otherwise NULL */
 } upi_run;
 
 UPIPE_API upi_run upi_run_make(upipe_ctx *c, const upipe_layer *l, upipe_view x)

@@ -85,8 +85,8 @@ UPIPE_API size_t upi_product_scratch(const upipe_ops *ops, const upipe_layer *l,
     cols = upipe_view_packed(NULL, t, upi_tile_rows(l), 1, columns);
     sum = upipe_view_packed(NULL, UPIPE_F32, upi_tile_rows(l), 1, model);
     most = ops->gemm_bytes(ops, block, x, w, UPIPE_GEMM_TRANS_B);
-    most = upipe_max_bytes(
-        most, ops->gemm_bytes(ops, grad, block, x, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
+    most = upipe_max_bytes(most,
+                           ops->gemm_bytes(ops, grad, block, x, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
     w = upipe_view_packed(NULL, t, columns, 1, model);
     most = upipe_max_bytes(most, ops->gemm_bytes(ops, sum, cols, w, 0));
     return upipe_max_bytes(most, ops->gemm_bytes(ops, sum, cols, w, UPIPE_GEMM_ACCUMULATE));

@@ -17,7 +17,7 @@ UPIPE_API upipe_status upi_tiles_sizes(int64_t rows, int64_t dim, int64_t wide, 
 {
     if (rows >= 0 && dim >= 1 && dim <= INT32_MAX && wide >= 1 && wide <= INT32_MAX) return UPIPE_OK;
     return upipe_fail(e, UPIPE_ERR_ARG, "%s: %lld rows of %lld elements, %lld wide inside", what,
-                    (long long)rows, (long long)dim, (long long)wide);
+                      (long long)rows, (long long)dim, (long long)wide);
 }
 
 /* Rows of a tile: as many as fit the budget, or the default; never more than there are. Errors: ARG if not
@@ -29,10 +29,10 @@ UPIPE_API upipe_status upi_tiles_fit(upi_tiling *t, int64_t rows, int64_t standa
     t->rows = fit < rows ? fit : rows;
     if (fit < 1)
         return upipe_fail(e, UPIPE_ERR_ARG, "%s: a tile of one row takes %zu bytes, tile_bytes allows %zu",
-                        what, t->row, budget);
+                          what, t->row, budget);
     if (!upipe_mul(&bytes, t->rows, (int64_t)t->row))
         return upipe_fail(e, UPIPE_ERR_OVERFLOW, "%s: a tile of %lld rows of %zu bytes", what,
-                        (long long)t->rows, t->row);
+                          (long long)t->rows, t->row);
     return UPIPE_OK;
 }
 
@@ -71,9 +71,10 @@ UPIPE_API upipe_status upi_tiles_check(upipe_ctx *c, const char *call, const cha
     if (v.h == 1 && v.n == like.n && v.d == like.d && v.dtype == like.dtype && v.n >= 0 && v.d >= 1 &&
         (v.data != NULL || v.n == 0))
         return UPIPE_OK;
-    return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: %s is %s [%lld][%d][%d]%s, not %s [%lld][1][%d]", call, name,
-                    upipe_dtype_name(v.dtype), (long long)v.n, v.h, v.d, v.data == NULL ? " at NULL" : "",
-                    upipe_dtype_name(like.dtype), (long long)like.n, like.d);
+    return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: %s is %s [%lld][%d][%d]%s, not %s [%lld][1][%d]", call,
+                      name, upipe_dtype_name(v.dtype), (long long)v.n, v.h, v.d,
+                      v.data == NULL ? " at NULL" : "", upipe_dtype_name(like.dtype), (long long)like.n,
+                      like.d);
 }
 
 /* Views that begin at one address must have the same rows: a tile's are written before the next tile's are
@@ -83,17 +84,17 @@ UPIPE_API upipe_status upi_tiles_check_alias(upipe_ctx *c, const char *call, con
 {
     if (x.n < 2 || y.data != x.data || y.n_step == x.n_step) return UPIPE_OK;
     return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: %s, of step %lld, lies over %s, of step %lld", call, to,
-                    (long long)y.n_step, from, (long long)x.n_step);
+                      (long long)y.n_step, from, (long long)x.n_step);
 }
 
-UPIPE_API upipe_status upi_tiles_norm_check(upipe_ctx *c, const char *call, const float *norm_weight, float eps,
-                                            const float *norm_weight_grad)
+UPIPE_API upipe_status upi_tiles_norm_check(upipe_ctx *c, const char *call, const float *norm_weight,
+                                            float eps, const float *norm_weight_grad)
 {
     if (!(eps >= 0) || !__builtin_isfinite(eps))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: norm_eps %g", call, (double)eps);
     if (norm_weight == NULL && (eps != 0 || norm_weight_grad != NULL))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: %s without the norm weight of a norm", call,
-                        eps != 0 ? "norm_eps" : "a gradient of the norm weight");
+                          eps != 0 ? "norm_eps" : "a gradient of the norm weight");
     return UPIPE_OK;
 }
 
@@ -102,8 +103,8 @@ typedef struct upi_tiles_buf {
     void *norm, *wide[3], *sum, *work;
 } upi_tiles_buf;
 
-UPIPE_API upipe_status upi_tiles_alloc(upipe_ctx *c, void **out, int64_t rows, int64_t columns, size_t element,
-                                      const char *tag)
+UPIPE_API upipe_status upi_tiles_alloc(upipe_ctx *c, void **out, int64_t rows, int64_t columns,
+                                       size_t element, const char *tag)
 {
     return upipe_mem_alloc(c->mem, out, (size_t)(rows * columns) * element, tag, &c->err);
 }
