@@ -47,6 +47,7 @@ typedef struct upipe_bytes {
     size_t intermediate_fwd;
 } upipe_bytes;
 
+/* The larger of both. */
 UPIPE_API size_t upipe_max_bytes(size_t a, size_t b)
 {
     return a > b ? a : b;
@@ -56,10 +57,10 @@ UPIPE_API size_t upipe_max_bytes(size_t a, size_t b)
 
 /* upipe_buffers -- the block's buffers in bytes, the largest over stages, in the storage type if not said otherwise
  *   slot           of final_out, and of its gradient: Q', O, dO or dQ of a stage
- *   send           a stage's Q before its exchange; O' and dQ' before theirs
+ *   send           a stage's Q before its all-to-all; O' and dQ' before theirs
  *   q o stat       Q', dQ'; O', dO'; lse, delta (f32) of this rank's heads of a stage
  *   k v            K', V' of this rank's heads
- *   kv_send        K or V before its exchange
+ *   kv_send        K or V before its all-to-all
  *   dk dv          gradients of K', V', f32
  *   token_dk token_dv  gradients of K, V of a stage's heads at their tokens
  *   partial        the same for several ranks' shares of them, f32
@@ -69,10 +70,12 @@ UPIPE_API size_t upipe_max_bytes(size_t a, size_t b)
  *   hop_k hop_v    K', V' of another ring rank
  *   sum_o sum_q    sums of O', dQ' of a stage, f32
  */
+/* clang-format off */
 #define UPI_BUFFERS(X)                                                                                   \
     X(slot)                                                                                              \
     X(send) X(q) X(o) X(stat) X(k) X(v) X(kv_send) X(dk) X(dv) X(token_dk) X(token_dv) X(partial) X(lse) \
         X(delta) X(all_k) X(all_v) X(all_dk) X(all_dv) X(hop_k) X(hop_v) X(sum_o) X(sum_q)
+/* clang-format on */
 typedef struct upipe_buffers {
 #define UPI_BUFFERS_FIELD(name) size_t name;
     UPI_BUFFERS(UPI_BUFFERS_FIELD)
