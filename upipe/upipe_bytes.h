@@ -189,6 +189,7 @@ UPIPE_API upipe_status upipe_even_bytes(upipe_bytes *r, const upipe_plan *p, siz
                  bwd = fwd + delta + (size_t)(p->rounds - 1) * kv; /* dK, dV of finished rounds */
     const size_t stage = kv + dkv + send + q + o + stat;
     int i;
+    memset(r, 0, sizeof *r);
     if (p->schedule > UPIPE_WHOLE || d->ring > 1 || p->overlap || d->tokens % d->ranks != 0)
         return upipe_fail(err, UPIPE_ERR_UNSUPPORTED,
                           "a closed form for uneven heads or tokens, a ring, or overlap");
@@ -206,7 +207,7 @@ UPIPE_API upipe_status upipe_even_bytes(upipe_bytes *r, const upipe_plan *p, siz
     r->phase[UPIPE_BWD_IN] = upipe_max_bytes(r->phase[UPIPE_BWD_IN], k + cast + dkv); /* dK' to its tokens */
     r->phase[UPIPE_BWD_IN] =
         upipe_max_bytes(bwd + r->phase[UPIPE_BWD_IN], x + out + (size_t)p->rounds * kv + tile + gemm);
-    for (i = 0, r->peak = 0; i < UPIPE_PHASES; ++i) r->peak = upipe_max_bytes(r->peak, r->phase[i]);
+    for (i = 0; i < UPIPE_PHASES; ++i) r->peak = upipe_max_bytes(r->peak, r->phase[i]);
     return UPIPE_OK;
 }
 

@@ -197,7 +197,7 @@ static inline int cli_read(const struct option *list, int argc, char **argv, int
         if (flag == '?')
             return cli_refuse("'%s' is no flag of this program, or takes no value", argv[before]);
         if (given[flag]++ > 0 && flag != repeatable)
-            return cli_refuse("--%s is freed twice", list[flag].name);
+            return cli_refuse("--%s is given twice", list[flag].name);
         if (list[flag].has_arg && optarg[0] == '\0') return cli_refuse("--%s is empty", list[flag].name);
         status = used(user, flag, optarg);
         if (status != 0) return status;

@@ -100,7 +100,7 @@ static int options_method(options *o, const char *name)
     int m = method_find(name), i;
     if (m == METHODS) return cli_refuse("--method %s is no method", name);
     for (i = 0; i < o->methods_n; ++i)
-        if (o->methods[i] == m) return cli_refuse("--method %s is freed twice", name);
+        if (o->methods[i] == m) return cli_refuse("--method %s is given twice", name);
     o->methods[o->methods_n++] = m;
     return 0;
 }
