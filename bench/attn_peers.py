@@ -40,22 +40,23 @@ def from_bf16(x):
 
 
 class Problem:
-    """One attention: its shape, its masks as in upipe_attn (docs: lengths of documents), and q, k, v and the gradient
-    of o, f32 [tokens][heads][d] that the data type holds. Peers know no mask but `causal`."""
+    """One attention: its shape, its masks as in upipe_mask (packed: lengths of packed sequences), q, k, v and the
+    gradient of o, f32 [tokens][heads][d] that the data type holds. Peers know no mask but `causal`."""
 
-    def __init__(self, tokens, heads, head_dim, dtype, causal, *, window=0, docs=(), softcap=0):
+    def __init__(self, tokens, heads, head_dim, dtype, causal, *, window=0, packed=(), softcap=0):
         self.tokens, self.heads, self.head_dim, self.dtype, self.causal = tokens, heads, head_dim, dtype, causal
         self.window, self.softcap = window, softcap
-        self.docs = np.cumsum([0, *docs], dtype=np.int64)  # borders
+        self.cu_seqlens = np.cumsum([0, *packed], dtype=np.int64)
         draw = np.random.default_rng(1)
         made = [draw.standard_normal((tokens, heads, head_dim), dtype=np.float32) for _ in range(4)]
         self.q, self.k, self.v, self.go = [from_bf16(to_bf16(x)) for x in made] if dtype == 'bf16' else made
 
     def sight(self):
         """Row i sees the keys [first[i], end[i])."""
-        rows, borders = np.arange(self.tokens), self.docs if len(self.docs) > 1 else np.array([0, self.tokens])
-        document = np.searchsorted(borders, rows, side='right')
-        first, end = borders[document - 1], borders[document]
+        rows = np.arange(self.tokens)
+        borders = self.cu_seqlens if len(self.cu_seqlens) > 1 else np.array([0, self.tokens])
+        behind = np.searchsorted(borders, rows, side='right')
+        first, end = borders[behind - 1], borders[behind]
         if self.window:
             first = np.maximum(first, rows - self.window + 1)
         return first, np.minimum(end, rows + 1) if self.causal else end
@@ -102,7 +103,7 @@ def pointer(array):
 class Case(ctypes.Structure):
     """bench_case of kernels.c"""
     _fields_ = [*((name, POINTER) for name in ('q', 'k', 'v', 'o', 'go', 'dq', 'dk', 'dv', 'lse', 'delta', 'work',
-                                               'docs')),
+                                               'cu_seqlens')),
                 *((name, INT64) for name in ('work_bytes', 'tokens', 'cu_seqlens_n', 'window')),
                 *((name, INT32) for name in ('heads', 'head_dim', 'causal', 'bf16')), ('softcap', ctypes.c_float)]
 
@@ -148,8 +149,9 @@ class Ours:
         arrays.update({name: np.zeros((p.tokens, p.heads), np.float32) for name in ('lse', 'delta')})
         case = Case(tokens=p.tokens, heads=p.heads, head_dim=p.head_dim, causal=p.causal, bf16=p.dtype == 'bf16',
                     window=p.window, softcap=p.softcap, **{name: array.ctypes.data for name, array in arrays.items()})
-        if len(p.docs) > 1:
-            case.docs, case.cu_seqlens_n, arrays['docs'] = p.docs.ctypes.data, len(p.docs) - 1, p.docs
+        if len(p.cu_seqlens) > 1:
+            arrays['cu_seqlens'] = p.cu_seqlens
+            case.cu_seqlens, case.cu_seqlens_n = p.cu_seqlens.ctypes.data, len(p.cu_seqlens) - 1
         case.work_bytes = self.library.bench_attn_bytes(handle, case)
         work = np.zeros(case.work_bytes + 64, np.uint8)
         case.work = (work.ctypes.data + 63) // 64 * 64

@@ -389,7 +389,7 @@ def show(figure):
     if 'kernels' in figure:
         mask = ' causal' if figure['causal'] else ' full'
         mask += f" window {figure['window']}" if figure['window'] else ''
-        mask += f" {figure['docs']} documents" if figure['docs'] else ''
+        mask += f" {figure['cu_seqlens']} packed sequences" if figure['cu_seqlens'] else ''
         say(f"d {figure['head_dim']}{mask} {figure['tokens']}, TFLOP/s forward / backward: "
             + ', '.join(f"{kernel['name']} {rates(kernel)}" for kernel in figure['kernels']))
 
