@@ -1220,7 +1220,7 @@ static upipe_status argument_body(void *user, int rank)
     CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_ERR_ARG, c->err); /* nothing in between */
     CHECK_STATUS(upipe_comm_agree(c, c->team, &field, 1), UPIPE_ERR_ARG, c->err);
     CHECK_STATUS(upipe_comm_shift_start(c, c->team, mine, all, 8, 1), UPIPE_ERR_ARG, c->err);
-    CHECK_TEXT(c->err.text, "waits for upipe_comm_wait");
+    CHECK_TEXT(c->err.text, "upipe_comm_wait comes first");
     CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_OK, c->err); /* none of this has hurt the team */
     all_check(k, rank);
     CHECK_STATUS(upipe_comm_start(c, c->team, k->list[rank], 0), UPIPE_OK,

@@ -565,7 +565,7 @@ static void test_ring_arguments(void)
     CHECK_STATUS(upipe_ring_all_gather_start(&c, &p, 1, all_k, all_v, k, v), UPIPE_OK, c.err);
     memcpy(before, c.ring->list, sizeof before);
     CHECK_STATUS(upipe_ring_reduce_scatter(&c, &p, 1, 32, sum, all_k, buf), UPIPE_ERR_ARG, c.err);
-    CHECK_TEXT(c.err.text, "waits for upipe_comm_wait");
+    CHECK_TEXT(c.err.text, "upipe_comm_wait comes first");
     CHECK_STATUS(upipe_ring_all_gather_start(&c, &p, 1, all_k, all_v, k, v), UPIPE_ERR_ARG, c.err);
     CHECK_BYTES(before, c.ring->list, sizeof before);
     CHECK_STATUS(upipe_comm_wait(&c, c.ring), UPIPE_OK, c.err); /* none of this has hurt the ring */
