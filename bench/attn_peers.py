@@ -40,22 +40,23 @@ def from_bf16(x):
 
 
 class Problem:
-    """One attention: its shape, its masks as in upipe_attn (cu_seqlens: lengths of packed sequences), and q, k, v and the gradient
-    of o, f32 [tokens][heads][d] that the data type holds. Peers know no mask but `causal`."""
+    """One attention: its shape, its masks as in upipe_mask (packed: lengths of packed sequences), q, k, v and the
+    gradient of o, f32 [tokens][heads][d] that the data type holds. Peers know no mask but `causal`."""
 
-    def __init__(self, tokens, heads, head_dim, dtype, causal, *, window=0, cu_seqlens=(), softcap=0):
+    def __init__(self, tokens, heads, head_dim, dtype, causal, *, window=0, packed=(), softcap=0):
         self.tokens, self.heads, self.head_dim, self.dtype, self.causal = tokens, heads, head_dim, dtype, causal
         self.window, self.softcap = window, softcap
-        self.cu_seqlens = np.cumsum([0, *cu_seqlens], dtype=np.int64)  # borders
+        self.cu_seqlens = np.cumsum([0, *packed], dtype=np.int64)
         draw = np.random.default_rng(1)
         made = [draw.standard_normal((tokens, heads, head_dim), dtype=np.float32) for _ in range(4)]
         self.q, self.k, self.v, self.go = [from_bf16(to_bf16(x)) for x in made] if dtype == 'bf16' else made
 
     def sight(self):
         """Row i sees the keys [first[i], end[i])."""
-        rows, borders = np.arange(self.tokens), self.cu_seqlens if len(self.cu_seqlens) > 1 else np.array([0, self.tokens])
-        document = np.searchsorted(borders, rows, side='right')
-        first, end = borders[document - 1], borders[document]
+        rows = np.arange(self.tokens)
+        borders = self.cu_seqlens if len(self.cu_seqlens) > 1 else np.array([0, self.tokens])
+        behind = np.searchsorted(borders, rows, side='right')
+        first, end = borders[behind - 1], borders[behind]
         if self.window:
             first = np.maximum(first, rows - self.window + 1)
         return first, np.minimum(end, rows + 1) if self.causal else end
@@ -149,7 +150,8 @@ class Ours:
         case = Case(tokens=p.tokens, heads=p.heads, head_dim=p.head_dim, causal=p.causal, bf16=p.dtype == 'bf16',
                     window=p.window, softcap=p.softcap, **{name: array.ctypes.data for name, array in arrays.items()})
         if len(p.cu_seqlens) > 1:
-            case.cu_seqlens, case.cu_seqlens_n, arrays['cu_seqlens'] = p.cu_seqlens.ctypes.data, len(p.cu_seqlens) - 1, p.cu_seqlens
+            arrays['cu_seqlens'] = p.cu_seqlens
+            case.cu_seqlens, case.cu_seqlens_n = p.cu_seqlens.ctypes.data, len(p.cu_seqlens) - 1
         case.work_bytes = self.library.bench_attn_bytes(handle, case)
         work = np.zeros(case.work_bytes + 64, np.uint8)
         case.work = (work.ctypes.data + 63) // 64 * 64

@@ -2,7 +2,7 @@
  *
  *     gpu device                                              name, driver, memory
  *     gpu roofline [--tokens N]                               copy bandwidth, rate of a bf16 product of N^3
- *     gpu attention --tokens N --head-dim N [--full] [--window N] [--cu_seqlens N] [--heads N] [--kv-heads N]
+ *     gpu attention --tokens N --head-dim N [--full] [--window N] [--cu-seqlens N] [--heads N] [--kv-heads N]
  *     gpu exchange --tokens N [--ranks N] [--transport NAME]  all-to-all of thread ranks, device to device
  *     gpu block --tokens N [--ranks N] [--heads N] [--kv-heads N] [--head-dim N] [--model-dim N] [--chunk N]
  *               [--layers N] [--overlap] [--transport NAME]

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """masks.py -- what masks cost the CPU's attention, forward and backward, all of it causal
 
-  cu_seqlens packed sequences of equal length in one call, against one call for each of them alone
+  packed   packed sequences of equal length in one call, against one call for each of them alone
   window   a sliding window of one size over longer and longer sequences: seconds a token against the shortest's
   softcap  scores with a soft-cap against the same without
 
@@ -19,15 +19,15 @@ import sys
 import attn
 import common
 
-KINDS = ['cu_seqlens', 'window', 'softcap']
+KINDS = ['packed', 'window', 'softcap']
 HEADS = 4
-SEQUENCES, DOCUMENT_TOKENS, QUICK_DOCUMENT_TOKENS, GOAL = 8, [128, 256, 512, 1024, 2048], [32, 64], 1.3
+SEQUENCES, SEQUENCE_TOKENS, QUICK_SEQUENCE_TOKENS, GOAL = 8, [128, 256, 512, 1024, 2048], [32, 64], 1.3
 # The shortest sequence is eight windows: its first rows, which see less, are few.
 WINDOW, WINDOW_TOKENS = 512, [4096, 8192, 16384, 32768]
 QUICK_WINDOW, QUICK_WINDOW_TOKENS = 16, [128, 256, 512, 1024]
 SOFTCAP, SOFTCAP_TOKENS, QUICK_SOFTCAP_TOKENS = 50, [1024, 2048, 4096], [128]
-# Documents of a few tokens, an empty one, and a cap that bends scores whose deviation is 1.
-VALIDATED = {'cu_seqlens': {'cu_seqlens': [1, 31, 40, 8, 0, 64, 47, 1]}, 'window': {'window': 40}, 'softcap': {'softcap': 1.5}}
+# Packed sequences of a few tokens, an empty one, and a cap that bends scores whose deviation is 1.
+VALIDATED = {'packed': {'packed': [1, 31, 40, 8, 0, 64, 47, 1]}, 'window': {'window': 40}, 'softcap': {'softcap': 1.5}}
 COLOURS = ['#2a9d8f', '#e07a5f', '#3b4252', '#81a969']
 
 
@@ -94,11 +94,11 @@ def line(kind, op, problem, threads, seconds, base, peak, **case):
 
 
 def packed_sequences(ours, dim, dtype, threads, options):
-    for tokens in QUICK_DOCUMENT_TOKENS if options.quick else DOCUMENT_TOKENS:
-        packed = peers.Problem(SEQUENCES * tokens, HEADS, dim, dtype, True, cu_seqlens=[tokens] * SEQUENCES)
+    for tokens in QUICK_SEQUENCE_TOKENS if options.quick else SEQUENCE_TOKENS:
+        packed = peers.Problem(SEQUENCES * tokens, HEADS, dim, dtype, True, packed=[tokens] * SEQUENCES)
         alone = [peers.Problem(tokens, HEADS, dim, dtype, True)] * SEQUENCES
         for op, seconds, peak in measure(ours, {'packed': [packed], 'alone': alone}, threads, options.rounds):
-            yield line('cu_seqlens', op, packed, threads, seconds['packed'], seconds['alone'], peak, sequences=SEQUENCES)
+            yield line('packed', op, packed, threads, seconds['packed'], seconds['alone'], peak, sequences=SEQUENCES)
 
 
 def windows(ours, dim, dtype, threads, options):
@@ -117,7 +117,7 @@ def softcaps(ours, dim, dtype, threads, options):
             yield line('softcap', op, capped, threads, seconds['capped'], seconds['plain'], peak, softcap=SOFTCAP)
 
 
-MEASURES = {'cu_seqlens': packed_sequences, 'window': windows, 'softcap': softcaps}
+MEASURES = {'packed': packed_sequences, 'window': windows, 'softcap': softcaps}
 
 
 # ---- tables ----
@@ -132,7 +132,7 @@ def kind_of(case):
 
 def compared(case, shortest):
     """What a case is, and with what it is compared."""
-    if kind_of(case) == 'cu_seqlens':
+    if kind_of(case) == 'packed':
         return f"{case['sequences']} packed sequences of {case['tokens'] // case['sequences']:,} / each alone"
     if kind_of(case) == 'window':
         return f"window {case['window']:,} / at {shortest:,} tokens"
@@ -163,7 +163,7 @@ def verdicts(cases):
         if not of:
             continue
         worst = max(of, key=lambda case: case['ratio'])
-        goal = f"; at most {GOAL}: {'met' if worst['ratio'] <= GOAL else 'missed'}" if kind == 'cu_seqlens' else ''
+        goal = f"; at most {GOAL}: {'met' if worst['ratio'] <= GOAL else 'missed'}" if kind == 'packed' else ''
         print(f"largest: {compared(worst, shortest_of(cases))}, {attn.NAMES[worst['op'][-3:]]}, head dim "
               f"{worst['head_dim']}, {worst['dtype']}, {worst['tokens']:,} tokens, {counted(worst['threads'])}: "
               f"{worst['ratio']:.3f}{goal}")
@@ -171,7 +171,7 @@ def verdicts(cases):
 
 # ---- the picture ----
 
-PANELS = {'cu_seqlens': ('packed sequences in one call / each alone', 'tokens a sequence', 'ratio'),
+PANELS = {'packed': ('packed sequences in one call / each alone', 'tokens a sequence', 'ratio'),
           'window': ('a sliding window', 'tokens', 'us a token'),
           'softcap': ('with a soft-cap / without', 'tokens', 'ratio')}
 
@@ -202,7 +202,7 @@ def draw(cases, title, path):
             axes.plot(*zip(*points), color=colours[of_type], linestyle=dashes, marker='o', markersize=3)
         if kind != 'window':
             axes.axhline(1, color='black', linewidth=0.8)
-        if kind == 'cu_seqlens':
+        if kind == 'packed':
             axes.axhline(GOAL, color='black', linewidth=0.8, linestyle=(0, (1, 2)))
         axes.set_xscale('log', base=2)
         axes.set_xticks(sorted(ticks), [f'{tick:,}' for tick in sorted(ticks)])
@@ -215,7 +215,7 @@ def draw(cases, title, path):
     labels = [f'{dim}, {dtype}' for dim, dtype in types] + ['forward', 'backward']
     handles = [plt.Line2D([], [], color=colours[of_type]) for of_type in types]
     handles += [plt.Line2D([], [], color='#555555', linestyle=style) for style in ('-', (0, (4, 2)))]
-    if 'cu_seqlens' in kinds:
+    if 'packed' in kinds:
         labels.append('goal')
         handles.append(plt.Line2D([], [], color='black', linewidth=0.8, linestyle=(0, (1, 2))))
     figure.legend(handles, labels, loc='center right', frameon=False, fontsize=9)

@@ -510,7 +510,7 @@ static void test_refusals(void)
     g.a.o.n = 9;
     CHECK_STATUS(upipe_attn_fwd(&c, &g.a), UPIPE_ERR_ARG, c.err);
     CHECK_TEXT(c.err.text, "o is");
-    REFUSED_BWD(g.dout.n = 7, UPIPE_ERR_ARG, "go is");
+    REFUSED_BWD(g.dout.n = 7, UPIPE_ERR_ARG, "dout is");
     REFUSED_BWD(g.dq.dtype = UPIPE_BF16, UPIPE_ERR_ARG, "dq is bf16");
     REFUSED_BWD(g.delta.h = 2, UPIPE_ERR_ARG, "delta is");
     REFUSED_BWD(g.dk.dtype = UPIPE_BF16, UPIPE_ERR_ARG, "dk is bf16");

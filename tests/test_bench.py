@@ -19,7 +19,7 @@ FIELDS = {'op', 'head_dim', 'dtype', 'causal', 'tokens', 'heads', 'threads', 'gf
           'round_s'}
 MASK_FIELDS = {'op', 'head_dim', 'dtype', 'causal', 'tokens', 'heads', 'threads', 'gflops', 'peak_gflops',
                'seconds_per_token', 'ratio', 'ratio_range', 'round_s', 'base_round_s'}
-MASKS = {'cu_seqlens': 'sequences', 'window': 'window', 'softcap': 'softcap'}  # and the field that each adds
+MASKS = {'packed': 'sequences', 'window': 'window', 'softcap': 'softcap'}  # and the field that each adds
 # Methods, and the ways on which they send something.
 METHODS = {'upipe': {'team'}, 'zigzag': {'ring'}, 'upipe-ring': {'team', 'ring'}, 'fpdt': {'team', 'host'}}
 
@@ -112,7 +112,7 @@ def check_masks(folder):
         check(len(case['round_s']) == len(case['base_round_s']) == 3, f'rounds: {case}')
     count = {kind: sum(case['op'].startswith(kind) for case in cases) for kind in MASKS}
     # Lengths; of each a forward and a backward, two data types, two numbers of threads.
-    check(count == {'cu_seqlens': 2 * 8, 'window': 4 * 8, 'softcap': 1 * 8}, f'masks: {count} cases')
+    check(count == {'packed': 2 * 8, 'window': 4 * 8, 'softcap': 1 * 8}, f'masks: {count} cases')
     check(table.count('\nlargest: ') == 3, 'masks: the largest ratios are not all there')
     check_apart(path, len(cases))
 

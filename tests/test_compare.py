@@ -30,7 +30,7 @@ COMPARE, TOP = os.path.abspath(sys.argv[1]), os.path.abspath(sys.argv[2])
 BOOK = os.path.join(TOP, 'examples', 'data', 'genesis_exodus.txt')
 PHASES = ['fwd_before', 'fwd_in', 'fwd_attn', 'fwd_out', 'bwd_before', 'bwd_out', 'bwd_attn', 'bwd_in']
 CONFIG = {'method', 'ranks', 'heads', 'kv_heads', 'head_dim', 'v_dim', 'model_dim', 'tokens', 'batch', 'dtype',
-          'device', 'full', 'overlap', 'layers', 'offload', 'window', 'docs', 'softcap', 'sinks', 'rope', 'seed', 'data', 'check', 'json', 'trace',
+          'device', 'full', 'overlap', 'layers', 'offload', 'window', 'cu_seqlens', 'softcap', 'sinks', 'rope', 'seed', 'data', 'check', 'json', 'trace',
           'dump', 'deadline', 'progress', 'products', 'unit_bytes'}
 METHOD = {'name', 'ranks', 'ring', 'ring_inner', 'ring_mode', 'layout', 'chunk', 'stages', 'segments', 'peak_bytes',
           'plan_bytes', 'host_bytes', 'plan_host_bytes', 'paper_units', 'slab_bytes', 'intermediate_bytes_fwd',
@@ -271,7 +271,7 @@ def test_methods(folder):
           *pieces], 'fewer heads than ranks', {'ring': 3, 'inner': 3, 'segments': 3}),
         (['--heads', '8', '--kv-heads', '2', '--window', '30', '--cu-seqlens', '50,1,77,100,30', '--batch', '2', '--tokens',
           '129', '--softcap', '3', '--sinks', '--v-dim', '40', '--rope', *pieces], 'every mask', {}),
-        (['--heads', '8', '--cu-seqlens', '7', '--full', '--sinks', '--dtype', 'bf16', *pieces], 'random documents', {}),
+        (['--heads', '8', '--cu-seqlens', '7', '--full', '--sinks', '--dtype', 'bf16', *pieces], 'random packed sequences', {}),
         (['--heads', '8', '--kv-heads', '1', '--window', '1', '--dtype', 'f16', '--rope', *pieces], 'f16', {}),
         (['--heads', '8', '--kv-heads', '2', '--chunk', '4', '--ring-mode', 'all-gather'], 'a gathered ring', {}),
         (['--heads', '8', '--kv-heads', '2', '--chunk', '4', '--ring-mode', 'p2p'], 'a shifted ring', {}),
@@ -307,7 +307,7 @@ def test_defaults(folder):
     numbers = good(folder, ['--tokens', '64'], 'defaults')
     c = numbers['config'] if numbers else {}
     for key, want in [('ranks', 4), ('heads', 16), ('kv_heads', 16), ('head_dim', 64), ('model_dim', 1024),
-                      ('batch', 1), ('v_dim', 64), ('window', None), ('docs', None), ('softcap', None),
+                      ('batch', 1), ('v_dim', 64), ('window', None), ('cu_seqlens', None), ('softcap', None),
                       ('layers', 1), ('offload', False), ('overlap', False),
                       ('sinks', False), ('dtype', 'f32'), ('device', 'cpu'), ('full', False), ('rope', False),
                       ('check', 'on'), ('method', ['ulysses', 'upipe']), ('trace', None), ('dump', None)]:
@@ -347,8 +347,9 @@ def visible(c):
     sees = np.ones((S, S), bool) if c['full'] else back >= 0
     if c['window']:
         sees = sees & (back < c['window'])
-    document = np.repeat(np.arange(len(c['docs'])), c['docs']).reshape(B, S) if c['docs'] else np.zeros((B, S))
-    return sees & (document[:, :, None] == document[:, None, :])
+    lengths = c['cu_seqlens']
+    packed = np.repeat(np.arange(len(lengths)), lengths).reshape(B, S) if lengths else np.zeros((B, S))
+    return sees & (packed[:, :, None] == packed[:, None, :])
 
 
 def reference(got, c):

@@ -252,7 +252,7 @@ static double *oracle_buf(int64_t rows, int64_t cols)
 }
 
 /* Which packed sequence each row is in. */
-static void oracle_documents(oracle_job *job)
+static void oracle_packed(oracle_job *job)
 {
     const oracle_inputs *in = job->in;
     int64_t i, row;
@@ -295,7 +295,7 @@ static int oracle_run(const oracle_inputs *in, oracle_results *ref)
         job.grad[which] = oracle_buf(rows, width);
         whole = whole && ref->dw[which] != NULL && job.wide[which] != NULL && job.grad[which] != NULL;
     }
-    if (whole) oracle_documents(&job);
+    if (whole) oracle_packed(&job);
     if (whole && oracle_spread(&job, oracle_project, rows) == 0 &&
         oracle_spread(&job, oracle_attend, in->batch * in->kv_heads) == 0 &&
         oracle_spread(&job, oracle_grad_x, rows) == 0 && oracle_spread(&job, oracle_grad_w, widths) == 0)

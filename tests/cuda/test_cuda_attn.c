@@ -404,7 +404,7 @@ static void test_refusals(void)
     REFUSED(g.a.v.data = block + 2, "v at");
     REFUSED_FWD(g.a.o.h_step = 70, "o at");
     REFUSED_FWD((g.a.merge = 1, g.a.o.dtype = UPIPE_F32, g.a.o.n_step = 258), "258 and 64 f32");
-    REFUSED_BWD(g.dout.data = block + 4, "go at");
+    REFUSED_BWD(g.dout.data = block + 4, "dout at");
     REFUSED_BWD(g.dq.n_step = 257, "dq at");
     REFUSED_BWD(g.dk.n_step = 130, "dk at");
     REFUSED_BWD(g.dv.data = block + 4, "dv at");

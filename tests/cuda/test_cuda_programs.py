@@ -107,7 +107,7 @@ def test_methods():
     """Every method, with every mask and stages that overlap: compare itself holds bytes to the plan."""
     every = [word for name in METHODS for word in ('--method', name)]
     shape = '--tokens 36 --heads 8 --kv-heads 4 --head-dim 32 --model-dim 48 --check on --rope --dtype bf16'.split()
-    masks = '--window 14 --docs 9,0,27 --softcap 4 --sinks --v-dim 40'.split()
+    masks = '--window 14 --cu-seqlens 9,0,27 --softcap 4 --sinks --v-dim 40'.split()
     for flags in [*shape, '--overlap'], [*shape, *masks]:
         got = numbers('compare', *flags, *every, '--device', 'cuda', FAKE_SEED=3)
         want = numbers('compare', *flags, *every, '--device', 'cpu')
@@ -185,8 +185,8 @@ def test_bench():
             for kernel in made['kernels']:
                 check(set(kernel['checked']) == {'o', 'lse', 'dq', 'dk', 'dv'}, str(kernel))
             check(made['kernels'][0]['name'] == 'upipe' and made['bwd_flop'] == 2.5 * made['fwd_flop'], str(made))
-        full, window, docs = (made['fwd_flop'] for made in figures['masks'])
-        check(window < full and docs < full, f'flops of masks: {full}, {window}, {docs}')
+        full, window, packed = (made['fwd_flop'] for made in figures['masks'])
+        check(window < full and packed < full, f'flops of masks: {full}, {window}, {packed}')
         for made in figures['block']:
             check(made['plan_bytes'] == made['peak_bytes'], str(made))
             check(made['driver_beyond_slabs_bytes'] == 0, f'memory beyond the slabs: {made}')
