@@ -280,8 +280,8 @@ static int options_ascending(const void *a, const void *b)
     return (one > other) - (one < other);
 }
 
-/* The packed sequences' borders: from lengths with commas between them, or of a number of random packed sequences, which
- * may be empty. Tokens beyond 63 bits are left to the plan to refuse. */
+/* The packed sequences' borders: from lengths with commas between them, or of a number of random packed
+ * sequences, which may be empty. Tokens beyond 63 bits are left to the plan to refuse. */
 static int options_cu_seqlens(options *o)
 {
     const char *text = o->cu_seqlens_text, *comma;
