@@ -70,6 +70,7 @@ UPIPE_API upipe_status upi_row_check_alias(upipe_ctx *c, const char *call, const
 
 /* ---- rows ---- */
 
+/* ARG if dst or src is NULL and bytes > 0. */
 UPIPE_API upipe_status upipe_check_copy(upipe_ctx *c, const void *dst, const void *src, size_t bytes)
 {
     if (bytes > 0 && (dst == NULL || src == NULL))
@@ -78,6 +79,7 @@ UPIPE_API upipe_status upipe_check_copy(upipe_ctx *c, const void *dst, const voi
     return UPIPE_OK;
 }
 
+/* ARG if dst is NULL and bytes > 0. */
 UPIPE_API upipe_status upipe_check_zero(upipe_ctx *c, const void *dst, size_t bytes)
 {
     if (bytes > 0 && dst == NULL)
@@ -85,12 +87,14 @@ UPIPE_API upipe_status upipe_check_zero(upipe_ctx *c, const void *dst, size_t by
     return UPIPE_OK;
 }
 
+/* dst and src: equal shapes, any types. */
 UPIPE_API upipe_status upipe_check_cast(upipe_ctx *c, upipe_view dst, upipe_view src)
 {
     UPIPE_TRY(upi_row_check(c, "cast", "dst", dst));
     return upi_row_check_like(c, "cast", "src", src, dst, dst.d);
 }
 
+/* x: rows of an even d, at most UPI_ROPE_DIM_MAX (else UNSUPPORTED); count, positions and theta in range. */
 UPIPE_API upipe_status upipe_check_rope(upipe_ctx *c, const upipe_rope *r)
 {
     UPIPE_TRY(upi_row_check(c, "rope", "x", r->x));
@@ -104,6 +108,7 @@ UPIPE_API upipe_status upipe_check_rope(upipe_ctx *c, const upipe_rope *r)
     return UPIPE_OK;
 }
 
+/* y like x, which it may be; weight f32 [d], not NULL; eps >= 0. */
 UPIPE_API upipe_status upipe_check_rmsnorm(upipe_ctx *c, upipe_view y, upipe_view x, const float *weight,
                                          float eps)
 {
@@ -115,6 +120,7 @@ UPIPE_API upipe_status upipe_check_rmsnorm(upipe_ctx *c, upipe_view y, upipe_vie
     return UPIPE_OK;
 }
 
+/* dx, dy and x: equal shapes; dx may be dy or x unless it accumulates; weight f32 [d], not NULL; eps >= 0. */
 UPIPE_API upipe_status upipe_check_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upipe_view dy, upipe_view x,
                                              const float *weight, float eps, int accumulate)
 {
@@ -131,6 +137,7 @@ UPIPE_API upipe_status upipe_check_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upip
     return UPIPE_OK;
 }
 
+/* a and b: equal shapes; out: f32, the same rows with d = 1. */
 UPIPE_API upipe_status upipe_check_rowdot(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b)
 {
     UPIPE_TRY(upi_row_check(c, "rowdot", "a", a));
@@ -141,6 +148,7 @@ UPIPE_API upipe_status upipe_check_rowdot(upipe_ctx *c, upipe_view out, upipe_vi
     return UPIPE_OK;
 }
 
+/* dst: f32 if it accumulates (else UNSUPPORTED); src: not NULL if there are terms and rows. */
 UPIPE_API upipe_status upipe_check_sum(upipe_ctx *c, upipe_view dst, const float *src, int count,
                                      int accumulate)
 {
@@ -153,6 +161,7 @@ UPIPE_API upipe_status upipe_check_sum(upipe_ctx *c, upipe_view dst, const float
     return UPIPE_OK;
 }
 
+/* y and x: equal shapes; both may be the same view. */
 UPIPE_API upipe_status upipe_check_add(upipe_ctx *c, upipe_view y, upipe_view x)
 {
     UPIPE_TRY(upi_row_check(c, "add", "y", y));
@@ -162,6 +171,8 @@ UPIPE_API upipe_status upipe_check_add(upipe_ctx *c, upipe_view y, upipe_view x)
 
 /* ---- products ---- */
 
+/* out, a and b: shapes that fit for these flags; heads of a and b are those of out or 1; f32 to
+ * accumulate. */
 UPIPE_API upipe_status upipe_check_gemm(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags)
 {
     const int known = UPIPE_GEMM_TRANS_A | UPIPE_GEMM_TRANS_B | UPIPE_GEMM_ACCUMULATE;
@@ -199,6 +210,7 @@ UPIPE_API upipe_status upipe_check_gemm(upipe_ctx *c, upipe_view out, upipe_view
 
 /* ---- training ---- */
 
+/* y, gate and up: equal shapes; y may be gate or up. */
 UPIPE_API upipe_status upipe_check_swiglu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
 {
     UPIPE_TRY(upi_row_check(c, "swiglu", "y", y));
@@ -208,6 +220,7 @@ UPIPE_API upipe_status upipe_check_swiglu(upipe_ctx *c, upipe_view y, upipe_view
     return upi_row_check_alias(c, "swiglu", "y", y, "up", up);
 }
 
+/* gate, up and dy: equal shapes, three different addresses. */
 UPIPE_API upipe_status upipe_check_swiglu_bwd(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy)
 {
     UPIPE_TRY(upi_row_check(c, "swiglu_bwd", "dy", dy));
@@ -253,6 +266,7 @@ UPIPE_API upipe_status upipe_check_embed(upipe_ctx *c, const char *call, upipe_v
     return UPIPE_OK;
 }
 
+/* As upipe_check_embed, with dtable in f32. */
 UPIPE_API upipe_status upipe_check_embed_bwd(upipe_ctx *c, upipe_view dtable, upipe_view dx,
                                            const int32_t *tokens)
 {
@@ -263,6 +277,7 @@ UPIPE_API upipe_status upipe_check_embed_bwd(upipe_ctx *c, upipe_view dtable, up
     return UPIPE_OK;
 }
 
+/* x: any view; out: not NULL. */
 UPIPE_API upipe_status upipe_check_total(upipe_ctx *c, const double *out, upipe_view x)
 {
     UPIPE_TRY(upi_row_check(c, "total", "x", x));
@@ -276,6 +291,7 @@ UPIPE_API int upi_adamw_number(double x, double least)
     return x >= least && isfinite((float)x);
 }
 
+/* n >= 0, step >= 1, betas in [0, 1), numbers that f32 holds; no NULLs, no address twice. */
 UPIPE_API upipe_status upipe_check_adamw(upipe_ctx *c, const upipe_adamw *a)
 {
     const void *at[5];

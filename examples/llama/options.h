@@ -99,7 +99,7 @@ static const char usage_text[] =
     METHOD_USAGE
     "  --ranks N          ranks that share a sequence (4)\n"
     "\n"
-    "the model; with --resume or --load the folder's config.json gives all of it, and no flag may contradict it\n"
+    "the model; with --resume or --load config.json gives all of it, and no flag may contradict it\n"
     "  --layers N         (4)\n"
     "  --model-dim N      elements of a token (256)\n"
     "  --heads N          query heads (8)\n"
@@ -129,7 +129,7 @@ static const char usage_text[] =
     "  --seed N           of the first weights, the order of the text and the sample (1)\n"
     "  --tile-bytes N     limit of a tile of the MLP or the loss, without product scratch (0: the paper's\n"
     "                     square, about model-dim tokens)\n"
-    "  --offload          layers' inputs are offloaded to a second pool until the backward: host memory on a GPU\n"
+    "  --offload          layers' inputs are offloaded to a second pool (on a GPU: host memory)\n"
     "  --deadline SECONDS how long a rank waits for another one before it aborts; for one that writes\n"
     "                     a checkpoint at least 1200 (600)\n"
     "  --plan             print the memory by component and what a token adds to it; train nothing\n"
@@ -152,8 +152,8 @@ static const char usage_text[] =
     "  --progress         say on stderr what is being done, terminal or not\n"
     "  --help, --version\n"
     "\n"
-    "Exit status: 0, 1 for a run that failed or broke a promise (bytes, bits), 2 for wrong usage, 128 + N after\n"
-    "signal N (interrupt, hangup, terminate), which ends the training after the step, with its files.\n";
+    "Exit status: 0, 1 for a run that failed or broke a promise (bytes, bits), 2 for wrong usage, 128 + N\n"
+    "after signal N (interrupt, hangup, terminate), which ends the training after the step, with its files.\n";
 /* clang-format on */
 
 typedef struct options {

@@ -22,7 +22,8 @@
 #error "upipe/net needs POSIX clocks: define _POSIX_C_SOURCE=200809L before the first system header"
 #endif
 
-UPIPE_API int64_t upipe_net_now(void) /* ns */
+/* The monotonic clock, in ns. */
+UPIPE_API int64_t upipe_net_now(void)
 {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
