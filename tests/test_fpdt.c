@@ -657,8 +657,8 @@ static void test_failed_copies(void)
             CHECK_INT(l->host.live, host);
             CHECK_INT(l->mem.live, 0);
         }
-        /* In each of two stages K and V of 6 pairs of segments; Q, dO, lse and delta of 9 fetches, partial dQ of 5,
-         * and dQ of 9 copied back. The last segment's keys meet one segment of queries, whose copies overlap
+        /* In each of two stages K and V of 6 pairs of segments; Q, dO, lse and delta of 9 fetches, partial dQ
+         * of 5, and dQ of 9 copied back. The last segment's keys meet one segment of queries, whose copies overlap
          * nothing. */
         CHECK_INT(the_frail.on_side_stream, 2 * (backward ? 4 * 9 + 5 + 9 : 2 * 6));
     }

@@ -237,8 +237,8 @@ static void test_out_of_memory(int h, int hkv, int ranks, int ring, int naive, u
                               upipe_status_name(r.statuses[rank]), r.errors[rank].text);
                     if (rank == victim)
                         CHECK_TEXT(r.errors[rank].text, "guard refused");
-                    else /* where the host's own at_alloc failed, the team learns of it without the sentence; the
-                            world perhaps from a rank that learnt of it in its ring */
+                    else /* where the host's own at_alloc failed, the team learns of it without the sentence;
+                            the world perhaps from a rank that learnt of it in its ring */
                         CHECK_SAY(strstr(r.errors[rank].text, "guard refused") != NULL ||
                                       strstr(r.errors[rank].text, "aborted: out of memory") != NULL ||
                                       (ring > 1 && strstr(r.errors[rank].text, "aborted: aborted") != NULL),

@@ -153,7 +153,7 @@ static const char usage_text[] =
     "  --help, --version\n"
     "\n"
     "Exit status: 0, 1 for a run that failed or broke a promise (bytes, bits), 2 for wrong usage, 128 + N\n"
-    "after signal N (interrupt, hangup, terminate), which ends the training after the step, with its files.\n";
+    "after signal N (interrupt, hangup, terminate), which ends the training after the step and its files.\n";
 /* clang-format on */
 
 typedef struct options {

@@ -1,7 +1,7 @@
 /* cuda_runtime_api.h -- the part of CUDA's runtime that upipe and its tests use, over host memory   tests
  *
  * Names, types and values are CUDA's, so that code compiled against this header is the code that runs on a
- * device. What the functions promise is in fake.h; what stands in no comment here is as CUDA packed sequences it.
+ * device. What the functions promise is in fake.h; what stands in no comment here is as CUDA documents it.
  */
 #ifndef FAKE_CUDA_RUNTIME_API_H
 #define FAKE_CUDA_RUNTIME_API_H
