@@ -234,7 +234,7 @@ static upipe_status plain_scatter(plain_run *r, void *blocks, void *tokens, int 
 }
 
 /* The built-in product writes its columns in C blocks, where the exchange sends them from. BLAS would take C
- * calls for that, each of which packs x: there it is one call into buffer, of send's size, and a scatter, which
+ * calls for that, each of which packs x: there it is one call into a buffer of send's size, and a scatter, which
  * is faster. */
 static upipe_status plain_project(plain_run *r, int which, void *send, void *buf)
 {

@@ -1,4 +1,4 @@
-/* 05_layer.c -- the attention block on two ranks, Ulysses and UPipe: same bits of the gradient, another slab */
+/* 05_layer.c -- the attention block on two ranks, Ulysses and UPipe: equal gradients, another slab */
 #include "upipe/net/upipe_net_threads.h"
 #include "upipe/upipe.h"
 

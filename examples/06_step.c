@@ -1,5 +1,5 @@
-/* 06_step.c -- training steps on two ranks: the block with its output projection, gradients summed, weights
- * updated */
+/* 06_step.c -- training steps on two ranks: the block with its output projection, summed gradients,
+ * updated weights */
 #include "upipe/net/upipe_net_threads.h"
 #include "upipe/upipe.h"
 

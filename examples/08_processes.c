@@ -350,12 +350,12 @@ static int report(upipe_ctx *c, double error, size_t slab_bytes)
 static const char help[] =
     "usage: mpirun -np N 08_processes [--deadline SECONDS] [--zero-sm]\n"
     "\n"
-    "One rank a process: forward and backward of an attention block, with all processes and again by each one\n"
-    "alone; the gradients must agree. Started by mpirun, srun or torchrun, or with RANK, WORLD_SIZE, LOCAL_RANK,\n"
-    "MASTER_ADDR and MASTER_PORT set by hand.\n"
+    "One rank a process: forward and backward of an attention block, with all processes and again by each\n"
+    "one alone; the gradients must agree. Started by mpirun, srun or torchrun, or with RANK, WORLD_SIZE,\n"
+    "LOCAL_RANK, MASTER_ADDR and MASTER_PORT set by hand.\n"
     "\n"
     "  --deadline SECONDS   how long a rank waits for the others (30)\n"
-    "  --zero-sm            NCCL's copy engines move what they can, instead of its kernels; rank 0 says what came of it\n"
+    "  --zero-sm            NCCL moves data by copy engines where it can; rank 0 prints whether it does\n"
     "  --help               this text\n"
     "  --version            the version\n";
 

@@ -1,17 +1,19 @@
-/* 13_plug_attention.h -- what an attention of the host's own keeps beside the table that it is plugged into */
+/* 13_plug_attention.h -- what an attention of the host's own keeps beside the table */
 #ifndef PLUG_ATTENTION_H
 #define PLUG_ATTENTION_H
 
 #include "upipe/upipe.h"
 
-/* ops.host points here: the library copies tables, so an entry finds its things through that pointer alone. */
+/* ops.host points here: the library copies tables, so an entry finds its things through that pointer
+ * alone. */
 typedef struct plug {
     upipe_ops base;         /* the table as it was: serves all other calls */
     int64_t served, passed; /* calls, of either kind */
     void *own;              /* the kernel's: handles, plans */
 } plug;
 
-/* Neither masks beyond full and causal, nor older results to add to, nor rows at other positions than the keys. */
+/* Neither masks beyond full and causal, nor older results to add to, nor rows at other positions than the
+ * keys. */
 static inline int plug_is_plain(const upipe_attn *a)
 {
     return a->mask.window == 0 && a->mask.cu_seqlens == NULL && a->mask.softcap == 0 &&

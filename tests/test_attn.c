@@ -1,9 +1,8 @@
-/* test_attn.c -- the CPU attention kernels against dense attention in f64, and the lanes that they are made
- * of
+/* test_attn.c -- the CPU attention kernels against dense attention in f64, and their vector lanes
  *
- * Tolerance runs (every head dim, lengths, offsets, causal or not, groups, types, layouts; extreme scores), bit
- * equality over layouts and over calls, causal prefixes, accumulation, refusals. Other masks, and the oracle
- * itself: test_attn_masks.c.
+ * Tolerance runs (every head dim, lengths, offsets, causal or not, groups, types, layouts; extreme scores),
+ * bit equality over layouts and over calls, causal prefixes, accumulation, refusals. Other masks, and the
+ * oracle itself: test_attn_masks.c.
  */
 #define _POSIX_C_SOURCE 200809L
 #include "lib/attn.h"
@@ -22,7 +21,8 @@ static void test_head_dims(void)
         }
 }
 
-/* Edges of panels and blocks (24 and 48 lanes, 64 keys, 144, 192, 288 and 384 rows), no rows, no keys, rows that see nothing. */
+/* Edges of panels and blocks (24 and 48 lanes, 64 keys, 144, 192, 288 and 384 rows), no rows, no keys, rows
+ * that see nothing. */
 static void test_lengths(void)
 {
     /* clang-format off */
@@ -109,8 +109,8 @@ static void test_merge(void)
 {
     /* clang-format off */
     static const int64_t cases[][7] = { /* sq, causal, q_pos, then keys of up to three parts */
-        {90, 0, 0, 70, 50, 0},   {90, 1, 30, 40, 40, 40}, {70, 1, 0, 64, 1, 64}, /* late parts hidden from early rows */
-        {40, 1, -20, 30, 0, 30}, {200, 1, 0, 0, 0, 0},    {17, 0, 0, 0, 33, 0}, /* rows, and parts, that see nothing */
+        {90, 0, 0, 70, 50, 0},   {90, 1, 30, 40, 40, 40}, {70, 1, 0, 64, 1, 64}, /* hidden late parts */
+        {40, 1, -20, 30, 0, 30}, {200, 1, 0, 0, 0, 0},    {17, 0, 0, 0, 33, 0}, /* see nothing */
     };
     /* clang-format on */
     test_rng r = {10};
@@ -190,8 +190,8 @@ static void test_same_bits(void)
         }
 }
 
-/* Any number of threads, tasks in any order; blocks smaller and larger than the work; a group of more heads than a
- * block takes; all of a group in one call, or head by head. */
+/* Any number of threads, tasks in any order; blocks smaller and larger than the work; a group of more heads
+ * than a block takes; all of a group in one call, or head by head. */
 static void test_workers(void)
 {
     static const int cases[][5] = {/* sq, sk, h, hkv, causal */

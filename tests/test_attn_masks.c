@@ -1,9 +1,9 @@
-/* test_attn_masks.c -- sliding windows, packed sequences, soft-caps, sinks, steps between positions, head dims of v,
- * and gradients of q that are added to, in the CPU attention kernels
+/* test_attn_masks.c -- sliding windows, packed sequences, soft-caps, sinks, steps between positions, head
+ * dims of v, and gradients of q that are added to, in the CPU attention kernels
  *
- * What a row sees, as the library says it in one run, against a question for every pair; finite differences for the
- * oracle; tolerance runs of every mask alone and of any of them together; parts of the keys against all at once; the
- * same bits on any threads; where NaNs show; refusals.
+ * What a row sees, as the library says it in one run, against a question for every pair; finite differences
+ * for the oracle; tolerance runs of every mask alone and of any of them together; parts of the keys against
+ * all at once; the same bits on any threads; where NaNs show; refusals.
  */
 #define _POSIX_C_SOURCE 200809L
 #include "lib/attn.h"
@@ -303,8 +303,8 @@ static void test_parts(void)
 
 /* ---- the same bits ---- */
 
-/* Any number of threads, tasks in any order, and a group's heads in several calls: gates where blocks of queries see
- * few blocks of keys. */
+/* Any number of threads, tasks in any order, and a group's heads in several calls: gates where blocks of
+ * queries see few blocks of keys. */
 static void test_workers(void)
 {
     static const int64_t cu_seqlens[] = {-5, 100, 100, 101, 390, 640, 650, 1200};
@@ -383,8 +383,8 @@ static void test_one_key(void)
 
 /* ---- what is left out ---- */
 
-/* A key that is NaN shows only in rows near those that see it: what a panel doesn't see, but for the tile at the end of
- * it, is not read. So the work is that of the window, whatever the length. */
+/* A key that is NaN shows only in rows near those that see it: what a panel doesn't see, but for the tile at
+ * the end of it, is not read. So the work is that of the window, whatever the length. */
 static void test_reach(void)
 {
     enum { NEAR = UPI_ATTN_PANEL + UPI_ATTN_TILE };
@@ -421,7 +421,8 @@ static void test_reach(void)
     }
 }
 
-/* Queries in the middle of a long row of keys: those that none of them sees may be anything, and get no gradient. */
+/* Queries in the middle of a long row of keys: those that none of them sees may be anything, and get no
+ * gradient. */
 static void test_far_keys(void)
 {
     oracle_attn t = shape(200, 4000, 2, 1, 64, 1, 2000, 0);

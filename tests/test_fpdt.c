@@ -154,7 +154,7 @@ static upipe_status segment_rank(upipe_ctx *c, segments_state *s, upipe_fpdt *f,
     CHECK_INT(f->host->peak, dry->host.peak);
     CHECK_INT(c->mem->live, 0);
     CHECK_INT(f->host->live, 0);
-    /* Q, K, V travel once */
+    /* Q, K, V are sent once */
     for (i = 0; i < f->segments; ++i) {
         UPIPE_TRY(upipe_fpdt_plan(f, i, &p, &c->err));
         sent += upipe_plan_sent(&p, 0) + upipe_plan_sent(&p, 1);
@@ -658,8 +658,8 @@ static void test_failed_copies(void)
             CHECK_INT(l->host.live, host);
             CHECK_INT(l->mem.live, 0);
         }
-        /* In each of two stages K and V of 6 pairs of segments; Q, dO, lse and delta of 9 visits, dQ that has
-         * begun of 5, and dQ of 9 back: the last segment's keys have one visitor, whose copies overlap
+        /* In each of two stages K and V of 6 pairs of segments; Q, dO, lse and delta of 9 fetches, partial dQ
+         * of 5, and dQ of 9 copied back. The last segment's keys meet one segment of queries, whose copies overlap
          * nothing. */
         CHECK_INT(the_frail.on_side_stream, 2 * (backward ? 4 * 9 + 5 + 9 : 2 * 6));
     }

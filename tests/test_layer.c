@@ -202,8 +202,8 @@ static upipe_status fail_guard(void *user, size_t bytes, const char *tag)
     return f->at_alloc == f->at || (f->sticky && f->at_alloc > f->at) ? UPIPE_ERR_MEMORY : UPIPE_OK;
 }
 
-/* Out of memory at every at_alloc, on each rank in turn, once and for good: every rank returns, with a reason.
- * Over a ring those of other teams learn of it too. */
+/* Out of memory at every at_alloc, on each rank in turn, once and for good: every rank returns, with a
+ * reason. Over a ring those of other teams learn of it too. */
 static void test_out_of_memory(int h, int hkv, int ranks, int ring, int naive, upipe_dtype dtype)
 {
     run_case t = make_case(8, h, hkv, 32, 16, ranks, ranks, dtype);
@@ -237,8 +237,8 @@ static void test_out_of_memory(int h, int hkv, int ranks, int ring, int naive, u
                               upipe_status_name(r.statuses[rank]), r.errors[rank].text);
                     if (rank == victim)
                         CHECK_TEXT(r.errors[rank].text, "guard refused");
-                    else /* where the host's own at_alloc failed, the team learns of it without the sentence; the world
-                            perhaps from a rank that heard of it in its ring */
+                    else /* where the host's own at_alloc failed, the team learns of it without the sentence;
+                            the world perhaps from a rank that learnt of it in its ring */
                         CHECK_SAY(strstr(r.errors[rank].text, "guard refused") != NULL ||
                                       strstr(r.errors[rank].text, "failed: out of memory") != NULL ||
                                       (ring > 1 && strstr(r.errors[rank].text, "failed: aborted") != NULL),

@@ -1,9 +1,9 @@
 /* test_llama -- the trainer's model against golden states in f64, for several teams, rings, segments, chunks
  * and pools
  *
- * golden/two_layers.safetensors has the weights of a small Llama, two sequences of tokens, and what an automatic
- * differentiator says of them: the loss and all gradients. Its targets are ignored unevenly, so that ranks hold
- * different numbers of valid ones.
+ * golden/two_layers.safetensors has the weights of a small Llama, two sequences of tokens, and what an
+ * automatic differentiator says of them: the loss and all gradients. Its targets are ignored unevenly, so
+ * that ranks hold different numbers of valid ones.
  *
  *     test_llama FILE
  */

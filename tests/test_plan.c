@@ -215,7 +215,7 @@ static void test_schedules(void)
 }
 
 /* K and V of all ranks go round rings within rings, gradients one step more: whose tokens a rank hands on,
- * step by step, and that gradients come home. */
+ * step by step, and that gradients end on their own rank. */
 static void walk_ring(const upipe_plan_desc *desc)
 {
     upipe_plan_desc d = *desc;
@@ -289,7 +289,8 @@ static void test_rings(void)
     }
 }
 
-/* What AUTO becomes: never AUTO; P2P where an inner ring is asked for, ALL_GATHER where rounds are not common.
+/* What AUTO becomes: never AUTO; P2P where an inner ring is asked for, ALL_GATHER where rounds are not
+ * common.
  */
 static void test_ring_modes(void)
 {

@@ -15,8 +15,8 @@ typedef struct drawn {
     int64_t cu_seqlens[CU_SEQLENS_MAX + 1];
 } drawn;
 
-/* Some borders over the whole batch, ascending; now and then an empty packed sequence, and tokens before the first
- * one or after the last. */
+/* Some borders over the whole batch, ascending; now and then an empty packed sequence, and tokens before the
+ * first one or after the last. */
 static void draw_cu_seqlens(test_rng *rng, drawn *d)
 {
     block_shape *s = &d->t.shape;

@@ -109,7 +109,8 @@ static void test_group_ranks_heads(void)
     check_rings(t, "G 3 < C 4 < Hkv 8");
 }
 
-/* Borders inside a rank's rows, inside a tile and between stages; one on a rank's border; an empty packed sequence.
+/* Borders inside a rank's rows, inside a tile and between stages; one on a rank's border; an empty packed
+ * sequence.
  */
 static void test_borders(void)
 {
@@ -125,8 +126,8 @@ static void test_borders(void)
     check_case(&t, "borders without a ring");
 }
 
-/* Shorter than 2R tokens: most pairs of ranks have nothing in common, and a packed sequence lies on a few ranks
- * alone. */
+/* Shorter than 2R tokens: most pairs of ranks have nothing in common, and a packed sequence lies on a few
+ * ranks alone. */
 static void test_short_documents(void)
 {
     int64_t cu_seqlens[64];
@@ -142,7 +143,8 @@ static void test_short_documents(void)
     check_rings(t, "packed sequences of one token, then none");
 }
 
-/* Rows outside all packed sequences: O is 0, the log-sum-exp -inf or the sink, and no gradient comes of them. */
+/* Rows outside all packed sequences: O is 0, the log-sum-exp -inf or the sink, and no gradient comes of
+ * them. */
 static void test_rows_that_see_nothing(void)
 {
     static const int64_t cu_seqlens[] = {7, 20, 31};
@@ -496,7 +498,7 @@ static upipe_status bare_body(void *user, int rank)
     return s;
 }
 
-/* A rank that gets no second buffer gives the first one back, and nobody waits for it until the deadline:
+/* A rank that gets no second buffer frees the first one, and no rank waits for it until the deadline:
  * with a team in the context, which then ends too, or none. */
 static void test_bare_calls(void)
 {

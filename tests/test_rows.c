@@ -5,8 +5,8 @@
 #include "upipe/cpu/upipe_cpu.h"
 #include "upipe/cpu/upipe_cpu_rows.h"
 
-/* Angles, in f64 and to the bit, belong to a position: it does not matter where the walk began, nor in what steps it
- * went. */
+/* Angles, in f64 and to the bit, belong to a position: it does not matter where the walk began, nor in what
+ * steps it went. */
 static void check_rope_angles(void)
 {
     static const int64_t starts[] = {0, 1, 63, 64, 1000000 - 40}, steps[] = {1, 2, 7, 64, 1000};

@@ -1,5 +1,4 @@
-/* test_side_stream.c -- stages that overlap on a side stream: bits, bytes, order, failures of either
- * stream */
+/* test_side_stream.c -- stages that overlap on a side stream: bits, bytes, order, failures of both */
 #include <time.h>
 
 #include "lib/runner.h"
@@ -381,7 +380,7 @@ static upipe_status guard_beside(void *user, size_t bytes, const char *tag)
                : UPIPE_OK;
 }
 
-/* The side stream fails beside a long attention: the others hear of it before their deadline, not after the
+/* The side stream fails beside a long attention: the others learn of it before their deadline, not after the
  * attention. */
 static void test_side_stream_fails_early(void)
 {

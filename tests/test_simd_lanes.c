@@ -1,4 +1,5 @@
-/* test_simd_lanes.c -- f16 in one element and in lanes, tanh, and the widest lanes: all compute what upi_f8's do */
+/* test_simd_lanes.c -- f16 in one element and in lanes, tanh, and the widest lanes: all compute what upi_f8's
+ * do */
 #include "lib/test.h"
 
 #include "upipe/cpu/upipe_cpu_rows.h"

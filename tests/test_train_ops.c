@@ -1,5 +1,5 @@
-/* test_train_ops.c -- the CPU operations around attention: lib/train_ops.h, ids that their tables lack, the
- * host's threads */
+/* test_train_ops.c -- the CPU operations around attention: train_ops.h, ids beyond their tables, threads
+ * of the host */
 #include "lib/train_ops.h"
 #include "lib/workers.h"
 

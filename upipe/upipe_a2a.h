@@ -30,7 +30,7 @@ typedef struct upipe_head_run {
     int blocks, each, first, step, at;
 } upipe_head_run;
 
-/* A run of all its fields, at the start of a buffer. */
+/* A run of all its fields, at the start of the buffer. */
 UPIPE_API upipe_head_run upipe_head_run_make(int blocks, int each, int first, int step)
 {
     upipe_head_run h;

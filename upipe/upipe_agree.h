@@ -17,7 +17,7 @@ typedef struct upipe_field {
     int real; /* value holds the bits of a double */
 } upipe_field;
 
-/* The double with these bits. */
+/* The double whose bits a field with `real` holds. */
 UPIPE_API double upipe_field_value(int64_t bits)
 {
     double v;
@@ -40,7 +40,7 @@ UPIPE_API void upipe_field_int(upipe_fields *f, const char *name, int64_t value)
     f->at[f->n++].real = 0;
 }
 
-/* The same for a real number. */
+/* As upipe_field_int, with the bits of a double. */
 UPIPE_API void upipe_field_real(upipe_fields *f, const char *name, double value)
 {
     upipe_field_int(f, name, 0);

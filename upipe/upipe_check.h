@@ -70,7 +70,7 @@ UPIPE_API upipe_status upi_row_check_alias(upipe_ctx *c, const char *call, const
 
 /* ---- rows ---- */
 
-/* upipe_check_copy -- dst and src are not NULL unless bytes is 0. Errors: ARG, UNSUPPORTED */
+/* ARG if dst or src is NULL and bytes > 0. */
 UPIPE_API upipe_status upipe_check_copy(upipe_ctx *c, const void *dst, const void *src, size_t bytes)
 {
     if (bytes > 0 && (dst == NULL || src == NULL))
@@ -79,7 +79,7 @@ UPIPE_API upipe_status upipe_check_copy(upipe_ctx *c, const void *dst, const voi
     return UPIPE_OK;
 }
 
-/* upipe_check_zero -- as for copy. Errors: ARG, UNSUPPORTED */
+/* ARG if dst is NULL and bytes > 0. */
 UPIPE_API upipe_status upipe_check_zero(upipe_ctx *c, const void *dst, size_t bytes)
 {
     if (bytes > 0 && dst == NULL)
@@ -87,14 +87,14 @@ UPIPE_API upipe_status upipe_check_zero(upipe_ctx *c, const void *dst, size_t by
     return UPIPE_OK;
 }
 
-/* upipe_check_cast -- equal shapes, types that the table has. Errors: ARG, UNSUPPORTED */
+/* dst and src: equal shapes, any types. */
 UPIPE_API upipe_status upipe_check_cast(upipe_ctx *c, upipe_view dst, upipe_view src)
 {
     UPIPE_TRY(upi_row_check(c, "cast", "dst", dst));
     return upi_row_check_like(c, "cast", "src", src, dst, dst.d);
 }
 
-/* upipe_check_rope -- an even head dim up to UPI_ROPE_DIM_MAX, positions from 0 on. Errors: ARG, UNSUPPORTED */
+/* x: rows of an even d, at most UPI_ROPE_DIM_MAX (else UNSUPPORTED); count, positions and theta in range. */
 UPIPE_API upipe_status upipe_check_rope(upipe_ctx *c, const upipe_rope *r)
 {
     UPIPE_TRY(upi_row_check(c, "rope", "x", r->x));
@@ -108,7 +108,7 @@ UPIPE_API upipe_status upipe_check_rope(upipe_ctx *c, const upipe_rope *r)
     return UPIPE_OK;
 }
 
-/* upipe_check_rmsnorm -- shapes of x and y, their aliases, the weight. Errors: ARG, UNSUPPORTED */
+/* y like x, which it may be; weight f32 [d], not NULL; eps >= 0. */
 UPIPE_API upipe_status upipe_check_rmsnorm(upipe_ctx *c, upipe_view y, upipe_view x, const float *weight,
                                            float eps)
 {
@@ -120,7 +120,7 @@ UPIPE_API upipe_status upipe_check_rmsnorm(upipe_ctx *c, upipe_view y, upipe_vie
     return UPIPE_OK;
 }
 
-/* upipe_check_rmsnorm_bwd -- shapes, aliases, and that a sum is none of its terms. Errors: ARG, UNSUPPORTED */
+/* dx, dy and x: equal shapes; dx may be dy or x unless it accumulates; weight f32 [d], not NULL; eps >= 0. */
 UPIPE_API upipe_status upipe_check_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upipe_view dy, upipe_view x,
                                                const float *weight, float eps, int accumulate)
 {
@@ -137,7 +137,7 @@ UPIPE_API upipe_status upipe_check_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upip
     return UPIPE_OK;
 }
 
-/* upipe_check_rowdot -- shapes of a and b; out f32 with d = 1. Errors: ARG, UNSUPPORTED */
+/* a and b: equal shapes; out: f32, the same rows with d = 1. */
 UPIPE_API upipe_status upipe_check_rowdot(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b)
 {
     UPIPE_TRY(upi_row_check(c, "rowdot", "a", a));
@@ -148,7 +148,7 @@ UPIPE_API upipe_status upipe_check_rowdot(upipe_ctx *c, upipe_view out, upipe_vi
     return UPIPE_OK;
 }
 
-/* upipe_check_sum -- terms, and f32 where it accumulates. Errors: ARG, UNSUPPORTED */
+/* dst: f32 if it accumulates (else UNSUPPORTED); src: not NULL if there are terms and rows. */
 UPIPE_API upipe_status upipe_check_sum(upipe_ctx *c, upipe_view dst, const float *src, int count,
                                        int accumulate)
 {
@@ -161,7 +161,7 @@ UPIPE_API upipe_status upipe_check_sum(upipe_ctx *c, upipe_view dst, const float
     return UPIPE_OK;
 }
 
-/* upipe_check_add -- equal shapes, aliases. Errors: ARG, UNSUPPORTED */
+/* y and x: equal shapes; both may be the same view. */
 UPIPE_API upipe_status upipe_check_add(upipe_ctx *c, upipe_view y, upipe_view x)
 {
     UPIPE_TRY(upi_row_check(c, "add", "y", y));
@@ -171,7 +171,8 @@ UPIPE_API upipe_status upipe_check_add(upipe_ctx *c, upipe_view y, upipe_view x)
 
 /* ---- products ---- */
 
-/* upipe_check_gemm -- op(a) * op(b) has the shape of out; f32 where it accumulates. Errors: ARG, UNSUPPORTED */
+/* out, a and b: shapes that fit for these flags; heads of a and b are those of out or 1; f32 to
+ * accumulate. */
 UPIPE_API upipe_status upipe_check_gemm(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags)
 {
     const int known = UPIPE_GEMM_TRANS_A | UPIPE_GEMM_TRANS_B | UPIPE_GEMM_ACCUMULATE;
@@ -210,7 +211,7 @@ UPIPE_API upipe_status upipe_check_gemm(upipe_ctx *c, upipe_view out, upipe_view
 
 /* ---- training ---- */
 
-/* upipe_check_swiglu -- equal shapes, aliases. Errors: ARG, UNSUPPORTED */
+/* y, gate and up: equal shapes; y may be gate or up. */
 UPIPE_API upipe_status upipe_check_swiglu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
 {
     UPIPE_TRY(upi_row_check(c, "swiglu", "y", y));
@@ -220,7 +221,7 @@ UPIPE_API upipe_status upipe_check_swiglu(upipe_ctx *c, upipe_view y, upipe_view
     return upi_row_check_alias(c, "swiglu", "y", y, "up", up);
 }
 
-/* upipe_check_swiglu_bwd -- equal shapes, three buffers. Errors: ARG, UNSUPPORTED */
+/* gate, up and dy: equal shapes, three different addresses. */
 UPIPE_API upipe_status upipe_check_swiglu_bwd(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy)
 {
     UPIPE_TRY(upi_row_check(c, "swiglu_bwd", "dy", dy));
@@ -266,7 +267,7 @@ UPIPE_API upipe_status upipe_check_embed(upipe_ctx *c, const char *call, upipe_v
     return UPIPE_OK;
 }
 
-/* upipe_check_embed_bwd -- as for embed; the gradient of the table is f32. Errors: ARG, UNSUPPORTED */
+/* As upipe_check_embed, with dtable in f32. */
 UPIPE_API upipe_status upipe_check_embed_bwd(upipe_ctx *c, upipe_view dtable, upipe_view dx,
                                              const int32_t *tokens)
 {
@@ -277,7 +278,7 @@ UPIPE_API upipe_status upipe_check_embed_bwd(upipe_ctx *c, upipe_view dtable, up
     return UPIPE_OK;
 }
 
-/* upipe_check_total -- a view, and a place for the result. Errors: ARG, UNSUPPORTED */
+/* x: any view; out: not NULL. */
 UPIPE_API upipe_status upipe_check_total(upipe_ctx *c, const double *out, upipe_view x)
 {
     UPIPE_TRY(upi_row_check(c, "total", "x", x));
@@ -291,7 +292,7 @@ UPIPE_API int upi_adamw_number(double x, double least)
     return x >= least && isfinite((float)x);
 }
 
-/* upipe_check_adamw -- numbers that f32 holds, five buffers. Errors: ARG, UNSUPPORTED */
+/* n >= 0, step >= 1, betas in [0, 1), numbers that f32 holds; no NULLs, no address twice. */
 UPIPE_API upipe_status upipe_check_adamw(upipe_ctx *c, const upipe_adamw *a)
 {
     const void *at[5];

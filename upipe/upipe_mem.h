@@ -262,7 +262,7 @@ UPIPE_API upipe_status upipe_alloc(upipe_ctx *c, void **out, size_t bytes, const
     return upipe_mem_alloc(c->mem, out, bytes, tag, &c->err);
 }
 
-/* The way back. */
+/* The block goes back to ctx->mem. */
 UPIPE_API upipe_status upipe_free(upipe_ctx *c, void *p)
 {
     return upipe_mem_free(c->mem, p, &c->err);

@@ -15,15 +15,15 @@
  * rank and stage, nu = H/U stages, gamma = 1 + 2/G. T = S/(C*R) tokens of a sequence on a rank. rows =
  * batch * T. A unit is rows * model_dim elements.
  *
- * Schedules (section 4.1 of the paper). Query head h always reads key/value head h/G; weights stay in their
- * order:
+ * Schedules (section 4.1 of the paper), with the first head of each run. Query head h always reads key/value
+ * head h/G; weights stay in their order:
  *
- *     GROUP     C <= Hkv, m divides G  round j, step t: kv head j*C + r,           q heads (j*C + r)*G + t*m ..
- *     WHOLE     m a multiple of G      stage i:         kv heads (i*C + r)*m/G .., q heads (i*C + r)*m ..
- *     SPLIT     C > Hkv                all stages:      kv head r / (C/Hkv),       q heads r*(H/C) + t*m ..
- *     IN_ORDER  the naive order        stage i:         the kv heads it needs,     q heads i*U + r*m ..
- *     UNEVEN    all other numbers      rank r has the q heads r*H/C .. (r+1)*H/C - 1, rounded down; a stage has
- *                                      up to m of them: the rest of a group, or whole groups
+ *     GROUP    C <= Hkv, m divides G  round j, step t: kv head j*C + r,           q heads (j*C + r)*G + t*m
+ *     WHOLE    m a multiple of G      stage i:         kv heads (i*C + r)*m/G,    q heads (i*C + r)*m
+ *     SPLIT    C > Hkv                all stages:      kv head r / (C/Hkv),       q heads r*(H/C) + t*m
+ *     IN_ORDER the naive order        stage i:         the kv heads it needs,     q heads i*U + r*m
+ *     UNEVEN   all other numbers      rank r has the q heads r*H/C .. (r+1)*H/C - 1, rounded down; a stage
+ *                                     has up to m of them: the rest of a group, or whole groups
  *
  * A round is the stages that share K and V; they are sent in its first stage only. In UNEVEN each rank has
  * rounds of its own: a stage sends K and V to those ranks alone that need other heads than before.

@@ -1,5 +1,4 @@
-/* upipe_sent.h -- bytes that a rank sends: in a stage, in a pass, round a ring        layer 3, includes
- *  upipe_plan.h
+/* upipe_sent.h -- bytes that a rank sends: in a stage, in a pass, round a ring        layer 3, includes plan
  *
  *     upipe_plan_sent(&plan, 0)            to the team in a forward; equals what comm->sent_bytes counts
  */

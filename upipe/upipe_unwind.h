@@ -1,5 +1,4 @@
-/* upipe_unwind.h -- the end of a failed pass: informed peers, a drained stream, the pool as before
- *  layer 2
+/* upipe_unwind.h -- the end of a failed pass: informed peers, a drained stream, the pool as before    layer 2
  *
  *     int64_t mark = upipe_mem_mark(ctx->mem);
  *     upipe_status s = my_pass(ctx);                         several calls; any of them may fail

@@ -1,3 +1,3 @@
-/* cpu_table.c -- the unit with the CPU's kernels, which tests and programs link instead of compiling them each */
+/* cpu_table.c -- the unit with the CPU's kernels, which tests and programs link */
 #define UPIPE_CPU_DEFINE
 #include "upipe/cpu/upipe_cpu.h"

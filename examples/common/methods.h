@@ -71,15 +71,16 @@ static const char method_usage[] =
     "  ulysses      DeepSpeed-Ulysses: one all-to-all trades tokens for all heads\n"
     "  upipe        UPipe: the same in stages of a few heads\n"
     "  upipe-naive  UPipe with heads in their order: K and V are sent in every stage\n"
-    "  ring         ring attention: K and V go round, contiguous tokens\n"
-    "  zigzag       the same with two parts of the sequence a rank, one from each end: equal work under a causal mask\n"
+    "  ring         ring attention: K and V are sent round, contiguous tokens\n"
+    "  zigzag       the same with two parts of the sequence a rank, one from each end: equal work\n"
+    "               under a causal mask\n"
     "  stripe       the same with every N-th token\n"
     "  double-ring  zigzag, with inner rings of --inner ranks\n"
-    "  allgather    zigzag, K and V of one key/value head after the other gathered from all ranks\n"
+    "  allgather    zigzag, K and V gathered from all ranks, one key/value head at a time\n"
     "  usp          ulysses over teams, zigzag rings of --ring ranks, one of each team\n"
     "  upipe-ring   upipe over such teams\n"
-    "  fpdt         FPDT: ulysses in segments of the sequence, which wait in the host's memory\n"
-    "  upipe-fpdt   upipe in segments: what lives on the device is a stage of a segment\n";
+    "  fpdt         FPDT: ulysses in segments of the sequence, offloaded to the host's memory\n"
+    "  upipe-fpdt   upipe in segments: the device holds one stage of a segment\n";
 
 /* The method of this name, or METHODS. */
 static inline int method_find(const char *name)

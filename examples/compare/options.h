@@ -47,20 +47,21 @@ static const double rope_theta = 10000;
 static const char usage_text[] =
     "usage: compare [flags]\n"
     "\n"
-    "Runs one attention block, forward and backward, over the tokens (bytes) of a text, with methods of context\n"
-    "parallelism, on ranks that are threads of this process; prints what each holds, sends and computes.\n"
+    "Runs one attention block, forward and backward, over the tokens (bytes) of a text, with methods of\n"
+    "context parallelism, on ranks that are threads of this process. Prints what each holds, sends and\n"
+    "computes.\n"
     "\n"
     "  --method NAME      one of the methods below; repeatable (ulysses and upipe)\n"
     "  --ranks N          all ranks, which share the sequence (4)\n"
-    "  --ring R           of them, ranks of a ring of usp and upipe-ring: ranks / R of them trade heads (2)\n"
-    "  --ring-mode MODE   how K and V go round the ring of upipe-ring: p2p, all-gather, or auto, what holds less (auto)\n"
+    "  --ring R           of them, ranks of a ring of usp and upipe-ring: teams of ranks / R (2)\n"
+    "  --ring-mode MODE   of upipe-ring: p2p, all-gather, or auto, the one that holds less memory (auto)\n"
     "  --inner N          ranks of an inner ring of double-ring (2)\n"
     "  --segments N       parts of the sequence of fpdt and upipe-fpdt (4)\n"
-    "  --overlap          stages of upipe and upipe-naive overlap: while one attends, the next is projected and\n"
-    "                     sent through the all-to-all on a side stream, into buffers of its own; of fpdt and upipe-fpdt the\n"
+    "  --overlap          upipe, upipe-naive: projections and all-to-alls of the next stage overlap\n"
+    "                     attention, on a side stream and into buffers of their own; fpdt, upipe-fpdt:\n"
     "                     copies between host and device overlap attention\n"
-    "  --layers N         of the model: a rank keeps the inputs of the other N - 1, as a backward needs them (1)\n"
-    "  --offload          layers' inputs wait in the host's memory, as they do in fpdt and upipe-fpdt anyway\n"
+    "  --layers N         of the model: a rank keeps the inputs of the other N - 1 for a backward (1)\n"
+    "  --offload          layers' inputs are offloaded to the host, as always in fpdt and upipe-fpdt\n"
     "  --heads N          query heads (16)\n"
     "  --kv-heads N       key/value heads (as many as query heads)\n"
     "  --head-dim N       elements of a head: 32 to 256 in steps of 8 (64)\n"
@@ -68,24 +69,24 @@ static const char usage_text[] =
     "  --model-dim N      elements of a token (heads * head-dim)\n"
     "  --tokens N         tokens of a sequence, over all ranks (2048)\n"
     "  --batch N          sequences (1)\n"
-    "  --chunk N          query heads of a stage of the methods with upipe in their names, over the ranks that trade\n"
-    "                     heads (as many as these ranks)\n"
+    "  --chunk N          query heads of a stage over all ranks of a team, for the methods with upipe in\n"
+    "                     their names (as many as these ranks)\n"
     "  --dtype TYPE       storage of activations and weights: f32, bf16 or f16 (f32)\n"
     "  --device NAME      where the ranks compute: cpu, or cuda, a GPU that all of them share (cpu)\n"
     "  --full             every token sees all; otherwise causal\n"
-    "  --window N         a token sees no position further back than the N ones that end with its own\n"
-    "  --cu-seqlens LIST        packed sequences (cu_seqlens): their lengths, as 100,28,..., together batch * tokens; or one number:\n"
-    "                     so many packed sequences of random lengths. A token sees its own packed sequence alone\n"
+    "  --window N         a token at position p sees no position below p - N + 1\n"
+    "  --cu-seqlens LIST  packed sequences: their lengths, as 100,28,..., together batch * tokens; or one\n"
+    "                     number: so many packed sequences of random lengths. A token sees its own one alone\n"
     "  --softcap X        scores become X * tanh(score / X)\n"
     "  --sinks            one more score a head, random, whose value is 0\n"
     "  --rope             rotary position embedding, rotate-half, theta 10000\n"
-    "  --seed N           of the embedding table, the weights, the gradient of the result and all that is random (1)\n"
+    "  --seed N           of all that is random: embedding table, weights, gradient of the result (1)\n"
     "  --data FILE        the text, at least batch * tokens bytes (the book in examples/data)\n"
-    "  --check WHEN       compare with a reference in double precision: on, off, or auto, up to 2048 tokens (auto)\n"
+    "  --check WHEN       compare with a reference in f64: on, off, or auto, up to 2048 tokens (auto)\n"
     "  --json FILE        write the numbers\n"
-    "  --trace DIR        write what the pools did: DIR/METHOD.json, for Perfetto or chrome://tracing\n"
-    "  --dump DIR         write inputs and results as NumPy files: DIR/METHOD/x.npy wq wk wv out dout dx dwq dwk dwv,\n"
-    "                     and with --sinks sinks dsinks\n"
+    "  --trace DIR        write the pools' traces: DIR/METHOD.json, for Perfetto or chrome://tracing\n"
+    "  --dump DIR         write inputs and results as NumPy files: DIR/METHOD/x.npy wq wk wv out dout dx\n"
+    "                     dwq dwk dwv, and with --sinks sinks dsinks\n"
     "  --deadline SECONDS how long a rank waits for another one before it aborts (600)\n"
     "  --progress         say on stderr what is being done, terminal or not\n"
     "  --help, --version\n";
@@ -280,8 +281,8 @@ static int options_ascending(const void *a, const void *b)
     return (one > other) - (one < other);
 }
 
-/* The packed sequences' borders: from lengths with commas between them, or of a number of random packed sequences, which
- * may be empty. Tokens beyond 63 bits are left to the plan to refuse. */
+/* The packed sequences' borders: from lengths with commas between them, or of a number of random packed
+ * sequences, which may be empty. Tokens beyond 63 bits are left to the plan to refuse. */
 static int options_cu_seqlens(options *o)
 {
     const char *text = o->cu_seqlens_text, *comma;

@@ -7,8 +7,8 @@
  *     q = rope(x wq^T)  k = rope(x wk^T)  v = x wv^T     out = attention(q, k, v), scale 1/sqrt(d)
  *     dx, dwq, dwk, dwv, dsinks from dout by the chain rule
  *
- * x [R][D], R = batch * tokens; wq, wk [heads * d][D], wv [heads * v_dim][D]; out, dout [R][H * v_dim]. What a
- * token sees is asked for each pair of positions (oracle_sees). Loops run over contiguous rows, so that a
+ * x [R][D], R = batch * tokens; wq, wk [heads * d][D], wv [heads * v_dim][D]; out, dout [R][H * v_dim]. What
+ * a token sees is asked for each pair of positions (oracle_sees). Loops run over contiguous rows, so that a
  * compiler can vectorise them without reordering a sum; threads split work that shares no results.
  */
 #ifndef COMPARE_ORACLE_H

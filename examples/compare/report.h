@@ -21,8 +21,8 @@ static double report_unit(const options *o)
            o->ranks;
 }
 
-/* A cell of the paper's tables. NaN for what is not in them: other methods, and UPipe that keeps the inputs of
- * layers on the device. */
+/* A cell of the paper's tables. NaN for what is not in them: other methods, and UPipe that keeps the inputs
+ * of layers on the device. */
 static double report_paper(const method *m, int phase)
 {
     const upipe_plan *p = method_plan_of(m);

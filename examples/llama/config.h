@@ -8,8 +8,8 @@
  *     const llama_tensor *q = llama_find(&layout, LLAMA_WQ, 3);       layer 3's q_proj: weights + q->at
  *
  * The tensors lie in two groups, each one flat array: weights (matrices, of the storage type; embed, then wq
- * wk wv wo gate up down of every layer, then the head unless it is the embedding) and norm weights (f32; norm1,
- * q_norm and k_norm if the model has them, norm2 of every layer, then the last norm).
+ * wk wv wo gate up down of every layer, then the head unless it is the embedding) and norm weights (f32;
+ * norm1, q_norm and k_norm if the model has them, norm2 of every layer, then the last norm).
  *
  * Read are LlamaForCausalLM, MistralForCausalLM, and Qwen3ForCausalLM without a window. Keys that do not
  * change the computation are passed over; those that do, and are not built here, are refused. Functions

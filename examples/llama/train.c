@@ -1,4 +1,4 @@
-/* train.c -- trains a Llama on the bytes of a text, with any method of context parallelism that method.h names
+/* train.c -- trains a Llama on the bytes of a text, with any method of context parallelism in methods.h
  *
  *     train --method upipe --ranks 4 --tokens 4096 --steps 100 --json out.json
  *

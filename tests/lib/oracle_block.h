@@ -2,9 +2,9 @@
  *                   yardstick
  *
  * Natural layouts, no ranks, no stages: x [batch][S][D], wq [H*d][D], wk [Hkv*d][D], wv [Hkv*v_dim][D], wo
- * [D][H*v_dim], o and dout [batch][S][H*v_dim], lse [batch][S][H], norm weights [d], sinks [H]. Every sequence is attended
- * alone; packed sequences lie over the whole batch. The naive run rounds to the storage type what a plain
- * implementation would store: Q, K, V after each step, o, dO, dQ, dK, dV, y, dx.
+ * [D][H*v_dim], o and dout [batch][S][H*v_dim], lse [batch][S][H], norm weights [d], sinks [H]. Every
+ * sequence is attended alone; packed sequences lie over the whole batch. The naive run rounds to the storage
+ * type what a plain implementation would store: Q, K, V after each step, o, dO, dQ, dK, dV, y, dx.
  *
  *     block_inputs(&shape, seed, &in);                  values that the storage type holds
  *     f64_block_run(&shape, &in64, &want);              in64: the same values, f64_block_widen
@@ -28,8 +28,8 @@ typedef struct block_shape {
     int naive;                  /* naive runs alone: how sums run (oracle.h) */
     upipe_dtype dtype;
     double scale, theta, eps;
-    /* masks: 0 = without; cu_seqlens_n + 1 positions in the batch, of which position p of sequence b is b * tokens
-     * + p */
+    /* masks: 0 = without; cu_seqlens_n + 1 positions in the batch, of which position p of sequence b is b *
+     * tokens + p */
     int64_t window, cu_seqlens_n;
     const int64_t *cu_seqlens;
     double softcap;

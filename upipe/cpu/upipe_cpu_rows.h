@@ -1,5 +1,4 @@
-/* upipe_cpu_rows.h -- copies, casts, and all that works row by row       backend cpu, includes cpu_walk,
- *  check
+/* upipe_cpu_rows.h -- copies, casts, and all that works row by row      backend cpu, includes cpu_walk, check
  *
  * Fills the table's copy, zero, cast, rope, rmsnorm, rmsnorm_bwd, rowdot and sum. Links with the math
  * library.

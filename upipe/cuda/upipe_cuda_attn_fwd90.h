@@ -1,5 +1,5 @@
-/* upipe_cuda_attn_fwd90.h -- attention forward with what Hopper added     backend cuda, includes
- *  cuda_attn_tile, hopper
+/* upipe_cuda_attn_fwd90.h -- attention forward with what Hopper added
+ *                                                         backend cuda, includes cuda_attn_tile, hopper
  *
  * The same contract, numbers and masks as upipe_cuda_attn_fwd.h, for compute capability 9.0. One block a
  * processor stays for the whole call and takes blocks of queries from a list, the longest rows first. Of its

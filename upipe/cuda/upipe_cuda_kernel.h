@@ -1,5 +1,5 @@
-/* upipe_cuda_kernel.h -- the seams of every kernel: launch, shared memory, copies, tensor cores   backend
- *  cuda
+/* upipe_cuda_kernel.h -- the seams of every kernel: launch, shared memory, copies, tensor cores
+ *                                                                                          backend cuda
  *
  * Kernels are written against these few names and the CUDA built-ins __syncthreads, __syncwarp,
  * __shfl_xor_sync, __shfl_sync, threadIdx, blockIdx, blockDim, gridDim, atomicAdd, __threadfence. So the same

@@ -1,5 +1,5 @@
-/* upipe_cuda_rows.h -- copies, casts, and all that works row by row        backend cuda, includes
- *  cuda_kernel, check
+/* upipe_cuda_rows.h -- copies, casts, and all that works row by row
+ *                                                             backend cuda, includes cuda_kernel, check
  *
  * Fills the table's sync, copy, zero, cast, rope, rmsnorm, rmsnorm_bwd, rowdot, sum and add.
  *

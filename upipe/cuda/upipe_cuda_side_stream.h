@@ -1,5 +1,5 @@
-/* upipe_cuda_side_stream.h -- a side stream on a device: a second CUDA stream        backend cuda, includes
- *  side_stream
+/* upipe_cuda_side_stream.h -- a side stream on a device: a second CUDA stream
+ *                                                                    backend cuda, includes side_stream
  *
  *     upipe_cuda_side_stream state;
  *     upipe_side_stream side;

@@ -1,7 +1,5 @@
-/* offload.h -- one pass over segments: copies between host and device, and the attention of one segment with
- *  streamed
- *              ones
- *                                                                               part of upipe_fpdt.h
+/* offload.h -- one pass over segments: copies between host and device, and attention with streamed segments
+ *                                                                                  part of upipe_fpdt.h
  */
 #ifndef UPIPE_FPDT_H
 #include "../upipe_fpdt.h"

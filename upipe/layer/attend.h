@@ -1,5 +1,6 @@
-/* attend.h -- the attention of a stage, or of several that share a pass round the ring     part of
- *  upipe_layer.h */
+/* attend.h -- the attention of a stage, or of several that share a pass round the ring
+ *                                                                                 part of upipe_layer.h
+ */
 #ifndef UPIPE_LAYER_H
 #include "../upipe_layer.h"
 #elif !defined(UPIPE_LAYER_ATTEND_H)

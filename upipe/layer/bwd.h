@@ -1,5 +1,6 @@
-/* bwd.h -- load, attend, store of a backward stage; Q, K, V are recomputed and sent again  part of
- *  upipe_layer.h */
+/* bwd.h -- load, attend, store of a backward stage; Q, K, V are recomputed and sent again
+ *                                                                                 part of upipe_layer.h
+ */
 #ifndef UPIPE_LAYER_H
 #include "../upipe_layer.h"
 #elif !defined(UPIPE_LAYER_BWD_H)

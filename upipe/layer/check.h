@@ -1,5 +1,5 @@
 /* check.h -- what a pass checks before it sends: this rank's arguments, and agreement of all ranks
- *                                                                               part of upipe_layer.h
+ *                                                                                 part of upipe_layer.h
  */
 #ifndef UPIPE_LAYER_H
 #include "../upipe_layer.h"

@@ -1,5 +1,4 @@
-/* project.h -- from x to a stage's send buffer, and back: products, QK norm, RoPE        part of
- *  upipe_layer.h */
+/* project.h -- from x to a stage's send buffer, and back: products, QK norm, RoPE    part of upipe_layer.h */
 #ifndef UPIPE_LAYER_H
 #include "../upipe_layer.h"
 #elif !defined(UPIPE_LAYER_PROJECT_H)

@@ -1,5 +1,5 @@
 /* scratch.h -- scratch of the block: one size for all of its products, one for each attention kernel
- *                                                                               part of upipe_layer.h
+ *                                                                                 part of upipe_layer.h
  */
 #ifndef UPIPE_LAYER_H
 #include "../upipe_layer.h"

@@ -1,4 +1,4 @@
-/* upipe_net_peer.h -- a team whose copy engines write into each other's memory  backend, includes peer_memory
+/* upipe_net_peer.h -- a team whose copy engines write into each other's memory   backend, includes team, comm
  *
  *     upipe_peer_desc d = {0};
  *     d.buf = buf;                                     upipe_peer_bytes(ranks) zeros that all ranks see

@@ -1,4 +1,4 @@
-/* upipe_net_peer_memory.h -- the memory that ranks of upipe_net_peer.h share        backend, includes team
+/* upipe_net_peer_memory.h -- the memory that ranks of upipe_net_peer.h share    backend, includes team, comm
  *
  * The buffer is memory that all ranks see, each perhaps at another address: it holds offsets, handles and
  * numbers. A rank writes its own slot and publishes it; others read the slot once `posted` has reached the

@@ -1,5 +1,6 @@
-/* p2p.h -- the P2P ring: K and V are sent round, their gradients follow one step behind     part of
- *  upipe_ring.h */
+/* p2p.h -- the P2P ring: K and V are sent round, their gradients follow one step behind
+ *                                                                                  part of upipe_ring.h
+ */
 #ifndef UPIPE_RING_H
 #include "../upipe_ring.h"
 #elif !defined(UPIPE_RING_P2P_H)
