@@ -453,6 +453,8 @@ def main():
     parser.add_argument('--only', nargs='+', default=[])
     parser.add_argument('--list', action='store_true')
     options = parser.parse_args()
+    # the children have groups of their own, which end with this one
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     return Session(options).main(options.list)
 
 
