@@ -261,7 +261,8 @@ static inline upipe_status device_resident(int kind, void **out, size_t bytes, v
     if (kind == DEVICE_CUDA) {
         UPIPE_TRY(upipe_cuda_slab(out, bytes, e));
         if (bytes > 0 && from == NULL) UPIPE_CUDA_TRY(e, cudaMemset(*out, 0, bytes));
-        if (bytes > 0 && from != NULL) UPIPE_CUDA_TRY(e, cudaMemcpy(*out, from, bytes, cudaMemcpyHostToDevice));
+        if (bytes > 0 && from != NULL)
+            UPIPE_CUDA_TRY(e, cudaMemcpy(*out, from, bytes, cudaMemcpyHostToDevice));
         UPIPE_CUDA_TRY(e, cudaDeviceSynchronize()); /* the ranks' streams do not wait for these calls */
         return UPIPE_OK;
     }
