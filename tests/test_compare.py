@@ -552,7 +552,7 @@ def test_refusals(folder):
         ([*named(SEGMENTED), '--offload'], ['--offload', 'nothing new']),
         (['--layers', '0'], ['--layers', "'0'"]),
         (['--layers', '5000'], ['--layers', "'5000'"]),
-        (['--method', 'upipe-ring', '--ring-mode', 'round'], ['shift or gather', 'round']),
+        (['--method', 'upipe-ring', '--ring-mode', 'round'], ['p2p or all-gather', 'round']),
         (['--method', 'usp', '--ring', '3'], ['--ranks 4', 'rings of 3']),
         (['--window', '0'], ['--window', "'0'"]),
         (['--softcap', '-1'], ['--softcap', '-1']),
