@@ -1,4 +1,4 @@
-/* upipe_dry.h -- what will a run need? The real code over a pool and a team that only count        layer 10
+/* upipe_dry.h -- what will a run need? The real code over a pool and a team that only count        layer 8
  *
  *     upipe_dry *dry = malloc(sizeof *dry);              about 440 KB: too much for some stacks
  *     if (upipe_dry_init(dry, &plan, &ops)) ...             then any code may run with &dry->ctx
