@@ -356,7 +356,7 @@ static int run(compare *c)
     if (c->o.overlap && !overlaps)
         return cli_fail("--overlap would have no effect: no method here has more than one stage or segment");
     /* A dry run loops over every tile of tokens: check their number first. */
-    if (inputs_check(&c->o) != 0 || check_memory(c) != 0) return -1;
+    if (inputs_check(&c->o) != 0 || check_memory(c, "at least ") != 0) return -1;
     progress(c, "the slabs, by dry runs", "");
     for (i = 0; i < c->o.methods_n; ++i)
         if (method_dry(&c->methods[i]) != 0) return -1;
