@@ -148,7 +148,7 @@ class Job:
 class Runner:
     def __init__(self, mode, began):
         self.mode, self.began = mode, began
-        self.jobs, self.running, self.children = [], [], set()
+        self.running, self.over, self.children = [], [], set()
         self.lock = threading.Condition()
         self.last = time.time()
         self.times = {}
@@ -195,6 +195,7 @@ class Runner:
             job.status, job.said, job.cpu = result
             job.seconds = time.time() - job.began
             self.running.remove(job)
+            self.over.append(job)
             self.lock.notify()
 
     def ready(self, job):
@@ -211,7 +212,7 @@ class Runner:
         """Runs jobs, and those that `ended` adds for one that has ended."""
         waiting = list(jobs)
         done, total = 0, len(waiting)
-        while waiting or self.running:
+        while waiting or self.running or self.over:
             with self.lock:
                 total -= self.drop_hopeless(waiting)
                 choice = sorted((job for job in waiting if self.ready(job)), key=lambda job: (job.alone, -job.guess))
@@ -224,9 +225,9 @@ class Runner:
                     self.running.append(job)
                     job.began = time.time()
                     threading.Thread(target=self.work, args=(job,), daemon=True).start()
-                before = list(self.running)
-                self.lock.wait(0.5)
-                finished = [job for job in before if job not in self.running]
+                if not self.over:
+                    self.lock.wait(0.5)
+                finished, self.over = self.over, []
             for job in finished:
                 done += 1
                 more = ended(job)

@@ -330,7 +330,7 @@ static upipe_status team_rank(void *user, int rank)
         c->team = &t->nccl[rank].comm;
         DEVICE_CHECK(cudaStreamBeginCapture(me->d.stream, cudaStreamCaptureModeThreadLocal));
         CHECK_STATUS(pass(c, me), UPIPE_ERR_UNSUPPORTED, c->err);
-        CHECK_TEXT(c->err.text, "a gather waits for the stream, which is captured into a graph");
+        CHECK_TEXT(c->err.text, "an all-gather waits for the stream, which is captured into a graph");
     }
     if (t->how != OVER_NCCL) {
         cudaGraph_t graph = NULL;
