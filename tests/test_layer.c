@@ -233,16 +233,16 @@ static void test_out_of_memory(int h, int hkv, int ranks, int ring, int naive, u
                 s = run_block(&t, &in, &r);
                 for (rank = 0; s != UPIPE_OK && rank < all; ++rank) {
                     CHECK_SAY(r.statuses[rank] == (rank == victim ? UPIPE_ERR_MEMORY : UPIPE_ERR_ABORTED),
-                              "at_alloc %ld fails on rank %d: rank %d gets %s (%s)", at, victim, rank,
+                              "allocation %ld fails on rank %d: rank %d gets %s (%s)", at, victim, rank,
                               upipe_status_name(r.statuses[rank]), r.errors[rank].text);
                     if (rank == victim)
                         CHECK_TEXT(r.errors[rank].text, "guard refused");
-                    else /* where the host's own at_alloc failed, the team learns of it without the sentence;
+                    else /* where the host's own allocation failed, the team learns of it without the sentence;
                             the world perhaps from a rank that learnt of it in its ring */
                         CHECK_SAY(strstr(r.errors[rank].text, "guard refused") != NULL ||
                                       strstr(r.errors[rank].text, "failed: out of memory") != NULL ||
                                       (ring > 1 && strstr(r.errors[rank].text, "failed: aborted") != NULL),
-                                  "at_alloc %ld fails on rank %d: rank %d says '%s'", at, victim, rank,
+                                  "allocation %ld fails on rank %d: rank %d says '%s'", at, victim, rank,
                                   r.errors[rank].text);
                 }
                 run_free(&r);

@@ -219,31 +219,31 @@ static void test_schedules(void)
 static void walk_ring(const upipe_plan_desc *desc)
 {
     upipe_plan_desc d = *desc;
-    int inner = d.ring_inner > 1 ? d.ring_inner : d.ring, outer = d.ring / inner, tokens_grad, o, i, r;
+    int inner = d.ring_inner > 1 ? d.ring_inner : d.ring, outer = d.ring / inner, grads, o, i, r;
     int64_t tokens[2][16];
     upipe_plan p;
     memset(tokens, 0, sizeof tokens);
-    for (tokens_grad = 0; tokens_grad < 2; ++tokens_grad) {
+    for (grads = 0; grads < 2; ++grads) {
         int holds[16], from[16], next[16];
         for (r = 0; r < d.ring; ++r) from[r] = r;
         for (o = 0; o < outer; ++o) {
             memcpy(holds, from, sizeof holds);
-            for (i = 0; i < inner - !tokens_grad && inner > 1; ++i) {
+            for (i = 0; i < inner - !grads && inner > 1; ++i) {
                 for (r = 0; r < d.ring; ++r) {
-                    tokens[tokens_grad][r] += upipe_shard_ring(d.layout, d.tokens, d.ring, holds[r]).n;
+                    tokens[grads][r] += upipe_shard_ring(d.layout, d.tokens, d.ring, holds[r]).n;
                     next[r / inner * inner + (r + 1) % inner] = holds[r];
                 }
                 memcpy(holds, next, sizeof holds);
             }
-            for (r = 0; tokens_grad && r < d.ring; ++r) CHECK_INT(holds[r], from[r]);
-            if (outer == 1 || (o + 1 == outer && !tokens_grad)) continue;
+            for (r = 0; grads && r < d.ring; ++r) CHECK_INT(holds[r], from[r]);
+            if (outer == 1 || (o + 1 == outer && !grads)) continue;
             for (r = 0; r < d.ring; ++r) {
-                tokens[tokens_grad][r] += upipe_shard_ring(d.layout, d.tokens, d.ring, from[r]).n;
+                tokens[grads][r] += upipe_shard_ring(d.layout, d.tokens, d.ring, from[r]).n;
                 next[(r + inner) % d.ring] = from[r];
             }
             memcpy(from, next, sizeof from);
         }
-        for (r = 0; tokens_grad && r < d.ring; ++r) CHECK_INT(from[r], r);
+        for (r = 0; grads && r < d.ring; ++r) CHECK_INT(from[r], r);
     }
     for (r = 0; r < d.ring; ++r) {
         int64_t heads = 0, both = d.head_dim + d.v_dim, first, second;

@@ -275,11 +275,11 @@ static void test_out_of_memory(int h, int hkv, int naive)
             s = run_block(&t, &in, &r);
             for (rank = 0; s != UPIPE_OK && rank < 2; ++rank) {
                 CHECK_SAY(r.statuses[rank] == (rank == victim ? UPIPE_ERR_MEMORY : UPIPE_ERR_ABORTED),
-                          "at_alloc %ld fails on rank %d: rank %d gets %s (%s)", at, victim, rank,
+                          "allocation %ld fails on rank %d: rank %d gets %s (%s)", at, victim, rank,
                           upipe_status_name(r.statuses[rank]), r.errors[rank].text);
                 CHECK_SAY(strstr(r.errors[rank].text, "guard refused") != NULL ||
                               strstr(r.errors[rank].text, "failed: out of memory") != NULL,
-                          "at_alloc %ld fails on rank %d: rank %d says '%s'", at, victim, rank,
+                          "allocation %ld fails on rank %d: rank %d says '%s'", at, victim, rank,
                           r.errors[rank].text);
             }
             run_free(&r);

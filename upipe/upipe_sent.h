@@ -51,22 +51,22 @@ UPIPE_API int64_t upipe_plan_sent(const upipe_plan *p, int backward)
 
 /* Tokens whose K and V (or gradients) this rank sends in one pass round its ring. In a P2P ring it forwards
  * those of other ranks; in an all-gather it sends its own to each of the others. */
-UPIPE_API int64_t upi_plan_ring_tokens(const upipe_plan *p, int tokens_grad)
+UPIPE_API int64_t upi_plan_ring_tokens(const upipe_plan *p, int grads)
 {
     const upipe_plan_desc *d = &p->desc;
     int inner = d->ring_inner > 1 ? d->ring_inner : d->ring, outer = d->ring / inner,
         node = d->ring_rank / inner;
     int place = d->ring_rank % inner, i, o;
     int64_t sum = 0;
-    if (d->ring_mode == UPIPE_RING_ALL_GATHER && !tokens_grad) return p->seq * (d->ring - 1);
+    if (d->ring_mode == UPIPE_RING_ALL_GATHER && !grads) return p->seq * (d->ring - 1);
     if (d->ring_mode == UPIPE_RING_ALL_GATHER) return d->tokens - p->seq;
     for (o = 0; o < outer; ++o) {
         int from = (node - o + outer) % outer * inner;
         /* step i sends the block that came from i ranks back; a gradient needs one step more to reach its own
          * rank */
-        for (i = 0; i < (tokens_grad && inner > 1 ? inner : inner - 1); ++i)
+        for (i = 0; i < (grads && inner > 1 ? inner : inner - 1); ++i)
             sum += upipe_shard_ring(d->layout, d->tokens, d->ring, from + (place - i + inner) % inner).n;
-        if (outer > 1 && (o + 1 < outer || tokens_grad))
+        if (outer > 1 && (o + 1 < outer || grads))
             sum += upipe_shard_ring(d->layout, d->tokens, d->ring, from + place).n;
     }
     return sum;
