@@ -202,7 +202,7 @@ static upipe_status fail_guard(void *user, size_t bytes, const char *tag)
     return f->at_alloc == f->at || (f->sticky && f->at_alloc > f->at) ? UPIPE_ERR_MEMORY : UPIPE_OK;
 }
 
-/* Out of memory at every at_alloc, on each rank in turn, once and for good: every rank returns, with a
+/* Out of memory at every allocation, on each rank in turn, once and for good: every rank returns, with a
  * reason. Over a ring those of other teams learn of it too. */
 static void test_out_of_memory(int h, int hkv, int ranks, int ring, int naive, upipe_dtype dtype)
 {

@@ -252,7 +252,7 @@ static upipe_status fail_guard(void *user, size_t bytes, const char *tag)
     return f != NULL && ++f->at_alloc == f->at ? UPIPE_ERR_MEMORY : UPIPE_OK;
 }
 
-/* Out of memory at every at_alloc, most of them on the side stream: every rank returns, with the reason. */
+/* Out of memory at every allocation, most of them on the side stream: every rank returns, with the reason. */
 static void test_out_of_memory(int h, int hkv, int naive)
 {
     run_case t = make_case(h, hkv, 2, 2, UPIPE_BF16);
