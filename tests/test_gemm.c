@@ -1,5 +1,5 @@
-/* test_gemm.c -- the CPU matrix product: against f64, one chain of fused multiply-adds bit by bit, and
- * bitwise over every way to split a product into several calls, and over threads
+/* test_gemm.c -- the CPU matrix product: against f64, its sums of fused multiply-adds bit by bit, and bitwise
+ * over every way to split a product into several calls between sums, and over threads
  *
  * Built with UPIPE_WITH_CBLAS it also checks the BLAS entry, to the same bound, not
  * bitwise.
@@ -113,6 +113,12 @@ static void run(gemm_entry gemm, const upipe_ops *ops, upipe_view out, upipe_vie
     free(work);
 }
 
+/* Terms of a sum of the built-in product. */
+static int64_t sum_depth(int flags)
+{
+    return flags & UPIPE_GEMM_TRANS_A ? UPIPE_SUM_ROWS : UPI_GEMM_DEPTH;
+}
+
 /* The product again as calls on parts, into a fresh copy of the old c: all bytes must equal the whole
  * call's. */
 static void check_split(const gemm_product *p, upipe_view before, const char *how, int64_t row, int64_t col,
@@ -171,7 +177,25 @@ static void check_threads(const gemm_product *p, upipe_view before)
     free(out.data);
 }
 
-/* shared: bit 0 = a has one matrix for all heads, bit 1 = b has. */
+/* The sum of matrices again as one call a matrix. */
+static void check_added(const gemm_product *p, upipe_view before)
+{
+    size_t bytes = view_bytes(p->out);
+    upipe_view out = p->out;
+    int j;
+    out.data = copy_of(before.data, bytes);
+    for (j = 0; j < gemm_added(p); ++j)
+        run(upi_cpu_gemm, &alone, out, one_head(p->a, j), one_head(p->b, j),
+            p->flags | (j > 0 ? UPIPE_GEMM_ACCUMULATE : 0));
+    CHECK_SAY(memcmp(out.data, p->out.data, bytes) == 0,
+              "%d products added up, %lld x %d x %lld, flags %d: bits differ", gemm_added(p),
+              (long long)p->out.n, p->out.d, (long long)p->depth, p->flags);
+    free(out.data);
+}
+
+/* shared: bit 0 = a has one matrix for all heads, bit 1 = b has; ADDED: the products are added up. */
+enum { ADDED = 4 };
+
 static void check_product(test_rng *r, int64_t rows, int cols, int64_t depth, int heads, int shared,
                           int flags, upipe_dtype type_a, upipe_dtype type_b, upipe_dtype type_out, int splits)
 {
@@ -187,11 +211,12 @@ static void check_product(test_rng *r, int64_t rows, int cols, int64_t depth, in
                  test_below(r, 4));
     p.b = matrix(r, type_b, trans_b ? cols : depth, b_heads, trans_b ? (int)depth : cols, test_below(r, 2),
                  test_below(r, 4));
-    p.out = matrix(r, type_out, rows, heads, cols, test_below(r, 2), test_below(r, 4));
+    p.out = matrix(r, type_out, rows, shared & ADDED ? 1 : heads, cols, test_below(r, 2), test_below(r, 4));
+    p.sum_depth = sum_depth(flags);
     if (!(flags & UPIPE_GEMM_ACCUMULATE)) { /* an old NaN must not survive */
         int64_t i;
         int j;
-        for (j = 0; j < heads; ++j)
+        for (j = 0; j < p.out.h; ++j)
             for (i = 0; i < rows; ++i)
                 memset(upipe_view_at(p.out, i, j), 0xff, (size_t)cols * upipe_dtype_bytes(type_out));
     }
@@ -208,18 +233,19 @@ static void check_product(test_rng *r, int64_t rows, int cols, int64_t depth, in
     if (CHAIN_KNOWN)
         CHECK_SAY(
             memcmp(want.data, p.out.data, bytes) == 0,
-            "%lld x %d x %lld, %d heads, shared %d, flags %d, %s x %s -> %s: not the chain, or a gap written",
+            "%lld x %d x %lld, %d heads, shared %d, flags %d, %s x %s -> %s: not these sums, or a gap written",
             (long long)rows, cols, (long long)depth, heads, shared, flags, upipe_dtype_name(type_a),
             upipe_dtype_name(type_b), upipe_dtype_name(type_out));
     CHECK_BYTES(p.a.data, a_before, view_bytes(p.a));
     CHECK_BYTES(p.b.data, b_before, view_bytes(p.b));
     if (splits) {
         int64_t row = test_below(r, (int)rows + 1), col = test_below(r, cols + 1),
-                k = test_below(r, (int)depth + 1);
+                k = test_below(r, (int)(depth / p.sum_depth) + 1) * p.sum_depth;
         check_split(&p, before, "rows", row, 0, 0, 0);
         check_split(&p, before, "columns", 0, col, 0, 0);
-        if (heads > 1) check_split(&p, before, "heads", 0, 0, 0, 1);
-        if (type_out == UPIPE_F32) {
+        if (p.out.h > 1) check_split(&p, before, "heads", 0, 0, 0, 1);
+        if (shared == ADDED && type_out == UPIPE_F32) check_added(&p, before);
+        if (shared != ADDED && type_out == UPIPE_F32) {
             check_split(&p, before, "depth", 0, 0, k, 0);
             check_split(&p, before, "all", row, col, k, 1);
         }
@@ -275,6 +301,10 @@ static void check_blocks(test_rng *r)
     check_product(r, 9, 64, past, 5, 1, UPIPE_GEMM_TRANS_B, UPIPE_F32, UPIPE_F32, UPIPE_F32, 1);
     check_product(r, 40, 30, past, 3, 2, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE, UPIPE_F32, UPIPE_F32,
                   UPIPE_F32, 1);
+    check_product(r, 13, 33, past, 2, ADDED, UPIPE_GEMM_TRANS_B, UPIPE_F32, UPIPE_F32, UPIPE_F32, 1);
+    check_product(r, 13, 33, 96, 7, ADDED, UPIPE_GEMM_TRANS_B, UPIPE_F32, UPIPE_BF16, UPIPE_BF16, 1);
+    check_product(r, 13, 33, UPIPE_SUM_ROWS + 1, 3, ADDED, UPIPE_GEMM_TRANS_A, UPIPE_F32, UPIPE_F32,
+                  UPIPE_F32, 1);
 }
 
 static void check_random(test_rng *r, long draws)
@@ -289,7 +319,8 @@ static void check_random(test_rng *r, long draws)
         if (kind == 0) rows += 200;
         if (kind == 1) cols += 250;
         if (kind == 2 || kind == 4) depth += UPI_GEMM_DEPTH - 20 + test_below(r, 2) * UPI_GEMM_DEPTH;
-        check_product(r, rows, cols, depth, heads, test_below(r, 4), flags, type_a, type_b, type_out, 1);
+        check_product(r, rows, cols, depth, heads, heads > 1 && kind == 7 ? ADDED : test_below(r, 4), flags,
+                      type_a, type_b, type_out, 1);
     }
 }
 

@@ -410,9 +410,9 @@ static void check_random(uint64_t seed)
     tile_inputs(&t.shape, seed, &in);
     run_tile(&t, &in, &got);
     check_close(&t.shape, &in, &got);
-    /* enough for a row of either direction */
-    row = (size_t)(t.shape.dim * 8 + t.shape.wide * 12);
-    t.tile_bytes = row + (size_t)test_below(&r, 20) * row / 2;
+    /* enough for the least tile of either direction */
+    row = UPIPE_SUM_ROWS * (size_t)(t.shape.dim * 8 + t.shape.wide * 12);
+    t.tile_bytes = row + (size_t)test_below(&r, 20) * row / 8;
     t.gap = test_below(&r, 9);
     t.in_place = test_below(&r, 2);
     run_tile(&t, &in, &other);
@@ -465,8 +465,8 @@ static size_t row_bytes(const tile_shape *s, int backward)
  * all rows. */
 static void test_tiles(void)
 {
-    enum { ROWS = 83 };
-    static const int tiles[] = {1, 2, 3, 7, 64, 82, 83, 1000};
+    enum { ROWS = 151 };
+    static const int tiles[] = {64, 127, 128, 150, 151, 1000};
     size_t i;
     int kind;
     for (kind = 0; kind < 16; ++kind) {
@@ -497,16 +497,16 @@ static void test_tiles(void)
     }
 }
 
-/* The first rows' gradients, then the others' on top of them: the chain of all rows. */
+/* The first rows' gradients, then the others' on top of them: the sums of all rows. */
 static void test_accumulates(void)
 {
-    enum { ROWS = 50, FIRST = 21 };
+    enum { ROWS = 150, FIRST = UPIPE_SUM_ROWS };
     int kind;
     for (kind = 0; kind < 4; ++kind) {
         f32_tile in, part, whole, first, then;
         int32_t *targets;
         tile_case t = full_case(kind & 1, (upipe_dtype)(kind >> 1), ROWS, &in, &targets);
-        t.tile_bytes = 9 * row_bytes(&t.shape, 1);
+        t.tile_bytes = UPIPE_SUM_ROWS * row_bytes(&t.shape, 1);
         run_tile(&t, &in, &whole);
         t.shape.rows = FIRST;
         run_tile(&t, &in, &first);
@@ -536,8 +536,8 @@ static void test_unwanted(void)
     for (kind = 0; kind < 4; ++kind) {
         f32_tile in, all, got;
         int32_t *targets;
-        tile_case t = full_case(kind & 1, (upipe_dtype)(kind >> 1), 33, &in, &targets);
-        t.tile_bytes = 10 * row_bytes(&t.shape, 1);
+        tile_case t = full_case(kind & 1, (upipe_dtype)(kind >> 1), 70, &in, &targets);
+        t.tile_bytes = UPIPE_SUM_ROWS * row_bytes(&t.shape, 1);
         run_tile(&t, &in, &all);
         for (unwanted = 1; unwanted < 32; ++unwanted) {
             int64_t i, touched = 0;
@@ -566,7 +566,7 @@ static void test_scale(void)
     int32_t *targets;
     tile_case t = full_case(1, UPIPE_F32, 70, &in, &targets);
     size_t i;
-    t.tile_bytes = 16 * row_bytes(&t.shape, 1);
+    t.tile_bytes = UPIPE_SUM_ROWS * row_bytes(&t.shape, 1);
     t.scale = 1;
     run_tile(&t, &in, &one);
     for (i = 0; i < sizeof scales / sizeof *scales; ++i) {
@@ -589,53 +589,38 @@ static void test_scale(void)
     free(targets);
 }
 
-/* Rows with negative targets might as well not be there. */
+/* What lies in rows with negative targets does not matter. */
 static void test_ignored(void)
 {
-    enum { ROWS = 90 };
+    enum { ROWS = 200 };
     int kind;
     for (kind = 0; kind < 6; ++kind) {
-        f32_tile in, dense, with, without;
-        int32_t *targets, kept_targets[ROWS];
+        f32_tile in, with, other;
+        int32_t *targets;
         tile_case t = full_case(1, (upipe_dtype)(kind & 1), ROWS, &in, &targets);
         int64_t i, k, kept = 0, dim = t.shape.dim, wrong = 0;
         for (i = 0; i < ROWS; ++i) {
             if (kind >= 4) targets[i] = INT32_MIN;
-            if (kind >= 2 && kind < 4 && i >= 16 && i < 48) targets[i] = -100; /* whole tiles */
+            if (kind >= 2 && kind < 4 && i >= 60 && i < 130) targets[i] = -100; /* a whole tile */
         }
-        t.tile_bytes = 8 * row_bytes(&t.shape, 1);
+        t.tile_bytes = UPIPE_SUM_ROWS * row_bytes(&t.shape, 1);
         run_tile(&t, &in, &with);
-        f32_tile_make(&t.shape, &dense);
+        for (i = 0; i < ROWS; ++i)
+            for (k = 0; k < dim && targets[i] < 0; ++k) in.x[i * dim + k] *= -4;
+        run_tile(&t, &in, &other);
         for (i = 0; i < ROWS; ++i) {
-            if (targets[i] < 0) {
-                for (k = 0; k < dim; ++k) wrong += with.x[i * dim + k] != 0;
-                CHECK(with.loss[i] == 0);
-                continue;
-            }
-            memcpy(dense.x + kept * dim, in.x + i * dim, (size_t)dim * 4);
-            kept_targets[kept++] = targets[i];
+            kept += targets[i] >= 0;
+            wrong += targets[i] < 0 && (with.loss[i] != 0 || other.loss[i] != 0);
+            for (k = 0; k < dim && targets[i] < 0; ++k)
+                wrong += with.x[i * dim + k] != 0 || other.x[i * dim + k] != 0;
         }
         CHECK_INT(wrong, 0);
         CHECK(kind >= 4 ? kept == 0 : kept > 0 && kept < ROWS);
-        memcpy(dense.norm_weight, in.norm_weight, (size_t)dim * 4);
-        memcpy(dense.head, in.head, (size_t)(dim * t.shape.wide) * 4);
-        t.shape.targets = kept_targets;
-        t.shape.rows = kept;
-        if (kept > 0)
-            run_tile(&t, &dense, &without);
-        else
-            f32_tile_make(&t.shape, &without); /* no gradient at all */
-        CHECK_BYTES(with.head, without.head, dim * t.shape.wide * 4);
-        CHECK_BYTES(with.norm_weight, without.norm_weight, dim * 4);
-        for (i = 0, kept = 0; i < ROWS; ++i) {
-            if (targets[i] < 0) continue;
-            CHECK_BYTES(with.x + i * dim, without.x + kept * dim, dim * 4);
-            CHECK(with.loss[i] == without.loss[kept]);
-            ++kept;
-        }
+        check_same(&t.shape, &with, &other, 0, "other values in ignored rows");
+        for (k = 0; k < dim * t.shape.wide && kept == 0; ++k) wrong += with.head[k] != 0;
+        CHECK_INT(wrong, 0);
         f32_tile_free(&with);
-        f32_tile_free(&without);
-        f32_tile_free(&dense);
+        f32_tile_free(&other);
         f32_tile_free(&in);
         free(targets);
     }
@@ -669,13 +654,15 @@ static int64_t traced_rows(const tile_case *t, tile_args *a, int backward, size_
     return (int64_t)rows;
 }
 
-static int64_t least(int64_t a, int64_t b)
+/* Rows of a tile of which so many would fit. */
+static int64_t rows_of_tile(int64_t fit, int64_t rows)
 {
-    return a < b ? a : b;
+    if (fit < UPIPE_SUM_ROWS) fit = UPIPE_SUM_ROWS;
+    return fit >= rows ? rows : fit / UPIPE_SUM_ROWS * UPIPE_SUM_ROWS;
 }
 
 /* A tile's rows are those of the header: by default D, or D * D / vocab but UPIPE_TILE_LOSS_ROWS to D;
- * otherwise as many as fit the budget. */
+ * otherwise as many as fit the budget; all there are, or a multiple of UPIPE_SUM_ROWS. */
 static void test_tile_rows(void)
 {
     static const int rows_of[] = {1, 63, 64, 65, 100, 500}, widths[] = {1, 30, 100, 900};
@@ -697,17 +684,19 @@ static void test_tile_rows(void)
                     t.shape.normed = kind >> 2;
                     f32_tile_make(&t.shape, &in);
                     args_make(&t, &in, &got, &a);
-                    square = least((int64_t)dim * dim / widths[j], dim);
-                    want = kind & 1 ? (square < 64 ? 64 : square) : dim;
-                    want = least(want, rows_of[i]);
+                    square = (int64_t)dim * dim / widths[j];
+                    if (square > dim) square = dim;
+                    want = rows_of_tile(kind & 1 ? (square < 64 ? 64 : square) : dim, rows_of[i]);
                     row = row_bytes(&t.shape, backward);
                     CHECK_INT(traced_rows(&t, &a, backward, &tensors), want);
                     CHECK_INT(tensors, (size_t)want * row);
-                    a.mlp.tile_bytes = a.head.tile_bytes = 7 * row + row - 1;
-                    CHECK_INT(traced_rows(&t, &a, backward, &tensors), least(7, rows_of[i]));
-                    CHECK_INT(tensors, (size_t)least(7, rows_of[i]) * row);
-                    a.mlp.tile_bytes = a.head.tile_bytes = row;
-                    CHECK_INT(traced_rows(&t, &a, backward, &tensors), 1);
+                    a.mlp.tile_bytes = a.head.tile_bytes = 191 * row + row - 1;
+                    want = rows_of_tile(191, rows_of[i]);
+                    CHECK_INT(traced_rows(&t, &a, backward, &tensors), want);
+                    CHECK_INT(tensors, (size_t)want * row);
+                    want = rows_of_tile(UPIPE_SUM_ROWS, rows_of[i]);
+                    a.mlp.tile_bytes = a.head.tile_bytes = row * (size_t)want;
+                    CHECK_INT(traced_rows(&t, &a, backward, &tensors), want);
                     a.mlp.tile_bytes = a.head.tile_bytes = SIZE_MAX;
                     CHECK_INT(traced_rows(&t, &a, backward, &tensors), rows_of[i]);
                     args_free(&a);
@@ -736,14 +725,15 @@ static void test_scratch(void)
     for (seed = 0; seed < 256; ++seed) {
         f32_tile in, got;
         int32_t *targets;
-        tile_case t = full_case((int)seed & 1, (upipe_dtype)(seed >> 1 & 1), 7, &in, &targets);
+        tile_case t =
+            full_case((int)seed & 1, (upipe_dtype)(seed >> 1 & 1), 2 * UPIPE_SUM_ROWS + 7, &in, &targets);
         tile_args a;
         upipe_ops ops;
         size_t bytes;
         upipe_cpu_ops(&ops);
         ops.gemm_bytes = odd_gemm_bytes;
         ops.self = &seed;
-        t.tile_bytes = 3 * row_bytes(&t.shape, 1);
+        t.tile_bytes = UPIPE_SUM_ROWS * row_bytes(&t.shape, 1);
         args_make(&t, &in, &got, &a);
         call_dry(&ops, &t, &a, 0, &bytes);
         call_dry(&ops, &t, &a, 1, &bytes);
@@ -889,14 +879,15 @@ static void test_every_failure(void)
     for (kind = 0; kind < 32; ++kind) {
         f32_tile in;
         int32_t *targets;
-        tile_case t = full_case(kind & 1, (upipe_dtype)(kind >> 1 & 1), 7, &in, &targets);
+        tile_case t =
+            full_case(kind & 1, (upipe_dtype)(kind >> 1 & 1), 2 * UPIPE_SUM_ROWS + 7, &in, &targets);
         if (kind & 16) {
             t.shape.normed = t.shape.residual = 0;
             t.shape.eps = 0;
             free(in.norm_weight);
             in.norm_weight = NULL;
         }
-        t.tile_bytes = 3 * row_bytes(&t.shape, 1);
+        t.tile_bytes = UPIPE_SUM_ROWS * row_bytes(&t.shape, 1);
         check_failures(&t, &in, kind >> 2 & 1, kind >> 3 & 1);
         f32_tile_free(&in);
         free(targets);
@@ -975,13 +966,13 @@ static const wrong_case wrongs[] = {
     {ANY, UPIPE_ERR_ARG, "tile_bytes allows"},
     {BOTH | LOSS, UPIPE_ERR_ARG, "target 37 "},
     {BOTH | LOSS, UPIPE_ERR_ARG, "target 2147483647 "},
-    {BOTH | LOSS, UPIPE_ERR_ARG, "in the tile from row 4 on: "},
+    {BOTH | LOSS, UPIPE_ERR_ARG, "in the tile from row 128 on: "},
 };
 
 static void wrong_apply(int i, tile_args *a)
 {
     upipe_view *written = a->loss ? &a->dx : &a->y;
-    static int32_t targets[6];
+    static int32_t targets[2 * UPIPE_SUM_ROWS + 6];
     switch (i) {
     case 0:
         a->x.h = 2;
@@ -1076,8 +1067,7 @@ static void wrong_apply(int i, tile_args *a)
         break;
     default:
         memset(targets, 0, sizeof targets);
-        targets[4] = i == 35 ? INT32_MAX : 37;
-        if (i == 36) a->head.tile_bytes = 460; /* two rows forward, one backward */
+        targets[2 * UPIPE_SUM_ROWS + 4] = i == 35 ? INT32_MAX : 37;
         a->targets = targets;
     }
 }
@@ -1092,7 +1082,8 @@ static void test_wrong(void)
             for (backward = 0; backward < 2; ++backward) {
                 f32_tile in, got;
                 int32_t *targets;
-                tile_case t = full_case(loss, UPIPE_F32, 6, &in, &targets);
+                const int64_t rows = i < 34 ? 6 : 2 * UPIPE_SUM_ROWS + 6;
+                tile_case t = full_case(loss, UPIPE_F32, rows, &in, &targets);
                 tile_args a, kept;
                 tile_pool p;
                 if (!(wrongs[i].calls & (loss ? LOSS : MLP)) || !(wrongs[i].calls & (backward ? BWD : FWD))) {
@@ -1100,7 +1091,7 @@ static void test_wrong(void)
                     free(targets);
                     continue;
                 }
-                t.tile_bytes = i < 34 ? 0 : 2 * row_bytes(&t.shape, 1);
+                t.tile_bytes = i < 34 ? 0 : UPIPE_SUM_ROWS * row_bytes(&t.shape, 1);
                 args_make(&t, &in, &got, &a);
                 kept = a;
                 wrong_apply(i, &a);
@@ -1111,17 +1102,17 @@ static void test_wrong(void)
                                            : loss  ? (backward ? "loss_bwd: " : "loss_fwd: ")
                                                    : (backward ? "mlp_bwd: " : "mlp_fwd: "));
                 if (i < 34) CHECK_INT(p.mem.serial, 1);
-                if (i == 33) { /* the numbers of a row that does not fit */
+                if (i == 33) { /* the numbers of a tile that does not fit */
                     char words[80];
                     size_t bytes;
-                    snprintf(words, sizeof words, "one row takes %zu bytes, tile_bytes allows 1",
-                             row_bytes(&t.shape, backward));
+                    snprintf(words, sizeof words, "a tile of 6 rows takes %zu bytes, tile_bytes allows 1",
+                             6 * row_bytes(&t.shape, backward));
                     CHECK_TEXT(p.ctx.err.text, words);
                     CHECK_STATUS(call_bytes(&bytes, &ops, &t, &a, backward, &p.ctx.err), UPIPE_ERR_ARG,
                                  p.ctx.err);
-                    a.mlp.tile_bytes = a.head.tile_bytes = row_bytes(&t.shape, backward) - 1;
+                    a.mlp.tile_bytes = a.head.tile_bytes = 6 * row_bytes(&t.shape, backward) - 1;
                     CHECK_STATUS(call_tile(&p.ctx, &t, &a, backward), UPIPE_ERR_ARG, p.ctx.err);
-                    a.mlp.tile_bytes = a.head.tile_bytes = row_bytes(&t.shape, backward);
+                    a.mlp.tile_bytes = a.head.tile_bytes = 6 * row_bytes(&t.shape, backward);
                     CHECK_STATUS(call_tile(&p.ctx, &t, &a, backward), UPIPE_OK, p.ctx.err);
                 }
                 pool_free(&p);

@@ -282,7 +282,7 @@ def test_bits(folder):
         ('unequal targets', {'heads': 4, 'kv_heads': 4, 'ranks': 4, 'batch': 2, 'data': 'short.txt'}),
         ('unequal targets, batch 3, offload', {'ranks': 2, 'batch': 3, 'data': 'short.txt', 'offload': True}),
         ('three ranks', {'heads': 6, 'kv_heads': 3, 'ranks': 3, 'tokens': 63, 'layers': 3, 'data': 'short.txt'}),
-        ('offload, small tiles', {'offload': True, 'tile_bytes': 20000, 'tokens': 128}),
+        ('offload, small tiles', {'offload': True, 'tile_bytes': 200000, 'tokens': 384}),
         ('one layer, one rank', {'layers': 1, 'ranks': 1, 'chunk': 2}),
         ('neither tokens nor heads divide', {'heads': 6, 'kv_heads': 2, 'ranks': 4, 'tokens': 67, 'batch': 2}),
         ('a window', {'heads': 8, 'kv_heads': 4, 'ranks': 4, 'window': 10}),
@@ -332,7 +332,7 @@ def test_methods(folder):
     for what, flags in [
         ('equal parts', {'heads': 8, 'kv_heads': 4}),
         ('unequal parts, a window, offload', {'heads': 8, 'kv_heads': 4, 'tokens': 67, 'batch': 2, 'window': 20,
-                                              'offload': True, 'tile_bytes': 20000}),
+                                              'offload': True, 'tile_bytes': 120000}),
         ('QK norm', {'qk_norm': True, 'heads': 8, 'kv_heads': 4, 'tokens': 30}),
     ]:
         runs = {method: good(folder, f'{what}: {method}', method=method, ranks=4, steps=5, **flags)

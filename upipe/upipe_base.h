@@ -150,6 +150,15 @@ UPIPE_API upipe_view upipe_view_rows(upipe_view v, int64_t first, int64_t n)
     return v;
 }
 
+/* A tensor of one head whose rows are `h` heads side by side, as these heads. */
+UPIPE_API upipe_view upipe_view_heads(upipe_view v, int32_t h)
+{
+    v.d /= h;
+    v.h = h;
+    v.h_step = v.d;
+    return v;
+}
+
 struct upipe_ops;         /* upipe_ops.h: the compute table */
 struct upipe_mem;         /* upipe_mem.h: the pool */
 struct upipe_comm;        /* upipe_comm.h: a communicator */

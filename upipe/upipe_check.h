@@ -171,14 +171,15 @@ UPIPE_API upipe_status upipe_check_add(upipe_ctx *c, upipe_view y, upipe_view x)
 
 /* ---- products ---- */
 
-/* out, a and b: shapes that fit for these flags; heads of a and b are those of out or 1; f32 to
- * accumulate. */
+/* out, a and b: shapes that fit for these flags; heads of a and b are those of out or 1, or out has one and a
+ * and b the same; f32 to accumulate. */
 UPIPE_API upipe_status upipe_check_gemm(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags)
 {
     const int known = UPIPE_GEMM_TRANS_A | UPIPE_GEMM_TRANS_B | UPIPE_GEMM_ACCUMULATE;
     int trans_a = (flags & UPIPE_GEMM_TRANS_A) != 0, trans_b = (flags & UPIPE_GEMM_TRANS_B) != 0;
     int64_t a_rows = trans_a ? a.d : a.n, a_depth = trans_a ? a.n : a.d;
     int64_t b_depth = trans_b ? b.d : b.n, b_cols = trans_b ? b.n : b.d;
+    const int added = out.h == 1 && a.h > 1 && a.h == b.h;
     if ((flags & ~known) != 0)
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "gemm: unknown flags 0x%x", flags & ~known);
     if (out.n < 0 || out.d < 0 || out.h < 1 || a.n < 0 || a.d < 0 || b.n < 0 || b.d < 0)
@@ -195,7 +196,7 @@ UPIPE_API upipe_status upipe_check_gemm(upipe_ctx *c, upipe_view out, upipe_view
                           "gemm: out is %lld x %d, but op(a) is %lld x %lld and op(b) is %lld x %lld",
                           (long long)out.n, out.d, (long long)a_rows, (long long)a_depth, (long long)b_depth,
                           (long long)b_cols);
-    if ((a.h != 1 && a.h != out.h) || (b.h != 1 && b.h != out.h))
+    if (!added && ((a.h != 1 && a.h != out.h) || (b.h != 1 && b.h != out.h)))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "gemm: %d matrices of a and %d of b for %d of out", a.h,
                           b.h, out.h);
     if ((flags & UPIPE_GEMM_ACCUMULATE) != 0 && out.dtype != UPIPE_F32)
@@ -207,6 +208,29 @@ UPIPE_API upipe_status upipe_check_gemm(upipe_ctx *c, upipe_view out, upipe_view
                           : a.data == NULL ? "a"
                                            : "b");
     return UPIPE_OK;
+}
+
+/* Makes v's matrices one of a longer depth, which runs down its rows or along them. Returns 0, and leaves v,
+ * where they do not lie so. */
+UPIPE_API int upi_gemm_join_side(upipe_view *v, int down)
+{
+    if (v->h == 1) return 1;
+    if (v->h_step != (down ? v->n * v->n_step : v->d) || (!down && v->d > INT32_MAX / v->h)) return 0;
+    if (down)
+        v->n *= v->h;
+    else
+        v->d *= v->h;
+    v->h = 1;
+    return 1;
+}
+
+/* upipe_gemm_join -- products that are added up, as one product of a longer depth: for backends whose product
+ *                    does not add up. Returns 0 where the operands do not lie so.
+ */
+UPIPE_API int upipe_gemm_join(upipe_view out, upipe_view *a, upipe_view *b, int flags)
+{
+    return out.h > 1 || (upi_gemm_join_side(a, (flags & UPIPE_GEMM_TRANS_A) != 0) &&
+                         upi_gemm_join_side(b, (flags & UPIPE_GEMM_TRANS_B) == 0));
 }
 
 /* ---- training ---- */

@@ -20,6 +20,10 @@
 
 #include "upipe_base.h"
 
+/* Rows of one partial sum where a sum runs over tokens: gradients of weights. Calls that accumulate and begin
+ * at a multiple of it have the bits of one call. */
+enum { UPIPE_SUM_ROWS = 64 };
+
 struct upipe_attn;      /* upipe_attn.h */
 struct upipe_attn_grad; /* upipe_attn.h */
 
@@ -124,9 +128,13 @@ typedef struct upipe_ops {
     upipe_status (*cast)(upipe_ctx *c, upipe_view dst, upipe_view src);
 
     /* For every j < c.h: C_j (+)= op(A_j) * op(B_j), where C_j is the matrix [c.n][c.d] at head j of the
-     * view. All j share an operand with h = 1. The built-in CPU entry alone promises its bits: every element
-     * is one chain of fused multiply-adds over the depth, in order, from 0 or from the old c. They depend
-     * neither on the blocking nor on how rows, columns or an accumulated depth are split over calls. */
+     * view. All j share an operand with h = 1. Where c has one matrix, and a and b have the same number of
+     * several, their products are added up: C (+)= sum over j of op(A_j) * op(B_j). A backend may demand that
+     * these lie as one matrix whose depth is longer.
+     *     The built-in CPU entry alone promises its bits: the depth is cut into sums of a fixed length, from
+     * the call's first element on (UPIPE_SUM_ROWS with TRANS_A; one matrix where products are added up, if
+     * that is shorter). c is the old c plus these sums, in order. Bits depend neither on the blocking nor on
+     * how rows and columns are split over calls, nor on how the depth is, if it is cut between two sums. */
     upipe_status (*gemm)(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags, void *work,
                          size_t work_bytes);
     /* Scratch that gemm needs for these shapes; fewer rows never need more. The data pointers are not

@@ -12,7 +12,8 @@
  * backward.
  *
  * tile_bytes bounds the bytes of a tile, and so its rows. The default is the paper's square: D rows, and for
- * logits D * D elements. Tiles change no bit of a result: every sum over tokens is one chain in their order.
+ * logits D * D elements. Tiles change no bit of a result: sums over tokens are made of partial sums of
+ * UPIPE_SUM_ROWS rows, and a tile has a multiple of these rows, or all there are.
  * No call waits for a peer. A failed call frees what it allocated and does not abort the team.
  */
 #ifndef UPIPE_TILE_H
@@ -30,7 +31,8 @@ enum { UPIPE_TILE_LOSS_ROWS = 64 }; /* least rows of the default tile of logits 
  *   norm_eps     of this norm; 0 without it
  *   hidden       width of the hidden layer, F
  *   residual     nonzero: x is added to the result
- *   tile_bytes   limit of a tile's tensors, without the product's scratch; 0 = D rows
+ *   tile_bytes   limit of a tile's tensors, without the product's scratch, at least that of UPIPE_SUM_ROWS
+ *                rows; 0 = D rows
  */
 typedef struct upipe_mlp {
     const void *w_gate, *w_up, *w_down;
@@ -85,7 +87,7 @@ UPIPE_API upipe_status upi_mlp_tiling(upi_tiling *t, const upipe_ops *ops, const
 
 /* upipe_mlp_bytes -- what upipe_mlp_fwd or, with backward, upipe_mlp_bwd allocates, exactly
  *   rows dim dtype  of x
- *   errors          ARG where tile_bytes is too small for one row, or a size is not positive; OVERFLOW
+ *   errors          ARG where tile_bytes is too small, or a size is not positive; OVERFLOW
  */
 UPIPE_API upipe_status upipe_mlp_bytes(size_t *bytes, const upipe_ops *ops, const upipe_mlp *m, int64_t rows,
                                        int64_t dim, upipe_dtype dtype, int backward, upipe_err *e)
@@ -287,7 +289,7 @@ UPIPE_API upipe_status upi_loss_tiling(upi_tiling *t, const upipe_ops *ops, cons
 
 /* upipe_loss_bytes -- what upipe_loss_fwd or, with backward, upipe_loss_bwd allocates, exactly
  *   rows dim dtype  of x
- *   errors          ARG where tile_bytes is too small for one row, or a size is not positive; OVERFLOW
+ *   errors          ARG where tile_bytes is too small, or a size is not positive; OVERFLOW
  */
 UPIPE_API upipe_status upipe_loss_bytes(size_t *bytes, const upipe_ops *ops, const upipe_head *h,
                                         int64_t rows, int64_t dim, upipe_dtype dtype, int backward,

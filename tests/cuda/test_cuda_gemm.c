@@ -20,6 +20,7 @@ static void check_product(test_rng *r, upipe_ctx *c, int64_t rows, int cols, int
     p.b = matrix(r, type, trans_b ? cols : depth, b_heads, trans_b ? (int)depth : cols, test_below(r, 2),
                  test_below(r, 4));
     p.out = matrix(r, type_out, rows, heads, cols, test_below(r, 2), test_below(r, 4));
+    p.sum_depth = 0;
     /* the step of a single row says nothing */
     if (p.a.n == 1) p.a.n_step = 0;
     if (p.b.n == 1) p.b.n_step = 0;

@@ -54,8 +54,15 @@ static void *copy_of(const void *data, size_t bytes)
 typedef struct gemm_product {
     upipe_view out, a, b;
     int64_t depth;
+    int64_t sum_depth; /* terms of one chain; 0 = the whole depth */
     int flags;
 } gemm_product;
+
+/* Products that are added up, one a matrix of a and of b. */
+static int gemm_added(const gemm_product *p)
+{
+    return p->out.h == 1 ? p->a.h : 1;
+}
 
 static float chain_step(float x, float y, float sum)
 {
@@ -66,34 +73,49 @@ static float chain_step(float x, float y, float sum)
 #endif
 }
 
-/* Writes what the chain gives into `want`, a copy of out as it was; returns false if out leaves the f64
+/* Element (i, n) of matrix j of out: += terms k0 .. k1 - 1 of product `head`, one chain from 0; exactly too, with
+ * their size. */
+static float chain(const gemm_product *p, int64_t i, int64_t n, int j, int head, int64_t k0, int64_t k1,
+                   double *exact, double *size)
+{
+    const int trans_a = p->flags & UPIPE_GEMM_TRANS_A, trans_b = p->flags & UPIPE_GEMM_TRANS_B;
+    const int ja = p->a.h > 1 ? j + head : 0, jb = p->b.h > 1 ? j + head : 0;
+    float sum = 0;
+    int64_t k;
+    for (k = k0; k < k1; ++k) {
+        double x = trans_a ? element(p->a, k, ja, i) : element(p->a, i, ja, k);
+        double y = trans_b ? element(p->b, n, jb, k) : element(p->b, k, jb, n);
+        *exact += x * y;
+        *size += fabs(x * y);
+        sum = chain_step((float)x, (float)y, sum);
+    }
+    return sum;
+}
+
+/* Writes what sums of sum_depth terms, added up, give into `want`, a copy of out as it was; returns false if out leaves the f64
  * bound. */
 static int reference(const gemm_product *p, upipe_view before, upipe_view want)
 {
-    int trans_a = p->flags & UPIPE_GEMM_TRANS_A, trans_b = p->flags & UPIPE_GEMM_TRANS_B, ok = 1;
+    const int64_t step = p->sum_depth > 0 && p->sum_depth < p->depth ? p->sum_depth : p->depth;
     int64_t i, k, n;
-    int j;
+    int j, head, ok = 1;
     for (j = 0; j < p->out.h; ++j)
         for (i = 0; i < p->out.n; ++i)
             for (n = 0; n < p->out.d; ++n) {
                 double exact = 0, size = 0, got, bound;
-                float sum = 0;
+                float sum = p->depth > 0 ? -0.0f : 0; /* -0 + x is x, bit by bit */
                 if (p->flags & UPIPE_GEMM_ACCUMULATE) {
                     exact = element(before, i, j, n);
                     size = fabs(exact);
                     sum = (float)exact;
                 }
-                for (k = 0; k < p->depth; ++k) {
-                    int ja = p->a.h > 1 ? j : 0, jb = p->b.h > 1 ? j : 0;
-                    double x = trans_a ? element(p->a, k, ja, i) : element(p->a, i, ja, k);
-                    double y = trans_b ? element(p->b, n, jb, k) : element(p->b, k, jb, n);
-                    exact += x * y;
-                    size += fabs(x * y);
-                    sum = chain_step((float)x, (float)y, sum);
-                }
+                for (head = 0; head < gemm_added(p); ++head)
+                    for (k = 0; k < p->depth; k += step)
+                        sum += chain(p, i, n, j, head, k, k + step < p->depth ? k + step : p->depth, &exact,
+                                     &size);
                 upipe_cpu_put(upipe_view_at(want, i, j), want.dtype, n, sum);
                 got = element(p->out, i, j, n);
-                bound = (double)(p->depth + 2) * 0x1.02p-24 * size;
+                bound = (double)(p->depth * gemm_added(p) + 2) * 0x1.02p-24 * size;
                 if (p->out.dtype == UPIPE_BF16) bound += (fabs(exact) + bound) * 0x1.01p-8 + 0x1p-133;
                 if (p->out.dtype == UPIPE_F16) bound += (fabs(exact) + bound) * 0x1.01p-11 + 0x1p-25;
                 if (!(fabs(got - exact) <= bound)) {

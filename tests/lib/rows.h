@@ -415,12 +415,11 @@ static void check_rmsnorm_bwd(test_rng *r, upipe_ctx *c, int d, upipe_dtype dy_t
     enum { TOKENS = 4, HEADS = 2 };
     upipe_view x = tensor(r, x_type, TOKENS, HEADS, d, layout),
                dy = tensor(r, dy_type, TOKENS, HEADS, d, layout);
-    upipe_view x_before = twin(x), before = twin(dy), halves = twin(dy), other;
+    upipe_view x_before = twin(x), before = twin(dy), other;
     size_t weights = (size_t)(HEADS * d);
     float *weight = (float *)malloc((size_t)d * sizeof *weight),
           *dweight = (float *)malloc(weights * sizeof *dweight);
-    float *dweight2 = (float *)malloc(weights * sizeof *dweight),
-          *dweight3 = (float *)malloc(weights * sizeof *dweight);
+    float *dweight2 = (float *)malloc(weights * sizeof *dweight);
     double weight64[256], grad_x[256], grad_y[256], want_weight[2 * 256], size_weight[2 * 256];
     int i, j, k, ok = 1, ok_weight = 1;
     for (k = 0; k < d; ++k) weight64[k] = (double)(weight[k] = (float)test_normal(r));
@@ -430,7 +429,6 @@ static void check_rmsnorm_bwd(test_rng *r, upipe_ctx *c, int d, upipe_dtype dy_t
         size_weight[k] = fabs(want_weight[k]) + 1;
     }
     memcpy(dweight2, dweight, weights * sizeof *dweight);
-    memcpy(dweight3, dweight, weights * sizeof *dweight);
     CHECK_STATUS(c->ops->rmsnorm_bwd(c, dy, dy, x, weight, eps, dweight, 0), UPIPE_OK, c->err);
     for (i = 0; i < TOKENS; ++i)
         for (j = 0; j < HEADS; ++j) {
@@ -468,29 +466,48 @@ static void check_rmsnorm_bwd(test_rng *r, upipe_ctx *c, int d, upipe_dtype dy_t
               upipe_dtype_name(x_type), layout);
     CHECK(gaps_whole(dy));
     CHECK_BYTES(x.data, x_before.data, view_bytes(x));
-    /* in two calls over the tokens, and in another layout: the same bits */
-    for (i = 0; i < 2; ++i) {
-        upipe_view part = upipe_view_rows(halves, i, 1 + 2 * i);
-        CHECK_STATUS(
-            c->ops->rmsnorm_bwd(c, part, part, upipe_view_rows(x, i, 1 + 2 * i), weight, eps, dweight2, 0),
-            UPIPE_OK, c->err);
-    }
-    CHECK_BYTES(halves.data, dy.data, view_bytes(dy));
-    CHECK_BYTES(dweight2, dweight, weights * sizeof *dweight);
+    /* in another layout: the same bits */
     other = moved(before, (layout + 2) % LAYOUTS);
-    CHECK_STATUS(c->ops->rmsnorm_bwd(c, other, other, x, weight, eps, dweight3, 0), UPIPE_OK, c->err);
+    CHECK_STATUS(c->ops->rmsnorm_bwd(c, other, other, x, weight, eps, dweight2, 0), UPIPE_OK, c->err);
     CHECK(same(other, dy));
-    CHECK_BYTES(dweight3, dweight, weights * sizeof *dweight);
+    CHECK_BYTES(dweight2, dweight, weights * sizeof *dweight);
     free(x.data);
     free(dy.data);
     free(x_before.data);
     free(before.data);
-    free(halves.data);
     free(other.data);
     free(weight);
     free(dweight);
     free(dweight2);
-    free(dweight3);
+}
+
+/* In two calls, of which the second begins between two partial sums: the same bits as in one. */
+static void check_rmsnorm_bwd_sums(test_rng *r, upipe_ctx *c, int d, upipe_dtype dtype, int heads)
+{
+    enum { TOKENS = 2 * UPIPE_SUM_ROWS + 5 };
+    upipe_view x = tensor(r, dtype, TOKENS, heads, d, PACKED),
+               dy = tensor(r, dtype, TOKENS, heads, d, PACKED);
+    upipe_view halves = twin(dy);
+    size_t weights = (size_t)(heads * d);
+    float *weight = (float *)calloc((size_t)d, sizeof *weight);
+    float *whole = (float *)calloc(weights, sizeof *whole), *sums = (float *)calloc(weights, sizeof *sums);
+    int first, k;
+    for (k = 0; k < d; ++k) weight[k] = (float)test_normal(r);
+    CHECK_STATUS(c->ops->rmsnorm_bwd(c, dy, dy, x, weight, 1e-5f, whole, 0), UPIPE_OK, c->err);
+    for (first = 0; first < TOKENS; first += UPIPE_SUM_ROWS) {
+        int n = TOKENS - first < UPIPE_SUM_ROWS ? TOKENS - first : UPIPE_SUM_ROWS;
+        upipe_view part = upipe_view_rows(halves, first, n);
+        CHECK_STATUS(c->ops->rmsnorm_bwd(c, part, part, upipe_view_rows(x, first, n), weight, 1e-5f, sums, 0),
+                     UPIPE_OK, c->err);
+    }
+    CHECK_BYTES(halves.data, dy.data, view_bytes(dy));
+    CHECK_BYTES(sums, whole, weights * sizeof *whole);
+    free(x.data);
+    free(dy.data);
+    free(halves.data);
+    free(weight);
+    free(whole);
+    free(sums);
 }
 
 /* Wherever the result goes, and whatever its type, it is the f32 result of the call in place, rounded. */
@@ -741,6 +758,8 @@ static void check_rows(test_rng *r, upipe_ctx *c)
     for (pick = 0; pick < DIMS; ++pick)
         for (which = 0; which < LAYOUTS; ++which) check_rmsnorm_places(r, c, dims[pick], which);
     check_rmsnorm_places(r, c, 5003, PACKED);
+    check_rmsnorm_bwd_sums(r, c, 40, UPIPE_F32, 2);
+    check_rmsnorm_bwd_sums(r, c, 8, UPIPE_BF16, 11); /* more heads than one item holds */
 }
 
 #endif

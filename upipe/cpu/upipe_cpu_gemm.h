@@ -9,7 +9,7 @@
  *             pack b                                           [B_PANELS][depth][COLS]
  *             for each strip of rows:
  *                 pack a                                       [A_PANELS][ROWS][DEPTH + 16]
- *                 for each panel of a, for each panel of b:    tile of c (+)= a * b
+ *                 for each panel of a, for each panel of b:    tile of c (+)= a * b, a sum after the other
  *
  * Packing waits for memory, tiles hardly touch it. So while a strip's tiles are computed, their kernel
  * fetches what is packed next into the second-level cache, one line every four steps of the depth: products
@@ -18,11 +18,14 @@
  * A batch that shares a is one product with more columns (all heads of a projection), one that shares b has
  * more rows (all heads of a weight gradient): the shared side is packed once. Panels do not cross matrices.
  *
- * The promise: an element of c is one chain of fused multiply-adds over the depth, ascending, from 0 or from
- * the old c. So no sum is ever split: a tile starts from the sums of the depth before it, in c itself or, for
- * a c of 16 bits, in an f32 copy of the block that is rounded once at the end; and tiles that overhang the
- * matrix run through the same kernels on padded data. Threads share no sum either: their number changes no
- * bit. Without FMA hardware the chain rounds each product too; all else holds.
+ * The promise: the depth is cut into sums (g->sum_depth) that depend on the kind of product alone, counted from
+ * the call's first element: DEPTH of them, 64 rows where the depth runs down the rows of a stored a (a weight's
+ * gradient over tokens), or one matrix where matrices are added up. Such a sum is one chain of fused
+ * multiply-adds from 0, ascending. c is the old c, or nothing, plus these sums in order. So rounding grows with
+ * the number of sums and not with the depth, and calls that accumulate and cut the depth between two sums have
+ * the bits of one call. Tiles that overhang the matrix run through the same kernels on padded data. Threads
+ * share no sum: their number changes no bit. Without FMA hardware the chain rounds each product too; all else
+ * holds.
  */
 #ifndef UPIPE_CPU_GEMM_H
 #define UPIPE_CPU_GEMM_H
@@ -68,7 +71,10 @@ typedef struct upi_gemm_side {
 typedef struct upi_gemm_job {
     upi_gemm_side a, b;
     upipe_view out;
-    int64_t depth;
+    int64_t depth;                  /* of one matrix; of all of them, where what is added up lies as one */
+    int64_t added;                  /* products that are added up into one matrix of c */
+    int sum_depth;                  /* of one chain */
+    int pack_depth;                 /* sums that are packed together */
     int64_t block_rows, block_cols; /* panels of a block of c */
     int64_t row_blocks, col_blocks;
     int64_t products;      /* separate products: the heads, where neither side is shared */
@@ -124,12 +130,33 @@ UPI_INLINE int64_t upi_gemm_cut(int64_t all, int64_t *blocks)
     return each;
 }
 
+/* Where matrices are added up: may matrix i + 1 be read as the depth that follows matrix i? */
+UPI_INLINE int upi_gemm_side_joins(const upi_gemm_side *s, int64_t depth)
+{
+    return s->head_step == depth * s->depth_step;
+}
+
+/* Which sums the depth is cut into; see the promise. */
+UPI_INLINE void upi_gemm_plan_sums(upi_gemm_job *g, int64_t added, int trans_a)
+{
+    g->sum_depth = trans_a ? (int)UPIPE_SUM_ROWS : (int)UPI_GEMM_DEPTH;
+    g->added = added;
+    if (added > 1 && g->depth <= g->sum_depth && upi_gemm_side_joins(&g->a, g->depth) &&
+        upi_gemm_side_joins(&g->b, g->depth)) {
+        g->sum_depth = g->depth > 0 ? (int)g->depth : 1;
+        g->depth *= added;
+        g->added = 1;
+    }
+    g->pack_depth = UPI_GEMM_DEPTH / g->sum_depth * g->sum_depth;
+}
+
 /* Plans the product. Bytes never shrink as rows, columns or the depth grow, so that the scratch of a largest
  * product serves all smaller ones of its kind. */
 UPI_INLINE void upi_gemm_plan(upi_gemm_job *g, const upipe_ops *ops, upipe_view out, upipe_view a,
                               upipe_view b, int flags)
 {
     int trans_a = (flags & UPIPE_GEMM_TRANS_A) != 0, trans_b = (flags & UPIPE_GEMM_TRANS_B) != 0;
+    const int64_t added = out.h == 1 ? a.h : 1;
     int64_t row_heads = a.h > 1 && b.h == 1 ? out.h : 1, col_heads = a.h == 1 ? out.h : 1;
     int64_t most = out.dtype == UPIPE_F32 ? UPI_GEMM_BLOCK_F32 : UPI_GEMM_BLOCK_16, sums, items;
     const int32_t workers = upi_par_workers(ops);
@@ -138,6 +165,7 @@ UPI_INLINE void upi_gemm_plan(upi_gemm_job *g, const upipe_ops *ops, upipe_view 
     upi_gemm_side_init(&g->b, b, out.d, UPI_GEMM_COLS, trans_b, col_heads);
     g->out = out;
     g->depth = trans_a ? a.n : a.d;
+    upi_gemm_plan_sums(g, added, trans_a);
     g->products = out.h / (row_heads * col_heads);
     g->accumulate = (flags & UPIPE_GEMM_ACCUMULATE) != 0;
     if (g->a.all == 0 || g->b.all == 0 || g->depth == 0) return;
@@ -145,7 +173,7 @@ UPI_INLINE void upi_gemm_plan(upi_gemm_job *g, const upipe_ops *ops, upipe_view 
     g->block_rows = upi_gemm_least(g->a.all, most / (g->block_cols * UPI_GEMM_TILE));
     sums = out.dtype == UPIPE_F32 ? 0 : upi_gemm_least(g->a.all * g->block_cols * UPI_GEMM_TILE, most);
     g->b_at = upi_gemm_least(g->a.all, UPI_GEMM_A_PANELS) * UPI_GEMM_A_PANEL;
-    g->sums_at = g->b_at + g->block_cols * UPI_GEMM_COLS * upi_gemm_least(g->depth, UPI_GEMM_DEPTH);
+    g->sums_at = g->b_at + g->block_cols * UPI_GEMM_COLS * upi_gemm_least(g->depth, g->pack_depth);
     g->worker_bytes = (size_t)(g->sums_at + sums) * sizeof(float);
     g->bytes = g->worker_bytes * (size_t)workers;
     /* Blocks of equal size: a last one of a few rows would pack all of b for itself. Enough of them for the
@@ -375,11 +403,11 @@ UPI_INLINE void upi_gemm_ahead_of(upi_gemm_ahead *f, const upi_gemm_side *s, int
 
 /* ---- kernel ---- */
 
-/* c[rows][COLS], rows c_step apart, (+)= sum over k of a[i * A_STEP + k] * b[k][COLS]; of the columns the
+/* c[rows][COLS], rows c_step apart, (+)= one sum over k of a[i * A_STEP + k] * b[k][COLS]; of the columns the
  * first `vectors` vectors. */
-UPI_INLINE void upi_gemm_tile(int rows, int vectors, int depth, const float *__restrict a,
-                              const float *__restrict b, float *__restrict c, int64_t c_step, int accumulate,
-                              upi_gemm_ahead *__restrict ahead)
+UPI_INLINE void upi_gemm_tile_sum(int rows, int vectors, int depth, const float *__restrict a,
+                                  const float *__restrict b, float *__restrict c, int64_t c_step,
+                                  int accumulate, upi_gemm_ahead *__restrict ahead)
 {
     upi_fw sum[UPI_GEMM_ROWS][UPI_GEMM_VECTORS], y[UPI_GEMM_VECTORS];
     upi_gemm_ahead f = *ahead;
@@ -387,8 +415,7 @@ UPI_INLINE void upi_gemm_tile(int rows, int vectors, int depth, const float *__r
     UPI_CPU_UNROLL
     for (i = 0; i < rows; ++i) {
         UPI_CPU_UNROLL
-        for (v = 0; v < vectors; ++v)
-            sum[i][v] = accumulate ? upi_fw_load(c + i * c_step + v * UPI_WIDE) : upi_fw_zero();
+        for (v = 0; v < vectors; ++v) sum[i][v] = upi_fw_zero();
     }
     while (k < depth) {
         const int end = k + 4 < depth ? k + 4 : depth;
@@ -417,32 +444,45 @@ UPI_INLINE void upi_gemm_tile(int rows, int vectors, int depth, const float *__r
     UPI_CPU_UNROLL
     for (i = 0; i < rows; ++i) {
         UPI_CPU_UNROLL
-        for (v = 0; v < vectors; ++v) upi_fw_store(c + i * c_step + v * UPI_WIDE, sum[i][v]);
+        for (v = 0; v < vectors; ++v) {
+            float *at = c + i * c_step + v * UPI_WIDE;
+            upi_fw_store(at, accumulate ? upi_fw_add(upi_fw_load(at), sum[i][v]) : sum[i][v]);
+        }
     }
 }
 
-UPI_CPU_KERNEL void upi_gemm_tile_3(int depth, const float *a, const float *b, float *c, int64_t c_step,
-                                    int accumulate, upi_gemm_ahead *ahead)
+/* The same for a packed depth of several sums. */
+UPI_INLINE void upi_gemm_tile(int rows, int vectors, int depth, int sum_depth, const float *a, const float *b,
+                              float *c, int64_t c_step, int accumulate, upi_gemm_ahead *ahead)
 {
-    upi_gemm_tile(UPI_GEMM_ROWS, UPI_GEMM_VECTORS, depth, a, b, c, c_step, accumulate, ahead);
+    int k;
+    for (k = 0; k < depth; k += sum_depth)
+        upi_gemm_tile_sum(rows, vectors, depth - k < sum_depth ? depth - k : sum_depth, a + k,
+                          b + (int64_t)k * UPI_GEMM_COLS, c, c_step, accumulate || k > 0, ahead);
 }
 
-UPI_CPU_KERNEL void upi_gemm_tile_2(int depth, const float *a, const float *b, float *c, int64_t c_step,
-                                    int accumulate, upi_gemm_ahead *ahead)
+UPI_CPU_KERNEL void upi_gemm_tile_3(int depth, int sum_depth, const float *a, const float *b, float *c,
+                                    int64_t c_step, int accumulate, upi_gemm_ahead *ahead)
 {
-    upi_gemm_tile(UPI_GEMM_ROWS, 2, depth, a, b, c, c_step, accumulate, ahead);
+    upi_gemm_tile(UPI_GEMM_ROWS, UPI_GEMM_VECTORS, depth, sum_depth, a, b, c, c_step, accumulate, ahead);
 }
 
-UPI_CPU_KERNEL void upi_gemm_tile_1(int depth, const float *a, const float *b, float *c, int64_t c_step,
-                                    int accumulate, upi_gemm_ahead *ahead)
+UPI_CPU_KERNEL void upi_gemm_tile_2(int depth, int sum_depth, const float *a, const float *b, float *c,
+                                    int64_t c_step, int accumulate, upi_gemm_ahead *ahead)
 {
-    upi_gemm_tile(UPI_GEMM_ROWS, 1, depth, a, b, c, c_step, accumulate, ahead);
+    upi_gemm_tile(UPI_GEMM_ROWS, 2, depth, sum_depth, a, b, c, c_step, accumulate, ahead);
 }
 
-UPI_CPU_KERNEL void upi_gemm_tile_short(int depth, const float *a, const float *b, float *c, int64_t c_step,
-                                        int accumulate, upi_gemm_ahead *ahead)
+UPI_CPU_KERNEL void upi_gemm_tile_1(int depth, int sum_depth, const float *a, const float *b, float *c,
+                                    int64_t c_step, int accumulate, upi_gemm_ahead *ahead)
 {
-    upi_gemm_tile(UPI_GEMM_SHORT, UPI_GEMM_VECTORS, depth, a, b, c, c_step, accumulate, ahead);
+    upi_gemm_tile(UPI_GEMM_ROWS, 1, depth, sum_depth, a, b, c, c_step, accumulate, ahead);
+}
+
+UPI_CPU_KERNEL void upi_gemm_tile_short(int depth, int sum_depth, const float *a, const float *b, float *c,
+                                        int64_t c_step, int accumulate, upi_gemm_ahead *ahead)
+{
+    upi_gemm_tile(UPI_GEMM_SHORT, UPI_GEMM_VECTORS, depth, sum_depth, a, b, c, c_step, accumulate, ahead);
 }
 
 /* A tile of which rows x cols count. A matrix's last columns take a narrow kernel, its last rows a short one;
@@ -454,17 +494,18 @@ UPI_INLINE void upi_gemm_kernel(int rows, int cols, int *kernel_rows, int *kerne
     *kernel_cols = is_short ? UPI_GEMM_COLS : (cols + UPI_WIDE - 1) / UPI_WIDE * UPI_WIDE;
 }
 
-UPI_INLINE void upi_gemm_tile_any(int rows, int cols, int depth, const float *a, const float *b, float *c,
-                                  int64_t c_step, int accumulate, upi_gemm_ahead *ahead)
+UPI_INLINE void upi_gemm_tile_any(int rows, int cols, int depth, int sum_depth, const float *a,
+                                  const float *b, float *c, int64_t c_step, int accumulate,
+                                  upi_gemm_ahead *ahead)
 {
     if (rows <= UPI_GEMM_SHORT)
-        upi_gemm_tile_short(depth, a, b, c, c_step, accumulate, ahead);
+        upi_gemm_tile_short(depth, sum_depth, a, b, c, c_step, accumulate, ahead);
     else if (cols <= UPI_WIDE)
-        upi_gemm_tile_1(depth, a, b, c, c_step, accumulate, ahead);
+        upi_gemm_tile_1(depth, sum_depth, a, b, c, c_step, accumulate, ahead);
     else if (UPI_GEMM_VECTORS == 2 || cols <= 2 * UPI_WIDE)
-        upi_gemm_tile_2(depth, a, b, c, c_step, accumulate, ahead);
+        upi_gemm_tile_2(depth, sum_depth, a, b, c, c_step, accumulate, ahead);
     else
-        upi_gemm_tile_3(depth, a, b, c, c_step, accumulate, ahead);
+        upi_gemm_tile_3(depth, sum_depth, a, b, c, c_step, accumulate, ahead);
 }
 
 /* Address of c at a row panel and a column panel, with the part of the tile that lies in the matrix. */
@@ -480,15 +521,16 @@ UPI_INLINE void *upi_gemm_out(const upi_gemm_block *t, int64_t row_panel, int64_
 }
 
 /* A tile that overhangs an f32 c: its valid part is carried into a whole tile and back. */
-UPI_CPU_KERNEL void upi_gemm_tile_edge(int rows, int cols, int depth, const float *a, const float *b,
-                                       float *c, int64_t c_step, int accumulate, upi_gemm_ahead *ahead)
+UPI_CPU_KERNEL void upi_gemm_tile_edge(int rows, int cols, int depth, int sum_depth, const float *a,
+                                       const float *b, float *c, int64_t c_step, int accumulate,
+                                       upi_gemm_ahead *ahead)
 {
     float t[UPI_GEMM_TILE];
     int i;
     memset(t, 0, sizeof t);
     for (i = 0; accumulate && i < rows; ++i)
         memcpy(t + i * UPI_GEMM_COLS, c + i * c_step, (size_t)cols * sizeof(float));
-    upi_gemm_tile_any(rows, cols, depth, a, b, t, UPI_GEMM_COLS, accumulate, ahead);
+    upi_gemm_tile_any(rows, cols, depth, sum_depth, a, b, t, UPI_GEMM_COLS, accumulate, ahead);
     for (i = 0; i < rows; ++i) memcpy(c + i * c_step, t + i * UPI_GEMM_COLS, (size_t)cols * sizeof(float));
 }
 
@@ -507,6 +549,7 @@ UPI_INLINE void upi_gemm_fetch_tile(const float *c, int64_t c_step)
 UPI_INLINE void upi_gemm_strip(upi_gemm_block *t, int64_t first, int64_t last, int depth, int accumulate)
 {
     const int64_t c_step = t->g->out.n_step, all = t->col1 - t->col0;
+    const int sum_depth = t->g->sum_depth;
     int64_t i, j;
     int rows, cols, kernel_rows, kernel_cols;
     for (i = first; i < last; ++i) {
@@ -518,12 +561,12 @@ UPI_INLINE void upi_gemm_strip(upi_gemm_block *t, int64_t first, int64_t last, i
             if (ahead->rows <= 0) upi_gemm_ahead_none(ahead, a);
             if (t->sums != NULL) {
                 c = t->sums + ((i - t->row0) * all + j) * UPI_GEMM_TILE;
-                upi_gemm_tile_any(rows, cols, depth, a, b, c, UPI_GEMM_COLS, accumulate, ahead);
+                upi_gemm_tile_any(rows, cols, depth, sum_depth, a, b, c, UPI_GEMM_COLS, accumulate, ahead);
             } else if (rows == kernel_rows && cols == kernel_cols) {
                 if (accumulate && j + 1 < all) upi_gemm_fetch_tile(c, c_step);
-                upi_gemm_tile_any(rows, cols, depth, a, b, c, c_step, accumulate, ahead);
+                upi_gemm_tile_any(rows, cols, depth, sum_depth, a, b, c, c_step, accumulate, ahead);
             } else {
-                upi_gemm_tile_edge(rows, cols, depth, a, b, c, c_step, accumulate, ahead);
+                upi_gemm_tile_edge(rows, cols, depth, sum_depth, a, b, c, c_step, accumulate, ahead);
             }
         }
     }
@@ -555,19 +598,53 @@ UPI_CPU_KERNEL void upi_gemm_round(const upi_gemm_block *t)
         upi_gemm_round_as(t, UPIPE_F16);
 }
 
-/* One block of c, over the whole depth. */
+/* Adds one matrix's whole depth to a block of c. */
+UPI_INLINE void upi_gemm_add(upi_gemm_block *t, int accumulate)
+{
+    const upi_gemm_job *g = t->g;
+    int64_t k, row;
+    for (k = 0; k < g->depth; k += g->pack_depth) {
+        const int depth = (int)upi_gemm_least(g->depth - k, g->pack_depth);
+        const int64_t below = upi_gemm_least(g->depth - k - depth, g->pack_depth);
+        upi_gemm_pack_b(&t->b, t->b_pack, t->col0, t->col1, k, depth);
+        if (below > 0)
+            upi_gemm_ahead_of(&t->ahead_b, &t->b, t->col0, t->col1, k + depth, below);
+        else
+            upi_gemm_ahead_none(&t->ahead_b, t->a_pack);
+        for (row = t->row0; row < t->row1; row += UPI_GEMM_A_PANELS) {
+            const int64_t end = upi_gemm_least(t->row1, row + UPI_GEMM_A_PANELS);
+            upi_gemm_pack_a(&t->a, t->a_pack, row, end, k, depth);
+            if (end < t->row1)
+                upi_gemm_ahead_of(&t->ahead_a, &t->a, end, upi_gemm_least(t->row1, end + UPI_GEMM_A_PANELS),
+                                  k, depth);
+            else if (below > 0)
+                upi_gemm_ahead_of(&t->ahead_a, &t->a, t->row0,
+                                  upi_gemm_least(t->row1, t->row0 + UPI_GEMM_A_PANELS), k + depth, below);
+            else
+                upi_gemm_ahead_none(&t->ahead_a, t->a_pack);
+            upi_gemm_strip(t, row, end, depth, accumulate || k > 0);
+        }
+    }
+}
+
+UPI_INLINE void upi_gemm_next_matrix(upi_gemm_side *s, int64_t heads)
+{
+    s->data = (const char *)s->data + heads * s->head_step * (int64_t)upipe_dtype_bytes(s->dtype);
+}
+
+/* One block of c, over the whole depth of all matrices that are added up. */
 UPIPE_API void upi_gemm_item(void *arg, int64_t item, int32_t worker)
 {
     const upi_gemm_job *g = (const upi_gemm_job *)arg;
     const int64_t blocks = g->row_blocks * g->col_blocks, head = item / blocks, at = item % blocks;
     float *work = (float *)(void *)(g->work + (size_t)worker * g->worker_bytes);
     upi_gemm_block t;
-    int64_t k, row;
+    int64_t i;
     t.g = g;
     t.a = g->a;
     t.b = g->b;
-    t.a.data = (const char *)g->a.data + head * g->a.head_step * (int64_t)upipe_dtype_bytes(g->a.dtype);
-    t.b.data = (const char *)g->b.data + head * g->b.head_step * (int64_t)upipe_dtype_bytes(g->b.dtype);
+    upi_gemm_next_matrix(&t.a, head);
+    upi_gemm_next_matrix(&t.b, head);
     t.out = (char *)g->out.data + head * g->out.h_step * (int64_t)upipe_dtype_bytes(g->out.dtype);
     t.row0 = at / g->col_blocks * g->block_rows;
     t.row1 = upi_gemm_least(g->a.all, t.row0 + g->block_rows);
@@ -576,27 +653,10 @@ UPIPE_API void upi_gemm_item(void *arg, int64_t item, int32_t worker)
     t.a_pack = work;
     t.b_pack = work + g->b_at;
     t.sums = g->out.dtype == UPIPE_F32 ? NULL : work + g->sums_at;
-    for (k = 0; k < g->depth; k += UPI_GEMM_DEPTH) {
-        const int depth = (int)upi_gemm_least(g->depth - k, UPI_GEMM_DEPTH);
-        const int64_t below = upi_gemm_least(g->depth - k - depth, UPI_GEMM_DEPTH);
-        upi_gemm_pack_b(&t.b, t.b_pack, t.col0, t.col1, k, depth);
-        if (below > 0)
-            upi_gemm_ahead_of(&t.ahead_b, &t.b, t.col0, t.col1, k + depth, below);
-        else
-            upi_gemm_ahead_none(&t.ahead_b, work);
-        for (row = t.row0; row < t.row1; row += UPI_GEMM_A_PANELS) {
-            const int64_t end = upi_gemm_least(t.row1, row + UPI_GEMM_A_PANELS);
-            upi_gemm_pack_a(&t.a, t.a_pack, row, end, k, depth);
-            if (end < t.row1)
-                upi_gemm_ahead_of(&t.ahead_a, &t.a, end, upi_gemm_least(t.row1, end + UPI_GEMM_A_PANELS), k,
-                                  depth);
-            else if (below > 0)
-                upi_gemm_ahead_of(&t.ahead_a, &t.a, t.row0,
-                                  upi_gemm_least(t.row1, t.row0 + UPI_GEMM_A_PANELS), k + depth, below);
-            else
-                upi_gemm_ahead_none(&t.ahead_a, work);
-            upi_gemm_strip(&t, row, end, depth, g->accumulate || k > 0);
-        }
+    for (i = 0; i < g->added; ++i) {
+        upi_gemm_add(&t, g->accumulate || i > 0);
+        upi_gemm_next_matrix(&t.a, 1);
+        upi_gemm_next_matrix(&t.b, 1);
     }
     if (t.sums != NULL) upi_gemm_round(&t);
 }

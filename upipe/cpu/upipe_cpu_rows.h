@@ -29,7 +29,7 @@ enum {
     UPI_ROW_VECTORS = UPI_ROW_SUMS / UPI_WIDE,
     UPI_COPY_PIECE = 4096,  /* bytes */
     UPI_NORM_ROWS = 512,    /* rows of an item of rmsnorm_bwd, at most */
-    UPI_NORM_TOKENS = 4,    /* its tokens, at least: dweight is read and written once for all of them */
+    UPI_NORM_TOKENS = 4,    /* its tokens, at least; with dweight UPIPE_SUM_ROWS */
     UPI_NORM_STRIPS = 16,   /* pieces of dweight that items take turns at */
     UPI_NORM_COLUMNS = 128, /* of such a piece, at least */
 };
@@ -368,19 +368,19 @@ UPI_INLINE void upi_norm_sums(const upi_norm_call *o, int64_t i, int32_t j, floa
     *minus_mean = -(upi_row_fold(sum) * *scale) / (float)d;
 }
 
-/* dweight of one head, columns k .. k + n - 1: += tokens first .. last - 1, in order. */
+/* dweight of one head, columns k .. k + n - 1: += the sum of tokens first .. last - 1, in order. */
 UPI_INLINE void upi_norm_weight_step(const upi_norm_call *o, const float *scales, int64_t first, int64_t last,
                                      int32_t j, int64_t k, int64_t n, upipe_dtype dy_type, upipe_dtype x_type)
 {
     float *dweight = o->dweight + (int64_t)j * o->x.d;
-    upi_fw sum = upi_row_get(dweight, UPIPE_F32, k, n);
+    upi_fw sum = upi_fw_zero();
     int64_t i;
     for (i = first; i < last; ++i) {
         upi_fw scale = upi_fw_set1(scales[(i - first) * o->x.h + j]);
         upi_fw unit = upi_fw_mul(upi_row_get(upipe_view_at(o->x, i, j), x_type, k, n), scale);
         sum = upi_fw_fma(upi_row_get(upipe_view_at(o->dy, i, j), dy_type, k, n), unit, sum);
     }
-    upi_row_put(dweight, UPIPE_F32, k, n, sum);
+    upi_row_put(dweight, UPIPE_F32, k, n, upi_fw_add(upi_row_get(dweight, UPIPE_F32, k, n), sum));
 }
 
 /* Elements begin .. end - 1 of dweight, rows of all heads behind each other. */
@@ -678,22 +678,24 @@ UPI_INLINE upipe_view upi_norm_heads(upipe_view v, int32_t head, int32_t heads)
     return v;
 }
 
-/* dweight is one chain over the tokens, whatever the threads: an item waits for its turn at each piece of it,
+/* An item's tokens are one partial sum of dweight. It adds them in the order of the tokens, whatever the threads: an item waits for its turn at each piece of it,
  * and the items before it are then one piece further. In between, each works on its own tokens, which lie in
  * its caches. */
 UPIPE_API upipe_status upi_cpu_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upipe_view dy, upipe_view x,
                                            const float *weight, float eps, float *dweight, int accumulate)
 {
+    const int32_t most = dweight != NULL ? UPI_NORM_ROWS / UPIPE_SUM_ROWS : UPI_NORM_ROWS;
     int32_t head, heads;
     UPIPE_TRY(upipe_check_rmsnorm_bwd(c, dx, dy, x, weight, eps, accumulate));
     for (head = 0; head < x.h; head += heads) {
         int64_t gates[UPI_NORM_STRIPS] = {0}, bytes, tokens;
         upi_norm_call call;
-        heads = x.h - head < UPI_NORM_ROWS ? x.h - head : UPI_NORM_ROWS;
+        heads = x.h - head < most ? x.h - head : most;
         bytes = 2 * (int64_t)heads * x.d * (int64_t)upipe_dtype_bytes(x.dtype);
         tokens = UPI_PAR_ROW_BYTES / bytes;
         if (tokens < UPI_NORM_TOKENS) tokens = UPI_NORM_TOKENS;
         if (tokens > UPI_NORM_ROWS / heads) tokens = UPI_NORM_ROWS / heads;
+        if (dweight != NULL) tokens = UPIPE_SUM_ROWS;
         call.y = upi_norm_heads(dx, head, heads);
         call.x = upi_norm_heads(x, head, heads);
         call.dy = upi_norm_heads(dy, head, heads);

@@ -20,6 +20,7 @@
 
 enum {
     UPI_EMBED_COLUMNS = 256, /* of a strip of embed_bwd, at least */
+    UPI_LOGITS_EACH = 2048,  /* logits whose exponentials are one sum; a multiple of UPI_ROW_SUMS */
     UPI_TOTAL_PIECE = 8192,  /* elements of one partial sum of total, or a row that is no longer */
     UPI_TOTAL_SUMS = 16,     /* sums that such a piece is added up in, element k in sum k mod 16 */
     UPI_TOTAL_PARTS = 256,   /* partial sums that are kept until they are added up */
@@ -154,16 +155,17 @@ UPI_CPU_KERNEL float upi_logits_max(const float *row, int64_t d)
     return t[0];
 }
 
-/* Sum of e^(logit - top) of all but the target: logit k in partial sum k mod 32. */
+/* Sum of e^(logit - top) of all but the target: logit k in sum k mod 32 of UPI_LOGITS_EACH logits, and these
+ * added up. */
 UPI_CPU_KERNEL float upi_logits_sum(const float *row, int64_t d, float top, int64_t target)
 {
     const upi_fw high = upi_fw_set1(top);
-    upi_fw sum[UPI_ROW_VECTORS];
+    upi_fw sum[UPI_ROW_VECTORS], all[UPI_ROW_VECTORS];
     float t[UPI_ROW_SUMS];
     int64_t k;
     int l;
     UPI_CPU_UNROLL
-    for (l = 0; l < UPI_ROW_VECTORS; ++l) sum[l] = upi_fw_zero();
+    for (l = 0; l < UPI_ROW_VECTORS; ++l) sum[l] = all[l] = upi_fw_zero();
     for (k = 0; k < d; k += UPI_ROW_SUMS) {
         const float *x = upi_logits_at(row, k, d, t);
         if (k == target / UPI_ROW_SUMS * UPI_ROW_SUMS) {
@@ -174,8 +176,14 @@ UPI_CPU_KERNEL float upi_logits_sum(const float *row, int64_t d, float top, int6
         UPI_CPU_UNROLL
         for (l = 0; l < UPI_ROW_VECTORS; ++l)
             sum[l] = upi_fw_add(sum[l], upi_fw_exp(upi_fw_sub(upi_fw_load(x + l * UPI_WIDE), high)));
+        if ((k + UPI_ROW_SUMS) % UPI_LOGITS_EACH != 0 && k + UPI_ROW_SUMS < d) continue;
+        UPI_CPU_UNROLL
+        for (l = 0; l < UPI_ROW_VECTORS; ++l) {
+            all[l] = upi_fw_add(all[l], sum[l]);
+            sum[l] = upi_fw_zero();
+        }
     }
-    return upi_row_fold(sum);
+    return upi_row_fold(all);
 }
 
 /* grad = factor * e^(logit - top); grad may be the row itself. */

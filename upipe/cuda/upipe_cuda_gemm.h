@@ -6,7 +6,8 @@
  *
  * cuBLAS counts by columns: what is a row-major matrix [n][d] here is there a column-major one of d rows, d
  * apart by its n_step. So c = op(a) * op(b) is asked for as c^T = op(b)^T * op(a)^T, with the operands
- * exchanged and no transpose of its own. Heads are a batch; an operand with one head has a step of 0.
+ * exchanged and no transpose of its own. Heads are a batch; an operand with one head has a step of 0. Products
+ * that are added up are one product of a longer depth.
  *
  * cuBLAS chooses its order of summation from shapes and device: there is no promise of equal bits when rows,
  * columns or the depth are split differently. For one shape, on one device and with one stream a handle, it
@@ -76,13 +77,17 @@ UPIPE_API upipe_status upi_cuda_gemm(upipe_ctx *c, upipe_view out, upipe_view a,
     const upipe_cuda *self = (const upipe_cuda *)c->ops->self;
     cublasOperation_t op_a = (flags & UPIPE_GEMM_TRANS_A) != 0 ? CUBLAS_OP_T : CUBLAS_OP_N;
     cublasOperation_t op_b = (flags & UPIPE_GEMM_TRANS_B) != 0 ? CUBLAS_OP_T : CUBLAS_OP_N;
-    int64_t depth = op_a == CUBLAS_OP_T ? a.n : a.d;
+    int64_t depth;
     float alpha = 1, beta = (flags & UPIPE_GEMM_ACCUMULATE) != 0 ? 1.0f : 0.0f;
     cudaStream_t set;
     (void)work;
     (void)work_bytes;
     UPIPE_TRY(upipe_check_gemm(c, out, a, b, flags));
+    if (!upipe_gemm_join(out, &a, &b, flags))
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
+                          "gemm: %d products to add up, whose operands do not lie as one matrix", b.h);
     UPIPE_TRY(upi_cublas_accepts(c, out, a, b));
+    depth = op_a == CUBLAS_OP_T ? a.n : a.d;
     if (out.n == 0 || out.d == 0) return UPIPE_OK;
     if (depth == 0) return beta != 0 ? UPIPE_OK : upi_cuda_gemm_zero(c, out); /* the empty sum */
     UPIPE_CUBLAS_TRY(&c->err, cublasGetStream(self->blas, &set));

@@ -653,7 +653,7 @@ void upi_rmsnorm_scales(float *scales, upipe_view x, float eps, upi_span s)
 
 enum {
     UPI_WEIGHT_COLUMNS = 32,                                                /* of a block, one a lane */
-    UPI_WEIGHT_TOKENS = 64,                                                 /* in hand at once */
+    UPI_WEIGHT_TOKENS = UPIPE_SUM_ROWS,                                     /* in hand at once */
     UPI_WEIGHT_EACH = UPI_WEIGHT_TOKENS / (UPI_BLOCK / UPI_WEIGHT_COLUMNS), /* of them, a thread fetches */
     UPI_WEIGHT_BUF = 2 * UPI_WEIGHT_TOKENS * UPI_WEIGHT_COLUMNS * 4         /* bytes of shared memory */
 };
@@ -677,8 +677,8 @@ UPI_DEVICE void upi_weight_fetch(upi_weight_tile *t, const upipe_view &dy, const
     }
 }
 
-/* dweight += dy * x * scale, down the columns: a chain in the order of the tokens. Eight warps fetch the next
- * tokens while one lane a column adds up the last ones. */
+/* dweight += dy * x * scale, down the columns: partial sums of UPI_WEIGHT_TOKENS, in the order of the tokens.
+ * Eight warps fetch the next tokens while one lane a column adds up the last ones. */
 template <int TYPES>
 UPI_KERNEL(256, 1)
 void upi_rmsnorm_weight(float *dweight, upipe_view dy, upipe_view x, const float *scales)
@@ -689,7 +689,7 @@ void upi_rmsnorm_weight(float *dweight, upipe_view dy, upipe_view x, const float
     int64_t column = (int64_t)blockIdx.x * UPI_WEIGHT_COLUMNS + lane, token, j = column / dy.d,
             k = column % dy.d;
     int adds = mine == 0 && column < (int64_t)dy.h * dy.d;
-    float sum = adds ? dweight[column] : 0;
+    float sum = adds ? dweight[column] : 0, part;
     upi_weight_tile t;
     if (column >= (int64_t)dy.h * dy.d) k = -1;
     upi_weight_fetch<TYPES>(&t, dy, x, scales, mine, j, k);
@@ -701,9 +701,11 @@ void upi_rmsnorm_weight(float *dweight, upipe_view dy, upipe_view x, const float
         }
         __syncthreads();
         upi_weight_fetch<TYPES>(&t, dy, x, scales, token + UPI_WEIGHT_TOKENS + mine, j, k);
+        part = 0;
         if (adds)
             for (u = 0; u < UPI_WEIGHT_TOKENS && token + u < dy.n; ++u)
-                sum = fmaf(buf[u * UPI_WEIGHT_COLUMNS + lane], units[u * UPI_WEIGHT_COLUMNS + lane], sum);
+                part = fmaf(buf[u * UPI_WEIGHT_COLUMNS + lane], units[u * UPI_WEIGHT_COLUMNS + lane], part);
+        sum += part;
         __syncthreads();
     }
     if (adds) dweight[column] = sum;
@@ -756,12 +758,13 @@ UPIPE_API upipe_status upi_cuda_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upipe_v
                                             const float *weight, float eps, float *dweight, int accumulate)
 {
     float *scales = (float *)upi_cuda_self(c)->scratch;
-    int64_t most = UPIPE_CUDA_SCRATCH / 4 / (dy.h > 0 ? dy.h : 1), token, columns = (int64_t)dy.h * dy.d;
+    const int heads = UPIPE_CUDA_SCRATCH / 4 / UPIPE_SUM_ROWS; /* whose scales the scratch holds, at most */
+    int64_t most = heads / (dy.h > 0 ? dy.h : 1) * UPIPE_SUM_ROWS, token, columns = (int64_t)dy.h * dy.d;
     UPIPE_TRY(upipe_check_rmsnorm_bwd(c, dx, dy, x, weight, eps, accumulate));
     if (dweight == NULL) most = dy.n;
     if (most == 0 && dy.n > 0)
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "rmsnorm_bwd: %d heads, at most %d with dgain",
-                          dy.h, UPIPE_CUDA_SCRATCH / 4);
+                          dy.h, heads);
     for (token = 0; token < dy.n; token += most) {
         int64_t n = dy.n - token < most ? dy.n - token : most;
         upipe_view v[3];

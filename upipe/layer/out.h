@@ -1,7 +1,7 @@
 /* out.h -- sums over all heads, by tiles of rows: the output projection, and dX        part of upipe_layer.h
  *
- * final_out is stage-major. Its heads are added to a tile of rows in their natural order. So the chain of
- * additions of an element, and its bits, are the same for every chunk and number of ranks.
+ * final_out is stage-major. Its heads are added to a tile of rows in their natural order, one partial sum a
+ * head. So an element's additions, and its bits, are the same for every chunk and number of ranks.
  */
 #ifndef UPIPE_LAYER_H
 #include "../upipe_layer.h"
@@ -28,14 +28,15 @@ UPIPE_API void upi_tile_begin(const upi_run *r, upi_tile *t, upipe_view out, int
                             : upipe_view_rows(out, row, t->n);
 }
 
-/* tile (+)= heads * weight, where heads [rows][width] are some neighbouring heads of all rows. */
+/* tile (+)= the sum over heads of head * weight, where heads [rows][width] are some neighbouring heads of all
+ * rows. A head at a time: how many one call has then changes no bit. */
 UPIPE_API upipe_status upi_tile_add(upipe_ctx *c, const upi_run *r, upi_tile *t, upipe_view heads,
                                     upipe_view weight, int flags)
 {
     if (t->begun) flags |= UPIPE_GEMM_ACCUMULATE;
     t->begun = 1;
-    return c->ops->gemm(c, t->sum, upipe_view_rows(heads, t->row, t->n), weight, flags, t->work,
-                        r->scratch.gemm);
+    heads = upipe_view_heads(upipe_view_rows(heads, t->row, t->n), weight.h);
+    return c->ops->gemm(c, t->sum, heads, weight, flags, t->work, r->scratch.gemm);
 }
 
 /* Columns of wo (or of its gradient) that belong to n heads from `head` on: [D][n * v_dim]. */
@@ -60,7 +61,8 @@ UPIPE_API upipe_status upi_out_fwd(upipe_ctx *c, const upi_run *r, upipe_view y,
         for (head = 0; head < p->desc.heads; head += n) {
             n = upipe_plan_q_place(p, head, &stage, &rank).count;
             UPIPE_TRY(upi_tile_add(c, r, &tile, upipe_slots_matrix(p, &save->out, stage, rank, p->desc.v_dim),
-                                   upi_out_columns(p, r->l->wo, p->desc.dtype, head, n), UPIPE_GEMM_TRANS_B));
+                                   upipe_view_heads(upi_out_columns(p, r->l->wo, p->desc.dtype, head, n), n),
+                                   UPIPE_GEMM_TRANS_B));
         }
         if (tile.buf != NULL) UPIPE_TRY(c->ops->cast(c, upipe_view_rows(y, row, tile.n), tile.sum));
     }
@@ -145,7 +147,7 @@ UPIPE_API upipe_status upi_grad_x(upipe_ctx *c, const upi_run *r, upipe_view dx,
             n = upipe_plan_q_place(p, head, &stage, &rank).count;
             UPIPE_TRY(upi_tile_add(
                 c, r, &tile, upipe_slots_matrix(p, dq, stage, rank, p->desc.head_dim),
-                upi_weight_rows(p, r->w[UPI_PROJ_Q], type, upipe_head_run_make(1, n, head, 0), UPI_PROJ_Q),
+                upi_weight_rows(p, r->w[UPI_PROJ_Q], type, upipe_head_run_make(n, 1, head, 1), UPI_PROJ_Q),
                 0));
         }
         for (which = UPI_PROJ_K; which <= UPI_PROJ_V; ++which) {
@@ -153,7 +155,7 @@ UPIPE_API upipe_status upi_grad_x(upipe_ctx *c, const upi_run *r, upipe_view dx,
                 n = p->kv_grads_partial ? 1 : p->kv_per_rank;
                 UPIPE_TRY(upi_tile_add(c, r, &tile, upi_kv_grad_matrix(p, dkv, head, (upi_proj)which),
                                        upi_weight_rows(p, r->w[which], type,
-                                                       upipe_head_run_make(1, n, head, 0), (upi_proj)which),
+                                                       upipe_head_run_make(n, 1, head, 1), (upi_proj)which),
                                        0));
             }
         }

@@ -87,7 +87,8 @@ UPIPE_API size_t upi_product_scratch(const upipe_ops *ops, const upipe_layer *l,
     most = ops->gemm_bytes(ops, block, x, w, UPIPE_GEMM_TRANS_B);
     most = upipe_max_bytes(most,
                            ops->gemm_bytes(ops, grad, block, x, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
-    w = upipe_view_packed(NULL, t, columns, 1, model);
+    w = upi_weight_rows(p, none, t, upipe_head_run_make(h.each, 1, 0, 1), which);
+    cols = upipe_view_heads(cols, h.each);
     most = upipe_max_bytes(most, ops->gemm_bytes(ops, sum, cols, w, 0));
     return upipe_max_bytes(most, ops->gemm_bytes(ops, sum, cols, w, UPIPE_GEMM_ACCUMULATE));
 }
@@ -104,10 +105,11 @@ UPIPE_API size_t upi_out_scratch(const upipe_ops *ops, const upipe_layer *l, int
     upipe_view block = upipe_view_packed(NULL, t, p->rows, 1, columns);
     upipe_view grad = upipe_view_make(NULL, UPIPE_F32, model, width, 1, columns, columns);
     upipe_view sum = upipe_view_packed(NULL, UPIPE_F32, upi_tile_rows(l), 1, model);
-    upipe_view cols = upipe_view_packed(NULL, t, upi_tile_rows(l), 1, columns);
-    size_t most = ops->gemm_bytes(ops, sum, cols, wo, UPIPE_GEMM_TRANS_B);
-    most = upipe_max_bytes(most,
-                           ops->gemm_bytes(ops, sum, cols, wo, UPIPE_GEMM_TRANS_B | UPIPE_GEMM_ACCUMULATE));
+    upipe_view cols = upipe_view_packed(NULL, t, upi_tile_rows(l), heads, p->desc.v_dim);
+    upipe_view by_head = upipe_view_heads(wo, heads);
+    size_t most = ops->gemm_bytes(ops, sum, cols, by_head, UPIPE_GEMM_TRANS_B);
+    most = upipe_max_bytes(
+        most, ops->gemm_bytes(ops, sum, cols, by_head, UPIPE_GEMM_TRANS_B | UPIPE_GEMM_ACCUMULATE));
     most = upipe_max_bytes(most, ops->gemm_bytes(ops, block, x, wo, 0));
     return upipe_max_bytes(most,
                            ops->gemm_bytes(ops, grad, x, block, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));

@@ -20,16 +20,18 @@ UPIPE_API upipe_status upi_tiles_sizes(int64_t rows, int64_t dim, int64_t wide, 
                       (long long)rows, (long long)dim, (long long)wide);
 }
 
-/* Rows of a tile: as many as fit the budget, or the default; never more than there are. Errors: ARG if not
- * even one fits; OVERFLOW. */
+/* Rows of a tile: as many as fit the budget, or the default; never more than there are. Where there are more
+ * tiles than one, each begins between two partial sums of UPIPE_SUM_ROWS rows: so tiles change no bit of a
+ * gradient of weights. Errors: ARG if the budget is too small for that; OVERFLOW. */
 UPIPE_API upipe_status upi_tiles_fit(upi_tiling *t, int64_t rows, int64_t standard, size_t budget,
                                      const char *what, upipe_err *e)
 {
-    int64_t fit = budget > 0 ? (int64_t)(budget / t->row) : standard, bytes;
-    t->rows = fit < rows ? fit : rows;
-    if (fit < 1)
-        return upipe_fail(e, UPIPE_ERR_ARG, "%s: a tile of one row takes %zu bytes, tile_bytes allows %zu",
-                          what, t->row, budget);
+    const int64_t least = rows < UPIPE_SUM_ROWS ? rows : (int64_t)UPIPE_SUM_ROWS;
+    int64_t fit = budget > 0 ? (int64_t)(budget / t->row) : standard > least ? standard : least, bytes;
+    t->rows = fit < rows ? fit / UPIPE_SUM_ROWS * UPIPE_SUM_ROWS : rows;
+    if (fit < least)
+        return upipe_fail(e, UPIPE_ERR_ARG, "%s: a tile of %lld rows takes %zu bytes, tile_bytes allows %zu",
+                          what, (long long)least, (size_t)least * t->row, budget);
     if (!upipe_mul(&bytes, t->rows, (int64_t)t->row))
         return upipe_fail(e, UPIPE_ERR_OVERFLOW, "%s: a tile of %lld rows of %zu bytes", what,
                           (long long)t->rows, t->row);
