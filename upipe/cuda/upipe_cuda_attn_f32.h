@@ -122,17 +122,22 @@ UPI_DEVICE void upi_f32_dots(float s[UPI_F32_ROWS], const float *held, const flo
     }
 }
 
-/* sum[n] += over the 32 passing rows of weight (that lane's) * their element lane + 32 n */
+/* sum[n] += the sum over the 32 passing rows of weight (that lane's) * their element lane + 32 n */
 template <int N> UPI_DEVICE void upi_f32_gather(float sum[N], float weight, const float *passing, int d)
 {
     int lane = (int)(threadIdx.x % 32), j, n;
+    float part[N];
+    UPI_UNROLL
+    for (n = 0; n < N; ++n) part[n] = 0.0f;
     UPI_UNROLL_4
     for (j = 0; j < UPI_F32_PASSING; ++j) {
         float w = __shfl_sync(0xffffffffu, weight, j);
         UPI_UNROLL
         for (n = 0; n < N; ++n)
-            if (lane + 32 * n < d) sum[n] = fmaf(w, passing[j * (d | 1) + lane + 32 * n], sum[n]);
+            if (lane + 32 * n < d) part[n] = fmaf(w, passing[j * (d | 1) + lane + 32 * n], part[n]);
     }
+    UPI_UNROLL
+    for (n = 0; n < N; ++n) sum[n] += part[n];
 }
 
 UPI_DEVICE float upi_f32_warp_max(float v)
