@@ -35,8 +35,8 @@ MODES = ('ordinary', 'full', 'all')
 # take as long as they are given.
 BUDGETS = {
     'ordinary': {'UPIPE_DRAWS_MIN': '200', 'UPIPE_SECONDS': '15', 'UPIPE_FUZZ_SECONDS': '2'},
-    'full': {'UPIPE_FULL': '1', 'UPIPE_DRAWS_MIN': '2000', 'UPIPE_SECONDS': '120', 'UPIPE_FUZZ_SECONDS': '20',
-             'UPIPE_MUTANTS_SECONDS': '600'},
+    'full': {'UPIPE_FULL': '1', 'UPIPE_DRAWS_MIN': '2000', 'UPIPE_SECONDS': '60', 'UPIPE_FUZZ_SECONDS': '20',
+             'UPIPE_MUTANTS_SECONDS': '300'},
     'all': {'UPIPE_FULL': '1', 'UPIPE_DRAWS_MIN': '20000', 'UPIPE_SECONDS': '1200', 'UPIPE_FUZZ_SECONDS': '60',
             'UPIPE_MUTANTS': 'all'},
 }
