@@ -179,8 +179,8 @@ enum { UPIPE_SLOT_EMPTY, UPIPE_SLOT_LENT, UPIPE_SLOT_FULL };
  *
  *     EMPTY -> lend -> LENT -> fill -> FULL -> drain -> EMPTY
  *
- * Forward: slot i is lent to Q', then filled with O. Backward: the slot of dO is drained when dO is sent, and
- * then lent to dQ.
+ * Forward: slot i is lent to Q', then filled with O. Backward: the slot of dO is drained when dO is sent, then
+ * lent to Q', and filled with dQ.
  */
 typedef struct upipe_slots {
     char *data;

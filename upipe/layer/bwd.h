@@ -8,7 +8,8 @@
 
 #include "fwd.h"
 
-/* Loads Q', K', V' again, dO' and delta; dK' and dV', which are zero in a new round. */
+/* Loads Q', K', V' again, dO' and delta; dK' and dV', which are zero in a new round. dO leaves its slot first:
+ * Q' is received into it, as in the forward. */
 UPIPE_API upipe_status upi_bwd_load(upipe_ctx *c, upi_pass *f, int i)
 {
     const upi_run *r = &f->run;
@@ -22,24 +23,24 @@ UPIPE_API upipe_status upi_bwd_load(upipe_ctx *c, upi_pass *f, int i)
     UPIPE_TRY(upi_kv_load(c, r, &f->kv, i, &st->kv));
     UPIPE_TRY(upipe_alloc(c, &st->send, b->send, "q_send"));
     for (t = 0; t < p->width; ++t) {
-        void *q;
-        UPIPE_TRY(upi_project(c, r, UPI_PROJ_Q, i + t, st->send));
-        if (t == 0) UPIPE_TRY(upipe_alloc(c, &st->q, b->q * (size_t)p->width, "q"));
-        st->parts[t].q = q = upipe_offset(st->q, (size_t)t * b->q);
-        UPIPE_TRY(upipe_a2a_to_heads(c, q, st->send, p, i + t, UPIPE_A2A_Q, r->each[UPI_PROJ_Q]));
-    }
-    upipe_phase_set(c, UPIPE_BWD_OUT);
-    UPIPE_TRY(upipe_alloc(c, &st->dout, b->o * (size_t)p->width, "dout_heads"));
-    UPIPE_TRY(upipe_alloc(c, &st->delta, b->stat * (size_t)p->width, "delta_heads"));
-    for (t = 0; t < p->width; ++t) {
-        void *dout = upipe_offset(st->dout, (size_t)t * b->o);
-        float *delta = (float *)upipe_offset(st->delta, (size_t)t * b->stat);
         const float *from = f->save->delta + upipe_plan_before(p, i + t, -1) * p->rows;
+        void *dout;
+        float *delta;
+        UPIPE_TRY(upi_project(c, r, UPI_PROJ_Q, i + t, st->send));
+        upipe_phase_set(c, UPIPE_BWD_OUT);
+        if (t == 0) {
+            UPIPE_TRY(upipe_alloc(c, &st->dout, b->o * (size_t)p->width, "dout_heads"));
+            UPIPE_TRY(upipe_alloc(c, &st->delta, b->stat * (size_t)p->width, "delta_heads"));
+        }
+        st->parts[t].dout = dout = upipe_offset(st->dout, (size_t)t * b->o);
+        st->parts[t].delta = delta = (float *)upipe_offset(st->delta, (size_t)t * b->stat);
         UPIPE_TRY(upipe_slot_drain(f->dout, i + t, &slot, &c->err));
         UPIPE_TRY(upipe_a2a_to_heads(c, dout, slot, p, i + t, UPIPE_A2A_Q, r->each[UPI_PROJ_V]));
         UPIPE_TRY(upipe_a2a_to_heads(c, delta, from, p, i + t, UPIPE_A2A_Q, 4));
-        st->parts[t].dout = dout;
-        st->parts[t].delta = delta;
+        upipe_phase_set(c, UPIPE_BWD_IN);
+        UPIPE_TRY(upipe_slot_lend(f->dout, i + t, &slot, &c->err));
+        UPIPE_TRY(upipe_a2a_to_heads(c, slot, st->send, p, i + t, UPIPE_A2A_Q, r->each[UPI_PROJ_Q]));
+        st->parts[t].q = slot;
     }
     return upi_kv_prefetch(c, r, &f->kv, i, UPIPE_BWD_IN);
 }
@@ -59,23 +60,20 @@ UPIPE_API upipe_status upi_bwd_attend(upipe_ctx *c, upi_pass *f, int i)
     return upi_attend(c, r, f->save, st->parts, i, &st->kv, &st->dkv, f->grads->sinks);
 }
 
-/* Sends dQ' into the slot that held dO, and adds to dWq. After a round's last stage: dK, dV, dWk and dWv. */
+/* Sends dQ' into the slot that held Q', and adds to dWq. After a round's last stage: dK, dV, dWk and dWv. */
 UPIPE_API upipe_status upi_bwd_store(upipe_ctx *c, upi_pass *f, int i)
 {
     const upi_run *r = &f->run;
     upi_stage *st = upi_stage_at(f, i);
-    void *slot;
     int t;
     upipe_phase_set(c, UPIPE_BWD_ATTN);
     UPIPE_TRY(upipe_free(c, st->delta));
     UPIPE_TRY(upipe_free(c, st->dout));
-    UPIPE_TRY(upipe_free(c, st->q));
     UPIPE_TRY(upi_kv_release(c, r, &f->kv, i, &st->kv));
     upipe_phase_set(c, UPIPE_BWD_IN);
-    for (t = 0; t < r->p->width; ++t) {
-        UPIPE_TRY(upipe_slot_lend(f->dout, i + t, &slot, &c->err));
-        UPIPE_TRY(upi_sums_store(c, r, f->dout, slot, st->send, st->sums[t], i + t, r->p->desc.head_dim));
-    }
+    for (t = 0; t < r->p->width; ++t)
+        UPIPE_TRY(upi_sums_store(c, r, f->dout, (void *)(uintptr_t)st->parts[t].q, st->send, st->sums[t],
+                                 i + t, r->p->desc.head_dim));
     UPIPE_TRY(upi_sums_free(c, r, st->sums, st->send));
     for (t = 0; t < r->p->width; ++t)
         UPIPE_TRY(upi_project_bwd(c, r, UPI_PROJ_Q, i + t,

@@ -10,7 +10,7 @@
  * one. */
 typedef struct upi_stage {
     upi_kv_pair kv, dkv;
-    void *send, *q, *dout, *delta;
+    void *send, *dout, *delta;
     upipe_ring_part *parts; /* [width] */
     void **sums;            /* [width] of O' or dQ' */
 } upi_stage;
