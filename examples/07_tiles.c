@@ -43,7 +43,7 @@ int main(int argc, char **argv)
     tensors *t;
     float *all;
     void *buf;
-    const size_t budget[2] = {64 << 10, 8 << 20}; /* a few tokens, or all of them */
+    const size_t budget[2] = {384 << 10, 8 << 20}; /* some tokens, or all of them */
     const size_t slab_bytes = 16 << 20;
     void *slab;
     upipe_mem_block blocks[BLOCKS];

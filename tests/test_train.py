@@ -203,8 +203,14 @@ def check_numbers(numbers, what):
     equal(at_peak['optimizer'], 8 * (piece + norm_weight) + (4 * piece if c['dtype'] == 'bf16' else 0), f'{what}: optimizer')
     equal(at_peak['tokens'], rows * 12, f'{what}: tokens')
     equal(largest['stream'], unit, f'{what}: stream')
-    equal(largest['checkpoints'], unit * (1 if c['offload'] else 2 * c['layers']), f'{what}: checkpoints')
-    kept = unit * (2 * c['layers'] - bool(c['segments'])) if c['offload'] else 0
+    # What lies in the second pool is fetched by tiles.
+    copies, tile = unit * c['layers'], min(rows, max(64, c['model_dim'] // 64 * 64)) * c['model_dim'] * element
+    if c['offload'] or c['segments']:
+        in_pool = 0 if c['offload'] else copies
+        check(in_pool <= largest['checkpoints'] <= in_pool + tile, f'{what}: checkpoints are {largest["checkpoints"]}')
+    else:
+        equal(largest['checkpoints'], copies, f'{what}: checkpoints')
+    kept = copies if c['offload'] else 0
     equal(c['segments'] > 0, c['method'] in SEGMENTED, f'{what}: segments')
     if not c['segments']:
         equal(numbers['host_bytes'], kept, f'{what}: the second pool')
@@ -1051,11 +1057,11 @@ def test_plan(folder):
         if not check(found is not None, f'no slopes: {done.stdout}'):
             return
         slopes[method] = beside, second, there = [float(text) for text in found.groups()]
-        equal(there, 64.0, f'{method}: what is in the second pool')
-        check(62 <= beside - second <= 64, f'{method}: slopes {beside} and {second}')
+        equal(there, 32.0, f'{method}: what is in the second pool')
+        near([beside - second], [32], 1e-3, f'{method}: slopes {beside} and {second}')
         check(all(part in done.stdout for part in PARTS), f'{method}: a part is missing: {done.stdout}')
-    check(slopes['upipe'][1] < 10.6, f'UPipe has the slope {slopes["upipe"][1]}')
-    check(slopes['upipe'][1] < slopes['ulysses'][1] < 15.1, f'slopes: {slopes}')
+    check(slopes['upipe'][1] <= 5.1, f'UPipe has the slope {slopes["upipe"][1]}')
+    check(slopes['upipe'][1] < slopes['ulysses'][1] <= 6.6, f'slopes: {slopes}')
     # Many stages, and sizes that nobody would wait for.
     equal(run(words_of({'plan': True, 'layers': 1, 'heads': 64, 'kv_heads': 64, 'ranks': 1, 'chunk': 1}),
               folder).returncode, 0, 'a plan of 64 stages')
@@ -1063,13 +1069,15 @@ def test_plan(folder):
     done = run(words_of({**shape, 'ranks': 16, 'method': 'upipe-ring', 'ring': 4, 'plan': True}), folder)
     equal(done.returncode, 0, f'the plan of a ring: {done.stderr}')
     check('16 ranks in rings of 4, chunk 4' in done.stdout, f'the plan of a ring: {done.stdout}')
-    # In segments: what a token adds to the device is the stream and, with offload, the copy that the MLP half fetches.
-    done = run(words_of({**shape, 'method': 'upipe-fpdt', 'segments': 8, 'plan': True, 'json': 'plan.json'}), folder)
+    # In many segments what a token adds to the device is little more than the stream.
+    done = run(words_of({**shape, 'method': 'upipe-fpdt', 'segments': 16, 'plan': True, 'json': 'plan.json'}), folder)
     if check((done.returncode, done.stderr) == (0, ''), f'the plan of segments: {done.stderr}'):
-        check('8 ranks, 8 segments, chunk 8' in done.stdout, f'the plan of segments: {done.stdout}')
+        check('8 ranks, 16 segments, chunk 8' in done.stdout, f'the plan of segments: {done.stdout}')
         slope = numbers_of(folder, 'plan.json')['slope_units']
-        near([slope['in_one_pool'], slope['with_offload']], [65, 2], 1e-3, 'slopes in segments')
-        equal(slope['offloaded'] - slope['host'], 63, 'copies in the second pool, of segments')
+        check(1 <= slope['with_offload'] <= 1.25, f'in segments: {slope}')
+        near([slope['in_one_pool'] - slope['with_offload']], [32], 1e-3, 'slopes in segments')
+        near([slope['offloaded'] - slope['host']], [32], 1e-3, 'copies in the second pool, of segments')
+        check(slope['offloaded'] <= 41.1, f'the second pool in segments: {slope}')
         os.remove(os.path.join(folder, 'plan.json'))
     # The plan is the run's.
     numbers = good(folder, 'as planned', offload=True, steps=1)

@@ -187,7 +187,7 @@ UPIPE_API upipe_status upipe_even_bytes(upipe_bytes *r, const upipe_plan *p, siz
                  kept = p->steps > 1 ? kv : 0; /* from stage to stage */
     const size_t fwd = x + out + lse,
                  bwd = fwd + delta + (size_t)(p->rounds - 1) * kv; /* dK, dV of finished rounds */
-    const size_t stage = kv + dkv + send + o + stat; /* Q' is in a slot */
+    const size_t stage = kv + dkv + send + o + stat;               /* Q' is in a slot */
     int i;
     memset(r, 0, sizeof *r);
     if (p->schedule > UPIPE_WHOLE || d->ring > 1 || p->overlap || d->tokens % d->ranks != 0)

@@ -125,7 +125,7 @@ static upipe_status memory_life(memory_dry *d, trainer *t, memory_then *then, vo
 static upipe_status memory_plan_make(memory_plan *plan, const model *m, const upipe_ops *ops,
                                      memory_then *then, void *user, upipe_err *e)
 {
-    const int blocks_max = (int)m->layout->config.layers * 2 + m->plan.stages * 2 + 64;
+    const int blocks_max = (int)m->layout->config.layers + m->plan.stages * 2 + 64;
     memory_dry *d = (memory_dry *)calloc(1, sizeof *d);
     upipe_mem_block *blocks = (upipe_mem_block *)calloc(2 * (size_t)blocks_max, sizeof *blocks);
     upipe_mem_event none;
@@ -167,7 +167,7 @@ __attribute__((unused)) static double memory_least(const model *m, double *host)
     const double weights = (double)l->weights, norm_weights = (double)l->norm_weights,
                  u = (double)model_unit(m);
     const double e = (double)upipe_dtype_bytes(m->plan.desc.dtype), ranks = model_world(m);
-    const double copies = 2 * (double)l->config.layers * u;
+    const double copies = (double)l->config.layers * u;
     const double state = weights * (e + 4 + (8 + (e < 4 ? 4 : 0)) / ranks) + norm_weights * (8 + 8 / ranks);
     *host = m->offload ? copies : 0;
     return state + (double)m->rows * 12 + u + (m->offload ? 0 : copies);

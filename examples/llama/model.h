@@ -6,9 +6,9 @@
  *     losses, and backwards                             upipe_loss_bwd, upipe_mlp_bwd, upipe_layer_bwd ...
  *
  * The residual stream is one tensor, changed in place, and so is its gradient, which begins in the stream's
- * place. Before each half of a layer a copy of the stream is kept (full activation checkpointing, attention
- * and MLP apart): 2 * layers tensors. The backward fetches them from the last to the first and computes all
- * else again. They wait in the pool, or with `offload` in a second one: host memory, on a GPU.
+ * place. Before each layer a copy of the stream is kept (full activation checkpointing): `layers` tensors. The
+ * backward goes from the last to the first and computes all else again, each layer's attention before its
+ * MLP's backward. The copies wait in the pool, or with `offload` in a second one: host memory, on a GPU.
  *
  * A rank holds the tokens of its plan's shard of every sequence, and a whole copy of the weights. The plan
  * alone knows which method it is, but for one thing: model_cut cuts the sequence into segments. Then a rank's
@@ -55,7 +55,7 @@ typedef struct model_rank {
     float *grads[2]; /* of the weights group and of the norm weights group */
     int32_t *tokens, *targets;
     float *losses;
-    void **kept;    /* [2 * layers] */
+    void **kept;    /* [layers] */
     device *device; /* whose copies run beside the stream of c; NULL: on that stream */
 } model_rank;
 
@@ -278,18 +278,94 @@ static upipe_status model_kept(model_rank *r)
     return r->device != NULL && r->host != r->c->mem ? device_copy_wait(r->device, r->c) : UPIPE_OK;
 }
 
-/* The copy again, as a block of the rank's own pool; x gives the shape. */
-static upipe_status model_fetch(model_rank *r, int64_t i, upipe_view *x)
+/* A kept tensor, as a view; `like` gives the shape. */
+static upipe_view model_kept_view(const model_rank *r, int64_t layer, upipe_view like)
 {
-    if (r->host == r->c->mem) {
-        x->data = r->kept[i];
-    } else {
-        UPIPE_TRY(model_alloc(r, x, "fetched"));
-        UPIPE_TRY(r->c->ops->copy(r->c, x->data, r->kept[i], model_unit(r->m)));
-        UPIPE_TRY(upipe_mem_free(r->host, r->kept[i], &r->c->err));
-    }
-    r->kept[i] = NULL;
+    like.data = r->kept[layer];
+    return like;
+}
+
+static upipe_status model_copy(const model_rank *r, upipe_view dst, upipe_view src)
+{
+    return r->c->ops->copy(r->c, dst.data, src.data, (size_t)(src.n * src.d) * upipe_dtype_bytes(src.dtype));
+}
+
+/* ---- tensors that may lie in a second pool, tile by tile ---- */
+
+/* A tensor that is read by tiles of rows: where it lies in the rank's own pool, in place and in one tile. */
+typedef struct model_tiles {
+    upipe_view x, buf; /* buf.data is NULL in place */
+    upipe_view tile;   /* rows from `row` on, in the rank's own pool */
+    int64_t row;
+} model_tiles;
+
+/* Tiles begin between two partial sums of the weights' gradients, and so change no bit of them. */
+static upipe_status model_tiles_begin(const model_rank *r, model_tiles *t, upipe_view x, int away)
+{
+    const int64_t rows = x.d < UPIPE_SUM_ROWS ? UPIPE_SUM_ROWS : x.d / UPIPE_SUM_ROWS * UPIPE_SUM_ROWS;
+    t->x = t->tile = t->buf = x;
+    t->tile.n = 0;
+    t->row = 0;
+    t->buf.data = NULL;
+    if (away && rows < x.n) t->buf.n = rows;
+    return away ? model_alloc_rows(r, r->c->mem, &t->buf, t->buf.n, "fetched") : UPIPE_OK;
+}
+
+/* Goes on to the next tile, which has no rows after the last one. */
+static upipe_status model_tiles_next(const model_rank *r, model_tiles *t)
+{
+    int64_t n;
+    t->row += t->tile.n;
+    n = t->x.n - t->row;
+    if (n > t->buf.n) n = t->buf.n;
+    t->tile = upipe_view_rows(t->x, n > 0 ? t->row : 0, n);
+    if (t->buf.data == NULL || n == 0) return UPIPE_OK;
+    UPIPE_TRY(model_copy(r, t->buf, t->tile));
+    t->tile.data = t->buf.data;
     return UPIPE_OK;
+}
+
+static upipe_status model_tiles_end(const model_rank *r, model_tiles *t)
+{
+    return model_free_block(r, t->buf);
+}
+
+/* y += x, which lies in a second pool if it is `away`. */
+static upipe_status model_add(const model_rank *r, upipe_view y, upipe_view x, int away)
+{
+    model_tiles t;
+    UPIPE_TRY(model_tiles_begin(r, &t, x, away));
+    UPIPE_TRY(model_tiles_next(r, &t));
+    while (t.tile.n > 0) {
+        UPIPE_TRY(r->c->ops->add(r->c, upipe_view_rows(y, t.row, t.tile.n), t.tile));
+        UPIPE_TRY(model_tiles_next(r, &t));
+    }
+    return model_tiles_end(r, &t);
+}
+
+/* n = the attention half's norm of x; the same with `away`. */
+static upipe_status model_norm(const model_rank *r, int64_t layer, upipe_view n, upipe_view x, int away)
+{
+    if (away) UPIPE_TRY(model_copy(r, n, x));
+    return r->c->ops->rmsnorm(r->c, n, away ? n : x, model_norm_weight(r, LLAMA_NORM1, layer),
+                              (float)r->m->layout->config.norm_eps);
+}
+
+/* g += the gradient dn through this norm of x. */
+static upipe_status model_norm_bwd(const model_rank *r, int64_t layer, upipe_view g, upipe_view dn,
+                                   upipe_view x, int away)
+{
+    model_tiles t;
+    UPIPE_TRY(model_tiles_begin(r, &t, x, away));
+    UPIPE_TRY(model_tiles_next(r, &t));
+    while (t.tile.n > 0) {
+        UPIPE_TRY(r->c->ops->rmsnorm_bwd(
+            r->c, upipe_view_rows(g, t.row, t.tile.n), upipe_view_rows(dn, t.row, t.tile.n), t.tile,
+            model_norm_weight(r, LLAMA_NORM1, layer), (float)r->m->layout->config.norm_eps,
+            model_grad(r, LLAMA_NORM1, layer), 1));
+        UPIPE_TRY(model_tiles_next(r, &t));
+    }
+    return model_tiles_end(r, &t);
 }
 
 /* ---- the attention half in segments ---- */
@@ -312,23 +388,15 @@ static upipe_view model_segment(const model_rank *r, upipe_view x, int i)
     return upipe_view_rows(x, first, model_shard(r->m, i).n * batch);
 }
 
-static upipe_status model_copy(const model_rank *r, upipe_view dst, upipe_view src)
-{
-    return r->c->ops->copy(r->c, dst.data, src.data, (size_t)(src.n * src.d) * upipe_dtype_bytes(src.dtype));
-}
-
 /* normed, in the second pool, from x; which lies there too where `away` says so. */
 static upipe_status model_segments_norm(const model_rank *r, int64_t layer, upipe_view normed, upipe_view x,
                                         int away)
 {
-    const float *norm_weight = model_norm_weight(r, LLAMA_NORM1, layer),
-                eps = (float)r->m->layout->config.norm_eps;
     int i;
     for (i = 0; i < model_parts(r->m); ++i) {
         upipe_view from = model_segment(r, x, i), n;
         UPIPE_TRY(model_alloc_rows(r, r->c->mem, &n, from.n, "normed"));
-        if (away) UPIPE_TRY(model_copy(r, n, from));
-        UPIPE_TRY(r->c->ops->rmsnorm(r->c, n, away ? n : from, norm_weight, eps));
+        UPIPE_TRY(model_norm(r, layer, n, from, away));
         UPIPE_TRY(model_copy(r, model_segment(r, normed, i), n));
         UPIPE_TRY(model_free_block(r, n));
     }
@@ -386,6 +454,28 @@ static upipe_status model_segments_out_fwd(const model_rank *r, const upipe_fpdt
     return UPIPE_OK;
 }
 
+/* into, in the second pool = x + O * Wo^T: what the MLP reads; x, away as above. */
+static upipe_status model_segments_between(const model_rank *r, const upipe_fpdt *f, upipe_view into,
+                                           upipe_view x, const upipe_fpdt_saved *saved, int away)
+{
+    upipe_ctx *c = r->c;
+    int i;
+    for (i = 0; i < f->segments; ++i) {
+        upipe_view from = model_segment(r, x, i), y;
+        upipe_saved out;
+        upipe_layer l;
+        upipe_plan p;
+        UPIPE_TRY(model_segment_begin(r, f, i, &p, &l, &out, saved));
+        UPIPE_TRY(model_alloc_rows(r, c->mem, &y, from.n, "attended"));
+        UPIPE_TRY(upipe_layer_out_fwd(c, &l, y, &out));
+        UPIPE_TRY(upipe_mem_free(c->mem, out.out.data, &c->err));
+        UPIPE_TRY(model_add(r, y, from, away));
+        UPIPE_TRY(model_copy(r, model_segment(r, into, i), y));
+        UPIPE_TRY(model_free_block(r, y));
+    }
+    return UPIPE_OK;
+}
+
 /* dout, slots in the second pool, from the gradient of the half's result. */
 static upipe_status model_segments_out_bwd(const model_rank *r, const upipe_fpdt *f, char *dout,
                                            upipe_grads *grads, const upipe_fpdt_saved *saved, upipe_view g)
@@ -409,20 +499,12 @@ static upipe_status model_segments_out_bwd(const model_rank *r, const upipe_fpdt
 static upipe_status model_segments_norm_bwd(const model_rank *r, int64_t layer, upipe_view g,
                                             upipe_view gnormed, upipe_view x, int away)
 {
-    const float *norm_weight = model_norm_weight(r, LLAMA_NORM1, layer),
-                eps = (float)r->m->layout->config.norm_eps;
     int i;
     for (i = 0; i < model_parts(r->m); ++i) {
-        upipe_view from = model_segment(r, x, i), here = from, n;
+        upipe_view from = model_segment(r, x, i), n;
         UPIPE_TRY(model_alloc_rows(r, r->c->mem, &n, from.n, "normed"));
         UPIPE_TRY(model_copy(r, n, model_segment(r, gnormed, i)));
-        if (away) {
-            UPIPE_TRY(model_alloc_rows(r, r->c->mem, &here, from.n, "fetched"));
-            UPIPE_TRY(model_copy(r, here, from));
-        }
-        UPIPE_TRY(r->c->ops->rmsnorm_bwd(r->c, model_segment(r, g, i), n, here, norm_weight, eps,
-                                         model_grad(r, LLAMA_NORM1, layer), 1));
-        if (away) UPIPE_TRY(model_free_block(r, here));
+        UPIPE_TRY(model_norm_bwd(r, layer, model_segment(r, g, i), n, from, away));
         UPIPE_TRY(model_free_block(r, n));
     }
     return UPIPE_OK;
@@ -443,32 +525,6 @@ static upipe_status model_segments_fwd(model_rank *r, int64_t layer, upipe_view 
     return upipe_fpdt_free(&f, &saved, &c->err);
 }
 
-/* The kept copy stays where it is: with offload a segment of it is fetched at a time. */
-static upipe_status model_segments_bwd(model_rank *r, int64_t layer, upipe_view g)
-{
-    upipe_ctx *c = r->c;
-    const int away = r->host != c->mem;
-    upipe_fpdt f = model_segments(r, layer);
-    upipe_grads grads = model_attention_grads(r, layer);
-    upipe_fpdt_saved saved;
-    upipe_view x = g, n;
-    void *dout;
-    x.data = r->kept[2 * layer];
-    UPIPE_TRY(model_alloc_rows(r, r->second, &n, r->m->rows, "normed"));
-    UPIPE_TRY(model_segments_norm(r, layer, n, x, away));
-    UPIPE_TRY(upipe_fpdt_fwd(c, &f, &saved, n.data));
-    UPIPE_TRY(upipe_mem_alloc(r->second, &dout, upipe_fpdt_out_bytes(&f), "dout", &c->err));
-    UPIPE_TRY(model_segments_out_bwd(r, &f, (char *)dout, &grads, &saved, g));
-    UPIPE_TRY(upipe_fpdt_bwd(c, &f, n.data, &grads, &saved, dout, n.data));
-    UPIPE_TRY(upipe_mem_free(r->second, dout, &c->err));
-    UPIPE_TRY(upipe_fpdt_free(&f, &saved, &c->err));
-    UPIPE_TRY(model_segments_norm_bwd(r, layer, g, n, x, away));
-    UPIPE_TRY(upipe_mem_free(r->second, n.data, &c->err));
-    UPIPE_TRY(upipe_mem_free(r->host, r->kept[2 * layer], &c->err));
-    r->kept[2 * layer] = NULL;
-    return UPIPE_OK;
-}
-
 /* ---- forward ---- */
 
 static upipe_status model_attention_fwd(model_rank *r, int64_t layer, upipe_view x, int keep)
@@ -478,8 +534,7 @@ static upipe_status model_attention_fwd(model_rank *r, int64_t layer, upipe_view
     upipe_saved saved;
     upipe_view n, y;
     UPIPE_TRY(model_alloc(r, &n, "normed"));
-    UPIPE_TRY(c->ops->rmsnorm(c, n, x, model_norm_weight(r, LLAMA_NORM1, layer),
-                              (float)r->m->layout->config.norm_eps));
+    UPIPE_TRY(model_norm(r, layer, n, x, 0));
     UPIPE_TRY(upipe_layer_fwd(c, &l, &saved, n));
     UPIPE_TRY(model_free_block(r, n));
     UPIPE_TRY(model_alloc(r, &y, "attended"));
@@ -513,11 +568,9 @@ __attribute__((unused)) static upipe_status model_fwd(model_rank *r, upipe_view 
     UPIPE_TRY(r->c->ops->embed(r->c, *x, table, r->tokens));
     model_phase(r, UPIPE_PHASE_OTHER);
     for (i = 0; i < config->layers; ++i) {
-        if (keep) UPIPE_TRY(model_keep(r, 2 * i, *x));
+        if (keep) UPIPE_TRY(model_keep(r, i, *x));
         UPIPE_TRY(r->m->fpdt.segments > 0 ? model_segments_fwd(r, i, *x, keep)
                                           : model_attention_fwd(r, i, *x, keep));
-        if (keep) UPIPE_TRY(model_keep(r, 2 * i + 1, *x));
-        if (keep) UPIPE_TRY(model_kept(r));
         UPIPE_TRY(model_mlp_fwd(r, i, *x));
     }
     return UPIPE_OK;
@@ -540,43 +593,78 @@ static upipe_status model_loss_bwd(model_rank *r, upipe_view x, float scale)
     return s;
 }
 
-/* g, the gradient of the half's result, becomes that of its input; so too below. */
-static upipe_status model_mlp_bwd(model_rank *r, int64_t layer, upipe_view g)
+/* g, the gradient of the MLP half's result, becomes that of its input x, which is as model_add's. */
+static upipe_status model_mlp_bwd(const model_rank *r, int64_t layer, upipe_view g, upipe_view x, int away)
 {
     upipe_mlp m = model_mlp(r, layer);
     upipe_mlp_grads grads;
-    upipe_view x = g;
-    upipe_status s;
+    model_tiles t;
     grads.w_gate = model_grad(r, LLAMA_GATE, layer);
     grads.w_up = model_grad(r, LLAMA_UP, layer);
     grads.w_down = model_grad(r, LLAMA_DOWN, layer);
     grads.norm_weight = model_grad(r, LLAMA_NORM2, layer);
     model_phase(r, MODEL_MLP_BWD);
-    UPIPE_TRY(model_fetch(r, 2 * layer + 1, &x));
-    s = upipe_mlp_bwd(r->c, &m, g, &grads, g, x);
+    UPIPE_TRY(model_tiles_begin(r, &t, x, away));
+    UPIPE_TRY(model_tiles_next(r, &t));
+    while (t.tile.n > 0) {
+        upipe_view rows = upipe_view_rows(g, t.row, t.tile.n);
+        UPIPE_TRY(upipe_mlp_bwd(r->c, &m, rows, &grads, rows, t.tile));
+        UPIPE_TRY(model_tiles_next(r, &t));
+    }
+    UPIPE_TRY(model_tiles_end(r, &t));
     model_phase(r, UPIPE_PHASE_OTHER);
-    return s == UPIPE_OK ? model_free_block(r, x) : s;
+    return UPIPE_OK;
 }
 
-static upipe_status model_attention_bwd(model_rank *r, int64_t layer, upipe_view g)
+/* A layer's backward: g, the gradient of its result, becomes that of its input. One block is in turn the
+ * norm's result, what the MLP reads, the norm's result again, and its gradient: so no hole is left. */
+static upipe_status model_layer_bwd(model_rank *r, int64_t layer, upipe_view g)
 {
     upipe_ctx *c = r->c;
-    const float eps = (float)r->m->layout->config.norm_eps,
-                *norm_weight = model_norm_weight(r, LLAMA_NORM1, layer);
+    const int away = r->host != c->mem;
+    const upipe_view x = model_kept_view(r, layer, g);
     upipe_layer l = model_attention_layer(r, layer);
     upipe_grads grads = model_attention_grads(r, layer);
     upipe_saved saved;
-    upipe_view x = g, n;
-    UPIPE_TRY(model_fetch(r, 2 * layer, &x));
+    upipe_view n;
     UPIPE_TRY(model_alloc(r, &n, "normed"));
-    UPIPE_TRY(c->ops->rmsnorm(c, n, x, norm_weight, eps));
+    UPIPE_TRY(model_norm(r, layer, n, x, away));
     UPIPE_TRY(upipe_layer_fwd(c, &l, &saved, n));
+    UPIPE_TRY(upipe_layer_out_fwd(c, &l, n, &saved));
+    UPIPE_TRY(model_add(r, n, x, away));
+    UPIPE_TRY(model_mlp_bwd(r, layer, g, n, 0));
     UPIPE_TRY(upipe_layer_out_bwd(c, &l, &grads, &saved, g)); /* O becomes dO; g goes on down the stream */
+    UPIPE_TRY(model_norm(r, layer, n, x, away));
     UPIPE_TRY(upipe_layer_bwd(c, &l, n, &grads, &saved, &saved.out, n));
     UPIPE_TRY(upipe_saved_free(c, &saved));
-    UPIPE_TRY(c->ops->rmsnorm_bwd(c, g, n, x, norm_weight, eps, model_grad(r, LLAMA_NORM1, layer), 1));
-    UPIPE_TRY(model_free_block(r, n));
-    return model_free_block(r, x);
+    UPIPE_TRY(model_norm_bwd(r, layer, g, n, x, away));
+    return model_free_block(r, n);
+}
+
+/* The same in segments, whose block is in the second pool. */
+static upipe_status model_segments_bwd(model_rank *r, int64_t layer, upipe_view g)
+{
+    upipe_ctx *c = r->c;
+    const int away = r->host != c->mem;
+    const upipe_view x = model_kept_view(r, layer, g);
+    upipe_fpdt f = model_segments(r, layer);
+    upipe_grads grads = model_attention_grads(r, layer);
+    upipe_fpdt_saved saved;
+    upipe_view n;
+    void *dout;
+    UPIPE_TRY(model_alloc_rows(r, r->second, &n, r->m->rows, "normed"));
+    UPIPE_TRY(model_segments_norm(r, layer, n, x, away));
+    UPIPE_TRY(upipe_fpdt_fwd(c, &f, &saved, n.data));
+    UPIPE_TRY(model_segments_between(r, &f, n, x, &saved, away));
+    UPIPE_TRY(model_mlp_bwd(r, layer, g, n, 1));
+    UPIPE_TRY(model_segments_norm(r, layer, n, x, away));
+    UPIPE_TRY(upipe_mem_alloc(r->second, &dout, upipe_fpdt_out_bytes(&f), "dout", &c->err));
+    UPIPE_TRY(model_segments_out_bwd(r, &f, (char *)dout, &grads, &saved, g));
+    UPIPE_TRY(upipe_fpdt_bwd(c, &f, n.data, &grads, &saved, dout, n.data));
+    UPIPE_TRY(upipe_mem_free(r->second, dout, &c->err));
+    UPIPE_TRY(upipe_fpdt_free(&f, &saved, &c->err));
+    UPIPE_TRY(model_segments_norm_bwd(r, layer, g, n, x, away));
+    return upipe_mem_free(r->second, n.data, &c->err);
 }
 
 /* model_bwd -- after model_fwd with keep: losses, and the gradients of scale times their sum over this rank's
@@ -589,8 +677,9 @@ __attribute__((unused)) static upipe_status model_bwd(model_rank *r, upipe_view 
     int64_t i;
     UPIPE_TRY(model_loss_bwd(r, x, scale));
     for (i = config->layers; i-- > 0;) {
-        UPIPE_TRY(model_mlp_bwd(r, i, x));
-        UPIPE_TRY(r->m->fpdt.segments > 0 ? model_segments_bwd(r, i, x) : model_attention_bwd(r, i, x));
+        UPIPE_TRY(r->m->fpdt.segments > 0 ? model_segments_bwd(r, i, x) : model_layer_bwd(r, i, x));
+        UPIPE_TRY(upipe_mem_free(r->host, r->kept[i], &r->c->err));
+        r->kept[i] = NULL;
     }
     UPIPE_TRY(r->c->ops->embed_bwd(r->c, table, x, r->tokens));
     return model_free_block(r, x);

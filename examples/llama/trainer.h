@@ -83,7 +83,7 @@ __attribute__((unused)) static upipe_status trainer_open(trainer *t, const model
     t->r.c = c;
     t->r.host = m->offload ? host : c->mem;
     t->r.second = host;
-    t->r.kept = (void **)calloc((size_t)m->layout->config.layers * 2, sizeof *t->r.kept);
+    t->r.kept = (void **)calloc((size_t)m->layout->config.layers, sizeof *t->r.kept);
     t->gathered = (int64_t *)calloc((size_t)world->ranks * 2, sizeof *t->gathered);
     if (t->r.kept != NULL && t->gathered != NULL) return UPIPE_OK;
     return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no host memory for the tables of a rank");
