@@ -1,8 +1,8 @@
 /* test_attn.c -- the CPU attention kernels against dense attention in f64, and their vector lanes
  *
  * Tolerance runs (every head dim, lengths, offsets, causal or not, groups, types, layouts; extreme scores),
- * bit equality over layouts and over calls, causal prefixes, accumulation, refusals. Other masks, and the
- * oracle itself: test_attn_masks.c.
+ * errors of long sums, bit equality over layouts and over calls, causal prefixes, accumulation, refusals. Other
+ * masks, and the oracle itself: test_attn_masks.c.
  */
 #define _POSIX_C_SOURCE 200809L
 #include "lib/attn.h"
@@ -103,6 +103,84 @@ static void test_random(void)
     }
 }
 
+/* ---- long sums ---- */
+
+static double l2_error(const float *got, const double *want, int64_t n)
+{
+    double error = 0, size = 0;
+    int64_t i;
+    for (i = 0; i < n; ++i) {
+        error += ((double)got[i] - want[i]) * ((double)got[i] - want[i]);
+        size += want[i] * want[i];
+    }
+    return sqrt(error / size);
+}
+
+/* A bound that does not grow with the depth, which sums of one chain break: a few queries over many keys for o,
+ * lse and dq, and many queries over a few keys for dk and dv. */
+static void test_depth(void)
+{
+    const int64_t many = BRIEF ? 1 << 14 : 1 << 17;
+    static const char *const names[] = {"dk", "dv", "o", "dq", "lse"};
+    const double bound = 16 * (double)FLT_EPSILON;
+    int queries;
+    for (queries = 0; queries < 2; ++queries) {
+        oracle_attn t = shape(queries ? many : 3, queries ? 4 : many, 1, 1, 32, 0, 0, 0);
+        test_rng r = {12};
+        values in = inputs_make(&t, UPIPE_F32, &r, 1), out = values_make(&t);
+        double *q = doubles(in.q, q_count(&t)), *k = doubles(in.k, k_count(&t)),
+               *v = doubles(in.v, v_count(&t)), *dout = doubles(in.dout, o_count(&t)),
+               *o = doubles(NULL, o_count(&t)), *lse = doubles(NULL, t.sq), *dq = doubles(NULL, q_count(&t)),
+               *dk = doubles(NULL, k_count(&t)), *dv = doubles(NULL, v_count(&t)), errors[5] = {0};
+        int64_t i;
+        run_kernels(&t, UPIPE_F32, PACKED, 1, &in, &out);
+        oracle_attn_fwd(&t, q, k, v, o, lse);
+        oracle_attn_bwd(&t, q, k, v, dout, o, lse, dq, dk, dv);
+        if (queries) {
+            errors[0] = l2_error(out.dk, dk, k_count(&t)), errors[1] = l2_error(out.dv, dv, v_count(&t));
+        } else {
+            errors[2] = l2_error(out.o, o, o_count(&t)), errors[3] = l2_error(out.dq, dq, q_count(&t));
+            for (i = 0; i < t.sq; ++i) errors[4] = fmax(errors[4], fabs((double)out.lse[i] - lse[i]));
+        }
+        for (i = 0; i < 5; ++i) CHECK_SAY(errors[i] <= bound, "%s is off by %.1e", names[i], errors[i]);
+        values_free(&in), values_free(&out);
+        free(q), free(k), free(v), free(dout), free(o), free(lse), free(dq), free(dk), free(dv);
+    }
+}
+
+/* Rows some of which see keys on both sides of a section's border: against f64, and the bits of a row are the
+ * same whatever rows are in the call with it. */
+static void test_sections(void)
+{
+    static const int64_t windows[] = {0, 40, 300};
+    static const int64_t cuts[] = {0, 20, 45, 70};
+    test_rng r = {13};
+    int i, part;
+    for (i = 0; i < 3; ++i) {
+        oracle_attn t = shape(70, UPI_ATTN_SECTION + 100, 1, 1, 40, 1, UPI_ATTN_SECTION - 30, 0);
+        values in, out = values_make(&t);
+        t.window = windows[i];
+        in = inputs_make(&t, UPIPE_F32, &r, 1);
+        check_case(&t, UPIPE_F32, GAPS, &in);
+        run_kernels(&t, UPIPE_F32, PACKED, t.h, &in, &out);
+        for (part = 0; part < 3; ++part) {
+            oracle_attn rows = t;
+            const int64_t at = cuts[part] * t.h * t.d;
+            values some = in, got;
+            rows.sq = cuts[part + 1] - cuts[part];
+            rows.q_pos += cuts[part];
+            some.q += at, some.dout += at;
+            got = values_make(&rows);
+            run_kernels(&rows, UPIPE_F32, PACKED, rows.h, &some, &got);
+            CHECK_BYTES(got.o, out.o + at, o_count(&rows) * 4);
+            CHECK_BYTES(got.lse, out.lse + cuts[part] * t.h, rows.sq * t.h * 4);
+            CHECK_BYTES(got.dq, out.dq + at, q_count(&rows) * 4);
+            values_free(&got);
+        }
+        values_free(&in), values_free(&out);
+    }
+}
+
 /* ---- merging ---- */
 
 static void test_merge(void)
@@ -195,8 +273,13 @@ static void test_same_bits(void)
 static void test_workers(void)
 {
     static const int cases[][5] = {/* sq, sk, h, hkv, causal */
-                                   {700, 700, 1, 1, 1}, {700, 650, 1, 1, 0}, {330, 200, 4, 2, 1},
-                                   {100, 90, 17, 1, 1}, {260, 500, 6, 1, 1}, {3, 9, 2, 2, 0}};
+                                   {700, 700, 1, 1, 1},
+                                   {700, 650, 1, 1, 0},
+                                   {330, 200, 4, 2, 1},
+                                   {100, 90, 17, 1, 1},
+                                   {260, 500, 6, 1, 1},
+                                   {3, 9, 2, 2, 0},
+                                   {310, UPI_ATTN_SECTION + 70, 2, 1, 0}};
     test_rng r = {10};
     size_t i;
     int kind;
@@ -525,7 +608,8 @@ static void test_refusals(void)
     free(block);
 }
 
-/* A few hundred KiB, and nothing but the head dims decides, on one thread. */
+/* A few hundred KiB. Nothing but the head dims decides, on one thread, and whether the keys fill more than a
+ * section. */
 static void test_scratch(void)
 {
     const upipe_par par = {workers_backwards, NULL, 3};
@@ -540,9 +624,14 @@ static void test_scratch(void)
     bwd = upi_cpu_attn_bytes(NULL, &g.a, 1);
     CHECK(fwd % 64 == 0 && fwd <= 400 * 1024 * (UPI_WIDE / 8));
     CHECK(bwd % 64 == 0 && bwd <= 600 * 1024 * (UPI_WIDE / 8));
-    g.a.q.n = g.a.k.n = 1 << 20;
     g.a.q.dtype = UPIPE_BF16;
     g.a.mask.causal = 1;
+    g.a.q.n = 1 << 20, g.a.k.n = UPI_ATTN_SECTION;
+    CHECK_INT(upi_cpu_attn_bytes(NULL, &g.a, 0), fwd);
+    CHECK_INT(upi_cpu_attn_bytes(NULL, &g.a, 1), bwd);
+    g.a.k.n = 1 << 20;
+    fwd += (128 + 2) * UPI_ATTN_ROWS_FWD * sizeof(float);
+    bwd += 128 * UPI_ATTN_ROWS_BWD * sizeof(float);
     CHECK_INT(upi_cpu_attn_bytes(NULL, &g.a, 0), fwd);
     CHECK_INT(upi_cpu_attn_bytes(NULL, &g.a, 1), bwd);
     ops.par = &par; /* each worker its own, and in the backward eight bytes a block of 64 keys and group */
@@ -560,6 +649,8 @@ int main(void)
     test_head_dims();
     test_lengths();
     test_extreme_scores();
+    test_depth();
+    test_sections();
     test_merge();
     test_merge_nothing();
     test_same_bits();

@@ -8,9 +8,13 @@
  *     O^T[d][panel]  += V[key][d] . P^T[key][panel]   V and K are only broadcast: no transpose, only a copy
  *                    of rows
  *
- * A block of queries stays in scratch as panels while the loop over blocks of 64 keys runs. Every element of
- * every sum is one chain in a fixed order. All rows are first copied to scratch as f32, so results depend on
- * the values alone, not on steps or addresses.
+ * A block of queries stays in scratch as panels while the loop over blocks of 64 keys runs. All rows are first
+ * copied to scratch as f32, so results depend on the values alone, not on steps or addresses.
+ *
+ * No sum is one long chain, whose rounding would grow with its length. What a block of 64 keys adds to an
+ * element is a sum that starts from zero. These sums are added up over a section of 4,096 keys, and the
+ * sections' sums in a total. Borders count from the call's first key, whatever a row sees: what it doesn't see
+ * adds zeros, and these change nothing.
  *
  * Each lane sees one run of keys (upipe_attn_visible). Blocks of keys that a block of queries doesn't see are
  * skipped, and so are tiles of a block that a whole panel doesn't see. A key that single lanes don't see has
@@ -31,6 +35,7 @@ enum {
     UPI_ATTN_TILE = UPIPE_CPU_AVX512 ? 8 : 4,     /* rows of it: 12 or 24 sums, of 16 or 32 registers */
     UPI_ATTN_PANEL = UPI_ATTN_VECTORS * UPI_WIDE, /* queries in the lanes of a panel */
     UPI_ATTN_KEYS = 64,                           /* keys in a block */
+    UPI_ATTN_SECTION = 64 * UPI_ATTN_KEYS,        /* keys whose sums are added to totals at once */
     UPI_ATTN_PAD = 16, /* elements between copied rows: steps of a power of two would share few cache sets */
     UPI_ATTN_CAN = UPIPE_ATTN_WINDOW | UPIPE_ATTN_CU_SEQLENS | UPIPE_ATTN_SOFTCAP | UPIPE_ATTN_SINKS |
                    UPIPE_ATTN_V_DIM | UPIPE_ATTN_ADD_DQ
@@ -107,8 +112,9 @@ UPI_CPU_KERNEL void upi_attn_pack_panel(float *panel, const void *rows, upipe_dt
     UPI_BY_TYPE(upi_attn_pack_panel_of, dtype, panel, rows, first, step, count, d);
 }
 
-/* rows[lane][k] = panel[k][lane] * factor[lane] for lanes below count; with keep, + keep[lane] * what is
- * there, where keep[lane] is not 0. */
+/* rows[lane][k] = panel[k][lane] * factor[lane] + 0 for lanes below count; with keep, + keep[lane] * what is
+ * there, where keep[lane] is not 0. Without + 0 an underflow's -0 would tell whether a section ended behind
+ * it. */
 UPI_CPU_KERNEL void upi_attn_unpack_panel(void *rows, upipe_dtype dtype, int64_t first, int64_t step,
                                           int count, int d, const float *panel, const float *factor,
                                           const float *keep)
@@ -120,7 +126,7 @@ UPI_CPU_KERNEL void upi_attn_unpack_panel(void *rows, upipe_dtype dtype, int64_t
             upi_f8 r[UPI_LANES];
             UPI_CPU_UNROLL
             for (i = 0; i < UPI_LANES; ++i)
-                r[i] = upi_f8_mul(times, upi_f8_load(panel + (k + i) * UPI_ATTN_PANEL + part));
+                r[i] = upi_f8_fma(times, upi_f8_load(panel + (k + i) * UPI_ATTN_PANEL + part), upi_f8_zero());
             upi_f8_transpose(r);
             UPI_CPU_UNROLL
             for (i = 0; i < UPI_LANES; ++i)
@@ -211,7 +217,7 @@ UPI_INLINE void upi_attn_dot(int from, int d, const float *rows, const float *pa
 }
 
 /* out[d][panel] = fold * out + rows^T . weights, where vector v takes keys[v] rows of [d + pad], ascending in
- * v; fold NULL = 1 */
+ * v. The products are summed from zero. */
 UPI_INLINE void upi_attn_weigh(int d, const int *keys, const float *rows, const float *weights,
                                float *__restrict out, const upi_fw *fold)
 {
@@ -222,10 +228,7 @@ UPI_INLINE void upi_attn_weigh(int d, const int *keys, const float *rows, const 
         upi_fw sums[UPI_ATTN_TILE][UPI_ATTN_VECTORS];
         UPI_CPU_UNROLL
         for (i = 0; i < UPI_ATTN_TILE; ++i) UPI_CPU_UNROLL
-        for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
-            sums[i][v] = upi_fw_load(at + i * UPI_ATTN_PANEL + v * UPI_WIDE);
-            if (fold != NULL) sums[i][v] = upi_fw_mul(fold[v], sums[i][v]);
-        }
+        for (v = 0; v < UPI_ATTN_VECTORS; ++v) sums[i][v] = upi_fw_zero();
         upi_attn_panel_tile(0, keys[0], rows + c, 1, step, weights, sums);
         if (keys[0] < keys[UPI_ATTN_VECTORS - 1]) {
             upi_attn_panel_tile(1, keys[1] - keys[0], rows + c + keys[0] * step, 1, step,
@@ -235,8 +238,23 @@ UPI_INLINE void upi_attn_weigh(int d, const int *keys, const float *rows, const 
         }
         UPI_CPU_UNROLL
         for (i = 0; i < UPI_ATTN_TILE; ++i) UPI_CPU_UNROLL
-        for (v = 0; v < UPI_ATTN_VECTORS; ++v)
-            upi_fw_store(at + i * UPI_ATTN_PANEL + v * UPI_WIDE, sums[i][v]);
+        for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
+            float *sum = at + i * UPI_ATTN_PANEL + v * UPI_WIDE;
+            upi_fw_store(sum, upi_fw_fma(fold[v], upi_fw_load(sum), sums[i][v]));
+        }
+    }
+}
+
+/* A section ends: totals[d][panel] = fold * totals + sums, and sums begin again. */
+UPI_INLINE void upi_attn_end_section(int d, const upi_fw *fold, float *__restrict totals,
+                                     float *__restrict sums)
+{
+    int c, v;
+    for (c = 0; c < d; ++c) UPI_CPU_UNROLL
+    for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
+        const int at = c * UPI_ATTN_PANEL + v * UPI_WIDE;
+        upi_fw_store(totals + at, upi_fw_fma(fold[v], upi_fw_load(totals + at), upi_fw_load(sums + at)));
+        upi_fw_store(sums + at, upi_fw_zero());
     }
 }
 
@@ -272,6 +290,12 @@ UPI_INLINE void upi_attn_see(upi_attn_lanes lanes, const upipe_attn *call, int64
 UPI_INLINE int64_t upi_attn_block_of(int64_t j)
 {
     return j / UPI_ATTN_KEYS * UPI_ATTN_KEYS;
+}
+
+/* Do keys first .. end - 1 lie in several sections? */
+UPI_INLINE int upi_attn_is_long(int64_t first, int64_t end)
+{
+    return end > first && first / UPI_ATTN_SECTION < (end - 1) / UPI_ATTN_SECTION;
 }
 
 /* What a panel sees of a block of keys: `count` rows of it, from a tile's first row on. Both `from` and its

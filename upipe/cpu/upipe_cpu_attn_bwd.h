@@ -6,12 +6,13 @@
  *         for each block of 64 keys that one of them sees, ascending:
  *             for each panel:    P = exp(K Q^T - lse),  S = P (V dO^T - delta),  dQ += K^T S
  *             dV += P dO,  dK += S Q        over all panels of the block, the last one first
+ *             behind the last block of a section:    totals += dQ,  dQ = 0
  *         dQ leaves scratch once
  *
- * P is recomputed from lse: five products in one pass. An element of dQ is one chain over the keys. One of dK
- * or dV is one chain over heads and, within a head, over panels from the last to the first: memory holds it
- * between blocks of queries, so its bits depend neither on the blocks' size nor on how a group's heads are
- * split over calls.
+ * P is recomputed from lse: five products in one pass. What a block of queries adds to an element of dK or dV
+ * is a sum from zero over its panels, the last one first. Memory holds the sum of these sums, over heads and,
+ * within a head, over blocks from the last to the first. A block is always as large, and counted from the
+ * call's first row: bits depend neither on threads nor on how a group's heads are split over calls.
  *
  * The items of the host's threads are the blocks of queries. Several work on one group at the same time, one
  * behind the other: a gate for each block of keys lets them add to it in the order above. The
@@ -41,10 +42,12 @@ typedef struct upi_attn_bwd_work {
     float *v;             /* [64][v_dim + pad] */
     float *lse, *delta;   /* [6 panels][panel] */
     upi_attn_lanes lanes; /* [6 panels][panel] */
+    float *dq_total;      /* as dq, of earlier sections; only where the call has several */
 } upi_attn_bwd_work;
 
-UPI_INLINE size_t upi_attn_bwd_layout(upi_attn_bwd_work *w, float *base, int64_t d, int64_t v_dim)
+UPI_INLINE size_t upi_attn_bwd_layout(upi_attn_bwd_work *w, float *base, const upipe_attn *a)
 {
+    const int64_t d = a->q.d, v_dim = a->v.d, totals = upi_attn_is_long(0, a->k.n) ? UPI_ATTN_ROWS_BWD : 0;
     const int64_t columns = (d + UPI_WIDE - 1) / UPI_WIDE * UPI_WIDE;
     const int64_t v_columns = (v_dim + UPI_WIDE - 1) / UPI_WIDE * UPI_WIDE;
     size_t used = 0;
@@ -60,6 +63,7 @@ UPI_INLINE size_t upi_attn_bwd_layout(upi_attn_bwd_work *w, float *base, int64_t
     w->lse = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD);
     w->delta = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD);
     w->lanes = upi_attn_carve_lanes(base, &used, UPI_ATTN_ROWS_BWD);
+    w->dq_total = upi_attn_carve(base, &used, totals * d);
     return used;
 }
 
@@ -145,9 +149,8 @@ UPI_CPU_KERNEL void upi_attn_weights_grad_capped(const upi_attn_rows *rows, cons
 }
 
 /* grad[tile rows][vectors] += sum over panels, the last one first, and over their lanes, in order, of
- * weights[panel][row][lane] * columns[vector][panel][lane]. The sum goes on from what memory holds: one chain
- * over heads and query blocks. `rest` columns of the last vector are the row's; the first `skip` lanes of the
- * first panel see none of the rows. */
+ * weights[panel][row][lane] * columns[vector][panel][lane]. `rest` columns of the last vector are the row's;
+ * the first `skip` lanes of the first panel see none of the rows. */
 UPI_INLINE void upi_attn_add_grad(int tile, int vectors, int rest, int panels, int skip, const float *weights,
                                   const float *columns, float *grad, int64_t grad_step)
 {
@@ -155,10 +158,7 @@ UPI_INLINE void upi_attn_add_grad(int tile, int vectors, int rest, int panels, i
     int panel, i, v;
     UPI_CPU_UNROLL
     for (i = 0; i < tile; ++i) UPI_CPU_UNROLL
-    for (v = 0; v < vectors; ++v) {
-        const float *at = grad + i * grad_step + v * UPI_WIDE;
-        sums[i][v] = v + 1 < vectors ? upi_fw_load(at) : upi_fw_load_rest(at, rest);
-    }
+    for (v = 0; v < vectors; ++v) sums[i][v] = upi_fw_zero();
     for (panel = panels - 1; panel > 0; --panel)
         upi_attn_tile(tile, 0, vectors, UPI_ATTN_PANEL, weights + panel * UPI_ATTN_KEYS * UPI_ATTN_PANEL,
                       UPI_ATTN_PANEL, 1, columns + panel * UPI_ATTN_PANEL * UPI_WIDE,
@@ -170,9 +170,9 @@ UPI_INLINE void upi_attn_add_grad(int tile, int vectors, int rest, int panels, i
     for (v = 0; v < vectors; ++v) {
         float *at = grad + i * grad_step + v * UPI_WIDE;
         if (v + 1 < vectors)
-            upi_fw_store(at, sums[i][v]);
+            upi_fw_store(at, upi_fw_add(upi_fw_load(at), sums[i][v]));
         else
-            upi_fw_store_rest(at, rest, sums[i][v]);
+            upi_fw_store_rest(at, rest, upi_fw_add(upi_fw_load_rest(at, rest), sums[i][v]));
     }
 }
 
@@ -246,6 +246,7 @@ UPI_INLINE void upi_attn_bwd_panel(const upi_attn_bwd_work *w, const upi_attn_he
     float *p = w->p + (panel * UPI_ATTN_KEYS + from) * UPI_ATTN_PANEL;
     float *s = w->s + (panel * UPI_ATTN_KEYS + from) * UPI_ATTN_PANEL;
     upi_attn_rows rows;
+    upi_fw one[UPI_ATTN_VECTORS];
     int j, v, before, behind;
     rows.q = w->q + panel * UPI_ATTN_PANEL * d;
     rows.dout = w->dout + panel * UPI_ATTN_PANEL * v_dim;
@@ -257,6 +258,7 @@ UPI_INLINE void upi_attn_bwd_panel(const upi_attn_bwd_work *w, const upi_attn_he
     for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
         rows.lse[v] = upi_fw_load(w->lse + panel * UPI_ATTN_PANEL + v * UPI_WIDE);
         rows.delta[v] = upi_fw_load(w->delta + panel * UPI_ATTN_PANEL + v * UPI_WIDE);
+        one[v] = upi_fw_set1(1);
     }
     j = 0;
     if (a->squash != 0)
@@ -287,11 +289,23 @@ UPI_INLINE void upi_attn_bwd_panel(const upi_attn_bwd_work *w, const upi_attn_he
     memset(s - before * UPI_ATTN_PANEL, 0, (size_t)(before * UPI_ATTN_PANEL) * sizeof *s);
     memset(p + keys * UPI_ATTN_PANEL, 0, (size_t)(behind * UPI_ATTN_PANEL) * sizeof *p);
     memset(s + keys * UPI_ATTN_PANEL, 0, (size_t)(behind * UPI_ATTN_PANEL) * sizeof *s);
-    upi_attn_weigh(d, part->seen, k, s, w->dq + panel * UPI_ATTN_PANEL * d, NULL);
+    upi_attn_weigh(d, part->seen, k, s, w->dq + panel * UPI_ATTN_PANEL * d, one);
+}
+
+/* The section ends for so many panels: what they summed goes to the totals. */
+UPI_CPU_KERNEL void upi_attn_bwd_end_section(const upi_attn_bwd_work *w, int panels, int d)
+{
+    upi_fw one[UPI_ATTN_VECTORS];
+    int p, v;
+    UPI_CPU_UNROLL
+    for (v = 0; v < UPI_ATTN_VECTORS; ++v) one[v] = upi_fw_set1(1);
+    for (p = 0; p < panels; ++p)
+        upi_attn_end_section(d, one, w->dq_total + p * UPI_ATTN_PANEL * d, w->dq + p * UPI_ATTN_PANEL * d);
 }
 
 /* Copies `rows` queries from q0 and what belongs to them to scratch. */
-UPI_INLINE void upi_attn_bwd_pack(const upi_attn_head *a, const upi_attn_bwd_work *w, int64_t q0, int rows)
+UPI_INLINE void upi_attn_bwd_pack(const upi_attn_head *a, const upi_attn_bwd_work *w, int64_t q0, int rows,
+                                  int is_long)
 {
     const int d = a->d, v_dim = a->v_dim, panels = (rows + UPI_ATTN_PANEL - 1) / UPI_ATTN_PANEL;
     int first, i;
@@ -304,6 +318,7 @@ UPI_INLINE void upi_attn_bwd_pack(const upi_attn_head *a, const upi_attn_bwd_wor
     upi_attn_pack_columns(w->q_rows, a->q, a->dtype, q0, a->q_step, rows, d, a->scale);
     upi_attn_pack_columns(w->dout_rows, a->dout, a->dtype, q0, a->dout_step, rows, v_dim, 1);
     memset(w->dq, 0, (size_t)(panels * UPI_ATTN_PANEL * d) * sizeof *w->dq);
+    if (is_long) memset(w->dq_total, 0, (size_t)(panels * UPI_ATTN_PANEL * d) * sizeof *w->dq);
     for (i = 0; i < panels * UPI_ATTN_PANEL; ++i) {
         float lse = i < rows ? a->lse[(q0 + i) * a->lse_step] : -INFINITY;
         /* A row that saw no key, and a lane that is no row, weighs every key 0. */
@@ -314,24 +329,24 @@ UPI_INLINE void upi_attn_bwd_pack(const upi_attn_head *a, const upi_attn_bwd_wor
 
 /* ---- blocks, and their turns ---- */
 
-/* A call, cut into blocks of `rows` queries of a head. A block's turn counts through those of its group,
- * heads ascending, queries descending. gates[kv][block of keys] is the turn that may add to these keys; NULL
- * where one worker takes all turns in order. */
+/* A call, cut into blocks of UPI_ATTN_ROWS_BWD queries of a head. A block's turn counts through those of its
+ * group, heads ascending, queries descending. gates[kv][block of keys] is the turn that may add to these keys;
+ * NULL where one worker takes all turns in order. */
 typedef struct upi_attn_bwd_job {
     const upipe_attn_grad *g;
     int64_t blocks, key_blocks;
     int64_t *gates;
     size_t floats; /* scratch of a worker */
     int32_t group;
-    int rows;
 } upi_attn_bwd_job;
 
 /* Is the last key that block b of the queries sees before k0? */
 UPI_INLINE int upi_attn_ends_before(const upi_attn_bwd_job *job, int64_t b, int64_t k0)
 {
     const upipe_attn *a = &job->g->a;
+    const int64_t next = (b + 1) * UPI_ATTN_ROWS_BWD;
     int64_t first, end;
-    upipe_attn_visible(a, (b + 1) * job->rows < a->q.n ? (b + 1) * job->rows - 1 : a->q.n - 1, &first, &end);
+    upipe_attn_visible(a, (next < a->q.n ? next : a->q.n) - 1, &first, &end);
     return end <= k0;
 }
 
@@ -341,7 +356,7 @@ UPI_INLINE int64_t upi_attn_turn_after(const upi_attn_bwd_job *job, int64_t t, i
 {
     int64_t b = job->blocks - 1 - t % job->blocks, low = 0, high = b, first, end;
     if (b + 1 < job->blocks) {
-        upipe_attn_visible(&job->g->a, (b + 1) * job->rows, &first, &end);
+        upipe_attn_visible(&job->g->a, (b + 1) * UPI_ATTN_ROWS_BWD, &first, &end);
         if (first < k0 + UPI_ATTN_KEYS) return t;
     }
     if (t < job->blocks) return 0;
@@ -363,18 +378,21 @@ UPI_CPU_KERNEL void upi_attn_bwd_block(const upi_attn_head *a, const upi_attn_bw
     upi_attn_bwd_work w;
     float factor[UPI_ATTN_PANEL], keep[UPI_ATTN_PANEL];
     upi_attn_part parts[UPI_ATTN_PANELS_BWD];
-    int64_t k0, end;
-    int p;
-    upi_attn_bwd_layout(&w, scratch, d, v_dim);
+    int64_t k0, begin, end;
+    int p, is_long;
+    upi_attn_bwd_layout(&w, scratch, a->call);
     for (p = 0; p < UPI_ATTN_PANEL; ++p) {
         factor[p] = a->scale;
         keep[p] = 1;
     }
     upi_attn_see(w.lanes, a->call, q0, rows);
+    begin = upi_attn_block_of(w.lanes.first[0]);
     end = w.lanes.end[rows - 1];
-    upi_attn_bwd_pack(a, &w, q0, rows);
-    for (k0 = upi_attn_block_of(w.lanes.first[0]); k0 < end; k0 += UPI_ATTN_KEYS) {
+    is_long = upi_attn_is_long(begin, end);
+    upi_attn_bwd_pack(a, &w, q0, rows, is_long);
+    for (k0 = begin; k0 < end; k0 += UPI_ATTN_KEYS) {
         int keys = upi_attn_least(end - k0, UPI_ATTN_KEYS);
+        if (k0 > begin && k0 % UPI_ATTN_SECTION == 0) upi_attn_bwd_end_section(&w, panels, d);
         upi_attn_pack_keys(w.k, a->k, a->dtype, k0, a->k_step, keys, d);
         upi_attn_pack_keys(w.v, a->v, a->dtype, k0, a->v_step, keys, v_dim);
         for (p = 0; p < panels; ++p) {
@@ -388,6 +406,10 @@ UPI_CPU_KERNEL void upi_attn_bwd_block(const upi_attn_head *a, const upi_attn_bw
                                 a->dv_step);
         upi_attn_add_grad_block(d, keys, parts, panels, w.s, w.q_rows, a->dk + k0 * a->dk_step, a->dk_step);
         if (gates != NULL) upi_par_open(gates + k0 / UPI_ATTN_KEYS, turn + 1);
+    }
+    if (is_long) {
+        upi_attn_bwd_end_section(&w, panels, d);
+        w.dq = w.dq_total;
     }
     for (p = 0; p < panels; ++p) {
         int first = p * UPI_ATTN_PANEL;
@@ -406,7 +428,7 @@ UPIPE_API void upi_attn_bwd_item(void *arg, int64_t i, int32_t worker)
     const upipe_attn_grad *g = job->g;
     const upipe_attn *a = &g->a;
     const int32_t kv = (int32_t)(i % a->k.h), j = kv * job->group + (int32_t)(i / a->k.h / job->blocks);
-    const int64_t turn = i / a->k.h, q0 = (job->blocks - 1 - turn % job->blocks) * job->rows;
+    const int64_t turn = i / a->k.h, q0 = (job->blocks - 1 - turn % job->blocks) * UPI_ATTN_ROWS_BWD;
     upi_attn_head h = upi_attn_head_make(a, j);
     h.dout = upi_attn_view_head(g->dout, j);
     h.delta = (const float *)upi_attn_view_head(g->delta, j);
@@ -420,7 +442,7 @@ UPIPE_API void upi_attn_bwd_item(void *arg, int64_t i, int32_t worker)
     h.dk_step = g->dk.n_step;
     h.dv_step = g->dv.n_step;
     upi_attn_bwd_block(&h, job, job->gates != NULL ? job->gates + kv * job->key_blocks : NULL, turn, q0,
-                       upi_attn_least(a->q.n - q0, job->rows),
+                       upi_attn_least(a->q.n - q0, UPI_ATTN_ROWS_BWD),
                        (float *)a->work + (size_t)worker * job->floats);
 }
 
@@ -453,16 +475,12 @@ UPIPE_API upipe_status upi_cpu_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
     size_t gates = upi_attn_gates(c->ops, a);
     upi_attn_bwd_work work;
     upi_attn_bwd_job job;
-    int panels = UPI_ATTN_PANELS_BWD;
     if (a->q.n == 0) return UPIPE_OK;
     job.g = g;
     job.group = a->q.h / a->k.h;
-    while (panels > 1 && a->q.n * a->q.h < (int64_t)4 * panels * UPI_ATTN_PANEL * upi_par_workers(c->ops))
-        panels /= 2;
-    job.rows = panels * UPI_ATTN_PANEL;
-    job.blocks = (a->q.n + job.rows - 1) / job.rows;
+    job.blocks = (a->q.n + UPI_ATTN_ROWS_BWD - 1) / UPI_ATTN_ROWS_BWD;
     job.key_blocks = (a->k.n + UPI_ATTN_KEYS - 1) / UPI_ATTN_KEYS;
-    job.floats = upi_attn_bwd_layout(&work, NULL, a->q.d, a->v.d);
+    job.floats = upi_attn_bwd_layout(&work, NULL, a);
     job.gates = NULL;
     if (gates > 0) {
         job.gates = (int64_t *)(void *)((float *)a->work + (size_t)upi_par_workers(c->ops) * job.floats);
@@ -479,8 +497,7 @@ UPIPE_API size_t upi_cpu_attn_bytes(const struct upipe_ops *ops, const upipe_att
 {
     upi_attn_fwd_work fwd;
     upi_attn_bwd_work bwd;
-    size_t floats = backward ? upi_attn_bwd_layout(&bwd, NULL, a->q.d, a->v.d)
-                             : upi_attn_fwd_layout(&fwd, NULL, a->q.d, a->v.d);
+    size_t floats = backward ? upi_attn_bwd_layout(&bwd, NULL, a) : upi_attn_fwd_layout(&fwd, NULL, a);
     return floats * sizeof(float) * (size_t)upi_par_workers(ops) + (backward ? upi_attn_gates(ops, a) : 0);
 }
 

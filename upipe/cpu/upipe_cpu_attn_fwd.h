@@ -6,8 +6,10 @@
  *         for each block of 64 keys that one of them sees, ascending:
  *             copy K and V, once for all those heads
  *             for each panel:    S = K Q^T,  top = max,  P = 2^(S - top),  O = fold O + V^T P
+ *             behind the last block of a section:    totals = fold totals + O,  O = 0
  *         o and lse leave scratch once
  *
+ * The row sum of P goes as O does. Where all that a block of queries sees lies in one section, O is the total.
  * Blocks are independent: they are the items of the host's threads, those that see most keys first.
  */
 #ifndef UPIPE_CPU_ATTN_FWD_H
@@ -31,11 +33,15 @@ typedef struct upi_attn_fwd_work {
     float *top;           /* [12 panels][panel]      greatest score so far, in units */
     float *sum;           /* [12 panels][panel]      sum of weights so far */
     upi_attn_lanes lanes; /* [12 panels][panel] */
+    float *o_total;       /* as o, of earlier sections; these three only where the call has several */
+    float *sum_total;     /* as sum */
+    float *top_total;     /* [12 panels][panel]      what the totals are measured from */
 } upi_attn_fwd_work;
 
 /* Lays the scratch of one worker out from base, which may be NULL; returns its floats. */
-UPI_INLINE size_t upi_attn_fwd_layout(upi_attn_fwd_work *w, float *base, int64_t d, int64_t v_dim)
+UPI_INLINE size_t upi_attn_fwd_layout(upi_attn_fwd_work *w, float *base, const upipe_attn *a)
 {
+    const int64_t d = a->q.d, v_dim = a->v.d, totals = upi_attn_is_long(0, a->k.n) ? UPI_ATTN_ROWS_FWD : 0;
     size_t used = 0;
     w->q = upi_attn_carve(base, &used, UPI_ATTN_ROWS_FWD * d);
     w->o = upi_attn_carve(base, &used, UPI_ATTN_ROWS_FWD * v_dim);
@@ -45,6 +51,9 @@ UPI_INLINE size_t upi_attn_fwd_layout(upi_attn_fwd_work *w, float *base, int64_t
     w->top = upi_attn_carve(base, &used, UPI_ATTN_ROWS_FWD);
     w->sum = upi_attn_carve(base, &used, UPI_ATTN_ROWS_FWD);
     w->lanes = upi_attn_carve_lanes(base, &used, UPI_ATTN_ROWS_FWD);
+    w->o_total = upi_attn_carve(base, &used, totals * v_dim);
+    w->sum_total = upi_attn_carve(base, &used, totals);
+    w->top_total = upi_attn_carve(base, &used, totals);
     return used;
 }
 
@@ -81,13 +90,22 @@ UPI_INLINE upi_fw upi_attn_weight(upi_fw product, upi_fw rate, upi_fw top)
     return upi_fw_exp2(upi_fw_mul(rate, upi_fw_sub(product, top)));
 }
 
-/* Turns products p[keys[v]][panel] of vector v into weights 2^(rate * (p - top)), adds them to sum. */
-UPI_INLINE void upi_attn_softmax(float *p, const int *keys, upi_fw rate, const upi_fw *top, upi_fw *sum)
+/* What weights are measured from. A row that has seen nothing measures from 0: -inf - -inf would be a NaN, and
+ * a finite stand-in for -inf would give hidden keys the weight exp(0). */
+UPI_INLINE upi_fw upi_attn_base(upi_fw top)
+{
+    return upi_fw_select(upi_fw_equal(top, upi_fw_set1(-INFINITY)), upi_fw_zero(), top);
+}
+
+/* Turns products p[keys[v]][panel] of vector v into weights 2^(rate * (p - top)); sum[panel] = fold * sum +
+ * their sum. */
+UPI_INLINE void upi_attn_softmax(float *p, const int *keys, upi_fw rate, const upi_fw *top,
+                                 const upi_fw *fold, float *sum)
 {
     int j, v;
     UPI_CPU_UNROLL
     for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
-        upi_fw even = sum[v], odd = upi_fw_zero();
+        upi_fw even = upi_fw_zero(), odd = upi_fw_zero();
         float *at = p + v * UPI_WIDE;
         for (j = 0; j + 2 <= keys[v]; j += 2, at += 2 * UPI_ATTN_PANEL) {
             upi_fw e = upi_attn_weight(upi_fw_load(at), rate, top[v]);
@@ -102,7 +120,8 @@ UPI_INLINE void upi_attn_softmax(float *p, const int *keys, upi_fw rate, const u
             upi_fw_store(at, e);
             even = upi_fw_add(even, e);
         }
-        sum[v] = upi_fw_add(even, odd);
+        upi_fw_store(sum + v * UPI_WIDE,
+                     upi_fw_fma(fold[v], upi_fw_load(sum + v * UPI_WIDE), upi_fw_add(even, odd)));
     }
 }
 
@@ -125,8 +144,8 @@ UPI_INLINE void upi_attn_fwd_panel(const upi_attn_fwd_work *w, const upi_attn_he
     const upi_fw nothing = upi_fw_set1(-INFINITY);
     const int d = a->d, v_dim = a->v_dim, keys = part->count, *seen = part->seen;
     const float *q = w->q + panel * UPI_ATTN_PANEL * d, *k = w->k + part->from * (d + UPI_ATTN_PAD);
-    float *at_top = w->top + panel * UPI_ATTN_PANEL, *at_sum = w->sum + panel * UPI_ATTN_PANEL;
-    upi_fw old[UPI_ATTN_VECTORS], top[UPI_ATTN_VECTORS], sum[UPI_ATTN_VECTORS], fold[UPI_ATTN_VECTORS];
+    float *at_top = w->top + panel * UPI_ATTN_PANEL;
+    upi_fw old[UPI_ATTN_VECTORS], top[UPI_ATTN_VECTORS], fold[UPI_ATTN_VECTORS];
     /* rows whose products are the scores, to raise top right away */
     const int whole = part->masked || a->squash != 0 ? 0 : keys / UPI_ATTN_TILE * UPI_ATTN_TILE;
     int j, v;
@@ -150,18 +169,30 @@ UPI_INLINE void upi_attn_fwd_panel(const upi_attn_fwd_work *w, const upi_attn_he
     UPI_CPU_UNROLL
     for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
         upi_fw_store(at_top + v * UPI_WIDE, top[v]);
-        /* A lane that has seen nothing measures from 0: -inf - -inf would be a NaN, and a finite stand-in for
-         * -inf would give hidden keys the weight exp(0). */
-        top[v] = upi_fw_select(upi_fw_equal(top[v], nothing), upi_fw_zero(), top[v]);
+        top[v] = upi_attn_base(top[v]);
         fold[v] = upi_attn_weight(old[v], rate, top[v]);
-        sum[v] = upi_fw_mul(fold[v], upi_fw_load(at_sum + v * UPI_WIDE));
-        UPI_OPAQUE(sum[v]); /* the compiler could fuse it with the first addition, or not */
     }
-    upi_attn_softmax(w->p, seen, rate, top, sum);
-    UPI_CPU_UNROLL
-    for (v = 0; v < UPI_ATTN_VECTORS; ++v) upi_fw_store(at_sum + v * UPI_WIDE, sum[v]);
+    upi_attn_softmax(w->p, seen, rate, top, fold, w->sum + panel * UPI_ATTN_PANEL);
     upi_attn_weigh(v_dim, seen, w->v + part->from * (v_dim + UPI_ATTN_PAD), w->p,
                    w->o + panel * UPI_ATTN_PANEL * v_dim, fold);
+}
+
+/* The section ends for so many panels: what they summed goes to the totals, whose tops become theirs. */
+UPI_CPU_KERNEL void upi_attn_fwd_end_section(const upi_attn_fwd_work *w, int panels, int v_dim, upi_fw rate)
+{
+    int first, v;
+    for (first = 0; first < panels * UPI_ATTN_PANEL; first += UPI_ATTN_PANEL) {
+        upi_fw fold[UPI_ATTN_VECTORS];
+        UPI_CPU_UNROLL
+        for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
+            const upi_fw top = upi_fw_load(w->top + first + v * UPI_WIDE);
+            float *old = w->top_total + first + v * UPI_WIDE;
+            fold[v] = upi_attn_weight(upi_fw_load(old), rate, upi_attn_base(top));
+            upi_fw_store(old, top);
+        }
+        upi_attn_end_section(1, fold, w->sum_total + first, w->sum + first);
+        upi_attn_end_section(v_dim, fold, w->o_total + first * v_dim, w->o + first * v_dim);
+    }
 }
 
 /* Brings a row up to what it saw of other keys: old is its log-sum-exp there, *lse here. The row's o becomes
@@ -222,6 +253,20 @@ typedef struct upi_attn_fwd_job {
     size_t floats; /* scratch of a worker */
 } upi_attn_fwd_job;
 
+/* So many panels have seen nothing yet. */
+UPI_INLINE void upi_attn_fwd_begin(const upi_attn_fwd_work *w, int panels, int v_dim, int is_long)
+{
+    const size_t lanes = (size_t)(panels * UPI_ATTN_PANEL);
+    size_t i;
+    memset(w->o, 0, lanes * (size_t)v_dim * sizeof *w->o);
+    memset(w->sum, 0, lanes * sizeof *w->sum);
+    for (i = 0; i < lanes; ++i) w->top[i] = -INFINITY;
+    if (!is_long) return;
+    memset(w->o_total, 0, lanes * (size_t)v_dim * sizeof *w->o);
+    memset(w->sum_total, 0, lanes * sizeof *w->sum);
+    memcpy(w->top_total, w->top, lanes * sizeof *w->top);
+}
+
 /* The block of heads[count] at queries q0 .. q0 + rows - 1. d stays a run-time number: kernels compiled for
  * one d each are at most 1 % faster. */
 UPI_CPU_KERNEL void upi_attn_fwd_block(const upi_attn_head *heads, int count, int64_t q0, int rows,
@@ -232,24 +277,24 @@ UPI_CPU_KERNEL void upi_attn_fwd_block(const upi_attn_head *heads, int count, in
     const upi_fw rate = upi_fw_set1((float)(a->unit * 1.4426950408889634));
     upi_attn_fwd_work w;
     upi_attn_part part;
-    int64_t k0, end;
-    int h, p, i;
-    upi_attn_fwd_layout(&w, scratch, d, v_dim);
+    int64_t k0, begin, end;
+    int h, p, is_long;
+    upi_attn_fwd_layout(&w, scratch, a->call);
     upi_attn_see(w.lanes, a->call, q0, rows);
+    begin = upi_attn_block_of(w.lanes.first[0]);
     end = w.lanes.end[rows - 1];
+    is_long = upi_attn_is_long(begin, end);
     for (h = 0; h < count; ++h)
         for (p = 0; p < panels; ++p) {
             int first = p * UPI_ATTN_PANEL;
             upi_attn_pack_panel(w.q + (h * panels + p) * UPI_ATTN_PANEL * d, heads[h].q, a->dtype, q0 + first,
                                 a->q_step, upi_attn_least(rows - first, UPI_ATTN_PANEL), d);
         }
-    memset(w.o, 0, (size_t)(count * panels * UPI_ATTN_PANEL * v_dim) * sizeof *w.o);
-    for (i = 0; i < count * panels * UPI_ATTN_PANEL; ++i) {
-        w.top[i] = -INFINITY;
-        w.sum[i] = 0;
-    }
-    for (k0 = upi_attn_block_of(w.lanes.first[0]); k0 < end; k0 += UPI_ATTN_KEYS) {
+    upi_attn_fwd_begin(&w, count * panels, v_dim, is_long);
+    for (k0 = begin; k0 < end; k0 += UPI_ATTN_KEYS) {
         int keys = upi_attn_least(end - k0, UPI_ATTN_KEYS);
+        if (k0 > begin && k0 % UPI_ATTN_SECTION == 0)
+            upi_attn_fwd_end_section(&w, count * panels, v_dim, rate);
         upi_attn_pack_keys(w.k, a->k, a->dtype, k0, a->k_step, keys, d);
         upi_attn_pack_keys(w.v, a->v, a->dtype, k0, a->v_step, keys, v_dim);
         for (p = 0; p < panels; ++p) {
@@ -257,6 +302,11 @@ UPI_CPU_KERNEL void upi_attn_fwd_block(const upi_attn_head *heads, int count, in
             for (h = 0; h < count && part.count > 0; ++h)
                 upi_attn_fwd_panel(&w, a, rate, h * panels + p, &part);
         }
+    }
+    if (is_long) {
+        upi_attn_fwd_end_section(&w, count * panels, v_dim, rate);
+        w.o = w.o_total;
+        w.sum = w.sum_total;
     }
     for (h = 0; h < count; ++h) upi_attn_fwd_finish(&heads[h], &w, h * panels, q0, rows);
 }
@@ -300,7 +350,7 @@ UPIPE_API upipe_status upi_cpu_attn_fwd(upipe_ctx *c, const upipe_attn *a)
            a->q.n * a->q.h < (int64_t)4 * panels * job.heads * UPI_ATTN_PANEL * upi_par_workers(c->ops))
         panels /= 2;
     job.rows = panels * UPI_ATTN_PANEL;
-    job.floats = upi_attn_fwd_layout(&work, NULL, a->q.d, a->v.d);
+    job.floats = upi_attn_fwd_layout(&work, NULL, a);
     upi_par_each(c->ops, (a->q.n + job.rows - 1) / job.rows * a->k.h * job.chunks, upi_attn_fwd_item, &job);
     return UPIPE_OK;
 }
