@@ -382,6 +382,12 @@ def test_sums_of_heads(folder):
             equal(by_name(numbers)[name]['same_bits_dx'], same, f'{name}: the same bits of dx')
 
 
+def test_length(folder):
+    """Sums over many tokens, of which many are equal: errors stay below a limit that hardly grows with the length."""
+    good(folder, ['--ranks', '2', '--heads', '1', '--head-dim', '32', '--tokens', '4096', '--full', '--check', 'on',
+                  '--method', 'upipe'], '4,096 tokens')
+
+
 def test_defaults(folder):
     numbers = good(folder, ['--tokens', '64'], 'defaults')
     c = numbers['config'] if numbers else {}
@@ -806,8 +812,8 @@ def test_replacing(folder):
 
 
 def main():
-    for test in (test_defaults, test_shapes, test_methods, test_sums_of_heads, test_dumps, test_traces, test_refusals, test_failures,
-                 test_replacing):
+    for test in (test_defaults, test_shapes, test_methods, test_sums_of_heads, test_length, test_dumps, test_traces,
+                 test_refusals, test_failures, test_replacing):
         with tempfile.TemporaryDirectory() as folder:
             test(folder)
     print(f'compare: {checks} checks, {failures} failed')
