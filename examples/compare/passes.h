@@ -23,6 +23,28 @@ enum {
 /* Bytes that a rank sends to its team and to its ring, and moves between device and host. */
 enum { SENT_TEAM, SENT_RING, SENT_HOST, SENT_WAYS };
 
+typedef enum result {
+    RESULT_OUT,
+    RESULT_DX,
+    RESULT_DWQ, /* from here on in the order of method_rank.grads */
+    RESULT_DWK,
+    RESULT_DWV,
+    RESULT_DSINKS,
+    RESULTS
+} result;
+
+static const char *const result_names[RESULTS] = {"out", "dx", "dwq", "dwk", "dwv", "dsinks"};
+
+/* What has an error of its own: one result, or the gradients of weights together, of which one may be near zero. */
+typedef enum measure { MEASURE_OUT, MEASURE_DX, MEASURE_DW, MEASURE_DSINKS, MEASURES } measure;
+
+static const char *const measure_names[MEASURES] = {"out", "dx", "dw", "dsinks"};
+
+static measure result_measure(result which)
+{
+    return which < RESULT_DWQ ? (measure)which : which < RESULT_DSINKS ? MEASURE_DW : MEASURE_DSINKS;
+}
+
 /* What is planned and measured alike; of a method, the largest of a rank
  *   intermediate  Q, K, V and their buffers in the forward
  *   host          of the second pool, in the host's memory; the block's own x and the gradient of O, which
@@ -73,9 +95,9 @@ typedef struct method {
     method_bytes planned, measured;
     size_t slab_bytes;
     double seconds[2];
-    /* against the reference and the first method; errors are NaN where nothing was checked */
-    double err_out, err_dx, err_dw, err_dsinks;
-    int same_out, same_dx, same_dw;
+    /* relative L2 distances from the reference, NaN where nothing was checked, and from the first method */
+    double err[MEASURES], apart[MEASURES];
+    int same[RESULTS]; /* has the first method's bits; so has what is not there */
 } method;
 
 static int method_fail(const method *m, const char *part, upipe_status s, const char *text)
@@ -88,6 +110,23 @@ static int64_t method_grad_size(const method *m, int which)
 {
     if (which < 3) return m->in->width[which] * m->in->dim;
     return m->o->sinks ? m->o->heads : 0;
+}
+
+/* The elements of a result, and how many there are. */
+static const float *method_result(const method *m, result which, int64_t *n)
+{
+    *n = which == RESULT_OUT  ? m->in->rows * m->in->out_width
+         : which == RESULT_DX ? m->in->rows * m->in->dim
+                              : method_grad_size(m, (int)which - RESULT_DWQ);
+    return which == RESULT_OUT  ? m->out
+           : which == RESULT_DX ? m->dx
+                                : m->ranks[0].grads[(int)which - RESULT_DWQ];
+}
+
+/* Whether all gradients of weights have the bits of the first method's. */
+static int method_same_dw(const method *m)
+{
+    return m->same[RESULT_DWQ] && m->same[RESULT_DWK] && m->same[RESULT_DWV] && m->same[RESULT_DSINKS];
 }
 
 static const upipe_plan *method_plan_of(const method *m)

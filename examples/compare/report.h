@@ -69,7 +69,7 @@ static void report_verdict(const method *first, const method *m)
 {
     double peak = (double)report_peak(&m->measured) / (double)report_peak(&first->measured);
     int64_t sent = report_sent(m), other = report_sent(first);
-    int same = m->same_out + m->same_dx + m->same_dw;
+    int same = m->same[RESULT_OUT] + m->same[RESULT_DX] + method_same_dw(m);
     printf("%s holds ", m->name);
     if (peak == 1)
         printf("as much as %s at its peak", first->name);
@@ -79,8 +79,8 @@ static void report_verdict(const method *first, const method *m)
     if (same == 3)
         printf(", gives the same bits");
     else
-        printf(", gives other bits in%s%s%s", m->same_out ? "" : " out", m->same_dx ? "" : " dx",
-               m->same_dw ? "" : " dw");
+        printf(", gives other bits in%s%s%s", m->same[RESULT_OUT] ? "" : " out",
+               m->same[RESULT_DX] ? "" : " dx", method_same_dw(m) ? "" : " dw");
     if (other == 0)
         printf(", and sends nothing, as one rank does.\n");
     else if (sent == other)
@@ -170,13 +170,14 @@ static void report_row(const report_shows *show, const method *first, const meth
         report_sent_cell(m->measured.sent[way][1]);
     }
     printf("%9.3f%9.3f", m->seconds[0], m->seconds[1]);
-    if (show->errors) printf("%9.1e%9.1e%9.1e", m->err_out, m->err_dx, m->err_dw);
-    if (show->errors && show->sinks) printf("%9.1e", m->err_dsinks);
+    if (show->errors) printf("%9.1e%9.1e%9.1e", m->err[MEASURE_OUT], m->err[MEASURE_DX], m->err[MEASURE_DW]);
+    if (show->errors && show->sinks) printf("%9.1e", m->err[MEASURE_DSINKS]);
     if (show->bits && m == first)
         printf("   -");
     else if (show->bits)
-        printf("  %s%s%s%s", m->same_out ? " out" : "", m->same_dx ? " dx" : "", m->same_dw ? " dw" : "",
-               m->same_out || m->same_dx || m->same_dw ? "" : " none");
+        printf("  %s%s%s%s", m->same[RESULT_OUT] ? " out" : "", m->same[RESULT_DX] ? " dx" : "",
+               method_same_dw(m) ? " dw" : "",
+               m->same[RESULT_OUT] || m->same[RESULT_DX] || method_same_dw(m) ? "" : " none");
     printf("\n");
 }
 
@@ -399,12 +400,12 @@ static void json_method(FILE *f, const method *m)
     json_sent(f, "sent_bytes", &m->measured);
     json_sent(f, "plan_sent_bytes", &m->planned);
     fprintf(f, "      \"seconds_fwd\": %.6f,\n      \"seconds_bwd\": %.6f,\n", m->seconds[0], m->seconds[1]);
-    json_error(f, "err_out", m->err_out);
-    json_error(f, "err_dx", m->err_dx);
-    json_error(f, "err_dw", m->err_dw);
-    json_error(f, "err_dsinks", m->err_dsinks);
+    json_error(f, "err_out", m->err[MEASURE_OUT]);
+    json_error(f, "err_dx", m->err[MEASURE_DX]);
+    json_error(f, "err_dw", m->err[MEASURE_DW]);
+    json_error(f, "err_dsinks", m->err[MEASURE_DSINKS]);
     fprintf(f, "      \"same_bits_out\": %s,\n      \"same_bits_dx\": %s,\n      \"same_bits_dw\": %s\n    }",
-            json_bool(m->same_out), json_bool(m->same_dx), json_bool(m->same_dw));
+            json_bool(m->same[RESULT_OUT]), json_bool(m->same[RESULT_DX]), json_bool(method_same_dw(m)));
 }
 
 static void report_json(FILE *f, const method *all, int n, const options *o)

@@ -13,7 +13,7 @@
  *
  * The naive one does its arithmetic in f32, row by row, and rounds what a kernel would store: o and dq. dk
  * and dv stay f32. Each reads o and lse of its own forward for its backward. shape.naive says how its sums
- * run.
+ * run; sums over keys and over queries are blocked (naive_carry).
  */
 #ifndef UPIPE_TEST_ORACLE_H
 #define UPIPE_TEST_ORACLE_H
@@ -202,6 +202,35 @@ UNWATCHED static inline float naive_add(float sum, float a, float b, int naive)
     return naive & NAIVE_FUSED ? fmaf(a, b, sum) : sum + a * b;
 }
 
+/* Long sums are blocked: the error of one chain grows with its length, and a yardstick that grows too would not
+ * see it grow elsewhere. No chain has more than NAIVE_CHAIN terms, and the sums of full chains are added in the
+ * same way. The longest chain of any set of kernels has 640 terms, so a sound sum is at most about 640 / 512
+ * times as far off; sums of up to NAIVE_CHAIN terms are plain loops. */
+enum { NAIVE_CHAIN = 512, NAIVE_LEVELS = 3 };
+
+/* `width` sums side by side: sums [NAIVE_LEVELS][width], zero at first. Terms are added to level 0; this comes
+ * after the terms-th one, and moves full chains a level up. */
+UNWATCHED static inline void naive_carry(float *sums, int64_t width, int64_t terms)
+{
+    int64_t i;
+    int level;
+    for (level = 1; level < NAIVE_LEVELS && terms % NAIVE_CHAIN == 0; ++level, terms /= NAIVE_CHAIN) {
+        for (i = 0; i < width; ++i) sums[width + i] += sums[i];
+        memset(sums, 0, (size_t)width * sizeof *sums);
+        sums += width;
+    }
+}
+
+/* After the last one of so many terms: the sums are in level 0. */
+UNWATCHED static inline void naive_total(float *sums, int64_t width, int64_t terms)
+{
+    int64_t i;
+    int level;
+    for (level = 1; level < NAIVE_LEVELS && terms >= NAIVE_CHAIN; ++level, terms /= NAIVE_CHAIN)
+        for (i = 0; i < width; ++i) sums[i] += sums[level * width + i];
+}
+
+/* Of a head's elements: no more than its dim. */
 UNWATCHED static inline float naive_dot(const float *a, const float *b, int d, int naive)
 {
     float s = 0;
@@ -223,14 +252,16 @@ UNWATCHED static inline float naive_score(const oracle_attn *t, float product, f
 UNWATCHED static inline void naive_attn_fwd(const oracle_attn *t, upipe_dtype dtype, const float *q,
                                             const float *k, const float *v, float *o, float *lse)
 {
-    float *p = (float *)malloc(((size_t)t->sk + 1) * sizeof *p), slope;
+    const int v_dim = oracle_v_dim(t);
+    const size_t o_bytes = (size_t)(NAIVE_LEVELS * v_dim) * sizeof(float);
+    float *p = (float *)malloc(((size_t)t->sk + 1) * sizeof *p), *o_sums = (float *)malloc(o_bytes), slope;
     int64_t i, j, m;
-    int x, c, v_dim = oracle_v_dim(t);
+    int x, c;
     for (i = 0; i < t->sq; ++i)
         for (x = 0; x < t->h; ++x) {
             int64_t row = oracle_o_row(t, i, x);
-            float top = t->sinks != NULL ? t->sinks[x] : -INFINITY, sum = 0;
-            for (c = 0; c < v_dim; ++c) o[row + c] = 0;
+            float top = t->sinks != NULL ? t->sinks[x] : -INFINITY, sum[NAIVE_LEVELS] = {0};
+            memset(o_sums, 0, o_bytes);
             for (j = 0; j < t->sk; ++j) {
                 if (!oracle_visible(t, i, j)) continue;
                 p[j] = naive_score(
@@ -238,30 +269,37 @@ UNWATCHED static inline void naive_attn_fwd(const oracle_attn *t, upipe_dtype dt
                     &slope);
                 if (p[j] > top) top = p[j];
             }
-            if (t->sinks != NULL) sum = expf(t->sinks[x] - top);
+            if (t->sinks != NULL) sum[0] = expf(t->sinks[x] - top);
             for (m = 0; m < t->sk; ++m) {
                 j = naive_term(m, t->sk, t->naive);
-                if (!oracle_visible(t, i, j)) continue;
-                sum += p[j] = expf(p[j] - top);
-                p[j] = naive_operand(dtype, p[j], t->naive);
-                for (c = 0; c < v_dim; ++c)
-                    o[row + c] = naive_add(o[row + c], p[j], v[oracle_v_row(t, j, x) + c], t->naive);
+                if (oracle_visible(t, i, j)) {
+                    sum[0] += p[j] = expf(p[j] - top);
+                    p[j] = naive_operand(dtype, p[j], t->naive);
+                    for (c = 0; c < v_dim; ++c)
+                        o_sums[c] = naive_add(o_sums[c], p[j], v[oracle_v_row(t, j, x) + c], t->naive);
+                }
+                naive_carry(sum, 1, m + 1);
+                naive_carry(o_sums, v_dim, m + 1);
             }
-            for (c = 0; c < v_dim; ++c) o[row + c] = sum > 0 ? naive_store(dtype, o[row + c] / sum) : 0;
-            lse[i * t->h + x] = sum > 0 ? top + logf(sum) : -INFINITY;
+            naive_total(sum, 1, t->sk);
+            naive_total(o_sums, v_dim, t->sk);
+            for (c = 0; c < v_dim; ++c) o[row + c] = sum[0] > 0 ? naive_store(dtype, o_sums[c] / sum[0]) : 0;
+            lse[i * t->h + x] = sum[0] > 0 ? top + logf(sum[0]) : -INFINITY;
         }
     free(p);
+    free(o_sums);
 }
 
 UNWATCHED static inline void naive_attn_bwd(const oracle_attn *t, upipe_dtype dtype, const float *q,
                                             const float *k, const float *v, const float *dout, const float *o,
                                             const float *lse, float *dq, float *dk, float *dv)
 {
+    const int64_t keys = t->sk * t->hkv * t->d, values = t->sk * t->hkv * oracle_v_dim(t);
+    float *dq_sums = (float *)malloc((size_t)(NAIVE_LEVELS * t->d) * sizeof *dq_sums);
+    float *dk_sums = (float *)calloc((size_t)(NAIVE_LEVELS * keys) + 1, sizeof *dk_sums);
+    float *dv_sums = (float *)calloc((size_t)(NAIVE_LEVELS * values) + 1, sizeof *dv_sums);
     int64_t r, i, j, m;
     int x, c;
-    memset(dq, 0, (size_t)(t->sq * t->h * t->d) * sizeof *dq);
-    memset(dk, 0, (size_t)(t->sk * t->hkv * t->d) * sizeof *dk);
-    memset(dv, 0, (size_t)(t->sk * t->hkv * oracle_v_dim(t)) * sizeof *dv);
     for (x = 0; x < t->h; ++x)
         for (r = 0; r < t->sq; ++r) {
             int64_t row, o_row;
@@ -270,7 +308,8 @@ UNWATCHED static inline void naive_attn_bwd(const oracle_attn *t, upipe_dtype dt
             row = oracle_q_row(t, i, x);
             o_row = oracle_o_row(t, i, x);
             delta = naive_dot(dout + o_row, o + o_row, oracle_v_dim(t), t->naive);
-            for (m = 0; m < t->sk; ++m) {
+            memset(dq_sums, 0, (size_t)(NAIVE_LEVELS * t->d) * sizeof *dq_sums);
+            for (m = 0; m < t->sk; naive_carry(dq_sums, t->d, ++m)) {
                 int64_t at, v_at;
                 float p, ds, slope;
                 j = naive_term(m, t->sk, t->naive);
@@ -283,14 +322,24 @@ UNWATCHED static inline void naive_attn_bwd(const oracle_attn *t, upipe_dtype dt
                 ds = naive_operand(dtype, ds, t->naive);
                 p = naive_operand(dtype, p, t->naive);
                 for (c = 0; c < oracle_v_dim(t); ++c)
-                    dv[v_at + c] = naive_add(dv[v_at + c], p, dout[o_row + c], t->naive);
+                    dv_sums[v_at + c] = naive_add(dv_sums[v_at + c], p, dout[o_row + c], t->naive);
                 for (c = 0; c < t->d; ++c) {
-                    dk[at + c] = naive_add(dk[at + c], ds, q[row + c], t->naive);
-                    dq[row + c] = naive_add(dq[row + c], ds, k[at + c], t->naive);
+                    dk_sums[at + c] = naive_add(dk_sums[at + c], ds, q[row + c], t->naive);
+                    dq_sums[c] = naive_add(dq_sums[c], ds, k[at + c], t->naive);
                 }
             }
-            for (c = 0; c < t->d; ++c) dq[row + c] = naive_store(dtype, dq[row + c]);
+            naive_total(dq_sums, t->d, t->sk);
+            for (c = 0; c < t->d; ++c) dq[row + c] = naive_store(dtype, dq_sums[c]);
+            naive_carry(dk_sums, keys, x * t->sq + r + 1);
+            naive_carry(dv_sums, values, x * t->sq + r + 1);
         }
+    naive_total(dk_sums, keys, t->h * t->sq);
+    naive_total(dv_sums, values, t->h * t->sq);
+    memcpy(dk, dk_sums, (size_t)keys * sizeof *dk);
+    memcpy(dv, dv_sums, (size_t)values * sizeof *dv);
+    free(dq_sums);
+    free(dk_sums);
+    free(dv_sums);
 }
 
 #endif

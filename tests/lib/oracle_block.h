@@ -167,10 +167,12 @@ static oracle_attn block_attn(const block_shape *s, int64_t b, const float *sink
     return a;
 }
 
-#define REAL                            double
-#define NAME(x)                         f64_##x
-#define STORE(s, v)                     (v)
-#define ADD(s, sum, a, b)               ((sum) + (a) * (b))
+#define REAL              double
+#define NAME(x)           f64_##x
+#define STORE(s, v)       (v)
+#define ADD(s, sum, a, b) ((sum) + (a) * (b))
+#define CARRY(sums, width, terms)
+#define TOTAL(sums, width, terms)
 #define ATTN_FWD(s, a, q, k, v, o, lse) oracle_attn_fwd(a, q, k, v, o, lse)
 #define ATTN_BWD(s, a, q, k, v, dout, o, lse, dq, dk, dv) \
     oracle_attn_bwd(a, q, k, v, dout, o, lse, dq, dk, dv)
@@ -179,6 +181,8 @@ static oracle_attn block_attn(const block_shape *s, int64_t b, const float *sink
 #undef NAME
 #undef STORE
 #undef ADD
+#undef CARRY
+#undef TOTAL
 #undef ATTN_FWD
 #undef ATTN_BWD
 
@@ -186,6 +190,8 @@ static oracle_attn block_attn(const block_shape *s, int64_t b, const float *sink
 #define NAME(x)                         f32_##x
 #define STORE(s, v)                     naive_store((s)->dtype, v)
 #define ADD(s, sum, a, b)               naive_add(sum, a, b, (s)->naive)
+#define CARRY(sums, width, terms)       naive_carry(sums, width, terms)
+#define TOTAL(sums, width, terms)       naive_total(sums, width, terms)
 #define ATTN_FWD(s, a, q, k, v, o, lse) naive_attn_fwd(a, (s)->dtype, q, k, v, o, lse)
 #define ATTN_BWD(s, a, q, k, v, dout, o, lse, dq, dk, dv) \
     naive_attn_bwd(a, (s)->dtype, q, k, v, dout, o, lse, dq, dk, dv)
@@ -194,6 +200,8 @@ static oracle_attn block_attn(const block_shape *s, int64_t b, const float *sink
 #undef NAME
 #undef STORE
 #undef ADD
+#undef CARRY
+#undef TOTAL
 #undef ATTN_FWD
 #undef ATTN_BWD
 

@@ -117,27 +117,35 @@ static void tile_inputs(const tile_shape *s, uint64_t seed, f32_tile *in)
 #define NAME(x)           f64_##x
 #define STORE(s, v)       (v)
 #define ADD(s, sum, a, b) ((sum) + (a) * (b))
-#define EXP               exp
-#define LOG               log
+#define CARRY(sums, width, terms)
+#define TOTAL(sums, width, terms)
+#define EXP exp
+#define LOG log
 #include "oracle_tile.inc"
 #undef REAL
 #undef NAME
 #undef STORE
 #undef ADD
+#undef CARRY
+#undef TOTAL
 #undef EXP
 #undef LOG
 
-#define REAL              float
-#define NAME(x)           f32_##x
-#define STORE(s, v)       naive_store((s)->dtype, v)
-#define ADD(s, sum, a, b) naive_add(sum, a, b, (s)->naive)
-#define EXP               expf
-#define LOG               logf
+#define REAL                      float
+#define NAME(x)                   f32_##x
+#define STORE(s, v)               naive_store((s)->dtype, v)
+#define ADD(s, sum, a, b)         naive_add(sum, a, b, (s)->naive)
+#define CARRY(sums, width, terms) naive_carry(sums, width, terms)
+#define TOTAL(sums, width, terms) naive_total(sums, width, terms)
+#define EXP                       expf
+#define LOG                       logf
 #include "oracle_tile.inc"
 #undef REAL
 #undef NAME
 #undef STORE
 #undef ADD
+#undef CARRY
+#undef TOTAL
 #undef EXP
 #undef LOG
 

@@ -5,8 +5,9 @@
  *     floor       = 4 eps of f32, the accumulation type, * the largest finite reference value
  *
  * Both errors are taken against the same f64 reference, over the whole array. The naive implementation has
- * the same storage type and sums in f32, in plain loops (oracle.h). Such loops may run upwards or downwards,
- * and be compiled with multiply and add fused or not: the largest error of these runs counts, because the
+ * the same storage type and sums in f32, in plain loops whose long sums are blocked, so that the rule does not
+ * loosen with their length (oracle.h). Such loops may run upwards or downwards, and be compiled with multiply
+ * and add fused or not: the largest error of these runs counts, because the
  * maximum over an array in which one short row decides is a random number, which in a single run may happen
  * to be near zero. Where the reference is infinite, the result must be equal to it. A NaN is always wrong.
  *

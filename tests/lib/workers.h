@@ -30,7 +30,7 @@ static void workers_backwards(void *self, int32_t count, void (*task)(void *arg,
     while (count-- > 0) task(arg, count);
 }
 
-static void workers_begin(host_threads *w, int kind)
+__attribute__((unused)) static void workers_begin(host_threads *w, int kind)
 {
     static const int32_t counts[WORKERS_KINDS] = {1, 2, 3, 7, 3};
     w->kind = kind;
@@ -44,7 +44,7 @@ static void workers_begin(host_threads *w, int kind)
     w->par = pool_par(&w->p);
 }
 
-static void workers_end(host_threads *w)
+__attribute__((unused)) static void workers_end(host_threads *w)
 {
     if (w->kind != WORKERS_KINDS - 1) pool_free(&w->p);
 }
