@@ -67,7 +67,7 @@ UPIPE_API upipe_status upi_segments_make(upi_segments *z, upipe_ctx *c, const up
         z->layer[k].plan = p;
         z->run[k] = upi_run_make(c, &z->layer[k], none);
         z->b = upipe_buffers_max(z->b, z->run[k].buffers);
-        s = z->run[k].scratch;
+        s = upi_layer_scratch(c->ops, &z->layer[k], 1);
         z->scratch.gemm = upipe_max_bytes(z->scratch.gemm, s.gemm);
         z->scratch.attn_fwd = upipe_max_bytes(z->scratch.attn_fwd, s.attn_fwd);
         z->scratch.attn_bwd = upipe_max_bytes(z->scratch.attn_bwd, s.attn_bwd);

@@ -30,7 +30,7 @@ UPIPE_API upi_run upi_run_make(upipe_ctx *c, const upipe_layer *l, upipe_view x)
     r.l = l;
     r.p = l->plan;
     r.x = x;
-    r.scratch = upi_layer_scratch(c->ops, l);
+    r.scratch = upi_layer_scratch(c->ops, l, l->plan->desc.ring > 1);
     r.buffers = upipe_plan_buffers(r.p);
     r.shard = upipe_shard_team(&r.p->held, r.p->desc.ranks, c->team->rank);
     r.w[UPI_PROJ_Q] = l->wq;
