@@ -465,11 +465,20 @@ static void test_agree(int victim, int what)
 
 enum { AT_START, AT_WAIT, AT_BARRIER, AT_GATHER, AT_COUNT };
 
+static upipe_status one_call(part_buf *k, int what)
+{
+    upipe_ctx *c = &k->ctx;
+    int64_t mine = k->rank, all[RANKS_MAX];
+    if (what == AT_BARRIER) return upipe_comm_barrier(c, c->team);
+    if (what == AT_GATHER) return upipe_comm_all_gather(c, c->team, all, &mine, 1);
+    if (!c->team->started) UPIPE_TRY(upipe_comm_start(c, c->team, k->list, all_list(k)));
+    return upipe_comm_wait(c, c->team);
+}
+
 static void test_absent(int victim, int what)
 {
     part_buf *k = part_begin(20);
     upipe_ctx *c = &k->ctx;
-    int64_t mine = k->rank, all[RANKS_MAX];
     upipe_status s;
     double began;
     char name[32];
@@ -481,17 +490,10 @@ static void test_absent(int victim, int what)
             CHECK_STATUS(upipe_comm_start(c, c->team, k->list, all_list(k)), UPIPE_OK, c->err);
         nap(0.25 + 0.35);
         /* What the others sent before they failed may be enough for it, once. */
-        s = what == AT_WAIT ? upipe_comm_wait(c, c->team) : upipe_comm_barrier(c, c->team);
+        s = one_call(k, what);
         CHECK(s == UPIPE_OK || s == UPIPE_ERR_ABORTED);
     } else {
-        if (what == AT_BARRIER)
-            s = upipe_comm_barrier(c, c->team);
-        else if (what == AT_GATHER)
-            s = upipe_comm_all_gather(c, c->team, all, &mine, 1);
-        else {
-            CHECK_STATUS(upipe_comm_start(c, c->team, k->list, all_list(k)), UPIPE_OK, c->err);
-            s = upipe_comm_wait(c, c->team);
-        }
+        s = one_call(k, what);
         snprintf(name, sizeof name, "for rank %d to %s", victim, what == AT_WAIT ? "finish" : "come");
         if (s == UPIPE_OK && what == AT_WAIT) { /* its start has served those who were there before it */
             snprintf(name, sizeof name, "for rank");
@@ -698,6 +700,122 @@ static void test_init(void)
     CHECK_STATUS(upipe_mpi_free(&team, &e), UPIPE_OK, e);
     CHECK_STATUS(upipe_mpi_free(&team, &e), UPIPE_OK, e);
     MPI_Comm_free(&mpi);
+}
+
+/* ---- one team after the other ---- */
+
+/* Frees the team and makes the next one with the same tags: on the same communicator, or on one to which MPI
+ * may give the context of the old one. */
+static part_buf *part_again(part_buf *k, int fresh)
+{
+    upipe_err e;
+    MPI_Comm mpi = k->mpi;
+    CHECK_STATUS(upipe_mpi_free(&k->team, &e), UPIPE_OK, e);
+    if (!fresh) return part_on(mpi, 20);
+    MPI_Comm_free(&mpi);
+    return part_begin(20);
+}
+
+/* A number that rank 0 has never asked for must not be gathered by the next team. */
+static void test_late_header(int fresh)
+{
+    part_buf *k = part_begin(0.05);
+    int64_t mine = 111, all[RANKS_MAX];
+    int r;
+    if (k->rank != 0) {
+        upipe_status s = upipe_comm_all_gather(&k->ctx, k->ctx.team, all, &mine, 1);
+        CHECK(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED);
+    }
+    k->ctx.team->deadline = 20;
+    MPI_Barrier(MPI_COMM_WORLD);
+    k = part_again(k, fresh);
+    mine = 222;
+    CHECK_STATUS(upipe_comm_all_gather(&k->ctx, k->ctx.team, all, &mine, 1), UPIPE_OK, k->ctx.err);
+    for (r = 0; r < k->ranks; ++r) CHECK_INT(all[r], 222);
+    part_end(k);
+}
+
+/* Data that rank 0 has asked for, and not received when it aborts, must not be received by the next team. */
+static void test_late_data(int fresh)
+{
+    enum { LONG = 1 << 14 }; /* words */
+    part_buf *k = part_begin(20);
+    uint32_t *data = (uint32_t *)malloc((size_t)k->ranks * LONG * sizeof *data);
+    int again, p, w, wrong = 0;
+    for (again = 0; again < 2; ++again) {
+        upipe_comm *team = k->ctx.team;
+        line_up(k, 20);
+        k->team.fragment = 256;
+        memset(k->list, 0, sizeof k->list);
+        for (p = 0; p < k->ranks; ++p) {
+            upipe_msg *s = &k->list[p];
+            s->peer = p;
+            s->count = 1;
+            if (k->rank == 0 && p != 0) s->recv = data + p * LONG, s->recv_bytes = LONG * sizeof *data;
+            if (k->rank != 0 && p == 0) s->send = data, s->send_bytes = LONG * sizeof *data;
+            for (w = 0; w < LONG; ++w) data[p * LONG + w] = word_of(k->rank, again, w);
+        }
+        CHECK_STATUS(upipe_comm_start(&k->ctx, team, k->list, k->ranks), UPIPE_OK, k->ctx.err);
+        if (k->rank != 0) CHECK_STATUS(upipe_comm_wait(&k->ctx, team), UPIPE_OK, k->ctx.err);
+        MPI_Barrier(MPI_COMM_WORLD); /* MPI has the data */
+        if (again) break;
+        if (k->rank == 0) {
+            upipe_comm_abort(team, "data are missing");
+            team->deadline = 0;
+            CHECK_STATUS(upipe_comm_wait(&k->ctx, team), UPIPE_ERR_ABORTED, k->ctx.err);
+            team->deadline = 20;
+        }
+        k = part_again(k, fresh);
+    }
+    if (k->rank == 0) {
+        CHECK_STATUS(upipe_comm_wait(&k->ctx, k->ctx.team), UPIPE_OK, k->ctx.err);
+        for (p = 1; p < k->ranks; ++p)
+            for (w = 0; w < LONG; ++w) wrong += data[p * LONG + w] != word_of(p, 1, w);
+    }
+    CHECK_INT(wrong, 0);
+    free(data);
+    part_end(k);
+}
+
+/* The victim frees its team after the others have given it up. */
+static void test_late_free(int victim)
+{
+    part_buf *k = part_begin(20);
+    char name[48];
+    upipe_err e;
+    snprintf(name, sizeof name, "for rank %d to free the team", victim);
+    line_up(k, 20);
+    if (k->rank == victim) {
+        MPI_Barrier(MPI_COMM_WORLD);
+        CHECK_STATUS(upipe_mpi_free(&k->team, &e), UPIPE_OK, e);
+    } else {
+        k->ctx.team->deadline = 0.2;
+        CHECK_STATUS(upipe_mpi_free(&k->team, &e), UPIPE_ERR_BACKEND, e);
+        CHECK_TEXT(e.text, name);
+        MPI_Barrier(MPI_COMM_WORLD);
+    }
+    MPI_Barrier(MPI_COMM_WORLD);
+    MPI_Comm_free(&k->mpi);
+    k = part_begin(20);
+    CHECK_STATUS(all_to_all(k), UPIPE_OK, k->ctx.err);
+    part_end(k);
+}
+
+/* The victim frees its team, and the others go on. */
+static void test_early_free(int victim)
+{
+    part_buf *k = part_begin(20);
+    upipe_ctx *c = &k->ctx;
+    double began;
+    line_up(k, 20);
+    began = now();
+    if (k->rank != victim) {
+        CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_ERR_MISMATCH, c->err);
+        CHECK_TEXT(c->err.text, "has freed its team");
+        check_dead(k);
+    }
+    CHECK(now() - began < 10);
+    part_end(k);
 }
 
 /* ---- the attention block: the same bits as on ranks that are threads ---- */
@@ -915,6 +1033,10 @@ int main(int argc, char **argv)
         for (i = 0; i < MISMATCHES; ++i) test_mismatch((i + 1) % ranks, i);
         test_stranger();
         for (i = 0; i < 2 * ABORTS; ++i) test_abort_call(i / 2 % ranks, i % ABORTS);
+        for (i = 0; i < 2; ++i) test_late_header(i);
+        for (i = 0; i < 2; ++i) test_late_data(i);
+        for (i = 0; i < 2; ++i) test_late_free(i * (ranks - 1));
+        test_early_free(ranks - 1);
     }
     if (ranks == 2 || ranks == 4)
         for (i = 0; i < 8; ++i) test_layer(i & 1, i >> 1 & 1, i >> 2);
