@@ -779,6 +779,31 @@ static void test_late_data(int fresh)
     part_end(k);
 }
 
+/* The victim leaves a transfer in which the others have asked for its data: they get its goodbye instead. */
+static void test_no_data(int victim)
+{
+    part_buf *k = part_begin(20);
+    upipe_ctx *c = &k->ctx;
+    line_up(k, 20);
+    copy_fails = k->rank == victim;
+    if (k->rank == victim) {
+        CHECK_STATUS(upipe_comm_start(c, c->team, k->list, all_list(k)), UPIPE_OK, c->err);
+        MPI_Barrier(MPI_COMM_WORLD);
+        nap(0.1);
+        c->team->deadline = 0;
+        CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_ERR_BACKEND, c->err);
+        c->team->deadline = 20;
+    } else {
+        MPI_Barrier(MPI_COMM_WORLD);
+        CHECK_STATUS(upipe_comm_start(c, c->team, k->list, all_list(k)), UPIPE_OK, c->err);
+        CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_ERR_ABORTED, c->err);
+        CHECK_TEXT(c->err.text, "the copy is lost");
+    }
+    k = part_again(k, 1);
+    CHECK_STATUS(all_to_all(k), UPIPE_OK, k->ctx.err);
+    part_end(k);
+}
+
 /* The victim frees its team after the others have given it up. */
 static void test_late_free(int victim)
 {
@@ -1049,6 +1074,7 @@ int main(int argc, char **argv)
         for (i = 0; i < 2 * ABORTS; ++i) test_abort_call(i / 2 % ranks, i % ABORTS);
         for (i = 0; i < 2; ++i) test_late_header(i);
         for (i = 0; i < 2; ++i) test_late_data(i);
+        test_no_data(0);
         for (i = 0; i < 2; ++i) test_late_free(i * (ranks - 1));
         test_early_free(ranks - 1);
     }
