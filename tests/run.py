@@ -47,6 +47,10 @@ def has(program):
     return shutil.which(program) is not None
 
 
+def packaged(name):
+    return subprocess.run(['pkg-config', '--exists', name], check=False).returncode == 0
+
+
 def starts(flag, wrapper=()):
     """Do programs of this sanitizer start here? Some kernels lay out memory as gcc's runtime does not expect."""
     with tempfile.TemporaryDirectory() as folder:
@@ -101,7 +105,7 @@ def parts():
     return [
         # The tests' own loops profit little from more optimization, which doubles the time to compile them; kernels ask for
         # it themselves. Some of the emulator's longest repeat in another order what others do.
-        Part('gcc', ['-Doptimization=1'], full='compile unit property programs weights simt fake net mutants bench',
+        Part('gcc', ['-Doptimization=1'], full='compile unit property programs weights simt fake net links mutants bench',
              ordinary='compile unit property programs simt fake net',
              without='headers_cuda cuda_seeds cuda_attn_on_90 cuda_attn_masks_on_90'),
         Part('asan', [*INSTRUMENTED, *ASAN], full='unit property programs simt fake',
@@ -121,12 +125,14 @@ def parts():
         # C, and another processor's vectors.
         Part('portable', ['-Doptimization=1', '-Dsimd=portable'], full='kernels'),
         Part('cblas', ['-Doptimization=1', '-Dcblas=enabled'], full='products',
-             needs=(lambda: subprocess.run(['pkg-config', '--exists', 'openblas'], check=False).returncode == 0,
-                    'OpenBLAS is missing')),
+             needs=(lambda: packaged('openblas'), 'OpenBLAS is missing')),
         Part('scalar', ['-Doptimization=1', '-Dexamples=disabled', '-Dsimd=scalar'], full='lanes', slow=SLOW),
         Part('neon', ['-Doptimization=1', *cross], full='lanes', slow=SLOW, wrapper=['qemu-aarch64', '-L', '/usr/aarch64-linux-gnu'],
              needs=(lambda: has('aarch64-linux-gnu-gcc') and has('qemu-aarch64'),
                     'the cross compiler or qemu-aarch64 is missing')),
+        # The other MPI.
+        Part('mpich', ['-Doptimization=1', '-Dmpi_package=mpich'], full='net',
+             needs=(lambda: has('mpirun.mpich') and packaged('mpich'), 'MPICH is missing')),
         # Kernels for devices: compiled for all of them, linked, and run where there is one (bench/gpu.py measures).
         Part('cuda', ['-Dcuda=enabled'], full='device', builds=['device_programs'], needs=(nvcc, 'nvcc is missing')),
     ]

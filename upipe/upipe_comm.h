@@ -19,7 +19,8 @@
  * status; every later call on every rank fails at once with the same sentence, most with UPIPE_ERR_ABORTED.
  *
  * Quarantine. Where a peer may still access the buffers of a failed transfer, comm->quarantine is set: their
- * memory must not be used again before the peers have ended. A pool keeps it until upipe_mem_release.
+ * memory must neither be used again nor freed before the peers have ended. A pool keeps it until
+ * upipe_mem_release.
  *
  * The host makes and frees communicators with the headers in net/. The library only uses them.
  */

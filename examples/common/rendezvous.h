@@ -91,12 +91,24 @@ static inline int launch_read(launch *l)
 static inline int rendezvous_ready(int fd, int events, double until)
 {
     struct pollfd p;
-    double left = until - cli_clock(NULL);
     p.fd = fd;
     p.events = (short)events;
     p.revents = 0;
-    if (left > 3600) left = 3600;
-    return poll(&p, 1, left > 0 ? (int)(left * 1000) + 1 : 0) == 1;
+    for (;;) {
+        double left = until - cli_clock(NULL);
+        if (left > 3600) left = 3600;
+        if (poll(&p, 1, left > 0 ? (int)(left * 1000) + 1 : 0) == 1) return 1;
+        if (left <= 0) return 0;
+    }
+}
+
+/* Before the next try. */
+static inline void rendezvous_nap(void)
+{
+    struct timespec t;
+    t.tv_sec = 0;
+    t.tv_nsec = 50000000;
+    nanosleep(&t, NULL);
 }
 
 /* Moves all bytes, or returns -1. */
@@ -131,6 +143,7 @@ static inline int rendezvous_open(const launch *l, double until)
         socklen_t size = sizeof error;
         int done = 0;
         fd = socket(a->ai_family, a->ai_socktype, a->ai_protocol);
+        error = errno;
         if (fd < 0) continue;
         fcntl(fd, F_SETFL, O_NONBLOCK);
         if (l->rank == 0) {
@@ -174,24 +187,29 @@ static inline rendezvous_hello rendezvous_hello_of(const launch *l, size_t bytes
 static inline int rendezvous_serve(const launch *l, void *data, size_t bytes, double seconds)
 {
     double until = cli_clock(NULL) + seconds;
-    int door = rendezvous_open(l, until), served = 1, status = 0, taken = errno;
+    int door = rendezvous_open(l, until), served = 1, status = 0, error = errno;
     char *seen = (char *)calloc(1, (size_t)l->ranks);
     if (door < 0 || seen == NULL) {
         if (door >= 0) close(door);
         free(seen);
-        return cli_fail("rank 0 cannot listen on port %d: %s", l->port, strerror(door < 0 ? taken : ENOMEM));
+        return cli_fail("rank 0 cannot listen on port %d: %s", l->port, strerror(door < 0 ? error : ENOMEM));
     }
+    error = 0; /* of the last accept */
     while (served < l->ranks && status == 0) {
         rendezvous_hello mine = rendezvous_hello_of(l, bytes), hello;
         double soon;
         int fd;
-        if (!rendezvous_ready(door, POLLIN, until)) {
-            status = cli_fail("%d of %d ranks have come to port %d within %g s", served, l->ranks, l->port,
-                              seconds);
+        if (!rendezvous_ready(door, POLLIN, until) || cli_clock(NULL) >= until) {
+            status = cli_fail("%d of %d ranks have come to port %d within %g s%s%s", served, l->ranks,
+                              l->port, seconds, error != 0 ? ": " : "", error != 0 ? strerror(error) : "");
             break;
         }
         fd = accept(door, NULL, NULL);
-        if (fd < 0) continue;
+        error = fd < 0 ? errno : 0;
+        if (fd < 0) { /* none is left, or it is gone: perhaps for the moment */
+            rendezvous_nap();
+            continue;
+        }
         fcntl(fd, F_SETFL, O_NONBLOCK);
         soon = cli_clock(NULL) + 2; /* one that says nothing does not hold the others up */
         if (rendezvous_move(fd, &hello, sizeof hello, 0, soon < until ? soon : until) == 0 &&
@@ -219,15 +237,12 @@ static inline int rendezvous(const launch *l, void *data, size_t bytes, double s
     do { /* rank 0 may not be there yet */
         rendezvous_hello hello = rendezvous_hello_of(l, bytes);
         int fd = rendezvous_open(l, until), ok;
-        struct timespec nap;
         error = errno;
         ok = fd >= 0 && rendezvous_move(fd, &hello, sizeof hello, 1, until) == 0 &&
              rendezvous_move(fd, data, bytes, 0, until) == 0;
         if (fd >= 0) close(fd);
         if (ok) return 0;
-        nap.tv_sec = 0;
-        nap.tv_nsec = 50000000;
-        nanosleep(&nap, NULL);
+        rendezvous_nap();
     } while (cli_clock(NULL) < until);
     return cli_fail("rank %d has not met rank 0 at %s port %d within %g s: %s", l->rank, l->address, l->port,
                     seconds, error != 0 ? strerror(error) : "no answer");

@@ -2,6 +2,8 @@
  *
  *     test_mpi all       every rank stays alive: exact data, agreement, faults that a host can make
  *     test_mpi kill      ranks die one after the other: before, within and after a call
+ *     test_mpi data      the part of `all` without faults, for a link that is slow and loses packets
+ *     test_mpi endure    ranks make transfers until a script cuts the link between them, or stops a rank
  *
  * Every element names where it comes from and where it must land. Each part has a communicator of its own. A
  * rank prints its verdict; the script counts them.
@@ -465,11 +467,20 @@ static void test_agree(int victim, int what)
 
 enum { AT_START, AT_WAIT, AT_BARRIER, AT_GATHER, AT_COUNT };
 
+static upipe_status one_call(part_buf *k, int what)
+{
+    upipe_ctx *c = &k->ctx;
+    int64_t mine = k->rank, all[RANKS_MAX];
+    if (what == AT_BARRIER) return upipe_comm_barrier(c, c->team);
+    if (what == AT_GATHER) return upipe_comm_all_gather(c, c->team, all, &mine, 1);
+    if (!c->team->started) UPIPE_TRY(upipe_comm_start(c, c->team, k->list, all_list(k)));
+    return upipe_comm_wait(c, c->team);
+}
+
 static void test_absent(int victim, int what)
 {
     part_buf *k = part_begin(20);
     upipe_ctx *c = &k->ctx;
-    int64_t mine = k->rank, all[RANKS_MAX];
     upipe_status s;
     double began;
     char name[32];
@@ -481,17 +492,10 @@ static void test_absent(int victim, int what)
             CHECK_STATUS(upipe_comm_start(c, c->team, k->list, all_list(k)), UPIPE_OK, c->err);
         nap(0.25 + 0.35);
         /* What the others sent before they failed may be enough for it, once. */
-        s = what == AT_WAIT ? upipe_comm_wait(c, c->team) : upipe_comm_barrier(c, c->team);
+        s = one_call(k, what);
         CHECK(s == UPIPE_OK || s == UPIPE_ERR_ABORTED);
     } else {
-        if (what == AT_BARRIER)
-            s = upipe_comm_barrier(c, c->team);
-        else if (what == AT_GATHER)
-            s = upipe_comm_all_gather(c, c->team, all, &mine, 1);
-        else {
-            CHECK_STATUS(upipe_comm_start(c, c->team, k->list, all_list(k)), UPIPE_OK, c->err);
-            s = upipe_comm_wait(c, c->team);
-        }
+        s = one_call(k, what);
         snprintf(name, sizeof name, "for rank %d to %s", victim, what == AT_WAIT ? "finish" : "come");
         if (s == UPIPE_OK && what == AT_WAIT) { /* its start has served those who were there before it */
             snprintf(name, sizeof name, "for rank");
@@ -700,6 +704,147 @@ static void test_init(void)
     MPI_Comm_free(&mpi);
 }
 
+/* ---- one team after the other ---- */
+
+/* Frees the team and makes the next one with the same tags: on the same communicator, or on one to which MPI
+ * may give the context of the old one. */
+static part_buf *part_again(part_buf *k, int fresh)
+{
+    upipe_err e;
+    MPI_Comm mpi = k->mpi;
+    CHECK_STATUS(upipe_mpi_free(&k->team, &e), UPIPE_OK, e);
+    if (!fresh) return part_on(mpi, 20);
+    MPI_Comm_free(&mpi);
+    return part_begin(20);
+}
+
+/* A number that rank 0 has never asked for must not be gathered by the next team. */
+static void test_late_header(int fresh)
+{
+    part_buf *k = part_begin(0.05);
+    int64_t mine = 111, all[RANKS_MAX];
+    int r;
+    if (k->rank != 0) {
+        upipe_status s = upipe_comm_all_gather(&k->ctx, k->ctx.team, all, &mine, 1);
+        CHECK(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED);
+    }
+    k->ctx.team->deadline = 20;
+    MPI_Barrier(MPI_COMM_WORLD);
+    k = part_again(k, fresh);
+    mine = 222;
+    CHECK_STATUS(upipe_comm_all_gather(&k->ctx, k->ctx.team, all, &mine, 1), UPIPE_OK, k->ctx.err);
+    for (r = 0; r < k->ranks; ++r) CHECK_INT(all[r], 222);
+    part_end(k);
+}
+
+/* Data that rank 0 has asked for, and not received when it aborts, must not be received by the next team. */
+static void test_late_data(int fresh)
+{
+    enum { LONG = 1 << 14 }; /* words */
+    part_buf *k = part_begin(20);
+    uint32_t *data = (uint32_t *)malloc((size_t)k->ranks * LONG * sizeof *data);
+    int again, p, w, wrong = 0;
+    for (again = 0; again < 2; ++again) {
+        upipe_comm *team = k->ctx.team;
+        line_up(k, 20);
+        k->team.fragment = 256;
+        memset(k->list, 0, sizeof k->list);
+        for (p = 0; p < k->ranks; ++p) {
+            upipe_msg *s = &k->list[p];
+            s->peer = p;
+            s->count = 1;
+            if (k->rank == 0 && p != 0) s->recv = data + p * LONG, s->recv_bytes = LONG * sizeof *data;
+            if (k->rank != 0 && p == 0) s->send = data, s->send_bytes = LONG * sizeof *data;
+            for (w = 0; w < LONG; ++w) data[p * LONG + w] = word_of(k->rank, again, w);
+        }
+        CHECK_STATUS(upipe_comm_start(&k->ctx, team, k->list, k->ranks), UPIPE_OK, k->ctx.err);
+        if (k->rank != 0) CHECK_STATUS(upipe_comm_wait(&k->ctx, team), UPIPE_OK, k->ctx.err);
+        MPI_Barrier(MPI_COMM_WORLD); /* MPI has the data */
+        if (again) break;
+        if (k->rank == 0) {
+            upipe_comm_abort(team, "data are missing");
+            team->deadline = 0;
+            CHECK_STATUS(upipe_comm_wait(&k->ctx, team), UPIPE_ERR_ABORTED, k->ctx.err);
+            team->deadline = 20;
+        }
+        k = part_again(k, fresh);
+    }
+    if (k->rank == 0) {
+        CHECK_STATUS(upipe_comm_wait(&k->ctx, k->ctx.team), UPIPE_OK, k->ctx.err);
+        for (p = 1; p < k->ranks; ++p)
+            for (w = 0; w < LONG; ++w) wrong += data[p * LONG + w] != word_of(p, 1, w);
+    }
+    CHECK_INT(wrong, 0);
+    free(data);
+    part_end(k);
+}
+
+/* The victim leaves a transfer in which the others have asked for its data: they get its goodbye instead. */
+static void test_no_data(int victim)
+{
+    part_buf *k = part_begin(20);
+    upipe_ctx *c = &k->ctx;
+    line_up(k, 20);
+    copy_fails = k->rank == victim;
+    if (k->rank == victim) {
+        CHECK_STATUS(upipe_comm_start(c, c->team, k->list, all_list(k)), UPIPE_OK, c->err);
+        MPI_Barrier(MPI_COMM_WORLD);
+        nap(0.1);
+        c->team->deadline = 0;
+        CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_ERR_BACKEND, c->err);
+        c->team->deadline = 20;
+    } else {
+        MPI_Barrier(MPI_COMM_WORLD);
+        CHECK_STATUS(upipe_comm_start(c, c->team, k->list, all_list(k)), UPIPE_OK, c->err);
+        CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_ERR_ABORTED, c->err);
+        CHECK_TEXT(c->err.text, "the copy is lost");
+    }
+    k = part_again(k, 1);
+    CHECK_STATUS(all_to_all(k), UPIPE_OK, k->ctx.err);
+    part_end(k);
+}
+
+/* The victim frees its team after the others have given it up. */
+static void test_late_free(int victim)
+{
+    part_buf *k = part_begin(20);
+    char name[48];
+    upipe_err e;
+    snprintf(name, sizeof name, "for rank %d to free the team", victim);
+    line_up(k, 20);
+    if (k->rank == victim) {
+        MPI_Barrier(MPI_COMM_WORLD);
+        CHECK_STATUS(upipe_mpi_free(&k->team, &e), UPIPE_OK, e);
+    } else {
+        k->ctx.team->deadline = 0.2;
+        CHECK_STATUS(upipe_mpi_free(&k->team, &e), UPIPE_ERR_BACKEND, e);
+        CHECK_TEXT(e.text, name);
+        MPI_Barrier(MPI_COMM_WORLD);
+    }
+    MPI_Barrier(MPI_COMM_WORLD);
+    MPI_Comm_free(&k->mpi);
+    k = part_begin(20);
+    CHECK_STATUS(all_to_all(k), UPIPE_OK, k->ctx.err);
+    part_end(k);
+}
+
+/* The victim frees its team, and the others go on. */
+static void test_early_free(int victim)
+{
+    part_buf *k = part_begin(20);
+    upipe_ctx *c = &k->ctx;
+    double began;
+    line_up(k, 20);
+    began = now();
+    if (k->rank != victim) {
+        CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_ERR_MISMATCH, c->err);
+        CHECK_TEXT(c->err.text, "has freed its team");
+        check_dead(k);
+    }
+    CHECK(now() - began < 10);
+    part_end(k);
+}
+
 /* ---- the attention block: the same bits as on ranks that are threads ---- */
 
 #define SAME(tensor)                                                                                  \
@@ -805,17 +950,19 @@ static void die(int signal)
     kill(getpid(), SIGKILL);
 }
 
-enum { BEFORE, STARTED, WITHIN, AFTER, IN_BARRIER, DEATHS };
+enum { BEFORE, STARTED, WITHIN, AFTER, IN_BARRIER, DEATHS, ENDURE = DEATHS };
 
-/* Rank `victim` of this communicator, its last one, is killed; the others must return in time. */
+/* Rank `victim` of this communicator, its last one, is killed; the others must return in time. ENDURE: all live,
+ * and a script cuts the link between them, or stops one for longer than the deadline. */
 static void test_kill(MPI_Comm mpi, int what)
 {
-    enum { LONG = 1 << 20 };
+    const size_t bytes = what == ENDURE ? 1 << 14 : 1 << 20;
     const double deadline = 1.0;
     part_buf *k = part_on(mpi, 30);
     upipe_ctx *c = &k->ctx;
-    int victim = k->ranks - 1, p, n, quarantine, rounds = what == WITHIN ? 100000 : what == AFTER ? 1 : 0;
-    char *data = (char *)calloc((size_t)k->ranks * 2, LONG), name[16], reason[256];
+    int victim = what == ENDURE ? -1 : k->ranks - 1, p, n, quarantine;
+    int rounds = what == WITHIN || what == ENDURE ? 1000000 : what == AFTER;
+    char *data = (char *)calloc((size_t)k->ranks * 2, bytes), name[16], reason[256];
     double last;
     upipe_status s = UPIPE_OK;
     CHECK_STATUS(all_to_all(k), UPIPE_OK, c->err);
@@ -824,12 +971,13 @@ static void test_kill(MPI_Comm mpi, int what)
     for (p = 0; p < k->ranks; ++p) {
         k->list[p].peer = p;
         k->list[p].count = 1;
-        k->list[p].send = data + (size_t)p * LONG;
-        k->list[p].recv = data + (size_t)(k->ranks + p) * LONG;
-        k->list[p].send_bytes = k->list[p].recv_bytes = LONG;
+        k->list[p].send = data + (size_t)p * bytes;
+        k->list[p].recv = data + (size_t)(k->ranks + p) * bytes;
+        k->list[p].send_bytes = k->list[p].recv_bytes = bytes;
     }
     n = k->ranks;
     c->team->deadline = deadline;
+    if (what == ENDURE) printf("running, process %d\n", (int)getpid()), fflush(stdout);
     if (k->rank == victim) {
         if (what == BEFORE) die(0);
         if (what == STARTED) {
@@ -865,7 +1013,7 @@ static void test_kill(MPI_Comm mpi, int what)
     CHECK_SAY(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED, "case %d: %s: %s", what, upipe_status_name(s),
               c->err.text);
     snprintf(name, sizeof name, " %d ", victim);
-    CHECK_TEXT(c->err.text, name);
+    if (what != ENDURE) CHECK_TEXT(c->err.text, name);
     snprintf(reason, sizeof reason, "%s", c->err.text);
     CHECK_SAY(last < deadline + 1 + 5, "case %d: returned after %g s", what, last);
     check_dead(k);
@@ -877,7 +1025,7 @@ static void test_kill(MPI_Comm mpi, int what)
     if (test_env("UPIPE_VERBOSE", 0))
         printf("case %d, rank %d of %d: %.3f s, quarantine %d, free: %s; %s\n", what, k->rank, k->ranks, last,
                quarantine, upipe_status_name(s), reason);
-    free(data);
+    if (s == UPIPE_OK) free(data); /* else a late rank may read it, and MPI ends one that cannot */
 }
 
 int main(int argc, char **argv)
@@ -901,6 +1049,15 @@ int main(int argc, char **argv)
         fflush(stdout);
         _exit(i); /* MPI_Finalize would wait for the dead */
     }
+    if (strcmp(what, "endure") == 0) {
+        MPI_Comm mpi;
+        MPI_Comm_dup(MPI_COMM_WORLD, &mpi);
+        test_kill(mpi, ENDURE);
+        i = test_end(name);
+        fflush(stdout);
+        nap(5); /* an MPI library may end a late rank when its peers have left */
+        _exit(i);
+    }
     test_init();
     test_shift();
     test_meet();
@@ -908,13 +1065,18 @@ int main(int argc, char **argv)
     test_random(100);
     test_large(UPIPE_MPI_FRAGMENT);
     test_large(30000);
-    if (ranks > 1) {
+    if (ranks > 1 && strcmp(what, "data") != 0) {
         for (i = 0; i < 6; ++i) test_agree(i % ranks, i % 3);
         for (i = 0; i < AT_COUNT; ++i) test_absent(i % ranks, i);
         test_quarantine();
         for (i = 0; i < MISMATCHES; ++i) test_mismatch((i + 1) % ranks, i);
         test_stranger();
         for (i = 0; i < 2 * ABORTS; ++i) test_abort_call(i / 2 % ranks, i % ABORTS);
+        for (i = 0; i < 2; ++i) test_late_header(i);
+        for (i = 0; i < 2; ++i) test_late_data(i);
+        test_no_data(0);
+        for (i = 0; i < 2; ++i) test_late_free(i * (ranks - 1));
+        test_early_free(ranks - 1);
     }
     if (ranks == 2 || ranks == 4)
         for (i = 0; i < 8; ++i) test_layer(i & 1, i >> 1 & 1, i >> 2);

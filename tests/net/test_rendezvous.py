@@ -5,11 +5,13 @@ PROGRAM is 08_processes, built WITH_MPI or WITH_NCCL: the variables are read bef
 meeting itself is run by a program of this test, compiled with $CC from examples/common/rendezvous.h.
 """
 
+import concurrent.futures
 import os
 import re
 import shlex
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -119,6 +121,53 @@ def test_strangers(meeting):
     check(finish(first)[0] == 0, 'rank 0 does not survive strangers')
 
 
+def hello(rank, ranks):
+    return struct.pack('=8siiQ', b'upipe-08', rank, ranks, 5000)
+
+
+def test_strange_clients(meeting):
+    """Connections that stay open: one says nothing, one half of it, one more than it should, one reads no answer."""
+    port = free_port()
+    first = start([meeting], RANK=0, WORLD_SIZE=3, MASTER_PORT=port)
+    open_ones = []
+    for said in (b'', hello(1, 3)[:11], hello(1, 3) + bytes(100000), hello(-1, 3), hello(0, 3), b'x' * 10_000_000):
+        for _ in range(100):
+            try:
+                s = socket.create_connection(('127.0.0.1', port))
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.02)
+        open_ones.append(s)
+        try:
+            s.settimeout(5)
+            s.sendall(said)
+        except OSError:
+            pass  # closed before it has said it all
+    second = start([meeting], RANK=2, WORLD_SIZE=3, MASTER_PORT=port)
+    check(finish(second)[0] == 0, 'rank 2 does not get through to rank 0 behind strangers')
+    check(finish(first)[0] == 0, 'rank 0 does not survive strangers')
+    for s in open_ones:
+        s.close()
+
+
+def test_no_descriptors(meeting):
+    """Rank 0 has none left for a connection: it ends by its deadline, says why, and does not spin until then."""
+    port, began = free_port(), time.monotonic()
+    used = os.times()
+    first = start(['sh', '-c', f'ulimit -n 4; exec {meeting} 1.5'], RANK=0, WORLD_SIZE=2, MASTER_PORT=port)
+    second = start([meeting, '1.5'], RANK=1, WORLD_SIZE=2, MASTER_PORT=port)
+    try:
+        got, _, err = finish(first, 10)
+    except subprocess.TimeoutExpired:
+        first.kill()
+        got, _, err = finish(first)
+    check(got == 1 and '1 of 2 ranks have come' in err and 'Too many open files' in err, f'without descriptors: {got}: {err}')
+    check(finish(second)[0] == 1, 'rank 1 ends well without rank 0')
+    check(time.monotonic() - began < 8, 'the deadline is not kept')
+    now = os.times()
+    check(now.children_user + now.children_system - used.children_user - used.children_system < 0.7, 'a wait that spins')
+
+
 def test_absent(meeting):
     began = time.monotonic()
     port = free_port()
@@ -145,9 +194,9 @@ def main():
                 out.write(MEETING)
             subprocess.run([*compiler, '-std=c11', '-I', TOP, '-I', os.path.join(TOP, 'examples'), source, '-o', meeting,
                             '-lm'], check=True)
-            test_meeting(meeting)
-            test_strangers(meeting)
-            test_absent(meeting)
+            tests = [test_meeting, test_strangers, test_strange_clients, test_no_descriptors, test_absent]
+            with concurrent.futures.ThreadPoolExecutor(len(tests)) as pool:  # they wait, most of the time
+                list(pool.map(lambda test: test(meeting), tests))
     print(f'rendezvous: {checks} checks, {failures} failed')
     return 1 if failures or not checks else 0
 

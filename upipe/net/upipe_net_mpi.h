@@ -28,8 +28,11 @@
  * MISMATCH, BACKEND (with MPI's own text). The others return ABORTED with its sentence, but a MISMATCH once.
  * A failed transfer goes on between ranks whose headers match until nothing is in flight, for at most the
  * deadline or one second; receives that are left are cancelled; and if MPI may still access a buffer,
- * comm->quarantine is set. Afterwards only upipe_mpi_free is legal, and neither the MPI_Comm nor the tags may
- * serve another team: late headers may be in flight.
+ * comm->quarantine is set. Afterwards only upipe_mpi_free is legal.
+ *
+ * The end. An MPI library may give the context of a freed communicator to the next one, with the messages
+ * that nobody has received. So upipe_mpi_free sends each peer an empty message with either tag, its goodbye,
+ * and throws away what comes before the peer's. No message of a team can then reach another one.
  *
  * What MPI does when a process dies depends on MPI, and often ends the job. Open MPI 4 keeps the survivors
  * under mpirun --enable-recovery; they must not call MPI_Finalize, which waits for all ranks.
@@ -51,7 +54,10 @@ enum {
     UPI_MPI_SHOWN = UPIPE_ALL_GATHER_MAX / 4, /* messages, each way, whose shape a header spells out */
     UPI_MPI_YIELDS = 2000,                    /* fruitless tests before a waiting rank sleeps */
     UPI_MPI_NAP = 50000,                      /* ns */
-    UPI_MPI_FAILURE = UPI_TEAM_KINDS          /* the header of a failure */
+    UPI_MPI_FAILURE = UPI_TEAM_KINDS,         /* the header of a failure */
+    UPI_MPI_HEADERS = 0,                      /* the team's tags, from its base */
+    UPI_MPI_DATA = 1,
+    UPI_MPI_LEFT = (1 << UPIPE_MPI_TAGS) - 1
 };
 
 #define UPI_MPI_MAGIC UINT64_C(0x3169706d65706975) /* "uipempi1" in memory, low byte first */
@@ -85,6 +91,7 @@ typedef struct upi_mpi_flow {
 typedef struct upi_mpi_peer {
     int64_t come; /* number of the last header that has arrived from it */
     int open;     /* its header of this call matches: data move */
+    int left;     /* bit t: its goodbye with the team's tag t has come */
     upi_mpi_flow flow[2];
 } upi_mpi_peer;
 
@@ -103,7 +110,7 @@ typedef struct upipe_mpi {
     upi_mpi_header *out;   /* [ranks]: this call's headers */
     upi_mpi_header *in;    /* [2][ranks]: those of call s at [s & 1], as peers may be one call ahead */
     MPI_Request *requests; /* [2][ranks][UPI_MPI_WINDOW] data, then [ranks] headers */
-    MPI_Request *notices;  /* [ranks]: sends of `notice` */
+    MPI_Request *notices;  /* [ranks] sends of `notice`, then [UPIPE_MPI_TAGS][ranks] goodbyes */
     MPI_Status *statuses;  /* [requests_n] */
     int *done;             /* [requests_n] */
     int requests_n;
@@ -251,13 +258,16 @@ UPIPE_API upipe_status upi_mpi_poll(upipe_ctx *c, upipe_mpi *m, int *news)
         UPI_MPI(c, m, MPI_Iprobe(MPI_ANY_SOURCE, m->tag, m->mpi, &there, &status));
         if (!there) return UPIPE_OK;
         UPI_MPI(c, m, MPI_Get_count(&status, MPI_BYTE, &bytes));
-        if (bytes != (int)sizeof header)
+        if (bytes != 0 && bytes != (int)sizeof header)
             return upi_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
                                  "rank %d sends rank %d %d bytes with tag %d, where a header has %zu",
                                  status.MPI_SOURCE, m->comm.rank, bytes, m->tag, sizeof header);
         UPI_MPI(c, m,
                 MPI_Recv(&header, (int)sizeof header, MPI_BYTE, status.MPI_SOURCE, m->tag, m->mpi, &status));
-        UPIPE_TRY(upi_mpi_accept(c, m, status.MPI_SOURCE, &header));
+        if (bytes == 0)
+            m->peer[status.MPI_SOURCE].left |= 1 << UPI_MPI_HEADERS;
+        else
+            UPIPE_TRY(upi_mpi_accept(c, m, status.MPI_SOURCE, &header));
         *news = 1;
     }
 }
@@ -378,16 +388,18 @@ UPIPE_API upipe_status upi_mpi_fill(upipe_ctx *c, upipe_mpi *m, int peer, int wa
 /* Accounts for request i, which is complete. */
 UPIPE_API upipe_status upi_mpi_complete(upipe_ctx *c, upipe_mpi *m, int i, MPI_Status *status)
 {
-    int data = 2 * m->comm.ranks * UPI_MPI_WINDOW, slot = i % UPI_MPI_WINDOW, bytes = -1, cancelled = 0;
+    int data = 2 * m->comm.ranks * UPI_MPI_WINDOW, slot = i % UPI_MPI_WINDOW, bytes = -1;
     int peer = i / UPI_MPI_WINDOW % m->comm.ranks, way = i / UPI_MPI_WINDOW / m->comm.ranks;
     upi_mpi_flow *f;
     if (i >= data) return UPIPE_OK;
     f = &m->peer[peer].flow[way];
+    if (way == UPI_RECV) UPI_MPI(c, m, MPI_Get_count(status, MPI_BYTE, &bytes));
+    if (bytes == 0) { /* a goodbye: the peer has failed, its header says why, and the data do not come */
+        m->peer[peer].left |= 1 << UPI_MPI_DATA;
+        return UPIPE_OK;
+    }
     --f->in_flight;
     if (way == UPI_SEND) return UPIPE_OK;
-    UPI_MPI(c, m, MPI_Test_cancelled(status, &cancelled));
-    if (cancelled) return UPIPE_OK;
-    UPI_MPI(c, m, MPI_Get_count(status, MPI_BYTE, &bytes));
     if ((size_t)bytes != f->bytes[slot])
         return upi_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
                              "rank %d sends an MPI message of %d bytes to rank %d, not %zu", peer, bytes,
@@ -431,6 +443,10 @@ UPIPE_API upipe_status upi_mpi_progress(upipe_ctx *c, upipe_mpi *m, int *news, i
     for (p = 0; p < m->comm.ranks; ++p) {
         upi_mpi_peer *peer = &m->peer[p];
         if (p == m->comm.rank || peer->open) continue;
+        if (peer->come < m->call && peer->left)
+            return upi_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
+                                 "rank %d is in %s and rank %d has freed its team", m->comm.rank,
+                                 upi_team_kind(m->kind), p);
         if (peer->come < m->call) {
             ++*missing;
             continue;
@@ -480,18 +496,27 @@ UPIPE_API upipe_status upi_mpi_finish(upipe_ctx *c, upipe_mpi *m)
     }
 }
 
+/* Is request i in flight? A receive that was not cancelled in time may have met its peer's goodbye. */
+UPIPE_API int upi_mpi_flies(upipe_mpi *m, int i)
+{
+    int size = m->comm.ranks * UPI_MPI_WINDOW, done = 0, cancelled = 0, bytes = -1;
+    MPI_Status status;
+    if (m->requests[i] == MPI_REQUEST_NULL) return 0;
+    if (MPI_Test(&m->requests[i], &done, &status) != MPI_SUCCESS || !done)
+        return m->requests[i] != MPI_REQUEST_NULL;
+    if (i < size || i >= 2 * size) return 0;
+    if (MPI_Test_cancelled(&status, &cancelled) == MPI_SUCCESS && !cancelled &&
+        MPI_Get_count(&status, MPI_BYTE, &bytes) == MPI_SUCCESS && bytes == 0)
+        m->peer[i / UPI_MPI_WINDOW - m->comm.ranks].left |= 1 << UPI_MPI_DATA;
+    return 0;
+}
+
 /* Tests the data requests of one way until none is left or the time has passed; returns those left. */
 UPIPE_API int upi_mpi_drain(upipe_mpi *m, int way, int64_t until)
 {
     int size = m->comm.ranks * UPI_MPI_WINDOW, idle = 0, i, left;
-    MPI_Request *requests = m->requests + way * size;
     for (;;) {
-        for (i = left = 0; i < size; ++i) {
-            int done = 0;
-            if (requests[i] == MPI_REQUEST_NULL) continue;
-            if (MPI_Test(&requests[i], &done, MPI_STATUS_IGNORE) != MPI_SUCCESS || !done)
-                left += requests[i] != MPI_REQUEST_NULL;
-        }
+        for (i = way * size, left = 0; i < (way + 1) * size; ++i) left += upi_mpi_flies(m, i);
         if (left == 0 || upipe_net_now() >= until) return left;
         upi_net_rest(&idle, UPI_MPI_YIELDS, UPI_MPI_NAP);
     }
@@ -595,13 +620,14 @@ UPIPE_API void *upi_mpi_part(char *buf, size_t *at, size_t bytes)
 /* Lays out the buffer; returns its bytes. buf may be NULL. */
 UPIPE_API size_t upi_mpi_lay_out(upipe_mpi *m, char *buf)
 {
-    size_t n = (size_t)m->comm.ranks, requests = (2 * UPI_MPI_WINDOW + 1) * n, at = 0;
+    size_t n = (size_t)m->comm.ranks, at = 0;
+    size_t requests = (2 * UPI_MPI_WINDOW + 1) * n, others = (1 + UPIPE_MPI_TAGS) * n;
     m->requests_n = (int)requests;
     m->peer = (upi_mpi_peer *)upi_mpi_part(buf, &at, n * sizeof *m->peer);
     m->out = (upi_mpi_header *)upi_mpi_part(buf, &at, n * sizeof *m->out);
     m->in = (upi_mpi_header *)upi_mpi_part(buf, &at, 2 * n * sizeof *m->in);
-    m->requests = (MPI_Request *)upi_mpi_part(buf, &at, requests * sizeof *m->requests);
-    m->notices = (MPI_Request *)upi_mpi_part(buf, &at, n * sizeof *m->notices);
+    m->requests = (MPI_Request *)upi_mpi_part(buf, &at, (requests + others) * sizeof *m->requests);
+    m->notices = buf != NULL ? m->requests + requests : NULL;
     m->statuses = (MPI_Status *)upi_mpi_part(buf, &at, requests * sizeof *m->statuses);
     m->done = (int *)upi_mpi_part(buf, &at, requests * sizeof *m->done);
     m->comm.list = (upipe_msg *)upi_mpi_part(buf, &at, 2 * n * sizeof *m->comm.list);
@@ -609,38 +635,103 @@ UPIPE_API size_t upi_mpi_lay_out(upipe_mpi *m, char *buf)
     return at;
 }
 
+/* A message that free throws away. */
+typedef struct upi_mpi_rubbish {
+    MPI_Request request;
+    void *data;
+} upi_mpi_rubbish;
+
+/* Receives from rank p what precedes its goodbyes, and these. What follows them is another team's. */
+UPIPE_API void upi_mpi_discard(upipe_mpi *m, int p, upi_mpi_rubbish *rubbish)
+{
+    int t, there = 0, bytes = 0;
+    if (rubbish->request != MPI_REQUEST_NULL) {
+        (void)MPI_Test(&rubbish->request, &there, MPI_STATUS_IGNORE);
+        if (rubbish->request != MPI_REQUEST_NULL) return;
+        free(rubbish->data);
+    }
+    for (t = 0; t < UPIPE_MPI_TAGS && rubbish->request == MPI_REQUEST_NULL; ++t) {
+        int tag = m->tag + t;
+        MPI_Status status;
+        if (m->peer[p].left & 1 << t || MPI_Iprobe(p, tag, m->mpi, &there, &status) != MPI_SUCCESS ||
+            !there || MPI_Get_count(&status, MPI_BYTE, &bytes) != MPI_SUCCESS)
+            continue;
+        if (bytes == 0) {
+            if (MPI_Recv(NULL, 0, MPI_BYTE, p, tag, m->mpi, &status) == MPI_SUCCESS)
+                m->peer[p].left |= 1 << t;
+            continue;
+        }
+        rubbish->data = malloc((size_t)bytes);
+        if (rubbish->data == NULL ||
+            MPI_Irecv(rubbish->data, bytes, MPI_BYTE, p, tag, m->mpi, &rubbish->request) != MPI_SUCCESS) {
+            free(rubbish->data);
+            rubbish->request = MPI_REQUEST_NULL;
+        }
+    }
+}
+
+/* Says goodbye to the peers and waits for theirs. *late: those that are missed when the deadline has passed,
+ * and those to which messages are in flight. */
+UPIPE_API void upi_mpi_part_ways(upipe_mpi *m, upi_team_names *late)
+{
+    int ranks = m->comm.ranks, data = 2 * ranks * UPI_MPI_WINDOW, idle = 0, i, p, t;
+    int64_t until = upi_net_until(m->comm.deadline);
+    upi_mpi_rubbish rubbish = {MPI_REQUEST_NULL, NULL};
+    for (p = 0; p < ranks; ++p) {
+        for (t = 0; t < UPIPE_MPI_TAGS && p != m->comm.rank; ++t) {
+            MPI_Request *r = &m->notices[(1 + t) * ranks + p];
+            if (MPI_Isend(NULL, 0, MPI_BYTE, p, m->tag + t, m->mpi, r) != MPI_SUCCESS) *r = MPI_REQUEST_NULL;
+        }
+    }
+    for (;;) {
+        memset(late, 0, sizeof *late);
+        for (p = 0; p < ranks; ++p) {
+            int left = 0;
+            upi_mpi_discard(m, p, &rubbish);
+            for (i = 0; i < 2 * UPI_MPI_WINDOW; ++i)
+                left += upi_mpi_flies(m, (i % 2 * ranks + p) * UPI_MPI_WINDOW + i / 2);
+            for (i = data + p; i < data + (2 + UPIPE_MPI_TAGS) * ranks; i += ranks)
+                left += upi_mpi_flies(m, i);
+            if (left > 0 || m->peer[p].left != UPI_MPI_LEFT) upi_team_name(late, p);
+        }
+        if (late->count == 0 || upipe_net_now() >= until) return;
+        upi_net_rest(&idle, UPI_MPI_YIELDS, UPI_MPI_NAP);
+    }
+}
+
 /* upipe_mpi_free -- ends this rank's part; legal after a failure and a failed init too
- *   order   no call is in progress. After a failure it waits until the peers have received the headers sent
- *           to them, for at most the deadline. The host keeps the MPI_Comm
- *   errors  BACKEND: MPI may still read headers of this team (to a rank that is dead, or stopped), so their
- *           memory, one allocation, is not freed
+ *   order   no call is in progress. Returns when every peer has called it, or at the deadline, and then no
+ *           message of the team is left: the MPI_Comm and the tags may serve another team, and buffers of a
+ *           failed transfer are the host's again. The host keeps the MPI_Comm
+ *   errors  BACKEND, with the ranks that have not come, or that are dead: MPI may still read messages of this
+ *           team, and write such buffers. One allocation is not freed, and MPI keeps the MPI_Comm when the
+ *           host has freed it, so that no other one gets what is late
  */
 UPIPE_API upipe_status upipe_mpi_free(upipe_mpi *m, upipe_err *e)
 {
-    int64_t until;
-    int left, idle = 0, i, data, rank;
+    char names[UPI_TEAM_NAMES];
+    upi_team_names late;
+    MPI_Request hold;
+    double deadline;
+    int i, rank;
     if (m == NULL || m->buf == NULL) return UPIPE_OK;
     rank = m->comm.rank;
-    data = 2 * m->comm.ranks * UPI_MPI_WINDOW;
-    until = upi_net_until(m->comm.deadline);
-    for (i = 0; i < data; ++i) /* of a transfer: its buffers are the host's, see comm->quarantine */
-        if (m->requests[i] != MPI_REQUEST_NULL) MPI_Request_free(&m->requests[i]);
-    for (;;) {
-        left = 0;
-        for (i = 0; i < 2 * m->comm.ranks; ++i) {
-            MPI_Request *r = i < m->comm.ranks ? &m->requests[data + i] : &m->notices[i - m->comm.ranks];
-            int done = 0;
-            if (*r == MPI_REQUEST_NULL) continue;
-            if (MPI_Test(r, &done, MPI_STATUS_IGNORE) == MPI_SUCCESS && !done) ++left;
-        }
-        if (left == 0 || upipe_net_now() >= until) break;
-        upi_net_rest(&idle, UPI_MPI_YIELDS, UPI_MPI_NAP);
+    deadline = m->comm.deadline;
+    upi_mpi_part_ways(m, &late);
+    if (late.count == 0) {
+        free(m->buf);
+        memset(m, 0, sizeof *m);
+        return UPIPE_OK;
     }
-    if (left == 0) free(m->buf);
+    for (i = 0; i < 2 * m->comm.ranks * UPI_MPI_WINDOW; ++i)
+        if (m->requests[i] != MPI_REQUEST_NULL) MPI_Request_free(&m->requests[i]);
+    (void)MPI_Recv_init(NULL, 0, MPI_BYTE, rank, m->tag, m->mpi, &hold); /* never started: a reference */
     memset(m, 0, sizeof *m);
-    if (left == 0) return UPIPE_OK;
-    return upipe_fail(e, UPIPE_ERR_BACKEND, "rank %d: %d headers are still in flight, and keep their memory",
-                      rank, left);
+    return upipe_fail(
+        e, UPIPE_ERR_BACKEND,
+        "rank %d waited %g s for %s to free the team: messages may be in flight, and keep their "
+        "memory",
+        rank, deadline, upi_team_names_say(&late, names));
 }
 
 /* The host's communicator must be able to report errors, and the tags must exist. */
@@ -693,7 +784,8 @@ UPIPE_API upipe_status upipe_mpi_init(upipe_mpi *m, MPI_Comm mpi, int tag, doubl
         return upipe_fail(e, UPIPE_ERR_MEMORY, "no memory for a team of %d ranks", m->comm.ranks);
     upi_mpi_lay_out(m, (char *)m->buf);
     for (i = 0; i < m->requests_n; ++i) m->requests[i] = MPI_REQUEST_NULL;
-    for (i = 0; i < m->comm.ranks; ++i) m->notices[i] = MPI_REQUEST_NULL;
+    for (i = 0; i < (1 + UPIPE_MPI_TAGS) * m->comm.ranks; ++i) m->notices[i] = MPI_REQUEST_NULL;
+    m->peer[m->comm.rank].left = UPI_MPI_LEFT; /* it sends itself nothing */
     m->mpi = mpi;
     m->tag = tag;
     m->fragment = UPIPE_MPI_FRAGMENT;

@@ -51,6 +51,16 @@ UPIPE_API void upi_team_name(upi_team_names *names, int rank)
                               names->count > 1 ? ", %d" : "%d", rank);
 }
 
+enum { UPI_TEAM_NAMES = 128 };
+
+/* "rank 3", "ranks 0, 2": returns text. */
+UPIPE_API const char *upi_team_names_say(const upi_team_names *names, char *text)
+{
+    int n = snprintf(text, UPI_TEAM_NAMES, "rank%s %s", names->count > 1 ? "s" : "", names->text);
+    if (names->count > 8) snprintf(text + n, (size_t)(UPI_TEAM_NAMES - n), " and %d more", names->count - 8);
+    return text;
+}
+
 /* Fails with TIMEOUT. The sentence begins with this rank and how long it has waited. */
 __attribute__((unused, format(printf, 3, 4))) static inline upipe_status upi_team_late(upipe_err *e,
                                                                                        upipe_comm *comm,
@@ -70,10 +80,9 @@ __attribute__((unused, format(printf, 3, 4))) static inline upipe_status upi_tea
 UPIPE_API upipe_status upi_team_late_for(upipe_err *e, upipe_comm *comm, int64_t kind,
                                          const upi_team_names *names, const char *what)
 {
-    char more[32] = "";
-    if (names->count > 8) snprintf(more, sizeof more, " and %d more", names->count - 8);
-    return upi_team_late(e, comm, "in %s for rank%s %s%s to %s", upi_team_kind(kind),
-                         names->count > 1 ? "s" : "", names->text, more, what);
+    char text[UPI_TEAM_NAMES];
+    return upi_team_late(e, comm, "in %s for %s to %s", upi_team_kind(kind), upi_team_names_say(names, text),
+                         what);
 }
 
 /* How long a failed call waits until its buffers are no longer accessed. */

@@ -1,0 +1,80 @@
+#!/usr/bin/env python3
+"""test_processes.py MPIRUN PROGRAM -- 08_processes under mpirun: its result, and what survivors of a dead rank say"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+
+from run_mpi import is_open_mpi, launcher
+
+RANKS = 4
+# The victim dies in making its inputs: it is a member of the team, and has met the others.
+DEATH = r'''
+#include <signal.h>
+#include <stdlib.h>
+double cos(double x)
+{
+    const char *rank = getenv("OMPI_COMM_WORLD_RANK") != NULL ? getenv("OMPI_COMM_WORLD_RANK") : getenv("PMI_RANK");
+    if (rank != NULL && atoi(rank) == atoi(getenv("VICTIM"))) raise(SIGKILL);
+    return x;
+}
+'''
+
+checks = failures = 0
+
+
+def check(ok, sentence):
+    global checks, failures
+    checks += 1
+    if not ok:
+        failures += 1
+        print(f'test_processes.py:{sys._getframe(1).f_lineno}: {sentence}', file=sys.stderr)
+
+
+def run(mpirun, program, deadline=30, **variables):
+    """Each rank says with what status it has ended."""
+    body = f'{shlex.quote(program)} --deadline {deadline}; echo "a rank ends with $?"'
+    job = subprocess.run([*launcher(mpirun), '-np', str(RANKS), 'sh', '-c', body], capture_output=True, text=True, timeout=60,
+                         check=False, env={**os.environ, **variables})
+    return job.returncode, job.stdout + job.stderr
+
+
+def test_result(mpirun, program):
+    status, said = run(mpirun, program)
+    check(status == 0 and 'the same bits as those of one rank alone' in said, f'{status}: {said}')
+    check(said.count('a rank ends with 0') == RANKS, said)
+
+
+def test_death(mpirun, program, victim, library):
+    status, said = run(mpirun, program, 2, LD_PRELOAD=library, VICTIM=str(victim))
+    check('those of one rank alone' not in said, f'a result without rank {victim}: {said}')
+    if not is_open_mpi(mpirun):  # the launcher ends the others
+        check(status != 0, f'the launcher ends with {status} after a death')
+        return
+    for rank in range(RANKS):
+        ok = re.search(rf'^08_processes: rank {rank}: no result: .*rank {victim} ', said + '\n', re.M) is not None
+        check(ok == (rank != victim), f'rank {rank} without rank {victim}: {said}')
+    check(said.count('a rank ends with 1\n') == RANKS - 1, f'statuses of survivors: {said}')
+
+
+def main():
+    mpirun, program = sys.argv[1], os.path.abspath(sys.argv[2])
+    test_result(mpirun, program)
+    compiler = shlex.split(os.environ.get('CC', 'cc'))
+    if shutil.which(compiler[0]):
+        with tempfile.TemporaryDirectory() as folder:
+            source, library = os.path.join(folder, 'death.c'), os.path.join(folder, 'death.so')
+            with open(source, 'w', encoding='utf-8') as out:
+                out.write(DEATH)
+            subprocess.run([*compiler, '-shared', '-fPIC', '-fno-builtin', source, '-o', library], check=True)
+            test_death(mpirun, program, 0, library)  # the one that prints the result
+    print(f'processes: {checks} checks, {failures} failed')
+    return 1 if failures or not checks else 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())
