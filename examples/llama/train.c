@@ -49,10 +49,10 @@ static int find_position(run *u)
                         u->from, upipe_dtype_name(dtype), upipe_dtype_name(o->dtype));
     if (p->seed != o->seed || p->tokens != o->tokens || p->batch != o->batch)
         return cli_fail(
-            "%s was trained with --seed %llu --tokens %lld --batch %lld, not --seed %llu --tokens %lld "
+            "%s was trained with --seed %lld --tokens %lld --batch %lld, not --seed %lld --tokens %lld "
             "--batch %lld; --load starts anew with its weights",
-            u->from, (unsigned long long)p->seed, (long long)p->tokens, (long long)p->batch,
-            (unsigned long long)o->seed, (long long)o->tokens, (long long)o->batch);
+            u->from, (long long)p->seed, (long long)p->tokens, (long long)p->batch, (long long)o->seed,
+            (long long)o->tokens, (long long)o->batch);
     if (p->step >= o->steps)
         return cli_fail("%s has done %lld steps already, --steps says %lld", u->from, (long long)p->step,
                         (long long)o->steps);
