@@ -12,6 +12,7 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -50,8 +51,11 @@ static int fault_mkdir(const char *path, mode_t mode)
     return fault() ? -1 : mkdir(path, mode);
 }
 
+static long fault_spoils; /* the fsync of this number finds that the disk has changed the file's first byte */
+
 static int fault_fsync(int fd)
 {
+    if (fault_spoils > 0 && --fault_spoils == 0 && pwrite(fd, "!", 1, 0) != 1) abort();
     return fault() ? -1 : fsync(fd);
 }
 
@@ -692,6 +696,29 @@ static void test_not_finite(void)
                 truth_free(&t);
                 clear(dir);
             }
+}
+
+/* What was written is read before it counts: config.json, model.safetensors, optimizer.safetensors. */
+static void test_read_back(void)
+{
+    static const char *const says[] = {"config.json", "model.safetensors", "optimizer.safetensors"};
+    truth t;
+    upipe_err err = no_err();
+    int file;
+    truth_make(&t, UPIPE_BF16, 0, 1, 11);
+    truth_fill(&t, 1, 1);
+    CHECK_STATUS(save_alone(&t, 1, &err), UPIPE_OK, err);
+    for (file = 0; file < 3; ++file) {
+        truth_fill(&t, 1 + file % 2, 2);
+        fault_spoils = file + 1;
+        CHECK(save_alone(&t, 1, &err) != UPIPE_OK);
+        CHECK_INT(fault_spoils, 0);
+        CHECK_TEXT(err.text, says[file]);
+        CHECK_LISTING(" checkpoint-1");
+        check_newest(&t, 1, 1);
+    }
+    truth_free(&t);
+    clear(dir);
 }
 
 /* One program at a time has a folder, until it gives it back or dies. */
@@ -1348,6 +1375,7 @@ int main(void)
     test_optimizers();
     test_refusals();
     test_not_finite();
+    test_read_back();
     test_locks();
     test_each_call();
     test_kills();
