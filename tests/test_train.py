@@ -696,7 +696,7 @@ def test_signals(folder):
             if line.startswith('step 5/'):
                 process.send_signal(signal.SIGTERM)
                 os.killpg(process.pid, signal.SIGTERM)
-    equal(process.returncode, 128 + signal.SIGTERM, 'a burst in a step: status')
+    equal((process.returncode, line), (128 + signal.SIGTERM, 'train: ended by a signal: Terminated\n'), 'a burst in a step')
     names = os.listdir(os.path.join(folder, 'burst'))
     equal(names, [f'checkpoint-{len(numbers_of(folder, "burst.json")["loss"])}'], 'a burst in a step: checkpoints')
     # A second later another one ends the program at once: here in a step of some minutes, in which it sleeps meanwhile.

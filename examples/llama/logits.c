@@ -309,7 +309,8 @@ static int logits_find(logits *g)
     if (llama_checkpoint_find(g->o.load, g->folder, &e) != 0) return cli_fail("%s", e.text);
     if (files_path(path, g->folder, "config", ".json") != 0) return -1;
     if (llama_config_read(&config, NULL, path, &e) != 0) return cli_fail("%s", e.text);
-    if (llama_layout_init(&g->layout, &config) != 0) return cli_fail("the model is too large for 63 bits");
+    if (llama_layout_init(&g->layout, &config) != 0)
+        return cli_fail("the model's bytes leave 63 bits, or memory is out");
     return ids_read(g);
 }
 
