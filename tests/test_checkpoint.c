@@ -565,6 +565,7 @@ static void test_keep(void)
     /* a run was stopped between two renames: the one set aside counts, and gets its name back */
     CHECK_INT(rename(in(dir, "checkpoint-12"), in(dir, ".checkpoint-12.old")), 0);
     CHECK_INT(mkdir(in(dir, ".checkpoint-12.tmp"), 0777), 0);
+    CHECK_INT(close(open(in(dir, ".checkpoint-12.tmp/other"), O_CREAT | O_WRONLY, 0600)), 0);
     CHECK_INT(mkdir(in(dir, "checkpoint-012"), 0777), 0); /* not ours, nor a valid name */
     CHECK_INT(mkdir(in(dir, "checkpoint-13x"), 0777), 0);
     check_newest(&t, 12, 12);

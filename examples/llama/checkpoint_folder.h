@@ -105,13 +105,33 @@ static int llama_list(const char *dir, llama_entry **out, int *count, upipe_err 
     return 0;
 }
 
-/* Removes a folder and its files, if it is there; a link only itself. */
-static int llama_remove(const char *path, upipe_err *err)
+/* Removes a folder that holds other files too; -1 with errno. */
+static int llama_remove_all(const char *path)
 {
     char file[LLAMA_PATH];
-    struct stat about;
     const struct dirent *one;
-    DIR *d;
+    DIR *d = opendir(path);
+    int bad = d == NULL, error;
+    while (!bad && (one = readdir(d)) != NULL) {
+        if (strcmp(one->d_name, ".") == 0 || strcmp(one->d_name, "..") == 0) continue;
+        bad = llama_path_in(file, path, one->d_name, NULL);
+        if (bad) errno = ENAMETOOLONG;
+        if (!bad) bad = unlink(file) != 0;
+    }
+    error = errno;
+    if (d != NULL) closedir(d);
+    errno = error;
+    return bad || rmdir(path) != 0 ? -1 : 0;
+}
+
+/* Removes a folder and its files, if it is there; a link only itself. The files of a checkpoint without a list of the
+ * names, which takes memory: there may be none. */
+static int llama_remove(const char *path, upipe_err *err)
+{
+    static const char *const names[] = {"config.json", "model.safetensors", "optimizer.safetensors"};
+    char file[LLAMA_PATH];
+    struct stat about;
+    size_t i;
     int bad = 0;
     if (lstat(path, &about) != 0) {
         if (errno == ENOENT) return 0;
@@ -120,15 +140,12 @@ static int llama_remove(const char *path, upipe_err *err)
     if (!S_ISDIR(about.st_mode)) {
         bad = unlink(path) != 0;
     } else {
-        d = opendir(path);
-        bad = d == NULL;
-        while (!bad && (one = readdir(d)) != NULL) {
-            if (strcmp(one->d_name, ".") == 0 || strcmp(one->d_name, "..") == 0) continue;
-            if (llama_path_in(file, path, one->d_name, err)) bad = errno = ENAMETOOLONG;
-            if (!bad) bad = unlink(file) != 0;
+        for (i = 0; i < sizeof names / sizeof *names && !bad; ++i) {
+            if (llama_path_in(file, path, names[i], err)) return -1;
+            bad = unlink(file) != 0 && errno != ENOENT;
         }
-        if (d != NULL) closedir(d);
         if (!bad) bad = rmdir(path) != 0;
+        if (bad && (errno == ENOTEMPTY || errno == EEXIST)) bad = llama_remove_all(path) != 0;
     }
     return bad ? llama_config_fail(err, path, "cannot be removed: %s", strerror(errno)) : 0;
 }
