@@ -685,7 +685,8 @@ def test_signals(folder):
                     for number in [signal.SIGINT, *more]:
                         process.send_signal(number)
                         time.sleep(0.005)
-        equal(process.returncode, 130, f'stopped in the sample, {more}: status')
+        # Those that come before the first one's handler has run are handled last first.
+        check(process.returncode - 128 in [signal.SIGINT, *more], f'stopped in the sample, {more}: {process.returncode}')
         equal(len(numbers_of(folder, 'sampled.json')['loss']), 2, f'what a stopped sample leaves, {more}')
         shutil.rmtree(os.path.join(folder, 'sampled'))
     # The same in the steps, as timeout does it: to the process and to its group at once.
