@@ -31,14 +31,14 @@ INSTRUMENTED = ['-Dwerror=false', '-Doptimization=1']
 ASAN = ['-Db_sanitize=address,undefined', '-Dc_args=-fno-sanitize-recover=all']
 SLOW = 4  # how much longer a test may take in instrumented and emulated programs
 MODES = ('ordinary', 'full', 'all')
-# Random draws: the least that counts, the same for slow instruments, and the seconds for more. Fuzzing and planted bugs
-# take as long as they are given.
+# Random draws: the least that counts, the same for slow instruments, and the seconds for more. Fuzzing, planted bugs and
+# failing calls take as long as they are given.
 BUDGETS = {
-    'ordinary': {'UPIPE_DRAWS_MIN': '200', 'UPIPE_SECONDS': '15', 'UPIPE_FUZZ_SECONDS': '2'},
+    'ordinary': {'UPIPE_DRAWS_MIN': '200', 'UPIPE_SECONDS': '15', 'UPIPE_FUZZ_SECONDS': '2', 'UPIPE_FAULT_SECONDS': '0'},
     'full': {'UPIPE_FULL': '1', 'UPIPE_DRAWS_MIN': '2000', 'UPIPE_SECONDS': '60', 'UPIPE_FUZZ_SECONDS': '20',
-             'UPIPE_MUTANTS_SECONDS': '300'},
+             'UPIPE_FAULT_SECONDS': '60', 'UPIPE_MUTANTS_SECONDS': '300'},
     'all': {'UPIPE_FULL': '1', 'UPIPE_DRAWS_MIN': '20000', 'UPIPE_SECONDS': '1200', 'UPIPE_FUZZ_SECONDS': '60',
-            'UPIPE_MUTANTS': 'all'},
+            'UPIPE_FAULT_SECONDS': '1200', 'UPIPE_MUTANTS': 'all'},
 }
 SLOW_DRAWS = {'ordinary': '20', 'full': '100', 'all': '1000'}
 
@@ -105,8 +105,9 @@ def parts():
     return [
         # The tests' own loops profit little from more optimization, which doubles the time to compile them; kernels ask for
         # it themselves. Some of the emulator's longest repeat in another order what others do.
-        Part('gcc', ['-Doptimization=1'], full='compile unit property programs weights simt fake net links mutants bench',
-             ordinary='compile unit property programs simt fake net',
+        Part('gcc', ['-Doptimization=1'],
+             full='compile unit property programs faults weights simt fake net links mutants bench',
+             ordinary='compile unit property programs faults simt fake net',
              without='headers_cuda cuda_seeds cuda_attn_on_90 cuda_attn_masks_on_90'),
         Part('asan', [*INSTRUMENTED, *ASAN], full='unit property programs simt fake',
              ordinary='mem comm a2a ring side_stream fpdt tile safetensors checkpoint', slow=SLOW,

@@ -1339,7 +1339,7 @@ static void test_resources(void)
         CHECK_INT(upipe_threads_run(&k->team, meet_body, k, k->status), UPIPE_ERR_BACKEND);
         for (r = 0; r < ranks; ++r)
             CHECK_INT(k->status[r], r < at - 1 ? UPIPE_ERR_ABORTED : UPIPE_ERR_BACKEND);
-        CHECK_TEXT(k->team.failure.text, "error 11 starting the thread of rank");
+        CHECK_TEXT(k->team.failure.text, "did not start: Resource temporarily unavailable");
         check_dead(k, 0);
         fail_at = 0;
         crew_end(k);

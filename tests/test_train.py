@@ -131,15 +131,15 @@ def good(folder, what, **flags):
     return numbers
 
 
-def failed(folder, args, status, words, what=None, kept=True, program=TRAIN, **more):
-    """Ends with this status and one sentence that has these words, and leaves the folder as it was."""
+def failed(folder, args, status, words, what=None, kept=True, program=TRAIN, lines=1, **more):
+    """Ends with this status and one sentence, or so many, with these words, and leaves the folder as it was."""
     what = what or ' '.join(args)
     before = tree(folder)
     done = run(args, folder, program, **more)
     equal(done.returncode, status, f'{what}: status')
-    lines = done.stderr.strip().split('\n')
-    check(len(lines) == 1 and lines[0].startswith(os.path.basename(program) + ': '),
-          f'{what}: not one sentence: {done.stderr}')
+    said = done.stderr.strip().split('\n')
+    check(len(said) == lines and all(line.startswith(os.path.basename(program) + ': ') for line in said),
+          f'{what}: not {lines} sentences: {done.stderr}')
     for word in words:
         check(re.search(word, done.stderr) is not None, f'{what}: "{done.stderr.strip()}" does not say {word}')
     if kept:
@@ -621,6 +621,30 @@ def test_loading(folder):
                                 ({'method': 'ulysses', 'chunk': 4}, 2, ['contradict', '4']),
                                 ({'out': 'a/b/c'}, 1, ['a/b/c'])]:
         failed(folder, words_of({**base, **more}), status, words, program=LOGITS)
+    # What is read is not replaced, by whatever name, and what is no number is not written.
+    os.link(path('m', 'checkpoint-4', 'config.json'), path('other'))
+    shutil.copytree(path('m', 'checkpoint-4'), path('parts'))
+    os.rename(path('parts', 'model.safetensors'), path('parts', 'part'))
+    names = safetensors(path('parts', 'part'))[1]
+    write(path('parts', 'model.safetensors.index.json'), json.dumps({'weight_map': {n: 'part' for n in names}}).encode())
+    for load, out in [('m', 'm/checkpoint-4/model.safetensors'), ('m/checkpoint-4', 'm/checkpoint-4/config.json'),
+                      ('m', 'other'), ('parts', 'parts/part'), ('parts', 'parts/model.safetensors.index.json')]:
+        failed(folder, words_of({**base, 'load': load, 'out': out}), 1, [out, 'replace a file of the model'], program=LOGITS)
+        for flag in ('json', 'trace'):
+            failed(folder, given(load=load, **{flag: out}), 1, [f'--{flag} {out} would replace a file of the model'])
+    patched(path('m', 'checkpoint-4'), path('nan'), 'model.norm.weight', struct.pack('<f', float('nan')))
+    failed(folder, words_of({**base, 'load': 'nan'}), 1, ['logits of token 0 are not finite'], program=LOGITS)
+    # Names in files may hold what a terminal would obey.
+    odd = '\x1b]0;owned\x07\x9b31m\x7f'
+    shutil.copytree(path('m', 'checkpoint-4'), path('odd'))
+    changed_header(path('odd', 'model.safetensors'),
+                   lambda head: head.update({odd: head.pop('model.norm.weight')}))
+    write(path('parts', 'model.safetensors.index.json'), json.dumps({'weight_map': {odd: '../' + odd}}).encode())
+    for load in ('odd', 'parts'):
+        for done in (failed(folder, words_of({**base, 'load': load}), 1, [r'\\x1b\]0;owned\\x07\\xc2\\x9b31m\\x7f'],
+                            program=LOGITS),
+                     failed(folder, given(load=load), 1, [r'\\x1b\]0;owned'])):
+            check(all(ord(c) >= 32 for c in done.stderr.strip()), f'{load}: control characters: {done.stderr!r}')
 
 
 # ---- stopped on the way ----
@@ -654,8 +678,8 @@ def test_signals(folder):
         if whole and rest:
             equal(stopped['loss'] + rest['loss'], whole['loss'], f'{ends.name}: the losses')
             equal(stopped['grad_norm'] + rest['grad_norm'], whole['grad_norm'], f'{ends.name}: the gradients')
-    # In the sample too; the numbers are written. A second signal, of another kind, does not wait.
-    for more in ([], [signal.SIGTERM]):
+    # In the sample too; the numbers are written. Signals that come in one burst, of whatever kind, are one wish.
+    for more in ([], [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]):
         args = given(steps=2, progress=True, sample=1000000, save='sampled', json='sampled.json')
         with subprocess.Popen([TRAIN, *args], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                               encoding='utf-8', preexec_fn=heed_signals) as process:
@@ -666,12 +690,55 @@ def test_signals(folder):
                     time.sleep(0.3)
                     for number in [signal.SIGINT, *more]:
                         process.send_signal(number)
-                        time.sleep(0.02)
-        check(process.returncode in ([130] if not more else [130, -signal.SIGTERM]),
-              f'stopped in the sample, {more}: status {process.returncode}')
-        if not more:
-            equal(len(numbers_of(folder, 'sampled.json')['loss']), 2, 'what a stopped sample leaves')
+                        time.sleep(0.005)
+        # Those that come before the first one's handler has run are handled last first.
+        check(process.returncode - 128 in [signal.SIGINT, *more], f'stopped in the sample, {more}: {process.returncode}')
+        equal(len(numbers_of(folder, 'sampled.json')['loss']), 2, f'what a stopped sample leaves, {more}')
         shutil.rmtree(os.path.join(folder, 'sampled'))
+    # The same in the steps, as timeout does it: to the process and to its group at once.
+    args = given(steps=100000, progress=True, save='burst', json='burst.json', **EVEN)
+    with subprocess.Popen([TRAIN, *args], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                          encoding='utf-8', preexec_fn=heed_signals, start_new_session=True) as process:
+        for line in process.stderr:
+            if line.startswith('step 5/'):
+                process.send_signal(signal.SIGTERM)
+                os.killpg(process.pid, signal.SIGTERM)
+    equal((process.returncode, line), (128 + signal.SIGTERM, 'train: ended by a signal: Terminated\n'), 'a burst in a step')
+    names = os.listdir(os.path.join(folder, 'burst'))
+    equal(names, [f'checkpoint-{len(numbers_of(folder, "burst.json")["loss"])}'], 'a burst in a step: checkpoints')
+    # A second later another one ends the program at once: here in a step of some minutes, in which it sleeps meanwhile.
+    args = given(steps=1, layers=1, model_dim=8, tokens=131072, save='long', json='long.json')
+    with subprocess.Popen([TRAIN, *args], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                          preexec_fn=heed_signals) as process:
+        while len(os.listdir(f'/proc/{process.pid}/task')) < 3:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.1)
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGCONT)
+    equal(process.returncode, -signal.SIGHUP, 'a second signal, a second later: status')
+    # The folder was given back by its death, and is another's.
+    good(folder, 'after a death', steps=1, save='long')
+    equal(os.listdir(os.path.join(folder, 'long')), ['checkpoint-1'], 'after a death: what is there')
+
+
+def test_two_writers(folder):
+    """A folder of checkpoints is one training's: the second is refused, the first goes on."""
+    args = given(steps=100000, progress=True, save='s', **EVEN)
+    with subprocess.Popen([TRAIN, *args], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                          encoding='utf-8', preexec_fn=heed_signals) as process:
+        for line in process.stderr:
+            if not line.startswith('step 2/'):
+                continue
+            for flags in ({'save': 's'}, {'save': './s/'}, {'save': 's', 'ranks': 1, 'json': 'x.json'}):
+                failed(folder, given(**flags), 1, ['s/?: another training writes its checkpoints there'])
+            process.send_signal(signal.SIGINT)
+    equal(process.returncode, 130, 'the first of two trainings: status')
+    equal([name[:11] for name in os.listdir(os.path.join(folder, 's'))], ['checkpoint-'], 'the first of two trainings')
+    names = os.listdir(os.path.join(folder, 's'))
+    failed(folder, given(save='s'), 1, [f's holds s/{names[0]} already'])
 
 
 def test_kills(folder):
@@ -925,7 +992,9 @@ def test_broken(folder):
         case(f'{name}: another name', name, lambda at: changed_header(at, lambda head: head.update(
             {'model.layers.9.mlp.gate_proj.weight': head.pop(prefix + gate)})), ['gate_proj'])
     for key, value in [('step', '-1'), ('step', 'x'), ('tokens', '1e3'), ('seed', '99999999999999999999'),
-                       ('format_version', '2'), ('dtype', 'f16')]:
+                       ('format_version', '2'), ('dtype', 'f16'), ('tokens', '0'), ('batch', '0'), ('steps', '0'),
+                       ('tokens', str(2**63 - 1)), ('batch', str(2**31)), ('adam_eps', '0'), ('beta1', '1'), ('lr', '1e4'),
+                       ('text_bytes', '1')]:
         case(f'{key} is {value}', optimizer, lambda at, key=key, value=value: changed_header(
             at, lambda head: head['__metadata__'].update({key: value})), [key, value[:20]])
     case('no metadata', optimizer, lambda at: changed_header(at, lambda head: head.pop('__metadata__')), ['missing'])
@@ -958,10 +1027,10 @@ def test_broken(folder):
 
 # ---- what goes wrong on the way ----
 
-def patched(source, target, name, pattern):
+def patched(source, target, name, pattern, file='model.safetensors'):
     """A copy of a checkpoint with a number of one tensor replaced."""
     shutil.copytree(source, target)
-    at = os.path.join(target, 'model.safetensors')
+    at = os.path.join(target, file)
     data = bytearray(read(at))
     _, _, head, start = safetensors(at)
     begin = start + head[name]['data_offsets'][0]
@@ -984,6 +1053,16 @@ def test_not_finite(folder):
                    ['step 1:', 'nothing was updated'], f'{what} in the weights')
         equal(os.path.exists(path('out')), False, f'{what}: a checkpoint')
         shutil.rmtree(path('bad'))
+    # A state that makes the weights NaN in a step whose loss is finite: nothing is saved of it, nothing removed.
+    patched(whole, path('nan', 'checkpoint-4'), 'exp_avg.model.norm.weight', struct.pack('<f', float('nan')),
+            'optimizer.safetensors')
+    for every in (1, 0):
+        failed(folder, given(resume='nan', save='nan', steps=5, save_every=every), 1,
+               ['nan/checkpoint-5: .*norm.weight is not finite, and is not saved'], f'NaN after a step, every {every}')
+    done = failed(folder, given(resume='nan', save='nan', steps=6), 1, ['checkpoint-5'], 'NaN, then a step',
+                  lines=2)
+    check('step 6: the loss is not a number' in done.stderr, f'NaN, then a step: {done.stderr}')
+    shutil.rmtree(path('nan'))
     # Too large a rate: what had been saved before stays, and so does the last state with a finite loss.
     for ranks in (2, 4):
         done = failed(folder, given(steps=60, lr=1000, clip=0, save='out', save_every=3, json='x.json', ranks=ranks,
@@ -1165,7 +1244,7 @@ def test_sample(folder):
 def main():
     for test in (test_flags, test_usage, test_refusals, test_numbers, test_bits, test_methods, test_learning,
                  test_checkpoints, test_loading, test_resume_refusals, test_broken, test_not_finite, test_disk,
-                 test_signals, test_kills, test_plan, test_trace, test_sample):
+                 test_signals, test_two_writers, test_kills, test_plan, test_trace, test_sample):
         with tempfile.TemporaryDirectory() as folder:
             test(folder)
         if 'TEST_TIMES' in os.environ:

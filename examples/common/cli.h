@@ -30,6 +30,8 @@
 
 #include "upipe/upipe.h"
 
+#include "json.h"
+
 #ifndef PROGRAM
 #error "define PROGRAM, the name in sentences, before this"
 #endif
@@ -41,16 +43,27 @@
 
 #define BOOK "examples/data/genesis_exodus.txt"
 
-enum { EXIT_RUN = 1, EXIT_USAGE = 2 };
+enum { EXIT_RUN = 1, EXIT_USAGE = 2, CLI_SENTENCE = 16384 /* bytes of one at most, paths included */ };
 
 /* ---- sentences ---- */
 
-/* Locked, so that the sentences of several ranks do not mix. */
+/* Locked, so that the sentences of several ranks do not mix. Names in files may hold what a terminal would obey: control
+ * characters, and bytes that are no characters, are written as their numbers. */
 static inline void cli_sentence(const char *format, va_list args, const char *ending)
 {
+    char text[CLI_SENTENCE];
+    const char *at = text;
+    vsnprintf(text, sizeof text, format, args);
     flockfile(stderr);
     fputs(PROGRAM ": ", stderr);
-    vfprintf(stderr, format, args);
+    while (*at != '\0') {
+        const unsigned char *s = (const unsigned char *)at;
+        int n = json_utf8(s);
+        if (n == 0 || *s < 32 || *s == 127 || (*s == 0xc2 && s[1] < 0xa0))
+            for (n += n == 0; n > 0; --n) fprintf(stderr, "\\x%02x", (unsigned)(unsigned char)*at++);
+        else
+            for (; n > 0; --n) fputc(*at++, stderr);
+    }
     fprintf(stderr, "%s\n", ending);
     funlockfile(stderr);
 }

@@ -35,7 +35,7 @@ typedef struct files {
     char folders[FOLDERS_MAX][FILES_PATH]; /* made by us */
     char old[FILES_PATH];
     int n, folders_n, begun, had_old[FILES_MAX];
-    sigset_t waiting;
+    sigset_t waiting, ending; /* signals that wait; those of them that would end the program at once */
 } files;
 
 static inline int files_fail(const char *path, const char *what)
@@ -70,16 +70,20 @@ static inline int files_folder(files *all, const char *path)
     return files_fail(path, "is there, but is no folder");
 }
 
-/* From here to commit or abandon, a signal that would end the program waits. */
+/* From here to commit or abandon, a signal that would end the program waits. One that the program handles itself does
+ * not keep the files from being written. */
 static inline void files_begin(files *all)
 {
     static const int ends[] = {SIGHUP, SIGINT, SIGTERM};
     struct sigaction action;
     size_t i;
     sigemptyset(&all->waiting);
-    for (i = 0; i < sizeof ends / sizeof *ends; ++i)
-        if (sigaction(ends[i], NULL, &action) == 0 && action.sa_handler != SIG_IGN)
-            sigaddset(&all->waiting, ends[i]);
+    sigemptyset(&all->ending);
+    for (i = 0; i < sizeof ends / sizeof *ends; ++i) {
+        if (sigaction(ends[i], NULL, &action) != 0 || action.sa_handler == SIG_IGN) continue;
+        sigaddset(&all->waiting, ends[i]);
+        if (action.sa_handler == SIG_DFL) sigaddset(&all->ending, ends[i]);
+    }
     sigprocmask(SIG_BLOCK, &all->waiting, NULL);
     all->begun = 1;
 }
@@ -97,7 +101,7 @@ static inline int files_signalled(const files *all)
     int i;
     sigpending(&pending);
     for (i = 1; i <= SIGTERM; ++i)
-        if (sigismember(&all->waiting, i) == 1 && sigismember(&pending, i) == 1) return 1;
+        if (sigismember(&all->ending, i) == 1 && sigismember(&pending, i) == 1) return 1;
     return 0;
 }
 

@@ -7,6 +7,7 @@
  *
  *     in body:  grid_use(&g, rank, &ctx);      ctx.team, and ctx.ring, NULL where R = 1
  *               grid_world(&g, rank)           the communicator of all, for sums over every rank
+ *     after it: grid_why(&g, &ctx.err)         the sentence of a rank that failed
  *
  * Rank w is rank w % C of team w / C and rank w / C of ring w % C: a team's ranks are neighbours. Without a
  * ring the team is the world.
@@ -49,7 +50,7 @@ static inline upipe_status grid_init(grid *g, int in_team, int in_ring, double d
         g->teams = (upipe_threads *)calloc((size_t)in_ring, sizeof *g->teams);
         g->rings = (upipe_threads *)calloc((size_t)in_team, sizeof *g->rings);
         if (g->teams == NULL || g->rings == NULL)
-            s = upipe_fail(e, UPIPE_ERR_MEMORY, "no entry left for %d teams and %d rings", in_ring, in_team);
+            s = upipe_fail(e, UPIPE_ERR_MEMORY, "no memory for %d teams and %d rings", in_ring, in_team);
         for (i = 0; s == UPIPE_OK && i < in_ring; ++i)
             s = upipe_threads_init(&g->teams[i], in_team, deadline, e);
         for (i = 0; s == UPIPE_OK && i < in_team; ++i)
@@ -71,6 +72,14 @@ static inline void grid_use(grid *g, int rank, upipe_ctx *c)
     if (g->in_ring == 1) return;
     c->team = upipe_threads_comm(&g->teams[rank / g->in_team], rank % g->in_team);
     c->ring = upipe_threads_comm(&g->rings[rank % g->in_team], rank / g->in_team);
+}
+
+/* Why a rank failed: its own sentence, or the world's where its thread never ran. */
+static inline const char *grid_why(grid *g, const upipe_err *own)
+{
+    const upipe_comm *world = grid_world(g, 0);
+    const upipe_err *first = world->ops.failure(world);
+    return own->text[0] != '\0' || first == NULL ? own->text : first->text;
 }
 
 /* Ranks that wait for this one are in its team or its ring, and are aborted there. */

@@ -10,6 +10,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "../common/json.h"
 #include "setup.h"
 
 static const double report_mib = 1024 * 1024;
@@ -249,42 +250,10 @@ static void report_table(const method *all, int n, const options *o)
 
 /* ---- JSON ---- */
 
-/* Bytes of the UTF-8 sequence at s; 0 where none is. */
-static int json_utf8(const unsigned char *s)
-{
-    int i, n = s[0] < 0x80 ? 1 : s[0] < 0xc2 ? 0 : s[0] < 0xe0 ? 2 : s[0] < 0xf0 ? 3 : s[0] < 0xf5 ? 4 : 0;
-    for (i = 1; i < n; ++i)
-        if ((s[i] & 0xc0) != 0x80) return 0;
-    if ((s[0] == 0xe0 && s[1] < 0xa0) || (s[0] == 0xf0 && s[1] < 0x90)) return 0; /* longer than need be */
-    if ((s[0] == 0xed && s[1] > 0x9f) || (s[0] == 0xf4 && s[1] > 0x8f)) return 0; /* no characters */
-    return n;
-}
-
-/* A path may hold any byte: one that is not UTF-8 is written as the character of that number. */
-static void json_string(FILE *f, const char *text)
-{
-    int n;
-    if (text == NULL) {
-        fputs("null", f);
-        return;
-    }
-    fputc('"', f);
-    for (; *text != '\0'; text += n > 0 ? n : 1) {
-        n = json_utf8((const unsigned char *)text);
-        if (*text == '"' || *text == '\\')
-            fprintf(f, "\\%c", *text);
-        else if (n == 0 || (n == 1 && *text < 32))
-            fprintf(f, "\\u%04x", (unsigned)(unsigned char)*text);
-        else
-            fwrite(text, 1, (size_t)n, f);
-    }
-    fputc('"', f);
-}
-
 static void json_path(FILE *f, const char *name, const char *text)
 {
     fprintf(f, "    \"%s\": ", name);
-    json_string(f, text);
+    json_quote(f, text);
     fprintf(f, ",\n");
 }
 
@@ -365,7 +334,7 @@ static void json_plan(FILE *f, const upipe_plan *p)
     fprintf(f, "      \"ranks\": %d,\n      \"ring\": %d,\n      \"ring_inner\": %d,\n", d->ranks, d->ring,
             d->ring_inner);
     fprintf(f, "      \"ring_mode\": ");
-    json_string(f, d->ring > 1 ? modes[d->ring_mode] : NULL);
+    json_quote(f, d->ring > 1 ? modes[d->ring_mode] : NULL);
     fprintf(f, ",\n      \"layout\": \"%s\",\n      \"chunk\": %d,\n      \"stages\": %d,\n",
             upipe_layout_name(d->layout), d->chunk, p->stages);
 }

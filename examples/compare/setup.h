@@ -405,12 +405,12 @@ static int method_run(method *m, const inputs *in)
         return method_fail(m, "", s, err.text);
     }
     s = grid_run(&m->net, method_rank_main, m, statuses);
-    grid_free(&m->net);
     if (s != UPIPE_OK) {
         r = cli_reason(statuses, m->o->ranks, s);
         snprintf(who, sizeof who, "rank %d: ", r);
-        method_fail(m, who, s, m->ranks[r].err.text);
+        method_fail(m, who, s, grid_why(&m->net, &m->ranks[r].err));
     }
+    grid_free(&m->net);
     free(statuses);
     if (s != UPIPE_OK) return -1;
     for (r = 0; r < m->o->ranks; ++r) {

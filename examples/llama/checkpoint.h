@@ -14,7 +14,9 @@
  * A checkpoint is written as DIR/.checkpoint-N.tmp and renamed when all its bytes are on the disk. One that
  * is replaced waits as DIR/.checkpoint-N.old until the new one has its name; if the program stops in between,
  * that is the checkpoint. What is removed becomes a .tmp first. So a name without .tmp is whole whenever the
- * program or the machine stops. One program at a time may write to a DIR.
+ * program or the machine stops. One program at a time may write to a DIR: llama_lock_init.
+ *
+ * Before a checkpoint gets its name its numbers have been found finite, and its headers have been read again.
  *
  * Device memory is reached through ops->copy and a host chunk of LLAMA_CHUNK bytes: ordinary (pageable)
  * memory, which a copy that is enqueued has read or filled when it returns, in CUDA too.
@@ -22,18 +24,17 @@
 #ifndef LLAMA_CHECKPOINT_H
 #define LLAMA_CHECKPOINT_H
 
-#include <dirent.h>
-
 #include "../../upipe/upipe_reduce.h"
 #include "../../upipe/upipe_comm.h"
 #include "../../upipe/upipe_ops.h"
+#include "checkpoint_folder.h"
 #include "config.h"
 #include "safetensors.h"
 
 enum {
-    LLAMA_PATH = 4096,
     LLAMA_CHUNK = 1 << 20,      /* bytes */
     LLAMA_INDEX_MAX = 64 << 20, /* bytes of a model.safetensors.index.json */
+    LLAMA_PARTS_MAX = 4096,     /* files of a model */
     LLAMA_RANKS_MAX = 1024,     /* of a team that saves */
     LLAMA_SAVE_DEADLINE = 1200, /* seconds that a rank may write longer than another */
     LLAMA_CHECKPOINT_VERSION = 1
@@ -43,217 +44,104 @@ enum {
 typedef struct llama_run {
     int64_t step, tokens, batch, text_bytes; /* steps done; tokens of a sequence; sequences of a step */
     int64_t steps, warmup;                   /* of the whole training */
-    uint64_t seed, text_hash;
+    int64_t seed;
+    uint64_t text_hash;
     double lr, min_lr, weight_decay, beta1, beta2, adam_eps, clip;
 } llama_run;
 
-enum { LLAMA_RUN_WHOLES = 6, LLAMA_RUN_BITS = 2, LLAMA_RUN_REALS = 7 };
+enum { LLAMA_RUN_WHOLES = 7, LLAMA_RUN_REALS = 7 };
 
-/* The numbers of a run under their names in the metadata, by kind. */
+/* The numbers of a run under their names in the metadata, by kind; text_hash, 64 bits of any value, is neither. */
 typedef struct llama_run_names {
-    const char *whole_names[LLAMA_RUN_WHOLES], *bits_names[LLAMA_RUN_BITS], *real_names[LLAMA_RUN_REALS];
+    const char *whole_names[LLAMA_RUN_WHOLES], *real_names[LLAMA_RUN_REALS];
     int64_t *wholes[LLAMA_RUN_WHOLES];
-    uint64_t *bits[LLAMA_RUN_BITS];
     double *reals[LLAMA_RUN_REALS];
 } llama_run_names;
 
 static void llama_run_list(llama_run_names *n, llama_run *run)
 {
     const llama_run_names all = {
-        {"step", "tokens", "batch", "text_bytes", "steps", "warmup"},
-        {"seed", "text_hash"},
+        {"step", "tokens", "batch", "text_bytes", "steps", "warmup", "seed"},
         {"lr", "min_lr", "weight_decay", "beta1", "beta2", "adam_eps", "clip"},
-        {&run->step, &run->tokens, &run->batch, &run->text_bytes, &run->steps, &run->warmup},
-        {&run->seed, &run->text_hash},
+        {&run->step, &run->tokens, &run->batch, &run->text_bytes, &run->steps, &run->warmup, &run->seed},
         {&run->lr, &run->min_lr, &run->weight_decay, &run->beta1, &run->beta2, &run->adam_eps, &run->clip}};
     *n = all;
 }
 
-/* ---- folders ---- */
+/* ---- the numbers of a run ---- */
 
-/* DIR/.checkpoint-N.tmp and so on. */
-static int llama_path(char out[LLAMA_PATH], const char *dir, const char *prefix, int64_t n,
-                      const char *suffix, upipe_err *err)
+/* A number of 64 bits, from the metadata. */
+static int llama_load_u64(const st_file *f, const char *key, uint64_t *out, upipe_err *err)
 {
-    int length = snprintf(out, LLAMA_PATH, "%s/%scheckpoint-%" PRId64 "%s", dir, prefix, n, suffix);
-    if (length > 0 && length < LLAMA_PATH) return 0;
-    return llama_config_fail(err, dir, "the path is too long");
+    const char *text = st_metadata(f, key), *end;
+    *out = 0;
+    for (end = text; end != NULL && *end >= '0' && *end <= '9'; ++end)
+        if (__builtin_mul_overflow(*out, 10u, out) ||
+            __builtin_add_overflow(*out, (uint64_t)(*end - '0'), out))
+            break;
+    if (text != NULL && end != text && *end == 0) return 0;
+    return st_fail(err, f->path, "%s is %.24s, not a number of 64 bits", key,
+                   text != NULL ? text : "missing");
 }
 
-static int llama_path_in(char out[LLAMA_PATH], const char *dir, const char *name, upipe_err *err)
+/* A number like 0.001 or 1e-08 that the flag of this name may say, from the metadata. */
+static int llama_load_real(const st_file *f, const char *key, double *out, upipe_err *err)
 {
-    int length = snprintf(out, LLAMA_PATH, "%s/%s", dir, name);
-    if (length > 0 && length < LLAMA_PATH) return 0;
-    return llama_config_fail(err, dir, "the path is too long");
+    const char *text = st_metadata(f, key);
+    const limit_real *l = limit_real_of(key);
+    char *end = NULL;
+    *out = text != NULL && *text >= '0' && *text <= '9' ? strtod(text, &end) : -1;
+    if (end != NULL && *end == 0 && *out >= l->least && *out <= l->most) return 0;
+    return st_fail(err, f->path, "%s is %.24s, not a number from %g to %g", key,
+                   text != NULL ? text : "missing", l->least, l->most);
 }
 
-typedef enum llama_entry_kind { LLAMA_WHOLE, LLAMA_TMP, LLAMA_OLD } llama_entry_kind;
-
-typedef struct llama_entry {
-    int64_t n;
-    llama_entry_kind kind;
-} llama_entry;
-
-/* A whole number from 0 on, in plain decimals without needless zeros; -1 if it is none. */
-static int64_t llama_decimal(const char *s, const char **end)
+/* A whole number that the flag of this name may say, from the metadata. */
+static int llama_load_whole(const st_file *f, const char *key, int64_t *out, upipe_err *err)
 {
-    int64_t x = 0;
-    const char *at = s;
-    for (; *at >= '0' && *at <= '9'; ++at)
-        if (!upipe_mul(&x, x, 10) || __builtin_add_overflow(x, *at - '0', &x)) return -1;
-    *end = at;
-    return at == s || (*s == '0' && at != s + 1) ? -1 : x;
+    const char *text = st_metadata(f, key), *end = NULL;
+    const limit_whole *l = limit_whole_of(key);
+    *out = text != NULL ? llama_decimal(text, &end) : -1;
+    if (*out >= 0 && *end == 0 && *out >= l->least && *out <= l->most) return 0;
+    return st_fail(err, f->path, "%s is %.20s, not a whole number from %" PRId64 " to %" PRId64, key,
+                   text != NULL ? text : "missing", l->least, l->most);
 }
 
-static int llama_entry_parse(llama_entry *e, const char *name)
+/* The numbers of a run, from the metadata. */
+static int llama_load_numbers(const st_file *f, llama_run *run, upipe_dtype *dtype, upipe_err *err)
 {
-    int hidden = name[0] == '.';
-    const char *rest = "";
-    name += hidden;
-    if (strncmp(name, "checkpoint-", 11) != 0) return 0;
-    e->n = llama_decimal(name + 11, &rest);
-    e->kind = !hidden ? LLAMA_WHOLE : strcmp(rest, ".old") == 0 ? LLAMA_OLD : LLAMA_TMP;
-    return e->n >= 0 && strcmp(rest, !hidden ? "" : e->kind == LLAMA_OLD ? ".old" : ".tmp") == 0;
-}
-
-/* Newest first; of one number .tmp, whole, .old. */
-static int llama_entry_order(const void *a, const void *b)
-{
-    static const int places[] = {1, 0, 2};
-    const llama_entry *x = (const llama_entry *)a, *y = (const llama_entry *)b;
-    if (x->n != y->n) return x->n < y->n ? 1 : -1;
-    return places[x->kind] - places[y->kind];
-}
-
-/* All entries of a folder that are ours, in order; free(*out). */
-static int llama_list(const char *dir, llama_entry **out, int *count, upipe_err *err)
-{
-    DIR *d = opendir(dir);
-    const struct dirent *one;
-    llama_entry e, *more;
-    int buf = 0, bad = 0;
-    *out = NULL;
-    *count = 0;
-    if (d == NULL) return llama_config_fail(err, dir, "the folder cannot be read: %s", strerror(errno));
-    while (!bad && (errno = 0, one = readdir(d)) != NULL) {
-        if (!llama_entry_parse(&e, one->d_name)) continue;
-        if (*count == buf) {
-            more = (llama_entry *)realloc(*out, (size_t)(buf * 2 + 16) * sizeof e);
-            bad = more == NULL ? llama_config_fail(err, dir, "no memory for the list of checkpoints") : 0;
-            if (bad) break;
-            *out = more;
-            buf = buf * 2 + 16;
-        }
-        (*out)[(*count)++] = e;
-    }
-    if (!bad && errno != 0)
-        bad = llama_config_fail(err, dir, "the folder cannot be read: %s", strerror(errno));
-    closedir(d);
-    if (bad) {
-        free(*out);
-        *out = NULL;
-        return -1;
-    }
-    if (*count > 0) qsort(*out, (size_t)*count, sizeof e, llama_entry_order);
+    const char *text = st_metadata(f, "dtype");
+    llama_run_names names;
+    int64_t version;
+    int i;
+    if (text == NULL || (strcmp(text, "f32") != 0 && strcmp(text, "bf16") != 0))
+        return st_fail(err, f->path, "the dtype is %.20s, not f32 or bf16", text != NULL ? text : "missing");
+    *dtype = strcmp(text, "f32") == 0 ? UPIPE_F32 : UPIPE_BF16;
+    if (llama_load_whole(f, "format_version", &version, err)) return -1;
+    if (version != LLAMA_CHECKPOINT_VERSION)
+        return st_fail(err, f->path, "format_version is %" PRId64 ", not %d", version,
+                       LLAMA_CHECKPOINT_VERSION);
+    llama_run_list(&names, run);
+    for (i = 0; i < LLAMA_RUN_WHOLES; ++i)
+        if (llama_load_whole(f, names.whole_names[i], names.wholes[i], err)) return -1;
+    if (llama_load_u64(f, "text_hash", &run->text_hash, err)) return -1;
+    for (i = 0; i < LLAMA_RUN_REALS; ++i)
+        if (llama_load_real(f, names.real_names[i], names.reals[i], err)) return -1;
     return 0;
 }
 
-/* Removes a folder and its files, if it is there; a link only itself. */
-static int llama_remove(const char *path, upipe_err *err)
+/* llama_load_run -- the numbers of a run and its storage type, from a checkpoint's folder; 0, or -1 with a
+ * sentence */
+__attribute__((unused)) static int llama_load_run(const char *path, llama_run *run, upipe_dtype *dtype,
+                                                  upipe_err *err)
 {
     char file[LLAMA_PATH];
-    struct stat about;
-    const struct dirent *one;
-    DIR *d;
-    int bad = 0;
-    if (lstat(path, &about) != 0) {
-        if (errno == ENOENT) return 0;
-        return llama_config_fail(err, path, "cannot be removed: %s", strerror(errno));
-    }
-    if (!S_ISDIR(about.st_mode)) {
-        bad = unlink(path) != 0;
-    } else {
-        d = opendir(path);
-        bad = d == NULL;
-        while (!bad && (one = readdir(d)) != NULL) {
-            if (strcmp(one->d_name, ".") == 0 || strcmp(one->d_name, "..") == 0) continue;
-            if (llama_path_in(file, path, one->d_name, err)) bad = errno = ENAMETOOLONG;
-            if (!bad) bad = unlink(file) != 0;
-        }
-        if (d != NULL) closedir(d);
-        if (!bad) bad = rmdir(path) != 0;
-    }
-    return bad ? llama_config_fail(err, path, "cannot be removed: %s", strerror(errno)) : 0;
-}
-
-static int llama_rename(const char *from, const char *to, upipe_err *err)
-{
-    if (rename(from, to) == 0) return 0;
-    return llama_config_fail(err, from, "cannot be renamed: %s", strerror(errno));
-}
-
-/* Names in a folder are on the disk. */
-static int llama_sync_folder(const char *path, upipe_err *err)
-{
-    int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC), bad;
-    bad = fd < 0 || (fsync(fd) != 0 && errno != EINVAL); /* EINVAL: a filesystem that does not sync folders */
-    if (bad) llama_config_fail(err, path, "cannot be brought to the disk: %s", strerror(errno));
-    if (fd >= 0) close(fd);
-    return bad ? -1 : 0;
-}
-
-/* Removes what bears the name of a whole one (prefix "", suffix "") or of one set aside (".", ".old"). */
-static int llama_retire(const char *dir, const char *prefix, int64_t n, const char *suffix, upipe_err *err)
-{
-    char from[LLAMA_PATH], tmp[LLAMA_PATH];
-    if (llama_path(from, dir, prefix, n, suffix, err) || llama_path(tmp, dir, ".", n, ".tmp", err)) return -1;
-    if (llama_remove(tmp, err) || llama_rename(from, tmp, err)) return -1;
-    return llama_remove(tmp, err);
-}
-
-/* Clears up after a run that was stopped; one set aside without a successor gets its name back. */
-static int llama_tidy(const char *dir, upipe_err *err)
-{
-    char from[LLAMA_PATH], to[LLAMA_PATH];
-    llama_entry *all;
-    int count, i, bad = 0;
-    if (llama_list(dir, &all, &count, err)) return -1;
-    for (i = 0; i < count && !bad; ++i) {
-        if (all[i].kind == LLAMA_TMP)
-            bad = llama_path(from, dir, ".", all[i].n, ".tmp", err) || llama_remove(from, err);
-        else if (all[i].kind == LLAMA_OLD && i > 0 && all[i - 1].n == all[i].n &&
-                 all[i - 1].kind == LLAMA_WHOLE)
-            bad = llama_retire(dir, ".", all[i].n, ".old", err);
-        else if (all[i].kind == LLAMA_OLD)
-            bad = llama_path(from, dir, ".", all[i].n, ".old", err) ||
-                  llama_path(to, dir, "", all[i].n, "", err) || llama_rename(from, to, err);
-    }
-    free(all);
-    return bad ? -1 : 0;
-}
-
-/* llama_checkpoint_find -- the model in a folder: itself if it has a config.json, else its newest checkpoint;
- * 0, or -1 with a sentence */
-__attribute__((unused)) static int llama_checkpoint_find(const char *dir, char out[LLAMA_PATH],
-                                                         upipe_err *err)
-{
-    llama_entry *all;
-    int count, i, bad = 1;
-    if (llama_path_in(out, dir, "config.json", err)) return -1;
-    if (access(out, F_OK) == 0) {
-        snprintf(out, LLAMA_PATH, "%s", dir);
-        return 0;
-    }
-    if (llama_list(dir, &all, &count, err)) return -1;
-    for (i = 0; i < count; ++i)
-        if (all[i].kind != LLAMA_TMP) break;
-    if (i == count)
-        llama_config_fail(err, dir, "holds neither a config.json nor a checkpoint");
-    else
-        bad = llama_path(out, dir, all[i].kind == LLAMA_OLD ? "." : "", all[i].n,
-                         all[i].kind == LLAMA_OLD ? ".old" : "", err);
-    free(all);
-    return bad ? -1 : 0;
+    st_file f;
+    int bad;
+    if (llama_path_in(file, path, "optimizer.safetensors", err) || st_open(&f, file, err)) return -1;
+    bad = llama_load_numbers(&f, run, dtype, err);
+    st_close(&f);
+    return bad;
 }
 
 /* ---- saving ---- */
@@ -280,8 +168,7 @@ static int llama_add_tensor(st_writer *w, const char *prefix, const llama_tensor
     return st_add(w, name, dtype, t->is_norm_weight ? 1 : 2, shape, err) < 0 ? -1 : 0;
 }
 
-/* The tensors of both files: tensor i of the layout is model's number i, and optimizer's i, n + i, 2n + i. */
-/* The run's numbers as text; reals with all their digits. */
+/* The run's numbers as text, reals with all their digits; what --resume would refuse is not saved. */
 static int llama_save_run(llama_save_work *s)
 {
     llama_run run = *s->run;
@@ -294,23 +181,28 @@ static int llama_save_run(llama_save_work *s)
     if (st_add_metadata(&s->optimizer, "dtype", upipe_dtype_name(s->state->dtype), err) ||
         st_add_metadata(&s->optimizer, "format_version", text, err))
         return -1;
+    snprintf(text, sizeof text, "%" PRIu64, run.text_hash);
+    if (st_add_metadata(&s->optimizer, "text_hash", text, err)) return -1;
     for (i = 0; i < LLAMA_RUN_WHOLES; ++i) {
-        if (*names.wholes[i] < 0)
-            return llama_config_fail(err, s->dir, "a run with a negative number cannot be saved");
+        const limit_whole *l = limit_whole_of(names.whole_names[i]);
+        if (*names.wholes[i] < l->least || *names.wholes[i] > l->most)
+            return llama_config_fail(err, s->dir, "a run whose %s is %" PRId64 " cannot be saved",
+                                     names.whole_names[i], *names.wholes[i]);
         snprintf(text, sizeof text, "%" PRId64, *names.wholes[i]);
         if (st_add_metadata(&s->optimizer, names.whole_names[i], text, err)) return -1;
     }
-    for (i = 0; i < LLAMA_RUN_BITS; ++i) {
-        snprintf(text, sizeof text, "%" PRIu64, *names.bits[i]);
-        if (st_add_metadata(&s->optimizer, names.bits_names[i], text, err)) return -1;
-    }
     for (i = 0; i < LLAMA_RUN_REALS; ++i) {
+        const limit_real *l = limit_real_of(names.real_names[i]);
+        if (!(*names.reals[i] >= l->least && *names.reals[i] <= l->most))
+            return llama_config_fail(err, s->dir, "a run whose %s is %g cannot be saved", names.real_names[i],
+                                     *names.reals[i]);
         snprintf(text, sizeof text, "%.17g", *names.reals[i]);
         if (st_add_metadata(&s->optimizer, names.real_names[i], text, err)) return -1;
     }
     return 0;
 }
 
+/* The tensors of both files: tensor i of the layout is model's number i, and optimizer's i, n + i, 2n + i. */
 static int llama_save_lists(llama_save_work *s)
 {
     const llama_layout *l = s->state->layout;
@@ -374,6 +266,17 @@ static int llama_save_join(llama_save_work *s)
                : 0;
 }
 
+/* Of size 4: f32; of size 2: bf16. */
+static int llama_finite(const void *data, int64_t n, size_t size)
+{
+    const uint32_t *wide = (const uint32_t *)data;
+    const uint16_t *half = (const uint16_t *)data;
+    int64_t i;
+    for (i = 0; i < n; ++i)
+        if (((size == 4 ? wide[i] >> 16 : half[i]) & 0x7f80u) == 0x7f80u) return 0;
+    return 1;
+}
+
 /* Writes this rank's slice of a group; data holds the slice, tensor i of the layout is the file's number
  * from + i. */
 static int llama_save_slice(llama_save_work *s, st_writer *w, int from, int norm_weights, const void *data,
@@ -394,9 +297,12 @@ static int llama_save_slice(llama_save_work *s, st_writer *w, int from, int norm
             n = LLAMA_CHUNK / (int64_t)size;
             if (n > end - at) n = end - at;
             if (s->c->ops->copy(s->c, s->host, (const char *)data + (size_t)(at - first) * size,
-                                (size_t)n * size) != UPIPE_OK ||
-                st_pwrite(w, from + i, at - t->at, n, s->host, &s->c->err))
+                                (size_t)n * size) != UPIPE_OK)
                 return -1;
+            if (!llama_finite(s->host, n, size))
+                return llama_config_fail(&s->c->err, s->whole, "%s is not finite, and is not saved",
+                                         w->entries[from + i].name);
+            if (st_pwrite(w, from + i, at - t->at, n, s->host, &s->c->err)) return -1;
         }
     }
     return 0;
@@ -423,13 +329,41 @@ static int llama_save_write(llama_save_work *s)
     return st_write_end(&s->model, &s->c->err) || st_write_end(&s->optimizer, &s->c->err) ? -1 : 0;
 }
 
+static int llama_same_config(const llama_config *a, const llama_config *b)
+{
+    return a->layers == b->layers && a->dim == b->dim && a->hidden == b->hidden && a->vocab == b->vocab &&
+           a->heads == b->heads && a->kv_heads == b->kv_heads && a->head_dim == b->head_dim &&
+           a->tied == b->tied && a->qk_norm == b->qk_norm && a->rope_theta == b->rope_theta &&
+           a->norm_eps == b->norm_eps && a->window == b->window;
+}
+
+/* What --resume will read, it reads already. */
+static int llama_save_read_back(llama_save_work *s)
+{
+    char path[LLAMA_PATH];
+    upipe_err *err = &s->c->err;
+    llama_config config;
+    llama_run run;
+    upipe_dtype dtype;
+    if (llama_path_in(path, s->tmp, "config.json", err) || llama_config_read(&config, &dtype, path, err))
+        return -1;
+    if (!llama_same_config(&config, &s->state->layout->config) || dtype != s->state->dtype)
+        return llama_config_fail(err, path, "is not what was written");
+    if (llama_path_in(path, s->tmp, "model.safetensors", err) || st_read_back(&s->model, path, err) ||
+        llama_path_in(path, s->tmp, "optimizer.safetensors", err) || st_read_back(&s->optimizer, path, err))
+        return -1;
+    if (llama_load_run(s->tmp, &run, &dtype, err)) return -1;
+    if (memcmp(&run, s->run, sizeof run) == 0 && dtype == s->state->dtype) return 0;
+    return llama_config_fail(err, path, "has other numbers than were written");
+}
+
 /* Gives the finished folder its name; at every instant the old one or the new one has a name that counts. */
 static int llama_save_commit(llama_save_work *s, int keep)
 {
     upipe_err *err = &s->c->err;
     llama_entry *all;
     int count, i, newer = 0, bad = 0, had;
-    if (llama_sync_folder(s->tmp, err)) return -1;
+    if (llama_save_read_back(s) || llama_sync_folder(s->tmp, err)) return -1;
     had = rename(s->whole, s->old) == 0;
     if (!had && errno != ENOENT)
         return llama_config_fail(err, s->whole, "cannot be replaced: %s", strerror(errno));
@@ -552,12 +486,13 @@ static int llama_load_shape(const st_file *f, const st_tensor *t, const llama_te
 typedef struct llama_load_work {
     upipe_ctx *c;
     const llama_state *state;
-    const llama_tensor **by_name; /* [layout's n] */
-    char *seen;                   /* [layout's n] */
-    float *host;                  /* [LLAMA_CHUNK / 4], followed by as many u16 */
-    const char *path;             /* the folder */
-    const json_t *map;            /* of model.safetensors.index.json; NULL = one file */
-    size_t mapped;                /* tensors met that are in the map */
+    const llama_tensor **by_name;       /* [layout's n] */
+    char *seen;                         /* [layout's n] */
+    float *host;                        /* [LLAMA_CHUNK / 4], followed by as many u16 */
+    const char *path;                   /* the folder */
+    const json_t *map;                  /* of model.safetensors.index.json; NULL = one file */
+    size_t mapped;                      /* tensors met that are in the map */
+    const char *parts[LLAMA_PARTS_MAX]; /* files that the map names */
 } llama_load_work;
 
 static int llama_by_name(const void *a, const void *b)
@@ -668,27 +603,26 @@ static int llama_load_part_name(const char *part)
 static int llama_load_parts(llama_load_work *w, int reading)
 {
     upipe_err *err = &w->c->err;
-    json_t *done, *value;
+    json_t *value;
     const char *name;
-    int bad = 0;
+    int i, n = 0;
     if (w->map == NULL) return llama_load_part(w, "model.safetensors", reading);
-    done = json_object();
     json_object_foreach((json_t *)(uintptr_t)w->map, name, value)
     {
         const char *part = json_string_value(value);
         if (!llama_load_part_name(part))
-            bad = llama_config_fail(err, w->path, "the index names no file of the folder for %.80s", name);
-        else if (json_object_get(done, part) == NULL)
-            bad = json_object_set_new(done, part, json_true()) != 0
-                      ? llama_config_fail(err, w->path, "no memory for the list of files")
-                      : llama_load_part(w, part, reading);
-        if (bad) break;
+            return llama_config_fail(err, w->path, "the index names no file of the folder for %.80s", name);
+        for (i = 0; i < n && strcmp(w->parts[i], part) != 0;) ++i;
+        if (i < n) continue; /* read already */
+        if (n == LLAMA_PARTS_MAX)
+            return llama_config_fail(err, w->path, "the index names more than %d files", LLAMA_PARTS_MAX);
+        w->parts[n++] = part;
+        if (llama_load_part(w, part, reading)) return -1;
     }
-    json_decref(done);
-    if (!bad && !reading && w->mapped != json_object_size(w->map))
+    if (!reading && w->mapped != json_object_size(w->map))
         return llama_config_fail(err, w->path, "the index has %zu tensors, the files have %zu",
                                  json_object_size(w->map), w->mapped);
-    return bad;
+    return 0;
 }
 
 static int llama_load_all(llama_load_work *w)
@@ -703,13 +637,28 @@ static int llama_load_all(llama_load_work *w)
     return llama_load_parts(w, 1);
 }
 
-/* The map of a model in several files; *root is to be given back. NULL map and no failure: one file. */
+/* The map of a model in several files, which belongs to *root: that is to be given back. NULL with a sentence. */
+static json_t *llama_index(const char *path, json_t **root, upipe_err *err)
+{
+    char why[JSON_LOAD_WHY];
+    size_t bytes;
+    char *text = llama_file(path, LLAMA_INDEX_MAX, &bytes, err);
+    json_t *map;
+    *root = NULL;
+    if (text == NULL) return NULL;
+    *root = json_load(text, bytes, why);
+    free(text);
+    map = json_object_get(*root, "weight_map");
+    if (json_is_object(map)) return map;
+    llama_config_fail(err, path, "%s", *root == NULL ? why : "has no object weight_map");
+    return NULL;
+}
+
+/* Fills w->map where the model is in several files; *root is to be given back. */
 static int llama_load_index(llama_load_work *w, json_t **root)
 {
-    char path[LLAMA_PATH], *text;
+    char path[LLAMA_PATH];
     upipe_err *err = &w->c->err;
-    json_error_t where;
-    size_t bytes;
     *root = NULL;
     if (llama_path_in(path, w->path, "model.safetensors", err)) return -1;
     if (access(path, F_OK) == 0) return 0;
@@ -717,15 +666,40 @@ static int llama_load_index(llama_load_work *w, json_t **root)
     if (access(path, F_OK) != 0)
         return llama_config_fail(err, w->path,
                                  "has neither model.safetensors nor model.safetensors.index.json");
-    text = llama_file(path, LLAMA_INDEX_MAX, &bytes, err);
-    if (text == NULL) return -1;
-    *root = json_loadb(text, bytes, JSON_REJECT_DUPLICATES, &where);
-    free(text);
-    if (*root == NULL)
-        return llama_config_fail(err, path, "line %d is no JSON: %.100s", where.line, where.text);
-    w->map = json_object_get(*root, "weight_map");
-    if (!json_is_object(w->map)) return llama_config_fail(err, path, "has no object weight_map");
-    return 0;
+    w->map = llama_index(path, root, err);
+    return w->map == NULL ? -1 : 0;
+}
+
+static int llama_same_file(const char *folder, const char *name, const char *path, upipe_err *err)
+{
+    char own[LLAMA_PATH];
+    struct stat a, b;
+    if (llama_path_in(own, folder, name, err)) return -1;
+    return stat(own, &a) == 0 && stat(path, &b) == 0 && a.st_dev == b.st_dev && a.st_ino == b.st_ino;
+}
+
+/* llama_reads -- whether path is one of the files of the model in a folder: 1 or 0, or -1 with a sentence */
+__attribute__((unused)) static int llama_reads(const char *folder, const char *path, upipe_err *err)
+{
+    static const char *const names[] = {"config.json", "model.safetensors", "model.safetensors.index.json",
+                                        "optimizer.safetensors"};
+    char own[LLAMA_PATH];
+    const char *name;
+    json_t *map, *root, *value;
+    size_t i;
+    int same = 0;
+    for (i = 0; i < sizeof names / sizeof *names && !same; ++i)
+        same = llama_same_file(folder, names[i], path, err);
+    if (same || llama_path_in(own, folder, "model.safetensors.index.json", err) || access(own, F_OK) != 0)
+        return same;
+    map = llama_index(own, &root, err);
+    json_object_foreach(map, name, value)
+    {
+        if (!same && json_is_string(value))
+            same = llama_same_file(folder, json_string_value(value), path, err);
+    }
+    json_decref(root);
+    return map == NULL ? -1 : same;
 }
 
 /* llama_load_weights -- fills weights, norm weights and, unless it is NULL, master from the safetensors in a
@@ -760,77 +734,6 @@ __attribute__((unused)) static upipe_status llama_load_weights(upipe_ctx *c, con
     free(w.host);
     if (!bad) return UPIPE_OK;
     return c->err.status != UPIPE_OK ? c->err.status : UPIPE_ERR_BACKEND;
-}
-
-/* A number of 64 bits, from the metadata. */
-static int llama_load_u64(const st_file *f, const char *key, uint64_t *out, upipe_err *err)
-{
-    const char *text = st_metadata(f, key), *end;
-    *out = 0;
-    for (end = text; end != NULL && *end >= '0' && *end <= '9'; ++end)
-        if (__builtin_mul_overflow(*out, 10u, out) ||
-            __builtin_add_overflow(*out, (uint64_t)(*end - '0'), out))
-            break;
-    if (text != NULL && end != text && *end == 0) return 0;
-    return st_fail(err, f->path, "%s is %.24s, not a number of 64 bits", key,
-                   text != NULL ? text : "missing");
-}
-
-/* A size like 0.001 or 1e-08, from the metadata. */
-static int llama_load_real(const st_file *f, const char *key, double *out, upipe_err *err)
-{
-    const char *text = st_metadata(f, key);
-    char *end = NULL;
-    *out = text != NULL && *text >= '0' && *text <= '9' ? strtod(text, &end) : -1;
-    if (end != NULL && *end == 0 && isfinite(*out)) return 0;
-    return st_fail(err, f->path, "%s is %.24s, not a number of a schedule", key,
-                   text != NULL ? text : "missing");
-}
-
-static int llama_load_whole(const st_file *f, const char *key, int64_t *out, upipe_err *err)
-{
-    const char *text = st_metadata(f, key), *end = NULL;
-    *out = text != NULL ? llama_decimal(text, &end) : -1;
-    if (*out >= 0 && *end == 0) return 0;
-    return st_fail(err, f->path, "%s is %.20s, not a number of a run", key, text != NULL ? text : "missing");
-}
-
-/* The numbers of a run, from the metadata. */
-static int llama_load_numbers(const st_file *f, llama_run *run, upipe_dtype *dtype, upipe_err *err)
-{
-    const char *text = st_metadata(f, "dtype");
-    llama_run_names names;
-    int64_t version;
-    int i;
-    if (text == NULL || (strcmp(text, "f32") != 0 && strcmp(text, "bf16") != 0))
-        return st_fail(err, f->path, "the dtype is %.20s, not f32 or bf16", text != NULL ? text : "missing");
-    *dtype = strcmp(text, "f32") == 0 ? UPIPE_F32 : UPIPE_BF16;
-    if (llama_load_whole(f, "format_version", &version, err)) return -1;
-    if (version != LLAMA_CHECKPOINT_VERSION)
-        return st_fail(err, f->path, "format_version is %" PRId64 ", not %d", version,
-                       LLAMA_CHECKPOINT_VERSION);
-    llama_run_list(&names, run);
-    for (i = 0; i < LLAMA_RUN_WHOLES; ++i)
-        if (llama_load_whole(f, names.whole_names[i], names.wholes[i], err)) return -1;
-    for (i = 0; i < LLAMA_RUN_BITS; ++i)
-        if (llama_load_u64(f, names.bits_names[i], names.bits[i], err)) return -1;
-    for (i = 0; i < LLAMA_RUN_REALS; ++i)
-        if (llama_load_real(f, names.real_names[i], names.reals[i], err)) return -1;
-    return 0;
-}
-
-/* llama_load_run -- the numbers of a run and its storage type, from a checkpoint's folder; 0, or -1 with a
- * sentence */
-__attribute__((unused)) static int llama_load_run(const char *path, llama_run *run, upipe_dtype *dtype,
-                                                  upipe_err *err)
-{
-    char file[LLAMA_PATH];
-    st_file f;
-    int bad;
-    if (llama_path_in(file, path, "optimizer.safetensors", err) || st_open(&f, file, err)) return -1;
-    bad = llama_load_numbers(&f, run, dtype, err);
-    st_close(&f);
-    return bad;
 }
 
 static const st_tensor *llama_load_entry(const st_file *f, const char *prefix, const llama_tensor *t,

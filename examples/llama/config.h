@@ -20,17 +20,15 @@
 
 #include <errno.h>
 #include <inttypes.h>
-#include <jansson.h>
 #include <math.h>
 #include <stdlib.h>
 #include <unistd.h>
 
 #include "../../upipe/upipe_base.h"
+#include "json_load.h"
+#include "limits.h"
 
-enum {
-    LLAMA_LAYERS_MAX = 4096,         /* bounds the table of tensors that a file can make us allocate */
-    LLAMA_CONFIG_BYTES_MAX = 1 << 20 /* of a config.json */
-};
+enum { LLAMA_CONFIG_BYTES_MAX = 1 << 20 /* of a config.json */ };
 
 typedef struct llama_config {
     int64_t layers, dim, hidden, vocab; /* hidden = the MLP's width F */
@@ -195,11 +193,12 @@ __attribute__((format(printf, 3, 4))) static int llama_config_fail(upipe_err *er
     return -1;
 }
 
-/* An integer 1 .. 2^31 - 1; absent or null is `otherwise`, or refused if that is 0. */
-static int llama_config_count(int64_t *out, const json_t *root, const char *key, int64_t otherwise,
-                              const char *path, upipe_err *err)
+/* A whole number from 1 to what the flag may say at most; absent or null is `otherwise`, or refused if that is 0. */
+static int llama_config_count(int64_t *out, const json_t *root, const char *key, const char *flag,
+                              int64_t otherwise, const char *path, upipe_err *err)
 {
     const json_t *j = json_object_get(root, key);
+    const int64_t most = limit_whole_of(flag)->most;
     if (j == NULL || json_is_null(j)) {
         if (otherwise == 0) return llama_config_fail(err, path, "%s is missing", key);
         *out = otherwise;
@@ -207,21 +206,22 @@ static int llama_config_count(int64_t *out, const json_t *root, const char *key,
     }
     if (!json_is_integer(j)) return llama_config_fail(err, path, "%s is not an integer", key);
     *out = json_integer_value(j);
-    if (*out < 1 || *out > INT32_MAX)
-        return llama_config_fail(err, path, "%s is %" PRId64 ", not in 1 .. %d", key, *out, INT32_MAX);
+    if (*out < 1 || *out > most)
+        return llama_config_fail(err, path, "%s is %" PRId64 ", not in 1 .. %" PRId64, key, *out, most);
     return 0;
 }
 
-/* A finite number, above 0; absent or null leaves *out as it is. */
-static int llama_config_real(double *out, const json_t *root, const char *key, const char *path,
-                             upipe_err *err)
+/* A number that the flag may say; absent or null leaves *out as it is. */
+static int llama_config_real(double *out, const json_t *root, const char *key, const char *flag,
+                             const char *path, upipe_err *err)
 {
     const json_t *j = json_object_get(root, key);
+    const limit_real *l = limit_real_of(flag);
     if (j == NULL || json_is_null(j)) return 0;
     if (!json_is_number(j)) return llama_config_fail(err, path, "%s is not a number", key);
     *out = json_number_value(j);
-    if (!isfinite(*out) || *out <= 0)
-        return llama_config_fail(err, path, "%s is %g, not a positive number", key, *out);
+    if (!(*out >= l->least && *out <= l->most))
+        return llama_config_fail(err, path, "%s is %g, not in %g .. %g", key, *out, l->least, l->most);
     return 0;
 }
 
@@ -268,7 +268,7 @@ static int llama_config_rope(llama_config *c, const json_t *root, const char *ke
     if (!named && json_object_get(j, "factor") != NULL)
         return llama_config_fail(err, path, "%s has a factor; only the type default is built", key);
     if (llama_config_neutral(j, "partial_rotary_factor", 1, path, err)) return -1;
-    return llama_config_real(&c->rope_theta, j, "rope_theta", path, err);
+    return llama_config_real(&c->rope_theta, j, "rope_theta", "rope-theta", path, err);
 }
 
 static const char *const llama_models[3][2] = {
@@ -327,19 +327,17 @@ static int llama_config_numbers(llama_config *c, const json_t *root, int model, 
 {
     int64_t heads, kv_heads, head_dim, dim, queries;
     llama_layout layout;
-    if (llama_config_count(&c->dim, root, "hidden_size", 0, path, err) ||
-        llama_config_count(&c->hidden, root, "intermediate_size", 0, path, err) ||
-        llama_config_count(&c->layers, root, "num_hidden_layers", 0, path, err) ||
-        llama_config_count(&c->vocab, root, "vocab_size", 0, path, err) ||
-        llama_config_count(&heads, root, "num_attention_heads", 0, path, err))
+    if (llama_config_count(&c->dim, root, "hidden_size", "model-dim", 0, path, err) ||
+        llama_config_count(&c->hidden, root, "intermediate_size", "ff-dim", 0, path, err) ||
+        llama_config_count(&c->layers, root, "num_hidden_layers", "layers", 0, path, err) ||
+        llama_config_count(&c->vocab, root, "vocab_size", "vocab", 0, path, err) ||
+        llama_config_count(&heads, root, "num_attention_heads", "heads", 0, path, err))
         return -1;
-    if (c->layers > LLAMA_LAYERS_MAX)
-        return llama_config_fail(err, path, "num_hidden_layers is %" PRId64 ", the most is %d", c->layers,
-                                 LLAMA_LAYERS_MAX);
     /* the other two models have defaults of their own where Llama's follow from the rest: not guessed */
     dim = c->dim % heads == 0 && model != 2 ? c->dim / heads : 0;
-    if (llama_config_count(&kv_heads, root, "num_key_value_heads", model == 0 ? heads : 0, path, err) ||
-        llama_config_count(&head_dim, root, "head_dim", dim, path, err))
+    if (llama_config_count(&kv_heads, root, "num_key_value_heads", "kv-heads", model == 0 ? heads : 0, path,
+                           err) ||
+        llama_config_count(&head_dim, root, "head_dim", "head-dim", dim, path, err))
         return -1;
     if (heads % kv_heads != 0)
         return llama_config_fail(
@@ -352,13 +350,13 @@ static int llama_config_numbers(llama_config *c, const json_t *root, int model, 
                                  head_dim, INT32_MAX);
     /* a Mistral without the key has this one; Llama has none, Qwen3 only with use_sliding_window */
     if (model == 1 && !json_is_null(json_object_get(root, "sliding_window")) &&
-        llama_config_count(&c->window, root, "sliding_window", 4096, path, err))
+        llama_config_count(&c->window, root, "sliding_window", "window", 4096, path, err))
         return -1;
     c->heads = (int)heads;
     c->kv_heads = (int)kv_heads;
     c->head_dim = (int)head_dim;
-    if (llama_config_real(&c->norm_eps, root, "rms_norm_eps", path, err) ||
-        llama_config_real(&c->rope_theta, root, "rope_theta", path, err) ||
+    if (llama_config_real(&c->norm_eps, root, "rms_norm_eps", "norm-eps", path, err) ||
+        llama_config_real(&c->rope_theta, root, "rope_theta", "rope-theta", path, err) ||
         llama_config_rope(c, root, "rope_scaling", path, err) ||
         llama_config_rope(c, root, "rope_parameters", path, err) ||
         llama_config_flag(&c->tied, root, "tie_word_embeddings", path, err))
@@ -411,17 +409,16 @@ static char *llama_file(const char *path, size_t most, size_t *bytes, upipe_err 
 __attribute__((unused)) static int llama_config_read(llama_config *c, upipe_dtype *dtype, const char *path,
                                                      upipe_err *err)
 {
-    json_error_t where;
+    char why[JSON_LOAD_WHY];
     json_t *root;
     const json_t *type;
     size_t bytes;
     int model, bad;
     char *text = llama_file(path, LLAMA_CONFIG_BYTES_MAX, &bytes, err);
     if (text == NULL) return -1;
-    root = json_loadb(text, bytes, JSON_REJECT_DUPLICATES, &where);
+    root = json_load(text, bytes, why);
     free(text);
-    if (root == NULL)
-        return llama_config_fail(err, path, "line %d is no JSON: %.120s", where.line, where.text);
+    if (root == NULL) return llama_config_fail(err, path, "%s", why);
     memset(c, 0, sizeof *c);
     c->norm_eps = 1e-6;
     c->rope_theta = 10000;

@@ -274,7 +274,7 @@ static upipe_status logits_rank_main(void *user, int rank)
     if (s == UPIPE_OK) s = device_slab(&k->d, &k->slab, k->slab_bytes, &c.err);
     if (s == UPIPE_OK) s = device_host_slab(&k->d, &k->second_slab, k->second_bytes, &c.err);
     if (s == UPIPE_OK && blocks == NULL)
-        s = upipe_fail(&c.err, UPIPE_ERR_MEMORY, "no entry left for a pool's table");
+        s = upipe_fail(&c.err, UPIPE_ERR_MEMORY, "no memory for a pool's table");
     if (s == UPIPE_OK) {
         upipe_mem_init(&mem, k->slab, k->slab_bytes, blocks, k->blocks_max);
         upipe_mem_init(&second, k->second_slab, k->second_bytes, second_blocks, UPIPE_DRY_HOST_BLOCKS_MAX);
@@ -309,7 +309,8 @@ static int logits_find(logits *g)
     if (llama_checkpoint_find(g->o.load, g->folder, &e) != 0) return cli_fail("%s", e.text);
     if (files_path(path, g->folder, "config", ".json") != 0) return -1;
     if (llama_config_read(&config, NULL, path, &e) != 0) return cli_fail("%s", e.text);
-    if (llama_layout_init(&g->layout, &config) != 0) return cli_fail("the model is too large for 63 bits");
+    if (llama_layout_init(&g->layout, &config) != 0)
+        return cli_fail("the model's bytes leave 63 bits, or memory is out");
     return ids_read(g);
 }
 
@@ -403,11 +404,11 @@ static int logits_run(logits *g)
     s = grid_init(&g->net, g->o.how.ranks / g->o.how.ring, g->o.how.ring, g->o.deadline, &e);
     if (s != UPIPE_OK) return logits_fail(s, &e);
     s = grid_run(&g->net, logits_rank_main, g, statuses);
-    grid_free(&g->net);
     if (s != UPIPE_OK) {
         r = cli_reason(statuses, g->o.how.ranks, s);
-        cli_fail("rank %d: %s%s", r, cli_status(s), g->ranks[r].err.text);
+        cli_fail("rank %d: %s%s", r, cli_status(s), grid_why(&g->net, &g->ranks[r].err));
     }
+    grid_free(&g->net);
     for (r = 0; r < g->o.how.ranks; ++r) {
         device_slab_free(&g->ranks[r].d, g->ranks[r].slab);
         device_host_slab_free(&g->ranks[r].d, g->ranks[r].second_slab);
@@ -419,14 +420,31 @@ static int logits_run(logits *g)
     return s == UPIPE_OK ? 0 : -1;
 }
 
+/* A result that is no number is none. */
+static int logits_check(const logits *g)
+{
+    const int64_t vocab = g->layout.config.vocab;
+    int64_t i;
+    for (i = 0; i < g->tokens * vocab; ++i)
+        if (!isfinite(g->out[i]))
+            return cli_fail("the logits of token %lld are not finite; nothing was written",
+                            (long long)(i / vocab));
+    return 0;
+}
+
 static int logits_main(logits *g, files *all)
 {
+    upipe_err e;
+    int reads;
     if (logits_find(g) != 0 || logits_plan(g) != 0 || logits_check_memory(g) != 0) return -1;
     if (files_same(g->o.out, g->o.ids)) return cli_fail("%s would replace the tokens of --ids", g->o.out);
+    reads = llama_reads(g->folder, g->o.out, &e);
+    if (reads < 0) return cli_fail("%s", e.text);
+    if (reads) return cli_fail("%s would replace a file of the model in %s", g->o.out, g->folder);
     files_begin(all);
     if (files_reserve(all, g->o.out, g->o.ids) != 0) return -1;
     files_abandon(all);
-    if (logits_load(g) != 0 || logits_run(g) != 0) return -1;
+    if (logits_load(g) != 0 || logits_run(g) != 0 || logits_check(g) != 0) return -1;
     files_begin(all);
     if (files_npy(all, g->o.out, g->out, g->tokens, g->layout.config.vocab) != 0) return -1;
     return files_commit(all);

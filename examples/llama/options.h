@@ -19,10 +19,8 @@
 #include "../common/cli.h"
 #include "../common/device_flag.h"
 #include "checkpoint.h"
+#include "limits.h"
 #include "plans.h"
-
-/* What a flag may say at most. */
-enum { DIM_MAX = 1 << 24, SAMPLE_MAX = 1 << 20, KEEP_MAX = 1000000 };
 
 /* clang-format off */
 enum {
@@ -168,35 +166,55 @@ typedef struct options {
     upipe_dtype dtype;
     int device;
     int offload, plan, progress;
-    uint64_t seed;
+    int64_t seed;
     const char *data, *prompt;
     const char *json, *trace, *save, *resume, *load; /* paths; NULL = not wanted */
     int given[FLAGS];                                /* how often each flag came: 0 or 1 */
 } options;
 
+static int options_whole(const char *name, const char *text, int64_t *out)
+{
+    const limit_whole *l = limit_whole_of(name);
+    return cli_number(name, text, l->least, l->most, out);
+}
+
+static int options_int(const char *name, const char *text, int *out)
+{
+    int64_t n = 0;
+    int status = options_whole(name, text, &n);
+    *out = (int)n;
+    return status;
+}
+
+static int options_real(const char *name, const char *text, double *out)
+{
+    const limit_real *l = limit_real_of(name);
+    return cli_real(name, text, l->least, l->most, out);
+}
+
 static int options_model(llama_config *c, int flag, const char *name, const char *text)
 {
     switch (flag) {
     case FLAG_LAYERS:
-        return cli_number(name, text, 1, LLAMA_LAYERS_MAX, &c->layers);
+        return options_whole(name, text, &c->layers);
     case FLAG_MODEL_DIM:
-        return cli_number(name, text, 1, DIM_MAX, &c->dim);
+        return options_whole(name, text, &c->dim);
     case FLAG_HEADS:
-        return cli_int(name, text, DIM_MAX, &c->heads);
+        return options_int(name, text, &c->heads);
     case FLAG_KV_HEADS:
-        return cli_int(name, text, DIM_MAX, &c->kv_heads);
+        return options_int(name, text, &c->kv_heads);
     case FLAG_HEAD_DIM:
-        return cli_int(name, text, DIM_MAX, &c->head_dim);
+        return options_int(name, text, &c->head_dim);
     case FLAG_FF_DIM:
-        return cli_number(name, text, 1, DIM_MAX, &c->hidden);
-    case FLAG_VOCAB:
-        return cli_number(name, text, 256, INT32_MAX, &c->vocab);
+        return options_whole(name, text, &c->hidden);
+    case FLAG_VOCAB: /* a token is a byte; another's model may have fewer tokens */
+        return cli_number(name, text, 256, limit_whole_of(name)->most, &c->vocab);
     case FLAG_ROPE_THETA:
-        return cli_real(name, text, 1, 1e12, &c->rope_theta);
+        return options_real(name, text, &c->rope_theta);
     case FLAG_NORM_EPS:
-        return cli_real(name, text, 1e-12, 1, &c->norm_eps);
+        return options_real(name, text, &c->norm_eps);
     case FLAG_WINDOW:
-        return cli_number(name, text, 0, INT32_MAX, &c->window);
+        return options_whole(name, text, &c->window);
     case FLAG_UNTIED:
         c->tied = 0;
         return 0;
@@ -249,52 +267,48 @@ static int options_flag(void *user, int flag, const char *text)
     case FLAG_WINDOW:
         return options_model(&o->config, flag, name, text);
     case FLAG_TOKENS:
-        return cli_number(name, text, 1, INT32_MAX, &o->tokens);
+        return options_whole(name, text, &o->tokens);
     case FLAG_BATCH:
-        return cli_number(name, text, 1, INT32_MAX, &o->batch);
+        return options_whole(name, text, &o->batch);
     case FLAG_STEPS:
-        return cli_number(name, text, 1, INT32_MAX, &o->steps);
+        return options_whole(name, text, &o->steps);
     case FLAG_WARMUP:
-        return cli_number(name, text, 0, INT32_MAX, &o->warmup);
+        return options_whole(name, text, &o->warmup);
     case FLAG_LR:
-        return cli_real(name, text, 0, 1000, &o->lr);
+        return options_real(name, text, &o->lr);
     case FLAG_MIN_LR:
-        return cli_real(name, text, 0, 1000, &o->min_lr);
+        return options_real(name, text, &o->min_lr);
     case FLAG_WEIGHT_DECAY:
-        return cli_real(name, text, 0, 1000, &o->weight_decay);
+        return options_real(name, text, &o->weight_decay);
     case FLAG_BETA1:
-        return cli_real(name, text, 0, 0.99999, &o->beta1);
+        return options_real(name, text, &o->beta1);
     case FLAG_BETA2:
-        return cli_real(name, text, 0, 0.99999, &o->beta2);
+        return options_real(name, text, &o->beta2);
     case FLAG_ADAM_EPS:
-        return cli_real(name, text, 1e-20, 1, &o->adam_eps);
+        return options_real(name, text, &o->adam_eps);
     case FLAG_CLIP:
-        return cli_real(name, text, 0, 1e30, &o->clip);
+        return options_real(name, text, &o->clip);
     case FLAG_DTYPE:
         return cli_dtype(name, text, &o->dtype);
     case FLAG_DEVICE:
         return device_flag(name, text, &o->device);
     case FLAG_SEED:
-        status = cli_number(name, text, 0, INT64_MAX, &n);
-        o->seed = (uint64_t)n;
-        return status;
+        return options_whole(name, text, &o->seed);
     case FLAG_TILE_BYTES:
-        status = cli_number(name, text, 0, INT64_MAX / 2, &n);
+        status = options_whole(name, text, &n);
         o->tile_bytes = (size_t)n;
         return status;
     case FLAG_OFFLOAD:
         o->offload = 1;
         return 0;
     case FLAG_SAVE_EVERY:
-        return cli_number(name, text, 0, INT32_MAX, &o->save_every);
+        return options_whole(name, text, &o->save_every);
     case FLAG_KEEP:
-        status = cli_number(name, text, 0, KEEP_MAX, &n);
-        o->keep = (int)n;
-        return status;
+        return options_int(name, text, &o->keep);
     case FLAG_SAMPLE:
-        return cli_number(name, text, 0, SAMPLE_MAX, &o->sample);
+        return options_whole(name, text, &o->sample);
     case FLAG_TEMPERATURE:
-        return cli_real(name, text, 0, 1000, &o->temperature);
+        return options_real(name, text, &o->temperature);
     case FLAG_DEADLINE:
         return cli_seconds(name, text, &o->deadline);
     case FLAG_PLAN:

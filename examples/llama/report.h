@@ -2,9 +2,8 @@
 #ifndef LLAMA_REPORT_H
 #define LLAMA_REPORT_H
 
-#include <jansson.h>
-
 #include "../common/files.h"
+#include "../common/json.h"
 #include "run.h"
 
 /* What the paper's public code holds, ulysses and upipe, at Llama3-8B's shape on 8 GPUs: its peak's slope, in
@@ -139,85 +138,111 @@ static void report_table(const run *u)
     }
 }
 
-static json_t *report_parts(const size_t *part)
+/* Members of the object "config", each of a kind. */
+static void report_word(FILE *f, const char *name, const char *value)
 {
-    json_t *o = json_object();
-    int i;
-    for (i = 0; i < MEMORY_PARTS; ++i)
-        json_object_set_new(o, memory_part_names[i], json_integer((json_int_t)part[i]));
-    return o;
+    fprintf(f, "    \"%s\": ", name);
+    json_quote(f, value);
+    fputs(",\n", f);
 }
 
-/* A path may hold any byte: one that is not UTF-8 is written as the character of that number. */
-static json_t *report_path(const char *path)
+static void report_whole(FILE *f, const char *name, int64_t value)
 {
-    char *text, *to;
-    json_t *one;
-    if (path == NULL) return json_null();
-    text = to = (char *)malloc(2 * strlen(path) + 1);
-    if (text == NULL) return NULL;
-    while (*path != '\0') {
-        size_t n = 1, most = strnlen(path, 4);
-        while (n <= most && (one = json_stringn(path, n)) == NULL) ++n;
-        if (n <= most) {
-            json_decref(one);
-            memcpy(to, path, n);
-            to += n;
-            path += n;
-        } else {
-            unsigned char byte = (unsigned char)*path++;
-            *to++ = (char)(0xc0 | byte >> 6);
-            *to++ = (char)(0x80 | (byte & 0x3f));
-        }
-    }
-    one = json_stringn(text, (size_t)(to - text));
-    free(text);
-    return one;
+    fprintf(f, "    \"%s\": %" PRId64 ",\n", name, value);
 }
 
-static json_t *report_config(const run *u)
+static void report_real(FILE *f, const char *name, double value)
+{
+    fprintf(f, "    \"%s\": %.17g,\n", name, value);
+}
+
+static void report_bool(FILE *f, const char *name, int value)
+{
+    fprintf(f, "    \"%s\": %s,\n", name, value ? "true" : "false");
+}
+
+static void report_config_model(FILE *f, const llama_config *c)
+{
+    report_whole(f, "window", c->window);
+    report_whole(f, "layers", c->layers);
+    report_whole(f, "model_dim", c->dim);
+    report_whole(f, "heads", c->heads);
+    report_whole(f, "kv_heads", c->kv_heads);
+    report_whole(f, "head_dim", c->head_dim);
+    report_whole(f, "ff_dim", c->hidden);
+    report_whole(f, "vocab", c->vocab);
+    report_bool(f, "untied", !c->tied);
+    report_bool(f, "qk_norm", c->qk_norm);
+    report_real(f, "rope_theta", c->rope_theta);
+    report_real(f, "norm_eps", c->norm_eps);
+}
+
+static void report_config(FILE *f, const run *u)
 {
     const options *o = &u->o;
-    const llama_config *c = &u->layout.config;
-    return json_pack(
-        "{s:s, s:i, s:i, s:i, s:i, s:i, s:b, "
-        "s:I, s:I, s:I, s:i, s:i, s:i, s:I, s:I, s:b, s:b, s:f, s:f, s:I, s:I, "
-        "s:I, s:f, s:f, s:I, s:f, "
-        "s:f, s:f, s:f, s:f, s:s, s:I, s:I, s:b, s:o, s:o, s:o, s:o, s:I, s:s, s:s, s:s}",
-        "method", method_kinds[o->how.method].name, "ranks", o->how.ranks, "ring", o->how.ring, "inner",
-        o->how.inner, "segments", o->how.segments, "chunk", u->ranks[0].m.plan.desc.chunk, "overlap",
-        o->how.overlap, "window", (json_int_t)c->window, "layers", (json_int_t)c->layers, "model_dim",
-        (json_int_t)c->dim, "heads", c->heads, "kv_heads", c->kv_heads, "head_dim", c->head_dim, "ff_dim",
-        (json_int_t)c->hidden, "vocab", (json_int_t)c->vocab, "untied", !c->tied, "qk_norm", c->qk_norm,
-        "rope_theta", c->rope_theta, "norm_eps", c->norm_eps, "tokens", (json_int_t)o->tokens, "batch",
-        (json_int_t)o->batch, "steps", (json_int_t)o->steps, "lr", o->lr, "min_lr", o->min_lr, "warmup",
-        (json_int_t)o->warmup, "weight_decay", o->weight_decay, "beta1", o->beta1, "beta2", o->beta2,
-        "adam_eps", o->adam_eps, "clip", o->clip, "dtype", upipe_dtype_name(o->dtype), "seed",
-        (json_int_t)o->seed, "tile_bytes", (json_int_t)o->tile_bytes, "offload", o->offload, "data",
-        report_path(o->data), "save", report_path(o->save), "resume", report_path(o->resume), "load",
-        report_path(o->load), "text_bytes", (json_int_t)u->text.bytes, "device", device_names[o->device],
-        "products", device_products(o->device), "kernels", u->ops.name);
+    fputs("  \"config\": {\n", f);
+    report_word(f, "method", method_kinds[o->how.method].name);
+    report_whole(f, "ranks", o->how.ranks);
+    report_whole(f, "ring", o->how.ring);
+    report_whole(f, "inner", o->how.inner);
+    report_whole(f, "segments", o->how.segments);
+    report_whole(f, "chunk", u->ranks[0].m.plan.desc.chunk);
+    report_bool(f, "overlap", o->how.overlap);
+    report_config_model(f, &u->layout.config);
+    report_whole(f, "tokens", o->tokens);
+    report_whole(f, "batch", o->batch);
+    report_whole(f, "steps", o->steps);
+    report_real(f, "lr", o->lr);
+    report_real(f, "min_lr", o->min_lr);
+    report_whole(f, "warmup", o->warmup);
+    report_real(f, "weight_decay", o->weight_decay);
+    report_real(f, "beta1", o->beta1);
+    report_real(f, "beta2", o->beta2);
+    report_real(f, "adam_eps", o->adam_eps);
+    report_real(f, "clip", o->clip);
+    report_word(f, "dtype", upipe_dtype_name(o->dtype));
+    report_whole(f, "seed", o->seed);
+    report_whole(f, "tile_bytes", (int64_t)o->tile_bytes);
+    report_bool(f, "offload", o->offload);
+    report_word(f, "data", o->data);
+    report_word(f, "save", o->save);
+    report_word(f, "resume", o->resume);
+    report_word(f, "load", o->load);
+    report_whole(f, "text_bytes", u->text.bytes);
+    report_word(f, "device", device_names[o->device]);
+    report_word(f, "products", device_products(o->device));
+    fputs("    \"kernels\": ", f);
+    json_quote(f, u->ops.name);
+    fputs("\n  },\n", f);
 }
 
-static json_t *report_numbers(const double *values, int64_t n)
+static void report_parts(FILE *f, const char *name, const size_t *part, const char *ending)
 {
-    json_t *list = json_array();
+    int i;
+    fprintf(f, "    \"%s\": {", name);
+    for (i = 0; i < MEMORY_PARTS; ++i)
+        fprintf(f, "%s\"%s\": %zu", i > 0 ? ", " : "", memory_part_names[i], part[i]);
+    fprintf(f, "}%s\n", ending);
+}
+
+static void report_numbers(FILE *f, const char *name, const double *values, int64_t n)
+{
     int64_t i;
-    for (i = 0; i < n; ++i) json_array_append_new(list, json_real(values[i]));
-    return list;
+    fprintf(f, "  \"%s\": [", name);
+    for (i = 0; i < n; ++i) fprintf(f, "%s\n    %.17g", i > 0 ? "," : "", values[i]);
+    fputs("\n  ],\n", f);
 }
 
 /* What only a training has to say. */
-static void report_json_training(const run *u, json_t *root)
+static void report_json_training(FILE *f, const run *u)
 {
     const run_rank *k = &u->ranks[0];
     double tokens = (double)u->o.tokens * (double)u->o.batch * (double)u->done;
-    json_object_set_new(root, "first_step", json_integer((json_int_t)u->position.step + 1));
-    json_object_set_new(root, "loss", report_numbers(u->loss, u->done));
-    json_object_set_new(root, "grad_norm", report_numbers(u->norm, u->done));
-    json_object_set_new(root, "tokens_per_s", json_real(u->done > 0 ? tokens / u->seconds : 0));
-    json_object_set_new(root, "peak_bytes", json_integer((json_int_t)k->peak));
-    json_object_set_new(root, "sent_bytes_per_step", json_integer((json_int_t)k->sent_bytes));
+    fprintf(f, "  \"first_step\": %" PRId64 ",\n", u->position.step + 1);
+    report_numbers(f, "loss", u->loss, u->done);
+    report_numbers(f, "grad_norm", u->norm, u->done);
+    fprintf(f, "  \"tokens_per_s\": %.17g,\n", u->done > 0 ? tokens / u->seconds : 0);
+    fprintf(f, "  \"peak_bytes\": %zu,\n  \"sent_bytes_per_step\": %" PRId64 ",\n", k->peak, k->sent_bytes);
 }
 
 /* slopes: of --plan; NULL after a training. */
@@ -225,25 +250,23 @@ static int report_json(const run *u, files *all, const report_slopes *slopes)
 {
     const run_rank *k = &u->ranks[0];
     FILE *f = files_open(all, u->o.json);
-    json_t *root;
-    int bad;
     if (f == NULL) return -1;
-    root = json_pack("{s:o, s:I, s:I, s:I, s:{s:o, s:o}}", "config", report_config(u), "plan_bytes",
-                     (json_int_t)k->plan.peak, "slab_bytes", (json_int_t)k->plan.need, "host_bytes",
-                     (json_int_t)k->plan.host, "memory", "at_peak", report_parts(k->plan.at_peak), "largest",
-                     report_parts(k->plan.largest));
+    fputs("{\n", f);
+    report_config(f, u);
+    fprintf(f, "  \"plan_bytes\": %zu,\n  \"slab_bytes\": %zu,\n  \"host_bytes\": %zu,\n", k->plan.peak,
+            k->plan.need, k->plan.host);
     if (slopes == NULL)
-        report_json_training(u, root);
+        report_json_training(f, u);
     else
-        json_object_set_new(root, "slope_units",
-                            json_pack("{s:f, s:f, s:f, s:f}", "in_one_pool", slopes->pool[0], "host",
-                                      slopes->host[0], "with_offload", slopes->pool[1], "offloaded",
-                                      slopes->host[1]));
-    bad = root == NULL || json_dumpf(root, f, JSON_INDENT(2) | JSON_REAL_PRECISION(17)) != 0 ||
-          fputc('\n', f) == EOF;
-    json_decref(root);
-    if (root == NULL) cli_fail("%s: the numbers cannot be written as JSON", u->o.json);
-    return files_close(all, f) != 0 || bad ? -1 : 0;
+        fprintf(f,
+                "  \"slope_units\": {\"in_one_pool\": %.17g, \"host\": %.17g, \"with_offload\": %.17g, "
+                "\"offloaded\": %.17g},\n",
+                slopes->pool[0], slopes->host[0], slopes->pool[1], slopes->host[1]);
+    fputs("  \"memory\": {\n", f);
+    report_parts(f, "at_peak", k->plan.at_peak, ",");
+    report_parts(f, "largest", k->plan.largest, "");
+    fputs("  }\n}\n", f);
+    return files_close(all, f);
 }
 
 static int report_trace(const run *u, files *all)
@@ -272,20 +295,17 @@ static int report_files(const run *u, files *all, const report_slopes *slopes)
     return files_commit(all);
 }
 
-/* The folder of --save; made to see that it can be, and left to the first checkpoint to make again. */
-static int report_reserve_folder(const run *u, const char *path)
+/* The folder of --save, which is this training's from here on. */
+static int report_reserve_folder(run *u, const char *path)
 {
     char found[LLAMA_PATH], parent[LLAMA_PATH + 4];
-    struct stat about;
     upipe_err e;
-    if (mkdir(path, 0777) == 0)
-        return rmdir(path) == 0 ? 0 : files_fail(path, "the folder cannot be removed again");
-    if (errno != EEXIST) return files_fail(path, "the folder cannot be made");
-    if (stat(path, &about) == 0 && !S_ISDIR(about.st_mode)) errno = ENOTDIR;
-    if (errno == ENOTDIR || access(path, R_OK | W_OK | X_OK) != 0)
-        return files_fail(path, "checkpoints cannot be written there");
+    int there;
+    if (llama_lock_init(&u->lock, path, &e) != 0) return cli_fail("%s", e.text);
     /* Pruning would remove another training's, and resuming could take them. */
-    if (llama_checkpoint_find(path, found, &e) != 0) return 0;
+    there = llama_checkpoint_find(path, found, &e);
+    if (there < 0) return cli_fail("%s", e.text);
+    if (there > 0) return 0;
     snprintf(parent, sizeof parent, "%s/..", u->o.resume != NULL ? u->from : ".");
     if (u->o.resume != NULL && files_same(path, parent)) return 0;
     return cli_fail(
@@ -293,14 +313,26 @@ static int report_reserve_folder(const run *u, const char *path)
         strcmp(found, path) == 0 ? "a model" : found);
 }
 
+/* A result must not replace a file that the training starts from. */
+static int report_reserve_file(const run *u, files *all, const char *flag, const char *path)
+{
+    upipe_err e;
+    int reads;
+    if (path == NULL) return 0;
+    reads = u->from != NULL ? llama_reads(u->from, path, &e) : 0;
+    if (reads < 0) return cli_fail("%s", e.text);
+    if (reads) return cli_fail("--%s %s would replace a file of the model in %s", flag, path, u->from);
+    return files_reserve(all, path, u->o.data);
+}
+
 /* Names that cannot be written are found before hours of work. */
-static int report_reserve(const run *u, files *all)
+static int report_reserve(run *u, files *all)
 {
     int bad;
     if (u->o.save != NULL && report_reserve_folder(u, u->o.save) != 0) return -1;
     files_begin(all);
-    bad = (u->o.json != NULL && files_reserve(all, u->o.json, u->o.data) != 0) ||
-          (u->o.trace != NULL && files_reserve(all, u->o.trace, u->o.data) != 0);
+    bad = report_reserve_file(u, all, "json", u->o.json) != 0 ||
+          report_reserve_file(u, all, "trace", u->o.trace) != 0;
     files_abandon(all);
     return bad ? -1 : 0;
 }

@@ -48,6 +48,7 @@ typedef struct run {
     corpus text;
     grid net;
     run_rank *ranks;
+    llama_lock lock;     /* of the folder of --save */
     llama_run position;  /* of the checkpoint that is continued; step 0: none */
     const char *from;    /* folder of the weights to start from */
     double *loss, *norm; /* [steps], of the steps done here, from number position.step + 1 on */
@@ -63,16 +64,24 @@ typedef struct run {
 /* Signals that end the training after the step they come in, or the sample after a byte. */
 static volatile sig_atomic_t run_signal;
 static const int run_signals[] = {SIGHUP, SIGINT, SIGTERM};
+static int64_t run_signal_at; /* atomic: when the first one came, ns; 0 = none has */
 
-/* The next one, of whatever kind, ends the program at once. */
+/* Whoever ends a program may signal it and its group, so that one wish comes twice. What comes RUN_SIGNAL_AGAIN after
+ * the first, of whatever kind, ends the program at once. */
+enum { RUN_SIGNAL_AGAIN = 1 }; /* seconds */
+
 static void run_on_signal(int number)
 {
-    struct sigaction now;
-    size_t i;
-    run_signal = number;
-    for (i = 0; i < sizeof run_signals / sizeof *run_signals; ++i)
-        if (sigaction(run_signals[i], NULL, &now) == 0 && now.sa_handler == run_on_signal)
-            signal(run_signals[i], SIG_DFL);
+    struct timespec t;
+    int64_t now, none = 0;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    now = (int64_t)t.tv_sec * 1000000000 + t.tv_nsec + 1;
+    if (__atomic_compare_exchange_n(&run_signal_at, &none, now, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+        run_signal = number;
+    } else if (now - none >= (int64_t)RUN_SIGNAL_AGAIN * 1000000000) {
+        signal(number, SIG_DFL);
+        raise(number);
+    }
 }
 
 /* ---- planning ---- */
@@ -98,7 +107,7 @@ static sample_wish run_wish(const run *u)
     sample_wish w;
     w.prompt = u->o.prompt;
     w.temperature = u->o.temperature;
-    w.seed = u->o.seed;
+    w.seed = (uint64_t)u->o.seed;
     w.stop = &run_signal;
     return w;
 }
@@ -252,7 +261,7 @@ static upipe_status run_allocate(const run *u, run_rank *k, upipe_ctx *c, upipe_
     if (u->o.trace != NULL)
         k->events = (upipe_mem_event *)calloc((size_t)k->plan.events_max, sizeof *k->events);
     if (k->blocks == NULL || k->host_blocks == NULL || (u->o.trace != NULL && k->events == NULL))
-        return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no entry left for the tables of a rank's pools");
+        return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no memory for the tables of a rank's pools");
     upipe_mem_init(&k->mem, k->slab, slab, k->blocks, k->plan.blocks_max);
     upipe_mem_init(&k->host, k->host_slab, second, k->host_blocks, k->plan.blocks_max);
     k->mem.events = k->events;
@@ -291,7 +300,7 @@ static upipe_status run_begin_new(const run *u, trainer *t)
         int64_t count = first + n - at < CHUNK ? first + n - at : CHUNK;
         for (i = 0; i < count; ++i) {
             while (at + i >= tensor->at + tensor->n) ++tensor;
-            wide[i] = run_initial(tensor, l->config.layers, u->o.seed, at + i - tensor->at);
+            wide[i] = run_initial(tensor, l->config.layers, (uint64_t)u->o.seed, at + i - tensor->at);
             narrow[i] = upipe_f32_to_bf16(wide[i]);
         }
         UPIPE_TRY(c->ops->copy(c, (char *)t->state.weights + (size_t)at * element,
@@ -328,7 +337,7 @@ static int64_t run_fill(const run *u, const model *m, text_order *order, int64_t
     const int64_t batch = m->plan.desc.batch;
     int64_t b, i, valid = 0;
     for (b = 0; b < batch; ++b) {
-        int64_t window = text_window(&u->text, order, u->o.seed, (step - 1) * batch + b), at = 0;
+        int64_t window = text_window(&u->text, order, (uint64_t)u->o.seed, (step - 1) * batch + b), at = 0;
         int part;
         if (window < 0) return -1;
         for (part = 0; part < model_parts(m); ++part) {
@@ -433,7 +442,7 @@ static upipe_status run_steps(run *u, run_rank *k, trainer *t, text_order *order
         batch.valid = run_fill(u, &k->m, order, step, inputs, inputs + k->m.rows);
         batch.stop = run_signal != 0;
         if (batch.valid < 0)
-            return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no entry left for the order of the text");
+            return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no memory for the order of the text");
         UPIPE_TRY(trainer_step(t, &batch, &rates, &result));
         seconds += cli_clock(NULL) - start;
         if (k->sent_bytes == 0) k->sent_bytes = run_sent(t) - sent;
@@ -457,8 +466,7 @@ static upipe_status run_life(run *u, run_rank *k, trainer *t, text_order *order)
     upipe_status s = UPIPE_OK;
     int64_t made = 0;
     int phase, ended = 0;
-    if (inputs == NULL)
-        return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no entry left for the tokens of a step");
+    if (inputs == NULL) return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no memory for the tokens of a step");
     s = trainer_alloc(t);
     if (s == UPIPE_OK) s = run_begin(u, t);
     if (s == UPIPE_OK) s = run_steps(u, k, t, order, inputs, &ended);
@@ -470,7 +478,7 @@ static upipe_status run_life(run *u, run_rank *k, trainer *t, text_order *order)
     k->host_peak = k->host.peak;
     if (u->o.sample > 0 && !ended) {
         char *buf = t->state.rank == 0 ? u->sample : (char *)malloc((size_t)u->o.sample);
-        if (buf == NULL) return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no entry left for the sample");
+        if (buf == NULL) return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no memory for the sample");
         t->r.m = &k->sampled;
         s = sample_text(&t->r, t->world, &wish, buf, u->o.sample, &made, t->gathered);
         if (t->state.rank != 0)
@@ -546,6 +554,7 @@ static void run_free(run *u)
     free(u->sample);
     text_close(&u->text);
     llama_layout_free(&u->layout);
+    llama_lock_free(&u->lock);
 }
 
 /* run_train -- after run_plan, with the text open: trains. 0, or -1 with the sentence out */
@@ -576,11 +585,11 @@ static int run_train(run *u)
         run_fail(s, &e);
     } else {
         s = grid_run(&u->net, run_rank_main, u, statuses);
-        grid_free(&u->net);
         if (s != UPIPE_OK) {
             r = cli_reason(statuses, u->o.how.ranks, s);
-            cli_fail("rank %d: %s%s", r, cli_status(s), u->ranks[r].err.text);
+            cli_fail("rank %d: %s%s", r, cli_status(s), grid_why(&u->net, &u->ranks[r].err));
         }
+        grid_free(&u->net);
     }
     free(statuses);
     if (s != UPIPE_OK) return -1;

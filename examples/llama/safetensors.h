@@ -22,12 +22,13 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
-#include <jansson.h>
 #include <stdlib.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include "../../upipe/upipe_base.h"
+#include "../common/json.h"
+#include "json_load.h"
 
 #if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "safetensors are little endian, and nothing here swaps bytes"
@@ -229,12 +230,12 @@ static int st_check_cover(st_file *f, int64_t at, upipe_err *err)
 
 static int st_parse(st_file *f, const char *text, int64_t length, upipe_err *err)
 {
-    json_error_t where;
+    char why[JSON_LOAD_WHY];
     const char *name;
     json_t *value;
     if (text[0] != '{') return st_fail(err, f->path, "the header does not begin with {");
-    f->header = json_loadb(text, (size_t)length, JSON_REJECT_DUPLICATES, &where);
-    if (f->header == NULL) return st_fail(err, f->path, "the header is no JSON: %.120s", where.text);
+    f->header = json_load(text, (size_t)length, why);
+    if (f->header == NULL) return st_fail(err, f->path, "the header: %s", why);
     if (json_object_size(f->header) > INT32_MAX) return st_fail(err, f->path, "has too many tensors");
     f->tensors = (st_tensor *)calloc(json_object_size(f->header) + 1, sizeof *f->tensors);
     if (f->tensors == NULL)
@@ -389,17 +390,74 @@ ST_API int st_read_f32(const st_file *f, const st_tensor *t, int64_t first, int6
 /* ---- writing ---- */
 
 typedef struct st_entry {
+    char *name; /* UTF-8 */
     st_dtype dtype;
+    int rank;
+    int64_t shape[ST_RANK_MAX];
     int64_t n, at; /* elements; bytes from the start of the data */
 } st_entry;
+
+/* A text that grows; what found no memory is remembered. */
+typedef struct st_text {
+    char *data;
+    size_t n, buf;
+    int failed;
+} st_text;
 
 typedef struct st_writer {
     st_entry *entries; /* [n], in the order of st_add */
     int n, buf, fd;
-    json_t *header;
+    st_text metadata;       /* "format":"pt","step":"12" */
     int64_t data_at, bytes; /* of the file; known from st_write_begin or st_write_open on */
     char path[80];
 } st_writer;
+
+static void st_put(st_text *t, const char *data, size_t n)
+{
+    char *more;
+    if (t->n + n > t->buf && !t->failed) {
+        more = (char *)realloc(t->data, (t->n + n) * 2);
+        t->failed = more == NULL;
+        if (more != NULL) t->data = more;
+        if (more != NULL) t->buf = (t->n + n) * 2;
+    }
+    if (t->failed) return;
+    memcpy(t->data + t->n, data, n);
+    t->n += n;
+}
+
+static void st_puts(st_text *t, const char *text)
+{
+    st_put(t, text, strlen(text));
+}
+
+static void st_put_string(st_text *t, const char *text)
+{
+    char one[8];
+    st_puts(t, "\"");
+    while (*text != '\0') {
+        json_character(one, &text);
+        st_puts(t, one);
+    }
+    st_puts(t, "\"");
+}
+
+static void st_put_number(st_text *t, int64_t number)
+{
+    char text[24];
+    snprintf(text, sizeof text, "%" PRId64, number);
+    st_puts(t, text);
+}
+
+static int st_is_utf8(const char *text)
+{
+    int n;
+    for (; *text != '\0'; text += n) {
+        n = json_utf8((const unsigned char *)text);
+        if (n == 0) return 0;
+    }
+    return 1;
+}
 
 ST_API void st_writer_init(st_writer *w)
 {
@@ -410,110 +468,118 @@ ST_API void st_writer_init(st_writer *w)
 /* Also closes the file, if st_write_end has not. */
 ST_API void st_writer_free(st_writer *w)
 {
+    int i;
     if (w->fd >= 0) close(w->fd);
-    json_decref(w->header);
+    for (i = 0; i < w->n; ++i) free(w->entries[i].name);
     free(w->entries);
+    free(w->metadata.data);
     st_writer_init(w);
 }
 
-static json_t *st_header(st_writer *w)
-{
-    if (w->header == NULL) w->header = json_object();
-    return w->header;
-}
-
-/* st_add -- a tensor to be written; returns its index, 0 for the first, or -1 */
+/* st_add -- a tensor to be written; returns its index, 0 for the first, or -1. A name that comes twice is found by
+ * st_read_back. */
 ST_API int st_add(st_writer *w, const char *name, st_dtype dtype, int rank, const int64_t *shape,
                   upipe_err *err)
 {
-    json_t *sizes = json_array(), *one;
     st_entry *e, *more;
     int i;
-    if (strcmp(name, "__metadata__") == 0 || json_object_get(w->header, name) != NULL || rank < 0 ||
-        rank > ST_RANK_MAX) {
-        json_decref(sizes);
+    if (strcmp(name, "__metadata__") == 0 || !st_is_utf8(name) || rank < 0 || rank > ST_RANK_MAX)
         return st_fail(err, "safetensors", "a tensor %.60s with %d dimensions cannot be added", name, rank);
-    }
     if (w->n == w->buf) {
         more = (st_entry *)realloc(w->entries, (size_t)(w->buf * 2 + 64) * sizeof *more);
-        if (more == NULL) {
-            json_decref(sizes);
-            return st_fail(err, "safetensors", "no memory for %d tensors", w->n + 1);
-        }
+        if (more == NULL) return st_fail(err, "safetensors", "no memory for %d tensors", w->n + 1);
         w->entries = more;
         w->buf = w->buf * 2 + 64;
     }
     e = &w->entries[w->n];
+    memset(e, 0, sizeof *e);
     e->dtype = dtype;
+    e->rank = rank;
     e->n = 1;
-    e->at = 0;
-    for (i = 0; i < rank; ++i)
-        if (!upipe_mul(&e->n, e->n, shape[i]) || json_array_append_new(sizes, json_integer(shape[i]))) break;
-    one = i == rank && e->n <= INT64_MAX / 8
-              ? json_pack("{s:s, s:O, s:[i, i]}", "dtype", st_dtype_name(dtype), "shape", sizes,
-                          "data_offsets", 0, 0)
-              : NULL;
-    json_decref(sizes);
-    if (json_object_set_new(st_header(w), name, one) != 0)
-        return st_fail(err, "safetensors", "a tensor %.60s of %" PRId64 " elements cannot be added", name,
-                       e->n);
+    for (i = 0; i < rank; ++i) {
+        e->shape[i] = shape[i];
+        if (!upipe_mul(&e->n, e->n, shape[i])) break;
+    }
+    if (i < rank || e->n > INT64_MAX / 8)
+        return st_fail(err, "safetensors", "a tensor %.60s of so many elements cannot be added", name);
+    e->name = (char *)malloc(strlen(name) + 1);
+    if (e->name == NULL) return st_fail(err, "safetensors", "no memory for %d tensors", w->n + 1);
+    strcpy(e->name, name);
     return w->n++;
 }
 
 /* st_add_metadata -- a pair of strings */
 ST_API int st_add_metadata(st_writer *w, const char *key, const char *value, upipe_err *err)
 {
-    json_t *all = json_object_get(st_header(w), "__metadata__");
-    if (all == NULL && json_object_set_new(w->header, "__metadata__", json_object()) == 0)
-        all = json_object_get(w->header, "__metadata__");
-    if (json_object_set_new(all, key, json_string(value)) == 0) return 0;
-    return st_fail(err, "safetensors", "the metadata %.60s cannot be added", key);
+    st_text *t = &w->metadata;
+    if (!st_is_utf8(key) || !st_is_utf8(value))
+        return st_fail(err, "safetensors", "the metadata %.60s cannot be added", key);
+    if (t->n > 0) st_puts(t, ",");
+    st_put_string(t, key);
+    st_puts(t, ":");
+    st_put_string(t, value);
+    return t->failed ? st_fail(err, "safetensors", "no memory for the metadata %.60s", key) : 0;
 }
 
-/* Places of all tensors, wide types first so that each is aligned; then *text, *length: the start of the
- * file. */
-static int st_plan(st_writer *w, char **text, size_t *length, upipe_err *err)
+/* Places of all tensors, wide types first so that each is aligned. */
+static int st_place(st_writer *w, int64_t *bytes, upipe_err *err)
 {
-    const char *name;
-    char *dump;
-    json_t *value, *offsets;
-    int64_t next = 0;
     int size, i;
-    size_t n, padded;
-    *text = NULL;
+    *bytes = 0;
     for (size = 8; size >= 1; size /= 2)
         for (i = 0; i < w->n; ++i) {
             st_entry *e = &w->entries[i];
             if (st_dtype_bytes(e->dtype) != size) continue;
-            e->at = next;
-            if (e->n * size > INT64_MAX / 2 - next)
+            e->at = *bytes;
+            if (e->n * size > INT64_MAX / 2 - *bytes)
                 return st_fail(err, w->path, "the file's bytes leave 63 bits");
-            next += e->n * size;
+            *bytes += e->n * size;
         }
-    i = 0;
-    json_object_foreach(st_header(w), name, value)
-    {
-        if (strcmp(name, "__metadata__") == 0) continue;
-        offsets = json_object_get(value, "data_offsets");
-        json_integer_set(json_array_get(offsets, 0), w->entries[i].at);
-        json_integer_set(json_array_get(offsets, 1),
-                         w->entries[i].at + w->entries[i].n * st_dtype_bytes(w->entries[i].dtype));
-        ++i;
+    return 0;
+}
+
+static void st_put_entry(st_text *t, const st_entry *e)
+{
+    int i;
+    st_put_string(t, e->name);
+    st_puts(t, ":{\"dtype\":\"");
+    st_puts(t, st_dtype_name(e->dtype));
+    st_puts(t, "\",\"shape\":[");
+    for (i = 0; i < e->rank; ++i) {
+        if (i > 0) st_puts(t, ",");
+        st_put_number(t, e->shape[i]);
     }
-    dump = json_dumps(w->header, JSON_COMPACT);
-    n = dump != NULL ? strlen(dump) : 0;
-    padded = (n + 7) / 8 * 8;
-    if (dump != NULL && padded <= ST_HEADER_MAX) *text = (char *)malloc(padded + 8);
-    if (*text != NULL) {
-        for (i = 0; i < 8; ++i) (*text)[i] = (char)(padded >> 8 * i & 255);
-        memcpy(*text + 8, dump, n);
-        memset(*text + 8 + n, ' ', padded - n);
+    st_puts(t, "],\"data_offsets\":[");
+    st_put_number(t, e->at);
+    st_puts(t, ",");
+    st_put_number(t, e->at + e->n * st_dtype_bytes(e->dtype));
+    st_puts(t, "]}");
+}
+
+/* Places of all tensors, and *t: the start of the file, to be freed after a failure too. */
+static int st_plan(st_writer *w, st_text *t, upipe_err *err)
+{
+    int64_t data;
+    int i;
+    memset(t, 0, sizeof *t);
+    if (st_place(w, &data, err)) return -1;
+    st_put(t, "\0\0\0\0\0\0\0\0{", 9); /* the length of what follows is known later */
+    if (w->metadata.n > 0) {
+        st_puts(t, "\"__metadata__\":{");
+        st_put(t, w->metadata.data, w->metadata.n);
+        st_puts(t, w->n > 0 ? "}," : "}");
     }
-    free(dump);
-    if (*text == NULL) return st_fail(err, w->path, "no memory for a header of %zu bytes", padded);
-    *length = padded + 8;
-    w->data_at = (int64_t)*length;
-    w->bytes = w->data_at + next;
+    for (i = 0; i < w->n; ++i) {
+        if (i > 0) st_puts(t, ",");
+        st_put_entry(t, &w->entries[i]);
+    }
+    st_puts(t, "}");
+    while (t->n % 8 != 0 && !t->failed) st_puts(t, " ");
+    if (t->failed || t->n - 8 > ST_HEADER_MAX)
+        return st_fail(err, w->path, "no memory for a header of %d tensors", w->n);
+    for (i = 0; i < 8; ++i) t->data[i] = (char)((t->n - 8) >> 8 * i & 255);
+    w->data_at = (int64_t)t->n;
+    w->bytes = w->data_at + data;
     return 0;
 }
 
@@ -542,7 +608,7 @@ static int st_reserve(st_writer *w, upipe_err *err)
     } while (error == EINTR);
     if (error == EOPNOTSUPP || error == EINVAL) error = ftruncate(w->fd, (off_t)w->bytes) != 0 ? errno : 0;
     if (error == 0) return 0;
-    return st_fail(err, w->path, "no entry left for %" PRId64 " bytes: %s", w->bytes, strerror(error));
+    return st_fail(err, w->path, "no space for %" PRId64 " bytes: %s", w->bytes, strerror(error));
 }
 
 /* st_write_begin -- makes the file, which must not exist, of its whole size, with its header
@@ -551,19 +617,21 @@ static int st_reserve(st_writer *w, upipe_err *err)
  */
 ST_API int st_write_begin(st_writer *w, const char *path, upipe_err *err)
 {
-    char *text;
-    size_t length = 0;
+    st_text text;
     int bad;
     st_path(w->path, path);
-    if (st_plan(w, &text, &length, err)) return -1;
-    w->fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    bad = st_plan(w, &text, err);
+    if (!bad) {
+        w->fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+        if (w->fd < 0) bad = st_fail(err, w->path, "cannot be made: %s", strerror(errno));
+    }
     if (w->fd < 0) {
-        free(text);
-        return st_fail(err, w->path, "cannot be made: %s", strerror(errno));
+        free(text.data);
+        return -1;
     }
     bad = st_reserve(w, err);
-    if (!bad) bad = st_pwrite_bytes(w, text, (int64_t)length, 0, err);
-    free(text);
+    if (!bad) bad = st_pwrite_bytes(w, text.data, w->data_at, 0, err);
+    free(text.data);
     if (!bad) return 0;
     close(w->fd);
     w->fd = -1;
@@ -575,11 +643,12 @@ ST_API int st_write_begin(st_writer *w, const char *path, upipe_err *err)
 ST_API int st_write_open(st_writer *w, const char *path, upipe_err *err)
 {
     struct stat about;
-    char *text;
-    size_t length = 0;
+    st_text text;
+    int bad;
     st_path(w->path, path);
-    if (st_plan(w, &text, &length, err)) return -1;
-    free(text);
+    bad = st_plan(w, &text, err);
+    free(text.data);
+    if (bad) return -1;
     w->fd = open(path, O_RDWR | O_CLOEXEC);
     if (w->fd < 0 || fstat(w->fd, &about) != 0)
         return st_fail(err, w->path, "cannot be opened for writing: %s", strerror(errno));
@@ -609,6 +678,24 @@ ST_API int st_write_end(st_writer *w, upipe_err *err)
     if (close(w->fd) != 0 && !bad) bad = st_fail(err, w->path, "cannot be closed: %s", strerror(errno));
     w->fd = -1;
     return bad ? -1 : 0;
+}
+
+/* st_read_back -- the file at path, which any writer with the same tensors has finished, is what was to be written:
+ *                 the reader accepts it, and finds these tensors at their places */
+ST_API int st_read_back(const st_writer *w, const char *path, upipe_err *err)
+{
+    st_file f;
+    int i, bad;
+    if (st_open(&f, path, err)) return -1;
+    bad = f.n != w->n;
+    for (i = 0; i < w->n && !bad; ++i) {
+        const st_entry *e = &w->entries[i];
+        const st_tensor *t = st_find(&f, e->name);
+        bad = t == NULL || t->dtype != e->dtype || t->rank != e->rank || t->at != w->data_at + e->at ||
+              memcmp(t->shape, e->shape, sizeof e->shape) != 0;
+    }
+    st_close(&f);
+    return bad ? st_fail(err, w->path, "is not what was written") : 0;
 }
 
 #endif

@@ -116,7 +116,7 @@ static upipe_status sample_text(model_rank *r, upipe_comm *world, const sample_w
     int byte, stop = 0;
     *made = 0;
     if (history == NULL || logits == NULL)
-        s = upipe_fail(&r->c->err, UPIPE_ERR_MEMORY, "no entry left for %lld tokens of a sample",
+        s = upipe_fail(&r->c->err, UPIPE_ERR_MEMORY, "no memory for %lld tokens of a sample",
                        (long long)context);
     for (used = 0; s == UPIPE_OK && prompt[used] != '\0'; ++used) history[used] = (unsigned char)prompt[used];
     for (i = 0; s == UPIPE_OK && i < n && !stop; ++i) {

@@ -30,7 +30,9 @@ static int find_model(run *u, char folder[LLAMA_PATH])
             return cli_fail("--%s says otherwise than %s, which says what the model is",
                             option_list[flag].name, path);
     }
-    return llama_layout_init(&u->layout, &config) == 0 ? 0 : cli_fail("the model is too large for 63 bits");
+    return llama_layout_init(&u->layout, &config) == 0
+               ? 0
+               : cli_fail("the model's bytes leave 63 bits, or memory is out");
 }
 
 /* A checkpoint is continued with what its data depends on, or not at all. */
@@ -49,10 +51,10 @@ static int find_position(run *u)
                         u->from, upipe_dtype_name(dtype), upipe_dtype_name(o->dtype));
     if (p->seed != o->seed || p->tokens != o->tokens || p->batch != o->batch)
         return cli_fail(
-            "%s was trained with --seed %llu --tokens %lld --batch %lld, not --seed %llu --tokens %lld "
+            "%s was trained with --seed %lld --tokens %lld --batch %lld, not --seed %lld --tokens %lld "
             "--batch %lld; --load starts anew with its weights",
-            u->from, (unsigned long long)p->seed, (long long)p->tokens, (long long)p->batch,
-            (unsigned long long)o->seed, (long long)o->tokens, (long long)o->batch);
+            u->from, (long long)p->seed, (long long)p->tokens, (long long)p->batch, (long long)o->seed,
+            (long long)o->tokens, (long long)o->batch);
     if (p->step >= o->steps)
         return cli_fail("%s has done %lld steps already, --steps says %lld", u->from, (long long)p->step,
                         (long long)o->steps);
@@ -121,7 +123,10 @@ int main(int argc, char **argv)
         device_table(u->o.device, &u->ops);
         status = train(u, all) == 0 ? 0 : EXIT_RUN;
         files_abandon(all);
-        if (status == 0 && run_signal != 0) status = 128 + run_signal;
+        if (status == 0 && run_signal != 0) {
+            cli_fail("ended by a signal: %s", strsignal(run_signal));
+            status = 128 + run_signal;
+        }
     } else {
         --status;
     }

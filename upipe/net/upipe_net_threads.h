@@ -595,8 +595,8 @@ UPIPE_API upipe_status upipe_threads_run(upipe_threads *team, upipe_status (*bod
         if (!error) ++started;
     }
     if (error) {
-        char why[64];
-        snprintf(why, sizeof why, "error %d starting the thread of rank %d", error, started);
+        char why[128];
+        snprintf(why, sizeof why, "the thread of rank %d did not start: %s", started, strerror(error));
         upipe_comm_abort(&team->all[0].comm, why);
         for (r = started; r < team->ranks; ++r) team->all[r].status = UPIPE_ERR_BACKEND;
     }
