@@ -726,6 +726,12 @@ static void test_arguments(void)
     CHECK_STATUS(upipe_fpdt_plan(f, 2, &p, &c->err), UPIPE_ERR_ARG, c->err);
     CHECK_TEXT(c->err.text, "segment 2 of 2");
     CHECK_STATUS(upipe_fpdt_plan(f, -1, &p, &c->err), UPIPE_ERR_ARG, c->err);
+    f->desc.tokens = INT64_C(1) << 32;
+    f->segments = UPIPE_SEGMENTS_MAX + 1;
+    CHECK_STATUS(upipe_fpdt_plan(f, 0, &p, &c->err), UPIPE_ERR_UNSUPPORTED, c->err);
+    CHECK_TEXT(c->err.text, "65537 segments, at most 65536");
+    CHECK_INT(upipe_fpdt_out_bytes(f), 0);
+    f->desc.tokens = 64;
     for (f->segments = 0; f->segments >= -1; --f->segments) {
         lone_again(l);
         CHECK_STATUS(upipe_fpdt_fwd(c, f, &l->save, l->x), UPIPE_ERR_ARG, c->err);
