@@ -512,7 +512,7 @@ static void test_extremes(void)
     refuse(d, UPIPE_ERR_UNSUPPORTED, "16777215 heads in chunks of 4 are more than 256 stages");
     refuse(describe(1024, 1, INT32_MAX, INT32_MAX, 1, 2), UPIPE_ERR_UNSUPPORTED, "more than 256 stages");
     refuse(describe(INT64_C(1) << 30, 1 << 30, 1, 1, 1, 1), UPIPE_ERR_UNSUPPORTED,
-           "a team of 1073741824 ranks and a ring of 1, at most 4096 each");
+           "a team of 1073741824 ranks and a ring of 1, at most 1024 each");
     d = describe(1 << 20, UPIPE_RANKS_MAX, 1, 1, 1, 1);
     d.ring = UPIPE_RANKS_MAX;
     d.tokens = (int64_t)d.ranks * d.ring;

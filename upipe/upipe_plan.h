@@ -51,7 +51,7 @@ typedef enum upipe_ring_mode { UPIPE_RING_AUTO, UPIPE_RING_P2P, UPIPE_RING_ALL_G
 
 enum {
     UPIPE_STAGES_MAX = 256,
-    UPIPE_RANKS_MAX = 4096 /* of a team, and of a ring: functions of a plan walk all of them */
+    UPIPE_RANKS_MAX = 1024 /* of a team, and of a ring: functions of a plan walk all of them */
 };
 
 /* upipe_plan_desc -- what to run. Zero means the default, which stands behind the semicolon
