@@ -27,7 +27,8 @@ def main():
     program, corpus = os.path.abspath(sys.argv[1]), sys.argv[2]
     seconds = max(1, int(os.environ.get('UPIPE_FUZZ_SECONDS', '4')) // 4)
     least, runs = int(os.environ.get('UPIPE_FUZZ_MIN', '1000')), 0
-    with tempfile.TemporaryDirectory() as folder:
+    memory = '/dev/shm' if os.access('/dev/shm', os.W_OK) else None  # the inputs are many, and some are written to files
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
         found = os.path.join(folder, 'corpus')
         os.mkdir(found)
         with open(corpus, 'rb') as lines:

@@ -121,21 +121,61 @@ static size_t attn_bytes(const upipe_ops *ops, const upipe_attn *a, int backward
     return (size_t)a->q.d << backward;
 }
 
-/* The block, then the block in segments, over a pool that counts; of sizes that end in milliseconds. */
-static void run_dry(const upipe_plan *p, const upipe_fpdt *segmented, const int64_t *x)
+static upipe_ops table(void)
 {
-    static upipe_dry dry;
-    static const float any = 1;
-    const int64_t flags = x[LAYER];
     upipe_ops ops;
-    upipe_layer l;
-    upipe_fpdt f = *segmented;
     memset(&ops, 0, sizeof ops);
     ops.name = "none";
     ops.f16 = 1;
     ops.attn_can = ~0;
     ops.gemm_bytes = gemm_bytes;
     ops.attn_bytes = attn_bytes;
+    return ops;
+}
+
+static upipe_dry dry;
+static const float any = 1;
+
+/* A view of any storage type: calls that read it refuse those that there are not. */
+static void refuse_view(int dtype)
+{
+    const upipe_ops ops = table();
+    upipe_plan_desc d;
+    upipe_plan p;
+    upipe_layer l;
+    upipe_saved saved;
+    upipe_mlp m;
+    upipe_attn a;
+    upipe_view v = upipe_view_packed((void *)(uintptr_t)&any, UPIPE_F32, 4, 1, 32);
+    if (dtype >= 0 && dtype <= UPIPE_F16) return;
+    memset(&d, 0, sizeof d);
+    d.tokens = 4;
+    d.heads = 1;
+    d.head_dim = 32;
+    memset(&l, 0, sizeof l);
+    l.plan = &p;
+    l.wq = l.wk = l.wv = &any;
+    memset(&m, 0, sizeof m);
+    m.w_gate = m.w_up = m.w_down = &any;
+    m.hidden = 32;
+    memcpy(&v.dtype, &dtype, sizeof dtype);
+    memset(&a, 0, sizeof a);
+    a.q = a.k = a.v = a.o = v;
+    CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK && upipe_dry_init(&dry, &p, &ops) == UPIPE_OK);
+    CHECK_STATUS(upipe_mlp_fwd(&dry.ctx, &m, v, v), UPIPE_ERR_ARG, dry.ctx.err);
+    CHECK_STATUS(upipe_attn_fwd(&dry.ctx, &a), UPIPE_ERR_ARG, dry.ctx.err);
+    CHECK_STATUS(upipe_layer_fwd(&dry.ctx, &l, &saved, v), UPIPE_ERR_ARG, dry.ctx.err);
+    a.q.dtype = UPIPE_F32;
+    CHECK_STATUS(upipe_attn_fwd(&dry.ctx, &a), UPIPE_ERR_ARG, dry.ctx.err);
+}
+
+/* The block, then the block in segments, over a pool that counts; of sizes that end in milliseconds. */
+static void run_dry(const upipe_plan *p, const upipe_fpdt *segmented, const int64_t *x)
+{
+    const upipe_ops ops = table();
+    const int64_t flags = x[LAYER];
+    upipe_layer l;
+    upipe_fpdt f = *segmented;
     memset(&l, 0, sizeof l);
     l.plan = p;
     l.wq = l.wk = l.wv = &any;
@@ -178,6 +218,7 @@ static void fuzz_one(const char *input, size_t n)
     memset(&f, 0, sizeof f);
     f.desc = describe(x);
     f.segments = (int)x[SEGMENTS];
+    refuse_view((int)x[DTYPE]);
     if (accepted(upipe_fpdt_plan(&f, 0, &of, &e), &e)) {
         walk(&of);
         CHECK(upipe_fpdt_out_bytes(&f) > 0);
