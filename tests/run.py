@@ -29,6 +29,7 @@ QUIET = 9  # seconds without a line, at most
 # Warnings are the plain builds' business: instrumented code draws false ones.
 INSTRUMENTED = ['-Dwerror=false', '-Doptimization=1']
 ASAN = ['-Db_sanitize=address,undefined', '-Dc_args=-fno-sanitize-recover=all']
+CXX = {'gcc': 'g++', 'clang': 'clang++'}
 SLOW = 4  # how much longer a test may take in instrumented and emulated programs
 MODES = ('ordinary', 'full', 'all')
 # Random draws: the least that counts, the same for slow instruments, and the seconds for more. Fuzzing, planted bugs and
@@ -51,13 +52,13 @@ def packaged(name):
     return subprocess.run(['pkg-config', '--exists', name], check=False).returncode == 0
 
 
-def starts(flag, wrapper=()):
+def starts(flag, wrapper=(), compiler='gcc'):
     """Do programs of this sanitizer start here? Some kernels lay out memory as gcc's runtime does not expect."""
     with tempfile.TemporaryDirectory() as folder:
         unit, program = os.path.join(folder, 'empty.c'), os.path.join(folder, 'empty')
         with open(unit, 'w', encoding='utf-8') as out:
             out.write('int main(void) { return 0; }\n')
-        if subprocess.run(['gcc', flag, unit, '-o', program], capture_output=True, check=False).returncode != 0:
+        if subprocess.run([compiler, flag, unit, '-o', program], capture_output=True, check=False).returncode != 0:
             return False
         return subprocess.run([*wrapper, program], capture_output=True, check=False).returncode == 0
 
@@ -106,11 +107,11 @@ def parts():
         # The tests' own loops profit little from more optimization, which doubles the time to compile them; kernels ask for
         # it themselves. Some of the emulator's longest repeat in another order what others do.
         Part('gcc', ['-Doptimization=1'],
-             full='compile unit property programs faults weights simt fake net links mutants bench',
+             full='compile unit fuzz property programs faults weights simt fake net links mutants bench',
              ordinary='compile unit property programs faults simt fake net',
              without='headers_cuda cuda_seeds cuda_attn_on_90 cuda_attn_masks_on_90'),
-        Part('asan', [*INSTRUMENTED, *ASAN], full='unit property programs simt fake',
-             ordinary='mem comm a2a ring side_stream fpdt tile safetensors checkpoint', slow=SLOW,
+        Part('asan', [*INSTRUMENTED, *ASAN], full='unit fuzz property programs simt fake',
+             ordinary='mem comm a2a ring side_stream fpdt tile safetensors checkpoint fuzz', slow=SLOW,
              needs=(lambda: starts('-fsanitize=address,undefined'), 'AddressSanitizer does not start here')),
         Part('tsan', [*INSTRUMENTED, '-Dexamples=disabled', '-Db_sanitize=thread'], full='threads',
              ordinary='comm a2a side_stream', slow=SLOW, wrapper=thread_wrapper,
@@ -119,6 +120,12 @@ def parts():
         Part('gcc-O3', [], full='unit programs'),
         Part('clang', ['-Dsimd=avx2'] if x86 and wide() else [], full='unit programs', compiler='clang',
              needs=(lambda: has('clang'), 'clang is missing')),
+        # clang's sanitizers see more: offsets from NULL, and inputs that nobody thought of. Without kernels, which take
+        # minutes to compile so.
+        Part('clang-asan', [*INSTRUMENTED, *ASAN, '-Db_lundef=false', '-Dexamples=disabled'], full='libfuzzer shard plan mem',
+             compiler='clang', slow=SLOW,
+             needs=(lambda: has('clang++') and starts('-fsanitize=address,undefined,fuzzer-no-link', compiler='clang'),
+                    'clang or its sanitizers are missing')),
         Part('valgrind', ['-Doptimization=1'] if checked == 'gcc' else ['-Dsimd=avx2'], full='memcheck',
              compiler=checked, of=checked, slow=10, wrapper=valgrind,
              needs=(lambda: has('valgrind') and has(checked), 'valgrind or its build is missing')),
@@ -284,7 +291,7 @@ class Session:
         shutil.rmtree(part.folder, ignore_errors=True)
         cuda = [] if any(option.startswith('-Dcuda=') for option in part.options) else ['-Dcuda=disabled']
         status, said, cpu = self.runner.command(['meson', 'setup', part.folder, TOP, *cuda, *part.options], TOP,
-                                           {'CC': part.compiler})
+                                           {'CC': part.compiler, 'CXX': CXX[part.compiler]})
         if status == 0:
             with open(stamp, 'w', encoding='utf-8') as file:
                 file.write(made_of)

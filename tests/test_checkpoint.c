@@ -1351,7 +1351,11 @@ static void test_config(void)
     CHECK_TEXT(err.text, "is longer than 1048576 bytes");
     free(big);
     CHECK_INT(llama_config_read(&c, NULL, folder, &err), -1);
-    CHECK_TEXT(err.text, "cannot be read");
+    CHECK_TEXT(err.text, "cannot be read: it is no regular file");
+    unlink(path);
+    CHECK_INT(mkfifo(path, 0600), 0); /* nobody writes to it */
+    CHECK_INT(llama_config_read(&c, NULL, path, &err), -1);
+    CHECK_TEXT(err.text, "cannot be read: it is no regular file");
     unlink(path);
     CHECK_INT(llama_config_read(&c, NULL, path, &err), -1);
     CHECK_TEXT(err.text, "cannot be read: No such file");

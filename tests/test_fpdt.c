@@ -80,7 +80,7 @@ static void segment_stats(segments_state *s, upipe_ctx *c, const upipe_fpdt *f, 
         if (upipe_fpdt_plan(f, i, &p, &c->err) != UPIPE_OK) return;
         for (stage = 0; stage < p.stages; ++stage) {
             const float *lse =
-                (const float *)(const void *)(save->lse + largest.stat * (size_t)(i * p.stages + stage));
+                (const float *)upipe_offset(save->lse, largest.stat * (size_t)(i * p.stages + stage));
             upipe_span q = upipe_plan_q(&p, stage, p.desc.rank);
             for (b = 0; b < p.desc.batch; ++b)
                 for (t = 0; t < p.seq; ++t)
@@ -406,6 +406,23 @@ static void test_memory(void)
     CHECK(peak[3] < peak[2] && peak[3] < peak[1] && peak[2] < peak[0]);
 }
 
+/* More ranks than heads: some have no head, and nothing to stream; where they stand may be NULL. */
+static void test_without_heads(void)
+{
+    run_case t;
+    f32_block in, out;
+    upipe_err e;
+    memset(&t, 0, sizeof t);
+    t.ranks = 4;
+    t.shape = shape_of(24, 2, 1, 32);
+    t.chunk = t.shape.h;
+    block_inputs(&t.shape, 1, &in);
+    CHECK_STATUS(run_segments(&t, 3, &in, &out, &e), UPIPE_OK, e);
+    check_block(&t.shape, &in, &out);
+    f32_block_free(&out);
+    f32_block_free(&in);
+}
+
 static void test_refusals(void)
 {
     run_case t;
@@ -726,6 +743,12 @@ static void test_arguments(void)
     CHECK_STATUS(upipe_fpdt_plan(f, 2, &p, &c->err), UPIPE_ERR_ARG, c->err);
     CHECK_TEXT(c->err.text, "segment 2 of 2");
     CHECK_STATUS(upipe_fpdt_plan(f, -1, &p, &c->err), UPIPE_ERR_ARG, c->err);
+    f->desc.tokens = INT64_C(1) << 32;
+    f->segments = UPIPE_SEGMENTS_MAX + 1;
+    CHECK_STATUS(upipe_fpdt_plan(f, 0, &p, &c->err), UPIPE_ERR_UNSUPPORTED, c->err);
+    CHECK_TEXT(c->err.text, "65537 segments, at most 65536");
+    CHECK_INT(upipe_fpdt_out_bytes(f), 0);
+    f->desc.tokens = 64;
     for (f->segments = 0; f->segments >= -1; --f->segments) {
         lone_again(l);
         CHECK_STATUS(upipe_fpdt_fwd(c, f, &l->save, l->x), UPIPE_ERR_ARG, c->err);
@@ -743,6 +766,7 @@ int main(void)
     (void)run_block; /* the block in one piece, of the same header */
     (void)run_free;
     test_memory();
+    test_without_heads();
     test_refusals();
     test_odd_segments();
     test_failed_passes();

@@ -39,6 +39,9 @@ static void test_counts(void)
     CHECK_STATUS(upipe_mem_destroy(&m, &e), UPIPE_ERR_ARG, e);
     CHECK_TEXT(e.text, "3 blocks of 1901 bytes live, the first is 'again'");
     CHECK_STATUS(upipe_mem_destroy(&m, &e), UPIPE_OK, e);
+    upipe_mem_init(&m, NULL, 0, blocks, BLOCKS); /* empty: no slab */
+    CHECK_STATUS(upipe_mem_alloc(&m, &a, 1, "a", &e), UPIPE_ERR_MEMORY, e);
+    CHECK_STATUS(upipe_mem_destroy(&m, &e), UPIPE_OK, e);
 }
 
 /* Under AddressSanitizer: the tail of a block, the red zone behind it and free space must not be touched. */

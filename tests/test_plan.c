@@ -409,7 +409,8 @@ static void test_refusals(void)
     d.model_dim = INT64_C(1) << 31;
     refuse(d, UPIPE_ERR_OVERFLOW, "model dim 2147483648");
     d.model_dim = 0;
-    refuse(describe(1024, 1, 512, 512, 64, 1), UPIPE_ERR_UNSUPPORTED, "512 stages");
+    refuse(describe(1024, 1, 512, 512, 64, 1), UPIPE_ERR_UNSUPPORTED,
+           "512 heads in chunks of 1 are more than 256 stages");
     d.dtype = (upipe_dtype)7;
     refuse(d, UPIPE_ERR_ARG, "data type 7");
     d = describe(1024, 8, 32, 8, 128, 8);
@@ -460,9 +461,87 @@ static void test_refusals(void)
     CHECK_INT(p.per_rank, (INT32_MAX - 1) / 3);
 }
 
+/* Uneven heads step by step: the greedy rule that the closed form states at once. */
+static void test_uneven(void)
+{
+    test_rng rng;
+    int draw, rank, stage;
+    rng.state = 7;
+    for (draw = 0; draw < (BRIEF ? 500 : 5000); ++draw) {
+        const int group = 1 + test_below(&rng, 12), m = 1 + test_below(&rng, test_below(&rng, 2) ? 5 : 30);
+        upipe_plan p;
+        memset(&p, 0, sizeof p);
+        p.desc = describe(1, 1 + test_below(&rng, 9), group * (1 + test_below(&rng, 20)), 1, 64, 0);
+        p.group = group;
+        p.per_rank = m;
+        for (rank = 0; rank < p.desc.ranks; ++rank) {
+            const int begin = p.desc.heads * rank / p.desc.ranks;
+            const int end = p.desc.heads * (rank + 1) / p.desc.ranks;
+            int first = begin, fresh, ends = 0;
+            for (stage = 0; ends < 2; ++stage) { /* and a stage behind the last one */
+                upipe_span got = upi_uneven_stage(&p, stage, rank, &fresh);
+                int left = end - first, n = group - first % group;
+                if (n > left) n = left;
+                /* a part of a group; the rest of one whose K and V are there; otherwise more groups that fit */
+                while (n < left && n < m && (first % group == 0 || first == begin)) {
+                    int more = left - n < group ? left - n : group;
+                    if (n + more > m) break;
+                    n += more;
+                }
+                if (n > m) n = m;
+                CHECK_SAY(
+                    got.first == first && got.count == n &&
+                        fresh == (n > 0 && (first == begin || first % group == 0)),
+                    "%d heads, groups of %d, %d ranks, %d a stage: rank %d has %d+%d in stage %d, not %d+%d",
+                    p.desc.heads, group, p.desc.ranks, m, rank, got.first, got.count, stage, first, n);
+                first += n;
+                ends += n == 0;
+            }
+        }
+    }
+}
+
+/* Numbers that once were walked to the end before they were refused, and legal ones that leave an int on the way. */
+static void test_extremes(void)
+{
+    upipe_plan_desc d = describe(1024, 4, 16777215, 1, 32, 4);
+    const int any[] = {248, -1, INT32_MAX, INT32_MIN};
+    upipe_plan p;
+    upipe_err e;
+    size_t i;
+    refuse(d, UPIPE_ERR_UNSUPPORTED, "16777215 heads in chunks of 4 are more than 256 stages");
+    refuse(describe(1024, 1, INT32_MAX, INT32_MAX, 1, 2), UPIPE_ERR_UNSUPPORTED, "more than 256 stages");
+    refuse(describe(INT64_C(1) << 30, 1 << 30, 1, 1, 1, 1), UPIPE_ERR_UNSUPPORTED,
+           "a team of 1073741824 ranks and a ring of 1, at most 1024 each");
+    d = describe(1 << 20, UPIPE_RANKS_MAX, 1, 1, 1, 1);
+    d.ring = UPIPE_RANKS_MAX;
+    d.tokens = (int64_t)d.ranks * d.ring;
+    CHECK_STATUS(upipe_plan_init(&p, &d, &e), UPIPE_OK, e);
+    d.ring = INT32_MAX;
+    refuse(d, UPIPE_ERR_UNSUPPORTED, "a ring of 2147483647");
+    /* one head of 2^31 - 1 elements */
+    d = describe(4, 1, 1, 1, INT32_MAX, 1);
+    d.ring = 2;
+    CHECK_STATUS(upipe_plan_init(&p, &d, &e), UPIPE_OK, e);
+    CHECK_INT(upipe_plan_sent_ring(&p, 0), INT64_C(2) * INT32_MAX * 2 * 4);
+    /* any bytes in the place of an enum */
+    for (i = 0; i < sizeof any / sizeof *any; ++i) {
+        d = describe(1024, 8, 32, 8, 128, 8);
+        memcpy(&d.ring_mode, &any[i], sizeof any[i]);
+        refuse(d, UPIPE_ERR_ARG, "ring mode");
+        d.ring_mode = UPIPE_RING_AUTO;
+        memcpy(&d.layout, &any[i], sizeof any[i]);
+        refuse(d, UPIPE_ERR_ARG, "layout");
+        memcpy(&d.dtype, &any[i], sizeof any[i]);
+        refuse(d, UPIPE_ERR_ARG, "data type");
+    }
+}
+
 int main(void)
 {
     test_schedules();
+    test_uneven();
+    test_extremes();
     test_rings();
     test_ring_modes();
     test_figure();

@@ -396,13 +396,13 @@ static void test_broken(void)
     }
     check_refused("no JSON");
     CHECK_INT(st_open(&f, folder, &err), -1);
-    CHECK_TEXT(err.text, "is not a file");
+    CHECK_TEXT(err.text, "cannot be opened: it is no regular file");
     snprintf(big, sizeof big, "no such file");
     CHECK_INT(st_open(&f, big, &err), -1);
     CHECK_TEXT(err.text, "no such file: cannot be opened: No such file");
     unlink(path);
     CHECK_INT(mkfifo(path, 0600), 0);
-    check_refused("is not a file");
+    check_refused("cannot be opened: it is no regular file");
     unlink(path);
     /* a file that gets shorter while it is open */
     write_file(path, bytes, make_file(bytes, "{" T("a", "F32", "2", "0", "8") "}", 8));

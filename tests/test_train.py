@@ -613,6 +613,18 @@ def test_loading(folder):
     for name, bad in [('above.npy', 256), ('below.npy', -1), ('far.npy', 2**40)]:
         write(path(name), npy([1, bad], '<i8'))
         failed(folder, words_of({**base, 'ids': name}), 1, [name, 'token 1 is', str(bad), '256'], program=LOGITS)
+    # what nobody writes to is not waited for, in any file's place
+    found = path('m', next(name for name in os.listdir(path('m')) if name.startswith('checkpoint-')))
+    for place in ('config.json', 'model.safetensors', 'model.safetensors.index.json'):
+        waits = path('waits')
+        shutil.copytree(found, waits, ignore=shutil.ignore_patterns(place, 'model.*'))
+        os.mkfifo(os.path.join(waits, place))
+        failed(folder, words_of({**base, 'load': 'waits'}), 1, [place, 'no regular file'], place, program=LOGITS)
+        failed(folder, ['--load', 'waits', *([] if place != 'config.json' else ['--plan'])], 1, [place, 'no regular file'])
+        shutil.rmtree(waits)
+    os.mkfifo(path('pipe.npy'))
+    failed(folder, words_of({**base, 'ids': 'pipe.npy'}), 1, ['pipe.npy', 'no regular file'], program=LOGITS)
+    os.remove(path('pipe.npy'))
     for more, status, words in [({'load': 'nowhere'}, 1, ['nowhere']), ({'ids': 'nothing'}, 1, ['nothing']),
                                 ({'ranks': 65}, 1, ['64', '65']), ({'ranks': 0}, 2, ["'0'"]), ({'out': 'm'}, 1, ['m']),
                                 ({'out': 'ids4.npy'}, 1, ['ids4.npy', 'replace', '--ids']),

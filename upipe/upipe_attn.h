@@ -91,9 +91,9 @@ UPIPE_API upipe_status upi_attn_like(upipe_ctx *c, const char *name, upipe_view 
     if (v.n != n || v.h != h || v.d != d)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %s is [%lld][%d][%d], not [%lld][%d][%d]", name,
                           (long long)v.n, v.h, v.d, (long long)n, h, d);
-    if (v.dtype != dtype)
+    if (upi_enum_number(&v.dtype, sizeof v.dtype) != (int)dtype)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %s is %s, not %s", name,
-                          upipe_dtype_name(v.dtype), upipe_dtype_name(dtype));
+                          upi_dtype_name_of(&v.dtype), upipe_dtype_name(dtype));
     return UPIPE_OK;
 }
 
@@ -228,9 +228,10 @@ UPIPE_API upipe_status upi_attn_check(upipe_ctx *c, const upipe_attn *a, int bac
 {
     const int64_t limit = INT64_C(1) << 60; /* sums and differences of four such numbers stay in 63 bits */
     upipe_view q = a->q, k = a->k;
-    if (q.dtype != UPIPE_F32 && q.dtype != UPIPE_BF16 && q.dtype != UPIPE_F16)
+    const int dtype = upi_enum_number(&q.dtype, sizeof q.dtype);
+    if (dtype < 0 || dtype > UPIPE_F16)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: data type %d is none of f32, bf16 and f16",
-                          (int)q.dtype);
+                          dtype);
     if (q.dtype == UPIPE_F16 && !c->ops->f16)
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "attention: %s does not take f16", c->ops->name);
     if (q.h < 1 || k.h < 1 || q.h % k.h != 0)
@@ -251,8 +252,9 @@ UPIPE_API upipe_status upi_attn_check(upipe_ctx *c, const upipe_attn *a, int bac
     UPIPE_TRY(upi_attn_like(c, "k", k, k.n, k.h, q.d, q.dtype));
     UPIPE_TRY(upi_attn_like(c, "v", a->v, k.n, k.h, a->v.d, q.dtype));
     if (!backward)
-        UPIPE_TRY(
-            upi_attn_like(c, "o", a->o, q.n, q.h, a->v.d, a->o.dtype == UPIPE_F32 ? UPIPE_F32 : q.dtype));
+        UPIPE_TRY(upi_attn_like(c, "o", a->o, q.n, q.h, a->v.d,
+                                upi_enum_number(&a->o.dtype, sizeof a->o.dtype) == UPIPE_F32 ? UPIPE_F32
+                                                                                             : q.dtype));
     UPIPE_TRY(upi_attn_like(c, "lse", a->lse, q.n, q.h, 1, UPIPE_F32));
     UPIPE_TRY(upi_attn_check_masks(c, a));
     if (!(a->scale >= 0) || !__builtin_isfinite(a->scale))

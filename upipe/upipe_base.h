@@ -83,6 +83,16 @@ UPIPE_API void upipe_fail_reason(upipe_err *e, upipe_status s)
     if (e->status != s) upipe_fail(e, s, "an entry of the compute table failed without a reason");
 }
 
+/* The number behind a field that is an enum, at an address of that many bytes. A description may hold any, but a C++
+ * compiler may assume that an enum it loads has one of the enum's values: so it is read as a number and checked
+ * first. */
+UPIPE_API int upi_enum_number(const void *field, size_t bytes)
+{
+    int number = 0;
+    memcpy(&number, field, bytes < sizeof number ? bytes : sizeof number);
+    return number;
+}
+
 #define UPIPE_TRY(call)                            \
     do {                                           \
         upipe_status upi_try_ = (call);            \
@@ -101,6 +111,13 @@ UPIPE_API size_t upipe_dtype_bytes(upipe_dtype t)
 UPIPE_API const char *upipe_dtype_name(upipe_dtype t)
 {
     return t == UPIPE_F32 ? "f32" : t == UPIPE_BF16 ? "bf16" : "f16";
+}
+
+/* The name of a field's type, which may be none. */
+UPIPE_API const char *upi_dtype_name_of(const upipe_dtype *t)
+{
+    int number = upi_enum_number(t, sizeof *t);
+    return number >= 0 && number <= UPIPE_F16 ? upipe_dtype_name((upipe_dtype)number) : "no storage type";
 }
 
 /* upipe_view -- n tokens x h heads x d contiguous elements; steps count elements, not bytes

@@ -172,7 +172,7 @@ UPIPE_API upipe_status upipe_even_bytes(upipe_bytes *r, const upipe_plan *p, siz
                                         size_t attn_bwd, size_t tile, upipe_err *err)
 {
     const upipe_plan_desc *d = &p->desc;
-    const int kv_heads = d->ranks * p->kv_per_rank; /* of a round */
+    const int64_t kv_heads = (int64_t)d->ranks * p->kv_per_rank; /* of a round */
     const size_t x = upipe_plan_unit_bytes(p), e = upipe_dtype_bytes(d->dtype);
     const size_t q = upipe_plan_rows_bytes(p, d->chunk, d->head_dim),
                  o = upipe_plan_rows_bytes(p, d->chunk, d->v_dim);

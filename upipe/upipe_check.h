@@ -17,19 +17,10 @@ enum { UPI_ROPE_DIM_MAX = 256 };
 
 /* ---- views ---- */
 
-/* The number behind a storage type. Any number is possible, but a C++ compiler may assume that an enum it
- * loads has one of the enum's values: hence the pointer. */
-UPIPE_API int upi_dtype_number(const upipe_dtype *t)
-{
-    int number = 0;
-    memcpy(&number, t, sizeof *t < sizeof number ? sizeof *t : sizeof number);
-    return number;
-}
-
 /* Whether the table supports the type. */
 UPIPE_API int upi_dtype_built(const upipe_ops *ops, const upipe_dtype *t)
 {
-    int number = upi_dtype_number(t);
+    int number = upi_enum_number(t, sizeof *t);
     return number == UPIPE_F32 || number == UPIPE_BF16 || (number == UPIPE_F16 && ops->f16);
 }
 
@@ -40,7 +31,7 @@ UPIPE_API upipe_status upi_row_check(upipe_ctx *c, const char *call, const char 
                           v.d);
     if (!upi_dtype_built(c->ops, &v.dtype))
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "%s: %s has storage type %d", call, name,
-                          upi_dtype_number(&v.dtype));
+                          upi_enum_number(&v.dtype, sizeof v.dtype));
     if (v.data == NULL && v.n > 0) return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: %s is NULL", call, name);
     return UPIPE_OK;
 }
@@ -189,8 +180,9 @@ UPIPE_API upipe_status upipe_check_gemm(upipe_ctx *c, upipe_view out, upipe_view
     if (!upi_dtype_built(c->ops, &out.dtype) || !upi_dtype_built(c->ops, &a.dtype) ||
         !upi_dtype_built(c->ops, &b.dtype))
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "gemm: storage type %d, %d or %d",
-                          upi_dtype_number(&out.dtype), upi_dtype_number(&a.dtype),
-                          upi_dtype_number(&b.dtype));
+                          upi_enum_number(&out.dtype, sizeof out.dtype),
+                          upi_enum_number(&a.dtype, sizeof a.dtype),
+                          upi_enum_number(&b.dtype, sizeof b.dtype));
     if (a_rows != out.n || b_cols != out.d || a_depth != b_depth)
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
                           "gemm: out is %lld x %d, but op(a) is %lld x %lld and op(b) is %lld x %lld",
@@ -333,7 +325,7 @@ UPIPE_API upipe_status upipe_check_adamw(upipe_ctx *c, const upipe_adamw *a)
                           a->rate, a->eps, a->decay, a->grad_scale);
     if (a->copy != NULL && !upi_dtype_built(c->ops, &a->copy_dtype))
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "adamw: copy has storage type %d",
-                          upi_dtype_number(&a->copy_dtype));
+                          upi_enum_number(&a->copy_dtype, sizeof a->copy_dtype));
     if (a->n == 0) return UPIPE_OK;
     at[0] = a->w;
     at[1] = a->m;

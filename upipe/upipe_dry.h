@@ -9,8 +9,7 @@
  *
  * This is how the library knows its bytes; upipe_bytes.h has closed forms for some plans. Sizes are those of the given
  * compute table: its *_bytes entries are asked as in the real run. The code goes through all heads of every tile of dX,
- * so its time grows with heads * rows / tile_rows, and with the square of the stages besides where heads are uneven. Do
- * not ask for 2^40 tokens.
+ * so its time grows with heads * rows / tile_rows. Do not ask for 2^40 tokens.
  */
 #ifndef UPIPE_DRY_H
 #define UPIPE_DRY_H

@@ -21,12 +21,14 @@
 
 #include "upipe_layer.h"
 
+enum { UPIPE_SEGMENTS_MAX = 1 << 16 };
+
 /* upipe_fpdt
  *   layer     weights and mask; its plan is not read
  *   desc      of the whole sequence, without a ring, and of this rank: desc.rank must be the team's. chunk =
  *             heads: FPDT; smaller: stages of heads in segments of the sequence. overlap: streamed segments
  *             are copied on ctx->side_stream while another segment attends
- *   segments  pi; at most tokens / ranks
+ *   segments  pi; at most tokens / ranks, and UPIPE_SEGMENTS_MAX
  *   host      pool of the host's memory
  */
 typedef struct upipe_fpdt {
@@ -50,7 +52,8 @@ typedef struct upipe_fpdt_saved {
 
 /* upipe_fpdt_plan -- the plan of segment i, which begins at token upipe_cut(S, segments, i)
  *   errors  as upipe_plan_init, of the segment's numbers; ARG for fewer tokens than ranks in a segment, or no
- *           such segment; UNSUPPORTED for a ring, the naive order, and several stages of uneven heads
+ *           such segment; UNSUPPORTED for a ring, the naive order, several stages of uneven heads, and too many
+ *           segments
  */
 UPIPE_API upipe_status upipe_fpdt_plan(const upipe_fpdt *f, int i, upipe_plan *p, upipe_err *e)
 {
@@ -58,6 +61,9 @@ UPIPE_API upipe_status upipe_fpdt_plan(const upipe_fpdt *f, int i, upipe_plan *p
     if (f->segments < 1 || d.tokens / f->segments < (d.ranks > 0 ? d.ranks : 1))
         return upipe_fail(e, UPIPE_ERR_ARG, "%lld tokens in %d segments over %d ranks", (long long)d.tokens,
                           f->segments, d.ranks);
+    if (f->segments > UPIPE_SEGMENTS_MAX)
+        return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "%d segments, at most %d", f->segments,
+                          UPIPE_SEGMENTS_MAX);
     if (i < 0 || i >= f->segments) return upipe_fail(e, UPIPE_ERR_ARG, "segment %d of %d", i, f->segments);
     if (d.ring > 1 || d.naive)
         return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "segments with %s",

@@ -85,8 +85,11 @@ typedef struct upipe_mem {
 UPIPE_API void upi_mem_poison(upipe_mem *m, size_t offset, size_t bytes, int poison)
 {
 #ifdef UPI_MEM_ASAN
-    if (!m->dry && poison) __asan_poison_memory_region(m->slab + offset, bytes);
-    if (!m->dry && !poison) __asan_unpoison_memory_region(m->slab + offset, bytes);
+    if (m->dry || bytes == 0) return; /* an empty pool may have no slab */
+    if (poison)
+        __asan_poison_memory_region(m->slab + offset, bytes);
+    else
+        __asan_unpoison_memory_region(m->slab + offset, bytes);
 #else
     (void)m, (void)offset, (void)bytes, (void)poison;
 #endif

@@ -49,7 +49,10 @@ typedef enum upipe_schedule {
  */
 typedef enum upipe_ring_mode { UPIPE_RING_AUTO, UPIPE_RING_P2P, UPIPE_RING_ALL_GATHER } upipe_ring_mode;
 
-enum { UPIPE_STAGES_MAX = 256 };
+enum {
+    UPIPE_STAGES_MAX = 256,
+    UPIPE_RANKS_MAX = 1024 /* of a team, and of a ring: functions of a plan walk all of them */
+};
 
 /* upipe_plan_desc -- what to run. Zero means the default, which stands behind the semicolon
  *   tokens         S, of the whole sequence; any number >= ranks * ring (2 * ring with ZIGZAG)
@@ -187,7 +190,8 @@ UPIPE_API upipe_status upi_plan_schedule(upipe_plan *p, upipe_err *e)
         upi_plan_uneven(p);
     }
     if (p->stages > UPIPE_STAGES_MAX)
-        return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "%d stages, at most %d", p->stages, UPIPE_STAGES_MAX);
+        return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "%d heads in chunks of %d are more than %d stages",
+                          d->heads, d->chunk, UPIPE_STAGES_MAX);
     return UPIPE_OK;
 }
 
@@ -196,7 +200,7 @@ UPIPE_API upipe_status upi_plan_schedule(upipe_plan *p, upipe_err *e)
 UPIPE_API upipe_ring_mode upi_plan_ring_mode(const upipe_plan *p)
 {
     const upipe_plan_desc *d = &p->desc;
-    int64_t e = (int64_t)upipe_dtype_bytes(d->dtype), both = d->head_dim + d->v_dim;
+    int64_t e = (int64_t)upipe_dtype_bytes(d->dtype), both = (int64_t)d->head_dim + d->v_dim;
     int64_t kv = p->kv_per_rank * both * (e + 4), q = p->per_rank * (both * e + d->head_dim * (int64_t)4 + 8);
     if (p->schedule == UPIPE_UNEVEN) return UPIPE_RING_ALL_GATHER;
     return (d->ring - 1) * kv < (p->steps - 1) * q + 2 * kv ? UPIPE_RING_ALL_GATHER : UPIPE_RING_P2P;
@@ -207,12 +211,6 @@ UPIPE_API upipe_status upi_plan_ring(upipe_plan *p, upipe_err *e)
 {
     upipe_plan_desc *d = &p->desc;
     int64_t least = (int64_t)d->ranks * d->ring * (d->layout == UPIPE_ZIGZAG && d->ring > 1 ? 2 : 1);
-    if ((int)d->layout < 0 || d->layout >= UPIPE_LAYOUTS)
-        return upipe_fail(e, UPIPE_ERR_ARG, "layout %d is none of contiguous, zigzag and striped",
-                          (int)d->layout);
-    if ((int)d->ring_mode < 0 || d->ring_mode > UPIPE_RING_ALL_GATHER)
-        return upipe_fail(e, UPIPE_ERR_ARG, "ring mode %d is none of auto, p2p and all-gather",
-                          (int)d->ring_mode);
     if (d->tokens < least)
         return upipe_fail(e, UPIPE_ERR_ARG,
                           "%lld tokens are fewer than %lld, one for each part of %d ranks%s",
@@ -264,11 +262,26 @@ UPIPE_API upipe_status upi_plan_ring(upipe_plan *p, upipe_err *e)
     return UPIPE_OK;
 }
 
+/* The fields that are enums: nothing loads them before. */
+UPIPE_API upipe_status upi_plan_enums(const upipe_plan_desc *d, upipe_err *e)
+{
+    const int dtype = upi_enum_number(&d->dtype, sizeof d->dtype);
+    const int layout = upi_enum_number(&d->layout, sizeof d->layout);
+    const int mode = upi_enum_number(&d->ring_mode, sizeof d->ring_mode);
+    if (dtype < 0 || dtype > UPIPE_F16)
+        return upipe_fail(e, UPIPE_ERR_ARG, "data type %d is none of f32, bf16 and f16", dtype);
+    if (layout < 0 || layout >= UPIPE_LAYOUTS)
+        return upipe_fail(e, UPIPE_ERR_ARG, "layout %d is none of contiguous, zigzag and striped", layout);
+    if (mode < 0 || mode > UPIPE_RING_ALL_GATHER)
+        return upipe_fail(e, UPIPE_ERR_ARG, "ring mode %d is none of auto, p2p and all-gather", mode);
+    return UPIPE_OK;
+}
+
 /* upipe_plan_init -- checks the description, fills in its defaults, derives the schedule
  *   errors  ARG (sizes that make no sense, which the sentence names; an inner ring, a ring mode or
  *           ring_prefetch that does not fit the others), UNSUPPORTED (heads that have no naive order; too
- *           many stages; a P2P ring, ring_prefetch or overlap without common rounds; overlap with a ring),
- *           OVERFLOW
+ *           many stages or ranks; a P2P ring, ring_prefetch or overlap without common rounds; overlap with a
+ *           ring), OVERFLOW
  *   paper   sections 3.3 and 4.1
  */
 UPIPE_API upipe_status upipe_plan_init(upipe_plan *p, const upipe_plan_desc *desc, upipe_err *e)
@@ -292,14 +305,15 @@ UPIPE_API upipe_status upipe_plan_init(upipe_plan *p, const upipe_plan_desc *des
     if (d.rank < 0 || d.rank >= d.ranks || d.ring_rank < 0 || d.ring_rank >= d.ring)
         return upipe_fail(e, UPIPE_ERR_ARG, "rank %d of %d, ring rank %d of %d", d.rank, d.ranks, d.ring_rank,
                           d.ring);
-    if (d.dtype != UPIPE_F32 && d.dtype != UPIPE_BF16 && d.dtype != UPIPE_F16)
-        return upipe_fail(e, UPIPE_ERR_ARG, "data type %d is none of f32, bf16 and f16", (int)d.dtype);
+    UPIPE_TRY(upi_plan_enums(desc, e));
+    if (d.ranks > UPIPE_RANKS_MAX || d.ring > UPIPE_RANKS_MAX)
+        return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "a team of %d ranks and a ring of %d, at most %d each",
+                          d.ranks, d.ring, UPIPE_RANKS_MAX);
     if ((int64_t)d.heads * (d.head_dim > d.v_dim ? d.head_dim : d.v_dim) > INT32_MAX ||
-        d.model_dim > INT32_MAX || (int64_t)d.ranks * d.ring > INT32_MAX / 2)
-        return upipe_fail(
-            e, UPIPE_ERR_OVERFLOW,
-            "rows of %d heads of %d elements, or of model dim %lld, or %d x %d ranks leave 31 bits", d.heads,
-            d.head_dim > d.v_dim ? d.head_dim : d.v_dim, (long long)d.model_dim, d.ranks, d.ring);
+        d.model_dim > INT32_MAX)
+        return upipe_fail(e, UPIPE_ERR_OVERFLOW,
+                          "rows of %d heads of %d elements, or of model dim %lld leave 31 bits", d.heads,
+                          d.head_dim > d.v_dim ? d.head_dim : d.v_dim, (long long)d.model_dim);
     if (d.model_dim == 0) d.model_dim = (int64_t)d.heads * d.head_dim;
     if (d.heads % d.kv_heads != 0)
         return upipe_fail(e, UPIPE_ERR_ARG, "%d query heads are no multiple of %d key/value heads", d.heads,

@@ -78,7 +78,7 @@ UPIPE_API int64_t upi_plan_ring_tokens(const upipe_plan *p, int grads)
 UPIPE_API int64_t upipe_plan_sent_ring(const upipe_plan *p, int backward)
 {
     const upipe_plan_desc *d = &p->desc;
-    int64_t e = (int64_t)upipe_dtype_bytes(d->dtype), both = d->head_dim + d->v_dim, heads = 0;
+    int64_t e = (int64_t)upipe_dtype_bytes(d->dtype), both = (int64_t)d->head_dim + d->v_dim, heads = 0;
     int stage;
     if (d->ring == 1) return 0;
     for (stage = 0; stage < p->stages; ++stage)

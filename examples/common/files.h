@@ -33,7 +33,7 @@ enum { FILES_MAX = 192, FOLDERS_MAX = 16, FILES_PATH = 4096 };
 typedef struct files {
     char final[FILES_MAX][FILES_PATH], temporary[FILES_MAX][FILES_PATH];
     char folders[FOLDERS_MAX][FILES_PATH]; /* made by us */
-    char old[FILES_PATH];
+    char old[FILES_PATH + 32];
     int n, folders_n, begun, had_old[FILES_MAX];
     sigset_t waiting, ending; /* signals that wait; those of them that would end the program at once */
 } files;

@@ -20,8 +20,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 
+#include "../common/regular.h"
 #include "options.h"
 #include "random.h"
 
@@ -35,21 +35,14 @@ typedef struct inputs {
 static FILE *inputs_open(const options *o)
 {
     long long need = (long long)(o->batch * o->tokens);
-    struct stat about;
-    FILE *f = NULL;
-    int there = stat(o->data, &about) == 0, regular = there && S_ISREG(about.st_mode);
-    if (regular) { /* a pipe without a writer would never open */
-        f = fopen(o->data, "rb");
-        there = f != NULL && fstat(fileno(f), &about) == 0;
-        regular = there && S_ISREG(about.st_mode);
-    }
-    if (!there)
-        cli_fail("the text %s cannot be read: %s", o->data, strerror(errno));
-    else if (!regular)
-        cli_fail("the text %s is no regular file", o->data);
-    else if ((long long)about.st_size < need)
-        cli_fail("the text %s has %lld bytes, but %lld x %lld tokens need %lld", o->data,
-                 (long long)about.st_size, (long long)o->batch, (long long)o->tokens, need);
+    const char *why;
+    int64_t bytes = 0;
+    FILE *f = regular_open(o->data, &bytes, &why);
+    if (f == NULL)
+        cli_fail("the text %s cannot be read: %s", o->data, why);
+    else if (bytes < need)
+        cli_fail("the text %s has %lld bytes, but %lld x %lld tokens need %lld", o->data, (long long)bytes,
+                 (long long)o->batch, (long long)o->tokens, need);
     else
         return f;
     if (f != NULL) fclose(f);

@@ -195,7 +195,7 @@ static int options_flag(void *user, int flag, const char *text)
     case FLAG_INNER:
         return cli_int(name, text, UPIPE_THREADS_MAX, &o->inner);
     case FLAG_SEGMENTS:
-        return cli_int(name, text, INT32_MAX, &o->segments);
+        return cli_int(name, text, UPIPE_SEGMENTS_MAX, &o->segments);
     case FLAG_LAYERS:
         return cli_int(name, text, LAYERS_MAX, &o->layers);
     case FLAG_HEADS:

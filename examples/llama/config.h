@@ -25,6 +25,7 @@
 #include <unistd.h>
 
 #include "../../upipe/upipe_base.h"
+#include "../common/regular.h"
 #include "json_load.h"
 #include "limits.h"
 
@@ -370,10 +371,12 @@ static int llama_config_numbers(llama_config *c, const json_t *root, int model, 
 /* The bytes of a whole small file, with a 0 behind them; free() it. NULL with a sentence. */
 static char *llama_file(const char *path, size_t most, size_t *bytes, upipe_err *err)
 {
-    FILE *f = fopen(path, "rb");
+    const char *why = NULL;
+    int64_t size = 0;
+    FILE *f = regular_open(path, &size, &why);
     char *text = NULL, *more;
     size_t n = 0, buf = 0, got;
-    errno = f == NULL ? errno : 0;
+    errno = 0;
     while (f != NULL && n <= most) {
         if (n == buf) {
             more = (char *)realloc(text, buf * 2 + 4097);
@@ -386,7 +389,7 @@ static char *llama_file(const char *path, size_t most, size_t *bytes, upipe_err 
         if (got == 0) break;
     }
     if (f == NULL || ferror(f))
-        llama_config_fail(err, path, "cannot be read: %s", strerror(errno));
+        llama_config_fail(err, path, "cannot be read: %s", f == NULL ? why : strerror(errno));
     else if (n > most)
         llama_config_fail(err, path, "is longer than %zu bytes", most);
     else if (text == NULL || !feof(f))

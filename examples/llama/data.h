@@ -24,10 +24,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 
 #include "../../upipe/upipe_shard.h"
 #include "../common/cli.h"
+#include "../common/regular.h"
 
 enum { TEXT_IGNORE = -1 };
 
@@ -52,28 +52,18 @@ static inline void text_close(corpus *t)
 /* The file if it is one, and its size; NULL with the sentence out. */
 static inline FILE *text_file(const char *path, int64_t tokens, int64_t *bytes)
 {
-    struct stat about;
-    FILE *f = NULL;
-    int there = stat(path, &about) == 0, regular = there && S_ISREG(about.st_mode);
-    if (regular) { /* a pipe without a writer would never open */
-        f = fopen(path, "rb");
-        there = f != NULL && fstat(fileno(f), &about) == 0;
-        regular = there && S_ISREG(about.st_mode);
-    }
-    if (!there)
-        cli_fail("the text %s cannot be read: %s", path, strerror(errno));
-    else if (!regular)
-        cli_fail("the text %s is no regular file", path);
-    else if (about.st_size == 0)
+    const char *why;
+    FILE *f = regular_open(path, bytes, &why);
+    if (f == NULL)
+        cli_fail("the text %s cannot be read: %s", path, why);
+    else if (*bytes == 0)
         cli_fail("the text %s is empty", path);
-    else if ((int64_t)about.st_size - 1 < tokens)
+    else if (*bytes - 1 < tokens)
         cli_fail("the text %s has %lld bytes, but a sequence of %lld tokens needs %lld: one more is the last "
                  "target",
-                 path, (long long)about.st_size, (long long)tokens, (long long)tokens + 1);
-    else {
-        *bytes = (int64_t)about.st_size;
+                 path, (long long)*bytes, (long long)tokens, (long long)tokens + 1);
+    else
         return f;
-    }
     if (f != NULL) fclose(f);
     return NULL;
 }

@@ -10,6 +10,7 @@
 #include "upipe/upipe.h"
 
 #include "../common/cli.h"
+#include "../common/regular.h"
 #include "../common/files.h"
 #include "../common/device_flag.h"
 #include "../common/grid.h"
@@ -168,13 +169,13 @@ static int ids_header(FILE *f, int64_t *n)
 
 static int ids_read(logits *g)
 {
-    FILE *f = fopen(g->o.ids, "rb");
-    int64_t i, value, vocab = g->layout.config.vocab, n = 0;
-    struct stat about;
+    const char *why;
+    int64_t i, value, vocab = g->layout.config.vocab, n = 0, bytes = 0;
+    FILE *f = regular_open(g->o.ids, &bytes, &why);
     int element, bad = 0;
-    if (f == NULL) return cli_fail("%s cannot be read: %s", g->o.ids, strerror(errno));
+    if (f == NULL) return cli_fail("%s cannot be read: %s", g->o.ids, why);
     element = ids_header(f, &n);
-    if (element == 0 || fstat(fileno(f), &about) != 0 || n > (int64_t)about.st_size / element) {
+    if (element == 0 || n > bytes / element) {
         fclose(f);
         return cli_fail("%s is no .npy file of int32 or int64 with one dimension", g->o.ids);
     }

@@ -17,7 +17,7 @@
 #include "../common/cli.h"
 #include "../common/methods.h"
 
-enum { METHOD_CHUNK_MAX = 1 << 24, METHOD_SEGMENTS_MAX = 1 << 16 };
+enum { METHOD_CHUNK_MAX = 1 << 24 };
 
 /* Lines of --help. */
 #define METHOD_USAGE                                                                                  \
@@ -50,7 +50,7 @@ static inline int method_flag(method_choice *how, const char *name, const char *
                    {"ring", UPIPE_THREADS_MAX, &how->ring},
                    {"inner", UPIPE_THREADS_MAX, &how->inner},
                    {"chunk", METHOD_CHUNK_MAX, &how->chunk},
-                   {"segments", METHOD_SEGMENTS_MAX, &how->segments}};
+                   {"segments", UPIPE_SEGMENTS_MAX, &how->segments}};
     size_t i;
     if (strcmp(name, "overlap") == 0) {
         how->overlap = 1;

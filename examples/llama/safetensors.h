@@ -28,6 +28,7 @@
 
 #include "../../upipe/upipe_base.h"
 #include "../common/json.h"
+#include "../common/regular.h"
 #include "json_load.h"
 
 #if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
@@ -283,20 +284,12 @@ ST_API void st_close(st_file *f)
 /* st_open -- opens a file and checks all of its header; after a failure there is nothing to close */
 ST_API int st_open(st_file *f, const char *path, upipe_err *err)
 {
-    struct stat about;
-    int bad = 0;
+    const char *why;
+    int bad;
     memset(f, 0, sizeof *f);
     st_path(f->path, path);
-    /* a pipe of this name must not make us wait for a writer */
-    f->fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (f->fd < 0 || fstat(f->fd, &about) != 0)
-        bad = st_fail(err, f->path, "cannot be opened: %s", strerror(errno));
-    else if (!S_ISREG(about.st_mode))
-        bad = st_fail(err, f->path, "is not a file");
-    else {
-        f->bytes = (int64_t)about.st_size;
-        bad = st_read_header(f, err);
-    }
+    f->fd = regular_fd(path, &f->bytes, &why);
+    bad = f->fd < 0 ? st_fail(err, f->path, "cannot be opened: %s", why) : st_read_header(f, err);
     if (bad) st_close(f);
     return bad;
 }

@@ -5,7 +5,8 @@ For each header under TOP/upipe and each language a unit that includes it first 
 as errors; two units with all of them are compiled and linked. Headers in cpu/ are also read for every instruction set
 that a compiler here has, whether this machine runs it or not. gcc makes code of everything in all of them, for each
 instruction set, and no writable object or visible symbol may be there. Kernels are C++: alone with the emulator's
-seams. With the word cuda nvcc compiles them all, and nothing else does: that takes long. Where CUDA or NCCL is missing, the tests' fakes stand for their headers. What a missing compiler or
+seams. The larger programs compile without optimization too, with which gcc warns of other things (--buildtype=plain).
+With the word cuda nvcc compiles them all, and nothing else does: that takes long. Where CUDA or NCCL is missing, the tests' fakes stand for their headers. What a missing compiler or
 library leaves out is said; it is a failure if no compiler is found at all.
 """
 
@@ -52,6 +53,7 @@ HOST = {
 CROSS = {'C11, gcc for aarch64': ('aarch64-linux-gnu-gcc', ['-std=c11'], '.c')}
 NVCC_FLAGS = ['-std=c++17', '-arch=compute_80', '-Werror=all-warnings', '-Xcompiler', '-Wall,-Wextra,-Wshadow', '-Wno-deprecated-gpu-targets']
 
+PROGRAMS = ['examples/compare/compare.c', 'examples/llama/train.c', 'examples/llama/logits.c']
 NCCL_PLACES = ['/usr/include', '/usr/local/include', '/usr/local/cuda/include']
 
 FIRST = '{includes}{includes}int second(void);\nint main(void)\n{{\n    return second();\n}}\n'
@@ -134,6 +136,11 @@ def compile_apart(label, top):
         return (label, *run([os.path.join(folder, 'both')])) if ok else (label, False, said)
 
 
+def compile_program(label, program, top):
+    return label, *run(['gcc', '-std=c11', '-O0', *WARNINGS, *POSIX, '-DUPIPE_CPU_DECLARE', '-I', top, '-c',
+                        os.path.join(top, program), '-o', os.devnull])
+
+
 def find_flags(top):
     """Include flags by the words of FOREIGN; a word that is missing has none to offer."""
     flags = {'cuda': ['-isystem', os.path.join(top, 'tests', 'fake')]}
@@ -197,6 +204,8 @@ def host_jobs(headers, flags_of, top):
 
     if shutil.which('gcc') and shutil.which('g++'):
         jobs.append((compile_apart, 'the CPU table in a unit of its own', top))
+    if shutil.which('gcc'):
+        jobs += [(compile_program, f'{program} without optimization', program, top) for program in PROGRAMS]
     for language, (program, standard, suffix) in (HOST | CROSS).items():
         compiler = shutil.which(program)
         if not compiler:

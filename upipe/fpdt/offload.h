@@ -36,10 +36,10 @@ UPIPE_API upipe_status upi_fpdt_copy(upipe_ctx *c, upi_fpdt_pass *s, void *dst, 
     return bytes > 0 ? c->ops->copy(c, dst, src, bytes) : UPIPE_OK;
 }
 
-/* Block k of the n blocks of segment i in a buffer in the host's memory. */
+/* Block k of the n blocks of segment i in a buffer in the host's memory; NULL where a rank has no heads. */
 UPIPE_API char *upi_fpdt_at(const char *base, size_t bytes, int n, int i, int k)
 {
-    return (char *)(uintptr_t)base + ((size_t)i * (size_t)n + (size_t)k) * bytes;
+    return (char *)upipe_offset(base, ((size_t)i * (size_t)n + (size_t)k) * bytes);
 }
 
 /* Bytes of this rank's query heads, or key/value heads, of a stage, dim elements of e bytes each. */

@@ -52,12 +52,11 @@ UPIPE_API upi_run upi_segment_run(const upi_segments *z, int i)
 
 UPIPE_API upipe_status upi_segments_make(upi_segments *z, upipe_ctx *c, const upipe_fpdt *f)
 {
-    const int last = f->segments - 1; /* one of the longest */
     int k, stage;
     memset(z, 0, sizeof *z);
     z->f = f;
-    UPIPE_TRY(upipe_fpdt_plan(f, 0, &z->plan[0], &c->err)); /* one of the shortest */
-    UPIPE_TRY(upipe_fpdt_plan(f, last, &z->plan[1], &c->err));
+    UPIPE_TRY(upipe_fpdt_plan(f, 0, &z->plan[0], &c->err));               /* one of the shortest */
+    UPIPE_TRY(upipe_fpdt_plan(f, f->segments - 1, &z->plan[1], &c->err)); /* one of the longest */
     for (k = 0; k < 2; ++k) {
         const upipe_plan *p = &z->plan[k];
         upi_scratch s;

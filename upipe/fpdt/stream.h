@@ -13,8 +13,8 @@ UPIPE_API upi_kv_pair upi_fpdt_stream_kv(const upi_fpdt_stream *v, int n)
 {
     const upipe_buffers *b = &v->s->z.b;
     upi_kv_pair kv;
-    kv.k = v->bufs + (size_t)(n % 2) * (b->k + b->v);
-    kv.v = (char *)kv.k + b->k;
+    kv.k = upipe_offset(v->bufs, (size_t)(n % 2) * (b->k + b->v));
+    kv.v = upipe_offset(kv.k, b->k);
     return kv;
 }
 
@@ -42,7 +42,7 @@ UPIPE_API void upi_fpdt_stream_q(const upi_fpdt_stream *v, int n, upipe_ring_par
 {
     const upipe_buffers *b = &v->s->z.b;
     const size_t rows = b->q + b->o + b->sum_q;
-    part->q = v->bufs + (size_t)(n % 2) * rows;
+    part->q = upipe_offset(v->bufs, (size_t)(n % 2) * rows);
     part->dout = upipe_offset(part->q, b->q);
     part->dq = upipe_offset(part->dout, b->o);
     part->lse = (float *)upipe_offset(v->bufs, 2 * (rows + (size_t)(n % 2) * b->stat));

@@ -55,9 +55,10 @@ UPIPE_API upipe_status upi_layer_agree(upipe_ctx *c, const upipe_layer *l, int64
 /* x, or another matrix of its shape: [rows][1][D] of the plan's type. */
 UPIPE_API upipe_status upi_layer_check_rows(upipe_ctx *c, const upipe_plan *p, const char *name, upipe_view x)
 {
-    if (x.n == p->rows && x.h == 1 && x.d == p->desc.model_dim && x.dtype == p->desc.dtype) return UPIPE_OK;
+    const int same = upi_enum_number(&x.dtype, sizeof x.dtype) == (int)p->desc.dtype;
+    if (x.n == p->rows && x.h == 1 && x.d == p->desc.model_dim && same) return UPIPE_OK;
     return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s is %s [%lld][%d][%d], the plan says %s [%lld][1][%lld]",
-                      name, upipe_dtype_name(x.dtype), (long long)x.n, x.h, x.d,
+                      name, upi_dtype_name_of(&x.dtype), (long long)x.n, x.h, x.d,
                       upipe_dtype_name(p->desc.dtype), (long long)p->rows, (long long)p->desc.model_dim);
 }
 

@@ -70,12 +70,15 @@ UPIPE_API size_t upi_tiles_product(const upipe_ops *ops, upipe_dtype out, upipe_
 UPIPE_API upipe_status upi_tiles_check(upipe_ctx *c, const char *call, const char *name, upipe_view v,
                                        upipe_view like)
 {
-    if (v.h == 1 && v.n == like.n && v.d == like.d && v.dtype == like.dtype && v.n >= 0 && v.d >= 1 &&
+    const int type = upi_enum_number(&v.dtype, sizeof v.dtype);
+    const int typed =
+        type >= 0 && type <= UPIPE_F16 && type == upi_enum_number(&like.dtype, sizeof like.dtype);
+    if (v.h == 1 && v.n == like.n && v.d == like.d && typed && v.n >= 0 && v.d >= 1 &&
         (v.data != NULL || v.n == 0))
         return UPIPE_OK;
     return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: %s is %s [%lld][%d][%d]%s, not %s [%lld][1][%d]", call,
-                      name, upipe_dtype_name(v.dtype), (long long)v.n, v.h, v.d,
-                      v.data == NULL ? " at NULL" : "", upipe_dtype_name(like.dtype), (long long)like.n,
+                      name, upi_dtype_name_of(&v.dtype), (long long)v.n, v.h, v.d,
+                      v.data == NULL ? " at NULL" : "", upi_dtype_name_of(&like.dtype), (long long)like.n,
                       like.d);
 }
 

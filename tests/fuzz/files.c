@@ -1,0 +1,183 @@
+/* files.c -- any bytes in the place of what the trainer reads: config.json, safetensors, an index, a run's numbers
+ *
+ * The first letter of an input says in the place of what the rest stands:
+ *   c  config.json
+ *   s  a safetensors file
+ *   h  its header alone: the length before it and 64 bytes of data behind it are added
+ *   m  the metadata of a checkpoint's optimizer, a JSON object
+ *   i  the index of a model in several files, one of which there is
+ */
+#define _GNU_SOURCE
+#include "fuzz.h"
+
+#include "examples/llama/checkpoint.h"
+
+enum { DATA = 64 };
+
+static char folder[64];
+
+static const char *in(const char *name)
+{
+    static char path[128];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    return path;
+}
+
+static void put(const char *name, const void *bytes, size_t n)
+{
+    FILE *f = fopen(in(name), "wb");
+    if (f == NULL || fwrite(bytes, 1, n, f) != n || fclose(f) != 0) abort();
+}
+
+/* [length][before][text][after][DATA zeros] */
+static void put_safetensors(const char *name, const char *before, const char *text, size_t n,
+                            const char *after)
+{
+    static char bytes[FUZZ_MAX + 256];
+    const size_t head = strlen(before), tail = strlen(after), length = head + n + tail;
+    size_t i;
+    memset(bytes, 0, sizeof bytes);
+    for (i = 0; i < 8; ++i) bytes[i] = (char)(length >> 8 * i & 255);
+    memcpy(bytes + 8, before, head);
+    memcpy(bytes + 8 + head, text, n);
+    memcpy(bytes + 8 + head + n, after, tail);
+    put(name, bytes, 8 + length + DATA);
+}
+
+static void end(void)
+{
+    static const char *const names[] = {"config.json", "file.safetensors", "optimizer.safetensors",
+                                        "part.safetensors", "model.safetensors.index.json"};
+    size_t i;
+    for (i = 0; i < sizeof names / sizeof *names; ++i) unlink(in(names[i]));
+    rmdir(folder);
+}
+
+static void begin(void)
+{
+    static const char part[] =
+        "{\"model.norm.weight\":{\"dtype\":\"F32\",\"shape\":[16],\"data_offsets\":[0,64]}}";
+    const char *parent = getenv("TMPDIR");
+    if (folder[0] != 0) return;
+    snprintf(folder, sizeof folder, "%s/fuzz.XXXXXX", parent != NULL && *parent ? parent : ".");
+    if (mkdtemp(folder) == NULL) abort();
+    put_safetensors("part.safetensors", "", part, sizeof part - 1, "");
+    atexit(end);
+}
+
+/* A refusal leaves a sentence. */
+static int accepted(int bad, const upipe_err *err)
+{
+    CHECK(bad == 0 || strlen(err->text) > 20);
+    return bad == 0;
+}
+
+static void fuzz_config(const char *text, size_t n)
+{
+    llama_config c;
+    llama_layout l;
+    upipe_dtype dtype;
+    upipe_err err = {{0}, UPIPE_OK};
+    put("config.json", text, n);
+    if (!accepted(llama_config_read(&c, &dtype, in("config.json"), &err), &err)) return;
+    CHECK(c.layers >= 1 && c.layers <= LLAMA_LAYERS_MAX && c.heads >= 1 && c.kv_heads >= 1 &&
+          c.head_dim >= 2);
+    CHECK(c.heads % c.kv_heads == 0 && c.rope_theta > 0 && c.norm_eps > 0 && c.window >= 0);
+    CHECK(llama_layout_init(&l, &c) == 0 && l.weights > 0);
+    llama_layout_free(&l);
+}
+
+static void fuzz_tensors(void)
+{
+    unsigned char bytes[FUZZ_MAX];
+    upipe_err err = {{0}, UPIPE_OK};
+    int64_t sum = 0;
+    st_file f;
+    int i;
+    if (!accepted(st_open(&f, in("file.safetensors"), &err), &err)) return;
+    for (i = 0; i < f.n; ++i) {
+        const st_tensor *t = &f.tensors[i];
+        CHECK(st_find(&f, t->name) != NULL && t->bytes == t->n * st_dtype_bytes(t->dtype) && t->at >= 8);
+        if (CHECK(t->bytes <= FUZZ_MAX)) CHECK_INT(st_read_raw(&f, t, 0, t->n, bytes, &err), 0);
+        sum += t->bytes;
+    }
+    CHECK(sum <= f.bytes - 8);
+    (void)st_metadata(&f, "dtype");
+    st_close(&f);
+}
+
+static void fuzz_run(void)
+{
+    upipe_err err = {{0}, UPIPE_OK};
+    upipe_dtype dtype;
+    llama_run run;
+    memset(&run, 0, sizeof run);
+    if (!accepted(llama_load_run(folder, &run, &dtype, &err), &err)) return;
+    CHECK(run.step >= 0 && run.steps >= 0 && run.tokens >= 0 && run.batch >= 0 && isfinite(run.lr));
+}
+
+static upipe_status copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
+{
+    (void)c;
+    memcpy(dst, src, bytes);
+    return UPIPE_OK;
+}
+
+static void fuzz_index(void)
+{
+    static float weights[4096], norm_weights[64];
+    llama_config config;
+    llama_layout l;
+    llama_state state;
+    upipe_ops ops;
+    upipe_ctx c;
+    memset(&config, 0, sizeof config);
+    config.layers = config.heads = config.kv_heads = config.tied = 1;
+    config.dim = config.hidden = 16;
+    config.head_dim = 2;
+    config.vocab = 4;
+    memset(&state, 0, sizeof state);
+    memset(&ops, 0, sizeof ops);
+    memset(&c, 0, sizeof c);
+    ops.copy = copy;
+    c.ops = &ops;
+    if (llama_layout_init(&l, &config) != 0) abort();
+    CHECK(l.weights <= 4096 && l.norm_weights <= 64);
+    state.layout = &l;
+    state.ranks = 1;
+    state.weights = weights;
+    state.norm_weights = norm_weights;
+    accepted(llama_load_weights(&c, folder, &state) != UPIPE_OK, &c.err);
+    llama_layout_free(&l);
+}
+
+static void fuzz_one(const char *input, size_t n)
+{
+    if (n == 0) return;
+    begin();
+    ++input, --n;
+    switch (input[-1]) {
+    case 'c':
+        fuzz_config(input, n);
+        break;
+    case 's':
+        put("file.safetensors", input, n);
+        fuzz_tensors();
+        break;
+    case 'h':
+        put_safetensors("file.safetensors", "", input, n, "");
+        fuzz_tensors();
+        break;
+    case 'm':
+        put_safetensors("optimizer.safetensors", "{\"__metadata__\":", input, n,
+                        ",\"a\":{\"dtype\":\"U8\",\"shape\":[64],\"data_offsets\":[0,64]}}");
+        fuzz_run();
+        break;
+    case 'i':
+        put("model.safetensors.index.json", input, n);
+        fuzz_index();
+        break;
+    default:
+        break;
+    }
+}
