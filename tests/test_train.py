@@ -763,9 +763,10 @@ def test_kills(folder):
     save = os.path.join(folder, 'save')
     chance = random.Random(1)
     resumed = 0
+    saved = re.compile(r'checkpoint-\d+|\.checkpoint-\d+\.old')
     for number in range(20):
         names = os.listdir(save) if os.path.isdir(save) else []
-        there = [name for name in names if re.fullmatch(r'checkpoint-\d+|\.checkpoint-\d+\.old', name)]
+        there = [name for name in names if saved.fullmatch(name)]
         if f'checkpoint-{steps}' in names:
             shutil.rmtree(save)
             there = []
@@ -778,8 +779,7 @@ def test_kills(folder):
         check(process.returncode in (0, -signal.SIGKILL), f'kill {number}: {process.returncode} {sentence}')
         # What is there now can be resumed, by a run that leaves it as it is.
         names = os.listdir(save) if os.path.isdir(save) else []
-        found = [int(re.search(r'\d+', name)[0]) for name in names
-                 if re.fullmatch(r'checkpoint-\d+|\.checkpoint-\d+\.old', name)]
+        found = [int(re.search(r'\d+', name)[0]) for name in names if saved.fullmatch(name)]
         if not found:
             failed(folder, given(steps=steps, resume='save', **EVEN), 1, ['save'], f'kill {number}: nothing yet')
             continue
@@ -793,7 +793,7 @@ def test_kills(folder):
     check(resumed > 3, f'only {resumed} of 20 kills left something to resume')
     names = os.listdir(save) if os.path.isdir(save) else []
     if f'checkpoint-{steps}' not in names:
-        more = {'resume': 'save'} if any('.tmp' not in name for name in names) else {}
+        more = {'resume': 'save'} if any(saved.fullmatch(name) for name in names) else {}
         rest = good(folder, 'after the kills', steps=steps, save='save', save_every=1, **EVEN, **more)
         if rest:
             equal(rest['loss'], whole['loss'][rest['first_step'] - 1:], 'after the kills')
