@@ -6,6 +6,11 @@ top=$(cd "$(dirname "$0")/.." && pwd) || exit 1
 build=$top/build/bench
 venv=$build/venv
 
+# Everyone's large arrays in huge pages, where the system has them for who asks: glibc does then, and so does PyTorch's
+# allocator.
+export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
+export THP_MEM_ALLOC_ENABLE="${THP_MEM_ALLOC_ENABLE:-1}"
+
 commands() {
     for name in attn masks gemm ops block methods accuracy; do
         [ ! -f "$top/bench/$name.py" ] || printf ' %s' "$name"

@@ -34,6 +34,7 @@ enum {
     UPI_ATTN_VECTORS = 3,                         /* side by side in a register tile */
     UPI_ATTN_TILE = UPIPE_CPU_AVX512 ? 8 : 4,     /* rows of it: 12 or 24 sums, of 16 or 32 registers */
     UPI_ATTN_PANEL = UPI_ATTN_VECTORS * UPI_WIDE, /* queries in the lanes of a panel */
+    UPI_ATTN_STEPS = 4,                           /* of a tile's depth in a turn of its loop */
     UPI_ATTN_KEYS = 64,                           /* keys in a block */
     UPI_ATTN_SECTION = 64 * UPI_ATTN_KEYS,        /* keys whose sums are added to totals at once */
     UPI_ATTN_PAD = 16, /* elements between copied rows: steps of a power of two would share few cache sets */
@@ -159,103 +160,172 @@ UPI_CPU_KERNEL void upi_attn_pack_keys(float *out, const void *rows, upipe_dtype
     UPI_BY_TYPE(upi_attn_pack_keys_of, dtype, out, rows, first, step, count, d);
 }
 
-/* ---- register tiles, summed over `depth`; tile and vectors are constant after inlining ---- */
+/* ---- register tiles, summed over `depth`; tile and vectors are constant after inlining ----
+ *
+ * Loops over tiles are kernels of their own: a tile fills the registers, and inside a larger function gcc keeps
+ * some of its sums in memory. */
+
+/* sums[i][v] += a[i * row_step] * b[v * b_step], for vectors from .. end - 1 */
+UPI_INLINE void upi_attn_step(int tile, int from, int end, const float *a, int64_t row_step, const float *b,
+                              int64_t b_step, upi_fw sums[][UPI_ATTN_VECTORS])
+{
+    upi_fw column[UPI_ATTN_VECTORS];
+    int i, v;
+    UPI_CPU_UNROLL
+    for (v = from; v < end; ++v) column[v] = upi_fw_load(b + v * b_step);
+    UPI_CPU_UNROLL
+    for (i = 0; i < tile; ++i) {
+        const upi_fw x = upi_fw_broadcast(a + i * row_step);
+        UPI_CPU_UNROLL
+        for (v = from; v < end; ++v) upi_fw_accumulate(&sums[i][v], x, column[v]);
+    }
+}
 
 /* sums[i][v] += a[i * row_step + k * depth_step] * b[v * b_step + k * b_depth_step], k = 0 .. depth - 1 in
- * order, for vectors from .. end - 1 */
-UPI_INLINE void upi_attn_tile(int tile, int from, int end, int64_t depth, const float *a, int64_t row_step,
-                              int64_t depth_step, const float *b, int64_t b_step, int64_t b_depth_step,
-                              upi_fw sums[][UPI_ATTN_VECTORS])
+ * order, for vectors from .. end - 1. If `even`, depth is a multiple of UPI_ATTN_STEPS: a loop less. */
+UPI_INLINE void upi_attn_tile(int even, int tile, int from, int end, int64_t depth, const float *a,
+                              int64_t row_step, int64_t depth_step, const float *b, int64_t b_step,
+                              int64_t b_depth_step, upi_fw sums[][UPI_ATTN_VECTORS])
 {
-    int64_t k;
-    int i, v;
-    for (k = 0; k < depth; ++k, a += depth_step, b += b_depth_step) {
-        upi_fw column[UPI_ATTN_VECTORS];
+    int u;
+    for (; depth >= UPI_ATTN_STEPS; depth -= UPI_ATTN_STEPS) {
         UPI_CPU_UNROLL
-        for (v = from; v < end; ++v) {
-            column[v] = upi_fw_load(b + v * b_step);
-            UPI_OPAQUE(column[v]);
-        }
-        UPI_CPU_UNROLL
-        for (i = 0; i < tile; ++i) {
-            upi_fw x = upi_fw_broadcast(a + i * row_step);
-            UPI_CPU_UNROLL
-            for (v = from; v < end; ++v) sums[i][v] = upi_fw_fma(x, column[v], sums[i][v]);
-        }
+        for (u = 0; u < UPI_ATTN_STEPS; ++u)
+            upi_attn_step(tile, from, end, a + u * depth_step, row_step, b + u * b_depth_step, b_step, sums);
+        a += UPI_ATTN_STEPS * depth_step;
+        b += UPI_ATTN_STEPS * b_depth_step;
     }
+    for (; !even && depth > 0; --depth, a += depth_step, b += b_depth_step)
+        upi_attn_step(tile, from, end, a, row_step, b, b_step, sums);
 }
 
-/* The tile of a panel b[depth][panel], from vector `from` on. */
-UPI_INLINE void upi_attn_panel_tile(int from, int64_t depth, const float *a, int64_t row_step,
-                                    int64_t depth_step, const float *b, upi_fw sums[][UPI_ATTN_VECTORS])
-{
-    upi_attn_tile(UPI_ATTN_TILE, from, UPI_ATTN_VECTORS, depth, a, row_step, depth_step, b, UPI_WIDE,
-                  UPI_ATTN_PANEL, sums);
-}
-
-/* sums = products of a tile's rows of [d + pad] with a panel [d][panel]; see UPI_DOT_PIECE. */
-UPI_INLINE void upi_attn_dot(int from, int d, const float *rows, const float *panel,
-                             upi_fw sums[][UPI_ATTN_VECTORS])
+/* Products of a tile's rows of [d + pad] with a panel [d][panel], from vector `from` on: out[tile][panel]; see
+ * UPI_DOT_PIECE. Raises top[panel], unless it is NULL. */
+UPI_INLINE void upi_attn_dot(int from, int d, const float *rows, const float *panel, float *__restrict out,
+                             float *top)
 {
     int c, i, v;
-    UPI_CPU_UNROLL
-    for (i = 0; i < UPI_ATTN_TILE; ++i) UPI_CPU_UNROLL
-    for (v = from; v < UPI_ATTN_VECTORS; ++v) sums[i][v] = upi_fw_zero();
-    upi_attn_panel_tile(from, d < UPI_DOT_PIECE ? d : (int)UPI_DOT_PIECE, rows, d + UPI_ATTN_PAD, 1, panel,
-                        sums);
-    for (c = UPI_DOT_PIECE; c < d; c += UPI_DOT_PIECE) {
-        upi_fw more[UPI_ATTN_TILE][UPI_ATTN_VECTORS];
-        int count = d - c < UPI_DOT_PIECE ? d - c : (int)UPI_DOT_PIECE;
-        UPI_CPU_UNROLL
-        for (i = 0; i < UPI_ATTN_TILE; ++i) UPI_CPU_UNROLL
-        for (v = from; v < UPI_ATTN_VECTORS; ++v) more[i][v] = upi_fw_zero();
-        upi_attn_panel_tile(from, count, rows + c, d + UPI_ATTN_PAD, 1, panel + c * UPI_ATTN_PANEL, more);
-        UPI_CPU_UNROLL
-        for (i = 0; i < UPI_ATTN_TILE; ++i) UPI_CPU_UNROLL
-        for (v = from; v < UPI_ATTN_VECTORS; ++v) sums[i][v] = upi_fw_add(sums[i][v], more[i][v]);
-    }
-}
-
-/* out[d][panel] = fold * out + rows^T . weights, where vector v takes keys[v] rows of [d + pad], ascending in
- * v. The products are summed from zero. */
-UPI_INLINE void upi_attn_weigh(int d, const int *keys, const float *rows, const float *weights,
-                               float *__restrict out, const upi_fw *fold)
-{
-    const int64_t step = d + UPI_ATTN_PAD;
-    int c, i, v;
-    for (c = 0; c < d; c += UPI_ATTN_TILE) {
-        float *at = out + c * UPI_ATTN_PANEL;
+    for (c = 0; c < d; c += UPI_DOT_PIECE) {
         upi_fw sums[UPI_ATTN_TILE][UPI_ATTN_VECTORS];
         UPI_CPU_UNROLL
         for (i = 0; i < UPI_ATTN_TILE; ++i) UPI_CPU_UNROLL
-        for (v = 0; v < UPI_ATTN_VECTORS; ++v) sums[i][v] = upi_fw_zero();
-        upi_attn_panel_tile(0, keys[0], rows + c, 1, step, weights, sums);
-        if (keys[0] < keys[UPI_ATTN_VECTORS - 1]) {
-            upi_attn_panel_tile(1, keys[1] - keys[0], rows + c + keys[0] * step, 1, step,
-                                weights + keys[0] * UPI_ATTN_PANEL, sums);
-            upi_attn_panel_tile(2, keys[2] - keys[1], rows + c + keys[1] * step, 1, step,
-                                weights + keys[1] * UPI_ATTN_PANEL, sums);
-        }
+        for (v = from; v < UPI_ATTN_VECTORS; ++v) sums[i][v] = upi_fw_zero();
+        upi_attn_tile(1, UPI_ATTN_TILE, from, UPI_ATTN_VECTORS, upi_attn_least(d - c, UPI_DOT_PIECE),
+                      rows + c, d + UPI_ATTN_PAD, 1, panel + c * UPI_ATTN_PANEL, UPI_WIDE, UPI_ATTN_PANEL,
+                      sums);
         UPI_CPU_UNROLL
         for (i = 0; i < UPI_ATTN_TILE; ++i) UPI_CPU_UNROLL
-        for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
-            float *sum = at + i * UPI_ATTN_PANEL + v * UPI_WIDE;
-            upi_fw_store(sum, upi_fw_fma(fold[v], upi_fw_load(sum), sums[i][v]));
+        for (v = from; v < UPI_ATTN_VECTORS; ++v) {
+            float *at = out + i * UPI_ATTN_PANEL + v * UPI_WIDE;
+            if (c > 0) sums[i][v] = upi_fw_add(upi_fw_load(at), sums[i][v]);
+            upi_fw_store(at, sums[i][v]);
+        }
+    }
+    UPI_CPU_UNROLL
+    for (v = from; v < UPI_ATTN_VECTORS && top != NULL; ++v) {
+        upi_fw most = upi_fw_load(top + v * UPI_WIDE);
+        UPI_CPU_UNROLL
+        for (i = 0; i < UPI_ATTN_TILE; ++i)
+            most = upi_fw_max(most, upi_fw_load(out + i * UPI_ATTN_PANEL + v * UPI_WIDE));
+        upi_fw_store(top + v * UPI_WIDE, most);
+    }
+}
+
+/* The same for `count` rows, a multiple of a tile's. */
+UPI_CPU_KERNEL void upi_attn_products(int d, int count, const float *rows, const float *panel, float *out,
+                                      float *top)
+{
+    int j;
+    for (j = 0; j < count; j += UPI_ATTN_TILE)
+        upi_attn_dot(0, d, rows + j * (d + UPI_ATTN_PAD), panel, out + j * UPI_ATTN_PANEL, top);
+}
+
+/* The same for a tile where the first vectors may see none of the rows. */
+UPI_CPU_KERNEL void upi_attn_products_rest(int from, int d, const float *rows, const float *panel, float *out)
+{
+    if (from == 0)
+        upi_attn_dot(0, d, rows, panel, out, NULL);
+    else if (from == 1)
+        upi_attn_dot(1, d, rows, panel, out, NULL);
+    else
+        upi_attn_dot(2, d, rows, panel, out, NULL);
+}
+
+/* sums += products of `count` rows of weights [count][panel] with a tile's columns of rows [count][step], from
+ * vector `from` on. */
+UPI_INLINE void upi_attn_weigh_rows(int from, int count, const float *rows, int64_t step,
+                                    const float *weights, upi_fw sums[][UPI_ATTN_VECTORS])
+{
+    upi_attn_tile(0, UPI_ATTN_TILE, from, UPI_ATTN_VECTORS, count, rows, 1, step, weights, UPI_WIDE,
+                  UPI_ATTN_PANEL, sums);
+}
+
+/* out[tile][panel] = fold[panel] * out + rows^T . weights, where vector v takes keys[v] rows of [d + pad],
+ * ascending in v and, unless `uneven`, the same. The products are summed from zero. */
+UPI_INLINE void upi_attn_weigh_tile(int uneven, int d, const int *keys, const float *rows,
+                                    const float *weights, float *__restrict out, const float *fold)
+{
+    const int64_t step = d + UPI_ATTN_PAD;
+    upi_fw sums[UPI_ATTN_TILE][UPI_ATTN_VECTORS];
+    int i, v;
+    UPI_CPU_UNROLL
+    for (i = 0; i < UPI_ATTN_TILE; ++i) UPI_CPU_UNROLL
+    for (v = 0; v < UPI_ATTN_VECTORS; ++v) sums[i][v] = upi_fw_zero();
+    upi_attn_weigh_rows(0, keys[0], rows, step, weights, sums);
+    if (uneven) {
+        upi_attn_weigh_rows(1, keys[1] - keys[0], rows + keys[0] * step, step,
+                            weights + keys[0] * UPI_ATTN_PANEL, sums);
+        upi_attn_weigh_rows(2, keys[2] - keys[1], rows + keys[1] * step, step,
+                            weights + keys[1] * UPI_ATTN_PANEL, sums);
+    }
+    UPI_CPU_UNROLL
+    for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
+        const upi_fw times = upi_fw_load(fold + v * UPI_WIDE);
+        UPI_CPU_UNROLL
+        for (i = 0; i < UPI_ATTN_TILE; ++i) {
+            float *sum = out + i * UPI_ATTN_PANEL + v * UPI_WIDE;
+            upi_fw_store(sum, upi_fw_fma(times, upi_fw_load(sum), sums[i][v]));
         }
     }
 }
 
-/* A section ends: totals[d][panel] = fold * totals + sums, and sums begin again. */
-UPI_INLINE void upi_attn_end_section(int d, const upi_fw *fold, float *__restrict totals,
-                                     float *__restrict sums)
+/* The same for all d rows of out; kept apart from its form for uneven vectors. */
+UPI_CPU_KERNEL void upi_attn_weigh_even(int d, const int *keys, const float *rows, const float *weights,
+                                        float *out, const float *fold)
+{
+    int c;
+    for (c = 0; c < d; c += UPI_ATTN_TILE)
+        upi_attn_weigh_tile(0, d, keys, rows + c, weights, out + c * UPI_ATTN_PANEL, fold);
+}
+
+UPI_CPU_KERNEL void upi_attn_weigh_uneven(int d, const int *keys, const float *rows, const float *weights,
+                                          float *out, const float *fold)
+{
+    int c;
+    for (c = 0; c < d; c += UPI_ATTN_TILE)
+        upi_attn_weigh_tile(1, d, keys, rows + c, weights, out + c * UPI_ATTN_PANEL, fold);
+}
+
+UPI_INLINE void upi_attn_weigh(int d, const int *keys, const float *rows, const float *weights, float *out,
+                               const float *fold)
+{
+    if (keys[0] == keys[UPI_ATTN_VECTORS - 1])
+        upi_attn_weigh_even(d, keys, rows, weights, out, fold);
+    else
+        upi_attn_weigh_uneven(d, keys, rows, weights, out, fold);
+}
+
+/* A section ends: totals[d][panel] = fold[panel] * totals + sums, and sums begin again. */
+UPI_CPU_KERNEL void upi_attn_end_section(int d, const float *fold, float *__restrict totals,
+                                         float *__restrict sums)
 {
     int c, v;
-    for (c = 0; c < d; ++c) UPI_CPU_UNROLL
-    for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
-        const int at = c * UPI_ATTN_PANEL + v * UPI_WIDE;
-        upi_fw_store(totals + at, upi_fw_fma(fold[v], upi_fw_load(totals + at), upi_fw_load(sums + at)));
-        upi_fw_store(sums + at, upi_fw_zero());
-    }
+    for (c = 0; c < d * UPI_ATTN_PANEL; c += UPI_ATTN_PANEL)
+        for (v = 0; v < UPI_ATTN_PANEL; v += UPI_WIDE) {
+            const upi_fw total = upi_fw_load(totals + c + v), sum = upi_fw_load(sums + c + v);
+            upi_fw_store(totals + c + v, upi_fw_fma(upi_fw_load(fold + v), total, sum));
+            upi_fw_store(sums + c + v, upi_fw_zero());
+        }
 }
 
 /* ---- what is visible ---- */
@@ -332,6 +402,13 @@ UPI_INLINE void upi_attn_part_make(upi_attn_part *part, upi_attn_lanes lanes, in
 UPI_INLINE int upi_attn_first_vector(const upi_attn_part *part, int j)
 {
     return (part->seen[0] <= j) + (part->seen[1] <= j);
+}
+
+/* So many rows of the part, from its first one on, are seen by every lane. */
+UPI_INLINE int upi_attn_rows_seen_by_all(const upi_attn_part *part)
+{
+    if (!part->masked) return part->count;
+    return part->low[UPI_ATTN_PANEL - 1] > 0 ? 0 : upi_attn_least((int64_t)part->high[0], part->count);
 }
 
 /* x in the lanes of vector v that see row j, `hidden` in the others; the part is masked. */

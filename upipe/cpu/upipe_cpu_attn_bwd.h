@@ -89,63 +89,46 @@ UPI_CPU_KERNEL void upi_attn_pack_columns(float *out, const void *rows, upipe_dt
     UPI_BY_TYPE(upi_attn_pack_columns_of, dtype, out, rows, first, step, count, d, factor);
 }
 
-/* What a tile of keys needs of its panel and of the head, whose soft-cap is on iff squash is not 0. */
-typedef struct upi_attn_rows {
-    const float *q, *dout; /* [d][panel], [v_dim][panel] */
-    upi_fw lse[UPI_ATTN_VECTORS], delta[UPI_ATTN_VECTORS];
-    upi_fw unit, squash; /* of upi_attn_head */
-    int d, v_dim;
-} upi_attn_rows;
-
-/* A tile's keys against a panel, from vector `from` on: p = weights exp(score - lse), s = p * (v . dout -
- * delta) * the slope of the soft-cap, [tile][panel]. */
-UPI_INLINE void upi_attn_weights_grad(int from, int capped, const upi_attn_rows *rows, const float *k,
-                                      const float *v_rows, float *__restrict p, float *__restrict s)
+/* Vector v of a row of a panel: the product of a key and the query becomes the weight exp(score - lse), and that
+ * of the value and dout the gradient of the product k . q, but for the scale. */
+UPI_INLINE void upi_attn_weight_grad(float *p, float *s, int capped, upi_fw unit, upi_fw squash, upi_fw lse,
+                                     upi_fw delta)
 {
-    const upi_fw one = upi_fw_set1(1);
-    upi_fw sums[UPI_ATTN_TILE][UPI_ATTN_VECTORS];
-    int i, v;
-    upi_attn_dot(from, rows->d, k, rows->q, sums);
-    UPI_CPU_UNROLL
-    for (i = 0; i < UPI_ATTN_TILE; ++i) UPI_CPU_UNROLL
-    for (v = from; v < UPI_ATTN_VECTORS; ++v) {
-        const int at = i * UPI_ATTN_PANEL + v * UPI_WIDE;
-        upi_fw score;
-        if (capped) {
-            sums[i][v] = upi_fw_tanh(upi_fw_mul(rows->squash, sums[i][v]));
-            upi_fw_store(s + at, upi_fw_mul(upi_fw_sub(one, sums[i][v]), upi_fw_add(one, sums[i][v])));
-        }
-        score = upi_fw_mul(rows->unit, sums[i][v]);
-        /* no FMA here: the lse of a row with one weight of 1 is its score as rounded, and must give 1
-             * again */
-        UPI_OPAQUE(score);
-        upi_fw_store(p + at, upi_fw_exp(upi_fw_sub(score, rows->lse[v])));
+    upi_fw score = upi_fw_load(p), grad = upi_fw_sub(upi_fw_load(s), delta);
+    if (capped) {
+        const upi_fw one = upi_fw_set1(1);
+        score = upi_fw_tanh(upi_fw_mul(squash, score));
+        /* the slope of the soft-cap */
+        grad = upi_fw_mul(grad, upi_fw_mul(upi_fw_sub(one, score), upi_fw_add(one, score)));
     }
-    upi_attn_dot(from, rows->v_dim, v_rows, rows->dout, sums);
-    UPI_CPU_UNROLL
-    for (i = 0; i < UPI_ATTN_TILE; ++i) UPI_CPU_UNROLL
-    for (v = from; v < UPI_ATTN_VECTORS; ++v) {
-        const int at = i * UPI_ATTN_PANEL + v * UPI_WIDE;
-        upi_fw grad = upi_fw_mul(upi_fw_load(p + at), upi_fw_sub(sums[i][v], rows->delta[v]));
-        upi_fw_store(s + at, capped ? upi_fw_mul(grad, upi_fw_load(s + at)) : grad);
+    score = upi_fw_mul(unit, score);
+    /* no FMA here: the lse of a row with one weight of 1 is its score as rounded, and must give 1 again */
+    UPI_OPAQUE(score);
+    score = upi_fw_exp(upi_fw_sub(score, lse));
+    upi_fw_store(p, score);
+    upi_fw_store(s, upi_fw_mul(score, grad));
+}
+
+/* Turns products p and s[keys[v]][panel] of vector v into weights and gradients. */
+UPI_INLINE void upi_attn_weights_grad_of(int capped, const upi_attn_head *a, float *p, float *s,
+                                         const int *keys, const float *lse, const float *delta)
+{
+    const upi_fw unit = upi_fw_set1(a->unit), squash = upi_fw_set1(a->squash);
+    int j, v;
+    for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
+        const upi_fw from = upi_fw_load(lse + v * UPI_WIDE), less = upi_fw_load(delta + v * UPI_WIDE);
+        for (j = v * UPI_WIDE; j < keys[v] * UPI_ATTN_PANEL; j += UPI_ATTN_PANEL)
+            upi_attn_weight_grad(p + j, s + j, capped, unit, squash, from, less);
     }
 }
 
-/* The same where the first vectors see none of the keys; kept apart from the loop over whole tiles. */
-UPI_CPU_KERNEL void upi_attn_weights_grad_rest(int from, const upi_attn_rows *rows, const float *k,
-                                               const float *v_rows, float *p, float *s)
+UPI_CPU_KERNEL void upi_attn_weights_grad(const upi_attn_head *a, float *p, float *s, const int *keys,
+                                          const float *lse, const float *delta)
 {
-    if (from == 1)
-        upi_attn_weights_grad(1, 0, rows, k, v_rows, p, s);
+    if (a->squash != 0)
+        upi_attn_weights_grad_of(1, a, p, s, keys, lse, delta);
     else
-        upi_attn_weights_grad(2, 0, rows, k, v_rows, p, s);
-}
-
-/* Any tile, with a soft-cap. */
-UPI_CPU_KERNEL void upi_attn_weights_grad_capped(const upi_attn_rows *rows, const float *k,
-                                                 const float *v_rows, float *p, float *s)
-{
-    upi_attn_weights_grad(0, 1, rows, k, v_rows, p, s);
+        upi_attn_weights_grad_of(0, a, p, s, keys, lse, delta);
 }
 
 /* grad[tile rows][vectors] += sum over panels, the last one first, and over their lanes, in order, of
@@ -159,12 +142,13 @@ UPI_INLINE void upi_attn_add_grad(int tile, int vectors, int rest, int panels, i
     UPI_CPU_UNROLL
     for (i = 0; i < tile; ++i) UPI_CPU_UNROLL
     for (v = 0; v < vectors; ++v) sums[i][v] = upi_fw_zero();
-    for (panel = panels - 1; panel > 0; --panel)
-        upi_attn_tile(tile, 0, vectors, UPI_ATTN_PANEL, weights + panel * UPI_ATTN_KEYS * UPI_ATTN_PANEL,
-                      UPI_ATTN_PANEL, 1, columns + panel * UPI_ATTN_PANEL * UPI_WIDE,
-                      UPI_WIDE * UPI_ATTN_ROWS_BWD, UPI_WIDE, sums);
-    upi_attn_tile(tile, 0, vectors, UPI_ATTN_PANEL - skip, weights + skip, UPI_ATTN_PANEL, 1,
-                  columns + skip * UPI_WIDE, UPI_WIDE * UPI_ATTN_ROWS_BWD, UPI_WIDE, sums);
+    for (panel = panels - 1; panel >= 0; --panel) {
+        const int from = panel > 0 ? 0 : skip;
+        upi_attn_tile(1, tile, 0, vectors, UPI_ATTN_PANEL - from,
+                      weights + panel * UPI_ATTN_KEYS * UPI_ATTN_PANEL + from, UPI_ATTN_PANEL, 1,
+                      columns + (panel * UPI_ATTN_PANEL + from) * UPI_WIDE, UPI_WIDE * UPI_ATTN_ROWS_BWD,
+                      UPI_WIDE, sums);
+    }
     UPI_CPU_UNROLL
     for (i = 0; i < tile; ++i) UPI_CPU_UNROLL
     for (v = 0; v < vectors; ++v) {
@@ -176,14 +160,15 @@ UPI_INLINE void upi_attn_add_grad(int tile, int vectors, int rest, int panels, i
     }
 }
 
-/* Lanes of a panel, of which some see rows of its part, that see none of the rows up to j of a block. */
+/* Lanes of a panel, of which some see rows of its part, that see none of the rows up to j of a block; of whole
+ * turns of a tile's loop. */
 UPI_INLINE int upi_attn_lanes_before(const upi_attn_part *part, int j)
 {
     const float row = (float)(j - part->from);
     int count = 0, l;
     if (!part->masked || part->high[0] > row) return 0;
     for (l = 0; l < UPI_ATTN_PANEL; ++l) count += part->high[l] <= row;
-    return count;
+    return count / UPI_ATTN_STEPS * UPI_ATTN_STEPS;
 }
 
 /* Rows j .. j + tile - 1 of a block's gradient, and parts[panels] of the block of queries. Panels that see
@@ -237,43 +222,11 @@ UPI_CPU_KERNEL void upi_attn_add_grad_block(int d, int count, const upi_attn_par
     }
 }
 
-/* One panel against its part of a block of keys: its p and s, and its part of dq. */
-UPI_INLINE void upi_attn_bwd_panel(const upi_attn_bwd_work *w, const upi_attn_head *a, int panel,
-                                   const upi_attn_part *part)
+/* p and s[from .. count][panel] become 0 in the lanes that don't see the row. */
+UPI_CPU_KERNEL void upi_attn_hide_grad(float *p, float *s, int from, const upi_attn_part *part)
 {
-    const int d = a->d, v_dim = a->v_dim, keys = part->count, from = part->from;
-    const float *k = w->k + from * (d + UPI_ATTN_PAD), *v_rows = w->v + from * (v_dim + UPI_ATTN_PAD);
-    float *p = w->p + (panel * UPI_ATTN_KEYS + from) * UPI_ATTN_PANEL;
-    float *s = w->s + (panel * UPI_ATTN_KEYS + from) * UPI_ATTN_PANEL;
-    upi_attn_rows rows;
-    upi_fw one[UPI_ATTN_VECTORS];
-    int j, v, before, behind;
-    rows.q = w->q + panel * UPI_ATTN_PANEL * d;
-    rows.dout = w->dout + panel * UPI_ATTN_PANEL * v_dim;
-    rows.d = d;
-    rows.v_dim = v_dim;
-    rows.unit = upi_fw_set1(a->unit);
-    rows.squash = upi_fw_set1(a->squash);
-    UPI_CPU_UNROLL
-    for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
-        rows.lse[v] = upi_fw_load(w->lse + panel * UPI_ATTN_PANEL + v * UPI_WIDE);
-        rows.delta[v] = upi_fw_load(w->delta + panel * UPI_ATTN_PANEL + v * UPI_WIDE);
-        one[v] = upi_fw_set1(1);
-    }
-    j = 0;
-    if (a->squash != 0)
-        for (; j < keys; j += UPI_ATTN_TILE)
-            upi_attn_weights_grad_capped(&rows, k + j * (d + UPI_ATTN_PAD),
-                                         v_rows + j * (v_dim + UPI_ATTN_PAD), p + j * UPI_ATTN_PANEL,
-                                         s + j * UPI_ATTN_PANEL);
-    for (; j < part->seen[0]; j += UPI_ATTN_TILE)
-        upi_attn_weights_grad(0, 0, &rows, k + j * (d + UPI_ATTN_PAD), v_rows + j * (v_dim + UPI_ATTN_PAD),
-                              p + j * UPI_ATTN_PANEL, s + j * UPI_ATTN_PANEL);
-    for (; j < keys; j += UPI_ATTN_TILE)
-        upi_attn_weights_grad_rest(upi_attn_first_vector(part, j), &rows, k + j * (d + UPI_ATTN_PAD),
-                                   v_rows + j * (v_dim + UPI_ATTN_PAD), p + j * UPI_ATTN_PANEL,
-                                   s + j * UPI_ATTN_PANEL);
-    for (j = 0; j < keys && part->masked; ++j) {
+    int j, v;
+    for (j = from; j < part->count; ++j) {
         if ((float)j >= part->low[UPI_ATTN_PANEL - 1] && (float)j < part->high[0]) continue;
         UPI_CPU_UNROLL
         for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
@@ -282,6 +235,31 @@ UPI_INLINE void upi_attn_bwd_panel(const upi_attn_bwd_work *w, const upi_attn_he
             upi_fw_store(s + at, upi_attn_hide(upi_fw_load(s + at), part, v, j, upi_fw_zero()));
         }
     }
+}
+
+/* One panel against its part of a block of keys: its p and s, and its part of dq. */
+UPI_INLINE void upi_attn_bwd_panel(const upi_attn_bwd_work *w, const upi_attn_head *a, int panel,
+                                   const upi_attn_part *part, const float *one)
+{
+    const int d = a->d, v_dim = a->v_dim, keys = part->count, from = part->from;
+    /* rows that the first vector sees, up to a whole tile */
+    const int whole = (part->seen[0] + UPI_ATTN_TILE - 1) / UPI_ATTN_TILE * UPI_ATTN_TILE;
+    const float *k = w->k + from * (d + UPI_ATTN_PAD), *v_rows = w->v + from * (v_dim + UPI_ATTN_PAD);
+    const float *q = w->q + panel * UPI_ATTN_PANEL * d, *dout = w->dout + panel * UPI_ATTN_PANEL * v_dim;
+    float *p = w->p + (panel * UPI_ATTN_KEYS + from) * UPI_ATTN_PANEL;
+    float *s = w->s + (panel * UPI_ATTN_KEYS + from) * UPI_ATTN_PANEL;
+    int j, before, behind;
+    upi_attn_products(d, whole, k, q, p, NULL);
+    upi_attn_products(v_dim, whole, v_rows, dout, s, NULL);
+    for (j = whole; j < keys; j += UPI_ATTN_TILE) {
+        const int first = upi_attn_first_vector(part, j);
+        upi_attn_products_rest(first, d, k + j * (d + UPI_ATTN_PAD), q, p + j * UPI_ATTN_PANEL);
+        upi_attn_products_rest(first, v_dim, v_rows + j * (v_dim + UPI_ATTN_PAD), dout,
+                               s + j * UPI_ATTN_PANEL);
+    }
+    upi_attn_weights_grad(a, p, s, part->seen, w->lse + panel * UPI_ATTN_PANEL,
+                          w->delta + panel * UPI_ATTN_PANEL);
+    if (part->masked) upi_attn_hide_grad(p, s, upi_attn_rows_seen_by_all(part), part);
     /* rows that this panel doesn't see, but that a tile of dk or dv takes along */
     before = upi_attn_least(from, UPI_ATTN_TALL);
     behind = upi_attn_least(UPI_ATTN_KEYS - from - keys, UPI_ATTN_TALL);
@@ -290,17 +268,6 @@ UPI_INLINE void upi_attn_bwd_panel(const upi_attn_bwd_work *w, const upi_attn_he
     memset(p + keys * UPI_ATTN_PANEL, 0, (size_t)(behind * UPI_ATTN_PANEL) * sizeof *p);
     memset(s + keys * UPI_ATTN_PANEL, 0, (size_t)(behind * UPI_ATTN_PANEL) * sizeof *s);
     upi_attn_weigh(d, part->seen, k, s, w->dq + panel * UPI_ATTN_PANEL * d, one);
-}
-
-/* The section ends for so many panels: what they summed goes to the totals. */
-UPI_CPU_KERNEL void upi_attn_bwd_end_section(const upi_attn_bwd_work *w, int panels, int d)
-{
-    upi_fw one[UPI_ATTN_VECTORS];
-    int p, v;
-    UPI_CPU_UNROLL
-    for (v = 0; v < UPI_ATTN_VECTORS; ++v) one[v] = upi_fw_set1(1);
-    for (p = 0; p < panels; ++p)
-        upi_attn_end_section(d, one, w->dq_total + p * UPI_ATTN_PANEL * d, w->dq + p * UPI_ATTN_PANEL * d);
 }
 
 /* Copies `rows` queries from q0 and what belongs to them to scratch. */
@@ -376,14 +343,14 @@ UPI_CPU_KERNEL void upi_attn_bwd_block(const upi_attn_head *a, const upi_attn_bw
 {
     const int d = a->d, v_dim = a->v_dim, panels = (rows + UPI_ATTN_PANEL - 1) / UPI_ATTN_PANEL;
     upi_attn_bwd_work w;
-    float factor[UPI_ATTN_PANEL], keep[UPI_ATTN_PANEL];
+    float factor[UPI_ATTN_PANEL], one[UPI_ATTN_PANEL];
     upi_attn_part parts[UPI_ATTN_PANELS_BWD];
     int64_t k0, begin, end;
     int p, is_long;
     upi_attn_bwd_layout(&w, scratch, a->call);
     for (p = 0; p < UPI_ATTN_PANEL; ++p) {
         factor[p] = a->scale;
-        keep[p] = 1;
+        one[p] = 1;
     }
     upi_attn_see(w.lanes, a->call, q0, rows);
     begin = upi_attn_block_of(w.lanes.first[0]);
@@ -392,14 +359,14 @@ UPI_CPU_KERNEL void upi_attn_bwd_block(const upi_attn_head *a, const upi_attn_bw
     upi_attn_bwd_pack(a, &w, q0, rows, is_long);
     for (k0 = begin; k0 < end; k0 += UPI_ATTN_KEYS) {
         int keys = upi_attn_least(end - k0, UPI_ATTN_KEYS);
-        if (k0 > begin && k0 % UPI_ATTN_SECTION == 0) upi_attn_bwd_end_section(&w, panels, d);
+        if (k0 > begin && k0 % UPI_ATTN_SECTION == 0) upi_attn_end_section(panels * d, one, w.dq_total, w.dq);
         upi_attn_pack_keys(w.k, a->k, a->dtype, k0, a->k_step, keys, d);
         upi_attn_pack_keys(w.v, a->v, a->dtype, k0, a->v_step, keys, v_dim);
         for (p = 0; p < panels; ++p) {
             upi_attn_part_make(&parts[p], w.lanes, p * UPI_ATTN_PANEL, k0, keys);
             /* Without a row of its own too: its neighbours' tiles may take it along. */
             if (parts[p].from < keys && parts[p].from + parts[p].count > 0)
-                upi_attn_bwd_panel(&w, a, p, &parts[p]);
+                upi_attn_bwd_panel(&w, a, p, &parts[p], one);
         }
         if (gates != NULL) upi_par_wait(gates + k0 / UPI_ATTN_KEYS, upi_attn_turn_after(job, turn, k0));
         upi_attn_add_grad_block(v_dim, keys, parts, panels, w.p, w.dout_rows, a->dv + k0 * a->dv_step,
@@ -408,14 +375,14 @@ UPI_CPU_KERNEL void upi_attn_bwd_block(const upi_attn_head *a, const upi_attn_bw
         if (gates != NULL) upi_par_open(gates + k0 / UPI_ATTN_KEYS, turn + 1);
     }
     if (is_long) {
-        upi_attn_bwd_end_section(&w, panels, d);
+        upi_attn_end_section(panels * d, one, w.dq_total, w.dq);
         w.dq = w.dq_total;
     }
     for (p = 0; p < panels; ++p) {
         int first = p * UPI_ATTN_PANEL;
         upi_attn_unpack_panel(a->dq, a->dq_dtype, q0 + first, a->dq_step,
                               upi_attn_least(rows - first, UPI_ATTN_PANEL), d, w.dq + first * d, factor,
-                              a->merge ? keep : NULL);
+                              a->merge ? one : NULL);
     }
 }
 

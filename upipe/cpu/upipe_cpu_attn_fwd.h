@@ -57,33 +57,6 @@ UPI_INLINE size_t upi_attn_fwd_layout(upi_attn_fwd_work *w, float *base, const u
     return used;
 }
 
-/* Products of a tile's keys with a panel, from vector `from` on: out[tile][panel]; raises top if there is
- * one. */
-UPI_INLINE void upi_attn_products(int from, int d, const float *keys, const float *panel,
-                                  float *__restrict out, upi_fw *top)
-{
-    upi_fw sums[UPI_ATTN_TILE][UPI_ATTN_VECTORS];
-    int i, v;
-    upi_attn_dot(from, d, keys, panel, sums);
-    UPI_CPU_UNROLL
-    for (i = 0; i < UPI_ATTN_TILE; ++i) UPI_CPU_UNROLL
-    for (v = from; v < UPI_ATTN_VECTORS; ++v) {
-        upi_fw_store(out + i * UPI_ATTN_PANEL + v * UPI_WIDE, sums[i][v]);
-        if (top != NULL) top[v] = upi_fw_max(top[v], sums[i][v]);
-    }
-}
-
-/* The same where the first vectors may see none of the keys; kept apart from the loop over whole tiles. */
-UPI_CPU_KERNEL void upi_attn_products_rest(int from, int d, const float *keys, const float *panel, float *out)
-{
-    if (from == 0)
-        upi_attn_products(0, d, keys, panel, out, NULL);
-    else if (from == 1)
-        upi_attn_products(1, d, keys, panel, out, NULL);
-    else
-        upi_attn_products(2, d, keys, panel, out, NULL);
-}
-
 /* The scale is left to the exponent: products of bf16 values then sum almost without rounding. */
 UPI_INLINE upi_fw upi_attn_weight(upi_fw product, upi_fw rate, upi_fw top)
 {
@@ -97,31 +70,35 @@ UPI_INLINE upi_fw upi_attn_base(upi_fw top)
     return upi_fw_select(upi_fw_equal(top, upi_fw_set1(-INFINITY)), upi_fw_zero(), top);
 }
 
-/* Turns products p[keys[v]][panel] of vector v into weights 2^(rate * (p - top)); sum[panel] = fold * sum +
- * their sum. */
-UPI_INLINE void upi_attn_softmax(float *p, const int *keys, upi_fw rate, const upi_fw *top,
-                                 const upi_fw *fold, float *sum)
+/* Turns products p[keys[v]][panel] of vector v into weights 2^(rate * (p - top)) for the panel's top, which was
+ * `old` before; fold[panel] is the weight of what was summed till then, and sum[panel] = fold * sum + the sum of
+ * the weights. */
+UPI_CPU_KERNEL void upi_attn_softmax(float *p, const int *keys, float times, const float *old,
+                                     const float *tops, float *fold, float *sum)
 {
+    const upi_fw rate = upi_fw_set1(times);
     int j, v;
-    UPI_CPU_UNROLL
-    for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
+    for (v = 0; v < UPI_ATTN_VECTORS;
+         ++v, old += UPI_WIDE, tops += UPI_WIDE, fold += UPI_WIDE, sum += UPI_WIDE) {
+        const upi_fw top = upi_attn_base(upi_fw_load(tops));
+        const upi_fw kept = upi_attn_weight(upi_fw_load(old), rate, top);
         upi_fw even = upi_fw_zero(), odd = upi_fw_zero();
         float *at = p + v * UPI_WIDE;
         for (j = 0; j + 2 <= keys[v]; j += 2, at += 2 * UPI_ATTN_PANEL) {
-            upi_fw e = upi_attn_weight(upi_fw_load(at), rate, top[v]);
-            upi_fw f = upi_attn_weight(upi_fw_load(at + UPI_ATTN_PANEL), rate, top[v]);
+            upi_fw e = upi_attn_weight(upi_fw_load(at), rate, top);
+            upi_fw f = upi_attn_weight(upi_fw_load(at + UPI_ATTN_PANEL), rate, top);
             upi_fw_store(at, e);
             upi_fw_store(at + UPI_ATTN_PANEL, f);
             even = upi_fw_add(even, e);
             odd = upi_fw_add(odd, f);
         }
         if (j < keys[v]) {
-            upi_fw e = upi_attn_weight(upi_fw_load(at), rate, top[v]);
+            upi_fw e = upi_attn_weight(upi_fw_load(at), rate, top);
             upi_fw_store(at, e);
             even = upi_fw_add(even, e);
         }
-        upi_fw_store(sum + v * UPI_WIDE,
-                     upi_fw_fma(fold[v], upi_fw_load(sum + v * UPI_WIDE), upi_fw_add(even, odd)));
+        upi_fw_store(fold, kept);
+        upi_fw_store(sum, upi_fw_fma(kept, upi_fw_load(sum), upi_fw_add(even, odd)));
     }
 }
 
@@ -137,58 +114,55 @@ UPI_CPU_KERNEL void upi_attn_squash(float *p, const int *keys, float squash)
         }
 }
 
-/* One panel against its part of a block of keys; rate = unit * log2(e). */
-UPI_INLINE void upi_attn_fwd_panel(const upi_attn_fwd_work *w, const upi_attn_head *a, upi_fw rate, int panel,
-                                   const upi_attn_part *part)
+/* Hides scores p[from .. seen[v]][panel] of vector v that its lanes don't see, and raises top[panel]. */
+UPI_CPU_KERNEL void upi_attn_hide_scores(float *p, int from, const upi_attn_part *part, float *top)
 {
     const upi_fw nothing = upi_fw_set1(-INFINITY);
+    int j, v;
+    for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
+        upi_fw most = upi_fw_load(top + v * UPI_WIDE);
+        for (j = from; j < part->seen[v]; ++j) {
+            float *at = p + j * UPI_ATTN_PANEL + v * UPI_WIDE;
+            if (part->masked) upi_fw_store(at, upi_attn_hide(upi_fw_load(at), part, v, j, nothing));
+            most = upi_fw_max(most, upi_fw_load(at));
+        }
+        upi_fw_store(top + v * UPI_WIDE, most);
+    }
+}
+
+/* One panel against its part of a block of keys; rate = unit * log2(e). */
+UPI_INLINE void upi_attn_fwd_panel(const upi_attn_fwd_work *w, const upi_attn_head *a, float rate, int panel,
+                                   const upi_attn_part *part)
+{
     const int d = a->d, v_dim = a->v_dim, keys = part->count, *seen = part->seen;
     const float *q = w->q + panel * UPI_ATTN_PANEL * d, *k = w->k + part->from * (d + UPI_ATTN_PAD);
-    float *at_top = w->top + panel * UPI_ATTN_PANEL;
-    upi_fw old[UPI_ATTN_VECTORS], top[UPI_ATTN_VECTORS], fold[UPI_ATTN_VECTORS];
+    float *top = w->top + panel * UPI_ATTN_PANEL, old[UPI_ATTN_PANEL], fold[UPI_ATTN_PANEL];
     /* rows whose products are the scores, to raise top right away */
-    const int whole = part->masked || a->squash != 0 ? 0 : keys / UPI_ATTN_TILE * UPI_ATTN_TILE;
-    int j, v;
-    UPI_CPU_UNROLL
-    for (v = 0; v < UPI_ATTN_VECTORS; ++v) top[v] = old[v] = upi_fw_load(at_top + v * UPI_WIDE);
-
-    for (j = 0; j < whole; j += UPI_ATTN_TILE)
-        upi_attn_products(0, d, k + j * (d + UPI_ATTN_PAD), q, w->p + j * UPI_ATTN_PANEL, top);
-    for (; j < keys; j += UPI_ATTN_TILE)
+    const int whole = a->squash != 0 ? 0 : upi_attn_rows_seen_by_all(part) / UPI_ATTN_TILE * UPI_ATTN_TILE;
+    int j;
+    memcpy(old, top, sizeof old);
+    upi_attn_products(d, whole, k, q, w->p, top);
+    for (j = whole; j < keys; j += UPI_ATTN_TILE)
         upi_attn_products_rest(upi_attn_first_vector(part, j), d, k + j * (d + UPI_ATTN_PAD), q,
                                w->p + j * UPI_ATTN_PANEL);
     if (a->squash != 0) upi_attn_squash(w->p, seen, a->squash);
-    UPI_CPU_UNROLL
-    for (v = 0; v < UPI_ATTN_VECTORS; ++v)
-        for (j = whole; j < seen[v]; ++j) {
-            float *at = w->p + j * UPI_ATTN_PANEL + v * UPI_WIDE;
-            if (part->masked) upi_fw_store(at, upi_attn_hide(upi_fw_load(at), part, v, j, nothing));
-            top[v] = upi_fw_max(top[v], upi_fw_load(at));
-        }
-
-    UPI_CPU_UNROLL
-    for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
-        upi_fw_store(at_top + v * UPI_WIDE, top[v]);
-        top[v] = upi_attn_base(top[v]);
-        fold[v] = upi_attn_weight(old[v], rate, top[v]);
-    }
-    upi_attn_softmax(w->p, seen, rate, top, fold, w->sum + panel * UPI_ATTN_PANEL);
+    if (whole < keys) upi_attn_hide_scores(w->p, whole, part, top);
+    upi_attn_softmax(w->p, seen, rate, old, top, fold, w->sum + panel * UPI_ATTN_PANEL);
     upi_attn_weigh(v_dim, seen, w->v + part->from * (v_dim + UPI_ATTN_PAD), w->p,
                    w->o + panel * UPI_ATTN_PANEL * v_dim, fold);
 }
 
 /* The section ends for so many panels: what they summed goes to the totals, whose tops become theirs. */
-UPI_CPU_KERNEL void upi_attn_fwd_end_section(const upi_attn_fwd_work *w, int panels, int v_dim, upi_fw rate)
+UPI_CPU_KERNEL void upi_attn_fwd_end_section(const upi_attn_fwd_work *w, int panels, int v_dim, float rate)
 {
-    int first, v;
+    int first, i;
     for (first = 0; first < panels * UPI_ATTN_PANEL; first += UPI_ATTN_PANEL) {
-        upi_fw fold[UPI_ATTN_VECTORS];
-        UPI_CPU_UNROLL
-        for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
-            const upi_fw top = upi_fw_load(w->top + first + v * UPI_WIDE);
-            float *old = w->top_total + first + v * UPI_WIDE;
-            fold[v] = upi_attn_weight(upi_fw_load(old), rate, upi_attn_base(top));
-            upi_fw_store(old, top);
+        float *old = w->top_total + first, fold[UPI_ATTN_PANEL];
+        for (i = 0; i < UPI_ATTN_PANEL; i += UPI_WIDE) {
+            const upi_fw top = upi_fw_load(w->top + first + i);
+            upi_fw_store(fold + i,
+                         upi_attn_weight(upi_fw_load(old + i), upi_fw_set1(rate), upi_attn_base(top)));
+            upi_fw_store(old + i, top);
         }
         upi_attn_end_section(1, fold, w->sum_total + first, w->sum + first);
         upi_attn_end_section(v_dim, fold, w->o_total + first * v_dim, w->o + first * v_dim);
@@ -274,7 +248,7 @@ UPI_CPU_KERNEL void upi_attn_fwd_block(const upi_attn_head *heads, int count, in
 {
     const upi_attn_head *a = heads;
     const int d = a->d, v_dim = a->v_dim, panels = (rows + UPI_ATTN_PANEL - 1) / UPI_ATTN_PANEL;
-    const upi_fw rate = upi_fw_set1((float)(a->unit * 1.4426950408889634));
+    const float rate = (float)(a->unit * 1.4426950408889634);
     upi_attn_fwd_work w;
     upi_attn_part part;
     int64_t k0, begin, end;
@@ -338,6 +312,7 @@ UPIPE_API upipe_status upi_cpu_attn_fwd(upipe_ctx *c, const upipe_attn *a)
 {
     upi_attn_fwd_work work;
     upi_attn_fwd_job job;
+    const int workers = upi_par_workers(c->ops);
     int panels;
     if (a->q.n == 0) return UPIPE_OK;
     job.a = a;
@@ -346,8 +321,8 @@ UPIPE_API upipe_status upi_cpu_attn_fwd(upipe_ctx *c, const upipe_attn *a)
     job.heads = (job.group + job.chunks - 1) / job.chunks;
     panels = UPI_ATTN_PANELS_FWD / job.heads;
     /* enough blocks that no worker waits long for the last one */
-    while (panels > 1 &&
-           a->q.n * a->q.h < (int64_t)4 * panels * job.heads * UPI_ATTN_PANEL * upi_par_workers(c->ops))
+    while (workers > 1 && panels > 1 &&
+           a->q.n * a->q.h < (int64_t)4 * panels * job.heads * UPI_ATTN_PANEL * workers)
         panels /= 2;
     job.rows = panels * UPI_ATTN_PANEL;
     job.floats = upi_attn_fwd_layout(&work, NULL, a);

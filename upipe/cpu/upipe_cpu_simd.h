@@ -648,6 +648,19 @@ UPI_INLINE upi_fw upi_fw_broadcast(const float *p)
     return upi_fw_set1(*p);
 }
 
+/* *sum = upi_fw_fma(a, b, *sum), for register tiles. Where the tile fills all registers, gcc would write the sum
+ * over a or b, copy and spill: 69 in place of 97 % of the peak in an unrolled loop. clang does not. */
+UPI_INLINE void upi_fw_accumulate(upi_fw *sum, upi_fw a, upi_fw b)
+{
+#if UPIPE_CPU_AVX512 && !defined(__clang__)
+    __asm__("vfmadd231ps {%2, %1, %0|%0, %1, %2}" : "+v"(*sum) : "v"(a), "v"(b));
+#elif UPIPE_CPU_AVX2 && !defined(__clang__)
+    __asm__("vfmadd231ps {%2, %1, %0|%0, %1, %2}" : "+x"(*sum) : "x"(a), "x"(b));
+#else
+    *sum = upi_fw_fma(a, b, *sum);
+#endif
+}
+
 UPI_INLINE upi_fw upi_fw_exp(upi_fw x)
 {
     return upi_fw_exp2(upi_fw_mul(x, upi_fw_set1(1.4426950408889634f)));
