@@ -53,7 +53,8 @@ typedef struct memory_dry {
     size_t most[MODEL_PHASES]; /* live bytes of a phase so far */
 } memory_dry;
 
-/* The part that a block belongs to: by its tag, or by the phase that it is allocated in. */
+/* The part that a block belongs to: by its tag, or by the phase. What attention leaves for its backward waits through
+ * the MLP's. */
 static int memory_part(const char *tag, int phase)
 {
     static const struct {
@@ -67,10 +68,10 @@ static int memory_part(const char *tag, int phase)
     size_t i;
     for (i = 0; i < sizeof parts / sizeof *parts; ++i)
         if (strcmp(parts[i].tag, tag) == 0) return parts[i].part;
-    return phase == MODEL_MLP_FWD || phase == MODEL_MLP_BWD ? MEMORY_MLP
-           : phase == MODEL_LOSS                            ? MEMORY_LOSS
-           : phase == MODEL_UPDATE                          ? MEMORY_SUM
-                                                            : MEMORY_ATTENTION;
+    return strncmp(tag, "mlp_", 4) == 0 ? MEMORY_MLP
+           : phase == MODEL_LOSS        ? MEMORY_LOSS
+           : phase == MODEL_UPDATE      ? MEMORY_SUM
+                                        : MEMORY_ATTENTION;
 }
 
 /* The dry pool's guard: asked before each allocation. Parts are counted where a phase holds more than ever before. */
