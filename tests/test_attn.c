@@ -152,11 +152,11 @@ static void test_depth(void)
  * same whatever rows are in the call with it. */
 static void test_sections(void)
 {
-    static const int64_t windows[] = {0, 40, 300};
+    static const int64_t windows[] = {40, 0, 300};
     static const int64_t cuts[] = {0, 20, 45, 70};
     test_rng r = {13};
     int i, part;
-    for (i = 0; i < 3; ++i) {
+    for (i = 0; i < (BRIEF ? 1 : 3); ++i) {
         oracle_attn t = shape(70, UPI_ATTN_SECTION + 100, 1, 1, 40, 1, UPI_ATTN_SECTION - 30, 0);
         values in, out = values_make(&t);
         t.window = windows[i];

@@ -35,43 +35,50 @@ def check(ok, sentence):
         print(f'test_processes.py:{sys._getframe(1).f_lineno}: {sentence}', file=sys.stderr)
 
 
-def run(mpirun, program, deadline=30, **variables):
-    """Each rank says with what status it has ended."""
-    body = f'{shlex.quote(program)} --deadline {deadline}; echo "a rank ends with $?"'
+def run(mpirun, program, folder, deadline=30, **variables):
+    """Each rank says with what status it has ended. Its sentences go to a file of its own: the launcher mixes them."""
+    errors = shlex.quote(folder) + '/"${OMPI_COMM_WORLD_RANK:-$PMI_RANK}"'
+    body = f'{shlex.quote(program)} --deadline {deadline} 2>{errors}; echo "a rank ends with $?"'
     job = subprocess.run([*launcher(mpirun), '-np', str(RANKS), 'sh', '-c', body], capture_output=True, text=True, timeout=60,
                          check=False, env={**os.environ, **variables})
     return job.returncode, job.stdout + job.stderr
 
 
-def test_result(mpirun, program):
-    status, said = run(mpirun, program)
+def sentences(folder, rank):
+    with open(os.path.join(folder, str(rank)), encoding='utf-8') as said:
+        return said.read()
+
+
+def test_result(mpirun, program, folder):
+    status, said = run(mpirun, program, folder)
     check(status == 0 and 'the same bits as those of one rank alone' in said, f'{status}: {said}')
     check(said.count('a rank ends with 0') == RANKS, said)
 
 
-def test_death(mpirun, program, victim, library):
-    status, said = run(mpirun, program, 2, LD_PRELOAD=library, VICTIM=str(victim))
+def test_death(mpirun, program, folder, victim, library):
+    status, said = run(mpirun, program, folder, 2, LD_PRELOAD=library, VICTIM=str(victim))
     check('those of one rank alone' not in said, f'a result without rank {victim}: {said}')
     if not is_open_mpi(mpirun):  # the launcher ends the others
         check(status != 0, f'the launcher ends with {status} after a death')
         return
     for rank in range(RANKS):
-        ok = re.search(rf'^08_processes: rank {rank}: no result: .*rank {victim} ', said + '\n', re.M) is not None
-        check(ok == (rank != victim), f'rank {rank} without rank {victim}: {said}')
+        own = sentences(folder, rank)
+        ok = re.search(rf'^08_processes: rank {rank}: no result: .*rank {victim} ', own, re.M) is not None
+        check(ok == (rank != victim), f'rank {rank} without rank {victim}: {own}')
     check(said.count('a rank ends with 1\n') == RANKS - 1, f'statuses of survivors: {said}')
 
 
 def main():
     mpirun, program = sys.argv[1], os.path.abspath(sys.argv[2])
-    test_result(mpirun, program)
     compiler = shlex.split(os.environ.get('CC', 'cc'))
-    if shutil.which(compiler[0]):
-        with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
+        test_result(mpirun, program, folder)
+        if shutil.which(compiler[0]):
             source, library = os.path.join(folder, 'death.c'), os.path.join(folder, 'death.so')
             with open(source, 'w', encoding='utf-8') as out:
                 out.write(DEATH)
             subprocess.run([*compiler, '-shared', '-fPIC', '-fno-builtin', source, '-o', library], check=True)
-            test_death(mpirun, program, 0, library)  # the one that prints the result
+            test_death(mpirun, program, folder, 0, library)  # the one that prints the result
     print(f'processes: {checks} checks, {failures} failed')
     return 1 if failures or not checks else 0
 
