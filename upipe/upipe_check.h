@@ -216,13 +216,22 @@ UPIPE_API int upi_gemm_join_side(upipe_view *v, int down)
     return 1;
 }
 
-/* upipe_gemm_join -- products that are added up, as one product of a longer depth: for backends whose product
- *                    does not add up. Returns 0 where the operands do not lie so.
+/* upipe_gemm_join -- products that are added up (out.h = 1, a.h = b.h) as one product of a longer depth: a and b
+ *                    become one matrix each. Other products stay as they are. For backends whose product does
+ *                    not add up
+ *   flags  UPIPE_GEMM_*
+ * Returns 0, and leaves a and b, where the matrices of a or of b do not lie as one.
  */
 UPIPE_API int upipe_gemm_join(upipe_view out, upipe_view *a, upipe_view *b, int flags)
 {
-    return out.h > 1 || (upi_gemm_join_side(a, (flags & UPIPE_GEMM_TRANS_A) != 0) &&
-                         upi_gemm_join_side(b, (flags & UPIPE_GEMM_TRANS_B) == 0));
+    upipe_view x = *a, y = *b;
+    if (out.h > 1) return 1;
+    if (!upi_gemm_join_side(&x, (flags & UPIPE_GEMM_TRANS_A) != 0) ||
+        !upi_gemm_join_side(&y, (flags & UPIPE_GEMM_TRANS_B) == 0))
+        return 0;
+    *a = x;
+    *b = y;
+    return 1;
 }
 
 /* ---- training ---- */

@@ -130,7 +130,7 @@ typedef struct upipe_ops {
     /* For every j < c.h: C_j (+)= op(A_j) * op(B_j), where C_j is the matrix [c.n][c.d] at head j of the
      * view. All j share an operand with h = 1. Where c has one matrix, and a and b have the same number of
      * several, their products are added up: C (+)= sum over j of op(A_j) * op(B_j). A backend may demand that
-     * these lie as one matrix whose depth is longer.
+     * these lie as one matrix whose depth is longer (upipe_gemm_join); the library's do.
      *     The built-in CPU entry alone promises its bits: the depth is cut into sums of a fixed length, from
      * the call's first element on (UPIPE_SUM_ROWS with TRANS_A; one matrix where products are added up, if
      * that is shorter). c is the old c plus these sums, in order. Bits depend neither on the blocking nor on
@@ -151,7 +151,8 @@ typedef struct upipe_ops {
      * may be x. */
     upipe_status (*rmsnorm)(upipe_ctx *c, upipe_view y, upipe_view x, const float *weight, float eps);
     /* Its backward: dx = the gradient of x, the norm's input; with accumulate dx +=, otherwise dx may be dy
-     * or x. dweight f32 [h][d], one row a head: += over the tokens in order; NULL = not wanted. */
+     * or x. dweight f32 [h][d], one row a head: += partial sums of UPIPE_SUM_ROWS
+     * tokens, in order; NULL = not wanted. */
     upipe_status (*rmsnorm_bwd)(upipe_ctx *c, upipe_view dx, upipe_view dy, upipe_view x, const float *weight,
                                 float eps, float *dweight, int accumulate);
 

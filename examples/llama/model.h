@@ -433,22 +433,29 @@ static upipe_status model_segment_begin(const model_rank *r, const upipe_fpdt *f
     return model_segment_slots(r, f, p, i, saved->out, &out->out, 0);
 }
 
+/* y = O * Wo^T of segment i, a new block of the rank's own pool. */
+static upipe_status model_segment_out_fwd(const model_rank *r, const upipe_fpdt *f, int i, upipe_view *y,
+                                          const upipe_fpdt_saved *saved)
+{
+    upipe_ctx *c = r->c;
+    upipe_saved out;
+    upipe_layer l;
+    upipe_plan p;
+    UPIPE_TRY(model_segment_begin(r, f, i, &p, &l, &out, saved));
+    UPIPE_TRY(model_alloc_rows(r, c->mem, y, p.rows, "attended"));
+    UPIPE_TRY(upipe_layer_out_fwd(c, &l, *y, &out));
+    return upipe_mem_free(c->mem, out.out.data, &c->err);
+}
+
 /* x += O * Wo^T, segment by segment. */
 static upipe_status model_segments_out_fwd(const model_rank *r, const upipe_fpdt *f, upipe_view x,
                                            const upipe_fpdt_saved *saved)
 {
-    upipe_ctx *c = r->c;
     int i;
     for (i = 0; i < f->segments; ++i) {
-        upipe_view rows = model_segment(r, x, i), y;
-        upipe_saved out;
-        upipe_layer l;
-        upipe_plan p;
-        UPIPE_TRY(model_segment_begin(r, f, i, &p, &l, &out, saved));
-        UPIPE_TRY(model_alloc_rows(r, c->mem, &y, rows.n, "attended"));
-        UPIPE_TRY(upipe_layer_out_fwd(c, &l, y, &out));
-        UPIPE_TRY(upipe_mem_free(c->mem, out.out.data, &c->err));
-        UPIPE_TRY(c->ops->add(c, rows, y));
+        upipe_view y;
+        UPIPE_TRY(model_segment_out_fwd(r, f, i, &y, saved));
+        UPIPE_TRY(r->c->ops->add(r->c, model_segment(r, x, i), y));
         UPIPE_TRY(model_free_block(r, y));
     }
     return UPIPE_OK;
@@ -458,18 +465,11 @@ static upipe_status model_segments_out_fwd(const model_rank *r, const upipe_fpdt
 static upipe_status model_segments_between(const model_rank *r, const upipe_fpdt *f, upipe_view into,
                                            upipe_view x, const upipe_fpdt_saved *saved, int away)
 {
-    upipe_ctx *c = r->c;
     int i;
     for (i = 0; i < f->segments; ++i) {
-        upipe_view from = model_segment(r, x, i), y;
-        upipe_saved out;
-        upipe_layer l;
-        upipe_plan p;
-        UPIPE_TRY(model_segment_begin(r, f, i, &p, &l, &out, saved));
-        UPIPE_TRY(model_alloc_rows(r, c->mem, &y, from.n, "attended"));
-        UPIPE_TRY(upipe_layer_out_fwd(c, &l, y, &out));
-        UPIPE_TRY(upipe_mem_free(c->mem, out.out.data, &c->err));
-        UPIPE_TRY(model_add(r, y, from, away));
+        upipe_view y;
+        UPIPE_TRY(model_segment_out_fwd(r, f, i, &y, saved));
+        UPIPE_TRY(model_add(r, y, model_segment(r, x, i), away));
         UPIPE_TRY(model_copy(r, model_segment(r, into, i), y));
         UPIPE_TRY(model_free_block(r, y));
     }

@@ -36,12 +36,10 @@ UPIPE_API upipe_status upi_cblas_gemm(upipe_ctx *c, upipe_view out, upipe_view a
                                       void *work, size_t work_bytes)
 {
     int trans_a = (flags & UPIPE_GEMM_TRANS_A) != 0, trans_b = (flags & UPIPE_GEMM_TRANS_B) != 0;
-    const upipe_view parts[2] = {a, b};
     int64_t depth;
     int32_t j;
     UPIPE_TRY(upipe_check_gemm(c, out, a, b, flags));
-    if (!upipe_gemm_join(out, &a, &b, flags))
-        return upi_cpu_gemm(c, out, parts[0], parts[1], flags, work, work_bytes);
+    if (!upipe_gemm_join(out, &a, &b, flags)) return upi_cpu_gemm(c, out, a, b, flags, work, work_bytes);
     depth = trans_a ? a.n : a.d;
     if (!upi_cblas_accepts(out) || !upi_cblas_accepts(a) || !upi_cblas_accepts(b) || depth == 0 ||
         out.n == 0 || out.d == 0)

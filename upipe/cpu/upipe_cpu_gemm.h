@@ -130,42 +130,30 @@ UPI_INLINE int64_t upi_gemm_cut(int64_t all, int64_t *blocks)
     return each;
 }
 
-/* Where matrices are added up: may matrix i + 1 be read as the depth that follows matrix i? */
-UPI_INLINE int upi_gemm_side_joins(const upi_gemm_side *s, int64_t depth)
-{
-    return s->head_step == depth * s->depth_step;
-}
-
-/* Which sums the depth is cut into; see the promise. */
-UPI_INLINE void upi_gemm_plan_sums(upi_gemm_job *g, int64_t added, int trans_a)
-{
-    g->sum_depth = trans_a ? (int)UPIPE_SUM_ROWS : (int)UPI_GEMM_DEPTH;
-    g->added = added;
-    if (added > 1 && g->depth <= g->sum_depth && upi_gemm_side_joins(&g->a, g->depth) &&
-        upi_gemm_side_joins(&g->b, g->depth)) {
-        g->sum_depth = g->depth > 0 ? (int)g->depth : 1;
-        g->depth *= added;
-        g->added = 1;
-    }
-    g->pack_depth = UPI_GEMM_DEPTH / g->sum_depth * g->sum_depth;
-}
-
 /* Plans the product. Bytes never shrink as rows, columns or the depth grow, so that the scratch of a largest
  * product serves all smaller ones of its kind. */
 UPI_INLINE void upi_gemm_plan(upi_gemm_job *g, const upipe_ops *ops, upipe_view out, upipe_view a,
                               upipe_view b, int flags)
 {
     int trans_a = (flags & UPIPE_GEMM_TRANS_A) != 0, trans_b = (flags & UPIPE_GEMM_TRANS_B) != 0;
-    const int64_t added = out.h == 1 ? a.h : 1;
-    int64_t row_heads = a.h > 1 && b.h == 1 ? out.h : 1, col_heads = a.h == 1 ? out.h : 1;
+    const int64_t matrix = trans_a ? a.n : a.d; /* its depth */
+    int64_t row_heads, col_heads;
     int64_t most = out.dtype == UPIPE_F32 ? UPI_GEMM_BLOCK_F32 : UPI_GEMM_BLOCK_16, sums, items;
     const int32_t workers = upi_par_workers(ops);
     memset(g, 0, sizeof *g);
+    g->added = out.h == 1 ? a.h : 1;
+    g->sum_depth = trans_a ? (int)UPIPE_SUM_ROWS : (int)UPI_GEMM_DEPTH;
+    if (g->added > 1 && matrix > 0 && matrix <= g->sum_depth && upipe_gemm_join(out, &a, &b, flags)) {
+        g->sum_depth = (int)matrix;
+        g->added = 1;
+    }
+    g->pack_depth = UPI_GEMM_DEPTH / g->sum_depth * g->sum_depth;
+    row_heads = a.h > 1 && b.h == 1 ? out.h : 1;
+    col_heads = a.h == 1 ? out.h : 1;
     upi_gemm_side_init(&g->a, a, out.n, UPI_GEMM_ROWS, !trans_a, row_heads);
     upi_gemm_side_init(&g->b, b, out.d, UPI_GEMM_COLS, trans_b, col_heads);
     g->out = out;
     g->depth = trans_a ? a.n : a.d;
-    upi_gemm_plan_sums(g, added, trans_a);
     g->products = out.h / (row_heads * col_heads);
     g->accumulate = (flags & UPIPE_GEMM_ACCUMULATE) != 0;
     if (g->a.all == 0 || g->b.all == 0 || g->depth == 0) return;
