@@ -32,7 +32,8 @@ typedef struct golden {
 typedef struct way {
     const golden *g;
     upipe_plan_desc desc;
-    int offload, segments;
+    int segments;
+    activations_setting activations;
     grid net;
     upipe_ops ops;
     float *grads[2]; /* rank 0's after the sum */
@@ -150,14 +151,13 @@ static upipe_status way_main(void *user, int rank)
 {
     enum { SLAB = 8 << 20, BLOCKS = 64 };
     way *w = (way *)user;
-    void *slab = aligned_alloc(UPIPE_MEM_ALIGN, SLAB), *second = aligned_alloc(UPIPE_MEM_ALIGN, SLAB),
-         *kept[4];
+    void *slab = aligned_alloc(UPIPE_MEM_ALIGN, SLAB), *second = aligned_alloc(UPIPE_MEM_ALIGN, SLAB);
     upipe_mem_block blocks[2][BLOCKS];
     upipe_plan_desc desc = w->desc;
-    int64_t gathered[2 * RANKS_MAX];
     upipe_mem mem, host;
     upipe_ctx c;
     trainer t;
+    model m;
     upipe_status s;
     memset(&c, 0, sizeof c);
     memset(&t, 0, sizeof t);
@@ -170,18 +170,14 @@ static upipe_status way_main(void *user, int rank)
     grid_use(&w->net, rank, &c);
     desc.rank = rank % desc.ranks;
     desc.ring_rank = rank / desc.ranks;
-    s = model_init(&t.m, &w->g->layout, &desc, &c.err);
-    if (s == UPIPE_OK) s = model_cut(&t.m, w->segments, &c.err);
-    t.m.offload = w->offload;
-    t.world = grid_world(&w->net, rank);
-    t.r.c = &c;
-    t.r.host = w->offload ? &host : &mem;
-    t.r.second = &host;
-    t.r.kept = kept;
-    t.gathered = gathered;
+    s = model_init(&m, &w->g->layout, &desc, &c.err);
+    if (s == UPIPE_OK) s = model_cut(&m, w->segments, &c.err);
+    m.activations = w->activations;
+    if (s == UPIPE_OK) s = trainer_open(&t, &m, &c, grid_world(&w->net, rank), &host);
     if (s == UPIPE_OK) s = way_rank(w, &t);
     CHECK_STATUS(s, UPIPE_OK, c.err);
     CHECK(mem.live == 0 && host.live == 0);
+    trainer_close(&t);
     upipe_mem_destroy(&mem, NULL);
     upipe_mem_destroy(&host, NULL);
     free(slab);
@@ -190,7 +186,7 @@ static upipe_status way_main(void *user, int rank)
 }
 
 /* The description says ranks and schedule. */
-static void way_run(way *w, const golden *g, upipe_plan_desc desc, int segments, int offload)
+static void way_run(way *w, const golden *g, upipe_plan_desc desc, int segments, int kind)
 {
     upipe_err e;
     int group;
@@ -199,7 +195,7 @@ static void way_run(way *w, const golden *g, upipe_plan_desc desc, int segments,
     w->desc = desc;
     w->desc.tokens = TOKENS;
     w->desc.batch = BATCH;
-    w->offload = offload;
+    w->activations.kind = kind;
     w->segments = segments;
     upipe_cpu_ops(&w->ops);
     for (group = 0; group < 2; ++group) w->grads[group] = (float *)malloc((size_t)golden_count(g, group) * 4);
@@ -309,9 +305,9 @@ static void test_rings(const golden *g)
         d.ring_inner = rings[i].inner;
         d.layout = rings[i].layout;
         d.ring_mode = rings[i].mode;
-        way_run(&one, g, d, 0, 0);
+        way_run(&one, g, d, 0, ACTIVATIONS_AC);
         check_golden(g, &one);
-        way_run(&other, g, d, 0, 1);
+        way_run(&other, g, d, 0, ACTIVATIONS_OFFLOAD);
         CHECK_SAY(same_bits(&one, &other), "a second pool in ring %zu give other bits", i);
         way_free(&other);
         way_free(&one);
@@ -328,9 +324,9 @@ static void test_segments(const golden *g)
     for (i = 0; i < sizeof cuts / sizeof *cuts; ++i) {
         upipe_plan_desc d = team_of(cuts[i].ranks, cuts[i].chunk);
         way one, other;
-        way_run(&one, g, d, cuts[i].segments, 0);
+        way_run(&one, g, d, cuts[i].segments, ACTIVATIONS_AC);
         check_golden(g, &one);
-        way_run(&other, g, d, cuts[i].segments, 1);
+        way_run(&other, g, d, cuts[i].segments, ACTIVATIONS_OFFLOAD);
         CHECK_SAY(same_bits(&one, &other), "a second pool in cut %zu give other bits", i);
         way_free(&other);
         way_free(&one);
@@ -347,16 +343,16 @@ static void test_golden(const char *path, int tied)
     test_segments(&g);
     for (ranks = 1; ranks <= RANKS_MAX; ++ranks) { /* 3 divide neither tokens nor heads */
         way ulysses, other;
-        way_run(&ulysses, &g, team_of(ranks, g.layout.config.heads), 0, 0);
+        way_run(&ulysses, &g, team_of(ranks, g.layout.config.heads), 0, ACTIVATIONS_AC);
         check_golden(&g, &ulysses);
         for (chunk = ranks; chunk < g.layout.config.heads; chunk += ranks) {
-            way_run(&other, &g, team_of(ranks, chunk), 0, 0);
+            way_run(&other, &g, team_of(ranks, chunk), 0, ACTIVATIONS_AC);
             check_golden(&g, &other);
             CHECK_SAY(same_bits(&ulysses, &other), "chunk %d on %d ranks gives other bits than ulysses",
                       chunk, ranks);
             way_free(&other);
         }
-        way_run(&other, &g, team_of(ranks, ranks), 0, 1);
+        way_run(&other, &g, team_of(ranks, ranks), 0, ACTIVATIONS_OFFLOAD);
         CHECK_SAY(same_bits(&ulysses, &other), "a second pool on %d ranks give other bits", ranks);
         way_free(&other);
         way_free(&ulysses);

@@ -237,7 +237,6 @@ static upipe_status logits_rank(logits *g, const model *m, upipe_ctx *c, upipe_m
     memset(&r, 0, sizeof r);
     r.m = m;
     r.c = c;
-    r.host = c->mem;
     r.second = second;
     r.weights = g->weights;
     r.norm_weights = (const float *)g->norm_weights;

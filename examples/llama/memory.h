@@ -35,9 +35,10 @@ static const char *const memory_part_names[MEMORY_PARTS] = {"weights",     "grad
 typedef struct memory_plan {
     size_t phase[MODEL_PHASES]; /* live bytes at most */
     size_t peak;                /* the largest of them */
-    size_t host;                /* the second pool: with offload, or in segments; otherwise 0 */
+    size_t host;                /* the second pool */
     size_t at_peak[MEMORY_PARTS], largest[MEMORY_PARTS];
     size_t need, host_need; /* slabs */
+    int64_t sent, moved;    /* to other ranks, and between the pools, in the step */
     int blocks_max;
     int64_t events_max;
 } memory_plan;
@@ -115,6 +116,8 @@ static upipe_status memory_life(memory_dry *d, trainer *t, memory_then *then, vo
     memcpy(plan->phase, mem->phase_peak, sizeof plan->phase);
     plan->host = d->host.peak;
     plan->events_max = mem->events_lost; /* a trace ends with the step */
+    plan->sent = d->world.sent_bytes + d->dry.team.sent_bytes + d->dry.ring.sent_bytes;
+    plan->moved = t->r.kept.moved;
     if (then != NULL) UPIPE_TRY(then(t, user));
     return trainer_free_block(t);
 }
@@ -126,7 +129,7 @@ static upipe_status memory_life(memory_dry *d, trainer *t, memory_then *then, vo
 static upipe_status memory_plan_make(memory_plan *plan, const model *m, const upipe_ops *ops,
                                      memory_then *then, void *user, upipe_err *e)
 {
-    const int blocks_max = (int)m->layout->config.layers + m->plan.stages * 2 + 64;
+    const int blocks_max = 6 * (int)m->layout->config.layers + m->plan.stages * 2 + 64;
     memory_dry *d = (memory_dry *)calloc(1, sizeof *d);
     upipe_mem_block *blocks = (upipe_mem_block *)calloc(2 * (size_t)blocks_max, sizeof *blocks);
     upipe_mem_event none;
@@ -168,10 +171,10 @@ __attribute__((unused)) static double memory_least(const model *m, double *host)
     const double weights = (double)l->weights, norm_weights = (double)l->norm_weights,
                  u = (double)model_unit(m);
     const double e = (double)upipe_dtype_bytes(m->plan.desc.dtype), ranks = model_world(m);
-    const double copies = (double)l->config.layers * u;
+    int64_t here, away = activations_copies(&m->activations, l->config.layers, &here);
     const double state = weights * (e + 4 + (8 + (e < 4 ? 4 : 0)) / ranks) + norm_weights * (8 + 8 / ranks);
-    *host = m->offload ? copies : 0;
-    return state + (double)m->rows * 12 + u + (m->offload ? 0 : copies);
+    *host = (double)away * u;
+    return state + (double)m->rows * 12 + u + (double)here * u;
 }
 
 #endif

@@ -6,9 +6,9 @@
  *     losses, and backwards                             upipe_loss_bwd, upipe_mlp_bwd, upipe_layer_bwd ...
  *
  * The residual stream is one tensor, changed in place, and so is its gradient, which begins in the stream's
- * place. Before each layer a copy of the stream is kept (full activation checkpointing): `layers` tensors. The
+ * place. The forward keeps copies of the stream between layers: activations.h says which, and in which pool. The
  * backward goes from the last to the first and computes all else again, each layer's attention before its
- * MLP's backward. The copies wait in the pool, or with `offload` in a second one: host memory, on a GPU.
+ * MLP's backward.
  *
  * A rank holds the tokens of its plan's shard of every sequence, and a whole copy of the weights. The plan
  * alone knows which method it is, but for one thing: model_cut cuts the sequence into segments. Then a rank's
@@ -19,7 +19,7 @@
 #define LLAMA_MODEL_H
 
 #include "upipe/upipe.h"
-#include "../common/device.h"
+#include "activations.h"
 #include "config.h"
 
 /* Phases of the pool after those of the attention block, whose own calls set 0 to UPIPE_PHASE_OTHER. */
@@ -41,22 +41,20 @@ typedef struct model {
     upipe_fpdt fpdt;   /* its description and segments; 0 segments: the sequence is not cut */
     int64_t rows;      /* of this rank, of all sequences */
     size_t tile_bytes; /* of MLP and loss; 0 = the library's default */
-    int offload;
+    activations_setting activations;
 } model;
 
 /* One rank. grads are there in training alone. */
 typedef struct model_rank {
     const model *m;
     upipe_ctx *c;
-    upipe_mem *host;   /* where the kept copies of the stream wait; c->mem without offload */
-    upipe_mem *second; /* where segments are offloaded to; NULL if the sequence is not cut */
+    upipe_mem *second; /* the second pool */
+    activations kept;
     const void *weights;
     const float *norm_weights;
     float *grads[2]; /* of the weights group and of the norm weights group */
     int32_t *tokens, *targets;
     float *losses;
-    void **kept;    /* [layers] */
-    device *device; /* whose copies run beside the stream of c; NULL: on that stream */
 } model_rank;
 
 /* The plan of one rank: the model says how many heads there are and how large, desc everything else. */
@@ -262,115 +260,86 @@ static void model_phase(const model_rank *r, int phase)
     upipe_mem_phase(r->c->mem, phase, model_phase_name(phase));
 }
 
-/* Keeps a copy of the stream as number i. */
-static upipe_status model_keep(model_rank *r, int64_t i, upipe_view x)
+/* dst = src, of which one is in the second pool. */
+static upipe_status model_copy(model_rank *r, upipe_view dst, upipe_view src)
 {
-    size_t bytes = model_unit(r->m);
-    UPIPE_TRY(upipe_mem_alloc(r->host, &r->kept[i], bytes, "kept", &r->c->err));
-    if (r->device != NULL && r->host != r->c->mem)
-        return device_copy_start(r->device, r->c, r->kept[i], x.data, bytes);
-    return r->c->ops->copy(r->c, r->kept[i], x.data, bytes);
+    r->kept.moved += (int64_t)activations_bytes(src);
+    return r->c->ops->copy(r->c, dst.data, src.data, activations_bytes(src));
 }
 
-/* The stream may be written again: copies of it have been made. */
-static upipe_status model_kept(model_rank *r)
+/* The gradient of the stream waits in the second pool: begins the copy. */
+static upipe_status model_grad_put(model_rank *r, void **there, upipe_view g)
 {
-    return r->device != NULL && r->host != r->c->mem ? device_copy_wait(r->device, r->c) : UPIPE_OK;
+    *there = NULL;
+    if (!r->m->activations.grad) return UPIPE_OK;
+    return activations_put(&r->kept, r->c, there, g.data, activations_bytes(g), "stream");
 }
 
-/* A kept tensor, as a view; `like` gives the shape. */
-static upipe_view model_kept_view(const model_rank *r, int64_t layer, upipe_view like)
+/* It is there, and nowhere else. */
+static upipe_status model_grad_leave(model_rank *r, const void *there, upipe_view g)
 {
-    like.data = r->kept[layer];
-    return like;
+    if (there == NULL) return UPIPE_OK;
+    UPIPE_TRY(activations_wait(&r->kept, r->c));
+    return model_free_block(r, g);
 }
 
-static upipe_status model_copy(const model_rank *r, upipe_view dst, upipe_view src)
+/* It is back. */
+static upipe_status model_grad_fetch(model_rank *r, void *there, upipe_view *g)
 {
-    return r->c->ops->copy(r->c, dst.data, src.data, (size_t)(src.n * src.d) * upipe_dtype_bytes(src.dtype));
+    if (there == NULL) return UPIPE_OK;
+    UPIPE_TRY(model_alloc(r, g, "stream"));
+    UPIPE_TRY(activations_copy(&r->kept, r->c, g->data, there, activations_bytes(*g)));
+    UPIPE_TRY(activations_wait(&r->kept, r->c));
+    return upipe_mem_free(r->kept.second, there, &r->c->err);
 }
 
-/* ---- tensors that may lie in a second pool, tile by tile ---- */
+/* ---- the norm, and sums, of what may be in the second pool ---- */
 
-/* A tensor that is read by tiles of rows: where it lies in the rank's own pool, in place and in one tile. */
-typedef struct model_tiles {
-    upipe_view x, buf; /* buf.data is NULL in place */
-    upipe_view tile;   /* rows from `row` on, in the rank's own pool */
-    int64_t row;
-} model_tiles;
-
-/* Tiles begin between two partial sums of the weights' gradients, and so change no bit of them. */
-static upipe_status model_tiles_begin(const model_rank *r, model_tiles *t, upipe_view x, int away)
+/* y += x, which lies in the second pool if it is `away`. */
+static upipe_status model_add(model_rank *r, upipe_view y, upipe_view x, int away)
 {
-    const int64_t rows = x.d < UPIPE_SUM_ROWS ? UPIPE_SUM_ROWS : x.d / UPIPE_SUM_ROWS * UPIPE_SUM_ROWS;
-    t->x = t->tile = t->buf = x;
-    t->tile.n = 0;
-    t->row = 0;
-    t->buf.data = NULL;
-    if (away && rows < x.n) t->buf.n = rows;
-    return away ? model_alloc_rows(r, r->c->mem, &t->buf, t->buf.n, "fetched") : UPIPE_OK;
-}
-
-/* Goes on to the next tile, which has no rows after the last one. */
-static upipe_status model_tiles_next(const model_rank *r, model_tiles *t)
-{
-    int64_t n;
-    t->row += t->tile.n;
-    n = t->x.n - t->row;
-    if (n > t->buf.n) n = t->buf.n;
-    t->tile = upipe_view_rows(t->x, n > 0 ? t->row : 0, n);
-    if (t->buf.data == NULL || n == 0) return UPIPE_OK;
-    UPIPE_TRY(model_copy(r, t->buf, t->tile));
-    t->tile.data = t->buf.data;
-    return UPIPE_OK;
-}
-
-static upipe_status model_tiles_end(const model_rank *r, model_tiles *t)
-{
-    return model_free_block(r, t->buf);
-}
-
-/* y += x, which lies in a second pool if it is `away`. */
-static upipe_status model_add(const model_rank *r, upipe_view y, upipe_view x, int away)
-{
-    model_tiles t;
-    UPIPE_TRY(model_tiles_begin(r, &t, x, away));
-    UPIPE_TRY(model_tiles_next(r, &t));
+    activations_tiles t;
+    UPIPE_TRY(activations_tiles_begin(&r->kept, r->c, &t, x, away, NULL));
     while (t.tile.n > 0) {
         UPIPE_TRY(r->c->ops->add(r->c, upipe_view_rows(y, t.row, t.tile.n), t.tile));
-        UPIPE_TRY(model_tiles_next(r, &t));
+        UPIPE_TRY(activations_tiles_next(&r->kept, r->c, &t));
     }
-    return model_tiles_end(r, &t);
+    return activations_tiles_end(r->c, &t);
 }
 
 /* n = the attention half's norm of x; the same with `away`. */
-static upipe_status model_norm(const model_rank *r, int64_t layer, upipe_view n, upipe_view x, int away)
+static upipe_status model_norm(model_rank *r, int64_t layer, upipe_view n, upipe_view x, int away)
 {
-    if (away) UPIPE_TRY(model_copy(r, n, x));
-    return r->c->ops->rmsnorm(r->c, n, away ? n : x, model_norm_weight(r, LLAMA_NORM1, layer),
-                              (float)r->m->layout->config.norm_eps);
+    activations_tiles t;
+    UPIPE_TRY(activations_tiles_begin(&r->kept, r->c, &t, x, away, n.data));
+    while (t.tile.n > 0) {
+        UPIPE_TRY(r->c->ops->rmsnorm(r->c, upipe_view_rows(n, t.row, t.tile.n), t.tile,
+                                     model_norm_weight(r, LLAMA_NORM1, layer),
+                                     (float)r->m->layout->config.norm_eps));
+        UPIPE_TRY(activations_tiles_next(&r->kept, r->c, &t));
+    }
+    return activations_tiles_end(r->c, &t);
 }
 
 /* g += the gradient dn through this norm of x. */
-static upipe_status model_norm_bwd(const model_rank *r, int64_t layer, upipe_view g, upipe_view dn,
-                                   upipe_view x, int away)
+static upipe_status model_norm_bwd(model_rank *r, int64_t layer, upipe_view g, upipe_view dn, upipe_view x,
+                                   int away)
 {
-    model_tiles t;
-    UPIPE_TRY(model_tiles_begin(r, &t, x, away));
-    UPIPE_TRY(model_tiles_next(r, &t));
+    activations_tiles t;
+    UPIPE_TRY(activations_tiles_begin(&r->kept, r->c, &t, x, away, NULL));
     while (t.tile.n > 0) {
         UPIPE_TRY(r->c->ops->rmsnorm_bwd(
             r->c, upipe_view_rows(g, t.row, t.tile.n), upipe_view_rows(dn, t.row, t.tile.n), t.tile,
             model_norm_weight(r, LLAMA_NORM1, layer), (float)r->m->layout->config.norm_eps,
             model_grad(r, LLAMA_NORM1, layer), 1));
-        UPIPE_TRY(model_tiles_next(r, &t));
+        UPIPE_TRY(activations_tiles_next(&r->kept, r->c, &t));
     }
-    return model_tiles_end(r, &t);
+    return activations_tiles_end(r->c, &t);
 }
 
 /* ---- the attention half in segments ---- */
 
-static upipe_fpdt model_segments(const model_rank *r, int64_t layer)
+static upipe_fpdt model_segments(model_rank *r, int64_t layer)
 {
     upipe_fpdt f = r->m->fpdt;
     f.layer = model_attention_layer(r, layer);
@@ -379,7 +348,7 @@ static upipe_fpdt model_segments(const model_rank *r, int64_t layer)
 }
 
 /* A tensor's rows of segment i. */
-static upipe_view model_segment(const model_rank *r, upipe_view x, int i)
+static upipe_view model_segment(model_rank *r, upipe_view x, int i)
 {
     const int64_t batch = r->m->plan.desc.batch;
     int64_t first = 0;
@@ -389,7 +358,7 @@ static upipe_view model_segment(const model_rank *r, upipe_view x, int i)
 }
 
 /* normed, in the second pool, from x; which lies there too where `away` says so. */
-static upipe_status model_segments_norm(const model_rank *r, int64_t layer, upipe_view normed, upipe_view x,
+static upipe_status model_segments_norm(model_rank *r, int64_t layer, upipe_view normed, upipe_view x,
                                         int away)
 {
     int i;
@@ -404,7 +373,7 @@ static upipe_status model_segments_norm(const model_rank *r, int64_t layer, upip
 }
 
 /* Segment i of the slots in the second pool, to or from those in the rank's own. */
-static upipe_status model_segment_slots(const model_rank *r, const upipe_fpdt *f, const upipe_plan *p, int i,
+static upipe_status model_segment_slots(model_rank *r, const upipe_fpdt *f, const upipe_plan *p, int i,
                                         char *grads_at_tokens, const upipe_slots *slots, int back)
 {
     upipe_ctx *c = r->c;
@@ -413,15 +382,16 @@ static upipe_status model_segment_slots(const model_rank *r, const upipe_fpdt *f
     for (stage = 0; stage < p->stages; ++stage) {
         char *there = grads_at_tokens + (size_t)(i * p->stages + stage) * slot;
         char *here = (char *)slots->data + (size_t)stage * slots->slot_bytes;
-        UPIPE_TRY(
-            c->ops->copy(c, back ? there : here, back ? here : there,
-                         upipe_plan_rows_bytes(p, upipe_plan_buffer(p, UPIPE_A2A_Q, stage), p->desc.v_dim)));
+        const size_t bytes =
+            upipe_plan_rows_bytes(p, upipe_plan_buffer(p, UPIPE_A2A_Q, stage), p->desc.v_dim);
+        r->kept.moved += (int64_t)bytes;
+        UPIPE_TRY(c->ops->copy(c, back ? there : here, back ? here : there, bytes));
     }
     return UPIPE_OK;
 }
 
 /* Segment i of the forward's result, in the rank's own pool, as the output projection reads it. */
-static upipe_status model_segment_begin(const model_rank *r, const upipe_fpdt *f, int i, upipe_plan *p,
+static upipe_status model_segment_begin(model_rank *r, const upipe_fpdt *f, int i, upipe_plan *p,
                                         upipe_layer *l, upipe_saved *out, const upipe_fpdt_saved *saved)
 {
     UPIPE_TRY(upipe_fpdt_plan(f, i, p, &r->c->err));
@@ -434,7 +404,7 @@ static upipe_status model_segment_begin(const model_rank *r, const upipe_fpdt *f
 }
 
 /* y = O * Wo^T of segment i, a new block of the rank's own pool. */
-static upipe_status model_segment_out_fwd(const model_rank *r, const upipe_fpdt *f, int i, upipe_view *y,
+static upipe_status model_segment_out_fwd(model_rank *r, const upipe_fpdt *f, int i, upipe_view *y,
                                           const upipe_fpdt_saved *saved)
 {
     upipe_ctx *c = r->c;
@@ -448,7 +418,7 @@ static upipe_status model_segment_out_fwd(const model_rank *r, const upipe_fpdt 
 }
 
 /* x += O * Wo^T, segment by segment. */
-static upipe_status model_segments_out_fwd(const model_rank *r, const upipe_fpdt *f, upipe_view x,
+static upipe_status model_segments_out_fwd(model_rank *r, const upipe_fpdt *f, upipe_view x,
                                            const upipe_fpdt_saved *saved)
 {
     int i;
@@ -462,8 +432,8 @@ static upipe_status model_segments_out_fwd(const model_rank *r, const upipe_fpdt
 }
 
 /* into, in the second pool = x + O * Wo^T: what the MLP reads; x, away as above. */
-static upipe_status model_segments_between(const model_rank *r, const upipe_fpdt *f, upipe_view into,
-                                           upipe_view x, const upipe_fpdt_saved *saved, int away)
+static upipe_status model_segments_between(model_rank *r, const upipe_fpdt *f, upipe_view into, upipe_view x,
+                                           const upipe_fpdt_saved *saved, int away)
 {
     int i;
     for (i = 0; i < f->segments; ++i) {
@@ -477,8 +447,8 @@ static upipe_status model_segments_between(const model_rank *r, const upipe_fpdt
 }
 
 /* dout, slots in the second pool, from the gradient of the half's result. */
-static upipe_status model_segments_out_bwd(const model_rank *r, const upipe_fpdt *f, char *dout,
-                                           upipe_grads *grads, const upipe_fpdt_saved *saved, upipe_view g)
+static upipe_status model_segments_out_bwd(model_rank *r, const upipe_fpdt *f, char *dout, upipe_grads *grads,
+                                           const upipe_fpdt_saved *saved, upipe_view g)
 {
     upipe_ctx *c = r->c;
     int i;
@@ -496,8 +466,8 @@ static upipe_status model_segments_out_bwd(const model_rank *r, const upipe_fpdt
 }
 
 /* g += the gradient through the norm, of which gnormed is in the second pool; x, away as above. */
-static upipe_status model_segments_norm_bwd(const model_rank *r, int64_t layer, upipe_view g,
-                                            upipe_view gnormed, upipe_view x, int away)
+static upipe_status model_segments_norm_bwd(model_rank *r, int64_t layer, upipe_view g, upipe_view gnormed,
+                                            upipe_view x, int away)
 {
     int i;
     for (i = 0; i < model_parts(r->m); ++i) {
@@ -510,7 +480,8 @@ static upipe_status model_segments_norm_bwd(const model_rank *r, int64_t layer, 
     return UPIPE_OK;
 }
 
-static upipe_status model_segments_fwd(model_rank *r, int64_t layer, upipe_view x, int keep)
+/* What attention has offloaded stays where it is kept. */
+static upipe_status model_segments_fwd(model_rank *r, int64_t layer, upipe_view x, int keep_attention)
 {
     upipe_ctx *c = r->c;
     upipe_fpdt f = model_segments(r, layer);
@@ -520,14 +491,19 @@ static upipe_status model_segments_fwd(model_rank *r, int64_t layer, upipe_view 
     UPIPE_TRY(model_segments_norm(r, layer, n, x, 0));
     UPIPE_TRY(upipe_fpdt_fwd(c, &f, &saved, n.data));
     UPIPE_TRY(upipe_mem_free(r->second, n.data, &c->err));
-    if (keep) UPIPE_TRY(model_kept(r));
+    UPIPE_TRY(activations_wait(&r->kept, c));
     UPIPE_TRY(model_segments_out_fwd(r, &f, x, &saved));
+    if (keep_attention) {
+        r->kept.layer[layer].fpdt = saved;
+        return UPIPE_OK;
+    }
+    r->kept.moved += saved.moved;
     return upipe_fpdt_free(&f, &saved, &c->err);
 }
 
 /* ---- forward ---- */
 
-static upipe_status model_attention_fwd(model_rank *r, int64_t layer, upipe_view x, int keep)
+static upipe_status model_attention_fwd(model_rank *r, int64_t layer, upipe_view x, int keep_attention)
 {
     upipe_ctx *c = r->c;
     upipe_layer l = model_attention_layer(r, layer);
@@ -537,10 +513,11 @@ static upipe_status model_attention_fwd(model_rank *r, int64_t layer, upipe_view
     UPIPE_TRY(model_norm(r, layer, n, x, 0));
     UPIPE_TRY(upipe_layer_fwd(c, &l, &saved, n));
     UPIPE_TRY(model_free_block(r, n));
+    if (keep_attention) UPIPE_TRY(activations_keep_attention(&r->kept, c, layer, l.plan, &saved));
     UPIPE_TRY(model_alloc(r, &y, "attended"));
     UPIPE_TRY(upipe_layer_out_fwd(c, &l, y, &saved));
+    UPIPE_TRY(activations_wait(&r->kept, c)); /* copies of O and x are made */
     UPIPE_TRY(upipe_saved_free(c, &saved));
-    if (keep) UPIPE_TRY(model_kept(r));
     UPIPE_TRY(c->ops->add(c, x, y));
     return model_free_block(r, y);
 }
@@ -555,8 +532,15 @@ static upipe_status model_mlp_fwd(model_rank *r, int64_t layer, upipe_view x)
     return s;
 }
 
-/* x, taken here, becomes the stream after the last layer. With keep nonzero the copies for the backward are
- * kept. */
+/* One layer: x, of which copies may be being made, becomes its result. */
+static upipe_status model_layer_fwd(model_rank *r, int64_t layer, upipe_view x, int keep_attention)
+{
+    UPIPE_TRY(r->m->fpdt.segments > 0 ? model_segments_fwd(r, layer, x, keep_attention)
+                                      : model_attention_fwd(r, layer, x, keep_attention));
+    return model_mlp_fwd(r, layer, x);
+}
+
+/* x, taken here, becomes the stream after the last layer. With keep nonzero the backward's copies are kept. */
 __attribute__((unused)) static upipe_status model_fwd(model_rank *r, upipe_view *x, int keep)
 {
     const llama_config *config = &r->m->layout->config;
@@ -568,10 +552,9 @@ __attribute__((unused)) static upipe_status model_fwd(model_rank *r, upipe_view 
     UPIPE_TRY(r->c->ops->embed(r->c, *x, table, r->tokens));
     model_phase(r, UPIPE_PHASE_OTHER);
     for (i = 0; i < config->layers; ++i) {
-        if (keep) UPIPE_TRY(model_keep(r, i, *x));
-        UPIPE_TRY(r->m->fpdt.segments > 0 ? model_segments_fwd(r, i, *x, keep)
-                                          : model_attention_fwd(r, i, *x, keep));
-        UPIPE_TRY(model_mlp_fwd(r, i, *x));
+        const activations_row row = activations_of(&r->m->activations, i);
+        if (keep && row.x) UPIPE_TRY(activations_keep_x(&r->kept, r->c, i, *x, row.away));
+        UPIPE_TRY(model_layer_fwd(r, i, *x, keep && row.attention));
     }
     return UPIPE_OK;
 }
@@ -594,77 +577,121 @@ static upipe_status model_loss_bwd(model_rank *r, upipe_view x, float scale)
 }
 
 /* g, the gradient of the MLP half's result, becomes that of its input x, which is as model_add's. */
-static upipe_status model_mlp_bwd(const model_rank *r, int64_t layer, upipe_view g, upipe_view x, int away)
+static upipe_status model_mlp_bwd(model_rank *r, int64_t layer, upipe_view g, upipe_view x, int away)
 {
     upipe_mlp m = model_mlp(r, layer);
     upipe_mlp_grads grads;
-    model_tiles t;
+    activations_tiles t;
     grads.w_gate = model_grad(r, LLAMA_GATE, layer);
     grads.w_up = model_grad(r, LLAMA_UP, layer);
     grads.w_down = model_grad(r, LLAMA_DOWN, layer);
     grads.norm_weight = model_grad(r, LLAMA_NORM2, layer);
     model_phase(r, MODEL_MLP_BWD);
-    UPIPE_TRY(model_tiles_begin(r, &t, x, away));
-    UPIPE_TRY(model_tiles_next(r, &t));
+    UPIPE_TRY(activations_tiles_begin(&r->kept, r->c, &t, x, away, NULL));
     while (t.tile.n > 0) {
         upipe_view rows = upipe_view_rows(g, t.row, t.tile.n);
         UPIPE_TRY(upipe_mlp_bwd(r->c, &m, rows, &grads, rows, t.tile));
-        UPIPE_TRY(model_tiles_next(r, &t));
+        UPIPE_TRY(activations_tiles_next(&r->kept, r->c, &t));
     }
-    UPIPE_TRY(model_tiles_end(r, &t));
+    UPIPE_TRY(activations_tiles_end(r->c, &t));
     model_phase(r, UPIPE_PHASE_OTHER);
     return UPIPE_OK;
 }
 
-/* A layer's backward: g, the gradient of its result, becomes that of its input. One block is in turn the
+/* The kept x of a layer, as a view; `like` gives the shape. */
+static upipe_view model_kept_x(const model_rank *r, int64_t layer, upipe_view like)
+{
+    like.data = r->kept.layer[layer].x;
+    return like;
+}
+
+/* A layer's backward: *g, the gradient of its result, becomes that of its input. One block is in turn the
  * norm's result, what the MLP reads, the norm's result again, and its gradient: so no hole is left. */
-static upipe_status model_layer_bwd(model_rank *r, int64_t layer, upipe_view g)
+static upipe_status model_layer_bwd(model_rank *r, int64_t layer, upipe_view *g)
 {
     upipe_ctx *c = r->c;
-    const int away = r->host != c->mem;
-    const upipe_view x = model_kept_view(r, layer, g);
+    const int away = r->kept.layer[layer].away;
+    const upipe_view x = model_kept_x(r, layer, *g);
     upipe_layer l = model_attention_layer(r, layer);
     upipe_grads grads = model_attention_grads(r, layer);
     upipe_saved saved;
     upipe_view n;
+    void *there;
     UPIPE_TRY(model_alloc(r, &n, "normed"));
-    UPIPE_TRY(model_norm(r, layer, n, x, away));
-    UPIPE_TRY(upipe_layer_fwd(c, &l, &saved, n));
+    if (r->kept.layer[layer].out != NULL) {
+        UPIPE_TRY(activations_fetch_attention(&r->kept, c, layer, l.plan, &saved));
+    } else {
+        UPIPE_TRY(model_norm(r, layer, n, x, away));
+        UPIPE_TRY(upipe_layer_fwd(c, &l, &saved, n));
+    }
     UPIPE_TRY(upipe_layer_out_fwd(c, &l, n, &saved));
     UPIPE_TRY(model_add(r, n, x, away));
-    UPIPE_TRY(model_mlp_bwd(r, layer, g, n, 0));
-    UPIPE_TRY(upipe_layer_out_bwd(c, &l, &grads, &saved, g)); /* O becomes dO; g goes on down the stream */
+    UPIPE_TRY(model_mlp_bwd(r, layer, *g, n, 0));
+    UPIPE_TRY(model_grad_put(r, &there, *g));
+    UPIPE_TRY(upipe_layer_out_bwd(c, &l, &grads, &saved, *g)); /* O becomes dO; g goes on down the stream */
+    UPIPE_TRY(model_grad_leave(r, there, *g));
     UPIPE_TRY(model_norm(r, layer, n, x, away));
     UPIPE_TRY(upipe_layer_bwd(c, &l, n, &grads, &saved, &saved.out, n));
     UPIPE_TRY(upipe_saved_free(c, &saved));
-    UPIPE_TRY(model_norm_bwd(r, layer, g, n, x, away));
+    UPIPE_TRY(model_grad_fetch(r, there, g));
+    UPIPE_TRY(model_norm_bwd(r, layer, *g, n, x, away));
     return model_free_block(r, n);
 }
 
 /* The same in segments, whose block is in the second pool. */
-static upipe_status model_segments_bwd(model_rank *r, int64_t layer, upipe_view g)
+static upipe_status model_segments_bwd(model_rank *r, int64_t layer, upipe_view *g)
 {
     upipe_ctx *c = r->c;
-    const int away = r->host != c->mem;
-    const upipe_view x = model_kept_view(r, layer, g);
+    const int away = r->kept.layer[layer].away;
+    const upipe_view x = model_kept_x(r, layer, *g);
     upipe_fpdt f = model_segments(r, layer);
     upipe_grads grads = model_attention_grads(r, layer);
-    upipe_fpdt_saved saved;
+    upipe_fpdt_saved saved = r->kept.layer[layer].fpdt;
     upipe_view n;
-    void *dout;
+    void *dout, *there;
     UPIPE_TRY(model_alloc_rows(r, r->second, &n, r->m->rows, "normed"));
-    UPIPE_TRY(model_segments_norm(r, layer, n, x, away));
-    UPIPE_TRY(upipe_fpdt_fwd(c, &f, &saved, n.data));
+    if (saved.out == NULL) {
+        UPIPE_TRY(model_segments_norm(r, layer, n, x, away));
+        UPIPE_TRY(upipe_fpdt_fwd(c, &f, &saved, n.data));
+    }
+    memset(&r->kept.layer[layer].fpdt, 0, sizeof saved); /* freed below */
     UPIPE_TRY(model_segments_between(r, &f, n, x, &saved, away));
-    UPIPE_TRY(model_mlp_bwd(r, layer, g, n, 1));
+    UPIPE_TRY(model_mlp_bwd(r, layer, *g, n, 1));
     UPIPE_TRY(model_segments_norm(r, layer, n, x, away));
     UPIPE_TRY(upipe_mem_alloc(r->second, &dout, upipe_fpdt_out_bytes(&f), "dout", &c->err));
-    UPIPE_TRY(model_segments_out_bwd(r, &f, (char *)dout, &grads, &saved, g));
+    UPIPE_TRY(model_grad_put(r, &there, *g));
+    UPIPE_TRY(model_segments_out_bwd(r, &f, (char *)dout, &grads, &saved, *g));
+    UPIPE_TRY(model_grad_leave(r, there, *g));
     UPIPE_TRY(upipe_fpdt_bwd(c, &f, n.data, &grads, &saved, dout, n.data));
     UPIPE_TRY(upipe_mem_free(r->second, dout, &c->err));
+    r->kept.moved += saved.moved;
     UPIPE_TRY(upipe_fpdt_free(&f, &saved, &c->err));
-    UPIPE_TRY(model_segments_norm_bwd(r, layer, g, n, x, away));
+    UPIPE_TRY(model_grad_fetch(r, there, g));
+    UPIPE_TRY(model_segments_norm_bwd(r, layer, *g, n, x, away));
     return upipe_mem_free(r->second, n.data, &c->err);
+}
+
+/* The layers of a block from its first one, whose x is kept, to the last: keeps the x of those that follow, and
+ * attention's O and lse of all but the last. */
+static upipe_status model_block_fwd(model_rank *r, int64_t last, upipe_view *g)
+{
+    upipe_ctx *c = r->c;
+    int64_t first = last;
+    upipe_view x;
+    void *there;
+    while (r->kept.layer[first].x == NULL) --first;
+    UPIPE_TRY(model_grad_put(r, &there, *g));
+    UPIPE_TRY(model_grad_leave(r, there, *g));
+    UPIPE_TRY(model_alloc(r, &x, "stream"));
+    UPIPE_TRY(activations_copy(&r->kept, c, x.data, r->kept.layer[first].x, activations_bytes(x)));
+    UPIPE_TRY(activations_wait(&r->kept, c));
+    for (; first < last; ++first) {
+        UPIPE_TRY(model_layer_fwd(r, first, x, 1));
+        UPIPE_TRY(activations_keep_x(&r->kept, c, first + 1, x, 1));
+    }
+    UPIPE_TRY(activations_wait(&r->kept, c));
+    UPIPE_TRY(model_free_block(r, x));
+    return model_grad_fetch(r, there, g);
 }
 
 /* model_bwd -- after model_fwd with keep: losses, and the gradients of scale times their sum over this rank's
@@ -677,9 +704,9 @@ __attribute__((unused)) static upipe_status model_bwd(model_rank *r, upipe_view 
     int64_t i;
     UPIPE_TRY(model_loss_bwd(r, x, scale));
     for (i = config->layers; i-- > 0;) {
-        UPIPE_TRY(r->m->fpdt.segments > 0 ? model_segments_bwd(r, i, x) : model_layer_bwd(r, i, x));
-        UPIPE_TRY(upipe_mem_free(r->host, r->kept[i], &r->c->err));
-        r->kept[i] = NULL;
+        if (r->kept.layer[i].x == NULL) UPIPE_TRY(model_block_fwd(r, i, &x));
+        UPIPE_TRY(r->m->fpdt.segments > 0 ? model_segments_bwd(r, i, &x) : model_layer_bwd(r, i, &x));
+        UPIPE_TRY(activations_drop(&r->kept, r->c, i));
     }
     UPIPE_TRY(r->c->ops->embed_bwd(r->c, table, x, r->tokens));
     return model_free_block(r, x);

@@ -18,6 +18,7 @@
 
 #include "../common/cli.h"
 #include "../common/device_flag.h"
+#include "activations_flag.h"
 #include "checkpoint.h"
 #include "limits.h"
 #include "plans.h"
@@ -28,7 +29,7 @@ enum {
     FLAG_MODEL_DIM, FLAG_HEADS, FLAG_KV_HEADS, FLAG_HEAD_DIM, FLAG_FF_DIM, FLAG_VOCAB, FLAG_UNTIED,
     FLAG_QK_NORM, FLAG_ROPE_THETA, FLAG_NORM_EPS, FLAG_WINDOW, FLAG_TOKENS, FLAG_BATCH, FLAG_STEPS, FLAG_LR, FLAG_MIN_LR,
     FLAG_WARMUP, FLAG_WEIGHT_DECAY, FLAG_BETA1, FLAG_BETA2, FLAG_ADAM_EPS, FLAG_CLIP, FLAG_DTYPE, FLAG_DEVICE,
-    FLAG_SEED, FLAG_TILE_BYTES, FLAG_OFFLOAD, FLAG_JSON, FLAG_TRACE, FLAG_SAVE, FLAG_SAVE_EVERY, FLAG_KEEP,
+    FLAG_SEED, FLAG_TILE_BYTES, FLAG_ACTIVATIONS, FLAG_OFFLOAD, FLAG_JSON, FLAG_TRACE, FLAG_SAVE, FLAG_SAVE_EVERY, FLAG_KEEP,
     FLAG_RESUME, FLAG_LOAD, FLAG_SAMPLE, FLAG_PROMPT, FLAG_TEMPERATURE, FLAG_DEADLINE, FLAG_PLAN,
     FLAG_PROGRESS, FLAG_HELP, FLAG_VERSION, FLAGS
 };
@@ -69,6 +70,7 @@ static const struct option option_list[] = {
     {"device",       required_argument, NULL, FLAG_DEVICE},
     {"seed",         required_argument, NULL, FLAG_SEED},
     {"tile-bytes",   required_argument, NULL, FLAG_TILE_BYTES},
+    {"activations",  required_argument, NULL, FLAG_ACTIVATIONS},
     {"offload",      no_argument,       NULL, FLAG_OFFLOAD},
     {"json",         required_argument, NULL, FLAG_JSON},
     {"trace",        required_argument, NULL, FLAG_TRACE},
@@ -127,7 +129,6 @@ static const char usage_text[] =
     "  --seed N           of the first weights, the order of the text and the sample (1)\n"
     "  --tile-bytes N     limit of a tile of MLP or loss (64 tokens or more), without product scratch\n"
     "                     (0: the paper's square, about model-dim tokens)\n"
-    "  --offload          layers' inputs are offloaded to a second pool (on a GPU: host memory)\n"
     "  --deadline SECONDS how long a rank waits for another one before it aborts; for one that writes\n"
     "                     a checkpoint at least 1200 (600)\n"
     "  --plan             print the memory by component and what a token adds to it; train nothing\n"
@@ -165,7 +166,8 @@ typedef struct options {
     size_t tile_bytes;
     upipe_dtype dtype;
     int device;
-    int offload, plan, progress;
+    activations_setting activations;
+    int plan, progress;
     int64_t seed;
     const char *data, *prompt;
     const char *json, *trace, *save, *resume, *load; /* paths; NULL = not wanted */
@@ -298,8 +300,10 @@ static int options_flag(void *user, int flag, const char *text)
         status = options_whole(name, text, &n);
         o->tile_bytes = (size_t)n;
         return status;
+    case FLAG_ACTIVATIONS:
+        return activations_flag(name, text, &o->activations);
     case FLAG_OFFLOAD:
-        o->offload = 1;
+        o->activations.kind = ACTIVATIONS_OFFLOAD;
         return 0;
     case FLAG_SAVE_EVERY:
         return options_whole(name, text, &o->save_every);
@@ -318,7 +322,8 @@ static int options_flag(void *user, int flag, const char *text)
         o->progress = 1;
         return 0;
     case FLAG_HELP:
-        return method_help(name, usage_text);
+        fputs(usage_text, stdout);
+        return method_help(name, activations_usage);
     case FLAG_VERSION:
         return cli_version(name, ", products: " PRODUCTS);
     default:
@@ -347,6 +352,8 @@ static int options_contradictions(const options *o)
     int flag;
     if (o->config.window > 0 && o->config.qk_norm)
         return cli_refuse("--window and --qk-norm contradict each other: no model that is built has both");
+    if (o->given[FLAG_ACTIVATIONS] && o->given[FLAG_OFFLOAD])
+        return cli_refuse("--offload is --activations offload: only one of them can be given");
     if (o->resume != NULL && o->load != NULL)
         return cli_refuse(
             "--resume %s and --load %s contradict each other: the weights come from one of them", o->resume,

@@ -33,79 +33,112 @@ static void report_ranks(const run *u)
     if (how->overlap) printf(", overlapped");
 }
 
-static void report_memory(const run *u)
+static void report_memory(const run *u, int rank)
 {
-    const run_rank *k = &u->ranks[0];
+    const memory_plan *p = &u->ranks[rank].plan;
     char a[32], b[32];
     int part;
-    printf("\nmemory of rank 0, by the plan\n\n  %-12s %14s %14s\n", "", "at the peak", "at most");
+    printf("\nmemory of rank %d, by the plan\n\n  %-12s %14s %14s\n", rank, "", "at the peak", "at most");
     for (part = 0; part < MEMORY_PARTS; ++part)
-        printf("  %-12s %14s %14s\n", memory_part_names[part], report_bytes(a, (double)k->plan.at_peak[part]),
-               report_bytes(b, (double)k->plan.largest[part]));
-    printf("  %-12s %14s   %zu bytes\n", "peak", report_bytes(a, (double)k->plan.peak), k->plan.peak);
-    printf("  %-12s %14s   %zu bytes with alignment and holes\n", "slab",
-           report_bytes(a, (double)k->plan.need), k->plan.need);
-    if (k->plan.host > 0)
-        printf("  %-12s %14s   %zu bytes, the second pool\n", "host", report_bytes(a, (double)k->plan.host),
-               k->plan.host);
+        printf("  %-12s %14s %14s\n", memory_part_names[part], report_bytes(a, (double)p->at_peak[part]),
+               report_bytes(b, (double)p->largest[part]));
+    printf("  %-12s %14s   %zu bytes\n", "peak", report_bytes(a, (double)p->peak), p->peak);
+    printf("  %-12s %14s   %zu bytes with alignment and holes\n", "slab", report_bytes(a, (double)p->need),
+           p->need);
+    if (p->host == 0) return;
+    printf("  %-12s %14s   %zu bytes, the second pool\n", "host", report_bytes(a, (double)p->host), p->host);
+    printf("  %-12s %14s   %zu bytes with alignment and holes\n", "host slab",
+           report_bytes(a, (double)p->host_need), p->host_need);
 }
 
 /* ---- --plan ---- */
 
-/* What a token more adds to the peak, in units, without and with offload; and what to the second pool. */
-typedef struct report_slopes {
-    double pool[2], host[2];
-} report_slopes;
+/* Bytes of the largest rank, each number's own, and of all ranks together. */
+typedef struct report_total {
+    double peak, slab, host, host_slab;
+    double slabs, host_slabs; /* of all ranks */
+} report_total;
 
-/* From here to twice as many tokens. */
-static int report_slope(const run *u, int offload, report_slopes *slopes)
+static report_total report_all(const run *u)
 {
-    const upipe_plan_desc *d = &u->ranks[0].m.plan.desc;
-    double unit, rows;
-    memory_plan plans[2];
-    model m[2];
-    upipe_err e;
-    upipe_status s = UPIPE_OK;
-    int i;
-    memset(&e, 0, sizeof e);
-    for (i = 0; i < 2 && s == UPIPE_OK; ++i) {
-        upipe_plan_desc wide = *d;
-        wide.tokens *= i + 1;
-        s = model_init(&m[i], &u->layout, &wide, &e);
-        if (s == UPIPE_OK) s = model_cut(&m[i], u->o.how.segments, &e);
-        m[i].tile_bytes = u->o.tile_bytes;
-        m[i].offload = offload;
-        if (s == UPIPE_OK) s = run_dry(u, &m[i], NULL, &plans[i], &e);
+    report_total t;
+    int r;
+    memset(&t, 0, sizeof t);
+    for (r = 0; r < u->o.how.ranks; ++r) {
+        const memory_plan *p = &u->ranks[r].plan;
+        t.peak = fmax(t.peak, (double)p->peak);
+        t.slab = fmax(t.slab, (double)p->need);
+        t.host = fmax(t.host, (double)p->host);
+        t.host_slab = fmax(t.host_slab, (double)p->host_need);
+        t.slabs += (double)p->need;
+        t.host_slabs += (double)p->host_need;
     }
-    if (s != UPIPE_OK) return run_fail(s, &e);
-    unit = (double)(d->model_dim * (int64_t)upipe_dtype_bytes(d->dtype));
-    rows = (double)(m[1].rows - m[0].rows);
-    slopes->pool[offload] = (double)(plans[1].peak - plans[0].peak) / rows / unit;
-    slopes->host[offload] = (double)(plans[1].host - plans[0].host) / rows / unit;
-    return 0;
+    return t;
 }
 
-static int report_plan(const run *u, report_slopes *slopes)
+/* The rank whose slab is the largest: the first of them. */
+static int report_largest(const run *u)
+{
+    int r, largest = 0;
+    for (r = 1; r < u->o.how.ranks; ++r)
+        if (u->ranks[r].plan.need > u->ranks[largest].plan.need) largest = r;
+    return largest;
+}
+
+/* What more tokens add: of the largest rank in units, for one more on each rank; of all ranks in bytes, for one
+ * more of the sequence. */
+static int report_slope(const run *u, report_total *slope)
+{
+    const upipe_plan_desc *d = &u->ranks[0].m.plan.desc;
+    const double rows = (double)(u->o.tokens * u->o.batch) / u->o.how.ranks;
+    const double unit = rows * (double)(d->model_dim * (int64_t)upipe_dtype_bytes(d->dtype));
+    const report_total one = report_all(u);
+    report_total two;
+    run wide = *u; /* from here to twice as many tokens */
+    int status;
+    wide.o.tokens *= 2;
+    status = run_plan(&wide);
+    if (status == 0) {
+        two = report_all(&wide);
+        slope->peak = (two.peak - one.peak) / unit;
+        slope->slab = (two.slab - one.slab) / unit;
+        slope->host = (two.host - one.host) / unit;
+        slope->host_slab = (two.host_slab - one.host_slab) / unit;
+        slope->slabs = (two.slabs - one.slabs) / (double)u->o.tokens;
+        slope->host_slabs = (two.host_slabs - one.host_slabs) / (double)u->o.tokens;
+    }
+    free(wide.ranks);
+    return status;
+}
+
+static int report_plan(const run *u, report_total *slope)
 {
     const llama_config *c = &u->layout.config;
-    int offload;
+    const int rank = report_largest(u);
+    const memory_plan *p = &u->ranks[rank].plan;
+    const report_total all = report_all(u);
+    char a[32], b[32], kept[ACTIVATIONS_TEXT];
     report_ranks(u);
     printf(", chunk %d: %lld layers of %lld, %d/%d heads of %d, MLP %lld, vocabulary %lld, %s\n",
            u->ranks[0].m.plan.desc.chunk, (long long)c->layers, (long long)c->dim, c->heads, c->kv_heads,
            c->head_dim, (long long)c->hidden, (long long)c->vocab, upipe_dtype_name(u->o.dtype));
-    printf("%lld tokens x %lld sequences; bytes by a dry run of a training step\n", (long long)u->o.tokens,
-           (long long)u->o.batch);
-    report_memory(u);
-    printf("\nwhat a token on a rank adds to the peak, in units of model-dim elements, by dry runs\n");
+    printf(
+        "%lld tokens x %lld sequences, activations %s, kernels %s; bytes by a dry run of a training step\n",
+        (long long)u->o.tokens, (long long)u->o.batch, activations_text(kept, &u->o.activations),
+        u->ops.name);
+    report_memory(u, rank);
+    printf("\nall ranks together: slabs %s, second pools %s\n", report_bytes(a, all.slabs),
+           report_bytes(b, all.host_slabs));
+    printf("rank %d in a step: sends %s, copies %s between its pools\n", rank,
+           report_bytes(a, (double)p->sent), report_bytes(b, (double)p->moved));
+    if (report_slope(u, slope) != 0) return -1;
+    printf(
+        "\nwhat one more token on each rank adds to the largest, in units of model-dim elements, by dry runs\n");
     printf("(from %lld to %lld tokens)\n", (long long)u->o.tokens, 2 * (long long)u->o.tokens);
-    for (offload = 0; offload < 2; ++offload) {
-        if (report_slope(u, offload, slopes) != 0) return -1;
-        printf("  layers' inputs %-22s %7.2f", offload ? "in a second pool" : "beside the rest",
-               slopes->pool[offload]);
-        if (offload || slopes->host[0] > 0)
-            printf("   and %.2f %s", slopes->host[offload], offload ? "there" : "in a second pool");
-        printf("\n");
-    }
+    printf("  peak %9.2f   slab %9.2f\n", slope->peak, slope->slab);
+    printf("  host %9.2f   slab %9.2f   the second pool\n", slope->host, slope->host_slab);
+    printf("one more of the sequence, all ranks together: slabs %.0f bytes, second pools %.0f bytes\n",
+           slope->slabs, slope->host_slabs);
     if (c->layers == 32 && c->dim == 4096 && c->heads == 32 && c->kv_heads == 8 && u->o.how.ranks == 8 &&
         u->o.dtype == UPIPE_BF16 && u->o.how.method <= METHOD_UPIPE)
         printf("\nmeasured by the paper for Llama3-8B on 8 GPUs, layers' inputs in host memory: %.1f (%s)\n",
@@ -127,7 +160,7 @@ static void report_table(const run *u)
         printf("steps %lld to %lld: loss %.4f -> %.4f, %.0f tokens/s\n", (long long)u->position.step + 1,
                (long long)(u->position.step + u->done), u->loss[0], u->loss[u->done - 1],
                each * (double)u->done / u->seconds);
-        report_memory(u);
+        report_memory(u, 0);
         printf("\nmeasured: the same to the byte, in every phase, on every rank\n");
     }
     if (u->saved > 0) printf("checkpoint: %s/checkpoint-%lld\n", u->o.save, (long long)u->saved);
@@ -180,6 +213,7 @@ static void report_config_model(FILE *f, const llama_config *c)
 static void report_config(FILE *f, const run *u)
 {
     const options *o = &u->o;
+    char kept[ACTIVATIONS_TEXT];
     fputs("  \"config\": {\n", f);
     report_word(f, "method", method_kinds[o->how.method].name);
     report_whole(f, "ranks", o->how.ranks);
@@ -203,7 +237,7 @@ static void report_config(FILE *f, const run *u)
     report_word(f, "dtype", upipe_dtype_name(o->dtype));
     report_whole(f, "seed", o->seed);
     report_whole(f, "tile_bytes", (int64_t)o->tile_bytes);
-    report_bool(f, "offload", o->offload);
+    report_word(f, "activations", activations_text(kept, &o->activations));
     report_word(f, "data", o->data);
     report_word(f, "save", o->save);
     report_word(f, "resume", o->resume);
@@ -245,23 +279,37 @@ static void report_json_training(FILE *f, const run *u)
     fprintf(f, "  \"peak_bytes\": %zu,\n  \"sent_bytes_per_step\": %" PRId64 ",\n", k->peak, k->sent_bytes);
 }
 
-/* slopes: of --plan; NULL after a training. */
-static int report_json(const run *u, files *all, const report_slopes *slopes)
+/* What only a plan has to say. */
+static void report_json_plan(FILE *f, const run *u, const report_total *slope)
 {
-    const run_rank *k = &u->ranks[0];
+    const report_total all = report_all(u);
+    fprintf(f, "  \"rank\": %d,\n  \"host_slab_bytes\": %zu,\n", report_largest(u),
+            u->ranks[report_largest(u)].plan.host_need);
+    fprintf(f, "  \"all_ranks\": {\"slab_bytes\": %.0f, \"host_slab_bytes\": %.0f},\n", all.slabs,
+            all.host_slabs);
+    fprintf(f,
+            "  \"slope_units\": {\"peak\": %.17g, \"slab\": %.17g, \"host\": %.17g, \"host_slab\": %.17g},\n",
+            slope->peak, slope->slab, slope->host, slope->host_slab);
+    fprintf(f, "  \"slope_bytes_all_ranks\": {\"slab\": %.17g, \"host_slab\": %.17g},\n", slope->slabs,
+            slope->host_slabs);
+}
+
+/* slope: of --plan, whose rank is the largest; NULL after a training, whose rank is 0. */
+static int report_json(const run *u, files *all, const report_total *slope)
+{
+    const run_rank *k = &u->ranks[slope != NULL ? report_largest(u) : 0];
     FILE *f = files_open(all, u->o.json);
     if (f == NULL) return -1;
     fputs("{\n", f);
     report_config(f, u);
     fprintf(f, "  \"plan_bytes\": %zu,\n  \"slab_bytes\": %zu,\n  \"host_bytes\": %zu,\n", k->plan.peak,
             k->plan.need, k->plan.host);
-    if (slopes == NULL)
+    fprintf(f, "  \"plan_sent_bytes\": %" PRId64 ",\n  \"plan_moved_bytes\": %" PRId64 ",\n", k->plan.sent,
+            k->plan.moved);
+    if (slope == NULL)
         report_json_training(f, u);
     else
-        fprintf(f,
-                "  \"slope_units\": {\"in_one_pool\": %.17g, \"host\": %.17g, \"with_offload\": %.17g, "
-                "\"offloaded\": %.17g},\n",
-                slopes->pool[0], slopes->host[0], slopes->pool[1], slopes->host[1]);
+        report_json_plan(f, u, slope);
     fputs("  \"memory\": {\n", f);
     report_parts(f, "at_peak", k->plan.at_peak, ",");
     report_parts(f, "largest", k->plan.largest, "");
@@ -287,10 +335,10 @@ static int report_trace(const run *u, files *all)
 }
 
 /* All files that were asked for, or none. */
-static int report_files(const run *u, files *all, const report_slopes *slopes)
+static int report_files(const run *u, files *all, const report_total *slope)
 {
     files_begin(all);
-    if (u->o.json != NULL && report_json(u, all, slopes) != 0) return -1;
+    if (u->o.json != NULL && report_json(u, all, slope) != 0) return -1;
     if (u->o.trace != NULL && !u->failed && report_trace(u, all) != 0) return -1;
     return files_commit(all);
 }

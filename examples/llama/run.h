@@ -218,7 +218,7 @@ static upipe_status run_plan_rank(const run *u, run_rank *k, int rank, upipe_err
     UPIPE_TRY(method_overlapped(&o->how, &k->m.plan, e));
     UPIPE_TRY(model_cut(&k->m, o->how.segments, e));
     k->m.tile_bytes = o->tile_bytes;
-    k->m.offload = o->offload;
+    k->m.activations = o->activations;
     return sample_model(&k->sampled, &k->m, e);
 }
 
@@ -506,7 +506,7 @@ static upipe_status run_rank_main(void *user, int rank)
     s = upipe_comm_barrier(&c, grid_world(&u->net, rank)); /* all have started */
     if (s == UPIPE_OK) s = run_allocate(u, k, &c, &host);
     if (s == UPIPE_OK) s = trainer_open(&t, &k->m, &c, grid_world(&u->net, rank), host);
-    t.r.device = &k->d;
+    t.r.kept.side = &k->d;
     if (s == UPIPE_OK) s = run_life(u, k, &t, &order);
     if (s == UPIPE_OK) s = upipe_mem_destroy(&k->mem, &c.err);
     if (s == UPIPE_OK) s = upipe_mem_destroy(&k->host, &c.err);

@@ -30,6 +30,7 @@ static int find_model(run *u, char folder[LLAMA_PATH])
             return cli_fail("--%s says otherwise than %s, which says what the model is",
                             option_list[flag].name, path);
     }
+    if (activations_fit(&u->o.activations, config.layers) != 0) return -1;
     return llama_layout_init(&u->layout, &config) == 0
                ? 0
                : cli_fail("the model's bytes leave 63 bits, or memory is out");
@@ -82,7 +83,7 @@ static int find_text(run *u)
 static int train(run *u, files *all)
 {
     char folder[LLAMA_PATH];
-    report_slopes slopes;
+    report_total slope;
     int status;
     if (find_model(u, folder) != 0) return -1;
     if (find_position(u) != 0 || (!u->o.plan && find_text(u) != 0)) return -1;
@@ -90,7 +91,7 @@ static int train(run *u, files *all)
     if (!u->o.plan && run_check_memory(u, 1) != 0) return -1;
     if (report_reserve(u, all) != 0) return -1;
     if (u->o.plan) {
-        if (report_plan(u, &slopes) != 0) return -1;
+        if (report_plan(u, &slope) != 0) return -1;
     } else {
         u->failed = run_train(u) != 0;
         if (u->failed && u->done == 0) return -1;
@@ -99,7 +100,7 @@ static int train(run *u, files *all)
     status = fflush(stdout) != 0 || ferror(stdout)
                  ? cli_fail("the table cannot be written: %s", strerror(errno))
                  : 0;
-    if (report_files(u, all, u->o.plan ? &slopes : NULL) != 0) return -1;
+    if (report_files(u, all, u->o.plan ? &slope : NULL) != 0) return -1;
     if (u->failure[0] != '\0') return cli_fail("%s", u->failure);
     return u->failed ? -1 : status;
 }

@@ -81,21 +81,20 @@ __attribute__((unused)) static upipe_status trainer_open(trainer *t, const model
     t->m = *m;
     t->world = world;
     t->r.c = c;
-    t->r.host = m->offload ? host : c->mem;
-    t->r.second = host;
-    t->r.kept = (void **)calloc((size_t)m->layout->config.layers, sizeof *t->r.kept);
+    t->r.second = t->r.kept.second = host;
+    t->r.kept.layer = (activations_kept *)calloc((size_t)m->layout->config.layers, sizeof *t->r.kept.layer);
     t->gathered = (int64_t *)calloc((size_t)world->ranks * 2, sizeof *t->gathered);
-    if (t->r.kept != NULL && t->gathered != NULL) return UPIPE_OK;
+    if (t->r.kept.layer != NULL && t->gathered != NULL) return UPIPE_OK;
     return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no host memory for the tables of a rank");
 }
 
 __attribute__((unused)) static void trainer_close(trainer *t)
 {
-    free(t->r.kept);
+    free(t->r.kept.layer);
     free(t->gathered);
 }
 
-/* trainer_alloc -- blocks for all that stays over steps; t->m, world and t->r's c, host, second, kept are set
+/* trainer_alloc -- blocks for all that stays over steps; t->m, world and t->r's c, second, kept are set
  *                 before
  *
  * The moments are zeroed; everything else is not defined yet.
