@@ -50,7 +50,7 @@ static upipe_view one_head(upipe_view v, int j)
 
 /* ---- threads ---- */
 
-enum { SCRATCH_MOST = 1600 * 1024 }; /* of one thread */
+enum { SCRATCH_MOST = (UPIPE_CPU_AVX512 ? 2560 : 1600) * 1024 }; /* of one thread */
 
 /* Tables of several threads: pools, and pools that run their tasks backwards on the thread that calls. */
 typedef struct team {
@@ -283,7 +283,7 @@ static void check_tails(test_rng *r)
             }
 }
 
-/* Past every blocking size: depth, packed strip, packed block, block of rows. */
+/* Past every blocking size: depth, packed strip, part of the columns, block of rows and of columns. */
 static void check_blocks(test_rng *r)
 {
     const int past = UPI_GEMM_DEPTH + 1, wide = UPI_GEMM_B_PANELS * UPI_GEMM_COLS;
@@ -294,10 +294,12 @@ static void check_blocks(test_rng *r)
     check_product(r, 59, wide + 19, 40, 1, 0, UPIPE_GEMM_TRANS_B, UPIPE_F32, UPIPE_BF16, UPIPE_F32, 1);
     check_product(r, 59, wide + 19, 40, 1, 0, 0, UPIPE_BF16, UPIPE_BF16, UPIPE_BF16, 1);
     check_product(r, 40, wide - 5, past, 1, 0, 0, UPIPE_F16, UPIPE_F32, UPIPE_F16, 1);
-    check_product(r, UPI_GEMM_BLOCK_F32 / wide + 7, wide + 1, 3, 1, 0, UPIPE_GEMM_TRANS_B, UPIPE_F32,
-                  UPIPE_F32, UPIPE_F32, 1);
-    check_product(r, UPI_GEMM_BLOCK_16 / wide + 7, wide + 1, 3, 1, 0, UPIPE_GEMM_TRANS_B, UPIPE_BF16,
-                  UPIPE_BF16, UPIPE_BF16, 1);
+    check_product(r, UPI_GEMM_BLOCK_ROWS + 7, UPI_GEMM_BLOCK_F32 / UPI_GEMM_BLOCK_ROWS + wide + 1, 3, 1, 0,
+                  UPIPE_GEMM_TRANS_B, UPIPE_F32, UPIPE_F32, UPIPE_F32, 1);
+    check_product(r, UPI_GEMM_BLOCK_ROWS + 7, UPI_GEMM_BLOCK_16 / UPI_GEMM_BLOCK_ROWS + wide + 1, 3, 1, 0,
+                  UPIPE_GEMM_TRANS_B, UPIPE_BF16, UPIPE_BF16, UPIPE_BF16, 1);
+    check_product(r, 59, wide + 19, past, 1, 0, UPIPE_GEMM_ACCUMULATE | UPIPE_GEMM_TRANS_A, UPIPE_F32,
+                  UPIPE_BF16, UPIPE_F32, 1);
     check_product(r, 9, 64, past, 5, 1, UPIPE_GEMM_TRANS_B, UPIPE_F32, UPIPE_F32, UPIPE_F32, 1);
     check_product(r, 40, 30, past, 3, 2, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE, UPIPE_F32, UPIPE_F32,
                   UPIPE_F32, 1);

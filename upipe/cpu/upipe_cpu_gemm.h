@@ -5,11 +5,15 @@
  * runs over both, 8 x 48 with AVX-512 and 6 x 16 elsewhere.
  *
  *     for each block of c, which is a thread's item:
- *         for each DEPTH of the depth:
+ *         for each DEPTH of the depth, for each part of the columns:
  *             pack b                                           [B_PANELS][depth][COLS]
  *             for each strip of rows:
- *                 pack a                                       [A_PANELS][ROWS][DEPTH + 16]
+ *                 for the first part: pack a                   [panels][ROWS][DEPTH + 16]
  *                 for each panel of a, for each panel of b:    tile of c (+)= a * b, a sum after the other
+ *
+ * So an element of a is packed once for each block of columns, one of b once for each block of rows, and what
+ * the tiles read again and again lies in the nearest caches: a panel of a in the first, a part of b in the
+ * second, the block's a in the third.
  *
  * Packing waits for memory, tiles hardly touch it. So while a strip's tiles are computed, their kernel
  * fetches what is packed next into the second-level cache, one line every four steps of the depth: products
@@ -42,16 +46,18 @@ enum {
     UPI_GEMM_VECTORS   = UPIPE_CPU_AVX512 ? 3 : 2,
     UPI_GEMM_COLS      = UPI_GEMM_VECTORS * UPI_WIDE,
     UPI_GEMM_TILE      = UPI_GEMM_ROWS * UPI_GEMM_COLS,
-    /* A panel of a, 21 or 8 KiB, stays in a first-level cache while b, 720 or 320 KiB, streams by from the
+    /* A panel of a, 21 or 8 KiB, stays in a first-level cache while b, 720 or 160 KiB, streams by from the
      * second. */
     UPI_GEMM_DEPTH     = UPIPE_CPU_AVX512 ? 640 : 320,
     UPI_GEMM_A_STEP    = UPI_GEMM_DEPTH + 16,
     UPI_GEMM_A_PANEL   = UPI_GEMM_ROWS * UPI_GEMM_A_STEP,
     UPI_GEMM_A_PANELS  = UPIPE_CPU_AVX512 ? 4 : 8,
-    UPI_GEMM_B_PANELS  = UPIPE_CPU_AVX512 ? 6 : 16,
-    UPI_GEMM_BLOCK_F32 = 192 * 1024, /* sums of a block where they lie in c: 768 KiB in a cache */
-    UPI_GEMM_BLOCK_16  = (UPIPE_CPU_AVX512 ? 192 : 96) * 1024, /* in scratch */
-    UPI_GEMM_ITEMS     = 4,  /* blocks for each of several threads, at least */
+    UPI_GEMM_B_PANELS  = UPIPE_CPU_AVX512 ? 6 : 8,
+    UPI_GEMM_BLOCK_ROWS = UPIPE_CPU_AVX512 ? 384 : 512, /* of a block: 984 or 669 KiB of packed a */
+    UPI_GEMM_BLOCK_F32 = 1024 * 1024, /* sums of a block where they lie in c */
+    UPI_GEMM_BLOCK_16  = 192 * 1024,  /* in scratch: 768 KiB */
+    UPI_GEMM_ITEMS     = 2,  /* blocks for each of several threads, at least */
+    UPI_GEMM_AHEAD     = 4,  /* steps of the depth for a line that is fetched ahead */
     UPI_GEMM_LINE      = 64, /* bytes of a line of a cache */
     UPI_GEMM_ALIGN     = 64, /* of scratch, bytes */
 };
@@ -98,6 +104,7 @@ typedef struct upi_gemm_block {
     upi_gemm_side a, b; /* of this product */
     char *out;
     int64_t row0, row1, col0, col1; /* panels */
+    int64_t part0, part1;           /* panels of columns that are packed */
     float *a_pack, *b_pack;
     float *sums; /* [rows][cols][ROWS][COLS], for a c of 16 bits; NULL for f32 */
     upi_gemm_ahead ahead_a, ahead_b;
@@ -157,11 +164,12 @@ UPI_INLINE void upi_gemm_plan(upi_gemm_job *g, const upipe_ops *ops, upipe_view 
     g->products = out.h / (row_heads * col_heads);
     g->accumulate = (flags & UPIPE_GEMM_ACCUMULATE) != 0;
     if (g->a.all == 0 || g->b.all == 0 || g->depth == 0) return;
-    g->block_cols = upi_gemm_least(g->b.all, UPI_GEMM_B_PANELS);
-    g->block_rows = upi_gemm_least(g->a.all, most / (g->block_cols * UPI_GEMM_TILE));
-    sums = out.dtype == UPIPE_F32 ? 0 : upi_gemm_least(g->a.all * g->block_cols * UPI_GEMM_TILE, most);
-    g->b_at = upi_gemm_least(g->a.all, UPI_GEMM_A_PANELS) * UPI_GEMM_A_PANEL;
-    g->sums_at = g->b_at + g->block_cols * UPI_GEMM_COLS * upi_gemm_least(g->depth, g->pack_depth);
+    g->block_rows = upi_gemm_least(g->a.all, UPI_GEMM_BLOCK_ROWS / UPI_GEMM_ROWS);
+    g->block_cols = upi_gemm_least(g->b.all, most / (g->block_rows * UPI_GEMM_TILE));
+    sums = out.dtype == UPIPE_F32 ? 0 : upi_gemm_least(g->block_rows * g->b.all * UPI_GEMM_TILE, most);
+    g->b_at = g->block_rows * UPI_GEMM_A_PANEL;
+    g->sums_at = g->b_at + upi_gemm_least(g->b.all, UPI_GEMM_B_PANELS) * UPI_GEMM_COLS *
+                               upi_gemm_least(g->depth, g->pack_depth);
     g->worker_bytes = (size_t)(g->sums_at + sums) * sizeof(float);
     g->bytes = g->worker_bytes * (size_t)workers;
     /* Blocks of equal size: a last one of a few rows would pack all of b for itself. Enough of them for the
@@ -391,13 +399,29 @@ UPI_INLINE void upi_gemm_ahead_of(upi_gemm_ahead *f, const upi_gemm_side *s, int
 
 /* ---- kernel ---- */
 
+/* One step of the depth for a tile of rows x vectors sums. */
+UPI_INLINE void upi_gemm_tile_step(int rows, int vectors, const float *a, const float *b,
+                                   upi_fw sum[][UPI_GEMM_VECTORS])
+{
+    upi_fw y[UPI_GEMM_VECTORS];
+    int i, v;
+    UPI_CPU_UNROLL
+    for (v = 0; v < vectors; ++v) y[v] = upi_fw_load(b + v * UPI_WIDE);
+    UPI_CPU_UNROLL
+    for (i = 0; i < rows; ++i) {
+        const upi_fw x = upi_fw_broadcast(a + i * UPI_GEMM_A_STEP);
+        UPI_CPU_UNROLL
+        for (v = 0; v < vectors; ++v) upi_fw_accumulate(&sum[i][v], x, y[v]);
+    }
+}
+
 /* c[rows][COLS], rows c_step apart, (+)= one sum over k of a[i * A_STEP + k] * b[k][COLS]; of the columns the
  * first `vectors` vectors. */
 UPI_INLINE void upi_gemm_tile_sum(int rows, int vectors, int depth, const float *__restrict a,
                                   const float *__restrict b, float *__restrict c, int64_t c_step,
                                   int accumulate, upi_gemm_ahead *__restrict ahead)
 {
-    upi_fw sum[UPI_GEMM_ROWS][UPI_GEMM_VECTORS], y[UPI_GEMM_VECTORS];
+    upi_fw sum[UPI_GEMM_ROWS][UPI_GEMM_VECTORS];
     upi_gemm_ahead f = *ahead;
     int i, v, k = 0;
     UPI_CPU_UNROLL
@@ -405,8 +429,7 @@ UPI_INLINE void upi_gemm_tile_sum(int rows, int vectors, int depth, const float 
         UPI_CPU_UNROLL
         for (v = 0; v < vectors; ++v) sum[i][v] = upi_fw_zero();
     }
-    while (k < depth) {
-        const int end = k + 4 < depth ? k + 4 : depth;
+    for (; k + UPI_GEMM_AHEAD <= depth; k += UPI_GEMM_AHEAD) {
         __builtin_prefetch((const void *)f.at, 0, 2);
         f.at += UPI_GEMM_LINE;
         if (--f.left == 0) {
@@ -414,20 +437,11 @@ UPI_INLINE void upi_gemm_tile_sum(int rows, int vectors, int depth, const float 
             f.left = f.lines;
             --f.rows;
         }
-        for (; k < end; ++k, b += UPI_GEMM_COLS) {
-            UPI_CPU_UNROLL
-            for (v = 0; v < vectors; ++v) {
-                y[v] = upi_fw_load(b + v * UPI_WIDE);
-                UPI_OPAQUE(y[v]);
-            }
-            UPI_CPU_UNROLL
-            for (i = 0; i < rows; ++i) {
-                upi_fw x = upi_fw_broadcast(a + i * UPI_GEMM_A_STEP + k);
-                UPI_CPU_UNROLL
-                for (v = 0; v < vectors; ++v) sum[i][v] = upi_fw_fma(x, y[v], sum[i][v]);
-            }
-        }
+        UPI_CPU_UNROLL
+        for (i = 0; i < UPI_GEMM_AHEAD; ++i, b += UPI_GEMM_COLS)
+            upi_gemm_tile_step(rows, vectors, a + k + i, b, sum);
     }
+    for (; k < depth; ++k, b += UPI_GEMM_COLS) upi_gemm_tile_step(rows, vectors, a + k, b, sum);
     *ahead = f;
     UPI_CPU_UNROLL
     for (i = 0; i < rows; ++i) {
@@ -541,17 +555,17 @@ UPI_INLINE void upi_gemm_strip(upi_gemm_block *t, int64_t first, int64_t last, i
     int64_t i, j;
     int rows, cols, kernel_rows, kernel_cols;
     for (i = first; i < last; ++i) {
-        const float *a = t->a_pack + (i - first) * UPI_GEMM_A_PANEL, *b = t->b_pack;
-        for (j = 0; j < all; ++j, b += (int64_t)depth * UPI_GEMM_COLS) {
-            float *c = (float *)upi_gemm_out(t, i, t->col0 + j, &rows, &cols);
+        const float *a = t->a_pack + (i - t->row0) * UPI_GEMM_A_PANEL, *b = t->b_pack;
+        for (j = t->part0; j < t->part1; ++j, b += (int64_t)depth * UPI_GEMM_COLS) {
+            float *c = (float *)upi_gemm_out(t, i, j, &rows, &cols);
             upi_gemm_ahead *ahead = t->ahead_a.rows > 0 ? &t->ahead_a : &t->ahead_b;
             upi_gemm_kernel(rows, cols, &kernel_rows, &kernel_cols);
             if (ahead->rows <= 0) upi_gemm_ahead_none(ahead, a);
             if (t->sums != NULL) {
-                c = t->sums + ((i - t->row0) * all + j) * UPI_GEMM_TILE;
+                c = t->sums + ((i - t->row0) * all + j - t->col0) * UPI_GEMM_TILE;
                 upi_gemm_tile_any(rows, cols, depth, sum_depth, a, b, c, UPI_GEMM_COLS, accumulate, ahead);
             } else if (rows == kernel_rows && cols == kernel_cols) {
-                if (accumulate && j + 1 < all) upi_gemm_fetch_tile(c, c_step);
+                if (accumulate && j + 1 < t->part1) upi_gemm_fetch_tile(c, c_step);
                 upi_gemm_tile_any(rows, cols, depth, sum_depth, a, b, c, c_step, accumulate, ahead);
             } else {
                 upi_gemm_tile_edge(rows, cols, depth, sum_depth, a, b, c, c_step, accumulate, ahead);
@@ -586,31 +600,49 @@ UPI_CPU_KERNEL void upi_gemm_round(const upi_gemm_block *t)
         upi_gemm_round_as(t, UPIPE_F16);
 }
 
+/* Strips of rows times the part of the columns that is packed. pack_a: as they are reached
+ *   below  the part is the last one, and this much of the depth follows: the block's rows are packed again for it
+ */
+UPI_INLINE void upi_gemm_rows(upi_gemm_block *t, int64_t k, int depth, int64_t below, int pack_a,
+                              int accumulate)
+{
+    int64_t row, end;
+    for (row = t->row0; row < t->row1; row = end) {
+        end = upi_gemm_least(t->row1, row + UPI_GEMM_A_PANELS);
+        if (pack_a)
+            upi_gemm_pack_a(&t->a, t->a_pack + (row - t->row0) * UPI_GEMM_A_PANEL, row, end, k, depth);
+        t->ahead_a.rows = 0;
+        if (pack_a && end < t->row1)
+            upi_gemm_ahead_of(&t->ahead_a, &t->a, end, upi_gemm_least(t->row1, end + UPI_GEMM_A_PANELS), k,
+                              depth);
+        else if (end == t->row1 && below > 0)
+            upi_gemm_ahead_of(&t->ahead_a, &t->a, t->row0,
+                              upi_gemm_least(t->row1, t->row0 + UPI_GEMM_A_PANELS), k + depth, below);
+        upi_gemm_strip(t, row, end, depth, accumulate);
+    }
+}
+
 /* Adds one matrix's whole depth to a block of c. */
 UPI_INLINE void upi_gemm_add(upi_gemm_block *t, int accumulate)
 {
     const upi_gemm_job *g = t->g;
-    int64_t k, row;
-    for (k = 0; k < g->depth; k += g->pack_depth) {
-        const int depth = (int)upi_gemm_least(g->depth - k, g->pack_depth);
-        const int64_t below = upi_gemm_least(g->depth - k - depth, g->pack_depth);
-        upi_gemm_pack_b(&t->b, t->b_pack, t->col0, t->col1, k, depth);
-        if (below > 0)
-            upi_gemm_ahead_of(&t->ahead_b, &t->b, t->col0, t->col1, k + depth, below);
-        else
-            upi_gemm_ahead_none(&t->ahead_b, t->a_pack);
-        for (row = t->row0; row < t->row1; row += UPI_GEMM_A_PANELS) {
-            const int64_t end = upi_gemm_least(t->row1, row + UPI_GEMM_A_PANELS);
-            upi_gemm_pack_a(&t->a, t->a_pack, row, end, k, depth);
-            if (end < t->row1)
-                upi_gemm_ahead_of(&t->ahead_a, &t->a, end, upi_gemm_least(t->row1, end + UPI_GEMM_A_PANELS),
-                                  k, depth);
+    int64_t k, below;
+    int depth;
+    for (k = 0; k < g->depth; k += depth) {
+        depth = (int)upi_gemm_least(g->depth - k, g->pack_depth);
+        below = upi_gemm_least(g->depth - k - depth, g->pack_depth);
+        for (t->part0 = t->col0; t->part0 < t->col1; t->part0 = t->part1) {
+            t->part1 = upi_gemm_least(t->col1, t->part0 + UPI_GEMM_B_PANELS);
+            upi_gemm_pack_b(&t->b, t->b_pack, t->part0, t->part1, k, depth);
+            t->ahead_b.rows = 0;
+            if (t->part1 < t->col1)
+                upi_gemm_ahead_of(&t->ahead_b, &t->b, t->part1,
+                                  upi_gemm_least(t->col1, t->part1 + UPI_GEMM_B_PANELS), k, depth);
             else if (below > 0)
-                upi_gemm_ahead_of(&t->ahead_a, &t->a, t->row0,
-                                  upi_gemm_least(t->row1, t->row0 + UPI_GEMM_A_PANELS), k + depth, below);
-            else
-                upi_gemm_ahead_none(&t->ahead_a, t->a_pack);
-            upi_gemm_strip(t, row, end, depth, accumulate || k > 0);
+                upi_gemm_ahead_of(&t->ahead_b, &t->b, t->col0,
+                                  upi_gemm_least(t->col1, t->col0 + UPI_GEMM_B_PANELS), k + depth, below);
+            upi_gemm_rows(t, k, depth, t->part1 == t->col1 ? below : 0, t->part0 == t->col0,
+                          accumulate || k > 0);
         }
     }
 }
