@@ -138,9 +138,8 @@ static upipe_status way_rank(way *w, trainer *t)
     CHECK_INT(c->mem->peak, plan.peak);
     CHECK_INT(t->r.second->peak, plan.host);
     for (group = 0; group < 2; ++group) {
-        UPIPE_TRY(upipe_all_gather(c, t->r.grads[group], golden_count(g, group), 4));
-        if (t->state.rank == 0)
-            memcpy(w->grads[group], t->r.grads[group], (size_t)golden_count(g, group) * 4);
+        UPIPE_TRY(upipe_all_gather(c, t->grads[group], golden_count(g, group), 4));
+        if (t->state.rank == 0) memcpy(w->grads[group], t->grads[group], (size_t)golden_count(g, group) * 4);
     }
     if (t->state.rank == 0) w->loss = result.loss;
     trainer_swap(t, team);

@@ -63,6 +63,7 @@ typedef struct llama_tensor {
     int64_t at, n;      /* first element in its group, elements */
     int64_t layer;      /* -1 outside layers */
     llama_kind kind;
+    int unit; /* of the weights group; -1 for a norm weight */
 } llama_tensor;
 
 typedef struct llama_layout {
@@ -70,6 +71,10 @@ typedef struct llama_layout {
     llama_tensor *tensors; /* [n]: the weights group in its order, then the norm weights group */
     int n;
     int64_t weights, norm_weights; /* elements of both groups */
+    /* The weights group in units that are used together: the embedding, the attention half and the MLP half of each
+     * layer, the head where it is not tied. Unit u is elements first[u] .. first[u + 1] - 1. */
+    int64_t *first;
+    int units;
 } llama_layout;
 
 /* The state of one rank; the arrays lie in the rank's pool. */
@@ -104,6 +109,13 @@ static int llama_add(llama_layout *l, llama_kind kind, int64_t layer, const char
         snprintf(t->name, sizeof t->name, "model.layers.%" PRId64 ".%s.weight", layer, part);
     /* bytes too are to stay within 63 bits */
     if (!upipe_mul(&t->n, rows, cols) || t->n > INT64_MAX / 16 - *group) return -1;
+    t->unit = -1;
+    if (!t->is_norm_weight) {
+        if (kind == LLAMA_EMBED || kind == LLAMA_WQ || kind == LLAMA_GATE || kind == LLAMA_HEAD)
+            l->first[l->units++] = t->at;
+        t->unit = l->units - 1;
+        l->first[l->units] = t->at + t->n;
+    }
     *group += t->n;
     ++l->n;
     return 0;
@@ -137,6 +149,7 @@ static int llama_add_all(llama_layout *l)
 static void llama_layout_free(llama_layout *l)
 {
     free(l->tensors);
+    free(l->first);
     memset(l, 0, sizeof *l);
 }
 
@@ -153,7 +166,8 @@ __attribute__((unused)) static int llama_layout_init(llama_layout *l, const llam
         return -1;
     l->config = *c;
     l->tensors = (llama_tensor *)calloc((size_t)c->layers * 11 + 3, sizeof *l->tensors);
-    if (l->tensors != NULL && llama_add_all(l) == 0) return 0;
+    l->first = (int64_t *)calloc((size_t)c->layers * 2 + 3, sizeof *l->first);
+    if (l->tensors != NULL && l->first != NULL && llama_add_all(l) == 0) return 0;
     llama_layout_free(l);
     return -1;
 }

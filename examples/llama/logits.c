@@ -234,16 +234,19 @@ static upipe_status logits_rank(logits *g, const model *m, upipe_ctx *c, upipe_m
     upipe_view x, buf;
     model_rank r;
     void *data;
+    int head;
     memset(&r, 0, sizeof r);
     r.m = m;
     r.c = c;
     r.second = second;
-    r.weights = g->weights;
+    r.all_weights = g->weights;
     r.norm_weights = (const float *)g->norm_weights;
     UPIPE_TRY(upipe_mem_alloc(c->mem, &data, (size_t)m->rows * 4, "tokens", &c->err));
     r.tokens = (int32_t *)data;
     UPIPE_TRY(logits_tokens(g, &r));
     UPIPE_TRY(model_fwd(&r, &x, 0));
+    head = model_unit_of(&r, model_head_kind(&r), -1);
+    UPIPE_TRY(model_weights_begin(&r, head));
     UPIPE_TRY(upipe_mem_alloc(c->mem, &data, (size_t)(UPIPE_TILE_LOSS_ROWS * vocab) * 4, "logits", &c->err));
     for (row = 0; row < m->rows; row += UPIPE_TILE_LOSS_ROWS) {
         int64_t rows = m->rows - row < UPIPE_TILE_LOSS_ROWS ? m->rows - row : (int64_t)UPIPE_TILE_LOSS_ROWS;
@@ -252,6 +255,7 @@ static upipe_status logits_rank(logits *g, const model *m, upipe_ctx *c, upipe_m
         for (i = 0; i < rows; ++i) UPIPE_TRY(logits_store(g, c, buf, i, model_position(m, row + i)));
     }
     UPIPE_TRY(upipe_mem_free(c->mem, data, &c->err));
+    UPIPE_TRY(model_weights_end(&r, head));
     UPIPE_TRY(model_free_block(&r, x));
     return upipe_mem_free(c->mem, r.tokens, &c->err);
 }

@@ -10,10 +10,12 @@
  * backward goes from the last to the first and computes all else again, each layer's attention before its
  * MLP's backward.
  *
- * A rank holds the tokens of its plan's shard of every sequence, and a whole copy of the weights. The plan
- * alone knows which method it is, but for one thing: model_cut cuts the sequence into segments. Then a rank's
- * rows are those of its shards of the segments, one segment after the other, the attention half is that of
- * upipe_fpdt.h, and what it parks is in the second pool too.
+ * Weights and their gradients come in units, half a layer each (config.h): model_weights_begin and
+ * model_grads_begin bring one, and nothing reads a unit that has not begun.
+ *
+ * A rank holds the tokens of its plan's shard of every sequence. The plan alone knows which method it is, but for one
+ * thing: model_cut cuts the sequence into segments. Then a rank's rows are those of its shards of the segments, one
+ * segment after the other, the attention half is that of upipe_fpdt.h, and what it parks is in the second pool too.
  */
 #ifndef LLAMA_MODEL_H
 #define LLAMA_MODEL_H
@@ -34,6 +36,9 @@ enum {
 
 static const char *const model_phase_names[] = {"embed", "mlp_fwd", "loss", "mlp_bwd", "update"};
 
+/* Kinds of units: of each, one at a time is used. */
+enum { MODEL_UNIT_EMBED, MODEL_UNIT_ATTENTION, MODEL_UNIT_MLP, MODEL_UNIT_HEAD, MODEL_UNITS };
+
 /* Numbers alone. */
 typedef struct model {
     const llama_layout *layout;
@@ -44,15 +49,18 @@ typedef struct model {
     activations_setting activations;
 } model;
 
-/* One rank. grads are there in training alone. */
+/* One rank. Gradients are there in training alone. */
 typedef struct model_rank {
     const model *m;
     upipe_ctx *c;
     upipe_mem *second; /* the second pool */
     activations kept;
-    const void *weights;
+    const void *all_weights; /* the weights group */
+    float *all_grads;
+    const void *weights[MODEL_UNITS]; /* of the unit of each kind that has begun */
+    float *grads[MODEL_UNITS];
     const float *norm_weights;
-    float *grads[2]; /* of the weights group and of the norm weights group */
+    float *norm_grads;
     int32_t *tokens, *targets;
     float *losses;
 } model_rank;
@@ -138,10 +146,57 @@ static const llama_tensor *model_tensor(const model_rank *r, llama_kind kind, in
     return llama_find(r->m->layout, kind, layer);
 }
 
+/* The head's matrix is the embedding table where they are tied. */
+static llama_kind model_head_kind(const model_rank *r)
+{
+    return r->m->layout->config.tied ? LLAMA_EMBED : LLAMA_HEAD;
+}
+
+static int model_unit_of(const model_rank *r, llama_kind kind, int64_t layer)
+{
+    return model_tensor(r, kind, layer)->unit;
+}
+
+static int model_unit_kind(const model_rank *r, int unit)
+{
+    if (unit == 0) return MODEL_UNIT_EMBED;
+    if (unit > 2 * r->m->layout->config.layers) return MODEL_UNIT_HEAD;
+    return unit % 2 != 0 ? MODEL_UNIT_ATTENTION : MODEL_UNIT_MLP;
+}
+
+/* The unit's weights can be read, by model_weight, until model_weights_end. */
+static upipe_status model_weights_begin(model_rank *r, int unit)
+{
+    r->weights[model_unit_kind(r, unit)] =
+        (const char *)r->all_weights +
+        (size_t)r->m->layout->first[unit] * upipe_dtype_bytes(r->m->plan.desc.dtype);
+    return UPIPE_OK;
+}
+
+static upipe_status model_weights_end(model_rank *r, int unit)
+{
+    r->weights[model_unit_kind(r, unit)] = NULL;
+    return UPIPE_OK;
+}
+
+/* Gradients can be added to the unit's, by model_grad, until model_grads_end. */
+static upipe_status model_grads_begin(model_rank *r, int unit)
+{
+    r->grads[model_unit_kind(r, unit)] = r->all_grads + r->m->layout->first[unit];
+    return UPIPE_OK;
+}
+
+static upipe_status model_grads_end(model_rank *r, int unit)
+{
+    r->grads[model_unit_kind(r, unit)] = NULL;
+    return UPIPE_OK;
+}
+
 static const void *model_weight(const model_rank *r, llama_kind kind, int64_t layer)
 {
-    return (const char *)r->weights +
-           (size_t)model_tensor(r, kind, layer)->at * upipe_dtype_bytes(r->m->plan.desc.dtype);
+    const llama_tensor *t = model_tensor(r, kind, layer);
+    return (const char *)r->weights[model_unit_kind(r, t->unit)] +
+           (size_t)(t->at - r->m->layout->first[t->unit]) * upipe_dtype_bytes(r->m->plan.desc.dtype);
 }
 
 static const float *model_norm_weight(const model_rank *r, llama_kind kind, int64_t layer)
@@ -152,13 +207,8 @@ static const float *model_norm_weight(const model_rank *r, llama_kind kind, int6
 static float *model_grad(const model_rank *r, llama_kind kind, int64_t layer)
 {
     const llama_tensor *t = model_tensor(r, kind, layer);
-    return r->grads[t->is_norm_weight] + t->at;
-}
-
-/* The head's matrix is the embedding table where they are tied. */
-static llama_kind model_head_kind(const model_rank *r)
-{
-    return r->m->layout->config.tied ? LLAMA_EMBED : LLAMA_HEAD;
+    return t->is_norm_weight ? r->norm_grads + t->at
+                             : r->grads[model_unit_kind(r, t->unit)] + (t->at - r->m->layout->first[t->unit]);
 }
 
 static upipe_layer model_attention_layer(const model_rank *r, int64_t layer)
@@ -484,15 +534,19 @@ static upipe_status model_segments_norm_bwd(model_rank *r, int64_t layer, upipe_
 static upipe_status model_segments_fwd(model_rank *r, int64_t layer, upipe_view x, int keep_attention)
 {
     upipe_ctx *c = r->c;
-    upipe_fpdt f = model_segments(r, layer);
+    const int unit = model_unit_of(r, LLAMA_WQ, layer);
+    upipe_fpdt f;
     upipe_fpdt_saved saved;
     upipe_view n;
+    UPIPE_TRY(model_weights_begin(r, unit));
+    f = model_segments(r, layer);
     UPIPE_TRY(model_alloc_rows(r, r->second, &n, r->m->rows, "normed"));
     UPIPE_TRY(model_segments_norm(r, layer, n, x, 0));
     UPIPE_TRY(upipe_fpdt_fwd(c, &f, &saved, n.data));
     UPIPE_TRY(upipe_mem_free(r->second, n.data, &c->err));
     UPIPE_TRY(activations_wait(&r->kept, c));
     UPIPE_TRY(model_segments_out_fwd(r, &f, x, &saved));
+    UPIPE_TRY(model_weights_end(r, unit));
     if (keep_attention) {
         r->kept.layer[layer].fpdt = saved;
         return UPIPE_OK;
@@ -506,9 +560,12 @@ static upipe_status model_segments_fwd(model_rank *r, int64_t layer, upipe_view 
 static upipe_status model_attention_fwd(model_rank *r, int64_t layer, upipe_view x, int keep_attention)
 {
     upipe_ctx *c = r->c;
-    upipe_layer l = model_attention_layer(r, layer);
+    const int unit = model_unit_of(r, LLAMA_WQ, layer);
+    upipe_layer l;
     upipe_saved saved;
     upipe_view n, y;
+    UPIPE_TRY(model_weights_begin(r, unit));
+    l = model_attention_layer(r, layer);
     UPIPE_TRY(model_alloc(r, &n, "normed"));
     UPIPE_TRY(model_norm(r, layer, n, x, 0));
     UPIPE_TRY(upipe_layer_fwd(c, &l, &saved, n));
@@ -519,17 +576,21 @@ static upipe_status model_attention_fwd(model_rank *r, int64_t layer, upipe_view
     UPIPE_TRY(activations_wait(&r->kept, c)); /* copies of O and x are made */
     UPIPE_TRY(upipe_saved_free(c, &saved));
     UPIPE_TRY(c->ops->add(c, x, y));
-    return model_free_block(r, y);
+    UPIPE_TRY(model_free_block(r, y));
+    return model_weights_end(r, unit);
 }
 
 static upipe_status model_mlp_fwd(model_rank *r, int64_t layer, upipe_view x)
 {
-    upipe_mlp m = model_mlp(r, layer);
-    upipe_status s;
+    const int unit = model_unit_of(r, LLAMA_GATE, layer);
+    upipe_mlp m;
     model_phase(r, MODEL_MLP_FWD);
-    s = upipe_mlp_fwd(r->c, &m, x, x);
+    UPIPE_TRY(model_weights_begin(r, unit));
+    m = model_mlp(r, layer);
+    UPIPE_TRY(upipe_mlp_fwd(r->c, &m, x, x));
+    UPIPE_TRY(model_weights_end(r, unit));
     model_phase(r, UPIPE_PHASE_OTHER);
-    return s;
+    return UPIPE_OK;
 }
 
 /* One layer: x, of which copies may be being made, becomes its result. */
@@ -544,12 +605,16 @@ static upipe_status model_layer_fwd(model_rank *r, int64_t layer, upipe_view x, 
 __attribute__((unused)) static upipe_status model_fwd(model_rank *r, upipe_view *x, int keep)
 {
     const llama_config *config = &r->m->layout->config;
-    upipe_view table = upipe_view_packed((void *)(uintptr_t)model_weight(r, LLAMA_EMBED, -1),
-                                         r->m->plan.desc.dtype, config->vocab, 1, (int32_t)config->dim);
+    const int unit = model_unit_of(r, LLAMA_EMBED, -1);
+    upipe_view table;
     int64_t i;
     model_phase(r, MODEL_EMBED);
     UPIPE_TRY(model_alloc(r, x, "stream"));
+    UPIPE_TRY(model_weights_begin(r, unit));
+    table = upipe_view_packed((void *)(uintptr_t)model_weight(r, LLAMA_EMBED, -1), r->m->plan.desc.dtype,
+                              config->vocab, 1, (int32_t)config->dim);
     UPIPE_TRY(r->c->ops->embed(r->c, *x, table, r->tokens));
+    UPIPE_TRY(model_weights_end(r, unit));
     model_phase(r, UPIPE_PHASE_OTHER);
     for (i = 0; i < config->layers; ++i) {
         const activations_row row = activations_of(&r->m->activations, i);
@@ -561,32 +626,55 @@ __attribute__((unused)) static upipe_status model_fwd(model_rank *r, upipe_view 
 
 /* ---- loss and backward ---- */
 
-/* The stream becomes the gradient of scale times the sum of the losses. */
+/* The stream becomes the gradient of scale times the sum of the losses. The gradient of a tied embedding goes on to
+ * model_embed_bwd, so that its sums are the same however gradients are held. */
 static upipe_status model_loss_bwd(model_rank *r, upipe_view x, float scale)
 {
-    upipe_head h = model_head(r);
+    const int unit = model_unit_of(r, model_head_kind(r), -1);
+    upipe_head h;
     upipe_head_grads g;
-    upipe_status s;
+    model_phase(r, MODEL_LOSS);
+    UPIPE_TRY(model_grads_begin(r, unit));
+    UPIPE_TRY(model_weights_begin(r, unit));
+    h = model_head(r);
     g.w = model_grad(r, model_head_kind(r), -1);
     g.norm_weight = model_grad(r, LLAMA_NORM, -1);
     h.scale = scale;
-    model_phase(r, MODEL_LOSS);
-    s = upipe_loss_bwd(r->c, &h, x, &g, r->losses, x, r->targets);
+    UPIPE_TRY(upipe_loss_bwd(r->c, &h, x, &g, r->losses, x, r->targets));
+    UPIPE_TRY(model_weights_end(r, unit));
+    if (!r->m->layout->config.tied) UPIPE_TRY(model_grads_end(r, unit));
     model_phase(r, UPIPE_PHASE_OTHER);
-    return s;
+    return UPIPE_OK;
+}
+
+/* The gradient of the embedding from g, that of the first layer's input. */
+static upipe_status model_embed_bwd(model_rank *r, upipe_view g)
+{
+    const llama_config *config = &r->m->layout->config;
+    const int unit = model_unit_of(r, LLAMA_EMBED, -1);
+    upipe_view table;
+    if (!config->tied) UPIPE_TRY(model_grads_begin(r, unit));
+    table =
+        upipe_view_packed(model_grad(r, LLAMA_EMBED, -1), UPIPE_F32, config->vocab, 1, (int32_t)config->dim);
+    UPIPE_TRY(r->c->ops->embed_bwd(r->c, table, g, r->tokens));
+    return model_grads_end(r, unit);
 }
 
 /* g, the gradient of the MLP half's result, becomes that of its input x, which is as model_add's. */
 static upipe_status model_mlp_bwd(model_rank *r, int64_t layer, upipe_view g, upipe_view x, int away)
 {
-    upipe_mlp m = model_mlp(r, layer);
+    const int unit = model_unit_of(r, LLAMA_GATE, layer);
+    upipe_mlp m;
     upipe_mlp_grads grads;
     activations_tiles t;
+    model_phase(r, MODEL_MLP_BWD);
+    UPIPE_TRY(model_weights_begin(r, unit));
+    UPIPE_TRY(model_grads_begin(r, unit));
+    m = model_mlp(r, layer);
     grads.w_gate = model_grad(r, LLAMA_GATE, layer);
     grads.w_up = model_grad(r, LLAMA_UP, layer);
     grads.w_down = model_grad(r, LLAMA_DOWN, layer);
     grads.norm_weight = model_grad(r, LLAMA_NORM2, layer);
-    model_phase(r, MODEL_MLP_BWD);
     UPIPE_TRY(activations_tiles_begin(&r->kept, r->c, &t, x, away, NULL));
     while (t.tile.n > 0) {
         upipe_view rows = upipe_view_rows(g, t.row, t.tile.n);
@@ -594,6 +682,8 @@ static upipe_status model_mlp_bwd(model_rank *r, int64_t layer, upipe_view g, up
         UPIPE_TRY(activations_tiles_next(&r->kept, r->c, &t));
     }
     UPIPE_TRY(activations_tiles_end(r->c, &t));
+    UPIPE_TRY(model_weights_end(r, unit));
+    UPIPE_TRY(model_grads_end(r, unit));
     model_phase(r, UPIPE_PHASE_OTHER);
     return UPIPE_OK;
 }
@@ -612,11 +702,14 @@ static upipe_status model_layer_bwd(model_rank *r, int64_t layer, upipe_view *g)
     upipe_ctx *c = r->c;
     const int away = r->kept.layer[layer].away;
     const upipe_view x = model_kept_x(r, layer, *g);
-    upipe_layer l = model_attention_layer(r, layer);
-    upipe_grads grads = model_attention_grads(r, layer);
+    const int unit = model_unit_of(r, LLAMA_WQ, layer);
+    upipe_layer l;
+    upipe_grads grads;
     upipe_saved saved;
     upipe_view n;
     void *there;
+    UPIPE_TRY(model_weights_begin(r, unit));
+    l = model_attention_layer(r, layer);
     UPIPE_TRY(model_alloc(r, &n, "normed"));
     if (r->kept.layer[layer].out != NULL) {
         UPIPE_TRY(activations_fetch_attention(&r->kept, c, layer, l.plan, &saved));
@@ -627,6 +720,8 @@ static upipe_status model_layer_bwd(model_rank *r, int64_t layer, upipe_view *g)
     UPIPE_TRY(upipe_layer_out_fwd(c, &l, n, &saved));
     UPIPE_TRY(model_add(r, n, x, away));
     UPIPE_TRY(model_mlp_bwd(r, layer, *g, n, 0));
+    UPIPE_TRY(model_grads_begin(r, unit));
+    grads = model_attention_grads(r, layer);
     UPIPE_TRY(model_grad_put(r, &there, *g));
     UPIPE_TRY(upipe_layer_out_bwd(c, &l, &grads, &saved, *g)); /* O becomes dO; g goes on down the stream */
     UPIPE_TRY(model_grad_leave(r, there, *g));
@@ -635,7 +730,9 @@ static upipe_status model_layer_bwd(model_rank *r, int64_t layer, upipe_view *g)
     UPIPE_TRY(upipe_saved_free(c, &saved));
     UPIPE_TRY(model_grad_fetch(r, there, g));
     UPIPE_TRY(model_norm_bwd(r, layer, *g, n, x, away));
-    return model_free_block(r, n);
+    UPIPE_TRY(model_free_block(r, n));
+    UPIPE_TRY(model_weights_end(r, unit));
+    return model_grads_end(r, unit);
 }
 
 /* The same in segments, whose block is in the second pool. */
@@ -644,11 +741,14 @@ static upipe_status model_segments_bwd(model_rank *r, int64_t layer, upipe_view 
     upipe_ctx *c = r->c;
     const int away = r->kept.layer[layer].away;
     const upipe_view x = model_kept_x(r, layer, *g);
-    upipe_fpdt f = model_segments(r, layer);
-    upipe_grads grads = model_attention_grads(r, layer);
+    const int unit = model_unit_of(r, LLAMA_WQ, layer);
+    upipe_fpdt f;
+    upipe_grads grads;
     upipe_fpdt_saved saved = r->kept.layer[layer].fpdt;
     upipe_view n;
     void *dout, *there;
+    UPIPE_TRY(model_weights_begin(r, unit));
+    f = model_segments(r, layer);
     UPIPE_TRY(model_alloc_rows(r, r->second, &n, r->m->rows, "normed"));
     if (saved.out == NULL) {
         UPIPE_TRY(model_segments_norm(r, layer, n, x, away));
@@ -657,6 +757,8 @@ static upipe_status model_segments_bwd(model_rank *r, int64_t layer, upipe_view 
     memset(&r->kept.layer[layer].fpdt, 0, sizeof saved); /* freed below */
     UPIPE_TRY(model_segments_between(r, &f, n, x, &saved, away));
     UPIPE_TRY(model_mlp_bwd(r, layer, *g, n, 1));
+    UPIPE_TRY(model_grads_begin(r, unit));
+    grads = model_attention_grads(r, layer);
     UPIPE_TRY(model_segments_norm(r, layer, n, x, away));
     UPIPE_TRY(upipe_mem_alloc(r->second, &dout, upipe_fpdt_out_bytes(&f), "dout", &c->err));
     UPIPE_TRY(model_grad_put(r, &there, *g));
@@ -668,7 +770,9 @@ static upipe_status model_segments_bwd(model_rank *r, int64_t layer, upipe_view 
     UPIPE_TRY(upipe_fpdt_free(&f, &saved, &c->err));
     UPIPE_TRY(model_grad_fetch(r, there, g));
     UPIPE_TRY(model_segments_norm_bwd(r, layer, *g, n, x, away));
-    return upipe_mem_free(r->second, n.data, &c->err);
+    UPIPE_TRY(upipe_mem_free(r->second, n.data, &c->err));
+    UPIPE_TRY(model_weights_end(r, unit));
+    return model_grads_end(r, unit);
 }
 
 /* The layers of a block from its first one, whose x is kept, to the last: keeps the x of those that follow, and
@@ -698,21 +802,18 @@ static upipe_status model_block_fwd(model_rank *r, int64_t last, upipe_view *g)
  *              tokens, += into grads; x goes back to the pool */
 __attribute__((unused)) static upipe_status model_bwd(model_rank *r, upipe_view x, float scale)
 {
-    const llama_config *config = &r->m->layout->config;
-    upipe_view table =
-        upipe_view_packed(model_grad(r, LLAMA_EMBED, -1), UPIPE_F32, config->vocab, 1, (int32_t)config->dim);
     int64_t i;
     UPIPE_TRY(model_loss_bwd(r, x, scale));
-    for (i = config->layers; i-- > 0;) {
+    for (i = r->m->layout->config.layers; i-- > 0;) {
         if (r->kept.layer[i].x == NULL) UPIPE_TRY(model_block_fwd(r, i, &x));
         UPIPE_TRY(r->m->fpdt.segments > 0 ? model_segments_bwd(r, i, &x) : model_layer_bwd(r, i, &x));
         UPIPE_TRY(activations_drop(&r->kept, r->c, i));
     }
-    UPIPE_TRY(r->c->ops->embed_bwd(r->c, table, x, r->tokens));
+    UPIPE_TRY(model_embed_bwd(r, x));
     return model_free_block(r, x);
 }
 
-/* model_logits -- f32 logits [n][vocab] of n rows of the stream, in the device's memory */
+/* model_logits -- f32 logits [n][vocab] of n rows of the stream, in the device's memory; the head's weights have begun */
 __attribute__((unused)) static upipe_status model_logits(model_rank *r, upipe_view logits, upipe_view x)
 {
     const llama_config *config = &r->m->layout->config;

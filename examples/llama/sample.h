@@ -69,6 +69,7 @@ static upipe_status sample_next(model_rank *r, upipe_comm *world, const sample_b
 {
     upipe_ctx *c = r->c;
     const int64_t rows = r->m->rows;
+    const int head = model_unit_of(r, model_head_kind(r), -1);
     int64_t vocab = r->m->layout->config.vocab, row = -1, mine[2], i;
     int rank;
     upipe_view x;
@@ -80,8 +81,10 @@ static upipe_status sample_next(model_rank *r, upipe_comm *world, const sample_b
     UPIPE_TRY(c->ops->copy(c, r->tokens, buf->tokens, (size_t)rows * 4));
     UPIPE_TRY(model_fwd(r, &x, 0));
     UPIPE_TRY(upipe_mem_alloc(c->mem, &data, (size_t)vocab * 4, "logits", &c->err));
+    UPIPE_TRY(model_weights_begin(r, head));
     UPIPE_TRY(model_logits(r, upipe_view_packed(data, UPIPE_F32, 1, 1, (int32_t)vocab),
                            upipe_view_rows(x, row < 0 ? 0 : row, 1)));
+    UPIPE_TRY(model_weights_end(r, head));
     UPIPE_TRY(c->ops->copy(c, buf->logits, data, (size_t)vocab * 4));
     UPIPE_TRY(upipe_mem_free(c->mem, data, &c->err));
     UPIPE_TRY(model_free_block(r, x));

@@ -22,6 +22,7 @@ typedef struct trainer {
     model m;
     model_rank r;
     llama_state state;
+    float *grads[2];   /* of the weights group and of the norm weights group */
     upipe_comm *world; /* of all ranks; with one team alone that team's */
     int64_t *gathered; /* [ranks][2] */
 } trainer;
@@ -117,7 +118,7 @@ __attribute__((unused)) static upipe_status trainer_alloc(trainer *t)
     UPIPE_TRY(trainer_alloc_floats(t, &t->state.norm_weights, l->norm_weights, "norm_weights"));
     for (group = 0; group < 2; ++group) {
         held[group] = trainer_slice(t, group, &first);
-        UPIPE_TRY(trainer_alloc_floats(t, &t->r.grads[group], group == 0 ? l->weights : l->norm_weights,
+        UPIPE_TRY(trainer_alloc_floats(t, &t->grads[group], group == 0 ? l->weights : l->norm_weights,
                                        "gradients"));
         UPIPE_TRY(trainer_alloc_floats(t, &t->state.m[group], held[group], "moments"));
         UPIPE_TRY(trainer_alloc_floats(t, &t->state.v[group], held[group], "moments"));
@@ -131,14 +132,16 @@ __attribute__((unused)) static upipe_status trainer_alloc(trainer *t)
     t->r.targets = (int32_t *)data;
     UPIPE_TRY(trainer_alloc_floats(t, &t->r.losses, t->m.rows, "losses"));
     t->r.m = &t->m;
-    t->r.weights = t->state.weights;
+    t->r.all_weights = t->state.weights;
     t->r.norm_weights = t->state.norm_weights;
+    t->r.all_grads = t->grads[0];
+    t->r.norm_grads = t->grads[1];
     return UPIPE_OK;
 }
 
 __attribute__((unused)) static upipe_status trainer_free_block(trainer *t)
 {
-    void *const blocks[] = {t->state.weights, t->state.norm_weights, t->r.grads[0], t->r.grads[1],
+    void *const blocks[] = {t->state.weights, t->state.norm_weights, t->grads[0],   t->grads[1],
                             t->state.m[0],    t->state.m[1],         t->state.v[0], t->state.v[1],
                             t->state.master,  t->r.tokens,           t->r.targets,  t->r.losses};
     size_t i;
@@ -188,8 +191,8 @@ static upipe_status trainer_gradients(trainer *t, const trainer_batch *batch, in
     const llama_layout *l = t->m.layout;
     size_t bytes = (size_t)t->m.rows * 4;
     upipe_view x;
-    UPIPE_TRY(c->ops->zero(c, t->r.grads[0], (size_t)l->weights * 4));
-    UPIPE_TRY(c->ops->zero(c, t->r.grads[1], (size_t)l->norm_weights * 4));
+    UPIPE_TRY(c->ops->zero(c, t->grads[0], (size_t)l->weights * 4));
+    UPIPE_TRY(c->ops->zero(c, t->grads[1], (size_t)l->norm_weights * 4));
     UPIPE_TRY(c->ops->copy(c, t->r.tokens, batch->inputs, bytes));
     UPIPE_TRY(c->ops->copy(c, t->r.targets, batch->targets, bytes));
     UPIPE_TRY(model_fwd(&t->r, &x, 1));
@@ -206,9 +209,9 @@ static upipe_status trainer_reduce(trainer *t, int64_t valid, trainer_result *re
     UPIPE_TRY(trainer_total(c, &loss, t->r.losses, t->m.rows, 0));
     for (group = 0; group < 2; ++group) {
         int64_t n = trainer_slice(t, group, &first);
-        UPIPE_TRY(upipe_reduce_scatter(c, t->r.grads[group],
+        UPIPE_TRY(upipe_reduce_scatter(c, t->grads[group],
                                        group == 0 ? t->m.layout->weights : t->m.layout->norm_weights));
-        UPIPE_TRY(trainer_total(c, &squares[group], t->r.grads[group] + first, n, 1));
+        UPIPE_TRY(trainer_total(c, &squares[group], t->grads[group] + first, n, 1));
     }
     mine[0] = trainer_bits(loss);
     mine[1] = trainer_bits(squares[0] + squares[1]);
@@ -239,7 +242,7 @@ static upipe_status trainer_update(trainer *t, const trainer_rates *rates, doubl
         }
         a.m = t->state.m[group];
         a.v = t->state.v[group];
-        a.g = t->r.grads[group] + first;
+        a.g = t->grads[group] + first;
         a.step = rates->step;
         a.rate = rates->rate;
         a.beta1 = rates->beta1;
