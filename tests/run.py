@@ -36,8 +36,8 @@ MODES = ('ordinary', 'full', 'all')
 # failing calls take as long as they are given.
 BUDGETS = {
     'ordinary': {'UPIPE_DRAWS_MIN': '200', 'UPIPE_SECONDS': '15', 'UPIPE_FUZZ_SECONDS': '2', 'UPIPE_FAULT_SECONDS': '0'},
-    'full': {'UPIPE_FULL': '1', 'UPIPE_DRAWS_MIN': '2000', 'UPIPE_SECONDS': '40', 'UPIPE_FUZZ_SECONDS': '20',
-             'UPIPE_FAULT_SECONDS': '60', 'UPIPE_MUTANTS_SECONDS': '200'},
+    'full': {'UPIPE_FULL': '1', 'UPIPE_DRAWS_MIN': '2000', 'UPIPE_SECONDS': '20', 'UPIPE_FUZZ_SECONDS': '10',
+             'UPIPE_FAULT_SECONDS': '30', 'UPIPE_MUTANTS_SECONDS': '100'},
     'all': {'UPIPE_FULL': '1', 'UPIPE_DRAWS_MIN': '20000', 'UPIPE_SECONDS': '1200', 'UPIPE_FUZZ_SECONDS': '60',
             'UPIPE_FAULT_SECONDS': '1200', 'UPIPE_MUTANTS': 'all'},
 }
