@@ -20,7 +20,7 @@ LAYERS = [
     ['upipe_a2a.h'],
     ['upipe_ring.h'],
     ['upipe_layer.h'],
-    ['upipe_fpdt.h'],
+    ['upipe_fpdt.h', 'upipe_qkv.h'],
     ['upipe_dry.h'],
     ['upipe.h'],
 ]

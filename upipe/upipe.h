@@ -27,6 +27,9 @@
  *     upipe_layer_bwd(&ctx, &layer, dx, &grads, &saved, &saved.out, x);
  *     upipe_saved_free(&ctx, &saved);
  *
+ *     upipe_qkv_fwd(&ctx, &qkv, &saved);                 attention of your own Q, K, V       upipe_qkv.h
+ *     upipe_qkv_bwd(&ctx, &qkv, &grads, &saved);
+ *
  *     upipe_mlp_fwd(&ctx, &mlp, y, x);                   MLP and loss, by tiles of tokens    upipe_tile.h
  *     upipe_all_reduce(&ctx, dwq, n);                    sums over the ranks of a team       upipe_reduce.h
  *
@@ -58,6 +61,7 @@
 #include "upipe_side_stream.h"
 #include "upipe_layer.h"
 #include "upipe_fpdt.h"
+#include "upipe_qkv.h"
 #include "upipe_tile.h"
 #include "upipe_dry.h"
 

@@ -96,6 +96,72 @@ UPIPE_API upipe_view upipe_head_run_matrix(const upipe_plan *p, void *data, upip
                            p->rows * width, width);
 }
 
+/* ---- natural order, and the send layout ---- */
+
+/* A run of a buffer in send layout, and the same heads of a tensor in natural order; `to_run` says which one is
+ * written.
+ *   heads  [rows][H or Hkv][dim], of any steps and type
+ */
+UPIPE_API upipe_status upi_head_run_copy(upipe_ctx *c, const upipe_plan *p, void *data, upipe_head_run h,
+                                         upipe_view heads, int to_run)
+{
+    upipe_view block =
+        upipe_view_packed(upipe_head_run_at(p, data, h, heads.d), p->desc.dtype, p->rows, h.each, heads.d);
+    const size_t bytes = upipe_plan_rows_bytes(p, h.each, heads.d);
+    int b;
+    for (b = 0; b < h.blocks; ++b, block.data = (char *)block.data + bytes) {
+        upipe_view own = heads;
+        own.data = upipe_view_at(heads, 0, h.first + b * h.step);
+        own.h = h.each;
+        UPIPE_TRY(c->ops->cast(c, to_run ? block : own, to_run ? own : block));
+    }
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_a2a_reorder(upipe_ctx *c, const upipe_plan *p, void *blocks, int stage,
+                                       upipe_a2a_heads which, upipe_view heads, int to_blocks)
+{
+    const int all = which == UPIPE_A2A_Q ? p->desc.heads : p->desc.kv_heads;
+    upipe_head_run h;
+    int rank = 0;
+    if (which == UPIPE_A2A_DKV || stage < 0 || stage >= p->stages)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "stage %d of %d, of %s", stage, p->stages,
+                          which == UPIPE_A2A_DKV ? "DKV, where several blocks may hold shares of one head"
+                                                 : "Q or KV");
+    if (heads.n != p->rows || heads.h != all)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "heads in natural order are [%lld][%d], not [%lld][%d]",
+                          (long long)p->rows, all, (long long)heads.n, heads.h);
+    while (upipe_head_run_next(p, which, stage, &rank, &h))
+        UPIPE_TRY(upi_head_run_copy(c, p, blocks, h, heads, to_blocks));
+    return UPIPE_OK;
+}
+
+/* upipe_a2a_pack -- one stage's heads, from natural order into the send layout
+ *   send    [block][batch][T][n][dim] of the plan's type, written: what upipe_a2a_to_heads sends. It has
+ *           upipe_plan_buffer(plan, which, stage) heads
+ *   stage   of the plan
+ *   which   UPIPE_A2A_Q (Q, and dO, which goes the same way), or UPIPE_A2A_KV (K and V)
+ *   heads   [rows][H or Hkv][dim] view of any steps and type; dim is the view's
+ *   errors  ARG
+ */
+UPIPE_API upipe_status upipe_a2a_pack(upipe_ctx *c, void *send, const upipe_plan *p, int stage,
+                                      upipe_a2a_heads which, upipe_view heads)
+{
+    return upi_a2a_reorder(c, p, send, stage, which, heads, 1);
+}
+
+/* upipe_a2a_unpack -- the reverse: one stage's heads, to natural order
+ *   heads   [rows][H or Hkv][dim] view of any steps and type; the stage's heads of it are written
+ *   blocks  [rank][batch][T][n][dim] of the plan's type: what upipe_a2a_to_tokens has received, for
+ *           UPIPE_A2A_Q (O and dQ). With UPIPE_A2A_KV blocks in send layout, where ranks share blocks
+ *   errors  ARG
+ */
+UPIPE_API upipe_status upipe_a2a_unpack(upipe_ctx *c, upipe_view heads, const upipe_plan *p, int stage,
+                                        upipe_a2a_heads which, const void *blocks)
+{
+    return upi_a2a_reorder(c, p, (void *)(uintptr_t)blocks, stage, which, heads, 0);
+}
+
 /* ---- both all-to-alls ---- */
 
 UPIPE_API upipe_status upi_a2a_check(upipe_ctx *c, const upipe_plan *p)
@@ -181,11 +247,14 @@ enum { UPIPE_SLOT_EMPTY, UPIPE_SLOT_LENT, UPIPE_SLOT_FULL };
  *
  * Forward: slot i is lent to Q', then filled with O. Backward: the slot of dO is drained when dO is sent, then
  * lent to Q', and filled with dQ.
+ *
+ * All n slots are held in memory, unless `held` is smaller: then slot i uses buffer i % held, which the slot
+ * before must have left empty.
  */
 typedef struct upipe_slots {
     char *data;
     size_t slot_bytes;
-    int n;
+    int n, held;
     unsigned char state[UPIPE_STAGES_MAX];
 } upipe_slots;
 
@@ -196,19 +265,26 @@ UPIPE_API void upipe_slots_init(upipe_slots *s, void *data, size_t slot_bytes, i
     memset(s, 0, sizeof *s);
     s->data = (char *)data;
     s->slot_bytes = slot_bytes;
-    s->n = n;
+    s->n = s->held = n;
     memset(s->state, state, (size_t)n);
+}
+
+/* The memory of slot i, whatever its state. */
+UPIPE_API char *upi_slot_at(const upipe_slots *s, int i)
+{
+    return s->data + (size_t)(i % s->held) * s->slot_bytes;
 }
 
 UPIPE_API upipe_status upi_slot_move(upipe_slots *s, int i, int from, int to, void **out, upipe_err *e)
 {
     static const char *const names[] = {"empty", "lent", "full"};
+    unsigned char *state = &s->state[s->held > 0 ? i % s->held : 0];
     if (out != NULL) *out = NULL;
     if (i < 0 || i >= s->n) return upipe_fail(e, UPIPE_ERR_ARG, "slot %d of %d", i, s->n);
-    if (s->state[i] != from)
-        return upipe_fail(e, UPIPE_ERR_ARG, "slot %d is %s, not %s", i, names[s->state[i]], names[from]);
-    s->state[i] = (unsigned char)to;
-    if (out != NULL) *out = s->data + (size_t)i * s->slot_bytes;
+    if (*state != from)
+        return upipe_fail(e, UPIPE_ERR_ARG, "slot %d is %s, not %s", i, names[*state], names[from]);
+    *state = (unsigned char)to;
+    if (out != NULL) *out = upi_slot_at(s, i);
     return UPIPE_OK;
 }
 
@@ -250,8 +326,8 @@ UPIPE_API upipe_view upipe_slots_matrix(const upipe_plan *p, const upipe_slots *
                                         int dim)
 {
     const size_t before = upipe_plan_rows_bytes(p, upipe_plan_offset(p, UPIPE_A2A_Q, stage, rank), dim);
-    return upipe_view_packed(slots->data + (size_t)stage * slots->slot_bytes + before, p->desc.dtype, p->rows,
-                             1, upipe_plan_q(p, stage, rank).count * dim);
+    return upipe_view_packed(upi_slot_at(slots, stage) + before, p->desc.dtype, p->rows, 1,
+                             upipe_plan_q(p, stage, rank).count * dim);
 }
 
 /* upipe_slots_check -- ARG unless these are slots of this plan, and all of them full; `name` is for the
@@ -263,7 +339,7 @@ UPIPE_API upipe_status upipe_slots_check(upipe_ctx *c, const upipe_plan *p, cons
     int i;
     if (slots->data == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s is not there (consumed before?)", name);
-    if (slots->n != p->stages || slots->slot_bytes != bytes)
+    if (slots->n != p->stages || slots->held != slots->n || slots->slot_bytes != bytes)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s has %d slots of %zu bytes, the plan says %d of %zu",
                           name, slots->n, slots->slot_bytes, p->stages, bytes);
     for (i = 0; i < slots->n; ++i)
@@ -277,22 +353,15 @@ UPIPE_API upipe_status upi_slots_reorder(upipe_ctx *c, const upipe_plan *p, cons
                                          upipe_view natural, int to_slots)
 {
     const int64_t width = (int64_t)p->desc.heads * p->desc.v_dim;
-    size_t step = (size_t)p->desc.v_dim * upipe_dtype_bytes(natural.dtype);
-    int stage, rank;
+    int stage;
     if (natural.n != p->rows || natural.h != 1 || natural.d != width)
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
                           "heads in natural order are [%lld][1][%lld], not [%lld][%d][%d]",
                           (long long)p->rows, (long long)width, (long long)natural.n, natural.h, natural.d);
     UPIPE_TRY(upipe_slots_check(c, p, slots, "slots"));
-    for (stage = 0; stage < p->stages; ++stage) {
-        for (rank = 0; rank < p->desc.ranks; ++rank) {
-            upipe_view heads = upipe_slots_matrix(p, slots, stage, rank, p->desc.v_dim), columns = natural;
-            if (heads.d == 0) continue;
-            columns.data = (char *)natural.data + (size_t)upipe_plan_q(p, stage, rank).first * step;
-            columns.d = heads.d;
-            UPIPE_TRY(c->ops->cast(c, to_slots ? heads : columns, to_slots ? columns : heads));
-        }
-    }
+    natural = upipe_view_heads(natural, p->desc.heads);
+    for (stage = 0; stage < p->stages; ++stage)
+        UPIPE_TRY(upi_a2a_reorder(c, p, upi_slot_at(slots, stage), stage, UPIPE_A2A_Q, natural, to_slots));
     return UPIPE_OK;
 }
 

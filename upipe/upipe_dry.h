@@ -15,6 +15,7 @@
 #define UPIPE_DRY_H
 
 #include "upipe_fpdt.h"
+#include "upipe_qkv.h"
 
 enum { UPIPE_DRY_RANKS_MAX = 512, UPIPE_DRY_BLOCKS_MAX = 1024, UPIPE_DRY_HOST_BLOCKS_MAX = 16 };
 
@@ -284,6 +285,30 @@ UPIPE_API upipe_status upipe_dry_layer(upipe_dry *dry, const upipe_layer *l, int
 UPIPE_API upipe_status upipe_dry_block(upipe_dry *dry, const upipe_layer *l, int dx_in_place)
 {
     return upi_dry_pass(dry, l, 1, dx_in_place);
+}
+
+/* upipe_dry_qkv -- attention of the host's own Q, K and V, forward and backward: the pool's peaks and bytes sent are in
+ *                  dry afterwards
+ *   a       plan, mask and scale; its views are not read. q, k, v, o and gradients, which are the host's, are not
+ *           counted
+ *   errors  those of upipe_qkv_fwd and upipe_qkv_bwd but for transport and memory
+ */
+UPIPE_API upipe_status upipe_dry_qkv(upipe_dry *dry, const upipe_qkv *a)
+{
+    const upipe_plan_desc *d = &a->plan->desc;
+    upipe_ctx *c = &dry->ctx;
+    void *const none = dry->mem.slab; /* never touched */
+    upipe_qkv own = *a;
+    upipe_qkv_grads g;
+    upipe_saved save;
+    if (c->ops == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "upipe_dry_init failed, or was not called");
+    own.q = g.dq = upipe_view_packed(none, d->dtype, a->plan->rows, d->heads, d->head_dim);
+    own.k = g.dk = upipe_view_packed(none, d->dtype, a->plan->rows, d->kv_heads, d->head_dim);
+    own.v = g.dv = upipe_view_packed(none, d->dtype, a->plan->rows, d->kv_heads, d->v_dim);
+    own.o = g.dout = upipe_view_packed(none, d->dtype, a->plan->rows, d->heads, d->v_dim);
+    g.dsinks = a->mask.sinks != NULL ? (float *)none : NULL;
+    UPIPE_TRY(upipe_qkv_fwd(c, &own, &save));
+    return upipe_qkv_bwd(c, &own, &g, &save);
 }
 
 /* upipe_dry_fpdt -- the same in segments: forward and backward of upipe_fpdt.h, with dry->host as the host's pool. x,

@@ -90,7 +90,8 @@ UPIPE_API upipe_status upi_layer_fwd(upipe_ctx *c, upi_pass *f)
         UPIPE_TRY(upi_fwd_attend(c, f, i)); /* O' */
         UPIPE_TRY(upi_fwd_store(c, f, i));  /* out_all_to_all, into slot i of final_out */
     }
-    if (p->overlap) UPIPE_TRY(upi_pipelined(c, f)); /* the same three calls, two stages in flight */
+    if (p->overlap)
+        UPIPE_TRY(upi_pipelined(c, f, upi_side_call, f)); /* the same three calls, two stages in flight */
     return upi_kv_end(c, &f->run, &f->kv);
 }
 
@@ -109,7 +110,7 @@ UPIPE_API upipe_status upi_layer_bwd(upipe_ctx *c, upi_pass *f, upipe_view dx)
         UPIPE_TRY(upi_bwd_attend(c, f, i)); /* dQ', dK', dV' */
         UPIPE_TRY(upi_bwd_store(c, f, i));  /* dQ' into slot i; dK', dV' after their round; dW */
     }
-    if (p->overlap) UPIPE_TRY(upi_pipelined(c, f));
+    if (p->overlap) UPIPE_TRY(upi_pipelined(c, f, upi_side_call, f));
     UPIPE_TRY(upi_kv_end(c, &f->run, &f->kv));
     UPIPE_TRY(upipe_free(c, save->delta));
     save->delta = NULL;
@@ -126,17 +127,11 @@ UPIPE_API upipe_status upi_layer_bwd(upipe_ctx *c, upi_pass *f, upipe_view dx)
 UPIPE_API upipe_status upi_layer_begin(upipe_ctx *c, upi_pass *f, const upipe_layer *l, upipe_saved *save,
                                        upipe_view x, upipe_phase phase)
 {
-    int i;
     memset(f, 0, sizeof *f);
     upipe_phase_set(c, phase);
-    f->save = save;
     UPIPE_TRY(upi_layer_check_own(c, l, x));
     UPIPE_TRY(upi_layer_agree(c, l, 0, 0));
-    f->run = upi_run_make(c, l, x);
-    for (i = 0; i < 2; ++i) {
-        f->stage[i].parts = f->parts + i;
-        f->stage[i].sums = f->sums + i;
-    }
+    upi_pass_make(c, f, l, save, x);
     return UPIPE_OK;
 }
 

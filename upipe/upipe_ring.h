@@ -175,6 +175,40 @@ UPIPE_API upipe_status upi_ring_pieces(upipe_ctx *c, const upipe_ring_call *r, c
     return UPIPE_OK;
 }
 
+/* The largest scratch of the attention calls of a rank's stage, as upi_ring_call_one makes them.
+ *   merge   1: a row attends its keys in several calls, as in a ring and in segments. The first one of the
+ *           forward does not merge
+ */
+UPIPE_API size_t upi_ring_scratch(const upipe_ops *ops, const upipe_plan *p, const upipe_mask *mask,
+                                  float scale, int stage, int merge, int backward)
+{
+    const upipe_span mine = upipe_plan_q(p, stage, p->desc.rank);
+    const int64_t keys = upipe_plan_seq_most(p);
+    const upipe_dtype type = p->desc.dtype;
+    upipe_ring_part part;
+    upipe_attn a;
+    upipe_span q, kv;
+    size_t most = 0;
+    int head;
+    float none[1]; /* only shapes are asked for, but a null pointer must not be offset */
+    memset(&a, 0, sizeof a);
+    memset(&part, 0, sizeof part);
+    a.mask = *mask;
+    a.scale = scale;
+    part.heads = mine.count;
+    part.first = mine.first;
+    for (head = 0; upi_ring_heads(&part, p->group, head, &q, &kv); head += q.count) {
+        a.q = upipe_view_packed(none, type, p->seq, q.count, p->desc.head_dim);
+        a.k = upipe_view_packed(none, type, keys, kv.count, p->desc.head_dim);
+        a.v = upipe_view_packed(none, type, keys, kv.count, p->desc.v_dim);
+        a.o = upipe_view_packed(none, merge ? UPIPE_F32 : type, p->seq, q.count, p->desc.v_dim);
+        a.lse = upipe_view_packed(none, UPIPE_F32, p->seq, q.count, 1);
+        for (a.merge = merge && backward; a.merge <= merge; ++a.merge)
+            most = upipe_max_bytes(most, ops->attn_bytes(ops, &a, backward));
+    }
+    return most;
+}
+
 /* All parts against one block. first: their rows have seen no keys yet. An element of dK or dV is one chain
  * of sums over heads, and within a head over queries, whichever parts the heads come in. So where queries lie
  * in two pieces, each head is done over both pieces before the next one. */

@@ -50,7 +50,7 @@ typedef struct f32_block {
 } f32_block;
 #undef BLOCK_MEMBER
 
-static int64_t block_count(const block_shape *s, const char *name)
+static inline int64_t block_count(const block_shape *s, const char *name)
 {
     int64_t rows = s->batch * s->tokens, v_dim = s->v_dim > 0 ? s->v_dim : s->d, hd = (int64_t)s->h * s->d,
             ho = s->h * v_dim;
@@ -67,18 +67,18 @@ static int64_t block_count(const block_shape *s, const char *name)
     return rows * s->dim;
 }
 
-static double *f64_buf(int64_t n)
+static inline double *f64_buf(int64_t n)
 {
     return (double *)calloc((size_t)n + 1, sizeof(double));
 }
 
-static float *f32_buf(int64_t n)
+static inline float *f32_buf(int64_t n)
 {
     return (float *)calloc((size_t)n + 1, sizeof(float));
 }
 
 /* Zeroed tensors; those that the shape lacks are NULL. */
-static void f64_block_make(const block_shape *s, f64_block *b)
+static inline void f64_block_make(const block_shape *s, f64_block *b)
 {
     memset(b, 0, sizeof *b);
 #define BLOCK_MAKE(name) b->name = block_count(s, #name) > 0 ? f64_buf(block_count(s, #name)) : NULL;
@@ -86,7 +86,7 @@ static void f64_block_make(const block_shape *s, f64_block *b)
 #undef BLOCK_MAKE
 }
 
-static void f32_block_make(const block_shape *s, f32_block *b)
+static inline void f32_block_make(const block_shape *s, f32_block *b)
 {
     memset(b, 0, sizeof *b);
 #define BLOCK_MAKE(name) b->name = block_count(s, #name) > 0 ? f32_buf(block_count(s, #name)) : NULL;
@@ -94,21 +94,21 @@ static void f32_block_make(const block_shape *s, f32_block *b)
 #undef BLOCK_MAKE
 }
 
-static void f64_block_free(f64_block *b)
+static inline void f64_block_free(f64_block *b)
 {
 #define BLOCK_FREE(name) free(b->name);
     BLOCK_TENSORS(BLOCK_FREE)
 #undef BLOCK_FREE
 }
 
-static void f32_block_free(f32_block *b)
+static inline void f32_block_free(f32_block *b)
 {
 #define BLOCK_FREE(name) free(b->name);
     BLOCK_TENSORS(BLOCK_FREE)
 #undef BLOCK_FREE
 }
 
-static void f64_block_widen(const block_shape *s, const f32_block *in, f64_block *out)
+static inline void f64_block_widen(const block_shape *s, const f32_block *in, f64_block *out)
 {
     int64_t i;
     f64_block_make(s, out);
@@ -119,7 +119,7 @@ static void f64_block_widen(const block_shape *s, const f32_block *in, f64_block
 }
 
 /* Random inputs that give scores of order 1; norm weights about 1, in f32. */
-static void block_inputs(const block_shape *s, uint64_t seed, f32_block *in)
+static inline void block_inputs(const block_shape *s, uint64_t seed, f32_block *in)
 {
     test_rng rng;
     double weight = 1 / sqrt((double)s->dim);
@@ -146,7 +146,7 @@ static void block_inputs(const block_shape *s, uint64_t seed, f32_block *in)
 }
 
 /* The attention call of sequence b. */
-static oracle_attn block_attn(const block_shape *s, int64_t b, const float *sinks)
+static inline oracle_attn block_attn(const block_shape *s, int64_t b, const float *sinks)
 {
     oracle_attn a;
     memset(&a, 0, sizeof a);

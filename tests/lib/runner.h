@@ -97,7 +97,7 @@ static inline int run_same_chains(const upipe_plan *p)
 }
 
 /* n values in the storage type; freed by the caller. */
-static void *run_narrow(upipe_dtype dtype, const float *v, int64_t n)
+static inline void *run_narrow(upipe_dtype dtype, const float *v, int64_t n)
 {
     char *p = (char *)malloc((size_t)n * upipe_dtype_bytes(dtype) + 1);
     int64_t i;
@@ -106,7 +106,7 @@ static void *run_narrow(upipe_dtype dtype, const float *v, int64_t n)
 }
 
 /* Rows of a rank: [batch][S][width] in natural order <-> [batch][T][width] of the rank. */
-static void run_rows(const upipe_plan *p, float *natural, float *mine, int64_t width, int out)
+static inline void run_rows(const upipe_plan *p, float *natural, float *mine, int64_t width, int out)
 {
     int64_t b, t;
     for (b = 0; b < p->desc.batch; ++b)
@@ -118,7 +118,8 @@ static void run_rows(const upipe_plan *p, float *natural, float *mine, int64_t w
 }
 
 /* dQ in slots, heads of d elements in place of O's of v_dim, to natural order [rows][H*d]. */
-static upipe_status run_gather_q(upipe_ctx *c, const upipe_plan *p, upipe_view dst, const upipe_slots *slots)
+static inline upipe_status run_gather_q(upipe_ctx *c, const upipe_plan *p, upipe_view dst,
+                                        const upipe_slots *slots)
 {
     int stage, rank;
     for (stage = 0; stage < p->stages; ++stage)
@@ -134,7 +135,7 @@ static upipe_status run_gather_q(upipe_ctx *c, const upipe_plan *p, upipe_view d
 }
 
 /* lse of this rank's heads, [stage][batch][S/R][heads of the stage], to [batch][S][H]. */
-static void run_lse(const upipe_plan *p, float *natural, const float *mine)
+static inline void run_lse(const upipe_plan *p, float *natural, const float *mine)
 {
     int64_t b, t;
     int stage, j;
@@ -148,7 +149,7 @@ static void run_lse(const upipe_plan *p, float *natural, const float *mine)
     }
 }
 
-static upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float *const *grads, int64_t *moved)
+static inline upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float *const *grads, int64_t *moved)
 {
     const run_own *own = &s->own[rank];
     const upipe_plan *p = &own->plan;
@@ -261,13 +262,13 @@ typedef struct run_user {
 } run_user;
 
 /* Gives up for the team and the ring too: upipe_threads_run tells the world alone. */
-static void run_abort(upipe_ctx *c, grid *g, int rank)
+static inline void run_abort(upipe_ctx *c, grid *g, int rank)
 {
     upipe_comm_abort(grid_team(g, rank), c->err.text);
     upipe_comm_abort(grid_ring(g, rank), c->err.text);
 }
 
-static upipe_status run_body(void *user, int rank)
+static inline upipe_status run_body(void *user, int rank)
 {
     run_user *u = (run_user *)user;
     run_state *s = u->s;
@@ -322,7 +323,7 @@ static upipe_status run_body(void *user, int rank)
 }
 
 /* What a rank is to run. */
-static upipe_plan_desc run_desc(const run_case *test, int team_rank, int ring_rank)
+static inline upipe_plan_desc run_desc(const run_case *test, int team_rank, int ring_rank)
 {
     const block_shape *shape = &test->shape;
     upipe_plan_desc d;
@@ -350,7 +351,7 @@ static upipe_plan_desc run_desc(const run_case *test, int team_rank, int ring_ra
 }
 
 /* The layer but for its plan and its tensors. */
-static upipe_layer run_layer(const run_case *test)
+static inline upipe_layer run_layer(const run_case *test)
 {
     const block_shape *shape = &test->shape;
     upipe_layer l;
@@ -369,7 +370,7 @@ static upipe_layer run_layer(const run_case *test)
 }
 
 /* The same sequence of allocations, dry, finds the size of a rank's slab. */
-static upipe_status run_dry(const run_case *test, const upipe_ops *ops, run_own *own, upipe_err *err)
+static inline upipe_status run_dry(const run_case *test, const upipe_ops *ops, run_own *own, upipe_err *err)
 {
     upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
     upipe_status status = upipe_dry_init(dry, &own->plan, ops);
@@ -386,7 +387,7 @@ static upipe_status run_dry(const run_case *test, const upipe_ops *ops, run_own 
 }
 
 /* Runs the case; the plan's refusal is returned as it is. */
-static upipe_status run_block(const run_case *test, const f32_block *in, run_result *r)
+static inline upipe_status run_block(const run_case *test, const f32_block *in, run_result *r)
 {
     const block_shape *shape = &test->shape;
     int rings = test->ring > 0 ? test->ring : 1, ranks = test->ranks * rings, i;
@@ -448,7 +449,7 @@ static upipe_status run_block(const run_case *test, const f32_block *in, run_res
     return status;
 }
 
-static void run_free(run_result *r)
+static inline void run_free(run_result *r)
 {
     f32_block_free(&r->out);
 }

@@ -76,8 +76,7 @@ UPIPE_API upipe_status upi_bwd_store(upipe_ctx *c, upi_pass *f, int i)
                                  i + t, r->p->desc.head_dim));
     UPIPE_TRY(upi_sums_free(c, r, st->sums, st->send));
     for (t = 0; t < r->p->width; ++t)
-        UPIPE_TRY(upi_project_bwd(c, r, UPI_PROJ_Q, i + t,
-                                  f->dout->data + (size_t)(i + t) * f->dout->slot_bytes, f->grads->wq));
+        UPIPE_TRY(upi_project_bwd(c, r, UPI_PROJ_Q, i + t, upi_slot_at(f->dout, i + t), f->grads->wq));
     return upi_kv_grad_store(c, r, &f->dkv, i, &st->dkv, f->grads);
 }
 

@@ -21,6 +21,7 @@ UPIPE_API upipe_status upi_layer_agree(upipe_ctx *c, const upipe_layer *l, int64
     upipe_field_int(&f, "tokens", d->tokens);
     upipe_field_int(&f, "tokens of all segments", tokens);
     upipe_field_int(&f, "segments", segments);
+    upipe_field_int(&f, "from x (0: Q, K, V of the host's own)", l->wq != NULL);
     upipe_field_int(&f, "batch", d->batch);
     upipe_field_int(&f, "model_dim", d->model_dim);
     upipe_field_int(&f, "ranks", d->ranks);
@@ -73,11 +74,10 @@ UPIPE_API upipe_status upi_out_check(upipe_ctx *c, const upipe_layer *l, upipe_v
     return upi_layer_check_rows(c, l->plan, "y", y);
 }
 
-/* Checks this rank's arguments; nothing is sent. */
-UPIPE_API upipe_status upi_layer_check_own(upipe_ctx *c, const upipe_layer *l, upipe_view x)
+/* Checks plan, mask and context of this rank; nothing is sent. */
+UPIPE_API upipe_status upi_check_attends(upipe_ctx *c, const upipe_layer *l)
 {
     const upipe_plan_desc *d = &l->plan->desc;
-    const double sizes[3] = {l->rope_theta, l->norm_eps, l->scale};
     const int dims[2] = {d->head_dim, d->v_dim};
     upipe_attn a;
     const int ring = c->ring != NULL ? c->ring->ranks : 1, ring_rank = c->ring != NULL ? c->ring->rank : 0;
@@ -95,15 +95,14 @@ UPIPE_API upipe_status upi_layer_check_own(upipe_ctx *c, const upipe_layer *l, u
             d->rank, c->team->rank);
     if (l->plan->overlap && c->side_stream == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "stages are to overlap, but ctx->side_stream is NULL");
-    UPIPE_TRY(upi_layer_check_rows(c, l->plan, "x", x));
-    if (l->wq == NULL || l->wk == NULL || l->wv == NULL)
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "wq, wk or wv is NULL");
     for (i = 0; i < 2; ++i)
         if (dims[i] < UPIPE_HEAD_DIM_MIN || dims[i] > UPIPE_HEAD_DIM_MAX ||
             dims[i] % UPIPE_HEAD_DIM_STEP != 0)
             return upipe_fail(
                 &c->err, UPIPE_ERR_UNSUPPORTED, "head dim %d%s; %d to %d in steps of %d are built", dims[i],
                 i == 1 ? " of V" : "", UPIPE_HEAD_DIM_MIN, UPIPE_HEAD_DIM_MAX, UPIPE_HEAD_DIM_STEP);
+    if (!(l->scale >= 0) || !__builtin_isfinite(l->scale))
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "scale %g", (double)l->scale);
     memset(&a, 0, sizeof a);
     a.mask = l->mask;
     a.scale = l->scale;
@@ -111,7 +110,18 @@ UPIPE_API upipe_status upi_layer_check_own(upipe_ctx *c, const upipe_layer *l, u
     a.v.d = d->v_dim;
     a.merge = d->ring > 1;
     UPIPE_TRY(upi_attn_check_masks(c, &a));
-    UPIPE_TRY(upi_attn_check_can(c, &a, 1));
+    return upi_attn_check_can(c, &a, 1);
+}
+
+/* Checks this rank's arguments; nothing is sent. */
+UPIPE_API upipe_status upi_layer_check_own(upipe_ctx *c, const upipe_layer *l, upipe_view x)
+{
+    const double sizes[2] = {l->rope_theta, l->norm_eps};
+    int i;
+    UPIPE_TRY(upi_check_attends(c, l));
+    UPIPE_TRY(upi_layer_check_rows(c, l->plan, "x", x));
+    if (l->wq == NULL || l->wk == NULL || l->wv == NULL)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "wq, wk or wv is NULL");
     if ((l->q_norm_weight == NULL) != (l->k_norm_weight == NULL))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "QK norm needs both norm weights or none");
     if (l->q_norm_weight == NULL && l->norm_eps != 0)
@@ -119,10 +129,10 @@ UPIPE_API upipe_status upi_layer_check_own(upipe_ctx *c, const upipe_layer *l, u
                           l->norm_eps);
     if (l->rope_theta == 0 && l->rope_interleaved)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "rope_interleaved without rope_theta");
-    for (i = 0; i < 3; ++i)
+    for (i = 0; i < 2; ++i)
         if (!(sizes[i] >= 0) || !__builtin_isfinite(sizes[i]) || l->tile_rows < 0)
-            return upipe_fail(&c->err, UPIPE_ERR_ARG, "rope theta %g, norm eps %g, scale %g, tile rows %lld",
-                              l->rope_theta, l->norm_eps, l->scale, (long long)l->tile_rows);
+            return upipe_fail(&c->err, UPIPE_ERR_ARG, "rope theta %g, norm eps %g, tile rows %lld",
+                              l->rope_theta, l->norm_eps, (long long)l->tile_rows);
     return UPIPE_OK;
 }
 

@@ -28,6 +28,18 @@ typedef struct upi_pass {
     void *sums[UPIPE_STAGES_MAX];
 } upi_pass;
 
+UPIPE_API void upi_pass_make(upipe_ctx *c, upi_pass *f, const upipe_layer *l, upipe_saved *save, upipe_view x)
+{
+    int i;
+    memset(f, 0, sizeof *f);
+    f->save = save;
+    f->run = upi_run_make(c, l, x);
+    for (i = 0; i < 2; ++i) {
+        f->stage[i].parts = f->parts + i;
+        f->stage[i].sums = f->sums + i;
+    }
+}
+
 UPIPE_API upi_stage *upi_stage_at(upi_pass *f, int i)
 {
     return &f->stage[f->run.p->overlap ? i % 2 : 0];

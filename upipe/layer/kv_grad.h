@@ -186,14 +186,12 @@ UPIPE_API upipe_status upi_kv_grad_end(upipe_ctx *c, const upi_run *r, upi_kv_gr
     return upi_project_heads_bwd(c, r, UPI_PROJ_V, upipe_head_run_all_kv(p), g->tokens[0].v, grads->wv);
 }
 
-/* Frees dK and dV after dX has been formed. */
+/* Frees dK and dV that are not read any more. */
 UPIPE_API upipe_status upi_kv_grad_free(upipe_ctx *c, const upi_run *r, upi_kv_grad *g)
 {
     int i;
-    for (i = 0; i < (r->p->kv_grads_partial ? 1 : r->p->rounds); ++i) {
-        UPIPE_TRY(upipe_free(c, g->tokens[i].k));
-        UPIPE_TRY(upipe_free(c, g->tokens[i].v));
-    }
+    for (i = 0; i < (r->p->kv_grads_partial ? 1 : r->p->rounds); ++i)
+        UPIPE_TRY(upi_kv_free(c, &g->tokens[i]));
     return UPIPE_OK;
 }
 

@@ -14,7 +14,7 @@
 
 #include "bwd.h"
 
-/* Load and store, on the side stream. */
+/* Load and store of a layer, on the side stream. */
 UPIPE_API upipe_status upi_side_call(upipe_ctx *side, void *pass, int store, int i)
 {
     upi_pass *f = (upi_pass *)pass;
@@ -22,8 +22,12 @@ UPIPE_API upipe_status upi_side_call(upipe_ctx *side, void *pass, int store, int
     return store ? upi_bwd_store(side, f, i) : upi_bwd_load(side, f, i);
 }
 
-/* Scratch of attention is held through all stages, so that the compute stream never touches the pool. */
-UPIPE_API upipe_status upi_pipelined(upipe_ctx *c, upi_pass *f)
+/* Scratch of attention is held through all stages, so that the compute stream never touches the pool.
+ *   call    loads or stores a stage of `pass`, of which f is a part
+ */
+UPIPE_API upipe_status upi_pipelined(upipe_ctx *c, upi_pass *f,
+                                     upipe_status (*call)(upipe_ctx *side, void *pass, int store, int i),
+                                     void *pass)
 {
     const upi_scratch *scratch = &f->run.scratch;
     const int n = f->run.p->stages, backward = f->grads != NULL;
@@ -32,7 +36,7 @@ UPIPE_API upipe_status upi_pipelined(upipe_ctx *c, upi_pass *f)
     int i;
     UPIPE_TRY(
         upipe_alloc(c, &f->run.attn_work, backward ? scratch->attn_bwd : scratch->attn_fwd, "attn_work"));
-    s = upipe_pipeline_begin(&q, c, c->side_stream, upi_side_call, f);
+    s = upipe_pipeline_begin(&q, c, c->side_stream, call, pass);
     if (s == UPIPE_OK) s = upipe_pipeline_load(&q, c, 0);
     for (i = 0; i < n && s == UPIPE_OK; ++i) {
         if (i + 1 < n) s = upipe_pipeline_load(&q, c, i + 1);

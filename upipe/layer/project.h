@@ -41,7 +41,8 @@ UPIPE_API upipe_status upi_project_raw(upipe_ctx *c, const upi_run *r, upi_proj 
                     upi_weight_rows(r->p, r->w[which], r->p->desc.dtype, h, which), UPIPE_GEMM_TRANS_B);
 }
 
-/* Fills a stage's send buffer: all of its runs, projected, normed and rotated. */
+/* Fills a stage's send buffer, all of its runs: projected, normed and rotated; or packed, where the host has made
+ * Q, K and V. */
 UPIPE_API upipe_status upi_project(upipe_ctx *c, const upi_run *r, upi_proj which, int stage, void *dst)
 {
     const upipe_plan *p = r->p;
@@ -49,6 +50,10 @@ UPIPE_API upipe_status upi_project(upipe_ctx *c, const upi_run *r, upi_proj whic
     upipe_head_run h;
     int rank = 0;
     while (upipe_head_run_next(p, which == UPI_PROJ_Q ? UPIPE_A2A_Q : UPIPE_A2A_KV, stage, &rank, &h)) {
+        if (r->host[which].data != NULL) {
+            UPIPE_TRY(upi_head_run_copy(c, p, dst, h, r->host[which], 1));
+            continue;
+        }
         UPIPE_TRY(upi_project_raw(c, r, which, h, dst));
         if (weight != NULL) {
             upipe_view x = upipe_view_packed(upipe_head_run_at(p, dst, h, p->desc.head_dim), p->desc.dtype,
@@ -60,13 +65,16 @@ UPIPE_API upipe_status upi_project(upipe_ctx *c, const upi_run *r, upi_proj whic
     return UPIPE_OK;
 }
 
-/* The backward of one run: g becomes the gradient of x * W^T; dW += g^T * x unless dw is NULL. */
+/* The backward of one run: g becomes the gradient of x * W^T; dW += g^T * x unless dw is NULL. Where the host has
+ * made Q, K and V, g is unpacked. */
 UPIPE_API upipe_status upi_project_heads_bwd(upipe_ctx *c, const upi_run *r, upi_proj which, upipe_head_run h,
                                              void *g, float *dw)
 {
     const upipe_plan *p = r->p;
     const int dim = upi_dim(p, which);
     const float *weight = r->norm[which];
+    if (r->host[which].data != NULL)
+        return r->dhost[which].data != NULL ? upi_head_run_copy(c, p, g, h, r->dhost[which], 0) : UPIPE_OK;
     if (which != UPI_PROJ_V) UPIPE_TRY(upi_rope(c, r, g, h, 1));
     if (weight != NULL) {
         int64_t block = p->rows * h.each * dim * (int64_t)upipe_dtype_bytes(p->desc.dtype), b;

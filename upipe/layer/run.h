@@ -10,8 +10,10 @@
 typedef struct upi_run {
     const upipe_layer *l;
     const upipe_plan *p;
-    upipe_view x;             /* [rows][D] */
-    upi_scratch scratch;      /* bytes */
+    upipe_view x;        /* [rows][D] */
+    upipe_view host[3];  /* instead of x: Q, K, V of the host's own, [rows][heads][dim]; data NULL without */
+    upipe_view dhost[3]; /* their gradients; data NULL: not wanted */
+    upi_scratch scratch; /* bytes */
     upipe_buffers buffers;    /* bytes */
     upipe_shard shard;        /* positions of this rank's rows */
     const void *w[3];         /* wq, wk, wv */

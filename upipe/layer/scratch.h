@@ -37,41 +37,6 @@ UPIPE_API int64_t upi_tile_rows(const upipe_layer *l)
     return rows < l->plan->rows ? rows : l->plan->rows;
 }
 
-/* The largest scratch of the attention calls of a rank's stage, as upi_ring_call_one makes them.
- *   merge   1: a row attends its keys in several calls, as in a ring and in segments. The first one of the
- *           forward does not merge
- */
-UPIPE_API size_t upi_attn_scratch(const upipe_ops *ops, const upipe_layer *l, int stage, int merge,
-                                  int backward)
-{
-    const upipe_plan *p = l->plan;
-    const upipe_span mine = upipe_plan_q(p, stage, p->desc.rank);
-    const int64_t keys = upipe_plan_seq_most(p);
-    const upipe_dtype type = p->desc.dtype;
-    upipe_ring_part part;
-    upipe_attn a;
-    upipe_span q, kv;
-    size_t most = 0;
-    int head;
-    float none[1]; /* only shapes are asked for, but a null pointer must not be offset */
-    memset(&a, 0, sizeof a);
-    memset(&part, 0, sizeof part);
-    a.mask = l->mask;
-    a.scale = l->scale;
-    part.heads = mine.count;
-    part.first = mine.first;
-    for (head = 0; upi_ring_heads(&part, p->group, head, &q, &kv); head += q.count) {
-        a.q = upipe_view_packed(none, type, p->seq, q.count, p->desc.head_dim);
-        a.k = upipe_view_packed(none, type, keys, kv.count, p->desc.head_dim);
-        a.v = upipe_view_packed(none, type, keys, kv.count, p->desc.v_dim);
-        a.o = upipe_view_packed(none, merge ? UPIPE_F32 : type, p->seq, q.count, p->desc.v_dim);
-        a.lse = upipe_view_packed(none, UPIPE_F32, p->seq, q.count, 1);
-        for (a.merge = merge && backward; a.merge <= merge; ++a.merge)
-            most = upipe_max_bytes(most, ops->attn_bytes(ops, &a, backward));
-    }
-    return most;
-}
-
 /* The largest scratch of a weight's products: with x, for its gradient, and with a tile for dX. */
 UPIPE_API size_t upi_product_scratch(const upipe_ops *ops, const upipe_layer *l, upi_proj which,
                                      upipe_head_run h)
@@ -119,7 +84,7 @@ UPIPE_API size_t upi_out_scratch(const upipe_ops *ops, const upipe_layer *l, int
                            ops->gemm_bytes(ops, grad, x, block, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
 }
 
-/* merge: as in upi_attn_scratch */
+/* merge: as in upi_ring_scratch */
 UPIPE_API upi_scratch upi_layer_scratch(const upipe_ops *ops, const upipe_layer *l, int merge)
 {
     const upipe_plan *p = l->plan;
@@ -137,8 +102,10 @@ UPIPE_API upi_scratch upi_layer_scratch(const upipe_ops *ops, const upipe_layer 
             s.gemm = upipe_max_bytes(s.gemm, upi_product_scratch(ops, l, UPI_PROJ_K, h));
             s.gemm = upipe_max_bytes(s.gemm, upi_product_scratch(ops, l, UPI_PROJ_V, h));
         }
-        s.attn_fwd = upipe_max_bytes(s.attn_fwd, upi_attn_scratch(ops, l, stage, merge, 0));
-        s.attn_bwd = upipe_max_bytes(s.attn_bwd, upi_attn_scratch(ops, l, stage, merge, 1));
+        s.attn_fwd =
+            upipe_max_bytes(s.attn_fwd, upi_ring_scratch(ops, p, &l->mask, l->scale, stage, merge, 0));
+        s.attn_bwd =
+            upipe_max_bytes(s.attn_bwd, upi_ring_scratch(ops, p, &l->mask, l->scale, stage, merge, 1));
     }
     if (p->kv_grads_accumulate) { /* all heads of K, then of V, are complete at once */
         s.gemm = upipe_max_bytes(s.gemm, upi_product_scratch(ops, l, UPI_PROJ_K, all_kv));

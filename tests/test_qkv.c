@@ -1,0 +1,532 @@
+/* test_qkv -- attention of the host's own Q, K, V (upipe_qkv.h): refused exactly as documented, or right to the
+ * tolerance rule, with peaks and bytes sent equal to the dry run's and the plan's, and bits equal to another
+ * chunk's and another team's
+ *
+ * Draws are lib/draw.h's: random heads, ranks, rings, layouts and masks. Each also draws how the tensors lie: fused
+ * [rows][3][H][d] or apart with gaps, in the storage type or wider, gradients in the place of what they are
+ * gradients of. First come the cases that are refused, and pack and unpack alone.
+ */
+#include "lib/draw.h"
+#include "lib/tolerance.h"
+
+enum { TENSORS = 9 };
+enum { Q, K, V, O, DOUT, DQ, DK, DV, LSE };
+static const char *const names[TENSORS] = {"q", "k", "v", "o", "dout", "dq", "dk", "dv", "lse"};
+
+/* Natural order over the whole batch: [batch][S][heads][dim]. */
+typedef struct tensors {
+    float *at[TENSORS], *dsinks;
+} tensors;
+
+static int64_t width(const block_shape *s, int which)
+{
+    const int64_t v_dim = s->v_dim > 0 ? s->v_dim : s->d;
+    if (which == LSE) return s->h;
+    if (which == K || which == DK) return (int64_t)s->hkv * s->d;
+    if (which == V || which == DV) return s->hkv * v_dim;
+    return which == Q || which == DQ ? (int64_t)s->h * s->d : s->h * v_dim;
+}
+
+static int64_t count(const block_shape *s, int which)
+{
+    return s->batch * s->tokens * width(s, which);
+}
+
+static void tensors_make(const block_shape *s, tensors *t)
+{
+    int i;
+    for (i = 0; i < TENSORS; ++i) t->at[i] = f32_buf(count(s, i));
+    t->dsinks = f32_buf(s->h);
+}
+
+static void tensors_free(tensors *t)
+{
+    int i;
+    for (i = 0; i < TENSORS; ++i) free(t->at[i]);
+    free(t->dsinks);
+}
+
+/* How the host's tensors lie. */
+typedef struct lie {
+    int fused, wide, in_place; /* q, k, v in one tensor; f32 whatever is sent; dq over q and so on */
+} lie;
+
+typedef struct job {
+    const run_case *t;
+    lie lie;
+    const tensors *in;
+    tensors *out;
+    const float *sinks;
+    grid grid;
+    upipe_ops ops;
+    upipe_plan plan[RUN_MAX];
+    upipe_bytes bytes[RUN_MAX];
+    size_t need[RUN_MAX];
+    int blocks[RUN_MAX];
+    upipe_err errors[RUN_MAX];
+    int64_t moved[RUN_MAX];
+} job;
+
+/* The views of a rank, and the memory behind them. */
+typedef struct host {
+    char *data;
+    upipe_view v[TENSORS - 1];
+} host;
+
+static void host_make(const job *j, const upipe_plan *p, host *h)
+{
+    const upipe_dtype type = j->lie.wide ? UPIPE_F32 : p->desc.dtype;
+    const size_t e = upipe_dtype_bytes(type);
+    const int heads[3] = {p->desc.heads, p->desc.kv_heads, p->desc.kv_heads};
+    const int dims[3] = {p->desc.head_dim, p->desc.head_dim, p->desc.v_dim};
+    int64_t step, at = 0, all = 0;
+    int i;
+    for (i = 0; i < 3; ++i) all += (int64_t)heads[i] * dims[i];
+    h->data = (char *)malloc((size_t)(p->rows * (2 * all + 2 * heads[0] * dims[2] + 64)) * e);
+    memset(h->data, 0xff, (size_t)(p->rows * (2 * all + 2 * heads[0] * dims[2] + 64)) * e);
+    for (i = 0; i < 3; ++i) { /* apart: three elements of a gap between rows */
+        step = j->lie.fused ? all : (int64_t)heads[i] * dims[i] + 3;
+        h->v[i] = upipe_view_make(h->data + (size_t)at * e, type, p->rows, step, heads[i], dims[i], dims[i]);
+        at += j->lie.fused ? (int64_t)heads[i] * dims[i] : p->rows * step;
+    }
+    if (j->lie.fused) at = p->rows * all;
+    for (i = 0; i < 3; ++i) {
+        h->v[DQ + i] = h->v[i];
+        if (j->lie.in_place) continue;
+        h->v[DQ + i] = upipe_view_packed(h->data + (size_t)at * e, type, p->rows, heads[i], dims[i]);
+        at += p->rows * heads[i] * dims[i];
+    }
+    for (i = O; i <= DOUT; ++i, at += p->rows * heads[0] * dims[2])
+        h->v[i] = upipe_view_packed(h->data + (size_t)at * e, type, p->rows, heads[0], dims[2]);
+}
+
+/* Rows of this rank, natural order <-> the host's view. */
+static upipe_status move(upipe_ctx *c, const job *j, const upipe_plan *p, const host *h, float *natural,
+                         int which, int out)
+{
+    const int64_t w = width(&j->t->shape, which);
+    float *rows = f32_buf(p->rows * w);
+    upipe_view wide = upipe_view_packed(rows, UPIPE_F32, p->rows, h->v[which].h, h->v[which].d);
+    upipe_status s = UPIPE_OK;
+    if (!out) run_rows(p, natural, rows, w, 0);
+    s = c->ops->cast(c, out ? wide : h->v[which], out ? h->v[which] : wide);
+    if (out) run_rows(p, natural, rows, w, 1);
+    free(rows);
+    return s;
+}
+
+static upipe_status steps(upipe_ctx *c, job *j, int rank, float *dsinks)
+{
+    const upipe_plan *p = &j->plan[rank];
+    upipe_saved save;
+    upipe_qkv a;
+    upipe_qkv_grads g;
+    upipe_status s = UPIPE_OK;
+    host h;
+    int i;
+    host_make(j, p, &h);
+    memset(&a, 0, sizeof a);
+    a.plan = p;
+    a.mask = run_layer(j->t).mask;
+    a.mask.sinks = j->sinks;
+    a.scale = (float)j->t->shape.scale;
+    a.q = h.v[Q], a.k = h.v[K], a.v = h.v[V], a.o = h.v[O];
+    g.dout = h.v[DOUT], g.dq = h.v[DQ], g.dk = h.v[DK], g.dv = h.v[DV];
+    g.dsinks = dsinks;
+    for (i = 0; i < 3 && s == UPIPE_OK; ++i) s = move(c, j, p, &h, j->in->at[i], i, 0);
+    if (s == UPIPE_OK) s = upipe_qkv_fwd(c, &a, &save);
+    if (s == UPIPE_OK) run_lse(p, j->out->at[LSE], save.lse);
+    if (s == UPIPE_OK) s = move(c, j, p, &h, j->out->at[O], O, 1);
+    if (s == UPIPE_OK) s = move(c, j, p, &h, j->in->at[DOUT], DOUT, 0);
+    if (s == UPIPE_OK) s = upipe_qkv_bwd(c, &a, &g, &save);
+    for (i = DQ; i <= DV && s == UPIPE_OK; ++i) s = move(c, j, p, &h, j->out->at[i], i, 1);
+    free(h.data);
+    return s;
+}
+
+static void check_bytes(const upipe_ctx *c, const job *j, int rank)
+{
+    const upipe_plan *p = &j->plan[rank];
+    int phase;
+    for (phase = 0; phase < UPIPE_PHASES; ++phase)
+        CHECK_SAY(c->mem->phase_peak[phase] == j->bytes[rank].phase[phase],
+                  "rank %d: %s holds %zu bytes, its dry run %zu", rank, upipe_phase_name(phase),
+                  c->mem->phase_peak[phase], j->bytes[rank].phase[phase]);
+    CHECK_INT(c->mem->peak, j->bytes[rank].peak);
+    CHECK_INT(c->mem->need, j->need[rank]);
+    CHECK_INT(c->mem->live, 0);
+    CHECK_INT(c->team->sent_bytes, upipe_plan_sent(p, 0) + upipe_plan_sent(p, 1));
+    if (c->ring != NULL)
+        CHECK_INT(c->ring->sent_bytes, upipe_plan_sent_ring(p, 0) + upipe_plan_sent_ring(p, 1));
+}
+
+static upipe_status body(void *user, int rank)
+{
+    job *j = (job *)user;
+    const run_case *t = j->t;
+    const int threaded = t->overlap && !t->side_stream_inline;
+    size_t sum_bytes = (size_t)j->grid.world.ranks * UPIPE_REDUCE_STRIP * 4 + 4096;
+    size_t slab_bytes = j->need[rank] > sum_bytes ? j->need[rank] : sum_bytes;
+    upipe_mem_block *blocks = (upipe_mem_block *)malloc((size_t)j->blocks[rank] * sizeof *blocks);
+    float *dsinks = t->shape.sinks ? f32_buf(t->shape.h) : NULL;
+    void *slab = NULL;
+    upipe_cpu_side_stream buf;
+    upipe_side_stream side;
+    upipe_status s;
+    upipe_mem mem;
+    upipe_ctx c;
+    memset(&c, 0, sizeof c);
+    if (posix_memalign(&slab, 256, slab_bytes) != 0) abort();
+    memset(slab, 0xff, slab_bytes);
+    upipe_mem_init(&mem, slab, slab_bytes, blocks, j->blocks[rank]);
+    c.ops = &j->ops;
+    c.mem = &mem;
+    c.team = grid_team(&j->grid, rank);
+    c.ring = grid_ring(&j->grid, rank);
+    if (threaded && upipe_cpu_side_stream_init(&buf, &side, &c.err) != UPIPE_OK) abort();
+    if (t->side_stream_inline) upipe_side_stream_inline(&side, NULL);
+    if (t->overlap) c.side_stream = &side;
+    s = steps(&c, j, rank, dsinks);
+    if (s == UPIPE_OK) {
+        check_bytes(&c, j, rank);
+        j->moved[rank] = c.team->moved_bytes + (c.ring != NULL ? c.ring->moved_bytes : 0);
+        c.team = upipe_threads_comm(&j->grid.world, rank);
+        if (dsinks != NULL) s = upipe_all_reduce(&c, dsinks, t->shape.h);
+        if (rank == 0 && dsinks != NULL) memcpy(j->out->dsinks, dsinks, (size_t)t->shape.h * sizeof *dsinks);
+    } else {
+        upipe_comm_abort(grid_team(&j->grid, rank), c.err.text);
+        upipe_comm_abort(grid_ring(&j->grid, rank), c.err.text);
+        upipe_mem_rewind(&mem, 0);
+    }
+    if (threaded) upipe_cpu_side_stream_free(&buf);
+    j->errors[rank] = c.err;
+    upipe_mem_destroy(&mem, NULL);
+    free(dsinks);
+    free(blocks);
+    free(slab);
+    return s;
+}
+
+/* Runs the case; a refusal of plan or dry run is returned as it is. */
+static upipe_status run(const run_case *t, lie how, const tensors *in, const float *sinks, tensors *out,
+                        upipe_plan *plan, upipe_err *err)
+{
+    const int rings = t->ring > 0 ? t->ring : 1, ranks = t->ranks * rings;
+    job *j = (job *)calloc(1, sizeof *j);
+    upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
+    int64_t sent = 0, moved = 0;
+    upipe_status s;
+    int i;
+    j->t = t, j->lie = how, j->in = in, j->out = out, j->sinks = sinks;
+    upipe_cpu_ops(&j->ops);
+    s = grid_init(&j->grid, t->ranks, rings, t->ring_first, 120, err);
+    for (i = 0; i < ranks && s == UPIPE_OK; ++i) {
+        upipe_plan_desc d = run_desc(t, grid_team_rank(&j->grid, i), grid_ring_rank(&j->grid, i));
+        upipe_qkv a;
+        memset(&a, 0, sizeof a);
+        s = upipe_plan_init(&j->plan[i], &d, err);
+        if (s != UPIPE_OK) break;
+        a.plan = &j->plan[i];
+        a.mask = run_layer(t).mask;
+        a.mask.sinks = sinks;
+        a.scale = (float)t->shape.scale;
+        s = upipe_dry_init(dry, a.plan, &j->ops);
+        if (s == UPIPE_OK) s = upipe_dry_qkv(dry, &a);
+        *err = dry->ctx.err;
+        if (s == UPIPE_OK) CHECK_INT(dry->mem.live, 0);
+        j->bytes[i] = upipe_dry_bytes(dry);
+        j->need[i] = dry->mem.need;
+        j->blocks[i] = dry->mem.blocks_peak;
+        sent += upipe_plan_sent(a.plan, 0) + upipe_plan_sent(a.plan, 1);
+        sent += upipe_plan_sent_ring(a.plan, 0) + upipe_plan_sent_ring(a.plan, 1);
+    }
+    *plan = j->plan[0];
+    if (s == UPIPE_OK) {
+        s = upipe_threads_run(&j->grid.world, body, j, NULL);
+        for (i = 0; i < ranks; ++i) {
+            moved += j->moved[i];
+            CHECK_SAY(s == UPIPE_OK, "rank %d: %s", i, j->errors[i].text);
+        }
+        CHECK_INT(moved, sent);
+    }
+    grid_free(&j->grid);
+    free(dry);
+    free(j);
+    return s;
+}
+
+/* ---- against the oracle ---- */
+
+static double *widen(const float *x, int64_t n)
+{
+    double *y = f64_buf(n);
+    int64_t i;
+    for (i = 0; i < n; ++i) y[i] = (double)x[i];
+    return y;
+}
+
+static void naive_run(const block_shape *shape, const tensors *in, const float *sinks, int naive, tensors *r)
+{
+    block_shape s = *shape;
+    int64_t b, n;
+    int i;
+    s.naive = naive;
+    tensors_make(&s, r);
+    for (b = 0; b < s.batch; ++b) {
+        const oracle_attn a = block_attn(&s, b, sinks);
+        float *x[TENSORS];
+        for (i = 0; i < TENSORS; ++i)
+            x[i] = (i < O || i == DOUT ? in : r)->at[i] + b * s.tokens * width(&s, i);
+        naive_attn_fwd(&a, s.dtype, x[Q], x[K], x[V], x[O], x[LSE]);
+        naive_attn_bwd(&a, s.dtype, x[Q], x[K], x[V], x[DOUT], x[O], x[LSE], x[DQ], x[DK], x[DV]);
+    }
+    for (i = DK; i <= DV; ++i)
+        for (n = 0; n < count(&s, i); ++n) r->at[i][n] = naive_store(s.dtype, r->at[i][n]);
+    if (s.sinks) f32_sinks_bwd(&s, sinks, in->at[DOUT], r->at[O], r->at[LSE], r->dsinks);
+}
+
+static void check_oracle(const block_shape *s, const tensors *in, const float *sinks, const tensors *got)
+{
+    double *x[TENSORS], *dsinks = f64_buf(s->h);
+    tensors naive[NAIVE_WAYS];
+    const float *runs[NAIVE_WAYS];
+    int64_t b;
+    int i, way;
+    for (i = 0; i < TENSORS; ++i)
+        x[i] = i < O || i == DOUT ? widen(in->at[i], count(s, i)) : f64_buf(count(s, i));
+    for (b = 0; b < s->batch; ++b) {
+        const oracle_attn a = block_attn(s, b, sinks);
+        double *at[TENSORS];
+        for (i = 0; i < TENSORS; ++i) at[i] = x[i] + b * s->tokens * width(s, i);
+        oracle_attn_fwd(&a, at[Q], at[K], at[V], at[O], at[LSE]);
+        oracle_attn_bwd(&a, at[Q], at[K], at[V], at[DOUT], at[O], at[LSE], at[DQ], at[DK], at[DV]);
+    }
+    if (s->sinks) f64_sinks_bwd(s, sinks, x[DOUT], x[O], x[LSE], dsinks);
+    for (way = 0; way < NAIVE_WAYS; ++way) naive_run(s, in, sinks, way, &naive[way]);
+    for (i = O; i < TENSORS; ++i) {
+        if (i == DOUT) continue;
+        for (way = 0; way < NAIVE_WAYS; ++way) runs[way] = naive[way].at[i];
+        CHECK_CLOSE(got->at[i], runs, NAIVE_WAYS, x[i], count(s, i), names[i]);
+    }
+    for (way = 0; way < NAIVE_WAYS; ++way) runs[way] = naive[way].dsinks;
+    if (s->sinks) CHECK_CLOSE(got->dsinks, runs, NAIVE_WAYS, dsinks, s->h, "dsinks");
+    for (way = 0; way < NAIVE_WAYS; ++way) tensors_free(&naive[way]);
+    for (i = 0; i < TENSORS; ++i) free(x[i]);
+    free(dsinks);
+}
+
+/* ---- bits ---- */
+
+/* Ulysses on the same team, or one rank alone in each team; the ring as it was, the tensors packed and apart. */
+static int compare(const run_case *t, const tensors *in, const float *sinks, const tensors *r,
+                   const upipe_plan *plan, int alone)
+{
+    const int always[] = {O, LSE, DQ}, whole[] = {DK, DV};
+    const lie plain = {0, 0, 0};
+    run_case u = *t;
+    tensors other;
+    upipe_plan with;
+    upipe_status s;
+    upipe_err err;
+    int i;
+    u.chunk = t->shape.h;
+    u.overlap = 0;
+    u.ring_mode = t->ring > 1 ? plan->desc.ring_mode : UPIPE_RING_AUTO;
+    if (alone) u.ranks = 1;
+    tensors_make(&t->shape, &other);
+    s = run(&u, plain, in, sinks, &other, &with, &err);
+    CHECK_SAY(s == expected(&u), "with C %d U %d: %s (%s)", u.ranks, u.chunk, upipe_status_name(s), err.text);
+    for (i = 0; i < 3 && s == UPIPE_OK; ++i)
+        CHECK_SAY(memcmp(r->at[always[i]], other.at[always[i]], (size_t)count(&t->shape, always[i]) * 4) == 0,
+                  "%s differs from C %d U %d", names[always[i]], u.ranks, u.chunk);
+    if (s == UPIPE_OK && run_same_chains(plan) && run_same_chains(&with) &&
+        (u.ranks == t->ranks || (!plan->kv_grads_partial && !with.kv_grads_partial)))
+        for (i = 0; i < 2; ++i)
+            CHECK_SAY(memcmp(r->at[whole[i]], other.at[whole[i]], (size_t)count(&t->shape, whole[i]) * 4) ==
+                          0,
+                      "%s differs from C %d U %d", names[whole[i]], u.ranks, u.chunk);
+    if (s == UPIPE_OK && u.ranks == t->ranks)
+        CHECK_BYTES(r->dsinks, other.dsinks, (size_t)t->shape.h * sizeof *r->dsinks);
+    tensors_free(&other);
+    return s == UPIPE_OK;
+}
+
+static long legal, compared, in_place;
+
+static void one_draw(long seed)
+{
+    const long failures = test_failures;
+    float *sinks = NULL;
+    test_rng rng;
+    drawn d;
+    lie how;
+    tensors in, out;
+    upipe_plan plan;
+    upipe_status s;
+    upipe_err err;
+    int64_t n;
+    int i;
+    rng.state = (uint64_t)seed;
+    draw(&rng, &d);
+    d.t.dx_apart = 0;
+    how.fused = test_below(&rng, 2);
+    how.wide = test_below(&rng, 3) == 0;
+    how.in_place = test_below(&rng, 3) == 0;
+    tensors_make(&d.t.shape, &in);
+    tensors_make(&d.t.shape, &out);
+    for (i = 0; i < TENSORS; ++i)
+        for (n = 0; (i < O || i == DOUT) && n < count(&d.t.shape, i); ++n)
+            in.at[i][n] = naive_store(d.t.shape.dtype, (float)test_normal(&rng));
+    if (d.t.shape.sinks) sinks = f32_buf(d.t.shape.h);
+    for (i = 0; d.t.shape.sinks && i < d.t.shape.h; ++i)
+        sinks[i] = (float)(test_below(&rng, 2048) - 1024) / 512;
+    s = run(&d.t, how, &in, sinks, &out, &plan, &err);
+    CHECK_SAY(s == expected(&d.t), "%s (%s), expected %s", upipe_status_name(s), err.text,
+              upipe_status_name(expected(&d.t)));
+    if (s == UPIPE_OK) {
+        ++legal;
+        in_place += how.in_place;
+        check_oracle(&d.t.shape, &in, sinks, &out);
+        if (seed % 2 == 0 && d.t.shape.dtype == UPIPE_F32)
+            compared += compare(&d.t, &in, sinks, &out, &plan, seed % 4 == 0);
+    }
+    tensors_free(&in);
+    tensors_free(&out);
+    free(sinks);
+    if (test_failures != failures) say_replay(&d.t, seed);
+}
+
+/* ---- refusals, pack and unpack ---- */
+
+typedef struct alone {
+    upipe_plan plan;
+    upipe_ops ops;
+    upipe_dry *dry;
+    upipe_qkv a;
+    upipe_qkv_grads g;
+} alone;
+
+static void alone_make(alone *x, int ranks)
+{
+    static float none[1];
+    upipe_plan_desc d;
+    upipe_err err;
+    memset(x, 0, sizeof *x);
+    memset(&d, 0, sizeof d);
+    d.tokens = 8, d.ranks = ranks, d.heads = 4, d.kv_heads = 2, d.head_dim = 32, d.v_dim = 40;
+    CHECK_STATUS(upipe_plan_init(&x->plan, &d, &err), UPIPE_OK, err);
+    upipe_cpu_ops(&x->ops);
+    x->dry = (upipe_dry *)malloc(sizeof *x->dry);
+    CHECK_STATUS(upipe_dry_init(x->dry, &x->plan, &x->ops), UPIPE_OK, x->dry->ctx.err);
+    x->a.plan = &x->plan;
+    x->a.q = x->g.dq = upipe_view_packed(none, UPIPE_F32, x->plan.rows, 4, 32);
+    x->a.k = x->g.dk = upipe_view_packed(none, UPIPE_F32, x->plan.rows, 2, 32);
+    x->a.v = x->g.dv = upipe_view_packed(none, UPIPE_F32, x->plan.rows, 2, 40);
+    x->a.o = x->g.dout = upipe_view_packed(none, UPIPE_F32, x->plan.rows, 4, 40);
+}
+
+static void refuse_fwd(const alone *x, upipe_qkv a, upipe_status want, const char *part)
+{
+    upipe_saved save;
+    CHECK_STATUS(upipe_qkv_fwd(&x->dry->ctx, &a, &save), want, x->dry->ctx.err);
+    CHECK_TEXT(x->dry->ctx.err.text, part);
+    CHECK_INT(x->dry->mem.live, 0);
+}
+
+static void refusals(void)
+{
+    float none[1];
+    alone x;
+    upipe_qkv a;
+    upipe_qkv_grads g;
+    upipe_saved save;
+    upipe_err *err;
+    alone_make(&x, 2);
+    err = &x.dry->ctx.err;
+    a = x.a, a.q.data = NULL;
+    refuse_fwd(&x, a, UPIPE_ERR_ARG, "q is NULL");
+    a = x.a, a.k.h = 4;
+    refuse_fwd(&x, a, UPIPE_ERR_ARG, "k is [4][4][32], the plan says [4][2][32]");
+    a = x.a, a.v.d = 32;
+    refuse_fwd(&x, a, UPIPE_ERR_ARG, "v is [4][2][32], the plan says [4][2][40]");
+    a = x.a, a.o.n = 8;
+    refuse_fwd(&x, a, UPIPE_ERR_ARG, "o is [8][4][40], the plan says [4][4][40]");
+    a = x.a, a.scale = -1;
+    refuse_fwd(&x, a, UPIPE_ERR_ARG, "scale -1");
+    a = x.a, a.mask.window = -1;
+    refuse_fwd(&x, a, UPIPE_ERR_ARG, "window");
+    x.dry->ops.f16 = 0;
+    a = x.a, a.q.dtype = UPIPE_F16;
+    refuse_fwd(&x, a, UPIPE_ERR_UNSUPPORTED, "q is f16");
+    x.dry->ops.f16 = 1;
+
+    memset(&save, 0, sizeof save);
+    CHECK_STATUS(upipe_qkv_bwd(&x.dry->ctx, &x.a, &x.g, &save), UPIPE_ERR_ARG, *err);
+    CHECK_TEXT(err->text, "consumed before");
+    CHECK_STATUS(upipe_qkv_fwd(&x.dry->ctx, &x.a, &save), UPIPE_OK, *err);
+    g = x.g, g.dsinks = none;
+    CHECK_STATUS(upipe_qkv_bwd(&x.dry->ctx, &x.a, &g, &save), UPIPE_ERR_ARG, *err);
+    CHECK_TEXT(err->text, "without sinks");
+    g = x.g, g.dk.d = 40;
+    CHECK_STATUS(upipe_qkv_bwd(&x.dry->ctx, &x.a, &g, &save), UPIPE_ERR_ARG, *err);
+    CHECK_TEXT(err->text, "dk is [4][2][40]");
+    g = x.g, g.dout.data = NULL;
+    CHECK_STATUS(upipe_qkv_bwd(&x.dry->ctx, &x.a, &g, &save), UPIPE_ERR_ARG, *err);
+    CHECK_TEXT(err->text, "dout is NULL");
+    CHECK(save.lse != NULL); /* still the forward's */
+    g = x.g, g.dq.data = NULL;
+    CHECK_STATUS(upipe_qkv_bwd(&x.dry->ctx, &x.a, &g, &save), UPIPE_OK, *err); /* dq is not wanted */
+    CHECK_INT(x.dry->mem.live, 0);
+    free(x.dry);
+}
+
+/* Every stage packed and unpacked is the tensor again; and the layout is what the plan says of one head. */
+static void packs(void)
+{
+    float from[4 * 4 * 32], to[4 * 4 * 32], send[4 * 4 * 32];
+    upipe_view q = upipe_view_packed(from, UPIPE_F32, 4, 4, 32), back = q;
+    alone x;
+    int i, stage, rank;
+    alone_make(&x, 2);
+    x.dry->ctx.ops = &x.ops;
+    back.data = to;
+    for (i = 0; i < 4 * 4 * 32; ++i) from[i] = (float)i;
+    memset(to, 0, sizeof to);
+    for (stage = 0; stage < x.plan.stages; ++stage) {
+        CHECK_STATUS(upipe_a2a_pack(&x.dry->ctx, send, &x.plan, stage, UPIPE_A2A_Q, q), UPIPE_OK,
+                     x.dry->ctx.err);
+        for (rank = 0; rank < 2; ++rank) { /* row 3 of a rank's first head */
+            const int head = upipe_plan_q(&x.plan, stage, rank).first;
+            const int at = upipe_plan_offset(&x.plan, UPIPE_A2A_Q, stage, rank) * 4 * 32;
+            CHECK(send[at + 3 * 32 * x.plan.per_rank] == from[(3 * 4 + head) * 32]);
+        }
+        CHECK_STATUS(upipe_a2a_unpack(&x.dry->ctx, back, &x.plan, stage, UPIPE_A2A_Q, send), UPIPE_OK,
+                     x.dry->ctx.err);
+    }
+    CHECK_BYTES(to, from, sizeof to);
+    CHECK_STATUS(upipe_a2a_unpack(&x.dry->ctx, back, &x.plan, 0, UPIPE_A2A_DKV, send), UPIPE_ERR_ARG,
+                 x.dry->ctx.err);
+    CHECK_STATUS(upipe_a2a_pack(&x.dry->ctx, send, &x.plan, x.plan.stages, UPIPE_A2A_Q, q), UPIPE_ERR_ARG,
+                 x.dry->ctx.err);
+    CHECK_STATUS(upipe_a2a_pack(&x.dry->ctx, send, &x.plan, 0, UPIPE_A2A_KV, q), UPIPE_ERR_ARG,
+                 x.dry->ctx.err);
+    CHECK_TEXT(x.dry->ctx.err.text, "[4][2], not [4][4]");
+    free(x.dry);
+}
+
+int main(void)
+{
+    test_draws draws = test_draws_begin(1);
+    refusals();
+    packs();
+    for (; test_draws_more(&draws); ++draws.done) one_draw(draws.seed + draws.done);
+    test_draws_end(&draws);
+    printf("%ld legal, %ld of them with gradients in place, bits of %ld compared\n", legal, in_place,
+           compared);
+    if (draws.done >= 100) {
+        CHECK_SAY(legal * 3 > draws.done, "only %ld of %ld draws were legal", legal, draws.done);
+        CHECK_SAY(compared * 8 > legal, "bits of only %ld of %ld were compared", compared, legal);
+        CHECK_SAY(in_place * 6 > legal, "only %ld of %ld in place", in_place, legal);
+    }
+    return test_end("qkv");
+}
