@@ -23,26 +23,26 @@ UPIPE_API upipe_status upi_sums_alloc(upipe_ctx *c, const upi_run *r, void **sum
     return UPIPE_OK;
 }
 
-/* Sends a stage's result of attention through out_all_to_all into its slot; f32 sums are cast into `send`
- * first. */
-UPIPE_API upipe_status upi_sums_store(upipe_ctx *c, const upi_run *r, upipe_slots *slots, void *slot,
-                                      void *send, void *sums, int stage, int dim)
+/* Sends the results of the stages i .. i + width - 1 through out_all_to_all into their slots, where Q' is not
+ * needed any more; f32 sums are cast into `send` first. Frees sums and send.
+ *   parts   each one's q is in its slot
+ */
+UPIPE_API upipe_status upi_sums_store(upipe_ctx *c, const upi_run *r, upipe_slots *slots,
+                                      const upipe_ring_part *parts, void *send, void **sums, int i, int dim)
 {
     const upipe_plan *p = r->p;
     const int64_t rows = p->seq * p->desc.batch;
-    const int32_t width = upipe_plan_q(p, stage, c->team->rank).count * dim;
-    if (sums != send && width > 0)
-        UPIPE_TRY(c->ops->cast(c, upipe_view_packed(send, p->desc.dtype, rows, 1, width),
-                               upipe_view_packed(sums, UPIPE_F32, rows, 1, width)));
-    UPIPE_TRY(upipe_a2a_to_tokens(c, slot, send, p, stage, UPIPE_A2A_Q,
-                                  (size_t)dim * upipe_dtype_bytes(p->desc.dtype)));
-    return upipe_slot_fill(slots, stage, &c->err);
-}
-
-UPIPE_API upipe_status upi_sums_free(upipe_ctx *c, const upi_run *r, void **sums, void *send)
-{
     int t;
-    for (t = 0; t < r->p->width && sums[t] != send; ++t) UPIPE_TRY(upipe_free(c, sums[t]));
+    for (t = 0; t < p->width; ++t) {
+        const int32_t width = upipe_plan_q(p, i + t, c->team->rank).count * dim;
+        if (sums[t] != send && width > 0)
+            UPIPE_TRY(c->ops->cast(c, upipe_view_packed(send, p->desc.dtype, rows, 1, width),
+                                   upipe_view_packed(sums[t], UPIPE_F32, rows, 1, width)));
+        UPIPE_TRY(upipe_a2a_to_tokens(c, (void *)(uintptr_t)parts[t].q, send, p, i + t, UPIPE_A2A_Q,
+                                      (size_t)dim * upipe_dtype_bytes(p->desc.dtype)));
+        UPIPE_TRY(upipe_slot_fill(slots, i + t, &c->err));
+    }
+    for (t = 0; t < p->width && sums[t] != send; ++t) UPIPE_TRY(upipe_free(c, sums[t]));
     return upipe_free(c, send);
 }
 

@@ -71,10 +71,7 @@ UPIPE_API upipe_status upi_bwd_store(upipe_ctx *c, upi_pass *f, int i)
     UPIPE_TRY(upipe_free(c, st->dout));
     UPIPE_TRY(upi_kv_release(c, r, &f->kv, i, &st->kv));
     upipe_phase_set(c, UPIPE_BWD_IN);
-    for (t = 0; t < r->p->width; ++t)
-        UPIPE_TRY(upi_sums_store(c, r, f->dout, (void *)(uintptr_t)st->parts[t].q, st->send, st->sums[t],
-                                 i + t, r->p->desc.head_dim));
-    UPIPE_TRY(upi_sums_free(c, r, st->sums, st->send));
+    UPIPE_TRY(upi_sums_store(c, r, f->dout, st->parts, st->send, st->sums, i, r->p->desc.head_dim));
     for (t = 0; t < r->p->width; ++t)
         UPIPE_TRY(upi_project_bwd(c, r, UPI_PROJ_Q, i + t, upi_slot_at(f->dout, i + t), f->grads->wq));
     return upi_kv_grad_store(c, r, &f->dkv, i, &st->dkv, f->grads);

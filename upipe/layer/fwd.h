@@ -81,14 +81,10 @@ UPIPE_API upipe_status upi_fwd_store(upipe_ctx *c, upi_pass *f, int i)
 {
     const upi_run *r = &f->run;
     upi_stage *st = upi_stage_at(f, i);
-    int t;
     upipe_phase_set(c, UPIPE_FWD_ATTN);
     UPIPE_TRY(upi_kv_release(c, r, &f->kv, i, &st->kv));
     upipe_phase_set(c, UPIPE_FWD_OUT);
-    for (t = 0; t < r->p->width; ++t)
-        UPIPE_TRY(upi_sums_store(c, r, &f->save->out, (void *)(uintptr_t)st->parts[t].q, st->send,
-                                 st->sums[t], i + t, r->p->desc.v_dim));
-    return upi_sums_free(c, r, st->sums, st->send);
+    return upi_sums_store(c, r, &f->save->out, st->parts, st->send, st->sums, i, r->p->desc.v_dim);
 }
 
 #endif
