@@ -1320,6 +1320,7 @@ def main():
     for test in (test_flags, test_usage, test_refusals, test_numbers, test_bits, test_methods, test_activations, test_learning,
                  test_checkpoints, test_loading, test_resume_refusals, test_broken, test_not_finite, test_disk,
                  test_signals, test_two_writers, test_kills, test_plan, test_trace, test_sample):
+        begin = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             test(folder)
         if 'TEST_TIMES' in os.environ:
