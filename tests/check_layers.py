@@ -17,7 +17,7 @@ LAYERS = [
     ['upipe_plan.h', 'upipe_attn.h', 'upipe_check.h', 'upipe_tile.h', 'upipe_side_stream.h', 'upipe_unwind.h',
      'upipe_agree.h'],
     ['upipe_bytes.h', 'upipe_sent.h', 'upipe_reduce.h'],
-    ['upipe_a2a.h'],
+    ['upipe_a2a.h', 'upipe_zero.h'],
     ['upipe_ring.h'],
     ['upipe_layer.h'],
     ['upipe_fpdt.h', 'upipe_qkv.h'],

@@ -32,6 +32,7 @@
  *
  *     upipe_mlp_fwd(&ctx, &mlp, y, x);                   MLP and loss, by tiles of tokens    upipe_tile.h
  *     upipe_all_reduce(&ctx, dwq, n);                    sums over the ranks of a team       upipe_reduce.h
+ *     upipe_zero_weights_begin(&ctx, &zero, unit, &w);   states sharded over all ranks       upipe_zero.h
  *
  *     desc.ring = R; ctx.ring = &ring;                   ring attention, USP, UPipe x ring   upipe_ring.h
  *     upipe_shard_pos(&plan.shard, i);                   which token row i of a rank is      upipe_shard.h
@@ -56,6 +57,7 @@
 #include "upipe_unwind.h"
 #include "upipe_a2a.h"
 #include "upipe_reduce.h"
+#include "upipe_zero.h"
 #include "upipe_attn.h"
 #include "upipe_ring.h"
 #include "upipe_side_stream.h"

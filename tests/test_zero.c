@@ -1,0 +1,430 @@
+/* test_zero.c -- sharded states: the same bits in every stage and strip, bytes, failures of any rank
+ *
+ * The oracle of a gradient is one f32 chain over the ranks, in order. Weights are random bits. Every pool is filled with
+ * NaNs, and its peak is compared with upipe_zero_bytes.
+ */
+#include "../upipe/net/upipe_net_threads.h"
+#include "../upipe/cpu/upipe_cpu.h"
+#include "../upipe/cpu/upipe_cpu_simd.h"
+#include "../upipe/cpu/upipe_cpu_side_stream.h"
+#include "../upipe/upipe.h"
+#include "lib/test.h"
+
+enum { UNITS = 6, RANKS_MAX = 4, ELEMENTS = 5 + 0 + 17 + 1 + 64 + 1000, POOL = 1 << 20, BLOCKS = 32 };
+
+static const int64_t first[UNITS + 1] = {0, 5, 5, 22, 23, 87, ELEMENTS};
+
+/* What may go wrong on the last rank. */
+typedef enum trouble { NONE, LEAVES, OTHER_STAGE, SMALL_POOL, TROUBLES } trouble;
+
+typedef struct way {
+    int ranks, stage, ahead;
+    upipe_dtype dtype, sent;
+    size_t strip;
+    trouble trouble;
+    upipe_threads world, side_world;
+    upipe_ops ops;
+    upipe_status statuses[RANKS_MAX];
+} way;
+
+/* The bits of a weight before and after the update. */
+static uint32_t weight_bits(int64_t i, int step)
+{
+    test_rng r;
+    r.state = (uint64_t)i * 2 + (uint64_t)step;
+    return (uint32_t)test_u64(&r);
+}
+
+static int weight_is(const void *w, upipe_dtype dtype, int64_t i, int64_t element, int step)
+{
+    const uint32_t bits = weight_bits(element, step);
+    return dtype == UPIPE_F32 ? ((const uint32_t *)w)[i] == bits : ((const uint16_t *)w)[i] == (uint16_t)bits;
+}
+
+static void weight_set(void *w, upipe_dtype dtype, int64_t i, int64_t element, int step)
+{
+    const uint32_t bits = weight_bits(element, step);
+    if (dtype == UPIPE_F32)
+        ((uint32_t *)w)[i] = bits;
+    else
+        ((uint16_t *)w)[i] = (uint16_t)bits;
+}
+
+/* What a rank adds to an element; one of them is NaN, on one rank. */
+static float term(int64_t i, int rank)
+{
+    test_rng r;
+    r.state = (uint64_t)i * RANKS_MAX + (uint64_t)rank;
+    return i == 30 && rank == 0 ? NAN : (float)test_normal(&r);
+}
+
+static float chain(const way *w, int64_t i)
+{
+    float sum = 0;
+    int r;
+    for (r = 0; r < w->ranks; ++r) {
+        float t = term(i, r);
+        if (w->sent == UPIPE_BF16 && w->ranks > 1) t = upipe_bf16_to_f32(upipe_f32_to_bf16(t));
+        sum += t;
+    }
+    return sum;
+}
+
+static int same_float(float a, float b)
+{
+    return (isnan(a) && isnan(b)) || memcmp(&a, &b, 4) == 0;
+}
+
+/* ---- a step ---- */
+
+/* The weights of every unit, in an order that is not that of the units. */
+static upipe_status check_weights(const way *w, upipe_ctx *c, upipe_zero *z, int step)
+{
+    int k;
+    for (k = 0; k < UNITS; ++k) {
+        const int unit = (k * 5 + 2) % UNITS, next = (k * 5 + 7) % UNITS;
+        const size_t before = c->mem->live, own = upipe_zero_bytes(z, unit, UPIPE_ZERO_WEIGHTS);
+        const int pending = z->ahead != NULL;
+        int64_t i, n = first[unit + 1] - first[unit], bad = 0;
+        const void *data;
+        UPIPE_TRY(upipe_zero_weights_begin(c, z, unit, &data));
+        CHECK_INT(c->mem->live, pending ? before : before + own);
+        if (w->ahead && k + 1 < UNITS) {
+            const upipe_status s = upipe_zero_ahead(c, z, next);
+            if (s != UPIPE_OK) {
+                upipe_zero_weights_end(c, z, data);
+                return s;
+            }
+            CHECK_INT(c->mem->live,
+                      (pending ? before : before + own) + upipe_zero_bytes(z, next, UPIPE_ZERO_WEIGHTS));
+        }
+        for (i = 0; i < n; ++i) bad += !weight_is(data, w->dtype, i, first[unit] + i, step);
+        CHECK_SAY(bad == 0, "%lld weights of unit %d are wrong in stage %d on %d ranks", (long long)bad, unit,
+                  w->stage, w->ranks);
+        UPIPE_TRY(upipe_zero_weights_end(c, z, data));
+    }
+    return UPIPE_OK;
+}
+
+static void set_weights(const way *w, const upipe_zero *z, upipe_zero_part p, int step)
+{
+    int64_t i;
+    for (i = 0; i < p.n; ++i) weight_set(z->weights, w->dtype, p.at + i, p.first + i, step);
+}
+
+/* What this rank adds, unit by unit from the last one; unit 2 in two parts. */
+static upipe_status add_gradients(const way *w, upipe_ctx *c, upipe_zero *z)
+{
+    int unit;
+    for (unit = UNITS - 1; unit >= 0; --unit) {
+        const size_t before = c->mem->live;
+        int64_t i, n = first[unit + 1] - first[unit];
+        float *g;
+        UPIPE_TRY(upipe_zero_grads_begin(c, z, unit, &g));
+        CHECK_INT(c->mem->live, before + upipe_zero_bytes(z, unit, UPIPE_ZERO_GRADS));
+        for (i = 0; i < n; ++i) {
+            CHECK(g[i] == 0);
+            g[i] += term(first[unit] + i, z->rank);
+        }
+        UPIPE_TRY(upipe_zero_grads_end(c, z, unit, g));
+        CHECK_INT(c->mem->live, before);
+    }
+    (void)w;
+    return upipe_zero_grads_sum(c, z);
+}
+
+static void check_sums(const way *w, const upipe_zero *z)
+{
+    int unit;
+    for (unit = 0; unit < UNITS; ++unit) {
+        /* in stage 0 every rank has all sums */
+        const upipe_zero_part p =
+            w->stage == 0 ? upipe_zero_part_of(z, UPIPE_ZERO_STATES, unit) : upipe_zero_slice(z, unit);
+        const float *g =
+            w->stage == 0 ? z->grads + p.at : (const float *)upipe_zero_owned(z, UPIPE_ZERO_GRADS, unit);
+        int64_t i, bad = 0;
+        for (i = 0; i < p.n; ++i) bad += !same_float(g[i], chain(w, p.first + i));
+        CHECK_SAY(bad == 0, "%lld sums of unit %d are wrong in stage %d on %d ranks, strips of %zu bytes",
+                  (long long)bad, unit, w->stage, w->ranks, w->strip);
+    }
+}
+
+/* Bytes that a step sends, by the definition: gathers send a slice to each other rank, sums all but the own slice. */
+static int64_t bytes_sent(const way *w, const upipe_zero *z)
+{
+    const int64_t weight = (int64_t)upipe_dtype_bytes(w->dtype);
+    const int64_t gathers = w->stage == 3 ? 2 : w->stage > 0 ? 1 : 0;
+    int64_t sum = 0;
+    int unit;
+    for (unit = 0; unit < UNITS; ++unit) {
+        const int64_t mine = upipe_zero_slice(z, unit).n, n = first[unit + 1] - first[unit];
+        sum += gathers * mine * (w->ranks - 1) * weight;
+        sum += (n - mine) * (int64_t)upipe_dtype_bytes(w->sent);
+        if (w->stage == 0) sum += mine * (w->ranks - 1) * 4;
+    }
+    return w->ranks > 1 ? sum : 0;
+}
+
+static size_t largest(const upipe_zero *z, upipe_zero_what a, int with_sum)
+{
+    size_t most = 0, one;
+    int unit;
+    for (unit = 0; unit < UNITS; ++unit) {
+        one = upipe_zero_bytes(z, unit, a) + (with_sum ? upipe_zero_bytes(z, unit, UPIPE_ZERO_SUM) : 0);
+        if (one > most) most = one;
+    }
+    return most;
+}
+
+/* The pool's peak of a step without gathers ahead. */
+static size_t bytes_peak(const way *w, const upipe_zero *z)
+{
+    const size_t held = (size_t)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * upipe_dtype_bytes(w->dtype) +
+                        (size_t)upipe_zero_held(z, UPIPE_ZERO_GRADS) * 4;
+    const size_t gathered = largest(z, UPIPE_ZERO_WEIGHTS, 0),
+                 summed = w->ranks > 1 || w->stage >= 2 ? largest(z, UPIPE_ZERO_GRADS, 1) : 0;
+    return held + (gathered > summed ? gathered : summed);
+}
+
+static upipe_status alloc(upipe_ctx *c, upipe_zero *z)
+{
+    void *data;
+    UPIPE_TRY(upipe_alloc(c, &z->weights,
+                          (size_t)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * upipe_dtype_bytes(z->dtype),
+                          "weights"));
+    UPIPE_TRY(upipe_alloc(c, &data, (size_t)upipe_zero_held(z, UPIPE_ZERO_GRADS) * 4, "gradients"));
+    z->grads = (float *)data;
+    return UPIPE_OK;
+}
+
+static upipe_status step(const way *w, upipe_ctx *c, upipe_zero *z)
+{
+    int unit;
+    UPIPE_TRY(upipe_zero_check(c, z));
+    for (unit = 0; unit < UNITS; ++unit)
+        set_weights(w, z, upipe_zero_part_of(z, UPIPE_ZERO_WEIGHTS, unit), 0);
+    if (w->trouble == LEAVES && z->rank == w->ranks - 1) return UPIPE_ERR_BACKEND;
+    UPIPE_TRY(check_weights(w, c, z, 0));
+    UPIPE_TRY(upipe_zero_grads_clear(c, z));
+    UPIPE_TRY(add_gradients(w, c, z));
+    check_sums(w, z);
+    for (unit = 0; unit < UNITS; ++unit) {
+        upipe_zero_part p = upipe_zero_part_of(z, UPIPE_ZERO_STATES, unit);
+        if (!upipe_zero_sharded(z, UPIPE_ZERO_WEIGHTS)) p.at = p.first;
+        set_weights(w, z, p, 1);
+    }
+    UPIPE_TRY(upipe_zero_weights_gather(c, z));
+    return check_weights(w, c, z, 1);
+}
+
+static upipe_status rank_main(void *user, int rank)
+{
+    way *w = (way *)user;
+    const size_t pool = w->trouble == SMALL_POOL && rank == w->ranks - 1 ? 7168 : POOL;
+    void *slab = aligned_alloc(UPIPE_MEM_ALIGN, POOL);
+    upipe_cpu_side_stream thread;
+    upipe_side_stream side;
+    upipe_mem_block blocks[BLOCKS];
+    upipe_mem mem;
+    upipe_zero z;
+    upipe_ctx c;
+    upipe_status s;
+    memset(&c, 0, sizeof c);
+    memset(&z, 0, sizeof z);
+    memset(slab, 0xff, POOL);
+    upipe_mem_init(&mem, slab, pool, blocks, BLOCKS);
+    c.ops = &w->ops;
+    c.mem = &mem;
+    c.team = z.world = upipe_threads_comm(&w->world, rank);
+    z.rank = rank;
+    z.ranks = w->ranks;
+    z.stage =
+        w->trouble == OTHER_STAGE && rank == w->ranks - 1 ? (w->stage + 1) % UPIPE_ZERO_STAGES : w->stage;
+    z.units = UNITS;
+    z.dtype = w->dtype;
+    z.sent = w->sent;
+    z.first = first;
+    z.strip = w->strip;
+    if (w->ahead) {
+        CHECK_STATUS(upipe_cpu_side_stream_init(&thread, &side, &c.err), UPIPE_OK, c.err);
+        z.side = &side;
+        z.side_world = upipe_threads_comm(&w->side_world, rank);
+    }
+    s = alloc(&c, &z);
+    if (s == UPIPE_OK) {
+        const size_t held = mem.live;
+        s = step(w, &c, &z);
+        upipe_zero_stop(&c, &z);
+        CHECK_SAY(mem.live == held, "%zu bytes are live after the step, %zu before", mem.live, held);
+        if (s == UPIPE_OK && !w->ahead) {
+            CHECK_INT(mem.peak, bytes_peak(w, &z));
+            CHECK_INT(z.world->sent_bytes, bytes_sent(w, &z));
+        }
+    }
+    upipe_mem_free(&mem, z.weights, NULL);
+    upipe_mem_free(&mem, z.grads, NULL);
+    CHECK(mem.live == 0);
+    if (s != UPIPE_OK && w->trouble == NONE) CHECK_STATUS(s, UPIPE_OK, c.err);
+    if (w->ahead) upipe_cpu_side_stream_free(&thread);
+    upipe_mem_destroy(&mem, NULL);
+    free(slab);
+    return w->statuses[rank] = s;
+}
+
+static void run(way *w)
+{
+    upipe_err e;
+    upipe_cpu_ops(&w->ops);
+    CHECK_STATUS(upipe_threads_init(&w->world, w->ranks, 20, &e), UPIPE_OK, e);
+    CHECK_STATUS(upipe_threads_init(&w->side_world, w->ranks, 20, &e), UPIPE_OK, e);
+    upipe_threads_run(&w->world, rank_main, w, NULL);
+    upipe_threads_free(&w->world);
+    upipe_threads_free(&w->side_world);
+}
+
+/* ---- tests ---- */
+
+/* Every stage on every number of ranks, with strips of one element, of some, and longer than any unit. */
+static void test_stages(void)
+{
+    static const size_t strips[] = {4, 52, 0};
+    way w;
+    int ranks, stage, strip, kind;
+    for (ranks = 1; ranks <= RANKS_MAX; ++ranks)
+        for (stage = 0; stage < UPIPE_ZERO_STAGES; ++stage)
+            for (strip = 0; strip < 3; ++strip)
+                for (kind = 0; kind < 4; ++kind) {
+                    memset(&w, 0, sizeof w);
+                    w.ranks = ranks;
+                    w.stage = stage;
+                    w.strip = strips[strip];
+                    w.dtype = kind & 1 ? UPIPE_BF16 : UPIPE_F32;
+                    w.sent = kind == 3 ? UPIPE_BF16 : UPIPE_F32;
+                    w.ahead = kind == 2;
+                    if (strip == 0 && kind > 0) continue; /* slow, and the same */
+                    run(&w);
+                }
+}
+
+/* A rank that fails: all fail, with a status and a pool as before. */
+static void test_troubles(void)
+{
+    way w;
+    int stage, t, ahead, r;
+    for (t = LEAVES; t < TROUBLES; ++t)
+        for (stage = 0; stage < UPIPE_ZERO_STAGES; ++stage)
+            for (ahead = 0; ahead < 2; ++ahead) {
+                memset(&w, 0, sizeof w);
+                w.ranks = 3;
+                w.stage = stage;
+                w.ahead = ahead;
+                w.trouble = (trouble)t;
+                run(&w);
+                for (r = 0; r < w.ranks; ++r)
+                    CHECK_SAY(w.statuses[r] != UPIPE_OK, "rank %d went on, trouble %d in stage %d", r, t,
+                              stage);
+                if (t == OTHER_STAGE)
+                    for (r = 0; r < w.ranks; ++r) CHECK_INT(w.statuses[r], UPIPE_ERR_MISMATCH);
+                if (t == SMALL_POOL) CHECK_INT(w.statuses[2], UPIPE_ERR_MEMORY);
+                if (t != OTHER_STAGE)
+                    for (r = 0; r < 2; ++r) CHECK_INT(w.statuses[r], UPIPE_ERR_ABORTED);
+            }
+}
+
+/* What breaks the contract is refused, alone and at once. */
+static void test_refused(void)
+{
+    upipe_comm_self_state state;
+    upipe_comm world;
+    upipe_side_stream side;
+    upipe_mem_block blocks[BLOCKS];
+    upipe_mem mem;
+    upipe_zero z, bad;
+    upipe_ctx c;
+    upipe_ops ops;
+    const void *w;
+    float *g;
+    static const int64_t odd[3] = {0, 7, 3};
+    memset(&c, 0, sizeof c);
+    memset(&z, 0, sizeof z);
+    upipe_cpu_ops(&ops);
+    upipe_comm_self(&world, &state, ops.copy);
+    upipe_mem_init_dry(&mem, blocks, BLOCKS);
+    c.ops = &ops;
+    c.mem = &mem;
+    c.team = z.world = &world;
+    z.ranks = 1;
+    z.stage = 3;
+    z.units = UNITS;
+    z.first = first;
+    CHECK_STATUS(upipe_zero_check(&c, &z), UPIPE_OK, c.err);
+    bad = z, bad.stage = 4;
+    CHECK_STATUS(upipe_zero_check(&c, &bad), UPIPE_ERR_ARG, c.err);
+    CHECK_TEXT(c.err.text, "stage 4");
+    bad = z, bad.rank = 1;
+    CHECK_STATUS(upipe_zero_check(&c, &bad), UPIPE_ERR_ARG, c.err);
+    bad = z, bad.sent = UPIPE_F16;
+    CHECK_STATUS(upipe_zero_check(&c, &bad), UPIPE_ERR_UNSUPPORTED, c.err);
+    bad = z, bad.first = odd, bad.units = 2;
+    CHECK_STATUS(upipe_zero_check(&c, &bad), UPIPE_ERR_ARG, c.err);
+    CHECK_TEXT(c.err.text, "unit 1 has -4 elements");
+    bad = z, bad.side = &side;
+    CHECK_STATUS(upipe_zero_check(&c, &bad), UPIPE_ERR_ARG, c.err);
+    CHECK_STATUS(upipe_zero_weights_begin(&c, &z, UNITS, &w), UPIPE_ERR_ARG, c.err);
+    CHECK_STATUS(upipe_zero_grads_begin(&c, &z, -1, &g), UPIPE_ERR_ARG, c.err);
+    CHECK_STATUS(upipe_zero_weights_end(&c, &z, &z), UPIPE_ERR_ARG, c.err);
+    CHECK(mem.live == 0);
+}
+
+/* A dry rank gathers ahead too: a unit that was not announced is refused, a second one as well. */
+static void test_announced(void)
+{
+    upipe_msg list[2 * RANKS_MAX];
+    int64_t gathered[RANKS_MAX * UPIPE_ALL_GATHER_MAX];
+    upipe_comm world, side_world;
+    upipe_side_stream side;
+    upipe_mem_block blocks[BLOCKS];
+    upipe_mem mem;
+    upipe_zero z;
+    upipe_ctx c;
+    upipe_ops ops;
+    const void *w;
+    memset(&c, 0, sizeof c);
+    memset(&z, 0, sizeof z);
+    upipe_cpu_ops(&ops);
+    upipe_comm_dry(&world, 1, RANKS_MAX, list, gathered);
+    upipe_comm_dry(&side_world, 1, RANKS_MAX, list, gathered);
+    upipe_mem_init_dry(&mem, blocks, BLOCKS);
+    upipe_side_stream_inline(&side, NULL);
+    c.ops = &ops;
+    c.mem = &mem;
+    c.team = z.world = &world;
+    z.side = &side;
+    z.side_world = &side_world;
+    z.rank = 1;
+    z.ranks = RANKS_MAX;
+    z.stage = 3;
+    z.units = UNITS;
+    z.first = first;
+    CHECK_STATUS(upipe_zero_ahead(&c, &z, 4), UPIPE_OK, c.err);
+    CHECK_INT(mem.live, upipe_zero_bytes(&z, 4, UPIPE_ZERO_WEIGHTS));
+    CHECK_STATUS(upipe_zero_weights_begin(&c, &z, 5, &w), UPIPE_ERR_ARG, c.err);
+    CHECK_TEXT(c.err.text, "unit 4 was announced");
+    CHECK_STATUS(upipe_zero_ahead(&c, &z, 5), UPIPE_ERR_ARG, c.err);
+    CHECK_STATUS(upipe_zero_weights_begin(&c, &z, 4, &w), UPIPE_OK, c.err);
+    CHECK_STATUS(upipe_zero_ahead(&c, &z, 5), UPIPE_OK, c.err);
+    CHECK_STATUS(upipe_zero_weights_end(&c, &z, w), UPIPE_OK, c.err);
+    CHECK_INT(mem.live, 4000);
+    CHECK_INT(side_world.sent_bytes, 3 * 4 * (16 + 250));
+    upipe_zero_stop(&c, &z);
+    CHECK_INT(mem.live, 0);
+}
+
+int main(void)
+{
+    test_stages();
+    test_troubles();
+    test_refused();
+    test_announced();
+    return test_end("zero");
+}

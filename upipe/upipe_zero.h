@@ -1,0 +1,479 @@
+/* upipe_zero.h -- parameters, gradients and optimizer states sharded over ranks: ZeRO        layer 4
+ *
+ * The elements are cut into units that are used together, half a layer say. A rank's slice of a unit is that of
+ * upipe_reduce_slice; its slices of all units, one behind the other, are its shard. The stage says what is sharded:
+ *
+ *     stage   optimizer states   gradients (f32)   parameters
+ *       0         whole              whole            whole
+ *       1         shard              whole            whole
+ *       2         shard              shard            whole
+ *       3         shard              shard            shard
+ *
+ *     upipe_zero z = {0};
+ *     z.world = world, z.stage = 3, z.first = first, z.units = units, ...   first[u]: where unit u begins
+ *     z.weights = block of upipe_zero_held(&z, UPIPE_ZERO_WEIGHTS) elements; z.grads, states alike
+ *     upipe_zero_check(&ctx, &z);
+ *
+ *     upipe_zero_grads_clear(&ctx, &z);                       a step
+ *     upipe_zero_weights_begin(&ctx, &z, unit, &w);           stage 3 gathers; else a pointer
+ *     upipe_zero_weights_end(&ctx, &z, unit, w);
+ *     upipe_zero_grads_begin(&ctx, &z, unit, &g);             stages 2, 3: a block of zeros; else a pointer
+ *     upipe_zero_grads_end(&ctx, &z, unit, g);                stages 2, 3: a reduce-scatter, += into the shard
+ *     upipe_zero_grads_sum(&ctx, &z);                         stages 0, 1: the same, of all units
+ *     for (u = 0; u < units; ++u)
+ *         my_adamw(upipe_zero_states(&z, u), upipe_zero_grad(&z, part), ...);
+ *     upipe_zero_weights_gather(&ctx, &z);                    stages 1, 2: all ranks' slices, of all units
+ *
+ * Sums over ranks are f32 chains in rank order. An element's sum depends neither on the stage nor on the strip, if a
+ * unit's gradients begin and end once a step. All ranks make the same calls in the same order.
+ *
+ * With `side` a unit can be gathered ahead, on the side stream and by a communicator of its own:
+ *
+ *     upipe_zero_ahead(&ctx, &z, next);                       then upipe_zero_weights_begin takes it
+ *
+ * One unit at a time. The side stream is not the one of ctx->side_stream. Over NCCL two communicators need the same
+ * order on all ranks, which this has.
+ */
+#ifndef UPIPE_ZERO_H
+#define UPIPE_ZERO_H
+
+#include "upipe_agree.h"
+#include "upipe_reduce.h"
+#include "upipe_side_stream.h"
+
+enum { UPIPE_ZERO_STRIP = 4 << 20, UPIPE_ZERO_STAGES = 4 };
+
+/* What upipe_zero_held and upipe_zero_bytes count. */
+typedef enum upipe_zero_what {
+    UPIPE_ZERO_WEIGHTS,
+    UPIPE_ZERO_GRADS,
+    UPIPE_ZERO_STATES, /* of the optimizer */
+    UPIPE_ZERO_SUM     /* buffers of a reduce-scatter */
+} upipe_zero_what;
+
+/* upipe_zero -- one rank's; the host's, as are all arrays
+ *   world         the ranks; rank, ranks as it has them
+ *   dtype         storage type of the parameters
+ *   sent          storage type of gradients on their way to be summed: UPIPE_F32, or UPIPE_BF16
+ *   first         [units + 1] ascending, the first 0: unit u is elements first[u] .. first[u + 1] - 1
+ *   strip         bytes that go to each rank in one exchange of a reduce-scatter; 0: UPIPE_ZERO_STRIP
+ *   weights       [upipe_zero_held(z, UPIPE_ZERO_WEIGHTS)] of dtype
+ *   grads         [upipe_zero_held(z, UPIPE_ZERO_GRADS)]
+ *   side          a side stream for upipe_zero_ahead; NULL: that does nothing
+ *   side_world    a second communicator of the same ranks, for it
+ *   ahead, ...    upipe_zero_ahead's: the block of the unit that is being gathered, NULL for none
+ */
+typedef struct upipe_zero {
+    upipe_comm *world;
+    int rank, ranks, stage, units;
+    upipe_dtype dtype, sent;
+    const int64_t *first;
+    size_t strip;
+    void *weights;
+    float *grads;
+    upipe_side_stream *side;
+    upipe_comm *side_world;
+    void *ahead;
+    int ahead_unit;
+    int64_t ahead_point;
+    upipe_status ahead_status;
+} upipe_zero;
+
+/* upipe_zero_part -- n elements from element `first` on of all; on this rank they are from element `at` on of the
+ *                    array in question */
+typedef struct upipe_zero_part {
+    int64_t first, at, n;
+} upipe_zero_part;
+
+/* ---- who has what ---- */
+
+UPIPE_API int64_t upi_zero_n(const upipe_zero *z, int unit)
+{
+    return z->first[unit + 1] - z->first[unit];
+}
+
+/* upipe_zero_slice -- this rank's slice of a unit; at: in its shard */
+UPIPE_API upipe_zero_part upipe_zero_slice(const upipe_zero *z, int unit)
+{
+    upipe_zero_part p;
+    int64_t first;
+    int u;
+    for (u = 0, p.at = 0; u < unit; ++u)
+        p.at += upipe_reduce_slice(upi_zero_n(z, u), z->rank, z->ranks, &first);
+    p.n = upipe_reduce_slice(upi_zero_n(z, unit), z->rank, z->ranks, &first);
+    p.first = z->first[unit] + first;
+    return p;
+}
+
+/* Whether a rank holds its shard of it, and not the whole. */
+UPIPE_API int upipe_zero_sharded(const upipe_zero *z, upipe_zero_what what)
+{
+    return z->stage >= (what == UPIPE_ZERO_WEIGHTS ? 3 : what == UPIPE_ZERO_GRADS ? 2 : 1);
+}
+
+/* upipe_zero_part_of -- what this rank holds of a unit's weights, gradients or states; at: in its array of them */
+UPIPE_API upipe_zero_part upipe_zero_part_of(const upipe_zero *z, upipe_zero_what what, int unit)
+{
+    upipe_zero_part p;
+    if (upipe_zero_sharded(z, what)) return upipe_zero_slice(z, unit);
+    p.first = p.at = z->first[unit];
+    p.n = upi_zero_n(z, unit);
+    return p;
+}
+
+/* upipe_zero_held -- elements of weights, gradients, or of one state of the optimizer that this rank holds */
+UPIPE_API int64_t upipe_zero_held(const upipe_zero *z, upipe_zero_what what)
+{
+    upipe_zero_part p;
+    if (z->units == 0) return 0;
+    p = upipe_zero_part_of(z, what, z->units - 1);
+    return p.at + p.n;
+}
+
+/* upipe_zero_owned -- where the weights or gradients of this rank's slice of a unit are, after the sum: n elements of
+ *                     upipe_zero_slice */
+UPIPE_API void *upipe_zero_owned(const upipe_zero *z, upipe_zero_what what, int unit)
+{
+    const upipe_zero_part p = upipe_zero_slice(z, unit);
+    const int64_t at = upipe_zero_sharded(z, what) ? p.at : p.first;
+    return what == UPIPE_ZERO_GRADS ? upipe_offset(z->grads, (size_t)at * 4)
+                                    : upipe_offset(z->weights, (size_t)at * upipe_dtype_bytes(z->dtype));
+}
+
+/* A rank alone rounds nothing. */
+UPIPE_API upipe_dtype upi_zero_sent(const upipe_zero *z)
+{
+    return z->ranks == 1 ? UPIPE_F32 : z->sent;
+}
+
+/* Elements of a strip. */
+UPIPE_API int64_t upi_zero_strip(const upipe_zero *z)
+{
+    const size_t strip =
+        (z->strip > 0 ? z->strip : (size_t)UPIPE_ZERO_STRIP) / upipe_dtype_bytes(upi_zero_sent(z));
+    return strip > 0 ? (int64_t)strip : 1;
+}
+
+/* upipe_zero_bytes -- exact bytes of the pool that a unit takes: WEIGHTS from begin (or ahead) to end, GRADS from begin
+ *                     to end, SUM within the call that sums */
+UPIPE_API size_t upipe_zero_bytes(const upipe_zero *z, int unit, upipe_zero_what what)
+{
+    const int64_t n = upi_zero_n(z, unit);
+    if (what == UPIPE_ZERO_SUM) return upi_reduce_bytes(n, z->ranks, upi_zero_strip(z), upi_zero_sent(z));
+    if (what == UPIPE_ZERO_STATES || !upipe_zero_sharded(z, what)) return 0;
+    return (size_t)n * (what == UPIPE_ZERO_GRADS ? 4 : upipe_dtype_bytes(z->dtype));
+}
+
+/* ---- checks and failures ---- */
+
+UPIPE_API upipe_status upi_zero_args(upipe_ctx *c, const upipe_zero *z)
+{
+    int u;
+    UPIPE_TRY(upipe_ctx_check(c));
+    UPIPE_TRY(upi_comm_idle(c, z->world));
+    if (z->world->rank != z->rank || z->world->ranks != z->ranks)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: rank %d of %d, its communicator is rank %d of %d",
+                          z->rank, z->ranks, z->world->rank, z->world->ranks);
+    if (z->stage < 0 || z->stage >= UPIPE_ZERO_STAGES)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: stage %d; there are 0 to 3", z->stage);
+    if (z->sent != UPIPE_F32 && z->sent != UPIPE_BF16)
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "zero: gradients are sent as f32 or bf16, not %s",
+                          upi_dtype_name_of(&z->sent));
+    if (upi_zero_strip(z) > INT32_MAX)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: a strip of %zu bytes", z->strip);
+    if (z->units < 0 || z->first == NULL || z->first[0] != 0)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: %d units, which do not begin at 0", z->units);
+    for (u = 0; u < z->units; ++u)
+        if (upi_zero_n(z, u) < 0)
+            return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: unit %d has %lld elements", u,
+                              (long long)upi_zero_n(z, u));
+    if (z->side != NULL && z->side_world == NULL)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: a side stream without a communicator of its own");
+    return UPIPE_OK;
+}
+
+/* upipe_zero_check -- before the first of the other calls: this rank's fields, and that all ranks have the same
+ *   errors  ARG, UNSUPPORTED; MISMATCH on every rank where stage, units or types differ; others as upipe_comm_wait
+ */
+UPIPE_API upipe_status upipe_zero_check(upipe_ctx *c, const upipe_zero *z)
+{
+    upipe_fields f;
+    uint64_t hash = UPI_HASH;
+    UPIPE_TRY(upi_zero_args(c, z));
+    memset(&f, 0, sizeof f);
+    hash = upi_hash_bytes(hash, z->first, (size_t)(z->units + 1) * sizeof *z->first);
+    upipe_field_int(&f, "the stage of ZeRO", z->stage);
+    upipe_field_int(&f, "its number of units", z->units);
+    upipe_field_int(&f, "its number of elements", z->first[z->units]);
+    upipe_field_int(&f, "the hash of its units", (int64_t)(hash >> 1));
+    upipe_field_int(&f, "the type of its parameters", z->dtype);
+    upipe_field_int(&f, "the type in which gradients are sent", z->sent);
+    upipe_field_int(&f, "its strip", upi_zero_strip(z));
+    upipe_field_int(&f, "its side stream", z->side != NULL);
+    return upipe_comm_agree(c, z->world, f.at, f.n);
+}
+
+/* Ends what is being gathered ahead; its block is the pool's again. */
+UPIPE_API upipe_status upi_zero_join(upipe_ctx *c, upipe_zero *z)
+{
+    void *block = z->ahead;
+    if (block == NULL) return UPIPE_OK;
+    z->ahead = NULL;
+    z->ahead_point = 0;
+    UPIPE_TRY(z->side->join(c, z->side));
+    if (z->side_world->quarantine) upipe_mem_quarantine(c->mem, 0);
+    return z->side_world->quarantine ? z->ahead_status : upipe_mem_free(c->mem, block, &c->err);
+}
+
+/* After a failure: as upipe_unwind, of the world. */
+UPIPE_API upipe_status upi_zero_unwind(upipe_ctx *c, upipe_zero *z, upipe_status s, int64_t mark)
+{
+    upipe_comm *team = c->team;
+    upipe_err first;
+    upipe_fail_reason(&c->err, s);
+    first = c->err;
+    upipe_comm_abort(team, first.text);
+    upipe_comm_abort(z->side != NULL ? z->side_world : NULL, first.text);
+    upi_zero_join(c, z);
+    c->err = first;
+    c->team = z->world;
+    upipe_unwind(c, s, mark);
+    c->team = team;
+    return s;
+}
+
+/* upipe_zero_stop -- after a failure of another call: aborts a gather ahead, and waits for its end. Does nothing where
+ *                    there is none */
+UPIPE_API void upipe_zero_stop(upipe_ctx *c, upipe_zero *z)
+{
+    const upipe_err first = c->err;
+    if (z->ahead == NULL) return;
+    upipe_comm_abort(z->side_world, "a gather ahead that is not needed any more");
+    upi_zero_join(c, z);
+    c->err = first;
+}
+
+UPIPE_API upipe_status upi_zero_unit(upipe_ctx *c, const upipe_zero *z, int unit)
+{
+    if (unit >= 0 && unit < z->units) return UPIPE_OK;
+    return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: unit %d of %d", unit, z->units);
+}
+
+/* ---- parameters ---- */
+
+/* data = the whole unit, on the stream of c. */
+UPIPE_API upipe_status upi_zero_gather(upipe_ctx *c, upipe_comm *comm, const upipe_zero *z, int unit,
+                                       void *data)
+{
+    return upi_gather(c, comm, data, upipe_zero_owned(z, UPIPE_ZERO_WEIGHTS, unit), upi_zero_n(z, unit),
+                      upipe_dtype_bytes(z->dtype));
+}
+
+/* On the side stream: behind the work that the compute stream had when it asked. */
+UPIPE_API void upi_zero_ahead_run(void *arg)
+{
+    upipe_zero *z = (upipe_zero *)arg;
+    upipe_ctx *c = &z->side->ctx;
+    upipe_status s = z->side->meet(c, z->side, UPIPE_SIDE_BEGIN, z->ahead_point);
+    if (s == UPIPE_OK) s = upi_zero_gather(c, z->side_world, z, z->ahead_unit, z->ahead);
+    z->ahead_status = s; /* the compute stream may go on behind the mark, and ask for another unit */
+    if (z->side->mark(c, z->side, UPIPE_SIDE_READY, z->ahead_point) != UPIPE_OK)
+        upipe_comm_abort(z->side_world, c->err.text);
+}
+
+UPIPE_API upipe_status upi_zero_ahead(upipe_ctx *c, upipe_zero *z, int unit)
+{
+    upipe_ctx *other = &z->side->ctx;
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &z->ahead, upipe_zero_bytes(z, unit, UPIPE_ZERO_WEIGHTS), "weights",
+                              &c->err));
+    other->ops = z->side->ops != NULL ? z->side->ops : c->ops;
+    other->mem = c->mem;
+    other->team = z->side_world;
+    memset(&other->err, 0, sizeof other->err);
+    z->ahead_unit = unit;
+    ++z->ahead_point;
+    UPIPE_TRY(z->side->mark(c, z->side, UPIPE_SIDE_BEGIN, z->ahead_point));
+    return z->side->post(c, z->side, upi_zero_ahead_run, z);
+}
+
+/* upipe_zero_ahead -- begins to gather the unit that upipe_zero_weights_begin asks for next
+ *   bytes   allocates that unit's; sends as that call
+ *   errors  ARG (no such unit; another one is being gathered), MEMORY, the side stream's
+ * Without a side stream, or where nothing is gathered, it does nothing.
+ */
+UPIPE_API upipe_status upipe_zero_ahead(upipe_ctx *c, upipe_zero *z, int unit)
+{
+    const int64_t mark = upipe_mem_mark(c->mem);
+    upipe_status s;
+    UPIPE_TRY(upi_zero_unit(c, z, unit));
+    if (z->side == NULL || z->stage < 3 || upi_zero_n(z, unit) == 0) return UPIPE_OK;
+    if (z->ahead != NULL)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: unit %d is being gathered, and not unit %d yet",
+                          z->ahead_unit, unit);
+    s = upi_zero_ahead(c, z, unit);
+    return s == UPIPE_OK ? UPIPE_OK : upi_zero_unwind(c, z, s, mark);
+}
+
+/* *w = what has been gathered ahead. */
+UPIPE_API upipe_status upi_zero_arrived(upipe_ctx *c, upipe_zero *z, const void **w)
+{
+    UPIPE_TRY(z->side->meet(c, z->side, UPIPE_SIDE_READY, z->ahead_point));
+    if (z->ahead_status != UPIPE_OK) {
+        c->err = z->side->ctx.err;
+        return z->ahead_status;
+    }
+    *w = z->ahead;
+    z->ahead = NULL;
+    return UPIPE_OK;
+}
+
+/* upipe_zero_weights_begin -- a unit's parameters, until upipe_zero_weights_end
+ *   w       [n] of the storage type, read only; NULL for a unit without elements
+ *   bytes   stage 3: allocates upipe_zero_bytes(z, unit, UPIPE_ZERO_WEIGHTS), sends this rank's slice to each of the
+ *           others. Else nothing
+ *   errors  ARG (no such unit, not the one that was announced), MEMORY; others as upipe_comm_wait, and for these the
+ *           world and ctx->team are aborted
+ */
+UPIPE_API upipe_status upipe_zero_weights_begin(upipe_ctx *c, upipe_zero *z, int unit, const void **w)
+{
+    const int64_t mark = upipe_mem_mark(c->mem);
+    upipe_status s;
+    void *data = NULL;
+    *w = NULL;
+    UPIPE_TRY(upi_zero_unit(c, z, unit));
+    if (z->stage < 3) {
+        *w = upipe_offset(z->weights, (size_t)z->first[unit] * upipe_dtype_bytes(z->dtype));
+        return UPIPE_OK;
+    }
+    if (upi_zero_n(z, unit) == 0) return UPIPE_OK;
+    if (z->ahead != NULL && z->ahead_unit != unit)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: unit %d was announced, and unit %d comes",
+                          z->ahead_unit, unit);
+    if (z->ahead != NULL) {
+        s = upi_zero_arrived(c, z, w);
+        return s == UPIPE_OK ? UPIPE_OK : upi_zero_unwind(c, z, s, mark);
+    }
+    s = upipe_mem_alloc(c->mem, &data, upipe_zero_bytes(z, unit, UPIPE_ZERO_WEIGHTS), "weights", &c->err);
+    if (s == UPIPE_OK) s = upi_zero_gather(c, z->world, z, unit, data);
+    if (s != UPIPE_OK) return upi_zero_unwind(c, z, s, mark);
+    *w = data;
+    return UPIPE_OK;
+}
+
+/* upipe_zero_weights_end -- the unit's parameters are not read any more
+ *   errors  ARG: w is not what begin gave
+ */
+UPIPE_API upipe_status upipe_zero_weights_end(upipe_ctx *c, const upipe_zero *z, const void *w)
+{
+    return z->stage < 3 ? UPIPE_OK : upipe_mem_free(c->mem, (void *)(uintptr_t)w, &c->err);
+}
+
+/* upipe_zero_weights_gather -- stages 1 and 2, after each rank has changed its slices: all ranks have all parameters.
+ *                              Else nothing
+ *   errors  ARG; others as upipe_comm_wait, and for these the world and ctx->team are aborted
+ */
+UPIPE_API upipe_status upipe_zero_weights_gather(upipe_ctx *c, upipe_zero *z)
+{
+    const int64_t mark = upipe_mem_mark(c->mem);
+    upipe_status s = UPIPE_OK;
+    int u;
+    if (z->stage == 0 || z->stage == 3 || z->ranks == 1) return UPIPE_OK;
+    for (u = 0; u < z->units && s == UPIPE_OK; ++u)
+        s = upi_zero_gather(c, z->world, z, u,
+                            upipe_offset(z->weights, (size_t)z->first[u] * upipe_dtype_bytes(z->dtype)));
+    return s == UPIPE_OK ? UPIPE_OK : upi_zero_unwind(c, z, s, mark);
+}
+
+/* ---- gradients ---- */
+
+/* upipe_zero_grads_clear -- all that this rank holds of them is 0, at the start of a step */
+UPIPE_API upipe_status upipe_zero_grads_clear(upipe_ctx *c, const upipe_zero *z)
+{
+    return c->ops->zero(c, z->grads, (size_t)upipe_zero_held(z, UPIPE_ZERO_GRADS) * 4);
+}
+
+/* upipe_zero_grads_begin -- where to add a unit's gradients, until upipe_zero_grads_end
+ *   g       [n] f32: zeros in stages 2 and 3, else what has been added since upipe_zero_grads_clear; NULL for a unit
+ *           without elements
+ *   bytes   stages 2 and 3: allocates upipe_zero_bytes(z, unit, UPIPE_ZERO_GRADS)
+ *   errors  ARG (no such unit), MEMORY, the table's; for all but ARG the world and ctx->team are aborted
+ */
+UPIPE_API upipe_status upipe_zero_grads_begin(upipe_ctx *c, upipe_zero *z, int unit, float **g)
+{
+    const int64_t mark = upipe_mem_mark(c->mem);
+    size_t bytes;
+    upipe_status s;
+    void *data;
+    *g = NULL;
+    UPIPE_TRY(upi_zero_unit(c, z, unit));
+    if (z->stage < 2) {
+        *g = z->grads + z->first[unit];
+        return UPIPE_OK;
+    }
+    bytes = upipe_zero_bytes(z, unit, UPIPE_ZERO_GRADS);
+    if (bytes == 0) return UPIPE_OK;
+    s = upipe_mem_alloc(c->mem, &data, bytes, "gradients", &c->err);
+    if (s == UPIPE_OK) s = c->ops->zero(c, data, bytes);
+    if (s != UPIPE_OK) return upi_zero_unwind(c, z, s, mark);
+    *g = (float *)data;
+    return UPIPE_OK;
+}
+
+/* The sums over ranks of a unit's gradients, whole in g, go to this rank's slice. */
+UPIPE_API upipe_status upi_zero_sum(upipe_ctx *c, const upipe_zero *z, int unit, const float *g)
+{
+    upi_reduction x;
+    x.dst = (float *)upipe_zero_owned(z, UPIPE_ZERO_GRADS, unit);
+    x.data = g;
+    x.n = upi_zero_n(z, unit);
+    x.strip = upi_zero_strip(z);
+    x.sent = upi_zero_sent(z);
+    x.accumulate = z->stage >= 2;
+    return x.n > 0 ? upi_reduce(c, z->world, &x) : UPIPE_OK;
+}
+
+/* upipe_zero_grads_end -- the unit's gradients are whole, on every rank; g is not used any more
+ *   bytes   stages 2 and 3: sends 4 (2 with `sent` bf16) for each element of the other ranks' slices; allocates
+ *           upipe_zero_bytes(z, unit, UPIPE_ZERO_SUM) meanwhile. Else nothing
+ *   errors  ARG (no such unit, g is not what begin gave), MEMORY; others as upipe_comm_wait, and for all but ARG the
+ *           world and ctx->team are aborted
+ */
+UPIPE_API upipe_status upipe_zero_grads_end(upipe_ctx *c, upipe_zero *z, int unit, float *g)
+{
+    const int64_t mark = upipe_mem_mark(c->mem);
+    upipe_status s;
+    UPIPE_TRY(upi_zero_unit(c, z, unit));
+    if (z->stage < 2) return UPIPE_OK;
+    s = upi_zero_sum(c, z, unit, g);
+    if (s == UPIPE_OK) return upipe_mem_free(c->mem, g, &c->err);
+    upi_zero_unwind(c, z, s, mark);
+    (void)upipe_mem_free(c->mem, g, NULL); /* refused while peers may read it */
+    return s;
+}
+
+UPIPE_API upipe_status upi_zero_sum_all(upipe_ctx *c, const upipe_zero *z)
+{
+    int u;
+    for (u = 0; u < z->units; ++u) UPIPE_TRY(upi_zero_sum(c, z, u, z->grads + z->first[u]));
+    if (z->stage == 1) return UPIPE_OK;
+    for (u = 0; u < z->units; ++u)
+        UPIPE_TRY(upi_gather(c, z->world, z->grads + z->first[u], upipe_zero_owned(z, UPIPE_ZERO_GRADS, u),
+                             upi_zero_n(z, u), 4));
+    return UPIPE_OK;
+}
+
+/* upipe_zero_grads_sum -- stages 0 and 1, when the gradients of all units are whole: this rank's slices become the sums
+ *                         over ranks, and in stage 0 all slices do, on every rank. Else nothing
+ *   bytes   as upipe_zero_grads_end, for all units in turn; stage 0 sends this rank's slices to each of the others too
+ *   errors  as upipe_zero_grads_end
+ */
+UPIPE_API upipe_status upipe_zero_grads_sum(upipe_ctx *c, upipe_zero *z)
+{
+    const int64_t mark = upipe_mem_mark(c->mem);
+    upipe_status s;
+    if (z->stage >= 2 || z->ranks == 1) return UPIPE_OK;
+    s = upi_zero_sum_all(c, z);
+    return s == UPIPE_OK ? UPIPE_OK : upi_zero_unwind(c, z, s, mark);
+}
+
+#endif
