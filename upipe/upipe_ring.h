@@ -26,7 +26,7 @@
 
 /* upipe_ring_part -- the query heads of one stage; all parts of a call read the same K and V
  *   q dout     [batch][S/R][heads][d], [v_dim] in the storage type
- *   o dq       [batch][S/R][heads][v_dim], [d] of the type call.sums. An f32 dq must be zero before the call
+ *   o dq       [batch][S/R][heads][v_dim], [d] of the type call.sums. A dq that is added to must be zero before the call
  *   lse delta  f32 [batch][S/R][heads]
  *   first      the first of these heads, counted over all H. K and V of the call begin with the key/value
  *              head of its group: head j reads head (first % G + j) / G of them
@@ -49,7 +49,7 @@ typedef struct upipe_ring_part {
  *   dk dv    backward: their gradients in f32. P2P: overwritten, space for the rank with the most tokens
  *            (upipe_buffers.dk, dv). ALL_GATHER, and without a ring: +=
  *   dsinks   backward: f32 [H], +=, the gradients of the sinks of the parts' heads; NULL = not wanted
- *   sums     type of o and dq: f32 with a ring
+ *   sums     type of o and dq: f32 with a ring; without one the plan's, or f32 for a dq that is added to
  */
 typedef struct upipe_ring_call {
     const upipe_plan *plan;
@@ -222,7 +222,7 @@ UPIPE_API upipe_status upi_ring_attend(upipe_ctx *c, const upipe_ring_call *r, c
     int part, head, j;
     memset(&at, 0, sizeof at);
     at.q_all = p->held.n;
-    at.add = p->desc.ring > 1;
+    at.add = p->desc.ring > 1 || (backward && r->sums != p->desc.dtype);
     for (part = 0; part < r->count; ++part)
         for (at.sequence = 0; at.sequence < p->desc.batch; ++at.sequence)
             for (head = 0; upi_ring_heads(&r->parts[part], p->group, head, &heads, &at.kv);

@@ -7,8 +7,8 @@
  *     ...
  *     device_close(&d);
  *
- * All ranks of a process share one device. Plans and dry runs need no device: device_table(kind, &ops) gives
- * a table whose *_bytes entries answer, and on the CPU all others too. Memory of device_shared is the host's,
+ * All ranks of a process share one device. Plans and dry runs need no device, and no CUDA in the build:
+ * device_table(kind, &ops) gives a table whose *_bytes entries answer, and on the CPU all others too. Memory of device_shared is the host's,
  * and the device reaches it, slowly: for what passes once. The host reads it after ctx.ops->sync.
  */
 #ifndef COMMON_DEVICE_H
@@ -16,6 +16,7 @@
 
 #include <stdlib.h>
 
+#include "upipe/cuda/upipe_cuda_bytes.h"
 #include "upipe/upipe.h"
 
 #include "products.h"
@@ -74,14 +75,10 @@ static inline int device_args(int argc, char **argv, int *kind)
 
 static inline void device_table(int kind, upipe_ops *ops)
 {
-#ifdef UPIPE_WITH_CUDA
-    if (kind == DEVICE_CUDA) {
-        device_cuda_ops(ops, NULL);
-        return;
-    }
-#endif
-    (void)kind;
-    products_ops(ops);
+    if (kind == DEVICE_CUDA)
+        upipe_cuda_plan_ops(ops);
+    else
+        products_ops(ops);
 }
 
 #ifdef UPIPE_WITH_CUDA

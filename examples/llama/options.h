@@ -293,7 +293,7 @@ static int options_flag(void *user, int flag, const char *text)
     case FLAG_DTYPE:
         return cli_dtype(name, text, &o->dtype);
     case FLAG_DEVICE:
-        return device_flag(name, text, &o->device);
+        return device_flag_planned(name, text, &o->device);
     case FLAG_SEED:
         return options_whole(name, text, &o->seed);
     case FLAG_TILE_BYTES:
@@ -352,6 +352,7 @@ static int options_contradictions(const options *o)
     int flag;
     if (o->config.window > 0 && o->config.qk_norm)
         return cli_refuse("--window and --qk-norm contradict each other: no model that is built has both");
+    if (!o->plan && device_flag_built("device", o->device) != 0) return 1 + EXIT_USAGE;
     if (o->given[FLAG_ACTIVATIONS] && o->given[FLAG_OFFLOAD])
         return cli_refuse("--offload is --activations offload: only one of them can be given");
     if (o->resume != NULL && o->load != NULL)

@@ -24,6 +24,7 @@
 #include "../upipe_ops.h"
 #include "upipe_cuda_attn_bwd.h"
 #include "upipe_cuda_attn_fwd.h"
+#include "upipe_cuda_bytes.h"
 #include "upipe_cuda_device.h"
 #include "upipe_cuda_gemm.h"
 #include "upipe_cuda_rows.h"
@@ -34,20 +35,15 @@
  */
 UPIPE_API void upipe_cuda_ops(upipe_ops *ops, upipe_cuda *device)
 {
-    memset(ops, 0, sizeof *ops);
-    ops->name = "cuda";
+    upipe_cuda_plan_ops(ops);
     ops->self = device;
-    ops->attn_can = UPIPE_ATTN_WINDOW | UPIPE_ATTN_CU_SEQLENS | UPIPE_ATTN_SOFTCAP | UPIPE_ATTN_SINKS |
-                    UPIPE_ATTN_V_DIM | UPIPE_ATTN_ADD_DQ;
     ops->sync = upi_cuda_sync;
     ops->copy = upi_cuda_copy;
     ops->zero = upi_cuda_zero;
     ops->cast = upi_cuda_cast;
     ops->gemm = upi_cuda_gemm;
-    ops->gemm_bytes = upi_cuda_gemm_bytes;
     ops->attn_fwd = upi_cuda_attn_fwd;
     ops->attn_bwd = upi_cuda_attn_bwd;
-    ops->attn_bytes = upi_cuda_attn_bytes;
     ops->rope = upi_cuda_rope;
     ops->rmsnorm = upi_cuda_rmsnorm;
     ops->rmsnorm_bwd = upi_cuda_rmsnorm_bwd;

@@ -1,6 +1,6 @@
 /* upipe_cuda_attn_bwd.h -- attention backward on tensor cores           backend cuda, includes cuda_attn_fwd
  *
- * Fills upi_cuda_attn_bwd and upi_cuda_attn_bytes of the table. Contract: upipe_attn.h; types and alignment
+ * Fills upi_cuda_attn_bwd of the table; upipe_cuda_bytes.h has its scratch. Contract: upipe_attn.h; types and alignment
  * as in upipe_cuda_attn_fwd.h, and rows of dk and dv (f32) begin at multiples of 16 bytes too.
  *
  * A block takes 128 keys (64 at head dim 256) of one key/value head, and every query that sees them, of all
@@ -39,7 +39,7 @@ template <int D> struct upi_cuda_attn_bwd_shape {
         WARPS = 8,
         THREADS = WARPS * 32,
         KEYS = D > 128 ? 64 : 128,
-        ROWS = D > 128 ? 32 : 64,   /* queries in a tile */
+        ROWS = UPI_CUDA_ATTN_BWD_ROWS(D),
         SHARES = WARPS * 16 / KEYS, /* warps that share 16 keys */
         /* Queries whose S and dP a warp holds at once. At head dim 64 few, for two blocks a processor: K
          * and V are read once more for each part, but one block computes while the other waits. */
@@ -463,50 +463,6 @@ void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
 }
 
 /* ---- host ---- */
-
-UPIPE_API int64_t upi_cuda_attn_query_tiles(const upipe_attn *a)
-{
-    const int columns = upi_cuda_attn_columns(a);
-    const int rows = columns > 128  ? (int)upi_cuda_attn_bwd_shape<256>::ROWS
-                     : columns > 64 ? (int)upi_cuda_attn_bwd_shape<128>::ROWS
-                                    : (int)upi_cuda_attn_bwd_shape<64>::ROWS;
-    return (a->q.n + rows - 1) / rows;
-}
-
-/* Scratch of the backward: turns; the queries that see each key, where the call is masked; sums of dQ, but
- * for merge. SIZE_MAX where the bytes leave 63 bits. */
-UPIPE_API size_t upi_cuda_attn_turns_bytes(const upipe_attn *a)
-{
-    int64_t bytes;
-    if (!upipe_mul(&bytes, upi_cuda_attn_query_tiles(a), (int64_t)a->q.h * 4)) return SIZE_MAX;
-    return bytes > INT64_MAX - 128 ? SIZE_MAX : ((size_t)bytes + 4 + 63) / 64 * 64;
-}
-
-UPIPE_API size_t upi_cuda_attn_sums_bytes(const upipe_attn *a)
-{
-    int64_t bytes;
-    if (a->merge) return 0;
-    return upipe_mul(&bytes, a->q.n, (int64_t)a->q.h * a->q.d * 4) ? (size_t)bytes : SIZE_MAX;
-}
-
-/* Entry of the table. Forward: what the queries of a masked call see. Backward: as above; in f32, the tables
- * of both sides. SIZE_MAX where the bytes leave 63 bits. */
-UPIPE_API size_t upi_cuda_attn_bytes(const struct upipe_ops *ops, const upipe_attn *a, int backward)
-{
-    const int masked = upi_cuda_attn_masked(a), f32 = a->q.dtype == UPIPE_F32;
-    const size_t parts[] = {masked && (!backward || f32) ? upi_cuda_attn_runs_bytes(a->q.n) : 0,
-                            masked && backward ? upi_cuda_attn_runs_bytes(a->k.n) : 0,
-                            backward && !f32 ? upi_cuda_attn_turns_bytes(a) : 0,
-                            backward && !f32 ? upi_cuda_attn_sums_bytes(a) : 0};
-    size_t all = 0;
-    int i;
-    (void)ops;
-    for (i = 0; i < 4; ++i) {
-        if (parts[i] > (size_t)INT64_MAX - all) return SIZE_MAX;
-        all += parts[i];
-    }
-    return all;
-}
 
 template <int D, int MASKED>
 UPIPE_API upipe_status upi_cuda_attn_bwd_launch(upipe_ctx *c, const upipe_attn *call,

@@ -27,7 +27,7 @@
 
 #include <math.h>
 
-#include "../upipe_attn.h"
+#include "upipe_cuda_bytes.h"
 #include "upipe_cuda_kernel.h"
 
 enum {
@@ -40,6 +40,7 @@ enum {
 struct alignas(8) upi_cuda_attn_run {
     int first, end;
 };
+static_assert(sizeof(upi_cuda_attn_run) == UPI_CUDA_ATTN_RUN, "bytes of a row of the table");
 
 /* ---- on the device ---- */
 
@@ -153,21 +154,6 @@ void upi_cuda_attn_sink_kernel(float *dsinks, const float *sinks, upipe_view lse
 }
 
 /* ---- host ---- */
-
-/* Whether the call needs a kernel with tables. */
-UPIPE_API int upi_cuda_attn_masked(const upipe_attn *a)
-{
-    return a->mask.window > 0 || a->mask.cu_seqlens != NULL || a->mask.softcap > 0 || a->v.d != a->q.d;
-}
-
-/* Bytes of a table, a multiple of 64; SIZE_MAX where they leave 63 bits. */
-UPIPE_API size_t upi_cuda_attn_runs_bytes(int64_t rows)
-{
-    int64_t bytes;
-    if (!upipe_mul(&bytes, rows, (int64_t)sizeof(upi_cuda_attn_run)) || bytes > INT64_MAX - 63)
-        return SIZE_MAX;
-    return ((size_t)bytes + 63) / 64 * 64;
-}
 
 /* Rows of tables are counted in 32 bits. */
 UPIPE_API upipe_status upi_cuda_attn_check_masks(upipe_ctx *c, const upipe_attn *a)

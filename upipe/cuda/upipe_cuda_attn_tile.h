@@ -236,10 +236,4 @@ UPIPE_API int64_t upi_cuda_attn_key_blocks(int64_t keys, int size)
     return keys > 0 ? (keys + size - 1) / size : 1;
 }
 
-/* The head dim that a kernel must be built for. */
-UPIPE_API int upi_cuda_attn_columns(const upipe_attn *a)
-{
-    return a->q.d > a->v.d ? a->q.d : a->v.d;
-}
-
 #endif

@@ -1,6 +1,6 @@
 /* upipe_cuda_gemm.h -- matrix products by cuBLAS        backend cuda, includes cuda_device, check; C and C++
  *
- * Fills the table's gemm and gemm_bytes. Operands f32 and out f32, or operands bf16 and out bf16 or f32; sums
+ * Fills the table's gemm; upipe_cuda_bytes.h has gemm_bytes. Operands f32 and out f32, or operands bf16 and out bf16 or f32; sums
  * are f32 throughout, without TF32. Other mixes of types are refused. Steps between rows are at least their
  * length.
  *
@@ -17,18 +17,8 @@
 #define UPIPE_CUDA_GEMM_H
 
 #include "../upipe_check.h"
+#include "upipe_cuda_bytes.h"
 #include "upipe_cuda_device.h"
-
-UPIPE_API size_t upi_cuda_gemm_bytes(const struct upipe_ops *ops, upipe_view out, upipe_view a, upipe_view b,
-                                     int flags)
-{
-    (void)ops;
-    (void)out;
-    (void)a;
-    (void)b;
-    (void)flags;
-    return 0;
-}
 
 /* The leading dimension: the step between rows. Where there is one row it says nothing, but cuBLAS checks
  * it. */

@@ -9,7 +9,7 @@
 #include "kv_grad.h"
 
 /* Where attention writes its results: with a ring, f32 sums that several calls add to; otherwise the send
- * buffer.
+ * buffer, where dQ' may be in f32 too (upi_scratch).
  *   bytes   of a sum; 0: sums[t] = send
  */
 UPIPE_API upipe_status upi_sums_alloc(upipe_ctx *c, const upi_run *r, void **sums, size_t bytes, void *send,
@@ -79,7 +79,7 @@ UPIPE_API upipe_status upi_attend(upipe_ctx *c, const upi_run *r, const upipe_sa
     call.kv_heads = upipe_plan_kv(p, i, rank).count;
     call.k = kv->k;
     call.v = kv->v;
-    call.sums = p->desc.ring > 1 ? UPIPE_F32 : p->desc.dtype;
+    call.sums = p->desc.ring > 1 || (dkv != NULL && r->scratch.dq_sum > 0) ? UPIPE_F32 : p->desc.dtype;
     if (dkv != NULL) {
         call.dk = (float *)dkv->k;
         call.dv = (float *)dkv->v;

@@ -21,7 +21,7 @@ UPIPE_API upipe_status upi_bwd_load(upipe_ctx *c, upi_pass *f, int i)
     upipe_phase_set(c, UPIPE_BWD_IN);
     UPIPE_TRY(upi_kv_grad_load(c, r, &f->dkv, i, &st->dkv));
     UPIPE_TRY(upi_kv_load(c, r, &f->kv, i, &st->kv));
-    UPIPE_TRY(upipe_alloc(c, &st->send, b->send, "q_send"));
+    UPIPE_TRY(upipe_alloc(c, &st->send, upipe_max_bytes(b->send, r->scratch.dq_sum), "q_send"));
     for (t = 0; t < p->width; ++t) {
         const float *from = f->save->delta + upipe_plan_before(p, i + t, -1) * p->rows;
         void *dout;
@@ -49,13 +49,14 @@ UPIPE_API upipe_status upi_bwd_load(upipe_ctx *c, upi_pass *f, int i)
 UPIPE_API upipe_status upi_bwd_attend(upipe_ctx *c, upi_pass *f, int i)
 {
     const upi_run *r = &f->run;
+    const size_t zero = r->scratch.dq_sum > 0 ? r->scratch.dq_sum : r->buffers.sum_q;
     upi_stage *st = upi_stage_at(f, i);
     int t;
     if (!r->p->overlap) upipe_phase_set(c, UPIPE_BWD_ATTN);
     UPIPE_TRY(upi_sums_alloc(c, r, st->sums, r->buffers.sum_q, st->send, "dq_sum"));
     for (t = 0; t < r->p->width; ++t) {
         st->parts[t].dq = st->sums[t];
-        if (st->sums[t] != st->send) UPIPE_TRY(c->ops->zero(c, st->sums[t], r->buffers.sum_q));
+        if (zero > 0) UPIPE_TRY(c->ops->zero(c, st->sums[t], zero));
     }
     return upi_attend(c, r, f->save, st->parts, i, &st->kv, &st->dkv, f->grads->sinks);
 }
@@ -68,6 +69,10 @@ UPIPE_API upipe_status upi_bwd_store(upipe_ctx *c, upi_pass *f, int i)
     int t;
     upipe_phase_set(c, UPIPE_BWD_ATTN);
     UPIPE_TRY(upipe_free(c, st->delta));
+    if (r->scratch.dq_sum > 0) { /* dO' is not read any more: the sum is cast into its place */
+        st->send = st->dout;
+        st->dout = NULL;
+    }
     UPIPE_TRY(upipe_free(c, st->dout));
     UPIPE_TRY(upi_kv_release(c, r, &f->kv, i, &st->kv));
     upipe_phase_set(c, UPIPE_BWD_IN);

@@ -7,9 +7,9 @@
 #define UPIPE_LAYER_SCRATCH_H
 
 /* Bytes: scratch as the compute table asks for it, and the f32 sum of a tile (0 where y and dX are summed in
- * place). */
+ * place). dq_sum: of dQ' in f32, to which attention adds instead of asking for scratch; 0 where it does not. */
 typedef struct upi_scratch {
-    size_t gemm, attn_fwd, attn_bwd, tile;
+    size_t gemm, attn_fwd, attn_bwd, tile, dq_sum;
 } upi_scratch;
 
 typedef enum upi_proj { UPI_PROJ_Q, UPI_PROJ_K, UPI_PROJ_V } upi_proj;
@@ -84,11 +84,17 @@ UPIPE_API size_t upi_out_scratch(const upipe_ops *ops, const upipe_layer *l, int
                            ops->gemm_bytes(ops, grad, x, block, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
 }
 
-/* merge: as in upi_ring_scratch */
+/* A compute table may sum dQ' in f32 scratch. It adds to a sum in the send buffer instead, which is cast into
+ * the place of dO' afterwards, where the scratch that this saves is more than what the send buffer grows by.
+ *   merge   as in upi_ring_scratch
+ */
 UPIPE_API upi_scratch upi_layer_scratch(const upipe_ops *ops, const upipe_layer *l, int merge)
 {
     const upipe_plan *p = l->plan;
     const upipe_head_run all_kv = upipe_head_run_all_kv(p);
+    const upipe_buffers b = upipe_plan_buffers(p);
+    const size_t dq_sum = b.q / upipe_dtype_bytes(p->desc.dtype) * 4;
+    size_t adding = 0;
     upi_scratch s;
     upipe_head_run h;
     int stage, rank;
@@ -106,10 +112,17 @@ UPIPE_API upi_scratch upi_layer_scratch(const upipe_ops *ops, const upipe_layer 
             upipe_max_bytes(s.attn_fwd, upi_ring_scratch(ops, p, &l->mask, l->scale, stage, merge, 0));
         s.attn_bwd =
             upipe_max_bytes(s.attn_bwd, upi_ring_scratch(ops, p, &l->mask, l->scale, stage, merge, 1));
+        adding = upipe_max_bytes(adding, upi_ring_scratch(ops, p, &l->mask, l->scale, stage, 1, 1));
     }
     if (p->kv_grads_accumulate) { /* all heads of K, then of V, are complete at once */
         s.gemm = upipe_max_bytes(s.gemm, upi_product_scratch(ops, l, UPI_PROJ_K, all_kv));
         s.gemm = upipe_max_bytes(s.gemm, upi_product_scratch(ops, l, UPI_PROJ_V, all_kv));
+    }
+    if (!merge && p->desc.dtype != UPIPE_F32 && !p->overlap && b.o >= b.q &&
+        (ops->attn_can & UPIPE_ATTN_ADD_DQ) != 0 &&
+        upipe_max_bytes(b.send, dq_sum) + adding < b.send + s.attn_bwd) {
+        s.attn_bwd = adding;
+        s.dq_sum = dq_sum;
     }
     if (p->desc.dtype != UPIPE_F32) s.tile = (size_t)(upi_tile_rows(l) * p->desc.model_dim) * 4;
     return s;
