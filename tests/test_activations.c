@@ -1,0 +1,329 @@
+/* test_activations -- what the trainer keeps for its backward: exact bytes at Llama3-8B's shape, and for random models,
+ * methods and settings the planned bytes on every rank and the bits that keeping every input in the rank's pool gives
+ *
+ * Draws as lib/test.h has them; a failing one prints the line that replays it.
+ */
+#include "upipe/net/upipe_net_threads.h"
+#include "upipe/cpu/upipe_cpu.h"
+#include "upipe/cuda/upipe_cuda_bytes.h"
+#include "upipe/upipe.h"
+
+#include "../examples/common/grid.h"
+#include "../examples/llama/memory.h"
+#include "lib/test.h"
+
+/* ---- exact bytes ---- */
+
+/* What more tokens add to a rank, in units: a rank's share of x. */
+typedef struct slope {
+    double peak, slab, host, host_slab;
+} slope;
+
+/* Of the largest rank. chunk 0: UPipe; = heads: Ulysses */
+static slope slope_of(const llama_config *config, int ranks, int chunk, int segments,
+                      activations_setting kept, const upipe_ops *ops)
+{
+    enum { TOKENS = 1 << 20 };
+    memory_plan most[2];
+    llama_layout layout;
+    upipe_err e;
+    slope s;
+    double unit = (double)(TOKENS / ranks) * (double)config->dim * 2;
+    int i, rank;
+    memset(most, 0, sizeof most);
+    memset(&s, 0, sizeof s);
+    CHECK(llama_layout_init(&layout, config) == 0);
+    for (i = 0; i < 2; ++i)
+        for (rank = 0; rank < ranks; rank += rank == 0 && config->heads % ranks == 0 ? ranks - 1 : 1) {
+            upipe_plan_desc d;
+            memory_plan plan;
+            model m;
+            memset(&d, 0, sizeof d);
+            d.tokens = (int64_t)(i + 1) * TOKENS;
+            d.ranks = ranks;
+            d.ring = 1;
+            d.rank = rank;
+            d.chunk = chunk;
+            d.dtype = UPIPE_BF16;
+            CHECK_STATUS(model_init(&m, &layout, &d, &e), UPIPE_OK, e);
+            CHECK_STATUS(model_cut(&m, segments, &e), UPIPE_OK, e);
+            m.activations = kept;
+            CHECK_STATUS(memory_plan_make(&plan, &m, ops, NULL, NULL, &e), UPIPE_OK, e);
+            most[i].peak = upipe_max_bytes(most[i].peak, plan.peak);
+            most[i].need = upipe_max_bytes(most[i].need, plan.need);
+            most[i].host = upipe_max_bytes(most[i].host, plan.host);
+            most[i].host_need = upipe_max_bytes(most[i].host_need, plan.host_need);
+        }
+    s.peak = (double)(most[1].peak - most[0].peak) / unit;
+    s.slab = (double)(most[1].need - most[0].need) / unit;
+    s.host = (double)(most[1].host - most[0].host) / unit;
+    s.host_slab = (double)(most[1].host_need - most[0].host_need) / unit;
+    llama_layout_free(&layout);
+    return s;
+}
+
+static activations_setting setting_of(int kind, int64_t k, int grad)
+{
+    activations_setting a;
+    a.kind = kind;
+    a.k = k;
+    a.grad = grad;
+    return a;
+}
+
+/* What docs/memory.md says of a GPU of 80 GB a rank, in slabs: holes count. */
+static void test_slopes(void)
+{
+    const llama_config llama = {32, 4096, 14336, 128256, 32, 8, 128, 0, 0, 500000, 1e-5, 0};
+    enum { ULYSSES = 32, UPIPE = 8 };
+    static const struct {
+        int chunk, segments, kind, k, grad;
+        double slab_cpu, slab_cuda, host; /* at most */
+    } rows[] = {{UPIPE, 0, ACTIVATIONS_OFFLOAD, 0, 0, 5.1, 5.35, 32.1},
+                {UPIPE, 0, ACTIVATIONS_OFFLOAD, 0, 1, 4.15, 4.55, 33.1},
+                {ULYSSES, 0, ACTIVATIONS_OFFLOAD, 0, 0, 6.6, 7.6, 32.1},
+                {ULYSSES, 0, ACTIVATIONS_OFFLOAD, 0, 1, 5.6, 6.6, 33.1},
+                {UPIPE, 16, ACTIVATIONS_OFFLOAD, 0, 0, 1.25, 1.25, 41.1},
+                {ULYSSES, 16, ACTIVATIONS_OFFLOAD, 0, 0, 1.5, 1.5, 40.1},
+                {UPIPE, 0, ACTIVATIONS_SAC, 0, 0, 5.1, 5.35, 64.6},
+                {UPIPE, 0, ACTIVATIONS_SAC, 0, 1, 4.15, 4.55, 65.6},
+                {UPIPE, 0, ACTIVATIONS_SAC, 8, 0, 5.1, 5.35, 40.2},
+                {UPIPE, 0, ACTIVATIONS_BLOCKS, 2, 0, 5.1, 5.35, 18.1},
+                {UPIPE, 0, ACTIVATIONS_BLOCKS, 4, 0, 5.1, 5.35, 14.1},
+                {UPIPE, 0, ACTIVATIONS_BLOCKS, 2, 1, 4.15, 4.55, 19.1},
+                {UPIPE, 0, ACTIVATIONS_SAO, 4, 0, 13.1, 13.35, 24.1}};
+    upipe_ops ops[2];
+    size_t i;
+    int table;
+    upipe_cpu_ops(&ops[0]);
+    upipe_cuda_plan_ops(&ops[1]);
+    for (i = 0; i < sizeof rows / sizeof *rows; ++i)
+        for (table = 0; table < 2; ++table) {
+            const double most = table == 0 ? rows[i].slab_cpu : rows[i].slab_cuda;
+            const slope s = slope_of(&llama, 8, rows[i].chunk, rows[i].segments,
+                                     setting_of(rows[i].kind, rows[i].k, rows[i].grad), &ops[table]);
+            CHECK_SAY(s.slab <= most && s.peak <= s.slab,
+                      "row %zu, %s: a slab's slope of %.4f, at most %.2f; peak %.4f", i, ops[table].name,
+                      s.slab, most, s.peak);
+            CHECK_SAY(s.host_slab <= rows[i].host && s.host <= s.host_slab,
+                      "row %zu, %s: a second pool's slope of %.4f, at most %.2f; peak %.4f", i,
+                      ops[table].name, s.host_slab, rows[i].host, s.host);
+        }
+}
+
+/* 28/4 heads on 8 ranks: some ranks have four heads, and hold more than rank 0. */
+static void test_largest(void)
+{
+    const llama_config qwen = {28, 3584, 18944, 152064, 28, 4, 128, 0, 0, 1000000, 1e-6, 0};
+    upipe_ops ops;
+    slope s;
+    upipe_cpu_ops(&ops);
+    s = slope_of(&qwen, 8, 28, 0, setting_of(ACTIVATIONS_OFFLOAD, 0, 0), &ops);
+    CHECK_SAY(s.peak > 7.5 && s.peak <= 8, "the largest rank's slope is %.4f", s.peak);
+}
+
+/* ---- random models ---- */
+
+enum { RANKS_MAX = 4, STEPS = 2 };
+
+typedef struct drawn {
+    llama_layout layout;
+    upipe_plan_desc desc;
+    int segments;
+    activations_setting kept;
+    float *weights;
+} drawn;
+
+/* One training of a draw. */
+typedef struct life {
+    const drawn *d;
+    grid net;
+    upipe_ops ops;
+    trainer_result result[STEPS]; /* rank 0's */
+    upipe_err errors[RANKS_MAX];
+} life;
+
+static upipe_status life_steps(life *w, trainer *t, const memory_plan *plan, upipe_mem *host)
+{
+    enum { ROWS_MAX = 1024 };
+    const drawn *d = w->d;
+    const llama_layout *l = &d->layout;
+    upipe_ctx *c = t->r.c;
+    const int rank = model_world_rank(&t->m);
+    int32_t ids[ROWS_MAX];
+    trainer_batch batch;
+    int64_t i;
+    int step, phase;
+    test_rng rng;
+    UPIPE_TRY(trainer_alloc(t));
+    for (i = 0; i < l->weights; ++i)
+        if (t->state.dtype == UPIPE_F32)
+            ((float *)t->state.weights)[i] = d->weights[i];
+        else
+            ((uint16_t *)t->state.weights)[i] = upipe_f32_to_bf16(d->weights[i]);
+    if (t->state.master != NULL) {
+        int64_t first, n = trainer_slice(t, 0, &first);
+        memcpy(t->state.master, d->weights + first, (size_t)n * 4);
+    }
+    for (i = 0; i < l->norm_weights; ++i) t->state.norm_weights[i] = 1;
+    for (step = 0; step < STEPS; ++step) {
+        const trainer_rates rates = {step + 1, 1e-2, 0.9, 0.95, 1e-8, 0.1, 1};
+        const int64_t moved = t->r.kept.moved;
+        trainer_result result;
+        rng.state = (uint64_t)(rank + 1 + 100 * step);
+        for (i = 0; i < t->m.rows; ++i) ids[i] = test_below(&rng, (int)l->config.vocab);
+        memset(&batch, 0, sizeof batch);
+        batch.inputs = batch.targets = ids;
+        batch.valid = t->m.rows;
+        UPIPE_TRY(trainer_step(t, &batch, &rates, &result));
+        CHECK_INT(t->r.kept.moved - moved, plan->moved);
+        if (rank == 0) w->result[step] = result;
+    }
+    for (phase = 0; phase < MODEL_PHASES; ++phase)
+        CHECK_SAY(c->mem->phase_peak[phase] == plan->phase[phase],
+                  "%s of rank %d held %zu bytes, the plan says %zu", model_phase_name(phase), rank,
+                  c->mem->phase_peak[phase], plan->phase[phase]);
+    CHECK_INT(c->mem->peak, plan->peak);
+    CHECK_INT(host->peak, plan->host);
+    return trainer_free_block(t);
+}
+
+static void *aligned(size_t bytes)
+{
+    void *p = aligned_alloc(UPIPE_MEM_ALIGN, (bytes / UPIPE_MEM_ALIGN + 1) * UPIPE_MEM_ALIGN);
+    memset(p, 0xff, bytes);
+    return p;
+}
+
+/* In slabs of exactly the planned bytes. */
+static upipe_status life_main(void *user, int rank)
+{
+    life *w = (life *)user;
+    upipe_plan_desc desc = w->d->desc;
+    upipe_mem_block *blocks;
+    upipe_mem mem, host;
+    memory_plan plan;
+    upipe_ctx c;
+    trainer t;
+    model m;
+    upipe_status s;
+    void *slab, *second;
+    memset(&c, 0, sizeof c);
+    memset(&t, 0, sizeof t);
+    grid_use(&w->net, rank, &c);
+    c.ops = &w->ops;
+    c.mem = &mem;
+    desc.rank = rank % desc.ranks;
+    desc.ring_rank = rank / desc.ranks;
+    UPIPE_TRY(model_init(&m, &w->d->layout, &desc, &c.err));
+    UPIPE_TRY(model_cut(&m, w->d->segments, &c.err));
+    m.activations = w->d->kept;
+    UPIPE_TRY(memory_plan_make(&plan, &m, &w->ops, NULL, NULL, &c.err));
+    slab = aligned(plan.need);
+    second = aligned(plan.host_need);
+    blocks = (upipe_mem_block *)calloc(2 * (size_t)plan.blocks_max, sizeof *blocks);
+    upipe_mem_init(&mem, slab, plan.need, blocks, plan.blocks_max);
+    upipe_mem_init(&host, second, plan.host_need, blocks + plan.blocks_max, plan.blocks_max);
+    s = trainer_open(&t, &m, &c, grid_world(&w->net, rank), &host);
+    if (s == UPIPE_OK) s = life_steps(w, &t, &plan, &host);
+    CHECK_STATUS(s, UPIPE_OK, c.err);
+    CHECK(mem.live == 0 && host.live == 0);
+    trainer_close(&t);
+    upipe_mem_destroy(&mem, NULL);
+    upipe_mem_destroy(&host, NULL);
+    free(blocks);
+    free(slab);
+    free(second);
+    return s;
+}
+
+static void life_run(life *w, const drawn *d)
+{
+    upipe_err e;
+    memset(w, 0, sizeof *w);
+    w->d = d;
+    upipe_cpu_ops(&w->ops);
+    CHECK_STATUS(grid_init(&w->net, d->desc.ranks, d->desc.ring, 60, &e), UPIPE_OK, e);
+    CHECK(grid_run(&w->net, life_main, w, NULL) == UPIPE_OK);
+    grid_free(&w->net);
+}
+
+static void draw(test_rng *rng, drawn *d)
+{
+    llama_config c = {0, 0, 0, 0, 0, 0, 32, 0, 1, 10000, 1e-5, 0};
+    int64_t i;
+    memset(d, 0, sizeof *d);
+    c.layers = 1 + test_below(rng, 6);
+    c.dim = 32 + 8 * test_below(rng, 12);
+    c.hidden = 32 + test_below(rng, 64);
+    c.vocab = 20 + test_below(rng, 100);
+    c.kv_heads = 1 + test_below(rng, 3);
+    c.heads = c.kv_heads * (1 + test_below(rng, 3));
+    c.qk_norm = test_below(rng, 4) == 0;
+    c.tied = test_below(rng, 2);
+    d->desc.ranks = 1 + test_below(rng, RANKS_MAX);
+    d->desc.ring = 1;
+    d->desc.tokens = 16 + test_below(rng, 200);
+    d->desc.batch = 1 + (test_below(rng, 4) == 0);
+    d->desc.chunk = test_below(rng, 3) == 0 ? c.heads : 0;
+    d->desc.dtype = test_below(rng, 3) == 0 ? UPIPE_BF16 : UPIPE_F32;
+    if (test_below(rng, 5) == 0) {
+        d->desc.ranks = 1 + test_below(rng, 2);
+        d->desc.ring = 2;
+        d->desc.layout = UPIPE_ZIGZAG;
+        d->desc.chunk = c.heads;
+    } else if (test_below(rng, 4) == 0) {
+        d->segments = 1 + test_below(rng, 4);
+        if (c.heads % d->desc.ranks != 0) d->desc.chunk = c.heads; /* no stages without common rounds */
+        if (c.kv_heads % d->desc.ranks != 0) d->desc.chunk = c.heads;
+    }
+    d->kept.kind = test_below(rng, ACTIVATIONS_KINDS);
+    if (d->kept.kind >= ACTIVATIONS_SAO) d->kept.k = 1 + test_below(rng, (int)c.layers);
+    if (d->kept.kind == ACTIVATIONS_SAC && test_below(rng, 2)) d->kept.k = 0;
+    d->kept.grad = test_below(rng, 3) == 0;
+    CHECK(llama_layout_init(&d->layout, &c) == 0);
+    d->weights = (float *)malloc((size_t)d->layout.weights * 4);
+    for (i = 0; i < d->layout.weights; ++i) d->weights[i] = (float)(0.1 * test_normal(rng));
+}
+
+int main(void)
+{
+    test_draws draws = test_draws_begin(4);
+    long kinds[ACTIVATIONS_KINDS] = {0};
+    int i;
+    test_slopes();
+    test_largest();
+    for (; test_draws_more(&draws); ++draws.done) {
+        const long failures = test_failures, seed = draws.seed + draws.done;
+        test_rng rng;
+        drawn d, plain;
+        life one, other;
+        rng.state = (uint64_t)seed;
+        draw(&rng, &d);
+        plain = d;
+        plain.kept = setting_of(ACTIVATIONS_AC, 0, 0);
+        life_run(&one, &plain);
+        life_run(&other, &d);
+        for (i = 0; i < STEPS; ++i)
+            CHECK_SAY(one.result[i].loss == other.result[i].loss &&
+                          one.result[i].norm == other.result[i].norm,
+                      "step %d: loss %.17g, norm %.17g, not %.17g, %.17g", i, other.result[i].loss,
+                      other.result[i].norm, one.result[i].loss, one.result[i].norm);
+        CHECK(one.result[0].finite && one.result[1].loss != one.result[0].loss);
+        ++kinds[d.kept.kind];
+        if (test_failures != failures)
+            fprintf(
+                stderr,
+                "replay: UPIPE_SEED=%ld UPIPE_DRAWS=1 (%lld layers, C %d R %d, %d segments, H %d/%d, U %d, S %lld, %s, "
+                "%s:%lld grad %d)\n",
+                seed, (long long)d.layout.config.layers, d.desc.ranks, d.desc.ring, d.segments,
+                d.layout.config.heads, d.layout.config.kv_heads, d.desc.chunk, (long long)d.desc.tokens,
+                upipe_dtype_name(d.desc.dtype), activations_names[d.kept.kind], (long long)d.kept.k,
+                d.kept.grad);
+        llama_layout_free(&d.layout);
+        free(d.weights);
+    }
+    test_draws_end(&draws);
+    for (i = 0; i < ACTIVATIONS_KINDS && draws.done >= 50; ++i) CHECK(kinds[i] > 2);
+    return test_end("activations");
+}
