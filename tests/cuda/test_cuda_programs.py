@@ -142,9 +142,10 @@ def test_train():
         check(all(abs(a - b) < 0.02 * b for a, b in zip(got['loss'], want['loss'])),
               f'losses {got["loss"]}, on the CPU {want["loss"]}')
     check(len(seen) == 1, f'the order of the streams changes what is learnt: {seen}')
-    resident = numbers('train', *flags, 'cuda')
-    if resident is not None:
-        check(resident['loss'] == got['loss'], f'losses {resident["loss"]} without --offload, {got["loss"]} with it')
+    for kept in 'ac', 'sac,grad', 'blocks:2', 'sao:2,grad':
+        other = numbers('train', *flags, 'cuda', '--activations', kept, FAKE_SEED=5, SIMT_SEED=5)
+        if other is not None:
+            check(other['loss'] == got['loss'], f'losses {other["loss"]} with {kept}, {got["loss"]} with offload')
 
 
 def test_failures():
