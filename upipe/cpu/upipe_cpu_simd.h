@@ -66,8 +66,10 @@
 #define UPI_CPU_KERNEL static __attribute__((noinline, unused))
 
 /* Around kernels: gcc compiles them with -O3 whatever the user's flags are; -O0 would give 5 instead of 104
- * GFLOP/s, -O1 38. Not with a sanitizer, where it would only slow the build. clang has nothing like it. */
-#if defined(__clang__) || defined(__CUDACC__) || defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+ * GFLOP/s, -O1 38. Not with a sanitizer or plain C, where it would only slow the build. clang has nothing like
+ * it. */
+#if UPI_CPU_SCALAR || defined(__clang__) || defined(__CUDACC__) || defined(__SANITIZE_ADDRESS__) || \
+    defined(__SANITIZE_THREAD__)
 #define UPI_KERNELS_BEGIN
 #define UPI_KERNELS_END
 #else
@@ -75,11 +77,11 @@
 #define UPI_KERNELS_END   _Pragma("GCC pop_options")
 #endif
 
-/* Before a loop of at most 16 turns with a constant count, whose body indexes an array of registers. nvcc
- * knows neither pragma. */
+/* Before a loop of at most 16 turns with a constant count, whose body indexes an array of registers, which
+ * plain C has none of. nvcc knows neither pragma. */
 #if defined(__clang__)
 #define UPI_CPU_UNROLL _Pragma("clang loop unroll(full)")
-#elif defined(__CUDACC__)
+#elif defined(__CUDACC__) || UPI_CPU_SCALAR
 #define UPI_CPU_UNROLL
 #else
 #define UPI_CPU_UNROLL _Pragma("GCC unroll 16")
@@ -227,24 +229,25 @@ UPI_INLINE upi_f8 upi_f8_select(upi_mask8 m, upi_f8 a, upi_f8 b) { return _mm256
 
 #elif UPI_CPU_SCALAR
 
+/* Not inlined: eight operations in place of each would take a compiler half a minute. */
 /* r.v[l] = expression of l, for every lane */
 #define UPI_EACH(r, expression) do { int l; for (l = 0; l < UPI_LANES; ++l) (r).v[l] = (expression); } while (0)
 
-UPI_INLINE upi_f8 upi_f8_set1(float s)                           { upi_f8 r; UPI_EACH(r, s); return r; }
-UPI_INLINE upi_f8 upi_f8_zero(void)                              { return upi_f8_set1(0); }
-UPI_INLINE upi_f8 upi_f8_broadcast(const float *p)               { return upi_f8_set1(*p); }
-UPI_INLINE upi_f8 upi_f8_load(const float *p)                    { upi_f8 r; UPI_EACH(r, p[l]); return r; }
-UPI_INLINE void   upi_f8_store(float *p, upi_f8 v)               { memcpy(p, v.v, sizeof v.v); }
-UPI_INLINE upi_f8 upi_f8_add(upi_f8 a, upi_f8 b)                 { upi_f8 r; UPI_EACH(r, a.v[l] + b.v[l]); return r; }
-UPI_INLINE upi_f8 upi_f8_sub(upi_f8 a, upi_f8 b)                 { upi_f8 r; UPI_EACH(r, a.v[l] - b.v[l]); return r; }
-UPI_INLINE upi_f8 upi_f8_mul(upi_f8 a, upi_f8 b)                 { upi_f8 r; UPI_EACH(r, a.v[l] * b.v[l]); return r; }
-UPI_INLINE upi_f8 upi_f8_div(upi_f8 a, upi_f8 b)                 { upi_f8 r; UPI_EACH(r, a.v[l] / b.v[l]); return r; }
-UPI_INLINE upi_f8 upi_f8_sqrt(upi_f8 a)                          { upi_f8 r; UPI_EACH(r, sqrtf(a.v[l])); return r; }
-UPI_INLINE upi_f8 upi_f8_fma(upi_f8 a, upi_f8 b, upi_f8 c)       { upi_f8 r; UPI_EACH(r, a.v[l] * b.v[l] + c.v[l]); return r; }
-UPI_INLINE upi_f8 upi_f8_max(upi_f8 a, upi_f8 b)                 { upi_f8 r; UPI_EACH(r, a.v[l] > b.v[l] ? a.v[l] : b.v[l]); return r; }
-UPI_INLINE upi_f8 upi_f8_min(upi_f8 a, upi_f8 b)                 { upi_f8 r; UPI_EACH(r, a.v[l] < b.v[l] ? a.v[l] : b.v[l]); return r; }
-UPI_INLINE upi_mask8 upi_f8_equal(upi_f8 a, upi_f8 b)            { upi_mask8 r; UPI_EACH(r, a.v[l] == b.v[l]); return r; }
-UPI_INLINE upi_f8 upi_f8_select(upi_mask8 m, upi_f8 a, upi_f8 b) { upi_f8 r; UPI_EACH(r, m.v[l] ? a.v[l] : b.v[l]); return r; }
+UPI_CPU_KERNEL upi_f8 upi_f8_set1(float s)                           { upi_f8 r; UPI_EACH(r, s); return r; }
+UPI_CPU_KERNEL upi_f8 upi_f8_zero(void)                              { return upi_f8_set1(0); }
+UPI_CPU_KERNEL upi_f8 upi_f8_broadcast(const float *p)               { return upi_f8_set1(*p); }
+UPI_CPU_KERNEL upi_f8 upi_f8_load(const float *p)                    { upi_f8 r; UPI_EACH(r, p[l]); return r; }
+UPI_CPU_KERNEL void   upi_f8_store(float *p, upi_f8 v)               { memcpy(p, v.v, sizeof v.v); }
+UPI_CPU_KERNEL upi_f8 upi_f8_add(upi_f8 a, upi_f8 b)                 { upi_f8 r; UPI_EACH(r, a.v[l] + b.v[l]); return r; }
+UPI_CPU_KERNEL upi_f8 upi_f8_sub(upi_f8 a, upi_f8 b)                 { upi_f8 r; UPI_EACH(r, a.v[l] - b.v[l]); return r; }
+UPI_CPU_KERNEL upi_f8 upi_f8_mul(upi_f8 a, upi_f8 b)                 { upi_f8 r; UPI_EACH(r, a.v[l] * b.v[l]); return r; }
+UPI_CPU_KERNEL upi_f8 upi_f8_div(upi_f8 a, upi_f8 b)                 { upi_f8 r; UPI_EACH(r, a.v[l] / b.v[l]); return r; }
+UPI_CPU_KERNEL upi_f8 upi_f8_sqrt(upi_f8 a)                          { upi_f8 r; UPI_EACH(r, sqrtf(a.v[l])); return r; }
+UPI_CPU_KERNEL upi_f8 upi_f8_fma(upi_f8 a, upi_f8 b, upi_f8 c)       { upi_f8 r; UPI_EACH(r, a.v[l] * b.v[l] + c.v[l]); return r; }
+UPI_CPU_KERNEL upi_f8 upi_f8_max(upi_f8 a, upi_f8 b)                 { upi_f8 r; UPI_EACH(r, a.v[l] > b.v[l] ? a.v[l] : b.v[l]); return r; }
+UPI_CPU_KERNEL upi_f8 upi_f8_min(upi_f8 a, upi_f8 b)                 { upi_f8 r; UPI_EACH(r, a.v[l] < b.v[l] ? a.v[l] : b.v[l]); return r; }
+UPI_CPU_KERNEL upi_mask8 upi_f8_equal(upi_f8 a, upi_f8 b)            { upi_mask8 r; UPI_EACH(r, a.v[l] == b.v[l]); return r; }
+UPI_CPU_KERNEL upi_f8 upi_f8_select(upi_mask8 m, upi_f8 a, upi_f8 b) { upi_f8 r; UPI_EACH(r, m.v[l] ? a.v[l] : b.v[l]); return r; }
 
 #else
 
@@ -379,9 +382,9 @@ UPI_INLINE float upi_f8_sum(upi_f8 v)
 }
 
 /* r[i][j] becomes r[j][i]. */
+#if UPIPE_CPU_AVX2
 UPI_INLINE void upi_f8_transpose(upi_f8 *r)
 {
-#if UPIPE_CPU_AVX2
     upi_f8 t[8], s[8];
     int i;
     UPI_CPU_UNROLL
@@ -401,26 +404,47 @@ UPI_INLINE void upi_f8_transpose(upi_f8 *r)
         r[i] = _mm256_permute2f128_ps(s[i], s[i + 4], 0x20);
         r[i + 4] = _mm256_permute2f128_ps(s[i], s[i + 4], 0x31);
     }
+}
 #else
+UPI_CPU_KERNEL void upi_f8_transpose(upi_f8 *r)
+{
     float rows[64], cols[64];
     int i, j;
     for (i = 0; i < 8; ++i) upi_f8_store(rows + i * 8, r[i]);
     for (i = 0; i < 8; ++i)
         for (j = 0; j < 8; ++j) cols[j * 8 + i] = rows[i * 8 + j];
     for (i = 0; i < 8; ++i) r[i] = upi_f8_load(cols + i * 8);
-#endif
 }
+#endif
+
+#if !UPIPE_CPU_AVX2 && !UPI_CPU_SCALAR
+typedef uint16_t upi_h4 __attribute__((vector_size(8)));
+
+/* Four lanes of upipe_f32_to_bf16. */
+UPI_INLINE upi_h4 upi_h4_of_bf16(upi_f4 v)
+{
+    upi_u4 bits = (upi_u4)v, nan = (upi_u4)(v != v);
+    upi_u4 rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, quiet = bits >> 16 | 0x40;
+    return __builtin_convertvector((rounded & ~nan) | (quiet & nan), upi_h4);
+}
+#endif
 
 UPI_INLINE upi_f8 upi_f8_load_bf16(const uint16_t *p)
 {
 #if UPIPE_CPU_AVX2
     __m128i half = _mm_loadu_si128((const __m128i *)(const void *)p);
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
-#else
+#elif UPI_CPU_SCALAR
     float t[UPI_LANES];
     int i;
     for (i = 0; i < UPI_LANES; ++i) t[i] = upipe_bf16_to_f32(p[i]);
     return upi_f8_load(t);
+#else
+    upi_h4 lo, hi;
+    memcpy(&lo, p, sizeof lo);
+    memcpy(&hi, p + 4, sizeof hi);
+    return upi_f8_join((upi_f4)(__builtin_convertvector(lo, upi_u4) << 16),
+                       (upi_f4)(__builtin_convertvector(hi, upi_u4) << 16));
 #endif
 }
 
@@ -436,11 +460,15 @@ UPI_INLINE void upi_f8_store_bf16(uint16_t *p, upi_f8 v)
     __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
     __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0x08);
     _mm_storeu_si128((__m128i *)(void *)p, _mm256_castsi256_si128(packed));
-#else
+#elif UPI_CPU_SCALAR
     float t[UPI_LANES];
     int i;
     upi_f8_store(t, v);
     for (i = 0; i < UPI_LANES; ++i) p[i] = upipe_f32_to_bf16(t[i]);
+#else
+    upi_h4 lo = upi_h4_of_bf16(v.lo), hi = upi_h4_of_bf16(v.hi);
+    memcpy(p, &lo, sizeof lo);
+    memcpy(p + 4, &hi, sizeof hi);
 #endif
 }
 
@@ -449,6 +477,21 @@ UPI_INLINE void upi_f8_store_bf16(uint16_t *p, upi_f8 v)
 #define UPI_F16C 1
 #else
 #define UPI_F16C 0
+#endif
+
+#if !UPI_F16C
+/* In software, and not inlined: these would be most of what there is to compile. */
+UPI_CPU_KERNEL void upi_f16_to_f32_lanes(float *to, const uint16_t *from)
+{
+    int i;
+    for (i = 0; i < UPI_LANES; ++i) to[i] = upi_f16_to_f32(from[i]);
+}
+
+UPI_CPU_KERNEL void upi_f32_to_f16_lanes(uint16_t *to, const float *from)
+{
+    int i;
+    for (i = 0; i < UPI_LANES; ++i) to[i] = upi_f32_to_f16(from[i]);
+}
 #endif
 
 UPI_INLINE upi_f8 upi_f8_load_f16(const uint16_t *p)
@@ -460,8 +503,7 @@ UPI_INLINE upi_f8 upi_f8_load_f16(const uint16_t *p)
     return upi_f8_join((upi_f4)vcvt_f32_f16(vget_low_f16(half)), (upi_f4)vcvt_high_f32_f16(half));
 #else
     float t[UPI_LANES];
-    int i;
-    for (i = 0; i < UPI_LANES; ++i) t[i] = upi_f16_to_f32(p[i]);
+    upi_f16_to_f32_lanes(t, p);
     return upi_f8_load(t);
 #endif
 }
@@ -476,9 +518,8 @@ UPI_INLINE void upi_f8_store_f16(uint16_t *p, upi_f8 v)
     vst1q_u16(p, vreinterpretq_u16_f16(half));
 #else
     float t[UPI_LANES];
-    int i;
     upi_f8_store(t, v);
-    for (i = 0; i < UPI_LANES; ++i) p[i] = upi_f32_to_f16(t[i]);
+    upi_f32_to_f16_lanes(p, t);
 #endif
 }
 
