@@ -846,7 +846,7 @@ static int bench_run(bench *b)
     upipe_err err;
     s = upipe_threads_init(&b->team, b->o.ranks, DEADLINE, &err);
     if (s != UPIPE_OK) return fail_with("the team", s, err.text);
-    s = upipe_threads_run(&b->team, rank_main, b, statuses);
+    s = upipe_threads_run(&b->team, rank_main, b, statuses, NULL);
     upipe_threads_free(&b->team);
     if (s == UPIPE_OK) return 0;
     return fail_with("the run", s, b->ranks[cli_reason(statuses, b->o.ranks, s)].err.text);

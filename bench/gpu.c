@@ -317,7 +317,7 @@ static upipe_status team_slabs(team *t, upipe_err *e)
 
 static upipe_status team_run(team *t, upipe_status (*body)(void *user, int rank), upipe_err *e)
 {
-    upipe_status statuses[RANKS_MAX], s = upipe_threads_run(&t->threads, body, t, statuses);
+    upipe_status statuses[RANKS_MAX], s = upipe_threads_run(&t->threads, body, t, statuses, NULL);
     if (s != UPIPE_OK) *e = t->errors[cli_reason(statuses, t->o->ranks, s)];
     return s;
 }

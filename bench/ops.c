@@ -370,7 +370,7 @@ double ops_all_to_all(int32_t ranks, int64_t block, int32_t turns, int32_t plain
     if (t.send != NULL && t.recv != NULL && upipe_threads_init(&t.threads, ranks, 0, &e) == UPIPE_OK) {
         for (i = 0; i < bytes; ++i) t.send[i] = (char)(i / t.block * 31 + i % t.block);
         memset(t.recv, 0, bytes);
-        if (upipe_threads_run(&t.threads, ops_rank, &t, NULL) != UPIPE_OK) t.seconds = -1;
+        if (upipe_threads_run(&t.threads, ops_rank, &t, NULL, NULL) != UPIPE_OK) t.seconds = -1;
         for (to = 0; to < ranks && !plain; ++to)
             for (from = 0; from < ranks; ++from)
                 if (memcmp(t.recv + (size_t)(to * ranks + from) * t.block,

@@ -70,7 +70,7 @@ int main(int argc, char **argv)
         return 1;
     }
     all->kind = kind;
-    s = upipe_threads_run(&all->team, rank_main, all, NULL);
+    s = upipe_threads_run(&all->team, rank_main, all, NULL, NULL);
     upipe_threads_free(&all->team);
     for (rank = 0; rank < RANKS; ++rank) {
         if (s != UPIPE_OK) fprintf(stderr, "rank %d: %s\n", rank, all->errors[rank].text);

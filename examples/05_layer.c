@@ -82,7 +82,7 @@ static upipe_status run(shared *all, int chunk, upipe_err *err)
         return *err = dry.ctx.err, dry.ctx.err.status;
     all->slab_bytes = dry.mem.need; /* known before anything is allocated */
     UPIPE_TRY(upipe_threads_init(&all->team, RANKS, 60, err));
-    s = upipe_threads_run(&all->team, rank_main, all, NULL);
+    s = upipe_threads_run(&all->team, rank_main, all, NULL, NULL);
     upipe_threads_free(&all->team);
     for (i = 0; i < RANKS && err->text[0] == 0; ++i) *err = all->errors[i];
     return s;

@@ -17,7 +17,6 @@ typedef struct shared { /* in memory that the device reaches */
     float x[TOKENS * MODEL], y[TOKENS * MODEL];
     float w[ALL], grad[RANKS][ALL]; /* wq, wk, wv, wo; each rank has its own gradients */
     float loss[RANKS][STEPS];
-    upipe_err errors[RANKS];
 } shared;
 
 /* One step of one rank: loss = |y|^2 / (2 TOKENS), so the gradient of y is y / TOKENS. */
@@ -61,18 +60,18 @@ static upipe_status rank_main(void *user, int rank)
     upipe_ctx c = {0};
     device d;
     int i, n;
+    c.mem = &mem, c.team = upipe_threads_comm(&all->team, rank);
     s = device_open(&d, all->kind, &c.err);
     if (s == UPIPE_OK) s = device_slab(&d, &slab, all->slab_bytes, &c.err);
     upipe_mem_init(&mem, slab, all->slab_bytes, blocks, 64);
     device_use(&d, &c);
-    c.mem = &mem, c.team = upipe_threads_comm(&all->team, rank);
     for (n = 0; n < STEPS && s == UPIPE_OK; ++n) {
         s = step(&c, all, all->grad[rank], &all->loss[rank][n]);
         if (s == UPIPE_OK) s = upipe_comm_barrier(&c, c.team); /* no rank reads the weights any more */
         for (i = 0; rank == 0 && i < ALL; ++i) all->w[i] -= 0.05f * all->grad[0][i];
         if (s == UPIPE_OK) s = upipe_comm_barrier(&c, c.team);
     }
-    all->errors[rank] = c.err;
+    if (s != UPIPE_OK) upipe_comm_abort(c.team, c.err.text); /* its sentence, if no call has left one */
     upipe_mem_destroy(&mem, NULL);
     device_slab_free(&d, slab);
     device_close(&d, NULL);
@@ -105,8 +104,8 @@ int main(int argc, char **argv)
         return fprintf(stderr, "%s%s\n", err.text, dry.ctx.err.text), 1;
     all->slab_bytes = dry.mem.need;
     if (upipe_threads_init(&all->team, RANKS, 60, &err) ||
-        upipe_threads_run(&all->team, rank_main, all, NULL))
-        return fprintf(stderr, "%s %s %s\n", err.text, all->errors[0].text, all->errors[1].text), 1;
+        upipe_threads_run(&all->team, rank_main, all, NULL, &err))
+        return fprintf(stderr, "%s\n", err.text), 1;
     upipe_threads_free(&all->team);
     for (i = 0; i < STEPS; ++i) printf("step %d: loss %.6f\n", i, (double)all->loss[0][i]);
     bad = !(all->loss[0][STEPS - 1] < all->loss[0][0]);

@@ -117,7 +117,7 @@ static upipe_status run(shared *all, int segments, int chunk, upipe_err *err)
     f->layer.rope_theta = 10000, f->layer.mask.causal = 1;
     upipe_cpu_ops(&all->ops);
     UPIPE_TRY(upipe_threads_init(&all->team, RANKS, 60, err));
-    s = upipe_threads_run(&all->team, rank_main, all, statuses);
+    s = upipe_threads_run(&all->team, rank_main, all, statuses, NULL);
     for (i = 0; i < RANKS; ++i)
         if (statuses[i] == s) *err = all->ranks[i].err;
     upipe_threads_free(&all->team);

@@ -158,7 +158,7 @@ static void transfer(const upipe_plan_desc *desc)
     w.ops.copy = copy_bytes;
     w.ops.sync = nothing_to_sync;
     CHECK(upipe_threads_init(&w.team, desc->ranks, 30, &e) == UPIPE_OK);
-    CHECK_SAY(upipe_threads_run(&w.team, all_to_all_body, &w, NULL) == UPIPE_OK,
+    CHECK_SAY(upipe_threads_run(&w.team, all_to_all_body, &w, NULL, NULL) == UPIPE_OK,
               "%d/%d heads, %d ranks, chunk %d", desc->heads, desc->kv_heads, desc->ranks, desc->chunk);
     upipe_threads_free(&w.team);
 }
@@ -226,7 +226,7 @@ static void test_foreign_plan(void)
     w.ops.copy = copy_bytes;
     w.ops.sync = nothing_to_sync;
     CHECK(upipe_threads_init(&w.team, 2, 30, &e) == UPIPE_OK);
-    CHECK(upipe_threads_run(&w.team, foreign_body, &w, NULL) == UPIPE_OK);
+    CHECK(upipe_threads_run(&w.team, foreign_body, &w, NULL, NULL) == UPIPE_OK);
     upipe_threads_free(&w.team);
 }
 
@@ -306,7 +306,7 @@ static void test_sum(void)
             }
             if (ranks >= 3 && n >= 1000) CHECK(differs > 0);
             CHECK(upipe_threads_init(&w.team, ranks, 30, &e) == UPIPE_OK);
-            CHECK(upipe_threads_run(&w.team, sum_body, &w, NULL) == UPIPE_OK);
+            CHECK(upipe_threads_run(&w.team, sum_body, &w, NULL, NULL) == UPIPE_OK);
             upipe_threads_free(&w.team);
             for (r = 0; r < ranks; ++r) {
                 CHECK_SAY(memcmp(w.sums[r], want, (size_t)n * 4) == 0,
@@ -361,7 +361,7 @@ static void test_busy(void)
     w.ops.copy = copy_bytes;
     w.ops.sync = nothing_to_sync;
     CHECK(upipe_threads_init(&w.team, 2, 30, &e) == UPIPE_OK);
-    CHECK(upipe_threads_run(&w.team, busy_body, &w, NULL) == UPIPE_OK);
+    CHECK(upipe_threads_run(&w.team, busy_body, &w, NULL, NULL) == UPIPE_OK);
     upipe_threads_free(&w.team);
 }
 

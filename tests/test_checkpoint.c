@@ -436,7 +436,7 @@ static void team_go(team_run *r, const truth *t, int ranks, const char *path)
     r->path = path;
     memset(r->errors, 0, sizeof r->errors);
     CHECK_STATUS(upipe_threads_init(&r->team, ranks, 0, &err), UPIPE_OK, err);
-    CHECK_STATUS(upipe_threads_run(&r->team, team_body, r, NULL), UPIPE_OK, r->errors[0]);
+    CHECK_STATUS(upipe_threads_run(&r->team, team_body, r, NULL, NULL), UPIPE_OK, r->errors[0]);
     upipe_threads_free(&r->team);
 }
 

@@ -433,7 +433,7 @@ static void test_shift(void)
     int i;
     for (i = 0; i < 4; ++i) {
         crew *k = crew_begin(teams[i], 20);
-        CHECK_INT(upipe_threads_run(&k->team, shift_body, k, k->status), UPIPE_OK);
+        CHECK_INT(upipe_threads_run(&k->team, shift_body, k, k->status, NULL), UPIPE_OK);
         crew_end(k);
     }
 }
@@ -465,9 +465,9 @@ static void test_meet(void)
     for (i = 0; i < 4; ++i) {
         crew *k = crew_begin(teams[i], 0);
         CHECK(k->ctx[0].team->deadline == UPIPE_DEADLINE_DEFAULT);
-        CHECK_INT(upipe_threads_run(&k->team, meet_body, k, NULL), UPIPE_OK);
+        CHECK_INT(upipe_threads_run(&k->team, meet_body, k, NULL, NULL), UPIPE_OK);
         k->copies = 0; /* a team may run again */
-        CHECK_INT(upipe_threads_run(&k->team, meet_body, k, NULL), UPIPE_OK);
+        CHECK_INT(upipe_threads_run(&k->team, meet_body, k, NULL, NULL), UPIPE_OK);
         crew_end(k);
     }
 }
@@ -604,7 +604,7 @@ static void test_random(void)
         int64_t sent = 0, moved = 0;
         k->seed = (uint64_t)test_env("UPIPE_SEED", 1);
         k->what = (int)(test_draws_wanted() / 10);
-        CHECK_INT(upipe_threads_run(&k->team, random_body, k, NULL), UPIPE_OK);
+        CHECK_INT(upipe_threads_run(&k->team, random_body, k, NULL, NULL), UPIPE_OK);
         for (r = 0; r < teams[i]; ++r) {
             sent += k->ctx[r].team->sent_bytes;
             moved += k->ctx[r].team->moved_bytes;
@@ -682,7 +682,7 @@ static void test_agree(void)
             crew *k = crew_begin(4, 20);
             k->victim = victim;
             k->what = again % 3;
-            CHECK_INT(upipe_threads_run(&k->team, agree_body, k, NULL), UPIPE_OK);
+            CHECK_INT(upipe_threads_run(&k->team, agree_body, k, NULL, NULL), UPIPE_OK);
             crew_end(k);
         }
     }
@@ -751,13 +751,13 @@ static void test_alternate(void)
 {
     int what;
     crew *k = crew_begin(3, 20);
-    CHECK_INT(upipe_threads_run(&k->team, alternate_body, k, NULL), UPIPE_OK);
+    CHECK_INT(upipe_threads_run(&k->team, alternate_body, k, NULL, NULL), UPIPE_OK);
     crew_end(k);
     for (what = CHANGED; what < STEP_COUNT; ++what) {
         k = crew_begin(3, 20);
         k->victim = what % 3;
         k->what = what;
-        CHECK_INT(upipe_threads_run(&k->team, step_body, k, NULL), UPIPE_OK);
+        CHECK_INT(upipe_threads_run(&k->team, step_body, k, NULL, NULL), UPIPE_OK);
         crew_end(k);
     }
 }
@@ -808,7 +808,7 @@ static void test_absent(void)
             crew *k = crew_begin(3, 0.25);
             k->victim = victim;
             k->what = what;
-            CHECK_INT(upipe_threads_run(&k->team, absent_body, k, k->status), UPIPE_ERR_TIMEOUT);
+            CHECK_INT(upipe_threads_run(&k->team, absent_body, k, k->status, NULL), UPIPE_ERR_TIMEOUT);
             CHECK_INT(count_status(k, UPIPE_ERR_TIMEOUT), 1);
             CHECK_INT(count_status(k, UPIPE_ERR_ABORTED), 1);
             crew_end(k);
@@ -828,7 +828,7 @@ static upipe_status deserted_body(void *user, int rank)
 static void test_deserted(void)
 {
     crew *k = crew_begin(12, 0.2);
-    CHECK_INT(upipe_threads_run(&k->team, deserted_body, k, k->status), UPIPE_ERR_TIMEOUT);
+    CHECK_INT(upipe_threads_run(&k->team, deserted_body, k, k->status, NULL), UPIPE_ERR_TIMEOUT);
     CHECK_INT(count_status(k, UPIPE_ERR_ABORTED), 1);
     CHECK_TEXT(k->team.failure.text, "for ranks 2, 3, 4, 5, 6, 7, 8, 9 and 2 more to come");
     crew_end(k);
@@ -882,9 +882,14 @@ static void test_abort_call(void)
         for (victim = 0; victim < 3; ++victim) {
             upipe_status want = what == IN_COPY ? UPIPE_ERR_BACKEND : UPIPE_ERR_ARG;
             crew *k = crew_begin(3, 60);
+            upipe_err e;
             k->victim = victim;
             k->what = what;
-            CHECK_INT(upipe_threads_run(&k->team, abort_body, k, k->status), want);
+            CHECK_STATUS(upipe_threads_run(&k->team, abort_body, k, k->status, &e), want, e);
+            CHECK_INT(e.status, want);
+            CHECK_TEXT(e.text, what == IN_COPY       ? "the engine burns after 32 bytes"
+                               : what == BEFORE_WAIT ? "rank is ill"
+                                                     : "failed: invalid argument");
             CHECK_INT(k->status[victim], want);
             CHECK_INT(count_status(k, UPIPE_ERR_ABORTED), 2);
             crew_end(k);
@@ -1041,7 +1046,7 @@ static void test_odd(void)
                 crew *k = crew_begin(ranks, 60);
                 k->victim = victim;
                 k->what = what;
-                CHECK_INT(upipe_threads_run(&k->team, odd_body, k, NULL), UPIPE_OK);
+                CHECK_INT(upipe_threads_run(&k->team, odd_body, k, NULL, NULL), UPIPE_OK);
                 crew_end(k);
             }
         }
@@ -1073,7 +1078,7 @@ static void test_bystander(void)
     int again;
     for (again = 0; again < 20; ++again) {
         crew *k = crew_begin(4, 60);
-        CHECK_INT(upipe_threads_run(&k->team, bystander_body, k, NULL), UPIPE_OK);
+        CHECK_INT(upipe_threads_run(&k->team, bystander_body, k, NULL, NULL), UPIPE_OK);
         crew_end(k);
     }
 }
@@ -1143,7 +1148,7 @@ static void test_queued(void)
         k->ops.sync = queued_sync;
         k->what = failing[i];
         k->victim = 1;
-        CHECK_INT(upipe_threads_run(&k->team, queued_body, k, k->status),
+        CHECK_INT(upipe_threads_run(&k->team, queued_body, k, k->status, NULL),
                   failing[i] ? UPIPE_ERR_BACKEND : UPIPE_OK);
         for (r = 0; r < k->ranks && failing[i]; ++r) {
             CHECK_INT(k->status[r], r == 1 ? UPIPE_ERR_BACKEND : UPIPE_ERR_ABORTED);
@@ -1230,7 +1235,7 @@ static void test_slow(void)
     for (what = 0; what <= (STUCK | TWO_MESSAGES); ++what) {
         crew *k = crew_begin(2, 60);
         k->what = what;
-        CHECK_INT(upipe_threads_run(&k->team, slow_body, k, k->status), UPIPE_ERR_TIMEOUT);
+        CHECK_INT(upipe_threads_run(&k->team, slow_body, k, k->status, NULL), UPIPE_ERR_TIMEOUT);
         CHECK_INT(k->status[1], UPIPE_ERR_ABORTED);
         crew_end(k);
     }
@@ -1279,7 +1284,7 @@ static void test_arguments(void)
     upipe_threads team;
     upipe_err e;
     crew *k = crew_begin(2, 20);
-    CHECK_INT(upipe_threads_run(&k->team, argument_body, k, NULL), UPIPE_OK);
+    CHECK_INT(upipe_threads_run(&k->team, argument_body, k, NULL, NULL), UPIPE_OK);
     crew_end(k);
     CHECK_STATUS(upipe_threads_init(&team, 0, 0, &e), UPIPE_ERR_ARG, e);
     CHECK_STATUS(upipe_threads_init(&team, -1, 0, &e), UPIPE_ERR_ARG, e);
@@ -1336,7 +1341,8 @@ static void test_resources(void)
         int r;
         calls = 0;
         fail_at = at;
-        CHECK_INT(upipe_threads_run(&k->team, meet_body, k, k->status), UPIPE_ERR_BACKEND);
+        CHECK_STATUS(upipe_threads_run(&k->team, meet_body, k, k->status, &e), UPIPE_ERR_BACKEND, e);
+        CHECK_TEXT(e.text, "did not start: Resource temporarily unavailable");
         for (r = 0; r < ranks; ++r)
             CHECK_INT(k->status[r], r < at - 1 ? UPIPE_ERR_ABORTED : UPIPE_ERR_BACKEND);
         CHECK_TEXT(k->team.failure.text, "did not start: Resource temporarily unavailable");

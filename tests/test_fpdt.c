@@ -261,7 +261,7 @@ static upipe_status run_segments(const run_case *test, int segments, const f32_b
     s->weights[1] = run_narrow(shape->dtype, in->wk, block_count(shape, "wk"));
     s->weights[2] = run_narrow(shape->dtype, in->wv, block_count(shape, "wv"));
     status = upipe_threads_init(&s->team, test->ranks, 60, err);
-    if (status == UPIPE_OK) status = upipe_threads_run(&s->team, segment_body, s, NULL);
+    if (status == UPIPE_OK) status = upipe_threads_run(&s->team, segment_body, s, NULL, NULL);
     upipe_threads_free(&s->team);
     for (i = 0; i < 3; ++i) free(s->weights[i]);
     *err = s->errors[0];
@@ -530,7 +530,7 @@ static void test_odd_segments(void)
         o->odd = cases[i].odd;
         upipe_cpu_ops(&o->ops);
         CHECK_STATUS(upipe_threads_init(&o->team, 2, 20, &e), UPIPE_OK, e);
-        upipe_threads_run(&o->team, odd_body, o, statuses);
+        upipe_threads_run(&o->team, odd_body, o, statuses, NULL);
         CHECK_SAY(statuses[1] == cases[i].status, "case %d: %s (%s)", cases[i].odd,
                   upipe_status_name(statuses[1]), o->errors[1].text);
         CHECK_TEXT(o->errors[1].text, cases[i].words);

@@ -393,7 +393,7 @@ static void test_odd_ranks(void)
         o.ops = &ops;
         o.odd = cases[i].odd;
         o.need = odd_need(&ops);
-        upipe_threads_run(&team, odd_body, &o, o.statuses);
+        upipe_threads_run(&team, odd_body, &o, o.statuses, NULL);
         for (rank = 0; rank < 4; ++rank) {
             upipe_status want = cases[i].status[rank != 1], got = o.statuses[rank];
             /* of several that fail by themselves, the first one's abort may reach the others before their own

@@ -400,7 +400,7 @@ static void test_odd_rings(void)
         o->odd = cases[i].odd;
         upipe_cpu_ops(&o->ops);
         CHECK_STATUS(grid_init(&o->grid, 2, 2, 0, cases[i].odd == ODD_AWAY ? 0.3 : 20, &e), UPIPE_OK, e);
-        worst = upipe_threads_run(&o->grid.world, odd_body, o, statuses);
+        worst = upipe_threads_run(&o->grid.world, odd_body, o, statuses, NULL);
         CHECK_SAY(worst == cases[i].status, "case %d: %s", cases[i].odd, upipe_status_name(worst));
         for (rank = 0; rank < 4; ++rank) {
             int away = cases[i].odd == ODD_AWAY && rank == 2;
@@ -511,7 +511,7 @@ static void test_bare_calls(void)
         b->teamed = kind / 2;
         upipe_cpu_ops(&b->ops);
         CHECK_STATUS(upipe_threads_init(&b->team, 3, 3, &e), UPIPE_OK, e);
-        upipe_threads_run(&b->team, bare_body, b, statuses);
+        upipe_threads_run(&b->team, bare_body, b, statuses, NULL);
         for (rank = 0; rank < 3; ++rank) {
             CHECK_SAY(statuses[rank] == (rank == 0 ? UPIPE_ERR_MEMORY : UPIPE_ERR_ABORTED),
                       "rank %d: %s (%s)", rank, upipe_status_name(statuses[rank]), b->errors[rank].text);

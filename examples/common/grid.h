@@ -105,7 +105,7 @@ static inline upipe_status grid_run(grid *g, upipe_status (*body)(void *user, in
 {
     g->body = body;
     g->user = user;
-    return upipe_threads_run(&g->world, grid_main, g, statuses);
+    return upipe_threads_run(&g->world, grid_main, g, statuses, NULL);
 }
 
 #endif

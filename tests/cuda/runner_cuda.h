@@ -417,7 +417,7 @@ static upipe_status cuda_block(cuda_case *test, const f32_block *in, run_result 
         if (status == UPIPE_OK) {
             if (test->nccl) cuda_nccl_open(s, &bytes);
             fake_fail_at(test->fail_at, test->fail_rank, test->fail_sticky);
-            status = upipe_threads_run(&s->team, cuda_rank_main, s, r->statuses);
+            status = upipe_threads_run(&s->team, cuda_rank_main, s, r->statuses, NULL);
             upipe_threads_free(&s->team);
         }
         CHECK_INT(fake_device_peak() - before, bytes);

@@ -377,7 +377,7 @@ static void test_team(const graph_case *g, int how)
     }
     if (how != OVER_THREADS) nccl_open(t, comms);
     CHECK_STATUS(upipe_threads_init(&t->threads, RANKS, 20, &err), UPIPE_OK, err);
-    CHECK_STATUS(upipe_threads_run(&t->threads, team_rank, t, NULL), UPIPE_OK, err);
+    CHECK_STATUS(upipe_threads_run(&t->threads, team_rank, t, NULL, NULL), UPIPE_OK, err);
     upipe_threads_free(&t->threads);
     for (r = 0; r < RANKS; ++r) {
         DEVICE_CHECK(cudaSetDevice(t->ranks[r].d.cuda.device));

@@ -335,7 +335,7 @@ static void test_refusals(void)
         upipe_status statuses[RUN_MAX];
         upipe_err e;
         CHECK_STATUS(grid_init(&f->grid, 2, rings, 0, 20, &e), UPIPE_OK, e);
-        upipe_threads_run(&f->grid.world, refused_body, f, statuses);
+        upipe_threads_run(&f->grid.world, refused_body, f, statuses, NULL);
         for (rank = 0; rank < 2 * rings; ++rank) {
             CHECK_STATUS(statuses[rank], UPIPE_ERR_UNSUPPORTED, f->errors[rank]);
             CHECK_TEXT(f->errors[rank].text, words[f->what]);

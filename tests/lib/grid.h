@@ -2,7 +2,7 @@
  *
  *     grid g;
  *     grid_init(&g, C, R, ring_first, deadline, &err);
- *     upipe_threads_run(&g.world, body, user, statuses);        body(user, rank of the world)
+ *     upipe_threads_run(&g.world, body, user, statuses, NULL);        body(user, rank of the world)
  *     grid_free(&g);
  *
  *     in body:  c.team = grid_team(&g, rank);  c.ring = grid_ring(&g, rank);     NULL without a ring

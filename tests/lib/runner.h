@@ -435,7 +435,7 @@ static inline upipe_status run_block(const run_case *test, const f32_block *in, 
     r->bytes = s->own[0].bytes;
     r->need = s->own[0].need;
     if (status == UPIPE_OK) {
-        status = upipe_threads_run(&g->world, run_body, &u, r->statuses);
+        status = upipe_threads_run(&g->world, run_body, &u, r->statuses, NULL);
         for (i = 0; i < ranks; ++i) moved += u.moved[i];
         if (status == UPIPE_OK) CHECK_INT(moved, sent);
         if (!test->expect_failure)

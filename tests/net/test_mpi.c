@@ -39,7 +39,7 @@ static upipe_comm *ring_comm(grid *g, int rank)
 }
 
 static upipe_status world_run(upipe_threads *world, upipe_status (*body)(void *user, int rank), void *user,
-                              upipe_status *statuses);
+                              upipe_status *statuses, upipe_err *e);
 #define upipe_threads_comm world_comm
 #define upipe_threads_run  world_run
 #define grid_team          team_comm
@@ -52,12 +52,12 @@ static upipe_status world_run(upipe_threads *world, upipe_status (*body)(void *u
 #undef grid_ring
 
 static upipe_status world_run(upipe_threads *world, upipe_status (*body)(void *user, int rank), void *user,
-                              upipe_status *statuses)
+                              upipe_status *statuses, upipe_err *e)
 {
     run_user *u = (run_user *)user;
     upipe_status s;
     int r, rank;
-    if (over_mpi == NULL) return upipe_threads_run(world, body, user, statuses);
+    if (over_mpi == NULL) return upipe_threads_run(world, body, user, statuses, e);
     rank = over_mpi->rank;
     s = body(user, rank);
     MPI_Allreduce(MPI_IN_PLACE, u->moved, over_mpi->ranks, MPI_INT64_T, MPI_SUM, MPI_COMM_WORLD);

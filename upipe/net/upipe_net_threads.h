@@ -5,8 +5,13 @@
  *
  *     upipe_threads team;
  *     upipe_status s = upipe_threads_init(&team, 4, 0, &err);
- *     if (s == UPIPE_OK) s = upipe_threads_run(&team, body, user, NULL);
+ *     if (s == UPIPE_OK) s = upipe_threads_run(&team, body, user, NULL, &err);
  *     upipe_threads_free(&team);
+ *
+ * A body ends with
+ *
+ *     if (s != UPIPE_OK) upipe_comm_abort(ctx.team, ctx.err.text);    its sentence, if no call has left one
+ *     return s;
  *
  * A host with threads of its own does not call upipe_threads_run: each thread uses the communicator of its
  * rank. A thread that fails elsewhere calls upipe_comm_abort: else the others wait for the deadline.
@@ -579,11 +584,13 @@ UPIPE_API void *upi_threads_main(void *p)
 /* upipe_threads_run -- calls body(user, rank) for every rank, each on a new thread, and joins the threads
  *   body      one that does not return UPIPE_OK breaks the team; the others then leave their calls at once
  *   statuses  [ranks] what each body returned; NULL = not wanted
+ *   e         NULL, or where the sentence of the first failure goes: that of the call that broke the team, or what
+ *             the body itself gave to upipe_comm_abort
  *   errors    the first rank's status that is neither OK nor ABORTED; else ABORTED, if any; BACKEND for ranks
  *             whose thread could not be started (calls of the other ranks return the sentence)
  */
 UPIPE_API upipe_status upipe_threads_run(upipe_threads *team, upipe_status (*body)(void *user, int rank),
-                                         void *user, upipe_status *statuses)
+                                         void *user, upipe_status *statuses, upipe_err *e)
 {
     upipe_status worst = UPIPE_OK;
     int r, started = 0, error = 0;
@@ -606,7 +613,7 @@ UPIPE_API upipe_status upipe_threads_run(upipe_threads *team, upipe_status (*bod
         if (worst == UPIPE_OK || (worst == UPIPE_ERR_ABORTED && s != UPIPE_OK)) worst = s;
         if (statuses != NULL) statuses[r] = s;
     }
-    return worst;
+    return worst == UPIPE_OK ? worst : upipe_fail(e, worst, "%s", team->failure.text);
 }
 
 #endif
