@@ -122,6 +122,97 @@ static void test_largest(void)
     CHECK_SAY(s.peak > 7.5 && s.peak <= 8, "the largest rank's slope is %.4f", s.peak);
 }
 
+/* ---- what is sent and copied ---- */
+
+static int transfers; /* of the team */
+
+static upipe_status count_start(upipe_ctx *c, upipe_comm *comm, const upipe_msg *list, int n)
+{
+    ++transfers;
+    return upi_dry_start(c, comm, list, n);
+}
+
+/* All-to-alls of a layer's attention, forward and backward: the table of docs/memory.md. */
+static void test_transfers(void)
+{
+    static const struct {
+        int chunk, forward, backward;
+    } rows[] = {{8, 10, 20}, {32, 4, 8}};
+    const float weight = 0;
+    upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
+    upipe_ops ops;
+    size_t i;
+    upipe_cpu_ops(&ops);
+    for (i = 0; i < sizeof rows / sizeof *rows; ++i) {
+        upipe_plan_desc d;
+        upipe_layer l;
+        upipe_plan p;
+        upipe_saved saved;
+        void *x;
+        memset(&d, 0, sizeof d);
+        memset(&l, 0, sizeof l);
+        d.tokens = 4096, d.ranks = 8, d.heads = 32, d.kv_heads = 8, d.head_dim = 128, d.model_dim = 4096;
+        d.chunk = rows[i].chunk, d.dtype = UPIPE_BF16;
+        CHECK_STATUS(upipe_plan_init(&p, &d, &dry->ctx.err), UPIPE_OK, dry->ctx.err);
+        l.plan = &p;
+        l.wq = l.wk = l.wv = l.wo = &weight;
+        CHECK_STATUS(upipe_dry_init(dry, &p, &ops), UPIPE_OK, dry->ctx.err);
+        dry->team.ops.start = count_start;
+        transfers = 0;
+        CHECK_STATUS(upipe_alloc(&dry->ctx, &x, upipe_plan_unit_bytes(&p), "x"), UPIPE_OK, dry->ctx.err);
+        CHECK_STATUS(
+            upipe_layer_fwd(&dry->ctx, &l, &saved, upipe_view_packed(x, UPIPE_BF16, p.rows, 1, 4096)),
+            UPIPE_OK, dry->ctx.err);
+        CHECK_INT(transfers, rows[i].forward);
+        CHECK_STATUS(upipe_saved_free(&dry->ctx, &saved), UPIPE_OK, dry->ctx.err);
+        transfers = 0;
+        CHECK_STATUS(upipe_dry_layer(dry, &l, 1), UPIPE_OK, dry->ctx.err);
+        CHECK_INT(transfers, rows[i].forward + rows[i].backward);
+    }
+    free(dry);
+}
+
+/* A step's copies between the pools in units, and what attention sends, of the same table. */
+static void test_moved(void)
+{
+    const llama_config llama = {32, 4096, 14336, 128256, 32, 8, 128, 0, 0, 500000, 1e-5, 0};
+    const double o = 1 + 1.0 / 64; /* O and lse */
+    const struct {
+        int kind, k, grad, attention; /* layers of which the backward runs attention's forward again */
+        double moved;
+    } rows[] = {{ACTIVATIONS_AC, 0, 0, 32, 0},
+                {ACTIVATIONS_OFFLOAD, 0, 0, 32, 32 * 5},
+                {ACTIVATIONS_OFFLOAD, 0, 1, 32, 32 * 7},
+                {ACTIVATIONS_SAO, 4, 0, 32, 24 * 5},
+                {ACTIVATIONS_SAC, 0, 0, 0, 32 * (4 + 2 * o)},
+                {ACTIVATIONS_SAC, 8, 0, 24, 8 * (4 + 2 * o) + 24 * 5},
+                {ACTIVATIONS_BLOCKS, 2, 0, 32, 16 * (2 + 1 + 2 * o + 7)},
+                {ACTIVATIONS_BLOCKS, 4, 0, 32, 8 * (2 + 3 * (1 + 2 * o) + 13)}};
+    llama_layout layout;
+    upipe_plan_desc d;
+    upipe_ops ops;
+    upipe_err e;
+    int64_t all = 0;
+    size_t i;
+    model m;
+    upipe_cpu_ops(&ops);
+    memset(&d, 0, sizeof d);
+    d.tokens = 1 << 20, d.ranks = 8, d.ring = 1, d.dtype = UPIPE_BF16;
+    CHECK(llama_layout_init(&layout, &llama) == 0);
+    CHECK_STATUS(model_init(&m, &layout, &d, &e), UPIPE_OK, e);
+    for (i = 0; i < sizeof rows / sizeof *rows; ++i) {
+        memory_plan plan;
+        m.activations = setting_of(rows[i].kind, rows[i].k, rows[i].grad);
+        CHECK_STATUS(memory_plan_make(&plan, &m, &ops, NULL, NULL, &e), UPIPE_OK, e);
+        CHECK_SAY((double)plan.moved == rows[i].moved * (1 << 30),
+                  "row %zu: %.6f units between the pools, not %.6f", i, (double)plan.moved / (1 << 30),
+                  rows[i].moved);
+        if (i == 0) all = plan.sent;
+        CHECK_INT(all - plan.sent, (32 - rows[i].attention) * upipe_plan_sent(&m.plan, 0));
+    }
+    llama_layout_free(&layout);
+}
+
 /* ---- random models ---- */
 
 enum { RANKS_MAX = 4, STEPS = 2 };
@@ -290,6 +381,8 @@ int main(void)
     int i;
     test_slopes();
     test_largest();
+    test_transfers();
+    test_moved();
     for (; test_draws_more(&draws); ++draws.done) {
         const long failures = test_failures, seed = draws.seed + draws.done;
         test_rng rng;

@@ -427,8 +427,10 @@ def test_methods(folder):
 def test_activations(folder):
     """What is kept, and where, changes no bit and no promise of bytes."""
     settings = ['offload', 'sao:2', 'sac', 'sac:2', 'blocks:2', 'blocks:3,grad', 'ac,grad', 'sac:1,grad']
+    # The long training.
+    steps = 50 if os.environ.get('UPIPE_FULL') == '1' else 4
     for what, flags, some in [
-        ('upipe', {'layers': 5, 'heads': 8, 'kv_heads': 4, 'ranks': 2, 'tokens': 96, 'batch': 2}, settings),
+        ('upipe', {'steps': steps, 'layers': 5, 'heads': 8, 'kv_heads': 4, 'ranks': 2, 'tokens': 96, 'batch': 2}, settings),
         ('uneven', {'layers': 3, 'heads': 8, 'kv_heads': 4, 'ranks': 3, 'tokens': 67}, settings[3:5]),
         ('a ring', {'layers': 3, 'method': 'usp', 'ranks': 4}, settings[2:6:3]),
         ('segments', {'layers': 5, 'method': 'upipe-fpdt', 'segments': 3, 'tokens': 200}, settings[:1] + settings[3:6]),
@@ -1232,6 +1234,20 @@ def test_plan(folder):
     check(1 <= away['peak'] <= away['slab'] <= 1.25, f'in segments: {away}')
     near([here['peak'] - away['peak'], away['host'] - here['host']], [32, 32], 1e-3, 'copies, in segments')
     check(away['host_slab'] <= 41.1, f'the second pool in segments: {away}')
+    # Where the kernels will run makes a difference, but need not be there.
+    done = run(words_of({**shape, 'method': 'upipe', 'plan': True, 'offload': True, 'device': 'cuda', 'json': 'plan.json'}),
+               folder)
+    if check((done.returncode, done.stderr) == (0, ''), f'the plan for a GPU: {done.stderr}'):
+        slope = numbers_of(folder, 'plan.json')['slope_units']
+        check(upipe < slope['peak'] <= slope['slab'] <= 5.35, f'the plan for a GPU: {slope}')
+        os.remove(os.path.join(folder, 'plan.json'))
+    # The largest rank is not always the first one.
+    done = run(words_of({'layers': 2, 'model_dim': 3584, 'heads': 28, 'kv_heads': 4, 'head_dim': 128, 'ranks': 8,
+                         'tokens': 65536, 'dtype': 'bf16', 'method': 'ulysses', 'plan': True, 'json': 'plan.json'}), folder)
+    if check((done.returncode, done.stderr) == (0, ''), f'the plan of uneven heads: {done.stderr}'):
+        plan = numbers_of(folder, 'plan.json')
+        check(plan['rank'] > 0 and plan['all_ranks']['slab_bytes'] < 8 * plan['slab_bytes'], f'the largest rank: {plan}')
+        os.remove(os.path.join(folder, 'plan.json'))
     # The plan is the run's.
     numbers = good(folder, 'as planned', offload=True, steps=1)
     done = run(words_of({**MODEL, 'tokens': 64, 'ranks': 2, 'offload': True, 'plan': True}), folder)
