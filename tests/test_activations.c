@@ -200,6 +200,8 @@ static void test_moved(void)
     d.tokens = 1 << 20, d.ranks = 8, d.ring = 1, d.dtype = UPIPE_BF16;
     CHECK(llama_layout_init(&layout, &llama) == 0);
     CHECK_STATUS(model_init(&m, &layout, &d, &e), UPIPE_OK, e);
+    CHECK((double)(32 * (2 * upipe_plan_sent(&m.plan, 0) + upipe_plan_sent(&m.plan, 1))) ==
+          252.4375 * (1 << 30));
     for (i = 0; i < sizeof rows / sizeof *rows; ++i) {
         memory_plan plan;
         m.activations = setting_of(rows[i].kind, rows[i].k, rows[i].grad);
