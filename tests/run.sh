@@ -48,7 +48,7 @@ began=$(date +%s)
 
 # program:packages. The first list must be there; what only the others need is left out, and said, without it.
 required='gcc:gcc,libc6-dev g++:g++ meson:meson ninja:ninja-build pkg-config:pkg-config python3:python3 numpy:python3-numpy jansson:libjansson-dev'
-wanted='mpirun:openmpi-bin,libopenmpi-dev'
+wanted='mpirun:openmpi-bin,libopenmpi-dev cmake:cmake'
 if [ $full = 1 ]; then
     wanted="$wanted mpirun.mpich:mpich,libmpich-dev clang:clang,libclang-rt-dev clang-format:clang-format valgrind:valgrind,libc6-dbg openblas:libopenblas-dev pip:python3-pip"
     # A machine of that kind runs NEON anyway.

@@ -18,8 +18,11 @@
 #include <stdio.h>
 #include <string.h>
 
+/* Meson, CMake and pkg-config read the version here. UPIPE_VERSION grows with every release: 100 for 0.1.0. */
 #define UPIPE_VERSION_MAJOR 0
 #define UPIPE_VERSION_MINOR 1
+#define UPIPE_VERSION_PATCH 0
+#define UPIPE_VERSION       (UPIPE_VERSION_MAJOR * 10000 + UPIPE_VERSION_MINOR * 100 + UPIPE_VERSION_PATCH)
 
 /* Header-only: every function is private to the unit that includes it, used there or not. */
 #define UPIPE_API static inline __attribute__((unused))

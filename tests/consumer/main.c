@@ -1,7 +1,7 @@
 /* main.c -- a host program as small as one can be: a plan, a pool, a team of one, a step on a thread of its own
  *
- * It is built three ways by run.sh: with upipe as a Meson subproject, installed and found by pkg-config, and from a
- * copy of the folder upipe/. The square root and the thread are there to need what the dependency must bring.
+ * run.sh builds it in every way that docs/config.md names, with the version that a package says it has as
+ * PACKAGE_VERSION. The square root and the thread are there to need what the dependency must bring.
  */
 #include <math.h>
 #include <pthread.h>
@@ -40,11 +40,18 @@ int main(int argc, char **argv)
     upipe_ctx ctx;
     pthread_t thread;
     job j;
+    char version[32];
     size_t slab_bytes = (size_t)1 << 20;
     void *slab = aligned_alloc(UPIPE_MEM_ALIGN, slab_bytes);
     int failed = 1;
     (void)argv;
 
+    snprintf(version, sizeof version, "%d.%d.%d", UPIPE_VERSION / 10000, UPIPE_VERSION / 100 % 100,
+             UPIPE_VERSION % 100);
+#ifdef PACKAGE_VERSION
+    if (strcmp(version, PACKAGE_VERSION) != 0)
+        return fprintf(stderr, "consumer: headers of %s in package %s\n", version, PACKAGE_VERSION), 1;
+#endif
     memset(&desc, 0, sizeof desc);
     memset(&ctx, 0, sizeof ctx);
     memset(&j, 0, sizeof j);
@@ -61,7 +68,7 @@ int main(int argc, char **argv)
     j.plan = &plan;
     if (pthread_create(&thread, NULL, run_step, &j) != 0 || pthread_join(thread, NULL) != 0) goto done;
     failed = j.status != UPIPE_OK || mem.live != 0 || mem.peak != 2 * upipe_plan_unit_bytes(&plan);
-    printf("%d stages, root of the scale %.4f, peak %zu bytes\n", plan.stages,
+    printf("upipe %s, %d stages, root of the scale %.4f, peak %zu bytes\n", version, plan.stages,
            sqrt(1.0 / (plan.desc.head_dim * argc)), mem.peak);
 done:
     if (failed)

@@ -1,5 +1,6 @@
 #!/bin/sh
-# run.sh TOP -- builds and runs the consumer three ways: subproject, installed, copied folder. CC names the compiler.
+# run.sh TOP -- builds and runs the consumer in every way: Meson's subproject, installed (Meson, pkg-config, CMake), CMake's
+# add_subdirectory, FetchContent and install, a copied folder. The version is the same in all of them. CC names the compiler.
 set -eu
 
 top=$(cd "$1" && pwd)
@@ -22,13 +23,13 @@ quiet() {
 
 host() {
     mkdir -p "$scratch/$1"
-    cp "$here/meson.build" "$here/main.c" "$here/step.c" "$here/step.h" "$scratch/$1"
+    cp "$here/meson.build" "$here/CMakeLists.txt" "$here/main.c" "$here/step.c" "$here/step.h" "$scratch/$1"
 }
 
 host subproject
 cp -R "$here/subprojects" "$scratch/subproject"
 mkdir "$scratch/subproject/subprojects/upipe"
-(cd "$top" && cp -R meson.build meson_options.txt LICENSE upipe tests examples "$scratch/subproject/subprojects/upipe")
+(cd "$top" && cp -R meson.build meson_options.txt LICENSE cmake upipe tests examples "$scratch/subproject/subprojects/upipe")
 quiet meson setup "$scratch/subproject/build" "$scratch/subproject" --wrap-mode=nodownload
 quiet meson compile -C "$scratch/subproject/build"
 quiet "$scratch/subproject/build/consumer"
@@ -50,10 +51,41 @@ quiet meson setup "$scratch/installed/build" "$scratch/installed"
 quiet meson compile -C "$scratch/installed/build"
 quiet "$scratch/installed/build/consumer"
 echo "installed, Meson: $(cat "$scratch/said")"
+version=$(pkg-config --modversion upipe)
 # shellcheck disable=SC2046,SC2086 # lists of words
-quiet $CC -std=c11 $(pkg-config --cflags upipe) "$here/main.c" "$here/step.c" -o "$scratch/plain" $(pkg-config --libs upipe)
+quiet $CC -std=c11 "-DPACKAGE_VERSION=\"$version\"" $(pkg-config --cflags upipe) "$here/main.c" "$here/step.c" -o "$scratch/plain" $(pkg-config --libs upipe)
 quiet "$scratch/plain"
 echo "installed, pkg-config: $(cat "$scratch/said")"
+
+# with_cmake NAME WORDS FLAG...: the consumer with CMake
+with_cmake() {
+    name=$1 words=$2
+    shift 2
+    host "$name"
+    quiet cmake -S "$scratch/$name" -B "$scratch/$name/build" "$@"
+    quiet cmake --build "$scratch/$name/build"
+    quiet "$scratch/$name/build/consumer"
+    echo "$words: $(cat "$scratch/said")"
+}
+
+if command -v cmake >/dev/null 2>&1; then
+    with_cmake found "installed by Meson, find_package" "-DCMAKE_PREFIX_PATH=$scratch/prefix"
+    with_cmake subdirectory "add_subdirectory" "-DUPIPE=$top"
+    tar -cf "$scratch/upipe.tar" -C "$top" CMakeLists.txt LICENSE cmake upipe
+    with_cmake fetched "FetchContent" "-DUPIPE=$scratch/upipe.tar"
+    quiet cmake -S "$top" -B "$scratch/cmake"
+    quiet cmake --install "$scratch/cmake" --prefix "$scratch/moved"
+    mv "$scratch/moved" "$scratch/installed by cmake"
+    with_cmake found_again "installed by CMake and moved, find_package" "-DCMAKE_PREFIX_PATH=$scratch/installed by cmake"
+    host other
+    sed -i.bak 's/upipe 0\.1 /upipe 0.9 /' "$scratch/other/CMakeLists.txt"
+    if cmake -S "$scratch/other" -B "$scratch/other/build" "-DCMAKE_PREFIX_PATH=$scratch/prefix" >"$scratch/said" 2>&1; then
+        echo "consumer: find_package took another version than it asked for"
+        exit 1
+    fi
+else
+    echo "left out: CMake, which is not installed"
+fi
 
 mkdir "$scratch/copied"
 cp -R "$top/upipe" "$scratch/copied"
@@ -61,3 +93,10 @@ cp -R "$top/upipe" "$scratch/copied"
 quiet $CC -std=c11 -I "$scratch/copied" "$here/main.c" "$here/step.c" -o "$scratch/copied/consumer" -lm -pthread
 quiet "$scratch/copied/consumer"
 echo "a copied folder: $(cat "$scratch/said")"
+
+for place in CITATION.cff:"^version: $version\$" CHANGELOG.md:"^## $version"; do
+    grep -q "${place#*:}" "$top/${place%%:*}" || {
+        echo "consumer: ${place%%:*} does not name version $version"
+        exit 1
+    }
+done
