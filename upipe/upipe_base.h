@@ -24,6 +24,11 @@
 #define UPIPE_VERSION_PATCH 0
 #define UPIPE_VERSION       (UPIPE_VERSION_MAJOR * 10000 + UPIPE_VERSION_MINOR * 100 + UPIPE_VERSION_PATCH)
 
+#if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
+#error \
+    "upipe checks for NaN, which -ffast-math and -Ofast compile away: use it in a unit of its own, compiled without (docs/config.md), or add -fno-finite-math-only where the kernels are only declared"
+#endif
+
 /* Header-only: every function is private to the unit that includes it, used there or not. */
 #define UPIPE_API static inline __attribute__((unused))
 

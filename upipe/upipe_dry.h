@@ -27,8 +27,8 @@ typedef struct upipe_dry {
     upipe_ops ops;
     upipe_mem_block blocks[UPIPE_DRY_BLOCKS_MAX], host_blocks[UPIPE_DRY_HOST_BLOCKS_MAX];
     upipe_msg list[2 * UPIPE_DRY_RANKS_MAX], ring_list[2 * UPIPE_DRY_RANKS_MAX];
-    int64_t gathered[UPIPE_DRY_RANKS_MAX * UPIPE_ALL_GATHER_MAX],
-        ring_gathered[UPIPE_DRY_RANKS_MAX * UPIPE_ALL_GATHER_MAX];
+    int64_t gathered[(int)UPIPE_DRY_RANKS_MAX * (int)UPIPE_ALL_GATHER_MAX],
+        ring_gathered[(int)UPIPE_DRY_RANKS_MAX * (int)UPIPE_ALL_GATHER_MAX];
     size_t intermediate_fwd; /* as in upipe_bytes */
 } upipe_dry;
 

@@ -2,12 +2,14 @@
 """headers.py TOP [cuda] -- every header compiles alone, twice, and in two linked units, as C11, C++17 and CUDA; no mutable object
 
 For each header under TOP/upipe and each language a unit that includes it first and then again is read with all warnings
-as errors; two units with all of them are compiled and linked. Headers in cpu/ are also read for every instruction set
-that a compiler here has, whether this machine runs it or not. gcc makes code of everything in all of them, for each
-instruction set, and no writable object or visible symbol may be there. Kernels are C++: alone with the emulator's
-seams. The larger programs compile without optimization too, with which gcc warns of other things (--buildtype=plain).
-With the word cuda nvcc compiles them all, and nothing else does: that takes long. Where CUDA or NCCL is missing, the tests' fakes stand for their headers. What a missing compiler or
-library leaves out is said; it is a failure if no compiler is found at all.
+as errors (as C23 and C++20 all of them at once); two units with all of them are compiled and linked. Headers in cpu/ are
+also read for every instruction set that a compiler here has, whether this machine runs it or not. gcc makes code of
+everything in all of them, for each instruction set, and no writable object or visible symbol may be there. Kernels are
+C++: alone with the emulator's seams. The larger programs compile without optimization too, with which gcc warns of other
+things (--buildtype=plain). Flags that break IEEE arithmetic are refused, with a sentence that says the mend. With the
+word cuda nvcc compiles them all, and nothing else does: that takes long. Where CUDA or NCCL is missing, the tests' fakes
+stand for their headers. What a missing compiler or library leaves out is said; it is a failure if no compiler is found
+at all.
 """
 
 import concurrent.futures
@@ -49,6 +51,8 @@ HOST = {
     'C11, clang': ('clang', ['-std=c11'], '.c'),
     'C++17, g++': ('g++', ['-std=c++17'], '.cpp'),
 }
+# The next languages warn of more: there all headers are read once.
+NEXT = {'C++20, g++': ('g++', '-std=c++20', '.cpp'), 'C23, gcc': ('gcc', '-std=c2x', '.c')}
 # Another processor's: the headers in cpu/ alone, as the libraries of the others are this machine's.
 CROSS = {'C11, gcc for aarch64': ('aarch64-linux-gnu-gcc', ['-std=c11'], '.c')}
 NVCC_FLAGS = ['-std=c++17', '-arch=compute_80', '-Werror=all-warnings', '-Xcompiler', '-Wall,-Wextra,-Wshadow', '-Wno-deprecated-gpu-targets']
@@ -141,6 +145,32 @@ def compile_program(label, program, top):
                         os.path.join(top, program), '-o', os.devnull])
 
 
+def compile_refused(label, compiler, flags, suffix, text, sentence, top):
+    """A unit that must not compile, for this reason; without a sentence one that must."""
+    with tempfile.TemporaryDirectory() as folder:
+        unit = os.path.join(folder, 'unit' + suffix)
+        with open(unit, 'w', encoding='utf-8') as out:
+            out.write(text)
+        ok, said = run([compiler, *flags, '-I', top, '-c', unit, '-o', unit + '.o'])
+        return label, ok == (sentence is None) and (sentence or '') in said, said or 'compiles'
+
+
+def fast_math_jobs(compiler, top):
+    """Kernels, and a unit that only declares them: there a scale of NaN would pass."""
+    jobs = []
+    both, declared = '#include "upipe/upipe.h"\n#include "upipe/cpu/upipe_cpu.h"\n', ['-DUPIPE_CPU_DECLARE', '-fsyntax-only']
+    for flag in ('-ffast-math', '-Ofast', '-ffinite-math-only'):
+        for words in (declared, ['-fsyntax-only']):
+            jobs.append((compile_refused, f'{compiler} {flag} {words[0]} is refused', compiler, [flag, *words], '.c', both,
+                         'use it in a unit of its own', top))
+    if compiler == 'gcc': # clang's macros do not tell
+        jobs.append((compile_refused, 'associative kernels are refused', compiler,
+                     ['-Ofast', '-fno-finite-math-only', '-fsyntax-only'], '.c', both, 'UPIPE_CPU_DEFINE', top))
+    jobs.append((compile_refused, f'{compiler} with NaN and declared kernels', compiler,
+                 ['-Ofast', '-fno-finite-math-only', '-w', *declared], '.c', both, None, top))
+    return jobs
+
+
 def find_flags(top):
     """Include flags by the words of FOREIGN; a word that is missing has none to offer."""
     flags = {'cuda': ['-isystem', os.path.join(top, 'tests', 'fake')]}
@@ -185,6 +215,10 @@ def cuda_jobs(headers, flags_of, top):
         headers = [name for name in headers if name != 'net/upipe_net_nccl.h']
         print('left out: net/upipe_net_nccl.h as CUDA, as nccl.h is not in its usual places')
     jobs = [(compile_pair, 'CUDA, nvcc: all headers', nvcc, real, '.cu', headers, top)]
+    one = '#include "upipe/cuda/upipe_cuda_rows.h"\nvoid *cast(void) { return (void *)upi_cuda_cast; }\n'
+    for flag in ('--use_fast_math', '-ftz=true', '-prec-div=false'):
+        jobs.append((compile_refused, f'nvcc {flag} is refused', nvcc, ['-std=c++17', '-arch=sm_80', flag], '.cu', one,
+                     'without_use_fast_math', top))
     for name in headers:
         if not name.startswith('cuda/') or name in FOREIGN:
             jobs.append((compile_one, f'CUDA, nvcc: {name}', nvcc, real, '.cu', [name], top))
@@ -206,6 +240,13 @@ def host_jobs(headers, flags_of, top):
         jobs.append((compile_apart, 'the CPU table in a unit of its own', top))
     if shutil.which('gcc'):
         jobs += [(compile_program, f'{program} without optimization', program, top) for program in PROGRAMS]
+    for language, (compiler, standard, suffix) in NEXT.items():
+        if shutil.which(compiler):
+            jobs.append((compile_one, f'{language}: all headers', compiler,
+                         [standard, *WARNINGS, *READ_ONLY, *POSIX, *foreign], suffix, host_headers, top))
+    for compiler in ('gcc', 'clang'):
+        if shutil.which(compiler):
+            jobs += fast_math_jobs(compiler, top)
     for language, (program, standard, suffix) in (HOST | CROSS).items():
         compiler = shutil.which(program)
         if not compiler:

@@ -56,8 +56,8 @@ UPI_INLINE size_t upi_attn_bwd_layout(upi_attn_bwd_work *w, float *base, const u
     w->dq = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD * d);
     w->q_rows = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD * columns);
     w->dout_rows = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD * v_columns);
-    w->p = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD * UPI_ATTN_KEYS);
-    w->s = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD * UPI_ATTN_KEYS);
+    w->p = upi_attn_carve(base, &used, (int64_t)UPI_ATTN_ROWS_BWD * UPI_ATTN_KEYS);
+    w->s = upi_attn_carve(base, &used, (int64_t)UPI_ATTN_ROWS_BWD * UPI_ATTN_KEYS);
     w->k = upi_attn_carve(base, &used, UPI_ATTN_KEYS * (d + UPI_ATTN_PAD));
     w->v = upi_attn_carve(base, &used, UPI_ATTN_KEYS * (v_dim + UPI_ATTN_PAD));
     w->lse = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD);
@@ -146,8 +146,8 @@ UPI_INLINE void upi_attn_add_grad(int tile, int vectors, int rest, int panels, i
         const int from = panel > 0 ? 0 : skip;
         upi_attn_tile(1, tile, 0, vectors, UPI_ATTN_PANEL - from,
                       weights + panel * UPI_ATTN_KEYS * UPI_ATTN_PANEL + from, UPI_ATTN_PANEL, 1,
-                      columns + (panel * UPI_ATTN_PANEL + from) * UPI_WIDE, UPI_WIDE * UPI_ATTN_ROWS_BWD,
-                      UPI_WIDE, sums);
+                      columns + (panel * UPI_ATTN_PANEL + from) * UPI_WIDE,
+                      UPI_WIDE * (int64_t)UPI_ATTN_ROWS_BWD, UPI_WIDE, sums);
     }
     UPI_CPU_UNROLL
     for (i = 0; i < tile; ++i) UPI_CPU_UNROLL

@@ -684,7 +684,7 @@ UPI_INLINE upipe_view upi_norm_heads(upipe_view v, int32_t head, int32_t heads)
 UPIPE_API upipe_status upi_cpu_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upipe_view dy, upipe_view x,
                                            const float *weight, float eps, float *dweight, int accumulate)
 {
-    const int32_t most = dweight != NULL ? UPI_NORM_ROWS / UPIPE_SUM_ROWS : UPI_NORM_ROWS;
+    const int32_t most = dweight != NULL ? (int)UPI_NORM_ROWS / (int)UPIPE_SUM_ROWS : UPI_NORM_ROWS;
     int32_t head, heads;
     UPIPE_TRY(upipe_check_rmsnorm_bwd(c, dx, dy, x, weight, eps, accumulate));
     for (head = 0; head < x.h; head += heads) {

@@ -54,11 +54,10 @@
 #include <arm_neon.h>
 #endif
 
-/* Rounding by a magic constant, hidden scores of -inf and sums in a fixed order would all be optimised
- * away. */
-#if defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || \
-    (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
-#error "upipe's CPU kernels need IEEE arithmetic: compile without -ffast-math"
+/* Rounding by a magic constant and sums in a fixed order would be optimised away. upipe_base.h refuses the rest. */
+#ifdef __ASSOCIATIVE_MATH__
+#error \
+    "upipe's CPU kernels need IEEE arithmetic: compile them without -ffast-math in a unit of their own that defines UPIPE_CPU_DEFINE, and define UPIPE_CPU_DECLARE in the others"
 #endif
 
 #define UPI_INLINE static inline __attribute__((always_inline, unused))

@@ -18,6 +18,19 @@
 
 typedef uint16_t upi_bf16; /* storage alone */
 
+/* Of --use_fast_math, -ftz=true and -prec-div=false no macro tells: what is no instruction fails the assembler there, and
+ * is gone before it elsewhere. */
+#if defined(__NVCC__) && defined(__CUDA_ARCH__)
+extern "C" __device__ int __nvvm_reflect(const char *name);
+static __device__ __forceinline__ void upi_need_ieee(void)
+{
+    if (__nvvm_reflect("__CUDA_FTZ") || !__nvvm_reflect("__CUDA_PREC_DIV"))
+        asm volatile("upipe_needs_IEEE_arithmetic_compile_it_in_a_unit_of_its_own_without_use_fast_math;");
+}
+#else
+#define upi_need_ieee() ((void)0)
+#endif
+
 #ifdef UPIPE_CUDA_SEAMS
 #include UPIPE_CUDA_SEAMS
 #else

@@ -358,6 +358,7 @@ UPIPE_API upipe_status upi_cuda_zero(upipe_ctx *c, void *dst, size_t bytes)
 /* Between equal types the bits go as they are, those of a NaN too. */
 template <int TYPES> UPI_KERNEL(256, 1) void upi_cast_rows(upipe_view dst, upipe_view src, upi_span s)
 {
+    upi_need_ieee();
     UPI_EACH_TEAM(s, first)
     {
         upi_place p = upi_place_of(s, first);
