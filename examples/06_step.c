@@ -23,7 +23,8 @@ typedef struct shared { /* in memory that the device reaches */
 static upipe_status step(upipe_ctx *c, shared *all, float *grad, float *loss)
 {
     const int at = c->team->rank * ROWS * MODEL;
-    upipe_grads g = {grad, grad + Q, grad + Q + KV, grad + Q + 2 * KV, NULL, NULL, NULL};
+    upipe_grads g = {grad, grad + Q, grad + Q + KV, grad + Q + 2 * KV, NULL, NULL, NULL, NULL,
+                     NULL, NULL,     NULL};
     upipe_saved saved;
     upipe_view x, y;
     void *data;

@@ -130,6 +130,9 @@ static upipe_status segment_rank(upipe_ctx *c, segments_state *s, upipe_fpdt *f,
     g.q_norm_weight = shape->normed ? grads[4] : NULL;
     g.k_norm_weight = shape->normed ? grads[5] : NULL;
     g.sinks = shape->sinks ? grads[6] : NULL;
+    g.bq = shape->biased ? grads[7] : NULL;
+    g.bk = shape->biased ? grads[8] : NULL;
+    g.bv = shape->biased ? grads[9] : NULL;
     segment_rows(f, s->in->x, host, dim, 0);
     status = c->ops->cast(c, x16, x32);
     if (status == UPIPE_OK) status = upipe_fpdt_fwd(c, f, &save, x);
@@ -171,7 +174,8 @@ static upipe_status segment_body(void *user, int rank)
 {
     segments_state *s = (segments_state *)user;
     float *const result[] = {
-        s->out.wq, s->out.wk, s->out.wv, NULL, s->out.q_norm_weight, s->out.k_norm_weight, s->out.sinks};
+        s->out.wq, s->out.wk, s->out.wv, NULL, s->out.q_norm_weight, s->out.k_norm_weight, s->out.sinks,
+        s->out.bq, s->out.bk, s->out.bv, NULL};
     upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
     size_t sum = (size_t)s->team.ranks * UPIPE_REDUCE_STRIP * 4 + 4096;
     float *grads[RUN_GRADS];
@@ -197,6 +201,9 @@ static upipe_status segment_body(void *user, int rank)
     f.layer.wq = s->weights[0];
     f.layer.wk = s->weights[1];
     f.layer.wv = s->weights[2];
+    f.layer.bq = s->in->bq;
+    f.layer.bk = s->in->bk;
+    f.layer.bv = s->in->bv;
     f.layer.q_norm_weight = s->in->q_norm_weight;
     f.layer.k_norm_weight = s->in->k_norm_weight;
     f.layer.mask.sinks = s->in->sinks;
@@ -334,6 +341,7 @@ static void test_random(void)
         t.shape.window = test_below(&rng, 4) == 0 ? 1 + test_below(&rng, 12) : 0;
         t.shape.softcap = test_below(&rng, 6) == 0 ? 2.5 : 0;
         t.shape.sinks = test_below(&rng, 4) == 0;
+        t.shape.biased = test_below(&rng, 3) == 0;
         t.shape.v_dim = test_below(&rng, 4) == 0 ? 8 * (4 + test_below(&rng, 3)) : 0;
         if (test_below(&rng, 4) == 0) {
             cu_seqlens[0] = 0;

@@ -145,6 +145,7 @@ static void test_finite_differences(void)
         t.shape.cu_seqlens_n = kind >= 7 ? 3 : 0;
         t.shape.softcap = kind >= 7 ? 1.5 : 0;
         t.shape.sinks = kind >= 6;
+        t.shape.biased = kind % 2;
         block_inputs(&t.shape, 7, &in);
         f64_block_widen(&t.shape, &in, &in64);
         f64_block_make(&t.shape, &at);
@@ -180,6 +181,10 @@ static void test_finite_differences(void)
         DIFFERENCE(q_norm_weight)
         DIFFERENCE(k_norm_weight)
         DIFFERENCE(sinks)
+        DIFFERENCE(bq)
+        DIFFERENCE(bk)
+        DIFFERENCE(bv)
+        DIFFERENCE(bo)
 #undef DIFFERENCE
         f32_block_free(&in);
         f64_block_free(&in64);
@@ -509,6 +514,10 @@ static void test_misuse(void)
     bad = l;
     bad.plan = &other_plan;
     REFUSED(UPIPE_ERR_ARG, "the plan says 4", upipe_layer_out_fwd(&c, &bad, x, &save));
+    g.bo = w;
+    REFUSED(UPIPE_ERR_ARG, "a gradient of bo is wanted without it",
+            upipe_layer_out_bwd(&c, &l, &g, &save, x));
+    g.bo = NULL;
     g.q_norm_weight = w;
     GOOD(upipe_layer_out_bwd(&c, &l, &g, &save, x));
     REFUSED(UPIPE_ERR_ARG, "consumed already", upipe_layer_out_bwd(&c, &l, &g, &save, x));
@@ -519,6 +528,9 @@ static void test_misuse(void)
     g.sinks = w;
     REFUSED(UPIPE_ERR_ARG, "without sinks", upipe_layer_bwd(&c, &l, x, &g, &save, &save.out, x));
     g.sinks = NULL;
+    g.bk = w;
+    REFUSED(UPIPE_ERR_ARG, "a gradient of bk is wanted", upipe_layer_bwd(&c, &l, x, &g, &save, &save.out, x));
+    g.bk = NULL;
     GOOD(upipe_layer_bwd(&c, &l, x, &g, &save, &save.out, x));
     REFUSED(UPIPE_ERR_ARG, "not there", upipe_layer_bwd(&c, &l, x, &g, &save, &save.out, x));
     REFUSED(UPIPE_ERR_ARG, "consumed already", upipe_layer_out_fwd(&c, &l, x, &save));
@@ -599,6 +611,41 @@ static void test_missing(void)
     free(slab);
 }
 
+/* Gradients of weights in bf16: a rank's own are its f32 ones, rounded once; with the bytes of the dry run. */
+static void test_narrow_grads(upipe_dtype dtype, int ranks, int chunk)
+{
+    run_case t;
+    run_result wide, narrow;
+    f32_block in;
+    int64_t i;
+    memset(&t, 0, sizeof t);
+    t.shape.tokens = 24, t.shape.batch = 1, t.shape.dim = 40, t.shape.h = 4, t.shape.hkv = 2, t.shape.d = 32;
+    t.shape.scale = 0.125, t.shape.projected = t.shape.biased = 1, t.shape.dtype = dtype;
+    t.ranks = ranks, t.chunk = chunk;
+    block_inputs(&t.shape, 7, &in);
+    CHECK_STATUS(run_block(&t, &in, &wide), UPIPE_OK, wide.errors[0]);
+    t.grad_dtype = UPIPE_BF16;
+    CHECK_STATUS(run_block(&t, &in, &narrow), UPIPE_OK, narrow.errors[0]);
+#define NARROW(tensor)                                                          \
+    for (i = 0; i < block_count(&t.shape, #tensor); ++i) {                      \
+        float full = wide.out.tensor[i], got = narrow.out.tensor[i];            \
+        CHECK_SAY(ranks > 1 ? fabsf(got - full) <= 0.02f * (fabsf(full) + 1)    \
+                            : got == naive_store(UPIPE_BF16, full),             \
+                  #tensor " %g in bf16, %g in f32", (double)got, (double)full); \
+    }
+    NARROW(wq)
+    NARROW(wk)
+    NARROW(wv)
+    NARROW(wo)
+#undef NARROW
+    CHECK_BYTES(narrow.out.x, wide.out.x, (size_t)block_count(&t.shape, "x") * 4);
+    CHECK_BYTES(narrow.out.bq, wide.out.bq, (size_t)block_count(&t.shape, "bq") * 4);
+    CHECK_BYTES(narrow.out.bo, wide.out.bo, (size_t)block_count(&t.shape, "bo") * 4);
+    run_free(&wide);
+    run_free(&narrow);
+    f32_block_free(&in);
+}
+
 int main(void)
 {
     test_misuse();
@@ -618,5 +665,8 @@ int main(void)
     test_out_of_memory(8, 2, 2, 2, 0, UPIPE_F32);
     test_out_of_memory(2, 1, 1, 4, 0, UPIPE_BF16);
     test_odd_ranks();
+    test_narrow_grads(UPIPE_F32, 1, 1);
+    test_narrow_grads(UPIPE_BF16, 1, 2);
+    test_narrow_grads(UPIPE_BF16, 2, 2);
     return test_end("layer");
 }

@@ -37,7 +37,11 @@ static void same(const run_case *t, const run_result *a, const run_result *b, in
     SAME(wo);
     SAME(q_norm_weight);
     SAME(sinks);
+    SAME(bq);
+    SAME(bo);
     if (!chains) return;
+    SAME(bk);
+    SAME(bv);
     SAME(wk);
     SAME(wv);
     SAME(k_norm_weight);

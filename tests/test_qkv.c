@@ -242,7 +242,7 @@ static upipe_status run(const run_case *t, lie how, const tensors *in, const flo
     }
     *plan = j->plan[0];
     if (s == UPIPE_OK) {
-        s = upipe_threads_run(&j->grid.world, body, j, NULL);
+        s = upipe_threads_run(&j->grid.world, body, j, NULL, NULL);
         for (i = 0; i < ranks; ++i) {
             moved += j->moved[i];
             CHECK_SAY(s == UPIPE_OK, "rank %d: %s", i, j->errors[i].text);

@@ -128,6 +128,14 @@ UPIPE_API upipe_status upipe_check_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upip
     return UPIPE_OK;
 }
 
+/* dy: any view; db f32 [h][d]: not NULL. */
+UPIPE_API upipe_status upipe_check_bias_bwd(upipe_ctx *c, const float *db, upipe_view dy)
+{
+    UPIPE_TRY(upi_row_check(c, "bias_bwd", "dy", dy));
+    if (db == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "bias_bwd: db is NULL");
+    return UPIPE_OK;
+}
+
 /* a and b: equal shapes; out: f32, the same rows with d = 1. */
 UPIPE_API upipe_status upipe_check_rowdot(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b)
 {

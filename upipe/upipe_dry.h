@@ -103,6 +103,12 @@ UPIPE_API upipe_status upi_dry_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upipe_vi
     return upi_dry_rmsnorm(c, dx, x, weight, eps);
 }
 
+UPIPE_API upipe_status upi_dry_bias_bwd(upipe_ctx *c, float *db, upipe_view dy)
+{
+    (void)c, (void)db, (void)dy;
+    return UPIPE_OK;
+}
+
 UPIPE_API upipe_status upi_dry_rowdot(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b)
 {
     (void)out;
@@ -198,6 +204,7 @@ UPIPE_API upipe_status upipe_dry_init(upipe_dry *dry, const upipe_plan *plan, co
     dry->ops.rope = upi_dry_rope;
     dry->ops.rmsnorm = upi_dry_rmsnorm;
     dry->ops.rmsnorm_bwd = upi_dry_rmsnorm_bwd;
+    dry->ops.bias_bwd = upi_dry_bias_bwd;
     dry->ops.rowdot = upi_dry_rowdot;
     dry->ops.sum = upi_dry_sum;
     dry->ops.add = upi_dry_cast;
@@ -240,7 +247,12 @@ UPIPE_API upipe_status upi_dry_pass(upipe_dry *dry, const upipe_layer *l, int pr
     void *data, *between;
     upipe_view x, y, dx;
     if (c->ops == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "upipe_dry_init failed, or was not called");
+    memset(&grads, 0, sizeof grads);
     grads.wq = grads.wk = grads.wv = grads.wo = weight;
+    grads.bq = l->bq != NULL ? weight : NULL;
+    grads.bk = l->bk != NULL ? weight : NULL;
+    grads.bv = l->bv != NULL ? weight : NULL;
+    grads.bo = projected && l->bo != NULL ? weight : NULL;
     grads.q_norm_weight = grads.k_norm_weight = l->q_norm_weight != NULL ? weight : NULL;
     grads.sinks = l->mask.sinks != NULL ? weight : NULL;
     UPIPE_TRY(upipe_mem_alloc(c->mem, &data, unit, "x", &c->err));
@@ -329,6 +341,9 @@ UPIPE_API upipe_status upipe_dry_fpdt(upipe_dry *dry, const upipe_fpdt *f)
     grads.wq = grads.wk = grads.wv = weight;
     grads.q_norm_weight = grads.k_norm_weight = f->layer.q_norm_weight != NULL ? weight : NULL;
     grads.sinks = f->layer.mask.sinks != NULL ? weight : NULL;
+    grads.bq = f->layer.bq != NULL ? weight : NULL;
+    grads.bk = f->layer.bk != NULL ? weight : NULL;
+    grads.bv = f->layer.bv != NULL ? weight : NULL;
     UPIPE_TRY(upipe_fpdt_fwd(c, &local, &save, weight));
     UPIPE_TRY(upipe_fpdt_bwd(c, &local, weight, &grads, &save, weight, weight));
     return upipe_fpdt_free(&local, &save, &c->err);

@@ -161,7 +161,7 @@ UPIPE_API upipe_status upi_fpdt_bwd(upipe_ctx *c, upi_fpdt_pass *s, char *dx, ch
             for (i = full ? 0 : j; i <= j && (!full || j == segments - 1); ++i)
                 UPIPE_TRY(upi_fpdt_store_dq(c, s, x, dout, i, stage));
         }
-    UPIPE_TRY(upi_norm_grads(c, &norms, s->grads));
+    UPIPE_TRY(upi_norm_grads(c, &norms));
     for (i = 0; i < segments; ++i) UPIPE_TRY(upi_fpdt_grad_x(c, s, dx, dout, i));
     UPIPE_TRY(c->ops->sync(c)); /* the host's blocks are still being read */
     UPIPE_TRY(upipe_mem_free(z->f->host, s->host.dout, &c->err));

@@ -5,7 +5,7 @@
  * DeepSpeed-Ulysses.
  *
  *     upipe_layer_fwd(&ctx, &layer, &saved, x);                            saved: final_out, lse
- *     upipe_layer_out_fwd(&ctx, &layer, y, &saved);                        y = O * Wo^T
+ *     upipe_layer_out_fwd(&ctx, &layer, y, &saved);                        y = O * Wo^T + bo
  *     ...
  *     upipe_layer_out_bwd(&ctx, &layer, &grads, &saved, dy);               O becomes dO, in place
  *     upipe_layer_bwd(&ctx, &layer, dx, &grads, &saved, &saved.out, x);    dx may be x itself
@@ -19,6 +19,7 @@
 #define UPIPE_LAYER_H
 
 #include "upipe_agree.h"
+#include "upipe_check.h"
 #include "upipe_reduce.h"
 #include "upipe_ring.h"
 #include "upipe_side_stream.h"
@@ -29,6 +30,8 @@ enum { UPIPE_TILE_ROWS = 256 }; /* default tile of the output projection and of 
  *   plan        from upipe_plan_init
  *   wq wk wv wo weights in the plan's storage type, heads in natural order as in published Llama checkpoints:
  *               [H*d][D], [Hkv*d][D], [Hkv*v_dim][D], [D][H*v_dim]. wo is read by the out calls alone
+ *   bq bk bv bo f32 biases, [H*d], [Hkv*d], [Hkv*v_dim], [D]; each may be NULL = none. Those of Q, K, V are added
+ *               to stored products, bo to the f32 sum. bo is read by the out calls alone
  *   q_norm_weight k_norm_weight  f32 [d]: RMS norm of every head of Q and K before RoPE; both NULL = none
  *   norm_eps    of these norms, added to the mean square; 0 without them. With 0 a head of zeros gives NaN
  *   rope_theta  base of the rotary embedding; 0 = none
@@ -39,22 +42,27 @@ enum { UPIPE_TILE_ROWS = 256 }; /* default tile of the output projection and of 
  *               Every sequence of the batch is separate without them too
  *   tile_rows   rows of a tile of y and dX; 0 = UPIPE_TILE_ROWS. On a GPU model_dim, the paper's square tile,
  *               is better
+ *   grad_dtype  of the gradients of wq, wk, wv and wo; 0 = f32. Others are rounded once a call (in segments once a
+ *               segment), and take scratch for the f32 product of a stage
  */
 typedef struct upipe_layer {
     const upipe_plan *plan;
     const void *wq, *wk, *wv, *wo;
-    const float *q_norm_weight, *k_norm_weight;
+    const float *bq, *bk, *bv, *bo, *q_norm_weight, *k_norm_weight;
     double rope_theta;
     float norm_eps, scale;
     int rope_interleaved;
     upipe_mask mask;
     int64_t tile_rows;
+    upipe_dtype grad_dtype;
 } upipe_layer;
 
-/* upipe_grads -- gradients of the weights over this rank's tokens (of sinks: over its heads): f32, shapes of
- *                the weights, +=; NULL = not wanted. Sum them over team and ring: upipe_all_reduce */
+/* upipe_grads -- gradients of the weights over this rank's tokens (of sinks: over its heads): f32 (those of wq, wk,
+ *                wv, wo in the layer's grad_dtype), shapes of the weights, +=; NULL = not wanted. Sum them over
+ *                team and ring: upipe_all_reduce, where they are f32 */
 typedef struct upipe_grads {
-    float *wq, *wk, *wv, *wo, *q_norm_weight, *k_norm_weight, *sinks;
+    void *wq, *wk, *wv, *wo;
+    float *q_norm_weight, *k_norm_weight, *sinks, *bq, *bk, *bv, *bo;
 } upipe_grads;
 
 /* upipe_saved -- what the forward leaves for the backward, in the pool
@@ -116,8 +124,8 @@ UPIPE_API upipe_status upi_layer_bwd(upipe_ctx *c, upi_pass *f, upipe_view dx)
     save->delta = NULL;
     UPIPE_TRY(upipe_free(c, save->lse));
     save->lse = NULL;
-    UPIPE_TRY(upi_kv_grad_end(c, &f->run, &f->dkv, f->grads));
-    UPIPE_TRY(upi_norm_grads(c, &f->run, f->grads));
+    UPIPE_TRY(upi_kv_grad_end(c, &f->run, &f->dkv));
+    UPIPE_TRY(upi_norm_grads(c, &f->run));
     UPIPE_TRY(upi_grad_x(c, &f->run, dx, f->dout, &f->dkv));
     return upi_kv_grad_free(c, &f->run, &f->dkv);
 }
@@ -131,7 +139,8 @@ UPIPE_API upipe_status upi_layer_begin(upipe_ctx *c, upi_pass *f, const upipe_la
     upipe_phase_set(c, phase);
     UPIPE_TRY(upi_layer_check_own(c, l, x));
     UPIPE_TRY(upi_layer_agree(c, l, 0, 0));
-    upi_pass_make(c, f, l, save, x);
+    f->save = save;
+    f->run = upi_run_make(c, l, x);
     return UPIPE_OK;
 }
 
@@ -166,7 +175,7 @@ UPIPE_API upipe_status upipe_layer_fwd(upipe_ctx *c, const upipe_layer *l, upipe
 /* upipe_layer_bwd -- gradients of x and of the weights; Q, K, V are recomputed and sent again
  *   dx      [rows][1][D] view, the plan's type, written; its data may be x's: x is read for the last time
  *           before
- *   grads   all but wo: +=
+ *   grads   all but wo and bo: +=
  *   save    consumed: lse and delta are freed, and so is final_out, unless it is dout
  *   dout    slots full of the gradient of O; consumed: they hold dQ afterwards and stay the caller's.
  *           &save->out after upipe_layer_out_bwd
@@ -186,7 +195,7 @@ UPIPE_API upipe_status upipe_layer_bwd(upipe_ctx *c, const upipe_layer *l, upipe
     UPIPE_TRY(upipe_ctx_check(c));
     mark = upipe_mem_mark(c->mem);
     s = upi_layer_begin(c, &pass, l, save, x, UPIPE_BWD_BEFORE);
-    pass.grads = grads;
+    pass.run.grads = grads;
     pass.dout = dout;
     if (s == UPIPE_OK) s = upi_layer_check_rows(c, l->plan, "dx", dx);
     if (s == UPIPE_OK) s = upi_layer_check_bwd(c, l, grads, save, dout);
@@ -195,7 +204,7 @@ UPIPE_API upipe_status upipe_layer_bwd(upipe_ctx *c, const upipe_layer *l, upipe
     return upi_layer_end(c, s, mark);
 }
 
-/* upipe_layer_out_fwd -- y = O * Wo^T; sends nothing
+/* upipe_layer_out_fwd -- y = O * Wo^T + bo; sends nothing
  *   y       [rows][1][D] view, the plan's type, written
  *   bytes   one tile in f32 (none for f32 storage) and the scratch of a product
  *   errors  ARG, MEMORY; the team is then aborted
@@ -214,8 +223,8 @@ UPIPE_API upipe_status upipe_layer_out_fwd(upipe_ctx *c, const upipe_layer *l, u
     return s == UPIPE_OK ? UPIPE_OK : upipe_unwind(c, s, mark);
 }
 
-/* upipe_layer_out_bwd -- from the gradient of y: dWo, delta, and the gradient of O in O's place
- *   grads   wo += dy^T * O
+/* upipe_layer_out_bwd -- from the gradient of y: dWo, dbo, delta, and the gradient of O in O's place
+ *   grads   wo += dy^T * O, bo += sums of dy
  *   save    consumes out: its slots hold the gradient of O afterwards; delta is allocated
  *   dy      [rows][1][D] view, the plan's type; may be freed afterwards
  *   bytes   delta (rows * H * 4), one stage and rank's block of O, and the scratch of a product
@@ -231,8 +240,11 @@ UPIPE_API upipe_status upipe_layer_out_bwd(upipe_ctx *c, const upipe_layer *l, u
     UPIPE_TRY(upipe_ctx_check(c));
     mark = upipe_mem_mark(c->mem);
     run = upi_run_make(c, l, dy);
+    run.grads = grads;
     s = upi_out_check(c, l, dy, save);
-    if (s == UPIPE_OK) s = upi_out_bwd(c, &run, grads, save, dy);
+    if (s == UPIPE_OK && grads->bo != NULL && l->bo == NULL)
+        s = upipe_fail(&c->err, UPIPE_ERR_ARG, "a gradient of bo is wanted without it");
+    if (s == UPIPE_OK) s = upi_out_bwd(c, &run, save, dy);
     if (s == UPIPE_OK) return UPIPE_OK;
     if (delta == NULL) save->delta = NULL; /* upi_layer_end has freed it */
     return upipe_unwind(c, s, mark);

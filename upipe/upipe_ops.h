@@ -156,6 +156,10 @@ typedef struct upipe_ops {
     upipe_status (*rmsnorm_bwd)(upipe_ctx *c, upipe_view dx, upipe_view dy, upipe_view x, const float *weight,
                                 float eps, float *dweight, int accumulate);
 
+    /* The gradient of a bias: db f32 [h][d] += sums of dy [n][h][d] over its tokens, in partial sums of
+     * UPIPE_SUM_ROWS tokens, in order. (upipe_bias_add adds a bias.) */
+    upipe_status (*bias_bwd)(upipe_ctx *c, float *db, upipe_view dy);
+
     /* out[i][j] = sum over k of a[i][j][k] * b[i][j][k], in f32 and in the order in which attn_bwd sums dO *
      * V, so that the two cancel where they should. out is an f32 view with d = 1. */
     upipe_status (*rowdot)(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b);
@@ -164,7 +168,7 @@ typedef struct upipe_ops {
      * then f32). */
     upipe_status (*sum)(upipe_ctx *c, upipe_view dst, const float *src, int64_t step, int count,
                         int accumulate);
-    /* y += x, element by element, rounded once; equal shapes, any types. */
+    /* y += x, element by element, rounded once; equal shapes, any types and steps, those of 0 in x too. */
     upipe_status (*add)(upipe_ctx *c, upipe_view y, upipe_view x);
 
     /* y = silu(gate) * up, where silu(z) = z / (1 + exp(-z)); y may be gate or up. */
@@ -183,5 +187,16 @@ typedef struct upipe_ops {
     upipe_status (*total)(upipe_ctx *c, double *out, upipe_view x, int squares);
     upipe_status (*adamw)(upipe_ctx *c, const upipe_adamw *a);
 } upipe_ops;
+
+/* upipe_bias_add -- y += b, a bias
+ *   y       [n][h][d] view
+ *   b       f32: head j of y has its d elements from b + j * h_step on
+ *   errors  those of the table's add
+ */
+UPIPE_API upipe_status upipe_bias_add(upipe_ctx *c, upipe_view y, const float *b, int64_t h_step)
+{
+    void *data = (void *)(uintptr_t)b;
+    return c->ops->add(c, y, upipe_view_make(data, UPIPE_F32, y.n, 0, y.h, h_step, y.d));
+}
 
 #endif

@@ -21,7 +21,6 @@
 #ifndef UPIPE_QKV_H
 #define UPIPE_QKV_H
 
-#include "upipe_check.h"
 #include "upipe_layer.h"
 
 /* upipe_qkv -- one call
@@ -182,7 +181,7 @@ UPIPE_API upipe_status upi_qkv_bwd(upipe_ctx *c, upi_qkv_pass *f)
     UPIPE_TRY(upi_kv_end(c, &pass->run, &pass->kv));
     UPIPE_TRY(upipe_free(c, f->save.out.data));
     UPIPE_TRY(upipe_free(c, delta));
-    UPIPE_TRY(upi_kv_grad_end(c, &pass->run, &pass->dkv, pass->grads));
+    UPIPE_TRY(upi_kv_grad_end(c, &pass->run, &pass->dkv));
     return upi_kv_grad_free(c, &pass->run, &pass->dkv);
 }
 
@@ -229,14 +228,15 @@ UPIPE_API upipe_status upi_qkv_begin(upipe_ctx *c, upi_qkv_pass *f, const upipe_
     if (g != NULL && g->dsinks != NULL && a->mask.sinks == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "a gradient of sinks is wanted without sinks");
     UPIPE_TRY(upi_layer_agree(c, &f->layer, 0, 0));
-    upi_pass_make(c, &f->pass, &f->layer, &f->save, a->q);
+    f->pass.save = &f->save;
+    f->pass.run = upi_run_make(c, &f->layer, a->q);
     for (i = 0; i < 3; ++i) f->pass.run.host[i] = from[i];
     if (g == NULL) return UPIPE_OK;
     f->pass.run.dhost[UPI_PROJ_Q] = g->dq;
     f->pass.run.dhost[UPI_PROJ_K] = g->dk;
     f->pass.run.dhost[UPI_PROJ_V] = g->dv;
     f->grads.sinks = g->dsinks;
-    f->pass.grads = &f->grads;
+    f->pass.run.grads = &f->grads;
     f->pass.dout = &f->save.out;
     return UPIPE_OK;
 }

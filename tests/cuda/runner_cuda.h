@@ -44,8 +44,9 @@ typedef struct cuda_rank {
     upipe_side_stream side_stream;
     upipe_mem mem;
     upipe_mem_block *blocks;
-    void *slab, *stage, *weights[4];
-    float *vectors[RUN_GRADS - 4], *grads[RUN_GRADS]; /* vectors: q_norm_weight k_norm_weight sinks */
+    void *slab, *stage, *weights[RUN_WEIGHTS];
+    float *vectors[RUN_GRADS - RUN_WEIGHTS],
+        *grads[RUN_GRADS]; /* vectors: q_norm_weight k_norm_weight sinks bq bk bv bo */
     run_own own;
     upipe_nccl nccl;
     ncclComm_t comm;
@@ -90,7 +91,11 @@ static upipe_status cuda_rank_run(upipe_ctx *c, cuda_state *s, cuda_rank *me, in
                              s->r->out.wo,
                              s->r->out.q_norm_weight,
                              s->r->out.k_norm_weight,
-                             s->r->out.sinks};
+                             s->r->out.sinks,
+                             s->r->out.bq,
+                             s->r->out.bk,
+                             s->r->out.bv,
+                             s->r->out.bo};
     upipe_saved save;
     upipe_slots dout;
     upipe_grads g;
@@ -113,6 +118,10 @@ static upipe_status cuda_rank_run(upipe_ctx *c, cuda_state *s, cuda_rank *me, in
     g.q_norm_weight = shape->normed ? me->grads[4] : NULL;
     g.k_norm_weight = shape->normed ? me->grads[5] : NULL;
     g.sinks = shape->sinks ? me->grads[6] : NULL;
+    g.bq = shape->biased ? me->grads[7] : NULL;
+    g.bk = shape->biased ? me->grads[8] : NULL;
+    g.bv = shape->biased ? me->grads[9] : NULL;
+    g.bo = shape->biased && shape->projected ? me->grads[10] : NULL;
     memset(&save, 0, sizeof save);
     memset(&dout, 0, sizeof dout);
 
@@ -262,7 +271,8 @@ static void cuda_rank_open(cuda_state *s, cuda_rank *me, size_t *bytes)
 {
     const block_shape *shape = &s->test->run.shape;
     const float *weights[] = {s->in->wq, s->in->wk, s->in->wv, s->in->wo};
-    const float *vectors[] = {s->in->q_norm_weight, s->in->k_norm_weight, s->in->sinks};
+    const float *vectors[] = {
+        s->in->q_norm_weight, s->in->k_norm_weight, s->in->sinks, s->in->bq, s->in->bk, s->in->bv, s->in->bo};
     const size_t slab_bytes = cuda_slab_bytes(s, me);
     upipe_layer *l = &me->own.layer;
     size_t n;
@@ -280,15 +290,16 @@ static void cuda_rank_open(cuda_state *s, cuda_rank *me, size_t *bytes)
     me->stage = cuda_buf(bytes, (size_t)(me->own.plan.rows * cuda_width(&me->own.plan)) * 4);
     me->blocks = (upipe_mem_block *)malloc((size_t)me->own.blocks_max * sizeof *me->blocks);
     upipe_mem_init(&me->mem, me->slab, slab_bytes, me->blocks, me->own.blocks_max);
-    for (j = 0; j < 4; ++j) {
-        void *narrow = run_narrow(shape->dtype, weights[j], block_count(shape, run_grads[j]));
-        n = (size_t)block_count(shape, run_grads[j]) * upipe_dtype_bytes(shape->dtype);
-        me->weights[j] = cuda_buf(bytes, n);
-        device_put(&me->d, me->weights[j], narrow, n);
+    for (j = 0; j < RUN_WEIGHTS; ++j) {
+        const int64_t count = block_count(shape, run_grads[j]);
+        void *narrow = run_narrow(shape->dtype, weights[j], count);
+        n = (size_t)count * upipe_dtype_bytes(shape->dtype);
+        me->weights[j] = n > 0 ? cuda_buf(bytes, n) : NULL;
+        if (n > 0) device_put(&me->d, me->weights[j], narrow, n);
         free(narrow);
     }
-    for (j = 0; j < RUN_GRADS - 4; ++j) {
-        n = (size_t)block_count(shape, run_grads[4 + j]) * 4;
+    for (j = 0; j < RUN_GRADS - RUN_WEIGHTS; ++j) {
+        n = (size_t)block_count(shape, run_grads[RUN_WEIGHTS + j]) * 4;
         me->vectors[j] = n > 0 ? (float *)cuda_buf(bytes, n) : NULL;
         device_put(&me->d, me->vectors[j], vectors[j], n);
     }
@@ -304,6 +315,10 @@ static void cuda_rank_open(cuda_state *s, cuda_rank *me, size_t *bytes)
     l->q_norm_weight = me->vectors[0];
     l->k_norm_weight = me->vectors[1];
     l->mask.sinks = me->vectors[2];
+    l->bq = me->vectors[3];
+    l->bk = me->vectors[4];
+    l->bv = me->vectors[5];
+    l->bo = me->vectors[6];
     DEVICE_CHECK(cudaStreamSynchronize(me->d.stream));
 }
 
@@ -313,8 +328,8 @@ static void cuda_rank_close(cuda_rank *me)
     CHECK_STATUS(upipe_cuda_side_stream_free(&me->side_stream_state, &me->d.c.err), UPIPE_OK, me->d.c.err);
     if (me->side.stream != NULL) device_close(&me->side);
     upipe_mem_destroy(&me->mem, NULL);
-    for (j = 0; j < 4; ++j) DEVICE_CHECK(cudaFree(me->weights[j]));
-    for (j = 0; j < RUN_GRADS - 4; ++j) DEVICE_CHECK(cudaFree(me->vectors[j]));
+    for (j = 0; j < RUN_WEIGHTS; ++j) DEVICE_CHECK(cudaFree(me->weights[j]));
+    for (j = 0; j < RUN_GRADS - RUN_WEIGHTS; ++j) DEVICE_CHECK(cudaFree(me->vectors[j]));
     for (j = 0; j < RUN_GRADS; ++j) DEVICE_CHECK(cudaFree(me->grads[j]));
     DEVICE_CHECK(cudaFree(me->stage));
     DEVICE_CHECK(cudaFree(me->slab));

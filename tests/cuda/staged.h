@@ -225,6 +225,16 @@ static upipe_status staged_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upipe_view d
                       "rmsnorm_bwd");
 }
 
+static upipe_status staged_bias_bwd(upipe_ctx *c, float *db, upipe_view dy)
+{
+    (void)c;
+    staged_view(dy);
+    staged_add(db, (size_t)(dy.h * dy.d) * sizeof *db);
+    staged_begin();
+    return staged_end(staged.d->ops.bias_bwd(&staged.d->c, (float *)staged_at(db), staged_there(dy)),
+                      "bias_bwd");
+}
+
 static upipe_status staged_rowdot(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b)
 {
     (void)c;
@@ -364,6 +374,7 @@ static void staged_open(device *d)
     staged.ops.rope = staged_rope;
     staged.ops.rmsnorm = staged_rmsnorm;
     staged.ops.rmsnorm_bwd = staged_rmsnorm_bwd;
+    staged.ops.bias_bwd = staged_bias_bwd;
     staged.ops.rowdot = staged_rowdot;
     staged.ops.sum = staged_sum;
     staged.ops.add = staged_add_rows;

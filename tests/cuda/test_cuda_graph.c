@@ -51,7 +51,8 @@ static void *part(const graph_rank *me, int i)
 static upipe_status pass(upipe_ctx *c, graph_rank *me)
 {
     float *grad = (float *)part(me, 4);
-    upipe_grads g = {grad, grad + WQ, grad + WQ + WK, grad + WQ + 2 * WK, NULL, NULL, NULL};
+    upipe_grads g = {grad, grad + WQ, grad + WQ + WK, grad + WQ + 2 * WK, NULL, NULL, NULL, NULL, NULL,
+                     NULL, NULL};
     upipe_saved saved;
     upipe_view x, y;
     void *data, *out;

@@ -138,7 +138,7 @@ static void shape_of(const path_case *p, block_shape *s)
     s->full = p->full;
     s->rope = p->rope;
     s->normed = p->normed;
-    s->projected = p->projected;
+    s->projected = s->biased = p->projected;
     s->dtype = UPIPE_BF16;
     s->scale = 1 / sqrt((double)p->d);
     s->theta = 10000;

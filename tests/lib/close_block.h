@@ -10,7 +10,9 @@
 
 /* Results of a block: all but the inputs dout and dy. */
 #define BLOCK_RESULTS(X) \
-    X(o) X(lse) X(y) X(q) X(x) X(wq) X(wk) X(wv) X(wo) X(q_norm_weight) X(k_norm_weight) X(sinks)
+    X(o)                 \
+    X(lse)               \
+    X(y) X(q) X(x) X(wq) X(wk) X(wv) X(wo) X(q_norm_weight) X(k_norm_weight) X(sinks) X(bq) X(bk) X(bv) X(bo)
 
 /* The naive ways that are slow to run are asked only where the others do not settle it: more can but raise
  * the bound. */

@@ -109,6 +109,7 @@ static void draw(test_rng *rng, drawn *d)
     t->deadline = 120;
     t->overlap = t->ring == 1 ? test_below(rng, 4) > 0 : test_below(rng, 60) == 0;
     if (t->overlap) t->side_stream_inline = test_below(rng, 4) == 0;
+    t->shape.biased = test_below(rng, 3) == 0;
 }
 
 /* What upipe_plan_init and the layer packed sequence, said a second time. */
@@ -143,13 +144,13 @@ static void say_replay(const run_case *t, long seed)
     fprintf(
         stderr,
         "replay: UPIPE_SEED=%ld UPIPE_DRAWS=1 (S %lld B %lld C %d R %d/%d %s mode %d H %d/%d d %d/%d D %lld "
-        "U %d %s%s%s%s%s%s%s%s)\n",
+        "U %d %s%s%s%s%s%s%s%s%s)\n",
         seed, (long long)s->tokens, (long long)s->batch, t->ranks, t->ring, t->inner,
         upipe_layout_name(t->layout), (int)t->ring_mode, s->h, s->hkv, s->d, s->v_dim > 0 ? s->v_dim : s->d,
         (long long)s->dim, t->chunk, upipe_dtype_name(s->dtype), t->naive ? " naive" : "",
         t->overlap ? " overlap" : "", s->full ? " full" : "", s->window ? " window" : "",
         s->cu_seqlens != NULL ? " cu_seqlens" : "", s->softcap > 0 ? " softcap" : "",
-        s->sinks ? " sinks" : "");
+        s->sinks ? " sinks" : "", s->biased ? " biased" : "");
 }
 
 #endif

@@ -25,6 +25,7 @@ typedef struct block_shape {
     int rope;                   /* 0 none, 1 halves, 2 interleaved */
     int normed;                 /* QK norm */
     int projected;              /* with the output projection */
+    int biased;                 /* bq, bk, bv, and bo with the output projection */
     int naive;                  /* naive runs alone: how sums run (oracle.h) */
     upipe_dtype dtype;
     double scale, theta, eps;
@@ -39,7 +40,11 @@ typedef struct block_shape {
 /* Inputs or results; elements in block_count's order. */
 #define BLOCK_TENSORS(X) \
     X(x)                 \
-    X(wq) X(wk) X(wv) X(wo) X(q_norm_weight) X(k_norm_weight) X(sinks) X(o) X(dout) X(q) X(lse) X(y) X(dy)
+    X(wq)                \
+    X(wk)                \
+    X(wv)                \
+    X(wo)                \
+    X(q_norm_weight) X(k_norm_weight) X(sinks) X(bq) X(bk) X(bv) X(bo) X(o) X(dout) X(q) X(lse) X(y) X(dy)
 
 #define BLOCK_MEMBER(name) *name,
 typedef struct f64_block {
@@ -60,6 +65,10 @@ static inline int64_t block_count(const block_shape *s, const char *name)
     if (!strcmp(name, "wo")) return s->projected ? ho * s->dim : 0;
     if (!strcmp(name, "q_norm_weight") || !strcmp(name, "k_norm_weight")) return s->normed ? s->d : 0;
     if (!strcmp(name, "sinks")) return s->sinks ? s->h : 0;
+    if (!strcmp(name, "bq")) return s->biased ? hd : 0;
+    if (!strcmp(name, "bk")) return s->biased ? (int64_t)s->hkv * s->d : 0;
+    if (!strcmp(name, "bv")) return s->biased ? s->hkv * v_dim : 0;
+    if (!strcmp(name, "bo")) return s->biased && s->projected ? s->dim : 0;
     if (!strcmp(name, "o") || !strcmp(name, "dout")) return rows * ho;
     if (!strcmp(name, "q")) return rows * hd;
     if (!strcmp(name, "lse")) return rows * s->h;
@@ -136,6 +145,10 @@ static inline void block_inputs(const block_shape *s, uint64_t seed, f32_block *
     BLOCK_FILL(wo, 1 / sqrt((double)s->h * (s->v_dim > 0 ? s->v_dim : s->d)))
     BLOCK_FILL(dout, 1)
     BLOCK_FILL(dy, 1)
+    BLOCK_FILL(bq, 0.5)
+    BLOCK_FILL(bk, 0.5)
+    BLOCK_FILL(bv, 0.5)
+    BLOCK_FILL(bo, 0.5)
 #undef BLOCK_FILL
     for (i = 0; s->normed && i < s->d; ++i) {
         in->q_norm_weight[i] = (float)(1 + 0.1 * test_normal(&rng));

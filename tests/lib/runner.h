@@ -21,7 +21,7 @@
 #include "grid.h"
 #include "oracle_block.h"
 
-enum { RUN_MAX = GRID_MAX, RUN_GRADS = 7 };
+enum { RUN_MAX = GRID_MAX, RUN_WEIGHTS = 4, RUN_GRADS = 11 };
 
 typedef struct run_case {
     block_shape shape;
@@ -32,6 +32,7 @@ typedef struct run_case {
     upipe_ring_mode ring_mode;
     int dx_apart; /* dX beside x instead of in its place */
     int64_t tile_rows;
+    upipe_dtype grad_dtype; /* of the weights; results are f32 */
     /* faults: a pool guard, asked on every rank */
     upipe_status (*guard)(void *user, size_t bytes, const char *tag);
     void *guard_user[RUN_MAX];
@@ -66,11 +67,11 @@ typedef struct run_state {
     grid grid;
     upipe_ops ops;
     run_own own[RUN_MAX];
-    void *weights[4]; /* wq wk wv wo in the storage type */
+    void *weights[RUN_WEIGHTS]; /* wq wk wv wo in the storage type */
 } run_state;
 
-static const char *const run_grads[RUN_GRADS] = {"wq",   "wk", "wv", "wo", "q_norm_weight", "k_norm_weight",
-                                                 "sinks"};
+static const char *const run_grads[RUN_GRADS] = {
+    "wq", "wk", "wv", "wo", "q_norm_weight", "k_norm_weight", "sinks", "bq", "bk", "bv", "bo"};
 
 /* The most ranks of a team that read one key/value head. */
 static inline int run_sharers(const upipe_plan *p)
@@ -165,7 +166,11 @@ static inline upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float 
                              s->r->out.wo,
                              s->r->out.q_norm_weight,
                              s->r->out.k_norm_weight,
-                             s->r->out.sinks};
+                             s->r->out.sinks,
+                             s->r->out.bq,
+                             s->r->out.bk,
+                             s->r->out.bv,
+                             s->r->out.bo};
     size_t unit = upipe_plan_unit_bytes(p);
     upipe_saved save;
     upipe_slots dout;
@@ -173,8 +178,9 @@ static inline upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float 
     upipe_view x, y, dx, wide = upipe_view_packed(host, UPIPE_F32, p->rows, 1, (int32_t)dim);
     upipe_view q = upipe_view_packed(host, UPIPE_F32, p->rows, 1, (int32_t)hd);
     upipe_view o = upipe_view_packed(host, UPIPE_F32, p->rows, 1, (int32_t)ho);
-    void *data;
+    void *data, *narrow[4];
     int phase, j;
+    int64_t i;
     upipe_status status = UPIPE_OK;
 #define RUN_TRY(call)                      \
     do {                                   \
@@ -182,10 +188,19 @@ static inline upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float 
         if (status != UPIPE_OK) goto done; \
     } while (0)
     memset(&g, 0, sizeof g);
-    g.wq = grads[0];
-    g.wk = grads[1];
-    g.wv = grads[2];
-    g.wo = grads[3];
+    for (j = 0; j < 4; ++j) {
+        const size_t bytes =
+            (size_t)block_count(shape, run_grads[j]) * upipe_dtype_bytes(s->test->grad_dtype);
+        narrow[j] = s->test->grad_dtype != UPIPE_F32 ? calloc(bytes + 1, 1) : NULL;
+    }
+    g.wq = narrow[0] != NULL ? narrow[0] : grads[0];
+    g.wk = narrow[1] != NULL ? narrow[1] : grads[1];
+    g.wv = narrow[2] != NULL ? narrow[2] : grads[2];
+    g.wo = narrow[3] != NULL ? narrow[3] : grads[3];
+    g.bq = shape->biased ? grads[7] : NULL;
+    g.bk = shape->biased ? grads[8] : NULL;
+    g.bv = shape->biased ? grads[9] : NULL;
+    g.bo = shape->biased && shape->projected ? grads[10] : NULL;
     g.q_norm_weight = shape->normed ? grads[4] : NULL;
     g.k_norm_weight = shape->normed ? grads[5] : NULL;
     g.sinks = shape->sinks ? grads[6] : NULL;
@@ -247,10 +262,13 @@ static inline upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float 
     c->team = upipe_threads_comm(&s->grid.world, rank);
     for (j = 0; j < RUN_GRADS; ++j) {
         int64_t n = block_count(shape, run_grads[j]);
+        for (i = 0; j < 4 && narrow[j] != NULL && i < n; ++i)
+            grads[j][i] = upipe_cpu_get(narrow[j], s->test->grad_dtype, i);
         RUN_TRY(upipe_all_reduce(c, grads[j], n));
         if (rank == 0 && n > 0) memcpy(result[j], grads[j], (size_t)n * sizeof(float));
     }
 done:
+    for (j = 0; j < 4; ++j) free(narrow[j]);
     free(host);
     return status;
 #undef RUN_TRY
@@ -366,6 +384,7 @@ static inline upipe_layer run_layer(const run_case *test)
     l.mask.cu_seqlens_n = shape->cu_seqlens_n;
     l.mask.softcap = (float)shape->softcap;
     l.tile_rows = test->tile_rows;
+    l.grad_dtype = test->grad_dtype;
     return l;
 }
 
@@ -424,6 +443,10 @@ static inline upipe_status run_block(const run_case *test, const f32_block *in, 
         own->layer.wk = s->weights[1];
         own->layer.wv = s->weights[2];
         own->layer.wo = shape->projected ? s->weights[3] : NULL;
+        own->layer.bq = in->bq;
+        own->layer.bk = in->bk;
+        own->layer.bv = in->bv;
+        own->layer.bo = in->bo;
         own->layer.q_norm_weight = in->q_norm_weight;
         own->layer.k_norm_weight = in->k_norm_weight;
         own->layer.mask.sinks = in->sinks;
@@ -444,7 +467,7 @@ static inline upipe_status run_block(const run_case *test, const f32_block *in, 
                           r->errors[i].text);
     }
     grid_free(g);
-    for (i = 0; i < 4; ++i) free(s->weights[i]);
+    for (i = 0; i < RUN_WEIGHTS; ++i) free(s->weights[i]);
     free(s);
     return status;
 }

@@ -660,6 +660,59 @@ static void check_embed(test_rng *r, upipe_ctx *c, int d, upipe_dtype x_type, up
     free(want.data);
 }
 
+/* ---- the gradient of a bias ---- */
+
+/* The sums to the bit: parts of UPIPE_SUM_ROWS tokens, each one chain, in order; the same for a call that is cut
+ * between two parts. */
+static void check_bias_bwd(test_rng *r, upipe_ctx *c, int d, upipe_dtype dtype, int layout)
+{
+    enum { HEADS = 3, MORE = 2 * UPIPE_SUM_ROWS + 5 };
+    const int64_t n =
+        d > 16 ? MORE : 9 * UPIPE_SUM_ROWS + 1; /* more parts than a block of a device sums at once */
+    upipe_view dy = tensor(r, dtype, n, HEADS, d, layout, 1), keep = twin(dy);
+    upipe_view got = tensor(r, UPIPE_F32, 1, HEADS, d, PACKED, 1), cut = twin(got), want = twin(got);
+    int64_t i, k;
+    for (k = 0; k < HEADS * d; ++k) {
+        volatile float sum = get_at(want, k), part = 0;
+        for (i = 0; i < n; ++i) {
+            part = part + get(dy, i, (int)(k / d), k % d);
+            if (i % UPIPE_SUM_ROWS != UPIPE_SUM_ROWS - 1 && i != n - 1) continue;
+            sum = sum + part;
+            part = 0;
+        }
+        put_at(want, k, (double)sum);
+    }
+    CHECK_STATUS(c->ops->bias_bwd(c, (float *)got.data, dy), UPIPE_OK, c->err);
+    CHECK_STATUS(c->ops->bias_bwd(c, (float *)cut.data, upipe_view_rows(dy, 0, UPIPE_SUM_ROWS)), UPIPE_OK,
+                 c->err);
+    CHECK_STATUS(
+        c->ops->bias_bwd(c, (float *)cut.data, upipe_view_rows(dy, UPIPE_SUM_ROWS, n - UPIPE_SUM_ROWS)),
+        UPIPE_OK, c->err);
+    CHECK_STATUS(c->ops->bias_bwd(c, (float *)cut.data, upipe_view_rows(dy, 0, 0)), UPIPE_OK, c->err);
+    CHECK_SAY(same(got, want), "bias_bwd of %s, d %d, layout %d", upipe_dtype_name(dtype), d, layout);
+    CHECK(same(cut, want));
+    CHECK_BYTES(dy.data, keep.data, view_bytes(dy));
+    free(dy.data);
+    free(keep.data);
+    free(got.data);
+    free(cut.data);
+    free(want.data);
+}
+
+/* A bias: one row of f32, added to all rows. */
+static void check_bias(test_rng *r, upipe_ctx *c, int d, upipe_dtype dtype, int layout)
+{
+    upipe_view y = tensor(r, dtype, 5, 3, d, layout, 1), want = twin(y),
+               b = tensor(r, UPIPE_F32, 1, 3, d, PACKED, 1);
+    int64_t at;
+    for (at = 0; at < elements(y); ++at) put_at(want, at, (double)(get_at(y, at) + get_at(b, at % (3 * d))));
+    CHECK_STATUS(upipe_bias_add(c, y, (const float *)b.data, d), UPIPE_OK, c->err);
+    CHECK_SAY(same(y, want), "bias of %s, d %d, layout %d", upipe_dtype_name(dtype), d, layout);
+    free(y.data);
+    free(want.data);
+    free(b.data);
+}
+
 /* ---- total ---- */
 
 static void check_total(test_rng *r, upipe_ctx *c, int d, upipe_dtype dtype, int layout)
@@ -1036,7 +1089,10 @@ static void check_train_ops(test_rng *r, upipe_ctx *c, int most_columns)
                          (upipe_dtype)((one + two + layout) % all), layout);
             check_add(r, c, d, (upipe_dtype)one, (upipe_dtype)two, layout);
             check_embed(r, c, d, (upipe_dtype)one, (upipe_dtype)two, layout);
-            if (two == UPIPE_F32) check_total(r, c, d, (upipe_dtype)one, layout);
+            if (two != UPIPE_F32) continue;
+            check_total(r, c, d, (upipe_dtype)one, layout);
+            check_bias_bwd(r, c, d, (upipe_dtype)one, layout);
+            check_bias(r, c, d, (upipe_dtype)one, layout);
         }
     for (pick = 0; pick < DIMS; ++pick)
         for (which = 0; which < 6; ++which) check_adamw(r, c, dims[pick], which % 3, which / 3);

@@ -65,6 +65,7 @@ UPI_CPU_OPS void upipe_cpu_ops(upipe_ops *ops)
     ops->rope = upi_cpu_rope;
     ops->rmsnorm = upi_cpu_rmsnorm;
     ops->rmsnorm_bwd = upi_cpu_rmsnorm_bwd;
+    ops->bias_bwd = upi_cpu_bias_bwd;
     ops->rowdot = upi_cpu_rowdot;
     ops->sum = upi_cpu_sum;
     ops->add = upi_cpu_add;

@@ -1,6 +1,6 @@
 /* upipe_cpu_train.h -- what a model needs around its attention        backend cpu, includes cpu_rows
  *
- * Fills the table's add, swiglu, swiglu_bwd, cross_entropy, embed, embed_bwd, total and adamw. Links with the
+ * Fills the table's add, swiglu, swiglu_bwd, cross_entropy, embed, embed_bwd, bias_bwd, total and adamw. Links with the
  * math library.
  *
  *     upi_cpu_swiglu(...)            y [n][h][d] = silu(gate) * up
@@ -24,6 +24,7 @@ enum {
     UPI_TOTAL_PIECE = 8192,  /* elements of one partial sum of total, or a row that is no longer */
     UPI_TOTAL_SUMS = 16,     /* sums that such a piece is added up in, element k in sum k mod 16 */
     UPI_TOTAL_PARTS = 256,   /* partial sums that are kept until they are added up */
+    UPI_BIAS_STRIP = 64,     /* columns of a strip of bias_bwd: a multiple */
     UPI_ADAMW_PIECE = 64
 };
 
@@ -263,6 +264,56 @@ UPI_CPU_KERNEL void upi_embed_bwd_item(void *arg, int64_t strip, int32_t worker)
         const char *x =
             (const char *)upipe_view_at(o->x, i, 0) + (size_t)from * upipe_dtype_bytes(o->x.dtype);
         UPI_WITH_TYPE(dtype, o->x.dtype, upi_add_row(sum, UPIPE_F32, x, dtype, count));
+    }
+}
+
+/* ---- the gradient of a bias ---- */
+
+typedef struct upi_bias_call {
+    float *db;
+    upipe_view dy;
+    int64_t columns; /* of a strip */
+} upi_bias_call;
+
+/* Columns k .. k + n - 1 of head j: += the sum of tokens first .. last - 1, in order. */
+UPI_INLINE void upi_bias_step(const upi_bias_call *o, int64_t first, int64_t last, int32_t j, int64_t k,
+                              int64_t n, upipe_dtype dtype)
+{
+    float *db = o->db + (int64_t)j * o->dy.d;
+    upi_fw sum = upi_fw_zero();
+    int64_t i;
+    for (i = first; i < last; ++i)
+        sum = upi_fw_add(sum, upi_row_get(upipe_view_at(o->dy, i, j), dtype, k, n));
+    upi_row_put(db, UPIPE_F32, k, n, upi_fw_add(upi_row_get(db, UPIPE_F32, k, n), sum));
+}
+
+/* Elements begin .. end - 1 of db, rows of all heads behind each other. */
+UPI_INLINE void upi_bias_part(const upi_bias_call *o, int64_t first, int64_t last, int64_t begin, int64_t end,
+                              upipe_dtype dtype)
+{
+    while (begin < end) {
+        const int32_t j = (int32_t)(begin / o->dy.d);
+        const int64_t from = begin - (int64_t)j * o->dy.d;
+        int64_t left = end - begin, at;
+        if (left > o->dy.d - from) left = o->dy.d - from;
+        for (at = 0; at + UPI_WIDE <= left; at += UPI_WIDE)
+            upi_bias_step(o, first, last, j, from + at, UPI_WIDE, dtype);
+        if (at < left) upi_bias_step(o, first, last, j, from + at, left - at, dtype);
+        begin += left;
+    }
+}
+
+/* One strip of columns, for all tokens in order. */
+UPI_CPU_KERNEL void upi_bias_item(void *arg, int64_t strip, int32_t worker)
+{
+    const upi_bias_call *o = (const upi_bias_call *)arg;
+    const int64_t begin = strip * o->columns, all = (int64_t)o->dy.h * o->dy.d;
+    const int64_t end = begin + o->columns < all ? begin + o->columns : all;
+    int64_t i, last;
+    (void)worker;
+    for (i = 0; i < o->dy.n; i = last) {
+        last = i + UPIPE_SUM_ROWS < o->dy.n ? i + UPIPE_SUM_ROWS : o->dy.n;
+        UPI_WITH_TYPE(dtype, o->dy.dtype, upi_bias_part(o, i, last, begin, end, dtype));
     }
 }
 
@@ -531,6 +582,19 @@ UPIPE_API upipe_status upi_cpu_embed_bwd(upipe_ctx *c, upipe_view dtable, upipe_
     call.columns = (dx.d + strips - 1) / strips;
     call.columns = (call.columns + UPI_EMBED_COLUMNS - 1) / UPI_EMBED_COLUMNS * UPI_EMBED_COLUMNS;
     upi_par_each(c->ops, (dx.d + call.columns - 1) / call.columns, upi_embed_bwd_item, &call);
+    return UPIPE_OK;
+}
+
+/* Threads share the columns, so that a sum has one order. */
+UPIPE_API upipe_status upi_cpu_bias_bwd(upipe_ctx *c, float *db, upipe_view dy)
+{
+    int64_t strips = upi_par_workers(c->ops), width = (int64_t)dy.h * dy.d;
+    upi_bias_call call;
+    UPIPE_TRY(upipe_check_bias_bwd(c, db, dy));
+    call.db = db;
+    call.dy = dy;
+    call.columns = ((width + strips - 1) / strips + UPI_BIAS_STRIP - 1) / UPI_BIAS_STRIP * UPI_BIAS_STRIP;
+    upi_par_each(c->ops, (width + call.columns - 1) / call.columns, upi_bias_item, &call);
     return UPIPE_OK;
 }
 

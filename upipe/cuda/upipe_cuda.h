@@ -47,6 +47,7 @@ UPIPE_API void upipe_cuda_ops(upipe_ops *ops, upipe_cuda *device)
     ops->rope = upi_cuda_rope;
     ops->rmsnorm = upi_cuda_rmsnorm;
     ops->rmsnorm_bwd = upi_cuda_rmsnorm_bwd;
+    ops->bias_bwd = upi_cuda_bias_bwd;
     ops->rowdot = upi_cuda_rowdot;
     ops->sum = upi_cuda_sum;
     ops->add = upi_cuda_add;

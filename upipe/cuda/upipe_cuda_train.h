@@ -1,6 +1,6 @@
 /* upipe_cuda_train.h -- what a model needs around its attention        backend cuda, includes cuda_rows
  *
- * Fills the table's swiglu, swiglu_bwd, cross_entropy, embed, embed_bwd, total and adamw.
+ * Fills the table's swiglu, swiglu_bwd, cross_entropy, embed, embed_bwd, bias_bwd, total and adamw.
  *
  *     upi_cuda_swiglu(...)            y [n][h][d] = silu(gate) * up
  *     upi_cuda_cross_entropy(...)     logits [n][1][V] -> loss [n] and, if wanted, its gradient
@@ -291,6 +291,46 @@ UPIPE_API upipe_status upi_cuda_embed_bwd(upipe_ctx *c, upipe_view dtable, upipe
     return dx.dtype == UPIPE_F32
                ? UPI_LAUNCH(c, (upi_embed_bwd_rows<UPI_ALL_F32>), grid, UPI_BLOCK, 0, dtable, dx, tokens)
                : UPI_LAUNCH(c, (upi_embed_bwd_rows<UPI_ALL_BF16>), grid, UPI_BLOCK, 0, dtable, dx, tokens);
+}
+
+/* ---- the gradient of a bias ---- */
+
+enum {
+    UPI_BIAS_COLUMNS = 32,
+    UPI_BIAS_PARTS = UPI_BLOCK / UPI_BIAS_COLUMNS
+}; /* of a block: a warp sums a part */
+
+/* db += sums down the columns: eight warps sum as many parts of UPIPE_SUM_ROWS tokens, which the first one adds
+ * in their order. */
+template <int TYPES> UPI_KERNEL(256, 1) void upi_bias_columns(float *db, upipe_view dy)
+{
+    UPI_SHARED(float, buf);
+    int lane = threadIdx.x % UPI_BIAS_COLUMNS, warp = threadIdx.x / UPI_BIAS_COLUMNS, u;
+    int64_t column = (int64_t)blockIdx.x * UPI_BIAS_COLUMNS + lane, j = column / dy.d, k = column % dy.d,
+            token;
+    int here = column < (int64_t)dy.h * dy.d, adds = here && warp == 0;
+    float sum = adds ? db[column] : 0;
+    for (token = 0; token < dy.n; token += UPI_BIAS_PARTS * UPIPE_SUM_ROWS) {
+        int64_t i = token + warp * UPIPE_SUM_ROWS,
+                end = i + UPIPE_SUM_ROWS < dy.n ? i + UPIPE_SUM_ROWS : dy.n;
+        float part = 0;
+        for (; here && i < end; ++i) part += upi_get1<TYPES>(upi_row_at(dy, i, j), dy.dtype, k);
+        buf[threadIdx.x] = part;
+        __syncthreads();
+        for (u = 0; adds && u < UPI_BIAS_PARTS; ++u) sum += buf[u * UPI_BIAS_COLUMNS + lane];
+        __syncthreads();
+    }
+    if (adds) db[column] = sum;
+}
+
+UPIPE_API upipe_status upi_cuda_bias_bwd(upipe_ctx *c, float *db, upipe_view dy)
+{
+    int64_t columns = (int64_t)dy.h * dy.d;
+    UPIPE_TRY(upipe_check_bias_bwd(c, db, dy));
+    if (dy.n == 0) return UPIPE_OK;
+    return UPI_LAUNCH_TYPES(c, upi_types(&dy, 1), upi_bias_columns,
+                            (unsigned)((columns + UPI_BIAS_COLUMNS - 1) / UPI_BIAS_COLUMNS), UPI_BLOCK,
+                            UPI_BLOCK * 4, db, dy);
 }
 
 /* ---- total ---- */

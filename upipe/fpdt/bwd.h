@@ -81,7 +81,6 @@ UPIPE_API upipe_status upi_fpdt_store_dkv(upipe_ctx *c, upi_fpdt_pass *s, const 
     const int64_t heads = p->kv_grads_partial ? p->desc.kv_heads : p->desc.ranks * p->kv_per_rank;
     const int64_t rows = p->rows * heads, mine = (int64_t)upi_fpdt_kv_bytes(p, stage, 1, 1);
     char *host = upi_fpdt_at(is_k ? s->host.dk : s->host.dv, z->kv_tokens * (size_t)dim, 1, j, 0);
-    float *dw = is_k ? s->grads->wk : s->grads->wv;
     void *tokens, *buf, *sum;
     UPIPE_TRY(upipe_alloc(c, &tokens, size, "tokens_grad"));
     sum = tokens;
@@ -105,9 +104,9 @@ UPIPE_API upipe_status upi_fpdt_store_dkv(upipe_ctx *c, upi_fpdt_pass *s, const 
         UPIPE_TRY(c->ops->cast(c, upipe_view_packed(tokens, p->desc.dtype, rows, 1, dim),
                                upipe_view_packed(sum, UPIPE_F32, rows, 1, dim)));
         UPIPE_TRY(upipe_free(c, sum));
-        UPIPE_TRY(upi_project_heads_bwd(c, r, which, upipe_head_run_all_kv(p), tokens, dw));
+        UPIPE_TRY(upi_project_heads_bwd(c, r, which, upipe_head_run_all_kv(p), tokens));
     } else {
-        UPIPE_TRY(upi_project_bwd(c, r, which, stage, tokens, dw));
+        UPIPE_TRY(upi_project_bwd(c, r, which, stage, tokens));
     }
     UPIPE_TRY(upi_fpdt_copy(c, s, host, tokens, (size_t)rows * r->each[which]));
     return upipe_free(c, tokens);
@@ -154,7 +153,7 @@ UPIPE_API upipe_status upi_fpdt_store_dq(upipe_ctx *c, upi_fpdt_pass *s, const c
     UPIPE_TRY(upipe_alloc(c, &slot, z->b.slot, "slot"));
     UPIPE_TRY(upipe_a2a_to_tokens(c, slot, send, p, stage, UPIPE_A2A_Q, r.each[UPI_PROJ_Q]));
     UPIPE_TRY(upipe_free(c, send));
-    UPIPE_TRY(upi_project_bwd(c, &r, UPI_PROJ_Q, stage, slot, s->grads->wq));
+    UPIPE_TRY(upi_project_bwd(c, &r, UPI_PROJ_Q, stage, slot));
     UPIPE_TRY(upi_fpdt_copy(c, s, upi_fpdt_at(dout, z->b.slot, z->stages, i, stage), slot,
                             upipe_plan_rows_bytes(p, upipe_plan_buffer(p, UPIPE_A2A_Q, stage), d)));
     UPIPE_TRY(upipe_free(c, slot));

@@ -27,6 +27,7 @@ UPIPE_API upi_run upi_fpdt_run(const upi_fpdt_pass *s, int i)
 {
     upi_run r = upi_segment_run(&s->z, i);
     r.dnorm = s->dnorm;
+    r.grads = s->grads;
     return r;
 }
 

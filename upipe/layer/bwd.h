@@ -58,7 +58,7 @@ UPIPE_API upipe_status upi_bwd_attend(upipe_ctx *c, upi_pass *f, int i)
         st->parts[t].dq = st->sums[t];
         if (zero > 0) UPIPE_TRY(c->ops->zero(c, st->sums[t], zero));
     }
-    return upi_attend(c, r, f->save, st->parts, i, &st->kv, &st->dkv, f->grads->sinks);
+    return upi_attend(c, r, f->save, st->parts, i, &st->kv, &st->dkv, r->grads->sinks);
 }
 
 /* Sends dQ' into the slot that held Q', and adds to dWq. After a round's last stage: dK, dV, dWk and dWv. */
@@ -78,8 +78,8 @@ UPIPE_API upipe_status upi_bwd_store(upipe_ctx *c, upi_pass *f, int i)
     upipe_phase_set(c, UPIPE_BWD_IN);
     UPIPE_TRY(upi_sums_store(c, r, f->dout, st->parts, st->send, st->sums, i, r->p->desc.head_dim));
     for (t = 0; t < r->p->width; ++t)
-        UPIPE_TRY(upi_project_bwd(c, r, UPI_PROJ_Q, i + t, upi_slot_at(f->dout, i + t), f->grads->wq));
-    return upi_kv_grad_store(c, r, &f->dkv, i, &st->dkv, f->grads);
+        UPIPE_TRY(upi_project_bwd(c, r, UPI_PROJ_Q, i + t, upi_slot_at(f->dout, i + t)));
+    return upi_kv_grad_store(c, r, &f->dkv, i, &st->dkv);
 }
 
 #endif

@@ -45,6 +45,8 @@ UPIPE_API upipe_status upi_layer_agree(upipe_ctx *c, const upipe_layer *l, int64
     upipe_field_int(&f, "cu_seqlens (hash)", (int64_t)(hash >> 1));
     upipe_field_real(&f, "softcap", l->mask.softcap);
     upipe_field_int(&f, "qk_norm", l->q_norm_weight != NULL);
+    upipe_field_int(&f, "biases (1 bq, 2 bk, 4 bv)",
+                    (l->bq != NULL) + 2 * (l->bk != NULL) + 4 * (l->bv != NULL));
     upipe_field_int(&f, "rope_interleaved", l->rope_interleaved != 0);
     upipe_field_real(&f, "scale", l->scale);
     upipe_field_real(&f, "norm_eps", l->norm_eps);
@@ -120,6 +122,9 @@ UPIPE_API upipe_status upi_layer_check_own(upipe_ctx *c, const upipe_layer *l, u
     int i;
     UPIPE_TRY(upi_check_attends(c, l));
     UPIPE_TRY(upi_layer_check_rows(c, l->plan, "x", x));
+    if (!upi_dtype_built(c->ops, &l->grad_dtype))
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "gradients of weights in %s",
+                          upi_dtype_name_of(&l->grad_dtype));
     if (l->wq == NULL || l->wk == NULL || l->wv == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "wq, wk or wv is NULL");
     if ((l->q_norm_weight == NULL) != (l->k_norm_weight == NULL))
@@ -139,10 +144,17 @@ UPIPE_API upipe_status upi_layer_check_own(upipe_ctx *c, const upipe_layer *l, u
 /* ARG if a gradient is wanted of what the layer does not have. */
 UPIPE_API upipe_status upi_layer_check_grads(upipe_ctx *c, const upipe_layer *l, const upipe_grads *grads)
 {
+    const float *const biases[4] = {l->bq, l->bk, l->bv, l->bo};
+    const float *const db[4] = {grads->bq, grads->bk, grads->bv, grads->bo};
+    static const char *const names[] = {"bq", "bk", "bv", "bo"};
+    int i;
     if (l->q_norm_weight == NULL && (grads->q_norm_weight != NULL || grads->k_norm_weight != NULL))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "gradients of norm weights are wanted without a QK norm");
     if (l->mask.sinks == NULL && grads->sinks != NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "a gradient of sinks is wanted without sinks");
+    for (i = 0; i < 4; ++i)
+        if (biases[i] == NULL && db[i] != NULL)
+            return upipe_fail(&c->err, UPIPE_ERR_ARG, "a gradient of %s is wanted without it", names[i]);
     return UPIPE_OK;
 }
 

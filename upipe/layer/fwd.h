@@ -19,8 +19,7 @@ typedef struct upi_stage {
 typedef struct upi_pass {
     upi_run run;
     upipe_saved *save;
-    upipe_slots *dout;  /* backward: dO, then dQ */
-    upipe_grads *grads; /* backward */
+    upipe_slots *dout; /* backward: dO, then dQ */
     upi_kv kv;
     upi_kv_grad dkv;
     upi_stage stage[2];
@@ -28,21 +27,12 @@ typedef struct upi_pass {
     void *sums[UPIPE_STAGES_MAX];
 } upi_pass;
 
-UPIPE_API void upi_pass_make(upipe_ctx *c, upi_pass *f, const upipe_layer *l, upipe_saved *save, upipe_view x)
-{
-    int i;
-    memset(f, 0, sizeof *f);
-    f->save = save;
-    f->run = upi_run_make(c, l, x);
-    for (i = 0; i < 2; ++i) {
-        f->stage[i].parts = f->parts + i;
-        f->stage[i].sums = f->sums + i;
-    }
-}
-
 UPIPE_API upi_stage *upi_stage_at(upi_pass *f, int i)
 {
-    return &f->stage[f->run.p->overlap ? i % 2 : 0];
+    const int n = f->run.p->overlap ? i % 2 : 0;
+    f->stage[n].parts = f->parts + n;
+    f->stage[n].sums = f->sums + n;
+    return &f->stage[n];
 }
 
 /* Loads Q', and in a new round K' and V': projections, then inp_all_to_all. Q' is received into its slot. */

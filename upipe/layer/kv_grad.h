@@ -126,7 +126,7 @@ UPIPE_API upipe_status upi_kv_grad_reduce(upipe_ctx *c, const upi_run *r, int st
 /* After a round's last stage i: sends dK' and dV' to the ranks of their tokens, and forms dWk and dWv unless
  * the sums continue. */
 UPIPE_API upipe_status upi_kv_grad_store(upipe_ctx *c, const upi_run *r, upi_kv_grad *g, int i,
-                                         upi_kv_pair *round, const upipe_grads *grads)
+                                         upi_kv_pair *round)
 {
     const upipe_plan *p = r->p;
     const upipe_buffers *b = &r->buffers;
@@ -157,13 +157,12 @@ UPIPE_API upipe_status upi_kv_grad_store(upipe_ctx *c, const upi_run *r, upi_kv_
         UPIPE_TRY(upi_kv_grad_to_tokens(c, r, stage, UPI_PROJ_V, own.v, &tokens->v, buf));
         UPIPE_TRY(upipe_free(c, buf));
     }
-    UPIPE_TRY(upi_project_bwd(c, r, UPI_PROJ_K, first, tokens->k, grads->wk));
-    return upi_project_bwd(c, r, UPI_PROJ_V, first, tokens->v, grads->wv);
+    UPIPE_TRY(upi_project_bwd(c, r, UPI_PROJ_K, first, tokens->k));
+    return upi_project_bwd(c, r, UPI_PROJ_V, first, tokens->v);
 }
 
 /* After the last stage: sums over stages are cast to the storage type, then dWk and dWv are formed. */
-UPIPE_API upipe_status upi_kv_grad_end(upipe_ctx *c, const upi_run *r, upi_kv_grad *g,
-                                       const upipe_grads *grads)
+UPIPE_API upipe_status upi_kv_grad_end(upipe_ctx *c, const upi_run *r, upi_kv_grad *g)
 {
     const upipe_plan *p = r->p;
     const int64_t n = p->rows * p->desc.kv_heads;
@@ -182,8 +181,8 @@ UPIPE_API upipe_status upi_kv_grad_end(upipe_ctx *c, const upi_run *r, upi_kv_gr
         UPIPE_TRY(upipe_free(c, *sums[i]));
         *sums[i] = narrow;
     }
-    UPIPE_TRY(upi_project_heads_bwd(c, r, UPI_PROJ_K, upipe_head_run_all_kv(p), g->tokens[0].k, grads->wk));
-    return upi_project_heads_bwd(c, r, UPI_PROJ_V, upipe_head_run_all_kv(p), g->tokens[0].v, grads->wv);
+    UPIPE_TRY(upi_project_heads_bwd(c, r, UPI_PROJ_K, upipe_head_run_all_kv(p), g->tokens[0].k));
+    return upi_project_heads_bwd(c, r, UPI_PROJ_V, upipe_head_run_all_kv(p), g->tokens[0].v);
 }
 
 /* Frees dK and dV that are not read any more. */

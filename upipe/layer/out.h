@@ -47,7 +47,7 @@ UPIPE_API upipe_view upi_out_columns(const upipe_plan *p, const void *wo, upipe_
     return upipe_view_make(data, dtype, p->desc.model_dim, all, 1, all, n * p->desc.v_dim);
 }
 
-/* y = O * Wo^T */
+/* y = O * Wo^T + bo */
 UPIPE_API upipe_status upi_out_fwd(upipe_ctx *c, const upi_run *r, upipe_view y, const upipe_saved *save)
 {
     const upipe_plan *p = r->p;
@@ -64,6 +64,7 @@ UPIPE_API upipe_status upi_out_fwd(upipe_ctx *c, const upi_run *r, upipe_view y,
                                    upipe_view_heads(upi_out_columns(p, r->l->wo, p->desc.dtype, head, n), n),
                                    UPIPE_GEMM_TRANS_B));
         }
+        if (r->l->bo != NULL) UPIPE_TRY(upipe_bias_add(c, tile.sum, r->l->bo, 0));
         if (tile.buf != NULL) UPIPE_TRY(c->ops->cast(c, upipe_view_rows(y, row, tile.n), tile.sum));
     }
     UPIPE_TRY(upipe_free(c, tile.work));
@@ -101,17 +102,18 @@ UPIPE_API upipe_status upi_delta_all(upipe_ctx *c, const upi_run *r, upipe_saved
     return UPIPE_OK;
 }
 
-/* From dy: dWo += dy^T * O, delta, and dO in O's place. */
-UPIPE_API upipe_status upi_out_bwd(upipe_ctx *c, const upi_run *r, const upipe_grads *g, upipe_saved *save,
-                                   upipe_view dy)
+/* From dy: dWo += dy^T * O, dbo += the sums of dy, delta, and dO in O's place. */
+UPIPE_API upipe_status upi_out_bwd(upipe_ctx *c, const upi_run *r, upipe_saved *save, upipe_view dy)
 {
     const upipe_plan *p = r->p;
+    const upipe_grads *g = r->grads;
     void *buf;
     void *delta;
     int stage, rank;
     UPIPE_TRY(upipe_alloc(c, &delta, r->buffers.delta, "delta"));
     save->delta = (float *)delta;
     UPIPE_TRY(upipe_alloc(c, &buf, upipe_plan_rows_bytes(p, p->per_rank, p->desc.v_dim), "dout_block"));
+    if (g->bo != NULL) UPIPE_TRY(c->ops->bias_bwd(c, g->bo, dy));
     for (stage = 0; stage < p->stages; ++stage) {
         for (rank = 0; rank < p->desc.ranks; ++rank) {
             const upipe_span q = upipe_plan_q(p, stage, rank);
@@ -122,8 +124,8 @@ UPIPE_API upipe_status upi_out_bwd(upipe_ctx *c, const upi_run *r, const upipe_g
                 upi_gemm(c, r, dout, dy, upi_out_columns(p, r->l->wo, p->desc.dtype, q.first, q.count), 0));
             UPIPE_TRY(upi_delta(c, r, save, stage, rank, dout));
             if (g->wo != NULL)
-                UPIPE_TRY(upi_gemm(c, r, upi_out_columns(p, g->wo, UPIPE_F32, q.first, q.count), dy, o,
-                                   UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
+                UPIPE_TRY(upi_gemm_grad(c, r, upi_out_columns(p, g->wo, r->l->grad_dtype, q.first, q.count),
+                                        dy, o));
             UPIPE_TRY(c->ops->copy(c, o.data, buf, upipe_plan_rows_bytes(p, q.count, p->desc.v_dim)));
         }
     }

@@ -18,7 +18,7 @@
 UPIPE_API upipe_status upi_side_call(upipe_ctx *side, void *pass, int store, int i)
 {
     upi_pass *f = (upi_pass *)pass;
-    if (f->grads == NULL) return store ? upi_fwd_store(side, f, i) : upi_fwd_load(side, f, i);
+    if (f->run.grads == NULL) return store ? upi_fwd_store(side, f, i) : upi_fwd_load(side, f, i);
     return store ? upi_bwd_store(side, f, i) : upi_bwd_load(side, f, i);
 }
 
@@ -30,7 +30,7 @@ UPIPE_API upipe_status upi_pipelined(upipe_ctx *c, upi_pass *f,
                                      void *pass)
 {
     const upi_scratch *scratch = &f->run.scratch;
-    const int n = f->run.p->stages, backward = f->grads != NULL;
+    const int n = f->run.p->stages, backward = f->run.grads != NULL;
     upipe_pipeline q;
     upipe_status s;
     int i;

@@ -33,12 +33,16 @@ UPIPE_API upipe_status upi_rope(upipe_ctx *c, const upi_run *r, void *data, upip
     return UPIPE_OK;
 }
 
-/* The product alone: these heads of dst = x * W^T. */
+/* The product alone, and the bias: these heads of dst = x * W^T + b. */
 UPIPE_API upipe_status upi_project_raw(upipe_ctx *c, const upi_run *r, upi_proj which, upipe_head_run h,
                                        void *dst)
 {
-    return upi_gemm(c, r, upipe_head_run_matrix(r->p, dst, h, upi_dim(r->p, which)), r->x,
-                    upi_weight_rows(r->p, r->w[which], r->p->desc.dtype, h, which), UPIPE_GEMM_TRANS_B);
+    const int64_t dim = upi_dim(r->p, which);
+    const upipe_view y = upipe_head_run_matrix(r->p, dst, h, (int)dim);
+    UPIPE_TRY(upi_gemm(c, r, y, r->x, upi_weight_rows(r->p, r->w[which], r->p->desc.dtype, h, which),
+                       UPIPE_GEMM_TRANS_B));
+    return r->bias[which] != NULL ? upipe_bias_add(c, y, r->bias[which] + h.first * dim, h.step * dim)
+                                  : UPIPE_OK;
 }
 
 /* Fills a stage's send buffer, all of its runs: projected, normed and rotated; or packed, where the host has made
@@ -65,48 +69,51 @@ UPIPE_API upipe_status upi_project(upipe_ctx *c, const upi_run *r, upi_proj whic
     return UPIPE_OK;
 }
 
-/* The backward of one run: g becomes the gradient of x * W^T; dW += g^T * x unless dw is NULL. Where the host has
- * made Q, K and V, g is unpacked. */
+/* The backward of one run: g becomes the gradient of x * W^T; dW += g^T * x, and db += the sums of g over its
+ * rows, where they are wanted. Where the host has made Q, K and V, g is unpacked. */
 UPIPE_API upipe_status upi_project_heads_bwd(upipe_ctx *c, const upi_run *r, upi_proj which, upipe_head_run h,
-                                             void *g, float *dw)
+                                             void *g)
 {
     const upipe_plan *p = r->p;
     const int dim = upi_dim(p, which);
+    const upipe_grads *to = r->grads;
+    void *const dw = which == UPI_PROJ_Q ? to->wq : which == UPI_PROJ_K ? to->wk : to->wv;
+    float *const db = which == UPI_PROJ_Q ? to->bq : which == UPI_PROJ_K ? to->bk : to->bv;
     const float *weight = r->norm[which];
+    int64_t block = p->rows * h.each * dim * (int64_t)upipe_dtype_bytes(p->desc.dtype), b;
+    upipe_view dy = upipe_view_packed(upipe_head_run_at(p, g, h, dim), p->desc.dtype, p->rows, h.each, dim);
     if (r->host[which].data != NULL)
         return r->dhost[which].data != NULL ? upi_head_run_copy(c, p, g, h, r->dhost[which], 0) : UPIPE_OK;
     if (which != UPI_PROJ_V) UPIPE_TRY(upi_rope(c, r, g, h, 1));
     if (weight != NULL) {
-        int64_t block = p->rows * h.each * dim * (int64_t)upipe_dtype_bytes(p->desc.dtype), b;
         upipe_head_run own = h;
-        void *raw;
+        upipe_view in = dy, out = dy;
         own.at = 0;
-        UPIPE_TRY(
-            upipe_alloc(c, &raw, upipe_plan_rows_bytes(p, (int64_t)h.blocks * h.each, dim), "norm_input"));
-        UPIPE_TRY(upi_project_raw(c, r, which, own, raw));
-        for (b = 0; b < h.blocks; ++b) {
+        UPIPE_TRY(upipe_alloc(c, &in.data, upipe_plan_rows_bytes(p, (int64_t)h.blocks * h.each, dim),
+                              "norm_input"));
+        UPIPE_TRY(upi_project_raw(c, r, which, own, in.data));
+        for (b = 0; b < h.blocks; ++b, out.data = (char *)out.data + block) {
             int64_t head = h.first + b * h.step + (which == UPI_PROJ_K ? p->desc.heads : 0);
-            upipe_view dy = upipe_view_packed((char *)upipe_head_run_at(p, g, h, dim) + b * block,
-                                              p->desc.dtype, p->rows, h.each, dim);
-            upipe_view in = dy;
-            in.data = (char *)raw + b * block;
-            UPIPE_TRY(c->ops->rmsnorm_bwd(c, dy, dy, in, weight, r->l->norm_eps, r->dnorm + head * dim, 0));
+            upipe_view x = in;
+            x.data = (char *)in.data + b * block;
+            UPIPE_TRY(c->ops->rmsnorm_bwd(c, out, out, x, weight, r->l->norm_eps, r->dnorm + head * dim, 0));
         }
-        UPIPE_TRY(upipe_free(c, raw));
+        UPIPE_TRY(upipe_free(c, in.data));
     }
+    for (b = 0; db != NULL && b < h.blocks; ++b, dy.data = (char *)dy.data + block)
+        UPIPE_TRY(c->ops->bias_bwd(c, db + (h.first + b * h.step) * dim, dy));
     if (dw == NULL) return UPIPE_OK;
-    return upi_gemm(c, r, upi_weight_rows(p, dw, UPIPE_F32, h, which), upipe_head_run_matrix(p, g, h, dim),
-                    r->x, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE);
+    return upi_gemm_grad(c, r, upi_weight_rows(p, dw, r->l->grad_dtype, h, which),
+                         upipe_head_run_matrix(p, g, h, dim), r->x);
 }
 
 /* The same for all heads of a stage's Q, or of a complete round's K or V. */
-UPIPE_API upipe_status upi_project_bwd(upipe_ctx *c, const upi_run *r, upi_proj which, int stage, void *g,
-                                       float *dw)
+UPIPE_API upipe_status upi_project_bwd(upipe_ctx *c, const upi_run *r, upi_proj which, int stage, void *g)
 {
     upipe_head_run h;
     int rank = 0;
     while (upipe_head_run_next(r->p, which == UPI_PROJ_Q ? UPIPE_A2A_Q : UPIPE_A2A_KV, stage, &rank, &h))
-        UPIPE_TRY(upi_project_heads_bwd(c, r, which, h, g, dw));
+        UPIPE_TRY(upi_project_heads_bwd(c, r, which, h, g));
     return UPIPE_OK;
 }
 
@@ -123,8 +130,9 @@ UPIPE_API upipe_status upi_norm_grads_begin(upipe_ctx *c, upi_run *r)
 }
 
 /* The gradients of the norm weights: sums over heads in natural order, whatever order the stages had. */
-UPIPE_API upipe_status upi_norm_grads(upipe_ctx *c, const upi_run *r, const upipe_grads *g)
+UPIPE_API upipe_status upi_norm_grads(upipe_ctx *c, const upi_run *r)
 {
+    const upipe_grads *g = r->grads;
     const int32_t d = r->p->desc.head_dim;
     const int heads = r->p->desc.heads, kv_heads = r->p->desc.kv_heads;
     if (r->dnorm == NULL) return UPIPE_OK;

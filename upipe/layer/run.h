@@ -17,7 +17,9 @@ typedef struct upi_run {
     upipe_buffers buffers;    /* bytes */
     upipe_shard shard;        /* positions of this rank's rows */
     const void *w[3];         /* wq, wk, wv */
+    const float *bias[3];     /* bq, bk, bv; NULL without */
     const float *norm[3];     /* QK norm weights; NULL without */
+    const upipe_grads *grads; /* backward */
     size_t each[3];           /* bytes of one token and head */
     size_t held[3], dheld[3]; /* bytes of K', V' and of dK', dV'; all-gather ring: of all its ranks */
     float *dnorm;    /* backward with QK norm: f32 [H + Hkv][d], the norm weights' gradients by head */
@@ -38,6 +40,9 @@ UPIPE_API upi_run upi_run_make(upipe_ctx *c, const upipe_layer *l, upipe_view x)
     r.w[UPI_PROJ_Q] = l->wq;
     r.w[UPI_PROJ_K] = l->wk;
     r.w[UPI_PROJ_V] = l->wv;
+    r.bias[UPI_PROJ_Q] = l->bq;
+    r.bias[UPI_PROJ_K] = l->bk;
+    r.bias[UPI_PROJ_V] = l->bv;
     r.norm[UPI_PROJ_Q] = l->q_norm_weight;
     r.norm[UPI_PROJ_K] = l->k_norm_weight;
     for (i = 0; i < 3; ++i)
@@ -56,6 +61,20 @@ UPIPE_API upipe_status upi_gemm(upipe_ctx *c, const upi_run *r, upipe_view out, 
     UPIPE_TRY(upipe_alloc(c, &work, r->scratch.gemm, "gemm_work"));
     UPIPE_TRY(c->ops->gemm(c, out, a, b, flags, work, r->scratch.gemm));
     return upipe_free(c, work);
+}
+
+/* The gradient of a weight: dw += a^T * b. One that is not f32 is rounded once: the product comes in f32 first. */
+UPIPE_API upipe_status upi_gemm_grad(upipe_ctx *c, const upi_run *r, upipe_view dw, upipe_view a,
+                                     upipe_view b)
+{
+    void *sum;
+    upipe_view wide = upipe_view_make(NULL, UPIPE_F32, dw.n, dw.d, dw.h, dw.n * dw.d, dw.d);
+    if (dw.dtype == UPIPE_F32) return upi_gemm(c, r, dw, a, b, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE);
+    UPIPE_TRY(upipe_alloc(c, &sum, (size_t)(dw.n * dw.d * dw.h) * 4, "dw_sum"));
+    wide.data = sum;
+    UPIPE_TRY(upi_gemm(c, r, wide, a, b, UPIPE_GEMM_TRANS_A));
+    UPIPE_TRY(c->ops->add(c, dw, wide));
+    return upipe_free(c, sum);
 }
 
 #endif

@@ -43,6 +43,8 @@ UPIPE_API size_t upi_product_scratch(const upipe_ops *ops, const upipe_layer *l,
 {
     const upipe_plan *p = l->plan;
     const upipe_dtype t = p->desc.dtype;
+    const int by_tokens =
+        l->grad_dtype == UPIPE_F32 ? UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE : UPIPE_GEMM_TRANS_A;
     const int32_t model = (int32_t)p->desc.model_dim, columns = h.each * upi_dim(p, which);
     float none[1];
     upipe_view x = upipe_view_packed(NULL, t, p->rows, 1, model), block, grad, w, cols, sum;
@@ -54,8 +56,7 @@ UPIPE_API size_t upi_product_scratch(const upipe_ops *ops, const upipe_layer *l,
     cols = upipe_view_packed(NULL, t, upi_tile_rows(l), 1, columns);
     sum = upipe_view_packed(NULL, UPIPE_F32, upi_tile_rows(l), 1, model);
     most = ops->gemm_bytes(ops, block, x, w, UPIPE_GEMM_TRANS_B);
-    most = upipe_max_bytes(most,
-                           ops->gemm_bytes(ops, grad, block, x, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
+    most = upipe_max_bytes(most, ops->gemm_bytes(ops, grad, block, x, by_tokens));
     w = upi_weight_rows(p, none, t, upipe_head_run_make(h.each, 1, 0, 1), which);
     cols = upipe_view_heads(cols, h.each);
     most = upipe_max_bytes(most, ops->gemm_bytes(ops, sum, cols, w, 0));
@@ -67,6 +68,8 @@ UPIPE_API size_t upi_out_scratch(const upipe_ops *ops, const upipe_layer *l, int
 {
     const upipe_plan *p = l->plan;
     const upipe_dtype t = p->desc.dtype;
+    const int by_tokens =
+        l->grad_dtype == UPIPE_F32 ? UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE : UPIPE_GEMM_TRANS_A;
     const int32_t model = (int32_t)p->desc.model_dim, columns = heads * p->desc.v_dim,
                   width = p->desc.heads * p->desc.v_dim;
     upipe_view x = upipe_view_packed(NULL, t, p->rows, 1, model);
@@ -80,8 +83,7 @@ UPIPE_API size_t upi_out_scratch(const upipe_ops *ops, const upipe_layer *l, int
     most = upipe_max_bytes(
         most, ops->gemm_bytes(ops, sum, cols, by_head, UPIPE_GEMM_TRANS_B | UPIPE_GEMM_ACCUMULATE));
     most = upipe_max_bytes(most, ops->gemm_bytes(ops, block, x, wo, 0));
-    return upipe_max_bytes(most,
-                           ops->gemm_bytes(ops, grad, x, block, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
+    return upipe_max_bytes(most, ops->gemm_bytes(ops, grad, x, block, by_tokens));
 }
 
 /* A compute table may sum dQ' in f32 scratch. It adds to a sum in the send buffer instead, which is cast into
