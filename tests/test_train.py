@@ -30,8 +30,9 @@ CONFIG = {'method', 'ranks', 'ring', 'inner', 'segments', 'chunk', 'overlap', 'w
           'kv_heads', 'head_dim', 'ff_dim', 'vocab', 'untied', 'qk_norm', 'rope_theta', 'norm_eps', 'tokens', 'batch', 'steps',
           'lr', 'min_lr', 'warmup', 'weight_decay', 'beta1', 'beta2', 'adam_eps', 'clip', 'dtype', 'device', 'seed',
           'tile_bytes', 'activations', 'data', 'save', 'resume', 'load'}
-MEASURED = {'text_bytes', 'products', 'kernels'}
+MEASURED = {'text_bytes', 'products', 'kernels', 'transport'}
 NO_NUMBERS = {'offload', 'json', 'trace', 'save-every', 'keep', 'sample', 'prompt', 'temperature', 'deadline', 'plan',
+              'transport', 'node-ranks',
               'progress', 'help', 'version'}
 METHODS = ['ulysses', 'upipe', 'upipe-naive', 'ring', 'zigzag', 'stripe', 'allgather', 'usp', 'upipe-ring',
            'double-ring', 'fpdt', 'upipe-fpdt']

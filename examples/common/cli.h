@@ -47,6 +47,10 @@ enum { EXIT_RUN = 1, EXIT_USAGE = 2, CLI_SENTENCE = 16384 /* bytes of one at mos
 
 /* ---- sentences ---- */
 
+/* Of many processes with the same fault one says it: another one holds its first sentence (world.h). */
+static int cli_holds;
+static char cli_held[CLI_SENTENCE];
+
 /* Locked, so that the sentences of several ranks do not mix. Names in files may hold what a terminal would obey: control
  * characters, and bytes that are no characters, are written as their numbers. */
 static inline void cli_sentence(const char *format, va_list args, const char *ending)
@@ -54,6 +58,10 @@ static inline void cli_sentence(const char *format, va_list args, const char *en
     char text[CLI_SENTENCE];
     const char *at = text;
     vsnprintf(text, sizeof text, format, args);
+    if (cli_holds) {
+        if (cli_held[0] == '\0') memcpy(cli_held, text, sizeof cli_held);
+        return;
+    }
     flockfile(stderr);
     fputs(PROGRAM ": ", stderr);
     while (*at != '\0') {
@@ -75,6 +83,14 @@ __attribute__((format(printf, 1, 2))) static inline int cli_fail(const char *for
     cli_sentence(format, args, "");
     va_end(args);
     return -1;
+}
+
+/* From here on this process speaks, beginning with what it held. */
+static inline void cli_release(void)
+{
+    cli_holds = 0;
+    if (cli_held[0] != '\0') cli_fail("%s", cli_held);
+    cli_held[0] = '\0';
 }
 
 __attribute__((format(printf, 1, 2))) static inline int cli_refuse(const char *format, ...)
@@ -211,6 +227,8 @@ static inline int cli_read(const struct option *list, int argc, char **argv, int
             return cli_refuse("'%s' is no flag of this program, or takes no value", argv[before]);
         if (given[flag]++ > 0 && flag != repeatable)
             return cli_refuse("--%s is given twice", list[flag].name);
+        if (cli_holds && (strcmp(list[flag].name, "help") == 0 || strcmp(list[flag].name, "version") == 0))
+            return 1; /* another process prints it */
         if (list[flag].has_arg && optarg[0] == '\0') return cli_refuse("--%s is empty", list[flag].name);
         status = used(user, flag, optarg);
         if (status != 0) return status;

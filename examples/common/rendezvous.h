@@ -55,6 +55,33 @@ static inline int launch_number(const char *const *names, int64_t least, int64_t
     return 0;
 }
 
+/* The number in the first of these variables that is set, whatever it means for a launcher; -1 if there is none. */
+static inline int launch_look(const char *const *names)
+{
+    const char *text = launch_first(names);
+    char *end = NULL;
+    long value = text != NULL ? strtol(text, &end, 10) : -1;
+    return text != NULL && *end == '\0' && value >= 0 && value <= 1 << 20 ? (int)value : -1;
+}
+
+/* How many processes a launcher has started beside this one and with it; 1: no launcher. Slurm's batch script is one
+ * process, though it has the number of tasks of its job. */
+static inline int launch_processes(void)
+{
+    static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE",
+                                        "SLURM_STEP_NUM_TASKS", NULL};
+    int n = launch_look(names);
+    return n > 1 ? n : 1;
+}
+
+/* Which of them this one is, from 0. */
+static inline int launch_process(void)
+{
+    static const char *const names[] = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "SLURM_PROCID", NULL};
+    int rank = launch_look(names);
+    return launch_processes() > 1 && rank > 0 ? rank : 0;
+}
+
 /* This process's place. Returns 0, or 1 + the exit status once its sentence is out. */
 static inline int launch_read(launch *l)
 {

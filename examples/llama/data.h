@@ -3,6 +3,7 @@
  *     corpus t;
  *     text_order order;                                       one a rank: it caches an epoch's order
  *     text_open(&t, "book.txt", 1024);                        0, or -1 with the sentence out
+ *     t.hash = text_hash(&t);                                 reads all of it, text_probe a little
  *     text_order_init(&order);
  *     k = step * batch + row;                                 which sample, from 0
  *     w = text_window(&t, &order, seed, k);                   -1 without memory
@@ -14,7 +15,8 @@
  * beyond the text: there inputs are 0 and targets TEXT_IGNORE. Epoch e = k / windows takes all windows, in an
  * order that depends on (seed, e) alone.
  *
- * A corpus is only read after text_open: ranks share one.
+ * A corpus is only read after text_open: ranks share one. It is mapped, not held: a rank reads what it needs, and a
+ * file that becomes shorter meanwhile ends the program by SIGBUS.
  */
 #ifndef LLAMA_DATA_H
 #define LLAMA_DATA_H
@@ -24,6 +26,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include "../../upipe/upipe_shard.h"
 #include "../common/cli.h"
@@ -32,9 +35,9 @@
 enum { TEXT_IGNORE = -1 };
 
 typedef struct corpus {
-    unsigned char *data;
+    const unsigned char *data;      /* mapped */
     int64_t bytes, tokens, windows; /* tokens of a window */
-    uint64_t hash;                  /* of the bytes: FNV-1a */
+    uint64_t hash;                  /* text_hash, where the program needs it */
 } corpus;
 
 typedef struct text_order {
@@ -45,7 +48,7 @@ typedef struct text_order {
 
 static inline void text_close(corpus *t)
 {
-    free(t->data);
+    if (t->data != NULL) munmap((void *)(uintptr_t)t->data, (size_t)t->bytes);
     memset(t, 0, sizeof *t);
 }
 
@@ -68,41 +71,50 @@ static inline FILE *text_file(const char *path, int64_t tokens, int64_t *bytes)
     return NULL;
 }
 
-/* Tells two texts of the same length apart. */
-static inline uint64_t text_hash(const unsigned char *data, int64_t bytes)
+static inline uint64_t text_hash_on(uint64_t hash, const unsigned char *data, int64_t bytes)
 {
-    uint64_t hash = 1469598103934665603u;
     int64_t i;
     for (i = 0; i < bytes; ++i) hash = (hash ^ data[i]) * 1099511628211u;
     return hash;
 }
 
-/* text_open -- reads a whole text, to be cut into windows of so many tokens, 1 to 2^62
+enum { TEXT_PROBES = 64, TEXT_PROBE = 4096 /* bytes of one */ };
+
+/* Tells two texts of the same length apart: FNV-1a of all bytes. */
+static inline uint64_t text_hash(const corpus *t)
+{
+    return text_hash_on(1469598103934665603u, t->data, t->bytes);
+}
+
+/* The same of a few parts of a long text, for processes that would all have to read it. */
+static inline uint64_t text_probe(const corpus *t)
+{
+    uint64_t hash = 1469598103934665603u ^ (uint64_t)t->bytes;
+    int64_t i, parts = t->bytes / TEXT_PROBE;
+    if (parts <= TEXT_PROBES) return text_hash_on(hash, t->data, t->bytes);
+    for (i = 0; i < TEXT_PROBES; ++i)
+        hash = text_hash_on(hash, t->data + parts * i / TEXT_PROBES * TEXT_PROBE, TEXT_PROBE);
+    return hash;
+}
+
+/* text_open -- maps a text, to be cut into windows of so many tokens, 1 to 2^62
  *
  * 0, or -1 with the sentence out; then there is nothing to close.
  */
 static inline int text_open(corpus *t, const char *path, int64_t tokens)
 {
-    size_t got = 0;
     int64_t bytes = 0;
     FILE *f = text_file(path, tokens, &bytes);
+    void *data;
     memset(t, 0, sizeof *t);
     if (f == NULL) return -1;
-    t->data = (unsigned char *)malloc((size_t)bytes);
-    errno = 0;
-    if (t->data != NULL) got = fread(t->data, 1, (size_t)bytes, f);
-    if (got < (size_t)bytes) {
-        cli_fail("%zu of %lld bytes of the text %s could be read: %s", got, (long long)bytes, path,
-                 t->data == NULL || errno != 0 ? strerror(errno) : "it has become shorter");
-        fclose(f);
-        text_close(t);
-        return -1;
-    }
+    data = mmap(NULL, (size_t)bytes, PROT_READ, MAP_PRIVATE, fileno(f), 0);
     fclose(f);
+    if (data == MAP_FAILED) return cli_fail("the text %s cannot be mapped: %s", path, strerror(errno));
+    t->data = (const unsigned char *)data;
     t->bytes = bytes;
     t->tokens = tokens;
     t->windows = (bytes - 2) / tokens + 1;
-    t->hash = text_hash(t->data, bytes);
     return 0;
 }
 

@@ -1,6 +1,6 @@
 /* options.h -- the command line of train: read, checked, defaults filled in
  *
- *     int status = options_read(&options, argc, argv);      0: run; otherwise the sentence is out, exit with
+ *     int status = options_read(&options, &world, argc, argv);      0: run; otherwise the sentence is out, exit with
  *                                                           status - 1
  *
  * Numbers must be plain and within their range, a flag comes once, and a flag that would have no effect is
@@ -18,6 +18,7 @@
 
 #include "../common/cli.h"
 #include "../common/device_flag.h"
+#include "../common/world.h"
 #include "activations_flag.h"
 #include "checkpoint.h"
 #include "limits.h"
@@ -30,8 +31,8 @@ enum {
     FLAG_QK_NORM, FLAG_ROPE_THETA, FLAG_NORM_EPS, FLAG_WINDOW, FLAG_TOKENS, FLAG_BATCH, FLAG_STEPS, FLAG_LR, FLAG_MIN_LR,
     FLAG_WARMUP, FLAG_WEIGHT_DECAY, FLAG_BETA1, FLAG_BETA2, FLAG_ADAM_EPS, FLAG_CLIP, FLAG_DTYPE, FLAG_DEVICE,
     FLAG_SEED, FLAG_TILE_BYTES, FLAG_ACTIVATIONS, FLAG_OFFLOAD, FLAG_JSON, FLAG_TRACE, FLAG_SAVE, FLAG_SAVE_EVERY, FLAG_KEEP,
-    FLAG_RESUME, FLAG_LOAD, FLAG_SAMPLE, FLAG_PROMPT, FLAG_TEMPERATURE, FLAG_DEADLINE, FLAG_PLAN,
-    FLAG_PROGRESS, FLAG_HELP, FLAG_VERSION, FLAGS
+    FLAG_RESUME, FLAG_LOAD, FLAG_SAMPLE, FLAG_PROMPT, FLAG_TEMPERATURE, FLAG_TRANSPORT, FLAG_NODE_RANKS, FLAG_DEADLINE,
+    FLAG_PLAN, FLAG_PROGRESS, FLAG_HELP, FLAG_VERSION, FLAGS
 };
 
 static const struct option option_list[] = {
@@ -82,6 +83,8 @@ static const struct option option_list[] = {
     {"sample",       required_argument, NULL, FLAG_SAMPLE},
     {"prompt",       required_argument, NULL, FLAG_PROMPT},
     {"temperature",  required_argument, NULL, FLAG_TEMPERATURE},
+    {"transport",    required_argument, NULL, FLAG_TRANSPORT},
+    {"node-ranks",   required_argument, NULL, FLAG_NODE_RANKS},
     {"deadline",     required_argument, NULL, FLAG_DEADLINE},
     {"plan",         no_argument,       NULL, FLAG_PLAN},
     {"progress",     no_argument,       NULL, FLAG_PROGRESS},
@@ -92,12 +95,12 @@ static const struct option option_list[] = {
 static const char usage_text[] =
     "usage: train [flags]\n"
     "\n"
-    "Trains a Llama on the bytes of a text, its sequences shared by ranks that are threads of this process,\n"
-    "with UPipe or another method. Prints loss, speed and memory, and writes a little text.\n"
+    "Trains a Llama on the bytes of a text, its sequences shared by ranks, with UPipe or another\n"
+    "method. The ranks are threads of this process, or processes. Prints loss, speed and memory, and writes a little text.\n"
     "\n"
     "  --data FILE        the text, at least tokens + 1 bytes (the book in examples/data)\n"
     METHOD_USAGE
-    "  --ranks N          ranks that share a sequence (4)\n"
+    "  --ranks N          ranks that share a sequence (4; as many as a launcher has started)\n"
     "\n"
     "the model; with --resume or --load config.json gives all of it, and no flag may contradict it\n"
     "  --layers N         (4)\n"
@@ -162,6 +165,7 @@ typedef struct options {
     int keep;
     int64_t tokens, batch, steps, warmup, save_every, sample;
     double lr, min_lr, weight_decay, beta1, beta2, adam_eps, clip, temperature;
+    world_options net;
     double deadline; /* seconds that a rank waits for the others */
     size_t tile_bytes;
     upipe_dtype dtype;
@@ -313,6 +317,9 @@ static int options_flag(void *user, int flag, const char *text)
         return options_whole(name, text, &o->sample);
     case FLAG_TEMPERATURE:
         return options_real(name, text, &o->temperature);
+    case FLAG_TRANSPORT:
+    case FLAG_NODE_RANKS:
+        return world_flag(&o->net, name, text);
     case FLAG_DEADLINE:
         return cli_seconds(name, text, &o->deadline);
     case FLAG_PLAN:
@@ -323,6 +330,7 @@ static int options_flag(void *user, int flag, const char *text)
         return 0;
     case FLAG_HELP:
         fputs(usage_text, stdout);
+        fputs(world_usage, stdout);
         return method_help(name, activations_usage);
     case FLAG_VERSION:
         return cli_version(name, ", products: " PRODUCTS);
@@ -450,7 +458,9 @@ static int options_resolve(options *o)
     if (!o->given[FLAG_WARMUP]) o->warmup = o->steps < 10 ? 1 : o->steps / 10;
     return options_schedule(o);
 }
-static int options_read(options *o, int argc, char **argv)
+
+/* The ranks of w are there when this returns; then the program ends with world_end. */
+static int options_read(options *o, struct world *w, int argc, char **argv)
 {
     int status;
     memset(o, 0, sizeof *o);
@@ -481,7 +491,10 @@ static int options_read(options *o, int argc, char **argv)
     o->temperature = 0.8;
     o->deadline = 600;
     status = cli_read(option_list, argc, argv, o->given, -1, options_flag, o);
-    return status != 0 ? status : options_resolve(o);
+    if (status != 0) return status;
+    status = world_begin(w, &o->net, o->deadline, o->given[FLAG_RANKS], &o->how.ranks);
+    if (status == 0) status = options_resolve(o);
+    return world_agree(w, status);
 }
 
 #endif

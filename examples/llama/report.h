@@ -243,6 +243,7 @@ static void report_config(FILE *f, const run *u)
     report_word(f, "resume", o->resume);
     report_word(f, "load", o->load);
     report_whole(f, "text_bytes", u->text.bytes);
+    report_word(f, "transport", world_names[o->net.transport]);
     report_word(f, "device", device_names[o->device]);
     report_word(f, "products", device_products(o->device));
     fputs("    \"kernels\": ", f);
@@ -317,30 +318,66 @@ static int report_json(const run *u, files *all, const report_total *slope)
     return files_close(all, f);
 }
 
-static int report_trace(const run *u, files *all)
+/* The trace of a rank of this process, as text of the host's memory. */
+static void report_trace_rank(const run *u, FILE *f, int rank)
 {
-    FILE *f = files_open(all, u->o.trace);
-    int r;
-    if (f == NULL) return -1;
-    fprintf(f, "[\n");
-    for (r = 0; r < u->o.how.ranks; ++r) {
-        upipe_mem pool; /* the pool is gone, its trace is not */
-        memset(&pool, 0, sizeof pool);
-        pool.events = u->ranks[r].events;
-        pool.events_n = u->ranks[r].events_n;
-        upipe_mem_trace_write(&pool, f, r, r == 0);
+    upipe_mem pool; /* it is gone, its trace is not */
+    memset(&pool, 0, sizeof pool);
+    pool.events = u->ranks[rank].events;
+    pool.events_n = u->ranks[rank].events_n;
+    upipe_mem_trace_write(&pool, f, rank, rank == 0);
+}
+
+/* The same from the process of another rank, to f where that is not NULL; all processes together. */
+static int report_trace_tell(run *u, FILE *f, int rank)
+{
+    char *text = NULL, piece[4096];
+    size_t bytes = 0, at, n;
+    int64_t total;
+    upipe_status s;
+    upipe_err e;
+    FILE *own = u->net.first == rank ? open_memstream(&text, &bytes) : NULL;
+    if (own != NULL) report_trace_rank(u, own, rank);
+    if (own != NULL && fclose(own) != 0) bytes = 0;
+    total = u->net.first == rank && own == NULL ? -1 : (int64_t)bytes;
+    s = world_tell(&u->net, rank, &total, sizeof total, &e);
+    for (at = 0; s == UPIPE_OK && (int64_t)at < total; at += n) {
+        n = (size_t)total - at < sizeof piece ? (size_t)total - at : sizeof piece;
+        if (text != NULL) memcpy(piece, text + at, n);
+        s = world_tell(&u->net, rank, piece, n, &e);
+        if (s == UPIPE_OK && f != NULL) fwrite(piece, 1, n, f);
     }
+    free(text);
+    if (s != UPIPE_OK) return run_fail(s, &e);
+    return total < 0 ? cli_fail("out of memory: the trace of rank %d", rank) : 0;
+}
+
+/* All processes together; rank 0's writes. */
+static int report_trace(run *u, files *all)
+{
+    FILE *f = world_speaks(&u->net) ? files_open(all, u->o.trace) : NULL;
+    int r, bad = world_speaks(&u->net) && f == NULL ? -1 : 0;
+    if (f != NULL) fprintf(f, "[\n");
+    for (r = 0; r < u->o.how.ranks && (u->net.all != NULL || f != NULL); ++r) {
+        if (u->net.all == NULL)
+            report_trace_rank(u, f, r);
+        else if (report_trace_tell(u, f, r) != 0)
+            bad = -1;
+    }
+    if (f == NULL) return bad;
     fprintf(f, "]\n");
-    return files_close(all, f);
+    return files_close(all, f) != 0 ? -1 : bad;
 }
 
 /* All files that were asked for, or none. */
-static int report_files(const run *u, files *all, const report_total *slope)
+static int report_files(run *u, files *all, const report_total *slope)
 {
+    const int speaks = world_speaks(&u->net);
+    int bad = 0;
     files_begin(all);
-    if (u->o.json != NULL && report_json(u, all, slope) != 0) return -1;
-    if (u->o.trace != NULL && !u->failed && report_trace(u, all) != 0) return -1;
-    return files_commit(all);
+    if (speaks && u->o.json != NULL) bad = report_json(u, all, slope);
+    if (u->o.trace != NULL && !u->failed && report_trace(u, all) != 0) bad = -1;
+    return bad != 0 ? -1 : speaks ? files_commit(all) : 0;
 }
 
 /* The folder of --save, which is this training's from here on. */
@@ -377,6 +414,7 @@ static int report_reserve_file(const run *u, files *all, const char *flag, const
 static int report_reserve(run *u, files *all)
 {
     int bad;
+    if (!world_speaks(&u->net)) return 0;
     if (u->o.save != NULL && report_reserve_folder(u, u->o.save) != 0) return -1;
     files_begin(all);
     bad = report_reserve_file(u, all, "json", u->o.json) != 0 ||

@@ -4,8 +4,9 @@
  *     run_train(&run);                     threads, steps, checkpoints, sample
  *     run_free(&run);
  *
- * The ranks are threads, but share nothing that they write: a rank has its own pool, weights and optimizer,
- * and all that it hears of the others comes over its communicator.
+ * The ranks are threads or processes, and share nothing that they write: a rank has its own pool, weights and
+ * optimizer, and all that it hears of the others comes over its communicator. Each process plans all ranks, and
+ * runs and measures its own. What is said and written at the end, the process of rank 0 says.
  */
 #ifndef LLAMA_RUN_H
 #define LLAMA_RUN_H
@@ -16,7 +17,7 @@
 #include "upipe/upipe.h"
 
 #include "../common/device_flag.h"
-#include "../common/grid.h"
+#include "../common/world.h"
 #include "../common/side_stream.h"
 #include "checkpoint.h"
 #include "data.h"
@@ -38,7 +39,6 @@ typedef struct run_rank {
     upipe_mem mem, host;
     size_t phase[MODEL_PHASES], peak, host_peak;
     int64_t sent_bytes; /* in the first step */
-    upipe_err err;
 } run_rank;
 
 typedef struct run {
@@ -46,7 +46,7 @@ typedef struct run {
     llama_layout layout;
     upipe_ops ops; /* of the device, for plans */
     corpus text;
-    grid net;
+    struct world net;
     run_rank *ranks;
     llama_lock lock;     /* of the folder of --save */
     llama_run position;  /* of the checkpoint that is continued; step 0: none */
@@ -63,7 +63,7 @@ typedef struct run {
 
 /* Signals that end the training after the step they come in, or the sample after a byte. */
 static volatile sig_atomic_t run_signal;
-static const int run_signals[] = {SIGHUP, SIGINT, SIGTERM};
+static const int run_signals[] = {SIGHUP, SIGINT, SIGTERM, SIGUSR1}; /* launchers pass the last one on */
 static int64_t run_signal_at; /* atomic: when the first one came, ns; 0 = none has */
 
 /* Whoever ends a program may signal it and its group, so that one wish comes twice. What comes RUN_SIGNAL_AGAIN after
@@ -183,14 +183,15 @@ static int run_fail(upipe_status s, const upipe_err *e)
     return cli_fail("%s%s", cli_status(s), e->text);
 }
 
-/* Ranks share this machine's memory: says no rather than to be killed for it.
+/* The ranks of a machine share its memory: says no rather than to be killed for it.
  *   planned   zero: before the dry runs, with what is known without them
  */
 static int run_check_memory(const run *u, int planned)
 {
-    double slabs = 0, host = (double)u->text.bytes + 16.0 * (double)u->o.steps, have = cli_memory();
+    double slabs = 0, host = 16.0 * (double)u->o.steps, have = cli_memory();
+    const int all = u->net.all == NULL, first = all ? 0 : u->net.near_first;
     int r;
-    for (r = 0; r < u->o.how.ranks; ++r) {
+    for (r = first; r < (all ? u->o.how.ranks : first + u->net.near); ++r) {
         const run_rank *k = &u->ranks[r];
         double second;
         const double least = memory_least(&k->m, &second);
@@ -376,7 +377,7 @@ static upipe_status run_save(run *u, trainer *t, int64_t step, int keep)
     trainer_swap(t, team);
     UPIPE_TRY(s);
     UPIPE_TRY(upipe_comm_barrier(t->r.c, t->world)); /* all have read `saved` */
-    if (t->state.rank == 0) u->saved = step;
+    if (t->state.rank == u->net.first) u->saved = step;
     return upipe_comm_barrier(t->r.c, t->world);
 }
 
@@ -440,15 +441,16 @@ static upipe_status run_steps(run *u, run_rank *k, trainer *t, text_order *order
         batch.inputs = inputs;
         batch.targets = inputs + k->m.rows;
         batch.valid = run_fill(u, &k->m, order, step, inputs, inputs + k->m.rows);
-        batch.stop = run_signal != 0;
+        batch.stop = run_signal;
         if (batch.valid < 0)
             return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no memory for the order of the text");
         UPIPE_TRY(trainer_step(t, &batch, &rates, &result));
         seconds += cli_clock(NULL) - start;
         if (k->sent_bytes == 0) k->sent_bytes = run_sent(t) - sent;
         k->mem.events = NULL; /* the first step is traced */
-        if (rank == 0) run_note(u, &result, &rates, seconds);
+        if (rank == u->net.first) run_note(u, &result, &rates, seconds);
         *ended = !result.finite || result.stop;
+        if (result.stop && run_signal == 0) run_signal = result.stop; /* it came to another process */
         if (!result.finite) keep = 0; /* an older checkpoint may be the one to go on from */
         if (result.finite) last = step;
         if (!*ended && u->o.save_every > 0 && step % u->o.save_every == 0)
@@ -490,7 +492,7 @@ static upipe_status run_life(run *u, run_rank *k, trainer *t, text_order *order)
     return trainer_free_block(t);
 }
 
-static upipe_status run_rank_main(void *user, int rank)
+static upipe_status run_rank_main(void *user, int rank, upipe_err *why)
 {
     run *u = (run *)user;
     run_rank *k = &u->ranks[rank];
@@ -501,11 +503,11 @@ static upipe_status run_rank_main(void *user, int rank)
     upipe_status s;
     memset(&c, 0, sizeof c);
     memset(&t, 0, sizeof t);
-    grid_use(&u->net, rank, &c);
+    world_use(&u->net, rank, &c);
     text_order_init(&order);
-    s = upipe_comm_barrier(&c, grid_world(&u->net, rank)); /* all have started */
+    s = upipe_comm_barrier(&c, world_all(&u->net, rank)); /* all have started */
     if (s == UPIPE_OK) s = run_allocate(u, k, &c, &host);
-    if (s == UPIPE_OK) s = trainer_open(&t, &k->m, &c, grid_world(&u->net, rank), host);
+    if (s == UPIPE_OK) s = trainer_open(&t, &k->m, &c, world_all(&u->net, rank), host);
     t.r.kept.side = &k->d;
     if (s == UPIPE_OK) s = run_life(u, k, &t, &order);
     if (s == UPIPE_OK) s = upipe_mem_destroy(&k->mem, &c.err);
@@ -513,7 +515,7 @@ static upipe_status run_rank_main(void *user, int rank)
     trainer_close(&t);
     text_order_free(&order);
     if (s != UPIPE_OK) k->peak = k->mem.peak;
-    k->err = c.err;
+    *why = c.err;
     return s;
 }
 
@@ -523,7 +525,7 @@ static upipe_status run_rank_main(void *user, int rank)
 static int run_check_promises(const run *u)
 {
     int r, phase, bad = 0;
-    for (r = 0; r < u->o.how.ranks && u->done > 0; ++r) {
+    for (r = u->net.first; r < u->net.first + u->net.here && u->done > 0; ++r) {
         const run_rank *k = &u->ranks[r];
         for (phase = 0; phase < MODEL_PHASES; ++phase)
             if (k->phase[phase] != k->plan.phase[phase])
@@ -560,40 +562,28 @@ static void run_free(run *u)
 /* run_train -- after run_plan, with the text open: trains. 0, or -1 with the sentence out */
 static int run_train(run *u)
 {
-    upipe_status *statuses = (upipe_status *)calloc((size_t)u->o.how.ranks, sizeof *statuses);
     struct sigaction action, old;
     upipe_status s;
     upipe_err e;
     size_t i;
-    int r;
+    int bad;
     memset(&e, 0, sizeof e);
     u->loss = (double *)calloc((size_t)u->o.steps, sizeof *u->loss);
     u->norm = (double *)calloc((size_t)u->o.steps, sizeof *u->norm);
     u->sample = (char *)calloc((size_t)u->o.sample + 1, 1);
-    if (statuses == NULL || u->loss == NULL || u->norm == NULL || u->sample == NULL) {
-        free(statuses);
-        return cli_fail("out of memory");
-    }
+    bad = u->loss == NULL || u->norm == NULL || u->sample == NULL ? cli_fail("out of memory") : 0;
+    if (world_agree(&u->net, bad) != 0) return -1;
     memset(&action, 0, sizeof action);
     action.sa_handler = run_on_signal;
     action.sa_flags = SA_RESTART; /* a checkpoint's writes go on */
     for (i = 0; i < sizeof run_signals / sizeof *run_signals; ++i)
         if (sigaction(run_signals[i], NULL, &old) == 0 && old.sa_handler != SIG_IGN)
             sigaction(run_signals[i], &action, NULL);
-    s = grid_init(&u->net, u->o.how.ranks / u->o.how.ring, u->o.how.ring, u->o.deadline, &e);
-    if (s != UPIPE_OK) {
-        run_fail(s, &e);
-    } else {
-        s = grid_run(&u->net, run_rank_main, u, statuses);
-        if (s != UPIPE_OK) {
-            r = cli_reason(statuses, u->o.how.ranks, s);
-            cli_fail("rank %d: %s%s", r, cli_status(s), grid_why(&u->net, &u->ranks[r].err));
-        }
-        grid_free(&u->net);
-    }
-    free(statuses);
-    if (s != UPIPE_OK) return -1;
-    return run_check_promises(u);
+    s = world_split(&u->net, u->o.how.ranks / u->o.how.ring, u->o.how.ring, &e);
+    if (s != UPIPE_OK) return run_fail(s, &e);
+    bad = world_run(&u->net, run_rank_main, u, "");
+    world_join(&u->net);
+    return world_agree(&u->net, bad != 0 ? bad : run_check_promises(u));
 }
 
 #endif

@@ -1,6 +1,7 @@
 /* train.c -- trains a Llama on the bytes of a text, with any method of context parallelism in methods.h
  *
  *     train --method upipe --ranks 4 --tokens 4096 --steps 100 --json out.json
+ *     mpirun -np 4 train_mpi --transport mpi --method upipe ...       the same, with processes for ranks
  *
  * Where to read: model.h (a forward and a backward assembled from upipe's primitives), trainer.h (a step),
  * memory.h (its bytes, by a dry run), run.h (ranks, steps, checkpoints), checkpoint.h, sample.h, data.h.
@@ -62,11 +63,28 @@ static int find_position(run *u)
     return 0;
 }
 
-/* The text, which must be the one that a checkpoint was trained on. */
+/* All processes read the same model and text; the text's hash, for which all of it is read, is rank 0's. */
+static int find_same(run *u)
+{
+    uint64_t hash = UPI_HASH;
+    upipe_err e;
+    if (u->net.all == NULL) {
+        u->text.hash = text_hash(&u->text);
+        return 0;
+    }
+    hash = upi_hash_bytes(hash, &u->position.step, sizeof u->position.step);
+    hash = upi_hash_bytes(hash, &u->layout.weights, sizeof u->layout.weights) ^ text_probe(&u->text);
+    if (world_same(&u->net, "--data, --resume or --load finds something else here", hash) != 0) return -1;
+    if (world_speaks(&u->net)) u->text.hash = text_hash(&u->text);
+    return world_tell(&u->net, 0, &u->text.hash, sizeof u->text.hash, &e) == UPIPE_OK
+               ? 0
+               : cli_fail("%s", e.text);
+}
+
+/* The text must be the one that a checkpoint was trained on. */
 static int find_text(run *u)
 {
     const llama_run *p = &u->position;
-    if (text_open(&u->text, u->o.data, u->o.tokens) != 0) return -1;
     if (u->o.resume == NULL) return 0;
     if (p->text_bytes != u->text.bytes)
         return cli_fail(
@@ -84,18 +102,19 @@ static int train(run *u, files *all)
 {
     char folder[LLAMA_PATH];
     report_total slope;
-    int status;
-    if (find_model(u, folder) != 0) return -1;
-    if (find_position(u) != 0 || (!u->o.plan && find_text(u) != 0)) return -1;
-    if (run_plan(u) != 0) return -1;
-    if (!u->o.plan && run_check_memory(u, 1) != 0) return -1;
-    if (report_reserve(u, all) != 0) return -1;
+    int bad, status;
+    bad = find_model(u, folder) != 0 || find_position(u) != 0 ||
+          (!u->o.plan && text_open(&u->text, u->o.data, u->o.tokens) != 0);
+    if (world_agree(&u->net, -bad) != 0 || (!u->o.plan && find_same(u) != 0)) return -1;
+    bad = (!u->o.plan && find_text(u) != 0) || run_plan(u) != 0 ||
+          (!u->o.plan && run_check_memory(u, 1) != 0) || report_reserve(u, all) != 0;
+    if (world_agree(&u->net, -bad) != 0) return -1;
     if (u->o.plan) {
-        if (report_plan(u, &slope) != 0) return -1;
+        if (world_speaks(&u->net) && report_plan(u, &slope) != 0) return -1;
     } else {
         u->failed = run_train(u) != 0;
         if (u->failed && u->done == 0) return -1;
-        if (!u->failed) report_table(u);
+        if (!u->failed && world_speaks(&u->net)) report_table(u);
     }
     status = fflush(stdout) != 0 || ferror(stdout)
                  ? cli_fail("the table cannot be written: %s", strerror(errno))
@@ -116,11 +135,12 @@ int main(int argc, char **argv)
         cli_fail("out of memory");
         return EXIT_RUN;
     }
+    world_hush();
     signal(SIGPIPE, SIG_IGN); /* what cannot be written is said, and cleaned up after */
     signal(SIGXFSZ, SIG_IGN);
-    status = options_read(&u->o, argc, argv);
+    status = options_read(&u->o, &u->net, argc, argv);
     if (status == 0) {
-        u->o.progress = u->o.progress || isatty(STDERR_FILENO);
+        u->o.progress = world_speaks(&u->net) && (u->o.progress || isatty(STDERR_FILENO));
         device_table(u->o.device, &u->ops);
         status = train(u, all) == 0 ? 0 : EXIT_RUN;
         files_abandon(all);
@@ -132,6 +152,7 @@ int main(int argc, char **argv)
         --status;
     }
     run_free(u);
+    status = world_end(&u->net, status);
     free(u);
     free(all);
     return status;

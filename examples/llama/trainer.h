@@ -31,7 +31,7 @@ typedef struct trainer {
 typedef struct trainer_batch {
     const int32_t *inputs, *targets;
     int64_t valid; /* targets >= 0 */
-    int stop;      /* this rank wants to stop after the step */
+    int stop;      /* not 0: this rank wants to stop after the step, by a signal of this number */
 } trainer_batch;
 
 typedef struct trainer_rates {
@@ -43,7 +43,7 @@ typedef struct trainer_rates {
 typedef struct trainer_result {
     double loss, norm; /* mean over the valid targets; of the gradient before clipping */
     int finite;        /* 0: loss or norm is not; nothing was updated */
-    int stop;          /* some rank wants to stop */
+    int stop;          /* some rank wants to stop: the largest of the numbers */
 } trainer_result;
 
 /* Elements of this rank's slice of a group; *first is where it begins. */
@@ -272,7 +272,7 @@ __attribute__((unused)) static upipe_status trainer_step(trainer *t, const train
     UPIPE_TRY(upipe_comm_all_gather(c, t->world, t->gathered, mine, 2));
     for (r = 0, result->stop = 0; r < t->state.ranks; ++r) {
         valid += t->gathered[2 * r];
-        result->stop |= t->gathered[2 * r + 1] != 0;
+        if (t->gathered[2 * r + 1] > result->stop) result->stop = (int)t->gathered[2 * r + 1];
     }
     if (valid < 1) return upipe_fail(&c->err, UPIPE_ERR_ARG, "no token of this step has a target");
     UPIPE_TRY(trainer_gradients(t, batch, valid));

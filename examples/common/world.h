@@ -1,0 +1,337 @@
+/* world.h -- the ranks of a run: threads of this process, or processes that a launcher has started
+ *
+ *     world_hush();
+ *     world_flag(&options, "transport", text);               --transport, --node-ranks
+ *     world_begin(&w, &options, deadline, given, &ranks);    who there is
+ *     world_agree(&w, status);                               0 if every process has 0
+ *     world_split(&w, C, R, &err);                           teams of C ranks, rings of R
+ *     world_run(&w, body, user, "");                         body(user, rank, &why) on each rank of this process
+ *     status = world_end(&w, status);
+ *
+ *     in body:  world_use(&w, rank, &ctx);      ctx.team, and ctx.ring, NULL where R = 1
+ *               world_all(&w, rank)             the communicator of all
+ *
+ * Ranks lie as in grid.h. Where they are processes, those of a machine are neighbours, so that a team stays
+ * inside a machine where it can. Rank 0 speaks: sentences of other processes are held (cli.h) until
+ * world_agree brings the first of them to rank 0. A failure inside body breaks every communicator with its
+ * sentence; if rank 0 cannot say it, another rank does. After it world_end ends the job with the launcher's
+ * means, because a rank that is dead or stopped would keep others in theirs.
+ */
+#ifndef COMMON_WORLD_H
+#define COMMON_WORLD_H
+
+#include <signal.h>
+
+#include "grid.h"
+#include "rendezvous.h"
+
+enum { WORLD_THREADS, WORLD_MPI, WORLD_TRANSPORTS };
+
+static const char *const world_names[WORLD_TRANSPORTS] = {"threads", "mpi"};
+
+typedef struct world_options {
+    int transport, node_ranks; /* node_ranks 0: the launcher says */
+    int chosen;                /* --transport was given */
+} world_options;
+
+struct world;
+typedef upipe_status world_body(void *user, int rank, upipe_err *why);
+
+/* Processes: what differs between transports. */
+typedef struct world_kind {
+    upipe_status (*split)(struct world *w, upipe_err *e); /* w->team, and w->ring where R > 1 */
+    int (*end)(struct world *w);    /* leaves with the others; -1 with the sentence out */
+    void (*linger)(double seconds); /* lets messages leave */
+    void (*stop)(void);             /* ends the processes of the job, also those that hang */
+} world_kind;
+
+/* No typedef: a communicator of all ranks is often called world. */
+struct world {
+    int transport, ranks, in_team, in_ring;
+    int first, here;      /* this process has the ranks first .. first + here - 1 */
+    int near_first, near; /* likewise those of this machine */
+    double deadline;
+    grid threads;
+    /* of processes */
+    const world_kind *kind;
+    upipe_comm *all, *team, *ring;
+    /* during world_run */
+    world_body *body;
+    void *user;
+    upipe_err *why; /* [here] */
+};
+
+#ifdef UPIPE_WITH_MPI
+#include "world_mpi.h"
+#endif
+
+/* ---- flags ---- */
+
+static const char world_usage[] =
+    "\n"
+    "ranks that are processes\n"
+    "  --transport NAME   threads of this process, or mpi: the processes of mpirun or srun (threads)\n"
+    "  --node-ranks N     processes of a machine, neighbours in the launcher's order (what MPI says)\n";
+
+/* Was the program built for it? The sentence for a program that was not. */
+static inline const char *world_lacks(int transport)
+{
+#ifdef UPIPE_WITH_MPI
+    (void)transport;
+    return NULL;
+#else
+    return transport == WORLD_MPI ? "this program was built without MPI: " PROGRAM
+                                    "_mpi beside it has it, where Meson has found one"
+                                  : NULL;
+#endif
+}
+
+static inline int world_flag(world_options *o, const char *flag, const char *text)
+{
+    if (strcmp(flag, "node-ranks") == 0) return cli_int(flag, text, 1 << 20, &o->node_ranks);
+    o->chosen = 1;
+    for (o->transport = 0; o->transport < WORLD_TRANSPORTS && strcmp(text, world_names[o->transport]) != 0;)
+        ++o->transport;
+    if (o->transport == WORLD_TRANSPORTS) return cli_refuse("--%s is threads or mpi, not '%s'", flag, text);
+    if (world_lacks(o->transport) == NULL) return 0;
+    return cli_refuse("--%s %s: %s", flag, text, world_lacks(o->transport));
+}
+
+/* ---- before the ranks run ---- */
+
+/* world_hush -- before anything is said: of a launcher's processes only the first one speaks */
+static inline void world_hush(void)
+{
+    cli_holds = launch_process() > 0;
+}
+
+/* world_begin -- after the flags, before what depends on the number of ranks
+ *   deadline  seconds that a rank waits for another one
+ *   given     --ranks was given; otherwise a launcher's number replaces *ranks
+ *   errors    0, or 1 + the exit status with the sentence out
+ */
+static inline int world_begin(struct world *w, const world_options *o, double deadline, int given, int *ranks)
+{
+    int started = launch_processes();
+    memset(w, 0, sizeof *w);
+    w->transport = o->transport;
+    w->deadline = deadline;
+    if (o->chosen && o->transport == WORLD_THREADS) cli_holds = 0;
+    if (o->transport == WORLD_THREADS && started > 1 && !o->chosen)
+        return cli_refuse(
+            "a launcher has started %d processes, and each would make a run of its own: "
+            "--transport mpi makes them the ranks of one, --transport threads says that it is meant",
+            started);
+    if (o->transport == WORLD_THREADS && o->node_ranks > 0)
+        return cli_refuse("--node-ranks would have no effect, as the ranks are threads of one process");
+#ifdef UPIPE_WITH_MPI
+    if (o->transport == WORLD_MPI) {
+        if (world_mpi_begin(w, o) != 0) {
+            cli_release();
+            w->all = NULL;
+            return 1 + EXIT_RUN;
+        }
+        if (given && *ranks != w->ranks)
+            return cli_refuse("--ranks %d, but the launcher has started %d processes", *ranks, w->ranks);
+        *ranks = w->ranks;
+    }
+#endif
+    (void)given;
+    (void)ranks;
+    return 0;
+}
+
+/* Is this the process that speaks and writes files? */
+static inline int world_speaks(const struct world *w)
+{
+    return w->first == 0;
+}
+
+/* Whether a communicator of this process has failed. */
+static inline int world_broken(const struct world *w)
+{
+    const upipe_comm *const all[] = {w->all, w->team, w->ring};
+    size_t i;
+    for (i = 0; i < sizeof all / sizeof *all; ++i)
+        if (all[i] != NULL && all[i]->ops.failure(all[i]) != NULL) return 1;
+    return 0;
+}
+
+/* world_tell -- the bytes of one rank come to all processes, which call this together */
+static inline upipe_status world_tell(struct world *w, int from, void *data, size_t bytes, upipe_err *e)
+{
+    enum { PIECE = UPIPE_ALL_GATHER_MAX * sizeof(int64_t) };
+    int64_t mine[UPIPE_ALL_GATHER_MAX];
+    upipe_ctx c;
+    size_t at, n;
+    upipe_status s = UPIPE_OK;
+    memset(&c, 0, sizeof c);
+    for (at = 0; at < bytes && s == UPIPE_OK; at += n) {
+        n = bytes - at < PIECE ? bytes - at : PIECE;
+        memset(mine, 0, sizeof mine);
+        if (w->first == from) memcpy(mine, (char *)data + at, n);
+        s = upipe_comm_all_gather(&c, w->all, w->all->gathered, mine, UPIPE_ALL_GATHER_MAX);
+        if (s == UPIPE_OK)
+            memcpy((char *)data + at, w->all->gathered + (size_t)from * UPIPE_ALL_GATHER_MAX, n);
+    }
+    if (s != UPIPE_OK) *e = c.err;
+    return s;
+}
+
+/* The first rank that brings another number than 0; -1: none. */
+static inline int world_first_of(struct world *w, int64_t mine, upipe_err *e, upipe_status *s)
+{
+    upipe_ctx c;
+    int r = 0;
+    memset(&c, 0, sizeof c);
+    *s = upipe_comm_all_gather(&c, w->all, w->all->gathered, &mine, 1);
+    if (*s != UPIPE_OK) *e = c.err;
+    while (*s == UPIPE_OK && r < w->ranks && w->all->gathered[r] == 0) ++r;
+    return *s == UPIPE_OK && r < w->ranks ? r : -1;
+}
+
+/* world_agree -- every process brings 0, or another status with its sentence out or held; returns 0 if all bring 0, else
+ *                this process's status, or -1 if it has none, with the first one's sentence out at rank 0 */
+static inline int world_agree(struct world *w, int status)
+{
+    upipe_err e;
+    upipe_status s;
+    int rank;
+    if (w->all == NULL) return status;
+    if (world_broken(w)) return status != 0 ? status : -1;
+    rank = world_first_of(w, status, &e, &s);
+    if (s == UPIPE_OK && rank < 0) return 0;
+    if (s == UPIPE_OK && rank > 0) {
+        char text[CLI_SENTENCE] = "";
+        memcpy(text, cli_held, sizeof text);
+        s = world_tell(w, rank, text, 1024, &e);
+        if (s == UPIPE_OK) cli_fail("rank %d: %s", rank, text);
+    }
+    if (s != UPIPE_OK) cli_fail("%s%s", cli_status(s), e.text);
+    return status != 0 ? status : -1;
+}
+
+/* world_same -- processes that were started with other flags, or read other files, are not one run
+ *   what   where they differ, for the sentence;  hash: of it
+ */
+static inline int world_same(struct world *w, const char *what, uint64_t hash)
+{
+    upipe_err e;
+    upipe_status s;
+    int64_t first = (int64_t)hash;
+    int bad = 0;
+    if (w->all == NULL) return 0;
+    s = world_tell(w, 0, &first, sizeof first, &e);
+    if (s != UPIPE_OK) return cli_fail("%s%s", cli_status(s), e.text);
+    if (first != (int64_t)hash) bad = cli_fail("%s than rank 0", what);
+    return world_agree(w, bad);
+}
+
+/* ---- while they run ---- */
+
+static inline upipe_comm *world_all(struct world *w, int rank)
+{
+    return w->all != NULL ? w->all : grid_world(&w->threads, rank);
+}
+
+static inline void world_use(struct world *w, int rank, upipe_ctx *c)
+{
+    if (w->all == NULL) {
+        grid_use(&w->threads, rank, c);
+        return;
+    }
+    c->team = w->team;
+    c->ring = w->ring;
+}
+
+/* world_split -- makes the teams and the rings of all ranks; in_team * in_ring ranks */
+static inline upipe_status world_split(struct world *w, int in_team, int in_ring, upipe_err *e)
+{
+    w->in_team = in_team;
+    w->in_ring = in_ring;
+    if (w->all != NULL) return w->team != NULL ? UPIPE_OK : w->kind->split(w, e);
+    w->ranks = w->here = w->near = in_team * in_ring;
+    return grid_init(&w->threads, in_team, in_ring, w->deadline, e);
+}
+
+static inline void world_join(struct world *w)
+{
+    if (w->all == NULL) grid_free(&w->threads);
+}
+
+static inline upipe_status world_main(void *user, int rank)
+{
+    struct world *w = (struct world *)user;
+    return w->body(w->user, rank, &w->why[rank - w->first]);
+}
+
+/* A process that fails breaks what others may wait in, with its sentence. */
+static inline upipe_status world_main_process(struct world *w)
+{
+    upipe_status s = world_main(w, w->first);
+    upipe_err *why = &w->why[0];
+    char text[sizeof why->text + 32];
+    if (s == UPIPE_OK) return s;
+    /* what a communicator says names its rank already */
+    if (world_broken(w))
+        snprintf(text, sizeof text, "%s%s", cli_status(s), why->text);
+    else
+        snprintf(text, sizeof text, "rank %d: %s%s", w->first, cli_status(s), why->text);
+    upipe_comm_abort(w->all, text);
+    upipe_comm_abort(w->team, text);
+    upipe_comm_abort(w->ring, text);
+    snprintf(why->text, sizeof why->text, "%.*s", (int)sizeof why->text - 1, text);
+    return s;
+}
+
+/* world_run -- body on each rank of this process, between world_split and world_join. Before it uses its team or ring
+ *              it passes a barrier of the world. 0, or -1 with the sentence out
+ *   what   stands before the sentence of a rank that fails
+ */
+static inline int world_run(struct world *w, world_body *body, void *user, const char *what)
+{
+    upipe_status *statuses = (upipe_status *)calloc((size_t)w->here, sizeof *statuses), s;
+    int r;
+    w->why = (upipe_err *)calloc((size_t)w->here, sizeof *w->why);
+    if (statuses == NULL || w->why == NULL) {
+        free(statuses);
+        free(w->why);
+        return cli_fail("%sout of memory: %d ranks", what, w->here);
+    }
+    w->body = body;
+    w->user = user;
+    s = w->all != NULL ? world_main_process(w) : grid_run(&w->threads, world_main, w, statuses);
+    r = cli_reason(statuses, w->here, s);
+    if (s != UPIPE_OK && w->all != NULL)
+        cli_fail("%s%s", what, w->why[0].text);
+    else if (s != UPIPE_OK)
+        cli_fail("%srank %d: %s%s", what, r, cli_status(s), grid_why(&w->threads, &w->why[r]));
+    free(statuses);
+    free(w->why);
+    w->why = NULL;
+    return s == UPIPE_OK ? 0 : -1;
+}
+
+/* ---- the end ---- */
+
+/* world_end -- what every process ends with; does not return where a failure has left the processes apart */
+static inline int world_end(struct world *w, int status)
+{
+    fflush(NULL);
+    if (w->all == NULL) {
+        /* a launcher ends its processes with the first that fails: the one that speaks is to be it */
+        struct timespec nap = {0, 300000000};
+        if (status != 0 && cli_holds) nanosleep(&nap, NULL);
+        return status;
+    }
+    if (!world_broken(w)) return w->kind->end(w) != 0 && status == 0 ? EXIT_RUN : status;
+    /* Rank 0 has said why, and ends the job at once. If it cannot, the next one does. Launchers end processes with
+     * SIGTERM, for which a program may have a better use while it is whole. */
+    signal(SIGTERM, SIG_DFL);
+    w->kind->linger(w->first == 0 ? 0 : w->first == 1 ? 0.3 : 0.6);
+    cli_release();
+    w->kind->stop();
+    return status != 0 ? status : EXIT_RUN;
+}
+
+#endif

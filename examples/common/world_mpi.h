@@ -1,0 +1,146 @@
+/* world_mpi.h -- a world whose ranks are MPI's processes; world.h includes it
+ *
+ * Three communicators: of all, of the team, of the ring. MPI's own collective calls, which wait without a limit,
+ * are made under a watch that ends the process when the deadline passes.
+ */
+#ifndef COMMON_WORLD_MPI_H
+#define COMMON_WORLD_MPI_H
+
+#include "upipe/net/upipe_net_mpi.h"
+
+enum { WORLD_ALL, WORLD_TEAM, WORLD_RING, WORLD_COMMS };
+
+static struct {
+    MPI_Comm comm[WORLD_COMMS];
+    upipe_mpi end[WORLD_COMMS];
+} world_mpi;
+
+static void world_mpi_on_alarm(int number)
+{
+    static const char text[] = PROGRAM ": MPI waits for processes that do not come within --deadline\n";
+    (void)number;
+    if (write(STDERR_FILENO, text, sizeof text - 1) < 0) _exit(EXIT_RUN + 1);
+    _exit(EXIT_RUN);
+}
+
+/* Ends the process in so many seconds, unless it is called again with 0 before. */
+static void world_mpi_watch(double seconds)
+{
+    signal(SIGALRM, world_mpi_on_alarm);
+    alarm(seconds > 0 ? (unsigned)(seconds < 1e6 ? seconds : 1e6) + 1 : 0);
+}
+
+/* A communicator of those that bring the same colour, in the order of key, and this rank's end of it. */
+static int world_mpi_make(struct world *w, int which, MPI_Comm of, int colour, int key, upipe_err *e)
+{
+    MPI_Comm *comm = &world_mpi.comm[which];
+    if (MPI_Comm_split(of, colour, key, comm) != MPI_SUCCESS ||
+        MPI_Comm_set_errhandler(*comm, MPI_ERRORS_RETURN) != MPI_SUCCESS)
+        return upipe_fail(e, UPIPE_ERR_BACKEND, "MPI makes no communicator"), -1;
+    return upipe_mpi_init(&world_mpi.end[which], *comm, 0, w->deadline, e) == UPIPE_OK ? 0 : -1;
+}
+
+static upipe_status world_mpi_split(struct world *w, upipe_err *e)
+{
+    int bad = 0;
+    if (w->in_team * w->in_ring != w->ranks)
+        return upipe_fail(e, UPIPE_ERR_ARG, "%d rings of %d are not %d ranks", w->in_team, w->in_ring,
+                          w->ranks);
+    w->team = w->all;
+    if (w->in_ring == 1) return UPIPE_OK;
+    world_mpi_watch(w->deadline);
+    bad = world_mpi_make(w, WORLD_TEAM, world_mpi.comm[WORLD_ALL], w->first / w->in_team, w->first, e);
+    if (!bad)
+        bad = world_mpi_make(w, WORLD_RING, world_mpi.comm[WORLD_ALL], w->first % w->in_team, w->first, e);
+    world_mpi_watch(0);
+    if (bad) return e->status;
+    w->team = &world_mpi.end[WORLD_TEAM].comm;
+    w->ring = &world_mpi.end[WORLD_RING].comm;
+    return UPIPE_OK;
+}
+
+static int world_mpi_end(struct world *w)
+{
+    upipe_err e;
+    int i, bad = 0;
+    for (i = 0; i < WORLD_COMMS && !bad; ++i)
+        if (upipe_mpi_free(&world_mpi.end[i], &e) != UPIPE_OK) bad = cli_fail("%s", e.text);
+    if (bad) { /* MPI_Finalize may wait for a rank that is dead */
+        w->kind->stop();
+        return -1;
+    }
+    world_mpi_watch(w->deadline);
+    for (i = 0; i < WORLD_COMMS; ++i)
+        if (world_mpi.comm[i] != MPI_COMM_NULL) MPI_Comm_free(&world_mpi.comm[i]);
+    bad = MPI_Finalize() != MPI_SUCCESS;
+    world_mpi_watch(0);
+    return bad ? cli_fail("MPI does not end") : 0;
+}
+
+/* MPI sends while it is asked for something. */
+static void world_mpi_linger(double seconds)
+{
+    double until = cli_clock(NULL) + seconds;
+    int there = 0;
+    do {
+        struct timespec nap = {0, 1000000};
+        MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, world_mpi.comm[WORLD_ALL], &there, MPI_STATUS_IGNORE);
+        nanosleep(&nap, NULL);
+    } while (cli_clock(NULL) < until);
+}
+
+static void world_mpi_stop(void)
+{
+    signal(SIGALRM, SIG_DFL);
+    alarm(2); /* the launcher may not answer */
+    MPI_Abort(MPI_COMM_WORLD, EXIT_RUN);
+    _exit(EXIT_RUN);
+}
+
+/* Machines in the order of their first process, and on each the processes in theirs. */
+static int world_mpi_place(struct world *w, const world_options *o, upipe_err *e)
+{
+    MPI_Comm near = MPI_COMM_NULL;
+    int rank = 0, leader = 0, local = 0, bad;
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    bad =
+        MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, rank, MPI_INFO_NULL, &near) != MPI_SUCCESS;
+    leader = rank;
+    if (!bad)
+        bad = MPI_Bcast(&leader, 1, MPI_INT, 0, near) != MPI_SUCCESS || MPI_Comm_free(&near) != MPI_SUCCESS;
+    if (o->node_ranks > 0) leader = rank / o->node_ranks * o->node_ranks;
+    if (bad) return upipe_fail(e, UPIPE_ERR_BACKEND, "MPI does not say which processes share a machine"), -1;
+    if (world_mpi_make(w, WORLD_ALL, MPI_COMM_WORLD, 0, leader, e)) return -1;
+    if (MPI_Comm_split(world_mpi.comm[WORLD_ALL], leader, 0, &near) != MPI_SUCCESS ||
+        MPI_Comm_rank(near, &local) != MPI_SUCCESS || MPI_Comm_size(near, &w->near) != MPI_SUCCESS ||
+        MPI_Comm_free(&near) != MPI_SUCCESS)
+        return upipe_fail(e, UPIPE_ERR_BACKEND, "MPI makes no communicator of a machine"), -1;
+    w->all = &world_mpi.end[WORLD_ALL].comm;
+    w->ranks = w->all->ranks;
+    w->first = w->all->rank;
+    w->here = 1;
+    w->near_first = w->first - local;
+    return 0;
+}
+
+/* MPI is started. 0, or -1 with the sentence out. */
+static int world_mpi_begin(struct world *w, const world_options *o)
+{
+    static const world_kind kind = {world_mpi_split, world_mpi_end, world_mpi_linger, world_mpi_stop};
+    upipe_err e;
+    int i, level;
+    w->kind = &kind;
+    for (i = 0; i < WORLD_COMMS; ++i) world_mpi.comm[i] = MPI_COMM_NULL;
+    memset(&e, 0, sizeof e);
+    world_mpi_watch(w->deadline);
+    if (MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &level) != MPI_SUCCESS)
+        return cli_fail("MPI does not start");
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+    if (world_mpi_place(w, o, &e) != 0) return cli_fail("%s", e.text);
+    world_mpi_watch(0);
+    if (w->first > 0) cli_holds = 1; /* whatever the launcher's environment says */
+    if (w->ranks <= UPIPE_THREADS_MAX) return 0;
+    return cli_fail("%d processes; a run has at most %d ranks", w->ranks, UPIPE_THREADS_MAX);
+}
+
+#endif

@@ -1,0 +1,233 @@
+#!/usr/bin/env python3
+"""test_world.py MPIRUN TRAIN TRAIN_MPI -- the trainer with processes for ranks: the threads' losses and checkpoints bit
+for bit, one voice, and what is left when a rank dies or stops at any moment
+
+In the full run: every method, 8 processes, more ranks killed and stopped.
+"""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+from run_mpi import is_open_mpi, launcher
+
+MPIRUN = sys.argv[1]
+TRAIN, TRAIN_MPI = (os.path.abspath(program) for program in sys.argv[2:4])
+FULL = bool(os.environ.get('UPIPE_FULL'))
+MODEL = '--layers 2 --model-dim 64 --heads 8 --kv-heads 4 --tokens 128'.split()
+# method and its flags, processes
+SHORT = [('upipe', [], 2), ('upipe', ['--chunk', '4'], 4), ('usp', [], 4), ('upipe-fpdt', ['--segments', '2'], 2)]
+ALL = [(name, [], 4) for name in ('ulysses', 'upipe', 'upipe-naive', 'ring', 'zigzag', 'stripe', 'allgather', 'usp',
+                                  'upipe-ring', 'double-ring', 'fpdt', 'upipe-fpdt')]
+LONG = SHORT + ALL + [('upipe-ring', ['--ring', '2'], 8), ('upipe', [], 8), ('double-ring', ['--inner', '4'], 8)]
+SAME = ('loss', 'grad_norm', 'peak_bytes', 'plan_bytes', 'slab_bytes', 'host_bytes', 'plan_sent_bytes', 'sent_bytes_per_step',
+        'plan_moved_bytes', 'memory')
+DEADLINE = 2
+SECONDS = 120
+
+checks = failures = 0
+
+
+def check(ok, sentence):
+    global checks, failures
+    checks += 1
+    if not ok:
+        failures += 1
+        print(f'test_world.py:{sys._getframe(1).f_lineno}: {sentence}', file=sys.stderr)
+    return ok
+
+
+def command(processes, *flags, program=TRAIN_MPI):
+    """As users start it: a rank that fails ends the job."""
+    words = [word for word in launcher(MPIRUN) if word != '--enable-recovery']
+    return [*words, '-np', str(processes), *([program] if isinstance(program, str) else program), *flags]
+
+
+def run(words, **variables):
+    job = subprocess.run(words, capture_output=True, timeout=SECONDS, check=False, env={**os.environ, **variables})
+    return job.returncode, job.stdout.decode(errors='replace'), job.stderr.decode(errors='replace')
+
+
+def own(stderr):
+    return [line for line in stderr.splitlines() if line.startswith('train: ')]
+
+
+def read(path):
+    with open(path, 'rb') as file:
+        return file.read()
+
+
+def tree(folder):
+    return {os.path.relpath(os.path.join(at, name), folder): read(os.path.join(at, name))
+            for at, _, names in os.walk(folder) for name in names}
+
+
+def test_same(folder, method, flags, processes):
+    """Threads and processes: the same numbers, checkpoints and text; both hold what their plans say."""
+    results = []
+    for kind, words in (('threads', [TRAIN, '--ranks', str(processes)]), ('mpi', command(processes, '--transport', 'mpi'))):
+        top = os.path.join(folder, f'{method}{processes}{len(flags)}{kind}')
+        os.mkdir(top)
+        status, out, err = run([*words, *MODEL, '--sample', '8', '--method', method, *flags, '--steps', '3', '--save', top + '/c', '--json',
+                                top + '/j', '--trace', top + '/t'])
+        if not check(status == 0, f'{method} on {processes} {kind} ends with {status}: {err}'):
+            return
+        with open(top + '/j', encoding='utf-8') as file:
+            results.append((json.load(file), tree(top + '/c'), [line for line in out.splitlines() if 'tokens/s' not in line],
+                            top + '/t'))
+        results[-1][2][:] = [line for line in results[-1][2] if not line.startswith('checkpoint')]
+    (one, saved, said, trace), (two, saved_two, said_two, trace_two) = results
+    what = f'{method} on {processes} processes'
+    for name in SAME:
+        check(one[name] == two[name], f'{what}: {name} is {two[name]}, with threads {one[name]}')
+    check(two['sent_bytes_per_step'] == two['plan_sent_bytes'], f'{what}: bytes sent are not the plan\'s')
+    check(saved == saved_two and len(saved) == 3, f'{what}: other checkpoints')
+    check(said == said_two, f'{what}: says {said_two}, with threads {said}')
+    with open(trace, encoding='utf-8') as a, open(trace_two, encoding='utf-8') as b:
+        shape = [[(e['pid'], e.get('name'), e['ph']) for e in json.load(file)] for file in (a, b)]
+    check(shape[0] == shape[1] and len({e[0] for e in shape[0]}) == processes, f'{what}: another trace')
+
+
+def test_voice(folder):
+    """What is wrong is said once, by rank 0, whichever rank it is wrong at."""
+    flags = ['--transport', 'mpi', *MODEL, '--steps', '2']
+    cases = [(command(2, *MODEL), 2, 'a launcher has started 2 processes'),
+             (command(2, *flags, '--ranks', '4'), 2, '--ranks 4, but the launcher has started 2'),
+             (command(2, *flags, '--method', 'usp', '--ring', '3'), 2, 'does not divide into rings'),
+             (command(2, *flags, '--data', folder + '/none'), 1, 'cannot be read'),
+             (command(2, *flags, program=TRAIN), 2, 'built without MPI')]
+    for words, want, sentence in cases:
+        status, out, err = run(words)
+        check(status == want and len(own(err)) == 1 and sentence in own(err)[0] and 'tokens' not in out,
+              f'{words[-3:]}: {status}: {err}')
+    # a text that only rank 1 cannot read, or reads otherwise
+    book = os.path.join(folder, 'book')
+    with open(book, 'wb') as file:
+        file.write(bytes(range(256)) * 8)
+    rank = '${OMPI_COMM_WORLD_RANK:-$PMI_RANK}'
+    os.symlink(book, book + '0')
+    for there, sentence in ((None, 'rank 1: the text'), (b'\0' * 2048, 'rank 1: --data, --resume or --load finds')):
+        if there is not None:
+            with open(book + '1', 'wb') as file:
+                file.write(there)
+        shell = ['sh', '-c', f'exec "$0" "$@" --data {book}{rank}', TRAIN_MPI]
+        status, _, err = run(command(2, *flags, program=shell))
+        check(status != 0 and len(own(err)) == 1 and sentence in err, f'{sentence}: {status}: {err}')
+    check(run(command(2, '--help'))[1].count('usage: train') == 1, '--help is not said once')
+    status, out, _ = run(command(2, '--transport', 'threads', *MODEL, '--ranks', '1', '--steps', '1'))
+    check(status == 0 and out.count('tokens/s') == 2, f'two trainings side by side: {out}')
+
+
+def ranks_of(job):
+    """The processes of the job that train."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir('/proc')):
+        try:
+            words = read(f'/proc/{pid}/cmdline').split(b'\0')
+            session = int(read(f'/proc/{pid}/stat').rpartition(b')')[2].split()[3])
+        except (OSError, IndexError):
+            continue
+        if words[0] == os.fsencode(TRAIN_MPI) and int(pid) not in found and session_of(int(pid), job, session):
+            found.append(int(pid))
+    return sorted(found)
+
+
+def session_of(pid, job, session):
+    """Launchers give ranks process groups of their own, and may give them sessions: look at the parents too."""
+    while session != job.pid and pid > 1:
+        try:
+            pid = int(read(f'/proc/{pid}/stat').rpartition(b')')[2].split()[1])
+        except (OSError, IndexError):
+            return False
+        if pid == job.pid:
+            return True
+    return session == job.pid
+
+
+def newest(folder):
+    steps = [int(name[11:]) for name in os.listdir(folder) if re.fullmatch(r'checkpoint-\d+', name)] if os.path.isdir(folder) else []
+    return max(steps, default=0)
+
+
+def alive(pid):
+    try:
+        return read(f'/proc/{pid}/stat').rpartition(b')')[2].split()[0] != b'Z'
+    except OSError:
+        return False
+
+
+def test_loss(folder, number, what, draw, reference):
+    """A rank is killed or stopped at some instant of training and saving; the others end, and what is saved is whole."""
+    saved = os.path.join(folder, f'loss{number}')
+    words = command(4, '--transport', 'mpi', *MODEL, '--sample', '0', '--steps', '100000', '--warmup', '0', '--lr', '1e-3',
+                    '--min-lr', '1e-3', '--save', saved, '--save-every', '1', '--deadline', str(DEADLINE))
+    with tempfile.TemporaryFile() as said:
+        job = subprocess.Popen(words, stdout=said, stderr=said, start_new_session=True)
+        start = time.monotonic()
+        while newest(saved) == 0 and job.poll() is None and time.monotonic() < start + 60:
+            time.sleep(0.01)
+        time.sleep(draw.random() * 0.3)
+        ranks = ranks_of(job)
+        check(len(ranks) == 4, f'{len(ranks)} ranks of 4 run')
+        victim = draw.choice(ranks)
+        os.kill(victim, what)
+        lost = time.monotonic()
+        while any(alive(pid) for pid in ranks if pid != victim) and time.monotonic() < lost + 60:
+            time.sleep(0.01)
+        took = time.monotonic() - lost
+        try:
+            status = job.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+            status = 0
+        gone = not any(alive(pid) for pid in ranks)
+        said.seek(0)
+        text = said.read().decode(errors='replace')
+    for pid in ranks:
+        if alive(pid):
+            os.kill(pid, signal.SIGKILL)
+    name = signal.Signals(what).name
+    check(status != 0 and gone, f'{name}: the job ends with {status}, all gone: {gone}: {text}')
+    check(took <= DEADLINE + 1, f'{name}: the others are gone after {took:.2f} s: {text}')
+    check(re.search(r'rank \d', text) is not None, f'{name}: nobody says who is missing: {text}')
+    step = newest(saved)
+    status, _, err = run([TRAIN, '--resume', saved, '--save', saved, '--ranks', '4', '--steps', str(step + 1), '--sample', '0',
+                          '--json', saved + '.json', '--lr', '1e-3', '--min-lr', '1e-3', '--warmup', '0'])
+    if check(status == 0, f'{name}: what is left at step {step} does not go on: {err}') and step < len(reference):
+        with open(saved + '.json', encoding='utf-8') as file:
+            check(json.load(file)['loss'] == [reference[step]], f'{name}: step {step + 1} has another loss')
+
+
+def test_losses(folder):
+    draw = random.Random(int(os.environ.get('UPIPE_SEED', '1')))
+    path = os.path.join(folder, 'reference.json')
+    run([TRAIN, *MODEL, '--ranks', '4', '--steps', '400', '--lr', '1e-3', '--min-lr', '1e-3', '--warmup', '0', '--json', path])
+    with open(path, encoding='utf-8') as file:
+        reference = json.load(file)['loss']
+    until = time.monotonic() + float(os.environ.get('UPIPE_WORLD_SECONDS', '60' if FULL else '0'))
+    number = 0
+    while number < 4 or time.monotonic() < until:
+        test_loss(folder, number, (signal.SIGKILL, signal.SIGSTOP)[number % 2], draw, reference)
+        number += 1
+    print(f'{number} ranks lost')
+
+
+def main():
+    with tempfile.TemporaryDirectory() as folder:
+        for case in LONG if FULL else SHORT:
+            test_same(folder, *case)
+        test_voice(folder)
+        if is_open_mpi(MPIRUN):
+            test_losses(folder)
+    print(f'world: {checks} checks, {failures} failed')
+    return 1 if failures or not checks else 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())
