@@ -30,6 +30,10 @@ OTHER = ['tokens', 'sum']  # small; together they are 'other'
 NAMES = {'ulysses': 'DeepSpeed-Ulysses', 'upipe': 'UPipe'}
 COLOURS = {'ulysses': '#e07a5f', 'upipe': '#2a9d8f'}
 MEAN = 9  # steps of the running mean
+# GiB of a GPU that the paper measured for Llama3-8B on 8 GPUs (its table of memory by sequence length), by 2^20 tokens;
+# None: out of memory.
+PAPER = {1: {'ulysses': 34.35, 'upipe': 29.9}, 2: {'ulysses': 49.49, 'upipe': 40.5}, 3: {'ulysses': 64.55, 'upipe': 51.1},
+         4: {'ulysses': None, 'upipe': 61.7}, 5: {'ulysses': None, 'upipe': 72.3}}
 
 
 def read(path):
@@ -116,8 +120,23 @@ def in_components(measured, path):
     return grouped
 
 
+def paper_of(config):
+    """The paper's figures for this run, by method; {} where it has none."""
+    llama = {'layers': 32, 'model_dim': 4096, 'heads': 32, 'kv_heads': 8, 'ranks': 8, 'dtype': 'bf16', 'batch': 1}
+    same = all(config[key] == value for key, value in llama.items())
+    return PAPER.get(config['tokens'] / 2**20, {}) if same else {}
+
+
+def draw_paper(axes, place, measured):
+    """What the paper measured: a line across the bar, or a word below it."""
+    if measured is not None:
+        axes.plot([place - 0.38, place + 0.38], [measured, measured], color='black', linewidth=1.2, linestyle='--')
+    return 'the paper: ' + ('out of memory' if measured is None else f'{measured:.1f}')
+
+
 def draw_stacks(axes, runs, stacks, unit):
     totals = [sum(stack.values()) / unit for stack in stacks]
+    names = []
     for place, stack in enumerate(stacks):
         bottom = 0
         for name, _, colour in COMPONENTS:
@@ -134,9 +153,14 @@ def draw_stacks(axes, runs, stacks, unit):
             digits = 1 if abs(share) < 10 else 0
             said += '\nthe same' if share == 0 else f'\n{abs(share):.{digits}f} % {"less" if share > 0 else "more"}'
         axes.annotate(said, (place, bottom), xytext=(0, 3), textcoords='offset points', ha='center', fontsize=9)
+        config = runs[place]['config']
+        paper = paper_of(config)
+        names.append(NAMES[config['method']])
+        if config['method'] in paper:
+            names[-1] += '\n' + draw_paper(axes, place, paper[config['method']])
     axes.set_xlim(-0.5, len(runs) - 0.5)
-    axes.set_ylim(0, 1.14 * max(totals))
-    axes.set_xticks(range(len(runs)), [NAMES[run['config']['method']] for run in runs])
+    axes.set_ylim(0, 1.14 * max(totals + [axes.get_ylim()[1] / 1.14]))
+    axes.set_xticks(range(len(runs)), names)
     axes.tick_params(axis='x', length=0)
     axes.grid(axis='y', color='#dddddd', linewidth=0.6)
     axes.set_title('at the peak of a step', fontsize=10)
