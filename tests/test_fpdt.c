@@ -745,6 +745,10 @@ static void test_arguments(void)
         CHECK_TEXT(c->err.text, i >= 3 ? "without a QK norm" : i == 2 ? "x is NULL" : "dout or dx");
         CHECK_INT(l->mem.live, 0);
     }
+    lone_again(l);
+    l->grads.q_norm_weight = l->grads.k_norm_weight = NULL;
+    CHECK_STATUS(upipe_fpdt_bwd(c, f, l->x, &l->grads, &l->save, l->save.out, l->x), UPIPE_ERR_ARG, c->err);
+    CHECK_TEXT(c->err.text, "delta is not there");
     CHECK_STATUS(upipe_fpdt_gather(c, f, NULL, UPIPE_F32, l->dout), UPIPE_ERR_ARG, c->err);
     CHECK_STATUS(upipe_fpdt_scatter(c, f, NULL, l->x, UPIPE_F32), UPIPE_ERR_ARG, c->err);
     CHECK_STATUS(upipe_fpdt_free(f, &l->save, &c->err), UPIPE_OK, c->err);

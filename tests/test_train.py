@@ -170,11 +170,12 @@ def held(c):
 
 
 def offloaded(c, rows):
-    """Bytes at most that attention in segments takes of the second pool where all ranks hold equally much: O, Q, dO at
-    home and at the heads, dQ in f32, lse and delta; K, V, dK, dV; dK and dV in f32 between the stages of a round; x."""
+    """Bytes at most that attention in segments takes of the second pool where all ranks hold equally much: O, or dO, Q,
+    dO at the heads, dQ in f32, lse, delta at home and at the heads; K, V, dK, dV; dK and dV in f32 between the stages of a
+    round; x."""
     element, dim, heads = 2 if c['dtype'] == 'bf16' else 4, c['head_dim'], c['heads']
     between = c['chunk'] // c['ranks'] < heads // c['kv_heads']
-    return rows * (heads * (dim * (4 * element + 4) + 8) + 4 * c['kv_heads'] * dim * element +
+    return rows * (heads * (dim * (3 * element + 4) + 12) + 4 * c['kv_heads'] * dim * element +
                    2 * c['ranks'] * dim * 4 * between + c['model_dim'] * element)
 
 
@@ -1234,7 +1235,7 @@ def test_plan(folder):
     here, away = slopes['ac'], slopes['offload']
     check(1 <= away['peak'] <= away['slab'] <= 1.25, f'in segments: {away}')
     near([here['peak'] - away['peak'], away['host'] - here['host']], [32, 32], 1e-3, 'copies, in segments')
-    check(away['host_slab'] <= 41.1, f'the second pool in segments: {away}')
+    check(away['host_slab'] <= 40.1, f'the second pool in segments: {away}')
     # Where the kernels will run makes a difference, but need not be there.
     done = run(words_of({**shape, 'method': 'upipe', 'plan': True, 'offload': True, 'device': 'cuda', 'json': 'plan.json'}),
                folder)

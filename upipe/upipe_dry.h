@@ -332,6 +332,7 @@ UPIPE_API upipe_status upipe_dry_fpdt(upipe_dry *dry, const upipe_fpdt *f)
 {
     upipe_ctx *c = &dry->ctx;
     float *const weight = (float *)dry->mem.slab; /* asked for its gradient, never touched */
+    float *const dout = weight + 16;              /* likewise; it is not the forward's result */
     upipe_fpdt local = *f;
     upipe_fpdt_saved save;
     upipe_grads grads;
@@ -345,7 +346,7 @@ UPIPE_API upipe_status upipe_dry_fpdt(upipe_dry *dry, const upipe_fpdt *f)
     grads.bk = f->layer.bk != NULL ? weight : NULL;
     grads.bv = f->layer.bv != NULL ? weight : NULL;
     UPIPE_TRY(upipe_fpdt_fwd(c, &local, &save, weight));
-    UPIPE_TRY(upipe_fpdt_bwd(c, &local, weight, &grads, &save, weight, weight));
+    UPIPE_TRY(upipe_fpdt_bwd(c, &local, weight, &grads, &save, dout, weight));
     return upipe_fpdt_free(&local, &save, &c->err);
 }
 

@@ -40,13 +40,15 @@ typedef struct upipe_fpdt {
 
 /* upipe_fpdt_saved -- what the forward leaves, in the host's memory; blocks of all segments have the size of
  *                     the largest
- *   out      [segment] slots of final_out: [stage][rank][batch][T][n][v_dim]; in the backward dO, then dQ
+ *   out      [segment] slots of final_out: [stage][rank][batch][T][n][v_dim]
  *   q k v    [segment][stage] Q', [segment][round] K', V'
  *   lse      f32 [segment][stage]
+ *   delta    rowsum(dO * O), the caller's: f32 [segment][stage][rank][batch][T][n], of upipe_fpdt_delta_bytes, from
+ *            the host's pool; NULL: the backward computes it from out and dout
  *   moved    bytes between host and device so far
  */
 typedef struct upipe_fpdt_saved {
-    char *out, *q, *k, *v, *lse;
+    char *out, *q, *k, *v, *lse, *delta;
     int64_t moved;
 } upipe_fpdt_saved;
 
@@ -242,7 +244,8 @@ UPIPE_API upipe_status upipe_fpdt_fwd(upipe_ctx *c, const upipe_fpdt *f, upipe_f
  *   dx      host, of x's shape, written; may be x itself
  *   grads   +=, as in upipe_layer_bwd
  *   save    read; stays the caller's
- *   dout    the gradient of O in save->out's layout (upipe_fpdt_scatter); holds dQ afterwards
+ *   dout    the gradient of O in save->out's layout (upipe_fpdt_scatter); holds dQ afterwards. With save->delta
+ *           it may be save->out itself
  *   x       the forward's
  *   bytes   phases BWD_* of upipe_dry_fpdt
  *   errors  as upipe_fpdt_fwd
@@ -260,6 +263,8 @@ UPIPE_API upipe_status upipe_fpdt_bwd(upipe_ctx *c, const upipe_fpdt *f, void *d
     if (s == UPIPE_OK && (save->out == NULL || dout == NULL || dx == NULL))
         s = upipe_fail(&c->err, UPIPE_ERR_ARG, "%s is not there",
                        save->out == NULL ? "the forward's result" : "dout or dx");
+    if (s == UPIPE_OK && dout == save->out && save->delta == NULL)
+        s = upipe_fail(&c->err, UPIPE_ERR_ARG, "dout is the forward's result, and delta is not there");
     if (s == UPIPE_OK) s = upi_layer_check_grads(c, &f->layer, grads);
     if (s == UPIPE_OK) s = upi_fpdt_bwd(c, &pass, (char *)dx, (char *)dout, (const char *)x);
     return upi_fpdt_end(c, f, s, mark, host_mark);
@@ -276,6 +281,7 @@ UPIPE_API upipe_status upipe_fpdt_free(const upipe_fpdt *f, upipe_fpdt_saved *sa
     UPIPE_TRY(upipe_mem_free(f->host, save->k, e));
     UPIPE_TRY(upipe_mem_free(f->host, save->v, e));
     UPIPE_TRY(upipe_mem_free(f->host, save->lse, e));
+    UPIPE_TRY(upipe_mem_free(f->host, save->delta, e));
     memset(save, 0, sizeof *save);
     return UPIPE_OK;
 }
@@ -292,6 +298,18 @@ UPIPE_API size_t upipe_fpdt_out_bytes(const upipe_fpdt *f)
         return 0;
     return upipe_max_bytes(upipe_plan_buffers(&first).slot, upipe_plan_buffers(&last).slot) *
            (size_t)first.stages * (size_t)f->segments;
+}
+
+/* upipe_fpdt_delta_bytes -- bytes of save->delta; 0 for what upipe_fpdt_plan refuses */
+UPIPE_API size_t upipe_fpdt_delta_bytes(const upipe_fpdt *f)
+{
+    upipe_plan first, last;
+    upipe_err e;
+    if (upipe_fpdt_plan(f, 0, &first, &e) != UPIPE_OK ||
+        upipe_fpdt_plan(f, f->segments - 1, &last, &e) != UPIPE_OK)
+        return 0;
+    return upipe_max_bytes(upipe_plan_buffers(&first).delta, upipe_plan_buffers(&last).delta) *
+           (size_t)f->segments;
 }
 
 UPIPE_API upipe_status upi_fpdt_reorder(upipe_ctx *c, const upipe_fpdt *f, void *slots, void *natural,

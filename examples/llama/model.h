@@ -496,19 +496,27 @@ static upipe_status model_segments_between(model_rank *r, const upipe_fpdt *f, u
     return UPIPE_OK;
 }
 
-/* dout, slots in the second pool, from the gradient of the half's result. */
-static upipe_status model_segments_out_bwd(model_rank *r, const upipe_fpdt *f, char *dout, upipe_grads *grads,
-                                           const upipe_fpdt_saved *saved, upipe_view g)
+/* O in the second pool becomes its gradient, from that of the half's result; and delta. */
+static upipe_status model_segments_out_bwd(model_rank *r, const upipe_fpdt *f, upipe_grads *grads,
+                                           upipe_fpdt_saved *saved, upipe_view g)
 {
     upipe_ctx *c = r->c;
+    const size_t each = upipe_fpdt_delta_bytes(f) / (size_t)f->segments;
+    void *delta;
     int i;
+    UPIPE_TRY(upipe_mem_alloc(r->second, &delta, each * (size_t)f->segments, "delta", &c->err));
+    saved->delta = (char *)delta;
     for (i = 0; i < f->segments; ++i) {
         upipe_saved out;
         upipe_layer l;
         upipe_plan p;
+        size_t bytes;
         UPIPE_TRY(model_segment_begin(r, f, i, &p, &l, &out, saved));
         UPIPE_TRY(upipe_layer_out_bwd(c, &l, grads, &out, model_segment(r, g, i)));
-        UPIPE_TRY(model_segment_slots(r, f, &p, i, dout, &out.out, 1));
+        UPIPE_TRY(model_segment_slots(r, f, &p, i, saved->out, &out.out, 1));
+        bytes = upipe_plan_buffers(&p).delta;
+        r->kept.moved += (int64_t)bytes;
+        UPIPE_TRY(c->ops->copy(c, saved->delta + (size_t)i * each, out.delta, bytes));
         UPIPE_TRY(upipe_mem_free(c->mem, out.delta, &c->err));
         UPIPE_TRY(upipe_mem_free(c->mem, out.out.data, &c->err));
     }
@@ -746,7 +754,7 @@ static upipe_status model_segments_bwd(model_rank *r, int64_t layer, upipe_view 
     upipe_grads grads;
     upipe_fpdt_saved saved = r->kept.layer[layer].fpdt;
     upipe_view n;
-    void *dout, *there;
+    void *there;
     UPIPE_TRY(model_weights_begin(r, unit));
     f = model_segments(r, layer);
     UPIPE_TRY(model_alloc_rows(r, r->second, &n, r->m->rows, "normed"));
@@ -760,12 +768,10 @@ static upipe_status model_segments_bwd(model_rank *r, int64_t layer, upipe_view 
     UPIPE_TRY(model_grads_begin(r, unit));
     grads = model_attention_grads(r, layer);
     UPIPE_TRY(model_segments_norm(r, layer, n, x, away));
-    UPIPE_TRY(upipe_mem_alloc(r->second, &dout, upipe_fpdt_out_bytes(&f), "dout", &c->err));
     UPIPE_TRY(model_grad_put(r, &there, *g));
-    UPIPE_TRY(model_segments_out_bwd(r, &f, (char *)dout, &grads, &saved, *g));
+    UPIPE_TRY(model_segments_out_bwd(r, &f, &grads, &saved, *g));
     UPIPE_TRY(model_grad_leave(r, there, *g));
-    UPIPE_TRY(upipe_fpdt_bwd(c, &f, n.data, &grads, &saved, dout, n.data));
-    UPIPE_TRY(upipe_mem_free(r->second, dout, &c->err));
+    UPIPE_TRY(upipe_fpdt_bwd(c, &f, n.data, &grads, &saved, saved.out, n.data));
     r->kept.moved += saved.moved;
     UPIPE_TRY(upipe_fpdt_free(&f, &saved, &c->err));
     UPIPE_TRY(model_grad_fetch(r, there, g));

@@ -146,6 +146,9 @@ def test_train():
         other = numbers('train', *flags, 'cuda', '--activations', kept, FAKE_SEED=5, SIMT_SEED=5)
         if other is not None:
             check(other['loss'] == got['loss'], f'losses {other["loss"]} with {kept}, {got["loss"]} with offload')
+    cut = [numbers('train', *flags, 'cuda', '--method', 'upipe-fpdt', '--segments', '3', '--overlap', '--activations', kept,
+                   FAKE_SEED=seed, SIMT_SEED=seed) for seed, kept in enumerate(('offload,grad', 'sac'))]
+    check(None in cut or all(one['loss'] == cut[0]['loss'] for one in cut), f'losses in segments: {cut}')
 
 
 def test_failures():

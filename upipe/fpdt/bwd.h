@@ -6,8 +6,8 @@
 
 #include "stream.h"
 
-/* Sends dO and delta of a segment's stage through inp_all_to_all and offloads them. O is not needed
- * afterwards. */
+/* Sends dO and delta of a segment's stage through inp_all_to_all and offloads them. O, which is read where delta
+ * is not there yet, is not needed afterwards. */
 UPIPE_API upipe_status upi_fpdt_offload_dout(upipe_ctx *c, upi_fpdt_pass *s, const char *dout, int i,
                                              int stage)
 {
@@ -15,17 +15,23 @@ UPIPE_API upipe_status upi_fpdt_offload_dout(upipe_ctx *c, upi_fpdt_pass *s, con
     const upipe_plan *p = upi_segment_plan(z, i);
     const int32_t sent = upipe_plan_buffer(p, UPIPE_A2A_Q, stage), dim = p->desc.v_dim;
     const size_t bytes = upipe_plan_rows_bytes(p, sent, dim), e = upipe_dtype_bytes(p->desc.dtype);
+    const size_t before = (size_t)(upipe_plan_before(p, stage, -1) * p->rows) * 4;
     void *o, *grad, *delta, *heads;
     upipe_phase_set(c, UPIPE_BWD_OUT);
-    UPIPE_TRY(upipe_alloc(c, &o, z->b.slot, "slot"));
+    UPIPE_TRY(upipe_alloc(c, &o, s->save->delta == NULL ? z->b.slot : 0, "slot"));
     UPIPE_TRY(upipe_alloc(c, &grad, z->b.slot, "dout"));
     UPIPE_TRY(upipe_alloc(c, &delta, z->delta, "delta"));
     UPIPE_TRY(upipe_alloc(c, &heads, upipe_max_bytes(z->b.o, z->b.stat), "dout_heads"));
-    UPIPE_TRY(upi_fpdt_copy(c, s, o, upi_fpdt_at(s->save->out, z->b.slot, z->stages, i, stage), bytes));
     UPIPE_TRY(upi_fpdt_copy(c, s, grad, upi_fpdt_at(dout, z->b.slot, z->stages, i, stage), bytes));
-    UPIPE_TRY(c->ops->rowdot(c, upipe_view_packed(delta, UPIPE_F32, p->rows * sent, 1, 1),
-                             upipe_view_packed(o, p->desc.dtype, p->rows * sent, 1, dim),
-                             upipe_view_packed(grad, p->desc.dtype, p->rows * sent, 1, dim)));
+    if (s->save->delta == NULL) {
+        UPIPE_TRY(upi_fpdt_copy(c, s, o, upi_fpdt_at(s->save->out, z->b.slot, z->stages, i, stage), bytes));
+        UPIPE_TRY(c->ops->rowdot(c, upipe_view_packed(delta, UPIPE_F32, p->rows * sent, 1, 1),
+                                 upipe_view_packed(o, p->desc.dtype, p->rows * sent, 1, dim),
+                                 upipe_view_packed(grad, p->desc.dtype, p->rows * sent, 1, dim)));
+    } else {
+        UPIPE_TRY(upi_fpdt_copy(c, s, delta, upi_fpdt_at(s->save->delta, z->b.delta, 1, i, 0) + before,
+                                (size_t)(p->rows * sent) * 4));
+    }
     UPIPE_TRY(upipe_a2a_to_heads(c, heads, grad, p, stage, UPIPE_A2A_Q, (size_t)dim * e));
     UPIPE_TRY(upi_fpdt_copy(c, s, upi_fpdt_at(s->host.dout, z->b.o, z->stages, i, stage), heads,
                             upi_fpdt_q_bytes(p, stage, dim, e)));

@@ -13,7 +13,7 @@ typedef struct upi_segments {
     upi_run run[2];       /* all but x and shard */
     upipe_buffers b;      /* bytes */
     upi_scratch scratch;
-    size_t x, delta;  /* bytes of x, and of delta of a stage */
+    size_t x, delta;  /* bytes of x, and of delta of a stage; b.delta: of all stages */
     size_t kv_tokens; /* bytes of all key/value heads by tokens, for one element of a head each */
     int stages, rounds, steps;
 } upi_segments;
