@@ -1,5 +1,6 @@
 /* test_activations -- what the trainer keeps for its backward: exact bytes at Llama3-8B's shape, and for random models,
- * methods and settings the planned bytes on every rank and the bits that keeping every input in the rank's pool gives
+ * methods, settings and stages of ZeRO the planned bytes on every rank and the bits that keeping every input in the rank's
+ * pool gives, with ZeRO 1
  *
  * Draws as lib/test.h has them; a failing one prints the line that replays it.
  */
@@ -14,21 +15,21 @@
 
 /* ---- exact bytes ---- */
 
-/* What more tokens add to a rank, in units: a rank's share of x. */
+/* What more tokens add to a rank, in units: a rank's share of x; and the slab's bytes that do not depend on them. */
 typedef struct slope {
-    double peak, slab, host, host_slab;
+    double peak, slab, host, host_slab, constant;
 } slope;
 
 /* Of the largest rank. chunk 0: UPipe; = heads: Ulysses */
 static slope slope_of(const llama_config *config, int ranks, int chunk, int segments,
                       activations_setting kept, const upipe_ops *ops)
 {
-    enum { TOKENS = 1 << 20 };
+    enum { TOKENS = 1 << 20, LARGE = 5 };
     memory_plan most[2];
     llama_layout layout;
     upipe_err e;
     slope s;
-    double unit = (double)(TOKENS / ranks) * (double)config->dim * 2;
+    double unit = (double)(TOKENS / ranks) * (LARGE - 1) * (double)config->dim * 2;
     int i, rank;
     memset(most, 0, sizeof most);
     memset(&s, 0, sizeof s);
@@ -39,7 +40,7 @@ static slope slope_of(const llama_config *config, int ranks, int chunk, int segm
             memory_plan plan;
             model m;
             memset(&d, 0, sizeof d);
-            d.tokens = (int64_t)(i + 1) * TOKENS;
+            d.tokens = (int64_t)(i == 0 ? 1 : LARGE) * TOKENS;
             d.ranks = ranks;
             d.ring = 1;
             d.rank = rank;
@@ -48,6 +49,7 @@ static slope slope_of(const llama_config *config, int ranks, int chunk, int segm
             CHECK_STATUS(model_init(&m, &layout, &d, &e), UPIPE_OK, e);
             CHECK_STATUS(model_cut(&m, segments, &e), UPIPE_OK, e);
             m.activations = kept;
+            m.zero = 3;
             CHECK_STATUS(memory_plan_make(&plan, &m, ops, NULL, NULL, &e), UPIPE_OK, e);
             most[i].peak = upipe_max_bytes(most[i].peak, plan.peak);
             most[i].need = upipe_max_bytes(most[i].need, plan.need);
@@ -58,6 +60,7 @@ static slope slope_of(const llama_config *config, int ranks, int chunk, int segm
     s.slab = (double)(most[1].need - most[0].need) / unit;
     s.host = (double)(most[1].host - most[0].host) / unit;
     s.host_slab = (double)(most[1].host_need - most[0].host_need) / unit;
+    s.constant = (double)most[0].need - (double)(most[1].need - most[0].need) / (LARGE - 1);
     llama_layout_free(&layout);
     return s;
 }
@@ -105,6 +108,10 @@ static void test_slopes(void)
             CHECK_SAY(s.slab <= most && s.peak <= s.slab,
                       "row %zu, %s: a slab's slope of %.4f, at most %.2f; peak %.4f", i, ops[table].name,
                       s.slab, most, s.peak);
+            /* in segments the loss holds more than a layer: the head's weights and gradients are whole */
+            CHECK_SAY(s.constant <= (rows[i].segments > 0 ? 19.9 : 18.6) * (1 << 30),
+                      "row %zu, %s: %.3f GiB of a slab are constant with ZeRO 3", i, ops[table].name,
+                      s.constant / (1 << 30));
             CHECK_SAY(s.host_slab <= rows[i].host && s.host <= s.host_slab,
                       "row %zu, %s: a second pool's slope of %.4f, at most %.2f; peak %.4f", i,
                       ops[table].name, s.host_slab, rows[i].host, s.host);
@@ -224,6 +231,7 @@ typedef struct drawn {
     upipe_plan_desc desc;
     int segments;
     activations_setting kept;
+    int zero;
     float *weights;
 } drawn;
 
@@ -243,19 +251,24 @@ static upipe_status life_steps(life *w, trainer *t, const memory_plan *plan, upi
     const llama_layout *l = &d->layout;
     upipe_ctx *c = t->r.c;
     const int rank = model_world_rank(&t->m);
+    const upipe_zero *z = &t->state.zero[LLAMA_WEIGHTS];
     int32_t ids[ROWS_MAX];
     trainer_batch batch;
     int64_t i;
-    int step, phase;
+    int step, phase, unit;
     test_rng rng;
     UPIPE_TRY(trainer_alloc(t));
-    UPIPE_TRY(c->ops->cast(c, upipe_view_packed(t->state.weights, t->state.dtype, 1, 1, (int32_t)l->weights),
-                           upipe_view_packed(d->weights, UPIPE_F32, 1, 1, (int32_t)l->weights)));
-    if (t->state.master != NULL) {
-        int64_t first, n = trainer_slice(t, 0, &first);
-        memcpy(t->state.master, d->weights + first, (size_t)n * 4);
+    for (unit = 0; unit < z->units; ++unit) {
+        const upipe_zero_part p = upipe_zero_part_of(z, UPIPE_ZERO_WEIGHTS, unit),
+                              states = upipe_zero_part_of(z, UPIPE_ZERO_STATES, unit);
+        upipe_view to = upipe_view_packed(NULL, z->dtype, 1, 1, (int32_t)p.n);
+        to.data = (char *)z->weights + (size_t)p.at * upipe_dtype_bytes(z->dtype);
+        if (p.n > 0)
+            UPIPE_TRY(c->ops->cast(c, to, upipe_view_packed(d->weights + p.first, UPIPE_F32, 1, 1, to.d)));
+        if (t->state.master != NULL)
+            memcpy(t->state.master + states.at, d->weights + states.first, (size_t)states.n * 4);
     }
-    for (i = 0; i < l->norm_weights; ++i) t->state.norm_weights[i] = 1;
+    for (i = 0; i < l->norm_weights; ++i) ((float *)t->state.zero[LLAMA_NORM_WEIGHTS].weights)[i] = 1;
     for (step = 0; step < STEPS; ++step) {
         const trainer_rates rates = {step + 1, 1e-2, 0.9, 0.95, 1e-8, 0.1, 1};
         const int64_t moved = t->r.kept.moved;
@@ -308,6 +321,7 @@ static upipe_status life_main(void *user, int rank)
     UPIPE_TRY(model_init(&m, &w->d->layout, &desc, &c.err));
     UPIPE_TRY(model_cut(&m, w->d->segments, &c.err));
     m.activations = w->d->kept;
+    m.zero = w->d->zero;
     UPIPE_TRY(memory_plan_make(&plan, &m, &w->ops, NULL, NULL, &c.err));
     slab = aligned(plan.need);
     second = aligned(plan.host_need);
@@ -371,6 +385,7 @@ static void draw(test_rng *rng, drawn *d)
     if (d->kept.kind >= ACTIVATIONS_SAO) d->kept.k = 1 + test_below(rng, (int)c.layers);
     if (d->kept.kind == ACTIVATIONS_SAC && test_below(rng, 2)) d->kept.k = 0;
     d->kept.grad = test_below(rng, 3) == 0;
+    d->zero = test_below(rng, UPIPE_ZERO_STAGES);
     CHECK(llama_layout_init(&d->layout, &c) == 0);
     d->weights = (float *)malloc((size_t)d->layout.weights * 4);
     for (i = 0; i < d->layout.weights; ++i) d->weights[i] = (float)(0.1 * test_normal(rng));
@@ -394,6 +409,7 @@ int main(void)
         draw(&rng, &d);
         plain = d;
         plain.kept = setting_of(ACTIVATIONS_AC, 0, 0);
+        plain.zero = 1;
         life_run(&one, &plain);
         life_run(&other, &d);
         for (i = 0; i < STEPS; ++i)
@@ -407,11 +423,11 @@ int main(void)
             fprintf(
                 stderr,
                 "replay: UPIPE_SEED=%ld UPIPE_DRAWS=1 (%lld layers, C %d R %d, %d segments, H %d/%d, U %d, S %lld, %s, "
-                "%s:%lld grad %d)\n",
+                "%s:%lld grad %d, ZeRO %d)\n",
                 seed, (long long)d.layout.config.layers, d.desc.ranks, d.desc.ring, d.segments,
                 d.layout.config.heads, d.layout.config.kv_heads, d.desc.chunk, (long long)d.desc.tokens,
                 upipe_dtype_name(d.desc.dtype), activations_names[d.kept.kind], (long long)d.kept.k,
-                d.kept.grad);
+                d.kept.grad, d.zero);
         llama_layout_free(&d.layout);
         free(d.weights);
     }

@@ -224,26 +224,60 @@ static void truth_free(truth *t)
     llama_layout_free(&t->layout);
 }
 
-/* A rank's state over the whole arrays. */
-static llama_state truth_state(const truth *t, int rank, int ranks)
+/* The state of a rank alone: the whole arrays. */
+static llama_state truth_state(const truth *t)
 {
     llama_state s;
-    int64_t w, g;
-    memset(&s, 0, sizeof s);
-    upipe_reduce_slice(t->layout.weights, rank, ranks, &w);
-    upipe_reduce_slice(t->layout.norm_weights, rank, ranks, &g);
-    s.layout = &t->layout;
-    s.dtype = t->dtype;
-    s.rank = rank;
-    s.ranks = ranks;
-    s.weights = t->weights;
-    s.norm_weights = t->norm_weights;
-    s.master = t->dtype == UPIPE_BF16 ? t->master + w : NULL;
-    s.m[0] = t->m[0] + w;
-    s.m[1] = t->m[1] + g;
-    s.v[0] = t->v[0] + w;
-    s.v[1] = t->v[1] + g;
+    int k;
+    llama_state_init(&s, &t->layout, t->dtype, 1, 0, 1);
+    s.zero[LLAMA_WEIGHTS].weights = t->weights;
+    s.zero[LLAMA_NORM_WEIGHTS].weights = t->norm_weights;
+    s.master = t->dtype == UPIPE_BF16 ? t->master : NULL;
+    for (k = 0; k < LLAMA_GROUPS; ++k) {
+        s.m[k] = t->m[k];
+        s.v[k] = t->v[k];
+    }
     return s;
+}
+
+/* What a rank holds of an array, in memory of exact size. */
+static void *share_of(const upipe_zero *z, upipe_zero_what what, const void *whole, size_t size)
+{
+    char *out = (char *)buf(upipe_zero_held(z, what) * (int64_t)size);
+    int unit;
+    for (unit = 0; unit < z->units; ++unit) {
+        const upipe_zero_part p = upipe_zero_part_of(z, what, unit);
+        memcpy(out + (size_t)p.at * size, (const char *)whole + (size_t)p.first * size, (size_t)p.n * size);
+    }
+    return out;
+}
+
+/* A rank's state, of its own. */
+static llama_state share_state(const truth *t, int stage, int rank, int ranks)
+{
+    const llama_state all = truth_state(t);
+    llama_state s;
+    int k;
+    llama_state_init(&s, &t->layout, t->dtype, stage, rank, ranks);
+    for (k = 0; k < LLAMA_GROUPS; ++k) {
+        upipe_zero *z = &s.zero[k];
+        z->weights = share_of(z, UPIPE_ZERO_WEIGHTS, all.zero[k].weights, upipe_dtype_bytes(z->dtype));
+        s.m[k] = (float *)share_of(z, UPIPE_ZERO_STATES, t->m[k], 4);
+        s.v[k] = (float *)share_of(z, UPIPE_ZERO_STATES, t->v[k], 4);
+        if (z->dtype == UPIPE_BF16) s.master = (float *)share_of(z, UPIPE_ZERO_STATES, t->master, 4);
+    }
+    return s;
+}
+
+static void share_free(llama_state *s)
+{
+    int k;
+    for (k = 0; k < LLAMA_GROUPS; ++k) {
+        free(s->zero[k].weights);
+        free(s->m[k]);
+        free(s->v[k]);
+    }
+    free(s->master);
 }
 
 /* ---- one rank, alone ---- */
@@ -259,30 +293,29 @@ static upipe_ctx alone(void)
 static upipe_status save_alone(const truth *t, int keep, upipe_err *err)
 {
     upipe_ctx c = alone();
-    llama_state s = truth_state(t, 0, 1);
+    llama_state s = truth_state(t);
     upipe_status status = llama_save(&c, dir, &s, &t->run, keep);
     *err = c.err;
     return status;
 }
 
 /* Loads a rank's state into fresh memory of exact sizes and compares all of it. */
-static void check_load(const truth *t, const char *path, upipe_comm *team, int rank, int ranks)
+static void check_load(const truth *t, const char *path, upipe_comm *team, int stage, int rank, int ranks)
 {
     upipe_ctx c = alone();
-    llama_state s = truth_state(t, rank, ranks), got = s;
+    llama_state want = share_state(t, stage, rank, ranks), got = share_state(t, stage, rank, ranks);
     llama_run run;
-    int64_t first, w = t->layout.weights, g = t->layout.norm_weights;
-    int64_t ws = upipe_reduce_slice(w, rank, ranks, &first), gs = upipe_reduce_slice(g, rank, ranks, &first);
-    int64_t size = (int64_t)upipe_dtype_bytes(t->dtype);
     upipe_status status;
     int k;
     c.team = team;
-    got.weights = buf(w * size);
-    got.norm_weights = (float *)buf(g * 4);
-    if (s.master != NULL) got.master = (float *)buf(ws * 4);
-    for (k = 0; k < 2; ++k) {
-        got.m[k] = (float *)buf((k ? gs : ws) * 4);
-        got.v[k] = (float *)buf((k ? gs : ws) * 4);
+    for (k = 0; k < LLAMA_GROUPS; ++k) {
+        const upipe_zero *z = &got.zero[k];
+        const size_t states = (size_t)upipe_zero_held(z, UPIPE_ZERO_STATES) * 4;
+        memset(z->weights, 0xff,
+               (size_t)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * upipe_dtype_bytes(z->dtype));
+        memset(got.m[k], 0xff, states);
+        memset(got.v[k], 0xff, states);
+        if (z->dtype == UPIPE_BF16) memset(got.master, 0xff, states);
     }
     memset(&run, 0, sizeof run);
     status = llama_load_weights(&c, path, &got);
@@ -291,23 +324,18 @@ static void check_load(const truth *t, const char *path, upipe_comm *team, int r
         status = llama_load_optimizer(&c, path, &got, &run);
         CHECK_STATUS(status, UPIPE_OK, c.err);
     }
-    if (status == UPIPE_OK) {
-        CHECK_BYTES(got.weights, t->weights, w * size);
-        CHECK_BYTES(got.norm_weights, t->norm_weights, g * 4);
-        if (s.master != NULL) CHECK_BYTES(got.master, s.master, ws * 4);
-        for (k = 0; k < 2; ++k) {
-            CHECK_BYTES(got.m[k], s.m[k], (k ? gs : ws) * 4);
-            CHECK_BYTES(got.v[k], s.v[k], (k ? gs : ws) * 4);
-        }
-        CHECK_BYTES(&run, &t->run, sizeof run);
+    for (k = 0; k < LLAMA_GROUPS && status == UPIPE_OK; ++k) {
+        const upipe_zero *z = &got.zero[k];
+        const int64_t states = upipe_zero_held(z, UPIPE_ZERO_STATES) * 4;
+        CHECK_BYTES(z->weights, want.zero[k].weights,
+                    upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * (int64_t)upipe_dtype_bytes(z->dtype));
+        CHECK_BYTES(got.m[k], want.m[k], states);
+        CHECK_BYTES(got.v[k], want.v[k], states);
+        if (z->dtype == UPIPE_BF16) CHECK_BYTES(got.master, want.master, states);
     }
-    for (k = 0; k < 2; ++k) {
-        free(got.m[k]);
-        free(got.v[k]);
-    }
-    free(got.master);
-    free(got.norm_weights);
-    free(got.weights);
+    if (status == UPIPE_OK) CHECK_BYTES(&run, &t->run, sizeof run);
+    share_free(&got);
+    share_free(&want);
 }
 
 /* The newest checkpoint of `dir` is whole, and of a save with a number from `least` to `most`, which is
@@ -324,7 +352,7 @@ static int64_t check_newest(truth *t, int64_t least, int64_t most)
     CHECK_SAY(run.seed >= least && run.seed <= most, "save %lld, not %lld to %lld", (long long)run.seed,
               (long long)least, (long long)most);
     truth_fill(t, run.step, (uint64_t)run.seed);
-    check_load(t, path, NULL, 0, 1);
+    check_load(t, path, NULL, 1, 0, 1);
     CHECK_BYTES(&run, &t->run, sizeof run);
     return run.seed;
 }
@@ -362,6 +390,7 @@ typedef struct team_run {
     const char *path; /* to load; NULL = save */
     int keep, again;  /* again: this many saves more on the same team, which must work */
     int fails;        /* rank whose copies fail in the first save; -1 = none */
+    int stage;
     upipe_err errors[4];
 } team_run;
 
@@ -372,50 +401,21 @@ static upipe_status failing_copy(upipe_ctx *c, void *dst, const void *src, size_
     return ops.copy(c, dst, src, bytes);
 }
 
-static float *copy_of(const float *data, int64_t n)
-{
-    return (float *)memcpy(buf(n * 4), data, (size_t)n * 4);
-}
-
-/* The slices move into memory of their own, of exact sizes. */
-static void own_slices(llama_state *s)
-{
-    int64_t first, n[2];
-    int k;
-    n[0] = upipe_reduce_slice(s->layout->weights, s->rank, s->ranks, &first);
-    n[1] = upipe_reduce_slice(s->layout->norm_weights, s->rank, s->ranks, &first);
-    if (s->master != NULL) s->master = copy_of(s->master, n[0]);
-    for (k = 0; k < 2; ++k) {
-        s->m[k] = copy_of(s->m[k], n[k]);
-        s->v[k] = copy_of(s->v[k], n[k]);
-    }
-}
-
-static void free_slices(llama_state *s)
-{
-    int k;
-    free(s->master);
-    for (k = 0; k < 2; ++k) {
-        free(s->m[k]);
-        free(s->v[k]);
-    }
-}
-
 static upipe_status team_body(void *user, int rank)
 {
     team_run *r = (team_run *)user;
     upipe_ctx c = alone();
     upipe_ops bad = ops;
-    llama_state s = truth_state(r->t, rank, r->team.ranks);
+    llama_state s = share_state(r->t, r->stage, rank, r->team.ranks);
     upipe_status status;
     int left = 5, i;
     bad.copy = failing_copy;
     c.team = upipe_threads_comm(&r->team, rank);
     if (r->path != NULL) {
-        check_load(r->t, r->path, c.team, rank, r->team.ranks);
+        check_load(r->t, r->path, c.team, r->stage, rank, r->team.ranks);
+        share_free(&s);
         return UPIPE_OK;
     }
-    own_slices(&s);
     if (r->fails == rank) c.ops = &bad, c.user = &left;
     status = llama_save(&c, dir, &s, &r->t->run, r->keep);
     r->errors[rank] = c.err;
@@ -423,7 +423,7 @@ static upipe_status team_body(void *user, int rank)
     for (i = 0; i < r->again; ++i)
         CHECK_STATUS(llama_save(&c, dir, &s, &r->t->run, r->keep), UPIPE_OK, c.err);
     CHECK(c.team->deadline == UPIPE_DEADLINE_DEFAULT);
-    free_slices(&s);
+    share_free(&s);
     if (r->fails < 0) return status;
     CHECK(status != UPIPE_OK);
     return UPIPE_OK;
@@ -484,12 +484,14 @@ static void test_bits(void)
                    kind < 2 ? 100003 : 11);
         for (ranks = 1; ranks <= 4; ++ranks) {
             truth_fill(&t, ranks, (uint64_t)kind);
+            r.stage = (kind + ranks) % 4;
             team_go(&r, &t, ranks, NULL);
             for (loading = 1; loading <= 4; ++loading) {
                 char path[LLAMA_PATH];
                 upipe_err err = no_err();
                 CHECK_INT(llama_checkpoint_find(dir, path, &err), 0);
                 check_files(&t, path);
+                r.stage = (kind / 2 + loading) % 4;
                 team_go(&r, &t, loading, path);
             }
         }
@@ -612,6 +614,7 @@ static void test_refusals(void)
         memset(&r, 0, sizeof r);
         r.fails = rank;
         r.again = rank == 2;
+        r.stage = rank + 1;
         truth_fill(&t, 2, 2);
         team_go(&r, &t, 3, NULL);
         CHECK_TEXT(r.errors[rank].text, "the device is gone");
@@ -640,9 +643,10 @@ static void test_refusals(void)
     /* a team and a state that do not fit */
     {
         upipe_ctx c = alone();
-        llama_state s = truth_state(&t, 1, 2);
+        llama_state s = share_state(&t, 1, 1, 2);
         CHECK_STATUS(llama_save(&c, dir, &s, &t.run, 0), UPIPE_ERR_ARG, c.err);
         CHECK_TEXT(c.err.text, "rank 1 of 2");
+        share_free(&s);
     }
     truth_free(&t);
     clear(dir);
@@ -792,7 +796,7 @@ static void check_names(truth *t)
         if (access(path, F_OK) != 0) continue;
         if (!CHECK_SAY(llama_load_run(path, &run, &dtype, &err) == 0, "%s", err.text)) continue;
         truth_fill(t, run.step, (uint64_t)run.seed);
-        check_load(t, in(dir, names[i]), NULL, 0, 1);
+        check_load(t, in(dir, names[i]), NULL, 1, 0, 1);
     }
 }
 
@@ -851,6 +855,7 @@ static void kill_child(truth *t, int64_t save, int out)
         memset(&r, 0, sizeof r);
         r.fails = -1;
         r.keep = 2;
+        r.stage = (int)(save % 4);
         truth_fill(t, save / 2, (uint64_t)save);
         team_go(&r, t, 2, NULL);
         if (test_failures > 0 || write(out, &save, sizeof save) != sizeof save) _exit(1);
@@ -963,22 +968,35 @@ static void write_text(const char *path, const char *text)
     if (f == NULL || fputs(text, f) < 0 || fclose(f) != 0) abort();
 }
 
+/* What the rank loads goes into t, its own part of master alone. */
 static upipe_status load_model(truth *t, int rank, int ranks, upipe_err *err)
 {
     upipe_ctx c = alone();
-    llama_state s = truth_state(t, rank, ranks);
+    llama_state s = share_state(t, 1, rank, ranks);
+    const upipe_zero *z = &s.zero[LLAMA_WEIGHTS];
     upipe_status status = llama_load_weights(&c, dir, &s);
+    int unit;
+    memcpy(t->weights, z->weights, (size_t)t->layout.weights * upipe_dtype_bytes(t->dtype));
+    memcpy(t->norm_weights, s.zero[LLAMA_NORM_WEIGHTS].weights, (size_t)t->layout.norm_weights * 4);
+    for (unit = 0; unit < z->units && s.master != NULL; ++unit) {
+        const upipe_zero_part p = upipe_zero_slice(z, unit);
+        memcpy(t->master + p.first, s.master + p.at, (size_t)p.n * 4);
+    }
+    share_free(&s);
     *err = c.err;
     return status;
 }
 
 static void check_values(truth *t, int rank, int ranks)
 {
-    int64_t first, k;
-    int64_t count = upipe_reduce_slice(t->layout.weights, rank, ranks, &first);
+    int64_t k;
     int i, wrong = 0;
+    llama_state s;
+    llama_state_init(&s, &t->layout, t->dtype, 1, rank, ranks);
     for (i = 0; i < t->layout.n; ++i) {
         const llama_tensor *one = &t->layout.tensors[i];
+        const upipe_zero_part p =
+            upipe_zero_slice(&s.zero[one->is_norm_weight], one->is_norm_weight ? 0 : one->unit);
         for (k = 0; k < one->n; ++k) {
             int64_t at = one->at + k;
             double want = value_of(one, k), got;
@@ -991,7 +1009,7 @@ static void check_values(truth *t, int rank, int ranks)
                 float x;
                 memcpy(&x, &bits, 4);
                 got = (double)x;
-                if (at >= first && at < first + count) wrong += (double)t->master[at] != want;
+                if (at >= p.first && at < p.first + p.n) wrong += (double)t->master[at] != want;
             }
             wrong += got != want;
         }
@@ -1091,7 +1109,7 @@ static void test_models(void)
 static void check_optimizer(const truth *t, const char *says)
 {
     upipe_ctx c = alone();
-    llama_state s = truth_state(t, 0, 1);
+    llama_state s = truth_state(t);
     llama_run run;
     CHECK_STATUS(llama_load_optimizer(&c, in(dir, "checkpoint-1"), &s, &run), UPIPE_ERR_ARG, c.err);
     CHECK_TEXT(c.err.text, says);
@@ -1193,7 +1211,7 @@ static void test_optimizers(void)
     llama_state s;
     llama_run run;
     truth_make(&t, UPIPE_BF16, 0, 1, 11);
-    s = truth_state(&t, 0, 1);
+    s = truth_state(&t);
     write_optimizer(&t, "text_hash", "18446744073709551615", -1, 0, NULL);
     CHECK_STATUS(llama_load_optimizer(&c, in(dir, "checkpoint-1"), &s, &run), UPIPE_OK, c.err);
     CHECK(run.text_hash == UINT64_MAX && run.step == 1);

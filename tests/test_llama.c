@@ -32,12 +32,12 @@ typedef struct golden {
 typedef struct way {
     const golden *g;
     upipe_plan_desc desc;
-    int segments;
+    int segments, zero;
     activations_setting activations;
     grid net;
     upipe_ops ops;
-    float *grads[2]; /* rank 0's after the sum */
-    double loss;
+    float *grads[2]; /* after the sum: each rank's slices */
+    double loss, norm;
     upipe_err errors[RANKS_MAX];
 } way;
 
@@ -109,8 +109,7 @@ static upipe_status way_rank(way *w, trainer *t)
     memory_plan plan;
     trainer_batch batch;
     trainer_result result;
-    upipe_comm *team;
-    int group, phase, part;
+    int group, unit, phase, part;
     for (part = 0; part < model_parts(&t->m); ++part) {
         const upipe_shard shard = model_shard(&t->m, part);
         for (b = 0; b < BATCH; ++b) {
@@ -124,25 +123,35 @@ static upipe_status way_rank(way *w, trainer *t)
     batch.inputs = inputs;
     batch.targets = targets;
     UPIPE_TRY(trainer_alloc(t));
-    memcpy(t->state.weights, g->weights, (size_t)g->layout.weights * 4);
-    memcpy(t->state.norm_weights, g->norm_weights, (size_t)g->layout.norm_weights * 4);
+    for (group = 0; group < LLAMA_GROUPS; ++group) {
+        const upipe_zero *z = &t->state.zero[group];
+        for (unit = 0; unit < z->units; ++unit) {
+            const upipe_zero_part p = upipe_zero_part_of(z, UPIPE_ZERO_WEIGHTS, unit);
+            memcpy((float *)z->weights + p.at, (group == 0 ? g->weights : g->norm_weights) + p.first,
+                   (size_t)p.n * 4);
+        }
+    }
     UPIPE_TRY(trainer_gradients(t, &batch, g->valid));
     model_phase(&t->r, MODEL_UPDATE);
-    team = trainer_swap(t, t->world);
     UPIPE_TRY(trainer_reduce(t, g->valid, &result));
     UPIPE_TRY(memory_plan_make(&plan, &t->m, c->ops, NULL, NULL, &c->err));
     for (phase = 0; phase < MODEL_PHASES; ++phase)
         CHECK_SAY(c->mem->phase_peak[phase] == plan.phase[phase],
-                  "phase %d of rank %d of %d held %zu bytes, the plan says %zu", phase, t->state.rank,
-                  t->state.ranks, c->mem->phase_peak[phase], plan.phase[phase]);
+                  "phase %d of rank %d of %d held %zu bytes, the plan says %zu", phase, t->world->rank,
+                  t->world->ranks, c->mem->phase_peak[phase], plan.phase[phase]);
     CHECK_INT(c->mem->peak, plan.peak);
     CHECK_INT(t->r.second->peak, plan.host);
-    for (group = 0; group < 2; ++group) {
-        UPIPE_TRY(upipe_all_gather(c, t->grads[group], golden_count(g, group), 4));
-        if (t->state.rank == 0) memcpy(w->grads[group], t->grads[group], (size_t)golden_count(g, group) * 4);
+    for (group = 0; group < LLAMA_GROUPS; ++group) {
+        const upipe_zero *z = &t->state.zero[group];
+        for (unit = 0; unit < z->units; ++unit) {
+            const upipe_zero_part p = upipe_zero_slice(z, unit);
+            memcpy(w->grads[group] + p.first, upipe_zero_owned(z, UPIPE_ZERO_GRADS, unit), (size_t)p.n * 4);
+        }
     }
-    if (t->state.rank == 0) w->loss = result.loss;
-    trainer_swap(t, team);
+    if (t->world->rank == 0) {
+        w->loss = result.loss;
+        w->norm = result.norm;
+    }
     return trainer_free_block(t);
 }
 
@@ -172,6 +181,7 @@ static upipe_status way_main(void *user, int rank)
     s = model_init(&m, &w->g->layout, &desc, &c.err);
     if (s == UPIPE_OK) s = model_cut(&m, w->segments, &c.err);
     m.activations = w->activations;
+    m.zero = w->zero;
     if (s == UPIPE_OK) s = trainer_open(&t, &m, &c, grid_world(&w->net, rank), &host);
     if (s == UPIPE_OK) s = way_rank(w, &t);
     CHECK_STATUS(s, UPIPE_OK, c.err);
@@ -185,7 +195,7 @@ static upipe_status way_main(void *user, int rank)
 }
 
 /* The description says ranks and schedule. */
-static void way_run(way *w, const golden *g, upipe_plan_desc desc, int segments, int kind)
+static void way_run_zero(way *w, const golden *g, upipe_plan_desc desc, int segments, int kind, int zero)
 {
     upipe_err e;
     int group;
@@ -196,11 +206,17 @@ static void way_run(way *w, const golden *g, upipe_plan_desc desc, int segments,
     w->desc.batch = BATCH;
     w->activations.kind = kind;
     w->segments = segments;
+    w->zero = zero;
     upipe_cpu_ops(&w->ops);
     for (group = 0; group < 2; ++group) w->grads[group] = (float *)malloc((size_t)golden_count(g, group) * 4);
     CHECK_STATUS(grid_init(&w->net, desc.ranks, desc.ring, 60, &e), UPIPE_OK, e);
     CHECK(grid_run(&w->net, way_main, w, NULL) == UPIPE_OK);
     grid_free(&w->net);
+}
+
+static void way_run(way *w, const golden *g, upipe_plan_desc desc, int segments, int kind)
+{
+    way_run_zero(w, g, desc, segments, kind, 1);
 }
 
 static void way_free(way *w)
@@ -270,7 +286,8 @@ static void check_golden(const golden *g, const way *w)
 static int same_bits(const way *a, const way *b)
 {
     const golden *g = a->g;
-    return a->loss == b->loss && memcmp(a->grads[0], b->grads[0], (size_t)g->layout.weights * 4) == 0 &&
+    return a->loss == b->loss && a->norm == b->norm &&
+           memcmp(a->grads[0], b->grads[0], (size_t)g->layout.weights * 4) == 0 &&
            memcmp(a->grads[1], b->grads[1], (size_t)g->layout.norm_weights * 4) == 0;
 }
 
@@ -332,6 +349,33 @@ static void test_segments(const golden *g)
     }
 }
 
+/* Whatever is sharded: the same bits of loss, norm and gradients, in every method and with tied embeddings too. */
+static void test_zero(const golden *g)
+{
+    static const struct {
+        int ranks, ring, chunk, segments, kind;
+    } ways[] = {{1, 1, 4, 0, ACTIVATIONS_AC},      {2, 1, 2, 0, ACTIVATIONS_OFFLOAD},
+                {3, 1, 4, 0, ACTIVATIONS_SAC},     {2, 2, 2, 0, ACTIVATIONS_OFFLOAD},
+                {2, 1, 2, 3, ACTIVATIONS_OFFLOAD}, {4, 1, 4, 0, ACTIVATIONS_AC}};
+    size_t i;
+    int zero;
+    for (i = 0; i < sizeof ways / sizeof *ways; ++i) {
+        upipe_plan_desc d = team_of(ways[i].ranks, ways[i].chunk);
+        way one, other;
+        d.ring = ways[i].ring;
+        way_run(&one, g, d, ways[i].segments, ways[i].kind);
+        check_golden(g, &one);
+        for (zero = 0; zero < 4; ++zero) {
+            if (zero == 1) continue;
+            way_run_zero(&other, g, d, ways[i].segments, ways[i].kind, zero);
+            CHECK_SAY(same_bits(&one, &other), "ZeRO %d has other bits than 1, way %zu, tied %d", zero, i,
+                      g->tied);
+            way_free(&other);
+        }
+        way_free(&one);
+    }
+}
+
 /* Every team and chunk is right; for a fixed team all chunks, pools and tiles give the same bits. */
 static void test_golden(const char *path, int tied)
 {
@@ -340,6 +384,7 @@ static void test_golden(const char *path, int tied)
     golden_open(&g, path, tied);
     test_rings(&g);
     test_segments(&g);
+    test_zero(&g);
     for (ranks = 1; ranks <= RANKS_MAX; ++ranks) { /* 3 divide neither tokens nor heads */
         way ulysses, other;
         way_run(&ulysses, &g, team_of(ranks, g.layout.config.heads), 0, ACTIVATIONS_AC);

@@ -29,7 +29,7 @@ ROOT = {'config', 'first_step', 'loss', 'grad_norm', 'tokens_per_s', 'peak_bytes
 CONFIG = {'method', 'ranks', 'ring', 'inner', 'segments', 'chunk', 'overlap', 'window', 'layers', 'model_dim', 'heads',
           'kv_heads', 'head_dim', 'ff_dim', 'vocab', 'untied', 'qk_norm', 'rope_theta', 'norm_eps', 'tokens', 'batch', 'steps',
           'lr', 'min_lr', 'warmup', 'weight_decay', 'beta1', 'beta2', 'adam_eps', 'clip', 'dtype', 'device', 'seed',
-          'tile_bytes', 'activations', 'data', 'save', 'resume', 'load'}
+          'tile_bytes', 'activations', 'zero', 'data', 'save', 'resume', 'load'}
 MEASURED = {'text_bytes', 'products', 'kernels', 'transport'}
 NO_NUMBERS = {'offload', 'json', 'trace', 'save-every', 'keep', 'sample', 'prompt', 'temperature', 'deadline', 'plan',
               'transport', 'node-ranks',
@@ -203,6 +203,27 @@ def kept(c, rows):
     return here * unit, away
 
 
+def check_states(c, at_peak, element, what):
+    """What rank 0 holds of weights, gradients and the optimizer; of the first two also what is gathered at the peak."""
+    units, norm_weights, zero = {}, 0, c['zero']
+    for name, shape in tensors_wanted(c).items():
+        if len(shape) == 1:
+            norm_weights += shape[0]
+        else: # half a layer, the embedding, the head
+            unit = name.rsplit('.', 2)[0] if 'layers' in name else name
+            units[unit] = units.get(unit, 0) + math.prod(shape)
+    whole, most = sum(units.values()), max(units.values())
+    shard = sum(-(-n // c['ranks']) for n in units.values())
+    weights, gradients = shard if zero > 2 else whole, shard if zero > 1 else whole
+    more = at_peak['weights'] - weights * element - norm_weights * 4
+    check(more == 0 if zero < 3 else 0 <= more <= 2 * most * element, f'{what}: {more} bytes more of weights')
+    more = at_peak['gradients'] - gradients * 4 - norm_weights * 4
+    check(more == 0 if zero < 2 else 0 <= more <= 2 * most * 4, f'{what}: {more} bytes more of gradients')
+    states, norm_states = (shard, -(-norm_weights // c['ranks'])) if zero else (whole, norm_weights)
+    equal(at_peak['optimizer'], 8 * (states + norm_states) + (4 * states if c['dtype'] == 'bf16' else 0),
+          f'{what}: optimizer')
+
+
 def check_numbers(numbers, what):
     c = numbers['config']
     equal(set(numbers), ROOT, f'{what}: keys')
@@ -221,12 +242,7 @@ def check_numbers(numbers, what):
     element = 2 if c['dtype'] == 'bf16' else 4
     rows = c['batch'] * held(c)
     unit = rows * c['model_dim'] * element
-    shapes = tensors_wanted(c).values()
-    weights, norm_weights = (sum(math.prod(s) for s in shapes if len(s) == n) for n in (2, 1))
-    equal(at_peak['weights'], weights * element + norm_weights * 4, f'{what}: weights')
-    equal(at_peak['gradients'], (weights + norm_weights) * 4, f'{what}: gradients')
-    piece, norm_weight = -(-weights // c['ranks']), -(-norm_weights // c['ranks'])
-    equal(at_peak['optimizer'], 8 * (piece + norm_weight) + (4 * piece if c['dtype'] == 'bf16' else 0), f'{what}: optimizer')
+    check_states(c, at_peak, element, what)
     equal(at_peak['tokens'], rows * 12, f'{what}: tokens')
     # while a block's layers run again their stream is beside its gradient
     block = c['activations'].startswith('blocks') and not c['activations'].endswith(',grad') and c['layers'] > 1
@@ -261,7 +277,7 @@ def test_numbers(folder):
                       ('head_dim', 32), ('ff_dim', 192), ('vocab', 256), ('untied', False), ('qk_norm', False),
                       ('batch', 1), ('lr', 1e-3), ('min_lr', 1e-4), ('warmup', 1), ('weight_decay', 0.1),
                       ('beta1', 0.9), ('beta2', 0.95), ('clip', 1), ('dtype', 'f32'), ('device', 'cpu'),
-                      ('seed', 1), ('activations', 'ac'), ('data', BOOK), ('save', None), ('resume', None),
+                      ('seed', 1), ('activations', 'ac'), ('zero', 1), ('data', BOOK), ('save', None), ('resume', None),
                       ('load', None), ('text_bytes', os.path.getsize(BOOK))]:
         equal(c[key], want, f'default of {key}')
     equal(numbers['first_step'], 1, 'the first step')
@@ -450,6 +466,32 @@ def test_activations(folder):
     failed(folder, given(activations='sac', offload=True), 2, ['--offload', '--activations'])
     for words in ('sac:3', 'sao:3', 'blocks:3,grad'):
         failed(folder, given(activations=words), 1, [f'--activations {words}', '2 layers'])
+
+
+def test_zero(folder):
+    """What is sharded changes no bit of 50 steps, in no method; and a run goes on in any stage, on as many ranks."""
+    few = {'steps': 50, 'tokens': 48, 'layers': 2, 'model_dim': 32, 'heads': 2, 'kv_heads': 2, 'lr': 1e-2}
+    for what, flags in [('upipe', {}), ('ulysses', {'method': 'ulysses', 'untied': True}),
+                        ('fpdt', {'method': 'fpdt', 'segments': 2, 'activations': 'offload'}),
+                        ('3 ranks, bf16', {'ranks': 3, 'heads': 3, 'kv_heads': 3, 'dtype': 'bf16', 'steps': 4, 'activations': 'sac'})]:
+        base = good(folder, f'{what}, zero 1', **{**few, **flags})
+        for zero in (0, 2, 3):
+            numbers = good(folder, f'{what}, zero {zero}', zero=zero, **{**few, **flags})
+            for key in ('loss', 'grad_norm') if numbers and base else []:
+                equal(numbers[key], base[key], f'{what}, zero {zero}: {key}')
+    flags = {**few, **EVEN, 'steps': 6}
+    base = good(folder, 'zero, six steps', **flags, zero=3, save='whole')
+    for first, then in [(3, 0), (0, 2), (2, 3)]:
+        good(folder, f'zero {first}, three steps', **{**flags, 'steps': 3}, zero=first, save=f'zero{first}')
+        numbers = good(folder, f'zero {first}, then {then}', steps=6, tokens=few['tokens'], zero=then,
+                       resume=f'zero{first}', save=f'zero{first}')
+        if numbers and base:
+            equal(numbers['loss'], base['loss'][3:], f'zero {first}, then {then}: losses')
+        for name in ('model.safetensors', 'optimizer.safetensors'):
+            got, want = (os.path.join(folder, of, 'checkpoint-6', name) for of in (f'zero{first}', 'whole'))
+            check(os.path.exists(got) and read(got) == read(want), f'zero {first}, then {then}: {name}')
+    for words, said in [('4', 'not'), ('-1', 'not'), ('', 'is empty'), ('3x', 'not')]:
+        failed(folder, given(zero=words), 2, ['--zero', said])
 
 
 def test_learning(folder):
@@ -1335,7 +1377,7 @@ def test_sample(folder):
 
 
 def main():
-    for test in (test_flags, test_usage, test_refusals, test_numbers, test_bits, test_methods, test_activations, test_learning,
+    for test in (test_flags, test_usage, test_refusals, test_numbers, test_bits, test_methods, test_activations, test_zero, test_learning,
                  test_checkpoints, test_loading, test_resume_refusals, test_broken, test_not_finite, test_disk,
                  test_signals, test_two_writers, test_kills, test_plan, test_trace, test_sample):
         begin = time.monotonic()

@@ -277,7 +277,7 @@ static void run(way *w)
     upipe_cpu_ops(&w->ops);
     CHECK_STATUS(upipe_threads_init(&w->world, w->ranks, 20, &e), UPIPE_OK, e);
     CHECK_STATUS(upipe_threads_init(&w->side_world, w->ranks, 20, &e), UPIPE_OK, e);
-    upipe_threads_run(&w->world, rank_main, w, NULL);
+    upipe_threads_run(&w->world, rank_main, w, NULL, NULL);
     upipe_threads_free(&w->world);
     upipe_threads_free(&w->side_world);
 }

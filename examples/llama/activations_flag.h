@@ -18,7 +18,10 @@ static const char activations_usage[] =
     "                                does not divide the layers, the last block is shorter\n"
     "                     KIND,grad  and the gradient of the stream waits in the second pool while\n"
     "                                attention's backward runs\n"
-    "  --offload          --activations offload\n";
+    "  --offload          --activations offload\n"
+    "\n"
+    "what is sharded over all ranks\n"
+    "  --zero STAGE       0 nothing, 1 the optimizer's states (this one), 2 gradients too, 3 weights too\n";
 
 /* Room for a setting's text. */
 enum { ACTIVATIONS_TEXT = 48 };

@@ -24,7 +24,6 @@
 #ifndef LLAMA_CHECKPOINT_H
 #define LLAMA_CHECKPOINT_H
 
-#include "../../upipe/upipe_reduce.h"
 #include "../../upipe/upipe_comm.h"
 #include "../../upipe/upipe_ops.h"
 #include "checkpoint_folder.h"
@@ -144,6 +143,31 @@ __attribute__((unused)) static int llama_load_run(const char *path, llama_run *r
     return bad;
 }
 
+/* ---- which elements of a tensor a rank has ---- */
+
+/* Elements first .. end - 1 of a group, of one tensor; in the array in question element i is number i + shift. */
+typedef struct llama_range {
+    int64_t first, end, shift;
+} llama_range;
+
+/* Those of a tensor that are in a part. */
+static llama_range llama_range_of(const llama_tensor *t, upipe_zero_part p, int sharded)
+{
+    llama_range r;
+    r.first = t->at > p.first ? t->at : p.first;
+    r.end = t->at + t->n < p.first + p.n ? t->at + t->n : p.first + p.n;
+    r.shift = sharded ? p.at - p.first : 0;
+    return r;
+}
+
+/* Those that an array of a rank's state has. */
+static llama_range llama_held(const llama_state *state, upipe_zero_what what, const llama_tensor *t)
+{
+    const upipe_zero *z = &state->zero[t->is_norm_weight];
+    return llama_range_of(t, upipe_zero_part_of(z, what, t->is_norm_weight ? 0 : t->unit),
+                          upipe_zero_sharded(z, what));
+}
+
 /* ---- saving ---- */
 
 typedef struct llama_save_work {
@@ -178,7 +202,7 @@ static int llama_save_run(llama_save_work *s)
     int i;
     llama_run_list(&names, &run);
     snprintf(text, sizeof text, "%d", LLAMA_CHECKPOINT_VERSION);
-    if (st_add_metadata(&s->optimizer, "dtype", upipe_dtype_name(s->state->dtype), err) ||
+    if (st_add_metadata(&s->optimizer, "dtype", upipe_dtype_name(llama_state_dtype(s->state)), err) ||
         st_add_metadata(&s->optimizer, "format_version", text, err))
         return -1;
     snprintf(text, sizeof text, "%" PRIu64, run.text_hash);
@@ -207,7 +231,7 @@ static int llama_save_lists(llama_save_work *s)
 {
     const llama_layout *l = s->state->layout;
     upipe_err *err = &s->c->err;
-    int i, half = s->state->dtype == UPIPE_BF16;
+    int i, half = llama_state_dtype(s->state) == UPIPE_BF16;
     if (st_add_metadata(&s->model, "format", "pt", err) || llama_save_run(s)) return -1;
     for (i = 0; i < l->n; ++i)
         if (llama_add_tensor(&s->model, "", &l->tensors[i],
@@ -244,7 +268,7 @@ static int llama_save_begin(llama_save_work *s)
     if (mkdir(s->tmp, 0777) != 0)
         return llama_config_fail(err, s->tmp, "the folder cannot be made: %s", strerror(errno));
     if (llama_path_in(path, s->tmp, "config.json", err) ||
-        llama_config_write(&s->state->layout->config, s->state->dtype, s->run->tokens, path, err))
+        llama_config_write(&s->state->layout->config, llama_state_dtype(s->state), s->run->tokens, path, err))
         return -1;
     if (llama_path_in(path, s->tmp, "model.safetensors", err) || st_write_begin(&s->model, path, err))
         return -1;
@@ -277,26 +301,24 @@ static int llama_finite(const void *data, int64_t n, size_t size)
     return 1;
 }
 
-/* Writes this rank's slice of a group; data holds the slice, tensor i of the layout is the file's number
- * from + i. */
-static int llama_save_slice(llama_save_work *s, st_writer *w, int from, int norm_weights, const void *data,
-                            size_t size)
+/* Writes this rank's slices of a group, from an array that holds its whole or this rank's shard of it; tensor i of the
+ * layout is the file's number from + i. */
+static int llama_save_slices(llama_save_work *s, st_writer *w, int from, int group, const void *data,
+                             size_t size, int sharded)
 {
     const llama_layout *l = s->state->layout;
-    int64_t first, at, end, n;
-    int64_t last = upipe_reduce_slice(norm_weights ? l->norm_weights : l->weights, s->state->rank,
-                                      s->state->ranks, &first);
+    const upipe_zero *z = &s->state->zero[group];
     int i;
-    last += first;
     for (i = 0; i < l->n; ++i) {
         const llama_tensor *t = &l->tensors[i];
-        if (t->is_norm_weight != norm_weights) continue;
-        at = t->at > first ? t->at : first;
-        end = t->at + t->n < last ? t->at + t->n : last;
-        for (; at < end; at += n) {
+        llama_range r;
+        int64_t at, n;
+        if (t->is_norm_weight != group) continue;
+        r = llama_range_of(t, upipe_zero_slice(z, t->is_norm_weight ? 0 : t->unit), sharded);
+        for (at = r.first; at < r.end; at += n) {
             n = LLAMA_CHUNK / (int64_t)size;
-            if (n > end - at) n = end - at;
-            if (s->c->ops->copy(s->c, s->host, (const char *)data + (size_t)(at - first) * size,
+            if (n > r.end - at) n = r.end - at;
+            if (s->c->ops->copy(s->c, s->host, (const char *)data + (size_t)(at + r.shift) * size,
                                 (size_t)n * size) != UPIPE_OK)
                 return -1;
             if (!llama_finite(s->host, n, size))
@@ -311,21 +333,20 @@ static int llama_save_slice(llama_save_work *s, st_writer *w, int from, int norm
 static int llama_save_write(llama_save_work *s)
 {
     const llama_state *state = s->state;
-    const llama_layout *l = state->layout;
-    size_t size = upipe_dtype_bytes(state->dtype);
-    int64_t weight, norm_weight;
+    const int n = state->layout->n;
     int g;
-    upipe_reduce_slice(l->weights, state->rank, state->ranks, &weight);
-    upipe_reduce_slice(l->norm_weights, state->rank, state->ranks, &norm_weight);
-    if (llama_save_slice(s, &s->model, 0, 0, (const char *)state->weights + (size_t)weight * size, size) ||
-        llama_save_slice(s, &s->model, 0, 1, state->norm_weights + norm_weight, 4))
-        return -1;
-    for (g = 0; g < 2; ++g)
-        if (llama_save_slice(s, &s->optimizer, 0, g, state->m[g], 4) ||
-            llama_save_slice(s, &s->optimizer, l->n, g, state->v[g], 4))
+    for (g = 0; g < LLAMA_GROUPS; ++g) {
+        const upipe_zero *z = &state->zero[g];
+        const int sharded = upipe_zero_sharded(z, UPIPE_ZERO_STATES);
+        if (llama_save_slices(s, &s->model, 0, g, z->weights, upipe_dtype_bytes(z->dtype),
+                              upipe_zero_sharded(z, UPIPE_ZERO_WEIGHTS)) ||
+            llama_save_slices(s, &s->optimizer, 0, g, state->m[g], 4, sharded) ||
+            llama_save_slices(s, &s->optimizer, n, g, state->v[g], 4, sharded))
             return -1;
-    if (state->dtype == UPIPE_BF16 && llama_save_slice(s, &s->optimizer, 2 * l->n, 0, state->master, 4))
-        return -1;
+        if (z->dtype == UPIPE_BF16 &&
+            llama_save_slices(s, &s->optimizer, 2 * n, g, state->master, 4, sharded))
+            return -1;
+    }
     return st_write_end(&s->model, &s->c->err) || st_write_end(&s->optimizer, &s->c->err) ? -1 : 0;
 }
 
@@ -347,13 +368,13 @@ static int llama_save_read_back(llama_save_work *s)
     upipe_dtype dtype;
     if (llama_path_in(path, s->tmp, "config.json", err) || llama_config_read(&config, &dtype, path, err))
         return -1;
-    if (!llama_same_config(&config, &s->state->layout->config) || dtype != s->state->dtype)
+    if (!llama_same_config(&config, &s->state->layout->config) || dtype != llama_state_dtype(s->state))
         return llama_config_fail(err, path, "is not what was written");
     if (llama_path_in(path, s->tmp, "model.safetensors", err) || st_read_back(&s->model, path, err) ||
         llama_path_in(path, s->tmp, "optimizer.safetensors", err) || st_read_back(&s->optimizer, path, err))
         return -1;
     if (llama_load_run(s->tmp, &run, &dtype, err)) return -1;
-    if (memcmp(&run, s->run, sizeof run) == 0 && dtype == s->state->dtype) return 0;
+    if (memcmp(&run, s->run, sizeof run) == 0 && dtype == llama_state_dtype(s->state)) return 0;
     return llama_config_fail(err, path, "has other numbers than were written");
 }
 
@@ -421,16 +442,16 @@ __attribute__((unused)) static upipe_status llama_save(upipe_ctx *c, const char 
                                                        const llama_state *state, const llama_run *run,
                                                        int keep)
 {
+    const int rank = state->zero[LLAMA_WEIGHTS].rank, ranks = state->zero[LLAMA_WEIGHTS].ranks;
     llama_save_work *s;
     upipe_err ignored;
     double deadline = 0;
     int bad;
-    if (c->team != NULL
-            ? c->team->rank != state->rank || c->team->ranks != state->ranks || state->ranks > LLAMA_RANKS_MAX
-            : state->ranks != 1)
+    if (c->team != NULL ? c->team->rank != rank || c->team->ranks != ranks || ranks > LLAMA_RANKS_MAX
+                        : ranks != 1)
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
-                          "%s: the state is rank %d of %d, the team has %d, at most %d", dir, state->rank,
-                          state->ranks, c->team != NULL ? c->team->ranks : 1, LLAMA_RANKS_MAX);
+                          "%s: the state is rank %d of %d, the team has %d, at most %d", dir, rank, ranks,
+                          c->team != NULL ? c->team->ranks : 1, LLAMA_RANKS_MAX);
     s = (llama_save_work *)calloc(1, sizeof *s);
     if (s == NULL) {
         upipe_comm_abort(c->team, "a rank has no memory to save");
@@ -447,21 +468,21 @@ __attribute__((unused)) static upipe_status llama_save(upipe_ctx *c, const char 
         if (deadline < LLAMA_SAVE_DEADLINE) c->team->deadline = LLAMA_SAVE_DEADLINE;
     }
     bad = llama_save_prepare(s);
-    if (!bad && state->rank == 0) bad = llama_save_begin(s);
+    if (!bad && rank == 0) bad = llama_save_begin(s);
     bad = llama_save_agree(s, bad);
     if (!bad) {
-        if (state->rank != 0) bad = llama_save_join(s);
+        if (rank != 0) bad = llama_save_join(s);
         if (!bad) bad = llama_save_write(s);
         bad = llama_save_agree(s, bad);
     }
     if (!bad) {
-        if (state->rank == 0) bad = llama_save_commit(s, keep);
+        if (rank == 0) bad = llama_save_commit(s, keep);
         bad = llama_save_agree(s, bad);
     }
     if (c->team != NULL) c->team->deadline = deadline;
     st_writer_free(&s->model);
     st_writer_free(&s->optimizer);
-    if (bad && state->rank == 0) llama_remove(s->tmp, &ignored);
+    if (bad && rank == 0) llama_remove(s->tmp, &ignored);
     free(s->host);
     free(s);
     if (!bad) return UPIPE_OK;
@@ -515,29 +536,45 @@ static uint16_t llama_to_bf16(float x)
     return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
-/* n values of the group, from element `at` on, go to where the state keeps them. */
-static int llama_load_values(llama_load_work *w, int norm_weight, int64_t at, int64_t n)
+/* Values of a tensor, from element `at` of its group on, go to where an array has them. */
+static int llama_load_store(llama_load_work *w, void *array, llama_range r, int64_t at, int64_t n,
+                            const void *values, size_t size)
 {
-    const llama_state *state = w->state;
-    uint16_t *narrow = (uint16_t *)(void *)(w->host + LLAMA_CHUNK / 4);
-    int64_t i, first, from, to, last;
     upipe_ctx *c = w->c;
-    if (norm_weight)
-        return c->ops->copy(c, state->norm_weights + at, w->host, (size_t)n * 4) != UPIPE_OK ? -1 : 0;
-    if (state->dtype == UPIPE_F32)
-        return c->ops->copy(c, (float *)state->weights + at, w->host, (size_t)n * 4) != UPIPE_OK ? -1 : 0;
-    for (i = 0; i < n; ++i) narrow[i] = llama_to_bf16(w->host[i]);
-    if (c->ops->copy(c, (uint16_t *)state->weights + at, narrow, (size_t)n * 2) != UPIPE_OK) return -1;
-    if (state->master == NULL) return 0; /* a model that is not trained has no use for them */
-    last = upipe_reduce_slice(state->layout->weights, state->rank, state->ranks, &first);
-    last += first;
-    from = at > first ? at : first;
-    to = at + n < last ? at + n : last;
-    if (from >= to) return 0;
-    return c->ops->copy(c, state->master + (from - first), w->host + (from - at), (size_t)(to - from) * 4) !=
-                   UPIPE_OK
+    const int64_t from = at > r.first ? at : r.first, to = at + n < r.end ? at + n : r.end;
+    if (array == NULL || from >= to) return 0;
+    return c->ops->copy(c, (char *)array + (size_t)(from + r.shift) * size,
+                        (const char *)values + (size_t)(from - at) * size,
+                        (size_t)(to - from) * size) != UPIPE_OK
                ? -1
                : 0;
+}
+
+/* The same of n values read, into weights and master: a model that is not trained has no use for the latter. */
+static int llama_load_values(llama_load_work *w, const llama_tensor *t, int64_t at, int64_t n)
+{
+    const llama_state *state = w->state;
+    const upipe_zero *z = &state->zero[t->is_norm_weight];
+    const llama_range held = llama_held(state, UPIPE_ZERO_WEIGHTS, t);
+    uint16_t *narrow = (uint16_t *)(void *)(w->host + LLAMA_CHUNK / 4);
+    int64_t i;
+    if (z->dtype == UPIPE_F32) return llama_load_store(w, z->weights, held, at, n, w->host, 4);
+    for (i = 0; i < n; ++i) narrow[i] = llama_to_bf16(w->host[i]);
+    if (llama_load_store(w, z->weights, held, at, n, narrow, 2)) return -1;
+    return llama_load_store(w, state->master, llama_held(state, UPIPE_ZERO_STATES, t), at, n, w->host, 4);
+}
+
+/* What this rank needs of a tensor: the weights that it holds, among which are those whose states it has. */
+static int llama_load_read(llama_load_work *w, const st_file *f, const st_tensor *from, const llama_tensor *t)
+{
+    const llama_range need = llama_held(w->state, UPIPE_ZERO_WEIGHTS, t);
+    int64_t at, n;
+    for (at = need.first; at < need.end; at += n) {
+        n = need.end - at < LLAMA_CHUNK / 4 ? need.end - at : LLAMA_CHUNK / 4;
+        if (st_read_f32(f, from, at - t->at, n, w->host, &w->c->err) || llama_load_values(w, t, at, n))
+            return -1;
+    }
+    return 0;
 }
 
 /* What a file may hold beside the model's tensors: nothing in it changes the model. */
@@ -559,7 +596,6 @@ static int llama_load_tensor(llama_load_work *w, const st_file *f, const char *p
         t->name, w->by_name, (size_t)l->n, sizeof *w->by_name, llama_find_name);
     upipe_err *err = &w->c->err;
     const char *mapped;
-    int64_t i, n;
     if (w->map != NULL) {
         mapped = json_string_value(json_object_get(w->map, t->name));
         if (mapped == NULL || strcmp(mapped, part) != 0)
@@ -574,13 +610,7 @@ static int llama_load_tensor(llama_load_work *w, const st_file *f, const char *p
                        st_dtype_name(t->dtype));
     if (llama_load_shape(f, t, *found, err)) return -1;
     w->seen[*found - l->tensors] = 1;
-    for (i = 0; reading && i < t->n; i += n) {
-        n = t->n - i < LLAMA_CHUNK / 4 ? t->n - i : LLAMA_CHUNK / 4;
-        if (st_read_f32(f, t, i, n, w->host, err) ||
-            llama_load_values(w, (*found)->is_norm_weight, (*found)->at + i, n))
-            return -1;
-    }
-    return 0;
+    return reading ? llama_load_read(w, f, t, *found) : 0;
 }
 
 static int llama_load_part(llama_load_work *w, const char *part, int reading)
@@ -702,10 +732,10 @@ __attribute__((unused)) static int llama_reads(const char *folder, const char *p
     return map == NULL ? -1 : same;
 }
 
-/* llama_load_weights -- fills weights, norm weights and, unless it is NULL, master from the safetensors in a
+/* llama_load_weights -- fills weights of both groups and, unless it is NULL, master from the safetensors in a
  * folder
  *
- * Values are converted to the storage type. Every tensor of the layout must be there in its shape, and no
+ * Values are converted to the storage type; a rank reads those alone that it holds. Every tensor of the layout must be there in its shape, and no
  * other but the head of a tied model and stored rotary frequencies. No call of other ranks is waited for.
  * After a failure the arrays hold anything; the sentence is in c->err.
  */
@@ -754,46 +784,44 @@ static const st_tensor *llama_load_entry(const st_file *f, const char *prefix, c
     return llama_load_shape(f, entry, t, err) ? NULL : entry;
 }
 
-/* This rank's slice of a group, from the tensors PREFIX.NAME. */
-static int llama_load_slice(upipe_ctx *c, const st_file *f, const llama_state *state, const char *prefix,
-                            int norm_weights, float *data, void *host)
+/* This rank's states of a group, from the tensors PREFIX.NAME. */
+static int llama_load_states(upipe_ctx *c, const st_file *f, const llama_state *state, const char *prefix,
+                             int group, float *data, void *host)
 {
     const llama_layout *l = state->layout;
-    int64_t first, at, end, n;
-    int64_t last =
-        upipe_reduce_slice(norm_weights ? l->norm_weights : l->weights, state->rank, state->ranks, &first);
+    int64_t at, n;
     int i;
-    last += first;
     for (i = 0; i < l->n; ++i) {
         const llama_tensor *t = &l->tensors[i];
         const st_tensor *entry;
-        if (t->is_norm_weight != norm_weights) continue;
+        llama_range r;
+        if (t->is_norm_weight != group) continue;
         entry = llama_load_entry(f, prefix, t, &c->err); /* parts of others' slices are checked too */
         if (entry == NULL) return -1;
-        at = t->at > first ? t->at : first;
-        end = t->at + t->n < last ? t->at + t->n : last;
-        for (; at < end; at += n) {
-            n = end - at < LLAMA_CHUNK / 4 ? end - at : LLAMA_CHUNK / 4;
+        r = llama_held(state, UPIPE_ZERO_STATES, t);
+        for (at = r.first; at < r.end; at += n) {
+            n = r.end - at < LLAMA_CHUNK / 4 ? r.end - at : LLAMA_CHUNK / 4;
             if (st_read_raw(f, entry, at - t->at, n, host, &c->err) ||
-                c->ops->copy(c, data + (at - first), host, (size_t)n * 4) != UPIPE_OK)
+                c->ops->copy(c, data + (at + r.shift), host, (size_t)n * 4) != UPIPE_OK)
                 return -1;
         }
     }
     return 0;
 }
 
-static int llama_load_slices(upipe_ctx *c, const st_file *f, const llama_state *state, void *host)
+static int llama_load_all_states(upipe_ctx *c, const st_file *f, const llama_state *state, void *host)
 {
     const llama_layout *l = state->layout;
     int64_t want = 2 * (int64_t)l->n;
     int i, g;
-    if (state->dtype == UPIPE_BF16)
+    if (llama_state_dtype(state) == UPIPE_BF16)
         for (i = 0; i < l->n; ++i) want += !l->tensors[i].is_norm_weight;
     for (g = 0; g < 2; ++g)
-        if (llama_load_slice(c, f, state, "exp_avg.", g, state->m[g], host) ||
-            llama_load_slice(c, f, state, "exp_avg_sq.", g, state->v[g], host))
+        if (llama_load_states(c, f, state, "exp_avg.", g, state->m[g], host) ||
+            llama_load_states(c, f, state, "exp_avg_sq.", g, state->v[g], host))
             return -1;
-    if (state->dtype == UPIPE_BF16 && llama_load_slice(c, f, state, "master.", 0, state->master, host))
+    if (llama_state_dtype(state) == UPIPE_BF16 &&
+        llama_load_states(c, f, state, "master.", 0, state->master, host))
         return -1;
     if (f->n != want)
         return st_fail(&c->err, f->path, "has %d tensors, not the %" PRId64 " of this model's optimizer",
@@ -801,10 +829,10 @@ static int llama_load_slices(upipe_ctx *c, const st_file *f, const llama_state *
     return 0;
 }
 
-/* llama_load_optimizer -- fills this rank's slices of m, v and, in a bf16 run, master; and *run
+/* llama_load_optimizer -- fills what this rank has of m, v and, in a bf16 run, master; and *run
  *
  * To be called after llama_load_weights, which fills master with less exact values. The bits are those that
- * were saved, by however many ranks. A run of another storage type is refused. Failures as there.
+ * were saved, by however many ranks, in whatever stage of ZeRO. A run of another storage type is refused. Failures as there.
  */
 __attribute__((unused)) static upipe_status llama_load_optimizer(upipe_ctx *c, const char *path,
                                                                  const llama_state *state, llama_run *run)
@@ -818,10 +846,10 @@ __attribute__((unused)) static upipe_status llama_load_optimizer(upipe_ctx *c, c
                   : llama_path_in(file, path, "optimizer.safetensors", &c->err) || st_open(&f, file, &c->err);
     if (!bad) {
         bad = llama_load_numbers(&f, run, &dtype, &c->err);
-        if (!bad && dtype != state->dtype)
+        if (!bad && dtype != llama_state_dtype(state))
             bad = st_fail(&c->err, f.path, "is of a run in %s; a run in %s cannot go on from it",
-                          upipe_dtype_name(dtype), upipe_dtype_name(state->dtype));
-        if (!bad) bad = llama_load_slices(c, &f, state, host);
+                          upipe_dtype_name(dtype), upipe_dtype_name(llama_state_dtype(state)));
+        if (!bad) bad = llama_load_all_states(c, &f, state, host);
         st_close(&f);
     }
     free(host);

@@ -24,7 +24,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#include "../../upipe/upipe_base.h"
+#include "../../upipe/upipe_zero.h"
 #include "../common/regular.h"
 #include "json_load.h"
 #include "limits.h"
@@ -75,17 +75,19 @@ typedef struct llama_layout {
      * layer, the head where it is not tied. Unit u is elements first[u] .. first[u + 1] - 1. */
     int64_t *first;
     int units;
+    int64_t norm_first[2]; /* the norm weights group is one unit */
 } llama_layout;
 
-/* The state of one rank; the arrays lie in the rank's pool. */
+/* Groups of tensors. */
+enum { LLAMA_WEIGHTS, LLAMA_NORM_WEIGHTS, LLAMA_GROUPS };
+
+/* The state of one rank; the arrays lie in the rank's pool. zero says which elements of its group an array has: weights
+ * and gradients are zero's own, the optimizer's are upipe_zero_part_of(zero, UPIPE_ZERO_STATES, unit). */
 typedef struct llama_state {
     const llama_layout *layout;
-    upipe_dtype dtype; /* of weights */
-    int rank, ranks;
-    void *weights;       /* all of the weights group, storage type */
-    float *norm_weights; /* all of the norm weights group */
-    float *master;       /* f32 weights, this rank's slice of the weights group; NULL if dtype is f32 */
-    float *m[2], *v[2];  /* AdamW moments, this rank's slices of [weights group, norm weights group] */
+    upipe_zero zero[LLAMA_GROUPS];
+    float *master;                            /* f32 weights, of the weights group; NULL if these are f32 */
+    float *m[LLAMA_GROUPS], *v[LLAMA_GROUPS]; /* AdamW moments */
 } llama_state;
 
 /* ---- layout ---- */
@@ -165,9 +167,13 @@ __attribute__((unused)) static int llama_layout_init(llama_layout *l, const llam
         c->heads < 1 || c->kv_heads < 1 || c->head_dim < 1)
         return -1;
     l->config = *c;
+    l->norm_first[0] = 0;
     l->tensors = (llama_tensor *)calloc((size_t)c->layers * 11 + 3, sizeof *l->tensors);
     l->first = (int64_t *)calloc((size_t)c->layers * 2 + 3, sizeof *l->first);
-    if (l->tensors != NULL && l->first != NULL && llama_add_all(l) == 0) return 0;
+    if (l->tensors != NULL && l->first != NULL && llama_add_all(l) == 0) {
+        l->norm_first[1] = l->norm_weights;
+        return 0;
+    }
     llama_layout_free(l);
     return -1;
 }
@@ -190,6 +196,33 @@ __attribute__((unused)) static const llama_tensor *llama_find(const llama_layout
     if (kind == LLAMA_NORM1 || kind == LLAMA_QNORM || kind == LLAMA_KNORM)
         return &l->tensors[norm_weights + step * layer + places[kind]];
     return &l->tensors[1 + 7 * layer + places[kind]];
+}
+
+/* llama_state_init -- which elements a rank's arrays have, by the stage of ZeRO; the arrays are the caller's
+ *
+ * Norm weights are few: neither they nor their gradients are sharded.
+ */
+__attribute__((unused)) static void llama_state_init(llama_state *s, const llama_layout *l, upipe_dtype dtype,
+                                                     int stage, int rank, int ranks)
+{
+    int group;
+    memset(s, 0, sizeof *s);
+    s->layout = l;
+    for (group = 0; group < LLAMA_GROUPS; ++group) {
+        upipe_zero *z = &s->zero[group];
+        z->rank = rank;
+        z->ranks = ranks;
+        z->stage = group == LLAMA_WEIGHTS || stage == 0 ? stage : 1;
+        z->dtype = group == LLAMA_WEIGHTS ? dtype : UPIPE_F32;
+        z->first = group == LLAMA_WEIGHTS ? l->first : l->norm_first;
+        z->units = group == LLAMA_WEIGHTS ? l->units : 1;
+    }
+}
+
+/* The storage type of the weights group. */
+__attribute__((unused)) static upipe_dtype llama_state_dtype(const llama_state *s)
+{
+    return s->zero[LLAMA_WEIGHTS].dtype;
 }
 
 /* ---- config.json, reading ---- */

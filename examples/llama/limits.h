@@ -34,16 +34,27 @@ static inline int limit_same(const char *a, const char *b)
 /* Whole numbers of flags, and those that only a checkpoint says. */
 static inline const limit_whole *limit_whole_of(const char *name)
 {
-    static const limit_whole all[] = {{"layers", 1, LLAMA_LAYERS_MAX}, {"model-dim", 1, LLAMA_DIM_MAX},
-                                      {"heads", 1, LLAMA_DIM_MAX},     {"kv-heads", 1, LLAMA_DIM_MAX},
-                                      {"head-dim", 1, LLAMA_DIM_MAX},  {"ff-dim", 1, LLAMA_DIM_MAX},
-                                      {"vocab", 1, INT32_MAX},         {"window", 0, INT32_MAX},
-                                      {"tokens", 1, INT32_MAX},        {"batch", 1, INT32_MAX},
-                                      {"steps", 1, INT32_MAX},         {"warmup", 0, INT32_MAX},
-                                      {"seed", 0, INT64_MAX},          {"tile-bytes", 0, INT64_MAX / 2},
-                                      {"save-every", 0, INT32_MAX},    {"keep", 0, 1000000},
-                                      {"sample", 0, 1 << 20},          {"step", 0, INT32_MAX},
-                                      {"text-bytes", 2, INT64_MAX},    {"format-version", 1, INT32_MAX}};
+    static const limit_whole all[] = {{"layers", 1, LLAMA_LAYERS_MAX},
+                                      {"model-dim", 1, LLAMA_DIM_MAX},
+                                      {"heads", 1, LLAMA_DIM_MAX},
+                                      {"kv-heads", 1, LLAMA_DIM_MAX},
+                                      {"head-dim", 1, LLAMA_DIM_MAX},
+                                      {"ff-dim", 1, LLAMA_DIM_MAX},
+                                      {"vocab", 1, INT32_MAX},
+                                      {"window", 0, INT32_MAX},
+                                      {"tokens", 1, INT32_MAX},
+                                      {"batch", 1, INT32_MAX},
+                                      {"steps", 1, INT32_MAX},
+                                      {"warmup", 0, INT32_MAX},
+                                      {"seed", 0, INT64_MAX},
+                                      {"tile-bytes", 0, INT64_MAX / 2},
+                                      {"save-every", 0, INT32_MAX},
+                                      {"keep", 0, 1000000},
+                                      {"sample", 0, 1 << 20},
+                                      {"step", 0, INT32_MAX},
+                                      {"text-bytes", 2, INT64_MAX},
+                                      {"format-version", 1, INT32_MAX},
+                                      {"zero", 0, 3}};
     size_t i = 0;
     while (i < sizeof all / sizeof *all && !limit_same(all[i].name, name)) ++i;
     assert(i < sizeof all / sizeof *all);

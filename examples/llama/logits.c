@@ -232,6 +232,7 @@ static upipe_status logits_rank(logits *g, const model *m, upipe_ctx *c, upipe_m
 {
     int64_t vocab = g->layout.config.vocab, row, i;
     upipe_view x, buf;
+    llama_state state;
     model_rank r;
     void *data;
     int head;
@@ -239,7 +240,9 @@ static upipe_status logits_rank(logits *g, const model *m, upipe_ctx *c, upipe_m
     r.m = m;
     r.c = c;
     r.second = second;
-    r.all_weights = g->weights;
+    llama_state_init(&state, &g->layout, g->o.dtype, 0, 0, 1);
+    state.zero[LLAMA_WEIGHTS].weights = g->weights; /* all ranks read the same */
+    r.zero = &state.zero[LLAMA_WEIGHTS];
     r.norm_weights = (const float *)g->norm_weights;
     UPIPE_TRY(upipe_mem_alloc(c->mem, &data, (size_t)m->rows * 4, "tokens", &c->err));
     r.tokens = (int32_t *)data;
@@ -328,16 +331,13 @@ static int logits_load(logits *g)
     upipe_ctx c;
     upipe_status s;
     memset(&c, 0, sizeof c);
-    memset(&state, 0, sizeof state);
     g->host_weights = malloc(bytes);
     g->host_norm_weights = malloc(norm_weight_bytes);
     if (g->host_weights == NULL || g->host_norm_weights == NULL)
         return cli_fail("out of memory: %lld weights", (long long)g->layout.weights);
-    state.layout = &g->layout;
-    state.dtype = g->o.dtype;
-    state.ranks = 1;
-    state.weights = g->host_weights;
-    state.norm_weights = (float *)g->host_norm_weights;
+    llama_state_init(&state, &g->layout, g->o.dtype, 0, 0, 1);
+    state.zero[LLAMA_WEIGHTS].weights = g->host_weights;
+    state.zero[LLAMA_NORM_WEIGHTS].weights = g->host_norm_weights;
     products_ops(&cpu);
     c.ops = &cpu;
     s = llama_load_weights(&c, g->folder, &state);

@@ -61,11 +61,17 @@ static int memory_part(const char *tag, int phase)
     static const struct {
         const char *tag;
         int part;
-    } parts[] = {{"weights", MEMORY_WEIGHTS},     {"norm_weights", MEMORY_WEIGHTS},
-                 {"gradients", MEMORY_GRADIENTS}, {"moments", MEMORY_OPTIMIZER},
-                 {"master", MEMORY_OPTIMIZER},    {"tokens", MEMORY_TOKENS},
-                 {"losses", MEMORY_TOKENS},       {"kept", MEMORY_CHECKPOINTS},
-                 {"fetched", MEMORY_CHECKPOINTS}, {"stream", MEMORY_STREAM}};
+    } parts[] = {{"weights", MEMORY_WEIGHTS},
+                 {"norm_weights", MEMORY_WEIGHTS},
+                 {"gradients", MEMORY_GRADIENTS},
+                 {"moments", MEMORY_OPTIMIZER},
+                 {"master", MEMORY_OPTIMIZER},
+                 {"tokens", MEMORY_TOKENS},
+                 {"losses", MEMORY_TOKENS},
+                 {"kept", MEMORY_CHECKPOINTS},
+                 {"fetched", MEMORY_CHECKPOINTS},
+                 {"stream", MEMORY_STREAM},
+                 {"sum", MEMORY_SUM}};
     size_t i;
     for (i = 0; i < sizeof parts / sizeof *parts; ++i)
         if (strcmp(parts[i].tag, tag) == 0) return parts[i].part;
@@ -167,12 +173,19 @@ static upipe_status memory_plan_make(memory_plan *plan, const model *m, const up
  */
 __attribute__((unused)) static double memory_least(const model *m, double *host)
 {
-    const llama_layout *l = m->layout;
-    const double weights = (double)l->weights, norm_weights = (double)l->norm_weights,
-                 u = (double)model_unit(m);
-    const double e = (double)upipe_dtype_bytes(m->plan.desc.dtype), ranks = model_world(m);
-    int64_t here, away = activations_copies(&m->activations, l->config.layers, &here);
-    const double state = weights * (e + 4 + (8 + (e < 4 ? 4 : 0)) / ranks) + norm_weights * (8 + 8 / ranks);
+    const double u = (double)model_unit(m);
+    int64_t here, away = activations_copies(&m->activations, m->layout->config.layers, &here);
+    double state = 0;
+    llama_state held;
+    int group;
+    llama_state_init(&held, m->layout, m->plan.desc.dtype, m->zero, model_world_rank(m), model_world(m));
+    for (group = 0; group < LLAMA_GROUPS; ++group) {
+        const upipe_zero *z = &held.zero[group];
+        const double e = (double)upipe_dtype_bytes(z->dtype);
+        state += (double)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * e +
+                 (double)upipe_zero_held(z, UPIPE_ZERO_GRADS) * 4 +
+                 (double)upipe_zero_held(z, UPIPE_ZERO_STATES) * (e < 4 ? 12 : 8);
+    }
     *host = (double)away * u;
     return state + (double)m->rows * 12 + u + (double)here * u;
 }

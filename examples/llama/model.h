@@ -47,6 +47,7 @@ typedef struct model {
     int64_t rows;      /* of this rank, of all sequences */
     size_t tile_bytes; /* of MLP and loss; 0 = the library's default */
     activations_setting activations;
+    int zero; /* stage: what is sharded over the ranks */
 } model;
 
 /* One rank. Gradients are there in training alone. */
@@ -55,8 +56,7 @@ typedef struct model_rank {
     upipe_ctx *c;
     upipe_mem *second; /* the second pool */
     activations kept;
-    const void *all_weights; /* the weights group */
-    float *all_grads;
+    upipe_zero *zero;                 /* of the weights group */
     const void *weights[MODEL_UNITS]; /* of the unit of each kind that has begun */
     float *grads[MODEL_UNITS];
     const float *norm_weights;
@@ -167,28 +167,28 @@ static int model_unit_kind(const model_rank *r, int unit)
 /* The unit's weights can be read, by model_weight, until model_weights_end. */
 static upipe_status model_weights_begin(model_rank *r, int unit)
 {
-    r->weights[model_unit_kind(r, unit)] =
-        (const char *)r->all_weights +
-        (size_t)r->m->layout->first[unit] * upipe_dtype_bytes(r->m->plan.desc.dtype);
-    return UPIPE_OK;
+    return upipe_zero_weights_begin(r->c, r->zero, unit, &r->weights[model_unit_kind(r, unit)]);
 }
 
 static upipe_status model_weights_end(model_rank *r, int unit)
 {
-    r->weights[model_unit_kind(r, unit)] = NULL;
+    const void **w = &r->weights[model_unit_kind(r, unit)];
+    UPIPE_TRY(upipe_zero_weights_end(r->c, r->zero, *w));
+    *w = NULL;
     return UPIPE_OK;
 }
 
 /* Gradients can be added to the unit's, by model_grad, until model_grads_end. */
 static upipe_status model_grads_begin(model_rank *r, int unit)
 {
-    r->grads[model_unit_kind(r, unit)] = r->all_grads + r->m->layout->first[unit];
-    return UPIPE_OK;
+    return upipe_zero_grads_begin(r->c, r->zero, unit, &r->grads[model_unit_kind(r, unit)]);
 }
 
 static upipe_status model_grads_end(model_rank *r, int unit)
 {
-    r->grads[model_unit_kind(r, unit)] = NULL;
+    float **g = &r->grads[model_unit_kind(r, unit)];
+    UPIPE_TRY(upipe_zero_grads_end(r->c, r->zero, unit, *g));
+    *g = NULL;
     return UPIPE_OK;
 }
 

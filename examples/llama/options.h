@@ -30,8 +30,8 @@ enum {
     FLAG_MODEL_DIM, FLAG_HEADS, FLAG_KV_HEADS, FLAG_HEAD_DIM, FLAG_FF_DIM, FLAG_VOCAB, FLAG_UNTIED,
     FLAG_QK_NORM, FLAG_ROPE_THETA, FLAG_NORM_EPS, FLAG_WINDOW, FLAG_TOKENS, FLAG_BATCH, FLAG_STEPS, FLAG_LR, FLAG_MIN_LR,
     FLAG_WARMUP, FLAG_WEIGHT_DECAY, FLAG_BETA1, FLAG_BETA2, FLAG_ADAM_EPS, FLAG_CLIP, FLAG_DTYPE, FLAG_DEVICE,
-    FLAG_SEED, FLAG_TILE_BYTES, FLAG_ACTIVATIONS, FLAG_OFFLOAD, FLAG_JSON, FLAG_TRACE, FLAG_SAVE, FLAG_SAVE_EVERY, FLAG_KEEP,
-    FLAG_RESUME, FLAG_LOAD, FLAG_SAMPLE, FLAG_PROMPT, FLAG_TEMPERATURE, FLAG_TRANSPORT, FLAG_NODE_RANKS, FLAG_DEADLINE,
+    FLAG_SEED, FLAG_TILE_BYTES, FLAG_ACTIVATIONS, FLAG_OFFLOAD, FLAG_ZERO, FLAG_JSON, FLAG_TRACE, FLAG_SAVE, FLAG_SAVE_EVERY,
+    FLAG_KEEP, FLAG_RESUME, FLAG_LOAD, FLAG_SAMPLE, FLAG_PROMPT, FLAG_TEMPERATURE, FLAG_TRANSPORT, FLAG_NODE_RANKS, FLAG_DEADLINE,
     FLAG_PLAN, FLAG_PROGRESS, FLAG_HELP, FLAG_VERSION, FLAGS
 };
 
@@ -73,6 +73,7 @@ static const struct option option_list[] = {
     {"tile-bytes",   required_argument, NULL, FLAG_TILE_BYTES},
     {"activations",  required_argument, NULL, FLAG_ACTIVATIONS},
     {"offload",      no_argument,       NULL, FLAG_OFFLOAD},
+    {"zero",         required_argument, NULL, FLAG_ZERO},
     {"json",         required_argument, NULL, FLAG_JSON},
     {"trace",        required_argument, NULL, FLAG_TRACE},
     {"save",         required_argument, NULL, FLAG_SAVE},
@@ -171,6 +172,7 @@ typedef struct options {
     upipe_dtype dtype;
     int device;
     activations_setting activations;
+    int zero; /* stage */
     int plan, progress;
     int64_t seed;
     const char *data, *prompt;
@@ -309,6 +311,8 @@ static int options_flag(void *user, int flag, const char *text)
     case FLAG_OFFLOAD:
         o->activations.kind = ACTIVATIONS_OFFLOAD;
         return 0;
+    case FLAG_ZERO:
+        return options_int(name, text, &o->zero);
     case FLAG_SAVE_EVERY:
         return options_whole(name, text, &o->save_every);
     case FLAG_KEEP:
@@ -486,6 +490,7 @@ static int options_read(options *o, struct world *w, int argc, char **argv)
     o->dtype = UPIPE_F32;
     o->seed = 1;
     o->keep = 1;
+    o->zero = 1;
     o->sample = 200;
     o->prompt = "In the beginning ";
     o->temperature = 0.8;

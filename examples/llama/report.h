@@ -123,8 +123,9 @@ static int report_plan(const run *u, report_total *slope)
            u->ranks[0].m.plan.desc.chunk, (long long)c->layers, (long long)c->dim, c->heads, c->kv_heads,
            c->head_dim, (long long)c->hidden, (long long)c->vocab, upipe_dtype_name(u->o.dtype));
     printf(
-        "%lld tokens x %lld sequences, activations %s, kernels %s; bytes by a dry run of a training step\n",
-        (long long)u->o.tokens, (long long)u->o.batch, activations_text(kept, &u->o.activations),
+        "%lld tokens x %lld sequences, activations %s, ZeRO %d, kernels %s; bytes by a dry run of a training "
+        "step\n",
+        (long long)u->o.tokens, (long long)u->o.batch, activations_text(kept, &u->o.activations), u->o.zero,
         u->ops.name);
     report_memory(u, rank);
     printf("\nall ranks together: slabs %s, second pools %s\n", report_bytes(a, all.slabs),
@@ -238,6 +239,7 @@ static void report_config(FILE *f, const run *u)
     report_whole(f, "seed", o->seed);
     report_whole(f, "tile_bytes", (int64_t)o->tile_bytes);
     report_word(f, "activations", activations_text(kept, &o->activations));
+    report_whole(f, "zero", o->zero);
     report_word(f, "data", o->data);
     report_word(f, "save", o->save);
     report_word(f, "resume", o->resume);

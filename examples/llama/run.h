@@ -125,7 +125,7 @@ static double run_walk(const model *m)
     double loss_tiles = (double)m->rows / UPIPE_TILE_LOSS_ROWS + 1;
     double heads = (double)c->heads / p->per_rank + 2.0 * c->kv_heads / p->kv_per_rank;
     return (double)c->layers * 2 * (tiles * (heads + 8) + pairs * p->per_rank * p->stages) + loss_tiles * 8 +
-           (double)(m->layout->weights + m->layout->norm_weights) / UPIPE_REDUCE_STRIP;
+           (double)m->layout->weights / (UPIPE_ZERO_STRIP / 4) + 8.0 * m->layout->units;
 }
 
 /* After a step of a dry rank: one byte of a sample. */
@@ -164,18 +164,24 @@ static int run_same_plan(const model *a, const model *b)
     return same;
 }
 
+/* Whether a rank's slice of n elements is as long as rank 0's. */
+static int run_same_slices(int64_t n, int rank, int ranks)
+{
+    int64_t at;
+    return upipe_reduce_slice(n, rank, ranks, &at) == upipe_reduce_slice(n, 0, ranks, &at);
+}
+
 /* Whether a rank's pool lives as rank 0's does. The last slices of weights and norm weights may be shorter,
  * or empty; where tokens or heads do not divide, ranks have different numbers of them. */
 static int run_like_first(const run *u, int rank)
 {
     const run_rank *k = &u->ranks[rank], *first = &u->ranks[0];
     const int ranks = u->o.how.ranks;
-    int64_t at;
-    return run_same_plan(&k->m, &first->m) && run_same_plan(&k->sampled, &first->sampled) &&
-           upipe_reduce_slice(u->layout.weights, rank, ranks, &at) ==
-               upipe_reduce_slice(u->layout.weights, 0, ranks, &at) &&
-           upipe_reduce_slice(u->layout.norm_weights, rank, ranks, &at) ==
-               upipe_reduce_slice(u->layout.norm_weights, 0, ranks, &at);
+    int unit;
+    if (!run_same_plan(&k->m, &first->m) || !run_same_plan(&k->sampled, &first->sampled)) return 0;
+    for (unit = 0; unit < u->layout.units; ++unit)
+        if (!run_same_slices(u->layout.first[unit + 1] - u->layout.first[unit], rank, ranks)) return 0;
+    return run_same_slices(u->layout.norm_weights, rank, ranks);
 }
 
 static int run_fail(upipe_status s, const upipe_err *e)
@@ -220,6 +226,7 @@ static upipe_status run_plan_rank(const run *u, run_rank *k, int rank, upipe_err
     UPIPE_TRY(model_cut(&k->m, o->how.segments, e));
     k->m.tile_bytes = o->tile_bytes;
     k->m.activations = o->activations;
+    k->m.zero = o->zero;
     return sample_model(&k->sampled, &k->m, e);
 }
 
@@ -284,40 +291,50 @@ static float run_initial(const llama_tensor *t, int64_t layers, uint64_t seed, i
     return (float)(deviation * sqrt(-2 * log(one)) * cos(2 * acos(-1.0) * two));
 }
 
-/* Each rank computes its slice of the new weights; then the slices are gathered. */
+/* What this rank has of a unit's new weights, of which it has the optimizer's states. */
+static upipe_status run_begin_unit(const run *u, trainer *t, int unit)
+{
+    enum { CHUNK = 4096 };
+    const upipe_zero *z = &t->state.zero[LLAMA_WEIGHTS];
+    const upipe_zero_part p = upipe_zero_part_of(z, UPIPE_ZERO_STATES, unit);
+    const int64_t shift = upipe_zero_sharded(z, UPIPE_ZERO_WEIGHTS) ? p.at - p.first : 0;
+    const size_t element = upipe_dtype_bytes(z->dtype);
+    const llama_tensor *tensor = u->layout.tensors;
+    upipe_ctx *c = t->r.c;
+    float wide[CHUNK];
+    uint16_t narrow[CHUNK];
+    int64_t at, i;
+    for (at = p.first; at < p.first + p.n; at += CHUNK) {
+        int64_t count = p.first + p.n - at < CHUNK ? p.first + p.n - at : CHUNK;
+        for (i = 0; i < count; ++i) {
+            while (at + i >= tensor->at + tensor->n) ++tensor;
+            wide[i] = run_initial(tensor, u->layout.config.layers, (uint64_t)u->o.seed, at + i - tensor->at);
+            narrow[i] = upipe_f32_to_bf16(wide[i]);
+        }
+        UPIPE_TRY(c->ops->copy(c, (char *)z->weights + (size_t)(at + shift) * element,
+                               z->dtype == UPIPE_F32 ? (void *)wide : (void *)narrow,
+                               (size_t)count * element));
+        if (t->state.master != NULL)
+            UPIPE_TRY(c->ops->copy(c, t->state.master + (at - p.first + p.at), wide, (size_t)count * 4));
+    }
+    return UPIPE_OK;
+}
+
+/* Each rank computes its slices of the new weights; then the slices are gathered, where all are to be whole. */
 static upipe_status run_begin_new(const run *u, trainer *t)
 {
     enum { CHUNK = 4096 };
-    const llama_layout *l = &u->layout;
-    upipe_ctx *c = t->r.c;
-    size_t element = upipe_dtype_bytes(t->state.dtype);
-    int64_t first, n = trainer_slice(t, 0, &first), at, i;
-    const llama_tensor *tensor = l->tensors;
-    float wide[CHUNK];
-    uint16_t narrow[CHUNK];
-    upipe_comm *team;
-    upipe_status s;
-    for (at = first; at < first + n; at += CHUNK) {
-        int64_t count = first + n - at < CHUNK ? first + n - at : CHUNK;
-        for (i = 0; i < count; ++i) {
-            while (at + i >= tensor->at + tensor->n) ++tensor;
-            wide[i] = run_initial(tensor, l->config.layers, (uint64_t)u->o.seed, at + i - tensor->at);
-            narrow[i] = upipe_f32_to_bf16(wide[i]);
-        }
-        UPIPE_TRY(c->ops->copy(c, (char *)t->state.weights + (size_t)at * element,
-                               t->state.dtype == UPIPE_F32 ? (void *)wide : (void *)narrow,
-                               (size_t)count * element));
-        if (t->state.master != NULL)
-            UPIPE_TRY(c->ops->copy(c, t->state.master + (at - first), wide, (size_t)count * 4));
-    }
-    team = trainer_swap(t, t->world);
-    s = upipe_all_gather(c, t->state.weights, l->weights, element);
-    trainer_swap(t, team);
-    UPIPE_TRY(s);
-    for (i = 0; i < CHUNK; ++i) wide[i] = 1;
-    for (at = 0; at < l->norm_weights; at += CHUNK)
-        UPIPE_TRY(c->ops->copy(c, t->state.norm_weights + at, wide,
-                               (size_t)(l->norm_weights - at < CHUNK ? l->norm_weights - at : CHUNK) * 4));
+    float *const norm_weights = (float *)t->state.zero[LLAMA_NORM_WEIGHTS].weights;
+    const int64_t n = u->layout.norm_weights;
+    float ones[CHUNK];
+    int64_t i;
+    int unit;
+    for (unit = 0; unit < u->layout.units; ++unit) UPIPE_TRY(run_begin_unit(u, t, unit));
+    UPIPE_TRY(upipe_zero_weights_gather(t->r.c, &t->state.zero[LLAMA_WEIGHTS]));
+    for (i = 0; i < CHUNK; ++i) ones[i] = 1;
+    for (i = 0; i < n; i += CHUNK)
+        UPIPE_TRY(
+            t->r.c->ops->copy(t->r.c, norm_weights + i, ones, (size_t)(n - i < CHUNK ? n - i : CHUNK) * 4));
     return UPIPE_OK;
 }
 
@@ -372,12 +389,13 @@ static upipe_status run_save(run *u, trainer *t, int64_t step, int keep)
     position.adam_eps = u->o.adam_eps;
     position.clip = u->o.clip;
     position.seed = u->o.seed;
-    team = trainer_swap(t, t->world);
+    team = t->r.c->team;
+    t->r.c->team = t->world;
     s = llama_save(t->r.c, u->o.save, &t->state, &position, keep);
-    trainer_swap(t, team);
+    t->r.c->team = team;
     UPIPE_TRY(s);
     UPIPE_TRY(upipe_comm_barrier(t->r.c, t->world)); /* all have read `saved` */
-    if (t->state.rank == u->net.first) u->saved = step;
+    if (t->world->rank == u->net.first) u->saved = step;
     return upipe_comm_barrier(t->r.c, t->world);
 }
 
@@ -429,7 +447,7 @@ static int64_t run_sent(const trainer *t)
 static upipe_status run_steps(run *u, run_rank *k, trainer *t, text_order *order, int32_t *inputs, int *ended)
 {
     upipe_ctx *c = t->r.c;
-    int rank = t->state.rank;
+    int rank = t->world->rank;
     double seconds = 0;
     int64_t step, last = u->position.step, sent = run_sent(t);
     int keep = u->o.keep;
@@ -479,11 +497,11 @@ static upipe_status run_life(run *u, run_rank *k, trainer *t, text_order *order)
     k->peak = k->mem.peak;
     k->host_peak = k->host.peak;
     if (u->o.sample > 0 && !ended) {
-        char *buf = t->state.rank == 0 ? u->sample : (char *)malloc((size_t)u->o.sample);
+        char *buf = t->world->rank == 0 ? u->sample : (char *)malloc((size_t)u->o.sample);
         if (buf == NULL) return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no memory for the sample");
         t->r.m = &k->sampled;
         s = sample_text(&t->r, t->world, &wish, buf, u->o.sample, &made, t->gathered);
-        if (t->state.rank != 0)
+        if (t->world->rank != 0)
             free(buf);
         else
             u->sample_n = made;

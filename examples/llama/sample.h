@@ -37,6 +37,7 @@ static upipe_status sample_model(model *m, const model *trained, upipe_err *e)
     s = model_init(m, trained->layout, &d, e);
     if (s == UPIPE_OK) s = model_cut(m, segments, e);
     m->tile_bytes = trained->tile_bytes;
+    m->zero = trained->zero;
     return s;
 }
 

@@ -7,8 +7,8 @@
  *     trainer_free_block(&t);
  *     trainer_close(&t);
  *
- * Every rank has all weights and gradients, and the optimizer of its slice alone (ZeRO-1): gradients are
- * summed over ranks into slices, each rank moves its slice of the weights, and the slices are gathered.
+ * Weights, gradients and optimizer are sharded over all ranks as model.zero says (upipe_zero.h): gradients are
+ * summed over ranks into slices, each rank moves its slices of the weights, and those are gathered.
  * The loss is the mean over all valid targets of all ranks, however unequally they hold them.
  *
  * The model's team and ring are in the context; sums here are over all ranks, the world.
@@ -22,7 +22,6 @@ typedef struct trainer {
     model m;
     model_rank r;
     llama_state state;
-    float *grads[2];   /* of the weights group and of the norm weights group */
     upipe_comm *world; /* of all ranks; with one team alone that team's */
     int64_t *gathered; /* [ranks][2] */
 } trainer;
@@ -45,23 +44,6 @@ typedef struct trainer_result {
     int finite;        /* 0: loss or norm is not; nothing was updated */
     int stop;          /* some rank wants to stop: the largest of the numbers */
 } trainer_result;
-
-/* Elements of this rank's slice of a group; *first is where it begins. */
-static int64_t trainer_slice(const trainer *t, int group, int64_t *first)
-{
-    const llama_layout *l = t->m.layout;
-    return upipe_reduce_slice(group == 0 ? l->weights : l->norm_weights, t->state.rank, t->state.ranks,
-                              first);
-}
-
-/* Makes another team the context's, and returns the one that was. Slices are summed and gathered, and
- * checkpoints written, by the context's team, which is to be the world meanwhile. */
-static upipe_comm *trainer_swap(trainer *t, upipe_comm *team)
-{
-    upipe_comm *old = t->r.c->team;
-    t->r.c->team = team;
-    return old;
-}
 
 static upipe_status trainer_alloc_floats(trainer *t, float **out, int64_t n, const char *tag)
 {
@@ -102,52 +84,55 @@ __attribute__((unused)) static void trainer_close(trainer *t)
  */
 __attribute__((unused)) static upipe_status trainer_alloc(trainer *t)
 {
-    const llama_layout *l = t->m.layout;
     const upipe_dtype dtype = t->m.plan.desc.dtype;
     const size_t ids = (size_t)t->m.rows * 4; /* bytes */
     upipe_ctx *c = t->r.c;
-    int64_t first, held[2];
+    llama_state *state = &t->state;
+    int64_t held;
     void *data;
     int group;
-    t->state.layout = l;
-    t->state.dtype = dtype;
-    t->state.rank = model_world_rank(&t->m);
-    t->state.ranks = model_world(&t->m);
-    UPIPE_TRY(upipe_mem_alloc(c->mem, &t->state.weights, (size_t)l->weights * upipe_dtype_bytes(dtype),
-                              "weights", &c->err));
-    UPIPE_TRY(trainer_alloc_floats(t, &t->state.norm_weights, l->norm_weights, "norm_weights"));
-    for (group = 0; group < 2; ++group) {
-        held[group] = trainer_slice(t, group, &first);
-        UPIPE_TRY(trainer_alloc_floats(t, &t->grads[group], group == 0 ? l->weights : l->norm_weights,
-                                       "gradients"));
-        UPIPE_TRY(trainer_alloc_floats(t, &t->state.m[group], held[group], "moments"));
-        UPIPE_TRY(trainer_alloc_floats(t, &t->state.v[group], held[group], "moments"));
-        UPIPE_TRY(c->ops->zero(c, t->state.m[group], (size_t)held[group] * 4));
-        UPIPE_TRY(c->ops->zero(c, t->state.v[group], (size_t)held[group] * 4));
+    llama_state_init(state, t->m.layout, dtype, t->m.zero, model_world_rank(&t->m), model_world(&t->m));
+    for (group = 0; group < LLAMA_GROUPS; ++group) {
+        upipe_zero *z = &state->zero[group];
+        z->world = t->world;
+        UPIPE_TRY(upipe_zero_check(c, z));
+        UPIPE_TRY(upipe_alloc(c, &z->weights,
+                              (size_t)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * upipe_dtype_bytes(z->dtype),
+                              group == LLAMA_WEIGHTS ? "weights" : "norm_weights"));
+        UPIPE_TRY(trainer_alloc_floats(t, &z->grads, upipe_zero_held(z, UPIPE_ZERO_GRADS), "gradients"));
+        held = upipe_zero_held(z, UPIPE_ZERO_STATES);
+        UPIPE_TRY(trainer_alloc_floats(t, &state->m[group], held, "moments"));
+        UPIPE_TRY(trainer_alloc_floats(t, &state->v[group], held, "moments"));
+        UPIPE_TRY(c->ops->zero(c, state->m[group], (size_t)held * 4));
+        UPIPE_TRY(c->ops->zero(c, state->v[group], (size_t)held * 4));
+        if (z->dtype != UPIPE_F32) UPIPE_TRY(trainer_alloc_floats(t, &state->master, held, "master"));
     }
-    if (dtype != UPIPE_F32) UPIPE_TRY(trainer_alloc_floats(t, &t->state.master, held[0], "master"));
     UPIPE_TRY(upipe_mem_alloc(c->mem, &data, ids, "tokens", &c->err));
     t->r.tokens = (int32_t *)data;
     UPIPE_TRY(upipe_mem_alloc(c->mem, &data, ids, "tokens", &c->err));
     t->r.targets = (int32_t *)data;
     UPIPE_TRY(trainer_alloc_floats(t, &t->r.losses, t->m.rows, "losses"));
     t->r.m = &t->m;
-    t->r.all_weights = t->state.weights;
-    t->r.norm_weights = t->state.norm_weights;
-    t->r.all_grads = t->grads[0];
-    t->r.norm_grads = t->grads[1];
+    t->r.zero = &state->zero[LLAMA_WEIGHTS];
+    t->r.norm_weights = (const float *)state->zero[LLAMA_NORM_WEIGHTS].weights;
+    t->r.norm_grads = state->zero[LLAMA_NORM_WEIGHTS].grads;
     return UPIPE_OK;
 }
 
 __attribute__((unused)) static upipe_status trainer_free_block(trainer *t)
 {
-    void *const blocks[] = {t->state.weights, t->state.norm_weights, t->grads[0],   t->grads[1],
-                            t->state.m[0],    t->state.m[1],         t->state.v[0], t->state.v[1],
-                            t->state.master,  t->r.tokens,           t->r.targets,  t->r.losses};
-    size_t i;
-    for (i = 0; i < sizeof blocks / sizeof *blocks; ++i)
-        UPIPE_TRY(upipe_mem_free(t->r.c->mem, blocks[i], &t->r.c->err));
-    return UPIPE_OK;
+    const llama_state *state = &t->state;
+    int group;
+    for (group = 0; group < LLAMA_GROUPS; ++group) {
+        UPIPE_TRY(upipe_free(t->r.c, state->zero[group].weights));
+        UPIPE_TRY(upipe_free(t->r.c, state->zero[group].grads));
+        UPIPE_TRY(upipe_free(t->r.c, state->m[group]));
+        UPIPE_TRY(upipe_free(t->r.c, state->v[group]));
+    }
+    UPIPE_TRY(upipe_free(t->r.c, state->master));
+    UPIPE_TRY(upipe_free(t->r.c, t->r.tokens));
+    UPIPE_TRY(upipe_free(t->r.c, t->r.targets));
+    return upipe_free(t->r.c, t->r.losses);
 }
 
 static int64_t trainer_bits(double v)
@@ -162,7 +147,7 @@ static double trainer_sum(const trainer *t, int i)
 {
     double sum = 0, v;
     int r;
-    for (r = 0; r < t->state.ranks; ++r) {
+    for (r = 0; r < t->world->ranks; ++r) {
         memcpy(&v, &t->gathered[2 * r + i], sizeof v);
         sum += v;
     }
@@ -188,33 +173,36 @@ static upipe_status trainer_total(upipe_ctx *c, double *out, float *data, int64_
 static upipe_status trainer_gradients(trainer *t, const trainer_batch *batch, int64_t valid)
 {
     upipe_ctx *c = t->r.c;
-    const llama_layout *l = t->m.layout;
     size_t bytes = (size_t)t->m.rows * 4;
     upipe_view x;
-    UPIPE_TRY(c->ops->zero(c, t->grads[0], (size_t)l->weights * 4));
-    UPIPE_TRY(c->ops->zero(c, t->grads[1], (size_t)l->norm_weights * 4));
+    UPIPE_TRY(upipe_zero_grads_clear(c, &t->state.zero[LLAMA_WEIGHTS]));
+    UPIPE_TRY(upipe_zero_grads_clear(c, &t->state.zero[LLAMA_NORM_WEIGHTS]));
     UPIPE_TRY(c->ops->copy(c, t->r.tokens, batch->inputs, bytes));
     UPIPE_TRY(c->ops->copy(c, t->r.targets, batch->targets, bytes));
     UPIPE_TRY(model_fwd(&t->r, &x, 1));
     return model_bwd(&t->r, x, (float)(1.0 / (double)valid));
 }
 
-/* Slices of the gradients are summed; what the loss and the gradient's norm are, all ranks learn. */
+/* The slices of the gradients are sums over ranks; what the loss and the gradient's norm are, all ranks learn. The norm's
+ * squares are added up by slices of units, in order: so in every stage alike. */
 static upipe_status trainer_reduce(trainer *t, int64_t valid, trainer_result *result)
 {
     upipe_ctx *c = t->r.c;
-    double loss, squares[2];
-    int64_t mine[2], first;
-    int group;
+    double loss, squares = 0, one;
+    int64_t mine[2];
+    int group, unit;
     UPIPE_TRY(trainer_total(c, &loss, t->r.losses, t->m.rows, 0));
-    for (group = 0; group < 2; ++group) {
-        int64_t n = trainer_slice(t, group, &first);
-        UPIPE_TRY(upipe_reduce_scatter(c, t->grads[group],
-                                       group == 0 ? t->m.layout->weights : t->m.layout->norm_weights));
-        UPIPE_TRY(trainer_total(c, &squares[group], t->grads[group] + first, n, 1));
+    for (group = 0; group < LLAMA_GROUPS; ++group) {
+        upipe_zero *z = &t->state.zero[group];
+        UPIPE_TRY(upipe_zero_grads_sum(c, z));
+        for (unit = 0; unit < z->units; ++unit) {
+            UPIPE_TRY(trainer_total(c, &one, (float *)upipe_zero_owned(z, UPIPE_ZERO_GRADS, unit),
+                                    upipe_zero_slice(z, unit).n, 1));
+            squares += one;
+        }
     }
     mine[0] = trainer_bits(loss);
-    mine[1] = trainer_bits(squares[0] + squares[1]);
+    mine[1] = trainer_bits(squares);
     UPIPE_TRY(upipe_comm_all_gather(c, t->world, t->gathered, mine, 2));
     result->loss = trainer_sum(t, 0) / (double)valid;
     result->norm = sqrt(trainer_sum(t, 1));
@@ -222,38 +210,48 @@ static upipe_status trainer_reduce(trainer *t, int64_t valid, trainer_result *re
     return UPIPE_OK;
 }
 
-/* Each rank updates its slice, then the slices are gathered. Matrices decay, norm weights do not. */
+/* AdamW for what this rank has of the states of a unit. Matrices decay, norm weights do not. */
+static upipe_status trainer_update_unit(trainer *t, int group, int unit, const trainer_rates *rates,
+                                        double norm)
+{
+    const upipe_zero *z = &t->state.zero[group];
+    const upipe_zero_part p = upipe_zero_part_of(z, UPIPE_ZERO_STATES, unit);
+    const int64_t weight = upipe_zero_sharded(z, UPIPE_ZERO_WEIGHTS) ? p.at : p.first;
+    const int64_t grad = upipe_zero_sharded(z, UPIPE_ZERO_GRADS) ? p.at : p.first;
+    upipe_ctx *c = t->r.c;
+    upipe_adamw a;
+    if (p.n == 0) return UPIPE_OK;
+    memset(&a, 0, sizeof a);
+    a.n = p.n;
+    if (z->dtype == UPIPE_F32) {
+        a.w = (float *)z->weights + weight;
+    } else {
+        a.w = t->state.master + p.at;
+        a.copy = upipe_offset(z->weights, (size_t)weight * upipe_dtype_bytes(z->dtype));
+        a.copy_dtype = z->dtype;
+    }
+    a.m = t->state.m[group] + p.at;
+    a.v = t->state.v[group] + p.at;
+    a.g = z->grads + grad;
+    a.step = rates->step;
+    a.rate = rates->rate;
+    a.beta1 = rates->beta1;
+    a.beta2 = rates->beta2;
+    a.eps = rates->eps;
+    a.decay = group == LLAMA_WEIGHTS ? rates->decay : 0;
+    a.grad_scale = rates->clip > 0 && norm > rates->clip ? rates->clip / norm : 1;
+    return c->ops->adamw(c, &a);
+}
+
 static upipe_status trainer_update(trainer *t, const trainer_rates *rates, double norm)
 {
-    upipe_ctx *c = t->r.c;
-    const llama_layout *l = t->m.layout;
-    size_t element = upipe_dtype_bytes(t->state.dtype);
-    int group;
-    for (group = 0; group < 2; ++group) {
-        upipe_adamw a;
-        int64_t first;
-        memset(&a, 0, sizeof a);
-        a.n = trainer_slice(t, group, &first);
-        a.w = group == 1 ? t->state.norm_weights + first : (float *)t->state.weights + first;
-        if (group == 0 && t->state.master != NULL) {
-            a.w = t->state.master;
-            a.copy = (char *)t->state.weights + (size_t)first * element;
-            a.copy_dtype = t->state.dtype;
-        }
-        a.m = t->state.m[group];
-        a.v = t->state.v[group];
-        a.g = t->grads[group] + first;
-        a.step = rates->step;
-        a.rate = rates->rate;
-        a.beta1 = rates->beta1;
-        a.beta2 = rates->beta2;
-        a.eps = rates->eps;
-        a.decay = group == 0 ? rates->decay : 0;
-        a.grad_scale = rates->clip > 0 && norm > rates->clip ? rates->clip / norm : 1;
-        if (a.n > 0) UPIPE_TRY(c->ops->adamw(c, &a));
+    int group, unit;
+    for (group = 0; group < LLAMA_GROUPS; ++group) {
+        for (unit = 0; unit < t->state.zero[group].units; ++unit)
+            UPIPE_TRY(trainer_update_unit(t, group, unit, rates, norm));
+        UPIPE_TRY(upipe_zero_weights_gather(t->r.c, &t->state.zero[group]));
     }
-    UPIPE_TRY(upipe_all_gather(c, t->state.weights, l->weights, element));
-    return upipe_all_gather(c, t->state.norm_weights, l->norm_weights, 4);
+    return UPIPE_OK;
 }
 
 /* trainer_step -- forward, backward, sums over ranks, AdamW; all ranks together
@@ -264,23 +262,20 @@ __attribute__((unused)) static upipe_status trainer_step(trainer *t, const train
 {
     upipe_ctx *c = t->r.c;
     int64_t mine[2], valid = 0;
-    upipe_comm *team;
     upipe_status s;
     int r;
     mine[0] = batch->valid;
     mine[1] = batch->stop;
     UPIPE_TRY(upipe_comm_all_gather(c, t->world, t->gathered, mine, 2));
-    for (r = 0, result->stop = 0; r < t->state.ranks; ++r) {
+    for (r = 0, result->stop = 0; r < t->world->ranks; ++r) {
         valid += t->gathered[2 * r];
         if (t->gathered[2 * r + 1] > result->stop) result->stop = (int)t->gathered[2 * r + 1];
     }
     if (valid < 1) return upipe_fail(&c->err, UPIPE_ERR_ARG, "no token of this step has a target");
     UPIPE_TRY(trainer_gradients(t, batch, valid));
     model_phase(&t->r, MODEL_UPDATE);
-    team = trainer_swap(t, t->world);
     s = trainer_reduce(t, valid, result);
     if (s == UPIPE_OK && result->finite) s = trainer_update(t, rates, result->norm);
-    trainer_swap(t, team);
     model_phase(&t->r, UPIPE_PHASE_OTHER);
     return s;
 }

@@ -137,17 +137,15 @@ static void fuzz_index(void)
     config.dim = config.hidden = 16;
     config.head_dim = 2;
     config.vocab = 4;
-    memset(&state, 0, sizeof state);
     memset(&ops, 0, sizeof ops);
     memset(&c, 0, sizeof c);
     ops.copy = copy;
     c.ops = &ops;
     if (llama_layout_init(&l, &config) != 0) abort();
     CHECK(l.weights <= 4096 && l.norm_weights <= 64);
-    state.layout = &l;
-    state.ranks = 1;
-    state.weights = weights;
-    state.norm_weights = norm_weights;
+    llama_state_init(&state, &l, UPIPE_F32, 0, 0, 1);
+    state.zero[LLAMA_WEIGHTS].weights = weights;
+    state.zero[LLAMA_NORM_WEIGHTS].weights = norm_weights;
     accepted(llama_load_weights(&c, folder, &state) != UPIPE_OK, &c.err);
     llama_layout_free(&l);
 }
