@@ -77,6 +77,7 @@ def draw(axes, method, unit, steps, first):
     axes.axvline(FORWARD, color='black', linewidth=0.8)
     axes.set_xlim(0, FORWARD + BACKWARD)
     axes.set_xticks([FORWARD / 2, FORWARD + BACKWARD / 2], ['forward', 'backward'])
+    axes.set_xlabel('time within each pass')
     axes.tick_params(axis='x', length=0)
     stages = '1 stage' if method['stages'] == 1 else f'{method["stages"]} stages'
     axes.set_title(f'{NAMES[method["name"]]}, {stages}', fontsize=11)
@@ -100,7 +101,9 @@ def main():
         draw(axes, method, config['unit_bytes'], steps, methods[0])
     panels[0][0].set_ylim(0, 1.08 * max(max(m['peak_bytes'].values()) for m in methods) / config['unit_bytes'])
     mib = config['unit_bytes'] / 2**20
-    panels[0][0].set_ylabel(f'live bytes of one rank, in units of {mib:.0f} MiB')
+    panels[0][0].set_ylabel(f'live bytes of one rank, in units of {mib:.4g} MiB')
+    in_mib = panels[0][-1].secondary_yaxis('right', functions=(lambda units: units * mib, lambda value: value / mib))
+    in_mib.set_ylabel('MiB')
     figure.suptitle(f'One attention block: {config["heads"]} query heads, {config["kv_heads"]} key/value heads, '
                     f'{config["tokens"]:,} tokens on {config["ranks"]} ranks', fontsize=12)
     shown = [GROUPS[group] for group in sorted(used, reverse=True)]

@@ -3,7 +3,8 @@
 
 loss: the loss of every step and its running mean; below, what the second method's losses differ by from the first's.
 memory: what one rank holds at the peak of a step, by component, one bar a method; beside it each component's own
-largest, which need not be at the same moment.
+largest, which need not be at the same moment. Runs of a device's size have a line at 80 GB, and runs with a second pool
+its bytes, in the host's memory.
 """
 
 import json
@@ -29,6 +30,7 @@ COMPONENTS = [
 OTHER = ['tokens', 'sum']  # small; together they are 'other'
 NAMES = {'ulysses': 'DeepSpeed-Ulysses', 'upipe': 'UPipe'}
 COLOURS = {'ulysses': '#e07a5f', 'upipe': '#2a9d8f'}
+H100 = 80e9  # bytes of a device of the size that the paper used
 MEAN = 9  # steps of the running mean
 # GiB of a GPU that the paper measured for Llama3-8B on 8 GPUs (its table of memory by sequence length), by 2^20 tokens;
 # None: out of memory.
@@ -187,6 +189,23 @@ def draw_largest(axes, runs, largest, unit):
     tidy(axes)
 
 
+def host_bytes(run):
+    """The second pool's: one number, or the most of several phases."""
+    held = run['host_bytes']
+    return max(held.values()) if isinstance(held, dict) else held
+
+
+def draw_device(axes, runs, peak, unit, name):
+    """A device's memory as a line, where the run is of that size; what is in the host's memory under the names."""
+    if peak > H100 / 4:
+        axes.set_ylim(0, 1.14 * max(peak, H100) / unit)
+        axes.axhline(H100 / unit, color='black', linewidth=0.8, linestyle=(0, (4, 3)))
+        axes.annotate('80 GB', (-0.47, H100 / unit), xytext=(0, 3), textcoords='offset points', fontsize=8)
+    if any(map(host_bytes, runs)):
+        axes.set_xticks(range(len(runs)), [f'{NAMES[run["config"]["method"]]}\n(host: {short(host_bytes(run) / unit)} {name})'
+                                           for run in runs])
+
+
 def draw_memory(runs, paths):
     stacks = [in_components(run['memory']['at_peak'], path) for run, path in zip(runs, paths)]
     largest = [in_components(run['memory']['largest'], path) for run, path in zip(runs, paths)]
@@ -195,6 +214,7 @@ def draw_memory(runs, paths):
     left = 1.5 * len(runs) + 1
     figure, panels = plt.subplots(1, 2, figsize=(left + 6, 5.2), width_ratios=[left, 5.4])
     draw_stacks(panels[0], runs, stacks, unit)
+    draw_device(panels[0], runs, peak, unit, name)
     draw_largest(panels[1], runs, largest, unit)
     panels[0].set_ylabel(f'live bytes of one rank, {name}')
     panels[1].set_xlabel(name)

@@ -29,7 +29,7 @@ component, also that of Llama3-8B over 3 million tokens, which is planned and no
 Results are left in build/run/results: numbers as JSON, traces for https://ui.perfetto.dev, pictures as PNG. On Debian
 and Ubuntu missing programs are installed with apt-get (through sudo if you are not root).
 
-  --save-images   also copy the pictures to docs/images
+  --save-images   also copy the pictures to docs/images, and the numbers into README's table
   --help          this text
 END_OF_USAGE
 }
@@ -59,7 +59,25 @@ die() {
     exit 1
 }
 
+# quietly WHAT COMMAND...: its output goes to build/run.log; says every nine seconds that it goes on
+quietly() {
+    what=$1
+    shift
+    (while sleep 9; do echo "[$(($(date +%s) - began)) s] $what"; done) &
+    ticker=$!
+    "$@" >"$top/build/run.log" 2>&1
+    status=$?
+    kill $ticker 2>/dev/null
+    wait $ticker 2>/dev/null
+    [ $status = 0 ] || cat "$top/build/run.log" >&2
+    return $status
+}
+trap '[ -z "${ticker:-}" ] || kill $ticker 2>/dev/null' EXIT
+trap 'exit 1' HUP INT TERM
+
 # ---- programs ----
+
+mkdir -p "$top/build" || exit 1
 
 # A Python that has the plotting library: Debian's, where another one comes first in PATH without it.
 find_python() {
@@ -84,9 +102,9 @@ if [ -n "$packages" ]; then
     command -v apt-get >/dev/null 2>&1 || die "missing, and no apt-get to install them with:$packages"
     [ -z "$root" ] || command -v sudo >/dev/null 2>&1 || die "missing, and no sudo to install them with:$packages"
     echo "installing with apt-get:$packages"
-    $root apt-get update -q >/dev/null || die "apt-get update failed"
+    quietly "updating apt-get's lists" $root apt-get update -q || die "apt-get update failed"
     # shellcheck disable=SC2086 # a list of words
-    $root env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends $packages >/dev/null ||
+    quietly installing $root env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends $packages ||
         die "apt-get could not install:$packages"
     find_python || die "no python3 here can import matplotlib"
     pkg-config --exists jansson || die "pkg-config does not find jansson"
@@ -94,24 +112,17 @@ fi
 
 # ---- build ----
 
-mkdir -p "$top/build" || exit 1
 # For CUDA too where there is a device: the kernels take nvcc some minutes.
 cuda=disabled
 ! nvidia-smi >/dev/null 2>&1 || cuda=auto
 # Made anew where it was made of something else or somewhere else: Meson keeps absolute paths.
 if [ ! -f "$build/build.ninja" ] || [ "$(cat "$build/made_of" 2>/dev/null)" != "$top; cuda=$cuda" ]; then
     rm -rf "$build"
-    CC=${CC:-gcc} meson setup "$build" "$top" --buildtype=release -Dtests=disabled -Dexamples=enabled \
-        -Dcuda=$cuda >"$top/build/run.log" 2>&1 || {
-        cat "$top/build/run.log" >&2
-        die "meson setup failed"
-    }
+    quietly configuring env CC="${CC:-gcc}" meson setup "$build" "$top" --buildtype=release -Dtests=disabled \
+        -Dexamples=enabled -Dcuda=$cuda || die "meson setup failed"
     printf '%s\n' "$top; cuda=$cuda" >"$build/made_of"
 fi
-meson compile -C "$build" >"$top/build/run.log" 2>&1 || {
-    cat "$top/build/run.log" >&2
-    die "the build failed"
-}
+quietly building meson compile -C "$build" || die "the build failed"
 echo "built in $(($(date +%s) - began)) s: $build/examples/compare and train"
 
 # ---- runs ----
@@ -128,9 +139,9 @@ title() {
 comparison() {
     name=$1
     shift
-    "$build/examples/compare" --ranks 4 --heads 16 --head-dim 64 --json "$results/$name.json" "$@" \
-        >"$results/$name.txt" || die "compare failed ($name)"
-    cat "$results/$name.txt"
+    quietly "comparing ($name)" "$build/examples/compare" --ranks 4 --heads 16 --head-dim 64 \
+        --json "$results/$name.json" "$@" || die "compare failed ($name)"
+    cp "$top/build/run.log" "$results/$name.txt" && cat "$results/$name.txt"
 }
 
 # shape LABEL KV_HEADS: the checked run, the long run and its picture
@@ -154,9 +165,9 @@ comparison methods_16_4 --kv-heads 4 --tokens 2048 --check on $every
 training() {
     title "training with $1"
     # shellcheck disable=SC2086 # lists of flags
-    "$build/examples/train" --method "$1" $model $schedule --json "$results/train_$1.json" \
-        --trace "$results/trace_train_$1.json" >"$results/train_$1.txt" || die "train failed ($1)"
-    cat "$results/train_$1.txt"
+    quietly "training with $1" "$build/examples/train" --method "$1" $model $schedule --json "$results/train_$1.json" \
+        --trace "$results/trace_train_$1.json" || die "train failed ($1)"
+    cp "$top/build/run.log" "$results/train_$1.txt" && cat "$results/train_$1.txt"
     "$python" -c 'import json, sys
 for loss in json.load(open(sys.argv[1]), parse_float=str)["loss"]: print(loss)' \
         "$results/train_$1.json" >"$results/train_$1.losses" || die "train $1 left no list of losses"
@@ -192,6 +203,7 @@ echo "memory of a step by component: $results/memory_step.png, and of Llama3-8B:
 echo "traces for https://ui.perfetto.dev: $results/traces_16_16, traces_16_4 and trace_train_*.json"
 if [ $save_images = 1 ]; then
     mkdir -p "$top/docs/images" && cp "$results"/*.png "$top/docs/images/" || exit 1
-    echo "copied to $top/docs/images"
+    "$python" "$top/examples/readme_table.py" "$results/16_16.json" "$results/16_4.json" "$top/README.md" || exit 1
+    echo "copied to $top/docs/images; README's table is of the same run"
 fi
 echo "all in $(($(date +%s) - began)) s"

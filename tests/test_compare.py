@@ -256,6 +256,8 @@ def good(folder, args, what, checked=True, **grid):
     if not check(done.returncode == 0, f'{what}: status {done.returncode}: {done.stderr}'):
         return None
     equal(done.stderr, '', f'{what}: stderr')
+    wide = [line for line in done.stdout.split('\n') if len(line) > 120]
+    check(not wide, f'{what}: a line wraps on a terminal of 120 columns: {wide}')
     check(all(phase in done.stdout for phase in PHASES), f'{what}: a phase is missing on screen: {done.stdout}')
     with open(path, encoding='utf-8') as source:
         numbers = json.load(source)

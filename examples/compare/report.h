@@ -90,7 +90,7 @@ static void report_verdict(const method *first, const method *m)
         printf(", and sends %.2f times the bytes.\n", (double)sent / (double)other);
 }
 
-/* ---- a row a method ---- */
+/* ---- a row a method in each of two tables, at most 120 columns ---- */
 
 typedef struct report_shows {
     int ways[SENT_WAYS], errors, sinks, bits; /* columns that there are */
@@ -111,7 +111,7 @@ static void report_heading(const method *all, const options *o)
 {
     printf("%d query heads, %d key/value heads of %d", o->heads, o->kv_heads, o->head_dim);
     if (o->v_dim != o->head_dim) printf(" (V: %d)", o->v_dim);
-    printf(", model dim %lld; %lld x %lld tokens on %d ranks; %s, ", (long long)o->model_dim,
+    printf(", model dim %lld; %lld x %lld tokens on %d ranks\n%s, ", (long long)o->model_dim,
            (long long)o->batch, (long long)o->tokens, o->ranks, upipe_dtype_name(o->dtype));
     report_mask(o);
     if (o->layers > 1) printf(", inputs of %d layers", o->layers);
@@ -121,58 +121,30 @@ static void report_heading(const method *all, const options *o)
     printf(" All numbers are the largest of one rank.\n\n");
 }
 
-/* Two lines over the columns of report_row. */
-static void report_columns(const report_shows *show, const method *first)
+/* The columns of report_memory_row. */
+static void report_memory_columns(const report_shows *show, const method *first)
 {
-    static const char *const ways[SENT_WAYS] = {"all-to-all, MiB", "ring, MiB", "host link, MiB"};
-    int way;
-    printf("%-12s%8s%12s%28s%7s%7s", "", "", "stages", "peak, bytes", "", "Q K V,");
+    printf("%-12s%8s%12s%28s%8s%8s", "memory", "", "stages", "peak, bytes", "", "Q K V,");
     if (show->ways[SENT_HOST]) printf("%14s", "host,");
-    for (way = 0; way < SENT_WAYS; ++way)
-        if (show->ways[way]) printf("%20s", ways[way]);
-    printf("%18s", "seconds");
-    if (show->errors) printf("%*s", show->sinks ? 36 : 27, "relative error of");
     if (show->bits) printf("   same bits");
-    printf("\n%-12s%8s%12s%14s%14s%7s%7s", "method", "ranks", "x heads", "plan", "measured", "units",
+    printf("\n%-12s%8s%12s%14s%14s%8s%8s", "method", "ranks", "x heads", "plan", "measured", "units",
            "units");
     if (show->ways[SENT_HOST]) printf("%14s", "bytes");
-    for (way = 0; way < SENT_WAYS; ++way)
-        if (show->ways[way]) printf("%10s%10s", "fwd", "bwd");
-    printf("%9s%9s", "fwd", "bwd");
-    if (show->errors) printf("%9s%9s%9s", "out", "dx", "dw");
-    if (show->errors && show->sinks) printf("%9s", "dsinks");
     if (show->bits) printf("   as %s", first->name);
     printf("\n");
 }
 
-static void report_sent_cell(int64_t bytes)
-{
-    if (bytes == 0)
-        printf("%10s", "-");
-    else
-        printf("%10.2f", (double)bytes / report_mib);
-}
-
-static void report_row(const report_shows *show, const method *first, const method *m)
+static void report_memory_row(const report_shows *show, const method *first, const method *m)
 {
     const upipe_plan *p = method_plan_of(m);
     const size_t peak = report_peak(&m->measured);
     const double unit = report_unit(m->o);
     char ranks[32], stages[32];
-    int way;
     snprintf(ranks, sizeof ranks, p->desc.ring > 1 ? "%d x %d" : "%d", p->desc.ranks, p->desc.ring);
     snprintf(stages, sizeof stages, "%d x %d", p->stages, p->desc.chunk);
-    printf("%-12s%8s%12s%14zu%14zu%7.3f%7.3f", m->name, ranks, stages, report_peak(&m->planned), peak,
+    printf("%-12s%8s%12s%14zu%14zu%8.3f%8.3f", m->name, ranks, stages, report_peak(&m->planned), peak,
            (double)peak / unit, (double)m->measured.intermediate / unit);
     if (show->ways[SENT_HOST]) printf("%14zu", m->measured.host);
-    for (way = 0; way < SENT_WAYS; ++way) {
-        if (!show->ways[way]) continue;
-        report_sent_cell(m->measured.sent[way][0]);
-        report_sent_cell(m->measured.sent[way][1]);
-    }
-    printf("%9.3f%9.3f", m->seconds[0], m->seconds[1]);
-    if (show->errors) printf("%9.1e%9.1e%9.1e", m->err[MEASURE_OUT], m->err[MEASURE_DX], m->err[MEASURE_DW]);
-    if (show->errors && show->sinks) printf("%9.1e", m->err[MEASURE_DSINKS]);
     if (show->bits && m == first)
         printf("   -");
     else if (show->bits)
@@ -180,6 +152,74 @@ static void report_row(const report_shows *show, const method *first, const meth
                method_same_dw(m) ? " dw" : "",
                m->same[RESULT_OUT] || m->same[RESULT_DX] || method_same_dw(m) ? "" : " none");
     printf("\n");
+}
+
+/* The columns of report_sent_row. */
+static void report_sent_columns(const report_shows *show)
+{
+    static const char *const ways[SENT_WAYS] = {"all-to-all, MiB", "ring, MiB", "host link, MiB"};
+    int way;
+    printf("\n%-12s", "sent, time");
+    for (way = 0; way < SENT_WAYS; ++way)
+        if (show->ways[way]) printf("%18s", ways[way]);
+    printf("%16s", "seconds");
+    if (show->errors) printf("%*s", show->sinks ? 36 : 27, "relative error of");
+    printf("\n%-12s", "method");
+    for (way = 0; way < SENT_WAYS; ++way)
+        if (show->ways[way]) printf("%9s%9s", "fwd", "bwd");
+    printf("%8s%8s", "fwd", "bwd");
+    if (show->errors) printf("%9s%9s%9s", "out", "dx", "dw");
+    if (show->errors && show->sinks) printf("%9s", "dsinks");
+    printf("\n");
+}
+
+static void report_sent_cell(int64_t bytes)
+{
+    if (bytes == 0)
+        printf("%9s", "-");
+    else
+        printf("%9.2f", (double)bytes / report_mib);
+}
+
+static void report_sent_row(const report_shows *show, const method *m)
+{
+    int way;
+    printf("%-12s", m->name);
+    for (way = 0; way < SENT_WAYS; ++way) {
+        if (!show->ways[way]) continue;
+        report_sent_cell(m->measured.sent[way][0]);
+        report_sent_cell(m->measured.sent[way][1]);
+    }
+    printf("%8.3f%8.3f", m->seconds[0], m->seconds[1]);
+    if (show->errors) printf("%9.1e%9.1e%9.1e", m->err[MEASURE_OUT], m->err[MEASURE_DX], m->err[MEASURE_DW]);
+    if (show->errors && show->sinks) printf("%9.1e", m->err[MEASURE_DSINKS]);
+    printf("\n");
+}
+
+/* What rows and columns are; of a method what --help says. */
+static void report_legend(const method *all, int n, const report_shows *show)
+{
+    int i;
+    for (i = 0; i < n; ++i) {
+        char name[32];
+        const char *at, *end;
+        snprintf(name, sizeof name, "\n  %s ", all[i].name);
+        at = strstr(method_usage, name);
+        if (at == NULL) continue;
+        for (end = strchr(at + 1, '\n'); end != NULL && strncmp(end + 1, "     ", 5) == 0;)
+            end = strchr(end + 1, '\n');
+        printf("%.*s", (int)(end != NULL ? end - at : (ptrdiff_t)strlen(at)), at);
+    }
+    printf(
+        "\n\n  stages x heads  a stage attends so many heads of all ranks\n"
+        "  peak            most bytes of a rank's pool at one time: as a dry run plans them, and as they were\n"
+        "  Q K V           of the peak in units: buffers of Q, K, V in the forward\n");
+    if (show->ways[SENT_HOST]) printf("  host            most bytes of the second pool, in host memory\n");
+    if (show->bits) printf("  same bits       the results whose bits are those of the first method\n");
+    printf("  fwd, bwd        forward and backward; a dash: nothing is sent that way\n");
+    if (show->errors) printf("  relative error  against a reference in double precision\n");
+    printf(
+        "  paper, exact    units by the formulas of the paper's tables, where it has them, and as measured\n");
 }
 
 /* ---- the paper's two tables ---- */
@@ -240,12 +280,15 @@ static void report_table(const method *all, int n, const options *o)
     show.sinks = o->sinks;
     show.bits = n > 1;
     report_heading(all, o);
-    report_columns(&show, all);
-    for (i = 0; i < n; ++i) report_row(&show, all, &all[i]);
+    for (i = 1; i < n; ++i) report_verdict(&all[0], &all[i]);
+    if (n > 1) printf("\n");
+    report_memory_columns(&show, all);
+    for (i = 0; i < n; ++i) report_memory_row(&show, all, &all[i]);
+    report_sent_columns(&show);
+    for (i = 0; i < n; ++i) report_sent_row(&show, &all[i]);
     report_phases(all, n, o, UPIPE_FWD_BEFORE);
     report_phases(all, n, o, UPIPE_BWD_BEFORE);
-    if (n > 1) printf("\n");
-    for (i = 1; i < n; ++i) report_verdict(&all[0], &all[i]);
+    report_legend(all, n, &show);
 }
 
 /* ---- JSON ---- */
