@@ -1,0 +1,85 @@
+"""upipe_abi.py -- upipe_abi.h from Python, with nothing but ctypes
+
+    u = Attention('libupipe_abi.so', tokens=1024, ranks=4, heads=8, head_dim=64, causal=1)
+    def rank_main(rank):                                    # each rank on a thread of its own
+        u.qkv_fwd(rank, o, q, k, v)                         # pointers to f32, or ctypes arrays
+        u.qkv_bwd(rank, dq, dk, dv, dout, o, q, k, v)
+    u.run(rank_main)
+    u.close()
+
+A NumPy array's pointer is a.ctypes.data, a torch tensor's t.data_ptr(); either must be f32, contiguous, and held by the
+caller during the call. ctypes releases Python's lock in a call, so the ranks run side by side.
+"""
+
+import ctypes
+import threading
+
+
+class Desc(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ('tokens', 'batch', 'window')] + [
+        (name, ctypes.c_int32) for name in ('ranks', 'heads', 'kv_heads', 'head_dim', 'chunk', 'causal', 'layers')] + [
+            ('scale', ctypes.c_float)]
+
+
+class Error(RuntimeError):
+    pass
+
+
+class Attention:
+    def __init__(self, library, **desc):
+        p, i = ctypes.c_void_p, ctypes.c_int
+        self.lib = ctypes.CDLL(library)
+        self.lib.upipe_abi_open.restype = p
+        self.lib.upipe_abi_open.argtypes = [ctypes.POINTER(Desc), ctypes.c_char_p, ctypes.c_size_t]
+        self.lib.upipe_abi_rows.restype = self.lib.upipe_abi_bytes.restype = ctypes.c_int64
+        self.lib.upipe_abi_rows.argtypes = [p, i, ctypes.POINTER(ctypes.c_int64)]
+        self.lib.upipe_abi_bytes.argtypes = [p, i]
+        self.lib.upipe_abi_qkv_fwd.argtypes = [p, i, i] + 4 * [p]
+        self.lib.upipe_abi_qkv_bwd.argtypes = [p, i, i] + 8 * [p]
+        self.lib.upipe_abi_error.restype = ctypes.c_char_p
+        self.lib.upipe_abi_error.argtypes = [p, i]
+        self.lib.upipe_abi_close.argtypes = [p]
+        why = ctypes.create_string_buffer(256)
+        self.ranks = desc.get('ranks', 1)
+        self.handle = self.lib.upipe_abi_open(ctypes.byref(Desc(**desc)), why, len(why))
+        if not self.handle:
+            raise Error(why.value.decode())
+
+    def rows(self, rank):
+        """(first, count) of this rank's tokens."""
+        first = ctypes.c_int64()
+        count = self.lib.upipe_abi_rows(self.handle, rank, ctypes.byref(first))
+        return first.value, count
+
+    def bytes(self, rank):
+        return self.lib.upipe_abi_bytes(self.handle, rank)
+
+    def qkv_fwd(self, rank, o, q, k, v, layer=0):
+        if self.lib.upipe_abi_qkv_fwd(self.handle, rank, layer, o, q, k, v) != 0:
+            raise Error(self.lib.upipe_abi_error(self.handle, rank).decode())
+
+    def qkv_bwd(self, rank, dq, dk, dv, dout, o, q, k, v, layer=0):
+        if self.lib.upipe_abi_qkv_bwd(self.handle, rank, layer, dq, dk, dv, dout, o, q, k, v) != 0:
+            raise Error(self.lib.upipe_abi_error(self.handle, rank).decode())
+
+    def run(self, body):
+        """body(rank) for every rank, each on a thread; the first exception is raised again."""
+        failed = []
+
+        def one(rank):
+            try:
+                body(rank)
+            except Exception as error:  # pylint: disable=broad-except
+                failed.append(error)
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failed:
+            raise failed[0]
+
+    def close(self):
+        self.lib.upipe_abi_close(self.handle)
+        self.handle = None

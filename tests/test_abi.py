@@ -1,0 +1,119 @@
+#!/usr/bin/env python3
+"""test_abi.py LIBRARY TOP -- the C ABI (examples/abi) from Python: several ranks against plain loops in double precision
+
+Gradients are compared with the formula, and O and all gradients of every team and chunk with those of one rank: O and dQ
+have the same bits. Two layers are in flight. Nothing but Python's own library is used.
+"""
+
+import ctypes
+import math
+import os
+import random
+import sys
+
+TOKENS, HEADS, KV, DIM = 13, 4, 2, 32
+
+
+def floats(values):
+    return (ctypes.c_float * len(values))(*values)
+
+
+def oracle(q, k, v, dout):
+    """O, dQ, dK, dV of causal attention in f64; flat lists [TOKENS][heads][DIM]."""
+    o, dq = [0.0] * len(q), [0.0] * len(q)
+    dk, dv = [0.0] * len(k), [0.0] * len(v)
+    scale = 1 / math.sqrt(DIM)
+    for h in range(HEADS):
+        for i in range(TOKENS):
+            at = (i * HEADS + h) * DIM
+            keys = [(j * KV + h // (HEADS // KV)) * DIM for j in range(i + 1)]
+            scores = [scale * sum(q[at + c] * k[key + c] for c in range(DIM)) for key in keys]
+            top = max(scores)
+            weights = [math.exp(s - top) for s in scores]
+            total = sum(weights)
+            weights = [w / total for w in weights]
+            for c in range(DIM):
+                o[at + c] = sum(w * v[key + c] for w, key in zip(weights, keys))
+            delta = sum(dout[at + c] * o[at + c] for c in range(DIM))
+            for w, key in zip(weights, keys):
+                slope = scale * w * (sum(dout[at + c] * v[key + c] for c in range(DIM)) - delta)
+                for c in range(DIM):
+                    dv[key + c] += w * dout[at + c]
+                    dk[key + c] += slope * q[at + c]
+                    dq[at + c] += slope * k[key + c]
+    return o, dq, dk, dv
+
+
+def run(abi, library, ranks, chunk, layers):
+    """O, dQ, dK, dV of each layer as flat lists; layers are tuples q, k, v, dout."""
+    u = abi.Attention(library, tokens=TOKENS, ranks=ranks, heads=HEADS, kv_heads=KV, head_dim=DIM, chunk=chunk, causal=1,
+                      layers=len(layers))
+    results = [[[0.0] * len(t) for t in (q, q, k, v)] for q, k, v, dout in layers]
+
+    def body(rank):
+        first, count = u.rows(rank)
+        widths = [HEADS * DIM, KV * DIM, KV * DIM, HEADS * DIM]
+        mine = [[floats(t[first * w:(first + count) * w]) for t, w in zip(layer, widths)] for layer in layers]
+        out = [[floats([math.nan] * len(t)) for t in (m[0], m[0], m[1], m[2])] for m in mine]
+        for n, (m, r) in enumerate(zip(mine, out)):
+            u.qkv_fwd(rank, r[0], m[0], m[1], m[2], layer=n)
+        for n in reversed(range(len(layers))):
+            (q, k, v, dout), (o, dq, dk, dv) = mine[n], out[n]
+            u.qkv_bwd(rank, dq, dk, dv, dout, o, q, k, v, layer=n)
+            for t, w, all_rows in zip(out[n], [HEADS * DIM, HEADS * DIM, KV * DIM, KV * DIM], results[n]):
+                all_rows[first * w:(first + count) * w] = list(t)
+
+    u.run(body)
+    u.close()
+    return results
+
+
+def refused(abi, what, words):
+    try:
+        what()
+    except abi.Error as error:
+        if words in str(error):
+            return 0
+        print(f'"{error}" does not say "{words}"')
+    else:
+        print(f'not refused: "{words}"')
+    return 1
+
+
+def main():
+    library = os.path.abspath(sys.argv[1])
+    sys.path.insert(0, os.path.join(sys.argv[2], 'examples', 'abi'))
+    import upipe_abi as abi  # pylint: disable=import-outside-toplevel
+    draw = random.Random(1)
+    sizes = [TOKENS * HEADS * DIM, TOKENS * KV * DIM, TOKENS * KV * DIM, TOKENS * HEADS * DIM]
+    layers = [[list(floats([draw.gauss(0, 1) for _ in range(n)])) for n in sizes] for _ in range(2)]
+    names = ['o', 'dq', 'dk', 'dv']
+    want = [oracle(*layer) for layer in layers]
+    failed, one = 0, None
+    for ranks, chunk in ((1, 1), (1, 4), (2, 2), (2, 4), (3, 3), (4, 4)):
+        got = run(abi, library, ranks, chunk, layers)
+        one = one or got
+        for n, layer in enumerate(got):
+            for name, x, y, bits in zip(names, layer, want[n], one[n]):
+                worst = max(abs(a - b) for a, b in zip(x, y))
+                if not worst < 5e-6:
+                    failed += 1
+                    print(f'C {ranks} U {chunk}, layer {n}: {name} is off by {worst:.3g}')
+                if name in ('o', 'dq') and x != bits:
+                    failed += 1
+                    print(f'C {ranks} U {chunk}, layer {n}: {name} has other bits than on one rank')
+
+    failed += refused(abi, lambda: abi.Attention(library, tokens=8, heads=3, kv_heads=2, head_dim=32), 'no multiple')
+    failed += refused(abi, lambda: abi.Attention(library, tokens=8, heads=2, head_dim=7), 'head dim 7')
+    failed += refused(abi, lambda: abi.Attention(library, tokens=8, heads=2, head_dim=32, ranks=-1), '-1 ranks')
+    u = abi.Attention(library, tokens=TOKENS, heads=HEADS, kv_heads=KV, head_dim=DIM)
+    q = floats(layers[0][0])
+    failed += refused(abi, lambda: u.qkv_bwd(0, q, q, q, q, q, q, q, q), 'consumed before')
+    failed += refused(abi, lambda: u.qkv_fwd(0, q, q, q, q, layer=1), 'forward 1 of 1')
+    u.close()
+    print(f'abi: {failed} failed')
+    return failed != 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())
