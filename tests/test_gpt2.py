@@ -1,0 +1,61 @@
+#!/usr/bin/env python3
+"""test_gpt2.py PLAIN WITH_UPIPE SOURCE -- the example host: losses of both forms, and the lines that UPipe adds
+
+Every team and chunk must give the plain form's losses within the rounding of f32; Ulysses and UPipe of one team
+give the same bits.
+"""
+
+import re
+import subprocess
+import sys
+
+MOST_LINES = 40
+RUNS = [(1, 0), (1, 2), (1, 4), (2, 0), (2, 4), (4, 0)]  # ranks, chunk; with 4 ranks UPipe is Ulysses
+
+
+def losses(*command):
+    done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, text=True, check=True, timeout=60)
+    return [float(line) for line in done.stdout.split()]
+
+
+def added(path):
+    """Lines of code, without blanks and comments, that only the form with UPipe has."""
+    with open(path, encoding='utf-8') as source:
+        text = re.sub(r'/\*.*?\*/', lambda found: re.sub(r'[^\n]', '', found.group(0)), source.read(), flags=re.S)
+    count, inside = 0, False
+    for line in text.split('\n'):
+        if re.match(r'\s*#\s*ifdef UPIPE', line):
+            inside = True
+        elif re.match(r'\s*#\s*(else|endif)', line):
+            inside = False
+        elif inside and line.strip() not in ('', '{', '}'):
+            count += 1
+    return count
+
+
+def main():
+    plain, with_upipe, source = sys.argv[1:]
+    lines, failed = added(source), 0
+    print(f'{lines} lines')
+    if not 0 < lines <= MOST_LINES:
+        print(f'at most {MOST_LINES}')
+        failed += 1
+    want, same = losses(plain), {}
+    if len(want) != 5 or not want[-1] < want[0]:
+        print(f'the plain form does not learn: {want}')
+        failed += 1
+    for ranks, chunk in RUNS:
+        got = losses(with_upipe, ranks, chunk)
+        worst = max(abs(a - b) for a, b in zip(got, want))
+        if len(got) != len(want) or not worst < 2e-6:
+            print(f'C {ranks} U {chunk}: losses are off by {worst:.3g}')
+            failed += 1
+        if same.setdefault(ranks, got) != got:
+            print(f'C {ranks} U {chunk}: other bits than another chunk')
+            failed += 1
+    print(f'gpt2: {failed} failed')
+    return failed != 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())
