@@ -202,8 +202,9 @@ def draw_device(axes, runs, peak, unit, name):
         axes.axhline(H100 / unit, color='black', linewidth=0.8, linestyle=(0, (4, 3)))
         axes.annotate('80 GB', (-0.47, H100 / unit), xytext=(0, 3), textcoords='offset points', fontsize=8)
     if any(map(host_bytes, runs)):
-        axes.set_xticks(range(len(runs)), [f'{NAMES[run["config"]["method"]]}\n(host: {short(host_bytes(run) / unit)} {name})'
-                                           for run in runs])
+        said = [label.get_text() for label in axes.get_xticklabels()]
+        axes.set_xticks(range(len(runs)), [f'{text}\n(host: {short(host_bytes(run) / unit)} {name})'
+                                           for text, run in zip(said, runs)])
 
 
 def draw_memory(runs, paths):

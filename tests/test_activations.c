@@ -118,6 +118,44 @@ static void test_slopes(void)
         }
 }
 
+/* By plan: 5M tokens with one copy a layer, 8M and 10M with blocks of two layers, on 8 GPUs with 78 usable GiB each and
+ * 1.9 TiB of host memory, everything sharded. */
+static void test_far(void)
+{
+    const llama_config llama = {32, 4096, 14336, 128256, 32, 8, 128, 0, 0, 500000, 1e-5, 0};
+    static const struct {
+        int64_t tokens;
+        int kind, k;
+    } rows[] = {{5, ACTIVATIONS_OFFLOAD, 0}, {8, ACTIVATIONS_BLOCKS, 2}, {10, ACTIVATIONS_BLOCKS, 2}};
+    const double gib = 1 << 30;
+    memory_plan plan[3];
+    llama_layout layout;
+    upipe_plan_desc d;
+    upipe_ops ops;
+    upipe_err e;
+    double grows;
+    int i;
+    model m;
+    upipe_cuda_plan_ops(&ops);
+    memset(&d, 0, sizeof d);
+    d.ranks = 8, d.ring = 1, d.dtype = UPIPE_BF16;
+    CHECK(llama_layout_init(&layout, &llama) == 0);
+    for (i = 0; i < 3; ++i) {
+        d.tokens = rows[i].tokens << 20;
+        CHECK_STATUS(model_init(&m, &layout, &d, &e), UPIPE_OK, e);
+        m.zero = 3;
+        m.activations = setting_of(rows[i].kind, rows[i].k, 0);
+        CHECK_STATUS(memory_plan_make(&plan[i], &m, &ops, NULL, NULL, &e), UPIPE_OK, e);
+        CHECK_SAY((double)plan[i].need <= 78 * gib && 8.0 * (double)plan[i].host_need <= 1.9 * 1024 * gib,
+                  "%lldM tokens: %.2f GiB a GPU, %.2f of the host", (long long)rows[i].tokens,
+                  (double)plan[i].need / gib, 8 * (double)plan[i].host_need / gib);
+    }
+    grows = (double)(plan[2].need - plan[1].need) / 2; /* blocks hold as much of a GPU as one copy a layer */
+    CHECK_SAY((double)plan[0].need - 5 * grows <= 18.6 * gib, "the constant part is %.2f GiB",
+              ((double)plan[0].need - 5 * grows) / gib);
+    llama_layout_free(&layout);
+}
+
 /* 28/4 heads on 8 ranks: some ranks have four heads, and hold more than rank 0. */
 static void test_largest(void)
 {
@@ -397,6 +435,7 @@ int main(void)
     long kinds[ACTIVATIONS_KINDS] = {0};
     int i;
     test_slopes();
+    test_far();
     test_largest();
     test_transfers();
     test_moved();
