@@ -109,9 +109,9 @@ int upipe_abi_qkv_fwd(upipe_abi *u, int rank, int layer, float *o, const float *
     abi_rank *r = &u->rank[rank];
     const upipe_qkv a = abi_call(u, &r->plan, o, q, k, v);
     if (layer < 0 || layer >= u->desc.layers || r->saved[layer].lse != NULL)
-        return upipe_fail(&r->ctx.err, UPIPE_ERR_ARG, "forward %d of %d, or again before its backward", layer,
-                          (int)u->desc.layers);
-    return upipe_qkv_fwd(&r->ctx, &a, &r->saved[layer]);
+        return (int)upipe_fail(&r->ctx.err, UPIPE_ERR_ARG, "forward %d of %d, or again before its backward",
+                               layer, (int)u->desc.layers);
+    return (int)upipe_qkv_fwd(&r->ctx, &a, &r->saved[layer]);
 }
 
 int upipe_abi_qkv_bwd(upipe_abi *u, int rank, int layer, float *dq, float *dk, float *dv, const float *dout,
@@ -122,10 +122,10 @@ int upipe_abi_qkv_bwd(upipe_abi *u, int rank, int layer, float *dq, float *dk, f
     const upipe_plan *p = &r->plan;
     upipe_qkv_grads g;
     if (layer < 0 || layer >= u->desc.layers)
-        return upipe_fail(&r->ctx.err, UPIPE_ERR_ARG, "backward %d of %d", layer, (int)u->desc.layers);
+        return (int)upipe_fail(&r->ctx.err, UPIPE_ERR_ARG, "backward %d of %d", layer, (int)u->desc.layers);
     g.dout = abi_view(dout, p, p->desc.heads), g.dq = abi_view(dq, p, p->desc.heads);
     g.dk = abi_view(dk, p, p->desc.kv_heads), g.dv = abi_view(dv, p, p->desc.kv_heads), g.dsinks = NULL;
-    return upipe_qkv_bwd(&r->ctx, &a, &g, &r->saved[layer]);
+    return (int)upipe_qkv_bwd(&r->ctx, &a, &g, &r->saved[layer]);
 }
 
 const char *upipe_abi_error(const upipe_abi *u, int rank)

@@ -168,7 +168,7 @@ static int attention_fwd(part *p, int l)
     float *heads = p->layer[l].heads, *qkv = p->layer[l].qkv;
 #ifdef UPIPE
     const upipe_qkv a = attention(p, heads, qkv);
-    return upipe_qkv_fwd(&p->ctx, &a, &p->saved[l]);
+    return upipe_qkv_fwd(&p->ctx, &a, &p->saved[l]) != UPIPE_OK;
 #else
     for (int i = 0; i < p->rows; ++i)
         for (int h = 0; h < HEADS; ++h) attend(heads, NULL, NULL, qkv, i, h);
@@ -182,7 +182,7 @@ static int attention_bwd(part *p, int l, float *dqkv, float *dheads)
 #ifdef UPIPE
     const upipe_qkv a = attention(p, heads, qkv), d = attention(p, dheads, dqkv);
     const upipe_qkv_grads g = {d.o, d.q, d.k, d.v, NULL};
-    return upipe_qkv_bwd(&p->ctx, &a, &g, &p->saved[l]);
+    return upipe_qkv_bwd(&p->ctx, &a, &g, &p->saved[l]) != UPIPE_OK;
 #else
     memset(dqkv, 0, (size_t)p->rows * 3 * DIM * sizeof *dqkv);
     for (int i = 0; i < p->rows; ++i)
