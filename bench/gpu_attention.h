@@ -231,12 +231,16 @@ static void contest_close(contest *x)
 static upipe_status contest_run(upipe_ctx *c, contest x, double flop, int *printed)
 {
     double fwd, bwd, errors[CHECKS];
+    char chosen[2][UPIPE_CUDA_CHOICE] = {"", ""};
     upipe_status s = contest_open(c, &x);
     int i;
     if (s == UPIPE_ERR_ARG) return UPIPE_OK;
     if (s == UPIPE_OK) s = check_contest(c, &x, errors);
+    x.cuda->choice = chosen[0];
     if (s == UPIPE_OK) s = timed(c, contest_fwd, &x, &fwd);
+    x.cuda->choice = chosen[1];
     if (s == UPIPE_OK) s = timed(c, contest_bwd, &x, &bwd);
+    x.cuda->choice = NULL;
     contest_close(&x);
     if (s != UPIPE_OK && (s != UPIPE_ERR_UNSUPPORTED || x.who == OURS)) return s;
     printf("%s{\"name\": \"%s\", ", (*printed)++ > 0 ? ", " : "", contestants[x.who]);
@@ -246,8 +250,8 @@ static upipe_status contest_run(upipe_ctx *c, contest x, double flop, int *print
     }
     printf(
         "\"fwd_seconds\": %.6g, \"fwd_flop_per_s\": %.4g, \"bwd_seconds\": %.6g, \"bwd_flop_per_s\": %.4g, "
-        "\"checked\": {",
-        fwd, flop / fwd, bwd, 2.5 * flop / bwd);
+        "\"fwd_chosen\": \"%s\", \"bwd_chosen\": \"%s\", \"checked\": {",
+        fwd, flop / fwd, bwd, 2.5 * flop / bwd, chosen[0], chosen[1]);
     for (i = 0; i < CHECKS; ++i) printf("%s\"%s\": %.2g", i > 0 ? ", " : "", check_names[i], errors[i]);
     printf("}}");
     return UPIPE_OK;

@@ -10,10 +10,6 @@
 #include "upipe/upipe_attn.h"
 #include "cuda/device.h"
 
-#ifdef FAKE_CUDA_RUNTIME_API_H
-#include "fake/fake.h"
-#endif
-
 static device dev;
 static uint64_t digest; /* of all results: runs with other schedules must repeat it */
 
@@ -51,34 +47,13 @@ static void accept(upipe_view v, float *to)
 
 /* ---- which kernel ---- */
 
-/* 1 if the call's kernel is one for 9.0, 0 if not: the launch is made to fail, and says its name. */
-static int accepts(const upipe_attn *a)
-{
-#ifdef FAKE_CUDA_RUNTIME_API_H
-    long k;
-    for (k = 1; k < 20; ++k) {
-        upipe_status s;
-        dev.c.err.text[0] = 0;
-        fake_fail_at(k, -1, FAKE_ONCE);
-        s = upipe_attn_fwd(&dev.c, a);
-        fake_fail_at(0, -1, FAKE_ONCE);
-        if (s == UPIPE_OK) break;
-        if (strstr(dev.c.err.text, "fwd90_kernel") != NULL) return 1;
-        if (strstr(dev.c.err.text, "attn_fwd_kernel") != NULL) return 0;
-    }
-    CHECK_SAY(0, "no launch of a kernel was found");
-    return -1;
-#else
-    (void)a;
-    return -1;
-#endif
-}
+static char choice[UPIPE_CUDA_CHOICE]; /* of the last call */
 
-/* `want` kernels for 9.0, where that can be seen. */
-static void check_accepts(const upipe_attn *a, int want)
+/* Runs the call; its sentence about kernels must say `want`. */
+static void check_chosen(const upipe_attn *a, const char *want)
 {
-    int got = accepts(a);
-    if (got >= 0) CHECK_INT(got, want);
+    CHECK_STATUS(upipe_attn_fwd(&dev.c, a), UPIPE_OK, dev.c.err);
+    CHECK_TEXT(choice, want);
 }
 
 /* ---- against the oracle ---- */
@@ -113,8 +88,7 @@ static void check_case(const oracle_attn *t, uint64_t seed, int64_t keys)
     a.q_pos = t->q_pos, a.k_pos = t->k_pos;
     a.mask.causal = t->causal;
     a.scale = (float)t->scale;
-    check_accepts(&a, 1);
-    CHECK_STATUS(upipe_attn_fwd(&dev.c, &a), UPIPE_OK, dev.c.err);
+    check_chosen(&a, "forward: kernels for 9.0");
     accept(a.o, o);
     accept(a.lse, lse);
     device_free(&dev, a.q.data), device_free(&dev, a.k.data), device_free(&dev, a.v.data);
@@ -173,6 +147,26 @@ static void test_edges(void)
         }
 }
 
+/* Tiles of 176 keys, around their edges: where every query sees every key and little of the last one is wasted. */
+static void test_wide_tiles(void)
+{
+    static const int64_t cases[][5] = {
+        /* sq, sk, d, q_pos where causal, keys of a tile */
+        {129, 176, 128, -1, 176}, {64, 175, 72, -1, 176},   {65, 140, 128, -1, 176},  {10, 177, 128, -1, 128},
+        {130, 352, 96, -1, 176},  {70, 520, 128, 600, 176}, {70, 520, 128, 518, 128}, {70, 520, 64, -1, 128},
+        {64, 100, 128, -1, 128},  {20, 345, 128, 344, 176}, {64, 160, 136, -1, 80},
+    };
+    size_t i;
+    for (i = 0; i < sizeof cases / sizeof *cases; ++i) {
+        const int64_t *x = cases[i];
+        oracle_attn t = shape(x[0], x[1], 1, 1, (int)x[2], x[3] >= 0, x[3] >= 0 ? x[3] : 0, 0);
+        char want[64];
+        check_case(&t, 150 + i, t.sk);
+        snprintf(want, sizeof want, "tiles of %d keys", (int)x[4]);
+        CHECK_TEXT(choice, want);
+    }
+}
+
 /* More items than processors, so that a block has several, with and without keys to see. */
 static void test_items(void)
 {
@@ -213,17 +207,24 @@ static void test_left_to_others(void)
     a.v = put(UPIPE_BF16, 64, 1, 64, x);
     a.o = put(UPIPE_BF16, 64, 1, 64, NULL);
     a.lse = put(UPIPE_F32, 64, 1, 1, NULL);
-    check_accepts(&a, 1);
+    check_chosen(&a, "kernels for 9.0, tiles of 128 keys");
     a.k.n_step = 0; /* every key the same */
-    check_accepts(&a, 0);
-    CHECK_STATUS(upipe_attn_fwd(&dev.c, &a), UPIPE_OK, dev.c.err);
+    check_chosen(&a, "kernels for 8.0, as no tensor map has these steps");
     a.k.n_step = 64;
     a.k.n = a.v.n = 0;
-    check_accepts(&a, 0);
+    check_chosen(&a, "kernels for 8.0, as no tensor map has these steps");
     a.k.n = a.v.n = 64;
+    dev.cuda.shared_most -= 120 << 10;
+    check_chosen(&a, "kernels for 8.0, as the device has too little shared memory for them");
+    dev.cuda.shared_most += 120 << 10;
     dev.cuda.capability = 100; /* has other code for all this */
-    check_accepts(&a, 0);
+    check_chosen(&a, "kernels for 8.0, as the device is of another generation");
     dev.cuda.capability = 90;
+    dev.cuda.choice = NULL; /* nobody asks */
+    choice[0] = 0;
+    check_chosen(&a, "");
+    CHECK_INT(choice[0], 0);
+    dev.cuda.choice = choice;
     accept(a.o, x), accept(a.lse, x);
     device_free(&dev, a.q.data), device_free(&dev, a.k.data), device_free(&dev, a.v.data);
 }
@@ -232,8 +233,10 @@ int main(void)
 {
     setenv("FAKE_CAPABILITY", "90", 1);
     if (!device_open(&dev)) return test_end("cuda_attn90");
+    dev.cuda.choice = choice;
     if (dev.cuda.capability / 10 == 9) {
         test_edges();
+        test_wide_tiles();
         test_items();
         test_sections();
         test_left_to_others();

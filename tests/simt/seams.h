@@ -329,7 +329,7 @@ SIMT_SEAM void upi_mbarrier_init(uint32_t barrier, int count)
 
 SIMT_SEAM void upi_mbarrier_fence(void)
 {
-    simt_race_fence_async();
+    simt_race_fence_async_shared();
 }
 
 SIMT_SEAM void upi_mbarrier_arrive(uint32_t barrier)
@@ -347,14 +347,19 @@ SIMT_SEAM void upi_mbarrier_wait(uint32_t barrier, uint32_t parity, SIMT_HERE)
     simt_mbarrier_wait(barrier, parity, file, line, SIMT_CODE_HERE);
 }
 
+SIMT_SEAM int upi_mbarrier_test(uint32_t barrier, uint32_t parity)
+{
+    return simt_mbarrier_test(barrier, parity, SIMT_CODE_HERE);
+}
+
 SIMT_SEAM void upi_fence_async_shared(void)
 {
-    simt_race_fence_async();
+    simt_race_fence_async_shared();
 }
 
 SIMT_SEAM void upi_fence_async_global(void)
 {
-    simt_race_fence_async();
+    simt_race_fence_async_global();
 }
 
 SIMT_SEAM void upi_tma_load(uint32_t to, const upi_tensor_map *map, int x, int y, int z, uint32_t barrier)
@@ -431,6 +436,11 @@ UPI_DEVICE void upi_wgmma_rs(float *d, const uint32_t a[4], uint64_t b, int add,
 {
     simt_product_arg x = {d, a, 0, b, N, add, 0, TRANS_B};
     simt_gather("wgmma", &x, simt_product_start, file, line);
+}
+
+UPI_DEVICE void upi_computed_before(float x, uint32_t, SIMT_HERE)
+{
+    if (x < 0) simt_finding("%s:%d: a store that must never happen depends on %g", file, line, (double)x);
 }
 
 /* Barriers of part of a block, 1 to 15. */

@@ -224,6 +224,17 @@ SIMT_QUIET inline void simt_mbarrier_wait(uint32_t address, uint32_t parity, con
     simt_wait(simt_here, "mbarrier.try_wait");
 }
 
+/* Whether it has. */
+SIMT_QUIET inline int simt_mbarrier_test(uint32_t address, uint32_t parity, const void *code)
+{
+    const unsigned i = simt_mbarrier_at(address, "mbarrier.test_wait");
+    const simt_mbarrier *m = &simt_here->hopper->barrier[i];
+    simt_race_own(simt_shared_at(address, 8, "mbarrier.test_wait"), 8, SIMT_READ, code);
+    if ((m->phase & 1) == (parity & 1)) return 0;
+    simt_race_acquire(simt_fiber_now, 2 * i + 1);
+    return 1;
+}
+
 /* ---- loads ---- */
 
 SIMT_QUIET inline void simt_load_finish(simt_load *l)

@@ -84,7 +84,10 @@ SIMT_QUIET inline void simt_race_acquire(const void *)
 SIMT_QUIET inline void simt_race_fence(void)
 {
 }
-SIMT_QUIET inline void simt_race_fence_async(void)
+SIMT_QUIET inline void simt_race_fence_async_shared(void)
+{
+}
+SIMT_QUIET inline void simt_race_fence_async_global(void)
 {
 }
 SIMT_QUIET inline void simt_race_release(unsigned)
@@ -147,13 +150,20 @@ struct simt_view {
     simt_known known[1];
 };
 
+/* What an access must know of earlier writes: clocks of agents of the own block, and of others. */
+struct simt_sight {
+    const uint32_t *own;
+    const simt_view *far;
+};
+
 /* Of a thread: `clock` of the agents of its own block, `far` of other blocks. */
 struct simt_clocks {
     uint32_t *clock;
     uint32_t *fenced_async; /* the same, as far as the asynchronous proxy sees what was written */
     const simt_view *far;
-    const simt_view *fenced; /* what an atomic after the last fence gives away */
-    const simt_view *seen;   /* what atomics have brought, and the next fence takes in */
+    const simt_view *far_async; /* the same, as far as the asynchronous proxy sees it */
+    const simt_view *fenced;    /* what an atomic after the last fence gives away */
+    const simt_view *seen;      /* what atomics have brought, and the next fence takes in */
 };
 
 struct simt_shadow_page {
@@ -402,15 +412,14 @@ SIMT_QUIET inline void simt_view_learn(simt_shadow *s, simt_fiber *f, const simt
 
 /* ---- accesses ---- */
 
-/* `own`: the clocks of the block's agents that count, those of c. */
-SIMT_QUIET inline int simt_knows_by(const simt_clocks *c, const uint32_t *own, const simt_touch *t)
+SIMT_QUIET inline int simt_knows_by(simt_sight x, const simt_touch *t)
 {
     unsigned i;
     if (t->clock == 0) return 1;
-    if (t->block == simt_here->number) return t->clock <= own[t->agent];
-    if (c->far == NULL) return 0;
-    for (i = 0; i < c->far->count; ++i)
-        if (c->far->known[i].block == t->block) return t->clock <= c->far->known[i].clock[t->agent];
+    if (t->block == simt_here->number) return t->clock <= x.own[t->agent];
+    if (x.far == NULL) return 0;
+    for (i = 0; i < x.far->count; ++i)
+        if (x.far->known[i].block == t->block) return t->clock <= x.far->known[i].clock[t->agent];
     return 0;
 }
 
@@ -418,7 +427,7 @@ extern "C" const char __executable_start[] __attribute__((weak));
 
 SIMT_QUIET inline int simt_knows(const simt_clocks *c, const simt_touch *t)
 {
-    return simt_knows_by(c, c->clock, t);
+    return simt_knows_by(simt_sight{c->clock, c->far}, t);
 }
 
 /* "function at file:line" of a place in the code, as addr2line knows it. */
@@ -496,9 +505,9 @@ SIMT_QUIET inline void simt_keep_read(const simt_clocks *c, simt_cell *cell, con
     cell->read[i] = *now;
 }
 
-/* `own`: the clocks that an earlier write must be in. */
+/* `sight`: what an earlier write must be in. */
 SIMT_QUIET inline void simt_touch_cell(simt_cell *cell, simt_kind kind, const simt_clocks *c,
-                                       const uint32_t *own, const void *p, const simt_touch *now)
+                                       simt_sight sight, const void *p, const simt_touch *now)
 {
     unsigned i;
     /* read by the same thread before, which knew no less of the write then */
@@ -507,7 +516,7 @@ SIMT_QUIET inline void simt_touch_cell(simt_cell *cell, simt_kind kind, const si
         cell->read[0].place = now->place;
         return;
     }
-    if (!(now->atomic && cell->write.atomic) && !simt_knows_by(c, own, &cell->write))
+    if (!(now->atomic && cell->write.atomic) && !simt_knows_by(sight, &cell->write))
         simt_race_report(kind & SIMT_WRITE ? "a write after a write" : "a read after a write", p, now,
                          &cell->write);
     if ((kind & SIMT_WRITE) == 0) {
@@ -534,17 +543,17 @@ SIMT_QUIET inline int simt_same_cell(const simt_cell *a, const simt_cell *b)
 
 /* The cells of an access, most of which have the same past: what holds for the first one holds for its like. */
 SIMT_QUIET inline void simt_touch_cells(simt_cell *cell, unsigned n, simt_kind kind, const simt_clocks *c,
-                                        const uint32_t *own, const char *p, const simt_touch *now)
+                                        simt_sight sight, const char *p, const simt_touch *now)
 {
     const unsigned *races = &simt_here->launch->shadow->races, before = *races;
     simt_cell was = cell[0];
     unsigned i;
-    simt_touch_cell(&cell[0], kind, c, own, p, now);
+    simt_touch_cell(&cell[0], kind, c, sight, p, now);
     for (i = 1; i < n; ++i)
         if (*races == before && simt_same_cell(&cell[i], &was))
             cell[i] = cell[0];
         else
-            simt_touch_cell(&cell[i], kind, c, own, p + (size_t)i * SIMT_GRAIN, now);
+            simt_touch_cell(&cell[i], kind, c, sight, p + (size_t)i * SIMT_GRAIN, now);
 }
 
 SIMT_QUIET inline simt_shadow_page *simt_shadow_at(simt_shadow *s, uintptr_t address)
@@ -571,10 +580,11 @@ SIMT_QUIET inline simt_shadow_page *simt_shadow_at(simt_shadow *s, uintptr_t add
     return p;
 }
 
-/* With the knowledge of c; `own` as above, for shared memory. */
-SIMT_QUIET inline void simt_access_by(const simt_clocks *c, const uint32_t *own, unsigned agent,
-                                      uint32_t clock, const void *p, size_t bytes, simt_kind kind,
-                                      const void *code)
+/* With the knowledge of c; of earlier writes with `mine` of the block's to shared memory, and with `far` of
+ * others'. */
+SIMT_QUIET inline void simt_access_by(const simt_clocks *c, const uint32_t *mine, const simt_view *far,
+                                      unsigned agent, uint32_t clock, const void *p, size_t bytes,
+                                      simt_kind kind, const void *code)
 {
     simt_block *b = simt_here;
     simt_shadow *s = b->launch->shadow;
@@ -600,7 +610,7 @@ SIMT_QUIET inline void simt_access_by(const simt_clocks *c, const uint32_t *own,
                              (unsigned long)i * SIMT_GRAIN, here);
             }
         }
-        simt_touch_cells(&t->shared[first], (unsigned)(end - first), kind, c, own,
+        simt_touch_cells(&t->shared[first], (unsigned)(end - first), kind, c, simt_sight{mine, far},
                          b->shared + first * SIMT_GRAIN, &now);
         return;
     }
@@ -611,14 +621,14 @@ SIMT_QUIET inline void simt_access_by(const simt_clocks *c, const uint32_t *own,
         const uintptr_t here = first % SIMT_PAGE_CELLS;
         i = end - first < SIMT_PAGE_CELLS - here ? end : first + (SIMT_PAGE_CELLS - here);
         simt_touch_cells(&simt_shadow_at(s, first * SIMT_GRAIN)->cell[here], (unsigned)(i - first), kind, c,
-                         c->clock, (const char *)(first * SIMT_GRAIN), &now);
+                         simt_sight{c->clock, far}, (const char *)(first * SIMT_GRAIN), &now);
     }
 }
 
 SIMT_QUIET inline void simt_access(const simt_fiber *f, unsigned agent, uint32_t clock, const void *p,
                                    size_t bytes, simt_kind kind, const void *code)
 {
-    simt_access_by(f->clocks, f->clocks->clock, agent, clock, p, bytes, kind, code);
+    simt_access_by(f->clocks, f->clocks->clock, f->clocks->far, agent, clock, p, bytes, kind, code);
 }
 
 /* Of the thread that runs; its own variables are nobody else's. */
@@ -647,18 +657,20 @@ SIMT_QUIET inline void simt_race_meet(simt_block *b, const uint16_t *thread, uns
     simt_shadow *s = b->launch->shadow;
     /* of both kinds, which lie behind one another */
     unsigned i, agents = b->trace->asynchronous ? 2 * simt_agents(b->threads) : 2 * b->threads;
-    const simt_view *far = NULL;
+    const simt_view *far = NULL, *far_async = NULL;
     memset(s->joined, 0, agents * sizeof(uint32_t));
     for (i = 0; i < count; ++i) {
         const simt_clocks *c = b->fiber[thread[i]].clocks;
         simt_clock_raise(s->joined, c->clock, agents);
         far = simt_view_join(s, far, c->far);
+        far_async = simt_view_join(s, far_async, c->far_async);
     }
     for (i = 0; i < count; ++i) {
         simt_clocks *c = b->fiber[thread[i]].clocks;
         memcpy(c->clock, s->joined, agents * sizeof(uint32_t));
         ++c->clock[thread[i]];
         c->far = far;
+        c->far_async = far_async;
         simt_race_changed(&b->fiber[thread[i]]);
     }
 }
@@ -757,10 +769,18 @@ SIMT_QUIET inline void simt_clocks_raise(simt_clocks *to, const simt_clocks *fro
 {
     simt_clock_raise(to->clock, from->clock, 2 * simt_agents(simt_here->threads)); /* both kinds */
     to->far = simt_view_join(simt_here->launch->shadow, to->far, from->far);
+    to->far_async = simt_view_join(simt_here->launch->shadow, to->far_async, from->far_async);
 }
 
-/* What the thread knows the asynchronous proxy sees from now on. */
-SIMT_QUIET inline void simt_race_fence_async(void)
+/* What the thread knows of other blocks' writes to global memory the asynchronous proxy sees from now on. */
+SIMT_QUIET inline void simt_race_fence_async_global(void)
+{
+    simt_fiber_now->clocks->far_async = simt_fiber_now->clocks->far;
+    simt_race_changed(simt_fiber_now);
+}
+
+/* What the thread knows of shared memory the asynchronous proxy sees from now on. */
+SIMT_QUIET inline void simt_race_fence_async_shared(void)
 {
     simt_clocks *c = simt_fiber_now->clocks;
     simt_race_spreads();
@@ -812,7 +832,8 @@ SIMT_QUIET inline void simt_race_agent(unsigned agent, uint32_t clock, const voi
                                        simt_kind kind, const void *code)
 {
     const simt_clocks *c = simt_fiber_now->clocks;
-    simt_access_by(c, c->fenced_async, agent + 2 * simt_here->threads, clock, p, bytes, kind, code);
+    simt_access_by(c, c->fenced_async, c->far_async, agent + 2 * simt_here->threads, clock, p, bytes, kind,
+                   code);
 }
 
 /* The thread has waited for the agent. */
@@ -842,8 +863,9 @@ SIMT_QUIET SIMT_FAST inline void simt_race_warpgroup(unsigned group)
 SIMT_QUIET inline void simt_race_operand(unsigned group, uint32_t clock, const void *p)
 {
     const simt_clocks *all = &simt_here->trace->together[group];
-    simt_access_by(all, all->fenced_async, SIMT_AGENT_PRODUCTS + group + 2 * simt_here->threads, clock, p, 16,
-                   SIMT_READ, simt_here->place);
+    simt_access_by(all, all->fenced_async, all->far_async,
+                   SIMT_AGENT_PRODUCTS + group + 2 * simt_here->threads, clock, p, 16, SIMT_READ,
+                   simt_here->place);
 }
 
 SIMT_QUIET inline void simt_race_products(unsigned group, uint32_t clock)

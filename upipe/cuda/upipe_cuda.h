@@ -15,8 +15,10 @@
  *     ctx.ops = &ops;
  *     ctx.stream = stream;
  *
- * The table belongs to one rank, as its device does. Device code is for compute capability 8.0 and up:
- * nvcc -std=c++17 -gencode=arch=compute_80,code=sm_80 and so on. Links with cudart and cublas.
+ * The table belongs to one rank, as its device does. Device code is for compute capability 8.0 and up, by nvcc
+ * 12.8 or later: nvcc -std=c++17 -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90a,code=sm_90a
+ * and so on; without the `a` attention on Hopper falls back to the kernels for 8.0 (upipe_cuda.choice says
+ * so). Links with cudart and cublas.
  */
 #ifndef UPIPE_CUDA_H
 #define UPIPE_CUDA_H

@@ -496,7 +496,11 @@ UPIPE_API upipe_status upi_cuda_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
     const int masked = upi_cuda_attn_masked(a);
     char *tables = (char *)a->work + upi_cuda_attn_turns_bytes(a);
     upi_cuda_attn_bwd_args x;
-    if (a->q.dtype == UPIPE_F32) return upi_cuda_attn_f32_bwd(c, g);
+    const char *obstacle;
+    if (a->q.dtype == UPIPE_F32) {
+        upi_cuda_attn_chosen(c, "backward", "f32", NULL);
+        return upi_cuda_attn_f32_bwd(c, g);
+    }
     UPIPE_TRY(upi_cuda_attn_check(c, a));
     UPIPE_TRY(upi_cuda_attn_aligned(c, "dout", g->dout));
     UPIPE_TRY(upi_cuda_attn_aligned(c, "dq", g->dq));
@@ -526,7 +530,9 @@ UPIPE_API upipe_status upi_cuda_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
         x.dq = (upi_bf16 *)g->dq.data;
         x.dq_step = g->dq.n_step, x.dq_head = g->dq.h_step;
     }
-    if (upi_cuda_bwd90_accepts(c, g))
+    obstacle = upi_cuda_bwd90_obstacle(c, g);
+    upi_cuda_attn_chosen(c, "backward", obstacle == NULL ? "9.0" : "8.0", obstacle);
+    if (obstacle == NULL)
         UPIPE_TRY(upi_cuda_attn_bwd90(c, g, &x));
     else
         UPIPE_TRY(masked ? upi_cuda_attn_bwd_any<1>(c, a, &x) : upi_cuda_attn_bwd_any<0>(c, a, &x));

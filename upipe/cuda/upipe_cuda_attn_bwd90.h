@@ -60,6 +60,7 @@ template <int D> struct upi_cuda_bwd90_shape {
         KEPT = KEYS * D * 2, /* bytes */
         TILE = ROWS * D * 2,
         DOUT_SLOTS = BY_KEYS ? 2 : 1,
+        DQ_SLOTS = BY_KEYS ? 2 : 1,
         DS = KEYS * ROWS * 2,
         P = BY_KEYS ? 0 : DS,
         DQ = 64 * 64 * 4, /* of a consumer and round */
@@ -69,10 +70,11 @@ template <int D> struct upi_cuda_bwd90_shape {
         AT_DS = AT_DOUT + DOUT_SLOTS * TILE,
         AT_P = AT_DS + 2 * DS,
         AT_DQ = AT_P + P,
-        AT_LSE = AT_DQ + CONSUMERS * DQ, /* two slots of lse and delta */
+        AT_LSE = AT_DQ + DQ_SLOTS * CONSUMERS * DQ, /* two slots of lse and delta */
         AT_BARRIERS = AT_LSE + 4 * ROWS * 4,
-        AT_TICKET = AT_BARRIERS + 11 * 8,
-        SHARED = AT_TICKET + 8
+        AT_TICKET = AT_BARRIERS + 13 * 8,
+        AT_EXACT = AT_TICKET + 4, /* two slots of a flag */
+        SHARED = AT_EXACT + 12
     };
 };
 
@@ -81,7 +83,8 @@ typedef struct upi_cuda_bwd90_args {
     upi_cuda_attn_bwd_args g;
 } upi_cuda_bwd90_args;
 
-/* Barriers, as they lie behind the tiles: two of each, of the slots; one of others. */
+/* Barriers, as they lie behind the tiles: two of each, of the slots; one of others. Where dO or dQ has one
+ * slot, only the first is used. */
 enum {
     UPI_BWD90_Q_FULL = 0,   /* Q, lse and delta */
     UPI_BWD90_Q_EMPTY = 16, /* and dO, whose products end earlier, where it has two slots */
@@ -89,8 +92,8 @@ enum {
     UPI_BWD90_K_FULL = 48,
     UPI_BWD90_V_FULL = 56,
     UPI_BWD90_DQ_FULL = 64,
-    UPI_BWD90_DQ_EMPTY = 72,
-    UPI_BWD90_DOUT_EMPTY = 80 /* of the one slot */
+    UPI_BWD90_DQ_EMPTY = 80,
+    UPI_BWD90_DOUT_EMPTY = 96 /* of the one slot */
 };
 
 /* What a block works on. */
@@ -154,6 +157,21 @@ template <int D> UPI_DEVICE uint32_t upi_cuda_bwd90_at_dout(int n)
     return shape::AT_DOUT + (uint32_t)(n % shape::DOUT_SLOTS * shape::TILE);
 }
 
+/* The same of dQ, which is passed on in `ROUNDS` rounds a tile; r counts rounds. */
+template <int D> UPI_DEVICE uint32_t upi_cuda_bwd90_dq_barrier(uint32_t barriers, int r)
+{
+    return upi_cuda_bwd90_slot(barriers, r % upi_cuda_bwd90_shape<D>::DQ_SLOTS);
+}
+template <int D> UPI_DEVICE uint32_t upi_cuda_bwd90_dq_parity(int r)
+{
+    return (uint32_t)(r / upi_cuda_bwd90_shape<D>::DQ_SLOTS) % 2;
+}
+template <int D> UPI_DEVICE uint32_t upi_cuda_bwd90_at_dq(int r)
+{
+    typedef upi_cuda_bwd90_shape<D> shape;
+    return shape::AT_DQ + (uint32_t)(r % shape::DQ_SLOTS * shape::CONSUMERS * shape::DQ);
+}
+
 /* ---- the helpers ---- */
 
 /* `rows` rows of one head, panel by panel. */
@@ -189,7 +207,8 @@ UPI_DEVICE void upi_cuda_bwd90_produce(const upi_cuda_bwd90_args &x, const upi_c
     }
 }
 
-/* lse and delta of every tile; one warp. */
+/* lse, times log2(e), and delta of every tile; one warp. Of a tile with huge scores, or under a soft-cap, lse
+ * comes as it is, and a flag says so. */
 template <int D>
 UPI_DEVICE void upi_cuda_bwd90_stats(const upi_cuda_attn_bwd_args &g, const upi_cuda_bwd90_place &b,
                                      unsigned char *shared)
@@ -201,6 +220,7 @@ UPI_DEVICE void upi_cuda_bwd90_stats(const upi_cuda_attn_bwd_args &g, const upi_
     for (upi_cuda_bwd90_tile t = upi_cuda_bwd90_first(b, g.a.group); t.n < b.count;
          upi_cuda_bwd90_next(b, &t)) {
         float *to = (float *)(shared + shape::AT_LSE) + t.n % 2 * 2 * shape::ROWS + lane;
+        int exact = g.a.squash != 0;
         upi_mbarrier_wait(upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_EMPTY, t.n), upi_cuda_bwd90_parity(t.n) ^ 1);
         UPI_UNROLL
         for (int i = 0; i < shape::ROWS / 32; ++i) {
@@ -210,34 +230,55 @@ UPI_DEVICE void upi_cuda_bwd90_stats(const upi_cuda_attn_bwd_args &g, const upi_
                 lse = g.a.lse[row * g.a.lse_step + t.h * g.a.lse_head];
                 delta = g.delta[row * g.delta_step + t.h * g.delta_head];
             }
-            to[i * 32] = lse == -INFINITY ? INFINITY : lse; /* and so does one that saw no key */
+            if (lse == -INFINITY) lse = INFINITY; /* and so does one that saw no key */
+            exact |= lse != INFINITY && upi_cuda_attn_huge(lse);
+            to[i * 32] = lse;
             to[shape::ROWS + i * 32] = delta;
         }
+        exact = __any_sync(0xffffffffu, exact);
+        for (int i = 0; i < shape::ROWS / 32 && !exact; ++i) to[i * 32] *= UPI_CUDA_ATTN_LOG2E;
+        if (lane == 0) ((int *)(shared + shape::AT_EXACT))[t.n % 2] = exact;
         __syncwarp();
         if (lane == 0) upi_mbarrier_arrive(upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_FULL, t.n));
     }
 }
 
-/* dQ of every tile to where it is summed, when it is the block's turn; one thread. */
+/* dQ of every tile to where it is summed, when it is the block's turn; one thread. It asks for the next turn
+ * while a sum is on its way. Where turn and tile are there already, the tile goes first, so that sums overlap;
+ * otherwise the block after gets its turn as soon as the sum is there, and not when the next tile has gone. */
 template <int D>
 UPI_DEVICE void upi_cuda_bwd90_sum(const upi_cuda_bwd90_args &x, const upi_cuda_bwd90_place &b)
 {
     typedef upi_cuda_bwd90_shape<D> shape;
     const uint32_t bars = b.base + shape::AT_BARRIERS;
     const int old = b.block > 0 ? upi_cuda_bwd90_tiles<D>(x.g, b.block - 1).end : 0; /* others have these */
+    int *before = NULL, add = 0; /* the turn of the tile whose sum is on its way, and what gives it on */
     UPI_CUDA_ATTN_TURNS(1)
     for (upi_cuda_bwd90_tile t = upi_cuda_bwd90_first(b, x.g.a.group); t.n < b.count;
          upi_cuda_bwd90_next(b, &t)) {
         int *turn = x.g.turns + 1 + (int64_t)t.h * x.g.tiles + t.m;
         const int is_first = t.m >= old;
-        while (!is_first && upi_load_acquire(turn) != b.block) upi_pause();
+        int mine = is_first || upi_load_acquire(turn) == b.block;
+        if (before != NULL && !(shape::DQ_SLOTS > 1 && mine &&
+                                upi_mbarrier_test(upi_cuda_bwd90_dq_barrier<D>(bars + UPI_BWD90_DQ_FULL, t.n),
+                                                  upi_cuda_bwd90_dq_parity<D>(t.n)))) {
+            upi_bulk_wait<0>(); /* the wait is a fence between the proxies too */
+            upi_add_release(before, add);
+            before = NULL;
+        }
+        while (!mine) {
+            upi_pause();
+            mine = upi_load_acquire(turn) == b.block;
+        }
         upi_fence_async_global();
         UPI_CUDA_ATTN_TURNS(1)
         for (int round = 0; round < shape::ROUNDS; ++round) {
-            upi_mbarrier_wait(bars + UPI_BWD90_DQ_FULL, (uint32_t)(t.n * shape::ROUNDS + round) % 2);
+            const int r = t.n * shape::ROUNDS + round;
+            upi_mbarrier_wait(upi_cuda_bwd90_dq_barrier<D>(bars + UPI_BWD90_DQ_FULL, r),
+                              upi_cuda_bwd90_dq_parity<D>(r));
             UPI_UNROLL
             for (int i = 0; i < 4; ++i) { /* two panels of each consumer */
-                const uint32_t from = b.base + shape::AT_DQ + i * (shape::DQ / 2);
+                const uint32_t from = b.base + upi_cuda_bwd90_at_dq<D>(r) + i * (shape::DQ / 2);
                 const int column = (D > 64 ? i / 2 * (D / 2) + round * 64 : 0) + i % 2 * 32;
                 const int row = t.m * shape::ROWS + (D > 64 ? 0 : i / 2 * 64);
                 if (column >= x.g.a.d) continue;
@@ -248,11 +289,17 @@ UPI_DEVICE void upi_cuda_bwd90_sum(const upi_cuda_bwd90_args &x, const upi_cuda_
             }
             upi_bulk_commit();
             upi_bulk_wait_read<0>();
-            upi_mbarrier_arrive(bars + UPI_BWD90_DQ_EMPTY);
+            upi_mbarrier_arrive(upi_cuda_bwd90_dq_barrier<D>(bars + UPI_BWD90_DQ_EMPTY, r));
         }
-        upi_bulk_wait<0>(); /* the wait is a fence between the proxies too */
-        upi_add_release(turn, is_first ? b.block + 1 : 1);
+        if (before != NULL) {
+            upi_bulk_wait<1>(); /* the sum before */
+            upi_add_release(before, add);
+        }
+        before = turn;
+        add = is_first ? b.block + 1 : 1;
     }
+    upi_bulk_wait<0>(); /* the last sum */
+    upi_add_release(before, add);
 }
 
 /* ---- consumers ---- */
@@ -370,9 +417,12 @@ template <int ROWS> UPI_DEVICE void upi_cuda_bwd90_hide(float *s, const upi_cuda
     }
 }
 
+/* How weights are computed: by one FMA; by a difference first, as scores are huge; of capped scores. */
+enum { UPI_BWD90_PLAIN = 0, UPI_BWD90_EXACT = 1, UPI_BWD90_CAPPED = 2 };
+
 /* Products s become weights, which p gets as operands, times the slope of the score: what dP - delta is
- * multiplied with. CAPPED: under a soft-cap. */
-template <int ROWS, int CAPPED>
+ * multiplied with. */
+template <int ROWS, int KIND>
 UPI_DEVICE void upi_cuda_bwd90_weigh(float *s, uint32_t *p, const float *lse, const upi_cuda_attn_args &a)
 {
     UPI_UNROLL
@@ -383,18 +433,20 @@ UPI_DEVICE void upi_cuda_bwd90_weigh(float *s, uint32_t *p, const float *lse, co
             float *x = s + 4 * j + 2 * half, w[2];
             UPI_UNROLL
             for (int e = 0; e < 2; ++e) {
-                const float t = CAPPED ? tanhf(x[e] * a.squash) : x[e];
-                /* not one FMA with rates: where scores are large, score and lse nearly cancel */
-                w[e] = upi_exp2(fmaf(t, a.scale, -(e == 0 ? minus.x : minus.y)) * UPI_CUDA_ATTN_LOG2E);
-                if (CAPPED && x[e] == -INFINITY) w[e] = 0;
-                x[e] = w[e] * (CAPPED ? a.slope * (1 - t * t) : a.scale);
+                const float t = KIND == UPI_BWD90_CAPPED ? tanhf(x[e] * a.squash) : x[e];
+                const float lse_of = e == 0 ? minus.x : minus.y;
+                w[e] = upi_exp2(KIND == UPI_BWD90_PLAIN ? fmaf(t, a.rate, -lse_of)
+                                                        : fmaf(t, a.scale, -lse_of) * UPI_CUDA_ATTN_LOG2E);
+                if (KIND == UPI_BWD90_CAPPED && x[e] == -INFINITY) w[e] = 0;
+                x[e] = w[e] * (KIND == UPI_BWD90_CAPPED ? a.slope * (1 - t * t) : a.slope);
             }
             p[2 * j + half] = upi_pack_bf16(w[0], w[1]);
         }
     }
 }
 
-/* The scores' gradients of ROWS queries, as operands. */
+/* The scores' gradients of ROWS queries, as operands. The difference comes first: of a row that sees one key it
+ * is 0. */
 template <int ROWS>
 UPI_DEVICE void upi_cuda_bwd90_slopes(uint32_t *ds, const float *s, const float *dp, const float *delta)
 {
@@ -421,15 +473,16 @@ UPI_DEVICE void upi_cuda_bwd90_share(uint32_t panel, const uint32_t *x, int key,
     for (int i = 0; i < ROWS / 8; i += 2) upi_store_matrix4(to ^ i * 16, x + 2 * i);
 }
 
-/* 64 columns of the consumer's half of dQ go to its place in shared memory, as two panels of 32. Odd rows
- * take columns in another order: what a half warp writes at once lies in different banks. */
-template <int D> UPI_DEVICE void upi_cuda_bwd90_store(unsigned char *shared, const float *dq, int group)
+/* 64 columns of the consumer's half of dQ, round r, go to its place in shared memory, as two panels of 32. Odd
+ * rows take columns in another order: what a half warp writes at once lies in different banks. */
+template <int D>
+UPI_DEVICE void upi_cuda_bwd90_store(unsigned char *shared, const float *dq, int group, int r)
 {
     typedef upi_cuda_bwd90_shape<D> shape;
     const int thread = upi_cuda_attn_anew((int)threadIdx.x) % 128, row = thread / 32 * 16 + thread % 32 / 4;
     const int odd = row % 2;
     const uint32_t to = upi_panel_at(64, row, thread % 4 / 2 + odd * 4) + (uint32_t)(thread % 2 * 8);
-    unsigned char *half_dq = shared + shape::AT_DQ + group * shape::DQ;
+    unsigned char *half_dq = shared + upi_cuda_bwd90_at_dq<D>(r) + group * shape::DQ;
     UPI_UNROLL
     for (int i = 0; i < 16; ++i) { /* eight columns of a row, then of the one 8 below */
         upi_cuda_attn_pair *pair =
@@ -451,13 +504,15 @@ UPI_DEVICE void upi_cuda_bwd90_done(uint32_t barrier)
  * multiplied with. */
 template <int ROWS>
 UPI_DEVICE void upi_cuda_bwd90_weights(const upi_cuda_attn_args &a, float *s, uint32_t *p, const float *lse,
-                                       int whole, int k0, int q0)
+                                       int exact, int whole, int k0, int q0)
 {
     if (!whole) upi_cuda_bwd90_hide<ROWS>(s, a, k0, q0);
-    if (a.squash != 0)
-        upi_cuda_bwd90_weigh<ROWS, 1>(s, p, lse, a);
+    if (!exact)
+        upi_cuda_bwd90_weigh<ROWS, UPI_BWD90_PLAIN>(s, p, lse, a);
+    else if (a.squash == 0)
+        upi_cuda_bwd90_weigh<ROWS, UPI_BWD90_EXACT>(s, p, lse, a);
     else
-        upi_cuda_bwd90_weigh<ROWS, 0>(s, p, lse, a);
+        upi_cuda_bwd90_weigh<ROWS, UPI_BWD90_CAPPED>(s, p, lse, a);
 }
 
 /* One tile. Its dK is still under way at the end, and that of the one before at the beginning; until then ds
@@ -486,7 +541,8 @@ UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_by_keys, const upi_cuda_attn_
     upi_mbarrier_wait(upi_cuda_bwd90_dout_full<D>(bars, t.n), upi_cuda_bwd90_dout_parity<D>(t.n));
     upi_cuda_bwd90_dots<D, 64>(dp, mine + shape::AT_V, at_dout);
     upi_wgmma_wait<1>(); /* S is there */
-    upi_cuda_bwd90_weights<shape::ROWS>(a, s, p, lse, whole, k0, q0);
+    upi_cuda_bwd90_weights<shape::ROWS>(a, s, p, lse, ((const int *)(shared + shape::AT_EXACT))[t.n % 2],
+                                        whole, k0, q0);
     upi_cuda_bwd90_times<D>(dv, p, at_dout);
     upi_wgmma_wait<1>(); /* dP is */
     upi_cuda_bwd90_slopes<64>(ds, s, dp, lse + shape::ROWS);
@@ -503,9 +559,10 @@ UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_by_keys, const upi_cuda_attn_
     upi_cuda_bwd90_dq<D>(dq, at_ds, b.base, group);
     upi_cuda_bwd90_times<D>(dk, ds, at_q);
     upi_wgmma_wait<1>(); /* dV and dQ are */
-    upi_mbarrier_wait(bars + UPI_BWD90_DQ_EMPTY, (uint32_t)t.n % 2 ^ 1);
-    upi_cuda_bwd90_store<D>(shared, dq, group);
-    upi_cuda_bwd90_done(bars + UPI_BWD90_DQ_FULL);
+    upi_mbarrier_wait(upi_cuda_bwd90_dq_barrier<D>(bars + UPI_BWD90_DQ_EMPTY, t.n),
+                      upi_cuda_bwd90_dq_parity<D>(t.n) ^ 1);
+    upi_cuda_bwd90_store<D>(shared, dq, group, t.n);
+    upi_cuda_bwd90_done(upi_cuda_bwd90_dq_barrier<D>(bars + UPI_BWD90_DQ_FULL, t.n));
 }
 
 /* The same for keys that the consumers share; of queries they have ROWS / 2 each. It is dS in shared memory
@@ -537,7 +594,8 @@ UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_by_columns, const upi_cuda_at
     upi_mbarrier_wait(upi_cuda_bwd90_dout_full<D>(bars, t.n), upi_cuda_bwd90_dout_parity<D>(t.n));
     upi_cuda_bwd90_dots<D, ROWS>(dp, b.base + shape::AT_V, at_dout + mine);
     upi_wgmma_wait<1>(); /* S is there */
-    upi_cuda_bwd90_weights<ROWS>(a, s, p, lse, whole, k0, q0);
+    upi_cuda_bwd90_weights<ROWS>(a, s, p, lse, ((const int *)(shared + shape::AT_EXACT))[t.n % 2], whole, k0,
+                                 q0);
     upi_cuda_bwd90_share<ROWS>(at_p, p, 0, group * ROWS / 8);
     upi_wgmma_wait<0>(); /* dP is */
     upi_cuda_bwd90_slopes<ROWS>(ds, s, dp, lse + shape::ROWS);
@@ -553,9 +611,11 @@ UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_by_columns, const upi_cuda_at
     upi_wgmma_wait<1>(); /* dQ is */
     UPI_UNROLL
     for (int round = 0; round < shape::ROUNDS; ++round) {
-        upi_mbarrier_wait(bars + UPI_BWD90_DQ_EMPTY, (uint32_t)(t.n * shape::ROUNDS + round) % 2 ^ 1);
-        upi_cuda_bwd90_store<D>(shared, dq + 32 * round, group);
-        upi_cuda_bwd90_done(bars + UPI_BWD90_DQ_FULL);
+        const int r = t.n * shape::ROUNDS + round;
+        upi_mbarrier_wait(upi_cuda_bwd90_dq_barrier<D>(bars + UPI_BWD90_DQ_EMPTY, r),
+                          upi_cuda_bwd90_dq_parity<D>(r) ^ 1);
+        upi_cuda_bwd90_store<D>(shared, dq + 32 * round, group, r);
+        upi_cuda_bwd90_done(upi_cuda_bwd90_dq_barrier<D>(bars + UPI_BWD90_DQ_FULL, r));
     }
 }
 
@@ -621,11 +681,11 @@ void upi_cuda_bwd90_kernel(UPI_BY_VALUE upi_cuda_bwd90_args x)
             upi_mbarrier_init(upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_FULL, i), 2);
             upi_mbarrier_init(upi_cuda_bwd90_slot(bars + UPI_BWD90_DOUT_FULL, i), 1);
             upi_mbarrier_init(upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_EMPTY, i), shape::CONSUMERS * 4);
+            upi_mbarrier_init(upi_cuda_bwd90_slot(bars + UPI_BWD90_DQ_FULL, i), shape::CONSUMERS * 4);
+            upi_mbarrier_init(upi_cuda_bwd90_slot(bars + UPI_BWD90_DQ_EMPTY, i), 1);
         }
         upi_mbarrier_init(bars + UPI_BWD90_K_FULL, 1);
         upi_mbarrier_init(bars + UPI_BWD90_V_FULL, 1);
-        upi_mbarrier_init(bars + UPI_BWD90_DQ_FULL, shape::CONSUMERS * 4);
-        upi_mbarrier_init(bars + UPI_BWD90_DQ_EMPTY, 1);
         upi_mbarrier_init(bars + UPI_BWD90_DOUT_EMPTY, shape::CONSUMERS * 4);
         upi_mbarrier_fence();
         *ticket = atomicAdd(x.g.turns, 1);
@@ -671,29 +731,32 @@ template <int ROWS> UPI_KERNEL(256, 1) void upi_cuda_bwd90_round_kernel(const up
 
 /* ---- host ---- */
 
-/* Whether the device has space for this kernel, and the unit the code. */
-template <int D> UPIPE_API int upi_cuda_bwd90_fits(const upipe_cuda *device)
+/* Why this kernel cannot run: the device's space, or the unit's code; NULL if it can. */
+template <int D> UPIPE_API const char *upi_cuda_bwd90_missing(const upipe_cuda *device)
 {
     typedef upi_cuda_bwd90_shape<D> shape;
-    return shape::SHARED <= device->shared_most &&
-           UPI_HOPPER_FITS((upi_cuda_bwd90_kernel<D>), shape::THREADS,
-                           128 * (shape::HELPER_REGISTERS + shape::CONSUMERS * shape::REGISTERS));
+    return upi_cuda_hopper_missing(
+        device, shape::SHARED,
+        UPI_HOPPER_FITS((upi_cuda_bwd90_kernel<D>), shape::THREADS,
+                        128 * (shape::HELPER_REGISTERS + shape::CONSUMERS * shape::REGISTERS)));
 }
 
-/* Whether these kernels take the call: the device, the unit's code, and shapes that tensor maps can say. */
-UPIPE_API int upi_cuda_bwd90_accepts(upipe_ctx *c, const upipe_attn_grad *g)
+/* Why these kernels do not take the call: the device, the unit's code, or shapes that tensor maps cannot say;
+ * NULL if they do. */
+UPIPE_API const char *upi_cuda_bwd90_obstacle(upipe_ctx *c, const upipe_attn_grad *g)
 {
     const upipe_cuda *self = (const upipe_cuda *)c->ops->self;
     const upipe_attn *a = &g->a;
     const int columns = upi_cuda_attn_columns(a);
-    if (self->capability / 10 != 9 || !upi_tensor_map_fits(a->q) || !upi_tensor_map_fits(a->k) ||
-        !upi_tensor_map_fits(a->v) || !upi_tensor_map_fits(g->dout) ||
-        (a->merge && !upi_tensor_map_fits(g->dq)) || (a->q.n / 64 + 1) * a->q.h > INT32_MAX ||
-        (a->k.n / 64 + 1) * a->k.h > INT32_MAX)
-        return 0;
-    return columns <= 64    ? upi_cuda_bwd90_fits<64>(self)
-           : columns <= 128 ? upi_cuda_bwd90_fits<128>(self)
-                            : upi_cuda_bwd90_fits<256>(self);
+    if (self->capability / 10 != 9) return "the device is of another generation";
+    if (!upi_tensor_map_fits(a->q) || !upi_tensor_map_fits(a->k) || !upi_tensor_map_fits(a->v) ||
+        !upi_tensor_map_fits(g->dout) || (a->merge && !upi_tensor_map_fits(g->dq)))
+        return "no tensor map has these steps";
+    if ((a->q.n / 64 + 1) * a->q.h > INT32_MAX || (a->k.n / 64 + 1) * a->k.h > INT32_MAX)
+        return "32 bits do not count the blocks";
+    return columns <= 64    ? upi_cuda_bwd90_missing<64>(self)
+           : columns <= 128 ? upi_cuda_bwd90_missing<128>(self)
+                            : upi_cuda_bwd90_missing<256>(self);
 }
 
 template <int D>

@@ -409,7 +409,11 @@ UPIPE_API upipe_status upi_cuda_attn_fwd_any(upipe_ctx *c, const upipe_attn *cal
 UPIPE_API upipe_status upi_cuda_attn_fwd(upipe_ctx *c, const upipe_attn *a)
 {
     upi_cuda_attn_args x;
-    if (a->q.dtype == UPIPE_F32) return upi_cuda_attn_f32_fwd(c, a);
+    const char *obstacle;
+    if (a->q.dtype == UPIPE_F32) {
+        upi_cuda_attn_chosen(c, "forward", "f32", NULL);
+        return upi_cuda_attn_f32_fwd(c, a);
+    }
     UPIPE_TRY(upi_cuda_attn_check(c, a));
     UPIPE_TRY(upi_cuda_attn_aligned(c, "o", a->o));
     if (a->q.n == 0) return UPIPE_OK;
@@ -418,7 +422,9 @@ UPIPE_API upipe_status upi_cuda_attn_fwd(upipe_ctx *c, const upipe_attn *a)
     x.o_step = a->o.n_step, x.o_head = a->o.h_step;
     x.merge = a->merge;
     x.wide = a->o.dtype == UPIPE_F32;
-    if (upi_cuda_fwd90_accepts(c, a)) return upi_cuda_attn_fwd90(c, a, &x);
+    obstacle = upi_cuda_fwd90_obstacle(c, a);
+    if (obstacle == NULL) return upi_cuda_attn_fwd90(c, a, &x);
+    upi_cuda_attn_chosen(c, "forward", "8.0", obstacle);
     return upi_cuda_attn_masked(a) ? upi_cuda_attn_fwd_any<1>(c, a, &x) : upi_cuda_attn_fwd_any<0>(c, a, &x);
 }
 

@@ -211,13 +211,30 @@ template <int KEYS> UPI_DEVICE void upi_cuda_fwd90_cap(float *s, float squash)
     for (int j = 0; j < KEYS / 2; ++j) s[j] = tanhf(s[j] * squash);
 }
 
-/* Scores become weights: s = 2^((s - top) rate). fold: what older sums and values are multiplied with. */
+/* s = 2^((s - from) rate), and sums of both columns. By one FMA; EXACT: by a difference first. */
+template <int KEYS, int EXACT>
+UPI_DEVICE void upi_cuda_fwd90_exp(float *s, float from, float rate, float *x, float *y)
+{
+    const float minus = -from * rate;
+    *x = *y = 0;
+    UPI_UNROLL
+    for (int j = 0; j < KEYS / 8; ++j) {
+        s[4 * j] = upi_exp2(EXACT ? (s[4 * j] - from) * rate : fmaf(s[4 * j], rate, minus));
+        s[4 * j + 1] = upi_exp2(EXACT ? (s[4 * j + 1] - from) * rate : fmaf(s[4 * j + 1], rate, minus));
+        *x += s[4 * j];
+        *y += s[4 * j + 1];
+    }
+}
+
+/* Scores become weights: s = 2^((s - top) rate). fold: what older sums and values are multiplied with. One FMA
+ * a weight is off by the rounding of top * rate: nothing to bf16, unless scores are huge. */
 template <int KEYS>
 UPI_DEVICE void upi_cuda_fwd90_weigh(float *s, float *top, float *sum, float *fold, float rate)
 {
+    float from[2], x[2], y[2];
     UPI_UNROLL
     for (int half = 0; half < 2; ++half) {
-        float most = top[half], more = -INFINITY, from, x = 0, y = 0;
+        float most = top[half], more = -INFINITY;
         UPI_UNROLL
         for (int j = 0; j < KEYS / 8; ++j) {
             most = fmaxf(most, s[4 * j + 2 * half]);
@@ -226,18 +243,19 @@ UPI_DEVICE void upi_cuda_fwd90_weigh(float *s, float *top, float *sum, float *fo
         most = fmaxf(most, more);
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-        from = most == -INFINITY ? 0 : most;
-        fold[half] = upi_exp2((top[half] - from) * rate);
+        from[half] = most == -INFINITY ? 0 : most;
+        fold[half] = upi_exp2((top[half] - from[half]) * rate);
         top[half] = most;
-        UPI_UNROLL
-        for (int j = 0; j < KEYS / 8; ++j) {
-            s[4 * j + 2 * half] = upi_exp2((s[4 * j + 2 * half] - from) * rate);
-            s[4 * j + 2 * half + 1] = upi_exp2((s[4 * j + 2 * half + 1] - from) * rate);
-            x += s[4 * j + 2 * half];
-            y += s[4 * j + 2 * half + 1];
-        }
-        sum[half] = fmaf(sum[half], fold[half], x + y);
     }
+    if (__any_sync(0xffffffffu, upi_cuda_attn_huge(from[0] * rate) || upi_cuda_attn_huge(from[1] * rate))) {
+        upi_cuda_fwd90_exp<KEYS, 1>(s, from[0], rate, &x[0], &y[0]);
+        upi_cuda_fwd90_exp<KEYS, 1>(s + 2, from[1], rate, &x[1], &y[1]);
+    } else {
+        upi_cuda_fwd90_exp<KEYS, 0>(s, from[0], rate, &x[0], &y[0]);
+        upi_cuda_fwd90_exp<KEYS, 0>(s + 2, from[1], rate, &x[1], &y[1]);
+    }
+    UPI_UNROLL
+    for (int half = 0; half < 2; ++half) sum[half] = fmaf(sum[half], fold[half], x[half] + y[half]);
 }
 
 /* Weights as operands of the next product. */
@@ -395,7 +413,8 @@ UPI_DEVICE void upi_cuda_fwd90_consume(const upi_cuda_fwd90_args &g, uint32_t ba
                 if (g.a.squash != 0) upi_cuda_fwd90_cap<KEYS>(s, g.a.squash);
                 if (n < mine.whole || n >= mine.whole_end) upi_cuda_fwd90_hide<KEYS>(s, g.a, q0, n);
                 upi_cuda_fwd90_weigh<KEYS>(s, top, sum, fold, g.a.rate);
-                upi_wgmma_wait<0>(); /* the values are, and p is free */
+                upi_computed_before(sum[0] + sum[1], base); /* the weights, under the values' product */
+                upi_wgmma_wait<0>();                        /* the values are, and p is free */
                 if (tells) upi_mbarrier_arrive(upi_cuda_fwd90_slot(bars + UPI_FWD90_V_EMPTY, i - 1));
                 UPI_UNROLL
                 for (int e = 0; e < D / 2; ++e) o[e] *= fold[e / 2 % 2];
@@ -454,27 +473,43 @@ void upi_cuda_fwd90_kernel(UPI_BY_VALUE upi_cuda_fwd90_args g)
 
 enum { UPI_FWD90_CACHE = 32 << 20 }; /* bytes of keys and values that stay in the device's cache */
 
-/* Whether the device has space for this kernel, and the unit the code. */
-template <int D, int KEYS> UPIPE_API int upi_cuda_fwd90_fits(const upipe_cuda *device)
+/* Why this kernel cannot run: the device's space, or the unit's code; NULL if it can. */
+template <int D, int KEYS> UPIPE_API const char *upi_cuda_fwd90_missing(const upipe_cuda *device)
 {
     typedef upi_cuda_fwd90_shape<D, KEYS> shape;
-    return shape::SHARED <= device->shared_most &&
-           UPI_HOPPER_FITS((upi_cuda_fwd90_kernel<D, KEYS>), shape::THREADS,
-                           128 * (shape::LOADER_REGISTERS + shape::CONSUMERS * shape::REGISTERS));
+    return upi_cuda_hopper_missing(
+        device, shape::SHARED,
+        UPI_HOPPER_FITS((upi_cuda_fwd90_kernel<D, KEYS>), shape::THREADS,
+                        128 * (shape::LOADER_REGISTERS + shape::CONSUMERS * shape::REGISTERS)));
 }
 
-/* Whether these kernels take the call: the device, the unit's code, and shapes that tensor maps can say. */
-UPIPE_API int upi_cuda_fwd90_accepts(upipe_ctx *c, const upipe_attn *a)
+/* Why these kernels do not take the call: the device, the unit's code, or shapes that tensor maps cannot say;
+ * NULL if they do. */
+UPIPE_API const char *upi_cuda_fwd90_obstacle(upipe_ctx *c, const upipe_attn *a)
 {
     const upipe_cuda *self = (const upipe_cuda *)c->ops->self;
     const int columns = upi_cuda_attn_columns(a), plain = !a->merge && a->o.dtype != UPIPE_F32;
-    if (self->capability / 10 != 9 || !upi_tensor_map_fits(a->q) || !upi_tensor_map_fits(a->k) ||
-        !upi_tensor_map_fits(a->v) || (plain && !upi_tensor_map_fits(a->o)) ||
-        (a->q.n / 128 + 1) * a->q.h > INT32_MAX / 2)
-        return 0;
-    return columns <= 64    ? upi_cuda_fwd90_fits<64, 128>(self)
-           : columns <= 128 ? upi_cuda_fwd90_fits<128, 128>(self)
-                            : upi_cuda_fwd90_fits<256, 80>(self);
+    const char *missing;
+    if (self->capability / 10 != 9) return "the device is of another generation";
+    if (!upi_tensor_map_fits(a->q) || !upi_tensor_map_fits(a->k) || !upi_tensor_map_fits(a->v) ||
+        (plain && !upi_tensor_map_fits(a->o)))
+        return "no tensor map has these steps";
+    if ((a->q.n / 128 + 1) * a->q.h > INT32_MAX / 2) return "32 bits do not count the blocks of queries";
+    if (columns > 128) return upi_cuda_fwd90_missing<256, 80>(self);
+    if (columns <= 64) return upi_cuda_fwd90_missing<64, 128>(self);
+    missing = upi_cuda_fwd90_missing<128, 128>(self);
+    return missing != NULL ? missing : upi_cuda_fwd90_missing<128, 176>(self);
+}
+
+/* Whether tiles of 176 keys serve a call better than those of 128, above head dim 64: every query sees every
+ * key, so no tile is cut by a mask, and the last one wastes little. A key then takes fewer instructions. */
+UPIPE_API int upi_cuda_fwd90_suits_176(const upipe_attn *a)
+{
+    const int64_t more = (a->k.n + 175) / 176 * 176, fewer = (a->k.n + 127) / 128 * 128;
+    int64_t first, end, unused;
+    upipe_attn_visible(a, 0, &unused, &end);
+    upipe_attn_visible(a, a->q.n - 1, &first, &unused);
+    return first == 0 && end == a->k.n && more - fewer <= fewer / 16;
 }
 
 template <int D, int KEYS>
@@ -505,9 +540,17 @@ UPIPE_API upipe_status upi_cuda_fwd90_launch(upipe_ctx *c, const upipe_attn *cal
 /* Forward of a call that these kernels take. */
 UPIPE_API upipe_status upi_cuda_attn_fwd90(upipe_ctx *c, const upipe_attn *call, const upi_cuda_attn_args *a)
 {
-    if (upi_cuda_attn_columns(call) <= 64) return upi_cuda_fwd90_launch<64, 128>(c, call, a);
-    if (upi_cuda_attn_columns(call) <= 128) return upi_cuda_fwd90_launch<128, 128>(c, call, a);
-    return upi_cuda_fwd90_launch<256, 80>(c, call, a);
+    const int columns = upi_cuda_attn_columns(call),
+              keys_176 = columns > 64 && columns <= 128 && upi_cuda_fwd90_suits_176(call);
+    upi_cuda_attn_chosen(c, "forward",
+                         columns > 128 ? "9.0, tiles of 80 keys"
+                         : keys_176    ? "9.0, tiles of 176 keys"
+                                       : "9.0, tiles of 128 keys",
+                         NULL);
+    if (columns > 128) return upi_cuda_fwd90_launch<256, 80>(c, call, a);
+    if (columns <= 64) return upi_cuda_fwd90_launch<64, 128>(c, call, a);
+    if (keys_176) return upi_cuda_fwd90_launch<128, 176>(c, call, a);
+    return upi_cuda_fwd90_launch<128, 128>(c, call, a);
 }
 
 #endif

@@ -40,6 +40,12 @@ UPI_DEVICE int64_t upi_cuda_attn_reach(const upi_cuda_attn_args &a, int64_t q0, 
     return reach > 0 ? reach : 0;
 }
 
+/* Whether an exponent of 2 must come of a difference: f32 rounds one FMA's second product by 2^-14 or more. */
+UPI_DEVICE int upi_cuda_attn_huge(float exponent)
+{
+    return fabsf(exponent) > 1024;
+}
+
 /* What one instruction reads or writes. */
 struct alignas(16) upi_cuda_attn_chunk16 {
     uint32_t word[4];
@@ -234,6 +240,15 @@ UPIPE_API upi_cuda_attn_args upi_cuda_attn_args_make(const upipe_attn *a)
 UPIPE_API int64_t upi_cuda_attn_key_blocks(int64_t keys, int size)
 {
     return keys > 0 ? (keys + size - 1) / size : 1;
+}
+
+/* Tells the host, where it has asked, which kernels a call takes; `why` not those for 9.0, or NULL. */
+UPIPE_API void upi_cuda_attn_chosen(upipe_ctx *c, const char *direction, const char *kernels, const char *why)
+{
+    char *to = ((const upipe_cuda *)c->ops->self)->choice;
+    if (to == NULL) return;
+    snprintf(to, UPIPE_CUDA_CHOICE, "attention %s: kernels for %s%s%s", direction, kernels,
+             why != NULL ? ", as " : "", why != NULL ? why : "");
 }
 
 #endif

@@ -21,10 +21,11 @@
 
 enum {
     UPIPE_CUDA_SCRATCH = 1 << 20, /* bytes of device memory that a upipe_cuda holds, for sums over a tensor */
-    UPIPE_CUDA_RESULT = 256       /* bytes of pinned host memory, where a sum arrives */
+    UPIPE_CUDA_RESULT = 256,      /* bytes of pinned host memory, where a sum arrives */
+    UPIPE_CUDA_CHOICE = 160       /* bytes of a sentence about kernels */
 };
 
-/* Constant after init. */
+/* Constant after init, but for `choice`. */
 typedef struct upipe_cuda {
     cublasHandle_t blas; /* the host's */
     void *scratch;       /* device memory, UPIPE_CUDA_SCRATCH bytes */
@@ -32,6 +33,8 @@ typedef struct upipe_cuda {
     int device, processors;
     int capability;  /* 80 for 8.0 */
     int shared_most; /* bytes of shared memory that a block may ask for */
+    char *choice;    /* NULL, or the host's UPIPE_CUDA_CHOICE bytes: every attention call writes there which
+                        kernels it takes, and why not those for 9.0 */
 } upipe_cuda;
 
 /* The runtime's own text behind the call's name. `what` is the call as written, or "launch of" a kernel. */

@@ -128,6 +128,21 @@ UPI_DEVICE void upi_mbarrier_wait(uint32_t barrier, uint32_t parity)
                  : "memory");
 }
 
+/* Whether the phase of this parity has ended, which then shows what upi_mbarrier_wait would. */
+UPI_DEVICE int upi_mbarrier_test(uint32_t barrier, uint32_t parity)
+{
+    int ended;
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+                 "selp.s32 %0, 1, 0, done;\n"
+                 "}"
+                 : "=r"(ended)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+    return ended;
+}
+
 /* ---- bulk copies: by one thread; shared addresses of tiles are multiples of 1024, others of 16 ---- */
 
 /* What the thread has written, or has learnt that others wrote, in shared memory is there for bulk copies and
@@ -211,6 +226,22 @@ UPI_DEVICE void upi_store_matrix4(uint32_t address, const uint32_t r[4])
                  : "memory");
 }
 
+/* ---- order of instructions ---- */
+
+/* What x depends on is computed before the wait that follows. ptxas sees no reason for that and moves a wait for
+ * products ahead of arithmetic, which then no longer runs under them. So x guards a store that never happens:
+ * x >= 0, or NaN. `address`: any of shared memory. */
+UPI_DEVICE void upi_computed_before(float x, uint32_t address)
+{
+    asm volatile("{\n"
+                 ".reg .pred never;\n"
+                 "setp.lt.f32 never, %0, 0f00000000;\n"
+                 "@never st.shared.f32 [%1], %0;\n"
+                 "}" ::"f"(x),
+                 "r"(address)
+                 : "memory");
+}
+
 /* ---- part of a block: 16 barriers that have numbers, 0 that of __syncthreads ---- */
 
 /* Waits until `threads` threads, whole warps, have come to either of these. */
@@ -279,6 +310,14 @@ UPIPE_API int upi_tensor_map_fits(upipe_view v)
     return v.n > 0 && v.n < INT32_MAX && v.h > 0 && (uintptr_t)v.data % 16 == 0 &&
            (v.n == 1 || (v.n_step > 0 && v.n_step < most && v.n_step % each == 0)) &&
            (v.h == 1 || (v.h_step > 0 && v.h_step < most && v.h_step % each == 0));
+}
+
+/* Why the device cannot run a kernel: `code` 0, or fewer bytes of shared memory than it needs; NULL if it
+ * can. */
+UPIPE_API const char *upi_cuda_hopper_missing(const upipe_cuda *device, int shared, int code)
+{
+    if (shared > device->shared_most) return "the device has too little shared memory for them";
+    return code ? NULL : "the program has no code for sm_90a";
 }
 
 /* The map of a view of bf16 or f32 that fits, in panels of `rows` rows, at most 256. */
