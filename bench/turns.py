@@ -106,7 +106,7 @@ def least(blocks, heads, causal):
 
 
 def main():
-    print('| tokens, heads, mask | hop, µs | ' + ' | '.join(WAYS) + ' | shifted |\n|---' * 1 + '|---' * (len(WAYS) + 2) + '|')
+    print('| tokens, heads, mask | hop, µs | ' + ' | '.join(WAYS) + ' | shifted |\n' + '|---' * (len(WAYS) + 3) + '|')
     for blocks, heads in ((128, 1), (128, 8), (128, 32), (256, 4)):
         for causal in (False, True):
             for hop in (1.0, 2.0, 3.0):
