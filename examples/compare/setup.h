@@ -131,6 +131,7 @@ static upipe_status method_dry_segments(method_rank *rank, upipe_dry *dry)
     upipe_fpdt_saved saved;
     upipe_grads grads;
     float *const none = (float *)dry->mem.slab; /* never touched */
+    float *const dout = none + 16;              /* likewise; it is not the forward's result */
     memset(&grads, 0, sizeof grads);
     grads.wq = grads.wk = grads.wv = none;
     grads.sinks = f.layer.mask.sinks != NULL ? none : NULL;
@@ -138,7 +139,7 @@ static upipe_status method_dry_segments(method_rank *rank, upipe_dry *dry)
     UPIPE_TRY(upipe_fpdt_fwd(&dry->ctx, &f, &saved, none));
     rank->planned.sent[SENT_TEAM][0] = dry->team.sent_bytes;
     rank->planned.sent[SENT_HOST][0] = saved.moved;
-    UPIPE_TRY(upipe_fpdt_bwd(&dry->ctx, &f, none, &grads, &saved, none, none));
+    UPIPE_TRY(upipe_fpdt_bwd(&dry->ctx, &f, none, &grads, &saved, dout, none));
     rank->planned.sent[SENT_TEAM][1] = dry->team.sent_bytes - rank->planned.sent[SENT_TEAM][0];
     rank->planned.sent[SENT_HOST][1] = saved.moved - rank->planned.sent[SENT_HOST][0];
     UPIPE_TRY(upipe_fpdt_free(&f, &saved, &dry->ctx.err));
