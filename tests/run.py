@@ -440,7 +440,7 @@ class Session:
                 continue
             job = self.setup_job(part)
             jobs.setdefault(job.name, job)
-        budget = ', '.join(f'{name} {value}' for name, value in BUDGETS[self.mode].items())
+        budget = ', '.join(f'{name} {os.environ.get(name, value)}' for name, value in BUDGETS[self.mode].items())
         self.runner.say(f'the {self.mode} run on {CORES} cores; {budget}')
         try:
             self.runner.go(list(jobs.values()), self.ended)
