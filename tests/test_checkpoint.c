@@ -422,7 +422,6 @@ static upipe_status team_body(void *user, int rank)
     c.ops = &ops;
     for (i = 0; i < r->again; ++i)
         CHECK_STATUS(llama_save(&c, dir, &s, &r->t->run, r->keep), UPIPE_OK, c.err);
-    CHECK(c.team->deadline == UPIPE_DEADLINE_DEFAULT);
     share_free(&s);
     if (r->fails < 0) return status;
     CHECK(status != UPIPE_OK);
@@ -438,6 +437,77 @@ static void team_go(team_run *r, const truth *t, int ranks, const char *path)
     CHECK_STATUS(upipe_threads_init(&r->team, ranks, 0, &err), UPIPE_OK, err);
     CHECK_STATUS(upipe_threads_run(&r->team, team_body, r, NULL, NULL), UPIPE_OK, r->errors[0]);
     upipe_threads_free(&r->team);
+}
+
+/* ---- a rank that writes for longer than the deadline, and one that stops ---- */
+
+typedef struct slow_team {
+    const truth *t;
+    upipe_threads team;
+    int naps;      /* of rank 1, before its first so many copies */
+    int64_t nap;   /* ns */
+    int64_t began; /* of the team, and how long rank 0 took */
+    int64_t took;
+    upipe_status status[2];
+    upipe_err err[2];
+} slow_team;
+
+static upipe_status slow_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
+{
+    slow_team *r = (slow_team *)c->user;
+    struct timespec t = {(time_t)(r->nap / 1000000000), (long)(r->nap % 1000000000)};
+    if (r->naps-- > 0) nanosleep(&t, NULL);
+    return ops.copy(c, dst, src, bytes);
+}
+
+static upipe_status slow_body(void *user, int rank)
+{
+    slow_team *r = (slow_team *)user;
+    upipe_ctx c = alone();
+    upipe_ops slow = ops;
+    llama_state s = share_state(r->t, 1, rank, 2);
+    slow.copy = slow_copy;
+    c.team = upipe_threads_comm(&r->team, rank);
+    if (rank == 1) c.ops = &slow, c.user = r;
+    r->status[rank] = llama_save(&c, dir, &s, &r->t->run, 0);
+    if (rank == 0) r->took = upipe_net_now() - r->began;
+    r->err[rank] = c.err;
+    share_free(&s);
+    return UPIPE_OK;
+}
+
+static void slow_go(slow_team *r, const truth *t, double deadline, int naps, int64_t nap)
+{
+    upipe_err err = no_err();
+    memset(r, 0, sizeof *r);
+    r->t = t;
+    r->naps = naps;
+    r->nap = nap;
+    CHECK_STATUS(upipe_threads_init(&r->team, 2, deadline, &err), UPIPE_OK, err);
+    r->began = upipe_net_now();
+    CHECK_STATUS(upipe_threads_run(&r->team, slow_body, r, NULL, NULL), UPIPE_OK, err);
+    upipe_threads_free(&r->team);
+}
+
+static void test_slow(void)
+{
+    slow_team r;
+    truth t;
+    truth_make(&t, UPIPE_F32, 0, 0, 11);
+    truth_fill(&t, 1, 1);
+    slow_go(&r, &t, 1, 15, 100000000);
+    CHECK_STATUS(r.status[0], UPIPE_OK, r.err[0]);
+    CHECK_STATUS(r.status[1], UPIPE_OK, r.err[1]);
+    CHECK(r.naps <= 0 && r.took >= 1500000000);
+    check_newest(&t, 1, 1);
+    clear(dir);
+    slow_go(&r, &t, 0.25, 1, 2000000000);
+    CHECK_STATUS(r.status[0], UPIPE_ERR_TIMEOUT, r.err[0]);
+    CHECK_TEXT(r.err[0].text, "rank 1");
+    CHECK(r.status[1] != UPIPE_OK);
+    CHECK_SAY(r.took < 2000000000, "%lld ns", (long long)r.took);
+    truth_free(&t);
+    clear(dir);
 }
 
 /* ---- the same bits ---- */
@@ -1392,6 +1462,7 @@ int main(void)
     test_layout();
     test_config();
     test_bits();
+    test_slow();
     test_keep();
     test_rounding();
     test_models();

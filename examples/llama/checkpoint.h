@@ -24,6 +24,7 @@
 #ifndef LLAMA_CHECKPOINT_H
 #define LLAMA_CHECKPOINT_H
 
+#include "../../upipe/net/upipe_net_clock.h"
 #include "../../upipe/upipe_comm.h"
 #include "../../upipe/upipe_ops.h"
 #include "checkpoint_folder.h"
@@ -35,7 +36,7 @@ enum {
     LLAMA_INDEX_MAX = 64 << 20, /* bytes of a model.safetensors.index.json */
     LLAMA_PARTS_MAX = 4096,     /* files of a model */
     LLAMA_RANKS_MAX = 1024,     /* of a team that saves */
-    LLAMA_SAVE_DEADLINE = 1200, /* seconds that a rank may write longer than another */
+    LLAMA_SAVE_BEATS = 4,       /* a rank that writes says so this often within the deadline, at least */
     LLAMA_CHECKPOINT_VERSION = 1
 };
 
@@ -178,7 +179,8 @@ typedef struct llama_save_work {
     void *host; /* [LLAMA_CHUNK] bytes */
     st_writer model, optimizer;
     char tmp[LLAMA_PATH], whole[LLAMA_PATH], old[LLAMA_PATH];
-    int64_t all[LLAMA_RANKS_MAX];
+    int64_t all[LLAMA_RANKS_MAX]; /* LLAMA_SAVE_BUSY, ... */
+    int64_t met;                  /* when the ranks last met, ns */
 } llama_save_work;
 
 static int llama_add_tensor(st_writer *w, const char *prefix, const llama_tensor *t, st_dtype dtype,
@@ -301,6 +303,27 @@ static int llama_finite(const void *data, int64_t n, size_t size)
     return 1;
 }
 
+enum { LLAMA_SAVE_BUSY, LLAMA_SAVE_DONE, LLAMA_SAVE_BAD };
+
+/* What every rank is at, to s->all. */
+static int llama_save_meet(llama_save_work *s, int64_t mine)
+{
+    s->met = upipe_net_now();
+    return upipe_comm_all_gather(s->c, s->c->team, s->all, &mine, 1) == UPIPE_OK ? 0 : -1;
+}
+
+/* After each chunk: now and then the others hear that this rank still writes. What it wrote so far is brought to the
+ * disk, so that no wait for that is much longer than a beat. */
+static int llama_save_beat(llama_save_work *s)
+{
+    const upipe_comm *team = s->c->team;
+    if (team == NULL || (double)(upipe_net_now() - s->met) < team->deadline / LLAMA_SAVE_BEATS * 1e9)
+        return 0;
+    if (fsync(s->model.fd) != 0 || fsync(s->optimizer.fd) != 0)
+        return llama_config_fail(&s->c->err, s->tmp, "cannot be brought to the disk: %s", strerror(errno));
+    return llama_save_meet(s, LLAMA_SAVE_BUSY);
+}
+
 /* Writes this rank's slices of a group, from an array that holds its whole or this rank's shard of it; tensor i of the
  * layout is the file's number from + i. */
 static int llama_save_slices(llama_save_work *s, st_writer *w, int from, int group, const void *data,
@@ -324,7 +347,7 @@ static int llama_save_slices(llama_save_work *s, st_writer *w, int from, int gro
             if (!llama_finite(s->host, n, size))
                 return llama_config_fail(&s->c->err, s->whole, "%s is not finite, and is not saved",
                                          w->entries[from + i].name);
-            if (st_pwrite(w, from + i, at - t->at, n, s->host, &s->c->err)) return -1;
+            if (st_pwrite(w, from + i, at - t->at, n, s->host, &s->c->err) || llama_save_beat(s)) return -1;
         }
     }
     return 0;
@@ -406,20 +429,24 @@ static int llama_save_commit(llama_save_work *s, int keep)
     return bad;
 }
 
-/* Tells all ranks whether one of them has failed; no rank continues before all have called it. */
+/* Tells all ranks whether one of them has failed; no rank continues before all have called it. Meanwhile those that
+ * write are met at their beats. */
 static int llama_save_agree(llama_save_work *s, int bad)
 {
     upipe_comm *team = s->c->team;
     upipe_err own = s->c->err;
-    int64_t mine = bad != 0;
-    int r;
+    int r = 0;
     if (team == NULL) return bad;
-    if (upipe_comm_all_gather(s->c, team, s->all, &mine, 1) != UPIPE_OK) {
-        if (bad) s->c->err = own;
-        return -1;
+    while (r < team->ranks) {
+        if (llama_save_meet(s, bad ? LLAMA_SAVE_BAD : LLAMA_SAVE_DONE)) {
+            if (bad) s->c->err = own;
+            return -1;
+        }
+        for (r = 0; r < team->ranks && s->all[r] != LLAMA_SAVE_BUSY; ++r) {
+        }
     }
     for (r = 0; r < team->ranks && !bad; ++r) {
-        if (!s->all[r]) continue;
+        if (s->all[r] != LLAMA_SAVE_BAD) continue;
         upipe_fail(&s->c->err, UPIPE_ERR_ABORTED, "%s: rank %d of %d could not write", s->whole, r,
                    team->ranks);
         bad = -1;
@@ -436,7 +463,8 @@ static int llama_save_agree(llama_save_work *s, int bad)
  * the sentence is in c->err, with the reason on the rank that failed; the others return ABORTED. Checkpoints
  * that were there are whole, and the team is as good as before unless a rank did not come.
  *
- * Ranks wait for each other for LLAMA_SAVE_DEADLINE seconds, or the team's deadline if that is longer.
+ * A rank that writes for long tells the others: one that is gone is missed within the team's deadline. A chunk and a
+ * beat's bytes must reach the disk within it.
  */
 __attribute__((unused)) static upipe_status llama_save(upipe_ctx *c, const char *dir,
                                                        const llama_state *state, const llama_run *run,
@@ -445,7 +473,6 @@ __attribute__((unused)) static upipe_status llama_save(upipe_ctx *c, const char 
     const int rank = state->zero[LLAMA_WEIGHTS].rank, ranks = state->zero[LLAMA_WEIGHTS].ranks;
     llama_save_work *s;
     upipe_err ignored;
-    double deadline = 0;
     int bad;
     if (c->team != NULL ? c->team->rank != rank || c->team->ranks != ranks || ranks > LLAMA_RANKS_MAX
                         : ranks != 1)
@@ -463,10 +490,7 @@ __attribute__((unused)) static upipe_status llama_save(upipe_ctx *c, const char 
     s->dir = dir;
     st_writer_init(&s->model);
     st_writer_init(&s->optimizer);
-    if (c->team != NULL) {
-        deadline = c->team->deadline;
-        if (deadline < LLAMA_SAVE_DEADLINE) c->team->deadline = LLAMA_SAVE_DEADLINE;
-    }
+    s->met = upipe_net_now();
     bad = llama_save_prepare(s);
     if (!bad && rank == 0) bad = llama_save_begin(s);
     bad = llama_save_agree(s, bad);
@@ -479,7 +503,6 @@ __attribute__((unused)) static upipe_status llama_save(upipe_ctx *c, const char 
         if (rank == 0) bad = llama_save_commit(s, keep);
         bad = llama_save_agree(s, bad);
     }
-    if (c->team != NULL) c->team->deadline = deadline;
     st_writer_free(&s->model);
     st_writer_free(&s->optimizer);
     if (bad && rank == 0) llama_remove(s->tmp, &ignored);

@@ -22,7 +22,7 @@ TRAIN, TRAIN_MPI = (os.path.abspath(program) for program in sys.argv[2:4])
 FULL = bool(os.environ.get('UPIPE_FULL'))
 MODEL = '--layers 2 --model-dim 64 --heads 8 --kv-heads 4 --tokens 128'.split()
 # method and its flags, processes
-SHORT = [('upipe', [], 2), ('upipe', ['--chunk', '4'], 4), ('usp', [], 4), ('upipe-fpdt', ['--segments', '2'], 2)]
+SHORT = [('upipe', ['--chunk', '4'], 4), ('usp', ['--zero', '3'], 4), ('upipe-fpdt', ['--segments', '2'], 2)]
 ALL = [(name, [], 4) for name in ('ulysses', 'upipe', 'upipe-naive', 'ring', 'zigzag', 'stripe', 'allgather', 'usp',
                                   'upipe-ring', 'double-ring', 'fpdt', 'upipe-fpdt')]
 LONG = SHORT + ALL + [('upipe-ring', ['--ring', '2'], 8), ('upipe', [], 8), ('double-ring', ['--inner', '4'], 8)]
@@ -162,6 +162,10 @@ def alive(pid):
         return False
 
 
+def saving(folder):
+    return any(name.endswith('.tmp') for name in os.listdir(folder))
+
+
 def test_loss(folder, number, what, draw, reference):
     """A rank is killed or stopped at some instant of training and saving; the others end, and what is saved is whole."""
     saved = os.path.join(folder, f'loss{number}')
@@ -173,6 +177,8 @@ def test_loss(folder, number, what, draw, reference):
         while newest(saved) == 0 and job.poll() is None and time.monotonic() < start + 60:
             time.sleep(0.01)
         time.sleep(draw.random() * 0.3)
+        while number // 2 % 2 == 0 and not saving(saved) and job.poll() is None:
+            pass
         ranks = ranks_of(job)
         check(len(ranks) == 4, f'{len(ranks)} ranks of 4 run')
         victim = draw.choice(ranks)
@@ -204,10 +210,31 @@ def test_loss(folder, number, what, draw, reference):
             check(json.load(file)['loss'] == [reference[step]], f'{name}: step {step + 1} has another loss')
 
 
+def test_signal(folder):
+    """A signal that the launcher passes on ends all ranks after the same step, with a checkpoint."""
+    saved = os.path.join(folder, 'signalled')
+    words = command(2, '--transport', 'mpi', *MODEL, '--steps', '100000', '--sample', '0', '--save', saved, '--progress')
+    with tempfile.TemporaryFile() as said:
+        job = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=said, start_new_session=True)
+        start = time.monotonic()
+        while len(ranks_of(job)) < 2 and time.monotonic() < start + 60:
+            time.sleep(0.05)
+        while os.fstat(said.fileno()).st_size == 0 and time.monotonic() < start + 60:
+            time.sleep(0.05)
+        job.send_signal(signal.SIGUSR1)
+        job.communicate(timeout=SECONDS)
+        said.seek(0)
+        text = said.read().decode(errors='replace')
+    ended = [line for line in own(text) if 'ended by a signal' in line]
+    steps = re.findall(r'^step (\d+)/', text, re.M)
+    check(job.returncode != 0 and len(ended) == 1, f'after SIGUSR1 {job.returncode}: {text[-1000:]}')
+    check(steps and newest(saved) == int(steps[-1]), f'{newest(saved)} is saved, the last step is {steps[-1:]}')
+
+
 def test_losses(folder):
     draw = random.Random(int(os.environ.get('UPIPE_SEED', '1')))
     path = os.path.join(folder, 'reference.json')
-    run([TRAIN, *MODEL, '--ranks', '4', '--steps', '400', '--lr', '1e-3', '--min-lr', '1e-3', '--warmup', '0', '--json', path])
+    run([TRAIN, *MODEL, '--ranks', '4', '--steps', '200', '--lr', '1e-3', '--min-lr', '1e-3', '--warmup', '0', '--json', path])
     with open(path, encoding='utf-8') as file:
         reference = json.load(file)['loss']
     until = time.monotonic() + float(os.environ.get('UPIPE_WORLD_SECONDS', '60' if FULL else '0'))
@@ -224,6 +251,7 @@ def main():
             test_same(folder, *case)
         test_voice(folder)
         if is_open_mpi(MPIRUN):
+            test_signal(folder)
             test_losses(folder)
     print(f'world: {checks} checks, {failures} failed')
     return 1 if failures or not checks else 0
