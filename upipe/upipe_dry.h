@@ -19,6 +19,14 @@
 
 enum { UPIPE_DRY_RANKS_MAX = 512, UPIPE_DRY_BLOCKS_MAX = 1024, UPIPE_DRY_HOST_BLOCKS_MAX = 16 };
 
+/* What the calls of compute would have done: FLOPs, a multiplication and an addition each, of products, and of
+ * attention over the keys that its mask shows (forward 4, backward 10 a query, key and element of head_dim). */
+typedef struct upipe_dry_work {
+    double products, attn_fwd, attn_bwd;
+    double merged; /* bytes: f32 results that a call reads and writes again */
+    int64_t attn_calls;
+} upipe_dry_work;
+
 typedef struct upipe_dry {
     upipe_ctx ctx;
     upipe_mem mem, host; /* the device's memory, and the host's behind it */
@@ -30,6 +38,7 @@ typedef struct upipe_dry {
     int64_t gathered[(int)UPIPE_DRY_RANKS_MAX * (int)UPIPE_ALL_GATHER_MAX],
         ring_gathered[(int)UPIPE_DRY_RANKS_MAX * (int)UPIPE_ALL_GATHER_MAX];
     size_t intermediate_fwd; /* as in upipe_bytes */
+    upipe_dry_work work;
 } upipe_dry;
 
 UPIPE_API upipe_status upi_dry_sync(upipe_ctx *c)
@@ -56,10 +65,40 @@ UPIPE_API upipe_status upi_dry_cast(upipe_ctx *c, upipe_view dst, upipe_view src
     return UPIPE_OK;
 }
 
+/* Where a dry context's work is counted: its table lies in the upipe_dry. */
+UPIPE_API upipe_dry_work *upi_dry_work_of(const upipe_ctx *c)
+{
+    return &((upipe_dry *)((uintptr_t)c->ops - offsetof(upipe_dry, ops)))->work;
+}
+
+/* The sum over i < n of i + ahead + 1, each at least 0 and at most `most`. */
+UPIPE_API double upi_dry_ramp(int64_t n, int64_t ahead, int64_t most)
+{
+    const int64_t first = upi_between(-ahead, 0, n), full = upi_between(most - ahead - 1, first, n);
+    const double rising = (double)(full - first);
+    return rising * ((double)(first + ahead + 1) + (double)(full + ahead)) / 2 +
+           (double)(n - full) * (double)most;
+}
+
+/* Pairs of a query row and a key that it sees, of one head; a mask with cu_seqlens counts as without. */
+UPIPE_API double upi_dry_pairs(const upipe_attn *a)
+{
+    const int64_t step = a->pos_step > 0 ? a->pos_step : 1;
+    const double all =
+        a->mask.causal ? upi_dry_ramp(a->q.n, upi_attn_ahead(a), a->k.n) : (double)a->q.n * (double)a->k.n;
+    if (a->mask.window < 1) return all;
+    return all -
+           upi_dry_ramp(a->q.n, -upi_floor_div(a->mask.window - 1 - (a->q_pos - a->k_pos), step) - 1, a->k.n);
+}
+
 UPIPE_API upipe_status upi_dry_gemm(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags,
                                     void *work, size_t work_bytes)
 {
     size_t need = c->ops->gemm_bytes(c->ops, out, a, b, flags);
+    const int32_t count = a.h > b.h ? a.h : b.h;
+    upi_dry_work_of(c)->products += 2.0 * (double)out.n * (double)out.d *
+                                    (double)(count > out.h ? count : out.h) *
+                                    (double)(flags & UPIPE_GEMM_TRANS_A ? a.n : a.d);
     (void)work;
     if (work_bytes < need)
         return upipe_fail(
@@ -73,13 +112,19 @@ UPIPE_API upipe_status upi_dry_gemm(upipe_ctx *c, upipe_view out, upipe_view a, 
 
 UPIPE_API upipe_status upi_dry_attn_fwd(upipe_ctx *c, const upipe_attn *a)
 {
-    (void)c, (void)a;
+    upipe_dry_work *w = upi_dry_work_of(c);
+    if (a->merge) w->merged += 8.0 * (double)a->q.n * a->q.h * a->v.d;
+    w->attn_fwd += 2.0 * upi_dry_pairs(a) * a->q.h * ((double)a->q.d + a->v.d);
+    ++w->attn_calls;
     return UPIPE_OK;
 }
 
 UPIPE_API upipe_status upi_dry_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
 {
-    (void)c, (void)g;
+    upipe_dry_work *w = upi_dry_work_of(c);
+    if (g->a.merge) w->merged += 8.0 * (double)g->a.q.n * g->a.q.h * g->a.q.d;
+    w->attn_bwd += upi_dry_pairs(&g->a) * g->a.q.h * (6.0 * g->a.q.d + 4.0 * g->a.v.d);
+    ++w->attn_calls;
     return UPIPE_OK;
 }
 

@@ -31,6 +31,7 @@
 #include "upipe/upipe.h"
 
 #include "json.h"
+#include "number.h"
 
 #ifndef PROGRAM
 #error "define PROGRAM, the name in sentences, before this"
@@ -147,18 +148,35 @@ static inline int cli_reason(const upipe_status *statuses, int ranks, upipe_stat
 
 /* ---- values ---- */
 
-/* A whole number in plain decimals. */
-static inline int cli_number(const char *flag, const char *text, int64_t least, int64_t most, int64_t *out)
+/* A whole number: 1024, 1e6; of tokens also 128k, 5M. */
+static inline int cli_whole(const char *flag, const char *text, int tokens, int64_t least, int64_t most,
+                            int64_t *out)
 {
-    char *end = NULL;
-    long long value;
-    errno = 0;
-    value = strtoll(text, &end, 10);
-    if (text[0] < '0' || text[0] > '9' || *end != '\0' || errno != 0 || value < least || value > most)
+    int64_t value;
+    if (number_whole(text, tokens, &value) != 0 || value < least || value > most)
         return cli_refuse("--%s wants a whole number from %lld to %lld, not '%s'", flag, (long long)least,
                           (long long)most, text);
     *out = value;
     return 0;
+}
+
+static inline int cli_number(const char *flag, const char *text, int64_t least, int64_t most, int64_t *out)
+{
+    return cli_whole(flag, text, 0, least, most, out);
+}
+
+/* A number of tokens. */
+static inline int cli_tokens(const char *flag, const char *text, int64_t most, int64_t *out)
+{
+    return cli_whole(flag, text, 1, 1, most, out);
+}
+
+/* Bytes, which have a unit: 64KiB, 80GB. */
+static inline int cli_bytes(const char *flag, const char *text, int64_t *out)
+{
+    if (number_bytes(text, out) == 0) return 0;
+    return cli_refuse("--%s wants a size with its unit (64KiB, 80GB, 1.9TiB; GB is not GiB), not '%s'", flag,
+                      text);
 }
 
 /* A whole number from 1. */

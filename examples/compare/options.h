@@ -211,11 +211,11 @@ static int options_flag(void *user, int flag, const char *text)
     case FLAG_MODEL_DIM:
         return cli_number(name, text, 1, INT32_MAX, &o->model_dim);
     case FLAG_TOKENS:
-        return cli_number(name, text, 1, INT64_MAX, &o->tokens);
+        return cli_tokens(name, text, INT64_MAX, &o->tokens);
     case FLAG_BATCH:
         return cli_number(name, text, 1, INT64_MAX, &o->batch);
     case FLAG_WINDOW:
-        return cli_number(name, text, 1, INT64_MAX, &o->window);
+        return cli_tokens(name, text, INT64_MAX, &o->window);
     case FLAG_SOFTCAP:
         return cli_real(name, text, 1e-3, 1e6, &o->softcap);
     case FLAG_SEED:

@@ -37,8 +37,10 @@ typedef struct memory_plan {
     size_t peak;                /* the largest of them */
     size_t host;                /* the second pool */
     size_t at_peak[MEMORY_PARTS], largest[MEMORY_PARTS];
-    size_t need, host_need; /* slabs */
-    int64_t sent, moved;    /* to other ranks, and between the pools, in the step */
+    size_t need, host_need;       /* slabs */
+    int64_t sent, moved;          /* to other ranks, and between the pools, in the step */
+    int64_t sent_team, sent_ring; /* of them: the all-to-all, and round the ring */
+    upipe_dry_work work;
     int blocks_max;
     int64_t events_max;
 } memory_plan;
@@ -123,6 +125,9 @@ static upipe_status memory_life(memory_dry *d, trainer *t, memory_then *then, vo
     plan->host = d->host.peak;
     plan->events_max = mem->events_lost; /* a trace ends with the step */
     plan->sent = d->world.sent_bytes + d->dry.team.sent_bytes + d->dry.ring.sent_bytes;
+    plan->sent_team = d->dry.team.sent_bytes;
+    plan->sent_ring = d->dry.ring.sent_bytes;
+    plan->work = d->dry.work;
     plan->moved = t->r.kept.moved;
     if (then != NULL) UPIPE_TRY(then(t, user));
     return trainer_free_block(t);

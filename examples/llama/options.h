@@ -274,7 +274,7 @@ static int options_flag(void *user, int flag, const char *text)
     case FLAG_WINDOW:
         return options_model(&o->config, flag, name, text);
     case FLAG_TOKENS:
-        return options_whole(name, text, &o->tokens);
+        return cli_tokens(name, text, limit_whole_of(name)->most, &o->tokens);
     case FLAG_BATCH:
         return options_whole(name, text, &o->batch);
     case FLAG_STEPS:

@@ -1,0 +1,125 @@
+/* estimate.h -- what a plan comes to: bytes of the largest rank and the fullest node, and an estimate of the time
+ *
+ * Filled by exact.h, from the trainer's own code, and by titan.h, from the paper's setting. Bytes and FLOPs are counted;
+ * seconds are an estimate, as good as the rates of the machine file.
+ */
+#ifndef PLAN_ESTIMATE_H
+#define PLAN_ESTIMATE_H
+
+#include "../llama/activations_flag.h"
+#include "../llama/plans.h"
+#include "machine.h"
+
+/* What is to be planned. */
+typedef struct setting {
+    const llama_config *config;
+    method_choice how; /* segments, chunk: 0 for the default */
+    activations_setting activations;
+    int64_t tokens, batch;
+    upipe_dtype dtype;
+    size_t tile_bytes;
+} setting;
+
+enum { ESTIMATE_PARTS = 24, ESTIMATE_WHY = 256 };
+
+/* A phase, or a component: its bytes at the peak. */
+typedef struct estimate_part {
+    const char *name;
+    double bytes;
+} estimate_part;
+
+/* Shares of a step, in the order of the paper's runtime table. */
+enum {
+    SHARE_A2A,
+    SHARE_ATTN_FWD,
+    SHARE_ATTN_BWD,
+    SHARE_DENSE,
+    SHARE_RING,
+    SHARE_HOST,
+    SHARE_STATES,
+    SHARE_OTHER,
+    SHARES
+};
+
+static const char *const share_names[SHARES] = {
+    "all_to_all", "attention_forward", "attention_backward", "dense", "ring", "host_link", "states", "other"};
+
+/* What a rank does in a step: FLOPs and bytes. */
+typedef struct estimate_work {
+    double attn_fwd, attn_bwd, products;
+    double team, ring, states; /* sent */
+    double moved, waited;      /* between device and host: beside kernels, and while they wait */
+    int wait_rate;             /* of the latter: MACHINE_HOST or MACHINE_SEGMENTS */
+    double merged;             /* read and written to merge a ring's partial results */
+    double stages;             /* passes through a stage beyond the first of a layer */
+} estimate_work;
+
+typedef struct estimate {
+    char why[ESTIMATE_WHY]; /* not empty: this is no setting, and nothing else is filled in */
+    int rank;               /* the largest */
+    double gpu, host;       /* bytes of it and of the fullest node */
+    double live;            /* of gpu, without alignment and holes */
+    estimate_part phase[ESTIMATE_PARTS], part[ESTIMATE_PARTS];
+    int phases, parts;
+    estimate_work work;
+    double seconds, share[SHARES];
+} estimate;
+
+static inline void estimate_phase(estimate *e, const char *name, double bytes)
+{
+    e->phase[e->phases].name = name;
+    e->phase[e->phases++].bytes = bytes;
+}
+
+static inline void estimate_add(estimate *e, const char *name, double bytes)
+{
+    e->part[e->parts].name = name;
+    e->part[e->parts++].bytes = bytes;
+}
+
+/* How long the work takes on this machine, of `team` ranks that trade heads, of `ranks`. */
+static inline void estimate_time(estimate *e, const machine *m, int ranks, int team, int64_t layers)
+{
+    const estimate_work *w = &e->work;
+    const double *rate = m->rate;
+    const int nodes = ranks > m->ranks_node;
+    const double away = team > m->ranks_node ? (double)(team - m->ranks_node) / (team - 1) : 0;
+    const double beside = rate[nodes ? MACHINE_RING_NODES : MACHINE_RING];
+    double compute, attn;
+    int k;
+    e->share[SHARE_ATTN_FWD] = w->attn_fwd / rate[MACHINE_ATTN_FWD];
+    e->share[SHARE_ATTN_BWD] = w->attn_bwd / rate[MACHINE_ATTN_BWD];
+    e->share[SHARE_DENSE] = w->products / rate[MACHINE_DENSE];
+    attn = e->share[SHARE_ATTN_FWD] + e->share[SHARE_ATTN_BWD];
+    compute = attn + e->share[SHARE_DENSE];
+    e->share[SHARE_A2A] = w->team * ((1 - away) / rate[MACHINE_A2A] + away / rate[MACHINE_A2A_NODES]);
+    /* what runs beside the kernels takes what it takes longer than they */
+    e->share[SHARE_RING] = fmax(0, w->ring / beside - attn) + w->merged / rate[MACHINE_MERGE];
+    e->share[SHARE_STATES] = fmax(0, w->states / beside - compute);
+    e->share[SHARE_HOST] = fmax(0, w->moved / rate[MACHINE_HOST] - compute) + w->waited / rate[w->wait_rate];
+    e->share[SHARE_OTHER] = (double)layers * rate[MACHINE_LAYER] + w->stages * rate[MACHINE_STAGE];
+    for (k = 0, e->seconds = 0; k < SHARES; ++k) e->seconds += e->share[k];
+}
+
+/* ---- against the machine ---- */
+
+/* gpu_over, host_over: bytes missing; below 0 they are left */
+typedef struct verdict {
+    int fits;
+    const char *binding; /* the resource that is the fullest, as a part of what there is */
+    double gpu_limit, host_limit, gpu_over, host_over;
+} verdict;
+
+static inline verdict estimate_verdict(const estimate *e, const machine *m)
+{
+    verdict v;
+    v.gpu_limit = (double)(m->gpu - m->reserve);
+    v.host_limit = (double)m->host;
+    v.gpu_over = m->gpu > 0 ? e->gpu - v.gpu_limit : -1;
+    v.host_over = e->host - v.host_limit;
+    v.fits = v.gpu_over <= 0 && v.host_over <= 0;
+    v.binding = m->gpu > 0 && e->gpu / v.gpu_limit >= e->host / v.host_limit ? "gpu" : "host";
+    return v;
+}
+
+#endif

@@ -1,0 +1,240 @@
+/* machine.h -- what a machine has and how fast it is: presets, and files that say the same
+ *
+ *     machine m;
+ *     machine_find(&m, "h100x8");        a preset, or the path of a file that machine_write wrote
+ *
+ * A file is a JSON object: "name", "base" (a preset for what is not said), "ranks", "ranks_per_node", "gpu_memory",
+ * "gpu_reserve", "host_memory" (sizes with their units), and under "rates" for each name below a number, or an object
+ * {"value": number, "origin": "where it is from"}. Rates are those that a program reaches, not those of data sheets.
+ */
+#ifndef PLAN_MACHINE_H
+#define PLAN_MACHINE_H
+
+#include "../common/cli.h"
+#include "../common/json.h"
+#include "../llama/config.h"
+#include "upipe/net/upipe_net_threads.h"
+
+/* machine_rate -- FLOP/s, bytes/s and seconds of one rank
+ *   ATTN_FWD ATTN_BWD DENSE   of attention's kernels and of other products
+ *   A2A A2A_NODES    all-to-all within a node, and what of it leaves the node
+ *   RING RING_NODES  keys and values to a neighbour, within a node and beyond; sums of gradients too
+ *   HOST             copies between device and host that run beside the kernels
+ *   SEGMENTS         the same where the kernels wait for them: segments of the sequence
+ *   MERGE            partial results of a ring's steps, through the device's memory
+ *   STAGE            seconds of starting a stage, one pass;  LAYER  of starting a layer's kernels, all passes
+ *   NATIVE           attention of PyTorch's own ring, as a part of ATTN_FWD and ATTN_BWD
+ */
+enum {
+    MACHINE_ATTN_FWD,
+    MACHINE_ATTN_BWD,
+    MACHINE_DENSE,
+    MACHINE_A2A,
+    MACHINE_A2A_NODES,
+    MACHINE_RING,
+    MACHINE_RING_NODES,
+    MACHINE_HOST,
+    MACHINE_SEGMENTS,
+    MACHINE_MERGE,
+    MACHINE_STAGE,
+    MACHINE_LAYER,
+    MACHINE_NATIVE,
+    MACHINE_RATES
+};
+
+static const char *const machine_rate_names[MACHINE_RATES] = {"attention_forward_flops",
+                                                              "attention_backward_flops",
+                                                              "dense_flops",
+                                                              "all_to_all_bytes",
+                                                              "all_to_all_bytes_nodes",
+                                                              "ring_bytes",
+                                                              "ring_bytes_nodes",
+                                                              "host_link_bytes",
+                                                              "segments_link_bytes",
+                                                              "ring_merge_bytes",
+                                                              "stage_seconds",
+                                                              "layer_seconds",
+                                                              "native_ring_attention_part"};
+
+enum { MACHINE_ORIGIN = 128 };
+
+typedef struct machine {
+    char name[64];
+    int ranks, ranks_node;
+    int64_t gpu, reserve; /* bytes of a rank's device, 0: it shares the host's; of these not for tensors */
+    int64_t host;         /* bytes of a node */
+    double rate[MACHINE_RATES];
+    char origin[MACHINE_RATES][MACHINE_ORIGIN];
+} machine;
+
+#define MACHINE_GIB  (INT64_C(1) << 30)
+#define MACHINE_FIT  "fitted on the paper's Llama3-8B rows of 8 GPUs"
+#define MACHINE_LINK "400 Gbit/s a GPU, the paper's section 5.1"
+
+/* The paper's machine. Its fitted rates are those that keep the largest relative error of the 31 cells of tokens a
+ * second smallest; they hold all that a training of its time lost. */
+static const struct {
+    double value;
+    const char *origin;
+} machine_h100[MACHINE_RATES] = {{664e12, MACHINE_FIT " (its runtime table: 651 to 713e12)"},
+                                 {593e12, MACHINE_FIT " (its runtime table: 586 to 613e12)"},
+                                 {438e12, MACHINE_FIT},
+                                 {69.5e9, MACHINE_FIT ", waiting for other ranks included"},
+                                 {50e9, MACHINE_LINK},
+                                 {300e9, "of 450 GB/s of NVLink one way, assumed"},
+                                 {50e9, MACHINE_LINK},
+                                 {25e9, "half of PCIe 5.0 x16, assumed"},
+                                 {5.45e9, MACHINE_FIT ": FPDT's"},
+                                 {390e9, MACHINE_FIT ": those of Ring"},
+                                 {0.36e-3, MACHINE_FIT ": UPipe's against Ulysses'"},
+                                 {16.4e-3, MACHINE_FIT},
+                                 {0.525, MACHINE_FIT ": those of Native PyTorch"}};
+
+static const struct {
+    const char *name;
+    int ranks, ranks_node;
+    int64_t gpu, host;
+    double speed, link; /* against an H100 */
+    const char *why;
+} machine_presets[] = {{"h100x8", 8, 8, 80, 1945, 1, 1, NULL}, /* 1.9 TiB a node, the paper's section 5.1 */
+                       {"h100x16", 16, 8, 80, 1945, 1, 1, NULL},
+                       {"h100x32", 32, 8, 80, 1945, 1, 1, NULL},
+                       {"h200x8", 8, 8, 131, 1945, 1, 1, "as h100x8: the same processor"},
+                       {"a100x8", 8, 8, 80, 1024, 312.0 / 989, 0.5,
+                        "h100x8's, by the ratio of the data sheets' bf16 rates or links"},
+                       {"cpu", 8, 8, 0, 0, 60e9 / 664e12, 0.1, "assumed; --calibrate measures"}};
+
+enum { MACHINE_PRESETS = sizeof machine_presets / sizeof *machine_presets };
+
+static inline int machine_preset(machine *m, const char *name)
+{
+    int i = 0, k;
+    while (i < MACHINE_PRESETS && strcmp(name, machine_presets[i].name) != 0) ++i;
+    if (i == MACHINE_PRESETS) return -1;
+    memset(m, 0, sizeof *m);
+    snprintf(m->name, sizeof m->name, "%s", name);
+    m->ranks = machine_presets[i].ranks;
+    m->ranks_node = machine_presets[i].ranks_node;
+    m->gpu = machine_presets[i].gpu * MACHINE_GIB;
+    m->reserve = m->gpu > 0 ? 5 * MACHINE_GIB : 0; /* context, NCCL, fragmentation */
+    m->host = m->gpu > 0 ? machine_presets[i].host * MACHINE_GIB : (int64_t)cli_memory();
+    for (k = 0; k < MACHINE_RATES; ++k) {
+        const double factor = k <= MACHINE_DENSE   ? machine_presets[i].speed
+                              : k <= MACHINE_MERGE ? machine_presets[i].link
+                                                   : 1;
+        m->rate[k] = machine_h100[k].value * factor;
+        snprintf(m->origin[k], MACHINE_ORIGIN, "%s",
+                 machine_presets[i].why != NULL ? machine_presets[i].why : machine_h100[k].origin);
+    }
+    return 0;
+}
+
+static inline int machine_size(const char *path, const json_t *root, const char *key, int64_t *out)
+{
+    const json_t *j = json_object_get(root, key);
+    if (j == NULL) return 0;
+    if (json_is_string(j) && number_bytes(json_string_value(j), out) == 0) return 0;
+    return cli_refuse("%s: %s wants a size with its unit, like \"80GiB\"", path, key);
+}
+
+static inline int machine_count(const char *path, const json_t *root, const char *key, int *out)
+{
+    const json_t *j = json_object_get(root, key);
+    if (j == NULL) return 0;
+    if (json_is_integer(j) && json_integer_value(j) >= 1 && json_integer_value(j) <= UPIPE_THREADS_MAX) {
+        *out = (int)json_integer_value(j);
+        return 0;
+    }
+    return cli_refuse("%s: %s wants a whole number from 1 to %d", path, key, UPIPE_THREADS_MAX);
+}
+
+static inline int machine_rates(machine *m, const char *path, json_t *rates)
+{
+    const char *key;
+    json_t *j;
+    json_object_foreach(rates, key, j)
+    {
+        const json_t *value = json_is_object(j) ? json_object_get(j, "value") : j;
+        const char *origin = json_string_value(json_object_get(j, "origin"));
+        int k = 0;
+        while (k < MACHINE_RATES && strcmp(key, machine_rate_names[k]) != 0) ++k;
+        if (k == MACHINE_RATES) return cli_refuse("%s: there is no rate %s", path, key);
+        if (!json_is_number(value) || !(json_number_value(value) > 0))
+            return cli_refuse("%s: %s wants a number above 0", path, key);
+        m->rate[k] = json_number_value(value);
+        snprintf(m->origin[k], MACHINE_ORIGIN, "%s", origin != NULL ? origin : path);
+    }
+    return 0;
+}
+
+static inline int machine_read(machine *m, const char *path, json_t *root)
+{
+    static const char *const known[] = {"name",       "base",        "ranks",       "ranks_per_node",
+                                        "gpu_memory", "gpu_reserve", "host_memory", "rates"};
+    const char *base = json_string_value(json_object_get(root, "base")), *key;
+    const char *name = json_string_value(json_object_get(root, "name"));
+    json_t *rates = json_object_get(root, "rates"), *j;
+    int status;
+    size_t i;
+    if (machine_preset(m, base != NULL ? base : "h100x8") != 0)
+        return cli_refuse("%s: base %s is no preset", path, base);
+    json_object_foreach(root, key, j)
+    {
+        for (i = 0; i < sizeof known / sizeof *known && strcmp(known[i], key) != 0; ++i) {
+        }
+        if (i == sizeof known / sizeof *known)
+            return cli_refuse("%s: there is no %s in a machine file", path, key);
+    }
+    snprintf(m->name, sizeof m->name, "%s", name != NULL ? name : path);
+    if ((status = machine_count(path, root, "ranks", &m->ranks)) != 0 ||
+        (status = machine_count(path, root, "ranks_per_node", &m->ranks_node)) != 0 ||
+        (status = machine_size(path, root, "gpu_memory", &m->gpu)) != 0 ||
+        (status = machine_size(path, root, "gpu_reserve", &m->reserve)) != 0 ||
+        (status = machine_size(path, root, "host_memory", &m->host)) != 0)
+        return status;
+    if (rates != NULL && !json_is_object(rates)) return cli_refuse("%s: rates is no object", path);
+    return rates != NULL ? machine_rates(m, path, rates) : 0;
+}
+
+/* machine_find -- 0, or as a flag's reader */
+static inline int machine_find(machine *m, const char *name)
+{
+    char why[JSON_LOAD_WHY], *text;
+    upipe_err e;
+    size_t bytes;
+    json_t *root;
+    int status;
+    if (machine_preset(m, name) == 0) return 0;
+    if (access(name, F_OK) != 0)
+        return cli_refuse(
+            "--machine %s is neither a file nor one of h100x8, h100x16, h100x32, h200x8, a100x8, cpu", name);
+    text = llama_file(name, LLAMA_CONFIG_BYTES_MAX, &bytes, &e);
+    if (text == NULL) return cli_refuse("%s", e.text);
+    root = json_load(text, bytes, why);
+    free(text);
+    if (root == NULL) return cli_refuse("%s: %s", name, why);
+    status = json_is_object(root) ? machine_read(m, name, root) : cli_refuse("%s: no JSON object", name);
+    json_decref(root);
+    return status;
+}
+
+/* As machine_find reads it. */
+static inline void machine_write(FILE *f, const machine *m)
+{
+    int k;
+    fputs("{\n  \"name\": ", f);
+    json_quote(f, m->name);
+    fprintf(f, ",\n  \"ranks\": %d,\n  \"ranks_per_node\": %d,\n  \"gpu_memory\": \"%lldB\",\n", m->ranks,
+            m->ranks_node, (long long)m->gpu);
+    fprintf(f, "  \"gpu_reserve\": \"%lldB\",\n  \"host_memory\": \"%lldB\",\n  \"rates\": {",
+            (long long)m->reserve, (long long)m->host);
+    for (k = 0; k < MACHINE_RATES; ++k) {
+        fprintf(f, "%s\n    \"%s\": {\"value\": %.6g, \"origin\": ", k > 0 ? "," : "", machine_rate_names[k],
+                m->rate[k]);
+        json_quote(f, m->origin[k]);
+        fputs("}", f);
+    }
+    fputs("\n  }\n}\n", f);
+}
+
+#endif

@@ -1,0 +1,111 @@
+/* plan.c -- upipe-plan: will it fit, and how fast
+ *
+ *     upipe-plan --model llama3-8b --machine h100x8 --tokens 5M
+ *
+ * Where to read: exact.h (bytes of this library's trainer, by a dry run), titan.h (what the paper's setting holds),
+ * estimate.h (time, and the verdict), machine.h (rates, with their origins), planner.h (advice, longest sequence),
+ * search.h (the best setting), calibrate.h (rates of this machine).
+ */
+#define PROGRAM "upipe-plan"
+
+#include "../common/files.h"
+#include "calibrate.h"
+#include "report.h"
+#include "search.h"
+
+/* One setting, or the longest sequence of one. */
+static int plan_one(const options *o, const planner *p, files *all)
+{
+    estimate *e = (estimate *)calloc(1, sizeof *e);
+    advice_item help[ADVICE_MAX];
+    setting s = o->s;
+    int64_t longest = -1;
+    int n = 0, fits, status = 0;
+    char text[32];
+    FILE *f;
+    if (e == NULL) return cli_fail("out of memory"), EXIT_RUN;
+    if (o->max_tokens) {
+        longest = planner_longest(p, &s, e);
+        s.tokens = longest > 0 ? longest : (int64_t)LONGEST_STEP * s.how.ranks;
+    } else {
+        planner_estimate(p, &s, e);
+    }
+    if (e->why[0] != '\0') {
+        cli_fail("%s", e->why);
+        free(e);
+        return EXIT_USAGE;
+    }
+    fits = estimate_verdict(e, p->m).fits;
+    n = planner_advice(p, &s, e, help);
+    report_verdict(o, p, &s, e);
+    report_advice(help, n);
+    if (longest > 0)
+        printf("\nthe longest sequence that fits: %s, %lld tokens\n", report_tokens(text, longest),
+               (long long)longest);
+    if (o->json != NULL) {
+        files_begin(all);
+        f = files_open(all, o->json);
+        if (f != NULL) report_json(f, p, &s, e, help, n, longest);
+        status = f == NULL || files_close(all, f) != 0 || files_commit(all) != 0 ? EXIT_RUN : 0;
+    }
+    free(e);
+    return status != 0 ? status : fits ? 0 : EXIT_NO_FIT;
+}
+
+static int plan_write_machine(options *o, files *all)
+{
+    FILE *f;
+    int i;
+    for (i = 0; i < o->calibrate_n; ++i)
+        if (calibrate(&o->machine, o->calibrate[i]) != 0) return EXIT_USAGE;
+    files_begin(all);
+    f = files_open(all, o->write_machine);
+    if (f == NULL) return EXIT_RUN;
+    machine_write(f, &o->machine);
+    return files_close(all, f) != 0 || files_commit(all) != 0 ? EXIT_RUN : 0;
+}
+
+static int plan(options *o, files *all)
+{
+    upipe_ops ops;
+    llama_layout layout;
+    planner p;
+    int status = 0;
+    if (o->write_machine != NULL) status = plan_write_machine(o, all);
+    if (status != 0 || o->model == NULL) return status;
+    if (llama_layout_init(&layout, &o->config) != 0)
+        return cli_fail("the model's bytes leave 63 bits, or memory is out"), EXIT_RUN;
+    memset(&ops, 0, sizeof ops);
+    device_table(o->device, &ops);
+    p.m = &o->machine;
+    p.ops = &ops;
+    p.layout = &layout;
+    p.titan = o->as_titan ? o->titan : TITANS;
+    status = o->best ? search(o, &p, all) : plan_one(o, &p, all);
+    llama_layout_free(&layout);
+    if (fflush(stdout) != 0 || ferror(stdout))
+        return cli_fail("the table cannot be written: %s", strerror(errno)), EXIT_RUN;
+    return status;
+}
+
+int main(int argc, char **argv)
+{
+    options *o = (options *)calloc(1, sizeof *o);
+    files *all = (files *)calloc(1, sizeof *all);
+    int status;
+    if (o == NULL || all == NULL) {
+        cli_fail("out of memory");
+        status = EXIT_RUN;
+    } else {
+        status = options_read(o, argc, argv);
+        o->progress = o->progress || isatty(STDERR_FILENO);
+        if (status != 0)
+            --status;
+        else
+            status = plan(o, all);
+        files_abandon(all);
+    }
+    free(o);
+    free(all);
+    return status;
+}

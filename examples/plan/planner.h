@@ -1,0 +1,204 @@
+/* planner.h -- an estimate for a setting, as this library's or as the paper's; what would help; the longest sequence
+ *
+ *     planner p = {&machine, &ops, &layout, TITANS};
+ *     planner_estimate(&p, &s, &e);
+ *     n = planner_advice(&p, &s, &e, advice);
+ *     tokens = planner_longest(&p, &s, &e);
+ */
+#ifndef PLAN_PLANNER_H
+#define PLAN_PLANNER_H
+
+#include "exact.h"
+#include "titan.h"
+
+typedef struct planner {
+    const machine *m;
+    const upipe_ops *ops;
+    const llama_layout *layout;
+    int titan; /* the paper's method; TITANS: this library's */
+} planner;
+
+static void planner_estimate(const planner *p, const setting *s, estimate *e)
+{
+    if (p->titan < TITANS)
+        titan_estimate(e, s, p->titan, p->m);
+    else
+        exact_estimate(e, s, p->ops, p->m, p->layout);
+}
+
+/* ---- what would help ---- */
+
+enum { ADVICE_MAX = 24, ADVICE_TEXT = 96 };
+
+typedef struct advice_item {
+    char flags[ADVICE_TEXT];
+    double gpu, host; /* saved, of the largest rank and of the fullest node; below 0 it takes more */
+    double seconds;   /* more */
+    int fits;
+} advice_item;
+
+typedef struct advisor {
+    const planner *p;
+    const setting *s;
+    const estimate *now;
+    advice_item *out;
+    int n;
+} advisor;
+
+/* Notes what another setting would save, if it saves something of what there is too little of. */
+static void advisor_try(advisor *a, const char *flags, const planner *p, const setting *s)
+{
+    estimate *e = (estimate *)malloc(sizeof *e);
+    const verdict v = estimate_verdict(a->now, a->p->m);
+    advice_item *one = &a->out[a->n];
+    if (e == NULL || a->n == ADVICE_MAX) {
+        free(e);
+        return;
+    }
+    planner_estimate(p, s, e);
+    if (e->why[0] == '\0') {
+        snprintf(one->flags, ADVICE_TEXT, "%s", flags);
+        one->gpu = a->now->gpu - e->gpu;
+        one->host = a->now->host - e->host;
+        one->seconds = e->seconds - a->now->seconds;
+        one->fits = estimate_verdict(e, p->m).fits;
+        /* where it does not fit, less of what is missing; where it does, less of what is the fullest */
+        if (v.fits ? (strcmp(v.binding, "gpu") == 0 ? one->gpu : one->host) > 0
+                   : (v.gpu_over > 0 ? one->gpu : one->host) > 0)
+            ++a->n;
+    }
+    free(e);
+}
+
+static void advisor_activations(advisor *a)
+{
+    static const char *const kinds[] = {"offload", "offload,grad", "blocks:2", "blocks:4", "blocks:4,grad"};
+    size_t i;
+    for (i = 0; i < (a->p->titan < TITANS ? 1 : sizeof kinds / sizeof *kinds); ++i) {
+        setting s = *a->s;
+        char flags[ADVICE_TEXT], now[ACTIVATIONS_TEXT];
+        if (activations_flag("activations", kinds[i], &s.activations) != 0 ||
+            s.activations.k > s.config->layers ||
+            strcmp(kinds[i], activations_text(now, &a->s->activations)) == 0)
+            continue;
+        snprintf(flags, sizeof flags, "--activations %s", kinds[i]);
+        advisor_try(a, flags, a->p, &s);
+    }
+}
+
+static void advisor_titan(advisor *a)
+{
+    static const int methods[] = {TITAN_UPIPE, TITAN_FPDT};
+    size_t i;
+    for (i = 0; i < 2; ++i) {
+        planner p = *a->p;
+        setting s = *a->s;
+        char flags[ADVICE_TEXT];
+        p.titan = methods[i];
+        if (p.titan == a->p->titan) continue;
+        s.how.chunk = 0;
+        snprintf(flags, sizeof flags, "--method %s", titan_names[p.titan]);
+        advisor_try(a, flags, &p, &s);
+    }
+}
+
+/* Smaller chunks, more segments, other methods. */
+static void advisor_schedule(advisor *a)
+{
+    static const int methods[] = {METHOD_UPIPE, METHOD_UPIPE_FPDT};
+    const method_kind *kind = &method_kinds[a->s->how.method];
+    const int team = a->s->how.ranks / a->s->how.ring;
+    setting s = *a->s;
+    char flags[ADVICE_TEXT];
+    size_t i;
+    if (kind->stage == METHOD_CHUNK && s.how.chunk > team) {
+        s.how.chunk = team;
+        snprintf(flags, sizeof flags, "--chunk %d", team);
+        advisor_try(a, flags, a->p, &s);
+    }
+    if (kind->segmented && a->s->how.segments * 2 <= UPIPE_SEGMENTS_MAX) {
+        s = *a->s;
+        s.how.segments *= 2;
+        snprintf(flags, sizeof flags, "--segments %d", s.how.segments);
+        advisor_try(a, flags, a->p, &s);
+    }
+    for (i = 0; i < 2; ++i) {
+        s = *a->s;
+        memset(&s.how, 0, sizeof s.how);
+        s.how.method = methods[i];
+        s.how.ranks = a->s->how.ranks;
+        if (methods[i] == a->s->how.method || s.config->heads < s.how.ranks || method_resolve(&s.how) != 0)
+            continue;
+        snprintf(flags, sizeof flags, "--method %s", method_kinds[methods[i]].name);
+        advisor_try(a, flags, a->p, &s);
+    }
+}
+
+static int advice_order(const void *x, const void *y)
+{
+    const advice_item *a = (const advice_item *)x, *b = (const advice_item *)y;
+    if (a->fits != b->fits) return b->fits - a->fits;
+    if (a->fits) return (a->seconds > b->seconds) - (a->seconds < b->seconds);
+    return (a->gpu < b->gpu) - (a->gpu > b->gpu);
+}
+
+/* planner_advice -- other settings that need less, those that fit first, then by what they save; their number */
+static int planner_advice(const planner *p, const setting *s, const estimate *now,
+                          advice_item out[ADVICE_MAX])
+{
+    advisor a = {p, s, now, out, 0};
+    setting other = *s;
+    if (p->titan < TITANS) {
+        if (s->how.chunk > 0) {
+            other.how.chunk = 0;
+            advisor_try(&a, "the smallest --chunk", p, &other);
+        }
+        advisor_titan(&a);
+    } else {
+        advisor_schedule(&a);
+    }
+    advisor_activations(&a);
+    if (s->batch > 1) {
+        other = *s;
+        other.batch = 1;
+        advisor_try(&a, "--batch 1", p, &other);
+    }
+    qsort(out, (size_t)a.n, sizeof *out, advice_order);
+    return a.n;
+}
+
+/* ---- the longest sequence ---- */
+
+enum { LONGEST_STEP = 1024 };
+
+static int planner_fits(const planner *p, setting s, int64_t tokens, estimate *e)
+{
+    s.tokens = tokens;
+    planner_estimate(p, &s, e);
+    return e->why[0] == '\0' && estimate_verdict(e, p->m).fits;
+}
+
+/* planner_longest -- tokens, a multiple of LONGEST_STEP on each rank, by bisection; 0: not the shortest fits, and *e
+ *                    says how much is missing, or why. Otherwise *e is the estimate of the longest */
+static int64_t planner_longest(const planner *p, const setting *s, estimate *e)
+{
+    const int64_t step = (int64_t)LONGEST_STEP * s->how.ranks;
+    int64_t low = 0, high = 1;
+    const int64_t most = INT32_MAX / step;
+    while (high <= most && planner_fits(p, *s, high * step, e)) {
+        low = high;
+        high *= 2;
+    }
+    if (high > most) high = most + 1;
+    while (high - low > 1) {
+        const int64_t middle = low + (high - low) / 2;
+        if (planner_fits(p, *s, middle * step, e))
+            low = middle;
+        else
+            high = middle;
+    }
+    planner_fits(p, *s, (low > 0 ? low : 1) * step, e);
+    return low * step;
+}
+
+#endif

@@ -1,0 +1,152 @@
+/* report.h -- what upipe-plan says: a verdict as text and as JSON */
+#ifndef PLAN_REPORT_H
+#define PLAN_REPORT_H
+
+#include "options.h"
+#include "planner.h"
+
+static const char *report_bytes(char out[32], double bytes)
+{
+    static const char *const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB"};
+    int i = 0;
+    while (fabs(bytes) >= 1024 && i < 4) {
+        bytes /= 1024;
+        ++i;
+    }
+    snprintf(out, 32, i == 0 ? "%.0f %s" : "%.2f %s", bytes, units[i]);
+    return out;
+}
+
+/* 5M, 96k, 12345: as --tokens reads it. */
+static const char *report_tokens(char out[32], int64_t tokens)
+{
+    if (tokens > 0 && tokens % (1 << 20) == 0)
+        snprintf(out, 32, "%lldM", (long long)(tokens >> 20));
+    else if (tokens > 0 && tokens % 1024 == 0)
+        snprintf(out, 32, "%lldk", (long long)(tokens >> 10));
+    else
+        snprintf(out, 32, "%lld", (long long)tokens);
+    return out;
+}
+
+static const char *report_flags(char *out, size_t n, const method_choice *how,
+                                const activations_setting *kept, int as)
+{
+    char text[ACTIVATIONS_TEXT];
+    size_t used = (size_t)snprintf(out, n, "--method %s",
+                                   as < TITANS ? titan_names[as] : method_kinds[how->method].name);
+    const struct {
+        const char *name;
+        int value, shown;
+    } all[] = {{"chunk", how->chunk, how->chunk > 0},
+               {"ring", how->ring,
+                how->ring > 1 && (as < TITANS || method_kinds[how->method].shape == METHOD_IS_GRID)},
+               {"inner", how->inner, how->inner > 0},
+               {"segments", how->segments, how->segments > 0}};
+    size_t i;
+    for (i = 0; i < sizeof all / sizeof *all; ++i)
+        if (all[i].shown)
+            used += (size_t)snprintf(out + used, n - used, " --%s %d", all[i].name, all[i].value);
+    snprintf(out + used, n - used, "%s --activations %s", how->overlap ? " --overlap" : "",
+             activations_text(text, kept));
+    return out;
+}
+
+static double report_rate(const setting *s, const estimate *e)
+{
+    return e->seconds > 0 ? (double)s->tokens * (double)s->batch / s->how.ranks / e->seconds : 0;
+}
+
+static void report_head(const options *o, const planner *p, const setting *s)
+{
+    char flags[256], tokens[32];
+    const llama_config *c = &o->config;
+    printf("%s, %lld layers of %lld, %d/%d heads of %d, on %d ranks of %s: %s tokens x %lld\n", o->model,
+           (long long)c->layers, (long long)c->dim, c->heads, c->kv_heads, c->head_dim, s->how.ranks,
+           o->machine.name, report_tokens(tokens, s->tokens), (long long)s->batch);
+    printf("%s, %s\n", report_flags(flags, sizeof flags, &s->how, &s->activations, p->titan),
+           p->titan < TITANS ? "as the paper ran it: a model of PyTorch's bytes, not this library's"
+                             : p->ops->name);
+    if (o->note[0] != '\0') printf("the trainer refuses this model (%s); planned without that\n", o->note);
+}
+
+static void report_resource(const char *name, double bytes, double limit, const char *of)
+{
+    char a[32], b[32], c[32];
+    printf("  %-5s %11s of %11s %s, %s %s\n", name, report_bytes(a, bytes), report_bytes(b, limit), of,
+           report_bytes(c, fabs(limit - bytes)), bytes > limit ? "too much" : "left");
+}
+
+static void report_verdict(const options *o, const planner *p, const setting *s, const estimate *e)
+{
+    const verdict v = estimate_verdict(e, p->m);
+    char a[32];
+    int i;
+    report_head(o, p, s);
+    printf("\n%s; the %s binds\n", v.fits ? "it fits" : "it does NOT fit",
+           strcmp(v.binding, "gpu") == 0 ? "memory of the GPU" : "memory of the host");
+    if (p->m->gpu > 0) report_resource("gpu", e->gpu, v.gpu_limit, "of the largest rank");
+    report_resource("host", e->host, v.host_limit, "of the fullest node");
+    printf("\n  %-20s %12s\n", "phases of the step", "at most");
+    for (i = 0; i < e->phases; ++i)
+        printf("  %-20s %12s\n", e->phase[i].name, report_bytes(a, e->phase[i].bytes));
+    printf("\n  %-20s %12s\n", "components", "at the peak");
+    for (i = 0; i < e->parts; ++i)
+        printf("  %-20s %12s\n", e->part[i].name, report_bytes(a, e->part[i].bytes));
+    printf("\nestimated %.2f s a step, %.2f tokens/s a GPU\n", e->seconds, report_rate(s, e));
+    for (i = 0; i < SHARES; ++i)
+        if (e->share[i] > 0)
+            printf("  %-20s %10.2f s %5.1f %%\n", share_names[i], e->share[i],
+                   100 * e->share[i] / e->seconds);
+}
+
+static void report_advice(const advice_item *all, int n)
+{
+    char a[32];
+    int i;
+    if (n > 0) printf("\nwhat would need less\n");
+    for (i = 0; i < n; ++i) {
+        const int gpu = all[i].gpu > 0;
+        printf("  %-28s saves %s of the %s, %+.1f s a step%s\n", all[i].flags,
+               report_bytes(a, gpu ? all[i].gpu : all[i].host), gpu ? "GPU" : "host", all[i].seconds,
+               all[i].fits ? ": fits" : "");
+    }
+}
+
+/* ---- JSON ---- */
+
+static void report_json_parts(FILE *f, const char *name, const estimate_part *part, int n)
+{
+    int i;
+    fprintf(f, "  \"%s\": [", name);
+    for (i = 0; i < n; ++i)
+        fprintf(f, "%s\n    {\"name\": \"%s\", \"bytes\": %.0f}", i > 0 ? "," : "", part[i].name,
+                part[i].bytes);
+    fprintf(f, "\n  ],\n");
+}
+
+static void report_json(FILE *f, const planner *p, const setting *s, const estimate *e,
+                        const advice_item *help, int n, int64_t longest)
+{
+    const verdict v = estimate_verdict(e, p->m);
+    int i;
+    fprintf(
+        f,
+        "{\n  \"fits\": %s,\n  \"gpu_bytes\": %.0f,\n  \"host_bytes_node\": %.0f,\n  \"binding\": \"%s\",\n",
+        v.fits ? "true" : "false", e->gpu, e->host, v.binding);
+    fprintf(f, "  \"seconds_step\": %.9g,\n  \"tokens_per_s_per_gpu\": %.9g,\n", e->seconds,
+            report_rate(s, e));
+    if (longest >= 0) fprintf(f, "  \"max_tokens\": %" PRId64 ",\n", longest);
+    report_json_parts(f, "phases", e->phase, e->phases);
+    report_json_parts(f, "components", e->part, e->parts);
+    fputs("  \"advice\": [", f);
+    for (i = 0; i < n; ++i)
+        fprintf(f,
+                "%s\n    {\"flags\": \"%s\", \"gpu_bytes_saved\": %.0f, \"host_bytes_node_saved\": %.0f, "
+                "\"seconds_more\": %.9g, \"fits\": %s}",
+                i > 0 ? "," : "", help[i].flags, help[i].gpu, help[i].host, help[i].seconds,
+                help[i].fits ? "true" : "false");
+    fputs("\n  ]\n}\n", f);
+}
+
+#endif
