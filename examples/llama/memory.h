@@ -115,6 +115,7 @@ static upipe_status memory_life(memory_dry *d, trainer *t, memory_then *then, vo
     upipe_mem *mem = &d->dry.mem;
     memset(&batch, 0, sizeof batch);
     memset(&rates, 0, sizeof rates);
+    memset(&result, 0, sizeof result);
     batch.valid = 1;
     mem->guard = memory_guard;
     mem->user = d;

@@ -55,8 +55,8 @@ static const char usage_text[] =
     "  --batch N          sequences of a step (1)\n"
     METHOD_USAGE
     "  --dtype TYPE       storage of activations and weights: f32 or bf16 (bf16)\n"
-    "  --device NAME      whose kernels' scratch is counted: cpu or cuda (cuda where this program has it and the\n"
-    "                     machine has GPUs)\n"
+    "  --device NAME      whose kernels' scratch is counted: cpu or cuda (cuda where the machine\n"
+    "                     has GPUs)\n"
     "  --tile-bytes SIZE  limit of a tile of MLP or loss, with its unit (the paper's square)\n"
     "\n"
     "  --as torchtitan    the paper's own setting instead of this library: what PyTorch holds and takes. Methods\n"
@@ -121,7 +121,7 @@ static int options_flag(void *user, int flag, const char *text)
     case FLAG_DTYPE:
         return cli_dtype(name, text, &o->s.dtype);
     case FLAG_DEVICE:
-        return device_flag(name, text, &o->device);
+        return device_flag_planned(name, text, &o->device);
     case FLAG_TILE_BYTES:
         status = cli_bytes(name, text, &n);
         o->s.tile_bytes = (size_t)n;
@@ -202,8 +202,7 @@ static int options_resolve(options *o)
     o->s.config = &o->config;
     if (o->s.activations.k > o->config.layers)
         return cli_refuse("--activations: the model has %lld layers", (long long)o->config.layers);
-    if (!o->given[FLAG_DEVICE])
-        o->device = o->machine.gpu > 0 && device_lacks(DEVICE_CUDA) == NULL ? DEVICE_CUDA : DEVICE_CPU;
+    if (!o->given[FLAG_DEVICE]) o->device = o->machine.gpu > 0 ? DEVICE_CUDA : DEVICE_CPU;
     return options_method(o);
 }
 
