@@ -38,6 +38,7 @@ static int plan_one(const options *o, const planner *p, files *all)
     fits = estimate_verdict(e, p->m).fits;
     n = planner_advice(p, &s, e, help);
     report_verdict(o, p, &s, e);
+    if (p->titan == TITANS && s.how.method <= METHOD_UPIPE) report_block(p, &s);
     report_advice(help, n);
     if (longest > 0)
         printf("\nthe longest sequence that fits: %s, %lld tokens\n", report_tokens(text, longest),
