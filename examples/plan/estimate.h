@@ -18,6 +18,7 @@ typedef struct setting {
     int64_t tokens, batch;
     upipe_dtype dtype;
     size_t tile_bytes;
+    int zero; /* what is sharded: 0 nothing to 3 everything */
 } setting;
 
 enum { ESTIMATE_PARTS = 24, ESTIMATE_WHY = 256 };

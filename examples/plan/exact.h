@@ -39,16 +39,22 @@ static upipe_status exact_model(model *m, const setting *s, const llama_layout *
     UPIPE_TRY(model_cut(m, s->how.segments, e));
     m->tile_bytes = s->tile_bytes;
     m->activations = s->activations;
+    m->zero = s->zero;
     if (exact_walk(m) > EXACT_WALK_MAX)
         return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "the dry run would take %.2g steps", exact_walk(m));
     return UPIPE_OK;
 }
 
+/* Elements of a rank's slice of n. */
+static int64_t exact_slice(const model *m, int64_t n)
+{
+    int64_t at;
+    return upipe_reduce_slice(n, model_world_rank(m), model_world(m), &at);
+}
+
 /* Whether two ranks hold the same: tokens, slices of the states, and in every stage as many heads. */
 static int exact_same(const model *a, const model *b)
 {
-    const int world = model_world(a);
-    int64_t at;
     int i, same = a->plan.seq == b->plan.seq && a->rows == b->rows && a->plan.stages == b->plan.stages;
     for (i = 0; i < model_parts(a) && same; ++i) same = model_shard(a, i).n == model_shard(b, i).n;
     for (i = 0; i < a->plan.stages && same; ++i)
@@ -56,11 +62,10 @@ static int exact_same(const model *a, const model *b)
                    upipe_plan_q(&b->plan, i, b->plan.desc.rank).count &&
                upipe_plan_part(&a->plan, UPIPE_A2A_KV, i, a->plan.desc.rank).count ==
                    upipe_plan_part(&b->plan, UPIPE_A2A_KV, i, b->plan.desc.rank).count;
-    return same &&
-           upipe_reduce_slice(a->layout->weights, model_world_rank(a), world, &at) ==
-               upipe_reduce_slice(b->layout->weights, model_world_rank(b), world, &at) &&
-           upipe_reduce_slice(a->layout->norm_weights, model_world_rank(a), world, &at) ==
-               upipe_reduce_slice(b->layout->norm_weights, model_world_rank(b), world, &at);
+    for (i = 0; i < a->layout->units && same; ++i)
+        same = exact_slice(a, a->layout->first[i + 1] - a->layout->first[i]) ==
+               exact_slice(b, a->layout->first[i + 1] - a->layout->first[i]);
+    return same && exact_slice(a, a->layout->norm_weights) == exact_slice(b, a->layout->norm_weights);
 }
 
 /* Bytes by the plan of the largest rank. */

@@ -10,7 +10,7 @@
 /* clang-format off */
 enum {
     FLAG_MODEL, FLAG_MACHINE, FLAG_RANKS, FLAG_TOKENS, FLAG_BATCH, FLAG_METHOD, FLAG_RING, FLAG_INNER, FLAG_SEGMENTS,
-    FLAG_CHUNK, FLAG_OVERLAP, FLAG_ACTIVATIONS, FLAG_DTYPE, FLAG_DEVICE, FLAG_TILE_BYTES, FLAG_AS, FLAG_MAX_TOKENS,
+    FLAG_CHUNK, FLAG_OVERLAP, FLAG_ACTIVATIONS, FLAG_ZERO, FLAG_DTYPE, FLAG_DEVICE, FLAG_TILE_BYTES, FLAG_AS, FLAG_MAX_TOKENS,
     FLAG_BEST, FLAG_JSON, FLAG_CALIBRATE, FLAG_WRITE_MACHINE, FLAG_PROGRESS, FLAG_HELP, FLAG_VERSION, FLAGS
 };
 
@@ -27,6 +27,7 @@ static const struct option option_list[] = {
     {"chunk",         required_argument, NULL, FLAG_CHUNK},
     {"overlap",       no_argument,       NULL, FLAG_OVERLAP},
     {"activations",   required_argument, NULL, FLAG_ACTIVATIONS},
+    {"zero",          required_argument, NULL, FLAG_ZERO},
     {"dtype",         required_argument, NULL, FLAG_DTYPE},
     {"device",        required_argument, NULL, FLAG_DEVICE},
     {"tile-bytes",    required_argument, NULL, FLAG_TILE_BYTES},
@@ -54,6 +55,7 @@ static const char usage_text[] =
     "  --tokens N         of a sequence, over all ranks: 5M is 5 x 2^20, 128k 128 x 2^10, 1e6 a million\n"
     "  --batch N          sequences of a step (1)\n"
     METHOD_USAGE
+    "  --zero N           sharded over the ranks: 0 nothing, 1 optimizer, 2 gradients too, 3 weights too (3)\n"
     "  --dtype TYPE       storage of activations and weights: f32 or bf16 (bf16)\n"
     "  --device NAME      whose kernels' scratch is counted: cpu or cuda (cuda where the machine\n"
     "                     has GPUs)\n"
@@ -118,6 +120,10 @@ static int options_flag(void *user, int flag, const char *text)
         return cli_number(name, text, 1, INT32_MAX, &o->s.batch);
     case FLAG_ACTIVATIONS:
         return activations_flag(name, text, &o->s.activations);
+    case FLAG_ZERO:
+        status = cli_number(name, text, limit_whole_of(name)->least, limit_whole_of(name)->most, &n);
+        o->s.zero = (int)n;
+        return status;
     case FLAG_DTYPE:
         return cli_dtype(name, text, &o->s.dtype);
     case FLAG_DEVICE:
@@ -196,8 +202,8 @@ static int options_resolve(options *o)
         return cli_refuse("--tokens and --max-tokens contradict each other: the latter looks for them");
     if (o->best && (o->max_tokens || o->as_titan))
         return cli_refuse("--best and --%s contradict each other", o->max_tokens ? "max-tokens" : "as");
-    if (o->as_titan && (o->s.dtype != UPIPE_BF16 || o->given[FLAG_DEVICE]))
-        return cli_refuse("--dtype and --device would have no effect as torchtitan");
+    if (o->as_titan && (o->s.dtype != UPIPE_BF16 || o->given[FLAG_DEVICE] || o->given[FLAG_ZERO]))
+        return cli_refuse("--dtype, --device and --zero would have no effect as torchtitan");
     if ((status = preset_find(&o->config, o->note, o->model)) != 0) return status;
     o->s.config = &o->config;
     if (o->s.activations.k > o->config.layers)
@@ -212,6 +218,7 @@ static int options_read(options *o, int argc, char **argv)
     memset(o, 0, sizeof *o);
     o->s.batch = 1;
     o->s.dtype = UPIPE_BF16;
+    o->s.zero = 3;
     o->s.activations.kind = ACTIVATIONS_OFFLOAD;
     status = cli_read(option_list, argc, argv, o->given, FLAG_CALIBRATE, options_flag, o);
     return status != 0 ? status : options_resolve(o);
