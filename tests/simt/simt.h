@@ -149,6 +149,7 @@ struct simt_block {
     simt_hopper *hopper;
     uint64_t random;
     unsigned pauses; /* since a thread last did anything else */
+    unsigned asked;  /* how often a barrier was asked, and not waited for */
     uint64_t moves;  /* of the launch, when those began */
     unsigned worker;
     simt_trace *trace;

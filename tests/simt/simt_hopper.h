@@ -224,12 +224,20 @@ SIMT_QUIET inline void simt_mbarrier_wait(uint32_t address, uint32_t parity, con
     simt_wait(simt_here, "mbarrier.try_wait");
 }
 
-/* Whether it has. */
+/* Whether it has. The one who asks gets to it early or late: every other time the block's other threads go first, as far
+ * as they can. */
 SIMT_QUIET inline int simt_mbarrier_test(uint32_t address, uint32_t parity, const void *code)
 {
     const unsigned i = simt_mbarrier_at(address, "mbarrier.test_wait");
-    const simt_mbarrier *m = &simt_here->hopper->barrier[i];
+    simt_block *b = simt_here;
+    const simt_mbarrier *m = &b->hopper->barrier[i];
+    unsigned turns = b->asked++ % 2 * 4 * b->threads;
     simt_race_own(simt_shared_at(address, 8, "mbarrier.test_wait"), 8, SIMT_READ, code);
+    for (; turns > 0 && (m->phase & 1) == (parity & 1); --turns) {
+        if (b->count == 0 && !simt_land_load(b)) break;
+        simt_make_ready(b, simt_fiber_now->number);
+        simt_yield(b);
+    }
     if ((m->phase & 1) == (parity & 1)) return 0;
     simt_race_acquire(simt_fiber_now, 2 * i + 1);
     return 1;
