@@ -123,7 +123,7 @@ __attribute__((unused)) static int64_t model_position(const model *m, int64_t ro
 }
 
 /* Bytes of one tensor of the stream. */
-static size_t model_unit(const model *m)
+__attribute__((unused)) static size_t model_unit(const model *m)
 {
     return (size_t)(m->rows * m->plan.desc.model_dim) * upipe_dtype_bytes(m->plan.desc.dtype);
 }

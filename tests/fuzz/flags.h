@@ -1,4 +1,4 @@
-/* flags.h -- any words as a program's command line        included by a fuzzer that has FLAGS_PROGRAM and flags_used
+/* flags.h -- any words as a command line        included by a fuzzer with PROGRAM, flags_read and flags_used
  *
  * An input is words between blanks. What is accepted goes on to the plan: flags_used.
  */
@@ -8,6 +8,7 @@
 enum { WORDS = 64 };
 
 static void flags_used(const options *o);
+static int flags_read(options *o, int count, char **words);
 
 /* A plan of a rank, or a sentence. */
 static void flags_plan(const upipe_plan_desc *d, int segments)
@@ -42,7 +43,7 @@ static void fuzz_one(const char *input, size_t n)
     words[count] = NULL;
     optind = 0;                /* getopt begins anew, glibc's from within a word too */
     stdout = stderr = nowhere; /* its sentences are many */
-    status = options_read(&o, count, words);
+    status = flags_read(&o, count, words);
     stdout = out;
     stderr = err;
     CHECK(status >= 0 && status <= 1 + EXIT_USAGE);

@@ -7,6 +7,11 @@
 
 #include "flags.h"
 
+static int flags_read(options *o, int count, char **words)
+{
+    return options_read(o, count, words);
+}
+
 /* The plans of the first and the last rank, by every method. */
 static void flags_used(const options *o)
 {

@@ -7,6 +7,13 @@
 
 #include "flags.h"
 
+static int flags_read(options *o, int count, char **words)
+{
+    struct world w;
+    memset(&w, 0, sizeof w);
+    return options_read(o, &w, count, words);
+}
+
 /* The plans of the first and the last rank. */
 static void flags_used(const options *o)
 {
