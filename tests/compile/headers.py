@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""headers.py TOP [cuda] -- every header compiles alone, twice, and in two linked units, as C11, C++17 and CUDA; no mutable object
+"""headers.py TOP [cuda] -- every header compiles alone, twice, and in two linked units, as C11 and C++17; all as CUDA; no mutable object
 
 For each header under TOP/upipe and each language a unit that includes it first and then again is read with all warnings
 as errors (as C23 and C++20 all of them at once); two units with all of them are compiled and linked. Headers in cpu/ are
@@ -7,7 +7,7 @@ also read for every instruction set that a compiler here has, whether this machi
 everything in all of them, for each instruction set, and no writable object or visible symbol may be there. Kernels are
 C++: alone with the emulator's seams. The larger programs compile without optimization too, with which gcc warns of other
 things (--buildtype=plain). Flags that break IEEE arithmetic are refused, with a sentence that says the mend. With the
-word cuda nvcc compiles them all, and nothing else does: that takes long. Where CUDA or NCCL is missing, the tests' fakes
+word cuda nvcc compiles two linked units with all of them, and nothing else does: that takes long. Where CUDA or NCCL is missing, the tests' fakes
 stand for their headers. What a missing compiler or library leaves out is said; it is a failure if no compiler is found
 at all.
 """
@@ -219,9 +219,6 @@ def cuda_jobs(headers, flags_of, top):
     for flag in ('--use_fast_math', '-ftz=true', '-prec-div=false'):
         jobs.append((compile_refused, f'nvcc {flag} is refused', nvcc, ['-std=c++17', '-arch=sm_80', flag], '.cu', one,
                      'without_use_fast_math', top))
-    for name in headers:
-        if not name.startswith('cuda/') or name in FOREIGN:
-            jobs.append((compile_one, f'CUDA, nvcc: {name}', nvcc, real, '.cu', [name], top))
     return jobs
 
 
