@@ -105,9 +105,13 @@ static void test_slopes(void)
             const double most = table == 0 ? rows[i].slab_cpu : rows[i].slab_cuda;
             const slope s = slope_of(&llama, 8, rows[i].chunk, rows[i].segments,
                                      setting_of(rows[i].kind, rows[i].k, rows[i].grad), &ops[table]);
+            CHECK_SAY(s.peak <= most, "row %zu, %s: a peak's slope of %.4f, at most %.2f", i, ops[table].name,
+                      s.peak, most);
+#ifndef UPI_MEM_ASAN /* red zones keep blocks from taking each other's places */
             CHECK_SAY(s.slab <= most && s.peak <= s.slab,
                       "row %zu, %s: a slab's slope of %.4f, at most %.2f; peak %.4f", i, ops[table].name,
                       s.slab, most, s.peak);
+#endif
             /* in segments the loss holds more than a layer: the head's weights and gradients are whole */
             CHECK_SAY(s.constant <= (rows[i].segments > 0 ? 19.9 : 18.6) * (1 << 30),
                       "row %zu, %s: %.3f GiB of a slab are constant with ZeRO 3", i, ops[table].name,
@@ -439,6 +443,7 @@ int main(void)
     test_largest();
     test_transfers();
     test_moved();
+    draws.least /= 8; /* each is a training of several ranks */
     for (; test_draws_more(&draws); ++draws.done) {
         const long failures = test_failures, seed = draws.seed + draws.done;
         test_rng rng;
