@@ -40,6 +40,7 @@ SEGMENTED = METHODS[-2:]
 PARTS = ['weights', 'gradients', 'optimizer', 'tokens', 'checkpoints', 'stream', 'attention', 'mlp', 'loss', 'sum']
 MODEL = {'layers': 2, 'model_dim': 64, 'heads': 4, 'kv_heads': 2}
 RUN = {'tokens': 64, 'ranks': 2, 'steps': 4, 'sample': 0}
+LONG = 50 if os.environ.get('UPIPE_FULL') == '1' else 4  # steps of a long training
 EVEN = {'lr': 1e-3, 'min_lr': 1e-3, 'warmup': 0}  # a rate that does not depend on the number of steps
 
 checks = failures = 0
@@ -445,10 +446,8 @@ def test_methods(folder):
 def test_activations(folder):
     """What is kept, and where, changes no bit and no promise of bytes."""
     settings = ['offload', 'sao:2', 'sac', 'sac:2', 'blocks:2', 'blocks:3,grad', 'ac,grad', 'sac:1,grad']
-    # The long training.
-    steps = 50 if os.environ.get('UPIPE_FULL') == '1' else 4
     for what, flags, some in [
-        ('upipe', {'steps': steps, 'layers': 5, 'heads': 8, 'kv_heads': 4, 'ranks': 2, 'tokens': 96, 'batch': 2}, settings),
+        ('upipe', {'steps': LONG, 'layers': 5, 'heads': 8, 'kv_heads': 4, 'ranks': 2, 'tokens': 96, 'batch': 2}, settings),
         ('uneven', {'layers': 3, 'heads': 8, 'kv_heads': 4, 'ranks': 3, 'tokens': 67}, settings[3:5]),
         ('a ring', {'layers': 3, 'method': 'usp', 'ranks': 4}, settings[2:6:3]),
         ('segments', {'layers': 5, 'method': 'upipe-fpdt', 'segments': 3, 'tokens': 200}, settings[:1] + settings[3:6]),
@@ -469,8 +468,8 @@ def test_activations(folder):
 
 
 def test_zero(folder):
-    """What is sharded changes no bit of 50 steps, in no method; and a run goes on in any stage, on as many ranks."""
-    few = {'steps': 50, 'tokens': 48, 'layers': 2, 'model_dim': 32, 'heads': 2, 'kv_heads': 2, 'lr': 1e-2}
+    """What is sharded changes no bit of many steps, in no method; and a run goes on in any stage, on as many ranks."""
+    few = {'steps': LONG, 'tokens': 48, 'layers': 2, 'model_dim': 32, 'heads': 2, 'kv_heads': 2, 'lr': 1e-2}
     for what, flags in [('upipe', {}), ('ulysses', {'method': 'ulysses', 'untied': True}),
                         ('fpdt', {'method': 'fpdt', 'segments': 2, 'activations': 'offload'}),
                         ('3 ranks, bf16', {'ranks': 3, 'heads': 3, 'kv_heads': 3, 'dtype': 'bf16', 'steps': 4, 'activations': 'sac'})]:
