@@ -736,7 +736,7 @@ def test_failures(folder):
         out.write('old')
     outputs = ['--json', 'numbers.json', '--trace', 'traces', '--dump', 'dump']
     # Ranks that happen to meet without sleeping never look at the clock: such a run is good, and another is tried.
-    late = ['--tokens', '2048', '--check', 'off', '--deadline', '0.000001']
+    late = ['--tokens', '512', '--check', 'off', '--deadline', '0.000001']
     for methods in ([], ['--method', 'usp']):
         for _ in range(40):
             with tempfile.TemporaryDirectory() as fresh:

@@ -13,9 +13,9 @@ static void check_whole(const upipe_ops *ops)
     CHECK(ops->attn_fwd && ops->attn_bwd && ops->attn_bytes);
     CHECK(ops->rope && ops->rmsnorm && ops->rmsnorm_bwd && ops->rowdot && ops->sum && ops->add);
     CHECK(ops->swiglu && ops->swiglu_bwd && ops->cross_entropy && ops->embed && ops->embed_bwd);
-    CHECK(ops->total && ops->adamw);
+    CHECK(ops->total && ops->adamw && ops->bias_bwd);
     /* and none that this list lacks */
-    CHECK_INT(sizeof *ops, (5 + 22) * sizeof(void *)); /* name, self, host, f16, par */
+    CHECK_INT(sizeof *ops, (5 + 23) * sizeof(void *)); /* name, self, host, f16, par */
 }
 
 /* Ordinary memory may be reused at once, in both directions; pinned memory after sync. */
