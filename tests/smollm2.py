@@ -22,6 +22,9 @@ import tarfile
 import tempfile
 import time
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
+from checks import check, end  # pylint: disable=wrong-import-position
+
 try:
     import numpy as np
 except ImportError:
@@ -43,18 +46,6 @@ CHAIN = 512  # NAIVE_CHAIN of lib/oracle.h
 # 3.37, with rotary theta 10000 1.69, with gate and up swapped 27.7.
 LOSS_CEILING = 1.6
 PIP_SECONDS, PROGRAM_SECONDS = 600, 240
-
-checks = failures = 0
-
-
-def check(ok, sentence):
-    global checks, failures
-    checks += 1
-    if not ok:
-        failures += 1
-        print(f'smollm2.py:{sys._getframe(1).f_lineno}: {sentence}', file=sys.stderr)
-    return ok
-
 
 # ---- packages ----
 
@@ -129,6 +120,7 @@ def get_reader(cache):
 
 
 # ---- GGUF to Hugging Face ----
+
 
 def read_config(fields):
     def get(name):
@@ -254,6 +246,7 @@ def get_checkpoint(cache, top):
 
 # ---- the model in NumPy ----
 
+
 def read_weights(path):
     """Name -> array, as it lies in the file."""
     with open(path, 'rb') as data:
@@ -356,6 +349,7 @@ def mean_loss(logits, ids):
 
 # ---- PROGRAM ----
 
+
 def run_program(program, folder, out, args):
     command = [program, '--load', folder, '--ids', os.path.join(folder, 'ids.npy'), '--out', out, *args]
     begin = time.time()
@@ -437,8 +431,7 @@ def main():
     if first is not None and not sums_as_it_likes(program):
         for name, got in results.items():
             check(np.array_equal(first, got), f'{name}: not the bits of --ranks 1')
-    print(f'smollm2: {checks} checks, {failures} failures')
-    return 1 if failures or not checks else 0
+    return end('smollm2')
 
 
 if __name__ == '__main__':

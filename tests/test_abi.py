@@ -11,6 +11,9 @@ import os
 import random
 import sys
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
+from checks import check, end  # pylint: disable=wrong-import-position
+
 TOKENS, HEADS, KV, DIM = 13, 4, 2, 32
 
 
@@ -72,12 +75,9 @@ def refused(abi, what, words):
     try:
         what()
     except abi.Error as error:
-        if words in str(error):
-            return 0
-        print(f'"{error}" does not say "{words}"')
+        check(words in str(error), f'"{error}" does not say "{words}"')
     else:
-        print(f'not refused: "{words}"')
-    return 1
+        check(False, f'not refused: "{words}"')
 
 
 def main():
@@ -89,30 +89,26 @@ def main():
     layers = [[list(floats([draw.gauss(0, 1) for _ in range(n)])) for n in sizes] for _ in range(2)]
     names = ['o', 'dq', 'dk', 'dv']
     want = [oracle(*layer) for layer in layers]
-    failed, one = 0, None
+    one = None
     for ranks, chunk in ((1, 1), (1, 4), (2, 2), (2, 4), (3, 3), (4, 4)):
         got = run(abi, library, ranks, chunk, layers)
         one = one or got
         for n, layer in enumerate(got):
             for name, x, y, bits in zip(names, layer, want[n], one[n]):
-                worst = max(abs(a - b) for a, b in zip(x, y))
-                if not worst < 5e-6:
-                    failed += 1
-                    print(f'C {ranks} U {chunk}, layer {n}: {name} is off by {worst:.3g}')
-                if name in ('o', 'dq') and x != bits:
-                    failed += 1
-                    print(f'C {ranks} U {chunk}, layer {n}: {name} has other bits than on one rank')
+                off = [abs(a - b) for a, b in zip(x, y, strict=True)]
+                check(all(error < 5e-6 for error in off), f'C {ranks} U {chunk}, layer {n}: {name} is off by {max(off):.3g}')
+                check(name not in ('o', 'dq') or x == bits,
+                      f'C {ranks} U {chunk}, layer {n}: {name} has other bits than on one rank')
 
-    failed += refused(abi, lambda: abi.Attention(library, tokens=8, heads=3, kv_heads=2, head_dim=32), 'no multiple')
-    failed += refused(abi, lambda: abi.Attention(library, tokens=8, heads=2, head_dim=7), 'head dim 7')
-    failed += refused(abi, lambda: abi.Attention(library, tokens=8, heads=2, head_dim=32, ranks=-1), '-1 ranks')
+    refused(abi, lambda: abi.Attention(library, tokens=8, heads=3, kv_heads=2, head_dim=32), 'no multiple')
+    refused(abi, lambda: abi.Attention(library, tokens=8, heads=2, head_dim=7), 'head dim 7')
+    refused(abi, lambda: abi.Attention(library, tokens=8, heads=2, head_dim=32, ranks=-1), '-1 ranks')
     u = abi.Attention(library, tokens=TOKENS, heads=HEADS, kv_heads=KV, head_dim=DIM)
     q = floats(layers[0][0])
-    failed += refused(abi, lambda: u.qkv_bwd(0, q, q, q, q, q, q, q, q), 'consumed before')
-    failed += refused(abi, lambda: u.qkv_fwd(0, q, q, q, q, layer=1), 'forward 1 of 1')
+    refused(abi, lambda: u.qkv_bwd(0, q, q, q, q, q, q, q, q), 'consumed before')
+    refused(abi, lambda: u.qkv_fwd(0, q, q, q, q, layer=1), 'forward 1 of 1')
     u.close()
-    print(f'abi: {failed} failed')
-    return failed != 0
+    return end('abi')
 
 
 if __name__ == '__main__':

@@ -10,6 +10,9 @@ import subprocess
 import sys
 import tempfile
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
+from checks import check, end  # pylint: disable=wrong-import-position
+
 TOP = os.path.abspath(sys.argv[1])
 RUN = ['sh', os.path.join(TOP, 'bench', 'run.sh')]
 COMPARE = [sys.executable, os.path.join(TOP, 'bench', 'compare.py')]
@@ -22,16 +25,6 @@ MASK_FIELDS = {'op', 'head_dim', 'dtype', 'causal', 'tokens', 'heads', 'threads'
 MASKS = {'packed': 'sequences', 'window': 'window', 'softcap': 'softcap'}  # and the field that each adds
 # Methods, and the ways on which they send something.
 METHODS = {'upipe': {'team'}, 'zigzag': {'ring'}, 'upipe-ring': {'team', 'ring'}, 'fpdt': {'team', 'host'}}
-
-checks = failures = 0
-
-
-def check(holds, sentence):
-    global checks, failures
-    checks += 1
-    if not holds:
-        failures += 1
-        print(f'test_bench.py: {sentence}')
 
 
 def run(command, status, says=''):
@@ -181,8 +174,7 @@ def main():
         check_masks(folder)
         check_methods(folder)
         check_accuracy(folder)
-    print(f'bench: {checks} checks, {failures} failed')
-    return 1 if failures or not checks else 0
+    return end('bench')
 
 
 if __name__ == '__main__':

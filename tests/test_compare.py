@@ -16,6 +16,9 @@ import subprocess
 import sys
 import tempfile
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
+from checks import check, end, equal  # pylint: disable=wrong-import-position
+
 try:
     import numpy as np
 except ImportError:
@@ -50,21 +53,6 @@ def named(names):
 ALL = named(HEADS)
 EVERY = named(HEADS + RINGS + SEGMENTED)
 
-checks = failures = 0
-
-
-def check(ok, sentence):
-    global checks, failures
-    checks += 1
-    if not ok:
-        failures += 1
-        print(f'test_compare.py:{sys._getframe(1).f_lineno}: {sentence}', file=sys.stderr)
-    return ok
-
-
-def equal(got, want, what):
-    return check(got == want, f'{what} is {str(got)[:500]}, not {str(want)[:500]}')
-
 
 def run(args, folder, **more):
     return subprocess.run([COMPARE, *args], cwd=folder, capture_output=True, text=True, timeout=100, check=False,
@@ -78,6 +66,7 @@ def run_to_full(args, folder):
 
 
 # ---- good runs ----
+
 
 def paper(name, group, stages, segments, layers, offload):
     """The rows of the paper's two tables, in units: Ulysses with and without offloading, the others with it."""
@@ -420,6 +409,7 @@ def test_defaults(folder):
 
 # ---- dumps, against NumPy ----
 
+
 def rope(t, inverse=False):
     """t [batch, S, h, d], pairs (p, p + d/2)."""
     half = t.shape[-1] // 2
@@ -549,6 +539,7 @@ def test_dumps(folder):
 
 # ---- traces ----
 
+
 def test_traces(folder):
     traces = os.path.join(folder, 'traces')
     numbers = good(folder, ['--tokens', '128', '--kv-heads', '4', '--trace', traces], 'traced')
@@ -586,6 +577,7 @@ def test_traces(folder):
 
 
 # ---- bad input ----
+
 
 def tree(folder):
     found = {}
@@ -820,8 +812,7 @@ def main():
                  test_refusals, test_failures, test_replacing):
         with tempfile.TemporaryDirectory() as folder:
             test(folder)
-    print(f'compare: {checks} checks, {failures} failed')
-    return 1 if failures or not checks else 0
+    return end('compare')
 
 
 if __name__ == '__main__':

@@ -5,9 +5,13 @@ Every team and chunk must give the plain form's losses within the rounding of f3
 give the same bits.
 """
 
+import os
 import re
 import subprocess
 import sys
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
+from checks import check, end  # pylint: disable=wrong-import-position
 
 MOST_LINES = 40
 RUNS = [(1, 0), (1, 2), (1, 4), (2, 0), (2, 4), (4, 0)]  # ranks, chunk; with 4 ranks UPipe is Ulysses
@@ -35,26 +39,16 @@ def added(path):
 
 def main():
     plain, with_upipe, source = sys.argv[1:]
-    lines, failed = added(source), 0
-    print(f'{lines} lines')
-    if not 0 < lines <= MOST_LINES:
-        print(f'at most {MOST_LINES}')
-        failed += 1
+    lines = added(source)
+    check(0 < lines <= MOST_LINES, f'UPipe adds {lines} lines; at most {MOST_LINES}')
     want, same = losses(plain), {}
-    if len(want) != 5 or not want[-1] < want[0]:
-        print(f'the plain form does not learn: {want}')
-        failed += 1
+    check(len(want) == 5 and want[-1] < want[0], f'the plain form does not learn: {want}')
     for ranks, chunk in RUNS:
         got = losses(with_upipe, ranks, chunk)
-        worst = max(abs(a - b) for a, b in zip(got, want))
-        if len(got) != len(want) or not worst < 2e-6:
-            print(f'C {ranks} U {chunk}: losses are off by {worst:.3g}')
-            failed += 1
-        if same.setdefault(ranks, got) != got:
-            print(f'C {ranks} U {chunk}: other bits than another chunk')
-            failed += 1
-    print(f'gpt2: {failed} failed')
-    return failed != 0
+        check(len(got) == len(want) and all(abs(a - b) < 2e-6 for a, b in zip(got, want)),
+              f'C {ranks} U {chunk}: losses {got}, not {want}')
+        check(same.setdefault(ranks, got) == got, f'C {ranks} U {chunk}: other bits than another chunk')
+    return end('gpt2')
 
 
 if __name__ == '__main__':

@@ -11,6 +11,9 @@ import subprocess
 import sys
 import tempfile
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
+from checks import check, end  # pylint: disable=wrong-import-position
+
 PLAN, TRAIN, TOP = (os.path.abspath(path) for path in sys.argv[1:4])
 FIELDS = {'fits', 'gpu_bytes', 'host_bytes_node', 'binding', 'seconds_step', 'tokens_per_s_per_gpu', 'phases',
           'components', 'advice'}
@@ -28,16 +31,6 @@ PAPER = {
 SMALL = {'architectures': ['LlamaForCausalLM'], 'model_type': 'llama', 'hidden_size': 64, 'intermediate_size': 192,
          'num_hidden_layers': 2, 'vocab_size': 256, 'num_attention_heads': 4, 'num_key_value_heads': 2, 'head_dim': 32,
          'tie_word_embeddings': True}
-
-checks = failures = 0
-
-
-def check(ok, sentence):
-    global checks, failures
-    checks += 1
-    if not ok:
-        failures += 1
-        print(f'test_planner.py:{sys._getframe(1).f_lineno}: {sentence}', file=sys.stderr)
 
 
 def run(program, *words):
@@ -81,6 +74,7 @@ def machine(name='machine.json', **other):
 
 # ---- the paper ----
 
+
 def paper():
     for method, (memory, speed) in PAPER.items():
         for i, length in enumerate(LENGTHS[:len(memory) + 1]):
@@ -109,6 +103,7 @@ def paper():
 
 
 # ---- the same bytes as the trainer ----
+
 
 def flags(config, ranks):
     c = {**SMALL, **config}
@@ -150,6 +145,7 @@ def same_bytes():
 
 
 # ---- what people write, and what is refused ----
+
 
 def numbers():
     at = ['--model', 'llama3-8b', '--as', 'torchtitan', '--tokens']
@@ -228,5 +224,4 @@ with tempfile.TemporaryDirectory() as FOLDER:
     numbers()
     refusals()
     others()
-print(f'{checks} checks, {failures} failed')
-sys.exit(failures > 0)
+sys.exit(end('planner'))

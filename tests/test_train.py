@@ -21,6 +21,9 @@ import sys
 import tempfile
 import time
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
+from checks import check, end, equal  # pylint: disable=wrong-import-position
+
 TRAIN, TOP = os.path.abspath(sys.argv[1]), os.path.abspath(sys.argv[2])
 LOGITS = os.path.join(os.path.dirname(TRAIN), 'logits')
 BOOK = os.path.join(TOP, 'examples', 'data', 'genesis_exodus.txt')
@@ -43,21 +46,6 @@ RUN = {'tokens': 64, 'ranks': 2, 'steps': 4, 'sample': 0}
 LONG = 50 if os.environ.get('UPIPE_FULL') == '1' else 4  # steps of a long training
 EVEN = {'lr': 1e-3, 'min_lr': 1e-3, 'warmup': 0}  # a rate that does not depend on the number of steps
 
-checks = failures = 0
-
-
-def check(ok, sentence):
-    global checks, failures
-    checks += 1
-    if not ok:
-        failures += 1
-        print(f'test_train.py:{sys._getframe(1).f_lineno}: {sentence}', file=sys.stderr)
-    return ok
-
-
-def equal(got, want, what):
-    return check(got == want, f'{what} is {str(got)[:500]}, not {str(want)[:500]}')
-
 
 def near(got, want, relative, what):
     """Two lists of numbers."""
@@ -66,6 +54,7 @@ def near(got, want, relative, what):
 
 
 # ---- running ----
+
 
 def words_of(flags):
     out = []
@@ -152,6 +141,7 @@ def failed(folder, args, status, words, what=None, kept=True, program=TRAIN, lin
 
 
 # ---- numbers ----
+
 
 def held(c):
     """Tokens of a sequence on rank 0: its ring's share, then its team's of that; or of every segment."""
@@ -322,6 +312,7 @@ def test_flags(folder):
 
 
 # ---- the same bits ----
+
 
 def test_bits(folder):
     book = read(BOOK)
@@ -507,6 +498,7 @@ def test_learning(folder):
 
 
 # ---- checkpoints ----
+
 
 def tensors_wanted(c):
     """Hugging Face's names and shapes."""
@@ -759,6 +751,7 @@ def test_loading(folder):
 
 # ---- stopped on the way ----
 
+
 def heed_signals():
     """Whoever runs the tests in the background may have had some ignored, and a program inherits that."""
     for ends in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -902,6 +895,7 @@ def test_kills(folder):
 
 
 # ---- bad input ----
+
 
 def test_usage(folder):
     os.mkdir(os.path.join(folder, 'old'))
@@ -1137,6 +1131,7 @@ def test_broken(folder):
 
 # ---- what goes wrong on the way ----
 
+
 def patched(source, target, name, pattern, file='model.safetensors'):
     """A copy of a checkpoint with a number of one tensor replaced."""
     shutil.copytree(source, target)
@@ -1234,6 +1229,7 @@ def test_disk(folder):
 
 
 # ---- the plan, the trace, the sample ----
+
 
 def test_plan(folder):
     shape = {'layers': 32, 'model_dim': 4096, 'heads': 32, 'kv_heads': 8, 'ff_dim': 14336, 'vocab': 128256,
@@ -1384,8 +1380,7 @@ def main():
             test(folder)
         if 'TEST_TIMES' in os.environ:
             print(f'{test.__name__}: {time.monotonic() - begin:.1f} s')
-    print(f'train: {checks} checks, {failures} failed')
-    return 1 if failures or not checks else 0
+    return end('train')
 
 
 if __name__ == '__main__':

@@ -5,11 +5,11 @@
 #include "../common/cli.h"
 #include "activations.h"
 
-/* A part of --help. */
+/* A part of --help. The programs say which kind is theirs without the flag. */
 static const char activations_usage[] =
     "\n"
     "what is kept of a layer's forward for its backward; a second pool is host memory, on a GPU\n"
-    "  --activations KIND ac         its input (this one)\n"
+    "  --activations KIND ac         its input\n"
     "                     offload    its input, in a second pool\n"
     "                     sao:K      the same, but the input of every K-th layer stays\n"
     "                     sac        its input and attention's result, in a second pool\n"
@@ -18,10 +18,7 @@ static const char activations_usage[] =
     "                                does not divide the layers, the last block is shorter\n"
     "                     KIND,grad  and the gradient of the stream waits in the second pool while\n"
     "                                attention's backward runs\n"
-    "  --offload          --activations offload\n"
-    "\n"
-    "what is sharded over all ranks\n"
-    "  --zero STAGE       0 nothing, 1 the optimizer's states (this one), 2 gradients too, 3 weights too\n";
+    "  --offload          --activations offload\n";
 
 /* Room for a setting's text. */
 enum { ACTIVATIONS_TEXT = 48 };

@@ -131,6 +131,8 @@ static const char usage_text[] =
     "  --dtype TYPE       storage of activations and weights: f32 or bf16 (f32)\n"
     "  --device NAME      where the ranks compute: cpu, or cuda, a GPU that all of them share (cpu)\n"
     "  --seed N           of the first weights, the order of the text and the sample (1)\n"
+    "  --activations KIND what is kept of each layer, see below (ac)\n"
+    "  --zero STAGE       sharded over the ranks: 0 nothing, 1 optimizer, 2 gradients too, 3 weights too (1)\n"
     "  --tile-bytes N     limit of a tile of MLP or loss (64 tokens or more), without product scratch\n"
     "                     (0: the paper's square, about model-dim tokens)\n"
     "  --deadline SECONDS how long a rank waits for another one before it aborts (600)\n"

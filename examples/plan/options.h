@@ -55,7 +55,8 @@ static const char usage_text[] =
     "  --tokens N         of a sequence, over all ranks: 5M is 5 x 2^20, 128k 128 x 2^10, 1e6 a million\n"
     "  --batch N          sequences of a step (1)\n"
     METHOD_USAGE
-    "  --zero N           sharded over the ranks: 0 nothing, 1 optimizer, 2 gradients too, 3 weights too (3)\n"
+    "  --activations KIND what is kept of each layer, see below (offload)\n"
+    "  --zero STAGE       sharded over the ranks: 0 nothing, 1 optimizer, 2 gradients too, 3 weights too (3)\n"
     "  --dtype TYPE       storage of activations and weights: f32 or bf16 (bf16)\n"
     "  --device NAME      whose kernels' scratch is counted: cpu or cuda (cuda where the machine\n"
     "                     has GPUs)\n"

@@ -9,7 +9,8 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 trap 'exit 1' HUP INT TERM
 CC=${CC:-cc}
-export CC
+CMAKE_GENERATOR=Ninja # as Meson's: a machine need not have make
+export CC CMAKE_GENERATOR
 unset DESTDIR MESON_ARGS CFLAGS CPPFLAGS LDFLAGS
 
 # Runs a command quietly; where it fails, says what it printed.

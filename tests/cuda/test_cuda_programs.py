@@ -12,23 +12,15 @@ import subprocess
 import sys
 import tempfile
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'lib'))
+from checks import check, end  # pylint: disable=wrong-import-position
+
 FOLDER = sys.argv[1]
 TOP = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 MODEL = ('--layers 2 --model-dim 64 --heads 4 --kv-heads 2 --ff-dim 64 --tokens 64 --ranks 2 --steps 3 --batch 1 '
          '--sample 0 --lr 1e-3 --warmup 0').split()
 
 HANGS = 600  # seconds: ten times and more what the slowest program takes on an idle machine
-
-checks = failures = 0
-
-
-def check(ok, sentence):
-    global checks, failures
-    checks += 1
-    if not ok:
-        failures += 1
-        print(f'test_cuda_programs.py:{sys._getframe(1).f_lineno}: {sentence}', file=sys.stderr)
-    return ok
 
 
 def run(name, *args, **fake):
@@ -214,8 +206,7 @@ def main():
     test_train()
     test_failures()
     test_bench()
-    print(f'cuda_programs: {checks} checks, {failures} failed')
-    return 1 if failures or not checks else 0
+    return end('cuda_programs')
 
 
 if __name__ == '__main__':

@@ -20,6 +20,9 @@ import sys
 import tempfile
 import time
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'lib'))
+from checks import check, end  # pylint: disable=wrong-import-position
+
 TRAIN, LOGITS, COMPARE, FAULT, TOP = (os.path.abspath(word) for word in sys.argv[1:6])
 BOOK = os.path.join(TOP, 'examples', 'data', 'genesis_exodus.txt')
 SECONDS = float(os.environ.get('UPIPE_FAULT_SECONDS', '0'))
@@ -29,17 +32,6 @@ ERRORS = ('EIO', 'ENOSPC', 'SHORT', 'EINTR')
 MODEL = ('--layers 1 --model-dim 8 --heads 2 --kv-heads 1 --head-dim 32 --ff-dim 8 --tokens 16 --data book').split()
 TRAINING = '--ranks 2 --deadline 20 --sample 2 --json j.json --trace t.json --save-every 1'.split()
 LEFT = re.compile(r'\.tmp(\.\d+)?(/|$)|\.old(\.\d+)?$|/\.lock$')  # what a call that removes it may leave where it fails
-
-checks = failures = 0
-
-
-def check(ok, sentence):
-    global checks, failures
-    checks += 1
-    if not ok:
-        failures += 1
-        print(f'test_faults.py:{sys._getframe(1).f_lineno}: {sentence}', file=sys.stderr)
-    return ok
 
 
 def read(path):
@@ -246,8 +238,7 @@ def main():
                 scene.attempt(rest.pop())
                 done += 1
             print(f'reached: {scene.name}, {kind}: {done} of {len(tries)} in {time.monotonic() - began:.0f} s')
-    print(f'faults: {checks} checks, {failures} failed')
-    return 1 if failures or not checks else 0
+    return end('faults')
 
 
 if __name__ == '__main__':

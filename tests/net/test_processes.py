@@ -11,6 +11,9 @@ import tempfile
 
 from run_mpi import is_open_mpi, launcher
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'lib'))
+from checks import check, end  # pylint: disable=wrong-import-position
+
 RANKS = 4
 # The victim dies in making its inputs: it is a member of the team, and has met the others.
 DEATH = r'''
@@ -23,16 +26,6 @@ double cos(double x)
     return x;
 }
 '''
-
-checks = failures = 0
-
-
-def check(ok, sentence):
-    global checks, failures
-    checks += 1
-    if not ok:
-        failures += 1
-        print(f'test_processes.py:{sys._getframe(1).f_lineno}: {sentence}', file=sys.stderr)
 
 
 def run(mpirun, program, folder, deadline=30, **variables):
@@ -79,8 +72,7 @@ def main():
                 out.write(DEATH)
             subprocess.run([*compiler, '-shared', '-fPIC', '-fno-builtin', source, '-o', library], check=True)
             test_death(mpirun, program, folder, 0, library)  # the one that prints the result
-    print(f'processes: {checks} checks, {failures} failed')
-    return 1 if failures or not checks else 0
+    return end('processes')
 
 
 if __name__ == '__main__':

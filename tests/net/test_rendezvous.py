@@ -17,6 +17,9 @@ import sys
 import tempfile
 import time
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'lib'))
+from checks import check, end  # pylint: disable=wrong-import-position
+
 PROGRAM = os.path.abspath(sys.argv[1])
 TOP = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 LAUNCHERS = re.compile(r'RANK$|WORLD_SIZE$|MASTER_|OMPI_|PMI|SLURM_|MPI_|TORCHELASTIC')
@@ -41,17 +44,6 @@ int main(int argc, char **argv)
     return 0;
 }
 '''
-
-checks = failures = 0
-
-
-def check(ok, sentence):
-    global checks, failures
-    checks += 1
-    if not ok:
-        failures += 1
-        print(f'test_rendezvous.py:{sys._getframe(1).f_lineno}: {sentence}', file=sys.stderr)
-    return ok
 
 
 def free_port():
@@ -197,8 +189,7 @@ def main():
             tests = [test_meeting, test_strangers, test_strange_clients, test_no_descriptors, test_absent]
             with concurrent.futures.ThreadPoolExecutor(len(tests)) as pool:  # they wait, most of the time
                 list(pool.map(lambda test: test(meeting), tests))
-    print(f'rendezvous: {checks} checks, {failures} failed')
-    return 1 if failures or not checks else 0
+    return end('rendezvous')
 
 
 if __name__ == '__main__':
