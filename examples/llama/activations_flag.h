@@ -17,8 +17,7 @@ static const char activations_usage[] =
     "                     blocks:K   the input of the first of every K layers, in a second pool; where K\n"
     "                                does not divide the layers, the last block is shorter\n"
     "                     KIND,grad  and the gradient of the stream waits in the second pool while\n"
-    "                                attention's backward runs\n"
-    "  --offload          --activations offload\n";
+    "                                attention's backward runs\n";
 
 /* Room for a setting's text. */
 enum { ACTIVATIONS_TEXT = 48 };

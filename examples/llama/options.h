@@ -132,6 +132,7 @@ static const char usage_text[] =
     "  --device NAME      where the ranks compute: cpu, or cuda, a GPU that all of them share (cpu)\n"
     "  --seed N           of the first weights, the order of the text and the sample (1)\n"
     "  --activations KIND what is kept of each layer, see below (ac)\n"
+    "  --offload          --activations offload\n"
     "  --zero STAGE       sharded over the ranks: 0 nothing, 1 optimizer, 2 gradients too, 3 weights too (1)\n"
     "  --tile-bytes N     limit of a tile of MLP or loss (64 tokens or more), without product scratch\n"
     "                     (0: the paper's square, about model-dim tokens)\n"
@@ -146,7 +147,9 @@ static const char usage_text[] =
     "  --keep N           checkpoints that stay; 0 for all (1)\n"
     "  --resume DIR       continue from a checkpoint: its data, seed, tokens, batch and dtype, and its\n"
     "                     schedule unless a flag says otherwise; bit for bit on as many ranks\n"
-    "  --load DIR         start from the weights of a Hugging Face folder\n"
+    "  --load DIR         start from the weights of a Hugging Face folder\n";
+
+static const char usage_end[] =
     "\n"
     "the text written at the end\n"
     "  --sample N         bytes, 0 for none (200)\n"
@@ -335,6 +338,7 @@ static int options_flag(void *user, int flag, const char *text)
         return 0;
     case FLAG_HELP:
         fputs(usage_text, stdout);
+        fputs(usage_end, stdout);
         fputs(world_usage, stdout);
         return method_help(name, activations_usage);
     case FLAG_VERSION:
