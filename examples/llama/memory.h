@@ -134,9 +134,58 @@ static upipe_status memory_life(memory_dry *d, trainer *t, memory_then *then, vo
     return trainer_free_block(t);
 }
 
+/* Steps that a dry run walks through, roughly: heads of every tile of every layer, and of every pair of segments, tiles,
+ * strips of sums. */
+static double memory_walk(const model *m)
+{
+    const llama_config *c = &m->layout->config;
+    const upipe_plan *p = &m->plan;
+    const double segments = (double)m->fpdt.segments, pairs = segments * segments * (double)p->desc.batch;
+    const double tiles = (double)m->rows / (double)(m->rows < c->dim ? m->rows : c->dim) + model_parts(m);
+    const double loss_tiles = (double)m->rows / UPIPE_TILE_LOSS_ROWS + 1;
+    const double heads = (double)c->heads / p->per_rank + 2.0 * c->kv_heads / p->kv_per_rank;
+    return (double)c->layers * 2 * (tiles * (heads + 8) + pairs * p->per_rank * p->stages) + loss_tiles * 8 +
+           (double)m->layout->weights / (UPIPE_ZERO_STRIP / 4) + 8.0 * m->layout->units;
+}
+
+/* Whether a rank's slice of n elements is as long as another's. */
+static int memory_same_slices(int64_t n, const model *a, const model *b)
+{
+    int64_t at;
+    return upipe_reduce_slice(n, model_world_rank(a), model_world(a), &at) ==
+           upipe_reduce_slice(n, model_world_rank(b), model_world(b), &at);
+}
+
+/* memory_same -- whether two ranks' pools live the same: where tokens, heads or weights do not divide, ranks have
+ *                different numbers of them */
+__attribute__((unused)) static int memory_same(const model *a, const model *b)
+{
+    const upipe_plan *p = &a->plan, *q = &b->plan;
+    const int64_t *first = a->layout->first;
+    int i, same = p->seq == q->seq && a->rows == b->rows && p->stages == q->stages;
+    for (i = 0; i < model_parts(a) && same; ++i) same = model_shard(a, i).n == model_shard(b, i).n;
+    for (i = 0; i < p->stages && same; ++i)
+        same = upipe_plan_q(p, i, p->desc.rank).count == upipe_plan_q(q, i, q->desc.rank).count &&
+               upipe_plan_part(p, UPIPE_A2A_KV, i, p->desc.rank).count ==
+                   upipe_plan_part(q, UPIPE_A2A_KV, i, q->desc.rank).count;
+    for (i = 0; i < a->layout->units && same; ++i) same = memory_same_slices(first[i + 1] - first[i], a, b);
+    return same && memory_same_slices(a->layout->norm_weights, a, b);
+}
+
+enum { MEMORY_WALK_MAX = 50000000 }; /* some seconds */
+
+static upipe_status memory_walkable(const model *m, upipe_err *e)
+{
+    if (memory_walk(m) <= MEMORY_WALK_MAX) return UPIPE_OK;
+    return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
+                      "the memory's dry run would take %.2g steps, at most %d are walked", memory_walk(m),
+                      MEMORY_WALK_MAX);
+}
+
 /* memory_plan_make -- for the rank of the model's plan
  *   then    what the rank does after the step, for the slabs; NULL: nothing
- *   errors  those of the library but for transport: ARG where tile_bytes is too small for one row
+ *   errors  those of the library but for transport: ARG where tile_bytes is too small for one row; UNSUPPORTED where the
+ *           dry run would take more than MEMORY_WALK_MAX steps
  */
 static upipe_status memory_plan_make(memory_plan *plan, const model *m, const upipe_ops *ops,
                                      memory_then *then, void *user, upipe_err *e)
@@ -155,6 +204,7 @@ static upipe_status memory_plan_make(memory_plan *plan, const model *m, const up
     }
     d->plan = plan;
     s = upipe_dry_init(&d->dry, &m->plan, ops);
+    if (s == UPIPE_OK) s = memory_walkable(m, &d->dry.ctx.err);
     upipe_comm_dry(&d->world, model_world_rank(m), model_world(m), d->list, d->gathered);
     upipe_mem_init_dry(&d->dry.mem, blocks, blocks_max);
     upipe_mem_init_dry(&d->host, blocks + blocks_max, blocks_max);

@@ -24,6 +24,7 @@
 #include "memory.h"
 #include "options.h"
 #include "sample.h"
+#include "setting.h"
 #include "trainer.h"
 
 /* A rank's memory and what it measured. */
@@ -112,22 +113,6 @@ static sample_wish run_wish(const run *u)
     return w;
 }
 
-enum { RUN_WALK_MAX = 50000000 }; /* some seconds */
-
-/* Steps that a dry run walks through, roughly: heads of every tile of every layer, and of every pair of
- * segments, tiles, strips of sums. */
-static double run_walk(const model *m)
-{
-    const llama_config *c = &m->layout->config;
-    const upipe_plan *p = &m->plan;
-    double segments = (double)m->fpdt.segments, pairs = segments * segments * (double)p->desc.batch;
-    double tiles = (double)m->rows / (double)(m->rows < c->dim ? m->rows : c->dim) + model_parts(m);
-    double loss_tiles = (double)m->rows / UPIPE_TILE_LOSS_ROWS + 1;
-    double heads = (double)c->heads / p->per_rank + 2.0 * c->kv_heads / p->kv_per_rank;
-    return (double)c->layers * 2 * (tiles * (heads + 8) + pairs * p->per_rank * p->stages) + loss_tiles * 8 +
-           (double)m->layout->weights / (UPIPE_ZERO_STRIP / 4) + 8.0 * m->layout->units;
-}
-
 /* After a step of a dry rank: one byte of a sample. */
 typedef struct run_sample {
     const run *u;
@@ -149,39 +134,8 @@ static upipe_status run_dry(const run *u, const model *m, const model *sampled, 
                             upipe_err *e)
 {
     run_sample sample = {u, sampled};
-    if (run_walk(m) > RUN_WALK_MAX)
-        return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
-                          "the memory's dry run would take %.2g steps, at most %d are walked", run_walk(m),
-                          RUN_WALK_MAX);
     return memory_plan_make(plan, m, &u->ops, u->o.sample > 0 && sampled != NULL ? run_dry_sample : NULL,
                             &sample, e);
-}
-
-static int run_same_plan(const model *a, const model *b)
-{
-    int i, same = a->plan.schedule != UPIPE_UNEVEN && a->plan.seq == b->plan.seq;
-    for (i = 0; i < model_parts(a) && same; ++i) same = model_shard(a, i).n == model_shard(b, i).n;
-    return same;
-}
-
-/* Whether a rank's slice of n elements is as long as rank 0's. */
-static int run_same_slices(int64_t n, int rank, int ranks)
-{
-    int64_t at;
-    return upipe_reduce_slice(n, rank, ranks, &at) == upipe_reduce_slice(n, 0, ranks, &at);
-}
-
-/* Whether a rank's pool lives as rank 0's does. The last slices of weights and norm weights may be shorter,
- * or empty; where tokens or heads do not divide, ranks have different numbers of them. */
-static int run_like_first(const run *u, int rank)
-{
-    const run_rank *k = &u->ranks[rank], *first = &u->ranks[0];
-    const int ranks = u->o.how.ranks;
-    int unit;
-    if (!run_same_plan(&k->m, &first->m) || !run_same_plan(&k->sampled, &first->sampled)) return 0;
-    for (unit = 0; unit < u->layout.units; ++unit)
-        if (!run_same_slices(u->layout.first[unit + 1] - u->layout.first[unit], rank, ranks)) return 0;
-    return run_same_slices(u->layout.norm_weights, rank, ranks);
 }
 
 static int run_fail(upipe_status s, const upipe_err *e)
@@ -216,18 +170,26 @@ static int run_check_memory(const run *u, int planned)
 static upipe_status run_plan_rank(const run *u, run_rank *k, int rank, upipe_err *e)
 {
     const options *o = &u->o;
-    upipe_plan_desc d = method_desc(&o->how, u->layout.config.heads, u->layout.config.kv_heads);
-    method_place(&d, rank);
-    d.tokens = o->tokens;
-    d.batch = o->batch;
-    d.dtype = o->dtype;
-    UPIPE_TRY(model_init(&k->m, &u->layout, &d, e));
-    UPIPE_TRY(method_overlapped(&o->how, &k->m.plan, e));
-    UPIPE_TRY(model_cut(&k->m, o->how.segments, e));
-    k->m.tile_bytes = o->tile_bytes;
-    k->m.activations = o->activations;
-    k->m.zero = o->zero;
+    setting s;
+    s.layout = &u->layout;
+    s.how = o->how;
+    s.activations = o->activations;
+    s.tokens = o->tokens;
+    s.batch = o->batch;
+    s.dtype = o->dtype;
+    s.tile_bytes = o->tile_bytes;
+    s.zero = o->zero;
+    UPIPE_TRY(setting_model(&k->m, &s, rank, e));
     return sample_model(&k->sampled, &k->m, e);
+}
+
+/* An earlier rank whose pool lives as this one's does; the rank itself if there is none. */
+static int run_like(const run *u, int rank)
+{
+    const run_rank *k = &u->ranks[rank], *all = u->ranks;
+    int r = 0;
+    while (r < rank && !(memory_same(&all[r].m, &k->m) && memory_same(&all[r].sampled, &k->sampled))) ++r;
+    return r;
 }
 
 /* Plans and memory of every rank. 0, or -1 with the sentence out. */
@@ -245,8 +207,9 @@ static int run_plan(run *u)
     if (s == UPIPE_OK && !u->o.plan && run_check_memory(u, 0) != 0) return -1;
     for (r = 0; r < ranks && s == UPIPE_OK; ++r) {
         run_rank *k = &u->ranks[r];
-        if (r > 0 && run_like_first(u, r))
-            k->plan = u->ranks[0].plan;
+        const int like = run_like(u, r);
+        if (like < r)
+            k->plan = u->ranks[like].plan;
         else
             s = run_dry(u, &k->m, &k->sampled, &k->plan, &e);
     }

@@ -7,19 +7,8 @@
 #define PLAN_ESTIMATE_H
 
 #include "../llama/activations_flag.h"
-#include "../llama/plans.h"
+#include "../llama/setting.h"
 #include "machine.h"
-
-/* What is to be planned. */
-typedef struct setting {
-    const llama_config *config;
-    method_choice how; /* segments, chunk: 0 for the default */
-    activations_setting activations;
-    int64_t tokens, batch;
-    upipe_dtype dtype;
-    size_t tile_bytes;
-    int zero; /* what is sharded: 0 nothing to 3 everything */
-} setting;
 
 enum { ESTIMATE_PARTS = 24, ESTIMATE_WHY = 256 };
 
@@ -57,7 +46,6 @@ typedef struct estimate_work {
 
 typedef struct estimate {
     char why[ESTIMATE_WHY]; /* not empty: this is no setting, and nothing else is filled in */
-    int rank;               /* the largest */
     double gpu, host;       /* bytes of it and of the fullest node */
     double live;            /* of gpu, without alignment and holes */
     estimate_part phase[ESTIMATE_PARTS], part[ESTIMATE_PARTS];

@@ -206,7 +206,6 @@ static int options_resolve(options *o)
     if (o->as_titan && (o->s.dtype != UPIPE_BF16 || o->given[FLAG_DEVICE] || o->given[FLAG_ZERO]))
         return cli_refuse("--dtype, --device and --zero would have no effect as torchtitan");
     if ((status = preset_find(&o->config, o->note, o->model)) != 0) return status;
-    o->s.config = &o->config;
     if (o->s.activations.k > o->config.layers)
         return cli_refuse("--activations: the model has %lld layers", (long long)o->config.layers);
     if (!o->given[FLAG_DEVICE]) o->device = o->machine.gpu > 0 ? DEVICE_CUDA : DEVICE_CPU;

@@ -80,7 +80,7 @@ static int plan(options *o, files *all)
     device_table(o->device, &ops);
     p.m = &o->machine;
     p.ops = &ops;
-    p.layout = &layout;
+    o->s.layout = &layout;
     p.titan = o->as_titan ? o->titan : TITANS;
     status = o->best ? search(o, &p, all) : plan_one(o, &p, all);
     llama_layout_free(&layout);

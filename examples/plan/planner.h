@@ -1,6 +1,6 @@
 /* planner.h -- an estimate for a setting, as this library's or as the paper's; what would help; the longest sequence
  *
- *     planner p = {&machine, &ops, &layout, TITANS};
+ *     planner p = {&machine, &ops, TITANS};
  *     planner_estimate(&p, &s, &e);
  *     n = planner_advice(&p, &s, &e, advice);
  *     tokens = planner_longest(&p, &s, &e);
@@ -14,7 +14,6 @@
 typedef struct planner {
     const machine *m;
     const upipe_ops *ops;
-    const llama_layout *layout;
     int titan; /* the paper's method; TITANS: this library's */
 } planner;
 
@@ -23,7 +22,7 @@ static void planner_estimate(const planner *p, const setting *s, estimate *e)
     if (p->titan < TITANS)
         titan_estimate(e, s, p->titan, p->m);
     else
-        exact_estimate(e, s, p->ops, p->m, p->layout);
+        exact_estimate(e, s, p->ops, p->m);
 }
 
 /* ---- what would help ---- */
@@ -78,7 +77,7 @@ static void advisor_activations(advisor *a)
         setting s = *a->s;
         char flags[ADVICE_TEXT], now[ACTIVATIONS_TEXT];
         if (activations_flag("activations", kinds[i], &s.activations) != 0 ||
-            s.activations.k > s.config->layers ||
+            s.activations.k > s.layout->config.layers ||
             strcmp(kinds[i], activations_text(now, &a->s->activations)) == 0)
             continue;
         snprintf(flags, sizeof flags, "--activations %s", kinds[i]);
@@ -127,7 +126,8 @@ static void advisor_schedule(advisor *a)
         memset(&s.how, 0, sizeof s.how);
         s.how.method = methods[i];
         s.how.ranks = a->s->how.ranks;
-        if (methods[i] == a->s->how.method || s.config->heads < s.how.ranks || method_resolve(&s.how) != 0)
+        if (methods[i] == a->s->how.method || s.layout->config.heads < s.how.ranks ||
+            method_resolve(&s.how) != 0)
             continue;
         snprintf(flags, sizeof flags, "--method %s", method_kinds[methods[i]].name);
         advisor_try(a, flags, a->p, &s);

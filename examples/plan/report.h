@@ -127,23 +127,23 @@ static void report_block(const planner *p, const setting *s)
     int i;
     memset(&l, 0, sizeof l);
     memset(&err, 0, sizeof err);
-    if (dry != NULL && exact_model(&m, s, p->layout, 0, &err) == UPIPE_OK &&
+    if (dry != NULL && setting_model(&m, s, 0, &err) == UPIPE_OK &&
         upipe_dry_init(dry, &m.plan, p->ops) == UPIPE_OK) {
         const double unit = (double)upipe_plan_unit_bytes(&m.plan);
         l.plan = &m.plan;
         l.wq = l.wk = l.wv = l.wo = dry; /* never read */
         l.mask.causal = 1;
-        l.tile_rows = p->layout->config.dim;
+        l.tile_rows = s->layout->config.dim;
         if (upipe_dry_layer(dry, &l, 1) == UPIPE_OK) {
             printf("\nthe attention block alone, in units of %.3f MiB (tokens of a rank x model dim)\n",
                    unit / (1 << 20));
             printf("  %-22s %8s %8s\n", "", "exact", "paper");
             for (i = 0; i < (int)UPIPE_PHASES; ++i)
                 printf("  %-22s %8.3f %8.3f\n", columns[i], (double)dry->mem.phase_peak[i] / unit,
-                       upipe_paper_units(s->how.method == METHOD_UPIPE ? UPIPE_PAPER_UPIPE
-                                                                       : UPIPE_PAPER_ULYSSES_OFFLOAD,
-                                         (upipe_phase)i, (double)s->config->heads / s->config->kv_heads,
-                                         (double)s->config->heads / m.plan.desc.chunk, 1, 1));
+                       upipe_paper_units(
+                           s->how.method == METHOD_UPIPE ? UPIPE_PAPER_UPIPE : UPIPE_PAPER_ULYSSES_OFFLOAD,
+                           (upipe_phase)i, (double)s->layout->config.heads / s->layout->config.kv_heads,
+                           (double)s->layout->config.heads / m.plan.desc.chunk, 1, 1));
         }
     }
     free(dry);

@@ -43,7 +43,7 @@ static void search_extend(estimate *out, const estimate e[2], const setting *s, 
     SEARCH_SQUARE(attn_bwd);
 #undef SEARCH_LINE
 #undef SEARCH_SQUARE
-    estimate_time(out, m, s->how.ranks, team, s->config->layers);
+    estimate_time(out, m, s->how.ranks, team, s->layout->config.layers);
 }
 
 static void search_try(search_state *f, const setting *s)
@@ -94,14 +94,14 @@ static void search_activations(search_state *f, setting s)
     size_t i;
     for (i = 0; i < sizeof kinds / sizeof *kinds; ++i)
         if (activations_flag("activations", kinds[i], &s.activations) == 0 &&
-            s.activations.k <= s.config->layers)
+            s.activations.k <= s.layout->config.layers)
             search_try(f, &s);
 }
 
 /* Chunks and overlap of a method with its rings and segments. */
 static void search_chunks(search_state *f, setting s, const method_kind *kind, int team)
 {
-    const int heads = s.config->heads, stages = kind->stage == METHOD_CHUNK;
+    const int heads = s.layout->config.heads, stages = kind->stage == METHOD_CHUNK;
     int chunk, overlap;
     for (chunk = team; chunk <= (stages ? heads / 2 : team); chunk *= 2)
         for (overlap = 0; overlap <= method_overlaps(kind); ++overlap) {

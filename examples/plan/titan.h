@@ -50,7 +50,7 @@ static inline int titan_find(const char *name)
 /* Heads of a stage. */
 static inline int titan_stage(titan_rank *t, const setting *s, char why[ESTIMATE_WHY])
 {
-    const llama_config *c = s->config;
+    const llama_config *c = &s->layout->config;
     const int group = c->heads / c->kv_heads;
     const int chunk = t->method != TITAN_UPIPE ? c->heads : s->how.chunk > 0 ? s->how.chunk : t->team;
     int mine, kv;
@@ -75,7 +75,7 @@ static inline int titan_kept(titan_rank *t, const setting *s, char why[ESTIMATE_
     if (t->method == TITAN_NATIVE || a->kind == ACTIVATIONS_AC)
         t->kept = t->layers;
     else if (a->kind == ACTIVATIONS_SAO)
-        t->kept = (double)(s->config->layers / a->k);
+        t->kept = (double)(s->layout->config.layers / a->k);
     else if (a->kind == ACTIVATIONS_SAC)
         t->sac = a->k > 0 ? (double)a->k : t->layers;
     if (a->kind != ACTIVATIONS_BLOCKS && !a->grad) return 0;
@@ -86,7 +86,7 @@ static inline int titan_kept(titan_rank *t, const setting *s, char why[ESTIMATE_
 static inline int titan_begin(titan_rank *t, const setting *s, int method, const machine *m,
                               char why[ESTIMATE_WHY])
 {
-    const llama_config *c = s->config;
+    const llama_config *c = &s->layout->config;
     const double q = (double)c->heads * c->head_dim, k = (double)c->kv_heads * c->head_dim;
     memset(t, 0, sizeof *t);
     t->method = method;
@@ -127,7 +127,7 @@ static inline double titan_attention(const titan_rank *t)
 
 static inline void titan_memory(estimate *e, const titan_rank *t, const setting *s, const machine *m)
 {
-    const llama_config *c = s->config;
+    const llama_config *c = &s->layout->config;
     const double embed = (double)c->vocab * (double)c->dim;
     const double params = embed * (c->tied ? 1 : 2) + t->layers * t->layer;
     const double table =
@@ -161,7 +161,7 @@ static inline void titan_memory(estimate *e, const titan_rank *t, const setting 
 
 static inline void titan_time(estimate *e, const titan_rank *t, const setting *s, const machine *m)
 {
-    const llama_config *c = s->config;
+    const llama_config *c = &s->layout->config;
     const double embed = (double)c->vocab * (double)c->dim, others = 1 - 1.0 / t->ranks;
     const double seen = c->window > 0 && c->window < s->tokens ? (double)c->window : (double)s->tokens / 2;
     const double attn = 4 * t->rows * seen * c->heads * c->head_dim * t->layers; /* one forward */
