@@ -213,6 +213,20 @@ def others():
     check(got['best'].split()[:1] == ['--method'] and fits, got.get('best'))
     confirmed = plan(*small, *got['best'].split())
     check(confirmed['gpu_bytes'] == got['gpu_bytes'], 'the best setting is not what it was')
+    check(FIELDS <= set(got), f'fields {sorted(got)}')
+    kinds = {one['flags'].split('--activations ')[1] for one in got['settings']}
+    check({'ac', 'offload', 'sao:2', 'sac', 'sac:1', 'blocks:2'} <= kinds, f'only {kinds} were tried')
+    far = plan(*small[:-2], '--max-tokens', '--best')
+    confirmed = [one for one in far['settings'] if one['confirmed']]
+    check(FIELDS <= set(far) and far['max_tokens'] == confirmed[0]['max_tokens'], f'fields {sorted(far)}')
+    check(len({one['flags'].split()[1] for one in confirmed}) == len(confirmed) > 4, confirmed)
+    check(all(one['max_tokens'] <= far['max_tokens'] for one in far['settings']), 'the longest is not the longest')
+    for one in far['settings'][:1] + confirmed[-1:] + [one for one in far['settings'] if not one['confirmed']][:2]:
+        words = [*small[:-2], *one['flags'].split(), '--tokens']
+        most = one['max_tokens'] if one['confirmed'] else plan(*words[:-1], '--max-tokens')['max_tokens']
+        check(one['confirmed'] or abs(most / one['max_tokens'] - 1) < 0.02, f"{one}: {most} tokens by full dry runs")
+        plan(*words, most)
+        plan(*words, most + 2048, status=3)
     longest = plan(*small[:-2], '--max-tokens', '--activations', 'offload')
     plan(*small[:-2], '--tokens', longest['max_tokens'], '--activations', 'offload')
     plan(*small[:-2], '--tokens', longest['max_tokens'] + 2048, '--activations', 'offload', status=3)

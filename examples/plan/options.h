@@ -64,7 +64,7 @@ static const char usage_text[] =
     "\n"
     "  --as torchtitan    the paper's own setting instead of this library: what PyTorch holds and takes. Methods\n"
     "                     are native, ring, ulysses, fpdt and upipe as the paper ran them; activations offload\n"
-    "  --max-tokens       the longest sequence that fits, instead of --tokens\n"
+    "  --max-tokens       the longest sequence that fits, instead of --tokens; with --best of every setting\n"
     "  --best             all methods, chunks, segments, rings, activations and overlaps: what fits, the fastest\n"
     "                     first, and which are the fastest of their memory\n"
     "  --json FILE        write the numbers; bytes and seconds\n"
@@ -201,8 +201,7 @@ static int options_resolve(options *o)
     if (o->s.tokens == 0 && !o->max_tokens) return cli_refuse("--tokens is missing, or --max-tokens");
     if (o->s.tokens > 0 && o->max_tokens)
         return cli_refuse("--tokens and --max-tokens contradict each other: the latter looks for them");
-    if (o->best && (o->max_tokens || o->as_titan))
-        return cli_refuse("--best and --%s contradict each other", o->max_tokens ? "max-tokens" : "as");
+    if (o->best && o->as_titan) return cli_refuse("--best and --as contradict each other");
     if (o->as_titan && (o->s.dtype != UPIPE_BF16 || o->given[FLAG_DEVICE] || o->given[FLAG_ZERO]))
         return cli_refuse("--dtype, --device and --zero would have no effect as torchtitan");
     if ((status = preset_find(&o->config, o->note, o->model)) != 0) return status;

@@ -4,14 +4,14 @@
  *
  * Where to read: exact.h (bytes of this library's trainer, by a dry run), titan.h (what the paper's setting holds),
  * estimate.h (time, and the verdict), machine.h (rates, with their origins), planner.h (advice, longest sequence),
- * search.h (the best setting), calibrate.h (rates of this machine).
+ * search.h (all settings), best.h, longest.h, calibrate.h (rates of this machine).
  */
 #define PROGRAM "upipe-plan"
 
 #include "../common/files.h"
+#include "best.h"
 #include "calibrate.h"
-#include "report.h"
-#include "search.h"
+#include "longest.h"
 
 /* One setting, or the longest sequence of one. */
 static int plan_one(const options *o, const planner *p, files *all)
@@ -25,8 +25,8 @@ static int plan_one(const options *o, const planner *p, files *all)
     FILE *f;
     if (e == NULL) return cli_fail("out of memory"), EXIT_RUN;
     if (o->max_tokens) {
-        longest = planner_longest(p, &s, e);
-        s.tokens = longest > 0 ? longest : (int64_t)LONGEST_STEP * s.how.ranks;
+        longest = planner_longest(p, &s, planner_step(&s), e);
+        s.tokens = longest > 0 ? longest : planner_step(&s);
     } else {
         planner_estimate(p, &s, e);
     }
@@ -82,7 +82,10 @@ static int plan(options *o, files *all)
     p.ops = &ops;
     o->s.layout = &layout;
     p.titan = o->as_titan ? o->titan : TITANS;
-    status = o->best ? search(o, &p, all) : plan_one(o, &p, all);
+    if (o->best)
+        status = o->max_tokens ? longest_best(o, &p, all) : best(o, &p, all);
+    else
+        status = plan_one(o, &p, all);
     llama_layout_free(&layout);
     if (fflush(stdout) != 0 || ferror(stdout))
         return cli_fail("the table cannot be written: %s", strerror(errno)), EXIT_RUN;

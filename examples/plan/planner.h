@@ -3,7 +3,7 @@
  *     planner p = {&machine, &ops, TITANS};
  *     planner_estimate(&p, &s, &e);
  *     n = planner_advice(&p, &s, &e, advice);
- *     tokens = planner_longest(&p, &s, &e);
+ *     tokens = planner_longest(&p, &s, guess, &e);
  */
 #ifndef PLAN_PLANNER_H
 #define PLAN_PLANNER_H
@@ -178,24 +178,31 @@ static int planner_fits(const planner *p, setting s, int64_t tokens, estimate *e
     return e->why[0] == '\0' && estimate_verdict(e, p->m).fits;
 }
 
-/* planner_longest -- tokens, a multiple of LONGEST_STEP on each rank, by bisection; 0: not the shortest fits, and *e
- *                    says how much is missing, or why. Otherwise *e is the estimate of the longest */
-static int64_t planner_longest(const planner *p, const setting *s, estimate *e)
+/* Lengths that are tried are multiples of this. */
+static int64_t planner_step(const setting *s)
 {
-    const int64_t step = (int64_t)LONGEST_STEP * s->how.ranks;
-    int64_t low = 0, high = 1;
-    const int64_t most = INT32_MAX / step;
-    while (high <= most && planner_fits(p, *s, high * step, e)) {
-        low = high;
-        high *= 2;
-    }
-    if (high > most) high = most + 1;
+    return (int64_t)LONGEST_STEP * s->how.ranks;
+}
+
+/* planner_longest -- tokens, a multiple of planner_step, by bisection from a guess on; 0: not the shortest fits, and *e
+ *                    says how much is missing, or why. Otherwise *e is the estimate of the longest */
+static int64_t planner_longest(const planner *p, const setting *s, int64_t guess, estimate *e)
+{
+    const int64_t step = planner_step(s), most = INT32_MAX / step + 1; /* does not fit */
+    int64_t low = 0, high = most, at = guess / step > 0 ? guess / step : 1, stride = 1;
     while (high - low > 1) {
-        const int64_t middle = low + (high - low) / 2;
-        if (planner_fits(p, *s, middle * step, e))
-            low = middle;
+        if (planner_fits(p, *s, at * step, e))
+            low = at;
         else
-            high = middle;
+            high = at;
+        /* strides grow until both ends are known */
+        if (high == most)
+            at = low + stride < most ? low + stride : most - 1;
+        else if (low == 0 && high > stride)
+            at = high - stride;
+        else
+            at = low + (high - low) / 2;
+        if (high == most || low == 0) stride *= 2;
     }
     planner_fits(p, *s, (low > 0 ? low : 1) * step, e);
     return low * step;

@@ -154,35 +154,41 @@ static void report_block(const planner *p, const setting *s)
 static void report_json_parts(FILE *f, const char *name, const estimate_part *part, int n)
 {
     int i;
-    fprintf(f, "  \"%s\": [", name);
+    fprintf(f, ",\n  \"%s\": [", name);
     for (i = 0; i < n; ++i)
         fprintf(f, "%s\n    {\"name\": \"%s\", \"bytes\": %.0f}", i > 0 ? "," : "", part[i].name,
                 part[i].bytes);
-    fprintf(f, "\n  ],\n");
+    fprintf(f, "\n  ]");
 }
 
+/* report_json_begin -- what every file has but for its end */
+static void report_json_begin(FILE *f, const planner *p, const setting *s, const estimate *e, int fits)
+{
+    const verdict v = estimate_verdict(e, p->m);
+    fprintf(f, "{\n  \"fits\": %s,\n  \"gpu_bytes\": %.0f,\n  \"host_bytes_node\": %.0f,\n  ",
+            fits ? "true" : "false", e->gpu, e->host);
+    fprintf(f, "\"binding\": \"%s\",\n  \"seconds_step\": %.9g,\n  \"tokens_per_s_per_gpu\": %.9g", v.binding,
+            e->seconds, report_rate(s, e));
+    report_json_parts(f, "phases", e->phase, e->phases);
+    report_json_parts(f, "components", e->part, e->parts);
+}
+
+/* report_json -- of one setting; longest: below 0 where it was not looked for */
 static void report_json(FILE *f, const planner *p, const setting *s, const estimate *e,
                         const advice_item *help, int n, int64_t longest)
 {
-    const verdict v = estimate_verdict(e, p->m);
     int i;
-    fprintf(
-        f,
-        "{\n  \"fits\": %s,\n  \"gpu_bytes\": %.0f,\n  \"host_bytes_node\": %.0f,\n  \"binding\": \"%s\",\n",
-        v.fits ? "true" : "false", e->gpu, e->host, v.binding);
-    fprintf(f, "  \"seconds_step\": %.9g,\n  \"tokens_per_s_per_gpu\": %.9g,\n", e->seconds,
-            report_rate(s, e));
-    if (longest >= 0) fprintf(f, "  \"max_tokens\": %" PRId64 ",\n", longest);
-    report_json_parts(f, "phases", e->phase, e->phases);
-    report_json_parts(f, "components", e->part, e->parts);
-    fputs("  \"advice\": [", f);
+    report_json_begin(f, p, s, e, estimate_verdict(e, p->m).fits);
+    fputs(",\n  \"advice\": [", f);
     for (i = 0; i < n; ++i)
         fprintf(f,
                 "%s\n    {\"flags\": \"%s\", \"gpu_bytes_saved\": %.0f, \"host_bytes_node_saved\": %.0f, "
                 "\"seconds_more\": %.9g, \"fits\": %s}",
                 i > 0 ? "," : "", help[i].flags, help[i].gpu, help[i].host, help[i].seconds,
                 help[i].fits ? "true" : "false");
-    fputs("\n  ]\n}\n", f);
+    fputs("\n  ]", f);
+    if (longest >= 0) fprintf(f, ",\n  \"max_tokens\": %" PRId64, longest);
+    fputs("\n}\n", f);
 }
 
 #endif

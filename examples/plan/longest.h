@@ -1,0 +1,130 @@
+/* longest.h -- the longest sequence of every setting that fits the machine
+ *
+ *     status = longest_best(&o, &p, &files);
+ *
+ * By bisection on the lines of search.h, through lengths of an eighth and a quarter of the answer. The longest of each
+ * method is confirmed by full dry runs.
+ */
+#ifndef PLAN_LONGEST_H
+#define PLAN_LONGEST_H
+
+#include "search.h"
+
+/* The longest multiple of `step` that fits by the lines; 0 if none does. */
+static int64_t longest_lines(const search_pair *two, const planner *p, int64_t step, estimate *e)
+{
+    int64_t low = 0, high = INT32_MAX / step + 1;
+    while (high - low > 1) {
+        const int64_t middle = low + (high - low) / 2;
+        search_at(e, two, p, middle * step);
+        if (estimate_verdict(e, p->m).fits)
+            low = middle;
+        else
+            high = middle;
+    }
+    search_at(e, two, p, low * step);
+    return low * step;
+}
+
+static void longest_one(search_state *f, const setting *s)
+{
+    const int64_t step = planner_step(s);
+    int64_t at = 16 * step, tokens = 0;
+    search_pair *two = (search_pair *)malloc(sizeof *two);
+    estimate *e = (estimate *)malloc(sizeof *e);
+    int refused = two == NULL || e == NULL || search_two(two, f->p, s, at) != 0;
+    if (!refused) tokens = longest_lines(two, f->p, step, e);
+    if (!refused && tokens / 8 > at) { /* closer to the answer */
+        at = tokens / 8 / step * step;
+        refused = search_two(two, f->p, s, at) != 0;
+        if (!refused) tokens = longest_lines(two, f->p, step, e);
+    }
+    if (refused) {
+        ++f->refused;
+    } else if (tokens == 0) {
+        ++f->pruned;
+    } else {
+        candidate *c = &f->all[f->n++];
+        c->s = *s;
+        c->s.tokens = tokens;
+        c->gpu = e->gpu;
+        c->host = e->host;
+        c->seconds = e->seconds;
+    }
+    free(two);
+    free(e);
+}
+
+static int longest_order(const void *x, const void *y)
+{
+    const candidate *a = (const candidate *)x, *b = (const candidate *)y;
+    if (a->s.tokens != b->s.tokens) return a->s.tokens > b->s.tokens ? -1 : 1;
+    return (a->seconds > b->seconds) - (a->seconds < b->seconds);
+}
+
+/* The longest of every method, by full dry runs. */
+static void longest_confirm(search_state *f, estimate *e)
+{
+    int done[METHODS] = {0}, i;
+    qsort(f->all, (size_t)f->n, sizeof *f->all, longest_order);
+    for (i = 0; i < f->n; ++i) {
+        candidate *c = &f->all[i];
+        if (done[c->s.how.method]) continue;
+        done[c->s.how.method] = 1;
+        if (f->o->progress) fprintf(stderr, PROGRAM ": confirming %s\n", method_kinds[c->s.how.method].name);
+        c->s.tokens = planner_longest(f->p, &c->s, c->s.tokens, e);
+        c->mark = c->s.tokens > 0;
+        c->gpu = e->gpu;
+        c->host = e->host;
+        c->seconds = e->seconds;
+    }
+    qsort(f->all, (size_t)f->n, sizeof *f->all, longest_order);
+}
+
+static void longest_table(const search_state *f)
+{
+    char flags[256], a[32], b[32];
+    int i, shown = 0;
+    search_counts(f);
+    printf("%12s %12s %12s %12s\n", "tokens", "GPU", "host, node", "seconds");
+    for (i = 0; i < f->n; ++i) {
+        const candidate *c = &f->all[i];
+        if (shown >= SEARCH_SHOWN && !c->mark) continue;
+        ++shown;
+        printf("%11.3fM %12s %12s %12.2f %s %s\n", (double)c->s.tokens / (1 << 20), report_bytes(a, c->gpu),
+               report_bytes(b, c->host), c->seconds, c->mark ? "*" : " ", search_flags(flags, c));
+    }
+    printf("\n* the longest of its method, confirmed by full dry runs\n\n");
+}
+
+/* longest_best -- the exit status */
+static int longest_best(const options *o, const planner *p, files *all)
+{
+    search_state f = {o, p, (candidate *)calloc(SEARCH_MAX, sizeof(candidate)), 0, 0, 0, 0};
+    estimate *e = (estimate *)calloc(1, sizeof *e);
+    const candidate *won = NULL;
+    int status = 0, i;
+    if (f.all == NULL || e == NULL) {
+        free(f.all);
+        free(e);
+        return cli_fail("out of memory"), EXIT_RUN;
+    }
+    search_all(&f, 0, longest_one); /* overlap never needs less */
+    longest_confirm(&f, e);
+    longest_table(&f);
+    for (i = 0; i < f.n && won == NULL; ++i)
+        if (f.all[i].mark) won = &f.all[i];
+    if (won != NULL) {
+        planner_estimate(p, &won->s, e);
+        report_verdict(o, p, &won->s, e);
+    } else {
+        printf("nothing fits\n");
+        status = EXIT_NO_FIT;
+    }
+    if (o->json != NULL && search_json(&f, all, won, e, 1) != 0) status = EXIT_RUN;
+    free(f.all);
+    free(e);
+    return status;
+}
+
+#endif
