@@ -35,7 +35,7 @@ MODES = ('ordinary', 'full', 'all')
 # Random draws: the least that counts, the same for slow instruments, and the seconds for more. Fuzzing, planted bugs,
 # failing calls and lost ranks take as long as they are given.
 BUDGETS = {
-    'ordinary': {'UPIPE_DRAWS_MIN': '200', 'UPIPE_SECONDS': '15', 'UPIPE_FUZZ_SECONDS': '2', 'UPIPE_FAULT_SECONDS': '0',
+    'ordinary': {'UPIPE_DRAWS_MIN': '200', 'UPIPE_SECONDS': '10', 'UPIPE_FUZZ_SECONDS': '2', 'UPIPE_FAULT_SECONDS': '0',
                  'UPIPE_WORLD_SECONDS': '0'},
     'full': {'UPIPE_FULL': '1', 'UPIPE_DRAWS_MIN': '2000', 'UPIPE_SECONDS': '20', 'UPIPE_FUZZ_SECONDS': '10',
              'UPIPE_FAULT_SECONDS': '30', 'UPIPE_MUTANTS_SECONDS': '100', 'UPIPE_WORLD_SECONDS': '30'},
