@@ -10,15 +10,15 @@
 #include "../upipe/upipe.h"
 #include "lib/test.h"
 
-enum { UNITS = 6, RANKS_MAX = 4, ELEMENTS = 5 + 0 + 17 + 1 + 64 + 1000, POOL = 1 << 20, BLOCKS = 32 };
+enum { UNITS = 6, RANKS_MAX = 4, ELEMENTS = 5 + 0 + 17 + 1 + 1000 + 64, POOL = 1 << 20, BLOCKS = 32 };
 
-static const int64_t first[UNITS + 1] = {0, 5, 5, 22, 23, 87, ELEMENTS};
+static const int64_t first[UNITS + 1] = {0, 5, 5, 22, 23, 1023, ELEMENTS};
 
 /* What may go wrong on the last rank. */
 typedef enum trouble { NONE, LEAVES, OTHER_STAGE, SMALL_POOL, TROUBLES } trouble;
 
 typedef struct way {
-    int ranks, stage, ahead;
+    int ranks, stage, ahead, ends_first; /* the unit whose gradients are the first to end */
     upipe_dtype dtype, sent;
     size_t strip;
     trouble trouble;
@@ -112,16 +112,25 @@ static void set_weights(const way *w, const upipe_zero *z, upipe_zero_part p, in
     for (i = 0; i < p.n; ++i) weight_set(z->weights, w->dtype, p.at + i, p.first + i, step);
 }
 
-/* What this rank adds, unit by unit from the last one; unit 2 in two parts. */
+/* Whether the front of the gradients' shard serves for the unit. */
+static int lends(const upipe_zero *z, int unit)
+{
+    const int64_t n = first[unit + 1] - first[unit];
+    return z->stage >= 2 && n > 0 && upipe_zero_slice(z, unit).at >= n;
+}
+
+/* What this rank adds, unit by unit, downwards. */
 static upipe_status add_gradients(const way *w, upipe_ctx *c, upipe_zero *z)
 {
-    int unit;
-    for (unit = UNITS - 1; unit >= 0; --unit) {
+    int k;
+    for (k = 0; k < UNITS; ++k) {
+        const int unit = (w->ends_first + UNITS - k) % UNITS, lent = k == 0 && lends(z, unit);
         const size_t before = c->mem->live;
         int64_t i, n = first[unit + 1] - first[unit];
         float *g;
-        UPIPE_TRY(upipe_zero_grads_begin(c, z, unit, &g));
-        CHECK_INT(c->mem->live, before + upipe_zero_bytes(z, unit, UPIPE_ZERO_GRADS));
+        UPIPE_TRY(upipe_zero_grads_first(c, z, unit, &g));
+        CHECK_INT(c->mem->live, before + (lent ? 0 : upipe_zero_bytes(z, unit, UPIPE_ZERO_GRADS)));
+        CHECK((g == z->grads) == (lent || (z->stage < 2 && unit == 0)));
         for (i = 0; i < n; ++i) {
             CHECK(g[i] == 0);
             g[i] += term(first[unit] + i, z->rank);
@@ -129,7 +138,6 @@ static upipe_status add_gradients(const way *w, upipe_ctx *c, upipe_zero *z)
         UPIPE_TRY(upipe_zero_grads_end(c, z, unit, g));
         CHECK_INT(c->mem->live, before);
     }
-    (void)w;
     return upipe_zero_grads_sum(c, z);
 }
 
@@ -165,12 +173,16 @@ static int64_t bytes_sent(const way *w, const upipe_zero *z)
     return w->ranks > 1 ? sum : 0;
 }
 
-static size_t largest(const upipe_zero *z, upipe_zero_what a, int with_sum)
+static size_t largest(const way *w, const upipe_zero *z, upipe_zero_what a)
 {
     size_t most = 0, one;
     int unit;
     for (unit = 0; unit < UNITS; ++unit) {
-        one = upipe_zero_bytes(z, unit, a) + (with_sum ? upipe_zero_bytes(z, unit, UPIPE_ZERO_SUM) : 0);
+        one = upipe_zero_bytes(z, unit, a);
+        if (a == UPIPE_ZERO_GRADS) {
+            if (unit == w->ends_first && lends(z, unit)) one = 0;
+            one += upipe_zero_bytes(z, unit, UPIPE_ZERO_SUM);
+        }
         if (one > most) most = one;
     }
     return most;
@@ -181,8 +193,8 @@ static size_t bytes_peak(const way *w, const upipe_zero *z)
 {
     const size_t held = (size_t)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * upipe_dtype_bytes(w->dtype) +
                         (size_t)upipe_zero_held(z, UPIPE_ZERO_GRADS) * 4;
-    const size_t gathered = largest(z, UPIPE_ZERO_WEIGHTS, 0),
-                 summed = w->ranks > 1 || w->stage >= 2 ? largest(z, UPIPE_ZERO_GRADS, 1) : 0;
+    const size_t gathered = largest(w, z, UPIPE_ZERO_WEIGHTS),
+                 summed = w->ranks > 1 || w->stage >= 2 ? largest(w, z, UPIPE_ZERO_GRADS) : 0;
     return held + (gathered > summed ? gathered : summed);
 }
 
@@ -301,6 +313,7 @@ static void test_stages(void)
                     w.dtype = kind & 1 ? UPIPE_BF16 : UPIPE_F32;
                     w.sent = kind == 3 ? UPIPE_BF16 : UPIPE_F32;
                     w.ahead = kind == 2;
+                    w.ends_first = UNITS - 1 - kind % 2;  /* one is lent the shard, one is too large for it */
                     if (strip == 0 && kind > 0) continue; /* slow, and the same */
                     run(&w);
                 }
@@ -318,6 +331,7 @@ static void test_troubles(void)
                 w.ranks = 3;
                 w.stage = stage;
                 w.ahead = ahead;
+                w.ends_first = UNITS - 1;
                 w.trouble = (trouble)t;
                 run(&w);
                 for (r = 0; r < w.ranks; ++r)
@@ -376,6 +390,54 @@ static void test_refused(void)
     CHECK(mem.live == 0);
 }
 
+/* While the shard is lent to a unit, no other one ends; and what has been summed is not lent. */
+static void test_lent(void)
+{
+    static const int64_t two[3] = {0, 8, 12};
+    static float shard[12];
+    upipe_comm_self_state state;
+    upipe_comm world;
+    upipe_mem_block blocks[BLOCKS];
+    upipe_mem mem;
+    upipe_zero z;
+    upipe_ctx c;
+    upipe_ops ops;
+    float *a, *b;
+    void *slab = aligned_alloc(UPIPE_MEM_ALIGN, POOL);
+    memset(&c, 0, sizeof c);
+    memset(&z, 0, sizeof z);
+    upipe_cpu_ops(&ops);
+    upipe_comm_self(&world, &state, ops.copy);
+    upipe_mem_init(&mem, slab, POOL, blocks, BLOCKS);
+    c.ops = &ops;
+    c.mem = &mem;
+    c.team = z.world = &world;
+    z.ranks = 1;
+    z.stage = 2;
+    z.units = 2;
+    z.first = two;
+    z.grads = shard;
+    CHECK_STATUS(upipe_zero_grads_clear(&c, &z), UPIPE_OK, c.err);
+    CHECK_STATUS(upipe_zero_grads_first(&c, &z, 1, &a), UPIPE_OK, c.err);
+    CHECK(a == shard && mem.live == 0);
+    CHECK_STATUS(upipe_zero_grads_first(&c, &z, 0, &b), UPIPE_OK, c.err);
+    CHECK(b != NULL && b != shard);
+    a[3] = 5;
+    b[3] = 6;
+    CHECK_STATUS(upipe_zero_grads_end(&c, &z, 0, b), UPIPE_ERR_ARG, c.err);
+    CHECK_TEXT(c.err.text, "another one has been lent the shard");
+    CHECK_STATUS(upipe_zero_grads_end(&c, &z, 1, a), UPIPE_OK, c.err);
+    CHECK(shard[3] == 0 && shard[11] == 5);
+    CHECK_STATUS(upipe_zero_grads_end(&c, &z, 1, a), UPIPE_ERR_ARG, c.err);
+    CHECK_STATUS(upipe_zero_grads_end(&c, &z, 0, b), UPIPE_OK, c.err);
+    CHECK(shard[3] == 6 && shard[11] == 5 && mem.live == 0);
+    CHECK_STATUS(upipe_zero_grads_first(&c, &z, 1, &a), UPIPE_OK, c.err);
+    CHECK(a != shard);
+    CHECK_STATUS(upipe_zero_grads_end(&c, &z, 1, a), UPIPE_OK, c.err);
+    CHECK(mem.live == 0);
+    free(slab);
+}
+
 /* A dry rank gathers ahead too: a unit that was not announced is refused, a second one as well. */
 static void test_announced(void)
 {
@@ -414,7 +476,7 @@ static void test_announced(void)
     CHECK_STATUS(upipe_zero_weights_begin(&c, &z, 4, &w), UPIPE_OK, c.err);
     CHECK_STATUS(upipe_zero_ahead(&c, &z, 5), UPIPE_OK, c.err);
     CHECK_STATUS(upipe_zero_weights_end(&c, &z, w), UPIPE_OK, c.err);
-    CHECK_INT(mem.live, 4000);
+    CHECK_INT(mem.live, 256);
     CHECK_INT(side_world.sent_bytes, 3 * 4 * (16 + 250));
     upipe_zero_stop(&c, &z);
     CHECK_INT(mem.live, 0);
@@ -425,6 +487,7 @@ int main(void)
     test_stages();
     test_troubles();
     test_refused();
+    test_lent();
     test_announced();
     return test_end("zero");
 }

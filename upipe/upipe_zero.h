@@ -19,6 +19,7 @@
  *     upipe_zero_weights_end(&ctx, &z, unit, w);
  *     upipe_zero_grads_begin(&ctx, &z, unit, &g);             stages 2, 3: a block of zeros; else a pointer
  *     upipe_zero_grads_end(&ctx, &z, unit, g);                stages 2, 3: a reduce-scatter, += into the shard
+ *     upipe_zero_grads_first(&ctx, &z, unit, &g);             as begin, of the unit that ends before all others
  *     upipe_zero_grads_sum(&ctx, &z);                         stages 0, 1: the same, of all units
  *     for (u = 0; u < units; ++u)
  *         my_adamw(upipe_zero_states(&z, u), upipe_zero_grad(&z, part), ...);
@@ -61,6 +62,8 @@ typedef enum upipe_zero_what {
  *   grads         [upipe_zero_held(z, UPIPE_ZERO_GRADS)]
  *   side          a side stream for upipe_zero_ahead; NULL: that does nothing
  *   side_world    a second communicator of the same ranks, for it
+ *   summed, lent  since upipe_zero_grads_clear: something has been added to the shard of the gradients; its front is
+ *                 lent to the gradients of a unit that has begun
  *   ahead, ...    upipe_zero_ahead's: the block of the unit that is being gathered, NULL for none
  */
 typedef struct upipe_zero {
@@ -71,6 +74,7 @@ typedef struct upipe_zero {
     size_t strip;
     void *weights;
     float *grads;
+    int summed, lent;
     upipe_side_stream *side;
     upipe_comm *side_world;
     void *ahead;
@@ -387,8 +391,9 @@ UPIPE_API upipe_status upipe_zero_weights_gather(upipe_ctx *c, upipe_zero *z)
 /* ---- gradients ---- */
 
 /* upipe_zero_grads_clear -- all that this rank holds of them is 0, at the start of a step */
-UPIPE_API upipe_status upipe_zero_grads_clear(upipe_ctx *c, const upipe_zero *z)
+UPIPE_API upipe_status upipe_zero_grads_clear(upipe_ctx *c, upipe_zero *z)
 {
+    z->summed = z->lent = 0;
     return c->ops->zero(c, z->grads, (size_t)upipe_zero_held(z, UPIPE_ZERO_GRADS) * 4);
 }
 
@@ -419,6 +424,24 @@ UPIPE_API upipe_status upipe_zero_grads_begin(upipe_ctx *c, upipe_zero *z, int u
     return UPIPE_OK;
 }
 
+/* upipe_zero_grads_first -- upipe_zero_grads_begin for the unit whose end comes before that of any other: nothing is in
+ *                           the shard of the gradients yet, and its front serves where it is large enough
+ *   bytes   stages 2 and 3: none if the slices that precede this unit's in the shard have as many elements as the unit.
+ *           Else, or where a unit has ended since upipe_zero_grads_clear, those of upipe_zero_grads_begin
+ *   errors  as upipe_zero_grads_begin; and then upipe_zero_grads_end refuses any other unit before this one
+ */
+UPIPE_API upipe_status upipe_zero_grads_first(upipe_ctx *c, upipe_zero *z, int unit, float **g)
+{
+    *g = NULL;
+    UPIPE_TRY(upi_zero_unit(c, z, unit));
+    if (z->stage < 2 || z->summed || z->lent || upi_zero_n(z, unit) == 0 ||
+        upipe_zero_slice(z, unit).at < upi_zero_n(z, unit))
+        return upipe_zero_grads_begin(c, z, unit, g);
+    z->lent = 1;
+    *g = z->grads;
+    return UPIPE_OK;
+}
+
 /* The sums over ranks of a unit's gradients, whole in g, go to this rank's slice. */
 UPIPE_API upipe_status upi_zero_sum(upipe_ctx *c, const upipe_zero *z, int unit, const float *g)
 {
@@ -432,22 +455,35 @@ UPIPE_API upipe_status upi_zero_sum(upipe_ctx *c, const upipe_zero *z, int unit,
     return x.n > 0 ? upi_reduce(c, z->world, &x) : UPIPE_OK;
 }
 
+/* The block of g, which has been summed, is the pool's again; or the front of the shard is zeros again. */
+UPIPE_API upipe_status upi_zero_grads_back(upipe_ctx *c, upipe_zero *z, int unit, float *g)
+{
+    if (g != z->grads) return upipe_mem_free(c->mem, g, &c->err);
+    z->lent = 0;
+    return c->ops->zero(c, g, (size_t)upi_zero_n(z, unit) * 4);
+}
+
 /* upipe_zero_grads_end -- the unit's gradients are whole, on every rank; g is not used any more
  *   bytes   stages 2 and 3: sends 4 (2 with `sent` bf16) for each element of the other ranks' slices; allocates
  *           upipe_zero_bytes(z, unit, UPIPE_ZERO_SUM) meanwhile. Else nothing
- *   errors  ARG (no such unit, g is not what begin gave), MEMORY; others as upipe_comm_wait, and for all but ARG the
- *           world and ctx->team are aborted
+ *   errors  ARG (no such unit, g is not what begin gave, upipe_zero_grads_first's unit has not ended), MEMORY; others as
+ *           upipe_comm_wait, and for all but ARG the world and ctx->team are aborted
  */
 UPIPE_API upipe_status upipe_zero_grads_end(upipe_ctx *c, upipe_zero *z, int unit, float *g)
 {
     const int64_t mark = upipe_mem_mark(c->mem);
     upipe_status s;
     UPIPE_TRY(upi_zero_unit(c, z, unit));
-    if (z->stage < 2) return UPIPE_OK;
+    if (z->stage < 2 || upi_zero_n(z, unit) == 0) return UPIPE_OK;
+    if (g == NULL || z->lent != (g == z->grads))
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: unit %d ends, %s", unit,
+                          z->lent ? "and another one has been lent the shard" : "and has not begun");
+    z->summed = 1;
     s = upi_zero_sum(c, z, unit, g);
-    if (s == UPIPE_OK) return upipe_mem_free(c->mem, g, &c->err);
+    if (s == UPIPE_OK) s = upi_zero_grads_back(c, z, unit, g);
+    if (s == UPIPE_OK) return s;
     upi_zero_unwind(c, z, s, mark);
-    (void)upipe_mem_free(c->mem, g, NULL); /* refused while peers may read it */
+    if (g != z->grads) (void)upipe_mem_free(c->mem, g, NULL); /* refused while peers may read it */
     return s;
 }
 

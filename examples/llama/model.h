@@ -184,6 +184,12 @@ static upipe_status model_grads_begin(model_rank *r, int unit)
     return upipe_zero_grads_begin(r->c, r->zero, unit, &r->grads[model_unit_kind(r, unit)]);
 }
 
+/* The same for the head, the first unit that ends: the largest one, and it takes no block. */
+static upipe_status model_grads_first(model_rank *r, int unit)
+{
+    return upipe_zero_grads_first(r->c, r->zero, unit, &r->grads[model_unit_kind(r, unit)]);
+}
+
 static upipe_status model_grads_end(model_rank *r, int unit)
 {
     float **g = &r->grads[model_unit_kind(r, unit)];
@@ -638,11 +644,11 @@ __attribute__((unused)) static upipe_status model_fwd(model_rank *r, upipe_view 
  * model_embed_bwd, so that its sums are the same however gradients are held. */
 static upipe_status model_loss_bwd(model_rank *r, upipe_view x, float scale)
 {
-    const int unit = model_unit_of(r, model_head_kind(r), -1);
+    const int unit = model_unit_of(r, model_head_kind(r), -1), tied = r->m->layout->config.tied;
     upipe_head h;
     upipe_head_grads g;
     model_phase(r, MODEL_LOSS);
-    UPIPE_TRY(model_grads_begin(r, unit));
+    UPIPE_TRY(tied ? model_grads_begin(r, unit) : model_grads_first(r, unit));
     UPIPE_TRY(model_weights_begin(r, unit));
     h = model_head(r);
     g.w = model_grad(r, model_head_kind(r), -1);
@@ -650,7 +656,7 @@ static upipe_status model_loss_bwd(model_rank *r, upipe_view x, float scale)
     h.scale = scale;
     UPIPE_TRY(upipe_loss_bwd(r->c, &h, x, &g, r->losses, x, r->targets));
     UPIPE_TRY(model_weights_end(r, unit));
-    if (!r->m->layout->config.tied) UPIPE_TRY(model_grads_end(r, unit));
+    if (!tied) UPIPE_TRY(model_grads_end(r, unit));
     model_phase(r, UPIPE_PHASE_OTHER);
     return UPIPE_OK;
 }
