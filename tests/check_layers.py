@@ -27,7 +27,7 @@ LAYERS = [
 LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Folders of private parts, and the header that includes them.
 PARTS = {'layer': 'upipe_layer.h', 'fpdt': 'upipe_fpdt.h', 'plan': 'upipe_plan.h', 'ring': 'upipe_ring.h',
-         'tile': 'upipe_tile.h'}
+         'tile': 'upipe_tile.h', 'zero': 'upipe_zero.h'}
 BACKENDS = ['cpu', 'cuda', 'net']
 # Lines with comments. The attention block can be read: in few lines, few functions, and none of them long.
 CORE_LINES, BACKEND_LINES = 500, 900
