@@ -312,7 +312,7 @@ static upipe_status life_steps(life *w, trainer *t, const memory_plan *plan, upi
         if (t->state.master != NULL)
             memcpy(t->state.master + states.at, d->weights + states.first, (size_t)states.n * 4);
     }
-    for (i = 0; i < l->norm_weights; ++i) ((float *)t->state.zero[LLAMA_NORM_WEIGHTS].weights)[i] = 1;
+    for (i = 0; i < l->vectors; ++i) ((float *)t->state.zero[LLAMA_VECTORS].weights)[i] = 1;
     for (step = 0; step < STEPS; ++step) {
         const trainer_rates rates = {step + 1, 1e-2, 0.9, 0.95, 1e-8, 0.1, 1};
         const int64_t moved = t->r.kept.moved;

@@ -136,7 +136,7 @@ typedef struct truth {
     llama_layout layout;
     upipe_dtype dtype;
     void *weights;
-    float *norm_weights, *master, *m[2], *v[2]; /* whole groups */
+    float *vectors, *master, *m[2], *v[2]; /* whole groups */
     llama_run run;
 } truth;
 
@@ -162,11 +162,11 @@ static void *buf(int64_t bytes)
 
 static void truth_fill(truth *t, int64_t step, uint64_t save)
 {
-    int64_t w = t->layout.weights, g = t->layout.norm_weights;
+    int64_t w = t->layout.weights, g = t->layout.vectors;
     uint64_t seed = (uint64_t)step * 1000003u + save * 7919u;
     int k;
     fill(t->weights, w * (int64_t)upipe_dtype_bytes(t->dtype), seed);
-    fill(t->norm_weights, g * 4, seed + 1);
+    fill(t->vectors, g * 4, seed + 1);
     fill(t->master, w * 4, seed + 2);
     for (k = 0; k < 2; ++k) {
         fill(t->m[k], (k ? g : w) * 4, seed + 3 + (uint64_t)k);
@@ -202,11 +202,11 @@ static void truth_make(truth *t, upipe_dtype dtype, int tied, int qk_norm, int64
     if (llama_layout_init(&t->layout, &c) != 0) abort();
     t->dtype = dtype;
     t->weights = buf(t->layout.weights * 4);
-    t->norm_weights = (float *)buf(t->layout.norm_weights * 4);
+    t->vectors = (float *)buf(t->layout.vectors * 4);
     t->master = (float *)buf(t->layout.weights * 4);
     for (k = 0; k < 2; ++k) {
-        t->m[k] = (float *)buf((k ? t->layout.norm_weights : t->layout.weights) * 4);
-        t->v[k] = (float *)buf((k ? t->layout.norm_weights : t->layout.weights) * 4);
+        t->m[k] = (float *)buf((k ? t->layout.vectors : t->layout.weights) * 4);
+        t->v[k] = (float *)buf((k ? t->layout.vectors : t->layout.weights) * 4);
     }
     truth_fill(t, 1, 0);
 }
@@ -219,7 +219,7 @@ static void truth_free(truth *t)
         free(t->v[k]);
     }
     free(t->weights);
-    free(t->norm_weights);
+    free(t->vectors);
     free(t->master);
     llama_layout_free(&t->layout);
 }
@@ -231,7 +231,7 @@ static llama_state truth_state(const truth *t)
     int k;
     llama_state_init(&s, &t->layout, t->dtype, 1, 0, 1);
     s.zero[LLAMA_WEIGHTS].weights = t->weights;
-    s.zero[LLAMA_NORM_WEIGHTS].weights = t->norm_weights;
+    s.zero[LLAMA_VECTORS].weights = t->vectors;
     s.master = t->dtype == UPIPE_BF16 ? t->master : NULL;
     for (k = 0; k < LLAMA_GROUPS; ++k) {
         s.m[k] = t->m[k];
@@ -532,10 +532,10 @@ static void check_files(const truth *t, const char *path)
         const st_tensor *got = st_find(&f, want->name);
         unsigned char bytes[4];
         if (!CHECK(got != NULL)) continue;
-        CHECK_INT(got->dtype, want->is_norm_weight || t->dtype == UPIPE_F32 ? ST_F32 : ST_BF16);
+        CHECK_INT(got->dtype, want->is_vector || t->dtype == UPIPE_F32 ? ST_F32 : ST_BF16);
         CHECK_INT(st_read_raw(&f, got, 0, 1, bytes, &err), 0);
-        if (want->is_norm_weight) CHECK_BYTES(bytes, t->norm_weights + want->at, 4);
-        if (!want->is_norm_weight && t->dtype == UPIPE_BF16)
+        if (want->is_vector) CHECK_BYTES(bytes, t->vectors + want->at, 4);
+        if (!want->is_vector && t->dtype == UPIPE_BF16)
             CHECK_BYTES(bytes, (uint16_t *)t->weights + want->at, 2);
     }
     st_close(&f);
@@ -592,12 +592,12 @@ static void test_layout(void)
         at[0] = at[1] = 0;
         for (i = 0; i < t.layout.n; ++i) {
             const llama_tensor *one = &t.layout.tensors[i];
-            CHECK_INT(one->at, at[one->is_norm_weight]);
+            CHECK_INT(one->at, at[one->is_vector]);
             CHECK_INT(one->n, one->rows * one->cols);
-            at[one->is_norm_weight] += one->n;
+            at[one->is_vector] += one->n;
         }
         CHECK_INT(t.layout.weights, at[0]);
-        CHECK_INT(t.layout.norm_weights, at[1]);
+        CHECK_INT(t.layout.vectors, at[1]);
         CHECK(strcmp(llama_find(&t.layout, LLAMA_DOWN, 1)->name, "model.layers.1.mlp.down_proj.weight") == 0);
         CHECK_INT(llama_find(&t.layout, LLAMA_DOWN, 1)->rows, 6);
         CHECK_INT(llama_find(&t.layout, LLAMA_WO, 0)->cols, 8);
@@ -753,15 +753,14 @@ static void test_not_finite(void)
                 CHECK_STATUS(save_alone(&t, 1, &err), UPIPE_OK, err);
                 truth_fill(&t, 2, 2);
                 at = which == 0   ? (float *)t.weights
-                     : which == 1 ? t.norm_weights
+                     : which == 1 ? t.vectors
                      : which < 4  ? t.m[which - 2]
                      : which < 6  ? t.v[which - 4]
                                   : t.master;
                 if (which == 0 && kind)
                     ((uint16_t *)t.weights)[t.layout.weights - 1] = halves[bad];
                 else
-                    at[which % 2 && which < 6 ? t.layout.norm_weights - 1 : t.layout.weights / 2] =
-                        wrong[bad];
+                    at[which % 2 && which < 6 ? t.layout.vectors - 1 : t.layout.weights / 2] = wrong[bad];
                 err = no_err();
                 CHECK_STATUS(save_alone(&t, 1, &err), UPIPE_ERR_ARG, err);
                 CHECK_TEXT(err.text, says[which]);
@@ -976,7 +975,7 @@ static void test_kills(void)
 /* Writes model.safetensors (or a part with tensors from .. to) in any type, values k / 8 exact in all. */
 static double value_of(const llama_tensor *one, int64_t k)
 {
-    return (double)((one->at + k) % 61 - 30) / 8 + (one->is_norm_weight ? 0.5 : 0);
+    return (double)((one->at + k) % 61 - 30) / 8 + (one->is_vector ? 0.5 : 0);
 }
 
 typedef struct twist {
@@ -997,8 +996,8 @@ static void write_model(const llama_layout *l, const char *name, st_dtype dtype,
         shape[0] = t->rows + (how->shape == i);
         shape[1] = t->cols;
         if (how->missing != i)
-            CHECK(st_add(&w, t->name, how->type == i ? ST_I32 : dtype, t->is_norm_weight ? 1 : 2, shape,
-                         &err) >= 0);
+            CHECK(st_add(&w, t->name, how->type == i ? ST_I32 : dtype, t->is_vector ? 1 : 2, shape, &err) >=
+                  0);
     }
     if (how->extra != NULL) CHECK(st_add(&w, how->extra, dtype, 1, &one, &err) >= 0);
     mkdir(dir, 0777);
@@ -1047,7 +1046,7 @@ static upipe_status load_model(truth *t, int rank, int ranks, upipe_err *err)
     upipe_status status = llama_load_weights(&c, dir, &s);
     int unit;
     memcpy(t->weights, z->weights, (size_t)t->layout.weights * upipe_dtype_bytes(t->dtype));
-    memcpy(t->norm_weights, s.zero[LLAMA_NORM_WEIGHTS].weights, (size_t)t->layout.norm_weights * 4);
+    memcpy(t->vectors, s.zero[LLAMA_VECTORS].weights, (size_t)t->layout.vectors * 4);
     for (unit = 0; unit < z->units && s.master != NULL; ++unit) {
         const upipe_zero_part p = upipe_zero_slice(z, unit);
         memcpy(t->master + p.first, s.master + p.at, (size_t)p.n * 4);
@@ -1065,13 +1064,12 @@ static void check_values(truth *t, int rank, int ranks)
     llama_state_init(&s, &t->layout, t->dtype, 1, rank, ranks);
     for (i = 0; i < t->layout.n; ++i) {
         const llama_tensor *one = &t->layout.tensors[i];
-        const upipe_zero_part p =
-            upipe_zero_slice(&s.zero[one->is_norm_weight], one->is_norm_weight ? 0 : one->unit);
+        const upipe_zero_part p = upipe_zero_slice(&s.zero[one->is_vector], one->is_vector ? 0 : one->unit);
         for (k = 0; k < one->n; ++k) {
             int64_t at = one->at + k;
             double want = value_of(one, k), got;
-            if (one->is_norm_weight)
-                got = (double)t->norm_weights[at];
+            if (one->is_vector)
+                got = (double)t->vectors[at];
             else if (t->dtype == UPIPE_F32)
                 got = (double)((const float *)t->weights)[at];
             else {
@@ -1133,7 +1131,7 @@ static void test_models(void)
         write_model(&t.layout, "model.safetensors", ST_F32, 0, t.layout.n, &how);
         CHECK_STATUS(load_model(&t, 0, 1, &err), UPIPE_ERR_ARG, err);
         CHECK_TEXT(err.text, t.layout.tensors[i].name);
-        CHECK_TEXT(err.text, t.layout.tensors[i].is_norm_weight ? "the first 7, not 1 of 6" : ", not 2, ");
+        CHECK_TEXT(err.text, t.layout.tensors[i].is_vector ? "the first 7, not 1 of 6" : ", not 2, ");
         how = plain, how.type = i;
         write_model(&t.layout, "model.safetensors", ST_F32, 0, t.layout.n, &how);
         CHECK_STATUS(load_model(&t, 0, 1, &err), UPIPE_ERR_ARG, err);
@@ -1210,7 +1208,7 @@ static void write_optimizer(const truth *t, const char *key, const char *value, 
     for (k = 0; k < 3; ++k)
         for (i = 0; i < t->layout.n; ++i) {
             const llama_tensor *a = &t->layout.tensors[i];
-            if (k == 2 && a->is_norm_weight) break;
+            if (k == 2 && a->is_vector) break;
             shape[0] = a->rows + (i == missing && k == kind - 3);
             shape[1] = a->cols;
             snprintf(name, sizeof name, "%s.%s",
@@ -1219,8 +1217,8 @@ static void write_optimizer(const truth *t, const char *key, const char *value, 
                               : "master",
                      a->name);
             if (i != missing || k != kind)
-                CHECK(st_add(&w, name, i == missing && k == kind - 6 ? ST_BF16 : ST_F32,
-                             a->is_norm_weight ? 1 : 2, shape, &err) >= 0);
+                CHECK(st_add(&w, name, i == missing && k == kind - 6 ? ST_BF16 : ST_F32, a->is_vector ? 1 : 2,
+                             shape, &err) >= 0);
         }
     if (extra != NULL) CHECK(st_add(&w, extra, ST_F32, 1, &one, &err) >= 0);
     mkdir(dir, 0777);
@@ -1291,7 +1289,7 @@ static void test_optimizers(void)
     }
     for (k = 0; k < 9; ++k) /* missing, another shape, another type; of exp_avg, exp_avg_sq, master */
         for (one = 0; one < t.layout.n; one += 7) {
-            if (k % 3 == 2 && t.layout.tensors[one].is_norm_weight) continue;
+            if (k % 3 == 2 && t.layout.tensors[one].is_vector) continue;
             write_optimizer(&t, NULL, NULL, one, k, NULL);
             check_optimizer(&t, k < 3 ? "is missing" : k < 6 ? "dimensions, " : "is BF16, not F32");
             check_optimizer(&t, t.layout.tensors[one].name);

@@ -22,7 +22,7 @@ enum { TOKENS = 16, BATCH = 2, RANKS_MAX = 4 };
 typedef struct golden {
     st_file file;
     llama_layout layout;
-    float *weights, *norm_weights;
+    float *weights, *vectors;
     int32_t inputs[BATCH * TOKENS], targets[BATCH * TOKENS];
     int64_t valid;
     int tied;
@@ -43,7 +43,7 @@ typedef struct way {
 
 static int64_t golden_count(const golden *g, int group)
 {
-    return group == 0 ? g->layout.weights : g->layout.norm_weights;
+    return group == 0 ? g->layout.weights : g->layout.vectors;
 }
 
 /* A tensor of the file; fails the test where it is not there. */
@@ -75,13 +75,13 @@ static void golden_open(golden *g, const char *path, int tied)
     if (!CHECK_SAY(st_open(&g->file, path, &e) == 0, "%s", e.text)) exit(1);
     if (!CHECK(llama_layout_init(&g->layout, &c) == 0)) exit(1);
     g->weights = (float *)malloc((size_t)g->layout.weights * 4);
-    g->norm_weights = (float *)malloc((size_t)g->layout.norm_weights * 4);
+    g->vectors = (float *)malloc((size_t)g->layout.vectors * 4);
     for (i = 0; i < g->layout.n; ++i) {
         const llama_tensor *t = &g->layout.tensors[i];
         const st_tensor *from = golden_find(g, "", t->name);
         if (from == NULL || !CHECK(from->n == t->n)) exit(1);
-        if (!CHECK(st_read_f32(&g->file, from, 0, t->n,
-                               (t->is_norm_weight ? g->norm_weights : g->weights) + t->at, &e) == 0))
+        if (!CHECK(st_read_f32(&g->file, from, 0, t->n, (t->is_vector ? g->vectors : g->weights) + t->at,
+                               &e) == 0))
             exit(1);
     }
     golden_tokens(g, "tokens", g->inputs);
@@ -94,7 +94,7 @@ static void golden_close(golden *g)
     st_close(&g->file);
     llama_layout_free(&g->layout);
     free(g->weights);
-    free(g->norm_weights);
+    free(g->vectors);
 }
 
 /* ---- a run ---- */
@@ -127,7 +127,7 @@ static upipe_status way_rank(way *w, trainer *t)
         const upipe_zero *z = &t->state.zero[group];
         for (unit = 0; unit < z->units; ++unit) {
             const upipe_zero_part p = upipe_zero_part_of(z, UPIPE_ZERO_WEIGHTS, unit);
-            memcpy((float *)z->weights + p.at, (group == 0 ? g->weights : g->norm_weights) + p.first,
+            memcpy((float *)z->weights + p.at, (group == 0 ? g->weights : g->vectors) + p.first,
                    (size_t)p.n * 4);
         }
     }
@@ -271,12 +271,11 @@ static void check_golden(const golden *g, const way *w)
         snprintf(name, sizeof name, "%sgrad.%s", kind, t->name);
         grad = st_find(&g->file, name);
         if (grad == NULL) { /* of the tied model the file has the embedding and the norm weights */
-            CHECK_SAY(g->tied && !t->is_norm_weight && t->kind != LLAMA_EMBED, "the golden file has no %s",
-                      name);
+            CHECK_SAY(g->tied && !t->is_vector && t->kind != LLAMA_EMBED, "the golden file has no %s", name);
             continue;
         }
         want = read_f64(g, grad);
-        CHECK_CLOSE_TO(w->grads[t->is_norm_weight] + t->at, naive_errors(g, t->name), want, t->n, name);
+        CHECK_CLOSE_TO(w->grads[t->is_vector] + t->at, naive_errors(g, t->name), want, t->n, name);
         free(want);
         ++compared;
     }
@@ -288,7 +287,7 @@ static int same_bits(const way *a, const way *b)
     const golden *g = a->g;
     return a->loss == b->loss && a->norm == b->norm &&
            memcmp(a->grads[0], b->grads[0], (size_t)g->layout.weights * 4) == 0 &&
-           memcmp(a->grads[1], b->grads[1], (size_t)g->layout.norm_weights * 4) == 0;
+           memcmp(a->grads[1], b->grads[1], (size_t)g->layout.vectors * 4) == 0;
 }
 
 static upipe_plan_desc team_of(int ranks, int chunk)

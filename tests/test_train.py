@@ -196,22 +196,22 @@ def kept(c, rows):
 
 def check_states(c, at_peak, element, what):
     """What rank 0 holds of weights, gradients and the optimizer; of the first two also what is gathered at the peak."""
-    units, norm_weights, zero = {}, 0, c['zero']
+    units, vectors, zero = {}, 0, c['zero']
     for name, shape in tensors_wanted(c).items():
         if len(shape) == 1:
-            norm_weights += shape[0]
+            vectors += shape[0]
         else: # half a layer, the embedding, the head
             unit = name.rsplit('.', 2)[0] if 'layers' in name else name
             units[unit] = units.get(unit, 0) + math.prod(shape)
     whole, most = sum(units.values()), max(units.values())
     shard = sum(-(-n // c['ranks']) for n in units.values())
     weights, gradients = shard if zero > 2 else whole, shard if zero > 1 else whole
-    more = at_peak['weights'] - weights * element - norm_weights * 4
+    more = at_peak['weights'] - weights * element - vectors * 4
     check(more == 0 if zero < 3 else 0 <= more <= 2 * most * element, f'{what}: {more} bytes more of weights')
-    more = at_peak['gradients'] - gradients * 4 - norm_weights * 4
+    more = at_peak['gradients'] - gradients * 4 - vectors * 4
     check(more == 0 if zero < 2 else 0 <= more <= 2 * most * 4, f'{what}: {more} bytes more of gradients')
-    states, norm_states = (shard, -(-norm_weights // c['ranks'])) if zero else (whole, norm_weights)
-    equal(at_peak['optimizer'], 8 * (states + norm_states) + (4 * states if c['dtype'] == 'bf16' else 0),
+    states, vector_states = (shard, -(-vectors // c['ranks'])) if zero else (whole, vectors)
+    equal(at_peak['optimizer'], 8 * (states + vector_states) + (4 * states if c['dtype'] == 'bf16' else 0),
           f'{what}: optimizer')
 
 
@@ -1304,7 +1304,7 @@ def test_plan(folder):
 
 
 def test_trace(folder):
-    static = {'weights', 'norm_weights', 'gradients', 'moments', 'master', 'tokens', 'losses'}
+    static = {'weights', 'vectors', 'gradients', 'moments', 'master', 'tokens', 'losses'}
     for flags in ({'ranks': 4, 'heads': 8, 'method': 'ulysses'}, {'dtype': 'bf16', 'ranks': 2, 'sample': 3},
                   {'ranks': 4, 'method': 'usp', 'tokens': 67}, {'ranks': 2, 'method': 'upipe-fpdt', 'segments': 3}):
         numbers = good(folder, 'traced', trace='trace.json', **flags)

@@ -1,7 +1,7 @@
 /* checkpoint.h -- a model and its optimizer on the disk, whole or not at all
  *
  *     DIR/checkpoint-120/config.json              llama_config_write's
- *                        model.safetensors        weights of the storage type, norm weights f32; Hugging
+ *                        model.safetensors        matrices of the storage type, vectors f32; Hugging
  *                                                 Face's names
  *                        optimizer.safetensors    f32: exp_avg.NAME, exp_avg_sq.NAME, and in a bf16 run
  *                                                 master.NAME of the weights; the run's numbers as metadata
@@ -164,8 +164,8 @@ static llama_range llama_range_of(const llama_tensor *t, upipe_zero_part p, int 
 /* Those that an array of a rank's state has. */
 static llama_range llama_held(const llama_state *state, upipe_zero_what what, const llama_tensor *t)
 {
-    const upipe_zero *z = &state->zero[t->is_norm_weight];
-    return llama_range_of(t, upipe_zero_part_of(z, what, t->is_norm_weight ? 0 : t->unit),
+    const upipe_zero *z = &state->zero[t->is_vector];
+    return llama_range_of(t, upipe_zero_part_of(z, what, t->is_vector ? 0 : t->unit),
                           upipe_zero_sharded(z, what));
 }
 
@@ -191,7 +191,7 @@ static int llama_add_tensor(st_writer *w, const char *prefix, const llama_tensor
     shape[0] = t->rows;
     shape[1] = t->cols;
     snprintf(name, sizeof name, "%s%s", prefix, t->name);
-    return st_add(w, name, dtype, t->is_norm_weight ? 1 : 2, shape, err) < 0 ? -1 : 0;
+    return st_add(w, name, dtype, t->is_vector ? 1 : 2, shape, err) < 0 ? -1 : 0;
 }
 
 /* The run's numbers as text, reals with all their digits; what --resume would refuse is not saved. */
@@ -237,13 +237,13 @@ static int llama_save_lists(llama_save_work *s)
     if (st_add_metadata(&s->model, "format", "pt", err) || llama_save_run(s)) return -1;
     for (i = 0; i < l->n; ++i)
         if (llama_add_tensor(&s->model, "", &l->tensors[i],
-                             half && !l->tensors[i].is_norm_weight ? ST_BF16 : ST_F32, err))
+                             half && !l->tensors[i].is_vector ? ST_BF16 : ST_F32, err))
             return -1;
     for (i = 0; i < l->n; ++i)
         if (llama_add_tensor(&s->optimizer, "exp_avg.", &l->tensors[i], ST_F32, err)) return -1;
     for (i = 0; i < l->n; ++i)
         if (llama_add_tensor(&s->optimizer, "exp_avg_sq.", &l->tensors[i], ST_F32, err)) return -1;
-    for (i = 0; i < l->n && half && !l->tensors[i].is_norm_weight; ++i)
+    for (i = 0; i < l->n && half && !l->tensors[i].is_vector; ++i)
         if (llama_add_tensor(&s->optimizer, "master.", &l->tensors[i], ST_F32, err)) return -1;
     return 0;
 }
@@ -336,8 +336,8 @@ static int llama_save_slices(llama_save_work *s, st_writer *w, int from, int gro
         const llama_tensor *t = &l->tensors[i];
         llama_range r;
         int64_t at, n;
-        if (t->is_norm_weight != group) continue;
-        r = llama_range_of(t, upipe_zero_slice(z, t->is_norm_weight ? 0 : t->unit), sharded);
+        if (t->is_vector != group) continue;
+        r = llama_range_of(t, upipe_zero_slice(z, t->is_vector ? 0 : t->unit), sharded);
         for (at = r.first; at < r.end; at += n) {
             n = LLAMA_CHUNK / (int64_t)size;
             if (n > r.end - at) n = r.end - at;
@@ -516,7 +516,7 @@ __attribute__((unused)) static upipe_status llama_save(upipe_ctx *c, const char 
 
 static int llama_load_shape(const st_file *f, const st_tensor *t, const llama_tensor *want, upipe_err *err)
 {
-    int rank = want->is_norm_weight ? 1 : 2;
+    int rank = want->is_vector ? 1 : 2;
     if (t->rank == rank && t->shape[0] == want->rows && (rank == 1 || t->shape[1] == want->cols)) return 0;
     if (rank == 1)
         return st_fail(err, f->path, "%.80s has %d dimensions, the first %" PRId64 ", not 1 of %" PRId64,
@@ -577,7 +577,7 @@ static int llama_load_store(llama_load_work *w, void *array, llama_range r, int6
 static int llama_load_values(llama_load_work *w, const llama_tensor *t, int64_t at, int64_t n)
 {
     const llama_state *state = w->state;
-    const upipe_zero *z = &state->zero[t->is_norm_weight];
+    const upipe_zero *z = &state->zero[t->is_vector];
     const llama_range held = llama_held(state, UPIPE_ZERO_WEIGHTS, t);
     uint16_t *narrow = (uint16_t *)(void *)(w->host + LLAMA_CHUNK / 4);
     int64_t i;
@@ -818,7 +818,7 @@ static int llama_load_states(upipe_ctx *c, const st_file *f, const llama_state *
         const llama_tensor *t = &l->tensors[i];
         const st_tensor *entry;
         llama_range r;
-        if (t->is_norm_weight != group) continue;
+        if (t->is_vector != group) continue;
         entry = llama_load_entry(f, prefix, t, &c->err); /* parts of others' slices are checked too */
         if (entry == NULL) return -1;
         r = llama_held(state, UPIPE_ZERO_STATES, t);
@@ -838,7 +838,7 @@ static int llama_load_all_states(upipe_ctx *c, const st_file *f, const llama_sta
     int64_t want = 2 * (int64_t)l->n;
     int i, g;
     if (llama_state_dtype(state) == UPIPE_BF16)
-        for (i = 0; i < l->n; ++i) want += !l->tensors[i].is_norm_weight;
+        for (i = 0; i < l->n; ++i) want += !l->tensors[i].is_vector;
     for (g = 0; g < 2; ++g)
         if (llama_load_states(c, f, state, "exp_avg.", g, state->m[g], host) ||
             llama_load_states(c, f, state, "exp_avg_sq.", g, state->v[g], host))

@@ -8,8 +8,8 @@
  *     const llama_tensor *q = llama_find(&layout, LLAMA_WQ, 3);       layer 3's q_proj: weights + q->at
  *
  * The tensors lie in two groups, each one flat array: weights (matrices, of the storage type; embed, then wq
- * wk wv wo gate up down of every layer, then the head unless it is the embedding) and norm weights (f32;
- * norm1, q_norm and k_norm if the model has them, norm2 of every layer, then the last norm).
+ * wk wv wo gate up down of every layer, then the head unless it is the embedding) and vectors (f32; norm1, q_norm
+ * and k_norm if the model has them, norm2 of every layer, then the last norm).
  *
  * Read are LlamaForCausalLM, MistralForCausalLM, and Qwen3ForCausalLM without a window. Keys that do not
  * change the computation are passed over; those that do, and are not built here, are refused. Functions
@@ -58,28 +58,28 @@ typedef enum llama_kind {
 
 typedef struct llama_tensor {
     char name[80];      /* Hugging Face's: model.layers.3.self_attn.q_proj.weight */
-    int64_t rows, cols; /* a norm weight is [rows], cols = 1 */
-    int is_norm_weight; /* which group: weights (storage type, matrices) or norm weights (f32 vectors) */
+    int64_t rows, cols; /* a vector is [rows], cols = 1 */
+    int is_vector;      /* which group: weights (matrices, storage type) or vectors (f32) */
     int64_t at, n;      /* first element in its group, elements */
     int64_t layer;      /* -1 outside layers */
     llama_kind kind;
-    int unit; /* of the weights group; -1 for a norm weight */
+    int unit; /* of the weights group; -1 for a vector */
 } llama_tensor;
 
 typedef struct llama_layout {
     llama_config config;
-    llama_tensor *tensors; /* [n]: the weights group in its order, then the norm weights group */
+    llama_tensor *tensors; /* [n]: the weights group in its order, then the vectors */
     int n;
-    int64_t weights, norm_weights; /* elements of both groups */
+    int64_t weights, vectors; /* elements of both groups */
     /* The weights group in units that are used together: the embedding, the attention half and the MLP half of each
      * layer, the head where it is not tied. Unit u is elements first[u] .. first[u + 1] - 1. */
     int64_t *first;
     int units;
-    int64_t norm_first[2]; /* the norm weights group is one unit */
+    int64_t vectors_first[2]; /* the vectors are one unit */
 } llama_layout;
 
 /* Groups of tensors. */
-enum { LLAMA_WEIGHTS, LLAMA_NORM_WEIGHTS, LLAMA_GROUPS };
+enum { LLAMA_WEIGHTS, LLAMA_VECTORS, LLAMA_GROUPS };
 
 /* The state of one rank; the arrays lie in the rank's pool. zero says which elements of its group an array has: weights
  * and gradients are zero's own, the optimizer's are upipe_zero_part_of(zero, UPIPE_ZERO_STATES, unit). */
@@ -97,9 +97,9 @@ static int llama_add(llama_layout *l, llama_kind kind, int64_t layer, const char
 {
     llama_tensor *t = &l->tensors[l->n];
     int64_t *group;
-    t->is_norm_weight = kind == LLAMA_NORM1 || kind == LLAMA_QNORM || kind == LLAMA_KNORM ||
-                        kind == LLAMA_NORM2 || kind == LLAMA_NORM;
-    group = t->is_norm_weight ? &l->norm_weights : &l->weights;
+    t->is_vector = kind == LLAMA_NORM1 || kind == LLAMA_QNORM || kind == LLAMA_KNORM || kind == LLAMA_NORM2 ||
+                   kind == LLAMA_NORM;
+    group = t->is_vector ? &l->vectors : &l->weights;
     t->kind = kind;
     t->layer = layer;
     t->rows = rows;
@@ -112,7 +112,7 @@ static int llama_add(llama_layout *l, llama_kind kind, int64_t layer, const char
     /* bytes too are to stay within 63 bits */
     if (!upipe_mul(&t->n, rows, cols) || t->n > INT64_MAX / 16 - *group) return -1;
     t->unit = -1;
-    if (!t->is_norm_weight) {
+    if (!t->is_vector) {
         if (kind == LLAMA_EMBED || kind == LLAMA_WQ || kind == LLAMA_GATE || kind == LLAMA_HEAD)
             l->first[l->units++] = t->at;
         t->unit = l->units - 1;
@@ -167,11 +167,11 @@ __attribute__((unused)) static int llama_layout_init(llama_layout *l, const llam
         c->heads < 1 || c->kv_heads < 1 || c->head_dim < 1)
         return -1;
     l->config = *c;
-    l->norm_first[0] = 0;
+    l->vectors_first[0] = 0;
     l->tensors = (llama_tensor *)calloc((size_t)c->layers * 11 + 3, sizeof *l->tensors);
     l->first = (int64_t *)calloc((size_t)c->layers * 2 + 3, sizeof *l->first);
     if (l->tensors != NULL && l->first != NULL && llama_add_all(l) == 0) {
-        l->norm_first[1] = l->norm_weights;
+        l->vectors_first[1] = l->vectors;
         return 0;
     }
     llama_layout_free(l);
@@ -185,22 +185,22 @@ __attribute__((unused)) static const llama_tensor *llama_find(const llama_layout
     /* a kind's place among its layer's tensors of its group */
     static const int places[] = {0, 0, 0, 1, 2, 3, 1, 2, 1, 4, 5, 6, 0, 0};
     const llama_config *c = &l->config;
-    int64_t norm_weights = 1 + 7 * c->layers + !c->tied, step = c->qk_norm ? 4 : 2;
+    int64_t vectors = 1 + 7 * c->layers + !c->tied, step = c->qk_norm ? 4 : 2;
     if (kind == LLAMA_EMBED || kind == LLAMA_NORM || kind == LLAMA_HEAD) {
         if (layer != -1 || (kind == LLAMA_HEAD && c->tied)) return NULL;
-        return &l->tensors[kind == LLAMA_EMBED ? 0 : kind == LLAMA_NORM ? l->n - 1 : norm_weights - 1];
+        return &l->tensors[kind == LLAMA_EMBED ? 0 : kind == LLAMA_NORM ? l->n - 1 : vectors - 1];
     }
     if (layer < 0 || layer >= c->layers) return NULL;
     if ((kind == LLAMA_QNORM || kind == LLAMA_KNORM) && !c->qk_norm) return NULL;
-    if (kind == LLAMA_NORM2) return &l->tensors[norm_weights + step * layer + step - 1];
+    if (kind == LLAMA_NORM2) return &l->tensors[vectors + step * layer + step - 1];
     if (kind == LLAMA_NORM1 || kind == LLAMA_QNORM || kind == LLAMA_KNORM)
-        return &l->tensors[norm_weights + step * layer + places[kind]];
+        return &l->tensors[vectors + step * layer + places[kind]];
     return &l->tensors[1 + 7 * layer + places[kind]];
 }
 
 /* llama_state_init -- which elements a rank's arrays have, by the stage of ZeRO; the arrays are the caller's
  *
- * Norm weights are few: neither they nor their gradients are sharded.
+ * Vectors are few: neither they nor their gradients are sharded.
  */
 __attribute__((unused)) static void llama_state_init(llama_state *s, const llama_layout *l, upipe_dtype dtype,
                                                      int stage, int rank, int ranks)
@@ -214,7 +214,7 @@ __attribute__((unused)) static void llama_state_init(llama_state *s, const llama
         z->ranks = ranks;
         z->stage = group == LLAMA_WEIGHTS || stage == 0 ? stage : 1;
         z->dtype = group == LLAMA_WEIGHTS ? dtype : UPIPE_F32;
-        z->first = group == LLAMA_WEIGHTS ? l->first : l->norm_first;
+        z->first = group == LLAMA_WEIGHTS ? l->first : l->vectors_first;
         z->units = group == LLAMA_WEIGHTS ? l->units : 1;
     }
 }

@@ -33,9 +33,9 @@ typedef struct logits {
     upipe_ops ops; /* of the device, for plans */
     grid net;
     char folder[LLAMA_PATH];
-    void *weights, *norm_weights;           /* one copy for all ranks, which only read it: on the device */
-    void *host_weights, *host_norm_weights; /* where they are loaded */
-    int32_t *ids;                           /* [S] */
+    void *weights, *vectors;           /* one copy for all ranks, which only read it: on the device */
+    void *host_weights, *host_vectors; /* where they are loaded */
+    int32_t *ids;                      /* [S] */
     int64_t tokens;
     float *out; /* [S][V] */
     struct logits_place {
@@ -243,7 +243,7 @@ static upipe_status logits_rank(logits *g, const model *m, upipe_ctx *c, upipe_m
     llama_state_init(&state, &g->layout, g->o.dtype, 0, 0, 1);
     state.zero[LLAMA_WEIGHTS].weights = g->weights; /* all ranks read the same */
     r.zero = &state.zero[LLAMA_WEIGHTS];
-    r.norm_weights = (const float *)g->norm_weights;
+    r.vectors = (const float *)g->vectors;
     UPIPE_TRY(upipe_mem_alloc(c->mem, &data, (size_t)m->rows * 4, "tokens", &c->err));
     r.tokens = (int32_t *)data;
     UPIPE_TRY(logits_tokens(g, &r));
@@ -325,25 +325,24 @@ static int logits_find(logits *g)
 static int logits_load(logits *g)
 {
     size_t bytes = (size_t)g->layout.weights * upipe_dtype_bytes(g->o.dtype);
-    size_t norm_weight_bytes = (size_t)g->layout.norm_weights * sizeof(float);
+    size_t vector_bytes = (size_t)g->layout.vectors * sizeof(float);
     upipe_ops cpu;
     llama_state state;
     upipe_ctx c;
     upipe_status s;
     memset(&c, 0, sizeof c);
     g->host_weights = malloc(bytes);
-    g->host_norm_weights = malloc(norm_weight_bytes);
-    if (g->host_weights == NULL || g->host_norm_weights == NULL)
+    g->host_vectors = malloc(vector_bytes);
+    if (g->host_weights == NULL || g->host_vectors == NULL)
         return cli_fail("out of memory: %lld weights", (long long)g->layout.weights);
     llama_state_init(&state, &g->layout, g->o.dtype, 0, 0, 1);
     state.zero[LLAMA_WEIGHTS].weights = g->host_weights;
-    state.zero[LLAMA_NORM_WEIGHTS].weights = g->host_norm_weights;
+    state.zero[LLAMA_VECTORS].weights = g->host_vectors;
     products_ops(&cpu);
     c.ops = &cpu;
     s = llama_load_weights(&c, g->folder, &state);
     if (s == UPIPE_OK) s = device_resident(g->o.device, &g->weights, bytes, g->host_weights, &c.err);
-    if (s == UPIPE_OK)
-        s = device_resident(g->o.device, &g->norm_weights, norm_weight_bytes, g->host_norm_weights, &c.err);
+    if (s == UPIPE_OK) s = device_resident(g->o.device, &g->vectors, vector_bytes, g->host_vectors, &c.err);
     return s == UPIPE_OK ? 0 : logits_fail(s, &c.err);
 }
 
@@ -356,7 +355,7 @@ static int logits_plan(logits *g)
     float nothing;
     int r;
     if (dry == NULL) return cli_fail("out of memory");
-    g->weights = g->norm_weights = &nothing; /* for the dry run, which touches nothing */
+    g->weights = g->vectors = &nothing; /* for the dry run, which touches nothing */
     memset(&dry->ctx, 0, sizeof dry->ctx);
     d.tokens = g->tokens;
     d.dtype = g->o.dtype;
@@ -373,7 +372,7 @@ static int logits_plan(logits *g)
         k->blocks_max = dry->mem.blocks_peak;
     }
     if (s != UPIPE_OK) logits_fail(s, &dry->ctx.err);
-    g->weights = g->norm_weights = NULL;
+    g->weights = g->vectors = NULL;
     free(dry);
     return s == UPIPE_OK ? 0 : -1;
 }
@@ -381,7 +380,7 @@ static int logits_plan(logits *g)
 /* Everything at once: the weights, the ranks' slabs, the result. */
 static int logits_check_memory(const logits *g)
 {
-    double have = cli_memory(), need = (double)g->layout.norm_weights * 4;
+    double have = cli_memory(), need = (double)g->layout.vectors * 4;
     double slabs = 0, second = 0;
     int r;
     for (r = 0; r < g->o.how.ranks; ++r) {
@@ -470,9 +469,9 @@ int main(int argc, char **argv)
         files_abandon(all);
         llama_layout_free(&g->layout);
         device_resident_free(g->o.device, g->weights, g->host_weights);
-        device_resident_free(g->o.device, g->norm_weights, g->host_norm_weights);
+        device_resident_free(g->o.device, g->vectors, g->host_vectors);
         free(g->host_weights);
-        free(g->host_norm_weights);
+        free(g->host_vectors);
         free(g->ids);
         free(g->out);
     }

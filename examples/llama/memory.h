@@ -63,17 +63,10 @@ static int memory_part(const char *tag, int phase)
     static const struct {
         const char *tag;
         int part;
-    } parts[] = {{"weights", MEMORY_WEIGHTS},
-                 {"norm_weights", MEMORY_WEIGHTS},
-                 {"gradients", MEMORY_GRADIENTS},
-                 {"moments", MEMORY_OPTIMIZER},
-                 {"master", MEMORY_OPTIMIZER},
-                 {"tokens", MEMORY_TOKENS},
-                 {"losses", MEMORY_TOKENS},
-                 {"kept", MEMORY_CHECKPOINTS},
-                 {"fetched", MEMORY_CHECKPOINTS},
-                 {"stream", MEMORY_STREAM},
-                 {"sum", MEMORY_SUM}};
+    } parts[] = {{"weights", MEMORY_WEIGHTS},   {"vectors", MEMORY_WEIGHTS},  {"gradients", MEMORY_GRADIENTS},
+                 {"moments", MEMORY_OPTIMIZER}, {"master", MEMORY_OPTIMIZER}, {"tokens", MEMORY_TOKENS},
+                 {"losses", MEMORY_TOKENS},     {"kept", MEMORY_CHECKPOINTS}, {"fetched", MEMORY_CHECKPOINTS},
+                 {"stream", MEMORY_STREAM},     {"sum", MEMORY_SUM}};
     size_t i;
     for (i = 0; i < sizeof parts / sizeof *parts; ++i)
         if (strcmp(parts[i].tag, tag) == 0) return parts[i].part;
@@ -169,7 +162,7 @@ __attribute__((unused)) static int memory_same(const model *a, const model *b)
                upipe_plan_part(p, UPIPE_A2A_KV, i, p->desc.rank).count ==
                    upipe_plan_part(q, UPIPE_A2A_KV, i, q->desc.rank).count;
     for (i = 0; i < a->layout->units && same; ++i) same = memory_same_slices(first[i + 1] - first[i], a, b);
-    return same && memory_same_slices(a->layout->norm_weights, a, b);
+    return same && memory_same_slices(a->layout->vectors, a, b);
 }
 
 enum { MEMORY_WALK_MAX = 50000000 }; /* some seconds */

@@ -59,8 +59,8 @@ typedef struct model_rank {
     upipe_zero *zero;                 /* of the weights group */
     const void *weights[MODEL_UNITS]; /* of the unit of each kind that has begun */
     float *grads[MODEL_UNITS];
-    const float *norm_weights;
-    float *norm_grads;
+    const float *vectors;
+    float *vector_grads;
     int32_t *tokens, *targets;
     float *losses;
 } model_rank;
@@ -205,16 +205,16 @@ static const void *model_weight(const model_rank *r, llama_kind kind, int64_t la
            (size_t)(t->at - r->m->layout->first[t->unit]) * upipe_dtype_bytes(r->m->plan.desc.dtype);
 }
 
-static const float *model_norm_weight(const model_rank *r, llama_kind kind, int64_t layer)
+static const float *model_vector(const model_rank *r, llama_kind kind, int64_t layer)
 {
-    return r->norm_weights + model_tensor(r, kind, layer)->at;
+    return r->vectors + model_tensor(r, kind, layer)->at;
 }
 
 static float *model_grad(const model_rank *r, llama_kind kind, int64_t layer)
 {
     const llama_tensor *t = model_tensor(r, kind, layer);
-    return t->is_norm_weight ? r->norm_grads + t->at
-                             : r->grads[model_unit_kind(r, t->unit)] + (t->at - r->m->layout->first[t->unit]);
+    return t->is_vector ? r->vector_grads + t->at
+                        : r->grads[model_unit_kind(r, t->unit)] + (t->at - r->m->layout->first[t->unit]);
 }
 
 static upipe_layer model_attention_layer(const model_rank *r, int64_t layer)
@@ -232,8 +232,8 @@ static upipe_layer model_attention_layer(const model_rank *r, int64_t layer)
     l.mask.window = config->window;
     l.tile_rows = config->dim;
     if (config->qk_norm) {
-        l.q_norm_weight = model_norm_weight(r, LLAMA_QNORM, layer);
-        l.k_norm_weight = model_norm_weight(r, LLAMA_KNORM, layer);
+        l.q_norm_weight = model_vector(r, LLAMA_QNORM, layer);
+        l.k_norm_weight = model_vector(r, LLAMA_KNORM, layer);
         l.norm_eps = (float)config->norm_eps;
     }
     return l;
@@ -261,7 +261,7 @@ static upipe_mlp model_mlp(const model_rank *r, int64_t layer)
     m.w_gate = model_weight(r, LLAMA_GATE, layer);
     m.w_up = model_weight(r, LLAMA_UP, layer);
     m.w_down = model_weight(r, LLAMA_DOWN, layer);
-    m.norm_weight = model_norm_weight(r, LLAMA_NORM2, layer);
+    m.norm_weight = model_vector(r, LLAMA_NORM2, layer);
     m.norm_eps = (float)r->m->layout->config.norm_eps;
     m.hidden = r->m->layout->config.hidden;
     m.residual = 1;
@@ -274,7 +274,7 @@ static upipe_head model_head(const model_rank *r)
     upipe_head h;
     memset(&h, 0, sizeof h);
     h.w = model_weight(r, model_head_kind(r), -1);
-    h.norm_weight = model_norm_weight(r, LLAMA_NORM, -1);
+    h.norm_weight = model_vector(r, LLAMA_NORM, -1);
     h.norm_eps = (float)r->m->layout->config.norm_eps;
     h.vocab = r->m->layout->config.vocab;
     h.tile_bytes = r->m->tile_bytes;
@@ -370,7 +370,7 @@ static upipe_status model_norm(model_rank *r, int64_t layer, upipe_view n, upipe
     UPIPE_TRY(activations_tiles_begin(&r->kept, r->c, &t, x, away, n.data));
     while (t.tile.n > 0) {
         UPIPE_TRY(r->c->ops->rmsnorm(r->c, upipe_view_rows(n, t.row, t.tile.n), t.tile,
-                                     model_norm_weight(r, LLAMA_NORM1, layer),
+                                     model_vector(r, LLAMA_NORM1, layer),
                                      (float)r->m->layout->config.norm_eps));
         UPIPE_TRY(activations_tiles_next(&r->kept, r->c, &t));
     }
@@ -386,7 +386,7 @@ static upipe_status model_norm_bwd(model_rank *r, int64_t layer, upipe_view g, u
     while (t.tile.n > 0) {
         UPIPE_TRY(r->c->ops->rmsnorm_bwd(
             r->c, upipe_view_rows(g, t.row, t.tile.n), upipe_view_rows(dn, t.row, t.tile.n), t.tile,
-            model_norm_weight(r, LLAMA_NORM1, layer), (float)r->m->layout->config.norm_eps,
+            model_vector(r, LLAMA_NORM1, layer), (float)r->m->layout->config.norm_eps,
             model_grad(r, LLAMA_NORM1, layer), 1));
         UPIPE_TRY(activations_tiles_next(&r->kept, r->c, &t));
     }
@@ -838,7 +838,7 @@ __attribute__((unused)) static upipe_status model_logits(model_rank *r, upipe_vi
     UPIPE_TRY(upipe_mem_alloc(c->mem, &n.data, (size_t)(x.n * x.d) * upipe_dtype_bytes(x.dtype), "normed",
                               &c->err));
     UPIPE_TRY(upipe_mem_alloc(c->mem, &work, bytes, "logits_work", &c->err));
-    UPIPE_TRY(c->ops->rmsnorm(c, n, x, model_norm_weight(r, LLAMA_NORM, -1), (float)config->norm_eps));
+    UPIPE_TRY(c->ops->rmsnorm(c, n, x, model_vector(r, LLAMA_NORM, -1), (float)config->norm_eps));
     UPIPE_TRY(c->ops->gemm(c, logits, n, w, UPIPE_GEMM_TRANS_B, work, bytes));
     UPIPE_TRY(upipe_mem_free(c->mem, work, &c->err));
     return upipe_mem_free(c->mem, n.data, &c->err);

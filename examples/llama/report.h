@@ -155,8 +155,8 @@ static void report_table(const run *u)
     double each = (double)u->o.tokens * (double)u->o.batch;
     report_ranks(u);
     printf(", %s: %lld parameters in %lld layers, %lld x %lld tokens a step\n", upipe_dtype_name(u->o.dtype),
-           (long long)(u->layout.weights + u->layout.norm_weights), (long long)c->layers,
-           (long long)u->o.batch, (long long)u->o.tokens);
+           (long long)(u->layout.weights + u->layout.vectors), (long long)c->layers, (long long)u->o.batch,
+           (long long)u->o.tokens);
     if (u->done > 0) {
         printf("steps %lld to %lld: loss %.4f -> %.4f, %.0f tokens/s\n", (long long)u->position.step + 1,
                (long long)(u->position.step + u->done), u->loss[0], u->loss[u->done - 1],

@@ -287,8 +287,8 @@ static upipe_status run_begin_unit(const run *u, trainer *t, int unit)
 static upipe_status run_begin_new(const run *u, trainer *t)
 {
     enum { CHUNK = 4096 };
-    float *const norm_weights = (float *)t->state.zero[LLAMA_NORM_WEIGHTS].weights;
-    const int64_t n = u->layout.norm_weights;
+    float *const vectors = (float *)t->state.zero[LLAMA_VECTORS].weights;
+    const int64_t n = u->layout.vectors;
     float ones[CHUNK];
     int64_t i;
     int unit;
@@ -296,8 +296,7 @@ static upipe_status run_begin_new(const run *u, trainer *t)
     UPIPE_TRY(upipe_zero_weights_gather(t->r.c, &t->state.zero[LLAMA_WEIGHTS]));
     for (i = 0; i < CHUNK; ++i) ones[i] = 1;
     for (i = 0; i < n; i += CHUNK)
-        UPIPE_TRY(
-            t->r.c->ops->copy(t->r.c, norm_weights + i, ones, (size_t)(n - i < CHUNK ? n - i : CHUNK) * 4));
+        UPIPE_TRY(t->r.c->ops->copy(t->r.c, vectors + i, ones, (size_t)(n - i < CHUNK ? n - i : CHUNK) * 4));
     return UPIPE_OK;
 }
 

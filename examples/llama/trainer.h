@@ -98,7 +98,7 @@ __attribute__((unused)) static upipe_status trainer_alloc(trainer *t)
         UPIPE_TRY(upipe_zero_check(c, z));
         UPIPE_TRY(upipe_alloc(c, &z->weights,
                               (size_t)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * upipe_dtype_bytes(z->dtype),
-                              group == LLAMA_WEIGHTS ? "weights" : "norm_weights"));
+                              group == LLAMA_WEIGHTS ? "weights" : "vectors"));
         UPIPE_TRY(trainer_alloc_floats(t, &z->grads, upipe_zero_held(z, UPIPE_ZERO_GRADS), "gradients"));
         held = upipe_zero_held(z, UPIPE_ZERO_STATES);
         UPIPE_TRY(trainer_alloc_floats(t, &state->m[group], held, "moments"));
@@ -114,8 +114,8 @@ __attribute__((unused)) static upipe_status trainer_alloc(trainer *t)
     UPIPE_TRY(trainer_alloc_floats(t, &t->r.losses, t->m.rows, "losses"));
     t->r.m = &t->m;
     t->r.zero = &state->zero[LLAMA_WEIGHTS];
-    t->r.norm_weights = (const float *)state->zero[LLAMA_NORM_WEIGHTS].weights;
-    t->r.norm_grads = state->zero[LLAMA_NORM_WEIGHTS].grads;
+    t->r.vectors = (const float *)state->zero[LLAMA_VECTORS].weights;
+    t->r.vector_grads = state->zero[LLAMA_VECTORS].grads;
     return UPIPE_OK;
 }
 
@@ -176,7 +176,7 @@ static upipe_status trainer_gradients(trainer *t, const trainer_batch *batch, in
     size_t bytes = (size_t)t->m.rows * 4;
     upipe_view x;
     UPIPE_TRY(upipe_zero_grads_clear(c, &t->state.zero[LLAMA_WEIGHTS]));
-    UPIPE_TRY(upipe_zero_grads_clear(c, &t->state.zero[LLAMA_NORM_WEIGHTS]));
+    UPIPE_TRY(upipe_zero_grads_clear(c, &t->state.zero[LLAMA_VECTORS]));
     UPIPE_TRY(c->ops->copy(c, t->r.tokens, batch->inputs, bytes));
     UPIPE_TRY(c->ops->copy(c, t->r.targets, batch->targets, bytes));
     UPIPE_TRY(model_fwd(&t->r, &x, 1));
@@ -210,7 +210,7 @@ static upipe_status trainer_reduce(trainer *t, int64_t valid, trainer_result *re
     return UPIPE_OK;
 }
 
-/* AdamW for what this rank has of the states of a unit. Matrices decay, norm weights do not. */
+/* AdamW for what this rank has of the states of a unit. Matrices decay, vectors do not. */
 static upipe_status trainer_update_unit(trainer *t, int group, int unit, const trainer_rates *rates,
                                         double norm)
 {

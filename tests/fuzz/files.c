@@ -126,7 +126,7 @@ static upipe_status copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
 
 static void fuzz_index(void)
 {
-    static float weights[4096], norm_weights[64];
+    static float weights[4096], vectors[64];
     llama_config config;
     llama_layout l;
     llama_state state;
@@ -142,10 +142,10 @@ static void fuzz_index(void)
     ops.copy = copy;
     c.ops = &ops;
     if (llama_layout_init(&l, &config) != 0) abort();
-    CHECK(l.weights <= 4096 && l.norm_weights <= 64);
+    CHECK(l.weights <= 4096 && l.vectors <= 64);
     llama_state_init(&state, &l, UPIPE_F32, 0, 0, 1);
     state.zero[LLAMA_WEIGHTS].weights = weights;
-    state.zero[LLAMA_NORM_WEIGHTS].weights = norm_weights;
+    state.zero[LLAMA_VECTORS].weights = vectors;
     accepted(llama_load_weights(&c, folder, &state) != UPIPE_OK, &c.err);
     llama_layout_free(&l);
 }
