@@ -28,6 +28,9 @@ PAPER = {
              [1171.68, 884.75, 621.20, 382.42, 219.53, 153.48, 119.76]),
     'upipe': ([21.10, 22.30, 24.70, 29.90, 40.50, 51.10, 61.70, 72.30],
               [2281.05, 1487.29, 867.17, 472.53, 246.07, 166.32, 125.56, 98.25])}
+# The paper's batches at 128k, activations on the GPU: of 1, 2, 4, 8 and 10 sequences.
+BATCH = {'ulysses': ([22.53, 27.25, 38.13, 59.99, 71.13], [2458.28, 2485.78, 2543.43, 2564.38, 2464.10]),
+         'upipe': ([22.53, 27.03, 36.56, 56.79, 67.11], [2405.30, 2432.11, 2498.80, 2518.56, 2526.77])}
 SMALL = {'architectures': ['LlamaForCausalLM'], 'model_type': 'llama', 'hidden_size': 64, 'intermediate_size': 192,
          'num_hidden_layers': 2, 'vocab_size': 256, 'num_attention_heads': 4, 'num_key_value_heads': 2, 'head_dim': 32,
          'tie_word_embeddings': True}
@@ -91,6 +94,14 @@ def paper():
                   f"{method} {length}: {got['tokens_per_s_per_gpu']:.2f} tokens/s/GPU, {speed[i]} in the paper")
             check(abs(sum(part['bytes'] for part in got['components']) / got['gpu_bytes'] - 1) < 1e-9,
                   f'{method} {length}: the components are not the whole')
+    for method, (memory, speed) in BATCH.items():
+        for i, batch in enumerate((1, 2, 4, 8, 10)):
+            got = plan('--model', 'llama3-8b', '--as', 'torchtitan', '--method', method, '--tokens', '128k', '--batch', batch,
+                       '--activations', 'ac')
+            check(abs(got['gpu_bytes'] / GIB / memory[i] - 1) < 0.03 and
+                  abs(got['tokens_per_s_per_gpu'] / speed[i] - 1) < 0.05,
+                  f"{method}, batch {batch}: {got['gpu_bytes'] / GIB:.2f} GiB, {got['tokens_per_s_per_gpu']:.1f} tokens/s/GPU")
+    beyond()
     # two nodes: the paper's longest contexts on its grid, 6M and 8M
     for method, fits, not_any_more in ('ulysses', '6M', '8M'), ('upipe', '8M', '10M'):
         words = ['--model', 'llama3-8b', '--machine', 'h100x16', '--as', 'torchtitan', '--method', method, '--tokens']
@@ -100,6 +111,26 @@ def paper():
     check(5 * 2**20 <= got['max_tokens'] < 6 * 2**20 and got['fits'], f"the longest is {got['max_tokens']}")
     more = got['max_tokens'] + 8 * 1024
     plan('--model', 'llama3-8b', '--as', 'torchtitan', '--tokens', more, status=3)
+
+
+def beyond():
+    """What nothing is fitted on has the right form: bytes convex in tokens, time between linear and square, methods in order."""
+    for name, nodes in ('qwen3-32b', 16), ('llama3-70b', 32), ('qwen2.5-72b', 16):
+        gpu = {}
+        for method in ('ring', 'ulysses', 'upipe', 'fpdt'):
+            words = ['--model', name, '--machine', f'h100x{nodes}', '--as', 'torchtitan', '--method', method, '--tokens']
+            got = []
+            for length in ('256k', '512k', '1M', '2M', '4M'):
+                _, _, one = run(PLAN, *words, length)
+                got.append(one)
+            bytes_of = [one['gpu_bytes'] for one in got]
+            seconds = [one['seconds_step'] for one in got]
+            steps = [b - a for a, b in zip(bytes_of, bytes_of[1:])]
+            check(all(a > 0 and b >= 2 * a * (1 - 1e-9) for a, b in zip(steps, steps[1:])),
+                  f'{name} {method}: {steps} bytes more for twice the tokens')
+            check(all(1.5 < b / a < 4 for a, b in zip(seconds, seconds[1:])), f'{name} {method}: {seconds} s')
+            gpu[method] = bytes_of[-1]
+        check(gpu['upipe'] < gpu['ulysses'] and gpu['fpdt'] < gpu['upipe'], f'{name}: {gpu}')
 
 
 # ---- the same bytes as the trainer ----

@@ -39,7 +39,7 @@ typedef struct estimate_work {
     double attn_fwd, attn_bwd, products;
     double team, ring, states; /* sent */
     double moved, waited;      /* between device and host: beside kernels, and while they wait */
-    int wait_rate;             /* of the latter: MACHINE_HOST or MACHINE_SEGMENTS */
+    double segments;           /* the same of FPDT's chunks as PyTorch moves them */
     double merged;             /* read and written to merge a ring's partial results */
     double stages;             /* passes through a stage beyond the first of a layer */
 } estimate_work;
@@ -84,8 +84,10 @@ static inline void estimate_time(estimate *e, const machine *m, int ranks, int t
     e->share[SHARE_A2A] = w->team * ((1 - away) / rate[MACHINE_A2A] + away / rate[MACHINE_A2A_NODES]);
     /* what runs beside the kernels takes what it takes longer than they */
     e->share[SHARE_RING] = fmax(0, w->ring / beside - attn) + w->merged / rate[MACHINE_MERGE];
+    if (ranks > 1) e->share[team > 1 ? SHARE_A2A : SHARE_RING] += attn * rate[MACHINE_WAIT];
     e->share[SHARE_STATES] = fmax(0, w->states / beside - compute);
-    e->share[SHARE_HOST] = fmax(0, w->moved / rate[MACHINE_HOST] - compute) + w->waited / rate[w->wait_rate];
+    e->share[SHARE_HOST] = fmax(0, w->moved / rate[MACHINE_HOST] - compute) + w->waited / rate[MACHINE_HOST] +
+                           w->segments / rate[MACHINE_SEGMENTS];
     e->share[SHARE_OTHER] = (double)layers * rate[MACHINE_LAYER] + w->stages * rate[MACHINE_STAGE];
     for (k = 0, e->seconds = 0; k < SHARES; ++k) e->seconds += e->share[k];
 }

@@ -34,7 +34,6 @@ static void exact_work(estimate *e, const memory_plan *p, const model *m, const 
     w->team = (double)p->sent_team;
     w->ring = (double)p->sent_ring;
     w->states = (double)(p->sent - p->sent_team - p->sent_ring); /* of all ranks */
-    w->wait_rate = MACHINE_HOST;
     *(s->how.segments > 0 && !s->how.overlap ? &w->waited : &w->moved) = (double)p->moved;
     w->stages =
         passes > 3 * (double)m->layout->config.layers ? passes - 3 * (double)m->layout->config.layers : 0;

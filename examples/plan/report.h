@@ -96,7 +96,7 @@ static void report_verdict(const options *o, const planner *p, const setting *s,
     printf("\nestimated %.2f s a step, %.2f tokens/s a GPU\n", e->seconds, report_rate(s, e));
     for (i = 0; i < SHARES; ++i)
         if (e->share[i] > 0)
-            printf("  %-20s %10.2f s %5.1f %%\n", share_names[i], e->share[i],
+            printf("  %-20s %10.3f s %5.1f %%\n", share_names[i], e->share[i],
                    100 * e->share[i] / e->seconds);
 }
 
@@ -113,38 +113,48 @@ static void report_advice(const advice_item *all, int n)
     }
 }
 
-/* The attention block alone, in units of a rank's tokens x model dim: exact, and the paper's tables. The dry run is that
- * of upipe_dry_layer: x, a forward, a gradient of O, a backward. */
-static void report_block(const planner *p, const setting *s)
+/* A table of the attention block's phases; `unit` bytes of the dry run are one. With activations in the rank's pool Ulysses
+ * has the inputs of the other layers too, as the paper's first row. */
+static void report_phases(const upipe_dry *dry, const setting *s, double unit, double stages)
 {
     static const char *const columns[UPIPE_PHASES] = {
         "before attention",     "inp_all_to_all",     "attention kernel",     "out_all_to_all",
         "before bwd attention", "bwd out_all_to_all", "bwd attention kernel", "bwd inp_all_to_all"};
+    const llama_config *c = &s->layout->config;
+    const double group = (double)c->heads / c->kv_heads, layers = (double)c->layers;
+    const int here = s->how.method == METHOD_ULYSSES && s->activations.kind == ACTIVATIONS_AC;
+    const upipe_paper_row row = s->how.method == METHOD_UPIPE ? UPIPE_PAPER_UPIPE
+                                : here                        ? UPIPE_PAPER_ULYSSES
+                                                              : UPIPE_PAPER_ULYSSES_OFFLOAD;
+    int i;
+    printf("\nthe attention block alone, in units of %.3f MiB (tokens of a rank x model dim)\n",
+           unit / (1 << 20));
+    printf("  %-22s %8s %8s\n", "", "exact", "paper");
+    for (i = 0; i < (int)UPIPE_PHASES; ++i)
+        printf("  %-22s %8.3f %8.3f\n", columns[i],
+               (double)dry->mem.phase_peak[i] / unit + (here ? layers - 1 : 0),
+               upipe_paper_units(row, (upipe_phase)i, group, stages, 1, layers));
+}
+
+/* The attention block alone, of rank 0: exact, and the paper's tables. The dry run is that of upipe_dry_layer: x, a
+ * forward, a gradient of O, a backward. */
+static void report_block(const planner *p, const setting *s)
+{
     upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
     upipe_layer l;
     upipe_err err;
     model m;
-    int i;
     memset(&l, 0, sizeof l);
     memset(&err, 0, sizeof err);
     if (dry != NULL && setting_model(&m, s, 0, &err) == UPIPE_OK &&
         upipe_dry_init(dry, &m.plan, p->ops) == UPIPE_OK) {
-        const double unit = (double)upipe_plan_unit_bytes(&m.plan);
         l.plan = &m.plan;
         l.wq = l.wk = l.wv = l.wo = dry; /* never read */
         l.mask.causal = 1;
         l.tile_rows = s->layout->config.dim;
-        if (upipe_dry_layer(dry, &l, 1) == UPIPE_OK) {
-            printf("\nthe attention block alone, in units of %.3f MiB (tokens of a rank x model dim)\n",
-                   unit / (1 << 20));
-            printf("  %-22s %8s %8s\n", "", "exact", "paper");
-            for (i = 0; i < (int)UPIPE_PHASES; ++i)
-                printf("  %-22s %8.3f %8.3f\n", columns[i], (double)dry->mem.phase_peak[i] / unit,
-                       upipe_paper_units(
-                           s->how.method == METHOD_UPIPE ? UPIPE_PAPER_UPIPE : UPIPE_PAPER_ULYSSES_OFFLOAD,
-                           (upipe_phase)i, (double)s->layout->config.heads / s->layout->config.kv_heads,
-                           (double)s->layout->config.heads / m.plan.desc.chunk, 1, 1));
-        }
+        if (upipe_dry_layer(dry, &l, 1) == UPIPE_OK)
+            report_phases(dry, s, (double)upipe_plan_unit_bytes(&m.plan),
+                          (double)s->layout->config.heads / m.plan.desc.chunk);
     }
     free(dry);
 }

@@ -87,6 +87,7 @@ static void search_at(estimate *out, const search_pair *two, const planner *p, i
     SEARCH_LINE(merged);
     SEARCH_LINE(moved);
     SEARCH_LINE(waited);
+    SEARCH_LINE(segments);
     SEARCH_SQUARE(attn_fwd);
     SEARCH_SQUARE(attn_bwd);
 #undef SEARCH_LINE

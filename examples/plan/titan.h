@@ -2,7 +2,7 @@
  *
  *     titan_estimate(&e, &s, TITAN_UPIPE, &m);
  *
- * A model of other people's program, so a sum of what that program is known to hold, with four fitted numbers; nothing
+ * A model of other people's program, so a sum of what that program is known to hold, with a few fitted numbers; nothing
  * of this library's exact bytes enters. All bytes are of one rank of N; T = S * B / N tokens; P parameters. Ulysses and
  * UPipe trade heads within a node and make rings of nodes (8-ulysses-2-ring on 16 GPUs); FPDT trades heads over all ranks;
  * Ring and Native are rings of all.
@@ -16,15 +16,20 @@ enum { TITAN_NATIVE, TITAN_RING, TITAN_ULYSSES, TITAN_FPDT, TITAN_UPIPE, TITANS 
 
 static const char *const titan_names[TITANS] = {"native", "ring", "ulysses", "fpdt", "upipe"};
 
-/* Fitted on the paper's Llama3-8B rows of 8 GPUs.
- *   STREAM  tensors [T][D] in bf16 that live while attention's backward runs, beside O and its gradient: the layer's
- *           input, fetched from the host, its norm, the sum behind attention and that sum's gradient, and the input that is
- *           being fetched for the next layer for part of the time
- *   MLP     the same that are more while the MLP's backward runs: its norm, its result, part of its gradient
- *   CHUNKS  tensors [chunk][H * d] of FPDT: Q, K, V twice, O and its gradient twice, f32 dQ, dK, dV twice and
- *           FlashAttention's, and their bf16 copies
- *   FIXED   bytes of workspaces */
-static const double titan_stream = 4.6, titan_mlp = 2.5, titan_chunks = 17.5, titan_fixed = 0.13 * 1073741824;
+/* Fitted on the paper's Llama3-8B tables of 8 GPUs; all but the last two count tensors.
+ *   STREAM   tensors [T][D] in bf16 that live while attention's backward runs, beside O and its gradient: the layer's input,
+ *            its norm, the sum behind attention and that sum's gradient, for part of the time
+ *   FETCHED  the same that are more where inputs come back from the host: the fetched one, and the one that the backward
+ *            recomputes from. Native PyTorch has as many for its norms, which are in f32 and not in tiles
+ *   MLP      the same that are more while the MLP's backward runs: its norm, its result, part of its gradient
+ *   LOSS     the same while the loss runs: the stream, its norm and their gradients
+ *   BATCH    the same that UPipe has more of where a batch has several sequences: heads of a stage are no block of memory
+ *            then, and are copied
+ *   CHUNKS   tensors [chunk][H * d] of FPDT: Q, K, V twice, O and its gradient twice, f32 dQ, dK, dV twice and
+ *            FlashAttention's, and their bf16 copies
+ *   FIXED    bytes of workspaces */
+static const double titan_stream = 2.6, titan_fetched = 2, titan_mlp = 2.5, titan_loss = 4, titan_batch = 1.2,
+                    titan_chunks = 17.5, titan_fixed = 0.13 * 1073741824;
 enum { TITAN_CHUNK = 65536 /* tokens of a chunk of FPDT, its default */ };
 
 /* Numbers of a setting that both models need. */
@@ -125,36 +130,63 @@ static inline double titan_attention(const titan_rank *t)
     return bytes + q + k + 2 * q + (t->grouped ? 2 * k : 0) + 2 * q + 4 * k + 4 * k + 2 * k;
 }
 
+/* What a phase of the step holds beside what every phase does. */
+typedef struct titan_phase {
+    const char *name;
+    double gathered, stream, attention, mlp, loss;
+} titan_phase;
+
+static inline double titan_phase_bytes(const titan_phase *p)
+{
+    return p->gathered + p->stream + p->attention + p->mlp + p->loss;
+}
+
+static inline double titan_params(const titan_rank *t, const llama_config *c)
+{
+    return (double)c->vocab * (double)c->dim * (c->tied ? 1 : 2) + t->layers * t->layer;
+}
+
 static inline void titan_memory(estimate *e, const titan_rank *t, const setting *s, const machine *m)
 {
     const llama_config *c = &s->layout->config;
-    const double embed = (double)c->vocab * (double)c->dim;
-    const double params = embed * (c->tied ? 1 : 2) + t->layers * t->layer;
+    const double head = 6 * (double)c->vocab * (double)c->dim; /* bf16 weight, f32 gradient */
     const double table =
         (double)s->tokens * c->head_dim * 4; /* cos and sin of all positions, f32, on every rank */
     const double tile =
-        6 * 2 * (double)c->dim * (double)c->hidden; /* of D tokens: gate, up, product, gradients */
-    const double states = 16 * params / t->ranks, gathered = 6 * embed + 3 * 2 * t->layer;
-    const double stream = titan_stream * t->x + 2 * t->q, kept = t->kept * t->x + (t->sac > 0 ? t->q : 0);
+        6 * 2 * (double)c->dim * (double)c->hidden;           /* of D tokens: gate, up, product, gradients */
+    const double states = 16 * titan_params(t, c) / t->ranks; /* f32 weights, gradients, moments, sharded */
+    const double kept = t->kept * t->x + (t->sac > 0 ? t->q : 0);
     const double chunks = titan_chunks * TITAN_CHUNK / t->ranks * 2 * (double)c->heads * c->head_dim;
-    const double always = states + gathered + titan_fixed + table + kept + stream;
-    double attn = titan_attention(t) + (t->stages > 1 ? t->x : 0), mlp = titan_mlp * t->x + tile;
-    if (t->method == TITAN_FPDT) { /* O and its gradient go to the host by chunks; behind them stands dX */
-        mlp = tile + chunks - t->q;
-        attn = t->x;
+    const int fpdt = t->method == TITAN_FPDT, away = t->kept < t->layers || t->method == TITAN_NATIVE;
+    /* Where all inputs stay, the most of them are there in the last layer's backward: beside it the head is not gathered,
+     * and of the layers only this one */
+    const double gathered = away ? head + 3 * 2 * t->layer : 2 * t->layer;
+    const double stream = (titan_stream + (away ? titan_fetched : 0)) * t->x, o = 2 * t->q;
+    const double copies =
+        t->stages > 1 ? t->x * (1 + (s->batch > 1 ? titan_batch : 0)) : 0; /* dX, and heads' */
+    /* FPDT's O and its gradient go to the host by chunks; behind them stands dX */
+    const titan_phase phases[] = {
+        {"attention_backward", gathered, stream + o, fpdt ? t->x : titan_attention(t) + copies, 0, 0},
+        {"mlp_backward", gathered, stream + (fpdt ? t->q : o), fpdt ? chunks : 0,
+         tile + (fpdt ? 0 : titan_mlp * t->x), 0},
+        {"loss", head, 0, 0, 0, titan_loss * t->x}};
+    const double always = states + titan_fixed + table + kept;
+    const titan_phase *peak = phases;
+    int i;
+    for (i = 0; i < 3; ++i) {
+        estimate_phase(e, phases[i].name, always + titan_phase_bytes(&phases[i]));
+        if (titan_phase_bytes(&phases[i]) > titan_phase_bytes(peak)) peak = &phases[i];
     }
-    estimate_phase(e, "attention_backward", always + attn);
-    estimate_phase(e, "mlp_backward", always + mlp);
-    e->live = e->gpu = always + fmax(attn, mlp);
-    estimate_add(e, "states", states); /* f32 weights, gradients, moments, sharded: 16 P / N */
-    estimate_add(e, "gathered",
-                 gathered); /* f32 gradient and bf16 weight of the head; bf16 of three layers */
+    e->live = e->gpu = always + titan_phase_bytes(peak);
+    estimate_add(e, "states", states);
+    estimate_add(e, "gathered", peak->gathered);
     estimate_add(e, "workspaces", titan_fixed);
     estimate_add(e, "rope_table", table);
     estimate_add(e, "checkpoints", kept);
-    estimate_add(e, "stream", stream - (attn < mlp && t->method == TITAN_FPDT ? t->q : 0));
-    estimate_add(e, "attention", attn >= mlp ? attn : t->method == TITAN_FPDT ? chunks : 0);
-    estimate_add(e, "mlp", attn >= mlp ? 0 : t->method == TITAN_FPDT ? tile : mlp);
+    estimate_add(e, "stream", peak->stream);
+    estimate_add(e, "attention", peak->attention);
+    estimate_add(e, "mlp", peak->mlp);
+    estimate_add(e, "loss", peak->loss);
     e->host = ((t->layers - t->kept) * t->x + t->sac * t->q) *
               (t->ranks < m->ranks_node ? t->ranks : m->ranks_node);
 }
@@ -179,12 +211,12 @@ static inline void titan_time(estimate *e, const titan_rank *t, const setting *s
         /* f32 O in both forwards: read twice, written once, the step's in bf16; f32 dQ, dK, dV in the backward */
         w->merged = t->layers * (t->ring - 1) * (t->q / 2 * 28 + t->k / 2 * 16);
     }
-    w->states = (embed * (c->tied ? 1 : 2) + t->layers * t->layer) * 8 * others;
-    w->wait_rate = MACHINE_SEGMENTS;
-    w->moved = 2 * ((t->layers - t->kept) * t->x + t->sac * t->q);
+    w->states = titan_params(t, c) * 8 * others;
+    w->waited = 2 * ((t->layers - t->kept) * t->x + t->sac * t->q);
     w->stages = t->layers * 3 * (t->stages - 1);
     if (t->method == TITAN_FPDT)
-        w->waited = t->layers * 6 * (t->q + 2 * t->k); /* out and in: forward, recomputed forward, backward */
+        w->segments =
+            t->layers * 6 * (t->q + 2 * t->k); /* out and in: forward, recomputed forward, backward */
     estimate_time(e, m, t->ranks, t->team, c->layers);
 }
 
