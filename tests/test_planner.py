@@ -7,6 +7,7 @@ GPUs, out of memory where the paper was; numbers are read as people write them; 
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -263,10 +264,35 @@ def others():
     plan(*small[:-2], '--tokens', longest['max_tokens'] + 2048, '--activations', 'offload', status=3)
 
 
+def pictures():
+    """plot_plan.py draws what --json wrote, with a Python that has Matplotlib, where there is one."""
+    pythons = [python for python in (sys.executable, shutil.which('python3'), '/usr/bin/python3') if python and not subprocess.run(
+        [python, '-c', 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("matplotlib"))'], check=False).returncode]
+    if not pythons:
+        print('planner: left out: pictures, as no Python here has Matplotlib')
+        return
+    draw = [pythons[0], os.path.join(TOP, 'examples', 'plan', 'plot_plan.py')]
+    picture, other = os.path.join(FOLDER, 'plan.png'), os.path.join(FOLDER, 'settings.json')
+    paths = []
+    for method in 'ulysses', 'upipe':
+        paths.append(os.path.join(FOLDER, method + '.json'))
+        with open(paths[-1], 'w', encoding='utf-8') as target:
+            json.dump(plan('--model', 'llama3-8b', '--as', 'torchtitan', '--method', method, '--tokens', '3M'), target)
+    small = ['--model', model('small'), '--machine', machine(ranks=2), '--device', 'cpu', '--tokens', '4k', '--best']
+    with open(other, 'w', encoding='utf-8') as target:
+        json.dump(plan(*small), target)
+    for inputs in paths, [other]:
+        done = subprocess.run([*draw, picture, *inputs], capture_output=True, text=True, check=False)
+        with open(picture, 'rb') as source:
+            check(done.returncode == 0 and source.read(4) == b'\x89PNG', f'{inputs}: {done.stderr[-400:]}')
+        os.remove(picture)
+
+
 with tempfile.TemporaryDirectory() as FOLDER:
     paper()
     same_bytes()
     numbers()
     refusals()
     others()
+    pictures()
 sys.exit(end('planner'))
