@@ -271,21 +271,19 @@ def pictures():
     if not pythons:
         print('planner: left out: pictures, as no Python here has Matplotlib')
         return
-    draw = [pythons[0], os.path.join(TOP, 'examples', 'plan', 'plot_plan.py')]
-    picture, other = os.path.join(FOLDER, 'plan.png'), os.path.join(FOLDER, 'settings.json')
     paths = []
-    for method in 'ulysses', 'upipe':
-        paths.append(os.path.join(FOLDER, method + '.json'))
-        with open(paths[-1], 'w', encoding='utf-8') as target:
-            json.dump(plan('--model', 'llama3-8b', '--as', 'torchtitan', '--method', method, '--tokens', '3M'), target)
     small = ['--model', model('small'), '--machine', machine(ranks=2), '--device', 'cpu', '--tokens', '4k', '--best']
-    with open(other, 'w', encoding='utf-8') as target:
-        json.dump(plan(*small), target)
-    for inputs in paths, [other]:
-        done = subprocess.run([*draw, picture, *inputs], capture_output=True, text=True, check=False)
-        with open(picture, 'rb') as source:
-            check(done.returncode == 0 and source.read(4) == b'\x89PNG', f'{inputs}: {done.stderr[-400:]}')
-        os.remove(picture)
+    paper = ['--model', 'llama3-8b', '--as', 'torchtitan', '--tokens', '3M', '--method']
+    for name, words in ('ulysses', [*paper, 'ulysses']), ('upipe', [*paper, 'upipe']), ('settings', small):
+        paths.append(os.path.join(FOLDER, name + '.json'))
+        with open(paths[-1], 'w', encoding='utf-8') as target:
+            json.dump(plan(*words), target)
+    pictures_of = [[os.path.join(FOLDER, 'plans.png'), *paths[:2]], [os.path.join(FOLDER, 'settings.png'), paths[2]]]
+    twice = 'import sys, plot_plan\nfor sys.argv in ' + repr([['plot_plan.py', *words] for words in pictures_of]) + ': plot_plan.main()'
+    done = subprocess.run([pythons[0], '-c', twice], cwd=os.path.join(TOP, 'examples', 'plan'), capture_output=True, text=True,
+                          env={**os.environ, 'PYTHONDONTWRITEBYTECODE': '1'}, check=False)
+    for path, *_ in pictures_of:
+        check(os.path.exists(path) and open(path, 'rb').read(4) == b'\x89PNG', f'no {path}: {done.stderr[-400:]}')
 
 
 with tempfile.TemporaryDirectory() as FOLDER:
