@@ -101,6 +101,12 @@ typedef struct verdict {
     double gpu_limit, host_limit, gpu_over, host_over;
 } verdict;
 
+/* Bytes as a part of what there is. */
+static inline double estimate_full(double bytes, double limit)
+{
+    return limit > 0 ? bytes / limit : bytes > 0 ? INFINITY : 0;
+}
+
 static inline verdict estimate_verdict(const estimate *e, const machine *m)
 {
     verdict v;
@@ -109,7 +115,9 @@ static inline verdict estimate_verdict(const estimate *e, const machine *m)
     v.gpu_over = m->gpu > 0 ? e->gpu - v.gpu_limit : -1;
     v.host_over = e->host - v.host_limit;
     v.fits = v.gpu_over <= 0 && v.host_over <= 0;
-    v.binding = m->gpu > 0 && e->gpu / v.gpu_limit >= e->host / v.host_limit ? "gpu" : "host";
+    v.binding = m->gpu > 0 && estimate_full(e->gpu, v.gpu_limit) >= estimate_full(e->host, v.host_limit)
+                    ? "gpu"
+                    : "host";
     return v;
 }
 

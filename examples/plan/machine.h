@@ -70,9 +70,12 @@ typedef struct machine {
     char origin[MACHINE_RATES][MACHINE_ORIGIN];
 } machine;
 
-#define MACHINE_GIB  (INT64_C(1) << 30)
-#define MACHINE_FIT  "fitted on the paper's Llama3-8B tables of 8 GPUs"
-#define MACHINE_LINK "400 Gbit/s a GPU, the paper's section 5.1"
+/* Of rates in a file: times stay finite. */
+#define MACHINE_RATE_MIN 1e-12
+#define MACHINE_RATE_MAX 1e24
+#define MACHINE_GIB      (INT64_C(1) << 30)
+#define MACHINE_FIT      "fitted on the paper's Llama3-8B tables of 8 GPUs"
+#define MACHINE_LINK     "400 Gbit/s a GPU, the paper's section 5.1"
 
 /* The paper's machine. The fitted rates are one least-squares fit of relative errors over the paper's tables of Llama3-8B
  * on 8 GPUs (throughput, runtime, batch, SAO, SAC: 105 cells), by bench/paper.py; they hold all that a training of its time
@@ -164,8 +167,10 @@ static inline int machine_rates(machine *m, const char *path, json_t *rates)
         int k = 0;
         while (k < MACHINE_RATES && strcmp(key, machine_rate_names[k]) != 0) ++k;
         if (k == MACHINE_RATES) return cli_refuse("%s: there is no rate %s", path, key);
-        if (!json_is_number(value) || !(json_number_value(value) > 0))
-            return cli_refuse("%s: %s wants a number above 0", path, key);
+        if (!json_is_number(value) || !(json_number_value(value) >= MACHINE_RATE_MIN) ||
+            !(json_number_value(value) <= MACHINE_RATE_MAX))
+            return cli_refuse("%s: %s wants a number from %g to %g", path, key, MACHINE_RATE_MIN,
+                              MACHINE_RATE_MAX);
         m->rate[k] = json_number_value(value);
         snprintf(m->origin[k], MACHINE_ORIGIN, "%s", origin != NULL ? origin : path);
     }

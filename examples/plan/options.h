@@ -98,7 +98,10 @@ static int options_path(options *o, int flag, const char *text)
     if (flag == FLAG_METHOD) o->method = text;
     if (flag == FLAG_JSON) o->json = text;
     if (flag == FLAG_WRITE_MACHINE) o->write_machine = text;
-    if (flag == FLAG_CALIBRATE && o->calibrate_n < CALIBRATE_MAX) o->calibrate[o->calibrate_n++] = text;
+    if (flag != FLAG_CALIBRATE) return 0;
+    if (o->calibrate_n == CALIBRATE_MAX)
+        return cli_refuse("--calibrate may come %d times", (int)CALIBRATE_MAX);
+    o->calibrate[o->calibrate_n++] = text;
     return 0;
 }
 
@@ -156,6 +159,29 @@ static int options_flag(void *user, int flag, const char *text)
     }
 }
 
+/* The paper's method, and what would have no effect on it. */
+static int options_titan(options *o, const char *name)
+{
+    const method_choice *how = &o->s.how;
+    o->titan = titan_find(name);
+    if (o->titan == TITANS)
+        return cli_refuse("--method: as torchtitan it is native, ring, ulysses, fpdt or upipe, not '%s'",
+                          name);
+    if (how->overlap || how->inner > 0 || how->segments > 0 || o->s.tile_bytes > 0)
+        return cli_refuse(
+            "--overlap, --inner, --segments and --tile-bytes would have no effect as torchtitan");
+    if (how->chunk > 0 && o->titan != TITAN_UPIPE)
+        return cli_refuse("--chunk would have no effect with --method %s", name);
+    if (how->ring > 0 && o->titan != TITAN_UPIPE && o->titan != TITAN_ULYSSES)
+        return cli_refuse("--ring would have no effect with --method %s", name);
+    if (o->machine.gpu == 0) return cli_refuse("as torchtitan ranks have GPUs: %s has none", o->machine.name);
+    if (o->titan != TITAN_NATIVE) return 0;
+    if (o->given[FLAG_ACTIVATIONS] && o->s.activations.kind != ACTIVATIONS_AC)
+        return cli_refuse("--method native keeps the inputs on the GPU: --activations ac");
+    o->s.activations.kind = ACTIVATIONS_AC;
+    return 0;
+}
+
 /* The method by its name here or there, its defaults, and the number of ranks. */
 static int options_method(options *o)
 {
@@ -164,20 +190,7 @@ static int options_method(options *o)
     if (how->ranks == 0) how->ranks = o->machine.ranks;
     if (how->ranks > o->machine.ranks)
         return cli_refuse("--ranks %d: %s has %d", how->ranks, o->machine.name, o->machine.ranks);
-    if (o->as_titan) {
-        o->titan = titan_find(name);
-        if (o->titan == TITANS)
-            return cli_refuse("--method: as torchtitan it is native, ring, ulysses, fpdt or upipe, not '%s'",
-                              name);
-        if (how->overlap || how->inner > 0 || how->segments > 0 || o->s.tile_bytes > 0)
-            return cli_refuse(
-                "--overlap, --inner, --segments and --tile-bytes would have no effect as torchtitan");
-        if (how->chunk > 0 && o->titan != TITAN_UPIPE)
-            return cli_refuse("--chunk would have no effect with --method %s", name);
-        if (how->ring > 0 && o->titan != TITAN_UPIPE && o->titan != TITAN_ULYSSES)
-            return cli_refuse("--ring would have no effect with --method %s", name);
-        return 0;
-    }
+    if (o->as_titan) return options_titan(o, name);
     if (o->best) {
         if (o->method != NULL || how->chunk > 0 || how->segments > 0 || how->ring > 0 || how->inner > 0 ||
             how->overlap || o->given[FLAG_ACTIVATIONS])
@@ -191,11 +204,22 @@ static int options_method(options *o)
     return method_resolve(how);
 }
 
+/* Without a model a machine is written, and nothing is planned. */
+static int options_only_machine(const options *o)
+{
+    int flag;
+    for (flag = 0; flag < FLAGS; ++flag)
+        if (o->given[flag] && flag != FLAG_MACHINE && flag != FLAG_CALIBRATE && flag != FLAG_WRITE_MACHINE)
+            return cli_refuse("--%s would have no effect without --model", option_list[flag].name);
+    return 0;
+}
+
 static int options_resolve(options *o)
 {
     const int only_machine = o->write_machine != NULL && o->model == NULL;
     int status = machine_find(&o->machine, o->machine_name != NULL ? o->machine_name : "h100x8");
-    if (status != 0 || only_machine) return status;
+    if (status != 0) return status;
+    if (only_machine) return options_only_machine(o);
     if (o->calibrate_n > 0 && o->write_machine == NULL)
         return cli_refuse("--calibrate wants --write-machine FILE, for --machine FILE later");
     if (o->model == NULL) return cli_refuse("--model is missing: a name, or a folder with a config.json");

@@ -13,6 +13,20 @@
 #include "calibrate.h"
 #include "longest.h"
 
+/* The longest sequence of a setting, and why not a longer one if bytes are not why. */
+static void plan_longest(const planner *p, setting s, int64_t longest, estimate *e)
+{
+    char text[32];
+    printf("\nthe longest sequence that fits: %s, %lld tokens\n", report_tokens(text, longest),
+           (long long)longest);
+    s.tokens = longest + planner_step(&s);
+    if (s.tokens <= INT32_MAX) planner_estimate(p, &s, e);
+    if (s.tokens > INT32_MAX)
+        printf("longer ones are not planned: 31 bits of tokens\n");
+    else if (e->why[0] != '\0')
+        printf("longer ones are not planned: %s\n", e->why);
+}
+
 /* One setting, or the longest sequence of one. */
 static int plan_one(const options *o, const planner *p, files *all)
 {
@@ -21,7 +35,6 @@ static int plan_one(const options *o, const planner *p, files *all)
     setting s = o->s;
     int64_t longest = -1;
     int n = 0, fits, status = 0;
-    char text[32];
     FILE *f;
     if (e == NULL) return cli_fail("out of memory"), EXIT_RUN;
     if (o->max_tokens) {
@@ -40,15 +53,13 @@ static int plan_one(const options *o, const planner *p, files *all)
     report_verdict(o, p, &s, e);
     if (p->titan == TITANS && s.how.method <= METHOD_UPIPE) report_block(p, &s);
     report_advice(help, n);
-    if (longest > 0)
-        printf("\nthe longest sequence that fits: %s, %lld tokens\n", report_tokens(text, longest),
-               (long long)longest);
     if (o->json != NULL) {
         files_begin(all);
         f = files_open(all, o->json);
         if (f != NULL) report_json(f, p, &s, e, help, n, longest);
         status = f == NULL || files_close(all, f) != 0 || files_commit(all) != 0 ? EXIT_RUN : 0;
     }
+    if (longest > 0) plan_longest(p, s, longest, e);
     free(e);
     return status != 0 ? status : fits ? 0 : EXIT_NO_FIT;
 }
