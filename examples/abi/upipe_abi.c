@@ -128,6 +128,15 @@ int upipe_abi_qkv_bwd(upipe_abi *u, int rank, int layer, float *dq, float *dk, f
     return (int)upipe_qkv_bwd(&r->ctx, &a, &g, &r->saved[layer]);
 }
 
+int upipe_abi_drop(upipe_abi *u, int rank, int layer)
+{
+    abi_rank *r = &u->rank[rank];
+    if (layer < 0 || layer >= u->desc.layers || r->saved[layer].lse == NULL)
+        return (int)upipe_fail(&r->ctx.err, UPIPE_ERR_ARG, "forward %d of %d has nothing to drop", layer,
+                               (int)u->desc.layers);
+    return (int)upipe_saved_free(&r->ctx, &r->saved[layer]);
+}
+
 const char *upipe_abi_error(const upipe_abi *u, int rank)
 {
     return u->rank[rank].ctx.err.text;

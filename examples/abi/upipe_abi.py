@@ -36,14 +36,19 @@ class Attention:
         self.lib.upipe_abi_bytes.argtypes = [p, i]
         self.lib.upipe_abi_qkv_fwd.argtypes = [p, i, i] + 4 * [p]
         self.lib.upipe_abi_qkv_bwd.argtypes = [p, i, i] + 8 * [p]
+        self.lib.upipe_abi_drop.argtypes = [p, i, i]
         self.lib.upipe_abi_error.restype = ctypes.c_char_p
         self.lib.upipe_abi_error.argtypes = [p, i]
         self.lib.upipe_abi_close.argtypes = [p]
         why = ctypes.create_string_buffer(256)
-        self.ranks = desc.get('ranks', 1)
-        self.handle = self.lib.upipe_abi_open(ctypes.byref(Desc(**desc)), why, len(why))
+        self.desc = Desc(**desc)
+        for name, default in (('batch', 1), ('ranks', 1), ('layers', 1), ('kv_heads', self.desc.heads)):
+            if getattr(self.desc, name) == 0:
+                setattr(self.desc, name, default)
+        self.handle = self.lib.upipe_abi_open(ctypes.byref(self.desc), why, len(why))
         if not self.handle:
             raise Error(why.value.decode())
+        self.held = [set() for _ in range(self.desc.ranks)]  # of each rank, layers whose backward is still to come
 
     def rows(self, rank):
         """(first, count) of this rank's tokens."""
@@ -54,12 +59,28 @@ class Attention:
     def bytes(self, rank):
         return self.lib.upipe_abi_bytes(self.handle, rank)
 
+    def free_layer(self, rank):
+        """A layer for the next forward."""
+        for layer in range(self.desc.layers):
+            if layer not in self.held[rank]:
+                return layer
+        raise Error(f'{self.desc.layers} forwards of rank {rank} wait for their backward; the handle has no more layers')
+
     def qkv_fwd(self, rank, o, q, k, v, layer=0):
-        if self.lib.upipe_abi_qkv_fwd(self.handle, rank, layer, o, q, k, v) != 0:
-            raise Error(self.lib.upipe_abi_error(self.handle, rank).decode())
+        self.ask(rank, self.lib.upipe_abi_qkv_fwd(self.handle, rank, layer, o, q, k, v))
+        self.held[rank].add(layer)
 
     def qkv_bwd(self, rank, dq, dk, dv, dout, o, q, k, v, layer=0):
-        if self.lib.upipe_abi_qkv_bwd(self.handle, rank, layer, dq, dk, dv, dout, o, q, k, v) != 0:
+        self.ask(rank, self.lib.upipe_abi_qkv_bwd(self.handle, rank, layer, dq, dk, dv, dout, o, q, k, v))
+        self.held[rank].remove(layer)
+
+    def drop(self, rank, layer=0):
+        """In place of a backward that never comes."""
+        self.ask(rank, self.lib.upipe_abi_drop(self.handle, rank, layer))
+        self.held[rank].remove(layer)
+
+    def ask(self, rank, status):
+        if status != 0:
             raise Error(self.lib.upipe_abi_error(self.handle, rank).decode())
 
     def run(self, body):
@@ -72,7 +93,7 @@ class Attention:
             except Exception as error:  # pylint: disable=broad-except
                 failed.append(error)
 
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.ranks)]
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.desc.ranks)]
         for thread in threads:
             thread.start()
         for thread in threads:
