@@ -1,11 +1,12 @@
 /* test_activations -- what the trainer keeps for its backward: exact bytes at Llama3-8B's shape, and for random models,
  * methods, settings and stages of ZeRO the planned bytes on every rank and the bits that keeping every input in the rank's
- * pool gives, with ZeRO 1
+ * pool gives, with ZeRO 1 and no weights gathered ahead; a rank that fails while others gather ahead
  *
  * Draws as lib/test.h has them; a failing one prints the line that replays it.
  */
 #include "upipe/net/upipe_net_threads.h"
 #include "upipe/cpu/upipe_cpu.h"
+#include "upipe/cpu/upipe_cpu_side_stream.h"
 #include "upipe/cuda/upipe_cuda_bytes.h"
 #include "upipe/upipe.h"
 
@@ -273,7 +274,9 @@ typedef struct drawn {
     upipe_plan_desc desc;
     int segments;
     activations_setting kept;
-    int zero;
+    int zero, prefetch;
+    upipe_dtype reduce;
+    int small; /* 1 + the rank whose pool is too small; 0: none */
     float *weights;
 } drawn;
 
@@ -281,9 +284,10 @@ typedef struct drawn {
 typedef struct life {
     const drawn *d;
     grid net;
+    upipe_threads side_world;
     upipe_ops ops;
     trainer_result result[STEPS]; /* rank 0's */
-    upipe_err errors[RANKS_MAX];
+    upipe_status statuses[RANKS_MAX];
     model m[RANKS_MAX];
     memory_plan plan[RANKS_MAX];
 } life;
@@ -349,6 +353,8 @@ static upipe_status life_main(void *user, int rank)
     upipe_plan_desc desc = w->d->desc;
     upipe_mem_block *blocks;
     upipe_mem mem, host;
+    upipe_cpu_side_stream thread;
+    upipe_side_stream side;
     memory_plan plan;
     upipe_ctx c;
     trainer t;
@@ -366,18 +372,33 @@ static upipe_status life_main(void *user, int rank)
     UPIPE_TRY(model_cut(&m, w->d->segments, &c.err));
     m.activations = w->d->kept;
     m.zero = w->d->zero;
+    m.prefetch = w->d->prefetch;
+    m.reduce = w->d->reduce;
     UPIPE_TRY(memory_plan_make(&plan, &m, &w->ops, NULL, NULL, &c.err));
     w->m[rank] = m;
     w->plan[rank] = plan;
     slab = aligned(plan.need);
     second = aligned(plan.host_need);
     blocks = (upipe_mem_block *)calloc(2 * (size_t)plan.blocks_max, sizeof *blocks);
-    upipe_mem_init(&mem, slab, plan.need, blocks, plan.blocks_max);
+    upipe_mem_init(&mem, slab, w->d->small == rank + 1 ? plan.need - 256 : plan.need, blocks,
+                   plan.blocks_max);
     upipe_mem_init(&host, second, plan.host_need, blocks + plan.blocks_max, plan.blocks_max);
     s = trainer_open(&t, &m, &c, grid_world(&w->net, rank), &host);
+    if (m.prefetch) {
+        CHECK_STATUS(upipe_cpu_side_stream_init(&thread, &side, &c.err), UPIPE_OK, c.err);
+        t.side = &side;
+        t.side_world = upipe_threads_comm(&w->side_world, rank);
+    }
     if (s == UPIPE_OK) s = life_steps(w, &t, &plan, &host);
-    CHECK_STATUS(s, UPIPE_OK, c.err);
-    CHECK(mem.live == 0 && host.live == 0);
+    if (w->d->small == 0) {
+        CHECK_STATUS(s, UPIPE_OK, c.err);
+        CHECK(mem.live == 0 && host.live == 0);
+    }
+    if (s != UPIPE_OK) {
+        trainer_stop(&t);
+        upipe_comm_abort(t.side_world, c.err.text);
+    }
+    if (m.prefetch) upipe_cpu_side_stream_free(&thread);
     trainer_close(&t);
     upipe_mem_destroy(&mem, NULL);
     upipe_mem_destroy(&host, NULL);
@@ -414,8 +435,10 @@ static void life_run(life *w, const drawn *d)
     w->d = d;
     upipe_cpu_ops(&w->ops);
     CHECK_STATUS(grid_init(&w->net, d->desc.ranks, d->desc.ring, 60, &e), UPIPE_OK, e);
-    CHECK(grid_run(&w->net, life_main, w, NULL) == UPIPE_OK);
+    CHECK_STATUS(upipe_threads_init(&w->side_world, d->desc.ranks * d->desc.ring, 60, &e), UPIPE_OK, e);
+    CHECK((grid_run(&w->net, life_main, w, w->statuses) == UPIPE_OK) == (d->small == 0));
     grid_free(&w->net);
+    upipe_threads_free(&w->side_world);
 }
 
 static void draw(test_rng *rng, drawn *d)
@@ -452,9 +475,36 @@ static void draw(test_rng *rng, drawn *d)
     if (d->kept.kind == ACTIVATIONS_SAC && test_below(rng, 2)) d->kept.k = 0;
     d->kept.grad = test_below(rng, 3) == 0;
     d->zero = test_below(rng, UPIPE_ZERO_STAGES);
+    d->prefetch = d->zero == 3 && test_below(rng, 2);
+    d->reduce = test_below(rng, 4) == 0 ? UPIPE_BF16 : UPIPE_F32;
     CHECK(llama_layout_init(&d->layout, &c) == 0);
     d->weights = (float *)malloc((size_t)d->layout.weights * 4);
     for (i = 0; i < d->layout.weights; ++i) d->weights[i] = (float)(0.1 * test_normal(rng));
+}
+
+/* A rank whose pool is too small, in steps that gather ahead: it says so, and the others end at once, not at the
+ * deadline. */
+static void test_small_pool(void)
+{
+    test_rng rng;
+    drawn d;
+    life w;
+    int64_t start;
+    int r, small, draws;
+    for (draws = small = 0, rng.state = 7; small < 3; ++draws) {
+        draw(&rng, &d);
+        if (d.prefetch && d.desc.ranks * d.desc.ring > 1) {
+            d.small = 1 + small++ % 2;
+            start = upipe_net_now();
+            life_run(&w, &d);
+            CHECK_INT(w.statuses[d.small - 1], UPIPE_ERR_MEMORY);
+            for (r = 0; r < d.desc.ranks * d.desc.ring; ++r)
+                CHECK(r == d.small - 1 || w.statuses[r] == UPIPE_ERR_ABORTED);
+            CHECK(upipe_net_now() - start < INT64_C(30000000000));
+        }
+        llama_layout_free(&d.layout);
+        free(d.weights);
+    }
 }
 
 int main(void)
@@ -467,6 +517,7 @@ int main(void)
     test_largest();
     test_transfers();
     test_moved();
+    test_small_pool();
     draws.least /= 8; /* each is a training of several ranks */
     for (; test_draws_more(&draws); ++draws.done) {
         const long failures = test_failures, seed = draws.seed + draws.done;
@@ -478,6 +529,7 @@ int main(void)
         plain = d;
         plain.kept = setting_of(ACTIVATIONS_AC, 0, 0);
         plain.zero = 1;
+        plain.prefetch = 0;
         life_run(&one, &plain);
         life_run(&other, &d);
         same += life_same(&other, d.desc.ranks * d.desc.ring);
@@ -492,11 +544,11 @@ int main(void)
             fprintf(
                 stderr,
                 "replay: UPIPE_SEED=%ld UPIPE_DRAWS=1 (%lld layers, C %d R %d, %d segments, H %d/%d, U %d, S %lld, %s, "
-                "%s:%lld grad %d, ZeRO %d)\n",
+                "%s:%lld grad %d, ZeRO %d, prefetch %d, sums of %s)\n",
                 seed, (long long)d.layout.config.layers, d.desc.ranks, d.desc.ring, d.segments,
                 d.layout.config.heads, d.layout.config.kv_heads, d.desc.chunk, (long long)d.desc.tokens,
                 upipe_dtype_name(d.desc.dtype), activations_names[d.kept.kind], (long long)d.kept.k,
-                d.kept.grad, d.zero);
+                d.kept.grad, d.zero, d.prefetch, upipe_dtype_name(d.reduce));
         llama_layout_free(&d.layout);
         free(d.weights);
     }

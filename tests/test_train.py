@@ -32,7 +32,7 @@ ROOT = {'config', 'first_step', 'loss', 'grad_norm', 'tokens_per_s', 'peak_bytes
 CONFIG = {'method', 'ranks', 'ring', 'inner', 'segments', 'chunk', 'overlap', 'window', 'layers', 'model_dim', 'heads',
           'kv_heads', 'head_dim', 'ff_dim', 'vocab', 'untied', 'qk_norm', 'rope_theta', 'norm_eps', 'tokens', 'batch', 'steps',
           'lr', 'min_lr', 'warmup', 'weight_decay', 'beta1', 'beta2', 'adam_eps', 'clip', 'dtype', 'device', 'seed',
-          'tile_bytes', 'activations', 'zero', 'data', 'save', 'resume', 'load'}
+          'tile_bytes', 'activations', 'zero', 'zero_prefetch', 'reduce_dtype', 'data', 'save', 'resume', 'load'}
 MEASURED = {'text_bytes', 'products', 'kernels', 'transport'}
 NO_NUMBERS = {'offload', 'json', 'trace', 'save-every', 'keep', 'sample', 'prompt', 'temperature', 'deadline', 'plan',
               'transport', 'node-ranks',
@@ -207,7 +207,8 @@ def check_states(c, at_peak, element, what):
     shard = sum(-(-n // c['ranks']) for n in units.values())
     weights, gradients = shard if zero > 2 else whole, shard if zero > 1 else whole
     more = at_peak['weights'] - weights * element - vectors * 4
-    check(more == 0 if zero < 3 else 0 <= more <= 2 * most * element, f'{what}: {more} bytes more of weights')
+    check(more == 0 if zero < 3 else 0 <= more <= (2 + c['zero_prefetch']) * most * element,
+          f'{what}: {more} bytes more of weights')
     more = at_peak['gradients'] - gradients * 4 - vectors * 4
     check(more == 0 if zero < 2 else 0 <= more <= 2 * most * 4, f'{what}: {more} bytes more of gradients')
     states, vector_states = (shard, -(-vectors // c['ranks'])) if zero else (whole, vectors)
@@ -268,7 +269,7 @@ def test_numbers(folder):
                       ('head_dim', 32), ('ff_dim', 192), ('vocab', 256), ('untied', False), ('qk_norm', False),
                       ('batch', 1), ('lr', 1e-3), ('min_lr', 1e-4), ('warmup', 1), ('weight_decay', 0.1),
                       ('beta1', 0.9), ('beta2', 0.95), ('clip', 1), ('dtype', 'f32'), ('device', 'cpu'),
-                      ('seed', 1), ('activations', 'ac'), ('zero', 1), ('data', BOOK), ('save', None), ('resume', None),
+                      ('seed', 1), ('activations', 'ac'), ('zero', 1), ('zero_prefetch', False), ('reduce_dtype', 'f32'), ('data', BOOK), ('save', None), ('resume', None),
                       ('load', None), ('text_bytes', os.path.getsize(BOOK))]:
         equal(c[key], want, f'default of {key}')
     equal(numbers['first_step'], 1, 'the first step')
@@ -482,6 +483,44 @@ def test_zero(folder):
             check(os.path.exists(got) and read(got) == read(want), f'zero {first}, then {then}: {name}')
     for words, said in [('4', 'not'), ('-1', 'not'), ('', 'is empty'), ('3x', 'not')]:
         failed(folder, given(zero=words), 2, ['--zero', said])
+
+
+def test_prefetch(folder):
+    """Weights that are gathered ahead change no bit, and send no byte more; the largest rank holds a unit more at most."""
+    few = {'tokens': 48, 'steps': 3, 'layers': 3, 'model_dim': 32, 'heads': 4, 'kv_heads': 4, 'lr': 1e-2, 'zero': 3}
+    for ranks, flags in [(1, {}), (2, {'untied': True, 'activations': 'blocks:2,grad'}), (4, {'sample': 3}),
+                         (4, {'method': 'upipe-fpdt', 'segments': 2, 'untied': True, 'activations': 'sac:1'})]:
+        what = f'prefetch, {ranks} ranks, {flags}'
+        base = good(folder, f'{what}: without', ranks=ranks, **few, **flags)
+        ahead = good(folder, what, ranks=ranks, zero_prefetch=True, **few, **flags)
+        if not base or not ahead:
+            continue
+        for key in ('loss', 'grad_norm', 'sent_bytes_per_step'):
+            equal(ahead[key], base[key], f'{what}: {key}')
+        unit = 4 * 32 * max(3 * ahead['config']['ff_dim'], 4 * 4 * ahead['config']['head_dim'], ahead['config']['vocab'])
+        more = ahead['peak_bytes'] - base['peak_bytes']
+        check(0 < more <= unit, f'{what}: {more} bytes more at the peak')
+    for zero in ([], ['--zero', '2']):
+        failed(folder, ['--zero-prefetch', *zero], 2, ['--zero-prefetch', 'no effect', f'--zero {(zero or [0, 1])[1]}'])
+
+
+def test_reduce_dtype(folder):
+    """Gradients that travel in bf16: fewer bytes, nearly the losses, and the same bits in every stage and every run."""
+    few = {'tokens': 48, 'steps': 3, 'layers': 2, 'model_dim': 32, 'heads': 4, 'kv_heads': 4, 'ranks': 4}
+    wide = good(folder, 'sums of f32', **few, reduce_dtype='f32')
+    runs = [good(folder, f'sums of bf16, zero {zero}', **few, zero=zero, reduce_dtype='bf16') for zero in (0, 1, 2, 3, 3)]
+    if not wide or not all(runs):
+        return
+    for run_ in runs:
+        for key in ('loss', 'grad_norm'):
+            equal(run_[key], runs[0][key], f'sums of bf16, zero {run_["config"]["zero"]}: {key}')
+    check(wide['grad_norm'] != runs[1]['grad_norm'], 'sums of bf16 have the bits of f32')
+    near(runs[1]['loss'], wide['loss'], 1e-3, 'sums of bf16: losses')
+    near(runs[1]['grad_norm'], wide['grad_norm'], 2e-2, 'sums of bf16: norms')
+    # of each unit three of four slices leave, 2 bytes an element instead of 4
+    units = [256 * 32] + 2 * [4 * 4 * wide['config']['head_dim'] * 32, 3 * 32 * wide['config']['ff_dim']]
+    equal(wide['sent_bytes_per_step'] - runs[1]['sent_bytes_per_step'], 2 * sum(units) * 3 // 4, 'sums of bf16: bytes sent')
+    failed(folder, given(reduce_dtype='f16'), 2, ['--reduce-dtype', 'f32 or bf16'])
 
 
 def test_learning(folder):
@@ -1372,7 +1411,8 @@ def test_sample(folder):
 
 
 def main():
-    for test in (test_flags, test_usage, test_refusals, test_numbers, test_bits, test_methods, test_activations, test_zero, test_learning,
+    for test in (test_flags, test_usage, test_refusals, test_numbers, test_bits, test_methods, test_activations, test_zero, test_prefetch,
+                 test_reduce_dtype, test_learning,
                  test_checkpoints, test_loading, test_resume_refusals, test_broken, test_not_finite, test_disk,
                  test_signals, test_two_writers, test_kills, test_plan, test_trace, test_sample):
         begin = time.monotonic()

@@ -14,8 +14,8 @@ enum { UNITS = 6, RANKS_MAX = 4, ELEMENTS = 5 + 0 + 17 + 1 + 1000 + 64, POOL = 1
 
 static const int64_t first[UNITS + 1] = {0, 5, 5, 22, 23, 1023, ELEMENTS};
 
-/* What may go wrong on the last rank. */
-typedef enum trouble { NONE, LEAVES, OTHER_STAGE, SMALL_POOL, TROUBLES } trouble;
+/* What may go wrong on the last rank; SILENT: it announces no unit that the others gather ahead. */
+typedef enum trouble { NONE, LEAVES, OTHER_STAGE, SMALL_POOL, TROUBLES, SILENT } trouble;
 
 typedef struct way {
     int ranks, stage, ahead, ends_first; /* the unit whose gradients are the first to end */
@@ -25,6 +25,7 @@ typedef struct way {
     upipe_threads world, side_world;
     upipe_ops ops;
     upipe_status statuses[RANKS_MAX];
+    upipe_err errors[RANKS_MAX];
 } way;
 
 /* The bits of a weight before and after the update. */
@@ -75,6 +76,21 @@ static int same_float(float a, float b)
     return (isnan(a) && isnan(b)) || memcmp(&a, &b, 4) == 0;
 }
 
+/* Whether it is the sum in f64, but for what rounds: each addition to 24 bits, before them each term to 8 in bf16. */
+static int near_sum(const way *w, int64_t i, float got)
+{
+    double sum = 0, size = 0;
+    int r;
+    for (r = 0; r < w->ranks; ++r) {
+        const double t = (double)term(i, r);
+        sum += t;
+        size += fabs(t);
+    }
+    if (isnan(sum)) return isnan(got);
+    return fabs((double)got - sum) <=
+           size * (w->sent == UPIPE_BF16 ? 0x1p-8 : 0) + 1.01 * size * w->ranks * 0x1p-24;
+}
+
 /* ---- a step ---- */
 
 /* The weights of every unit, in an order that is not that of the units. */
@@ -89,6 +105,12 @@ static upipe_status check_weights(const way *w, upipe_ctx *c, upipe_zero *z, int
         const void *data;
         UPIPE_TRY(upipe_zero_weights_begin(c, z, unit, &data));
         CHECK_INT(c->mem->live, pending ? before : before + own);
+        if (w->trouble == SILENT && z->rank == w->ranks - 1) {
+            const struct timespec nap = {1, 0};
+            nanosleep(&nap, NULL);
+            upipe_zero_weights_end(c, z, data);
+            return UPIPE_ERR_BACKEND;
+        }
         if (w->ahead && k + 1 < UNITS) {
             const upipe_status s = upipe_zero_ahead(c, z, next);
             if (s != UPIPE_OK) {
@@ -151,7 +173,8 @@ static void check_sums(const way *w, const upipe_zero *z)
         const float *g =
             w->stage == 0 ? z->grads + p.at : (const float *)upipe_zero_owned(z, UPIPE_ZERO_GRADS, unit);
         int64_t i, bad = 0;
-        for (i = 0; i < p.n; ++i) bad += !same_float(g[i], chain(w, p.first + i));
+        for (i = 0; i < p.n; ++i)
+            bad += !same_float(g[i], chain(w, p.first + i)) || !near_sum(w, p.first + i, g[i]);
         CHECK_SAY(bad == 0, "%lld sums of unit %d are wrong in stage %d on %d ranks, strips of %zu bytes",
                   (long long)bad, unit, w->stage, w->ranks, w->strip);
     }
@@ -273,6 +296,7 @@ static upipe_status rank_main(void *user, int rank)
             CHECK_INT(z.world->sent_bytes, bytes_sent(w, &z));
         }
     }
+    w->errors[rank] = c.err;
     upipe_mem_free(&mem, z.weights, NULL);
     upipe_mem_free(&mem, z.grads, NULL);
     CHECK(mem.live == 0);
@@ -288,7 +312,8 @@ static void run(way *w)
     upipe_err e;
     upipe_cpu_ops(&w->ops);
     CHECK_STATUS(upipe_threads_init(&w->world, w->ranks, 20, &e), UPIPE_OK, e);
-    CHECK_STATUS(upipe_threads_init(&w->side_world, w->ranks, 20, &e), UPIPE_OK, e);
+    CHECK_STATUS(upipe_threads_init(&w->side_world, w->ranks, w->trouble == SILENT ? 0.3 : 20, &e), UPIPE_OK,
+                 e);
     upipe_threads_run(&w->world, rank_main, w, NULL, NULL);
     upipe_threads_free(&w->world);
     upipe_threads_free(&w->side_world);
@@ -343,6 +368,27 @@ static void test_troubles(void)
                 if (t != OTHER_STAGE)
                     for (r = 0; r < 2; ++r) CHECK_INT(w.statuses[r], UPIPE_ERR_ABORTED);
             }
+}
+
+/* A gather ahead that a rank does not come to: the others have its sentence when they ask for the unit, after the
+ * deadline of its communicator and not that of the world. */
+static void test_silent(void)
+{
+    way w;
+    int r, late = 0;
+    memset(&w, 0, sizeof w);
+    w.ranks = 3;
+    w.stage = 3;
+    w.ahead = 1;
+    w.ends_first = UNITS - 1;
+    w.trouble = SILENT;
+    run(&w);
+    for (r = 0; r < 2; ++r) {
+        late += w.statuses[r] == UPIPE_ERR_TIMEOUT;
+        CHECK(w.statuses[r] == UPIPE_ERR_TIMEOUT || w.statuses[r] == UPIPE_ERR_ABORTED);
+        CHECK_TEXT(w.errors[r].text, "waited 0.3 s in a transfer for rank 2 to come");
+    }
+    CHECK(late > 0);
 }
 
 /* What breaks the contract is refused, alone and at once. */
@@ -486,6 +532,7 @@ int main(void)
 {
     test_stages();
     test_troubles();
+    test_silent();
     test_refused();
     test_lent();
     test_announced();

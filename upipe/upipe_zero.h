@@ -229,8 +229,9 @@ UPIPE_API upipe_status upi_zero_unit(upipe_ctx *c, const upipe_zero *z, int unit
  *                    there is none */
 UPIPE_API void upipe_zero_stop(upipe_ctx *c, upipe_zero *z)
 {
-    const upipe_err first = c->err;
+    upipe_err first;
     if (z->ahead == NULL) return;
+    first = c->err;
     upipe_comm_abort(z->side_world, "a gather ahead that is not needed any more");
     upi_zero_join(c, z);
     c->err = first;

@@ -1,7 +1,7 @@
 /* side_stream.h -- a rank's side stream, for plans that overlap: a CPU thread or a CUDA stream
  *
  *     side_stream l;
- *     side_stream_open(&l, DEVICE_CPU, &ctx);               sets ctx.side_stream
+ *     side_stream_open(&l, DEVICE_CPU, &ctx);               sets ctx.side_stream; side_stream_make does not
  *     ...
  *     side_stream_close(&l, &ctx.err);                      after a failed open too
  */
@@ -26,23 +26,24 @@ typedef struct side_stream {
 #endif
 } side_stream;
 
-static inline upipe_status side_stream_open(side_stream *l, int kind, upipe_ctx *c)
+static inline upipe_status side_stream_make(side_stream *l, int kind, upipe_err *e)
 {
-    upipe_status s;
     memset(l, 0, sizeof *l);
-    UPIPE_TRY(device_open(&l->d, kind, &c->err));
+    UPIPE_TRY(device_open(&l->d, kind, e));
     l->open = 1;
 #ifdef UPIPE_WITH_CUDA
-    if (kind == DEVICE_CUDA) {
-        s = upipe_cuda_side_stream_init(&l->cuda, &l->side_stream, (cudaStream_t)l->d.stream, &l->d.ops,
-                                        &c->err);
-        if (s == UPIPE_OK) c->side_stream = &l->side_stream;
-        return s;
-    }
+    if (kind == DEVICE_CUDA)
+        return upipe_cuda_side_stream_init(&l->cuda, &l->side_stream, (cudaStream_t)l->d.stream, &l->d.ops,
+                                           e);
 #endif
-    s = upipe_cpu_side_stream_init(&l->thread, &l->side_stream, &c->err);
-    if (s == UPIPE_OK) c->side_stream = &l->side_stream;
-    return s;
+    return upipe_cpu_side_stream_init(&l->thread, &l->side_stream, e);
+}
+
+static inline upipe_status side_stream_open(side_stream *l, int kind, upipe_ctx *c)
+{
+    UPIPE_TRY(side_stream_make(l, kind, &c->err));
+    c->side_stream = &l->side_stream;
+    return UPIPE_OK;
 }
 
 static inline upipe_status side_stream_close(side_stream *l, upipe_err *e)

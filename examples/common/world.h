@@ -10,6 +10,7 @@
  *
  *     in body:  world_use(&w, rank, &ctx);      ctx.team, and ctx.ring, NULL where R = 1
  *               world_all(&w, rank)             the communicator of all
+ *               world_side(&w, rank)            a second one, for a side stream; if options.with_side
  *
  * Ranks lie as in grid.h. Where they are processes, those of a machine are neighbours, so that a team stays
  * inside a machine where it can. Rank 0 speaks: sentences of other processes are held (cli.h) until
@@ -32,6 +33,7 @@ static const char *const world_names[WORLD_TRANSPORTS] = {"threads", "mpi"};
 typedef struct world_options {
     int transport, node_ranks; /* node_ranks 0: the launcher says */
     int chosen;                /* --transport was given */
+    int with_side;             /* a second communicator of all ranks, which another thread may use */
 } world_options;
 
 struct world;
@@ -39,10 +41,11 @@ typedef upipe_status world_body(void *user, int rank, upipe_err *why);
 
 /* Processes: what differs between transports. */
 typedef struct world_kind {
-    upipe_status (*split)(struct world *w, upipe_err *e); /* w->team, and w->ring where R > 1 */
-    int (*end)(struct world *w);    /* leaves with the others; -1 with the sentence out */
-    void (*linger)(double seconds); /* lets messages leave */
-    void (*stop)(void);             /* ends the processes of the job, also those that hang */
+    upipe_status (*split)(struct world *w,
+                          upipe_err *e); /* w->team; w->ring where R > 1; w->side if it is wanted */
+    int (*end)(struct world *w);         /* leaves with the others; -1 with the sentence out */
+    void (*linger)(double seconds);      /* lets messages leave */
+    void (*stop)(void);                  /* ends the processes of the job, also those that hang */
 } world_kind;
 
 /* No typedef: a communicator of all ranks is often called world. */
@@ -51,10 +54,12 @@ struct world {
     int first, here;      /* this process has the ranks first .. first + here - 1 */
     int near_first, near; /* likewise those of this machine */
     double deadline;
+    int with_side;
     grid threads;
+    upipe_threads side_threads;
     /* of processes */
     const world_kind *kind;
-    upipe_comm *all, *team, *ring;
+    upipe_comm *all, *team, *ring, *side;
     /* during world_run */
     world_body *body;
     void *user;
@@ -116,6 +121,7 @@ static inline int world_begin(struct world *w, const world_options *o, double de
     memset(w, 0, sizeof *w);
     w->transport = o->transport;
     w->deadline = deadline;
+    w->with_side = o->with_side;
     if (o->chosen && o->transport == WORLD_THREADS) cli_holds = 0;
     if (o->transport == WORLD_THREADS && started > 1 && !o->chosen)
         return cli_refuse(
@@ -234,6 +240,12 @@ static inline upipe_comm *world_all(struct world *w, int rank)
     return w->all != NULL ? w->all : grid_world(&w->threads, rank);
 }
 
+/* NULL unless it is wanted. */
+static inline upipe_comm *world_side(struct world *w, int rank)
+{
+    return w->all != NULL ? w->side : w->with_side ? upipe_threads_comm(&w->side_threads, rank) : NULL;
+}
+
 static inline void world_use(struct world *w, int rank, upipe_ctx *c)
 {
     if (w->all == NULL) {
@@ -247,22 +259,31 @@ static inline void world_use(struct world *w, int rank, upipe_ctx *c)
 /* world_split -- makes the teams and the rings of all ranks; in_team * in_ring ranks */
 static inline upipe_status world_split(struct world *w, int in_team, int in_ring, upipe_err *e)
 {
+    upipe_status s;
     w->in_team = in_team;
     w->in_ring = in_ring;
     if (w->all != NULL) return w->team != NULL ? UPIPE_OK : w->kind->split(w, e);
     w->ranks = w->here = w->near = in_team * in_ring;
-    return grid_init(&w->threads, in_team, in_ring, w->deadline, e);
+    if (w->with_side) UPIPE_TRY(upipe_threads_init(&w->side_threads, w->ranks, w->deadline, e));
+    s = grid_init(&w->threads, in_team, in_ring, w->deadline, e);
+    if (s != UPIPE_OK) upipe_threads_free(&w->side_threads);
+    return s;
 }
 
 static inline void world_join(struct world *w)
 {
-    if (w->all == NULL) grid_free(&w->threads);
+    if (w->all != NULL) return;
+    grid_free(&w->threads);
+    upipe_threads_free(&w->side_threads);
 }
 
 static inline upipe_status world_main(void *user, int rank)
 {
     struct world *w = (struct world *)user;
-    return w->body(w->user, rank, &w->why[rank - w->first]);
+    upipe_err *why = &w->why[rank - w->first];
+    const upipe_status s = w->body(w->user, rank, why);
+    if (s != UPIPE_OK && w->all == NULL) upipe_comm_abort(world_side(w, rank), why->text);
+    return s;
 }
 
 /* A process that fails breaks what others may wait in, with its sentence. */
@@ -280,6 +301,7 @@ static inline upipe_status world_main_process(struct world *w)
     upipe_comm_abort(w->all, text);
     upipe_comm_abort(w->team, text);
     upipe_comm_abort(w->ring, text);
+    upipe_comm_abort(w->side, text);
     snprintf(why->text, sizeof why->text, "%.*s", (int)sizeof why->text - 1, text);
     return s;
 }

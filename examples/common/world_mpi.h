@@ -1,6 +1,6 @@
 /* world_mpi.h -- a world whose ranks are MPI's processes; world.h includes it
  *
- * Three communicators: of all, of the team, of the ring. MPI's own collective calls, which wait without a limit,
+ * Communicators: of all, of the team, of the ring, and a second one of all where a side stream needs it. MPI's own collective calls, which wait without a limit,
  * are made under a watch that ends the process when the deadline passes.
  */
 #ifndef COMMON_WORLD_MPI_H
@@ -8,11 +8,12 @@
 
 #include "upipe/net/upipe_net_mpi.h"
 
-enum { WORLD_ALL, WORLD_TEAM, WORLD_RING, WORLD_COMMS };
+enum { WORLD_ALL, WORLD_TEAM, WORLD_RING, WORLD_SIDE, WORLD_COMMS };
 
 static struct {
     MPI_Comm comm[WORLD_COMMS];
     upipe_mpi end[WORLD_COMMS];
+    int level; /* of threads */
 } world_mpi;
 
 static void world_mpi_on_alarm(int number)
@@ -40,12 +41,28 @@ static int world_mpi_make(struct world *w, int which, MPI_Comm of, int colour, i
     return upipe_mpi_init(&world_mpi.end[which], *comm, 0, w->deadline, e) == UPIPE_OK ? 0 : -1;
 }
 
+/* A side stream of the CPU is a thread, which waits in one communicator while the rank is in another. */
+static upipe_status world_mpi_side(struct world *w, upipe_err *e)
+{
+    int bad;
+    if (world_mpi.level < MPI_THREAD_MULTIPLE)
+        return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
+                          "two threads call MPI, which is not MPI_THREAD_MULTIPLE here");
+    world_mpi_watch(w->deadline);
+    bad = world_mpi_make(w, WORLD_SIDE, world_mpi.comm[WORLD_ALL], 0, w->first, e);
+    world_mpi_watch(0);
+    if (bad) return e->status;
+    w->side = &world_mpi.end[WORLD_SIDE].comm;
+    return UPIPE_OK;
+}
+
 static upipe_status world_mpi_split(struct world *w, upipe_err *e)
 {
     int bad = 0;
     if (w->in_team * w->in_ring != w->ranks)
         return upipe_fail(e, UPIPE_ERR_ARG, "%d rings of %d are not %d ranks", w->in_team, w->in_ring,
                           w->ranks);
+    if (w->with_side) UPIPE_TRY(world_mpi_side(w, e));
     w->team = w->all;
     if (w->in_ring == 1) return UPIPE_OK;
     world_mpi_watch(w->deadline);
@@ -128,12 +145,13 @@ static int world_mpi_begin(struct world *w, const world_options *o)
 {
     static const world_kind kind = {world_mpi_split, world_mpi_end, world_mpi_linger, world_mpi_stop};
     upipe_err e;
-    int i, level;
+    int i;
     w->kind = &kind;
     for (i = 0; i < WORLD_COMMS; ++i) world_mpi.comm[i] = MPI_COMM_NULL;
     memset(&e, 0, sizeof e);
     world_mpi_watch(w->deadline);
-    if (MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &level) != MPI_SUCCESS)
+    if (MPI_Init_thread(NULL, NULL, o->with_side ? MPI_THREAD_MULTIPLE : MPI_THREAD_SERIALIZED,
+                        &world_mpi.level) != MPI_SUCCESS)
         return cli_fail("MPI does not start");
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
     if (world_mpi_place(w, o, &e) != 0) return cli_fail("%s", e.text);

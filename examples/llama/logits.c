@@ -249,7 +249,7 @@ static upipe_status logits_rank(logits *g, const model *m, upipe_ctx *c, upipe_m
     UPIPE_TRY(logits_tokens(g, &r));
     UPIPE_TRY(model_fwd(&r, &x, 0));
     head = model_unit_of(&r, model_head_kind(&r), -1);
-    UPIPE_TRY(model_weights_begin(&r, head));
+    UPIPE_TRY(model_weights_begin(&r, head, -1));
     UPIPE_TRY(upipe_mem_alloc(c->mem, &data, (size_t)(UPIPE_TILE_LOSS_ROWS * vocab) * 4, "logits", &c->err));
     for (row = 0; row < m->rows; row += UPIPE_TILE_LOSS_ROWS) {
         int64_t rows = m->rows - row < UPIPE_TILE_LOSS_ROWS ? m->rows - row : (int64_t)UPIPE_TILE_LOSS_ROWS;

@@ -48,7 +48,8 @@ typedef struct memory_plan {
 /* A dry rank, and the world's communicator beside those of its team and its ring. */
 typedef struct memory_dry {
     upipe_dry dry;
-    upipe_comm world;
+    upipe_comm world, side_world;
+    upipe_side_stream side;
     upipe_msg list[2 * UPIPE_THREADS_MAX];
     int64_t gathered[UPIPE_THREADS_MAX * UPIPE_ALL_GATHER_MAX];
     upipe_mem host;
@@ -118,7 +119,7 @@ static upipe_status memory_life(memory_dry *d, trainer *t, memory_then *then, vo
     memcpy(plan->phase, mem->phase_peak, sizeof plan->phase);
     plan->host = d->host.peak;
     plan->events_max = mem->events_lost; /* a trace ends with the step */
-    plan->sent = d->world.sent_bytes + d->dry.team.sent_bytes + d->dry.ring.sent_bytes;
+    plan->sent = trainer_sent(t);
     plan->sent_team = d->dry.team.sent_bytes;
     plan->sent_ring = d->dry.ring.sent_bytes;
     plan->work = d->dry.work;
@@ -199,11 +200,15 @@ static upipe_status memory_plan_make(memory_plan *plan, const model *m, const up
     s = upipe_dry_init(&d->dry, &m->plan, ops);
     if (s == UPIPE_OK) s = memory_walkable(m, &d->dry.ctx.err);
     upipe_comm_dry(&d->world, model_world_rank(m), model_world(m), d->list, d->gathered);
+    upipe_comm_dry(&d->side_world, model_world_rank(m), model_world(m), d->list, d->gathered);
+    upipe_side_stream_inline(&d->side, NULL);
     upipe_mem_init_dry(&d->dry.mem, blocks, blocks_max);
     upipe_mem_init_dry(&d->host, blocks + blocks_max, blocks_max);
     d->dry.mem.events = &none; /* space for none: all are counted as lost */
     if (s == UPIPE_OK) {
         s = trainer_open(&t, m, &d->dry.ctx, &d->world, &d->host);
+        t.side = &d->side;
+        t.side_world = &d->side_world;
         if (s == UPIPE_OK) s = memory_life(d, &t, then, user);
         trainer_close(&t);
     }

@@ -47,7 +47,9 @@ typedef struct model {
     int64_t rows;      /* of this rank, of all sequences */
     size_t tile_bytes; /* of MLP and loss; 0 = the library's default */
     activations_setting activations;
-    int zero; /* stage: what is sharded over the ranks */
+    int zero;           /* stage: what is sharded over the ranks */
+    int prefetch;       /* stage 3: the next unit's weights are gathered while one is used */
+    upipe_dtype reduce; /* in which gradients are sent to be summed */
 } model;
 
 /* One rank. Gradients are there in training alone. */
@@ -164,10 +166,28 @@ static int model_unit_kind(const model_rank *r, int unit)
     return unit % 2 != 0 ? MODEL_UNIT_ATTENTION : MODEL_UNIT_MLP;
 }
 
-/* The unit's weights can be read, by model_weight, until model_weights_end. */
-static upipe_status model_weights_begin(model_rank *r, int unit)
+/* The unit's weights can be read, by model_weight, until model_weights_end. Those of unit `next`, whose turn is next, may
+ * be gathered meanwhile; -1: it is not known. */
+static upipe_status model_weights_begin(model_rank *r, int unit, int next)
 {
-    return upipe_zero_weights_begin(r->c, r->zero, unit, &r->weights[model_unit_kind(r, unit)]);
+    UPIPE_TRY(upipe_zero_weights_begin(r->c, r->zero, unit, &r->weights[model_unit_kind(r, unit)]));
+    return next >= 0 ? upipe_zero_ahead(r->c, r->zero, next) : UPIPE_OK;
+}
+
+/* The first unit that the forward of a layer reads; behind the last layer the head. */
+static int model_unit_above(const model_rank *r, int64_t layer)
+{
+    return layer < r->m->layout->config.layers ? model_unit_of(r, LLAMA_WQ, layer)
+                                               : model_unit_of(r, model_head_kind(r), -1);
+}
+
+/* The first unit that the backward of the layers below this one reads: of the layer below, or of the first layer of its
+ * block, which runs again; -1: none. */
+static int model_unit_below(const model_rank *r, int64_t layer)
+{
+    if (--layer < 0) return -1;
+    while (r->kept.layer[layer].x == NULL) --layer;
+    return model_unit_of(r, LLAMA_WQ, layer);
 }
 
 static upipe_status model_weights_end(model_rank *r, int unit)
@@ -548,11 +568,11 @@ static upipe_status model_segments_norm_bwd(model_rank *r, int64_t layer, upipe_
 static upipe_status model_segments_fwd(model_rank *r, int64_t layer, upipe_view x, int keep_attention)
 {
     upipe_ctx *c = r->c;
-    const int unit = model_unit_of(r, LLAMA_WQ, layer);
+    const int unit = model_unit_of(r, LLAMA_WQ, layer), mlp = model_unit_of(r, LLAMA_GATE, layer);
     upipe_fpdt f;
     upipe_fpdt_saved saved;
     upipe_view n;
-    UPIPE_TRY(model_weights_begin(r, unit));
+    UPIPE_TRY(model_weights_begin(r, unit, mlp));
     f = model_segments(r, layer);
     UPIPE_TRY(model_alloc_rows(r, r->second, &n, r->m->rows, "normed"));
     UPIPE_TRY(model_segments_norm(r, layer, n, x, 0));
@@ -574,11 +594,11 @@ static upipe_status model_segments_fwd(model_rank *r, int64_t layer, upipe_view 
 static upipe_status model_attention_fwd(model_rank *r, int64_t layer, upipe_view x, int keep_attention)
 {
     upipe_ctx *c = r->c;
-    const int unit = model_unit_of(r, LLAMA_WQ, layer);
+    const int unit = model_unit_of(r, LLAMA_WQ, layer), mlp = model_unit_of(r, LLAMA_GATE, layer);
     upipe_layer l;
     upipe_saved saved;
     upipe_view n, y;
-    UPIPE_TRY(model_weights_begin(r, unit));
+    UPIPE_TRY(model_weights_begin(r, unit, mlp));
     l = model_attention_layer(r, layer);
     UPIPE_TRY(model_alloc(r, &n, "normed"));
     UPIPE_TRY(model_norm(r, layer, n, x, 0));
@@ -599,7 +619,7 @@ static upipe_status model_mlp_fwd(model_rank *r, int64_t layer, upipe_view x)
     const int unit = model_unit_of(r, LLAMA_GATE, layer);
     upipe_mlp m;
     model_phase(r, MODEL_MLP_FWD);
-    UPIPE_TRY(model_weights_begin(r, unit));
+    UPIPE_TRY(model_weights_begin(r, unit, model_unit_above(r, layer + 1)));
     m = model_mlp(r, layer);
     UPIPE_TRY(upipe_mlp_fwd(r->c, &m, x, x));
     UPIPE_TRY(model_weights_end(r, unit));
@@ -624,7 +644,7 @@ __attribute__((unused)) static upipe_status model_fwd(model_rank *r, upipe_view 
     int64_t i;
     model_phase(r, MODEL_EMBED);
     UPIPE_TRY(model_alloc(r, x, "stream"));
-    UPIPE_TRY(model_weights_begin(r, unit));
+    UPIPE_TRY(model_weights_begin(r, unit, model_unit_above(r, 0)));
     table = upipe_view_packed((void *)(uintptr_t)model_weight(r, LLAMA_EMBED, -1), r->m->plan.desc.dtype,
                               config->vocab, 1, (int32_t)config->dim);
     UPIPE_TRY(r->c->ops->embed(r->c, *x, table, r->tokens));
@@ -649,7 +669,7 @@ static upipe_status model_loss_bwd(model_rank *r, upipe_view x, float scale)
     upipe_head_grads g;
     model_phase(r, MODEL_LOSS);
     UPIPE_TRY(tied ? model_grads_begin(r, unit) : model_grads_first(r, unit));
-    UPIPE_TRY(model_weights_begin(r, unit));
+    UPIPE_TRY(model_weights_begin(r, unit, model_unit_below(r, r->m->layout->config.layers)));
     h = model_head(r);
     g.w = model_grad(r, model_head_kind(r), -1);
     g.norm_weight = model_grad(r, LLAMA_NORM, -1);
@@ -682,7 +702,7 @@ static upipe_status model_mlp_bwd(model_rank *r, int64_t layer, upipe_view g, up
     upipe_mlp_grads grads;
     activations_tiles t;
     model_phase(r, MODEL_MLP_BWD);
-    UPIPE_TRY(model_weights_begin(r, unit));
+    UPIPE_TRY(model_weights_begin(r, unit, model_unit_below(r, layer)));
     UPIPE_TRY(model_grads_begin(r, unit));
     m = model_mlp(r, layer);
     grads.w_gate = model_grad(r, LLAMA_GATE, layer);
@@ -716,13 +736,13 @@ static upipe_status model_layer_bwd(model_rank *r, int64_t layer, upipe_view *g)
     upipe_ctx *c = r->c;
     const int away = r->kept.layer[layer].away;
     const upipe_view x = model_kept_x(r, layer, *g);
-    const int unit = model_unit_of(r, LLAMA_WQ, layer);
+    const int unit = model_unit_of(r, LLAMA_WQ, layer), mlp = model_unit_of(r, LLAMA_GATE, layer);
     upipe_layer l;
     upipe_grads grads;
     upipe_saved saved;
     upipe_view n;
     void *there;
-    UPIPE_TRY(model_weights_begin(r, unit));
+    UPIPE_TRY(model_weights_begin(r, unit, mlp));
     l = model_attention_layer(r, layer);
     UPIPE_TRY(model_alloc(r, &n, "normed"));
     if (r->kept.layer[layer].out != NULL) {
@@ -755,13 +775,13 @@ static upipe_status model_segments_bwd(model_rank *r, int64_t layer, upipe_view 
     upipe_ctx *c = r->c;
     const int away = r->kept.layer[layer].away;
     const upipe_view x = model_kept_x(r, layer, *g);
-    const int unit = model_unit_of(r, LLAMA_WQ, layer);
+    const int unit = model_unit_of(r, LLAMA_WQ, layer), mlp = model_unit_of(r, LLAMA_GATE, layer);
     upipe_fpdt f;
     upipe_grads grads;
     upipe_fpdt_saved saved = r->kept.layer[layer].fpdt;
     upipe_view n;
     void *there;
-    UPIPE_TRY(model_weights_begin(r, unit));
+    UPIPE_TRY(model_weights_begin(r, unit, mlp));
     f = model_segments(r, layer);
     UPIPE_TRY(model_alloc_rows(r, r->second, &n, r->m->rows, "normed"));
     if (saved.out == NULL) {

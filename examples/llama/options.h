@@ -30,7 +30,8 @@ enum {
     FLAG_MODEL_DIM, FLAG_HEADS, FLAG_KV_HEADS, FLAG_HEAD_DIM, FLAG_FF_DIM, FLAG_VOCAB, FLAG_UNTIED,
     FLAG_QK_NORM, FLAG_ROPE_THETA, FLAG_NORM_EPS, FLAG_WINDOW, FLAG_TOKENS, FLAG_BATCH, FLAG_STEPS, FLAG_LR, FLAG_MIN_LR,
     FLAG_WARMUP, FLAG_WEIGHT_DECAY, FLAG_BETA1, FLAG_BETA2, FLAG_ADAM_EPS, FLAG_CLIP, FLAG_DTYPE, FLAG_DEVICE,
-    FLAG_SEED, FLAG_TILE_BYTES, FLAG_ACTIVATIONS, FLAG_OFFLOAD, FLAG_ZERO, FLAG_JSON, FLAG_TRACE, FLAG_SAVE, FLAG_SAVE_EVERY,
+    FLAG_SEED, FLAG_TILE_BYTES, FLAG_ACTIVATIONS, FLAG_OFFLOAD, FLAG_ZERO, FLAG_ZERO_PREFETCH,
+    FLAG_REDUCE_DTYPE, FLAG_JSON, FLAG_TRACE, FLAG_SAVE, FLAG_SAVE_EVERY,
     FLAG_KEEP, FLAG_RESUME, FLAG_LOAD, FLAG_SAMPLE, FLAG_PROMPT, FLAG_TEMPERATURE, FLAG_TRANSPORT, FLAG_NODE_RANKS, FLAG_DEADLINE,
     FLAG_PLAN, FLAG_PROGRESS, FLAG_HELP, FLAG_VERSION, FLAGS
 };
@@ -74,6 +75,8 @@ static const struct option option_list[] = {
     {"activations",  required_argument, NULL, FLAG_ACTIVATIONS},
     {"offload",      no_argument,       NULL, FLAG_OFFLOAD},
     {"zero",         required_argument, NULL, FLAG_ZERO},
+    {"zero-prefetch", no_argument,      NULL, FLAG_ZERO_PREFETCH},
+    {"reduce-dtype", required_argument, NULL, FLAG_REDUCE_DTYPE},
     {"json",         required_argument, NULL, FLAG_JSON},
     {"trace",        required_argument, NULL, FLAG_TRACE},
     {"save",         required_argument, NULL, FLAG_SAVE},
@@ -134,6 +137,8 @@ static const char usage_text[] =
     "  --activations KIND what is kept of each layer, see below (ac)\n"
     "  --offload          --activations offload\n"
     "  --zero STAGE       sharded over the ranks: 0 nothing, 1 optimizer, 2 gradients too, 3 weights too (1)\n"
+    "  --zero-prefetch    with --zero 3: the weights of the next half a layer are gathered while one computes\n"
+    "  --reduce-dtype T   in which gradients of matrices are sent to be summed: f32 or bf16; sums are f32 (f32)\n"
     "  --tile-bytes N     limit of a tile of MLP or loss (64 tokens or more), without product scratch\n"
     "                     (0: the paper's square, about model-dim tokens)\n"
     "  --deadline SECONDS how long a rank waits for another one before it aborts (600)\n"
@@ -177,6 +182,8 @@ typedef struct options {
     int device;
     activations_setting activations;
     int zero; /* stage */
+    int zero_prefetch;
+    upipe_dtype reduce;
     int plan, progress;
     int64_t seed;
     const char *data, *prompt;
@@ -317,6 +324,11 @@ static int options_flag(void *user, int flag, const char *text)
         return 0;
     case FLAG_ZERO:
         return options_int(name, text, &o->zero);
+    case FLAG_ZERO_PREFETCH:
+        o->zero_prefetch = o->net.with_side = 1;
+        return 0;
+    case FLAG_REDUCE_DTYPE:
+        return cli_dtype(name, text, &o->reduce);
     case FLAG_SAVE_EVERY:
         return options_whole(name, text, &o->save_every);
     case FLAG_KEEP:
@@ -372,6 +384,9 @@ static int options_contradictions(const options *o)
     if (!o->plan && device_flag_built("device", o->device) != 0) return 1 + EXIT_USAGE;
     if (o->given[FLAG_ACTIVATIONS] && o->given[FLAG_OFFLOAD])
         return cli_refuse("--offload is --activations offload: only one of them can be given");
+    if (o->zero_prefetch && o->zero < 3)
+        return cli_refuse("--zero-prefetch would have no effect with --zero %d: no weights are gathered",
+                          o->zero);
     if (o->resume != NULL && o->load != NULL)
         return cli_refuse(
             "--resume %s and --load %s contradict each other: the weights come from one of them", o->resume,

@@ -240,6 +240,8 @@ static void report_config(FILE *f, const run *u)
     report_whole(f, "tile_bytes", (int64_t)o->tile_bytes);
     report_word(f, "activations", activations_text(kept, &o->activations));
     report_whole(f, "zero", o->zero);
+    report_bool(f, "zero_prefetch", o->zero_prefetch);
+    report_word(f, "reduce_dtype", upipe_dtype_name(o->reduce));
     report_word(f, "data", o->data);
     report_word(f, "save", o->save);
     report_word(f, "resume", o->resume);

@@ -32,7 +32,7 @@ typedef struct run_rank {
     model m, sampled;
     memory_plan plan;
     device d;
-    side_stream line; /* where something overlaps */
+    side_stream line, ahead; /* where something overlaps; where weights are gathered ahead */
     void *slab, *host_slab;
     upipe_mem_block *blocks, *host_blocks;
     upipe_mem_event *events;
@@ -179,6 +179,8 @@ static upipe_status run_plan_rank(const run *u, run_rank *k, int rank, upipe_err
     s.dtype = o->dtype;
     s.tile_bytes = o->tile_bytes;
     s.zero = o->zero;
+    s.prefetch = o->zero_prefetch;
+    s.reduce = o->reduce;
     UPIPE_TRY(setting_model(&k->m, &s, rank, e));
     return sample_model(&k->sampled, &k->m, e);
 }
@@ -225,6 +227,7 @@ static upipe_status run_allocate(const run *u, run_rank *k, upipe_ctx *c, upipe_
     UPIPE_TRY(device_open(&k->d, u->o.device, &c->err));
     device_use(&k->d, c);
     if (u->o.how.overlap) UPIPE_TRY(side_stream_open(&k->line, u->o.device, c));
+    if (u->o.zero_prefetch) UPIPE_TRY(side_stream_make(&k->ahead, u->o.device, &c->err));
     UPIPE_TRY(device_slab(&k->d, &k->slab, slab, &c->err));
     UPIPE_TRY(device_host_slab(&k->d, &k->host_slab, second, &c->err));
     k->blocks = (upipe_mem_block *)calloc((size_t)k->plan.blocks_max, sizeof *k->blocks);
@@ -396,14 +399,6 @@ static void run_note(run *u, const trainer_result *result, const trainer_rates *
     run_progress(u, result, rates, seconds);
 }
 
-/* What a rank has sent to others, in its team, its ring and the world. */
-static int64_t run_sent(const trainer *t)
-{
-    const upipe_ctx *c = t->r.c;
-    return t->world->sent_bytes + (c->team != t->world ? c->team->sent_bytes : 0) +
-           (c->ring != NULL ? c->ring->sent_bytes : 0);
-}
-
 /* The steps; *inputs has space for inputs and targets. *ended, the same on all ranks, says whether they ended
  * before their time. */
 static upipe_status run_steps(run *u, run_rank *k, trainer *t, text_order *order, int32_t *inputs, int *ended)
@@ -411,7 +406,7 @@ static upipe_status run_steps(run *u, run_rank *k, trainer *t, text_order *order
     upipe_ctx *c = t->r.c;
     int rank = t->world->rank;
     double seconds = 0;
-    int64_t step, last = u->position.step, sent = run_sent(t);
+    int64_t step, last = u->position.step, sent = trainer_sent(t);
     int keep = u->o.keep;
     for (step = last + 1, *ended = 0; step <= u->o.steps && !*ended; ++step) {
         trainer_rates rates = run_rates(u, step);
@@ -426,7 +421,7 @@ static upipe_status run_steps(run *u, run_rank *k, trainer *t, text_order *order
             return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no memory for the order of the text");
         UPIPE_TRY(trainer_step(t, &batch, &rates, &result));
         seconds += cli_clock(NULL) - start;
-        if (k->sent_bytes == 0) k->sent_bytes = run_sent(t) - sent;
+        if (k->sent_bytes == 0) k->sent_bytes = trainer_sent(t) - sent;
         k->mem.events = NULL; /* the first step is traced */
         if (rank == u->net.first) run_note(u, &result, &rates, seconds);
         *ended = !result.finite || result.stop;
@@ -489,7 +484,12 @@ static upipe_status run_rank_main(void *user, int rank, upipe_err *why)
     if (s == UPIPE_OK) s = run_allocate(u, k, &c, &host);
     if (s == UPIPE_OK) s = trainer_open(&t, &k->m, &c, world_all(&u->net, rank), host);
     t.r.kept.side = &k->d;
+    if (u->o.zero_prefetch) {
+        t.side = &k->ahead.side_stream;
+        t.side_world = world_side(&u->net, rank);
+    }
     if (s == UPIPE_OK) s = run_life(u, k, &t, &order);
+    if (s != UPIPE_OK) trainer_stop(&t);
     if (s == UPIPE_OK) s = upipe_mem_destroy(&k->mem, &c.err);
     if (s == UPIPE_OK) s = upipe_mem_destroy(&k->host, &c.err);
     trainer_close(&t);
@@ -525,6 +525,7 @@ static void run_free(run *u)
         device_slab_free(&u->ranks[r].d, u->ranks[r].slab);
         device_host_slab_free(&u->ranks[r].d, u->ranks[r].host_slab);
         side_stream_close(&u->ranks[r].line, NULL);
+        side_stream_close(&u->ranks[r].ahead, NULL);
         device_close(&u->ranks[r].d, NULL);
         free(u->ranks[r].blocks);
         free(u->ranks[r].host_blocks);

@@ -38,6 +38,8 @@ static upipe_status sample_model(model *m, const model *trained, upipe_err *e)
     if (s == UPIPE_OK) s = model_cut(m, segments, e);
     m->tile_bytes = trained->tile_bytes;
     m->zero = trained->zero;
+    m->prefetch = trained->prefetch;
+    m->reduce = trained->reduce;
     return s;
 }
 
@@ -82,7 +84,7 @@ static upipe_status sample_next(model_rank *r, upipe_comm *world, const sample_b
     UPIPE_TRY(c->ops->copy(c, r->tokens, buf->tokens, (size_t)rows * 4));
     UPIPE_TRY(model_fwd(r, &x, 0));
     UPIPE_TRY(upipe_mem_alloc(c->mem, &data, (size_t)vocab * 4, "logits", &c->err));
-    UPIPE_TRY(model_weights_begin(r, head));
+    UPIPE_TRY(model_weights_begin(r, head, -1));
     UPIPE_TRY(model_logits(r, upipe_view_packed(data, UPIPE_F32, 1, 1, (int32_t)vocab),
                            upipe_view_rows(x, row < 0 ? 0 : row, 1)));
     UPIPE_TRY(model_weights_end(r, head));

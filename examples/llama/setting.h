@@ -10,7 +10,8 @@
 #include "plans.h"
 
 /* how: resolved (method_resolve).  tokens: of a sequence, over all ranks.  tile_bytes: of MLP and loss, 0 = the
- * library's default.  zero: what is sharded over the ranks, 0 nothing to 3 everything */
+ * library's default.  zero: what is sharded over the ranks, 0 nothing to 3 everything.  reduce: the type in which
+ * gradients are sent to be summed.  prefetch: with zero 3 the next unit's weights are gathered ahead */
 typedef struct setting {
     const llama_layout *layout;
     method_choice how;
@@ -18,7 +19,8 @@ typedef struct setting {
     int64_t tokens, batch;
     upipe_dtype dtype;
     size_t tile_bytes;
-    int zero;
+    int zero, prefetch;
+    upipe_dtype reduce;
 } setting;
 
 /* setting_model -- of one of all ranks
@@ -38,6 +40,8 @@ static inline upipe_status setting_model(model *m, const setting *s, int rank, u
     m->tile_bytes = s->tile_bytes;
     m->activations = s->activations;
     m->zero = s->zero;
+    m->prefetch = s->prefetch;
+    m->reduce = s->reduce;
     return UPIPE_OK;
 }
 

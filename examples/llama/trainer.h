@@ -1,6 +1,6 @@
 /* trainer.h -- one rank's training state in its pool, and one training step
  *
- *     trainer_open(&t, &m, &ctx, world, host);
+ *     trainer_open(&t, &m, &ctx, world, host);   where m.prefetch: then t.side, t.side_world
  *     trainer_alloc(&t);                      weights, gradients, optimizer: from the pool, for the whole run
  *     ... fill t.state: initial values, or a checkpoint ...
  *     trainer_step(&t, &batch, &rates, &result);
@@ -22,8 +22,10 @@ typedef struct trainer {
     model m;
     model_rank r;
     llama_state state;
-    upipe_comm *world; /* of all ranks; with one team alone that team's */
-    int64_t *gathered; /* [ranks][2] */
+    upipe_comm *world;       /* of all ranks; with one team alone that team's */
+    upipe_side_stream *side; /* the model's prefetch: a stream for it alone, */
+    upipe_comm *side_world;  /* and a second communicator of all ranks */
+    int64_t *gathered;       /* [ranks][2] */
 } trainer;
 
 /* What a rank brings to a step: its tokens of every sequence, [part][batch][T], host memory. */
@@ -77,6 +79,19 @@ __attribute__((unused)) static void trainer_close(trainer *t)
     free(t->gathered);
 }
 
+/* How the states of the weights are shared beyond their stage: norm weights are few, their sums stay f32. */
+static upipe_status trainer_share(trainer *t)
+{
+    upipe_zero *z = &t->state.zero[LLAMA_WEIGHTS];
+    z->sent = t->m.reduce;
+    if (!t->m.prefetch) return UPIPE_OK;
+    z->side = t->side;
+    z->side_world = t->side_world;
+    if (t->side != NULL && t->m.zero == 3) return UPIPE_OK;
+    return upipe_fail(&t->r.c->err, UPIPE_ERR_ARG,
+                      "weights are gathered ahead on a side stream, with ZeRO 3");
+}
+
 /* trainer_alloc -- blocks for all that stays over steps; t->m, world and t->r's c, second, kept are set
  *                 before
  *
@@ -92,6 +107,7 @@ __attribute__((unused)) static upipe_status trainer_alloc(trainer *t)
     void *data;
     int group;
     llama_state_init(state, t->m.layout, dtype, t->m.zero, model_world_rank(&t->m), model_world(&t->m));
+    UPIPE_TRY(trainer_share(t));
     for (group = 0; group < LLAMA_GROUPS; ++group) {
         upipe_zero *z = &state->zero[group];
         z->world = t->world;
@@ -117,6 +133,21 @@ __attribute__((unused)) static upipe_status trainer_alloc(trainer *t)
     t->r.vectors = (const float *)state->zero[LLAMA_VECTORS].weights;
     t->r.vector_grads = state->zero[LLAMA_VECTORS].grads;
     return UPIPE_OK;
+}
+
+/* trainer_stop -- after a failure, before the pools go: nothing is gathered ahead any more */
+__attribute__((unused)) static void trainer_stop(trainer *t)
+{
+    upipe_zero_stop(t->r.c, &t->state.zero[LLAMA_WEIGHTS]);
+}
+
+/* trainer_sent -- bytes that a rank has sent to others so far, in its team, its ring and the world */
+__attribute__((unused)) static int64_t trainer_sent(const trainer *t)
+{
+    const upipe_ctx *c = t->r.c;
+    return t->world->sent_bytes + (c->team != t->world ? c->team->sent_bytes : 0) +
+           (c->ring != NULL ? c->ring->sent_bytes : 0) +
+           (t->side_world != NULL ? t->side_world->sent_bytes : 0);
 }
 
 __attribute__((unused)) static upipe_status trainer_free_block(trainer *t)

@@ -20,9 +20,9 @@
  * makes progress by itself.
  *
  * Order. Every rank makes the same sequence of calls (transfer, barrier, all-gather). All calls on a
- * communicator, abort too, come from one thread at a time: MPI_THREAD_SINGLE is enough for a process without
- * other threads, FUNNELED for calls from the main thread, SERIALIZED where the host keeps its own MPI calls
- * apart.
+ * communicator come from one thread at a time: MPI_THREAD_SINGLE is enough for a process without other
+ * threads, FUNNELED for calls from the main thread, SERIALIZED where the host keeps its own MPI calls apart.
+ * With MPI_THREAD_MULTIPLE each communicator may have a thread, and any thread may call upipe_comm_abort.
  *
  * Failures. The rank that detects one informs the others by a header, and returns its status: TIMEOUT,
  * MISMATCH, BACKEND (with MPI's own text). The others return ABORTED with its sentence, but a MISMATCH once.
@@ -57,7 +57,9 @@ enum {
     UPI_MPI_FAILURE = UPI_TEAM_KINDS,         /* the header of a failure */
     UPI_MPI_HEADERS = 0,                      /* the team's tags, from its base */
     UPI_MPI_DATA = 1,
-    UPI_MPI_LEFT = (1 << UPIPE_MPI_TAGS) - 1
+    UPI_MPI_LEFT = (1 << UPIPE_MPI_TAGS) - 1,
+    UPI_MPI_BREAKS = 1,
+    UPI_MPI_BROKEN = 2
 };
 
 #define UPI_MPI_MAGIC UINT64_C(0x3169706d65706975) /* "uipempi1" in memory, low byte first */
@@ -118,7 +120,7 @@ typedef struct upipe_mpi {
     upipe_err failure;     /* the first one, constant once broken */
     int64_t failure_met;   /* the last call that all ranks had come to before it */
     upipe_status owed;     /* found by start, returned by wait */
-    int broken;
+    int broken; /* atomic: UPI_MPI_BROKEN once the failure is written; between, a thread writes it */
     void *buf;
 } upipe_mpi;
 
@@ -134,24 +136,42 @@ UPIPE_API upipe_status upi_mpi_check(upipe_err *e, int code, const char *what)
     return upipe_fail(e, UPIPE_ERR_BACKEND, "%.*s: %s", (int)strcspn(what, "("), what, text);
 }
 
+UPIPE_API int upi_mpi_is_broken(const upipe_mpi *m)
+{
+    return __atomic_load_n(&m->broken, __ATOMIC_ACQUIRE) == UPI_MPI_BROKEN;
+}
+
 UPIPE_API const upipe_err *upi_mpi_failure(const upipe_comm *comm)
 {
     const upipe_mpi *m = (const upipe_mpi *)comm->impl;
-    return m->broken ? &m->failure : NULL;
+    return upi_mpi_is_broken(m) ? &m->failure : NULL;
+}
+
+/* Writes the first failure, after which all ranks had come to call `met`; 0: there is one already. */
+UPIPE_API int upi_mpi_break(upipe_mpi *m, upipe_status s, int64_t met, const char *why)
+{
+    int whole = 0;
+    if (!__atomic_compare_exchange_n(&m->broken, &whole, UPI_MPI_BREAKS, 0, __ATOMIC_ACQ_REL,
+                                     __ATOMIC_ACQUIRE)) {
+        while (!upi_mpi_is_broken(m)) sched_yield(); /* another thread is writing it */
+        return 0;
+    }
+    m->failure_met = met;
+    upipe_fail(&m->failure, s, "%s", why);
+    __atomic_store_n(&m->broken, UPI_MPI_BROKEN, __ATOMIC_RELEASE);
+    return 1;
 }
 
 /* A rank that the header of the failure cannot be sent to reaches its own deadline. */
 UPIPE_API int upi_mpi_fail(upipe_comm *comm, upipe_status s, const char *why)
 {
     upipe_mpi *m = (upipe_mpi *)comm->impl;
+    const int64_t met = __atomic_load_n(&m->met, __ATOMIC_RELAXED);
     int k;
-    if (m->broken) return 0;
-    m->broken = 1;
-    m->failure_met = m->met;
-    upipe_fail(&m->failure, s, "%s", why);
+    if (!upi_mpi_break(m, s, met, why)) return 0;
     m->notice.magic = UPI_MPI_MAGIC;
     m->notice.kind = UPI_MPI_FAILURE;
-    m->notice.call = m->met;
+    m->notice.call = met;
     m->notice.n = (int32_t)s;
     snprintf((char *)m->notice.values, sizeof m->notice.values, "%s", why);
     for (k = 1; k < comm->ranks; ++k) {
@@ -232,12 +252,10 @@ UPIPE_API upipe_status upi_mpi_accept(upipe_ctx *c, upipe_mpi *m, int p, const u
         return upi_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
                              "rank %d sends rank %d something else with tag %d", p, m->comm.rank, m->tag);
     if (header->kind == UPI_MPI_FAILURE) {
-        if (m->broken) return UPIPE_OK;
-        m->broken = 1; /* p has informed the others too */
-        m->failure_met = header->call;
-        upipe_fail(&m->failure, header->n > 0 ? (upipe_status)header->n : UPIPE_ERR_ABORTED, "%.*s",
-                   (int)sizeof m->failure.text - 1, (const char *)header->values);
-        return UPIPE_OK;
+        char why[sizeof m->failure.text];
+        snprintf(why, sizeof why, "%.*s", (int)sizeof why - 1, (const char *)header->values);
+        upi_mpi_break(m, header->n > 0 ? (upipe_status)header->n : UPIPE_ERR_ABORTED, header->call, why);
+        return UPIPE_OK; /* p has informed the others too */
     }
     if (header->call != m->peer[p].come + 1 || header->call > m->call + 1)
         return upi_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
@@ -454,7 +472,7 @@ UPIPE_API upipe_status upi_mpi_progress(upipe_ctx *c, upipe_mpi *m, int *news, i
         UPIPE_TRY(upi_mpi_fit(c, m, p));
         peer->open = 1;
     }
-    if (*missing == 0) m->met = m->call;
+    if (*missing == 0) __atomic_store_n(&m->met, m->call, __ATOMIC_RELAXED);
     UPIPE_TRY(upi_mpi_advance(c, m, news, left));
     for (i = data; i < m->requests_n; ++i) *left += m->requests[i] != MPI_REQUEST_NULL;
     return UPIPE_OK;
@@ -551,7 +569,7 @@ UPIPE_API void upi_mpi_settle(upipe_ctx *c, upipe_mpi *m)
 UPIPE_API upipe_status upi_mpi_ready(upipe_ctx *c, upipe_mpi *m)
 {
     int news;
-    if (!m->broken) UPIPE_TRY(upi_mpi_poll(c, m, &news));
+    if (!upi_mpi_is_broken(m)) UPIPE_TRY(upi_mpi_poll(c, m, &news));
     return upi_comm_whole(c, &m->comm);
 }
 
@@ -577,7 +595,7 @@ UPIPE_API upipe_status upi_mpi_wait(upipe_ctx *c, upipe_comm *comm)
     m->owed = UPIPE_OK;
     if (s != UPIPE_OK)
         upi_comm_report(&c->err, comm, s);
-    else if (!m->broken)
+    else if (!upi_mpi_is_broken(m))
         s = upi_comm_copy_own(c, comm, m->list, m->n, c->ops->copy);
     if (s == UPIPE_OK) s = upi_mpi_finish(c, m);
     if (s != UPIPE_OK) upi_mpi_settle(c, m);
