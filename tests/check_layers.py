@@ -39,9 +39,9 @@ CORE_SYSTEM_OF = {'upipe_mem.h': {'sanitizer/asan_interface.h'}}
 # Headers of other projects, and the only places that may include them: a host without that backend has none of them.
 FOREIGN = {
     'mpi.h': ('net/upipe_net_mpi.h',),
-    'nccl.h': ('net/upipe_net_nccl.h',),
+    'nccl.h': ('net/upipe_net_nccl_stream.h',),
     'cuda_runtime.h': ('cuda/',),
-    'cuda_runtime_api.h': ('cuda/', 'net/upipe_net_nccl.h', 'net/upipe_net_peer_memory.h'),
+    'cuda_runtime_api.h': ('cuda/', 'net/upipe_net_nccl_stream.h', 'net/upipe_net_peer_memory.h'),
     'cublas_v2.h': ('cuda/',),
 }
 

@@ -158,6 +158,12 @@ static void test_marks(void)
     upipe_mem_release(&m); /* the peers are gone */
     CHECK_INT(m.quarantined, 0);
     CHECK_STATUS(upipe_mem_free(&m, c, &e), UPIPE_OK, e);
+    upipe_mem_quarantine(&m, 0); /* and what is free: a stream may not be done with it */
+    CHECK_STATUS(upipe_mem_alloc(&m, &c, 40, "c", &e), UPIPE_ERR_ARG, e);
+    CHECK_TEXT(e.text, "the pool is quarantined");
+    upipe_mem_release(&m);
+    CHECK_STATUS(upipe_mem_alloc(&m, &c, 40, "c", &e), UPIPE_OK, e);
+    CHECK_STATUS(upipe_mem_free(&m, c, &e), UPIPE_OK, e);
     CHECK_STATUS(upipe_mem_free(&m, a, &e), UPIPE_OK, e);
     CHECK_STATUS(upipe_mem_destroy(&m, &e), UPIPE_OK, e);
 }

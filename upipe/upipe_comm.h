@@ -69,6 +69,8 @@ struct upipe_comm;
  *   failure  the team's first failure, as far as this rank knows; NULL if there is none
  *   fail     makes this the team's first failure, informs the other ranks and returns nonzero. If there is
  *            one already, it does nothing and returns 0. A NULL entry: the team cannot fail
+ *   settle   returns when no transfer that `wait` has left to the streams is in progress; a NULL entry: `wait`
+ *            leaves none. What waits for a stream calls it first (upipe_comm_settle)
  */
 typedef struct upipe_comm_ops {
     const char *name;
@@ -79,6 +81,7 @@ typedef struct upipe_comm_ops {
                                int n);
     const upipe_err *(*failure)(const struct upipe_comm *comm);
     int (*fail)(struct upipe_comm *comm, upipe_status s, const char *why);
+    upipe_status (*settle)(upipe_ctx *c, struct upipe_comm *comm);
 } upipe_comm_ops;
 
 enum { UPIPE_ALL_GATHER_MAX = 32, UPI_AGREED_MAX = 4 };
@@ -234,7 +237,9 @@ UPIPE_API upipe_status upipe_comm_start(upipe_ctx *c, upipe_comm *comm, const up
     return UPIPE_OK;
 }
 
-/* upipe_comm_wait -- completes the transfer: everything is received, and the send buffers may be written
+/* upipe_comm_wait -- completes the transfer: everything is received, and the send buffers may be written, for
+ *                    what comes behind on ctx->stream. A transport may return while the transfer is still in
+ *                    progress on the stream (net/upipe_net_nccl.h): a failure then shows in a later call
  *   errors  ARG (comm is NULL, no transfer in progress); TIMEOUT (the sentence names the missing ranks if the
  *           transport knows them); MISMATCH (lists do not match); ABORTED
  */
@@ -244,6 +249,17 @@ UPIPE_API upipe_status upipe_comm_wait(upipe_ctx *c, upipe_comm *comm)
     if (!comm->started) return upipe_fail(&c->err, UPIPE_ERR_ARG, "no transfer is in progress");
     comm->started = 0;
     return comm->ops.wait(c, comm);
+}
+
+/* upipe_comm_settle -- before the host waits for ctx->stream: where `wait` only orders the stream, waits until the
+ *                      transfers of team and ring have ended, under the deadline. ops.sync, ops.total and copies
+ *                      to and from ordinary host memory do so
+ *   errors  as upipe_comm_wait. UPIPE_OK for a team that has failed: it holds up no stream
+ */
+UPIPE_API upipe_status upipe_comm_settle(upipe_ctx *c)
+{
+    if (c->team != NULL && c->team->ops.settle != NULL) UPIPE_TRY(c->team->ops.settle(c, c->team));
+    return c->ring != NULL && c->ring->ops.settle != NULL ? c->ring->ops.settle(c, c->ring) : UPIPE_OK;
 }
 
 /* upipe_comm_barrier -- returns when every rank of the team has called it
@@ -360,9 +376,9 @@ UPIPE_API upipe_status upi_self_all_gather(upipe_ctx *c, upipe_comm *comm, int64
  */
 UPIPE_API void upipe_comm_self(upipe_comm *comm, upipe_comm_self_state *state, upi_copy copy)
 {
-    static const upipe_comm_ops ops = {"self",         upi_self_start,      upi_self_wait,
-                                       upi_comm_whole, upi_self_all_gather, upi_self_failure,
-                                       upi_self_fail};
+    static const upipe_comm_ops ops = {
+        "self",           upi_self_start, upi_self_wait, upi_comm_whole, upi_self_all_gather,
+        upi_self_failure, upi_self_fail,  NULL};
     memset(comm, 0, sizeof *comm);
     memset(state, 0, sizeof *state);
     comm->ops = ops;
@@ -401,7 +417,7 @@ UPIPE_API upipe_status upi_dry_all_gather(upipe_ctx *c, upipe_comm *comm, int64_
 UPIPE_API void upipe_comm_dry(upipe_comm *comm, int rank, int ranks, upipe_msg *list, int64_t *gathered)
 {
     static const upipe_comm_ops ops = {"dry", upi_dry_start, upi_dry_meet, upi_dry_meet, upi_dry_all_gather,
-                                       NULL,  NULL};
+                                       NULL,  NULL,          NULL};
     memset(comm, 0, sizeof *comm);
     comm->ops = ops;
     comm->deadline = UPIPE_DEADLINE_DEFAULT;

@@ -67,6 +67,7 @@ typedef struct upipe_mem {
     int blocks_n, blocks_max;
     int blocks_peak; /* most live blocks so far: what the table must hold */
     int dry;
+    int locked; /* the whole pool is quarantined: no allocations before upipe_mem_release */
     int phase;
     size_t live, peak;                       /* sum of bytes asked for: now, and its largest value */
     size_t need;                             /* slab bytes that were needed so far */
@@ -168,8 +169,8 @@ UPIPE_API upipe_status upipe_mem_destroy(upipe_mem *m, upipe_err *e)
 /* upipe_mem_alloc -- a block of `bytes` bytes with undefined contents
  *   out     its address, a multiple of 64 bytes if the slab's is; NULL for 0 bytes
  *   tag     what it holds, for traces and errors: a plain word that outlives the pool
- *   errors  MEMORY (the sentence has the live bytes, the largest hole and the slab's size); or the guard's
- *           status
+ *   errors  MEMORY (the sentence has the live bytes, the largest hole and the slab's size); ARG where the pool is
+ *           quarantined; or the guard's status
  */
 UPIPE_API upipe_status upipe_mem_alloc(upipe_mem *m, void **out, size_t bytes, const char *tag, upipe_err *e)
 {
@@ -178,6 +179,8 @@ UPIPE_API upipe_status upipe_mem_alloc(upipe_mem *m, void **out, size_t bytes, c
     upipe_mem_block *b;
     *out = NULL;
     if (bytes == 0) return UPIPE_OK;
+    if (m->locked)
+        return upipe_fail(e, UPIPE_ERR_ARG, "%zu bytes for '%s': the pool is quarantined", bytes, tag);
     if (m->guard != NULL) {
         upipe_status s = m->guard(m->user, bytes, tag);
         if (s != UPIPE_OK) return upipe_fail(e, s, "the pool's guard refused %zu bytes for '%s'", bytes, tag);
@@ -289,10 +292,14 @@ UPIPE_API void upipe_mem_rewind(upipe_mem *m, int64_t mark)
     }
 }
 
-/* upipe_mem_quarantine -- locks the blocks allocated after the mark, since a peer may still read them */
+/* upipe_mem_quarantine -- locks the blocks allocated after the mark, since a peer may still access them
+ *   mark    0: the whole pool. Free space is then locked too: a transfer may be in flight whose buffers the host
+ *           has freed, where work on a stream runs behind it
+ */
 UPIPE_API void upipe_mem_quarantine(upipe_mem *m, int64_t mark)
 {
     int i;
+    if (mark == 0) m->locked = 1;
     for (i = 0; i < m->blocks_n; ++i) {
         if (m->blocks[i].serial <= mark || m->blocks[i].quarantined) continue;
         m->blocks[i].quarantined = 1;
@@ -308,6 +315,7 @@ UPIPE_API void upipe_mem_release(upipe_mem *m)
     int i;
     for (i = 0; i < m->blocks_n; ++i) m->blocks[i].quarantined = 0;
     m->quarantined = 0;
+    m->locked = 0;
 }
 
 /* upipe_mem_phase -- starts a phase: peaks count for it from now on, beginning with the live bytes

@@ -40,7 +40,7 @@ SIMD = {
     ' without vectors': (['-DUPIPE_CPU_SCALAR'], '.'),
 }
 # Headers that need other projects' headers: the words that name these.
-FOREIGN = {'cuda/upipe_cuda_bytes.h': 'cuda', 'cuda/upipe_cuda_device.h': 'cuda', 'net/upipe_net_nccl.h': 'cuda', 'net/upipe_net_peer.h': 'cuda',
+FOREIGN = {'cuda/upipe_cuda_bytes.h': 'cuda', 'cuda/upipe_cuda_device.h': 'cuda', 'net/upipe_net_nccl.h': 'cuda', 'net/upipe_net_nccl_stream.h': 'cuda', 'net/upipe_net_peer.h': 'cuda',
            'net/upipe_net_peer_memory.h': 'cuda', 'net/upipe_net_mpi.h': 'mpi',
            'cpu/upipe_cpu_cblas.h': 'cblas'}
 NVCC_PLACES = ['/usr/local/cuda/bin/nvcc', '/usr/lib/nvidia-cuda-toolkit/bin/nvcc']
@@ -212,8 +212,8 @@ def cuda_jobs(headers, flags_of, top):
         return []
     real = NVCC_FLAGS + flags_of.get('mpi', [])
     if not any(os.path.exists(os.path.join(place, 'nccl.h')) for place in NCCL_PLACES):
-        headers = [name for name in headers if name != 'net/upipe_net_nccl.h']
-        print('left out: net/upipe_net_nccl.h as CUDA, as nccl.h is not in its usual places')
+        headers = [name for name in headers if 'net/upipe_net_nccl' not in name]
+        print('left out: net/upipe_net_nccl*.h as CUDA, as nccl.h is not in its usual places')
     jobs = [(compile_pair, 'CUDA, nvcc: all headers', nvcc, real, '.cu', headers, top)]
     one = '#include "upipe/cuda/upipe_cuda_rows.h"\nvoid *cast(void) { return (void *)upi_cuda_cast; }\n'
     for flag in ('--use_fast_math', '-ftz=true', '-prec-div=false'):

@@ -309,6 +309,31 @@ static upipe_status wait_nccl(upipe_ctx *c)
     return upipe_nccl_sync(c, (upipe_nccl *)c->team->impl);
 }
 
+/* A layer's forward and backward in which the host waits for no device: everything is in the stream's order. */
+static void run_ahead(graph_rank *me)
+{
+    upipe_ctx *c = &me->d.c;
+    const int rank = c->team->rank;
+    char *want = (char *)malloc(me->out_bytes);
+    set_inputs(me, 10);
+    CHECK_STATUS(pass(c, me), UPIPE_OK, c->err);
+    device_get(&me->d, want, part(me, 2), me->out_bytes);
+    set_inputs(me, 10);
+    (void)fake_waits(rank);
+    CHECK_STATUS(pass(c, me), UPIPE_OK, c->err);
+    CHECK_INT(fake_waits(rank), 0);
+    CHECK_STATUS(c->ops->sync(c), UPIPE_OK, c->err);
+    check_outputs(me, want, "ahead");
+    ((upipe_nccl *)c->team->impl)->ahead = 0;
+    set_inputs(me, 10);
+    (void)fake_waits(rank);
+    CHECK_STATUS(pass(c, me), UPIPE_OK, c->err);
+    CHECK(fake_waits(rank) >= 8); /* each transfer: Q, K, V, O; dO, dQ, dK, dV at least */
+    check_outputs(me, want, "with a host that waits");
+    ((upipe_nccl *)c->team->impl)->ahead = 1;
+    free(want);
+}
+
 static upipe_status team_rank(void *user, int rank)
 {
     graph_team *t = (graph_team *)user;
@@ -319,6 +344,7 @@ static upipe_status team_rank(void *user, int rank)
     if (t->how == OVER_NCCL) {
         c->team = &t->nccl[rank].comm;
         run_rank(me, wait_nccl);
+        run_ahead(me);
     } else if (t->how == OVER_THREADS) {
         /* the host copies, so nothing is left for a graph: every rank is told, each by its own stream or by the other */
         c->team = upipe_threads_comm(&t->threads, rank);

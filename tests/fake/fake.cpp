@@ -42,7 +42,7 @@ struct state {
     std::atomic<bool> eager;
     double patience;
     /* errors */
-    std::map<int, long> calls;
+    std::map<int, long> calls, waits;
     long total = 0, fail_at = 0;
     int fail_rank = -1;
     bool fail_sticky = false, dead = false;
@@ -233,6 +233,7 @@ void fake_finding(const char *format, ...)
 fake_call::fake_call(const char *name_, bool polls) : name(name_), fails(false), dead(false)
 {
     static thread_local std::vector<const char *> polled;
+    static thread_local uint64_t others;
     state &g = all();
     bool counts = !polls || std::find(polled.begin(), polled.end(), name) == polled.end();
     g.lock.lock();
@@ -242,6 +243,8 @@ fake_call::fake_call(const char *name_, bool polls) : name(name_), fails(false),
         polled.push_back(name);
     long mine = g.calls[this_rank] += counts;
     g.total += counts;
+    others += !polls;
+    run = others;
     dead = g.dead;
     if (counts && g.fail_at > 0 && (g.fail_rank < 0 || g.fail_rank == this_rank) &&
         (g.fail_rank < 0 ? g.total : mine) == g.fail_at) {
@@ -276,6 +279,22 @@ fake_look::fake_look()
 fake_look::~fake_look()
 {
     leave(all());
+}
+
+bool fake_asks_again(const fake_call &call, fake_point p)
+{
+    static thread_local std::vector<fake_point> asked;
+    static thread_local uint64_t run;
+    static thread_local bool waits;
+    if (run != call.run) asked.clear(), waits = false;
+    run = call.run;
+    for (auto &q : asked)
+        if (q.stream == p.stream && q.seq == p.seq) {
+            all().waits[this_rank] += !waits;
+            return waits = true;
+        }
+    asked.push_back(p);
+    return false;
 }
 
 bool fake_dead()
@@ -427,6 +446,7 @@ void fake_wait(const char *why, const std::function<bool()> &enough)
 void fake_force(fake_point p, const char *why, const std::function<bool()> &enough)
 {
     state &g = all();
+    g.waits[this_rank] += !fake_passed(p);
     let_run(g);
     fake_wait(why, [&] { return fake_advance(p) || (enough && enough()); });
 }
@@ -624,6 +644,14 @@ long fake_calls(int rank)
 {
     fake_look look;
     return rank < 0 ? all().total : all().calls[rank];
+}
+
+long fake_waits(int rank)
+{
+    fake_look look;
+    long n = all().waits[rank];
+    all().waits[rank] = 0;
+    return n;
 }
 
 const char *fake_failed(void)

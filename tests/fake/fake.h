@@ -62,6 +62,10 @@ long fake_calls(int rank);
 /* Name of the call that failed; NULL if none did. */
 const char *fake_failed(void);
 
+/* How often the host has waited for a device since the last call: by a call that returns when work is done, or by
+ * asking again and again. Of the rank, by fake_rank; waits for what was done already do not count. */
+long fake_waits(int rank);
+
 /* ---- what the machine has ---- */
 
 /* Whom ncclCommWindowRegister, which succeeds, gives a window: 0: nobody; 1: all but rank 0; 2: all, the default. */
@@ -70,6 +74,8 @@ void fake_symmetric(int whom);
 void fake_driver(int rank, int version);
 /* Which devices reach each other: 0: none; 1: all, the default. Of a process, and between processes. */
 void fake_peers(int on);
+/* Whether NCCL's operations of two communicators at the same time on one device are a finding; 0: no, the default. */
+void fake_one_at_a_time(int on);
 /* All-to-alls that went to the copy engines, all ranks together, since the last call. */
 long fake_engine_calls(void);
 

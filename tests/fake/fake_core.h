@@ -32,6 +32,7 @@ struct fake_state; /* fake.cpp's */
 struct fake_call {
     const char *name;
     bool fails, dead; /* dead: fails like everything after a sticky error */
+    uint64_t run;     /* the same for calls of a thread with nothing but polls between them */
     explicit fake_call(const char *name, bool polls = false);
     ~fake_call();
     fake_call(const fake_call &) = delete;
@@ -97,6 +98,9 @@ bool fake_advance(fake_point p);
 void fake_force(fake_point p, const char *why, const std::function<bool()> &enough = nullptr);
 /* As fake_force, for something that is no point. */
 void fake_wait(const char *why, const std::function<bool()> &enough);
+/* A query of a point that is not passed: whether it is repeated, with nothing but polls since the thread asked
+ * before. Then the host waits. */
+bool fake_asks_again(const fake_call &call, fake_point p);
 /* Everything of a device. */
 void fake_drain(int device, const char *why);
 /* A step towards a point, for fake_nccl.cpp; `path` holds the streams on the way to it. */

@@ -119,6 +119,7 @@ std::set<ncclComm_t> &comms()
 uint64_t ids;
 int symmetric = 2;
 long engine_calls;
+bool one_at_a_time;
 
 /* What ncclMemAlloc gave. */
 std::set<void *> &slabs()
@@ -449,6 +450,12 @@ fake_step fake_group_step(const std::shared_ptr<fake_group> &g, std::vector<CUst
     int me = g->comm->rank;
     if (!g->started) {
         g->started = true;
+        for (auto other : comms())
+            for (auto &theirs : other->order)
+                if (one_at_a_time && other != g->comm && other->live && other->device == g->comm->device &&
+                    theirs->started && !theirs->dropped && theirs->left > 0)
+                    fake_finding("NCCL: operations of two communicators at the same time on device %d",
+                                 other->device);
         for (size_t i = 0; i < g->parts.size(); ++i) {
             part &p = g->parts[i];
             if (p.from != NULL)
@@ -715,6 +722,12 @@ void fake_symmetric(int whom)
 {
     fake_look look;
     symmetric = whom;
+}
+
+void fake_one_at_a_time(int on)
+{
+    fake_look look;
+    one_at_a_time = on != 0;
 }
 
 long fake_engine_calls(void)

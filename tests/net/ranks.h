@@ -79,8 +79,10 @@ static upipe_status test_copy(upipe_ctx *c, void *dst, const void *src, size_t b
                            "cudaMemcpyAsync");
 }
 
+/* As a compute table's: a stream that a transfer holds up is waited for within the deadline. */
 static upipe_status test_sync(upipe_ctx *c)
 {
+    UPIPE_TRY(upipe_comm_settle(c));
     return test_check_cuda(c, cudaStreamSynchronize((cudaStream_t)c->stream), "cudaStreamSynchronize");
 }
 
@@ -233,6 +235,7 @@ static upipe_status all_to_all(rank_buf *k, int count)
     }
     UPIPE_TRY(upipe_comm_start(c, c->team, k->list, k->ranks));
     UPIPE_TRY(upipe_comm_wait(c, c->team));
+    UPIPE_TRY(upipe_comm_settle(c));
     get(k, host, k->recv, (size_t)(k->ranks * n) * 4);
     for (p = 0; p < k->ranks; ++p)
         for (i = 0; i < n; ++i) wrong += host[p * n + i] != word_of(p, k->rank, i);

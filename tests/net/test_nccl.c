@@ -12,11 +12,12 @@
     ncclComm_t nccl; /* the host's */ \
     upipe_nccl team;
 #define CREW_FIELDS        \
-    ncclUniqueId id;       \
+    ncclUniqueId id, more; \
     int blocking, grouped; \
     int zero_sm; /* copy engines are asked for */
 #define RANK_DEAD(k) CHECK((k)->team.nccl == NULL)
 #include "upipe/upipe_agree.h"
+#include "upipe/upipe_unwind.h"
 #include "ranks.h"
 
 enum { PLAIN, ASKED, LATER }; /* LATER: the body asks */
@@ -25,6 +26,7 @@ static void crew_begin(crew *all)
 {
     fake_engine_calls();
     CHECK(ncclGetUniqueId(&all->id) == ncclSuccess);
+    CHECK(ncclGetUniqueId(&all->more) == ncclSuccess);
 }
 
 static void crew_end(crew *all)
@@ -55,7 +57,9 @@ static upipe_status rank_make(rank_buf *k)
         (void)ncclCommAbort(k->nccl);
         k->nccl = NULL;
     }
+    CHECK(s != UPIPE_OK || k->team.ahead); /* the default */
     k->team.grouped = k->crew->grouped;
+    k->team.ahead = k->crew->ahead;
     k->ctx.team = &k->team.comm;
     return s;
 }
@@ -68,9 +72,9 @@ static upipe_status rank_ready(rank_buf *k)
 static upipe_status rank_free(rank_buf *k)
 {
     upipe_status s;
-    k->nccl = k->team.nccl;
+    CHECK(k->team.nccl == k->nccl || k->team.nccl == NULL);
     s = upipe_nccl_free(&k->team, &k->ctx.err);
-    CHECK(k->team.nccl == k->nccl);
+    k->nccl = k->team.nccl; /* NULL: a failure has freed it, perhaps one that free has found */
     return s;
 }
 
@@ -138,7 +142,7 @@ static upipe_status abort_body(rank_buf *k)
         s = k->crew->what == BETWEEN ? upipe_comm_wait(c, c->team) : upipe_comm_barrier(c, c->team);
         CHECK_STATUS(s, UPIPE_ERR_ABORTED, c->err);
         CHECK_TEXT(c->err.text, "had enough");
-        CHECK_INT(c->team->quarantine, k->crew->what == BETWEEN);
+        CHECK_INT(c->team->quarantine, k->crew->what == BETWEEN && !k->crew->zero_sm);
     } else {
         s = all_to_all(k, 1);
         if (s == UPIPE_OK && k->crew->what == BETWEEN) s = all_to_all(k, 1); /* its part was under way */
@@ -324,6 +328,194 @@ static void test_engines(crew *all)
     all->zero_sm = PLAIN;
 }
 
+/* ---- in the stream's order ---- */
+
+/* No host waits for a device: all of it runs behind streams that do not go on yet. */
+static upipe_status ahead_body(rank_buf *k)
+{
+    uint32_t host[WORDS];
+    upipe_ctx *c = &k->ctx;
+    ncclComm_t two[2];
+    int i, w, wrong = 0;
+    UPIPE_TRY(all_to_all(k, 1));
+    for (w = 0; w < WORDS; ++w) host[w] = word_of(k->rank, 0, w);
+    put(k, k->recv, host, sizeof host);
+    stall(k, two);
+    (void)fake_waits(k->rank);
+    for (i = 0; i < 2 * k->ranks - 1; ++i) { /* round the team, through both halves of the slab */
+        uint32_t *from = i % 2 == 0 ? k->recv : k->send, *to = i % 2 == 0 ? k->send : k->recv;
+        UPIPE_TRY(upipe_comm_shift_start(c, c->team, to, from, sizeof host, 1));
+        UPIPE_TRY(upipe_comm_wait(c, c->team));
+        OK(cudaMemsetAsync(from, 0xdd, sizeof host, k->stream)); /* freed, and used for something else */
+    }
+    CHECK_INT(fake_waits(k->rank), 0);
+    CHECK(cudaStreamQuery(k->stream) == cudaErrorNotReady);
+    stall_end(two);
+    UPIPE_TRY(c->ops->sync(c));
+    get(k, host, k->send, sizeof host);
+    for (w = 0; w < WORDS; ++w) wrong += host[w] != word_of((k->rank + 1) % k->ranks, 0, w);
+    CHECK_INT(wrong, 0);
+    return UPIPE_OK;
+}
+
+/* More than fit: the host waits for the oldest, whose peers are there. */
+static upipe_status full_body(rank_buf *k)
+{
+    upipe_ctx *c = &k->ctx;
+    int i;
+    for (i = 0; i < 3 * UPIPE_NCCL_AHEAD; ++i) {
+        UPIPE_TRY(upipe_comm_shift_start(c, c->team, k->recv, k->send, 64, 1));
+        UPIPE_TRY(upipe_comm_wait(c, c->team));
+        CHECK(k->team.begun - k->team.ended <= UPIPE_NCCL_AHEAD);
+    }
+    return UPIPE_OK;
+}
+
+enum { BY_CALLS, BY_SYNC, BY_NCCL_SYNC, BY_GATHER, BY_FREE, BY_WAYS };
+
+/* A rank never comes. The others' hosts have run ahead, and freed the buffers: they learn of it in time by whatever
+ * they do next, and their pools give out nothing of what the rank may still access. */
+static upipe_status never_body(rank_buf *k)
+{
+    upipe_ctx *c = &k->ctx;
+    int what = k->crew->what, i;
+    upipe_mem_block blocks[4];
+    upipe_mem mem;
+    void *from, *to, *again;
+    upipe_status s = UPIPE_OK;
+    double began;
+    UPIPE_TRY(all_to_all(k, 1));
+    UPIPE_TRY(upipe_comm_barrier(c, c->team));
+    if (k->rank == k->crew->victim) {
+        nap(0.6);
+        return UPIPE_ERR_ABORTED;
+    }
+    c->team->deadline = 0.2;
+    upipe_mem_init(&mem, k->slab, SLAB, blocks, 4);
+    c->mem = &mem;
+    UPIPE_TRY(upipe_alloc(c, &from, 64, "from"));
+    UPIPE_TRY(upipe_alloc(c, &to, 64, "to"));
+    UPIPE_TRY(upipe_comm_shift_start(c, c->team, to, from, 64, 1));
+    UPIPE_TRY(upipe_comm_wait(c, c->team));
+    UPIPE_TRY(upipe_free(c, from));
+    UPIPE_TRY(upipe_free(c, to));
+    began = now();
+    if (what == BY_FREE) {
+        s = upipe_nccl_free(&k->team, &c->err);
+        CHECK(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED);
+        CHECK(k->team.nccl == NULL && now() - began < 1);
+        upipe_mem_destroy(&mem, NULL);
+        return s;
+    }
+    for (i = 0; what == BY_CALLS && s == UPIPE_OK && now() - began < 5; ++i) {
+        s = upipe_comm_start(c, c->team, k->list, 0);
+        if (s == UPIPE_OK) s = upipe_comm_wait(c, c->team);
+        nap(0.005);
+    }
+    if (what == BY_SYNC) s = c->ops->sync(c);
+    if (what == BY_NCCL_SYNC) s = upipe_nccl_sync(c, &k->team);
+    if (what == BY_GATHER) s = call(k, AT_GATHER);
+    CHECK(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED);
+    CHECK(now() - began < 1.2);
+    CHECK_INT(c->team->quarantine, 1);
+    CHECK(upipe_unwind(c, s, 0) == s); /* the stream goes on: it does not hang here */
+    CHECK_STATUS(upipe_alloc(c, &again, 64, "again"), UPIPE_ERR_ARG, c->err);
+    upipe_mem_release(&mem);
+    UPIPE_TRY(upipe_alloc(c, &again, 64, "again"));
+    UPIPE_TRY(upipe_free(c, again));
+    CHECK_STATUS(upipe_mem_destroy(&mem, &c->err), UPIPE_OK, c->err);
+    check_dead(k);
+    return s;
+}
+
+/* ---- two communicators of one rank ---- */
+
+enum { SERIALISED, DISORDER, OTHER_GONE, JOINED };
+
+/* Transfers of both in turn, on a stream each. DISORDER: one rank begins with the other one. OTHER_GONE: one rank never
+ * comes to the second one, and the first one fails with it. */
+static upipe_status pair_body(rank_buf *k, upipe_nccl *second, upipe_ctx *other)
+{
+    upipe_ctx *c = &k->ctx;
+    int odd = k->rank == k->crew->victim, what = k->crew->what, i, w, wrong = 0;
+    uint32_t host[2 * WORDS];
+    upipe_status s = UPIPE_OK;
+    CHECK_STATUS(upipe_nccl_join(&k->team, second, &c->err), UPIPE_OK, c->err);
+    CHECK_STATUS(upipe_nccl_join(second, &k->team, &c->err), UPIPE_ERR_ARG, c->err);
+    c->team->deadline = other->team->deadline = what == SERIALISED ? 20 : 0.2;
+    for (i = 0; i < 6 && s == UPIPE_OK && !(what == OTHER_GONE && odd); ++i) {
+        int turn = what == SERIALISED ? i % 2 : odd ? (i + 1) % 2 : i % 2, next = (k->rank + 1) % k->ranks;
+        upipe_ctx *at = turn ? other : c;
+        for (w = 0; w < WORDS; ++w) host[w] = word_of(k->rank, next, w + i);
+        OK(cudaMemcpyAsync(k->send + 64 * turn, host, WORDS * 4, cudaMemcpyHostToDevice,
+                           (cudaStream_t)at->stream));
+        s = upipe_comm_shift_start(at, at->team, k->recv + 64 * turn, k->send + 64 * turn, WORDS * 4, 1);
+        if (s == UPIPE_OK) s = upipe_comm_wait(at, at->team);
+        if (s != UPIPE_OK) *c = *at;
+    }
+    if (s == UPIPE_OK && what == OTHER_GONE && odd) nap(0.6), s = UPIPE_ERR_ABORTED;
+    if (s == UPIPE_OK) s = c->ops->sync(c); /* of one stream: and all transfers have ended */
+    if (what != SERIALISED) {
+        CHECK(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED);
+        if (!(what == OTHER_GONE && odd)) CHECK(k->team.nccl == NULL && second->nccl == NULL);
+        return s;
+    }
+    UPIPE_TRY(s);
+    OK(cudaMemcpy(host, k->recv, WORDS * 4, cudaMemcpyDeviceToHost));
+    OK(cudaMemcpy(host + WORDS, k->recv + 64, WORDS * 4, cudaMemcpyDeviceToHost));
+    for (w = 0; w < 2 * WORDS; ++w)
+        wrong += host[w] != word_of((k->rank + k->ranks - 1) % k->ranks, k->rank, w % WORDS + 4 + w / WORDS);
+    CHECK_INT(wrong, 0);
+    return UPIPE_OK;
+}
+
+static upipe_status joined_body(rank_buf *k)
+{
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    upipe_nccl second;
+    upipe_ctx other = k->ctx;
+    upipe_err err;
+    ncclComm_t nccl;
+    cudaStream_t stream;
+    ncclResult_t r;
+    upipe_status s;
+    config.blocking = k->crew->blocking;
+    r = ncclCommInitRankConfig(&nccl, k->ranks, k->crew->more, k->rank, &config);
+    CHECK(r == ncclSuccess || r == ncclInProgress);
+    CHECK_STATUS(upipe_nccl_init(&second, nccl, 20, &err), UPIPE_OK, err);
+    OK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    other.stream = stream;
+    other.team = &second.comm;
+    s = pair_body(k, &second, &other);
+    nccl = second.nccl;
+    (void)upipe_nccl_free(&second, &err);
+    if (nccl != NULL) CHECK(ncclCommAbort(nccl) == ncclSuccess);
+    OK(cudaStreamDestroy(stream));
+    return s;
+}
+
+static void test_ahead(crew *all)
+{
+    int i;
+    crew_good(all, 3, full_body);
+    if (all->ahead) crew_good(all, 3, ahead_body);
+    for (i = 0; i < (all->ahead ? BY_WAYS : 0); ++i) {
+        all->victim = i % 3;
+        all->what = i;
+        crew_run(all, 3, 20, never_body, 0, -1, FAKE_ONCE);
+    }
+    for (i = 0; i < JOINED; ++i) {
+        all->victim = 1;
+        all->what = i;
+        fake_one_at_a_time(i == SERIALISED);
+        if (i == SERIALISED)
+            crew_good(all, 3, joined_body);
+        else
+            crew_run(all, 3, 20, joined_body, 0, -1, FAKE_ONCE);
+        fake_one_at_a_time(0);
+    }
+}
+
 /* A bit of everything, for a fault at any call of it. */
 static upipe_status every_body(rank_buf *k)
 {
@@ -507,11 +699,13 @@ int main(void)
         fake_seed((uint64_t)seed);
         fake_eager(seed == 3);
         all->blocking = seed & 1;
+        all->ahead = seed != 1;
         all->grouped = seed == 2;
         all->seed = (uint64_t)test_env("UPIPE_SEED", 1) + (uint64_t)seed;
         test_init();
         test_alone();
         test_team(all);
+        test_ahead(all);
         if (!all->grouped) test_engines(all);
         all->zero_sm = ASKED;
         test_team(all);

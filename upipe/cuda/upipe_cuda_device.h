@@ -17,7 +17,7 @@
 #include <cublas_v2.h>
 #include <cuda_runtime_api.h>
 
-#include "../upipe_base.h"
+#include "../upipe_comm.h"
 
 enum {
     UPIPE_CUDA_SCRATCH = 1 << 20, /* bytes of device memory that a upipe_cuda holds, for sums over a tensor */
@@ -60,13 +60,14 @@ UPIPE_API upipe_status upipe_cublas_check(upipe_err *e, cublasStatus_t r, const 
 
 #define UPIPE_CUBLAS_TRY(e, call) UPIPE_TRY(upipe_cublas_check((e), (call), #call))
 
-/* UNSUPPORTED where ctx->stream is captured into a graph: `what` makes the host wait, and a captured stream
- * runs nothing yet. Asked for before anything is enqueued: the runtime itself would spoil the capture. */
-UPIPE_API upipe_status upi_cuda_uncaptured(upipe_ctx *c, const char *what)
+/* Before `what` makes the host wait for ctx->stream. UNSUPPORTED where it is captured into a graph: then it runs
+ * nothing yet, and the runtime itself would spoil the capture. Transfers on the stream end first, or fail by their
+ * team's deadline, which the runtime does not know. */
+UPIPE_API upipe_status upi_cuda_host_waits(upipe_ctx *c, const char *what)
 {
     enum cudaStreamCaptureStatus state;
     UPIPE_CUDA_TRY(&c->err, cudaStreamIsCapturing((cudaStream_t)c->stream, &state));
-    if (state == cudaStreamCaptureStatusNone) return UPIPE_OK;
+    if (state == cudaStreamCaptureStatusNone) return upipe_comm_settle(c);
     return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
                       "%s waits for the stream, which is captured into a graph and runs nothing yet", what);
 }

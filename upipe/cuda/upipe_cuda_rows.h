@@ -317,7 +317,7 @@ enum { UPI_TEAM_BUF = UPI_BLOCK / 32 * 4 }; /* bytes of shared memory that team 
 
 UPIPE_API upipe_status upi_cuda_sync(upipe_ctx *c)
 {
-    UPIPE_TRY(upi_cuda_uncaptured(c, "sync"));
+    UPIPE_TRY(upi_cuda_host_waits(c, "sync"));
     UPIPE_CUDA_TRY(&c->err, cudaStreamSynchronize((cudaStream_t)c->stream));
     return UPIPE_OK;
 }
@@ -340,7 +340,7 @@ UPIPE_API upipe_status upi_cuda_copy(upipe_ctx *c, void *dst, const void *src, s
     if (bytes == 0) return UPIPE_OK;
     UPIPE_TRY(upi_cuda_pageable(c, dst, &to));
     UPIPE_TRY(upi_cuda_pageable(c, src, &from));
-    if (to || from) UPIPE_TRY(upi_cuda_uncaptured(c, "a copy of ordinary host memory"));
+    if (to || from) UPIPE_TRY(upi_cuda_host_waits(c, "a copy of ordinary host memory"));
     UPIPE_CUDA_TRY(&c->err, cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, (cudaStream_t)c->stream));
     return to || from ? upi_cuda_sync(c) : UPIPE_OK;
 }

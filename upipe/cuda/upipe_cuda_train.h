@@ -391,7 +391,7 @@ UPIPE_API upipe_status upi_cuda_total(upipe_ctx *c, double *out, upipe_view x, i
     int64_t blocks;
     upi_span s;
     UPIPE_TRY(upipe_check_total(c, out, x));
-    UPIPE_TRY(upi_cuda_uncaptured(c, "a total for the host"));
+    UPIPE_TRY(upi_cuda_host_waits(c, "a total for the host"));
     *out = 0;
     if (x.n == 0) return UPIPE_OK;
     s = upi_span_of(&x, 1, 0); /* rows joined or not, the order would differ */

@@ -784,9 +784,9 @@ UPIPE_API upipe_status upi_mpi_fit_comm(MPI_Comm mpi, int tag, upipe_err *e)
  */
 UPIPE_API upipe_status upipe_mpi_init(upipe_mpi *m, MPI_Comm mpi, int tag, double deadline_s, upipe_err *e)
 {
-    static const upipe_comm_ops ops = {"mpi",           upi_mpi_start,      upi_mpi_wait,
-                                       upi_mpi_barrier, upi_mpi_all_gather, upi_mpi_failure,
-                                       upi_mpi_fail};
+    static const upipe_comm_ops ops = {
+        "mpi",           upi_mpi_start, upi_mpi_wait, upi_mpi_barrier, upi_mpi_all_gather,
+        upi_mpi_failure, upi_mpi_fail,  NULL};
     int running = 0, ended = 0, i;
     memset(m, 0, sizeof *m);
     UPIPE_TRY(upi_team_deadline(e, deadline_s));

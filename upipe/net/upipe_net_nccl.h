@@ -12,8 +12,21 @@
  * ncclAlltoAll where the list is an all-to-all of equal parts that are contiguous in both buffers. Blocks are
  * never merged: NCCL matches messages by size, and the peer's blocks may have gaps where these have none.
  * What a rank sends itself is a copy of the compute table. An all-gather or a barrier is an ncclAllGather of
- * 288 bytes a rank through memory that init has allocated. wait returns when the transfer is complete on the
- * device: so a failure is found in one place.
+ * 288 bytes a rank through memory that init has allocated.
+ *
+ * In the stream's order. wait returns when the transfer is enqueued: what the host enqueues on ctx->stream
+ * afterwards comes behind it, and the host runs ahead of the device by up to UPIPE_NCCL_AHEAD operations. A block
+ * of a pool may be freed at once, as its next use is enqueued behind the transfer. A failure shows in a later call
+ * of the team, in ops.sync and what else of the table waits for the stream (upipe_comm_settle), or in
+ * upipe_nccl_sync; not in cudaStreamSynchronize, which would wait for a dead peer for ever. With team.ahead = 0,
+ * set right after init, wait returns when the transfer is complete on the device.
+ *
+ * Several communicators. A rank may be in a team, a ring and a world. NCCL requires that the operations of all
+ * communicators of a device are issued in the same order on all ranks, or that none waits for another: otherwise
+ * ranks wait for each other, which ends in TIMEOUT. Ranks that make the same calls issue them in the same order.
+ * upipe_nccl_join tells the teams of one rank of each other. Then operations on several streams of the rank run
+ * one after the other, in the order of the calls (in a graph keep them on one stream); a wait for one team watches
+ * all; and a failure of one breaks all, as a stream that is stuck in one holds up the others.
  *
  * Copy engines. NCCL 2.28 moves an all-to-all of equal parts with copy engines, without multiprocessors,
  * where both buffers lie in a symmetric window of a communicator of one machine with CTAPolicy =
@@ -27,13 +40,12 @@
  * that the offsets are equal. So the ranks compare shapes and offsets in every transfer before data move,
  * with the ncclAllGather of an all-gather; it needs one block of one multiprocessor for a moment, the data
  * none. If any differ, all ranks send and receive in a group. All of this happens in wait, on a stream of the
- * transport: what the host enqueues on ctx->stream between start and wait runs at the same time, and
- * ctx->stream never waits for a peer in such a transfer. ncclCommAbort does not end a copy engine that waits
+ * transport: what the host enqueues on ctx->stream between start and wait runs at the same time. In wait the host
+ * waits for the comparison, and not for the data. ncclCommAbort does not end a copy engine that waits
  * for a peer's; after the comparison that can happen only if a rank dies, or its device fails, at that
  * moment. In a graph every transfer is a group.
  *
- * Graphs. Where ctx->stream is captured, a transfer is captured with it, and wait returns when NCCL has
- * enqueued it: later work follows in the stream's order. An all-gather and a barrier make the host wait, and
+ * Graphs. Where ctx->stream is captured, a transfer is captured with it. An all-gather and a barrier make the host wait, and
  * are refused: calls that compare ranks (upipe_comm_agree) come before the capture, in one pass, or in two
  * where layers of several kinds alternate. All ranks launch their graphs in the same order; upipe_nccl_sync
  * waits for them under the deadline. The counts of bytes are those of the capture.
@@ -42,240 +54,39 @@
  * not compare what ranks request: lists that do not match, or different calls, end in TIMEOUT at best. An
  * all-gather detects it: it carries number and kind of the call, and returns MISMATCH on all ranks.
  *
- * Deadline. It counts from the moment when the stream reaches the transfer: work that was enqueued before is
- * this rank's own. In a blocking communicator NCCL itself waits for peers without a deadline, when two ranks
+ * Deadline. It counts from the moment when a call sees that the stream has reached the transfer: work that was
+ * enqueued before is this rank's own. In a blocking communicator NCCL itself waits for peers without a deadline, when two ranks
  * first communicate: where a peer may be missing from the start, make it non-blocking.
  *
  * Failures. TIMEOUT names no rank, as NCCL does not report which one is missing. ABORTED: a rank has aborted,
  * or NCCL reports a remote error. BACKEND: NCCL's text, or the CUDA runtime's. The communicator is then freed
  * with ncclCommAbort, which ends this rank's operations; every later call returns ABORTED. NCCL does not
  * inform the other ranks: each one's own deadline, or an asynchronous error, ends its call, and it aborts
- * too. A failed transfer sets comm->quarantine: peers that have not aborted yet may access its buffers.
+ * too. Transfers in flight set comm->quarantine: peers that have not aborted yet may access their buffers, also
+ * those that the host has freed, so that upipe_unwind locks the whole pool.
  * ncclCommAbort itself may wait for work of the device: a call that fails may return that much later than its
  * deadline.
  */
 #ifndef UPIPE_NET_NCCL_H
 #define UPIPE_NET_NCCL_H
 
-#include "upipe_net_team.h"
+#include "upipe_net_nccl_stream.h"
 
-#include <cuda_runtime_api.h>
-#include <nccl.h>
 #include <stdlib.h>
 #include <unistd.h>
 
-/* nccl.h declares what copy engines need. */
-#define UPI_NCCL_ENGINES (NCCL_VERSION_CODE >= 22800)
-
 enum {
-    UPIPE_NCCL_ENGINES_NCCL = 22800,   /* NCCL's version at run time, at least */
-    UPIPE_NCCL_ENGINES_DRIVER = 12050, /* the driver's, as cudaDriverGetVersion counts */
-    UPI_NCCL_YIELDS = 2000,            /* fruitless tests before a waiting rank sleeps */
-    UPI_NCCL_NAP = 20000,              /* ns */
-    UPI_NCCL_HEAD = 4,                 /* numbers before those of an all-gather: mark, call, kind, n */
-    UPI_NCCL_ROW = UPI_NCCL_HEAD + UPIPE_ALL_GATHER_MAX,
-    UPI_NCCL_SYNC = UPI_TEAM_KINDS /* upipe_nccl_sync */
+    UPIPE_NCCL_ENGINES_NCCL = 22800,  /* NCCL's version at run time, at least */
+    UPIPE_NCCL_ENGINES_DRIVER = 12050 /* the driver's, as cudaDriverGetVersion counts */
 };
 
 #define UPI_NCCL_MARK INT64_C(0x316c63636e697075) /* "upinccl1" in memory, low byte first */
-
-/* A rank's end of a team. The host's; must not move between init and free. */
-typedef struct upipe_nccl {
-    upipe_comm comm;
-    ncclComm_t nccl; /* the host's; NULL once a failure has freed it */
-    /* Never ncclAlltoAll, set right after init and on all ranks alike: for a host whose own lists have gaps
-     * on one rank and none on another. */
-    int grouped;
-    int zero_sm;              /* set by upipe_nccl_zero_sm, the same on all ranks: copy engines are used */
-    char zero_sm_says[200];   /* one sentence: what moves how, and why */
-    int64_t engine_transfers; /* how many transfers copy engines have moved */
-    /* the rest belongs to the transport */
-    int64_t call;          /* calls begun */
-    int kind;              /* UPI_TEAM_..., UPI_NCCL_SYNC, of the current call */
-    const upipe_msg *list; /* [n], of a transfer */
-    int n;
-    int pending;   /* NCCL has not yet enqueued it all, so what comes behind it is not enqueued either */
-    int rows_come; /* the current operation ends with the rows of all ranks */
-    int passed;    /* the stream has reached the call: `until` counts */
-    int64_t until;
-    cudaStream_t stream;       /* of the current operation: ctx->stream or side */
-    int captured;              /* the call's stream is captured: there is nothing to wait for */
-    int64_t *row;              /* device: [1 + ranks][UPI_NCCL_ROW], own and all */
-    int64_t *rows;             /* pinned: the same */
-    cudaEvent_t reached, done; /* on ctx->stream, before and behind the call */
-    upipe_err failure;         /* the first one, constant once broken */
-    int broken;
-    void *buf;
-    char *slab; /* the window's memory, the host's */
-    size_t slab_bytes;
-    cudaStream_t side; /* of transfers by copy engines */
-#if UPI_NCCL_ENGINES
-    ncclWindow_t window;
-#endif
-} upipe_nccl;
-
-/* ---- failure ---- */
-
-/* NCCL's own text behind the call's name. `what` is the call as written; nccl may be NULL. */
-UPIPE_API upipe_status upi_nccl_check(upipe_err *e, ncclComm_t nccl, ncclResult_t r, const char *what)
-{
-    const char *more;
-    if (r == ncclSuccess) return UPIPE_OK;
-    more = ncclGetLastError(nccl);
-    return upipe_fail(e, r == ncclRemoteError ? UPIPE_ERR_ABORTED : UPIPE_ERR_BACKEND, "%.*s: %s%s%s",
-                      (int)strcspn(what, "("), what, ncclGetErrorString(r),
-                      more != NULL && more[0] != 0 ? "; " : "", more != NULL ? more : "");
-}
-
-/* The CUDA runtime's own text behind the call's name. */
-UPIPE_API upipe_status upi_nccl_check_cuda(upipe_err *e, cudaError_t r, const char *what)
-{
-    if (r == cudaSuccess) return UPIPE_OK;
-    (void)cudaGetLastError(); /* clears the error: the next call must not report it again */
-    return upipe_fail(e, r == cudaErrorMemoryAllocation ? UPIPE_ERR_MEMORY : UPIPE_ERR_BACKEND,
-                      "%.*s: %s (%s)", (int)strcspn(what, "("), what, cudaGetErrorString(r),
-                      cudaGetErrorName(r));
-}
-
-UPIPE_API const upipe_err *upi_nccl_failure(const upipe_comm *comm)
-{
-    const upipe_nccl *m = (const upipe_nccl *)comm->impl;
-    return m->broken ? &m->failure : NULL;
-}
-
-UPIPE_API int upi_nccl_fail(upipe_comm *comm, upipe_status s, const char *why)
-{
-    upipe_nccl *m = (upipe_nccl *)comm->impl;
-    if (m->broken) return 0;
-    m->broken = 1;
-    upipe_fail(&m->failure, s, "%s", why);
-    if (m->nccl != NULL) (void)ncclCommAbort(m->nccl); /* frees it whatever it returns */
-    m->nccl = NULL;
-    return 1;
-}
-
-UPIPE_API upipe_status upi_nccl_checked(upipe_ctx *c, upipe_nccl *m, ncclResult_t r, const char *what)
-{
-    upipe_err e;
-    upipe_status s = upi_nccl_check(&e, m->nccl, r, what);
-    if (s == UPIPE_OK) return s;
-    return upi_comm_fail(&c->err, &m->comm, s, "rank %d: %s", m->comm.rank, e.text);
-}
-
-UPIPE_API upipe_status upi_nccl_checked_cuda(upipe_ctx *c, upipe_nccl *m, cudaError_t r, const char *what)
-{
-    upipe_err e;
-    upipe_status s = upi_nccl_check_cuda(&e, r, what);
-    if (s == UPIPE_OK) return s;
-    return upi_comm_fail(&c->err, &m->comm, s, "rank %d: %s", m->comm.rank, e.text);
-}
-
-#define UPI_NCCL(c, m, call)      UPIPE_TRY(upi_nccl_checked((c), (m), (call), #call))
-#define UPI_NCCL_CUDA(c, m, call) UPIPE_TRY(upi_nccl_checked_cuda((c), (m), (call), #call))
-
-/* ---- a call, from its first operation to its end ---- */
-
-UPIPE_API const char *upi_nccl_kind(int64_t kind)
-{
-    return kind == UPI_NCCL_SYNC ? "upipe_nccl_sync" : upi_team_kind(kind);
-}
-
-/* The communicator's state: UPIPE_OK, with *busy while NCCL has not enqueued everything. */
-UPIPE_API upipe_status upi_nccl_state(upipe_ctx *c, upipe_nccl *m, int *busy)
-{
-    ncclResult_t state = ncclSuccess;
-    UPI_NCCL(c, m, ncclCommGetAsyncError(m->nccl, &state));
-    *busy = state == ncclInProgress;
-    return *busy ? UPIPE_OK : upi_nccl_checked(c, m, state, upi_nccl_kind(m->kind));
-}
-
-UPIPE_API upipe_status upi_nccl_ready(upipe_ctx *c, upipe_nccl *m)
-{
-    int busy;
-    UPIPE_TRY(upi_comm_whole(c, &m->comm));
-    return upi_nccl_state(c, m, &busy);
-}
-
-UPIPE_API upipe_status upi_nccl_begin(upipe_ctx *c, upipe_nccl *m, int kind)
-{
-    enum cudaStreamCaptureStatus state;
-    UPI_NCCL_CUDA(c, m, cudaStreamIsCapturing((cudaStream_t)c->stream, &state));
-    if (state != cudaStreamCaptureStatusNone && kind != UPI_TEAM_TRANSFER)
-        return upipe_fail(
-            &c->err, UPIPE_ERR_UNSUPPORTED,
-            "rank %d: %s waits for the stream, which is captured into a graph and runs nothing yet",
-            m->comm.rank, upi_nccl_kind(kind));
-    m->call += kind != UPI_NCCL_SYNC; /* other ranks need not make that call */
-    m->kind = kind;
-    m->pending = m->rows_come = m->passed = 0;
-    m->stream = (cudaStream_t)c->stream;
-    m->captured = state != cudaStreamCaptureStatusNone;
-    if (!m->captured) UPI_NCCL_CUDA(c, m, cudaEventRecord(m->reached, (cudaStream_t)c->stream));
-    return UPIPE_OK;
-}
-
-/* NCCL has enqueued the call: enqueues what comes behind it. */
-UPIPE_API upipe_status upi_nccl_close(upipe_ctx *c, upipe_nccl *m)
-{
-    size_t bytes = (size_t)m->comm.ranks * UPI_NCCL_ROW * sizeof *m->row;
-    if (m->rows_come)
-        UPI_NCCL_CUDA(c, m,
-                      cudaMemcpyAsync(m->rows + UPI_NCCL_ROW, m->row + UPI_NCCL_ROW, bytes,
-                                      cudaMemcpyDeviceToHost, m->stream));
-    if (!m->captured) UPI_NCCL_CUDA(c, m, cudaEventRecord(m->done, m->stream));
-    m->pending = 0;
-    return UPIPE_OK;
-}
-
-/* r: what the last of a call's NCCL functions returned; a non-blocking communicator may still be busy. */
-UPIPE_API upipe_status upi_nccl_enqueued(upipe_ctx *c, upipe_nccl *m, ncclResult_t r, const char *what)
-{
-    if (r == ncclInProgress) {
-        m->pending = 1;
-        return UPIPE_OK;
-    }
-    UPIPE_TRY(upi_nccl_checked(c, m, r, what));
-    return upi_nccl_close(c, m);
-}
-
-/* Whether the stream has passed the event. */
-UPIPE_API upipe_status upi_nccl_passed(upipe_ctx *c, upipe_nccl *m, cudaEvent_t event, int *yes)
-{
-    cudaError_t r = cudaEventQuery(event);
-    *yes = r == cudaSuccess;
-    if (r != cudaErrorNotReady) return upi_nccl_checked_cuda(c, m, r, "cudaEventQuery(");
-    (void)cudaGetLastError(); /* not an error, though some runtimes remember it as one */
-    return UPIPE_OK;
-}
-
-/* Waits until the current operation is complete on the device, or is in the graph if it is captured. */
-UPIPE_API upipe_status upi_nccl_finish(upipe_ctx *c, upipe_nccl *m)
-{
-    int idle = 0;
-    if (!m->passed && (m->captured || m->kind == UPI_NCCL_SYNC)) {
-        m->passed = 1;
-        m->until = upi_net_until(m->comm.deadline);
-    }
-    for (;;) {
-        int busy, passed = 0, late = m->passed && upipe_net_now() >= m->until;
-        UPIPE_TRY(upi_nccl_state(c, m, &busy));
-        if (m->pending && !busy) UPIPE_TRY(upi_nccl_close(c, m));
-        if (!m->pending && m->captured) return UPIPE_OK;
-        if (!m->pending) UPIPE_TRY(upi_nccl_passed(c, m, m->done, &passed));
-        if (passed) return UPIPE_OK;
-        if (late) return upi_team_late(&c->err, &m->comm, "in %s for other ranks", upi_nccl_kind(m->kind));
-        if (!m->passed) {
-            UPIPE_TRY(upi_nccl_passed(c, m, m->reached, &m->passed));
-            if (m->passed) m->until = upi_net_until(m->comm.deadline);
-        }
-        upi_net_rest(&idle, UPI_NCCL_YIELDS, UPI_NCCL_NAP);
-    }
-}
 
 /* All-gathers one row a rank to m->rows + (1 + r) * UPI_NCCL_ROW, on m->stream, and waits for it. */
 UPIPE_API upipe_status upi_nccl_gather_rows(upipe_ctx *c, upipe_nccl *m, const int64_t *values, int n)
 {
     int r;
+    UPIPE_TRY(upi_nccl_open(c, m));
     m->rows_come = 1;
     memset(m->rows, 0, UPI_NCCL_ROW * sizeof *m->rows);
     m->rows[0] = UPI_NCCL_MARK;
@@ -289,7 +100,7 @@ UPIPE_API upipe_status upi_nccl_gather_rows(upipe_ctx *c, upipe_nccl *m, const i
     UPIPE_TRY(upi_nccl_enqueued(
         c, m, ncclAllGather(m->row, m->row + UPI_NCCL_ROW, UPI_NCCL_ROW, ncclInt64, m->nccl, m->stream),
         "ncclAllGather("));
-    UPIPE_TRY(upi_nccl_finish(c, m));
+    UPIPE_TRY(upi_nccl_drain(c, m));
     m->rows_come = 0;
     for (r = 0; r < m->comm.ranks; ++r) {
         const int64_t *theirs = m->rows + (size_t)(1 + r) * UPI_NCCL_ROW;
@@ -367,6 +178,7 @@ UPIPE_API upipe_status upi_nccl_post_group(upipe_ctx *c, upipe_nccl *m, const up
     int i, others = 0;
     m->stream = (cudaStream_t)c->stream;
     UPIPE_TRY(upi_comm_copy_own(c, &m->comm, list, n, c->ops->copy));
+    UPIPE_TRY(upi_nccl_open(c, m));
     for (i = 0; i < n; ++i)
         others += list[i].peer != m->comm.rank && (list[i].send_bytes > 0 || list[i].recv_bytes > 0);
     if (others == 0) return upi_nccl_close(c, m);
@@ -380,6 +192,7 @@ UPIPE_API upipe_status upi_nccl_post_group(upipe_ctx *c, upipe_nccl *m, const up
 #if UPI_NCCL_ENGINES
 UPIPE_API upipe_status upi_nccl_post_all(upipe_ctx *c, upipe_nccl *m, const upipe_msg *list, size_t part)
 {
+    UPIPE_TRY(upi_nccl_open(c, m));
     return upi_nccl_enqueued(
         c, m, ncclAlltoAll(list[0].send, list[0].recv, part, ncclInt8, m->nccl, m->stream), "ncclAlltoAll(");
 }
@@ -421,9 +234,12 @@ UPIPE_API upipe_status upi_nccl_move(upipe_ctx *c, upipe_nccl *m)
     for (r = 0; r < m->comm.ranks; ++r)
         same = same && upi_nccl_value(m, r, 0) == mine[0] && upi_nccl_value(m, r, 1) == mine[1];
     if (same && mine[0] > 0) {
-        UPI_NCCL_CUDA(c, m, cudaStreamWaitEvent(m->side, m->reached, 0));
+        UPI_NCCL_CUDA(c, m, cudaStreamWaitEvent(m->side, m->ready, 0));
         ++m->engine_transfers;
-        return upi_nccl_post_all(c, m, m->list, part);
+        UPIPE_TRY(upi_nccl_post_all(c, m, m->list, part));
+        UPI_NCCL_CUDA(c, m,
+                      cudaStreamWaitEvent((cudaStream_t)c->stream, upi_nccl_op_at(m, m->begun - 1)->done, 0));
+        return UPIPE_OK;
     }
 #endif
     return upi_nccl_post_group(c, m, m->list, m->n);
@@ -432,35 +248,35 @@ UPIPE_API upipe_status upi_nccl_move(upipe_ctx *c, upipe_nccl *m)
 UPIPE_API upipe_status upi_nccl_start(upipe_ctx *c, upipe_comm *comm, const upipe_msg *list, int n)
 {
     upipe_nccl *m = (upipe_nccl *)comm->impl;
-    upipe_status s;
-    UPIPE_TRY(upi_nccl_ready(c, m));
+    UPIPE_TRY(upi_nccl_begin(c, m, UPI_TEAM_TRANSFER));
     m->list = list;
     m->n = n;
-    s = upi_nccl_begin(c, m, UPI_TEAM_TRANSFER);
-    if (s == UPIPE_OK && (!m->zero_sm || m->captured)) s = upi_nccl_post(c, m, list, n);
-    if (s != UPIPE_OK) comm->quarantine = 1; /* parts of it may be in flight */
-    return s;
+    if (!m->zero_sm || m->captured) return upi_nccl_post(c, m, list, n);
+    UPI_NCCL_CUDA(c, m, cudaEventRecord(m->ready, m->stream));
+    return UPIPE_OK;
 }
 
 UPIPE_API upipe_status upi_nccl_wait(upipe_ctx *c, upipe_comm *comm)
 {
     upipe_nccl *m = (upipe_nccl *)comm->impl;
-    upipe_status s = upi_comm_whole(c, comm);
-    if (s == UPIPE_OK && m->zero_sm && !m->captured) s = upi_nccl_move(c, m);
-    if (s == UPIPE_OK) s = upi_nccl_finish(c, m);
-    if (s != UPIPE_OK) {
-        comm->quarantine = 1;
-        return s;
-    }
+    UPIPE_TRY(upi_comm_whole(c, comm));
+    if (m->zero_sm && !m->captured) UPIPE_TRY(upi_nccl_move(c, m));
+    if (!m->ahead && !m->captured) UPIPE_TRY(upi_nccl_drain(c, m));
     upi_team_count(comm, m->list, m->n);
     return UPIPE_OK;
+}
+
+/* Before the host waits for a stream. A team that has failed holds up none. */
+UPIPE_API upipe_status upi_nccl_settle(upipe_ctx *c, upipe_comm *comm)
+{
+    upipe_nccl *m = (upipe_nccl *)comm->impl;
+    return m->broken ? UPIPE_OK : upi_nccl_drain(c, m);
 }
 
 /* ---- barrier, all-gather ---- */
 
 UPIPE_API upipe_status upi_nccl_meet(upipe_ctx *c, upipe_nccl *m, int kind, const int64_t *values, int n)
 {
-    UPIPE_TRY(upi_nccl_ready(c, m));
     UPIPE_TRY(upi_nccl_begin(c, m, kind));
     return upi_nccl_gather_rows(c, m, values, n);
 }
@@ -642,7 +458,7 @@ UPIPE_API upipe_status upipe_nccl_zero_sm(upipe_ctx *c, upipe_nccl *m, void *sla
     UPIPE_TRY(upi_comm_idle(c, &m->comm));
     if (m->zero_sm_says[0] != 0)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "copy engines are requested twice");
-    UPIPE_TRY(upi_nccl_ready(c, m));
+    UPIPE_TRY(upi_comm_whole(c, &m->comm));
 #if UPI_NCCL_ENGINES
     return upi_nccl_request(c, m, slab, bytes);
 #else
@@ -656,20 +472,40 @@ UPIPE_API upipe_status upipe_nccl_zero_sm(upipe_ctx *c, upipe_nccl *m, void *sla
 }
 
 /* upipe_nccl_sync -- waits for ctx->stream, no longer than the deadline, and detects NCCL's errors meanwhile:
- *                    for transfers in a graph, where upipe_comm_wait does not wait
- *   order   the deadline counts from the call; it covers all that is enqueued now, computing included
+ *                    for transfers in a graph, of which ops.sync knows nothing
+ *   order   the deadline counts from the end of the calls' own transfers, which have theirs; it covers all that
+ *           is enqueued now, computing included
  *   errors  as upipe_comm_wait; UNSUPPORTED where the stream is captured; ARG while a transfer is in progress
  */
 UPIPE_API upipe_status upipe_nccl_sync(upipe_ctx *c, upipe_nccl *m)
 {
-    upipe_status s;
     UPIPE_TRY(upi_comm_idle(c, &m->comm));
-    UPIPE_TRY(upi_nccl_ready(c, m));
     UPIPE_TRY(upi_nccl_begin(c, m, UPI_NCCL_SYNC));
-    s = upi_nccl_close(c, m);
-    if (s == UPIPE_OK) s = upi_nccl_finish(c, m);
-    if (s != UPIPE_OK) m->comm.quarantine = 1;
-    return s;
+    UPIPE_TRY(upi_nccl_drain(c, m));
+    UPIPE_TRY(upi_nccl_open(c, m));
+    upi_nccl_op_at(m, m->begun - 1)->until = upi_net_until(m->comm.deadline);
+    UPIPE_TRY(upi_nccl_close(c, m));
+    return upi_nccl_drain(c, m);
+}
+
+/* upipe_nccl_join -- these two are teams of one rank, and so are those joined to either before: a failure of one
+ *                    breaks all, every wait watches all of them, and their operations are serialised where they
+ *                    are on several streams
+ *   order   after init, before a transfer of either. Teams that are joined are called from one thread at a time
+ *   errors  ARG: they are joined already, or have operations in flight
+ */
+UPIPE_API upipe_status upipe_nccl_join(upipe_nccl *m, upipe_nccl *other, upipe_err *e)
+{
+    upipe_nccl *t = m;
+    do
+        if (t == other) return upipe_fail(e, UPIPE_ERR_ARG, "these teams are joined already");
+    while ((t = t->next) != m);
+    if (m->begun > m->ended || other->begun > other->ended)
+        return upipe_fail(e, UPIPE_ERR_ARG, "a team with operations in flight is joined to another one");
+    t = m->next;
+    m->next = other->next;
+    other->next = t;
+    return UPIPE_OK;
 }
 
 /* ---- the team ---- */
@@ -679,16 +515,33 @@ UPIPE_API upipe_status upi_nccl_first(upipe_status s, upipe_status t)
     return s != UPIPE_OK ? s : t;
 }
 
+/* The team's events: 0 .. 2 * UPIPE_NCCL_AHEAD. */
+UPIPE_API cudaEvent_t *upi_nccl_event(upipe_nccl *m, int i)
+{
+    if (i == 2 * UPIPE_NCCL_AHEAD) return &m->ready;
+    return i % 2 == 0 ? &m->op[i / 2].reached : &m->op[i / 2].done;
+}
+
 /* upipe_nccl_free -- releases what init allocated; legal after a failure and a failed init too
- *   order   no call is in progress, and the team's device is the current one. Waits for the device. m->nccl
- *           keeps its value: the host destroys its communicator unless that is NULL
- *   errors  BACKEND: the runtime's text; everything that can be released is
+ *   order   no call is in progress, and the team's device is the current one. Waits for what is in flight, within
+ *           the deadline, and then for the device. m->nccl keeps its value: the host destroys its communicator
+ *           unless that is NULL. Teams that are joined are all freed before one is used again
+ *   errors  TIMEOUT, ABORTED: a transfer does not end; BACKEND: the runtime's text. Everything that can be
+ *           released is
  */
 UPIPE_API upipe_status upipe_nccl_free(upipe_nccl *m, upipe_err *e)
 {
     upipe_status s = UPIPE_OK;
+    upipe_nccl *before = m;
+    upipe_ctx c;
     ncclComm_t nccl;
+    int i;
     if (m == NULL) return s;
+    memset(&c, 0, sizeof c);
+    if (m->next != NULL) s = upi_nccl_settle(&c, &m->comm);
+    if (s != UPIPE_OK && e != NULL) *e = c.err;
+    while (before->next != NULL && before->next != m) before = before->next;
+    before->next = m->next;
     nccl = m->nccl;
 #if UPI_NCCL_ENGINES
     if (m->window != NULL && nccl != NULL) /* else the abort has freed it */
@@ -699,10 +552,11 @@ UPIPE_API upipe_status upipe_nccl_free(upipe_nccl *m, upipe_err *e)
     if (m->row != NULL) s = upi_nccl_first(s, upi_nccl_check_cuda(e, cudaFree(m->row), "cudaFree("));
     if (m->rows != NULL)
         s = upi_nccl_first(s, upi_nccl_check_cuda(e, cudaFreeHost(m->rows), "cudaFreeHost("));
-    if (m->reached != NULL)
-        s = upi_nccl_first(s, upi_nccl_check_cuda(e, cudaEventDestroy(m->reached), "cudaEventDestroy("));
-    if (m->done != NULL)
-        s = upi_nccl_first(s, upi_nccl_check_cuda(e, cudaEventDestroy(m->done), "cudaEventDestroy("));
+    for (i = 0; i <= 2 * UPIPE_NCCL_AHEAD; ++i) {
+        cudaEvent_t event = *upi_nccl_event(m, i);
+        if (event != NULL)
+            s = upi_nccl_first(s, upi_nccl_check_cuda(e, cudaEventDestroy(event), "cudaEventDestroy("));
+    }
     free(m->buf);
     memset(m, 0, sizeof *m);
     m->nccl = nccl;
@@ -730,6 +584,7 @@ UPIPE_API upipe_status upi_nccl_claim(upipe_nccl *m, upipe_err *e)
     size_t ranks = (size_t)m->comm.ranks, msgs = 2 * ranks * sizeof(upipe_msg);
     size_t bytes = (1 + ranks) * UPI_NCCL_ROW * sizeof *m->row;
     void *device = NULL, *pinned = NULL;
+    int i;
     m->buf = calloc(1, msgs + ranks * UPIPE_ALL_GATHER_MAX * sizeof(int64_t));
     if (m->buf == NULL) return upipe_fail(e, UPIPE_ERR_MEMORY, "no memory for a team of %zu ranks", ranks);
     m->comm.list = (upipe_msg *)m->buf;
@@ -738,10 +593,11 @@ UPIPE_API upipe_status upi_nccl_claim(upipe_nccl *m, upipe_err *e)
     m->row = (int64_t *)device;
     UPIPE_TRY(upi_nccl_check_cuda(e, cudaHostAlloc(&pinned, bytes, cudaHostAllocDefault), "cudaHostAlloc("));
     m->rows = (int64_t *)pinned;
-    UPIPE_TRY(upi_nccl_check_cuda(e, cudaEventCreateWithFlags(&m->reached, cudaEventDisableTiming),
-                                  "cudaEventCreateWithFlags("));
-    return upi_nccl_check_cuda(e, cudaEventCreateWithFlags(&m->done, cudaEventDisableTiming),
-                               "cudaEventCreateWithFlags(");
+    for (i = 0; i <= 2 * UPIPE_NCCL_AHEAD; ++i)
+        UPIPE_TRY(upi_nccl_check_cuda(e,
+                                      cudaEventCreateWithFlags(upi_nccl_event(m, i), cudaEventDisableTiming),
+                                      "cudaEventCreateWithFlags("));
+    return UPIPE_OK;
 }
 
 /* upipe_nccl_init -- makes this rank's end of a team of all ranks of an NCCL communicator
@@ -756,7 +612,7 @@ UPIPE_API upipe_status upipe_nccl_init(upipe_nccl *m, ncclComm_t nccl, double de
 {
     static const upipe_comm_ops ops = {"nccl",           upi_nccl_start,      upi_nccl_wait,
                                        upi_nccl_barrier, upi_nccl_all_gather, upi_nccl_failure,
-                                       upi_nccl_fail};
+                                       upi_nccl_fail,    upi_nccl_settle};
     int device = -1, current = -1;
     upipe_status s;
     memset(m, 0, sizeof *m);
@@ -777,6 +633,8 @@ UPIPE_API upipe_status upipe_nccl_init(upipe_nccl *m, ncclComm_t nccl, double de
         return s;
     }
     m->nccl = nccl;
+    m->next = m;
+    m->ahead = 1;
     upi_team_init(&m->comm, &ops, m, deadline_s);
     return UPIPE_OK;
 }

@@ -773,9 +773,9 @@ UPIPE_API upipe_status upi_peer_join(upipe_peer *m, upipe_err *e)
  */
 UPIPE_API upipe_status upipe_peer_init(upipe_peer *m, const upipe_peer_desc *d, upipe_err *e)
 {
-    static const upipe_comm_ops ops = {"peer",           upi_peer_start,      upi_peer_wait,
-                                       upi_peer_barrier, upi_peer_all_gather, upi_peer_failure,
-                                       upi_peer_fail};
+    static const upipe_comm_ops ops = {
+        "peer",           upi_peer_start, upi_peer_wait, upi_peer_barrier, upi_peer_all_gather,
+        upi_peer_failure, upi_peer_fail,  NULL};
     int device = -1, i;
     const upipe_err *first;
     upipe_status s;

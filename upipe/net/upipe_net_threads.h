@@ -521,9 +521,14 @@ UPIPE_API upipe_status upipe_threads_init(upipe_threads *team, int ranks, double
 {
     size_t n = (size_t)ranks, square = n * n;
     size_t msgs = 2 * square * sizeof(upipe_msg), gathered = square * UPIPE_ALL_GATHER_MAX * sizeof(int64_t);
-    static const upipe_comm_ops ops = {"threads",           upi_threads_start,      upi_threads_wait,
-                                       upi_threads_barrier, upi_threads_all_gather, upi_threads_failure,
-                                       upi_threads_fail};
+    static const upipe_comm_ops ops = {"threads",
+                                       upi_threads_start,
+                                       upi_threads_wait,
+                                       upi_threads_barrier,
+                                       upi_threads_all_gather,
+                                       upi_threads_failure,
+                                       upi_threads_fail,
+                                       NULL};
     size_t pulled = square * sizeof(uint64_t), counts = 4 * square * sizeof(int);
     char *buf;
     int r, error;
