@@ -2,7 +2,8 @@
 """check_text.py TOP -- what every text file of the project keeps to
 
 No notes to self, no paths of somebody's machine, no trailing blanks, a newline at the end; C files as clang-format
-leaves them; a comment right above every public function; a program shown whole in a page (```c PATH) is the file's text.
+leaves them; a comment right above every public function; code shown in a page (```c PATH) is the file's,
+line by line.
 Prints one line a breach and exits non-zero if there is one.
 """
 
@@ -61,7 +62,10 @@ def check_shown(report, top, name, text):
         number = text.count('\n', 0, shown.start()) + 1
         try:
             with open(os.path.join(top, shown.group(1)), encoding='utf-8') as source:
-                if source.read() != shown.group(2):
+                # a part of a file may stand less deep
+                text_of, part = ('\n'.join(['', *(line.strip() for line in whole.split('\n')), ''])
+                                 for whole in (source.read(), shown.group(2).strip()))
+                if part not in text_of:
                     report(name, number, f'what is shown is not the text of {shown.group(1)}')
         except OSError:
             report(name, number, f'shows {shown.group(1)}, which is not there')
