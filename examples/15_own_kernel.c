@@ -1,6 +1,6 @@
-/* 15_exchange.c -- Megatron's tensors, and an attention kernel of the trainer's own between the all-to-alls
+/* 15_own_kernel.c -- Megatron's tensors, and an attention kernel of the trainer's own between the all-to-alls
  *
- * Q, K and V come out of one projection as [tokens][batch][heads][3][dim]. A pass over a sequence exchanges one head of each
+ * Q, K and V come out of one projection as [tokens][batch][heads][3][dim]. A pass over a sequence transfers one head of each
  * rank a stage: packed, sent, attended, sent back, unpacked. The kernel sees [S][3][dim], one head of all tokens, which
  * cuDNN and FlashAttention take as it is; here it is plain loops. The library's own calls on the same tensors must agree.
  */
@@ -87,7 +87,7 @@ static void attend_bwd(one_head *h)
     }
 }
 
-/* ---- the exchanges ---- */
+/* ---- the all-to-alls ---- */
 
 /* Sequence b of a [ROWS][BATCH][HEADS][width] tensor: a row step goes over the other sequences. */
 static upipe_view sequence(float *data, int b, int width)
@@ -113,7 +113,7 @@ static upipe_status to_tokens(upipe_ctx *c, const upipe_plan *p, int stage, upip
 }
 
 /* Forward and backward of one sequence with the trainer's kernel. */
-static upipe_status exchange_only(upipe_ctx *c, const upipe_plan *p, rank_tensors *r, int b)
+static upipe_status own_kernel(upipe_ctx *c, const upipe_plan *p, rank_tensors *r, int b)
 {
     one_head *heads = r->stage;
     for (int i = 0; i < p->stages; ++i) {
@@ -163,7 +163,7 @@ static upipe_status rank_main(void *user, int rank)
         upipe_saved saved;
         upipe_qkv_grads g;
         const upipe_qkv a = call(&p->plan, r, &g, b);
-        s = exchange_only(&c, &p->plan, r, b);
+        s = own_kernel(&c, &p->plan, r, b);
         if (s == UPIPE_OK) s = upipe_qkv_fwd(&c, &a, &saved);
         if (s == UPIPE_OK) s = upipe_qkv_bwd(&c, &a, &g, &saved);
     }
