@@ -23,7 +23,7 @@ typedef struct slope {
 
 /* Of the largest rank. chunk 0: UPipe; = heads: Ulysses */
 static slope slope_of(const llama_config *config, int ranks, int chunk, int segments,
-                      activations_setting kept, const upipe_ops *ops)
+                      activations_setting kept, int prefetch, const upipe_ops *ops)
 {
     enum { TOKENS = 1 << 20, LARGE = 5 };
     memory_plan most[2];
@@ -51,6 +51,7 @@ static slope slope_of(const llama_config *config, int ranks, int chunk, int segm
             CHECK_STATUS(model_cut(&m, segments, &e), UPIPE_OK, e);
             m.activations = kept;
             m.zero = 3;
+            m.prefetch = prefetch;
             CHECK_STATUS(memory_plan_make(&plan, &m, ops, NULL, NULL, &e), UPIPE_OK, e);
             most[i].peak = upipe_max_bytes(most[i].peak, plan.peak);
             most[i].need = upipe_max_bytes(most[i].need, plan.need);
@@ -81,21 +82,23 @@ static void test_slopes(void)
     const llama_config llama = {32, 4096, 14336, 128256, 32, 8, 128, 0, 0, 500000, 1e-5, 0};
     enum { ULYSSES = 32, UPIPE = 8 };
     static const struct {
-        int chunk, segments, kind, k, grad;
+        int chunk, segments, kind, k, grad, prefetch;
         double slab_cpu, slab_cuda, host; /* at most */
-    } rows[] = {{UPIPE, 0, ACTIVATIONS_OFFLOAD, 0, 0, 5.1, 5.35, 32.1},
-                {UPIPE, 0, ACTIVATIONS_OFFLOAD, 0, 1, 4.15, 4.55, 33.1},
-                {ULYSSES, 0, ACTIVATIONS_OFFLOAD, 0, 0, 6.6, 7.6, 32.1},
-                {ULYSSES, 0, ACTIVATIONS_OFFLOAD, 0, 1, 5.6, 6.6, 33.1},
-                {UPIPE, 16, ACTIVATIONS_OFFLOAD, 0, 0, 1.25, 1.25, 40.1},
-                {ULYSSES, 16, ACTIVATIONS_OFFLOAD, 0, 0, 1.65, 1.65, 39.1},
-                {UPIPE, 0, ACTIVATIONS_SAC, 0, 0, 5.1, 5.35, 64.6},
-                {UPIPE, 0, ACTIVATIONS_SAC, 0, 1, 4.15, 4.55, 65.6},
-                {UPIPE, 0, ACTIVATIONS_SAC, 8, 0, 5.1, 5.35, 40.2},
-                {UPIPE, 0, ACTIVATIONS_BLOCKS, 2, 0, 5.1, 5.35, 18.1},
-                {UPIPE, 0, ACTIVATIONS_BLOCKS, 4, 0, 5.1, 5.35, 14.1},
-                {UPIPE, 0, ACTIVATIONS_BLOCKS, 2, 1, 4.15, 4.55, 19.1},
-                {UPIPE, 0, ACTIVATIONS_SAO, 4, 0, 13.1, 13.35, 24.1}};
+    } rows[] = {{UPIPE, 0, ACTIVATIONS_OFFLOAD, 0, 0, 0, 5.1, 5.35, 32.1},
+                {UPIPE, 0, ACTIVATIONS_OFFLOAD, 0, 1, 0, 4.15, 4.55, 33.1},
+                {ULYSSES, 0, ACTIVATIONS_OFFLOAD, 0, 0, 0, 6.6, 7.6, 32.1},
+                {ULYSSES, 0, ACTIVATIONS_OFFLOAD, 0, 1, 0, 5.6, 6.6, 33.1},
+                {UPIPE, 16, ACTIVATIONS_OFFLOAD, 0, 0, 0, 1.25, 1.25, 40.1},
+                {ULYSSES, 16, ACTIVATIONS_OFFLOAD, 0, 0, 0, 1.65, 1.65, 39.1},
+                {UPIPE, 0, ACTIVATIONS_SAC, 0, 0, 0, 5.1, 5.35, 64.6},
+                {UPIPE, 0, ACTIVATIONS_SAC, 0, 1, 0, 4.15, 4.55, 65.6},
+                {UPIPE, 0, ACTIVATIONS_SAC, 8, 0, 0, 5.1, 5.35, 40.2},
+                {UPIPE, 0, ACTIVATIONS_BLOCKS, 2, 0, 0, 5.1, 5.35, 18.1},
+                {UPIPE, 0, ACTIVATIONS_BLOCKS, 4, 0, 0, 5.1, 5.35, 14.1},
+                {UPIPE, 0, ACTIVATIONS_BLOCKS, 2, 1, 0, 4.15, 4.55, 19.1},
+                {UPIPE, 0, ACTIVATIONS_OFFLOAD, 0, 0, 1, 5.1, 5.35, 32.1},
+                {UPIPE, 16, ACTIVATIONS_OFFLOAD, 0, 0, 1, 1.25, 1.25, 40.1},
+                {UPIPE, 0, ACTIVATIONS_SAO, 4, 0, 0, 13.1, 13.35, 24.1}};
     upipe_ops ops[2];
     size_t i;
     int table;
@@ -104,17 +107,18 @@ static void test_slopes(void)
     for (i = 0; i < sizeof rows / sizeof *rows; ++i)
         for (table = 0; table < 2; ++table) {
             const double most = table == 0 ? rows[i].slab_cpu : rows[i].slab_cuda;
-            const slope s = slope_of(&llama, 8, rows[i].chunk, rows[i].segments,
-                                     setting_of(rows[i].kind, rows[i].k, rows[i].grad), &ops[table]);
+            const slope s =
+                slope_of(&llama, 8, rows[i].chunk, rows[i].segments,
+                         setting_of(rows[i].kind, rows[i].k, rows[i].grad), rows[i].prefetch, &ops[table]);
             CHECK_SAY(s.peak <= most, "row %zu, %s: a peak's slope of %.4f, at most %.2f", i, ops[table].name,
                       s.peak, most);
+            /* the unit that is there earlier leaves a hole, which does not grow */
 #ifndef UPI_MEM_ASAN /* red zones keep blocks from taking each other's places */
-            CHECK_SAY(s.slab <= most && s.peak <= s.slab,
+            CHECK_SAY(s.slab <= most && (rows[i].prefetch || s.peak <= s.slab),
                       "row %zu, %s: a slab's slope of %.4f, at most %.2f; peak %.4f", i, ops[table].name,
                       s.slab, most, s.peak);
 #endif
-            /* in segments the embedding's gradient holds more than a layer */
-            CHECK_SAY(s.constant <= (rows[i].segments > 0 ? 18.85 : 18.6) * (1 << 30),
+            CHECK_SAY(s.constant <= 18.6 * (1 << 30),
                       "row %zu, %s: %.3f GiB of a slab are constant with ZeRO 3", i, ops[table].name,
                       s.constant / (1 << 30));
             CHECK_SAY(s.host_slab <= rows[i].host && s.host <= s.host_slab,
@@ -168,7 +172,7 @@ static void test_largest(void)
     upipe_ops ops;
     slope s;
     upipe_cpu_ops(&ops);
-    s = slope_of(&qwen, 8, 28, 0, setting_of(ACTIVATIONS_OFFLOAD, 0, 0), &ops);
+    s = slope_of(&qwen, 8, 28, 0, setting_of(ACTIVATIONS_OFFLOAD, 0, 0), 0, &ops);
     CHECK_SAY(s.peak > 7.5 && s.peak <= 8, "the largest rank's slope is %.4f", s.peak);
 }
 

@@ -681,16 +681,31 @@ static upipe_status model_loss_bwd(model_rank *r, upipe_view x, float scale)
     return UPIPE_OK;
 }
 
-/* The gradient of the embedding from g, that of the first layer's input. */
+/* The gradient of the embedding from g, that of the first layer's input, whose block goes back to the pool. Where a rank
+ * holds no whole gradient until now, and in segments little else, g waits in the second pool and is read by tiles. */
 static upipe_status model_embed_bwd(model_rank *r, upipe_view g)
 {
     const llama_config *config = &r->m->layout->config;
     const int unit = model_unit_of(r, LLAMA_EMBED, -1);
+    const int away = r->m->fpdt.segments > 0 && r->zero->stage >= 2 && !config->tied;
+    activations_tiles t;
     upipe_view table;
+    if (away) {
+        void *there;
+        UPIPE_TRY(activations_put(&r->kept, r->c, &there, g.data, activations_bytes(g), "stream"));
+        UPIPE_TRY(model_grad_leave(r, there, g));
+        g.data = there;
+    }
     if (!config->tied) UPIPE_TRY(model_grads_begin(r, unit));
     table =
         upipe_view_packed(model_grad(r, LLAMA_EMBED, -1), UPIPE_F32, config->vocab, 1, (int32_t)config->dim);
-    UPIPE_TRY(r->c->ops->embed_bwd(r->c, table, g, r->tokens));
+    UPIPE_TRY(activations_tiles_begin(&r->kept, r->c, &t, g, away, NULL));
+    while (t.tile.n > 0) {
+        UPIPE_TRY(r->c->ops->embed_bwd(r->c, table, t.tile, r->tokens + t.row));
+        UPIPE_TRY(activations_tiles_next(&r->kept, r->c, &t));
+    }
+    UPIPE_TRY(activations_tiles_end(r->c, &t));
+    UPIPE_TRY(upipe_mem_free(away ? r->second : r->c->mem, g.data, &r->c->err));
     return model_grads_end(r, unit);
 }
 
@@ -841,8 +856,7 @@ __attribute__((unused)) static upipe_status model_bwd(model_rank *r, upipe_view 
         UPIPE_TRY(r->m->fpdt.segments > 0 ? model_segments_bwd(r, i, &x) : model_layer_bwd(r, i, &x));
         UPIPE_TRY(activations_drop(&r->kept, r->c, i));
     }
-    UPIPE_TRY(model_embed_bwd(r, x));
-    return model_free_block(r, x);
+    return model_embed_bwd(r, x);
 }
 
 /* model_logits -- f32 logits [n][vocab] of n rows of the stream, in the device's memory; the head's weights have begun */
