@@ -287,14 +287,14 @@ SIZES = ['stream', 'fetched', 'mlp', 'loss', 'batch', 'chunks', 'fixed']
 
 def times_of(got, method, tokens, kept, rates):
     """A step's seconds by the rates that they depend on."""
-    share = dict.fromkeys(['all_to_all', 'ring', 'host_link', 'other'], 0) | got['shares']
+    share = dict.fromkeys(['all_to_all', 'ring_and_sums', 'host_link', 'other'], 0) | got['shares']
     attention = share['attention_forward'] + share['attention_backward']
     wait = rates['wait_part'] * attention
     out = dict.fromkeys(TIMES, 0)
     out['native' if method == 'native' else 'attention_forward'] = share['attention_forward']
     out['native' if method == 'native' else 'attention_backward'] += share['attention_backward']
     out['dense'], out['wait'] = share['dense'], wait
-    out['all_to_all' if method not in ('native', 'ring') else 'ring'] = share['all_to_all'] + share['ring'] - wait
+    out['all_to_all' if method not in ('native', 'ring') else 'ring'] = share['all_to_all'] + share['ring_and_sums'] - wait
     out['host'] = share['host_link']
     if method == 'fpdt':
         out['host'] = 2 * 32 * tokens / 8 * 8192 / rates['host_link_bytes']
@@ -379,6 +379,12 @@ def leave_out(planner):
         row += [f'{max(found, key=abs):+.1f}', f'{(sum(e * e for e in found) / len(found))**0.5:.1f}']
     rows.append(row)
     table(['without', 'throughput, largest', 'rms', 'memory, largest', 'rms'], rows)
+    moved = {name: 100 * float(change) for name, change in zip(TIMES, errors(speed, lambda cell: False)[0])}
+    grown = {name: float(change) for name, change in zip(SIZES, errors(memory, lambda cell: False)[0])}
+    numbers['refitted'] = moved, grown
+    say('The constants in use are rounded. A fit of all cells would change the seconds of '
+        + ', '.join(f'{name.replace("_", " ")} by {change:+.1f} %' for name, change in moved.items())
+        + '; and the sizes, tensors and GiB, of ' + ', '.join(f'{name} by {change:+.2f}' for name, change in grown.items()) + '.', '')
 
 
 # ---- pictures, the page ----

@@ -328,7 +328,7 @@ def test_bits(folder):
         ('unequal targets', {'heads': 4, 'kv_heads': 4, 'ranks': 4, 'batch': 2, 'data': 'short.txt'}),
         ('unequal targets, batch 3, offload', {'ranks': 2, 'batch': 3, 'data': 'short.txt', 'offload': True}),
         ('three ranks', {'heads': 6, 'kv_heads': 3, 'ranks': 3, 'tokens': 63, 'layers': 3, 'data': 'short.txt'}),
-        ('offload, small tiles', {'offload': True, 'tile_bytes': 200000, 'tokens': 384}),
+        ('offload, small tiles', {'offload': True, 'tile_bytes': '200kB', 'tokens': 384}),
         ('one layer, one rank', {'layers': 1, 'ranks': 1, 'chunk': 2}),
         ('neither tokens nor heads divide', {'heads': 6, 'kv_heads': 2, 'ranks': 4, 'tokens': 67, 'batch': 2}),
         ('a window', {'heads': 8, 'kv_heads': 4, 'ranks': 4, 'window': 10}),
@@ -378,7 +378,7 @@ def test_methods(folder):
     for what, flags in [
         ('equal parts', {'heads': 8, 'kv_heads': 4}),
         ('unequal parts, a window, offload', {'heads': 8, 'kv_heads': 4, 'tokens': 67, 'batch': 2, 'window': 20,
-                                              'offload': True, 'tile_bytes': 120000}),
+                                              'offload': True, 'tile_bytes': '120kB'}),
         ('QK norm', {'qk_norm': True, 'heads': 8, 'kv_heads': 4, 'tokens': 30}),
     ]:
         runs = {method: good(folder, f'{what}: {method}', method=method, ranks=4, steps=5, **flags)
@@ -974,7 +974,8 @@ def test_usage(folder):
         (['--window', '-1'], ['--window', "'-1'"]),
         (['--window', '8', '--qk-norm'], ['--window', '--qk-norm']),
         (['--keep', '-1', '--save', 'x'], ['--keep', "'-1'"]),
-        (['--tile-bytes', '99999999999999999999'], ['99999999999999999999']),
+        (['--tile-bytes', '99999999999999999999B'], ['99999999999999999999B']),
+        (['--tile-bytes', '65536'], ['with its unit', "'65536'"]),
         (['--frobnicate'], ['--frobnicate']),
         (['--he', '4'], ['--he']),
         (['-r', '4'], ['-r']),
@@ -1027,7 +1028,7 @@ def test_refusals(folder):
         ({'chunk': 8}, ['8', '4']),
         ({'head_dim': 7}, ['7', '32', '256']),
         ({'head_dim': 264}, ['264']),
-        ({'tile_bytes': 5}, ['5', '[0-9]{3}']),
+        ({'tile_bytes': '5B'}, ['5', '[0-9]{3}']),
         ({'untied': True, 'vocab': 2147483647}, ['GiB', '[0-9]']),
         ({'model_dim': 65536, 'head_dim': 256, 'ff_dim': 1000000}, ['GiB', '[0-9]']),
         ({'layers': 4096, 'model_dim': 16777216, 'head_dim': 256, 'ff_dim': 16777216}, ['[0-9]']),

@@ -171,12 +171,15 @@ static inline int cli_tokens(const char *flag, const char *text, int64_t most, i
     return cli_whole(flag, text, 1, 1, most, out);
 }
 
-/* Bytes, which have a unit: 64KiB, 80GB. */
-static inline int cli_bytes(const char *flag, const char *text, int64_t *out)
+/* Bytes, which have a unit: 64KiB, 80GB; half of 63 bits at most. */
+static inline int cli_bytes(const char *flag, const char *text, size_t *out)
 {
-    if (number_bytes(text, out) == 0) return 0;
-    return cli_refuse("--%s wants a size with its unit (64KiB, 80GB, 1.9TiB; GB is not GiB), not '%s'", flag,
-                      text);
+    int64_t n = 0;
+    if (number_bytes(text, &n) != 0 || n > INT64_MAX / 2)
+        return cli_refuse("--%s wants a size with its unit (64KiB, 80GB, 1.9TiB; GB is not GiB), not '%s'",
+                          flag, text);
+    *out = (size_t)n;
+    return 0;
 }
 
 /* A whole number from 1. */

@@ -47,7 +47,6 @@ static inline const limit_whole *limit_whole_of(const char *name)
                                       {"steps", 1, INT32_MAX},
                                       {"warmup", 0, INT32_MAX},
                                       {"seed", 0, INT64_MAX},
-                                      {"tile-bytes", 0, INT64_MAX / 2},
                                       {"save-every", 0, INT32_MAX},
                                       {"keep", 0, 1000000},
                                       {"sample", 0, 1 << 20},

@@ -139,7 +139,8 @@ static const char usage_text[] =
     "  --zero STAGE       sharded over the ranks: 0 nothing, 1 optimizer, 2 gradients too, 3 weights too (1)\n"
     "  --zero-prefetch    with --zero 3: the weights of the next half a layer are gathered while one computes\n"
     "  --reduce-dtype T   in which gradients of matrices are sent to be summed: f32 or bf16; sums are f32 (f32)\n"
-    "  --tile-bytes N     limit of a tile of MLP or loss (64 tokens or more), without product scratch\n"
+    "  --tile-bytes SIZE  limit of a tile of MLP or loss with its unit (64KiB; 64 tokens or more), without product\n"
+    "                     scratch\n"
     "                     (0: the paper's square, about model-dim tokens)\n"
     "  --deadline SECONDS how long a rank waits for another one before it aborts (600)\n"
     "  --plan             print the memory by component and what a token adds to it; train nothing\n"
@@ -261,8 +262,6 @@ static int options_flag(void *user, int flag, const char *text)
 {
     options *o = (options *)user;
     const char *name = option_list[flag].name;
-    int64_t n = 0;
-    int status;
     switch (flag) {
     case FLAG_METHOD:
     case FLAG_RANKS:
@@ -314,9 +313,7 @@ static int options_flag(void *user, int flag, const char *text)
     case FLAG_SEED:
         return options_whole(name, text, &o->seed);
     case FLAG_TILE_BYTES:
-        status = options_whole(name, text, &n);
-        o->tile_bytes = (size_t)n;
-        return status;
+        return cli_bytes(name, text, &o->tile_bytes);
     case FLAG_ACTIVATIONS:
         return activations_flag(name, text, &o->activations);
     case FLAG_OFFLOAD:

@@ -32,7 +32,8 @@ enum {
 };
 
 static const char *const share_names[SHARES] = {
-    "all_to_all", "attention_forward", "attention_backward", "dense", "ring", "host_link", "states", "other"};
+    "all_to_all", "attention_forward", "attention_backward", "dense", "ring_and_sums", "host_link", "states",
+    "other"};
 
 /* What a rank does in a step: FLOPs and bytes. */
 typedef struct estimate_work {

@@ -78,7 +78,7 @@ typedef struct machine {
 #define MACHINE_LINK     "400 Gbit/s a GPU, the paper's section 5.1"
 
 /* The paper's machine. The fitted rates are one least-squares fit of relative errors over the paper's tables of Llama3-8B
- * on 8 GPUs (throughput, runtime, batch, SAO, SAC: 105 cells), by bench/paper.py; they hold all that a training of its time
+ * on 8 GPUs (throughput, runtime, batch, SAO, SAC: 104 cells), as bench/paper.py makes it; they hold all that a training of its time
  * lost. */
 static const struct {
     double value;

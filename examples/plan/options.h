@@ -63,13 +63,14 @@ static const char usage_text[] =
     "  --tile-bytes SIZE  limit of a tile of MLP or loss, with its unit (the paper's square)\n"
     "\n"
     "  --as torchtitan    the paper's own setting instead of this library: what PyTorch holds and takes. Methods\n"
-    "                     are native, ring, ulysses, fpdt and upipe as the paper ran them; activations offload\n"
+    "                     are native, ring, ulysses, fpdt and upipe as the paper ran them; activations offload,\n"
+    "                     of native ac\n"
     "  --max-tokens       the longest sequence that fits, instead of --tokens; with --best of every setting\n"
     "  --best             all methods, chunks, segments, rings, activations and overlaps: what fits, the fastest\n"
     "                     first, and which are the fastest of their memory\n"
     "  --json FILE        write the numbers; bytes and seconds. examples/plan/plot_plan.py draws them: memory by\n"
     "                     component and phase, and of --best the settings by time and memory\n"
-    "  --calibrate FILE   rates from numbers of bench/run.sh attn, gemm or all: this machine's; may come often\n"
+    "  --calibrate FILE   rates from numbers of bench/run.sh attn, gemm or all: this machine's; may come 16 times\n"
     "  --write-machine FILE\n"
     "                     write the machine, every rate with its origin, as --machine reads it\n"
     "  --progress         say on stderr what is being done, terminal or not\n"
@@ -134,9 +135,7 @@ static int options_flag(void *user, int flag, const char *text)
     case FLAG_DEVICE:
         return device_flag_planned(name, text, &o->device);
     case FLAG_TILE_BYTES:
-        status = cli_bytes(name, text, &n);
-        o->s.tile_bytes = (size_t)n;
-        return status;
+        return cli_bytes(name, text, &o->s.tile_bytes);
     case FLAG_AS:
         o->as_titan = 1;
         return strcmp(text, "torchtitan") == 0 ? 0 : cli_refuse("--as is torchtitan, not '%s'", text);

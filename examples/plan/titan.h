@@ -16,7 +16,8 @@ enum { TITAN_NATIVE, TITAN_RING, TITAN_ULYSSES, TITAN_FPDT, TITAN_UPIPE, TITANS 
 
 static const char *const titan_names[TITANS] = {"native", "ring", "ulysses", "fpdt", "upipe"};
 
-/* Fitted on the paper's Llama3-8B tables of 8 GPUs; all but the last two count tensors.
+/* Fitted on the paper's Llama3-8B tables of 8 GPUs; all but the last count tensors. The numbers are the paper's; which
+ * tensors they are is a reading.
  *   STREAM   tensors [T][D] in bf16 that live while attention's backward runs, beside O and its gradient: the layer's input,
  *            its norm, the sum behind attention and that sum's gradient, for part of the time
  *   FETCHED  the same that are more where inputs come back from the host: the fetched one, and the one that the backward
