@@ -149,7 +149,8 @@ def same_bytes():
     cases = [({}, 2, 'bf16', ['--method', 'upipe', '--activations', 'offload'], True),
              ({}, 2, 'f32', ['--method', 'ulysses', '--activations', 'ac', '--batch', '3'], False),
              ({}, 4, 'f32', ['--method', 'zigzag', '--activations', 'sac'], False),
-             ({}, 4, 'bf16', ['--method', 'usp', '--ring', '2', '--activations', 'ac'], False),
+             ({}, 4, 'bf16', ['--method', 'usp', '--ring', '2', '--activations', 'ac', '--zero-prefetch', '--reduce-dtype', 'bf16'],
+              False),
              ({}, 2, 'f32', ['--method', 'fpdt', '--segments', '4', '--activations', 'blocks:2,grad'], True),
              ({}, 2, 'f32', ['--method', 'upipe-fpdt', '--activations', 'offload', '--overlap'], False),
              (uneven, 3, 'f32', ['--method', 'upipe', '--activations', 'offload'], True)]

@@ -38,7 +38,8 @@ static const char *const share_names[SHARES] = {
 /* What a rank does in a step: FLOPs and bytes. */
 typedef struct estimate_work {
     double attn_fwd, attn_bwd, products;
-    double team, ring, states; /* sent */
+    double team, ring, states; /* sent; of states beside kernels */
+    double exposed;            /* of states that nothing runs beside */
     double moved, waited;      /* between device and host: beside kernels, and while they wait */
     double segments;           /* the same of FPDT's chunks as PyTorch moves them */
     double merged;             /* read and written to merge a ring's partial results */
@@ -86,7 +87,7 @@ static inline void estimate_time(estimate *e, const machine *m, int ranks, int t
     /* what runs beside the kernels takes what it takes longer than they */
     e->share[SHARE_RING] = fmax(0, w->ring / beside - attn) + w->merged / rate[MACHINE_MERGE];
     if (ranks > 1) e->share[team > 1 ? SHARE_A2A : SHARE_RING] += attn * rate[MACHINE_WAIT];
-    e->share[SHARE_STATES] = fmax(0, w->states / beside - compute);
+    e->share[SHARE_STATES] = fmax(0, w->states / beside - compute) + w->exposed / beside;
     e->share[SHARE_HOST] = fmax(0, w->moved / rate[MACHINE_HOST] - compute) + w->waited / rate[MACHINE_HOST] +
                            w->segments / rate[MACHINE_SEGMENTS];
     e->share[SHARE_OTHER] = (double)layers * rate[MACHINE_LAYER] + w->stages * rate[MACHINE_STAGE];

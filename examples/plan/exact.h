@@ -33,7 +33,13 @@ static void exact_work(estimate *e, const memory_plan *p, const model *m, const 
     w->merged = p->work.merged;
     w->team = (double)p->sent_team;
     w->ring = (double)p->sent_ring;
-    w->states = (double)(p->sent - p->sent_team - p->sent_ring); /* of all ranks */
+    /* to all ranks: weights are gathered ahead where that is asked for, sums of gradients are waited for */
+    w->exposed = (double)(p->sent - p->sent_team - p->sent_ring);
+    if (s->prefetch) {
+        const double sums = (double)m->layout->weights * (double)upipe_dtype_bytes(s->reduce);
+        w->states = fmax(0, w->exposed - sums * (1 - 1.0 / s->how.ranks));
+        w->exposed -= w->states;
+    }
     *(s->how.segments > 0 && !s->how.overlap ? &w->waited : &w->moved) = (double)p->moved;
     w->stages =
         passes > 3 * (double)m->layout->config.layers ? passes - 3 * (double)m->layout->config.layers : 0;

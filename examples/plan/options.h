@@ -10,7 +10,7 @@
 /* clang-format off */
 enum {
     FLAG_MODEL, FLAG_MACHINE, FLAG_RANKS, FLAG_TOKENS, FLAG_BATCH, FLAG_METHOD, FLAG_RING, FLAG_INNER, FLAG_SEGMENTS,
-    FLAG_CHUNK, FLAG_OVERLAP, FLAG_ACTIVATIONS, FLAG_ZERO, FLAG_DTYPE, FLAG_DEVICE, FLAG_TILE_BYTES, FLAG_AS, FLAG_MAX_TOKENS,
+    FLAG_CHUNK, FLAG_OVERLAP, FLAG_ACTIVATIONS, FLAG_ZERO, FLAG_ZERO_PREFETCH, FLAG_REDUCE_DTYPE, FLAG_DTYPE, FLAG_DEVICE, FLAG_TILE_BYTES, FLAG_AS, FLAG_MAX_TOKENS,
     FLAG_BEST, FLAG_JSON, FLAG_CALIBRATE, FLAG_WRITE_MACHINE, FLAG_PROGRESS, FLAG_HELP, FLAG_VERSION, FLAGS
 };
 
@@ -28,6 +28,8 @@ static const struct option option_list[] = {
     {"overlap",       no_argument,       NULL, FLAG_OVERLAP},
     {"activations",   required_argument, NULL, FLAG_ACTIVATIONS},
     {"zero",          required_argument, NULL, FLAG_ZERO},
+    {"zero-prefetch", no_argument,       NULL, FLAG_ZERO_PREFETCH},
+    {"reduce-dtype",  required_argument, NULL, FLAG_REDUCE_DTYPE},
     {"dtype",         required_argument, NULL, FLAG_DTYPE},
     {"device",        required_argument, NULL, FLAG_DEVICE},
     {"tile-bytes",    required_argument, NULL, FLAG_TILE_BYTES},
@@ -57,6 +59,8 @@ static const char usage_text[] =
     METHOD_USAGE
     "  --activations KIND what is kept of each layer, see below (offload)\n"
     "  --zero STAGE       sharded over the ranks: 0 nothing, 1 optimizer, 2 gradients too, 3 weights too (3)\n"
+    "  --zero-prefetch    with --zero 3: the weights of the next half a layer are gathered while one computes\n"
+    "  --reduce-dtype T   in which gradients of matrices are sent to be summed: f32 or bf16 (f32)\n"
     "  --dtype TYPE       storage of activations and weights: f32 or bf16 (bf16)\n"
     "  --device NAME      whose kernels' scratch is counted: cpu or cuda (cuda where the machine\n"
     "                     has GPUs)\n"
@@ -130,6 +134,11 @@ static int options_flag(void *user, int flag, const char *text)
         status = cli_number(name, text, limit_whole_of(name)->least, limit_whole_of(name)->most, &n);
         o->s.zero = (int)n;
         return status;
+    case FLAG_ZERO_PREFETCH:
+        o->s.prefetch = 1;
+        return 0;
+    case FLAG_REDUCE_DTYPE:
+        return cli_dtype(name, text, &o->s.reduce);
     case FLAG_DTYPE:
         return cli_dtype(name, text, &o->s.dtype);
     case FLAG_DEVICE:
@@ -226,8 +235,13 @@ static int options_resolve(options *o)
     if (o->s.tokens > 0 && o->max_tokens)
         return cli_refuse("--tokens and --max-tokens contradict each other: the latter looks for them");
     if (o->best && o->as_titan) return cli_refuse("--best and --as contradict each other");
-    if (o->as_titan && (o->s.dtype != UPIPE_BF16 || o->given[FLAG_DEVICE] || o->given[FLAG_ZERO]))
-        return cli_refuse("--dtype, --device and --zero would have no effect as torchtitan");
+    if (o->as_titan && (o->s.dtype != UPIPE_BF16 || o->given[FLAG_DEVICE] || o->given[FLAG_ZERO] ||
+                        o->s.prefetch || o->given[FLAG_REDUCE_DTYPE]))
+        return cli_refuse(
+            "--dtype, --device, --zero, --zero-prefetch and --reduce-dtype would have no effect as torchtitan");
+    if (o->s.prefetch && o->s.zero < 3)
+        return cli_refuse("--zero-prefetch would have no effect with --zero %d: no weights are gathered",
+                          o->s.zero);
     if ((status = preset_find(&o->config, o->note, o->model)) != 0) return status;
     if (o->s.activations.k > o->config.layers)
         return cli_refuse("--activations: the model has %lld layers", (long long)o->config.layers);
@@ -242,6 +256,7 @@ static int options_read(options *o, int argc, char **argv)
     o->s.batch = 1;
     o->s.dtype = UPIPE_BF16;
     o->s.zero = 3;
+    o->s.reduce = UPIPE_F32;
     o->s.activations.kind = ACTIVATIONS_OFFLOAD;
     status = cli_read(option_list, argc, argv, o->given, FLAG_CALIBRATE, options_flag, o);
     return status != 0 ? status : options_resolve(o);
