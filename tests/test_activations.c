@@ -79,7 +79,7 @@ static activations_setting setting_of(int kind, int64_t k, int grad)
 /* What docs/memory.md says of a GPU of 80 GB a rank, in slabs: holes count. */
 static void test_slopes(void)
 {
-    const llama_config llama = {32, 4096, 14336, 128256, 32, 8, 128, 0, 0, 500000, 1e-5, 0};
+    const llama_config llama = {32, 4096, 14336, 128256, 32, 8, 128, 0, 0, 0, 500000, 1e-5, 0};
     enum { ULYSSES = 32, UPIPE = 8 };
     static const struct {
         int chunk, segments, kind, k, grad, prefetch;
@@ -131,7 +131,7 @@ static void test_slopes(void)
  * 1.9 TiB of host memory, everything sharded. */
 static void test_far(void)
 {
-    const llama_config llama = {32, 4096, 14336, 128256, 32, 8, 128, 0, 0, 500000, 1e-5, 0};
+    const llama_config llama = {32, 4096, 14336, 128256, 32, 8, 128, 0, 0, 0, 500000, 1e-5, 0};
     static const struct {
         int64_t tokens;
         int kind, k;
@@ -168,7 +168,7 @@ static void test_far(void)
 /* 28/4 heads on 8 ranks: some ranks have four heads, and hold more than rank 0. */
 static void test_largest(void)
 {
-    const llama_config qwen = {28, 3584, 18944, 152064, 28, 4, 128, 0, 0, 1000000, 1e-6, 0};
+    const llama_config qwen = {28, 3584, 18944, 152064, 28, 4, 128, 0, 0, LLAMA_BIAS_QKV, 1000000, 1e-6, 0};
     upipe_ops ops;
     slope s;
     upipe_cpu_ops(&ops);
@@ -229,7 +229,7 @@ static void test_transfers(void)
 /* A step's copies between the pools in units, and what attention sends, of the same table. */
 static void test_moved(void)
 {
-    const llama_config llama = {32, 4096, 14336, 128256, 32, 8, 128, 0, 0, 500000, 1e-5, 0};
+    const llama_config llama = {32, 4096, 14336, 128256, 32, 8, 128, 0, 0, 0, 500000, 1e-5, 0};
     const double o = 1 + 1.0 / 64; /* O and lse */
     const struct {
         int kind, k, grad, attention; /* layers of which the backward runs attention's forward again */
@@ -447,7 +447,7 @@ static void life_run(life *w, const drawn *d)
 
 static void draw(test_rng *rng, drawn *d)
 {
-    llama_config c = {0, 0, 0, 0, 0, 0, 32, 0, 1, 10000, 1e-5, 0};
+    llama_config c = {0, 0, 0, 0, 0, 0, 32, 0, 1, 0, 10000, 1e-5, 0};
     int64_t i;
     memset(d, 0, sizeof *d);
     c.layers = 1 + test_below(rng, 6);
@@ -457,6 +457,7 @@ static void draw(test_rng *rng, drawn *d)
     c.kv_heads = 1 + test_below(rng, 3);
     c.heads = c.kv_heads * (1 + test_below(rng, 3));
     c.qk_norm = test_below(rng, 4) == 0;
+    c.attention_bias = (llama_bias)test_below(rng, 3);
     c.tied = test_below(rng, 2);
     d->desc.ranks = 1 + test_below(rng, RANKS_MAX);
     d->desc.ring = 1;

@@ -189,14 +189,16 @@ static void truth_fill(truth *t, int64_t step, uint64_t save)
     t->run.clip = 0;
 }
 
-static void truth_make(truth *t, upipe_dtype dtype, int tied, int qk_norm, int64_t vocab)
+/* rich: with all vectors that a layer may have */
+static void truth_make(truth *t, upipe_dtype dtype, int tied, int rich, int64_t vocab)
 {
     llama_config c;
     int k;
     memset(&c, 0, sizeof c);
     c.layers = 2, c.dim = 6, c.hidden = 10, c.vocab = vocab;
     c.heads = 2, c.kv_heads = 1, c.head_dim = 4;
-    c.tied = tied, c.qk_norm = qk_norm;
+    c.tied = tied, c.qk_norm = rich;
+    c.attention_bias = rich ? LLAMA_BIAS_QKVO : LLAMA_BIAS_NONE;
     c.rope_theta = 123456.7, c.norm_eps = 1e-5;
     memset(t, 0, sizeof *t);
     if (llama_layout_init(&t->layout, &c) != 0) abort();
@@ -527,6 +529,7 @@ static void check_files(const truth *t, const char *path)
     CHECK(st_metadata(&f, "format") != NULL && strcmp(st_metadata(&f, "format"), "pt") == 0);
     CHECK((st_find(&f, "lm_head.weight") == NULL) == t->layout.config.tied);
     CHECK((st_find(&f, "model.layers.1.self_attn.q_norm.weight") != NULL) == t->layout.config.qk_norm);
+    CHECK((st_find(&f, "model.layers.1.self_attn.o_proj.bias") != NULL) == t->layout.config.qk_norm);
     for (i = 0; i < t->layout.n; ++i) {
         const llama_tensor *want = &t->layout.tensors[i];
         const st_tensor *got = st_find(&f, want->name);
@@ -588,7 +591,7 @@ static void test_layout(void)
                 CHECK_INT(one->layer, layer);
             }
         CHECK_INT(n, t.layout.n);
-        CHECK_INT(n, 2 + 2 * 9 + !(kind & 1) + 4 * (kind >> 1));
+        CHECK_INT(n, 2 + 2 * 9 + !(kind & 1) + 2 * 6 * (kind >> 1));
         at[0] = at[1] = 0;
         for (i = 0; i < t.layout.n; ++i) {
             const llama_tensor *one = &t.layout.tensors[i];
@@ -1299,7 +1302,7 @@ static void test_optimizers(void)
     write_optimizer(&t, NULL, NULL, -1, 0, NULL);
     t.dtype = UPIPE_F32;
     check_optimizer(&t, "a run in bf16; a run in f32 cannot go on");
-    CHECK_INT(truncate(in(dir, "checkpoint-1/optimizer.safetensors"), 8000), 0);
+    CHECK_INT(truncate(in(dir, "checkpoint-1/optimizer.safetensors"), 12000), 0);
     check_optimizer(&t, "of data");
     unlink(in(dir, "checkpoint-1/optimizer.safetensors"));
     check_optimizer(&t, "cannot be opened");
@@ -1314,6 +1317,7 @@ static void test_optimizers(void)
     "\"hidden_size\":64,\"intermediate_size\":96,\"num_hidden_layers\":2," \
     "\"num_attention_heads\":4,\"vocab_size\":50"
 #define LLAMA "\"model_type\":\"llama\"," NUMBERS
+#define QWEN2 "\"model_type\":\"qwen2\",\"num_key_value_heads\":2," NUMBERS
 
 static const struct {
     const char *text, *says; /* says NULL: accepted */
@@ -1345,7 +1349,13 @@ static const struct {
     {"{" LLAMA ",\"architectures\":[]}", "architectures is not a list of one name"},
     {"{" LLAMA ",\"hidden_act\":\"gelu\"}", "hidden_act is gelu"},
     {"{" LLAMA ",\"hidden_act\":1}", "hidden_act is no string"},
-    {"{" LLAMA ",\"attention_bias\":true}", "attention_bias is set"},
+    {"{" LLAMA ",\"attention_bias\":1}", "attention_bias is neither true nor false"},
+    {"{" NUMBERS ",\"model_type\":\"mistral\",\"num_key_value_heads\":2,\"attention_bias\":true}",
+     "attention_bias is set"},
+    {"{" QWEN2 ",\"use_sliding_window\":true}", "use_sliding_window is set"},
+    {"{" QWEN2 ",\"layer_types\":[\"full_attention\",\"sliding_attention\"]}", "layer 1 of layer_types"},
+    {"{" QWEN2 ",\"rope_scaling\":{\"type\":\"yarn\",\"factor\":4.0}}", "type yarn"},
+    {"{" NUMBERS ",\"model_type\":\"qwen2\"}", "num_key_value_heads is missing"},
     {"{" LLAMA ",\"mlp_bias\":true}", "mlp_bias is set"},
     {"{" LLAMA ",\"use_sliding_window\":true}", "use_sliding_window is set"},
     {"{" LLAMA ",\"attention_dropout\":0.1}", "attention_dropout is 0.1"},
@@ -1447,6 +1457,62 @@ static void test_config(void)
     CHECK_TEXT(err.text, "cannot be read: No such file");
 }
 
+/* Which biases a file means, and that what is written means the same. */
+static void test_biases(void)
+{
+    static const struct {
+        const char *text;
+        llama_bias bias;
+        int window, qk_norm;
+    } files[] = {
+        {"{" LLAMA "}", LLAMA_BIAS_NONE, 0, 0},
+        {"{" LLAMA ",\"attention_bias\":false}", LLAMA_BIAS_NONE, 0, 0},
+        {"{" LLAMA ",\"attention_bias\":true}", LLAMA_BIAS_QKVO, 0, 0},
+        {"{" QWEN2 ",\"use_sliding_window\":false,\"sliding_window\":32768,\"max_window_layers\":1}",
+         LLAMA_BIAS_QKV, 0, 0},
+        {"{" QWEN2 ",\"attention_bias\":false,\"sliding_window\":null}", LLAMA_BIAS_QKV, 0, 0},
+        {"{" NUMBERS ",\"architectures\":[\"Qwen2ForCausalLM\"],\"num_key_value_heads\":2}", LLAMA_BIAS_QKV,
+         0, 0},
+        {"{" NUMBERS ",\"model_type\":\"mistral\",\"num_key_value_heads\":2,\"attention_bias\":false}",
+         LLAMA_BIAS_NONE, 4096, 0},
+        {"{" NUMBERS
+         ",\"model_type\":\"qwen3\",\"num_key_value_heads\":2,\"head_dim\":32,\"attention_bias\":true}",
+         LLAMA_BIAS_QKVO, 0, 1}};
+    char path[1200];
+    upipe_err err = no_err();
+    upipe_dtype dtype;
+    llama_config c, back;
+    size_t i;
+    int built = 0;
+    snprintf(path, sizeof path, "%s/config.json", folder);
+    for (i = 0; i < sizeof files / sizeof *files; ++i) {
+        write_text(path, files[i].text);
+        CHECK_SAY(llama_config_read(&c, NULL, path, &err) == 0, "%s", err.text);
+        CHECK_INT(c.attention_bias, files[i].bias);
+        CHECK_INT(c.window, files[i].window);
+        CHECK_INT(c.qk_norm, files[i].qk_norm);
+        CHECK_INT(c.head_dim, files[i].qk_norm ? 32 : 16);
+    }
+    for (i = 0; i < 12; ++i) {
+        c.attention_bias = (llama_bias)(i % 3);
+        c.window = i / 3 % 2 ? 5 : 0;
+        c.qk_norm = i / 6 != 0;
+        unlink(path);
+        if (llama_config_like(&c) < 0) {
+            CHECK_INT(llama_config_write(&c, UPIPE_F32, 77, path, &err), -1);
+            CHECK_TEXT(err.text, "no model has this window");
+            CHECK(access(path, F_OK) != 0);
+            continue;
+        }
+        ++built;
+        CHECK_SAY(llama_config_write(&c, UPIPE_F32, 77, path, &err) == 0, "%s", err.text);
+        CHECK_SAY(llama_config_read(&back, &dtype, path, &err) == 0, "%s", err.text);
+        CHECK_BYTES(&back, &c, sizeof c);
+    }
+    CHECK_INT(built, 6); /* none, window, QK norm; qkv; qkvo without and with QK norm */
+    unlink(path);
+}
+
 int main(void)
 {
     const char *parent = getenv("TMPDIR");
@@ -1459,6 +1525,7 @@ int main(void)
     upipe_cpu_ops(&ops);
     test_layout();
     test_config();
+    test_biases();
     test_bits();
     test_slow();
     test_keep();

@@ -1,7 +1,7 @@
 /* test_llama -- the trainer's model against golden states in f64, for several teams, rings, segments, chunks
  * and pools
  *
- * golden/two_layers.safetensors has the weights of a small Llama, two sequences of tokens, and what an
+ * golden/two_layers.safetensors has the weights of three small Llamas, two sequences of tokens, and what an
  * automatic differentiator says of them: the loss and all gradients. Its targets are ignored unevenly, so
  * that ranks hold different numbers of valid ones.
  *
@@ -19,13 +19,18 @@
 
 enum { TOKENS = 16, BATCH = 2, RANKS_MAX = 4 };
 
+/* The models of the file: with a head, tied, with biases. */
+enum { UNTIED, TIED, BIASED, GOLDENS };
+
+static const char *const golden_prefix[GOLDENS] = {"", "tied.", "biased."};
+
 typedef struct golden {
     st_file file;
     llama_layout layout;
     float *weights, *vectors;
     int32_t inputs[BATCH * TOKENS], targets[BATCH * TOKENS];
     int64_t valid;
-    int tied;
+    int kind;
 } golden;
 
 /* One way to compute it. */
@@ -65,13 +70,16 @@ static void golden_tokens(const golden *g, const char *name, int32_t *out)
     if (!CHECK(st_read_raw(&g->file, t, 0, t->n, out, &e) == 0)) exit(1);
 }
 
-static void golden_open(golden *g, const char *path, int tied)
+static void golden_open(golden *g, const char *path, int kind)
 {
-    llama_config c = {2, 32, 40, 24, 4, 2, 32, 0, 1, 10000, 1e-5, 0};
+    llama_config c = {2, 32, 40, 24, 4, 2, 32, 0, 0, 0, 10000, 1e-5, 0};
     upipe_err e;
     int i;
     memset(g, 0, sizeof *g);
-    g->tied = c.tied = tied;
+    g->kind = kind;
+    c.tied = kind == TIED;
+    c.qk_norm = kind != BIASED;
+    c.attention_bias = kind == BIASED ? LLAMA_BIAS_QKVO : LLAMA_BIAS_NONE;
     if (!CHECK_SAY(st_open(&g->file, path, &e) == 0, "%s", e.text)) exit(1);
     if (!CHECK(llama_layout_init(&g->layout, &c) == 0)) exit(1);
     g->weights = (float *)malloc((size_t)g->layout.weights * 4);
@@ -157,7 +165,7 @@ static upipe_status way_rank(way *w, trainer *t)
 
 static upipe_status way_main(void *user, int rank)
 {
-    enum { SLAB = 8 << 20, BLOCKS = 64 };
+    enum { SLAB = 2 << 20, BLOCKS = 64 };
     way *w = (way *)user;
     void *slab = aligned_alloc(UPIPE_MEM_ALIGN, SLAB), *second = aligned_alloc(UPIPE_MEM_ALIGN, SLAB);
     upipe_mem_block blocks[2][BLOCKS];
@@ -242,7 +250,7 @@ static tolerance_error naive_errors(const golden *g, const char *name)
     const st_tensor *t;
     tolerance_error m;
     double *two;
-    snprintf(prefix, sizeof prefix, "%snaive.", g->tied ? "tied." : "");
+    snprintf(prefix, sizeof prefix, "%snaive.", golden_prefix[g->kind]);
     memset(&m, 0, sizeof m);
     t = golden_find(g, prefix, name);
     if (t == NULL || !CHECK(t->n == 2)) return m;
@@ -255,8 +263,8 @@ static tolerance_error naive_errors(const golden *g, const char *name)
 
 static void check_golden(const golden *g, const way *w)
 {
-    const char *kind = g->tied ? "tied." : "";
-    const st_tensor *loss = golden_find(g, kind, "loss");
+    static const int tensors[GOLDENS] = {25, 1 + 2 * 4 + 1, 1 + 2 * (2 + 4) + 1};
+    const st_tensor *loss = golden_find(g, golden_prefix[g->kind], "loss");
     float got = (float)w->loss;
     double *want;
     int i, compared = 0;
@@ -268,10 +276,11 @@ static void check_golden(const golden *g, const way *w)
         const llama_tensor *t = &g->layout.tensors[i];
         const st_tensor *grad;
         char name[160];
-        snprintf(name, sizeof name, "%sgrad.%s", kind, t->name);
+        snprintf(name, sizeof name, "%sgrad.%s", golden_prefix[g->kind], t->name);
         grad = st_find(&g->file, name);
-        if (grad == NULL) { /* of the tied model the file has the embedding and the norm weights */
-            CHECK_SAY(g->tied && !t->is_vector && t->kind != LLAMA_EMBED, "the golden file has no %s", name);
+        if (grad == NULL) { /* of the others the file has the embedding and the vectors */
+            CHECK_SAY(g->kind != UNTIED && !t->is_vector && t->kind != LLAMA_EMBED,
+                      "the golden file has no %s", name);
             continue;
         }
         want = read_f64(g, grad);
@@ -279,7 +288,7 @@ static void check_golden(const golden *g, const way *w)
         free(want);
         ++compared;
     }
-    CHECK_INT(compared, g->tied ? 1 + 2 * 4 + 1 : g->layout.n);
+    CHECK_INT(compared, tensors[g->kind]);
 }
 
 static int same_bits(const way *a, const way *b)
@@ -348,7 +357,7 @@ static void test_segments(const golden *g)
     }
 }
 
-/* Whatever is sharded: the same bits of loss, norm and gradients, in every method and with tied embeddings too. */
+/* Whatever is sharded: the same bits of loss, norm and gradients, in every method and model. */
 static void test_zero(const golden *g)
 {
     static const struct {
@@ -367,8 +376,8 @@ static void test_zero(const golden *g)
         for (zero = 0; zero < 4; ++zero) {
             if (zero == 1) continue;
             way_run_zero(&other, g, d, ways[i].segments, ways[i].kind, zero);
-            CHECK_SAY(same_bits(&one, &other), "ZeRO %d has other bits than 1, way %zu, tied %d", zero, i,
-                      g->tied);
+            CHECK_SAY(same_bits(&one, &other), "ZeRO %d has other bits than 1, way %zu, model %d", zero, i,
+                      g->kind);
             way_free(&other);
         }
         way_free(&one);
@@ -376,11 +385,11 @@ static void test_zero(const golden *g)
 }
 
 /* Every team and chunk is right; for a fixed team all chunks, pools and tiles give the same bits. */
-static void test_golden(const char *path, int tied)
+static void test_golden(const char *path, int kind)
 {
     golden g;
     int ranks, chunk;
-    golden_open(&g, path, tied);
+    golden_open(&g, path, kind);
     test_rings(&g);
     test_segments(&g);
     test_zero(&g);
@@ -405,11 +414,11 @@ static void test_golden(const char *path, int tied)
 
 int main(int argc, char **argv)
 {
+    int kind;
     if (argc != 2) {
         fprintf(stderr, "usage: test_llama FILE\n");
         return 2;
     }
-    test_golden(argv[1], 0);
-    test_golden(argv[1], 1);
+    for (kind = 0; kind < GOLDENS; ++kind) test_golden(argv[1], kind);
     return test_end("llama");
 }

@@ -36,6 +36,8 @@ SMALL = {'architectures': ['LlamaForCausalLM'], 'model_type': 'llama', 'hidden_s
          'num_hidden_layers': 2, 'vocab_size': 256, 'num_attention_heads': 4, 'num_key_value_heads': 2, 'head_dim': 32,
          'tie_word_embeddings': True}
 
+QWEN2 = {'architectures': ['Qwen2ForCausalLM'], 'model_type': 'qwen2', 'use_sliding_window': False}
+
 
 def run(program, *words):
     """Status, what it said, and its JSON."""
@@ -141,14 +143,15 @@ def flags(config, ranks):
     c = {**SMALL, **config}
     return ['--layers', c['num_hidden_layers'], '--model-dim', c['hidden_size'], '--ff-dim', c['intermediate_size'],
             '--vocab', c['vocab_size'], '--heads', c['num_attention_heads'], '--kv-heads', c['num_key_value_heads'],
-            '--head-dim', c['head_dim'], '--ranks', ranks, '--device', 'cpu']
+            '--head-dim', c['head_dim'], '--ranks', ranks, '--device', 'cpu',
+            '--attention-bias', {'qwen2': 'qkv', 'llama': 'qkvo' if c.get('attention_bias') else 'none'}[c['model_type']]]
 
 
 def same_bytes():
     uneven = {'num_attention_heads': 7, 'num_key_value_heads': 1}
-    cases = [({}, 2, 'bf16', ['--method', 'upipe', '--activations', 'offload'], True),
+    cases = [(QWEN2, 2, 'bf16', ['--method', 'upipe', '--activations', 'offload'], True),
              ({}, 2, 'f32', ['--method', 'ulysses', '--activations', 'ac', '--batch', '3'], False),
-             ({}, 4, 'f32', ['--method', 'zigzag', '--activations', 'sac'], False),
+             ({'attention_bias': True}, 4, 'f32', ['--method', 'zigzag', '--activations', 'sac'], False),
              ({}, 4, 'bf16', ['--method', 'usp', '--ring', '2', '--activations', 'ac', '--zero-prefetch', '--reduce-dtype', 'bf16'],
               False),
              ({}, 2, 'f32', ['--method', 'fpdt', '--segments', '4', '--activations', 'blocks:2,grad'], True),
@@ -226,12 +229,15 @@ def refusals():
 
 def others():
     """Models that the trainer refuses; advice; a machine that was written; rates of benchmarks; the best setting."""
-    for name, other in ('bias', {'model_type': 'qwen2', 'architectures': ['Qwen2ForCausalLM']}), (
-            'scaled', {'rope_scaling': {'rope_type': 'llama3', 'factor': 8}}):
+    for name, other, word in ('biased', QWEN2, None), (
+            'scaled', {'rope_scaling': {'rope_type': 'llama3', 'factor': 8}}, 'rope_scaling'), (
+            'sliding', {**QWEN2, 'use_sliding_window': True}, 'use_sliding_window'):
         _, said, got = run(PLAN, '--model', model(name, **other), '--machine', machine(ranks=2), '--tokens', '256')
         check(got is not None and got['fits'], f'{name}: {said[-300:]}')
-    _, said, got = run(PLAN, '--model', 'qwen2.5-7b', '--tokens', '128k', '--device', 'cpu')
-    check(got is not None and 'refuses' in said and 'biases' in said, said[:300])
+        check(word in said and 'refuses' in said if word else 'refuses' not in said, f'{name}: {said[:300]}')
+    for name, word in ('qwen2.5-7b', None), ('llama3.1-8b', 'rope_scaling'):
+        _, said, got = run(PLAN, '--model', name, '--tokens', '128k', '--device', 'cpu')
+        check(got is not None and (word in said and 'refuses' in said if word else 'refuses' not in said), said[:300])
     got = plan('--model', 'llama3-8b', '--tokens', '4M', '--method', 'ulysses', '--zero', '1', status=3)
     check(any(one['flags'] == '--method upipe' and one['gpu_bytes_saved'] > 0 for one in got['advice']), got['advice'])
     written = os.path.join(FOLDER, 'written.json')

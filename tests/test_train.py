@@ -30,8 +30,8 @@ BOOK = os.path.join(TOP, 'examples', 'data', 'genesis_exodus.txt')
 ROOT = {'config', 'first_step', 'loss', 'grad_norm', 'tokens_per_s', 'peak_bytes', 'plan_bytes', 'slab_bytes',
         'host_bytes', 'plan_sent_bytes', 'plan_moved_bytes', 'sent_bytes_per_step', 'memory'}
 CONFIG = {'method', 'ranks', 'ring', 'inner', 'segments', 'chunk', 'overlap', 'window', 'layers', 'model_dim', 'heads',
-          'kv_heads', 'head_dim', 'ff_dim', 'vocab', 'untied', 'qk_norm', 'rope_theta', 'norm_eps', 'tokens', 'batch', 'steps',
-          'lr', 'min_lr', 'warmup', 'weight_decay', 'beta1', 'beta2', 'adam_eps', 'clip', 'dtype', 'device', 'seed',
+          'kv_heads', 'head_dim', 'ff_dim', 'vocab', 'untied', 'qk_norm', 'attention_bias', 'rope_theta', 'norm_eps', 'tokens',
+          'batch', 'steps', 'lr', 'min_lr', 'warmup', 'weight_decay', 'beta1', 'beta2', 'adam_eps', 'clip', 'dtype', 'device', 'seed',
           'tile_bytes', 'activations', 'zero', 'zero_prefetch', 'reduce_dtype', 'data', 'save', 'resume', 'load'}
 MEASURED = {'text_bytes', 'products', 'kernels', 'transport'}
 NO_NUMBERS = {'offload', 'json', 'trace', 'save-every', 'keep', 'sample', 'prompt', 'temperature', 'deadline', 'plan',
@@ -267,6 +267,7 @@ def test_numbers(folder):
     c = numbers['config']
     for key, want in [('method', 'upipe'), ('ring', 1), ('inner', 0), ('segments', 0), ('chunk', 2), ('window', 0),
                       ('head_dim', 32), ('ff_dim', 192), ('vocab', 256), ('untied', False), ('qk_norm', False),
+                      ('attention_bias', 'none'),
                       ('batch', 1), ('lr', 1e-3), ('min_lr', 1e-4), ('warmup', 1), ('weight_decay', 0.1),
                       ('beta1', 0.9), ('beta2', 0.95), ('clip', 1), ('dtype', 'f32'), ('device', 'cpu'),
                       ('seed', 1), ('activations', 'ac'), ('zero', 1), ('zero_prefetch', False), ('reduce_dtype', 'f32'), ('data', BOOK), ('save', None), ('resume', None),
@@ -323,9 +324,9 @@ def test_bits(folder):
         ('as many key/value heads', {'heads': 8, 'kv_heads': 8, 'ranks': 4, 'method': 'upipe', 'chunk': 4}),
         ('more ranks than key/value heads', {'heads': 8, 'kv_heads': 2, 'ranks': 4}),
         ('one key/value head, two heads a stage', {'heads': 8, 'kv_heads': 1, 'ranks': 4, 'chunk': 8}),
-        ('all of the model', {'qk_norm': True, 'untied': True, 'vocab': 300, 'head_dim': 40, 'ff_dim': 100,
+        ('all of the model', {'qk_norm': True, 'attention_bias': 'qkvo', 'untied': True, 'vocab': 300, 'head_dim': 40, 'ff_dim': 100,
                               'rope_theta': 500000, 'norm_eps': 1e-6}),
-        ('unequal targets', {'heads': 4, 'kv_heads': 4, 'ranks': 4, 'batch': 2, 'data': 'short.txt'}),
+        ('unequal targets, biases', {'attention_bias': 'qkv', 'heads': 4, 'kv_heads': 4, 'ranks': 4, 'batch': 2, 'data': 'short.txt'}),
         ('unequal targets, batch 3, offload', {'ranks': 2, 'batch': 3, 'data': 'short.txt', 'offload': True}),
         ('three ranks', {'heads': 6, 'kv_heads': 3, 'ranks': 3, 'tokens': 63, 'layers': 3, 'data': 'short.txt'}),
         ('offload, small tiles', {'offload': True, 'tile_bytes': '200kB', 'tokens': 384}),
@@ -376,10 +377,10 @@ def test_methods(folder):
             near(got[key], want[key], 1e-4, f'{what}: {key}')
 
     for what, flags in [
-        ('equal parts', {'heads': 8, 'kv_heads': 4}),
+        ('equal parts, biases', {'attention_bias': 'qkv', 'heads': 8, 'kv_heads': 4}),
         ('unequal parts, a window, offload', {'heads': 8, 'kv_heads': 4, 'tokens': 67, 'batch': 2, 'window': 20,
                                               'offload': True, 'tile_bytes': '120kB'}),
-        ('QK norm', {'qk_norm': True, 'heads': 8, 'kv_heads': 4, 'tokens': 30}),
+        ('QK norm, biases', {'qk_norm': True, 'attention_bias': 'qkvo', 'heads': 8, 'kv_heads': 4, 'tokens': 30}),
     ]:
         runs = {method: good(folder, f'{what}: {method}', method=method, ranks=4, steps=5, **flags)
                 for method in METHODS}
@@ -441,8 +442,8 @@ def test_activations(folder):
     for what, flags, some in [
         ('upipe', {'steps': LONG, 'layers': 5, 'heads': 8, 'kv_heads': 4, 'ranks': 2, 'tokens': 96, 'batch': 2}, settings),
         ('uneven', {'layers': 3, 'heads': 8, 'kv_heads': 4, 'ranks': 3, 'tokens': 67}, settings[3:5]),
-        ('a ring', {'layers': 3, 'method': 'usp', 'ranks': 4}, settings[2:6:3]),
-        ('segments', {'layers': 5, 'method': 'upipe-fpdt', 'segments': 3, 'tokens': 200}, settings[:1] + settings[3:6]),
+        ('a ring', {'layers': 3, 'method': 'usp', 'ranks': 4, 'attention_bias': 'qkv'}, settings[2:6:3]),
+        ('segments', {'layers': 5, 'method': 'upipe-fpdt', 'segments': 3, 'tokens': 200, 'attention_bias': 'qkvo'}, settings[:1] + settings[3:6]),
         ('bf16', {'layers': 4, 'dtype': 'bf16', 'qk_norm': True}, settings[2:5:2]),
     ]:
         base = good(folder, f'{what}, ac', **flags)
@@ -462,7 +463,7 @@ def test_activations(folder):
 def test_zero(folder):
     """What is sharded changes no bit of many steps, in no method; and a run goes on in any stage, on as many ranks."""
     few = {'steps': LONG, 'tokens': 48, 'layers': 2, 'model_dim': 32, 'heads': 2, 'kv_heads': 2, 'lr': 1e-2}
-    for what, flags in [('upipe', {}), ('ulysses', {'method': 'ulysses', 'untied': True}),
+    for what, flags in [('upipe', {}), ('ulysses', {'method': 'ulysses', 'untied': True, 'attention_bias': 'qkvo'}),
                         ('fpdt', {'method': 'fpdt', 'segments': 2, 'activations': 'offload'}),
                         ('3 ranks, bf16', {'ranks': 3, 'heads': 3, 'kv_heads': 3, 'dtype': 'bf16', 'steps': 4, 'activations': 'sac'})]:
         base = good(folder, f'{what}, zero 1', **{**few, **flags})
@@ -470,7 +471,7 @@ def test_zero(folder):
             numbers = good(folder, f'{what}, zero {zero}', zero=zero, **{**few, **flags})
             for key in ('loss', 'grad_norm') if numbers and base else []:
                 equal(numbers[key], base[key], f'{what}, zero {zero}: {key}')
-    flags = {**few, **EVEN, 'steps': 6}
+    flags = {**few, **EVEN, 'steps': 6, 'attention_bias': 'qkv'}
     base = good(folder, 'zero, six steps', **flags, zero=3, save='whole')
     for first, then in [(3, 0), (0, 2), (2, 3)]:
         good(folder, f'zero {first}, three steps', **{**flags, 'steps': 3}, zero=first, save=f'zero{first}')
@@ -553,6 +554,9 @@ def tensors_wanted(c):
                      at + 'mlp.down_proj.weight': [D, F]})
         if c['qk_norm']:
             want.update({at + 'self_attn.q_norm.weight': [d], at + 'self_attn.k_norm.weight': [d]})
+        for name, size in {'none': {}, 'qkv': {'q': H, 'k': K, 'v': K}, 'qkvo': {'q': H, 'k': K, 'v': K, 'o': D}}[
+                c['attention_bias']].items():
+            want[at + f'self_attn.{name}_proj.bias'] = [size]
     if c['untied']:
         want['lm_head.weight'] = [V, D]
     return want
@@ -598,17 +602,18 @@ def check_files(path, c, step, what):
             rounded = array.array('H', [(w + 0x7fff + (w >> 16 & 1)) >> 16 for w in words]).tobytes()
             equal(tensors[name[7:]][2] == rounded, True, f'{what}: {name} rounds to the weights')
     config = json.loads(read(os.path.join(path, 'config.json')))
+    model = 'Qwen3' if c['qk_norm'] else 'Mistral' if c['window'] else 'Qwen2' if c['attention_bias'] == 'qkv' else 'Llama'
     for key, value in [('hidden_size', c['model_dim']), ('intermediate_size', c['ff_dim']), ('hidden_act', 'silu'),
                        ('num_hidden_layers', c['layers']), ('num_attention_heads', c['heads']),
                        ('num_key_value_heads', c['kv_heads']), ('head_dim', c['head_dim']),
                        ('vocab_size', c['vocab']), ('max_position_embeddings', c['tokens']),
                        ('rms_norm_eps', c['norm_eps']), ('rope_theta', c['rope_theta']), ('rope_scaling', None),
-                       ('tie_word_embeddings', not c['untied']), ('attention_bias', False), ('mlp_bias', False),
+                       ('tie_word_embeddings', not c['untied']), ('mlp_bias', False),
+                       ('attention_bias', 'missing' if model == 'Qwen2' else c['attention_bias'] == 'qkvo'),
+                       ('use_sliding_window', False if model == 'Qwen2' else 'missing'),
                        ('torch_dtype', 'bfloat16' if c['dtype'] == 'bf16' else 'float32'),
                        ('sliding_window', c['window'] or 'missing'),
-                       ('model_type', 'qwen3' if c['qk_norm'] else 'mistral' if c['window'] else 'llama'),
-                       ('architectures', ['Qwen3ForCausalLM' if c['qk_norm'] else
-                                          'MistralForCausalLM' if c['window'] else 'LlamaForCausalLM'])]:
+                       ('model_type', model.lower()), ('architectures', [model + 'ForCausalLM'])]:
         equal(config.get(key, 'missing'), value, f'{what}: {key} of config.json')
 
 
@@ -616,8 +621,8 @@ def test_checkpoints(folder):
     def path(*names):
         return os.path.join(folder, *names)
 
-    for what, flags in [('f32', {'ranks': 4, 'kv_heads': 4}), ('bf16', {'dtype': 'bf16', 'untied': True}),
-                        ('f32, qk-norm', {'qk_norm': True, 'offload': True, 'ranks': 3, 'heads': 6, 'kv_heads': 3,
+    for what, flags in [('f32', {'ranks': 4, 'kv_heads': 4}), ('bf16, biases', {'dtype': 'bf16', 'untied': True, 'attention_bias': 'qkv'}),
+                        ('f32, qk-norm', {'qk_norm': True, 'attention_bias': 'qkvo', 'offload': True, 'ranks': 3, 'heads': 6, 'kv_heads': 3,
                                           'tokens': 63, 'data': BOOK})]:
         here = {key: value for key, value in flags.items()
                 if key in ('ranks', 'dtype', 'offload', 'tokens', 'data')}
@@ -697,7 +702,7 @@ def test_loading(folder):
     write(path('ids8.npy'), npy(text[:64], '<i8'))
     for what, flags in [('tied', {'kv_heads': 4}), ('untied, qk-norm', {'kv_heads': 4, 'untied': True, 'qk_norm': True,
                                                                         'vocab': 300}),
-                        ('shared key/value heads', {'kv_heads': 1, 'rope_theta': 300, 'norm_eps': 0.01})]:
+                        ('shared key/value heads', {'kv_heads': 1, 'attention_bias': 'qkvo', 'rope_theta': 300, 'norm_eps': 0.01})]:
         first = good(folder, f'{what}: first', data='window', steps=12, save='out', save_every=11, keep=2, lr=3e-3,
                      **flags)
         anew = good(folder, f'{what}: anew', data='window', steps=1, load='out/checkpoint-11', seed=5)
@@ -786,6 +791,98 @@ def test_loading(folder):
                             program=LOGITS),
                      failed(folder, given(load=load), 1, [r'\\x1b\]0;owned'])):
             check(all(ord(c) >= 32 for c in done.stderr.strip()), f'{load}: control characters: {done.stderr!r}')
+
+
+# What Qwen2 says of itself on Hugging Face, but for the sizes.
+QWEN2 = {'architectures': ['Qwen2ForCausalLM'], 'attention_dropout': 0.0, 'bos_token_id': 151643, 'eos_token_id': 151643,
+         'hidden_act': 'silu', 'hidden_size': 64, 'initializer_range': 0.02, 'intermediate_size': 96,
+         'max_position_embeddings': 131072, 'max_window_layers': 24, 'model_type': 'qwen2', 'num_attention_heads': 2,
+         'num_hidden_layers': 2, 'num_key_value_heads': 1, 'rms_norm_eps': 1e-6, 'rope_theta': 1000000.0,
+         'sliding_window': 131072, 'tie_word_embeddings': True, 'torch_dtype': 'bfloat16', 'use_cache': True,
+         'use_sliding_window': False, 'vocab_size': 300}
+
+
+def write_qwen2(folder, config, tensors):
+    """tensors: name -> (shape, numbers), of which bf16 keeps the upper halves."""
+    os.makedirs(folder)
+    write(os.path.join(folder, 'config.json'), json.dumps(config).encode())
+    head, data = {'__metadata__': {'format': 'pt'}}, b''
+    for name, (shape, numbers) in tensors.items():
+        piece = array.array('f', numbers).tobytes()
+        piece = b''.join(piece[i + 2:i + 4] for i in range(0, len(piece), 4))
+        head[name] = {'dtype': 'BF16', 'shape': shape, 'data_offsets': [len(data), len(data) + len(piece)]}
+        data += piece
+    text = json.dumps(head).encode()
+    write(os.path.join(folder, 'model.safetensors'), struct.pack('<Q', len(text)) + text + data)
+
+
+def test_qwen2(folder):
+    """A Qwen2 as Hugging Face has it is trained: its biases count, are saved, and do not decay."""
+    def path(*names):
+        return os.path.join(folder, *names)
+
+    def biases(name):
+        tensors = safetensors(path(name, 'model.safetensors'))[1]
+        return {one: t for one, t in tensors.items() if one.endswith('.bias')}
+
+    draw = random.Random(7)
+    sizes = {'model_dim': 64, 'ff_dim': 96, 'vocab': 300, 'head_dim': 32, 'heads': 2, 'kv_heads': 1, 'layers': 2,
+             'qk_norm': False, 'untied': False, 'attention_bias': 'qkv'}
+    model = {}
+    for name, shape in tensors_wanted(sizes).items():
+        middle, width = (0, 0.1) if len(shape) == 2 else (0, 1) if name.endswith('.bias') else (1, 0.1)
+        model[name] = (shape, [draw.gauss(middle, width) for _ in range(math.prod(shape))])
+    plain = {name: t for name, t in model.items() if not name.endswith('.bias')}
+    still = {name: t if name in plain else (t[0], [0] * t[0][0]) for name, t in model.items()}
+    llama = {**QWEN2, 'architectures': ['LlamaForCausalLM'], 'model_type': 'llama'}
+    write_qwen2(path('qwen2'), QWEN2, model)
+    write_qwen2(path('still'), QWEN2, still)
+    write_qwen2(path('llama'), llama, plain)
+    text = read(BOOK)[1000:1065]
+    write(path('window'), text)
+    write(path('ids.npy'), npy(text[:64]))
+    run_of = {'data': 'window', 'tokens': 64, 'lr': 0, 'min_lr': 0, 'steps': 1}
+    got = {(name, ranks, method): good(folder, f'{name} on {ranks}: {method}', load=name, ranks=ranks, method=method, **run_of)
+           for name, ranks, method in [('qwen2', 1, 'upipe'), ('qwen2', 2, 'upipe'), ('qwen2', 2, 'ulysses'), ('qwen2', 4, 'usp'),
+                                       ('qwen2', 2, 'fpdt'), ('still', 2, 'upipe'), ('llama', 2, 'upipe')]}
+    if not all(got.values()):
+        return
+    base = got['qwen2', 2, 'upipe']
+    equal([base['config'][key] for key in sizes], list(sizes.values()), 'the model of config.json')
+    for (name, ranks, method), numbers in got.items():
+        if name == 'qwen2':
+            near(numbers['loss'] + numbers['grad_norm'], base['loss'] + base['grad_norm'], 1e-4, f'{method} on {ranks}')
+    if base['config']['products'] == 'built-in':
+        equal(got['qwen2', 2, 'ulysses']['loss'], base['loss'], 'ulysses: the loss')
+    equal(got['still', 2, 'upipe']['loss'], got['llama', 2, 'upipe']['loss'], 'biases of 0: the loss')
+    check(abs(base['loss'][0] - got['llama', 2, 'upipe']['loss'][0]) > 1e-2, 'biases make no difference')
+    for more in ({'ranks': 2}, {'ranks': 3, 'method': 'zigzag'}):
+        done = run(words_of({'load': 'qwen2', 'ids': 'ids.npy', 'out': 'out.npy', **more}), folder, LOGITS)
+        if check((done.returncode, done.stderr) == (0, ''), f'logits {more}: {done.stderr}'):
+            near([cross_entropy(path('out.npy'), text[1:], 300)], base['loss'], 1e-5, f'the loss by the logits {more}')
+    # What is saved is what was read, in f32; and after a step with whatever decay the same.
+    good(folder, 'qwen2: saved', load='qwen2', save='same', dtype='bf16', **run_of)
+    words = {name: (t[0], t[1], b''.join(t[2][i + 2:i + 4] for i in range(0, len(t[2]), 4)))
+             for name, t in biases('same/checkpoint-1').items()}
+    equal(words, {name: ('F32', t[1], t[2]) for name, t in biases('qwen2').items()}, 'biases that were read and saved')
+    moved = {**run_of, 'lr': 1e-3, 'min_lr': 1e-3}
+    for decay in (0, 100):
+        good(folder, f'decay {decay}', load='qwen2', save=f'decay{decay}', sample=4, weight_decay=decay, **moved)
+    few, many = (safetensors(path(f'decay{decay}', 'checkpoint-1', 'model.safetensors'))[1] for decay in (0, 100))
+    for name, t in few.items():
+        equal(t == many[name], len(t[1]) == 1, f'{name} with and without decay')
+    check(all(t != few[name] for name, t in biases('same/checkpoint-1').items()), 'a step moves no bias')
+    anew = [good(folder, f'new: {bias}', attention_bias=bias, steps=2) for bias in ('none', 'qkv', 'qkvo')]
+    if all(anew):
+        equal([numbers['loss'][0] for numbers in anew[1:]], anew[0]['loss'][:1] * 2, 'the loss of new biases')
+        check(len({numbers['loss'][1] for numbers in anew}) == 3, 'new biases do not learn')
+    one = 'model.layers.1.self_attn.k_proj.bias'
+    write_qwen2(path('without'), QWEN2, {name: t for name, t in model.items() if name != one})
+    write_qwen2(path('with'), QWEN2, {**model, one.replace('k_proj', 'o_proj'): ([64], [0] * 64)})
+    write_qwen2(path('sliding'), {**QWEN2, 'use_sliding_window': True}, model)
+    for name, said in ('without', [one, 'missing']), ('with', ['o_proj.bias is no tensor']), ('sliding', ['use_sliding_window']):
+        failed(folder, given(load=name), 1, said)
+        failed(folder, words_of({'load': name, 'ids': 'ids.npy', 'out': 'bad.npy'}), 1, said, program=LOGITS)
 
 
 # ---- stopped on the way ----
@@ -973,6 +1070,9 @@ def test_usage(folder):
         (['--method', 'allgather', '--chunk', '2'], ['--chunk 2', 'allgather', 'a group']),
         (['--window', '-1'], ['--window', "'-1'"]),
         (['--window', '8', '--qk-norm'], ['--window', '--qk-norm']),
+        (['--window', '8', '--attention-bias', 'qkvo'], ['--window', '--attention-bias']),
+        (['--qk-norm', '--attention-bias', 'qkv'], ['--qk-norm', '--attention-bias']),
+        (['--attention-bias', 'q'], ['--attention-bias', 'none, qkv or qkvo', "'q'"]),
         (['--keep', '-1', '--save', 'x'], ['--keep', "'-1'"]),
         (['--tile-bytes', '99999999999999999999B'], ['99999999999999999999B']),
         (['--tile-bytes', '65536'], ['with its unit', "'65536'"]),
@@ -1063,6 +1163,7 @@ def test_resume_refusals(folder):
     write(os.path.join(folder, 'backwards'), read(BOOK)[::-1])
     base = {'resume': 'm', 'seed': 3, 'batch': 2, 'steps': 6}
     failed(folder, given(**base) + ['--layers', '3'], 1, ['--layers', 'm/checkpoint-4/config.json'])
+    failed(folder, given(**base, attention_bias='qkv'), 1, ['--attention-bias', 'm/checkpoint-4/config.json'])
     failed(folder, given(**{**base, 'steps': 4}), 1, ['done 4 steps', 'says 4'])
     failed(folder, given(**{**base, 'steps': 2}), 1, ['done 4 steps', 'says 2'])
     for more, words in [({'seed': 4}, ['--seed 3', '--seed 4']), ({'tokens': 32}, ['--tokens 64', '--tokens 32']),
@@ -1148,7 +1249,9 @@ def test_broken(folder):
         ({'hidden_act': 'gelu'}, ['hidden_act', 'gelu']),
         ({'rope_scaling': {'rope_type': 'llama3', 'factor': 8.0}}, ['rope_scaling', 'llama3']),
         ({'rope_scaling': {'type': 'linear', 'factor': 2.0}}, ['rope_scaling', 'linear']),
-        ({'attention_bias': True}, ['attention_bias']),
+        ({'attention_bias': True}, ['q_proj.bias', 'missing']),
+        ({'attention_bias': 1}, ['attention_bias']),
+        ({'model_type': 'qwen2', 'architectures': ['Qwen2ForCausalLM']}, ['q_proj.bias', 'missing']),
         ({'model_type': 'gpt2'}, ['gpt2']),
         ({'num_hidden_layers': 3}, ['layers.2']),
         ({'num_hidden_layers': 1}, ['layers.1']),
@@ -1414,7 +1517,7 @@ def test_sample(folder):
 def main():
     for test in (test_flags, test_usage, test_refusals, test_numbers, test_bits, test_methods, test_activations, test_zero, test_prefetch,
                  test_reduce_dtype, test_learning,
-                 test_checkpoints, test_loading, test_resume_refusals, test_broken, test_not_finite, test_disk,
+                 test_checkpoints, test_loading, test_qwen2, test_resume_refusals, test_broken, test_not_finite, test_disk,
                  test_signals, test_two_writers, test_kills, test_plan, test_trace, test_sample):
         begin = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:

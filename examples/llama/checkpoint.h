@@ -378,7 +378,7 @@ static int llama_same_config(const llama_config *a, const llama_config *b)
     return a->layers == b->layers && a->dim == b->dim && a->hidden == b->hidden && a->vocab == b->vocab &&
            a->heads == b->heads && a->kv_heads == b->kv_heads && a->head_dim == b->head_dim &&
            a->tied == b->tied && a->qk_norm == b->qk_norm && a->rope_theta == b->rope_theta &&
-           a->norm_eps == b->norm_eps && a->window == b->window;
+           a->norm_eps == b->norm_eps && a->window == b->window && a->attention_bias == b->attention_bias;
 }
 
 /* What --resume will read, it reads already. */

@@ -9,9 +9,9 @@
  *
  * The tensors lie in two groups, each one flat array: weights (matrices, of the storage type; embed, then wq
  * wk wv wo gate up down of every layer, then the head unless it is the embedding) and vectors (f32; norm1, q_norm
- * and k_norm if the model has them, norm2 of every layer, then the last norm).
+ * and k_norm, the biases bq bk bv bo, norm2 of every layer, then the last norm; what the model has of these).
  *
- * Read are LlamaForCausalLM, MistralForCausalLM, and Qwen3ForCausalLM without a window. Keys that do not
+ * Read are LlamaForCausalLM, MistralForCausalLM, and without a window Qwen2ForCausalLM and Qwen3ForCausalLM. Keys that do not
  * change the computation are passed over; those that do, and are not built here, are refused. Functions
  * return 0, or fill *err and return -1. Links with jansson (-ljansson); needs POSIX.
  */
@@ -31,10 +31,16 @@
 
 enum { LLAMA_CONFIG_BYTES_MAX = 1 << 20 /* of a config.json */ };
 
+/* Which of attention's projections have a bias. */
+typedef enum llama_bias { LLAMA_BIAS_NONE, LLAMA_BIAS_QKV, LLAMA_BIAS_QKVO } llama_bias;
+
+static const char *const llama_bias_names[] = {"none", "qkv", "qkvo"};
+
 typedef struct llama_config {
     int64_t layers, dim, hidden, vocab; /* hidden = the MLP's width F */
     int heads, kv_heads, head_dim;
     int tied, qk_norm; /* tied: the head is the embedding table; qk_norm: Qwen3's q_norm and k_norm */
+    llama_bias attention_bias;
     double rope_theta, norm_eps;
     int64_t window; /* a token sees so many, its own included; 0 = all up to it */
 } llama_config;
@@ -48,16 +54,24 @@ typedef enum llama_kind {
     LLAMA_WO,
     LLAMA_QNORM,
     LLAMA_KNORM,
+    LLAMA_BQ,
+    LLAMA_BK,
+    LLAMA_BV,
+    LLAMA_BO,
     LLAMA_NORM2,
     LLAMA_GATE,
     LLAMA_UP,
     LLAMA_DOWN,
     LLAMA_NORM,
-    LLAMA_HEAD
+    LLAMA_HEAD,
+    LLAMA_KINDS
 } llama_kind;
 
+/* Groups of tensors. */
+enum { LLAMA_WEIGHTS, LLAMA_VECTORS, LLAMA_GROUPS };
+
 typedef struct llama_tensor {
-    char name[80];      /* Hugging Face's: model.layers.3.self_attn.q_proj.weight */
+    char name[80];      /* Hugging Face's: model.layers.3.self_attn.q_proj.weight, or .bias */
     int64_t rows, cols; /* a vector is [rows], cols = 1 */
     int is_vector;      /* which group: weights (matrices, storage type) or vectors (f32) */
     int64_t at, n;      /* first element in its group, elements */
@@ -76,10 +90,9 @@ typedef struct llama_layout {
     int64_t *first;
     int units;
     int64_t vectors_first[2]; /* the vectors are one unit */
+    int place[LLAMA_KINDS];   /* the tensor of layer 0, or outside layers; -1 = the model has none */
+    int step[LLAMA_GROUPS];   /* tensors from a layer to the next */
 } llama_layout;
-
-/* Groups of tensors. */
-enum { LLAMA_WEIGHTS, LLAMA_VECTORS, LLAMA_GROUPS };
 
 /* The state of one rank; the arrays lie in the rank's pool. zero says which elements of its group an array has: weights
  * and gradients are zero's own, the optimizer's are upipe_zero_part_of(zero, UPIPE_ZERO_STATES, unit). */
@@ -92,13 +105,23 @@ typedef struct llama_state {
 
 /* ---- layout ---- */
 
+static int llama_is_bias(llama_kind kind)
+{
+    return kind >= LLAMA_BQ && kind <= LLAMA_BO;
+}
+
+static int llama_is_vector(llama_kind kind)
+{
+    return llama_is_bias(kind) || kind == LLAMA_NORM1 || kind == LLAMA_QNORM || kind == LLAMA_KNORM ||
+           kind == LLAMA_NORM2 || kind == LLAMA_NORM;
+}
+
 static int llama_add(llama_layout *l, llama_kind kind, int64_t layer, const char *part, int64_t rows,
                      int64_t cols)
 {
     llama_tensor *t = &l->tensors[l->n];
     int64_t *group;
-    t->is_vector = kind == LLAMA_NORM1 || kind == LLAMA_QNORM || kind == LLAMA_KNORM || kind == LLAMA_NORM2 ||
-                   kind == LLAMA_NORM;
+    t->is_vector = llama_is_vector(kind);
     group = t->is_vector ? &l->vectors : &l->weights;
     t->kind = kind;
     t->layer = layer;
@@ -108,7 +131,10 @@ static int llama_add(llama_layout *l, llama_kind kind, int64_t layer, const char
     if (layer < 0)
         snprintf(t->name, sizeof t->name, "%s.weight", part);
     else
-        snprintf(t->name, sizeof t->name, "model.layers.%" PRId64 ".%s.weight", layer, part);
+        snprintf(t->name, sizeof t->name, "model.layers.%" PRId64 ".%s.%s", layer, part,
+                 llama_is_bias(kind) ? "bias" : "weight");
+    if (layer <= 0) l->place[kind] = l->n;
+    if (layer == 0) ++l->step[t->is_vector];
     /* bytes too are to stay within 63 bits */
     if (!upipe_mul(&t->n, rows, cols) || t->n > INT64_MAX / 16 - *group) return -1;
     t->unit = -1;
@@ -143,6 +169,12 @@ static int llama_add_all(llama_layout *l)
         if (c->qk_norm && (llama_add(l, LLAMA_QNORM, i, "self_attn.q_norm", c->head_dim, 1) ||
                            llama_add(l, LLAMA_KNORM, i, "self_attn.k_norm", c->head_dim, 1)))
             return -1;
+        if (c->attention_bias != LLAMA_BIAS_NONE && (llama_add(l, LLAMA_BQ, i, "self_attn.q_proj", q, 1) ||
+                                                     llama_add(l, LLAMA_BK, i, "self_attn.k_proj", kv, 1) ||
+                                                     llama_add(l, LLAMA_BV, i, "self_attn.v_proj", kv, 1)))
+            return -1;
+        if (c->attention_bias == LLAMA_BIAS_QKVO && llama_add(l, LLAMA_BO, i, "self_attn.o_proj", c->dim, 1))
+            return -1;
         if (llama_add(l, LLAMA_NORM2, i, "post_attention_layernorm", c->dim, 1)) return -1;
     }
     return llama_add(l, LLAMA_NORM, -1, "model.norm", c->dim, 1);
@@ -162,13 +194,15 @@ static void llama_layout_free(llama_layout *l)
  */
 __attribute__((unused)) static int llama_layout_init(llama_layout *l, const llama_config *c)
 {
+    int kind;
     memset(l, 0, sizeof *l);
+    for (kind = 0; kind < LLAMA_KINDS; ++kind) l->place[kind] = -1;
     if (c->layers < 1 || c->layers > LLAMA_LAYERS_MAX || c->dim < 1 || c->hidden < 1 || c->vocab < 1 ||
         c->heads < 1 || c->kv_heads < 1 || c->head_dim < 1)
         return -1;
     l->config = *c;
     l->vectors_first[0] = 0;
-    l->tensors = (llama_tensor *)calloc((size_t)c->layers * 11 + 3, sizeof *l->tensors);
+    l->tensors = (llama_tensor *)calloc((size_t)c->layers * 15 + 3, sizeof *l->tensors);
     l->first = (int64_t *)calloc((size_t)c->layers * 2 + 3, sizeof *l->first);
     if (l->tensors != NULL && l->first != NULL && llama_add_all(l) == 0) {
         l->vectors_first[1] = l->vectors;
@@ -182,20 +216,10 @@ __attribute__((unused)) static int llama_layout_init(llama_layout *l, const llam
 __attribute__((unused)) static const llama_tensor *llama_find(const llama_layout *l, llama_kind kind,
                                                               int64_t layer)
 {
-    /* a kind's place among its layer's tensors of its group */
-    static const int places[] = {0, 0, 0, 1, 2, 3, 1, 2, 1, 4, 5, 6, 0, 0};
-    const llama_config *c = &l->config;
-    int64_t vectors = 1 + 7 * c->layers + !c->tied, step = c->qk_norm ? 4 : 2;
-    if (kind == LLAMA_EMBED || kind == LLAMA_NORM || kind == LLAMA_HEAD) {
-        if (layer != -1 || (kind == LLAMA_HEAD && c->tied)) return NULL;
-        return &l->tensors[kind == LLAMA_EMBED ? 0 : kind == LLAMA_NORM ? l->n - 1 : vectors - 1];
-    }
-    if (layer < 0 || layer >= c->layers) return NULL;
-    if ((kind == LLAMA_QNORM || kind == LLAMA_KNORM) && !c->qk_norm) return NULL;
-    if (kind == LLAMA_NORM2) return &l->tensors[vectors + step * layer + step - 1];
-    if (kind == LLAMA_NORM1 || kind == LLAMA_QNORM || kind == LLAMA_KNORM)
-        return &l->tensors[vectors + step * layer + places[kind]];
-    return &l->tensors[1 + 7 * layer + places[kind]];
+    const llama_tensor *first = l->place[kind] < 0 ? NULL : &l->tensors[l->place[kind]];
+    if (first == NULL || (layer < 0) != (first->layer < 0) || layer < -1 || layer >= l->config.layers)
+        return NULL;
+    return layer < 0 ? first : first + layer * l->step[first->is_vector];
 }
 
 /* llama_state_init -- which elements a rank's arrays have, by the stage of ZeRO; the arrays are the caller's
@@ -319,8 +343,12 @@ static int llama_config_rope(llama_config *c, const json_t *root, const char *ke
     return llama_config_real(&c->rope_theta, j, "rope_theta", "rope-theta", path, err);
 }
 
-static const char *const llama_models[3][2] = {
-    {"llama", "LlamaForCausalLM"}, {"mistral", "MistralForCausalLM"}, {"qwen3", "Qwen3ForCausalLM"}};
+enum { LLAMA_IS_LLAMA, LLAMA_IS_MISTRAL, LLAMA_IS_QWEN2, LLAMA_IS_QWEN3, LLAMA_MODELS };
+
+static const char *const llama_models[LLAMA_MODELS][2] = {{"llama", "LlamaForCausalLM"},
+                                                          {"mistral", "MistralForCausalLM"},
+                                                          {"qwen2", "Qwen2ForCausalLM"},
+                                                          {"qwen3", "Qwen3ForCausalLM"}};
 
 /* Which of llama_models; -1 with a sentence. */
 static int llama_config_model(const json_t *root, const char *path, upipe_err *err)
@@ -334,7 +362,7 @@ static int llama_config_model(const json_t *root, const char *path, upipe_err *e
         return llama_config_fail(err, path, "architectures is not a list of one name");
     if (type == NULL && one == NULL)
         return llama_config_fail(err, path, "neither model_type nor architectures says what model this is");
-    for (i = 0; i < 3; ++i) {
+    for (i = 0; i < LLAMA_MODELS; ++i) {
         if (type != NULL && strcmp(json_string_value(type), llama_models[i][0]) != 0) continue;
         if (one != NULL && strcmp(json_string_value(one), llama_models[i][1]) != 0) continue;
         return i;
@@ -353,8 +381,7 @@ static int llama_config_unbuilt(const json_t *root, const char *path, upipe_err 
     if (act != NULL && (!json_is_string(act) || strcmp(json_string_value(act), "silu") != 0))
         return llama_config_fail(err, path, "hidden_act is %.40s; only silu is built",
                                  json_is_string(act) ? json_string_value(act) : "no string");
-    if (llama_config_neutral(root, "attention_bias", 0, path, err) ||
-        llama_config_neutral(root, "mlp_bias", 0, path, err) ||
+    if (llama_config_neutral(root, "mlp_bias", 0, path, err) ||
         llama_config_neutral(root, "use_sliding_window", 0, path, err) ||
         llama_config_neutral(root, "attention_dropout", 0, path, err) ||
         llama_config_neutral(root, "partial_rotary_factor", 1, path, err) ||
@@ -370,6 +397,19 @@ static int llama_config_unbuilt(const json_t *root, const char *path, upipe_err 
     return 0;
 }
 
+/* Qwen2's Q, K and V have biases, whatever the key says, Mistral's have none; in Llama and Qwen3 the key is of O's bias
+ * too. (transformers 5.23, the modeling files of these four) */
+static int llama_config_bias(llama_config *c, const json_t *root, int model, const char *path, upipe_err *err)
+{
+    int all = 0;
+    c->attention_bias = LLAMA_BIAS_QKV;
+    if (model == LLAMA_IS_QWEN2) return 0;
+    if (model == LLAMA_IS_MISTRAL && llama_config_neutral(root, "attention_bias", 0, path, err)) return -1;
+    if (model != LLAMA_IS_MISTRAL && llama_config_flag(&all, root, "attention_bias", path, err)) return -1;
+    c->attention_bias = all ? LLAMA_BIAS_QKVO : LLAMA_BIAS_NONE;
+    return 0;
+}
+
 static int llama_config_numbers(llama_config *c, const json_t *root, int model, const char *path,
                                 upipe_err *err)
 {
@@ -381,10 +421,10 @@ static int llama_config_numbers(llama_config *c, const json_t *root, int model, 
         llama_config_count(&c->vocab, root, "vocab_size", "vocab", 0, path, err) ||
         llama_config_count(&heads, root, "num_attention_heads", "heads", 0, path, err))
         return -1;
-    /* the other two models have defaults of their own where Llama's follow from the rest: not guessed */
-    dim = c->dim % heads == 0 && model != 2 ? c->dim / heads : 0;
-    if (llama_config_count(&kv_heads, root, "num_key_value_heads", "kv-heads", model == 0 ? heads : 0, path,
-                           err) ||
+    /* the other models have defaults of their own where Llama's follow from the rest: not guessed */
+    dim = c->dim % heads == 0 && model != LLAMA_IS_QWEN3 ? c->dim / heads : 0;
+    if (llama_config_count(&kv_heads, root, "num_key_value_heads", "kv-heads",
+                           model == LLAMA_IS_LLAMA ? heads : 0, path, err) ||
         llama_config_count(&head_dim, root, "head_dim", "head-dim", dim, path, err))
         return -1;
     if (heads % kv_heads != 0)
@@ -396,13 +436,15 @@ static int llama_config_numbers(llama_config *c, const json_t *root, int model, 
     if (!upipe_mul(&queries, heads, head_dim) || queries > INT32_MAX)
         return llama_config_fail(err, path, "%" PRId64 " heads of %" PRId64 " are more than %d", heads,
                                  head_dim, INT32_MAX);
-    /* a Mistral without the key has this one; Llama has none, Qwen3 only with use_sliding_window */
-    if (model == 1 && !json_is_null(json_object_get(root, "sliding_window")) &&
+    /* a Mistral without the key has this one; Llama has none, Qwen only with use_sliding_window */
+    if (model == LLAMA_IS_MISTRAL && !json_is_null(json_object_get(root, "sliding_window")) &&
         llama_config_count(&c->window, root, "sliding_window", "window", 4096, path, err))
         return -1;
     c->heads = (int)heads;
     c->kv_heads = (int)kv_heads;
     c->head_dim = (int)head_dim;
+    c->qk_norm = model == LLAMA_IS_QWEN3;
+    if (llama_config_bias(c, root, model, path, err)) return -1;
     if (llama_config_real(&c->norm_eps, root, "rms_norm_eps", "norm-eps", path, err) ||
         llama_config_real(&c->rope_theta, root, "rope_theta", "rope-theta", path, err) ||
         llama_config_rope(c, root, "rope_scaling", path, err) ||
@@ -476,7 +518,6 @@ __attribute__((unused)) static int llama_config_read(llama_config *c, upipe_dtyp
                                  : llama_config_fail(err, path, "is not a JSON object");
     bad =
         model < 0 || llama_config_unbuilt(root, path, err) || llama_config_numbers(c, root, model, path, err);
-    c->qk_norm = model == 2;
     type = json_object_get(root, "torch_dtype");
     if (type == NULL) type = json_object_get(root, "dtype");
     if (dtype != NULL)
@@ -499,23 +540,38 @@ static void llama_config_decimals(char out[40], double x)
     if (strpbrk(out, ".e") == NULL) strcat(out, ".0");
 }
 
+/* The one of llama_models that has this window, QK norm and biases; -1: none has them together. */
+static int llama_config_like(const llama_config *c)
+{
+    const int model = c->attention_bias == LLAMA_BIAS_QKV ? LLAMA_IS_QWEN2
+                      : c->window > 0                     ? LLAMA_IS_MISTRAL
+                      : c->qk_norm                        ? LLAMA_IS_QWEN3
+                                                          : LLAMA_IS_LLAMA;
+    if ((c->window > 0 && model != LLAMA_IS_MISTRAL) || (c->qk_norm && model != LLAMA_IS_QWEN3)) return -1;
+    return model == LLAMA_IS_MISTRAL && c->attention_bias != LLAMA_BIAS_NONE ? -1 : model;
+}
+
 /* llama_config_write -- makes a config.json that llama_config_read and Hugging Face read; synced to the disk
  *
- *   c           with a window or QK norm, not both: no model here has them
+ *   c           one of llama_models: llama_config_like
  *   positions   tokens of the longest sequence the model has seen: max_position_embeddings
  *   path        must not exist
  */
 __attribute__((unused)) static int llama_config_write(const llama_config *c, upipe_dtype dtype,
                                                       int64_t positions, const char *path, upipe_err *err)
 {
-    const char *const *model = llama_models[c->qk_norm ? 2 : c->window > 0 ? 1 : 0];
+    const int model = llama_config_like(c);
     char eps[40], theta[40];
     int bad;
-    FILE *f = fopen(path, "wx");
+    FILE *f;
+    if (model < 0)
+        return llama_config_fail(err, path, "no model has this window, QK norm and attention bias together");
+    f = fopen(path, "wx");
     if (f == NULL) return llama_config_fail(err, path, "cannot be made: %s", strerror(errno));
     llama_config_decimals(eps, c->norm_eps);
     llama_config_decimals(theta, c->rope_theta);
-    fprintf(f, "{\n  \"architectures\": [\"%s\"],\n  \"model_type\": \"%s\",\n", model[1], model[0]);
+    fprintf(f, "{\n  \"architectures\": [\"%s\"],\n  \"model_type\": \"%s\",\n", llama_models[model][1],
+            llama_models[model][0]);
     fprintf(f, "  \"hidden_size\": %" PRId64 ",\n  \"intermediate_size\": %" PRId64 ",\n", c->dim, c->hidden);
     fprintf(f, "  \"num_hidden_layers\": %" PRId64 ",\n  \"num_attention_heads\": %d,\n", c->layers,
             c->heads);
@@ -524,7 +580,11 @@ __attribute__((unused)) static int llama_config_write(const llama_config *c, upi
             positions);
     fprintf(f, "  \"rms_norm_eps\": %s,\n  \"rope_theta\": %s,\n  \"rope_scaling\": null,\n", eps, theta);
     if (c->window > 0) fprintf(f, "  \"sliding_window\": %" PRId64 ",\n", c->window);
-    fprintf(f, "  \"hidden_act\": \"silu\",\n  \"attention_bias\": false,\n  \"mlp_bias\": false,\n");
+    if (model == LLAMA_IS_QWEN2)
+        fprintf(f, "  \"use_sliding_window\": false,\n");
+    else
+        fprintf(f, "  \"attention_bias\": %s,\n", c->attention_bias == LLAMA_BIAS_QKVO ? "true" : "false");
+    fprintf(f, "  \"hidden_act\": \"silu\",\n  \"mlp_bias\": false,\n");
     fprintf(f, "  \"attention_dropout\": 0.0,\n  \"bos_token_id\": null,\n  \"eos_token_id\": null,\n");
     fprintf(f, "  \"tie_word_embeddings\": %s,\n", c->tied ? "true" : "false");
     fprintf(f, "  \"torch_dtype\": \"%s\"\n}\n", dtype == UPIPE_BF16 ? "bfloat16" : "float32");

@@ -256,21 +256,34 @@ static upipe_layer model_attention_layer(const model_rank *r, int64_t layer)
         l.k_norm_weight = model_vector(r, LLAMA_KNORM, layer);
         l.norm_eps = (float)config->norm_eps;
     }
+    if (config->attention_bias != LLAMA_BIAS_NONE) {
+        l.bq = model_vector(r, LLAMA_BQ, layer);
+        l.bk = model_vector(r, LLAMA_BK, layer);
+        l.bv = model_vector(r, LLAMA_BV, layer);
+    }
+    if (config->attention_bias == LLAMA_BIAS_QKVO) l.bo = model_vector(r, LLAMA_BO, layer);
     return l;
 }
 
 static upipe_grads model_attention_grads(const model_rank *r, int64_t layer)
 {
+    const llama_config *config = &r->m->layout->config;
     upipe_grads g;
     memset(&g, 0, sizeof g);
     g.wq = model_grad(r, LLAMA_WQ, layer);
     g.wk = model_grad(r, LLAMA_WK, layer);
     g.wv = model_grad(r, LLAMA_WV, layer);
     g.wo = model_grad(r, LLAMA_WO, layer);
-    if (r->m->layout->config.qk_norm) {
+    if (config->qk_norm) {
         g.q_norm_weight = model_grad(r, LLAMA_QNORM, layer);
         g.k_norm_weight = model_grad(r, LLAMA_KNORM, layer);
     }
+    if (config->attention_bias != LLAMA_BIAS_NONE) {
+        g.bq = model_grad(r, LLAMA_BQ, layer);
+        g.bk = model_grad(r, LLAMA_BK, layer);
+        g.bv = model_grad(r, LLAMA_BV, layer);
+    }
+    if (config->attention_bias == LLAMA_BIAS_QKVO) g.bo = model_grad(r, LLAMA_BO, layer);
     return g;
 }
 

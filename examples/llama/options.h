@@ -28,7 +28,7 @@
 enum {
     FLAG_DATA, FLAG_METHOD, FLAG_RANKS, FLAG_RING, FLAG_INNER, FLAG_SEGMENTS, FLAG_CHUNK, FLAG_OVERLAP, FLAG_LAYERS,
     FLAG_MODEL_DIM, FLAG_HEADS, FLAG_KV_HEADS, FLAG_HEAD_DIM, FLAG_FF_DIM, FLAG_VOCAB, FLAG_UNTIED,
-    FLAG_QK_NORM, FLAG_ROPE_THETA, FLAG_NORM_EPS, FLAG_WINDOW, FLAG_TOKENS, FLAG_BATCH, FLAG_STEPS, FLAG_LR, FLAG_MIN_LR,
+    FLAG_QK_NORM, FLAG_ATTENTION_BIAS, FLAG_ROPE_THETA, FLAG_NORM_EPS, FLAG_WINDOW, FLAG_TOKENS, FLAG_BATCH, FLAG_STEPS, FLAG_LR, FLAG_MIN_LR,
     FLAG_WARMUP, FLAG_WEIGHT_DECAY, FLAG_BETA1, FLAG_BETA2, FLAG_ADAM_EPS, FLAG_CLIP, FLAG_DTYPE, FLAG_DEVICE,
     FLAG_SEED, FLAG_TILE_BYTES, FLAG_ACTIVATIONS, FLAG_OFFLOAD, FLAG_ZERO, FLAG_ZERO_PREFETCH,
     FLAG_REDUCE_DTYPE, FLAG_JSON, FLAG_TRACE, FLAG_SAVE, FLAG_SAVE_EVERY,
@@ -54,6 +54,7 @@ static const struct option option_list[] = {
     {"vocab",        required_argument, NULL, FLAG_VOCAB},
     {"untied",       no_argument,       NULL, FLAG_UNTIED},
     {"qk-norm",      no_argument,       NULL, FLAG_QK_NORM},
+    {"attention-bias", required_argument, NULL, FLAG_ATTENTION_BIAS},
     {"rope-theta",   required_argument, NULL, FLAG_ROPE_THETA},
     {"norm-eps",     required_argument, NULL, FLAG_NORM_EPS},
     {"window",       required_argument, NULL, FLAG_WINDOW},
@@ -116,6 +117,7 @@ static const char usage_text[] =
     "  --vocab N          rows of the embedding, at least 256: a token is a byte (256)\n"
     "  --untied           the head is a matrix of its own, not the embedding\n"
     "  --qk-norm          RMS norm of every head of Q and K, as in Qwen3\n"
+    "  --attention-bias B none; qkv: of Q, K and V, as in Qwen2; qkvo: of the output projection too (none)\n"
     "  --rope-theta X     (10000)\n"
     "  --norm-eps X       (1e-5)\n"
     "  --window N         tokens that a token sees, its own included, as in Mistral; 0 for all (0)\n"
@@ -127,7 +129,7 @@ static const char usage_text[] =
     "  --lr X             learning rate after the warmup (1e-3)\n"
     "  --min-lr X         learning rate at the end of its cosine (lr / 10)\n"
     "  --warmup N         steps in which the learning rate rises (steps / 10, at least 1)\n"
-    "  --weight-decay X   of the matrices (0.1)\n"
+    "  --weight-decay X   of the matrices; norm weights and biases have none (0.1)\n"
     "  --beta1 X, --beta2 X, --adam-eps X\n"
     "                     of AdamW (0.9, 0.95, 1e-8)\n"
     "  --clip X           largest norm of the gradient, 0 for none (1)\n"
@@ -212,6 +214,16 @@ static int options_real(const char *name, const char *text, double *out)
     return cli_real(name, text, l->least, l->most, out);
 }
 
+static int options_bias(const char *name, const char *text, llama_bias *out)
+{
+    int i;
+    for (i = LLAMA_BIAS_NONE; i <= LLAMA_BIAS_QKVO; ++i) {
+        *out = (llama_bias)i;
+        if (strcmp(text, llama_bias_names[i]) == 0) return 0;
+    }
+    return cli_refuse("--%s is none, qkv or qkvo, not '%s'", name, text);
+}
+
 static int options_model(llama_config *c, int flag, const char *name, const char *text)
 {
     switch (flag) {
@@ -235,6 +247,8 @@ static int options_model(llama_config *c, int flag, const char *name, const char
         return options_real(name, text, &c->norm_eps);
     case FLAG_WINDOW:
         return options_whole(name, text, &c->window);
+    case FLAG_ATTENTION_BIAS:
+        return options_bias(name, text, &c->attention_bias);
     case FLAG_UNTIED:
         c->tied = 0;
         return 0;
@@ -280,6 +294,7 @@ static int options_flag(void *user, int flag, const char *text)
     case FLAG_VOCAB:
     case FLAG_UNTIED:
     case FLAG_QK_NORM:
+    case FLAG_ATTENTION_BIAS:
     case FLAG_ROPE_THETA:
     case FLAG_NORM_EPS:
     case FLAG_WINDOW:
@@ -376,8 +391,9 @@ static int options_contradictions(const options *o)
     static const int of_save[] = {FLAG_SAVE_EVERY, FLAG_KEEP};
     static const int of_sample[] = {FLAG_PROMPT, FLAG_TEMPERATURE};
     int flag;
-    if (o->config.window > 0 && o->config.qk_norm)
-        return cli_refuse("--window and --qk-norm contradict each other: no model that is built has both");
+    if (llama_config_like(&o->config) < 0)
+        return cli_refuse(
+            "--window, --qk-norm and --attention-bias contradict each other: no model that is built has these together");
     if (!o->plan && device_flag_built("device", o->device) != 0) return 1 + EXIT_USAGE;
     if (o->given[FLAG_ACTIVATIONS] && o->given[FLAG_OFFLOAD])
         return cli_refuse("--offload is --activations offload: only one of them can be given");
@@ -452,6 +468,7 @@ static int options_other_model(const options *o, const llama_config *folder)
                {FLAG_VOCAB, c->vocab == folder->vocab},
                {FLAG_UNTIED, c->tied == folder->tied},
                {FLAG_QK_NORM, c->qk_norm == folder->qk_norm},
+               {FLAG_ATTENTION_BIAS, c->attention_bias == folder->attention_bias},
                {FLAG_ROPE_THETA, c->rope_theta == folder->rope_theta},
                {FLAG_NORM_EPS, c->norm_eps == folder->norm_eps},
                {FLAG_WINDOW, c->window == folder->window}};

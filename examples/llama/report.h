@@ -207,6 +207,7 @@ static void report_config_model(FILE *f, const llama_config *c)
     report_whole(f, "vocab", c->vocab);
     report_bool(f, "untied", !c->tied);
     report_bool(f, "qk_norm", c->qk_norm);
+    report_word(f, "attention_bias", llama_bias_names[c->attention_bias]);
     report_real(f, "rope_theta", c->rope_theta);
     report_real(f, "norm_eps", c->norm_eps);
 }

@@ -286,21 +286,35 @@ static upipe_status run_begin_unit(const run *u, trainer *t, int unit)
     return UPIPE_OK;
 }
 
-/* Each rank computes its slices of the new weights; then the slices are gathered, where all are to be whole. */
-static upipe_status run_begin_new(const run *u, trainer *t)
+/* Norm weights are 1, biases 0. */
+static upipe_status run_begin_vectors(const run *u, trainer *t)
 {
     enum { CHUNK = 4096 };
     float *const vectors = (float *)t->state.zero[LLAMA_VECTORS].weights;
-    const int64_t n = u->layout.vectors;
+    upipe_ctx *c = t->r.c;
     float ones[CHUNK];
-    int64_t i;
+    int64_t at, n;
+    int i;
+    for (i = 0; i < CHUNK; ++i) ones[i] = 1;
+    UPIPE_TRY(c->ops->zero(c, vectors, (size_t)u->layout.vectors * 4));
+    for (i = 0; i < u->layout.n; ++i) {
+        const llama_tensor *tensor = &u->layout.tensors[i];
+        if (!tensor->is_vector || llama_is_bias(tensor->kind)) continue;
+        for (at = 0; at < tensor->n; at += n) {
+            n = tensor->n - at < CHUNK ? tensor->n - at : CHUNK;
+            UPIPE_TRY(c->ops->copy(c, vectors + tensor->at + at, ones, (size_t)n * 4));
+        }
+    }
+    return UPIPE_OK;
+}
+
+/* Each rank computes its slices of the new weights; then the slices are gathered, where all are to be whole. */
+static upipe_status run_begin_new(const run *u, trainer *t)
+{
     int unit;
     for (unit = 0; unit < u->layout.units; ++unit) UPIPE_TRY(run_begin_unit(u, t, unit));
     UPIPE_TRY(upipe_zero_weights_gather(t->r.c, &t->state.zero[LLAMA_WEIGHTS]));
-    for (i = 0; i < CHUNK; ++i) ones[i] = 1;
-    for (i = 0; i < n; i += CHUNK)
-        UPIPE_TRY(t->r.c->ops->copy(t->r.c, vectors + i, ones, (size_t)(n - i < CHUNK ? n - i : CHUNK) * 4));
-    return UPIPE_OK;
+    return run_begin_vectors(u, t);
 }
 
 static upipe_status run_begin(const run *u, trainer *t)

@@ -20,23 +20,25 @@ static const struct {
     llama_config c;
     const char *refused;
 } presets[] = {
-    /* layers, dim, hidden, vocab, heads, kv heads, head dim, tied, qk norm, theta, eps, window */
-    {"llama3-8b", {32, 4096, 14336, 128256, 32, 8, 128, 0, 0, 500000, 1e-5, 0}, NULL},
-    {"llama3-70b", {80, 8192, 28672, 128256, 64, 8, 128, 0, 0, 500000, 1e-5, 0}, NULL},
-    {"llama3.1-8b", {32, 4096, 14336, 128256, 32, 8, 128, 0, 0, 500000, 1e-5, 0}, "rope_scaling llama3"},
-    {"llama3.1-70b", {80, 8192, 28672, 128256, 64, 8, 128, 0, 0, 500000, 1e-5, 0}, "rope_scaling llama3"},
-    {"llama3.1-405b", {126, 16384, 53248, 128256, 128, 8, 128, 0, 0, 500000, 1e-5, 0}, "rope_scaling llama3"},
-    {"llama3.2-1b", {16, 2048, 8192, 128256, 32, 8, 64, 1, 0, 500000, 1e-5, 0}, "rope_scaling llama3"},
-    {"llama3.2-3b", {28, 3072, 8192, 128256, 24, 8, 128, 1, 0, 500000, 1e-5, 0}, "rope_scaling llama3"},
-    {"qwen2.5-7b", {28, 3584, 18944, 152064, 28, 4, 128, 0, 0, 1000000, 1e-6, 0}, "biases of Q, K and V"},
-    {"qwen2.5-32b", {64, 5120, 27648, 152064, 40, 8, 128, 0, 0, 1000000, 1e-6, 0}, "biases of Q, K and V"},
-    {"qwen2.5-72b", {80, 8192, 29568, 152064, 64, 8, 128, 0, 0, 1000000, 1e-6, 0}, "biases of Q, K and V"},
-    {"qwen3-8b", {36, 4096, 12288, 151936, 32, 8, 128, 0, 1, 1000000, 1e-6, 0}, NULL},
-    {"qwen3-14b", {40, 5120, 17408, 151936, 40, 8, 128, 0, 1, 1000000, 1e-6, 0}, NULL},
-    {"qwen3-32b", {64, 5120, 25600, 151936, 64, 8, 128, 0, 1, 1000000, 1e-6, 0}, NULL},
-    {"mistral-7b", {32, 4096, 14336, 32000, 32, 8, 128, 0, 0, 10000, 1e-5, 4096}, NULL},
-    {"mistral-7b-v0.3", {32, 4096, 14336, 32768, 32, 8, 128, 0, 0, 1000000, 1e-5, 0}, NULL},
-    {"smollm2-135m", {30, 576, 1536, 49152, 9, 3, 64, 1, 0, 100000, 1e-5, 0}, NULL}};
+    /* layers, dim, hidden, vocab, heads, kv heads, head dim, tied, qk norm, biases, theta, eps, window */
+    {"llama3-8b", {32, 4096, 14336, 128256, 32, 8, 128, 0, 0, 0, 500000, 1e-5, 0}, NULL},
+    {"llama3-70b", {80, 8192, 28672, 128256, 64, 8, 128, 0, 0, 0, 500000, 1e-5, 0}, NULL},
+    {"llama3.1-8b", {32, 4096, 14336, 128256, 32, 8, 128, 0, 0, 0, 500000, 1e-5, 0}, "rope_scaling llama3"},
+    {"llama3.1-70b", {80, 8192, 28672, 128256, 64, 8, 128, 0, 0, 0, 500000, 1e-5, 0}, "rope_scaling llama3"},
+    {"llama3.1-405b",
+     {126, 16384, 53248, 128256, 128, 8, 128, 0, 0, 0, 500000, 1e-5, 0},
+     "rope_scaling llama3"},
+    {"llama3.2-1b", {16, 2048, 8192, 128256, 32, 8, 64, 1, 0, 0, 500000, 1e-5, 0}, "rope_scaling llama3"},
+    {"llama3.2-3b", {28, 3072, 8192, 128256, 24, 8, 128, 1, 0, 0, 500000, 1e-5, 0}, "rope_scaling llama3"},
+    {"qwen2.5-7b", {28, 3584, 18944, 152064, 28, 4, 128, 0, 0, LLAMA_BIAS_QKV, 1000000, 1e-6, 0}, NULL},
+    {"qwen2.5-32b", {64, 5120, 27648, 152064, 40, 8, 128, 0, 0, LLAMA_BIAS_QKV, 1000000, 1e-6, 0}, NULL},
+    {"qwen2.5-72b", {80, 8192, 29568, 152064, 64, 8, 128, 0, 0, LLAMA_BIAS_QKV, 1000000, 1e-6, 0}, NULL},
+    {"qwen3-8b", {36, 4096, 12288, 151936, 32, 8, 128, 0, 1, 0, 1000000, 1e-6, 0}, NULL},
+    {"qwen3-14b", {40, 5120, 17408, 151936, 40, 8, 128, 0, 1, 0, 1000000, 1e-6, 0}, NULL},
+    {"qwen3-32b", {64, 5120, 25600, 151936, 64, 8, 128, 0, 1, 0, 1000000, 1e-6, 0}, NULL},
+    {"mistral-7b", {32, 4096, 14336, 32000, 32, 8, 128, 0, 0, 0, 10000, 1e-5, 4096}, NULL},
+    {"mistral-7b-v0.3", {32, 4096, 14336, 32768, 32, 8, 128, 0, 0, 0, 1000000, 1e-5, 0}, NULL},
+    {"smollm2-135m", {30, 576, 1536, 49152, 9, 3, 64, 1, 0, 0, 100000, 1e-5, 0}, NULL}};
 
 enum { PRESETS = sizeof presets / sizeof *presets };
 
@@ -50,14 +52,10 @@ static inline void preset_names(char *out, size_t n)
 /* Which of llama_models a type reads as; -1 for none. */
 static inline int preset_like(const json_t *root)
 {
-    static const struct {
-        const char *type;
-        int like;
-    } types[] = {{"llama", 0}, {"mistral", 1}, {"qwen2", 0}, {"qwen3", 2}};
     const char *type = json_string_value(json_object_get(root, "model_type"));
-    size_t i;
-    for (i = 0; i < sizeof types / sizeof *types && type != NULL; ++i)
-        if (strcmp(types[i].type, type) == 0) return types[i].like;
+    int i;
+    for (i = 0; i < LLAMA_MODELS && type != NULL; ++i)
+        if (strcmp(llama_models[i][0], type) == 0) return i;
     return -1;
 }
 
@@ -74,7 +72,6 @@ static inline int preset_sizes(llama_config *c, json_t *root, const char *path, 
     memset(c, 0, sizeof *c);
     c->norm_eps = 1e-6;
     c->rope_theta = 10000;
-    c->qk_norm = like == 2;
     return llama_config_numbers(c, root, like, path, e);
 }
 

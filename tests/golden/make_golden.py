@@ -55,7 +55,7 @@ def shapes():
 
 
 def draw():
-    """Weights (f32), tokens and targets. RandomState's streams are frozen: every NumPy draws the same."""
+    """Weights (f32), tokens, targets and biases (f32). RandomState's streams are frozen: every NumPy draws the same."""
     random = np.random.RandomState(SEED)
     weights = {}
     for name, shape in shapes().items():
@@ -73,7 +73,13 @@ def draw():
     targets[:, :-1] = tokens[:, 1:]
     targets[1, 2] = -1
     targets[0, 8:12] = -1
-    return weights, tokens, targets
+    biases = {}
+    for i in range(LAYERS):
+        for name in 'q_proj', 'k_proj', 'v_proj', 'o_proj':
+            weight = f'model.layers.{i}.self_attn.{name}.weight'
+            bias = 0.5 * random.standard_normal(weights[weight].shape[0])
+            biases[weight.replace('weight', 'bias')] = bias.astype(np.float32)
+    return weights, tokens, targets, biases
 
 
 class Arithmetic:
@@ -117,6 +123,15 @@ class Arithmetic:
         y = self.product(anp.reshape(x, (-1, x.shape[-1])), anp.transpose(w))
         return anp.reshape(y, x.shape[:-1] + (w.shape[0],))
 
+    def projection(self, x, w, name):
+        """The same with the bias name.bias, if there is one. Its gradient is a sum over tokens: a product with ones,
+        which sums as all products do."""
+        y = self.linear(x, w[name + '.weight'])
+        if name + '.bias' not in w:
+            return y
+        rows = np.ones((int(np.prod(y.shape[:-1])), 1), self.dtype)
+        return y + anp.reshape(self.product(rows, anp.reshape(w[name + '.bias'], (1, -1))), y.shape)
+
     def number(self, x):
         return self.dtype(x)
 
@@ -134,8 +149,8 @@ class Arithmetic:
 
     def attention(self, x, w, layer):
         def heads(name, n, norm=None):
-            y = anp.reshape(self.linear(x, w[layer + f'self_attn.{name}.weight']), (BATCH, TOKENS, n, HEAD_DIM))
-            if norm:
+            y = anp.reshape(self.projection(x, w, layer + f'self_attn.{name}'), (BATCH, TOKENS, n, HEAD_DIM))
+            if norm and layer + f'self_attn.{norm}.weight' in w:
                 y = self.rmsnorm(y, w[layer + f'self_attn.{norm}.weight'])
             return anp.transpose(y, (0, 2, 1, 3))
 
@@ -147,7 +162,7 @@ class Arithmetic:
         p = anp.where(seen, anp.exp(anp.where(seen, scores - self.greatest(scores, seen), 0)), 0)
         out = self.product(p / self.sum(p), v)
         out = anp.reshape(anp.transpose(out, (0, 2, 1, 3)), (BATCH, TOKENS, HEADS * HEAD_DIM))
-        return self.linear(out, w[layer + 'self_attn.o_proj.weight'])
+        return self.projection(out, w, layer + 'self_attn.o_proj')
 
     @staticmethod
     def greatest(x, seen=True):
@@ -265,12 +280,15 @@ def golden(weights, tokens, targets, prefix, keep):
 def main():
     if len(sys.argv) != 2:
         sys.exit('usage: make_golden.py OUT')
-    weights, tokens, targets = draw()
-    tensors = weights | {'tokens': tokens, 'targets': targets}
+    weights, tokens, targets, biases = draw()
+    tensors = weights | biases | {'tokens': tokens, 'targets': targets}
     tensors |= golden(weights, tokens, targets, '', lambda name: True)
     tied = {name: x for name, x in weights.items() if name != HEAD}
-    # Of the tied model only small tensors are kept, for the file's sake.
+    # Of the other models only small tensors are kept, for the file's sake.
     tensors |= golden(tied, tokens, targets, 'tied.', lambda name: name == EMBED or 'norm' in name)
+    biased = {name: x for name, x in weights.items() if 'q_norm' not in name and 'k_norm' not in name} | biases
+    tensors |= golden(biased, tokens, targets, 'biased.',
+                      lambda name: name == EMBED or 'norm' in name or name in biases)
     write(sys.argv[1], tensors)
     valid = [int((targets[:, i:i + TOKENS // 4] >= 0).sum()) for i in range(0, TOKENS, TOKENS // 4)]
     print(f'valid targets in the quarters of the sequence: {valid}')
