@@ -273,10 +273,10 @@ def cells_of(planner):
     for method, (speed, memory) in BATCH.items():
         for size, one, other in zip((1, 2, 4, 8, 10), speed, memory):  # Ulysses' last is slowed by retries of the allocator
             yield 'batch', method, '128k', ('--activations', 'ac', '--batch', size), one if (method, size) != ('ulysses', 10) else None, other
-    for name, (speed, memory, method, kept) in SAO.items():
+    for speed, memory, method, kept in SAO.values():
         for length, size, one, other in zip(LENGTHS, (24, 12, 6, 3), speed, memory):
-            yield 'sao', method, length, ('--batch', size, '--activations', kept), one, other if name != 'UPipe-SAO' else None
-    for name, (speed, memory, method, kept) in SAC.items():
+            yield 'sao', method, length, ('--batch', size, '--activations', kept), one, other
+    for speed, memory, method, kept in SAC.values():
         yield 'sac', method, '512k', ('--activations', kept), speed, memory
 
 
@@ -443,14 +443,15 @@ def discussion():
         '- **FPDT beyond 4M.** By the model 5M fits; in the paper execution fails there, not memory.',
         '- **Batch.** With activations on the GPU the slopes of the two methods are 44.6 and 41.3 units (32 inputs, and 12.6 or '
         '9.3), two less than in the main table: no input comes back from the host. The constant part is 15.4 GiB, 3.9 less than '
-        'there: states and one layer, as the last layer is the peak and the head is no longer gathered. Up to batch 2 the loss is '
+        'there: states and one layer, as the last layer is the peak and no table is gathered beside it. Up to batch 2 the loss is '
         'the peak: states, the head with its gradient, 36 units. Native PyTorch keeps 32 inputs too, but has the slope and the '
         'constant part of Ring and 32 more; the model gives it two tensors for norms without tiles. The drop of Ulysses\' speed '
         'at batch 10 is retries of the allocator, which are not modelled. Throughput is 6 % above that of the main table: the '
         'copies to the host are not hidden behind the kernels, 28 GB/s.',
         '- **Strided offloading.** With several sequences UPipe holds 1.2 units (3.6 GiB) more than with one of the same tokens, '
-        'here and in the batch table; Ulysses does not. Every 7th of 32 layers are four, 12 GiB at 3M tokens; the paper shows 9.15 '
-        'GiB more, three layers, and this is the error of 4.5 %.',
+        'here and in the batch table; Ulysses does not. Every 7th of 32 layers are four inputs, 12 GiB at 3M tokens, and the peak is '
+        "then in the last layer's backward and no longer in the first's, where the embedding's table is gathered (2.9 GiB): 9.1 GiB "
+        'more, and the paper has 9.15.',
         '- **Selective checkpointing.** The two rows without it are 2 % above the main table\'s cells of the same setting, and '
         'so are those with it.',
         '- **All-to-all.** Bytes at 81 GB/s, and 1.1 % of attention\'s time, in which a rank waits for the slowest one: this is why '

@@ -33,16 +33,16 @@ static const double titan_stream = 2.6, titan_fetched = 2, titan_mlp = 2.5, tita
                     titan_chunks = 17.5, titan_fixed = 0.13 * 1073741824;
 enum { TITAN_CHUNK = 65536 /* tokens of a chunk of FPDT, its default */ };
 
-/* Numbers of a setting that both models need. */
+/* Numbers of a setting that memory and time need. */
 typedef struct titan_rank {
     int method, ranks, team, ring;
     double rows;    /* tokens of a rank */
     double x, q, k; /* bytes of [T][D], [T][H d], [T][Hkv d] in bf16 */
-    double stages, qs,
-        ks;      /* of a stage: Q, and K with the copies that ranks without a head of their own need */
-    int grouped; /* a stage's query heads share key/value heads: FlashAttention sums them in f32 */
-    double kept; /* layers whose input stays on the device */
-    double sac;  /* layers that keep attention's result */
+    double stages;  /* of a layer */
+    double qs, ks;  /* of a stage: Q, and K with the copies that ranks without a head of their own need */
+    int grouped;    /* a stage's query heads share key/value heads: FlashAttention sums them in f32 */
+    double kept;    /* layers whose input stays on the device */
+    double sac;     /* layers that keep attention's result */
     double layer, layers; /* parameters of a layer; layers */
 } titan_rank;
 
@@ -134,12 +134,12 @@ static inline double titan_attention(const titan_rank *t)
 /* What a phase of the step holds beside what every phase does. */
 typedef struct titan_phase {
     const char *name;
-    double gathered, stream, attention, mlp, loss;
+    double gathered, kept, stream, attention, mlp, loss;
 } titan_phase;
 
 static inline double titan_phase_bytes(const titan_phase *p)
 {
-    return p->gathered + p->stream + p->attention + p->mlp + p->loss;
+    return p->gathered + p->kept + p->stream + p->attention + p->mlp + p->loss;
 }
 
 static inline double titan_params(const titan_rank *t, const llama_config *c)
@@ -150,28 +150,33 @@ static inline double titan_params(const titan_rank *t, const llama_config *c)
 static inline void titan_memory(estimate *e, const titan_rank *t, const setting *s, const machine *m)
 {
     const llama_config *c = &s->layout->config;
-    const double head = 6 * (double)c->vocab * (double)c->dim; /* bf16 weight, f32 gradient */
     const double table =
+        6 * (double)c->vocab * (double)c->dim; /* of embedding or head: bf16 weight, f32 gradient */
+    const double rope =
         (double)s->tokens * c->head_dim * 4; /* cos and sin of all positions, f32, on every rank */
     const double tile =
         6 * 2 * (double)c->dim * (double)c->hidden;           /* of D tokens: gate, up, product, gradients */
     const double states = 16 * titan_params(t, c) / t->ranks; /* f32 weights, gradients, moments, sharded */
-    const double kept = t->kept * t->x + (t->sac > 0 ? t->q : 0);
+    const double out = t->sac > 0 ? t->q : 0;                 /* the layer's, of attention */
     const double chunks = titan_chunks * TITAN_CHUNK / t->ranks * 2 * (double)c->heads * c->head_dim;
-    const int fpdt = t->method == TITAN_FPDT, away = t->kept < t->layers || t->method == TITAN_NATIVE;
-    /* Where all inputs stay, the most of them are there in the last layer's backward: beside it the head is not gathered,
-     * and of the layers only this one */
-    const double gathered = away ? head + 3 * 2 * t->layer : 2 * t->layer;
+    const int fpdt = t->method == TITAN_FPDT, native = t->method == TITAN_NATIVE;
+    const int away = t->kept < t->layers || native;
+    /* The last layer's backward has all inputs that stay, and no table but with Native; where nothing comes back from the
+     * host it has only its own weights gathered. The first layer's has none of the inputs, and the embedding's table */
+    const double last = (native ? table : 0) + (away ? 3 : 1) * 2 * t->layer,
+                 first = table + 3 * 2 * t->layer;
+    const double held = t->kept * t->x, kept = held + last > first ? held : 0;
+    const double gathered = held + last > first ? last : first;
     const double stream = (titan_stream + (away ? titan_fetched : 0)) * t->x, o = 2 * t->q;
     const double copies =
         t->stages > 1 ? t->x * (1 + (s->batch > 1 ? titan_batch : 0)) : 0; /* dX, and heads' */
     /* FPDT's O and its gradient go to the host by chunks; behind them stands dX */
     const titan_phase phases[] = {
-        {"attention_backward", gathered, stream + o, fpdt ? t->x : titan_attention(t) + copies, 0, 0},
-        {"mlp_backward", gathered, stream + (fpdt ? t->q : o), fpdt ? chunks : 0,
+        {"attention_backward", gathered, kept, stream + o, fpdt ? t->x : titan_attention(t) + copies, 0, 0},
+        {"mlp_backward", gathered, kept, stream + (fpdt ? t->q : o), fpdt ? chunks : 0,
          tile + (fpdt ? 0 : titan_mlp * t->x), 0},
-        {"loss", head, 0, 0, 0, titan_loss * t->x}};
-    const double always = states + titan_fixed + table + kept;
+        {"loss", table, held, 0, 0, 0, titan_loss * t->x}};
+    const double always = states + titan_fixed + rope + out;
     const titan_phase *peak = phases;
     int i;
     for (i = 0; i < 3; ++i) {
@@ -182,8 +187,8 @@ static inline void titan_memory(estimate *e, const titan_rank *t, const setting 
     estimate_add(e, "states", states);
     estimate_add(e, "gathered", peak->gathered);
     estimate_add(e, "workspaces", titan_fixed);
-    estimate_add(e, "rope_table", table);
-    estimate_add(e, "checkpoints", kept);
+    estimate_add(e, "rope_table", rope);
+    estimate_add(e, "checkpoints", peak->kept + out);
     estimate_add(e, "stream", peak->stream);
     estimate_add(e, "attention", peak->attention);
     estimate_add(e, "mlp", peak->mlp);
