@@ -453,7 +453,7 @@ def test_activations(folder):
                 equal(numbers[key], base[key], f'{what}, {activations}: {key}')
     for words, said in [('sac:0', 'from 1'), ('sac:', 'from 1'), ('blocks', 'blocks:K'), ('sao', 'sao:K'), ('ac:2', 'not'),
                         ('offload:2', 'not'), ('grad', 'not'), (',grad', 'not'), ('blocks:-1', 'from 1'),
-                        ('sac:2,', 'from 1'), ('sacs', 'not'), ('sa', 'not')]:
+                        ('sac:2,', 'from 1'), ('sacs', 'not'), ('sa', 'not'), (f'sac:{2:023}junk', 'not')]:
         failed(folder, given(activations=words), 2, ['--activations', said])
     failed(folder, given(activations='sac', offload=True), 2, ['--offload', '--activations'])
     for words in ('sac:3', 'sao:3', 'blocks:3,grad'):

@@ -46,6 +46,7 @@ static inline int activations_flag(const char *flag, const char *text, activatio
            (strlen(activations_names[a->kind]) != n || memcmp(activations_names[a->kind], text, n) != 0))
         ++a->kind;
     if (a->kind == ACTIVATIONS_KINDS || (k != NULL && a->kind < ACTIVATIONS_SAO) ||
+        (k != NULL && end - k > (ptrdiff_t)sizeof number) ||
         (k == NULL && (a->kind == ACTIVATIONS_SAO || a->kind == ACTIVATIONS_BLOCKS)))
         return cli_refuse(
             "--%s is ac, offload, sao:K, sac, sac:K or blocks:K, and \",grad\" behind it, not '%s'", flag,

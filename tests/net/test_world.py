@@ -24,8 +24,9 @@ MPIRUN = sys.argv[1]
 TRAIN, TRAIN_MPI = (os.path.abspath(program) for program in sys.argv[2:4])
 FULL = bool(os.environ.get('UPIPE_FULL'))
 MODEL = '--layers 2 --model-dim 64 --heads 8 --kv-heads 4 --tokens 128'.split()
+AHEAD = ['--zero', '3', '--zero-prefetch']  # a thread that waits in a communicator of its own
 # method and its flags, processes
-SHORT = [('upipe', ['--chunk', '4'], 4), ('usp', ['--zero', '3'], 4), ('upipe-fpdt', ['--segments', '2'], 2)]
+SHORT = [('upipe', ['--chunk', '4'], 4), ('usp', AHEAD, 4), ('upipe-fpdt', ['--segments', '2'], 2)]
 ALL = [(name, [], 4) for name in ('ulysses', 'upipe', 'upipe-naive', 'ring', 'zigzag', 'stripe', 'allgather', 'usp',
                                   'upipe-ring', 'double-ring', 'fpdt', 'upipe-fpdt')]
 LONG = SHORT + ALL + [('upipe-ring', ['--ring', '2'], 8), ('upipe', [], 8), ('double-ring', ['--inner', '4'], 8)]
@@ -161,7 +162,8 @@ def saving(folder):
 def test_loss(folder, number, what, draw, reference):
     """A rank is killed or stopped at some instant of training and saving; the others end, and what is saved is whole."""
     saved = os.path.join(folder, f'loss{number}')
-    words = command(4, '--transport', 'mpi', *MODEL, '--sample', '0', '--steps', '100000', '--warmup', '0', '--lr', '1e-3',
+    ahead = AHEAD if number // 2 % 2 else []
+    words = command(4, '--transport', 'mpi', *MODEL, *ahead, '--sample', '0', '--steps', '100000', '--warmup', '0', '--lr', '1e-3',
                     '--min-lr', '1e-3', '--save', saved, '--save-every', '1', '--deadline', str(DEADLINE))
     with tempfile.TemporaryFile() as said:
         job = subprocess.Popen(words, stdout=said, stderr=said, start_new_session=True)
