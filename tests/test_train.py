@@ -860,6 +860,14 @@ def test_qwen2(folder):
         done = run(words_of({'load': 'qwen2', 'ids': 'ids.npy', 'out': 'out.npy', **more}), folder, LOGITS)
         if check((done.returncode, done.stderr) == (0, ''), f'logits {more}: {done.stderr}'):
             near([cross_entropy(path('out.npy'), text[1:], 300)], base['loss'], 1e-5, f'the loss by the logits {more}')
+    prompt = text[:20].decode()
+    write(path('prompt.npy'), npy(text[:20]))
+    done = run(words_of({'load': 'qwen2', 'ids': 'prompt.npy', 'out': 'out.npy', 'ranks': 1}), folder, LOGITS)
+    if check((done.returncode, done.stderr) == (0, ''), f'logits of the prompt: {done.stderr}'):
+        row = array.array('f', read(path('out.npy'))[-1200:])[:256]
+        likeliest = bytes([row.index(max(row))]).decode(errors='backslashreplace')
+        done = run(words_of({**run_of, 'load': 'qwen2', 'ranks': 2, 'sample': 1, 'temperature': 0, 'prompt': prompt}), folder)
+        equal(done.stdout.split(prompt)[-1], likeliest + '\n', 'the byte after the prompt')
     # What is saved is what was read, in f32; and after a step with whatever decay the same.
     good(folder, 'qwen2: saved', load='qwen2', save='same', dtype='bf16', **run_of)
     words = {name: (t[0], t[1], b''.join(t[2][i + 2:i + 4] for i in range(0, len(t[2]), 4)))

@@ -123,7 +123,7 @@ def test_train():
     if not there('train'):
         print('left out: train, as jansson is missing')
         return
-    flags = [*MODEL, '--dtype', 'bf16', '--device']
+    flags = [*MODEL, '--attention-bias', 'qkvo', '--dtype', 'bf16', '--device']
     want = numbers('train', *flags, 'cpu')
     seen = set()
     for seed in 0, 3, 8:
