@@ -621,7 +621,7 @@ def test_checkpoints(folder):
     def path(*names):
         return os.path.join(folder, *names)
 
-    for what, flags in [('f32', {'ranks': 4, 'kv_heads': 4}), ('bf16, biases', {'dtype': 'bf16', 'untied': True, 'attention_bias': 'qkv'}),
+    for what, flags in [('f32, biases', {'ranks': 4, 'kv_heads': 4, 'attention_bias': 'qkv'}), ('bf16, biases', {'dtype': 'bf16', 'untied': True, 'attention_bias': 'qkv'}),
                         ('f32, qk-norm', {'qk_norm': True, 'attention_bias': 'qkvo', 'offload': True, 'ranks': 3, 'heads': 6, 'kv_heads': 3,
                                           'tokens': 63, 'data': BOOK})]:
         here = {key: value for key, value in flags.items()

@@ -83,6 +83,7 @@ static void fuzz_config(const char *text, size_t n)
     CHECK(c.layers >= 1 && c.layers <= LLAMA_LAYERS_MAX && c.heads >= 1 && c.kv_heads >= 1 &&
           c.head_dim >= 2);
     CHECK(c.heads % c.kv_heads == 0 && c.rope_theta > 0 && c.norm_eps > 0 && c.window >= 0);
+    CHECK(llama_config_like(&c) >= 0);
     CHECK(llama_layout_init(&l, &c) == 0 && l.weights > 0);
     llama_layout_free(&l);
 }
