@@ -106,8 +106,8 @@ static upipe_status check_weights(const way *w, upipe_ctx *c, upipe_zero *z, int
         UPIPE_TRY(upipe_zero_weights_begin(c, z, unit, &data));
         CHECK_INT(c->mem->live, pending ? before : before + own);
         if (w->trouble == SILENT && z->rank == w->ranks - 1) {
-            const struct timespec nap = {1, 0};
-            nanosleep(&nap, NULL);
+            const struct timespec nap = {0, 1000000};
+            while (z->side_world->ops.failure(z->side_world) == NULL) nanosleep(&nap, NULL);
             upipe_zero_weights_end(c, z, data);
             return UPIPE_ERR_BACKEND;
         }
