@@ -2,9 +2,9 @@
 """test_transformers.py TRAIN TOP -- train, and logits beside it, against Hugging Face's transformers, with biases
 
 Small random models that transformers has saved: Qwen2, and Llama and Qwen3 with biases of all four projections. Loss,
-logits and the gradient of every tensor are compared with PyTorch in double precision; errors are held to those
-of transformers in f32, by the rule of lib/tolerance.h. What train saves, transformers reads. Where no Python here has both packages the test is left out
-(status 77).
+logits and the gradient of every tensor are compared with PyTorch in double precision; errors are held to those of
+transformers in f32, by the rule of lib/tolerance.h. What train saves, transformers reads. Where no Python here has both
+packages the test is left out (status 77).
 """
 
 import copy
@@ -39,7 +39,7 @@ TOKENS, HEAD_DIM, THETA = 64, 32, 500000.0
 MODELS = [('Qwen2', {'tie_word_embeddings': True, 'use_sliding_window': False}),
           ('Llama', {'tie_word_embeddings': False, 'attention_bias': True}),
           ('Qwen3', {'tie_word_embeddings': True, 'attention_bias': True})]
-# Every way to share the sequence that computes biases in code of its own.
+# A rank alone, a team, a ring, segments.
 WAYS = [('--ranks', '1'), ('--ranks', '2', '--method', 'upipe'), ('--ranks', '3', '--method', 'zigzag'),
         ('--ranks', '2', '--method', 'upipe-fpdt', '--segments', '3')]
 

@@ -34,7 +34,7 @@ WAYS = ['numpy', 'up', 'down', 'up fused', 'down fused']
 # ---- the model ----
 
 def shapes():
-    """Name -> shape, as Hugging Face names and stores them: [out][in], norm_weights [n]."""
+    """Name -> shape, as Hugging Face names and stores them: [out][in], norm weights [n]."""
     names = {EMBED: (VOCAB, DIM)}
     for i in range(LAYERS):
         layer = f'model.layers.{i}.'
