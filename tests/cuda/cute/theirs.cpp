@@ -17,7 +17,7 @@ using namespace cute;
 typedef cutlass::bfloat16_t bf16;
 
 static long checks, failed;
-alignas(1024) static unsigned char room[1 << 18];
+alignas(1024) static unsigned char space[1 << 18];
 
 static void check(bool ok, const char *what, long a, long b)
 {
@@ -27,14 +27,14 @@ static void check(bool ok, const char *what, long a, long b)
 
 template <class T> static uint32_t at(const T &tensor, int i, int j)
 {
-    return (uint32_t)((unsigned char *)&tensor(i, j) - room);
+    return (uint32_t)((unsigned char *)&tensor(i, j) - space);
 }
 
 /* A tile [ROWS][COLUMNS] whose rows are M or N and whose columns are K; MN of its rows are one instruction's. */
 template <int ROWS, int COLUMNS, int MN> static void rows_of()
 {
     auto tile =
-        make_tensor(make_smem_ptr((bf16 *)room),
+        make_tensor(make_smem_ptr((bf16 *)space),
                     tile_to_shape(SM90::GMMA::Layout_K_SW128_Atom<bf16>{}, Shape<Int<ROWS>, Int<COLUMNS>>{}));
     for (int r = 0; r < ROWS; ++r)
         for (int c = 0; c < COLUMNS; ++c) {
@@ -56,7 +56,7 @@ template <int ROWS, int COLUMNS, int MN> static void rows_of()
 /* A tile [K][COLUMNS] whose columns are M or N: the transposed operand. */
 template <int K, int COLUMNS, int MN> static void columns_of()
 {
-    auto tile = make_tensor(make_smem_ptr((bf16 *)room),
+    auto tile = make_tensor(make_smem_ptr((bf16 *)space),
                             tile_to_shape(SM90::GMMA::Layout_MN_SW128_Atom<bf16>{},
                                           Shape<Int<COLUMNS>, Int<K>>{}, Step<_2, _1>{}));
     for (int c = 0; c < COLUMNS; ++c)
