@@ -26,9 +26,9 @@
 #include "grid.h"
 #include "rendezvous.h"
 
-enum { WORLD_THREADS, WORLD_MPI, WORLD_TRANSPORTS };
+enum { WORLD_THREADS, WORLD_MPI, WORLD_NCCL, WORLD_TRANSPORTS };
 
-static const char *const world_names[WORLD_TRANSPORTS] = {"threads", "mpi"};
+static const char *const world_names[WORLD_TRANSPORTS] = {"threads", "mpi", "nccl"};
 
 typedef struct world_options {
     int transport, node_ranks; /* node_ranks 0: the launcher says */
@@ -59,6 +59,7 @@ struct world {
     upipe_threads side_threads;
     /* of processes */
     const world_kind *kind;
+    void *own; /* the transport's */
     upipe_comm *all, *team, *ring, *side;
     /* during world_run */
     world_body *body;
@@ -69,26 +70,34 @@ struct world {
 #ifdef UPIPE_WITH_MPI
 #include "world_mpi.h"
 #endif
+#ifdef UPIPE_WITH_NCCL
+#include "world_nccl.h"
+#endif
 
 /* ---- flags ---- */
 
 static const char world_usage[] =
     "\n"
     "ranks that are processes\n"
-    "  --transport NAME   threads of this process, or mpi: the processes of mpirun or srun (threads)\n"
-    "  --node-ranks N     processes of a machine, neighbours in the launcher's order (what MPI says)\n";
+    "  --transport NAME   threads of this process; mpi: the processes of mpirun or srun; nccl: those of torchrun,\n"
+    "                     srun or mpirun, with a GPU each (threads)\n"
+    "  --node-ranks N     processes of a machine, neighbours in the launcher's order (what the machine says)\n";
 
 /* Was the program built for it? The sentence for a program that was not. */
 static inline const char *world_lacks(int transport)
 {
-#ifdef UPIPE_WITH_MPI
+#ifndef UPIPE_WITH_MPI
+    if (transport == WORLD_MPI)
+        return "this program was built without MPI: " PROGRAM
+               "_mpi beside it has it, where Meson has found one";
+#endif
+#ifndef UPIPE_WITH_NCCL
+    if (transport == WORLD_NCCL)
+        return "this program was built without NCCL: " PROGRAM
+               "_nccl beside it has it, where Meson has found it";
+#endif
     (void)transport;
     return NULL;
-#else
-    return transport == WORLD_MPI ? "this program was built without MPI: " PROGRAM
-                                    "_mpi beside it has it, where Meson has found one"
-                                  : NULL;
-#endif
 }
 
 static inline int world_flag(world_options *o, const char *flag, const char *text)
@@ -97,7 +106,8 @@ static inline int world_flag(world_options *o, const char *flag, const char *tex
     o->chosen = 1;
     for (o->transport = 0; o->transport < WORLD_TRANSPORTS && strcmp(text, world_names[o->transport]) != 0;)
         ++o->transport;
-    if (o->transport == WORLD_TRANSPORTS) return cli_refuse("--%s is threads or mpi, not '%s'", flag, text);
+    if (o->transport == WORLD_TRANSPORTS)
+        return cli_refuse("--%s is threads, mpi or nccl, not '%s'", flag, text);
     if (world_lacks(o->transport) == NULL) return 0;
     return cli_refuse("--%s %s: %s", flag, text, world_lacks(o->transport));
 }
@@ -108,6 +118,20 @@ static inline int world_flag(world_options *o, const char *flag, const char *tex
 static inline void world_hush(void)
 {
     cli_holds = launch_process() > 0;
+}
+
+/* The launcher's processes meet. 0, or -1 with the sentence out. */
+static inline int world_meet(struct world *w, const world_options *o)
+{
+#ifdef UPIPE_WITH_MPI
+    if (o->transport == WORLD_MPI) return world_mpi_begin(w, o);
+#endif
+#ifdef UPIPE_WITH_NCCL
+    if (o->transport == WORLD_NCCL) return world_nccl_begin(w, o);
+#endif
+    (void)w;
+    (void)o;
+    return 0;
 }
 
 /* world_begin -- after the flags, before what depends on the number of ranks
@@ -126,24 +150,19 @@ static inline int world_begin(struct world *w, const world_options *o, double de
     if (o->transport == WORLD_THREADS && started > 1 && !o->chosen)
         return cli_refuse(
             "a launcher has started %d processes, and each would make a run of its own: "
-            "--transport mpi makes them the ranks of one, --transport threads says that it is meant",
+            "--transport mpi or nccl makes them the ranks of one, --transport threads says that it is meant",
             started);
     if (o->transport == WORLD_THREADS && o->node_ranks > 0)
         return cli_refuse("--node-ranks would have no effect, as the ranks are threads of one process");
-#ifdef UPIPE_WITH_MPI
-    if (o->transport == WORLD_MPI) {
-        if (world_mpi_begin(w, o) != 0) {
-            cli_release();
-            w->all = NULL;
-            return 1 + EXIT_RUN;
-        }
-        if (given && *ranks != w->ranks)
-            return cli_refuse("--ranks %d, but the launcher has started %d processes", *ranks, w->ranks);
-        *ranks = w->ranks;
+    if (o->transport == WORLD_THREADS) return 0;
+    if (world_meet(w, o) != 0) {
+        cli_release();
+        w->all = NULL;
+        return 1 + EXIT_RUN;
     }
-#endif
-    (void)given;
-    (void)ranks;
+    if (given && *ranks != w->ranks)
+        return cli_refuse("--ranks %d, but the launcher has started %d processes", *ranks, w->ranks);
+    *ranks = w->ranks;
     return 0;
 }
 

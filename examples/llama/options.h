@@ -134,7 +134,7 @@ static const char usage_text[] =
     "                     of AdamW (0.9, 0.95, 1e-8)\n"
     "  --clip X           largest norm of the gradient, 0 for none (1)\n"
     "  --dtype TYPE       storage of activations and weights: f32 or bf16 (f32)\n"
-    "  --device NAME      where the ranks compute: cpu, or cuda, a GPU that all of them share (cpu)\n"
+    "  --device NAME      where the ranks compute: cpu, or cuda, a GPU that a process's ranks share (cpu)\n"
     "  --seed N           of the first weights, the order of the text and the sample (1)\n"
     "  --activations KIND what is kept of each layer, see below (ac)\n"
     "  --offload          --activations offload\n"
@@ -531,6 +531,8 @@ static int options_read(options *o, struct world *w, int argc, char **argv)
     o->deadline = 600;
     status = cli_read(option_list, argc, argv, o->given, -1, options_flag, o);
     if (status != 0) return status;
+    if (o->net.transport == WORLD_NCCL && o->device != DEVICE_CUDA)
+        return cli_refuse("--transport nccl is for devices: it needs --device cuda");
     status = world_begin(w, &o->net, o->deadline, o->given[FLAG_RANKS], &o->how.ranks);
     if (status == 0) status = options_resolve(o);
     return world_agree(w, status);

@@ -155,7 +155,8 @@ static int run_check_memory(const run *u, int planned)
         const run_rank *k = &u->ranks[r];
         double second;
         const double least = memory_least(&k->m, &second);
-        slabs += planned ? (double)k->plan.need : least;
+        if (u->net.transport != WORLD_NCCL || r == u->net.first) /* each has a device of its own */
+            slabs += planned ? (double)k->plan.need : least;
         host += planned ? (double)k->plan.host_need : second;
     }
     if (u->o.device == DEVICE_CPU) host += slabs;

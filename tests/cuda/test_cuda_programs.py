@@ -143,6 +143,43 @@ def test_train():
     check(None in cut or all(one['loss'] == cut[0]['loss'] for one in cut), f'losses in segments: {cut}')
 
 
+def test_world():
+    """The trainer's ranks over NCCL, a device each: the numbers of ranks that are threads over the memory of one."""
+    if not there('train_ranks'):
+        return
+    small = [*MODEL[:MODEL.index('--ranks')], '--device', 'cuda', '--dtype', 'bf16', '--steps', '2', '--sample', '0']
+    for hosts, seed, flags in (('aa', 3, ['--overlap', '--zero', '3', '--zero-prefetch']),
+                               ('abab', 0, ['--method', 'usp', '--ring', '2'])):
+        want = numbers('train', *small, *flags, '--ranks', str(len(hosts)))
+        got = numbers('train_ranks', hosts, *small, *flags, '--transport', 'nccl', FAKE_SEED=seed)
+        if want is None or got is None:
+            continue
+        check((want['config'].pop('transport'), got['config'].pop('transport')) == ('threads', 'nccl'),
+              f'transports of {flags}')
+        unlike = [name for name in want if name != 'tokens_per_s' and want[name] != got.get(name)]
+        check(not unlike, f'{hosts} {flags}: other {unlike} over NCCL')
+
+
+def test_world_alone():
+    """What a process says that is alone, or should not be."""
+    if not there('train'):
+        return
+    flags = [*MODEL[:MODEL.index('--ranks')], '--device', 'cuda', '--transport', 'nccl', '--steps', '1', '--sample', '0',
+             '--deadline', '0.5']
+    port = {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': '29434'}
+    for words, status, sentence, launched in (
+            (flags, 0, '', {}),
+            ([word if word != 'cuda' else 'cpu' for word in flags], 2, 'needs --device cuda', {}),
+            ([*flags, '--ranks', '2'], 2, 'the launcher has started 1 processes', {}),
+            (flags, 1, '1 of 2 ranks have come to port 29434 within 0.5 s', {'RANK': 0, 'WORLD_SIZE': 2}),
+            (flags, 1, 'rank 1 has not met rank 0', {'RANK': 1, 'WORLD_SIZE': 2}),
+            (flags, 1, 'WORLD_SIZE is 2, but RANK is not set', {'WORLD_SIZE': 2}),
+            (flags, 1, 'process 16 of this machine, which has 16 devices', {'LOCAL_RANK': 16}),
+            (flags[:-4] + ['--deadline', '5'], 1, 'train: ', {'FAKE_FAIL': 400})):
+        done = run('train', *words, **port, **launched)
+        check(done.returncode == status and sentence in done.stderr, f'{words} {launched}: {done.returncode} {done.stderr}')
+
+
 def test_failures():
     """A call that fails ends the program with a sentence and status 1, whichever it is."""
     flags = '--tokens 64 --heads 2 --head-dim 32 --ranks 2 --check off --dtype bf16 --device cuda --deadline 5'.split()
@@ -204,6 +241,8 @@ def main():
     test_compare()
     test_methods()
     test_train()
+    test_world()
+    test_world_alone()
     test_failures()
     test_bench()
     return end('cuda_programs')

@@ -583,14 +583,14 @@ UPIPE_API upipe_status upi_nccl_claim(upipe_nccl *m, upipe_err *e)
 {
     size_t ranks = (size_t)m->comm.ranks, msgs = 2 * ranks * sizeof(upipe_msg);
     size_t bytes = (1 + ranks) * UPI_NCCL_ROW * sizeof *m->row;
-    void *device = NULL, *pinned = NULL;
+    void *rows = NULL, *pinned = NULL;
     int i;
     m->buf = calloc(1, msgs + ranks * UPIPE_ALL_GATHER_MAX * sizeof(int64_t));
     if (m->buf == NULL) return upipe_fail(e, UPIPE_ERR_MEMORY, "no memory for a team of %zu ranks", ranks);
     m->comm.list = (upipe_msg *)m->buf;
     m->comm.gathered = (int64_t *)(void *)((char *)m->buf + msgs);
-    UPIPE_TRY(upi_nccl_check_cuda(e, cudaMalloc(&device, bytes), "cudaMalloc("));
-    m->row = (int64_t *)device;
+    UPIPE_TRY(upi_nccl_check_cuda(e, cudaMalloc(&rows, bytes), "cudaMalloc("));
+    m->row = (int64_t *)rows;
     UPIPE_TRY(upi_nccl_check_cuda(e, cudaHostAlloc(&pinned, bytes, cudaHostAllocDefault), "cudaHostAlloc("));
     m->rows = (int64_t *)pinned;
     for (i = 0; i <= 2 * UPIPE_NCCL_AHEAD; ++i)
@@ -613,7 +613,7 @@ UPIPE_API upipe_status upipe_nccl_init(upipe_nccl *m, ncclComm_t nccl, double de
     static const upipe_comm_ops ops = {"nccl",           upi_nccl_start,      upi_nccl_wait,
                                        upi_nccl_barrier, upi_nccl_all_gather, upi_nccl_failure,
                                        upi_nccl_fail,    upi_nccl_settle};
-    int device = -1, current = -1;
+    int theirs = -1, current = -1;
     upipe_status s;
     memset(m, 0, sizeof *m);
     UPIPE_TRY(upi_team_deadline(e, deadline_s));
@@ -622,11 +622,11 @@ UPIPE_API upipe_status upipe_nccl_init(upipe_nccl *m, ncclComm_t nccl, double de
     UPIPE_TRY(upi_nccl_made(nccl, deadline_s, e));
     UPIPE_TRY(upi_nccl_check(e, nccl, ncclCommCount(nccl, &m->comm.ranks), "ncclCommCount("));
     UPIPE_TRY(upi_nccl_check(e, nccl, ncclCommUserRank(nccl, &m->comm.rank), "ncclCommUserRank("));
-    UPIPE_TRY(upi_nccl_check(e, nccl, ncclCommCuDevice(nccl, &device), "ncclCommCuDevice("));
+    UPIPE_TRY(upi_nccl_check(e, nccl, ncclCommCuDevice(nccl, &theirs), "ncclCommCuDevice("));
     UPIPE_TRY(upi_nccl_check_cuda(e, cudaGetDevice(&current), "cudaGetDevice("));
-    if (device != current)
+    if (theirs != current)
         return upipe_fail(e, UPIPE_ERR_ARG, "the communicator is on device %d, and device %d is current",
-                          device, current);
+                          theirs, current);
     s = upi_nccl_claim(m, e);
     if (s != UPIPE_OK) {
         upipe_nccl_free(m, NULL);
