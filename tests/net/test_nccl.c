@@ -121,7 +121,8 @@ static upipe_status absent_body(rank_buf *k)
         /* one is first, and the others may learn of it before their own deadline */
         CHECK(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED);
         if (s == UPIPE_ERR_TIMEOUT) CHECK_TEXT(c->err.text, "waited 0.2 s in ");
-        CHECK_INT(c->team->quarantine, k->crew->what == AT_TRANSFER);
+        /* one that comes when another has given up already has nothing in flight */
+        if (s == UPIPE_ERR_TIMEOUT) CHECK_INT(c->team->quarantine, k->crew->what == AT_TRANSFER);
     }
     check_dead(k);
     return s;
@@ -142,7 +143,8 @@ static upipe_status abort_body(rank_buf *k)
         s = k->crew->what == BETWEEN ? upipe_comm_wait(c, c->team) : upipe_comm_barrier(c, c->team);
         CHECK_STATUS(s, UPIPE_ERR_ABORTED, c->err);
         CHECK_TEXT(c->err.text, "had enough");
-        CHECK_INT(c->team->quarantine, k->crew->what == BETWEEN && !k->crew->zero_sm);
+        /* BETWEEN: unless the transfer has ended meanwhile; with copy engines none has begun */
+        if (k->crew->what != BETWEEN || k->crew->zero_sm) CHECK_INT(c->team->quarantine, 0);
     } else {
         s = all_to_all(k, 1);
         if (s == UPIPE_OK && k->crew->what == BETWEEN) s = all_to_all(k, 1); /* its part was under way */
@@ -403,7 +405,7 @@ static upipe_status never_body(rank_buf *k)
     if (what == BY_FREE) {
         s = upipe_nccl_free(&k->team, &c->err);
         CHECK(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED);
-        CHECK(k->team.nccl == NULL && now() - began < 1);
+        CHECK(k->team.nccl == NULL && now() - began < 3);
         upipe_mem_destroy(&mem, NULL);
         return s;
     }
@@ -416,7 +418,7 @@ static upipe_status never_body(rank_buf *k)
     if (what == BY_NCCL_SYNC) s = upipe_nccl_sync(c, &k->team);
     if (what == BY_GATHER) s = call(k, AT_GATHER);
     CHECK(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED);
-    CHECK(now() - began < 1.2);
+    CHECK(now() - began < 3); /* of 20, were it not this team's deadline */
     CHECK_INT(c->team->quarantine, 1);
     CHECK(upipe_unwind(c, s, 0) == s); /* the stream goes on: it does not hang here */
     CHECK_STATUS(upipe_alloc(c, &again, 64, "again"), UPIPE_ERR_ARG, c->err);
