@@ -141,6 +141,16 @@ def test_train():
     cut = [numbers('train', *flags, 'cuda', '--method', 'upipe-fpdt', '--segments', '3', '--overlap', '--activations', kept,
                    FAKE_SEED=seed, SIMT_SEED=seed) for seed, kept in enumerate(('offload,grad', 'sac'))]
     check(None in cut or all(one['loss'] == cut[0]['loss'] for one in cut), f'losses in segments: {cut}')
+    # weights gathered ahead, on a stream of their own: it waits for the step before, and the computing stream for it
+    sharded = [*flags, 'cuda', '--untied', '--zero', '3', '--offload']
+    alone = numbers('train', *sharded)
+    for seed in 0, 3, 8:
+        got = numbers('train', *sharded, '--zero-prefetch', FAKE_SEED=seed, SIMT_SEED=seed)
+        for key in ('loss', 'grad_norm') if got and alone else []:
+            check(got[key] == alone[key], f'seed {seed}: {key} {got[key]} with weights ahead, not {alone[key]}')
+    for k in '150', '700', '1200', '1600s', '2000':
+        done = run('train', *sharded, '--zero-prefetch', '--deadline', '5', FAKE_FAIL=k)
+        check(done.returncode == 1 and done.stderr.startswith('train: rank '), f'FAKE_FAIL={k}: {done.returncode} {done.stderr}')
 
 
 def test_world():
