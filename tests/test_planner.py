@@ -263,6 +263,12 @@ def others():
     check(FIELDS <= set(got), f'fields {sorted(got)}')
     kinds = {one['flags'].split('--activations ')[1] for one in got['settings']}
     check({'ac', 'offload', 'sao:2', 'sac', 'sac:1', 'blocks:2'} <= kinds, f'only {kinds} were tried')
+    tight = ['--model', model('small'), '--machine', machine('tight.json', ranks=2, gpu_reserve='0B', gpu_memory='200KiB'),
+             '--device', 'cpu', '--best']
+    for words in ['--tokens', '2k'], ['--max-tokens']:
+        got = plan(*tight, *words, status=3)
+        check(got['gpu_bytes'] > 200 * 1024 and got['pruned'] + got['refused'] == got['tried'] and not got['settings'] and
+              'best' not in got and FIELDS <= set(got), f"{got['gpu_bytes']} bytes come nearest")
     far = plan(*small[:-2], '--max-tokens', '--best')
     confirmed = [one for one in far['settings'] if one['confirmed']]
     check(FIELDS <= set(far) and far['max_tokens'] == confirmed[0]['max_tokens'], f'fields {sorted(far)}')

@@ -26,7 +26,7 @@ static void best_one(search_state *f, const setting *s)
     if (refused) {
         ++f->refused;
     } else if (!estimate_verdict(e, f->p->m).fits) {
-        ++f->pruned;
+        search_prune(f, s, e);
     } else {
         candidate *c = &f->all[f->n++];
         c->s = *s;
@@ -73,6 +73,7 @@ static void best_table(const search_state *f, const candidate *won)
     char flags[256], a[32], b[32];
     int i, shown = 0;
     search_counts(f);
+    if (f->n == 0) return;
     printf("%10s %12s %12s\n", "seconds", "GPU", "host, node");
     for (i = 0; i < f->n; ++i) {
         const candidate *c = &f->all[i];
@@ -87,7 +88,7 @@ static void best_table(const search_state *f, const candidate *won)
 /* best -- the exit status */
 static int best(const options *o, const planner *p, files *all)
 {
-    search_state f = {o, p, (candidate *)calloc(SEARCH_MAX, sizeof(candidate)), 0, 0, 0, 0};
+    search_state f = {o, p, (candidate *)calloc(SEARCH_MAX, sizeof(candidate)), 0, 0, 0, 0, o->s, 0};
     estimate *e = (estimate *)calloc(1, sizeof *e);
     const candidate *won;
     int status;
@@ -100,12 +101,7 @@ static int best(const options *o, const planner *p, files *all)
     best_pareto(&f);
     won = best_winner(&f, e);
     best_table(&f, won);
-    status = won != NULL ? 0 : EXIT_NO_FIT;
-    if (won != NULL)
-        report_verdict(o, p, &won->s, e);
-    else
-        printf("nothing fits\n");
-    if (o->json != NULL && search_json(&f, all, won, e, 0) != 0) status = EXIT_RUN;
+    status = search_end(&f, won, e, all, 0);
     free(f.all);
     free(e);
     return status;

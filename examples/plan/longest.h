@@ -42,7 +42,10 @@ static void longest_one(search_state *f, const setting *s)
     if (refused) {
         ++f->refused;
     } else if (tokens == 0) {
-        ++f->pruned;
+        setting shortest = *s;
+        shortest.tokens = step;
+        search_at(e, two, f->p, step);
+        search_prune(f, &shortest, e);
     } else {
         candidate *c = &f->all[f->n++];
         c->s = *s;
@@ -86,6 +89,7 @@ static void longest_table(const search_state *f)
     char flags[256], a[32], b[32];
     int i, shown = 0;
     search_counts(f);
+    if (f->n == 0) return;
     printf("%12s %12s %12s %12s\n", "tokens", "GPU", "host, node", "seconds");
     for (i = 0; i < f->n; ++i) {
         const candidate *c = &f->all[i];
@@ -100,10 +104,10 @@ static void longest_table(const search_state *f)
 /* longest_best -- the exit status */
 static int longest_best(const options *o, const planner *p, files *all)
 {
-    search_state f = {o, p, (candidate *)calloc(SEARCH_MAX, sizeof(candidate)), 0, 0, 0, 0};
+    search_state f = {o, p, (candidate *)calloc(SEARCH_MAX, sizeof(candidate)), 0, 0, 0, 0, o->s, 0};
     estimate *e = (estimate *)calloc(1, sizeof *e);
     const candidate *won = NULL;
-    int status = 0, i;
+    int status, i;
     if (f.all == NULL || e == NULL) {
         free(f.all);
         free(e);
@@ -114,14 +118,7 @@ static int longest_best(const options *o, const planner *p, files *all)
     longest_table(&f);
     for (i = 0; i < f.n && won == NULL; ++i)
         if (f.all[i].mark) won = &f.all[i];
-    if (won != NULL) {
-        planner_estimate(p, &won->s, e);
-        report_verdict(o, p, &won->s, e);
-    } else {
-        printf("nothing fits\n");
-        status = EXIT_NO_FIT;
-    }
-    if (o->json != NULL && search_json(&f, all, won, e, 1) != 0) status = EXIT_RUN;
+    status = search_end(&f, won, e, all, 1);
     free(f.all);
     free(e);
     return status;

@@ -26,6 +26,8 @@ typedef struct search_state {
     const planner *p;
     candidate *all; /* [SEARCH_MAX] those that fit */
     int n, tried, refused, pruned;
+    setting nearest; /* of those that are pruned: the one that comes nearest to fitting */
+    double full;     /* how full it makes what is the fullest */
 } search_state;
 
 /* ---- extrapolation ---- */
@@ -96,6 +98,18 @@ static void search_at(estimate *out, const search_pair *two, const planner *p, i
 }
 
 /* ---- all settings ---- */
+
+/* What cannot fit is counted, and the nearest is kept. */
+static void search_prune(search_state *f, const setting *s, const estimate *e)
+{
+    const machine *m = f->p->m;
+    const verdict v = estimate_verdict(e, m);
+    const double gpu = m->gpu > 0 ? estimate_full(e->gpu, v.gpu_limit) : 0;
+    const double full = fmax(gpu, estimate_full(e->host, v.host_limit));
+    if (f->pruned++ > 0 && full >= f->full) return;
+    f->full = full;
+    f->nearest = *s;
+}
 
 typedef void search_one(search_state *f, const setting *s);
 
@@ -179,8 +193,9 @@ static void search_counts(const search_state *f)
            f->pruned, f->n);
 }
 
-/* search_json -- what one setting has, and all of them; longest: each with its longest sequence */
-static int search_json(const search_state *f, files *all, const candidate *won, const estimate *e,
+/* search_json -- what the setting `s` has, which is the best one if it `fits`, and all that fit; longest: each with its
+ * longest sequence */
+static int search_json(const search_state *f, files *all, const setting *s, const estimate *e, int fits,
                        int longest)
 {
     char flags[256];
@@ -189,9 +204,11 @@ static int search_json(const search_state *f, files *all, const candidate *won, 
     files_begin(all);
     out = files_open(all, f->o->json);
     if (out == NULL) return EXIT_RUN;
-    report_json_begin(out, f->p, won != NULL ? &won->s : &f->o->s, e, won != NULL);
-    if (won != NULL) fprintf(out, ",\n  \"best\": \"%s\"", search_flags(flags, won));
-    if (longest) fprintf(out, ",\n  \"max_tokens\": %" PRId64, won != NULL ? won->s.tokens : 0);
+    report_json_begin(out, f->p, s, e, fits);
+    if (fits)
+        fprintf(out, ",\n  \"best\": \"%s\"",
+                report_flags(flags, sizeof flags, &s->how, &s->activations, TITANS));
+    if (longest) fprintf(out, ",\n  \"max_tokens\": %" PRId64, fits ? s->tokens : 0);
     fprintf(
         out,
         ",\n  \"advice\": [],\n  \"tried\": %d,\n  \"refused\": %d,\n  \"pruned\": %d,\n  \"settings\": [",
@@ -206,6 +223,22 @@ static int search_json(const search_state *f, files *all, const candidate *won, 
     }
     fputs("\n  ]\n}\n", out);
     return files_close(all, out) != 0 || files_commit(all) != 0 ? EXIT_RUN : 0;
+}
+
+/* search_end -- the verdict of the one that won, or, where none did (NULL), of what comes nearest; the exit status */
+static int search_end(const search_state *f, const candidate *won, estimate *e, files *all, int longest)
+{
+    const setting *s = won != NULL ? &won->s : f->pruned > 0 ? &f->nearest : &f->o->s;
+    memset(e, 0, sizeof *e);
+    if (won == NULL)
+        puts(f->pruned > 0 ? "nothing fits; this comes nearest\n"
+                           : "this model has no setting on these ranks");
+    if (won != NULL || f->pruned > 0) {
+        planner_estimate(f->p, s, e);
+        report_verdict(f->o, f->p, s, e);
+    }
+    if (f->o->json != NULL && search_json(f, all, s, e, won != NULL, longest) != 0) return EXIT_RUN;
+    return won != NULL ? 0 : EXIT_NO_FIT;
 }
 
 #endif
