@@ -181,7 +181,7 @@ UPIPE_API upipe_status upi_a2a_check(upipe_ctx *c, const upipe_plan *p)
  *   which  UPIPE_A2A_Q or UPIPE_A2A_KV: whose heads of `plan` and `stage`
  *   each   bytes of one token and head
  *   bytes  as upipe_plan_sent_stage counts
- *   order  returns when dst is complete and src may be written again
+ *   order  when it returns dst is complete, and src may be written again, for what comes behind on ctx->stream
  *   errors ARG (a plan of another team or rank), others as upipe_comm_wait
  *   paper  sections 3.1 and 3.3
  */
