@@ -5,7 +5,8 @@ Stages, in this order; all but sanitize without an argument, in at most --minute
 beside it; what there is no time for is left out, and the run says so and fails.
 
   build      120 s  kernels for this device (nvcc) and the C programs (cc), into build/gpu; with cuDNN beside ours where
-                    its header library is (pip install nvidia-cudnn-frontend, or --cudnn-frontend FOLDER)
+                    its header library is (pip install nvidia-cudnn-frontend, or --cudnn-frontend FOLDER); the machine
+                    code for 9.0 is checked where cuobjdump and nvdisasm are
   test        80 s  every test of the CUDA backend that needs no injected errors, and the examples
   sanitize   600 s  compute-sanitizer (memcheck, racecheck, synccheck) on the small ones, if it is installed
   roofline    15 s  bandwidth of a copy, rate of a bf16 product
@@ -201,6 +202,14 @@ def tests():
                 yield os.path.splitext(os.path.basename(path))[0]
 
 
+def check_machine_code(compiled):
+    """Ends the stage where the compiler has undone an overlap or spilled, which no figure should come from."""
+    if all(shutil.which(tool) or shutil.which(tool, path='/usr/local/cuda/bin') for tool in ('cuobjdump', 'nvdisasm')):
+        run_all([[sys.executable, os.path.join(TOP, 'tests', 'cuda', 'sass.py'), compiled]])
+    else:
+        say('left out: the check of the machine code, as cuobjdump and nvdisasm are not installed')
+
+
 def build(options):
     os.makedirs(BUILD, exist_ok=True)
     arch = (ask_driver('compute_cap') or '8.0').replace('.', '')
@@ -236,6 +245,8 @@ def build(options):
     else:
         say('left out: cuDNN beside ours, as it or cudnn-frontend is not installed')
     run_all(first)
+    if arch == '90a':
+        check_machine_code(os.path.join(BUILD, 'device_table.o'))
     second = []
     for name, source in programs.items():
         table = '09_cuda.o' if name in ('08_processes', '09_cuda') else 'device_table.o'

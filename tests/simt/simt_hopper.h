@@ -16,8 +16,8 @@
  * that setmaxnreg takes and nobody gave.
  *
  * The race detector counts as agents of their own: the loads of a barrier, the products of a warpgroup, the
- * reads and the writes of a thread's stores. What a thread writes to shared memory itself such an agent sees
- * only behind a fence.proxy.async. Not found: the same fence missing for global memory.
+ * reads and the writes of a thread's stores. What a thread writes to shared memory itself, and what it has learnt
+ * that other blocks wrote to global memory, such an agent sees only behind a fence.proxy.async for that memory.
  */
 #ifndef SIMT_HOPPER_H
 #define SIMT_HOPPER_H
