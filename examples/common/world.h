@@ -93,8 +93,7 @@ static inline const char *world_lacks(int transport)
 #endif
 #ifndef UPIPE_WITH_NCCL
     if (transport == WORLD_NCCL)
-        return "this program was built without NCCL: " PROGRAM
-               "_nccl beside it has it, where Meson has found it";
+        return "this program was built without NCCL: train_nccl alone has it, where Meson has found it";
 #endif
     (void)transport;
     return NULL;

@@ -1,9 +1,10 @@
 /* logits.c -- a Hugging Face checkpoint's logits for given tokens, computed by ranks that share the sequence
  *
  *     logits --load SmolLM2-135M --ids ids.npy --out logits.npy --ranks 3
+ *     mpirun -np 3 logits_mpi --transport mpi --load SmolLM2-135M --ids ids.npy --out logits.npy
  *
- * ids.npy: int32 or int64 [S]. logits.npy: float32 [S][V]. The forward is train's (model.h); the ranks,
- * threads of this process, read one copy of the weights.
+ * ids.npy: int32 or int64 [S]. logits.npy: float32 [S][V]. The forward is train's (model.h). Ranks that are threads
+ * read one copy of the weights and write into one result; a process has a copy, and sends its rows to rank 0.
  */
 #define PROGRAM "logits"
 
@@ -13,11 +14,18 @@
 #include "../common/regular.h"
 #include "../common/files.h"
 #include "../common/device_flag.h"
-#include "../common/grid.h"
+#include "../common/world.h"
 #include "../common/side_stream.h"
 #include "checkpoint.h"
 #include "plans.h"
 #include "model.h"
+
+/* clang-format off */
+enum {
+    FLAG_LOAD, FLAG_IDS, FLAG_OUT, FLAG_METHOD, FLAG_RANKS, FLAG_RING, FLAG_INNER, FLAG_SEGMENTS, FLAG_CHUNK, FLAG_OVERLAP,
+    FLAG_DTYPE, FLAG_DEVICE, FLAG_TRANSPORT, FLAG_NODE_RANKS, FLAG_DEADLINE, FLAG_HELP, FLAG_VERSION, FLAGS
+};
+/* clang-format on */
 
 typedef struct options {
     const char *load, *ids, *out;
@@ -25,19 +33,21 @@ typedef struct options {
     upipe_dtype dtype;
     int device;
     double deadline;
+    world_options net;
+    int given[FLAGS];
 } options;
 
 typedef struct logits {
     options o;
     llama_layout layout;
     upipe_ops ops; /* of the device, for plans */
-    grid net;
+    struct world net;
     char folder[LLAMA_PATH];
     void *weights, *vectors;           /* one copy for all ranks, which only read it: on the device */
     void *host_weights, *host_vectors; /* where they are loaded */
     int32_t *ids;                      /* [S] */
     int64_t tokens;
-    float *out; /* [S][V] */
+    float *out; /* [S][V]; in a process that is not rank 0: [rows of the rank][V] */
     struct logits_place {
         model m;
         size_t slab_bytes, second_bytes;
@@ -45,16 +55,10 @@ typedef struct logits {
         device d;
         side_stream line;         /* where something overlaps */
         void *slab, *second_slab; /* the second pool's, where the sequence is cut */
-        upipe_err err;
     } ranks[UPIPE_THREADS_MAX];
 } logits;
 
 /* clang-format off */
-enum {
-    FLAG_LOAD, FLAG_IDS, FLAG_OUT, FLAG_METHOD, FLAG_RANKS, FLAG_RING, FLAG_INNER, FLAG_SEGMENTS, FLAG_CHUNK, FLAG_OVERLAP,
-    FLAG_DTYPE, FLAG_DEVICE, FLAG_DEADLINE, FLAG_HELP, FLAG_VERSION, FLAGS
-};
-
 static const struct option option_list[] = {
     {"load",     required_argument, NULL, FLAG_LOAD},
     {"ids",      required_argument, NULL, FLAG_IDS},
@@ -68,6 +72,8 @@ static const struct option option_list[] = {
     {"overlap", no_argument, NULL, FLAG_OVERLAP},
     {"dtype",    required_argument, NULL, FLAG_DTYPE},
     {"device",   required_argument, NULL, FLAG_DEVICE},
+    {"transport", required_argument, NULL, FLAG_TRANSPORT},
+    {"node-ranks", required_argument, NULL, FLAG_NODE_RANKS},
     {"deadline", required_argument, NULL, FLAG_DEADLINE},
     {"help",     no_argument,       NULL, FLAG_HELP},
     {"version",  no_argument,       NULL, FLAG_VERSION},
@@ -77,7 +83,7 @@ static const char usage_text[] =
     "usage: logits --load DIR --ids FILE --out FILE [flags]\n"
     "\n"
     "Runs a Hugging Face checkpoint (Llama, Mistral, Qwen3) over given tokens, shared by ranks that are\n"
-    "threads of this process, and writes the logits of every token.\n"
+    "threads of this process or processes, and writes the logits of every token.\n"
     "\n"
     "  --load DIR         folder with config.json and model.safetensors (or its index and parts)\n"
     "  --ids FILE         tokens: a .npy file, int32 or int64, one dimension\n"
@@ -118,27 +124,36 @@ static int options_flag(void *user, int flag, const char *value)
         return cli_dtype(name, value, &o->dtype);
     case FLAG_DEVICE:
         return device_flag(name, value, &o->device);
+    case FLAG_TRANSPORT:
+    case FLAG_NODE_RANKS:
+        return world_flag(&o->net, name, value);
     case FLAG_DEADLINE:
         return cli_seconds(name, value, &o->deadline);
     case FLAG_HELP:
-        return method_help(name, usage_text);
+        fputs(usage_text, stdout);
+        return method_help(name, world_usage);
     default:
         return cli_version(name, ", products: " PRODUCTS);
     }
 }
 
-static int options_read(options *o, int argc, char **argv)
+/* The ranks of w are there when this returns; then the program ends with world_end. */
+static int options_read(options *o, struct world *w, int argc, char **argv)
 {
-    int given[FLAGS] = {0}, status;
+    int status;
     memset(o, 0, sizeof *o);
     o->how.method = METHOD_UPIPE;
     o->how.ranks = 1;
     o->deadline = 600;
-    status = cli_read(option_list, argc, argv, given, -1, options_flag, o);
+    status = cli_read(option_list, argc, argv, o->given, -1, options_flag, o);
     if (status != 0) return status;
     if (o->load == NULL || o->ids == NULL || o->out == NULL)
         return cli_refuse("--load, --ids and --out must be given");
-    return method_resolve(&o->how);
+    if (o->net.transport == WORLD_NCCL) /* logits_gather sends from the host's memory */
+        return cli_refuse("--transport nccl: logits runs on threads or mpi");
+    status = world_begin(w, &o->net, o->deadline, o->given[FLAG_RANKS], &o->how.ranks);
+    if (status == 0) status = method_resolve(&o->how);
+    return world_agree(w, status);
 }
 
 /* ---- tokens ---- */
@@ -255,7 +270,9 @@ static upipe_status logits_rank(logits *g, const model *m, upipe_ctx *c, upipe_m
         int64_t rows = m->rows - row < UPIPE_TILE_LOSS_ROWS ? m->rows - row : (int64_t)UPIPE_TILE_LOSS_ROWS;
         buf = upipe_view_packed(data, UPIPE_F32, rows, 1, (int32_t)vocab);
         UPIPE_TRY(model_logits(&r, buf, upipe_view_rows(x, row, rows)));
-        for (i = 0; i < rows; ++i) UPIPE_TRY(logits_store(g, c, buf, i, model_position(m, row + i)));
+        for (i = 0; i < rows; ++i)
+            UPIPE_TRY(
+                logits_store(g, c, buf, i, world_speaks(&g->net) ? model_position(m, row + i) : row + i));
     }
     UPIPE_TRY(upipe_mem_free(c->mem, data, &c->err));
     UPIPE_TRY(model_weights_end(&r, head));
@@ -263,7 +280,32 @@ static upipe_status logits_rank(logits *g, const model *m, upipe_ctx *c, upipe_m
     return upipe_mem_free(c->mem, r.tokens, &c->err);
 }
 
-static upipe_status logits_rank_main(void *user, int rank)
+/* The rows of other processes come to rank 0, one of each at a time: all ranks take part in a transfer. */
+static upipe_status logits_gather(logits *g, upipe_ctx *c, upipe_comm *all)
+{
+    const int64_t vocab = g->layout.config.vocab;
+    const size_t bytes = (size_t)vocab * sizeof *g->out;
+    int64_t row, last = 0;
+    int r, n;
+    for (r = 0; r < all->ranks; ++r)
+        if (g->ranks[r].m.rows > last) last = g->ranks[r].m.rows;
+    for (row = 0; row < last; ++row) {
+        for (r = 1, n = 0; r < all->ranks; ++r) {
+            const model *m = &g->ranks[r].m;
+            if (row >= m->rows) continue;
+            if (all->rank == 0)
+                upipe_msg_add(all->list, &n, r, 1, NULL, 0, 0, g->out + model_position(m, row) * vocab, bytes,
+                              bytes);
+            else if (all->rank == r)
+                upipe_msg_add(all->list, &n, 0, 1, g->out + row * vocab, bytes, bytes, NULL, 0, 0);
+        }
+        UPIPE_TRY(upipe_comm_start(c, all, all->list, n));
+        UPIPE_TRY(upipe_comm_wait(c, all));
+    }
+    return UPIPE_OK;
+}
+
+static upipe_status logits_rank_main(void *user, int rank, upipe_err *why)
 {
     logits *g = (logits *)user;
     struct logits_place *k = &g->ranks[rank];
@@ -273,8 +315,8 @@ static upipe_status logits_rank_main(void *user, int rank)
     upipe_mem mem, second;
     upipe_ctx c;
     memset(&c, 0, sizeof c);
-    grid_use(&g->net, rank, &c);
-    s = upipe_comm_barrier(&c, grid_world(&g->net, rank)); /* all have started */
+    world_use(&g->net, rank, &c);
+    s = upipe_comm_barrier(&c, world_all(&g->net, rank)); /* all have started */
     if (s == UPIPE_OK) s = device_open(&k->d, g->o.device, &c.err);
     device_use(&k->d, &c);
     if (s == UPIPE_OK && g->o.how.overlap) s = side_stream_open(&k->line, g->o.device, &c);
@@ -287,6 +329,7 @@ static upipe_status logits_rank_main(void *user, int rank)
         upipe_mem_init(&second, k->second_slab, k->second_bytes, second_blocks, UPIPE_DRY_HOST_BLOCKS_MAX);
         c.mem = &mem;
         s = logits_rank(g, &k->m, &c, &second);
+        if (s == UPIPE_OK && g->net.all != NULL) s = logits_gather(g, &c, g->net.all);
         if (s == UPIPE_OK) s = upipe_mem_destroy(&second, &c.err);
         if (s == UPIPE_OK) s = upipe_mem_destroy(&mem, &c.err);
         if (s != UPIPE_OK) {
@@ -295,7 +338,7 @@ static upipe_status logits_rank_main(void *user, int rank)
         }
     }
     free(blocks);
-    k->err = c.err;
+    *why = c.err;
     return s;
 }
 
@@ -377,19 +420,29 @@ static int logits_plan(logits *g)
     return s == UPIPE_OK ? 0 : -1;
 }
 
-/* Everything at once: the weights, the ranks' slabs, the result. */
+/* Rows of the result that a process keeps. */
+static int64_t logits_rows(const logits *g, int first)
+{
+    return first == 0 ? g->tokens : g->ranks[first].m.rows;
+}
+
+/* Everything of this machine at once: the weights, the ranks' slabs, the result. */
 static int logits_check_memory(const logits *g)
 {
+    const int processes = g->net.all != NULL, first = g->net.near_first;
+    const int ranks = processes ? g->net.near : g->o.how.ranks;
     double have = cli_memory(), need = (double)g->layout.vectors * 4;
-    double slabs = 0, second = 0;
+    double slabs = 0, second = 0, rows = 0;
     int r;
-    for (r = 0; r < g->o.how.ranks; ++r) {
+    for (r = first; r < first + ranks; ++r) {
         slabs += (double)g->ranks[r].slab_bytes;
         second += (double)g->ranks[r].second_bytes;
+        if (processes || r == 0) rows += (double)logits_rows(g, r);
     }
     need += (double)g->layout.weights * (double)upipe_dtype_bytes(g->o.dtype);
+    if (processes) need *= ranks;
     if (device_has_buf(g->o.device, slabs + need) != 0) return -1;
-    need += second + (double)g->tokens * (double)g->layout.config.vocab * 4;
+    need += second + rows * (double)g->layout.config.vocab * 4;
     if (g->o.device == DEVICE_CPU) need += slabs;
     if (need <= have) return 0;
     return cli_fail("out of memory: the run takes %.1f GiB of this machine's %.1f GiB", need / (1 << 30),
@@ -398,29 +451,27 @@ static int logits_check_memory(const logits *g)
 
 static int logits_run(logits *g)
 {
-    upipe_status statuses[UPIPE_THREADS_MAX], s, closed;
+    const int64_t rows = logits_rows(g, g->net.first);
+    upipe_status s;
     upipe_err e;
-    int r;
+    int r, bad;
     memset(&e, 0, sizeof e);
-    g->out = (float *)malloc((size_t)(g->tokens * g->layout.config.vocab) * sizeof *g->out);
-    if (g->out == NULL) return cli_fail("out of memory: %lld tokens' logits", (long long)g->tokens);
-    s = grid_init(&g->net, g->o.how.ranks / g->o.how.ring, g->o.how.ring, g->o.deadline, &e);
+    g->out = (float *)malloc((size_t)(rows * g->layout.config.vocab) * sizeof *g->out);
+    bad = g->out == NULL ? cli_fail("out of memory: %lld tokens' logits", (long long)rows) : 0;
+    if (world_agree(&g->net, bad) != 0) return -1;
+    s = world_split(&g->net, g->o.how.ranks / g->o.how.ring, g->o.how.ring, &e);
     if (s != UPIPE_OK) return logits_fail(s, &e);
-    s = grid_run(&g->net, logits_rank_main, g, statuses);
-    if (s != UPIPE_OK) {
-        r = cli_reason(statuses, g->o.how.ranks, s);
-        cli_fail("rank %d: %s%s", r, cli_status(s), grid_why(&g->net, &g->ranks[r].err));
-    }
-    grid_free(&g->net);
-    for (r = 0; r < g->o.how.ranks; ++r) {
+    bad = world_run(&g->net, logits_rank_main, g, "");
+    world_join(&g->net);
+    for (r = g->net.first; r < g->net.first + g->net.here; ++r) {
         device_slab_free(&g->ranks[r].d, g->ranks[r].slab);
         device_host_slab_free(&g->ranks[r].d, g->ranks[r].second_slab);
-        closed = side_stream_close(&g->ranks[r].line, &e);
-        if (s == UPIPE_OK && closed != UPIPE_OK) s = closed, logits_fail(s, &e);
-        closed = device_close(&g->ranks[r].d, &e);
-        if (s == UPIPE_OK && closed != UPIPE_OK) s = closed, logits_fail(s, &e);
+        s = side_stream_close(&g->ranks[r].line, &e);
+        if (!bad && s != UPIPE_OK) bad = logits_fail(s, &e);
+        s = device_close(&g->ranks[r].d, &e);
+        if (!bad && s != UPIPE_OK) bad = logits_fail(s, &e);
     }
-    return s == UPIPE_OK ? 0 : -1;
+    return world_agree(&g->net, bad);
 }
 
 /* A result that is no number is none. */
@@ -435,19 +486,39 @@ static int logits_check(const logits *g)
     return 0;
 }
 
-static int logits_main(logits *g, files *all)
+/* A name that cannot be written, or that is another file's, is found before the work. */
+static int logits_reserve(const logits *g, files *all)
 {
     upipe_err e;
-    int reads;
-    if (logits_find(g) != 0 || logits_plan(g) != 0 || logits_check_memory(g) != 0) return -1;
+    int reads, bad;
+    if (!world_speaks(&g->net)) return 0;
     if (files_same(g->o.out, g->o.ids)) return cli_fail("%s would replace the tokens of --ids", g->o.out);
     reads = llama_reads(g->folder, g->o.out, &e);
     if (reads < 0) return cli_fail("%s", e.text);
     if (reads) return cli_fail("%s would replace a file of the model in %s", g->o.out, g->folder);
     files_begin(all);
-    if (files_reserve(all, g->o.out, g->o.ids) != 0) return -1;
+    bad = files_reserve(all, g->o.out, g->o.ids);
     files_abandon(all);
-    if (logits_load(g) != 0 || logits_run(g) != 0 || logits_check(g) != 0) return -1;
+    return bad;
+}
+
+/* All processes read the same tokens, for a model of the same size. */
+static int logits_same(logits *g)
+{
+    uint64_t hash = upi_hash_bytes(UPI_HASH, &g->layout.weights, sizeof g->layout.weights);
+    hash = upi_hash_bytes(hash, g->ids, (size_t)g->tokens * sizeof *g->ids);
+    return world_same(&g->net, "--ids or --load finds something else here", hash);
+}
+
+static int logits_main(logits *g, files *all)
+{
+    int bad = logits_find(g);
+    if (world_agree(&g->net, bad) != 0 || logits_same(g) != 0) return -1;
+    bad = logits_plan(g) != 0 || logits_check_memory(g) != 0 || logits_reserve(g, all) != 0;
+    if (world_agree(&g->net, -bad) != 0) return -1;
+    if (world_agree(&g->net, logits_load(g)) != 0 || logits_run(g) != 0) return -1;
+    if (!world_speaks(&g->net)) return 0;
+    if (logits_check(g) != 0) return -1;
     files_begin(all);
     if (files_npy(all, g->o.out, g->out, g->tokens, g->layout.config.vocab) != 0) return -1;
     return files_commit(all);
@@ -461,9 +532,10 @@ int main(int argc, char **argv)
     if (g == NULL || all == NULL) {
         cli_fail("out of memory");
     } else {
+        world_hush();
         signal(SIGPIPE, SIG_IGN);
         signal(SIGXFSZ, SIG_IGN);
-        status = options_read(&g->o, argc, argv);
+        status = options_read(&g->o, &g->net, argc, argv);
         device_table(g->o.device, &g->ops);
         if (status == 0) status = 1 + (logits_main(g, all) == 0 ? 0 : EXIT_RUN);
         files_abandon(all);
@@ -474,6 +546,7 @@ int main(int argc, char **argv)
         free(g->host_vectors);
         free(g->ids);
         free(g->out);
+        status = 1 + world_end(&g->net, status - 1);
     }
     free(g);
     free(all);

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""test_world.py MPIRUN TRAIN TRAIN_MPI -- the trainer with processes for ranks: the threads' losses and checkpoints bit
-for bit, one voice, and what is left when a rank dies or stops at any moment
+"""test_world.py MPIRUN TRAIN TRAIN_MPI LOGITS LOGITS_MPI TOP -- programs with processes for ranks: the threads' losses,
+checkpoints and logits bit for bit, one voice, and what is left when a rank dies or stops at any moment
 
-In the full run: every method, 8 processes, more ranks killed and stopped.
+In the full run: every method, 8 processes, more ranks killed and stopped, and the loop of docs/clusters.md that starts a
+training again with the ranks that are left.
 """
 
 import json
@@ -10,6 +11,7 @@ import os
 import random
 import re
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -21,7 +23,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..'
 from checks import check, end  # pylint: disable=wrong-import-position
 
 MPIRUN = sys.argv[1]
-TRAIN, TRAIN_MPI = (os.path.abspath(program) for program in sys.argv[2:4])
+TRAIN, TRAIN_MPI, LOGITS, LOGITS_MPI, TOP = (os.path.abspath(path) for path in sys.argv[2:7])
 FULL = bool(os.environ.get('UPIPE_FULL'))
 MODEL = '--layers 2 --model-dim 64 --heads 8 --kv-heads 4 --tokens 128'.split()
 AHEAD = ['--zero', '3', '--zero-prefetch']  # a thread that waits in a communicator of its own
@@ -85,6 +87,100 @@ def test_same(folder, method, flags, processes):
     with open(trace, encoding='utf-8') as a, open(trace_two, encoding='utf-8') as b:
         shape = [[(e['pid'], e.get('name'), e['ph']) for e in json.load(file)] for file in (a, b)]
     check(shape[0] == shape[1] and len({e[0] for e in shape[0]}) == processes, f'{what}: another trace')
+
+
+def npy(tokens):
+    head = f"{{'descr': '<i4', 'fortran_order': False, 'shape': ({len(tokens)},), }}".ljust(117) + '\n'
+    return b'\x93NUMPY\x01\x00' + struct.pack('<H', len(head)) + head.encode() + struct.pack(f'<{len(tokens)}i', *tokens)
+
+
+def test_logits(folder):
+    """Threads' logits and processes', and what one process finds otherwise than rank 0."""
+    model, ids = (os.path.join(folder, name) for name in ('model', 'ids'))
+    status, _, err = run([TRAIN, *MODEL, '--ranks', '2', '--steps', '1', '--sample', '0', '--save', model])
+    check(status == 0, f'a model is not trained: {err}')
+    for name, tokens in ((ids, range(96)), (ids + '0', range(96)), (ids + '1', range(1, 97))):
+        with open(name, 'wb') as file:
+            file.write(npy(tokens))
+    flags = ['--load', model, '--ids', ids]
+    cases = [('upipe', [], 4), ('zigzag', [], 2)]
+    if FULL:
+        cases += [('usp', [], 4), ('stripe', [], 3), ('upipe-fpdt', ['--segments', '2'], 2), ('upipe', [], 1)]
+    for method, more, processes in cases:
+        outs = []
+        for words in ([LOGITS, '--ranks', str(processes)], command(processes, '--transport', 'mpi', program=LOGITS_MPI)):
+            out = os.path.join(folder, f'out{len(outs)}')
+            status, said, err = run([*words, *flags, '--method', method, *more, '--out', out])
+            if check(status == 0 and said == '', f'logits, {method}: {status}: {said}{err}'):
+                outs.append(read(out))
+                os.remove(out)
+        check(len(outs) == 2 and outs[0] == outs[1], f'logits, {method} on {processes} processes: other bits')
+    mpi = ['--transport', 'mpi', '--out', folder + '/none']
+    shell = ['sh', '-c', 'exec "$0" "$@" --ids ' + ids + '${OMPI_COMM_WORLD_RANK:-$PMI_RANK}', LOGITS_MPI]
+    for program, more, sentence in ((LOGITS_MPI, [*flags, '--out', folder + '/none'], 'a launcher has started 2 processes'),
+                                    (LOGITS_MPI, [*flags, *mpi, '--ranks', '3'], '--ranks 3, but the launcher has started 2'),
+                                    (LOGITS_MPI, ['--load', folder, '--ids', ids, *mpi], folder),
+                                    (LOGITS, [*flags, *mpi], 'built without MPI'),
+                                    (shell, ['--load', model, *mpi], 'rank 1: --ids or --load finds something else')):
+        status, out, err = run(command(2, *more, program=program))
+        said = [line for line in err.splitlines() if line.startswith('logits: ')]
+        check(status != 0 and len(said) == 1 and sentence in said[0], f'logits, {sentence}: {status}: {err}')
+    check(not os.path.exists(folder + '/none'), 'logits: a run that failed leaves a file')
+
+
+def documented_loop():
+    """The lines of docs/clusters.md, from `until` to `done`."""
+    with open(os.path.join(TOP, 'docs', 'clusters.md'), encoding='utf-8') as file:
+        return re.search(r'^until mpirun .*?^do .*?done', file.read(), re.M | re.S).group()
+
+
+def script(path, text):
+    with open(path, 'w', encoding='utf-8') as file:
+        file.write('#!/bin/sh\n' + text + '\n')
+    os.chmod(path, 0o755)
+
+
+def test_loop(folder, left, reference):
+    """A rank is killed; the documented loop goes on from the newest checkpoint with the processes that are left."""
+    at = os.path.join(folder, f'loop{left}')
+    os.makedirs(at + '/bin')
+    loop = documented_loop()
+    for word, short in (('--steps 10000', '--steps 60'), ('--save-every 100', '--save-every 1'), ('sleep 10', 'sleep 0.1')):
+        check(word in loop, f'the documented loop has no {word}')
+        loop = loop.replace(word, short)
+    # its commands, with what this machine and a short training need beside what it says
+    script(at + '/bin/mpirun', 'echo >> started\nexec ' + ' '.join(command(0)[:-3]) + ' "$@"')
+    script(at + '/bin/train_mpi', ' '.join(['exec', TRAIN_MPI, '"$@"', *MODEL, '--sample 0 --warmup 0 --lr 1e-3 --min-lr 1e-3 --json losses']))
+    with open(at + '/alive', 'w', encoding='utf-8') as file:
+        file.write('localhost\n' * 4)
+    env = {**os.environ, 'PATH': at + '/bin:' + os.environ['PATH']}
+    with tempfile.TemporaryFile() as said:
+        job = subprocess.Popen(['sh', '-c', loop], cwd=at, env=env, stdout=said, stderr=said, start_new_session=True)
+        start = time.monotonic()
+        while newest(at + '/out') < 3 and job.poll() is None and time.monotonic() < start + 60:
+            time.sleep(0.01)
+        ranks = ranks_of(job)
+        check(len(ranks) == 4, f'the loop: {len(ranks)} ranks of 4 run')
+        with open(at + '/alive', 'w', encoding='utf-8') as file:
+            file.write('localhost\n' * left)
+        if ranks:
+            os.kill(ranks[-1], signal.SIGKILL)
+        try:
+            status = job.wait(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+            status = -1
+        said.seek(0)
+        text = said.read().decode(errors='replace')
+    check(status == 0 and len(read(at + '/started')) == 2, f'the loop with {left} processes left ends with {status}: {text[-2000:]}')
+    if not os.path.exists(at + '/losses'):
+        return
+    with open(at + '/losses', encoding='utf-8') as file:
+        end_of = json.load(file)
+    first, loss = end_of['first_step'], end_of['loss']
+    check(first > 3 and len(loss) == 61 - first, f'the loop goes on with step {first}, and does {len(loss)}')
+    near = 0 if left == 4 else 1e-4
+    check(all(abs(a - b) <= near for a, b in zip(loss, reference[first - 1:])), f'the loop with {left} processes left: other losses')
 
 
 def test_voice(folder):
@@ -226,12 +322,16 @@ def test_signal(folder):
     check(steps and newest(saved) == int(steps[-1]), f'{newest(saved)} is saved, the last step is {steps[-1:]}')
 
 
-def test_losses(folder):
-    draw = random.Random(int(os.environ.get('UPIPE_SEED', '1')))
+def reference_losses(folder):
+    """Of 200 steps on 4 threads."""
     path = os.path.join(folder, 'reference.json')
     run([TRAIN, *MODEL, '--ranks', '4', '--steps', '200', '--lr', '1e-3', '--min-lr', '1e-3', '--warmup', '0', '--json', path])
     with open(path, encoding='utf-8') as file:
-        reference = json.load(file)['loss']
+        return json.load(file)['loss']
+
+
+def test_losses(folder, reference):
+    draw = random.Random(int(os.environ.get('UPIPE_SEED', '1')))
     until = time.monotonic() + float(os.environ.get('UPIPE_WORLD_SECONDS', '0'))
     number = 0
     while number < 4 or time.monotonic() < until:
@@ -245,9 +345,13 @@ def main():
         for case in LONG if FULL else SHORT:
             test_same(folder, *case)
         test_voice(folder)
+        test_logits(folder)
         if is_open_mpi(MPIRUN):
+            reference = reference_losses(folder)
             test_signal(folder)
-            test_losses(folder)
+            test_losses(folder, reference)
+            for left in (4, 2) if FULL else ():
+                test_loop(folder, left, reference)
     return end('world')
 
 
