@@ -364,13 +364,23 @@ static upipe_status ahead_body(rank_buf *k)
 static upipe_status full_body(rank_buf *k)
 {
     upipe_ctx *c = &k->ctx;
+    int64_t left;
     int i;
     for (i = 0; i < 3 * UPIPE_NCCL_AHEAD; ++i) {
         UPIPE_TRY(upipe_comm_shift_start(c, c->team, k->recv, k->send, 64, 1));
         UPIPE_TRY(upipe_comm_wait(c, c->team));
         CHECK(k->team.begun - k->team.ended <= UPIPE_NCCL_AHEAD);
     }
-    return UPIPE_OK;
+    /* one that NCCL has not enqueued yet is in flight, although its event was passed by an earlier one */
+    UPIPE_TRY(upi_nccl_drain(c, &k->team));
+    UPIPE_TRY(upi_nccl_begin(c, &k->team, UPI_TEAM_TRANSFER));
+    UPIPE_TRY(upi_nccl_open(c, &k->team));
+    for (i = 0; i < 20; ++i) {
+        UPIPE_TRY(upi_nccl_look(c, &k->team, &left));
+        CHECK_INT(left, 1);
+    }
+    UPIPE_TRY(upi_nccl_close(c, &k->team));
+    return upi_nccl_drain(c, &k->team);
 }
 
 enum { BY_CALLS, BY_SYNC, BY_NCCL_SYNC, BY_GATHER, BY_FREE, BY_WAYS };
