@@ -107,7 +107,10 @@ def main():
     q = floats(layers[0][0])
     refused(abi, lambda: u.qkv_bwd(0, q, q, q, q, q, q, q, q), 'consumed before')
     refused(abi, lambda: u.qkv_fwd(0, q, q, q, q, layer=1), 'forward 1 of 1')
+    refused(abi, lambda: u.rows(-1), 'rank -1 of 1')
+    refused(abi, lambda: u.qkv_fwd(1, q, q, q, q), 'rank 1 of 1')
     u.close()
+    refused(abi, lambda: u.bytes(0), 'the handle is closed')
     return end('abi')
 
 

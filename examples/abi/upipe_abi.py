@@ -50,14 +50,20 @@ class Attention:
             raise Error(why.value.decode())
         self.held = [set() for _ in range(self.desc.ranks)]  # of each rank, layers whose backward is still to come
 
+    def of(self, rank):
+        """The handle for a call of this rank; the library sees a number and a pointer alone."""
+        if not self.handle or not 0 <= rank < self.desc.ranks:
+            raise Error(f'rank {rank} of {self.desc.ranks}' if self.handle else 'the handle is closed')
+        return self.handle
+
     def rows(self, rank):
         """(first, count) of this rank's tokens."""
         first = ctypes.c_int64()
-        count = self.lib.upipe_abi_rows(self.handle, rank, ctypes.byref(first))
+        count = self.lib.upipe_abi_rows(self.of(rank), rank, ctypes.byref(first))
         return first.value, count
 
     def bytes(self, rank):
-        return self.lib.upipe_abi_bytes(self.handle, rank)
+        return self.lib.upipe_abi_bytes(self.of(rank), rank)
 
     def free_layer(self, rank):
         """A layer for the next forward."""
@@ -67,16 +73,16 @@ class Attention:
         raise Error(f'{self.desc.layers} forwards of rank {rank} wait for their backward; the handle has no more layers')
 
     def qkv_fwd(self, rank, o, q, k, v, layer=0):
-        self.ask(rank, self.lib.upipe_abi_qkv_fwd(self.handle, rank, layer, o, q, k, v))
+        self.ask(rank, self.lib.upipe_abi_qkv_fwd(self.of(rank), rank, layer, o, q, k, v))
         self.held[rank].add(layer)
 
     def qkv_bwd(self, rank, dq, dk, dv, dout, o, q, k, v, layer=0):
-        self.ask(rank, self.lib.upipe_abi_qkv_bwd(self.handle, rank, layer, dq, dk, dv, dout, o, q, k, v))
+        self.ask(rank, self.lib.upipe_abi_qkv_bwd(self.of(rank), rank, layer, dq, dk, dv, dout, o, q, k, v))
         self.held[rank].remove(layer)
 
     def drop(self, rank, layer=0):
         """In place of a backward that never comes."""
-        self.ask(rank, self.lib.upipe_abi_drop(self.handle, rank, layer))
+        self.ask(rank, self.lib.upipe_abi_drop(self.of(rank), rank, layer))
         self.held[rank].remove(layer)
 
     def ask(self, rank, status):
