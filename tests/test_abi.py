@@ -10,6 +10,7 @@ import math
 import os
 import random
 import sys
+import time
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
 from checks import check, end  # pylint: disable=wrong-import-position
@@ -111,6 +112,18 @@ def main():
     refused(abi, lambda: u.qkv_fwd(1, q, q, q, q), 'rank 1 of 1')
     u.close()
     refused(abi, lambda: u.bytes(0), 'the handle is closed')
+
+    def one_leaves(rank):
+        if rank == 1:
+            raise abi.Error('rank 1 has other plans')
+        t = floats([0.0] * (u.rows(rank)[1] * HEADS * DIM))
+        u.qkv_fwd(rank, t, t, t, t)
+
+    u = abi.Attention(library, tokens=TOKENS, ranks=2, heads=HEADS, head_dim=DIM)
+    began = time.monotonic()
+    refused(abi, lambda: u.run(one_leaves), 'other plans')
+    check(time.monotonic() - began < 30, 'a rank waits for one that has left')  # the deadline is 60 s
+    u.close()
     return end('abi')
 
 

@@ -137,6 +137,11 @@ int upipe_abi_drop(upipe_abi *u, int rank, int layer)
     return (int)upipe_saved_free(&r->ctx, &r->saved[layer]);
 }
 
+void upipe_abi_abort(upipe_abi *u, int rank, const char *why)
+{
+    upipe_comm_abort(u->rank[rank].ctx.team, why);
+}
+
 const char *upipe_abi_error(const upipe_abi *u, int rank)
 {
     return u->rank[rank].ctx.err.text;

@@ -39,6 +39,7 @@ class Attention:
         self.lib.upipe_abi_drop.argtypes = [p, i, i]
         self.lib.upipe_abi_error.restype = ctypes.c_char_p
         self.lib.upipe_abi_error.argtypes = [p, i]
+        self.lib.upipe_abi_abort.argtypes = [p, i, ctypes.c_char_p]
         self.lib.upipe_abi_close.argtypes = [p]
         why = ctypes.create_string_buffer(256)
         self.desc = Desc(**desc)
@@ -90,7 +91,7 @@ class Attention:
             raise Error(self.lib.upipe_abi_error(self.handle, rank).decode())
 
     def run(self, body):
-        """body(rank) for every rank, each on a thread; the first exception is raised again."""
+        """body(rank) for every rank, each on a thread. The first exception is raised again; it releases the other ranks."""
         failed = []
 
         def one(rank):
@@ -98,6 +99,7 @@ class Attention:
                 body(rank)
             except Exception as error:  # pylint: disable=broad-except
                 failed.append(error)
+                self.lib.upipe_abi_abort(self.handle, rank, str(error).encode())
 
         threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.desc.ranks)]
         for thread in threads:
