@@ -463,6 +463,7 @@ static int logits_run(logits *g)
     if (s != UPIPE_OK) return logits_fail(s, &e);
     bad = world_run(&g->net, logits_rank_main, g, "");
     world_join(&g->net);
+    if (world_broken(&g->net)) return -1; /* peers may still access the slabs: world_end ends the process */
     for (r = g->net.first; r < g->net.first + g->net.here; ++r) {
         device_slab_free(&g->ranks[r].d, g->ranks[r].slab);
         device_host_slab_free(&g->ranks[r].d, g->ranks[r].second_slab);
@@ -539,6 +540,7 @@ int main(int argc, char **argv)
         device_table(g->o.device, &g->ops);
         if (status == 0) status = 1 + (logits_main(g, all) == 0 ? 0 : EXIT_RUN);
         files_abandon(all);
+        status = 1 + world_end(&g->net, status - 1); /* peers may access the result until here */
         llama_layout_free(&g->layout);
         device_resident_free(g->o.device, g->weights, g->host_weights);
         device_resident_free(g->o.device, g->vectors, g->host_vectors);
@@ -546,7 +548,6 @@ int main(int argc, char **argv)
         free(g->host_vectors);
         free(g->ids);
         free(g->out);
-        status = 1 + world_end(&g->net, status - 1);
     }
     free(g);
     free(all);

@@ -552,7 +552,6 @@ static void run_free(run *u)
     free(u->sample);
     text_close(&u->text);
     llama_layout_free(&u->layout);
-    llama_lock_free(&u->lock);
 }
 
 /* run_train -- after run_plan, with the text open: trains. 0, or -1 with the sentence out */

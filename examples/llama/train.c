@@ -151,8 +151,9 @@ int main(int argc, char **argv)
     } else {
         --status;
     }
+    llama_lock_free(&u->lock);
+    status = world_end(&u->net, status); /* peers may send from the pools and into them until here */
     run_free(u);
-    status = world_end(&u->net, status);
     free(u);
     free(all);
     return status;
