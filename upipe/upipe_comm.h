@@ -13,7 +13,7 @@
  *     recv[i * recv_step + j] at p  =  send[i * send_step + j] at r      0 <= i < count, 0 <= j < bytes
  *
  * Deadline. No call waits for its peers longer than comm->deadline. A call that fails may then wait until its
- * buffers are no longer accessed, for the deadline or a second, whichever is less.
+ * buffers are no longer accessed, for the deadline or half a second, whichever is less.
  *
  * Failures. The first failure of any rank breaks the team for good. The rank that detects it returns its
  * status; every later call on every rank fails at once with the same sentence, most with UPIPE_ERR_ABORTED.

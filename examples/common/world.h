@@ -55,6 +55,7 @@ struct world {
     int near_first, near; /* likewise those of this machine */
     double deadline;
     int with_side;
+    const volatile sig_atomic_t *told; /* the signal that the program has taken, 0 for none; NULL: it takes none */
     grid threads;
     upipe_threads side_threads;
     /* of processes */
@@ -368,6 +369,12 @@ static inline int world_end(struct world *w, int status)
     /* Rank 0 has said why, and ends the job at once. If it cannot, the next one does. Launchers end processes with
      * SIGTERM, for which a program may have a better use while it is whole. */
     signal(SIGTERM, SIG_DFL);
+    /* The launcher has been told: who asks it too waits until it kills. */
+    if (w->told != NULL && *w->told == SIGTERM) {
+        cli_release();
+        fflush(NULL);
+        _exit(status != 0 ? status : EXIT_RUN);
+    }
     w->kind->linger(w->first == 0 ? 0 : w->first == 1 ? 0.3 : 0.6);
     cli_release();
     w->kind->stop();

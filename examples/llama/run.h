@@ -574,6 +574,7 @@ static int run_train(run *u)
     for (i = 0; i < sizeof run_signals / sizeof *run_signals; ++i)
         if (sigaction(run_signals[i], NULL, &old) == 0 && old.sa_handler != SIG_IGN)
             sigaction(run_signals[i], &action, NULL);
+    u->net.told = &run_signal;
     s = world_split(&u->net, u->o.how.ranks / u->o.how.ring, u->o.how.ring, &e);
     if (s != UPIPE_OK) return run_fail(s, &e);
     bad = world_run(&u->net, run_rank_main, u, "");

@@ -27,7 +27,7 @@
  * Failures. The rank that detects one informs the others by a header, and returns its status: TIMEOUT,
  * MISMATCH, BACKEND (with MPI's own text). The others return ABORTED with its sentence, but a MISMATCH once.
  * A failed transfer goes on between ranks whose headers match until nothing is in flight, for at most the
- * deadline or one second; receives that are left are cancelled; and if MPI may still access a buffer,
+ * deadline or half a second; receives that are left are cancelled; and if MPI may still access a buffer,
  * comm->quarantine is set. Afterwards only upipe_mpi_free is legal.
  *
  * The end. An MPI library may give the context of a freed communicator to the next one, with the messages

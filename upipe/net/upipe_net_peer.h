@@ -657,7 +657,7 @@ UPIPE_API upipe_status upi_peer_close(upipe_err *e, const upipe_peer *m, upi_pee
 
 /* upipe_peer_free -- releases what init allocated; legal after a failure and a failed init too
  *   order   every rank calls it, on its own thread, with the team's device current; it returns when no rank
- *           uses this one's slabs and events any more, or after the deadline (a second, after a failure)
+ *           uses this one's slabs and events any more, or after the deadline (half a second, after a failure)
  *   errors  TIMEOUT: copies of this rank do not end, or a rank does not come, and may still use the slabs;
  *           BACKEND. What can be released is: the others' slabs stay mapped while copies to them do not end,
  *           and events stay that a rank may wait for

@@ -88,7 +88,7 @@ UPIPE_API upipe_status upi_team_late_for(upipe_err *e, upipe_comm *comm, int64_t
 /* How long a failed call waits until its buffers are no longer accessed. */
 UPIPE_API int64_t upi_team_grace(const upipe_comm *comm)
 {
-    return upi_net_until(comm->deadline < 1 ? comm->deadline : 1);
+    return upi_net_until(comm->deadline < 0.5 ? comm->deadline : 0.5);
 }
 
 /* ---- ranks that do not match ---- */
