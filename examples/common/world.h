@@ -55,7 +55,8 @@ struct world {
     int near_first, near; /* likewise those of this machine */
     double deadline;
     int with_side;
-    const volatile sig_atomic_t *told; /* the signal that the program has taken, 0 for none; NULL: it takes none */
+    const volatile sig_atomic_t
+        *told; /* the signal that the program has taken, 0 for none; NULL: it takes none */
     grid threads;
     upipe_threads side_threads;
     /* of processes */
