@@ -372,7 +372,7 @@ static upipe_status full_body(rank_buf *k)
         CHECK(k->team.begun - k->team.ended <= UPIPE_NCCL_AHEAD);
     }
     /* one that NCCL has not enqueued yet is in flight, although its event was passed by an earlier one */
-    UPIPE_TRY(upi_nccl_drain(c, &k->team));
+    UPIPE_TRY(upi_nccl_drain(c, &k->team, 0));
     UPIPE_TRY(upi_nccl_begin(c, &k->team, UPI_TEAM_TRANSFER));
     UPIPE_TRY(upi_nccl_open(c, &k->team));
     for (i = 0; i < 20; ++i) {
@@ -380,7 +380,7 @@ static upipe_status full_body(rank_buf *k)
         CHECK_INT(left, 1);
     }
     UPIPE_TRY(upi_nccl_close(c, &k->team));
-    return upi_nccl_drain(c, &k->team);
+    return upi_nccl_drain(c, &k->team, 0);
 }
 
 enum { BY_CALLS, BY_SYNC, BY_NCCL_SYNC, BY_GATHER, BY_FREE, BY_WAYS };
@@ -416,6 +416,7 @@ static upipe_status never_body(rank_buf *k)
         s = upipe_nccl_free(&k->team, &c->err);
         CHECK(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED);
         CHECK(k->team.nccl == NULL && now() - began < 3);
+        CHECK_INT(k->team.comm.quarantine, 1); /* the host's pool has what the transfer was for */
         upipe_mem_destroy(&mem, NULL);
         return s;
     }
@@ -436,6 +437,27 @@ static upipe_status never_body(rank_buf *k)
     UPIPE_TRY(upipe_alloc(c, &again, 64, "again"));
     UPIPE_TRY(upipe_free(c, again));
     CHECK_STATUS(upipe_mem_destroy(&mem, &c->err), UPIPE_OK, c->err);
+    check_dead(k);
+    return s;
+}
+
+/* What the team knows nothing of, a graph's transfers or another communicator's, is in its way. */
+static upipe_status behind_body(rank_buf *k)
+{
+    upipe_ctx *c = &k->ctx;
+    ncclComm_t two[2];
+    upipe_status s;
+    double began;
+    UPIPE_TRY(all_to_all(k, 1));
+    c->team->deadline = 0.2;
+    stall(k, two);
+    UPIPE_TRY(upipe_comm_shift_start(c, c->team, k->recv, k->send, 64, 1));
+    UPIPE_TRY(upipe_comm_wait(c, c->team));
+    began = now();
+    s = upipe_nccl_sync(c, &k->team);
+    CHECK(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED);
+    CHECK(now() - began < 3);
+    stall_end(two);
     check_dead(k);
     return s;
 }
@@ -516,6 +538,7 @@ static void test_ahead(crew *all)
         all->what = i;
         crew_run(all, 3, 20, never_body, 0, -1, FAKE_ONCE);
     }
+    if (all->ahead) crew_run(all, 3, 20, behind_body, 0, -1, FAKE_ONCE);
     for (i = 0; i < JOINED; ++i) {
         all->victim = 1;
         all->what = i;

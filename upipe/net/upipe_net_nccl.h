@@ -18,15 +18,19 @@
  * afterwards comes behind it, and the host runs ahead of the device by up to UPIPE_NCCL_AHEAD operations. A block
  * of a pool may be freed at once, as its next use is enqueued behind the transfer. A failure shows in a later call
  * of the team, in ops.sync and what else of the table waits for the stream (upipe_comm_settle), or in
- * upipe_nccl_sync; not in cudaStreamSynchronize, which would wait for a dead peer for ever. With team.ahead = 0,
- * set right after init, wait returns when the transfer is complete on the device.
+ * upipe_nccl_sync: the one that detects it returns it, and after that ops.sync waits for the device alone. A host that
+ * makes such a call itself unwinds after a failure (upipe_unwind), which locks the pool. cudaStreamSynchronize would
+ * wait for a dead peer for ever. With team.ahead = 0, set right after init, wait returns when the transfer is
+ * complete on the device.
  *
  * Several communicators. A rank may be in a team, a ring and a world. NCCL requires that the operations of all
  * communicators of a device are issued in the same order on all ranks, or that none waits for another: otherwise
  * ranks wait for each other, which ends in TIMEOUT. Ranks that make the same calls issue them in the same order.
- * upipe_nccl_join tells the teams of one rank of each other. Then operations on several streams of the rank run
- * one after the other, in the order of the calls (in a graph keep them on one stream); a wait for one team watches
- * all; and a failure of one breaks all, as a stream that is stuck in one holds up the others.
+ * upipe_nccl_join tells the teams of one rank of each other, and is required where a rank has several and runs ahead:
+ * a call of one team knows nothing of transfers of another one that is not joined, and would wait behind them without
+ * a deadline. Then operations on several streams of the rank run one after the other, in the order of the calls (in a
+ * graph keep them on one stream); a wait for one team watches all; and a failure of one breaks all, as a stream that is
+ * stuck in one holds up the others.
  *
  * Copy engines. NCCL 2.28 moves an all-to-all of equal parts with copy engines, without multiprocessors,
  * where both buffers lie in a symmetric window of a communicator of one machine with CTAPolicy =
@@ -100,7 +104,7 @@ UPIPE_API upipe_status upi_nccl_gather_rows(upipe_ctx *c, upipe_nccl *m, const i
     UPIPE_TRY(upi_nccl_enqueued(
         c, m, ncclAllGather(m->row, m->row + UPI_NCCL_ROW, UPI_NCCL_ROW, ncclInt64, m->nccl, m->stream),
         "ncclAllGather("));
-    UPIPE_TRY(upi_nccl_drain(c, m));
+    UPIPE_TRY(upi_nccl_drain(c, m, 0));
     m->rows_come = 0;
     for (r = 0; r < m->comm.ranks; ++r) {
         const int64_t *theirs = m->rows + (size_t)(1 + r) * UPI_NCCL_ROW;
@@ -261,7 +265,7 @@ UPIPE_API upipe_status upi_nccl_wait(upipe_ctx *c, upipe_comm *comm)
     upipe_nccl *m = (upipe_nccl *)comm->impl;
     UPIPE_TRY(upi_comm_whole(c, comm));
     if (m->zero_sm && !m->captured) UPIPE_TRY(upi_nccl_move(c, m));
-    if (!m->ahead && !m->captured) UPIPE_TRY(upi_nccl_drain(c, m));
+    if (!m->ahead && !m->captured) UPIPE_TRY(upi_nccl_drain(c, m, 0));
     upi_team_count(comm, m->list, m->n);
     return UPIPE_OK;
 }
@@ -270,7 +274,7 @@ UPIPE_API upipe_status upi_nccl_wait(upipe_ctx *c, upipe_comm *comm)
 UPIPE_API upipe_status upi_nccl_settle(upipe_ctx *c, upipe_comm *comm)
 {
     upipe_nccl *m = (upipe_nccl *)comm->impl;
-    return m->broken ? UPIPE_OK : upi_nccl_drain(c, m);
+    return m->broken ? UPIPE_OK : upi_nccl_drain(c, m, 0);
 }
 
 /* ---- barrier, all-gather ---- */
@@ -473,19 +477,20 @@ UPIPE_API upipe_status upipe_nccl_zero_sm(upipe_ctx *c, upipe_nccl *m, void *sla
 
 /* upipe_nccl_sync -- waits for ctx->stream, no longer than the deadline, and detects NCCL's errors meanwhile:
  *                    for transfers in a graph, of which ops.sync knows nothing
- *   order   the deadline counts from the end of the calls' own transfers, which have theirs; it covers all that
- *           is enqueued now, computing included
+ *   order   the deadline counts from the call; it covers all that is enqueued now, computing included. After the
+ *           launch of a graph this call comes before any other: those know nothing of the graph's transfers
+ *           either, and wait behind them without a deadline
  *   errors  as upipe_comm_wait; UNSUPPORTED where the stream is captured; ARG while a transfer is in progress
  */
 UPIPE_API upipe_status upipe_nccl_sync(upipe_ctx *c, upipe_nccl *m)
 {
+    const int64_t until = upi_net_until(m->comm.deadline);
     UPIPE_TRY(upi_comm_idle(c, &m->comm));
     UPIPE_TRY(upi_nccl_begin(c, m, UPI_NCCL_SYNC));
-    UPIPE_TRY(upi_nccl_drain(c, m));
+    UPIPE_TRY(upi_nccl_drain(c, m, until));
     UPIPE_TRY(upi_nccl_open(c, m));
-    upi_nccl_op_at(m, m->begun - 1)->until = upi_net_until(m->comm.deadline);
     UPIPE_TRY(upi_nccl_close(c, m));
-    return upi_nccl_drain(c, m);
+    return upi_nccl_drain(c, m, until);
 }
 
 /* upipe_nccl_join -- these two are teams of one rank, and so are those joined to either before: a failure of one
@@ -527,7 +532,8 @@ UPIPE_API cudaEvent_t *upi_nccl_event(upipe_nccl *m, int i)
  *           the deadline, and then for the device. m->nccl keeps its value: the host destroys its communicator
  *           unless that is NULL. Teams that are joined are all freed before one is used again
  *   errors  TIMEOUT, ABORTED: a transfer does not end; BACKEND: the runtime's text. Everything that can be
- *           released is
+ *           released is. m->comm.quarantine keeps its value: where it is set, peers may still access buffers of the
+ *           pool (upipe_mem_quarantine)
  */
 UPIPE_API upipe_status upipe_nccl_free(upipe_nccl *m, upipe_err *e)
 {
@@ -535,7 +541,7 @@ UPIPE_API upipe_status upipe_nccl_free(upipe_nccl *m, upipe_err *e)
     upipe_nccl *before = m;
     upipe_ctx c;
     ncclComm_t nccl;
-    int i;
+    int i, quarantine;
     if (m == NULL) return s;
     memset(&c, 0, sizeof c);
     if (m->next != NULL) s = upi_nccl_settle(&c, &m->comm);
@@ -558,8 +564,10 @@ UPIPE_API upipe_status upipe_nccl_free(upipe_nccl *m, upipe_err *e)
             s = upi_nccl_first(s, upi_nccl_check_cuda(e, cudaEventDestroy(event), "cudaEventDestroy("));
     }
     free(m->buf);
+    quarantine = m->comm.quarantine;
     memset(m, 0, sizeof *m);
     m->nccl = nccl;
+    m->comm.quarantine = quarantine;
     return s;
 }
 

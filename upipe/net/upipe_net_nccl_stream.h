@@ -222,14 +222,18 @@ UPIPE_API upipe_status upi_nccl_look(upipe_ctx *c, upipe_nccl *m, int64_t *left)
     return UPIPE_OK;
 }
 
-/* Waits until no operation of any team of the rank is in flight. */
-UPIPE_API upipe_status upi_nccl_drain(upipe_ctx *c, upipe_nccl *m)
+/* Waits until no operation of any team of the rank is in flight.
+ *   until   TIMEOUT then, whatever the operations wait for; 0: each has its own deadline
+ */
+UPIPE_API upipe_status upi_nccl_drain(upipe_ctx *c, upipe_nccl *m, int64_t until)
 {
     int64_t left;
     int idle = 0;
     for (;;) {
+        const int late = until != 0 && upipe_net_now() >= until;
         UPIPE_TRY(upi_nccl_look(c, m, &left));
         if (left == 0) return UPIPE_OK;
+        if (late) return upi_team_late(&c->err, &m->comm, "in %s for the stream", upi_nccl_kind(m->kind));
         upi_net_rest(&idle, UPI_NCCL_YIELDS, UPI_NCCL_NAP);
     }
 }
@@ -272,9 +276,10 @@ UPIPE_API upipe_status upi_nccl_open(upipe_ctx *c, upipe_nccl *m)
     }
     while ((t = t->next) != m)
         if (t->issued > last->issued) last = t;
-    o = upi_nccl_op_at(last, last->begun - 1);
-    if (last->begun > last->ended && o->stream != m->stream)
-        UPI_NCCL_CUDA(c, m, cudaStreamWaitEvent(m->stream, o->done, 0));
+    if (last->begun > last->ended) {
+        o = upi_nccl_op_at(last, last->begun - 1);
+        if (o->stream != m->stream) UPI_NCCL_CUDA(c, m, cudaStreamWaitEvent(m->stream, o->done, 0));
+    }
     o = upi_nccl_op_at(m, m->begun);
     UPI_NCCL_CUDA(c, m, cudaEventRecord(o->reached, m->stream));
     o->stream = m->stream;
