@@ -12,13 +12,7 @@
 #ifndef UPIPE_TEST_RUNNER_CUDA_H
 #define UPIPE_TEST_RUNNER_CUDA_H
 
-#include "fake/fake.h"
-
-#ifdef __SANITIZE_ADDRESS__
-#include <sanitizer/asan_interface.h>
-#undef __asan_poison_memory_region
-#define __asan_poison_memory_region(p, bytes) fake_poison((p), (bytes))
-#endif
+#include "fake/fake_pool.h"
 
 #include "../lib/runner.h"
 

@@ -610,6 +610,11 @@ void fake_seed(uint64_t seed)
     all().seed = all().rng = seed;
 }
 
+void fake_unpoison(const volatile void *p, size_t bytes)
+{
+    if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(p, bytes);
+}
+
 void fake_poison(const volatile void *p, size_t bytes)
 {
     if (__asan_poison_memory_region && all().eager) __asan_poison_memory_region(p, bytes);

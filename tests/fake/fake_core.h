@@ -164,6 +164,9 @@ fake_place fake_where(const void *p, size_t bytes, const char *who, const char *
 void *fake_base(const void *p);
 /* A range that the device can reach; else a finding. */
 void fake_reachable(const void *p, size_t bytes, const char *who, const char *operand);
+
+/* What fake_poison laid there. */
+void fake_unpoison(const volatile void *p, size_t bytes);
 /* While an operation runs the memory of the devices is open. */
 void fake_open();
 

@@ -261,6 +261,9 @@ void match(team &t, int from, int to)
         fake_reachable(out.from, out.bytes, "ncclSend", "the buffer");
         fake_reachable(in.to, in.bytes, "ncclRecv", "the buffer");
         fake_open();
+        fake_unpoison(out.from,
+                      out.bytes); /* a transfer comes when its peer does: the host may have freed both */
+        fake_unpoison(in.to, in.bytes);
         if (out.bytes > 0) memmove(in.to, out.from, out.bytes);
         out.done = in.done = true;
         --s.group->left;

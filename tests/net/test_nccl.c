@@ -6,6 +6,8 @@
  * nothing may be left behind.
  */
 #define _POSIX_C_SOURCE 200809L
+#include "fake/fake_pool.h"
+
 #include "upipe/net/upipe_net_nccl.h"
 
 #define RANK_FIELDS                   \
