@@ -3,7 +3,8 @@
 
 For each header under TOP/upipe and each language a unit that includes it first and then again is read with all warnings
 as errors (as C23 and C++20 all of them at once); two units with all of them are compiled and linked. Headers in cpu/ are
-also read for every instruction set that a compiler here has, whether this machine runs it or not. gcc makes code of
+also read for every instruction set that a compiler here has, whether this machine runs it or not: in the full run each of
+them alone, else all at once. gcc makes code of
 everything in all of them, for each instruction set, and no writable object or visible symbol may be there. Kernels are
 C++: alone with the emulator's seams. The larger programs compile without optimization too, with which gcc warns of other
 things (--buildtype=plain). Flags that break IEEE arithmetic are refused, with a sentence that says the mend. With the
@@ -56,6 +57,8 @@ NEXT = {'C++20, g++': ('g++', '-std=c++20', '.cpp'), 'C23, gcc': ('gcc', '-std=c
 # Another processor's: the headers in cpu/ alone, as the libraries of the others are this machine's.
 CROSS = {'C11, gcc for aarch64': ('aarch64-linux-gnu-gcc', ['-std=c11'], '.c')}
 NVCC_FLAGS = ['-std=c++17', '-arch=compute_80', '-Werror=all-warnings', '-Xcompiler', '-Wall,-Wextra,-Wshadow', '-Wno-deprecated-gpu-targets']
+
+FULL = bool(os.environ.get('UPIPE_FULL'))
 
 PROGRAMS = ['examples/compare/compare.c', 'examples/llama/train.c', 'examples/llama/logits.c']
 NCCL_PLACES = ['/usr/include', '/usr/local/include', '/usr/local/cuda/include']
@@ -255,7 +258,7 @@ def host_jobs(headers, flags_of, top):
                 continue
             for note, (flags, machines) in SIMD.items():
                 # intrinsics take long to read as C++: there all headers at once
-                if note and not (name.startswith('cpu/') and re.match(machines, machine) and suffix == '.c'):
+                if note and not (FULL and name.startswith('cpu/') and re.match(machines, machine) and suffix == '.c'):
                     continue
                 flags = flags + flags_of.get(FOREIGN.get(name), [])
                 jobs.append((compile_one, f'{language}: {name}{note}', compiler,
