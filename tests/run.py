@@ -112,7 +112,7 @@ def parts():
              ordinary='compile unit property programs faults simt fake net',
              without='headers_cuda cuda_seeds cuda_attn_on_90 cuda_attn_masks_on_90'),
         Part('asan', [*INSTRUMENTED, *ASAN], full='unit fuzz property programs simt fake',
-             ordinary='mem comm a2a ring side_stream fpdt tile safetensors checkpoint fuzz', slow=SLOW,
+             ordinary='mem comm a2a side_stream fpdt tile safetensors checkpoint fuzz', slow=SLOW,
              needs=(lambda: starts('-fsanitize=address,undefined'), 'AddressSanitizer does not start here')),
         Part('tsan', [*INSTRUMENTED, '-Dexamples=disabled', '-Db_sanitize=thread'], full='threads',
              ordinary='comm a2a side_stream', slow=SLOW, wrapper=thread_wrapper,

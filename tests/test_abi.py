@@ -103,6 +103,7 @@ def main():
 
     refused(abi, lambda: abi.Attention(library, tokens=8, heads=3, kv_heads=2, head_dim=32), 'no multiple')
     refused(abi, lambda: abi.Attention(library, tokens=8, heads=2, head_dim=7), 'head dim 7')
+    refused(abi, lambda: abi.Attention(library, tokens=8, heads=2, head_dim=32, causl=1), 'no such option: causl')
     refused(abi, lambda: abi.Attention(library, tokens=8, heads=2, head_dim=32, ranks=-1), '-1 ranks')
     u = abi.Attention(library, tokens=TOKENS, heads=HEADS, kv_heads=KV, head_dim=DIM)
     q = floats(layers[0][0])

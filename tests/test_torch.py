@@ -155,7 +155,10 @@ def test_refused():
     attention(u, 0, q, q, q)
     u.drop(0)
     refused('nothing to drop', lambda: u.drop(0))
-    refused('consumed before', o.sum().backward)  # the handle is good for nothing else after it
+    refused('consumed before', o.sum().backward)
+    other = attention(u, 0, q, q, q)  # has the layer of the first one
+    refused('consumed before', o.sum().backward)
+    other.sum().backward()
     u.close()
 
 

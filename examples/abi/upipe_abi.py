@@ -42,6 +42,9 @@ class Attention:
         self.lib.upipe_abi_abort.argtypes = [p, i, ctypes.c_char_p]
         self.lib.upipe_abi_close.argtypes = [p]
         why = ctypes.create_string_buffer(256)
+        unknown = set(desc) - {name for name, _ in Desc._fields_}
+        if unknown:  # ctypes would keep them as attributes
+            raise Error(f'no such option: {", ".join(sorted(unknown))}')
         self.desc = Desc(**desc)
         for name, default in (('batch', 1), ('ranks', 1), ('layers', 1), ('kv_heads', self.desc.heads)):
             if getattr(self.desc, name) == 0:
@@ -97,10 +100,12 @@ class Attention:
         def one(rank):
             try:
                 body(rank)
-            except Exception as error:  # pylint: disable=broad-except
+            except BaseException as error:  # pylint: disable=broad-except
                 failed.append(error)
-                self.lib.upipe_abi_abort(self.handle, rank, str(error).encode())
+                if self.handle:
+                    self.lib.upipe_abi_abort(self.handle, rank, str(error).encode())
 
+        self.of(0)
         threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.desc.ranks)]
         for thread in threads:
             thread.start()

@@ -35,13 +35,16 @@ class ContextAttention(torch.autograd.Function):  # pylint: disable=abstract-met
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # a slice of a fused projection is copied
         o = torch.empty_like(q)
         u.qkv_fwd(rank, o.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), layer=layer)
-        ctx.u, ctx.rank, ctx.layer = u, rank, layer
+        ctx.u, ctx.rank, ctx.layer, ctx.spent = u, rank, layer, False
         ctx.save_for_backward(q, k, v, o)
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):  # pylint: disable=arguments-differ
+        if ctx.spent:  # its layer may be another forward's by now
+            raise Error('what the forward has left was consumed before, by its first backward')
+        ctx.spent = True
         q, k, v, o = ctx.saved_tensors
         dout = dout.contiguous()
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

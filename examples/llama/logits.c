@@ -82,7 +82,7 @@ static const struct option option_list[] = {
 static const char usage_text[] =
     "usage: logits --load DIR --ids FILE --out FILE [flags]\n"
     "\n"
-    "Runs a Hugging Face checkpoint (Llama, Mistral, Qwen3) over given tokens, shared by ranks that are\n"
+    "Runs a Hugging Face checkpoint (Llama, Mistral, Qwen2, Qwen3) over given tokens, shared by ranks that are\n"
     "threads of this process or processes, and writes the logits of every token.\n"
     "\n"
     "  --load DIR         folder with config.json and model.safetensors (or its index and parts)\n"
