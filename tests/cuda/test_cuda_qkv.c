@@ -1,10 +1,10 @@
 /* test_cuda_qkv -- attention of the host's own Q, K, V (upipe_qkv.h) over the CUDA table, on the fake device
  *
- * Q, K, V are one fused tensor [rows][H*d + Hkv*d + Hkv*dv] outside of the pool, and their gradients lie over them. Each rank
- * has a slab of exactly the bytes of its dry run. Results are held to the truth; then other orders of the streams, and a
- * side stream, must give the same bits.
+ * Q, K, V are one fused tensor [rows][H*d + Hkv*d + Hkv*dv] outside of the pool, and their gradients lie over them.
+ * Each rank has a slab of exactly the bytes of its dry run. Results are held to the truth; then other orders of the
+ * streams, and a side stream, must give the same bits.
  */
-#include "fake/fake.h"
+#include "fake/fake_pool.h"
 
 #include "../lib/runner.h"
 
