@@ -293,6 +293,7 @@ static void check_blocks(test_rng *r)
     check_product(r, 13, 21, 2 * past + 5, 2, 1, UPIPE_GEMM_TRANS_B, UPIPE_BF16, UPIPE_BF16, UPIPE_BF16, 1);
     check_product(r, 59, wide + 19, 40, 1, 0, UPIPE_GEMM_TRANS_B, UPIPE_F32, UPIPE_BF16, UPIPE_F32, 1);
     check_product(r, 59, wide + 19, 40, 1, 0, 0, UPIPE_BF16, UPIPE_BF16, UPIPE_BF16, 1);
+    check_product(r, 40, wide + 19, past, 1, 0, 0, UPIPE_BF16, UPIPE_F32, UPIPE_BF16, 1);
     check_product(r, 40, wide - 5, past, 1, 0, 0, UPIPE_F16, UPIPE_F32, UPIPE_F16, 1);
     check_product(r, UPI_GEMM_BLOCK_ROWS + 7, UPI_GEMM_BLOCK_F32 / UPI_GEMM_BLOCK_ROWS + wide + 1, 3, 1, 0,
                   UPIPE_GEMM_TRANS_B, UPIPE_F32, UPIPE_F32, UPIPE_F32, 1);
@@ -356,6 +357,27 @@ static void check_bytes(void)
             before_depth = depth;
         }
     }
+}
+
+/* The same of ten products that are added up, their matrices under or beside each other, as they may be joined. */
+static void check_bytes_added(void)
+{
+    static const int flags[] = {UPIPE_GEMM_TRANS_A, UPIPE_GEMM_TRANS_B};
+    size_t before = 0;
+    int which, size;
+    for (which = 0; which < 2; ++which, before = 0)
+        for (size = 1; size < 1300; ++size) {
+            const upipe_view out = upipe_view_packed(NULL, UPIPE_F32, 300, 1, 300);
+            upipe_view a = upipe_view_packed(NULL, UPIPE_F32, 300, 10, size);
+            size_t bytes;
+            if (flags[which] == UPIPE_GEMM_TRANS_A) {
+                a = upipe_view_packed(NULL, UPIPE_F32, size, 1, 300);
+                a.h = 10, a.h_step = a.n * a.n_step;
+            }
+            bytes = upi_cpu_gemm_bytes(&alone, out, a, a, flags[which]);
+            CHECK_SAY(bytes >= before, "added, depth %d: %zu bytes, after %zu", size, bytes, before);
+            before = bytes;
+        }
 }
 
 /* An empty sum is 0, or the old c. */
@@ -430,6 +452,7 @@ int main(void)
     check_blocks(&r);
     check_random(&r, 100 + test_draws_wanted() / 10);
     check_bytes();
+    check_bytes_added();
     check_empty(&r);
     check_statuses(upi_cpu_gemm);
 #ifdef UPIPE_WITH_CBLAS

@@ -145,10 +145,11 @@ UPI_INLINE void upi_gemm_plan(upi_gemm_job *g, const upipe_ops *ops, upipe_view 
     int trans_a = (flags & UPIPE_GEMM_TRANS_A) != 0, trans_b = (flags & UPIPE_GEMM_TRANS_B) != 0;
     const int64_t matrix = trans_a ? a.n : a.d; /* its depth */
     int64_t row_heads, col_heads;
-    int64_t most = out.dtype == UPIPE_F32 ? UPI_GEMM_BLOCK_F32 : UPI_GEMM_BLOCK_16, sums, items;
+    int64_t most = out.dtype == UPIPE_F32 ? UPI_GEMM_BLOCK_F32 : UPI_GEMM_BLOCK_16, sums, items, packed;
     const int32_t workers = upi_par_workers(ops);
     memset(g, 0, sizeof *g);
     g->added = out.h == 1 ? a.h : 1;
+    packed = upi_gemm_least(matrix * g->added, UPI_GEMM_DEPTH); /* the most, however the depth is cut below */
     g->sum_depth = trans_a ? (int)UPIPE_SUM_ROWS : (int)UPI_GEMM_DEPTH;
     if (g->added > 1 && matrix > 0 && matrix <= g->sum_depth && upipe_gemm_join(out, &a, &b, flags)) {
         g->sum_depth = (int)matrix;
@@ -168,8 +169,7 @@ UPI_INLINE void upi_gemm_plan(upi_gemm_job *g, const upipe_ops *ops, upipe_view 
     g->block_cols = upi_gemm_least(g->b.all, most / (g->block_rows * UPI_GEMM_TILE));
     sums = out.dtype == UPIPE_F32 ? 0 : upi_gemm_least(g->block_rows * g->b.all * UPI_GEMM_TILE, most);
     g->b_at = g->block_rows * UPI_GEMM_A_PANEL;
-    g->sums_at = g->b_at + upi_gemm_least(g->b.all, UPI_GEMM_B_PANELS) * UPI_GEMM_COLS *
-                               upi_gemm_least(g->depth, g->pack_depth);
+    g->sums_at = g->b_at + upi_gemm_least(g->b.all, UPI_GEMM_B_PANELS) * UPI_GEMM_COLS * packed;
     g->worker_bytes = (size_t)(g->sums_at + sums) * sizeof(float);
     g->bytes = g->worker_bytes * (size_t)workers;
     /* Blocks of equal size: a last one of a few rows would pack all of b for itself. Enough of them for the
@@ -180,7 +180,7 @@ UPI_INLINE void upi_gemm_plan(upi_gemm_job *g, const upipe_ops *ops, upipe_view 
     while (g->products * g->row_blocks * g->col_blocks < items) {
         int64_t rows = g->a.all / g->row_blocks, cols = g->b.all / g->col_blocks;
         if (rows < 2 && cols < 2) break;
-        if (rows * UPI_GEMM_ROWS >= cols * UPI_GEMM_COLS)
+        if (cols < 2 || (rows >= 2 && rows * UPI_GEMM_ROWS >= cols * UPI_GEMM_COLS))
             ++g->row_blocks;
         else
             ++g->col_blocks;
