@@ -4,13 +4,12 @@
 For each header under TOP/upipe and each language a unit that includes it first and then again is read with all warnings
 as errors (as C23 and C++20 all of them at once); two units with all of them are compiled and linked. Headers in cpu/ are
 also read for every instruction set that a compiler here has, whether this machine runs it or not: in the full run each of
-them alone, else all at once. gcc makes code of
-everything in all of them, for each instruction set, and no writable object or visible symbol may be there. Kernels are
-C++: alone with the emulator's seams. The larger programs compile without optimization too, with which gcc warns of other
-things (--buildtype=plain). Flags that break IEEE arithmetic are refused, with a sentence that says the mend. With the
-word cuda nvcc compiles two linked units with all of them, and nothing else does: that takes long. Where CUDA or NCCL is missing, the tests' fakes
-stand for their headers. What a missing compiler or library leaves out is said; it is a failure if no compiler is found
-at all.
+them alone, else all at once. gcc makes code of everything in all of them, for each instruction set, and no writable object
+or visible symbol may be there. Kernels are C++: alone with the emulator's seams. The larger programs compile without
+optimization too, with which gcc warns of other things (--buildtype=plain). Flags that break IEEE arithmetic are refused,
+with a sentence that says the mend. With the word cuda nvcc compiles two linked units with all of them, and nothing else
+does: that takes long. Where CUDA or NCCL is missing, the tests' fakes stand for their headers. What a missing compiler or
+library leaves out is said; it is a failure if no compiler is found at all.
 """
 
 import concurrent.futures
@@ -41,9 +40,9 @@ SIMD = {
     ' without vectors': (['-DUPIPE_CPU_SCALAR'], '.'),
 }
 # Headers that need other projects' headers: the words that name these.
-FOREIGN = {'cuda/upipe_cuda_bytes.h': 'cuda', 'cuda/upipe_cuda_device.h': 'cuda', 'net/upipe_net_nccl.h': 'cuda', 'net/upipe_net_nccl_stream.h': 'cuda', 'net/upipe_net_peer.h': 'cuda',
-           'net/upipe_net_peer_memory.h': 'cuda', 'net/upipe_net_mpi.h': 'mpi',
-           'cpu/upipe_cpu_cblas.h': 'cblas'}
+FOREIGN = {'cuda/upipe_cuda_bytes.h': 'cuda', 'cuda/upipe_cuda_device.h': 'cuda', 'net/upipe_net_nccl.h': 'cuda',
+           'net/upipe_net_nccl_stream.h': 'cuda', 'net/upipe_net_peer.h': 'cuda', 'net/upipe_net_peer_memory.h': 'cuda',
+           'net/upipe_net_mpi.h': 'mpi', 'cpu/upipe_cpu_cblas.h': 'cblas'}
 NVCC_PLACES = ['/usr/local/cuda/bin/nvcc', '/usr/lib/nvidia-cuda-toolkit/bin/nvcc']
 
 # language -> (compiler, flags, suffix of its units)
@@ -233,7 +232,7 @@ def host_jobs(headers, flags_of, top):
         if name not in host_headers and shutil.which('g++'):
             seams = [*flags_of['cuda'], '-I', os.path.join(top, 'tests'), '-DUPIPE_CUDA_SEAMS="simt/seams.h"']
             jobs.append((compile_one, f'C++17, g++, emulated: {name}', 'g++',
-                         ['-std=c++17', '-D_GNU_SOURCE', '-Wall', '-Wextra', '-Wno-psabi', '-Werror', *seams], '.cpp',
+                         ['-std=c++17', '-fsyntax-only', '-D_GNU_SOURCE', '-Wall', '-Wextra', '-Wno-psabi', '-Werror', *seams], '.cpp',
                          [name], top))
 
     if shutil.which('gcc') and shutil.which('g++'):

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """run_mpi.py MPIRUN PROGRAM -- runs test_mpi with 1 to 8 processes, and counts the verdicts of its ranks
 
-A rank that is killed leaves none; a check that fails prints its file and line, from whichever rank. In the full run one
-rank is also stopped for longer than the deadline, and continues.
+A rank that is killed leaves none; a check that fails prints its file and line, from whichever rank. In the full run there
+are more numbers of processes, and one rank is also stopped for longer than the deadline, and continues.
 """
 
 import os
@@ -13,7 +13,8 @@ import sys
 import time
 
 # what, processes, ranks that live to give a verdict
-OPEN_MPI = [('all', 1, 1), ('all', 2, 2), ('all', 4, 4), ('all', 7, 7), ('kill', 4, 1), ('kill', 8, 1)]
+OPEN_MPI = [('all', 1, 1), ('all', 2, 2), ('all', 7, 7), ('kill', 8, 1)]
+OPEN_MPI_FULL = OPEN_MPI + [('all', 4, 4), ('kill', 4, 1)]
 # Launchers of others end every rank when one dies, and ranks that outnumber cores spin in the host's own barriers.
 OTHERS = [('all', 1, 1), ('all', 2, 2), ('all', 3, 3), ('all', 4, 4)]
 STOPPED = [('endure', 2, 2), ('endure', 4, 4), ('endure', 4, 4)]
@@ -69,7 +70,9 @@ def run_job(command, program, what, processes, verdicts):
 
 def main():
     mpirun, program = sys.argv[1], os.path.abspath(sys.argv[2])
-    jobs = (OPEN_MPI if is_open_mpi(mpirun) else OTHERS) + (STOPPED if os.environ.get('UPIPE_FULL') else [])
+    full = bool(os.environ.get('UPIPE_FULL'))
+    jobs = OTHERS if not is_open_mpi(mpirun) else OPEN_MPI_FULL if full else OPEN_MPI
+    jobs = jobs + (STOPPED if full else [])
     results = [run_job(launcher(mpirun), program, *job) for job in jobs]
     print(f'mpi: {len(results)} jobs, {results.count(False)} failed')
     return 1 if False in results else 0
