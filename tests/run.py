@@ -330,6 +330,7 @@ class Session:
         if part.slow > 1:  # ten seconds here are one elsewhere: the ordinary run's amount
             budget['UPIPE_DRAWS_MIN'] = SLOW_DRAWS[self.mode]
             budget.pop('UPIPE_FULL', None)
+            budget['TEST_BRIEF'] = '1'
         return {name: os.environ.get(name, value) for name, value in budget.items()}
 
     def run_test(self, part, test):

@@ -390,8 +390,10 @@ static void test_golden(const char *path, int kind)
     golden g;
     int ranks, chunk;
     golden_open(&g, path, kind);
-    test_rings(&g);
-    test_segments(&g);
+    if (kind == 0 || !test_brief()) { /* models differ in their tensors, not in how a sequence is cut */
+        test_rings(&g);
+        test_segments(&g);
+    }
     test_zero(&g);
     for (ranks = 1; ranks <= RANKS_MAX; ++ranks) { /* 3 divide neither tokens nor heads */
         way ulysses, other;
