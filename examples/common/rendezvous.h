@@ -7,7 +7,8 @@
  *     if (l.rank == 0) ncclGetUniqueId(&id);
  *     if (rendezvous(&l, &id, sizeof id, 30) != 0) return EXIT_RUN;      now all have it
  *
- * Rank 0 listens on TCP port MASTER_PORT; the others connect to MASTER_ADDR and say who they are. No call
+ * Rank 0 listens on TCP port MASTER_PORT; the others connect to MASTER_ADDR and say who they are. Where MASTER_ADDR
+ * holds a slash it is a file of a folder that all processes share, and they meet there (rendezvous_file.h). No call
  * waits longer than it was told. Neither secret nor safe from strangers on the network: for a cluster's
  * inside.
  */
@@ -19,10 +20,10 @@
 #include <poll.h>
 #include <sys/socket.h>
 
-#include "cli.h"
+#include "rendezvous_file.h"
 
 typedef struct launch {
-    const char *address; /* where rank 0 listens */
+    const char *address; /* where rank 0 listens; with a slash: a file */
     int rank, ranks;
     int local; /* rank on this machine: the device to use */
     int port;
@@ -91,21 +92,29 @@ static inline int launch_read(launch *l)
     static const char *const local[] = {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID",
                                         "SLURM_LOCALID", NULL};
     static const char *const near[] = {"LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS",
-                                       "SLURM_NTASKS_PER_NODE", NULL};
+                                       NULL};
+    /* Slurm tells the processes of a machine only where they were asked for, and then those of the job. */
+    static const char *const slurm[] = {"SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", NULL};
     static const char *const port[] = {"MASTER_PORT", NULL}, *const address[] = {"MASTER_ADDR", NULL};
     static const char *const taken[] = {"TORCHELASTIC_USE_AGENT_STORE", NULL};
-    int here, status;
+    int here, nodes, status;
     memset(l, 0, sizeof *l);
     if ((status = launch_number(ranks, 1, 1 << 20, 1, &l->ranks)) != 0) return status;
     if ((status = launch_number(rank, 0, l->ranks - 1, l->ranks > 1 ? -1 : 0, &l->rank)) != 0) return status;
     if ((status = launch_number(local, 0, 1 << 20, l->rank, &l->local)) != 0) return status;
     if ((status = launch_number(near, 1, 1 << 20, l->ranks, &here)) != 0) return status;
+    if ((status = launch_number(slurm, 1, 1 << 20, 1, &nodes)) != 0) return status;
     if ((status = launch_number(port, 1, 65534, 29500, &l->port)) != 0) return status;
     if (l->rank < 0) return cli_refuse("WORLD_SIZE is %d, but RANK is not set", l->ranks);
     l->address = launch_first(address);
     if (l->address == NULL && here < l->ranks)
-        return cli_refuse("%d of %d processes are on this machine: set MASTER_ADDR to the machine of rank 0",
+        return cli_refuse("%d of %d processes are on this machine: set MASTER_ADDR to the machine of rank 0, "
+                          "or to a file of a folder that all share",
                           here, l->ranks);
+    if (l->address == NULL && launch_first(near) == NULL && l->ranks > 1 && nodes > 1)
+        return cli_refuse("the %d processes are on %d machines: set MASTER_ADDR to the machine of rank 0, "
+                          "or to a file of a folder that all share",
+                          l->ranks, nodes);
     if (l->address == NULL) l->address = "127.0.0.1";
     if (launch_first(taken) != NULL && strcmp(launch_first(taken), "True") == 0)
         ++l->port; /* torchrun's own store listens there */
@@ -127,15 +136,6 @@ static inline int rendezvous_ready(int fd, int events, double until)
         if (poll(&p, 1, left > 0 ? (int)(left * 1000) + 1 : 0) == 1) return 1;
         if (left <= 0) return 0;
     }
-}
-
-/* Before the next try. */
-static inline void rendezvous_nap(void)
-{
-    struct timespec t;
-    t.tv_sec = 0;
-    t.tv_nsec = 50000000;
-    nanosleep(&t, NULL);
 }
 
 /* Moves all bytes, or returns -1. */
@@ -260,6 +260,8 @@ static inline int rendezvous(const launch *l, void *data, size_t bytes, double s
     double until = cli_clock(NULL) + seconds;
     int error = 0;
     if (l->ranks == 1) return 0;
+    if (strchr(l->address, '/') != NULL)
+        return rendezvous_file(l->address, l->rank, l->ranks, data, bytes, seconds);
     if (l->rank == 0) return rendezvous_serve(l, data, bytes, seconds);
     do { /* rank 0 may not be there yet */
         rendezvous_hello hello = rendezvous_hello_of(l, bytes);

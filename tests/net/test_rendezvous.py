@@ -7,6 +7,7 @@ meeting itself is run by a program of this test, compiled with $CC from examples
 
 import concurrent.futures
 import os
+import random
 import re
 import shlex
 import shutil
@@ -34,22 +35,35 @@ int main(int argc, char **argv)
 {
     char data[5000];
     launch l;
-    int status = launch_read(&l), i;
+    int status = launch_read(&l), i, step = argc > 2 ? atoi(argv[2]) : 7; /* of the run */
     if (status != 0) return status - 1;
-    for (i = 0; i < 5000; ++i) data[i] = (char)(l.rank == 0 ? i * 7 : 0);
+    for (i = 0; i < 5000; ++i) data[i] = (char)(l.rank == 0 ? i * step : 0);
     if (rendezvous(&l, data, sizeof data, argc > 1 ? atof(argv[1]) : 10) != 0) return EXIT_RUN;
     for (i = 0; i < 5000; ++i)
-        if (data[i] != (char)(i * 7)) return cli_fail("byte %d is wrong", i), EXIT_RUN;
+        if (data[i] != (char)(i * step)) return cli_fail("byte %d is wrong", i), EXIT_RUN;
     printf("%d of %d, device %d\n", l.rank, l.ranks, l.local);
     return 0;
 }
 '''
 
 
+def free_ports(n):
+    """At every address, as rank 0 binds them. All at once, before there are threads: a process that another thread starts
+    has a port that is being tried until it runs its program."""
+    sockets = [socket.socket() for _ in range(n)]
+    for s in sockets:
+        s.bind(('', 0))
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+PORTS = free_ports(32)
+
+
 def free_port():
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        return s.getsockname()[1]
+    return PORTS.pop()
 
 
 def start(command, **variables):
@@ -75,12 +89,88 @@ def test_variables():
     expect(2, "WORLD_SIZE is '0'", [PROGRAM], WORLD_SIZE=0)
     expect(2, "MASTER_PORT is '99999'", [PROGRAM], MASTER_PORT=99999)
     expect(2, 'set MASTER_ADDR', [PROGRAM], RANK=0, WORLD_SIZE=4, LOCAL_WORLD_SIZE=2)
+    for several in ({'SLURM_STEP_NUM_NODES': 2, 'SLURM_NNODES': 3}, {'SLURM_NNODES': 2}, {'SLURM_JOB_NUM_NODES': 2},
+                    {'SLURM_STEP_NUM_NODES': 2, 'SLURM_NTASKS_PER_NODE': 4}):
+        expect(2, 'the 4 processes are on 2 machines: set MASTER_ADDR', [PROGRAM], SLURM_PROCID=1, SLURM_NTASKS=4,
+               SLURM_LOCALID=1, **several)
+    expect(2, "SLURM_STEP_NUM_NODES is '2(x'", [PROGRAM], SLURM_PROCID=1, SLURM_NTASKS=4, SLURM_STEP_NUM_NODES='2(x')
     expect(2, 'wants seconds', [PROGRAM, '--deadline', '0'])
     expect(2, 'no flag', [PROGRAM, '--nonsense'])
     expect(0, 'usage:', [PROGRAM, '--help'])
     expect(0, 'upipe', [PROGRAM, '--version'])
     got, out, err = finish(start([PROGRAM, '--help'], RANK=1, WORLD_SIZE=2))
     check(got == 0 and out == '' and err == '', f'rank 1 says {out}{err} for --help')
+
+
+def test_machines(meeting):
+    """Several machines in Slurm's job, and all processes on one; or rank 0's is known."""
+    for more in ({'SLURM_STEP_NUM_NODES': 1}, {'OMPI_COMM_WORLD_LOCAL_SIZE': 2}, {'LOCAL_WORLD_SIZE': 2},
+                 {'MPI_LOCALNRANKS': 2}, {'SLURM_STEP_NUM_NODES': 2, 'MASTER_ADDR': 'localhost'}):
+        both = {'SLURM_NTASKS': 2, 'SLURM_NNODES': 2, 'MASTER_PORT': free_port(), **more}
+        running = [start([meeting, '5'], SLURM_PROCID=r, SLURM_LOCALID=r, **both) for r in (0, 1)]
+        for r, process in enumerate(running):
+            got = finish(process)
+            check(got == (0, f'{r} of 2, device {r}\n', ''), f'{more}, rank {r}: {got}')
+    expect(0, '0 of 1', [meeting], SLURM_PROCID=0, SLURM_NTASKS=1, SLURM_NNODES=2)
+
+
+def meet(meeting, path, order, ranks=3, step=7, seconds=10):
+    return [(r, start([meeting, str(seconds), str(step)], RANK=r, WORLD_SIZE=ranks, MASTER_ADDR=path)) for r in order]
+
+
+def met(running, what, want=0):
+    for r, process in running:
+        got, out, err = finish(process)
+        check(got == want, f'{what}: rank {r} ends with {got}: {out}{err}')
+
+
+def test_file(meeting):
+    """Through files; what an earlier run has left, at whatever moment it ended, is neither taken nor counted."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, 'meet')
+        for order in ((0, 1, 2), (2, 1, 0)):
+            met(meet(meeting, path, order), f'in the order {order}')
+            check(not os.listdir(folder), f'{os.listdir(folder)} is left')
+        began = time.monotonic()
+        early = meet(meeting, path, (0, 1), seconds=1)  # rank 1 takes the data, rank 2 does not come
+        got, _, err = finish(early[0][1])
+        check(got == 1 and f'2 of 3 ranks have come to {path} within 1 s' in err, f'rank 0 without rank 2: {got}: {err}')
+        check(finish(early[1][1])[0] == 0, 'rank 1 does not meet rank 0')
+        check({'meet', 'meet.1'} == set(os.listdir(folder)), f'the run that failed leaves {os.listdir(folder)}')
+        lone = meet(meeting, path, (2,), seconds=0.5)[0][1]
+        got, _, err = finish(lone)
+        check(got == 1 and f'rank 2 has not met rank 0 at {path} within 0.5 s' in err, f'rank 2 takes old data: {got}: {err}')
+        check(time.monotonic() - began < 8, 'the deadline is not kept')
+        for first in (0, 1, 2):  # the others find what is left, and then what this one makes of it
+            running = meet(meeting, path, (first,), step=first + 11)
+            time.sleep(0.2)
+            running += meet(meeting, path, [r for r in (0, 1, 2) if r != first], step=first + 11)
+            met(running, f'rank {first} first, after a run that failed')
+            check(not os.listdir(folder), f'{os.listdir(folder)} is left')
+            met(meet(meeting, path, (0, 1), seconds=0.3)[:1], 'rank 0 without rank 2', 1)
+
+
+def test_file_killed(meeting):
+    """Runs that end at random instants; the next one meets with its own data."""
+    draw = random.Random(1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, 'meet')
+        for step in range(2, 8):
+            broken = meet(meeting, path, draw.sample(range(3), 3), step=100 + step)
+            time.sleep(draw.random() * 0.15)
+            for _, process in broken:
+                process.kill()
+                process.communicate()
+            met(meet(meeting, path, draw.sample(range(3), 3), step=step), f'after {sorted(os.listdir(folder))}')
+        with open(path, 'wb') as file:
+            file.write(b'upipe-ff')
+        for size in (0, 39, 41):
+            with open(path + '.1', 'wb') as file:
+                file.write(bytes(size))
+            met(meet(meeting, path, (0, 1, 2)), f'among {size} bytes that are no file of ours')
+    for where, words in ((os.path.join(folder, 'none'), 'No such file'), ('/' + 'x' * 5000, 'it is too long')):
+        for r in (0, 1):
+            expect(1, words, [meeting, '1'], RANK=r, WORLD_SIZE=2, MASTER_ADDR=where)
 
 
 def test_meeting(meeting):
@@ -186,7 +276,7 @@ def main():
                 out.write(MEETING)
             subprocess.run([*compiler, '-std=c11', '-I', TOP, '-I', os.path.join(TOP, 'examples'), source, '-o', meeting,
                             '-lm'], check=True)
-            tests = [test_meeting, test_strangers, test_strange_clients, test_no_descriptors, test_absent]
+            tests = [test_machines, test_meeting, test_file, test_file_killed, test_strangers, test_strange_clients, test_no_descriptors, test_absent]
             with concurrent.futures.ThreadPoolExecutor(len(tests)) as pool:  # they wait, most of the time
                 list(pool.map(lambda test: test(meeting), tests))
     return end('rendezvous')
