@@ -458,7 +458,7 @@ def discussion():
         'the paper\'s times grow with the square beyond 512K (16 GB/s at 3M, 70 at 128K). The paper\'s two methods, which send the '
         'same bytes, differ from each other by as much as the model from either (42.2 and 34.3 s at 3M).',
         '- **Attention.** One rate for all lengths; the paper\'s own vary by 9 %.',
-        '- **Not here.** The rows of Qwen3-32B are not in this copy of the paper, and the figures have no numbers in the text: the '
+        '- **Not compared.** The paper\'s rows of Qwen3-32B were not used, and its figures have no numbers in the text: the '
         'model\'s are shown. The convergence of the loss is not computed: this library\'s methods give the same bits '
         '([numerics](numerics.md)).', '')
 
@@ -467,6 +467,8 @@ def page(path):
     head = ['# The paper, reproduced', '',
             'This page shows the tables of the paper on Untied Ulysses (arXiv 2602.21196) beside what this project computes. '
             'To make it again:', '', '```sh', 'sh bench/run.sh paper --pages docs/paper.md', '```', '',
+            'In what follows S is tokens, C ranks, H query heads, G query heads for each key and value head, U heads of a stage, '
+            'and nu = H/U the number of stages.', '',
             'Nothing here was measured on GPUs. `upipe-plan --as torchtitan` is a model of the paper\'s own setting: a sum of the '
             'tensors that PyTorch is known to hold, with seven fitted sizes, and eleven fitted rates. They are fitted on the Llama3-8B '
             'tables of 8 GPUs alone; `upipe-plan --machine h100x8 --write-machine FILE` writes the rates with their origins, and '

@@ -15,17 +15,17 @@ enum {
     SEQ = 48,
     BATCH = 2,
     HEADS = 8,
-    DIM = 32,
+    HEAD_DIM = 32,
     ROWS = SEQ / RANKS,
     STAGES = HEADS / RANKS,
     BLOCKS = 64
 };
 
-typedef float qkv_t[ROWS][BATCH][HEADS][3][DIM], out_t[ROWS][BATCH][HEADS][DIM];
+typedef float qkv_t[ROWS][BATCH][HEADS][3][HEAD_DIM], out_t[ROWS][BATCH][HEADS][HEAD_DIM];
 
 /* What the trainer's kernel takes and leaves of one head: of a sequence and stage, on a rank. */
 typedef struct one_head {
-    float qkv[SEQ][3][DIM], o[SEQ][DIM], dqkv[SEQ][3][DIM], dout[SEQ][DIM], lse[SEQ];
+    float qkv[SEQ][3][HEAD_DIM], o[SEQ][HEAD_DIM], dqkv[SEQ][3][HEAD_DIM], dout[SEQ][HEAD_DIM], lse[SEQ];
 } one_head;
 
 /* The trainer's tensors; own and lib are the results of its kernel and of the library's. */
@@ -48,18 +48,18 @@ typedef struct program {
 static float dot(const float *a, const float *b)
 {
     float sum = 0;
-    for (int c = 0; c < DIM; ++c) sum += a[c] * b[c];
+    for (int c = 0; c < HEAD_DIM; ++c) sum += a[c] * b[c];
     return sum;
 }
 
 static void add(float *to, float factor, const float *x)
 {
-    for (int c = 0; c < DIM; ++c) to[c] += factor * x[c];
+    for (int c = 0; c < HEAD_DIM; ++c) to[c] += factor * x[c];
 }
 
 static void attend(one_head *h)
 {
-    const float scale = 1 / sqrtf(DIM);
+    const float scale = 1 / sqrtf(HEAD_DIM);
     memset(h->o, 0, sizeof h->o);
     for (int i = 0; i < SEQ; ++i) {
         float top = -INFINITY, sum = 0;
@@ -73,7 +73,7 @@ static void attend(one_head *h)
 
 static void attend_bwd(one_head *h)
 {
-    const float scale = 1 / sqrtf(DIM);
+    const float scale = 1 / sqrtf(HEAD_DIM);
     memset(h->dqkv, 0, sizeof h->dqkv);
     for (int i = 0; i < SEQ; ++i) {
         const float delta = dot(h->dout[i], h->o[i]);
@@ -99,7 +99,7 @@ static upipe_view sequence(float *data, int b, int width)
 /* From this rank's tokens of all heads to all tokens of this rank's head of the stage. */
 static upipe_status to_heads(upipe_ctx *c, const upipe_plan *p, int stage, void *head, upipe_view tokens)
 {
-    float send[RANKS * ROWS * 3 * DIM];
+    float send[RANKS * ROWS * 3 * HEAD_DIM];
     UPIPE_TRY(upipe_a2a_pack(c, send, p, stage, UPIPE_A2A_Q, tokens));
     return upipe_a2a_to_heads(c, head, send, p, stage, UPIPE_A2A_Q, (size_t)tokens.d * sizeof(float));
 }
@@ -107,7 +107,7 @@ static upipe_status to_heads(upipe_ctx *c, const upipe_plan *p, int stage, void 
 static upipe_status to_tokens(upipe_ctx *c, const upipe_plan *p, int stage, upipe_view tokens,
                               const void *head)
 {
-    float got[RANKS * ROWS * 3 * DIM];
+    float got[RANKS * ROWS * 3 * HEAD_DIM];
     UPIPE_TRY(upipe_a2a_to_tokens(c, got, head, p, stage, UPIPE_A2A_Q, (size_t)tokens.d * sizeof(float)));
     return upipe_a2a_unpack(c, tokens, p, stage, UPIPE_A2A_Q, got);
 }
@@ -117,14 +117,14 @@ static upipe_status own_kernel(upipe_ctx *c, const upipe_plan *p, rank_tensors *
 {
     one_head *heads = r->stage;
     for (int i = 0; i < p->stages; ++i) {
-        UPIPE_TRY(to_heads(c, p, i, heads[i].qkv, sequence(&r->qkv[0][0][0][0][0], b, 3 * DIM)));
+        UPIPE_TRY(to_heads(c, p, i, heads[i].qkv, sequence(&r->qkv[0][0][0][0][0], b, 3 * HEAD_DIM)));
         attend(&heads[i]);
-        UPIPE_TRY(to_tokens(c, p, i, sequence(&r->own_o[0][0][0][0], b, DIM), heads[i].o));
+        UPIPE_TRY(to_tokens(c, p, i, sequence(&r->own_o[0][0][0][0], b, HEAD_DIM), heads[i].o));
     }
     for (int i = 0; i < p->stages; ++i) {
-        UPIPE_TRY(to_heads(c, p, i, heads[i].dout, sequence(&r->dout[0][0][0][0], b, DIM)));
+        UPIPE_TRY(to_heads(c, p, i, heads[i].dout, sequence(&r->dout[0][0][0][0], b, HEAD_DIM)));
         attend_bwd(&heads[i]);
-        UPIPE_TRY(to_tokens(c, p, i, sequence(&r->own_dqkv[0][0][0][0][0], b, 3 * DIM), heads[i].dqkv));
+        UPIPE_TRY(to_tokens(c, p, i, sequence(&r->own_dqkv[0][0][0][0][0], b, 3 * HEAD_DIM), heads[i].dqkv));
     }
     return UPIPE_OK;
 }
@@ -133,8 +133,8 @@ static upipe_status own_kernel(upipe_ctx *c, const upipe_plan *p, rank_tensors *
 
 static upipe_view part(qkv_t t, int b, int which) /* 0 Q, 1 K, 2 V */
 {
-    return upipe_view_make(&t[0][b][0][which][0], UPIPE_F32, ROWS, BATCH * HEADS * 3 * DIM, HEADS, 3 * DIM,
-                           DIM);
+    return upipe_view_make(&t[0][b][0][which][0], UPIPE_F32, ROWS, BATCH * HEADS * 3 * HEAD_DIM, HEADS,
+                           3 * HEAD_DIM, HEAD_DIM);
 }
 
 static upipe_qkv call(const upipe_plan *p, rank_tensors *r, upipe_qkv_grads *g, int b)
@@ -142,8 +142,8 @@ static upipe_qkv call(const upipe_plan *p, rank_tensors *r, upipe_qkv_grads *g, 
     upipe_qkv a = {0};
     a.plan = p, a.mask.causal = 1;
     a.q = part(r->qkv, b, 0), a.k = part(r->qkv, b, 1), a.v = part(r->qkv, b, 2);
-    a.o = sequence(&r->lib_o[0][0][0][0], b, DIM);
-    g->dout = sequence(&r->dout[0][0][0][0], b, DIM), g->dsinks = NULL;
+    a.o = sequence(&r->lib_o[0][0][0][0], b, HEAD_DIM);
+    g->dout = sequence(&r->dout[0][0][0][0], b, HEAD_DIM), g->dsinks = NULL;
     g->dq = part(r->lib_dqkv, b, 0), g->dk = part(r->lib_dqkv, b, 1), g->dv = part(r->lib_dqkv, b, 2);
     return a;
 }
@@ -189,7 +189,7 @@ int main(void)
     upipe_err err = {0};
     double o = 0, dqkv = 0;
     d.tokens = SEQ, d.ranks = RANKS, d.heads = HEADS,
-    d.head_dim = DIM; /* batch 1: a call a sequence; chunk = ranks */
+    d.head_dim = HEAD_DIM; /* batch 1: a call a sequence; chunk = ranks */
     upipe_cpu_ops(&p.ops);
     for (int rank = 0; rank < RANKS; ++rank) {
         float *qkv = &p.rank[rank].qkv[0][0][0][0][0], *dout = &p.rank[rank].dout[0][0][0][0];
