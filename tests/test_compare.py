@@ -33,7 +33,7 @@ COMPARE, TOP = os.path.abspath(sys.argv[1]), os.path.abspath(sys.argv[2])
 BOOK = os.path.join(TOP, 'examples', 'data', 'genesis_exodus.txt')
 PHASES = ['fwd_before', 'fwd_in', 'fwd_attn', 'fwd_out', 'bwd_before', 'bwd_out', 'bwd_attn', 'bwd_in']
 CONFIG = {'method', 'ranks', 'heads', 'kv_heads', 'head_dim', 'v_dim', 'model_dim', 'tokens', 'batch', 'dtype',
-          'device', 'full', 'overlap', 'layers', 'offload', 'window', 'cu_seqlens', 'softcap', 'sinks', 'rope', 'seed', 'data', 'check', 'json', 'trace',
+          'device', 'transport', 'full', 'overlap', 'layers', 'offload', 'window', 'cu_seqlens', 'softcap', 'sinks', 'rope', 'seed', 'data', 'check', 'json', 'trace',
           'dump', 'deadline', 'progress', 'products', 'unit_bytes'}
 METHOD = {'name', 'ranks', 'ring', 'ring_inner', 'ring_mode', 'layout', 'chunk', 'stages', 'segments', 'peak_bytes',
           'plan_bytes', 'host_bytes', 'plan_host_bytes', 'paper_units', 'slab_bytes', 'intermediate_bytes_fwd',

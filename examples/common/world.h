@@ -4,7 +4,7 @@
  *     world_flag(&options, "transport", text);               --transport, --node-ranks
  *     world_begin(&w, &options, deadline, given, &ranks);    who there is
  *     world_agree(&w, status);                               0 if every process has 0
- *     world_split(&w, C, R, &err);                           teams of C ranks, rings of R
+ *     world_split(&w, C, R, &err);                           teams of C ranks, rings of R; again for another shape
  *     world_run(&w, body, user, "");                         body(user, rank, &why) on each rank of this process
  *     status = world_end(&w, status);
  *
@@ -39,13 +39,21 @@ typedef struct world_options {
 struct world;
 typedef upipe_status world_body(void *user, int rank, upipe_err *why);
 
+/* How all ranks are split. A team of all, a ring of all and a grid: a program runs no other shapes. */
+enum { WORLD_SHAPES = 3 };
+
+typedef struct world_shape {
+    int in_team, in_ring;
+    upipe_comm *team, *ring; /* of processes; ring: NULL where there is none */
+} world_shape;
+
 /* Processes: what differs between transports. */
 typedef struct world_kind {
-    upipe_status (*split)(struct world *w,
-                          upipe_err *e); /* w->team; w->ring where R > 1; w->side if it is wanted */
-    int (*end)(struct world *w);         /* leaves with the others; -1 with the sentence out */
-    void (*linger)(double seconds);      /* lets messages leave */
-    void (*stop)(void);                  /* ends the processes of the job, also those that hang */
+    /* w->team, and w->ring where R > 1, of shape number w->shapes_n; with the first w->side if it is wanted */
+    upipe_status (*split)(struct world *w, upipe_err *e);
+    int (*end)(struct world *w);    /* leaves with the others; -1 with the sentence out */
+    void (*linger)(double seconds); /* lets messages leave */
+    void (*stop)(void);             /* ends the processes of the job, also those that hang */
 } world_kind;
 
 /* No typedef: a communicator of all ranks is often called world. */
@@ -63,6 +71,8 @@ struct world {
     const world_kind *kind;
     void *own; /* the transport's */
     upipe_comm *all, *team, *ring, *side;
+    world_shape shapes[WORLD_SHAPES]; /* each is made once */
+    int shapes_n;
     /* during world_run */
     world_body *body;
     void *user;
@@ -95,7 +105,8 @@ static inline const char *world_lacks(int transport)
 #endif
 #ifndef UPIPE_WITH_NCCL
     if (transport == WORLD_NCCL)
-        return "this program was built without NCCL: train_nccl alone has it, where Meson has found it";
+        return "this program was built without NCCL: " PROGRAM
+               "_nccl beside it has it, where Meson has found one";
 #endif
     (void)transport;
     return NULL;
@@ -147,6 +158,7 @@ static inline int world_begin(struct world *w, const world_options *o, double de
     w->transport = o->transport;
     w->deadline = deadline;
     w->with_side = o->with_side;
+    w->ranks = w->here = w->near = *ranks;
     if (o->chosen && o->transport == WORLD_THREADS) cli_holds = 0;
     if (o->transport == WORLD_THREADS && started > 1 && !o->chosen)
         return cli_refuse(
@@ -276,14 +288,37 @@ static inline void world_use(struct world *w, int rank, upipe_ctx *c)
     c->ring = w->ring;
 }
 
+/* The communicators of a shape, which processes make together where they have not yet. */
+static inline upipe_status world_split_processes(struct world *w, upipe_err *e)
+{
+    world_shape *shape = w->shapes;
+    while (shape < w->shapes + w->shapes_n && (shape->in_team != w->in_team || shape->in_ring != w->in_ring))
+        ++shape;
+    if (shape == w->shapes + WORLD_SHAPES)
+        return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "a run with more than %d shapes", WORLD_SHAPES);
+    if (shape == w->shapes + w->shapes_n) {
+        w->team = w->ring = NULL;
+        UPIPE_TRY(w->kind->split(w, e));
+        shape->in_team = w->in_team;
+        shape->in_ring = w->in_ring;
+        shape->team = w->team;
+        shape->ring = w->ring;
+        ++w->shapes_n;
+    }
+    w->team = shape->team;
+    w->ring = shape->ring;
+    return UPIPE_OK;
+}
+
 /* world_split -- makes the teams and the rings of all ranks; in_team * in_ring ranks */
 static inline upipe_status world_split(struct world *w, int in_team, int in_ring, upipe_err *e)
 {
     upipe_status s;
+    if (in_team * in_ring != w->ranks)
+        return upipe_fail(e, UPIPE_ERR_ARG, "%d rings of %d are not %d ranks", in_team, in_ring, w->ranks);
     w->in_team = in_team;
     w->in_ring = in_ring;
-    if (w->all != NULL) return w->team != NULL ? UPIPE_OK : w->kind->split(w, e);
-    w->ranks = w->here = w->near = in_team * in_ring;
+    if (w->all != NULL) return world_split_processes(w, e);
     if (w->with_side) UPIPE_TRY(upipe_threads_init(&w->side_threads, w->ranks, w->deadline, e));
     s = grid_init(&w->threads, in_team, in_ring, w->deadline, e);
     if (s != UPIPE_OK) upipe_threads_free(&w->side_threads);
@@ -352,6 +387,41 @@ static inline int world_run(struct world *w, world_body *body, void *user, const
     free(w->why);
     w->why = NULL;
     return s == UPIPE_OK ? 0 : -1;
+}
+
+/* ---- what a rank has written ---- */
+
+/* world_text -- what `write` writes for a rank, in the process that has it, comes to f in the one that speaks. All
+ *               processes call it together; f is NULL in the others, and where it could not be opened. 0, or -1 with
+ *               the sentence out
+ */
+static inline int world_text(struct world *w, FILE *f, int rank, void (*write)(void *user, FILE *f, int rank),
+                             void *user)
+{
+    char *text = NULL, piece[4096];
+    size_t bytes = 0, at, n;
+    int64_t total;
+    upipe_status s;
+    upipe_err e;
+    FILE *own;
+    if (w->all == NULL) {
+        if (f != NULL) write(user, f, rank);
+        return 0;
+    }
+    own = w->first == rank ? open_memstream(&text, &bytes) : NULL;
+    if (own != NULL) write(user, own, rank);
+    if (own != NULL && fclose(own) != 0) bytes = 0;
+    total = w->first == rank && own == NULL ? -1 : (int64_t)bytes;
+    s = world_tell(w, rank, &total, sizeof total, &e);
+    for (at = 0; s == UPIPE_OK && (int64_t)at < total; at += n) {
+        n = (size_t)total - at < sizeof piece ? (size_t)total - at : sizeof piece;
+        if (text != NULL) memcpy(piece, text + at, n);
+        s = world_tell(w, rank, piece, n, &e);
+        if (s == UPIPE_OK && f != NULL) fwrite(piece, 1, n, f);
+    }
+    free(text);
+    if (s != UPIPE_OK) return cli_fail("%s%s", cli_status(s), e.text);
+    return total < 0 ? cli_fail("out of memory: the text of rank %d", rank) : 0;
 }
 
 /* ---- the end ---- */

@@ -1,14 +1,16 @@
 /* world_mpi.h -- a world whose ranks are MPI's processes; world.h includes it
  *
- * Communicators: of all, of the team, of the ring, and a second one of all where a side stream needs it. MPI's own collective calls, which wait without a limit,
- * are made under a watch that ends the process when the deadline passes.
+ * Communicators: of all, of the team and the ring of each shape, and a second one of all where a side stream needs it.
+ * MPI's own collective calls, which wait without a limit, are made under a watch that ends the process when the
+ * deadline passes.
  */
 #ifndef COMMON_WORLD_MPI_H
 #define COMMON_WORLD_MPI_H
 
 #include "upipe/net/upipe_net_mpi.h"
 
-enum { WORLD_ALL, WORLD_TEAM, WORLD_RING, WORLD_SIDE, WORLD_COMMS };
+/* TEAM, RING: of the first shape; two more of each other one */
+enum { WORLD_ALL, WORLD_SIDE, WORLD_TEAM, WORLD_RING, WORLD_COMMS = WORLD_TEAM + 2 * WORLD_SHAPES };
 
 static struct {
     MPI_Comm comm[WORLD_COMMS];
@@ -58,21 +60,20 @@ static upipe_status world_mpi_side(struct world *w, upipe_err *e)
 
 static upipe_status world_mpi_split(struct world *w, upipe_err *e)
 {
+    const int at = 2 * w->shapes_n;
     int bad = 0;
-    if (w->in_team * w->in_ring != w->ranks)
-        return upipe_fail(e, UPIPE_ERR_ARG, "%d rings of %d are not %d ranks", w->in_team, w->in_ring,
-                          w->ranks);
-    if (w->with_side) UPIPE_TRY(world_mpi_side(w, e));
+    if (w->with_side && w->side == NULL) UPIPE_TRY(world_mpi_side(w, e));
     w->team = w->all;
     if (w->in_ring == 1) return UPIPE_OK;
     world_mpi_watch(w->deadline);
-    bad = world_mpi_make(w, WORLD_TEAM, world_mpi.comm[WORLD_ALL], w->first / w->in_team, w->first, e);
+    bad = world_mpi_make(w, WORLD_TEAM + at, world_mpi.comm[WORLD_ALL], w->first / w->in_team, w->first, e);
     if (!bad)
-        bad = world_mpi_make(w, WORLD_RING, world_mpi.comm[WORLD_ALL], w->first % w->in_team, w->first, e);
+        bad =
+            world_mpi_make(w, WORLD_RING + at, world_mpi.comm[WORLD_ALL], w->first % w->in_team, w->first, e);
     world_mpi_watch(0);
     if (bad) return e->status;
-    w->team = &world_mpi.end[WORLD_TEAM].comm;
-    w->ring = &world_mpi.end[WORLD_RING].comm;
+    w->team = &world_mpi.end[WORLD_TEAM + at].comm;
+    w->ring = &world_mpi.end[WORLD_RING + at].comm;
     return UPIPE_OK;
 }
 

@@ -12,14 +12,15 @@
 
 #include "upipe/net/upipe_net_nccl.h"
 
-/* LAUNCHED: of all ranks in the launcher's order; ALL: by machine, where that is another one. */
+/* LAUNCHED: of all ranks in the launcher's order; ALL: by machine, where that is another one; TEAM, RING: of the first
+ * shape, and two more of each other one. */
 enum {
     WORLD_NCCL_LAUNCHED,
     WORLD_NCCL_ALL,
+    WORLD_NCCL_SIDE,
     WORLD_NCCL_TEAM,
     WORLD_NCCL_RING,
-    WORLD_NCCL_SIDE,
-    WORLD_NCCL_COMMS
+    WORLD_NCCL_COMMS = WORLD_NCCL_TEAM + 2 * WORLD_SHAPES
 };
 
 typedef struct world_nccl {
@@ -70,20 +71,17 @@ static upipe_status world_nccl_group(struct world *w, int which, int leader, int
 static upipe_status world_nccl_split(struct world *w, upipe_err *e)
 {
     world_nccl *n = (world_nccl *)w->own;
-    const int team = w->first / w->in_team, place = w->first % w->in_team;
-    if (w->in_team * w->in_ring != w->ranks)
-        return upipe_fail(e, UPIPE_ERR_ARG, "%d rings of %d are not %d ranks", w->in_team, w->in_ring,
-                          w->ranks);
-    if (w->with_side) {
+    const int team = w->first / w->in_team, place = w->first % w->in_team, at = 2 * w->shapes_n;
+    if (w->with_side && w->side == NULL) {
         UPIPE_TRY(world_nccl_group(w, WORLD_NCCL_SIDE, 0, w->first, w->ranks, e));
         w->side = &n->end[WORLD_NCCL_SIDE].comm;
     }
     w->team = w->all;
     if (w->in_ring == 1) return UPIPE_OK;
-    UPIPE_TRY(world_nccl_group(w, WORLD_NCCL_TEAM, team * w->in_team, place, w->in_team, e));
-    UPIPE_TRY(world_nccl_group(w, WORLD_NCCL_RING, place, team, w->in_ring, e));
-    w->team = &n->end[WORLD_NCCL_TEAM].comm;
-    w->ring = &n->end[WORLD_NCCL_RING].comm;
+    UPIPE_TRY(world_nccl_group(w, WORLD_NCCL_TEAM + at, team * w->in_team, place, w->in_team, e));
+    UPIPE_TRY(world_nccl_group(w, WORLD_NCCL_RING + at, place, team, w->in_ring, e));
+    w->team = &n->end[WORLD_NCCL_TEAM + at].comm;
+    w->ring = &n->end[WORLD_NCCL_RING + at].comm;
     return UPIPE_OK;
 }
 

@@ -3,12 +3,14 @@
  *     compare --heads 16 --kv-heads 4 --tokens 8192 --json out.json
  *     compare --method ulysses --method zigzag --method usp --window 512
  *
- * The ranks are threads that share this machine's memory: "less memory" is each rank's slab, not the process'
- * size. Nothing is written until every method has run, and then all files appear or none.
+ *     mpirun -np 4 compare_mpi --transport mpi --tokens 8192
+ *
+ * Ranks that are threads share this machine's memory: "less memory" is each rank's slab, not the process' size. Each
+ * process makes the inputs from the seed; rank 0 has the reference and the results, speaks and writes. Nothing is
+ * written until every method has run, and then all files appear or none.
  */
 #define PROGRAM "compare"
 
-#include "upipe/net/upipe_net_threads.h"
 #include "upipe/upipe.h"
 
 #include <signal.h>
@@ -24,6 +26,7 @@
 
 typedef struct compare {
     options o;
+    struct world net;
     upipe_ops ops; /* where the ranks compute; for plans */
     upipe_ops cpu; /* for inputs */
     inputs in;
@@ -43,16 +46,17 @@ static void progress(const compare *c, const char *what, const char *of)
 static int check_memory(const compare *c, const char *least)
 {
     double have = cli_memory();
-    const upipe_plan_desc *d = &method_plan_of(&c->methods[0])->desc;
-    double need = method_kept_bytes(&c->methods[0]); /* for the inputs, about as much as results */
-    double most = 0;
+    const method *first = &c->methods[0];
+    const upipe_plan_desc *d = &method_plan_of(first)->desc;
+    const int copies = c->net.all != NULL ? c->net.near : 1; /* of the inputs */
+    double need = copies * (method_token_bytes(first) + method_weight_bytes(first)), most = 0;
     int i;
     for (i = 0; i < c->o.methods_n; ++i) {
         need += method_kept_bytes(&c->methods[i]);
         if (method_run_bytes(&c->methods[i]) > most) most = method_run_bytes(&c->methods[i]);
     }
     need += most;
-    if (c->o.check == CHECK_ON)
+    if (c->o.check == CHECK_ON && c->net.near_first == 0)
         need += 8 * (double)d->tokens * (double)d->batch *
                 (2.0 * d->heads * d->head_dim + (double)d->heads * d->v_dim +
                  2.0 * d->kv_heads * (d->head_dim + d->v_dim) + (double)d->model_dim);
@@ -184,14 +188,17 @@ static void measure_beside(const method *first, method *m)
     for (which = 0; which < MEASURES; ++which) m->apart[which] = relative(d[which]);
 }
 
+/* All processes together: the others wait while rank 0 computes the reference. */
 static int run_methods(compare *c)
 {
+    const int speaks = world_speaks(&c->net);
     int i, k;
-    if (c->o.check == CHECK_ON && run_reference(c) != 0) return -1;
+    if (world_agree(&c->net, speaks && c->o.check == CHECK_ON ? run_reference(c) : 0) != 0) return -1;
     for (i = 0; i < c->o.methods_n; ++i) {
         method *m = &c->methods[i];
         progress(c, "forward and backward with ", m->name);
         if (method_run(m, &c->in) != 0) return -1;
+        if (!speaks) continue;
         for (k = 0; k < MEASURES; ++k) m->err[k] = NAN;
         if (c->o.check == CHECK_ON) measure_errors(c, m);
         if (!c->o.sinks) m->err[MEASURE_DSINKS] = NAN;
@@ -200,24 +207,33 @@ static int run_methods(compare *c)
     return 0;
 }
 
-static int write_trace(compare *c, const method *m)
+static void write_trace_rank(void *user, FILE *f, int r)
+{
+    const method *m = (const method *)user;
+    upipe_mem pool; /* the pool is gone, its trace is not */
+    memset(&pool, 0, sizeof pool);
+    pool.events = m->ranks[r].events;
+    pool.events_n = m->ranks[r].events_n;
+    upipe_mem_trace_write(&pool, f, r, r == 0);
+}
+
+/* All processes together; rank 0's writes, unless it is bad there already. */
+static int write_trace(compare *c, method *m, int bad)
 {
     char path[FILES_PATH];
-    FILE *f;
+    FILE *f = NULL;
     int r;
-    if (files_path(path, c->o.trace, m->name, ".json") != 0) return -1;
-    f = files_open(&c->all, path);
-    if (f == NULL) return -1;
-    fprintf(f, "[\n");
-    for (r = 0; r < c->o.ranks; ++r) {
-        upipe_mem pool; /* the pool is gone, its trace is not */
-        memset(&pool, 0, sizeof pool);
-        pool.events = m->ranks[r].events;
-        pool.events_n = m->ranks[r].events_n;
-        upipe_mem_trace_write(&pool, f, r, r == 0);
+    if (world_speaks(&c->net) && bad == 0) {
+        bad = files_path(path, c->o.trace, m->name, ".json");
+        if (bad == 0) f = files_open(&c->all, path);
+        if (f == NULL) bad = -1;
     }
+    if (f != NULL) fprintf(f, "[\n");
+    for (r = 0; r < c->o.ranks; ++r)
+        if (world_text(&c->net, f, r, write_trace_rank, m) != 0) bad = -1;
+    if (f == NULL) return bad;
     fprintf(f, "]\n");
-    return files_close(&c->all, f);
+    return files_close(&c->all, f) != 0 ? -1 : bad;
 }
 
 static int write_dump(compare *c, const method *m)
@@ -239,21 +255,23 @@ static int write_dump(compare *c, const method *m)
     return 0;
 }
 
-static int write_outputs(compare *c)
+/* All processes together, as traces come from each. Nothing is written where it is bad already. */
+static int write_outputs(compare *c, int bad)
 {
+    const int speaks = world_speaks(&c->net);
     int i;
     files_begin(&c->all);
-    if (make_folders(c) != 0) return -1;
+    if (speaks && bad == 0) bad = make_folders(c);
+    for (i = 0; i < c->o.methods_n && c->o.trace != NULL; ++i) bad = write_trace(c, &c->methods[i], bad);
+    if (!speaks || bad != 0) return bad;
     if (c->o.json != NULL) {
         FILE *f = files_open(&c->all, c->o.json);
         if (f == NULL) return -1;
         report_json(f, c->methods, c->o.methods_n, &c->o);
         if (files_close(&c->all, f) != 0) return -1;
     }
-    for (i = 0; i < c->o.methods_n; ++i) {
-        if (c->o.trace != NULL && write_trace(c, &c->methods[i]) != 0) return -1;
-        if (c->o.dump != NULL && write_dump(c, &c->methods[i]) != 0) return -1;
-    }
+    for (i = 0; i < c->o.methods_n && c->o.dump != NULL; ++i)
+        if (write_dump(c, &c->methods[i]) != 0) return -1;
     return files_commit(&c->all);
 }
 
@@ -341,7 +359,8 @@ static int check_promises(const compare *c)
     return bad;
 }
 
-static int run(compare *c)
+/* Everything that can be refused before there are inputs. */
+static int run_plan(compare *c)
 {
     int i, status, overlaps = 0;
     for (i = 0; i < c->o.methods_n; ++i) {
@@ -350,6 +369,7 @@ static int run(compare *c)
         m->name = m->kind->name;
         m->o = &c->o;
         m->ops = &c->ops;
+        m->net = &c->net;
         if (method_plan(m) != 0) return -1;
         overlaps |= method_on_side_stream(m, &m->ranks[0]);
     }
@@ -361,17 +381,37 @@ static int run(compare *c)
     for (i = 0; i < c->o.methods_n; ++i)
         if (method_dry(&c->methods[i]) != 0) return -1;
     if (check_memory(c, "") != 0) return -1;
+    if (!world_speaks(&c->net)) return 0;
     files_begin(&c->all);
     status = reserve_outputs(c);
     files_abandon(&c->all);
-    if (status != 0) return -1;
+    return status;
+}
+
+/* All processes have made the same inputs. */
+static int run_same(compare *c)
+{
+    const inputs *in = &c->in;
+    uint64_t hash = upi_hash_bytes(UPI_HASH, in->x, (size_t)(in->rows * in->dim) * sizeof *in->x);
+    hash = upi_hash_bytes(hash, in->dout, (size_t)(in->rows * in->out_width) * sizeof *in->dout);
+    return world_same(&c->net, "--data finds something else here", hash);
+}
+
+static int run(compare *c)
+{
+    int status = 0, bad = 0;
+    if (world_agree(&c->net, run_plan(c)) != 0) return -1;
     progress(c, "embeddings and weights for ", c->o.data);
-    if (inputs_make(&c->in, &c->o, &c->cpu) != 0 || run_methods(c) != 0) return -1;
-    report_table(c->methods, c->o.methods_n, &c->o);
-    if (fflush(stdout) != 0 || ferror(stdout))
-        return cli_fail("the table cannot be written: %s", strerror(errno));
-    status = check_promises(c);
-    return write_outputs(c) != 0 ? -1 : status;
+    if (world_agree(&c->net, inputs_make(&c->in, &c->o, &c->cpu)) != 0 || run_same(c) != 0) return -1;
+    if (run_methods(c) != 0) return -1;
+    if (world_speaks(&c->net)) {
+        report_table(c->methods, c->o.methods_n, &c->o);
+        if (fflush(stdout) != 0 || ferror(stdout))
+            bad = cli_fail("the table cannot be written: %s", strerror(errno));
+        else
+            status = check_promises(c);
+    }
+    return write_outputs(c, bad) != 0 ? -1 : status;
 }
 
 int main(int argc, char **argv)
@@ -382,19 +422,21 @@ int main(int argc, char **argv)
         cli_fail("out of memory");
         return EXIT_RUN;
     }
+    world_hush();
     signal(SIGPIPE, SIG_IGN); /* what cannot be written is said, and cleaned up after */
     signal(SIGXFSZ, SIG_IGN);
-    status = options_read(&c->o, argc, argv);
-    if (status != 0) {
-        free(c);
-        return status - 1;
+    status = options_read(&c->o, &c->net, argc, argv);
+    if (status == 0) {
+        if (c->o.data == NULL) c->o.data = cli_book();
+        c->shows_progress = world_speaks(&c->net) && (c->o.progress || isatty(STDERR_FILENO));
+        products_ops(&c->cpu);
+        device_table(c->o.device, &c->ops);
+        status = run(c) == 0 ? 0 : EXIT_RUN;
+        files_abandon(&c->all);
+    } else {
+        --status;
     }
-    if (c->o.data == NULL) c->o.data = cli_book();
-    c->shows_progress = c->o.progress || isatty(STDERR_FILENO);
-    products_ops(&c->cpu);
-    device_table(c->o.device, &c->ops);
-    status = run(c) == 0 ? 0 : EXIT_RUN;
-    files_abandon(&c->all);
+    status = world_end(&c->net, status); /* peers may access the slabs until here */
     for (i = 0; i < c->o.methods_n; ++i) method_free(&c->methods[i]);
     options_free(&c->o);
     inputs_free(&c->in);

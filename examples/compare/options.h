@@ -1,7 +1,7 @@
 /* options.h -- the command line of compare: read, checked, defaults filled in
  *
- *     int status = options_read(&options, argc, argv);      0: run; otherwise the sentence is out, exit with
- *                                                           status - 1
+ *     int status = options_read(&options, &world, argc, argv);      0: run; otherwise the sentence is out, exit with
+ *                                                                   status - 1
  *
  * Numbers must be plain decimals within their range, a flag comes once (--method once a method), and a flag
  * that would have no effect is refused: what is accepted is honoured.
@@ -18,6 +18,7 @@
 #include "../common/cli.h"
 #include "../common/device_flag.h"
 #include "../common/methods.h"
+#include "../common/world.h"
 #include "random.h"
 
 enum { CHECK_AUTO, CHECK_ON, CHECK_OFF, CHECK_AUTO_TOKENS = 2048, CU_SEQLENS_MAX = 65536, LAYERS_MAX = 4096 };
@@ -36,6 +37,7 @@ typedef struct options {
     double softcap;
     upipe_dtype dtype;
     int device, full, rope, sinks, check, progress;
+    world_options net;
     uint64_t seed;
     double deadline;                        /* seconds that a rank waits for the others */
     const char *data, *json, *trace, *dump; /* paths; NULL = not wanted */
@@ -48,8 +50,8 @@ static const char usage_text[] =
     "usage: compare [flags]\n"
     "\n"
     "Runs one attention block, forward and backward, over the tokens (bytes) of a text, with methods of\n"
-    "context parallelism, on ranks that are threads of this process. Prints what each holds, sends and\n"
-    "computes.\n"
+    "context parallelism, on ranks that are threads of this process or processes. Prints what each holds,\n"
+    "sends and computes.\n"
     "\n"
     "  --method NAME      one of the methods below; repeatable (ulysses and upipe)\n"
     "  --ranks N          all ranks, which share the sequence (4)\n"
@@ -72,7 +74,7 @@ static const char usage_text[] =
     "  --chunk N          query heads of a stage over all ranks of a team, for the methods with upipe in\n"
     "                     their names (as many as these ranks)\n"
     "  --dtype TYPE       storage of activations and weights: f32, bf16 or f16 (f32)\n"
-    "  --device NAME      where the ranks compute: cpu, or cuda, a GPU that all of them share (cpu)\n"
+    "  --device NAME      where the ranks compute: cpu, or cuda, a GPU that all threads share (cpu)\n"
     "  --full             every token sees all; otherwise causal\n"
     "  --window N         a token at position p sees no position below p - N + 1\n"
     "  --cu-seqlens LIST  packed sequences: their lengths, as 100,28,..., together batch * tokens; or one\n"
@@ -134,7 +136,8 @@ enum {
     FLAG_OFFLOAD, FLAG_HEADS,
     FLAG_KV_HEADS, FLAG_HEAD_DIM, FLAG_V_DIM, FLAG_MODEL_DIM, FLAG_TOKENS, FLAG_BATCH, FLAG_CHUNK,
     FLAG_DTYPE, FLAG_DEVICE, FLAG_FULL, FLAG_WINDOW, FLAG_CU_SEQLENS, FLAG_SOFTCAP, FLAG_SINKS, FLAG_ROPE,
-    FLAG_SEED, FLAG_DATA, FLAG_CHECK, FLAG_JSON, FLAG_TRACE, FLAG_DUMP, FLAG_DEADLINE, FLAG_PROGRESS,
+    FLAG_SEED, FLAG_DATA, FLAG_CHECK, FLAG_JSON, FLAG_TRACE, FLAG_DUMP, FLAG_TRANSPORT, FLAG_NODE_RANKS,
+    FLAG_DEADLINE, FLAG_PROGRESS,
     FLAG_HELP, FLAG_VERSION, FLAGS
 };
 
@@ -170,6 +173,8 @@ static const struct option option_list[] = {
     {"json",      required_argument, NULL, FLAG_JSON},
     {"trace",     required_argument, NULL, FLAG_TRACE},
     {"dump",      required_argument, NULL, FLAG_DUMP},
+    {"transport", required_argument, NULL, FLAG_TRANSPORT},
+    {"node-ranks", required_argument, NULL, FLAG_NODE_RANKS},
     {"deadline",  required_argument, NULL, FLAG_DEADLINE},
     {"progress",  no_argument,       NULL, FLAG_PROGRESS},
     {"help",      no_argument,       NULL, FLAG_HELP},
@@ -231,6 +236,9 @@ static int options_flag(void *user, int flag, const char *text)
             return cli_refuse("--check is auto, on or off, not '%s'", text);
         o->check = text[0] == 'a' ? CHECK_AUTO : text[1] == 'n' ? CHECK_ON : CHECK_OFF;
         return 0;
+    case FLAG_TRANSPORT:
+    case FLAG_NODE_RANKS:
+        return world_flag(&o->net, name, text);
     case FLAG_DEADLINE:
         return cli_seconds(name, text, &o->deadline);
     case FLAG_CU_SEQLENS:
@@ -269,6 +277,7 @@ static int options_flag(void *user, int flag, const char *text)
     case FLAG_HELP:
         fputs(usage_text, stdout);
         fputs(method_usage, stdout);
+        fputs(world_usage, stdout);
         return cli_print(name, usage_end);
     default: /* FLAG_VERSION */
         return cli_version(name, ", products: " PRODUCTS);
@@ -378,7 +387,8 @@ static void options_free(options *o)
     o->cu_seqlens = NULL;
 }
 
-static int options_read(options *o, int argc, char **argv)
+/* The ranks of w are there when this returns; then the program ends with world_end. */
+static int options_read(options *o, struct world *w, int argc, char **argv)
 {
     int given[FLAGS] = {0}, status;
     memset(o, 0, sizeof *o);
@@ -393,7 +403,12 @@ static int options_read(options *o, int argc, char **argv)
     o->seed = 1;
     o->deadline = 600;
     status = cli_read(option_list, argc, argv, given, FLAG_METHOD, options_flag, o);
+    if (status != 0) return status;
+    if (o->net.transport == WORLD_NCCL && o->device != DEVICE_CUDA)
+        return cli_refuse("--transport nccl is for devices: it needs --device cuda");
+    status = world_begin(w, &o->net, o->deadline, given[FLAG_RANKS], &o->ranks);
     if (status == 0) status = options_resolve(o, given);
+    status = world_agree(w, status);
     if (status != 0) options_free(o);
     return status;
 }

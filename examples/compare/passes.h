@@ -3,7 +3,7 @@
  *     method_block(m, &ctx, rank, r)        the block of upipe_layer.h
  *     method_segments(m, &ctx, rank, r)     that of upipe_fpdt.h, where the kind is segmented
  *
- * Inputs come from, and results go to, the natural order of m->in, m->out and m->dx.
+ * Inputs come from, and results go to, the natural order of m->in, m->out and m->dx; the results are rank 0's.
  */
 #ifndef COMPARE_PASSES_H
 #define COMPARE_PASSES_H
@@ -11,8 +11,8 @@
 #include "upipe/net/upipe_net_threads.h"
 #include "upipe/upipe.h"
 
-#include "../common/grid.h"
 #include "../common/side_stream.h"
+#include "../common/world.h"
 #include "inputs.h"
 
 enum {
@@ -55,7 +55,7 @@ typedef struct method_bytes {
     int64_t sent[SENT_WAYS][2]; /* forward, backward */
 } method_bytes;
 
-/* What one rank plans and measures, and its memory. */
+/* What one rank plans and measures, and its memory, which a process has of its own rank alone. */
 typedef struct method_rank {
     upipe_plan plan;
     upipe_layer layer;
@@ -66,7 +66,6 @@ typedef struct method_rank {
     int blocks_max; /* live blocks at most */
     int64_t events_max;
     upipe_mem mem, second;
-    upipe_err err;
     upipe_mem_block *blocks, second_blocks[METHOD_SECOND_BLOCKS];
     upipe_mem_event *events;
     int64_t events_n; /* of the block; the sum of the weights' gradients comes after */
@@ -76,7 +75,7 @@ typedef struct method_rank {
     char *second_slab;          /* the second pool's, then x and dout of a segmented kind; NULL: none */
     float *grads[METHOD_GRADS]; /* the sums over ranks */
     void *sums[METHOD_GRADS];   /* where they are formed: on the device */
-    float *host;                /* [rows][max(D, H*v_dim)]; reached by the device too */
+    float *host;                /* [most rows of a rank][max(D, H*v_dim)]; reached by the device too */
     double seconds[2];          /* forward, backward */
 } method_rank;
 
@@ -86,11 +85,12 @@ typedef struct method {
     const options *o;
     const inputs *in;
     const upipe_ops *ops;
-    grid net;
+    struct world *net;
     method_rank *ranks;
     void *weights[3]; /* on the device */
     void *sinks;
-    float *out, *dx; /* [R][H*v_dim], [R][D], natural order; gradients of the weights are rank 0's */
+    /* [R][H*v_dim], [R][D], natural order, where rank 0 is; gradients of the weights are its too */
+    float *out, *dx;
     /* the largest over ranks */
     method_bytes planned, measured;
     size_t slab_bytes;
@@ -152,6 +152,31 @@ static void method_rows(const method_rank *rank, float *natural, float *mine, in
     } while (++i < rank->fpdt.segments);
 }
 
+/* This rank's rows of a result, in rank->host, into their places at rank 0. Processes send them, one after the other. */
+static upipe_status method_deliver(method *m, upipe_ctx *c, method_rank *rank, int r, float *natural,
+                                   int64_t width)
+{
+    upipe_comm *all = world_all(m->net, r), *team = c->team, *ring = c->ring;
+    int from, n;
+    if (natural != NULL) method_rows(rank, natural, rank->host, width, 1);
+    if (m->net->all == NULL) return UPIPE_OK;
+    c->team = all; /* for the deadline of sync */
+    c->ring = NULL;
+    for (from = 1; from < all->ranks; ++from) {
+        const size_t bytes = (size_t)(m->ranks[from].rows * width) * sizeof *natural;
+        n = 0;
+        if (r == 0) upipe_msg_add(all->list, &n, from, 1, NULL, 0, 0, rank->host, bytes, bytes);
+        if (r == from) upipe_msg_add(all->list, &n, 0, 1, rank->host, bytes, bytes, NULL, 0, 0);
+        UPIPE_TRY(upipe_comm_start(c, all, all->list, n));
+        UPIPE_TRY(upipe_comm_wait(c, all));
+        UPIPE_TRY(c->ops->sync(c));
+        if (r == 0) method_rows(&m->ranks[from], natural, rank->host, width, 1);
+    }
+    c->team = team;
+    c->ring = ring;
+    return UPIPE_OK;
+}
+
 static upipe_grads method_grads(const method_rank *rank)
 {
     upipe_grads g;
@@ -166,7 +191,7 @@ static upipe_grads method_grads(const method_rank *rank)
 /* A pass begins on all ranks at once. */
 static upipe_status method_pass_begin(method *m, upipe_ctx *c, method_rank *rank, int r, int pass)
 {
-    UPIPE_TRY(upipe_comm_barrier(c, grid_world(&m->net, r)));
+    UPIPE_TRY(upipe_comm_barrier(c, world_all(m->net, r)));
     rank->seconds[pass] = -cli_clock(NULL);
     rank->measured.sent[SENT_TEAM][pass] = -c->team->sent_bytes;
     rank->measured.sent[SENT_RING][pass] = c->ring != NULL ? -c->ring->sent_bytes : 0;
@@ -288,7 +313,7 @@ static upipe_status method_block(method *m, upipe_ctx *c, method_rank *rank, int
     rank->measured.intermediate = method_intermediate(c);
     UPIPE_TRY(upipe_slots_gather(c, l->plan, heads, &saved.out));
     UPIPE_TRY(c->ops->sync(c));
-    method_rows(rank, m->out, rank->host, in->out_width, 1);
+    UPIPE_TRY(method_deliver(m, c, rank, r, m->out, in->out_width));
 
     UPIPE_TRY(upipe_slots_alloc(c, l->plan, &dout, UPIPE_SLOT_FULL, "dout"));
     method_rows(rank, in->dout, rank->host, in->out_width, 0);
@@ -301,7 +326,7 @@ static upipe_status method_block(method *m, upipe_ctx *c, method_rank *rank, int
     UPIPE_TRY(method_pass_end(c, rank, 1));
     UPIPE_TRY(c->ops->cast(c, tokens, x));
     UPIPE_TRY(c->ops->sync(c));
-    method_rows(rank, m->dx, rank->host, in->dim, 1);
+    UPIPE_TRY(method_deliver(m, c, rank, r, m->dx, in->dim));
     UPIPE_TRY(upipe_mem_free(c->mem, dout.data, &c->err));
     UPIPE_TRY(upipe_mem_free(c->mem, x.data, &c->err));
     UPIPE_TRY(method_keep_end(c->mem, kept, &c->err));
@@ -333,7 +358,7 @@ static upipe_status method_segments(method *m, upipe_ctx *c, method_rank *rank, 
     rank->measured.intermediate = method_intermediate(c);
     UPIPE_TRY(upipe_fpdt_gather(c, f, rank->host, UPIPE_F32, saved.out));
     UPIPE_TRY(c->ops->sync(c));
-    method_rows(rank, m->out, rank->host, in->out_width, 1);
+    UPIPE_TRY(method_deliver(m, c, rank, r, m->out, in->out_width));
 
     method_rows(rank, in->dout, rank->host, in->out_width, 0);
     UPIPE_TRY(upipe_fpdt_scatter(c, f, dout, rank->host, UPIPE_F32));
@@ -345,7 +370,7 @@ static upipe_status method_segments(method *m, upipe_ctx *c, method_rank *rank, 
     rank->measured.sent[SENT_HOST][1] = saved.moved - rank->measured.sent[SENT_HOST][0];
     UPIPE_TRY(c->ops->cast(c, tokens, x));
     UPIPE_TRY(c->ops->sync(c));
-    method_rows(rank, m->dx, rank->host, in->dim, 1);
+    UPIPE_TRY(method_deliver(m, c, rank, r, m->dx, in->dim));
     rank->measured.host = rank->second.peak;
     UPIPE_TRY(upipe_fpdt_free(f, &saved, &c->err));
     UPIPE_TRY(method_keep_end(&rank->second, kept, &c->err));

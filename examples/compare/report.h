@@ -353,7 +353,8 @@ static void json_config(FILE *f, const method *all, int n, const options *o)
             o->v_dim, (long long)o->model_dim, (long long)o->tokens, (long long)o->batch);
     fprintf(f, "    \"dtype\": \"%s\",\n    \"device\": \"%s\",\n    \"full\": %s,\n",
             upipe_dtype_name(o->dtype), device_names[o->device], json_bool(o->full));
-    fprintf(f, "    \"overlap\": %s,\n", json_bool(o->overlap));
+    fprintf(f, "    \"transport\": \"%s\",\n    \"overlap\": %s,\n", world_names[o->net.transport],
+            json_bool(o->overlap));
     fprintf(f, "    \"layers\": %d,\n    \"offload\": %s,\n", o->layers, json_bool(o->offload));
     json_wish(f, "window", o->window > 0, (double)o->window);
     json_cu_seqlens(f, o);

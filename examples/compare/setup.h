@@ -1,13 +1,14 @@
-/* setup.h -- one method: planned, run dry, run on thread ranks, measured
+/* setup.h -- one method: planned, run dry, run on the ranks of a world, measured
  *
- *     method m = {...kind, name, o, ops...};
+ *     method m = {...kind, name, o, ops, net...};
  *     method_plan(&m);              0, or -1 with the sentence out
  *     method_dry(&m);               likewise
  *     method_run(&m, &inputs);      likewise
  *     method_free(&m);
  *
  * Each rank has a plan of its own, and a slab of exactly the size that its dry run found (or what the sum of
- * the weights' gradients needs afterwards, if that is more); its pages are touched before the clock runs.
+ * the weights' gradients needs afterwards, if that is more); its pages are touched before the clock runs. A
+ * process plans for all ranks and runs its own.
  */
 #ifndef COMPARE_SETUP_H
 #define COMPARE_SETUP_H
@@ -182,30 +183,53 @@ static int method_dry(method *m)
     return s == UPIPE_OK ? 0 : -1;
 }
 
-/* Host bytes that the ranks hold while they run, and those that their results hold until the end;
- * floating-point numbers, so that nothing overflows. */
+/* Rows of the rank that has most: rank 0 receives them. */
+static int64_t method_most_rows(const method *m)
+{
+    int64_t most = 0;
+    int r;
+    for (r = 0; r < m->o->ranks; ++r)
+        if (m->ranks[r].rows > most) most = m->ranks[r].rows;
+    return most;
+}
+
+/* Host bytes that this machine's ranks hold while they run; a floating-point number, so that nothing overflows, as in
+ * what follows. */
 static double method_run_bytes(const method *m)
 {
     const upipe_plan_desc *d = &method_plan_of(m)->desc;
-    double dim = (double)d->model_dim, wide = (double)d->heads * d->v_dim;
-    double rows = (double)d->tokens * (double)d->batch;
-    double bytes = rows * (dim > wide ? dim : wide) * 4;
+    double dim = (double)d->model_dim, wide = (double)d->heads * d->v_dim, bytes = 0;
     int r, i;
-    if (m->kind->segmented) bytes += rows * (dim + wide) * (double)upipe_dtype_bytes(d->dtype);
-    for (r = 0; r < m->o->ranks; ++r) {
+    for (r = m->net->near_first; r < m->net->near_first + m->net->near; ++r) {
+        const method_rank *rank = &m->ranks[r];
         size_t peak = 0;
-        for (i = 0; i < UPIPE_PHASES; ++i) peak = upipe_max_bytes(peak, m->ranks[r].planned.phase[i]);
-        bytes += (double)peak + (double)m->ranks[r].planned.host;
+        for (i = 0; i < UPIPE_PHASES; ++i) peak = upipe_max_bytes(peak, rank->planned.phase[i]);
+        bytes += (double)peak + (double)rank->planned.host;
+        bytes += (double)method_most_rows(m) * (dim > wide ? dim : wide) * 4;
+        if (m->kind->segmented)
+            bytes += (double)rank->rows * (dim + wide) * (double)upipe_dtype_bytes(d->dtype);
     }
     return bytes;
 }
 
-static double method_kept_bytes(const method *m)
+/* The weights of a rank, or their gradients, and the block's x and dout, or out and dx. */
+static double method_weight_bytes(const method *m)
 {
     const upipe_plan_desc *d = &method_plan_of(m)->desc;
-    double dim = (double)d->model_dim, wide = (double)d->heads * d->v_dim;
-    double weights = ((double)d->heads * d->head_dim + (double)d->kv_heads * (d->head_dim + d->v_dim)) * dim;
-    return (double)d->tokens * (double)d->batch * (dim + wide) * 4 + weights * 4 * m->o->ranks;
+    return ((double)d->heads * d->head_dim + (double)d->kv_heads * (d->head_dim + d->v_dim)) *
+           (double)d->model_dim * 4;
+}
+
+static double method_token_bytes(const method *m)
+{
+    const upipe_plan_desc *d = &method_plan_of(m)->desc;
+    return (double)d->tokens * (double)d->batch * ((double)d->model_dim + (double)d->heads * d->v_dim) * 4;
+}
+
+/* What the results hold until the end. */
+static double method_kept_bytes(const method *m)
+{
+    return (m->net->near_first == 0 ? method_token_bytes(m) : 0) + method_weight_bytes(m) * m->net->near;
 }
 
 /* ---- memory ---- */
@@ -270,7 +294,7 @@ static upipe_status method_allocate_rank(method *m, method_rank *rank, upipe_err
     rank->events = (upipe_mem_event *)calloc((size_t)rank->events_max, sizeof *rank->events);
     if (rank->blocks == NULL || rank->events == NULL)
         return upipe_fail(e, UPIPE_ERR_MEMORY, "no entry left for a pool's tables");
-    UPIPE_TRY(device_shared(m->o->device, &host, (size_t)(rank->rows * widest) * sizeof(float), e));
+    UPIPE_TRY(device_shared(m->o->device, &host, (size_t)(method_most_rows(m) * widest) * sizeof(float), e));
     rank->host = (float *)host;
     for (j = 0; j < METHOD_GRADS; ++j) {
         int64_t n = method_grad_size(m, j);
@@ -297,13 +321,13 @@ static upipe_status method_allocate(method *m, upipe_err *e)
     if (in->sinks != NULL)
         UPIPE_TRY(
             device_resident(m->o->device, &m->sinks, (size_t)m->o->heads * sizeof(float), in->sinks, e));
+    for (r = m->net->first; r < m->net->first + m->net->here; ++r)
+        UPIPE_TRY(method_allocate_rank(m, &m->ranks[r], e));
+    if (!world_speaks(m->net)) return UPIPE_OK;
     m->out = inputs_buf(in->rows, in->out_width);
     m->dx = inputs_buf(in->rows, in->dim);
-    if (m->out == NULL || m->dx == NULL)
-        return upipe_fail(e, UPIPE_ERR_MEMORY, "no entry left for the results of %lld rows",
-                          (long long)in->rows);
-    for (r = 0; r < m->o->ranks; ++r) UPIPE_TRY(method_allocate_rank(m, &m->ranks[r], e));
-    return UPIPE_OK;
+    if (m->out != NULL && m->dx != NULL) return UPIPE_OK;
+    return upipe_fail(e, UPIPE_ERR_MEMORY, "no entry left for the results of %lld rows", (long long)in->rows);
 }
 
 /* ---- a rank's run ---- */
@@ -312,7 +336,7 @@ static upipe_status method_allocate(method *m, upipe_err *e)
 static upipe_status method_sum(method *m, upipe_ctx *c, method_rank *rank, int r)
 {
     int j;
-    c->team = grid_world(&m->net, r);
+    c->team = world_all(m->net, r);
     for (j = 0; j < METHOD_GRADS; ++j) {
         int64_t n = method_grad_size(m, j);
         UPIPE_TRY(upipe_all_reduce(c, (float *)rank->sums[j], n));
@@ -368,59 +392,63 @@ static int method_on_side_stream(const method *m, const method_rank *rank)
 }
 
 /* The slab and the device stay until no rank runs any more: after a failure others may still read there. */
-static upipe_status method_rank_main(void *user, int r)
+static upipe_status method_rank_main(void *user, int r, upipe_err *why)
 {
     method *m = (method *)user;
     method_rank *rank = &m->ranks[r];
     upipe_ctx c;
     upipe_status s;
     memset(&c, 0, sizeof c);
-    grid_use(&m->net, r, &c);
+    world_use(m->net, r, &c);
     s = device_open(&rank->d, m->o->device, &c.err);
     device_use(&rank->d, &c);
     if (s == UPIPE_OK) s = device_slab(&rank->d, &rank->slab, rank->pool_bytes, &c.err);
     if (s == UPIPE_OK) s = method_second_slab(m, rank, &c);
     if (s == UPIPE_OK && method_on_side_stream(m, rank)) s = side_stream_open(&rank->line, m->o->device, &c);
     if (s == UPIPE_OK) s = method_rank_run(m, &c, rank, r);
-    rank->err = c.err;
+    *why = c.err;
     return s;
 }
 
-/* After method_dry: memory, threads, the run itself. */
+/* Every process learns what each rank has measured. */
+static upipe_status method_tell(method *m, upipe_err *e)
+{
+    int r, pass;
+    for (r = 0; r < m->o->ranks; ++r) {
+        method_rank *rank = &m->ranks[r];
+        if (m->net->all != NULL) {
+            UPIPE_TRY(world_tell(m->net, r, &rank->measured, sizeof rank->measured, e));
+            UPIPE_TRY(world_tell(m->net, r, rank->seconds, sizeof rank->seconds, e));
+        }
+        method_most(&m->measured, &rank->measured);
+        for (pass = 0; pass < 2; ++pass)
+            if (rank->seconds[pass] > m->seconds[pass]) m->seconds[pass] = rank->seconds[pass];
+    }
+    return UPIPE_OK;
+}
+
+/* After method_dry: memory, teams, the run itself. All processes together. */
 static int method_run(method *m, const inputs *in)
 {
     const upipe_plan_desc *d = &method_plan_of(m)->desc;
-    upipe_status *statuses;
     upipe_status s;
     upipe_err err;
-    char who[32];
-    int r, pass;
+    char what[32];
+    int bad;
     m->in = in;
-    statuses = (upipe_status *)calloc((size_t)m->o->ranks, sizeof *statuses);
     memset(&err, 0, sizeof err);
-    s = statuses != NULL ? method_allocate(m, &err)
-                         : upipe_fail(&err, UPIPE_ERR_MEMORY, "%d ranks", m->o->ranks);
-    if (s == UPIPE_OK) s = grid_init(&m->net, d->ranks, d->ring, m->o->deadline, &err);
-    if (s != UPIPE_OK) {
-        free(statuses);
-        return method_fail(m, "", s, err.text);
-    }
-    s = grid_run(&m->net, method_rank_main, m, statuses);
-    if (s != UPIPE_OK) {
-        r = cli_reason(statuses, m->o->ranks, s);
-        snprintf(who, sizeof who, "rank %d: ", r);
-        method_fail(m, who, s, grid_why(&m->net, &m->ranks[r].err));
-    }
-    grid_free(&m->net);
-    free(statuses);
-    if (s != UPIPE_OK) return -1;
-    for (r = 0; r < m->o->ranks; ++r) {
-        method_most(&m->measured, &m->ranks[r].measured);
-        for (pass = 0; pass < 2; ++pass)
-            if (m->ranks[r].seconds[pass] > m->seconds[pass]) m->seconds[pass] = m->ranks[r].seconds[pass];
-    }
-    s = method_release(m, &err);
-    return s == UPIPE_OK ? 0 : method_fail(m, "", s, err.text);
+    s = method_allocate(m, &err);
+    bad = s == UPIPE_OK ? 0 : method_fail(m, "", s, err.text);
+    if (world_agree(m->net, bad) != 0) return -1;
+    s = world_split(m->net, d->ranks, d->ring, &err);
+    if (s != UPIPE_OK) return method_fail(m, "", s, err.text);
+    snprintf(what, sizeof what, "%s: ", m->name);
+    bad = world_run(m->net, method_rank_main, m, what);
+    world_join(m->net);
+    if (bad != 0) return -1; /* other processes may still access the slabs: world_end comes first */
+    s = method_tell(m, &err);
+    if (s == UPIPE_OK) s = method_release(m, &err);
+    return world_agree(m->net, s == UPIPE_OK ? 0 : method_fail(m, "", s, err.text));
 }
 
 #endif

@@ -430,7 +430,7 @@ static int64_t logits_rows(const logits *g, int first)
 static int logits_check_memory(const logits *g)
 {
     const int processes = g->net.all != NULL, first = g->net.near_first;
-    const int ranks = processes ? g->net.near : g->o.how.ranks;
+    const int ranks = g->net.near;
     double have = cli_memory(), need = (double)g->layout.vectors * 4;
     double slabs = 0, second = 0, rows = 0;
     int r;

@@ -323,38 +323,14 @@ static int report_json(const run *u, files *all, const report_total *slope)
     return files_close(all, f);
 }
 
-/* The trace of a rank of this process, as text of the host's memory. */
-static void report_trace_rank(const run *u, FILE *f, int rank)
+static void report_trace_rank(void *user, FILE *f, int rank)
 {
+    const run *u = (const run *)user;
     upipe_mem pool; /* it is gone, its trace is not */
     memset(&pool, 0, sizeof pool);
     pool.events = u->ranks[rank].events;
     pool.events_n = u->ranks[rank].events_n;
     upipe_mem_trace_write(&pool, f, rank, rank == 0);
-}
-
-/* The same from the process of another rank, to f where that is not NULL; all processes together. */
-static int report_trace_tell(run *u, FILE *f, int rank)
-{
-    char *text = NULL, piece[4096];
-    size_t bytes = 0, at, n;
-    int64_t total;
-    upipe_status s;
-    upipe_err e;
-    FILE *own = u->net.first == rank ? open_memstream(&text, &bytes) : NULL;
-    if (own != NULL) report_trace_rank(u, own, rank);
-    if (own != NULL && fclose(own) != 0) bytes = 0;
-    total = u->net.first == rank && own == NULL ? -1 : (int64_t)bytes;
-    s = world_tell(&u->net, rank, &total, sizeof total, &e);
-    for (at = 0; s == UPIPE_OK && (int64_t)at < total; at += n) {
-        n = (size_t)total - at < sizeof piece ? (size_t)total - at : sizeof piece;
-        if (text != NULL) memcpy(piece, text + at, n);
-        s = world_tell(&u->net, rank, piece, n, &e);
-        if (s == UPIPE_OK && f != NULL) fwrite(piece, 1, n, f);
-    }
-    free(text);
-    if (s != UPIPE_OK) return run_fail(s, &e);
-    return total < 0 ? cli_fail("out of memory: the trace of rank %d", rank) : 0;
 }
 
 /* All processes together; rank 0's writes. */
@@ -363,12 +339,8 @@ static int report_trace(run *u, files *all)
     FILE *f = world_speaks(&u->net) ? files_open(all, u->o.trace) : NULL;
     int r, bad = world_speaks(&u->net) && f == NULL ? -1 : 0;
     if (f != NULL) fprintf(f, "[\n");
-    for (r = 0; r < u->o.how.ranks && (u->net.all != NULL || f != NULL); ++r) {
-        if (u->net.all == NULL)
-            report_trace_rank(u, f, r);
-        else if (report_trace_tell(u, f, r) != 0)
-            bad = -1;
-    }
+    for (r = 0; r < u->o.how.ranks; ++r)
+        if (world_text(&u->net, f, r, report_trace_rank, u) != 0) bad = -1;
     if (f == NULL) return bad;
     fprintf(f, "]\n");
     return files_close(all, f) != 0 ? -1 : bad;

@@ -9,7 +9,9 @@
 
 static int flags_read(options *o, int count, char **words)
 {
-    return options_read(o, count, words);
+    struct world w;
+    memset(&w, 0, sizeof w);
+    return options_read(o, &w, count, words);
 }
 
 /* The plans of the first and the last rank, by every method. */

@@ -35,6 +35,11 @@ def launcher(mpirun):
     return command + (['--allow-run-as-root'] if os.geteuid() == 0 else [])
 
 
+def user_launcher(mpirun):
+    """As users start it: a rank that fails ends the job."""
+    return [word for word in launcher(mpirun) if word != '--enable-recovery']
+
+
 def stop_one(job, processes):
     """Once all are in their transfers, the last one to say so is stopped past the deadline of 1 s."""
     said, running = '', []

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 
-from run_mpi import is_open_mpi, launcher
+from run_mpi import is_open_mpi, user_launcher
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'lib'))
 from checks import check, end  # pylint: disable=wrong-import-position
@@ -39,9 +39,7 @@ SECONDS = 120
 
 
 def command(processes, *flags, program=TRAIN_MPI):
-    """As users start it: a rank that fails ends the job."""
-    words = [word for word in launcher(MPIRUN) if word != '--enable-recovery']
-    return [*words, '-np', str(processes), *([program] if isinstance(program, str) else program), *flags]
+    return [*user_launcher(MPIRUN), '-np', str(processes), *([program] if isinstance(program, str) else program), *flags]
 
 
 def run(words, **variables):

@@ -1,0 +1,164 @@
+#!/usr/bin/env python3
+"""test_compare_mpi.py MPIRUN COMPARE COMPARE_MPI -- the comparison of methods with processes for ranks: the threads' numbers,
+traces and results bit for bit, and one voice
+
+In the full run: every method, 3 and 8 processes, stages that overlap, and a rank that dies or stops on the way.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+from run_mpi import user_launcher
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'lib'))
+from checks import check, end  # pylint: disable=wrong-import-position
+
+MPIRUN = sys.argv[1]
+COMPARE, COMPARE_MPI = (os.path.abspath(path) for path in sys.argv[2:4])
+FULL = bool(os.environ.get('UPIPE_FULL'))
+MODEL = '--heads 8 --kv-heads 4 --head-dim 32 --model-dim 64 --tokens 250'.split()  # tokens that do not divide
+RINGS = ['usp', 'upipe-ring']
+EVERY = ['upipe', 'ulysses', 'upipe-naive', 'ring', 'zigzag', 'stripe', 'double-ring', 'allgather', *RINGS, 'fpdt', 'upipe-fpdt']
+OWN = {'seconds_fwd', 'seconds_bwd', 'transport', 'json', 'trace', 'dump'}  # of a run, beside the results
+MPI = ['--transport', 'mpi']
+SECONDS = 120
+
+
+def command(processes, *flags, program=COMPARE_MPI):
+    return [*user_launcher(MPIRUN), '-np', str(processes), *([program] if isinstance(program, str) else program), *flags]
+
+
+def run(words, folder):
+    job = subprocess.run(words, cwd=folder, capture_output=True, timeout=SECONDS, check=False)
+    return job.returncode, job.stdout.decode(errors='replace'), job.stderr.decode(errors='replace')
+
+
+def tree(folder):
+    found = {}
+    for at, _, names in os.walk(folder):
+        for name in names:
+            with open(os.path.join(at, name), 'rb') as file:
+                found[os.path.relpath(os.path.join(at, name), folder)] = file.read()
+    return found
+
+
+def numbers(folder):
+    """The JSON file without what two runs have apart."""
+    with open(os.path.join(folder, 'numbers.json'), encoding='utf-8') as file:
+        got = json.load(file)
+    transport = got['config']['transport']
+    for part in [got['config'], *got['methods']]:
+        for name in OWN & set(part):
+            del part[name]
+    return transport, got
+
+
+def shape(text):
+    return [(event['pid'], event.get('name'), event['ph']) for event in json.loads(text)]
+
+
+def test_same(folder, processes, methods, *flags):
+    """Threads and processes: the same numbers, results and traces. compare itself holds bytes to the plan."""
+    cut = ['--segments', '2'] if any('fpdt' in name for name in methods) else []
+    words = [*MODEL, *cut, *flags, *(word for name in methods for word in ('--method', name)), '--check', 'on', '--json', 'numbers.json',
+             '--trace', 'traces', '--dump', 'dump']
+    what, results = f'{methods} {flags} on {processes} processes', []
+    for kind, start in (('threads', [COMPARE, '--ranks', str(processes)]), ('mpi', command(processes, *MPI))):
+        top = os.path.join(folder, kind + '-'.join([str(processes), *methods, *flags]))
+        os.mkdir(top)
+        status, said, err = run([*start, *words], top)
+        if not check(status == 0 and err == '', f'{what}, {kind}: {status}: {err}'):
+            return
+        transport, got = numbers(top)
+        check(transport == kind, f'{what}: transport {transport}, not {kind}')
+        tables = [line for line in said.splitlines() if not re.match(r'[a-z-]+ .*\d\.\d{3}   \d', line)]  # rows with seconds
+        results.append((got, tree(top + '/dump'), tree(top + '/traces'), re.sub(r' +\d+\.\d{3} +\d+\.\d{3}(?= )', '', '\n'.join(tables))))
+    (one, dumped, traces, said), (two, dumped_two, traces_two, said_two) = results
+    check(one == two, f'{what}: other numbers:\n{one}\n{two}')
+    check(all(method['err_out'] is not None for method in two['methods']), f'{what}: no errors')
+    check(dumped == dumped_two and len(dumped) >= 10 * len(methods), f'{what}: other results')
+    check([*traces] == [*traces_two] and len(traces) == len(methods), f'{what}: other traces')
+    check(all(shape(traces[name]) == shape(traces_two[name]) for name in traces), f'{what}: other events in the traces')
+    check(said == said_two, f'{what}: says\n{said_two}\nwith threads\n{said}')
+
+
+def test_voice(folder):
+    """What is wrong is said once, by rank 0, whichever rank it is wrong at; and nothing is left."""
+    book = os.path.join(folder, 'book')
+    with open(book, 'wb') as file:
+        file.write(bytes(range(256)))
+    os.symlink(book, book + '0')
+    outputs = ['--json', 'numbers.json', '--trace', 'traces', '--dump', 'dump']
+    each = ['sh', '-c', 'exec "$0" "$@" --data ' + book + '${OMPI_COMM_WORLD_RANK:-$PMI_RANK}', COMPARE_MPI]
+    cases = [(COMPARE_MPI, [*MPI, '--ranks', '4'], '--ranks 4, but the launcher has started 2'),
+             (each, MPI, 'rank 1: the text'), (each, MPI, 'rank 1: --data finds something else')]
+    if FULL:
+        cases += [(COMPARE_MPI, [], 'a launcher has started 2 processes'), (COMPARE, MPI, 'built without MPI'),
+                  (COMPARE_MPI, [*MPI, '--method', 'usp', '--ring', '3'], 'do not divide into rings'),
+                  (COMPARE_MPI, [*MPI, '--json', '/dev/full/none'], 'cannot be written'),
+                  (COMPARE_MPI, [*MPI, '--deadline', '0.00001'], 'deadline passed')]
+    for program, flags, sentence in cases:
+        with tempfile.TemporaryDirectory() as fresh:
+            more = outputs if '--json' not in flags else []
+            status, out, err = run(command(2, *MODEL, *flags, *more, program=program), fresh)
+            said = [line for line in err.splitlines() if line.startswith('compare: ')]
+            check(status != 0 and len(said) == 1 and sentence in said[0] and out == '', f'{sentence}: {status}: {out}{err}')
+            check(tree(fresh) == {}, f'{sentence}: leaves {tree(fresh).keys()}')
+        if sentence == 'rank 1: the text':  # in the next case it can be read, and is another one
+            with open(book + '1', 'wb') as file:
+                file.write(b'\0' * 256)
+
+
+def alive(pid):
+    try:
+        with open(f'/proc/{pid}/stat', 'rb') as file:
+            return file.read().rpartition(b')')[2].split()[0] != b'Z'
+    except OSError:
+        return False
+
+
+def test_lost(folder, what):
+    """A rank is killed or stopped in the middle of a method: the job ends, and leaves no file."""
+    top = os.path.join(folder, f'lost{what}')
+    os.mkdir(top)
+    words = command(3, *MPI, '--tokens', '16384', '--heads', '6', '--head-dim', '32', '--check', 'off', '--method', 'ring', '--progress',
+                    '--deadline', '2', '--json', 'numbers.json', '--trace', 'traces', program=['sh', '-c', 'echo $$ >&2; exec "$0" "$@"', COMPARE_MPI])
+    with subprocess.Popen(words, cwd=top, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True) as job:
+        ranks, said = [], ''
+        for line in job.stderr:
+            said += line
+            if line.strip().isdigit():
+                ranks.append(int(line))
+            if 'with ring' in line:
+                time.sleep(0.3)
+                os.kill(ranks[-1], what)
+        status = job.wait(timeout=SECONDS)
+    check(len(ranks) == 3 and status != 0 and re.search(r'rank \d', said), f'{what.name}: {status}: {said}')
+    check(not any(alive(pid) for pid in ranks), f'{what.name}: processes are left')
+    check(tree(top) == {}, f'{what.name}: leaves {tree(top).keys()}')
+
+
+def main():
+    with tempfile.TemporaryDirectory() as folder:
+        test_same(folder, 4, ['upipe', 'ulysses', 'ring', 'usp', 'fpdt'], '--sinks')
+        test_same(folder, 2, ['ulysses', 'upipe', 'zigzag', 'upipe-fpdt'], '--dtype', 'bf16', '--layers', '3')
+        test_voice(folder)
+        if FULL:
+            test_same(folder, 4, EVERY, '--window', '70', '--rope')
+            test_same(folder, 4, ['upipe', 'fpdt'], '--overlap')
+            test_same(folder, 8, ['ulysses', 'upipe', 'double-ring', *RINGS], '--inner', '4', '--ring', '2')
+            test_same(folder, 3, ['ulysses', 'stripe', 'upipe'], '--offload', '--layers', '2')
+            test_same(folder, 1, ['ulysses', 'ring', 'fpdt'])
+            for what in signal.SIGKILL, signal.SIGSTOP:
+                test_lost(folder, what)
+    return end('compare_mpi')
+
+
+if __name__ == '__main__':
+    sys.exit(main())
