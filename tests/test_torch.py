@@ -2,8 +2,8 @@
 """test_torch.py LIBRARY TOP -- examples/abi/upipe_torch.py against PyTorch's own attention in double precision
 
 O and the gradients of Q, K, V on one to four ranks; a network of two layers with fused projections, whose gradients of
-weights are summed over the ranks; what is refused. An error may be three times that of PyTorch in f32. Where no Python here
-has PyTorch the test is left out (status 77).
+weights are summed over the ranks; layers under torch.utils.checkpoint; what is refused. An error may be three times that
+of PyTorch in f32. Where no Python here has PyTorch the test is left out (status 77).
 """
 
 import copy
@@ -24,6 +24,8 @@ except ImportError:
             os.execv(PLACE, [PLACE] + sys.argv)
     print('left out: PyTorch, which no Python here has: install python3-torch')
     sys.exit(77)
+
+from torch.utils.checkpoint import checkpoint  # pylint: disable=wrong-import-position
 
 LIBRARY = os.path.abspath(sys.argv[1])
 sys.path.insert(0, os.path.join(sys.argv[2], 'examples', 'abi'))
@@ -133,6 +135,33 @@ def test_network():
     compare('network', names, [sum(p) for p in zip(*parts)], rounded, exact)
 
 
+def test_checkpointed():
+    """Three layers whose forwards are repeated: the bits of those that are kept."""
+    torch.manual_seed(2)
+    x, found = torch.randn(1, TOKENS, 2, DIM), {}
+    for reentrant, layers in ((None, 3), (True, 1), (False, 4)):
+        u = Attention(LIBRARY, tokens=TOKENS, ranks=2, heads=2, head_dim=DIM, causal=1, layers=layers)
+        found[reentrant] = [None, None]
+
+        def rank_main(rank):
+            def layer(t):
+                return torch.tanh(attention(u, rank, t, t * 0.5, t + 1))
+
+            first, count = u.rows(rank)
+            y = x[:, first:first + count].clone().requires_grad_(True)
+            for _ in range(2):
+                z, y.grad = y, None
+                for _ in range(3):
+                    z = layer(z) if reentrant is None else checkpoint(layer, z, use_reentrant=reentrant)
+                z.square().sum().backward()
+            found[reentrant][rank] = y.grad  # pylint: disable=cell-var-from-loop
+
+        u.run(rank_main)
+        u.close()
+        for got, kept in zip(found[reentrant], found[None]):
+            check(torch.equal(got, kept), f'checkpointed, reentrant {reentrant}: other bits')
+
+
 def refused(words, what):
     try:
         what()
@@ -152,9 +181,8 @@ def test_refused():
     o.sum().backward(retain_graph=True)
     slope, = torch.autograd.grad(attention(u, 0, q, q, q).square().sum(), q, create_graph=True)
     refused('once_differentiable', slope.sum().backward)
-    attention(u, 0, q, q, q)
-    u.drop(0)
-    refused('nothing to drop', lambda: u.drop(0))
+    attention(u, 0, q, q, q)  # thrown away: its layer is free again
+    refused('nothing to drop', lambda: u.drop(0, u.free_layer(0)))
     refused('consumed before', o.sum().backward)
     other = attention(u, 0, q, q, q)  # has the layer of the first one
     refused('consumed before', o.sum().backward)
@@ -167,6 +195,7 @@ def main():
     for case in ((1, 0, 4, 2, True, 1), (2, 2, 4, 2, True, 1), (2, 4, 4, 4, False, 2), (4, 0, 8, 2, True, 2), (3, 3, 6, 2, False, 1)):
         test_tensors(*case)
     test_network()
+    test_checkpointed()
     test_refused()
     return end(f'torch {torch.__version__}')
 

@@ -53,6 +53,7 @@ class Attention:
         if not self.handle:
             raise Error(why.value.decode())
         self.held = [set() for _ in range(self.desc.ranks)]  # of each rank, layers whose backward is still to come
+        self.lost = [[] for _ in range(self.desc.ranks)]  # and those of them for which nobody can ask any more
 
     def of(self, rank):
         """The handle for a call of this rank; the library sees a number and a pointer alone."""
@@ -71,6 +72,8 @@ class Attention:
 
     def free_layer(self, rank):
         """A layer for the next forward."""
+        while self.lost[rank]:
+            self.drop(rank, self.lost[rank].pop())
         for layer in range(self.desc.layers):
             if layer not in self.held[rank]:
                 return layer

@@ -9,7 +9,8 @@
 In place of torch.nn.functional.scaled_dot_product_attention where each rank holds a part of every sequence. All ranks make
 the same calls in the same order, backwards in reverse order. PyTorch runs the backward of CPU tensors on the thread that
 asks for it, so that a rank's backward meets those of the others. Of the forwards whose backward is still to come there may
-be as many as the handle has layers; a forward without gradients keeps nothing.
+be as many as the handle has layers. A forward without gradients holds none, nor one whose result is thrown away. Under
+torch.utils.checkpoint with use_reentrant=False the repeated forward needs one layer more.
 """
 
 import torch
@@ -29,26 +30,39 @@ def check(u, rank, q, k, v):
             raise Error(f'{name} is {tuple(tensor.shape)}; rank {rank} has {shape}: batch, tokens, heads, head dim')
 
 
+class Held:
+    """A forward's layer. Its backward ends it, or the end of the last graph that could ask for that backward: Python may
+    notice this on another rank's thread, so that the rank's next forward drops the layer."""
+
+    def __init__(self, u, rank, layer):
+        self.u, self.rank, self.layer, self.spent = u, rank, layer, False
+
+    def __del__(self):
+        if not self.spent:
+            self.u.lost[self.rank].append(self.layer)
+
+
 class ContextAttention(torch.autograd.Function):  # pylint: disable=abstract-method
     @staticmethod
     def forward(ctx, u, rank, layer, q, k, v):  # pylint: disable=arguments-differ
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # a slice of a fused projection is copied
         o = torch.empty_like(q)
         u.qkv_fwd(rank, o.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), layer=layer)
-        ctx.u, ctx.rank, ctx.layer, ctx.spent = u, rank, layer, False
+        ctx.held = Held(u, rank, layer)
         ctx.save_for_backward(q, k, v, o)
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):  # pylint: disable=arguments-differ
-        if ctx.spent:  # its layer may be another forward's by now
+        held = ctx.held
+        if held.spent:  # its layer may be another forward's by now
             raise Error('what the forward has left was consumed before, by its first backward')
-        ctx.spent = True
+        held.spent = True
         q, k, v, o = ctx.saved_tensors
         dout = dout.contiguous()
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        ctx.u.qkv_bwd(ctx.rank, *(t.data_ptr() for t in (dq, dk, dv, dout, o, q, k, v)), layer=ctx.layer)
+        held.u.qkv_bwd(held.rank, *(t.data_ptr() for t in (dq, dk, dv, dout, o, q, k, v)), layer=held.layer)
         return None, None, None, dq, dk, dv
 
 
@@ -61,10 +75,4 @@ def attention(u, rank, q, k, v):
     backward, and what another rank has failed with
     """
     check(u, rank, q, k, v)
-    layer = u.free_layer(rank)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
-        return ContextAttention.apply(u, rank, layer, q, k, v)
-    with torch.no_grad():
-        o = ContextAttention.apply(u, rank, layer, q, k, v)
-    u.drop(rank, layer)
-    return o
+    return ContextAttention.apply(u, rank, u.free_layer(rank), q, k, v)
