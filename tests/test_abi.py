@@ -125,6 +125,22 @@ def main():
     refused(abi, lambda: u.run(one_leaves), 'other plans')
     check(time.monotonic() - began < 30, 'a rank waits for one that has left')  # the deadline is 60 s
     u.close()
+
+    said = [None, None]
+
+    def one_refused(rank):
+        t = floats([0.0] * (u.rows(rank)[1] * HEADS * DIM))
+        try:
+            u.qkv_fwd(rank, t, t, t, t, layer=rank * 5)
+        except abi.Error as error:
+            said[rank] = str(error)
+
+    u = abi.Attention(library, tokens=TOKENS, ranks=2, heads=HEADS, head_dim=DIM)
+    began = time.monotonic()
+    u.run(one_refused)
+    check(time.monotonic() - began < 30, 'a rank waits for one whose call was refused')
+    check(all('forward 5 of 1' in str(words) for words in said), f'a layer that is not there: {said}')
+    u.close()
     return end('abi')
 
 

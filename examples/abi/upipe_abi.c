@@ -103,14 +103,22 @@ int64_t upipe_abi_rows(const upipe_abi *u, int rank, int64_t *first)
     return upipe_plan_tokens(&u->rank[rank].plan, rank, first);
 }
 
+/* A refused call is a failed rank's: the others are in theirs already, or on their way. */
+static int abi_leave(abi_rank *r, upipe_status s)
+{
+    upipe_comm_abort(r->ctx.team, r->ctx.err.text);
+    return (int)s;
+}
+
 int upipe_abi_qkv_fwd(upipe_abi *u, int rank, int layer, float *o, const float *q, const float *k,
                       const float *v)
 {
     abi_rank *r = &u->rank[rank];
     const upipe_qkv a = abi_call(u, &r->plan, o, q, k, v);
     if (layer < 0 || layer >= u->desc.layers || r->saved[layer].lse != NULL)
-        return (int)upipe_fail(&r->ctx.err, UPIPE_ERR_ARG, "forward %d of %d, or again before its backward",
-                               layer, (int)u->desc.layers);
+        return abi_leave(r, upipe_fail(&r->ctx.err, UPIPE_ERR_ARG,
+                                       "forward %d of %d, or again before its backward", layer,
+                                       (int)u->desc.layers));
     return (int)upipe_qkv_fwd(&r->ctx, &a, &r->saved[layer]);
 }
 
@@ -122,7 +130,8 @@ int upipe_abi_qkv_bwd(upipe_abi *u, int rank, int layer, float *dq, float *dk, f
     const upipe_plan *p = &r->plan;
     upipe_qkv_grads g;
     if (layer < 0 || layer >= u->desc.layers)
-        return (int)upipe_fail(&r->ctx.err, UPIPE_ERR_ARG, "backward %d of %d", layer, (int)u->desc.layers);
+        return abi_leave(
+            r, upipe_fail(&r->ctx.err, UPIPE_ERR_ARG, "backward %d of %d", layer, (int)u->desc.layers));
     g.dout = abi_view(dout, p, p->desc.heads), g.dq = abi_view(dq, p, p->desc.heads);
     g.dk = abi_view(dk, p, p->desc.kv_heads), g.dv = abi_view(dv, p, p->desc.kv_heads), g.dsinks = NULL;
     return (int)upipe_qkv_bwd(&r->ctx, &a, &g, &r->saved[layer]);
