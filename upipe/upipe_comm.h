@@ -262,6 +262,15 @@ UPIPE_API upipe_status upipe_comm_settle(upipe_ctx *c)
     return c->ring != NULL && c->ring->ops.settle != NULL ? c->ring->ops.settle(c, c->ring) : UPIPE_OK;
 }
 
+/* upipe_comm_results -- before the host takes what it has from ctx->stream: the failure of a team or ring whose
+ *                       transfers are left to the stream, as it has cut them off. upipe_comm_settle tells it once
+ */
+UPIPE_API upipe_status upipe_comm_results(upipe_ctx *c)
+{
+    if (c->team != NULL && c->team->ops.settle != NULL) UPIPE_TRY(upi_comm_whole(c, c->team));
+    return c->ring != NULL && c->ring->ops.settle != NULL ? upi_comm_whole(c, c->ring) : UPIPE_OK;
+}
+
 /* upipe_comm_barrier -- returns when every rank of the team has called it
  *   errors  ARG (comm is NULL, a transfer in progress); others as upipe_comm_wait
  */

@@ -10,7 +10,8 @@
  *
  *     in body:  world_use(&w, rank, &ctx);      ctx.team, and ctx.ring, NULL where R = 1
  *               world_all(&w, rank)             the communicator of all
- *               world_side(&w, rank)            a second one, for a side stream; if options.with_side
+ *               world_side(&w, rank)            a second one, for a side stream (a thread, or on a device the caller); if
+ *                                               options.with_side
  *
  * Ranks lie as in grid.h. Where they are processes, those of a machine are neighbours, so that a team stays
  * inside a machine where it can. Rank 0 speaks: sentences of other processes are held (cli.h) until
@@ -33,7 +34,7 @@ static const char *const world_names[WORLD_TRANSPORTS] = {"threads", "mpi", "ncc
 typedef struct world_options {
     int transport, node_ranks; /* node_ranks 0: the launcher says */
     int chosen;                /* --transport was given */
-    int with_side;             /* a second communicator of all ranks, which another thread may use */
+    int with_side; /* a second communicator of all ranks; nccl: for the same thread's other streams */
 } world_options;
 
 struct world;

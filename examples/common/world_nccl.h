@@ -186,6 +186,17 @@ static upipe_status world_nccl_open(struct world *w, const launch *l, int node_r
     return world_nccl_place(w, l, node_ranks, e);
 }
 
+/* What has been made of a world that comes to nothing. */
+static void world_nccl_drop(struct world *w, const char *why)
+{
+    world_nccl *n = (world_nccl *)w->own;
+    int i;
+    for (i = 0; i < WORLD_NCCL_COMMS; ++i) upipe_comm_abort(&n->end[i].comm, why);
+    for (i = 0; i < WORLD_NCCL_COMMS; ++i) (void)upipe_nccl_free(&n->end[i], NULL);
+    free(n);
+    w->own = NULL;
+}
+
 /* 0, or -1 with the sentence out. */
 static int world_nccl_begin(struct world *w, const world_options *o)
 {
@@ -204,6 +215,7 @@ static int world_nccl_begin(struct world *w, const world_options *o)
     s = world_nccl_open(w, &l, o->node_ranks, &e);
     if (s == UPIPE_OK) return 0;
     if (e.text[0] != 0) cli_fail("rank %d: %s%s", l.rank, cli_status(s), e.text);
+    world_nccl_drop(w, e.text);
     return -1;
 }
 

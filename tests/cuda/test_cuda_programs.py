@@ -170,6 +170,17 @@ def test_world():
         check(not unlike, f'{hosts} {flags}: other {unlike} over NCCL')
 
 
+def test_world_failures():
+    """What fails while the ranks meet is said, and leaves nothing on the devices (the program's status is 3 otherwise)."""
+    if not there('train_ranks'):
+        return
+    flags = [*MODEL[:MODEL.index('--ranks')], '--device', 'cuda', '--transport', 'nccl', '--steps', '1', '--sample', '0',
+             '--deadline', '0.5']
+    for k in 3, 6, 8, 12, 40, 90, 150:
+        done = run('train_ranks', 'ab', *flags, FAKE_FAIL=k)
+        check(done.returncode == 1 and 'train: ' in done.stderr, f'FAKE_FAIL={k}: {done.returncode} {done.stderr}')
+
+
 def test_world_alone():
     """What a process says that is alone, or should not be."""
     if not there('train'):
@@ -252,6 +263,7 @@ def main():
     test_methods()
     test_train()
     test_world()
+    test_world_failures()
     test_world_alone()
     test_failures()
     test_bench()

@@ -9,6 +9,7 @@
 #include "fake/fake_pool.h"
 
 #include "upipe/net/upipe_net_nccl.h"
+#include "upipe/cuda/upipe_cuda_device.h"
 
 #define RANK_FIELDS                   \
     ncclComm_t nccl; /* the host's */ \
@@ -468,6 +469,32 @@ static upipe_status behind_body(rank_buf *k)
 
 enum { SERIALISED, DISORDER, OTHER_GONE, JOINED };
 
+void device_cuda_ops(upipe_ops *ops, upipe_cuda *device); /* ../cuda/table.cpp */
+
+/* The team has failed, and with it a transfer into k->recv: the host gets no number of it, from neither entry of the
+ * table, and waits for its device as before. */
+static void check_no_result(rank_buf *k)
+{
+    float host[4] = {0};
+    double sum;
+    upipe_ctx c = k->ctx;
+    upipe_cuda device;
+    upipe_ops ops;
+    cublasHandle_t blas;
+    CHECK(cublasCreate(&blas) == CUBLAS_STATUS_SUCCESS);
+    CHECK_STATUS(upipe_cuda_init(&device, blas, &c.err), UPIPE_OK, c.err);
+    device_cuda_ops(&ops, &device);
+    c.ops = &ops;
+    CHECK_STATUS(ops.total(&c, &sum, upipe_view_packed(k->recv, UPIPE_F32, 4, 1, 1), 0), UPIPE_ERR_ABORTED,
+                 c.err);
+    CHECK_STATUS(ops.copy(&c, host, k->recv, sizeof host), UPIPE_ERR_ABORTED, c.err);
+    CHECK_TEXT(c.err.text, upi_nccl_failure(c.team)->text);
+    CHECK_STATUS(ops.copy(&c, k->recv, host, sizeof host), UPIPE_OK, c.err);
+    CHECK_STATUS(ops.sync(&c), UPIPE_OK, c.err);
+    CHECK_STATUS(upipe_cuda_free(&device, &c.err), UPIPE_OK, c.err);
+    CHECK(cublasDestroy(blas) == CUBLAS_STATUS_SUCCESS);
+}
+
 /* Transfers of both in turn, on a stream each. DISORDER: one rank begins with the other one. OTHER_GONE: one rank never
  * comes to the second one, and the first one fails with it. */
 static upipe_status pair_body(rank_buf *k, upipe_nccl *second, upipe_ctx *other)
@@ -493,7 +520,9 @@ static upipe_status pair_body(rank_buf *k, upipe_nccl *second, upipe_ctx *other)
     if (s == UPIPE_OK) s = c->ops->sync(c); /* of one stream: and all transfers have ended */
     if (what != SERIALISED) {
         CHECK(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED);
-        if (!(what == OTHER_GONE && odd)) CHECK(k->team.nccl == NULL && second->nccl == NULL);
+        if (what == OTHER_GONE && odd) return s;
+        CHECK(k->team.nccl == NULL && second->nccl == NULL);
+        check_no_result(k);
         return s;
     }
     UPIPE_TRY(s);

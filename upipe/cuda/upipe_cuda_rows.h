@@ -342,7 +342,8 @@ UPIPE_API upipe_status upi_cuda_copy(upipe_ctx *c, void *dst, const void *src, s
     UPIPE_TRY(upi_cuda_pageable(c, src, &from));
     if (to || from) UPIPE_TRY(upi_cuda_host_waits(c, "a copy of ordinary host memory"));
     UPIPE_CUDA_TRY(&c->err, cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, (cudaStream_t)c->stream));
-    return to || from ? upi_cuda_sync(c) : UPIPE_OK;
+    if (to || from) UPIPE_TRY(upi_cuda_sync(c));
+    return to ? upipe_comm_results(c) : UPIPE_OK;
 }
 
 UPIPE_API upipe_status upi_cuda_zero(upipe_ctx *c, void *dst, size_t bytes)

@@ -405,6 +405,7 @@ UPIPE_API upipe_status upi_cuda_total(upipe_ctx *c, double *out, upipe_view x, i
     UPIPE_CUDA_TRY(&c->err, cudaMemcpyAsync(self->result, sums, sizeof *out, cudaMemcpyDeviceToHost,
                                             (cudaStream_t)c->stream));
     UPIPE_TRY(upi_cuda_sync(c));
+    UPIPE_TRY(upipe_comm_results(c));
     memcpy(out, self->result, sizeof *out);
     return UPIPE_OK;
 }

@@ -18,10 +18,10 @@
  * afterwards comes behind it, and the host runs ahead of the device by up to UPIPE_NCCL_AHEAD operations. A block
  * of a pool may be freed at once, as its next use is enqueued behind the transfer. A failure shows in a later call
  * of the team, in ops.sync and what else of the table waits for the stream (upipe_comm_settle), or in
- * upipe_nccl_sync: the one that detects it returns it, and after that ops.sync waits for the device alone. A host that
- * makes such a call itself unwinds after a failure (upipe_unwind), which locks the pool. cudaStreamSynchronize would
- * wait for a dead peer for ever. With team.ahead = 0, set right after init, wait returns when the transfer is
- * complete on the device.
+ * upipe_nccl_sync: the one that detects it returns it. After that ops.sync waits for the device alone, while ops.total
+ * and copies to ordinary host memory return the failure (upipe_comm_results). A host that makes such a call itself
+ * unwinds after a failure (upipe_unwind), which locks the pool. cudaStreamSynchronize would wait for a dead peer for
+ * ever. With team.ahead = 0, set right after init, wait returns when the transfer is complete on the device.
  *
  * Several communicators. A rank may be in a team, a ring and a world. NCCL requires that the operations of all
  * communicators of a device are issued in the same order on all ranks, or that none waits for another: otherwise
@@ -45,7 +45,8 @@
  * with the ncclAllGather of an all-gather; it needs one block of one multiprocessor for a moment, the data
  * none. If any differ, all ranks send and receive in a group. All of this happens in wait, on a stream of the
  * transport: what the host enqueues on ctx->stream between start and wait runs at the same time. In wait the host
- * waits for the comparison, and not for the data. ncclCommAbort does not end a copy engine that waits
+ * waits for the comparison, and not for the data. The comparison is an operation like others: it comes behind the
+ * transfers of joined teams that were issued before, and the host waits for those with it. ncclCommAbort does not end a copy engine that waits
  * for a peer's; after the comparison that can happen only if a rank dies, or its device fails, at that
  * moment. In a graph every transfer is a group.
  *
