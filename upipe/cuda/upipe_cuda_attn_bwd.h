@@ -243,32 +243,83 @@ UPI_DEVICE void upi_cuda_attn_bwd_capped(float s[N][4], float dp[N][4], const fl
     }
 }
 
-/* Adds the block's part to dQ of a tile, when it is its turn: the first block finds nothing there, the last
- * one writes the sum to dq. With merge all of them add to dq. A barrier between the fence and the release
- * makes one thread's release stand for all, and likewise its acquire. */
-template <int D, int N, int MASKED>
-UPI_DEVICE void upi_cuda_attn_bwd_add(const upi_cuda_attn_bwd_args &g, const float dq[N][4], int h, int m,
-                                      int block)
+/* Where two warps share 16 keys: dV and dK of half of the columns, from all of P and dS. */
+template <int D, int N>
+UPI_DEVICE void upi_cuda_attn_bwd_times_shared(float dk[N][4], float dv[N][4], uint32_t base, uint32_t at_q,
+                                               uint32_t at_dout)
 {
     typedef upi_cuda_attn_bwd_shape<D> shape;
     const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<D>();
-    const int64_t q0 = (int64_t)m * shape::ROWS;
-    const int is_first =
-        block == 0 ||
-        (MASKED && upi_cuda_attn_bwd_tiles_of<shape::KEYS, shape::ROWS, MASKED>(g, block - 1).end <= m);
-    const int is_last =
-        MASKED ? block + 1 == g.blocks ||
-                     upi_cuda_attn_bwd_tiles_of<shape::KEYS, shape::ROWS, MASKED>(g, block + 1).first > m
-               : upi_cuda_attn_reach(g.a, q0, shape::ROWS) <= (int64_t)(block + 1) * shape::KEYS;
-    int *turn = g.turns + 1 + (int64_t)h * g.tiles + m;
-    if (!is_first) {
-        if (at.tid == 0)
-            while (upi_load_acquire(turn) != block) upi_pause();
-        __syncthreads();
+    const uint32_t mine_s = upi_cuda_attn_at<shape::S_ROW>(at.lane % 16, at.lane / 16);
+    UPI_UNROLL
+    for (int k = 0; k < shape::ROWS / 16; ++k) {
+        uint32_t x[4];
+        const uint32_t from = base + at.row0 * shape::S_ROW * 2 + upi_cuda_attn_chunk(mine_s, 2 * k);
+        const uint32_t rows = upi_cuda_attn_chunk(at.mine, at.share * N) + k * 16 * D * 2;
+        upi_load_matrix4(x, from + shape::AT_P);
+        upi_cuda_attn_times<N>(dv, x, at_dout + rows);
+        upi_load_matrix4(x, from + shape::AT_S);
+        upi_cuda_attn_times<N>(dk, x, at_q + rows);
     }
+}
+
+/* The block's part of dQ: the warp's 16 queries and N * 8 columns. */
+template <int D, int N> UPI_DEVICE void upi_cuda_attn_bwd_dq(float dq[N][4], uint32_t base)
+{
+    typedef upi_cuda_attn_bwd_shape<D> shape;
+    const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<D>();
+    const uint32_t columns = base + upi_cuda_attn_chunk(at.mine, at.dq_share * N);
+    /* dS lies transposed: the four matrices come in the order of the A operand all the same */
+    const uint32_t mine_s =
+        base + shape::AT_S +
+        upi_cuda_attn_at<shape::S_ROW>(at.lane % 8 + at.lane / 16 * 8, at.dq_row0 / 8 + at.lane / 8 % 2);
+    UPI_UNROLL
+    for (int i = 0; i < N; ++i) dq[i][0] = dq[i][1] = dq[i][2] = dq[i][3] = 0;
+    UPI_CUDA_ATTN_TURNS(2)
+    for (int k = 0; k < shape::KEYS / 16; ++k) {
+        uint32_t x[4];
+        upi_load_matrix4_trans(x, mine_s + k * 16 * shape::S_ROW * 2);
+        upi_cuda_attn_times<N>(dq, x, columns + k * 16 * D * 2);
+    }
+}
+
+/* Whether no block before adds to dQ of the tile; whether none after does. */
+template <int D, int MASKED>
+UPI_DEVICE int upi_cuda_attn_bwd_is_first(const upi_cuda_attn_bwd_args &g, int m, int block)
+{
+    typedef upi_cuda_attn_bwd_shape<D> shape;
+    return block == 0 ||
+           (MASKED && upi_cuda_attn_bwd_tiles_of<shape::KEYS, shape::ROWS, MASKED>(g, block - 1).end <= m);
+}
+
+template <int D, int MASKED>
+UPI_DEVICE int upi_cuda_attn_bwd_is_last(const upi_cuda_attn_bwd_args &g, int m, int block)
+{
+    typedef upi_cuda_attn_bwd_shape<D> shape;
+    return MASKED ? block + 1 == g.blocks ||
+                        upi_cuda_attn_bwd_tiles_of<shape::KEYS, shape::ROWS, MASKED>(g, block + 1).first > m
+                  : upi_cuda_attn_reach(g.a, (int64_t)m * shape::ROWS, shape::ROWS) <=
+                        (int64_t)(block + 1) * shape::KEYS;
+}
+
+/* Whose turn it is at a tile. */
+UPI_DEVICE int *upi_cuda_attn_bwd_turn(const upi_cuda_attn_bwd_args &g, int h, int m)
+{
+    return g.turns + 1 + (int64_t)h * g.tiles + upi_cuda_attn_anew(m);
+}
+
+/* What becomes of a block's part of dQ: it is the first, it is added, it is the last and the sum goes to dq, or
+ * it is all there is. */
+enum { UPI_BWD_BEGIN, UPI_BWD_ADD, UPI_BWD_END, UPI_BWD_ALL };
+
+template <int D, int N, int WHAT>
+UPI_DEVICE void upi_cuda_attn_bwd_part(const upi_cuda_attn_bwd_args &g, const float dq[N][4], int h, int m)
+{
+    typedef upi_cuda_attn_bwd_shape<D> shape;
+    const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<D>();
     UPI_UNROLL
     for (int half = 0; half < 2; ++half) {
-        const int64_t row = q0 + at.dq_row0 + at.lane / 4 + half * 8;
+        const int64_t row = (int64_t)m * shape::ROWS + at.dq_row0 + at.lane / 4 + half * 8;
         const int first = at.dq_share * N * 8 + at.lane % 4 * 2;
         float *sum = g.dq_sum + row * g.dq_sum_step + h * g.dq_sum_head + first;
         upi_bf16 *to = g.dq + row * g.dq_step + h * g.dq_head + first;
@@ -278,18 +329,31 @@ UPI_DEVICE void upi_cuda_attn_bwd_add(const upi_cuda_attn_bwd_args &g, const flo
             upi_cuda_attn_pair *pair = (upi_cuda_attn_pair *)(sum + i * 8);
             float x = dq[i][2 * half], y = dq[i][2 * half + 1];
             if (first + i * 8 >= g.a.d) continue;
-            if (!is_first || g.a.merge) x = pair->x + x, y = pair->y + y;
-            if (is_last && !g.a.merge)
-                *(uint32_t *)(to + i * 8) = upi_pack_bf16(x, y);
-            else
-                pair->x = x, pair->y = y;
+            if (WHAT == UPI_BWD_BEGIN) pair->x = x, pair->y = y;
+            if (WHAT == UPI_BWD_ADD) {
+                upi_add_alone(&pair->x, x);
+                upi_add_alone(&pair->y, y);
+            }
+            if (WHAT == UPI_BWD_END) x = pair->x + x, y = pair->y + y;
+            if (WHAT >= UPI_BWD_END) *(uint32_t *)(to + i * 8) = upi_pack_bf16(x, y);
         }
     }
-    if (!is_last) {
-        __threadfence();
-        __syncthreads();
-        if (at.tid == 0) upi_add_release(turn, is_first ? block + 1 : 1);
-    }
+}
+
+/* Adds the block's part to dQ of a tile, whose turn it has: the first block finds nothing there, the last one
+ * writes the sum to dq. With merge all of them add to dq. Only the last one waits for what is there. */
+template <int D, int N>
+UPI_DEVICE void upi_cuda_attn_bwd_add(const upi_cuda_attn_bwd_args &g, const float dq[N][4], int h, int m,
+                                      int is_first, int is_last)
+{
+    if (g.a.merge || (!is_first && !is_last))
+        upi_cuda_attn_bwd_part<D, N, UPI_BWD_ADD>(g, dq, h, m);
+    else if (!is_last)
+        upi_cuda_attn_bwd_part<D, N, UPI_BWD_BEGIN>(g, dq, h, m);
+    else if (!is_first)
+        upi_cuda_attn_bwd_part<D, N, UPI_BWD_END>(g, dq, h, m);
+    else
+        upi_cuda_attn_bwd_part<D, N, UPI_BWD_ALL>(g, dq, h, m);
 }
 
 /* Tiles first .. end - 1 see no key at all, and no block takes them: zeros for their gradients. */
@@ -327,7 +391,7 @@ void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
 {
     typedef upi_cuda_attn_bwd_shape<D> shape;
     const int KEYS = shape::KEYS, ROWS = shape::ROWS, THREADS = shape::THREADS, SHARES = shape::SHARES;
-    const int COLUMNS = MASKED && D == 128 ? 32 : (int)shape::COLUMNS, S_ROW = shape::S_ROW;
+    const int COLUMNS = MASKED && D == 128 ? 32 : (int)shape::COLUMNS;
     const int OUT = D / SHARES / 8;                    /* tiles of 8 columns of dV and dK, a warp's */
     const int DQ = D / (shape::WARPS * 16 / ROWS) / 8; /* the same of dQ */
     UPI_SHARED(unsigned char, shared);
@@ -360,6 +424,8 @@ void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
                                     at.share * OUT * 8, g.a.d);
         upi_cuda_attn_grad_get<OUT>(dv, g.dv + kv * g.dv_head + k0 * g.dv_step, g.dv_step, end, at.row0,
                                     at.share * OUT * 8, MASKED ? g.a.v_dim : g.a.d);
+        upi_copy_wait<0>();
+        __syncthreads(); /* the first tile is there */
     }
 
     while (h < last_head) {
@@ -370,8 +436,6 @@ void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
         const int next_h = m > mine.first ? h : h + 1, next_m = m > mine.first ? m - 1 : mine.end - 1;
         const uint32_t at_q = base + shape::AT_Q + slot * ROWS * D * 2,
                        at_dout = at_q + (shape::AT_DOUT - shape::AT_Q);
-        upi_copy_wait<0>();
-        __syncthreads(); /* the tile is there, and every warp is through with the one before */
         if (next_h < last_head) upi_cuda_attn_bwd_load<D, MASKED>(g, base, next_h, next_m, slot ^ 1);
         UPI_CUDA_ATTN_TURNS(1)
         for (int part = 0; part < ROWS / SHARES / COLUMNS; ++part) {
@@ -416,37 +480,24 @@ void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
             }
         }
         __syncthreads(); /* dS is there */
+        /* One thread asks for the turn, while the others multiply; another gives it on. Barriers between make the
+         * acquire of the one, and the release of the other, stand for all. */
+        if (threadIdx.x == 32 && !upi_cuda_attn_bwd_is_first<D, MASKED>(g, m, now))
+            while (upi_load_acquire(upi_cuda_attn_bwd_turn(g, h, m)) != now) upi_pause();
         if (next_h < last_head) upi_cuda_attn_bwd_stats<D>(g, next_h, next_m, stats);
-        if (SHARES > 1) {
-            const uint32_t mine_s = upi_cuda_attn_at<shape::S_ROW>(at.lane % 16, at.lane / 16);
-            UPI_UNROLL
-            for (int k = 0; k < ROWS / 16; ++k) {
-                uint32_t x[4];
-                const uint32_t from = base + at.row0 * S_ROW * 2 + upi_cuda_attn_chunk(mine_s, 2 * k);
-                const uint32_t rows = upi_cuda_attn_chunk(at.mine, at.share * OUT) + k * 16 * D * 2;
-                upi_load_matrix4(x, from + shape::AT_P);
-                upi_cuda_attn_times<OUT>(dv, x, at_dout + rows);
-                upi_load_matrix4(x, from + shape::AT_S);
-                upi_cuda_attn_times<OUT>(dk, x, at_q + rows);
-            }
-        }
+        if (SHARES > 1) upi_cuda_attn_bwd_times_shared<D, OUT>(dk, dv, base, at_q, at_dout);
         {
-            const uint32_t columns = base + upi_cuda_attn_chunk(at.mine, at.dq_share * DQ);
-            /* dS lies transposed: the four matrices come in the order of the A operand all the same */
-            const uint32_t mine_s = base + shape::AT_S +
-                                    upi_cuda_attn_at<shape::S_ROW>(at.lane % 8 + at.lane / 16 * 8,
-                                                                   at.dq_row0 / 8 + at.lane / 8 % 2);
             float dq[DQ][4];
-            UPI_UNROLL
-            for (int i = 0; i < DQ; ++i) dq[i][0] = dq[i][1] = dq[i][2] = dq[i][3] = 0;
-            UPI_CUDA_ATTN_TURNS(2)
-            for (int k = 0; k < KEYS / 16; ++k) {
-                uint32_t x[4];
-                upi_load_matrix4_trans(x, mine_s + k * 16 * S_ROW * 2);
-                upi_cuda_attn_times<DQ>(dq, x, columns + k * 16 * D * 2);
-            }
+            upi_cuda_attn_bwd_dq<D, DQ>(dq, base);
             if (next_h < last_head) upi_cuda_attn_bwd_keep<D>(shared, slot ^ 1, stats);
-            upi_cuda_attn_bwd_add<D, DQ, MASKED>(g, dq, h, m, now);
+            const int is_first = upi_cuda_attn_bwd_is_first<D, MASKED>(g, m, now);
+            const int is_last = upi_cuda_attn_bwd_is_last<D, MASKED>(g, m, now);
+            __syncthreads(); /* it is the block's turn */
+            upi_cuda_attn_bwd_add<D, DQ>(g, dq, h, m, is_first, is_last);
+            upi_copy_wait<0>();
+            __syncthreads(); /* every warp is through with the tile, has added, and the next one is there */
+            if (threadIdx.x == 0 && !is_last)
+                upi_add_release(upi_cuda_attn_bwd_turn(g, h, m), is_first ? now + 1 : 1);
         }
         h = next_h, m = next_m, slot ^= 1;
     }
