@@ -118,6 +118,7 @@ std::set<ncclComm_t> &comms()
 
 uint64_t ids;
 int symmetric = 2;
+int domain; /* 0: all ranks */
 long engine_calls;
 bool one_at_a_time;
 
@@ -140,6 +141,11 @@ ncclWindow_t window_of(ncclComm_t comm, const void *p)
         if (live_window(w) && w->symmetric && (const char *)p >= w->p && (const char *)p < w->p + w->bytes)
             return w;
     return NULL;
+}
+
+int domain_of(ncclComm_t comm)
+{
+    return domain > 0 ? domain : comm->of->ranks;
 }
 
 ncclResult_t refuse(ncclComm_t comm, ncclResult_t r, const char *why)
@@ -721,10 +727,24 @@ ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window)
     return call.fails ? fail(call, ncclUnhandledCudaError) : ncclSuccess;
 }
 
+ncclTeam_t ncclTeamLsa(ncclComm_t comm)
+{
+    fake_call call("ncclTeamLsa");
+    const int ranks = domain_of(alive(comm, call.name));
+    if (call.fails) return ncclTeam_t();
+    return {ranks, comm->rank % ranks, 1};
+}
+
 void fake_symmetric(int whom)
 {
     fake_look look;
     symmetric = whom;
+}
+
+void fake_domain(int ranks)
+{
+    fake_look look;
+    domain = ranks;
 }
 
 void fake_one_at_a_time(int on)
@@ -790,7 +810,8 @@ ncclResult_t ncclAlltoAll(const void *send, void *receive, size_t count, ncclDat
     ncclWindow_t to = window_of(alive(comm, call.name), receive);
     const char *how = call.name;
     ncclResult_t bad = check_type(comm, type);
-    if (comm->policy == NCCL_CTA_POLICY_ZERO && to != NULL && window_of(comm, send) != NULL) {
+    if (comm->policy == NCCL_CTA_POLICY_ZERO && to != NULL && window_of(comm, send) != NULL &&
+        domain_of(comm) == comm->of->ranks) {
         how = "ncclAlltoAll by copy engines";
         place = (size_t)((char *)receive - to->p);
         if (fake_is_legacy(fake_stream(stream)))

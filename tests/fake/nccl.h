@@ -34,6 +34,10 @@
 typedef struct ncclComm *ncclComm_t;
 typedef struct ncclWindow_vidmem *ncclWindow_t;
 
+typedef struct ncclTeam {
+    int nRanks, rank, stride;
+} ncclTeam_t;
+
 typedef struct {
     char internal[NCCL_UNIQUE_ID_BYTES];
 } ncclUniqueId;
@@ -126,6 +130,7 @@ ncclResult_t ncclMemAlloc(void **out, size_t bytes);
 ncclResult_t ncclMemFree(void *p);
 ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *p, size_t bytes, ncclWindow_t *out, int flags);
 ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window);
+ncclTeam_t ncclTeamLsa(ncclComm_t comm); /* of nccl_device/core.h */
 
 ncclResult_t ncclGroupStart(void);
 ncclResult_t ncclGroupEnd(void);

@@ -275,14 +275,17 @@ static upipe_status odd_list_body(rank_buf *k)
     return UPIPE_OK;
 }
 
-enum { NO_WINDOW, ONE_WITHOUT, DRIVER, SIZES, NO_SLAB, REFUSALS };
+enum { NO_WINDOW, ONE_WITHOUT, DRIVER, SIZES, NO_SLAB, DOMAIN_OF_ONE, REFUSALS };
 
 /* Copy engines are asked for and not there: every rank says why, alike, and goes on without. */
 static upipe_status refused_body(rank_buf *k)
 {
-    static const char *const words[] = {"no symmetric window", "no symmetric window for rank 0",
-                                        "rank 1 has a driver for CUDA 12040", "on rank 1",
-                                        "rank 1 has no slab"};
+    static const char *const words[] = {"no symmetric window",
+                                        "no symmetric window for rank 0",
+                                        "rank 1 has a driver for CUDA 12040",
+                                        "on rank 1",
+                                        "rank 1 has no slab",
+                                        "1 of 3 ranks"};
     upipe_ctx *c = &k->ctx;
     int odd = k->rank == 1, what = k->crew->what;
     CHECK_STATUS(upipe_nccl_zero_sm(c, &k->team, what == NO_SLAB && odd ? NULL : k->slab,
@@ -324,10 +327,12 @@ static void test_engines(crew *all)
         all->what = i;
         fake_symmetric(i == NO_WINDOW ? 0 : i == ONE_WITHOUT ? 1 : 2);
         fake_driver(1, i == DRIVER ? 12040 : 0);
+        fake_domain(i == DOMAIN_OF_ONE);
         crew_good(all, 3, refused_body);
         CHECK_INT(fake_engine_calls(), 0);
         fake_symmetric(2);
         fake_driver(1, 0);
+        fake_domain(0);
     }
     if (!all->blocking) crew_run(all, 3, 20, foreign_body, 0, -1, FAKE_ONCE); /* else NCCL waits for ever */
     all->zero_sm = PLAIN;

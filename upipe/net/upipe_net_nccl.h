@@ -346,6 +346,20 @@ UPIPE_API upipe_status upipe_nccl_slab_free(void *slab, upipe_err *e)
 #if UPI_NCCL_ENGINES
 
 enum { UPI_NCCL_SLAB, UPI_NCCL_VERSION, UPI_NCCL_DRIVER, UPI_NCCL_NODE, UPI_NCCL_NUMBERS };
+enum { UPI_NCCL_WINDOW, UPI_NCCL_DOMAIN, UPI_NCCL_RESULTS }; /* of the registration */
+
+/* ncclTeamLsa: the ranks whose memory NCCL reaches by loads and stores; 0 of them where it fails. Its header,
+ * nccl_device/core.h, is for device code, and compiles with warnings in C. */
+typedef struct upi_nccl_domain {
+    int ranks, rank, stride;
+} upi_nccl_domain;
+#ifdef __cplusplus
+extern "C" {
+#endif
+upi_nccl_domain upi_nccl_domain_of(ncclComm_t comm) __asm__("ncclTeamLsa");
+#ifdef __cplusplus
+}
+#endif
 
 /* This machine, as NCCL tells machines apart: by name and by boot. */
 UPIPE_API int64_t upi_nccl_node(void)
@@ -393,6 +407,28 @@ UPIPE_API const char *upi_nccl_objection(upipe_nccl *m)
     return NULL;
 }
 
+/* What prevents them after the registration, from its results on all ranks. */
+UPIPE_API const char *upi_nccl_incomplete(upipe_nccl *m)
+{
+    char *text = m->zero_sm_says;
+    size_t buf = sizeof m->zero_sm_says;
+    int r;
+    for (r = 0; r < m->comm.ranks; ++r) {
+        const int64_t ranks = upi_nccl_value(m, r, UPI_NCCL_DOMAIN);
+        if (!upi_nccl_value(m, r, UPI_NCCL_WINDOW))
+            snprintf(text, buf, "grouped sends and receives: NCCL makes no symmetric window for rank %d", r);
+        else if (ranks != m->comm.ranks)
+            snprintf(text, buf,
+                     "grouped sends and receives: for NCCL %lld of %d ranks reach the memory of rank %d by "
+                     "loads and stores",
+                     (long long)ranks, m->comm.ranks, r);
+        else
+            continue;
+        return text;
+    }
+    return NULL;
+}
+
 /* Registers the slab; NCCL may leave the window NULL, and call it success. */
 UPIPE_API upipe_status upi_nccl_register(upipe_ctx *c, upipe_nccl *m)
 {
@@ -413,8 +449,8 @@ UPIPE_API upipe_status upi_nccl_register(upipe_ctx *c, upipe_nccl *m)
 
 UPIPE_API upipe_status upi_nccl_request(upipe_ctx *c, upipe_nccl *m, void *slab, size_t bytes)
 {
-    int64_t mine[UPI_NCCL_NUMBERS], there;
-    int version = 0, driver = 0, least = 0, most = 0, r;
+    int64_t mine[UPI_NCCL_NUMBERS], made[UPI_NCCL_RESULTS];
+    int version = 0, driver = 0, least = 0, most = 0;
     UPI_NCCL(c, m, ncclGetVersion(&version));
     UPI_NCCL_CUDA(c, m, cudaDriverGetVersion(&driver));
     UPI_NCCL_CUDA(c, m, cudaDeviceGetStreamPriorityRange(&least, &most));
@@ -429,15 +465,13 @@ UPIPE_API upipe_status upi_nccl_request(upipe_ctx *c, upipe_nccl *m, void *slab,
     m->slab = (char *)slab;
     m->slab_bytes = bytes;
     UPIPE_TRY(upi_nccl_register(c, m));
-    there = m->window != NULL;
-    UPIPE_TRY(upi_nccl_meet(c, m, UPI_TEAM_ALL_GATHER, &there, 1));
-    for (r = 0; r < m->comm.ranks; ++r)
-        if (!upi_nccl_value(m, r, 0)) {
-            snprintf(m->zero_sm_says, sizeof m->zero_sm_says,
-                     "grouped sends and receives: NCCL makes no symmetric window for rank %d", r);
-            m->grouped = 1; /* or ranks that have a window would use copy engines */
-            return UPIPE_OK;
-        }
+    made[UPI_NCCL_WINDOW] = m->window != NULL;
+    made[UPI_NCCL_DOMAIN] = m->window != NULL ? upi_nccl_domain_of(m->nccl).ranks : 0;
+    UPIPE_TRY(upi_nccl_meet(c, m, UPI_TEAM_ALL_GATHER, made, UPI_NCCL_RESULTS));
+    if (upi_nccl_incomplete(m) != NULL) {
+        m->grouped = 1; /* or ranks that have a window would use copy engines */
+        return UPIPE_OK;
+    }
     snprintf(
         m->zero_sm_says, sizeof m->zero_sm_says,
         "all-to-alls inside the slabs of %zu bytes are asked of the copy engines, the rest is grouped; NCCL "
