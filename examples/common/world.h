@@ -113,6 +113,16 @@ static inline const char *world_lacks(int transport)
     return NULL;
 }
 
+/* world_place -- may ranks of this transport be there?
+ *   on_device   the ranks compute on a device
+ *   errors      1 + the exit status with the sentence out
+ */
+static inline int world_place(const world_options *o, int on_device)
+{
+    if (o->transport != WORLD_NCCL || on_device) return 0;
+    return cli_refuse("--transport nccl is for devices: it needs --device cuda");
+}
+
 static inline int world_flag(world_options *o, const char *flag, const char *text)
 {
     if (strcmp(flag, "node-ranks") == 0) return cli_int(flag, text, 1 << 20, &o->node_ranks);

@@ -403,9 +403,8 @@ static int options_read(options *o, struct world *w, int argc, char **argv)
     o->seed = 1;
     o->deadline = 600;
     status = cli_read(option_list, argc, argv, given, FLAG_METHOD, options_flag, o);
+    if (status == 0) status = world_place(&o->net, o->device == DEVICE_CUDA);
     if (status != 0) return status;
-    if (o->net.transport == WORLD_NCCL && o->device != DEVICE_CUDA)
-        return cli_refuse("--transport nccl is for devices: it needs --device cuda");
     status = world_begin(w, &o->net, o->deadline, given[FLAG_RANKS], &o->ranks);
     if (status == 0) status = options_resolve(o, given);
     status = world_agree(w, status);

@@ -2,6 +2,7 @@
  *
  *     logits --load SmolLM2-135M --ids ids.npy --out logits.npy --ranks 3
  *     mpirun -np 3 logits_mpi --transport mpi --load SmolLM2-135M --ids ids.npy --out logits.npy
+ *     torchrun --nproc-per-node 3 --no-python logits_nccl --transport nccl --device cuda --load ...
  *
  * ids.npy: int32 or int64 [S]. logits.npy: float32 [S][V]. The forward is train's (model.h). Ranks that are threads
  * read one copy of the weights and write into one result; a process has a copy, and sends its rows to rank 0.
@@ -47,7 +48,8 @@ typedef struct logits {
     void *host_weights, *host_vectors; /* where they are loaded */
     int32_t *ids;                      /* [S] */
     int64_t tokens;
-    float *out; /* [S][V]; in a process that is not rank 0: [rows of the rank][V] */
+    float
+        *out; /* [S][V]; in a process that is not rank 0: [rows of the rank][V]; the device reaches it too */
     struct logits_place {
         model m;
         size_t slab_bytes, second_bytes;
@@ -146,11 +148,10 @@ static int options_read(options *o, struct world *w, int argc, char **argv)
     o->how.ranks = 1;
     o->deadline = 600;
     status = cli_read(option_list, argc, argv, o->given, -1, options_flag, o);
+    if (status == 0) status = world_place(&o->net, o->device == DEVICE_CUDA);
     if (status != 0) return status;
     if (o->load == NULL || o->ids == NULL || o->out == NULL)
         return cli_refuse("--load, --ids and --out must be given");
-    if (o->net.transport == WORLD_NCCL) /* logits_gather sends from the host's memory */
-        return cli_refuse("--transport nccl: logits runs on threads or mpi");
     status = world_begin(w, &o->net, o->deadline, o->given[FLAG_RANKS], &o->how.ranks);
     if (status == 0) status = method_resolve(&o->how);
     return world_agree(w, status);
@@ -302,7 +303,9 @@ static upipe_status logits_gather(logits *g, upipe_ctx *c, upipe_comm *all)
         UPIPE_TRY(upipe_comm_start(c, all, all->list, n));
         UPIPE_TRY(upipe_comm_wait(c, all));
     }
-    return UPIPE_OK;
+    c->team = all; /* for the deadline of sync */
+    c->ring = NULL;
+    return c->ops->sync(c);
 }
 
 static upipe_status logits_rank_main(void *user, int rank, upipe_err *why)
@@ -452,12 +455,14 @@ static int logits_check_memory(const logits *g)
 static int logits_run(logits *g)
 {
     const int64_t rows = logits_rows(g, g->net.first);
+    void *out = NULL;
     upipe_status s;
     upipe_err e;
     int r, bad;
     memset(&e, 0, sizeof e);
-    g->out = (float *)malloc((size_t)(rows * g->layout.config.vocab) * sizeof *g->out);
-    bad = g->out == NULL ? cli_fail("out of memory: %lld tokens' logits", (long long)rows) : 0;
+    s = device_shared(g->o.device, &out, (size_t)(rows * g->layout.config.vocab) * sizeof *g->out, &e);
+    g->out = (float *)out;
+    bad = s != UPIPE_OK ? cli_fail("%s%lld tokens' logits: %s", cli_status(s), (long long)rows, e.text) : 0;
     if (world_agree(&g->net, bad) != 0) return -1;
     s = world_split(&g->net, g->o.how.ranks / g->o.how.ring, g->o.how.ring, &e);
     if (s != UPIPE_OK) return logits_fail(s, &e);
@@ -547,7 +552,7 @@ int main(int argc, char **argv)
         free(g->host_weights);
         free(g->host_vectors);
         free(g->ids);
-        free(g->out);
+        device_shared_free(g->o.device, g->out);
     }
     free(g);
     free(all);

@@ -15,7 +15,7 @@ import tempfile
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'lib'))
 from checks import check, end  # pylint: disable=wrong-import-position
 
-FOLDER = sys.argv[1]
+FOLDER = os.path.abspath(sys.argv[1])
 TOP = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 MODEL = ('--layers 2 --model-dim 64 --heads 4 --kv-heads 2 --ff-dim 64 --tokens 64 --ranks 2 --steps 3 --batch 1 '
          '--sample 0 --lr 1e-3 --warmup 0').split()
@@ -181,6 +181,45 @@ def test_world_failures():
         check(done.returncode == 1 and 'train: ' in done.stderr, f'FAKE_FAIL={k}: {done.returncode} {done.stderr}')
 
 
+def results(folder):
+    """What lies below it, without the rows of --json that two runs have apart."""
+    found = {}
+    for at, _, names in os.walk(folder):
+        for name in names:
+            with open(os.path.join(at, name), 'rb') as file:
+                found[os.path.relpath(os.path.join(at, name), folder)] = re.sub(rb'"(seconds_\w+|transport|ts)": ?[^,}]+', b'', file.read())
+    return found
+
+
+def test_world_compare():
+    """Methods of several shapes, and the logits of a checkpoint, over NCCL as with ranks that are threads: all files alike."""
+    if not there('logits_ranks'):
+        return
+    small = ('--heads 4 --kv-heads 2 --head-dim 32 --tokens 60 --segments 2 --check off --device cuda --dtype bf16 --json numbers '
+             '--trace traces --dump dump --method upipe --method usp --method ring --method fpdt').split()
+    there_too = ['--transport', 'nccl']
+    with tempfile.TemporaryDirectory() as folder:
+        model, ids = os.path.join(folder, 'model'), os.path.join(folder, 'ids')
+        done = run('train', *MODEL, '--save', model)
+        check(done.returncode == 0, f'a model: {done.stderr}')
+        head = "{'descr': '<i4', 'fortran_order': False, 'shape': (33,), }".ljust(117) + '\n'
+        with open(ids, 'wb') as file:
+            file.write(b'\x93NUMPY\x01\x00v\x00' + head.encode() + bytes(n for i in range(33) for n in (7 * i % 256, 0, 0, 0)))
+        read = ['--load', model, '--ids', ids, '--out', 'logits', '--device', 'cuda']
+        for what, hosts, flags in (('compare', 'abab', small), ('logits', 'aa', read), ('logits', 'aba', [*read, '--method', 'zigzag'])):
+            got = []
+            for name, words, seed in ((what, ['--ranks', str(len(hosts))], 0), (what + '_ranks', there_too, 3)):
+                at = os.path.join(folder, f'{name}-{hosts}')
+                os.mkdir(at)
+                words = [hosts, *flags, *words] if name != what else [*flags, *words]
+                done = subprocess.run([os.path.join(FOLDER, 'fake_' + name), *words], cwd=at, capture_output=True, text=True, timeout=HANGS,
+                                      check=False, env={**os.environ, 'FAKE_SEED': str(seed)})
+                check(done.returncode == 0, f'{name} {hosts}: {done.returncode}: {done.stderr}')
+                got.append(results(at))
+            unlike = [name for name in got[0] if got[0][name] != got[1].get(name)]
+            check(got[0] and got[0].keys() == got[1].keys() and not unlike, f'{what} {hosts}: other {unlike} over NCCL')
+
+
 def test_world_alone():
     """What a process says that is alone, or should not be."""
     if not there('train'):
@@ -264,6 +303,7 @@ def main():
     test_train()
     test_world()
     test_world_failures()
+    test_world_compare()
     test_world_alone()
     test_failures()
     test_bench()
