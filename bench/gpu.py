@@ -7,7 +7,8 @@ beside it; what there is no time for is left out, and the run says so and fails.
   build      120 s  kernels for this device (nvcc) and the C programs (cc), into build/gpu; with cuDNN beside ours where
                     its header library is (pip install nvidia-cudnn-frontend, or --cudnn-frontend FOLDER); the machine
                     code for 9.0 is checked where cuobjdump and nvdisasm are
-  test        80 s  every test of the CUDA backend that needs no injected errors, and the examples
+  test        80 s  every tensor map encoded; every test of the CUDA backend that needs no injected errors, and the
+                    examples
   sanitize   600 s  compute-sanitizer (memcheck, racecheck, synccheck) on the small ones, if it is installed
   roofline    15 s  bandwidth of a copy, rate of a bf16 product
   attention  140 s  forward and backward, head dim 64 and 128, causal and full, 1k to 32k tokens, and head dim 256, 16k:
@@ -215,7 +216,8 @@ def build(options):
     arch = (ask_driver('compute_cap') or '8.0').replace('.', '')
     if arch == '90':
         arch = '90a'  # Hopper's own instructions
-    units = {'device_table.o': 'examples/common/device_table.cu', '09_cuda.o': 'examples/09_cuda.cu'}
+    units = {'device_table.o': 'examples/common/device_table.cu', '09_cuda.o': 'examples/09_cuda.cu',
+             'maps.o': 'tests/cuda/maps.cpp'}
     gates = [sys.executable, os.path.join(TOP, 'tests', 'cuda', 'nvcc.py')]  # products that ptxas serializes fail the build
     first = [[*gates, nvcc(), '-x', 'cu', '-std=c++17', '-O3', '-lineinfo', '-Werror=all-warnings', '-Xptxas=-warn-spills',
               '-Wno-deprecated-gpu-targets', f'-gencode=arch=compute_{arch},code=sm_{arch}', '-I', TOP, '-c', source,
@@ -247,7 +249,7 @@ def build(options):
     run_all(first)
     if arch == '90a':
         check_machine_code(os.path.join(BUILD, 'device_table.o'))
-    second = []
+    second = [[shutil.which('c++') or 'g++', os.path.join(BUILD, 'maps.o'), '-o', os.path.join(BUILD, 'maps'), *libraries]]
     for name, source in programs.items():
         table = '09_cuda.o' if name in ('08_processes', '09_cuda') else 'device_table.o'
         second.append([shutil.which('cc') or 'gcc', *C_FLAGS, *cpu, *places, source, os.path.join(BUILD, table), '-o',
@@ -265,6 +267,8 @@ def one_process():
 
 
 def test(_):
+    if call([os.path.join(BUILD, 'maps')]) != 0:  # no kernel for 9.0 would find its tensors
+        raise Failed('the driver refuses tensor maps of the kernels for 9.0')
     jobs = [([name], {}) for name in tests()]
     jobs += [([name] + ([] if name == '09_cuda' else ['--device', 'cuda']), {'stdout': subprocess.DEVNULL})
              for name in [*EXAMPLES, '13_plug_attention'] if os.path.exists(os.path.join(BUILD, name))]

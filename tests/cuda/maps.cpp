@@ -1,0 +1,105 @@
+/* maps.cpp -- every tensor map that the kernels for 9.0 may ask for is encoded: first of all tests on a device
+ *
+ * The driver has rules of its own for tensor maps, which no emulator can show. Of what upi_tensor_map_fits accepts it
+ * must refuse nothing: boxes of every kernel, every head dim, tensors from one row to as many as 32 bits count, heads
+ * inside of tokens, tokens inside of heads, and steps as long as they may be. Nothing is read or launched. nvcc compiles
+ * it for devices, and a host compiler for the emulator, whose rules are NVIDIA's in words.
+ */
+#ifdef UPIPE_CUDA_SEAMS
+#include "upipe/cuda/upipe_cuda_attn_bwd.h"
+#else
+#include "upipe/cuda/upipe_cuda_hopper.h" /* nvcc would compile every kernel */
+#endif
+
+#include "../lib/test.h"
+
+enum { BOXES = 6, STEPS = 5 };
+
+typedef struct box {
+    upipe_dtype dtype;
+    int rows;
+} box;
+
+/* What the launches pass to upi_tensor_map_make. */
+static const box boxes[BOXES] = {{UPIPE_BF16, 64},  {UPIPE_BF16, 80},  {UPIPE_BF16, 128},
+                                 {UPIPE_BF16, 176}, {UPIPE_BF16, 192}, {UPIPE_F32, 64}};
+
+#ifdef UPIPE_CUDA_SEAMS
+static void has_rows(int rows)
+{
+    int i = 0;
+    while (i < BOXES && boxes[i].rows != rows) ++i;
+    CHECK_SAY(i < BOXES, "no box of %d rows", rows);
+}
+
+/* The kernels ask for no others. */
+static void test_boxes(void)
+{
+    has_rows(upi_cuda_fwd90_shape<64, 128>::ROWS), has_rows(128);
+    has_rows(upi_cuda_fwd90_shape<128, 128>::ROWS), has_rows(128);
+    has_rows(upi_cuda_fwd90_shape<128, 176>::ROWS), has_rows(176);
+    has_rows(upi_cuda_fwd90_shape<256, 80>::ROWS), has_rows(80);
+    has_rows(upi_cuda_bwd90_shape<64>::ROWS), has_rows(upi_cuda_bwd90_shape<64>::KEYS);
+    has_rows(upi_cuda_bwd90_shape<128>::ROWS), has_rows(upi_cuda_bwd90_shape<128>::KEYS);
+    has_rows(upi_cuda_bwd90_shape<256>::ROWS), has_rows(upi_cuda_bwd90_shape<256>::KEYS);
+}
+#else
+static void test_boxes(void)
+{
+}
+#endif
+
+/* The view of n rows of h heads with steps of the given kind, from the address; 0: one that does not occur. */
+static int view_make(upipe_view *v, void *base, upipe_dtype dtype, int64_t n, int h, int d, int kind)
+{
+    const int64_t each = 16 / (int64_t)upipe_dtype_bytes(dtype), row = (d + each - 1) / each * each;
+    const int64_t longest = (INT64_C(1) << 36) - each;
+    *v = upipe_view_packed(base, dtype, n, h, d);
+    v->h_step = row + (kind == 1 ? each : 0); /* heads inside of tokens; 1: with gaps */
+    v->n_step = h * v->h_step + (kind == 1 ? each : 0);
+    if (kind == 2) v->n_step = row, v->h_step = n * row; /* tokens inside of heads */
+    if (kind == 3) v->n_step = v->h_step = longest;
+    if (kind == 4) { /* steps that are never taken */
+        if (n == 1) v->n_step = 0;
+        if (h == 1) v->h_step = 0;
+    }
+    return upi_tensor_map_fits(*v);
+}
+
+static void test_maps(void *base)
+{
+    static const int64_t rows[] = {1, 2, 63, 64, 1000, 1 << 20, INT32_MAX - 1};
+    static const int heads[] = {1, 3, 128};
+    upipe_ctx c;
+    memset(&c, 0, sizeof c);
+    for (const box *b = boxes; b < boxes + BOXES; ++b)
+        for (int d = 1; d <= 256; ++d)
+            for (int64_t n : rows)
+                for (int h : heads)
+                    for (int kind = 0; kind < STEPS; ++kind) {
+                        upi_tensor_map map;
+                        upipe_view v;
+                        if (!view_make(&v, base, b->dtype, n, h, d, kind)) continue;
+                        if (!CHECK_SAY(upi_tensor_map_make(&c, &map, v, b->rows) == UPIPE_OK,
+                                       "%s: boxes of %d rows of %lld x %d x %d %s, steps of %lld and %lld",
+                                       c.err.text, b->rows, (long long)n, h, d, upipe_dtype_name(b->dtype),
+                                       (long long)v.n_step, (long long)v.h_step))
+                            return;
+                    }
+}
+
+int main(void)
+{
+    int major = 0;
+    void *base = NULL;
+    setenv("FAKE_CAPABILITY", "90", 1);
+    CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess);
+    if (major != 9) {
+        printf("device of compute capability %d: nothing to test\n", major);
+        return test_end("cuda_maps");
+    }
+    test_boxes();
+    if (CHECK(cudaMalloc(&base, 256) == cudaSuccess)) test_maps(base);
+    CHECK(cudaFree(base) == cudaSuccess);
+    return test_end("cuda_maps");
+}
