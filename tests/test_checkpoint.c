@@ -11,6 +11,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/resource.h>
@@ -69,6 +70,15 @@ static ssize_t fault_pwrite(int fd, const void *data, size_t n, off_t at)
     return fault() ? -1 : pwrite(fd, data, n, at);
 }
 
+static __thread int64_t bytes_read; /* by this rank */
+
+static ssize_t counted_pread(int fd, void *out, size_t n, off_t at)
+{
+    const ssize_t got = pread(fd, out, n, at);
+    if (got > 0) bytes_read += got;
+    return got;
+}
+
 static DIR *fault_opendir(const char *path)
 {
     return fault() ? NULL : opendir(path);
@@ -81,6 +91,7 @@ static DIR *fault_opendir(const char *path)
 #define fsync           fault_fsync
 #define posix_fallocate fault_fallocate
 #define pwrite          fault_pwrite
+#define pread           counted_pread
 #define opendir         fault_opendir
 #include "../examples/llama/checkpoint.h"
 #undef rename
@@ -90,6 +101,7 @@ static DIR *fault_opendir(const char *path)
 #undef fsync
 #undef posix_fallocate
 #undef pwrite
+#undef pread
 #undef opendir
 
 #include "../upipe/cpu/upipe_cpu.h"
@@ -301,20 +313,46 @@ static upipe_status save_alone(const truth *t, int keep, upipe_err *err)
     return status;
 }
 
+/* Bytes of a checkpoint's file in front of its data. */
+static int64_t header_bytes(const char *path, const char *name, int64_t data)
+{
+    char file[LLAMA_PATH];
+    struct stat s;
+    upipe_err err = no_err();
+    memset(&s, 0, sizeof s);
+    CHECK(llama_path_in(file, path, name, &err) == 0 && stat(file, &s) == 0);
+    return (int64_t)s.st_size - data;
+}
+
+/* What loading reads at a rank that holds so many elements of weights and of states, by group: those alone, the model's
+ * header twice, the optimizer's once. */
+static int64_t need_bytes(const truth *t, const char *path, const int64_t *weights, const int64_t *states)
+{
+    const int64_t w = t->layout.weights, v = t->layout.vectors, size = (int64_t)upipe_dtype_bytes(t->dtype);
+    const int64_t masters = t->dtype == UPIPE_BF16;
+    return 2 * header_bytes(path, "model.safetensors", w * size + v * 4) +
+           header_bytes(path, "optimizer.safetensors", (2 + masters) * w * 4 + 2 * v * 4) +
+           weights[0] * size + weights[1] * 4 + (2 + masters) * states[0] * 4 + 2 * states[1] * 4;
+}
+
 /* Loads a rank's state into fresh memory of exact sizes and compares all of it. */
 static void check_load(const truth *t, const char *path, upipe_comm *team, int stage, int rank, int ranks)
 {
     upipe_ctx c = alone();
+    int64_t weights_n[LLAMA_GROUPS], states_n[LLAMA_GROUPS];
     llama_state want = share_state(t, stage, rank, ranks), got = share_state(t, stage, rank, ranks);
     llama_run run;
     upipe_status status;
     int k;
     c.team = team;
+    bytes_read = 0;
     for (k = 0; k < LLAMA_GROUPS; ++k) {
         const upipe_zero *z = &got.zero[k];
         const size_t states = (size_t)upipe_zero_held(z, UPIPE_ZERO_STATES) * 4;
         memset(z->weights, 0xff,
                (size_t)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * upipe_dtype_bytes(z->dtype));
+        weights_n[k] = upipe_zero_held(z, UPIPE_ZERO_WEIGHTS);
+        states_n[k] = upipe_zero_held(z, UPIPE_ZERO_STATES);
         memset(got.m[k], 0xff, states);
         memset(got.v[k], 0xff, states);
         if (z->dtype == UPIPE_BF16) memset(got.master, 0xff, states);
@@ -336,6 +374,7 @@ static void check_load(const truth *t, const char *path, upipe_comm *team, int s
         if (z->dtype == UPIPE_BF16) CHECK_BYTES(got.master, want.master, states);
     }
     if (status == UPIPE_OK) CHECK_BYTES(&run, &t->run, sizeof run);
+    if (status == UPIPE_OK) CHECK_INT(bytes_read, need_bytes(t, path, weights_n, states_n));
     share_free(&got);
     share_free(&want);
 }
@@ -393,6 +432,7 @@ typedef struct team_run {
     int keep, again;  /* again: this many saves more on the same team, which must work */
     int fails;        /* rank whose copies fail in the first save; -1 = none */
     int stage;
+    int64_t bytes_read[4]; /* by each rank that loads */
     upipe_err errors[4];
 } team_run;
 
@@ -415,6 +455,7 @@ static upipe_status team_body(void *user, int rank)
     c.team = upipe_threads_comm(&r->team, rank);
     if (r->path != NULL) {
         check_load(r->t, r->path, c.team, r->stage, rank, r->team.ranks);
+        r->bytes_read[rank] = bytes_read;
         share_free(&s);
         return UPIPE_OK;
     }
@@ -544,6 +585,23 @@ static void check_files(const truth *t, const char *path)
     st_close(&f);
 }
 
+/* All ranks together read what is sharded once, and what each holds whole once each: vectors, their states in stage 0
+ * alone. */
+static void check_read(const team_run *r, int ranks)
+{
+    const truth *t = r->t;
+    const int64_t none[LLAMA_GROUPS] = {0, 0};
+    const int64_t weights[LLAMA_GROUPS] = {t->layout.weights * (r->stage < 3 ? ranks : 1),
+                                           t->layout.vectors * ranks};
+    const int64_t states[LLAMA_GROUPS] = {t->layout.weights * (r->stage < 1 ? ranks : 1),
+                                          t->layout.vectors * (r->stage < 1 ? ranks : 1)};
+    int64_t sum = 0;
+    int rank;
+    for (rank = 0; rank < ranks; ++rank) sum += r->bytes_read[rank];
+    CHECK_INT(sum,
+              need_bytes(t, r->path, weights, states) + (ranks - 1) * need_bytes(t, r->path, none, none));
+}
+
 static void test_bits(void)
 {
     int kind, ranks, loading;
@@ -566,6 +624,7 @@ static void test_bits(void)
                 check_files(&t, path);
                 r.stage = (kind / 2 + loading) % 4;
                 team_go(&r, &t, loading, path);
+                check_read(&r, loading);
             }
         }
         truth_free(&t);
