@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""sass.py OBJECT [CACHE] -- what the compiler made of the kernels for 9.0: checks the machine code, prints a table
+"""sass.py OBJECT [CACHE [DOCS]] -- what the compiler made of the kernels for 9.0: checks the machine code, prints a table
 
 OBJECT is an object file or a cubin with code for sm_90a. The checks, per kernel:
 
@@ -7,6 +7,7 @@ OBJECT is an object file or a cubin with code for sm_90a. The checks, per kernel
   Otherwise softmax and product run one after the other (docs/kernels.md).
 - Each role (the warps behind setmaxnreg) names no register beyond those it has asked for.
 - No access to local memory: nothing is spilled.
+- DOCS, docs/kernels.md, has this table, and the registers of the kernels for 8.0, if it names the compiler's release.
 
 cuobjdump and nvdisasm are taken from PATH, from /usr/local/cuda, or from PyPI into CACHE (default: a temporary folder).
 Where they cannot be had, a sentence says so and the exit status is 77.
@@ -198,6 +199,44 @@ def look(name, lines):
             f'| {most[few] + 1} of {few} | {most[many] + 1} of {many} |')
 
 
+# ---- what the documentation says ----
+
+
+def registers(path, cache):
+    """{(fwd or bwd, columns, masked): 'on 8.0 / on 9.0'} of the kernels for 8.0 that the object has for both."""
+    text = subprocess.run([os.path.abspath(tool('cuobjdump', cache)), '-res-usage', path], capture_output=True, text=True,
+                          check=True).stdout
+    found = collections.defaultdict(dict)
+    for part in text.split('arch = sm_')[1:]:
+        for *kernel, used in re.findall(r'upi_cuda_attn_(fwd|bwd)_kernelILi(\d+)ELi(\d)E\S*\n\s*REG:(\d+)', part):
+            found[tuple(kernel)][part[:2]] = used
+    if not found:
+        raise Wrong(f'cuobjdump tells no registers of {path}')
+    return {kernel: f'{used["80"]} / {used["90"]}' for kernel, used in found.items() if len(used) == 2}
+
+
+def check_docs(docs, path, cache, rows):
+    """The tables say what the object has, where it is of the release that they are of."""
+    with open(path, 'rb') as source:
+        release = re.search(rb'release (\d+\.\d+), V', source.read())
+    with open(docs, encoding='utf-8') as source:
+        text = source.read()
+    if not release or f'of CUDA {release.group(1).decode()}' not in text:
+        print(f'left out: a comparison with {docs}, whose tables are of another release')
+        return
+    lines = re.sub(r'(\d); [\d-]+ \|', r'\1 |', text).split('\n')  # without what was before
+    missing = [row for row in rows if row not in lines]
+    for (direction, columns, masked), used in sorted(registers(path, cache).items()):
+        name = {'fwd': 'forward', 'bwd': 'backward'}[direction]
+        cell = {'64': 1, '128': 2, '256': 3}[columns]
+        row = rf'\| {name} ' + r'\|[^|]*' * (cell - 1) + rf'\| {used}[ ,]' if masked == '1' \
+            else rf'\| {name}, d ≤ {columns} \| \d+ \| {used} \|'
+        if not any(re.match(row, line) for line in lines):
+            missing.append(f'{name}, d ≤ {columns}{", with masks" if masked == "1" else ""}: {used} registers')
+    if missing:
+        raise Wrong(f'{docs} does not say:\n' + '\n'.join(missing))
+
+
 def main():
     cache = sys.argv[2] if len(sys.argv) > 2 else tempfile.mkdtemp(prefix='sass')
     try:
@@ -208,6 +247,8 @@ def main():
             raise Wrong('no kernel for 9.0 in this object')
         rows = sorted((look(lines[0].split(',')[0], lines) for lines in kernels),
                       key=lambda row: ('backward' in row, [int(x) for x in re.findall(r'\d+', row.split('|')[1])]))
+        if len(sys.argv) > 3:
+            check_docs(sys.argv[3], sys.argv[1], cache, rows)
     except Missing as missing:
         print(f'left out: the check of the machine code: {missing}')
         return 77
