@@ -482,11 +482,18 @@ SIMT_QUIET __attribute__((noinline)) inline void upi_add_release(int *p, int v)
     simt_moved();
 }
 
+/* A number below 2^-126 is 0, with its sign. */
+UPI_DEVICE float simt_normal(float x)
+{
+    return fabsf(x) < 0x1p-126f ? copysignf(0, x) : x;
+}
+
 /* For the race detector a plain access: nobody else may have the number. */
 SIMT_SEAM void upi_add_alone(float *p, float v)
 {
+    if ((uintptr_t)p % sizeof *p != 0) simt_finding("misaligned: a sum of 4 bytes to %p", (void *)p);
     simt_race_own(p, sizeof *p, SIMT_WRITE, SIMT_CODE_HERE);
-    *p += v;
+    *p = simt_normal(simt_normal(*p) + simt_normal(v));
 }
 
 UPI_DEVICE void upi_pause(SIMT_HERE)

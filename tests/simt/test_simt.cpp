@@ -430,10 +430,13 @@ enum {
     NO_FENCE_AFTER,
     PLAIN_AND_ATOMIC,
     NO_BARRIER_BEFORE,
+    OUT_OF_TURN,
+    ODD_SUM,
     NEVER
 };
 
-/* Blocks add to a row one after another, in the order of their tickets. */
+/* Blocks add to a row one after another, in the order of their tickets; to its second half without waiting for
+ * what comes of it. */
 template <int BUG> UPI_KERNEL(64, 1) void in_turn(int *sync, float *row)
 {
     UPI_SHARED(int, mine);
@@ -442,11 +445,13 @@ template <int BUG> UPI_KERNEL(64, 1) void in_turn(int *sync, float *row)
     if (t == 0) mine[0] = BUG == NO_TICKET ? (int)(gridDim.x - 1 - blockIdx.x) : atomicAdd(&sync[0], 1);
     __syncthreads();
     me = mine[0];
+    if (BUG == OUT_OF_TURN) upi_add_alone(&row[64 + t], 1);
     if (t == 0 && BUG == LOOK_ONCE) (void)upi_load_acquire(&sync[1]);
     if (t == 0 && BUG != NO_ACQUIRE && BUG != LOOK_ONCE)
         while (upi_load_acquire(&sync[1]) != me + (BUG == NEVER)) upi_pause();
     __syncthreads();
     row[t] += (float)(me + 1) * row[t];
+    upi_add_alone((float *)((char *)&row[64 + t] + 2 * (BUG == ODD_SUM)), (float)(me + 1));
     if (BUG != NO_BARRIER_BEFORE) __syncthreads();
     if (t == 0) {
         if (BUG == NO_RELEASE)
@@ -459,11 +464,11 @@ template <int BUG> UPI_KERNEL(64, 1) void in_turn(int *sync, float *row)
 template <int BUG> static float run_in_turn(void)
 {
     int sync[2] = {0, 0};
-    float row[64];
-    for (int i = 0; i < 64; ++i) row[i] = 1;
+    float row[129];
+    for (int i = 0; i < 129; ++i) row[i] = i < 64;
     simt_run(shape_of(6, 64, 4), [&] { in_turn<BUG>(sync, row); });
     for (int i = 1; i < 64; ++i)
-        if (row[i] != row[0]) return -1;
+        if (row[i] != row[0] || row[64 + i] != 21) return -1;
     return row[0];
 }
 
@@ -526,11 +531,18 @@ static void test_between_blocks(void)
         CHECK(run_hand_on<0>() == 5040);
         CHECK_INT(run_last_sums<0>(), 0);
     });
+    float tiny = -0x1p-127f;
+    simt_run(shape_of(1, 32, 0), [&] {
+        if (threadIdx.x == 0) upi_add_alone(&tiny, -0x1p-127f);
+    });
+    CHECK(tiny == 0 && signbit(tiny));
     MUST_FIND("every running block waits", [] { return (int)run_in_turn<NEVER>(); });
     MUST_RACE("race", [] { return (int)run_in_turn<NO_RELEASE>(); });
     MUST_RACE("race", [] { return (int)run_in_turn<NO_ACQUIRE>(); });
     MUST_RACE("race", [] { return (int)run_in_turn<LOOK_ONCE>(); });
     MUST_RACE("race", [] { return (int)run_in_turn<NO_BARRIER_BEFORE>(); });
+    MUST_RACE("race", [] { return (int)run_in_turn<OUT_OF_TURN>(); });
+    MUST_FIND("misaligned: a sum of 4 bytes", [] { return (int)run_in_turn<ODD_SUM>(); });
     MUST_RACE("race", [] { return (int)run_hand_on<LOOK_ONCE>(); });
     MUST_RACE("race: a write after a write, global", [] { return run_last_sums<SAME_WORD>(); });
     MUST_RACE("race: a read after a write, global", [] { return run_last_sums<NO_FENCE_BEFORE>(); });

@@ -163,8 +163,8 @@ UPI_DEVICE void upi_add_release(int *p, int v)
     asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-/* *p += v, of which nobody waits for the result; v below 2^-126 is 0. No other thread may touch *p until a release
- * or a barrier has put this behind it: the order of sums is the caller's. */
+/* *p += v, of which nobody waits for the result; *p, v and the sum are 0 below 2^-126. No other thread may touch *p
+ * until a release or a barrier has put this behind it: the order of sums is the caller's. */
 UPI_DEVICE void upi_add_alone(float *p, float v)
 {
     asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory");
