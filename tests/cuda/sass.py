@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""sass.py OBJECT [CACHE [DOCS]] -- what the compiler made of the kernels for 9.0: checks the machine code, prints a table
+"""sass.py OBJECT [CACHE [PAGE]] -- what the compiler made of the kernels for 9.0: checks the machine code, prints a table
 
 OBJECT is an object file or a cubin with code for sm_90a. The checks, per kernel:
 
@@ -7,7 +7,7 @@ OBJECT is an object file or a cubin with code for sm_90a. The checks, per kernel
   Otherwise softmax and product run one after the other (docs/kernels.md).
 - Each role (the warps behind setmaxnreg) names no register beyond those it has asked for.
 - No access to local memory: nothing is spilled.
-- DOCS, docs/kernels.md, has this table, and the registers of the kernels for 8.0, if it names the compiler's release.
+- PAGE, docs/kernels.md, has this table, and the registers of the kernels for 8.0, if it names the compiler's release.
 
 cuobjdump and nvdisasm are taken from PATH, from /usr/local/cuda, or from PyPI into CACHE (default: a temporary folder).
 Where they cannot be had, a sentence says so and the exit status is 77.
@@ -215,14 +215,14 @@ def registers(path, cache):
     return {kernel: f'{used["80"]} / {used["90"]}' for kernel, used in found.items() if len(used) == 2}
 
 
-def check_docs(docs, path, cache, rows):
+def compare_page(page, path, cache, rows):
     """The tables say what the object has, where it is of the release that they are of."""
     with open(path, 'rb') as source:
         release = re.search(rb'release (\d+\.\d+), V', source.read())
-    with open(docs, encoding='utf-8') as source:
+    with open(page, encoding='utf-8') as source:
         text = source.read()
     if not release or f'of CUDA {release.group(1).decode()}' not in text:
-        print(f'left out: a comparison with {docs}, whose tables are of another release')
+        print(f'left out: a comparison with {page}, whose tables are of another release')
         return
     lines = re.sub(r'(\d); [\d-]+ \|', r'\1 |', text).split('\n')  # without what was before
     missing = [row for row in rows if row not in lines]
@@ -234,7 +234,7 @@ def check_docs(docs, path, cache, rows):
         if not any(re.match(row, line) for line in lines):
             missing.append(f'{name}, d ≤ {columns}{", with masks" if masked == "1" else ""}: {used} registers')
     if missing:
-        raise Wrong(f'{docs} does not say:\n' + '\n'.join(missing))
+        raise Wrong(f'{page} does not say:\n' + '\n'.join(missing))
 
 
 def main():
@@ -248,7 +248,7 @@ def main():
         rows = sorted((look(lines[0].split(',')[0], lines) for lines in kernels),
                       key=lambda row: ('backward' in row, [int(x) for x in re.findall(r'\d+', row.split('|')[1])]))
         if len(sys.argv) > 3:
-            check_docs(sys.argv[3], sys.argv[1], cache, rows)
+            compare_page(sys.argv[3], sys.argv[1], cache, rows)
     except Missing as missing:
         print(f'left out: the check of the machine code: {missing}')
         return 77
