@@ -93,7 +93,7 @@ static const char usage_text[] =
     METHOD_USAGE
     "  --ranks N          ranks that share the tokens (1)\n"
     "  --dtype TYPE       storage of activations and weights: f32 or bf16 (f32)\n"
-    "  --device NAME      where the ranks compute: cpu, or cuda, a GPU that all of them share (cpu)\n"
+    "  --device NAME      where the ranks compute: cpu, or cuda, a GPU that all threads share (cpu)\n"
     "  --deadline SECONDS how long a rank waits for another one before it aborts (600)\n"
     "  --help, --version\n"
     "\n"
