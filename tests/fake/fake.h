@@ -70,7 +70,7 @@ long fake_waits(int rank);
 
 /* Whom ncclCommWindowRegister, which succeeds, gives a window: 0: nobody; 1: all but rank 0; 2: all, the default. */
 void fake_symmetric(int whom);
-/* How many ranks ncclTeamLsa has; 0: all, the default. With fewer the copy engines move nothing. */
+/* How many ranks ncclTeamLsa has; 0: all, the default; -1: it fails. With fewer the copy engines move nothing. */
 void fake_domain(int ranks);
 /* What cudaDriverGetVersion says to this rank, that of fake_rank; 0: CUDART_VERSION, the default for all. */
 void fake_driver(int rank, int version);

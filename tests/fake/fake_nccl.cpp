@@ -118,7 +118,7 @@ std::set<ncclComm_t> &comms()
 
 uint64_t ids;
 int symmetric = 2;
-int domain; /* 0: all ranks */
+int domain; /* 0: all ranks; -1: nobody knows */
 long engine_calls;
 bool one_at_a_time;
 
@@ -731,7 +731,7 @@ ncclTeam_t ncclTeamLsa(ncclComm_t comm)
 {
     fake_call call("ncclTeamLsa");
     const int ranks = domain_of(alive(comm, call.name));
-    if (call.fails) return ncclTeam_t();
+    if (call.fails || domain < 0) return ncclTeam_t();
     return {ranks, comm->rank % ranks, 1};
 }
 

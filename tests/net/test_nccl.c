@@ -312,6 +312,17 @@ static upipe_status foreign_body(rank_buf *k)
     return s;
 }
 
+/* NCCL does not know its domain, which it says with no rank in it. */
+static upipe_status no_domain_body(rank_buf *k)
+{
+    upipe_status s = upipe_nccl_zero_sm(&k->ctx, &k->team, k->slab, SLAB);
+    CHECK(s == UPIPE_ERR_BACKEND || s == UPIPE_ERR_ABORTED);
+    CHECK_TEXT(k->ctx.err.text, s == UPIPE_ERR_BACKEND ? "ncclTeamLsa has failed" : "has aborted");
+    CHECK_INT(k->team.zero_sm, 0);
+    check_dead(k);
+    return s;
+}
+
 static void test_engines(crew *all)
 {
     int i;
@@ -334,7 +345,12 @@ static void test_engines(crew *all)
         fake_driver(1, 0);
         fake_domain(0);
     }
-    if (!all->blocking) crew_run(all, 3, 20, foreign_body, 0, -1, FAKE_ONCE); /* else NCCL waits for ever */
+    if (!all->blocking) { /* else NCCL waits for ever */
+        crew_run(all, 3, 20, foreign_body, 0, -1, FAKE_ONCE);
+        fake_domain(-1);
+        crew_run(all, 3, 20, no_domain_body, 0, -1, FAKE_ONCE);
+        fake_domain(0);
+    }
     all->zero_sm = PLAIN;
 }
 

@@ -467,6 +467,9 @@ UPIPE_API upipe_status upi_nccl_request(upipe_ctx *c, upipe_nccl *m, void *slab,
     UPIPE_TRY(upi_nccl_register(c, m));
     made[UPI_NCCL_WINDOW] = m->window != NULL;
     made[UPI_NCCL_DOMAIN] = m->window != NULL ? upi_nccl_domain_of(m->nccl).ranks : 0;
+    if (m->window != NULL && made[UPI_NCCL_DOMAIN] < 1)
+        return upi_comm_fail(&c->err, &m->comm, UPIPE_ERR_BACKEND, "rank %d: ncclTeamLsa has failed",
+                             m->comm.rank);
     UPIPE_TRY(upi_nccl_meet(c, m, UPI_TEAM_ALL_GATHER, made, UPI_NCCL_RESULTS));
     if (upi_nccl_incomplete(m) != NULL) {
         m->grouped = 1; /* or ranks that have a window would use copy engines */
