@@ -48,6 +48,7 @@ typedef struct crew {
     int shared; /* all are on device 0 */
     int ahead;  /* wait orders the stream of the rank, and no more */
     int victim, what;
+    char failed[64]; /* the call that failed in the last run; empty: none */
     CREW_FIELDS
 } crew;
 
@@ -170,6 +171,7 @@ static long crew_run(crew *all, int ranks, double deadline, upipe_status (*body)
     pthread_barrier_wait(&all->door);
     CHECK(now() - began < 15);
     calls = fake_calls(fail_rank);
+    snprintf(all->failed, sizeof all->failed, "%s", fake_failed() != NULL ? fake_failed() : "");
     fake_fail_at(0, -1, FAKE_ONCE);
     pthread_barrier_wait(&all->door);
     for (r = 0; r < ranks; ++r) pthread_join(all->rank[r].thread, NULL);

@@ -669,6 +669,8 @@ UPIPE_API upipe_status upipe_peer_free(upipe_peer *m, upipe_err *e)
     if (m == NULL || m->memory == NULL) return s;
     if (m->stream != NULL) ended = upi_peer_ended(m, upi_net_until(m->comm.deadline));
     if (ended == 0) s = upipe_fail(e, UPIPE_ERR_TIMEOUT, "copies of rank %d do not end", m->comm.rank);
+    if (ended < 0)
+        s = upipe_fail(e, UPIPE_ERR_BACKEND, "cudaStreamQuery fails for copies of rank %d", m->comm.rank);
     for (r = 0; r < m->comm.ranks && ended != 0; ++r)
         if (r != m->comm.rank)
             s = upi_peer_first(s, upi_peer_close(s == UPIPE_OK ? e : NULL, m, &m->link[r], 0));
