@@ -1,0 +1,334 @@
+/* test_bf16.c -- products in bf16 instructions: against f64, and bit by bit against what the instructions compute, element
+ * by element from the matrices as they lie
+ *
+ * Plain C stands for the instructions in the library's own loops, so that packing, borders, threads and scratch are
+ * checked on every processor. Where the processor has an instruction, its bits must be those of plain C.
+ */
+#include "lib/gemm.h"
+
+#include "upipe/cpu/upipe_cpu_bf16.h"
+
+typedef upipe_status (*gemm_entry)(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags,
+                                   void *work, size_t work_bytes);
+
+/* ---- the instructions ---- */
+
+/* Subnormal numbers are read and written as zeros of their sign. */
+static float flushed(float x)
+{
+    return fabsf(x) < FLT_MIN ? copysignf(0, x) : x;
+}
+
+static float low(uint32_t pair)
+{
+    return flushed(upi_f32_of_bits(pair << 16));
+}
+
+static float high(uint32_t pair)
+{
+    return flushed(upi_f32_of_bits(pair & 0xffff0000u));
+}
+
+/* A lane of VDPBF16PS. */
+static float dot_pair(float sum, uint32_t x, uint32_t y)
+{
+    sum = flushed(fmaf(high(x), high(y), sum));
+    return flushed(fmaf(low(x), low(y), sum));
+}
+
+/* An element of TDPBF16PS: 16 pairs. */
+static float dot_row(float sum, const uint32_t *x, const uint32_t *y, int y_step)
+{
+    float even = 0, odd = 0;
+    int p;
+    for (p = 0; p < UPI_BF16_STEP / 2; ++p) {
+        even = flushed(fmaf(low(x[p]), low(y[p * y_step]), even));
+        odd = flushed(fmaf(high(x[p]), high(y[p * y_step]), odd));
+    }
+    return flushed(sum + flushed(even + odd));
+}
+
+/* Pairs `first` .. `last` - 1 of one sum, in steps of 16. */
+static float sum_of(int amx, const uint32_t *x, const uint32_t *y, int y_step, int first, int last)
+{
+    float sum = 0;
+    int p;
+    if (amx)
+        for (p = first; p < last; p += UPI_BF16_STEP / 2) sum = dot_row(sum, x + p, y + p * y_step, y_step);
+    else
+        for (p = first; p < last; ++p) sum = dot_pair(sum, x[p], y[p * y_step]);
+    return sum;
+}
+
+/* The library's kernels in plain C. */
+static void plain_tile(int amx, int depth, int sum_depth, const uint32_t *a, const uint32_t *b, float *sums,
+                       int64_t next, int accumulate)
+{
+    int first, i, j;
+    for (first = 0; first < depth; first += sum_depth) {
+        const int last = first + sum_depth < depth ? first + sum_depth : depth;
+        for (i = 0; i < 2 * UPI_BF16_PANEL; ++i)
+            for (j = 0; j < 2 * UPI_BF16_PANEL; ++j) {
+                const uint32_t *x = a + i * UPI_BF16_PAIRS;
+                const uint32_t *y = b + j / UPI_BF16_PANEL * UPI_BF16_PACKED + j % UPI_BF16_PANEL;
+                float *to = sums + i / UPI_BF16_PANEL * next + j / UPI_BF16_PANEL * UPI_BF16_TILE +
+                            i % UPI_BF16_PANEL * UPI_BF16_PANEL + j % UPI_BF16_PANEL;
+                const float s = sum_of(amx, x, y, UPI_BF16_PANEL, first / 2, (last + 1) / 2);
+                *to = accumulate || first > 0 ? *to + s : s;
+            }
+    }
+}
+
+static void plain_tile_amx(int depth, int sum_depth, const uint32_t *a, const uint32_t *b, float *sums,
+                           int64_t next, int accumulate)
+{
+    plain_tile(1, depth, sum_depth, a, b, sums, next, accumulate);
+}
+
+static void plain_tile_avx512(int depth, int sum_depth, const uint32_t *a, const uint32_t *b, float *sums,
+                              int64_t next, int accumulate)
+{
+    plain_tile(0, depth, sum_depth, a, b, sums, next, accumulate);
+}
+
+static upipe_status plain_amx(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags, void *work,
+                              size_t work_bytes)
+{
+    return upi_bf16_gemm(c, out, a, b, flags, work, work_bytes, plain_tile_amx);
+}
+
+static upipe_status plain_avx512(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags,
+                                 void *work, size_t work_bytes)
+{
+    return upi_bf16_gemm(c, out, a, b, flags, work, work_bytes, plain_tile_avx512);
+}
+
+/* What there is: [amx]; NULL for an instruction that the processor lacks. */
+static gemm_entry machine[2];
+static const gemm_entry plain[2] = {plain_avx512, plain_amx};
+
+/* ---- one product ---- */
+
+/* A host's threads one after the other, the last one first: blocks must not lean on each other. */
+static void run_backwards(void *self, int32_t count, void (*task)(void *arg, int32_t i), void *arg)
+{
+    (void)self;
+    while (count > 0) task(arg, --count);
+}
+
+static upipe_par threads = {run_backwards, NULL, 3};
+static upipe_ops alone, many;
+
+static void run(gemm_entry gemm, const upipe_ops *ops, upipe_view out, upipe_view a, upipe_view b, int flags)
+{
+    const size_t bytes = upi_bf16_gemm_bytes(ops, out, a, b, flags);
+    char *work = (char *)aligned_alloc(64, bytes + 64);
+    upipe_ctx c;
+    size_t i;
+    memset(&c, 0, sizeof c);
+    c.ops = ops;
+    memset(work, 0xff, bytes + 64);
+    CHECK_SAY(bytes % 64 == 0, "scratch of %zu bytes", bytes);
+    CHECK_STATUS(gemm(&c, out, a, b, flags, work, bytes), UPIPE_OK, c.err);
+    for (i = bytes; i < bytes + 64; ++i)
+        if (!CHECK(work[i] == (char)0xff)) break;
+    free(work);
+}
+
+/* Pairs of row i of op(a) or of column i of op(b), from k0 on; zeros from `depth` on. */
+static void pairs_of(upipe_view v, int by_rows, int head, int64_t i, int64_t k0, int64_t depth,
+                     uint32_t *pairs)
+{
+    int64_t k;
+    for (k = k0; k < depth; ++k) {
+        const uint16_t *at = (const uint16_t *)upipe_view_at(v, by_rows ? i : k, head) + (by_rows ? k : i);
+        pairs[(k - k0) / 2] |= (uint32_t)*at << (k - k0) % 2 * 16;
+    }
+}
+
+/* Every element from the matrices as they lie. */
+static void expect(const gemm_product *p, int amx, upipe_view before, upipe_view want)
+{
+    const int trans_a = p->flags & UPIPE_GEMM_TRANS_A, trans_b = p->flags & UPIPE_GEMM_TRANS_B;
+    const int64_t step = trans_a ? UPIPE_SUM_ROWS : UPI_BF16_DEPTH;
+    int64_t i, n, k;
+    int j, head;
+    for (j = 0; j < p->out.h; ++j)
+        for (i = 0; i < p->out.n; ++i)
+            for (n = 0; n < p->out.d; ++n) {
+                float sum = p->flags & UPIPE_GEMM_ACCUMULATE ? (float)element(before, i, j, n) : -0.0f;
+                for (head = 0; head < gemm_added(p); ++head)
+                    for (k = 0; k < p->depth; k += step) {
+                        uint32_t x[UPI_BF16_PAIRS] = {0}, y[UPI_BF16_PAIRS] = {0};
+                        const int64_t last = k + step < p->depth ? k + step : p->depth;
+                        pairs_of(p->a, !trans_a, p->a.h > 1 ? j + head : 0, i, k, last, x);
+                        pairs_of(p->b, trans_b, p->b.h > 1 ? j + head : 0, n, k, last, y);
+                        sum += sum_of(amx, x, y, 1, 0, (int)(last - k + 1) / 2);
+                    }
+                upipe_cpu_put(upipe_view_at(want, i, j), want.dtype, n, sum);
+            }
+}
+
+enum { ADDED = 4, JOINED = 8 }; /* added up, and lying as one matrix */
+
+static void check_product(test_rng *r, int64_t rows, int cols, int64_t depth, int heads, int shared,
+                          int flags, upipe_dtype type)
+{
+    const int trans_a = flags & UPIPE_GEMM_TRANS_A, trans_b = flags & UPIPE_GEMM_TRANS_B;
+    const int a_heads = shared & 1 ? 1 : heads, b_heads = shared & 2 ? 1 : heads;
+    const int joined = (shared & JOINED) != 0; /* HEADS_OUTER is 0, HEADS_INNER 1 */
+    upipe_view before, want, rounded;
+    gemm_product p;
+    size_t bytes;
+    int amx, i;
+    p.flags = flags, p.depth = depth, p.sum_depth = 0;
+    p.a = matrix(r, UPIPE_BF16, trans_a ? depth : rows, a_heads, (int)(trans_a ? rows : depth),
+                 joined ? !trans_a : test_below(r, 2), joined ? 0 : test_below(r, 4));
+    p.b = matrix(r, UPIPE_BF16, trans_b ? cols : depth, b_heads, trans_b ? (int)depth : cols,
+                 joined ? trans_b != 0 : test_below(r, 2), joined ? 0 : test_below(r, 4));
+    p.out = matrix(r, type, rows, shared & ADDED ? 1 : heads, cols, test_below(r, 2), test_below(r, 4));
+    bytes = view_bytes(p.out);
+    before = want = rounded = p.out;
+    before.data = copy_of(p.out.data, bytes), rounded.data = copy_of(p.out.data, bytes);
+    for (amx = 0; amx < 2; ++amx) {
+        const gemm_entry entries[] = {plain[amx], machine[amx]};
+        want.data = copy_of(before.data, bytes);
+        expect(&p, amx, before, want);
+        for (i = 0; i < 4; ++i) {
+            if (entries[i / 2] == NULL) continue;
+            memcpy(p.out.data, before.data, bytes);
+            run(entries[i / 2], i % 2 ? &many : &alone, p.out, p.a, p.b, flags);
+            CHECK_SAY(memcmp(want.data, p.out.data, bytes) == 0,
+                      "%s%s, %d threads: %lld x %d x %lld, %d heads, shared %d, flags %d -> %s: other bits",
+                      i / 2 ? "" : "plain ", amx ? "AMX" : "AVX512-BF16", i % 2 ? 3 : 1, (long long)rows,
+                      cols, (long long)depth, heads, shared, flags, upipe_dtype_name(type));
+        }
+        CHECK(reference(&p, before, rounded));
+        free(want.data);
+    }
+    free(p.a.data), free(p.b.data), free(p.out.data);
+    free(before.data), free(rounded.data);
+}
+
+/* ---- the cases ---- */
+
+static void check_shapes(test_rng *r)
+{
+    static const int sizes[] = {1, 8, 15, 17, 32, 49};
+    const int count = (int)(sizeof sizes / sizeof *sizes);
+    const int rows = UPI_BF16_ROW_PANELS * UPI_BF16_PANEL + 17,
+              cols = UPI_BF16_COL_PANELS * UPI_BF16_PANEL + 17;
+    int i, n, flags;
+    for (i = 0; i < count; ++i)
+        for (n = 0; n < count; ++n)
+            for (flags = 0; flags < 8; ++flags)
+                check_product(r, sizes[i], sizes[n], 1 + test_below(r, 100), 1, 0, flags,
+                              flags & UPIPE_GEMM_ACCUMULATE || (i + n) % 2 ? UPIPE_F32 : UPIPE_BF16);
+    for (flags = 0; flags < 4; ++flags) {
+        check_product(r, 19, 35, 2 * UPI_BF16_DEPTH + 33, 1, 0, flags, UPIPE_F32);
+        check_product(r, rows, 18, 70, 1, 0, flags, UPIPE_F32);
+        check_product(r, 18, cols, 70, 1, 0, flags, UPIPE_BF16);
+        check_product(r, 40, 24, 80, 3, 1, flags, UPIPE_F32); /* heads of a projection */
+        check_product(r, 40, 24, 80, 3, 2, flags, UPIPE_F32); /* and of a weight's gradient */
+        check_product(r, 20, 40, 33, 2, 3, flags, UPIPE_F16);
+        check_product(r, 33, 20, 45, 4, 0, flags, UPIPE_F32);
+        check_product(r, 30, 21, 64, 5, ADDED, flags | UPIPE_GEMM_ACCUMULATE, UPIPE_F32);
+        check_product(r, 30, 21, 41, 3, ADDED, flags, UPIPE_BF16);
+        check_product(r, 30, 21, 64, 9, ADDED | JOINED, flags, UPIPE_F32);
+        check_product(r, 30, 21, 48, 3, ADDED | JOINED, flags, UPIPE_F32); /* not by whole steps */
+    }
+}
+
+/* Numbers whose products, or sums, are subnormal. */
+static void check_tiny(test_rng *r)
+{
+    uint16_t a[32], b[32];
+    float c[2];
+    int i, k, amx;
+    for (i = 0; i < 200; ++i) {
+        const upipe_view va = upipe_view_packed(a, UPIPE_BF16, 1, 1, 32),
+                         vb = upipe_view_packed(b, UPIPE_BF16, 1, 1, 32);
+        uint32_t x[UPI_BF16_PAIRS] = {0}, y[UPI_BF16_PAIRS] = {0};
+        for (k = 0; k < 32; ++k) {
+            a[k] = (uint16_t)(test_below(r, 2) << 15 | (test_below(r, 4) ? 1 + test_below(r, 64) : 0) << 7 |
+                              test_below(r, 128));
+            b[k] = (uint16_t)(test_below(r, 2) << 15 | (60 + test_below(r, 10)) << 7 | test_below(r, 128));
+            if (test_below(r, 3) == 0)
+                b[k] = (uint16_t)(test_below(r, 2) << 15 | test_below(r, 128)); /* subnormal */
+        }
+        pairs_of(va, 1, 0, 0, 0, 32, x), pairs_of(vb, 1, 0, 0, 0, 32, y);
+        for (amx = 0; amx < 2; ++amx) {
+            c[0] = sum_of(amx, x, y, 1, 0, 16);
+            run(machine[amx] != NULL ? machine[amx] : plain[amx], &alone,
+                upipe_view_packed(c + 1, UPIPE_F32, 1, 1, 1), va, vb, UPIPE_GEMM_TRANS_B);
+            CHECK_BYTES(c, c + 1, 4);
+        }
+    }
+}
+
+/* Scratch for the largest product serves all smaller ones. */
+static void check_bytes(void)
+{
+    size_t rows = 0, cols = 0;
+    int size;
+    for (size = 1; size < 1300; ++size) {
+        const upipe_view a = upipe_view_packed(NULL, UPIPE_BF16, size, 1, 700);
+        const upipe_view b = upipe_view_packed(NULL, UPIPE_BF16, 300, 1, 700);
+        const upipe_view tall = upipe_view_packed(NULL, UPIPE_BF16, size, 1, 300);
+        const upipe_view wide = upipe_view_packed(NULL, UPIPE_BF16, 300, 1, size);
+        const size_t more_rows = upi_bf16_gemm_bytes(&many, tall, a, b, UPIPE_GEMM_TRANS_B);
+        const size_t more_cols = upi_bf16_gemm_bytes(&many, wide, b, a, UPIPE_GEMM_TRANS_B);
+        CHECK(more_rows >= rows && more_cols >= cols && more_rows % 3 == 0);
+        rows = more_rows, cols = more_cols;
+    }
+}
+
+/* Other types go to the table's own product; what is wrong is refused. */
+static void check_others(test_rng *r)
+{
+    upipe_view a = matrix(r, UPIPE_F32, 20, 1, 40, HEADS_OUTER, 0),
+               b = matrix(r, UPIPE_BF16, 17, 1, 40, HEADS_OUTER, 0);
+    float c[2][20 * 17];
+    upipe_ops ops = alone;
+    upipe_ctx ctx;
+    upipe_err err;
+    memset(&ctx, 0, sizeof ctx), memset(&err, 0, sizeof err);
+    run(plain_amx, &alone, upipe_view_packed(c[0], UPIPE_F32, 20, 1, 17), a, b, UPIPE_GEMM_TRANS_B);
+    run(upi_cpu_gemm, &alone, upipe_view_packed(c[1], UPIPE_F32, 20, 1, 17), a, b, UPIPE_GEMM_TRANS_B);
+    CHECK_BYTES(c[0], c[1], sizeof c[0]);
+    ctx.ops = &alone;
+    CHECK_STATUS(
+        plain_amx(&ctx, upipe_view_packed(c[0], UPIPE_F32, 17, 1, 17), b, b, UPIPE_GEMM_TRANS_B, c[1], 64),
+        UPIPE_ERR_ARG, ctx.err);
+    CHECK(strstr(ctx.err.text, "of scratch") != NULL);
+    ops.gemm = upi_cpu_gemm, ops.gemm_bytes = upi_cpu_gemm_bytes;
+    if (machine[0] == NULL && machine[1] == NULL) {
+        CHECK_STATUS(upipe_cpu_bf16(&ops, &err), UPIPE_ERR_UNSUPPORTED, err);
+        CHECK(strstr(err.text, "neither AMX nor AVX512-BF16") != NULL);
+        CHECK(ops.gemm == upi_cpu_gemm && ops.gemm_bytes == upi_cpu_gemm_bytes);
+    } else {
+        CHECK_STATUS(upipe_cpu_bf16(&ops, &err), UPIPE_OK, err);
+        CHECK(ops.gemm == machine[machine[1] != NULL] && ops.gemm_bytes == upi_bf16_gemm_bytes);
+    }
+    free(a.data), free(b.data);
+}
+
+int main(void)
+{
+    test_rng r;
+    r.state = (uint64_t)test_env("UPIPE_SEED", 1);
+    alone.f16 = 1;
+    many = alone;
+    many.par = &threads;
+#if UPIPE_CPU_BF16_X86
+    if (upi_bf16_has_amx()) machine[1] = upi_bf16_gemm_amx;
+    if (__builtin_cpu_supports("avx512bf16")) machine[0] = upi_bf16_gemm_avx512;
+#endif
+    if (machine[0] == NULL) printf("left out: AVX512-BF16's own bits, as this processor has none\n");
+    if (machine[1] == NULL) printf("left out: AMX's own bits, as this processor has none\n");
+    check_shapes(&r);
+    check_tiny(&r);
+    check_bytes();
+    check_others(&r);
+    return test_end("test_bf16");
+}
