@@ -37,7 +37,7 @@ MODES = ('ordinary', 'full', 'all')
 # failing calls and lost ranks take as long as they are given.
 BUDGETS = {
     'ordinary': {'UPIPE_DRAWS_MIN': '200', 'UPIPE_SECONDS': '10', 'UPIPE_FUZZ_SECONDS': '2', 'UPIPE_FAULT_SECONDS': '0',
-                 'UPIPE_WORLD_TRIES': '4'},
+                 'UPIPE_WORLD_TRIES': '2'},
     'full': {'UPIPE_FULL': '1', 'UPIPE_DRAWS_MIN': '2000', 'UPIPE_SECONDS': '20', 'UPIPE_FUZZ_SECONDS': '10',
              'UPIPE_FAULT_SECONDS': '30', 'UPIPE_MUTANTS_SECONDS': '100', 'UPIPE_WORLD_TRIES': '10'},
     'all': {'UPIPE_FULL': '1', 'UPIPE_DRAWS_MIN': '20000', 'UPIPE_SECONDS': '1200', 'UPIPE_FUZZ_SECONDS': '60',

@@ -360,7 +360,7 @@ def reference_losses(folder):
 
 def test_losses(folder, reference):
     draw = random.Random(int(os.environ.get('UPIPE_SEED', '1')))
-    tries = int(os.environ.get('UPIPE_WORLD_TRIES', '4'))
+    tries = int(os.environ.get('UPIPE_WORLD_TRIES', '2'))
     took = [test_loss(folder, number, (signal.SIGKILL, signal.SIGSTOP)[number % 2], draw, reference) for number in range(tries)]
     late = sum(seconds > DEADLINE + 1 for seconds in took)
     print(f'reached: {tries} ranks lost; the others were gone after {max(took):.2f} s at most, the deadline is {DEADLINE} s; '
