@@ -309,28 +309,33 @@ static upipe_status wait_nccl(upipe_ctx *c)
     return upipe_nccl_sync(c, (upipe_nccl *)c->team->impl);
 }
 
-/* A layer's forward and backward in which the host waits for no device: everything is in the stream's order. */
+/* A layer's forward and backward in which the host waits for no device: everything is in the stream's order. NCCL is
+ * called once for each transfer (docs/backends.md): K, V and Q, O; K, V again and dO, delta, Q, dQ; dK, dV. */
 static void run_ahead(graph_rank *me)
 {
     upipe_ctx *c = &me->d.c;
-    const int rank = c->team->rank;
+    upipe_nccl *team = (upipe_nccl *)c->team->impl;
+    const int rank = c->team->rank, transfers = me->plan.rounds * (2 + 2 + 2) + me->plan.stages * (2 + 4);
+    int64_t before;
     char *want = (char *)malloc(me->out_bytes);
     set_inputs(me, 10);
     CHECK_STATUS(pass(c, me), UPIPE_OK, c->err);
     device_get(&me->d, want, part(me, 2), me->out_bytes);
     set_inputs(me, 10);
     (void)fake_waits(rank);
+    before = team->begun;
     CHECK_STATUS(pass(c, me), UPIPE_OK, c->err);
     CHECK_INT(fake_waits(rank), 0);
+    CHECK_INT(team->begun - before, transfers);
     CHECK_STATUS(c->ops->sync(c), UPIPE_OK, c->err);
     check_outputs(me, want, "ahead");
-    ((upipe_nccl *)c->team->impl)->ahead = 0;
+    team->ahead = 0;
     set_inputs(me, 10);
     (void)fake_waits(rank);
     CHECK_STATUS(pass(c, me), UPIPE_OK, c->err);
     CHECK(fake_waits(rank) >= 8); /* each transfer: Q, K, V, O; dO, dQ, dK, dV at least */
     check_outputs(me, want, "with a host that waits");
-    ((upipe_nccl *)c->team->impl)->ahead = 1;
+    team->ahead = 1;
     free(want);
 }
 
