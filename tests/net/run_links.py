@@ -91,17 +91,49 @@ class Link(threading.Thread):
                 self.passed += 1
                 waiting.append((time.monotonic() + self.delay, self.ends[1 - self.ends.index(end)], frame))
 
+    def pids(self):
+        return [int(pid) for name in self.names for pid in ip('netns', 'pids', name).split()]
+
     def kill(self):
         """Ends what runs on both sides."""
-        for name in self.names:
-            for pid in ip('netns', 'pids', name).split():
-                os.kill(int(pid), signal.SIGKILL)
+        for pid in self.pids():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # it has just ended
 
     def close(self):
         self.ends = []
         for name in self.names:  # a namespace ends some time after its last connection
             subprocess.run(['ip', 'link', 'del', name], capture_output=True, check=False)
             subprocess.run(['ip', 'netns', 'del', name], capture_output=True, check=False)
+
+
+def open_link(link, mpirun):
+    """Or the end of the script, where there are no namespaces."""
+    if not is_open_mpi(mpirun):
+        skip('the launcher is not that of Open MPI')
+    if not shutil.which('ip') or not shutil.which('unshare'):
+        skip('the programs ip and unshare are missing')
+    try:
+        link.open()
+    except (OSError, subprocess.CalledProcessError) as wrong:
+        skip(f'no network namespaces here: {getattr(wrong, "stderr", None) or wrong}'.strip())
+
+
+def agent_of(link, folder):
+    """A program in the folder that starts commands on the second side."""
+    agent = os.path.join(folder, 'agent')
+    with open(agent, 'w', encoding='utf-8') as out:
+        out.write(AGENT.format(b=link.names[1]))
+    os.chmod(agent, 0o755)
+    return agent
+
+
+def hosts(agent):
+    """The launcher's words for both sides."""
+    return ['--mca', 'btl', 'tcp,self', '--mca', 'btl_tcp_if_include', '10.77.0.0/24', '--mca', 'oob_tcp_if_include',
+            '10.77.0.0/24', '--mca', 'plm_rsh_agent', agent, '--host', f'10.77.0.1:{RANKS // 2},10.77.0.2:{RANKS // 2}']
 
 
 def verdicts(folder):
@@ -114,14 +146,9 @@ def verdicts(folder):
 
 def run_job(link, mpirun, program, what, cut_after=None):
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as said_in:
-        agent = os.path.join(folder, 'agent')
-        with open(agent, 'w', encoding='utf-8') as out:
-            out.write(AGENT.format(b=link.names[1]))
-        os.chmod(agent, 0o755)
-        tcp = ['--mca', 'btl', 'tcp,self', '--mca', 'btl_tcp_if_include', '10.77.0.0/24', '--mca', 'oob_tcp_if_include',
-               '10.77.0.0/24', '--mca', 'plm_rsh_agent', agent, '--host', '10.77.0.1:2,10.77.0.2:2']
         body = f'exec {shlex.quote(program)} {what} > {said_in}/$OMPI_COMM_WORLD_RANK 2>&1'  # a cut does not lose it
-        command = ['ip', 'netns', 'exec', link.names[0], *launcher(mpirun), *tcp, '-np', str(RANKS), 'sh', '-c', body]
+        command = ['ip', 'netns', 'exec', link.names[0], *launcher(mpirun), *hosts(agent_of(link, folder)), '-np', str(RANKS),
+                   'sh', '-c', body]
         job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors='replace',
                                start_new_session=True)
         until, ended = time.monotonic() + SECONDS, 0
@@ -145,16 +172,9 @@ def run_job(link, mpirun, program, what, cut_after=None):
 
 def main():
     mpirun, program = sys.argv[1], os.path.abspath(sys.argv[2])
-    if not is_open_mpi(mpirun):
-        skip('the launcher is not that of Open MPI')
-    if not shutil.which('ip') or not shutil.which('unshare'):
-        skip('the programs ip and unshare are missing')
     link, failed = Link(), 0
     try:
-        try:
-            link.open()
-        except (OSError, subprocess.CalledProcessError) as wrong:
-            skip(f'no network namespaces here: {getattr(wrong, "stderr", None) or wrong}'.strip())
+        open_link(link, mpirun)
         link.loss, link.delay = 0.01, 0.001
         failed += not run_job(link, mpirun, program, 'data')
         print(f'data: {link.passed} frames passed, {link.lost} lost')
