@@ -310,8 +310,8 @@ class Session:
         wanted = sorted(os.path.relpath(file, part.folder) for file in wanted) + builds
         if not wanted:
             return 0, '', 0.0
-        cores = max(1, CORES // max(1, len(self.builds)))
-        return self.runner.command(['ninja', '-j', str(cores), *wanted], part.folder)
+        # the longest build would else be alone with its core, at last
+        return self.runner.command(['ninja', '-j', str(CORES), *wanted], part.folder)
 
     # ---- what runs ----
 

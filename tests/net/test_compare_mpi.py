@@ -39,6 +39,11 @@ def run(words, folder):
     return job.returncode, job.stdout.decode(errors='replace'), job.stderr.decode(errors='replace')
 
 
+def own(err):
+    """Without what MPI says, which names what a machine lacks."""
+    return [line for line in err.splitlines() if line.startswith('compare: ')]
+
+
 def tree(folder):
     found = {}
     for at, _, names in os.walk(folder):
@@ -73,7 +78,7 @@ def test_same(folder, processes, methods, *flags):
         top = os.path.join(folder, kind + '-'.join([str(processes), *methods, *flags]))
         os.mkdir(top)
         status, said, err = run([*start, *words], top)
-        if not check(status == 0 and err == '', f'{what}, {kind}: {status}: {err}'):
+        if not check(status == 0 and not own(err), f'{what}, {kind}: {status}: {err}'):
             return
         transport, got = numbers(top)
         check(transport == kind, f'{what}: transport {transport}, not {kind}')
@@ -107,7 +112,7 @@ def test_voice(folder):
         with tempfile.TemporaryDirectory() as fresh:
             more = outputs if '--json' not in flags else []
             status, out, err = run(command(2, *MODEL, *flags, *more, program=program), fresh)
-            said = [line for line in err.splitlines() if line.startswith('compare: ')]
+            said = own(err)
             check(status != 0 and len(said) == 1 and sentence in said[0] and out == '', f'{sentence}: {status}: {out}{err}')
             check(tree(fresh) == {}, f'{sentence}: leaves {tree(fresh).keys()}')
         if sentence == 'rank 1: the text':  # in the next case it can be read, and is another one

@@ -357,7 +357,7 @@ UPIPE_API void upi_bf16_item(void *arg, int64_t item, int32_t worker)
 
 /* ---- entries of the table ---- */
 
-UPI_INLINE int upi_bf16_takes(upipe_view out, upipe_view a, upipe_view b, int flags)
+UPI_INLINE int upi_bf16_fits(upipe_view out, upipe_view a, upipe_view b, int flags)
 {
     return a.dtype == UPIPE_BF16 && b.dtype == UPIPE_BF16 && out.n > 0 && out.d > 0 &&
            (flags & UPIPE_GEMM_TRANS_A ? a.n : a.d) > 0;
@@ -367,7 +367,7 @@ UPIPE_API size_t upi_bf16_gemm_bytes(const struct upipe_ops *ops, upipe_view out
                                      int flags)
 {
     upi_bf16_job g;
-    if (out.h < 1 || !upi_bf16_takes(out, a, b, flags)) return upi_cpu_gemm_bytes(ops, out, a, b, flags);
+    if (out.h < 1 || !upi_bf16_fits(out, a, b, flags)) return upi_cpu_gemm_bytes(ops, out, a, b, flags);
     upi_bf16_plan(&g, ops, out, a, b, flags);
     return g.bytes;
 }
@@ -377,7 +377,7 @@ UPI_INLINE upipe_status upi_bf16_gemm(upipe_ctx *c, upipe_view out, upipe_view a
 {
     upi_bf16_job g;
     UPIPE_TRY(upipe_check_gemm(c, out, a, b, flags));
-    if (!upi_bf16_takes(out, a, b, flags)) return upi_cpu_gemm(c, out, a, b, flags, work, work_bytes);
+    if (!upi_bf16_fits(out, a, b, flags)) return upi_cpu_gemm(c, out, a, b, flags, work, work_bytes);
     upi_bf16_plan(&g, c->ops, out, a, b, flags);
     if (work == NULL || work_bytes < g.bytes || (uintptr_t)work % UPI_GEMM_ALIGN != 0)
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
