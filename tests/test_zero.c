@@ -472,6 +472,9 @@ static void test_lent(void)
     b[3] = 6;
     CHECK_STATUS(upipe_zero_grads_end(&c, &z, 0, b), UPIPE_ERR_ARG, c.err);
     CHECK_TEXT(c.err.text, "another one has been lent the shard");
+    CHECK_STATUS(upipe_zero_grads_end(&c, &z, 0, a), UPIPE_ERR_ARG, c.err); /* of unit 1 */
+    CHECK_TEXT(c.err.text, "another one has been lent the shard");
+    CHECK(shard[3] == 5 && shard[11] == 0);
     CHECK_STATUS(upipe_zero_grads_end(&c, &z, 1, a), UPIPE_OK, c.err);
     CHECK(shard[3] == 0 && shard[11] == 5);
     CHECK_STATUS(upipe_zero_grads_end(&c, &z, 1, a), UPIPE_ERR_ARG, c.err);

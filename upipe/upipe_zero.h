@@ -63,7 +63,7 @@ typedef enum upipe_zero_what {
  *   side          a side stream for upipe_zero_ahead; NULL: that does nothing
  *   side_world    a second communicator of the same ranks, for it
  *   summed, lent  since upipe_zero_grads_clear: something has been added to the shard of the gradients; its front is
- *                 lent to the gradients of a unit that has begun
+ *                 lent to the gradients of unit lent - 1, which has begun
  *   ahead, ...    upipe_zero_ahead's: the block of the unit that is being gathered, NULL for none
  */
 typedef struct upipe_zero {
@@ -363,7 +363,7 @@ UPIPE_API upipe_status upipe_zero_grads_first(upipe_ctx *c, upipe_zero *z, int u
     if (z->stage < 2 || z->summed || z->lent || upi_zero_n(z, unit) == 0 ||
         upipe_zero_slice(z, unit).at < upi_zero_n(z, unit))
         return upipe_zero_grads_begin(c, z, unit, g);
-    z->lent = 1;
+    z->lent = unit + 1;
     *g = z->grads;
     return UPIPE_OK;
 }
@@ -392,7 +392,8 @@ UPIPE_API upipe_status upi_zero_grads_back(upipe_ctx *c, upipe_zero *z, int unit
 /* upipe_zero_grads_end -- the unit's gradients are whole, on every rank; g is not used any more
  *   bytes   stages 2 and 3: sends 4 (2 with `sent` bf16) for each element of the other ranks' slices; allocates
  *           upipe_zero_bytes(z, unit, UPIPE_ZERO_SUM) meanwhile. Else nothing
- *   errors  ARG (no such unit, g is not what begin gave, upipe_zero_grads_first's unit has not ended), MEMORY; others as
+ *   g       what begin or first gave for this unit. Of another block of the pool it is not known whose it is
+ *   errors  ARG (no such unit, g is NULL, upipe_zero_grads_first's unit has not ended or g is its), MEMORY; others as
  *           upipe_comm_wait, and for all but ARG the world and ctx->team are aborted
  */
 UPIPE_API upipe_status upipe_zero_grads_end(upipe_ctx *c, upipe_zero *z, int unit, float *g)
@@ -401,7 +402,7 @@ UPIPE_API upipe_status upipe_zero_grads_end(upipe_ctx *c, upipe_zero *z, int uni
     upipe_status s;
     UPIPE_TRY(upi_zero_unit(c, z, unit));
     if (z->stage < 2 || upi_zero_n(z, unit) == 0) return UPIPE_OK;
-    if (g == NULL || z->lent != (g == z->grads))
+    if (g == NULL || z->lent != (g == z->grads ? unit + 1 : 0))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: unit %d ends, %s", unit,
                           z->lent ? "and another one has been lent the shard" : "and has not begun");
     z->summed = 1;
