@@ -73,10 +73,10 @@ UPI_INLINE int64_t upi_bf16_up(int64_t n, int64_t unit)
 UPI_INLINE void upi_bf16_plan(upi_bf16_job *g, const upipe_ops *ops, upipe_view out, upipe_view a,
                               upipe_view b, int flags)
 {
-    const int trans_a = (flags & UPIPE_GEMM_TRANS_A) != 0, trans_b = (flags & UPIPE_GEMM_TRANS_B) != 0;
+    const int trans_a = (flags & UPIPE_GEMM_TRANS_A) != 0;
     const int64_t matrix = trans_a ? a.n : a.d;
     const int32_t workers = upi_par_workers(ops);
-    int64_t row_heads, col_heads, items;
+    int64_t items;
     memset(g, 0, sizeof *g);
     g->added = out.h == 1 ? a.h : 1;
     g->sum_depth = trans_a ? (int)UPIPE_SUM_ROWS : (int)UPI_BF16_DEPTH;
@@ -86,13 +86,9 @@ UPI_INLINE void upi_bf16_plan(upi_bf16_job *g, const upipe_ops *ops, upipe_view 
         g->added = 1;
     }
     g->pack_depth = UPI_BF16_DEPTH / g->sum_depth * g->sum_depth;
-    row_heads = a.h > 1 && b.h == 1 ? out.h : 1;
-    col_heads = a.h == 1 ? out.h : 1;
-    upi_gemm_side_init(&g->a, a, out.n, UPI_BF16_PANEL, !trans_a, row_heads);
-    upi_gemm_side_init(&g->b, b, out.d, UPI_BF16_PANEL, trans_b, col_heads);
+    g->products = upi_gemm_sides(&g->a, &g->b, out, a, b, flags, UPI_BF16_PANEL, UPI_BF16_PANEL);
     g->out = out;
     g->depth = trans_a ? a.n : a.d;
-    g->products = out.h / (row_heads * col_heads);
     g->accumulate = (flags & UPIPE_GEMM_ACCUMULATE) != 0;
     if (g->a.all == 0 || g->b.all == 0 || g->depth == 0) return;
     g->block_rows = upi_gemm_least(upi_bf16_up(g->a.all, 2), UPI_BF16_ROW_PANELS);
@@ -284,7 +280,7 @@ __attribute__((target("avx512f,avx512bf16"))) UPI_CPU_KERNEL void upi_bf16_tile_
 
 /* ---- blocks ---- */
 
-/* The part of tile (row, col) that lies in the matrix: its address in c, or NULL. */
+/* Address of c at a row panel and a column panel, with the part of the tile that lies in the matrix. */
 UPI_INLINE void *upi_bf16_out(const upi_bf16_job *g, const upi_gemm_side *a, const upi_gemm_side *b,
                               char *out, int64_t row, int64_t col, int *rows, int *cols)
 {

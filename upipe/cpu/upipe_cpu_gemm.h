@@ -129,6 +129,17 @@ UPI_INLINE void upi_gemm_side_init(upi_gemm_side *s, upipe_view v, int64_t lanes
     s->dtype = v.dtype;
 }
 
+/* Both sides of a product, whose rows and columns lie in panels of these widths. Returns the number of separate
+ * products: of heads, where neither side is shared. */
+UPI_INLINE int64_t upi_gemm_sides(upi_gemm_side *rows, upi_gemm_side *cols, upipe_view out, upipe_view a,
+                                  upipe_view b, int flags, int row_width, int col_width)
+{
+    const int64_t row_heads = a.h > 1 && b.h == 1 ? out.h : 1, col_heads = a.h == 1 ? out.h : 1;
+    upi_gemm_side_init(rows, a, out.n, row_width, (flags & UPIPE_GEMM_TRANS_A) == 0, row_heads);
+    upi_gemm_side_init(cols, b, out.d, col_width, (flags & UPIPE_GEMM_TRANS_B) != 0, col_heads);
+    return out.h / (row_heads * col_heads);
+}
+
 /* Panels of a block where `all` are cut into `blocks` of equal size; the number of blocks that this makes. */
 UPI_INLINE int64_t upi_gemm_cut(int64_t all, int64_t *blocks)
 {
@@ -142,9 +153,8 @@ UPI_INLINE int64_t upi_gemm_cut(int64_t all, int64_t *blocks)
 UPI_INLINE void upi_gemm_plan(upi_gemm_job *g, const upipe_ops *ops, upipe_view out, upipe_view a,
                               upipe_view b, int flags)
 {
-    int trans_a = (flags & UPIPE_GEMM_TRANS_A) != 0, trans_b = (flags & UPIPE_GEMM_TRANS_B) != 0;
+    const int trans_a = (flags & UPIPE_GEMM_TRANS_A) != 0;
     const int64_t matrix = trans_a ? a.n : a.d; /* its depth */
-    int64_t row_heads, col_heads;
     int64_t most = out.dtype == UPIPE_F32 ? UPI_GEMM_BLOCK_F32 : UPI_GEMM_BLOCK_16, sums, items, packed;
     const int32_t workers = upi_par_workers(ops);
     memset(g, 0, sizeof *g);
@@ -156,13 +166,9 @@ UPI_INLINE void upi_gemm_plan(upi_gemm_job *g, const upipe_ops *ops, upipe_view 
         g->added = 1;
     }
     g->pack_depth = UPI_GEMM_DEPTH / g->sum_depth * g->sum_depth;
-    row_heads = a.h > 1 && b.h == 1 ? out.h : 1;
-    col_heads = a.h == 1 ? out.h : 1;
-    upi_gemm_side_init(&g->a, a, out.n, UPI_GEMM_ROWS, !trans_a, row_heads);
-    upi_gemm_side_init(&g->b, b, out.d, UPI_GEMM_COLS, trans_b, col_heads);
+    g->products = upi_gemm_sides(&g->a, &g->b, out, a, b, flags, UPI_GEMM_ROWS, UPI_GEMM_COLS);
     g->out = out;
     g->depth = trans_a ? a.n : a.d;
-    g->products = out.h / (row_heads * col_heads);
     g->accumulate = (flags & UPIPE_GEMM_ACCUMULATE) != 0;
     if (g->a.all == 0 || g->b.all == 0 || g->depth == 0) return;
     g->block_rows = upi_gemm_least(g->a.all, UPI_GEMM_BLOCK_ROWS / UPI_GEMM_ROWS);

@@ -46,9 +46,9 @@
  * none. If any differ, all ranks send and receive in a group. All of this happens in wait, on a stream of the
  * transport: what the host enqueues on ctx->stream between start and wait runs at the same time. In wait the host
  * waits for the comparison, and not for the data. The comparison is an operation like others: it comes behind the
- * transfers of joined teams that were issued before, and the host waits for those with it. ncclCommAbort does not end a copy engine that waits
- * for a peer's; after the comparison that can happen only if a rank dies, or its device fails, at that
- * moment. In a graph every transfer is a group.
+ * transfers of joined teams that were issued before, and the host waits for those with it. ncclCommAbort does not
+ * end a copy engine that waits for a peer's; after the comparison that can happen only if a rank dies, or its
+ * device fails, at that moment. In a graph every transfer is a group.
  *
  * Graphs. Where ctx->stream is captured, a transfer is captured with it. An all-gather and a barrier make the host wait, and
  * are refused: calls that compare ranks (upipe_comm_agree) come before the capture, in one pass, or in two
