@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """run.py [--full | --all] [--only NAME...] [--list] -- builds and runs the tests; run.sh installs what it needs and calls it
 
-parts() says what is built, and which tests run there. Every setup, build and test is a job for one core. One more runs
-than there are cores, as some wait for deadlines; the longest first; a test waits for nothing but its own build. Seconds of
-the last run are kept in build/times.json.
+parts() says what is built, and which tests run there. Every setup, build and test is a job, which takes a core, or
+several: a build all of them, what runs processes as many as these. One core more is shared out than there is, as some jobs
+wait for deadlines; the longest first; a test waits for nothing but its own build. Seconds of the last run are kept in
+build/times.json.
 """
 
 import argparse
@@ -23,7 +24,9 @@ TOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BUILD = os.path.join(TOP, 'build')
 TIMES = os.path.join(BUILD, 'times.json')
 CORES = os.cpu_count() or 1
-JOBS = CORES + 1
+SHARES = CORES + 1
+PROCESSES = 8  # of a test of the suites below, at most
+NET = {'net', 'links'}
 SKIPPED = 77
 QUIET = 9  # seconds without a line, at most
 
@@ -153,10 +156,11 @@ def suites(test):
 
 
 class Job:
-    """Something for one core, or for all. `run` returns (status, what it printed, seconds of processors)."""
+    """Something for some cores. `run` returns (status, what it printed, seconds of processors)."""
 
-    def __init__(self, name, run, guess=60.0, after=(), alone=False):
+    def __init__(self, name, run, guess=60.0, after=(), alone=False, cores=1):
         self.name, self.run, self.guess, self.after, self.alone = name, run, guess, list(after), alone
+        self.cores = min(cores, CORES)
         self.status, self.said, self.seconds, self.cpu, self.began = None, '', 0.0, 0.0, 0.0
         self.test = self.group = None
 
@@ -233,10 +237,14 @@ class Runner:
                 total -= self.drop_hopeless(waiting)
                 choice = sorted((job for job in waiting if self.ready(job)), key=lambda job: (job.alone, -job.guess))
                 for job in choice:
-                    if self.running and (job.alone or len(self.running) >= JOBS or any(r.alone for r in self.running)):
+                    if self.running and (job.alone or any(r.alone for r in self.running)):
                         break
                     if job.alone and any(not other.alone for other in waiting):
                         break
+                    if sum(r.cores for r in self.running) + job.cores > SHARES:
+                        if any(r.cores > 1 for r in self.running):
+                            continue  # waits for that one
+                        break  # cores are left to it
                     waiting.remove(job)
                     self.running.append(job)
                     job.began = time.time()
@@ -348,7 +356,8 @@ class Session:
             # A limit is ten times what a test takes: of those that never ran, the longest are known by it.
             guess = self.runner.times.get(self.key(part, test), [test['timeout'] / 10 * part.slow])[0]
             job = Job(self.key(part, test), lambda test=test: self.run_test(part, test), guess,
-                      [build] if test['depends'] else [], alone=not test['is_parallel'])
+                      [build] if test['depends'] else [], alone=not test['is_parallel'],
+                      cores=PROCESSES if NET & set(suites(test)) else 1)
             job.test, job.group = test, (part.name, self.suite_of(part, test))
             self.groups.setdefault(job.group, []).append(job)
             made.append(job)
@@ -404,7 +413,8 @@ class Session:
         tests = {part.name: self.chosen(part, self.described(part, 'tests')) for part in here}
         every = [test for chosen in tests.values() for test in chosen]
         programs = [program for part in here for program in part.builds]
-        build = Job(job.name.replace('setup', 'build'), lambda: self.compile(here[0], every, programs), guess=1e4)
+        build = Job(job.name.replace('setup', 'build'), lambda: self.compile(here[0], every, programs), guess=1e4,
+                    cores=CORES)
         return [build] + [made for part in here for made in self.test_jobs(part, tests[part.name], build)]
 
     def setup_job(self, part):

@@ -67,7 +67,7 @@ static void test_extreme_scores(void)
     for (i = BRIEF ? 2 : 0; i < 3; ++i)
         for (grow = 0; grow < 2; ++grow)
             for (sees = 0; sees < 3; ++sees) {
-                upipe_dtype dtype = (i + grow + sees) % 3 == 2 ? UPIPE_BF16 : UPIPE_F32;
+                upipe_dtype dtype = types[(i + grow + sees) % 3 == 2];
                 oracle_attn t = shape(150, sees == 2 ? 90 : 150, 2, 1, 64, sees > 0, 0, sees == 2 ? 60 : 0);
                 values in = inputs_make(&t, dtype, &r, 1);
                 int64_t e;
@@ -160,9 +160,9 @@ static void test_sections(void)
         oracle_attn t = shape(70, UPI_ATTN_SECTION + 100, 1, 1, 40, 1, UPI_ATTN_SECTION - 30, 0);
         values in, out = values_make(&t);
         t.window = windows[i];
-        in = inputs_make(&t, UPIPE_F32, &r, 1);
-        check_case(&t, UPIPE_F32, GAPS, &in);
-        run_kernels(&t, UPIPE_F32, PACKED, t.h, &in, &out);
+        in = inputs_make(&t, types[0], &r, 1);
+        check_case(&t, types[0], GAPS, &in);
+        run_kernels(&t, types[0], PACKED, t.h, &in, &out);
         for (part = 0; part < 3; ++part) {
             oracle_attn rows = t;
             const int64_t at = cuts[part] * t.h * t.d;
@@ -171,7 +171,7 @@ static void test_sections(void)
             rows.q_pos += cuts[part];
             some.q += at, some.dout += at;
             got = values_make(&rows);
-            run_kernels(&rows, UPIPE_F32, PACKED, rows.h, &some, &got);
+            run_kernels(&rows, types[0], PACKED, rows.h, &some, &got);
             CHECK_BYTES(got.o, out.o + at, o_count(&rows) * 4);
             CHECK_BYTES(got.lse, out.lse + cuts[part] * t.h, rows.sq * t.h * 4);
             CHECK_BYTES(got.dq, out.dq + at, q_count(&rows) * 4);
@@ -197,7 +197,7 @@ static void test_merge(void)
     for (i = 0; i < sizeof cases / sizeof *cases; ++i)
         for (type = 0; type < 3; ++type) {
             const int64_t *x = cases[i];
-            upipe_dtype dtype = type > 0 ? UPIPE_BF16 : UPIPE_F32;
+            upipe_dtype dtype = types[type > 0];
             oracle_attn t = shape(x[0], x[3] + x[4] + x[5], 2, 1, i % 2 ? 64 : 104, (int)x[1], x[2], 0);
             values in = inputs_make(&t, dtype, &r, 2);
             check_merge(&t, dtype, type > 1 ? UPIPE_BF16 : UPIPE_F32, (int)i % LAYOUTS, &in, x + 3, 3);
@@ -210,7 +210,7 @@ static void test_merge_nothing(void)
 {
     oracle_attn t = shape(30, 20, 2, 1, 40, 1, 0, 100);
     test_rng r = {11};
-    values in = inputs_make(&t, UPIPE_F32, &r, 1);
+    values in = inputs_make(&t, types[0], &r, 1);
     int keys;
     for (keys = 0; keys <= 20; keys += 20) {
         upipe_attn a;
@@ -247,7 +247,7 @@ static void test_same_bits(void)
     int i, b, layout, calls;
     for (i = 0; i < 3; ++i)
         for (b = 0; b < 2; ++b) {
-            upipe_dtype dtype = b ? UPIPE_BF16 : UPIPE_F32;
+            upipe_dtype dtype = types[b];
             oracle_attn t = shape(211, 171, 4, 1, dims[i], b, 20, 60);
             values in = inputs_make(&t, dtype, &r, 3), one = values_make(&t);
             fill(&r, one.dk, k_count(&t), UPIPE_F32, 1);
@@ -313,10 +313,10 @@ static void test_heads_alone(void)
 {
     oracle_attn t = shape(77, 90, 4, 2, 80, 1, 20, 0), half = t;
     test_rng r = {5};
-    values in = inputs_make(&t, UPIPE_F32, &r, 1), out = values_make(&t);
+    values in = inputs_make(&t, types[0], &r, 1), out = values_make(&t);
     int part;
     half.h = 2, half.hkv = 1;
-    run_kernels(&t, UPIPE_F32, PACKED, t.h, &in, &out);
+    run_kernels(&t, types[0], PACKED, t.h, &in, &out);
     for (part = 0; part < 2; ++part) {
         values x = values_make(&half), got = values_make(&half);
         int64_t i;
@@ -328,7 +328,7 @@ static void test_heads_alone(void)
             int64_t from = oracle_k_row(&t, i, 2 * part), to = oracle_k_row(&half, i, 0);
             memcpy(x.k + to, in.k + from, 80 * 4), memcpy(x.v + to, in.v + from, 80 * 4);
         }
-        run_kernels(&half, UPIPE_F32, PACKED, half.h, &x, &got);
+        run_kernels(&half, types[0], PACKED, half.h, &x, &got);
         for (i = 0; i < t.sq; ++i) {
             CHECK_BYTES(got.o + oracle_q_row(&half, i, 0), out.o + oracle_q_row(&t, i, 2 * part), 2 * 80 * 4);
             CHECK_BYTES(got.dq + oracle_q_row(&half, i, 0), out.dq + oracle_q_row(&t, i, 2 * part),
@@ -355,13 +355,13 @@ static void test_prefix(void)
         oracle_attn more = t;
         values in, out, got, less = values_make(&t);
         more.sk += longer[i];
-        in = inputs_make(&more, UPIPE_F32, &r, 1);
+        in = inputs_make(&more, types[0], &r, 1);
         out = values_make(&more);
         got = values_make(&t);
         memcpy(less.q, in.q, (size_t)q_count(&t) * 4), memcpy(less.dout, in.dout, (size_t)q_count(&t) * 4);
         memcpy(less.k, in.k, (size_t)k_count(&t) * 4), memcpy(less.v, in.v, (size_t)k_count(&t) * 4);
-        run_kernels(&more, UPIPE_F32, PACKED, t.h, &in, &out);
-        run_kernels(&t, UPIPE_F32, PACKED, t.h, &less, &got);
+        run_kernels(&more, types[0], PACKED, t.h, &in, &out);
+        run_kernels(&t, types[0], PACKED, t.h, &less, &got);
         check_same(&t, &got, &out);
         for (e = k_count(&t); e < k_count(&more); ++e) CHECK(out.dk[e] == 0 && out.dv[e] == 0);
         values_free(&in), values_free(&out), values_free(&got), values_free(&less);
@@ -373,12 +373,12 @@ static void test_accumulate(void)
 {
     oracle_attn t = shape(90, 70, 2, 1, 72, 1, 0, 10);
     test_rng r = {7};
-    values in = inputs_make(&t, UPIPE_F32, &r, 1), zero = values_make(&t), out = values_make(&t);
+    values in = inputs_make(&t, types[0], &r, 1), zero = values_make(&t), out = values_make(&t);
     int moved_k = 0, moved_v = 0;
     int64_t i;
     for (i = 0; i < k_count(&t); ++i) out.dk[i] = 100, out.dv[i] = -100;
-    run_kernels(&t, UPIPE_F32, GAPS, t.h, &in, &zero);
-    run_kernels(&t, UPIPE_F32, GAPS, t.h, &in, &out);
+    run_kernels(&t, types[0], GAPS, t.h, &in, &zero);
+    run_kernels(&t, types[0], GAPS, t.h, &in, &out);
     for (i = 0; i < k_count(&t); ++i) {
         moved_k |= fabsf(zero.dk[i]) > 0.1f;
         moved_v |= fabsf(zero.dv[i]) > 0.1f;
@@ -402,12 +402,12 @@ static void test_nan(void)
     for (kind = 0; kind < 8; ++kind) {
         oracle_attn t = shape(40, 70, 1, 1, 64, kind >> 2, 0, 30);
         test_rng r = {8};
-        values in = inputs_make(&t, UPIPE_F32, &r, 1), out = values_make(&t);
+        values in = inputs_make(&t, types[0], &r, 1), out = values_make(&t);
         int64_t i, e;
         t.q_pos = 30;
         t.k_pos = 0;
         for (e = 0; e < (kind & 2 ? 64 : 1); ++e) memcpy(&in.q[17 * 64 + e], &patterns[kind & 1], 4);
-        run_kernels(&t, UPIPE_F32, PACKED, 1, &in, &out);
+        run_kernels(&t, types[0], PACKED, 1, &in, &out);
         for (i = 0; i < t.sq; ++i) {
             int all = 1, any = 0;
             for (e = 0; e < 64; ++e) {
@@ -639,8 +639,34 @@ static void test_scratch(void)
     CHECK_INT(upi_cpu_attn_bytes(&ops, &g.a, 1), 3 * bwd + (1 << 20) / 64 * 2 * 8);
 }
 
-int main(void)
+/* What kernels of any unit promise, on bf16; in plain C these are slow. */
+static void test_unit(const upi_bf16_unit *unit, int all)
 {
+    attn_use(unit);
+    test_lengths();
+    test_merge();
+    test_nan();
+    if (!all) return;
+    test_head_dims();
+    test_extreme_scores();
+    test_sections();
+    test_same_bits();
+    test_workers();
+    test_heads_alone();
+    test_prefix();
+    test_accumulate();
+    test_random();
+}
+
+/* Words on the command line: bf16 for attention in the processor's bf16 instructions, all for all of it. */
+int main(int argc, char **argv)
+{
+    const int all = argc > 2 && strcmp(argv[2], "all") == 0;
+    if (argc > 1 && strcmp(argv[1], "bf16") == 0) {
+        test_unit(&plain_units[1], all);
+        if (upi_bf16_here() != NULL) test_unit(upi_bf16_here(), 1);
+        return test_end("attn bf16");
+    }
     test_exp();
     test_bf16();
     test_simd_lanes_here();

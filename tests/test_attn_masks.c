@@ -270,8 +270,9 @@ static void check_merge_bwd(const oracle_attn *t, upipe_dtype dtype, int layout,
     for (way = 0; way < NAIVE_WAYS; ++way) {
         oracle_attn plain = *t;
         values *n = &x.naive[way];
-        plain.naive = way;
-        naive_attn_bwd(&plain, UPIPE_F32, in->q, in->k, in->v, in->dout, n->o, n->lse, n->dq, n->dk, n->dv);
+        plain.naive = naive_way(way);
+        naive_attn_bwd(&plain, attn_unit != NULL ? dtype : UPIPE_F32, in->q, in->k, in->v, in->dout, n->o,
+                       n->lse, n->dq, n->dk, n->dv);
     }
     CHECK_BYTES(got.dsinks, all.dsinks, t->h * 4);
     check_answers(t, &got, &x);
@@ -351,13 +352,13 @@ static void test_wide_masks(void)
     static const float sinks[] = {-INFINITY, -INFINITY};
     oracle_attn t = shape(211, 171, 2, 1, 64, 1, 20, 60), wide = t;
     test_rng r = {24};
-    values in = inputs_make(&t, UPIPE_F32, &r, 1), a = values_make(&t), b = values_make(&t);
+    values in = inputs_make(&t, types[0], &r, 1), a = values_make(&t), b = values_make(&t);
     wide.window = INT64_C(1) << 60;
     wide.cu_seqlens = cu_seqlens, wide.cu_seqlens_n = 1;
     wide.sinks = sinks;
     wide.pos_step = 1;
-    run_kernels(&t, UPIPE_F32, PACKED, t.h, &in, &a);
-    run_kernels(&wide, UPIPE_F32, PACKED, t.h, &in, &b);
+    run_kernels(&t, types[0], PACKED, t.h, &in, &a);
+    run_kernels(&wide, types[0], PACKED, t.h, &in, &b);
     check_same(&t, &a, &b);
     values_free(&in), values_free(&a), values_free(&b);
 }
@@ -387,7 +388,8 @@ static void test_one_key(void)
  * the end of it, is not read. So the work is that of the window, whatever the length. */
 static void test_reach(void)
 {
-    enum { NEAR = UPI_ATTN_PANEL + UPI_ATTN_TILE };
+    /* a unit's steps of keys are read by all rows of a block */
+    const int near = attn_unit != NULL ? UPI_ATTN_ROWS_FWD + UPI_BF16_STEP : UPI_ATTN_PANEL + UPI_ATTN_TILE;
     static const int64_t cu_seqlens[] = {0, 300, 500, 900};
     int kind;
     for (kind = 0; kind < 4; ++kind) {
@@ -398,7 +400,7 @@ static void test_reach(void)
                                         : bad,
                       high = kind == 2 ? 499 : bad + 19;
         test_rng r = {26};
-        values in = inputs_make(&t, UPIPE_F32, &r, 1), out = values_make(&t);
+        values in = inputs_make(&t, types[0], &r, 1), out = values_make(&t);
         int64_t i;
         int c, seen = 0;
         if (kind == 2)
@@ -407,12 +409,12 @@ static void test_reach(void)
             t.window = 20;
         t.softcap = kind == 3 ? 5 : 0;
         for (c = 0; c < 64; ++c) in.k[bad * 64 + c] = in.v[bad * 64 + c] = NAN;
-        run_kernels(&t, UPIPE_F32, PACKED, 1, &in, &out);
+        run_kernels(&t, types[0], PACKED, 1, &in, &out);
         for (i = 0; i < t.sq * 64; ++i) {
             int64_t row = i / 64;
             int spoilt = isnan(out.o[i]) || isnan(out.dq[i]);
             if (oracle_visible(&t, row, bad)) CHECK(spoilt);
-            CHECK_SAY(!spoilt || (row > low - NEAR && row < high + NEAR), "kind %d: row %d has seen key %d",
+            CHECK_SAY(!spoilt || (row > low - near && row < high + near), "kind %d: row %d has seen key %d",
                       kind, (int)row, (int)bad);
             seen |= spoilt;
         }
@@ -427,15 +429,16 @@ static void test_far_keys(void)
 {
     oracle_attn t = shape(200, 4000, 2, 1, 64, 1, 2000, 0);
     test_rng r = {27};
-    values in = inputs_make(&t, UPIPE_F32, &r, 1), out = values_make(&t);
-    const int64_t first = (2000 - 99) / UPI_ATTN_TILE * UPI_ATTN_TILE, end = 2200;
+    values in = inputs_make(&t, types[0], &r, 1), out = values_make(&t);
+    const int64_t first = attn_unit != NULL ? 2000 - 99 : (2000 - 99) / UPI_ATTN_TILE * UPI_ATTN_TILE,
+                  end = 2200;
     int64_t i, wrong = 0;
     t.window = 100;
     for (i = 0; i < k_count(&t); ++i) {
         out.dk[i] = out.dv[i] = 7;
         if (i / 64 < first || i / 64 >= end) in.k[i] = in.v[i] = NAN;
     }
-    run_kernels(&t, UPIPE_F32, PACKED, t.h, &in, &out);
+    run_kernels(&t, types[0], PACKED, t.h, &in, &out);
     for (i = 0; i < q_count(&t); ++i) wrong += isnan(out.o[i]) || isnan(out.dq[i]);
     for (i = 0; i < k_count(&t); ++i)
         wrong += isnan(out.dk[i]) || isnan(out.dv[i]) ||
@@ -524,8 +527,28 @@ static void test_refusals(void)
     free(block);
 }
 
-int main(void)
+/* As in test_attn.c. */
+static void test_unit(const upi_bf16_unit *unit, int all)
 {
+    attn_use(unit);
+    test_reach();
+    test_far_keys();
+    if (!all) return;
+    test_alone();
+    test_parts();
+    test_workers();
+    test_wide_masks();
+    test_random();
+}
+
+int main(int argc, char **argv)
+{
+    const int all = argc > 2 && strcmp(argv[2], "all") == 0;
+    if (argc > 1 && strcmp(argv[1], "bf16") == 0) {
+        test_unit(&plain_units[1], all);
+        if (upi_bf16_here() != NULL) test_unit(upi_bf16_here(), 1);
+        return test_end("attn_masks bf16");
+    }
     test_sight();
     test_oracle();
     test_refusals();

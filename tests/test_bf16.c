@@ -4,108 +4,30 @@
  * Plain C stands for the instructions in the library's own loops, so that packing, borders, threads and scratch are
  * checked on every processor. Where the processor has an instruction, its bits must be those of plain C.
  */
+#include "lib/bf16.h"
 #include "lib/gemm.h"
-
-#include "upipe/cpu/upipe_cpu_bf16.h"
 
 typedef upipe_status (*gemm_entry)(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags,
                                    void *work, size_t work_bytes);
 
-/* ---- the instructions ---- */
-
-/* Subnormal numbers are read and written as zeros of their sign. */
-static float flushed(float x)
-{
-    return fabsf(x) < FLT_MIN ? copysignf(0, x) : x;
-}
-
-static float low(uint32_t pair)
-{
-    return flushed(upi_f32_of_bits(pair << 16));
-}
-
-static float high(uint32_t pair)
-{
-    return flushed(upi_f32_of_bits(pair & 0xffff0000u));
-}
-
-/* A lane of VDPBF16PS. */
-static float dot_pair(float sum, uint32_t x, uint32_t y)
-{
-    sum = flushed(fmaf(high(x), high(y), sum));
-    return flushed(fmaf(low(x), low(y), sum));
-}
-
-/* An element of TDPBF16PS: 16 pairs. */
-static float dot_row(float sum, const uint32_t *x, const uint32_t *y, int y_step)
-{
-    float even = 0, odd = 0;
-    int p;
-    for (p = 0; p < UPI_BF16_STEP / 2; ++p) {
-        even = flushed(fmaf(low(x[p]), low(y[p * y_step]), even));
-        odd = flushed(fmaf(high(x[p]), high(y[p * y_step]), odd));
-    }
-    return flushed(sum + flushed(even + odd));
-}
-
-/* Pairs `first` .. `last` - 1 of one sum, in steps of 16. */
-static float sum_of(int amx, const uint32_t *x, const uint32_t *y, int y_step, int first, int last)
-{
-    float sum = 0;
-    int p;
-    if (amx)
-        for (p = first; p < last; p += UPI_BF16_STEP / 2) sum = dot_row(sum, x + p, y + p * y_step, y_step);
-    else
-        for (p = first; p < last; ++p) sum = dot_pair(sum, x[p], y[p * y_step]);
-    return sum;
-}
-
-/* The library's kernels in plain C. */
-static void plain_tile(int amx, int depth, int sum_depth, const uint32_t *a, const uint32_t *b, float *sums,
-                       int64_t next, int accumulate)
-{
-    int first, i, j;
-    for (first = 0; first < depth; first += sum_depth) {
-        const int last = first + sum_depth < depth ? first + sum_depth : depth;
-        for (i = 0; i < 2 * UPI_BF16_PANEL; ++i)
-            for (j = 0; j < 2 * UPI_BF16_PANEL; ++j) {
-                const uint32_t *x = a + i * UPI_BF16_PAIRS;
-                const uint32_t *y = b + j / UPI_BF16_PANEL * UPI_BF16_PACKED + j % UPI_BF16_PANEL;
-                float *to = sums + i / UPI_BF16_PANEL * next + j / UPI_BF16_PANEL * UPI_BF16_TILE +
-                            i % UPI_BF16_PANEL * UPI_BF16_PANEL + j % UPI_BF16_PANEL;
-                const float s = sum_of(amx, x, y, UPI_BF16_PANEL, first / 2, (last + 1) / 2);
-                *to = accumulate || first > 0 ? *to + s : s;
-            }
-    }
-}
-
-static void plain_tile_amx(int depth, int sum_depth, const uint32_t *a, const uint32_t *b, float *sums,
-                           int64_t next, int accumulate)
-{
-    plain_tile(1, depth, sum_depth, a, b, sums, next, accumulate);
-}
-
-static void plain_tile_avx512(int depth, int sum_depth, const uint32_t *a, const uint32_t *b, float *sums,
-                              int64_t next, int accumulate)
-{
-    plain_tile(0, depth, sum_depth, a, b, sums, next, accumulate);
-}
+/* ---- the library's product with kernels in plain C ---- */
 
 static upipe_status plain_amx(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags, void *work,
                               size_t work_bytes)
 {
-    return upi_bf16_gemm(c, out, a, b, flags, work, work_bytes, plain_tile_amx);
+    return upi_bf16_gemm(c, out, a, b, flags, work, work_bytes, &plain_units[1]);
 }
 
 static upipe_status plain_avx512(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags,
                                  void *work, size_t work_bytes)
 {
-    return upi_bf16_gemm(c, out, a, b, flags, work, work_bytes, plain_tile_avx512);
+    return upi_bf16_gemm(c, out, a, b, flags, work, work_bytes, &plain_units[0]);
 }
 
 /* What there is: [amx]; NULL for an instruction that the processor lacks. */
 static gemm_entry machine[2];
 static const gemm_entry plain[2] = {plain_avx512, plain_amx};
+static const upi_bf16_unit *machine_units[2];
 
 /* ---- one product ---- */
 
@@ -266,6 +188,51 @@ static void check_tiny(test_rng *r)
     }
 }
 
+/* A pair of bf16, some of them subnormal or close to it. */
+static uint32_t draw_pair(test_rng *r)
+{
+    uint32_t pair = 0;
+    int i;
+    for (i = 0; i < 2; ++i) {
+        const float x =
+            (float)test_normal(r) * (test_below(r, 8) ? 1 : 0x1p-66f) * (test_below(r, 40) ? 1 : 0x1p-64f);
+        pair = pair << 16 | upipe_f32_to_bf16(x);
+    }
+    return pair;
+}
+
+/* Strips of all heights and depths, with operands and sums at any step. */
+static void check_strips(test_rng *r)
+{
+    enum { STEP = 150, ROWS = 5 * UPI_BF16_PANEL };
+    static uint32_t a[ROWS * STEP], b[STEP * STEP];
+    static float want[ROWS * STEP], got[ROWS * STEP];
+    int amx, i, j, rows, depth, kind;
+    for (i = 0; i < ROWS * STEP; ++i) a[i] = draw_pair(r);
+    for (i = 0; i < STEP * STEP; ++i) b[i] = draw_pair(r);
+    for (rows = UPI_BF16_PANEL; rows <= ROWS; rows += UPI_BF16_PANEL)
+        for (depth = UPI_BF16_STEP; depth <= 8 * UPI_BF16_STEP; depth *= 2)
+            for (amx = 0; amx < 2; ++amx) {
+                const upi_bf16_unit *units[] = {&plain_units[amx], machine_units[amx]};
+                const int a_step = depth / 2 + test_below(r, STEP - depth / 2),
+                          b_step = UPI_BF16_PANEL + test_below(r, STEP - UPI_BF16_PANEL),
+                          sums_step = UPI_BF16_PANEL + test_below(r, STEP - UPI_BF16_PANEL);
+                memset(want, 0xff, sizeof want);
+                for (i = 0; i < rows; ++i)
+                    for (j = 0; j < UPI_BF16_PANEL; ++j)
+                        want[i * sums_step + j] = sum_of(amx, a + i * a_step, b + j, b_step, 0, depth / 2);
+                for (kind = 0; kind < 2; ++kind) {
+                    if (units[kind] == NULL) continue;
+                    memset(got, 0xff, sizeof got);
+                    units[kind]->open();
+                    units[kind]->strip(rows, depth, a, a_step, b, b_step, got, sums_step);
+                    units[kind]->close();
+                    CHECK_SAY(memcmp(want, got, sizeof want) == 0, "%s%s: a strip of %d x %d",
+                              kind ? "" : "plain ", units[kind]->name, rows, depth);
+                }
+            }
+}
+
 /* Scratch for the largest product serves all smaller ones. */
 static void check_bytes(void)
 {
@@ -306,9 +273,11 @@ static void check_others(test_rng *r)
         CHECK_STATUS(upipe_cpu_bf16(&ops, &err), UPIPE_ERR_UNSUPPORTED, err);
         CHECK(strstr(err.text, "neither AMX nor AVX512-BF16") != NULL);
         CHECK(ops.gemm == upi_cpu_gemm && ops.gemm_bytes == upi_cpu_gemm_bytes);
+        CHECK(upipe_cpu_bf16_name() == NULL);
     } else {
         CHECK_STATUS(upipe_cpu_bf16(&ops, &err), UPIPE_OK, err);
         CHECK(ops.gemm == machine[machine[1] != NULL] && ops.gemm_bytes == upi_bf16_gemm_bytes);
+        CHECK(strcmp(upipe_cpu_bf16_name(), machine[1] != NULL ? "AMX" : "AVX512-BF16") == 0);
     }
     free(a.data), free(b.data);
 }
@@ -321,13 +290,15 @@ int main(void)
     many = alone;
     many.par = &threads;
 #if UPIPE_CPU_BF16_X86
-    if (upi_bf16_has_amx()) machine[1] = upi_bf16_gemm_amx;
-    if (__builtin_cpu_supports("avx512bf16")) machine[0] = upi_bf16_gemm_avx512;
+    if (upi_bf16_has_amx()) machine[1] = upi_bf16_gemm_amx, machine_units[1] = &upi_bf16_amx;
+    if (__builtin_cpu_supports("avx512bf16"))
+        machine[0] = upi_bf16_gemm_avx512, machine_units[0] = &upi_bf16_avx512;
 #endif
     if (machine[0] == NULL) printf("left out: AVX512-BF16's own bits, as this processor has none\n");
     if (machine[1] == NULL) printf("left out: AMX's own bits, as this processor has none\n");
     check_shapes(&r);
     check_tiny(&r);
+    check_strips(&r);
     check_bytes();
     check_others(&r);
     return test_end("test_bf16");

@@ -10,8 +10,9 @@
 #ifndef UPIPE_TEST_ATTN_H
 #define UPIPE_TEST_ATTN_H
 
-#include "upipe/cpu/upipe_cpu_attn_bwd.h"
+#include "upipe/cpu/upipe_cpu_attn_bf16.h"
 #include "upipe/cpu/upipe_cpu_rows.h"
+#include "bf16.h"
 #include "oracle.h"
 #include "test.h"
 #include "tolerance.h"
@@ -19,7 +20,16 @@
 
 enum { PACKED, HEAD_MAJOR, GAPS, LAYOUTS };
 
-static const upipe_dtype types[] = {UPIPE_F32, UPIPE_BF16, UPIPE_F16};
+static upipe_dtype types[] = {UPIPE_F32, UPIPE_BF16, UPIPE_F16};
+
+/* What takes the products of bf16, where that is what is tested: then all types are bf16. NULL: vectors. */
+static const upi_bf16_unit *attn_unit;
+
+static inline void attn_use(const upi_bf16_unit *unit)
+{
+    attn_unit = unit;
+    types[0] = types[1] = types[2] = UPIPE_BF16;
+}
 
 /* The threads that kernels run on; NULL: the caller's alone. */
 static const upipe_par *threads;
@@ -159,13 +169,23 @@ static inline upipe_view heads(upipe_view v, int first, int count)
 
 /* ---- the kernels ---- */
 
+static upipe_status unit_fwd(upipe_ctx *c, const upipe_attn *a)
+{
+    return upi_attn_bf16_fwd(c, a, attn_unit);
+}
+
+static upipe_status unit_bwd(upipe_ctx *c, const upipe_attn_grad *g)
+{
+    return upi_attn_bf16_bwd(c, g, attn_unit);
+}
+
 static inline void attn_ops(upipe_ctx *c, upipe_ops *ops)
 {
     memset(ops, 0, sizeof *ops);
     memset(c, 0, sizeof *c);
-    ops->attn_fwd = upi_cpu_attn_fwd;
-    ops->attn_bwd = upi_cpu_attn_bwd;
-    ops->attn_bytes = upi_cpu_attn_bytes;
+    ops->attn_fwd = attn_unit != NULL ? unit_fwd : upi_cpu_attn_fwd;
+    ops->attn_bwd = attn_unit != NULL ? unit_bwd : upi_cpu_attn_bwd;
+    ops->attn_bytes = attn_unit != NULL ? upi_attn_bf16_bytes : upi_cpu_attn_bytes;
     ops->attn_can = UPI_ATTN_CAN;
     ops->f16 = 1;
     ops->par = threads;
@@ -190,7 +210,7 @@ static inline void attn_set(upipe_attn *a, const oracle_attn *t)
 /* Scratch of one call: exactly as much as is asked for, so that a sanitizer sees one element too many. */
 static inline void attn_scratch(upipe_attn *a, const upipe_ops *ops, int backward)
 {
-    a->work_bytes = upi_cpu_attn_bytes(ops, a, backward);
+    a->work_bytes = ops->attn_bytes(ops, a, backward);
     a->work = aligned_alloc(64, a->work_bytes);
     if (a->work == NULL) exit(2);
     memset(a->work, 0xff, a->work_bytes);
@@ -291,6 +311,12 @@ static inline void say_case(const oracle_attn *t, upipe_dtype dtype, int layout)
     fprintf(stderr, "\n");
 }
 
+/* A naive run rounds what is multiplied where the kernels do. */
+static inline int naive_way(int way)
+{
+    return attn_unit != NULL ? way | NAIVE_NARROW | NAIVE_LATE : way;
+}
+
 /* The reference and the naive runs of one problem. */
 typedef struct answers {
     double *q, *k, *v, *dout, *o, *lse, *dq, *dk, *dv, *dsinks;
@@ -313,7 +339,7 @@ static inline answers answers_make(const oracle_attn *t, upipe_dtype dtype, cons
     for (way = 0; way < NAIVE_WAYS; ++way) {
         values *n = &x.naive[way];
         *n = values_make(t);
-        plain.naive = way;
+        plain.naive = naive_way(way);
         naive_attn_fwd(&plain, dtype, in->q, in->k, in->v, n->o, n->lse);
         naive_attn_bwd(&plain, dtype, in->q, in->k, in->v, in->dout, n->o, n->lse, n->dq, n->dk, n->dv);
     }
@@ -426,8 +452,9 @@ static inline void check_merge(const oracle_attn *t, upipe_dtype dtype, upipe_dt
         int64_t at = first * t->hkv * t->d, v_at = first * t->hkv * oracle_v_dim(t);
         oracle_attn piece = piece_of(t, first, lengths[p]);
         for (way = 0; way < NAIVE_WAYS; ++way) {
-            piece.naive = way;
-            naive_attn_fwd(&piece, UPIPE_F32, in->q, in->k + at, in->v + v_at, part.o, part.lse);
+            piece.naive = naive_way(way);
+            naive_attn_fwd(&piece, attn_unit != NULL ? dtype : UPIPE_F32, in->q, in->k + at, in->v + v_at,
+                           part.o, part.lse);
             naive_merge(t, o_dtype, naive[way].o, naive[way].lse, part.o, part.lse);
         }
         a.k = tensor_make(dtype, lengths[p], t->hkv, t->d, layout, in->k + at);

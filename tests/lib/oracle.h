@@ -182,8 +182,10 @@ static inline float naive_store(upipe_dtype dtype, float x)
 
 /* A plain loop leaves two things open: where it begins, and whether the compiler fuses multiply and add. For
  * kernels on matrix units, whose operands are of the storage type, NAIVE_NARROW comes to each of these ways:
- * the weights and the gradients of the scores are then rounded before they are multiplied with a matrix. */
-enum { NAIVE_DOWN = 1, NAIVE_FUSED = 2, NAIVE_WAYS = 4, NAIVE_NARROW = 4 };
+ * the weights and the gradients of the scores are then rounded before they are multiplied with a matrix. With
+ * NAIVE_LATE the scale comes behind this rounding, and delta, which is another kernel's, is summed in another
+ * order than products are. */
+enum { NAIVE_DOWN = 1, NAIVE_FUSED = 2, NAIVE_WAYS = 4, NAIVE_NARROW = 4, NAIVE_LATE = 8 };
 
 /* x as an operand of a matrix product. */
 UNWATCHED static inline float naive_operand(upipe_dtype dtype, float x, int naive)
@@ -298,6 +300,7 @@ UNWATCHED static inline void naive_attn_bwd(const oracle_attn *t, upipe_dtype dt
     float *dq_sums = (float *)malloc((size_t)(NAIVE_LEVELS * t->d) * sizeof *dq_sums);
     float *dk_sums = (float *)calloc((size_t)(NAIVE_LEVELS * keys) + 1, sizeof *dk_sums);
     float *dv_sums = (float *)calloc((size_t)(NAIVE_LEVELS * values) + 1, sizeof *dv_sums);
+    const int late = (t->naive & NAIVE_LATE) != 0;
     int64_t r, i, j, m;
     int x, c;
     for (x = 0; x < t->h; ++x)
@@ -307,7 +310,8 @@ UNWATCHED static inline void naive_attn_bwd(const oracle_attn *t, upipe_dtype dt
             i = naive_term(r, t->sq, t->naive);
             row = oracle_q_row(t, i, x);
             o_row = oracle_o_row(t, i, x);
-            delta = naive_dot(dout + o_row, o + o_row, oracle_v_dim(t), t->naive);
+            delta =
+                naive_dot(dout + o_row, o + o_row, oracle_v_dim(t), late ? t->naive ^ NAIVE_DOWN : t->naive);
             memset(dq_sums, 0, (size_t)(NAIVE_LEVELS * t->d) * sizeof *dq_sums);
             for (m = 0; m < t->sk; naive_carry(dq_sums, t->d, ++m)) {
                 int64_t at, v_at;
@@ -318,8 +322,10 @@ UNWATCHED static inline void naive_attn_bwd(const oracle_attn *t, upipe_dtype dt
                 v_at = oracle_v_row(t, j, x);
                 p = naive_score(t, naive_dot(q + row, k + at, t->d, t->naive), &slope);
                 p = expf(p - lse[i * t->h + x]);
-                ds = slope * p * (naive_dot(dout + o_row, v + v_at, oracle_v_dim(t), t->naive) - delta);
-                ds = naive_operand(dtype, ds, t->naive);
+                ds = p * (naive_dot(dout + o_row, v + v_at, oracle_v_dim(t), t->naive) - delta);
+                if (late) slope /= (float)t->scale;
+                ds = naive_operand(dtype, slope * ds, t->naive);
+                if (late) ds *= (float)t->scale;
                 p = naive_operand(dtype, p, t->naive);
                 for (c = 0; c < oracle_v_dim(t); ++c)
                     dv_sums[v_at + c] = naive_add(dv_sums[v_at + c], p, dout[o_row + c], t->naive);

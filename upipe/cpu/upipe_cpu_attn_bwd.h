@@ -45,25 +45,32 @@ typedef struct upi_attn_bwd_work {
     float *dq_total;      /* as dq, of earlier sections; only where the call has several */
 } upi_attn_bwd_work;
 
+/* What a block of queries sums, and knows of its rows, as upi_attn_fwd_layout_sums. */
+UPI_INLINE void upi_attn_bwd_layout_sums(upi_attn_bwd_work *w, float *base, size_t *used, const upipe_attn *a)
+{
+    const int64_t d = a->q.d, totals = upi_attn_is_long(0, a->k.n) ? UPI_ATTN_ROWS_BWD : 0;
+    w->dq = upi_attn_carve(base, used, UPI_ATTN_ROWS_BWD * d);
+    w->lse = upi_attn_carve(base, used, UPI_ATTN_ROWS_BWD);
+    w->delta = upi_attn_carve(base, used, UPI_ATTN_ROWS_BWD);
+    w->lanes = upi_attn_carve_lanes(base, used, UPI_ATTN_ROWS_BWD);
+    w->dq_total = upi_attn_carve(base, used, totals * d);
+}
+
 UPI_INLINE size_t upi_attn_bwd_layout(upi_attn_bwd_work *w, float *base, const upipe_attn *a)
 {
-    const int64_t d = a->q.d, v_dim = a->v.d, totals = upi_attn_is_long(0, a->k.n) ? UPI_ATTN_ROWS_BWD : 0;
+    const int64_t d = a->q.d, v_dim = a->v.d;
     const int64_t columns = (d + UPI_WIDE - 1) / UPI_WIDE * UPI_WIDE;
     const int64_t v_columns = (v_dim + UPI_WIDE - 1) / UPI_WIDE * UPI_WIDE;
     size_t used = 0;
     w->q = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD * d);
     w->dout = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD * v_dim);
-    w->dq = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD * d);
     w->q_rows = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD * columns);
     w->dout_rows = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD * v_columns);
     w->p = upi_attn_carve(base, &used, (int64_t)UPI_ATTN_ROWS_BWD * UPI_ATTN_KEYS);
     w->s = upi_attn_carve(base, &used, (int64_t)UPI_ATTN_ROWS_BWD * UPI_ATTN_KEYS);
     w->k = upi_attn_carve(base, &used, UPI_ATTN_KEYS * (d + UPI_ATTN_PAD));
     w->v = upi_attn_carve(base, &used, UPI_ATTN_KEYS * (v_dim + UPI_ATTN_PAD));
-    w->lse = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD);
-    w->delta = upi_attn_carve(base, &used, UPI_ATTN_ROWS_BWD);
-    w->lanes = upi_attn_carve_lanes(base, &used, UPI_ATTN_ROWS_BWD);
-    w->dq_total = upi_attn_carve(base, &used, totals * d);
+    upi_attn_bwd_layout_sums(w, base, &used, a);
     return used;
 }
 
@@ -270,12 +277,44 @@ UPI_INLINE void upi_attn_bwd_panel(const upi_attn_bwd_work *w, const upi_attn_he
     upi_attn_weigh(d, part->seen, k, s, w->dq + panel * UPI_ATTN_PANEL * d, one);
 }
 
-/* Copies `rows` queries from q0 and what belongs to them to scratch. */
-UPI_INLINE void upi_attn_bwd_pack(const upi_attn_head *a, const upi_attn_bwd_work *w, int64_t q0, int rows,
-                                  int is_long)
+/* The sums of a block of queries begin. */
+UPI_INLINE void upi_attn_bwd_begin(const upi_attn_head *a, const upi_attn_bwd_work *w, int64_t q0, int rows,
+                                   int is_long)
 {
-    const int d = a->d, v_dim = a->v_dim, panels = (rows + UPI_ATTN_PANEL - 1) / UPI_ATTN_PANEL;
+    const int lanes = (rows + UPI_ATTN_PANEL - 1) / UPI_ATTN_PANEL * UPI_ATTN_PANEL;
+    int i;
+    memset(w->dq, 0, (size_t)(lanes * a->d) * sizeof *w->dq);
+    if (is_long) memset(w->dq_total, 0, (size_t)(lanes * a->d) * sizeof *w->dq);
+    for (i = 0; i < lanes; ++i) {
+        float lse = i < rows ? a->lse[(q0 + i) * a->lse_step] : -INFINITY;
+        /* A row that saw no key, and a lane that is no row, weighs every key 0. */
+        w->lse[i] = lse == -INFINITY ? INFINITY : lse;
+        w->delta[i] = i < rows ? a->delta[(q0 + i) * a->delta_step] : 0;
+    }
+}
+
+/* Its end: dq leaves scratch. */
+UPI_INLINE void upi_attn_bwd_finish(const upi_attn_head *a, const upi_attn_bwd_work *w, int64_t q0, int rows,
+                                    int is_long, const float *one)
+{
+    const int d = a->d;
+    const float *dq = is_long ? w->dq_total : w->dq;
+    float factor[UPI_ATTN_PANEL];
     int first, i;
+    for (i = 0; i < UPI_ATTN_PANEL; ++i) factor[i] = a->scale;
+    for (first = 0; first < rows; first += UPI_ATTN_PANEL) {
+        if (is_long) upi_attn_end_section(d, one, w->dq_total + first * d, w->dq + first * d);
+        upi_attn_unpack_panel(a->dq, a->dq_dtype, q0 + first, a->dq_step,
+                              upi_attn_least(rows - first, UPI_ATTN_PANEL), d, dq + first * d, factor,
+                              a->merge ? one : NULL);
+    }
+}
+
+/* Copies `rows` queries from q0 to scratch. */
+UPI_INLINE void upi_attn_bwd_pack(const upi_attn_head *a, const upi_attn_bwd_work *w, int64_t q0, int rows)
+{
+    const int d = a->d, v_dim = a->v_dim;
+    int first;
     for (first = 0; first < rows; first += UPI_ATTN_PANEL) {
         int count = upi_attn_least(rows - first, UPI_ATTN_PANEL);
         upi_attn_pack_panel(w->q + first * d, a->q, a->dtype, q0 + first, a->q_step, count, d);
@@ -284,14 +323,6 @@ UPI_INLINE void upi_attn_bwd_pack(const upi_attn_head *a, const upi_attn_bwd_wor
     }
     upi_attn_pack_columns(w->q_rows, a->q, a->dtype, q0, a->q_step, rows, d, a->scale);
     upi_attn_pack_columns(w->dout_rows, a->dout, a->dtype, q0, a->dout_step, rows, v_dim, 1);
-    memset(w->dq, 0, (size_t)(panels * UPI_ATTN_PANEL * d) * sizeof *w->dq);
-    if (is_long) memset(w->dq_total, 0, (size_t)(panels * UPI_ATTN_PANEL * d) * sizeof *w->dq);
-    for (i = 0; i < panels * UPI_ATTN_PANEL; ++i) {
-        float lse = i < rows ? a->lse[(q0 + i) * a->lse_step] : -INFINITY;
-        /* A row that saw no key, and a lane that is no row, weighs every key 0. */
-        w->lse[i] = lse == -INFINITY ? INFINITY : lse;
-        w->delta[i] = i < rows ? a->delta[(q0 + i) * a->delta_step] : 0;
-    }
 }
 
 /* ---- blocks, and their turns ---- */
@@ -301,6 +332,9 @@ UPI_INLINE void upi_attn_bwd_pack(const upi_attn_head *a, const upi_attn_bwd_wor
  * NULL where one worker takes all turns in order. */
 typedef struct upi_attn_bwd_job {
     const upipe_attn_grad *g;
+    void (*block)(const struct upi_attn_bwd_job *job, const upi_attn_head *a, int64_t *gates, int64_t turn,
+                  int64_t q0, int rows, float *scratch);
+    const struct upi_bf16_unit *unit; /* of upipe_cpu_attn_bf16.h */
     int64_t blocks, key_blocks;
     int64_t *gates;
     size_t floats; /* scratch of a worker */
@@ -338,25 +372,23 @@ UPI_INLINE int64_t upi_attn_turn_after(const upi_attn_bwd_job *job, int64_t t, i
     return t / job->blocks * job->blocks - low;
 }
 
-UPI_CPU_KERNEL void upi_attn_bwd_block(const upi_attn_head *a, const upi_attn_bwd_job *job, int64_t *gates,
+UPI_CPU_KERNEL void upi_attn_bwd_block(const upi_attn_bwd_job *job, const upi_attn_head *a, int64_t *gates,
                                        int64_t turn, int64_t q0, int rows, float *scratch)
 {
     const int d = a->d, v_dim = a->v_dim, panels = (rows + UPI_ATTN_PANEL - 1) / UPI_ATTN_PANEL;
     upi_attn_bwd_work w;
-    float factor[UPI_ATTN_PANEL], one[UPI_ATTN_PANEL];
+    float one[UPI_ATTN_PANEL];
     upi_attn_part parts[UPI_ATTN_PANELS_BWD];
     int64_t k0, begin, end;
     int p, is_long;
     upi_attn_bwd_layout(&w, scratch, a->call);
-    for (p = 0; p < UPI_ATTN_PANEL; ++p) {
-        factor[p] = a->scale;
-        one[p] = 1;
-    }
+    for (p = 0; p < UPI_ATTN_PANEL; ++p) one[p] = 1;
     upi_attn_see(w.lanes, a->call, q0, rows);
     begin = upi_attn_block_of(w.lanes.first[0]);
     end = w.lanes.end[rows - 1];
     is_long = upi_attn_is_long(begin, end);
-    upi_attn_bwd_pack(a, &w, q0, rows, is_long);
+    upi_attn_bwd_begin(a, &w, q0, rows, is_long);
+    upi_attn_bwd_pack(a, &w, q0, rows);
     for (k0 = begin; k0 < end; k0 += UPI_ATTN_KEYS) {
         int keys = upi_attn_least(end - k0, UPI_ATTN_KEYS);
         if (k0 > begin && k0 % UPI_ATTN_SECTION == 0) upi_attn_end_section(panels * d, one, w.dq_total, w.dq);
@@ -374,16 +406,7 @@ UPI_CPU_KERNEL void upi_attn_bwd_block(const upi_attn_head *a, const upi_attn_bw
         upi_attn_add_grad_block(d, keys, parts, panels, w.s, w.q_rows, a->dk + k0 * a->dk_step, a->dk_step);
         if (gates != NULL) upi_par_open(gates + k0 / UPI_ATTN_KEYS, turn + 1);
     }
-    if (is_long) {
-        upi_attn_end_section(panels * d, one, w.dq_total, w.dq);
-        w.dq = w.dq_total;
-    }
-    for (p = 0; p < panels; ++p) {
-        int first = p * UPI_ATTN_PANEL;
-        upi_attn_unpack_panel(a->dq, a->dq_dtype, q0 + first, a->dq_step,
-                              upi_attn_least(rows - first, UPI_ATTN_PANEL), d, w.dq + first * d, factor,
-                              a->merge ? one : NULL);
-    }
+    upi_attn_bwd_finish(a, &w, q0, rows, is_long, one);
 }
 
 UPI_KERNELS_END
@@ -408,9 +431,9 @@ UPIPE_API void upi_attn_bwd_item(void *arg, int64_t i, int32_t worker)
     h.dq_dtype = g->dq.dtype;
     h.dk_step = g->dk.n_step;
     h.dv_step = g->dv.n_step;
-    upi_attn_bwd_block(&h, job, job->gates != NULL ? job->gates + kv * job->key_blocks : NULL, turn, q0,
-                       upi_attn_least(a->q.n - q0, UPI_ATTN_ROWS_BWD),
-                       (float *)a->work + (size_t)worker * job->floats);
+    job->block(job, &h, job->gates != NULL ? job->gates + kv * job->key_blocks : NULL, turn, q0,
+               upi_attn_least(a->q.n - q0, UPI_ATTN_ROWS_BWD),
+               (float *)a->work + (size_t)worker * job->floats);
 }
 
 /* The gradient of head j's sink, one chain over its rows: that of a score whose value is 0, and whose weight
@@ -436,25 +459,33 @@ UPI_INLINE size_t upi_attn_gates(const upipe_ops *ops, const upipe_attn *a)
     return upi_par_workers(ops) > 1 ? (size_t)(blocks * a->k.h * (int64_t)sizeof(int64_t) + 63) / 64 * 64 : 0;
 }
 
-UPIPE_API upipe_status upi_cpu_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
+/* Runs a job of which block, unit and floats are set. */
+UPIPE_API void upi_attn_bwd_run(upipe_ctx *c, const upipe_attn_grad *g, upi_attn_bwd_job *job)
 {
     const upipe_attn *a = &g->a;
     size_t gates = upi_attn_gates(c->ops, a);
+    if (a->q.n == 0) return;
+    job->g = g;
+    job->group = a->q.h / a->k.h;
+    job->blocks = (a->q.n + UPI_ATTN_ROWS_BWD - 1) / UPI_ATTN_ROWS_BWD;
+    job->key_blocks = (a->k.n + UPI_ATTN_KEYS - 1) / UPI_ATTN_KEYS;
+    job->gates = NULL;
+    if (gates > 0) {
+        job->gates = (int64_t *)(void *)((float *)a->work + (size_t)upi_par_workers(c->ops) * job->floats);
+        memset(job->gates, 0, gates);
+    }
+    upi_par_each(c->ops, job->blocks * a->q.h, upi_attn_bwd_item, job);
+    if (g->dsinks != NULL) upi_par_each(c->ops, a->q.h, upi_attn_sink_item, (void *)g);
+}
+
+UPIPE_API upipe_status upi_cpu_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
+{
     upi_attn_bwd_work work;
     upi_attn_bwd_job job;
-    if (a->q.n == 0) return UPIPE_OK;
-    job.g = g;
-    job.group = a->q.h / a->k.h;
-    job.blocks = (a->q.n + UPI_ATTN_ROWS_BWD - 1) / UPI_ATTN_ROWS_BWD;
-    job.key_blocks = (a->k.n + UPI_ATTN_KEYS - 1) / UPI_ATTN_KEYS;
-    job.floats = upi_attn_bwd_layout(&work, NULL, a);
-    job.gates = NULL;
-    if (gates > 0) {
-        job.gates = (int64_t *)(void *)((float *)a->work + (size_t)upi_par_workers(c->ops) * job.floats);
-        memset(job.gates, 0, gates);
-    }
-    upi_par_each(c->ops, job.blocks * a->q.h, upi_attn_bwd_item, &job);
-    if (g->dsinks != NULL) upi_par_each(c->ops, a->q.h, upi_attn_sink_item, (void *)g);
+    job.block = upi_attn_bwd_block;
+    job.unit = NULL;
+    job.floats = upi_attn_bwd_layout(&work, NULL, &g->a);
+    upi_attn_bwd_run(c, g, &job);
     return UPIPE_OK;
 }
 

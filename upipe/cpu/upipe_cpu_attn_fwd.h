@@ -38,22 +38,29 @@ typedef struct upi_attn_fwd_work {
     float *top_total;     /* [12 panels][panel]      what the totals are measured from */
 } upi_attn_fwd_work;
 
+/* Lays what a block of queries sums and sees out from base, which may be NULL, *used floats on. */
+UPI_INLINE void upi_attn_fwd_layout_sums(upi_attn_fwd_work *w, float *base, size_t *used, const upipe_attn *a)
+{
+    const int64_t v_dim = a->v.d, totals = upi_attn_is_long(0, a->k.n) ? UPI_ATTN_ROWS_FWD : 0;
+    w->o = upi_attn_carve(base, used, UPI_ATTN_ROWS_FWD * v_dim);
+    w->p = upi_attn_carve(base, used, UPI_ATTN_KEYS * UPI_ATTN_PANEL);
+    w->top = upi_attn_carve(base, used, UPI_ATTN_ROWS_FWD);
+    w->sum = upi_attn_carve(base, used, UPI_ATTN_ROWS_FWD);
+    w->lanes = upi_attn_carve_lanes(base, used, UPI_ATTN_ROWS_FWD);
+    w->o_total = upi_attn_carve(base, used, totals * v_dim);
+    w->sum_total = upi_attn_carve(base, used, totals);
+    w->top_total = upi_attn_carve(base, used, totals);
+}
+
 /* Lays the scratch of one worker out from base, which may be NULL; returns its floats. */
 UPI_INLINE size_t upi_attn_fwd_layout(upi_attn_fwd_work *w, float *base, const upipe_attn *a)
 {
-    const int64_t d = a->q.d, v_dim = a->v.d, totals = upi_attn_is_long(0, a->k.n) ? UPI_ATTN_ROWS_FWD : 0;
+    const int64_t d = a->q.d, v_dim = a->v.d;
     size_t used = 0;
     w->q = upi_attn_carve(base, &used, UPI_ATTN_ROWS_FWD * d);
-    w->o = upi_attn_carve(base, &used, UPI_ATTN_ROWS_FWD * v_dim);
     w->k = upi_attn_carve(base, &used, UPI_ATTN_KEYS * (d + UPI_ATTN_PAD));
     w->v = upi_attn_carve(base, &used, UPI_ATTN_KEYS * (v_dim + UPI_ATTN_PAD));
-    w->p = upi_attn_carve(base, &used, UPI_ATTN_KEYS * UPI_ATTN_PANEL);
-    w->top = upi_attn_carve(base, &used, UPI_ATTN_ROWS_FWD);
-    w->sum = upi_attn_carve(base, &used, UPI_ATTN_ROWS_FWD);
-    w->lanes = upi_attn_carve_lanes(base, &used, UPI_ATTN_ROWS_FWD);
-    w->o_total = upi_attn_carve(base, &used, totals * v_dim);
-    w->sum_total = upi_attn_carve(base, &used, totals);
-    w->top_total = upi_attn_carve(base, &used, totals);
+    upi_attn_fwd_layout_sums(w, base, &used, a);
     return used;
 }
 
@@ -222,6 +229,10 @@ UPI_INLINE void upi_attn_fwd_finish(const upi_attn_head *a, const upi_attn_fwd_w
 /* A call, cut into blocks of up to `heads` heads of a group and `rows` queries of each. */
 typedef struct upi_attn_fwd_job {
     const upipe_attn *a;
+    /* The block of heads[count] at queries q0 .. q0 + rows - 1. */
+    void (*block)(const struct upi_attn_fwd_job *job, const upi_attn_head *heads, int count, int64_t q0,
+                  int rows, float *scratch);
+    const struct upi_bf16_unit *unit; /* of upipe_cpu_attn_bf16.h */
     int32_t group, heads, chunks; /* query heads of a group, in a block; blocks that a group is cut into */
     int rows;
     size_t floats; /* scratch of a worker */
@@ -241,10 +252,9 @@ UPI_INLINE void upi_attn_fwd_begin(const upi_attn_fwd_work *w, int panels, int v
     memcpy(w->top_total, w->top, lanes * sizeof *w->top);
 }
 
-/* The block of heads[count] at queries q0 .. q0 + rows - 1. d stays a run-time number: kernels compiled for
- * one d each are at most 1 % faster. */
-UPI_CPU_KERNEL void upi_attn_fwd_block(const upi_attn_head *heads, int count, int64_t q0, int rows,
-                                       float *scratch)
+/* d stays a run-time number: kernels compiled for one d each are at most 1 % faster. */
+UPI_CPU_KERNEL void upi_attn_fwd_block(const upi_attn_fwd_job *job, const upi_attn_head *heads, int count,
+                                       int64_t q0, int rows, float *scratch)
 {
     const upi_attn_head *a = heads;
     const int d = a->d, v_dim = a->v_dim, panels = (rows + UPI_ATTN_PANEL - 1) / UPI_ATTN_PANEL;
@@ -253,6 +263,7 @@ UPI_CPU_KERNEL void upi_attn_fwd_block(const upi_attn_head *heads, int count, in
     upi_attn_part part;
     int64_t k0, begin, end;
     int h, p, is_long;
+    (void)job;
     upi_attn_fwd_layout(&w, scratch, a->call);
     upi_attn_see(w.lanes, a->call, q0, rows);
     begin = upi_attn_block_of(w.lanes.first[0]);
@@ -304,29 +315,37 @@ UPIPE_API void upi_attn_fwd_item(void *arg, int64_t i, int32_t worker)
         heads[h].o_step = a->o.n_step;
         heads[h].o_dtype = a->o.dtype;
     }
-    upi_attn_fwd_block(heads, count, q0, upi_attn_least(a->q.n - q0, job->rows),
-                       (float *)a->work + (size_t)worker * job->floats);
+    job->block(job, heads, count, q0, upi_attn_least(a->q.n - q0, job->rows),
+               (float *)a->work + (size_t)worker * job->floats);
+}
+
+/* Runs a job of which block, unit and floats are set. */
+UPIPE_API void upi_attn_fwd_run(upipe_ctx *c, const upipe_attn *a, upi_attn_fwd_job *job)
+{
+    const int workers = upi_par_workers(c->ops);
+    int panels;
+    if (a->q.n == 0) return;
+    job->a = a;
+    job->group = a->q.h / a->k.h;
+    job->chunks = (job->group + UPI_ATTN_PANELS_FWD - 1) / UPI_ATTN_PANELS_FWD;
+    job->heads = (job->group + job->chunks - 1) / job->chunks;
+    panels = UPI_ATTN_PANELS_FWD / job->heads;
+    /* enough blocks that no worker waits long for the last one */
+    while (workers > 1 && panels > 1 &&
+           a->q.n * a->q.h < (int64_t)4 * panels * job->heads * UPI_ATTN_PANEL * workers)
+        panels /= 2;
+    job->rows = panels * UPI_ATTN_PANEL;
+    upi_par_each(c->ops, (a->q.n + job->rows - 1) / job->rows * a->k.h * job->chunks, upi_attn_fwd_item, job);
 }
 
 UPIPE_API upipe_status upi_cpu_attn_fwd(upipe_ctx *c, const upipe_attn *a)
 {
     upi_attn_fwd_work work;
     upi_attn_fwd_job job;
-    const int workers = upi_par_workers(c->ops);
-    int panels;
-    if (a->q.n == 0) return UPIPE_OK;
-    job.a = a;
-    job.group = a->q.h / a->k.h;
-    job.chunks = (job.group + UPI_ATTN_PANELS_FWD - 1) / UPI_ATTN_PANELS_FWD;
-    job.heads = (job.group + job.chunks - 1) / job.chunks;
-    panels = UPI_ATTN_PANELS_FWD / job.heads;
-    /* enough blocks that no worker waits long for the last one */
-    while (workers > 1 && panels > 1 &&
-           a->q.n * a->q.h < (int64_t)4 * panels * job.heads * UPI_ATTN_PANEL * workers)
-        panels /= 2;
-    job.rows = panels * UPI_ATTN_PANEL;
+    job.block = upi_attn_fwd_block;
+    job.unit = NULL;
     job.floats = upi_attn_fwd_layout(&work, NULL, a);
-    upi_par_each(c->ops, (a->q.n + job.rows - 1) / job.rows * a->k.h * job.chunks, upi_attn_fwd_item, &job);
+    upi_attn_fwd_run(c, a, &job);
     return UPIPE_OK;
 }
 

@@ -51,10 +51,24 @@ enum {
 typedef void (*upi_bf16_tile)(int depth, int sum_depth, const uint32_t *a, const uint32_t *b, float *sums,
                               int64_t next, int accumulate);
 
+/* sums [rows][16], sums_step apart = a [rows][depth / 2] . b [depth / 2][16], rows of a and of b a_step and
+ * b_step words apart: one sum from 0. For short depths, where 2 x 2 panels would share little.
+ *   rows, depth  multiples of UPI_BF16_PANEL and of UPI_BF16_STEP */
+typedef void (*upi_bf16_strip)(int rows, int depth, const uint32_t *a, int64_t a_step, const uint32_t *b,
+                               int64_t b_step, float *sums, int64_t sums_step);
+
+/* An instruction's kernels, which are called between open and close by the same thread. */
+typedef struct upi_bf16_unit {
+    const char *name;
+    void (*open)(void), (*close)(void);
+    upi_bf16_tile tile;
+    upi_bf16_strip strip;
+} upi_bf16_unit;
+
 typedef struct upi_bf16_job {
     upi_gemm_side a, b;
     upipe_view out;
-    upi_bf16_tile tile;
+    const upi_bf16_unit *unit;
     int64_t depth, added, products;
     int sum_depth, pack_depth;
     int64_t block_rows, block_cols, row_blocks, col_blocks; /* panels */
@@ -122,42 +136,41 @@ UPI_INLINE uint32_t upi_bf16_pair(const uint16_t *from, int64_t lane_step, int64
 }
 
 /* Eight lanes by eight pairs as they lie: rows of pairs where the depth is contiguous, else rows of lanes. */
-UPI_INLINE void upi_bf16_block(uint32_t (*block)[UPI_LANES], const upi_gemm_side *s, const uint16_t *from,
-                               int lane, int lanes, int k, int depth)
+UPI_INLINE void upi_bf16_block(uint32_t (*block)[UPI_LANES], const uint16_t *from, int64_t lane_step,
+                               int64_t depth_step, int lane, int lanes, int k, int depth)
 {
-    const int by_lanes = s->depth_step == 1;
+    const int by_lanes = depth_step == 1;
     int i, j;
     if (lane + UPI_LANES > lanes || k + 2 * UPI_LANES > depth) {
         for (i = 0; i < UPI_LANES; ++i)
             for (j = 0; j < UPI_LANES; ++j)
-                block[i][j] = upi_bf16_pair(from, s->lane_step, s->depth_step, lane + (by_lanes ? i : j),
-                                            lanes, k + 2 * (by_lanes ? j : i), depth);
+                block[i][j] = upi_bf16_pair(from, lane_step, depth_step, lane + (by_lanes ? i : j), lanes,
+                                            k + 2 * (by_lanes ? j : i), depth);
         return;
     }
-    from += lane * s->lane_step + k * s->depth_step;
+    from += lane * lane_step + k * depth_step;
     for (i = 0; i < UPI_LANES; ++i) {
         if (by_lanes) {
-            memcpy(block[i], from + i * s->lane_step, sizeof block[i]);
+            memcpy(block[i], from + i * lane_step, sizeof block[i]);
             continue;
         }
         for (j = 0; j < UPI_LANES; ++j)
-            block[i][j] = from[2 * i * s->depth_step + j] | (uint32_t)from[(2 * i + 1) * s->depth_step + j]
-                                                                << 16;
+            block[i][j] = from[2 * i * depth_step + j] | (uint32_t)from[(2 * i + 1) * depth_step + j] << 16;
     }
 }
 
-/* Panel `panel` of a side from depth k0 on, its pairs pair_step and its lanes lane_step words apart. */
-UPI_CPU_KERNEL void upi_bf16_pack(const upi_gemm_side *s, uint32_t *to, int64_t lane_step, int64_t pair_step,
-                                  int64_t panel, int64_t k0, int depth)
+/* A matrix of lanes x depth, one of whose steps is 1, in pairs that lie pair_step words apart, and lanes
+ * lane_to apart; one of these is 1 too. Zeros up to `padded` lanes, a multiple of UPI_LANES, and to whole steps
+ * of the depth. */
+UPI_CPU_KERNEL void upi_bf16_pack(uint32_t *to, int64_t lane_to, int64_t pair_step, const uint16_t *from,
+                                  int64_t lane_step, int64_t depth_step, int lanes, int padded, int depth)
 {
-    const int turn = (s->depth_step == 1) != (pair_step == 1),
-              padded = (int)upi_bf16_up(depth, UPI_BF16_STEP);
-    int lanes, lane, k, i;
-    const uint16_t *from = (const uint16_t *)upi_gemm_panel(s, panel, k0, &lanes);
-    for (lane = 0; lane < UPI_BF16_PANEL; lane += UPI_LANES)
-        for (k = 0; k < padded; k += 2 * UPI_LANES) {
-            uint32_t block[UPI_LANES][UPI_LANES], *at = to + lane * lane_step + k / 2 * pair_step;
-            upi_bf16_block(block, s, from, lane, lanes, k, depth);
+    const int turn = (depth_step == 1) != (pair_step == 1), end = (int)upi_bf16_up(depth, UPI_BF16_STEP);
+    int lane, k, i;
+    for (lane = 0; lane < padded; lane += UPI_LANES)
+        for (k = 0; k < end; k += 2 * UPI_LANES) {
+            uint32_t block[UPI_LANES][UPI_LANES], *at = to + lane * lane_to + k / 2 * pair_step;
+            upi_bf16_block(block, from, lane_step, depth_step, lane, lanes, k, depth);
             if (turn) { /* as f32, which no move changes */
                 upi_f8 r[UPI_LANES];
                 memcpy(r, block, sizeof block);
@@ -165,8 +178,17 @@ UPI_CPU_KERNEL void upi_bf16_pack(const upi_gemm_side *s, uint32_t *to, int64_t 
                 memcpy(block, r, sizeof block);
             }
             for (i = 0; i < UPI_LANES; ++i)
-                memcpy(at + i * (pair_step == 1 ? lane_step : pair_step), block[i], sizeof block[i]);
+                memcpy(at + i * (pair_step == 1 ? lane_to : pair_step), block[i], sizeof block[i]);
         }
+}
+
+/* Panel `panel` of a side from depth k on. */
+UPI_INLINE void upi_bf16_pack_panel(const upi_gemm_side *s, uint32_t *to, int64_t lane_to, int64_t pair_step,
+                                    int64_t panel, int64_t k, int depth)
+{
+    int lanes;
+    const uint16_t *from = (const uint16_t *)upi_gemm_panel(s, panel, k, &lanes);
+    upi_bf16_pack(to, lane_to, pair_step, from, s->lane_step, s->depth_step, lanes, UPI_BF16_PANEL, depth);
 }
 
 /* ---- kernels ---- */
@@ -181,7 +203,7 @@ typedef struct upi_bf16_config {
 
 /* Eight tiles of 16 rows of 64 bytes. The instructions stand as text, for compilers without their names; all
  * say that they touch memory, so that packing has ended before. */
-UPI_INLINE void upi_bf16_tiles_open(void)
+UPIPE_API void upi_bf16_open_amx(void)
 {
     upi_bf16_config config;
     int i;
@@ -191,7 +213,7 @@ UPI_INLINE void upi_bf16_tiles_open(void)
     __asm__ volatile("ldtilecfg %0" : : "m"(config) : "memory");
 }
 
-UPI_INLINE void upi_bf16_tiles_close(void)
+UPIPE_API void upi_bf16_close_amx(void)
 {
     __asm__ volatile("tilerelease" : : : "memory");
 }
@@ -210,7 +232,6 @@ UPI_CPU_KERNEL void upi_bf16_tile_amx(int depth, int sum_depth, const uint32_t *
     enum { A_STEP = 4 * UPI_BF16_PAIRS, LINE = 4 * UPI_BF16_PANEL };
     float part[4][UPI_BF16_TILE];
     int first, k, i, j;
-    upi_bf16_tiles_open();
     for (first = 0; first < depth; first += sum_depth) {
         const int last = first + sum_depth < depth ? first + sum_depth : depth;
         UPI_BF16_ZERO(0);
@@ -237,7 +258,49 @@ UPI_CPU_KERNEL void upi_bf16_tile_amx(int depth, int sum_depth, const uint32_t *
                 to[i] = accumulate || first > 0 ? to[i] + part[j][i] : part[j][i];
         }
     }
-    upi_bf16_tiles_close();
+}
+
+/* 64 rows of a at a time, four tiles of sums, whose chains of additions hide each other's latency. */
+UPI_CPU_KERNEL void upi_bf16_strip_amx(int rows, int depth, const uint32_t *a, int64_t a_step,
+                                       const uint32_t *b, int64_t b_step, float *sums, int64_t sums_step)
+{
+    enum { TALL = 4 * UPI_BF16_PANEL };
+    const int64_t a_next = UPI_BF16_PANEL * a_step, sums_next = UPI_BF16_PANEL * sums_step;
+    int p;
+    for (; rows >= TALL; rows -= TALL, a += 4 * a_next, sums += 4 * sums_next) {
+        UPI_BF16_ZERO(0);
+        UPI_BF16_ZERO(1);
+        UPI_BF16_ZERO(2);
+        UPI_BF16_ZERO(3);
+        for (p = 0; p < depth / 2; p += UPI_BF16_STEP / 2) {
+            UPI_BF16_LOAD(7, b + p * b_step, 4 * b_step);
+            UPI_BF16_LOAD(4, a + p, 4 * a_step);
+            UPI_BF16_DOT(0, 4, 7);
+            UPI_BF16_LOAD(5, a + a_next + p, 4 * a_step);
+            UPI_BF16_DOT(1, 5, 7);
+            UPI_BF16_LOAD(6, a + 2 * a_next + p, 4 * a_step);
+            UPI_BF16_DOT(2, 6, 7);
+            UPI_BF16_LOAD(4, a + 3 * a_next + p, 4 * a_step);
+            UPI_BF16_DOT(3, 4, 7);
+        }
+        UPI_BF16_STORE(0, sums, 4 * sums_step);
+        UPI_BF16_STORE(1, sums + sums_next, 4 * sums_step);
+        UPI_BF16_STORE(2, sums + 2 * sums_next, 4 * sums_step);
+        UPI_BF16_STORE(3, sums + 3 * sums_next, 4 * sums_step);
+    }
+    for (; rows > 0; rows -= UPI_BF16_PANEL, a += a_next, sums += sums_next) {
+        UPI_BF16_ZERO(0);
+        for (p = 0; p < depth / 2; p += UPI_BF16_STEP / 2) {
+            UPI_BF16_LOAD(7, b + p * b_step, 4 * b_step);
+            UPI_BF16_LOAD(4, a + p, 4 * a_step);
+            UPI_BF16_DOT(0, 4, 7);
+        }
+        UPI_BF16_STORE(0, sums, 4 * sums_step);
+    }
+}
+
+UPIPE_API void upi_bf16_nothing(void)
+{
 }
 
 /* Eight rows of a panel by two vectors of columns. */
@@ -275,6 +338,32 @@ __attribute__((target("avx512f,avx512bf16"))) UPI_CPU_KERNEL void upi_bf16_tile_
         }
     }
 }
+
+__attribute__((target("avx512f,avx512bf16"))) UPI_CPU_KERNEL void upi_bf16_strip_avx512(
+    int rows, int depth, const uint32_t *a, int64_t a_step, const uint32_t *b, int64_t b_step, float *sums,
+    int64_t sums_step)
+{
+    enum { ROWS = UPI_BF16_PANEL };
+    int p, i;
+    for (; rows > 0; rows -= ROWS, a += ROWS * a_step, sums += ROWS * sums_step) {
+        __m512 sum[ROWS];
+        UPI_CPU_UNROLL
+        for (i = 0; i < ROWS; ++i) sum[i] = _mm512_setzero_ps();
+        for (p = 0; p < depth / 2; ++p) {
+            const __m512bh y = (__m512bh)_mm512_loadu_si512(b + p * b_step);
+            UPI_CPU_UNROLL
+            for (i = 0; i < ROWS; ++i)
+                sum[i] = _mm512_dpbf16_ps(sum[i], (__m512bh)_mm512_set1_epi32((int)a[i * a_step + p]), y);
+        }
+        UPI_CPU_UNROLL
+        for (i = 0; i < ROWS; ++i) _mm512_storeu_ps(sums + i * sums_step, sum[i]);
+    }
+}
+
+static const upi_bf16_unit upi_bf16_amx = {"AMX", upi_bf16_open_amx, upi_bf16_close_amx, upi_bf16_tile_amx,
+                                           upi_bf16_strip_amx};
+static const upi_bf16_unit upi_bf16_avx512 = {"AVX512-BF16", upi_bf16_nothing, upi_bf16_nothing,
+                                              upi_bf16_tile_avx512, upi_bf16_strip_avx512};
 
 #endif
 
@@ -330,24 +419,29 @@ UPIPE_API void upi_bf16_item(void *arg, int64_t item, int32_t worker)
     int depth;
     upi_gemm_next_matrix(&a, head);
     upi_gemm_next_matrix(&b, head);
+    g->unit->open();
     if (g->accumulate) upi_bf16_carry(g, &a, &b, out, row0, row1, col0, col1, sums, 0);
     for (m = 0; m < g->added; ++m) {
         for (k = 0; k < g->depth; k += depth) {
             depth = (int)upi_gemm_least(g->depth - k, g->pack_depth);
             for (i = row0; i < row1; ++i)
-                upi_bf16_pack(&a, a_pack + (i - row0) * UPI_BF16_PACKED, UPI_BF16_PAIRS, 1, i, k, depth);
+                upi_bf16_pack_panel(&a, a_pack + (i - row0) * UPI_BF16_PACKED, UPI_BF16_PAIRS, 1, i, k,
+                                    depth);
             for (j = col0; j < col1; ++j)
-                upi_bf16_pack(&b, b_pack + (j - col0) * UPI_BF16_PACKED, 1, UPI_BF16_PANEL, j, k, depth);
+                upi_bf16_pack_panel(&b, b_pack + (j - col0) * UPI_BF16_PACKED, 1, UPI_BF16_PANEL, j, k,
+                                    depth);
             /* a last panel may stand alone: what is computed beside it is never looked at */
             for (i = 0; i < row1 - row0; i += 2)
                 for (j = 0; j < col1 - col0; j += 2)
-                    g->tile(depth, g->sum_depth, a_pack + i * UPI_BF16_PACKED, b_pack + j * UPI_BF16_PACKED,
-                            sums + (i * g->block_cols + j) * UPI_BF16_TILE, g->block_cols * UPI_BF16_TILE,
-                            g->accumulate || m > 0 || k > 0);
+                    g->unit->tile(depth, g->sum_depth, a_pack + i * UPI_BF16_PACKED,
+                                  b_pack + j * UPI_BF16_PACKED,
+                                  sums + (i * g->block_cols + j) * UPI_BF16_TILE,
+                                  g->block_cols * UPI_BF16_TILE, g->accumulate || m > 0 || k > 0);
         }
         upi_gemm_next_matrix(&a, 1);
         upi_gemm_next_matrix(&b, 1);
     }
+    g->unit->close();
     upi_bf16_carry(g, &a, &b, out, row0, row1, col0, col1, sums, 1);
 }
 
@@ -369,7 +463,7 @@ UPIPE_API size_t upi_bf16_gemm_bytes(const struct upipe_ops *ops, upipe_view out
 }
 
 UPI_INLINE upipe_status upi_bf16_gemm(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags,
-                                      void *work, size_t work_bytes, upi_bf16_tile tile)
+                                      void *work, size_t work_bytes, const upi_bf16_unit *unit)
 {
     upi_bf16_job g;
     UPIPE_TRY(upipe_check_gemm(c, out, a, b, flags));
@@ -380,7 +474,7 @@ UPI_INLINE upipe_status upi_bf16_gemm(upipe_ctx *c, upipe_view out, upipe_view a
                           "gemm: %zu bytes of scratch at %p; %zu at a multiple of %d needed",
                           work == NULL ? (size_t)0 : work_bytes, work, g.bytes, UPI_GEMM_ALIGN);
     g.work = (char *)work;
-    g.tile = tile;
+    g.unit = unit;
     upi_par_each(c->ops, g.products * g.row_blocks * g.col_blocks, upi_bf16_item, &g);
     return UPIPE_OK;
 }
@@ -390,13 +484,13 @@ UPI_INLINE upipe_status upi_bf16_gemm(upipe_ctx *c, upipe_view out, upipe_view a
 UPIPE_API upipe_status upi_bf16_gemm_amx(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags,
                                          void *work, size_t work_bytes)
 {
-    return upi_bf16_gemm(c, out, a, b, flags, work, work_bytes, upi_bf16_tile_amx);
+    return upi_bf16_gemm(c, out, a, b, flags, work, work_bytes, &upi_bf16_amx);
 }
 
 UPIPE_API upipe_status upi_bf16_gemm_avx512(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b,
                                             int flags, void *work, size_t work_bytes)
 {
-    return upi_bf16_gemm(c, out, a, b, flags, work, work_bytes, upi_bf16_tile_avx512);
+    return upi_bf16_gemm(c, out, a, b, flags, work, work_bytes, &upi_bf16_avx512);
 }
 
 /* Whether the processor has AMX's bf16 products, and Linux lets this process use tiles, for which it must be
@@ -416,24 +510,42 @@ UPI_INLINE int upi_bf16_has_amx(void)
 
 #endif
 
+/* The kernels of the instruction that is used here; NULL where the processor has none. */
+UPIPE_API const upi_bf16_unit *upi_bf16_here(void)
+{
+#if UPIPE_CPU_BF16_X86
+    if (upi_bf16_has_amx()) return &upi_bf16_amx;
+    if (__builtin_cpu_supports("avx512bf16")) return &upi_bf16_avx512;
+#endif
+    return NULL;
+}
+
+UPIPE_API upipe_status upi_bf16_refuse(upipe_err *err, const char *what)
+{
+    return upipe_fail(err, UPIPE_ERR_UNSUPPORTED,
+                      "%s in bf16 instructions: this processor has neither AMX nor AVX512-BF16", what);
+}
+
+/* upipe_cpu_bf16_name -- "AMX" or "AVX512-BF16", which upipe_cpu_bf16 and upipe_cpu_attn_bf16 use here; NULL where
+ *                        they refuse */
+UPIPE_API const char *upipe_cpu_bf16_name(void)
+{
+    const upi_bf16_unit *unit = upi_bf16_here();
+    return unit != NULL ? unit->name : NULL;
+}
+
 /* upipe_cpu_bf16 -- replaces the table's matrix product by one in the processor's bf16 instructions, AMX where it
  *                   has it and else AVX512-BF16; ops was filled by upipe_cpu_ops, err may be NULL
  * UPIPE_ERR_UNSUPPORTED where it has neither, and the table stays as it is. Another processor gives other bits.
  */
 UPIPE_API upipe_status upipe_cpu_bf16(upipe_ops *ops, upipe_err *err)
 {
-    upipe_status (*gemm)(upipe_ctx *, upipe_view, upipe_view, upipe_view, int, void *, size_t) = NULL;
+    const upi_bf16_unit *unit = upi_bf16_here();
+    if (unit == NULL) return upi_bf16_refuse(err, "products");
 #if UPIPE_CPU_BF16_X86
-    if (upi_bf16_has_amx())
-        gemm = upi_bf16_gemm_amx;
-    else if (__builtin_cpu_supports("avx512bf16"))
-        gemm = upi_bf16_gemm_avx512;
-#endif
-    if (gemm == NULL)
-        return upipe_fail(err, UPIPE_ERR_UNSUPPORTED,
-                          "products in bf16 instructions: this processor has neither AMX nor AVX512-BF16");
-    ops->gemm = gemm;
+    ops->gemm = unit == &upi_bf16_amx ? upi_bf16_gemm_amx : upi_bf16_gemm_avx512;
     ops->gemm_bytes = upi_bf16_gemm_bytes;
+#endif
     return UPIPE_OK;
 }
 
