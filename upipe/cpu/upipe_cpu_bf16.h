@@ -123,6 +123,8 @@ UPI_INLINE void upi_bf16_plan(upi_bf16_job *g, const upipe_ops *ops, upipe_view 
     }
 }
 
+UPI_KERNELS_BEGIN
+
 /* ---- packing ---- */
 
 /* Two elements of the depth, the first one in the low half; 0 where the matrix has ended. */
@@ -444,6 +446,8 @@ UPIPE_API void upi_bf16_item(void *arg, int64_t item, int32_t worker)
     g->unit->close();
     upi_bf16_carry(g, &a, &b, out, row0, row1, col0, col1, sums, 1);
 }
+
+UPI_KERNELS_END
 
 /* ---- entries of the table ---- */
 

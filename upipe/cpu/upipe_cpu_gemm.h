@@ -195,6 +195,8 @@ UPI_INLINE void upi_gemm_plan(upi_gemm_job *g, const upipe_ops *ops, upipe_view 
     g->block_cols = upi_gemm_cut(g->b.all, &g->col_blocks);
 }
 
+UPI_KERNELS_BEGIN
+
 /* ---- packing ---- */
 
 /* Fetches `count` elements that packing reaches some rows later: rows lie pages apart, where no hardware
@@ -686,6 +688,8 @@ UPIPE_API void upi_gemm_item(void *arg, int64_t item, int32_t worker)
     }
     if (t.sums != NULL) upi_gemm_round(&t);
 }
+
+UPI_KERNELS_END
 
 /* ---- entries of the table ---- */
 
