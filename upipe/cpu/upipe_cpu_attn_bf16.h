@@ -25,13 +25,13 @@
 #include "upipe_cpu_attn_bwd.h"
 #include "upipe_cpu_bf16.h"
 
-/* clang-format off */
 enum {
-    UPI_ATTN_BF16_KEY_STEP = UPI_ATTN_KEYS / 2 + UPI_ATTN_PAD,      /* words between rows of V^T and K^T */
-    UPI_ATTN_BF16_PAIRS    = (UPI_ATTN_ROWS_BWD + UPI_BF16_STEP - 1) / UPI_BF16_STEP * UPI_BF16_STEP / 2, /* of rows */
-    UPI_ATTN_BF16_ROW_STEP = UPI_ATTN_BF16_PAIRS + UPI_ATTN_PAD     /* words between keys of P^T[key][rows] */
+    UPI_ATTN_BF16_KEY_STEP = (int)UPI_ATTN_KEYS / 2 + UPI_ATTN_PAD, /* words between rows of V^T and K^T */
+    UPI_ATTN_BF16_STEPS = ((int)UPI_ATTN_ROWS_BWD + (int)UPI_BF16_STEP - 1) / (int)UPI_BF16_STEP,
+    UPI_ATTN_BF16_PAIRS = UPI_ATTN_BF16_STEPS * (int)UPI_BF16_STEP / 2, /* of a block's rows */
+    UPI_ATTN_BF16_ROW_STEP =
+        UPI_ATTN_BF16_PAIRS + (int)UPI_ATTN_PAD /* words between keys of P^T[key][rows] */
 };
-/* clang-format on */
 
 UPI_KERNELS_BEGIN
 
@@ -141,7 +141,7 @@ UPI_INLINE void upi_attn_bf16_product(const upi_bf16_unit *unit, int rows, int d
 {
     int lane;
     for (lane = 0; lane < UPI_ATTN_PANEL; lane += UPI_BF16_PANEL) {
-        const int at = lane + UPI_BF16_PANEL > UPI_ATTN_PANEL ? UPI_ATTN_PANEL - UPI_BF16_PANEL : lane;
+        const int last = (int)UPI_ATTN_PANEL - (int)UPI_BF16_PANEL, at = lane < last ? lane : last;
         unit->strip(rows, depth, a, a_step, b + at, UPI_ATTN_PANEL, out + at, UPI_ATTN_PANEL);
     }
 }
@@ -305,8 +305,8 @@ UPI_INLINE size_t upi_attn_bf16_bwd_layout(upi_attn_bf16_bwd_work *w, float *bas
     w->v = upi_attn_bf16_carve(base, &used, UPI_ATTN_KEYS * (v_words + UPI_ATTN_PAD));
     w->k_turned = upi_attn_bf16_carve(base, &used, tiles * UPI_ATTN_BF16_KEY_STEP);
     w->pairs = upi_attn_bf16_carve(base, &used, UPI_ATTN_KEYS / 2 * UPI_ATTN_PANEL);
-    w->p = upi_attn_bf16_carve(base, &used, UPI_ATTN_KEYS * UPI_ATTN_BF16_ROW_STEP);
-    w->s = upi_attn_bf16_carve(base, &used, UPI_ATTN_KEYS * UPI_ATTN_BF16_ROW_STEP);
+    w->p = upi_attn_bf16_carve(base, &used, (int64_t)UPI_ATTN_KEYS * UPI_ATTN_BF16_ROW_STEP);
+    w->s = upi_attn_bf16_carve(base, &used, (int64_t)UPI_ATTN_KEYS * UPI_ATTN_BF16_ROW_STEP);
     w->f32.p = upi_attn_carve(base, &used, UPI_ATTN_KEYS * UPI_ATTN_PANEL);
     w->f32.s = upi_attn_carve(base, &used, UPI_ATTN_KEYS * UPI_ATTN_PANEL);
     upi_attn_bwd_layout_sums(&w->f32, base, &used, a);
@@ -353,8 +353,8 @@ UPI_CPU_KERNEL void upi_attn_bf16_bwd_block(const upi_attn_bwd_job *job, const u
     upi_attn_bf16_pack_rows(w.q_rows, a->q, q0, a->q_step, rows, d);
     upi_attn_bf16_pack_rows(w.dout_rows, a->dout, q0, a->dout_step, rows, v_dim);
     /* lanes behind the last panel, which its steps take along */
-    memset(w.p, 0, UPI_ATTN_KEYS * UPI_ATTN_BF16_ROW_STEP * sizeof *w.p);
-    memset(w.s, 0, UPI_ATTN_KEYS * UPI_ATTN_BF16_ROW_STEP * sizeof *w.s);
+    memset(w.p, 0, (size_t)UPI_ATTN_KEYS * UPI_ATTN_BF16_ROW_STEP * sizeof *w.p);
+    memset(w.s, 0, (size_t)UPI_ATTN_KEYS * UPI_ATTN_BF16_ROW_STEP * sizeof *w.s);
     job->unit->open();
     for (k0 = begin; k0 < end; k0 += UPI_ATTN_KEYS) {
         const int keys = upi_attn_least(end - k0, UPI_ATTN_KEYS);
@@ -463,6 +463,8 @@ UPIPE_API upipe_status upipe_cpu_attn_bf16(upipe_ops *ops, upipe_err *err)
     ops->attn_fwd = unit == &upi_bf16_amx ? upi_attn_fwd_amx : upi_attn_fwd_avx512;
     ops->attn_bwd = unit == &upi_bf16_amx ? upi_attn_bwd_amx : upi_attn_bwd_avx512;
     ops->attn_bytes = upi_attn_bf16_bytes;
+#else
+    (void)ops;
 #endif
     return UPIPE_OK;
 }

@@ -549,6 +549,8 @@ UPIPE_API upipe_status upipe_cpu_bf16(upipe_ops *ops, upipe_err *err)
 #if UPIPE_CPU_BF16_X86
     ops->gemm = unit == &upi_bf16_amx ? upi_bf16_gemm_amx : upi_bf16_gemm_avx512;
     ops->gemm_bytes = upi_bf16_gemm_bytes;
+#else
+    (void)ops;
 #endif
     return UPIPE_OK;
 }
