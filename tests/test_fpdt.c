@@ -761,6 +761,9 @@ static void test_arguments(void)
     CHECK_TEXT(c->err.text, "65537 segments, at most 65536");
     CHECK_INT(upipe_fpdt_out_bytes(f), 0);
     f->desc.tokens = 64;
+    f->segments = 65;
+    CHECK_STATUS(upipe_fpdt_plan(f, 0, &p, &c->err), UPIPE_ERR_ARG, c->err);
+    CHECK_TEXT(c->err.text, "64 tokens in 65 segments over 1 ranks: a segment needs a token for each rank");
     for (f->segments = 0; f->segments >= -1; --f->segments) {
         lone_again(l);
         CHECK_STATUS(upipe_fpdt_fwd(c, f, &l->save, l->x), UPIPE_ERR_ARG, c->err);

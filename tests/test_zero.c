@@ -425,6 +425,9 @@ static void test_refused(void)
     CHECK_STATUS(upipe_zero_check(&c, &bad), UPIPE_ERR_ARG, c.err);
     bad = z, bad.sent = UPIPE_F16;
     CHECK_STATUS(upipe_zero_check(&c, &bad), UPIPE_ERR_UNSUPPORTED, c.err);
+    bad = z, bad.dtype = UPIPE_F16;
+    CHECK_STATUS(upipe_zero_check(&c, &bad), UPIPE_ERR_UNSUPPORTED, c.err);
+    CHECK_TEXT(c.err.text, "parameters are f32 or bf16, not f16");
     bad = z, bad.first = odd, bad.units = 2;
     CHECK_STATUS(upipe_zero_check(&c, &bad), UPIPE_ERR_ARG, c.err);
     CHECK_TEXT(c.err.text, "unit 1 has -4 elements");

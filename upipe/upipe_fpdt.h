@@ -60,9 +60,11 @@ typedef struct upipe_fpdt_saved {
 UPIPE_API upipe_status upipe_fpdt_plan(const upipe_fpdt *f, int i, upipe_plan *p, upipe_err *e)
 {
     upipe_plan_desc d = f->desc;
-    if (f->segments < 1 || d.tokens / f->segments < (d.ranks > 0 ? d.ranks : 1))
-        return upipe_fail(e, UPIPE_ERR_ARG, "%lld tokens in %d segments over %d ranks", (long long)d.tokens,
-                          f->segments, d.ranks);
+    const int ranks = d.ranks > 0 ? d.ranks : 1;
+    if (f->segments < 1 || d.tokens / f->segments < ranks)
+        return upipe_fail(e, UPIPE_ERR_ARG,
+                          "%lld tokens in %d segments over %d ranks: a segment needs a token for each rank",
+                          (long long)d.tokens, f->segments, ranks);
     if (f->segments > UPIPE_SEGMENTS_MAX)
         return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "%d segments, at most %d", f->segments,
                           UPIPE_SEGMENTS_MAX);
