@@ -105,10 +105,22 @@ def main():
     refused(abi, lambda: abi.Attention(library, tokens=8, heads=2, head_dim=7), 'head dim 7')
     refused(abi, lambda: abi.Attention(library, tokens=8, heads=2, head_dim=32, causl=1), 'no such option: causl')
     refused(abi, lambda: abi.Attention(library, tokens=8, heads=2, head_dim=32, ranks=-1), '-1 ranks')
+    small = {'tokens': 8, 'heads': 4, 'kv_heads': 2, 'head_dim': 32}
+    for name in 'tokens', 'batch', 'window':
+        refused(abi, lambda name=name: abi.Attention(library, **{**small, name: 2**64 + 8}), f'{name} is 18446744073709551624')
+    for name in 'ranks', 'heads', 'kv_heads', 'head_dim', 'chunk', 'causal', 'layers':
+        refused(abi, lambda name=name: abi.Attention(library, **{**small, name: 2**32 + 1}), f'{name} is 4294967297')
+    most = 1000
+    for more in {'ranks': 1}, {'ranks': 2, 'chunk': 2}:
+        abi.Attention(library, **small, **more, layers=most).close()
+        refused(abi, lambda more=more: abi.Attention(library, **small, **more, layers=most + 1), f'at most {most}')
     u = abi.Attention(library, tokens=TOKENS, heads=HEADS, kv_heads=KV, head_dim=DIM)
     q = floats(layers[0][0])
     refused(abi, lambda: u.qkv_bwd(0, q, q, q, q, q, q, q, q), 'consumed before')
     refused(abi, lambda: u.qkv_fwd(0, q, q, q, q, layer=1), 'forward 1 of 1')
+    refused(abi, lambda: u.qkv_fwd(0, q, q, q, q, layer=2**32), 'layer 4294967296 of 1')
+    refused(abi, lambda: u.qkv_bwd(0, q, q, q, q, q, q, q, q, layer=2**32), 'layer 4294967296 of 1')
+    refused(abi, lambda: u.drop(0, layer=-2**32), 'layer -4294967296 of 1')
     refused(abi, lambda: u.rows(-1), 'rank -1 of 1')
     refused(abi, lambda: u.qkv_fwd(1, q, q, q, q), 'rank 1 of 1')
     u.close()

@@ -5,7 +5,8 @@
 
 #include "upipe_abi.h"
 
-enum { LAYERS_MAX = 1024 };
+/* Each forward holds a block until its backward, a call some more: the dry run's table has UPIPE_DRY_BLOCKS_MAX. */
+enum { LAYERS_MAX = 1000 };
 
 typedef struct abi_rank {
     upipe_plan plan;
@@ -85,7 +86,8 @@ upipe_abi *upipe_abi_open(const upipe_abi_desc *desc, char *why, size_t why_byte
         upipe_cpu_ops(&u->ops);
     }
     if (desc->ranks < 0 || desc->layers < 0 || desc->layers > LAYERS_MAX)
-        s = upipe_fail(&err, UPIPE_ERR_ARG, "%d ranks, %d layers", (int)desc->ranks, (int)desc->layers);
+        s = upipe_fail(&err, UPIPE_ERR_ARG, "%d ranks, %d layers, at most %d", (int)desc->ranks,
+                       (int)desc->layers, (int)LAYERS_MAX);
     else if (u == NULL || dry == NULL || u->rank == NULL)
         s = upipe_fail(&err, UPIPE_ERR_MEMORY, "memory is out");
     else

@@ -20,7 +20,7 @@
 
 /* Zero is the default of all but tokens, heads and head_dim.
  *   chunk    query heads a stage: ranks (UPipe) .. heads (DeepSpeed-Ulysses)
- *   layers   forwards whose backward may be still to come: 1
+ *   layers   forwards whose backward may be still to come: 1, at most 1000
  */
 typedef struct upipe_abi_desc {
     int64_t tokens, batch, window;

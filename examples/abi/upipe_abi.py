@@ -46,6 +46,9 @@ class Attention:
         if unknown:  # ctypes would keep them as attributes
             raise Error(f'no such option: {", ".join(sorted(unknown))}')
         self.desc = Desc(**desc)
+        for name, value in desc.items():  # ctypes keeps the low bits of an integer
+            if name != 'scale' and getattr(self.desc, name) != value:
+                raise Error(f'{name} is {value}, which its {8 * getattr(Desc, name).size} bits do not hold')
         for name, default in (('batch', 1), ('ranks', 1), ('layers', 1), ('kv_heads', self.desc.heads)):
             if getattr(self.desc, name) == 0:
                 setattr(self.desc, name, default)
@@ -55,8 +58,10 @@ class Attention:
         self.held = [set() for _ in range(self.desc.ranks)]  # of each rank, layers whose backward is still to come
         self.lost = [[] for _ in range(self.desc.ranks)]  # and those of them for which nobody can ask any more
 
-    def of(self, rank):
+    def of(self, rank, layer=0):
         """The handle for a call of this rank; the library sees a number and a pointer alone."""
+        if not -2**31 <= layer < 2**31:  # ctypes keeps the low bits
+            raise Error(f'layer {layer} of {self.desc.layers}')
         if not self.handle or not 0 <= rank < self.desc.ranks:
             raise Error(f'rank {rank} of {self.desc.ranks}' if self.handle else 'the handle is closed')
         return self.handle
@@ -80,16 +85,16 @@ class Attention:
         raise Error(f'{self.desc.layers} forwards of rank {rank} wait for their backward; the handle has no more layers')
 
     def qkv_fwd(self, rank, o, q, k, v, layer=0):
-        self.ask(rank, self.lib.upipe_abi_qkv_fwd(self.of(rank), rank, layer, o, q, k, v))
+        self.ask(rank, self.lib.upipe_abi_qkv_fwd(self.of(rank, layer), rank, layer, o, q, k, v))
         self.held[rank].add(layer)
 
     def qkv_bwd(self, rank, dq, dk, dv, dout, o, q, k, v, layer=0):
-        self.ask(rank, self.lib.upipe_abi_qkv_bwd(self.of(rank), rank, layer, dq, dk, dv, dout, o, q, k, v))
+        self.ask(rank, self.lib.upipe_abi_qkv_bwd(self.of(rank, layer), rank, layer, dq, dk, dv, dout, o, q, k, v))
         self.held[rank].remove(layer)
 
     def drop(self, rank, layer=0):
         """In place of a backward that never comes."""
-        self.ask(rank, self.lib.upipe_abi_drop(self.of(rank), rank, layer))
+        self.ask(rank, self.lib.upipe_abi_drop(self.of(rank, layer), rank, layer))
         self.held[rank].remove(layer)
 
     def ask(self, rank, status):
