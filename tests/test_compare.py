@@ -717,7 +717,7 @@ def test_refusals(folder):
                        ('texts/book.txt', ['--json', 'texts/link.txt']),
                        ('texts/link.txt', ['--json', os.path.join(folder, 'texts/book.txt')]),
                        ('texts/book.txt', ['--trace', 'texts']), ('texts/book.txt', ['--dump', 'texts'])]:
-        refused(folder, small + ['--data', data] + args, 1, ['texts/', 'replace the text'])
+        refused(folder, small + ['--data', data] + args, 1, ['texts/', 'replace the file of --data'])
     os.mkfifo(os.path.join(folder, 'pipe'))
     refused(folder, small + ['--data', 'pipe'], 1, ['pipe', 'no regular file'])
 

@@ -71,8 +71,8 @@ def model(name, **other):
     return folder
 
 
-def machine(name='machine.json', **other):
-    path = os.path.join(FOLDER, name)
+def machine(file='machine.json', **other):
+    path = os.path.join(FOLDER, file)
     with open(path, 'w', encoding='utf-8') as target:
         json.dump({'base': 'h100x8', **other}, target)
     return path
@@ -227,6 +227,65 @@ def refusals():
     refused('mixtral', '--tokens', '1k', '--model', model('experts', model_type='mixtral'))
 
 
+def broken_machines():
+    """Values of a wrong type, keys that are not known: nothing of a machine file is passed over."""
+    small = ['--model', 'llama3-8b', '--tokens', '128k', '--machine']
+    refused('base is no string', *small, machine(base=8))
+    refused('name is no string', *small, machine(name=1))
+    refused('origin is no string', *small, machine(rates={'dense_flops': {'value': 1e12, 'origin': 3}}))
+    refused('there is no orign in a rate', *small, machine(rates={'dense_flops': {'value': 1e12, 'orign': 'a guess'}}))
+    refused('wants a number from', *small, machine(rates={'dense_flops': {'origin': 'a guess'}}))
+
+
+def refused_path(sentence, *words):
+    """Exit status 1 before anything is planned, and no file is another one than before."""
+    def files():
+        return {os.path.join(at, name): open(os.path.join(at, name), 'rb').read()
+                for at, _, names in os.walk(FOLDER) for name in names if os.path.exists(os.path.join(at, name))}
+    before = files()
+    done = subprocess.run([PLAN, *map(str, words)], capture_output=True, text=True, check=False)
+    check(done.returncode == 1 and sentence in done.stderr and done.stdout == '' and done.stderr.count('\n') == 1,
+          f'{words}: {done.returncode}: {done.stdout[:100]}{done.stderr[-400:]}')
+    check(files() == before, f'{words}: files have changed')
+
+
+def paths():
+    """Results replace nothing that is read, nor each other; a link stays one."""
+    own, at = model('own'), machine('own.json')
+    rates = os.path.join(FOLDER, 'rates.json')
+    with open(rates, 'w', encoding='utf-8') as target:
+        target.write('{"op": "gemm", "tflops": 3, "threads": 1}\n')
+    link, new = os.path.join(FOLDER, 'link.json'), os.path.join(FOLDER, 'new.json')
+    os.symlink('own.json', link)
+    small = ['--model', own, '--machine', at, '--tokens', '1k', '--device', 'cpu', '--ranks', '2']
+    for flag, path in ('model', os.path.join(own, 'config.json')), ('machine', at), ('machine', link), ('calibrate', rates):
+        for words in ['--json', path, '--write-machine', new], ['--write-machine', path]:
+            refused_path(f'would replace the file of --{flag}', *small, '--calibrate', rates, *words)
+    refused_path('would replace', '--machine', at, '--write-machine', at)
+    for same in new, os.path.join(FOLDER, 'own', '..', 'new.json'):
+        refused_path('both of two results', *small, '--json', new, '--write-machine', same)
+    for path in os.path.join(FOLDER, 'none', 'x.json'), FOLDER:
+        refused_path('cannot be written', *small, '--json', path)
+        refused_path('cannot be written', *small, '--best', '--json', path)
+        refused_path('cannot be written', *small, '--json', new, '--write-machine', path)
+    os.remove(link)
+    os.symlink('link.json', link)
+    refused_path('cannot be written', *small, '--json', link)  # to itself
+    os.remove(link)
+    os.symlink('far.json', link)
+    for what in 'a link to nothing', 'a link':
+        subprocess.run([PLAN, *small, '--json', link], check=True, capture_output=True)
+        with open(os.path.join(FOLDER, 'far.json'), encoding='utf-8') as source:
+            check(os.path.islink(link) and 'fits' in json.load(source), f'{what} was replaced, not written through')
+        with open(os.path.join(FOLDER, 'far.json'), 'w', encoding='utf-8') as target:
+            target.write('{}')
+    for line in '{"op": "gemm", "tflops": 1e14, "threads": 1}', '{"op": "gemm", "gflops": 1e-30, "threads": 1}':
+        with open(rates, 'w', encoding='utf-8') as target:
+            target.write(line + '\n')
+        got, said, _ = run(PLAN, *small, '--calibrate', rates, '--write-machine', new)
+        check(got == 2 and 'not in 1e-12 .. 1e+24' in said and not os.path.exists(new), f'{line}: {got}: {said}')
+
+
 def others():
     """Models that the trainer refuses; advice; a machine that was written; rates of benchmarks; the best setting."""
     for name, other, word in ('biased', QWEN2, None), (
@@ -315,6 +374,8 @@ with tempfile.TemporaryDirectory() as FOLDER:
     same_bytes()
     numbers()
     refusals()
+    broken_machines()
+    paths()
     others()
     pictures()
 sys.exit(end('planner'))

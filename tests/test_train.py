@@ -1154,8 +1154,8 @@ def test_refusals(folder):
         failed(folder, given(**{**outputs, **flags}), 1, words)
     shutil.copy(BOOK, os.path.join(folder, 'book'))
     os.symlink('book', os.path.join(folder, 'link'))
-    failed(folder, given(data='book', json='link'), 1, ['link', 'replace the text'])
-    failed(folder, given(data='link', trace='book'), 1, ['book', 'replace the text'])
+    failed(folder, given(data='book', json='link'), 1, ['link', 'replace the file of --data'])
+    failed(folder, given(data='link', trace='book'), 1, ['book', 'replace the file of --data'])
     if os.geteuid() != 0:
         os.mkdir(os.path.join(folder, 'closed'), 0o500)
         for flag in ('json', 'trace', 'save'):

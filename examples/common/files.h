@@ -4,7 +4,8 @@
  *
  *     files_begin(&all);                                     signals wait
  *     files_folder(&all, "out/traces");                      made if it is not there
- *     files_reserve(&all, "out/numbers.json", "text");       early, then abandoned: can it be written?
+ *     files_spare("out/numbers.json", "--data", "text");     not a file that the program reads
+ *     files_reserve(&all, "out/numbers.json");               early, then abandoned: can it be written?
  *     FILE *f = files_open(&all, "out/numbers.json");        writes out/numbers.json.tmp.PID
  *     files_close(&all, f);
  *     files_commit(&all);    or files_abandon(&all);         rename all; or leave nothing behind
@@ -120,11 +121,36 @@ static inline int files_same(const char *one, const char *other)
     return stat(one, &a) == 0 && stat(other, &b) == 0 && a.st_dev == b.st_dev && a.st_ino == b.st_ino;
 }
 
+/* What a rename is to replace: where path is a link, what it leads to, there or not. 0, or errno's why. */
+static inline int files_target(char out[FILES_PATH], const char *path)
+{
+    char to[FILES_PATH];
+    const char *slash;
+    size_t at;
+    ssize_t n;
+    int hops;
+    if (strlen(path) >= FILES_PATH) return ENAMETOOLONG;
+    strcpy(out, path);
+    for (hops = 0; hops < 40; ++hops) {
+        n = readlink(out, to, sizeof to);
+        if (n < 0) return 0; /* no link */
+        slash = to[0] == '/' ? NULL : strrchr(out, '/');
+        at = slash != NULL ? (size_t)(slash + 1 - out) : 0;
+        if (at + (size_t)n >= FILES_PATH) return ENAMETOOLONG;
+        memcpy(out + at, to, (size_t)n);
+        out[at + (size_t)n] = '\0';
+    }
+    return ELOOP;
+}
+
 static inline FILE *files_open(files *all, const char *path)
 {
-    char *temporary = all->temporary[all->n];
+    char *temporary = all->temporary[all->n], target[FILES_PATH];
     FILE *f;
-    int n = snprintf(temporary, FILES_PATH, "%s.tmp.%ld", path, (long)getpid());
+    int n;
+    errno = files_target(target, path);
+    if (errno != 0) return files_fail(path, "cannot be written"), (FILE *)NULL;
+    n = snprintf(temporary, FILES_PATH, "%s.tmp.%ld", target, (long)getpid());
     errno = all->n == FILES_MAX || n < 0 || n >= FILES_PATH ? ENAMETOOLONG : files_obstacle(all, path);
     f = errno == 0 ? fopen(temporary, "wbx") : NULL;
     if (f == NULL) {
@@ -135,7 +161,7 @@ static inline FILE *files_open(files *all, const char *path)
             files_fail(path, "cannot be written");
         return NULL;
     }
-    strcpy(all->final[all->n++], path);
+    strcpy(all->final[all->n++], target);
     return f;
 }
 
@@ -146,15 +172,18 @@ static inline int files_close(files *all, FILE *f)
     return bad ? files_fail(all->final[all->n - 1], "cannot be written to the end") : 0;
 }
 
-/* Finds out before hours of work what would fail after them: all names are taken together, then abandoned. */
-static inline int files_reserve(files *all, const char *path, const char *text)
+/* A result must not replace what the program reads. */
+static inline int files_spare(const char *path, const char *flag, const char *read)
 {
-    FILE *f;
-    if (files_same(path, text)) {
-        fprintf(stderr, PROGRAM ": %s would replace the text of --data\n", path);
-        return -1;
-    }
-    f = files_open(all, path);
+    if (!files_same(path, read)) return 0;
+    fprintf(stderr, PROGRAM ": %s would replace the file of %s\n", path, flag);
+    return -1;
+}
+
+/* Finds out before hours of work what would fail after them: all names are taken together, then abandoned. */
+static inline int files_reserve(files *all, const char *path)
+{
+    FILE *f = files_open(all, path);
     if (f == NULL) return -1;
     fclose(f);
     return 0;

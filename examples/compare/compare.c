@@ -89,23 +89,27 @@ static int make_folders(compare *c)
     return 0;
 }
 
+static int reserve_output(compare *c, const char *path)
+{
+    return files_spare(path, "--data", c->o.data) != 0 ? -1 : files_reserve(&c->all, path);
+}
+
 /* Folders and files that cannot be written are found now; nothing of them stays. */
 static int reserve_outputs(compare *c)
 {
     char path[FILES_PATH], folder[FILES_PATH];
     int i, k;
     if (make_folders(c) != 0) return -1;
-    if (c->o.json != NULL && files_reserve(&c->all, c->o.json, c->o.data) != 0) return -1;
+    if (c->o.json != NULL && reserve_output(c, c->o.json) != 0) return -1;
     for (i = 0; i < c->o.methods_n; ++i) {
         const char *name = c->methods[i].name;
-        if (c->o.trace != NULL && (files_path(path, c->o.trace, name, ".json") != 0 ||
-                                   files_reserve(&c->all, path, c->o.data) != 0))
+        if (c->o.trace != NULL &&
+            (files_path(path, c->o.trace, name, ".json") != 0 || reserve_output(c, path) != 0))
             return -1;
         if (c->o.dump == NULL) continue;
         if (files_path(folder, c->o.dump, name, "") != 0) return -1;
         for (k = 0; k < dumps(c); ++k)
-            if (files_path(path, folder, dump_names[k], ".npy") != 0 ||
-                files_reserve(&c->all, path, c->o.data) != 0)
+            if (files_path(path, folder, dump_names[k], ".npy") != 0 || reserve_output(c, path) != 0)
                 return -1;
     }
     return 0;

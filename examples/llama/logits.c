@@ -498,12 +498,12 @@ static int logits_reserve(const logits *g, files *all)
     upipe_err e;
     int reads, bad;
     if (!world_speaks(&g->net)) return 0;
-    if (files_same(g->o.out, g->o.ids)) return cli_fail("%s would replace the tokens of --ids", g->o.out);
+    if (files_spare(g->o.out, "--ids", g->o.ids) != 0) return -1;
     reads = llama_reads(g->folder, g->o.out, &e);
     if (reads < 0) return cli_fail("%s", e.text);
     if (reads) return cli_fail("%s would replace a file of the model in %s", g->o.out, g->folder);
     files_begin(all);
-    bad = files_reserve(all, g->o.out, g->o.ids);
+    bad = files_reserve(all, g->o.out);
     files_abandon(all);
     return bad;
 }

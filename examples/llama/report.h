@@ -384,7 +384,7 @@ static int report_reserve_file(const run *u, files *all, const char *flag, const
     reads = u->from != NULL ? llama_reads(u->from, path, &e) : 0;
     if (reads < 0) return cli_fail("%s", e.text);
     if (reads) return cli_fail("--%s %s would replace a file of the model in %s", flag, path, u->from);
-    return files_reserve(all, path, u->o.data);
+    return files_spare(path, "--data", u->o.data) != 0 ? -1 : files_reserve(all, path);
 }
 
 /* Names that cannot be written are found before hours of work. */

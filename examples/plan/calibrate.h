@@ -64,6 +64,9 @@ static int calibrate(machine *m, const char *path)
     for (k = 0; k < MACHINE_RATES; ++k) {
         if (best[k] <= 0) continue;
         m->rate[k] = best[k] / (m->gpu > 0 ? 1 : m->ranks); /* a CPU's ranks share its cores */
+        if (!machine_rate_known(m->rate[k]))
+            return cli_fail("%s: %s would be %g, not in %g .. %g", path, machine_rate_names[k], m->rate[k],
+                            MACHINE_RATE_MIN, MACHINE_RATE_MAX);
         snprintf(m->origin[k], MACHINE_ORIGIN, "measured: %.100s", path);
     }
     return 0;

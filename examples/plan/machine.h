@@ -156,23 +156,57 @@ static inline int machine_count(const char *path, const json_t *root, const char
     return cli_refuse("%s: %s wants a whole number from 1 to %d", path, key, UPIPE_THREADS_MAX);
 }
 
+/* A string; *out stays as it is where there is none. */
+static inline int machine_text(const char *path, const json_t *root, const char *key, const char **out)
+{
+    const json_t *j = json_object_get(root, key);
+    if (j == NULL) return 0;
+    if (!json_is_string(j)) return cli_refuse("%s: %s is no string", path, key);
+    *out = json_string_value(j);
+    return 0;
+}
+
+/* Whether an object has other keys than these; `where` has them. */
+static inline int machine_keys(const char *path, json_t *root, const char *const *known, size_t n,
+                               const char *where)
+{
+    const char *key;
+    json_t *j;
+    size_t i;
+    json_object_foreach(root, key, j)
+    {
+        for (i = 0; i < n && strcmp(known[i], key) != 0; ++i) {
+        }
+        if (i == n) return cli_refuse("%s: there is no %s in %s", path, key, where);
+    }
+    return 0;
+}
+
+static inline int machine_rate_known(double rate)
+{
+    return rate >= MACHINE_RATE_MIN && rate <= MACHINE_RATE_MAX;
+}
+
 static inline int machine_rates(machine *m, const char *path, json_t *rates)
 {
+    static const char *const known[] = {"value", "origin"};
     const char *key;
     json_t *j;
     json_object_foreach(rates, key, j)
     {
         const json_t *value = json_is_object(j) ? json_object_get(j, "value") : j;
-        const char *origin = json_string_value(json_object_get(j, "origin"));
-        int k = 0;
+        const char *origin = path;
+        int k = 0, status;
         while (k < MACHINE_RATES && strcmp(key, machine_rate_names[k]) != 0) ++k;
         if (k == MACHINE_RATES) return cli_refuse("%s: there is no rate %s", path, key);
-        if (!json_is_number(value) || !(json_number_value(value) >= MACHINE_RATE_MIN) ||
-            !(json_number_value(value) <= MACHINE_RATE_MAX))
+        if (json_is_object(j) && ((status = machine_keys(path, j, known, 2, "a rate")) != 0 ||
+                                  (status = machine_text(path, j, "origin", &origin)) != 0))
+            return status;
+        if (!json_is_number(value) || !machine_rate_known(json_number_value(value)))
             return cli_refuse("%s: %s wants a number from %g to %g", path, key, MACHINE_RATE_MIN,
                               MACHINE_RATE_MAX);
         m->rate[k] = json_number_value(value);
-        snprintf(m->origin[k], MACHINE_ORIGIN, "%s", origin != NULL ? origin : path);
+        snprintf(m->origin[k], MACHINE_ORIGIN, "%s", origin);
     }
     return 0;
 }
@@ -181,21 +215,15 @@ static inline int machine_read(machine *m, const char *path, json_t *root)
 {
     static const char *const known[] = {"name",       "base",        "ranks",       "ranks_per_node",
                                         "gpu_memory", "gpu_reserve", "host_memory", "rates"};
-    const char *base = json_string_value(json_object_get(root, "base")), *key;
-    const char *name = json_string_value(json_object_get(root, "name"));
-    json_t *rates = json_object_get(root, "rates"), *j;
+    const char *base = "h100x8", *name = path;
+    json_t *rates = json_object_get(root, "rates");
     int status;
-    size_t i;
-    if (machine_preset(m, base != NULL ? base : "h100x8") != 0)
-        return cli_refuse("%s: base %s is no preset", path, base);
-    json_object_foreach(root, key, j)
-    {
-        for (i = 0; i < sizeof known / sizeof *known && strcmp(known[i], key) != 0; ++i) {
-        }
-        if (i == sizeof known / sizeof *known)
-            return cli_refuse("%s: there is no %s in a machine file", path, key);
-    }
-    snprintf(m->name, sizeof m->name, "%s", name != NULL ? name : path);
+    if ((status = machine_keys(path, root, known, sizeof known / sizeof *known, "a machine file")) != 0 ||
+        (status = machine_text(path, root, "base", &base)) != 0 ||
+        (status = machine_text(path, root, "name", &name)) != 0)
+        return status;
+    if (machine_preset(m, base) != 0) return cli_refuse("%s: base %s is no preset", path, base);
+    snprintf(m->name, sizeof m->name, "%s", name);
     if ((status = machine_count(path, root, "ranks", &m->ranks)) != 0 ||
         (status = machine_count(path, root, "ranks_per_node", &m->ranks_node)) != 0 ||
         (status = machine_size(path, root, "gpu_memory", &m->gpu)) != 0 ||

@@ -64,6 +64,26 @@ static int plan_one(const options *o, const planner *p, files *all)
     return status != 0 ? status : fits ? 0 : EXIT_NO_FIT;
 }
 
+/* A result that cannot be written is found before the work, and none replaces what is read. */
+static int plan_reserve(const options *o, files *all)
+{
+    const char *const results[] = {o->json, o->write_machine};
+    char config[FILES_PATH] = "";
+    int i, k, bad = 0;
+    if (o->model != NULL) snprintf(config, sizeof config, "%s/config.json", o->model);
+    files_begin(all);
+    for (i = 0; i < 2 && !bad; ++i) {
+        if (results[i] == NULL) continue;
+        bad = files_spare(results[i], "--model", config) != 0 ||
+              (o->machine_name != NULL && files_spare(results[i], "--machine", o->machine_name) != 0);
+        for (k = 0; k < o->calibrate_n && !bad; ++k)
+            bad = files_spare(results[i], "--calibrate", o->calibrate[k]) != 0;
+        if (!bad) bad = files_reserve(all, results[i]) != 0;
+    }
+    files_abandon(all);
+    return bad ? EXIT_RUN : 0;
+}
+
 static int plan_write_machine(options *o, files *all)
 {
     FILE *f;
@@ -82,8 +102,8 @@ static int plan(options *o, files *all)
     upipe_ops ops;
     llama_layout layout;
     planner p;
-    int status = 0;
-    if (o->write_machine != NULL) status = plan_write_machine(o, all);
+    int status = plan_reserve(o, all);
+    if (status == 0 && o->write_machine != NULL) status = plan_write_machine(o, all);
     if (status != 0 || o->model == NULL) return status;
     if (llama_layout_init(&layout, &o->config) != 0)
         return cli_fail("the model's bytes leave 63 bits, or memory is out"), EXIT_RUN;
