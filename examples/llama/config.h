@@ -319,26 +319,31 @@ static int llama_config_neutral(const json_t *root, const char *key, double neut
     return llama_config_fail(err, path, "%s is set, and not built", key);
 }
 
-/* rope_scaling and its successor rope_parameters: an object, of type default. */
+/* rope_scaling and its successor rope_parameters: an object, of type default, the same for all layers. */
 static int llama_config_rope(llama_config *c, const json_t *root, const char *key, const char *path,
                              upipe_err *err)
 {
-    static const char *const types[] = {"rope_type", "type"};
+    static const char *const known[] = {"rope_type", "type", "rope_theta", "partial_rotary_factor"};
     const json_t *j = json_object_get(root, key), *type;
+    const char *name;
+    json_t *value;
     size_t i;
-    int named = 0;
     if (j == NULL || json_is_null(j)) return 0;
     if (!json_is_object(j)) return llama_config_fail(err, path, "%s is neither null nor an object", key);
     for (i = 0; i < 2; ++i) {
-        type = json_object_get(j, types[i]);
+        type = json_object_get(j, known[i]);
         if (type == NULL) continue;
-        named = 1;
         if (!json_is_string(type) || strcmp(json_string_value(type), "default") != 0)
-            return llama_config_fail(err, path, "%s has %s %.40s; only default is built", key, types[i],
+            return llama_config_fail(err, path, "%s has %s %.40s; only default is built", key, known[i],
                                      json_is_string(type) ? json_string_value(type) : "that is no string");
     }
-    if (!named && json_object_get(j, "factor") != NULL)
-        return llama_config_fail(err, path, "%s has a factor; only the type default is built", key);
+    json_object_foreach((json_t *)(uintptr_t)j, name, value)
+    {
+        for (i = 0; i < sizeof known / sizeof *known && strcmp(known[i], name) != 0; ++i) {
+        }
+        if (i == sizeof known / sizeof *known && !json_is_null(value))
+            return llama_config_fail(err, path, "%s has %.40s, which is not built", key, name);
+    }
     if (llama_config_neutral(j, "partial_rotary_factor", 1, path, err)) return -1;
     return llama_config_real(&c->rope_theta, j, "rope_theta", "rope-theta", path, err);
 }
@@ -377,6 +382,7 @@ static int llama_config_unbuilt(const json_t *root, const char *path, upipe_err 
 {
     const json_t *act = json_object_get(root, "hidden_act");
     const json_t *layers = json_object_get(root, "layer_types"), *one;
+    const json_t *causal = json_object_get(root, "is_causal");
     size_t i;
     if (act != NULL && (!json_is_string(act) || strcmp(json_string_value(act), "silu") != 0))
         return llama_config_fail(err, path, "hidden_act is %.40s; only silu is built",
@@ -385,8 +391,11 @@ static int llama_config_unbuilt(const json_t *root, const char *path, upipe_err 
         llama_config_neutral(root, "use_sliding_window", 0, path, err) ||
         llama_config_neutral(root, "attention_dropout", 0, path, err) ||
         llama_config_neutral(root, "partial_rotary_factor", 1, path, err) ||
-        llama_config_neutral(root, "quantization_config", 0, path, err))
+        llama_config_neutral(root, "quantization_config", 0, path, err) ||
+        llama_config_neutral(root, "auto_map", 0, path, err)) /* code of its own */
         return -1;
+    if (causal != NULL && !json_is_null(causal) && !json_is_true(causal))
+        return llama_config_fail(err, path, "is_causal is not true; only causal attention is built");
     if (layers != NULL && !json_is_null(layers) && !json_is_array(layers))
         return llama_config_fail(err, path, "layer_types is not a list");
     for (i = 0; i < json_array_size(layers); ++i) {
