@@ -1184,6 +1184,14 @@ def test_resume_refusals(folder):
         if other['save'] == 'n':
             shutil.copytree(os.path.join(folder, 'm'), os.path.join(folder, 'n'))
         failed(folder, given(**other), 1, [f'{other["save"]} holds', 'does not continue'])
+    # The schedule that does not fit is the checkpoint's, and is called so.
+    failed(folder, given(**base, lr=1e-5), 1, ["the checkpoint's --min-lr 0.0001 is above --lr 1e-05"])
+    failed(folder, given(**base, min_lr=0.5), 1, ["--min-lr 0.5 is above the checkpoint's --lr 0.001"])
+    # Another branch that goes on beside newer checkpoints: the next --resume would take those.
+    shutil.copytree(os.path.join(folder, 'm', 'checkpoint-4'), os.path.join(folder, 'm', 'checkpoint-9'))
+    failed(folder, given(**{**base, 'resume': 'm/checkpoint-4', 'save': 'm'}), 1,
+           ['m holds m/checkpoint-9, which a later --resume m would take', 'follows m/checkpoint-4', 'save elsewhere'])
+    good(folder, 'an older one, saved elsewhere', **{**base, 'resume': 'm/checkpoint-4', 'save': 'branch', 'steps': 5})
 
 
 def changed_header(path, change):
@@ -1309,6 +1317,11 @@ def test_not_finite(folder):
                    ['step 1:', 'nothing was updated'], f'{what} in the weights')
         equal(os.path.exists(path('out')), False, f'{what}: a checkpoint')
         shutil.rmtree(path('bad'))
+    # Of weights that are NaN the loss is the first to be told, the checkpoint that cannot be saved follows from it.
+    patched(whole, path('bad', 'checkpoint-4'), 'model.norm.weight', struct.pack('<f', float('nan')))
+    done = failed(folder, given(resume='bad', save='bad', steps=5), 1, ['not finite, and is not saved'], 'NaN resumed', lines=2)
+    check(done.stderr.startswith('train: step 5: the loss is not a number'), f'NaN resumed: {done.stderr}')
+    shutil.rmtree(path('bad'))
     # A state that makes the weights NaN in a step whose loss is finite: nothing is saved of it, nothing removed.
     patched(whole, path('nan', 'checkpoint-4'), 'exp_avg.model.norm.weight', struct.pack('<f', float('nan')),
             'optimizer.safetensors')
@@ -1317,7 +1330,7 @@ def test_not_finite(folder):
                ['nan/checkpoint-5: .*norm.weight is not finite, and is not saved'], f'NaN after a step, every {every}')
     done = failed(folder, given(resume='nan', save='nan', steps=6), 1, ['checkpoint-5'], 'NaN, then a step',
                   lines=2)
-    check('step 6: the loss is not a number' in done.stderr, f'NaN, then a step: {done.stderr}')
+    check(done.stderr.startswith('train: step 6: the loss is not a number'), f'NaN, then a step: {done.stderr}')
     shutil.rmtree(path('nan'))
     # Too large a rate: what had been saved before stays, and so does the last state with a finite loss.
     for ranks in (2, 4):
@@ -1501,6 +1514,10 @@ def test_sample(folder):
     check(texts[0] == texts[1] == texts[2], f'the likeliest bytes differ: {texts[:3]}')
     check(texts[3] == texts[4] != texts[0], f'with the temperature: {texts[3:5]}')
     equal(texts[5], '', 'no sample')
+    # What a terminal would obey is written as numbers, of the prompt and of bytes that nothing was learnt of.
+    done = run(given(sample=100, temperature=5, prompt='\x1b[31m', steps=1), folder)
+    check('\\x1b[31m' in done.stdout and all(c.isprintable() or c in '\n\t' for c in done.stdout),
+          f'control characters: {done.stdout!r}')
     long = 'x' * 100 + 'In the beginning God created the heaven and the earth. And the earth was with'
     ends = [run(given(**{**wish, 'prompt': text}), folder) for text in (long, long[-64:], 'q' + long)]
     tails = [end.stdout.split(long[-64:])[-1] for end in ends]

@@ -52,12 +52,27 @@ enum { EXIT_RUN = 1, EXIT_USAGE = 2, CLI_SENTENCE = 16384 /* bytes of one at mos
 static int cli_holds;
 static char cli_held[CLI_SENTENCE];
 
-/* Locked, so that the sentences of several ranks do not mix. Names in files may hold what a terminal would obey: control
- * characters, and bytes that are no characters, are written as their numbers. */
+/* n bytes and a 0 behind them, as a terminal may see them: control characters other than those in `plain`, and bytes that
+ * are no characters, are written as their numbers. */
+static inline void cli_text(FILE *f, const char *text, size_t bytes, const char *plain)
+{
+    const char *const end = text + bytes;
+    while (text < end) {
+        const unsigned char *s = (const unsigned char *)text;
+        int n = json_utf8(s);
+        const int control =
+            *s < 32 ? *s == 0 || strchr(plain, *s) == NULL : *s == 127 || (*s == 0xc2 && s[1] < 0xa0);
+        if (n == 0 || control)
+            for (n += n == 0; n > 0; --n) fprintf(f, "\\x%02x", (unsigned)(unsigned char)*text++);
+        else
+            for (; n > 0; --n) fputc(*text++, f);
+    }
+}
+
+/* Locked, so that the sentences of several ranks do not mix. Names in files may hold what a terminal would obey. */
 static inline void cli_sentence(const char *format, va_list args, const char *ending)
 {
     char text[CLI_SENTENCE];
-    const char *at = text;
     vsnprintf(text, sizeof text, format, args);
     if (cli_holds) {
         if (cli_held[0] == '\0') memcpy(cli_held, text, sizeof cli_held);
@@ -65,14 +80,7 @@ static inline void cli_sentence(const char *format, va_list args, const char *en
     }
     flockfile(stderr);
     fputs(PROGRAM ": ", stderr);
-    while (*at != '\0') {
-        const unsigned char *s = (const unsigned char *)at;
-        int n = json_utf8(s);
-        if (n == 0 || *s < 32 || *s == 127 || (*s == 0xc2 && s[1] < 0xa0))
-            for (n += n == 0; n > 0; --n) fprintf(stderr, "\\x%02x", (unsigned)(unsigned char)*at++);
-        else
-            for (; n > 0; --n) fputc(*at++, stderr);
-    }
+    cli_text(stderr, text, strlen(text), "");
     fprintf(stderr, "%s\n", ending);
     funlockfile(stderr);
 }

@@ -161,7 +161,7 @@ static const char usage_end[] =
     "\n"
     "the text written at the end\n"
     "  --sample N         bytes, 0 for none (200)\n"
-    "  --prompt TEXT      its last 256 bytes count (\"In the beginning \")\n"
+    "  --prompt TEXT      its last 256 bytes count, at most --tokens (\"In the beginning \")\n"
     "  --temperature X    0 samples the likeliest byte (0.8)\n"
     "\n"
     "  --progress         say on stderr what is being done, terminal or not\n"
@@ -421,13 +421,21 @@ static int options_contradictions(const options *o)
     return 0;
 }
 
+/* To stand before a flag's name: whose value it is. */
+static const char *options_whose(const options *o, int flag)
+{
+    return o->resume != NULL && !o->given[flag] ? "the checkpoint's " : "";
+}
+
 /* What must fit the schedule. */
 static int options_schedule(const options *o)
 {
-    if (o->min_lr > o->lr) return cli_refuse("--min-lr %g is above --lr %g", o->min_lr, o->lr);
+    if (o->min_lr > o->lr)
+        return cli_refuse("%s--min-lr %g is above %s--lr %g", options_whose(o, FLAG_MIN_LR), o->min_lr,
+                          options_whose(o, FLAG_LR), o->lr);
     if (o->warmup > o->steps)
-        return cli_refuse("--warmup %lld is longer than the %lld steps of the training", (long long)o->warmup,
-                          (long long)o->steps);
+        return cli_refuse("%s--warmup %lld is longer than the %lld steps of the training",
+                          options_whose(o, FLAG_WARMUP), (long long)o->warmup, (long long)o->steps);
     if (o->save_every > o->steps)
         return cli_refuse("--save-every %lld is longer than the %lld steps of the training",
                           (long long)o->save_every, (long long)o->steps);

@@ -166,8 +166,9 @@ static void report_table(const run *u)
     }
     if (u->saved > 0) printf("checkpoint: %s/checkpoint-%lld\n", u->o.save, (long long)u->saved);
     if (u->sample_n > 0) {
-        printf("\n%s", u->o.prompt);
-        fwrite(u->sample, 1, (size_t)u->sample_n, stdout);
+        printf("\n");
+        cli_text(stdout, u->o.prompt, strlen(u->o.prompt), "\n\t");
+        cli_text(stdout, u->sample, (size_t)u->sample_n, "\n\t");
         printf("\n");
     }
 }
@@ -361,6 +362,7 @@ static int report_files(run *u, files *all, const report_total *slope)
 static int report_reserve_folder(run *u, const char *path)
 {
     char found[LLAMA_PATH], parent[LLAMA_PATH + 4];
+    const char *what;
     upipe_err e;
     int there;
     if (llama_lock_init(&u->lock, path, &e) != 0) return cli_fail("%s", e.text);
@@ -369,10 +371,16 @@ static int report_reserve_folder(run *u, const char *path)
     if (there < 0) return cli_fail("%s", e.text);
     if (there > 0) return 0;
     snprintf(parent, sizeof parent, "%s/..", u->o.resume != NULL ? u->from : ".");
-    if (u->o.resume != NULL && files_same(path, parent)) return 0;
+    what = strcmp(found, path) == 0 ? "a model" : found;
+    if (u->o.resume == NULL || !files_same(path, parent))
+        return cli_fail(
+            "%s holds %s already, which this training does not continue: --resume it, or save elsewhere",
+            path, what);
+    if (files_same(found, u->from)) return 0;
     return cli_fail(
-        "%s holds %s already, which this training does not continue: --resume it, or save elsewhere", path,
-        strcmp(found, path) == 0 ? "a model" : found);
+        "%s holds %s, which a later --resume %s would take instead of what follows %s: resume from "
+        "it, save elsewhere, or remove it",
+        path, what, path, u->from);
 }
 
 /* A result must not replace a file that the training starts from. */

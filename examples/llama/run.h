@@ -57,9 +57,9 @@ typedef struct run {
     int64_t saved;       /* step of the newest checkpoint; 0 = none */
     double seconds;      /* in steps */
     char *sample;
-    int64_t sample_n;  /* bytes of it */
-    int failed;        /* a rank aborted, or a promise was broken */
-    char failure[256]; /* why the training ended early; empty if it did not */
+    int64_t sample_n; /* bytes of it */
+    int failed;       /* a rank aborted, or a promise was broken */
+    int broke;        /* nonzero: a step's loss or gradient is not finite; the sentence is out */
 } run;
 
 /* Signals that end the training after the step they come in, or the sample after a byte. */
@@ -396,13 +396,13 @@ static const char *run_number(char out[32], double v)
     return isnan(v) ? "not a number" : isinf(v) ? "infinite" : out;
 }
 
-/* Rank 0 keeps the books. */
+/* Rank 0 keeps the books. What is not finite is said at once, before what follows from it: a checkpoint that cannot be
+ * saved. */
 static void run_note(run *u, const trainer_result *result, const trainer_rates *rates, double seconds)
 {
     char loss[32], norm[32];
     if (!result->finite) {
-        snprintf(
-            u->failure, sizeof u->failure,
+        u->broke = cli_fail(
             "step %lld: the loss is %s and the norm of the gradient %s; nothing was updated in this step",
             (long long)rates->step, run_number(loss, result->loss), run_number(norm, result->norm));
         return;

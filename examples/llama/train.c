@@ -120,8 +120,7 @@ static int train(run *u, files *all)
                  ? cli_fail("the table cannot be written: %s", strerror(errno))
                  : 0;
     if (report_files(u, all, u->o.plan ? &slope : NULL) != 0) return -1;
-    if (u->failure[0] != '\0') return cli_fail("%s", u->failure);
-    return u->failed ? -1 : status;
+    return u->failed || u->broke ? -1 : status;
 }
 
 int main(int argc, char **argv)
