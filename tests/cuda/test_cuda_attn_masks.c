@@ -374,7 +374,7 @@ int main(void)
         test_many_documents();
         test_one_key();
         test_random();
-        if (brief()) break;
+        if (brief() || (storage == UPIPE_F32 && !test_full())) break;
         test_wide_masks();
         test_far_keys();
         test_far_documents();

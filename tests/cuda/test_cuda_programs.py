@@ -309,7 +309,8 @@ def main():
     test_world_compare()
     test_world_alone()
     test_failures()
-    test_bench()
+    if FULL:
+        test_bench()
     return end('cuda_programs')
 
 
