@@ -15,11 +15,12 @@ import sys
 
 import common
 
-PEERS = ['torch', 'onednn', 'ggml', 'naive']
+PEERS = ['torch', 'onednn', 'ggml', 'naive', 'bf16']
 OPS = ['fwd', 'bwd']
 NAMES = {'fwd': 'forward', 'bwd': 'backward'}
 TOKENS = [1024, 2048, 4096, 8192, 16384]
-COLOURS = {'ours': '#e07a5f', 'torch': '#3b4252', 'onednn': '#2a9d8f', 'ggml': '#81a969', 'naive': '#c3cede'}
+COLOURS = {'ours': '#e07a5f', 'torch': '#3b4252', 'onednn': '#2a9d8f', 'ggml': '#81a969', 'naive': '#c3cede',
+           'bf16': '#f2a65a'}
 # Largest error of a result over its largest value. What is stored in bf16 is rounded by 2e-3 of itself, and PyTorch
 # rounds weights to bf16 too.
 BOUNDS = {'f32': 2e-5, 'bf16': 2e-2}

@@ -114,6 +114,7 @@ class Ours:
         for name, result, takes in (
                 ('bench_open', POINTER, [INT32]), ('bench_close', None, [POINTER]),
                 ('bench_name', ctypes.c_char_p, [POINTER]), ('bench_peak', DOUBLE, [POINTER]),
+                ('bench_use_bf16', ctypes.c_char_p, [POINTER]), ('bench_bf16_name', ctypes.c_char_p, []),
                 ('bench_bandwidth', DOUBLE, [POINTER, INT64]),
                 ('bench_attn_bytes', INT64, [POINTER, ctypes.POINTER(Case)]),
                 ('bench_attn_fwd', ctypes.c_char_p, [POINTER, ctypes.POINTER(Case)]),
@@ -168,6 +169,23 @@ class Ours:
     def results(self, calls):
         return {name: from_bf16(array) if array.dtype == np.uint16 else array
                 for name, array in calls['arrays'].items() if name in ('o', 'dq', 'dk', 'dv')}
+
+
+class Bf16(Ours):
+    """This library's other attention, a table entry for processors with bf16 instructions."""
+
+    def __init__(self, options):
+        super().__init__(options)
+        why = self.library.bench_use_bf16(self.open(1))
+        if why:
+            raise LookupError(why.decode())
+        self.about = self.library.bench_bf16_name().decode()
+
+    def serve(self, p, threads):
+        if p.dtype != 'bf16':
+            return None
+        self.library.bench_use_bf16(self.open(threads))
+        return super().serve(p, threads)
 
 
 # ---- peers ----
@@ -384,4 +402,4 @@ class Memory(ctypes.Structure):
     _fields_ = [('mem_size', ctypes.c_size_t), ('mem_buffer', POINTER), ('no_alloc', ctypes.c_bool)]
 
 
-CONTESTANTS = {'torch': Torch, 'onednn': OneDnn, 'ggml': Ggml, 'naive': Naive}
+CONTESTANTS = {'torch': Torch, 'onednn': OneDnn, 'ggml': Ggml, 'naive': Naive, 'bf16': Bf16}

@@ -11,6 +11,7 @@
 #include <time.h>
 
 #include "upipe/cpu/upipe_cpu.h"
+#include "upipe/cpu/upipe_cpu_attn_bf16.h"
 #include "upipe/upipe_attn.h"
 #include "examples/common/pool.h"
 
@@ -78,6 +79,18 @@ void bench_close(bench *b)
 const char *bench_name(const bench *b)
 {
     return b->ops.name;
+}
+
+/* From now on bf16's attention is that in the processor's bf16 instructions. NULL: done; else why not */
+const char *bench_use_bf16(bench *b)
+{
+    return upipe_cpu_attn_bf16(&b->ops, &b->ctx.err) ? b->ctx.err.text : NULL;
+}
+
+/* Those instructions; NULL: none. */
+const char *bench_bf16_name(void)
+{
+    return upipe_cpu_bf16_name();
 }
 
 /* ---- fused multiply-adds ---- */

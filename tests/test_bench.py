@@ -67,11 +67,13 @@ def short_run(path, *words):
 def check_numbers(folder):
     """The short run; its file."""
     path = os.path.join(folder, 'attn.json')
-    table, (header, *cases) = short_run(path, 'attn', '--quick', '--peers', 'naive')
+    table, (header, *cases) = short_run(path, 'attn', '--quick', '--peers', 'naive,bf16')
     if not cases:
         return None
     check(set(header) == HEADER, f'the header has {sorted(set(header) ^ HEADER)} too much or too little')
-    check(set(header['contestants']) == {'ours', 'naive'}, f'contestants: {header["contestants"]}')
+    units = 'bf16' in header['contestants']  # bf16 instructions, which the processor may lack
+    check(set(header['contestants']) - {'bf16'} == {'ours', 'naive'}, f'contestants: {header["contestants"]}')
+    check(units or 'neither AMX nor AVX512-BF16' in header['left_out']['bf16'], f'left out: {header["left_out"]}')
     check(header['errors']['ours']['f32'] < header['errors']['ours']['bf16'], f'errors: {header["errors"]}')
     seen = set()
     for case in cases:
@@ -80,7 +82,8 @@ def check_numbers(folder):
         check(isinstance(case['causal'], bool) and case['tokens'] > 0 and case['threads'] > 0, f'a line: {case}')
         check(case['gflops'] > 0 and case['peak_gflops'] > 0, f'rates: {case}')
         check(min(case['round_s']) > 0 and len(case['round_s']) == 3, f'rounds: {case}')
-        check(set(case['peers']) == ({'naive'} if case['dtype'] == 'f32' else set()), f'peers: {case}')
+        peers = {'naive'} if case['dtype'] == 'f32' else {'bf16'} if units else set()
+        check(set(case['peers']) == peers, f'peers: {case}')
         check(all(rate > 0 for rate in case['peers'].values()), f'peers: {case}')
         seen.add((case['op'], case['dtype'], case['causal'], case['threads']))
     threads = {case['threads'] for case in cases}
