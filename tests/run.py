@@ -161,7 +161,7 @@ class Job:
 
     def __init__(self, name, run, guess=60.0, after=(), alone=False, cores=1):
         self.name, self.run, self.guess, self.after, self.alone = name, run, guess, list(after), alone
-        self.cores = min(cores, CORES)
+        self.cores = min(cores, max(CORES, 2))  # never two such at once on one core
         self.status, self.said, self.seconds, self.cpu, self.began = None, '', 0.0, 0.0, 0.0
         self.test = self.group = None
 
@@ -210,13 +210,13 @@ class Runner:
     def work(self, job):
         try:
             result = job.run()
-        except OSError as wrong:
-            result = 1, str(wrong), 0.0
+        except Exception as wrong:  # what a job cannot do is its failure, not the run's end
+            result = 1, f'{type(wrong).__name__}: {wrong}\n', 0.0
         with self.lock:
             job.status, job.said, job.cpu = result
             job.seconds = time.time() - job.began
+            self.over.append(job)  # first: it is always in one of the two
             self.running.remove(job)
-            self.over.append(job)
             self.lock.notify()
 
     def ready(self, job):
@@ -237,14 +237,18 @@ class Runner:
             with self.lock:
                 total -= self.drop_hopeless(waiting)
                 choice = sorted((job for job in waiting if self.ready(job)), key=lambda job: (job.alone, -job.guess))
+                wide = False  # one waits for another
                 for job in choice:
+                    if wide and job.cores > 1:
+                        continue
                     if self.running and (job.alone or any(r.alone for r in self.running)):
                         break
                     if job.alone and any(not other.alone for other in waiting):
                         break
                     if sum(r.cores for r in self.running) + job.cores > SHARES:
                         if any(r.cores > 1 for r in self.running):
-                            continue  # waits for that one
+                            wide = True
+                            continue
                         break  # cores are left to it
                     waiting.remove(job)
                     self.running.append(job)

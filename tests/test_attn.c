@@ -80,10 +80,10 @@ static void test_extreme_scores(void)
             }
 }
 
-static void test_random(void)
+static void test_random(long draws)
 {
     static const int groups[][2] = {{1, 1}, {2, 2}, {2, 1}, {4, 2}, {3, 1}, {6, 2}, {8, 1}};
-    long seed = test_env("UPIPE_SEED", 1), draws = (BRIEF ? 5 : 20) + test_draws_wanted() / 20, i;
+    long seed = test_env("UPIPE_SEED", 1), i;
     for (i = 0; i < draws; ++i) {
         test_rng r = {(uint64_t)(seed + i)};
         const int *g = groups[test_below(&r, 7)];
@@ -270,7 +270,7 @@ static void test_same_bits(void)
 
 /* Any number of threads, tasks in any order; blocks smaller and larger than the work; a group of more heads
  * than a block takes; all of a group in one call, or head by head. */
-static void test_workers(void)
+static void test_workers(size_t count)
 {
     static const int cases[][5] = {/* sq, sk, h, hkv, causal */
                                    {700, 700, 1, 1, 1},
@@ -283,7 +283,7 @@ static void test_workers(void)
     test_rng r = {10};
     size_t i;
     int kind;
-    for (i = 0; i < sizeof cases / sizeof *cases; ++i) {
+    for (i = 0; i < sizeof cases / sizeof *cases && i < count; ++i) {
         const int *x = cases[i];
         upipe_dtype dtype = types[i % 3];
         oracle_attn t = shape(x[0], x[1], x[2], x[3], i % 2 ? 64 : 40, x[4], i % 2 ? 30 : 0, i == 3 ? 60 : 0);
@@ -639,30 +639,73 @@ static void test_scratch(void)
     CHECK_INT(upi_cpu_attn_bytes(&ops, &g.a, 1), 3 * bwd + (1 << 20) / 64 * 2 * 8);
 }
 
+/* Types that no unit takes go to the other kernels; the call that replaces the table's entries. */
+static void test_unit_table(void)
+{
+    oracle_attn t = shape(50, 70, 2, 1, 40, 1, 20, 0);
+    test_rng r = {14};
+    upipe_ops ops, before;
+    upipe_err err;
+    int i;
+    for (i = 0; i < 2; ++i) {
+        const upi_bf16_unit *const unit = attn_unit;
+        const upipe_dtype dtype = i ? UPIPE_F16 : UPIPE_F32;
+        values in = inputs_make(&t, dtype, &r, 1), got = values_make(&t), want = values_make(&t);
+        run_kernels(&t, dtype, PACKED, t.h, &in, &got);
+        attn_unit = NULL;
+        run_kernels(&t, dtype, PACKED, t.h, &in, &want);
+        attn_unit = unit;
+        check_same(&t, &got, &want);
+        values_free(&in), values_free(&got), values_free(&want);
+    }
+    memset(&ops, 0, sizeof ops), memset(&err, 0, sizeof err);
+    before = ops;
+    if (upi_bf16_here() == NULL) {
+        CHECK_STATUS(upipe_cpu_attn_bf16(&ops, &err), UPIPE_ERR_UNSUPPORTED, err);
+        CHECK_TEXT(err.text,
+                   "attention in bf16 instructions: this processor has neither AMX nor AVX512-BF16");
+        CHECK_BYTES(&ops, &before, sizeof ops);
+        return;
+    }
+    CHECK_STATUS(upipe_cpu_attn_bf16(&ops, &err), UPIPE_OK, err);
+    CHECK(ops.attn_bytes == upi_attn_bf16_bytes);
+#if UPIPE_CPU_BF16_X86
+    CHECK(ops.attn_fwd == (upi_bf16_here() == &upi_bf16_amx ? upi_attn_fwd_amx : upi_attn_fwd_avx512));
+    CHECK(ops.attn_bwd == (upi_bf16_here() == &upi_bf16_amx ? upi_attn_bwd_amx : upi_attn_bwd_avx512));
+#endif
+}
+
+static long all_draws(void)
+{
+    return (BRIEF ? 5 : 20) + test_draws_wanted() / 20;
+}
+
 /* What kernels of any unit promise, on bf16; in plain C these are slow. */
 static void test_unit(const upi_bf16_unit *unit, int all)
 {
     attn_use(unit);
+    test_unit_table();
     test_lengths();
     test_merge();
     test_nan();
+    test_random(all ? all_draws() : 5);
+    test_workers(all ? SIZE_MAX : 1);
     if (!all) return;
     test_head_dims();
     test_extreme_scores();
     test_sections();
     test_same_bits();
-    test_workers();
     test_heads_alone();
     test_prefix();
     test_accumulate();
-    test_random();
 }
 
 /* Words on the command line: bf16 for attention in the processor's bf16 instructions, all for all of it. */
 int main(int argc, char **argv)
 {
-    const int all = argc > 2 && strcmp(argv[2], "all") == 0;
     if (argc > 1 && strcmp(argv[1], "bf16") == 0) {
+        const int all = argc > 2 && strcmp(argv[2], "all") == 0;
+        test_unit(&plain_units[0], 0);
         test_unit(&plain_units[1], all);
         if (upi_bf16_here() != NULL) test_unit(upi_bf16_here(), 1);
         return test_end("attn bf16");
@@ -680,12 +723,12 @@ int main(int argc, char **argv)
     test_merge();
     test_merge_nothing();
     test_same_bits();
-    test_workers();
+    test_workers(SIZE_MAX);
     test_heads_alone();
     test_prefix();
     test_accumulate();
     test_nan();
     test_one_key();
-    test_random();
+    test_random(all_draws());
     return test_end("attn");
 }

@@ -199,10 +199,10 @@ static void draw_masks(test_rng *r, oracle_attn *t, int64_t *cu_seqlens, float *
     if (mask & 32) t->pos_step = 1 + test_below(r, 5);
 }
 
-static void test_random(void)
+static void test_random(long draws)
 {
     static const int groups[][2] = {{1, 1}, {2, 2}, {2, 1}, {4, 2}, {3, 1}, {6, 2}, {13, 1}};
-    long seed = test_env("UPIPE_SEED", 1), draws = 100 + test_draws_wanted() / 10, i;
+    long seed = test_env("UPIPE_SEED", 1), i;
     for (i = 0; i < draws; ++i) {
         test_rng r = {(uint64_t)(seed + i) * 7919};
         const int *g = groups[test_below(&r, 7)];
@@ -271,8 +271,7 @@ static void check_merge_bwd(const oracle_attn *t, upipe_dtype dtype, int layout,
         oracle_attn plain = *t;
         values *n = &x.naive[way];
         plain.naive = naive_way(way);
-        naive_attn_bwd(&plain, attn_unit != NULL ? dtype : UPIPE_F32, in->q, in->k, in->v, in->dout, n->o,
-                       n->lse, n->dq, n->dk, n->dv);
+        naive_attn_bwd(&plain, UPIPE_F32, in->q, in->k, in->v, in->dout, n->o, n->lse, n->dq, n->dk, n->dv);
     }
     CHECK_BYTES(got.dsinks, all.dsinks, t->h * 4);
     check_answers(t, &got, &x);
@@ -388,8 +387,8 @@ static void test_one_key(void)
  * the end of it, is not read. So the work is that of the window, whatever the length. */
 static void test_reach(void)
 {
-    /* a unit's steps of keys are read by all rows of a block */
-    const int near = attn_unit != NULL ? UPI_ATTN_ROWS_FWD + UPI_BF16_STEP : UPI_ATTN_PANEL + UPI_ATTN_TILE;
+    /* a unit takes whole steps of keys */
+    const int near = (int)UPI_ATTN_PANEL + (attn_unit != NULL ? (int)UPI_BF16_STEP : (int)UPI_ATTN_TILE);
     static const int64_t cu_seqlens[] = {0, 300, 500, 900};
     int kind;
     for (kind = 0; kind < 4; ++kind) {
@@ -527,24 +526,30 @@ static void test_refusals(void)
     free(block);
 }
 
+static long all_draws(void)
+{
+    return 100 + test_draws_wanted() / 10;
+}
+
 /* As in test_attn.c. */
 static void test_unit(const upi_bf16_unit *unit, int all)
 {
     attn_use(unit);
     test_reach();
     test_far_keys();
+    test_random(all ? all_draws() : 10);
     if (!all) return;
     test_alone();
     test_parts();
     test_workers();
     test_wide_masks();
-    test_random();
 }
 
 int main(int argc, char **argv)
 {
-    const int all = argc > 2 && strcmp(argv[2], "all") == 0;
     if (argc > 1 && strcmp(argv[1], "bf16") == 0) {
+        const int all = argc > 2 && strcmp(argv[2], "all") == 0;
+        test_unit(&plain_units[0], 0);
         test_unit(&plain_units[1], all);
         if (upi_bf16_here() != NULL) test_unit(upi_bf16_here(), 1);
         return test_end("attn_masks bf16");
@@ -559,6 +564,6 @@ int main(int argc, char **argv)
     test_one_key();
     test_reach();
     test_far_keys();
-    test_random();
+    test_random(all_draws());
     return test_end("attn_masks");
 }

@@ -453,8 +453,7 @@ static inline void check_merge(const oracle_attn *t, upipe_dtype dtype, upipe_dt
         oracle_attn piece = piece_of(t, first, lengths[p]);
         for (way = 0; way < NAIVE_WAYS; ++way) {
             piece.naive = naive_way(way);
-            naive_attn_fwd(&piece, attn_unit != NULL ? dtype : UPIPE_F32, in->q, in->k + at, in->v + v_at,
-                           part.o, part.lse);
+            naive_attn_fwd(&piece, UPIPE_F32, in->q, in->k + at, in->v + v_at, part.o, part.lse);
             naive_merge(t, o_dtype, naive[way].o, naive[way].lse, part.o, part.lse);
         }
         a.k = tensor_make(dtype, lengths[p], t->hkv, t->d, layout, in->k + at);

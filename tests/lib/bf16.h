@@ -92,7 +92,7 @@ static inline void plain_tile_avx512(int depth, int sum_depth, const uint32_t *a
 }
 
 /* Strips are for all of attention: sixteen columns at a time. The product of two bf16 is exact in f32, so that a
- * multiplication and an addition round once. */
+ * multiplication and an addition round once; one that is subnormal adds less than what is kept, or is flushed. */
 UPI_KERNELS_BEGIN
 
 typedef float plain_floats __attribute__((vector_size(64)));

@@ -183,14 +183,14 @@ static inline float naive_store(upipe_dtype dtype, float x)
 /* A plain loop leaves two things open: where it begins, and whether the compiler fuses multiply and add. For
  * kernels on matrix units, whose operands are of the storage type, NAIVE_NARROW comes to each of these ways:
  * the weights and the gradients of the scores are then rounded before they are multiplied with a matrix. With
- * NAIVE_LATE the scale comes behind this rounding, and delta, which is another kernel's, is summed in another
- * order than products are. */
+ * NAIVE_LATE they are rounded to bf16 whatever is stored, the scale comes behind this rounding, and delta, which
+ * is another kernel's, is summed in another order than products are. */
 enum { NAIVE_DOWN = 1, NAIVE_FUSED = 2, NAIVE_WAYS = 4, NAIVE_NARROW = 4, NAIVE_LATE = 8 };
 
 /* x as an operand of a matrix product. */
 UNWATCHED static inline float naive_operand(upipe_dtype dtype, float x, int naive)
 {
-    return naive & NAIVE_NARROW ? naive_store(dtype, x) : x;
+    return naive & NAIVE_NARROW ? naive_store(naive & NAIVE_LATE ? UPIPE_BF16 : dtype, x) : x;
 }
 
 /* The k-th of n terms of a sum that runs up or down. */

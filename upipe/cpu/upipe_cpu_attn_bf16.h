@@ -17,7 +17,7 @@
  *
  * Steps of the instructions are counted from a block's first key, and from its first query: a step of which a
  * panel sees nothing adds exactly nothing, and is left out. A key that is a NaN shows in the rows that see it, and
- * may show in others of their block of queries.
+ * may show in rows up to a panel and a step away; in which of these, depends on threads too.
  */
 #ifndef UPIPE_CPU_ATTN_BF16_H
 #define UPIPE_CPU_ATTN_BF16_H
