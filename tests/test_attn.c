@@ -680,7 +680,7 @@ static long all_draws(void)
     return (BRIEF ? 5 : 20) + test_draws_wanted() / 20;
 }
 
-/* What kernels of any unit promise, on bf16; in plain C these are slow. */
+/* What kernels of any unit promise, on bf16. */
 static void test_unit(const upi_bf16_unit *unit, int all)
 {
     attn_use(unit);
@@ -700,16 +700,9 @@ static void test_unit(const upi_bf16_unit *unit, int all)
     test_accumulate();
 }
 
-/* Words on the command line: bf16 for attention in the processor's bf16 instructions, all for all of it. */
 int main(int argc, char **argv)
 {
-    if (argc > 1 && strcmp(argv[1], "bf16") == 0) {
-        const int all = argc > 2 && strcmp(argv[2], "all") == 0;
-        test_unit(&plain_units[0], 0);
-        test_unit(&plain_units[1], all);
-        if (upi_bf16_here() != NULL) test_unit(upi_bf16_here(), 1);
-        return test_end("attn bf16");
-    }
+    if (attn_units(argc, argv, test_unit)) return test_end("attn bf16");
     test_exp();
     test_bf16();
     test_simd_lanes_here();

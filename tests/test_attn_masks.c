@@ -547,13 +547,7 @@ static void test_unit(const upi_bf16_unit *unit, int all)
 
 int main(int argc, char **argv)
 {
-    if (argc > 1 && strcmp(argv[1], "bf16") == 0) {
-        const int all = argc > 2 && strcmp(argv[2], "all") == 0;
-        test_unit(&plain_units[0], 0);
-        test_unit(&plain_units[1], all);
-        if (upi_bf16_here() != NULL) test_unit(upi_bf16_here(), 1);
-        return test_end("attn_masks bf16");
-    }
+    if (attn_units(argc, argv, test_unit)) return test_end("attn_masks bf16");
     test_sight();
     test_oracle();
     test_refusals();

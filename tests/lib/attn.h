@@ -31,6 +31,17 @@ static inline void attn_use(const upi_bf16_unit *unit)
     types[0] = types[1] = types[2] = UPIPE_BF16;
 }
 
+/* Of a program's words: bf16 tests the processor's bf16 instructions, in plain C and where it has them, and all
+ * behind it leaves nothing out, which in plain C is slow. Returns 0 for other words. */
+static inline int attn_units(int argc, char **argv, void (*test)(const upi_bf16_unit *unit, int all))
+{
+    if (argc < 2 || strcmp(argv[1], "bf16") != 0) return 0;
+    test(&plain_units[0], 0);
+    test(&plain_units[1], argc > 2 && strcmp(argv[2], "all") == 0);
+    if (upi_bf16_here() != NULL) test(upi_bf16_here(), 1);
+    return 1;
+}
+
 /* The threads that kernels run on; NULL: the caller's alone. */
 static const upipe_par *threads;
 
