@@ -40,6 +40,22 @@ def user_launcher(mpirun):
     return [word for word in launcher(mpirun) if word != '--enable-recovery']
 
 
+def alive(pid):
+    try:
+        with open(f'/proc/{pid}/stat', 'rb') as file:
+            return file.read().rpartition(b')')[2].split()[0] != b'Z'
+    except OSError:
+        return False
+
+
+def all_gone(pids):
+    """After the launcher's end: a rank that it has killed still takes the kernel a moment, long on a busy machine."""
+    end = time.monotonic() + 10
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not any(map(alive, pids))
+
+
 def stop_one(job, processes):
     """Once all are in their transfers, the last one to say so is stopped past the deadline of 1 s."""
     said, running = '', []

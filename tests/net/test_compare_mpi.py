@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 
-from run_mpi import is_open_mpi, user_launcher
+from run_mpi import all_gone, is_open_mpi, user_launcher
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'lib'))
 from checks import check, end  # pylint: disable=wrong-import-position
@@ -120,14 +120,6 @@ def test_voice(folder):
                 file.write(b'\0' * 256)
 
 
-def alive(pid):
-    try:
-        with open(f'/proc/{pid}/stat', 'rb') as file:
-            return file.read().rpartition(b')')[2].split()[0] != b'Z'
-    except OSError:
-        return False
-
-
 def test_lost(folder, what):
     """A rank is killed or stopped in the middle of a method: the job ends, and leaves no file."""
     top = os.path.join(folder, f'lost{what}')
@@ -145,7 +137,7 @@ def test_lost(folder, what):
                 os.kill(ranks[-1], what)
         status = job.wait(timeout=SECONDS)
     check(len(ranks) == 3 and status != 0 and re.search(r'rank \d', said), f'{what.name}: {status}: {said}')
-    check(not any(alive(pid) for pid in ranks), f'{what.name}: processes are left')
+    check(all_gone(ranks), f'{what.name}: processes are left')
     check(tree(top) == {}, f'{what.name}: leaves {tree(top).keys()}')
 
 

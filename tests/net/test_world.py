@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 
-from run_mpi import is_open_mpi, user_launcher
+from run_mpi import alive, all_gone, is_open_mpi, user_launcher
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'lib'))
 from checks import check, end  # pylint: disable=wrong-import-position
@@ -267,13 +267,6 @@ def newest(folder):
     return max(steps, default=0)
 
 
-def alive(pid):
-    try:
-        return read(f'/proc/{pid}/stat').rpartition(b')')[2].split()[0] != b'Z'
-    except OSError:
-        return False
-
-
 def saving(folder):
     return any(name.endswith('.tmp') for name in os.listdir(folder))
 
@@ -305,10 +298,7 @@ def test_loss(folder, number, what, draw, reference):
         except subprocess.TimeoutExpired:
             os.killpg(job.pid, signal.SIGKILL)
             status = 0
-        ended = time.monotonic()  # the launcher has killed a rank that is stopped, which takes the kernel a moment
-        while any(alive(pid) for pid in ranks) and time.monotonic() < ended + 1:
-            time.sleep(0.01)
-        gone = not any(alive(pid) for pid in ranks)
+        gone = all_gone(ranks)
         said.seek(0)
         text = said.read().decode(errors='replace')
     for pid in ranks:
