@@ -35,8 +35,9 @@ enum {
     UPI_ATTN_TILE = UPIPE_CPU_AVX512 ? 8 : 4,     /* rows of it: 12 or 24 sums, of 16 or 32 registers */
     UPI_ATTN_PANEL = UPI_ATTN_VECTORS * UPI_WIDE, /* queries in the lanes of a panel */
     UPI_ATTN_STEPS = 4,                           /* of a tile's depth in a turn of its loop */
-    UPI_ATTN_KEYS = 64,                           /* keys in a block */
-    UPI_ATTN_SECTION = 64 * UPI_ATTN_KEYS,        /* keys whose sums are added to totals at once */
+    UPI_ATTN_APART = UPIPE_CPU_AVX512 ? 0 : UPI_ATTN_STEPS, /* at its end, which it takes row by row */
+    UPI_ATTN_KEYS = 64,                                     /* keys in a block */
+    UPI_ATTN_SECTION = 64 * UPI_ATTN_KEYS,                  /* keys whose sums are added to totals at once */
     UPI_ATTN_PAD = 16, /* elements between copied rows: steps of a power of two would share few cache sets */
     UPI_ATTN_CAN = UPIPE_ATTN_WINDOW | UPIPE_ATTN_CU_SEQLENS | UPIPE_ATTN_SOFTCAP | UPIPE_ATTN_SINKS |
                    UPIPE_ATTN_V_DIM | UPIPE_ATTN_ADD_DQ
@@ -181,22 +182,53 @@ UPI_INLINE void upi_attn_step(int tile, int from, int end, const float *a, int64
     }
 }
 
+/* Where the steps that a tile takes row by row begin. */
+typedef struct upi_attn_rows {
+    const float *a[UPI_ATTN_STEPS], *b;
+    int steps; /* UPI_ATTN_STEPS, or 0 */
+} upi_attn_rows;
+
 /* sums[i][v] += a[i * row_step + k * depth_step] * b[v * b_step + k * b_depth_step], k = 0 .. depth - 1 in
- * order, for vectors from .. end - 1. If `even`, depth is a multiple of UPI_ATTN_STEPS: a loop less. */
-UPI_INLINE void upi_attn_tile(int even, int tile, int from, int end, int64_t depth, const float *a,
-                              int64_t row_step, int64_t depth_step, const float *b, int64_t b_step,
-                              int64_t b_depth_step, upi_fw sums[][UPI_ATTN_VECTORS])
+ * order, for vectors from .. end - 1. If `even`, depth is a multiple of UPI_ATTN_STEPS, and not 0: a loop less.
+ * The last `apart` steps, none or UPI_ATTN_STEPS, are left to upi_attn_tile_row. */
+UPI_INLINE upi_attn_rows upi_attn_tile(int even, int apart, int tile, int from, int end, int64_t depth,
+                                       const float *a, int64_t row_step, int64_t depth_step, const float *b,
+                                       int64_t b_step, int64_t b_depth_step, upi_fw sums[][UPI_ATTN_VECTORS])
 {
+    upi_attn_rows rows;
     int u;
-    for (; depth >= UPI_ATTN_STEPS; depth -= UPI_ATTN_STEPS) {
+    for (; depth >= apart + UPI_ATTN_STEPS; depth -= UPI_ATTN_STEPS) {
         UPI_CPU_UNROLL
-        for (u = 0; u < UPI_ATTN_STEPS; ++u)
-            upi_attn_step(tile, from, end, a + u * depth_step, row_step, b + u * b_depth_step, b_step, sums);
+        for (u = 0; u < UPI_ATTN_STEPS; ++u) {
+            const float *column = a + u * depth_step;
+            UPI_OPAQUE_ADDRESS(column); /* or gcc has a register for each row and step */
+            upi_attn_step(tile, from, end, column, row_step, b + u * b_depth_step, b_step, sums);
+        }
         a += UPI_ATTN_STEPS * depth_step;
         b += UPI_ATTN_STEPS * b_depth_step;
     }
-    for (; !even && depth > 0; --depth, a += depth_step, b += b_depth_step)
+    for (; !even && depth % UPI_ATTN_STEPS != 0; --depth, a += depth_step, b += b_depth_step)
         upi_attn_step(tile, from, end, a, row_step, b, b_step, sums);
+    UPI_CPU_UNROLL
+    for (u = 0; u < UPI_ATTN_STEPS; ++u) rows.a[u] = a + u * depth_step;
+    rows.b = b;
+    rows.steps = even ? apart : (int)depth;
+    return rows;
+}
+
+/* The steps that upi_attn_tile left, for row i. Who stores a row before the next one spreads the tile's stores
+ * over its products: a Zen 3 core gives up a cycle or two of both multipliers for each of many in a row. */
+UPI_INLINE void upi_attn_tile_row(const upi_attn_rows *rows, int i, int from, int end, int64_t row_step,
+                                  int64_t b_step, int64_t b_depth_step, upi_fw sums[][UPI_ATTN_VECTORS])
+{
+    const float *b = rows->b;
+    int u;
+    if (UPI_ATTN_APART == 0 || rows->steps == 0) return;
+    UPI_OPAQUE_ADDRESS(b); /* or gcc keeps b for the next row, and sums in memory */
+    UPI_CPU_UNROLL
+    for (u = 0; u < UPI_ATTN_STEPS; ++u)
+        upi_attn_step(1, from, end, rows->a[u] + i * row_step, row_step, b + u * b_depth_step, b_step,
+                      sums + i);
 }
 
 /* Products of a tile's rows of [d + pad] with a panel [d][panel], from vector `from` on: out[tile][panel]; see
@@ -204,21 +236,27 @@ UPI_INLINE void upi_attn_tile(int even, int tile, int from, int end, int64_t dep
 UPI_INLINE void upi_attn_dot(int from, int d, const float *rows, const float *panel, float *__restrict out,
                              float *top)
 {
+    const int64_t step = d + UPI_ATTN_PAD;
     int c, i, v;
     for (c = 0; c < d; c += UPI_DOT_PIECE) {
         upi_fw sums[UPI_ATTN_TILE][UPI_ATTN_VECTORS];
+        upi_attn_rows last;
         UPI_CPU_UNROLL
         for (i = 0; i < UPI_ATTN_TILE; ++i) UPI_CPU_UNROLL
         for (v = from; v < UPI_ATTN_VECTORS; ++v) sums[i][v] = upi_fw_zero();
-        upi_attn_tile(1, UPI_ATTN_TILE, from, UPI_ATTN_VECTORS, upi_attn_least(d - c, UPI_DOT_PIECE),
-                      rows + c, d + UPI_ATTN_PAD, 1, panel + c * UPI_ATTN_PANEL, UPI_WIDE, UPI_ATTN_PANEL,
-                      sums);
+        last = upi_attn_tile(1, UPI_ATTN_APART, UPI_ATTN_TILE, from, UPI_ATTN_VECTORS,
+                             upi_attn_least(d - c, UPI_DOT_PIECE), rows + c, step, 1,
+                             panel + c * UPI_ATTN_PANEL, UPI_WIDE, UPI_ATTN_PANEL, sums);
         UPI_CPU_UNROLL
-        for (i = 0; i < UPI_ATTN_TILE; ++i) UPI_CPU_UNROLL
-        for (v = from; v < UPI_ATTN_VECTORS; ++v) {
-            float *at = out + i * UPI_ATTN_PANEL + v * UPI_WIDE;
-            if (c > 0) sums[i][v] = upi_fw_add(upi_fw_load(at), sums[i][v]);
-            upi_fw_store(at, sums[i][v]);
+        for (i = 0; i < UPI_ATTN_TILE; ++i) {
+            upi_attn_tile_row(&last, i, from, UPI_ATTN_VECTORS, step, UPI_WIDE, UPI_ATTN_PANEL, sums);
+            UPI_CPU_UNROLL
+            for (v = from; v < UPI_ATTN_VECTORS; ++v) {
+                float *at = out + i * UPI_ATTN_PANEL + v * UPI_WIDE;
+                UPI_OPAQUE_ADDRESS(at);
+                if (c > 0) sums[i][v] = upi_fw_add(upi_fw_load(at), sums[i][v]);
+                upi_fw_store(at, sums[i][v]);
+            }
         }
     }
     UPI_CPU_UNROLL
@@ -252,12 +290,12 @@ UPI_CPU_KERNEL void upi_attn_products_rest(int from, int d, const float *rows, c
 }
 
 /* sums += products of `count` rows of weights [count][panel] with a tile's columns of rows [count][step], from
- * vector `from` on. */
-UPI_INLINE void upi_attn_weigh_rows(int from, int count, const float *rows, int64_t step,
-                                    const float *weights, upi_fw sums[][UPI_ATTN_VECTORS])
+ * vector `from` on; see upi_attn_tile for `apart`. */
+UPI_INLINE upi_attn_rows upi_attn_weigh_rows(int apart, int from, int count, const float *rows, int64_t step,
+                                             const float *weights, upi_fw sums[][UPI_ATTN_VECTORS])
 {
-    upi_attn_tile(0, UPI_ATTN_TILE, from, UPI_ATTN_VECTORS, count, rows, 1, step, weights, UPI_WIDE,
-                  UPI_ATTN_PANEL, sums);
+    return upi_attn_tile(0, apart, UPI_ATTN_TILE, from, UPI_ATTN_VECTORS, count, rows, 1, step, weights,
+                         UPI_WIDE, UPI_ATTN_PANEL, sums);
 }
 
 /* out[tile][panel] = fold[panel] * out + rows^T . weights, where vector v takes keys[v] rows of [d + pad],
@@ -267,24 +305,27 @@ UPI_INLINE void upi_attn_weigh_tile(int uneven, int d, const int *keys, const fl
 {
     const int64_t step = d + UPI_ATTN_PAD;
     upi_fw sums[UPI_ATTN_TILE][UPI_ATTN_VECTORS];
+    upi_attn_rows last;
     int i, v;
     UPI_CPU_UNROLL
     for (i = 0; i < UPI_ATTN_TILE; ++i) UPI_CPU_UNROLL
     for (v = 0; v < UPI_ATTN_VECTORS; ++v) sums[i][v] = upi_fw_zero();
-    upi_attn_weigh_rows(0, keys[0], rows, step, weights, sums);
+    last = upi_attn_weigh_rows(uneven ? 0 : UPI_ATTN_APART, 0, keys[0], rows, step, weights, sums);
     if (uneven) {
-        upi_attn_weigh_rows(1, keys[1] - keys[0], rows + keys[0] * step, step,
+        upi_attn_weigh_rows(0, 1, keys[1] - keys[0], rows + keys[0] * step, step,
                             weights + keys[0] * UPI_ATTN_PANEL, sums);
-        upi_attn_weigh_rows(2, keys[2] - keys[1], rows + keys[1] * step, step,
-                            weights + keys[1] * UPI_ATTN_PANEL, sums);
+        last = upi_attn_weigh_rows(0, 2, keys[2] - keys[1], rows + keys[1] * step, step,
+                                   weights + keys[1] * UPI_ATTN_PANEL, sums);
     }
     UPI_CPU_UNROLL
-    for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
-        const upi_fw times = upi_fw_load(fold + v * UPI_WIDE);
+    for (i = 0; i < UPI_ATTN_TILE; ++i) {
+        upi_attn_tile_row(&last, i, 0, UPI_ATTN_VECTORS, 1, UPI_WIDE, UPI_ATTN_PANEL, sums);
         UPI_CPU_UNROLL
-        for (i = 0; i < UPI_ATTN_TILE; ++i) {
+        for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
+            const float *times = fold + v * UPI_WIDE;
             float *sum = out + i * UPI_ATTN_PANEL + v * UPI_WIDE;
-            upi_fw_store(sum, upi_fw_fma(times, upi_fw_load(sum), sums[i][v]));
+            UPI_OPAQUE_ADDRESS(times);
+            upi_fw_store(sum, upi_fw_fma(upi_fw_load(times), upi_fw_load(sum), sums[i][v]));
         }
     }
 }

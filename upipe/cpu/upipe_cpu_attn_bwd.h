@@ -148,10 +148,13 @@ UPI_INLINE void upi_attn_add_grad(int tile, int vectors, int rest, int panels, i
     int panel, i, v;
     UPI_CPU_UNROLL
     for (i = 0; i < tile; ++i) UPI_CPU_UNROLL
-    for (v = 0; v < vectors; ++v) sums[i][v] = upi_fw_zero();
+    for (v = 0; v < vectors; ++v) {
+        sums[i][v] = upi_fw_zero();
+        __builtin_prefetch(grad + i * grad_step + v * UPI_WIDE, 1); /* from the third cache, or memory */
+    }
     for (panel = panels - 1; panel >= 0; --panel) {
         const int from = panel > 0 ? 0 : skip;
-        upi_attn_tile(1, tile, 0, vectors, UPI_ATTN_PANEL - from,
+        upi_attn_tile(1, 0, tile, 0, vectors, UPI_ATTN_PANEL - from,
                       weights + panel * UPI_ATTN_KEYS * UPI_ATTN_PANEL + from, UPI_ATTN_PANEL, 1,
                       columns + (panel * UPI_ATTN_PANEL + from) * UPI_WIDE,
                       UPI_WIDE * (int64_t)UPI_ATTN_ROWS_BWD, UPI_WIDE, sums);

@@ -76,6 +76,10 @@
 #define UPI_KERNELS_END   _Pragma("GCC pop_options")
 #endif
 
+/* The compiler forgets what it knows of a pointer: it neither keeps for later what is read there, nor turns the
+ * pointer into offsets from others, both of which cost registers. */
+#define UPI_OPAQUE_ADDRESS(p) __asm__ volatile("" : "+r"(p))
+
 /* Before a loop of at most 16 turns with a constant count, whose body indexes an array of registers, which
  * plain C has none of. nvcc knows neither pragma. */
 #if defined(__clang__)
