@@ -76,9 +76,13 @@
 #define UPI_KERNELS_END   _Pragma("GCC pop_options")
 #endif
 
-/* The compiler forgets what it knows of a pointer: it neither keeps for later what is read there, nor turns the
- * pointer into offsets from others, both of which cost registers. */
+/* gcc forgets what it knows of a pointer: it neither keeps for later what is read there, nor turns the pointer
+ * into offsets from others, both of which cost registers that a tile needs. clang does neither. */
+#if defined(__clang__)
+#define UPI_OPAQUE_ADDRESS(p)
+#else
 #define UPI_OPAQUE_ADDRESS(p) __asm__ volatile("" : "+r"(p))
+#endif
 
 /* Before a loop of at most 16 turns with a constant count, whose body indexes an array of registers, which
  * plain C has none of. nvcc knows neither pragma. */
