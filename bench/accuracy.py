@@ -31,10 +31,9 @@ STEP_TOKENS = 256
 
 def read_options():
     parser = common.arguments(__doc__, ['torch'])
-    parser.add_argument('--tokens', type=common.listed(None, int), default=TOKENS, metavar='LIST',
-                        help=f'keys, and queries ({",".join(map(str, TOKENS))})')
-    parser.add_argument('--dtypes', type=common.listed(DTYPES), default=DTYPES, metavar='LIST')
-    parser.add_argument('--data', type=common.listed(DATA), default=DATA, metavar='LIST', help='of random,repeated')
+    common.add_list(parser, '--tokens', 'keys, and queries', TOKENS)
+    common.add_list(parser, '--dtypes', 'storage types', DTYPES, DTYPES)
+    common.add_list(parser, '--data', 'kinds of data', DATA, DATA)
     parser.add_argument('--gradients', action='store_true', help='of SmolLM2-135M too; needs PyTorch and the network')
     options = common.parse(parser, 'accuracy')
     if options.quick:
@@ -231,9 +230,9 @@ def gradients(options, torch):
         text = book.read(STEP_TOKENS + 1)
     ids = list(text)  # the trainer's tokens are bytes
     weights = smollm2.read_weights(os.path.join(folder, 'model.safetensors'))
-    common.say('gradients of SmolLM2-135M in double precision')
+    common.log('gradients of SmolLM2-135M in double precision')
     truth = torch_gradients(torch, config, weights, ids, torch.float64)
-    common.say('gradients of SmolLM2-135M in f32')
+    common.log('gradients of SmolLM2-135M in f32')
     theirs = torch_gradients(torch, config, weights, ids, torch.float32)
     return {'op': 'gradients', 'dtype': 'f32', 'data': 'SmolLM2-135M', 'tokens': STEP_TOKENS,
             **model_errors(train_once(options, folder, text), truth), 'peers': {'torch': model_errors(theirs, truth)}}
@@ -241,21 +240,16 @@ def gradients(options, torch):
 
 # ---- what is shown ----
 
-def table_line(cells):
-    print('| ' + ' | '.join(cells) + ' |', flush=True)
-
-
 def print_table(cases, names, tokens):
     """A row a result, a column a length: relative L2, ours and the peers'."""
     shown = ' / '.join(['ours', *names])
-    table_line([f'relative L2: {shown}', 'type', 'data', *(f'{n:,}' for n in tokens)])
-    table_line(['---'] * (3 + len(tokens)))
+    common.table_head([f'relative L2: {shown}', 'type', 'data', *(f'{n:,}' for n in tokens)])
     kinds = dict.fromkeys((case['op'], case['dtype'], case['data']) for case in cases if case['op'] in RESULTS)
     for op, dtype, data in kinds:
         row = [case for case in cases if (case['op'], case['dtype'], case['data']) == (op, dtype, data)]
-        table_line([RESULTS[op], dtype, data,
-                    *(' / '.join([f"{case['l2']:.1e}", *(f"{case['peers'][name]['l2']:.1e}" for name in names)])
-                      for case in sorted(row, key=lambda case: case['tokens']))])
+        common.table_line([RESULTS[op], dtype, data,
+                           *(' / '.join([f"{case['l2']:.1e}", *(f"{case['peers'][name]['l2']:.1e}" for name in names)])
+                             for case in sorted(row, key=lambda case: case['tokens']))])
     for case in cases:
         if case['op'] == 'gradients':
             for name, of in {'ours': case, **case['peers']}.items():
@@ -292,20 +286,11 @@ def draw(cases, names, title, path):
     labels = ['upipe', *names, 'random', 'repeated rows']
     handles = [plt.Line2D([], [], color=COLOURS[name]) for name in ['ours', *names]]
     handles += [plt.Line2D([], [], color='#555555', linestyle=style) for style in ('-', (0, (4, 2)))]
-    figure.legend(handles, labels, loc='center right', frameon=False, fontsize=9)
-    figure.suptitle(f'Attention against double precision: {title}', fontsize=11)
-    figure.tight_layout(rect=(0, 0, 1 - 1.3 / figure.get_figwidth(), 1))
-    common.save(figure, path)
+    common.finish(figure, handles, labels, f'Attention against double precision: {title}', path, 1.3)
 
 
 def main(options):
-    contestants, left_out = {}, {}
-    for name in ['ours', *options.peers]:
-        try:
-            contestants[name] = CONTESTANTS[name](options)
-        except LookupError as error:
-            left_out[name] = str(error)
-            common.say(f'left out: {name}: {error}')
+    contestants, left_out = common.contestants(CONTESTANTS, ['ours', *options.peers], options)
     names = [name for name in contestants if name != 'ours']
     if options.gradients and not names:
         common.fail('--gradients needs PyTorch')
@@ -313,18 +298,16 @@ def main(options):
             'left_out': left_out}
     shapes = [(dtype, data, tokens) for dtype in options.dtypes for data in options.data for tokens in options.tokens]
     with common.Lines(options.json, more) as lines:
-        for key, value in lines.header.items():
-            print(f'{key}: {value}')
-        print()
+        lines.print_header()
         for number, (dtype, data, tokens) in enumerate(shapes):
-            common.say(f'{number + 1} of {len(shapes)}: {tokens} keys, {dtype}, {data}')
+            common.log(f'{number + 1} of {len(shapes)}: {tokens} keys, {dtype}, {data}')
             for line in attention(contestants, tokens, dtype, data):
                 lines.write(line)
         if options.gradients:
             lines.write(gradients(options, contestants['torch'].torch))
         print_table(lines.cases, names, sorted(options.tokens))
         draw(lines.cases, names, lines.header['contestants']['ours'], options.chart)
-    common.say(f'numbers: {options.json}')
+    common.log(f'numbers: {options.json}')
     return 0
 
 

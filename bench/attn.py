@@ -35,20 +35,16 @@ def heads_of(tokens):
 
 def read_options():
     parser = common.arguments(__doc__, PEERS)
-    parser.add_argument('--dims', type=common.listed(None, int), default=[64, 128], metavar='LIST',
-                        help='head dims (64,128)')
-    parser.add_argument('--dtypes', type=common.listed(['f32', 'bf16']), default=['f32', 'bf16'], metavar='LIST')
-    parser.add_argument('--masks', type=common.listed(['causal', 'full']), default=['causal', 'full'], metavar='LIST')
-    parser.add_argument('--tokens', type=common.listed(None, int), default=TOKENS, metavar='LIST',
-                        help=f'lengths ({",".join(map(str, TOKENS))})')
-    parser.add_argument('--threads', type=common.listed(None, int), metavar='LIST',
-                        help='numbers of threads (1 and all)')
-    parser.add_argument('--ops', type=common.listed(OPS), default=OPS, metavar='LIST', help='of fwd,bwd (both)')
+    common.add_list(parser, '--dims', 'head dims', [64, 128])
+    common.add_list(parser, '--dtypes', 'storage types', ['f32', 'bf16'], ['f32', 'bf16'])
+    common.add_list(parser, '--masks', 'masks', ['causal', 'full'], ['causal', 'full'])
+    common.add_list(parser, '--tokens', 'lengths', TOKENS)
+    common.add_list(parser, '--threads', 'numbers of threads', sorted({1, common.cores()}))
+    common.add_list(parser, '--ops', 'operations', OPS, OPS)
     parser.add_argument('--rounds', type=int, default=5, metavar='N', help='turns of everyone (5)')
     options = common.parse(parser, 'attn')
     if options.quick:
         options.dims, options.tokens, options.rounds = [64], [256], 3
-    options.threads = options.threads or sorted({1, common.cores()})
     if options.rounds < 1 or min(options.dims + options.tokens + options.threads) < 1:
         parser.error('rounds, head dims, tokens and threads are positive')
     return options
@@ -93,28 +89,15 @@ def measure(contestants, problem, threads, options):
         peaks = []
         calls['peak'] = lambda: peaks.append(contestants['ours'].peak(threads))
         seconds = common.alternate(calls, options.rounds)
-        rates = {name: 1e-9 * problem.flop(op) / statistics.median(values) for name, values in seconds.items()}
         yield {'op': f'attn_{op}', 'head_dim': problem.head_dim, 'dtype': problem.dtype, 'causal': problem.causal,
-               'tokens': problem.tokens, 'heads': problem.heads, 'threads': threads, 'gflops': round(rates['ours'], 2),
-               'peak_gflops': round(1e-9 * statistics.median(peaks), 2),
-               'peers': {name: round(rate, 2) for name, rate in rates.items() if name not in ('ours', 'peak')},
-               'round_s': [round(value, 6) for value in seconds['ours']]}
+               'tokens': problem.tokens, 'heads': problem.heads, 'threads': threads, **common.rates_of(seconds, peaks, problem.flop(op))}
     for calls in served.values():
         calls.get('free', lambda: None)()
 
 
-def table_line(cells):
-    print('| ' + ' | '.join(cells) + ' |', flush=True)
-
-
 def print_case(line, names):
-    cells = [NAMES[line['op'][-3:]], str(line['head_dim']), line['dtype'], 'causal' if line['causal'] else 'full',
-             f"{line['tokens']:,} x {line['heads']}", str(line['threads']), f"{line['gflops']:.1f}",
-             f"{100 * line['gflops'] / line['peak_gflops']:.0f} % of {line['peak_gflops']:.0f}"]
-    for name in names:
-        rate = line['peers'].get(name)
-        cells.append(f"{rate:.1f}, {line['gflops'] / rate:.2f}x" if rate else '-')
-    table_line(cells)
+    common.table_line([NAMES[line['op'][-3:]], str(line['head_dim']), line['dtype'], 'causal' if line['causal'] else 'full',
+                       f"{line['tokens']:,} x {line['heads']}", str(line['threads']), *common.rate_cells(line, names)])
 
 
 def draw(cases, names, title, path):
@@ -155,23 +138,14 @@ def draw(cases, names, title, path):
     labels = [('ours', 'upipe'), *((name, name) for name in names)]
     handles = [plt.Line2D([], [], color=COLOURS[name]) for name, _ in labels]
     handles += [plt.Line2D([], [], color='#555555', linestyle=style) for style in ('-', (0, (4, 2)), (0, (1, 2)))]
-    figure.legend(handles, [label for _, label in labels] + ['causal', 'full', 'peak'], loc='center right',
-                  frameon=False, fontsize=9)
-    figure.suptitle(f'Attention, {threads} {"thread" if threads == 1 else "threads"}: {title}', fontsize=11)
-    figure.tight_layout(rect=(0, 0, 1 - 1.2 / figure.get_figwidth(), 1))
-    common.save(figure, path)
+    common.finish(figure, handles, [label for _, label in labels] + ['causal', 'full', 'peak'],
+                  f'Attention, {threads} {"thread" if threads == 1 else "threads"}: {title}', path)
 
 
 def main(options):
-    contestants, left_out = {'ours': peers.Ours(options)}, {}
-    for name in options.peers:
-        try:
-            contestants[name] = peers.CONTESTANTS[name](options)
-        except LookupError as error:
-            left_out[name] = str(error)
-            common.say(f'left out: {name}: {error}')
+    contestants, left_out = common.contestants({'ours': peers.Ours, **peers.CONTESTANTS}, ['ours', *options.peers], options)
     ours, names = contestants['ours'], [name for name in contestants if name != 'ours']
-    common.say('validating against double precision')
+    common.log('validating against double precision')
     errors = validate(contestants, options)
     peaks = {threads: ours.peak(threads) for threads in options.threads}
     bandwidths = {threads: ours.bandwidth(threads, BANDWIDTH_FLOATS) for threads in options.threads}
@@ -181,13 +155,10 @@ def main(options):
             'triad_gb_per_s': {threads: round(1e-9 * rate, 1) for threads, rate in bandwidths.items()}}
     shapes = list(itertools.product(options.dims, options.dtypes, options.masks, options.tokens, options.threads))
     with common.Lines(options.json, more) as lines:
-        for key, value in lines.header.items():
-            print(f'{key}: {value}')
-        print()
-        table_line(['op', 'd', 'dtype', 'mask', 'tokens x heads', 'threads', 'GFLOP/s', 'of the peak', *names])
-        table_line(['---'] * (8 + len(names)))
+        lines.print_header()
+        common.table_head(['op', 'd', 'dtype', 'mask', 'tokens x heads', 'threads', 'GFLOP/s', 'of the peak', *names])
         for number, (dim, dtype, mask, tokens, threads) in enumerate(shapes):
-            common.say(f'{number + 1} of {len(shapes)}: head dim {dim}, {dtype}, {mask}, {tokens} tokens, '
+            common.log(f'{number + 1} of {len(shapes)}: head dim {dim}, {dtype}, {mask}, {tokens} tokens, '
                        f'{threads} threads')
             problem = peers.Problem(tokens, heads_of(tokens), dim, dtype, mask == 'causal')
             for line in measure(contestants, problem, threads, options):
@@ -195,7 +166,7 @@ def main(options):
                 print_case(line, names)
         draw(lines.cases, names, lines.header['machine'], options.chart)
     ours.close()
-    common.say(f'numbers: {options.json}')
+    common.log(f'numbers: {options.json}')
     return 0
 
 

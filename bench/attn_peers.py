@@ -111,7 +111,7 @@ class Case(ctypes.Structure):
 class Ours:
     def __init__(self, options):
         self.library = common.compile_library('kernels.c', options.isa)
-        for name, result, takes in (
+        for name, result, argtypes in (
                 ('bench_open', POINTER, [INT32]), ('bench_close', None, [POINTER]),
                 ('bench_name', ctypes.c_char_p, [POINTER]), ('bench_peak', DOUBLE, [POINTER]),
                 ('bench_use_bf16', ctypes.c_char_p, [POINTER]), ('bench_bf16_name', ctypes.c_char_p, []),
@@ -120,7 +120,7 @@ class Ours:
                 ('bench_attn_fwd', ctypes.c_char_p, [POINTER, ctypes.POINTER(Case)]),
                 ('bench_attn_bwd', ctypes.c_char_p, [POINTER, ctypes.POINTER(Case)])):
             call = getattr(self.library, name)
-            call.restype, call.argtypes = result, takes
+            call.restype, call.argtypes = result, argtypes
         self.handles = {}
         self.about = self.library.bench_name(self.open(1)).decode()
 
@@ -194,7 +194,7 @@ class Naive:
     """Plain loops as in llm.c."""
 
     def __init__(self, _):
-        threads = ['-fopenmp'] if common.takes('-fopenmp') else []
+        threads = ['-fopenmp'] if common.accepts('-fopenmp') else []
         self.library = common.compile_library('naive.c', 'native', ['-Ofast', *threads], threads)
         self.about = (f'C as in llm.c, {" ".join(["-Ofast", "-march=native", *threads])}, f32, '
                       f'up to {NAIVE_TOKENS} tokens')
@@ -296,7 +296,7 @@ class OneDnn(Torch):
                 fused(*inputs)
             torch.jit.enable_onednn_fusion(False)
             if 'oneDNNFusionGroup' not in str(torch.jit.last_executed_optimized_graph()):
-                common.say(f'left out: oneDNN in {p.dtype}, as TorchScript hands it no such graph with these instructions')
+                common.log(f'left out: oneDNN in {p.dtype}, as TorchScript hands it no such graph with these instructions')
                 return None
 
         def fwd():
@@ -318,7 +318,7 @@ class Ggml:
         for part in 'base', 'cpu':
             found = glob.glob(os.path.join(made, '**', f'libggml-{part}.so'), recursive=True)
             setattr(self, part, ctypes.CDLL(found[0], mode=ctypes.RTLD_GLOBAL))
-        for library, name, result, takes in (
+        for library, name, result, argtypes in (
                 (self.base, 'ggml_version', ctypes.c_char_p, []),
                 (self.base, 'ggml_tensor_overhead', ctypes.c_size_t, []),
                 (self.base, 'ggml_graph_overhead', ctypes.c_size_t, []), (self.base, 'ggml_init', POINTER, [Memory]),
@@ -332,7 +332,7 @@ class Ggml:
                 (self.cpu, 'ggml_backend_cpu_init', POINTER, []),
                 (self.cpu, 'ggml_backend_cpu_set_n_threads', None, [POINTER, ctypes.c_int])):
             call = getattr(library, name)
-            call.restype, call.argtypes = result, takes
+            call.restype, call.argtypes = result, argtypes
         self.backend = self.cpu.ggml_backend_cpu_init()
         self.about = f'ggml {self.base.ggml_version().decode()}, built for {options.peer_isa}, forward alone'
 
@@ -343,7 +343,7 @@ class Ggml:
         cmake = shutil.which('cmake', path=os.path.dirname(sys.executable)) or shutil.which('cmake')
         if not cmake:
             raise LookupError('ggml cannot be built: there is no cmake')
-        common.say(f'building ggml for {isa}: some two minutes')
+        common.log(f'building ggml for {isa}: some two minutes')
         # The package lacks this file, which only an installation needs.
         with open(os.path.join(source, 'ggml.pc.in'), 'a', encoding='utf-8'):
             pass

@@ -2,8 +2,8 @@
 """block.py [--shapes LIST] [--tokens LIST] [--products WHICH] [--dtype TYPE] -- UPipe's attention block beside Ulysses'
 
 Forward and backward of one block (x -> Q, K, V -> RoPE -> all-to-all -> causal attention -> all-to-all -> output
-projection, and back), with ranks that are threads. Methods, in turn in one process over the same data, and checked
-against each other before:
+projection, and back), with ranks that are threads. Methods, in turn in one process over the same data, after their
+results were compared (block.c):
 
   ulysses             the library's layer with U = H
   ulysses_plain_gemm  Ulysses from the library's primitives, one plain product for each projection and gradient
@@ -55,7 +55,15 @@ def shape_name(line):
     return f'C = {line["ranks"]}, {line["heads"]}/{line["kv_heads"]} heads of {line["head_dim"]}'
 
 
-def rounds_of(tokens):
+def tokens_of(options, measured_shape):
+    if options.tokens or options.quick:
+        return options.tokens or QUICK_TOKENS
+    return [tokens for tokens in TOKENS if tokens <= SHAPES.get(measured_shape, tokens)]
+
+
+def rounds_of(options, tokens):
+    if options.rounds or options.quick:
+        return options.rounds or QUICK_ROUNDS
     return ROUNDS.get(tokens, MOST_ROUNDS if tokens < TOKENS[0] else LEAST_ROUNDS)
 
 
@@ -73,7 +81,7 @@ def program(options):
 
 def measured(command):
     """What the program says of each method."""
-    common.say(' '.join([os.path.basename(command[0]), *command[1:]]))
+    common.log(' '.join([os.path.basename(command[0]), *command[1:]]))
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         common.fail('no figures: the program failed')
@@ -112,12 +120,10 @@ def summary(method, methods):
 
 def measure(options, lines):
     path = program(options)
-    for ranks, heads, kv_heads in options.shapes:
-        for tokens in options.tokens:
-            if not options.given_tokens and tokens > SHAPES.get((ranks, heads, kv_heads), tokens):
-                continue
+    for ranks, heads, kv_heads in options.shapes or ([QUICK_SHAPE] if options.quick else SHAPES):
+        for tokens in tokens_of(options, (ranks, heads, kv_heads)):
             flags = {'tokens': tokens, 'ranks': ranks, 'heads': heads, 'kv-heads': kv_heads, 'dtype': options.dtype,
-                     'rounds': options.rounds or rounds_of(tokens)}
+                     'rounds': rounds_of(options, tokens)}
             methods = measured([path, *(word for flag, value in flags.items() for word in (f'--{flag}', str(value)))])
             for method in methods:
                 lines.write(summary(method, methods))
@@ -126,10 +132,9 @@ def measure(options, lines):
 # ---- tables ----
 
 def table(head, rows):
-    print('| ' + ' | '.join(head) + ' |')
-    print('|' + '---|' * len(head))
+    common.table_head(head)
     for row in rows:
-        print('| ' + ' | '.join(row) + ' |')
+        common.table_line(row)
     print()
 
 
@@ -218,7 +223,7 @@ def draw_panel(axes, cases, value, label):
     axes.set_xticks(list(places), [f'U = {case["chunk"]}' + ('\nUlysses' if case['method'] == 'ulysses' else '')
                                    for case in sweep])
     axes.set_xlim(-0.4, len(sweep) - 0.6)
-    axes.set_ylim(0, 1.15 * max(point[2] for point in points))
+    axes.set_ylim(0, 1.15 * max(value(case)[2] for case in cases))
     axes.set_ylabel(label)
 
 
@@ -248,23 +253,18 @@ def main():
     parser = common.arguments(__doc__, [])
     parser.add_argument('--shapes', type=shapes, metavar='LIST',
                         help='RANKSxHEADS/KV_HEADS,... (4x16/4,4x16/16,8x32/8,8x32/32); heads of 64')
-    parser.add_argument('--tokens', type=common.listed(None, int), metavar='LIST',
-                        help='lengths of the sequence (2048 to 32768, less for larger shapes)')
+    common.add_list(parser, '--tokens', 'lengths of the sequence (2048 to 32768, less for larger shapes)', None)
     parser.add_argument('--rounds', type=int, metavar='N', help='rounds that are timed (9 to 3, by length)')
     parser.add_argument('--dtype', choices=['f32', 'bf16'], default='f32', help='storage type (f32)')
     parser.add_argument('--products', choices=['built-in', 'blas'], default='built-in',
                         help='who multiplies matrices for all methods: the library, or an OpenBLAS that is installed')
     options = common.parse(parser, 'block')
-    if options.rounds is not None and options.rounds < 1:
-        parser.error('--rounds wants at least 1')
-    options.given_tokens = options.tokens is not None
-    options.tokens = options.tokens or (QUICK_TOKENS if options.quick else TOKENS)
-    options.shapes = options.shapes or ([QUICK_SHAPE] if options.quick else list(SHAPES))
-    options.rounds = options.rounds or (QUICK_ROUNDS if options.quick else None)
+    if any(number is not None and number < 1 for number in [options.rounds, *(options.tokens or [])]):
+        parser.error('rounds and tokens are positive')
     with common.Lines(options.json, {'isa': options.isa, 'products': options.products}) as lines:
         measure(options, lines)
         groups = report(lines.cases)
-    common.say(f'numbers: {options.json}')
+    common.log(f'numbers: {options.json}')
     draw(groups, options.chart)
     return 0
 

@@ -19,6 +19,7 @@ import os
 import platform
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 import time
@@ -49,12 +50,12 @@ BETTER = {'gflops': 1, 'gbytes_per_s': 1, 'seconds': -1, 'forward_s': -1, 'backw
 REST = 0.01  # seconds between two turns, in which the threads of the one before stop to look for work
 
 
-def say(sentence):
+def log(sentence):
     print(f'{PROGRAM}: {sentence}', file=sys.stderr, flush=True)
 
 
 def fail(sentence):
-    say(sentence)
+    log(sentence)
     sys.exit(1)
 
 
@@ -74,6 +75,12 @@ def listed(allowed, kind=str):
                                              f'{", ".join(map(str, allowed or ["a number"]))}')
         return values
     return parse
+
+
+def add_list(parser, flag, about, default, allowed=None):
+    """A flag with a list: of words that are allowed, or of numbers."""
+    shown = '' if default is None else f' ({",".join(map(str, default))})'
+    parser.add_argument(flag, type=listed(allowed, str if allowed else int), default=default, metavar='LIST', help=about + shown)
 
 
 def arguments(text, peers):
@@ -108,6 +115,18 @@ def parse(parser, name):
             parser.error(f'{path} cannot be written')
     os.environ.update(PEER_ISA.get(getattr(options, 'peer_isa', None), {}))
     return options
+
+
+def contestants(makers, names, *arguments_of):
+    """Those of them that can be measured here, by name, and why the others are left out."""
+    found, left_out = {}, {}
+    for name in names:
+        try:
+            found[name] = makers[name](*arguments_of)
+        except LookupError as error:
+            left_out[name] = str(error)
+            log(f'left out: {name}: {error}')
+    return found, left_out
 
 
 # ---- machine and compiler ----
@@ -147,7 +166,7 @@ def compiler_line():
     return done.stdout.split('\n')[0].strip() if done.returncode == 0 else ' '.join(compiler())
 
 
-def takes(*flags):
+def accepts(*flags):
     """Whether the compiler makes a program with these flags."""
     command = [*compiler(), *flags, '-x', 'c', '-', '-o', os.devnull]
     return subprocess.run(command, input='int main(void) { return 0; }', stderr=subprocess.DEVNULL, text=True,
@@ -225,6 +244,11 @@ class Lines:
         self.out.write(json.dumps(line) + '\n')
         self.out.flush()
 
+    def print_header(self):
+        for key, value in self.header.items():
+            print(f'{key}: {value}')
+        print()
+
     def write(self, case):
         self.cases.append(case)
         self.put(case)
@@ -244,14 +268,38 @@ def read_lines(path):
     return lines[0], lines[1:]
 
 
-# ---- charts ----
+# ---- tables and charts ----
+
+def table_line(cells):
+    print('| ' + ' | '.join(cells) + ' |', flush=True)
+
+
+def table_head(cells):
+    table_line(cells)
+    table_line(['---'] * len(cells))
+
+
+def rate_cells(line, names):
+    """Our rate, its share of the peak, and those of these peers, with ours over theirs."""
+    rates = [line['peers'].get(name) for name in names] if names else []
+    return [f"{line['gflops']:.1f}", f"{100 * line['gflops'] / line['peak_gflops']:.0f} % of {line['peak_gflops']:.0f}",
+            *(f"{rate:.1f}, {line['gflops'] / rate:.2f}x" if rate else '-' for rate in rates)]
+
+
+def rates_of(seconds, peaks, flop):
+    """What a line says of ours, the peak and the peers, from everyone's seconds in each round."""
+    rates = {name: 1e-9 * flop / statistics.median(values) for name, values in seconds.items()}
+    return {'gflops': round(rates['ours'], 2), 'peak_gflops': round(1e-9 * statistics.median(peaks), 2),
+            'peers': {name: round(rate, 2) for name, rate in rates.items() if name not in ('ours', 'peak')},
+            'round_s': [round(value, 6) for value in seconds['ours']]}
+
 
 def pyplot():
     """Matplotlib's pyplot for files; None, and said so, where it is not installed."""
     try:
         import matplotlib
     except ImportError:
-        say('left out: the chart, as Matplotlib is not installed')
+        log('left out: the chart, as Matplotlib is not installed')
         return None
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
@@ -266,6 +314,14 @@ def tidy(axes):
         axes.spines[side].set_visible(False)
 
 
+def finish(figure, handles, labels, title, path, margin=1.2, **more):
+    """The legend at the right, in a margin of so many inches; the title; the file."""
+    figure.legend(handles, labels, loc='center right', frameon=False, fontsize=9, **more)
+    figure.suptitle(title, fontsize=11)
+    figure.tight_layout(rect=(0, 0, 1 - margin / figure.get_figwidth(), 1))
+    save(figure, path)
+
+
 def save(figure, path):
     figure.savefig(path, dpi=110, metadata={'Software': None})
-    say(f'chart: {path}')
+    log(f'chart: {path}')

@@ -51,10 +51,10 @@ def main():
     if not shared:
         common.fail(f'{options.old} and {options.new} have no case in common')
     if old_header['machine'] != new_header['machine']:
-        common.say(f'not the same machine: {old_header["machine"]}; {new_header["machine"]}')
+        common.log(f'not the same machine: {old_header["machine"]}; {new_header["machine"]}')
     left = len(old) + len(new) - 2 * len(shared)
     if left:
-        common.say(f'left out: {left} cases that are in one file alone')
+        common.log(f'left out: {left} cases that are in one file alone')
     names = [name for name in common.CASE if any(name in case for case in shared)]
     print('| ' + ' | '.join([*names, 'measured', 'old', 'new', 'change']) + ' |')
     print('|' + '---|' * (len(names) + 4))

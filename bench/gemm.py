@@ -23,7 +23,6 @@ Exit status: 0; 1 if something failed or is wrong; 2 for wrong usage.
 import ctypes
 import itertools
 import os
-import statistics
 import sys
 
 import common
@@ -47,21 +46,16 @@ ALIGN = 64
 def read_options():
     common.PACKAGES.clear()  # these peers are no Python packages
     parser = common.arguments(__doc__, PEERS)
-    parser.add_argument('--shapes', type=common.listed(SHAPES), default=SHAPES, metavar='LIST',
-                        help=f'of {",".join(SHAPES)} (all)')
-    parser.add_argument('--tokens', type=common.listed(None, int), default=[2048, 8192], metavar='LIST',
-                        help='T (2048,8192)')
-    parser.add_argument('--columns', type=common.listed(None, int), default=[128, 256, 512, 1024], metavar='LIST',
-                        help='N (128,256,512,1024)')
-    parser.add_argument('--model-dims', type=common.listed(None, int), default=[4096], metavar='LIST', help='D (4096)')
-    parser.add_argument('--dtypes', type=common.listed(list(DTYPES)), default=list(DTYPES), metavar='LIST')
-    parser.add_argument('--threads', type=common.listed(None, int), metavar='LIST',
-                        help='numbers of threads (1 and all)')
+    common.add_list(parser, '--shapes', 'shapes', SHAPES, SHAPES)
+    common.add_list(parser, '--tokens', 'T', [2048, 8192])
+    common.add_list(parser, '--columns', 'N', [128, 256, 512, 1024])
+    common.add_list(parser, '--model-dims', 'D', [4096])
+    common.add_list(parser, '--dtypes', 'storage types', list(DTYPES), list(DTYPES))
+    common.add_list(parser, '--threads', 'numbers of threads', sorted({1, common.cores()}))
     parser.add_argument('--rounds', type=int, default=7, metavar='N', help='turns of everyone (7)')
     options = common.parse(parser, 'gemm')
     if options.quick:
         options.tokens, options.columns, options.model_dims, options.rounds = [512], [128], [1024], 3
-    options.threads = options.threads or sorted({1, common.cores()})
     if options.rounds < 1 or min(options.tokens + options.columns + options.model_dims + options.threads) < 1:
         parser.error('rounds, tokens, columns, model dims and threads are positive')
     return options
@@ -268,26 +262,13 @@ def measure(contestants, problem, threads, rounds):
     peaks = []
     calls['peak'] = lambda: peaks.append(contestants['ours'].peak(threads))
     seconds = common.alternate(calls, rounds)
-    rates = {name: 1e-9 * problem.flop() / statistics.median(values) for name, values in seconds.items()}
-    return {'op': 'gemm', 'shape': problem.shape, 'm': problem.m, 'n': problem.n, 'k': problem.k,
-            'dtype': problem.dtype, 'threads': threads, 'gflops': round(rates['ours'], 2),
-            'peak_gflops': round(1e-9 * statistics.median(peaks), 2),
-            'peers': {name: round(rate, 2) for name, rate in rates.items() if name not in ('ours', 'peak')},
-            'round_s': [round(value, 6) for value in seconds['ours']]}
-
-
-def table_line(cells):
-    print('| ' + ' | '.join(cells) + ' |', flush=True)
+    return {'op': 'gemm', 'shape': problem.shape, 'm': problem.m, 'n': problem.n, 'k': problem.k, 'dtype': problem.dtype,
+            'threads': threads, **common.rates_of(seconds, peaks, problem.flop())}
 
 
 def print_case(line, names):
-    cells = [line['shape'], f"{line['m']} x {line['n']} x {line['k']}", line['dtype'], str(line['threads']),
-             f"{line['gflops']:.1f}",
-             f"{100 * line['gflops'] / line['peak_gflops']:.0f} % of {line['peak_gflops']:.0f}"]
-    for name in names:
-        rate = line['peers'].get(name)
-        cells.append(f"{rate:.1f}, {line['gflops'] / rate:.2f}x" if rate else '-')
-    table_line(cells)
+    common.table_line([line['shape'], f"{line['m']} x {line['n']} x {line['k']}", line['dtype'], str(line['threads']),
+                       *common.rate_cells(line, names)])
 
 
 def draw(cases, names, title, path):
@@ -325,11 +306,8 @@ def draw(cases, names, title, path):
         row[0].set_ylabel('% of the f32 peak')
     for axes in panels[-1]:
         axes.set_xlabel('columns of a stage')
-    figure.legend(*panels[0][0].get_legend_handles_labels(), loc='center right', frameon=False, fontsize=9)
-    figure.suptitle(f'Products of {tokens} tokens, model dim {model}, {threads} '
-                    f'{"thread" if threads == 1 else "threads"}: {title}', fontsize=11)
-    figure.tight_layout(rect=(0, 0, 1 - 1.2 / figure.get_figwidth(), 1))
-    common.save(figure, path)
+    common.finish(figure, *panels[0][0].get_legend_handles_labels(), f'Products of {tokens} tokens, model dim {model}, {threads} '
+                  f'{"thread" if threads == 1 else "threads"}: {title}', path)
 
 
 def choose_kernels(isa):
@@ -342,15 +320,9 @@ def choose_kernels(isa):
 
 
 def main(options):
-    contestants, left_out = {'ours': Ours(options)}, {}
-    for name in options.peers:
-        try:
-            contestants[name] = CONTESTANTS[name]()
-        except LookupError as error:
-            left_out[name] = str(error)
-            common.say(f'left out: {name}: {error}')
+    contestants, left_out = common.contestants({'ours': lambda: Ours(options), **CONTESTANTS}, ['ours', *options.peers])
     ours, names = contestants['ours'], [name for name in contestants if name != 'ours']
-    common.say('validating against double precision')
+    common.log('validating against double precision')
     more = {'isa': options.isa, 'peer_isa': options.peer_isa,
             'contestants': {name: contestant.about for name, contestant in contestants.items()}, 'left_out': left_out,
             'errors': validate(contestants, options),
@@ -358,20 +330,17 @@ def main(options):
     cases = list(itertools.product(options.shapes, options.tokens, options.columns, options.model_dims, options.dtypes,
                                    options.threads))
     with common.Lines(options.json, more) as lines:
-        for key, value in lines.header.items():
-            print(f'{key}: {value}')
-        print()
-        table_line(['shape', 'm x n x k', 'dtype', 'threads', 'GFLOP/s', 'of the peak', *names])
-        table_line(['---'] * (6 + len(names)))
+        lines.print_header()
+        common.table_head(['shape', 'm x n x k', 'dtype', 'threads', 'GFLOP/s', 'of the peak', *names])
         for number, (shape, tokens, columns, model, dtype, threads) in enumerate(cases):
-            common.say(f'{number + 1} of {len(cases)}: {shape}, {tokens} tokens, {columns} columns, model dim {model}, '
+            common.log(f'{number + 1} of {len(cases)}: {shape}, {tokens} tokens, {columns} columns, model dim {model}, '
                        f'{dtype}, {threads} threads')
             line = measure(contestants, Problem(shape, tokens, columns, model, dtype), threads, options.rounds)
             lines.write(line)
             print_case(line, names)
         draw(lines.cases, names, lines.header['machine'], options.chart)
     ours.close()
-    common.say(f'numbers: {options.json}')
+    common.log(f'numbers: {options.json}')
     return 0
 
 

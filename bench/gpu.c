@@ -3,17 +3,18 @@
  *     gpu device                                              name, driver, memory
  *     gpu roofline [--tokens N]                               copy bandwidth, rate of a bf16 product of N^3
  *     gpu attention --tokens N --head-dim N [--full] [--window N] [--cu-seqlens N] [--heads N] [--kv-heads N]
- *     gpu exchange --tokens N [--ranks N] [--transport NAME]  all-to-all of thread ranks, device to device
+ *                   [--kernels NAME]                          each contestant's rate, or why there is none
+ *     gpu transfer --tokens N [--ranks N] [--transport NAME]  all-to-all of thread ranks, device to device
  *     gpu block --tokens N [--ranks N] [--heads N] [--kv-heads N] [--head-dim N] [--model-dim N] [--chunk N]
  *               [--layers N] [--overlap] [--transport NAME]
  *
- * Seconds are the median of runs after a warm-up. roofline and attention: between events on the stream. exchange
+ * Seconds are the median of runs after a warm-up. roofline and attention: between events on the stream. transfer
  * and block: by the host's clock, from a barrier until the rank's work is complete on the device; of a run, the
  * slowest rank.
  *
  * What is checked, or there is no figure. attention, before it is timed: o, lse and dq of three queries against
  * double precision, dk and dv of three keys likewise, given the lse and delta of the device, as recomputing those
- * of all queries takes the square of the tokens. exchange: every byte, once. block: the pool's peak against the
+ * of all queries takes the square of the tokens. transfer: every byte, once. block: the pool's peak against the
  * plan; its numbers are the tests' affair. roofline: nothing.
  *
  * The exit status is 3 where the library refuses what is asked for. bench/gpu.py runs all of this and keeps the
@@ -24,91 +25,49 @@
 #include "upipe/net/upipe_net_peer.h"
 #include "upipe/net/upipe_net_threads.h"
 
+#include "../examples/common/flags.h"
 #include "../examples/common/side_stream.h"
 #include "gpu_attention.h"
 #include "gpu_common.h"
 
 enum { EXIT_REFUSED = 3 };
 
+static const char usage_text[] = "usage: gpu device | roofline | attention | transfer | block [flags]\n";
+
+#define AT(member) offsetof(options, member)
+
 /* clang-format off */
-enum { FLAG_TOKENS, FLAG_HEAD_DIM, FLAG_HEADS, FLAG_KV_HEADS, FLAG_RANKS, FLAG_MODEL_DIM, FLAG_CHUNK, FLAG_FULL,
-       FLAG_LAYERS, FLAG_WINDOW, FLAG_CU_SEQLENS, FLAG_OVERLAP, FLAG_TRANSPORT, FLAG_HELP, FLAGS };
-
-static const struct option option_list[] = {
-    {"tokens",    required_argument, NULL, FLAG_TOKENS},
-    {"head-dim",  required_argument, NULL, FLAG_HEAD_DIM},
-    {"heads",     required_argument, NULL, FLAG_HEADS},
-    {"kv-heads",  required_argument, NULL, FLAG_KV_HEADS},
-    {"ranks",     required_argument, NULL, FLAG_RANKS},
-    {"model-dim", required_argument, NULL, FLAG_MODEL_DIM},
-    {"chunk",     required_argument, NULL, FLAG_CHUNK},
-    {"full",      no_argument,       NULL, FLAG_FULL},
-    {"layers",    required_argument, NULL, FLAG_LAYERS},
-    {"window",    required_argument, NULL, FLAG_WINDOW},
-    {"cu-seqlens",      required_argument, NULL, FLAG_CU_SEQLENS},
-    {"overlap",   no_argument,       NULL, FLAG_OVERLAP},
-    {"transport", required_argument, NULL, FLAG_TRANSPORT},
-    {"help",      no_argument,       NULL, FLAG_HELP},
-    {NULL, 0, NULL, 0}};
-
-static const char usage_text[] =
-    "usage: gpu device | roofline | attention | transfer | block [flags]\n"
-    "\n"
-    "  --tokens N     tokens of a sequence (16384); rows of the roofline's product (8192)\n"
-    "  --head-dim N   (128)\n"
-    "  --heads N      query heads (32)\n"
-    "  --kv-heads N   key/value heads (as many; block: 8)\n"
-    "  --full         attention without a causal mask\n"
-    "  --ranks N      thread ranks on the device (8)\n"
-    "  --model-dim N  (4096)\n"
-    "  --chunk N      query heads of a stage over all ranks; as many as heads is Ulysses (ranks)\n"
-    "  --layers N     passes of the block that are timed (3)\n"
-    "  --window N     attention with a sliding window of so many tokens\n"
-    "  --cu-seqlens N       attention over so many packed sequences (cu_seqlens) of one length\n"
-    "  --overlap      stages of the block overlap, on a second stream a rank\n"
-    "  --transport T  threads (default): the host waits and copies; peer: copy engines, streams wait\n";
+static const flag_row flag_rows[] = {
+    {"tokens", "N", 1, "", FLAG_WHOLE, AT(tokens), 1, 1099511627776, NULL, 0,
+     "tokens of a sequence (16384); rows of the roofline's product (8192)"},
+    {"head-dim", "N", 1, "", FLAG_INT, AT(head_dim), 1, 256, "128", 0, "elements of a head"},
+    {"heads", "N", 1, "", FLAG_INT, AT(heads), 1, 1024, "32", 0, "query heads"},
+    {"kv-heads", "N", 1, "", FLAG_INT, AT(kv_heads), 1, 1024, NULL, 0, "key/value heads (as many; block: 8)"},
+    {"full", NULL, 1, "", FLAG_SWITCH, AT(full), 0, 1, NULL, 0, "attention without a causal mask"},
+    {"ranks", "N", 1, "", FLAG_INT, AT(ranks), 1, RANKS_MAX, "8", 0, "thread ranks on the device"},
+    {"model-dim", "N", 1, "", FLAG_WHOLE, AT(model_dim), 1, 1 << 20, "4096", 0, "elements of a token"},
+    {"chunk", "N", 1, "", FLAG_INT, AT(chunk), 1, 1024, NULL, 0,
+     "query heads of a stage over all ranks; as many as heads is Ulysses (ranks)"},
+    {"layers", "N", 1, "", FLAG_INT, AT(layers), 1, RUNS, "3", 0, "passes of the block that are timed"},
+    {"window", "N", 1, "", FLAG_WHOLE, AT(window), 1, 1099511627776, NULL, 0,
+     "attention with a sliding window of so many tokens"},
+    {"cu-seqlens", "N", 1, "", FLAG_INT, AT(cu_seqlens), 1, 1 << 20, NULL, 0,
+     "attention over so many packed sequences (cu_seqlens) of one length"},
+    {"kernels", "all|upipe|upipe_80|cudnn|cudnn_deterministic", 1, "", FLAG_CHOICE, AT(kernels), 0, 0, "all", 0,
+     "whose attention: one that fails may take the others with it"},
+    {"overlap", NULL, 1, "", FLAG_SWITCH, AT(overlap), 0, 1, NULL, 0,
+     "stages of the block overlap, on a second stream a rank"},
+    {"transport", "threads|peer", 1, "", FLAG_CHOICE, AT(peer), 0, 0, "threads", 0,
+     "threads: the host waits and copies; peer: copy engines, streams wait"},
+    {"help", NULL, 1, "", FLAG_HELP, 0, 0, 0, NULL, 0, "this text"}};
 /* clang-format on */
 
-static int options_flag(void *user, int flag, const char *text)
-{
-    options *o = (options *)user;
-    const char *name = option_list[flag].name;
-    switch (flag) {
-    case FLAG_TOKENS:
-        return cli_number(name, text, 1, INT64_C(1) << 40, &o->tokens);
-    case FLAG_HEAD_DIM:
-        return cli_int(name, text, 256, &o->head_dim);
-    case FLAG_HEADS:
-        return cli_int(name, text, 1024, &o->heads);
-    case FLAG_KV_HEADS:
-        return cli_int(name, text, 1024, &o->kv_heads);
-    case FLAG_RANKS:
-        return cli_int(name, text, RANKS_MAX, &o->ranks);
-    case FLAG_MODEL_DIM:
-        return cli_number(name, text, 1, 1 << 20, &o->model_dim);
-    case FLAG_CHUNK:
-        return cli_int(name, text, 1024, &o->chunk);
-    case FLAG_LAYERS:
-        return cli_int(name, text, 1000, &o->layers);
-    case FLAG_WINDOW:
-        return cli_number(name, text, 1, INT64_C(1) << 40, &o->window);
-    case FLAG_CU_SEQLENS:
-        return cli_int(name, text, 1 << 20, &o->cu_seqlens);
-    case FLAG_OVERLAP:
-        o->overlap = 1;
-        return 0;
-    case FLAG_TRANSPORT:
-        o->peer = strcmp(text, "peer") == 0;
-        return o->peer || strcmp(text, "threads") == 0
-                   ? 0
-                   : cli_refuse("--%s is threads or peer, not '%s'", name, text);
-    case FLAG_FULL:
-        o->full = 1;
-        return 0;
-    default:
-        return cli_print(name, usage_text);
-    }
-}
+#undef AT
+
+enum { FLAGS = sizeof flag_rows / sizeof *flag_rows };
+
+static const char *const usage_more[] = {NULL};
+static const flag_set option_flags = {flag_rows, FLAGS, 1, usage_text, usage_more, ""};
 
 /* ---- device, roofline ---- */
 
@@ -171,13 +130,13 @@ static upipe_status measure_roofline(upipe_ctx *c, const options *o)
     return upipe_cuda_slab_free(r.y, &c->err);
 }
 
-/* ---- ranks: exchange and block ---- */
+/* ---- ranks: transfer and block ---- */
 
 typedef struct team {
     const options *o;
     upipe_threads threads;
-    upipe_plan plan;
-    upipe_layer layer;
+    upipe_plan plans[RANKS_MAX];
+    upipe_layer layers[RANKS_MAX];
     device devices[RANKS_MAX];
     side_stream lines[RANKS_MAX]; /* where stages overlap */
     upipe_peer peers[RANKS_MAX];
@@ -185,7 +144,7 @@ typedef struct team {
     void *slabs[RANKS_MAX], *grads[RANKS_MAX];
     upipe_err errors[RANKS_MAX];
     double runs[RANKS_MAX][2][RUNS]; /* seconds, forward and backward */
-    size_t slab_bytes, peak[RANKS_MAX], plan_peak, free_before, free_least;
+    size_t slab_bytes, peak[RANKS_MAX], plan_peak[RANKS_MAX], free_before, free_least;
     int blocks_max;
 } team;
 
@@ -195,7 +154,7 @@ static unsigned char pattern(int from, int to, size_t i)
     return (unsigned char)((i + (size_t)from * 0x51 + (size_t)to * 0x8f) * 0x9e3779b1u >> 13);
 }
 
-/* One exchange of blocks that tell their sender, receiver and place. */
+/* One all-to-all of blocks that tell their sender, receiver and place. */
 static upipe_status all_to_all_check(upipe_ctx *c, char *from, char *to, size_t block, const upipe_plan *each)
 {
     int rank = c->team->rank, ranks = c->team->ranks, p;
@@ -219,12 +178,13 @@ static upipe_status all_to_all_check(upipe_ctx *c, char *from, char *to, size_t 
     return UPIPE_OK;
 }
 
-/* An exchange of one block of any size a rank: one token and one head each. */
-static upipe_status blocks_plan(upipe_plan *p, int ranks, upipe_err *e)
+/* An all-to-all of one block of any size a rank: one token and one head each. */
+static upipe_status blocks_plan(upipe_plan *p, int rank, int ranks, upipe_err *e)
 {
     upipe_plan_desc d;
     memset(&d, 0, sizeof d);
     d.tokens = d.ranks = d.heads = ranks;
+    d.rank = rank;
     d.head_dim = 1;
     return upipe_plan_init(p, &d, e);
 }
@@ -242,7 +202,7 @@ static upipe_status team_join(team *t, upipe_ctx *c, int rank)
     d.buf = t->peer_buf, d.slabs = &slab, d.slabs_n = 1;
     d.rank = rank, d.ranks = t->o->ranks;
     UPIPE_TRY(upipe_peer_init(&t->peers[rank], &d, &c->err));
-    t->peers[rank].ahead = t->plan.overlap; /* one host thread has two lines to feed */
+    t->peers[rank].ahead = t->plans[rank].overlap; /* one host thread has two lines to feed */
     c->team = &t->peers[rank].comm;
     return UPIPE_OK;
 }
@@ -269,7 +229,7 @@ static upipe_status all_to_all_rank(void *user, int rank)
     memset(&c, 0, sizeof c);
     device_use(&t->devices[rank], &c);
     s = team_join(t, &c, rank);
-    if (s == UPIPE_OK) s = blocks_plan(&each, o->ranks, &c.err);
+    if (s == UPIPE_OK) s = blocks_plan(&each, rank, o->ranks, &c.err);
     if (s == UPIPE_OK) s = all_to_all_check(&c, from, to, block, &each);
     for (i = -2; i < RUNS && s == UPIPE_OK; ++i) {
         double start;
@@ -377,7 +337,8 @@ static upipe_status repeat(upipe_ctx *c, void *to, size_t bytes, const void *fro
 
 static upipe_status block_pass(team *t, upipe_ctx *c, int rank, int run)
 {
-    const upipe_plan *p = &t->plan;
+    const upipe_layer *layer = &t->layers[rank];
+    const upipe_plan *p = layer->plan;
     float *gradient = (float *)t->grads[rank];
     int64_t wq = (int64_t)p->desc.heads * p->desc.head_dim * p->desc.model_dim;
     int64_t wk = (int64_t)p->desc.kv_heads * p->desc.head_dim * p->desc.model_dim;
@@ -392,22 +353,22 @@ static upipe_status block_pass(team *t, upipe_ctx *c, int rank, int run)
     grads.wq = gradient;
     grads.wk = gradient + wq;
     grads.wv = gradient + wq + wk;
-    UPIPE_TRY(upipe_mem_alloc(c->mem, &data, upipe_plan_unit_bytes(p), "x", &c->err));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &data, upipe_plan_unit_bytes(p), UPIPE_USE_OTHER, "x", &c->err));
     x = upipe_view_packed(data, p->desc.dtype, p->rows, 1, (int32_t)p->desc.model_dim);
-    UPIPE_TRY(repeat(c, data, upipe_plan_unit_bytes(p), t->layer.wq, (size_t)wq * 2));
+    UPIPE_TRY(repeat(c, data, upipe_plan_unit_bytes(p), layer->wq, (size_t)wq * 2));
     UPIPE_TRY(c->ops->sync(c));
     UPIPE_TRY(upipe_comm_barrier(c, c->team));
     start = cli_clock(NULL);
-    UPIPE_TRY(upipe_layer_fwd(c, &t->layer, &saved, x));
+    UPIPE_TRY(upipe_layer_fwd(c, layer, &saved, x));
     UPIPE_TRY(c->ops->sync(c));
     if (run >= 0) t->runs[rank][0][run] = cli_clock(NULL) - start;
-    UPIPE_TRY(upipe_slots_alloc(c, t->layer.plan, &dout, UPIPE_SLOT_FULL, "dout"));
+    UPIPE_TRY(upipe_slots_alloc(c, p, &dout, UPIPE_SLOT_FULL, "dout"));
     UPIPE_TRY(
         c->ops->copy(c, dout.data, saved.out.data, upipe_plan_rows_bytes(p, p->desc.heads, p->desc.v_dim)));
     UPIPE_TRY(c->ops->sync(c));
     UPIPE_TRY(upipe_comm_barrier(c, c->team));
     start = cli_clock(NULL);
-    UPIPE_TRY(upipe_layer_bwd(c, &t->layer, x, &grads, &saved, &dout, x));
+    UPIPE_TRY(upipe_layer_bwd(c, layer, x, &grads, &saved, &dout, x));
     UPIPE_TRY(c->ops->sync(c));
     if (run >= 0) t->runs[rank][1][run] = cli_clock(NULL) - start;
     left = device_left();
@@ -426,7 +387,7 @@ static upipe_status block_rank(void *user, int rank)
     int i;
     memset(&c, 0, sizeof c);
     device_use(&t->devices[rank], &c);
-    c.side_stream = t->plan.overlap ? &t->lines[rank].side_stream : NULL;
+    c.side_stream = t->plans[rank].overlap ? &t->lines[rank].side_stream : NULL;
     s = team_join(t, &c, rank);
     upipe_mem_init(&mem, t->slabs[rank], t->slab_bytes, blocks, t->blocks_max);
     c.mem = &mem;
@@ -437,7 +398,8 @@ static upipe_status block_rank(void *user, int rank)
     return s;
 }
 
-static upipe_status block_plan(team *t, upipe_err *e)
+/* Each rank's plan, its layer with the weights w, and its peak; the slabs have the bytes of the largest rank. */
+static upipe_status block_plans(team *t, void *const w[3], upipe_err *e)
 {
     static upipe_dry dry;
     const options *o = t->o;
@@ -453,17 +415,20 @@ static upipe_status block_plan(team *t, upipe_err *e)
     d.chunk = o->chunk;
     d.overlap = o->overlap;
     d.dtype = UPIPE_BF16;
-    UPIPE_TRY(upipe_plan_init(&t->plan, &d, e));
-    t->layer.plan = &t->plan;
-    t->layer.rope_theta = 500000;
-    t->layer.mask.causal = !o->full;
     device_table(DEVICE_CUDA, &ops);
-    t->layer.wq = t->layer.wk = t->layer.wv = t; /* must be there, and is not read */
-    if (upipe_dry_init(&dry, &t->plan, &ops) || upipe_dry_layer(&dry, &t->layer, 1))
-        return *e = dry.ctx.err, dry.ctx.err.status;
-    t->plan_peak = upipe_dry_bytes(&dry).peak;
-    t->slab_bytes = dry.mem.need;
-    t->blocks_max = dry.mem.blocks_peak;
+    for (d.rank = 0; d.rank < o->ranks; ++d.rank) {
+        upipe_layer *layer = &t->layers[d.rank];
+        UPIPE_TRY(upipe_plan_init(&t->plans[d.rank], &d, e));
+        layer->plan = &t->plans[d.rank];
+        layer->rope_theta = 500000;
+        layer->mask.causal = !o->full;
+        layer->wq = w[0], layer->wk = w[1], layer->wv = w[2];
+        if (upipe_dry_init(&dry, layer->plan, &ops) || upipe_dry_layer(&dry, layer, 1))
+            return *e = dry.ctx.err, dry.ctx.err.status;
+        t->plan_peak[d.rank] = upipe_dry_bytes(&dry).peak;
+        if (dry.mem.need > t->slab_bytes) t->slab_bytes = dry.mem.need;
+        if (dry.mem.blocks_peak > t->blocks_max) t->blocks_max = dry.mem.blocks_peak;
+    }
     if (t->blocks_max > BLOCKS_MAX) return upipe_fail(e, UPIPE_ERR_MEMORY, "%d live blocks", t->blocks_max);
     return UPIPE_OK;
 }
@@ -484,17 +449,14 @@ static upipe_status measure_block(upipe_ctx *c, const options *o, upipe_err *e)
     void *w[3];
     int r, i;
     UPIPE_TRY(team_open(&t, o, e));
-    UPIPE_TRY(block_plan(&t, e));
     for (i = 0; i < 3; ++i) {
         UPIPE_TRY(buf(c, &w[i], (i == 0 ? wide : narrow) * o->model_dim, UPIPE_BF16));
         UPIPE_TRY(fill(c, w[i], (i == 0 ? wide : narrow) * o->model_dim, (uint64_t)i + 1));
     }
     UPIPE_TRY(c->ops->sync(c));
-    t.layer.wq = w[0];
-    t.layer.wk = w[1];
-    t.layer.wv = w[2];
+    UPIPE_TRY(block_plans(&t, w, e));
     for (r = 0; r < o->ranks; ++r) {
-        if (t.plan.overlap) UPIPE_TRY(side_stream_open(&t.lines[r], DEVICE_CUDA, c));
+        if (t.plans[r].overlap) UPIPE_TRY(side_stream_open(&t.lines[r], &t.devices[r], 1, c));
         UPIPE_TRY(upipe_cuda_slab(&t.grads[r], gradients, e));
         UPIPE_CUDA_TRY(e, cudaMemset(t.grads[r], 0, gradients));
     }
@@ -505,17 +467,17 @@ static upipe_status measure_block(upipe_ctx *c, const options *o, upipe_err *e)
     t.free_least = t.free_before;
     UPIPE_TRY(team_run(&t, block_rank, e));
     for (r = 0; r < o->ranks; ++r)
-        if (t.peak[r] != t.plan_peak)
+        if (t.peak[r] != t.plan_peak[r])
             return upipe_fail(e, UPIPE_ERR_BACKEND, "rank %d held %zu bytes, the plan says %zu", r, t.peak[r],
-                              t.plan_peak);
+                              t.plan_peak[r]);
     printf(
         "{\"method\": \"%s\", \"overlap\": %s, \"transport\": \"%s\", \"ranks\": %d, \"tokens\": %lld, \"model_dim\": %lld, \"heads\": %d, "
         "\"kv_heads\": %d, \"head_dim\": %d, \"chunk\": %d, \"fwd_seconds\": %.6g, \"bwd_seconds\": %.6g, "
         "\"plan_bytes\": %zu, \"peak_bytes\": %zu, \"slab_bytes\": %zu, \"driver_slabs_bytes\": %zu, "
         "\"expected_slabs_bytes\": %zu, \"driver_beyond_slabs_bytes\": %lld}\n",
-        o->chunk == o->heads ? "ulysses" : "upipe", t.plan.overlap ? "true" : "false", transport_name(o),
+        o->chunk == o->heads ? "ulysses" : "upipe", t.plans[0].overlap ? "true" : "false", transport_name(o),
         o->ranks, (long long)o->tokens, (long long)o->model_dim, o->heads, o->kv_heads, o->head_dim, o->chunk,
-        slowest(&t, 0, o->layers), slowest(&t, 1, o->layers), t.plan_peak, t.peak[0], t.slab_bytes, slabs,
+        slowest(&t, 0, o->layers), slowest(&t, 1, o->layers), t.plan_peak[0], t.peak[0], t.slab_bytes, slabs,
         pages(t.slab_bytes) * (size_t)o->ranks, (long long)(t.free_before - slabs) - (long long)t.free_least);
     for (i = 0; i < 3; ++i) UPIPE_TRY(upipe_cuda_slab_free(w[i], e));
     team_close(&t);
@@ -532,27 +494,21 @@ int main(int argc, char **argv)
     upipe_ctx c;
     upipe_status s;
     device d;
+    cli_start();
     memset(&o, 0, sizeof o);
     memset(&c, 0, sizeof c);
-    o.tokens = 16384;
-    o.head_dim = 128;
-    o.heads = 32;
-    o.ranks = 8;
-    o.model_dim = 4096;
-    o.layers = 3;
     for (command = 0; command < 5 && (argc < 2 || strcmp(argv[1], commands[command]) != 0);) ++command;
-    if (argc >= 2 && strcmp(argv[1], "--help") == 0) return cli_print("help", usage_text) - 1;
+    if (argc >= 2 && strcmp(argv[1], "--help") == 0) return flags_explain(&option_flags) - 1;
     if (command == 5)
         return cli_refuse("the first word is device, roofline, attention, transfer or block") - 1;
-    status = cli_read(option_list, argc - 1, argv + 1, given, -1, options_flag, &o);
+    status = flags_read(&option_flags, &o, given, argc - 1, argv + 1);
     if (status != 0) return status - 1;
-    if (command == 1 && !given[FLAG_TOKENS]) o.tokens = 8192;
+    if (o.tokens == 0) o.tokens = command == 1 ? 8192 : 16384;
     if (o.tokens > 1 << 20 && command == 1)
         return cli_refuse("a product of %lld rows", (long long)o.tokens) - 1;
     if (o.kv_heads == 0) o.kv_heads = command == 4 ? 8 : o.heads;
     if (o.chunk == 0) o.chunk = o.ranks;
     if (o.heads % o.kv_heads != 0) return cli_refuse("%d heads over %d", o.heads, o.kv_heads) - 1;
-    if (o.layers > RUNS) return cli_refuse("--layers %d: at most %d", o.layers, RUNS) - 1;
     s = device_open(&d, DEVICE_CUDA, &c.err);
     device_use(&d, &c);
     if (s == UPIPE_OK && command == 0) s = measure_device(&c);
@@ -563,5 +519,5 @@ int main(int argc, char **argv)
     if (s == UPIPE_ERR_UNSUPPORTED) return cli_fail("%s%s", cli_status(s), c.err.text), EXIT_REFUSED;
     if (s != UPIPE_OK) return cli_fail("%s%s", cli_status(s), c.err.text), EXIT_RUN;
     device_close(&d, NULL);
-    return 0;
+    return cli_flush("the result") == 0 ? 0 : EXIT_RUN;
 }

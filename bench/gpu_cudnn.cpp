@@ -20,7 +20,7 @@ fe::graph::Tensor_attributes tensor(upipe_view v, int64_t uid)
 {
     return fe::graph::Tensor_attributes()
         .set_dim({1, v.h, v.n, v.d})
-        .set_stride({v.n * v.n_step + v.h * v.h_step, v.h_step, v.n_step, 1})
+        .set_stride({v.n * v.n_stride + v.h * v.h_stride, v.h_stride, v.n_stride, 1})
         .set_data_type(v.dtype == UPIPE_F32 ? fe::DataType_t::FLOAT : fe::DataType_t::BFLOAT16)
         .set_uid(uid);
 }

@@ -33,13 +33,10 @@ COLOURS = ['#2a9d8f', '#e07a5f', '#3b4252', '#81a969']
 
 def read_options():
     parser = common.arguments(__doc__, [])
-    parser.add_argument('--kinds', type=common.listed(KINDS), default=KINDS, metavar='LIST',
-                        help=f'of {",".join(KINDS)} (all)')
-    parser.add_argument('--dims', type=common.listed(None, int), default=[64, 128], metavar='LIST',
-                        help='head dims (64,128)')
-    parser.add_argument('--dtypes', type=common.listed(['f32', 'bf16']), default=['f32', 'bf16'], metavar='LIST')
-    parser.add_argument('--threads', type=common.listed(None, int), default=sorted({1, common.cores()}), metavar='LIST',
-                        help='numbers of threads (1 and all)')
+    common.add_list(parser, '--kinds', 'kinds', KINDS, KINDS)
+    common.add_list(parser, '--dims', 'head dims', [64, 128])
+    common.add_list(parser, '--dtypes', 'storage types', ['f32', 'bf16'], ['f32', 'bf16'])
+    common.add_list(parser, '--threads', 'numbers of threads', sorted({1, common.cores()}))
     parser.add_argument('--rounds', type=int, default=9, metavar='N', help='turns of all that is compared (9)')
     options = common.parse(parser, 'masks')
     if options.quick:
@@ -146,11 +143,9 @@ def shortest_of(cases):
 
 def print_case(case, shortest):
     low, high = case['ratio_range']
-    attn.table_line([compared(case, shortest), attn.NAMES[case['op'][-3:]], str(case['head_dim']), case['dtype'],
-                     f"{case['tokens']:,} x {case['heads']}", str(case['threads']),
-                     f"{1e6 * case['seconds_per_token']:.3g}",
-                     f"{100 * case['gflops'] / case['peak_gflops']:.0f} % of {case['peak_gflops']:.0f}",
-                     f"{case['ratio']:.3f} ({low:.3f} to {high:.3f})"])
+    common.table_line([compared(case, shortest), attn.NAMES[case['op'][-3:]], str(case['head_dim']), case['dtype'],
+                       f"{case['tokens']:,} x {case['heads']}", str(case['threads']), f"{1e6 * case['seconds_per_token']:.3g}",
+                       common.rate_cells(case, [])[1], f"{case['ratio']:.3f} ({low:.3f} to {high:.3f})"])
 
 
 def verdicts(cases):
@@ -218,33 +213,26 @@ def draw(cases, title, path):
     if 'packed' in kinds:
         labels.append('goal')
         handles.append(plt.Line2D([], [], color='black', linewidth=0.8, linestyle=(0, (1, 2))))
-    figure.legend(handles, labels, loc='center right', frameon=False, fontsize=9)
-    figure.suptitle(f'Masks, {counted(threads)}: {title}', fontsize=11)
-    figure.tight_layout(rect=(0, 0, 1 - 1.2 / figure.get_figwidth(), 1))
-    common.save(figure, path)
+    common.finish(figure, handles, labels, f'Masks, {counted(threads)}: {title}', path)
 
 
 def main(options):
     ours = peers.Ours(options)
-    common.say('validating against double precision')
+    common.log('validating against double precision')
     more = {'isa': options.isa, 'kernels': ours.about, 'errors': validate(ours, options)}
     shapes = list(itertools.product(options.kinds, options.dims, options.dtypes, options.threads))
     with common.Lines(options.json, more) as lines:
-        for key, value in lines.header.items():
-            print(f'{key}: {value}')
-        print()
-        attn.table_line(['compared', 'op', 'd', 'dtype', 'tokens x heads', 'threads', 'us a token', 'of the peak',
-                         'ratio of times'])
-        attn.table_line(['---'] * 9)
+        lines.print_header()
+        common.table_head(['compared', 'op', 'd', 'dtype', 'tokens x heads', 'threads', 'us a token', 'of the peak', 'ratio of times'])
         for number, (kind, dim, dtype, threads) in enumerate(shapes):
-            common.say(f'{number + 1} of {len(shapes)}: {kind}, head dim {dim}, {dtype}, {counted(threads)}')
+            common.log(f'{number + 1} of {len(shapes)}: {kind}, head dim {dim}, {dtype}, {counted(threads)}')
             for case in MEASURES[kind](ours, dim, dtype, threads, options):
                 lines.write(case)
                 print_case(case, shortest_of(lines.cases))
         verdicts(lines.cases)
         draw(lines.cases, lines.header['machine'], options.chart)
     ours.close()
-    common.say(f'numbers: {options.json}')
+    common.log(f'numbers: {options.json}')
     return 0
 
 

@@ -58,16 +58,16 @@ def run(path, methods, tokens, dtype, check):
         if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode != 0:
             common.fail(f'no figures: failed: {" ".join(command)}')
         with open(numbers, encoding='utf-8') as source:
-            said = json.load(source)
-    return said['config'], {method['name']: method for method in said['methods']}
+            figures = json.load(source)
+    return figures['config'], {method['name']: method for method in figures['methods']}
 
 
 def validate(path, options):
     """The largest relative L2 error of every method and data type; the program refuses what is not sound."""
     errors = {}
     for dtype in options.dtypes:
-        _, said = run(path, options.methods, VALIDATED, dtype, 'on')
-        for name, method in said.items():
+        _, figures = run(path, options.methods, VALIDATED, dtype, 'on')
+        for name, method in figures.items():
             worst = max(method[error] for error in ('err_out', 'err_dx', 'err_dw'))
             errors.setdefault(name, {})[dtype] = float(f'{worst:.1e}')
     return errors
@@ -75,11 +75,11 @@ def validate(path, options):
 
 def passes(rounds, name):
     """Seconds of forward and backward together, round by round."""
-    return [said[name]['seconds_fwd'] + said[name]['seconds_bwd'] for said in rounds]
+    return [figures[name]['seconds_fwd'] + figures[name]['seconds_bwd'] for figures in rounds]
 
 
 def line(config, rounds, name, base):
-    """A line of the file, from what the program said of this method in every round."""
+    """A line of the file, from what the program printed of this method in every round."""
     method = rounds[0][name]
     ratios = [mine / its for mine, its in zip(passes(rounds, name), passes(rounds, base))]
     return {'op': 'method', 'method': name, 'head_dim': config['head_dim'], 'dtype': config['dtype'], 'causal': True,
@@ -89,8 +89,8 @@ def line(config, rounds, name, base):
             'layout': method['layout'], 'ring_mode': method['ring_mode'], 'unit_bytes': config['unit_bytes'],
             'peak_bytes': max(method['peak_bytes'].values()), 'host_bytes': method['host_bytes'],
             'sent_bytes': method['sent_bytes'],
-            'forward_s': statistics.median(said[name]['seconds_fwd'] for said in rounds),
-            'backward_s': statistics.median(said[name]['seconds_bwd'] for said in rounds),
+            'forward_s': statistics.median(figures[name]['seconds_fwd'] for figures in rounds),
+            'backward_s': statistics.median(figures[name]['seconds_bwd'] for figures in rounds),
             'total_s': statistics.median(passes(rounds, name)),
             'round_s': [round(value, 6) for value in passes(rounds, name)],
             'ratio': round(statistics.median(ratios), 4), 'ratio_range': [round(min(ratios), 4), round(max(ratios), 4)]}
@@ -104,9 +104,9 @@ def measure(path, options, lines):
             rounds = []
             for turn in range(options.rounds):
                 number += 1
-                common.say(f'{number} of {total}: {tokens} tokens, {dtype}, round {turn + 1}')
-                config, said = run(path, options.methods[::1 if turn % 2 == 0 else -1], tokens, dtype, 'off')
-                rounds.append(said)
+                common.log(f'{number} of {total}: {tokens} tokens, {dtype}, round {turn + 1}')
+                config, figures = run(path, options.methods[::1 if turn % 2 == 0 else -1], tokens, dtype, 'off')
+                rounds.append(figures)
             cases = [line(config, rounds, name, options.methods[0]) for name in options.methods]
             for case in cases:
                 lines.write(case)
@@ -114,10 +114,6 @@ def measure(path, options, lines):
 
 
 # ---- tables ----
-
-def table_line(cells):
-    print('| ' + ' | '.join(cells) + ' |', flush=True)
-
 
 def mib(amount):
     return f'{amount / MIB:.2f}' if amount else '-'
@@ -129,13 +125,12 @@ def print_table(cases):
     print(f"{first['tokens']:,} tokens, {first['dtype']}: {first['heads']}/{first['kv_heads']} heads of "
           f"{first['head_dim']}, {first['ranks']} ranks; one unit, a rank's tokens x model dim, is "
           f"{first['unit_bytes'] / MIB:g} MiB\n")
-    table_line(['method', 'team x ring', 'stages x heads', 'peak, MiB', 'units', 'host, MiB', 'all-to-all, MiB',
-                'ring, MiB', 'host link, MiB', 'forward, s', 'backward, s', f"time / {first['method']}"])
-    table_line(['---'] * 12)
+    common.table_head(['method', 'team x ring', 'stages x heads', 'peak, MiB', 'units', 'host, MiB', 'all-to-all, MiB', 'ring, MiB',
+                       'host link, MiB', 'forward, s', 'backward, s', f"time / {first['method']}"])
     for case in cases:
         low, high = case['ratio_range']
         sent = case['sent_bytes']
-        table_line([case['method'], f"{case['ranks'] // case['ring']} x {case['ring']}",
+        common.table_line([case['method'], f"{case['ranks'] // case['ring']} x {case['ring']}",
                     f"{case['stages']} x {case['chunk']}", mib(case['peak_bytes']),
                     f"{case['peak_bytes'] / case['unit_bytes']:.2f}", mib(case['host_bytes']),
                     *(mib(sum(sent[way])) for way in ('team', 'ring', 'host')), f"{case['forward_s']:.3f}",
@@ -179,23 +174,17 @@ def draw(cases, options, title):
     panels[1][0].set_ylabel('seconds')
     handles = [plt.Line2D([], [], color=LINES[name][0], linestyle=LINES[name][1], marker=LINES[name][2], markersize=3.5)
                for name in options.methods]
-    figure.legend(handles, options.methods, loc='center right', frameon=False, fontsize=9, handlelength=3.5)
     shape = f'{SHAPE["heads"]}/{SHAPE["kv-heads"]} heads of {SHAPE["head-dim"]}, {SHAPE["ranks"]} ranks'
-    figure.suptitle(f'{shape}: {title}', fontsize=11)
-    figure.tight_layout(rect=(0, 0, 1 - 1.5 / figure.get_figwidth(), 1))
-    common.save(figure, options.chart)
+    common.finish(figure, handles, options.methods, f'{shape}: {title}', options.chart, 1.5, handlelength=3.5)
 
 
 # ---- the command line ----
 
 def read_options():
     parser = common.arguments(__doc__, [])
-    parser.add_argument('--methods', type=common.listed(METHODS), default=METHODS, metavar='LIST',
-                        help=f'of {",".join(METHODS)} (all)')
-    parser.add_argument('--tokens', type=common.listed(None, int), metavar='LIST',
-                        help=f'lengths of the sequence ({",".join(map(str, TOKENS))})')
-    parser.add_argument('--dtypes', type=common.listed(DTYPES), default=DTYPES, metavar='LIST',
-                        help=f'storage types ({",".join(DTYPES)})')
+    common.add_list(parser, '--methods', 'methods', METHODS, METHODS)
+    common.add_list(parser, '--tokens', f'lengths of the sequence ({",".join(map(str, TOKENS))})', None)
+    common.add_list(parser, '--dtypes', 'storage types', DTYPES, DTYPES)
     parser.add_argument('--rounds', type=int, metavar='N', help=f'runs of all methods at a length ({ROUNDS})')
     options = common.parse(parser, 'methods')
     options.tokens = sorted(options.tokens or (QUICK_TOKENS if options.quick else TOKENS))
@@ -210,15 +199,13 @@ def read_options():
 
 def main(options):
     path = program(options)
-    common.say('validating against double precision')
+    common.log('validating against double precision')
     errors = validate(path, options)
     with common.Lines(options.json, {'isa': options.isa, 'errors': errors}) as lines:
-        for key, value in lines.header.items():
-            print(f'{key}: {value}')
-        print()
+        lines.print_header()
         measure(path, options, lines)
         draw(lines.cases, options, lines.header['machine'])
-    common.say(f'numbers: {options.json}')
+    common.log(f'numbers: {options.json}')
     return 0
 
 

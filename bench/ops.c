@@ -1,4 +1,4 @@
-/* ops.c -- the compute table's row operations and the exchange between thread ranks, beside memcpy
+/* ops.c -- the compute table's row operations and the all-to-all of thread ranks, beside memcpy
  *
  * bench/ops.py compiles it, once for each set of instructions, and loads it with ctypes:
  *
@@ -305,7 +305,7 @@ double ops_seconds(ops_bench *b, int32_t op, int32_t turns)
     return op == OPS_SWIGLU_BWD ? sum : now() - start;
 }
 
-/* ---- the exchange ---- */
+/* ---- the all-to-all ---- */
 
 typedef struct ops_team {
     upipe_threads threads;
@@ -316,7 +316,7 @@ typedef struct ops_team {
     double seconds;
 } ops_team;
 
-/* `turns` exchanges, or as many copies of the same blocks by the rank on its own. */
+/* `turns` all-to-alls, or as many copies of the same blocks by the rank on its own. */
 static upipe_status ops_rank(void *user, int rank)
 {
     ops_team *t = (ops_team *)user;
@@ -334,6 +334,7 @@ static upipe_status ops_rank(void *user, int rank)
     memset(&one_each, 0, sizeof one_each);
     one_each.tokens = one_each.ranks = one_each.heads = t->ranks;
     one_each.head_dim = 1;
+    one_each.rank = rank;
     UPIPE_TRY(upipe_plan_init(&plan, &one_each, &c.err));
     UPIPE_TRY(upipe_comm_barrier(&c, c.team));
     start = now();
@@ -351,7 +352,7 @@ static upipe_status ops_rank(void *user, int rank)
 }
 
 /* Seconds of `turns` all-to-alls of ranks * ranks blocks, or (plain) of as many blocks copied by as many
- * threads; negative: failed. The first exchange is checked. */
+ * threads; negative: failed. The first all-to-all is checked. */
 double ops_all_to_all(int32_t ranks, int64_t block, int32_t turns, int32_t plain)
 {
     ops_team t;

@@ -181,9 +181,9 @@ def validate(library, threads, dtype):
     with Bench(library, threads, 37, 11 * HEAD, dtype) as b:
         for op in OPS:
             fill(b, op)
-            want = expected(b, op)
+            results = expected(b, op)
             b.call(op)
-            for what, right, where in want:
+            for what, right, where in results:
                 got = where() if callable(where) else b.array(op, where)
                 worst = float(np.max(np.abs(got - right)) / max(1e-30, float(np.max(np.abs(right)))))
                 if not worst <= NEAR[dtype] and not (op == 'zero' and not np.any(got)):
@@ -232,11 +232,9 @@ def case(lines, fields, ours, memcpy):
 def main():
     parser = common.arguments(__doc__, [])
     every = [*OPS[1:], 'all_to_all']
-    parser.add_argument('--ops', type=common.listed(every), default=every, metavar='LIST',
-                        help='which operations (all)')
-    parser.add_argument('--dtypes', type=common.listed(DTYPES), default=DTYPES, metavar='LIST', help='f32,bf16,f16')
-    parser.add_argument('--threads', type=common.listed(None, int), default=sorted({1, common.cores()}), metavar='LIST',
-                        help='threads of the row operations (1 and all cores)')
+    common.add_list(parser, '--ops', 'operations', every, every)
+    common.add_list(parser, '--dtypes', 'storage types', list(DTYPES), list(DTYPES))
+    common.add_list(parser, '--threads', 'threads of the row operations', sorted({1, common.cores()}))
     options = common.parse(parser, 'ops')
     if min(options.threads) < 1:
         parser.error('a number of threads is 1 at least')
@@ -256,7 +254,7 @@ def main():
             for block in QUICK_BLOCKS if options.quick else BLOCKS:
                 case(lines, {'op': 'all_to_all', 'ranks': ranks, 'block_bytes': block},
                      *all_to_all(library, ranks, block, rounds))
-    common.say(f'numbers: {options.json}')
+    common.log(f'numbers: {options.json}')
     return 0
 
 

@@ -49,13 +49,13 @@ SAC = {'Ulysses': (864.16, 27.34, 'ulysses', 'offload'), 'Ulysses+SAC': (1066.01
 pages, numbers = [], {}
 
 
-def say(*lines):
+def put(*lines):
     pages.extend(lines)
 
 
 def table(head, rows):
-    say('', '| ' + ' | '.join(head) + ' |', '|' + '---|' * len(head))
-    say(*('| ' + ' | '.join(row) + ' |' for row in rows), '')
+    put('', '| ' + ' | '.join(head) + ' |', '|' + '---|' * len(head))
+    put(*('| ' + ' | '.join(row) + ' |' for row in rows), '')
 
 
 class Planner:
@@ -63,12 +63,12 @@ class Planner:
 
     def __init__(self, program):
         self.program = program
-        self.said = {}
+        self.answers = {}
 
     def ask(self, *flags):
-        if flags not in self.said:
-            self.said[flags] = self.run(*flags)
-        return self.said[flags]
+        if flags not in self.answers:
+            self.answers[flags] = self.run(*flags)
+        return self.answers[flags]
 
     def run(self, *flags):
         with tempfile.TemporaryDirectory() as folder:
@@ -96,7 +96,7 @@ def beside(ours, theirs, name):
 
 def stages():
     d, ff, vocab = 4096, 14336, 128256
-    say('## The four stages of a forward', '',
+    put('## The four stages of a forward', '',
         'In units of S * d_model bytes. The paper has typical ratios (d_ff = 2.67 d_model, V = 30 d_model); Llama3-8B has '
         f'{ff / d:g} and {vocab / d:.1f}.')
     table(['stage', 'paper', "the same formula with Llama3-8B's numbers"],
@@ -105,7 +105,7 @@ def stages():
 
 
 def intermediates():
-    say('## Intermediate tensors of attention', '',
+    put('## Intermediate tensors of attention', '',
         "Q, K, V chunks and their all-to-all buffers, as a part of Ulysses'. The paper has 1/nu. It is exact where all heads "
         'have keys of their own; with grouped heads and U = C a rank holds a whole K and V head for a round, so the exact part '
         'is (3/nu) / (1 + 2/G).')
@@ -116,7 +116,7 @@ def intermediates():
         numbers.setdefault('intermediates', []).append([heads, kv_heads, ranks, 1 / nu, exact])
         rows.append([f'{heads}/{kv_heads} on {ranks}', f'{100 * (1 - 1 / nu):.1f} % less', f'{100 * (1 - exact):.1f} % less'])
     table(['heads', 'paper', 'exact'], rows)
-    say('## Volume of the all-to-all under grouped queries', '',
+    put('## Volume of the all-to-all under grouped queries', '',
         'Heads sent by all stages of a forward (Q, K, V), in units of (C - 1) heads divided by C.')
     rows = []
     for heads, kv_heads in (32, 8), (64, 8), (16, 4):
@@ -126,7 +126,7 @@ def intermediates():
 
 
 def phases(planner):
-    say('## Attention by phase', '', "In units of T * d_model in bf16, at 1M tokens of Llama3-8B on 8 ranks; exact bytes of this "
+    put('## Attention by phase', '', "In units of T * d_model in bf16, at 1M tokens of Llama3-8B on 8 ranks; exact bytes of this "
         "library's block by a dry run, with the scratch of its CUDA kernels, beside the paper's formulas.")
     found = {}
     for name, method, kept in ('Ulysses', 'ulysses', 'ac'), ('Ulysses + offloading', 'ulysses', 'offload'), ('UPipe', 'upipe', 'offload'):
@@ -137,7 +137,7 @@ def phases(planner):
     table(['phase', *(f'{name}: exact / paper' for name in found), 'FPDT, 4 chunks: paper'],
           [[cells[0][0], *(f'{exact} / {paper}' for _, exact, paper in cells), f'{cell / 4:.3f}']
            for *cells, cell in zip(*found.values(), fpdt)])
-    say('Ulysses without offloading has the inputs of the other 31 layers too. Exact bytes of segments are those of whole steps: '
+    put('Ulysses without offloading has the inputs of the other 31 layers too. Exact bytes of segments are those of whole steps: '
         '`upipe-plan --method fpdt`; this library keeps x whole.', '')
 
 
@@ -164,24 +164,24 @@ def grid(planner):
         speed.append([method, *cells[1], *[''] * (9 - len(cells[1]))])
         most = planner.ask('--as', 'torchtitan', '--method', method, '--max-tokens')['max_tokens']
         longest.append([method, LENGTHS[len(MEMORY[method]) - 1], f'{most / 2**20:.2f}M'])
-    say('## Peak memory', '', 'Llama3-8B on 8 H100, GiB: the paper / the model (error). OOM beyond 75 of 80 GiB.')
+    put('## Peak memory', '', 'Llama3-8B on 8 H100, GiB: the paper / the model (error). OOM beyond 75 of 80 GiB.')
     table(['method', *LENGTHS], memory)
-    say('## Throughput', '', 'The same, tokens/s/GPU.')
+    put('## Throughput', '', 'The same, tokens/s/GPU.')
     table(['method', *LENGTHS], speed)
-    say('## Longest contexts', '', 'The longest of the paper\'s lengths, and the longest that fits by the model.')
+    put('## Longest contexts', '', 'The longest of the paper\'s lengths, and the longest that fits by the model.')
     for method, most in ('ulysses', '6M'), ('upipe', '8M'):
         got = planner.ask('--machine', 'h100x16', '--as', 'torchtitan', '--method', method, '--max-tokens')['max_tokens']
         longest.append([f'{method}, 16 GPUs', most, f'{got / 2**20:.2f}M'])
     table(['method', 'paper', 'model'], longest)
     most = {row[0]: float(row[2][:-1]) for row in longest}
-    say(f"The paper's sequences are 25 % longer (5M over FPDT's 4M; over Ulysses' 3M 67 %) and 33 % on 16 GPUs; the model's lengths that fit "
+    put(f"The paper's sequences are 25 % longer (5M over FPDT's 4M; over Ulysses' 3M 67 %) and 33 % on 16 GPUs; the model's lengths that fit "
         f"are {100 * (most['upipe'] / most['ulysses'] - 1):.0f} % over Ulysses', and "
         f"{100 * (most['upipe, 16 GPUs'] / most['ulysses, 16 GPUs'] - 1):.0f} % on 16 GPUs.", '')
 
 
 def nodes(planner):
     """16 GPUs: the figure's two methods, and the model whose rows the specification leaves out."""
-    say('## 16 GPUs', '', 'Llama3-8B: the figure compares the two methods from 512K to 8M tokens, throughput as a part of '
+    put('## 16 GPUs', '', 'Llama3-8B: the figure compares the two methods from 512K to 8M tokens, throughput as a part of '
         "USP-Hybrid's, without numbers in the text. The text has the longest contexts, 6M and 8M, and comparable throughput.")
     lengths, rows = ['512k', '1M', '2M', '3M', '4M', '5M', '6M', '7M', '8M', '9M'], {}
     for method in 'ulysses', 'upipe':
@@ -194,7 +194,7 @@ def nodes(planner):
                                  zip(lengths, gots)] for method, gots in rows.items()}
     table(['', *lengths], cells)
     for model, ranks in ('qwen3-32b', 16), ('llama3-70b', 32):
-        say('', f'{model} on {ranks} GPUs, GiB and tokens/s/GPU by the model: nothing is fitted here.')
+        put('', f'{model} on {ranks} GPUs, GiB and tokens/s/GPU by the model: nothing is fitted here.')
         cells = []
         for method in METHODS:
             row = []
@@ -209,7 +209,7 @@ def nodes(planner):
 
 
 def breakdown(planner):
-    say('## Breakdown at 3M tokens', '', 'The figure has no numbers in the text; these are the model\'s, GiB.')
+    put('## Breakdown at 3M tokens', '', 'The figure has no numbers in the text; these are the model\'s, GiB.')
     rows, names = [], []
     for method in METHODS:
         got = planner.paper(method, '3M')
@@ -221,7 +221,7 @@ def breakdown(planner):
 
 
 def runtime(planner):
-    say('## Runtime', '', 'Seconds of a step: the paper / the model (error). "Other" is everything that is neither attention '
+    put('## Runtime', '', 'Seconds of a step: the paper / the model (error). "Other" is everything that is neither attention '
         'nor all-to-all.')
     for method, theirs in RUNTIME.items():
         rows = {name: [name] for name in theirs}
@@ -231,22 +231,22 @@ def runtime(planner):
             found['other'] = got['seconds_step'] - sum(found.get(name, 0) for name in theirs if name != 'other')
             for name, row in rows.items():
                 row.append(beside(found[name], theirs[name][i], f'runtime_{method}_{name}'))
-        say('', f'{method}:')
+        put('', f'{method}:')
         table(['', *LENGTHS[:6]], list(rows.values()))
 
 
 def ablations(planner):
-    say('## Head chunk U', '', 'Llama3-8B, 512K tokens, 4 GPUs; the figure has no numbers in the text.')
+    put('## Head chunk U', '', 'Llama3-8B, 512K tokens, 4 GPUs; the figure has no numbers in the text.')
     table(['U', 'GiB', 'tokens/s/GPU'], [[str(u), f"{got['gpu_bytes'] / GIB:.2f}", f"{got['tokens_per_s_per_gpu']:.1f}"] for u in
           (4, 8, 16, 32) for got in [planner.paper('upipe', '512k', '--ranks', 4, '--chunk', u)]])
-    say('## Batch', '', '128K tokens, activations stay on the GPU: tokens/s/GPU, and GiB.')
+    put('## Batch', '', '128K tokens, activations stay on the GPU: tokens/s/GPU, and GiB.')
     rows = []
     for method, (speed, memory) in BATCH.items():
         got = [planner.paper(method, '128k', '--activations', 'ac', '--batch', size) for size in (1, 2, 4, 8, 10)]
         rows.append([method, *(beside(one['tokens_per_s_per_gpu'], t, 'batch_speed') for one, t in zip(got, speed))])
         rows.append(['GiB', *(beside(one['gpu_bytes'] / GIB, t, 'batch_memory') for one, t in zip(got, memory))])
     table(['batch', '1', '2', '4', '8', '10'], rows)
-    say('## Strided activation offloading', '', '3M tokens in all: tokens/s/GPU, and GiB.')
+    put('## Strided activation offloading', '', '3M tokens in all: tokens/s/GPU, and GiB.')
     rows = []
     for name, (speed, memory, method, kept) in SAO.items():
         got = [planner.paper(method, length, '--batch', size, '--activations', kept) for length, size in
@@ -254,7 +254,7 @@ def ablations(planner):
         rows.append([name, *(beside(one['tokens_per_s_per_gpu'], t, 'sao_speed') for one, t in zip(got, speed))])
         rows.append(['GiB', *(beside(one['gpu_bytes'] / GIB, t, 'sao_memory') for one, t in zip(got, memory))])
     table(['', *LENGTHS[:4]], rows)
-    say('## Selective activation checkpointing', '', '512K tokens.')
+    put('## Selective activation checkpointing', '', '512K tokens.')
     rows = []
     for name, (speed, memory, method, kept) in SAC.items():
         got = planner.paper(method, '512k', '--activations', kept)
@@ -305,7 +305,7 @@ def times_of(got, method, tokens, kept, rates):
 
 
 def sizes_of(got, method, tokens, flags):
-    """GiB by the constants of titan.h that they depend on."""
+    """GiB by the constants of examples/torchtitan/titan.h that they depend on."""
     unit, out = tokens / 8 * 8192 / GIB, dict.fromkeys(SIZES, 0)
     part = {one['name']: one['bytes'] for one in got['components']}
     out['fixed'] = 1
@@ -324,7 +324,7 @@ def leave_out(planner):
     try:
         import numpy
     except ImportError:
-        common.say('left out: new fits, as NumPy is not installed')
+        common.log('left out: new fits, as NumPy is not installed')
         return
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, 'machine.json')
@@ -358,7 +358,7 @@ def leave_out(planner):
         return change, [100 * ((ours + float(numpy.dot(coefs, change))) / theirs - 1) for where, coefs, theirs, ours, _ in
                         [cell for cell in cells if out(cell)] if where[0] == 'main']
 
-    say('## Constants left out of their fit', '', f'{len(TIMES)} rates and {len(SIZES)} sizes stand against {len(speed)} and '
+    put('## Constants left out of their fit', '', f'{len(TIMES)} rates and {len(SIZES)} sizes stand against {len(speed)} and '
         f'{len(memory)} cells. Below, one least-squares fit of all constants without a part of the cells, and the errors of '
         "the main tables' cells that it did not use: the largest, and the root of the mean square, in %. A length is left out "
         'of every table; so is a method, where the other methods have the same constants but for the seconds of a stage.')
@@ -382,7 +382,7 @@ def leave_out(planner):
     moved = {name: 100 * float(change) for name, change in zip(TIMES, errors(speed, lambda cell: False)[0])}
     grown = {name: float(change) for name, change in zip(SIZES, errors(memory, lambda cell: False)[0])}
     numbers['refitted'] = moved, grown
-    say('The constants in use are rounded. A fit of all cells would change the seconds of '
+    put('The constants in use are rounded. A fit of all cells would change the seconds of '
         + ', '.join(f'{name.replace("_", " ")} by {change:+.1f} %' for name, change in moved.items())
         + '; and the sizes, tensors and GiB, of ' + ', '.join(f'{name} by {change:+.2f}' for name, change in grown.items()) + '.', '')
 
@@ -435,7 +435,7 @@ def draw(path):
 
 
 def discussion():
-    say('## Where model and paper disagree', '',
+    put('## Where model and paper disagree', '',
         '- **Intermediates with grouped heads.** The paper charges K and V 2/(G nu). Under its own schedule with U = C it is 2/nu, '
         'so 87.5 % holds without grouped heads alone; [memory](memory.md) derives it.',
         "- **Peaks by phase.** Exact bytes hold f32 gradients of K and V, which the paper's formulas leave out, and CUDA's f32 sums "
@@ -472,7 +472,7 @@ def page(path):
             'Nothing here was measured on GPUs. `upipe-plan --as torchtitan` is a model of the paper\'s own setting: a sum of the '
             'tensors that PyTorch is known to hold, with seven fitted sizes, and eleven fitted rates. They are fitted on the Llama3-8B '
             'tables of 8 GPUs alone; `upipe-plan --machine h100x8 --write-machine FILE` writes the rates with their origins, and '
-            '`examples/plan/titan.h` explains the sizes. This library\'s own bytes are exact and another matter: '
+            '`examples/torchtitan/titan.h` explains the sizes. This library\'s own bytes are exact and another matter: '
             '[memory](memory.md).', '', '![memory and throughput](images/paper.png)', '',
             '![breakdown at 3M tokens](images/paper_breakdown.png)', '', '![16 GPUs](images/paper_nodes.png)', '']
     text = re.sub(r'\n{3,}', '\n\n', '\n'.join(head + pages)).strip() + '\n'

@@ -11,30 +11,19 @@ program is the one that `sh examples/run.sh` builds. Takes about ten minutes eac
 import argparse
 import json
 import os
-import platform
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 
-TOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+import common
+
 METHODS = ['ulysses', 'upipe']
 MODEL = ('--layers 2 --model-dim 256 --heads 16 --kv-heads 4 --head-dim 32 --ranks 4 --tokens 1024 --seed 1 '
          '--sample 0').split()
 CONVERGENCE = ['--steps', '1000', '--batch', '1', '--lr', '1e-3']
 BATCHES = [1, 2, 4, 8, 10]
 BATCH_STEPS, REPEATS = 4, 3
-
-
-def processor():
-    """The processor's name, where the system says it."""
-    try:
-        with open('/proc/cpuinfo', encoding='utf-8') as source:
-            found = re.search(r'^model name\s*:\s*(.+)$', source.read(), re.M)
-        return found.group(1) if found else platform.processor()
-    except OSError:
-        return platform.processor()
 
 
 def run(program, flags):
@@ -50,10 +39,8 @@ def run(program, flags):
 
 
 def table(head, rows):
-    print('| ' + ' | '.join(head) + ' |')
-    print('|' + '---|' * len(head))
-    for row in rows:
-        print('| ' + ' | '.join(row) + ' |')
+    for cells in [head, ['---'] * len(head), *rows]:
+        common.table_line(cells)
 
 
 def convergence(program):
@@ -103,15 +90,15 @@ def batch(program):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('what', choices=['convergence', 'batch'])
-    parser.add_argument('--train', default=os.path.join(TOP, 'build', 'run', 'examples', 'train'), metavar='PROGRAM')
+    parser.add_argument('--train', default=os.path.join(common.TOP, 'build', 'run', 'examples', 'train'), metavar='PROGRAM')
     parser.add_argument('--out', metavar='FILE')
     options = parser.parse_args()
     if not os.access(options.train, os.X_OK):
         sys.exit(f'train.py: {options.train} is not there: sh examples/run.sh builds it')
-    out = options.out or os.path.join(TOP, 'bench', 'results', f'train_{options.what}.json')
+    out = options.out or os.path.join(common.TOP, 'bench', 'results', f'train_{options.what}.json')
     if not os.access(os.path.dirname(os.path.abspath(out)), os.W_OK):
         sys.exit(f'train.py: {out} cannot be written')
-    numbers = {'machine': f'{processor()}, {os.cpu_count()} cores'}
+    numbers = {'machine': f'{common.processor()}, {os.cpu_count()} cores'}
     numbers.update(convergence(options.train) if options.what == 'convergence' else batch(options.train))
     with open(out, 'w', encoding='utf-8') as target:
         json.dump(numbers, target, indent=2)

@@ -13,8 +13,14 @@ The ways:
   early      two slots; the next turn is asked for while a sum is on its way
   late       early, and a tile is released behind the sum of the next one: sums overlap, releases come later
   if ready   early; the next tile goes first only where it and its turn are already there
+  given      as if ready; but a slot is given back with the turn of its tile, and nobody waits for reads
   shifted    every block begins with another tile: needs all blocks of a call on processors at once, and an order of
              additions of its own (full masks with few heads alone)
+
+All but the last two give a slot back as soon as TMA has read it. The wait for that (cp.async.bulk.wait_group.read) and the
+wait for the sum are the same machine instruction, so a device may let both end with the sum. Then the thread stands still
+for a whole hop in every tile: the column `if ready, whole`. The way `given` has no such wait, and is the same under either
+reading.
 
 HOP is the time from handing a tile to TMA until its sum is in memory: not measured, 1 to 3 microseconds. The others are
 guesses of the same kind. No figure here is one of a device.
@@ -29,7 +35,7 @@ READ = 0.4       # TMA has read the buffer
 ASK = 0.7        # a load from another processor's line
 JITTER = 0.15    # of a tile, uniform
 EDGE = 3.0       # begin and end of a block
-WAYS = ['one slot', 'two slots', 'early', 'late', 'if ready']
+WAYS = ['one slot', 'two slots', 'early', 'late', 'if ready', 'if ready, whole', 'given']
 
 
 class Block:
@@ -44,21 +50,38 @@ class Block:
         flying = None                    # a tile whose release is still open, and when its sum is there
         for i, tile in enumerate(tiles):
             made = max(made + TILE * rng.uniform(1 - JITTER, 1 + JITTER), empty[i % slots])
-            ours = before.released[tile] if before and tile in before.released else begin
+            waits = before and tile in before.released
+            ours = before.released[tile] if waits else begin
+            if way == 'if ready, whole':
+                # the sum before is there, but its turn is given on behind the next question
+                asked = free + (ASK if waits else 0)
+                if flying and not (ours <= free and made <= asked):
+                    self.released[flying[0]] = asked
+                    flying = None
+                gone = max(asked if ours <= free else max(asked, ours) + ASK, made)
+                free = empty[i % slots] = gone + hop
+                if flying:
+                    self.released[flying[0]] = free
+                flying = (tile, free)
+                continue
             ready = max(ours, made) <= free + ASK
-            if flying and (way != 'late') and not (way == 'if ready' and ready):
-                asked, free = free, flying[1]
+            if flying and (way != 'late') and not (way in ('if ready', 'given') and ready):
+                asked, free = free, max(free, flying[1])
                 self.released[flying[0]] = free
+                if way == 'given':
+                    empty[(i - 1) % slots] = free
                 flying = None
             else:
                 asked = free
             # a turn that came before the question was asked costs nothing where the answer comes under a sum
             seen = max(ours, free) + ASK if not early else max(free, asked + ASK, ours + ASK if ours > asked else 0)
-            gone = max(seen, made)
-            empty[i % slots] = gone + READ
+            gone = free = max(seen, made)
+            empty[i % slots] = gone + (hop if way == 'given' else READ)
             if flying:
                 self.released[flying[0]] = max(flying[1], gone)
-            flying, free = (tile, gone + hop), gone
+                if way == 'given':
+                    free = empty[(i - 1) % slots] = max(flying[1], gone)
+            flying = (tile, gone + hop)
         self.released[flying[0]] = flying[1]
         self.end = flying[1] + EDGE
 

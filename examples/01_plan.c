@@ -1,5 +1,7 @@
 /* 01_plan.c -- what a run will hold and send: nothing is allocated, nothing is computed
  *
+ *     cc -O2 -I . examples/01_plan.c -lm && ./a.out
+ *
  * The attention block of Llama3-8B (32 query heads, 8 key/value heads of 128) on 8 ranks over a million
  * tokens. A dry run goes through the block's own code over a pool that counts; the closed form of upipe_bytes.h, which
  * there is for such even heads, says the same.
@@ -78,5 +80,5 @@ int main(void)
                (double)sums.peak / (1 << 30));
         if (bytes.peak != sums.peak) return 1;
     }
-    return 0;
+    return fflush(stdout) != 0;
 }

@@ -1,5 +1,7 @@
 /* 02_pool.c -- the slab pool: a dry pool finds the slab's size, a trace shows what happened
  *
+ *     cc -O2 -I . examples/02_pool.c && ./a.out
+ *
  * The same function runs twice: over a dry pool, whose addresses must not be accessed, and over a slab of
  * exactly the size that the dry run found.
  */
@@ -15,12 +17,12 @@ static upipe_status work(upipe_mem *m, upipe_err *e)
 {
     void *a, *b, *c, *d;
     upipe_mem_phase(m, 0, "load");
-    UPIPE_TRY(upipe_mem_alloc(m, &a, SMALL, "a", e));
-    UPIPE_TRY(upipe_mem_alloc(m, &b, LARGE, "b", e));
-    UPIPE_TRY(upipe_mem_alloc(m, &c, SMALL, "c", e));
+    UPIPE_TRY(upipe_mem_alloc(m, &a, SMALL, UPIPE_USE_OTHER, "a", e));
+    UPIPE_TRY(upipe_mem_alloc(m, &b, LARGE, UPIPE_USE_OTHER, "b", e));
+    UPIPE_TRY(upipe_mem_alloc(m, &c, SMALL, UPIPE_USE_OTHER, "c", e));
     upipe_mem_phase(m, 1, "work");
     UPIPE_TRY(upipe_mem_free(m, a, e));
-    UPIPE_TRY(upipe_mem_alloc(m, &d, SMALL + 100, "d", e));
+    UPIPE_TRY(upipe_mem_alloc(m, &d, SMALL + 100, UPIPE_USE_OTHER, "d", e));
     UPIPE_TRY(upipe_mem_free(m, b, e));
     UPIPE_TRY(upipe_mem_free(m, c, e));
     return upipe_mem_free(m, d, e);
@@ -55,17 +57,17 @@ int main(void)
         if (e->kind == 0)
             printf("phase %s\n", e->tag);
         else
-            printf("  %s %s  %6zu bytes at %6zu, %6zu live\n", e->kind > 0 ? "take" : "give", e->tag,
+            printf("  %s %s  %6zu bytes at %6zu, %6zu live\n", e->kind > 0 ? "alloc" : "free ", e->tag,
                    e->bytes, e->offset, e->live);
     }
 
-    /* What does not fit is an answer with numbers, not a crash; so is a block given twice. */
-    s = upipe_mem_alloc(&mem, &p, 2 * LARGE, "too much", &err);
+    /* What does not fit is an answer with numbers, not a crash; so is a block that is freed twice. */
+    s = upipe_mem_alloc(&mem, &p, 2 * LARGE, UPIPE_USE_OTHER, "too much", &err);
     printf("\n%s: %s\n", upipe_status_name(s), err.text);
     if (s != UPIPE_ERR_MEMORY) return 1;
     s = upipe_mem_destroy(&mem, &err);
     free(slab);
-    return s != UPIPE_OK;
+    return fflush(stdout) != 0 || s != UPIPE_OK;
 failed:
     fprintf(stderr, "%s: %s\n", upipe_status_name(s), err.text);
     return 1;

@@ -1,7 +1,9 @@
 /* 09_cuda.c -- plain C on a GPU: the host's stream and handle, a slab, one attention call in bf16
  *
- * The kernels come from 09_cuda.cu, the only file that nvcc compiles. A value here is its position, so an
- * output is the mean position that a query looks at.
+ *     nvcc -O3 -arch=sm_90a -I . examples/09_cuda.c examples/09_cuda.cu -lcublas && ./a.out
+ *
+ * Before Hopper: -arch=sm_80. The kernels come from 09_cuda.cu, the only file with code of the device. A value here is
+ * its position, so an output is the mean position that a query looks at.
  */
 #include <math.h>
 
@@ -10,7 +12,7 @@
 
 enum { TOKENS = 256, HEADS = 2, DIM = 64, COUNT = TOKENS * HEADS * DIM, BLOCKS = 16, SLAB = 1 << 20 };
 
-void app_ops(upipe_ops *ops, upipe_cuda *device); /* 09_cuda.cu */
+upipe_status app_ops(upipe_ops *ops, upipe_cuda *device, upipe_err *e); /* 09_cuda.cu */
 
 /* o = attention of x over itself, with values 0, 1, 2, ...; everything in the pool, wide [COUNT] on the host. */
 static upipe_status attend(upipe_ctx *c, float *wide)
@@ -19,9 +21,10 @@ static upipe_status attend(upipe_ctx *c, float *wide)
     upipe_attn a = {0};
     void *p[6];
     int i;
-    for (i = 0; i < 4; ++i) UPIPE_TRY(upipe_mem_alloc(c->mem, &p[i], COUNT * 2, "bf16", &c->err));
-    UPIPE_TRY(upipe_mem_alloc(c->mem, &p[4], COUNT * 4, "f32", &c->err));
-    UPIPE_TRY(upipe_mem_alloc(c->mem, &p[5], TOKENS * HEADS * 4, "lse", &c->err));
+    for (i = 0; i < 4; ++i)
+        UPIPE_TRY(upipe_mem_alloc(c->mem, &p[i], COUNT * 2, UPIPE_USE_OTHER, "bf16", &c->err));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &p[4], COUNT * 4, UPIPE_USE_OTHER, "f32", &c->err));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &p[5], TOKENS * HEADS * 4, UPIPE_USE_STAT, "lse", &c->err));
     f = upipe_view_packed(p[4], UPIPE_F32, TOKENS, HEADS, DIM);
     x = upipe_view_packed(p[0], UPIPE_BF16, TOKENS, HEADS, DIM);
     v = upipe_view_packed(p[1], UPIPE_BF16, TOKENS, HEADS, DIM);
@@ -49,7 +52,7 @@ static upipe_status run(upipe_ctx *c, upipe_cuda *device, float *wide)
     upipe_ops ops;
     void *slab;
     upipe_status s;
-    app_ops(&ops, device);
+    UPIPE_TRY(app_ops(&ops, device, &c->err));
     UPIPE_TRY(upipe_cuda_slab(&slab, SLAB, &c->err));
     upipe_mem_init(&mem, slab, SLAB, blocks, BLOCKS);
     c->ops = &ops, c->mem = &mem;

@@ -1,5 +1,7 @@
 /* 14_zero.c -- a model's states sharded over four ranks: the same weights in every stage of ZeRO, with fewer bytes
  *
+ *     cc -O2 -march=native -I . examples/14_zero.c -lm -pthread && ./a.out
+ *
  * The model is a row of units of weights w. Each rank has targets t of its own, and the loss is the sum over ranks of
  * |w - t|^2 / 2: so a rank's gradient is w - t. A unit's weights are there between begin and end alone, and so are its
  * gradients. Nothing divides: units have odd numbers of weights.
@@ -64,11 +66,13 @@ static upipe_status rank_life(upipe_ctx *c, upipe_zero *z, shared *all)
     int64_t count = upipe_zero_held(z, UPIPE_ZERO_STATES);
     int i, unit;
     UPIPE_TRY(upipe_zero_check(c, z));
-    UPIPE_TRY(upipe_alloc(c, &z->weights, (size_t)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * 4, "weights"));
-    UPIPE_TRY(upipe_alloc(c, &grads, (size_t)upipe_zero_held(z, UPIPE_ZERO_GRADS) * 4, "gradients"));
+    UPIPE_TRY(upipe_alloc(c, &z->weights, (size_t)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * 4,
+                          UPIPE_USE_WEIGHTS, "weights"));
+    UPIPE_TRY(upipe_alloc(c, &grads, (size_t)upipe_zero_held(z, UPIPE_ZERO_GRADS) * 4, UPIPE_USE_GRADIENTS,
+                          "gradients"));
     z->grads = (float *)grads;
     for (i = 0; i < 2; ++i) {
-        UPIPE_TRY(upipe_alloc(c, &states[i], (size_t)count * 4, "moments"));
+        UPIPE_TRY(upipe_alloc(c, &states[i], (size_t)count * 4, UPIPE_USE_STATES, "moments"));
         UPIPE_TRY(c->ops->zero(c, states[i], (size_t)count * 4));
     }
     all->held[z->rank] = c->mem->live;
@@ -129,5 +133,5 @@ int main(void)
                a->held[0], a->peak[0], (long long)(a->sent[0] / STEPS));
     }
     printf("weights after %d steps: %s bits in every stage\n", STEPS, same ? "the same" : "different");
-    return !same;
+    return fflush(stdout) != 0 || !same;
 }

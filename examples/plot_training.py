@@ -74,11 +74,11 @@ def draw_difference(axes, first, second):
     if most == 0:
         axes.set_ylim(-1, 1)
         axes.set_yticks([0])
-        said = f'exactly 0 in all {len(steps)} steps'
+        note = f'exactly 0 in all {len(steps)} steps'
     else:
         axes.set_ylim(-1.25 * most, 1.6 * most)
-        said = f'at most {most:.2g}'
-    axes.annotate(said, (0.5, 0.95), xycoords='axes fraction', ha='center', va='top', fontsize=9)
+        note = f'at most {most:.2g}'
+    axes.annotate(note, (0.5, 0.95), xycoords='axes fraction', ha='center', va='top', fontsize=9)
     axes.set_ylabel('difference')
     axes.grid(axis='y', color='#dddddd', linewidth=0.6)
     tidy(axes)
@@ -149,12 +149,12 @@ def draw_stacks(axes, runs, stacks, unit):
                 axes.annotate(short(height), (place, bottom + height / 2), ha='center', va='center', fontsize=8,
                               color='white' if dark else 'black')
             bottom += height
-        said = f'{bottom:.1f}'
+        note = f'{bottom:.1f}'
         if place > 0 and totals[0] > 0:
             share = 100 * (1 - totals[place] / totals[0])
             digits = 1 if abs(share) < 10 else 0
-            said += '\nthe same' if share == 0 else f'\n{abs(share):.{digits}f} % {"less" if share > 0 else "more"}'
-        axes.annotate(said, (place, bottom), xytext=(0, 3), textcoords='offset points', ha='center', fontsize=9)
+            note += '\nthe same' if share == 0 else f'\n{abs(share):.{digits}f} % {"less" if share > 0 else "more"}'
+        axes.annotate(note, (place, bottom), xytext=(0, 3), textcoords='offset points', ha='center', fontsize=9)
         config = runs[place]['config']
         paper = paper_of(config)
         names.append(NAMES[config['method']])
@@ -202,9 +202,9 @@ def draw_device(axes, runs, peak, unit, name):
         axes.axhline(H100 / unit, color='black', linewidth=0.8, linestyle=(0, (4, 3)))
         axes.annotate('80 GB', (-0.47, H100 / unit), xytext=(0, 3), textcoords='offset points', fontsize=8)
     if any(map(host_bytes, runs)):
-        said = [label.get_text() for label in axes.get_xticklabels()]
+        labels = [label.get_text() for label in axes.get_xticklabels()]
         axes.set_xticks(range(len(runs)), [f'{text}\n(host: {short(host_bytes(run) / unit)} {name})'
-                                           for text, run in zip(said, runs)])
+                                           for text, run in zip(labels, runs)])
 
 
 def draw_memory(runs, paths):

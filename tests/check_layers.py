@@ -1,37 +1,65 @@
 #!/usr/bin/env python3
-"""check_layers.py TOP -- the library's structure: who includes whom, and what headers may say
+"""check_layers.py TOP -- the library's structure: who includes whom, who uses whose names, and what headers may say
 
 Arrows point down only: a core header includes lower layers of the table below, and its own parts, which are private and
-lie in a folder; a part includes its owner, other parts of it, and layers below; a backend includes the core and its own
-folder; the core names no backend. No header prints or exits; core headers do not touch the heap either. Lengths have
-ceilings. Prints one line a breach and exits non-zero if there is one.
+lie in a folder; a part includes other parts of its folder and what its owner may include, and never its owner, so types
+stand below the code that uses them; a backend includes the core and its own folder; the core names no backend. There is
+no circle of includes. A name that begins with upi_ is used by its owner and the owner's folder alone, in a backend by
+that folder, and never by examples or benchmarks. The loops over stages stand in their doors, and a direction is a
+function, not a parameter. No header prints or exits; core headers do not touch the heap either. Headers, functions and
+the core have ceilings. Prints one line a breach and exits non-zero if there is one.
 """
 
 import os
 import re
 import sys
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
+from csource import INCLUDE, PRIVATE, code, code_lines, functions, line_of, macros, private, without_comments
+from tree import Report, list_files, read_text
+
 LAYERS = [
     ['upipe_base.h'],
     ['upipe_shard.h', 'upipe_mem.h', 'upipe_ops.h', 'upipe_comm.h'],
-    ['upipe_plan.h', 'upipe_attn.h', 'upipe_check.h', 'upipe_tile.h', 'upipe_side_stream.h', 'upipe_unwind.h',
+    ['upipe_schedule.h', 'upipe_attn.h', 'upipe_check.h', 'upipe_tile.h', 'upipe_side_stream.h', 'upipe_unwind.h',
      'upipe_agree.h'],
-    ['upipe_bytes.h', 'upipe_sent.h', 'upipe_reduce.h'],
-    ['upipe_a2a.h', 'upipe_zero.h'],
+    ['upipe_plan.h', 'upipe_attend.h', 'upipe_reduce.h'],
+    ['upipe_bytes.h', 'upipe_sent.h', 'upipe_a2a.h', 'upipe_zero.h'],
     ['upipe_ring.h'],
-    ['upipe_layer.h'],
-    ['upipe_fpdt.h', 'upipe_qkv.h'],
+    ['upipe_stage.h'],
+    ['upipe_segments.h', 'upipe_layer.h', 'upipe_qkv.h'],
+    ['upipe_fpdt.h'],
     ['upipe_dry.h'],
     ['upipe.h'],
 ]
 LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Folders of private parts, and the header that includes them.
-PARTS = {'layer': 'upipe_layer.h', 'fpdt': 'upipe_fpdt.h', 'plan': 'upipe_plan.h', 'ring': 'upipe_ring.h',
-         'tile': 'upipe_tile.h', 'zero': 'upipe_zero.h'}
+PARTS = {'plan': 'upipe_plan.h', 'ring': 'upipe_ring.h', 'stage': 'upipe_stage.h', 'qkv': 'upipe_qkv.h',
+         'fpdt': 'upipe_fpdt.h', 'zero': 'upipe_zero.h', 'tile': 'upipe_tile.h'}
+# Parts with public types, which lie below the layer named here: so that other headers can be made of them.
+TYPES = {'plan/types.h': 'upipe_schedule.h', 'stage/types.h': 'upipe_stage.h', 'qkv/types.h': 'upipe_qkv.h',
+         'fpdt/types.h': 'upipe_segments.h', 'zero/shards.h': 'upipe_zero.h'}
+# Private names that others than their owner may use: the doors are made of the engine's parts.
+FRIENDS = {'upipe_stage.h': {'upipe_layer.h', 'upipe_qkv.h', 'upipe_segments.h', 'upipe_fpdt.h'}}
 BACKENDS = ['cpu', 'cuda', 'net']
-# Lines with comments. The attention block can be read: in few lines, few functions, and none of them long.
-CORE_LINES, BACKEND_LINES = 500, 900
-LAYER_LINES, LAYER_FUNCTIONS, FUNCTION_LINES = 300, 70, 80
+
+# Lines with comments; the engine and its doors can be read at a sitting.
+CORE_LINES, BACKEND_LINES, FUNCTION_LINES = 500, 900, 60
+LINES = {'upipe_layer.h': 200, 'upipe_qkv.h': 200, 'upipe_fpdt.h': 250, 'upipe_stage.h': 250}
+# Lines of the whole core without comments and empty lines. It only goes down.
+CORE_CODE = 7030
+# The doors' loops: each function has a `for` with one condition, which names one of these words.
+LOOPS = {
+    'upipe_layer.h': (['upi_layer_fwd', 'upi_layer_bwd'], r'stages'),
+    'upipe_qkv.h': (['upi_qkv_fwd', 'upi_qkv_bwd'], r'stages'),
+    'upipe_fpdt.h': (['upi_fpdt_fwd', 'upi_fpdt_bwd'], r'stages'),
+}
+# A direction is a function, not a parameter or a variable; but what counts bytes has one body for both.
+DIRECTION = re.compile(r'\bint\s+(backward|bwd)\b')
+COUNTS_BYTES = re.compile(r'\w+_bytes|upipe_plan_sent|upipe_plan_sent_stage|upipe_plan_sent_ring')
+# The only macros of the core that branch or return.
+FLOW = re.compile(r'\b(if|for|while|do|switch|case|return|goto)\b')
+FLOW_MACROS = {'UPIPE_TRY', 'UPI_STATUS_CASE'}
 
 CORE_SYSTEM = {'assert.h', 'float.h', 'limits.h', 'math.h', 'stdarg.h', 'stddef.h', 'stdint.h', 'stdio.h', 'string.h'}
 # A pool that marks its free bytes for AddressSanitizer needs that tool's header.
@@ -48,6 +76,8 @@ FOREIGN = {
 BACKEND_NAME = re.compile(r'(?i)(?<![a-z0-9])(cpu|cuda|cublas|nccl|mpi|cblas|openblas|avx2?|pthread|thrd)(?![a-z])')
 PRINTS = 'printf vprintf puts putchar fputs fputc putc fwrite perror vfprintf fprintf'.split()
 LEAVES = 'exit _exit _Exit quick_exit abort atexit signal raise system longjmp'.split()
+# A pool's picture goes to a file of the caller's; a kernel that hangs has no other way to say so, in a build that asks for it.
+MAY_PRINT = {('fprintf', 'upipe_mem.h'), ('printf', 'cuda/upipe_cuda_kernel.h')}
 HEAP = 'malloc calloc realloc free aligned_alloc posix_memalign strdup alloca mmap'.split()
 
 
@@ -56,154 +86,249 @@ def call_of(names):
     return re.compile(r'(?<![\w.*])(?<!->)(' + '|'.join(names) + r')\s*\(')
 
 
-def strip_comments(text):
-    """Comments become blanks, so that line numbers stay; string and character literals survive."""
-    pattern = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|//[^\n]*|/\*.*?\*/', re.S)
-
-    def blank(match):
-        word = match.group(0)
-        return re.sub(r'[^\n]', ' ', word) if word[0] == '/' else word
-
-    return pattern.sub(blank, text)
-
-
-def strip_strings(text):
-    return re.sub(r'"(?:\\.|[^"\\\n])*"', '""', text)
-
-
-class Report:
-    def __init__(self):
-        self.count = 0
-
-    def __call__(self, name, line, sentence):
-        self.count += 1
-        print(f'upipe/{name}:{line}: {sentence}')
-
-
 def owner(name):
-    """The header that a private part belongs to; the header itself for all others."""
-    return PARTS.get(os.path.dirname(name), name)
+    """The header that a private part belongs to; a folder that has none, as a backend's; else the header itself."""
+    folder = name.split('/')[0]
+    return PARTS.get(folder, folder)
 
+
+def is_core(name):
+    return owner(name) not in BACKENDS
+
+
+# ---- one header ----
 
 def check_include(report, name, line, form, target):
     folder = os.path.dirname(name)
-    core = owner(name) in LAYER
+    at = f'upipe/{name}'
     if form == '<':
-        if core and target not in CORE_SYSTEM | CORE_SYSTEM_OF.get(name, set()):
-            report(name, line, f'the core includes <{target}>: only standard C headers without state')
+        if is_core(name) and target not in CORE_SYSTEM | CORE_SYSTEM_OF.get(name, set()):
+            report(at, line, f'the core includes <{target}>: only standard C headers without state')
         homes = FOREIGN.get(target)
         if homes and not name.startswith(homes):
-            report(name, line, f'<{target}> belongs in {" and ".join(homes)} alone')
+            report(at, line, f'<{target}> belongs in {" and ".join(homes)} alone')
         return
     path = os.path.normpath(os.path.join(folder, target))
     if path.startswith('..'):
-        report(name, line, f'"{target}" leaves the folder')
-    elif core:
-        if owner(path) not in LAYER:
-            report(name, line, f'the core includes "{target}", which is not a core header')
-        elif owner(path) != owner(name) and (path != owner(path) or LAYER[path] >= LAYER[owner(name)]):
-            report(name, line, f'"{target}" is not below "{owner(name)}" (layer {LAYER[owner(name)]})')
-    elif os.path.dirname(path) not in ('', folder):
-        report(name, line, f'a backend in {folder}/ includes "{target}": only the core and its own folder')
+        report(at, line, f'"{target}" leaves the folder')
+    elif not is_core(name):
+        if os.path.dirname(path) not in ('', folder):
+            report(at, line, f'a backend in {folder}/ includes "{target}": only the core and its own folder')
+    elif not is_core(path):
+        report(at, line, f'the core includes "{target}", which is not a core header')
+    elif owner(path) == owner(name):
+        if path == owner(name):
+            report(at, line, f'a part includes its owner {path}: types that both need stand in a part of their own')
+    elif path in TYPES:
+        if LAYER[TYPES[path]] > LAYER.get(owner(name), len(LAYER)):
+            report(at, line, f'"{target}" is not below {owner(name)} (layer {LAYER[owner(name)]})')
+    elif path != owner(path):
+        report(at, line, f'"{target}" is a private part of {owner(path)}')
+    elif LAYER.get(path, 0) >= LAYER.get(owner(name), len(LAYER)):
+        report(at, line, f'"{target}" is not below {owner(name)} (layer {LAYER[owner(name)]})')
 
 
-def check_source(report, name, text):
-    core = owner(name) in LAYER
-    lines = text.count('\n')
-    ceiling = LAYER_LINES if name == 'upipe_layer.h' else CORE_LINES if core else BACKEND_LINES
+def check_place(report, name, source):
+    """The header's length, its folder, and whether what is public stands at the top level."""
+    at = f'upipe/{name}'
+    lines = source.count('\n')
+    ceiling = LINES.get(name, CORE_LINES if is_core(name) else BACKEND_LINES)
     if lines > ceiling:
-        report(name, lines, f'{lines} lines, at most {ceiling}: split it')
-    if not core and '/' not in name:
-        report(name, 1, 'a core header without a layer: add it to the table in tests/check_layers.py')
-    if not core and '/' in name and name.split('/')[0] not in BACKENDS:
-        report(name, 1, f'an unknown folder, not one of {BACKENDS + list(PARTS)}')
-    public = re.findall(r'^UPIPE_API\s[^;({]*?\b(upipe_\w+)\(|^typedef struct (upipe_\w+)', text, re.M)
-    if core and '/' in name and public:
-        report(name, 1, f'a private part with something public, {"".join(public[0])}: it belongs in {owner(name)}')
-    if core and '/' not in name and not public and name != 'upipe.h':
-        report(name, 1, 'nothing public at the top level: a private part lies in a folder')
+        report(at, lines, f'{lines} lines, at most {ceiling}: split it')
+    if '/' not in name and name not in LAYER:
+        report(at, 1, 'a core header without a layer: add it to the table in tests/check_layers.py')
+    if '/' in name and name.split('/')[0] not in [*BACKENDS, *PARTS]:
+        report(at, 1, f'an unknown folder, not one of {BACKENDS + list(PARTS)}')
+    public = re.findall(r'^UPIPE_API\s[^;({]*?\b(upipe_\w+)\(|^typedef struct (upipe_\w+)', source, re.M)
+    if is_core(name) and '/' in name and public and name not in TYPES:
+        report(at, 1, f'a private part with something public, {"".join(public[0])}: it belongs in {owner(name)}')
+    if is_core(name) and '/' not in name and not public and name != 'upipe.h':
+        report(at, 1, 'nothing public at the top level: a private part lies in a folder')
 
-    code = strip_comments(text)
-    for number, line in enumerate(code.split('\n'), 1):
-        include = re.match(r'\s*#\s*include\s*([<"])([^>"]+)[>"]', line)
-        if include:
-            check_include(report, name, number, include.group(1), include.group(2))
+
+def check_guard(report, name, text):
+    """The guard is the header's own and nothing more: no other header decides what this one has."""
+    directives = re.findall(r'^[ \t]*#[ \t]*(\w+)[ \t]*([^\n]*)', text, re.M)
+    guard = re.sub(r'\W', '_', os.path.basename(name) if name.startswith('upipe') else f'upipe_{name}').upper()
+    guards = {guard, re.sub(r'\W', '_', os.path.basename(name)).upper()}
+    first = [directive[0] for directive in directives[:2]] + [directives[-1][0]] if len(directives) > 2 else []
+    words = {directive[1].strip() for directive in directives[:2]}
+    if first != ['ifndef', 'define', 'endif'] or len(words) != 1 or not words <= guards:
+        report(f'upipe/{name}', 1, f'opens with another guard than #ifndef {guard}, #define {guard}')
+
+
+def check_words(report, name, source):
+    """No name of a backend in the core; nothing that prints, exits or touches the heap."""
+    at = f'upipe/{name}'
+    core = is_core(name)
+    for number, line in enumerate(without_comments(source).split('\n'), 1):
+        found = BACKEND_NAME.search(line) if core and not INCLUDE.match(line) else None
+        if found:
+            report(at, number, f'the core names a backend: {found.group(1)}')
+    for number, line in enumerate(code(source).split('\n'), 1):
+        if INCLUDE.match(line):
             continue
-        if core:
-            found = BACKEND_NAME.search(line)
-            if found:
-                report(name, number, f'the core names a backend: {found.group(1)}')
-        line = strip_strings(line)
-        prints = [word for word in PRINTS if not (word == 'fprintf' and name == 'upipe_mem.h')]
+        prints = [word for word in PRINTS if (word, name) not in MAY_PRINT]
         for names, verb in ((prints, 'prints'), (LEAVES, 'ends or hijacks the program'), (HEAP, 'uses the heap')):
             if verb == 'uses the heap' and not core:
                 continue
             for word in call_of(names).findall(line):
-                report(name, number, f'{word}() {verb}')
+                report(at, number, f'{word}() {verb}')
         for word in re.findall(r'\b(stdin|stdout|stderr|getenv|setenv|errno)\b', line):
             if core or word != 'errno':
-                report(name, number, f'{word}: state of the process')
+                report(at, number, f'{word}: state of the process')
 
 
-def check_functions(report, sources):
-    """upipe_layer.h and its parts: how many functions they define, and how long each is."""
-    count = 0
-    for name in sorted(sources):
-        if owner(name) != 'upipe_layer.h':
+def enclosing(found, text, offset):
+    """The name of the function, or of the pointer to one, that declares what stands at offset."""
+    for function in found:
+        if function.start <= offset < function.end:
+            return function.name
+    depth = 0
+    for opening in range(offset, -1, -1):
+        depth += {')': 1, '(': -1}.get(text[opening], 0)
+        if depth < 0 or text[opening] in ';{}':
+            break
+    named = re.search(r'(\w+)\)?\s*$', text[:opening])
+    return named.group(1) if named and text[opening] == '(' else 'a struct'
+
+
+def check_functions(report, name, text):
+    """The core's functions: how long, none with a direction for a parameter; and no macro in place of one."""
+    found = functions(text)
+    braces = len(re.findall(r'^\{$', text, re.M))
+    if braces != len(found):
+        report(f'upipe/{name}', 1, f'{braces} bodies at file scope, of which this test reads {len(found)}')
+    for function in found:
+        line = line_of(text, function.start)
+        lines = line_of(text, function.end) - line + 1
+        if lines > FUNCTION_LINES:
+            report(f'upipe/{name}', line, f'{function.name} has {lines} lines, at most {FUNCTION_LINES}')
+    for direction in DIRECTION.finditer(text):
+        where = enclosing(found, text, direction.start())
+        if not COUNTS_BYTES.fullmatch(where):
+            report(f'upipe/{name}', line_of(text, direction.start()),
+                   f'int {direction.group(1)} of {where}: a direction is a function')
+    for macro, body in macros(text).items():
+        flow = FLOW.search(body)
+        if flow and macro not in FLOW_MACROS:
+            report(f'upipe/{name}', 1, f'{macro} is a macro with `{flow.group(1)}`: write a function')
+    return len(found)
+
+
+# ---- the tree ----
+
+def check_circles(report, includes):
+    """No header includes itself, not through others either."""
+    said = set()
+    for name in sorted(includes):
+        came, waiting = {}, [name]
+        for header in waiting: # breadth first: the shortest circle
+            for other in includes.get(header, []):
+                if other not in came:
+                    came[other] = header
+                    waiting.append(other)
+        if name not in came:
             continue
-        for found in re.finditer(r'^UPIPE_API\s[^;{]*?\b(\w+)\([^;{]*\)\n\{\n(.*?)^\}', sources[name], re.M | re.S):
-            count += 1
-            lines = found.group(0).count('\n') + 1
-            if lines > FUNCTION_LINES:
-                report(name, sources[name].count('\n', 0, found.start()) + 1,
-                       f'{found.group(1)} has {lines} lines, at most {FUNCTION_LINES}')
-    if not 0 < count <= LAYER_FUNCTIONS:
-        report('upipe_layer.h', 1, f'{count} functions with its parts, at most {LAYER_FUNCTIONS}')
+        circle = [came[name], name]
+        while circle[0] != name:
+            circle.insert(0, came[circle[0]])
+        if frozenset(circle) not in said:
+            report(f'upipe/{name}', 1, 'a circle of includes: ' + ' -> '.join(circle))
+        said.add(frozenset(circle))
 
 
-def check_cycles(report, includes):
-    """Backends and parts have no table of layers: within a folder it is enough that there is no circle. A part includes
-    its owner to compile alone, which is no circle."""
-    state = {}
+def check_loops(report, texts):
+    """Whoever opens a door sees its loops: each over stages, with one condition."""
+    for name, (wanted, word) in LOOPS.items():
+        bodies = {function.name: function for function in functions(texts.get(name, ''))}
+        for loop in wanted:
+            if loop not in bodies:
+                report(f'upipe/{name}', 1, f'{loop}, which has the loop over stages, is not here')
+                continue
+            line = line_of(texts[name], bodies[loop].start)
+            conditions = [found.group(1) for found in re.finditer(r'\bfor \([^;]*;([^;]*);', bodies[loop].body)]
+            over = [condition for condition in conditions if re.search(rf'\b{word}\b', condition)]
+            if not over:
+                report(f'upipe/{name}', line, f'{loop} has no `for` over stages')
+            for condition in over:
+                if re.search(r'&&|\|\|', condition):
+                    report(f'upipe/{name}', line, f'{loop}: two loops in one `for`: {condition.strip()}')
 
-    def follow(name, trail):
-        if state.get(name) == 'done':
-            return
-        if name in trail:
-            report(name, 1, 'includes itself: ' + ' -> '.join(trail[trail.index(name):] + [name]))
-            return
-        for other in includes.get(name, []):
-            follow(other, trail + [name])
-        state[name] = 'done'
 
-    for name in includes:
-        follow(name, [])
+def check_private(report, texts, others):
+    """Who uses a name that begins with upi_: its owner, the owner's folder, and nobody else but tests."""
+    homes, places = {}, {}
+    for name, text in sorted(texts.items()):
+        for word, offset in private(text).items():
+            homes.setdefault(word, set()).add(owner(name))
+            places.setdefault(word, f'upipe/{name}:{line_of(text, offset)}')
+    for word, several in sorted(homes.items()):
+        if len(several) > 1 and not several <= set(BACKENDS):
+            report(places[word].split(':')[0], int(places[word].split(':')[1]),
+                   f'{word} is defined by {" and ".join(sorted(several))}')
+    # Backends make names of macros' pieces: such a name belongs to the only folder that uses it.
+    made = {}
+    for name, text in texts.items():
+        for word in set(PRIVATE.findall(text)) - set(places):
+            made.setdefault(word, set()).add(owner(name))
+    homes.update((word, users) for word, users in made.items() if len(users) == 1 and users <= set(BACKENDS))
+    for name, text in sorted([*((f'upipe/{name}', text) for name, text in texts.items()), *others.items()]):
+        said = set()
+        for found in PRIVATE.finditer(text):
+            word = found.group(0)
+            inside = name.startswith('upipe/')
+            user = owner(name[len('upipe/'):])
+            if word in said or (inside and any(user == home or user in FRIENDS.get(home, ())
+                                               for home in homes.get(word, set()))):
+                continue
+            said.add(word)
+            if word in homes:
+                report(name, line_of(text, found.start()),
+                       f'{word} is private to {" and ".join(sorted(homes[word]))} ({places.get(word, "made by a macro")})')
+            elif inside and not word.endswith('_'): # a macro's own variable
+                users = ' and '.join(sorted(made[word]))
+                report(name, line_of(text, found.start()), f'{word}, which {users} uses, is defined nowhere in upipe/')
+    return len(homes)
 
 
 def main():
     top = os.path.abspath(sys.argv[1])
     report = Report()
-    names, includes, sources = [], {}, {}
-    for folder, _, files in os.walk(os.path.join(top, 'upipe')):
-        for file in files:
-            path = os.path.join(folder, file)
-            name = os.path.relpath(path, os.path.join(top, 'upipe')).replace(os.sep, '/')
-            if not file.endswith(('.h', '.cuh')):
-                report(name, 1, 'not a header')
-                continue
-            names.append(name)
-    for name in sorted(names):
-        with open(os.path.join(top, 'upipe', name), encoding='utf-8') as source:
-            text = source.read()
-        check_source(report, name, text)
-        sources[name] = text
-        found = re.findall(r'^\s*#\s*include\s*"([^"]+)"', strip_comments(text), re.M)
-        paths = [os.path.normpath(os.path.join(os.path.dirname(name), target)) for target in found]
-        includes[name] = [path for path in paths if path != owner(name)]
-    check_functions(report, sources)
-    check_cycles(report, includes)
-    print(f'layers: {len(names)} headers, {report.count} breaches')
-    return 1 if report.count or not names else 0
+    sources, others, includes = {}, {}, {}
+    for name in list_files(top):
+        folder, _, rest = name.partition('/')
+        if folder == 'upipe' and not name.endswith(('.h', '.cuh')):
+            report(name, 1, 'not a header')
+        elif folder == 'upipe':
+            sources[rest] = read_text(os.path.join(top, name))
+        elif folder in ('examples', 'bench') and name.endswith(('.c', '.h', '.cpp', '.cu', '.cuh', '.inc')):
+            others[name] = code(read_text(os.path.join(top, name)))
+    texts = {name: code(source) for name, source in sources.items()}
+    count = lines = 0
+    for name in sorted(set(LAYER) - set(sources)):
+        report('tests/check_layers.py', 1, f'{name} has a layer, and is not there')
+    for name, text in sorted(texts.items()):
+        check_place(report, name, sources[name])
+        check_guard(report, name, text)
+        check_words(report, name, sources[name])
+        includes[name] = []
+        for found in INCLUDE.finditer(text):
+            check_include(report, name, line_of(text, found.start()), '<' if found.group(1) == '<' else '"',
+                          found.group(2))
+            if found.group(1) == '"':
+                includes[name].append(os.path.normpath(os.path.join(os.path.dirname(name), found.group(2))))
+        if is_core(name):
+            count += check_functions(report, name, text)
+            lines += code_lines(sources[name])
+    check_circles(report, includes)
+    check_loops(report, texts)
+    names = check_private(report, texts, others)
+    if lines > CORE_CODE:
+        report('upipe', 1, f'the core has {lines} lines of code, at most {CORE_CODE}')
+    print(f'layers: {len(texts)} headers, {names} private names; the core has {lines} lines of code (at most {CORE_CODE}) '
+          f'in {count} functions; {report.count} breaches')
+    return 1 if report.count or not texts or not count else 0
 
 
 if __name__ == '__main__':

@@ -13,6 +13,9 @@ import shutil
 import subprocess
 import sys
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
+from tree import Report, read_text, texts  # pylint: disable=wrong-import-position
+
 # Spelled in halves, so that this file passes its own test.
 NOTES = re.compile(r'\b(' + '|'.join(['TO' 'DO', 'FIX' 'ME', 'XX' 'X', 'HA' 'CK']) + r')\b')
 PATHS = re.compile(r'(?<![\w.$})~])/(' + '|'.join(['wo' 'rk', 'tm' 'p', 'ro' 'ot', 'ho' 'me', 'Us' 'ers']) + ')/')
@@ -22,23 +25,6 @@ FORMAT_RELEASE = '14'
 # Foreign text, kept letter for letter.
 VERBATIM = {'LICENSE'}
 PUBLIC = re.compile(r'UPIPE_API\s[^;({]*?\b(upipe_\w+)\(')
-
-
-def list_files(top):
-    """What git tracks or would track; in a release archive, every file outside build folders."""
-    listed = None
-    if shutil.which('git') and os.path.exists(os.path.join(top, '.git')):
-        run = subprocess.run(['git', '-C', top, 'ls-files', '-z', '--cached', '--others', '--exclude-standard'],
-                             capture_output=True, check=False)
-        if run.returncode == 0:
-            listed = [name for name in run.stdout.decode().split('\0') if name]
-    if listed is None:
-        listed = []
-        for folder, folders, files in os.walk(top):
-            folders[:] = [name for name in folders
-                          if name not in ('.git', '__pycache__') and not (folder == top and name.startswith('build'))]
-            listed += [os.path.relpath(os.path.join(folder, name), top) for name in files]
-    return sorted(name for name in listed if os.path.isfile(os.path.join(top, name)))
 
 
 def check_lines(report, name, text):
@@ -61,12 +47,11 @@ def check_shown(report, top, name, text):
     for shown in re.finditer(r'^```\w+ (\S+)\n(.*?)^```$', text, re.M | re.S):
         number = text.count('\n', 0, shown.start()) + 1
         try:
-            with open(os.path.join(top, shown.group(1)), encoding='utf-8') as source:
-                # a part of a file may stand less deep
-                text_of, part = ('\n'.join(['', *(line.strip() for line in whole.split('\n')), ''])
-                                 for whole in (source.read(), shown.group(2).strip()))
-                if part not in text_of:
-                    report(name, number, f'what is shown is not the text of {shown.group(1)}')
+            # a part of a file may stand less deep
+            text_of, part = ('\n'.join(['', *(line.strip() for line in whole.split('\n')), ''])
+                             for whole in (read_text(os.path.join(top, shown.group(1))), shown.group(2).strip()))
+            if part not in text_of:
+                report(name, number, f'what is shown is not the text of {shown.group(1)}')
         except OSError:
             report(name, number, f'shows {shown.group(1)}, which is not there')
 
@@ -103,36 +88,20 @@ def check_format(report, top, names):
 
 def main():
     top = os.path.abspath(sys.argv[1])
-    breaches = 0
-
-    def report(name, line, sentence):
-        nonlocal breaches
-        breaches += 1
-        print(f'{name}:{line}: {sentence}')
-
-    texts = 0
-    names = list_files(top)
-    for name in names:
-        with open(os.path.join(top, name), 'rb') as source:
-            data = source.read()
-        if b'\0' in data:
-            continue
-        try:
-            text = data.decode('utf-8')
-        except UnicodeDecodeError:
+    report, names = Report(), []
+    for name, text in texts(top):
+        names.append(name)
+        if text is None:
             report(name, 1, 'neither UTF-8 nor binary')
-            continue
-        texts += 1
-        if name in VERBATIM:
-            continue
-        check_lines(report, name, text)
-        if name.startswith('upipe' + os.sep):
-            check_comments(report, name, text)
-        if name.endswith('.md'):
-            check_shown(report, top, name, text)
+        elif name not in VERBATIM:
+            check_lines(report, name, text)
+            if name.startswith('upipe' + os.sep):
+                check_comments(report, name, text)
+            if name.endswith('.md'):
+                check_shown(report, top, name, text)
     check_format(report, top, [name for name in names if name.endswith(FORMATTED)])
-    print(f'text: {texts} files, {breaches} breaches')
-    return 1 if breaches or not texts else 0
+    print(f'text: {len(names)} files, {report.count} breaches')
+    return 1 if report.count or not names else 0
 
 
 if __name__ == '__main__':

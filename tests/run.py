@@ -8,7 +8,6 @@ build/times.json.
 """
 
 import argparse
-import glob
 import json
 import os
 import platform
@@ -115,16 +114,18 @@ def parts():
         Part('gcc', ['-Doptimization=1'],
              full='compile unit bf16 fuzz property programs faults weights simt fake net links mutants bench',
              ordinary='compile unit property programs faults simt fake net',
-             without='headers_cuda cuda_seeds cuda_attn_on_90 cuda_attn_masks_on_90'),
+             without='headers_cuda nccl_versions cudnn_plug faults_mpi cuda_seeds cuda_attn_small_race cuda_attn_on_90 '
+                     'cuda_attn_masks_on_90'),
         Part('asan', [*INSTRUMENTED, *ASAN], full='unit fuzz property programs simt fake',
-             ordinary='mem comm a2a fpdt tile safetensors fuzz', slow=SLOW,
+             ordinary='mem comm a2a fpdt mistakes tile safetensors fuzz', slow=SLOW,
              needs=(lambda: starts('-fsanitize=address,undefined'), 'AddressSanitizer does not start here')),
         Part('tsan', [*INSTRUMENTED, '-Dexamples=disabled', '-Db_sanitize=thread'], full='threads',
              ordinary='comm a2a side_stream', slow=SLOW, wrapper=thread_wrapper,
              needs=(lambda: starts('-fsanitize=thread', thread_wrapper()), 'ThreadSanitizer does not start here')),
-        # What users compile: all optimizations, and another compiler.
+        # What users compile: all optimizations, and another compiler. Of programs those that compute: the others' checks
+        # are of words and files, which do not depend on the compiler.
         Part('gcc-O3', [], full='unit'),
-        Part('clang', ['-Dsimd=avx2'] if x86 and wide() else [], full='unit programs', compiler='clang',
+        Part('clang', ['-Dsimd=avx2'] if x86 and wide() else [], full='unit train compare checkpoint', compiler='clang',
              needs=(lambda: has('clang'), 'clang is missing')),
         # clang's sanitizers see more: offsets from NULL, and inputs that nobody thought of. Without kernels, which take
         # minutes to compile so.

@@ -48,7 +48,7 @@ began=$(date +%s)
 
 # program:packages. The first list must be there; what only the others need is left out, and said, without it.
 required='gcc:gcc,libc6-dev g++:g++ meson:meson ninja:ninja-build pkg-config:pkg-config python3:python3 numpy:python3-numpy jansson:libjansson-dev'
-wanted='mpirun:openmpi-bin,libopenmpi-dev cmake:cmake'
+wanted='mpirun:openmpi-bin,libopenmpi-dev cmake:cmake libcrypto:libssl-dev'
 if [ $full = 1 ]; then
     wanted="$wanted mpirun.mpich:mpich,libmpich-dev clang:clang,libclang-rt-dev clang-format:clang-format valgrind:valgrind,libc6-dbg openblas:libopenblas-dev pip:python3-pip torch:python3-torch"
     # A machine of that kind runs NEON anyway.
@@ -56,11 +56,11 @@ if [ $full = 1 ]; then
         wanted="$wanted aarch64-linux-gnu-gcc:gcc-aarch64-linux-gnu,libc6-dev-arm64-cross qemu-aarch64:qemu-user"
 fi
 
-# Some are no programs: NumPy in any Python here, which checks what programs dump, PyTorch, pip, and two libraries.
+# Some are no programs: NumPy in any Python here, which checks what programs dump, PyTorch, pip, and three libraries.
 has() {
     case $1 in
     numpy | torch) python3 -c "import $1" 2>/dev/null || /usr/bin/python3 -c "import $1" 2>/dev/null ;;
-    openblas | jansson) pkg-config --exists "$1" 2>/dev/null ;;
+    openblas | jansson | libcrypto) pkg-config --exists "$1" 2>/dev/null ;;
     pip) python3 -m pip --version >/dev/null 2>&1 ;;
     *) command -v "$1" >/dev/null 2>&1 ;;
     esac

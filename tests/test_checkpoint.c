@@ -93,7 +93,7 @@ static DIR *fault_opendir(const char *path)
 #define pwrite          fault_pwrite
 #define pread           counted_pread
 #define opendir         fault_opendir
-#include "../examples/llama/checkpoint.h"
+#include "../examples/llama/state/checkpoint.h"
 #undef rename
 #undef unlink
 #undef rmdir
@@ -201,7 +201,7 @@ static void truth_fill(truth *t, int64_t step, uint64_t save)
     t->run.clip = 0;
 }
 
-/* rich: with all vectors that a layer may have */
+/* rich: 1 with all vectors that a layer may have, 2 with tensors that are stored as one */
 static void truth_make(truth *t, upipe_dtype dtype, int tied, int rich, int64_t vocab)
 {
     llama_config c;
@@ -209,9 +209,10 @@ static void truth_make(truth *t, upipe_dtype dtype, int tied, int rich, int64_t 
     memset(&c, 0, sizeof c);
     c.layers = 2, c.dim = 6, c.hidden = 10, c.vocab = vocab;
     c.heads = 2, c.kv_heads = 1, c.head_dim = 4;
-    c.tied = tied, c.qk_norm = rich;
-    c.attention_bias = rich ? LLAMA_BIAS_QKVO : LLAMA_BIAS_NONE;
+    c.tied = tied, c.qk_norm = rich == 1;
+    c.attention_bias = rich == 1 ? LLAMA_BIAS_QKVO : LLAMA_BIAS_NONE;
     c.rope_theta = 123456.7, c.norm_eps = 1e-5;
+    c.family = rich == 2 ? LLAMA_IS_PHI3 : rich ? LLAMA_IS_QWEN3 : LLAMA_IS_LLAMA;
     memset(t, 0, sizeof *t);
     if (llama_layout_init(&t->layout, &c) != 0) abort();
     t->dtype = dtype;
@@ -308,7 +309,7 @@ static upipe_status save_alone(const truth *t, int keep, upipe_err *err)
 {
     upipe_ctx c = alone();
     llama_state s = truth_state(t);
-    upipe_status status = llama_save(&c, dir, &s, &t->run, keep);
+    upipe_status status = llama_save(&c, NULL, dir, &s, &t->run, keep);
     *err = c.err;
     return status;
 }
@@ -460,11 +461,11 @@ static upipe_status team_body(void *user, int rank)
         return UPIPE_OK;
     }
     if (r->fails == rank) c.ops = &bad, c.user = &left;
-    status = llama_save(&c, dir, &s, &r->t->run, r->keep);
+    status = llama_save(&c, c.team, dir, &s, &r->t->run, r->keep);
     r->errors[rank] = c.err;
     c.ops = &ops;
     for (i = 0; i < r->again; ++i)
-        CHECK_STATUS(llama_save(&c, dir, &s, &r->t->run, r->keep), UPIPE_OK, c.err);
+        CHECK_STATUS(llama_save(&c, c.team, dir, &s, &r->t->run, r->keep), UPIPE_OK, c.err);
     share_free(&s);
     if (r->fails < 0) return status;
     CHECK(status != UPIPE_OK);
@@ -512,7 +513,7 @@ static upipe_status slow_body(void *user, int rank)
     slow.copy = slow_copy;
     c.team = upipe_threads_comm(&r->team, rank);
     if (rank == 1) c.ops = &slow, c.user = r;
-    r->status[rank] = llama_save(&c, dir, &s, &r->t->run, 0);
+    r->status[rank] = llama_save(&c, c.team, dir, &s, &r->t->run, 0);
     if (rank == 0) r->took = upipe_net_now() - r->began;
     r->err[rank] = c.err;
     share_free(&s);
@@ -562,22 +563,28 @@ static void check_files(const truth *t, const char *path)
     upipe_dtype dtype = UPIPE_F32;
     st_file f;
     int i;
-    CHECK_SAY(llama_config_read(&config, &dtype, in(path, "config.json"), &err) == 0, "%s", err.text);
+    CHECK_SAY(llama_config_read(&config, &dtype, in(path, "config.json"), NULL, &err) == 0, "%s", err.text);
     CHECK_BYTES(&config, &t->layout.config, sizeof config);
     CHECK_INT(dtype, t->dtype);
     if (!CHECK_SAY(st_open(&f, in(path, "model.safetensors"), &err) == 0, "%s", err.text)) return;
-    CHECK_INT(f.n, t->layout.n);
+    CHECK_INT(f.n, t->layout.stored_n);
+    CHECK((st_find(&f, "model.layers.1.self_attn.qkv_proj.weight") != NULL) ==
+          (config.family == LLAMA_IS_PHI3));
+    CHECK((st_find(&f, "model.layers.1.mlp.up_proj.weight") == NULL) == (config.family == LLAMA_IS_PHI3));
     CHECK(st_metadata(&f, "format") != NULL && strcmp(st_metadata(&f, "format"), "pt") == 0);
     CHECK((st_find(&f, "lm_head.weight") == NULL) == t->layout.config.tied);
     CHECK((st_find(&f, "model.layers.1.self_attn.q_norm.weight") != NULL) == t->layout.config.qk_norm);
     CHECK((st_find(&f, "model.layers.1.self_attn.o_proj.bias") != NULL) == t->layout.config.qk_norm);
     for (i = 0; i < t->layout.n; ++i) {
         const llama_tensor *want = &t->layout.tensors[i];
-        const st_tensor *got = st_find(&f, want->name);
+        const llama_tensor *stored = t->layout.stored; /* the one that has it */
+        const st_tensor *got;
         unsigned char bytes[4];
+        while (stored->is_vector != want->is_vector || stored->at + stored->n <= want->at) ++stored;
+        got = st_find(&f, stored->name);
         if (!CHECK(got != NULL)) continue;
         CHECK_INT(got->dtype, want->is_vector || t->dtype == UPIPE_F32 ? ST_F32 : ST_BF16);
-        CHECK_INT(st_read_raw(&f, got, 0, 1, bytes, &err), 0);
+        CHECK_INT(st_read_raw(&f, got, want->at - stored->at, 1, bytes, &err), 0);
         if (want->is_vector) CHECK_BYTES(bytes, t->vectors + want->at, 4);
         if (!want->is_vector && t->dtype == UPIPE_BF16)
             CHECK_BYTES(bytes, (uint16_t *)t->weights + want->at, 2);
@@ -611,7 +618,7 @@ static void test_bits(void)
         memset(&r, 0, sizeof r);
         r.fails = -1;
         /* one vocabulary makes the embedding larger than a chunk */
-        truth_make(&t, kind & 1 ? UPIPE_BF16 : UPIPE_F32, kind >> 1 & 1, kind >> 2 & 1,
+        truth_make(&t, kind & 1 ? UPIPE_BF16 : UPIPE_F32, kind >> 1 & 1, kind >> 2 & 1 ? 1 : kind & 2,
                    kind < 2 ? 100003 : 11);
         for (ranks = 1; ranks <= 4; ++ranks) {
             truth_fill(&t, ranks, (uint64_t)kind);
@@ -712,6 +719,15 @@ static void test_keep(void)
     CHECK_TEXT(path, "checkpoint-12");
     CHECK_INT(llama_checkpoint_find(in(dir, "checkpoint-012"), path, &err), 1);
     CHECK_TEXT(err.text, "holds neither a config.json nor a checkpoint");
+    /* one with another's name, as it is found and as all of a folder are looked at */
+    CHECK_INT(llama_names_fit(dir, &err), 0);
+    CHECK_INT(rename(in(dir, "checkpoint-12"), in(dir, ".checkpoint-14.old")), 0);
+    CHECK_INT(llama_checkpoint_find(dir, path, &err), -1);
+    CHECK_TEXT(err.text, "has done 12 steps, and not the 14 of its name: name it checkpoint-12");
+    CHECK_INT(rename(in(dir, ".checkpoint-14.old"), in(dir, "checkpoint-7")), 0);
+    check_newest(&t, 13, 13);
+    CHECK_INT(llama_names_fit(dir, &err), -1);
+    CHECK_TEXT(err.text, "has done 12 steps, and not the 7 of its name");
     truth_free(&t);
     clear(dir);
 }
@@ -750,7 +766,8 @@ static void test_refusals(void)
         truth_fill(&t, 2, 2);
         team_go(&r, &t, 3, NULL);
         CHECK_TEXT(r.errors[rank].text, "the device is gone");
-        CHECK_TEXT(r.errors[(rank + 1) % 3].text, "could not write");
+        CHECK_TEXT(r.errors[(rank + 1) % 3].text, "could not write: ");
+        CHECK_TEXT(r.errors[(rank + 1) % 3].text, "the device is gone"); /* of a rank that cannot say it */
         /* so that a program can tell who has the reason */
         CHECK(r.errors[rank].status != UPIPE_ERR_ABORTED);
         CHECK_INT(r.errors[(rank + 1) % 3].status, UPIPE_ERR_ABORTED);
@@ -776,7 +793,7 @@ static void test_refusals(void)
     {
         upipe_ctx c = alone();
         llama_state s = share_state(&t, 1, 1, 2);
-        CHECK_STATUS(llama_save(&c, dir, &s, &t.run, 0), UPIPE_ERR_ARG, c.err);
+        CHECK_STATUS(llama_save(&c, NULL, dir, &s, &t.run, 0), UPIPE_ERR_ARG, c.err);
         CHECK_TEXT(c.err.text, "rank 1 of 2");
         share_free(&s);
     }
@@ -1043,6 +1060,7 @@ static double value_of(const llama_tensor *one, int64_t k)
 typedef struct twist {
     int missing, shape, type; /* tensor that is left out, has a row more, is I32; -1 = none */
     const char *extra;
+    int tied; /* the head has the numbers of the embedding */
 } twist;
 
 static void write_model(const llama_layout *l, const char *name, st_dtype dtype, int from, int to,
@@ -1068,7 +1086,8 @@ static void write_model(const llama_layout *l, const char *name, st_dtype dtype,
     for (i = from, index = 0; i < to; ++i) {
         if (how->missing == i) continue;
         for (k = 0; k < l->tensors[i].n; ++k) {
-            double x = value_of(&l->tensors[i], k), size = fabs(x);
+            const llama_tensor *t = &l->tensors[how->tied && l->tensors[i].kind == LLAMA_HEAD ? 0 : i];
+            double x = value_of(t, k), size = fabs(x);
             float y = (float)x;
             uint32_t bits;
             uint16_t half;
@@ -1166,7 +1185,7 @@ static void test_rounding(void)
 static void test_models(void)
 {
     static const st_dtype types[] = {ST_F64, ST_F32, ST_F16, ST_BF16};
-    const twist plain = {-1, -1, -1, NULL};
+    const twist plain = {-1, -1, -1, NULL, 0};
     twist how;
     upipe_err err = no_err();
     char map[4096];
@@ -1175,7 +1194,7 @@ static void test_models(void)
     for (kind = 0; kind < 8; ++kind) {
         truth_make(&t, kind & 1 ? UPIPE_BF16 : UPIPE_F32, 1, 0, 11);
         how = plain;
-        how.extra = kind & 2 ? "lm_head.weight" : "model.layers.0.self_attn.rotary_emb.inv_freq";
+        how.extra = "model.layers.0.self_attn.rotary_emb.inv_freq";
         write_model(&t.layout, "model.safetensors", types[kind >> 1], 0, t.layout.n, &how);
         CHECK_STATUS(load_model(&t, 1, 3, &err), UPIPE_OK, err);
         check_values(&t, 1, 3);
@@ -1231,6 +1250,43 @@ static void test_models(void)
         if (says[kind] != NULL) CHECK_TEXT(err.text, says[kind]);
         if (kind == 0) check_values(&t, 0, 1);
     }
+    truth_free(&t);
+    clear(dir);
+}
+
+/* A head stored beside the embedding that it is tied to is checked as any tensor, and has its numbers. No weight is kept. */
+static void test_tied(void)
+{
+    const twist plain = {-1, -1, -1, NULL, 0};
+    twist how = plain;
+    upipe_err err = no_err();
+    truth t, untied;
+    int head;
+    truth_make(&t, UPIPE_F32, 1, 0, 11);
+    truth_make(&untied, UPIPE_F32, 0, 0, 11);
+    head = (int)(llama_find(&untied.layout, LLAMA_HEAD, -1) - untied.layout.tensors);
+    write_model(&untied.layout, "model.safetensors", ST_F32, 0, untied.layout.n, &plain);
+    CHECK_INT(llama_load_check(dir, &untied.layout, &err), 0);
+    CHECK_INT(llama_load_check(dir, &t.layout, &err), -1);
+    CHECK_TEXT(err.text, "model.safetensors: lm_head.weight is not the embedding, and tie_word_embeddings");
+    how.tied = 1;
+    write_model(&untied.layout, "model.safetensors", ST_F32, 0, untied.layout.n, &how);
+    CHECK_SAY(llama_load_check(dir, &t.layout, &err) == 0, "%s", err.text);
+    CHECK_STATUS(load_model(&t, 1, 3, &err), UPIPE_OK, err);
+    check_values(&t, 1, 3);
+    how.shape = head;
+    write_model(&untied.layout, "model.safetensors", ST_F32, 0, untied.layout.n, &how);
+    CHECK_INT(llama_load_check(dir, &t.layout, &err), -1);
+    CHECK_TEXT(err.text, "lm_head.weight has 2 dimensions, 12 x 6, not 2, 11 x 6");
+    how = plain, how.type = head;
+    write_model(&untied.layout, "model.safetensors", ST_F32, 0, untied.layout.n, &how);
+    CHECK_INT(llama_load_check(dir, &t.layout, &err), -1);
+    CHECK_TEXT(err.text, "lm_head.weight is I32, not F64, F32");
+    how = plain, how.missing = 0; /* the head alone */
+    write_model(&untied.layout, "model.safetensors", ST_F32, 0, untied.layout.n, &how);
+    CHECK_INT(llama_load_check(dir, &t.layout, &err), -1);
+    CHECK_TEXT(err.text, "model.embed_tokens.weight is missing");
+    truth_free(&untied);
     truth_free(&t);
     clear(dir);
 }
@@ -1308,6 +1364,8 @@ static void test_optimizers(void)
         {"text_hash", "-1", "text_hash is -1"},
         {"lr", NULL, "lr is missing"},
         {"lr", "nan", "lr is nan"},
+        {"lr", "0x1p3", "lr is 0x1p3, not a number from 0 to 1000"}, /* as the flag refuses it */
+        {"clip", "1e", "clip is 1e, not"},
         {"clip", "1e999", "clip is 1e999"},
         {"beta2", "0.9x", "beta2 is 0.9x"},
         {"warmup", "1.0", "warmup is 1.0"},
@@ -1378,70 +1436,202 @@ static void test_optimizers(void)
 #define LLAMA "\"model_type\":\"llama\"," NUMBERS
 #define QWEN2 "\"model_type\":\"qwen2\",\"num_key_value_heads\":2," NUMBERS
 
+#define MISTRAL   "\"model_type\":\"mistral\",\"num_key_value_heads\":2," NUMBERS
+#define QWEN3     "\"model_type\":\"qwen3\",\"num_key_value_heads\":2," NUMBERS
+#define MINISTRAL "\"model_type\":\"ministral\",\"num_key_value_heads\":2,\"head_dim\":16," NUMBERS
+#define CWM \
+    "\"model_type\":\"cwm\",\"rope_parameters\":{\"rope_type\":\"default\"},\"num_key_value_heads\":2," NUMBERS
+#define SMOLLM3     "\"model_type\":\"smollm3\",\"num_key_value_heads\":2,\"pad_token_id\":null," NUMBERS
+#define SEED        "\"model_type\":\"seed_oss\",\"num_key_value_heads\":2," NUMBERS
+#define ERNIE       "\"model_type\":\"ernie4_5\",\"num_key_value_heads\":2," NUMBERS
+#define PHI3        "\"model_type\":\"phi3\",\"pad_token_id\":null," NUMBERS
+#define GLM         "\"model_type\":\"glm\",\"num_key_value_heads\":2,\"pad_token_id\":null," NUMBERS
+#define FULL        "\"full_attention\""
+#define SLIDES      "\"sliding_attention\""
+#define ROPE(words) ",\"max_position_embeddings\":64,\"rope_scaling\":{" words "}"
+
 static const struct {
     const char *text, *says; /* says NULL: accepted */
 } configs[] = {
     {"{" LLAMA "}", NULL},
-    {"{" LLAMA ",\"rope_scaling\":{\"rope_type\":\"default\"},\"sliding_window\":7,\"other\":[1,{}]}", NULL},
+    {"{" LLAMA ",\"rope_scaling\":{\"rope_type\":\"default\"},\"sliding_window\":7,\"use_cache\":true}",
+     NULL},
     {"{" LLAMA
      ",\"rope_parameters\":{\"rope_theta\":500000,\"type\":\"default\"},\"partial_rotary_factor\":1.0}",
      NULL},
-    {"{" NUMBERS ",\"architectures\":[\"LlamaForCausalLM\"],\"head_dim\":null,\"hidden_act\":\"silu\"}",
-     NULL},
-    {"{" NUMBERS ",\"model_type\":\"mistral\",\"num_key_value_heads\":2,\"sliding_window\":null}", NULL},
-    {"{" NUMBERS
-     ",\"model_type\":\"qwen3\",\"num_key_value_heads\":2,\"head_dim\":32,\"use_sliding_window\":false,"
-     "\"layer_types\":[\"full_attention\",\"full_attention\"]}",
-     NULL},
-    {"{" NUMBERS ",\"model_type\":\"qwen3\",\"num_key_value_heads\":2}", "head_dim is missing"},
+    {"{" LLAMA ",\"architectures\":[\"LlamaForCausalLM\"],\"head_dim\":null,\"hidden_act\":\"silu\"}", NULL},
+    {"{" MISTRAL ",\"sliding_window\":null}", NULL},
+    {"{" QWEN3 ",\"head_dim\":32,\"use_sliding_window\":false,\"layer_types\":[" FULL "," FULL "]}", NULL},
+    {"{" QWEN3 "}", NULL},
+    {"{" QWEN3 ",\"head_dim\":null}", "head_dim is not an integer"},
+    {"{" MISTRAL "}", NULL},
+    {"{" MISTRAL ",\"sliding_window\":7}", NULL},
     {"{" NUMBERS ",\"model_type\":\"qwen3\",\"head_dim\":16}", "num_key_value_heads is missing"},
-    {"{" NUMBERS ",\"model_type\":\"mistral\",\"num_key_value_heads\":2}", NULL},
-    {"{" NUMBERS ",\"model_type\":\"mistral\",\"num_key_value_heads\":2,\"sliding_window\":7}", NULL},
-    {"{" NUMBERS ",\"model_type\":\"mistral\",\"num_key_value_heads\":2,\"sliding_window\":0}",
-     "sliding_window is 0, not in 1"},
-    {"{" NUMBERS "}", "neither model_type nor architectures"},
-    {"{" NUMBERS ",\"model_type\":\"gemma\"}", "model_type gemma with the architecture (none) is not built"},
+    {"{" MISTRAL ",\"sliding_window\":0}", "sliding_window is 0, not in 1"},
+    /* what model it is */
+    {"{" NUMBERS "}", "model_type is missing"},
+    {"{" NUMBERS ",\"architectures\":[\"LlamaForCausalLM\"]}", "model_type is missing"},
+    {"{" NUMBERS ",\"model_type\":null}", "model_type is not a string"},
     {"{" NUMBERS ",\"model_type\":3}", "model_type is not a string"},
+    {"{" NUMBERS ",\"model_type\":\"gemma\"}",
+     "model_type gemma ((none)) is not built; built are llama, mistral, qwen2, qwen3, ministral, cwm, "
+     "smollm3, seed_oss, ernie4_5, phi3, glm"},
     {"{" LLAMA ",\"architectures\":[\"LlamaForSequenceClassification\"]}",
-     "LlamaForSequenceClassification is not"},
+     "(LlamaForSequenceClassificati) is not"},
+    {"{" LLAMA ",\"architectures\":[\"LlamaModel\"]}", "(LlamaModel) is not built"},
     {"{" LLAMA ",\"architectures\":[\"Qwen3ForCausalLM\"]}", "is not built"},
     {"{" LLAMA ",\"architectures\":[]}", "architectures is not a list of one name"},
-    {"{" LLAMA ",\"hidden_act\":\"gelu\"}", "hidden_act is gelu"},
-    {"{" LLAMA ",\"hidden_act\":1}", "hidden_act is no string"},
-    {"{" LLAMA ",\"attention_bias\":1}", "attention_bias is neither true nor false"},
-    {"{" NUMBERS ",\"model_type\":\"mistral\",\"num_key_value_heads\":2,\"attention_bias\":true}",
-     "attention_bias is set"},
-    {"{" QWEN2 ",\"use_sliding_window\":true}", "use_sliding_window is set"},
-    {"{" QWEN2 ",\"layer_types\":[\"full_attention\",\"sliding_attention\"]}", "layer 1 of layer_types"},
-    {"{" QWEN2 ",\"rope_scaling\":{\"type\":\"yarn\",\"factor\":4.0}}", "type yarn"},
-    {"{" NUMBERS ",\"model_type\":\"qwen2\"}", "num_key_value_heads is missing"},
-    {"{" LLAMA ",\"mlp_bias\":true}", "mlp_bias is set"},
-    {"{" LLAMA ",\"use_sliding_window\":true}", "use_sliding_window is set"},
-    {"{" LLAMA ",\"attention_dropout\":0.1}", "attention_dropout is 0.1"},
-    {"{" LLAMA ",\"partial_rotary_factor\":0.5}", "partial_rotary_factor is 0.5"},
+    {"{" LLAMA ",\"architectures\":[\"LlamaForCausalLM\",\"MistralForCausalLM\"]}",
+     "architectures is not a list of one name"},
+    {"{" LLAMA ",\"architectures\":null}", NULL},
+    {"{" LLAMA ",\"text_config\":{\"hidden_size\":32}}", "text_config is set"},
+    {"{" LLAMA ",\"per_layer_config\":{\"0\":{\"num_attention_heads\":2}}}", "per_layer_config is set"},
+    {"{" LLAMA ",\"per_layer_config\":null,\"text_config\":null,\"quantization_config\":null}", NULL},
     {"{" LLAMA ",\"quantization_config\":{}}", "quantization_config is set"},
-    {"{" LLAMA ",\"layer_types\":[\"full_attention\",\"sliding_attention\"]}", "layer 1 of layer_types"},
-    {"{" LLAMA ",\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":8.0}}", "rope_type llama3"},
-    {"{" LLAMA ",\"rope_scaling\":{\"type\":\"linear\"}}", "type linear"},
-    {"{" LLAMA ",\"rope_scaling\":{\"factor\":2}}", "rope_scaling has factor, which is not built"},
-    {"{" LLAMA ",\"rope_scaling\":{\"short_factor\":[1,2]}}", "rope_scaling has short_factor"},
-    {"{" LLAMA ",\"rope_scaling\":{\"rope_type\":\"default\",\"mrope_section\":[16,24,24]}}",
+    {"{" LLAMA ",\"auto_map\":{\"AutoModelForCausalLM\":\"modeling_other.Other\"}}", "auto_map is set"},
+    /* keys */
+    {"{" LLAMA ",\"other\":[1,{}]}", "other is a key that is not known of a llama; --ignore-key"},
+    {"{" LLAMA ",\"other\":null}", "other is a key that is not known of a llama"},
+    {"{" LLAMA ",\"no_rope_layers\":[0,0]}", "no_rope_layers is a key that is not known of a llama"},
+    {"{" LLAMA ",\"max_window_layers\":1}", "max_window_layers is a key"},
+    {"{" QWEN2 ",\"residual_multiplier\":0.1}", "residual_multiplier is a key that is not known of a qwen2"},
+    {"{" LLAMA ",\"sliding\":7,\"window\":1}", "is a key that is not known"},
+    {"{" LLAMA ",\"\":7}", "is a key that is not known"},
+    {"{" LLAMA ",\"use_cache initializer_range\":7}", "is a key that is not known"},
+    {"{" LLAMA ",\"pretraining_tp\":2,\"rope_interleaved\":true,\"_name_or_path\":\"x\"}", NULL},
+    /* what is not built */
+    {"{" LLAMA ",\"hidden_act\":\"gelu\"}", "hidden_act is gelu"},
+    {"{" LLAMA ",\"hidden_act\":\"swish\"}", NULL},
+    {"{" LLAMA ",\"hidden_act\":\"SiLU\"}", "hidden_act is SiLU"},
+    {"{" LLAMA ",\"hidden_act\":null}", "hidden_act is no string"},
+    {"{" LLAMA ",\"hidden_act\":1}", "hidden_act is no string"},
+    {"{" LLAMA ",\"mlp_bias\":true}", "mlp_bias is set"},
+    {"{" LLAMA ",\"mlp_bias\":null}", "mlp_bias is null"},
+    {"{" LLAMA ",\"attention_dropout\":0.1}", "attention_dropout is 0.1"},
+    {"{" LLAMA ",\"is_causal\":true,\"auto_map\":null}", NULL},
+    {"{" LLAMA ",\"is_causal\":false}", "is_causal is not true"},
+    {"{" LLAMA ",\"is_causal\":null}", "is_causal is not true"},
+    {"{" LLAMA ",\"is_causal\":1}", "is_causal is not true"},
+    /* biases, the padding */
+    {"{" LLAMA ",\"attention_bias\":1}", "attention_bias is neither true nor false"},
+    {"{" LLAMA ",\"attention_bias\":null}", "attention_bias is neither true nor false"},
+    {"{" MISTRAL ",\"attention_bias\":true}", "attention_bias is set"},
+    {"{" QWEN2 ",\"attention_bias\":null}", "attention_bias is neither"},
+    {"{" LLAMA ",\"pad_token_id\":49}", NULL},
+    {"{" LLAMA ",\"pad_token_id\":null}", NULL},
+    {"{" LLAMA ",\"pad_token_id\":50}", "pad_token_id is 50, of 50 tokens"},
+    {"{" LLAMA ",\"pad_token_id\":-51}", "pad_token_id is -51, of 50 tokens"},
+    {"{" LLAMA ",\"pad_token_id\":\"1\"}", "pad_token_id is not an integer"},
+    {"{" LLAMA ",\"tie_word_embeddings\":1}", "tie_word_embeddings is neither true nor false"},
+    {"{" LLAMA ",\"tie_word_embeddings\":null}", "tie_word_embeddings is neither true nor false"},
+    /* windows and layers */
+    {"{" QWEN2 ",\"use_sliding_window\":true}", NULL}, /* none of 2 layers is the 28th */
+    {"{" QWEN2 ",\"use_sliding_window\":true,\"max_window_layers\":1,\"sliding_window\":null}", NULL},
+    {"{" QWEN2 ",\"use_sliding_window\":null}", "use_sliding_window is neither"},
+    {"{" QWEN2 ",\"layer_types\":[" FULL "," SLIDES "]}",
+     "layer 1 of layer_types is sliding_attention, and there is no window"},
+    {"{" QWEN2 ",\"layer_types\":[" FULL ",\"chunked_attention\"]}", "layer 1 of layer_types is neither"},
+    {"{" QWEN2 ",\"layer_types\":[" FULL "]}", "layer_types has 1 entries, not one for each of 2 layers"},
+    {"{" QWEN2 ",\"layer_types\":" FULL "}", "layer_types is not a list"},
+    {"{" LLAMA ",\"layer_types\":[" FULL ",3]}", "layer 1 of layer_types"},
+    {"{" LLAMA ",\"layer_types\":[" FULL "," SLIDES "]}", "layer 1 of layer_types"},
+    {"{" LLAMA ",\"use_sliding_window\":true}", "use_sliding_window is set"},
+    {"{" MISTRAL ",\"layer_types\":[" FULL "," FULL "]}", "head_dim is missing"}, /* a Ministral's */
+    {"{" MINISTRAL ",\"sliding_window\":null,\"layer_types\":[" FULL "," SLIDES "]}",
+     "layer 1 of layer_types is sliding_attention, and there is no window"},
+    {"{" SMOLLM3 ",\"no_rope_layers\":[1]}", "no_rope_layers has 1 entries"},
+    {"{" SMOLLM3 ",\"no_rope_layers\":[1,2]}", "layer 1 of no_rope_layers is neither 0 nor 1"},
+    {"{" SMOLLM3 ",\"no_rope_layers\":[true,false]}", "layer 0 of no_rope_layers is neither 0 nor 1"},
+    {"{" SMOLLM3 ",\"no_rope_layer_interval\":0}", "no_rope_layer_interval is 0"},
+    {"{\"model_type\":\"smollm3\",\"num_key_value_heads\":2," NUMBERS "}",
+     "pad_token_id is 128004, of 50 tokens"},
+    {"{" CWM ",\"sliding_window\":0}", "sliding_window is 0"},
+    {"{\"model_type\":\"cwm\",\"num_key_value_heads\":2," NUMBERS "}",
+     "rope_parameters is missing, and a cwm has some"},
+    /* other families */
+    {"{" SEED "}", NULL},
+    {"{" SEED ",\"attention_out_bias\":true}", NULL},
+    {"{" SEED ",\"attention_bias\":false}", NULL},
+    {"{" SEED ",\"attention_bias\":false,\"attention_out_bias\":true}",
+     "attention_out_bias without attention_bias"},
+    {"{" SEED ",\"attention_dropout\":0.1}", "attention_dropout is 0.1"},
+    {"{" SEED ",\"residual_dropout\":0.1}", "residual_dropout is 0.1"},
+    {"{" ERNIE ",\"use_bias\":false}", NULL},
+    {"{" ERNIE ",\"use_bias\":true}", "use_bias is set"},
+    {"{" PHI3 ",\"resid_pdrop\":0.0,\"embd_pdrop\":0}", NULL},
+    {"{" PHI3 ",\"embd_pdrop\":0.5}", "embd_pdrop is 0.5"},
+    {"{" PHI3 ROPE("\"type\":\"linear\",\"factor\":2") "}",
+     "rope_scaling has type linear, which no phi3 has"},
+    {"{" PHI3 ROPE("\"type\":\"su\",\"short_factor\":[1]") "}", "short_factor is no list of 8 numbers"},
+    {"{" PHI3 ROPE(
+         "\"type\":\"longrope\",\"short_factor\":[1,2,3,4,5,6],\"long_factor\":[1,2,3,4,5,6]") ",\"partial_rotary_factor\":0.75,\"original_max_position_embeddings\":32}",
+     NULL},
+    {"{" GLM "}", NULL},
+    {"{" GLM ",\"partial_rotary_factor\":1}", NULL},
+    {"{" GLM ",\"partial_rotary_factor\":0.2}",
+     "partial_rotary_factor 0.2 of a head of 128 are 25, no pairs"},
+    {"{" GLM ",\"rope_scaling\":{\"type\":\"linear\",\"factor\":2}}", NULL},
+    {"{" GLM ",\"attention_bias\":false}", NULL},
+    /* RoPE */
+    {"{" LLAMA ",\"partial_rotary_factor\":0.5}", "partial_rotary_factor is 0.5"},
+    {"{" LLAMA ROPE("\"type\":\"linear\"") "}", "rope_scaling of the type linear has no factor"},
+    {"{" LLAMA ROPE("\"type\":\"linear\",\"factor\":2") "}", NULL},
+    {"{" LLAMA ROPE("\"type\":\"linear\",\"factor\":0.5") "}", "factor is 0.5, not in 1"},
+    {"{" LLAMA ROPE("\"type\":\"linear\",\"factor\":\"2\"") "}", "factor is not a number"},
+    {"{" LLAMA ROPE("\"type\":\"linear\",\"factor\":2,\"beta_fast\":2") "}",
+     "has beta_fast, which its type linear"},
+    {"{" LLAMA ROPE("\"type\":\"dynamic\",\"factor\":2") "}", NULL},
+    {"{" LLAMA ",\"rope_scaling\":{\"type\":\"dynamic\",\"factor\":2}}",
+     "max_position_embeddings is missing"},
+    {"{" LLAMA ROPE("\"type\":\"yarn\",\"factor\":4.0,\"truncate\":false") "}", NULL},
+    {"{" LLAMA ROPE("\"type\":\"yarn\",\"factor\":null,\"truncate\":1") "}", "truncate is neither"},
+    {"{" LLAMA ROPE("\"type\":\"yarn\",\"beta_fast\":1,\"beta_slow\":2") "}", "beta_fast is below beta_slow"},
+    {"{" LLAMA ROPE("\"type\":\"yarn\",\"original_max_position_embeddings\":0") "}",
+     "original_max_position_embeddings is 0"},
+    {"{" LLAMA ROPE("\"rope_type\":\"llama3\",\"factor\":8.0") "}", "the type llama3 has no low_freq_factor"},
+    {"{" LLAMA ROPE(
+         "\"rope_type\":\"llama3\",\"factor\":8.0,\"low_freq_factor\":1,\"high_freq_factor\":4") "}",
+     NULL},
+    {"{" LLAMA ROPE(
+         "\"rope_type\":\"llama3\",\"factor\":8.0,\"low_freq_factor\":4,\"high_freq_factor\":4") "}",
+     "high_freq_factor 4 is not above low_freq_factor 4"},
+    {"{" LLAMA ROPE("\"type\":\"longrope\",\"long_factor\":[1,2,3,4,5,6,7,8]") "}", "has no short_factor"},
+    {"{" LLAMA ROPE("\"type\":\"longrope\",\"short_factor\":[1,2]") "}",
+     "short_factor is no list of 8 numbers"},
+    {"{" LLAMA ROPE("\"type\":\"longrope\",\"short_factor\":[1,2,3,4,5,6,7,0]") "}",
+     "short_factor is 0, not in"},
+    {"{" LLAMA ROPE("\"type\":\"longrope\",\"short_factor\":[1,2,3,4,5,6,7,8],"
+                    "\"long_factor\":[1,2,3,4,5,6,7,8]") "}",
+     NULL},
+    {"{" LLAMA ROPE("\"type\":\"ntk\"") "}", "type ntk; default, linear, dynamic"},
+    {"{" LLAMA ROPE("\"type\":3") "}", "type that is no string"},
+    {"{" LLAMA ROPE("\"factor\":2") "}", "rope_scaling has factor, which its type default does not use"},
+    {"{" LLAMA ROPE("\"short_factor\":[1,2]") "}", "rope_scaling has short_factor"},
+    {"{" LLAMA ROPE("\"rope_type\":\"default\",\"mrope_section\":[16,24,24]") "}",
      "rope_scaling has mrope_section"},
     {"{" LLAMA ",\"rope_parameters\":{\"full_attention\":{\"rope_type\":\"default\",\"rope_theta\":1e6}}}",
      "rope_parameters has full_attention"},
     {"{" LLAMA ",\"rope_scaling\":{\"type\":\"default\",\"factor\":null}}", NULL},
-    {"{" LLAMA ",\"is_causal\":true,\"auto_map\":null}", NULL},
-    {"{" LLAMA ",\"is_causal\":false}", "is_causal is not true"},
-    {"{" LLAMA ",\"is_causal\":1}", "is_causal is not true"},
-    {"{" LLAMA ",\"auto_map\":{\"AutoModelForCausalLM\":\"modeling_other.Other\"}}", "auto_map is set"},
+    {"{" LLAMA ",\"rope_scaling\":{},\"rope_parameters\":null}", NULL},
+    {"{" LLAMA ",\"rope_scaling\":{\"rope_theta\":5e5},\"rope_parameters\":{\"rope_theta\":1e3}}",
+     "rope_scaling and rope_parameters say different things"},
+    {"{" LLAMA ",\"rope_theta\":5e5,\"rope_scaling\":{\"rope_type\":\"default\"},"
+     "\"rope_parameters\":{\"rope_type\":\"default\",\"rope_theta\":1e3}}",
+     "rope_scaling and rope_parameters say different things"},
+    {"{" LLAMA ",\"rope_scaling\":{\"rope_theta\":5e5},\"rope_parameters\":{\"rope_theta\":5e5}}", NULL},
     {"{" LLAMA ",\"rope_scaling\":2}", "rope_scaling is neither null nor an object"},
+    {"{" LLAMA ",\"rope_scaling\":false}", "rope_scaling is neither null nor an object"},
     {"{" LLAMA ",\"rope_parameters\":{\"rope_theta\":1,\"partial_rotary_factor\":0.25}}",
      "partial_rotary_factor"},
+    {"{" LLAMA ",\"rope_parameters\":{\"rope_theta\":null}}", "rope_theta is not a number"},
+    {"{" LLAMA ",\"rope_theta\":null}", "rope_theta is not a number"},
     {"{" LLAMA ",\"rope_theta\":0}", "rope_theta is 0, not in 1 .. 1e+12"},
     {"{" LLAMA ",\"rope_theta\":\"1\"}", "rope_theta is not a number"},
+    /* numbers */
     {"{" LLAMA ",\"rms_norm_eps\":-1e-6}", "rms_norm_eps is -1e-06, not in 1e-12 .. 1"},
+    {"{" LLAMA ",\"rms_norm_eps\":null}", "rms_norm_eps is not a number"},
     {"{" LLAMA ",\"rms_norm_eps\":1e999}", "no JSON"},
-    {"{" LLAMA ",\"tie_word_embeddings\":1}", "tie_word_embeddings is neither true nor false"},
+    {"{" LLAMA ",\"num_key_value_heads\":null}", NULL},
     {"{" LLAMA ",\"num_key_value_heads\":3}", "4 heads do not divide among 3"},
     {"{" LLAMA ",\"num_key_value_heads\":0}", "num_key_value_heads is 0"},
     {"{" LLAMA ",\"num_key_value_heads\":2.0}", "num_key_value_heads is not an integer"},
@@ -1453,6 +1643,7 @@ static const struct {
      "16777216 heads of 128 are more"},
     {"{" LLAMA ",\"hidden_size\":65}", "duplicate"},
     {"{\"model_type\":\"llama\"}", "hidden_size is missing"},
+    {"{\"model_type\":\"llama\",\"hidden_size\":null}", "hidden_size is not an integer"},
     {"{\"model_type\":\"llama\",\"hidden_size\":-64}", "hidden_size is -64"},
     {"{\"model_type\":\"llama\",\"hidden_size\":64,\"intermediate_size\":96,\"num_hidden_layers\":4097,"
      "\"num_attention_heads\":4,\"vocab_size\":50}",
@@ -1482,29 +1673,37 @@ static void test_config(void)
         int bad;
         write_text(path, configs[i].text);
         err = no_err();
-        bad = llama_config_read(&c, &dtype, path, &err);
+        bad = llama_config_read(&c, &dtype, path, NULL, &err);
         CHECK_SAY(bad == (configs[i].says != NULL ? -1 : 0), "%s: \"%s\"", configs[i].text, err.text);
         if (configs[i].says != NULL) CHECK_TEXT(err.text, configs[i].says);
         if (i == 0) {
             CHECK(c.dim == 64 && c.hidden == 96 && c.layers == 2 && c.vocab == 50 && c.heads == 4);
-            CHECK(c.kv_heads == 4 && c.head_dim == 16 && !c.tied && !c.qk_norm);
+            CHECK(c.kv_heads == 4 && c.head_dim == 16 && !c.tied && !c.qk_norm && c.pad == 0);
             CHECK(c.rope_theta == 10000 && c.norm_eps == 1e-6);
         }
         if (i == 2) CHECK(c.rope_theta == 500000);
         if (i == 5) CHECK(c.qk_norm && c.kv_heads == 2 && c.head_dim == 32);
-        if (configs[i].says == NULL) CHECK_INT(c.window, i == 8 ? 4096 : i == 9 ? 7 : 0);
+        if (i == 6) CHECK(c.qk_norm && c.head_dim == 128);
+        if (configs[i].says != NULL) continue;
+        CHECK_INT(c.window, i == 8 ? 4096 : i == 9 ? 7 : 0);
+        /* what is read is written, and read as the same */
+        unlink(path);
+        CHECK_SAY(llama_config_write(&c, UPIPE_BF16, 77, path, &err) == 0, "%s", err.text);
+        CHECK_SAY(llama_config_read(&back, &dtype, path, NULL, &err) == 0, "%s: %s", configs[i].text,
+                  err.text);
+        CHECK_BYTES(&back, &c, sizeof c);
     }
     for (i = 0; i < sizeof numbers / sizeof *numbers; ++i) {
-        write_text(path, "{" LLAMA "}");
-        CHECK_INT(llama_config_read(&c, NULL, path, &err), 0);
+        write_text(path, i % 2 ? "{" MISTRAL "}" : "{" LLAMA "}");
+        CHECK_INT(llama_config_read(&c, NULL, path, NULL, &err), 0);
         c.rope_theta = numbers[i];
         c.norm_eps = 1 / numbers[i];
-        c.window = (int64_t)i;
+        c.window = i % 2 ? (int64_t)i : 0;
         CHECK_INT(llama_config_write(&c, UPIPE_BF16, 77, path, &err), -1);
         CHECK_TEXT(err.text, "cannot be made");
         unlink(path);
         CHECK_SAY(llama_config_write(&c, UPIPE_BF16, 77, path, &err) == 0, "%s", err.text);
-        CHECK_SAY(llama_config_read(&back, &dtype, path, &err) == 0, "%s", err.text);
+        CHECK_SAY(llama_config_read(&back, &dtype, path, NULL, &err) == 0, "%s", err.text);
         CHECK_BYTES(&back, &c, sizeof c);
         CHECK_INT(dtype, UPIPE_BF16);
     }
@@ -1512,18 +1711,129 @@ static void test_config(void)
     memset(big, ' ', LLAMA_CONFIG_BYTES_MAX + 1);
     big[LLAMA_CONFIG_BYTES_MAX + 1] = 0;
     write_text(path, big);
-    CHECK_INT(llama_config_read(&c, NULL, path, &err), -1);
+    CHECK_INT(llama_config_read(&c, NULL, path, NULL, &err), -1);
     CHECK_TEXT(err.text, "is longer than 1048576 bytes");
     free(big);
-    CHECK_INT(llama_config_read(&c, NULL, folder, &err), -1);
+    CHECK_INT(llama_config_read(&c, NULL, folder, NULL, &err), -1);
     CHECK_TEXT(err.text, "cannot be read: it is no regular file");
     unlink(path);
     CHECK_INT(mkfifo(path, 0600), 0); /* nobody writes to it */
-    CHECK_INT(llama_config_read(&c, NULL, path, &err), -1);
+    CHECK_INT(llama_config_read(&c, NULL, path, NULL, &err), -1);
     CHECK_TEXT(err.text, "cannot be read: it is no regular file");
     unlink(path);
-    CHECK_INT(llama_config_read(&c, NULL, path, &err), -1);
+    CHECK_INT(llama_config_read(&c, NULL, path, NULL, &err), -1);
     CHECK_TEXT(err.text, "cannot be read: No such file");
+}
+
+/* Models by layer: which layers see all (A), turn nothing (N), both (B). */
+static void test_layers(void)
+{
+    static const struct {
+        const char *text, *layers;
+        int64_t window;
+    } files[] = {
+        {"{" QWEN2 ",\"use_sliding_window\":true,\"max_window_layers\":1,\"sliding_window\":9}", "A.", 9},
+        {"{" QWEN2 ",\"use_sliding_window\":true,\"max_window_layers\":1}", "A.", 4096},
+        {"{" QWEN2 ",\"use_sliding_window\":true,\"max_window_layers\":2,\"sliding_window\":9}", "..", 0},
+        {"{" QWEN2 ",\"use_sliding_window\":true,\"sliding_window\":9,\"layer_types\":[" SLIDES "," FULL "]}",
+         ".A", 9},
+        {"{" QWEN3 ",\"use_sliding_window\":true,\"sliding_window\":9,\"layer_types\":[" SLIDES "," SLIDES
+         "]}",
+         "..", 9},
+        {"{" MINISTRAL ",\"sliding_window\":9}", "..", 9},
+        {"{" MINISTRAL ",\"sliding_window\":null}", "..", 0},
+        {"{" MINISTRAL ",\"sliding_window\":9,\"layer_types\":[" FULL "," SLIDES "]}", "A.", 9},
+        {"{" MISTRAL ",\"head_dim\":16,\"sliding_window\":9,\"layer_types\":[" FULL "," FULL "]}", "..", 0},
+        {"{" MISTRAL ",\"head_dim\":16,\"sliding_window\":9,\"layer_types\":null}", "..", 9},
+        {"{" CWM "}", "A.", 8192},
+        {"{" CWM ",\"sliding_window\":9,\"layer_types\":[" SLIDES "," FULL "]}", ".A", 9},
+        {"{" SMOLLM3 "}", "..", 0},
+        {"{" SMOLLM3 ",\"no_rope_layer_interval\":2}", ".N", 0},
+        {"{" SMOLLM3 ",\"no_rope_layers\":[0,1]}", "N.", 0},
+        {"{" SMOLLM3 ",\"no_rope_layers\":[0,1],\"use_sliding_window\":true,\"sliding_window\":9}", "NA", 9},
+        {"{" SMOLLM3 ",\"no_rope_layers\":[0,1],\"use_sliding_window\":true,\"sliding_window\":9,"
+         "\"layer_types\":[" FULL "," SLIDES "]}",
+         "B.", 9},
+    };
+    char path[1200];
+    upipe_err err = no_err();
+    upipe_dtype dtype;
+    llama_config c, back;
+    size_t i;
+    int k;
+    snprintf(path, sizeof path, "%s/config.json", folder);
+    for (i = 0; i < sizeof files / sizeof *files; ++i) {
+        write_text(path, files[i].text);
+        CHECK_SAY(llama_config_read(&c, NULL, path, NULL, &err) == 0, "%s: %s", files[i].text, err.text);
+        CHECK_SAY(c.window == files[i].window, "%s: %d", files[i].text, (int)c.window);
+        for (k = 0; k < 2; ++k) CHECK_SAY(files[i].layers[k] == ".ANB"[c.by_layer[k]], "%s", files[i].text);
+        unlink(path);
+        CHECK_SAY(llama_config_write(&c, UPIPE_F32, 77, path, &err) == 0, "%s", err.text);
+        CHECK_SAY(llama_config_read(&back, &dtype, path, NULL, &err) == 0, "%s", err.text);
+        CHECK_BYTES(&back, &c, sizeof c);
+    }
+    unlink(path);
+}
+
+/* Each key is known or refused by its name, with each family; --ignore-key reads on without it. */
+static void test_keys(void)
+{
+    static const char *const files[LLAMA_FAMILIES] = {
+        "{" LLAMA ",%s1}",     "{" MISTRAL ",%s1}", "{" QWEN2 ",%s1}",   "{" QWEN3 ",%s1}",
+        "{" MINISTRAL ",%s1}", "{" CWM ",%s1}",     "{" SMOLLM3 ",%s1}", "{" SEED ",%s1}",
+        "{" ERNIE ",%s1}",     "{" PHI3 ",%s1}",    "{" GLM ",%s1}"};
+    static const char *const unknown[] = {"attn_logit_softcapping",
+                                          "embedding_multiplier",
+                                          "use_cach",
+                                          "num_experts",
+                                          "hidden_activation",
+                                          "clip_qkv"};
+    char path[1200], text[1600], key[100], word[80];
+    upipe_err err;
+    llama_config c, plain;
+    text_list ignored = {0, {0}};
+    const char *at;
+    size_t i, n;
+    int family;
+    snprintf(path, sizeof path, "%s/config.json", folder);
+    for (family = 0; family < LLAMA_FAMILIES; ++family) {
+        const llama_family *f = &llama_families[family];
+        for (i = 0; i < sizeof unknown / sizeof *unknown; ++i) {
+            snprintf(key, sizeof key, "\"%s\":", unknown[i]);
+            snprintf(text, sizeof text, files[family], key);
+            write_text(path, text);
+            CHECK_INT(llama_config_read(&c, NULL, path, NULL, &err), -1);
+            snprintf(text, sizeof text, "%s is a key that is not known of a %s", unknown[i], f->type);
+            CHECK_TEXT(err.text, text);
+            ignored.n = 1;
+            ignored.at[0] = unknown[i];
+            CHECK_SAY(llama_config_read(&c, NULL, path, &ignored, &err) == 0, "%s", err.text);
+            ignored.at[0] = "else";
+            CHECK_INT(llama_config_read(&c, NULL, path, &ignored, &err), -1);
+            CHECK_TEXT(err.text, "has no key else, which --ignore-key names");
+        }
+        /* keys without effect have none */
+        ignored.at[0] = unknown[0];
+        snprintf(key, sizeof key, "\"%s\":", unknown[0]);
+        snprintf(text, sizeof text, files[family], key);
+        write_text(path, text);
+        CHECK_INT(llama_config_read(&plain, NULL, path, &ignored, &err), 0);
+        for (i = 0; i < 2; ++i)
+            for (at = i ? f->idle : llama_keys_idle; *at != 0; at += n) {
+                n = strcspn(at, " ");
+                if (n > 0) {
+                    snprintf(word, sizeof word, "%.*s", (int)n, at);
+                    snprintf(key, sizeof key, "\"%s\":", word);
+                    snprintf(text, sizeof text, files[family], key);
+                    write_text(path, text);
+                    CHECK_SAY(llama_config_read(&c, NULL, path, NULL, &err) == 0, "%s: %s", word, err.text);
+                    CHECK_BYTES(&c, &plain, sizeof c);
+                    CHECK(!llama_is_word(llama_keys, word) && !llama_is_word(f->keys, word));
+                }
+                n += at[n] == ' ';
+            }
+    }
+    unlink(path);
 }
 
 /* Which biases a file means, and that what is written means the same. */
@@ -1540,8 +1850,7 @@ static void test_biases(void)
         {"{" QWEN2 ",\"use_sliding_window\":false,\"sliding_window\":32768,\"max_window_layers\":1}",
          LLAMA_BIAS_QKV, 0, 0},
         {"{" QWEN2 ",\"attention_bias\":false,\"sliding_window\":null}", LLAMA_BIAS_QKV, 0, 0},
-        {"{" NUMBERS ",\"architectures\":[\"Qwen2ForCausalLM\"],\"num_key_value_heads\":2}", LLAMA_BIAS_QKV,
-         0, 0},
+        {"{" QWEN2 ",\"architectures\":[\"Qwen2ForCausalLM\"]}", LLAMA_BIAS_QKV, 0, 0},
         {"{" NUMBERS ",\"model_type\":\"mistral\",\"num_key_value_heads\":2,\"attention_bias\":false}",
          LLAMA_BIAS_NONE, 4096, 0},
         {"{" NUMBERS
@@ -1556,7 +1865,7 @@ static void test_biases(void)
     snprintf(path, sizeof path, "%s/config.json", folder);
     for (i = 0; i < sizeof files / sizeof *files; ++i) {
         write_text(path, files[i].text);
-        CHECK_SAY(llama_config_read(&c, NULL, path, &err) == 0, "%s", err.text);
+        CHECK_SAY(llama_config_read(&c, NULL, path, NULL, &err) == 0, "%s", err.text);
         CHECK_INT(c.attention_bias, files[i].bias);
         CHECK_INT(c.window, files[i].window);
         CHECK_INT(c.qk_norm, files[i].qk_norm);
@@ -1566,20 +1875,64 @@ static void test_biases(void)
         c.attention_bias = (llama_bias)(i % 3);
         c.window = i / 3 % 2 ? 5 : 0;
         c.qk_norm = i / 6 != 0;
+        c.family = llama_family_of(&c);
         unlink(path);
-        if (llama_config_like(&c) < 0) {
-            CHECK_INT(llama_config_write(&c, UPIPE_F32, 77, path, &err), -1);
-            CHECK_TEXT(err.text, "no model has this window");
-            CHECK(access(path, F_OK) != 0);
-            continue;
-        }
+        if (c.family < 0) continue;
         ++built;
         CHECK_SAY(llama_config_write(&c, UPIPE_F32, 77, path, &err) == 0, "%s", err.text);
-        CHECK_SAY(llama_config_read(&back, &dtype, path, &err) == 0, "%s", err.text);
+        CHECK_SAY(llama_config_read(&back, &dtype, path, NULL, &err) == 0, "%s", err.text);
         CHECK_BYTES(&back, &c, sizeof c);
     }
     CHECK_INT(built, 6); /* none, window, QK norm; qkv; qkvo without and with QK norm */
     unlink(path);
+}
+
+/* Every byte of the struct belongs to a row, but for those from `from` to `to`: what has no row is not compared, not
+ * written and not read. */
+static void check_fields(const char *what, const field *rows, int n, size_t bytes, size_t from, size_t to)
+{
+    static char a[8192], b[8192];
+    size_t i;
+    int k;
+    CHECK(bytes <= sizeof a);
+    memset(b, 0, sizeof b);
+    CHECK(fields_differ(rows, n, a, b) == NULL);
+    for (i = 0; i < bytes; ++i) {
+        b[i] = 1;
+        CHECK_SAY((fields_differ(rows, n, a, b) == NULL) == (i >= from && i < to), "byte %zu of %s: row %s",
+                  i, what,
+                  fields_differ(rows, n, a, b) != NULL ? fields_differ(rows, n, a, b)->flag : "none");
+        b[i] = 0;
+    }
+    for (k = 0; k < n; ++k)
+        CHECK_SAY(flag_find(IN_TRAIN | IN_CHECKPOINT, rows[k].flag) != NULL, "%s: no flag %s", what,
+                  rows[k].flag);
+}
+
+static void test_fields(void)
+{
+    llama_config a = {.layers = 2,
+                      .dim = 64,
+                      .hidden = 96,
+                      .vocab = 50,
+                      .heads = 4,
+                      .kv_heads = 2,
+                      .head_dim = 16,
+                      .attention_bias = LLAMA_BIAS_NONE,
+                      .rope_theta = 10000,
+                      .norm_eps = 1e-5},
+                 b = a;
+    char text[FIELD_TEXT];
+    const field *f;
+    check_fields("llama_config", llama_fields, LLAMA_FIELDS, sizeof a, 0, 0);
+    check_fields("llama_run", llama_run_fields, LLAMA_RUN_FIELDS, sizeof(llama_run),
+                 offsetof(llama_run, text_hash),
+                 offsetof(llama_run, text_hash) + sizeof(uint64_t)); /* which no flag says */
+    b.rope_theta = 500000;
+    f = fields_differ(llama_fields, LLAMA_FIELDS, &a, &b);
+    CHECK(f != NULL && strcmp(f->key, "rope_theta") == 0);
+    CHECK(strcmp(field_text(text, f, &a), "10000.0") == 0);
+    CHECK(strcmp(field_text(text, f, &b), "500000.0") == 0);
 }
 
 int main(void)
@@ -1593,13 +1946,17 @@ int main(void)
     snprintf(dir, sizeof dir, "%s/run", folder);
     upipe_cpu_ops(&ops);
     test_layout();
+    test_fields();
     test_config();
+    test_layers();
+    test_keys();
     test_biases();
     test_bits();
     test_slow();
     test_keep();
     test_rounding();
     test_models();
+    test_tied();
     test_optimizers();
     test_refusals();
     test_not_finite();

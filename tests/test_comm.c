@@ -30,31 +30,20 @@ static void test_free(void *p)
     free(p);
 }
 
-static int test_mutex_init(pthread_mutex_t *m, const pthread_mutexattr_t *how)
-{
-    if (fails_now()) return 11;
-    ++live;
-    return pthread_mutex_init(m, how);
-}
-
-static int test_mutex_destroy(pthread_mutex_t *m)
-{
-    --live;
-    return pthread_mutex_destroy(m);
-}
-
-static int test_cond_init(pthread_cond_t *w, const pthread_condattr_t *how)
-{
-    if (fails_now()) return 11;
-    ++live;
-    return pthread_cond_init(w, how);
-}
-
-static int test_cond_destroy(pthread_cond_t *w)
-{
-    --live;
-    return pthread_cond_destroy(w);
-}
+#define COUNTED(init, destroy, type, attributes)           \
+    static int test_##init(type *x, const attributes *how) \
+    {                                                      \
+        if (fails_now()) return 11;                        \
+        ++live;                                            \
+        return pthread_##init(x, how);                     \
+    }                                                      \
+    static int test_##destroy(type *x)                     \
+    {                                                      \
+        --live;                                            \
+        return pthread_##destroy(x);                       \
+    }
+COUNTED(mutex_init, mutex_destroy, pthread_mutex_t, pthread_mutexattr_t)
+COUNTED(cond_init, cond_destroy, pthread_cond_t, pthread_condattr_t)
 
 static int test_create(pthread_t *t, const pthread_attr_t *how, void *(*body)(void *), void *p)
 {
@@ -87,8 +76,8 @@ static int test_join(pthread_t t, void **out)
 #undef pthread_create
 #undef pthread_join
 
-#include "upipe/upipe_agree.h"
-#include "lib/test.h"
+#include "lib/memory.h"
+#include "lib/transfers.h"
 
 /* ---- a crew: a team with one context a rank, and buffers that outlive every call ---- */
 
@@ -112,31 +101,14 @@ typedef struct crew {
 
 static crew the_crew; /* one test at a time uses it */
 
-static upipe_status plain_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
-{
-    (void)c;
-    memcpy(dst, src, bytes);
-    return UPIPE_OK;
-}
-
-static upipe_status plain_sync(upipe_ctx *c)
-{
-    (void)c;
-    return UPIPE_OK;
-}
-
 static crew *crew_begin(int ranks, double deadline)
 {
     crew *k = &the_crew;
     upipe_err e;
-    int r;
-    memset(k, 0, sizeof *k);
-    k->ranks = ranks;
-    k->ops.copy = plain_copy;
-    k->ops.sync = plain_sync;
+    *k = (crew){.ranks = ranks, .ops.copy = plain_copy, .ops.sync = plain_sync};
     CHECK_INT(live, 0);
     CHECK_STATUS(upipe_threads_init(&k->team, ranks, deadline, &e), UPIPE_OK, e);
-    for (r = 0; r < ranks; ++r) {
+    for (int r = 0; r < ranks; ++r) {
         k->ctx[r].ops = &k->ops;
         k->ctx[r].user = k;
         k->ctx[r].team = upipe_threads_comm(&k->team, r);
@@ -154,48 +126,33 @@ static void crew_end(crew *k)
     CHECK_INT(live, 0);
 }
 
-static void nap(void) /* about a millisecond */
+/* Runs a body on every rank, with a fault of one of them, and ends the test. */
+static void crew_test(int ranks, double deadline, upipe_status (*body)(void *user, int rank), int victim,
+                      int what)
 {
-    struct timespec t;
-    t.tv_sec = 0;
-    t.tv_nsec = 1000000;
-    nanosleep(&t, NULL);
+    crew *k = crew_begin(ranks, deadline);
+    k->victim = victim;
+    k->what = what;
+    CHECK_INT(upipe_threads_run(&k->team, body, k, NULL, NULL), UPIPE_OK);
+    crew_end(k);
 }
 
 static void until_broken(crew *k)
 {
-    while (!upi_threads_is_broken(&k->team)) nap();
-}
-
-static uint32_t word_of(int source, int dest, int index)
-{
-    return (uint32_t)source << 24 | (uint32_t)dest << 16 | (uint32_t)index;
+    while (!upi_threads_is_broken(&k->team)) test_nap(0.001);
 }
 
 /* Lists an all-to-all of WORDS words a pair, the rank itself included; returns the number of messages. */
 static int all_list(crew *k, int rank)
 {
-    int p, i;
-    for (p = 0; p < k->ranks; ++p) {
-        upipe_msg *s = &k->list[rank][p];
-        memset(s, 0, sizeof *s);
-        for (i = 0; i < WORDS; ++i) k->send[rank][p][i] = word_of(rank, p, i);
-        memset(k->recv[rank][p], 0xee, sizeof k->recv[rank][p]);
-        s->peer = p;
-        s->count = 1;
-        s->send = k->send[rank][p];
-        s->recv = k->recv[rank][p];
-        s->send_bytes = s->recv_bytes = sizeof k->send[rank][p];
-    }
-    return k->ranks;
+    all_fill(k->send[rank][0], rank, k->ranks, WORDS);
+    memset(k->recv[rank], 0xee, sizeof k->recv[rank]);
+    return all_messages(k->list[rank], k->ranks, k->send[rank][0], k->recv[rank][0], 1, WORDS);
 }
 
-static void all_check(crew *k, int rank)
+static void all_come(crew *k, int rank)
 {
-    int p, i, wrong = 0;
-    for (p = 0; p < k->ranks; ++p)
-        for (i = 0; i < WORDS; ++i) wrong += k->recv[rank][p][i] != word_of(p, rank, i);
-    CHECK_INT(wrong, 0);
+    all_check(k->recv[rank][0], rank, k->ranks, WORDS);
 }
 
 static upipe_status all_to_all(crew *k, int rank)
@@ -203,7 +160,7 @@ static upipe_status all_to_all(crew *k, int rank)
     upipe_ctx *c = &k->ctx[rank];
     UPIPE_TRY(upipe_comm_start(c, c->team, k->list[rank], all_list(k, rank)));
     UPIPE_TRY(upipe_comm_wait(c, c->team));
-    all_check(k, rank);
+    all_come(k, rank);
     return UPIPE_OK;
 }
 
@@ -226,26 +183,13 @@ static void line_up(crew *k, int rank, double deadline)
 /* After a failure every call must fail at once, with the first reason. */
 static void check_dead(crew *k, int rank)
 {
-    upipe_ctx *c = &k->ctx[rank];
-    upipe_field field = {"never compared", 99, 0};
-    int64_t one = 1, all[RANKS_MAX];
-    upipe_msg list[RANKS_MAX];
-    memset(list, 0, sizeof list);
-    c->team->deadline = 60;
-    CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_ERR_ABORTED, c->err);
-    CHECK(strcmp(c->err.text, k->team.failure.text) == 0);
-    CHECK_STATUS(upipe_comm_start(c, c->team, list, 0), UPIPE_ERR_ABORTED, c->err);
-    CHECK(strcmp(c->err.text, k->team.failure.text) == 0);
-    CHECK_STATUS(upipe_comm_all_gather(c, c->team, all, &one, 1), UPIPE_ERR_ABORTED, c->err);
-    CHECK_STATUS(upipe_comm_agree(c, c->team, &field, 1), UPIPE_ERR_ABORTED, c->err);
-    CHECK(strcmp(c->err.text, k->team.failure.text) == 0);
-    CHECK(!c->team->started);
+    check_dead_calls(&k->ctx[rank], k->team.failure.text);
 }
 
 static int count_status(const crew *k, upipe_status s)
 {
-    int r, n = 0;
-    for (r = 0; r < k->ranks; ++r) n += k->status[r] == s;
+    int n = 0;
+    for (int r = 0; r < k->ranks; ++r) n += k->status[r] == s;
     return n;
 }
 
@@ -255,32 +199,30 @@ static void test_self(void)
 {
     upipe_comm comm;
     upipe_comm_self_state buf;
-    upipe_ctx c;
-    upipe_msg s[2];
-    upipe_field field;
+    upipe_msg s[2] = {0};
+    upipe_fields fields = fields_of("tokens", 3);
+    static upipe_fields guarded[2];
     uint32_t from[12], to[12];
     int64_t mine[2] = {5, -7}, all[2] = {0, 0};
-    int i;
-    memset(&c, 0, sizeof c);
-    memset(s, 0, sizeof s);
+    upipe_ctx c = {0};
     upipe_comm_self(&comm, &buf, plain_copy);
-    for (i = 0; i < 12; ++i) from[i] = word_of(0, 0, i);
+    for (int i = 0; i < 12; ++i) from[i] = word_of(0, 0, i);
     memset(to, 0xee, sizeof to);
     s[0].send = from; /* 3 blocks of 2 words, from every 4th word to every 3rd, as two messages */
     s[0].send_bytes = 8;
-    s[0].send_step = 16;
+    s[0].send_stride = 16;
     s[0].count = s[1].count = 3;
     s[1].recv = to;
     s[1].recv_bytes = 8;
-    s[1].recv_step = 12;
+    s[1].recv_stride = 12;
     CHECK_STATUS(upipe_comm_start(&c, &comm, s, 2), UPIPE_OK, c.err);
     CHECK_STATUS(upipe_comm_start(&c, &comm, s, 2), UPIPE_ERR_ARG, c.err);
     CHECK_STATUS(upipe_comm_wait(&c, &comm), UPIPE_OK, c.err);
-    for (i = 0; i < 9; ++i) CHECK_INT(to[i], i % 3 == 2 ? 0xeeeeeeee : word_of(0, 0, i / 3 * 4 + i % 3));
+    for (int i = 0; i < 9; ++i) CHECK_INT(to[i], i % 3 == 2 ? 0xeeeeeeee : word_of(0, 0, i / 3 * 4 + i % 3));
     CHECK_INT(comm.sent_bytes, 0);
     CHECK_STATUS(upipe_comm_wait(&c, &comm), UPIPE_ERR_ARG, c.err);
 
-    for (i = 0; i < 3; ++i) { /* fewer bytes, fewer blocks, sent and never received */
+    for (int i = 0; i < 3; ++i) { /* fewer bytes, fewer blocks, sent and never received */
         upipe_comm_self(&comm, &buf, plain_copy);
         s[1].recv_bytes = i == 0 ? 4 : 8;
         s[1].count = i == 1 ? 2 : 3;
@@ -292,8 +234,7 @@ static void test_self(void)
     upipe_comm_self(&comm, &buf, plain_copy);
     upipe_comm_abort(&comm, "enough");
     upipe_comm_abort(&comm, "more");
-    CHECK_STATUS(upipe_comm_barrier(&c, &comm), UPIPE_ERR_ABORTED, c.err);
-    CHECK_TEXT(c.err.text, "enough");
+    CHECK_REFUSED(upipe_comm_barrier(&c, &comm), UPIPE_ERR_ABORTED, c.err, "enough");
     CHECK_STATUS(upipe_comm_all_gather(&c, &comm, all, mine, 2), UPIPE_ERR_ABORTED, c.err);
 
     upipe_comm_self(&comm, &buf, plain_copy);
@@ -307,13 +248,19 @@ static void test_self(void)
     CHECK_STATUS(upipe_comm_barrier(&c, &comm), UPIPE_OK, c.err);
     CHECK_STATUS(upipe_comm_all_gather(&c, &comm, all, mine, 2), UPIPE_OK, c.err);
     CHECK(all[0] == 5 && all[1] == -7);
-    field.name = "tokens";
-    field.value = 3;
-    field.real = 0;
-    CHECK_STATUS(upipe_comm_agree(&c, &comm, &field, 0), UPIPE_ERR_ARG, c.err);
-    CHECK_STATUS(upipe_comm_agree(&c, &comm, &field, 1), UPIPE_OK, c.err);
-    CHECK_STATUS(upipe_comm_agree(&c, &comm, &field, UPIPE_ALL_GATHER_MAX + 1), UPIPE_ERR_ARG, c.err);
-    CHECK_STATUS(upipe_comm_shift_start(&c, &comm, to, from, sizeof to, -3), UPIPE_OK, c.err);
+    CHECK_STATUS(upipe_comm_agree(&c, &comm, &fields), UPIPE_OK, c.err);
+    fields.n = 0;
+    CHECK_STATUS(upipe_comm_agree(&c, &comm, &fields), UPIPE_ERR_ARG, c.err);
+    fields.n = UPIPE_ALL_GATHER_MAX + 1;
+    CHECK_STATUS(upipe_comm_agree(&c, &comm, &fields), UPIPE_ERR_ARG, c.err);
+    /* fields beyond the last are not written */
+    memset(guarded, 0, sizeof guarded);
+    for (int i = 0; i < UPIPE_ALL_GATHER_MAX + 3; ++i) upipe_field_real(&guarded[0], "field", i);
+    CHECK_INT(guarded[0].n, UPIPE_ALL_GATHER_MAX + 3);
+    CHECK(upipe_field_value(guarded[0].list[UPIPE_ALL_GATHER_MAX - 1].value) == UPIPE_ALL_GATHER_MAX - 1);
+    CHECK(guarded[1].n == 0 && guarded[1].list[0].name == NULL);
+    CHECK_REFUSED(upipe_comm_agree(&c, &comm, guarded), UPIPE_ERR_ARG, c.err, "43 fields; 1 to 40");
+    CHECK_STATUS(shift_start(&c, &comm, to, from, sizeof to, -3), UPIPE_OK, c.err);
     CHECK_STATUS(upipe_comm_wait(&c, &comm), UPIPE_OK, c.err);
     CHECK_BYTES(to, from, sizeof to);
 }
@@ -330,39 +277,32 @@ static void test_self_copy(void)
 {
     upipe_comm comm;
     upipe_comm_self_state state;
-    upipe_ctx c;
     char from[8] = {0}, to[8];
-    memset(&c, 0, sizeof c);
+    upipe_ctx c = {0};
     upipe_comm_self(&comm, &state, burning_copy);
-    CHECK_STATUS(upipe_comm_shift_start(&c, &comm, to, from, sizeof to, 1), UPIPE_OK, c.err);
-    CHECK_STATUS(upipe_comm_wait(&c, &comm), UPIPE_ERR_BACKEND, c.err);
-    CHECK_TEXT(c.err.text, "the engine burns after 8 bytes");
-    CHECK_STATUS(upipe_comm_barrier(&c, &comm), UPIPE_ERR_ABORTED, c.err);
-    CHECK_TEXT(c.err.text, "the engine burns after 8 bytes");
+    CHECK_STATUS(shift_start(&c, &comm, to, from, sizeof to, 1), UPIPE_OK, c.err);
+    CHECK_REFUSED(upipe_comm_wait(&c, &comm), UPIPE_ERR_BACKEND, c.err, "the engine burns after 8 bytes");
+    CHECK_REFUSED(upipe_comm_barrier(&c, &comm), UPIPE_ERR_ABORTED, c.err, "the engine burns after 8 bytes");
 }
 
 /* A communicator that the host has not set: a sentence from every call. */
 static void test_null(void)
 {
-    upipe_ctx c;
-    upipe_msg s;
-    upipe_field field = {"tokens", 1, 0};
+    upipe_msg s = {0};
+    const upipe_fields fields = fields_of("tokens", 1);
     int64_t all[1] = {0}, mine = 1;
-    int call;
-    memset(&c, 0, sizeof c);
-    memset(&s, 0, sizeof s);
-    for (call = 0; call < 6; ++call) {
+    upipe_ctx c = {0};
+    for (int call = 0; call < 6; ++call) {
         upipe_status status;
         memset(&c.err, 0, sizeof c.err);
         status = call == 0   ? upipe_comm_start(&c, c.team, &s, 1)
                  : call == 1 ? upipe_comm_wait(&c, c.team)
                  : call == 2 ? upipe_comm_barrier(&c, c.team)
                  : call == 3 ? upipe_comm_all_gather(&c, c.team, all, &mine, 1)
-                 : call == 4 ? upipe_comm_agree(&c, c.team, &field, 1)
-                             : upipe_comm_shift_start(&c, c.team, all, &mine, 8, 1);
+                 : call == 4 ? upipe_comm_agree(&c, c.team, &fields)
+                             : shift_start(&c, c.team, all, &mine, 8, 1);
         CHECK_STATUS(status, UPIPE_ERR_ARG, c.err);
-        CHECK_STATUS(c.err.status, UPIPE_ERR_ARG, c.err);
-        CHECK_TEXT(c.err.text, "the communicator is NULL");
+        CHECK_REFUSED(c.err.status, UPIPE_ERR_ARG, c.err, "the communicator is NULL");
     }
     upipe_comm_abort(NULL, "nobody hears it");
     CHECK_INT(all[0], 0);
@@ -371,13 +311,11 @@ static void test_null(void)
 static void test_dry(void)
 {
     upipe_comm comm;
-    upipe_ctx c;
-    upipe_msg list[2 * 4], s[2];
+    upipe_msg list[2 * 4], s[2] = {0};
     int64_t gathered[4 * UPIPE_ALL_GATHER_MAX], mine = 9, all[4];
-    upipe_field field;
+    const upipe_fields fields = fields_of("heads", 8);
     char byte = 1;
-    memset(&c, 0, sizeof c);
-    memset(s, 0, sizeof s);
+    upipe_ctx c = {0};
     upipe_comm_dry(&comm, 2, 4, list, gathered);
     s[0].send = s[1].send = &byte; /* far less than the bytes that it claims: nothing may be touched */
     s[0].recv = s[1].recv = &byte;
@@ -389,39 +327,23 @@ static void test_dry(void)
     CHECK_STATUS(upipe_comm_wait(&c, &comm), UPIPE_OK, c.err);
     CHECK_INT(comm.sent_bytes, 3 << 20);
     CHECK_INT(comm.moved_bytes, 0);
-    CHECK_STATUS(upipe_comm_shift_start(&c, &comm, &byte, &byte, 1000, -1), UPIPE_OK, c.err);
+    CHECK_STATUS(shift_start(&c, &comm, &byte, &byte, 1000, -1), UPIPE_OK, c.err);
     CHECK_STATUS(upipe_comm_wait(&c, &comm), UPIPE_OK, c.err);
     CHECK_INT(comm.sent_bytes, (3 << 20) + 1000);
     CHECK_INT(byte, 1);
     CHECK_STATUS(upipe_comm_barrier(&c, &comm), UPIPE_OK, c.err);
     CHECK_STATUS(upipe_comm_all_gather(&c, &comm, all, &mine, 1), UPIPE_OK, c.err);
     CHECK(all[0] == 9 && all[3] == 9);
-    field.name = "heads";
-    field.value = 8;
-    field.real = 0;
-    CHECK_STATUS(upipe_comm_agree(&c, &comm, &field, 1), UPIPE_OK, c.err);
+    CHECK_STATUS(upipe_comm_agree(&c, &comm, &fields), UPIPE_OK, c.err);
 }
 
 /* ---- thread ranks that behave ---- */
 
 static upipe_status shift_body(void *user, int rank)
 {
-    static const int steps[] = {-1, 0, 1, 2, 7, -6};
-    crew *k = (crew *)user;
-    upipe_ctx *c = &k->ctx[rank];
-    int i, w, ranks = k->ranks;
+    upipe_ctx *c = &((crew *)user)->ctx[rank];
     int64_t sent = 0;
-    for (i = 0; i < (int)(sizeof steps / sizeof *steps); ++i) {
-        uint32_t from[WORDS], to[WORDS];
-        int forth = ((rank + steps[i]) % ranks + ranks) % ranks;
-        int back = ((rank - steps[i]) % ranks + ranks) % ranks;
-        for (w = 0; w < WORDS; ++w) from[w] = word_of(rank, forth, w + i);
-        memset(to, 0xee, sizeof to);
-        UPIPE_TRY(upipe_comm_shift_start(c, c->team, to, from, sizeof to, steps[i]));
-        UPIPE_TRY(upipe_comm_wait(c, c->team));
-        for (w = 0; w < WORDS; ++w) CHECK_INT(to[w], word_of(back, rank, w + i));
-        if (forth != rank) sent += (int64_t)sizeof from;
-    }
+    UPIPE_TRY(shift_all(c, NULL, NULL, NULL, NULL, &sent));
     CHECK_INT(c->team->sent_bytes, sent);
     CHECK_INT(c->team->moved_bytes, sent);
     return UPIPE_OK;
@@ -430,26 +352,15 @@ static upipe_status shift_body(void *user, int rank)
 static void test_shift(void)
 {
     static const int teams[] = {1, 2, 3, 5};
-    int i;
-    for (i = 0; i < 4; ++i) {
-        crew *k = crew_begin(teams[i], 20);
-        CHECK_INT(upipe_threads_run(&k->team, shift_body, k, k->status, NULL), UPIPE_OK);
-        crew_end(k);
-    }
+    for (int i = 0; i < 4; ++i) crew_test(teams[i], 20, shift_body, 0, 0);
 }
 
 static upipe_status meet_body(void *user, int rank)
 {
     crew *k = (crew *)user;
     upipe_ctx *c = &k->ctx[rank];
-    int64_t mine[UPIPE_ALL_GATHER_MAX], *all = c->team->gathered;
-    int round, r, i, n;
-    for (round = 0; round < 12; ++round) {
-        n = round == 3 ? 0 : round == 5 ? UPIPE_ALL_GATHER_MAX : 1 + round % 4;
-        for (i = 0; i < n; ++i) mine[i] = (int64_t)word_of(rank, round, i) * -3;
-        UPIPE_TRY(upipe_comm_all_gather(c, c->team, all, mine, n));
-        for (r = 0; r < k->ranks; ++r)
-            for (i = 0; i < n; ++i) CHECK_INT(all[r * n + i], (int64_t)word_of(r, round, i) * -3);
+    for (int round = 0; round < 12; ++round) {
+        UPIPE_TRY(gather_some(c, round));
         if (round % 3 == 0) UPIPE_TRY(all_to_all(k, rank));
         __atomic_fetch_add(&k->copies, 1, __ATOMIC_RELAXED);
         UPIPE_TRY(upipe_comm_barrier(c, c->team));
@@ -461,8 +372,7 @@ static upipe_status meet_body(void *user, int rank)
 static void test_meet(void)
 {
     static const int teams[] = {1, 2, 5, 64};
-    int i;
-    for (i = 0; i < 4; ++i) {
+    for (int i = 0; i < 4; ++i) {
         crew *k = crew_begin(teams[i], 0);
         CHECK(k->ctx[0].team->deadline == UPIPE_DEADLINE_DEFAULT);
         CHECK_INT(upipe_threads_run(&k->team, meet_body, k, NULL, NULL), UPIPE_OK);
@@ -472,146 +382,56 @@ static void test_meet(void)
     }
 }
 
-/* ---- random transfers: 0 to 3 messages from every rank to every rank, blocks with gaps, any order ---- */
-
-enum { PARTS_MAX = 3, BUF = 4 * 1100 };
-
-/* Part `index` of what `source` sends to `dest` in transfer `round`: the same on both sides. In words. */
-typedef struct part {
-    int64_t count;
-    int words, send_step, recv_step;
-} part;
-
-static part part_of(const crew *k, int round, int source, int dest, int index)
-{
-    test_rng rng;
-    part p;
-    rng.state =
-        k->seed ^ (uint64_t)round << 40 ^ (uint64_t)source << 24 ^ (uint64_t)dest << 8 ^ (uint64_t)index;
-    test_u64(&rng);
-    p.count = 1 + test_below(&rng, 4);
-    p.words = 1 + test_below(&rng, test_below(&rng, 16) == 0 ? 1000 : 24);
-    p.send_step = p.words + test_below(&rng, 3);
-    p.recv_step = p.words + test_below(&rng, 3);
-    return p;
-}
-
-static int parts_of(const crew *k, int round, int source, int dest)
-{
-    return (int)(part_of(k, round, source, dest, 99).words % (PARTS_MAX + 1));
-}
+/* ---- random transfers ---- */
 
 static void idle(int yields)
 {
     while (yields-- > 0) sched_yield();
 }
 
-/* Words of one element: where from, where to, which part and transfer, which word of the part. */
-static uint32_t part_word(int round, int source, int dest, int index, int at)
-{
-    return word_of(source << 4 | dest, (round & 31) << 3 | index, at);
-}
-
 static upipe_status random_body(void *user, int rank)
 {
     crew *k = (crew *)user;
     upipe_ctx *c = &k->ctx[rank];
-    int ranks = k->ranks, most = ranks * PARTS_MAX, round, p, i, b, w;
-    size_t words = (size_t)most * BUF;
-    uint32_t *send = (uint32_t *)malloc(words * sizeof *send),
-             *recv = (uint32_t *)malloc(words * sizeof *recv);
-    upipe_msg *list = (upipe_msg *)malloc(2 * (size_t)most * sizeof *list);
-    upipe_status s = UPIPE_OK;
-    int64_t sent = 0, moved = 0;
-    test_rng rng;
-    rng.state = k->seed + (uint64_t)rank * 1000003;
-    for (round = 0; round < k->what && s == UPIPE_OK; ++round) {
-        int n = 0, first = test_below(&rng, ranks), sends_first = test_below(&rng, 2);
-        size_t send_at = 0, recv_at = 0;
-        memset(recv, 0xee, words * sizeof *recv);
-        for (p = 0; p < ranks; ++p) {
-            int peer = (first + p) % ranks, pass;
-            for (pass = 0; pass < 2; ++pass) {
-                int sending = pass == sends_first;
-                int parts = sending ? parts_of(k, round, rank, peer) : parts_of(k, round, peer, rank);
-                for (i = 0; i < parts; ++i) {
-                    part q = sending ? part_of(k, round, rank, peer, i) : part_of(k, round, peer, rank, i);
-                    upipe_msg *msg = &list[n++];
-                    memset(msg, 0, sizeof *msg);
-                    msg->peer = peer;
-                    msg->count = q.count;
-                    if (sending) {
-                        msg->send = send + send_at;
-                        msg->send_bytes = (size_t)q.words * 4;
-                        msg->send_step = (size_t)q.send_step * 4;
-                        for (b = 0; b < q.count; ++b)
-                            for (w = 0; w < q.words; ++w)
-                                send[send_at + (size_t)(b * q.send_step + w)] =
-                                    part_word(round, rank, peer, i, b * q.words + w);
-                        send_at += BUF;
-                        if (peer != rank) sent += q.count * q.words * 4;
-                    } else {
-                        msg->recv = recv + recv_at;
-                        msg->recv_bytes = (size_t)q.words * 4;
-                        msg->recv_step = (size_t)q.recv_step * 4;
-                        recv_at += BUF;
-                        if (peer != rank) moved += q.count * q.words * 4;
-                    }
-                }
-            }
-        }
-        idle(test_below(&rng, 4) == 0 ? test_below(&rng, 100) : 0);
-        s = upipe_comm_start(c, c->team, list, n);
-        if (s != UPIPE_OK) break;
-        idle(test_below(&rng, 4) == 0 ? test_below(&rng, 100) : 0);
-        s = upipe_comm_wait(c, c->team);
-        if (s != UPIPE_OK) break;
+    lists t = {.seed = k->seed, .rank = rank, .ranks = k->ranks, .most = 3, .longest = 1000};
+    const size_t bytes = words_in_lists(&t) * 4;
+    uint32_t *send = (uint32_t *)buffer(bytes), *recv = (uint32_t *)buffer(bytes);
+    upipe_msg *list = (upipe_msg *)zeroed((size_t)(6 * k->ranks) * sizeof *list);
+    lists_begin(&t);
+    for (int round = 0; round < k->what; ++round) {
+        int n;
+        memset(recv, 0xee, bytes);
+        n = lists_next(&t, list, send, send, recv);
+        idle(test_below(&t.rng, 4) == 0 ? test_below(&t.rng, 100) : 0);
+        UPIPE_TRY(upipe_comm_start(c, c->team, list, n));
+        idle(test_below(&t.rng, 4) == 0 ? test_below(&t.rng, 100) : 0);
+        UPIPE_TRY(upipe_comm_wait(c, c->team));
         /* The transport is done with the send buffers: what is written here must reach nobody. */
-        memset(send, 0xdd, send_at * sizeof *send);
-        recv_at = 0;
-        for (p = 0; p < ranks; ++p) {
-            int peer = (first + p) % ranks;
-            for (i = 0; i < parts_of(k, round, peer, rank); ++i) {
-                part q = part_of(k, round, peer, rank, i);
-                int wrong = 0;
-                for (b = 0; b < q.count; ++b)
-                    for (w = 0; w < q.recv_step; ++w)
-                        wrong +=
-                            recv[recv_at + (size_t)(b * q.recv_step + w)] !=
-                            (w < q.words ? part_word(round, peer, rank, i, b * q.words + w) : 0xeeeeeeeeu);
-                CHECK_SAY(wrong == 0,
-                          "seed %llu, %d ranks, transfer %d, part %d of %d to %d: %d words differ",
-                          (unsigned long long)k->seed, ranks, round, i, peer, rank, wrong);
-                recv_at += BUF;
-            }
-        }
+        memset(send, 0xdd, t.sent_words * 4);
+        lists_check(&t, recv);
     }
-    CHECK_STATUS(s, UPIPE_OK, c->err);
-    CHECK_INT(c->team->sent_bytes, sent);
-    CHECK_INT(c->team->moved_bytes, moved);
-    free(send);
-    free(recv);
-    free(list);
-    return s;
+    CHECK_INT(c->team->sent_bytes, t.sent);
+    CHECK_INT(c->team->moved_bytes, t.moved);
+    return UPIPE_OK;
 }
 
 static void test_random(void)
 {
     static const int teams[] = {1, 2, 3, 4, 8};
-    int i, r;
-    for (i = 0; i < 5; ++i) {
+    for (int i = 0; i < 5; ++i) {
         crew *k = crew_begin(teams[i], 20);
         int64_t sent = 0, moved = 0;
         k->seed = (uint64_t)test_env("UPIPE_SEED", 1);
         k->what = (int)(test_draws_wanted() / 10);
         CHECK_INT(upipe_threads_run(&k->team, random_body, k, NULL, NULL), UPIPE_OK);
-        for (r = 0; r < teams[i]; ++r) {
+        for (int r = 0; r < teams[i]; ++r) {
             sent += k->ctx[r].team->sent_bytes;
             moved += k->ctx[r].team->moved_bytes;
         }
         CHECK_INT(moved, sent);
         CHECK(teams[i] == 1 || sent > 0);
         crew_end(k);
+        buffers_free(0);
     }
 }
 
@@ -628,46 +448,34 @@ static upipe_status agree_body(void *user, int rank)
 {
     crew *k = (crew *)user;
     upipe_ctx *c = &k->ctx[rank];
-    upipe_field f[3];
-    int i;
-    memset(f, 0, sizeof f);
-    f[0].name = "tokens";
-    f[1].name = "heads";
-    f[2].name = "chunk";
-    f[0].value = 4096;
-    f[1].value = 32;
+    const int odd = rank == k->victim;
+    upipe_fields f;
     c->team->ops.all_gather = counted_gather;
-    for (i = 0; i < 12; ++i) { /* compared when it changes, free while it stays */
-        f[2].value = i / 3;
-        UPIPE_TRY(upipe_comm_agree(c, c->team, f, 3));
+    for (int i = 0; i < 12; ++i) { /* compared when it changes, free while it stays */
+        f = fields_of_block(32, "chunk", i / 3);
+        UPIPE_TRY(upipe_comm_agree(c, c->team, &f));
         CHECK_INT(k->gathers[rank], i / 3 + 1);
     }
-    f[2].value = 2; /* known from before, but others may not be back */
-    UPIPE_TRY(upipe_comm_agree(c, c->team, f, 3));
-    f[2].name = "stages"; /* another description with the same numbers */
-    UPIPE_TRY(upipe_comm_agree(c, c->team, f, 3));
+    f = fields_of_block(32, "chunk", 2); /* known from before, but others may not be back */
+    UPIPE_TRY(upipe_comm_agree(c, c->team, &f));
+    f = fields_of_block(32, "stages", 2); /* another description with the same numbers */
+    UPIPE_TRY(upipe_comm_agree(c, c->team, &f));
     CHECK_INT(k->gathers[rank], 6);
     if (k->what == 0) {
-        f[2].value = 77;
-        if (rank == k->victim) f[1].value = 31;
-        CHECK_STATUS(upipe_comm_agree(c, c->team, f, 3), UPIPE_ERR_MISMATCH, c->err);
-        CHECK_TEXT(c->err.text, "heads is 3");
+        f = fields_of_block(odd ? 31 : 32, "stages", 77);
+        CHECK_REFUSED(upipe_comm_agree(c, c->team, &f), UPIPE_ERR_MISMATCH, c->err, "heads is 3");
         CHECK_TEXT(c->err.text, "31");
         CHECK_TEXT(c->err.text, "32");
     } else if (k->what == 1) {
-        double theta = rank == k->victim ? 500000 : 0.5;
-        f[0].real = 1;
-        memcpy(&f[0].value, &theta, sizeof theta);
-        CHECK_STATUS(upipe_comm_agree(c, c->team, f, 3), UPIPE_ERR_MISMATCH, c->err);
-        CHECK_TEXT(c->err.text, "500000");
+        f = fields_of_real(odd ? 500000 : 0.5, 32, "stages", 2);
+        CHECK_REFUSED(upipe_comm_agree(c, c->team, &f), UPIPE_ERR_MISMATCH, c->err, "500000");
         CHECK_TEXT(c->err.text, "0.5");
     } else { /* one rank goes back to what all agreed on once, the others stay: nobody gets through */
         upipe_status s;
-        if (rank == k->victim) f[2].name = "chunk";
-        s = upipe_comm_agree(c, c->team, f, 3);
+        if (odd) f = fields_of_block(32, "chunk", 2);
+        s = upipe_comm_agree(c, c->team, &f);
         if (s == UPIPE_OK) s = upipe_comm_barrier(c, c->team);
-        CHECK_STATUS(s, UPIPE_ERR_MISMATCH, c->err);
-        CHECK_TEXT(c->err.text, "all-gather");
+        CHECK_REFUSED(s, UPIPE_ERR_MISMATCH, c->err, "all-gather");
         CHECK_TEXT(c->err.text, "barrier");
     }
     check_dead(k, rank);
@@ -676,16 +484,9 @@ static upipe_status agree_body(void *user, int rank)
 
 static void test_agree(void)
 {
-    int victim, again;
-    for (victim = 0; victim < 4; ++victim) {
-        for (again = 0; again < 10; ++again) { /* who reads the gather first is chance */
-            crew *k = crew_begin(4, 20);
-            k->victim = victim;
-            k->what = again % 3;
-            CHECK_INT(upipe_threads_run(&k->team, agree_body, k, NULL, NULL), UPIPE_OK);
-            crew_end(k);
-        }
-    }
+    for (int victim = 0; victim < 4; ++victim)
+        for (int again = 0; again < 10; ++again) /* who reads the gather first is chance */
+            crew_test(4, 20, agree_body, victim, again % 3);
 }
 
 /* Descriptions that alternate are compared while their order is new. */
@@ -697,17 +498,14 @@ static upipe_status alternate_body(void *user, int rank)
     static const int gathers[] = {3, 3, 5, 10};
     crew *k = (crew *)user;
     upipe_ctx *c = &k->ctx[rank];
-    upipe_field f;
-    size_t i;
+    upipe_fields f;
     const char *at;
-    memset(&f, 0, sizeof f);
-    f.name = "window";
     c->team->ops.all_gather = counted_gather;
-    for (i = 0; i < sizeof orders / sizeof *orders; ++i) {
+    for (size_t i = 0; i < sizeof orders / sizeof *orders; ++i) {
         const int before = k->gathers[rank];
         for (at = orders[i]; *at != 0; ++at) {
-            f.value = (int64_t)(100 * i) + *at;
-            UPIPE_TRY(upipe_comm_agree(c, c->team, &f, 1));
+            f = fields_of("window", (int64_t)(100 * i) + *at);
+            UPIPE_TRY(upipe_comm_agree(c, c->team, &f));
         }
         CHECK_SAY(k->gathers[rank] - before == gathers[i], "%s: %d gathers, not %d", orders[i],
                   k->gathers[rank] - before, gathers[i]);
@@ -725,20 +523,17 @@ static upipe_status step_body(void *user, int rank)
     upipe_ctx *c = &k->ctx[rank];
     const int odd = rank == k->victim;
     upipe_status s = UPIPE_OK;
-    upipe_field f;
+    upipe_fields f;
     int i;
-    memset(&f, 0, sizeof f);
-    f.name = "window";
     for (i = 0; i < 24; ++i) { /* A A B, A A B, ... */
-        f.value = i % 3 == 2;
-        UPIPE_TRY(upipe_comm_agree(c, c->team, &f, 1));
+        f = fields_of("window", i % 3 == 2);
+        UPIPE_TRY(upipe_comm_agree(c, c->team, &f));
     }
     for (i = 0; i < 6 && s == UPIPE_OK; ++i) {
         int at = i + (odd && k->what == AHEAD) + (odd && k->what == BEHIND ? 2 : 0);
         if (odd && k->what == LONGER && i >= 2) at = i - 1;
-        f.value = at % 3 == 2;
-        if (odd && k->what == CHANGED && f.value) f.value = 7;
-        s = upipe_comm_agree(c, c->team, &f, 1);
+        f = fields_of("window", at % 3 != 2 ? 0 : odd && k->what == CHANGED ? 7 : 1);
+        s = upipe_comm_agree(c, c->team, &f);
         if (s == UPIPE_OK) s = upipe_comm_barrier(c, c->team);
     }
     CHECK_STATUS(s, UPIPE_ERR_MISMATCH, c->err);
@@ -749,17 +544,8 @@ static upipe_status step_body(void *user, int rank)
 
 static void test_alternate(void)
 {
-    int what;
-    crew *k = crew_begin(3, 20);
-    CHECK_INT(upipe_threads_run(&k->team, alternate_body, k, NULL, NULL), UPIPE_OK);
-    crew_end(k);
-    for (what = CHANGED; what < STEP_COUNT; ++what) {
-        k = crew_begin(3, 20);
-        k->victim = what % 3;
-        k->what = what;
-        CHECK_INT(upipe_threads_run(&k->team, step_body, k, NULL, NULL), UPIPE_OK);
-        crew_end(k);
-    }
+    crew_test(3, 20, alternate_body, 0, 0);
+    for (int what = CHANGED; what < STEP_COUNT; ++what) crew_test(3, 20, step_body, what % 3, what);
 }
 
 /* ---- faults: a rank that stays away ---- */
@@ -802,9 +588,8 @@ static upipe_status absent_body(void *user, int rank)
 
 static void test_absent(void)
 {
-    int victim, what;
-    for (what = 0; what < AT_COUNT; ++what) {
-        for (victim = 0; victim < 3; ++victim) {
+    for (int what = 0; what < AT_COUNT; ++what) {
+        for (int victim = 0; victim < 3; ++victim) {
             crew *k = crew_begin(3, 0.25);
             k->victim = victim;
             k->what = what;
@@ -848,10 +633,10 @@ static upipe_status abort_body(void *user, int rank)
     if (rank != k->victim) {
         s = all_to_all(k, rank);
         if (s == UPIPE_OK) s = upipe_comm_barrier(c, c->team);
-        CHECK_STATUS(s, UPIPE_ERR_ABORTED, c->err);
-        CHECK_TEXT(c->err.text, k->what == IN_COPY       ? "the engine burns"
-                                : k->what == BEFORE_WAIT ? "ill"
-                                                         : "failed: ");
+        CHECK_REFUSED(s, UPIPE_ERR_ABORTED, c->err,
+                      k->what == IN_COPY       ? "the engine burns"
+                      : k->what == BEFORE_WAIT ? "ill"
+                                               : "failed: ");
         CHECK_INT(c->team->quarantine, 0);
         check_dead(k, rank);
         return s;
@@ -877,9 +662,8 @@ static upipe_status abort_body(void *user, int rank)
 
 static void test_abort_call(void)
 {
-    int victim, what;
-    for (what = 0; what < ABORT_COUNT; ++what) {
-        for (victim = 0; victim < 3; ++victim) {
+    for (int what = 0; what < ABORT_COUNT; ++what) {
+        for (int victim = 0; victim < 3; ++victim) {
             upipe_status want = what == IN_COPY ? UPIPE_ERR_BACKEND : UPIPE_ERR_ARG;
             crew *k = crew_begin(3, 60);
             upipe_err e;
@@ -925,18 +709,17 @@ static void test_abort_outside(void)
     crew *k = crew_begin(3, 60);
     sleeper z[2];
     pthread_t t[2];
-    int i;
-    for (i = 0; i < 2; ++i) {
+    for (int i = 0; i < 2; ++i) {
         z[i].k = k;
         z[i].rank = i;
         CHECK_INT(pthread_create(&t[i], NULL, sleeper_main, &z[i]), 0);
     }
-    while (__atomic_load_n(&k->inside, __ATOMIC_RELAXED) < 2) nap();
-    for (i = 0; i < 20; ++i) nap(); /* most likely asleep by now; right either way */
+    while (__atomic_load_n(&k->inside, __ATOMIC_RELAXED) < 2) test_nap(0.001);
+    for (int i = 0; i < 20; ++i) test_nap(0.001); /* most likely asleep by now; right either way */
     upipe_comm_abort(k->ctx[2].team, "the host closes");
     upipe_comm_abort(k->ctx[0].team, "a later reason");
     upipe_comm_abort(k->ctx[1].team, NULL);
-    for (i = 0; i < 2; ++i) {
+    for (int i = 0; i < 2; ++i) {
         pthread_join(t[i], NULL);
         CHECK_INT(k->status[i], UPIPE_ERR_ABORTED);
     }
@@ -979,8 +762,7 @@ static upipe_status odd_body(void *user, int rank)
         static const char *const names[] = {"a transfer", "a barrier", "an all-gather"};
         const int *kinds = odd_kinds[k->what - KINDS];
         s = call_of_kind(k, rank, kinds[is_odd ? 0 : 1], 2);
-        CHECK_STATUS(s, UPIPE_ERR_MISMATCH, c->err);
-        CHECK_TEXT(c->err.text, names[kinds[0]]);
+        CHECK_REFUSED(s, UPIPE_ERR_MISMATCH, c->err, names[kinds[0]]);
         CHECK_TEXT(c->err.text, names[kinds[1]]);
         snprintf(words, sizeof words, "rank %d is in", k->victim);
         if (!strstr(c->err.text, words)) snprintf(words, sizeof words, "and rank %d in", k->victim);
@@ -1028,8 +810,7 @@ static upipe_status odd_body(void *user, int rank)
         }
         s = upipe_comm_start(c, c->team, list, n); /* fails if the others have found it already */
         if (s == UPIPE_OK) s = upipe_comm_wait(c, c->team);
-        CHECK_STATUS(s, UPIPE_ERR_MISMATCH, c->err);
-        CHECK_TEXT(c->err.text, words);
+        CHECK_REFUSED(s, UPIPE_ERR_MISMATCH, c->err, words);
         CHECK_INT(c->team->quarantine, 0);
         memset(list, 0xdd, sizeof list); /* nobody may read it any more */
     }
@@ -1039,17 +820,9 @@ static upipe_status odd_body(void *user, int rank)
 
 static void test_odd(void)
 {
-    int victim, what, ranks;
-    for (ranks = 2; ranks <= 4; ++ranks) {
-        for (what = 0; what < KINDS_END; ++what) {
-            for (victim = 0; victim < ranks; ++victim) {
-                crew *k = crew_begin(ranks, 60);
-                k->victim = victim;
-                k->what = what;
-                CHECK_INT(upipe_threads_run(&k->team, odd_body, k, NULL, NULL), UPIPE_OK);
-                crew_end(k);
-            }
-        }
+    for (int ranks = 2; ranks <= 4; ++ranks) {
+        for (int what = 0; what < KINDS_END; ++what)
+            for (int victim = 0; victim < ranks; ++victim) crew_test(ranks, 60, odd_body, victim, what);
     }
 }
 
@@ -1067,20 +840,15 @@ static upipe_status bystander_body(void *user, int rank)
     if (s == UPIPE_OK) s = upipe_comm_wait(c, c->team);
     CHECK(rank > 1 || s == UPIPE_ERR_MISMATCH);
     if (s == UPIPE_OK) s = upipe_comm_barrier(c, c->team);
-    CHECK_STATUS(s, UPIPE_ERR_MISMATCH, c->err);
-    CHECK_TEXT(c->err.text, "rank 0 sends 1 blocks of 12 bytes to rank 1, which receives 1 of 32");
+    CHECK_REFUSED(s, UPIPE_ERR_MISMATCH, c->err,
+                  "rank 0 sends 1 blocks of 12 bytes to rank 1, which receives 1 of 32");
     check_dead(k, rank);
     return UPIPE_OK;
 }
 
 static void test_bystander(void)
 {
-    int again;
-    for (again = 0; again < 20; ++again) {
-        crew *k = crew_begin(4, 60);
-        CHECK_INT(upipe_threads_run(&k->team, bystander_body, k, NULL, NULL), UPIPE_OK);
-        crew_end(k);
-    }
+    for (int again = 0; again < 20; ++again) crew_test(4, 60, bystander_body, 0, 0);
 }
 
 /* ---- a table that only enqueues ---- */
@@ -1106,9 +874,8 @@ static upipe_status queued_sync(upipe_ctx *c)
 {
     crew *k = (crew *)c->user;
     struct queue *q = &queues[c->team->rank];
-    int i;
     ++q->syncs;
-    for (i = 0; i < q->n; ++i) memcpy(q->dst[i], q->src[i], q->bytes[i]);
+    for (int i = 0; i < q->n; ++i) memcpy(q->dst[i], q->src[i], q->bytes[i]);
     q->n = 0;
     if (k->what == q->syncs && k->victim == c->team->rank)
         return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "the stream burns");
@@ -1121,15 +888,15 @@ static upipe_status queued_body(void *user, int rank)
     crew *k = (crew *)user;
     upipe_ctx *c = &k->ctx[rank];
     uint32_t made[RANKS_MAX][WORDS];
-    int round, n;
-    for (round = 0; round < 20; ++round) {
+    int n;
+    for (int round = 0; round < 20; ++round) {
         n = all_list(k, rank);
         memcpy(made, k->send[rank], sizeof made);
         memset(k->send[rank], 0xdd, sizeof k->send[rank]);
         UPIPE_TRY(queued_copy(c, k->send[rank], made, sizeof made));
         UPIPE_TRY(upipe_comm_start(c, c->team, k->list[rank], n));
         UPIPE_TRY(upipe_comm_wait(c, c->team));
-        all_check(k, rank);
+        all_come(k, rank);
         memset(k->send[rank], 0xdd, sizeof k->send[rank]);
     }
     return UPIPE_OK;
@@ -1139,10 +906,9 @@ static upipe_status queued_body(void *user, int rank)
 static void test_queued(void)
 {
     static const int failing[] = {0, 1, 2, 5, 8};
-    size_t i;
-    for (i = 0; i < sizeof failing / sizeof *failing; ++i) {
+    for (size_t i = 0; i < sizeof failing / sizeof *failing; ++i) {
         crew *k = crew_begin(3, 60);
-        int r, backend = 0;
+        int backend = 0;
         memset(queues, 0, sizeof queues);
         k->ops.copy = queued_copy;
         k->ops.sync = queued_sync;
@@ -1150,7 +916,7 @@ static void test_queued(void)
         k->victim = 1;
         CHECK_INT(upipe_threads_run(&k->team, queued_body, k, k->status, NULL),
                   failing[i] ? UPIPE_ERR_BACKEND : UPIPE_OK);
-        for (r = 0; r < k->ranks && failing[i]; ++r) {
+        for (int r = 0; r < k->ranks && failing[i]; ++r) {
             CHECK_INT(k->status[r], r == 1 ? UPIPE_ERR_BACKEND : UPIPE_ERR_ABORTED);
             CHECK_TEXT(k->ctx[r].err.text, "the stream burns");
             CHECK_INT(k->ctx[r].team->quarantine, 0);
@@ -1166,11 +932,10 @@ static void test_queued(void)
 static upipe_status slow_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
 {
     crew *k = (crew *)c->user;
-    int i;
     if (__atomic_fetch_add(&k->copies, 1, __ATOMIC_SEQ_CST) > 0) return plain_copy(c, dst, src, bytes);
     __atomic_store_n(&k->inside, 1, __ATOMIC_SEQ_CST);
     until_broken(k);
-    for (i = 0; i < 30; ++i) nap();
+    for (int i = 0; i < 30; ++i) test_nap(0.001);
     plain_copy(c, dst, src, bytes);
     __atomic_store_n(&k->inside, 0, __ATOMIC_SEQ_CST);
     return UPIPE_OK;
@@ -1180,7 +945,7 @@ static upipe_status stuck_copy(upipe_ctx *c, void *dst, const void *src, size_t 
 {
     crew *k = (crew *)c->user;
     __atomic_fetch_add(&k->copies, 1, __ATOMIC_SEQ_CST);
-    while (!__atomic_load_n(&k->let_go, __ATOMIC_SEQ_CST)) nap();
+    while (!__atomic_load_n(&k->let_go, __ATOMIC_SEQ_CST)) test_nap(0.001);
     return plain_copy(c, dst, src, bytes);
 }
 
@@ -1192,20 +957,19 @@ static upipe_status slow_body(void *user, int rank)
     crew *k = (crew *)user;
     upipe_ctx *c = &k->ctx[rank];
     upipe_ops mine = k->ops;
-    upipe_msg list[2];
+    upipe_msg list[2] = {0};
     upipe_status s;
     int stuck = k->what & STUCK, n = k->what & TWO_MESSAGES ? 2 : 1, i;
     line_up(k, rank, rank == 0 ? 0.4 : 60);
-    memset(list, 0, sizeof list);
     for (i = 0; i < n; ++i) {
         list[i].peer = 1 - rank;
         list[i].count = 2 / n;
         if (rank == 0) {
             list[i].send = k->send[0][1] + 4 * i;
-            list[i].send_bytes = list[i].send_step = 16;
+            list[i].send_bytes = list[i].send_stride = 16;
         } else {
             list[i].recv = k->recv[1][0] + 4 * i;
-            list[i].recv_bytes = list[i].recv_step = 16;
+            list[i].recv_bytes = list[i].recv_stride = 16;
         }
     }
     if (rank == 1) {
@@ -1214,8 +978,8 @@ static upipe_status slow_body(void *user, int rank)
     }
     CHECK_STATUS(upipe_comm_start(c, c->team, list, n), UPIPE_OK, c->err);
     s = upipe_comm_wait(c, c->team);
-    CHECK_STATUS(s, rank == 0 ? UPIPE_ERR_TIMEOUT : UPIPE_ERR_ABORTED, c->err);
-    CHECK_TEXT(c->err.text, "rank 0 waited 0.4 s in a transfer for rank 1 to finish receiving");
+    CHECK_REFUSED(s, rank == 0 ? UPIPE_ERR_TIMEOUT : UPIPE_ERR_ABORTED, c->err,
+                  "rank 0 waited 0.4 s in a transfer for rank 1 to finish receiving");
     CHECK_INT(c->team->quarantine, rank == 0 && stuck);
     CHECK_INT(__atomic_load_n(&k->copies, __ATOMIC_SEQ_CST), 1); /* no block was begun after the failure */
     if (rank == 0) {
@@ -1231,8 +995,7 @@ static upipe_status slow_body(void *user, int rank)
 
 static void test_slow(void)
 {
-    int what;
-    for (what = 0; what <= (STUCK | TWO_MESSAGES); ++what) {
+    for (int what = 0; what <= (STUCK | TWO_MESSAGES); ++what) {
         crew *k = crew_begin(2, 60);
         k->what = what;
         CHECK_INT(upipe_threads_run(&k->team, slow_body, k, k->status, NULL), UPIPE_ERR_TIMEOUT);
@@ -1248,13 +1011,10 @@ static upipe_status argument_body(void *user, int rank)
     crew *k = (crew *)user;
     upipe_ctx *c = &k->ctx[rank];
     upipe_msg bad;
-    upipe_field field = {"tokens", 1, 0};
-    int64_t mine[UPIPE_ALL_GATHER_MAX + 1], *all = c->team->gathered;
-    memset(mine, 0, sizeof mine);
+    const upipe_fields fields = fields_of("tokens", 1);
+    int64_t mine[UPIPE_ALL_GATHER_MAX + 1] = {0}, *all = c->team->gathered;
     CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_ERR_ARG, c->err);
-    memset(&bad, 0, sizeof bad);
-    bad.peer = k->ranks;
-    bad.count = 1;
+    bad = (upipe_msg){.peer = k->ranks, .count = 1};
     CHECK_STATUS(upipe_comm_start(c, c->team, &bad, 1), UPIPE_ERR_ARG, c->err);
     bad.peer = -1;
     CHECK_STATUS(upipe_comm_start(c, c->team, &bad, 1), UPIPE_ERR_ARG, c->err);
@@ -1268,11 +1028,11 @@ static upipe_status argument_body(void *user, int rank)
     CHECK_STATUS(upipe_comm_start(c, c->team, k->list[rank], all_list(k, rank)), UPIPE_OK, c->err);
     CHECK_STATUS(upipe_comm_start(c, c->team, k->list[rank], k->ranks), UPIPE_ERR_ARG, c->err);
     CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_ERR_ARG, c->err); /* nothing in between */
-    CHECK_STATUS(upipe_comm_agree(c, c->team, &field, 1), UPIPE_ERR_ARG, c->err);
-    CHECK_STATUS(upipe_comm_shift_start(c, c->team, mine, all, 8, 1), UPIPE_ERR_ARG, c->err);
-    CHECK_TEXT(c->err.text, "upipe_comm_wait comes first");
+    CHECK_STATUS(upipe_comm_agree(c, c->team, &fields), UPIPE_ERR_ARG, c->err);
+    CHECK_REFUSED(shift_start(c, c->team, mine, all, 8, 1), UPIPE_ERR_ARG, c->err,
+                  "upipe_comm_wait comes first");
     CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_OK, c->err); /* none of this has hurt the team */
-    all_check(k, rank);
+    all_come(k, rank);
     CHECK_STATUS(upipe_comm_start(c, c->team, k->list[rank], 0), UPIPE_OK,
                  c->err); /* nothing to say is legal */
     CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_OK, c->err);
@@ -1283,13 +1043,10 @@ static void test_arguments(void)
 {
     upipe_threads team;
     upipe_err e;
-    crew *k = crew_begin(2, 20);
-    CHECK_INT(upipe_threads_run(&k->team, argument_body, k, NULL, NULL), UPIPE_OK);
-    crew_end(k);
+    crew_test(2, 20, argument_body, 0, 0);
     CHECK_STATUS(upipe_threads_init(&team, 0, 0, &e), UPIPE_ERR_ARG, e);
     CHECK_STATUS(upipe_threads_init(&team, -1, 0, &e), UPIPE_ERR_ARG, e);
-    CHECK_STATUS(upipe_threads_init(&team, UPIPE_THREADS_MAX + 1, 0, &e), UPIPE_ERR_ARG, e);
-    CHECK_TEXT(e.text, "257");
+    CHECK_REFUSED(upipe_threads_init(&team, UPIPE_THREADS_MAX + 1, 0, &e), UPIPE_ERR_ARG, e, "257");
     CHECK_STATUS(upipe_threads_init(&team, 2, -1, &e), UPIPE_ERR_ARG, e);
     CHECK_STATUS(upipe_threads_init(&team, 2, NAN, &e), UPIPE_ERR_ARG, e);
     upipe_threads_free(&team); /* a failed init leaves nothing, and free may be called all the same */
@@ -1315,8 +1072,7 @@ static void test_alone(void)
     k = crew_begin(2, 20);
     c = &k->ctx[1];
     c->team->deadline = 0;
-    CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_ERR_TIMEOUT, c->err);
-    CHECK_TEXT(c->err.text, "for rank 0 to come");
+    CHECK_REFUSED(upipe_comm_barrier(c, c->team), UPIPE_ERR_TIMEOUT, c->err, "for rank 0 to come");
     check_dead(k, 1);
     check_dead(k, 0);
     crew_end(k);
@@ -1326,8 +1082,8 @@ static void test_resources(void)
 {
     upipe_threads team;
     upipe_err e;
-    int at, ranks = 3;
-    for (at = 1; at <= 2 + 2 * ranks; ++at) { /* one allocation, the team's lock, two things a rank */
+    int ranks = 3;
+    for (int at = 1; at <= 2 + 2 * ranks; ++at) { /* one allocation, the team's lock, two things a rank */
         calls = 0;
         fail_at = at;
         CHECK_STATUS(upipe_threads_init(&team, ranks, 0, &e), at == 1 ? UPIPE_ERR_MEMORY : UPIPE_ERR_BACKEND,
@@ -1336,14 +1092,13 @@ static void test_resources(void)
         upipe_threads_free(&team);
         CHECK_INT(live, 0);
     }
-    for (at = 1; at <= ranks; ++at) { /* the thread of rank at - 1 cannot start */
+    for (int at = 1; at <= ranks; ++at) { /* the thread of rank at - 1 cannot start */
         crew *k = crew_begin(ranks, 60);
-        int r;
         calls = 0;
         fail_at = at;
-        CHECK_STATUS(upipe_threads_run(&k->team, meet_body, k, k->status, &e), UPIPE_ERR_BACKEND, e);
-        CHECK_TEXT(e.text, "did not start: Resource temporarily unavailable");
-        for (r = 0; r < ranks; ++r)
+        CHECK_REFUSED(upipe_threads_run(&k->team, meet_body, k, k->status, &e), UPIPE_ERR_BACKEND, e,
+                      "did not start: Resource temporarily unavailable");
+        for (int r = 0; r < ranks; ++r)
             CHECK_INT(k->status[r], r < at - 1 ? UPIPE_ERR_ABORTED : UPIPE_ERR_BACKEND);
         CHECK_TEXT(k->team.failure.text, "did not start: Resource temporarily unavailable");
         check_dead(k, 0);

@@ -4,10 +4,12 @@
  * the paper. The claims about memory and volume that the documentation makes are asserted here. That a real run
  * holds what its dry run says is asserted wherever one runs: runner.h.
  */
+#include "lib/memory.h"
 #include "lib/test.h"
 #include "upipe/upipe.h"
 
 static size_t gemm_scratch, fwd_scratch, bwd_scratch;
+static long asked; /* how often the table was asked for scratch: once a product, and before */
 
 static size_t fake_gemm_bytes(const upipe_ops *ops, upipe_view out, upipe_view a, upipe_view b, int flags)
 {
@@ -15,6 +17,7 @@ static size_t fake_gemm_bytes(const upipe_ops *ops, upipe_view out, upipe_view a
     (void)a;
     (void)b;
     (void)flags;
+    ++asked;
     return out.n > 0 ? gemm_scratch : 0;
 }
 
@@ -24,6 +27,14 @@ static size_t fake_attn_bytes(const upipe_ops *ops, const upipe_attn *a, int bac
 {
     (void)ops;
     return backward ? bwd_scratch + (a->merge ? 0 : whole_scratch) : fwd_scratch;
+}
+
+static const upipe_ops fake_ops = {
+    .gemm_bytes = fake_gemm_bytes, .attn_bytes = fake_attn_bytes, .attn_can = ~0};
+
+static void set_scratch(size_t gemm, size_t fwd, size_t bwd)
+{
+    gemm_scratch = gemm, fwd_scratch = fwd, bwd_scratch = bwd;
 }
 
 static upipe_dry *dry;
@@ -47,29 +58,21 @@ static void say_plan(const upipe_plan *plan, int qk_norm, int line)
 /* The block, dry: what must be so for every plan, and the closed form where there is one. */
 static upipe_bytes dry_run(const upipe_plan_desc *desc, int qk_norm, upipe_plan *plan, int line)
 {
-    static const char *const intermediate[] = {"k", "v", "kv_send", "q_send"};
     upipe_err err;
-    upipe_ops ops;
-    upipe_layer layer;
-    upipe_bytes bytes, sums;
+    upipe_layer layer = {0};
+    upipe_bytes bytes = {0}, sums;
     size_t tile, most = 0;
     float weight[1];
     const long failed = test_failures;
-    int phase, even;
+    int even;
     int64_t i;
-    memset(&bytes, 0, sizeof bytes);
-    memset(&layer, 0, sizeof layer);
-    memset(&ops, 0, sizeof ops);
-    ops.gemm_bytes = fake_gemm_bytes;
-    ops.attn_bytes = fake_attn_bytes;
-    ops.attn_can = ~0;
     if (!CHECK_SAY(upipe_plan_init(plan, desc, &err) == UPIPE_OK, "%s", err.text)) return bytes;
     layer.plan = plan;
     layer.wq = layer.wk = layer.wv = layer.wo = weight;
     if (qk_norm) layer.q_norm_weight = layer.k_norm_weight = weight;
     layer.rope_theta = 10000;
     layer.mask.causal = 1;
-    CHECK(upipe_dry_init(dry, plan, &ops) == UPIPE_OK);
+    CHECK(upipe_dry_init(dry, plan, &fake_ops) == UPIPE_OK);
     dry->mem.events = events;
     dry->mem.events_max = EVENTS;
     if (!CHECK_SAY(upipe_dry_layer(dry, &layer, 1) == UPIPE_OK, "line %d: %s", line, dry->ctx.err.text))
@@ -81,7 +84,7 @@ static upipe_bytes dry_run(const upipe_plan_desc *desc, int qk_norm, upipe_plan 
                             plan->desc.dtype == UPIPE_F32 ? 0 : tile, &err) == UPIPE_OK;
     CHECK_INT(even, plan->schedule <= UPIPE_WHOLE && plan->desc.ring == 1 && !plan->overlap &&
                         plan->desc.tokens % plan->desc.ranks == 0);
-    for (phase = 0; phase < UPIPE_PHASES; ++phase) {
+    for (int phase = 0; phase < UPIPE_PHASES; ++phase) {
         CHECK_INT(bytes.phase[phase], dry->mem.phase_peak[phase]);
         if (even && !qk_norm && whole_scratch == 0) CHECK_INT(bytes.phase[phase], sums.phase[phase]);
         most = upipe_max_bytes(most, bytes.phase[phase]);
@@ -93,14 +96,15 @@ static upipe_bytes dry_run(const upipe_plan_desc *desc, int qk_norm, upipe_plan 
     CHECK_INT(dry->mem.live, 0);
     CHECK(dry->mem.need >= dry->mem.peak);
     CHECK_INT(dry->team.sent_bytes, upipe_plan_sent(plan, 0) + upipe_plan_sent(plan, 1));
-    CHECK_INT(dry->ring.sent_bytes, upipe_plan_sent_ring(plan, 0) + upipe_plan_sent_ring(plan, 1));
+    CHECK_INT(dry->ring.sent_bytes,
+              upipe_plan_sent_ring(plan, &layer.mask, 0) + upipe_plan_sent_ring(plan, &layer.mask, 1));
     /* the forward's chunks and all-to-all buffers, from the trace */
     CHECK_INT(dry->mem.events_lost, 0);
     for (i = 0; i < dry->mem.events_n; ++i)
         if (dry->mem.events[i].phase >= UPIPE_BWD_BEFORE && dry->mem.events[i].phase != UPIPE_PHASE_OTHER)
             break;
     dry->mem.events_n = i;
-    CHECK_INT(upipe_mem_largest(&dry->mem, intermediate, 4), bytes.intermediate_fwd);
+    CHECK_INT(upipe_mem_largest(&dry->mem, UPIPE_USE_QKV), bytes.intermediate_fwd);
     if (test_failures > failed) say_plan(plan, qk_norm, line);
     return bytes;
 }
@@ -108,17 +112,22 @@ static upipe_bytes dry_run(const upipe_plan_desc *desc, int qk_norm, upipe_plan 
 static upipe_plan_desc shape(int64_t tokens, int ranks, int heads, int kv_heads, int d, int64_t model,
                              int chunk, upipe_dtype dtype)
 {
-    upipe_plan_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.tokens = tokens;
-    desc.ranks = ranks;
-    desc.heads = heads;
-    desc.kv_heads = kv_heads;
-    desc.head_dim = d;
-    desc.model_dim = model;
-    desc.chunk = chunk;
-    desc.dtype = dtype;
+    upipe_plan_desc desc = {.tokens = tokens,
+                            .ranks = ranks,
+                            .heads = heads,
+                            .kv_heads = kv_heads,
+                            .head_dim = d,
+                            .model_dim = model,
+                            .chunk = chunk,
+                            .dtype = dtype};
     return desc;
+}
+
+static void draw_scratch(test_rng *rng)
+{
+    gemm_scratch = (size_t)test_below(rng, 2) * (size_t)test_below(rng, 4000000);
+    fwd_scratch = (size_t)test_below(rng, 2) * (size_t)test_below(rng, 1000000);
+    bwd_scratch = (size_t)test_below(rng, 2) * (size_t)test_below(rng, 1000000);
 }
 
 /* A ring around the team, sometimes one of rings, and any rank of it. */
@@ -161,9 +170,7 @@ static void test_random(void)
         desc.batch = 1 + test_below(&rng, 3);
         desc.naive = test_below(&rng, 4) == 0;
         desc.overlap = desc.ring == 1 && test_below(&rng, 4) == 0;
-        gemm_scratch = (size_t)test_below(&rng, 2) * (size_t)test_below(&rng, 4000000);
-        fwd_scratch = (size_t)test_below(&rng, 2) * (size_t)test_below(&rng, 1000000);
-        bwd_scratch = (size_t)test_below(&rng, 2) * (size_t)test_below(&rng, 1000000);
+        draw_scratch(&rng);
         if (upipe_plan_init(&plan, &desc, NULL) != UPIPE_OK) continue;
         ++legal;
         ++of_schedule[plan.schedule];
@@ -187,9 +194,9 @@ static void test_even(void)
     static const int ranks_of[] = {1, 2, 3, 4, 8, 16}, groups[] = {1, 2, 3, 4, 6, 8};
     test_rng rng;
     const long draws = test_env("UPIPE_DRAWS", 2000);
-    long i, of_schedule[] = {0, 0};
+    long of_schedule[] = {0, 0};
     rng.state = (uint64_t)test_env("UPIPE_SEED", 1);
-    for (i = 0; i < draws; ++i) {
+    for (long i = 0; i < draws; ++i) {
         const int ranks = ranks_of[test_below(&rng, 6)], group = groups[test_below(&rng, 6)];
         const int kv = ranks * (1 + test_below(&rng, 4)), heads = kv * group;
         upipe_plan_desc desc;
@@ -202,9 +209,7 @@ static void test_even(void)
         if (test_below(&rng, 3) == 0) desc.v_dim = 32 + 8 * test_below(&rng, 29);
         desc.batch = 1 + test_below(&rng, 3);
         desc.rank = test_below(&rng, ranks);
-        gemm_scratch = (size_t)test_below(&rng, 2) * (size_t)test_below(&rng, 4000000);
-        fwd_scratch = (size_t)test_below(&rng, 2) * (size_t)test_below(&rng, 1000000);
-        bwd_scratch = (size_t)test_below(&rng, 2) * (size_t)test_below(&rng, 1000000);
+        draw_scratch(&rng);
         even_plans = 0;
         dry_run(&desc, 0, &plan, __LINE__);
         CHECK_INT(even_plans, 1);
@@ -215,9 +220,18 @@ static void test_even(void)
               of_schedule[UPIPE_WHOLE]);
 }
 
+static void check_held(const char *name, const upipe_bytes *b, const size_t *phases, size_t intermediate_fwd)
+{
+    for (int phase = 0; phase < UPIPE_PHASES; ++phase)
+        CHECK_SAY(b->phase[phase] == phases[phase], "%s: %s holds %zu bytes, not %zu", name,
+                  upipe_phase_name(phase), b->phase[phase], phases[phase]);
+    CHECK_INT(b->intermediate_fwd, intermediate_fwd);
+}
+
 /* What plans without a closed form hold: whoever changes these bytes changes them knowingly. */
 static void test_held(void)
 {
+    /* clang-format off */
     static const struct {
         const char *name;
         int tokens, ranks, heads, kv_heads, v_dim, chunk; /* d is 64 */
@@ -226,302 +240,44 @@ static void test_held(void)
         upipe_ring_mode mode;
         size_t phase[UPIPE_PHASES], intermediate_fwd;
     } held[] = {
-        {"uneven tokens",
-         1003,
-         4,
-         16,
-         4,
-         0,
-         4,
-         UPIPE_BF16,
-         0,
-         0,
-         1,
-         0,
-         0,
-         0,
-         UPIPE_RING_AUTO,
-         {256000, 1171736, 1190736, 1170736, 1315120, 1832668, 2132668, 1832668},
-         385152},
-        {"QK norm",
-         1024,
-         2,
-         8,
-         4,
-         0,
-         2,
-         UPIPE_BF16,
-         0,
-         0,
-         1,
-         0,
-         0,
-         1,
-         UPIPE_RING_AUTO,
-         {524288, 1459176, 1478176, 1458176, 1605632, 2399232, 2699232, 2399232},
-         393216},
-        {"overlap",
-         1024,
-         4,
-         16,
-         8,
-         0,
-         4,
-         UPIPE_BF16,
-         0,
-         1,
-         1,
-         0,
-         0,
-         0,
-         UPIPE_RING_AUTO,
-         {262144, 1610248, 1609248, 1347104, 1343488, 3224544, 3224544, 3224544},
-         786432},
-        {"overlap, f32, QK norm",
-         1024,
-         2,
-         8,
-         2,
-         96,
-         2,
-         UPIPE_F32,
-         0,
-         1,
-         1,
-         0,
-         0,
-         1,
-         UPIPE_RING_AUTO,
-         {1048576, 4100616, 4099616, 4099616, 4227072, 5848544, 5848544, 5848544},
-         1441792},
-        {"overlap, in order",
-         1024,
-         2,
-         8,
-         2,
-         0,
-         2,
-         UPIPE_BF16,
-         1,
-         1,
-         1,
-         0,
-         0,
-         0,
-         UPIPE_RING_AUTO,
-         {524288, 1872392, 1871392, 1609248, 1605632, 4010976, 4010976, 4010976},
-         786432},
-        {"more ranks than K heads",
-         1024,
-         8,
-         32,
-         4,
-         0,
-         8,
-         UPIPE_BF16,
-         0,
-         0,
-         1,
-         0,
-         0,
-         0,
-         UPIPE_RING_AUTO,
-         {131072, 1065960, 1084960, 1064960, 1212416, 1740800, 2040800, 1740800},
-         393216},
-        {"the same, QK norm",
-         1024,
-         8,
-         32,
-         4,
-         48,
-         8,
-         UPIPE_BF16,
-         0,
-         0,
-         1,
-         0,
-         0,
-         1,
-         UPIPE_RING_AUTO,
-         {131072, 1033192, 1052192, 1032192, 1212416, 1618944, 1918944, 1618944},
-         360448},
-        {"in order",
-         1024,
-         4,
-         16,
-         4,
-         0,
-         4,
-         UPIPE_BF16,
-         1,
-         0,
-         1,
-         0,
-         0,
-         0,
-         UPIPE_RING_AUTO,
-         {262144, 1197032, 1216032, 933888, 1343488, 2396160, 2696160, 2396160},
-         393216},
-        {"uneven heads, a stage",
-         1024,
-         3,
-         16,
-         4,
-         0,
-         16,
-         UPIPE_BF16,
-         0,
-         0,
-         1,
-         0,
-         0,
-         0,
-         UPIPE_RING_AUTO,
-         {349184, 2291688, 2310688, 2290688, 1788224, 4735296, 5035296, 4735296},
-         1222656},
-        {"uneven heads, stages",
-         1024,
-         3,
-         14,
-         2,
-         0,
-         3,
-         UPIPE_BF16,
-         0,
-         0,
-         1,
-         0,
-         0,
-         1,
-         UPIPE_RING_AUTO,
-         {349184, 1415144, 1434144, 1414144, 1695384, 2445976, 2745976, 2445976},
-         393216},
-        {"P2P ring",
-         1024,
-         1,
-         8,
-         4,
-         0,
-         8,
-         UPIPE_BF16,
-         0,
-         0,
-         4,
-         0,
-         0,
-         0,
-         UPIPE_RING_P2P,
-         {262144, 1057768, 2125344, 1318912, 802816, 1859584, 4256736, 1859584},
-         524288},
-        {"P2P ring around stages",
-         1024,
-         2,
-         16,
-         4,
-         0,
-         2,
-         UPIPE_BF16,
-         0,
-         0,
-         2,
-         0,
-         0,
-         0,
-         UPIPE_RING_P2P,
-         {262144, 1000424, 1674784, 1392640, 1343488, 1679360, 3159008, 1802240},
-         196608},
-        {"double ring",
-         1024,
-         1,
-         8,
-         8,
-         96,
-         8,
-         UPIPE_F32,
-         0,
-         0,
-         8,
-         4,
-         0,
-         0,
-         UPIPE_RING_AUTO,
-         {262144, 1709032, 4087328, 1445888, 1056768, 2764800, 7914464, 2764800},
-         1048576},
-        {"all-gather",
-         1024,
-         2,
-         16,
-         4,
-         0,
-         2,
-         UPIPE_BF16,
-         0,
-         0,
-         2,
-         0,
-         0,
-         0,
-         UPIPE_RING_ALL_GATHER,
-         {262144, 1196032, 1281568, 1261568, 1343488, 1869824, 2300896, 1998848},
-         393216},
-        {"all-gather, prefetched",
-         1024,
-         2,
-         16,
-         8,
-         0,
-         2,
-         UPIPE_BF16,
-         0,
-         0,
-         4,
-         0,
-         1,
-         0,
-         UPIPE_RING_ALL_GATHER,
-         {131072, 1024000, 1109536, 761856, 671744, 1459200, 2086880, 1721344},
-         622592},
-        {"all-gather, uneven heads",
-         1024,
-         3,
-         14,
-         2,
-         0,
-         3,
-         UPIPE_BF16,
-         0,
-         0,
-         2,
-         0,
-         0,
-         0,
-         UPIPE_RING_ALL_GATHER,
-         {174080, 947688, 988704, 968704, 847152, 1613104, 2044176, 2004272},
-         436736},
-        {"all-gather, in order",
-         1024,
-         2,
-         16,
-         4,
-         0,
-         2,
-         UPIPE_F32,
-         1,
-         0,
-         2,
-         0,
-         0,
-         0,
-         UPIPE_RING_ALL_GATHER,
-         {524288, 2375680, 2395680, 1851392, 2654208, 3442688, 3873760, 3442688},
-         786432},
+        {"uneven tokens", 1003, 4, 16, 4, 0, 4, UPIPE_BF16, 0, 0, 1, 0, 0, 0, UPIPE_RING_AUTO,
+         {256000, 1171736, 1190736, 1170736, 1315120, 1832668, 2132668, 1832668}, 385152},
+        {"QK norm", 1024, 2, 8, 4, 0, 2, UPIPE_BF16, 0, 0, 1, 0, 0, 1, UPIPE_RING_AUTO,
+         {524288, 1459176, 1478176, 1458176, 1605632, 2399232, 2699232, 2399232}, 393216},
+        {"overlap", 1024, 4, 16, 8, 0, 4, UPIPE_BF16, 0, 1, 1, 0, 0, 0, UPIPE_RING_AUTO,
+         {262144, 1610248, 1609248, 1347104, 1343488, 3224544, 3224544, 3224544}, 786432},
+        {"overlap, f32, QK norm", 1024, 2, 8, 2, 96, 2, UPIPE_F32, 0, 1, 1, 0, 0, 1, UPIPE_RING_AUTO,
+         {1048576, 4100616, 4099616, 4099616, 4227072, 5848544, 5848544, 5848544}, 1441792},
+        {"overlap, in order", 1024, 2, 8, 2, 0, 2, UPIPE_BF16, 1, 1, 1, 0, 0, 0, UPIPE_RING_AUTO,
+         {524288, 1872392, 1871392, 1609248, 1605632, 4010976, 4010976, 4010976}, 786432},
+        {"more ranks than K heads", 1024, 8, 32, 4, 0, 8, UPIPE_BF16, 0, 0, 1, 0, 0, 0, UPIPE_RING_AUTO,
+         {131072, 1065960, 1084960, 1064960, 1212416, 1740800, 2040800, 1740800}, 393216},
+        {"the same, QK norm", 1024, 8, 32, 4, 48, 8, UPIPE_BF16, 0, 0, 1, 0, 0, 1, UPIPE_RING_AUTO,
+         {131072, 1033192, 1052192, 1032192, 1212416, 1618944, 1918944, 1618944}, 360448},
+        {"in order", 1024, 4, 16, 4, 0, 4, UPIPE_BF16, 1, 0, 1, 0, 0, 0, UPIPE_RING_AUTO,
+         {262144, 1197032, 1216032, 933888, 1343488, 2396160, 2696160, 2396160}, 393216},
+        {"uneven heads, a stage", 1024, 3, 16, 4, 0, 16, UPIPE_BF16, 0, 0, 1, 0, 0, 0, UPIPE_RING_AUTO,
+         {349184, 2291688, 2310688, 1766400, 1788224, 4735296, 5035296, 4735296}, 1222656},
+        {"uneven heads, stages", 1024, 3, 14, 2, 0, 3, UPIPE_BF16, 0, 0, 1, 0, 0, 1, UPIPE_RING_AUTO,
+         {349184, 1415144, 1434144, 1414144, 1695384, 2445976, 2745976, 2445976}, 393216},
+        {"P2P ring", 1024, 1, 8, 4, 0, 8, UPIPE_BF16, 0, 0, 4, 0, 0, 0, UPIPE_RING_P2P,
+         {262144, 1057768, 2125344, 1318912, 802816, 1859584, 4256736, 1859584}, 524288},
+        {"P2P ring around stages", 1024, 2, 16, 4, 0, 2, UPIPE_BF16, 0, 0, 2, 0, 0, 0, UPIPE_RING_P2P,
+         {262144, 1000424, 1674784, 1392640, 1343488, 1679360, 3159008, 1802240}, 196608},
+        {"double ring", 1024, 1, 8, 8, 96, 8, UPIPE_F32, 0, 0, 8, 4, 0, 0, UPIPE_RING_AUTO,
+         {262144, 1709032, 4087328, 1445888, 1056768, 2764800, 7914464, 2764800}, 1048576},
+        {"all-gather", 1024, 2, 16, 4, 0, 2, UPIPE_BF16, 0, 0, 2, 0, 0, 0, UPIPE_RING_ALL_GATHER,
+         {262144, 1196032, 1281568, 1261568, 1343488, 1869824, 2300896, 1998848}, 393216},
+        {"all-gather, prefetched", 1024, 2, 16, 8, 0, 2, UPIPE_BF16, 0, 0, 4, 0, 1, 0, UPIPE_RING_ALL_GATHER,
+         {131072, 1024000, 1109536, 761856, 671744, 1459200, 2086880, 1721344}, 622592},
+        {"all-gather, uneven heads", 1024, 3, 14, 2, 0, 3, UPIPE_BF16, 0, 0, 2, 0, 0, 0, UPIPE_RING_ALL_GATHER,
+         {174080, 947688, 988704, 968704, 847152, 1613104, 2044176, 2004272}, 436736},
+        {"all-gather, in order", 1024, 2, 16, 4, 0, 2, UPIPE_F32, 1, 0, 2, 0, 0, 0, UPIPE_RING_ALL_GATHER,
+         {524288, 2375680, 2395680, 1851392, 2654208, 3442688, 3873760, 3442688}, 786432},
     };
-    size_t i;
-    int phase;
-    gemm_scratch = 1000;
-    fwd_scratch = 20000;
-    bwd_scratch = 300000;
-    for (i = 0; i < sizeof held / sizeof *held; ++i) {
+    /* clang-format on */
+    set_scratch(1000, 20000, 300000);
+    for (size_t i = 0; i < sizeof held / sizeof *held; ++i) {
         upipe_plan_desc desc = shape(held[i].tokens, held[i].ranks, held[i].heads, held[i].kv_heads, 64, 512,
                                      held[i].chunk, held[i].dtype);
         upipe_plan plan;
@@ -534,15 +290,13 @@ static void test_held(void)
         desc.ring_prefetch = held[i].ring_prefetch;
         desc.ring_mode = held[i].mode;
         b = dry_run(&desc, held[i].qk_norm, &plan, __LINE__);
-        for (phase = 0; phase < UPIPE_PHASES; ++phase)
-            CHECK_SAY(b.phase[phase] == held[i].phase[phase], "%s: %s holds %zu bytes, not %zu", held[i].name,
-                      upipe_phase_name(phase), b.phase[phase], held[i].phase[phase]);
-        CHECK_INT(b.intermediate_fwd, held[i].intermediate_fwd);
+        check_held(held[i].name, &b, held[i].phase, held[i].intermediate_fwd);
     }
 }
 
 static void test_held_segments(void)
 {
+    /* clang-format off */
     static const struct {
         const char *name;
         int tokens, ranks, heads, kv_heads, v_dim, chunk, segments; /* d is 64 */
@@ -550,105 +304,47 @@ static void test_held_segments(void)
         int qk_norm;
         size_t phase[UPIPE_PHASES], intermediate_fwd, host;
     } held[] = {
-        {"FPDT",
-         1024,
-         4,
-         16,
-         4,
-         0,
-         16,
-         4,
-         UPIPE_BF16,
-         0,
-         {0, 394216, 613920, 528384, 0, 397312, 1561568, 589824},
-         327680,
-         3178496},
-        {"UPipe in segments, uneven tokens",
-         1003,
-         4,
-         16,
-         4,
-         0,
-         4,
-         4,
-         UPIPE_BF16,
-         1,
-         {0, 193000, 310156, 129516, 5120, 102496, 758928, 383464},
-         128512,
-         3627392},
-        {"f32, V wider",
-         1024,
-         2,
-         8,
-         4,
-         96,
-         2,
-         3,
-         UPIPE_F32,
-         1,
-         {0, 788968, 896888, 395352, 3072, 398424, 1359168, 1314280},
-         437760,
-         8569152},
-        {"more ranks than K heads",
-         1024,
-         8,
-         32,
-         4,
-         0,
-         8,
-         2,
-         UPIPE_BF16,
-         0,
-         {0, 328680, 611872, 264192, 0, 198656, 1225696, 525288},
-         262144,
-         3571712},
-        {"uneven heads",
-         1024,
-         3,
-         14,
-         2,
-         48,
-         14,
-         5,
-         UPIPE_BF16,
-         1,
-         {0, 389288, 561200, 361296, 4096, 330336, 1379936, 510464},
-         318656,
-         3221600},
+        {"FPDT", 1024, 4, 16, 4, 0, 16, 4, UPIPE_BF16, 0,
+         {0, 394216, 613920, 528384, 0, 397312, 1561568, 589824}, 327680, 3178496},
+        {"UPipe in segments, uneven tokens", 1003, 4, 16, 4, 0, 4, 4, UPIPE_BF16, 1,
+         {0, 193000, 310156, 129516, 5120, 102496, 758928, 383464}, 128512, 3627392},
+        {"f32, V wider", 1024, 2, 8, 4, 96, 2, 3, UPIPE_F32, 1,
+         {0, 788968, 896888, 395352, 3072, 398424, 1359168, 1314280}, 437760, 8569152},
+        {"more ranks than K heads", 1024, 8, 32, 4, 0, 8, 2, UPIPE_BF16, 0,
+         {0, 328680, 611872, 264192, 0, 198656, 1225696, 525288}, 262144, 3571712},
+        {"uneven heads", 1024, 3, 14, 2, 48, 14, 5, UPIPE_BF16, 1,
+         {0, 389288, 561200, 361296, 4096, 330336, 1379936, 510464}, 318656, 3221600},
     };
-    size_t i;
-    int phase;
-    gemm_scratch = 1000;
-    fwd_scratch = 20000;
-    bwd_scratch = 300000;
-    for (i = 0; i < sizeof held / sizeof *held; ++i) {
-        upipe_fpdt f;
+    /* clang-format on */
+    set_scratch(1000, 20000, 300000);
+    for (size_t i = 0; i < sizeof held / sizeof *held; ++i) {
         upipe_bytes b;
         upipe_plan p;
-        upipe_ops ops;
         float weight[1];
-        memset(&f, 0, sizeof f);
-        memset(&ops, 0, sizeof ops);
-        ops.gemm_bytes = fake_gemm_bytes;
-        ops.attn_bytes = fake_attn_bytes;
-        ops.attn_can = ~0;
+        upipe_fpdt f = {0};
         f.desc = shape(held[i].tokens, held[i].ranks, held[i].heads, held[i].kv_heads, 64, 512, held[i].chunk,
                        held[i].dtype);
         f.desc.v_dim = held[i].v_dim;
         f.segments = held[i].segments;
         f.layer.wq = f.layer.wk = f.layer.wv = weight;
         if (held[i].qk_norm) f.layer.q_norm_weight = f.layer.k_norm_weight = weight;
-        CHECK(upipe_fpdt_plan(&f, 0, &p, NULL) == UPIPE_OK && upipe_dry_init(dry, &p, &ops) == UPIPE_OK);
+        CHECK(upipe_fpdt_plan(&f, 0, &p, NULL) == UPIPE_OK && upipe_dry_init(dry, &p, &fake_ops) == UPIPE_OK);
         whole_scratch = 500000; /* there is no such call in segments */
         CHECK_STATUS(upipe_dry_fpdt(dry, &f), UPIPE_OK, dry->ctx.err);
         whole_scratch = 0;
         b = upipe_dry_bytes(dry);
-        for (phase = 0; phase < UPIPE_PHASES; ++phase)
-            CHECK_SAY(b.phase[phase] == held[i].phase[phase], "%s: %s holds %zu bytes, not %zu", held[i].name,
-                      upipe_phase_name(phase), b.phase[phase], held[i].phase[phase]);
-        CHECK_INT(b.intermediate_fwd, held[i].intermediate_fwd);
+        check_held(held[i].name, &b, held[i].phase, held[i].intermediate_fwd);
         CHECK_INT(dry->host.peak, held[i].host);
     }
+}
+
+/* UPipe, then Ulysses. */
+static void in_chunks_and_whole(upipe_plan_desc *desc, upipe_plan *upipe, upipe_plan *ulysses, upipe_bytes *a,
+                                upipe_bytes *b)
+{
+    *a = dry_run(desc, 0, upipe, __LINE__);
+    desc->chunk = desc->heads;
+    *b = dry_run(desc, 0, ulysses, __LINE__);
 }
 
 static void test_claims(void)
@@ -658,26 +354,20 @@ static void test_claims(void)
     upipe_bytes a, b;
     double unit;
     int64_t tokens = 1 << 20;
-    gemm_scratch = fwd_scratch = bwd_scratch = 0;
+    set_scratch(0, 0, 0);
 
     /* as many key/value heads as query heads: the forward's chunks and buffers are 1/nu of Ulysses' */
     desc = shape(tokens, 8, 32, 32, 128, 4096, 8, UPIPE_BF16);
-    a = dry_run(&desc, 0, &upipe, __LINE__);
-    desc.chunk = 32;
-    b = dry_run(&desc, 0, &ulysses, __LINE__);
+    in_chunks_and_whole(&desc, &upipe, &ulysses, &a, &b);
     CHECK_INT(a.intermediate_fwd * 4, b.intermediate_fwd);
     CHECK(a.peak < b.peak);
     desc = shape(tokens, 8, 64, 64, 128, 5120, 8, UPIPE_BF16);
-    a = dry_run(&desc, 0, &upipe, __LINE__);
-    desc.chunk = 64;
-    b = dry_run(&desc, 0, &ulysses, __LINE__);
+    in_chunks_and_whole(&desc, &upipe, &ulysses, &a, &b);
     CHECK_INT(a.intermediate_fwd * 8, b.intermediate_fwd); /* the paper's 87.5 % */
 
     /* grouped: (3/nu) / (1 + 2/G), see docs/memory.md */
     desc = shape(tokens, 8, 32, 8, 128, 4096, 8, UPIPE_BF16);
-    a = dry_run(&desc, 0, &upipe, __LINE__);
-    desc.chunk = 32;
-    b = dry_run(&desc, 0, &ulysses, __LINE__);
+    in_chunks_and_whole(&desc, &upipe, &ulysses, &a, &b);
     unit = (double)upipe_plan_unit_bytes(&upipe);
     CHECK_INT(a.intermediate_fwd * 2, b.intermediate_fwd);
     CHECK_SAY((double)a.phase[UPIPE_BWD_ATTN] <= 5.0 * unit, "Llama3-8B backward peak %.3f units",
@@ -689,9 +379,7 @@ static void test_claims(void)
     CHECK_INT(upipe_plan_sent(&upipe, 1), upipe_plan_sent(&ulysses, 1));
     CHECK_INT(upipe_plan_sent(&upipe, 0) * 8, 7 * (int64_t)(2.5 * unit));
     desc = shape(tokens, 8, 64, 8, 128, 8192, 8, UPIPE_BF16);
-    a = dry_run(&desc, 0, &upipe, __LINE__);
-    desc.chunk = 64;
-    b = dry_run(&desc, 0, &ulysses, __LINE__);
+    in_chunks_and_whole(&desc, &upipe, &ulysses, &a, &b);
     CHECK_INT(a.intermediate_fwd * 10, b.intermediate_fwd * 3);
 
     /* naive order: 2 + 2/min(m, G) units instead of 2 + 2/G */
@@ -705,11 +393,9 @@ static void test_claims(void)
 
     /* more ranks than key/value heads: K and V cost 2 C/H, in Ulysses too */
     desc = shape(tokens, 16, 32, 4, 128, 4096, 16, UPIPE_BF16);
-    dry_run(&desc, 0, &upipe, __LINE__);
+    in_chunks_and_whole(&desc, &upipe, &ulysses, &a, &b);
     unit = (double)upipe_plan_unit_bytes(&upipe);
     CHECK_INT(upipe_plan_sent(&upipe, 0) * 16, 15 * (int64_t)(3 * unit));
-    desc.chunk = 32;
-    dry_run(&desc, 0, &ulysses, __LINE__);
     CHECK_INT(upipe_plan_sent(&upipe, 0), upipe_plan_sent(&ulysses, 0));
 
     /* five million tokens, and a batch: sizes beyond 32 bits */
@@ -723,66 +409,127 @@ static void test_surroundings(void)
 {
     upipe_plan_desc desc = shape(4096, 4, 16, 4, 64, 1024, 4, UPIPE_BF16);
     upipe_plan plan;
-    upipe_ops ops;
-    upipe_layer layer;
+    upipe_layer layer = {0};
     upipe_saved save;
-    upipe_grads grads;
+    upipe_grads grads = {0};
     upipe_bytes bytes;
     void *x, *y, *dx;
     upipe_view vx, vy, vgx;
     upipe_ctx *c = &dry->ctx;
     float weight[1];
-    int phase;
-    memset(&ops, 0, sizeof ops);
-    memset(&layer, 0, sizeof layer);
-    memset(&grads, 0, sizeof grads);
-    ops.gemm_bytes = fake_gemm_bytes;
-    ops.attn_bytes = fake_attn_bytes;
-    ops.attn_can = ~0;
-    gemm_scratch = 1000;
-    fwd_scratch = 2000;
-    bwd_scratch = 3000;
+    set_scratch(1000, 2000, 3000);
     CHECK(upipe_plan_init(&plan, &desc, NULL) == UPIPE_OK);
     layer.plan = &plan;
     layer.mask.causal = 1;
     layer.wq = layer.wk = layer.wv = layer.wo = weight;
-    CHECK(upipe_dry_init(dry, &plan, &ops) == UPIPE_OK);
-    CHECK(upipe_mem_alloc(c->mem, &x, upipe_plan_unit_bytes(&plan), "x", NULL) == UPIPE_OK);
+    CHECK(upipe_dry_init(dry, &plan, &fake_ops) == UPIPE_OK);
+    CHECK(upipe_mem_alloc(c->mem, &x, upipe_plan_unit_bytes(&plan), UPIPE_USE_OTHER, "x", NULL) == UPIPE_OK);
     vx = upipe_view_packed(x, UPIPE_BF16, plan.rows, 1, 1024);
     CHECK_STATUS(upipe_layer_fwd(c, &layer, &save, vx), UPIPE_OK, c->err);
-    CHECK(upipe_mem_alloc(c->mem, &y, upipe_plan_unit_bytes(&plan), "y", NULL) == UPIPE_OK);
+    CHECK(upipe_mem_alloc(c->mem, &y, upipe_plan_unit_bytes(&plan), UPIPE_USE_OTHER, "y", NULL) == UPIPE_OK);
     vy = upipe_view_packed(y, UPIPE_BF16, plan.rows, 1, 1024);
     CHECK_STATUS(upipe_layer_out_fwd(c, &layer, vy, &save), UPIPE_OK, c->err);
     CHECK_STATUS(upipe_layer_out_bwd(c, &layer, &grads, &save, vy), UPIPE_OK, c->err);
     CHECK(upipe_mem_free(c->mem, y, NULL) == UPIPE_OK);
-    CHECK(upipe_mem_alloc(c->mem, &dx, upipe_plan_unit_bytes(&plan), "dx", NULL) == UPIPE_OK);
+    CHECK(upipe_mem_alloc(c->mem, &dx, upipe_plan_unit_bytes(&plan), UPIPE_USE_OTHER, "dx", NULL) ==
+          UPIPE_OK);
     vgx = upipe_view_packed(dx, UPIPE_BF16, plan.rows, 1, 1024);
     CHECK_STATUS(upipe_layer_bwd(c, &layer, vgx, &grads, &save, &save.out, vx), UPIPE_OK, c->err);
     CHECK_STATUS(upipe_even_bytes(&bytes, &plan, 1000, 2000, 3000, 256 * 1024 * 4, &c->err), UPIPE_OK,
                  c->err);
-    for (phase = UPIPE_BWD_OUT; phase <= UPIPE_BWD_IN; ++phase)
+    for (int phase = UPIPE_BWD_OUT; phase <= UPIPE_BWD_IN; ++phase)
         CHECK_INT(dry->mem.phase_peak[phase], bytes.phase[phase] + upipe_plan_unit_bytes(&plan));
     CHECK_STATUS(upipe_saved_free(c, &save), UPIPE_OK, c->err);
     CHECK_INT(dry->mem.live, 2 * upipe_plan_unit_bytes(&plan));
-    CHECK_STATUS(upipe_layer_bwd(c, &layer, vgx, &grads, &save, &save.out, vx), UPIPE_ERR_ARG, c->err);
-    CHECK_TEXT(c->err.text, "not there");
-    plan.desc.ranks = 100000;
-    CHECK_STATUS(upipe_dry_init(dry, &plan, &ops), UPIPE_ERR_UNSUPPORTED, c->err);
+    CHECK_REFUSED(upipe_layer_bwd(c, &layer, vgx, &grads, &save, &save.out, vx), UPIPE_ERR_ARG, c->err,
+                  "not there");
+    desc.ranks = UPIPE_DRY_RANKS_MAX + 1, desc.chunk = desc.heads;
+    CHECK_STATUS(upipe_plan_init(&plan, &desc, &c->err), UPIPE_OK, c->err);
+    CHECK_STATUS(upipe_dry_init(dry, &plan, &fake_ops), UPIPE_ERR_UNSUPPORTED, c->err);
+}
+
+static upipe_status refuse_block(void *user, size_t bytes, int use, const char *tag)
+{
+    (void)user, (void)bytes, (void)use;
+    return strcmp(tag, "dout_block") == 0 ? UPIPE_ERR_MEMORY : UPIPE_OK;
+}
+
+/* A table whose attention reads O: the backward holds final_out until its stages are done, and a stage's O'; O is sent once.
+ * Nothing else grows. */
+static void test_reads_o(void)
+{
+    upipe_plan_desc desc = shape(4096, 4, 16, 4, 64, 1024, 4, UPIPE_BF16);
+    upipe_layer layer = {0};
+    upipe_ops ops = fake_ops;
+    upipe_plan plan;
+    upipe_saved save;
+    upipe_grads grads = {0};
+    upipe_view x;
+    size_t own[2];
+    float weight[1];
+    set_scratch(1000, 2000, 3000);
+    layer.mask.causal = 1;
+    layer.wq = layer.wk = layer.wv = layer.wo = weight;
+    layer.plan = &plan;
+    for (int kind = 0; kind < 4; ++kind) {
+        const int projected = kind % 2;
+        upipe_bytes bytes[2];
+        int64_t sent[2];
+        desc.chunk = kind < 2 ? 4 : 16; /* UPipe, Ulysses */
+        CHECK(upipe_plan_init(&plan, &desc, NULL) == UPIPE_OK);
+        for (int reads = 0; reads < 2; ++reads) {
+            ops.attn_reads_o = reads;
+            CHECK(upipe_dry_init(dry, &plan, &ops) == UPIPE_OK);
+            CHECK_STATUS(projected ? upipe_dry_block(dry, &layer, 1) : upipe_dry_layer(dry, &layer, 1),
+                         UPIPE_OK, dry->ctx.err);
+            CHECK_INT(dry->mem.live, 0);
+            bytes[reads] = upipe_dry_bytes(dry);
+            sent[reads] = dry->team.sent_bytes;
+        }
+        const size_t unit = upipe_plan_unit_bytes(&plan),
+                     heads = upipe_plan_rows_bytes(&plan, desc.chunk, 64);
+        for (int phase = 0; phase <= UPIPE_FWD_OUT; ++phase)
+            CHECK_INT(bytes[1].phase[phase], bytes[0].phase[phase]);
+        /* dO does not take O's place */
+        CHECK_INT(bytes[1].phase[UPIPE_BWD_BEFORE],
+                  bytes[0].phase[UPIPE_BWD_BEFORE] + (projected ? unit : 0));
+        for (int phase = UPIPE_BWD_OUT; phase <= UPIPE_BWD_ATTN; ++phase)
+            CHECK_INT(bytes[1].phase[phase], bytes[0].phase[phase] + unit + heads);
+        CHECK_INT(sent[1] - sent[0], (int64_t)(unit / 4 * 3));
+        CHECK_INT(upipe_plan_sent(&plan, 2) - upipe_plan_sent(&plan, 1), (int64_t)(unit / 4 * 3));
+        if (!projected) CHECK_INT(sent[1], upipe_plan_sent(&plan, 0) + upipe_plan_sent(&plan, 2));
+    }
+    for (int reads = 0; reads < 2; ++reads) { /* O of the host's own is not kept */
+        upipe_qkv a = {.plan = &plan};
+        ops.attn_reads_o = reads;
+        CHECK(upipe_dry_init(dry, &plan, &ops) == UPIPE_OK);
+        CHECK_STATUS(upipe_dry_qkv(dry, &a), UPIPE_OK, dry->ctx.err);
+        own[reads] = upipe_dry_bytes(dry).phase[UPIPE_BWD_ATTN];
+    }
+    CHECK_INT(own[1] - own[0], upipe_plan_rows_bytes(&plan, desc.chunk, 64));
+    /* where new slots are there for dO, and no memory behind them: O is still what save has */
+    CHECK(upipe_dry_init(dry, &plan, &ops) == UPIPE_OK);
+    x = upipe_view_packed(dry->mem.slab, UPIPE_BF16, plan.rows, 1, 1024);
+    CHECK_STATUS(upipe_layer_fwd(&dry->ctx, &layer, &save, x), UPIPE_OK, dry->ctx.err);
+    dry->mem.guard = refuse_block;
+    CHECK_STATUS(upipe_layer_out_bwd(&dry->ctx, &layer, &grads, &save, x), UPIPE_ERR_MEMORY, dry->ctx.err);
+    CHECK_STATUS(upipe_saved_free(&dry->ctx, &save), UPIPE_OK, dry->ctx.err);
+    CHECK_INT(dry->mem.live, 0);
 }
 
 /* A table that sums dQ' in f32 scratch: where that is more than the send buffer grows by, the sum is in there. */
 static void test_dq_sums(void)
 {
     static const int chunks[] = {8, 16, 32};
-    size_t i, bwd = bwd_scratch;
-    for (i = 0; i < 3; ++i) {
+    size_t bwd = bwd_scratch;
+    for (size_t i = 0; i < 3; ++i) {
         const upipe_plan_desc d = shape(4096, 8, 32, 8, 128, 4096, chunks[i], UPIPE_BF16);
         upipe_bytes apart, in_send;
         upipe_buffers b;
         upipe_plan p;
         CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
-        b = upipe_plan_buffers(&p);
-        bwd_scratch = bwd + b.q; /* as much as the place of the send buffer saves: no gain */
+        b = p.buffers;
+        bwd_scratch = bwd + b.q; /* as much as the place of the send buffer saves: nothing is won */
         apart = dry_run(&d, 0, &p, __LINE__);
         bwd_scratch = bwd;
         whole_scratch = b.q;
@@ -812,26 +559,19 @@ static double moved_units(const upipe_plan *p, int segments, int backward)
 static void test_moved(void)
 {
     static const int heads[][2] = {{16, 4}, {32, 8}, {8, 8}, {8, 2}, {16, 1}, {12, 4}};
-    int kind, ranks, chunk, segments, legal = 0;
-    for (kind = 0; kind < 6 * 2; ++kind)
-        for (ranks = 1; ranks <= 8; ranks *= 2)
-            for (chunk = ranks; chunk <= heads[kind / 2][0]; chunk *= 2)
-                for (segments = 1; segments <= 5; ++segments) {
+    int legal = 0;
+    for (int kind = 0; kind < 6 * 2; ++kind)
+        for (int ranks = 1; ranks <= 8; ranks *= 2)
+            for (int chunk = ranks; chunk <= heads[kind / 2][0]; chunk *= 2)
+                for (int segments = 1; segments <= 5; ++segments) {
                     upipe_ctx *c = &dry->ctx;
-                    upipe_grads grads;
                     upipe_fpdt_saved save;
-                    upipe_fpdt f;
+                    upipe_fpdt f = {0};
                     upipe_plan p;
-                    upipe_ops ops;
                     upipe_err e;
                     char data[1];
                     double unit, before;
-                    memset(&grads, 0, sizeof grads);
-                    memset(&ops, 0, sizeof ops);
-                    memset(&f, 0, sizeof f);
-                    ops.gemm_bytes = fake_gemm_bytes;
-                    ops.attn_bytes = fake_attn_bytes;
-                    ops.attn_can = ~0;
+                    upipe_grads grads = {0};
                     f.desc =
                         shape((int64_t)ranks * segments * 6, ranks, heads[kind / 2][0], heads[kind / 2][1],
                               64, heads[kind / 2][0] * 64, chunk, kind % 2 ? UPIPE_BF16 : UPIPE_F32);
@@ -840,7 +580,7 @@ static void test_moved(void)
                     f.layer.mask.causal = 1;
                     if (upipe_fpdt_plan(&f, 0, &p, &e) != UPIPE_OK || p.schedule == UPIPE_UNEVEN) continue;
                     ++legal;
-                    CHECK(upipe_dry_init(dry, &p, &ops) == UPIPE_OK);
+                    CHECK(upipe_dry_init(dry, &p, &fake_ops) == UPIPE_OK);
                     f.host = &dry->host;
                     unit = (double)upipe_plan_unit_bytes(&p) * segments;
                     CHECK_STATUS(upipe_fpdt_fwd(c, &f, &save, data), UPIPE_OK, c->err);
@@ -861,10 +601,197 @@ static void test_moved(void)
     CHECK_SAY(legal > 200, "only %d legal ones", legal);
 }
 
+/* ---- tiles and sequences that are alike ---- */
+
+/* All that has loops over tiles or sequences: a block, a host's own Q, K and V, an MLP and a loss, whose tiles are in a
+ * loop over tiles themselves. */
+static upipe_status life(upipe_dry *d, const upipe_layer *l, size_t tile_bytes, int64_t outer)
+{
+    const int dim = (int)l->plan->desc.model_dim;
+    upipe_ctx *c = &d->ctx;
+    float weight[16], losses[1];
+    const int32_t targets[1] = {0};
+    const upipe_view x = upipe_view_packed(weight, l->plan->desc.dtype, l->plan->rows, 1, dim),
+                     dy = upipe_view_packed(weight + 4, l->plan->desc.dtype, l->plan->rows, 1, dim);
+    const upipe_mlp_grads grads = {weight, weight, weight, NULL};
+    const upipe_head_grads head_grads = {weight, NULL};
+    upipe_tiles at = {0, 0, 0};
+    upipe_mlp m;
+    upipe_head h;
+    upipe_qkv a;
+    memset(&m, 0, sizeof m);
+    memset(&h, 0, sizeof h);
+    memset(&a, 0, sizeof a);
+    m.w_gate = m.w_up = m.w_down = h.w = weight;
+    m.hidden = h.vocab = 2 * dim;
+    m.tile_bytes = h.tile_bytes = tile_bytes;
+    a.plan = l->plan;
+    a.mask = l->mask;
+    UPIPE_TRY(upipe_dry_block(d, l, 1));
+    UPIPE_TRY(upipe_dry_qkv(d, &a));
+    UPIPE_TRY(upipe_mlp_fwd(c, &m, dy, x));
+    UPIPE_TRY(upipe_loss_bwd(c, &h, x, &head_grads, losses, x, targets));
+    while (upipe_tiles_next(c->mem, &at, x.n, outer)) {
+        const upipe_view from = upipe_view_rows(x, at.row, at.n), to = upipe_view_rows(dy, at.row, at.n);
+        UPIPE_TRY(upipe_mlp_bwd(c, &m, to, &grads, to, from));
+    }
+    return UPIPE_OK;
+}
+
+/* The same with every tile and sequence gone through. */
+static upipe_status long_life(upipe_dry *d, const upipe_layer *l, const upipe_ops *ops, int every,
+                              size_t tile_bytes, int64_t outer)
+{
+    CHECK(upipe_dry_init(d, l->plan, ops) == UPIPE_OK);
+    d->mem.events = events; /* space for none: all are counted */
+    if (every) d->mem.dry = -1;
+    asked = 0;
+    return life(d, l, tile_bytes, outer);
+}
+
+static void test_alike(void)
+{
+    upipe_dry *all = (upipe_dry *)zeroed(sizeof *all);
+    const long draws = test_draws_wanted();
+    long i, fewer = 0, same = 0;
+    test_rng rng;
+    upipe_ops ops;
+    memset(&ops, 0, sizeof ops);
+    ops.gemm_bytes = fake_gemm_bytes;
+    ops.attn_bytes = fake_attn_bytes;
+    ops.attn_can = ~0;
+    rng.state = (uint64_t)test_env("UPIPE_SEED", 1);
+    for (i = 0; i < draws; ++i) {
+        const int ranks = 1 + test_below(&rng, 4), kv = 1 + test_below(&rng, 4);
+        const int heads = kv * (1 + test_below(&rng, 4));
+        const int64_t outer = 1 + test_below(&rng, 300);
+        upipe_plan_desc desc =
+            shape(ranks + test_below(&rng, 900), ranks, heads, kv, 32, 8 + test_below(&rng, 90),
+                  test_below(&rng, 2) ? heads : ranks, test_below(&rng, 2) ? UPIPE_BF16 : UPIPE_F32);
+        size_t tile_bytes = test_below(&rng, 2) ? (size_t)desc.model_dim * 4 * 64 * 10 : 0;
+        upipe_status whole, once;
+        upipe_layer l;
+        upipe_plan plan;
+        long steps;
+        draw_ring(&rng, &desc);
+        desc.batch = 1 + test_below(&rng, 5);
+        gemm_scratch = (size_t)test_below(&rng, 2) * (size_t)test_below(&rng, 4000000);
+        fwd_scratch = (size_t)test_below(&rng, 2) * (size_t)test_below(&rng, 1000000);
+        bwd_scratch = (size_t)test_below(&rng, 2) * (size_t)test_below(&rng, 1000000);
+        if (upipe_plan_init(&plan, &desc, NULL) != UPIPE_OK) continue;
+        memset(&l, 0, sizeof l);
+        l.plan = &plan;
+        l.wq = l.wk = l.wv = l.wo = dry;
+        l.tile_rows = test_below(&rng, 2) * (1 + test_below(&rng, 200));
+        l.mask.causal = test_below(&rng, 3) > 0;
+        l.mask.window = l.mask.causal * test_below(&rng, 2) * test_below(&rng, 1000);
+        whole = long_life(all, &l, &ops, 1, tile_bytes, outer);
+        steps = asked;
+        once = long_life(dry, &l, &ops, 0, tile_bytes, outer);
+        CHECK_INT(whole, once);
+        if (whole != UPIPE_OK) continue;
+        ++same;
+        fewer += asked < steps;
+        CHECK_INT(dry->mem.times, 1);
+        CHECK_INT(dry->mem.events_lost, all->mem.events_lost);
+        CHECK_INT(dry->mem.live, all->mem.live);
+        CHECK_INT(dry->mem.peak, all->mem.peak);
+        CHECK_INT(dry->mem.need, all->mem.need);
+        CHECK_INT(dry->mem.blocks_peak, all->mem.blocks_peak);
+        CHECK_BYTES(dry->mem.phase_peak, all->mem.phase_peak, sizeof dry->mem.phase_peak);
+        CHECK_INT(dry->intermediate_fwd, all->intermediate_fwd);
+        CHECK_INT(dry->team.sent_bytes, all->team.sent_bytes);
+        CHECK_INT(dry->ring.sent_bytes, all->ring.sent_bytes);
+        CHECK_INT(dry->work.attn_calls, all->work.attn_calls);
+        CHECK(dry->work.products == all->work.products && dry->work.attn_fwd == all->work.attn_fwd &&
+              dry->work.attn_bwd == all->work.attn_bwd && dry->work.merged == all->work.merged);
+    }
+    CHECK_SAY(same > draws / 4 && fewer > draws / 8, "%ld of %ld settings ran, %ld took fewer steps", same,
+              draws, fewer);
+}
+
+static long attended;
+
+static upipe_status count_fwd(upipe_ctx *c, const upipe_attn *a)
+{
+    ++attended;
+    return upi_dry_attn_fwd(c, a);
+}
+
+static upipe_status count_bwd(upipe_ctx *c, const upipe_attn_grad *g)
+{
+    ++attended;
+    return upi_dry_attn_bwd(c, g);
+}
+
+/* Steps of a dry run; they do not grow with tokens or with the batch. */
+static long steps_of(int64_t tokens, int64_t batch)
+{
+    upipe_plan_desc desc = shape(tokens, 4, 8, 4, 64, 512, 4, UPIPE_BF16);
+    upipe_plan plan;
+    upipe_ops ops;
+    upipe_layer l;
+    desc.batch = batch;
+    memset(&ops, 0, sizeof ops);
+    ops.gemm_bytes = fake_gemm_bytes;
+    ops.attn_bytes = fake_attn_bytes;
+    memset(&l, 0, sizeof l);
+    l.plan = &plan;
+    l.wq = l.wk = l.wv = l.wo = dry;
+    l.mask.causal = 1;
+    asked = attended = 0;
+    CHECK(upipe_plan_init(&plan, &desc, NULL) == UPIPE_OK);
+    CHECK(upipe_dry_init(dry, &plan, &ops) == UPIPE_OK);
+    dry->ops.attn_fwd = count_fwd;
+    dry->ops.attn_bwd = count_bwd;
+    CHECK_STATUS(life(dry, &l, 0, 1000), UPIPE_OK, dry->ctx.err);
+    return asked + attended;
+}
+
+/* Rows of a rank are 700 more than a multiple of the outer loop's 1000, so that each loop has a rest. */
+static void test_flat(void)
+{
+    CHECK_INT(steps_of(4 * INT64_C(2000000700), 1), steps_of(4 * 2000700, 1));
+    CHECK_INT(steps_of(2800, 2000001), steps_of(2800, 2001));
+}
+
+/* Attention's work: as many pairs as the rows see keys, one by one. */
+static void test_pairs(void)
+{
+    const long draws = test_draws_wanted();
+    test_rng rng = {(uint64_t)test_env("UPIPE_SEED", 1)};
+    long packed = 0;
+    for (long i = 0; i < draws; ++i) {
+        int64_t borders[8] = {0};
+        upipe_attn a = {.pos_step = test_below(&rng, 5), .mask = {.causal = test_below(&rng, 2)}};
+        double pairs = 0;
+        a.q.n = 1 + test_below(&rng, 60);
+        a.k.n = 1 + test_below(&rng, 60);
+        a.q_pos = test_below(&rng, 100);
+        a.k_pos = test_below(&rng, 100);
+        if (a.mask.causal) a.mask.window = test_below(&rng, 2) * (1 + test_below(&rng, 80));
+        if (test_below(&rng, 2)) {
+            a.mask.cu_seqlens = borders;
+            a.mask.cu_seqlens_n = 1 + test_below(&rng, 7);
+            borders[0] = test_below(&rng, 2) * test_below(&rng, 120);
+            for (int64_t j = 1; j <= a.mask.cu_seqlens_n; ++j)
+                borders[j] = borders[j - 1] + test_below(&rng, 2) * test_below(&rng, 80);
+        }
+        for (int64_t row = 0; row < a.q.n; ++row) {
+            int64_t first, end;
+            upipe_attn_visible(&a, row, &first, &end);
+            pairs += (double)(end - first);
+        }
+        packed += a.mask.cu_seqlens != NULL && pairs > 0;
+        CHECK(upipe_attn_pairs(&a) == pairs);
+    }
+    CHECK(packed > draws / 8);
+}
+
 int main(void)
 {
-    dry = (upipe_dry *)malloc(sizeof *dry);
-    events = (upipe_mem_event *)malloc(EVENTS * sizeof *events);
+    dry = (upipe_dry *)zeroed(sizeof *dry);
+    events = (upipe_mem_event *)zeroed(EVENTS * sizeof *events);
     test_random();
     test_even();
     test_held();
@@ -872,8 +799,11 @@ int main(void)
     test_claims();
     test_dq_sums();
     test_surroundings();
+    test_reads_o();
     test_moved();
-    free(events);
-    free(dry);
+    test_alike();
+    test_flat();
+    test_pairs();
+    buffers_free(0);
     return test_end("dry");
 }

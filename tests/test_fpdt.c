@@ -3,8 +3,9 @@
  *
  * Draws as lib/test.h has them, a tenth of their number and seconds.
  */
+#include "lib/reads_o.h"
 #include "lib/runner.h"
-#include "lib/close_block.h"
+#include "lib/close.h"
 
 typedef struct segments_state {
     const run_case *test;
@@ -13,7 +14,7 @@ typedef struct segments_state {
     int segments;
     upipe_threads team;
     upipe_ops ops;
-    void *weights[3];
+    void *weights[RUN_WEIGHTS];
     upipe_err errors[RUN_MAX];
 } segments_state;
 
@@ -40,12 +41,10 @@ static upipe_status frail_copy(upipe_ctx *c, void *dst, const void *src, size_t 
 /* Rows of a rank, [segment][batch][T], <-> natural order. */
 static void segment_rows(const upipe_fpdt *f, float *natural, float *mine, int64_t width, int out)
 {
-    int64_t b, t;
-    int i;
-    for (i = 0; i < f->segments; ++i) {
+    for (int i = 0; i < f->segments; ++i) {
         upipe_shard s = upipe_fpdt_shard(f, i);
-        for (b = 0; b < f->desc.batch; ++b)
-            for (t = 0; t < s.n; ++t, mine += width) {
+        for (int64_t b = 0; b < f->desc.batch; ++b)
+            for (int64_t t = 0; t < s.n; ++t, mine += width) {
                 float *at = natural + (b * f->desc.tokens + upipe_shard_pos(&s, t)) * width;
                 memcpy(out ? at : mine, out ? mine : at, (size_t)width * sizeof *at);
             }
@@ -55,8 +54,7 @@ static void segment_rows(const upipe_fpdt *f, float *natural, float *mine, int64
 static int64_t segment_tokens(const upipe_fpdt *f)
 {
     int64_t n = 0;
-    int i;
-    for (i = 0; i < f->segments; ++i) n += upipe_fpdt_shard(f, i).n;
+    for (int i = 0; i < f->segments; ++i) n += upipe_fpdt_shard(f, i).n;
     return n * f->desc.batch;
 }
 
@@ -67,34 +65,32 @@ static void segment_stats(segments_state *s, upipe_ctx *c, const upipe_fpdt *f, 
     const size_t slot = upipe_fpdt_out_bytes(f) / (size_t)f->segments;
     upipe_plan ends[2];
     upipe_buffers largest;
-    int64_t b, t;
-    int i, stage, rank, j, k;
     if (upipe_fpdt_plan(f, 0, &ends[0], &c->err) != UPIPE_OK ||
         upipe_fpdt_plan(f, f->segments - 1, &ends[1], &c->err) != UPIPE_OK)
         return;
-    largest = upipe_buffers_max(upipe_plan_buffers(&ends[0]), upipe_plan_buffers(&ends[1]));
-    for (i = 0; i < f->segments; ++i) {
+    largest = upipe_buffers_max(ends[0].buffers, ends[1].buffers);
+    for (int i = 0; i < f->segments; ++i) {
         const int64_t first = upipe_cut(f->desc.tokens, f->segments, i);
         upipe_shard mine = upipe_fpdt_shard(f, i);
         upipe_plan p;
         if (upipe_fpdt_plan(f, i, &p, &c->err) != UPIPE_OK) return;
-        for (stage = 0; stage < p.stages; ++stage) {
+        for (int stage = 0; stage < p.stages; ++stage) {
             const float *lse =
                 (const float *)upipe_offset(save->lse, largest.stat * (size_t)(i * p.stages + stage));
-            upipe_span q = upipe_plan_q(&p, stage, p.desc.rank);
-            for (b = 0; b < p.desc.batch; ++b)
-                for (t = 0; t < p.seq; ++t)
-                    for (j = 0; j < q.count; ++j)
+            upipe_head_range q = upipe_plan_q(&p, stage, p.desc.rank);
+            for (int64_t b = 0; b < p.desc.batch; ++b)
+                for (int64_t t = 0; t < p.team_tokens; ++t)
+                    for (int j = 0; j < q.count; ++j)
                         s->out.lse[(b * f->desc.tokens + first + t) * p.desc.heads + q.first + j] = *lse++;
-            for (rank = 0; rank < p.desc.ranks; ++rank) {
+            for (int rank = 0; rank < p.desc.ranks; ++rank) {
                 int64_t at =
                     (int64_t)upipe_plan_offset(&p, UPIPE_A2A_Q, stage, rank) * p.rows * p.desc.head_dim;
                 const char *from = dout + slot * (size_t)i + largest.slot * (size_t)stage;
                 q = upipe_plan_q(&p, stage, rank);
-                for (b = 0; b < p.desc.batch; ++b)
-                    for (t = 0; t < p.local; ++t)
-                        for (j = 0; j < q.count; ++j)
-                            for (k = 0; k < p.desc.head_dim; ++k, ++at)
+                for (int64_t b = 0; b < p.desc.batch; ++b)
+                    for (int64_t t = 0; t < p.local; ++t)
+                        for (int j = 0; j < q.count; ++j)
+                            for (int k = 0; k < p.desc.head_dim; ++k, ++at)
                                 s->out.q[((b * f->desc.tokens + upipe_shard_pos(&mine, t)) * p.desc.heads +
                                           q.first + j) *
                                              p.desc.head_dim +
@@ -113,43 +109,35 @@ static upipe_status segment_rank(upipe_ctx *c, segments_state *s, upipe_fpdt *f,
                   wide = (int64_t)shape->h * (shape->v_dim ? shape->v_dim : shape->d);
     const size_t e = upipe_dtype_bytes(shape->dtype);
     float *host = f32_buf(rows * (dim > wide ? dim : wide));
-    char *x = (char *)malloc((size_t)(rows * dim) * e), *dout = (char *)malloc(upipe_fpdt_out_bytes(f));
+    char *x = (char *)buffer((size_t)(rows * dim) * e), *dout = (char *)buffer(upipe_fpdt_out_bytes(f));
     const upipe_view x32 = upipe_view_packed(host, UPIPE_F32, rows, 1, (int32_t)dim);
     const upipe_view x16 = upipe_view_packed(x, shape->dtype, rows, 1, (int32_t)dim);
     const upipe_bytes bytes = upipe_dry_bytes(dry);
     upipe_fpdt_saved save;
-    upipe_status status;
-    upipe_grads g;
     upipe_plan p;
     int64_t sent = 0;
-    int phase, i;
-    memset(&g, 0, sizeof g);
-    g.wq = grads[0];
-    g.wk = grads[1];
-    g.wv = grads[2];
-    g.q_norm_weight = shape->normed ? grads[4] : NULL;
-    g.k_norm_weight = shape->normed ? grads[5] : NULL;
-    g.sinks = shape->sinks ? grads[6] : NULL;
-    g.bq = shape->biased ? grads[7] : NULL;
-    g.bk = shape->biased ? grads[8] : NULL;
-    g.bv = shape->biased ? grads[9] : NULL;
+    upipe_grads g = {.wq = grads[0],
+                     .wk = grads[1],
+                     .wv = grads[2],
+                     .q_norm_weight = shape->normed ? grads[4] : NULL,
+                     .k_norm_weight = shape->normed ? grads[5] : NULL,
+                     .sinks = shape->sinks ? grads[6] : NULL,
+                     .bq = shape->biased ? grads[7] : NULL,
+                     .bk = shape->biased ? grads[8] : NULL,
+                     .bv = shape->biased ? grads[9] : NULL};
     segment_rows(f, s->in->x, host, dim, 0);
-    status = c->ops->cast(c, x16, x32);
-    if (status == UPIPE_OK) status = upipe_fpdt_fwd(c, f, &save, x);
-    if (status == UPIPE_OK) status = upipe_fpdt_gather(c, f, host, UPIPE_F32, save.out);
+    UPIPE_TRY(c->ops->cast(c, x16, x32));
+    UPIPE_TRY(upipe_fpdt_fwd(c, f, &save, x));
+    UPIPE_TRY(upipe_fpdt_gather(c, f, host, UPIPE_F32, save.out));
     segment_rows(f, s->out.o, host, wide, 1);
     segment_rows(f, s->in->dout, host, wide, 0);
-    if (status == UPIPE_OK) status = upipe_fpdt_scatter(c, f, dout, host, UPIPE_F32);
-    if (status == UPIPE_OK) status = upipe_fpdt_bwd(c, f, x, &g, &save, dout, x);
-    if (status == UPIPE_OK) status = c->ops->cast(c, x32, x16);
+    UPIPE_TRY(upipe_fpdt_scatter(c, f, dout, host, UPIPE_F32));
+    UPIPE_TRY(upipe_fpdt_bwd(c, f, x, &g, &save, dout, x));
+    UPIPE_TRY(c->ops->cast(c, x32, x16));
     segment_rows(f, s->out.x, host, dim, 1);
-    if (status == UPIPE_OK) segment_stats(s, c, f, &save, dout);
-    free(host);
-    free(x);
-    free(dout);
-    UPIPE_TRY(status);
+    segment_stats(s, c, f, &save, dout);
     UPIPE_TRY(upipe_fpdt_free(f, &save, &c->err));
-    for (phase = 0; phase < UPIPE_PHASES; ++phase)
+    for (int phase = 0; phase < UPIPE_PHASES; ++phase)
         CHECK_SAY(c->mem->phase_peak[phase] == bytes.phase[phase], "%s holds %zu bytes, its dry run %zu",
                   upipe_phase_name(phase), c->mem->phase_peak[phase], bytes.phase[phase]);
     CHECK_INT(c->mem->peak, bytes.peak);
@@ -158,10 +146,10 @@ static upipe_status segment_rank(upipe_ctx *c, segments_state *s, upipe_fpdt *f,
     CHECK_INT(c->mem->live, 0);
     CHECK_INT(f->host->live, 0);
     /* Q, K, V are sent once */
-    for (i = 0; i < f->segments; ++i) {
+    for (int i = 0; i < f->segments; ++i) {
         UPIPE_TRY(upipe_fpdt_plan(f, i, &p, &c->err));
         sent += upipe_plan_sent(&p, 0) + upipe_plan_sent(&p, 1);
-        for (phase = 0; phase < p.stages; ++phase)
+        for (int phase = 0; phase < p.stages; ++phase)
             sent -= upi_plan_sent_heads(&p, UPIPE_A2A_Q, phase, 0, shape->d * (int64_t)e) +
                     upi_plan_sent_heads(&p, UPIPE_A2A_KV, phase, 0,
                                         (p.desc.head_dim + p.desc.v_dim) * (int64_t)e);
@@ -173,63 +161,40 @@ static upipe_status segment_rank(upipe_ctx *c, segments_state *s, upipe_fpdt *f,
 static upipe_status segment_body(void *user, int rank)
 {
     segments_state *s = (segments_state *)user;
-    float *const result[] = {
-        s->out.wq, s->out.wk, s->out.wv, NULL, s->out.q_norm_weight, s->out.k_norm_weight, s->out.sinks,
-        s->out.bq, s->out.bk, s->out.bv, NULL};
-    upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
+#define SEGMENT_RESULT(name) s->out.name,
+    float *const result[] = {RUN_GRADIENTS(SEGMENT_RESULT)};
+    upipe_dry *dry;
     size_t sum = (size_t)s->team.ranks * UPIPE_REDUCE_STRIP * 4 + 4096;
     float *grads[RUN_GRADS];
-    void *slab = NULL, *host_slab = NULL;
-    upipe_mem_block blocks[64], host_blocks[16];
     upipe_mem mem, host;
-    upipe_fpdt f;
+    upipe_fpdt f = {0};
     upipe_plan p;
-    upipe_ctx c;
-    upipe_cpu_side_stream buf;
-    upipe_side_stream side_stream;
+    side_thread side;
     upipe_status status;
-    int j, threaded = s->test->overlap && !s->test->side_stream_inline;
-    memset(&c, 0, sizeof c);
-    memset(&f, 0, sizeof f);
-    if (threaded && upipe_cpu_side_stream_init(&buf, &side_stream, &c.err) != UPIPE_OK) abort();
-    if (s->test->side_stream_inline) upipe_side_stream_inline(&side_stream, NULL);
-    if (s->test->overlap) c.side_stream = &side_stream;
-    for (j = 0; j < RUN_GRADS; ++j) grads[j] = f32_buf(block_count(&s->test->shape, run_grads[j]));
+    upipe_ctx c = {0};
+    if (s->test->overlap) side_begin(&c, &side, s->test->side_stream_inline);
+    for (int j = 0; j < RUN_GRADS; ++j) grads[j] = f32_buf(block_count(&s->test->shape, run_grads[j]));
     f.desc = run_desc(s->test, rank, 0);
     f.segments = s->segments;
-    f.layer = run_layer(s->test);
-    f.layer.wq = s->weights[0];
-    f.layer.wk = s->weights[1];
-    f.layer.wv = s->weights[2];
-    f.layer.bq = s->in->bq;
-    f.layer.bk = s->in->bk;
-    f.layer.bv = s->in->bv;
-    f.layer.q_norm_weight = s->in->q_norm_weight;
-    f.layer.k_norm_weight = s->in->k_norm_weight;
-    f.layer.mask.sinks = s->in->sinks;
+    f.layer = run_layer_with(s->test, s->weights, s->in);
     c.ops = &s->ops;
     c.team = upipe_threads_comm(&s->team, rank);
     status = upipe_fpdt_plan(&f, 0, &p, &c.err);
     if (status == UPIPE_OK) {
-        status = upipe_dry_init(dry, &p, &s->ops);
+        dry = dry_begin(&p, &s->ops, &status);
         if (status == UPIPE_OK) status = upipe_dry_fpdt(dry, &f);
         if (status != UPIPE_OK) c.err = dry->ctx.err;
     }
     if (status == UPIPE_OK) {
         size_t need = dry->mem.need > sum ? dry->mem.need : sum;
-        if (posix_memalign(&slab, 256, need) != 0 || posix_memalign(&host_slab, 256, dry->host.need) != 0)
-            abort();
-        memset(slab, 0xff, need);
-        memset(host_slab, 0xff, dry->host.need);
-        upipe_mem_init(&mem, slab, need, blocks, 64);
-        upipe_mem_init(&host, host_slab, dry->host.need, host_blocks, 16);
-        c.mem = &mem;
+        context_pool(&c, &mem, &s->ops, need, 64);
+        pool_begin(&host, dry->host.need, 16);
         f.host = &host;
         status = segment_rank(&c, s, &f, dry, grads);
-        for (j = 0; j < RUN_GRADS && status == UPIPE_OK; ++j) {
+        for (int j = 0; j < RUN_GRADS && status == UPIPE_OK; ++j) {
             int64_t n = block_count(&s->test->shape, run_grads[j]);
             if (result[j] == NULL || n == 0) continue;
-            status = upipe_all_reduce(&c, grads[j], n);
+            status = upipe_all_reduce(&c, c.team, grads[j], n);
             if (rank == 0) memcpy(result[j], grads[j], (size_t)n * sizeof(float));
         }
         if (status != UPIPE_OK) {
@@ -240,12 +205,8 @@ static upipe_status segment_body(void *user, int rank)
         upipe_mem_destroy(&mem, NULL);
         upipe_mem_destroy(&host, NULL);
     }
-    if (threaded) upipe_cpu_side_stream_free(&buf);
+    if (s->test->overlap) side_end(&side);
     s->errors[rank] = c.err;
-    for (j = 0; j < RUN_GRADS; ++j) free(grads[j]);
-    free(slab);
-    free(host_slab);
-    free(dry);
     return status;
 }
 
@@ -254,43 +215,23 @@ static upipe_status run_segments(const run_case *test, int segments, const f32_b
                                  upipe_err *err)
 {
     const block_shape *shape = &test->shape;
-    segments_state *s = (segments_state *)calloc(1, sizeof *s);
+    segments_state *s;
     upipe_status status;
-    int i;
-    s->test = test;
-    s->in = in;
-    s->segments = segments;
-    f32_block_make(shape, &s->out);
-    upipe_cpu_ops(&s->ops);
+    int mark;
+    f32_block_make(shape, out);
+    mark = buffers_n;
+    s = (segments_state *)zeroed(sizeof *s);
+    *s = (segments_state){.test = test, .in = in, .segments = segments, .out = *out, .ops = cpu_table()};
+    if (test->table != NULL) test->table(&s->ops);
     the_frail.copy = s->ops.copy;
     if (the_frail.at > 0) s->ops.copy = frail_copy;
-    s->weights[0] = run_narrow(shape->dtype, in->wq, block_count(shape, "wq"));
-    s->weights[1] = run_narrow(shape->dtype, in->wk, block_count(shape, "wk"));
-    s->weights[2] = run_narrow(shape->dtype, in->wv, block_count(shape, "wv"));
+    run_weights(shape, in, s->weights);
     status = upipe_threads_init(&s->team, test->ranks, 60, err);
     if (status == UPIPE_OK) status = upipe_threads_run(&s->team, segment_body, s, NULL, NULL);
     upipe_threads_free(&s->team);
-    for (i = 0; i < 3; ++i) free(s->weights[i]);
     *err = s->errors[0];
-    *out = s->out;
-    free(s);
+    buffers_free(mark);
     return status;
-}
-
-static block_shape shape_of(int64_t tokens, int h, int hkv, int d)
-{
-    block_shape s;
-    memset(&s, 0, sizeof s);
-    s.tokens = tokens;
-    s.batch = 1;
-    s.dim = 24;
-    s.h = h;
-    s.hkv = hkv;
-    s.d = d;
-    s.scale = (double)(float)(1 / sqrt((double)d));
-    s.theta = 10000;
-    s.eps = 1e-5;
-    return s;
 }
 
 /* The bits that copies on the rank's own line give. */
@@ -307,7 +248,6 @@ static void check_alone(const run_case *t, int segments, const f32_block *in, co
               "%s differs where copies overlap", #tensor);
     BLOCK_RESULTS(SAME)
 #undef SAME
-    f32_block_free(&out);
 }
 
 static void test_random(void)
@@ -323,13 +263,13 @@ static void test_random(void)
         upipe_err err;
         upipe_status status;
         int64_t cu_seqlens[4];
-        int pair, segments;
+        int pair, segments, ranks, tokens;
         rng.state = (uint64_t)seed;
-        memset(&t, 0, sizeof t);
         pair = test_below(&rng, 8);
-        t.ranks = 1 << test_below(&rng, 3);
-        t.shape = shape_of(t.ranks + test_below(&rng, 40), heads[pair][0], heads[pair][1],
-                           8 * (4 + test_below(&rng, 3)));
+        ranks = 1 << test_below(&rng, 3);
+        tokens = ranks + test_below(&rng, 40);
+        t = run_of(tokens, heads[pair][0], heads[pair][1], 8 * (4 + test_below(&rng, 3)), 24, ranks, 0,
+                   UPIPE_F32);
         segments = 1 + test_below(&rng, 5);
         t.shape.tokens += t.ranks * segments; /* most are legal */
         t.chunk = test_below(&rng, 3) == 0 || t.shape.h % t.ranks != 0 ? t.shape.h : t.ranks;
@@ -354,6 +294,7 @@ static void test_random(void)
         }
         t.overlap = test_below(&rng, 2);
         t.side_stream_inline = t.overlap && test_below(&rng, 4) == 0;
+        if (test_below(&rng, 3) == 0) block_rope_own(&t.shape, 2 * test_below(&rng, t.shape.d / 2 + 1));
         block_inputs(&t.shape, (uint64_t)seed, &in);
         status = run_segments(&t, segments, &in, &out, &err);
         CHECK_SAY(status == UPIPE_OK || status == UPIPE_ERR_UNSUPPORTED ||
@@ -365,6 +306,7 @@ static void test_random(void)
             overlapped += t.overlap;
             if (t.overlap && test_below(&rng, 3) == 0) check_alone(&t, segments, &in, &out);
         }
+        buffers_free(0);
         if (test_failures != failures)
             fprintf(
                 stderr,
@@ -372,8 +314,6 @@ static void test_random(void)
                 seed, (long long)t.shape.tokens, segments, (long long)t.shape.batch, t.ranks, t.shape.h,
                 t.shape.hkv, t.shape.d, t.shape.v_dim, t.chunk, upipe_dtype_name(t.shape.dtype),
                 t.shape.full ? " full" : "", t.overlap ? " overlap" : "");
-        f32_block_free(&in);
-        f32_block_free(&out);
     }
     test_draws_end(&draws);
     printf("%ld legal, %ld of them with copies that overlap\n", legal, overlapped);
@@ -386,77 +326,64 @@ static void test_random(void)
 /* Head chunks in sequence chunks hold less than either alone. */
 static void test_memory(void)
 {
-    upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
+    const upipe_ops ops = cpu_table();
     size_t peak[4];
     float none = 0;
-    int i;
-    for (i = 0; i < 4; ++i) {
-        upipe_fpdt f;
+    for (int i = 0; i < 4; ++i) {
         upipe_plan p;
-        upipe_ops ops;
-        upipe_cpu_ops(&ops);
-        memset(&f, 0, sizeof f);
-        f.desc.tokens = 1 << 20;
-        f.desc.ranks = 8;
-        f.desc.heads = 32;
-        f.desc.kv_heads = 8;
-        f.desc.head_dim = 128;
-        f.desc.dtype = UPIPE_BF16;
-        f.desc.chunk = i % 2 == 0 ? 32 : 8;
-        f.segments = i < 2 ? 1 : 8;
-        f.layer.mask.causal = 1;
+        upipe_status status;
+        upipe_dry *dry;
+        upipe_fpdt f = {.desc.tokens = 1 << 20,
+                        .desc.ranks = 8,
+                        .desc.heads = 32,
+                        .desc.kv_heads = 8,
+                        .desc.head_dim = 128,
+                        .desc.dtype = UPIPE_BF16,
+                        .desc.chunk = i % 2 == 0 ? 32 : 8,
+                        .segments = i < 2 ? 1 : 8,
+                        .layer.mask.causal = 1};
         f.layer.wq = f.layer.wk = f.layer.wv = &none;
-        CHECK(upipe_fpdt_plan(&f, 0, &p, NULL) == UPIPE_OK && upipe_dry_init(dry, &p, &ops) == UPIPE_OK);
+        CHECK(upipe_fpdt_plan(&f, 0, &p, NULL) == UPIPE_OK);
+        dry = dry_begin(&p, &ops, &status);
+        CHECK_STATUS(status, UPIPE_OK, dry->ctx.err);
         CHECK_STATUS(upipe_dry_fpdt(dry, &f), UPIPE_OK, dry->ctx.err);
         peak[i] = upipe_dry_bytes(dry).peak;
     }
-    free(dry);
     CHECK(peak[3] < peak[2] && peak[3] < peak[1] && peak[2] < peak[0]);
 }
 
 /* More ranks than heads: some have no head, and nothing to stream; where they stand may be NULL. */
 static void test_without_heads(void)
 {
-    run_case t;
     f32_block in, out;
     upipe_err e;
-    memset(&t, 0, sizeof t);
-    t.ranks = 4;
-    t.shape = shape_of(24, 2, 1, 32);
-    t.chunk = t.shape.h;
+    run_case t = run_of(24, 2, 1, 32, 24, 4, 2, UPIPE_F32);
     block_inputs(&t.shape, 1, &in);
     CHECK_STATUS(run_segments(&t, 3, &in, &out, &e), UPIPE_OK, e);
     check_block(&t.shape, &in, &out);
-    f32_block_free(&out);
-    f32_block_free(&in);
 }
 
 static void test_refusals(void)
 {
-    run_case t;
     f32_block in, out;
     upipe_err e;
-    memset(&t, 0, sizeof t);
-    t.ranks = 2;
-    t.shape = shape_of(16, 4, 2, 32);
+    run_case t = run_of(16, 4, 2, 32, 24, 2, 0, UPIPE_F32);
     block_inputs(&t.shape, 1, &in);
     CHECK_STATUS(run_segments(&t, 9, &in, &out, &e), UPIPE_ERR_ARG,
                  e); /* fewer tokens than ranks in a segment */
-    f32_block_free(&out);
     CHECK_STATUS(run_segments(&t, 0, &in, &out, &e), UPIPE_ERR_ARG, e);
-    f32_block_free(&out);
+    t.table = table_reads_o;
+    CHECK_REFUSED(run_segments(&t, 2, &in, &out, &e), UPIPE_ERR_UNSUPPORTED, e,
+                  "reads O in its backward, which segments do not keep");
+    t.table = NULL;
     t.ring = 2;
     CHECK_STATUS(run_segments(&t, 2, &in, &out, &e), UPIPE_ERR_UNSUPPORTED, e);
-    f32_block_free(&out);
     t.ring = 0;
     t.naive = 1;
     CHECK_STATUS(run_segments(&t, 2, &in, &out, &e), UPIPE_ERR_UNSUPPORTED, e);
-    f32_block_free(&out);
     t.naive = 0;
     t.ranks = 3; /* 4/2 heads in stages have no common rounds */
     CHECK_STATUS(run_segments(&t, 2, &in, &out, &e), UPIPE_ERR_UNSUPPORTED, e);
-    f32_block_free(&out);
-    f32_block_free(&in);
 }
 
 /* ---- ranks that do not agree ---- */
@@ -475,31 +402,21 @@ static upipe_status odd_body(void *user, int rank)
     enum { BYTES = 1 << 18, BLOCKS = 64 };
     odd_segments *o = (odd_segments *)user;
     const int odd = rank == 1 ? o->odd : ODD_NOTHING;
-    upipe_mem_block blocks[BLOCKS], host_blocks[16];
     float *w = f32_buf(2 * 32 * 16), *x = f32_buf(16 * 16);
-    void *slab = NULL, *host_slab = NULL;
     upipe_mem mem, host;
     upipe_fpdt_saved save;
-    upipe_fpdt f;
-    upipe_ctx c;
+    upipe_fpdt f = {0};
     upipe_status s;
-    memset(&c, 0, sizeof c);
-    memset(&f, 0, sizeof f);
-    if (posix_memalign(&slab, 256, BYTES) != 0 || posix_memalign(&host_slab, 256, BYTES) != 0) abort();
-    upipe_mem_init(&mem, slab, BYTES, blocks, BLOCKS);
-    upipe_mem_init(&host, host_slab, BYTES, host_blocks, 16);
+    upipe_ctx c = {0};
+    context_pool(&c, &mem, &o->ops, BYTES, BLOCKS);
+    pool_begin(&host, BYTES, 16);
     f.desc.tokens = o->odd == ODD_RANK ? 20 : odd == ODD_TOKENS ? 14 : 13; /* 20: all divides */
-    f.desc.ranks = 2;
-    f.desc.rank = odd == ODD_RANK ? 0 : rank;
-    f.desc.heads = 2;
-    f.desc.head_dim = 32;
-    f.desc.model_dim = 16;
+    f.desc.ranks = 2, f.desc.rank = odd == ODD_RANK ? 0 : rank;
+    f.desc.heads = 2, f.desc.head_dim = 32, f.desc.model_dim = 16;
     f.segments = odd == ODD_SEGMENTS ? 6 : 5; /* the first of either has two tokens */
     f.layer.wq = f.layer.wk = f.layer.wv = w;
     f.layer.mask.causal = 1;
     f.host = &host;
-    c.ops = &o->ops;
-    c.mem = &mem;
     c.team = upipe_threads_comm(&o->team, rank);
     s = upipe_fpdt_fwd(&c, &f, &save, x);
     if (s == UPIPE_OK)
@@ -509,10 +426,6 @@ static upipe_status odd_body(void *user, int rank)
     CHECK_INT(mem.live, 0);
     CHECK_INT(host.live, 0);
     o->errors[rank] = c.err;
-    free(x);
-    free(w);
-    free(slab);
-    free(host_slab);
     return s;
 }
 
@@ -526,24 +439,22 @@ static void test_odd_segments(void)
         const char *words;
     } cases[] = {
         {ODD_NOTHING, UPIPE_OK, ""},
-        {ODD_RANK, UPIPE_ERR_ARG, "segments of rank 0 on rank 1"},
+        {ODD_RANK, UPIPE_ERR_ARG, "a plan for rank 0 of 2 on rank 1 of a team of 2"},
         {ODD_TOKENS, UPIPE_ERR_MISMATCH, "tokens of all segments is 13 on rank 0 and 14 on rank 1"},
         {ODD_SEGMENTS, UPIPE_ERR_MISMATCH, "segments is 5 on rank 0 and 6 on rank 1"},
     };
-    size_t i;
-    for (i = 0; i < sizeof cases / sizeof *cases; ++i) {
-        odd_segments *o = (odd_segments *)calloc(1, sizeof *o);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i) {
+        odd_segments *o = (odd_segments *)zeroed(sizeof *o);
         upipe_status statuses[2] = {UPIPE_OK, UPIPE_OK};
         upipe_err e;
         o->odd = cases[i].odd;
-        upipe_cpu_ops(&o->ops);
+        o->ops = cpu_table();
         CHECK_STATUS(upipe_threads_init(&o->team, 2, 20, &e), UPIPE_OK, e);
         upipe_threads_run(&o->team, odd_body, o, statuses, NULL);
         CHECK_SAY(statuses[1] == cases[i].status, "case %d: %s (%s)", cases[i].odd,
                   upipe_status_name(statuses[1]), o->errors[1].text);
         CHECK_TEXT(o->errors[1].text, cases[i].words);
         upipe_threads_free(&o->team);
-        free(o);
     }
 }
 
@@ -557,8 +468,6 @@ typedef struct lone {
     upipe_comm team;
     upipe_comm_self_state buf;
     upipe_mem mem, host;
-    upipe_mem_block blocks[LONE_BLOCKS], host_blocks[16];
-    void *slab, *host_slab;
     upipe_fpdt f;
     upipe_fpdt_saved save;
     upipe_grads grads;
@@ -575,14 +484,10 @@ static void lone_again(lone *l)
 
 static lone *lone_begin(void)
 {
-    lone *l = (lone *)calloc(1, sizeof *l);
-    if (posix_memalign(&l->slab, 256, LONE_BYTES) != 0 || posix_memalign(&l->host_slab, 256, LONE_BYTES) != 0)
-        abort();
-    upipe_mem_init(&l->mem, l->slab, LONE_BYTES, l->blocks, LONE_BLOCKS);
-    upipe_mem_init(&l->host, l->host_slab, LONE_BYTES, l->host_blocks, 16);
-    upipe_cpu_ops(&l->ops);
-    l->c.ops = &l->ops;
-    l->c.mem = &l->mem;
+    lone *l = (lone *)zeroed(sizeof *l);
+    l->ops = cpu_table();
+    context_pool(&l->c, &l->mem, &l->ops, LONE_BYTES, LONE_BLOCKS);
+    pool_begin(&l->host, LONE_BYTES, 16);
     l->c.team = &l->team;
     l->f.desc.tokens = 64;
     l->f.desc.heads = 2;
@@ -602,17 +507,11 @@ static void lone_end(lone *l)
 {
     upipe_mem_destroy(&l->mem, NULL);
     upipe_mem_destroy(&l->host, NULL);
-    free(l->slab);
-    free(l->host_slab);
-    free(l->w);
-    free(l->x);
-    free(l->dout);
-    free(l);
 }
 
-static upipe_status refuse_tag(void *user, size_t bytes, const char *tag)
+static upipe_status refuse_tag(void *user, size_t bytes, int use, const char *tag)
 {
-    (void)bytes;
+    (void)bytes, (void)use;
     return strcmp(tag, (const char *)user) != 0 ? UPIPE_OK : UPIPE_ERR_MEMORY;
 }
 
@@ -621,8 +520,7 @@ static upipe_status refuse_tag(void *user, size_t bytes, const char *tag)
 static void test_failed_passes(void)
 {
     static char fetched[] = "host_q", lse[] = "lse"; /* allocated last in each pass */
-    int quarantine;
-    for (quarantine = 0; quarantine < 2; ++quarantine) {
+    for (int quarantine = 0; quarantine < 2; ++quarantine) {
         lone *l = lone_begin();
         size_t before;
         l->mem.guard = refuse_tag;
@@ -654,20 +552,19 @@ static void test_failed_passes(void)
  */
 static void test_failed_copies(void)
 {
-    upipe_cpu_side_stream buf;
-    upipe_side_stream side_stream;
+    side_thread side;
     lone *l = lone_begin();
-    int backward;
-    if (upipe_cpu_side_stream_init(&buf, &side_stream, &l->c.err) != UPIPE_OK) abort();
+    side_begin(&l->c, &side, 0);
+    l->c.side_stream = NULL;
     the_frail.copy = l->ops.copy;
-    the_frail.side_stream = &side_stream.ctx;
+    the_frail.side_stream = &side.stream.ctx;
     l->ops.copy = frail_copy;
     l->f.segments = 4;
     l->f.desc.overlap = 1;
-    CHECK_STATUS(upipe_fpdt_fwd(&l->c, &l->f, &l->save, l->x), UPIPE_ERR_ARG, l->c.err);
-    CHECK_TEXT(l->c.err.text, "ctx->side_stream is NULL");
-    l->c.side_stream = &side_stream;
-    for (backward = 0; backward < 2; ++backward) {
+    CHECK_REFUSED(upipe_fpdt_fwd(&l->c, &l->f, &l->save, l->x), UPIPE_ERR_ARG, l->c.err,
+                  "ctx->side_stream is NULL");
+    l->c.side_stream = &side.stream;
+    for (int backward = 0; backward < 2; ++backward) {
         upipe_status s = UPIPE_ERR_BACKEND;
         for (the_frail.at = 1; s != UPIPE_OK; ++the_frail.at) {
             const size_t host = l->host.live;
@@ -691,20 +588,15 @@ static void test_failed_copies(void)
     CHECK_STATUS(upipe_fpdt_free(&l->f, &l->save, &l->c.err), UPIPE_OK, l->c.err);
     the_frail.at = 0;
     the_frail.side_stream = NULL;
-    upipe_cpu_side_stream_free(&buf);
+    side_end(&side);
     lone_end(l);
 }
 
 /* A copy of rank 1 fails: rank 0 is told why, at once, or that there was no reason. */
 static void test_told(void)
 {
-    run_case t;
-    int i;
-    memset(&t, 0, sizeof t);
-    t.ranks = 2;
-    t.chunk = 2;
-    t.shape = shape_of(24, 8, 2, 32);
-    for (i = 0; i < 24; ++i) {
+    run_case t = run_of(24, 8, 2, 32, 24, 2, 2, UPIPE_F32);
+    for (int i = 0; i < 24; ++i) {
         f32_block in, out;
         upipe_err e;
         char want[64];
@@ -717,8 +609,6 @@ static void test_told(void)
         CHECK(run_segments(&t, 3, &in, &out, &e) != UPIPE_OK);
         snprintf(want, sizeof want, "copy %d fails", the_frail.at);
         CHECK_TEXT(e.text, the_frail.mute ? "failed without a reason" : want);
-        f32_block_free(&in);
-        f32_block_free(&out);
     }
     the_frail.at = the_frail.rank = the_frail.mute = 0;
 }
@@ -730,47 +620,45 @@ static void test_arguments(void)
     upipe_fpdt *f = &l->f;
     upipe_ctx *c = &l->c;
     upipe_plan p;
-    int i;
-    CHECK_STATUS(upipe_fpdt_fwd(c, f, &l->save, NULL), UPIPE_ERR_ARG, c->err);
-    CHECK_TEXT(c->err.text, "x is NULL");
+    CHECK_REFUSED(upipe_fpdt_fwd(c, f, &l->save, NULL), UPIPE_ERR_ARG, c->err, "x is NULL");
     lone_again(l);
     CHECK_STATUS(upipe_fpdt_fwd(c, f, &l->save, l->x), UPIPE_OK, c->err);
-    for (i = 0; i < 5; ++i) {
+    for (int i = 0; i < 5; ++i) {
         lone_again(l);
         if (i == 3) l->grads.q_norm_weight = l->w;
         if (i == 4) l->grads.k_norm_weight = l->w;
-        CHECK_STATUS(upipe_fpdt_bwd(c, f, i == 0 ? NULL : l->x, &l->grads, &l->save, i == 1 ? NULL : l->dout,
-                                    i == 2 ? NULL : l->x),
-                     UPIPE_ERR_ARG, c->err);
-        CHECK_TEXT(c->err.text, i >= 3 ? "without a QK norm" : i == 2 ? "x is NULL" : "dout or dx");
+        CHECK_REFUSED(upipe_fpdt_bwd(c, f, i == 0 ? NULL : l->x, &l->grads, &l->save, i == 1 ? NULL : l->dout,
+                                     i == 2 ? NULL : l->x),
+                      UPIPE_ERR_ARG, c->err,
+                      i >= 3   ? "without a QK norm"
+                      : i == 2 ? "x is NULL"
+                               : "dout or dx");
         CHECK_INT(l->mem.live, 0);
     }
     lone_again(l);
     l->grads.q_norm_weight = l->grads.k_norm_weight = NULL;
-    CHECK_STATUS(upipe_fpdt_bwd(c, f, l->x, &l->grads, &l->save, l->save.out, l->x), UPIPE_ERR_ARG, c->err);
-    CHECK_TEXT(c->err.text, "delta is not there");
+    CHECK_REFUSED(upipe_fpdt_bwd(c, f, l->x, &l->grads, &l->save, l->save.out, l->x), UPIPE_ERR_ARG, c->err,
+                  "delta is not there");
     CHECK_STATUS(upipe_fpdt_gather(c, f, NULL, UPIPE_F32, l->dout), UPIPE_ERR_ARG, c->err);
     CHECK_STATUS(upipe_fpdt_scatter(c, f, NULL, l->x, UPIPE_F32), UPIPE_ERR_ARG, c->err);
     CHECK_STATUS(upipe_fpdt_free(f, &l->save, &c->err), UPIPE_OK, c->err);
-    CHECK_STATUS(upipe_fpdt_plan(f, 2, &p, &c->err), UPIPE_ERR_ARG, c->err);
-    CHECK_TEXT(c->err.text, "segment 2 of 2");
+    CHECK_REFUSED(upipe_fpdt_plan(f, 2, &p, &c->err), UPIPE_ERR_ARG, c->err, "segment 2 of 2");
     CHECK_STATUS(upipe_fpdt_plan(f, -1, &p, &c->err), UPIPE_ERR_ARG, c->err);
     f->desc.tokens = INT64_C(1) << 32;
     f->segments = UPIPE_SEGMENTS_MAX + 1;
-    CHECK_STATUS(upipe_fpdt_plan(f, 0, &p, &c->err), UPIPE_ERR_UNSUPPORTED, c->err);
-    CHECK_TEXT(c->err.text, "65537 segments, at most 65536");
+    CHECK_REFUSED(upipe_fpdt_plan(f, 0, &p, &c->err), UPIPE_ERR_UNSUPPORTED, c->err,
+                  "65537 segments, at most 65536");
     CHECK_INT(upipe_fpdt_out_bytes(f), 0);
     f->desc.tokens = 64;
     f->segments = 65;
-    CHECK_STATUS(upipe_fpdt_plan(f, 0, &p, &c->err), UPIPE_ERR_ARG, c->err);
-    CHECK_TEXT(c->err.text, "64 tokens in 65 segments over 1 ranks: a segment needs a token for each rank");
+    CHECK_REFUSED(upipe_fpdt_plan(f, 0, &p, &c->err), UPIPE_ERR_ARG, c->err,
+                  "64 tokens in 65 segments over 1 ranks: a segment needs a token for each rank");
     for (f->segments = 0; f->segments >= -1; --f->segments) {
         lone_again(l);
         CHECK_STATUS(upipe_fpdt_fwd(c, f, &l->save, l->x), UPIPE_ERR_ARG, c->err);
         CHECK_STATUS(upipe_fpdt_gather(c, f, l->x, UPIPE_F32, l->dout), UPIPE_ERR_ARG, c->err);
         CHECK_STATUS(upipe_fpdt_scatter(c, f, l->dout, l->x, UPIPE_F32), UPIPE_ERR_ARG, c->err);
-        CHECK_STATUS(upipe_fpdt_plan(f, 0, &p, &c->err), UPIPE_ERR_ARG, c->err);
-        CHECK_TEXT(c->err.text, "64 tokens in");
+        CHECK_REFUSED(upipe_fpdt_plan(f, 0, &p, &c->err), UPIPE_ERR_ARG, c->err, "64 tokens in");
         CHECK_INT(upipe_fpdt_out_bytes(f), 0);
     }
     lone_end(l);
@@ -779,15 +667,14 @@ static void test_arguments(void)
 int main(void)
 {
     (void)run_block; /* the block in one piece, of the same header */
-    (void)run_free;
-    test_memory();
-    test_without_heads();
-    test_refusals();
-    test_odd_segments();
-    test_failed_passes();
-    test_failed_copies();
-    test_told();
-    test_arguments();
-    test_random();
+    TEST(test_memory());
+    TEST(test_without_heads());
+    TEST(test_refusals());
+    TEST(test_odd_segments());
+    TEST(test_failed_passes());
+    TEST(test_failed_copies());
+    TEST(test_told());
+    TEST(test_arguments());
+    TEST(test_random());
     return test_end("fpdt");
 }

@@ -7,18 +7,18 @@ give the same bits.
 
 import os
 import re
-import subprocess
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
-from checks import check, end  # pylint: disable=wrong-import-position
+from checks import check, end, run_command  # pylint: disable=wrong-import-position
 
 MOST_LINES = 40
 RUNS = [(1, 0), (1, 2), (1, 4), (2, 0), (2, 4), (4, 0)]  # ranks, chunk; with 4 ranks UPipe is Ulysses
 
 
 def losses(*command):
-    done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, text=True, check=True, timeout=60)
+    done = run_command(command, 60)
+    done.check_returncode()
     return [float(line) for line in done.stdout.split()]
 
 

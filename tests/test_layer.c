@@ -1,32 +1,9 @@
 /* test_layer -- the attention block on thread ranks: against f64, the same bits over C and U, failures on
  * every rank */
 #include "lib/runner.h"
-#include "lib/close_block.h"
-
-static run_case make_case(int64_t tokens, int h, int hkv, int d, int64_t dim, int ranks, int chunk,
-                          upipe_dtype dtype)
-{
-    run_case t;
-    memset(&t, 0, sizeof t);
-    t.shape.tokens = tokens;
-    t.shape.batch = 1;
-    t.shape.dim = dim;
-    t.shape.h = h;
-    t.shape.hkv = hkv;
-    t.shape.d = d;
-    t.shape.dtype = dtype;
-    t.shape.scale = 1 / sqrt((double)d);
-    t.shape.theta = 10000;
-    t.shape.eps = 1e-5;
-    t.ranks = ranks;
-    t.chunk = chunk;
-    return t;
-}
-
-#define SAME(a, b, tensor, shape)                                                                           \
-    CHECK_SAY(memcmp((a).out.tensor, (b).out.tensor, (size_t)block_count(shape, #tensor) * 4) == 0,         \
-              "%s differs: C %d U %d against C %d U %d", #tensor, (a).plan.desc.ranks, (a).plan.desc.chunk, \
-              (b).plan.desc.ranks, (b).plan.desc.chunk)
+#include "lib/close.h"
+#include "lib/out_of_memory.h"
+#include "lib/reads_o.h"
 
 static int next_chunk(int chunk, int ranks, int heads)
 {
@@ -37,10 +14,10 @@ static int next_chunk(int chunk, int ranks, int heads)
 static void test_bits(int h, int hkv, int rope, int normed, int projected)
 {
     static const int ranks_of[] = {1, 2, 3, 4, 8};
-    run_case t = make_case(47, h, hkv, 32, 40, 1, h, UPIPE_F32);
-    run_result first, of_ranks, r;
+    run_case t = run_of(47, h, hkv, 32, 40, 1, h, UPIPE_F32);
+    run_result first, of_ranks = {0}, r;
     f32_block in;
-    int i, chunk, runs = 0;
+    int runs = 0;
     t.shape.batch = 2;
     t.shape.rope = rope;
     t.shape.normed = normed;
@@ -48,44 +25,38 @@ static void test_bits(int h, int hkv, int rope, int normed, int projected)
     t.tile_rows = 7;
     block_inputs(&t.shape, 42, &in);
     CHECK(run_block(&t, &in, &first) == UPIPE_OK);
-    for (i = 0; i < 5; ++i) {
+    for (int i = 0; i < 5; ++i) {
         int begun = 0;
         t.ranks = ranks_of[i];
         /* Ulysses last, where the ranks do not divide the heads */
-        for (chunk = t.ranks < h ? t.ranks : h; chunk <= h; chunk = next_chunk(chunk, t.ranks, h)) {
+        for (int chunk = t.ranks < h ? t.ranks : h; chunk <= h; chunk = next_chunk(chunk, t.ranks, h)) {
             t.chunk = chunk;
             if (!CHECK_SAY(run_block(&t, &in, &r) == UPIPE_OK, "C %d U %d: %s", t.ranks, chunk,
-                           r.errors[0].text)) {
-                run_free(&r);
+                           r.errors[0].text))
                 continue;
-            }
             ++runs;
-            SAME(r, first, o, &t.shape);
-            SAME(r, first, lse, &t.shape);
-            SAME(r, first, q, &t.shape);
-            if (!r.plan.kv_grads_partial) SAME(r, first, x, &t.shape);
-            if (projected) SAME(r, first, y, &t.shape);
+            SAME_BITS(r, first, o, &t.shape);
+            SAME_BITS(r, first, lse, &t.shape);
+            SAME_BITS(r, first, q, &t.shape);
+            if (!r.plan.kv_grads_partial) SAME_BITS(r, first, x, &t.shape);
+            if (projected) SAME_BITS(r, first, y, &t.shape);
             if (!begun) {
                 of_ranks = r;
                 begun = 1;
                 continue;
             }
-            SAME(r, of_ranks, wq, &t.shape);
-            if (projected) SAME(r, of_ranks, wo, &t.shape);
-            if (normed) SAME(r, of_ranks, q_norm_weight, &t.shape);
+            SAME_BITS(r, of_ranks, wq, &t.shape);
+            if (projected) SAME_BITS(r, of_ranks, wo, &t.shape);
+            if (normed) SAME_BITS(r, of_ranks, q_norm_weight, &t.shape);
             if (run_same_chains(&r.plan) && run_same_chains(&of_ranks.plan)) {
-                SAME(r, of_ranks, x, &t.shape);
-                SAME(r, of_ranks, wk, &t.shape);
-                SAME(r, of_ranks, wv, &t.shape);
-                if (normed) SAME(r, of_ranks, k_norm_weight, &t.shape);
+                SAME_BITS(r, of_ranks, x, &t.shape);
+                SAME_BITS(r, of_ranks, wk, &t.shape);
+                SAME_BITS(r, of_ranks, wv, &t.shape);
+                if (normed) SAME_BITS(r, of_ranks, k_norm_weight, &t.shape);
             }
-            run_free(&r);
         }
-        if (begun) run_free(&of_ranks);
     }
     CHECK(runs >= 6);
-    run_free(&first);
-    f32_block_free(&in);
 }
 
 static void check_case(const run_case *t, uint64_t seed)
@@ -95,22 +66,20 @@ static void check_case(const run_case *t, uint64_t seed)
     block_inputs(&t->shape, seed, &in);
     if (CHECK_SAY(run_block(t, &in, &r) == UPIPE_OK, "%s", r.errors[0].text))
         check_block(&t->shape, &in, &r.out);
-    run_free(&r);
-    f32_block_free(&in);
 }
 
 static void test_against_oracle(void)
 {
-    int dtype, kind;
-    for (dtype = 0; dtype < 2; ++dtype) {
-        for (kind = 0; kind < 8; ++kind) {
-            run_case t = make_case(32, 8, 4, 32, 48, 4, 4, (upipe_dtype)dtype);
+    for (int dtype = 0; dtype < 2; ++dtype) {
+        for (int kind = 0; kind < 8; ++kind) {
+            run_case t = run_of(32, 8, 4, 32, 48, 4, 4, (upipe_dtype)dtype);
             t.shape.batch = 1 + kind % 2;
             t.shape.rope = kind % 3;
             t.shape.normed = kind & 1;
             t.shape.projected = (kind >> 1) & 1;
             t.shape.full = (kind >> 2) & 1;
             t.dx_apart = kind == 5;
+            if (kind > 3) block_rope_own(&t.shape, kind == 5 ? 20 : 0);
             check_case(&t, (uint64_t)(100 + kind));
             t.ranks = 8; /* more ranks than key/value heads */
             t.chunk = 8;
@@ -123,17 +92,53 @@ static void test_against_oracle(void)
     }
 }
 
+/* Rates that are theta's, a factor of 1 and all dims: the bits of none of them. */
+static void test_rope_defaults(void)
+{
+    run_case t = run_of(32, 8, 4, 32, 48, 4, 4, UPIPE_F32);
+    double rates[16];
+    f32_block in;
+    run_result theta, own;
+    for (int p = 0; p < 16; ++p) rates[p] = pow(t.shape.theta, -2.0 * p / 32);
+    t.shape.rope = 1;
+    block_inputs(&t.shape, 5, &in);
+    CHECK(run_block(&t, &in, &theta) == UPIPE_OK);
+    t.shape.rope_rates = rates;
+    t.shape.rope_factor = 1;
+    t.shape.rope_dims = 32;
+    CHECK(run_block(&t, &in, &own) == UPIPE_OK);
+    SAME_BITS(own, theta, o, &t.shape);
+    SAME_BITS(own, theta, lse, &t.shape);
+    SAME_BITS(own, theta, q, &t.shape);
+    SAME_BITS(own, theta, x, &t.shape);
+    SAME_BITS(own, theta, wq, &t.shape);
+    SAME_BITS(own, theta, wk, &t.shape);
+}
+
+/* What the oracle's gradients are gradients of. */
+static double objective(const block_shape *s, const f64_block *in)
+{
+    const int mark = buffers_n;
+    const int64_t results = block_count(s, s->projected ? "dy" : "dout");
+    f64_block r;
+    double sum = 0;
+    f64_block_make(s, &r);
+    f64_block_run(s, in, &r);
+    for (int64_t k = 0; k < results; ++k) sum += s->projected ? r.y[k] * in->dy[k] : r.o[k] * in->dout[k];
+    buffers_free(mark);
+    return sum;
+}
+
 /* The oracle's own gradients: central differences of sum(go * o), or of sum(dy * y). Steps are powers of two:
  * sinks, which the oracle's attention takes in f32, are moved by them exactly. */
 static void test_finite_differences(void)
 {
     static const int64_t cu_seqlens[] = {1, 4, 9, 13};
-    int kind;
-    for (kind = 0; kind < 9; ++kind) {
-        run_case t = make_case(7, 4, 2, 8, 12, 1, 4, UPIPE_F32);
+    for (int kind = 0; kind < 9; ++kind) {
+        run_case t = run_of(7, 4, 2, 8, 12, 1, 4, UPIPE_F32);
         f32_block in;
-        f64_block in64, at, moved;
-        int64_t i, results;
+        f64_block in64, at;
+        int64_t i;
         t.shape.batch = 2;
         t.shape.rope = kind % 3;
         t.shape.normed = kind & 1;
@@ -146,74 +151,33 @@ static void test_finite_differences(void)
         t.shape.softcap = kind >= 7 ? 1.5 : 0;
         t.shape.sinks = kind >= 6;
         t.shape.biased = kind % 2;
+        if (kind > 3) block_rope_own(&t.shape, 6);
         block_inputs(&t.shape, 7, &in);
         f64_block_widen(&t.shape, &in, &in64);
         f64_block_make(&t.shape, &at);
         f64_block_run(&t.shape, &in64, &at);
-        results = t.shape.projected ? block_count(&t.shape, "dy") : block_count(&t.shape, "dout");
 #define DIFFERENCE(tensor)                                                                                \
     for (i = 0; in64.tensor != NULL && i < block_count(&t.shape, #tensor);                                \
          i += 1 + block_count(&t.shape, #tensor) / 12) {                                                  \
         double kept = in64.tensor[i], h = 0x1p-17, f[2], got;                                             \
-        int side;                                                                                         \
-        for (side = 0; side < 2; ++side) {                                                                \
-            int64_t k;                                                                                    \
-            const double *out = t.shape.projected ? moved.y : moved.o,                                    \
-                         *g = t.shape.projected ? in64.dy : in64.dout;                                    \
-            f64_block_make(&t.shape, &moved);                                                             \
-            in64.tensor[i] = kept + (side ? h : -h);                                                      \
-            f64_block_run(&t.shape, &in64, &moved);                                                       \
-            out = t.shape.projected ? moved.y : moved.o;                                                  \
-            for (f[side] = 0, k = 0; k < results; ++k) f[side] += out[k] * g[k];                          \
-            f64_block_free(&moved);                                                                       \
-        }                                                                                                 \
+        in64.tensor[i] = kept - h;                                                                        \
+        f[0] = objective(&t.shape, &in64);                                                                \
+        in64.tensor[i] = kept + h;                                                                        \
+        f[1] = objective(&t.shape, &in64);                                                                \
         in64.tensor[i] = kept;                                                                            \
         got = (f[1] - f[0]) / (2 * h);                                                                    \
         CHECK_SAY(fabs(got - at.tensor[i]) <= 1e-7, "d %s[%d] is %.12g, differences give %.12g", #tensor, \
                   (int)i, at.tensor[i], got);                                                             \
     }
-        memset(&moved, 0, sizeof moved);
         DIFFERENCE(x)
-        DIFFERENCE(wq)
-        DIFFERENCE(wk)
-        DIFFERENCE(wv)
-        DIFFERENCE(wo)
-        DIFFERENCE(q_norm_weight)
-        DIFFERENCE(k_norm_weight)
-        DIFFERENCE(sinks)
-        DIFFERENCE(bq)
-        DIFFERENCE(bk)
-        DIFFERENCE(bv)
-        DIFFERENCE(bo)
+        RUN_GRADIENTS(DIFFERENCE)
 #undef DIFFERENCE
-        f32_block_free(&in);
-        f64_block_free(&in64);
-        f64_block_free(&at);
     }
 }
 
-typedef struct fail_at {
-    long at_alloc, at;
-    int sticky;
-} fail_at;
-
-static upipe_status fail_guard(void *user, size_t bytes, const char *tag)
-{
-    fail_at *f = (fail_at *)user;
-    (void)bytes;
-    (void)tag;
-    if (f == NULL) return UPIPE_OK;
-    ++f->at_alloc;
-    return f->at_alloc == f->at || (f->sticky && f->at_alloc > f->at) ? UPIPE_ERR_MEMORY : UPIPE_OK;
-}
-
-/* Out of memory at every allocation, on each rank in turn, once and for good: every rank returns, with a
- * reason. Over a ring those of other teams learn of it too. */
 static void test_out_of_memory(int h, int hkv, int ranks, int ring, int naive, upipe_dtype dtype)
 {
-    run_case t = make_case(8, h, hkv, 32, 16, ranks, ranks, dtype);
-    f32_block in;
-    int victim, sticky, all = ranks * (ring > 1 ? ring : 1);
+    run_case t = run_of(8, h, hkv, 32, 16, ranks, ranks, dtype);
     t.naive = naive;
     t.ring = ring;
     t.ring_mode = ring == 2 ? UPIPE_RING_ALL_GATHER : UPIPE_RING_AUTO;
@@ -221,42 +185,8 @@ static void test_out_of_memory(int h, int hkv, int ranks, int ring, int naive, u
     t.layout = UPIPE_STRIPED;
     t.shape.normed = 1;
     t.shape.projected = h == 4;
-    t.guard = fail_guard;
-    t.expect_failure = 1;
-    t.deadline = 20;
-    block_inputs(&t.shape, 5, &in);
-    for (victim = 0; victim < all; ++victim) {
-        for (sticky = 0; sticky < 2; ++sticky) {
-            long at;
-            for (at = 1; at < 1000; ++at) {
-                fail_at f = {0, at, sticky};
-                run_result r;
-                int rank;
-                upipe_status s;
-                memset(t.guard_user, 0, sizeof t.guard_user);
-                t.guard_user[victim] = &f;
-                s = run_block(&t, &in, &r);
-                for (rank = 0; s != UPIPE_OK && rank < all; ++rank) {
-                    CHECK_SAY(r.statuses[rank] == (rank == victim ? UPIPE_ERR_MEMORY : UPIPE_ERR_ABORTED),
-                              "allocation %ld fails on rank %d: rank %d gets %s (%s)", at, victim, rank,
-                              upipe_status_name(r.statuses[rank]), r.errors[rank].text);
-                    if (rank == victim)
-                        CHECK_TEXT(r.errors[rank].text, "guard refused");
-                    else /* where the host's own allocation failed, the team learns of it without the sentence;
-                            the world perhaps from a rank that learnt of it in its ring */
-                        CHECK_SAY(strstr(r.errors[rank].text, "guard refused") != NULL ||
-                                      strstr(r.errors[rank].text, "failed: out of memory") != NULL ||
-                                      (ring > 1 && strstr(r.errors[rank].text, "failed: aborted") != NULL),
-                                  "allocation %ld fails on rank %d: rank %d says '%s'", at, victim, rank,
-                                  r.errors[rank].text);
-                }
-                run_free(&r);
-                if (s == UPIPE_OK) break;
-            }
-            CHECK_SAY(at > 40 && at < 1000, "%ld takes", at);
-        }
-    }
-    f32_block_free(&in);
+    if (h == 4) t.table = table_reads_o;
+    check_out_of_memory(&t, 1, 40);
 }
 
 typedef struct odd_rank {
@@ -271,48 +201,44 @@ typedef struct odd_rank {
 /* What all ranks should run. */
 static upipe_plan_desc odd_desc(void)
 {
-    upipe_plan_desc d;
-    memset(&d, 0, sizeof d);
-    d.tokens = 16;
-    d.ranks = 4;
-    d.heads = 16;
-    d.kv_heads = 4;
-    d.head_dim = 32;
-    d.model_dim = 16;
+    upipe_plan_desc d = {
+        .tokens = 16, .ranks = 4, .heads = 16, .kv_heads = 4, .head_dim = 32, .model_dim = 16};
     return d;
 }
 
 static upipe_status odd_body(void *user, int rank)
 {
     static const int64_t cu_seqlens[2][3] = {{0, 7, 16}, {0, 8, 16}};
+    static const double rates[17] = {1, 0.5};
     odd_rank *o = (odd_rank *)user;
-    upipe_plan_desc d;
+    upipe_plan_desc d = odd_desc();
     upipe_plan p;
-    upipe_layer l;
-    upipe_saved save;
+    upipe_saved save = {0};
+    upipe_ops ops = *o->ops;
     upipe_mem mem;
-    upipe_ctx c;
+    upipe_ctx c = {0};
     upipe_mem_block blocks[64];
-    char *slab = (char *)malloc(o->need + 512), *aligned = slab + (256 - (uintptr_t)slab % 256);
+    char *slab = (char *)slab_of(o->need + 256);
     size_t bytes;
-    int i;
     float *w = f32_buf(16 * 32 * 16);
     upipe_status s;
-    memset(&l, 0, sizeof l);
-    memset(&c, 0, sizeof c);
-    memset(&save, 0, sizeof save);
-    d = odd_desc();
+    upipe_layer l = {0};
     d.rank = rank;
     if (rank == 1 && o->odd == 1) d.kv_heads = 8;
     if (rank == 1 && o->odd == 2) d.chunk = 8;
     if (rank == 1 && o->odd == 3) l.rope_theta = 500000;
+    if (o->odd >= 15) l.rope_rates = rates;
+    if (rank == 1 && o->odd == 15) l.rope_rates = rates + 1;
+    if (rank == 1 && o->odd == 16) l.rope_factor = 1.2;
+    if (rank == 1 && o->odd == 17) l.rope_dims = 16;
+    if (rank == 1 && o->odd == 18) l.rope_rates = NULL;
     if (o->odd == 4) d.head_dim = 24;
     if (o->odd == 5) d.ranks = 2, d.rank = rank % 2;
     s = upipe_plan_init(&p, &d, &c.err);
     /* rank 1 one byte short in case 7, with a guard behind */
     bytes = o->odd == 7 && rank == 1 ? o->need - 1 : o->need;
-    memset(aligned + bytes, 0x5a, 256);
-    upipe_mem_init(&mem, aligned, bytes, blocks, 64);
+    memset(slab + bytes, 0x5a, 256);
+    upipe_mem_init(&mem, slab, bytes, blocks, 64);
     l.plan = &p;
     l.wq = l.wk = l.wv = w;
     l.mask.causal = 1;
@@ -321,7 +247,8 @@ static upipe_status odd_body(void *user, int rank)
     if (rank == 1 && o->odd == 12) l.mask.sinks = w;
     if (rank == 1 && o->odd == 13) l.mask.causal = 0;
     if (o->odd == 6) l.q_norm_weight = w;
-    c.ops = o->ops;
+    if (rank == 1 && o->odd == 14) ops.attn_reads_o = 1;
+    c.ops = &ops;
     c.mem = &mem;
     c.team = upipe_threads_comm(o->team, rank);
     if (s == UPIPE_OK && !(o->odd == 8 && rank == 1)) {
@@ -333,33 +260,28 @@ static upipe_status odd_body(void *user, int rank)
     }
     o->errors[rank] = c.err;
     upipe_mem_destroy(&mem, NULL);
-    for (i = 0; i < 256; ++i) CHECK_INT(aligned[bytes + (size_t)i], 0x5a);
-    free(w);
-    free(slab);
+    for (int i = 0; i < 256; ++i) CHECK_INT(slab[bytes + (size_t)i], 0x5a);
     return s;
 }
 
 /* The slab that the good case needs, forward alone. */
 static size_t odd_need(const upipe_ops *ops)
 {
-    upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
-    upipe_plan_desc d;
+    upipe_dry *dry;
+    upipe_plan_desc d = odd_desc();
     upipe_plan p;
-    upipe_layer l;
     upipe_saved save;
+    upipe_status s;
     float w[1];
-    size_t need;
-    memset(&l, 0, sizeof l);
-    d = odd_desc();
+    upipe_layer l = {0};
     CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
     l.plan = &p;
     l.wq = l.wk = l.wv = w;
     l.mask.causal = 1;
-    CHECK(upipe_dry_init(dry, &p, ops) == UPIPE_OK);
+    dry = dry_begin(&p, ops, &s);
+    CHECK(s == UPIPE_OK);
     CHECK(upipe_layer_fwd(&dry->ctx, &l, &save, upipe_view_packed(w, UPIPE_F32, 4, 1, 16)) == UPIPE_OK);
-    need = dry->mem.need;
-    free(dry);
-    return need;
+    return dry->mem.need;
 }
 
 static void test_odd_ranks(void)
@@ -383,23 +305,22 @@ static void test_odd_ranks(void)
         {11, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "cu_seqlens (hash)"},
         {12, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "sinks is 0 on rank 0 and 1 on rank 1"},
         {13, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "causal is 1 on rank 0 and 0 on rank 1"},
+        {14,
+         {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH},
+         "attn_reads_o of the compute table is 0 on rank 0 and 1"},
+        {15, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "rope_rates (hash)"},
+        {16, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "rope_factor is 0 on rank 0 and 1.2 on rank 1"},
+        {17, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "rope_dims is 0 on rank 0 and 16 on rank 1"},
+        {18, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "rope_rates (hash)"},
     };
-    upipe_ops ops;
-    size_t i;
-    int rank;
-    upipe_cpu_ops(&ops);
-    for (i = 0; i < sizeof cases / sizeof *cases; ++i) {
+    const upipe_ops ops = cpu_table();
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i) {
         upipe_threads team;
-        odd_rank o;
         upipe_err e;
-        memset(&o, 0, sizeof o);
+        odd_rank o = {.team = &team, .ops = &ops, .odd = cases[i].odd, .need = odd_need(&ops)};
         CHECK(upipe_threads_init(&team, 4, cases[i].odd == 8 ? 0.3 : 20, &e) == UPIPE_OK);
-        o.team = &team;
-        o.ops = &ops;
-        o.odd = cases[i].odd;
-        o.need = odd_need(&ops);
         upipe_threads_run(&team, odd_body, &o, o.statuses, NULL);
-        for (rank = 0; rank < 4; ++rank) {
+        for (int rank = 0; rank < 4; ++rank) {
             upipe_status want = cases[i].status[rank != 1], got = o.statuses[rank];
             /* of several that fail by themselves, the first one's abort may reach the others before their own
              * check */
@@ -417,36 +338,23 @@ static void test_odd_ranks(void)
 static void test_misuse(void)
 {
     enum { BYTES = 1 << 20 };
-    upipe_plan_desc d;
+    static const int64_t cu_seqlens[] = {0, 5, 3};
+    static const double nan_rates[16] = {1, 1, 1, NAN};
     upipe_plan p, other_plan, ring_plan;
-    upipe_layer l, bad;
+    upipe_layer l = {0}, bad;
     upipe_saved save;
     upipe_slots dout, other;
-    upipe_grads g;
+    upipe_grads g = {0};
     upipe_mem mem;
-    upipe_mem_block blocks[32];
     upipe_comm team;
     upipe_comm_self_state buf;
-    upipe_ops ops;
-    upipe_ctx c;
-    void *slab = NULL, *data;
+    const upipe_ops ops = cpu_table();
+    upipe_ctx c = {.team = &team};
+    void *data;
     float *w = f32_buf(64 * 64);
     upipe_view x, heads, narrow;
-    int i;
-    memset(&d, 0, sizeof d);
-    memset(&l, 0, sizeof l);
-    memset(&c, 0, sizeof c);
-    memset(&g, 0, sizeof g);
-    if (posix_memalign(&slab, 256, BYTES) != 0) abort();
-    upipe_cpu_ops(&ops);
-    upipe_mem_init(&mem, slab, BYTES, blocks, 32);
-    c.ops = &ops;
-    c.mem = &mem;
-    c.team = &team;
-    d.tokens = 8;
-    d.heads = 2;
-    d.head_dim = 32;
-    d.model_dim = 24;
+    upipe_plan_desc d = {.tokens = 8, .heads = 2, .head_dim = 32, .model_dim = 24};
+    context_pool(&c, &mem, &ops, BYTES, 32);
     CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
     d.heads = 4;
     CHECK(upipe_plan_init(&other_plan, &d, NULL) == UPIPE_OK);
@@ -456,52 +364,43 @@ static void test_misuse(void)
     l.plan = &p;
     l.wq = l.wk = l.wv = l.wo = w;
     l.mask.causal = 1;
-    CHECK(upipe_mem_alloc(&mem, &data, 8 * 24 * 4, "x", NULL) == UPIPE_OK);
+    CHECK(upipe_mem_alloc(&mem, &data, 8 * 24 * 4, UPIPE_USE_OTHER, "x", NULL) == UPIPE_OK);
     memset(data, 0, 8 * 24 * 4);
     x = upipe_view_packed(data, UPIPE_F32, 8, 1, 24);
     narrow = upipe_view_packed(w, UPIPE_F32, 8, 1, 24);
     heads = upipe_view_packed(w, UPIPE_F32, 8, 1, 64);
     /* a refusal breaks the team, so each begins with a new one */
-#define REFUSED(status, words, call)            \
-    do {                                        \
-        upipe_comm_self(&team, &buf, ops.copy); \
-        CHECK_STATUS(call, status, c.err);      \
-        CHECK_TEXT(c.err.text, words);          \
+#define REFUSED(status, words, call)               \
+    do {                                           \
+        upipe_comm_self(&team, &buf, ops.copy);    \
+        CHECK_REFUSED(call, status, c.err, words); \
     } while (0)
 #define GOOD(call) REFUSED(UPIPE_OK, "", call)
-    for (i = 0; i < 10; ++i) {
-        static const int64_t cu_seqlens[] = {0, 5, 3};
-        const char *words[] = {"norm_eps",
-                               "rope_interleaved",
-                               "scale inf",
-                               "rope theta inf",
-                               "norm eps nan",
-                               "tile rows -1",
-                               "a window of -1",
-                               "soft-cap -2",
-                               "packed sequence 1 is [5, 3)",
-                               "2 packed sequences, cu_seqlens is NULL"};
-        bad = l;
-        if (i == 0) bad.norm_eps = 1e-5f;
-        if (i == 1) bad.rope_interleaved = 1;
-        if (i == 2) bad.scale = INFINITY;
-        if (i == 3) bad.rope_theta = INFINITY;
-        if (i == 4) bad.q_norm_weight = bad.k_norm_weight = w, bad.norm_eps = NAN;
-        if (i == 5) bad.tile_rows = -1;
-        if (i == 6) bad.mask.window = -1;
-        if (i == 7) bad.mask.softcap = -2;
-        if (i == 8) bad.mask.cu_seqlens = cu_seqlens;
-        if (i >= 8) bad.mask.cu_seqlens_n = 2;
-        REFUSED(UPIPE_ERR_ARG, words[i], upipe_layer_fwd(&c, &bad, &save, x));
-    }
-    bad = l;
-    bad.plan = &ring_plan;
-    REFUSED(UPIPE_ERR_ARG, "a plan for ring rank 1 of 2 on rank 0 of a ring of 1",
-            upipe_layer_fwd(&c, &bad, &save, x));
+#define BAD(words, change) \
+    bad = l;               \
+    change;                \
+    REFUSED(UPIPE_ERR_ARG, words, upipe_layer_fwd(&c, &bad, &save, x));
+    BAD("norm_eps", bad.norm_eps = 1e-5f)
+    BAD("rope_interleaved", bad.rope_interleaved = 1)
+    BAD("rope_factor", bad.rope_factor = 1.2)
+    BAD("rope_dims", bad.rope_dims = 16)
+    BAD("7 dims of a head dim 32", (bad.rope_theta = 1e4, bad.rope_dims = 7))
+    BAD("34 dims of a head dim 32", (bad.rope_theta = 1e4, bad.rope_dims = 34))
+    BAD("factor -1.2", (bad.rope_theta = 1e4, bad.rope_factor = -1.2))
+    BAD("rate 3 is nan", bad.rope_rates = nan_rates)
+    BAD("scale inf", bad.scale = INFINITY)
+    BAD("rope theta inf", bad.rope_theta = INFINITY)
+    BAD("norm eps nan", (bad.q_norm_weight = bad.k_norm_weight = w, bad.norm_eps = NAN))
+    BAD("tile rows -1", bad.tile_rows = -1)
+    BAD("a window of -1", bad.mask.window = -1)
+    BAD("soft-cap -2", bad.mask.softcap = -2)
+    BAD("packed sequence 1 is [5, 3)", (bad.mask.cu_seqlens = cu_seqlens, bad.mask.cu_seqlens_n = 2))
+    BAD("2 packed sequences, cu_seqlens is NULL", bad.mask.cu_seqlens_n = 2)
+    BAD("a plan for ring rank 1 of 2 on rank 0 of a ring of 1", bad.plan = &ring_plan)
 
     GOOD(upipe_layer_fwd(&c, &l, &save, x));
-    CHECK_STATUS(upipe_slots_gather(&c, l.plan, narrow, &save.out), UPIPE_ERR_ARG, c.err);
-    CHECK_TEXT(c.err.text, "[8][1][64], not [8][1][24]");
+    CHECK_REFUSED(upipe_slots_gather(&c, l.plan, narrow, &save.out), UPIPE_ERR_ARG, c.err,
+                  "[8][1][64], not [8][1][24]");
     CHECK_STATUS(upipe_slots_scatter(&c, l.plan, &save.out, narrow), UPIPE_ERR_ARG, c.err);
     GOOD(upipe_slots_gather(&c, l.plan, heads, &save.out));
     REFUSED(UPIPE_ERR_ARG, "upipe_layer_out_bwd was not called",
@@ -518,8 +417,8 @@ static void test_misuse(void)
     REFUSED(UPIPE_ERR_ARG, "a gradient of bo is wanted without it",
             upipe_layer_out_bwd(&c, &l, &g, &save, x));
     g.bo = NULL;
-    g.q_norm_weight = w;
     GOOD(upipe_layer_out_bwd(&c, &l, &g, &save, x));
+    g.q_norm_weight = w;
     REFUSED(UPIPE_ERR_ARG, "consumed already", upipe_layer_out_bwd(&c, &l, &g, &save, x));
     CHECK(save.delta != NULL);
     REFUSED(UPIPE_ERR_ARG, "consumed already", upipe_layer_out_fwd(&c, &l, x, &save));
@@ -538,51 +437,37 @@ static void test_misuse(void)
     CHECK_INT(mem.live, 8 * 24 * 4);
 #undef REFUSED
 #undef GOOD
+#undef BAD
     CHECK(upipe_mem_free(&mem, data, NULL) == UPIPE_OK);
     CHECK(upipe_mem_destroy(&mem, NULL) == UPIPE_OK);
-    free(w);
-    free(slab);
 }
 
 /* What a context, or a backward, lacks is said in a sentence. */
 static void test_missing(void)
 {
     static const char *const words[] = {"ctx->ops is NULL", "ctx->mem is NULL", "ctx->team is NULL"};
-    upipe_plan_desc desc;
     upipe_plan plan;
-    upipe_layer l;
-    upipe_ops ops;
+    upipe_layer l = {0};
+    const upipe_ops ops = cpu_table();
     upipe_comm team;
     upipe_comm_self_state state;
     upipe_mem mem;
-    upipe_mem_block blocks[64];
-    upipe_ctx whole, c;
-    upipe_saved save;
-    upipe_grads g;
-    float *w = (float *)calloc(64 * 64, sizeof *w), *x_data = (float *)calloc(8 * 64, sizeof *x_data);
-    void *slab = aligned_alloc(64, 1 << 20);
+    upipe_ctx whole = {.team = &team}, c;
+    upipe_saved save = {0};
+    upipe_grads g = {0};
+    float *w = floats(64 * 64), *x_data = floats(8 * 64);
     upipe_view x = upipe_view_packed(x_data, UPIPE_F32, 8, 1, 64);
     int i;
-    memset(&desc, 0, sizeof desc);
-    memset(&l, 0, sizeof l);
-    memset(&whole, 0, sizeof whole);
-    memset(&save, 0, sizeof save);
-    memset(&g, 0, sizeof g);
-    desc.tokens = 8, desc.heads = 2, desc.head_dim = 32;
+    upipe_plan_desc desc = {.tokens = 8, .heads = 2, .head_dim = 32};
     CHECK(upipe_plan_init(&plan, &desc, NULL) == UPIPE_OK);
-    upipe_cpu_ops(&ops);
     upipe_comm_self(&team, &state, ops.copy);
-    upipe_mem_init(&mem, slab, 1 << 20, blocks, 64);
+    context_pool(&whole, &mem, &ops, 1 << 20, 64);
     l.plan = &plan;
     l.wq = l.wk = l.wv = l.wo = w;
-    whole.ops = &ops;
-    whole.mem = &mem;
-    whole.team = &team;
-#define MISSING(call)                             \
-    do {                                          \
-        CHECK_STATUS(call, UPIPE_ERR_ARG, c.err); \
-        CHECK_TEXT(c.err.text, words[i]);         \
-        memset(&c.err, 0, sizeof c.err);          \
+#define MISSING(call)                                        \
+    do {                                                     \
+        CHECK_REFUSED(call, UPIPE_ERR_ARG, c.err, words[i]); \
+        memset(&c.err, 0, sizeof c.err);                     \
     } while (0)
     for (i = 0; i < 3; ++i) {
         c = whole;
@@ -593,35 +478,75 @@ static void test_missing(void)
         MISSING(upipe_layer_bwd(&c, &l, x, &g, &save, &save.out, x));
         MISSING(upipe_layer_out_fwd(&c, &l, x, &save));
         MISSING(upipe_layer_out_bwd(&c, &l, &g, &save, x));
-        MISSING(upipe_reduce_scatter(&c, w, 64));
-        MISSING(upipe_all_gather(&c, w, 64, 4));
-        MISSING(upipe_all_reduce(&c, w, 64));
+        if (i < 2) MISSING(upipe_reduce_scatter(&c, &team, w, 64));
+        if (i < 2) MISSING(upipe_all_gather(&c, &team, w, 64, 4));
+        if (i < 2) MISSING(upipe_all_reduce(&c, &team, w, 64));
         if (i == 2) MISSING(upipe_a2a_to_heads(&c, w, x_data, &plan, 0, UPIPE_A2A_Q, 4));
         if (i == 2) MISSING(upipe_a2a_to_tokens(&c, w, x_data, &plan, 0, UPIPE_A2A_Q, 4));
     }
 #undef MISSING
     c = whole;
     CHECK_STATUS(upipe_layer_fwd(&c, &l, &save, x), UPIPE_OK, c.err);
-    CHECK_STATUS(upipe_layer_bwd(&c, &l, x, &g, &save, NULL, x), UPIPE_ERR_ARG, c.err);
-    CHECK_TEXT(c.err.text, "dout is NULL");
+    CHECK_REFUSED(upipe_layer_bwd(&c, &l, x, &g, &save, NULL, x), UPIPE_ERR_ARG, c.err,
+                  "dout, or its plan, is not there");
     CHECK_STATUS(upipe_saved_free(&c, &save), UPIPE_OK, c.err);
     CHECK(upipe_mem_destroy(&mem, NULL) == UPIPE_OK);
-    free(w);
-    free(x_data);
-    free(slab);
+}
+
+/* Tokens and heads divide: the plans of both ranks differ in nothing but positions. That of rank 0 is refused on rank 1
+ * all the same, by every call that reads a plan. */
+static void test_foreign_plan(void)
+{
+    enum { TOKENS = 8, HEADS = 4, DIM = 32, ROWS = TOKENS / 2, MODEL = HEADS * DIM };
+    float *data = f32_buf(MODEL * MODEL);
+    int64_t gathered[2 * UPIPE_ALL_GATHER_MAX];
+    upipe_mem_block blocks[32];
+    upipe_msg list[4];
+    upipe_plan p;
+    upipe_layer l = {0};
+    upipe_qkv q = {0};
+    upipe_fpdt segments = {0};
+    upipe_fpdt_saved offloaded;
+    upipe_saved save = {0};
+    upipe_mem mem;
+    upipe_comm team;
+    const upipe_ops ops = cpu_table();
+    upipe_ctx c = {.ops = &ops, .mem = &mem, .team = &team};
+    upipe_view x = upipe_view_packed(data, UPIPE_F32, ROWS, 1, MODEL);
+    upipe_plan_desc d = {.tokens = TOKENS, .ranks = 2, .heads = HEADS, .kv_heads = HEADS, .head_dim = DIM};
+    upipe_mem_init_dry(&mem, blocks, 32);
+    upipe_comm_dry(&team, 1, 2, list, gathered);
+    CHECK_STATUS(upipe_plan_init(&p, &d, &c.err), UPIPE_OK, c.err);
+    l.plan = q.plan = &p;
+    l.wq = l.wk = l.wv = l.wo = data;
+    q.q = q.k = q.v = q.o = upipe_view_heads(x, HEADS);
+    segments.layer = l;
+    segments.desc = d;
+    segments.segments = 2;
+    segments.host = &mem;
+    for (int call = 0; call < 6; ++call) {
+        upipe_status s = call == 0   ? upipe_layer_fwd(&c, &l, &save, x)
+                         : call == 1 ? upipe_layer_out_fwd(&c, &l, x, &save)
+                         : call == 2 ? upipe_qkv_fwd(&c, &q, &save)
+                         : call == 3 ? upipe_fpdt_fwd(&c, &segments, &offloaded, data)
+                         : call == 4 ? upipe_a2a_to_heads(&c, data, data, &p, 0, UPIPE_A2A_Q, DIM * 4)
+                                     : upipe_a2a_to_tokens(&c, data, data, &p, 0, UPIPE_A2A_Q, DIM * 4);
+        CHECK_SAY(s == UPIPE_ERR_ARG, "call %d: %s", call, upipe_status_name(s));
+        CHECK_TEXT(c.err.text, "a plan for rank 0 of 2 on rank 1 of a team of 2: each rank has its own");
+        c.err.text[0] = 0;
+    }
+    CHECK_INT(mem.live, 0);
+    CHECK_INT(team.sent_bytes, 0);
 }
 
 /* Gradients of weights in bf16: a rank's own are its f32 ones, rounded once; with the bytes of the dry run. */
 static void test_narrow_grads(upipe_dtype dtype, int ranks, int chunk)
 {
-    run_case t;
     run_result wide, narrow;
     f32_block in;
     int64_t i;
-    memset(&t, 0, sizeof t);
-    t.shape.tokens = 24, t.shape.batch = 1, t.shape.dim = 40, t.shape.h = 4, t.shape.hkv = 2, t.shape.d = 32;
-    t.shape.scale = 0.125, t.shape.projected = t.shape.biased = 1, t.shape.dtype = dtype;
-    t.ranks = ranks, t.chunk = chunk;
+    run_case t = run_of(24, 4, 2, 32, 40, ranks, chunk, dtype);
+    t.shape.projected = t.shape.biased = 1;
     block_inputs(&t.shape, 7, &in);
     CHECK_STATUS(run_block(&t, &in, &wide), UPIPE_OK, wide.errors[0]);
     t.grad_dtype = UPIPE_BF16;
@@ -641,32 +566,31 @@ static void test_narrow_grads(upipe_dtype dtype, int ranks, int chunk)
     CHECK_BYTES(narrow.out.x, wide.out.x, (size_t)block_count(&t.shape, "x") * 4);
     CHECK_BYTES(narrow.out.bq, wide.out.bq, (size_t)block_count(&t.shape, "bq") * 4);
     CHECK_BYTES(narrow.out.bo, wide.out.bo, (size_t)block_count(&t.shape, "bo") * 4);
-    run_free(&wide);
-    run_free(&narrow);
-    f32_block_free(&in);
 }
 
 int main(void)
 {
-    test_misuse();
-    test_missing();
-    test_finite_differences();
-    test_bits(16, 4, 0, 0, 0);
-    test_bits(8, 8, 1, 0, 1);
-    test_bits(8, 2, 2, 1, 1);
-    test_bits(8, 1, 1, 1, 0);
-    test_bits(9, 3, 1, 1, 1);
-    test_bits(14, 2, 2, 0, 0);
-    test_against_oracle();
-    test_out_of_memory(8, 4, 2, 0, 0, UPIPE_BF16);
-    test_out_of_memory(4, 1, 2, 0, 0, UPIPE_F32);
-    test_out_of_memory(8, 4, 2, 0, 1, UPIPE_BF16);
-    test_out_of_memory(5, 5, 2, 0, 0, UPIPE_BF16);
-    test_out_of_memory(8, 2, 2, 2, 0, UPIPE_F32);
-    test_out_of_memory(2, 1, 1, 4, 0, UPIPE_BF16);
-    test_odd_ranks();
-    test_narrow_grads(UPIPE_F32, 1, 1);
-    test_narrow_grads(UPIPE_BF16, 1, 2);
-    test_narrow_grads(UPIPE_BF16, 2, 2);
+    TEST(test_misuse());
+    TEST(test_missing());
+    TEST(test_foreign_plan());
+    TEST(test_finite_differences());
+    TEST(test_bits(16, 4, 0, 0, 0));
+    TEST(test_bits(8, 8, 1, 0, 1));
+    TEST(test_bits(8, 2, 2, 1, 1));
+    TEST(test_bits(8, 1, 1, 1, 0));
+    TEST(test_bits(9, 3, 1, 1, 1));
+    TEST(test_bits(14, 2, 2, 0, 0));
+    TEST(test_against_oracle());
+    TEST(test_rope_defaults());
+    TEST(test_out_of_memory(8, 4, 2, 0, 0, UPIPE_BF16));
+    TEST(test_out_of_memory(4, 1, 2, 0, 0, UPIPE_F32));
+    TEST(test_out_of_memory(8, 4, 2, 0, 1, UPIPE_BF16));
+    TEST(test_out_of_memory(5, 5, 2, 0, 0, UPIPE_BF16));
+    TEST(test_out_of_memory(8, 2, 2, 2, 0, UPIPE_F32));
+    TEST(test_out_of_memory(2, 1, 1, 4, 0, UPIPE_BF16));
+    TEST(test_odd_ranks());
+    TEST(test_narrow_grads(UPIPE_F32, 1, 1));
+    TEST(test_narrow_grads(UPIPE_BF16, 1, 2));
+    TEST(test_narrow_grads(UPIPE_BF16, 2, 2));
     return test_end("layer");
 }

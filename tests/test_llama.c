@@ -8,12 +8,12 @@
  *     test_llama FILE
  */
 #include "upipe/net/upipe_net_threads.h"
-#include "upipe/cpu/upipe_cpu.h"
 #include "upipe/upipe.h"
 
 #include "../examples/common/grid.h"
-#include "../examples/llama/memory.h"
-#include "../examples/llama/safetensors.h"
+#include "../examples/llama/state/memory.h"
+#include "../examples/llama/files/safetensors.h"
+#include "lib/context.h"
 #include "lib/test.h"
 #include "lib/tolerance.h"
 
@@ -72,19 +72,25 @@ static void golden_tokens(const golden *g, const char *name, int32_t *out)
 
 static void golden_open(golden *g, const char *path, int kind)
 {
-    llama_config c = {2, 32, 40, 24, 4, 2, 32, 0, 0, 0, 10000, 1e-5, 0};
+    llama_config c = {.layers = 2,
+                      .dim = 32,
+                      .hidden = 40,
+                      .vocab = 24,
+                      .heads = 4,
+                      .kv_heads = 2,
+                      .head_dim = 32,
+                      .rope_theta = 10000,
+                      .norm_eps = 1e-5};
     upipe_err e;
-    int i;
-    memset(g, 0, sizeof *g);
-    g->kind = kind;
+    *g = (golden){.kind = kind};
     c.tied = kind == TIED;
     c.qk_norm = kind != BIASED;
     c.attention_bias = kind == BIASED ? LLAMA_BIAS_QKVO : LLAMA_BIAS_NONE;
     if (!CHECK_SAY(st_open(&g->file, path, &e) == 0, "%s", e.text)) exit(1);
     if (!CHECK(llama_layout_init(&g->layout, &c) == 0)) exit(1);
-    g->weights = (float *)malloc((size_t)g->layout.weights * 4);
-    g->vectors = (float *)malloc((size_t)g->layout.vectors * 4);
-    for (i = 0; i < g->layout.n; ++i) {
+    g->weights = floats(g->layout.weights);
+    g->vectors = floats(g->layout.vectors);
+    for (int i = 0; i < g->layout.n; ++i) {
         const llama_tensor *t = &g->layout.tensors[i];
         const st_tensor *from = golden_find(g, "", t->name);
         if (from == NULL || !CHECK(from->n == t->n)) exit(1);
@@ -94,18 +100,29 @@ static void golden_open(golden *g, const char *path, int kind)
     }
     golden_tokens(g, "tokens", g->inputs);
     golden_tokens(g, "targets", g->targets);
-    for (i = 0; i < BATCH * TOKENS; ++i) g->valid += g->targets[i] >= 0;
+    for (int i = 0; i < BATCH * TOKENS; ++i) g->valid += g->targets[i] >= 0;
 }
 
 static void golden_close(golden *g)
 {
     st_close(&g->file);
     llama_layout_free(&g->layout);
-    free(g->weights);
-    free(g->vectors);
+    buffers_free(0);
 }
 
 /* ---- a run ---- */
+
+enum { SLAB = 2 << 20 };
+
+static upipe_copy table_copy;
+static _Thread_local int to_host; /* copies of a rank to memory outside of its pool */
+
+static upipe_status counted_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
+{
+    const uintptr_t at = (uintptr_t)dst - (uintptr_t)c->mem->slab;
+    to_host += at >= SLAB;
+    return table_copy(c, dst, src, bytes);
+}
 
 static upipe_status way_rank(way *w, trainer *t)
 {
@@ -113,45 +130,50 @@ static upipe_status way_rank(way *w, trainer *t)
     upipe_ctx *c = t->r.c;
     int32_t inputs[BATCH * TOKENS], targets[BATCH * TOKENS];
     int32_t *input = inputs, *target = targets;
-    int64_t b, i;
     memory_plan plan;
     trainer_batch batch;
     trainer_result result;
-    int group, unit, phase, part;
-    for (part = 0; part < model_parts(&t->m); ++part) {
+    upipe_view x;
+    int64_t valid, targeted = 0;
+    for (int part = 0; part < model_parts(&t->m); ++part) {
         const upipe_shard shard = model_shard(&t->m, part);
-        for (b = 0; b < BATCH; ++b) {
-            for (i = 0; i < shard.n; ++i) {
+        for (int64_t b = 0; b < BATCH; ++b) {
+            for (int64_t i = 0; i < shard.n; ++i) {
+                targeted += g->targets[b * TOKENS + upipe_shard_pos(&shard, i)] >= 0;
                 *input++ = g->inputs[b * TOKENS + upipe_shard_pos(&shard, i)];
                 *target++ = g->targets[b * TOKENS + upipe_shard_pos(&shard, i)];
             }
         }
     }
-    memset(&batch, 0, sizeof batch);
-    batch.inputs = inputs;
-    batch.targets = targets;
+    batch = (trainer_batch){.inputs = inputs, .targets = targets, .valid = targeted};
+    memset(&result, 0, sizeof result);
     UPIPE_TRY(trainer_alloc(t));
-    for (group = 0; group < LLAMA_GROUPS; ++group) {
+    for (int group = 0; group < LLAMA_GROUPS; ++group) {
         const upipe_zero *z = &t->state.zero[group];
-        for (unit = 0; unit < z->units; ++unit) {
+        for (int unit = 0; unit < z->units; ++unit) {
             const upipe_zero_part p = upipe_zero_part_of(z, UPIPE_ZERO_WEIGHTS, unit);
             memcpy((float *)z->weights + p.at, (group == 0 ? g->weights : g->vectors) + p.first,
                    (size_t)p.n * 4);
         }
     }
-    UPIPE_TRY(trainer_gradients(t, &batch, g->valid));
+    UPIPE_TRY(trainer_begin(t, &batch, &valid, &result));
+    CHECK_INT(valid, g->valid);
+    UPIPE_TRY(model_fwd(&t->r, &x, 1));
+    UPIPE_TRY(model_bwd(&t->r, x, (float)(1.0 / (double)valid)));
     model_phase(&t->r, MODEL_UPDATE);
+    to_host = 0;
     UPIPE_TRY(trainer_reduce(t, g->valid, &result));
+    CHECK_INT(to_host, 1); /* loss and norm: one copy, and on a device one wait for it */
     UPIPE_TRY(memory_plan_make(&plan, &t->m, c->ops, NULL, NULL, &c->err));
-    for (phase = 0; phase < MODEL_PHASES; ++phase)
+    for (int phase = 0; phase < MODEL_PHASES; ++phase)
         CHECK_SAY(c->mem->phase_peak[phase] == plan.phase[phase],
                   "phase %d of rank %d of %d held %zu bytes, the plan says %zu", phase, t->world->rank,
                   t->world->ranks, c->mem->phase_peak[phase], plan.phase[phase]);
     CHECK_INT(c->mem->peak, plan.peak);
     CHECK_INT(t->r.second->peak, plan.host);
-    for (group = 0; group < LLAMA_GROUPS; ++group) {
+    for (int group = 0; group < LLAMA_GROUPS; ++group) {
         const upipe_zero *z = &t->state.zero[group];
-        for (unit = 0; unit < z->units; ++unit) {
+        for (int unit = 0; unit < z->units; ++unit) {
             const upipe_zero_part p = upipe_zero_slice(z, unit);
             memcpy(w->grads[group] + p.first, upipe_zero_owned(z, UPIPE_ZERO_GRADS, unit), (size_t)p.n * 4);
         }
@@ -165,24 +187,16 @@ static upipe_status way_rank(way *w, trainer *t)
 
 static upipe_status way_main(void *user, int rank)
 {
-    enum { SLAB = 2 << 20, BLOCKS = 64 };
+    enum { BLOCKS = 64 };
     way *w = (way *)user;
-    void *slab = aligned_alloc(UPIPE_MEM_ALIGN, SLAB), *second = aligned_alloc(UPIPE_MEM_ALIGN, SLAB);
-    upipe_mem_block blocks[2][BLOCKS];
     upipe_plan_desc desc = w->desc;
     upipe_mem mem, host;
-    upipe_ctx c;
-    trainer t;
+    trainer t = {0};
     model m;
     upipe_status s;
-    memset(&c, 0, sizeof c);
-    memset(&t, 0, sizeof t);
-    memset(slab, 0xff, SLAB);
-    memset(second, 0xff, SLAB);
-    upipe_mem_init(&mem, slab, SLAB, blocks[0], BLOCKS);
-    upipe_mem_init(&host, second, SLAB, blocks[1], BLOCKS);
-    c.ops = &w->ops;
-    c.mem = &mem;
+    upipe_ctx c = {0};
+    context_pool(&c, &mem, &w->ops, SLAB, BLOCKS);
+    pool_begin(&host, SLAB, BLOCKS);
     grid_use(&w->net, rank, &c);
     desc.rank = rank % desc.ranks;
     desc.ring_rank = rank / desc.ranks;
@@ -197,8 +211,6 @@ static upipe_status way_main(void *user, int rank)
     trainer_close(&t);
     upipe_mem_destroy(&mem, NULL);
     upipe_mem_destroy(&host, NULL);
-    free(slab);
-    free(second);
     return s;
 }
 
@@ -206,20 +218,22 @@ static upipe_status way_main(void *user, int rank)
 static void way_run_zero(way *w, const golden *g, upipe_plan_desc desc, int segments, int kind, int zero)
 {
     upipe_err e;
-    int group;
-    memset(w, 0, sizeof *w);
-    w->g = g;
-    w->desc = desc;
+    int mark;
+    *w = (way){.g = g, .desc = desc};
     w->desc.tokens = TOKENS;
     w->desc.batch = BATCH;
     w->activations.kind = kind;
     w->segments = segments;
     w->zero = zero;
-    upipe_cpu_ops(&w->ops);
-    for (group = 0; group < 2; ++group) w->grads[group] = (float *)malloc((size_t)golden_count(g, group) * 4);
+    w->ops = cpu_table();
+    table_copy = w->ops.copy;
+    w->ops.copy = counted_copy;
+    for (int group = 0; group < 2; ++group) w->grads[group] = floats(golden_count(g, group));
+    mark = buffers_n;
     CHECK_STATUS(grid_init(&w->net, desc.ranks, desc.ring, 60, &e), UPIPE_OK, e);
     CHECK(grid_run(&w->net, way_main, w, NULL) == UPIPE_OK);
     grid_free(&w->net);
+    buffers_free(mark);
 }
 
 static void way_run(way *w, const golden *g, upipe_plan_desc desc, int segments, int kind)
@@ -227,17 +241,11 @@ static void way_run(way *w, const golden *g, upipe_plan_desc desc, int segments,
     way_run_zero(w, g, desc, segments, kind, 1);
 }
 
-static void way_free(way *w)
-{
-    free(w->grads[0]);
-    free(w->grads[1]);
-}
-
 /* ---- checks ---- */
 
 static double *read_f64(const golden *g, const st_tensor *t)
 {
-    double *out = (double *)malloc((size_t)t->n * sizeof *out);
+    double *out = (double *)zeroed((size_t)t->n * sizeof *out);
     upipe_err e;
     CHECK(t->dtype == ST_F64 && st_read_raw(&g->file, t, 0, t->n, out, &e) == 0);
     return out;
@@ -248,16 +256,14 @@ static tolerance_error naive_errors(const golden *g, const char *name)
 {
     char prefix[32];
     const st_tensor *t;
-    tolerance_error m;
+    tolerance_error m = {0};
     double *two;
     snprintf(prefix, sizeof prefix, "%snaive.", golden_prefix[g->kind]);
-    memset(&m, 0, sizeof m);
     t = golden_find(g, prefix, name);
     if (t == NULL || !CHECK(t->n == 2)) return m;
     two = read_f64(g, t);
     m.max = two[0];
     m.mean = two[1];
-    free(two);
     return m;
 }
 
@@ -267,12 +273,11 @@ static void check_golden(const golden *g, const way *w)
     const st_tensor *loss = golden_find(g, golden_prefix[g->kind], "loss");
     float got = (float)w->loss;
     double *want;
-    int i, compared = 0;
+    int compared = 0;
     if (loss == NULL) return;
     want = read_f64(g, loss);
     CHECK_CLOSE_TO(&got, naive_errors(g, "loss"), want, 1, "loss");
-    free(want);
-    for (i = 0; i < g->layout.n; ++i) {
+    for (int i = 0; i < g->layout.n; ++i) {
         const llama_tensor *t = &g->layout.tensors[i];
         const st_tensor *grad;
         char name[160];
@@ -285,7 +290,6 @@ static void check_golden(const golden *g, const way *w)
         }
         want = read_f64(g, grad);
         CHECK_CLOSE_TO(w->grads[t->is_vector] + t->at, naive_errors(g, t->name), want, t->n, name);
-        free(want);
         ++compared;
     }
     CHECK_INT(compared, tensors[g->kind]);
@@ -301,11 +305,7 @@ static int same_bits(const way *a, const way *b)
 
 static upipe_plan_desc team_of(int ranks, int chunk)
 {
-    upipe_plan_desc d;
-    memset(&d, 0, sizeof d);
-    d.ranks = ranks;
-    d.ring = 1;
-    d.chunk = chunk;
+    upipe_plan_desc d = {.ranks = ranks, .ring = 1, .chunk = chunk};
     return d;
 }
 
@@ -321,8 +321,7 @@ static void test_rings(const golden *g)
         {1, 3, 0, 4, UPIPE_STRIPED, UPIPE_RING_P2P},    {1, 3, 0, 2, UPIPE_ZIGZAG, UPIPE_RING_ALL_GATHER},
         {1, 4, 2, 4, UPIPE_ZIGZAG, UPIPE_RING_P2P},     {2, 2, 0, 4, UPIPE_ZIGZAG, UPIPE_RING_P2P},
         {2, 2, 0, 2, UPIPE_ZIGZAG, UPIPE_RING_AUTO},    {2, 2, 0, 2, UPIPE_STRIPED, UPIPE_RING_P2P}};
-    size_t i;
-    for (i = 0; i < sizeof rings / sizeof *rings; ++i) {
+    for (size_t i = 0; i < sizeof rings / sizeof *rings; ++i) {
         upipe_plan_desc d = team_of(rings[i].ranks, rings[i].chunk);
         way one, other;
         d.ring = rings[i].ring;
@@ -333,8 +332,6 @@ static void test_rings(const golden *g)
         check_golden(g, &one);
         way_run(&other, g, d, 0, ACTIVATIONS_OFFLOAD);
         CHECK_SAY(same_bits(&one, &other), "a second pool in ring %zu give other bits", i);
-        way_free(&other);
-        way_free(&one);
     }
 }
 
@@ -344,16 +341,13 @@ static void test_segments(const golden *g)
     static const struct {
         int ranks, chunk, segments;
     } cuts[] = {{1, 4, 1}, {1, 1, 5}, {2, 4, 4}, {2, 2, 3}, {3, 4, 5}, {4, 4, 3}};
-    size_t i;
-    for (i = 0; i < sizeof cuts / sizeof *cuts; ++i) {
+    for (size_t i = 0; i < sizeof cuts / sizeof *cuts; ++i) {
         upipe_plan_desc d = team_of(cuts[i].ranks, cuts[i].chunk);
         way one, other;
         way_run(&one, g, d, cuts[i].segments, ACTIVATIONS_AC);
         check_golden(g, &one);
         way_run(&other, g, d, cuts[i].segments, ACTIVATIONS_OFFLOAD);
         CHECK_SAY(same_bits(&one, &other), "a second pool in cut %zu give other bits", i);
-        way_free(&other);
-        way_free(&one);
     }
 }
 
@@ -365,22 +359,18 @@ static void test_zero(const golden *g)
     } ways[] = {{1, 1, 4, 0, ACTIVATIONS_AC},      {2, 1, 2, 0, ACTIVATIONS_OFFLOAD},
                 {3, 1, 4, 0, ACTIVATIONS_SAC},     {2, 2, 2, 0, ACTIVATIONS_OFFLOAD},
                 {2, 1, 2, 3, ACTIVATIONS_OFFLOAD}, {4, 1, 4, 0, ACTIVATIONS_AC}};
-    size_t i;
-    int zero;
-    for (i = 0; i < sizeof ways / sizeof *ways; ++i) {
+    for (size_t i = 0; i < sizeof ways / sizeof *ways; ++i) {
         upipe_plan_desc d = team_of(ways[i].ranks, ways[i].chunk);
         way one, other;
         d.ring = ways[i].ring;
         way_run(&one, g, d, ways[i].segments, ways[i].kind);
         check_golden(g, &one);
-        for (zero = 0; zero < 4; ++zero) {
+        for (int zero = 0; zero < 4; ++zero) {
             if (zero == 1) continue;
             way_run_zero(&other, g, d, ways[i].segments, ways[i].kind, zero);
             CHECK_SAY(same_bits(&one, &other), "ZeRO %d has other bits than 1, way %zu, model %d", zero, i,
                       g->kind);
-            way_free(&other);
         }
-        way_free(&one);
     }
 }
 
@@ -388,39 +378,34 @@ static void test_zero(const golden *g)
 static void test_golden(const char *path, int kind)
 {
     golden g;
-    int ranks, chunk;
     golden_open(&g, path, kind);
     if (kind == 0 || !test_brief()) { /* models differ in their tensors, not in how a sequence is cut */
         test_rings(&g);
         test_segments(&g);
     }
     test_zero(&g);
-    for (ranks = 1; ranks <= RANKS_MAX; ++ranks) { /* 3 divide neither tokens nor heads */
+    for (int ranks = 1; ranks <= RANKS_MAX; ++ranks) { /* 3 divide neither tokens nor heads */
         way ulysses, other;
         way_run(&ulysses, &g, team_of(ranks, g.layout.config.heads), 0, ACTIVATIONS_AC);
         check_golden(&g, &ulysses);
-        for (chunk = ranks; chunk < g.layout.config.heads; chunk += ranks) {
+        for (int chunk = ranks; chunk < g.layout.config.heads; chunk += ranks) {
             way_run(&other, &g, team_of(ranks, chunk), 0, ACTIVATIONS_AC);
             check_golden(&g, &other);
             CHECK_SAY(same_bits(&ulysses, &other), "chunk %d on %d ranks gives other bits than ulysses",
                       chunk, ranks);
-            way_free(&other);
         }
         way_run(&other, &g, team_of(ranks, ranks), 0, ACTIVATIONS_OFFLOAD);
         CHECK_SAY(same_bits(&ulysses, &other), "a second pool on %d ranks give other bits", ranks);
-        way_free(&other);
-        way_free(&ulysses);
     }
     golden_close(&g);
 }
 
 int main(int argc, char **argv)
 {
-    int kind;
     if (argc != 2) {
         fprintf(stderr, "usage: test_llama FILE\n");
         return 2;
     }
-    for (kind = 0; kind < GOLDENS; ++kind) test_golden(argv[1], kind);
+    for (int kind = 0; kind < GOLDENS; ++kind) test_golden(argv[1], kind);
     return test_end("llama");
 }

@@ -14,10 +14,10 @@ static void test_counts(void)
     void *a, *b, *c, *none;
     size_t span = upipe_mem_span(1000);
     upipe_mem_init(&m, slab, SLAB, blocks, BLOCKS);
-    CHECK(upipe_mem_alloc(&m, &a, 1000, "a", &e) == UPIPE_OK);
-    CHECK(upipe_mem_alloc(&m, &b, 1, "b", &e) == UPIPE_OK);
-    CHECK(upipe_mem_alloc(&m, &c, 1000, "c", &e) == UPIPE_OK);
-    CHECK(upipe_mem_alloc(&m, &none, 0, "none", &e) == UPIPE_OK);
+    CHECK(upipe_mem_alloc(&m, &a, 1000, UPIPE_USE_OTHER, "a", &e) == UPIPE_OK);
+    CHECK(upipe_mem_alloc(&m, &b, 1, UPIPE_USE_OTHER, "b", &e) == UPIPE_OK);
+    CHECK(upipe_mem_alloc(&m, &c, 1000, UPIPE_USE_OTHER, "c", &e) == UPIPE_OK);
+    CHECK(upipe_mem_alloc(&m, &none, 0, UPIPE_USE_OTHER, "none", &e) == UPIPE_OK);
     CHECK(none == NULL);
     CHECK(upipe_mem_free(&m, none, &e) == UPIPE_OK);
     CHECK_INT(m.live, 2001);
@@ -32,15 +32,15 @@ static void test_counts(void)
     CHECK_STATUS(upipe_mem_free(&m, slab + 3, &e), UPIPE_ERR_ARG, e);        /* foreign */
     CHECK_STATUS(upipe_mem_free(&m, (char *)c + 256, &e), UPIPE_ERR_ARG, e); /* inside a block */
     CHECK_INT(m.live, 1001);
-    CHECK(upipe_mem_alloc(&m, &a, 900, "again", &e) == UPIPE_OK);
+    CHECK(upipe_mem_alloc(&m, &a, 900, UPIPE_USE_OTHER, "again", &e) == UPIPE_OK);
     CHECK(a == (void *)slab); /* the hole, not the top */
     CHECK_INT(((char *)c)[999], 3);
     CHECK_INT(m.need, 2 * span + upipe_mem_span(1));
-    CHECK_STATUS(upipe_mem_destroy(&m, &e), UPIPE_ERR_ARG, e);
-    CHECK_TEXT(e.text, "3 blocks of 1901 bytes live, the first is 'again'");
+    CHECK_REFUSED(upipe_mem_destroy(&m, &e), UPIPE_ERR_ARG, e,
+                  "3 blocks of 1901 bytes live, the first is 'again'");
     CHECK_STATUS(upipe_mem_destroy(&m, &e), UPIPE_OK, e);
     upipe_mem_init(&m, NULL, 0, blocks, BLOCKS); /* empty: no slab */
-    CHECK_STATUS(upipe_mem_alloc(&m, &a, 1, "a", &e), UPIPE_ERR_MEMORY, e);
+    CHECK_STATUS(upipe_mem_alloc(&m, &a, 1, UPIPE_USE_OTHER, "a", &e), UPIPE_ERR_MEMORY, e);
     CHECK_STATUS(upipe_mem_destroy(&m, &e), UPIPE_OK, e);
 }
 
@@ -53,9 +53,10 @@ static void test_poison(void)
     void *p;
     upipe_mem_init(&m, slab, SLAB, blocks, BLOCKS);
     CHECK(__asan_address_is_poisoned(slab));
-    CHECK(upipe_mem_alloc(&m, &p, 1000, "a", NULL) == UPIPE_OK);
+    CHECK(upipe_mem_alloc(&m, &p, 1000, UPIPE_USE_OTHER, "a", NULL) == UPIPE_OK);
     a = (char *)p;
-    CHECK(upipe_mem_alloc(&m, &p, 1024, "b", NULL) == UPIPE_OK); /* a multiple of the alignment: no tail */
+    CHECK(upipe_mem_alloc(&m, &p, 1024, UPIPE_USE_OTHER, "b", NULL) ==
+          UPIPE_OK); /* a multiple of the alignment: no tail */
     b = (char *)p;
     CHECK(!__asan_address_is_poisoned(a) && !__asan_address_is_poisoned(a + 999));
     CHECK(__asan_address_is_poisoned(a + 1000) && __asan_address_is_poisoned(b - 1));
@@ -75,23 +76,23 @@ static void test_best_fit(void)
 {
     upipe_mem m;
     void *p[6], *q;
-    int i;
     static const size_t sizes[] = {4096, 256, 1024, 256, 2048, 256};
     upipe_mem_init(&m, slab, SLAB, blocks, BLOCKS);
-    for (i = 0; i < 6; ++i) CHECK(upipe_mem_alloc(&m, &p[i], sizes[i], "p", NULL) == UPIPE_OK);
-    for (i = 0; i < 6; i += 2) CHECK(upipe_mem_free(&m, p[i], NULL) == UPIPE_OK);
-    CHECK(upipe_mem_alloc(&m, &q, 1000, "q", NULL) == UPIPE_OK);
+    for (int i = 0; i < 6; ++i)
+        CHECK(upipe_mem_alloc(&m, &p[i], sizes[i], UPIPE_USE_OTHER, "p", NULL) == UPIPE_OK);
+    for (int i = 0; i < 6; i += 2) CHECK(upipe_mem_free(&m, p[i], NULL) == UPIPE_OK);
+    CHECK(upipe_mem_alloc(&m, &q, 1000, UPIPE_USE_QKV, "q", NULL) == UPIPE_OK);
     CHECK(q == p[2]); /* the smallest hole that fits */
-    CHECK(upipe_mem_alloc(&m, &q, 1000, "q", NULL) == UPIPE_OK);
+    CHECK(upipe_mem_alloc(&m, &q, 1000, UPIPE_USE_QKV, "q", NULL) == UPIPE_OK);
     CHECK(q == p[4]);
     upipe_mem_rewind(&m, 0);
     CHECK_INT(m.live, 0);
     CHECK(upipe_mem_destroy(&m, NULL) == UPIPE_OK);
 }
 
-static upipe_status refuse_large(void *user, size_t bytes, const char *tag)
+static upipe_status refuse_large(void *user, size_t bytes, int use, const char *tag)
 {
-    (void)tag;
+    (void)use, (void)tag;
     return bytes > *(size_t *)user ? UPIPE_ERR_MEMORY : UPIPE_OK;
 }
 
@@ -101,30 +102,31 @@ static void test_refusals(void)
     upipe_err e;
     void *p, *q;
     size_t limit = 100;
-    int i;
     upipe_mem_init(&m, slab, SLAB, blocks, BLOCKS);
     upipe_mem_init(&m, slab + 8, SLAB - 8, blocks, BLOCKS);
-    CHECK_STATUS(upipe_mem_alloc(&m, &p, 10, "crooked", &e), UPIPE_ERR_ARG, e);
-    CHECK_TEXT(e.text, "not aligned");
+    CHECK_REFUSED(upipe_mem_alloc(&m, &p, 10, UPIPE_USE_OTHER, "crooked", &e), UPIPE_ERR_ARG, e,
+                  "not aligned");
     CHECK(upipe_mem_destroy(&m, NULL) == UPIPE_OK);
     upipe_mem_init(&m, slab, SLAB, blocks, BLOCKS);
-    CHECK_STATUS(upipe_mem_alloc(&m, &p, SLAB + 1, "huge", &e), UPIPE_ERR_MEMORY, e);
+    CHECK_STATUS(upipe_mem_alloc(&m, &p, SLAB + 1, UPIPE_USE_OTHER, "huge", &e), UPIPE_ERR_MEMORY, e);
     CHECK(p == NULL);
     CHECK_TEXT(e.text, "65537 bytes for 'huge' do not fit: 0 of the slab's 65536 bytes are live");
-    CHECK_STATUS(upipe_mem_alloc(&m, &p, SIZE_MAX - 10, "absurd", &e), UPIPE_ERR_OVERFLOW, e);
-    CHECK(upipe_mem_alloc(&m, &p, SLAB / 2, "half", &e) == UPIPE_OK);
-    CHECK_STATUS(upipe_mem_alloc(&m, &q, SLAB / 2 + 1, "more", &e), UPIPE_ERR_MEMORY, e);
+    CHECK_STATUS(upipe_mem_alloc(&m, &p, SIZE_MAX - 10, UPIPE_USE_OTHER, "absurd", &e), UPIPE_ERR_OVERFLOW,
+                 e);
+    CHECK(upipe_mem_alloc(&m, &p, SLAB / 2, UPIPE_USE_OTHER, "half", &e) == UPIPE_OK);
+    CHECK_STATUS(upipe_mem_alloc(&m, &q, SLAB / 2 + 1, UPIPE_USE_OTHER, "more", &e), UPIPE_ERR_MEMORY, e);
     CHECK_INT(m.live, SLAB / 2);
     CHECK(upipe_mem_free(&m, p, &e) == UPIPE_OK);
-    for (i = 0; i < BLOCKS; ++i) CHECK(upipe_mem_alloc(&m, &p, 1, "small", &e) == UPIPE_OK);
-    CHECK_STATUS(upipe_mem_alloc(&m, &p, 1, "one more", &e), UPIPE_ERR_MEMORY, e);
-    CHECK_TEXT(e.text, "table of 64 blocks");
+    for (int i = 0; i < BLOCKS; ++i)
+        CHECK(upipe_mem_alloc(&m, &p, 1, UPIPE_USE_OTHER, "small", &e) == UPIPE_OK);
+    CHECK_REFUSED(upipe_mem_alloc(&m, &p, 1, UPIPE_USE_OTHER, "one more", &e), UPIPE_ERR_MEMORY, e,
+                  "table of 64 blocks");
     upipe_mem_rewind(&m, 0);
     m.guard = refuse_large;
     m.user = &limit;
-    CHECK(upipe_mem_alloc(&m, &p, 100, "allowed", &e) == UPIPE_OK);
-    CHECK_STATUS(upipe_mem_alloc(&m, &q, 101, "denied", &e), UPIPE_ERR_MEMORY, e);
-    CHECK_TEXT(e.text, "guard refused 101 bytes for 'denied'");
+    CHECK(upipe_mem_alloc(&m, &p, 100, UPIPE_USE_OTHER, "allowed", &e) == UPIPE_OK);
+    CHECK_REFUSED(upipe_mem_alloc(&m, &q, 101, UPIPE_USE_OTHER, "denied", &e), UPIPE_ERR_MEMORY, e,
+                  "guard refused 101 bytes for 'denied'");
     CHECK(upipe_mem_free(&m, p, &e) == UPIPE_OK);
     CHECK_STATUS(upipe_mem_destroy(&m, &e), UPIPE_OK, e);
 }
@@ -136,33 +138,32 @@ static void test_marks(void)
     void *a, *b, *c, *d;
     int64_t mark;
     upipe_mem_init(&m, slab, SLAB, blocks, BLOCKS);
-    upipe_mem_alloc(&m, &a, 10, "a", &e);
-    upipe_mem_alloc(&m, &b, 20, "b", &e);
+    upipe_mem_alloc(&m, &a, 10, UPIPE_USE_OTHER, "a", &e);
+    upipe_mem_alloc(&m, &b, 20, UPIPE_USE_OTHER, "b", &e);
     mark = upipe_mem_mark(&m);
-    upipe_mem_alloc(&m, &c, 40, "c", &e);
+    upipe_mem_alloc(&m, &c, 40, UPIPE_USE_OTHER, "c", &e);
     upipe_mem_free(&m, b, &e); /* taken before the mark, given after it */
-    upipe_mem_alloc(&m, &d, 80, "d", &e);
+    upipe_mem_alloc(&m, &d, 80, UPIPE_USE_OTHER, "d", &e);
     CHECK_INT(m.live, 130);
     upipe_mem_rewind(&m, mark);
     CHECK_INT(m.live, 10);
-    upipe_mem_alloc(&m, &c, 40, "c", &e);
+    upipe_mem_alloc(&m, &c, 40, UPIPE_USE_OTHER, "c", &e);
     upipe_mem_quarantine(&m, mark);
     upipe_mem_rewind(&m, 0);
     CHECK_INT(m.live, 40);
     CHECK_INT(m.quarantined, 40);
-    CHECK_STATUS(upipe_mem_free(&m, c, &e), UPIPE_ERR_ARG, e);
-    CHECK_TEXT(e.text, "quarantined");
-    upipe_mem_alloc(&m, &a, 40, "a", &e);
+    CHECK_REFUSED(upipe_mem_free(&m, c, &e), UPIPE_ERR_ARG, e, "quarantined");
+    upipe_mem_alloc(&m, &a, 40, UPIPE_USE_OTHER, "a", &e);
     CHECK(a != c);
     CHECK_INT(m.blocks_peak, 3);
     upipe_mem_release(&m); /* the peers are gone */
     CHECK_INT(m.quarantined, 0);
     CHECK_STATUS(upipe_mem_free(&m, c, &e), UPIPE_OK, e);
     upipe_mem_quarantine(&m, 0); /* and what is free: a stream may not be done with it */
-    CHECK_STATUS(upipe_mem_alloc(&m, &c, 40, "c", &e), UPIPE_ERR_ARG, e);
-    CHECK_TEXT(e.text, "the pool is quarantined");
+    CHECK_REFUSED(upipe_mem_alloc(&m, &c, 40, UPIPE_USE_OTHER, "c", &e), UPIPE_ERR_ARG, e,
+                  "the pool is quarantined");
     upipe_mem_release(&m);
-    CHECK_STATUS(upipe_mem_alloc(&m, &c, 40, "c", &e), UPIPE_OK, e);
+    CHECK_STATUS(upipe_mem_alloc(&m, &c, 40, UPIPE_USE_OTHER, "c", &e), UPIPE_OK, e);
     CHECK_STATUS(upipe_mem_free(&m, c, &e), UPIPE_OK, e);
     CHECK_STATUS(upipe_mem_free(&m, a, &e), UPIPE_OK, e);
     CHECK_STATUS(upipe_mem_destroy(&m, &e), UPIPE_OK, e);
@@ -172,16 +173,16 @@ static void test_marks(void)
  * never overlap, and one byte less fails. */
 static void test_dry(void)
 {
-    long round, rounds = test_draws_wanted() / 10 + 1;
+    long rounds = test_draws_wanted() / 10 + 1;
     test_rng rng;
     rng.state = (uint64_t)test_env("UPIPE_SEED", 1);
-    for (round = 0; round < rounds; ++round) {
+    for (long round = 0; round < rounds; ++round) {
         upipe_mem dry, m;
         void *p[BLOCKS], *q[BLOCKS];
         size_t size[BLOCKS], live = 0, peak = 0;
         uint64_t start = rng.state;
-        int pass, n, i, failed = 0;
-        for (pass = 0; pass < 3; ++pass) {
+        int n, failed = 0;
+        for (int pass = 0; pass < 3; ++pass) {
             rng.state = start;
             live = peak = 0;
             n = 0;
@@ -191,13 +192,14 @@ static void test_dry(void)
                 if (dry.need > SLAB) break;
                 upipe_mem_init(&m, slab, dry.need - (pass == 2), blocks, BLOCKS);
             }
-            for (i = 0; i < 200; ++i) {
+            for (int i = 0; i < 200; ++i) {
                 if (n < 40 && test_below(&rng, 5) < 3) {
                     size[n] = (size_t)(1 + test_below(&rng, 3000));
                     if (pass == 0) {
-                        CHECK(upipe_mem_alloc(&dry, &p[n], size[n], "dry", NULL) == UPIPE_OK);
+                        CHECK(upipe_mem_alloc(&dry, &p[n], size[n], UPIPE_USE_OTHER, "dry", NULL) ==
+                              UPIPE_OK);
                     } else {
-                        upipe_status s = upipe_mem_alloc(&m, &q[n], size[n], "real", NULL);
+                        upipe_status s = upipe_mem_alloc(&m, &q[n], size[n], UPIPE_USE_OTHER, "real", NULL);
                         if (pass == 2 && s != UPIPE_OK) {
                             failed = 1;
                             break;
@@ -252,7 +254,6 @@ static double clock_step(void *user)
 static void test_trace(void)
 {
     static upipe_mem_event events[8];
-    static const char *const tags[] = {"a", "c"};
     upipe_mem m;
     void *a, *b, *c;
     char text[4096];
@@ -265,14 +266,14 @@ static void test_trace(void)
     m.clock = clock_step;
     m.user = &ticks;
     upipe_mem_phase(&m, 0, "first");
-    upipe_mem_alloc(&m, &a, 100, "a", NULL);
-    upipe_mem_alloc(&m, &b, 50, "b", NULL);
+    upipe_mem_alloc(&m, &a, 100, UPIPE_USE_PART(UPIPE_USE_MLP, 1), "a", NULL);
+    upipe_mem_alloc(&m, &b, 50, UPIPE_USE_OTHER, "b", NULL);
     upipe_mem_free(&m, a, NULL);
     upipe_mem_phase(&m, 1, "second");
-    upipe_mem_alloc(&m, &c, 30, "c", NULL);
+    upipe_mem_alloc(&m, &c, 30, UPIPE_USE_PART(UPIPE_USE_MLP, 2), "c", NULL);
     CHECK_INT(m.phase_peak[0], 150);
     CHECK_INT(m.phase_peak[1], 80);
-    CHECK_INT(upipe_mem_largest(&m, tags, 2), 100);
+    CHECK_INT(upipe_mem_largest(&m, UPIPE_USE_MLP), 100);
     CHECK_INT(upipe_mem_trace_write(&m, f, 3, 1), 6);
     rewind(f);
     n = fread(text, 1, sizeof text - 1, f);
@@ -285,7 +286,7 @@ static void test_trace(void)
     CHECK_TEXT(text, "\"ts\":2000000.000,\"args\":{\"bytes\":50}"); /* live after a went */
     upipe_mem_free(&m, b, NULL);
     upipe_mem_free(&m, c, NULL);
-    upipe_mem_alloc(&m, &a, 1, "late", NULL);
+    upipe_mem_alloc(&m, &a, 1, UPIPE_USE_OTHER, "late", NULL);
     CHECK_INT(m.events_lost, 1);
     upipe_mem_free(&m, a, NULL);
     CHECK(upipe_mem_destroy(&m, NULL) == UPIPE_OK);

@@ -5,12 +5,7 @@
 
 static upipe_plan_desc describe(int64_t tokens, int ranks, int heads, int kv_heads, int head_dim, int chunk)
 {
-    upipe_plan_desc d;
-    memset(&d, 0, sizeof d);
-    d.tokens = tokens;
-    d.ranks = ranks;
-    d.heads = heads;
-    d.kv_heads = kv_heads;
+    upipe_plan_desc d = {.tokens = tokens, .ranks = ranks, .heads = heads, .kv_heads = kv_heads};
     d.head_dim = head_dim;
     d.chunk = chunk;
     return d;
@@ -26,10 +21,10 @@ static int64_t share_of(int64_t tokens, int ranks, int rank)
  * again. */
 static void walk_buffer(const upipe_plan *p, upipe_a2a_heads which, int stage)
 {
-    int lies[256], rank, j, total = upipe_plan_buffer(p, which, stage), used = 0, sum = 0;
+    int lies[256], rank, j, total = upipe_plan_heads_sent(p, which, stage), used = 0, sum = 0;
     memset(lies, -1, sizeof lies);
     for (rank = 0; rank < p->desc.ranks; ++rank) {
-        upipe_span s = upipe_plan_part(p, which, stage, rank);
+        upipe_head_range s = upipe_plan_part(p, which, stage, rank);
         int at = upipe_plan_offset(p, which, stage, rank);
         sum += s.count;
         for (j = 0; j < s.count; ++j) {
@@ -46,43 +41,45 @@ static void walk_buffer(const upipe_plan *p, upipe_a2a_heads which, int stage)
     if (which != UPIPE_A2A_KV) CHECK_INT(sum, total);
 }
 
+static const upipe_mask full; /* everything is seen */
+
 /* What a rank of a plan hands to the others, head by head. */
 static void walk_sent(const upipe_plan *p)
 {
     const upipe_plan_desc *d = &p->desc;
     int64_t e = (int64_t)upipe_dtype_bytes(d->dtype), sent[2] = {0, 0}, of_stages[2] = {0, 0};
-    int stage, rank, head, backward, me = d->rank;
-    int64_t both = d->head_dim + d->v_dim, mine = share_of(p->seq, d->ranks, me) * d->batch;
+    int rank, me = d->rank;
+    int64_t both = d->head_dim + d->v_dim, mine = share_of(p->team_tokens, d->ranks, me) * d->batch;
     CHECK_INT(p->rows, mine);
-    for (stage = 0; stage < p->stages; ++stage) {
+    for (int stage = 0; stage < p->stages; ++stage) {
         for (rank = 0; rank < d->ranks; ++rank) {
-            int64_t theirs = share_of(p->seq, d->ranks, rank) * d->batch;
-            upipe_span q = upipe_plan_q(p, stage, rank), kv = upipe_plan_kv(p, stage, rank);
+            int64_t theirs = share_of(p->team_tokens, d->ranks, rank) * d->batch;
+            upipe_head_range q = upipe_plan_q(p, stage, rank), kv = upipe_plan_kv(p, stage, rank);
             if (rank == me) continue;
-            for (head = 0; head < q.count; ++head) {
+            for (int head = 0; head < q.count; ++head) {
                 sent[0] += mine * d->head_dim * e;
                 sent[1] += mine * (both * e + 4); /* Q, dO, delta */
             }
-            for (head = 0; head < kv.count && upipe_plan_kv_fresh(p, stage, rank); ++head) {
+            for (int head = 0; head < kv.count && upipe_plan_kv_fresh(p, stage, rank); ++head) {
                 sent[0] += mine * both * e;
                 sent[1] += mine * both * e;
             }
             q = upipe_plan_q(p, stage, me);
             kv = upipe_plan_kv(p, stage, me);
-            for (head = 0; head < q.count; ++head) {
+            for (int head = 0; head < q.count; ++head) {
                 sent[0] += theirs * d->v_dim * e;
                 sent[1] += theirs * d->head_dim * e;
             }
-            for (head = 0; head < kv.count && upipe_plan_kv_last(p, stage, me); ++head)
+            for (int head = 0; head < kv.count && upipe_plan_kv_last(p, stage, me); ++head)
                 sent[1] += theirs * both * (p->kv_grads_partial ? 4 : e);
         }
-        for (backward = 0; backward < 2; ++backward)
+        for (int backward = 0; backward < 2; ++backward)
             of_stages[backward] += upipe_plan_sent_stage(p, stage, backward);
     }
-    for (backward = 0; backward < 2; ++backward) {
+    for (int backward = 0; backward < 2; ++backward) {
         CHECK_INT(upipe_plan_sent(p, backward), sent[backward]);
         CHECK_INT(of_stages[backward], sent[backward]);
-        CHECK_INT(upipe_plan_sent_ring(p, backward), 0);
+        CHECK_INT(upipe_plan_sent_ring(p, &full, backward), 0);
     }
 }
 
@@ -91,14 +88,12 @@ static void walk_sent(const upipe_plan *p)
 static void walk(const upipe_plan *p)
 {
     const upipe_plan_desc *d = &p->desc;
-    int seen[256], fetched[16][256], held[16], holds[16], of_rank[16], stage, rank, j, before = 0;
-    upipe_span kept[16];
-    memset(seen, 0, sizeof seen);
+    int seen[256] = {0}, fetched[16][256], held[16], holds[16], of_rank[16], stage, rank, j, before = 0;
+    upipe_head_range kept[16] = {0};
     memset(fetched, 0, sizeof fetched);
     memset(held, 0, sizeof held);
     memset(holds, 0, sizeof holds);
     memset(of_rank, 0, sizeof of_rank);
-    memset(kept, 0, sizeof kept);
     CHECK_INT(p->rounds * p->steps, p->stages);
     for (stage = 0; stage < p->stages; ++stage) {
         upipe_stage s = upipe_plan_stage(p, stage);
@@ -106,7 +101,7 @@ static void walk(const upipe_plan *p)
         CHECK_INT(s.round * p->steps + s.step, stage);
         CHECK_INT(upipe_plan_before(p, stage, -1), before);
         for (rank = 0; rank < d->ranks; ++rank) {
-            upipe_span q = upipe_plan_q(p, stage, rank), kv = upipe_plan_kv(p, stage, rank);
+            upipe_head_range q = upipe_plan_q(p, stage, rank), kv = upipe_plan_kv(p, stage, rank);
             int fresh = upipe_plan_kv_fresh(p, stage, rank), last = upipe_plan_kv_last(p, stage, rank);
             CHECK(q.count >= 0 && q.count <= p->per_rank && kv.count <= p->kv_per_rank);
             if (p->schedule != UPIPE_UNEVEN) CHECK_INT(q.count, p->per_rank);
@@ -134,7 +129,7 @@ static void walk(const upipe_plan *p)
             if (last) holds[rank] = 0;
             for (j = 0; j < q.count; ++j) {
                 int at_stage, at_rank;
-                upipe_span place = upipe_plan_q_place(p, q.first + j, &at_stage, &at_rank);
+                upipe_head_range place = upipe_plan_q_place(p, q.first + j, &at_stage, &at_rank);
                 if (!CHECK_SAY(q.first + j < d->heads, "head %d of %d", q.first + j, d->heads)) return;
                 ++seen[q.first + j];
                 CHECK_INT(at_stage, stage);
@@ -175,13 +170,13 @@ static void walk(const upipe_plan *p)
 /* All of it, also where nothing divides: the tokens do not either. */
 static void test_schedules(void)
 {
-    int ranks, heads, kv, m, legal[5] = {0, 0, 0, 0, 0}, naive, rank;
-    for (naive = 0; naive < 2; ++naive) {
-        for (ranks = 1; ranks <= 9; ++ranks) {
-            for (heads = 1; heads <= 32; ++heads) {
-                for (kv = 1; kv <= heads; ++kv) {
+    int legal[5] = {0, 0, 0, 0, 0};
+    for (int naive = 0; naive < 2; ++naive) {
+        for (int ranks = 1; ranks <= 9; ++ranks) {
+            for (int heads = 1; heads <= 32; ++heads) {
+                for (int kv = 1; kv <= heads; ++kv) {
                     if (heads % kv != 0) continue;
-                    for (m = 0; m <= heads / ranks; ++m) {
+                    for (int m = 0; m <= heads / ranks; ++m) {
                         int chunk = m > 0 ? m * ranks : heads, group = heads / kv;
                         int each = chunk == heads ? (heads + ranks - 1) / ranks : m;
                         int even = heads % (each * ranks) == 0, whole = each % group == 0;
@@ -200,7 +195,7 @@ static void test_schedules(void)
                         if (s != UPIPE_OK) continue;
                         ++legal[p.schedule];
                         walk(&p);
-                        for (rank = 1; rank < ranks; ++rank) {
+                        for (int rank = 1; rank < ranks; ++rank) {
                             d.rank = rank;
                             CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
                             walk_sent(&p);
@@ -214,14 +209,49 @@ static void test_schedules(void)
           legal[UPIPE_IN_ORDER] > 50 && legal[UPIPE_UNEVEN] > 50);
 }
 
-/* K and V of all ranks go round rings within rings, gradients one step more: whose tokens a rank hands on,
- * step by step, and that gradients end on their own rank. */
-static void walk_ring(const upipe_plan_desc *desc)
+/* Whether a query at position q sees a key at position k of the same sequence. */
+static int position_sees(const upipe_mask *m, int64_t sequence, int64_t q, int64_t k)
+{
+    if ((m->causal && k > q) || (m->window > 0 && k <= q - m->window)) return 0;
+    for (int64_t i = 1; m->cu_seqlens != NULL && i < m->cu_seqlens_n; ++i)
+        if ((m->cu_seqlens[i] <= sequence + q) != (m->cu_seqlens[i] <= sequence + k)) return 0;
+    return 1;
+}
+
+/* Which ranks' queries see a key of which rank, position by position. */
+static void walk_seen(int seen[16][16], const upipe_plan_desc *d, const upipe_mask *mask)
+{
+    memset(seen, 0, 16 * sizeof seen[0]);
+    for (int q = 0; q < d->ring; ++q)
+        for (int k = 0; k < d->ring; ++k) {
+            const upipe_shard a = upipe_shard_ring(d->layout, d->tokens, d->ring, q),
+                              b = upipe_shard_ring(d->layout, d->tokens, d->ring, k);
+            for (int64_t s = 0; s < d->batch; ++s)
+                for (int64_t i = 0; i < a.n; ++i)
+                    for (int64_t j = 0; j < b.n && !seen[q][k]; ++j)
+                        seen[q][k] = position_sees(mask, s * d->tokens, upipe_shard_pos(&a, i),
+                                                   upipe_shard_pos(&b, j));
+        }
+}
+
+/* Whether one of the ranks base + (place + step) % inner, step in [first, end), sees the block. */
+static int seen_further(int seen[16][16], int block, int base, int place, int inner, int first, int end)
+{
+    for (int step = first; step < end; ++step)
+        if (seen[base + (place + step) % inner][block]) return 1;
+    return 0;
+}
+
+/* K and V of all ranks go round rings within rings, no further than they are seen, gradients one step more: whose tokens a
+ * rank hands on, step by step, and that gradients end on their own rank. */
+static void walk_ring(const upipe_plan_desc *desc, const upipe_mask *mask)
 {
     upipe_plan_desc d = *desc;
     int inner = d.ring_inner > 1 ? d.ring_inner : d.ring, outer = d.ring / inner, grads, o, i, r;
     int64_t tokens[2][16];
+    int seen[16][16];
     upipe_plan p;
+    walk_seen(seen, &d, mask);
     memset(tokens, 0, sizeof tokens);
     for (grads = 0; grads < 2; ++grads) {
         int holds[16], from[16], next[16];
@@ -230,7 +260,9 @@ static void walk_ring(const upipe_plan_desc *desc)
             memcpy(holds, from, sizeof holds);
             for (i = 0; i < inner - !grads && inner > 1; ++i) {
                 for (r = 0; r < d.ring; ++r) {
-                    tokens[grads][r] += upipe_shard_ring(d.layout, d.tokens, d.ring, holds[r]).n;
+                    if (grads ||
+                        seen_further(seen, holds[r], r / inner * inner, r % inner, inner, 1, inner - i))
+                        tokens[grads][r] += upipe_shard_ring(d.layout, d.tokens, d.ring, holds[r]).n;
                     next[r / inner * inner + (r + 1) % inner] = holds[r];
                 }
                 memcpy(holds, next, sizeof holds);
@@ -238,7 +270,11 @@ static void walk_ring(const upipe_plan_desc *desc)
             for (r = 0; grads && r < d.ring; ++r) CHECK_INT(holds[r], from[r]);
             if (outer == 1 || (o + 1 == outer && !grads)) continue;
             for (r = 0; r < d.ring; ++r) {
-                tokens[grads][r] += upipe_shard_ring(d.layout, d.tokens, d.ring, from[r]).n;
+                int further = grads;
+                for (i = o + 1; i < outer; ++i)
+                    further |=
+                        seen_further(seen, from[r], (r / inner + i - o) % outer * inner, 0, inner, 0, inner);
+                if (further) tokens[grads][r] += upipe_shard_ring(d.layout, d.tokens, d.ring, from[r]).n;
                 next[(r + inner) % d.ring] = from[r];
             }
             memcpy(from, next, sizeof from);
@@ -255,22 +291,28 @@ static void walk_ring(const upipe_plan_desc *desc)
         first = tokens[0][r];
         second = tokens[1][r];
         if (d.ring_mode == UPIPE_RING_ALL_GATHER) {
-            /* its own to each, and gradients of theirs */
-            first = p.seq * (d.ring - 1);
-            second = d.tokens - p.seq;
+            /* its own to each that sees it, and gradients of theirs */
+            for (first = i = 0; i < d.ring; ++i) first += i != r && seen[i][r] ? p.team_tokens : 0;
+            second = d.tokens - p.team_tokens;
         }
-        CHECK_INT(upipe_plan_sent_ring(&p, 0), heads * both * d.batch * first * 2);
-        CHECK_INT(upipe_plan_sent_ring(&p, 1), heads * both * d.batch * (first * 2 + second * 4));
+        CHECK_INT(upipe_plan_sent_ring(&p, mask, 0), heads * both * d.batch * first * 2);
+        CHECK_INT(upipe_plan_sent_ring(&p, mask, 1), heads * both * d.batch * (first * 2 + second * 4));
     }
 }
 
 static void test_rings(void)
 {
-    int layout, mode, ring, inner;
-    for (layout = 0; layout < UPIPE_LAYOUTS; ++layout) {
-        for (mode = UPIPE_RING_P2P; mode <= UPIPE_RING_ALL_GATHER; ++mode) {
-            for (ring = 2; ring <= 8; ++ring) {
-                for (inner = 0; inner <= ring; ++inner) {
+    static const int64_t borders[] = {0, 7, 7, 30, 101, 160, 161, 202};
+    const upipe_mask masks[] = {full,
+                                {.causal = 1},
+                                {.causal = 1, .window = 9},
+                                {.window = 30},
+                                {.causal = 1, .cu_seqlens = borders, .cu_seqlens_n = 7},
+                                {.cu_seqlens = borders, .cu_seqlens_n = 7}};
+    for (int layout = 0; layout < UPIPE_LAYOUTS; ++layout) {
+        for (int mode = UPIPE_RING_P2P; mode <= UPIPE_RING_ALL_GATHER; ++mode) {
+            for (int ring = 2; ring <= 8; ++ring) {
+                for (int inner = 0; inner <= ring; ++inner) {
                     upipe_plan_desc d = describe(101, 2, 8, 4, 64, 2);
                     if (inner > 0 && ring % inner != 0) continue;
                     if (inner > 1 && mode == UPIPE_RING_ALL_GATHER) continue;
@@ -282,7 +324,7 @@ static void test_rings(void)
                     d.batch = 2;
                     d.v_dim = 32;
                     d.dtype = UPIPE_BF16;
-                    walk_ring(&d);
+                    for (size_t i = 0; i < sizeof masks / sizeof *masks; ++i) walk_ring(&d, &masks[i]);
                 }
             }
         }
@@ -328,14 +370,13 @@ static void test_figure(void)
 {
     upipe_plan_desc d = describe(64, 4, 16, 4, 128, 0);
     upipe_plan p;
-    int stage, rank;
     CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
     CHECK_INT(p.stages, 4);
     CHECK_INT(p.desc.chunk, 4);
     CHECK_INT(p.desc.model_dim, 2048);
-    for (stage = 0; stage < 4; ++stage) {
+    for (int stage = 0; stage < 4; ++stage) {
         CHECK_INT(upipe_plan_stage(&p, stage).kv_fresh, stage == 0);
-        for (rank = 0; rank < 4; ++rank) {
+        for (int rank = 0; rank < 4; ++rank) {
             CHECK_INT(upipe_plan_q(&p, stage, rank).first, 4 * rank + stage);
             CHECK_INT(upipe_plan_kv(&p, stage, rank).first, rank);
         }
@@ -352,11 +393,10 @@ static void test_tables(void)
         {1 / 16.0, 3.5 / 16, 4 / 16.0, 2 / 16.0, 1 / 16.0, 3 / 16.0, 7 / 16.0, 3.5 / 16},
         {1, 2.375, 2.375, 2.25, 3, 3.25, 4.25, 3.875},
     };
-    int row, phase;
     upipe_plan_desc d = describe(8L << 20, 8, 32, 8, 128, 8);
     upipe_plan p;
-    for (row = 0; row < 4; ++row)
-        for (phase = 0; phase < 8; ++phase)
+    for (int row = 0; row < 4; ++row)
+        for (int phase = 0; phase < 8; ++phase)
             CHECK_SAY(
                 upipe_paper_units((upipe_paper_row)row, (upipe_phase)phase, 4, 4, 16, 32) == want[row][phase],
                 "row %d column %s is %g, not %g", row, upipe_phase_name(phase),
@@ -375,10 +415,8 @@ static void test_tables(void)
 static void refuse(upipe_plan_desc d, upipe_status status, const char *words)
 {
     upipe_plan p;
-    upipe_err e;
-    memset(&e, 0, sizeof e);
-    CHECK_STATUS(upipe_plan_init(&p, &d, &e), status, e);
-    CHECK_TEXT(e.text, words);
+    upipe_err e = {0};
+    CHECK_REFUSED(upipe_plan_init(&p, &d, &e), status, e, words);
 }
 
 static void test_refusals(void)
@@ -396,56 +434,36 @@ static void test_refusals(void)
     refuse(describe(1024, 8, 32, 8, 0, 8), UPIPE_ERR_ARG, "head dim 0");
     refuse(describe(INT64_C(1) << 56, 8, 32, 8, 128, 8), UPIPE_ERR_OVERFLOW, "overflow");
     refuse(describe(1024, 1, 1 << 20, 1 << 20, 1 << 12, 1), UPIPE_ERR_OVERFLOW, "elements");
+    /* 32/8 heads over 8 ranks with one thing, or a few, changed */
+#define REFUSE(status, words, ...)        \
+    d = describe(1024, 8, 32, 8, 128, 8); \
+    __VA_ARGS__;                          \
+    refuse(d, UPIPE_ERR_##status, words);
     /* no product before the check */
-    d.tokens = INT64_C(1) << 62;
-    d.batch = 4;
-    refuse(d, UPIPE_ERR_OVERFLOW, "4 sequences");
-    d.tokens = INT64_MAX;
-    d.batch = 1;
-    d.ring = 4;
-    d.layout = UPIPE_STRIPED;
-    refuse(d, UPIPE_ERR_OVERFLOW, "9223372036854775807 tokens");
-    d = describe(1024, 8, 32, 8, 128, 8);
-    d.model_dim = INT64_C(1) << 31;
-    refuse(d, UPIPE_ERR_OVERFLOW, "model dim 2147483648");
-    d.model_dim = 0;
-    refuse(describe(1024, 1, 512, 512, 64, 1), UPIPE_ERR_UNSUPPORTED,
-           "512 heads in chunks of 1 are more than 256 stages");
-    d.dtype = (upipe_dtype)7;
-    refuse(d, UPIPE_ERR_ARG, "data type 7");
-    d = describe(1024, 8, 32, 8, 128, 8);
-    d.model_dim = -4;
-    refuse(d, UPIPE_ERR_ARG, "model dim -4");
+    REFUSE(OVERFLOW, "4 sequences", d.tokens = INT64_C(1) << 62, d.batch = 4)
+    REFUSE(OVERFLOW, "9223372036854775807 tokens", d.tokens = INT64_MAX, d.batch = 1, d.ring = 4,
+           d.layout = UPIPE_STRIPED)
+    REFUSE(OVERFLOW, "model dim 2147483648", d.model_dim = INT64_C(1) << 31)
+    REFUSE(ARG, "data type 7", d.dtype = (upipe_dtype)7)
+    REFUSE(ARG, "model dim -4", d.model_dim = -4)
+    REFUSE(ARG, "rank 8 of 8, ring rank 0 of 1", d.rank = 8)
+    REFUSE(ARG, "rank 0 of 8, ring rank 1 of 1", d.ring_rank = 1)
+    REFUSE(ARG, "ring mode 1 without a ring", d.ring_mode = UPIPE_RING_P2P)
+    REFUSE(ARG, "an inner ring of 2", d.ring_inner = 2)
+    REFUSE(ARG, "a ring of 3 does not divide into inner rings of 2", d.ring_inner = 2, d.ring = 3)
+    REFUSE(ARG, "K and V are gathered", d.ring_inner = 2, d.ring = 4, d.ring_mode = UPIPE_RING_ALL_GATHER)
+    REFUSE(ARG, "ring mode 3", d.ring_inner = 2, d.ring = 4, d.ring_mode = (upipe_ring_mode)3)
+    REFUSE(ARG, "layout 3", d.ring_inner = 2, d.ring = 4, d.layout = UPIPE_LAYOUTS)
+    REFUSE(ARG, "63 tokens are fewer than 64, one for each part of 32 ranks, two parts a rank",
+           d.ring_inner = 2, d.ring = 4, d.layout = UPIPE_ZIGZAG, d.tokens = 63)
+#undef REFUSE
+    d.tokens = 64;
+    CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
     d = describe(1024, 2, 24, 4, 64, 8);
     d.naive = 1;
     refuse(d, UPIPE_ERR_UNSUPPORTED, "do not fit groups of 6");
-    d = describe(1024, 8, 32, 8, 128, 8);
-    d.rank = 8;
-    refuse(d, UPIPE_ERR_ARG, "rank 8 of 8, ring rank 0 of 1");
-    d.rank = 0;
-    d.ring_rank = 1;
-    refuse(d, UPIPE_ERR_ARG, "rank 0 of 8, ring rank 1 of 1");
-    d.ring_rank = 0;
-    d.ring_mode = UPIPE_RING_P2P;
-    refuse(d, UPIPE_ERR_ARG, "ring mode 1 without a ring");
-    d.ring_mode = UPIPE_RING_AUTO;
-    d.ring_inner = 2;
-    refuse(d, UPIPE_ERR_ARG, "an inner ring of 2");
-    d.ring = 3;
-    refuse(d, UPIPE_ERR_ARG, "a ring of 3 does not divide into inner rings of 2");
-    d.ring = 4;
-    d.ring_mode = UPIPE_RING_ALL_GATHER;
-    refuse(d, UPIPE_ERR_ARG, "K and V are gathered");
-    d.ring_mode = (upipe_ring_mode)3;
-    refuse(d, UPIPE_ERR_ARG, "ring mode 3");
-    d.ring_mode = UPIPE_RING_AUTO;
-    d.layout = UPIPE_LAYOUTS;
-    refuse(d, UPIPE_ERR_ARG, "layout 3");
-    d.layout = UPIPE_ZIGZAG;
-    d.tokens = 63;
-    refuse(d, UPIPE_ERR_ARG, "63 tokens are fewer than 64, one for each part of 32 ranks, two parts a rank");
-    d.tokens = 64;
-    CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
+    refuse(describe(1024, 1, 512, 512, 64, 1), UPIPE_ERR_UNSUPPORTED,
+           "512 heads in chunks of 1 are more than 256 stages");
     d = describe(1024, 8, 28, 4, 128, 8);
     d.ring = 2;
     d.ring_mode = UPIPE_RING_P2P;
@@ -461,25 +479,42 @@ static void test_refusals(void)
     CHECK_INT(p.per_rank, (INT32_MAX - 1) / 3);
 }
 
+/* Plans of one description have the same bytes, wherever they lie, and the seal covers all of them. */
+static void test_seal(void)
+{
+    const upipe_plan_desc d = describe(24, 4, 8, 2, 64, 4);
+    upipe_plan p, other;
+    size_t i;
+    memset(&p, 0, sizeof p);
+    memset(&other, 0xff, sizeof other);
+    CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK && upipe_plan_init(&other, &d, NULL) == UPIPE_OK);
+    CHECK_BYTES(&p, &other, sizeof p);
+    CHECK_INT(sizeof(upipe_shard), sizeof p.shard.n + sizeof p.shard.step + sizeof p.shard.piece +
+                                       sizeof p.shard.pieces); /* without gaps, which need not be copied */
+    for (i = 0; i < offsetof(upipe_plan, seal); ++i) {
+        ((unsigned char *)&other)[i] ^= 1;
+        CHECK(upipe_hash_bytes(UPIPE_HASH, &other, offsetof(upipe_plan, seal)) != p.seal);
+        ((unsigned char *)&other)[i] ^= 1;
+    }
+}
+
 /* Uneven heads step by step: the greedy rule that the closed form states at once. */
 static void test_uneven(void)
 {
     test_rng rng;
-    int draw, rank, stage;
     rng.state = 7;
-    for (draw = 0; draw < (BRIEF ? 500 : 5000); ++draw) {
+    for (int draw = 0; draw < (BRIEF ? 500 : 5000); ++draw) {
         const int group = 1 + test_below(&rng, 12), m = 1 + test_below(&rng, test_below(&rng, 2) ? 5 : 30);
-        upipe_plan p;
-        memset(&p, 0, sizeof p);
-        p.desc = describe(1, 1 + test_below(&rng, 9), group * (1 + test_below(&rng, 20)), 1, 64, 0);
-        p.group = group;
-        p.per_rank = m;
-        for (rank = 0; rank < p.desc.ranks; ++rank) {
+        upipe_plan p = {
+            .desc = describe(1, 1 + test_below(&rng, 9), group * (1 + test_below(&rng, 20)), 1, 64, 0),
+            .group = group,
+            .per_rank = m};
+        for (int rank = 0; rank < p.desc.ranks; ++rank) {
             const int begin = p.desc.heads * rank / p.desc.ranks;
             const int end = p.desc.heads * (rank + 1) / p.desc.ranks;
             int first = begin, fresh, ends = 0;
-            for (stage = 0; ends < 2; ++stage) { /* and a stage behind the last one */
-                upipe_span got = upi_uneven_stage(&p, stage, rank, &fresh);
+            for (int stage = 0; ends < 2; ++stage) { /* and a stage behind the last one */
+                upipe_head_range got = upi_uneven_stage(&p, stage, rank, &fresh);
                 int left = end - first, n = group - first % group;
                 if (n > left) n = left;
                 /* a part of a group; the rest of one whose K and V are there; otherwise more groups that fit */
@@ -508,7 +543,6 @@ static void test_extremes(void)
     const int any[] = {248, -1, INT32_MAX, INT32_MIN};
     upipe_plan p;
     upipe_err e;
-    size_t i;
     refuse(d, UPIPE_ERR_UNSUPPORTED, "16777215 heads in chunks of 4 are more than 256 stages");
     refuse(describe(1024, 1, INT32_MAX, INT32_MAX, 1, 2), UPIPE_ERR_UNSUPPORTED, "more than 256 stages");
     refuse(describe(INT64_C(1) << 30, 1 << 30, 1, 1, 1, 1), UPIPE_ERR_UNSUPPORTED,
@@ -523,9 +557,9 @@ static void test_extremes(void)
     d = describe(4, 1, 1, 1, INT32_MAX, 1);
     d.ring = 2;
     CHECK_STATUS(upipe_plan_init(&p, &d, &e), UPIPE_OK, e);
-    CHECK_INT(upipe_plan_sent_ring(&p, 0), INT64_C(2) * INT32_MAX * 2 * 4);
+    CHECK_INT(upipe_plan_sent_ring(&p, &full, 0), INT64_C(2) * INT32_MAX * 2 * 4);
     /* any bytes in the place of an enum */
-    for (i = 0; i < sizeof any / sizeof *any; ++i) {
+    for (size_t i = 0; i < sizeof any / sizeof *any; ++i) {
         d = describe(1024, 8, 32, 8, 128, 8);
         memcpy(&d.ring_mode, &any[i], sizeof any[i]);
         refuse(d, UPIPE_ERR_ARG, "ring mode");
@@ -541,6 +575,7 @@ int main(void)
 {
     test_schedules();
     test_uneven();
+    test_seal();
     test_extremes();
     test_rings();
     test_ring_modes();

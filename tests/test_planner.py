@@ -13,7 +13,7 @@ import sys
 import tempfile
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
-from checks import check, end  # pylint: disable=wrong-import-position
+from checks import check, end, load, read, run_command, tree, write  # pylint: disable=wrong-import-position
 
 PLAN, TRAIN, TOP = (os.path.abspath(path) for path in sys.argv[1:4])
 FIELDS = {'fits', 'gpu_bytes', 'host_bytes_node', 'binding', 'seconds_step', 'tokens_per_s_per_gpu', 'phases',
@@ -39,17 +39,17 @@ SMALL = {'architectures': ['LlamaForCausalLM'], 'model_type': 'llama', 'hidden_s
 QWEN2 = {'architectures': ['Qwen2ForCausalLM'], 'model_type': 'qwen2', 'use_sliding_window': False}
 
 
+def at(*names):
+    return os.path.join(FOLDER, *names)
+
+
 def run(program, *words):
     """Status, what it said, and its JSON."""
-    out = os.path.join(FOLDER, 'out.json')
+    out = at('out.json')
     if os.path.exists(out):
         os.remove(out)
-    done = subprocess.run([program, *map(str, words), '--json', out], capture_output=True, text=True, check=False)
-    numbers = None
-    if os.path.exists(out):
-        with open(out, encoding='utf-8') as source:
-            numbers = json.load(source)
-    return done.returncode, done.stdout + done.stderr, numbers
+    done = run_command([program, *words, '--json', out])
+    return done.returncode, done.stdout + done.stderr, load(out) if os.path.exists(out) else None
 
 
 def plan(*words, status=0):
@@ -64,21 +64,23 @@ def refused(sentence, *words):
 
 
 def model(name, **other):
-    folder = os.path.join(FOLDER, name)
-    os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, 'config.json'), 'w', encoding='utf-8') as target:
-        json.dump({**SMALL, **other}, target)
-    return folder
+    os.makedirs(at(name), exist_ok=True)
+    write(at(name, 'config.json'), json.dumps({**SMALL, **other}))
+    return at(name)
 
 
 def machine(file='machine.json', **other):
-    path = os.path.join(FOLDER, file)
-    with open(path, 'w', encoding='utf-8') as target:
-        json.dump({'base': 'h100x8', **other}, target)
-    return path
+    write(at(file), json.dumps({'base': 'h100x8', **other}))
+    return at(file)
 
 
 # ---- the paper ----
+
+
+def close(got, memory, speed, what):
+    check(abs(got['gpu_bytes'] / GIB / memory - 1) < 0.03, f"{what}: {got['gpu_bytes'] / GIB:.2f} GiB, {memory} in the paper")
+    check(abs(got['tokens_per_s_per_gpu'] / speed - 1) < 0.05,
+          f"{what}: {got['tokens_per_s_per_gpu']:.2f} tokens/s/GPU, {speed} in the paper")
 
 
 def paper():
@@ -91,19 +93,14 @@ def paper():
                     check(not plan(*words, status=3)['fits'], f'{method} at {length} is out of memory in the paper')
                 continue
             got = plan(*words)
-            check(abs(got['gpu_bytes'] / GIB / memory[i] - 1) < 0.03,
-                  f"{method} {length}: {got['gpu_bytes'] / GIB:.2f} GiB, {memory[i]} in the paper")
-            check(abs(got['tokens_per_s_per_gpu'] / speed[i] - 1) < 0.05,
-                  f"{method} {length}: {got['tokens_per_s_per_gpu']:.2f} tokens/s/GPU, {speed[i]} in the paper")
+            close(got, memory[i], speed[i], f'{method} {length}')
             check(abs(sum(part['bytes'] for part in got['components']) / got['gpu_bytes'] - 1) < 1e-9,
                   f'{method} {length}: the components are not the whole')
     for method, (memory, speed) in BATCH.items():
         for i, batch in enumerate((1, 2, 4, 8, 10)):
             got = plan('--model', 'llama3-8b', '--as', 'torchtitan', '--method', method, '--tokens', '128k', '--batch', batch,
                        '--activations', 'ac')
-            check(abs(got['gpu_bytes'] / GIB / memory[i] - 1) < 0.03 and
-                  abs(got['tokens_per_s_per_gpu'] / speed[i] - 1) < 0.05,
-                  f"{method}, batch {batch}: {got['gpu_bytes'] / GIB:.2f} GiB, {got['tokens_per_s_per_gpu']:.1f} tokens/s/GPU")
+            close(got, memory[i], speed[i], f'{method}, batch {batch}')
     beyond()
     # two nodes: the paper's longest contexts on its grid, 6M and 8M
     for method, fits, not_any_more in ('ulysses', '6M', '8M'), ('upipe', '8M', '10M'):
@@ -122,10 +119,7 @@ def beyond():
         gpu = {}
         for method in ('ring', 'ulysses', 'upipe', 'fpdt'):
             words = ['--model', name, '--machine', f'h100x{nodes}', '--as', 'torchtitan', '--method', method, '--tokens']
-            got = []
-            for length in ('256k', '512k', '1M', '2M', '4M'):
-                _, _, one = run(PLAN, *words, length)
-                got.append(one)
+            got = [run(PLAN, *words, length)[2] for length in ('256k', '512k', '1M', '2M', '4M')]
             bytes_of = [one['gpu_bytes'] for one in got]
             seconds = [one['seconds_step'] for one in got]
             steps = [b - a for a, b in zip(bytes_of, bytes_of[1:])]
@@ -204,84 +198,123 @@ def numbers():
 
 def refusals():
     small = ['--model', 'llama3-8b', '--tokens', '128k']
-    refused('neither a folder', '--model', 'llama9', '--tokens', '1M')
-    refused('--tokens is missing', '--model', 'llama3-8b')
-    refused('--model is missing', '--tokens', '1M')
-    refused('neither a file nor one of', *small, '--machine', 'abacus')
-    refused('there is no rate', *small, '--machine', machine(rates={'speed': 1}))
-    refused('there is no hbm', *small, '--machine', machine(hbm='80GiB'))
-    refused('as torchtitan', *small, '--as', 'torchtitan', '--method', 'zigzag')
-    refused('--as is torchtitan', *small, '--as', 'megatron')
-    refused('has 8', *small, '--ranks', '16')
-    refused('keeps the inputs', *small, '--as', 'torchtitan', '--method', 'native', '--activations', 'offload')
-    refused('have GPUs', *small, '--as', 'torchtitan', '--machine', 'cpu')
-    refused('wants a number from', *small, '--machine', machine(rates={'dense_flops': 1e-300}))
-    refused('may come 16 times', *small, *['--calibrate', 'x'] * 17)
-    got, said, _ = run(PLAN, '--write-machine', os.path.join(FOLDER, 'never.json'), '--tokens', '1M')
-    check(got == 2 and 'no effect without --model' in said, said[-300:])
+    paper_s = [*small, '--as', 'torchtitan']
+    for sentence, *words in [
+        ('neither a folder', '--model', 'llama9', '--tokens', '1M'), ('--tokens is missing', '--model', 'llama3-8b'),
+        ('--model is missing', '--tokens', '1M'), ('neither a file nor one of', *small, '--machine', 'abacus'),
+        ('as torchtitan', *paper_s, '--method', 'zigzag'), ('--as is torchtitan', *small, '--as', 'megatron'),
+        ('has 8', *small, '--ranks', '16'), ('keeps the inputs', *paper_s, '--method', 'native', '--activations', 'offload'),
+        ('have GPUs', *paper_s, '--machine', 'cpu'), ('may come 16 times', *small, *['--calibrate', 'x'] * 17),
+        ('no effect without --model', '--write-machine', at('never.json'), '--tokens', '1M'),
+        ('contradict', *small, '--method', 'ulysses', '--chunk', '8'), ('chunk', *paper_s, '--chunk', '7'),
+        ('none of these can be given', *small, '--best', '--method', 'upipe'),
+        ('mixtral', '--tokens', '1k', '--model', model('experts', model_type='mixtral')),
+    ]:
+        refused(sentence, *words)
+    # Values of a wrong type, keys that are not known: nothing of a machine file is passed over.
+    for sentence, other in [
+        ('there is no rate', {'rates': {'speed': 1}}), ('there is no hbm', {'hbm': '80GiB'}), ('base is no string', {'base': 8}),
+        ('wants a number from', {'rates': {'dense_flops': 1e-300}}), ('name is no string', {'name': 1}),
+        ('origin is no string', {'rates': {'dense_flops': {'value': 1e12, 'origin': 3}}}),
+        ('there is no orign in a rate', {'rates': {'dense_flops': {'value': 1e12, 'orign': 'a guess'}}}),
+        ('wants a number from', {'rates': {'dense_flops': {'origin': 'a guess'}}}),
+    ]:
+        refused(sentence, *small, '--machine', machine(**other))
     got = plan(*small, '--machine', machine(gpu_memory='4GiB'), status=3)
     check(got['binding'] == 'gpu', f"{got['binding']} binds where the reserve is all of the GPU")
-    refused('contradict', *small, '--method', 'ulysses', '--chunk', '8')
-    refused('none of these can be given', *small, '--best', '--method', 'upipe')
-    refused('chunk', *small, '--chunk', '7', '--as', 'torchtitan')
-    refused('mixtral', '--tokens', '1k', '--model', model('experts', model_type='mixtral'))
 
 
-def broken_machines():
-    """Values of a wrong type, keys that are not known: nothing of a machine file is passed over."""
-    small = ['--model', 'llama3-8b', '--tokens', '128k', '--machine']
-    refused('base is no string', *small, machine(base=8))
-    refused('name is no string', *small, machine(name=1))
-    refused('origin is no string', *small, machine(rates={'dense_flops': {'value': 1e12, 'origin': 3}}))
-    refused('there is no orign in a rate', *small, machine(rates={'dense_flops': {'value': 1e12, 'orign': 'a guess'}}))
-    refused('wants a number from', *small, machine(rates={'dense_flops': {'origin': 'a guess'}}))
+def shard(layout, tokens, ring, rank):
+    """Positions of the tokens that a rank of a ring has."""
+    cut = [tokens * i // (2 * ring) for i in range(2 * ring + 1)]
+    if layout == 'contiguous':
+        return list(range(cut[2 * rank], cut[2 * rank + 2]))
+    if layout == 'zigzag':
+        return [*range(cut[rank], cut[rank + 1]), *range(cut[2 * ring - 1 - rank], cut[2 * ring - rank])]
+    return list(range(rank, tokens, ring))
+
+
+def documents():
+    """Pairs by rank and step against all of them, one by one; the numbers of attention follow."""
+    tokens, ring, lengths = 1024, 4, [100, 1, 300, 37, 250]
+    write(at('lengths'), '100 1\n300,37\n250\n')
+    small = ['--model', model('small'), '--machine', machine(ranks=ring), '--device', 'cpu', '--tokens', str(tokens)]
+    packed = [*small, '--documents', at('lengths')]
+    of, filled = [], 0
+    while filled < tokens:
+        of += [len(of)] * min(lengths[filled % 5], tokens - len(of))
+        filled = filled + 1 if len(of) < tokens else tokens
+    for method, layout, inner in ('ring', 'contiguous', 4), ('zigzag', 'zigzag', 4), ('stripe', 'striped', 4), ('double-ring', 'zigzag', 2):
+        rows = [shard(layout, tokens, ring, rank) for rank in range(ring)]
+        steps = [[0] * ring for _ in range(ring)]
+        for step in range(ring):
+            for rank in range(ring):
+                block = (rank // inner - step // inner) % (ring // inner) * inner + (rank % inner - step % inner) % inner
+                keys = rows[block]
+                steps[step][rank] = sum(k <= q and of[k] == of[q] for q in rows[rank] for k in keys)
+        got = plan(*packed, '--method', method)['documents']
+        sums = [sum(step[rank] for step in steps) for rank in range(ring)]
+        check(got['steps'] == steps, f"{method}: {got['steps']}, not {steps}")
+        check(got['number'] == len(set(of)) and got['pairs'] == sum(sums), f'{method}: {got}')
+        check(got['pairs_of_one'] == tokens * (tokens + 1) // 2, f'{method}: {got}')
+        for name, used in ('used_p2p', sum(sums) / ring / sum(map(max, steps))), ('used_all_gather', sum(sums) / ring / max(sums)):
+            check(abs(got[name] - used) < 1e-8, f'{method}: {name} is {got[name]}, not {used}')
+    of_teams = plan(*packed, '--method', 'upipe')
+    check(of_teams['documents']['used_p2p'] == 1, 'a team is not even')
+    check(of_teams['gpu_bytes'] == plan(*small, '--method', 'upipe')['gpu_bytes'], 'documents take memory')
+    check(of_teams['seconds_step'] < plan(*small, '--method', 'upipe')['seconds_step'], 'documents take no less time')
+    drawn = plan(*small, '--documents', 'lognormal:64,1.5,256')['documents']
+    check(1 < drawn['number'] < tokens and drawn['pairs'] < drawn['pairs_of_one'], f'{drawn}')
+    write(at('zeros'), '5 0 7')
+    for sentence, *words in [
+        ('lognormal:MEDIAN,SIGMA,MOST', '--documents', 'lognormal:2k,1.5'), ('MEDIAN,SIGMA,MOST', '--documents', 'lognormal:4k,1,2k'),
+        ('no length from 1', '--documents', at('zeros')), ('--max-tokens', '--documents', 'lognormal:2k,1,4k', '--as', 'torchtitan')]:
+        refused(sentence, *small, *words)
 
 
 def refused_path(sentence, *words):
     """Exit status 1 before anything is planned, and no file is another one than before."""
-    def files():
-        return {os.path.join(at, name): open(os.path.join(at, name), 'rb').read()
-                for at, _, names in os.walk(FOLDER) for name in names if os.path.exists(os.path.join(at, name))}
-    before = files()
-    done = subprocess.run([PLAN, *map(str, words)], capture_output=True, text=True, check=False)
+    before = tree(FOLDER)
+    done = run_command([PLAN, *words])
     check(done.returncode == 1 and sentence in done.stderr and done.stdout == '' and done.stderr.count('\n') == 1,
           f'{words}: {done.returncode}: {done.stdout[:100]}{done.stderr[-400:]}')
-    check(files() == before, f'{words}: files have changed')
+    check(tree(FOLDER) == before, f'{words}: files have changed')
 
 
 def paths():
     """Results replace nothing that is read, nor each other; a link stays one."""
-    own, at = model('own'), machine('own.json')
-    rates = os.path.join(FOLDER, 'rates.json')
-    with open(rates, 'w', encoding='utf-8') as target:
-        target.write('{"op": "gemm", "tflops": 3, "threads": 1}\n')
-    link, new = os.path.join(FOLDER, 'link.json'), os.path.join(FOLDER, 'new.json')
+    own, host, rates = model('own'), machine('own.json'), at('rates.json')
+    write(rates, '{"op": "gemm", "tflops": 3, "threads": 1}\n')
+    link, new = at('link.json'), at('new.json')
     os.symlink('own.json', link)
-    small = ['--model', own, '--machine', at, '--tokens', '1k', '--device', 'cpu', '--ranks', '2']
-    for flag, path in ('model', os.path.join(own, 'config.json')), ('machine', at), ('machine', link), ('calibrate', rates):
+    small = ['--model', own, '--machine', host, '--tokens', '1k', '--device', 'cpu', '--ranks', '2']
+    for flag, path in ('model', os.path.join(own, 'config.json')), ('machine', host), ('machine', link), ('calibrate', rates):
         for words in ['--json', path, '--write-machine', new], ['--write-machine', path]:
             refused_path(f'would replace the file of --{flag}', *small, '--calibrate', rates, *words)
-    refused_path('would replace', '--machine', at, '--write-machine', at)
-    for same in new, os.path.join(FOLDER, 'own', '..', 'new.json'):
+    refused_path('would replace', '--machine', host, '--write-machine', host)
+    for same in new, at('own', '..', 'new.json'):
         refused_path('both of two results', *small, '--json', new, '--write-machine', same)
-    for path in os.path.join(FOLDER, 'none', 'x.json'), FOLDER:
+    for path in at('none', 'x.json'), FOLDER:
         refused_path('cannot be written', *small, '--json', path)
         refused_path('cannot be written', *small, '--best', '--json', path)
         refused_path('cannot be written', *small, '--json', new, '--write-machine', path)
+    # what cannot be read is no wrong usage
+    os.makedirs(os.path.join(FOLDER, 'empty', 'config.json'))
+    refused_path('cannot be read', '--model', own, '--tokens', '1k', '--machine', FOLDER)
+    refused_path('cannot be read', '--model', os.path.join(FOLDER, 'empty'), '--tokens', '1k')
+    refused_path('cannot be read', *small, '--calibrate', os.path.join(FOLDER, 'none'), '--write-machine', new)
     os.remove(link)
     os.symlink('link.json', link)
     refused_path('cannot be written', *small, '--json', link)  # to itself
     os.remove(link)
     os.symlink('far.json', link)
     for what in 'a link to nothing', 'a link':
-        subprocess.run([PLAN, *small, '--json', link], check=True, capture_output=True)
-        with open(os.path.join(FOLDER, 'far.json'), encoding='utf-8') as source:
-            check(os.path.islink(link) and 'fits' in json.load(source), f'{what} was replaced, not written through')
-        with open(os.path.join(FOLDER, 'far.json'), 'w', encoding='utf-8') as target:
-            target.write('{}')
+        run_command([PLAN, *small, '--json', link]).check_returncode()
+        far = load(at('far.json'))
+        check(os.path.islink(link) and 'fits' in far, f'{what} was replaced, not written through')
+        write(at('far.json'), '{}')
     for line in '{"op": "gemm", "tflops": 1e14, "threads": 1}', '{"op": "gemm", "gflops": 1e-30, "threads": 1}':
-        with open(rates, 'w', encoding='utf-8') as target:
-            target.write(line + '\n')
+        write(rates, line + '\n')
         got, said, _ = run(PLAN, *small, '--calibrate', rates, '--write-machine', new)
         check(got == 2 and 'not in 1e-12 .. 1e+24' in said and not os.path.exists(new), f'{line}: {got}: {said}')
 
@@ -290,25 +323,25 @@ def others():
     """Models that the trainer refuses; advice; a machine that was written; rates of benchmarks; the best setting."""
     for name, other, word in ('biased', QWEN2, None), (
             'scaled', {'rope_scaling': {'rope_type': 'llama3', 'factor': 8}}, 'rope_scaling'), (
-            'sliding', {**QWEN2, 'use_sliding_window': True}, 'use_sliding_window'):
+            'sliding', {**QWEN2, 'use_sliding_window': True, 'sliding_window': 9, 'max_window_layers': 1}, None), (
+            'dropping', {'attention_dropout': 0.1}, 'attention_dropout'):
         _, said, got = run(PLAN, '--model', model(name, **other), '--machine', machine(ranks=2), '--tokens', '256')
         check(got is not None and got['fits'], f'{name}: {said[-300:]}')
         check(word in said and 'refuses' in said if word else 'refuses' not in said, f'{name}: {said[:300]}')
-    for name, word in ('qwen2.5-7b', None), ('llama3.1-8b', 'rope_scaling'):
+    for name, word in ('qwen2.5-7b', None), ('llama3.1-8b', None):
         _, said, got = run(PLAN, '--model', name, '--tokens', '128k', '--device', 'cpu')
         check(got is not None and (word in said and 'refuses' in said if word else 'refuses' not in said), said[:300])
     got = plan('--model', 'llama3-8b', '--tokens', '4M', '--method', 'ulysses', '--zero', '1', status=3)
     check(any(one['flags'] == '--method upipe' and one['gpu_bytes_saved'] > 0 for one in got['advice']), got['advice'])
-    written = os.path.join(FOLDER, 'written.json')
-    subprocess.run([PLAN, '--machine', 'h100x8', '--write-machine', written], check=True)
+    written = at('written.json')
+    run_command([PLAN, '--machine', 'h100x8', '--write-machine', written]).check_returncode()
     words = ['--model', 'llama3-8b', '--tokens', '1M', '--as', 'torchtitan']
     check(plan(*words) == plan(*words, '--machine', written), 'a machine is not what was written')
     attention = os.path.join(TOP, 'bench', 'results', 'attn_avx512.json')
     products = os.path.join(TOP, 'bench', 'results', 'gemm.json')
-    subprocess.run([PLAN, '--machine', 'cpu', '--calibrate', attention, '--calibrate', products, '--write-machine', written],
-                   check=True)
-    with open(written, encoding='utf-8') as source:
-        rates = json.load(source)['rates']
+    run_command([PLAN, '--machine', 'cpu', '--calibrate', attention, '--calibrate', products, '--write-machine',
+                 written]).check_returncode()
+    rates = load(written)['rates']
     check(all('measured' in rates[name]['origin'] and 1e9 < rates[name]['value'] < 1e12 for name in
               ('attention_forward_flops', 'attention_backward_flops', 'dense_flops')), rates)
     small = ['--model', model('small'), '--machine', machine(ranks=2, gpu_reserve='0B', gpu_memory='12MiB'), '--device',
@@ -358,24 +391,17 @@ def pictures():
     small = ['--model', model('small'), '--machine', machine(ranks=2), '--device', 'cpu', '--tokens', '4k', '--best']
     paper = ['--model', 'llama3-8b', '--as', 'torchtitan', '--tokens', '3M', '--method']
     for name, words in ('ulysses', [*paper, 'ulysses']), ('upipe', [*paper, 'upipe']), ('settings', small):
-        paths.append(os.path.join(FOLDER, name + '.json'))
-        with open(paths[-1], 'w', encoding='utf-8') as target:
-            json.dump(plan(*words), target)
-    pictures_of = [[os.path.join(FOLDER, 'plans.png'), *paths[:2]], [os.path.join(FOLDER, 'settings.png'), paths[2]]]
+        paths.append(at(name + '.json'))
+        write(paths[-1], json.dumps(plan(*words)))
+    pictures_of = [[at('plans.png'), *paths[:2]], [at('settings.png'), paths[2]]]
     twice = 'import sys, plot_plan\nfor sys.argv in ' + repr([['plot_plan.py', *words] for words in pictures_of]) + ': plot_plan.main()'
     done = subprocess.run([pythons[0], '-c', twice], cwd=os.path.join(TOP, 'examples', 'plan'), capture_output=True, text=True,
                           env={**os.environ, 'PYTHONDONTWRITEBYTECODE': '1'}, check=False)
     for path, *_ in pictures_of:
-        check(os.path.exists(path) and open(path, 'rb').read(4) == b'\x89PNG', f'no {path}: {done.stderr[-400:]}')
+        check(os.path.exists(path) and read(path)[:4] == b'\x89PNG', f'no {path}: {done.stderr[-400:]}')
 
 
 with tempfile.TemporaryDirectory() as FOLDER:
-    paper()
-    same_bytes()
-    numbers()
-    refusals()
-    broken_machines()
-    paths()
-    others()
-    pictures()
+    for test in paper, same_bytes, numbers, documents, refusals, paths, others, pictures:
+        test()
 sys.exit(end('planner'))

@@ -1,34 +1,24 @@
 /* test_ring -- the block over teams and rings, trap by trap: what breaks where attention is put together from
  * several ranks' keys, and where heads or tokens do not divide; rings that do not agree. Two sequences
- * everywhere, against dense attention (lib/close_block.h)
+ * everywhere, against dense attention (lib/close.h)
  *
  * Random ones: test_property.
  */
 #include "lib/runner.h"
-#include "lib/close_block.h"
+#include "lib/close.h"
 
 static run_case make_case(int64_t tokens, int h, int hkv, int ranks, int ring, upipe_layout layout)
 {
-    run_case t;
-    memset(&t, 0, sizeof t);
-    t.shape.tokens = tokens;
+    run_case t = run_of(tokens, h, hkv, 32, 24, ranks, 0, UPIPE_F32);
     t.shape.batch = 2;
-    t.shape.dim = 24;
-    t.shape.h = h;
-    t.shape.hkv = hkv;
-    t.shape.d = 32;
     t.shape.rope = 1; /* so that positions matter without a mask too */
-    t.shape.scale = (double)(float)(1 / sqrt(32.0));
-    t.shape.theta = 10000;
-    t.shape.eps = 1e-5;
-    t.ranks = ranks;
     t.ring = ring;
     t.layout = layout;
     t.deadline = 60;
     return t;
 }
 
-/* Runs a case against the oracle. The caller frees the result. */
+/* Runs a case against the oracle. */
 static int hold(const run_case *t, const char *name, run_result *r)
 {
     long failures = test_failures;
@@ -38,7 +28,6 @@ static int hold(const run_case *t, const char *name, run_result *r)
     ok = run_block(t, &in, r) == UPIPE_OK;
     CHECK_SAY(ok, "%s: %s", name, r->errors[0].text);
     if (ok) check_block(&t->shape, &in, &r->out);
-    f32_block_free(&in);
     if (test_failures != failures)
         fprintf(stderr, "in '%s': S %lld C %d R %d/%d %s mode %d%s H %d/%d U %d %s\n", name,
                 (long long)t->shape.tokens, t->ranks, t->ring, t->inner, upipe_layout_name(t->layout),
@@ -51,20 +40,19 @@ static void check_case(const run_case *t, const char *name)
 {
     run_result r;
     hold(t, name, &r);
-    run_free(&r);
 }
 
 /* In every layout, K and V going round or gathered, neighbours in a team or in a ring. */
 static void check_rings(run_case t, const char *name)
 {
-    int layout, mode, first;
-    for (layout = 0; layout < UPIPE_LAYOUTS; ++layout)
-        for (mode = UPIPE_RING_P2P; mode <= UPIPE_RING_ALL_GATHER; ++mode)
-            for (first = 0; first < 2; ++first) {
+    for (int layout = 0; layout < UPIPE_LAYOUTS; ++layout)
+        for (int mode = UPIPE_RING_P2P; mode <= UPIPE_RING_ALL_GATHER; ++mode)
+            for (int first = 0; first < 2; ++first) {
                 if (!test_full() && (layout + mode + first) % 2 == 0) continue;
                 t.layout = (upipe_layout)layout;
                 t.ring_mode = (upipe_ring_mode)mode;
                 t.ring_first = first;
+                if (layout != UPIPE_CONTIGUOUS) block_rope_own(&t.shape, 24);
                 t.shape.full = first && mode == UPIPE_RING_P2P;
                 check_case(&t, name);
             }
@@ -75,8 +63,7 @@ static void check_rings(run_case t, const char *name)
 static void test_hybrid_order(void)
 {
     static const int grids[][2] = {{2, 2}, {2, 3}, {3, 2}, {1, 4}, {4, 2}};
-    size_t i;
-    for (i = 0; i < sizeof grids / sizeof *grids; ++i)
+    for (size_t i = 0; i < sizeof grids / sizeof *grids; ++i)
         check_rings(make_case(48, 12, 12, grids[i][0], grids[i][1], UPIPE_ZIGZAG), "hybrid order");
 }
 
@@ -132,13 +119,12 @@ static void test_short_documents(void)
 {
     int64_t cu_seqlens[64];
     run_case t = make_case(41, 4, 2, 1, 4, UPIPE_ZIGZAG);
-    int i;
-    for (i = 0; i < 28; ++i) cu_seqlens[i] = 3 * i;
+    for (int i = 0; i < 28; ++i) cu_seqlens[i] = 3 * i;
     cu_seqlens[28] = 82;
     t.shape.cu_seqlens = cu_seqlens;
     t.shape.cu_seqlens_n = 28;
     check_rings(t, "packed sequences of 3 tokens over a ring of 4");
-    for (i = 0; i < 64; ++i) cu_seqlens[i] = i;
+    for (int i = 0; i < 64; ++i) cu_seqlens[i] = i;
     t.shape.cu_seqlens_n = 60;
     check_rings(t, "packed sequences of one token, then none");
 }
@@ -149,25 +135,23 @@ static void test_rows_that_see_nothing(void)
 {
     static const int64_t cu_seqlens[] = {7, 20, 31};
     run_case t = make_case(40, 4, 2, 2, 2, UPIPE_CONTIGUOUS);
-    int mode, sinks;
     t.shape.cu_seqlens = cu_seqlens;
     t.shape.cu_seqlens_n = 2;
     check_rings(t, "rows that see nothing");
-    for (mode = UPIPE_RING_P2P; mode <= UPIPE_RING_ALL_GATHER; ++mode)
-        for (sinks = 0; sinks < 2; ++sinks) {
+    for (int mode = UPIPE_RING_P2P; mode <= UPIPE_RING_ALL_GATHER; ++mode)
+        for (int sinks = 0; sinks < 2; ++sinks) {
             run_result r;
-            int64_t row, i, width = 4 * 32;
+            int64_t width = 4 * 32;
             t.ring_mode = (upipe_ring_mode)mode;
             t.shape.sinks = sinks;
             if (hold(&t, "rows that see nothing", &r))
-                for (row = 0; row < 80; ++row) {
+                for (int64_t row = 0; row < 80; ++row) {
                     if (row >= cu_seqlens[0] && row < cu_seqlens[2]) continue;
-                    for (i = 0; i < width; ++i)
+                    for (int64_t i = 0; i < width; ++i)
                         CHECK(r.out.o[row * width + i] == 0 && r.out.q[row * width + i] == 0);
-                    for (i = 0; i < 4; ++i)
+                    for (int64_t i = 0; i < 4; ++i)
                         CHECK(sinks ? isfinite(r.out.lse[row * 4 + i]) : r.out.lse[row * 4 + i] == -INFINITY);
                 }
-            run_free(&r);
         }
 }
 
@@ -176,8 +160,7 @@ static void test_rows_that_see_nothing(void)
 static void test_empty_merges(void)
 {
     run_case t = make_case(45, 4, 4, 1, 4, UPIPE_CONTIGUOUS);
-    int64_t window;
-    for (window = 1; window <= 33; window += 8) {
+    for (int64_t window = 1; window <= 33; window += 8) {
         t.shape.window = window;
         check_rings(t, "a window");
         t.shape.sinks = !t.shape.sinks;
@@ -189,17 +172,15 @@ static void test_weights_are_summed(void)
 {
     run_case t = make_case(48, 4, 2, 2, 2, UPIPE_STRIPED), one = make_case(48, 4, 2, 1, 0, UPIPE_CONTIGUOUS);
     run_result r, s;
-    int j;
     t.shape.projected = one.shape.projected = 1;
     t.shape.sinks = one.shape.sinks = 1;
     if (hold(&t, "four ranks", &r) & hold(&one, "one rank", &s))
-        for (j = 0; j < 5; ++j) {
+        for (int j = 0; j < 5; ++j) {
             static const char *const names[] = {"wq", "wk", "wv", "wo", "sinks"};
             const float *of_four[] = {r.out.wq, r.out.wk, r.out.wv, r.out.wo, r.out.sinks};
             const float *of_one[] = {s.out.wq, s.out.wk, s.out.wv, s.out.wo, s.out.sinks};
             double far = 0, all = 0;
-            int64_t i;
-            for (i = 0; i < block_count(&t.shape, names[j]); ++i) {
+            for (int64_t i = 0; i < block_count(&t.shape, names[j]); ++i) {
                 double a = (double)of_four[j][i], b = (double)of_one[j][i];
                 far += (a - b) * (a - b);
                 all += b * b;
@@ -207,19 +188,15 @@ static void test_weights_are_summed(void)
             CHECK_SAY(far <= 1e-10 * all, "%s of four ranks is %.3g away from one rank's", names[j],
                       sqrt(far / all));
         }
-    run_free(&r);
-    run_free(&s);
 }
 
 /* A ring in each node, and a ring of nodes. */
 static void test_double_rings(void)
 {
     static const int rings[][2] = {{4, 2}, {6, 3}, {6, 2}, {4, 4}, {3, 1}};
-    size_t i;
-    int layout, chunk;
-    for (i = 0; i < sizeof rings / sizeof *rings; ++i)
-        for (layout = 0; layout < UPIPE_LAYOUTS; ++layout)
-            for (chunk = 0; chunk <= 8; chunk += 4) {
+    for (size_t i = 0; i < sizeof rings / sizeof *rings; ++i)
+        for (int layout = 0; layout < UPIPE_LAYOUTS; ++layout)
+            for (int chunk = 0; chunk <= 8; chunk += 4) {
                 run_case t = make_case(61, 8, 2, 2, rings[i][0], (upipe_layout)layout);
                 t.inner = rings[i][1];
                 t.chunk = chunk;
@@ -238,11 +215,9 @@ static void test_uneven(void)
     static const struct {
         int h, hkv, ranks;
     } cases[] = {{28, 4, 8}, {40, 10, 4}, {9, 3, 3}, {9, 3, 2}, {6, 1, 4}, {5, 5, 3}, {2, 2, 3}, {2, 1, 3}};
-    size_t i;
-    int of_heads, ring;
-    for (i = 0; i < sizeof cases / sizeof *cases; ++i)
-        for (of_heads = 0; of_heads < 3; ++of_heads)
-            for (ring = 1; ring <= 2; ++ring) {
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i)
+        for (int of_heads = 0; of_heads < 3; ++of_heads)
+            for (int ring = 1; ring <= 2; ++ring) {
                 run_case t = make_case(37, cases[i].h, cases[i].hkv, cases[i].ranks, ring, UPIPE_ZIGZAG);
                 int between = 2 * t.ranks < t.shape.h ? 2 * t.ranks : 0;
                 t.chunk = of_heads == 2 ? t.shape.h : of_heads == 1 ? between : 0;
@@ -259,10 +234,8 @@ static void test_uneven(void)
 
 static void test_uneven_lengths(void)
 {
-    int64_t tokens;
-    int kind;
-    for (tokens = 37; tokens < 41; ++tokens)
-        for (kind = 0; kind < 4; ++kind) {
+    for (int64_t tokens = 37; tokens < 41; ++tokens)
+        for (int kind = 0; kind < 4; ++kind) {
             run_case t = make_case(tokens, 8, 4, 4, 1 + kind % 2, UPIPE_ZIGZAG);
             t.shape.dtype = kind >= 2 ? UPIPE_BF16 : UPIPE_F32;
             t.dx_apart = kind == 1;
@@ -287,10 +260,6 @@ static void test_all_masks(void)
     check_rings(t, "all masks in bf16");
 }
 
-#define SAME(tensor)                                                                                   \
-    CHECK_SAY(memcmp(r.out.tensor, other.out.tensor, (size_t)block_count(&t.shape, #tensor) * 4) == 0, \
-              "%s depends on who is whose neighbour in the world", #tensor)
-
 /* Neighbours in the world are a team's or a ring's: but for sums over the world, the same bits. */
 static void test_orders(void)
 {
@@ -299,16 +268,13 @@ static void test_orders(void)
     if (hold(&t, "teams first", &r)) {
         t.ring_first = 1;
         if (hold(&t, "rings first", &other)) {
-            SAME(o);
-            SAME(lse);
-            SAME(q);
-            SAME(x);
+            SAME_BITS(r, other, o, &t.shape);
+            SAME_BITS(r, other, lse, &t.shape);
+            SAME_BITS(r, other, q, &t.shape);
+            SAME_BITS(r, other, x, &t.shape);
         }
-        run_free(&other);
     }
-    run_free(&r);
 }
-#undef SAME
 
 /* ---- rings that do not agree ---- */
 
@@ -327,41 +293,27 @@ static upipe_status odd_body(void *user, int rank)
     static const int64_t cu_seqlens[] = {0, 7, 16};
     odd_ring *o = (odd_ring *)user;
     int ring_rank = grid_ring_rank(&o->grid, rank), other = ring_rank == 1 ? o->odd : ODD_NOTHING;
-    upipe_mem_block blocks[BLOCKS];
-    upipe_plan_desc d;
     upipe_plan p;
-    upipe_layer l;
+    upipe_layer l = {0};
     upipe_saved save;
     upipe_mem mem;
-    upipe_ctx c;
-    void *slab = NULL;
+    upipe_ctx c = {.team = grid_team(&o->grid, rank), .ring = grid_ring(&o->grid, rank)};
     float *w = f32_buf(4 * 32 * 16);
     upipe_status s;
-    memset(&d, 0, sizeof d);
-    memset(&l, 0, sizeof l);
-    memset(&c, 0, sizeof c);
-    if (posix_memalign(&slab, 256, BYTES) != 0) abort();
-    d.tokens = 16;
-    d.ranks = d.ring = 2;
+    upipe_plan_desc d = {.tokens = 16, .ranks = 2, .ring = 2, .heads = 4, .kv_heads = 4, .head_dim = 32};
+    d.model_dim = 16;
     d.rank = grid_team_rank(&o->grid, rank);
     d.ring_rank = other == ODD_RANK ? 0 : ring_rank;
     d.ring_mode = other == ODD_MODE ? UPIPE_RING_ALL_GATHER : UPIPE_RING_P2P;
     d.layout = other == ODD_LAYOUT ? UPIPE_STRIPED : UPIPE_ZIGZAG;
-    d.heads = d.kv_heads = 4;
-    d.head_dim = 32;
-    d.model_dim = 16;
     s = upipe_plan_init(&p, &d, &c.err);
-    upipe_mem_init(&mem, slab, BYTES, blocks, BLOCKS);
+    context_pool(&c, &mem, &o->ops, BYTES, BLOCKS);
     l.plan = &p;
     l.wq = l.wk = l.wv = w;
     l.mask.causal = 1;
     l.mask.window = other == ODD_WINDOW ? 5 : 0;
     l.mask.cu_seqlens = other == ODD_CU_SEQLENS ? cu_seqlens : NULL;
     l.mask.cu_seqlens_n = other == ODD_CU_SEQLENS ? 2 : 0;
-    c.ops = &o->ops;
-    c.mem = &mem;
-    c.team = grid_team(&o->grid, rank);
-    c.ring = grid_ring(&o->grid, rank);
     if (s == UPIPE_OK && !(other == ODD_AWAY && d.rank == 0)) {
         s = upipe_layer_fwd(&c, &l, &save, upipe_view_packed(w, UPIPE_F32, 4, 1, 16));
         if (s == UPIPE_OK) s = upipe_saved_free(&c, &save);
@@ -369,8 +321,6 @@ static upipe_status odd_body(void *user, int rank)
     CHECK_INT(mem.live, 0);
     o->errors[rank] = c.err;
     upipe_mem_destroy(&mem, NULL);
-    free(w);
-    free(slab);
     return s;
 }
 
@@ -390,19 +340,17 @@ static void test_odd_rings(void)
         {ODD_RANK, UPIPE_ERR_ARG, "a plan for ring rank 0 of 2 on rank 1 of a ring of 2"},
         {ODD_AWAY, UPIPE_ERR_TIMEOUT, "rank"},
     };
-    size_t i;
-    int rank;
-    for (i = 0; i < sizeof cases / sizeof *cases; ++i) {
-        odd_ring *o = (odd_ring *)calloc(1, sizeof *o);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i) {
+        odd_ring *o = (odd_ring *)zeroed(sizeof *o);
         upipe_status statuses[4], worst;
         upipe_err e;
         int said = 0;
         o->odd = cases[i].odd;
-        upipe_cpu_ops(&o->ops);
+        o->ops = cpu_table();
         CHECK_STATUS(grid_init(&o->grid, 2, 2, 0, cases[i].odd == ODD_AWAY ? 0.3 : 20, &e), UPIPE_OK, e);
         worst = upipe_threads_run(&o->grid.world, odd_body, o, statuses, NULL);
         CHECK_SAY(worst == cases[i].status, "case %d: %s", cases[i].odd, upipe_status_name(worst));
-        for (rank = 0; rank < 4; ++rank) {
+        for (int rank = 0; rank < 4; ++rank) {
             int away = cases[i].odd == ODD_AWAY && rank == 2;
             /* who fails by itself may be told by others before */
             CHECK_SAY(statuses[rank] == cases[i].status || away ||
@@ -414,7 +362,6 @@ static void test_odd_rings(void)
         CHECK_SAY(said > 0, "case %d: nobody says '%s', but: %s", cases[i].odd, cases[i].words,
                   o->errors[0].text);
         grid_free(&o->grid);
-        free(o);
     }
 }
 
@@ -427,9 +374,9 @@ typedef struct bare_ring {
     upipe_err errors[3];
 } bare_ring;
 
-static upipe_status second_hop(void *user, size_t bytes, const char *tag)
+static upipe_status second_hop(void *user, size_t bytes, int use, const char *tag)
 {
-    (void)bytes;
+    (void)bytes, (void)use;
     return strcmp(tag, "ring_kv") == 0 && ++*(int *)user == 2 ? UPIPE_ERR_MEMORY : UPIPE_OK;
 }
 
@@ -439,62 +386,39 @@ static upipe_status bare_body(void *user, int rank)
     bare_ring *b = (bare_ring *)user;
     const size_t n = TOKENS * DIM;
     float *data = f32_buf((int64_t)(12 * n));
-    upipe_mem_block blocks[BLOCKS];
     upipe_comm_self_state buf;
     upipe_comm alone;
-    upipe_ring_part part;
-    upipe_ring_call call;
-    upipe_plan_desc d;
+    upipe_attend a = {0};
+    upipe_kv_block own = {0};
     upipe_plan p;
     upipe_mem mem;
-    upipe_ctx c;
+    upipe_ctx c = {.ring = upipe_threads_comm(&b->team, rank)};
     upipe_status s;
-    void *slab = NULL, *work;
-    size_t held;
+    void *work;
+    size_t live;
     int hops = 0;
-    memset(&d, 0, sizeof d);
-    memset(&c, 0, sizeof c);
-    memset(&part, 0, sizeof part);
-    memset(&call, 0, sizeof call);
-    if (posix_memalign(&slab, 256, BYTES) != 0) abort();
-    d.tokens = TOKENS;
-    d.ring = 3;
-    d.ring_rank = rank;
+    upipe_plan_desc d = {.tokens = TOKENS, .ring = 3, .ring_rank = rank, .heads = 1, .head_dim = DIM};
     d.ring_mode = UPIPE_RING_P2P;
-    d.heads = 1;
-    d.head_dim = DIM;
     CHECK_STATUS(upipe_plan_init(&p, &d, &c.err), UPIPE_OK, c.err);
-    upipe_mem_init(&mem, slab, BYTES, blocks, BLOCKS);
-    CHECK_STATUS(upipe_mem_alloc(&mem, &work, WORK, "work", &c.err), UPIPE_OK, c.err);
-    held = mem.live;
+    context_pool(&c, &mem, &b->ops, BYTES, BLOCKS);
+    CHECK_STATUS(upipe_mem_alloc(&mem, &work, WORK, UPIPE_USE_OTHER, "work", &c.err), UPIPE_OK, c.err);
+    live = mem.live;
     if (rank == 0) mem.guard = second_hop;
     mem.user = &hops;
-    c.ops = &b->ops;
-    c.mem = &mem;
-    c.ring = upipe_threads_comm(&b->team, rank);
     upipe_comm_self(&alone, &buf, b->ops.copy);
     if (b->teamed) c.team = &alone;
-    part.q = data;
-    part.o = data + n;
-    part.lse = data + 2 * n;
-    part.delta = data + 3 * n;
-    part.dout = data + 4 * n;
-    part.dq = data + 5 * n;
-    part.heads = 1;
-    call.plan = &p;
-    call.work = work;
-    call.work_bytes = WORK;
-    call.parts = &part;
-    call.count = call.kv_heads = 1;
-    call.k = data + 6 * n;
-    call.v = data + 7 * n;
-    call.dk = data + 8 * n;
-    call.dv = data + 9 * n;
-    s = b->backward ? upipe_ring_bwd(&c, &call) : upipe_ring_fwd(&c, &call);
-    CHECK_INT(mem.live, held);
+    a.plan = &p;
+    a.work = work;
+    a.work_bytes = WORK;
+    a.rows = own.rows = p.team_shard;
+    a.tokens = TOKENS;
+    a.stages = a.heads = a.kv_heads = 1;
+    a.q = data, a.o = data + n, a.lse = data + 2 * n, a.delta = data + 3 * n, a.dout = data + 4 * n;
+    a.dq = data + 5 * n, a.merge_dq = 1;
+    own.k = data + 6 * n, own.v = data + 7 * n, own.dk = data + 8 * n, own.dv = data + 9 * n;
+    s = b->backward ? upipe_ring_bwd(&c, &a, &own) : upipe_ring_fwd(&c, &a, &own);
+    CHECK_INT(mem.live, live);
     b->errors[rank] = c.err;
-    free(data);
-    free(slab);
     return s;
 }
 
@@ -502,27 +426,25 @@ static upipe_status bare_body(void *user, int rank)
  * with a team in the context, which then ends too, or none. */
 static void test_bare_calls(void)
 {
-    int kind, rank;
-    for (kind = 0; kind < 4; ++kind) {
-        bare_ring *b = (bare_ring *)calloc(1, sizeof *b);
+    for (int kind = 0; kind < 4; ++kind) {
+        bare_ring *b = (bare_ring *)zeroed(sizeof *b);
         upipe_status statuses[3];
         upipe_err e;
         b->backward = kind % 2;
         b->teamed = kind / 2;
-        upipe_cpu_ops(&b->ops);
+        b->ops = cpu_table();
         CHECK_STATUS(upipe_threads_init(&b->team, 3, 3, &e), UPIPE_OK, e);
         upipe_threads_run(&b->team, bare_body, b, statuses, NULL);
-        for (rank = 0; rank < 3; ++rank) {
+        for (int rank = 0; rank < 3; ++rank) {
             CHECK_SAY(statuses[rank] == (rank == 0 ? UPIPE_ERR_MEMORY : UPIPE_ERR_ABORTED),
                       "rank %d: %s (%s)", rank, upipe_status_name(statuses[rank]), b->errors[rank].text);
             CHECK_TEXT(b->errors[rank].text, "guard refused");
         }
         upipe_threads_free(&b->team);
-        free(b);
     }
 }
 
-/* The list has space for the ring's own segments alone, and belongs to an exchange that is under way. */
+/* The list has space for the ring's own segments alone, and belongs to a transfer that is under way. */
 static void test_ring_arguments(void)
 {
     enum { BUF = 64 * 32 };
@@ -530,69 +452,59 @@ static void test_ring_arguments(void)
           *all_v = data + 3 * BUF, *buf = data + 4 * BUF, *sum = data + 5 * BUF;
     upipe_comm_self_state bufs[2];
     upipe_comm comms[2];
-    upipe_plan_desc d;
+    upipe_plan_desc d = {.tokens = 64, .heads = 1, .head_dim = 32};
     upipe_plan p;
-    upipe_ring_call call;
+    const upipe_mask full = {0};
+    upipe_attend a = {.plan = &p};
+    upipe_kv_block own = {0};
     upipe_mem_block blocks[4];
     upipe_mem mem;
-    upipe_ops ops;
-    upipe_ctx c;
+    const upipe_ops ops = cpu_table();
+    upipe_ctx c = {.ops = &ops, .mem = &mem, .team = &comms[0]};
     upipe_msg before[2];
-    int ring;
-    upipe_cpu_ops(&ops);
     upipe_mem_init_dry(&mem, blocks, 4);
-    memset(&d, 0, sizeof d);
-    memset(&c, 0, sizeof c);
-    memset(&call, 0, sizeof call);
-    c.ops = &ops;
-    c.mem = &mem;
     upipe_comm_self(&comms[0], &bufs[0], ops.copy);
     upipe_comm_self(&comms[1], &bufs[1], ops.copy);
-    c.team = &comms[0];
-    call.plan = &p;
-    d.tokens = 64;
-    d.heads = 1;
-    d.head_dim = 32;
-    for (ring = 4; ring > 0; ring -= 3) { /* a plan of a larger ring; one without a ring, and no ring */
+    for (int ring = 4; ring > 0; ring -= 3) { /* a plan of a larger ring; one without a ring, and no ring */
         d.ring = ring;
         CHECK_STATUS(upipe_plan_init(&p, &d, &c.err), UPIPE_OK, c.err);
         for (c.ring = ring > 1 ? &comms[1] : NULL;; c.ring = NULL) {
-            CHECK_STATUS(upipe_ring_reduce_scatter(&c, &p, 1, 32, sum, all_k, buf), UPIPE_ERR_ARG, c.err);
-            CHECK_TEXT(c.err.text, ring > 1 ? "a plan for ring rank 0 of 4" : "a plan for ring rank 0 of 1");
-            CHECK_STATUS(upipe_ring_all_gather_start(&c, &p, 1, all_k, all_v, k, v), UPIPE_ERR_ARG, c.err);
-            if (ring > 1) CHECK_STATUS(upipe_ring_fwd(&c, &call), UPIPE_ERR_ARG, c.err);
+            CHECK_REFUSED(upipe_ring_reduce_scatter(&c, &p, 1, 32, sum, all_k, buf), UPIPE_ERR_ARG, c.err,
+                          ring > 1 ? "a plan for ring rank 0 of 4" : "a plan for ring rank 0 of 1");
+            CHECK_STATUS(upipe_ring_all_gather_start(&c, &p, &full, 1, all_k, all_v, k, v), UPIPE_ERR_ARG,
+                         c.err);
+            if (ring > 1) CHECK_STATUS(upipe_ring_fwd(&c, &a, &own), UPIPE_ERR_ARG, c.err);
             if (c.ring == NULL) break;
         }
     }
     c.ring = &comms[1];
-    CHECK_STATUS(upipe_ring_all_gather_start(&c, &p, 1, all_k, all_v, k, v), UPIPE_OK, c.err);
+    CHECK_STATUS(upipe_ring_all_gather_start(&c, &p, &full, 1, all_k, all_v, k, v), UPIPE_OK, c.err);
     memcpy(before, c.ring->list, sizeof before);
-    CHECK_STATUS(upipe_ring_reduce_scatter(&c, &p, 1, 32, sum, all_k, buf), UPIPE_ERR_ARG, c.err);
-    CHECK_TEXT(c.err.text, "upipe_comm_wait comes first");
-    CHECK_STATUS(upipe_ring_all_gather_start(&c, &p, 1, all_k, all_v, k, v), UPIPE_ERR_ARG, c.err);
+    CHECK_REFUSED(upipe_ring_reduce_scatter(&c, &p, 1, 32, sum, all_k, buf), UPIPE_ERR_ARG, c.err,
+                  "upipe_comm_wait comes first");
+    CHECK_STATUS(upipe_ring_all_gather_start(&c, &p, &full, 1, all_k, all_v, k, v), UPIPE_ERR_ARG, c.err);
     CHECK_BYTES(before, c.ring->list, sizeof before);
     CHECK_STATUS(upipe_comm_wait(&c, c.ring), UPIPE_OK, c.err); /* none of this has hurt the ring */
     CHECK_STATUS(upipe_ring_reduce_scatter(&c, &p, 1, 32, sum, all_k, buf), UPIPE_OK, c.err);
-    free(data);
 }
 
 int main(void)
 {
-    test_bare_calls();
-    test_ring_arguments();
-    test_orders();
-    test_odd_rings();
-    test_hybrid_order();
-    test_several_steps();
-    test_group_ranks_heads();
-    test_borders();
-    test_short_documents();
-    test_rows_that_see_nothing();
-    test_empty_merges();
-    test_weights_are_summed();
-    test_double_rings();
-    test_uneven();
-    test_uneven_lengths();
-    test_all_masks();
+    TEST(test_bare_calls());
+    TEST(test_ring_arguments());
+    TEST(test_orders());
+    TEST(test_odd_rings());
+    TEST(test_hybrid_order());
+    TEST(test_several_steps());
+    TEST(test_group_ranks_heads());
+    TEST(test_borders());
+    TEST(test_short_documents());
+    TEST(test_rows_that_see_nothing());
+    TEST(test_empty_merges());
+    TEST(test_weights_are_summed());
+    TEST(test_double_rings());
+    TEST(test_uneven());
+    TEST(test_uneven_lengths());
+    TEST(test_all_masks());
     return test_end("ring");
 }

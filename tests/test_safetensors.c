@@ -5,7 +5,7 @@
  * UPIPE_FUZZ_SECONDS is the time for random damage (2), UPIPE_SEED its seed.
  */
 #define _POSIX_C_SOURCE 200809L
-#include "../examples/llama/safetensors.h"
+#include "../examples/llama/files/safetensors_write.h"
 
 #include <signal.h>
 #include <sys/resource.h>

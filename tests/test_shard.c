@@ -9,32 +9,29 @@ enum { TOKENS_MAX = 4096, RING_MAX = 8 };
 /* All ranks' rows together are the sequence; each rank's pieces say what its positions say. */
 static void walk(upipe_layout layout, int64_t tokens, int ring, int ranks)
 {
-    char seen[TOKENS_MAX];
-    int64_t i, held_n = 0, most = 0, least = tokens;
-    int r, c;
-    memset(seen, 0, sizeof seen);
-    for (r = 0; r < ring; ++r) {
+    char seen[TOKENS_MAX] = {0};
+    int64_t held_n = 0, most = 0, least = tokens;
+    for (int r = 0; r < ring; ++r) {
         upipe_shard held = upipe_shard_ring(layout, tokens, ring, r);
         int64_t row = 0;
         CHECK_INT(held.step, layout == UPIPE_STRIPED ? ring : 1);
         held_n += held.n;
         if (held.n > most) most = held.n;
         if (held.n < least) least = held.n;
-        for (c = 0; c < ranks; ++c) {
+        for (int c = 0; c < ranks; ++c) {
             upipe_shard mine = upipe_shard_team(&held, ranks, c);
             int64_t sum = 0;
-            int k;
             CHECK_INT(mine.step, held.step);
             CHECK(mine.pieces >= 0 && mine.pieces <= UPIPE_PIECES_MAX);
-            for (k = 0; k < mine.pieces; ++k) {
+            for (int k = 0; k < mine.pieces; ++k) {
                 CHECK(mine.piece[k].n >= 1);
-                for (i = 0; i < mine.piece[k].n; ++i, ++sum)
+                for (int64_t i = 0; i < mine.piece[k].n; ++i, ++sum)
                     CHECK_INT(upipe_shard_pos(&mine, sum), mine.piece[k].pos + i * mine.step);
             }
             CHECK_INT(sum, mine.n);
             CHECK_SAY(mine.n == held.n / ranks || mine.n == held.n / ranks + 1,
                       "rank %d of %d has %lld of %lld rows", c, ranks, (long long)mine.n, (long long)held.n);
-            for (i = 0; i < mine.n; ++i, ++row) {
+            for (int64_t i = 0; i < mine.n; ++i, ++row) {
                 int64_t pos = upipe_shard_pos(&mine, i);
                 if (!CHECK_SAY(pos >= 0 && pos < tokens, "position %lld of %lld", (long long)pos,
                                (long long)tokens))
@@ -51,7 +48,7 @@ static void walk(upipe_layout layout, int64_t tokens, int ring, int ranks)
     }
     CHECK_INT(held_n, tokens);
     CHECK(most - least <= (layout == UPIPE_ZIGZAG ? 2 : 1));
-    for (i = 0; i < tokens; ++i)
+    for (int64_t i = 0; i < tokens; ++i)
         if (!CHECK_SAY(seen[i], "%s: nobody of %d x %d ranks has position %lld of %lld",
                        upipe_layout_name(layout), ranks, ring, (long long)i, (long long)tokens))
             return;
@@ -60,15 +57,13 @@ static void walk(upipe_layout layout, int64_t tokens, int ring, int ranks)
 static void test_permutation(void)
 {
     static const int64_t lengths[] = {64, 97, 128, 1000, 4095};
-    int layout, ring, ranks, i;
-    int64_t tokens;
-    for (layout = 0; layout < UPIPE_LAYOUTS; ++layout)
-        for (ring = 1; ring <= RING_MAX; ++ring)
-            for (ranks = 1; ranks <= 5; ++ranks) {
+    for (int layout = 0; layout < UPIPE_LAYOUTS; ++layout)
+        for (int ring = 1; ring <= RING_MAX; ++ring)
+            for (int ranks = 1; ranks <= 5; ++ranks) {
                 int64_t least = (int64_t)ring * ranks * (layout == UPIPE_ZIGZAG && ring > 1 ? 2 : 1);
-                for (tokens = least; tokens < least + 2 * ring + 3; ++tokens)
+                for (int64_t tokens = least; tokens < least + 2 * ring + 3; ++tokens)
                     walk((upipe_layout)layout, tokens, ring, ranks);
-                for (i = 0; i < 5; ++i)
+                for (int i = 0; i < 5; ++i)
                     if (lengths[i] >= least) walk((upipe_layout)layout, lengths[i], ring, ranks);
             }
 }
@@ -77,10 +72,9 @@ static void test_permutation(void)
 static void test_large(void)
 {
     int64_t tokens = (INT64_C(1) << 60) + 12345, before = 0, striped = 0;
-    int i;
-    for (i = 0; i < 4; ++i) striped += upipe_shard_ring(UPIPE_STRIPED, INT64_MAX, 4, i).n;
+    for (int i = 0; i < 4; ++i) striped += upipe_shard_ring(UPIPE_STRIPED, INT64_MAX, 4, i).n;
     CHECK_INT(striped, INT64_MAX);
-    for (i = 0; i <= 7; ++i) {
+    for (int i = 0; i <= 7; ++i) {
         int64_t at = upipe_cut(tokens, 7, i);
         CHECK(i == 0 ? at == 0 : at - before == tokens / 7 || at - before == tokens / 7 + 1);
         before = at;
@@ -95,12 +89,12 @@ static void test_large(void)
 static void test_rows(void)
 {
     upipe_shard held = upipe_shard_ring(UPIPE_ZIGZAG, 37, 3, 1);
-    int64_t first, n, i;
-    for (first = 0; first <= held.n; ++first)
-        for (n = 0; first + n <= held.n; ++n) {
+    for (int64_t first = 0; first <= held.n; ++first)
+        for (int64_t n = 0; first + n <= held.n; ++n) {
             upipe_shard s = upipe_shard_rows(&held, first, n);
             CHECK_INT(s.n, n);
-            for (i = 0; i < n; ++i) CHECK_INT(upipe_shard_pos(&s, i), upipe_shard_pos(&held, first + i));
+            for (int64_t i = 0; i < n; ++i)
+                CHECK_INT(upipe_shard_pos(&s, i), upipe_shard_pos(&held, first + i));
         }
     CHECK_INT(strcmp(upipe_layout_name(UPIPE_CONTIGUOUS), "contiguous"), 0);
     CHECK_INT(strcmp(upipe_layout_name(UPIPE_ZIGZAG), "zigzag"), 0);
@@ -113,9 +107,8 @@ static int64_t work(upipe_layout layout, int64_t tokens, int ring, int r, int s,
 {
     upipe_shard q = upipe_shard_ring(layout, tokens, ring, r), k = upipe_shard_ring(layout, tokens, ring, s);
     int64_t sum = 0, i, j;
-    int a, b;
-    for (a = 0; a < q.pieces; ++a)
-        for (b = 0; b < k.pieces; ++b)
+    for (int a = 0; a < q.pieces; ++a)
+        for (int b = 0; b < k.pieces; ++b)
             for (i = 0; i < q.piece[a].n; i += tile)
                 for (j = 0; j < k.piece[b].n; j += tile) {
                     /* the tile's last query sees its first key? */
@@ -130,15 +123,14 @@ static int64_t work(upipe_layout layout, int64_t tokens, int ring, int r, int s,
 static void test_balance(void)
 {
     enum { TILE = 16 };
-    int layout, ring, step, r, uneven;
-    for (layout = 0; layout < UPIPE_LAYOUTS; ++layout)
-        for (ring = 2; ring <= RING_MAX; ++ring)
-            for (uneven = 0; uneven < 2; ++uneven) {
+    for (int layout = 0; layout < UPIPE_LAYOUTS; ++layout)
+        for (int ring = 2; ring <= RING_MAX; ++ring)
+            for (int uneven = 0; uneven < 2; ++uneven) {
                 int64_t tokens = 2 * ring * 2 * TILE + (uneven ? 2 * ring - 1 : 0);
                 int64_t slack = uneven ? TILE * TILE : 1, widest = 0;
-                for (step = 0; step < ring; ++step) {
+                for (int step = 0; step < ring; ++step) {
                     int64_t most = 0, least = INT64_MAX;
-                    for (r = 0; r < ring; ++r) {
+                    for (int r = 0; r < ring; ++r) {
                         int64_t w = work((upipe_layout)layout, tokens, ring, r, (r - step + ring) % ring,
                                          uneven ? 1 : TILE);
                         if (w > most) most = w;

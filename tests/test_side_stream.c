@@ -1,38 +1,19 @@
 /* test_side_stream.c -- stages that overlap on a side stream: bits, bytes, order, failures of both */
-#include <time.h>
-
 #include "lib/runner.h"
-#include "lib/close_block.h"
+#include "lib/close.h"
+#include "lib/out_of_memory.h"
 
 static run_case make_case(int h, int hkv, int ranks, int chunk, upipe_dtype dtype)
 {
-    run_case t;
-    memset(&t, 0, sizeof t);
-    t.shape.tokens = 6 * ranks;
+    run_case t = run_of(6 * ranks, h, hkv, 32, 24, ranks, chunk, dtype);
     t.shape.batch = 2;
-    t.shape.h = h;
-    t.shape.hkv = hkv;
-    t.shape.d = 32;
-    t.shape.dim = 24;
-    t.shape.dtype = dtype;
-    t.shape.scale = 0.25;
     t.shape.rope = 1;
-    t.shape.theta = 10000;
-    t.shape.eps = 1e-5;
-    t.ranks = ranks;
-    t.chunk = chunk;
     t.overlap = 1;
     t.deadline = 60;
     return t;
 }
 
 /* ---- bits and bytes ---- */
-
-#define SAME(tensor)                                                                                      \
-    if (a.out.tensor != NULL)                                                                             \
-    CHECK_SAY(memcmp(a.out.tensor, b.out.tensor, (size_t)block_count(&t.shape, #tensor) * 4) == 0,        \
-              "%s differs, %d/%d heads on %d ranks by %d, side stream %d", #tensor, h, hkv, ranks, chunk, \
-              side_stream)
 
 /* One line, a side stream on it, and a side stream that is a thread: the same bits, in every schedule;
  * run_block holds the bytes against the plan. */
@@ -41,7 +22,6 @@ static void test_same(int h, int hkv, int ranks, int chunk, int naive, int norme
     run_case t = make_case(h, hkv, ranks, chunk, dtype);
     run_result a, b;
     f32_block in;
-    int side_stream;
     t.naive = naive;
     t.shape.normed = normed;
     t.shape.projected = normed;
@@ -50,27 +30,21 @@ static void test_same(int h, int hkv, int ranks, int chunk, int naive, int norme
     CHECK(run_block(&t, &in, &a) == UPIPE_OK);
     check_block(&t.shape, &in, &a.out);
     t.overlap = 1;
-    for (side_stream = 0; side_stream < 2; ++side_stream) {
+    for (int side_stream = 0; side_stream < 2; ++side_stream) {
         t.side_stream_inline = side_stream == 0;
         CHECK(run_block(&t, &in, &b) == UPIPE_OK);
         CHECK(b.plan.overlap);
         CHECK_SAY(b.bytes.peak > a.bytes.peak, "stages that overlap hold %zu bytes, without %zu",
                   b.bytes.peak, a.bytes.peak);
-        SAME(o);
-        SAME(lse);
-        SAME(y);
-        SAME(q);
-        SAME(x);
-        SAME(wq);
-        SAME(wk);
-        SAME(wv);
-        SAME(wo);
-        SAME(q_norm_weight);
-        SAME(k_norm_weight);
-        run_free(&b);
+#define SAME(tensor) \
+    if (a.out.tensor != NULL) SAME_BITS(a, b, tensor, &t.shape);
+        SAME(o)
+        SAME(lse)
+        SAME(y)
+        SAME(q)
+        SAME(x)
+        RUN_GRADIENTS(SAME)
     }
-    run_free(&a);
-    f32_block_free(&in);
 }
 #undef SAME
 
@@ -78,24 +52,16 @@ static void test_same(int h, int hkv, int ranks, int chunk, int naive, int norme
  * all. */
 static void test_peak(void)
 {
-    upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
     static const double units[] = {4.036, 4.540, 5.547};
-    int i;
-    for (i = 0; i < 3; ++i) {
-        upipe_plan_desc d;
+    for (int i = 0; i < 3; ++i) {
         upipe_plan p;
-        upipe_layer l;
-        upipe_ops ops;
+        upipe_layer l = {0};
+        const upipe_ops ops = cpu_table();
+        upipe_dry *dry;
+        upipe_status s;
         float none = 0;
         double held;
-        memset(&d, 0, sizeof d);
-        memset(&l, 0, sizeof l);
-        upipe_cpu_ops(&ops);
-        d.tokens = 1 << 20;
-        d.ranks = 8;
-        d.heads = 32;
-        d.kv_heads = 8;
-        d.head_dim = 128;
+        upipe_plan_desc d = {.tokens = 1 << 20, .ranks = 8, .heads = 32, .kv_heads = 8, .head_dim = 128};
         d.dtype = UPIPE_BF16;
         d.chunk = i == 2 ? 32 : 8;
         d.overlap = i == 1;
@@ -103,13 +69,13 @@ static void test_peak(void)
         l.plan = &p;
         l.wq = l.wk = l.wv = &none;
         l.mask.causal = 1;
-        CHECK(upipe_dry_init(dry, &p, &ops) == UPIPE_OK);
+        dry = dry_begin(&p, &ops, &s);
+        CHECK(s == UPIPE_OK);
         CHECK(upipe_dry_layer(dry, &l, 1) == UPIPE_OK);
         held = (double)upipe_dry_bytes(dry).peak / (double)upipe_plan_unit_bytes(&p);
         CHECK_SAY(fabs(held - units[i]) < 2e-3, /* scratch is the instruction set's */
                   "%g units, not %g", held, units[i]);
     }
-    free(dry);
 }
 
 /* ---- what happens beside what ---- */
@@ -169,35 +135,30 @@ static upipe_status tell(tale *t, upipe_ctx *c, char what, int i)
     return UPIPE_OK;
 }
 
-static upipe_status tell_side(upipe_ctx *c, void *arg, int store, int i)
+static upipe_status tell_load(upipe_ctx *c, void *arg, int i)
 {
-    return tell((tale *)arg, c, store ? 'f' : 'p', i);
+    return tell((tale *)arg, c, 'p', i);
 }
 
-/* A pipeline as its header shows it. */
+static upipe_status tell_store(upipe_ctx *c, void *arg, int i)
+{
+    return tell((tale *)arg, c, 'f', i);
+}
+
+static upipe_status tell_attend(upipe_ctx *c, void *arg, int i)
+{
+    return tell((tale *)arg, c, 'a', i);
+}
+
 static upipe_status tell_all(tale *t, upipe_side_stream *side_stream, int n, upipe_err *e)
 {
-    upipe_pipeline q;
     upipe_comm team;
     upipe_comm_self_state buf;
-    upipe_ops ops;
-    upipe_ctx c;
+    const upipe_ops ops = cpu_table();
     upipe_status s;
-    int i;
-    memset(&c, 0, sizeof c);
-    upipe_cpu_ops(&ops);
+    upipe_ctx c = {.ops = &ops, .team = &team};
     upipe_comm_self(&team, &buf, ops.copy);
-    c.ops = &ops;
-    c.team = &team;
-    s = upipe_pipeline_begin(&q, &c, side_stream, tell_side, t);
-    if (s == UPIPE_OK) s = upipe_pipeline_load(&q, &c, 0);
-    for (i = 0; i < n && s == UPIPE_OK; ++i) {
-        if (i + 1 < n) s = upipe_pipeline_load(&q, &c, i + 1);
-        if (s == UPIPE_OK) s = upipe_pipeline_wait(&q, &c, i);
-        if (s == UPIPE_OK) s = tell(t, &c, 'a', i);
-        if (s == UPIPE_OK) s = upipe_pipeline_store(&q, &c, i);
-    }
-    s = upipe_pipeline_end(&q, &c, s);
+    s = upipe_pipeline_run(&c, side_stream, n, tell_load, tell_attend, tell_store, t);
     *e = c.err;
     return s;
 }
@@ -206,18 +167,15 @@ static void test_order(void)
 {
     static const int told[] = {1, 3, 3, 6, 5, 6, 9, 8, 9, 11, 11, 12};
     upipe_side_stream side_stream;
-    slow_side_stream slow;
+    slow_side_stream slow = {0};
     upipe_err e;
-    tale t;
-    int i;
+    tale t = {0};
     /* a side stream that runs tasks at once, and one that is as late as it may be: with both, every
      * preparation but the first lies before the attention of the stage before, or beside it */
-    memset(&t, 0, sizeof t);
     upipe_side_stream_inline(&side_stream, NULL);
     CHECK(tell_all(&t, &side_stream, 3, &e) == UPIPE_OK);
     CHECK_TEXT(t.text, "p0 p1 a0 f0 p2 a1 f1 a2 f2 ");
     memset(&t, 0, sizeof t);
-    memset(&slow, 0, sizeof slow);
     side_stream.self = &slow;
     side_stream.post = slow_post;
     side_stream.mark = upi_side_stream_inline_point;
@@ -227,7 +185,7 @@ static void test_order(void)
     CHECK_TEXT(t.text, "p0 a0 p1 a1 f0 p2 a2 f1 p3 a3 f2 f3 ");
     /* one step fails, on either line: the rank's own line stops, and so does the side stream, but for what it
      * had been given before the attention that broke; the sentence is that of the failure */
-    for (i = 1; i <= 12; ++i) {
+    for (int i = 1; i <= 12; ++i) {
         memset(&t, 0, sizeof t);
         memset(&slow, 0, sizeof slow);
         t.fails = i;
@@ -240,72 +198,34 @@ static void test_order(void)
 
 /* ---- failures ---- */
 
-typedef struct fail_at {
-    long at_alloc, at;
-} fail_at;
-
-static upipe_status fail_guard(void *user, size_t bytes, const char *tag)
-{
-    fail_at *f = (fail_at *)user;
-    (void)bytes;
-    (void)tag;
-    return f != NULL && ++f->at_alloc == f->at ? UPIPE_ERR_MEMORY : UPIPE_OK;
-}
-
-/* Out of memory at every allocation, most of them on the side stream: every rank returns, with the reason. */
+/* Most allocations are the side stream's. */
 static void test_out_of_memory(int h, int hkv, int naive)
 {
     run_case t = make_case(h, hkv, 2, 2, UPIPE_BF16);
-    f32_block in;
-    int victim, rank;
     t.naive = naive;
     t.shape.normed = 1;
-    t.guard = fail_guard;
-    t.expect_failure = 1;
-    t.deadline = 20;
-    block_inputs(&t.shape, 5, &in);
-    for (victim = 0; victim < 2; ++victim) {
-        long at;
-        for (at = 1; at < 1000; ++at) {
-            fail_at f = {0, at};
-            run_result r;
-            upipe_status s;
-            t.guard_user[victim] = &f;
-            t.guard_user[1 - victim] = NULL;
-            s = run_block(&t, &in, &r);
-            for (rank = 0; s != UPIPE_OK && rank < 2; ++rank) {
-                CHECK_SAY(r.statuses[rank] == (rank == victim ? UPIPE_ERR_MEMORY : UPIPE_ERR_ABORTED),
-                          "allocation %ld fails on rank %d: rank %d gets %s (%s)", at, victim, rank,
-                          upipe_status_name(r.statuses[rank]), r.errors[rank].text);
-                CHECK_SAY(strstr(r.errors[rank].text, "guard refused") != NULL ||
-                              strstr(r.errors[rank].text, "failed: out of memory") != NULL,
-                          "allocation %ld fails on rank %d: rank %d says '%s'", at, victim, rank,
-                          r.errors[rank].text);
-            }
-            run_free(&r);
-            if (s == UPIPE_OK) break;
-        }
-        CHECK_SAY(at > 30 && at < 1000, "%ld takes", at);
-    }
-    f32_block_free(&in);
+    check_out_of_memory(&t, 0, 30);
 }
 
 static int attended, attend_fails; /* on rank 1; one test at a time */
 static upipe_status (*real_fwd)(upipe_ctx *c, const upipe_attn *a);
 static upipe_status (*real_bwd)(upipe_ctx *c, const upipe_attn_grad *g);
 
+static int attention_breaks(upipe_ctx *c)
+{
+    if (c->team->rank != 1 || ++attended != attend_fails) return 0;
+    upipe_fail(&c->err, UPIPE_ERR_BACKEND, "attention %d breaks", attended);
+    return 1;
+}
+
 static upipe_status broken_fwd(upipe_ctx *c, const upipe_attn *a)
 {
-    if (c->team->rank == 1 && ++attended == attend_fails)
-        return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "attention %d breaks", attended);
-    return real_fwd(c, a);
+    return attention_breaks(c) ? UPIPE_ERR_BACKEND : real_fwd(c, a);
 }
 
 static upipe_status broken_bwd(upipe_ctx *c, const upipe_attn_grad *g)
 {
-    if (c->team->rank == 1 && ++attended == attend_fails)
-        return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "attention %d breaks", attended);
-    return real_bwd(c, g);
+    return attention_breaks(c) ? UPIPE_ERR_BACKEND : real_bwd(c, g);
 }
 
 static void break_attention(upipe_ops *ops)
@@ -316,7 +236,7 @@ static void break_attention(upipe_ops *ops)
     ops->attn_bwd = broken_bwd;
 }
 
-/* Attention fails on one rank, forward or backward, while its side stream is in another stage's exchange: the
+/* Attention fails on one rank, forward or backward, while its side stream is in another stage's all-to-all: the
  * team is told, not left to the deadline. */
 static void test_attention_fails(void)
 {
@@ -331,34 +251,22 @@ static void test_attention_fails(void)
         run_result r;
         attended = 0;
         CHECK(run_block(&t, &in, &r) != UPIPE_OK);
-        CHECK_STATUS(r.statuses[1], UPIPE_ERR_BACKEND, r.errors[1]);
-        CHECK_TEXT(r.errors[1].text, "breaks");
-        CHECK_STATUS(r.statuses[0], UPIPE_ERR_ABORTED, r.errors[0]);
-        CHECK_TEXT(r.errors[0].text, "breaks");
-        run_free(&r);
+        CHECK_REFUSED(r.statuses[1], UPIPE_ERR_BACKEND, r.errors[1], "breaks");
+        CHECK_REFUSED(r.statuses[0], UPIPE_ERR_ABORTED, r.errors[0], "breaks");
     }
-    f32_block_free(&in);
 }
 
 enum { NOT_YET, ATTENDING, FAILED };
 static int slow_state; /* of rank 1, atomic */
 
-static void nap(long ms)
-{
-    struct timespec t;
-    t.tv_sec = ms / 1000;
-    t.tv_nsec = ms % 1000 * 1000000;
-    nanosleep(&t, NULL);
-}
-
 static upipe_status slow_fwd(upipe_ctx *c, const upipe_attn *a)
 {
-    int i;
     if (c->team->rank == 1) {
         int before = NOT_YET;
         __atomic_compare_exchange_n(&slow_state, &before, ATTENDING, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
-        for (i = 0; i < 50 && __atomic_load_n(&slow_state, __ATOMIC_SEQ_CST) != FAILED; ++i) nap(10);
-        if (__atomic_load_n(&slow_state, __ATOMIC_SEQ_CST) == FAILED) nap(4000);
+        for (int i = 0; i < 50 && __atomic_load_n(&slow_state, __ATOMIC_SEQ_CST) != FAILED; ++i)
+            test_nap(0.01);
+        if (__atomic_load_n(&slow_state, __ATOMIC_SEQ_CST) == FAILED) test_nap(4);
     }
     return real_fwd(c, a);
 }
@@ -369,11 +277,11 @@ static void slow_attention(upipe_ops *ops)
     ops->attn_fwd = slow_fwd;
 }
 
-static upipe_status guard_beside(void *user, size_t bytes, const char *tag)
+static upipe_status guard_beside(void *user, size_t bytes, int use, const char *tag)
 {
     int attending = ATTENDING;
     (void)bytes;
-    (void)tag;
+    (void)use, (void)tag;
     if (user == NULL) return UPIPE_OK;
     return __atomic_compare_exchange_n(&slow_state, &attending, FAILED, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)
                ? UPIPE_ERR_MEMORY
@@ -397,46 +305,29 @@ static void test_side_stream_fails_early(void)
     block_inputs(&t.shape, 5, &in);
     CHECK(run_block(&t, &in, &r) != UPIPE_OK);
     CHECK_STATUS(r.statuses[1], UPIPE_ERR_MEMORY, r.errors[1]);
-    CHECK_STATUS(r.statuses[0], UPIPE_ERR_ABORTED, r.errors[0]);
-    CHECK_TEXT(r.errors[0].text, "guard refused");
-    run_free(&r);
-    f32_block_free(&in);
+    CHECK_REFUSED(r.statuses[0], UPIPE_ERR_ABORTED, r.errors[0], "guard refused");
 }
 
 /* ---- what is refused ---- */
 
 static void test_refused(void)
 {
-    upipe_plan_desc d;
     upipe_plan p;
-    upipe_layer l;
+    upipe_layer l = {0};
     upipe_saved save;
     upipe_mem mem;
     upipe_mem_block blocks[32];
     upipe_comm team;
     upipe_comm_self_state buf;
-    upipe_ops ops;
-    upipe_ctx c;
+    const upipe_ops ops = cpu_table();
+    upipe_ctx c = {.ops = &ops, .mem = &mem, .team = &team};
     upipe_err e;
-    upipe_fpdt f;
+    upipe_fpdt f = {0};
     float *w = f32_buf(128 * 64);
-    memset(&d, 0, sizeof d);
-    memset(&l, 0, sizeof l);
-    memset(&c, 0, sizeof c);
-    memset(&f, 0, sizeof f);
-    d.tokens = 16;
-    d.heads = 4;
-    d.head_dim = 32;
-    d.overlap = 1;
-    d.ring = 2;
-    CHECK_STATUS(upipe_plan_init(&p, &d, &e), UPIPE_ERR_UNSUPPORTED, e);
-    CHECK_TEXT(e.text, "a ring of 2");
-    d.ring = 1;
-    d.ranks = 3;
-    d.heads = 8;
-    d.chunk = 3;
-    CHECK_STATUS(upipe_plan_init(&p, &d, &e), UPIPE_ERR_UNSUPPORTED, e);
-    CHECK_TEXT(e.text, "cannot overlap");
+    upipe_plan_desc d = {.tokens = 16, .heads = 4, .head_dim = 32, .overlap = 1, .ring = 2};
+    CHECK_REFUSED(upipe_plan_init(&p, &d, &e), UPIPE_ERR_UNSUPPORTED, e, "a ring of 2");
+    d.ring = 1, d.ranks = 3, d.heads = 8, d.chunk = 3;
+    CHECK_REFUSED(upipe_plan_init(&p, &d, &e), UPIPE_ERR_UNSUPPORTED, e, "cannot overlap");
     d.chunk = 8; /* one stage: nothing to overlap, and no side stream is asked for */
     CHECK_STATUS(upipe_plan_init(&p, &d, &e), UPIPE_OK, e);
     CHECK(!p.overlap);
@@ -448,37 +339,31 @@ static void test_refused(void)
     CHECK(!p.overlap); /* copies do */
     CHECK_STATUS(upipe_plan_init(&p, &d, &e), UPIPE_OK, e);
     CHECK(p.overlap);
-    upipe_cpu_ops(&ops);
     upipe_comm_self(&team, &buf, ops.copy);
     upipe_mem_init_dry(&mem, blocks, 32);
-    c.ops = &ops;
-    c.mem = &mem;
-    c.team = &team;
     l.plan = &p;
     l.mask.causal = 1;
     l.wq = l.wk = l.wv = w;
-    CHECK_STATUS(upipe_layer_fwd(&c, &l, &save, upipe_view_packed(w, UPIPE_F32, 16, 1, 256)), UPIPE_ERR_ARG,
-                 c.err);
-    CHECK_TEXT(c.err.text, "ctx->side_stream is NULL");
-    free(w);
+    CHECK_REFUSED(upipe_layer_fwd(&c, &l, &save, upipe_view_packed(w, UPIPE_F32, 16, 1, 256)), UPIPE_ERR_ARG,
+                  c.err, "ctx->side_stream is NULL");
 }
 
 int main(void)
 {
-    test_order();
-    test_refused();
-    test_peak();
-    test_same(8, 8, 2, 2, 0, 0, UPIPE_F32);
-    test_same(16, 8, 2, 2, 0, 1, UPIPE_BF16);
-    test_same(16, 4, 4, 4, 0, 0, UPIPE_F32);
-    test_same(8, 1, 2, 2, 0, 1, UPIPE_F32);
-    test_same(12, 6, 2, 4, 0, 0, UPIPE_F16);
-    test_same(8, 4, 2, 2, 1, 0, UPIPE_F32);
-    test_same(4, 2, 1, 1, 0, 1, UPIPE_F32);
-    test_out_of_memory(8, 4, 0);
-    test_out_of_memory(4, 1, 0);
-    test_out_of_memory(8, 4, 1);
-    test_attention_fails();
-    test_side_stream_fails_early();
+    TEST(test_order());
+    TEST(test_refused());
+    TEST(test_peak());
+    TEST(test_same(8, 8, 2, 2, 0, 0, UPIPE_F32));
+    TEST(test_same(16, 8, 2, 2, 0, 1, UPIPE_BF16));
+    TEST(test_same(16, 4, 4, 4, 0, 0, UPIPE_F32));
+    TEST(test_same(8, 1, 2, 2, 0, 1, UPIPE_F32));
+    TEST(test_same(12, 6, 2, 4, 0, 0, UPIPE_F16));
+    TEST(test_same(8, 4, 2, 2, 1, 0, UPIPE_F32));
+    TEST(test_same(4, 2, 1, 1, 0, 1, UPIPE_F32));
+    TEST(test_out_of_memory(8, 4, 0));
+    TEST(test_out_of_memory(4, 1, 0));
+    TEST(test_out_of_memory(8, 4, 1));
+    TEST(test_attention_fails());
+    TEST(test_side_stream_fails_early());
     return test_end("side stream");
 }

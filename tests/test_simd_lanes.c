@@ -26,14 +26,13 @@ static int is_nan16(uint16_t h)
 static void test_f16_all(void)
 {
     uint32_t b;
-    int j;
     for (b = 0; b < 0x10000; b += UPI_LANES) {
         uint16_t in[UPI_LANES], out[UPI_LANES];
         float x[UPI_LANES];
-        for (j = 0; j < UPI_LANES; ++j) in[j] = (uint16_t)(b + (uint32_t)j);
+        for (int j = 0; j < UPI_LANES; ++j) in[j] = (uint16_t)(b + (uint32_t)j);
         upi_f8_store(x, upi_f8_load_f16(in));
         upi_f8_store_f16(out, upi_f8_load(x));
-        for (j = 0; j < UPI_LANES; ++j) {
+        for (int j = 0; j < UPI_LANES; ++j) {
             float one = upi_f16_to_f32(in[j]);
             uint16_t back = upi_f32_to_f16(one);
             if (is_nan16(in[j])) {
@@ -89,8 +88,7 @@ static void test_f16_rounding(test_rng *r)
         {0x1.ff8p-15f, 0x03ff}, {-0.0f, 0x8000},      {1 + 0x1p-11f, 0x3c00}, {1 + 0x3p-11f, 0x3c02},
         {0x1.ffcp0f, 0x3fff},   {0x1.ffep0f, 0x4000}, {1e-40f, 0x0000},       {-0x1p-24f, 0x8001}};
     uint32_t b, step;
-    size_t i;
-    for (i = 0; i < sizeof pairs / sizeof *pairs; ++i)
+    for (size_t i = 0; i < sizeof pairs / sizeof *pairs; ++i)
         CHECK_SAY(upi_f32_to_f16(pairs[i].x) == pairs[i].want, "%a becomes %04x, not %04x",
                   (double)pairs[i].x, upi_f32_to_f16(pairs[i].x), pairs[i].want);
     /* around each f16 and around the middle to the next: below, at and above, of both signs */
@@ -116,8 +114,7 @@ static void fill(test_rng *r, float *x, int round)
 {
     static const float special[] = {0,      -0.0f, 1,   -1,      INFINITY, -INFINITY, NAN,     1e-40f,
                                     -1e30f, 3e38f, 126, -126.5f, -127,     60.5f,     -125.5f, 0x1p-126f};
-    int i;
-    for (i = 0; i < UPI_WIDE; ++i)
+    for (int i = 0; i < UPI_WIDE; ++i)
         x[i] = round < 8        ? special[(i * (round + 1) + round) % 16]
                : round % 2 == 0 ? f32_of((uint32_t)test_u64(r))
                                 : (float)(test_normal(r) * 40);
@@ -126,8 +123,7 @@ static void fill(test_rng *r, float *x, int round)
 /* Equal bits, or both NaN: whose NaN an operation hands on is not promised. */
 static void check_lanes(const float *wide, const float *narrow, const char *name)
 {
-    int i;
-    for (i = 0; i < UPI_WIDE; ++i)
+    for (int i = 0; i < UPI_WIDE; ++i)
         CHECK_SAY((isnan(wide[i]) && isnan(narrow[i])) || memcmp(&wide[i], &narrow[i], sizeof *wide) == 0,
                   "%s: lane %d is %a, not %a", name, i, (double)wide[i], (double)narrow[i]);
 }
@@ -167,15 +163,14 @@ static void test_arithmetic(const float *x, const float *y, const float *z)
 static void test_places(const float *x)
 {
     float wide[UPI_WIDE], narrow[UPI_WIDE], want[UPI_WIDE];
-    int i, limit, count;
-    for (limit = -2; limit < UPI_WIDE + 2; ++limit) {
+    for (int limit = -2; limit < UPI_WIDE + 2; ++limit) {
         upi_fw_store(wide, upi_fw_select(upi_wide_above(limit), upi_fw_set1(1), upi_fw_zero()));
-        for (i = 0; i < UPI_WIDE; ++i) CHECK_INT(wide[i], i > limit);
+        for (int i = 0; i < UPI_WIDE; ++i) CHECK_INT(wide[i], i > limit);
     }
-    for (i = 0; i < UPI_WIDE; ++i) want[i] = x[i ^ 1];
+    for (int i = 0; i < UPI_WIDE; ++i) want[i] = x[i ^ 1];
     upi_fw_store(wide, upi_fw_swap(upi_fw_load(x)));
     CHECK_BYTES(wide, want, sizeof want);
-    for (count = UPI_LANES; count <= UPI_WIDE; count += UPI_LANES) {
+    for (int count = UPI_LANES; count <= UPI_WIDE; count += UPI_LANES) {
         memset(want, 0, sizeof want);
         memcpy(want, x, (size_t)count * sizeof *want);
         upi_fw_store(wide, upi_fw_load_rest(x, count));
@@ -194,45 +189,44 @@ static void test_tanh(void)
     double worst = 0;
     uint32_t bits;
     float x[16], y[16];
-    int i;
     for (bits = 0; bits < 0x41200000u; bits += 1000 * UPI_WIDE) { /* up to 10 */
-        for (i = 0; i < UPI_WIDE; ++i) x[i] = f32_of((bits + (uint32_t)i * 999) | (i & 1 ? 0x80000000u : 0));
+        for (int i = 0; i < UPI_WIDE; ++i)
+            x[i] = f32_of((bits + (uint32_t)i * 999) | (i & 1 ? 0x80000000u : 0));
         upi_fw_store(y, upi_fw_tanh(upi_fw_load(x)));
-        for (i = 0; i < UPI_WIDE; ++i) {
+        for (int i = 0; i < UPI_WIDE; ++i) {
             double want = tanh((double)x[i]), size = fabs(want);
             float near = (float)size;
             worst = fmax(worst, fabs((double)y[i] - want) / ((double)nextafterf(near, 2) - (double)near));
         }
     }
     CHECK_SAY(worst <= 2, "tanh is off by %g units in the last place", worst);
-    for (i = 0; i < 16; i += UPI_WIDE) upi_fw_store(y + i, upi_fw_tanh(upi_fw_load(ends + i)));
+    for (int i = 0; i < 16; i += UPI_WIDE) upi_fw_store(y + i, upi_fw_tanh(upi_fw_load(ends + i)));
     CHECK(y[0] == 0 && y[1] == 1e-40f && y[2] == 1 && y[3] == 1 && y[4] == 1 && y[5] == 1 && isnan(y[6]));
-    for (i = 0; i < 8; ++i) CHECK(y[8 + i] == -y[i] || (i == 6 && isnan(y[14])));
+    for (int i = 0; i < 8; ++i) CHECK(y[8 + i] == -y[i] || (i == 6 && isnan(y[14])));
 }
 
 /* By storage type: as eight lanes do, and a row's last few as whole vectors do. */
 static void test_storage(const float *x)
 {
-    int dtype, half, count;
-    for (dtype = UPIPE_F32; dtype <= UPIPE_F16; ++dtype) {
+    for (int dtype = UPIPE_F32; dtype <= UPIPE_F16; ++dtype) {
         upipe_dtype t = (upipe_dtype)dtype;
         float wide[UPI_WIDE], narrow[UPI_WIDE], some[UPI_WIDE], row[UPI_WIDE];
         size_t bytes = UPI_WIDE * upipe_dtype_bytes(t);
         upi_fw_put(wide, t, 0, upi_fw_load(x));
-        for (half = 0; half < UPI_WIDE; half += UPI_LANES) upi_f8_put(narrow, t, half, upi_f8_load(x + half));
+        for (int half = 0; half < UPI_WIDE; half += UPI_LANES)
+            upi_f8_put(narrow, t, half, upi_f8_load(x + half));
         CHECK_BYTES(wide, narrow, bytes);
         upi_fw_store(some, upi_fw_get(wide, t, 0));
-        for (half = 0; half < UPI_WIDE; half += UPI_LANES)
+        for (int half = 0; half < UPI_WIDE; half += UPI_LANES)
             upi_f8_store(row + half, upi_f8_get(wide, t, half));
         check_lanes(some, row, upipe_dtype_name(t));
-        for (count = 1; count <= UPI_WIDE; ++count) {
+        for (int count = 1; count <= UPI_WIDE; ++count) {
             size_t part = (size_t)count * upipe_dtype_bytes(t);
-            int i;
             memset(narrow, 0xff, sizeof narrow);
             memset(row, 0xff, sizeof row);
             upi_row_put(narrow, t, 0, count, upi_row_get(wide, t, 0, count));
             upi_row_put(row, t, 0, UPI_WIDE, upi_row_get(wide, t, 0, UPI_WIDE));
-            for (i = 0; i < count; ++i) {
+            for (int i = 0; i < count; ++i) {
                 float a = upipe_cpu_get(narrow, t, i), b = upipe_cpu_get(row, t, i);
                 CHECK((isnan(a) && isnan(b)) || memcmp(&a, &b, sizeof a) == 0);
             }
@@ -246,14 +240,13 @@ int main(void)
 {
     test_rng r;
     float x[UPI_WIDE], y[UPI_WIDE], z[UPI_WIDE];
-    int round;
     r.state = (uint64_t)test_env("UPIPE_SEED", 1);
     printf("test_simd_lanes: %s, %d wide, seed %llu\n", upi_cpu_simd_name(), UPI_WIDE,
            (unsigned long long)r.state);
     test_f16_all();
     test_f16_rounding(&r);
     test_tanh();
-    for (round = 0; round < 400; ++round) {
+    for (int round = 0; round < 400; ++round) {
         fill(&r, x, round);
         fill(&r, y, round + 3);
         fill(&r, z, round + 5);

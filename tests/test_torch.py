@@ -11,17 +11,12 @@ import os
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
-from checks import check, end  # pylint: disable=wrong-import-position
+from checks import check, end, other_python  # pylint: disable=wrong-import-position
 
 try:
     import torch
 except ImportError:
-    # Debian's PyTorch belongs to Debian's Python, which need not be the first in PATH; the benchmarks have one of their own.
-    TRIED = os.environ.get('UPIPE_PYTHONS_TRIED', '').split(':')
-    for PLACE in (os.path.join(sys.argv[2], 'build', 'bench', 'venv', 'bin', 'python'), '/usr/bin/python3'):
-        if os.path.exists(PLACE) and PLACE not in TRIED:
-            os.environ['UPIPE_PYTHONS_TRIED'] = ':'.join([*TRIED, PLACE])
-            os.execv(PLACE, [PLACE] + sys.argv)
+    other_python(os.path.join(sys.argv[2], 'build', 'bench', 'venv', 'bin', 'python'))
     print('left out: PyTorch, which no Python here has: install python3-torch')
     sys.exit(77)
 

@@ -1,21 +1,23 @@
 #!/usr/bin/env python3
 """test_transformers.py TRAIN TOP -- train, and logits beside it, against Hugging Face's transformers, with biases
 
-Small random models that transformers has saved: Qwen2, and Llama and Qwen3 with biases of all four projections. Loss,
-logits and the gradient of every tensor are compared with PyTorch in double precision; errors are held to those of
+Small random models that transformers has saved: Qwen2, and Llama and Qwen3 with biases of all four projections; Llama
+with every type of RoPE, whose rates are held to transformers' own to 1e-6. Loss, logits and the gradient of every tensor are
+compared with PyTorch in double precision; errors are held to those of
 transformers in f32, by the rule of lib/tolerance.h. What train saves, transformers reads. Where no Python here has both
 packages the test is left out (status 77).
 """
 
+import contextlib
 import copy
-import json
 import os
-import subprocess
+import struct
 import sys
 import tempfile
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
-from checks import check, end, equal  # pylint: disable=wrong-import-position
+from checks import Ended, check, end, equal, load, needed, other_python, read, run_command, write  # pylint: disable=wrong-import-position
+from programs import BOOK, npy, safetensors  # pylint: disable=wrong-import-position
 
 os.environ |= {'TRANSFORMERS_OFFLINE': '1', 'HF_HUB_OFFLINE': '1', 'TQDM_DISABLE': '1'}
 try:
@@ -23,45 +25,63 @@ try:
     import transformers
     if int(transformers.__version__.split('.', maxsplit=1)[0]) < 5:
         raise ImportError('rope_parameters came with 5')
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 except ImportError:
-    # Those for the benchmarks have a Python of their own; Debian's PyTorch belongs to Debian's.
-    TRIED = os.environ.get('UPIPE_PYTHONS_TRIED', '').split(':')
-    for PLACE in (os.path.join(sys.argv[2], 'build', 'bench', 'venv', 'bin', 'python'), '/usr/bin/python3'):
-        if os.path.exists(PLACE) and PLACE not in TRIED:
-            os.environ['UPIPE_PYTHONS_TRIED'] = ':'.join([*TRIED, PLACE])
-            os.execv(PLACE, [PLACE] + sys.argv)
+    other_python(os.path.join(sys.argv[2], 'build', 'bench', 'venv', 'bin', 'python'))
     print('left out: transformers, as no Python here has version 5 of it and PyTorch')
     sys.exit(77)
 
-TRAIN, TOP = os.path.abspath(sys.argv[1]), os.path.abspath(sys.argv[2])
+TRAIN = os.path.abspath(sys.argv[1])
 LOGITS = os.path.join(os.path.dirname(TRAIN), 'logits')
 TOKENS, HEAD_DIM, THETA = 64, 32, 500000.0
 MODELS = [('Qwen2', {'tie_word_embeddings': True, 'use_sliding_window': False}),
           ('Llama', {'tie_word_embeddings': False, 'attention_bias': True}),
           ('Qwen3', {'tie_word_embeddings': True, 'attention_bias': True})]
+# What other families do otherwise: windows and layers without RoPE, a padding that occurs in the text (an e), fused tensors,
+# interleaved pairs, half a head.
+FAMILIES = [('Qwen2', {'tie_word_embeddings': False, 'pad_token_id': 101, 'use_sliding_window': True, 'sliding_window': 16,
+                       'max_window_layers': 1}),
+            ('Ministral', {'sliding_window': 16, 'layer_types': ['sliding_attention', 'full_attention', 'sliding_attention']}),
+            ('Cwm', {'sliding_window': 16}),
+            ('SmolLM3', {'no_rope_layers': [1, 0, 1], 'pad_token_id': 101}),
+            ('Phi3', {'sliding_window': 20, 'pad_token_id': None, 'partial_rotary_factor': 0.75}),
+            ('Glm', {'pad_token_id': None, 'partial_rotary_factor': 0.5}),
+            ('SeedOss', {'attention_dropout': 0.0, 'residual_dropout': 0.0, 'pad_token_id': None}),
+            ('Ernie4_5', {'pad_token_id': 101})]
+# Types of RoPE; 64 tokens are more than those of the training before.
+ROPES = [{'rope_type': 'linear', 'factor': 4.0}, {'rope_type': 'dynamic', 'factor': 2.0},
+         {'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
+          'original_max_position_embeddings': 32},
+         {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 32},
+         {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 32, 'beta_fast': 16.0, 'beta_slow': 2.0,
+          'mscale': 1.0, 'mscale_all_dim': 0.5, 'truncate': False},
+         {'rope_type': 'longrope', 'factor': 4.0, 'original_max_position_embeddings': 32,
+          'short_factor': [1.0] * (HEAD_DIM // 2), 'long_factor': [1.0 + i for i in range(HEAD_DIM // 2)]}]
 # A rank alone, a team, a ring, segments.
 WAYS = [('--ranks', '1'), ('--ranks', '2', '--method', 'upipe'), ('--ranks', '3', '--method', 'zigzag'),
         ('--ranks', '2', '--method', 'upipe-fpdt', '--segments', '3')]
 
 
 class Angles(torch.nn.Module):
-    """The rotary angles in double precision, which transformers' are not."""
+    """The rotary angles in double precision, which transformers' are not: of these rates, or theta's."""
 
-    def __init__(self, theta):
+    def __init__(self, theta, rope, dims):
         super().__init__()
-        self.theta = theta
+        self.rates = theta ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims)
+        if rope:
+            self.rates = torch.tensor(rope['rates'], dtype=torch.float64)
+        self.factor = rope['factor'] if rope else 1
 
     def forward(self, x, position_ids):
-        rates = self.theta ** (-torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)
-        angles = (position_ids[..., None].double() * rates).repeat(1, 1, 2)
-        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        angles = (position_ids[..., None].double() * self.rates).repeat(1, 1, 2)
+        return (angles.cos() * self.factor).to(x.dtype), (angles.sin() * self.factor).to(x.dtype)
 
 
-def make_model(name, more):
+def make_model(name, more, rope=None, positions=128):
     config = getattr(transformers, name + 'Config')(
         vocab_size=270, hidden_size=96, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=HEAD_DIM, max_position_embeddings=128, rms_norm_eps=1e-5,
-        rope_parameters={'rope_type': 'default', 'rope_theta': THETA}, **more)
+        num_key_value_heads=2, head_dim=HEAD_DIM, max_position_embeddings=positions, rms_norm_eps=1e-5,
+        rope_parameters={'rope_type': 'default', 'rope_theta': THETA, **(rope or {})}, **more)
     torch.manual_seed(len(more))
     model = getattr(transformers, name + 'ForCausalLM')(config)
     for one, p in model.named_parameters():
@@ -69,10 +89,11 @@ def make_model(name, more):
     return model
 
 
-def widened(model):
+def widened(model, rope=None):
     """The same model with every number in f64; transformers' own norms and angles round to f32."""
     model = copy.deepcopy(model).double()
-    model.model.rotary_emb = Angles(model.config.rope_parameters['rope_theta'])
+    plain = model.config.rope_parameters
+    model.model.rotary_emb = Angles(plain['rope_theta'], rope, int(HEAD_DIM * plain.get('partial_rotary_factor', 1)))
     for m in model.modules():
         if type(m).__name__.endswith('RMSNorm'):
             m.forward = lambda x, m=m: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + m.variance_epsilon) * m.weight
@@ -90,33 +111,24 @@ def run_model(model, ids):
 
 
 def run(program, folder, *words):
-    done = subprocess.run([program, *map(str, words)], cwd=folder, capture_output=True, text=True, check=False)
-    return check(done.returncode == 0, f'{words}: {done.returncode}: {done.stderr}')
+    done = run_command([program, *words], cwd=folder, timeout=None)
+    needed(done.returncode == 0, f'{words}: {done.returncode}: {done.stderr}')
 
 
 def run_train(folder, way, *words):
     """One window, one step: Adam's first moments are the gradients where beta1 is 0."""
-    if not run(TRAIN, folder, '--data', 'window', '--tokens', TOKENS, '--sample', 0, '--clip', 0, '--beta1', 0,
-               '--json', 'out.json', *words, *way):
-        return None
-    with open(os.path.join(folder, 'out.json'), encoding='utf-8') as source:
-        return json.load(source)
+    run(TRAIN, folder, '--data', 'window', '--tokens', TOKENS, '--sample', 0, '--clip', 0, '--beta1', 0, '--json', 'out.json', *words, *way)
+    return load(os.path.join(folder, 'out.json'))
 
 
 def read_tensors(path):
-    """name -> f32 tensor of a safetensors file, by the format's specification."""
-    with open(path, 'rb') as source:
-        data = bytearray(source.read())
-    start = 8 + int.from_bytes(data[:8], 'little')
-    head = json.loads(data[8:start])
-    return {name: torch.frombuffer(data, dtype=torch.float32, offset=start + t['data_offsets'][0],
-                                   count=(t['data_offsets'][1] - t['data_offsets'][0]) // 4).reshape(t['shape'])
-            for name, t in head.items() if name != '__metadata__'}
+    """name -> f32 tensor"""
+    return {name: torch.frombuffer(bytearray(data), dtype=torch.float32).reshape(shape)
+            for name, (_, shape, data) in safetensors(path)[1].items()}
 
 
 def read_npy(path):
-    with open(path, 'rb') as source:
-        data = bytearray(source.read())
+    data = bytearray(read(path))
     return torch.frombuffer(data, dtype=torch.float32, offset=10 + int.from_bytes(data[8:10], 'little')).reshape(TOKENS, -1)
 
 
@@ -140,53 +152,143 @@ def read_again(path, name, tensors, what):
     return model
 
 
-def test_model(name, more, ids, folder):
+def got_of(path, numbers, folder):
+    """Gradients in a checkpoint, which are moments there; loss, logits."""
+    moments = read_tensors(os.path.join(path, 'optimizer.safetensors'))
+    got = {one.removeprefix('exp_avg.'): t for one, t in moments.items() if one.startswith('exp_avg.')}
+    return got | {'loss': torch.tensor(numbers['loss'][0], dtype=torch.float64),
+                  'logits': read_npy(os.path.join(folder, 'out.npy'))}
+
+
+def test_model(name, more, ways, ids, folder):
     model = make_model(name, more)
-    model.save_pretrained(os.path.join(folder, name))
+    model_at = f'{name}{len(more)}'
+    model.save_pretrained(os.path.join(folder, model_at))
     exact, rounded = run_model(widened(model), ids), run_model(model, ids)
-    for number, way in enumerate(WAYS):
-        what, save = f'{name} {" ".join(way)}', f'{name}{number}'
-        numbers = run_train(folder, way, '--load', name, '--steps', 1, '--lr', 0, '--min-lr', 0, '--save', save)
-        if numbers is None or not run(LOGITS, folder, '--load', name, '--ids', 'ids.npy', '--out', 'out.npy', *way):
-            continue
+    for number, way in enumerate(ways):
+        what, save = f'{name} {" ".join(way)}', f'{model_at}-{number}'
+        numbers = run_train(folder, way, '--load', model_at, '--steps', 1, '--lr', 0, '--min-lr', 0, '--save', save)
+        run(LOGITS, folder, '--load', model_at, '--ids', 'ids.npy', '--out', 'out.npy', *way)
         path = os.path.join(folder, save, 'checkpoint-1')
-        moments = read_tensors(os.path.join(path, 'optimizer.safetensors'))
-        got = {one.removeprefix('exp_avg.'): t for one, t in moments.items() if one.startswith('exp_avg.')}
-        got |= {'loss': torch.tensor(numbers['loss'][0], dtype=torch.float64),
-                'logits': read_npy(os.path.join(folder, 'out.npy'))}
-        compare(what, got, rounded, exact)
-        read_again(path, name, dict(model.named_parameters()), what)
+        compare(what, got_of(path, numbers, folder), rounded, exact)
+        loss = run_model(read_again(path, name, dict(model.named_parameters()), what), ids)['loss']
+        check(abs(loss - rounded['loss']) < 1e-6, f'{what}: saved, the loss is {loss}, not {rounded["loss"]}')
+
+
+def check_rates(config, rope, what):
+    """transformers' rates and factor, in f32."""
+    rates, factor = ROPE_INIT_FUNCTIONS[config.rope_parameters['rope_type']](config, 'cpu', seq_len=TOKENS)
+    equal(len(rope['rates']), len(rates), f'{what}: rates')
+    for ours, theirs in zip([*rope['rates'], rope['factor']], [*rates.tolist(), factor]):
+        check(abs(ours - theirs) <= 1e-6 * theirs, f'{what}: {ours}, transformers has {theirs}')
+
+
+def test_rope(number, rope, ids, folder):
+    """Rates, and what comes of them; and what is saved."""
+    way, save = WAYS[number % len(WAYS)], f'rope{number}'
+    what = f'{rope["rope_type"]} {" ".join(way)}'
+    model = make_model('Llama', {'tie_word_embeddings': True}, rope, 32 if rope['rope_type'] == 'dynamic' else 128)
+    model.save_pretrained(os.path.join(folder, save + 'from'))
+    numbers = run_train(folder, way, '--load', save + 'from', '--steps', 1, '--lr', 0, '--min-lr', 0, '--save', save)
+    check_rates(model.config, numbers['rope'], what)
+    run(LOGITS, folder, '--load', save + 'from', '--ids', 'ids.npy', '--out', 'out.npy', *way)
+    path = os.path.join(folder, save, 'checkpoint-1')
+    compare(what, got_of(path, numbers, folder), run_model(model, ids), run_model(widened(model, numbers['rope']), ids))
+    check_rates(read_again(path, 'Llama', dict(model.named_parameters()), what).config, numbers['rope'], f'{what}, saved')
 
 
 def test_new(name, flags, ids, folder):
     """A model of train's own: the loss of its second step is that of transformers after the first."""
+    save = 'new' + name + ''.join(flags)
     numbers = run_train(folder, ('--ranks', '2'), '--steps', 2, '--lr', 1e-2, '--warmup', 1, '--layers', 2, '--model-dim', 64,
-                        '--heads', 2, '--kv-heads', 1, *flags, '--save', 'new' + name, '--save-every', 1, '--keep', 2)
-    if numbers is None:
-        return
-    path = os.path.join(folder, 'new' + name, 'checkpoint-1')
+                        '--heads', 2, '--kv-heads', 1, *flags, '--save', save, '--save-every', 1, '--keep', 2)
+    path = os.path.join(folder, save, 'checkpoint-1')
     model = read_again(path, name, read_tensors(os.path.join(path, 'model.safetensors')), f'a new {name}')
-    loss = run_model(widened(model), ids)['loss'].item()
+    loss = run_model(widened(model, numbers.get('rope')), ids)['loss'].item()
     check(abs(loss - numbers['loss'][1]) < 1e-6 * loss, f'a new {name}: {numbers["loss"]}, transformers has {loss}')
+
+
+LENGTHS = [40, 1, 90, 13, 0, 64, 200, 7, 105]  # of packed documents; the windows of an epoch cut them
+STEPS, BATCH, RATE, DECAY, EPS = 20, 2, 3e-3, 0.1, 1e-8
+
+
+def mix(z):
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9 & 2**64 - 1
+    z = (z ^ z >> 27) * 0x94d049bb133111eb & 2**64 - 1
+    return z ^ z >> 31
+
+
+def order(n, seed, epoch):
+    """Fisher-Yates over splitmix64, as examples/llama/files/data.h has it."""
+    at, state = list(range(n)), mix(mix(seed + 0x9e3779b97f4a7c15 & 2**64 - 1) ^ epoch)
+    for i in range(n - 1, 0, -1):
+        state = state + 0x9e3779b97f4a7c15 & 2**64 - 1
+        j = mix(state) % (i + 1)
+        at[i], at[j] = at[j], at[i]
+    return at
+
+
+def window_losses(model, ids, ends, first):
+    """Each document's part of a window as a sequence of its own: the sum of its losses, and how many there are."""
+    last, total, count = min(first + TOKENS, len(ids) - 1), 0, 0
+    cuts = [first, *(end for end in ends if first < end < last), last]
+    for begin, end in zip(cuts, cuts[1:]):
+        targets = ids[begin + 1:end + 1] if end not in ends else ids[begin + 1:end]  # the last token of one has none
+        if len(targets):
+            logits = model(ids[None, begin:end], use_cache=False).logits[0, :len(targets)]
+            total, count = total + torch.nn.functional.cross_entropy(logits, targets, reduction='sum'), count + len(targets)
+    return total, count
+
+
+def test_packed(name, more, ids, folder):
+    """Twenty steps of AdamW over two epochs and more of packed documents, in f64."""
+    ids = torch.tensor(list(read(BOOK)[5000:5000 + sum(LENGTHS)]))
+    ends = [sum(LENGTHS[:i + 1]) for i in range(len(LENGTHS))]
+    model = make_model(name, more)
+    model.save_pretrained(os.path.join(folder, 'packed' + name))
+    exact = widened(model)
+    groups = [{'params': [p for p in exact.parameters() if p.dim() == 2], 'weight_decay': DECAY},
+              {'params': [p for p in exact.parameters() if p.dim() < 2], 'weight_decay': 0}]
+    adamw, losses, windows = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=EPS), [], (len(ids) - 2) // TOKENS + 1
+    for step in range(STEPS):
+        exact.zero_grad()
+        parts = []
+        for at in range(step * BATCH, (step + 1) * BATCH):
+            parts.append(window_losses(exact, ids, ends, TOKENS * order(windows, 1, at // windows)[at % windows]))
+        loss = sum(total for total, _ in parts) / sum(count for _, count in parts)
+        loss.backward()
+        adamw.step()
+        losses.append(loss.item())
+    n = len(LENGTHS)
+    write(os.path.join(folder, 'packed.bin'), bytes(ids.tolist()))
+    write(os.path.join(folder, 'packed.idx'),
+          struct.pack(f'<9sQBQQ{n}i{n}q{n + 1}q', b'MMIDIDX\0\0', 1, 1, n, n + 1, *LENGTHS, 0, *ends[:-1], *range(n + 1)))
+    for way in WAYS:
+        run(TRAIN, folder, '--load', 'packed' + name, '--tokens-file', 'packed.bin', '--tokens', TOKENS, '--batch', BATCH, '--steps',
+            STEPS, '--lr', RATE, '--min-lr', RATE, '--warmup', 0, '--weight-decay', DECAY, '--clip', 0, '--sample', 0, '--json',
+            'out.json', *way)
+        got = load(os.path.join(folder, 'out.json'))['loss']
+        off = max(abs(a - b) / b for a, b in zip(got, losses))
+        check(len(got) == STEPS and off <= 1e-5, f'packed {name} {" ".join(way)}: {got}, PyTorch has {losses}: off by {off:.3g}')
 
 
 def main():
     torch.set_num_threads(1)
-    with open(os.path.join(TOP, 'examples', 'data', 'genesis_exodus.txt'), 'rb') as book:
-        text = book.read()[1000:1001 + TOKENS]
+    text = read(BOOK)[1000:1001 + TOKENS]
     ids = torch.tensor(list(text))
-    head = f"{{'descr': '<i4', 'fortran_order': False, 'shape': ({TOKENS},), }}".ljust(117) + '\n'
     with tempfile.TemporaryDirectory() as folder:
-        with open(os.path.join(folder, 'window'), 'wb') as out:
-            out.write(text)
-        with open(os.path.join(folder, 'ids.npy'), 'wb') as out:
-            out.write(b'\x93NUMPY\x01\x00' + len(head).to_bytes(2, 'little') + head.encode())
-            out.write(b''.join(i.to_bytes(4, 'little') for i in text[:TOKENS]))
-        for name, more in MODELS:
-            test_model(name, more, ids, folder)
-        for name, flags in [('Qwen2', ['--attention-bias', 'qkv']), ('Llama', ['--attention-bias', 'qkvo', '--untied']),
-                            ('Qwen3', ['--attention-bias', 'qkvo', '--qk-norm']), ('Mistral', ['--window', '9'])]:
-            test_new(name, flags, ids, folder)
+        write(os.path.join(folder, 'window'), text)
+        write(os.path.join(folder, 'ids.npy'), npy(text[:TOKENS]))
+        for test, *case in [*((test_model, *model, WAYS) for model in MODELS),
+                            *((test_model, *model, [WAYS[(i + 1) % len(WAYS)]]) for i, model in enumerate(FAMILIES)),
+                            *((test_rope, *one) for one in enumerate(ROPES)), (test_new, 'Qwen2', ['--attention-bias', 'qkv']),
+                            (test_new, 'Llama', ['--attention-bias', 'qkvo', '--untied']),
+                            (test_packed, 'Llama', {'tie_word_embeddings': False}),
+                            (test_new, 'Llama', ['--rope-type', 'yarn', '--rope-factor', '4', '--rope-original', '16']),
+                            (test_new, 'Llama', ['--rope-type', 'dynamic', '--rope-factor', '4', '--rope-original', '16']),
+                            (test_new, 'Qwen3', ['--attention-bias', 'qkvo', '--qk-norm']), (test_new, 'Mistral', ['--window', '9'])]:
+            with contextlib.suppress(Ended):
+                test(*case, ids, folder)
     return end(f'transformers {transformers.__version__}, torch {torch.__version__}')
 
 

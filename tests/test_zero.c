@@ -4,10 +4,9 @@
  * NaNs, and its peak is compared with upipe_zero_bytes.
  */
 #include "../upipe/net/upipe_net_threads.h"
-#include "../upipe/cpu/upipe_cpu.h"
 #include "../upipe/cpu/upipe_cpu_simd.h"
-#include "../upipe/cpu/upipe_cpu_side_stream.h"
 #include "../upipe/upipe.h"
+#include "lib/context.h"
 #include "lib/test.h"
 
 enum { UNITS = 6, RANKS_MAX = 4, ELEMENTS = 5 + 0 + 17 + 1 + 1000 + 64, POOL = 1 << 20, BLOCKS = 32 };
@@ -62,8 +61,7 @@ static float term(int64_t i, int rank)
 static float chain(const way *w, int64_t i)
 {
     float sum = 0;
-    int r;
-    for (r = 0; r < w->ranks; ++r) {
+    for (int r = 0; r < w->ranks; ++r) {
         float t = term(i, r);
         if (w->sent == UPIPE_BF16 && w->ranks > 1) t = upipe_bf16_to_f32(upipe_f32_to_bf16(t));
         sum += t;
@@ -80,8 +78,7 @@ static int same_float(float a, float b)
 static int near_sum(const way *w, int64_t i, float got)
 {
     double sum = 0, size = 0;
-    int r;
-    for (r = 0; r < w->ranks; ++r) {
+    for (int r = 0; r < w->ranks; ++r) {
         const double t = (double)term(i, r);
         sum += t;
         size += fabs(t);
@@ -96,18 +93,16 @@ static int near_sum(const way *w, int64_t i, float got)
 /* The weights of every unit, in an order that is not that of the units. */
 static upipe_status check_weights(const way *w, upipe_ctx *c, upipe_zero *z, int step)
 {
-    int k;
-    for (k = 0; k < UNITS; ++k) {
+    for (int k = 0; k < UNITS; ++k) {
         const int unit = (k * 5 + 2) % UNITS, next = (k * 5 + 7) % UNITS;
         const size_t before = c->mem->live, own = upipe_zero_bytes(z, unit, UPIPE_ZERO_WEIGHTS);
         const int pending = z->ahead != NULL;
-        int64_t i, n = first[unit + 1] - first[unit], bad = 0;
+        int64_t n = first[unit + 1] - first[unit], bad = 0;
         const void *data;
         UPIPE_TRY(upipe_zero_weights_begin(c, z, unit, &data));
         CHECK_INT(c->mem->live, pending ? before : before + own);
         if (w->trouble == SILENT && z->rank == w->ranks - 1) {
-            const struct timespec nap = {0, 1000000};
-            while (z->side_world->ops.failure(z->side_world) == NULL) nanosleep(&nap, NULL);
+            while (z->side_world->ops.failure(z->side_world) == NULL) test_nap(0.001);
             upipe_zero_weights_end(c, z, data);
             return UPIPE_ERR_BACKEND;
         }
@@ -120,7 +115,7 @@ static upipe_status check_weights(const way *w, upipe_ctx *c, upipe_zero *z, int
             CHECK_INT(c->mem->live,
                       (pending ? before : before + own) + upipe_zero_bytes(z, next, UPIPE_ZERO_WEIGHTS));
         }
-        for (i = 0; i < n; ++i) bad += !weight_is(data, w->dtype, i, first[unit] + i, step);
+        for (int64_t i = 0; i < n; ++i) bad += !weight_is(data, w->dtype, i, first[unit] + i, step);
         CHECK_SAY(bad == 0, "%lld weights of unit %d are wrong in stage %d on %d ranks", (long long)bad, unit,
                   w->stage, w->ranks);
         UPIPE_TRY(upipe_zero_weights_end(c, z, data));
@@ -130,8 +125,7 @@ static upipe_status check_weights(const way *w, upipe_ctx *c, upipe_zero *z, int
 
 static void set_weights(const way *w, const upipe_zero *z, upipe_zero_part p, int step)
 {
-    int64_t i;
-    for (i = 0; i < p.n; ++i) weight_set(z->weights, w->dtype, p.at + i, p.first + i, step);
+    for (int64_t i = 0; i < p.n; ++i) weight_set(z->weights, w->dtype, p.at + i, p.first + i, step);
 }
 
 /* Whether the front of the gradients' shard serves for the unit. */
@@ -144,16 +138,15 @@ static int lends(const upipe_zero *z, int unit)
 /* What this rank adds, unit by unit, downwards. */
 static upipe_status add_gradients(const way *w, upipe_ctx *c, upipe_zero *z)
 {
-    int k;
-    for (k = 0; k < UNITS; ++k) {
+    for (int k = 0; k < UNITS; ++k) {
         const int unit = (w->ends_first + UNITS - k) % UNITS, lent = k == 0 && lends(z, unit);
         const size_t before = c->mem->live;
-        int64_t i, n = first[unit + 1] - first[unit];
+        int64_t n = first[unit + 1] - first[unit];
         float *g;
         UPIPE_TRY(upipe_zero_grads_first(c, z, unit, &g));
         CHECK_INT(c->mem->live, before + (lent ? 0 : upipe_zero_bytes(z, unit, UPIPE_ZERO_GRADS)));
         CHECK((g == z->grads) == (lent || (z->stage < 2 && unit == 0)));
-        for (i = 0; i < n; ++i) {
+        for (int64_t i = 0; i < n; ++i) {
             CHECK(g[i] == 0);
             g[i] += term(first[unit] + i, z->rank);
         }
@@ -165,15 +158,14 @@ static upipe_status add_gradients(const way *w, upipe_ctx *c, upipe_zero *z)
 
 static void check_sums(const way *w, const upipe_zero *z)
 {
-    int unit;
-    for (unit = 0; unit < UNITS; ++unit) {
+    for (int unit = 0; unit < UNITS; ++unit) {
         /* in stage 0 every rank has all sums */
         const upipe_zero_part p =
             w->stage == 0 ? upipe_zero_part_of(z, UPIPE_ZERO_STATES, unit) : upipe_zero_slice(z, unit);
         const float *g =
             w->stage == 0 ? z->grads + p.at : (const float *)upipe_zero_owned(z, UPIPE_ZERO_GRADS, unit);
-        int64_t i, bad = 0;
-        for (i = 0; i < p.n; ++i)
+        int64_t bad = 0;
+        for (int64_t i = 0; i < p.n; ++i)
             bad += !same_float(g[i], chain(w, p.first + i)) || !near_sum(w, p.first + i, g[i]);
         CHECK_SAY(bad == 0, "%lld sums of unit %d are wrong in stage %d on %d ranks, strips of %zu bytes",
                   (long long)bad, unit, w->stage, w->ranks, w->strip);
@@ -186,8 +178,7 @@ static int64_t bytes_sent(const way *w, const upipe_zero *z)
     const int64_t weight = (int64_t)upipe_dtype_bytes(w->dtype);
     const int64_t gathers = w->stage == 3 ? 2 : w->stage > 0 ? 1 : 0;
     int64_t sum = 0;
-    int unit;
-    for (unit = 0; unit < UNITS; ++unit) {
+    for (int unit = 0; unit < UNITS; ++unit) {
         const int64_t mine = upipe_zero_slice(z, unit).n, n = first[unit + 1] - first[unit];
         sum += gathers * mine * (w->ranks - 1) * weight;
         sum += (n - mine) * (int64_t)upipe_dtype_bytes(w->sent);
@@ -199,8 +190,7 @@ static int64_t bytes_sent(const way *w, const upipe_zero *z)
 static size_t largest(const way *w, const upipe_zero *z, upipe_zero_what a)
 {
     size_t most = 0, one;
-    int unit;
-    for (unit = 0; unit < UNITS; ++unit) {
+    for (int unit = 0; unit < UNITS; ++unit) {
         one = upipe_zero_bytes(z, unit, a);
         if (a == UPIPE_ZERO_GRADS) {
             if (unit == w->ends_first && lends(z, unit)) one = 0;
@@ -226,24 +216,24 @@ static upipe_status alloc(upipe_ctx *c, upipe_zero *z)
     void *data;
     UPIPE_TRY(upipe_alloc(c, &z->weights,
                           (size_t)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * upipe_dtype_bytes(z->dtype),
-                          "weights"));
-    UPIPE_TRY(upipe_alloc(c, &data, (size_t)upipe_zero_held(z, UPIPE_ZERO_GRADS) * 4, "gradients"));
+                          UPIPE_USE_OTHER, "weights"));
+    UPIPE_TRY(upipe_alloc(c, &data, (size_t)upipe_zero_held(z, UPIPE_ZERO_GRADS) * 4, UPIPE_USE_OTHER,
+                          "gradients"));
     z->grads = (float *)data;
     return UPIPE_OK;
 }
 
 static upipe_status step(const way *w, upipe_ctx *c, upipe_zero *z)
 {
-    int unit;
     UPIPE_TRY(upipe_zero_check(c, z));
-    for (unit = 0; unit < UNITS; ++unit)
+    for (int unit = 0; unit < UNITS; ++unit)
         set_weights(w, z, upipe_zero_part_of(z, UPIPE_ZERO_WEIGHTS, unit), 0);
     if (w->trouble == LEAVES && z->rank == w->ranks - 1) return UPIPE_ERR_BACKEND;
     UPIPE_TRY(check_weights(w, c, z, 0));
     UPIPE_TRY(upipe_zero_grads_clear(c, z));
     UPIPE_TRY(add_gradients(w, c, z));
     check_sums(w, z);
-    for (unit = 0; unit < UNITS; ++unit) {
+    for (int unit = 0; unit < UNITS; ++unit) {
         upipe_zero_part p = upipe_zero_part_of(z, UPIPE_ZERO_STATES, unit);
         if (!upipe_zero_sharded(z, UPIPE_ZERO_WEIGHTS)) p.at = p.first;
         set_weights(w, z, p, 1);
@@ -256,33 +246,19 @@ static upipe_status rank_main(void *user, int rank)
 {
     way *w = (way *)user;
     const size_t pool = w->trouble == SMALL_POOL && rank == w->ranks - 1 ? 7168 : POOL;
-    void *slab = aligned_alloc(UPIPE_MEM_ALIGN, POOL);
-    upipe_cpu_side_stream thread;
-    upipe_side_stream side;
-    upipe_mem_block blocks[BLOCKS];
+    const int odd_stage = w->trouble == OTHER_STAGE && rank == w->ranks - 1;
+    side_thread side;
     upipe_mem mem;
-    upipe_zero z;
-    upipe_ctx c;
     upipe_status s;
-    memset(&c, 0, sizeof c);
-    memset(&z, 0, sizeof z);
-    memset(slab, 0xff, POOL);
-    upipe_mem_init(&mem, slab, pool, blocks, BLOCKS);
-    c.ops = &w->ops;
-    c.mem = &mem;
-    c.team = z.world = upipe_threads_comm(&w->world, rank);
-    z.rank = rank;
-    z.ranks = w->ranks;
-    z.stage =
-        w->trouble == OTHER_STAGE && rank == w->ranks - 1 ? (w->stage + 1) % UPIPE_ZERO_STAGES : w->stage;
-    z.units = UNITS;
-    z.dtype = w->dtype;
-    z.sent = w->sent;
-    z.first = first;
-    z.strip = w->strip;
+    upipe_ctx c = {.team = upipe_threads_comm(&w->world, rank)};
+    upipe_zero z = {.world = c.team, .rank = rank, .ranks = w->ranks, .units = UNITS, .first = first};
+    context_pool(&c, &mem, &w->ops, pool, BLOCKS);
+    z.stage = odd_stage ? (w->stage + 1) % UPIPE_ZERO_STAGES : w->stage;
+    z.dtype = w->dtype, z.sent = w->sent, z.strip = w->strip;
     if (w->ahead) {
-        CHECK_STATUS(upipe_cpu_side_stream_init(&thread, &side, &c.err), UPIPE_OK, c.err);
-        z.side = &side;
+        side_begin(&c, &side, 0);
+        z.side = c.side_stream;
+        c.side_stream = NULL;
         z.side_world = upipe_threads_comm(&w->side_world, rank);
     }
     s = alloc(&c, &z);
@@ -301,22 +277,47 @@ static upipe_status rank_main(void *user, int rank)
     upipe_mem_free(&mem, z.grads, NULL);
     CHECK(mem.live == 0);
     if (s != UPIPE_OK && w->trouble == NONE) CHECK_STATUS(s, UPIPE_OK, c.err);
-    if (w->ahead) upipe_cpu_side_stream_free(&thread);
+    if (w->ahead) side_end(&side);
     upipe_mem_destroy(&mem, NULL);
-    free(slab);
     return w->statuses[rank] = s;
 }
 
 static void run(way *w)
 {
     upipe_err e;
-    upipe_cpu_ops(&w->ops);
+    w->ops = cpu_table();
     CHECK_STATUS(upipe_threads_init(&w->world, w->ranks, 20, &e), UPIPE_OK, e);
     CHECK_STATUS(upipe_threads_init(&w->side_world, w->ranks, w->trouble == SILENT ? 0.3 : 20, &e), UPIPE_OK,
                  e);
     upipe_threads_run(&w->world, rank_main, w, NULL, NULL);
     upipe_threads_free(&w->world);
     upipe_threads_free(&w->side_world);
+    buffers_free(0);
+}
+
+/* ---- one rank alone, with a pool of these bytes, or without memory ---- */
+
+typedef struct alone {
+    upipe_comm_self_state state;
+    upipe_comm world;
+    upipe_mem mem;
+    upipe_mem_block blocks[BLOCKS];
+    upipe_ops ops;
+    upipe_ctx c;
+} alone;
+
+/* Of a sharded state in this stage, with these units; its communicator can be made another one. */
+static upipe_zero alone_make(alone *a, size_t bytes, int stage, const int64_t *units, int units_n)
+{
+    upipe_zero z = {.world = &a->world, .ranks = 1, .stage = stage, .units = units_n, .first = units};
+    a->ops = cpu_table();
+    upipe_comm_self(&a->world, &a->state, a->ops.copy);
+    a->c = (upipe_ctx){.ops = &a->ops, .mem = &a->mem, .team = &a->world};
+    if (bytes > 0)
+        context_pool(&a->c, &a->mem, &a->ops, bytes, BLOCKS);
+    else
+        upipe_mem_init_dry(&a->mem, a->blocks, BLOCKS);
+    return z;
 }
 
 /* ---- tests ---- */
@@ -326,18 +327,13 @@ static void test_stages(void)
 {
     static const size_t strips[] = {4, 52, 0};
     way w;
-    int ranks, stage, strip, kind;
-    for (ranks = 1; ranks <= RANKS_MAX; ++ranks)
-        for (stage = 0; stage < UPIPE_ZERO_STAGES; ++stage)
-            for (strip = 0; strip < 3; ++strip)
-                for (kind = 0; kind < 4; ++kind) {
-                    memset(&w, 0, sizeof w);
-                    w.ranks = ranks;
-                    w.stage = stage;
-                    w.strip = strips[strip];
+    for (int ranks = 1; ranks <= RANKS_MAX; ++ranks)
+        for (int stage = 0; stage < UPIPE_ZERO_STAGES; ++stage)
+            for (int strip = 0; strip < 3; ++strip)
+                for (int kind = 0; kind < 4; ++kind) {
+                    w = (way){.ranks = ranks, .stage = stage, .strip = strips[strip], .ahead = kind == 2};
                     w.dtype = kind & 1 ? UPIPE_BF16 : UPIPE_F32;
                     w.sent = kind == 3 ? UPIPE_BF16 : UPIPE_F32;
-                    w.ahead = kind == 2;
                     w.ends_first = UNITS - 1 - kind % 2;  /* one is lent the shard, one is too large for it */
                     if (strip == 0 && kind > 0) continue; /* slow, and the same */
                     run(&w);
@@ -348,25 +344,20 @@ static void test_stages(void)
 static void test_troubles(void)
 {
     way w;
-    int stage, t, ahead, r;
-    for (t = LEAVES; t < TROUBLES; ++t)
-        for (stage = 0; stage < UPIPE_ZERO_STAGES; ++stage)
-            for (ahead = 0; ahead < 2; ++ahead) {
-                memset(&w, 0, sizeof w);
-                w.ranks = 3;
-                w.stage = stage;
-                w.ahead = ahead;
-                w.ends_first = UNITS - 1;
+    for (int t = LEAVES; t < TROUBLES; ++t)
+        for (int stage = 0; stage < UPIPE_ZERO_STAGES; ++stage)
+            for (int ahead = 0; ahead < 2; ++ahead) {
+                w = (way){.ranks = 3, .stage = stage, .ahead = ahead, .ends_first = UNITS - 1};
                 w.trouble = (trouble)t;
                 run(&w);
-                for (r = 0; r < w.ranks; ++r)
+                for (int r = 0; r < w.ranks; ++r)
                     CHECK_SAY(w.statuses[r] != UPIPE_OK, "rank %d went on, trouble %d in stage %d", r, t,
                               stage);
                 if (t == OTHER_STAGE)
-                    for (r = 0; r < w.ranks; ++r) CHECK_INT(w.statuses[r], UPIPE_ERR_MISMATCH);
+                    for (int r = 0; r < w.ranks; ++r) CHECK_INT(w.statuses[r], UPIPE_ERR_MISMATCH);
                 if (t == SMALL_POOL) CHECK_INT(w.statuses[2], UPIPE_ERR_MEMORY);
                 if (t != OTHER_STAGE)
-                    for (r = 0; r < 2; ++r) CHECK_INT(w.statuses[r], UPIPE_ERR_ABORTED);
+                    for (int r = 0; r < 2; ++r) CHECK_INT(w.statuses[r], UPIPE_ERR_ABORTED);
             }
 }
 
@@ -374,16 +365,10 @@ static void test_troubles(void)
  * deadline of its communicator and not that of the world. */
 static void test_silent(void)
 {
-    way w;
-    int r, late = 0;
-    memset(&w, 0, sizeof w);
-    w.ranks = 3;
-    w.stage = 3;
-    w.ahead = 1;
-    w.ends_first = UNITS - 1;
-    w.trouble = SILENT;
+    int late = 0;
+    way w = {.ranks = 3, .stage = 3, .ahead = 1, .ends_first = UNITS - 1, .trouble = SILENT};
     run(&w);
-    for (r = 0; r < 2; ++r) {
+    for (int r = 0; r < 2; ++r) {
         late += w.statuses[r] == UPIPE_ERR_TIMEOUT;
         CHECK(w.statuses[r] == UPIPE_ERR_TIMEOUT || w.statuses[r] == UPIPE_ERR_ABORTED);
         CHECK_TEXT(w.errors[r].text, "waited 0.3 s in a transfer for rank 2 to come");
@@ -394,49 +379,31 @@ static void test_silent(void)
 /* What breaks the contract is refused, alone and at once. */
 static void test_refused(void)
 {
-    upipe_comm_self_state state;
-    upipe_comm world;
+    static const int64_t odd[3] = {0, 7, 3};
     upipe_side_stream side;
-    upipe_mem_block blocks[BLOCKS];
-    upipe_mem mem;
-    upipe_zero z, bad;
-    upipe_ctx c;
-    upipe_ops ops;
+    alone a;
+    upipe_ctx *const c = &a.c;
+    upipe_zero z = alone_make(&a, 0, 3, first, UNITS), bad;
     const void *w;
     float *g;
-    static const int64_t odd[3] = {0, 7, 3};
-    memset(&c, 0, sizeof c);
-    memset(&z, 0, sizeof z);
-    upipe_cpu_ops(&ops);
-    upipe_comm_self(&world, &state, ops.copy);
-    upipe_mem_init_dry(&mem, blocks, BLOCKS);
-    c.ops = &ops;
-    c.mem = &mem;
-    c.team = z.world = &world;
-    z.ranks = 1;
-    z.stage = 3;
-    z.units = UNITS;
-    z.first = first;
-    CHECK_STATUS(upipe_zero_check(&c, &z), UPIPE_OK, c.err);
+    CHECK_STATUS(upipe_zero_check(c, &z), UPIPE_OK, c->err);
     bad = z, bad.stage = 4;
-    CHECK_STATUS(upipe_zero_check(&c, &bad), UPIPE_ERR_ARG, c.err);
-    CHECK_TEXT(c.err.text, "stage 4");
+    CHECK_REFUSED(upipe_zero_check(c, &bad), UPIPE_ERR_ARG, c->err, "stage 4");
     bad = z, bad.rank = 1;
-    CHECK_STATUS(upipe_zero_check(&c, &bad), UPIPE_ERR_ARG, c.err);
+    CHECK_STATUS(upipe_zero_check(c, &bad), UPIPE_ERR_ARG, c->err);
     bad = z, bad.sent = UPIPE_F16;
-    CHECK_STATUS(upipe_zero_check(&c, &bad), UPIPE_ERR_UNSUPPORTED, c.err);
+    CHECK_STATUS(upipe_zero_check(c, &bad), UPIPE_ERR_UNSUPPORTED, c->err);
     bad = z, bad.dtype = UPIPE_F16;
-    CHECK_STATUS(upipe_zero_check(&c, &bad), UPIPE_ERR_UNSUPPORTED, c.err);
-    CHECK_TEXT(c.err.text, "parameters are f32 or bf16, not f16");
+    CHECK_REFUSED(upipe_zero_check(c, &bad), UPIPE_ERR_UNSUPPORTED, c->err,
+                  "parameters are f32 or bf16, not f16");
     bad = z, bad.first = odd, bad.units = 2;
-    CHECK_STATUS(upipe_zero_check(&c, &bad), UPIPE_ERR_ARG, c.err);
-    CHECK_TEXT(c.err.text, "unit 1 has -4 elements");
+    CHECK_REFUSED(upipe_zero_check(c, &bad), UPIPE_ERR_ARG, c->err, "unit 1 has -4 elements");
     bad = z, bad.side = &side;
-    CHECK_STATUS(upipe_zero_check(&c, &bad), UPIPE_ERR_ARG, c.err);
-    CHECK_STATUS(upipe_zero_weights_begin(&c, &z, UNITS, &w), UPIPE_ERR_ARG, c.err);
-    CHECK_STATUS(upipe_zero_grads_begin(&c, &z, -1, &g), UPIPE_ERR_ARG, c.err);
-    CHECK_STATUS(upipe_zero_weights_end(&c, &z, &z), UPIPE_ERR_ARG, c.err);
-    CHECK(mem.live == 0);
+    CHECK_STATUS(upipe_zero_check(c, &bad), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(upipe_zero_weights_begin(c, &z, UNITS, &w), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(upipe_zero_grads_begin(c, &z, -1, &g), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(upipe_zero_weights_end(c, &z, &z), UPIPE_ERR_ARG, c->err);
+    CHECK(a.mem.live == 0);
 }
 
 /* While the shard is lent to a unit, no other one ends; and what has been summed is not lent. */
@@ -444,50 +411,33 @@ static void test_lent(void)
 {
     static const int64_t two[3] = {0, 8, 12};
     static float shard[12];
-    upipe_comm_self_state state;
-    upipe_comm world;
-    upipe_mem_block blocks[BLOCKS];
-    upipe_mem mem;
-    upipe_zero z;
-    upipe_ctx c;
-    upipe_ops ops;
+    alone one;
+    upipe_ctx *const c = &one.c;
+    const upipe_mem *const mem = &one.mem;
+    upipe_zero z = alone_make(&one, POOL, 2, two, 2);
     float *a, *b;
-    void *slab = aligned_alloc(UPIPE_MEM_ALIGN, POOL);
-    memset(&c, 0, sizeof c);
-    memset(&z, 0, sizeof z);
-    upipe_cpu_ops(&ops);
-    upipe_comm_self(&world, &state, ops.copy);
-    upipe_mem_init(&mem, slab, POOL, blocks, BLOCKS);
-    c.ops = &ops;
-    c.mem = &mem;
-    c.team = z.world = &world;
-    z.ranks = 1;
-    z.stage = 2;
-    z.units = 2;
-    z.first = two;
     z.grads = shard;
-    CHECK_STATUS(upipe_zero_grads_clear(&c, &z), UPIPE_OK, c.err);
-    CHECK_STATUS(upipe_zero_grads_first(&c, &z, 1, &a), UPIPE_OK, c.err);
-    CHECK(a == shard && mem.live == 0);
-    CHECK_STATUS(upipe_zero_grads_first(&c, &z, 0, &b), UPIPE_OK, c.err);
+    CHECK_STATUS(upipe_zero_grads_clear(c, &z), UPIPE_OK, c->err);
+    CHECK_STATUS(upipe_zero_grads_first(c, &z, 1, &a), UPIPE_OK, c->err);
+    CHECK(a == shard && mem->live == 0);
+    CHECK_STATUS(upipe_zero_grads_first(c, &z, 0, &b), UPIPE_OK, c->err);
     CHECK(b != NULL && b != shard);
     a[3] = 5;
     b[3] = 6;
-    CHECK_STATUS(upipe_zero_grads_end(&c, &z, 0, b), UPIPE_ERR_ARG, c.err);
-    CHECK_TEXT(c.err.text, "another one has been lent the shard");
-    CHECK_STATUS(upipe_zero_grads_end(&c, &z, 0, a), UPIPE_ERR_ARG, c.err); /* of unit 1 */
-    CHECK_TEXT(c.err.text, "another one has been lent the shard");
+    CHECK_REFUSED(upipe_zero_grads_end(c, &z, 0, b), UPIPE_ERR_ARG, c->err,
+                  "another one has been lent the shard");
+    CHECK_REFUSED(upipe_zero_grads_end(c, &z, 0, a), UPIPE_ERR_ARG, c->err,
+                  "another one has been lent the shard"); /* of unit 1 */
     CHECK(shard[3] == 5 && shard[11] == 0);
-    CHECK_STATUS(upipe_zero_grads_end(&c, &z, 1, a), UPIPE_OK, c.err);
+    CHECK_STATUS(upipe_zero_grads_end(c, &z, 1, a), UPIPE_OK, c->err);
     CHECK(shard[3] == 0 && shard[11] == 5);
-    CHECK_STATUS(upipe_zero_grads_end(&c, &z, 1, a), UPIPE_ERR_ARG, c.err);
-    CHECK_STATUS(upipe_zero_grads_end(&c, &z, 0, b), UPIPE_OK, c.err);
-    CHECK(shard[3] == 6 && shard[11] == 5 && mem.live == 0);
-    CHECK_STATUS(upipe_zero_grads_first(&c, &z, 1, &a), UPIPE_OK, c.err);
+    CHECK_STATUS(upipe_zero_grads_end(c, &z, 1, a), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(upipe_zero_grads_end(c, &z, 0, b), UPIPE_OK, c->err);
+    CHECK(shard[3] == 6 && shard[11] == 5 && mem->live == 0);
+    CHECK_STATUS(upipe_zero_grads_first(c, &z, 1, &a), UPIPE_OK, c->err);
     CHECK(a != shard);
-    CHECK_STATUS(upipe_zero_grads_end(&c, &z, 1, a), UPIPE_OK, c.err);
-    CHECK(mem.live == 0);
-    free(slab);
+    CHECK_STATUS(upipe_zero_grads_end(c, &z, 1, a), UPIPE_OK, c->err);
+    CHECK(mem->live == 0);
 }
 
 /* A dry rank gathers ahead too: a unit that was not announced is refused, a second one as well. */
@@ -495,52 +445,40 @@ static void test_announced(void)
 {
     upipe_msg list[2 * RANKS_MAX];
     int64_t gathered[RANKS_MAX * UPIPE_ALL_GATHER_MAX];
-    upipe_comm world, side_world;
+    upipe_comm side_world;
     upipe_side_stream side;
-    upipe_mem_block blocks[BLOCKS];
-    upipe_mem mem;
-    upipe_zero z;
-    upipe_ctx c;
-    upipe_ops ops;
+    alone a;
+    upipe_ctx *const c = &a.c;
+    const upipe_mem *const mem = &a.mem;
+    upipe_zero z = alone_make(&a, 0, 3, first, UNITS);
     const void *w;
-    memset(&c, 0, sizeof c);
-    memset(&z, 0, sizeof z);
-    upipe_cpu_ops(&ops);
-    upipe_comm_dry(&world, 1, RANKS_MAX, list, gathered);
+    upipe_comm_dry(&a.world, 1, RANKS_MAX, list, gathered);
     upipe_comm_dry(&side_world, 1, RANKS_MAX, list, gathered);
-    upipe_mem_init_dry(&mem, blocks, BLOCKS);
     upipe_side_stream_inline(&side, NULL);
-    c.ops = &ops;
-    c.mem = &mem;
-    c.team = z.world = &world;
     z.side = &side;
     z.side_world = &side_world;
     z.rank = 1;
     z.ranks = RANKS_MAX;
-    z.stage = 3;
-    z.units = UNITS;
-    z.first = first;
-    CHECK_STATUS(upipe_zero_ahead(&c, &z, 4), UPIPE_OK, c.err);
-    CHECK_INT(mem.live, upipe_zero_bytes(&z, 4, UPIPE_ZERO_WEIGHTS));
-    CHECK_STATUS(upipe_zero_weights_begin(&c, &z, 5, &w), UPIPE_ERR_ARG, c.err);
-    CHECK_TEXT(c.err.text, "unit 4 was announced");
-    CHECK_STATUS(upipe_zero_ahead(&c, &z, 5), UPIPE_ERR_ARG, c.err);
-    CHECK_STATUS(upipe_zero_weights_begin(&c, &z, 4, &w), UPIPE_OK, c.err);
-    CHECK_STATUS(upipe_zero_ahead(&c, &z, 5), UPIPE_OK, c.err);
-    CHECK_STATUS(upipe_zero_weights_end(&c, &z, w), UPIPE_OK, c.err);
-    CHECK_INT(mem.live, 256);
+    CHECK_STATUS(upipe_zero_ahead(c, &z, 4), UPIPE_OK, c->err);
+    CHECK_INT(mem->live, upipe_zero_bytes(&z, 4, UPIPE_ZERO_WEIGHTS));
+    CHECK_REFUSED(upipe_zero_weights_begin(c, &z, 5, &w), UPIPE_ERR_ARG, c->err, "unit 4 was announced");
+    CHECK_STATUS(upipe_zero_ahead(c, &z, 5), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(upipe_zero_weights_begin(c, &z, 4, &w), UPIPE_OK, c->err);
+    CHECK_STATUS(upipe_zero_ahead(c, &z, 5), UPIPE_OK, c->err);
+    CHECK_STATUS(upipe_zero_weights_end(c, &z, w), UPIPE_OK, c->err);
+    CHECK_INT(mem->live, 256);
     CHECK_INT(side_world.sent_bytes, 3 * 4 * (16 + 250));
-    upipe_zero_stop(&c, &z);
-    CHECK_INT(mem.live, 0);
+    upipe_zero_stop(c, &z);
+    CHECK_INT(mem->live, 0);
 }
 
 int main(void)
 {
-    test_stages();
-    test_troubles();
-    test_silent();
-    test_refused();
-    test_lent();
-    test_announced();
+    TEST(test_stages());
+    TEST(test_troubles());
+    TEST(test_silent());
+    TEST(test_refused());
+    TEST(test_lent());
+    TEST(test_announced());
     return test_end("zero");
 }

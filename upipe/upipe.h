@@ -1,4 +1,4 @@
-/* upipe.h -- context parallelism for long-context training, in C: all of the core        layer 9
+/* upipe.h -- context parallelism for long-context training, in C: all of the core        layer 10
  *
  * What this library does NOT do: no training loop, no autograd, no tensor type beyond a view, no allocation,
  * no threads, no communicators or streams of its own, no printing, no exit, no global state. It does not own
@@ -13,7 +13,8 @@
  *     #include "upipe/upipe.h"
  *     #include "upipe/cpu/upipe_cpu.h"
  *
- *     upipe_plan_init(&plan, &desc, &err);               the schedule: stages, rounds, heads upipe_plan.h
+ *     desc.rank = rank;                                  each rank has a plan of its own:
+ *     upipe_plan_init(&plan, &desc, &err);               stages, rounds, heads               upipe_plan.h
  *     upipe_cpu_ops(&ops);                               the compute table                   upipe_ops.h
  *     layer.plan = &plan; layer.mask.causal = 1;         and the weights                     upipe_layer.h
  *     upipe_dry_init(dry, &plan, &ops);                  a dry run allocates nothing and finds
@@ -31,7 +32,7 @@
  *     upipe_qkv_bwd(&ctx, &qkv, &grads, &saved);
  *
  *     upipe_mlp_fwd(&ctx, &mlp, y, x);                   MLP and loss, by tiles of tokens    upipe_tile.h
- *     upipe_all_reduce(&ctx, dwq, n);                    sums over the ranks of a team       upipe_reduce.h
+ *     upipe_all_reduce(&ctx, ctx.team, dwq, n);          sums over the ranks of a team       upipe_reduce.h
  *     upipe_zero_weights_begin(&ctx, &zero, unit, &w);   states sharded over all ranks       upipe_zero.h
  *
  *     desc.ring = R; ctx.ring = &ring;                   ring attention, USP, UPipe x ring   upipe_ring.h
@@ -39,14 +40,16 @@
  *     upipe_fpdt_fwd(&ctx, &fpdt, &saved, x);            FPDT, UPipe x FPDT                  upipe_fpdt.h
  *
  * Every part can be used alone. A trainer with a forward of its own may use the plan, the pool and the
- * all-to-alls (upipe_a2a.h), a ring (upipe_ring.h), or attention by itself (upipe_attn.h). Each header begins
- * with its layouts and an example.
+ * all-to-alls (upipe_a2a.h), attention of a stage (upipe_attend.h), a ring (upipe_ring.h), or attention by
+ * itself (upipe_attn.h). What a stage loads, attends and stores is in upipe_stage.h. Each header begins with
+ * its layouts and an example.
  */
 #ifndef UPIPE_H
 #define UPIPE_H
 
 #include "upipe_base.h"
 #include "upipe_shard.h"
+#include "upipe_schedule.h"
 #include "upipe_plan.h"
 #include "upipe_sent.h"
 #include "upipe_bytes.h"
@@ -59,9 +62,12 @@
 #include "upipe_reduce.h"
 #include "upipe_zero.h"
 #include "upipe_attn.h"
+#include "upipe_attend.h"
 #include "upipe_ring.h"
 #include "upipe_side_stream.h"
+#include "upipe_stage.h"
 #include "upipe_layer.h"
+#include "upipe_segments.h"
 #include "upipe_fpdt.h"
 #include "upipe_qkv.h"
 #include "upipe_tile.h"

@@ -13,32 +13,32 @@
 #ifndef UPIPE_A2A_H
 #define UPIPE_A2A_H
 
-#include "upipe_bytes.h"
 #include "upipe_comm.h"
 #include "upipe_mem.h"
 #include "upipe_ops.h"
+#include "upipe_plan.h"
 
 /* ---- the send layout: which heads lie where ---- */
 
-/* upipe_head_run -- equal blocks of a buffer in send layout: [blocks][batch][T][each][dim], from head `at` of
+/* upipe_head_run -- equal blocks of a buffer in send layout: [blocks][batch][T][heads][dim], from head `offset` of
  *                   the buffer on
  *
- * Block b holds the heads first + b * step + (0 .. each - 1). The products of all blocks of a run are one
+ * Block b holds the heads first + b * stride + (0 .. heads - 1). The products of all blocks of a run are one
  * strided-batched call. Where heads divide evenly, a stage's buffer is one run.
  */
 typedef struct upipe_head_run {
-    int blocks, each, first, step, at;
+    int blocks, heads, first, stride, offset;
 } upipe_head_run;
 
 /* A run of all its fields, at the start of the buffer. */
-UPIPE_API upipe_head_run upipe_head_run_make(int blocks, int each, int first, int step)
+UPIPE_API upipe_head_run upipe_head_run_make(int blocks, int heads, int first, int stride)
 {
     upipe_head_run h;
     h.blocks = blocks;
-    h.each = each;
+    h.heads = heads;
     h.first = first;
-    h.step = step;
-    h.at = 0;
+    h.stride = stride;
+    h.offset = 0;
     return h;
 }
 
@@ -56,25 +56,25 @@ UPIPE_API upipe_head_run upipe_head_run_all_kv(const upipe_plan *p)
 UPIPE_API int upipe_head_run_next(const upipe_plan *p, upipe_a2a_heads which, int stage, int *rank,
                                   upipe_head_run *run)
 {
-    upipe_span before = upi_span_make(0, 0), s;
+    upipe_head_range before = upipe_head_range_make(0, 0), s;
     int end = 0, r;
     if (*rank > 0) {
         before = upipe_plan_part(p, which, stage, *rank - 1);
-        end = run->at + run->blocks * run->each;
+        end = run->offset + run->blocks * run->heads;
     }
     *run = upipe_head_run_make(0, 0, 0, 1);
-    run->at = end;
+    run->offset = end;
     for (r = *rank; r < p->desc.ranks; ++r, before = s) {
         s = upipe_plan_part(p, which, stage, r);
-        if (s.count == 0 || upi_same_block(which, before, s)) continue;
+        if (s.count == 0 || upipe_plan_same_block(which, before, s)) continue;
         if (run->blocks == 0) {
             run->first = s.first;
-            run->each = s.count;
-        } else if (s.count != run->each || s.first < run->first ||
-                   (run->blocks > 1 && s.first != run->first + run->blocks * run->step)) {
+            run->heads = s.count;
+        } else if (s.count != run->heads || s.first < run->first ||
+                   (run->blocks > 1 && s.first != run->first + run->blocks * run->stride)) {
             break;
         } else if (run->blocks == 1) {
-            run->step = s.first - run->first;
+            run->stride = s.first - run->first;
         }
         ++run->blocks;
     }
@@ -82,37 +82,31 @@ UPIPE_API int upipe_head_run_next(const upipe_plan *p, upipe_a2a_heads which, in
     return run->blocks > 0;
 }
 
-/* The address of a run in a send buffer of heads of dim elements. */
-UPIPE_API void *upipe_head_run_at(const upipe_plan *p, void *data, upipe_head_run h, int dim)
-{
-    return upipe_offset(data, upipe_plan_rows_bytes(p, h.at, dim));
-}
-
-/* A run as a batch of matrices [rows][each * dim], one a block. */
+/* A run as a batch of matrices [rows][heads * dim], one a block. */
 UPIPE_API upipe_view upipe_head_run_matrix(const upipe_plan *p, void *data, upipe_head_run h, int dim)
 {
-    int32_t width = h.each * dim;
-    return upipe_view_make(upipe_head_run_at(p, data, h, dim), p->desc.dtype, p->rows, width, h.blocks,
-                           p->rows * width, width);
+    int32_t width = h.heads * dim;
+    return upipe_view_make(upipe_offset(data, upipe_plan_rows_bytes(p, h.offset, dim)), p->desc.dtype,
+                           p->rows, width, h.blocks, p->rows * width, width);
 }
 
 /* ---- natural order, and the send layout ---- */
 
 /* A run of a buffer in send layout, and the same heads of a tensor in natural order; `to_run` says which one is
  * written.
- *   heads  [rows][H or Hkv][dim], of any steps and type
+ *   heads  [rows][H or Hkv][dim], of any strides and type
  */
-UPIPE_API upipe_status upi_head_run_copy(upipe_ctx *c, const upipe_plan *p, void *data, upipe_head_run h,
-                                         upipe_view heads, int to_run)
+UPIPE_API upipe_status upipe_head_run_copy(upipe_ctx *c, const upipe_plan *p, void *data, upipe_head_run h,
+                                           upipe_view heads, int to_run)
 {
-    upipe_view block =
-        upipe_view_packed(upipe_head_run_at(p, data, h, heads.d), p->desc.dtype, p->rows, h.each, heads.d);
-    const size_t bytes = upipe_plan_rows_bytes(p, h.each, heads.d);
+    upipe_view block = upipe_view_packed(upipe_head_run_matrix(p, data, h, heads.d).data, p->desc.dtype,
+                                         p->rows, h.heads, heads.d);
+    const size_t bytes = upipe_plan_rows_bytes(p, h.heads, heads.d);
     int b;
     for (b = 0; b < h.blocks; ++b, block.data = (char *)block.data + bytes) {
         upipe_view own = heads;
-        own.data = upipe_view_at(heads, 0, h.first + b * h.step);
-        own.h = h.each;
+        own.data = upipe_view_at(heads, 0, h.first + b * h.stride);
+        own.h = h.heads;
         UPIPE_TRY(c->ops->cast(c, to_run ? block : own, to_run ? own : block));
     }
     return UPIPE_OK;
@@ -121,9 +115,10 @@ UPIPE_API upipe_status upi_head_run_copy(upipe_ctx *c, const upipe_plan *p, void
 UPIPE_API upipe_status upi_a2a_reorder(upipe_ctx *c, const upipe_plan *p, void *blocks, int stage,
                                        upipe_a2a_heads which, upipe_view heads, int to_blocks)
 {
-    const int all = which == UPIPE_A2A_Q ? p->desc.heads : p->desc.kv_heads;
+    const int all = p == NULL ? 0 : which == UPIPE_A2A_Q ? p->desc.heads : p->desc.kv_heads;
     upipe_head_run h;
     int rank = 0;
+    if (p == NULL || heads.data == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "plan or heads are NULL");
     if (which == UPIPE_A2A_DKV || stage < 0 || stage >= p->stages)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "stage %d of %d, of %s", stage, p->stages,
                           which == UPIPE_A2A_DKV ? "DKV, where several blocks may hold shares of one head"
@@ -132,16 +127,16 @@ UPIPE_API upipe_status upi_a2a_reorder(upipe_ctx *c, const upipe_plan *p, void *
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "heads in natural order are [%lld][%d], not [%lld][%d]",
                           (long long)p->rows, all, (long long)heads.n, heads.h);
     while (upipe_head_run_next(p, which, stage, &rank, &h))
-        UPIPE_TRY(upi_head_run_copy(c, p, blocks, h, heads, to_blocks));
+        UPIPE_TRY(upipe_head_run_copy(c, p, blocks, h, heads, to_blocks));
     return UPIPE_OK;
 }
 
 /* upipe_a2a_pack -- one stage's heads, from natural order into the send layout
  *   send    [block][batch][T][n][dim] of the plan's type, written: what upipe_a2a_to_heads sends. It has
- *           upipe_plan_buffer(plan, which, stage) heads
+ *           upipe_plan_heads_sent(plan, which, stage) heads
  *   stage   of the plan
  *   which   UPIPE_A2A_Q (Q, and dO, which goes the same way), or UPIPE_A2A_KV (K and V)
- *   heads   [rows][H or Hkv][dim] view of any steps and type; dim is the view's
+ *   heads   [rows][H or Hkv][dim] view of any strides and type; dim is the view's
  *   errors  ARG
  */
 UPIPE_API upipe_status upipe_a2a_pack(upipe_ctx *c, void *send, const upipe_plan *p, int stage,
@@ -151,7 +146,7 @@ UPIPE_API upipe_status upipe_a2a_pack(upipe_ctx *c, void *send, const upipe_plan
 }
 
 /* upipe_a2a_unpack -- the reverse: one stage's heads, to natural order
- *   heads   [rows][H or Hkv][dim] view of any steps and type; the stage's heads of it are written
+ *   heads   [rows][H or Hkv][dim] view of any strides and type; the stage's heads of it are written
  *   blocks  [rank][batch][T][n][dim] of the plan's type: what upipe_a2a_to_tokens has received, for
  *           UPIPE_A2A_Q (O and dQ). With UPIPE_A2A_KV blocks in send layout, where ranks share blocks
  *   errors  ARG
@@ -164,13 +159,50 @@ UPIPE_API upipe_status upipe_a2a_unpack(upipe_ctx *c, upipe_view heads, const up
 
 /* ---- both all-to-alls ---- */
 
-UPIPE_API upipe_status upi_a2a_check(upipe_ctx *c, const upipe_plan *p)
+/* upipe_plan_check_team -- ARG unless the plan is that of this rank of ctx->team: another rank's has other positions,
+ *                          and perhaps other heads */
+UPIPE_API upipe_status upipe_plan_check_team(upipe_ctx *c, const upipe_plan *p)
 {
-    if (c->team == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "ctx->team is NULL");
-    if (c->team->ranks != p->desc.ranks || (c->team->rank != p->desc.rank && !upipe_plan_even(p)))
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "a plan for rank %d of %d on rank %d of a team of %d",
-                          p->desc.rank, p->desc.ranks, c->team->rank, c->team->ranks);
-    return upi_comm_idle(c, c->team);
+    if (p == NULL || c->team == NULL)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s is NULL", p == NULL ? "the plan" : "ctx->team");
+    if (c->team->ranks != p->desc.ranks)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "a plan for %d ranks on a team of %d", p->desc.ranks,
+                          c->team->ranks);
+    if (c->team->rank == p->desc.rank) return UPIPE_OK;
+    return upipe_fail(&c->err, UPIPE_ERR_ARG,
+                      "a plan for rank %d of %d on rank %d of a team of %d: each rank has its own",
+                      p->desc.rank, p->desc.ranks, c->team->rank, c->team->ranks);
+}
+
+/* Both all-to-alls' messages: this rank's tokens of a rank's heads, a block, and its tokens of this rank's heads.
+ *   blocks     [block][batch][T][n'], in the order of ranks; those with the same heads share one
+ *   heads      [batch][S][n]; tokens of rank r begin at its first one
+ *   to_heads   nonzero: blocks are sent, heads received; otherwise the reverse
+ * Returns how many. */
+UPIPE_API int upi_a2a_list(upipe_comm *team, const upipe_plan *p, int stage, upipe_a2a_heads which,
+                           size_t token_bytes, const void *blocks, const void *heads, int to_heads)
+{
+    const size_t mine = (size_t)upipe_plan_part(p, which, stage, team->rank).count * token_bytes;
+    const size_t row = (size_t)p->team_tokens * mine;
+    upipe_head_range before = upipe_head_range_make(0, 0);
+    int64_t first, at = 0;
+    int r, used = 0;
+    for (r = 0; r < team->ranks; ++r) {
+        const upipe_head_range part = upipe_plan_part(p, which, stage, r);
+        const size_t theirs = (size_t)upipe_plan_tokens(p, r, &first) * mine;
+        const size_t block = (size_t)(p->local * part.count) * token_bytes;
+        void *in_blocks, *in_heads = upipe_offset(heads, (size_t)first * mine);
+        if (r > 0 && !upipe_plan_same_block(which, before, part)) at += before.count;
+        before = part;
+        in_blocks = upipe_offset(blocks, (size_t)(at * p->rows) * token_bytes);
+        if (to_heads)
+            upipe_msg_add(team->list, &used, r, p->desc.batch, in_blocks, block, block, in_heads, theirs,
+                          row);
+        else
+            upipe_msg_add(team->list, &used, r, p->desc.batch, in_heads, theirs, row, in_blocks, block,
+                          block);
+    }
+    return used;
 }
 
 /* upipe_a2a_to_heads -- trade tokens for heads (the paper's inp_all_to_all)
@@ -179,33 +211,20 @@ UPIPE_API upipe_status upi_a2a_check(upipe_ctx *c, const upipe_plan *p)
  *                                 Neighbouring ranks with the same heads share a block (upipe_plan_offset
  *                                 gives its place). Does not overlap dst
  *   which  UPIPE_A2A_Q or UPIPE_A2A_KV: whose heads of `plan` and `stage`
- *   each   bytes of one token and head
+ *   token_bytes   bytes of one token and head
  *   bytes  as upipe_plan_sent_stage counts
  *   order  when it returns dst is complete, and src may be written again, for what comes behind on ctx->stream
  *   errors ARG (a plan of another team or rank), others as upipe_comm_wait
  *   paper  sections 3.1 and 3.3
  */
 UPIPE_API upipe_status upipe_a2a_to_heads(upipe_ctx *c, void *dst, const void *src, const upipe_plan *p,
-                                          int stage, upipe_a2a_heads which, size_t each)
+                                          int stage, upipe_a2a_heads which, size_t token_bytes)
 {
     upipe_comm *team = c->team;
-    const int64_t batch = p->desc.batch;
-    upipe_span before = upi_span_make(0, 0);
-    int r, mine, used = 0;
-    int64_t first, at = 0;
-    UPIPE_TRY(upi_a2a_check(c, p));
-    mine = upipe_plan_part(p, which, stage, team->rank).count;
-    for (r = 0; r < team->ranks; ++r) {
-        upipe_span s = upipe_plan_part(p, which, stage, r);
-        size_t theirs = (size_t)(upipe_plan_tokens(p, r, &first) * mine) * each;
-        size_t block = (size_t)(p->local * s.count) * each;
-        if (r > 0 && !upi_same_block(which, before, s)) at += before.count;
-        before = s;
-        upipe_msg_add(team->list, &used, r, batch, upipe_offset(src, (size_t)(at * p->rows) * each), block,
-                      block, upipe_offset(dst, (size_t)(first * mine) * each), theirs,
-                      (size_t)(p->seq * mine) * each);
-    }
-    UPIPE_TRY(upipe_comm_start(c, team, team->list, used));
+    UPIPE_TRY(upipe_plan_check_team(c, p));
+    UPIPE_TRY(upipe_comm_idle(c, team));
+    UPIPE_TRY(
+        upipe_comm_start(c, team, team->list, upi_a2a_list(team, p, stage, which, token_bytes, src, dst, 1)));
     return upipe_comm_wait(c, team);
 }
 
@@ -213,27 +232,16 @@ UPIPE_API upipe_status upipe_a2a_to_heads(upipe_ctx *c, void *dst, const void *s
  *   dst    [rank][batch][T][n']   from each rank its n' heads of this rank's tokens
  *   src    [batch][S][n]          this rank's n heads; each token goes to its rank
  *   which  UPIPE_A2A_Q or UPIPE_A2A_DKV
- *   plan, stage, each, bytes, order, errors    as upipe_a2a_to_heads
+ *   plan, stage, token_bytes, bytes, order, errors    as upipe_a2a_to_heads
  */
 UPIPE_API upipe_status upipe_a2a_to_tokens(upipe_ctx *c, void *dst, const void *src, const upipe_plan *p,
-                                           int stage, upipe_a2a_heads which, size_t each)
+                                           int stage, upipe_a2a_heads which, size_t token_bytes)
 {
     upipe_comm *team = c->team;
-    const int64_t batch = p->desc.batch;
-    int r, mine, used = 0;
-    int64_t first, at = 0;
-    UPIPE_TRY(upi_a2a_check(c, p));
-    mine = upipe_plan_part(p, which, stage, team->rank).count;
-    for (r = 0; r < team->ranks; ++r) {
-        int heads = upipe_plan_part(p, which, stage, r).count;
-        size_t theirs = (size_t)(upipe_plan_tokens(p, r, &first) * mine) * each;
-        size_t block = (size_t)(p->local * heads) * each;
-        upipe_msg_add(team->list, &used, r, batch, upipe_offset(src, (size_t)(first * mine) * each), theirs,
-                      (size_t)(p->seq * mine) * each, upipe_offset(dst, (size_t)(at * p->rows) * each), block,
-                      block);
-        at += heads;
-    }
-    UPIPE_TRY(upipe_comm_start(c, team, team->list, used));
+    UPIPE_TRY(upipe_plan_check_team(c, p));
+    UPIPE_TRY(upipe_comm_idle(c, team));
+    UPIPE_TRY(
+        upipe_comm_start(c, team, team->list, upi_a2a_list(team, p, stage, which, token_bytes, dst, src, 0)));
     return upipe_comm_wait(c, team);
 }
 
@@ -248,13 +256,13 @@ enum { UPIPE_SLOT_EMPTY, UPIPE_SLOT_LENT, UPIPE_SLOT_FULL };
  * Forward: slot i is lent to Q', then filled with O. Backward: the slot of dO is drained when dO is sent, then
  * lent to Q', and filled with dQ.
  *
- * All n slots are held in memory, unless `held` is smaller: then slot i uses buffer i % held, which the slot
- * before must have left empty.
+ * Each of the n slots has a buffer of its own, unless `buffers` is smaller: then slot i uses buffer i % buffers, which
+ * the slot before must have left empty.
  */
 typedef struct upipe_slots {
     char *data;
     size_t slot_bytes;
-    int n, held;
+    int n, buffers;
     unsigned char state[UPIPE_STAGES_MAX];
 } upipe_slots;
 
@@ -265,26 +273,26 @@ UPIPE_API void upipe_slots_init(upipe_slots *s, void *data, size_t slot_bytes, i
     memset(s, 0, sizeof *s);
     s->data = (char *)data;
     s->slot_bytes = slot_bytes;
-    s->n = s->held = n;
+    s->n = s->buffers = n;
     memset(s->state, state, (size_t)n);
 }
 
-/* The memory of slot i, whatever its state. */
-UPIPE_API char *upi_slot_at(const upipe_slots *s, int i)
+/* upipe_slot_at -- the memory of slot i, whatever its state */
+UPIPE_API char *upipe_slot_at(const upipe_slots *s, int i)
 {
-    return s->data + (size_t)(i % s->held) * s->slot_bytes;
+    return s->data + (size_t)(i % s->buffers) * s->slot_bytes;
 }
 
 UPIPE_API upipe_status upi_slot_move(upipe_slots *s, int i, int from, int to, void **out, upipe_err *e)
 {
     static const char *const names[] = {"empty", "lent", "full"};
-    unsigned char *state = &s->state[s->held > 0 ? i % s->held : 0];
+    unsigned char *state = &s->state[s->buffers > 0 ? i % s->buffers : 0];
     if (out != NULL) *out = NULL;
     if (i < 0 || i >= s->n) return upipe_fail(e, UPIPE_ERR_ARG, "slot %d of %d", i, s->n);
     if (*state != from)
         return upipe_fail(e, UPIPE_ERR_ARG, "slot %d is %s, not %s", i, names[*state], names[from]);
     *state = (unsigned char)to;
-    if (out != NULL) *out = upi_slot_at(s, i);
+    if (out != NULL) *out = upipe_slot_at(s, i);
     return UPIPE_OK;
 }
 
@@ -315,9 +323,9 @@ UPIPE_API upipe_status upipe_slots_alloc(upipe_ctx *c, const upipe_plan *p, upip
                                          const char *tag)
 {
     void *data;
-    size_t slot = upipe_plan_buffers(p).slot;
-    UPIPE_TRY(upipe_alloc(c, &data, slot * (size_t)p->stages, tag));
-    upipe_slots_init(slots, data, slot, p->stages, state);
+    if (p == NULL || slots == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "the plan or slots are NULL");
+    UPIPE_TRY(upipe_alloc(c, &data, p->buffers.slot * (size_t)p->stages, UPIPE_USE_OTHER, tag));
+    upipe_slots_init(slots, data, p->buffers.slot, p->stages, state);
     return UPIPE_OK;
 }
 
@@ -326,7 +334,7 @@ UPIPE_API upipe_view upipe_slots_matrix(const upipe_plan *p, const upipe_slots *
                                         int dim)
 {
     const size_t before = upipe_plan_rows_bytes(p, upipe_plan_offset(p, UPIPE_A2A_Q, stage, rank), dim);
-    return upipe_view_packed(upi_slot_at(slots, stage) + before, p->desc.dtype, p->rows, 1,
+    return upipe_view_packed(upipe_slot_at(slots, stage) + before, p->desc.dtype, p->rows, 1,
                              upipe_plan_q(p, stage, rank).count * dim);
 }
 
@@ -335,11 +343,11 @@ UPIPE_API upipe_view upipe_slots_matrix(const upipe_plan *p, const upipe_slots *
 UPIPE_API upipe_status upipe_slots_check(upipe_ctx *c, const upipe_plan *p, const upipe_slots *slots,
                                          const char *name)
 {
-    size_t bytes = upipe_plan_buffers(p).slot;
+    size_t bytes = p != NULL ? p->buffers.slot : 0;
     int i;
-    if (slots->data == NULL)
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s is not there (consumed before?)", name);
-    if (slots->n != p->stages || slots->held != slots->n || slots->slot_bytes != bytes)
+    if (p == NULL || slots == NULL || slots->data == NULL)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s, or its plan, is not there (consumed before?)", name);
+    if (slots->n != p->stages || slots->buffers != slots->n || slots->slot_bytes != bytes)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s has %d slots of %zu bytes, the plan says %d of %zu",
                           name, slots->n, slots->slot_bytes, p->stages, bytes);
     for (i = 0; i < slots->n; ++i)
@@ -352,16 +360,16 @@ UPIPE_API upipe_status upipe_slots_check(upipe_ctx *c, const upipe_plan *p, cons
 UPIPE_API upipe_status upi_slots_reorder(upipe_ctx *c, const upipe_plan *p, const upipe_slots *slots,
                                          upipe_view natural, int to_slots)
 {
-    const int64_t width = (int64_t)p->desc.heads * p->desc.v_dim;
+    const int64_t width = p != NULL ? (int64_t)p->desc.heads * p->desc.v_dim : 0;
     int stage;
+    UPIPE_TRY(upipe_slots_check(c, p, slots, "slots"));
     if (natural.n != p->rows || natural.h != 1 || natural.d != width)
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
                           "heads in natural order are [%lld][1][%lld], not [%lld][%d][%d]",
                           (long long)p->rows, (long long)width, (long long)natural.n, natural.h, natural.d);
-    UPIPE_TRY(upipe_slots_check(c, p, slots, "slots"));
     natural = upipe_view_heads(natural, p->desc.heads);
     for (stage = 0; stage < p->stages; ++stage)
-        UPIPE_TRY(upi_a2a_reorder(c, p, upi_slot_at(slots, stage), stage, UPIPE_A2A_Q, natural, to_slots));
+        UPIPE_TRY(upi_a2a_reorder(c, p, upipe_slot_at(slots, stage), stage, UPIPE_A2A_Q, natural, to_slots));
     return UPIPE_OK;
 }
 

@@ -3,7 +3,7 @@
  *     upipe_fields f = {0};
  *     upipe_field_int(&f, "heads", heads);
  *     upipe_field_real(&f, "rope_theta", theta);
- *     upipe_comm_agree(&ctx, ctx.team, f.at, f.n);         MISMATCH on every rank if any rank differs
+ *     upipe_comm_agree(&ctx, ctx.team, &f);                MISMATCH on every rank if any rank differs
  */
 #ifndef UPIPE_AGREE_H
 #define UPIPE_AGREE_H
@@ -25,115 +25,91 @@ UPIPE_API double upipe_field_value(int64_t bits)
     return v;
 }
 
-/* A description while it is written down: n of at most UPIPE_ALL_GATHER_MAX fields. */
+/* upipe_fields -- a description; with n = 0 it is empty, whatever else it holds
+ *   list  [n] of at most UPIPE_ALL_GATHER_MAX
+ *   hash  FNV-1a of their names and values
+ */
 typedef struct upipe_fields {
-    upipe_field at[UPIPE_ALL_GATHER_MAX];
+    upipe_field list[UPIPE_ALL_GATHER_MAX];
+    uint64_t hash;
     int n;
 } upipe_fields;
 
-/* upipe_field_int, upipe_field_real -- one more field; the name must outlive the description */
+/* upipe_field_int, upipe_field_real -- one more field; the name must outlive the description. Those beyond
+ * UPIPE_ALL_GATHER_MAX are counted and not written: upipe_comm_agree then refuses the description */
 UPIPE_API void upipe_field_int(upipe_fields *f, const char *name, int64_t value)
 {
-    assert(f->n < UPIPE_ALL_GATHER_MAX);
-    f->at[f->n].name = name;
-    f->at[f->n].value = value;
-    f->at[f->n++].real = 0;
+    const upipe_field field = {name, value, 0};
+    if (f->n < UPIPE_ALL_GATHER_MAX) f->list[f->n] = field;
+    f->hash = upipe_hash_bytes(f->n == 0 ? UPIPE_HASH : f->hash, name, strlen(name) + 1);
+    f->hash = upipe_hash_bytes(f->hash, &value, sizeof value);
+    ++f->n;
 }
 
 /* As upipe_field_int, with the bits of a double. */
 UPIPE_API void upipe_field_real(upipe_fields *f, const char *name, double value)
 {
-    upipe_field_int(f, name, 0);
-    f->at[f->n - 1].real = 1;
-    memcpy(&f->at[f->n - 1].value, &value, sizeof value);
-}
-
-/* FNV-1a of names and values; never 0. */
-UPIPE_API uint64_t upi_hash(const upipe_field *fields, int n)
-{
-    uint64_t hash = UPI_HASH;
-    int i;
-    for (i = 0; i < n; ++i) {
-        hash = upi_hash_bytes(hash, fields[i].name, strlen(fields[i].name) + 1);
-        hash = upi_hash_bytes(hash, &fields[i].value, sizeof fields[i].value);
-    }
-    return hash != 0 ? hash : 1;
-}
-
-/* Whether this description comes as it did when the ranks last compared. Then it comes on all ranks, or a
- * rank where it does not compares, which the others detect. That a description is known is not enough: a rank
- * that is out of step would pass. */
-UPIPE_API int upi_agree_expected(const upipe_comm *comm, uint64_t hash)
-{
-    const upi_agreed *last = &comm->agreed[comm->agreed_at];
-    return hash == (last->next == 0 || comm->agreed_run < last->run ? last->hash : last->next);
-}
-
-/* Notes that the description has come on all ranks; all of them note the same. */
-UPIPE_API void upi_agree_note(upipe_comm *comm, uint64_t hash, int expected)
-{
-    upi_agreed *last = &comm->agreed[comm->agreed_at];
-    int i = 0;
-    if (hash == last->hash) {
-        if (!expected) last->next = 0; /* a longer run than before */
-        ++comm->agreed_run;
-        return;
-    }
-    if (!expected) {
-        last->next = hash;
-        last->run = comm->agreed_run;
-    }
-    while (i < UPI_AGREED_MAX && comm->agreed[i].hash != hash) ++i;
-    if (i == UPI_AGREED_MAX) {
-        i = comm->agreed_oldest;
-        comm->agreed_oldest = (i + 1) % UPI_AGREED_MAX;
-        memset(&comm->agreed[i], 0, sizeof comm->agreed[i]);
-        comm->agreed[i].hash = hash;
-    }
-    comm->agreed_at = i;
-    comm->agreed_run = 1;
+    int64_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    upipe_field_int(f, name, bits);
+    if (f->n <= UPIPE_ALL_GATHER_MAX) f->list[f->n - 1].real = 1;
 }
 
 /* upipe_comm_agree -- all ranks compare a description of what they are about to do
  *
  * The call communicates only where the description is unexpected: it follows another description than before,
- * or another number of repetitions. So only the first layers of a model compare.
+ * or another number of repetitions. So only the first layers of a model compare. That all ranks have agreed on it
+ * before is not enough: a rank that is out of step would pass.
  *
- *   fields  [n] named numbers, 1 <= n <= UPIPE_ALL_GATHER_MAX
+ *   f       1 to UPIPE_ALL_GATHER_MAX fields
  *   errors  MISMATCH on every rank if any rank differs: the sentence names the field, the rank and both
  *           values, or the two calls where one rank compares and another continues. ARG (comm is NULL, a
- *           transfer in progress, n out of range); others as upipe_comm_wait
+ *           transfer in progress, the number of fields); others as upipe_comm_wait
  */
-UPIPE_API upipe_status upipe_comm_agree(upipe_ctx *c, upipe_comm *comm, const upipe_field *fields, int n)
+UPIPE_API upipe_status upipe_comm_agree(upipe_ctx *c, upipe_comm *comm, const upipe_fields *f)
 {
+    const uint64_t hash = f != NULL && f->hash != 0 ? f->hash : 1; /* 0 stands for none */
     int64_t mine[UPIPE_ALL_GATHER_MAX];
-    uint64_t hash;
-    int i, r;
-    UPIPE_TRY(upi_comm_idle(c, comm));
-    if (n < 1 || n > UPIPE_ALL_GATHER_MAX)
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "a description of %d fields; 1 to %d are possible", n,
-                          UPIPE_ALL_GATHER_MAX);
-    hash = upi_hash(fields, n);
-    if (upi_agree_expected(comm, hash)) {
-        upi_agree_note(comm, hash, 1);
+    upipe_agreed *last;
+    int expected, r, i;
+    UPIPE_TRY(upipe_comm_idle(c, comm));
+    if (f == NULL || f->n < 1 || f->n > UPIPE_ALL_GATHER_MAX)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "a description of %d fields; 1 to %d are possible",
+                          f != NULL ? f->n : 0, UPIPE_ALL_GATHER_MAX);
+    last = &comm->agreed[comm->agreed_last];
+    expected = hash == (last->next == 0 || comm->agreed_run < last->run ? last->hash : last->next);
+    for (i = 0; !expected && i < f->n; ++i) mine[i] = f->list[i].value;
+    if (!expected) UPIPE_TRY(comm->ops.all_gather(c, comm, comm->gathered, mine, f->n));
+    for (r = 1; !expected && r < comm->ranks; ++r)
+        for (i = 0; i < f->n; ++i) {
+            const int64_t first = comm->gathered[i], other = comm->gathered[r * f->n + i];
+            if (other == first) continue;
+            if (f->list[i].real)
+                return upipe_comm_fail(&c->err, comm, UPIPE_ERR_MISMATCH,
+                                       "%s is %g on rank 0 and %g on rank %d", f->list[i].name,
+                                       upipe_field_value(first), upipe_field_value(other), r);
+            return upipe_comm_fail(&c->err, comm, UPIPE_ERR_MISMATCH,
+                                   "%s is %lld on rank 0 and %lld on rank %d", f->list[i].name,
+                                   (long long)first, (long long)other, r);
+        }
+    if (hash == last->hash) {
+        if (!expected) last->next = 0; /* a longer run than before */
+        ++comm->agreed_run;
         return UPIPE_OK;
     }
-    for (i = 0; i < n; ++i) mine[i] = fields[i].value;
-    UPIPE_TRY(comm->ops.all_gather(c, comm, comm->gathered, mine, n));
-    for (r = 1; r < comm->ranks; ++r) {
-        for (i = 0; i < n; ++i) {
-            int64_t first = comm->gathered[i], other = comm->gathered[r * n + i];
-            if (other == first) continue;
-            if (fields[i].real)
-                return upi_comm_fail(&c->err, comm, UPIPE_ERR_MISMATCH,
-                                     "%s is %g on rank 0 and %g on rank %d", fields[i].name,
-                                     upipe_field_value(first), upipe_field_value(other), r);
-            return upi_comm_fail(&c->err, comm, UPIPE_ERR_MISMATCH,
-                                 "%s is %lld on rank 0 and %lld on rank %d", fields[i].name, (long long)first,
-                                 (long long)other, r);
-        }
+    if (!expected) {
+        last->next = hash;
+        last->run = comm->agreed_run;
     }
-    upi_agree_note(comm, hash, 0);
+    for (i = 0; i < UPIPE_AGREED_MAX && comm->agreed[i].hash != hash;) ++i;
+    if (i == UPIPE_AGREED_MAX) {
+        i = comm->agreed_oldest;
+        comm->agreed_oldest = (i + 1) % UPIPE_AGREED_MAX;
+        memset(&comm->agreed[i], 0, sizeof comm->agreed[i]);
+        comm->agreed[i].hash = hash;
+    }
+    comm->agreed_last = i;
+    comm->agreed_run = 1;
     return UPIPE_OK;
 }
 

@@ -63,7 +63,8 @@ typedef struct upipe_attn {
 } upipe_attn;
 
 /* upipe_attn_grad -- backward, with the probabilities recomputed from the forward's lse
- *   a       the forward's arguments; a.o is not read (delta stands for it)
+ *   a       the forward's arguments; a.o is of q's type, and read where upipe_ops.attn_reads_o is set. Otherwise it
+ *           is not read: delta stands for it
  *   dout    gradient of o, shape and type of o
  *   delta   f32, d = 1: rowsum(dout * o)
  *   dq      shape and type of q, written; with merge f32, and +=
@@ -91,29 +92,30 @@ UPIPE_API upipe_status upi_attn_like(upipe_ctx *c, const char *name, upipe_view 
     if (v.n != n || v.h != h || v.d != d)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %s is [%lld][%d][%d], not [%lld][%d][%d]", name,
                           (long long)v.n, v.h, v.d, (long long)n, h, d);
-    if (upi_enum_number(&v.dtype, sizeof v.dtype) != (int)dtype)
+    if (upipe_enum_number(&v.dtype, sizeof v.dtype) != (int)dtype)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %s is %s, not %s", name,
-                          upi_dtype_name_of(&v.dtype), upipe_dtype_name(dtype));
+                          upipe_dtype_name_of(&v.dtype), upipe_dtype_name(dtype));
     return UPIPE_OK;
 }
 
 /* ---- what a row sees ---- */
 
 /* floor(a / b), b > 0 */
-UPIPE_API int64_t upi_floor_div(int64_t a, int64_t b)
+UPIPE_API int64_t upipe_floor_div(int64_t a, int64_t b)
 {
     return b == 1 ? a : a / b - (a % b < 0); /* a division costs as much as the rest of upipe_attn_visible */
 }
 
-UPIPE_API int64_t upi_between(int64_t x, int64_t low, int64_t high)
+/* x, but no less than low and no more than high. */
+UPIPE_API int64_t upipe_clamp(int64_t x, int64_t low, int64_t high)
 {
     return x < low ? low : x > high ? high : x;
 }
 
 /* Query i sees keys up to i + this, if the mask is causal and nothing more. */
-UPIPE_API int64_t upi_attn_ahead(const upipe_attn *a)
+UPIPE_API int64_t upipe_attn_ahead(const upipe_attn *a)
 {
-    return upi_floor_div(a->q_pos - a->k_pos, a->pos_step > 0 ? a->pos_step : 1);
+    return upipe_floor_div(a->q_pos - a->k_pos, a->pos_step > 0 ? a->pos_step : 1);
 }
 
 /* Row i of q sees the keys [*first, *end) of k; both ascend with i, and are equal where it sees none. */
@@ -123,11 +125,11 @@ UPIPE_API void upipe_attn_visible(const upipe_attn *a, int64_t i, int64_t *first
     const int64_t step = a->pos_step > 0 ? a->pos_step : 1, n = a->k.n;
     /* key `same` is the last one at or before the row's position, as if keys had no ends; key j lies j - same
      * steps on */
-    const int64_t away = a->q_pos - a->k_pos, same = i + upi_attn_ahead(a);
+    const int64_t away = a->q_pos - a->k_pos, same = i + upipe_attn_ahead(a);
     const int64_t pos = a->q_pos + i * step;
     int64_t from = 0, to = n;
     if (m->causal) to = same + 1;
-    if (m->window > 0) from = i - upi_floor_div(m->window - 1 - away, step);
+    if (m->window > 0) from = i - upipe_floor_div(m->window - 1 - away, step);
     if (m->cu_seqlens != NULL) {
         /* finds low with cu_seqlens[low] <= pos < cu_seqlens[low + 1] */
         int64_t low = 0, high = m->cu_seqlens_n;
@@ -144,34 +146,49 @@ UPIPE_API void upipe_attn_visible(const upipe_attn *a, int64_t i, int64_t *first
                     high = middle;
             }
             /* the first keys at or behind both borders */
-            low = -upi_floor_div(a->k_pos - m->cu_seqlens[low], step);
-            high = -upi_floor_div(a->k_pos - m->cu_seqlens[high], step);
+            low = -upipe_floor_div(a->k_pos - m->cu_seqlens[low], step);
+            high = -upipe_floor_div(a->k_pos - m->cu_seqlens[high], step);
             if (low > from) from = low;
             if (high < to) to = high;
         }
     }
-    *end = upi_between(to, 0, n);
-    *first = upi_between(from, 0, *end);
+    *end = upipe_clamp(to, 0, n);
+    *first = upipe_clamp(from, 0, *end);
+}
+
+/* upipe_attn_sees -- whether any of a call's queries may see any of its keys */
+UPIPE_API int upipe_attn_sees(const upipe_attn *a)
+{
+    int64_t first, end, other;
+    upipe_attn_visible(a, 0, &first, &other);
+    upipe_attn_visible(a, a->q.n - 1, &other, &end);
+    return first < end;
 }
 
 /* ---- checks ---- */
 
 /* The scale that a call uses. */
-UPIPE_API float upi_attn_scale(const upipe_attn *a)
+UPIPE_API float upipe_attn_scale(const upipe_attn *a)
 {
     return a->scale != 0 ? a->scale : (float)(1.0 / __builtin_sqrt((double)a->q.d));
 }
 
-/* Whether f32 holds the factors of a soft-cap, in whose units scores are kept: that of products, and that of
- * the exponential to base 2. */
-UPIPE_API int upi_attn_softcap_fits(const upipe_attn *a)
+/* UNSUPPORTED for head dims that no kernel is built for. */
+UPIPE_API upipe_status upipe_attn_check_dims(upipe_ctx *c, int head_dim, int v_dim)
 {
-    const float products = upi_attn_scale(a) / a->mask.softcap, rate = a->mask.softcap * 1.4426951f;
-    return __builtin_isnormal(products) && __builtin_isfinite(rate);
+    const int sizes[2] = {head_dim, v_dim};
+    int i;
+    for (i = 0; i < 2; ++i)
+        if (sizes[i] < UPIPE_HEAD_DIM_MIN || sizes[i] > UPIPE_HEAD_DIM_MAX ||
+            sizes[i] % UPIPE_HEAD_DIM_STEP != 0)
+            return upipe_fail(
+                &c->err, UPIPE_ERR_UNSUPPORTED, "head dim %d%s; %d to %d in steps of %d are built", sizes[i],
+                i == 1 ? " of V" : "", UPIPE_HEAD_DIM_MIN, UPIPE_HEAD_DIM_MAX, UPIPE_HEAD_DIM_STEP);
+    return UPIPE_OK;
 }
 
-/* Whether the numbers of the masks make sense. */
-UPIPE_API upipe_status upi_attn_check_masks(upipe_ctx *c, const upipe_attn *a)
+/* Whether the numbers of the masks and the scale make sense. */
+UPIPE_API upipe_status upipe_attn_check_masks(upipe_ctx *c, const upipe_attn *a)
 {
     const upipe_mask *m = &a->mask;
     const int64_t limit = INT64_C(1) << 60;
@@ -182,12 +199,17 @@ UPIPE_API upipe_status upi_attn_check_masks(upipe_ctx *c, const upipe_attn *a)
     if (a->pos_step < 0 || a->pos_step > UPIPE_POS_STEP_MAX)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %lld positions between rows",
                           (long long)a->pos_step);
+    if (!(a->scale >= 0) || !__builtin_isfinite(a->scale))
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: scale %g", a->scale);
     if (!(m->softcap >= 0) || !__builtin_isfinite(m->softcap))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: soft-cap %g", m->softcap);
-    if (m->softcap > 0 && !upi_attn_softcap_fits(a))
+    /* f32 must hold the factors of a soft-cap, in whose units scores are kept: that of products, and that of the
+     * exponential to base 2 */
+    if (m->softcap > 0 && (!__builtin_isnormal(upipe_attn_scale(a) / m->softcap) ||
+                           !__builtin_isfinite(m->softcap * 1.4426951f)))
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
                           "attention: soft-cap %g is out of all proportion to scale %g", m->softcap,
-                          upi_attn_scale(a));
+                          upipe_attn_scale(a));
     if (m->cu_seqlens_n < 0 || (m->cu_seqlens == NULL) != (m->cu_seqlens_n == 0))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %lld packed sequences, cu_seqlens is %sNULL",
                           (long long)m->cu_seqlens_n, m->cu_seqlens != NULL ? "not " : "");
@@ -199,8 +221,9 @@ UPIPE_API upipe_status upi_attn_check_masks(upipe_ctx *c, const upipe_attn *a)
     return UPIPE_OK;
 }
 
-/* Whether the backend supports what this call asks for. */
-UPIPE_API upipe_status upi_attn_check_can(upipe_ctx *c, const upipe_attn *a, int backward)
+/* Whether the backend supports what this call asks for.
+ *   adds_dq   nonzero: a backward that adds to dq */
+UPIPE_API upipe_status upipe_attn_check_can(upipe_ctx *c, const upipe_attn *a, int adds_dq)
 {
     static const char *const names[] = {"a sliding window",
                                         "packed sequences (cu_seqlens)",
@@ -208,27 +231,27 @@ UPIPE_API upipe_status upi_attn_check_can(upipe_ctx *c, const upipe_attn *a, int
                                         "sinks",
                                         "a head dim of v that is not q's",
                                         "a gradient of q that is added to"};
-    int wish = 0, i;
-    if (a->mask.window != 0) wish |= UPIPE_ATTN_WINDOW;
-    if (a->mask.cu_seqlens != NULL) wish |= UPIPE_ATTN_CU_SEQLENS;
-    if (a->mask.softcap != 0) wish |= UPIPE_ATTN_SOFTCAP;
-    if (a->mask.sinks != NULL) wish |= UPIPE_ATTN_SINKS;
-    if (a->v.d != a->q.d) wish |= UPIPE_ATTN_V_DIM;
-    if (backward && a->merge) wish |= UPIPE_ATTN_ADD_DQ;
-    wish &= ~c->ops->attn_can;
+    int asked = 0, i;
+    if (a->mask.window != 0) asked |= UPIPE_ATTN_WINDOW;
+    if (a->mask.cu_seqlens != NULL) asked |= UPIPE_ATTN_CU_SEQLENS;
+    if (a->mask.softcap != 0) asked |= UPIPE_ATTN_SOFTCAP;
+    if (a->mask.sinks != NULL) asked |= UPIPE_ATTN_SINKS;
+    if (a->v.d != a->q.d) asked |= UPIPE_ATTN_V_DIM;
+    if (adds_dq) asked |= UPIPE_ATTN_ADD_DQ;
+    asked &= ~c->ops->attn_can;
     for (i = 0; i < (int)(sizeof names / sizeof *names); ++i)
-        if (wish & (1 << i))
+        if (asked & (1 << i))
             return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "attention: %s does not know %s yet",
                               c->ops->name, names[i]);
     return UPIPE_OK;
 }
 
 /* Checks what every backend may then rely on. */
-UPIPE_API upipe_status upi_attn_check(upipe_ctx *c, const upipe_attn *a, int backward)
+UPIPE_API upipe_status upi_attn_check(upipe_ctx *c, const upipe_attn *a)
 {
     const int64_t limit = INT64_C(1) << 60; /* sums and differences of four such numbers stay in 63 bits */
     upipe_view q = a->q, k = a->k;
-    const int dtype = upi_enum_number(&q.dtype, sizeof q.dtype);
+    const int dtype = upipe_enum_number(&q.dtype, sizeof q.dtype);
     if (dtype < 0 || dtype > UPIPE_F16)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: data type %d is none of f32, bf16 and f16",
                           dtype);
@@ -237,39 +260,30 @@ UPIPE_API upipe_status upi_attn_check(upipe_ctx *c, const upipe_attn *a, int bac
     if (q.h < 1 || k.h < 1 || q.h % k.h != 0)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %d query heads over %d key/value heads", q.h,
                           k.h);
-    if (q.d < UPIPE_HEAD_DIM_MIN || q.d > UPIPE_HEAD_DIM_MAX || q.d % UPIPE_HEAD_DIM_STEP != 0)
-        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
-                          "attention: head dim %d; %d to %d in steps of %d are built", q.d,
-                          UPIPE_HEAD_DIM_MIN, UPIPE_HEAD_DIM_MAX, UPIPE_HEAD_DIM_STEP);
-    if (a->v.d < UPIPE_HEAD_DIM_MIN || a->v.d > UPIPE_HEAD_DIM_MAX || a->v.d % UPIPE_HEAD_DIM_STEP != 0)
-        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
-                          "attention: head dim %d of v; %d to %d in steps of %d are built", a->v.d,
-                          UPIPE_HEAD_DIM_MIN, UPIPE_HEAD_DIM_MAX, UPIPE_HEAD_DIM_STEP);
+    UPIPE_TRY(upipe_attn_check_dims(c, q.d, a->v.d));
     if (q.n < 0 || k.n < 0)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %lld queries, %lld keys", (long long)q.n,
                           (long long)k.n);
     UPIPE_TRY(upi_attn_like(c, "q", q, q.n, q.h, q.d, q.dtype));
     UPIPE_TRY(upi_attn_like(c, "k", k, k.n, k.h, q.d, q.dtype));
     UPIPE_TRY(upi_attn_like(c, "v", a->v, k.n, k.h, a->v.d, q.dtype));
-    if (!backward)
-        UPIPE_TRY(upi_attn_like(c, "o", a->o, q.n, q.h, a->v.d,
-                                upi_enum_number(&a->o.dtype, sizeof a->o.dtype) == UPIPE_F32 ? UPIPE_F32
-                                                                                             : q.dtype));
     UPIPE_TRY(upi_attn_like(c, "lse", a->lse, q.n, q.h, 1, UPIPE_F32));
-    UPIPE_TRY(upi_attn_check_masks(c, a));
-    if (!(a->scale >= 0) || !__builtin_isfinite(a->scale))
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: scale %g", a->scale);
+    UPIPE_TRY(upipe_attn_check_masks(c, a));
     if (a->q_pos < -limit || a->q_pos > limit || a->k_pos < -limit || a->k_pos > limit ||
         q.n > limit / (a->pos_step > 0 ? a->pos_step : 1) ||
         k.n > limit / (a->pos_step > 0 ? a->pos_step : 1))
         return upipe_fail(&c->err, UPIPE_ERR_OVERFLOW,
                           "attention: %lld queries from %lld and %lld keys from %lld", (long long)q.n,
                           (long long)a->q_pos, (long long)k.n, (long long)a->k_pos);
-    return upi_attn_check_can(c, a, backward);
+    return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_attn_aligned(upipe_ctx *c, const upipe_attn *a)
+/* Whether the scratch is what attn_bytes asks for. */
+UPIPE_API upipe_status upi_attn_check_work(upipe_ctx *c, const upipe_attn *a, size_t need)
 {
+    if (a->work_bytes < need || (a->work == NULL && need > 0))
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %zu bytes of scratch, %zu needed",
+                          a->work != NULL ? a->work_bytes : (size_t)0, need);
     if ((uintptr_t)a->work % 64 == 0) return UPIPE_OK;
     return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: scratch at %p is not aligned to 64 bytes", a->work);
 }
@@ -280,22 +294,23 @@ UPIPE_API upipe_status upi_attn_aligned(upipe_ctx *c, const upipe_attn *a)
  */
 UPIPE_API upipe_status upipe_attn_fwd(upipe_ctx *c, const upipe_attn *a)
 {
-    size_t need;
-    UPIPE_TRY(upi_attn_check(c, a, 0));
-    need = c->ops->attn_bytes(c->ops, a, 0);
-    if (a->work_bytes < need || (a->work == NULL && need > 0))
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %zu bytes of scratch, %zu needed",
-                          a->work != NULL ? a->work_bytes : (size_t)0, need);
-    UPIPE_TRY(upi_attn_aligned(c, a));
+    const int wide = a != NULL && upipe_enum_number(&a->o.dtype, sizeof a->o.dtype) == UPIPE_F32;
+    if (a == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: the call is NULL");
+    UPIPE_TRY(upi_attn_check(c, a));
+    UPIPE_TRY(upi_attn_like(c, "o", a->o, a->q.n, a->q.h, a->v.d, wide ? UPIPE_F32 : a->q.dtype));
+    UPIPE_TRY(upipe_attn_check_can(c, a, 0));
+    UPIPE_TRY(upi_attn_check_work(c, a, c->ops->attn_bytes(c->ops, a, 0)));
     return c->ops->attn_fwd(c, a);
 }
 
 /* upipe_attn_bwd -- gradients of q, k, v. Errors and order as upipe_attn_fwd. */
 UPIPE_API upipe_status upipe_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
 {
-    const upipe_attn *a = &g->a;
-    size_t need;
-    UPIPE_TRY(upi_attn_check(c, a, 1));
+    const upipe_attn *a = g != NULL ? &g->a : NULL;
+    if (g == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: the call is NULL");
+    UPIPE_TRY(upi_attn_check(c, a));
+    UPIPE_TRY(upipe_attn_check_can(c, a, a->merge));
+    if (c->ops->attn_reads_o) UPIPE_TRY(upi_attn_like(c, "o", a->o, a->q.n, a->q.h, a->v.d, a->q.dtype));
     UPIPE_TRY(upi_attn_like(c, "dout", g->dout, a->q.n, a->q.h, a->v.d, a->q.dtype));
     UPIPE_TRY(upi_attn_like(c, "delta", g->delta, a->q.n, a->q.h, 1, UPIPE_F32));
     UPIPE_TRY(upi_attn_like(c, "dq", g->dq, a->q.n, a->q.h, a->q.d, a->merge ? UPIPE_F32 : a->q.dtype));
@@ -303,11 +318,8 @@ UPIPE_API upipe_status upipe_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
     UPIPE_TRY(upi_attn_like(c, "dv", g->dv, a->k.n, a->k.h, a->v.d, UPIPE_F32));
     if (g->dsinks != NULL && a->mask.sinks == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: a gradient of sinks without sinks");
-    need = c->ops->attn_bytes(c->ops, a, 1);
-    if (a->work_bytes < need || (a->work == NULL && need > 0))
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %zu bytes of scratch, %zu needed",
-                          a->work != NULL ? a->work_bytes : (size_t)0, need);
-    UPIPE_TRY(upi_attn_aligned(c, a));
+    UPIPE_TRY(upi_attn_check_work(c, a, c->ops->attn_bytes(c->ops, a, 1)));
     return c->ops->attn_bwd(c, g);
 }
+
 #endif

@@ -94,7 +94,7 @@ UPIPE_API void upipe_fail_reason(upipe_err *e, upipe_status s)
 /* The number behind a field that is an enum, at an address of that many bytes. A description may hold any, but a C++
  * compiler may assume that an enum it loads has one of the enum's values: so it is read as a number and checked
  * first. */
-UPIPE_API int upi_enum_number(const void *field, size_t bytes)
+UPIPE_API int upipe_enum_number(const void *field, size_t bytes)
 {
     int number = 0;
     memcpy(&number, field, bytes < sizeof number ? bytes : sizeof number);
@@ -122,33 +122,33 @@ UPIPE_API const char *upipe_dtype_name(upipe_dtype t)
 }
 
 /* The name of a field's type, which may be none. */
-UPIPE_API const char *upi_dtype_name_of(const upipe_dtype *t)
+UPIPE_API const char *upipe_dtype_name_of(const upipe_dtype *t)
 {
-    int number = upi_enum_number(t, sizeof *t);
+    int number = upipe_enum_number(t, sizeof *t);
     return number >= 0 && number <= UPIPE_F16 ? upipe_dtype_name((upipe_dtype)number) : "no storage type";
 }
 
-/* upipe_view -- n tokens x h heads x d contiguous elements; steps count elements, not bytes
+/* upipe_view -- n tokens x h heads x d contiguous elements; strides count elements, not bytes
  *
- * Element (i, j, k) lies at data + i * n_step + j * h_step + k. A matrix is a view with h = 1. In a batched
+ * Element (i, j, k) lies at data + i * n_stride + j * h_stride + k. A matrix is a view with h = 1. In a batched
  * matrix product j counts the matrices. Statistics of a row (log-sum-exp, delta) are views with d = 1.
  */
 typedef struct upipe_view {
     void *data;
-    int64_t n, n_step, h_step;
+    int64_t n, n_stride, h_stride;
     int32_t h, d;
     upipe_dtype dtype;
 } upipe_view;
 
-/* A view of all its fields: [n][h][d], steps in elements. */
-UPIPE_API upipe_view upipe_view_make(void *data, upipe_dtype dtype, int64_t n, int64_t n_step, int32_t h,
-                                     int64_t h_step, int32_t d)
+/* A view of all its fields: [n][h][d], strides in elements. */
+UPIPE_API upipe_view upipe_view_make(void *data, upipe_dtype dtype, int64_t n, int64_t n_stride, int32_t h,
+                                     int64_t h_stride, int32_t d)
 {
     upipe_view v;
     v.data = data;
     v.n = n;
-    v.n_step = n_step;
-    v.h_step = h_step;
+    v.n_stride = n_stride;
+    v.h_stride = h_stride;
     v.h = h;
     v.d = d;
     v.dtype = dtype;
@@ -164,7 +164,7 @@ UPIPE_API upipe_view upipe_view_packed(void *data, upipe_dtype dtype, int64_t n,
 /* Address of element (i, j, 0). */
 UPIPE_API void *upipe_view_at(upipe_view v, int64_t i, int32_t j)
 {
-    return (char *)v.data + (i * v.n_step + j * v.h_step) * (int64_t)upipe_dtype_bytes(v.dtype);
+    return (char *)v.data + (i * v.n_stride + j * v.h_stride) * (int64_t)upipe_dtype_bytes(v.dtype);
 }
 
 /* The same tensor from token `first` on, n tokens long. */
@@ -180,7 +180,7 @@ UPIPE_API upipe_view upipe_view_heads(upipe_view v, int32_t h)
 {
     v.d /= h;
     v.h = h;
-    v.h_step = v.d;
+    v.h_stride = v.d;
     return v;
 }
 
@@ -209,9 +209,11 @@ typedef struct upipe_ctx {
     upipe_err err;
 } upipe_ctx;
 
-/* upipe_ctx_check -- ARG if the table, the pool or the team is NULL; every call over a team begins with it */
+/* upipe_ctx_check -- ARG if the table, the pool or the team is NULL; every call over a team begins with it. Where the
+ *                    context itself is NULL there is no place for a sentence */
 UPIPE_API upipe_status upipe_ctx_check(upipe_ctx *c)
 {
+    if (c == NULL) return UPIPE_ERR_ARG;
     if (c->ops != NULL && c->mem != NULL && c->team != NULL) return UPIPE_OK;
     return upipe_fail(&c->err, UPIPE_ERR_ARG, "ctx->%s is NULL",
                       c->ops == NULL   ? "ops"
@@ -225,10 +227,33 @@ UPIPE_API void *upipe_offset(const void *p, size_t bytes)
     return p != NULL ? (char *)(uintptr_t)p + bytes : NULL;
 }
 
+/* The larger of both. */
+UPIPE_API size_t upipe_max_bytes(size_t a, size_t b)
+{
+    return a > b ? a : b;
+}
+
+/* Where part i of n things begins, when they are cut into `parts` parts that differ by at most one thing; part `parts`
+ * begins at n. */
+UPIPE_API int64_t upipe_cut(int64_t n, int parts, int i)
+{
+    return n / parts * i + n % parts * i / parts;
+}
+
 /* out = a * b in 63 bits; false on overflow or a negative factor. */
 UPIPE_API int upipe_mul(int64_t *out, int64_t a, int64_t b)
 {
     return a >= 0 && b >= 0 && !__builtin_mul_overflow(a, b, out);
+}
+
+#define UPIPE_HASH UINT64_C(1469598103934665603) /* FNV-1a of nothing */
+
+/* FNV-1a, continued over these bytes. */
+UPIPE_API uint64_t upipe_hash_bytes(uint64_t hash, const void *bytes, size_t n)
+{
+    const unsigned char *p = (const unsigned char *)bytes;
+    while (n-- > 0) hash = (hash ^ *p++) * 1099511628211u;
+    return hash;
 }
 
 #endif

@@ -1,7 +1,7 @@
 /* upipe_check.h -- checks of the calls of the compute table, for backends        layer 2, includes ops
  *
  * One function an entry checks shapes, storage types, NULLs, and which views may share memory; each breach
- * has its own sentence. No pointer is dereferenced, so the arguments may lie in any device's memory. A check
+ * has its own sentence. No pointer to elements is dereferenced, so they may lie in any device's memory. A check
  * that must read elements (a target beyond the last column, say) is the backend's.
  *
  *     UPIPE_TRY(upipe_check_rmsnorm(c, y, x, norm_weight, eps));
@@ -13,14 +13,14 @@
 
 #include "upipe_ops.h"
 
-enum { UPI_ROPE_DIM_MAX = 256 };
+enum { UPIPE_ROPE_DIM_MAX = 256 };
 
 /* ---- views ---- */
 
 /* Whether the table supports the type. */
-UPIPE_API int upi_dtype_built(const upipe_ops *ops, const upipe_dtype *t)
+UPIPE_API int upipe_dtype_built(const upipe_ops *ops, const upipe_dtype *t)
 {
-    int number = upi_enum_number(t, sizeof *t);
+    int number = upipe_enum_number(t, sizeof *t);
     return number == UPIPE_F32 || number == UPIPE_BF16 || (number == UPIPE_F16 && ops->f16);
 }
 
@@ -29,9 +29,9 @@ UPIPE_API upipe_status upi_row_check(upipe_ctx *c, const char *call, const char 
     if (v.n < 0 || v.h < 1 || v.d < 1)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: %s is [%lld][%d][%d]", call, name, (long long)v.n, v.h,
                           v.d);
-    if (!upi_dtype_built(c->ops, &v.dtype))
+    if (!upipe_dtype_built(c->ops, &v.dtype))
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "%s: %s has storage type %d", call, name,
-                          upi_enum_number(&v.dtype, sizeof v.dtype));
+                          upipe_enum_number(&v.dtype, sizeof v.dtype));
     if (v.data == NULL && v.n > 0) return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: %s is NULL", call, name);
     return UPIPE_OK;
 }
@@ -47,16 +47,17 @@ UPIPE_API upipe_status upi_row_check_like(upipe_ctx *c, const char *call, const 
     return UPIPE_OK;
 }
 
-/* Views that begin at one address must be the same elements: each is read and then written, and no other. */
+/* Views that begin at one address must be the same elements: then each is read before it is written. */
 UPIPE_API upipe_status upi_row_check_alias(upipe_ctx *c, const char *call, const char *a_name, upipe_view a,
                                            const char *b_name, upipe_view b)
 {
-    int same = a.dtype == b.dtype && (a.n == 1 || a.n_step == b.n_step) && (a.h == 1 || a.h_step == b.h_step);
+    int same = a.dtype == b.dtype && (a.n == 1 || a.n_stride == b.n_stride) &&
+               (a.h == 1 || a.h_stride == b.h_stride);
     if (a.n == 0 || a.data != b.data || same) return UPIPE_OK;
     return upipe_fail(&c->err, UPIPE_ERR_ARG,
-                      "%s: %s (%s, steps %lld, %lld) lies over %s (%s, steps %lld, %lld)", call, a_name,
-                      upipe_dtype_name(a.dtype), (long long)a.n_step, (long long)a.h_step, b_name,
-                      upipe_dtype_name(b.dtype), (long long)b.n_step, (long long)b.h_step);
+                      "%s: %s (%s, strides %lld, %lld) lies over %s (%s, strides %lld, %lld)", call, a_name,
+                      upipe_dtype_name(a.dtype), (long long)a.n_stride, (long long)a.h_stride, b_name,
+                      upipe_dtype_name(b.dtype), (long long)b.n_stride, (long long)b.h_stride);
 }
 
 /* ---- rows ---- */
@@ -85,14 +86,27 @@ UPIPE_API upipe_status upipe_check_cast(upipe_ctx *c, upipe_view dst, upipe_view
     return upi_row_check_like(c, "cast", "src", src, dst, dst.d);
 }
 
-/* x: rows of an even d, at most UPI_ROPE_DIM_MAX (else UNSUPPORTED); count, positions and theta in range. */
+/* x: rows of d, at most UPIPE_ROPE_DIM_MAX (else UNSUPPORTED); an even number of dims; count, positions, theta or
+ * rates, and factor in range. */
 UPIPE_API upipe_status upipe_check_rope(upipe_ctx *c, const upipe_rope *r)
 {
+    int32_t turned, p;
+    if (r == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "rope: the call is NULL");
     UPIPE_TRY(upi_row_check(c, "rope", "x", r->x));
-    if (r->x.d % 2 != 0 || r->x.d > UPI_ROPE_DIM_MAX)
-        return upipe_fail(&c->err, r->x.d % 2 != 0 ? UPIPE_ERR_ARG : UPIPE_ERR_UNSUPPORTED,
-                          "rope: head dim %d; even ones up to %d are built", r->x.d, UPI_ROPE_DIM_MAX);
-    if (r->count < 0 || r->pos0 < 0 || r->pos_step < 0 || !(r->theta > 0))
+    turned = r->dims != 0 ? r->dims : r->x.d;
+    if (turned < 0 || turned % 2 != 0 || turned > r->x.d)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "rope: %d dims of a head dim %d; an even number is rotated",
+                          turned, r->x.d);
+    if (r->x.d > UPIPE_ROPE_DIM_MAX)
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "rope: head dim %d; those up to %d are built",
+                          r->x.d, UPIPE_ROPE_DIM_MAX);
+    if (!(r->factor >= 0) || !__builtin_isfinite(r->factor))
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "rope: factor %g; it is above 0, or 0 for 1", r->factor);
+    for (p = 0; r->rates != NULL && p < turned / 2; ++p)
+        if (!(r->rates[p] >= 0) || !__builtin_isfinite(r->rates[p]))
+            return upipe_fail(&c->err, UPIPE_ERR_ARG, "rope: rate %d is %g radians a position", p,
+                              r->rates[p]);
+    if (r->count < 0 || r->pos0 < 0 || r->pos_step < 0 || (r->rates == NULL && !(r->theta > 0)))
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
                           "rope: %lld blocks from position %lld in steps of %lld, theta %g",
                           (long long)r->count, (long long)r->pos0, (long long)r->pos_step, r->theta);
@@ -185,12 +199,12 @@ UPIPE_API upipe_status upipe_check_gemm(upipe_ctx *c, upipe_view out, upipe_view
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
                           "gemm: out [%lld][%d][%d], a [%lld][%d][%d], b [%lld][%d][%d]", (long long)out.n,
                           out.h, out.d, (long long)a.n, a.h, a.d, (long long)b.n, b.h, b.d);
-    if (!upi_dtype_built(c->ops, &out.dtype) || !upi_dtype_built(c->ops, &a.dtype) ||
-        !upi_dtype_built(c->ops, &b.dtype))
+    if (!upipe_dtype_built(c->ops, &out.dtype) || !upipe_dtype_built(c->ops, &a.dtype) ||
+        !upipe_dtype_built(c->ops, &b.dtype))
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "gemm: storage type %d, %d or %d",
-                          upi_enum_number(&out.dtype, sizeof out.dtype),
-                          upi_enum_number(&a.dtype, sizeof a.dtype),
-                          upi_enum_number(&b.dtype, sizeof b.dtype));
+                          upipe_enum_number(&out.dtype, sizeof out.dtype),
+                          upipe_enum_number(&a.dtype, sizeof a.dtype),
+                          upipe_enum_number(&b.dtype, sizeof b.dtype));
     if (a_rows != out.n || b_cols != out.d || a_depth != b_depth)
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
                           "gemm: out is %lld x %d, but op(a) is %lld x %lld and op(b) is %lld x %lld",
@@ -215,7 +229,7 @@ UPIPE_API upipe_status upipe_check_gemm(upipe_ctx *c, upipe_view out, upipe_view
 UPIPE_API int upi_gemm_join_side(upipe_view *v, int down)
 {
     if (v->h == 1) return 1;
-    if (v->h_step != (down ? v->n * v->n_step : v->d) || (!down && v->d > INT32_MAX / v->h)) return 0;
+    if (v->h_stride != (down ? v->n * v->n_stride : v->d) || (!down && v->d > INT32_MAX / v->h)) return 0;
     if (down)
         v->n *= v->h;
     else
@@ -271,7 +285,9 @@ UPIPE_API upipe_status upipe_check_swiglu_bwd(upipe_ctx *c, upipe_view gate, upi
 /* logits, grad: rows [n][1][V] */
 UPIPE_API upipe_status upipe_check_cross_entropy(upipe_ctx *c, const upipe_cross_entropy *x)
 {
-    upipe_view l = x->logits;
+    upipe_view l;
+    if (x == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "cross_entropy: the call is NULL");
+    l = x->logits;
     UPIPE_TRY(upi_row_check(c, "cross_entropy", "logits", l));
     if (l.h != 1 || l.dtype != UPIPE_F32)
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
@@ -328,8 +344,9 @@ UPIPE_API int upi_adamw_number(double x, double least)
 /* n >= 0, step >= 1, betas in [0, 1), numbers that f32 holds; no NULLs, no address twice. */
 UPIPE_API upipe_status upipe_check_adamw(upipe_ctx *c, const upipe_adamw *a)
 {
-    const void *at[5];
+    const void *memory[5];
     int i, j;
+    if (a == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "adamw: the call is NULL");
     if (a->n < 0 || a->step < 1)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "adamw: %lld elements, step %lld", (long long)a->n,
                           (long long)a->step);
@@ -340,19 +357,19 @@ UPIPE_API upipe_status upipe_check_adamw(upipe_ctx *c, const upipe_adamw *a)
         !upi_adamw_number(a->grad_scale, -INFINITY))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "adamw: rate %g, eps %g, decay %g, gradients times %g",
                           a->rate, a->eps, a->decay, a->grad_scale);
-    if (a->copy != NULL && !upi_dtype_built(c->ops, &a->copy_dtype))
+    if (a->copy != NULL && !upipe_dtype_built(c->ops, &a->copy_dtype))
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "adamw: copy has storage type %d",
-                          upi_enum_number(&a->copy_dtype, sizeof a->copy_dtype));
+                          upipe_enum_number(&a->copy_dtype, sizeof a->copy_dtype));
     if (a->n == 0) return UPIPE_OK;
-    at[0] = a->w;
-    at[1] = a->m;
-    at[2] = a->v;
-    at[3] = a->g;
-    at[4] = a->copy;
+    memory[0] = a->w;
+    memory[1] = a->m;
+    memory[2] = a->v;
+    memory[3] = a->g;
+    memory[4] = a->copy;
     for (i = 0; i < 4; ++i) {
-        if (at[i] == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "adamw: %c is NULL", "wmvg"[i]);
+        if (memory[i] == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "adamw: %c is NULL", "wmvg"[i]);
         for (j = i + 1; j < 5; ++j)
-            if (at[i] == at[j])
+            if (memory[i] == memory[j])
                 return upipe_fail(&c->err, UPIPE_ERR_ARG, "adamw: %c and %s are the same memory", "wmvg"[i],
                                   j == 4   ? "copy"
                                   : j == 3 ? "g"

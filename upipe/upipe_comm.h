@@ -1,8 +1,8 @@
 /* upipe_comm.h -- the transport table, and the one-rank team        layer 1, includes upipe_base.h
  *
  * A transfer is a batch of point-to-point sends and receives. Each rank passes a list of messages: what it
- * sends to which peer, and what it receives from which. An all-to-all, a ring step and an all-gather of
- * tensors are such lists.
+ * sends to which peer, and what it receives from which. An all-to-all, a shift round a ring and an all-gather
+ * of tensors are such lists.
  *
  *     upipe_comm_start(ctx, ctx->team, list, n);   every rank of the team, in the same order
  *     ...                                          the buffers of the list belong to the transport
@@ -10,7 +10,7 @@
  *
  * The k-th send from rank r to rank p fills the k-th receive at rank p from rank r:
  *
- *     recv[i * recv_step + j] at p  =  send[i * send_step + j] at r      0 <= i < count, 0 <= j < bytes
+ *     recv[i * recv_stride + j] at p  =  send[i * send_stride + j] at r      0 <= i < count, 0 <= j < bytes
  *
  * Deadline. No call waits for its peers longer than comm->deadline. A call that fails may then wait until its
  * buffers are no longer accessed, for the deadline or half a second, whichever is less.
@@ -30,37 +30,37 @@
 #include "upipe_base.h"
 
 /* upipe_msg -- what a rank sends to one peer, receives from it, or both, in one transfer
- *   send  `count` blocks of send_bytes; block i begins at send + i * send_step. NULL with 0 bytes: no send
- *   recv  the same with recv_bytes and recv_step
+ *   send  `count` blocks of send_bytes; block i begins at send + i * send_stride. NULL with 0 bytes: no send
+ *   recv  the same with recv_bytes and recv_stride
  *   peer  a rank of the team; the rank itself means a local copy
  */
 typedef struct upipe_msg {
     const void *send;
     void *recv;
-    size_t send_bytes, recv_bytes; /* of one block */
-    size_t send_step, recv_step;   /* bytes between blocks */
-    int64_t count;                 /* blocks, the same on both ranks */
+    size_t send_bytes, recv_bytes;   /* of one block */
+    size_t send_stride, recv_stride; /* bytes between blocks */
+    int64_t count;                   /* blocks, the same on both ranks */
     int peer;
 } upipe_msg;
 
 /* upipe_msg_add -- appends one peer's messages to a list of n; appends nothing if both sizes are 0
- *   batch   blocks each way
+ *   count   blocks, sent and received
  */
-UPIPE_API void upipe_msg_add(upipe_msg *list, int *n, int peer, int64_t batch, const void *send,
-                             size_t send_bytes, size_t send_step, void *recv, size_t recv_bytes,
-                             size_t recv_step)
+UPIPE_API void upipe_msg_add(upipe_msg *list, int *n, int peer, int64_t count, const void *send,
+                             size_t send_bytes, size_t send_stride, void *recv, size_t recv_bytes,
+                             size_t recv_stride)
 {
-    upipe_msg *s = list + *n;
+    upipe_msg *msg = list + *n;
     if (send_bytes == 0 && recv_bytes == 0) return;
     ++*n;
-    s->peer = peer;
-    s->count = batch;
-    s->send = send_bytes > 0 ? send : NULL;
-    s->recv = recv_bytes > 0 ? recv : NULL;
-    s->send_bytes = send_bytes;
-    s->recv_bytes = recv_bytes;
-    s->send_step = send_step;
-    s->recv_step = recv_step;
+    msg->peer = peer;
+    msg->count = count;
+    msg->send = send_bytes > 0 ? send : NULL;
+    msg->recv = recv_bytes > 0 ? recv : NULL;
+    msg->send_bytes = send_bytes;
+    msg->recv_bytes = recv_bytes;
+    msg->send_stride = send_stride;
+    msg->recv_stride = recv_stride;
 }
 
 struct upipe_comm;
@@ -71,6 +71,8 @@ struct upipe_comm;
  *            one already, it does nothing and returns 0. A NULL entry: the team cannot fail
  *   settle   returns when no transfer that `wait` has left to the streams is in progress; a NULL entry: `wait`
  *            leaves none. What waits for a stream calls it first (upipe_comm_settle)
+ *   gather   a whole transfer, start and wait: `bytes` from `mine` of each rank come to `all`, in rank order, on every rank.
+ *            mine is this rank's place in `all`, or elsewhere. A NULL entry: upipe_slices_gather sends messages
  */
 typedef struct upipe_comm_ops {
     const char *name;
@@ -82,16 +84,17 @@ typedef struct upipe_comm_ops {
     const upipe_err *(*failure)(const struct upipe_comm *comm);
     int (*fail)(struct upipe_comm *comm, upipe_status s, const char *why);
     upipe_status (*settle)(upipe_ctx *c, struct upipe_comm *comm);
+    upipe_status (*gather)(upipe_ctx *c, struct upipe_comm *comm, void *all, const void *mine, size_t bytes);
 } upipe_comm_ops;
 
-enum { UPIPE_ALL_GATHER_MAX = 32, UPI_AGREED_MAX = 4 };
+enum { UPIPE_ALL_GATHER_MAX = 40, UPIPE_AGREED_MAX = 4 };
 
 /* A description on which all ranks agreed. It came `run` times in a row, and the one with hash `next`
  * followed. While next is 0 the run may still grow. */
-typedef struct upi_agreed {
+typedef struct upipe_agreed {
     uint64_t hash, next; /* hash: never 0 */
     int64_t run;
-} upi_agreed;
+} upipe_agreed;
 
 typedef struct upipe_comm {
     upipe_comm_ops ops;
@@ -101,9 +104,9 @@ typedef struct upipe_comm {
     int64_t sent_bytes;  /* sent to other ranks so far; copies to the rank itself do not count */
     int64_t moved_bytes; /* received from other ranks so far, counted by the transport */
     double deadline;     /* seconds that one call may wait for its peers */
-    upi_agreed agreed[UPI_AGREED_MAX]; /* the latest descriptions */
-    int64_t agreed_run;                /* how many times in a row the last one has come */
-    int agreed_at, agreed_oldest;      /* places of the last one, and of the next one to be replaced */
+    upipe_agreed agreed[UPIPE_AGREED_MAX]; /* the latest descriptions */
+    int64_t agreed_run;                    /* how many times in a row the last one has come */
+    int agreed_last, agreed_oldest;        /* places of the last one, and of the next one to be replaced */
     int rank, ranks;
     int started;    /* a transfer is in progress: between start and wait */
     int reported;   /* this rank has returned the team's failure before */
@@ -117,7 +120,7 @@ typedef struct upipe_comm {
 
 /* Returns the failure of a broken team. own: the status, if this call has detected the failure, else
  * UPIPE_OK. Then a MISMATCH is returned once, as any rank may have caused it, and ABORTED otherwise. */
-UPIPE_API upipe_status upi_comm_report(upipe_err *e, upipe_comm *comm, upipe_status own)
+UPIPE_API upipe_status upipe_comm_report(upipe_err *e, upipe_comm *comm, upipe_status own)
 {
     const upipe_err *first = comm->ops.failure(comm);
     int mismatch = !comm->reported && first->status == UPIPE_ERR_MISMATCH;
@@ -127,13 +130,13 @@ UPIPE_API upipe_status upi_comm_report(upipe_err *e, upipe_comm *comm, upipe_sta
 }
 
 /* UPIPE_OK while the team is whole. */
-UPIPE_API upipe_status upi_comm_whole(upipe_ctx *c, upipe_comm *comm)
+UPIPE_API upipe_status upipe_comm_whole(upipe_ctx *c, upipe_comm *comm)
 {
-    return comm->ops.failure(comm) == NULL ? UPIPE_OK : upi_comm_report(&c->err, comm, UPIPE_OK);
+    return comm->ops.failure(comm) == NULL ? UPIPE_OK : upipe_comm_report(&c->err, comm, UPIPE_OK);
 }
 
 /* Breaks the team with this sentence, unless it is broken already; returns what the rank must return. */
-__attribute__((unused, format(printf, 4, 5))) static inline upipe_status upi_comm_fail(
+__attribute__((unused, format(printf, 4, 5))) static inline upipe_status upipe_comm_fail(
     upipe_err *e, upipe_comm *comm, upipe_status s, const char *format, ...)
 {
     upipe_err mine;
@@ -141,7 +144,7 @@ __attribute__((unused, format(printf, 4, 5))) static inline upipe_status upi_com
     va_start(args, format);
     vsnprintf(mine.text, sizeof mine.text, format, args);
     va_end(args);
-    return upi_comm_report(e, comm, comm->ops.fail(comm, s, mine.text) ? s : UPIPE_OK);
+    return upipe_comm_report(e, comm, comm->ops.fail(comm, s, mine.text) ? s : UPIPE_OK);
 }
 
 /* upipe_comm_abort -- breaks the team: current and later calls of every rank fail with the sentence `why` */
@@ -153,50 +156,51 @@ UPIPE_API void upipe_comm_abort(upipe_comm *comm, const char *why)
 
 /* ---- messages: the k-th send meets the k-th receive ---- */
 
-enum { UPI_SEND, UPI_RECV };
+enum { UPIPE_MSG_SEND, UPIPE_MSG_RECV };
 
-/* The first message at or after `at` that sends to `peer`, or receives from it; n: there is none. */
-UPIPE_API int upi_msg_next(const upipe_msg *list, int n, int peer, int way, int at)
+/* The first message, of number i or a later one, that sends to `peer`, or receives from it; n: there is none. */
+UPIPE_API int upipe_msg_next(const upipe_msg *list, int n, int peer, int way, int i)
 {
-    while (at < n &&
-           (list[at].peer != peer || (way == UPI_SEND ? list[at].send_bytes : list[at].recv_bytes) == 0))
-        ++at;
-    return at;
+    while (i < n &&
+           (list[i].peer != peer || (way == UPIPE_MSG_SEND ? list[i].send_bytes : list[i].recv_bytes) == 0))
+        ++i;
+    return i;
 }
 
-typedef upipe_status (*upi_copy)(upipe_ctx *c, void *dst, const void *src, size_t bytes);
+/* How bytes move: the compute table's copy entry, or one of its form. */
+typedef upipe_status (*upipe_copy)(upipe_ctx *c, void *dst, const void *src, size_t bytes);
 
 /* The next message that a rank sends to itself: *from is its send, *to its receive; both begin at -1. Sets
  * *from to n behind the last one. Fails if the two do not match. */
-UPIPE_API upipe_status upi_msg_own(upipe_err *e, upipe_comm *comm, const upipe_msg *list, int n, int *from,
-                                   int *to)
+UPIPE_API upipe_status upipe_msg_own(upipe_err *e, upipe_comm *comm, const upipe_msg *list, int n, int *from,
+                                     int *to)
 {
-    *from = upi_msg_next(list, n, comm->rank, UPI_SEND, *from + 1);
-    *to = upi_msg_next(list, n, comm->rank, UPI_RECV, *to + 1);
+    *from = upipe_msg_next(list, n, comm->rank, UPIPE_MSG_SEND, *from + 1);
+    *to = upipe_msg_next(list, n, comm->rank, UPIPE_MSG_RECV, *to + 1);
     if (*from == n && *to == n) return UPIPE_OK;
     if (*from < n && *to < n && list[*from].send_bytes == list[*to].recv_bytes &&
         list[*from].count == list[*to].count)
         return UPIPE_OK;
-    return upi_comm_fail(e, comm, UPIPE_ERR_MISMATCH, "rank %d sends itself blocks that it does not receive",
-                         comm->rank);
+    return upipe_comm_fail(e, comm, UPIPE_ERR_MISMATCH,
+                           "rank %d sends itself blocks that it does not receive", comm->rank);
 }
 
 /* Copies what a rank sends to itself, block by block. */
-UPIPE_API upipe_status upi_comm_copy_own(upipe_ctx *c, upipe_comm *comm, const upipe_msg *list, int n,
-                                         upi_copy copy)
+UPIPE_API upipe_status upipe_comm_copy_own(upipe_ctx *c, upipe_comm *comm, const upipe_msg *list, int n,
+                                           upipe_copy copy)
 {
-    int s = -1, r = -1;
+    int from = -1, to = -1;
     for (;;) {
         int64_t i;
-        UPIPE_TRY(upi_msg_own(&c->err, comm, list, n, &s, &r));
-        if (s == n) return UPIPE_OK;
-        for (i = 0; i < list[s].count; ++i) {
-            const char *src = (const char *)list[s].send + (size_t)i * list[s].send_step;
-            upipe_status status =
-                copy(c, (char *)list[r].recv + (size_t)i * list[r].recv_step, src, list[s].send_bytes);
-            if (status == UPIPE_OK) continue;
-            upipe_fail_reason(&c->err, status);
-            return upi_comm_fail(&c->err, comm, status, "rank %d copying: %s", comm->rank, c->err.text);
+        UPIPE_TRY(upipe_msg_own(&c->err, comm, list, n, &from, &to));
+        if (from == n) return UPIPE_OK;
+        for (i = 0; i < list[from].count; ++i) {
+            const void *src = upipe_offset(list[from].send, (size_t)i * list[from].send_stride);
+            void *dst = upipe_offset(list[to].recv, (size_t)i * list[to].recv_stride);
+            upipe_status s = copy(c, dst, src, list[from].send_bytes);
+            if (s == UPIPE_OK) continue;
+            upipe_fail_reason(&c->err, s);
+            return upipe_comm_fail(&c->err, comm, s, "rank %d copying: %s", comm->rank, c->err.text);
         }
     }
 }
@@ -204,7 +208,7 @@ UPIPE_API upipe_status upi_comm_copy_own(upipe_ctx *c, upipe_comm *comm, const u
 /* ---- calls ---- */
 
 /* Between start and wait no other call is made on the communicator, and comm->list is not rebuilt. */
-UPIPE_API upipe_status upi_comm_idle(upipe_ctx *c, const upipe_comm *comm)
+UPIPE_API upipe_status upipe_comm_idle(upipe_ctx *c, const upipe_comm *comm)
 {
     if (comm == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "the communicator is NULL");
     if (!comm->started) return UPIPE_OK;
@@ -221,7 +225,7 @@ UPIPE_API upipe_status upipe_comm_start(upipe_ctx *c, upipe_comm *comm, const up
 {
     int i;
     int64_t bytes = 0;
-    UPIPE_TRY(upi_comm_idle(c, comm));
+    UPIPE_TRY(upipe_comm_idle(c, comm));
     for (i = 0; i < n; ++i) {
         if (list[i].peer < 0 || list[i].peer >= comm->ranks)
             return upipe_fail(&c->err, UPIPE_ERR_ARG, "message %d names rank %d of a team of %d", i,
@@ -245,14 +249,14 @@ UPIPE_API upipe_status upipe_comm_start(upipe_ctx *c, upipe_comm *comm, const up
  */
 UPIPE_API upipe_status upipe_comm_wait(upipe_ctx *c, upipe_comm *comm)
 {
-    if (comm == NULL) return upi_comm_idle(c, comm);
+    if (comm == NULL) return upipe_comm_idle(c, comm);
     if (!comm->started) return upipe_fail(&c->err, UPIPE_ERR_ARG, "no transfer is in progress");
     comm->started = 0;
     return comm->ops.wait(c, comm);
 }
 
 /* upipe_comm_settle -- before the host waits for ctx->stream: where `wait` only orders the stream, waits until the
- *                      transfers of team and ring have ended, under the deadline. ops.sync, ops.total and copies
+ *                      transfers of team and ring have ended, under the deadline. ops.sync and copies
  *                      to and from ordinary host memory do so
  *   errors  as upipe_comm_wait. UPIPE_OK for a team that has failed: it holds up no stream
  */
@@ -267,8 +271,8 @@ UPIPE_API upipe_status upipe_comm_settle(upipe_ctx *c)
  */
 UPIPE_API upipe_status upipe_comm_results(upipe_ctx *c)
 {
-    if (c->team != NULL && c->team->ops.settle != NULL) UPIPE_TRY(upi_comm_whole(c, c->team));
-    return c->ring != NULL && c->ring->ops.settle != NULL ? upi_comm_whole(c, c->ring) : UPIPE_OK;
+    if (c->team != NULL && c->team->ops.settle != NULL) UPIPE_TRY(upipe_comm_whole(c, c->team));
+    return c->ring != NULL && c->ring->ops.settle != NULL ? upipe_comm_whole(c, c->ring) : UPIPE_OK;
 }
 
 /* upipe_comm_barrier -- returns when every rank of the team has called it
@@ -276,7 +280,7 @@ UPIPE_API upipe_status upipe_comm_results(upipe_ctx *c)
  */
 UPIPE_API upipe_status upipe_comm_barrier(upipe_ctx *c, upipe_comm *comm)
 {
-    UPIPE_TRY(upi_comm_idle(c, comm));
+    UPIPE_TRY(upipe_comm_idle(c, comm));
     return comm->ops.barrier(c, comm);
 }
 
@@ -288,45 +292,11 @@ UPIPE_API upipe_status upipe_comm_barrier(upipe_ctx *c, upipe_comm *comm)
 UPIPE_API upipe_status upipe_comm_all_gather(upipe_ctx *c, upipe_comm *comm, int64_t *all,
                                              const int64_t *mine, int n)
 {
-    UPIPE_TRY(upi_comm_idle(c, comm));
+    UPIPE_TRY(upipe_comm_idle(c, comm));
     if (n < 0 || n > UPIPE_ALL_GATHER_MAX)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "an all-gather of %d numbers; 0 to %d are possible", n,
                           UPIPE_ALL_GATHER_MAX);
     return comm->ops.all_gather(c, comm, all, mine, n);
-}
-
-/* upipe_comm_shift_start -- begins a ring step: dst of rank r = src of rank (r - step) mod ranks
- *   src, dst  `bytes` bytes each
- *   step      any integer; a multiple of the ranks copies locally
- *   order, errors  as upipe_comm_start
- */
-UPIPE_API upipe_status upipe_comm_shift_start(upipe_ctx *c, upipe_comm *comm, void *dst, const void *src,
-                                              size_t bytes, int step)
-{
-    upipe_msg *list;
-    int ranks;
-    UPIPE_TRY(upi_comm_idle(c, comm));
-    list = comm->list;
-    ranks = comm->ranks;
-    memset(list, 0, 2 * sizeof *list);
-    list[0].send = src;
-    list[0].send_bytes = bytes;
-    list[0].peer = ((comm->rank + step) % ranks + ranks) % ranks;
-    list[1].recv = dst;
-    list[1].recv_bytes = bytes;
-    list[1].peer = ((comm->rank - step) % ranks + ranks) % ranks;
-    list[0].count = list[1].count = 1;
-    return upipe_comm_start(c, comm, list, 2);
-}
-
-#define UPI_HASH UINT64_C(1469598103934665603) /* FNV-1a of nothing */
-
-/* FNV-1a, continued over these bytes. */
-UPIPE_API uint64_t upi_hash_bytes(uint64_t hash, const void *bytes, size_t n)
-{
-    const unsigned char *p = (const unsigned char *)bytes;
-    while (n-- > 0) hash = (hash ^ *p++) * 1099511628211u;
-    return hash;
 }
 
 /* ---- teams without a transport ---- */
@@ -335,7 +305,7 @@ UPIPE_API uint64_t upi_hash_bytes(uint64_t hash, const void *bytes, size_t n)
 typedef struct upipe_comm_self_state {
     upipe_msg list[2];
     int64_t gathered[UPIPE_ALL_GATHER_MAX];
-    upi_copy copy;
+    upipe_copy copy;
     const upipe_msg *posted;
     int posted_n;
     upipe_err failure; /* the first one; its status is UPIPE_OK while there is none */
@@ -358,7 +328,7 @@ UPIPE_API int upi_self_fail(upipe_comm *comm, upipe_status s, const char *why)
 UPIPE_API upipe_status upi_self_start(upipe_ctx *c, upipe_comm *comm, const upipe_msg *list, int n)
 {
     upipe_comm_self_state *state = (upipe_comm_self_state *)comm->impl;
-    UPIPE_TRY(upi_comm_whole(c, comm));
+    UPIPE_TRY(upipe_comm_whole(c, comm));
     state->posted = list;
     state->posted_n = n;
     return UPIPE_OK;
@@ -367,27 +337,27 @@ UPIPE_API upipe_status upi_self_start(upipe_ctx *c, upipe_comm *comm, const upip
 UPIPE_API upipe_status upi_self_wait(upipe_ctx *c, upipe_comm *comm)
 {
     const upipe_comm_self_state *state = (const upipe_comm_self_state *)comm->impl;
-    UPIPE_TRY(upi_comm_whole(c, comm));
-    return upi_comm_copy_own(c, comm, state->posted, state->posted_n, state->copy);
+    UPIPE_TRY(upipe_comm_whole(c, comm));
+    return upipe_comm_copy_own(c, comm, state->posted, state->posted_n, state->copy);
 }
 
 UPIPE_API upipe_status upi_self_all_gather(upipe_ctx *c, upipe_comm *comm, int64_t *all, const int64_t *mine,
                                            int n)
 {
-    UPIPE_TRY(upi_comm_whole(c, comm));
+    UPIPE_TRY(upipe_comm_whole(c, comm));
     memcpy(all, mine, (size_t)n * sizeof *all);
     return UPIPE_OK;
 }
 
 /* upipe_comm_self -- a team of one rank
  *   state  the caller's, kept as long as comm
- *   copy   how bytes move: the compute table's copy entry
+ *   copy   the compute table's
  */
-UPIPE_API void upipe_comm_self(upipe_comm *comm, upipe_comm_self_state *state, upi_copy copy)
+UPIPE_API void upipe_comm_self(upipe_comm *comm, upipe_comm_self_state *state, upipe_copy copy)
 {
     static const upipe_comm_ops ops = {
-        "self",           upi_self_start, upi_self_wait, upi_comm_whole, upi_self_all_gather,
-        upi_self_failure, upi_self_fail,  NULL};
+        "self",        upi_self_start, upi_self_wait, upipe_comm_whole, upi_self_all_gather, upi_self_failure,
+        upi_self_fail, NULL,           NULL};
     memset(comm, 0, sizeof *comm);
     memset(state, 0, sizeof *state);
     comm->ops = ops;
@@ -426,7 +396,7 @@ UPIPE_API upipe_status upi_dry_all_gather(upipe_ctx *c, upipe_comm *comm, int64_
 UPIPE_API void upipe_comm_dry(upipe_comm *comm, int rank, int ranks, upipe_msg *list, int64_t *gathered)
 {
     static const upipe_comm_ops ops = {"dry", upi_dry_start, upi_dry_meet, upi_dry_meet, upi_dry_all_gather,
-                                       NULL,  NULL,          NULL};
+                                       NULL,  NULL,          NULL,         NULL};
     memset(comm, 0, sizeof *comm);
     comm->ops = ops;
     comm->deadline = UPIPE_DEADLINE_DEFAULT;

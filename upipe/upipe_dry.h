@@ -1,4 +1,4 @@
-/* upipe_dry.h -- what will a run need? The real code over a pool and a team that only count        layer 8
+/* upipe_dry.h -- what will a run need? The real code over a pool and a team that only count        layer 9
  *
  *     upipe_dry *dry = malloc(sizeof *dry);              about 440 KB: too much for some stacks
  *     if (upipe_dry_init(dry, &plan, &ops)) ...             then any code may run with &dry->ctx
@@ -8,14 +8,18 @@
  *     dry->team.sent_bytes, dry->ring.sent_bytes
  *
  * This is how the library knows its bytes; upipe_bytes.h has closed forms for some plans. Sizes are those of the given
- * compute table: its *_bytes entries are asked as in the real run. The code goes through all heads of every tile of dX,
- * so its time grows with heads * rows / tile_rows. Do not ask for 2^40 tokens.
+ * compute table: its *_bytes entries are asked as in the real run. Of tiles with the same number of rows, and of the
+ * sequences of a batch, the code goes through one, which counts for all (upipe_tiles_next). So its time grows with heads,
+ * stages and ranks, and not with tokens or the batch.
  */
 #ifndef UPIPE_DRY_H
 #define UPIPE_DRY_H
 
+#include "upipe_bytes.h"
 #include "upipe_fpdt.h"
+#include "upipe_layer.h"
 #include "upipe_qkv.h"
+#include "upipe_reduce.h"
 
 enum { UPIPE_DRY_RANKS_MAX = 512, UPIPE_DRY_BLOCKS_MAX = 1024, UPIPE_DRY_HOST_BLOCKS_MAX = 16 };
 
@@ -74,21 +78,52 @@ UPIPE_API upipe_dry_work *upi_dry_work_of(const upipe_ctx *c)
 /* The sum over i < n of i + ahead + 1, each at least 0 and at most `most`. */
 UPIPE_API double upi_dry_ramp(int64_t n, int64_t ahead, int64_t most)
 {
-    const int64_t first = upi_between(-ahead, 0, n), full = upi_between(most - ahead - 1, first, n);
+    const int64_t first = upipe_clamp(-ahead, 0, n), full = upipe_clamp(most - ahead - 1, first, n);
     const double rising = (double)(full - first);
     return rising * ((double)(first + ahead + 1) + (double)(full + ahead)) / 2 +
            (double)(n - full) * (double)most;
 }
 
-/* Pairs of a query row and a key that it sees, of one head; a mask with cu_seqlens counts as without. */
-UPIPE_API double upi_dry_pairs(const upipe_attn *a)
+/* Pairs of a call without borders. */
+UPIPE_API double upi_dry_plain_pairs(const upipe_attn *a)
 {
-    const int64_t step = a->pos_step > 0 ? a->pos_step : 1;
-    const double all =
-        a->mask.causal ? upi_dry_ramp(a->q.n, upi_attn_ahead(a), a->k.n) : (double)a->q.n * (double)a->k.n;
-    if (a->mask.window < 1) return all;
-    return all -
-           upi_dry_ramp(a->q.n, -upi_floor_div(a->mask.window - 1 - (a->q_pos - a->k_pos), step) - 1, a->k.n);
+    const int64_t step = a->pos_step > 0 ? a->pos_step : 1, last = a->mask.window - 1 - (a->q_pos - a->k_pos);
+    double pairs =
+        a->mask.causal ? upi_dry_ramp(a->q.n, upipe_attn_ahead(a), a->k.n) : (double)a->q.n * (double)a->k.n;
+    if (a->mask.window > 0) pairs -= upi_dry_ramp(a->q.n, -upipe_floor_div(last, step) - 1, a->k.n);
+    return pairs;
+}
+
+/* The rows of n, the first at pos and each `step` further, that lie in [from, to): their number and, in *pos, the first's
+ * position. */
+UPIPE_API int64_t upi_dry_between(int64_t *pos, int64_t n, int64_t step, int64_t from, int64_t to)
+{
+    const int64_t first = upipe_clamp(-upipe_floor_div(*pos - from, step), 0, n),
+                  end = upipe_clamp(-upipe_floor_div(*pos - to, step), first, n);
+    *pos += first * step;
+    return end - first;
+}
+
+/* upipe_attn_pairs -- pairs of a query and a key that it sees, of one head: the keys of upipe_attn_visible, added up. The
+ *                    time grows with the borders of cu_seqlens, not with rows */
+UPIPE_API double upipe_attn_pairs(const upipe_attn *a)
+{
+    const int64_t *const borders = a->mask.cu_seqlens, step = a->pos_step > 0 ? a->pos_step : 1;
+    double pairs = borders == NULL ? upi_dry_plain_pairs(a) : 0;
+    int64_t i;
+    for (i = 0; borders != NULL && i < a->mask.cu_seqlens_n; ++i) {
+        upipe_attn part = *a;
+        part.q.n = upi_dry_between(&part.q_pos, a->q.n, step, borders[i], borders[i + 1]);
+        part.k.n = upi_dry_between(&part.k_pos, a->k.n, step, borders[i], borders[i + 1]);
+        if (part.q.n > 0 && part.k.n > 0) pairs += upi_dry_plain_pairs(&part);
+    }
+    return pairs;
+}
+
+/* Pairs that the call's mask shows, of all heads, as often as the call counts. */
+UPIPE_API double upi_dry_pairs(const upipe_ctx *c, const upipe_attn *a)
+{
+    return (double)c->mem->times * a->q.h * upipe_attn_pairs(a);
 }
 
 UPIPE_API upipe_status upi_dry_gemm(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags,
@@ -96,7 +131,7 @@ UPIPE_API upipe_status upi_dry_gemm(upipe_ctx *c, upipe_view out, upipe_view a, 
 {
     size_t need = c->ops->gemm_bytes(c->ops, out, a, b, flags);
     const int32_t count = a.h > b.h ? a.h : b.h;
-    upi_dry_work_of(c)->products += 2.0 * (double)out.n * (double)out.d *
+    upi_dry_work_of(c)->products += 2.0 * (double)c->mem->times * (double)out.n * (double)out.d *
                                     (double)(count > out.h ? count : out.h) *
                                     (double)(flags & UPIPE_GEMM_TRANS_A ? a.n : a.d);
     (void)work;
@@ -113,18 +148,18 @@ UPIPE_API upipe_status upi_dry_gemm(upipe_ctx *c, upipe_view out, upipe_view a, 
 UPIPE_API upipe_status upi_dry_attn_fwd(upipe_ctx *c, const upipe_attn *a)
 {
     upipe_dry_work *w = upi_dry_work_of(c);
-    if (a->merge) w->merged += 8.0 * (double)a->q.n * a->q.h * a->v.d;
-    w->attn_fwd += 2.0 * upi_dry_pairs(a) * a->q.h * ((double)a->q.d + a->v.d);
-    ++w->attn_calls;
+    if (a->merge) w->merged += 8.0 * (double)c->mem->times * (double)a->q.n * a->q.h * a->v.d;
+    w->attn_fwd += 2.0 * upi_dry_pairs(c, a) * ((double)a->q.d + a->v.d);
+    w->attn_calls += c->mem->times;
     return UPIPE_OK;
 }
 
 UPIPE_API upipe_status upi_dry_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
 {
     upipe_dry_work *w = upi_dry_work_of(c);
-    if (g->a.merge) w->merged += 8.0 * (double)g->a.q.n * g->a.q.h * g->a.q.d;
-    w->attn_bwd += upi_dry_pairs(&g->a) * g->a.q.h * (6.0 * g->a.q.d + 4.0 * g->a.v.d);
-    ++w->attn_calls;
+    if (g->a.merge) w->merged += 8.0 * (double)c->mem->times * (double)g->a.q.n * g->a.q.h * g->a.q.d;
+    w->attn_bwd += upi_dry_pairs(c, &g->a) * (6.0 * g->a.q.d + 4.0 * g->a.v.d);
+    w->attn_calls += c->mem->times;
     return UPIPE_OK;
 }
 
@@ -187,9 +222,8 @@ UPIPE_API upipe_status upi_dry_embed(upipe_ctx *c, upipe_view x, upipe_view tabl
 
 UPIPE_API upipe_status upi_dry_total(upipe_ctx *c, double *out, upipe_view x, int squares)
 {
-    (void)c, (void)x, (void)squares;
-    *out = 0;
-    return UPIPE_OK;
+    (void)out, (void)squares;
+    return upi_dry_cast(c, x, x);
 }
 
 UPIPE_API upipe_status upi_dry_adamw(upipe_ctx *c, const upipe_adamw *a)
@@ -199,21 +233,15 @@ UPIPE_API upipe_status upi_dry_adamw(upipe_ctx *c, const upipe_adamw *a)
 }
 
 /* The pool's guard: asked before each allocation. It never refuses; it counts Q, K, V and their buffers in a forward. */
-UPIPE_API upipe_status upi_dry_guard(void *user, size_t bytes, const char *tag)
+UPIPE_API upipe_status upi_dry_guard(void *user, size_t bytes, int use, const char *tag)
 {
-    static const char *const tags[] = {"k", "v", "q", "kv_send", "q_send", "send"};
-    enum { TAGS = sizeof tags / sizeof *tags };
     upipe_dry *dry = (upipe_dry *)user;
     const upipe_mem *m = &dry->mem;
-    int i, t;
-    for (t = 0; t < TAGS && strcmp(tags[t], tag) != 0; ++t) {
-    }
-    if (t == TAGS || m->phase >= (int)UPIPE_BWD_BEFORE) return UPIPE_OK;
-    for (i = 0; i < m->blocks_n; ++i) {
-        for (t = 0; t < TAGS && strcmp(tags[t], m->blocks[i].tag) != 0; ++t) {
-        }
-        if (t < TAGS) bytes += m->blocks[i].bytes;
-    }
+    int i;
+    (void)tag;
+    if (UPIPE_USE_OF(use) != UPIPE_USE_QKV || m->phase >= (int)UPIPE_BWD_BEFORE) return UPIPE_OK;
+    for (i = 0; i < m->blocks_n; ++i)
+        if (UPIPE_USE_OF(m->blocks[i].use) == UPIPE_USE_QKV) bytes += m->blocks[i].bytes;
     dry->intermediate_fwd = upipe_max_bytes(dry->intermediate_fwd, bytes);
     return UPIPE_OK;
 }
@@ -229,6 +257,7 @@ UPIPE_API upipe_status upipe_dry_init(upipe_dry *dry, const upipe_plan *plan, co
     memset(&d, 0, sizeof d);
     d.ranks = d.ring = 1;
     if (plan != NULL) d = plan->desc;
+    if (ops == NULL) return upipe_fail(&dry->ctx.err, UPIPE_ERR_ARG, "the compute table is NULL");
     if (d.ranks > UPIPE_DRY_RANKS_MAX || d.ring > UPIPE_DRY_RANKS_MAX)
         return upipe_fail(&dry->ctx.err, UPIPE_ERR_UNSUPPORTED, "a dry run of %d x %d ranks, at most %d",
                           d.ranks, d.ring, UPIPE_DRY_RANKS_MAX);
@@ -279,32 +308,41 @@ UPIPE_API upipe_bytes upipe_dry_bytes(const upipe_dry *dry)
     return b;
 }
 
+/* Gradients of all that the layer has: asked for, never touched. */
+UPIPE_API upipe_grads upi_dry_grads(const upipe_dry *dry, const upipe_layer *l)
+{
+    float *const weight = (float *)dry->mem.slab;
+    upipe_grads g;
+    g.wq = g.wk = g.wv = g.wo = weight;
+    g.bq = l->bq != NULL ? weight : NULL;
+    g.bk = l->bk != NULL ? weight : NULL;
+    g.bv = l->bv != NULL ? weight : NULL;
+    g.bo = l->bo != NULL ? weight : NULL;
+    g.q_norm_weight = g.k_norm_weight = l->q_norm_weight != NULL ? weight : NULL;
+    g.sinks = l->mask.sinks != NULL ? weight : NULL;
+    return g;
+}
+
 /* What the host does around a block, dry: x, and whatever lies between forward and backward. */
 UPIPE_API upipe_status upi_dry_pass(upipe_dry *dry, const upipe_layer *l, int projected, int dx_in_place)
 {
     upipe_ctx *c = &dry->ctx;
-    size_t unit = upipe_plan_unit_bytes(l->plan);
-    int32_t dim = (int32_t)l->plan->desc.model_dim;
-    float *const weight = (float *)dry->mem.slab; /* asked for its gradient, never touched */
+    const size_t unit = l != NULL && l->plan != NULL ? upipe_plan_unit_bytes(l->plan) : 0;
+    const int32_t dim = unit > 0 ? (int32_t)l->plan->desc.model_dim : 0;
     upipe_saved save;
     upipe_slots dout;
     upipe_grads grads;
     void *data, *between;
     upipe_view x, y, dx;
     if (c->ops == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "upipe_dry_init failed, or was not called");
-    memset(&grads, 0, sizeof grads);
-    grads.wq = grads.wk = grads.wv = grads.wo = weight;
-    grads.bq = l->bq != NULL ? weight : NULL;
-    grads.bk = l->bk != NULL ? weight : NULL;
-    grads.bv = l->bv != NULL ? weight : NULL;
-    grads.bo = projected && l->bo != NULL ? weight : NULL;
-    grads.q_norm_weight = grads.k_norm_weight = l->q_norm_weight != NULL ? weight : NULL;
-    grads.sinks = l->mask.sinks != NULL ? weight : NULL;
-    UPIPE_TRY(upipe_mem_alloc(c->mem, &data, unit, "x", &c->err));
+    if (unit == 0) return upipe_fail(&c->err, UPIPE_ERR_ARG, "the layer or its plan is NULL, or empty");
+    grads = upi_dry_grads(dry, l);
+    if (!projected) grads.bo = NULL;
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &data, unit, UPIPE_USE_OTHER, "x", &c->err));
     x = dx = upipe_view_packed(data, l->plan->desc.dtype, l->plan->rows, 1, dim);
     UPIPE_TRY(upipe_layer_fwd(c, l, &save, x));
     if (projected) {
-        UPIPE_TRY(upipe_mem_alloc(c->mem, &between, unit, "y", &c->err));
+        UPIPE_TRY(upipe_mem_alloc(c->mem, &between, unit, UPIPE_USE_OTHER, "y", &c->err));
         y = upipe_view_packed(between, l->plan->desc.dtype, l->plan->rows, 1, dim);
         UPIPE_TRY(upipe_layer_out_fwd(c, l, y, &save));
         UPIPE_TRY(upipe_layer_out_bwd(c, l, &grads, &save, y));
@@ -312,12 +350,13 @@ UPIPE_API upipe_status upi_dry_pass(upipe_dry *dry, const upipe_layer *l, int pr
     } else {
         UPIPE_TRY(upipe_slots_alloc(c, l->plan, &dout, UPIPE_SLOT_FULL, "dout"));
     }
-    if (!dx_in_place) UPIPE_TRY(upipe_mem_alloc(c->mem, &dx.data, unit, "dx", &c->err));
+    if (!dx_in_place) UPIPE_TRY(upipe_mem_alloc(c->mem, &dx.data, unit, UPIPE_USE_OTHER, "dx", &c->err));
     UPIPE_TRY(upipe_layer_bwd(c, l, dx, &grads, &save, projected ? &save.out : &dout, x));
     if (!dx_in_place) UPIPE_TRY(upipe_mem_free(c->mem, dx.data, &c->err));
     if (projected) {
         UPIPE_TRY(upipe_saved_free(c, &save));
-        UPIPE_TRY(upipe_all_reduce(c, weight, (int64_t)l->plan->desc.heads * l->plan->desc.head_dim * dim));
+        UPIPE_TRY(upipe_all_reduce(c, c->team, (float *)grads.wq,
+                                   (int64_t)l->plan->desc.heads * l->plan->desc.head_dim * dim));
     } else {
         UPIPE_TRY(upipe_mem_free(c->mem, dout.data, &c->err));
     }
@@ -352,13 +391,15 @@ UPIPE_API upipe_status upipe_dry_block(upipe_dry *dry, const upipe_layer *l, int
  */
 UPIPE_API upipe_status upipe_dry_qkv(upipe_dry *dry, const upipe_qkv *a)
 {
-    const upipe_plan_desc *d = &a->plan->desc;
     upipe_ctx *c = &dry->ctx;
     void *const none = dry->mem.slab; /* never touched */
-    upipe_qkv own = *a;
+    const upipe_plan_desc *d = a != NULL && a->plan != NULL ? &a->plan->desc : NULL;
+    upipe_qkv own;
     upipe_qkv_grads g;
     upipe_saved save;
     if (c->ops == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "upipe_dry_init failed, or was not called");
+    if (d == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "the call or its plan is NULL");
+    own = *a;
     own.q = g.dq = upipe_view_packed(none, d->dtype, a->plan->rows, d->heads, d->head_dim);
     own.k = g.dk = upipe_view_packed(none, d->dtype, a->plan->rows, d->kv_heads, d->head_dim);
     own.v = g.dv = upipe_view_packed(none, d->dtype, a->plan->rows, d->kv_heads, d->v_dim);
@@ -378,18 +419,14 @@ UPIPE_API upipe_status upipe_dry_fpdt(upipe_dry *dry, const upipe_fpdt *f)
     upipe_ctx *c = &dry->ctx;
     float *const weight = (float *)dry->mem.slab; /* asked for its gradient, never touched */
     float *const dout = weight + 16;              /* likewise; it is not the forward's result */
-    upipe_fpdt local = *f;
+    upipe_fpdt local;
     upipe_fpdt_saved save;
     upipe_grads grads;
     if (c->ops == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "upipe_dry_init failed, or was not called");
+    if (f == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "the segments are NULL");
+    local = *f;
     local.host = &dry->host;
-    memset(&grads, 0, sizeof grads);
-    grads.wq = grads.wk = grads.wv = weight;
-    grads.q_norm_weight = grads.k_norm_weight = f->layer.q_norm_weight != NULL ? weight : NULL;
-    grads.sinks = f->layer.mask.sinks != NULL ? weight : NULL;
-    grads.bq = f->layer.bq != NULL ? weight : NULL;
-    grads.bk = f->layer.bk != NULL ? weight : NULL;
-    grads.bv = f->layer.bv != NULL ? weight : NULL;
+    grads = upi_dry_grads(dry, &f->layer);
     UPIPE_TRY(upipe_fpdt_fwd(c, &local, &save, weight));
     UPIPE_TRY(upipe_fpdt_bwd(c, &local, weight, &grads, &save, dout, weight));
     return upipe_fpdt_free(&local, &save, &c->err);

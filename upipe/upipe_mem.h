@@ -5,7 +5,7 @@
  *
  *     upipe_mem m;
  *     upipe_mem_init(&m, slab, bytes, blocks, 64);       or upipe_mem_init_dry(&m, blocks, 64)
- *     upipe_mem_alloc(&m, &p, n, "q_send", &err);  ...  upipe_mem_free(&m, p, &err);
+ *     upipe_mem_alloc(&m, &p, n, UPIPE_USE_QKV, "q_send", &err);  ...  upipe_mem_free(&m, p, &err);
  *
  *     int64_t mark = upipe_mem_mark(&m);
  *     upipe_mem_rewind(&m, mark);                        after a failure: frees all blocks allocated since
@@ -39,14 +39,64 @@
 
 enum {
     UPIPE_MEM_ALIGN = 256,    /* bytes; every block starts on a multiple of it from the slab's start */
-    UPIPE_MEM_PHASES_MAX = 16 /* phases whose peaks are kept */
+    UPIPE_MEM_PHASES_MAX = 16 /* phases whose peaks are kept: those of upipe_phase, and a host's own */
 };
+
+/* What a block is for: the rows of a breakdown of memory. The library's own blocks have one of these; a host gives
+ * its blocks those that fit. */
+typedef enum upipe_use {
+    UPIPE_USE_OTHER,
+    UPIPE_USE_QKV,        /* Q, K, V of stages and their send buffers: the paper's intermediate tensors */
+    UPIPE_USE_OUT,        /* final_out, in slots */
+    UPIPE_USE_STAT,       /* lse and delta */
+    UPIPE_USE_GRAD,       /* gradients of activations of the attention block */
+    UPIPE_USE_DK,         /* of them: dK of a round at its tokens, */
+    UPIPE_USE_DV,         /* and dV; UPIPE_USE_PART says which round */
+    UPIPE_USE_SCRATCH,    /* of products and attention; sums in f32 */
+    UPIPE_USE_MLP,        /* a tile of the MLP */
+    UPIPE_USE_LOSS,       /* a tile of the head and the loss */
+    UPIPE_USE_REDUCE,     /* strips of a sum over ranks */
+    UPIPE_USE_WEIGHTS,    /* parameters */
+    UPIPE_USE_GRADIENTS,  /* of parameters */
+    UPIPE_USE_STATES,     /* of the optimizer */
+    UPIPE_USE_INPUT,      /* tokens, targets, losses */
+    UPIPE_USE_CHECKPOINT, /* activations that are kept for the backward */
+    UPIPE_USE_STREAM      /* the residual stream */
+} upipe_use;
+
+/* The use of number `part` of several blocks that are alike, 0 <= part < 2^23; upipe_mem_find finds them. */
+#define UPIPE_USE_PART(use, part) ((int)(use) | (part) << 8)
+/* The upipe_use alone. */
+#define UPIPE_USE_OF(use) ((use)&255)
+
+/* The columns of the paper's tables; peaks are kept for each. Everything else counts as OTHER. */
+typedef enum upipe_phase {
+    UPIPE_FWD_BEFORE,
+    UPIPE_FWD_IN,   /* inp_all_to_all, with projection, QK norm and RoPE */
+    UPIPE_FWD_ATTN, /* the attention kernel */
+    UPIPE_FWD_OUT,  /* out_all_to_all */
+    UPIPE_BWD_BEFORE,
+    UPIPE_BWD_OUT,  /* dO and delta to heads */
+    UPIPE_BWD_ATTN, /* the attention backward kernel */
+    UPIPE_BWD_IN,   /* recomputed Q, K, V; dQ, dK, dV to tokens; weight gradients; dX */
+    UPIPE_PHASES,
+    UPIPE_PHASE_OTHER = UPIPE_PHASES
+} upipe_phase;
+
+/* "fwd_in" and so on. */
+UPIPE_API const char *upipe_phase_name(int phase)
+{
+    static const char *const names[] = {"fwd_before", "fwd_in",   "fwd_attn", "fwd_out", "bwd_before",
+                                        "bwd_out",    "bwd_attn", "bwd_in",   "other"};
+    return names[phase >= 0 && phase < UPIPE_PHASES ? phase : UPIPE_PHASES];
+}
 
 /* One live block. */
 typedef struct upipe_mem_block {
     size_t offset, bytes, span; /* from the slab's start; asked for; occupied */
     int64_t serial;             /* 1 for the pool's first allocation */
-    const char *tag;            /* the caller's, kept by address */
+    const char *tag;            /* the caller's, for people; kept by address */
+    int use;                    /* a upipe_use, or UPIPE_USE_PART of one */
     int quarantined;
 } upipe_mem_block;
 
@@ -57,7 +107,7 @@ typedef struct upipe_mem_event {
     int64_t serial;
     const char *tag;
     int kind; /* +1 alloc, -1 free, 0 phase */
-    int phase;
+    int use, phase;
 } upipe_mem_event;
 
 typedef struct upipe_mem {
@@ -66,8 +116,9 @@ typedef struct upipe_mem {
     upipe_mem_block *blocks; /* live blocks by ascending offset */
     int blocks_n, blocks_max;
     int blocks_peak; /* most live blocks so far: what the table must hold */
-    int dry;
-    int locked; /* the whole pool is quarantined: no allocations before upipe_mem_release */
+    int dry; /* no slab. Below 0: and every tile of upipe_tiles_next is gone through, as in a real pool */
+    int64_t times; /* how often what happens now counts; 1 but in a dry pool */
+    int locked;    /* the whole pool is quarantined: no allocations before upipe_mem_release */
     int phase;
     size_t live, peak;                       /* sum of bytes asked for: now, and its largest value */
     size_t need;                             /* slab bytes that were needed so far */
@@ -79,7 +130,7 @@ typedef struct upipe_mem {
     int64_t events_n, events_max, events_lost;
     double (*clock)(void *user); /* seconds */
     /* called before each allocation; any status but UPIPE_OK refuses it (budgets, fault injection) */
-    upipe_status (*guard)(void *user, size_t bytes, const char *tag);
+    upipe_status (*guard)(void *user, size_t bytes, int use, const char *tag);
     void *user;
 } upipe_mem;
 
@@ -111,7 +162,7 @@ UPIPE_API void upi_mem_note(upipe_mem *m, int kind, const upipe_mem_block *b, co
     upipe_mem_event *e;
     if (m->events == NULL) return;
     if (m->events_n == m->events_max) {
-        ++m->events_lost;
+        m->events_lost += m->times;
         return;
     }
     e = &m->events[m->events_n];
@@ -121,6 +172,7 @@ UPIPE_API void upi_mem_note(upipe_mem *m, int kind, const upipe_mem_block *b, co
     e->serial = b != NULL ? b->serial : 0;
     e->live = m->live;
     e->tag = tag;
+    e->use = b != NULL ? b->use : 0;
     e->kind = kind;
     e->phase = m->phase;
     ++m->events_n;
@@ -137,18 +189,16 @@ UPIPE_API void upipe_mem_init(upipe_mem *m, void *slab, size_t bytes, upipe_mem_
     m->slab_bytes = bytes;
     m->blocks = blocks;
     m->blocks_max = blocks_max;
+    m->times = 1;
     upi_mem_poison(m, 0, bytes, 1);
 }
 
 /* upipe_mem_init_dry -- a pool without a slab: it counts, and returns addresses that must not be accessed */
 UPIPE_API void upipe_mem_init_dry(upipe_mem *m, upipe_mem_block *blocks, int blocks_max)
 {
-    memset(m, 0, sizeof *m);
-    m->slab = (char *)(uintptr_t)(1u << 20);
+    upipe_mem_init(m, (void *)(uintptr_t)(1u << 20), 0, blocks, blocks_max);
     m->slab_bytes = SIZE_MAX;
     m->dry = 1;
-    m->blocks = blocks;
-    m->blocks_max = blocks_max;
 }
 
 /* upipe_mem_destroy -- ends the pool; the slab is the host's again
@@ -168,23 +218,25 @@ UPIPE_API upipe_status upipe_mem_destroy(upipe_mem *m, upipe_err *e)
 
 /* upipe_mem_alloc -- a block of `bytes` bytes with undefined contents
  *   out     its address, a multiple of 64 bytes if the slab's is; NULL for 0 bytes
- *   tag     what it holds, for traces and errors: a plain word that outlives the pool
+ *   use     what it is for: a upipe_use, or UPIPE_USE_PART of one
+ *   tag     its name in traces and errors: a plain word that outlives the pool
  *   errors  MEMORY (the sentence has the live bytes, the largest hole and the slab's size); ARG where the pool is
  *           quarantined; or the guard's status
  */
-UPIPE_API upipe_status upipe_mem_alloc(upipe_mem *m, void **out, size_t bytes, const char *tag, upipe_err *e)
+UPIPE_API upipe_status upipe_mem_alloc(upipe_mem *m, void **out, size_t bytes, int use, const char *tag,
+                                       upipe_err *e)
 {
     size_t span = upipe_mem_span(bytes), end = 0, best = SIZE_MAX, largest = 0, offset = 0;
     int i, at = -1;
     upipe_mem_block *b;
+    upipe_status s;
     *out = NULL;
     if (bytes == 0) return UPIPE_OK;
+    if (m == NULL) return upipe_fail(e, UPIPE_ERR_ARG, "%zu bytes for '%s': the pool is NULL", bytes, tag);
     if (m->locked)
         return upipe_fail(e, UPIPE_ERR_ARG, "%zu bytes for '%s': the pool is quarantined", bytes, tag);
-    if (m->guard != NULL) {
-        upipe_status s = m->guard(m->user, bytes, tag);
-        if (s != UPIPE_OK) return upipe_fail(e, s, "the pool's guard refused %zu bytes for '%s'", bytes, tag);
-    }
+    s = m->guard != NULL ? m->guard(m->user, bytes, use, tag) : UPIPE_OK;
+    if (s != UPIPE_OK) return upipe_fail(e, s, "the pool's guard refused %zu bytes for '%s'", bytes, tag);
     if ((uintptr_t)m->slab % 64 != 0)
         return upipe_fail(e, UPIPE_ERR_ARG, "the slab at %p is not aligned to 64 bytes", (void *)m->slab);
     if (bytes > SIZE_MAX / 2)
@@ -205,23 +257,22 @@ UPIPE_API upipe_status upipe_mem_alloc(upipe_mem *m, void **out, size_t bytes, c
     if (at < 0) {
         if (m->slab_bytes - end > largest) largest = m->slab_bytes - end;
         if (span > m->slab_bytes - end)
-            return upipe_fail(
-                e, UPIPE_ERR_MEMORY,
-                "%zu bytes for '%s' do not fit: %zu of the slab's %zu bytes are live, the largest hole "
-                "has %zu",
-                bytes, tag, m->live, m->slab_bytes, largest);
+            return upipe_fail(e, UPIPE_ERR_MEMORY,
+                              "%zu bytes for '%s' do not fit: %zu of the slab's %zu bytes are live, the "
+                              "largest hole has %zu",
+                              bytes, tag, m->live, m->slab_bytes, largest);
         offset = end;
         at = m->blocks_n;
     }
     memmove(m->blocks + at + 1, m->blocks + at, (size_t)(m->blocks_n - at) * sizeof *m->blocks);
-    ++m->blocks_n;
-    if (m->blocks_n > m->blocks_peak) m->blocks_peak = m->blocks_n;
+    if (++m->blocks_n > m->blocks_peak) m->blocks_peak = m->blocks_n;
     b = &m->blocks[at];
     b->offset = offset;
     b->bytes = bytes;
     b->span = span;
     b->serial = ++m->serial;
     b->tag = tag;
+    b->use = use;
     b->quarantined = 0;
     m->live += bytes;
     if (m->live > m->peak) m->peak = m->live;
@@ -251,6 +302,7 @@ UPIPE_API upipe_status upipe_mem_free(upipe_mem *m, void *p, upipe_err *e)
 {
     int i;
     if (p == NULL) return UPIPE_OK;
+    if (m == NULL) return upipe_fail(e, UPIPE_ERR_ARG, "the pool is NULL");
     for (i = 0; i < m->blocks_n; ++i) {
         if ((char *)p != m->slab + m->blocks[i].offset) continue;
         if (m->blocks[i].quarantined)
@@ -262,10 +314,9 @@ UPIPE_API upipe_status upipe_mem_free(upipe_mem *m, void *p, upipe_err *e)
 }
 
 /* upipe_alloc, upipe_free -- a block of ctx->mem; the reason of a failure is in ctx->err */
-UPIPE_API upipe_status upipe_alloc(upipe_ctx *c, void **out, size_t bytes, const char *tag)
+UPIPE_API upipe_status upipe_alloc(upipe_ctx *c, void **out, size_t bytes, int use, const char *tag)
 {
-    if (c->mem == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "ctx->mem is NULL");
-    return upipe_mem_alloc(c->mem, out, bytes, tag, &c->err);
+    return upipe_mem_alloc(c->mem, out, bytes, use, tag, &c->err);
 }
 
 /* The block goes back to ctx->mem. */
@@ -330,20 +381,56 @@ UPIPE_API void upipe_mem_phase(upipe_mem *m, int phase, const char *name)
     upi_mem_note(m, 0, NULL, name);
 }
 
-/* upipe_mem_largest -- the largest number of live bytes, over the traced run, of the blocks with these tags
- *   tags    n words. Needs the whole trace: from the pool's first allocation on, with events_lost = 0
+/* upipe_tiles -- a loop over rows, all zero before its first tile
+ *   row n   the tile's rows: n of them from row on
+ *   times   how many tiles this one stands for: more than 1 in a dry run alone
  */
-UPIPE_API size_t upipe_mem_largest(const upipe_mem *m, const char *const *tags, int n)
+typedef struct upipe_tiles {
+    int64_t row, n, times;
+} upipe_tiles;
+
+/* upipe_tiles_next -- the next tile of a loop over `all` rows by `rows`; 0 after the last
+ *   m       the pool, which is after each tile as it was before, and a tile moves nothing between ranks. So in a dry pool
+ *           tiles that have the same number of rows are gone through once, and all that is counted counts for all of
+ *           them. NULL: a loop without a pool
+ */
+UPIPE_API int upipe_tiles_next(upipe_mem *m, upipe_tiles *t, int64_t all, int64_t rows)
+{
+    const int dry = m != NULL && m->dry > 0;
+    const int64_t left = all - (t->row += t->n * t->times);
+    if (dry && t->times > 0) m->times /= t->times;
+    t->n = left < rows ? left : rows;
+    t->times = dry && left > 0 ? left / t->n : 1;
+    if (dry) m->times *= t->times;
+    return left > 0;
+}
+
+/* upipe_mem_find -- the address of the live block with this use, which may be UPIPE_USE_PART; NULL: there is none */
+UPIPE_API void *upipe_mem_find(const upipe_mem *m, int use)
+{
+    int i = 0;
+    while (i < m->blocks_n && m->blocks[i].use != use) ++i;
+    return i < m->blocks_n ? m->slab + m->blocks[i].offset : NULL;
+}
+
+/* From now on the peaks of ctx->mem count for this phase of the attention block. */
+UPIPE_API void upipe_phase_set(upipe_ctx *c, upipe_phase phase)
+{
+    upipe_mem_phase(c->mem, (int)phase, upipe_phase_name((int)phase));
+}
+
+/* upipe_mem_largest -- the largest number of live bytes, over the traced run, of the blocks with this use
+ *   use     a upipe_use: all parts. Needs the whole trace: from the pool's first allocation on, with
+ *           events_lost = 0
+ */
+UPIPE_API size_t upipe_mem_largest(const upipe_mem *m, upipe_use use)
 {
     size_t live = 0, most = 0;
     int64_t i;
-    int t;
     for (i = 0; i < m->events_n; ++i) {
         const upipe_mem_event *e = &m->events[i];
-        for (t = 0; t < n && strcmp(tags[t], e->tag) != 0; ++t) {
-        }
-        if (t == n) continue;
-        live = e->kind > 0 ? live + e->bytes : e->kind < 0 ? live - e->bytes : live;
+        if (e->kind == 0 || UPIPE_USE_OF(e->use) != (int)use) continue;
+        live = e->kind > 0 ? live + e->bytes : live - e->bytes;
         if (live > most) most = live;
     }
     return most;
@@ -363,31 +450,27 @@ UPIPE_API int64_t upipe_mem_trace_write(const upipe_mem *m, FILE *file, int pid,
     int64_t i;
     const char *open = NULL;
     double last = 0;
-    if (fprintf(file,
-                "%s{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}\n",
-                first ? "" : ",", pid, pid) < 0)
-        return -1;
     fprintf(file,
+            "%s{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}\n"
             ",{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":%d,\"tid\":1,\"args\":{\"name\":\"phases\"}}\n",
-            pid);
+            first ? "" : ",", pid, pid, pid);
     for (i = 0; i < m->events_n; ++i) {
         const upipe_mem_event *e = &m->events[i];
-        double us = e->seconds * 1e6; /* from the clock's own zero, which the ranks share */
-        last = us;
+        last = e->seconds * 1e6; /* from the clock's own zero, which the ranks share */
         if (e->kind == 0) {
-            if (open != NULL) fprintf(file, ",{\"ph\":\"E\",\"pid\":%d,\"tid\":1,\"ts\":%.3f}\n", pid, us);
+            if (open != NULL) fprintf(file, ",{\"ph\":\"E\",\"pid\":%d,\"tid\":1,\"ts\":%.3f}\n", pid, last);
             fprintf(file,
                     ",{\"ph\":\"B\",\"name\":\"%s\",\"cat\":\"phase\",\"pid\":%d,\"tid\":1,\"ts\":%.3f}\n",
-                    e->tag, pid, us);
+                    e->tag, pid, last);
             open = e->tag;
             continue;
         }
         fprintf(file,
                 ",{\"ph\":\"%s\",\"name\":\"%s\",\"cat\":\"block\",\"id\":\"%d.%lld\",\"pid\":%d,\"tid\":2,"
                 "\"ts\":%.3f,\"args\":{\"bytes\":%zu,\"offset\":%zu}}\n",
-                e->kind > 0 ? "b" : "e", e->tag, pid, (long long)e->serial, pid, us, e->bytes, e->offset);
+                e->kind > 0 ? "b" : "e", e->tag, pid, (long long)e->serial, pid, last, e->bytes, e->offset);
         fprintf(file, ",{\"ph\":\"C\",\"name\":\"live\",\"pid\":%d,\"ts\":%.3f,\"args\":{\"bytes\":%zu}}\n",
-                pid, us, e->live);
+                pid, last, e->live);
     }
     if (open != NULL) fprintf(file, ",{\"ph\":\"E\",\"pid\":%d,\"tid\":1,\"ts\":%.3f}\n", pid, last);
     return ferror(file) ? -1 : m->events_n;

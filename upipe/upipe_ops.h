@@ -47,14 +47,21 @@ enum {
  *   x            [count] blocks of tokens x heads x d, block i at x.data + i * step elements
  *   pos0         position of token 0 of every block
  *   pos_step     positions between neighbouring tokens; 0 = 1
- *   theta        base of the frequencies: pair p of d/2 is rotated by position * theta^(-2p/d)
- *   interleaved  pairs are (2p, 2p+1); otherwise (p, p + d/2), the layout of Hugging Face's Llama
- *   inverse      rotates back: the gradient
+ *   dims         the first ones of a head are rotated, the others left; 0 = all d
+ *   theta        base of the frequencies: pair p of dims/2 is rotated by position * theta^(-2p/dims)
+ *   rates        f64 [dims/2], host memory, read before the call returns: pair p is rotated by position * rates[p],
+ *                and theta is not read; NULL = by theta
+ *   factor       what is rotated is multiplied by it too; 0 = 1
+ *   interleaved  pairs are (2p, 2p+1); otherwise (p, p + dims/2), the layout of Hugging Face's Llama
+ *   inverse      rotates back, and multiplies by factor as well: the gradient
  */
 typedef struct upipe_rope {
     upipe_view x;
     int64_t count, step, pos0, pos_step;
     double theta;
+    const double *rates;
+    double factor;
+    int32_t dims;
     int interleaved, inverse;
 } upipe_rope;
 
@@ -112,6 +119,8 @@ typedef struct upipe_ops {
     void *host;       /* the host's own, for entries that it has set; the library never looks at it */
     int f16;          /* nonzero: accepts views of f16 */
     int attn_can;     /* what its attention supports beyond causal masks and equal head dims: UPIPE_ATTN_* */
+    int attn_reads_o; /* nonzero: attn_bwd reads O, upipe_attn.o; blocks then keep O, and send it beside dO */
+    size_t loss_bytes; /* of the default tile of logits, where it is more than the paper's square */
 
     /* Set by the host; NULL: a call computes on the calling thread. It is here and not in the context,
      * because the *_bytes entries see the table alone: a dry run asks them before there is a context. */
@@ -127,13 +136,13 @@ typedef struct upipe_ops {
     /* dst = src, element by element, changing the storage type; equal shapes. */
     upipe_status (*cast)(upipe_ctx *c, upipe_view dst, upipe_view src);
 
-    /* For every j < c.h: C_j (+)= op(A_j) * op(B_j), where C_j is the matrix [c.n][c.d] at head j of the
-     * view. All j share an operand with h = 1. Where c has one matrix, and a and b have the same number of
-     * several, their products are added up: C (+)= sum over j of op(A_j) * op(B_j). A backend may demand that
+    /* For every j < out.h: out_j (+)= op(a_j) * op(b_j), where out_j is the matrix [out.n][out.d] at head j of
+     * the view. All j share an operand with h = 1. Where out has one matrix, and a and b have the same number of
+     * several, their products are added up: out (+)= sum over j of op(a_j) * op(b_j). A backend may demand that
      * these lie as one matrix whose depth is longer (upipe_gemm_join); the library's do.
      *     The built-in CPU entry alone promises its bits: the depth is cut into sums of a fixed length, from
      * the call's first element on (UPIPE_SUM_ROWS with TRANS_A; one matrix where products are added up, if
-     * that is shorter). c is the old c plus these sums, in order. Bits depend neither on the blocking nor on
+     * that is shorter). out is the old out plus these sums, in order. Bits depend neither on the blocking nor on
      * how rows and columns are split over calls, nor on how the depth is, if it is cut between two sums. */
     upipe_status (*gemm)(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags, void *work,
                          size_t work_bytes);
@@ -163,12 +172,12 @@ typedef struct upipe_ops {
     /* out[i][j] = sum over k of a[i][j][k] * b[i][j][k], in f32 and in the order in which attn_bwd sums dO *
      * V, so that the two cancel where they should. out is an f32 view with d = 1. */
     upipe_status (*rowdot)(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b);
-    /* dst (+)= src_0 + src_1 + ... in this order. src_i is at src + i * step: f32 elements packed in dst's
+    /* dst (+)= src_0 + src_1 + ... in this order. src_i is at src + i * stride: f32 elements packed in dst's
      * shape. The sum of an element is one f32 chain that starts from 0, or from dst with accumulate (dst is
      * then f32). */
-    upipe_status (*sum)(upipe_ctx *c, upipe_view dst, const float *src, int64_t step, int count,
+    upipe_status (*sum)(upipe_ctx *c, upipe_view dst, const float *src, int64_t stride, int count,
                         int accumulate);
-    /* y += x, element by element, rounded once; equal shapes, any types and steps, those of 0 in x too. */
+    /* y += x, element by element, rounded once; equal shapes, any types and strides, those of 0 in x too. */
     upipe_status (*add)(upipe_ctx *c, upipe_view y, upipe_view x);
 
     /* y = silu(gate) * up, where silu(z) = z / (1 + exp(-z)); y may be gate or up. */
@@ -182,21 +191,21 @@ typedef struct upipe_ops {
     /* dtable[tokens[i]] += dx[i], for i in order; dtable f32. */
     upipe_status (*embed_bwd)(upipe_ctx *c, upipe_view dtable, upipe_view dx, const int32_t *tokens);
 
-    /* *out = the sum of all elements of x, or of their squares, in f64; out is host memory, written when the
-     * call returns. */
+    /* *out = the sum of all elements of x, or of their squares, in f64; out is the device's memory, so that the
+     * host waits once for the totals of many. */
     upipe_status (*total)(upipe_ctx *c, double *out, upipe_view x, int squares);
     upipe_status (*adamw)(upipe_ctx *c, const upipe_adamw *a);
 } upipe_ops;
 
 /* upipe_bias_add -- y += b, a bias
  *   y       [n][h][d] view
- *   b       f32: head j of y has its d elements from b + j * h_step on
+ *   b       f32: head j of y has its d elements from b + j * h_stride on
  *   errors  those of the table's add
  */
-UPIPE_API upipe_status upipe_bias_add(upipe_ctx *c, upipe_view y, const float *b, int64_t h_step)
+UPIPE_API upipe_status upipe_bias_add(upipe_ctx *c, upipe_view y, const float *b, int64_t h_stride)
 {
     void *data = (void *)(uintptr_t)b;
-    return c->ops->add(c, y, upipe_view_make(data, UPIPE_F32, y.n, 0, y.h, h_step, y.d));
+    return c->ops->add(c, y, upipe_view_make(data, UPIPE_F32, y.n, 0, y.h, h_stride, y.d));
 }
 
 #endif

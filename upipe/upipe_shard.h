@@ -7,10 +7,10 @@
  *     STRIPED     rank r has every R-th token from r on: equal work too
  *
  * Then the all-to-all's ranks cut what their ring rank holds into C parts, in order. Parts differ by one
- * token where the number does not divide: part i of n tokens begins at n * i / parts, rounded down.
+ * token where the number does not divide: part i of n tokens begins at upipe_cut(n, parts, i).
  *
- *     upipe_shard held = upipe_shard_ring(UPIPE_ZIGZAG, tokens, ring_ranks, ring_rank);
- *     upipe_shard mine = upipe_shard_team(&held, team_ranks, team_rank);
+ *     upipe_shard team = upipe_shard_ring(UPIPE_ZIGZAG, tokens, ring_ranks, ring_rank);
+ *     upipe_shard mine = upipe_shard_team(&team, team_ranks, team_rank);
  *     for (i = 0; i < mine.n; ++i) input[i] = sequence[upipe_shard_pos(&mine, i)];
  *
  * A host that loads its data like this is the sharder; nothing is ever permuted over the network.
@@ -35,26 +35,32 @@ typedef struct upipe_piece {
     int64_t pos, n;
 } upipe_piece;
 
-/* upipe_shard -- n rows: those of piece 0, then those of piece 1. Pieces have one row at least */
+/* upipe_shard -- n rows: those of piece 0, then those of piece 1. Pieces have one row at least. All numbers are of one
+ *                size: a plan, which has two shards, is hashed without gaps */
 typedef struct upipe_shard {
     int64_t n, step;
     upipe_piece piece[UPIPE_PIECES_MAX];
-    int pieces;
+    int64_t pieces;
 } upipe_shard;
 
-/* Where part i of n things begins; part `parts` begins at n. */
-UPIPE_API int64_t upipe_cut(int64_t n, int parts, int i)
-{
-    return n / parts * i + n % parts * i / parts;
-}
-
-UPIPE_API void upi_shard_add(upipe_shard *s, int64_t pos, int64_t n)
+/* A piece more: n positions from pos on. None are no piece. */
+UPIPE_API void upipe_shard_add(upipe_shard *s, int64_t pos, int64_t n)
 {
     if (n <= 0) return;
     s->piece[s->pieces].pos = pos;
     s->piece[s->pieces].n = n;
     ++s->pieces;
     s->n += n;
+}
+
+/* n neighbouring positions from pos on. */
+UPIPE_API upipe_shard upipe_shard_range(int64_t pos, int64_t n)
+{
+    upipe_shard s;
+    memset(&s, 0, sizeof s);
+    s.step = 1;
+    upipe_shard_add(&s, pos, n);
+    return s;
 }
 
 /* What rank r of a ring holds of a sequence of `tokens`. */
@@ -65,15 +71,15 @@ UPIPE_API upipe_shard upipe_shard_ring(upipe_layout layout, int64_t tokens, int 
     s.step = 1;
     if (layout == UPIPE_STRIPED) {
         s.step = ranks;
-        upi_shard_add(&s, rank, tokens / ranks + (rank < tokens % ranks));
+        upipe_shard_add(&s, rank, tokens / ranks + (rank < tokens % ranks));
     } else if (layout == UPIPE_ZIGZAG && ranks > 1) {
         int parts = 2 * ranks, mirror = parts - 1 - rank;
         int64_t low = upipe_cut(tokens, parts, rank), high = upipe_cut(tokens, parts, mirror);
-        upi_shard_add(&s, low, upipe_cut(tokens, parts, rank + 1) - low);
-        upi_shard_add(&s, high, upipe_cut(tokens, parts, mirror + 1) - high);
+        upipe_shard_add(&s, low, upipe_cut(tokens, parts, rank + 1) - low);
+        upipe_shard_add(&s, high, upipe_cut(tokens, parts, mirror + 1) - high);
     } else {
         int64_t low = upipe_cut(tokens, ranks, rank);
-        upi_shard_add(&s, low, upipe_cut(tokens, ranks, rank + 1) - low);
+        upipe_shard_add(&s, low, upipe_cut(tokens, ranks, rank + 1) - low);
     }
     return s;
 }
@@ -88,7 +94,7 @@ UPIPE_API upipe_shard upipe_shard_rows(const upipe_shard *of, int64_t first, int
     for (i = 0; i < of->pieces; ++i) {
         int64_t skip = first > 0 ? first : 0, left = of->piece[i].n - skip;
         int64_t count = left < n - s.n ? left : n - s.n;
-        upi_shard_add(&s, of->piece[i].pos + skip * of->step, count);
+        upipe_shard_add(&s, of->piece[i].pos + skip * of->step, count);
         first -= of->piece[i].n;
     }
     return s;

@@ -15,7 +15,7 @@
 enum { UPIPE_SIDE_BEGIN, UPIPE_SIDE_READY, UPIPE_SIDE_DONE, UPIPE_SIDE_POINTS };
 
 /* upipe_side_stream -- what a side stream implements; c is the context of the calling stream, compute or side
- *   ctx    the side stream's context; its maker sets ctx.stream, upipe_pipeline_begin the rest
+ *   ctx    the side stream's context; its maker sets ctx.stream, upipe_pipeline_run the rest
  *   ops    the side stream's compute table; NULL: the rank's own, which is then called from both streams.
  *          Scratch sizes are those of the rank's own table for both
  *   self   the maker's
@@ -76,39 +76,29 @@ UPIPE_API void upipe_side_stream_inline(upipe_side_stream *side_stream, void *st
 
 /* ---- a pipeline: loads and stores on the side stream, the work between them on the compute stream ---- */
 
-struct upipe_pipeline;
+/* Load, work or store of stage i. */
+typedef upipe_status upipe_stage_call(upipe_ctx *c, void *arg, int i);
+
+struct upi_pipeline;
 
 typedef struct upi_pipeline_task {
-    struct upipe_pipeline *q;
-    int i, store;
+    struct upi_pipeline *q;
+    int i;
     upipe_status status; /* of a load: read by the compute stream once it has met READY */
 } upi_pipeline_task;
 
-/* upipe_pipeline -- stages 0, 1, ... with two of them in flight; caller-owned, used for one pass
- *
- *     upipe_pipeline_begin(&q, c, side, call, arg);       call loads or stores a stage
- *     s = upipe_pipeline_load(&q, c, 0);
- *     for (i = 0; i < n && s == UPIPE_OK; ++i) {
- *         if (i + 1 < n) s = upipe_pipeline_load(&q, c, i + 1);
- *         if (s == UPIPE_OK) s = upipe_pipeline_wait(&q, c, i);       stage i is loaded
- *         if (s == UPIPE_OK) s = my_work(c, i);
- *         if (s == UPIPE_OK) s = upipe_pipeline_store(&q, c, i);
- *     }
- *     return upipe_pipeline_end(&q, c, s);
- */
-typedef struct upipe_pipeline {
+typedef struct upi_pipeline {
     upipe_side_stream *side;
-    upipe_status (*call)(upipe_ctx *c, void *arg, int store, int i);
+    upipe_stage_call *load, *store;
     void *arg;
-    upi_pipeline_task task[4]; /* loads and stores of two stages: no more are in flight */
-    upipe_status failed;       /* the side stream's first failure; it alone accesses this before join */
-    int seen;                  /* the compute stream has stopped for that failure, */
-    const char *why;           /* or for a failure of its own */
-} upipe_pipeline;
+    upi_pipeline_task loads[2], stores[2]; /* of two stages: no more are in flight */
+    upipe_status failed; /* the side stream's first failure; it alone accesses this before join */
+    const char *why;     /* of a failure of the compute stream */
+} upi_pipeline;
 
 /* The first failure on the side stream. It aborts the team now, as the compute stream may still work for
  * long. */
-UPIPE_API void upi_pipeline_failed(upipe_pipeline *q, upipe_status s)
+UPIPE_API void upi_pipeline_failed(upi_pipeline *q, upipe_status s)
 {
     if (s == UPIPE_OK || q->failed != UPIPE_OK) return;
     q->failed = s;
@@ -120,100 +110,104 @@ UPIPE_API void upi_pipeline_failed(upipe_pipeline *q, upipe_status s)
  * the side stream may be in one. */
 UPIPE_API void upi_pipeline_abort(void *arg)
 {
-    upipe_pipeline *q = (upipe_pipeline *)arg;
+    upi_pipeline *q = (upi_pipeline *)arg;
     upipe_comm_abort(q->side->ctx.team, q->why);
 }
 
-/* On the side stream. After a failure a task does nothing but reach its point, so that no stream waits for
- * ever. */
-UPIPE_API void upi_pipeline_run(void *arg)
+/* A load, on the side stream. After a failure loads and stores do nothing but reach their points, so that no
+ * stream waits for ever. */
+UPIPE_API void upi_pipeline_load(void *arg)
 {
     upi_pipeline_task *t = (upi_pipeline_task *)arg;
-    upipe_pipeline *q = t->q;
+    upi_pipeline *q = t->q;
     upipe_side_stream *side = q->side;
     upipe_ctx *c = &side->ctx;
-    upipe_status s = UPIPE_OK;
-    if (t->store)
-        s = side->meet(c, side, UPIPE_SIDE_DONE, t->i + 1);
-    else if (t->i == 0)
-        s = side->meet(c, side, UPIPE_SIDE_BEGIN, 1);
-    if (q->failed == UPIPE_OK && s == UPIPE_OK) s = q->call(c, q->arg, t->store, t->i);
-    upi_pipeline_failed(q, s);
-    if (t->store) return;
+    if (t->i == 0) upi_pipeline_failed(q, side->meet(c, side, UPIPE_SIDE_BEGIN, 1));
+    if (q->failed == UPIPE_OK) upi_pipeline_failed(q, q->load(c, q->arg, t->i));
     t->status = q->failed;
     upi_pipeline_failed(q, side->mark(c, side, UPIPE_SIDE_READY, t->i + 1));
 }
 
-UPIPE_API upipe_status upi_pipeline_post(upipe_pipeline *q, upipe_ctx *c, int i, int store)
+/* A store. Without a function for it the side stream waits all the same: the next load may write what the compute
+ * stream has read. */
+UPIPE_API void upi_pipeline_store(void *arg)
 {
-    upi_pipeline_task *t = &q->task[2 * store + i % 2];
-    t->q = q;
-    t->i = i;
-    t->store = store;
-    t->status = UPIPE_OK;
-    return q->side->post(c, q->side, upi_pipeline_run, t);
+    upi_pipeline_task *t = (upi_pipeline_task *)arg;
+    upi_pipeline *q = t->q;
+    upipe_side_stream *side = q->side;
+    upi_pipeline_failed(q, side->meet(&side->ctx, side, UPIPE_SIDE_DONE, t->i + 1));
+    if (q->failed == UPIPE_OK && q->store != NULL) upi_pipeline_failed(q, q->store(&side->ctx, q->arg, t->i));
 }
 
-/* upipe_pipeline_begin -- passes table, pool and team of c to the side stream; see upipe_pipeline
- *   errors  the side stream's; call upipe_pipeline_end all the same
- */
-UPIPE_API upipe_status upipe_pipeline_begin(upipe_pipeline *q, upipe_ctx *c, upipe_side_stream *side,
-                                            upipe_status (*call)(upipe_ctx *c, void *arg, int store, int i),
-                                            void *arg)
+UPIPE_API upipe_status upi_pipeline_post(upi_pipeline *q, upipe_ctx *c, upi_pipeline_task *t, int i,
+                                         void (*run)(void *arg))
 {
-    upipe_ctx *other = &side->ctx;
-    memset(q, 0, sizeof *q);
-    q->side = side;
-    q->call = call;
-    q->arg = arg;
+    t->q = q;
+    t->i = i;
+    t->status = UPIPE_OK;
+    return q->side->post(c, q->side, run, t);
+}
+
+/* The side stream gets table, pool and team of c. */
+UPIPE_API upipe_status upi_pipeline_begin(upi_pipeline *q, upipe_ctx *c)
+{
+    upipe_ctx *other = &q->side->ctx;
     q->why = c->err.text;
-    other->ops = side->ops != NULL ? side->ops : c->ops;
+    other->ops = q->side->ops != NULL ? q->side->ops : c->ops;
     other->mem = c->mem;
     other->team = c->team;
     other->user = c->user;
     memset(&other->err, 0, sizeof other->err);
-    return side->mark(c, side, UPIPE_SIDE_BEGIN, 1);
+    return q->side->mark(c, q->side, UPIPE_SIDE_BEGIN, 1);
 }
 
-/* upipe_pipeline_load -- posts the load of stage i, behind all loads and stores posted before */
-UPIPE_API upipe_status upipe_pipeline_load(upipe_pipeline *q, upipe_ctx *c, int i)
-{
-    return upi_pipeline_post(q, c, i, 0);
-}
-
-/* upipe_pipeline_wait -- later work of the compute stream waits until stage i is loaded; returns the load's
- *                        status */
-UPIPE_API upipe_status upipe_pipeline_wait(upipe_pipeline *q, upipe_ctx *c, int i)
-{
-    UPIPE_TRY(q->side->meet(c, q->side, UPIPE_SIDE_READY, i + 1));
-    q->seen = q->task[i % 2].status != UPIPE_OK;
-    return q->task[i % 2].status;
-}
-
-/* upipe_pipeline_store -- posts the store of stage i, behind the work that the compute stream has so far */
-UPIPE_API upipe_status upipe_pipeline_store(upipe_pipeline *q, upipe_ctx *c, int i)
-{
-    UPIPE_TRY(q->side->mark(c, q->side, UPIPE_SIDE_DONE, i + 1));
-    return upi_pipeline_post(q, c, i, 1);
-}
-
-/* upipe_pipeline_end -- waits for everything posted; s is the status of the loop
- * Returns the first failure of either stream, with its sentence in c->err.
- */
-UPIPE_API upipe_status upipe_pipeline_end(upipe_pipeline *q, upipe_ctx *c, upipe_status s)
+/* Waits for everything posted; s is the status of the loop, and stopped says that the side stream has caused it. */
+UPIPE_API upipe_status upi_pipeline_end(upi_pipeline *q, upipe_ctx *c, upipe_status s, int stopped)
 {
     upipe_status joined;
-    if (s != UPIPE_OK && !q->seen) {
+    if (s != UPIPE_OK && !stopped) {
         upipe_fail_reason(&c->err, s);
         /* if the side stream accepts no task, the caller aborts the team after the join */
         (void)q->side->post(c, q->side, upi_pipeline_abort, q);
     }
     joined = q->side->join(c, q->side);
-    if (q->failed != UPIPE_OK && (s == UPIPE_OK || q->seen)) {
+    if (q->failed != UPIPE_OK && (s == UPIPE_OK || stopped)) {
         c->err = q->side->ctx.err;
         return q->failed;
     }
     return s != UPIPE_OK ? s : joined;
+}
+
+/* upipe_pipeline_run -- load, work and store of stages 0 .. n - 1, with two of them in flight
+ *   load store  run on the side stream, whose context they get: load i + 1 beside work i, store i after it. store
+ *               NULL: there is nothing to store
+ *   work        runs on the compute stream: c is that of the call
+ *   arg         theirs
+ *   errors      the first failure of either stream, with its sentence in c->err; the team is aborted
+ */
+UPIPE_API upipe_status upipe_pipeline_run(upipe_ctx *c, upipe_side_stream *side, int n,
+                                          upipe_stage_call *load, upipe_stage_call *work,
+                                          upipe_stage_call *store, void *arg)
+{
+    upi_pipeline q;
+    upipe_status s;
+    int i, stopped = 0;
+    memset(&q, 0, sizeof q);
+    q.side = side;
+    q.load = load;
+    q.store = store;
+    q.arg = arg;
+    s = upi_pipeline_begin(&q, c);
+    if (s == UPIPE_OK) s = upi_pipeline_post(&q, c, &q.loads[0], 0, upi_pipeline_load);
+    for (i = 0; i < n && s == UPIPE_OK; ++i) {
+        if (i + 1 < n) s = upi_pipeline_post(&q, c, &q.loads[(i + 1) % 2], i + 1, upi_pipeline_load);
+        if (s == UPIPE_OK) s = side->meet(c, side, UPIPE_SIDE_READY, i + 1);
+        if (s == UPIPE_OK) stopped = (s = q.loads[i % 2].status) != UPIPE_OK;
+        if (s == UPIPE_OK) s = work(c, arg, i);
+        if (s == UPIPE_OK) s = side->mark(c, side, UPIPE_SIDE_DONE, i + 1);
+        if (s == UPIPE_OK) s = upi_pipeline_post(&q, c, &q.stores[i % 2], i, upi_pipeline_store);
+    }
+    return upi_pipeline_end(&q, c, s, stopped);
 }
 
 #endif

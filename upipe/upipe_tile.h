@@ -12,15 +12,14 @@
  * backward.
  *
  * tile_bytes bounds the bytes of a tile, and so its rows. The default is the paper's square: D rows, and for
- * logits D * D elements. Tiles change no bit of a result: sums over tokens are made of partial sums of
- * UPIPE_SUM_ROWS rows, and a tile has a multiple of these rows, or all there are.
+ * logits D * D elements, or more on a GPU (ops.loss_bytes). Tiles change no bit of a result: sums over tokens are
+ * made of partial sums of UPIPE_SUM_ROWS rows, and a tile has a multiple of these rows, or all there are.
  * No call waits for a peer. A failed call frees what it allocated and does not abort the team.
  */
 #ifndef UPIPE_TILE_H
 #define UPIPE_TILE_H
 
-#include "upipe_mem.h"
-#include "upipe_ops.h"
+#include "tile/tiles.h"
 
 enum { UPIPE_TILE_LOSS_ROWS = 64 }; /* least rows of the default tile of logits */
 
@@ -53,7 +52,8 @@ typedef struct upipe_mlp_grads {
  *   norm_weight norm_eps  as in upipe_mlp
  *   scale       of all gradients, the weights' too: 1 / (valid targets of all ranks) for the gradient of the
  *               mean loss. The losses are not scaled. 0 = 1
- *   tile_bytes  as in upipe_mlp; 0 = D * D / vocab rows, at most D, at least UPIPE_TILE_LOSS_ROWS
+ *   tile_bytes  as in upipe_mlp; 0 = D * D / vocab rows, or those of the table's loss_bytes if they are more; at most D,
+ *               at least UPIPE_TILE_LOSS_ROWS
  */
 typedef struct upipe_head {
     const void *w;
@@ -68,20 +68,18 @@ typedef struct upipe_head_grads {
     float *w, *norm_weight;
 } upipe_head_grads;
 
-#include "tile/tiles.h"
-
 /* ---- MLP ---- */
 
-UPIPE_API upipe_status upi_mlp_tiling(upi_tiling *t, const upipe_ops *ops, const upipe_mlp *m, upipe_view x,
-                                      int backward, upipe_err *e)
+UPIPE_API upipe_status upi_mlp_tile_bytes(upi_tiling *t, const upipe_ops *ops, const upipe_mlp *m,
+                                          upipe_view x, int backward, upipe_err *e)
 {
     size_t el = upipe_dtype_bytes(x.dtype), dim = (size_t)x.d, hidden = (size_t)m->hidden;
-    t->row = (m->norm_weight != NULL ? dim * el : 0) + (backward ? 3 : 2) * hidden * el + dim * 4;
+    t->row_bytes = (m->norm_weight != NULL ? dim * el : 0) + (backward ? 3 : 2) * hidden * el + dim * 4;
     UPIPE_TRY(upi_tiles_fit(t, x.n, x.d, m->tile_bytes, backward ? "mlp_bwd" : "mlp_fwd", e));
     /* gate and up; then down, whose input's gradient has x's type */
-    t->products = upi_tiles_larger(
-        upi_tiles_product(ops, x.dtype, UPIPE_F32, x.dtype, t->rows, m->hidden, x.d, backward),
-        upi_tiles_product(ops, UPIPE_F32, x.dtype, x.dtype, t->rows, x.d, m->hidden, backward));
+    t->work_bytes = upipe_max_bytes(
+        upi_tiles_product_bytes(ops, x.dtype, UPIPE_F32, x.dtype, t->rows, m->hidden, x.d, backward),
+        upi_tiles_product_bytes(ops, UPIPE_F32, x.dtype, x.dtype, t->rows, x.d, m->hidden, backward));
     return UPIPE_OK;
 }
 
@@ -94,10 +92,10 @@ UPIPE_API upipe_status upipe_mlp_bytes(size_t *bytes, const upipe_ops *ops, cons
 {
     upi_tiling t;
     *bytes = 0;
-    UPIPE_TRY(upi_tiles_sizes(rows, dim, m->hidden, "mlp_bytes", e));
+    UPIPE_TRY(upi_tiles_sizes(rows, dim, m != NULL ? m->hidden : 0, "mlp_bytes", e));
     if (rows == 0) return UPIPE_OK;
-    UPIPE_TRY(upi_mlp_tiling(&t, ops, m, upi_tiles_shape(dtype, rows, dim), backward, e));
-    *bytes = (size_t)t.rows * t.row + t.products;
+    UPIPE_TRY(upi_mlp_tile_bytes(&t, ops, m, upi_tiles_shape(dtype, rows, dim), backward, e));
+    *bytes = (size_t)t.rows * t.row_bytes + t.work_bytes;
     return UPIPE_OK;
 }
 
@@ -107,8 +105,8 @@ UPIPE_API upipe_status upi_mlp_check(upipe_ctx *c, const char *call, const upipe
     upipe_view like = x;
     like.h = 1;
     UPIPE_TRY(upi_tiles_check(c, call, "x", x, like));
-    if (m->w_gate == NULL || m->w_up == NULL || m->w_down == NULL)
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: w_gate, w_up or w_down is NULL", call);
+    if (m == NULL || m->w_gate == NULL || m->w_up == NULL || m->w_down == NULL)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: the MLP, w_gate, w_up or w_down is NULL", call);
     if (m->hidden < 1 || m->hidden > INT32_MAX)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: a hidden layer of %lld elements", call,
                           (long long)m->hidden);
@@ -122,51 +120,50 @@ UPIPE_API upipe_view upi_tiles_weight(const void *w, upipe_dtype dtype, int64_t 
 }
 
 UPIPE_API upipe_status upi_mlp_alloc(upipe_ctx *c, upi_tiles_buf *buf, const upipe_mlp *m,
-                                     const upi_tiling *t, upipe_view x, int backward)
+                                     const upi_tiling *t, upipe_view x)
 {
     size_t el = upipe_dtype_bytes(x.dtype);
     memset(buf, 0, sizeof *buf);
-    if (m->norm_weight != NULL) UPIPE_TRY(upi_tiles_alloc(c, &buf->norm, t->rows, x.d, el, "mlp_norm"));
-    UPIPE_TRY(upi_tiles_alloc(c, &buf->wide[0], t->rows, m->hidden, el, "mlp_gate"));
-    UPIPE_TRY(upi_tiles_alloc(c, &buf->wide[1], t->rows, m->hidden, el, "mlp_up"));
-    if (backward) UPIPE_TRY(upi_tiles_alloc(c, &buf->wide[2], t->rows, m->hidden, el, "mlp_hidden"));
-    UPIPE_TRY(upi_tiles_alloc(c, &buf->sum, t->rows, x.d, 4, "mlp_sum"));
-    return upipe_mem_alloc(c->mem, &buf->work, t->products, "mlp_work", &c->err);
+    if (m->norm_weight != NULL)
+        UPIPE_TRY(upi_tiles_alloc(c, &buf->norm, t->rows, x.d, el, UPIPE_USE_MLP, "mlp_norm"));
+    UPIPE_TRY(upi_tiles_alloc(c, &buf->wide[0], t->rows, m->hidden, el, UPIPE_USE_MLP, "mlp_gate"));
+    UPIPE_TRY(upi_tiles_alloc(c, &buf->wide[1], t->rows, m->hidden, el, UPIPE_USE_MLP, "mlp_up"));
+    UPIPE_TRY(upi_tiles_alloc(c, &buf->sum, t->rows, x.d, 4, UPIPE_USE_MLP, "mlp_sum"));
+    return upipe_mem_alloc(c->mem, &buf->work, t->work_bytes, UPIPE_USE_MLP, "mlp_work", &c->err);
 }
 
 /* Rows of x, normed where there is a norm, and both their projections. */
 UPIPE_API upipe_status upi_mlp_project(upipe_ctx *c, const upipe_mlp *m, const upi_tiling *t,
-                                       const upi_tiles_buf *buf, upipe_view x, upipe_view *n,
+                                       const upi_tiles_buf *buf, upipe_view x, upipe_view *normed,
                                        upipe_view *gate, upipe_view *up)
 {
-    *n = x;
+    *normed = x;
     if (m->norm_weight != NULL) {
-        *n = upipe_view_packed(buf->norm, x.dtype, x.n, 1, x.d);
-        UPIPE_TRY(c->ops->rmsnorm(c, *n, x, m->norm_weight, m->norm_eps));
+        *normed = upipe_view_packed(buf->norm, x.dtype, x.n, 1, x.d);
+        UPIPE_TRY(c->ops->rmsnorm(c, *normed, x, m->norm_weight, m->norm_eps));
     }
     *gate = upipe_view_packed(buf->wide[0], x.dtype, x.n, 1, (int32_t)m->hidden);
     *up = upipe_view_packed(buf->wide[1], x.dtype, x.n, 1, (int32_t)m->hidden);
-    UPIPE_TRY(c->ops->gemm(c, *gate, *n, upi_tiles_weight(m->w_gate, x.dtype, m->hidden, x.d),
-                           UPIPE_GEMM_TRANS_B, buf->work, t->products));
-    return c->ops->gemm(c, *up, *n, upi_tiles_weight(m->w_up, x.dtype, m->hidden, x.d), UPIPE_GEMM_TRANS_B,
-                        buf->work, t->products);
+    UPIPE_TRY(c->ops->gemm(c, *gate, *normed, upi_tiles_weight(m->w_gate, x.dtype, m->hidden, x.d),
+                           UPIPE_GEMM_TRANS_B, buf->work, t->work_bytes));
+    return c->ops->gemm(c, *up, *normed, upi_tiles_weight(m->w_up, x.dtype, m->hidden, x.d),
+                        UPIPE_GEMM_TRANS_B, buf->work, t->work_bytes);
 }
 
 UPIPE_API upipe_status upi_mlp_fwd(upipe_ctx *c, const upipe_mlp *m, upipe_view y, upipe_view x)
 {
     upi_tiling t;
     upi_tiles_buf buf;
-    int64_t row;
-    UPIPE_TRY(upi_mlp_tiling(&t, c->ops, m, x, 0, &c->err));
-    UPIPE_TRY(upi_mlp_alloc(c, &buf, m, &t, x, 0));
-    for (row = 0; row < x.n; row += t.rows) {
-        int64_t rows = x.n - row < t.rows ? x.n - row : t.rows;
-        upipe_view from = upipe_view_rows(x, row, rows), to = upipe_view_rows(y, row, rows), n, gate, up;
-        upipe_view sum = upipe_view_packed(buf.sum, UPIPE_F32, rows, 1, x.d);
-        UPIPE_TRY(upi_mlp_project(c, m, &t, &buf, from, &n, &gate, &up));
+    upipe_tiles at = {0, 0, 0};
+    UPIPE_TRY(upi_mlp_tile_bytes(&t, c->ops, m, x, 0, &c->err));
+    UPIPE_TRY(upi_mlp_alloc(c, &buf, m, &t, x));
+    while (upipe_tiles_next(c->mem, &at, x.n, t.rows)) {
+        upipe_view from = upipe_view_rows(x, at.row, at.n), to = upipe_view_rows(y, at.row, at.n);
+        upipe_view sum = upipe_view_packed(buf.sum, UPIPE_F32, at.n, 1, x.d), normed, gate, up;
+        UPIPE_TRY(upi_mlp_project(c, m, &t, &buf, from, &normed, &gate, &up));
         UPIPE_TRY(c->ops->swiglu(c, gate, gate, up));
         UPIPE_TRY(c->ops->gemm(c, sum, gate, upi_tiles_weight(m->w_down, x.dtype, x.d, m->hidden),
-                               UPIPE_GEMM_TRANS_B, buf.work, t.products));
+                               UPIPE_GEMM_TRANS_B, buf.work, t.work_bytes));
         if (m->residual && to.data != from.data) UPIPE_TRY(c->ops->cast(c, to, from));
         UPIPE_TRY(m->residual ? c->ops->add(c, to, sum) : c->ops->cast(c, to, sum));
     }
@@ -193,22 +190,22 @@ UPIPE_API upipe_status upipe_mlp_fwd(upipe_ctx *c, const upipe_mlp *m, upipe_vie
     return s;
 }
 
-/* The gradient of n, in f32, from those of gate and up; and the gradients of their weights. */
+/* The gradient of the normed rows, in f32, from those of gate and up; and the gradients of their weights. */
 UPIPE_API upipe_status upi_mlp_back(upipe_ctx *c, const upipe_mlp *m, const upi_tiling *t,
                                     const upi_tiles_buf *buf, upipe_view sum, const upipe_mlp_grads *g,
-                                    upipe_view n, upipe_view gate, upipe_view up)
+                                    upipe_view normed, upipe_view gate, upipe_view up)
 {
     const int into = UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE;
     if (g->w_gate != NULL)
-        UPIPE_TRY(c->ops->gemm(c, upipe_view_packed(g->w_gate, UPIPE_F32, m->hidden, 1, n.d), gate, n, into,
-                               buf->work, t->products));
+        UPIPE_TRY(c->ops->gemm(c, upipe_view_packed(g->w_gate, UPIPE_F32, m->hidden, 1, normed.d), gate,
+                               normed, into, buf->work, t->work_bytes));
     if (g->w_up != NULL)
-        UPIPE_TRY(c->ops->gemm(c, upipe_view_packed(g->w_up, UPIPE_F32, m->hidden, 1, n.d), up, n, into,
-                               buf->work, t->products));
-    UPIPE_TRY(c->ops->gemm(c, sum, gate, upi_tiles_weight(m->w_gate, n.dtype, m->hidden, n.d), 0, buf->work,
-                           t->products));
-    return c->ops->gemm(c, sum, up, upi_tiles_weight(m->w_up, n.dtype, m->hidden, n.d), UPIPE_GEMM_ACCUMULATE,
-                        buf->work, t->products);
+        UPIPE_TRY(c->ops->gemm(c, upipe_view_packed(g->w_up, UPIPE_F32, m->hidden, 1, normed.d), up, normed,
+                               into, buf->work, t->work_bytes));
+    UPIPE_TRY(c->ops->gemm(c, sum, gate, upi_tiles_weight(m->w_gate, normed.dtype, m->hidden, normed.d), 0,
+                           buf->work, t->work_bytes));
+    return c->ops->gemm(c, sum, up, upi_tiles_weight(m->w_up, normed.dtype, m->hidden, normed.d),
+                        UPIPE_GEMM_ACCUMULATE, buf->work, t->work_bytes);
 }
 
 UPIPE_API upipe_status upi_mlp_bwd(upipe_ctx *c, const upipe_mlp *m, upipe_view dx, const upipe_mlp_grads *g,
@@ -216,26 +213,27 @@ UPIPE_API upipe_status upi_mlp_bwd(upipe_ctx *c, const upipe_mlp *m, upipe_view 
 {
     upi_tiling t;
     upi_tiles_buf buf;
-    int64_t row;
-    UPIPE_TRY(upi_mlp_tiling(&t, c->ops, m, x, 1, &c->err));
-    UPIPE_TRY(upi_mlp_alloc(c, &buf, m, &t, x, 1));
-    for (row = 0; row < x.n; row += t.rows) {
-        int64_t rows = x.n - row < t.rows ? x.n - row : t.rows;
-        upipe_view from = upipe_view_rows(x, row, rows), above = upipe_view_rows(dy, row, rows), n, gate, up;
-        upipe_view below = upipe_view_rows(dx, row, rows);
-        upipe_view sum = upipe_view_packed(buf.sum, UPIPE_F32, rows, 1, x.d);
-        upipe_view hidden = upipe_view_packed(buf.wide[2], x.dtype, rows, 1, (int32_t)m->hidden);
-        UPIPE_TRY(upi_mlp_project(c, m, &t, &buf, from, &n, &gate, &up));
+    upipe_tiles at = {0, 0, 0};
+    UPIPE_TRY(upi_mlp_tile_bytes(&t, c->ops, m, x, 1, &c->err));
+    UPIPE_TRY(upi_mlp_alloc(c, &buf, m, &t, x));
+    UPIPE_TRY(upi_tiles_alloc(c, &buf.wide[2], t.rows, m->hidden, upipe_dtype_bytes(x.dtype), UPIPE_USE_MLP,
+                              "mlp_hidden"));
+    while (upipe_tiles_next(c->mem, &at, x.n, t.rows)) {
+        upipe_view from = upipe_view_rows(x, at.row, at.n), above = upipe_view_rows(dy, at.row, at.n);
+        upipe_view below = upipe_view_rows(dx, at.row, at.n), normed, gate, up;
+        upipe_view sum = upipe_view_packed(buf.sum, UPIPE_F32, at.n, 1, x.d);
+        upipe_view hidden = upipe_view_packed(buf.wide[2], x.dtype, at.n, 1, (int32_t)m->hidden);
+        UPIPE_TRY(upi_mlp_project(c, m, &t, &buf, from, &normed, &gate, &up));
         if (g->w_down != NULL) {
             UPIPE_TRY(c->ops->swiglu(c, hidden, gate, up));
             UPIPE_TRY(c->ops->gemm(c, upipe_view_packed(g->w_down, UPIPE_F32, x.d, 1, (int32_t)m->hidden),
                                    above, hidden, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE, buf.work,
-                                   t.products));
+                                   t.work_bytes));
         }
         UPIPE_TRY(c->ops->gemm(c, hidden, above, upi_tiles_weight(m->w_down, x.dtype, x.d, m->hidden), 0,
-                               buf.work, t.products));
+                               buf.work, t.work_bytes));
         UPIPE_TRY(c->ops->swiglu_bwd(c, gate, up, hidden));
-        UPIPE_TRY(upi_mlp_back(c, m, &t, &buf, sum, g, n, gate, up));
+        UPIPE_TRY(upi_mlp_back(c, m, &t, &buf, sum, g, normed, gate, up));
         if (m->residual && below.data != above.data) UPIPE_TRY(c->ops->cast(c, below, above));
         if (m->norm_weight != NULL)
             UPIPE_TRY(c->ops->rmsnorm_bwd(c, below, sum, from, m->norm_weight, m->norm_eps, g->norm_weight,
@@ -259,6 +257,7 @@ UPIPE_API upipe_status upipe_mlp_bwd(upipe_ctx *c, const upipe_mlp *m, upipe_vie
 {
     int64_t mark = upipe_mem_mark(c->mem);
     upipe_status s;
+    if (grads == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "mlp_bwd: grads is NULL");
     UPIPE_TRY(upi_mlp_check(c, "mlp_bwd", m, x, grads->norm_weight));
     UPIPE_TRY(upi_tiles_check(c, "mlp_bwd", "dx", dx, x));
     UPIPE_TRY(upi_tiles_check(c, "mlp_bwd", "dy", dy, x));
@@ -273,17 +272,19 @@ UPIPE_API upipe_status upipe_mlp_bwd(upipe_ctx *c, const upipe_mlp *m, upipe_vie
 /* ---- head and loss ---- */
 
 /* Logits in f32; their gradient in x's type, in the same buffer if that is f32 too. */
-UPIPE_API upipe_status upi_loss_tiling(upi_tiling *t, const upipe_ops *ops, const upipe_head *h, upipe_view x,
-                                       int backward, upipe_err *e)
+UPIPE_API upipe_status upi_loss_tile_bytes(upi_tiling *t, const upipe_ops *ops, const upipe_head *h,
+                                           upipe_view x, int backward, upipe_err *e)
 {
     size_t el = upipe_dtype_bytes(x.dtype), dim = (size_t)x.d, vocab = (size_t)h->vocab;
-    int64_t square = x.d * (int64_t)x.d / h->vocab;
-    if (square > x.d) square = x.d;
-    if (square < UPIPE_TILE_LOSS_ROWS) square = UPIPE_TILE_LOSS_ROWS;
-    t->row = (h->norm_weight != NULL ? dim * el : 0) + vocab * 4;
-    if (backward) t->row += dim * 4 + (el < 4 ? vocab * el : 0);
-    UPIPE_TRY(upi_tiles_fit(t, x.n, square, h->tile_bytes, backward ? "loss_bwd" : "loss_fwd", e));
-    t->products = upi_tiles_product(ops, UPIPE_F32, UPIPE_F32, x.dtype, t->rows, h->vocab, x.d, backward);
+    int64_t rows = x.d * (int64_t)x.d / h->vocab;
+    t->row_bytes = (h->norm_weight != NULL ? dim * el : 0) + vocab * 4;
+    if (backward) t->row_bytes += dim * 4 + (el < 4 ? vocab * el : 0);
+    rows = (int64_t)upipe_max_bytes((size_t)rows, ops->loss_bytes / t->row_bytes);
+    if (rows > x.d) rows = x.d;
+    if (rows < UPIPE_TILE_LOSS_ROWS) rows = UPIPE_TILE_LOSS_ROWS;
+    UPIPE_TRY(upi_tiles_fit(t, x.n, rows, h->tile_bytes, backward ? "loss_bwd" : "loss_fwd", e));
+    t->work_bytes =
+        upi_tiles_product_bytes(ops, UPIPE_F32, UPIPE_F32, x.dtype, t->rows, h->vocab, x.d, backward);
     return UPIPE_OK;
 }
 
@@ -297,10 +298,10 @@ UPIPE_API upipe_status upipe_loss_bytes(size_t *bytes, const upipe_ops *ops, con
 {
     upi_tiling t;
     *bytes = 0;
-    UPIPE_TRY(upi_tiles_sizes(rows, dim, h->vocab, "loss_bytes", e));
+    UPIPE_TRY(upi_tiles_sizes(rows, dim, h != NULL ? h->vocab : 0, "loss_bytes", e));
     if (rows == 0) return UPIPE_OK;
-    UPIPE_TRY(upi_loss_tiling(&t, ops, h, upi_tiles_shape(dtype, rows, dim), backward, e));
-    *bytes = (size_t)t.rows * t.row + t.products;
+    UPIPE_TRY(upi_loss_tile_bytes(&t, ops, h, upi_tiles_shape(dtype, rows, dim), backward, e));
+    *bytes = (size_t)t.rows * t.row_bytes + t.work_bytes;
     return UPIPE_OK;
 }
 
@@ -311,8 +312,8 @@ UPIPE_API upipe_status upi_loss_check(upipe_ctx *c, const char *call, const upip
     upipe_view like = x;
     like.h = 1;
     UPIPE_TRY(upi_tiles_check(c, call, "x", x, like));
-    if (h->w == NULL || ((losses == NULL || targets == NULL) && x.n > 0))
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: w, losses or targets is NULL", call);
+    if (h == NULL || h->w == NULL || ((losses == NULL || targets == NULL) && x.n > 0))
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: the head, w, losses or targets is NULL", call);
     if (h->vocab < 1 || h->vocab > INT32_MAX)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: a vocabulary of %lld", call, (long long)h->vocab);
     if (!__builtin_isfinite(h->scale))
@@ -321,10 +322,10 @@ UPIPE_API upipe_status upi_loss_check(upipe_ctx *c, const char *call, const upip
 }
 
 /* The entry counts rows from the tile's first one; the sentence of a failure says where the tile begins. */
-UPIPE_API upipe_status upi_loss_entropy(upipe_ctx *c, const upipe_cross_entropy *e, int64_t row)
+UPIPE_API upipe_status upi_loss_entropy(upipe_ctx *c, const upipe_cross_entropy *entropy, int64_t row)
 {
     upipe_err inner;
-    upipe_status s = c->ops->cross_entropy(c, e);
+    upipe_status s = c->ops->cross_entropy(c, entropy);
     if (s == UPIPE_OK || row == 0) return s;
     inner = c->err;
     return upipe_fail(&c->err, s, "in the tile from row %lld on: %.200s", (long long)row, inner.text);
@@ -338,44 +339,46 @@ UPIPE_API upipe_status upi_loss(upipe_ctx *c, const upipe_head *h, upipe_view dx
     const int apart = g != NULL && x.dtype != UPIPE_F32;
     upi_tiling t;
     upi_tiles_buf buf;
-    int64_t row;
+    upipe_tiles at = {0, 0, 0};
     memset(&buf, 0, sizeof buf);
-    UPIPE_TRY(upi_loss_tiling(&t, c->ops, h, x, g != NULL, &c->err));
+    UPIPE_TRY(upi_loss_tile_bytes(&t, c->ops, h, x, g != NULL, &c->err));
     if (h->norm_weight != NULL)
-        UPIPE_TRY(upi_tiles_alloc(c, &buf.norm, t.rows, x.d, upipe_dtype_bytes(x.dtype), "loss_norm"));
-    UPIPE_TRY(upi_tiles_alloc(c, &buf.wide[0], t.rows, h->vocab, 4, "logits"));
+        UPIPE_TRY(upi_tiles_alloc(c, &buf.norm, t.rows, x.d, upipe_dtype_bytes(x.dtype), UPIPE_USE_LOSS,
+                                  "loss_norm"));
+    UPIPE_TRY(upi_tiles_alloc(c, &buf.wide[0], t.rows, h->vocab, 4, UPIPE_USE_LOSS, "logits"));
     if (apart)
-        UPIPE_TRY(
-            upi_tiles_alloc(c, &buf.wide[1], t.rows, h->vocab, upipe_dtype_bytes(x.dtype), "logits_grad"));
-    if (g != NULL) UPIPE_TRY(upi_tiles_alloc(c, &buf.sum, t.rows, x.d, 4, "loss_sum"));
-    UPIPE_TRY(upipe_mem_alloc(c->mem, &buf.work, t.products, "loss_work", &c->err));
-    for (row = 0; row < x.n; row += t.rows) {
-        int64_t rows = x.n - row < t.rows ? x.n - row : t.rows;
-        upipe_view from = upipe_view_rows(x, row, rows), n = from;
-        upipe_view sum = upipe_view_packed(buf.sum, UPIPE_F32, rows, 1, x.d);
-        upipe_cross_entropy e;
+        UPIPE_TRY(upi_tiles_alloc(c, &buf.wide[1], t.rows, h->vocab, upipe_dtype_bytes(x.dtype),
+                                  UPIPE_USE_LOSS, "logits_grad"));
+    if (g != NULL) UPIPE_TRY(upi_tiles_alloc(c, &buf.sum, t.rows, x.d, 4, UPIPE_USE_LOSS, "loss_sum"));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &buf.work, t.work_bytes, UPIPE_USE_LOSS, "loss_work", &c->err));
+    while (upipe_tiles_next(c->mem, &at, x.n, t.rows)) {
+        upipe_view from = upipe_view_rows(x, at.row, at.n), normed = from;
+        upipe_view sum = upipe_view_packed(buf.sum, UPIPE_F32, at.n, 1, x.d);
+        upipe_cross_entropy entropy;
         if (h->norm_weight != NULL) {
-            n = upipe_view_packed(buf.norm, x.dtype, rows, 1, x.d);
-            UPIPE_TRY(c->ops->rmsnorm(c, n, from, h->norm_weight, h->norm_eps));
+            normed = upipe_view_packed(buf.norm, x.dtype, at.n, 1, x.d);
+            UPIPE_TRY(c->ops->rmsnorm(c, normed, from, h->norm_weight, h->norm_eps));
         }
-        e.logits = upipe_view_packed(buf.wide[0], UPIPE_F32, rows, 1, (int32_t)h->vocab);
-        e.grad = upipe_view_packed(apart ? buf.wide[1] : buf.wide[0], x.dtype, rows, 1, (int32_t)h->vocab);
-        if (g == NULL) e.grad.data = NULL;
-        e.loss = losses + row;
-        e.targets = targets + row;
-        e.scale = h->scale == 0 ? 1.0f : h->scale;
-        UPIPE_TRY(c->ops->gemm(c, e.logits, n, w, UPIPE_GEMM_TRANS_B, buf.work, t.products));
-        UPIPE_TRY(upi_loss_entropy(c, &e, row));
+        entropy.logits = upipe_view_packed(buf.wide[0], UPIPE_F32, at.n, 1, (int32_t)h->vocab);
+        entropy.grad =
+            upipe_view_packed(apart ? buf.wide[1] : buf.wide[0], x.dtype, at.n, 1, (int32_t)h->vocab);
+        if (g == NULL) entropy.grad.data = NULL;
+        entropy.loss = losses + at.row;
+        entropy.targets = targets + at.row;
+        entropy.scale = h->scale == 0 ? 1.0f : h->scale;
+        UPIPE_TRY(c->ops->gemm(c, entropy.logits, normed, w, UPIPE_GEMM_TRANS_B, buf.work, t.work_bytes));
+        UPIPE_TRY(upi_loss_entropy(c, &entropy, at.row));
         if (g == NULL) continue;
         if (g->w != NULL)
-            UPIPE_TRY(c->ops->gemm(c, upipe_view_packed(g->w, UPIPE_F32, h->vocab, 1, x.d), e.grad, n,
-                                   UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE, buf.work, t.products));
-        UPIPE_TRY(c->ops->gemm(c, sum, e.grad, w, 0, buf.work, t.products));
+            UPIPE_TRY(c->ops->gemm(c, upipe_view_packed(g->w, UPIPE_F32, h->vocab, 1, x.d), entropy.grad,
+                                   normed, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE, buf.work,
+                                   t.work_bytes));
+        UPIPE_TRY(c->ops->gemm(c, sum, entropy.grad, w, 0, buf.work, t.work_bytes));
         if (h->norm_weight != NULL)
-            UPIPE_TRY(c->ops->rmsnorm_bwd(c, upipe_view_rows(dx, row, rows), sum, from, h->norm_weight,
+            UPIPE_TRY(c->ops->rmsnorm_bwd(c, upipe_view_rows(dx, at.row, at.n), sum, from, h->norm_weight,
                                           h->norm_eps, g->norm_weight, 0));
         else
-            UPIPE_TRY(c->ops->cast(c, upipe_view_rows(dx, row, rows), sum));
+            UPIPE_TRY(c->ops->cast(c, upipe_view_rows(dx, at.row, at.n), sum));
     }
     return upi_tiles_free(c, &buf);
 }
@@ -414,6 +417,7 @@ UPIPE_API upipe_status upipe_loss_bwd(upipe_ctx *c, const upipe_head *h, upipe_v
 {
     int64_t mark = upipe_mem_mark(c->mem);
     upipe_status s;
+    if (grads == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "loss_bwd: grads is NULL");
     UPIPE_TRY(upi_loss_check(c, "loss_bwd", h, x, losses, targets, grads->norm_weight));
     UPIPE_TRY(upi_tiles_check(c, "loss_bwd", "dx", dx, x));
     UPIPE_TRY(upi_tiles_check_alias(c, "loss_bwd", "dx", dx, "x", x));

@@ -9,24 +9,26 @@
  *       2         shard              shard            whole
  *       3         shard              shard            shard
  *
- *     upipe_zero z = {0};
+ *     upipe_zero z = {0};                                     its fields, and who has what: zero/shards.h
  *     z.world = world, z.stage = 3, z.first = first, z.units = units, ...   first[u]: where unit u begins
  *     z.weights = block of upipe_zero_held(&z, UPIPE_ZERO_WEIGHTS) elements; z.grads, states alike
  *     upipe_zero_check(&ctx, &z);
  *
  *     upipe_zero_grads_clear(&ctx, &z);                       a step
  *     upipe_zero_weights_begin(&ctx, &z, unit, &w);           stage 3 gathers; else a pointer
- *     upipe_zero_weights_end(&ctx, &z, unit, w);
+ *     upipe_zero_weights_end(&ctx, &z, w);
  *     upipe_zero_grads_begin(&ctx, &z, unit, &g);             stages 2, 3: a block of zeros; else a pointer
  *     upipe_zero_grads_end(&ctx, &z, unit, g);                stages 2, 3: a reduce-scatter, += into the shard
  *     upipe_zero_grads_first(&ctx, &z, unit, &g);             as begin, of the unit that ends before all others
  *     upipe_zero_grads_sum(&ctx, &z);                         stages 0, 1: the same, of all units
  *     for (u = 0; u < units; ++u)
- *         my_adamw(upipe_zero_states(&z, u), upipe_zero_grad(&z, part), ...);
+ *         my_adamw(upipe_zero_part_of(&z, UPIPE_ZERO_STATES, u), ...);
  *     upipe_zero_weights_gather(&ctx, &z);                    stages 1, 2: all ranks' slices, of all units
  *
  * Sums over ranks are f32 chains in rank order. An element's sum depends neither on the stage nor on the strip, if a
  * unit's gradients begin and end once a step. All ranks make the same calls in the same order.
+ *
+ * Weights that are gathered for each use lie elsewhere in the backward: upipe_layer.id tells the layer then.
  *
  * With `side` a unit can be gathered ahead, on the side stream and by a communicator of its own:
  *
@@ -39,153 +41,29 @@
 #define UPIPE_ZERO_H
 
 #include "upipe_agree.h"
-#include "upipe_reduce.h"
-#include "upipe_side_stream.h"
-
-enum { UPIPE_ZERO_STRIP = 4 << 20, UPIPE_ZERO_STAGES = 4 };
-
-/* What upipe_zero_held and upipe_zero_bytes count. */
-typedef enum upipe_zero_what {
-    UPIPE_ZERO_WEIGHTS,
-    UPIPE_ZERO_GRADS,
-    UPIPE_ZERO_STATES, /* of the optimizer */
-    UPIPE_ZERO_SUM     /* buffers of a reduce-scatter */
-} upipe_zero_what;
-
-/* upipe_zero -- one rank's; the host's, as are all arrays
- *   world         the ranks; rank, ranks as it has them
- *   dtype         storage type of the parameters
- *   sent          storage type of gradients on their way to be summed: UPIPE_F32, or UPIPE_BF16
- *   first         [units + 1] ascending, the first 0: unit u is elements first[u] .. first[u + 1] - 1
- *   strip         bytes that go to each rank in one exchange of a reduce-scatter; 0: UPIPE_ZERO_STRIP
- *   weights       [upipe_zero_held(z, UPIPE_ZERO_WEIGHTS)] of dtype
- *   grads         [upipe_zero_held(z, UPIPE_ZERO_GRADS)]
- *   side          a side stream for upipe_zero_ahead; NULL: that does nothing
- *   side_world    a second communicator of the same ranks, for it
- *   summed, lent  since upipe_zero_grads_clear: something has been added to the shard of the gradients; its front is
- *                 lent to the gradients of unit lent - 1, which has begun
- *   ahead, ...    upipe_zero_ahead's: the block of the unit that is being gathered, NULL for none
- */
-typedef struct upipe_zero {
-    upipe_comm *world;
-    int rank, ranks, stage, units;
-    upipe_dtype dtype, sent;
-    const int64_t *first;
-    size_t strip;
-    void *weights;
-    float *grads;
-    int summed, lent;
-    upipe_side_stream *side;
-    upipe_comm *side_world;
-    void *ahead;
-    int ahead_unit;
-    int64_t ahead_point;
-    upipe_status ahead_status;
-} upipe_zero;
-
-/* upipe_zero_part -- n elements from element `first` on of all; on this rank they are from element `at` on of the
- *                    array in question */
-typedef struct upipe_zero_part {
-    int64_t first, at, n;
-} upipe_zero_part;
-
-/* ---- who has what ---- */
-
-UPIPE_API int64_t upi_zero_n(const upipe_zero *z, int unit)
-{
-    return z->first[unit + 1] - z->first[unit];
-}
-
-/* upipe_zero_slice -- this rank's slice of a unit; at: in its shard */
-UPIPE_API upipe_zero_part upipe_zero_slice(const upipe_zero *z, int unit)
-{
-    upipe_zero_part p;
-    int64_t first;
-    int u;
-    for (u = 0, p.at = 0; u < unit; ++u)
-        p.at += upipe_reduce_slice(upi_zero_n(z, u), z->rank, z->ranks, &first);
-    p.n = upipe_reduce_slice(upi_zero_n(z, unit), z->rank, z->ranks, &first);
-    p.first = z->first[unit] + first;
-    return p;
-}
-
-/* Whether a rank holds its shard of it, and not the whole. */
-UPIPE_API int upipe_zero_sharded(const upipe_zero *z, upipe_zero_what what)
-{
-    return z->stage >= (what == UPIPE_ZERO_WEIGHTS ? 3 : what == UPIPE_ZERO_GRADS ? 2 : 1);
-}
-
-/* upipe_zero_part_of -- what this rank holds of a unit's weights, gradients or states; at: in its array of them */
-UPIPE_API upipe_zero_part upipe_zero_part_of(const upipe_zero *z, upipe_zero_what what, int unit)
-{
-    upipe_zero_part p;
-    if (upipe_zero_sharded(z, what)) return upipe_zero_slice(z, unit);
-    p.first = p.at = z->first[unit];
-    p.n = upi_zero_n(z, unit);
-    return p;
-}
-
-/* upipe_zero_held -- elements of weights, gradients, or of one state of the optimizer that this rank holds */
-UPIPE_API int64_t upipe_zero_held(const upipe_zero *z, upipe_zero_what what)
-{
-    upipe_zero_part p;
-    if (z->units == 0) return 0;
-    p = upipe_zero_part_of(z, what, z->units - 1);
-    return p.at + p.n;
-}
-
-/* upipe_zero_owned -- where the weights or gradients of this rank's slice of a unit are, after the sum: n elements of
- *                     upipe_zero_slice */
-UPIPE_API void *upipe_zero_owned(const upipe_zero *z, upipe_zero_what what, int unit)
-{
-    const upipe_zero_part p = upipe_zero_slice(z, unit);
-    const int64_t at = upipe_zero_sharded(z, what) ? p.at : p.first;
-    return what == UPIPE_ZERO_GRADS ? upipe_offset(z->grads, (size_t)at * 4)
-                                    : upipe_offset(z->weights, (size_t)at * upipe_dtype_bytes(z->dtype));
-}
-
-/* A rank alone rounds nothing. */
-UPIPE_API upipe_dtype upi_zero_sent(const upipe_zero *z)
-{
-    return z->ranks == 1 ? UPIPE_F32 : z->sent;
-}
-
-/* Elements of a strip. */
-UPIPE_API int64_t upi_zero_strip(const upipe_zero *z)
-{
-    const size_t strip =
-        (z->strip > 0 ? z->strip : (size_t)UPIPE_ZERO_STRIP) / upipe_dtype_bytes(upi_zero_sent(z));
-    return strip > 0 ? (int64_t)strip : 1;
-}
-
-/* upipe_zero_bytes -- exact bytes of the pool that a unit takes: WEIGHTS from begin (or ahead) to end, GRADS from begin
- *                     to end, SUM within the call that sums */
-UPIPE_API size_t upipe_zero_bytes(const upipe_zero *z, int unit, upipe_zero_what what)
-{
-    const int64_t n = upi_zero_n(z, unit);
-    if (what == UPIPE_ZERO_SUM) return upi_reduce_bytes(n, z->ranks, upi_zero_strip(z), upi_zero_sent(z));
-    if (what == UPIPE_ZERO_STATES || !upipe_zero_sharded(z, what)) return 0;
-    return (size_t)n * (what == UPIPE_ZERO_GRADS ? 4 : upipe_dtype_bytes(z->dtype));
-}
+#include "zero/ahead.h"
+#include "zero/shards.h"
 
 /* ---- checks and failures ---- */
 
+/* The fields that say who has what; each call begins with it, as the host may have changed them. */
 UPIPE_API upipe_status upi_zero_args(upipe_ctx *c, const upipe_zero *z)
 {
     int u;
     UPIPE_TRY(upipe_ctx_check(c));
-    UPIPE_TRY(upi_comm_idle(c, z->world));
-    if (z->world->rank != z->rank || z->world->ranks != z->ranks)
+    if (z == NULL || (z->world == NULL && (z->ranks != 1 || z->stage != 0)))
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero or its world is NULL");
+    if (z->world != NULL && (z->world->rank != z->rank || z->world->ranks != z->ranks))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: rank %d of %d, its communicator is rank %d of %d",
                           z->rank, z->ranks, z->world->rank, z->world->ranks);
     if (z->stage < 0 || z->stage >= UPIPE_ZERO_STAGES)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: stage %d; there are 0 to 3", z->stage);
     if (z->dtype != UPIPE_F32 && z->dtype != UPIPE_BF16)
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "zero: parameters are f32 or bf16, not %s",
-                          upi_dtype_name_of(&z->dtype));
+                          upipe_dtype_name_of(&z->dtype));
     if (z->sent != UPIPE_F32 && z->sent != UPIPE_BF16)
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "zero: gradients are sent as f32 or bf16, not %s",
-                          upi_dtype_name_of(&z->sent));
+                          upipe_dtype_name_of(&z->sent));
     if (upi_zero_strip(z) > INT32_MAX)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: a strip of %zu bytes", z->strip);
     if (z->units < 0 || z->first == NULL || z->first[0] != 0)
@@ -205,10 +83,11 @@ UPIPE_API upipe_status upi_zero_args(upipe_ctx *c, const upipe_zero *z)
 UPIPE_API upipe_status upipe_zero_check(upipe_ctx *c, const upipe_zero *z)
 {
     upipe_fields f;
-    uint64_t hash = UPI_HASH;
+    uint64_t hash = UPIPE_HASH;
     UPIPE_TRY(upi_zero_args(c, z));
-    memset(&f, 0, sizeof f);
-    hash = upi_hash_bytes(hash, z->first, (size_t)(z->units + 1) * sizeof *z->first);
+    UPIPE_TRY(upipe_comm_idle(c, z->world));
+    f.n = 0;
+    hash = upipe_hash_bytes(hash, z->first, (size_t)(z->units + 1) * sizeof *z->first);
     upipe_field_int(&f, "the stage of ZeRO", z->stage);
     upipe_field_int(&f, "its number of units", z->units);
     upipe_field_int(&f, "its number of elements", z->first[z->units]);
@@ -217,16 +96,17 @@ UPIPE_API upipe_status upipe_zero_check(upipe_ctx *c, const upipe_zero *z)
     upipe_field_int(&f, "the type in which gradients are sent", z->sent);
     upipe_field_int(&f, "its strip", upi_zero_strip(z));
     upipe_field_int(&f, "its side stream", z->side != NULL);
-    return upipe_comm_agree(c, z->world, f.at, f.n);
+    return upipe_comm_agree(c, z->world, &f);
 }
 
-UPIPE_API upipe_status upi_zero_unit(upipe_ctx *c, const upipe_zero *z, int unit)
+/* The same of a unit, where the call writes to `out`. */
+UPIPE_API upipe_status upi_zero_unit(upipe_ctx *c, const upipe_zero *z, int unit, const void *out)
 {
+    UPIPE_TRY(upi_zero_args(c, z));
+    if (out == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: the place for the result is NULL");
     if (unit >= 0 && unit < z->units) return UPIPE_OK;
     return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: unit %d of %d", unit, z->units);
 }
-
-#include "zero/ahead.h"
 
 /* upipe_zero_stop -- after a failure of another call: aborts a gather ahead, and waits for its end. Does nothing where
  *                    there is none */
@@ -251,7 +131,7 @@ UPIPE_API upipe_status upipe_zero_ahead(upipe_ctx *c, upipe_zero *z, int unit)
 {
     const int64_t mark = upipe_mem_mark(c->mem);
     upipe_status s;
-    UPIPE_TRY(upi_zero_unit(c, z, unit));
+    UPIPE_TRY(upi_zero_unit(c, z, unit, z));
     if (z->side == NULL || z->stage < 3 || upi_zero_n(z, unit) == 0) return UPIPE_OK;
     if (z->ahead != NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: unit %d is being gathered, and not unit %d yet",
@@ -264,16 +144,16 @@ UPIPE_API upipe_status upipe_zero_ahead(upipe_ctx *c, upipe_zero *z, int unit)
  *   w       [n] of the storage type, read only; NULL for a unit without elements
  *   bytes   stage 3: allocates upipe_zero_bytes(z, unit, UPIPE_ZERO_WEIGHTS), sends this rank's slice to each of the
  *           others. Else nothing
- *   errors  ARG (no such unit, not the one that was announced), MEMORY; others as upipe_comm_wait, and for these the
- *           world and ctx->team are aborted
+ *   errors  ARG (no such unit, not the one that was announced), MEMORY; others as upipe_comm_wait. For all but ARG
+ *           the world, ctx->team and ctx->ring are aborted
  */
 UPIPE_API upipe_status upipe_zero_weights_begin(upipe_ctx *c, upipe_zero *z, int unit, const void **w)
 {
     const int64_t mark = upipe_mem_mark(c->mem);
     upipe_status s;
     void *data = NULL;
-    *w = NULL;
-    UPIPE_TRY(upi_zero_unit(c, z, unit));
+    if (w != NULL) *w = NULL;
+    UPIPE_TRY(upi_zero_unit(c, z, unit, w));
     if (z->stage < 3) {
         *w = upipe_offset(z->weights, (size_t)z->first[unit] * upipe_dtype_bytes(z->dtype));
         return UPIPE_OK;
@@ -286,7 +166,8 @@ UPIPE_API upipe_status upipe_zero_weights_begin(upipe_ctx *c, upipe_zero *z, int
         s = upi_zero_arrived(c, z, w);
         return s == UPIPE_OK ? UPIPE_OK : upi_zero_unwind(c, z, s, mark);
     }
-    s = upipe_mem_alloc(c->mem, &data, upipe_zero_bytes(z, unit, UPIPE_ZERO_WEIGHTS), "weights", &c->err);
+    s = upipe_mem_alloc(c->mem, &data, upipe_zero_bytes(z, unit, UPIPE_ZERO_WEIGHTS), UPIPE_USE_WEIGHTS,
+                        "weights", &c->err);
     if (s == UPIPE_OK) s = upi_zero_gather(c, z->world, z, unit, data);
     if (s != UPIPE_OK) return upi_zero_unwind(c, z, s, mark);
     *w = data;
@@ -298,18 +179,20 @@ UPIPE_API upipe_status upipe_zero_weights_begin(upipe_ctx *c, upipe_zero *z, int
  */
 UPIPE_API upipe_status upipe_zero_weights_end(upipe_ctx *c, const upipe_zero *z, const void *w)
 {
+    UPIPE_TRY(upi_zero_args(c, z));
     return z->stage < 3 ? UPIPE_OK : upipe_mem_free(c->mem, (void *)(uintptr_t)w, &c->err);
 }
 
 /* upipe_zero_weights_gather -- stages 1 and 2, after each rank has changed its slices: all ranks have all parameters.
  *                              Else nothing
- *   errors  ARG; others as upipe_comm_wait, and for these the world and ctx->team are aborted
+ *   errors  ARG; others as upipe_comm_wait. For all but ARG the world, ctx->team and ctx->ring are aborted
  */
 UPIPE_API upipe_status upipe_zero_weights_gather(upipe_ctx *c, upipe_zero *z)
 {
     const int64_t mark = upipe_mem_mark(c->mem);
     upipe_status s = UPIPE_OK;
     int u;
+    UPIPE_TRY(upi_zero_args(c, z));
     if (z->stage == 0 || z->stage == 3 || z->ranks == 1) return UPIPE_OK;
     for (u = 0; u < z->units && s == UPIPE_OK; ++u)
         s = upi_zero_gather(c, z->world, z, u,
@@ -322,6 +205,7 @@ UPIPE_API upipe_status upipe_zero_weights_gather(upipe_ctx *c, upipe_zero *z)
 /* upipe_zero_grads_clear -- all that this rank holds of them is 0, at the start of a step */
 UPIPE_API upipe_status upipe_zero_grads_clear(upipe_ctx *c, upipe_zero *z)
 {
+    UPIPE_TRY(upi_zero_args(c, z));
     z->summed = z->lent = 0;
     return c->ops->zero(c, z->grads, (size_t)upipe_zero_held(z, UPIPE_ZERO_GRADS) * 4);
 }
@@ -330,7 +214,7 @@ UPIPE_API upipe_status upipe_zero_grads_clear(upipe_ctx *c, upipe_zero *z)
  *   g       [n] f32: zeros in stages 2 and 3, else what has been added since upipe_zero_grads_clear; NULL for a unit
  *           without elements
  *   bytes   stages 2 and 3: allocates upipe_zero_bytes(z, unit, UPIPE_ZERO_GRADS)
- *   errors  ARG (no such unit), MEMORY, the table's; for all but ARG the world and ctx->team are aborted
+ *   errors  ARG (no such unit), MEMORY, the table's. For all but ARG the world, ctx->team and ctx->ring are aborted
  */
 UPIPE_API upipe_status upipe_zero_grads_begin(upipe_ctx *c, upipe_zero *z, int unit, float **g)
 {
@@ -338,15 +222,16 @@ UPIPE_API upipe_status upipe_zero_grads_begin(upipe_ctx *c, upipe_zero *z, int u
     size_t bytes;
     upipe_status s;
     void *data;
-    *g = NULL;
-    UPIPE_TRY(upi_zero_unit(c, z, unit));
+    if (g != NULL) *g = NULL;
+    UPIPE_TRY(upi_zero_unit(c, z, unit, g));
     if (z->stage < 2) {
+        if (z->grads == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: grads is NULL");
         *g = z->grads + z->first[unit];
         return UPIPE_OK;
     }
     bytes = upipe_zero_bytes(z, unit, UPIPE_ZERO_GRADS);
     if (bytes == 0) return UPIPE_OK;
-    s = upipe_mem_alloc(c->mem, &data, bytes, "gradients", &c->err);
+    s = upipe_mem_alloc(c->mem, &data, bytes, UPIPE_USE_GRADIENTS, "gradients", &c->err);
     if (s == UPIPE_OK) s = c->ops->zero(c, data, bytes);
     if (s != UPIPE_OK) return upi_zero_unwind(c, z, s, mark);
     *g = (float *)data;
@@ -361,8 +246,8 @@ UPIPE_API upipe_status upipe_zero_grads_begin(upipe_ctx *c, upipe_zero *z, int u
  */
 UPIPE_API upipe_status upipe_zero_grads_first(upipe_ctx *c, upipe_zero *z, int unit, float **g)
 {
-    *g = NULL;
-    UPIPE_TRY(upi_zero_unit(c, z, unit));
+    if (g != NULL) *g = NULL;
+    UPIPE_TRY(upi_zero_unit(c, z, unit, g));
     if (z->stage < 2 || z->summed || z->lent || upi_zero_n(z, unit) == 0 ||
         upipe_zero_slice(z, unit).at < upi_zero_n(z, unit))
         return upipe_zero_grads_begin(c, z, unit, g);
@@ -374,14 +259,14 @@ UPIPE_API upipe_status upipe_zero_grads_first(upipe_ctx *c, upipe_zero *z, int u
 /* The sums over ranks of a unit's gradients, whole in g, go to this rank's slice. */
 UPIPE_API upipe_status upi_zero_sum(upipe_ctx *c, const upipe_zero *z, int unit, const float *g)
 {
-    upi_reduction x;
+    upipe_reduction x;
     x.dst = (float *)upipe_zero_owned(z, UPIPE_ZERO_GRADS, unit);
-    x.data = g;
+    x.terms = g;
     x.n = upi_zero_n(z, unit);
     x.strip = upi_zero_strip(z);
     x.sent = upi_zero_sent(z);
     x.accumulate = z->stage >= 2;
-    return x.n > 0 ? upi_reduce(c, z->world, &x) : UPIPE_OK;
+    return x.n > 0 ? upipe_reduction_run(c, z->world, &x) : UPIPE_OK;
 }
 
 /* The block of g, which has been summed, is the pool's again; or the front of the shard is zeros again. */
@@ -397,13 +282,13 @@ UPIPE_API upipe_status upi_zero_grads_back(upipe_ctx *c, upipe_zero *z, int unit
  *           upipe_zero_bytes(z, unit, UPIPE_ZERO_SUM) meanwhile. Else nothing
  *   g       what begin or first gave for this unit. Of another block of the pool it is not known whose it is
  *   errors  ARG (no such unit, g is NULL, upipe_zero_grads_first's unit has not ended or g is its), MEMORY; others as
- *           upipe_comm_wait, and for all but ARG the world and ctx->team are aborted
+ *           upipe_comm_wait. For all but ARG the world, ctx->team and ctx->ring are aborted
  */
 UPIPE_API upipe_status upipe_zero_grads_end(upipe_ctx *c, upipe_zero *z, int unit, float *g)
 {
     const int64_t mark = upipe_mem_mark(c->mem);
     upipe_status s;
-    UPIPE_TRY(upi_zero_unit(c, z, unit));
+    UPIPE_TRY(upi_zero_unit(c, z, unit, z));
     if (z->stage < 2 || upi_zero_n(z, unit) == 0) return UPIPE_OK;
     if (g == NULL || z->lent != (g == z->grads ? unit + 1 : 0))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: unit %d ends, %s", unit,
@@ -423,8 +308,8 @@ UPIPE_API upipe_status upi_zero_sum_all(upipe_ctx *c, const upipe_zero *z)
     for (u = 0; u < z->units; ++u) UPIPE_TRY(upi_zero_sum(c, z, u, z->grads + z->first[u]));
     if (z->stage == 1) return UPIPE_OK;
     for (u = 0; u < z->units; ++u)
-        UPIPE_TRY(upi_gather(c, z->world, z->grads + z->first[u], upipe_zero_owned(z, UPIPE_ZERO_GRADS, u),
-                             upi_zero_n(z, u), 4));
+        UPIPE_TRY(upipe_slices_gather(c, z->world, z->grads + z->first[u],
+                                      upipe_zero_owned(z, UPIPE_ZERO_GRADS, u), upi_zero_n(z, u), 4));
     return UPIPE_OK;
 }
 
@@ -437,6 +322,7 @@ UPIPE_API upipe_status upipe_zero_grads_sum(upipe_ctx *c, upipe_zero *z)
 {
     const int64_t mark = upipe_mem_mark(c->mem);
     upipe_status s;
+    UPIPE_TRY(upi_zero_args(c, z));
     if (z->stage >= 2 || z->ranks == 1) return UPIPE_OK;
     s = upi_zero_sum_all(c, z);
     return s == UPIPE_OK ? UPIPE_OK : upi_zero_unwind(c, z, s, mark);

@@ -28,10 +28,13 @@ static const char *const device_names[DEVICES] = {"cpu", "cuda"};
 #ifdef UPIPE_WITH_CUDA
 #include "upipe/cuda/upipe_cuda_device.h"
 
-enum { DEVICE_WORKSPACE = 32 << 20 }; /* what cuBLAS's documentation advises for the largest devices */
+enum {
+    DEVICE_WORKSPACE = 32 << 20, /* what cuBLAS's documentation advises for the largest devices */
+    DEVICE_MARGIN = 16 /* one of so many multiprocessors is left to side streams: 8 of an H100's 132 */
+};
 
 /* From device_table.cu, the one unit of the program that the CUDA compiler sees. */
-void device_cuda_ops(upipe_ops *ops, upipe_cuda *device);
+upipe_status device_cuda_ops(upipe_ops *ops, upipe_cuda *device, upipe_err *e);
 #endif
 
 typedef struct device {
@@ -61,16 +64,6 @@ static inline const char *device_lacks(int kind)
 #else
     return kind == DEVICE_CUDA ? "this program was built without CUDA" : NULL;
 #endif
-}
-
-/* For programs whose only flag is --device: 0, or the exit status with the sentence out. */
-static inline int device_args(int argc, char **argv, int *kind)
-{
-    for (*kind = 0; *kind < DEVICES && argc == 3 && strcmp(argv[2], device_names[*kind]) != 0;) ++*kind;
-    if (argc != 1 && (argc != 3 || strcmp(argv[1], "--device") != 0 || *kind == DEVICES))
-        return fprintf(stderr, "usage: %s [--device cpu|cuda]\n", argv[0]), 2;
-    if (device_lacks(*kind) == NULL) return 0;
-    return fprintf(stderr, "%s\n", device_lacks(*kind)), 2;
 }
 
 static inline void device_table(int kind, upipe_ops *ops)
@@ -104,11 +97,15 @@ static inline upipe_status device_close_cuda(device *d, upipe_err *e)
     return first;
 }
 
-static inline upipe_status device_open_cuda(device *d, upipe_err *e)
+/* first: its blocks start before those of other streams. */
+static inline upipe_status device_open_cuda(device *d, int first, upipe_err *e)
 {
     cudaStream_t stream;
     upipe_status s;
-    UPIPE_CUDA_TRY(e, cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    if (first)
+        UPIPE_TRY(upipe_cuda_stream_first(&stream, e));
+    else
+        UPIPE_CUDA_TRY(e, cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     d->stream = stream;
     s = upipe_cublas_check(e, cublasCreate(&d->blas), "cublasCreate");
     if (s == UPIPE_OK) s = upipe_cuda_slab(&d->workspace, DEVICE_WORKSPACE, e);
@@ -118,14 +115,13 @@ static inline upipe_status device_open_cuda(device *d, upipe_err *e)
         s = upipe_cublas_check(e, cublasSetWorkspace(d->blas, d->workspace, DEVICE_WORKSPACE),
                                "cublasSetWorkspace");
     if (s == UPIPE_OK) s = upipe_cuda_init(&d->cuda, d->blas, e);
+    if (s == UPIPE_OK) s = device_cuda_ops(&d->ops, &d->cuda, e);
     if (s == UPIPE_OK) s = upipe_cuda_copy_stream_init(&d->side, e);
     if (s != UPIPE_OK) {
         device_close_cuda(d, NULL);
         memset(d, 0, sizeof *d);
-        return s;
     }
-    device_cuda_ops(&d->ops, &d->cuda);
-    return UPIPE_OK;
+    return s;
 }
 
 #endif
@@ -137,10 +133,26 @@ static inline upipe_status device_open(device *d, int kind, upipe_err *e)
     d->kind = kind;
     if (device_lacks(kind) != NULL) return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "%s", device_lacks(kind));
 #ifdef UPIPE_WITH_CUDA
-    if (kind == DEVICE_CUDA) return device_open_cuda(d, e);
+    if (kind == DEVICE_CUDA) return device_open_cuda(d, 0, e);
 #endif
     device_table(kind, &d->ops);
     return UPIPE_OK;
+}
+
+/* device_open_beside -- table and stream of what runs beside `other`, an open device
+ *   kernels  there are some, for which attention of `other` leaves multiprocessors free; copies alone need none */
+static inline upipe_status device_open_beside(device *d, device *other, int kernels, upipe_err *e)
+{
+#ifdef UPIPE_WITH_CUDA
+    if (other->kind == DEVICE_CUDA) {
+        memset(d, 0, sizeof *d);
+        d->kind = other->kind;
+        if (kernels) other->cuda.margin = other->cuda.processors / DEVICE_MARGIN;
+        return device_open_cuda(d, 1, e);
+    }
+#endif
+    (void)kernels;
+    return device_open(d, other->kind, e);
 }
 
 static inline upipe_status device_close(device *d, upipe_err *e)

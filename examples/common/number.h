@@ -1,17 +1,20 @@
 /* number.h -- numbers as people write them, for the flags and files of all programs
  *
- *     number_whole("1e6", 0, &n)        1000000: decimal
- *     number_whole("128k", 1, &n)       131072: k and M of tokens are 2^10 and 2^20, as in the paper
+ *     number_whole("1e6", &n)           1000000: decimal
+ *     number_whole("128k", &n)          131072: k and M are 2^10 and 2^20, as in the paper
  *     number_bytes("80GiB", &bytes)     a size of memory has a unit; GB is 10^9, GiB 2^30
+ *     number_real("1e-3", &x)
  *
- * Each returns 0, or -1 for what is no such number, is no whole one, or leaves 63 bits. No sign, no spaces, no
- * hexadecimals.
+ * Each returns 0, or -1 for what is no such number, is no whole one where it is to be, leaves 63 bits, or is infinite. No
+ * sign, no spaces, no hexadecimals.
  */
 #ifndef COMMON_NUMBER_H
 #define COMMON_NUMBER_H
 
+#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 /* value * factor, or -1 */
@@ -62,14 +65,14 @@ static inline int number_scale(int64_t mantissa, int exponent, int64_t factor, i
     return 0;
 }
 
-/* number_whole -- a whole number; `binary`: of tokens, which may end in k or M */
-static inline int number_whole(const char *text, int binary, int64_t *out)
+/* number_whole -- a whole number, which may end in k or M */
+static inline int number_whole(const char *text, int64_t *out)
 {
     int64_t mantissa, factor = 1;
     int exponent;
     const char *end = number_decimal(text, &mantissa, &exponent);
     if (end == NULL) return -1;
-    if (binary && (*end == 'k' || *end == 'K' || *end == 'M')) factor = *end++ == 'M' ? 1 << 20 : 1 << 10;
+    if (*end == 'k' || *end == 'K' || *end == 'M') factor = *end++ == 'M' ? 1 << 20 : 1 << 10;
     return *end == '\0' ? number_scale(mantissa, exponent, factor, out) : -1;
 }
 
@@ -102,6 +105,16 @@ static inline int number_bytes(const char *text, int64_t *out)
         return 0;
     }
     return -1;
+}
+
+/* number_real -- a number like 0.001 or 1e-3 */
+static inline int number_real(const char *text, double *out)
+{
+    char *end = NULL;
+    if (text[0] == '\0' || text[strspn(text, "0123456789.eE+-")] != '\0' || text[0] == '-' || text[0] == '+')
+        return -1;
+    *out = strtod(text, &end);
+    return *end == '\0' && isfinite(*out) ? 0 : -1;
 }
 
 #endif

@@ -8,7 +8,7 @@
 #ifndef COMMON_RENDEZVOUS_FILE_H
 #define COMMON_RENDEZVOUS_FILE_H
 
-#include "cli.h"
+#include "secret.h"
 
 /* All of PATH.r; PATH has numbers[ranks] and the data behind it. */
 typedef struct rendezvous_card {
@@ -27,16 +27,6 @@ static inline void rendezvous_nap(void)
     t.tv_sec = 0;
     t.tv_nsec = 50000000;
     nanosleep(&t, NULL);
-}
-
-/* A random number, not 0; 0 if there is none. */
-static inline uint64_t rendezvous_draw(void)
-{
-    uint64_t x = 0;
-    FILE *f = fopen("/dev/urandom", "rb");
-    if (f == NULL || fread(&x, sizeof x, 1, f) != 1) x = 0;
-    if (f != NULL) fclose(f);
-    return x;
 }
 
 /* PATH, or PATH.r of rank r > 0. */
@@ -71,15 +61,26 @@ static inline int rendezvous_get(const char *path, const rendezvous_card *own, i
 {
     char name[RENDEZVOUS_PATH];
     const rendezvous_card *card = (const rendezvous_card *)buf;
+    const char *why;
+    int64_t size;
     FILE *f;
     int ok;
     rendezvous_name(name, path, rank);
-    f = fopen(name, "rb");
+    f = regular_open(name, &size, &why); /* to open a pipe may wait for ever */
     if (f == NULL) return 0;
-    ok = fread(buf, 1, bytes, f) == bytes && fgetc(f) == EOF;
+    ok = size == (int64_t)bytes && fread(buf, 1, bytes, f) == bytes;
     fclose(f);
     return ok && memcmp(card->mark, own->mark, sizeof own->mark) == 0 && card->rank == rank &&
            card->ranks == own->ranks && card->bytes == own->bytes;
+}
+
+/* May rank r's file be where its name is? A rename would replace a pipe or a device. */
+static inline int rendezvous_usable(const char *path, int rank)
+{
+    char name[RENDEZVOUS_PATH];
+    struct stat about;
+    rendezvous_name(name, path, rank);
+    return stat(name, &about) != 0 || S_ISREG(about.st_mode);
 }
 
 /* Rank 0. `all`: what PATH holds, of `whole` bytes; numbers[r] are of rank r. */
@@ -126,29 +127,33 @@ static inline int rendezvous_guest(const char *path, rendezvous_card *own, rende
 }
 
 /* rendezvous_file -- rank 0's `bytes` bytes come to all ranks; -1 with the sentence out if they do not in time. One run
- *                    at a time uses a path */
+ *                    at a time uses a path
+ *   until    the moment of cli_clock, `seconds` from the beginning
+ */
 static inline int rendezvous_file(const char *path, int rank, int ranks, void *data, size_t bytes,
-                                  double seconds)
+                                  double until, double seconds)
 {
-    const double until = cli_clock(NULL) + seconds;
     const size_t numbers_bytes = (size_t)ranks * sizeof(uint64_t);
     const size_t whole = sizeof(rendezvous_card) + numbers_bytes + bytes;
     rendezvous_card own, *all = (rendezvous_card *)calloc(1, whole);
     uint64_t *numbers = (uint64_t *)(void *)(all + 1);
+    const char *why;
     int status;
     memset(&own, 0, sizeof own);
     memcpy(own.mark, "upipe-ff", sizeof own.mark);
     own.rank = rank;
     own.ranks = ranks;
     own.bytes = bytes;
-    own.mine = rendezvous_draw();
-    if (all == NULL || own.mine == 0 || strlen(path) >= RENDEZVOUS_PATH - 16) {
+    why = all == NULL                                                     ? "out of memory"
+          : secret_draw(&own.mine, sizeof own.mine) != 0                  ? "there are no random numbers"
+          : strlen(path) >= RENDEZVOUS_PATH - 16                          ? "it is too long"
+          : !rendezvous_usable(path, 0) || !rendezvous_usable(path, rank) ? "it is no regular file"
+                                                                          : NULL;
+    if (why != NULL) {
         free(all);
-        return cli_fail("rank %d cannot use %.200s: %s", rank, path,
-                        all == NULL     ? "out of memory"
-                        : own.mine == 0 ? "there are no random numbers"
-                                        : "it is too long");
+        return cli_fail("rank %d cannot use %.200s: %s", rank, path, why);
     }
+    own.mine |= 1;
     *all = own;
     if (rank == 0) {
         memcpy((char *)numbers + numbers_bytes, data, bytes);

@@ -1,7 +1,8 @@
 /* side_stream.h -- a rank's side stream, for plans that overlap: a CPU thread or a CUDA stream
  *
  *     side_stream l;
- *     side_stream_open(&l, DEVICE_CPU, &ctx);               sets ctx.side_stream; side_stream_make does not
+ *     side_stream_open(&l, &device, kernels, &ctx);         beside an open device's stream, see device_open_beside;
+ *                                                           sets ctx.side_stream, which side_stream_make does not
  *     ...
  *     side_stream_close(&l, &ctx.err);                      after a failed open too
  */
@@ -26,22 +27,22 @@ typedef struct side_stream {
 #endif
 } side_stream;
 
-static inline upipe_status side_stream_make(side_stream *l, int kind, upipe_err *e)
+static inline upipe_status side_stream_make(side_stream *l, device *beside, int kernels, upipe_err *e)
 {
     memset(l, 0, sizeof *l);
-    UPIPE_TRY(device_open(&l->d, kind, e));
+    UPIPE_TRY(device_open_beside(&l->d, beside, kernels, e));
     l->open = 1;
 #ifdef UPIPE_WITH_CUDA
-    if (kind == DEVICE_CUDA)
+    if (l->d.kind == DEVICE_CUDA)
         return upipe_cuda_side_stream_init(&l->cuda, &l->side_stream, (cudaStream_t)l->d.stream, &l->d.ops,
                                            e);
 #endif
     return upipe_cpu_side_stream_init(&l->thread, &l->side_stream, e);
 }
 
-static inline upipe_status side_stream_open(side_stream *l, int kind, upipe_ctx *c)
+static inline upipe_status side_stream_open(side_stream *l, device *beside, int kernels, upipe_ctx *c)
 {
-    UPIPE_TRY(side_stream_make(l, kind, &c->err));
+    UPIPE_TRY(side_stream_make(l, beside, kernels, &c->err));
     c->side_stream = &l->side_stream;
     return UPIPE_OK;
 }

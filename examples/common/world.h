@@ -1,8 +1,8 @@
 /* world.h -- the ranks of a run: threads of this process, or processes that a launcher has started
  *
- *     world_hush();
- *     world_flag(&options, "transport", text);               --transport, --node-ranks
- *     world_begin(&w, &options, deadline, given, &ranks);    who there is
+ *     world_mute();
+ *     status = flags_read(&set, &options, ...);
+ *     status = world_begin(&w, &set, &options, status);      who there is, and whether all were told the same
  *     world_agree(&w, status);                               0 if every process has 0
  *     world_split(&w, C, R, &err);                           teams of C ranks, rings of R; again for another shape
  *     world_run(&w, body, user, "");                         body(user, rank, &why) on each rank of this process
@@ -11,10 +11,10 @@
  *     in body:  world_use(&w, rank, &ctx);      ctx.team, and ctx.ring, NULL where R = 1
  *               world_all(&w, rank)             the communicator of all
  *               world_side(&w, rank)            a second one, for a side stream (a thread, or on a device the caller); if
- *                                               options.with_side
+ *                                               options.zero_prefetch
  *
  * Ranks lie as in grid.h. Where they are processes, those of a machine are neighbours, so that a team stays
- * inside a machine where it can. Rank 0 speaks: sentences of other processes are held (cli.h) until
+ * inside a machine where it can. Rank 0 reports: sentences of other processes are held (cli.h) until
  * world_agree brings the first of them to rank 0. A failure inside body breaks every communicator with its
  * sentence; if rank 0 cannot say it, another rank does. After it world_end ends the job with the launcher's
  * means, because a rank that is dead or stopped would keep others in theirs.
@@ -24,18 +24,15 @@
 
 #include <signal.h>
 
+#include "device_flag.h"
+#include "flags.h"
 #include "grid.h"
+#include "options.h"
 #include "rendezvous.h"
 
-enum { WORLD_THREADS, WORLD_MPI, WORLD_NCCL, WORLD_TRANSPORTS };
+enum { WORLD_THREADS, WORLD_MPI, WORLD_NCCL }; /* in the order of --transport */
 
-static const char *const world_names[WORLD_TRANSPORTS] = {"threads", "mpi", "nccl"};
-
-typedef struct world_options {
-    int transport, node_ranks; /* node_ranks 0: the launcher says */
-    int chosen;                /* --transport was given */
-    int with_side; /* a second communicator of all ranks; nccl: for the same thread's other streams */
-} world_options;
+_Static_assert((int)FLAG_RANKS_MAX == (int)UPIPE_THREADS_MAX, "--ranks goes as far as a team of threads");
 
 struct world;
 typedef upipe_status world_body(void *user, int rank, upipe_err *why);
@@ -52,9 +49,9 @@ typedef struct world_shape {
 typedef struct world_kind {
     /* w->team, and w->ring where R > 1, of shape number w->shapes_n; with the first w->side if it is wanted */
     upipe_status (*split)(struct world *w, upipe_err *e);
-    int (*end)(struct world *w);    /* leaves with the others; -1 with the sentence out */
-    void (*linger)(double seconds); /* lets messages leave */
-    void (*stop)(void);             /* ends the processes of the job, also those that hang */
+    int (*end)(struct world *w);   /* leaves with the others; -1 with the sentence out */
+    void (*flush)(double seconds); /* lets messages leave */
+    void (*stop)(void);            /* ends the processes of the job, also those that hang */
 } world_kind;
 
 /* No typedef: a communicator of all ranks is often called world. */
@@ -65,7 +62,7 @@ struct world {
     double deadline;
     int with_side;
     const volatile sig_atomic_t
-        *told; /* the signal that the program has taken, 0 for none; NULL: it takes none */
+        *caught; /* the signal that the program has taken, 0 for none; NULL: it takes none */
     grid threads;
     upipe_threads side_threads;
     /* of processes */
@@ -87,14 +84,7 @@ struct world {
 #include "world_nccl.h"
 #endif
 
-/* ---- flags ---- */
-
-static const char world_usage[] =
-    "\n"
-    "ranks that are processes\n"
-    "  --transport NAME   threads of this process; mpi: the processes of mpirun or srun; nccl: those of torchrun,\n"
-    "                     srun or mpirun, with a GPU each (threads)\n"
-    "  --node-ranks N     processes of a machine, neighbours in the launcher's order (what the machine says)\n";
+/* ---- before the ranks run ---- */
 
 /* Was the program built for it? The sentence for a program that was not. */
 static inline const char *world_lacks(int transport)
@@ -113,85 +103,14 @@ static inline const char *world_lacks(int transport)
     return NULL;
 }
 
-/* world_place -- may ranks of this transport be there?
- *   on_device   the ranks compute on a device
- *   errors      1 + the exit status with the sentence out
- */
-static inline int world_place(const world_options *o, int on_device)
-{
-    if (o->transport != WORLD_NCCL || on_device) return 0;
-    return cli_refuse("--transport nccl is for devices: it needs --device cuda");
-}
-
-static inline int world_flag(world_options *o, const char *flag, const char *text)
-{
-    if (strcmp(flag, "node-ranks") == 0) return cli_int(flag, text, 1 << 20, &o->node_ranks);
-    o->chosen = 1;
-    for (o->transport = 0; o->transport < WORLD_TRANSPORTS && strcmp(text, world_names[o->transport]) != 0;)
-        ++o->transport;
-    if (o->transport == WORLD_TRANSPORTS)
-        return cli_refuse("--%s is threads, mpi or nccl, not '%s'", flag, text);
-    if (world_lacks(o->transport) == NULL) return 0;
-    return cli_refuse("--%s %s: %s", flag, text, world_lacks(o->transport));
-}
-
-/* ---- before the ranks run ---- */
-
-/* world_hush -- before anything is said: of a launcher's processes only the first one speaks */
-static inline void world_hush(void)
+/* world_mute -- before anything is printed: of a launcher's processes only the first one prints */
+static inline void world_mute(void)
 {
     cli_holds = launch_process() > 0;
 }
 
-/* The launcher's processes meet. 0, or -1 with the sentence out. */
-static inline int world_meet(struct world *w, const world_options *o)
-{
-#ifdef UPIPE_WITH_MPI
-    if (o->transport == WORLD_MPI) return world_mpi_begin(w, o);
-#endif
-#ifdef UPIPE_WITH_NCCL
-    if (o->transport == WORLD_NCCL) return world_nccl_begin(w, o);
-#endif
-    (void)w;
-    (void)o;
-    return 0;
-}
-
-/* world_begin -- after the flags, before what depends on the number of ranks
- *   deadline  seconds that a rank waits for another one
- *   given     --ranks was given; otherwise a launcher's number replaces *ranks
- *   errors    0, or 1 + the exit status with the sentence out
- */
-static inline int world_begin(struct world *w, const world_options *o, double deadline, int given, int *ranks)
-{
-    int started = launch_processes();
-    memset(w, 0, sizeof *w);
-    w->transport = o->transport;
-    w->deadline = deadline;
-    w->with_side = o->with_side;
-    w->ranks = w->here = w->near = *ranks;
-    if (o->chosen && o->transport == WORLD_THREADS) cli_holds = 0;
-    if (o->transport == WORLD_THREADS && started > 1 && !o->chosen)
-        return cli_refuse(
-            "a launcher has started %d processes, and each would make a run of its own: "
-            "--transport mpi or nccl makes them the ranks of one, --transport threads says that it is meant",
-            started);
-    if (o->transport == WORLD_THREADS && o->node_ranks > 0)
-        return cli_refuse("--node-ranks would have no effect, as the ranks are threads of one process");
-    if (o->transport == WORLD_THREADS) return 0;
-    if (world_meet(w, o) != 0) {
-        cli_release();
-        w->all = NULL;
-        return 1 + EXIT_RUN;
-    }
-    if (given && *ranks != w->ranks)
-        return cli_refuse("--ranks %d, but the launcher has started %d processes", *ranks, w->ranks);
-    *ranks = w->ranks;
-    return 0;
-}
-
-/* Is this the process that speaks and writes files? */
-static inline int world_speaks(const struct world *w)
+/* Is this the process that reports and writes files? */
+static inline int world_is_root(const struct world *w)
 {
     return w->first == 0;
 }
@@ -206,8 +125,8 @@ static inline int world_broken(const struct world *w)
     return 0;
 }
 
-/* world_tell -- the bytes of one rank come to all processes, which call this together */
-static inline upipe_status world_tell(struct world *w, int from, void *data, size_t bytes, upipe_err *e)
+/* world_broadcast -- the bytes of one rank come to all processes, which call this together */
+static inline upipe_status world_broadcast(struct world *w, int from, void *data, size_t bytes, upipe_err *e)
 {
     enum { PIECE = UPIPE_ALL_GATHER_MAX * sizeof(int64_t) };
     int64_t mine[UPIPE_ALL_GATHER_MAX];
@@ -240,27 +159,28 @@ static inline int world_first_of(struct world *w, int64_t mine, upipe_err *e, up
 }
 
 /* world_agree -- every process brings 0, or another status with its sentence out or held; returns 0 if all bring 0, else
- *                this process's status, or -1 if it has none, with the first one's sentence out at rank 0 */
+ *                this process's status, or that of the first that has one, with its sentence out at rank 0 */
 static inline int world_agree(struct world *w, int status)
 {
     upipe_err e;
     upipe_status s;
-    int rank;
+    int rank, theirs = -1;
     if (w->all == NULL) return status;
     if (world_broken(w)) return status != 0 ? status : -1;
     rank = world_first_of(w, status, &e, &s);
     if (s == UPIPE_OK && rank < 0) return 0;
+    if (s == UPIPE_OK) theirs = (int)w->all->gathered[rank];
     if (s == UPIPE_OK && rank > 0) {
         char text[CLI_SENTENCE] = "";
         memcpy(text, cli_held, sizeof text);
-        s = world_tell(w, rank, text, 1024, &e);
+        s = world_broadcast(w, rank, text, 1024, &e);
         if (s == UPIPE_OK) cli_fail("rank %d: %s", rank, text);
     }
     if (s != UPIPE_OK) cli_fail("%s%s", cli_status(s), e.text);
-    return status != 0 ? status : -1;
+    return status != 0 ? status : theirs;
 }
 
-/* world_same -- processes that were started with other flags, or read other files, are not one run
+/* world_same -- processes that read other files are not one run
  *   what   where they differ, for the sentence;  hash: of it
  */
 static inline int world_same(struct world *w, const char *what, uint64_t hash)
@@ -270,10 +190,127 @@ static inline int world_same(struct world *w, const char *what, uint64_t hash)
     int64_t first = (int64_t)hash;
     int bad = 0;
     if (w->all == NULL) return 0;
-    s = world_tell(w, 0, &first, sizeof first, &e);
+    s = world_broadcast(w, 0, &first, sizeof first, &e);
     if (s != UPIPE_OK) return cli_fail("%s%s", cli_status(s), e.text);
     if (first != (int64_t)hash) bad = cli_fail("%s than rank 0", what);
     return world_agree(w, bad);
+}
+
+/* The launcher's processes meet. 0, or -1 with the sentence out. */
+static inline int world_meet(struct world *w, const options *o)
+{
+#ifdef UPIPE_WITH_MPI
+    if (w->transport == WORLD_MPI) return world_mpi_begin(w, o);
+#endif
+#ifdef UPIPE_WITH_NCCL
+    if (w->transport == WORLD_NCCL) return world_nccl_begin(w, o);
+#endif
+    (void)w;
+    (void)o;
+    return 0;
+}
+
+/* What a launcher and the transport contradict. */
+static inline int world_refuses(const options *o)
+{
+    const int started = launch_processes();
+    if (!o->plan && device_flag_built("device", o->device) != 0) return 1 + EXIT_USAGE;
+    if (world_lacks(o->transport) != NULL)
+        return cli_refuse("--transport %s: %s", o->transport == WORLD_MPI ? "mpi" : "nccl",
+                          world_lacks(o->transport));
+    if (o->transport == WORLD_NCCL && o->device != DEVICE_CUDA)
+        return cli_refuse("--transport nccl is for devices: it needs --device cuda");
+    if (o->transport != WORLD_THREADS) return 0;
+    if (started > 1 && !options_given(o, &o->transport))
+        return cli_refuse(
+            "a launcher has started %d processes, and each would make a run of its own: "
+            "--transport mpi or nccl makes them the ranks of one, --transport threads says that it is meant",
+            started);
+    if (o->node_ranks > 0)
+        return cli_refuse("--node-ranks would have no effect, as the ranks are threads of one process");
+    return 0;
+}
+
+/* By what a process meets the others to say that its flags are wrong: as they do, if its own say how; else as the program
+ * is built. */
+static inline int world_transport_of(const options *o)
+{
+    const int given = options_given(o, &o->transport) ? o->transport : -1;
+    if (given == WORLD_NCCL && o->device != DEVICE_CUDA) return WORLD_THREADS;
+    if (given >= 0 && world_lacks(given) == NULL) return given;
+    return world_lacks(WORLD_MPI) == NULL && launch_processes() > 1 ? WORLD_MPI : WORLD_THREADS;
+}
+
+/* Processes that were started with other flags are not one run. 0, or 1 + the exit status with the sentence out. */
+static inline int world_same_flags(struct world *w, const flag_set *set, const options *o)
+{
+    struct {
+        int64_t row;
+        char text[FLAG_VALUE];
+    } here, there;
+    int64_t mine[FLAG_ROWS] = {0}, first[FLAG_ROWS];
+    char value[FLAG_VALUE];
+    upipe_err e;
+    upipe_status s;
+    int i, rank;
+    for (i = 0; i < set->n; ++i)
+        if ((set->rows[i].programs & set->programs) && set->rows[i].kind < FLAG_HELP &&
+            !(set->rows[i].traits & FLAG_FREE))
+            mine[i] = (int64_t)flag_hash(&set->rows[i], o);
+    memcpy(first, mine, sizeof mine);
+    s = world_broadcast(w, 0, first, sizeof first, &e);
+    memset(&there, 0, sizeof there);
+    while (s == UPIPE_OK && there.row < set->n && mine[there.row] == first[there.row]) ++there.row;
+    rank = s == UPIPE_OK ? world_first_of(w, there.row < set->n, &e, &s) : -1;
+    if (s == UPIPE_OK && rank < 0) return 0;
+    /* that rank says which flag, and what it is there; then rank 0 */
+    for (i = 0; i < 2 && s == UPIPE_OK; ++i) {
+        memset(&here, 0, sizeof here);
+        if (there.row < set->n) {
+            const flag_row *row = &set->rows[there.row];
+            const int is_set = row->standard != NULL || o->given[there.row];
+            snprintf(here.text, sizeof here.text, "%s", is_set ? flag_text(value, row, o) : "not given");
+        }
+        here.row = there.row;
+        s = world_broadcast(w, i == 0 ? rank : 0, &here, sizeof here, &e);
+        if (i == 0) there = here;
+    }
+    if (s == UPIPE_OK)
+        cli_fail("ranks disagree: %s is %s on rank %d, %s on rank 0", set->rows[there.row].name, there.text,
+                 rank, here.text);
+    else
+        cli_fail("%s%s", cli_status(s), e.text);
+    return 1 + EXIT_RUN;
+}
+
+/* world_begin -- after the flags, before what depends on the number of ranks
+ *   status   of the flags: 0, or 1 + the exit status with the sentence out or held. A process whose flags are wrong meets
+ *            the others all the same where it can, for rank 0 to say it
+ *   o        how.ranks: a launcher's number replaces the default
+ *   errors   0, or 1 + the exit status with the sentence out
+ */
+static inline int world_begin(struct world *w, const flag_set *set, options *o, int status)
+{
+    memset(w, 0, sizeof *w);
+    w->deadline = o->deadline;
+    w->with_side = o->zero_prefetch;
+    w->ranks = w->here = w->near = o->how.ranks;
+    if (status == 1) return status; /* --help is out */
+    if (status == 0) status = world_refuses(o);
+    w->transport = status == 0 ? o->transport : world_transport_of(o);
+    if (o->transport == WORLD_THREADS && options_given(o, &o->transport)) cli_release();
+    if (w->transport == WORLD_THREADS) return status;
+    if (world_meet(w, o) != 0) {
+        cli_release();
+        w->all = NULL;
+        return 1 + EXIT_RUN;
+    }
+    if (status == 0 && options_given(o, &o->how.ranks) && o->how.ranks != w->ranks)
+        status = cli_refuse("--ranks %d, but the launcher has started %d processes", o->how.ranks, w->ranks);
+    status = world_agree(w, status);
+    if (status == 0) status = world_same_flags(w, set, o);
+    o->how.ranks = w->ranks;
+    return status;
 }
 
 /* ---- while they run ---- */
@@ -359,8 +396,8 @@ static inline upipe_status world_main_process(struct world *w)
     upipe_err *why = &w->why[0];
     char text[sizeof why->text + 32];
     if (s == UPIPE_OK) return s;
-    /* what a communicator says names its rank already */
-    if (world_broken(w))
+    /* what a communicator or another rank says names its rank already */
+    if (world_broken(w) || s == UPIPE_ERR_ABORTED)
         snprintf(text, sizeof text, "%s%s", cli_status(s), why->text);
     else
         snprintf(text, sizeof text, "rank %d: %s%s", w->first, cli_status(s), why->text);
@@ -382,6 +419,9 @@ static inline int world_run(struct world *w, world_body *body, void *user, const
     int r;
     w->why = (upipe_err *)calloc((size_t)w->here, sizeof *w->why);
     if (statuses == NULL || w->why == NULL) {
+        char text[64];
+        snprintf(text, sizeof text, "rank %d: out of memory: %d ranks", w->first, w->here);
+        upipe_comm_abort(w->all, text);
         free(statuses);
         free(w->why);
         return cli_fail("%sout of memory: %d ranks", what, w->here);
@@ -402,7 +442,7 @@ static inline int world_run(struct world *w, world_body *body, void *user, const
 
 /* ---- what a rank has written ---- */
 
-/* world_text -- what `write` writes for a rank, in the process that has it, comes to f in the one that speaks. All
+/* world_text -- what `write` writes for a rank, in the process that has it, comes to f in the one that reports. All
  *               processes call it together; f is NULL in the others, and where it could not be opened. 0, or -1 with
  *               the sentence out
  */
@@ -423,11 +463,11 @@ static inline int world_text(struct world *w, FILE *f, int rank, void (*write)(v
     if (own != NULL) write(user, own, rank);
     if (own != NULL && fclose(own) != 0) bytes = 0;
     total = w->first == rank && own == NULL ? -1 : (int64_t)bytes;
-    s = world_tell(w, rank, &total, sizeof total, &e);
+    s = world_broadcast(w, rank, &total, sizeof total, &e);
     for (at = 0; s == UPIPE_OK && (int64_t)at < total; at += n) {
         n = (size_t)total - at < sizeof piece ? (size_t)total - at : sizeof piece;
         if (text != NULL) memcpy(piece, text + at, n);
-        s = world_tell(w, rank, piece, n, &e);
+        s = world_broadcast(w, rank, piece, n, &e);
         if (s == UPIPE_OK && f != NULL) fwrite(piece, 1, n, f);
     }
     free(text);
@@ -442,24 +482,24 @@ static inline int world_end(struct world *w, int status)
 {
     fflush(NULL);
     if (w->all == NULL) {
-        /* a launcher ends its processes with the first that fails: the one that speaks is to be it */
+        /* a launcher ends its processes with the first that fails: the one that reports is to be it */
         struct timespec nap = {0, 300000000};
         if (status != 0 && cli_holds) nanosleep(&nap, NULL);
         return status;
     }
-    if (!world_broken(w)) return w->kind->end(w) != 0 && status == 0 ? EXIT_RUN : status;
+    if (!world_broken(w) && w->kind->end(w) == 0) return status;
     /* Rank 0 has said why, and ends the job at once. If it cannot, the next one does. Launchers end processes with
      * SIGTERM, for which a program may have a better use while it is whole. */
     signal(SIGTERM, SIG_DFL);
     /* The launcher has been told: who asks it too waits until it kills. */
-    if (w->told != NULL && *w->told == SIGTERM) {
+    if (w->caught != NULL && *w->caught == SIGTERM) {
         cli_release();
         fflush(NULL);
         _exit(status != 0 ? status : EXIT_RUN);
     }
     /* Beyond a cut network each rank ends by itself. It may have waited half a second for its buffers, and is to be gone
      * within a second. */
-    w->kind->linger(w->first == 0 ? 0 : w->first == 1 ? 0.2 : 0.25);
+    w->kind->flush(w->first == 0 ? 0 : w->first == 1 ? 0.2 : 0.25);
     cli_release();
     w->kind->stop();
     return status != 0 ? status : EXIT_RUN;

@@ -7,6 +7,8 @@
 #ifndef COMMON_WORLD_MPI_H
 #define COMMON_WORLD_MPI_H
 
+#include <sys/time.h>
+
 #include "upipe/net/upipe_net_mpi.h"
 
 /* TEAM, RING: of the first shape; two more of each other one */
@@ -15,22 +17,43 @@ enum { WORLD_ALL, WORLD_SIDE, WORLD_TEAM, WORLD_RING, WORLD_COMMS = WORLD_TEAM +
 static struct {
     MPI_Comm comm[WORLD_COMMS];
     upipe_mpi end[WORLD_COMMS];
-    int level; /* of threads */
+    int level;  /* of threads */
+    double due; /* when the time of an MPI call is over, and the sentence then */
+    char late[192];
+    const volatile sig_atomic_t *caught; /* the world's */
 } world_mpi;
 
+/* What wakes a process that was stopped is a launcher that ends it, with SIGTERM: it has been told why. */
 static void world_mpi_on_alarm(int number)
 {
-    static const char text[] = PROGRAM ": MPI waits for processes that do not come within --deadline\n";
     (void)number;
-    if (write(STDERR_FILENO, text, sizeof text - 1) < 0) _exit(EXIT_RUN + 1);
+    if (cli_clock(NULL) - world_mpi.due > 0.5) sleep(2);
+    if ((world_mpi.caught == NULL || *world_mpi.caught != SIGTERM) &&
+        write(STDERR_FILENO, world_mpi.late, strlen(world_mpi.late)) < 0)
+        _exit(EXIT_RUN + 1);
     _exit(EXIT_RUN);
 }
 
-/* Ends the process in so many seconds, unless it is called again with 0 before. */
-static void world_mpi_watch(double seconds)
+/* Ends the process when `what` takes longer than the deadline; NULL: it has ended. The first process that ends makes the
+ * launcher end the others, if each has a time of its own: then one of them says why. */
+static void world_mpi_watch(const struct world *w, const char *what)
 {
+    const int rank = launch_process();
+    const double seconds = (w->deadline < 1e6 ? w->deadline : 1e6) + (rank > 1 ? 3.3 : rank > 0 ? 1.8 : 0.3);
+    struct itimerval timer;
+    memset(&timer, 0, sizeof timer);
     signal(SIGALRM, world_mpi_on_alarm);
-    alarm(seconds > 0 ? (unsigned)(seconds < 1e6 ? seconds : 1e6) + 1 : 0);
+    if (what != NULL) {
+        snprintf(world_mpi.late, sizeof world_mpi.late,
+                 PROGRAM ": %s waits for a process that does not come within --deadline %g; MPI does not say "
+                         "which\n",
+                 what, w->deadline);
+        world_mpi.caught = w->caught;
+        world_mpi.due = cli_clock(NULL) + seconds;
+        timer.it_value.tv_sec = (time_t)seconds;
+        timer.it_value.tv_usec = (suseconds_t)((seconds - (double)timer.it_value.tv_sec) * 1e6);
+    }
+    setitimer(ITIMER_REAL, &timer, NULL);
 }
 
 /* A communicator of those that bring the same colour, in the order of key, and this rank's end of it. */
@@ -50,9 +73,9 @@ static upipe_status world_mpi_side(struct world *w, upipe_err *e)
     if (world_mpi.level < MPI_THREAD_MULTIPLE)
         return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
                           "two threads call MPI, which is not MPI_THREAD_MULTIPLE here");
-    world_mpi_watch(w->deadline);
+    world_mpi_watch(w, "MPI_Comm_split");
     bad = world_mpi_make(w, WORLD_SIDE, world_mpi.comm[WORLD_ALL], 0, w->first, e);
-    world_mpi_watch(0);
+    world_mpi_watch(w, NULL);
     if (bad) return e->status;
     w->side = &world_mpi.end[WORLD_SIDE].comm;
     return UPIPE_OK;
@@ -61,16 +84,22 @@ static upipe_status world_mpi_side(struct world *w, upipe_err *e)
 static upipe_status world_mpi_split(struct world *w, upipe_err *e)
 {
     const int at = 2 * w->shapes_n;
+    upipe_ctx c;
     int bad = 0;
+    memset(&c, 0, sizeof c);
+    if (upipe_comm_barrier(&c, w->all) != UPIPE_OK) { /* which says who does not come, as MPI does not */
+        *e = c.err;
+        return e->status;
+    }
     if (w->with_side && w->side == NULL) UPIPE_TRY(world_mpi_side(w, e));
     w->team = w->all;
     if (w->in_ring == 1) return UPIPE_OK;
-    world_mpi_watch(w->deadline);
+    world_mpi_watch(w, "MPI_Comm_split");
     bad = world_mpi_make(w, WORLD_TEAM + at, world_mpi.comm[WORLD_ALL], w->first / w->in_team, w->first, e);
     if (!bad)
         bad =
             world_mpi_make(w, WORLD_RING + at, world_mpi.comm[WORLD_ALL], w->first % w->in_team, w->first, e);
-    world_mpi_watch(0);
+    world_mpi_watch(w, NULL);
     if (bad) return e->status;
     w->team = &world_mpi.end[WORLD_TEAM + at].comm;
     w->ring = &world_mpi.end[WORLD_RING + at].comm;
@@ -83,20 +112,17 @@ static int world_mpi_end(struct world *w)
     int i, bad = 0;
     for (i = 0; i < WORLD_COMMS && !bad; ++i)
         if (upipe_mpi_free(&world_mpi.end[i], &e) != UPIPE_OK) bad = cli_fail("%s", e.text);
-    if (bad) { /* MPI_Finalize may wait for a rank that is dead */
-        w->kind->stop();
-        return -1;
-    }
-    world_mpi_watch(w->deadline);
+    if (bad) return -1; /* MPI_Finalize may wait for a rank that is dead */
+    world_mpi_watch(w, "MPI_Finalize");
     for (i = 0; i < WORLD_COMMS; ++i)
         if (world_mpi.comm[i] != MPI_COMM_NULL) MPI_Comm_free(&world_mpi.comm[i]);
     bad = MPI_Finalize() != MPI_SUCCESS;
-    world_mpi_watch(0);
+    world_mpi_watch(w, NULL);
     return bad ? cli_fail("MPI does not end") : 0;
 }
 
 /* MPI sends while it is asked for something. */
-static void world_mpi_linger(double seconds)
+static void world_mpi_flush(double seconds)
 {
     double until = cli_clock(NULL) + seconds;
     int there = 0;
@@ -116,7 +142,7 @@ static void world_mpi_stop(void)
 }
 
 /* Machines in the order of their first process, and on each the processes in theirs. */
-static int world_mpi_place(struct world *w, const world_options *o, upipe_err *e)
+static int world_mpi_place(struct world *w, const options *o, upipe_err *e)
 {
     MPI_Comm near = MPI_COMM_NULL;
     int rank = 0, leader = 0, local = 0, bad;
@@ -142,21 +168,22 @@ static int world_mpi_place(struct world *w, const world_options *o, upipe_err *e
 }
 
 /* MPI is started. 0, or -1 with the sentence out. */
-static int world_mpi_begin(struct world *w, const world_options *o)
+static int world_mpi_begin(struct world *w, const options *o)
 {
-    static const world_kind kind = {world_mpi_split, world_mpi_end, world_mpi_linger, world_mpi_stop};
+    static const world_kind kind = {world_mpi_split, world_mpi_end, world_mpi_flush, world_mpi_stop};
     upipe_err e;
     int i;
     w->kind = &kind;
     for (i = 0; i < WORLD_COMMS; ++i) world_mpi.comm[i] = MPI_COMM_NULL;
     memset(&e, 0, sizeof e);
-    world_mpi_watch(w->deadline);
-    if (MPI_Init_thread(NULL, NULL, o->with_side ? MPI_THREAD_MULTIPLE : MPI_THREAD_SERIALIZED,
+    world_mpi_watch(w, "MPI_Init");
+    if (MPI_Init_thread(NULL, NULL, o->zero_prefetch ? MPI_THREAD_MULTIPLE : MPI_THREAD_SERIALIZED,
                         &world_mpi.level) != MPI_SUCCESS)
         return cli_fail("MPI does not start");
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+    world_mpi_watch(w, "MPI_Comm_split");
     if (world_mpi_place(w, o, &e) != 0) return cli_fail("%s", e.text);
-    world_mpi_watch(0);
+    world_mpi_watch(w, NULL);
     if (w->first > 0) cli_holds = 1; /* whatever the launcher's environment says */
     if (w->ranks <= UPIPE_THREADS_MAX) return 0;
     return cli_fail("%d processes; a run has at most %d ranks", w->ranks, UPIPE_THREADS_MAX);

@@ -38,7 +38,8 @@ static upipe_status world_nccl_make(struct world *w, int which, ncclUniqueId id,
     upipe_status s;
     config.blocking = 0; /* else NCCL waits for missing ranks without a limit */
     r = ncclCommInitRankConfig(&n->comm[which], ranks, id, rank, &config);
-    if (r != ncclSuccess && r != ncclInProgress) return upi_nccl_check(e, NULL, r, "ncclCommInitRankConfig(");
+    if (r != ncclSuccess && r != ncclInProgress)
+        return upipe_nccl_check(e, NULL, r, "ncclCommInitRankConfig(");
     s = upipe_nccl_init(&n->end[which], n->comm[which], w->deadline, e);
     if (s == UPIPE_OK && which != WORLD_NCCL_LAUNCHED)
         return upipe_nccl_join(&n->end[WORLD_NCCL_LAUNCHED], &n->end[which], e);
@@ -60,7 +61,7 @@ static upipe_status world_nccl_group(struct world *w, int which, int leader, int
     upipe_status s;
     memset(&c, 0, sizeof c);
     memset(&id, 0, sizeof id);
-    if (rank == 0) UPIPE_TRY(upi_nccl_check(e, NULL, ncclGetUniqueId(&id), "ncclGetUniqueId("));
+    if (rank == 0) UPIPE_TRY(upipe_nccl_check(e, NULL, ncclGetUniqueId(&id), "ncclGetUniqueId("));
     memcpy(mine, &id, sizeof id);
     s = upipe_comm_all_gather(&c, w->all, w->all->gathered, mine, NUMBERS);
     if (s != UPIPE_OK) return *e = c.err, s;
@@ -116,7 +117,7 @@ static int world_nccl_end(struct world *w)
     return bad;
 }
 
-static void world_nccl_linger(double seconds)
+static void world_nccl_flush(double seconds)
 {
     struct timespec nap = {0, (long)(seconds * 1e9)};
     nanosleep(&nap, NULL);
@@ -149,7 +150,7 @@ static int world_nccl_rank(const int64_t *node, int ranks, int me, int *near_fir
 static upipe_status world_nccl_place(struct world *w, const launch *l, int node_ranks, upipe_err *e)
 {
     world_nccl *n = (world_nccl *)w->own;
-    int64_t node = node_ranks > 0 ? l->rank / node_ranks : upi_nccl_node();
+    int64_t node = node_ranks > 0 ? l->rank / node_ranks : upipe_nccl_node();
     upipe_ctx c;
     upipe_status s;
     int r, unlike = 0;
@@ -173,13 +174,13 @@ static upipe_status world_nccl_open(struct world *w, const launch *l, int node_r
     ncclUniqueId id;
     int devices = 0;
     memset(&id, 0, sizeof id);
-    UPIPE_TRY(upi_nccl_check_cuda(e, cudaGetDeviceCount(&devices), "cudaGetDeviceCount("));
+    UPIPE_TRY(upipe_nccl_check_cuda(e, cudaGetDeviceCount(&devices), "cudaGetDeviceCount("));
     /* launchers may show each process all devices of its machine, or its own alone */
     if (devices > 1 && l->local >= devices)
         return upipe_fail(e, UPIPE_ERR_ARG, "process %d of this machine, which has %d devices", l->local,
                           devices);
-    UPIPE_TRY(upi_nccl_check_cuda(e, cudaSetDevice(l->local % devices), "cudaSetDevice("));
-    if (l->rank == 0) UPIPE_TRY(upi_nccl_check(e, NULL, ncclGetUniqueId(&id), "ncclGetUniqueId("));
+    UPIPE_TRY(upipe_nccl_check_cuda(e, cudaSetDevice(l->local % devices), "cudaSetDevice("));
+    if (l->rank == 0) UPIPE_TRY(upipe_nccl_check(e, NULL, ncclGetUniqueId(&id), "ncclGetUniqueId("));
     if (rendezvous(l, &id, sizeof id, w->deadline) != 0)
         return upipe_fail(e, UPIPE_ERR_TIMEOUT, "%s", ""); /* the sentence is out */
     UPIPE_TRY(world_nccl_make(w, WORLD_NCCL_LAUNCHED, id, l->rank, l->ranks, e));
@@ -198,9 +199,9 @@ static void world_nccl_drop(struct world *w, const char *why)
 }
 
 /* 0, or -1 with the sentence out. */
-static int world_nccl_begin(struct world *w, const world_options *o)
+static int world_nccl_begin(struct world *w, const options *o)
 {
-    static const world_kind kind = {world_nccl_split, world_nccl_end, world_nccl_linger, world_nccl_stop};
+    static const world_kind kind = {world_nccl_split, world_nccl_end, world_nccl_flush, world_nccl_stop};
     launch l;
     upipe_err e;
     upipe_status s;

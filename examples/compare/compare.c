@@ -6,7 +6,7 @@
  *     mpirun -np 4 compare_mpi --transport mpi --tokens 8192
  *
  * Ranks that are threads share this machine's memory: "less memory" is each rank's slab, not the process' size. Each
- * process makes the inputs from the seed; rank 0 has the reference and the results, speaks and writes. Nothing is
+ * process makes the inputs from the seed; rank 0 has the reference and the results, reports and writes. Nothing is
  * written until every method has run, and then all files appear or none.
  */
 #define PROGRAM "compare"
@@ -17,6 +17,7 @@
 
 #include "../common/cli.h"
 #include "../common/files.h"
+#include "../common/rounding.h"
 #include "inputs.h"
 #include "setup.h"
 #include "options.h"
@@ -45,20 +46,21 @@ static void progress(const compare *c, const char *what, const char *of)
  * own bytes are not known yet: what stays around them is the least. */
 static int check_memory(const compare *c, const char *least)
 {
-    double have = cli_memory();
+    double have;
     const method *first = &c->methods[0];
     const upipe_plan_desc *d = &method_plan_of(first)->desc;
     const int copies = c->net.all != NULL ? c->net.near : 1; /* of the inputs */
     double need = copies * (method_token_bytes(first) + method_weight_bytes(first)), most = 0;
     int i;
-    for (i = 0; i < c->o.methods_n; ++i) {
+    if (cli_memory(&have) != 0) return -1;
+    for (i = 0; i < c->o.methods.n; ++i) {
         need += method_kept_bytes(&c->methods[i]);
         if (method_run_bytes(&c->methods[i]) > most) most = method_run_bytes(&c->methods[i]);
     }
     need += most;
     if (c->o.check == CHECK_ON && c->net.near_first == 0)
         need += 8 * (double)d->tokens * (double)d->batch *
-                (2.0 * d->heads * d->head_dim + (double)d->heads * d->v_dim +
+                (2.0 * d->heads * d->head_dim + (double)d->heads * (d->v_dim + 1) +
                  2.0 * d->kv_heads * (d->head_dim + d->v_dim) + (double)d->model_dim);
     if (need <= have) return 0;
     return cli_fail("out of memory: the ranks share this machine's %.1f GiB, and the run takes %s%.1f GiB",
@@ -83,7 +85,7 @@ static int make_folders(compare *c)
     if (c->o.trace != NULL && files_folder(&c->all, c->o.trace) != 0) return -1;
     if (c->o.dump == NULL) return 0;
     if (files_folder(&c->all, c->o.dump) != 0) return -1;
-    for (i = 0; i < c->o.methods_n; ++i)
+    for (i = 0; i < c->o.methods.n; ++i)
         if (files_path(folder, c->o.dump, c->methods[i].name, "") != 0 || files_folder(&c->all, folder) != 0)
             return -1;
     return 0;
@@ -101,7 +103,7 @@ static int reserve_outputs(compare *c)
     int i, k;
     if (make_folders(c) != 0) return -1;
     if (c->o.json != NULL && reserve_output(c, c->o.json) != 0) return -1;
-    for (i = 0; i < c->o.methods_n; ++i) {
+    for (i = 0; i < c->o.methods.n; ++i) {
         const char *name = c->methods[i].name;
         if (c->o.trace != NULL &&
             (files_path(path, c->o.trace, name, ".json") != 0 || reserve_output(c, path) != 0))
@@ -131,6 +133,23 @@ static double relative(distance d)
     return d.error == 0 ? 0 : sqrt(d.error / d.truth);
 }
 
+/* What the distance of dsinks is relative to, squared: its terms, as they may cancel, above all where there are few heads.
+ * A term is an element of out times that of dout, times the sink's share of the softmax, which is 1 at most where there is
+ * no reference. Roundings of the terms walk at random, so the squares are added. */
+static double sinks_terms(const compare *c)
+{
+    const int64_t dim = c->o.v_dim;
+    int64_t n, i;
+    const float *out = method_result(&c->methods[0], RESULT_OUT, &n);
+    double sum = 0;
+    for (i = 0; i < n; ++i) {
+        const double share = c->ref.sink != NULL ? c->ref.sink[i / dim] : 1;
+        const double term = share * (double)out[i] * (double)c->in.dout[i];
+        sum += term * term;
+    }
+    return sum;
+}
+
 static void measure_errors(const compare *c, method *m)
 {
     const double *const truth[RESULTS] = {c->ref.out,   c->ref.dx,    c->ref.dw[0],
@@ -144,6 +163,7 @@ static void measure_errors(const compare *c, method *m)
         for (i = 0; i < n; ++i)
             add_distance(&d[result_measure((result)which)], (double)got[i], truth[which][i]);
     }
+    d[MEASURE_DSINKS].truth = sinks_terms(c);
     for (which = 0; which < MEASURES; ++which) m->err[which] = relative(d[which]);
 }
 
@@ -166,8 +186,8 @@ static int run_reference(compare *c)
     in.v_dim = c->o.v_dim;
     in.full = c->o.full;
     in.window = c->o.window;
-    in.cu_seqlens = c->o.cu_seqlens;
-    in.cu_seqlens_n = c->o.cu_seqlens_n;
+    in.cu_seqlens = c->o.borders;
+    in.cu_seqlens_n = c->o.borders_n;
     in.softcap = (double)(float)c->o.softcap; /* as the library rounds it */
     in.sinks = c->in.sinks;
     in.theta = c->o.rope ? rope_theta : 0;
@@ -176,8 +196,9 @@ static int run_reference(compare *c)
     return cli_fail("the reference in double precision found no memory or no threads");
 }
 
-static void measure_beside(const method *first, method *m)
+static void measure_beside(const compare *c, method *m)
 {
+    const method *first = &c->methods[0];
     distance d[MEASURES];
     int which;
     memset(d, 0, sizeof d);
@@ -189,24 +210,25 @@ static void measure_beside(const method *first, method *m)
             add_distance(&d[result_measure((result)which)], (double)got[i], (double)other[i]);
         m->same[which] = n == 0 || memcmp(got, other, (size_t)n * sizeof *got) == 0;
     }
+    d[MEASURE_DSINKS].truth = sinks_terms(c);
     for (which = 0; which < MEASURES; ++which) m->apart[which] = relative(d[which]);
 }
 
 /* All processes together: the others wait while rank 0 computes the reference. */
 static int run_methods(compare *c)
 {
-    const int speaks = world_speaks(&c->net);
+    const int is_root = world_is_root(&c->net);
     int i, k;
-    if (world_agree(&c->net, speaks && c->o.check == CHECK_ON ? run_reference(c) : 0) != 0) return -1;
-    for (i = 0; i < c->o.methods_n; ++i) {
+    if (world_agree(&c->net, is_root && c->o.check == CHECK_ON ? run_reference(c) : 0) != 0) return -1;
+    for (i = 0; i < c->o.methods.n; ++i) {
         method *m = &c->methods[i];
         progress(c, "forward and backward with ", m->name);
         if (method_run(m, &c->in) != 0) return -1;
-        if (!speaks) continue;
+        if (!is_root) continue;
         for (k = 0; k < MEASURES; ++k) m->err[k] = NAN;
         if (c->o.check == CHECK_ON) measure_errors(c, m);
         if (!c->o.sinks) m->err[MEASURE_DSINKS] = NAN;
-        measure_beside(&c->methods[0], m);
+        measure_beside(c, m);
     }
     return 0;
 }
@@ -227,13 +249,13 @@ static int write_trace(compare *c, method *m, int bad)
     char path[FILES_PATH];
     FILE *f = NULL;
     int r;
-    if (world_speaks(&c->net) && bad == 0) {
+    if (world_is_root(&c->net) && bad == 0) {
         bad = files_path(path, c->o.trace, m->name, ".json");
         if (bad == 0) f = files_open(&c->all, path);
         if (f == NULL) bad = -1;
     }
     if (f != NULL) fprintf(f, "[\n");
-    for (r = 0; r < c->o.ranks; ++r)
+    for (r = 0; r < c->o.how.ranks; ++r)
         if (world_text(&c->net, f, r, write_trace_rank, m) != 0) bad = -1;
     if (f == NULL) return bad;
     fprintf(f, "]\n");
@@ -262,37 +284,21 @@ static int write_dump(compare *c, const method *m)
 /* All processes together, as traces come from each. Nothing is written where it is bad already. */
 static int write_outputs(compare *c, int bad)
 {
-    const int speaks = world_speaks(&c->net);
+    const int is_root = world_is_root(&c->net);
     int i;
     files_begin(&c->all);
-    if (speaks && bad == 0) bad = make_folders(c);
-    for (i = 0; i < c->o.methods_n && c->o.trace != NULL; ++i) bad = write_trace(c, &c->methods[i], bad);
-    if (!speaks || bad != 0) return bad;
+    if (is_root && bad == 0) bad = make_folders(c);
+    for (i = 0; i < c->o.methods.n && c->o.trace != NULL; ++i) bad = write_trace(c, &c->methods[i], bad);
+    if (!is_root || bad != 0) return bad;
     if (c->o.json != NULL) {
         FILE *f = files_open(&c->all, c->o.json);
         if (f == NULL) return -1;
-        report_json(f, c->methods, c->o.methods_n, &c->o);
+        report_json(f, c->methods, c->o.methods.n, &c->o);
         if (files_close(&c->all, f) != 0) return -1;
     }
-    for (i = 0; i < c->o.methods_n && c->o.dump != NULL; ++i)
+    for (i = 0; i < c->o.methods.n && c->o.dump != NULL; ++i)
         if (write_dump(c, &c->methods[i]) != 0) return -1;
     return files_commit(&c->all);
-}
-
-/* The relative L2 error that a sound result stays below: each element is the end of a few sums (projection, scores,
- * attention, projection) in blocks of at most ERROR_CHAIN terms, which are added again. Roundings walk at random over
- * the longest of these chains, and over as many roundings to the storage type, 2^-9 each in bf16 and 2^-12 in f16,
- * that attention's backward may amplify. */
-enum { ERROR_CHAIN = 640 };
-
-static double error_limit(const compare *c)
-{
-    const options *o = &c->o;
-    const double storage = o->dtype == UPIPE_BF16 ? 0x1p-9 : o->dtype == UPIPE_F16 ? 0x1p-12 : 0;
-    double longest = (double)o->batch * (double)o->tokens + (double)o->model_dim;
-    longest += (double)(o->heads + (int64_t)o->kv_heads) * o->head_dim + (double)o->kv_heads * o->v_dim;
-    if (longest > ERROR_CHAIN) longest = ERROR_CHAIN + longest / ERROR_CHAIN;
-    return 4 * 0x1p-24 * sqrt(longest) + 8 * storage;
 }
 
 /* One rank's bytes, planned and measured. */
@@ -352,11 +358,11 @@ static int check_bits(const method *first, const method *m)
 /* What the library promises, held against what was measured. */
 static int check_promises(const compare *c)
 {
-    double limit = error_limit(c);
+    const double limit = rounding_block(&method_plan_of(&c->methods[0])->desc);
     int i, r, bad = 0;
-    for (i = 0; i < c->o.methods_n; ++i) {
+    for (i = 0; i < c->o.methods.n; ++i) {
         const method *m = &c->methods[i];
-        for (r = 0; r < c->o.ranks; ++r)
+        for (r = 0; r < c->o.how.ranks; ++r)
             if (check_rank(m, r) != 0) bad = -1;
         if (check_errors(c, m, limit) != 0 || check_bits(&c->methods[0], m) != 0) bad = -1;
     }
@@ -367,9 +373,9 @@ static int check_promises(const compare *c)
 static int run_plan(compare *c)
 {
     int i, status, overlaps = 0;
-    for (i = 0; i < c->o.methods_n; ++i) {
+    for (i = 0; i < c->o.methods.n; ++i) {
         method *m = &c->methods[i];
-        m->kind = &method_kinds[c->o.methods[i]];
+        m->kind = &method_kinds[c->o.methods.at[i]];
         m->name = m->kind->name;
         m->o = &c->o;
         m->ops = &c->ops;
@@ -377,15 +383,15 @@ static int run_plan(compare *c)
         if (method_plan(m) != 0) return -1;
         overlaps |= method_on_side_stream(m, &m->ranks[0]);
     }
-    if (c->o.overlap && !overlaps)
+    if (c->o.how.overlap && !overlaps)
         return cli_fail("--overlap would have no effect: no method here has more than one stage or segment");
     /* A dry run loops over every tile of tokens: check their number first. */
     if (inputs_check(&c->o) != 0 || check_memory(c, "at least ") != 0) return -1;
     progress(c, "the slabs, by dry runs", "");
-    for (i = 0; i < c->o.methods_n; ++i)
+    for (i = 0; i < c->o.methods.n; ++i)
         if (method_dry(&c->methods[i]) != 0) return -1;
     if (check_memory(c, "") != 0) return -1;
-    if (!world_speaks(&c->net)) return 0;
+    if (!world_is_root(&c->net)) return 0;
     files_begin(&c->all);
     status = reserve_outputs(c);
     files_abandon(&c->all);
@@ -396,8 +402,8 @@ static int run_plan(compare *c)
 static int run_same(compare *c)
 {
     const inputs *in = &c->in;
-    uint64_t hash = upi_hash_bytes(UPI_HASH, in->x, (size_t)(in->rows * in->dim) * sizeof *in->x);
-    hash = upi_hash_bytes(hash, in->dout, (size_t)(in->rows * in->out_width) * sizeof *in->dout);
+    uint64_t hash = upipe_hash_bytes(UPIPE_HASH, in->x, (size_t)(in->rows * in->dim) * sizeof *in->x);
+    hash = upipe_hash_bytes(hash, in->dout, (size_t)(in->rows * in->out_width) * sizeof *in->dout);
     return world_same(&c->net, "--data finds something else here", hash);
 }
 
@@ -408,12 +414,10 @@ static int run(compare *c)
     progress(c, "embeddings and weights for ", c->o.data);
     if (world_agree(&c->net, inputs_make(&c->in, &c->o, &c->cpu)) != 0 || run_same(c) != 0) return -1;
     if (run_methods(c) != 0) return -1;
-    if (world_speaks(&c->net)) {
-        report_table(c->methods, c->o.methods_n, &c->o);
-        if (fflush(stdout) != 0 || ferror(stdout))
-            bad = cli_fail("the table cannot be written: %s", strerror(errno));
-        else
-            status = check_promises(c);
+    if (world_is_root(&c->net)) {
+        report_table(c->methods, c->o.methods.n, &c->o);
+        bad = cli_flush("the table");
+        if (bad == 0) status = check_promises(c);
     }
     return write_outputs(c, bad) != 0 ? -1 : status;
 }
@@ -422,17 +426,18 @@ int main(int argc, char **argv)
 {
     compare *c = (compare *)calloc(1, sizeof *c);
     int i, status;
+    cli_start();
     if (c == NULL) {
         cli_fail("out of memory");
         return EXIT_RUN;
     }
-    world_hush();
+    world_mute();
     signal(SIGPIPE, SIG_IGN); /* what cannot be written is said, and cleaned up after */
     signal(SIGXFSZ, SIG_IGN);
     status = options_read(&c->o, &c->net, argc, argv);
     if (status == 0) {
         if (c->o.data == NULL) c->o.data = cli_book();
-        c->shows_progress = world_speaks(&c->net) && (c->o.progress || isatty(STDERR_FILENO));
+        c->shows_progress = world_is_root(&c->net) && (c->o.progress || isatty(STDERR_FILENO));
         products_ops(&c->cpu);
         device_table(c->o.device, &c->ops);
         status = run(c) == 0 ? 0 : EXIT_RUN;
@@ -441,7 +446,7 @@ int main(int argc, char **argv)
         --status;
     }
     status = world_end(&c->net, status); /* peers may access the slabs until here */
-    for (i = 0; i < c->o.methods_n; ++i) method_free(&c->methods[i]);
+    for (i = 0; i < c->o.methods.n; ++i) method_free(&c->methods[i]);
     options_free(&c->o);
     inputs_free(&c->in);
     oracle_free(&c->ref);

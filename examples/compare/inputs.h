@@ -23,7 +23,7 @@
 
 #include "../common/regular.h"
 #include "options.h"
-#include "random.h"
+#include "../common/random.h"
 
 typedef struct inputs {
     float *x, *w[3], *dout, *sinks;
@@ -65,8 +65,8 @@ static unsigned char *inputs_text(const options *o)
     FILE *f = inputs_open(o);
     unsigned char *text;
     if (f == NULL) return NULL;
-    text = (unsigned char *)malloc(n);
     errno = 0;
+    text = (unsigned char *)malloc(n);
     if (text != NULL) got = fread(text, 1, n, f);
     if (got < n) {
         cli_fail("%zu of %zu bytes of the text %s could be read: %s", got, n, o->data,
@@ -88,7 +88,7 @@ static float *inputs_buf(int64_t rows, int64_t cols)
 static int inputs_round(const upipe_ops *ops, const options *o, float *v, int64_t rows, int64_t cols,
                         void **stored)
 {
-    upipe_dtype dtype = o->dtype;
+    upipe_dtype dtype = (upipe_dtype)o->dtype;
     upipe_view wide = upipe_view_packed(v, UPIPE_F32, rows, 1, (int32_t)cols), narrow;
     upipe_ctx c;
     void *buf;
@@ -151,7 +151,7 @@ static int inputs_fill(inputs *in, const options *o, const upipe_ops *ops, const
     random_state r;
     int which, bad;
     memset(&r, 0, sizeof r);
-    r.state = o->seed;
+    r.state = (uint64_t)o->seed;
     in->x = inputs_buf(in->rows, in->dim);
     in->dout = inputs_buf(in->rows, in->out_width);
     bad =

@@ -35,6 +35,7 @@ typedef struct oracle_inputs {
 
 typedef struct oracle_results {
     double *out, *dx, *dw[3], *dsinks; /* dsinks [H], zeros without sinks */
+    double *sink;                      /* [R][H]: the sink's share of a softmax, zeros without sinks */
 } oracle_results;
 
 typedef struct oracle_job {
@@ -192,7 +193,11 @@ static int oracle_attend(oracle_job *job, int64_t i)
             for (j = 0; j < n; ++j) sum += p[j] = exp(p[j] - most);
             if (in->sinks != NULL) sum += exp(sink - most);
             for (j = 0; j < n; ++j) delta += (p[j] /= sum) * dp[j]; /* = dout * out */
-            if (in->sinks != NULL) job->sinks[b * in->heads + h] -= exp(sink - most) / sum * delta;
+            if (in->sinks != NULL) {
+                double *share = job->ref->sink + (b * S + t) * in->heads + h;
+                *share = exp(sink - most) / sum;
+                job->sinks[b * in->heads + h] -= *share * delta;
+            }
             for (j = 0; j < n; ++j) {
                 int64_t row = b * S + first + j, key = row * keys + kv * d, value = row * values + kv * v_dim;
                 double ds = slope[j] * p[j] * (dp[j] - delta);
@@ -242,6 +247,7 @@ static void oracle_free(oracle_results *ref)
     free(ref->out);
     free(ref->dx);
     free(ref->dsinks);
+    free(ref->sink);
     for (which = 0; which < 3; ++which) free(ref->dw[which]);
     memset(ref, 0, sizeof *ref);
 }
@@ -283,10 +289,11 @@ static int oracle_run(const oracle_inputs *in, oracle_results *ref)
     ref->out = oracle_buf(rows, (int64_t)in->heads * in->v_dim);
     ref->dx = oracle_buf(rows, in->dim);
     ref->dsinks = oracle_buf(1, in->heads);
+    ref->sink = oracle_buf(rows, in->heads);
     job.sinks = oracle_buf(in->batch, in->heads);
     job.packed = (int64_t *)calloc((size_t)rows, sizeof *job.packed);
-    whole =
-        ref->out != NULL && ref->dx != NULL && ref->dsinks != NULL && job.sinks != NULL && job.packed != NULL;
+    whole = ref->out != NULL && ref->dx != NULL && ref->dsinks != NULL && ref->sink != NULL &&
+            job.sinks != NULL && job.packed != NULL;
     for (which = 0; which < 3; ++which) {
         int64_t width = oracle_width(in, which);
         widths += width;

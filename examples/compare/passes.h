@@ -156,12 +156,10 @@ static void method_rows(const method_rank *rank, float *natural, float *mine, in
 static upipe_status method_deliver(method *m, upipe_ctx *c, method_rank *rank, int r, float *natural,
                                    int64_t width)
 {
-    upipe_comm *all = world_all(m->net, r), *team = c->team, *ring = c->ring;
+    upipe_comm *all = world_all(m->net, r);
     int from, n;
     if (natural != NULL) method_rows(rank, natural, rank->host, width, 1);
     if (m->net->all == NULL) return UPIPE_OK;
-    c->team = all; /* for the deadline of sync */
-    c->ring = NULL;
     for (from = 1; from < all->ranks; ++from) {
         const size_t bytes = (size_t)(m->ranks[from].rows * width) * sizeof *natural;
         n = 0;
@@ -172,8 +170,6 @@ static upipe_status method_deliver(method *m, upipe_ctx *c, method_rank *rank, i
         UPIPE_TRY(c->ops->sync(c));
         if (r == 0) method_rows(&m->ranks[from], natural, rank->host, width, 1);
     }
-    c->team = team;
-    c->ring = ring;
     return UPIPE_OK;
 }
 
@@ -210,8 +206,7 @@ static upipe_status method_pass_end(upipe_ctx *c, method_rank *rank, int pass)
 /* Live bytes of Q, K and V so far, at most. */
 static size_t method_intermediate(const upipe_ctx *c)
 {
-    static const char *const tags[] = {"k", "v", "kv_send", "q_send", "q", "send"};
-    return upipe_mem_largest(c->mem, tags, sizeof tags / sizeof *tags);
+    return upipe_mem_largest(c->mem, UPIPE_USE_QKV);
 }
 
 /* Bytes of x behind the second pool, and of dout behind x. */
@@ -259,7 +254,7 @@ static size_t method_kept_span(size_t bytes)
 static upipe_status method_keep(upipe_mem *pool, void **data, size_t bytes, upipe_err *e)
 {
     *data = NULL;
-    return bytes > 0 ? upipe_mem_alloc(pool, data, bytes, "layers_x", e) : UPIPE_OK;
+    return bytes > 0 ? upipe_mem_alloc(pool, data, bytes, UPIPE_USE_OTHER, "layers_x", e) : UPIPE_OK;
 }
 
 static upipe_status method_keep_end(upipe_mem *pool, void *data, upipe_err *e)
@@ -300,7 +295,7 @@ static upipe_status method_block(method *m, upipe_ctx *c, method_rank *rank, int
     method_second_init(rank);
     UPIPE_TRY(method_keep(c->mem, &kept, method_kept_device(m, rank), &c->err));
     UPIPE_TRY(method_keep(&rank->second, &kept_there, method_kept_host(m, rank), &c->err));
-    UPIPE_TRY(upipe_mem_alloc(c->mem, &data, upipe_plan_unit_bytes(p), "x", &c->err));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &data, upipe_plan_unit_bytes(p), UPIPE_USE_OTHER, "x", &c->err));
     x = upipe_view_packed(data, p->desc.dtype, p->rows, 1, (int32_t)in->dim);
     method_rows(rank, in->x, rank->host, in->dim, 0);
     UPIPE_TRY(c->ops->cast(c, x, tokens));

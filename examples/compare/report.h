@@ -18,8 +18,8 @@ static const double report_mib = 1024 * 1024;
 /* One unit of the paper's tables: a rank's tokens x model dim, on average. */
 static double report_unit(const options *o)
 {
-    return (double)o->tokens * (double)o->batch * (double)o->model_dim * (double)upipe_dtype_bytes(o->dtype) /
-           o->ranks;
+    return (double)o->tokens * (double)o->batch * (double)o->model_dim *
+           (double)upipe_dtype_bytes((upipe_dtype)o->dtype) / o->how.ranks;
 }
 
 /* A cell of the paper's tables. NaN for what is not in them: other methods, and UPipe that keeps the inputs
@@ -34,7 +34,7 @@ static double report_paper(const method *m, int phase)
     if (row == UPIPE_PAPER_UPIPE && which != METHOD_UPIPE && which != METHOD_UPIPE_NAIVE) return NAN;
     if (row == UPIPE_PAPER_UPIPE && m->o->layers > 1 && !m->o->offload) return NAN;
     if (row == UPIPE_PAPER_ULYSSES && m->o->offload) row = UPIPE_PAPER_ULYSSES_OFFLOAD;
-    return upipe_paper_units(row, (upipe_phase)phase, p->group, p->stages, m->o->segments, m->o->layers);
+    return upipe_paper_units(row, (upipe_phase)phase, p->group, p->stages, m->o->how.segments, m->o->layers);
 }
 
 static size_t report_peak(const method_bytes *b)
@@ -50,7 +50,7 @@ static size_t report_without_kept(const method *m, int phase)
 {
     size_t most = 0;
     int r;
-    for (r = 0; r < m->o->ranks; ++r)
+    for (r = 0; r < m->o->how.ranks; ++r)
         most = upipe_max_bytes(most, m->ranks[r].measured.phase[phase] - method_kept_device(m, &m->ranks[r]));
     return most;
 }
@@ -100,11 +100,11 @@ static void report_mask(const options *o)
 {
     printf("%s", o->full ? "full" : "causal");
     if (o->window > 0) printf(", window %lld", (long long)o->window);
-    if (o->cu_seqlens != NULL) printf(", %lld packed sequences", (long long)o->cu_seqlens_n);
+    if (o->borders != NULL) printf(", %lld packed sequences", (long long)o->borders_n);
     if (o->softcap > 0) printf(", soft-cap %g", o->softcap);
     if (o->sinks) printf(", sinks");
     if (o->rope) printf(", RoPE");
-    if (o->overlap) printf(", overlapped");
+    if (o->how.overlap) printf(", overlapped");
 }
 
 static void report_heading(const method *all, const options *o)
@@ -112,7 +112,7 @@ static void report_heading(const method *all, const options *o)
     printf("%d query heads, %d key/value heads of %d", o->heads, o->kv_heads, o->head_dim);
     if (o->v_dim != o->head_dim) printf(" (V: %d)", o->v_dim);
     printf(", model dim %lld; %lld x %lld tokens on %d ranks\n%s, ", (long long)o->model_dim,
-           (long long)o->batch, (long long)o->tokens, o->ranks, upipe_dtype_name(o->dtype));
+           (long long)o->batch, (long long)o->tokens, o->how.ranks, upipe_dtype_name((upipe_dtype)o->dtype));
     report_mask(o);
     if (o->layers > 1) printf(", inputs of %d layers", o->layers);
     if (o->offload) printf(" in the host's memory");
@@ -217,7 +217,9 @@ static void report_legend(const method *all, int n, const report_shows *show)
     if (show->ways[SENT_HOST]) printf("  host            most bytes of the second pool, in host memory\n");
     if (show->bits) printf("  same bits       the results whose bits are those of the first method\n");
     printf("  fwd, bwd        forward and backward; a dash: nothing is sent that way\n");
-    if (show->errors) printf("  relative error  against a reference in double precision\n");
+    if (show->errors)
+        printf("  relative error  against a reference in double precision%s\n",
+               show->sinks ? "; of dsinks, to the magnitudes of its terms" : "");
     printf(
         "  paper, exact    units by the formulas of the paper's tables, where it has them, and as measured\n");
 }
@@ -293,13 +295,6 @@ static void report_table(const method *all, int n, const options *o)
 
 /* ---- JSON ---- */
 
-static void json_path(FILE *f, const char *name, const char *text)
-{
-    fprintf(f, "    \"%s\": ", name);
-    json_quote(f, text);
-    fprintf(f, ",\n");
-}
-
 static const char *json_bool(int value)
 {
     return value ? "true" : "false";
@@ -323,52 +318,24 @@ static void json_error(FILE *f, const char *name, double value)
         fprintf(f, "      \"%s\": null,\n", name);
 }
 
-/* A value that stands for none is null. */
-static void json_wish(FILE *f, const char *name, int wanted, double value)
-{
-    if (wanted)
-        fprintf(f, "    \"%s\": %.9g,\n", name, value);
-    else
-        fprintf(f, "    \"%s\": null,\n", name);
-}
-
 /* Lengths of the packed sequences. */
 static void json_cu_seqlens(FILE *f, const options *o)
 {
     int64_t i;
-    fprintf(f, "    \"cu_seqlens\": %s", o->cu_seqlens == NULL ? "null" : "[");
-    for (i = 0; i < o->cu_seqlens_n; ++i)
-        fprintf(f, "%s%lld", i > 0 ? ", " : "", (long long)(o->cu_seqlens[i + 1] - o->cu_seqlens[i]));
-    fprintf(f, "%s,\n", o->cu_seqlens == NULL ? "" : "]");
+    fprintf(f, "    \"cu_seqlens\": %s", o->borders == NULL ? "null" : "[");
+    for (i = 0; i < o->borders_n; ++i)
+        fprintf(f, "%s%lld", i > 0 ? ", " : "", (long long)(o->borders[i + 1] - o->borders[i]));
+    fprintf(f, "%s,\n", o->borders == NULL ? "" : "]");
 }
 
-static void json_config(FILE *f, const method *all, int n, const options *o)
+/* What was asked for, with the defaults filled in. */
+static void json_config(FILE *f, const options *o)
 {
-    int i;
-    fprintf(f, "  \"config\": {\n    \"method\": [");
-    for (i = 0; i < n; ++i) fprintf(f, "%s\"%s\"", i > 0 ? ", " : "", all[i].name);
-    fprintf(f, "],\n    \"ranks\": %d,\n    \"heads\": %d,\n    \"kv_heads\": %d,\n    \"head_dim\": %d,\n",
-            o->ranks, o->heads, o->kv_heads, o->head_dim);
-    fprintf(f, "    \"v_dim\": %d,\n    \"model_dim\": %lld,\n    \"tokens\": %lld,\n    \"batch\": %lld,\n",
-            o->v_dim, (long long)o->model_dim, (long long)o->tokens, (long long)o->batch);
-    fprintf(f, "    \"dtype\": \"%s\",\n    \"device\": \"%s\",\n    \"full\": %s,\n",
-            upipe_dtype_name(o->dtype), device_names[o->device], json_bool(o->full));
-    fprintf(f, "    \"transport\": \"%s\",\n    \"overlap\": %s,\n", world_names[o->net.transport],
-            json_bool(o->overlap));
-    fprintf(f, "    \"layers\": %d,\n    \"offload\": %s,\n", o->layers, json_bool(o->offload));
-    json_wish(f, "window", o->window > 0, (double)o->window);
+    fprintf(f, "  \"config\": {\n");
+    flags_json(f, &option_flags, o);
     json_cu_seqlens(f, o);
-    json_wish(f, "softcap", o->softcap > 0, o->softcap);
-    fprintf(f, "    \"sinks\": %s,\n    \"rope\": %s,\n    \"seed\": %llu,\n", json_bool(o->sinks),
-            json_bool(o->rope), (unsigned long long)o->seed);
-    fprintf(f, "    \"check\": \"%s\",\n    \"deadline\": %.9g,\n", o->check == CHECK_ON ? "on" : "off",
-            o->deadline);
-    json_path(f, "data", o->data);
-    json_path(f, "json", o->json);
-    json_path(f, "trace", o->trace);
-    json_path(f, "dump", o->dump);
-    fprintf(f, "    \"progress\": %s,\n    \"products\": \"%s\",\n    \"unit_bytes\": %.9g\n  },\n",
-            json_bool(o->progress), device_products(o->device), report_unit(o));
+    fprintf(f, "    \"products\": \"%s\",\n    \"unit_bytes\": %.9g\n  },\n", device_products(o->device),
+            report_unit(o));
 }
 
 static void json_plan(FILE *f, const upipe_plan *p)
@@ -401,7 +368,7 @@ static void json_method(FILE *f, const method *m)
     fprintf(f, "    {\n      \"name\": \"%s\",\n", m->name);
     json_plan(f, method_plan_of(m));
     fprintf(f, "      \"segments\": %d,\n      \"host_bytes\": %zu,\n      \"plan_host_bytes\": %zu,\n",
-            m->kind->segmented ? m->o->segments : 1, m->measured.host, m->planned.host);
+            m->kind->segmented ? m->o->how.segments : 1, m->measured.host, m->planned.host);
     json_phases(f, "peak_bytes", m->measured.phase);
     json_phases(f, "plan_bytes", m->planned.phase);
     fprintf(f, "      \"paper_units\": ");
@@ -425,7 +392,7 @@ static void report_json(FILE *f, const method *all, int n, const options *o)
 {
     int i;
     fprintf(f, "{\n");
-    json_config(f, all, n, o);
+    json_config(f, o);
     fprintf(f, "  \"methods\": [\n");
     for (i = 0; i < n; ++i) {
         json_method(f, &all[i]);

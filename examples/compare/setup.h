@@ -22,17 +22,17 @@ static upipe_plan_desc method_desc(const method *m, int rank)
 {
     const method_kind *k = m->kind;
     const options *o = m->o;
-    upipe_plan_desc d = method_schedule(k, o->ranks, o->ring, o->heads, o->kv_heads, o->chunk);
+    upipe_plan_desc d = method_schedule(k, o->how.ranks, o->how.ring, o->heads, o->kv_heads, o->how.chunk);
     method_place(&d, rank);
     d.tokens = o->tokens;
     d.batch = o->batch;
     d.model_dim = o->model_dim;
-    if (d.ring > 1 && d.ring_mode == UPIPE_RING_AUTO) d.ring_mode = o->ring_mode;
-    d.ring_inner = k->inner ? o->inner : 0;
+    if (d.ring > 1 && d.ring_mode == UPIPE_RING_AUTO) d.ring_mode = (upipe_ring_mode)o->ring_mode;
+    d.ring_inner = k->inner ? o->how.inner : 0;
     d.head_dim = o->head_dim;
     d.v_dim = o->v_dim;
-    d.overlap = o->overlap && method_overlaps(k);
-    d.dtype = o->dtype;
+    d.overlap = o->how.overlap && method_overlaps(k);
+    d.dtype = (upipe_dtype)o->dtype;
     return d;
 }
 
@@ -66,8 +66,8 @@ static upipe_layer method_layer(const options *o, const upipe_plan *p)
     l.rope_theta = o->rope ? rope_theta : 0;
     l.mask.causal = !o->full;
     l.mask.window = o->window;
-    l.mask.cu_seqlens = o->cu_seqlens;
-    l.mask.cu_seqlens_n = o->cu_seqlens_n;
+    l.mask.cu_seqlens = o->borders;
+    l.mask.cu_seqlens_n = o->borders_n;
     l.mask.softcap = (float)o->softcap;
     l.mask.sinks = o->sinks ? &sink : NULL;
     return l;
@@ -82,9 +82,9 @@ static upipe_status method_plan_segments(const method *m, method_rank *rank, upi
     rank->fpdt.layer = rank->layer;
     rank->fpdt.host = &rank->second;
     rank->fpdt.desc = rank->plan.desc;
-    rank->fpdt.segments = o->segments;
+    rank->fpdt.segments = o->how.segments;
     UPIPE_TRY(upipe_fpdt_plan(&rank->fpdt, 0, &first, e));
-    for (i = 0, rank->rows = 0; i < o->segments; ++i)
+    for (i = 0, rank->rows = 0; i < o->how.segments; ++i)
         rank->rows += upipe_fpdt_shard(&rank->fpdt, i).n * o->batch;
     return UPIPE_OK;
 }
@@ -102,7 +102,7 @@ static upipe_status method_plan_rank(const method *m, method_rank *rank, int r, 
     rank->layer = method_layer(m->o, &rank->plan);
     for (pass = 0; pass < 2; ++pass) {
         rank->planned.sent[SENT_TEAM][pass] = upipe_plan_sent(&rank->plan, pass);
-        rank->planned.sent[SENT_RING][pass] = upipe_plan_sent_ring(&rank->plan, pass);
+        rank->planned.sent[SENT_RING][pass] = upipe_plan_sent_ring(&rank->plan, &rank->layer.mask, pass);
     }
     if (m->kind->segmented) UPIPE_TRY(method_plan_segments(m, rank, e));
     rank->planned.host = method_kept_host(m, rank);
@@ -118,10 +118,10 @@ static int method_plan(method *m)
     upipe_status s = UPIPE_OK;
     upipe_err err;
     int r;
-    m->ranks = (method_rank *)calloc((size_t)m->o->ranks, sizeof *m->ranks);
+    m->ranks = (method_rank *)calloc((size_t)m->o->how.ranks, sizeof *m->ranks);
     if (m->ranks == NULL)
         return method_fail(m, "", UPIPE_ERR_MEMORY, "no entry left for the plans of the ranks");
-    for (r = 0; r < m->o->ranks && s == UPIPE_OK; ++r) s = method_plan_rank(m, &m->ranks[r], r, &err);
+    for (r = 0; r < m->o->how.ranks && s == UPIPE_OK; ++r) s = method_plan_rank(m, &m->ranks[r], r, &err);
     return s == UPIPE_OK ? 0 : method_fail(m, "", s, err.text);
 }
 
@@ -152,13 +152,13 @@ static upipe_status method_dry_segments(method_rank *rank, upipe_dry *dry)
 /* The bytes of each rank, the slab that they need, and the length of the trace. */
 static int method_dry(method *m)
 {
-    size_t sum = (size_t)m->o->ranks * UPIPE_REDUCE_STRIP * 4 + UPIPE_MEM_ALIGN;
+    size_t sum = (size_t)m->o->how.ranks * UPIPE_REDUCE_STRIP * 4 + UPIPE_MEM_ALIGN;
     upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
     upipe_mem_event none;
     upipe_status s = UPIPE_OK;
     int r, k;
     if (dry == NULL) return method_fail(m, "", UPIPE_ERR_MEMORY, "no entry left for the dry run");
-    for (r = 0; r < m->o->ranks && s == UPIPE_OK; ++r) {
+    for (r = 0; r < m->o->how.ranks && s == UPIPE_OK; ++r) {
         method_rank *rank = &m->ranks[r];
         upipe_bytes bytes;
         method_weights(rank, &none, &none, &none,
@@ -188,7 +188,7 @@ static int64_t method_most_rows(const method *m)
 {
     int64_t most = 0;
     int r;
-    for (r = 0; r < m->o->ranks; ++r)
+    for (r = 0; r < m->o->how.ranks; ++r)
         if (m->ranks[r].rows > most) most = m->ranks[r].rows;
     return most;
 }
@@ -239,7 +239,7 @@ static upipe_status method_release(method *m, upipe_err *e)
 {
     upipe_status s = UPIPE_OK, closed;
     int r, j;
-    for (r = 0; m->ranks != NULL && r < m->o->ranks; ++r) {
+    for (r = 0; m->ranks != NULL && r < m->o->how.ranks; ++r) {
         method_rank *rank = &m->ranks[r];
         for (j = 0; j < METHOD_GRADS; ++j) {
             device_resident_free(m->o->device, rank->sums[j], rank->grads[j]);
@@ -271,7 +271,7 @@ static void method_free(method *m)
 {
     int r, j;
     method_release(m, NULL);
-    for (r = 0; m->ranks != NULL && r < m->o->ranks; ++r) {
+    for (r = 0; m->ranks != NULL && r < m->o->how.ranks; ++r) {
         free(m->ranks[r].events);
         for (j = 0; j < METHOD_GRADS; ++j) free(m->ranks[r].grads[j]);
     }
@@ -315,15 +315,16 @@ static upipe_status method_allocate(method *m, upipe_err *e)
     const inputs *in = m->in;
     int r, j;
     for (j = 0; j < 3; ++j)
-        UPIPE_TRY(device_resident(m->o->device, &m->weights[j],
-                                  (size_t)(in->width[j] * in->dim) * upipe_dtype_bytes(m->o->dtype),
-                                  in->stored[j], e));
+        UPIPE_TRY(
+            device_resident(m->o->device, &m->weights[j],
+                            (size_t)(in->width[j] * in->dim) * upipe_dtype_bytes((upipe_dtype)m->o->dtype),
+                            in->stored[j], e));
     if (in->sinks != NULL)
         UPIPE_TRY(
             device_resident(m->o->device, &m->sinks, (size_t)m->o->heads * sizeof(float), in->sinks, e));
     for (r = m->net->first; r < m->net->first + m->net->here; ++r)
         UPIPE_TRY(method_allocate_rank(m, &m->ranks[r], e));
-    if (!world_speaks(m->net)) return UPIPE_OK;
+    if (!world_is_root(m->net)) return UPIPE_OK;
     m->out = inputs_buf(in->rows, in->out_width);
     m->dx = inputs_buf(in->rows, in->dim);
     if (m->out != NULL && m->dx != NULL) return UPIPE_OK;
@@ -336,10 +337,9 @@ static upipe_status method_allocate(method *m, upipe_err *e)
 static upipe_status method_sum(method *m, upipe_ctx *c, method_rank *rank, int r)
 {
     int j;
-    c->team = world_all(m->net, r);
     for (j = 0; j < METHOD_GRADS; ++j) {
         int64_t n = method_grad_size(m, j);
-        UPIPE_TRY(upipe_all_reduce(c, (float *)rank->sums[j], n));
+        UPIPE_TRY(upipe_all_reduce(c, world_all(m->net, r), (float *)rank->sums[j], n));
         if (rank->sums[j] != rank->grads[j])
             UPIPE_TRY(c->ops->copy(c, rank->grads[j], rank->sums[j], (size_t)n * sizeof(float)));
     }
@@ -404,21 +404,22 @@ static upipe_status method_rank_main(void *user, int r, upipe_err *why)
     device_use(&rank->d, &c);
     if (s == UPIPE_OK) s = device_slab(&rank->d, &rank->slab, rank->pool_bytes, &c.err);
     if (s == UPIPE_OK) s = method_second_slab(m, rank, &c);
-    if (s == UPIPE_OK && method_on_side_stream(m, rank)) s = side_stream_open(&rank->line, m->o->device, &c);
+    if (s == UPIPE_OK && method_on_side_stream(m, rank))
+        s = side_stream_open(&rank->line, &rank->d, !m->kind->segmented, &c);
     if (s == UPIPE_OK) s = method_rank_run(m, &c, rank, r);
     *why = c.err;
     return s;
 }
 
 /* Every process learns what each rank has measured. */
-static upipe_status method_tell(method *m, upipe_err *e)
+static upipe_status method_broadcast(method *m, upipe_err *e)
 {
     int r, pass;
-    for (r = 0; r < m->o->ranks; ++r) {
+    for (r = 0; r < m->o->how.ranks; ++r) {
         method_rank *rank = &m->ranks[r];
         if (m->net->all != NULL) {
-            UPIPE_TRY(world_tell(m->net, r, &rank->measured, sizeof rank->measured, e));
-            UPIPE_TRY(world_tell(m->net, r, rank->seconds, sizeof rank->seconds, e));
+            UPIPE_TRY(world_broadcast(m->net, r, &rank->measured, sizeof rank->measured, e));
+            UPIPE_TRY(world_broadcast(m->net, r, rank->seconds, sizeof rank->seconds, e));
         }
         method_most(&m->measured, &rank->measured);
         for (pass = 0; pass < 2; ++pass)
@@ -446,7 +447,7 @@ static int method_run(method *m, const inputs *in)
     bad = world_run(m->net, method_rank_main, m, what);
     world_join(m->net);
     if (bad != 0) return -1; /* other processes may still access the slabs: world_end comes first */
-    s = method_tell(m, &err);
+    s = method_broadcast(m, &err);
     if (s == UPIPE_OK) s = method_release(m, &err);
     return world_agree(m->net, s == UPIPE_OK ? 0 : method_fail(m, "", s, err.text));
 }

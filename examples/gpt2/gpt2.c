@@ -307,7 +307,8 @@ static int train(part *p, int first)
         memset(dw, 0, sizeof *dw);
         bad = forward_backward(p, w, dw, &loss);
 #ifdef UPIPE
-        bad = bad || upipe_all_reduce(&p->ctx, (float *)dw, WEIGHTS) || upipe_all_reduce(&p->ctx, &loss, 1);
+        bad = bad || upipe_all_reduce(&p->ctx, p->ctx.team, (float *)dw, WEIGHTS) ||
+              upipe_all_reduce(&p->ctx, p->ctx.team, &loss, 1);
 #endif
         for (int i = 0; i < WEIGHTS && !bad; ++i) ((float *)w)[i] -= 0.1f * ((float *)dw)[i];
         if (first && !bad) printf("%.9g\n", (double)loss);
@@ -343,8 +344,7 @@ int main(int argc, char **argv)
 #ifdef UPIPE
     upipe_ops ops;
     upipe_err err = {{0}, UPIPE_OK};
-    upipe_cpu_ops(&ops);
-    desc.ranks = argc > 1 ? atoi(argv[1]) : 1, desc.chunk = argc > 2 ? atoi(argv[2]) : 0;
+    upipe_cpu_ops(&ops), desc.ranks = argc > 1 ? atoi(argv[1]) : 1, desc.chunk = argc > 2 ? atoi(argv[2]) : 0;
     upipe_status s = upipe_threads_init(&world, desc.ranks < RANKS_MAX ? desc.ranks : RANKS_MAX, 60, &err);
     s = s ? s : upipe_threads_run(&world, rank_main, &ops, NULL, &err);
     return s ? fprintf(stderr, "%s\n", err.text), 1 : 0;

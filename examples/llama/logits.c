@@ -14,29 +14,11 @@
 #include "../common/cli.h"
 #include "../common/regular.h"
 #include "../common/files.h"
-#include "../common/device_flag.h"
 #include "../common/world.h"
-#include "../common/side_stream.h"
-#include "checkpoint.h"
-#include "plans.h"
-#include "model.h"
-
-/* clang-format off */
-enum {
-    FLAG_LOAD, FLAG_IDS, FLAG_OUT, FLAG_METHOD, FLAG_RANKS, FLAG_RING, FLAG_INNER, FLAG_SEGMENTS, FLAG_CHUNK, FLAG_OVERLAP,
-    FLAG_DTYPE, FLAG_DEVICE, FLAG_TRANSPORT, FLAG_NODE_RANKS, FLAG_DEADLINE, FLAG_HELP, FLAG_VERSION, FLAGS
-};
-/* clang-format on */
-
-typedef struct options {
-    const char *load, *ids, *out;
-    method_choice how;
-    upipe_dtype dtype;
-    int device;
-    double deadline;
-    world_options net;
-    int given[FLAGS];
-} options;
+#include "state/checkpoint.h"
+#include "model/forward.h"
+#include "model/setting.h"
+#include "run/pools.h"
 
 typedef struct logits {
     options o;
@@ -54,107 +36,33 @@ typedef struct logits {
         model m;
         size_t slab_bytes, second_bytes;
         int blocks_max;
-        device d;
-        side_stream line;         /* where something overlaps */
-        void *slab, *second_slab; /* the second pool's, where the sequence is cut */
+        pools p;
     } ranks[UPIPE_THREADS_MAX];
 } logits;
-
-/* clang-format off */
-static const struct option option_list[] = {
-    {"load",     required_argument, NULL, FLAG_LOAD},
-    {"ids",      required_argument, NULL, FLAG_IDS},
-    {"out",      required_argument, NULL, FLAG_OUT},
-    {"method",   required_argument, NULL, FLAG_METHOD},
-    {"ranks",    required_argument, NULL, FLAG_RANKS},
-    {"ring",     required_argument, NULL, FLAG_RING},
-    {"inner",    required_argument, NULL, FLAG_INNER},
-    {"segments", required_argument, NULL, FLAG_SEGMENTS},
-    {"chunk",    required_argument, NULL, FLAG_CHUNK},
-    {"overlap", no_argument, NULL, FLAG_OVERLAP},
-    {"dtype",    required_argument, NULL, FLAG_DTYPE},
-    {"device",   required_argument, NULL, FLAG_DEVICE},
-    {"transport", required_argument, NULL, FLAG_TRANSPORT},
-    {"node-ranks", required_argument, NULL, FLAG_NODE_RANKS},
-    {"deadline", required_argument, NULL, FLAG_DEADLINE},
-    {"help",     no_argument,       NULL, FLAG_HELP},
-    {"version",  no_argument,       NULL, FLAG_VERSION},
-    {NULL, 0, NULL, 0}};
 
 static const char usage_text[] =
     "usage: logits --load DIR --ids FILE --out FILE [flags]\n"
     "\n"
-    "Runs a Hugging Face checkpoint (Llama, Mistral, Qwen2, Qwen3) over given tokens, shared by ranks that are\n"
-    "threads of this process or processes, and writes the logits of every token.\n"
-    "\n"
-    "  --load DIR         folder with config.json and model.safetensors (or its index and parts)\n"
-    "  --ids FILE         tokens: a .npy file, int32 or int64, one dimension\n"
-    "  --out FILE         where the logits go: a .npy file, float32 [tokens][vocabulary]\n"
-    METHOD_USAGE
-    "  --ranks N          ranks that share the tokens (1)\n"
-    "  --dtype TYPE       storage of activations and weights: f32 or bf16 (f32)\n"
-    "  --device NAME      where the ranks compute: cpu, or cuda, a GPU that all threads share (cpu)\n"
-    "  --deadline SECONDS how long a rank waits for another one before it aborts (600)\n"
-    "  --help, --version\n"
-    "\n"
-    "Exit status: 0, 1 for a run that failed, 2 for wrong usage.\n";
-/* clang-format on */
+    "Runs a Hugging Face checkpoint (docs/models.md lists which) over given tokens, shared by ranks that are\n"
+    "threads of this process or processes, and writes the logits of every token.\n";
 
-static int options_flag(void *user, int flag, const char *value)
-{
-    options *o = (options *)user;
-    const char *name = option_list[flag].name;
-    switch (flag) {
-    case FLAG_LOAD:
-        o->load = value;
-        return 0;
-    case FLAG_IDS:
-        o->ids = value;
-        return 0;
-    case FLAG_OUT:
-        o->out = value;
-        return 0;
-    case FLAG_METHOD:
-    case FLAG_RANKS:
-    case FLAG_RING:
-    case FLAG_INNER:
-    case FLAG_SEGMENTS:
-    case FLAG_CHUNK:
-    case FLAG_OVERLAP:
-        return method_flag(&o->how, name, value);
-    case FLAG_DTYPE:
-        return cli_dtype(name, value, &o->dtype);
-    case FLAG_DEVICE:
-        return device_flag(name, value, &o->device);
-    case FLAG_TRANSPORT:
-    case FLAG_NODE_RANKS:
-        return world_flag(&o->net, name, value);
-    case FLAG_DEADLINE:
-        return cli_seconds(name, value, &o->deadline);
-    case FLAG_HELP:
-        fputs(usage_text, stdout);
-        return method_help(name, world_usage);
-    default:
-        return cli_version(name, ", products: " PRODUCTS);
-    }
-}
+static const char usage_end[] = "\nExit status: 0, 1 for a run that failed, 2 for wrong usage.\n";
+
+static const char *const usage_more[] = {method_usage, usage_end, NULL};
+static const flag_set option_flags = {flag_rows,  FLAG_ROWS,  IN_LOGITS,
+                                      usage_text, usage_more, ", products: " PRODUCTS};
 
 /* The ranks of w are there when this returns; then the program ends with world_end. */
 static int options_read(options *o, struct world *w, int argc, char **argv)
 {
     int status;
     memset(o, 0, sizeof *o);
-    o->how.method = METHOD_UPIPE;
-    o->how.ranks = 1;
-    o->deadline = 600;
-    status = cli_read(option_list, argc, argv, o->given, -1, options_flag, o);
-    if (status == 0) status = world_place(&o->net, o->device == DEVICE_CUDA);
-    if (status != 0) return status;
-    if (o->load == NULL || o->ids == NULL || o->out == NULL)
-        return cli_refuse("--load, --ids and --out must be given");
-    status = world_begin(w, &o->net, o->deadline, o->given[FLAG_RANKS], &o->how.ranks);
-    if (status == 0) status = method_resolve(&o->how);
-    return world_agree(w, status);
+    o->program = IN_LOGITS;
+    status = flags_read(&option_flags, o, o->given, argc, argv);
+    if (status == 0 && (o->load == NULL || o->ids == NULL || o->out == NULL))
+        status = cli_refuse("--load, --ids and --out must be given");
+    status = world_begin(w, &option_flags, o, status);
+    return status != 0 ? status : world_agree(w, method_resolve(&o->how));
 }
 
 /* ---- tokens ---- */
@@ -192,7 +100,9 @@ static int ids_read(logits *g)
     if (f == NULL) return cli_fail("%s cannot be read: %s", g->o.ids, why);
     element = ids_header(f, &n);
     if (element == 0 || n > bytes / element) {
+        bad = ferror(f) ? errno : 0;
         fclose(f);
+        if (bad != 0) return cli_fail("%s cannot be read: %s", g->o.ids, strerror(bad));
         return cli_fail("%s is no .npy file of int32 or int64 with one dimension", g->o.ids);
     }
     g->ids = (int32_t *)malloc((size_t)n * sizeof *g->ids);
@@ -256,24 +166,25 @@ static upipe_status logits_rank(logits *g, const model *m, upipe_ctx *c, upipe_m
     r.m = m;
     r.c = c;
     r.second = second;
-    llama_state_init(&state, &g->layout, g->o.dtype, 0, 0, 1);
+    llama_state_init(&state, &g->layout, (upipe_dtype)g->o.dtype, 0, 0, 1);
     state.zero[LLAMA_WEIGHTS].weights = g->weights; /* all ranks read the same */
     r.zero = &state.zero[LLAMA_WEIGHTS];
     r.vectors = (const float *)g->vectors;
-    UPIPE_TRY(upipe_mem_alloc(c->mem, &data, (size_t)m->rows * 4, "tokens", &c->err));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &data, (size_t)m->rows * 4, UPIPE_USE_INPUT, "tokens", &c->err));
     r.tokens = (int32_t *)data;
     UPIPE_TRY(logits_tokens(g, &r));
     UPIPE_TRY(model_fwd(&r, &x, 0));
     head = model_unit_of(&r, model_head_kind(&r), -1);
     UPIPE_TRY(model_weights_begin(&r, head, -1));
-    UPIPE_TRY(upipe_mem_alloc(c->mem, &data, (size_t)(UPIPE_TILE_LOSS_ROWS * vocab) * 4, "logits", &c->err));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &data, (size_t)(UPIPE_TILE_LOSS_ROWS * vocab) * 4, UPIPE_USE_LOSS,
+                              "logits", &c->err));
     for (row = 0; row < m->rows; row += UPIPE_TILE_LOSS_ROWS) {
         int64_t rows = m->rows - row < UPIPE_TILE_LOSS_ROWS ? m->rows - row : (int64_t)UPIPE_TILE_LOSS_ROWS;
         buf = upipe_view_packed(data, UPIPE_F32, rows, 1, (int32_t)vocab);
         UPIPE_TRY(model_logits(&r, buf, upipe_view_rows(x, row, rows)));
         for (i = 0; i < rows; ++i)
             UPIPE_TRY(
-                logits_store(g, c, buf, i, world_speaks(&g->net) ? model_position(m, row + i) : row + i));
+                logits_store(g, c, buf, i, world_is_root(&g->net) ? model_position(m, row + i) : row + i));
     }
     UPIPE_TRY(upipe_mem_free(c->mem, data, &c->err));
     UPIPE_TRY(model_weights_end(&r, head));
@@ -303,8 +214,6 @@ static upipe_status logits_gather(logits *g, upipe_ctx *c, upipe_comm *all)
         UPIPE_TRY(upipe_comm_start(c, all, all->list, n));
         UPIPE_TRY(upipe_comm_wait(c, all));
     }
-    c->team = all; /* for the deadline of sync */
-    c->ring = NULL;
     return c->ops->sync(c);
 }
 
@@ -312,35 +221,16 @@ static upipe_status logits_rank_main(void *user, int rank, upipe_err *why)
 {
     logits *g = (logits *)user;
     struct logits_place *k = &g->ranks[rank];
-    upipe_mem_block *blocks = (upipe_mem_block *)calloc((size_t)k->blocks_max, sizeof *blocks);
-    upipe_mem_block second_blocks[UPIPE_DRY_HOST_BLOCKS_MAX];
     upipe_status s;
-    upipe_mem mem, second;
     upipe_ctx c;
     memset(&c, 0, sizeof c);
     world_use(&g->net, rank, &c);
     s = upipe_comm_barrier(&c, world_all(&g->net, rank)); /* all have started */
-    if (s == UPIPE_OK) s = device_open(&k->d, g->o.device, &c.err);
-    device_use(&k->d, &c);
-    if (s == UPIPE_OK && g->o.how.overlap) s = side_stream_open(&k->line, g->o.device, &c);
-    if (s == UPIPE_OK) s = device_slab(&k->d, &k->slab, k->slab_bytes, &c.err);
-    if (s == UPIPE_OK) s = device_host_slab(&k->d, &k->second_slab, k->second_bytes, &c.err);
-    if (s == UPIPE_OK && blocks == NULL)
-        s = upipe_fail(&c.err, UPIPE_ERR_MEMORY, "no memory for a pool's table");
-    if (s == UPIPE_OK) {
-        upipe_mem_init(&mem, k->slab, k->slab_bytes, blocks, k->blocks_max);
-        upipe_mem_init(&second, k->second_slab, k->second_bytes, second_blocks, UPIPE_DRY_HOST_BLOCKS_MAX);
-        c.mem = &mem;
-        s = logits_rank(g, &k->m, &c, &second);
-        if (s == UPIPE_OK && g->net.all != NULL) s = logits_gather(g, &c, g->net.all);
-        if (s == UPIPE_OK) s = upipe_mem_destroy(&second, &c.err);
-        if (s == UPIPE_OK) s = upipe_mem_destroy(&mem, &c.err);
-        if (s != UPIPE_OK) {
-            upipe_mem_destroy(&second, NULL);
-            upipe_mem_destroy(&mem, NULL);
-        }
-    }
-    free(blocks);
+    if (s == UPIPE_OK)
+        s = pools_open(&k->p, &c, g->o.device, &g->o.how, k->slab_bytes, k->second_bytes, k->blocks_max);
+    if (s == UPIPE_OK) s = logits_rank(g, &k->m, &c, &k->p.host);
+    if (s == UPIPE_OK && g->net.all != NULL) s = logits_gather(g, &c, g->net.all);
+    if (s == UPIPE_OK) s = pools_destroy(&k->p, &c.err);
     *why = c.err;
     return s;
 }
@@ -361,16 +251,17 @@ static int logits_find(logits *g)
     memset(&e, 0, sizeof e);
     if (llama_checkpoint_find(g->o.load, g->folder, &e) != 0) return cli_fail("%s", e.text);
     if (files_path(path, g->folder, "config", ".json") != 0) return -1;
-    if (llama_config_read(&config, NULL, path, &e) != 0) return cli_fail("%s", e.text);
+    if (llama_config_read(&config, NULL, path, &g->o.ignore_key, &e) != 0) return cli_fail("%s", e.text);
     if (llama_layout_init(&g->layout, &config) != 0)
         return cli_fail("the model's bytes leave 63 bits, or memory is out");
+    if (llama_load_check(g->folder, &g->layout, &e) != 0) return cli_fail("%s", e.text);
     return ids_read(g);
 }
 
 /* The weights, where the device reaches them too. */
 static int logits_load(logits *g)
 {
-    size_t bytes = (size_t)g->layout.weights * upipe_dtype_bytes(g->o.dtype);
+    size_t bytes = (size_t)g->layout.weights * upipe_dtype_bytes((upipe_dtype)g->o.dtype);
     size_t vector_bytes = (size_t)g->layout.vectors * sizeof(float);
     upipe_ops cpu;
     llama_state state;
@@ -381,7 +272,7 @@ static int logits_load(logits *g)
     g->host_vectors = malloc(vector_bytes);
     if (g->host_weights == NULL || g->host_vectors == NULL)
         return cli_fail("out of memory: %lld weights", (long long)g->layout.weights);
-    llama_state_init(&state, &g->layout, g->o.dtype, 0, 0, 1);
+    llama_state_init(&state, &g->layout, (upipe_dtype)g->o.dtype, 0, 0, 1);
     state.zero[LLAMA_WEIGHTS].weights = g->host_weights;
     state.zero[LLAMA_VECTORS].weights = g->host_vectors;
     products_ops(&cpu);
@@ -396,26 +287,23 @@ static int logits_load(logits *g)
 static int logits_plan(logits *g)
 {
     upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
-    upipe_plan_desc d = method_desc(&g->o.how, g->layout.config.heads, g->layout.config.kv_heads);
+    setting set = setting_of(&g->o, &g->layout);
     upipe_status s = UPIPE_OK;
     float nothing;
     int r;
     if (dry == NULL) return cli_fail("out of memory");
     g->weights = g->vectors = &nothing; /* for the dry run, which touches nothing */
     memset(&dry->ctx, 0, sizeof dry->ctx);
-    d.tokens = g->tokens;
-    d.dtype = g->o.dtype;
+    set.tokens = g->tokens;
     for (r = 0; r < g->o.how.ranks && s == UPIPE_OK; ++r) {
         struct logits_place *k = &g->ranks[r];
-        method_place(&d, r);
-        s = model_init(&k->m, &g->layout, &d, &dry->ctx.err);
-        if (s == UPIPE_OK) s = method_overlapped(&g->o.how, &k->m.plan, &dry->ctx.err);
-        if (s == UPIPE_OK) s = model_cut(&k->m, g->o.how.segments, &dry->ctx.err);
+        s = setting_model(&k->m, &set, r, &dry->ctx.err);
         if (s == UPIPE_OK) s = upipe_dry_init(dry, &k->m.plan, &g->ops);
         if (s == UPIPE_OK) s = logits_rank(g, &k->m, &dry->ctx, &dry->host);
         k->slab_bytes = dry->mem.need;
-        k->second_bytes = upipe_mem_span(dry->host.need);
-        k->blocks_max = dry->mem.blocks_peak;
+        k->second_bytes = dry->host.need;
+        k->blocks_max =
+            dry->mem.blocks_peak > dry->host.blocks_peak ? dry->mem.blocks_peak : dry->host.blocks_peak;
     }
     if (s != UPIPE_OK) logits_fail(s, &dry->ctx.err);
     g->weights = g->vectors = NULL;
@@ -434,15 +322,16 @@ static int logits_check_memory(const logits *g)
 {
     const int processes = g->net.all != NULL, first = g->net.near_first;
     const int ranks = g->net.near;
-    double have = cli_memory(), need = (double)g->layout.vectors * 4;
+    double have, need = (double)g->layout.vectors * 4;
     double slabs = 0, second = 0, rows = 0;
     int r;
+    if (cli_memory(&have) != 0) return -1;
     for (r = first; r < first + ranks; ++r) {
         slabs += (double)g->ranks[r].slab_bytes;
         second += (double)g->ranks[r].second_bytes;
         if (processes || r == 0) rows += (double)logits_rows(g, r);
     }
-    need += (double)g->layout.weights * (double)upipe_dtype_bytes(g->o.dtype);
+    need += (double)g->layout.weights * (double)upipe_dtype_bytes((upipe_dtype)g->o.dtype);
     if (processes) need *= ranks;
     if (device_has_buf(g->o.device, slabs + need) != 0) return -1;
     need += second + rows * (double)g->layout.config.vocab * 4;
@@ -470,11 +359,7 @@ static int logits_run(logits *g)
     world_join(&g->net);
     if (world_broken(&g->net)) return -1; /* peers may still access the slabs: world_end ends the process */
     for (r = g->net.first; r < g->net.first + g->net.here; ++r) {
-        device_slab_free(&g->ranks[r].d, g->ranks[r].slab);
-        device_host_slab_free(&g->ranks[r].d, g->ranks[r].second_slab);
-        s = side_stream_close(&g->ranks[r].line, &e);
-        if (!bad && s != UPIPE_OK) bad = logits_fail(s, &e);
-        s = device_close(&g->ranks[r].d, &e);
+        s = pools_close(&g->ranks[r].p, &e);
         if (!bad && s != UPIPE_OK) bad = logits_fail(s, &e);
     }
     return world_agree(&g->net, bad);
@@ -497,7 +382,7 @@ static int logits_reserve(const logits *g, files *all)
 {
     upipe_err e;
     int reads, bad;
-    if (!world_speaks(&g->net)) return 0;
+    if (!world_is_root(&g->net)) return 0;
     if (files_spare(g->o.out, "--ids", g->o.ids) != 0) return -1;
     reads = llama_reads(g->folder, g->o.out, &e);
     if (reads < 0) return cli_fail("%s", e.text);
@@ -508,11 +393,11 @@ static int logits_reserve(const logits *g, files *all)
     return bad;
 }
 
-/* All processes read the same tokens, for a model of the same size. */
+/* All processes read the same tokens, for the same model. */
 static int logits_same(logits *g)
 {
-    uint64_t hash = upi_hash_bytes(UPI_HASH, &g->layout.weights, sizeof g->layout.weights);
-    hash = upi_hash_bytes(hash, g->ids, (size_t)g->tokens * sizeof *g->ids);
+    uint64_t hash = upipe_hash_bytes(UPIPE_HASH, &g->layout.config, sizeof g->layout.config);
+    hash = upipe_hash_bytes(hash, g->ids, (size_t)g->tokens * sizeof *g->ids);
     return world_same(&g->net, "--ids or --load finds something else here", hash);
 }
 
@@ -523,7 +408,7 @@ static int logits_main(logits *g, files *all)
     bad = logits_plan(g) != 0 || logits_check_memory(g) != 0 || logits_reserve(g, all) != 0;
     if (world_agree(&g->net, -bad) != 0) return -1;
     if (world_agree(&g->net, logits_load(g)) != 0 || logits_run(g) != 0) return -1;
-    if (!world_speaks(&g->net)) return 0;
+    if (!world_is_root(&g->net)) return 0;
     if (logits_check(g) != 0) return -1;
     files_begin(all);
     if (files_npy(all, g->o.out, g->out, g->tokens, g->layout.config.vocab) != 0) return -1;
@@ -535,14 +420,15 @@ int main(int argc, char **argv)
     logits *g = (logits *)calloc(1, sizeof *g);
     files *all = (files *)calloc(1, sizeof *all);
     int status = 1 + EXIT_RUN;
+    cli_start();
     if (g == NULL || all == NULL) {
         cli_fail("out of memory");
     } else {
-        world_hush();
+        world_mute();
         signal(SIGPIPE, SIG_IGN);
         signal(SIGXFSZ, SIG_IGN);
         status = options_read(&g->o, &g->net, argc, argv);
-        device_table(g->o.device, &g->ops);
+        if (status == 0) device_table(g->o.device, &g->ops);
         if (status == 0) status = 1 + (logits_main(g, all) == 0 ? 0 : EXIT_RUN);
         files_abandon(all);
         status = 1 + world_end(&g->net, status - 1); /* peers may access the result until here */

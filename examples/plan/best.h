@@ -1,6 +1,6 @@
 /* best.h -- the fastest setting of a sequence, and which are the fastest of their memory
  *
- *     status = best(&o, &p, &files);
+ *     status = best(&job, &p, &files);
  *
  * Settings are extrapolated from an eighth and a quarter of the tokens. The fastest is confirmed by a full dry run.
  */
@@ -13,13 +13,13 @@ enum { BEST_SHORT = 1 << 18 }; /* tokens that are not extrapolated to */
 
 static void best_one(search_state *f, const setting *s)
 {
-    search_pair *two = (search_pair *)malloc(sizeof *two);
-    estimate *e = (estimate *)calloc(1, sizeof *e);
-    int refused = two == NULL || e == NULL;
-    if (!refused && s->tokens <= BEST_SHORT) {
+    search_pair *two = (search_pair *)estimate_memory(1, sizeof *two);
+    estimate *e = (estimate *)estimate_memory(1, sizeof *e);
+    int refused;
+    if (s->tokens <= BEST_SHORT) {
         planner_estimate(f->p, s, e);
         refused = e->why[0] != '\0';
-    } else if (!refused) {
+    } else {
         refused = search_two(two, f->p, s, s->tokens / 8);
         if (!refused) search_at(e, two, f->p, s->tokens);
     }
@@ -28,7 +28,8 @@ static void best_one(search_state *f, const setting *s)
     } else if (!estimate_verdict(e, f->p->m).fits) {
         search_prune(f, s, e);
     } else {
-        candidate *c = &f->all[f->n++];
+        candidate *c = &f->all[f->n];
+        c->place = f->n++;
         c->s = *s;
         c->gpu = e->gpu;
         c->host = e->host;
@@ -42,7 +43,8 @@ static int best_order(const void *x, const void *y)
 {
     const candidate *a = (const candidate *)x, *b = (const candidate *)y;
     if (a->seconds != b->seconds) return a->seconds < b->seconds ? -1 : 1;
-    return (a->gpu > b->gpu) - (a->gpu < b->gpu);
+    if (a->gpu != b->gpu) return a->gpu < b->gpu ? -1 : 1;
+    return a->place - b->place;
 }
 
 /* Sorted by time: those that need less of the GPU than all faster ones. */
@@ -86,17 +88,12 @@ static void best_table(const search_state *f, const candidate *won)
 }
 
 /* best -- the exit status */
-static int best(const options *o, const planner *p, files *all)
+static int best(const job *j, const planner *p, files *all)
 {
-    search_state f = {o, p, (candidate *)calloc(SEARCH_MAX, sizeof(candidate)), 0, 0, 0, 0, o->s, 0};
-    estimate *e = (estimate *)calloc(1, sizeof *e);
+    search_state f = {j, p, (candidate *)estimate_memory(SEARCH_MAX, sizeof(candidate)), 0, 0, 0, 0, j->s, 0};
+    estimate *e = (estimate *)estimate_memory(1, sizeof *e);
     const candidate *won;
     int status;
-    if (f.all == NULL || e == NULL) {
-        free(f.all);
-        free(e);
-        return cli_fail("out of memory"), EXIT_RUN;
-    }
     search_all(&f, 1, best_one);
     best_pareto(&f);
     won = best_winner(&f, e);

@@ -30,7 +30,7 @@ static double calibrate_line(const json_t *line, int *kind, int64_t *threads)
     return json_is_number(giga) ? 1e9 * json_number_value(giga) : 1e12 * json_number_value(tera);
 }
 
-/* Takes the rates of one file over; 0, or -1 with the sentence out. */
+/* Takes the rates of one file over; 0, or the exit status. */
 static int calibrate(machine *m, const char *path)
 {
     double best[MACHINE_RATES] = {0};
@@ -40,7 +40,7 @@ static int calibrate(machine *m, const char *path)
     size_t bytes;
     int kind = 0, found = 0, k;
     text = llama_file(path, CALIBRATE_BYTES_MAX, &bytes, &e);
-    if (text == NULL) return cli_fail("%s", e.text);
+    if (text == NULL) return machine_unread(&e) - 1;
     for (line = text; line != NULL && *line != '\0'; line = next) {
         int64_t threads = 0;
         json_t *root;
@@ -49,8 +49,9 @@ static int calibrate(machine *m, const char *path)
         if (next != NULL) *next++ = '\0';
         root = json_load(line, strlen(line), why);
         if (root == NULL) {
+            const int lost = errno == ENOMEM;
             free(text);
-            return cli_fail("%s: no numbers of a benchmark: %s", path, why);
+            return cli_fail("%s: no numbers of a benchmark: %s", path, why), lost ? EXIT_RUN : EXIT_USAGE;
         }
         rate = calibrate_line(root, &kind, &threads);
         json_decref(root);
@@ -60,13 +61,14 @@ static int calibrate(machine *m, const char *path)
         ++found;
     }
     free(text);
-    if (found == 0) return cli_fail("%s: no rates of attn_fwd, attn_bwd or gemm", path);
+    if (found == 0) return cli_fail("%s: no rates of attn_fwd, attn_bwd or gemm", path), EXIT_USAGE;
     for (k = 0; k < MACHINE_RATES; ++k) {
         if (best[k] <= 0) continue;
         m->rate[k] = best[k] / (m->gpu > 0 ? 1 : m->ranks); /* a CPU's ranks share its cores */
         if (!machine_rate_known(m->rate[k]))
             return cli_fail("%s: %s would be %g, not in %g .. %g", path, machine_rate_names[k], m->rate[k],
-                            MACHINE_RATE_MIN, MACHINE_RATE_MAX);
+                            MACHINE_RATE_MIN, MACHINE_RATE_MAX),
+                   EXIT_USAGE;
         snprintf(m->origin[k], MACHINE_ORIGIN, "measured: %.100s", path);
     }
     return 0;

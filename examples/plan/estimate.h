@@ -1,13 +1,12 @@
 /* estimate.h -- what a plan comes to: bytes of the largest rank and the fullest node, and an estimate of the time
  *
- * Filled by exact.h, from the trainer's own code, and by titan.h, from the paper's setting. Bytes and FLOPs are counted;
- * seconds are an estimate, as good as the rates of the machine file.
+ * Filled by exact.h, from the trainer's own code, and by ../torchtitan/titan.h, from the paper's setting. Bytes and FLOPs
+ * are counted; seconds are an estimate, as good as the rates of the machine file.
  */
 #ifndef PLAN_ESTIMATE_H
 #define PLAN_ESTIMATE_H
 
-#include "../llama/activations_flag.h"
-#include "../llama/setting.h"
+#include "../llama/model/setting.h"
 #include "machine.h"
 
 enum { ESTIMATE_PARTS = 24, ESTIMATE_WHY = 256 };
@@ -55,6 +54,16 @@ typedef struct estimate {
     estimate_work work;
     double seconds, share[SHARES];
 } estimate;
+
+/* estimate_memory -- n zeroed elements; where this machine's memory is out the program ends. A setting that was not planned
+ *                    must not pass for one that does not fit */
+static inline void *estimate_memory(size_t n, size_t size)
+{
+    void *p = calloc(n, size);
+    if (p != NULL) return p;
+    cli_fail("out of memory: %zu bytes to plan with", n * size);
+    exit(EXIT_RUN);
+}
 
 static inline void estimate_phase(estimate *e, const char *name, double bytes)
 {

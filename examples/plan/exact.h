@@ -7,8 +7,8 @@
 #ifndef PLAN_EXACT_H
 #define PLAN_EXACT_H
 
-#include "../llama/memory.h"
-#include "estimate.h"
+#include "../llama/state/memory.h"
+#include "packed.h"
 
 /* Bytes by the plan of the largest rank. */
 static void exact_bytes(estimate *e, const memory_plan *p)
@@ -45,30 +45,45 @@ static void exact_work(estimate *e, const memory_plan *p, const model *m, const 
         passes > 3 * (double)m->layout->config.layers ? passes - 3 * (double)m->layout->config.layers : 0;
 }
 
-/* Whether two ranks hold and do the same: in a ring of contiguous tokens a rank sees the fewer keys the earlier its
- * tokens are. */
 static int exact_same(const model *a, const model *b)
 {
-    const upipe_plan_desc *d = &a->plan.desc;
-    return memory_same(a, b) &&
-           (d->ring == 1 || d->layout != UPIPE_CONTIGUOUS || d->ring_rank == b->plan.desc.ring_rank);
+    return memory_same(a, b) && (a->borders == NULL || a->plan.desc.ring_rank == b->plan.desc.ring_rank);
 }
 
-/* Plans of all ranks: those that are the same once. */
+/* Plans of all ranks: of those that hold the same one is planned. In a ring of contiguous tokens it is the last of them,
+ * which sees the most keys; elsewhere they do the same, but for a ring with packed documents. */
 static upipe_status exact_ranks(memory_plan *plans, model *all, const setting *s, const upipe_ops *ops,
                                 upipe_err *e)
 {
-    int r, k;
-    for (r = 0; r < s->how.ranks; ++r) {
-        UPIPE_TRY(setting_model(&all[r], s, r, e));
-        for (k = 0; k < r && !exact_same(&all[k], &all[r]); ++k) {
+    const int ranks = s->how.ranks;
+    int r, k, first = 0, step = 1;
+    for (r = 0; r < ranks; ++r) UPIPE_TRY(setting_model(&all[r], s, r, e));
+    if (all[0].plan.desc.ring > 1 && all[0].plan.desc.layout == UPIPE_CONTIGUOUS) {
+        first = ranks - 1;
+        step = -1;
+    }
+    for (r = first; r >= 0 && r < ranks; r += step) {
+        for (k = first; k != r && !exact_same(&all[k], &all[r]); k += step) {
         }
-        if (k < r)
+        if (k != r)
             plans[r] = plans[k];
         else
             UPIPE_TRY(memory_plan_make(&plans[r], &all[r], ops, NULL, NULL, e));
     }
     return UPIPE_OK;
+}
+
+/* A P2P ring with documents waits in each step for the rank that sees the most. */
+static void exact_packed(estimate *e, const model *m)
+{
+    const upipe_plan_desc *d = &m->plan.desc;
+    const packed_balance b =
+        packed_balance_of(d, packed_window(&m->layout->config), m->borders, m->borders_n);
+    if (d->ring_mode == UPIPE_RING_P2P && b.sum > 0) {
+        e->work.attn_fwd *= b.apart / b.sum;
+        e->work.attn_bwd *= b.apart / b.sum;
+    }
+    free(b.step);
 }
 
 static double exact_flops(const memory_plan *p)
@@ -81,15 +96,19 @@ static double exact_flops(const memory_plan *p)
 static void exact_estimate(estimate *e, const setting *s, const upipe_ops *ops, const machine *m)
 {
     const int ranks = s->how.ranks;
-    model *all = (model *)calloc((size_t)ranks, sizeof *all);
-    memory_plan *plans = (memory_plan *)calloc((size_t)ranks, sizeof *plans);
+    model *all = (model *)estimate_memory((size_t)ranks, sizeof *all);
+    memory_plan *plans = (memory_plan *)estimate_memory((size_t)ranks, sizeof *plans);
     upipe_err err;
     upipe_status status;
     double node = 0;
     int r, largest = 0, slowest = 0;
     memset(&err, 0, sizeof err);
     memset(e, 0, sizeof *e);
-    status = all == NULL || plans == NULL ? UPIPE_ERR_MEMORY : exact_ranks(plans, all, s, ops, &err);
+    status = exact_ranks(plans, all, s, ops, &err);
+    if (status == UPIPE_ERR_MEMORY) { /* of the host: a pool that only counts has all there is */
+        cli_fail("out of memory: %s", err.text);
+        exit(EXIT_RUN);
+    }
     if (status != UPIPE_OK) snprintf(e->why, ESTIMATE_WHY, "%s%.200s", cli_status(status), err.text);
     for (r = 0; r < ranks && status == UPIPE_OK; ++r) {
         if (r % m->ranks_node == 0) node = 0;
@@ -101,6 +120,7 @@ static void exact_estimate(estimate *e, const setting *s, const upipe_ops *ops, 
     if (status == UPIPE_OK) {
         exact_bytes(e, &plans[largest]);
         exact_work(e, &plans[slowest], &all[slowest], s);
+        if (s->borders != NULL) exact_packed(e, &all[slowest]);
         estimate_time(e, m, ranks, all[0].plan.desc.ranks, s->layout->config.layers);
     }
     free(plans);

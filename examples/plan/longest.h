@@ -1,6 +1,6 @@
 /* longest.h -- the longest sequence of every setting that fits the machine
  *
- *     status = longest_best(&o, &p, &files);
+ *     status = longest_best(&job, &p, &files);
  *
  * By bisection on the lines of search.h, through lengths of an eighth and a quarter of the answer. The longest of each
  * method is confirmed by full dry runs.
@@ -30,9 +30,9 @@ static void longest_one(search_state *f, const setting *s)
 {
     const int64_t step = planner_step(s);
     int64_t at = 16 * step, tokens = 0;
-    search_pair *two = (search_pair *)malloc(sizeof *two);
-    estimate *e = (estimate *)malloc(sizeof *e);
-    int refused = two == NULL || e == NULL || search_two(two, f->p, s, at) != 0;
+    search_pair *two = (search_pair *)estimate_memory(1, sizeof *two);
+    estimate *e = (estimate *)estimate_memory(1, sizeof *e);
+    int refused = search_two(two, f->p, s, at) != 0;
     if (!refused) tokens = longest_lines(two, f->p, step, e);
     if (!refused && tokens / 8 > at) { /* closer to the answer */
         at = tokens / 8 / step * step;
@@ -47,7 +47,8 @@ static void longest_one(search_state *f, const setting *s)
         search_at(e, two, f->p, step);
         search_prune(f, &shortest, e);
     } else {
-        candidate *c = &f->all[f->n++];
+        candidate *c = &f->all[f->n];
+        c->place = f->n++;
         c->s = *s;
         c->s.tokens = tokens;
         c->gpu = e->gpu;
@@ -62,7 +63,8 @@ static int longest_order(const void *x, const void *y)
 {
     const candidate *a = (const candidate *)x, *b = (const candidate *)y;
     if (a->s.tokens != b->s.tokens) return a->s.tokens > b->s.tokens ? -1 : 1;
-    return (a->seconds > b->seconds) - (a->seconds < b->seconds);
+    if (a->seconds != b->seconds) return a->seconds < b->seconds ? -1 : 1;
+    return a->place - b->place;
 }
 
 /* The longest of every method, by full dry runs. */
@@ -74,7 +76,8 @@ static void longest_confirm(search_state *f, estimate *e)
         candidate *c = &f->all[i];
         if (done[c->s.how.method]) continue;
         done[c->s.how.method] = 1;
-        if (f->o->progress) fprintf(stderr, PROGRAM ": confirming %s\n", method_kinds[c->s.how.method].name);
+        if (f->j->o.progress)
+            fprintf(stderr, PROGRAM ": confirming %s\n", method_kinds[c->s.how.method].name);
         c->s.tokens = planner_longest(f->p, &c->s, c->s.tokens, e);
         c->mark = c->s.tokens > 0;
         c->gpu = e->gpu;
@@ -102,17 +105,12 @@ static void longest_table(const search_state *f)
 }
 
 /* longest_best -- the exit status */
-static int longest_best(const options *o, const planner *p, files *all)
+static int longest_best(const job *j, const planner *p, files *all)
 {
-    search_state f = {o, p, (candidate *)calloc(SEARCH_MAX, sizeof(candidate)), 0, 0, 0, 0, o->s, 0};
-    estimate *e = (estimate *)calloc(1, sizeof *e);
+    search_state f = {j, p, (candidate *)estimate_memory(SEARCH_MAX, sizeof(candidate)), 0, 0, 0, 0, j->s, 0};
+    estimate *e = (estimate *)estimate_memory(1, sizeof *e);
     const candidate *won = NULL;
     int status, i;
-    if (f.all == NULL || e == NULL) {
-        free(f.all);
-        free(e);
-        return cli_fail("out of memory"), EXIT_RUN;
-    }
     search_all(&f, 0, longest_one); /* overlap never needs less */
     longest_confirm(&f, e);
     longest_table(&f);

@@ -12,7 +12,7 @@
 
 #include "../common/cli.h"
 #include "../common/json.h"
-#include "../llama/config.h"
+#include "../llama/files/config_file.h"
 #include "upipe/net/upipe_net_threads.h"
 
 /* machine_rate -- FLOP/s, bytes/s and seconds of one rank
@@ -114,18 +114,22 @@ static const struct {
 
 enum { MACHINE_PRESETS = sizeof machine_presets / sizeof *machine_presets };
 
+/* 0; -1: there is none of this name; or as a flag's reader, where what it is cannot be found out. */
 static inline int machine_preset(machine *m, const char *name)
 {
+    double host;
     int i = 0, k;
     while (i < MACHINE_PRESETS && strcmp(name, machine_presets[i].name) != 0) ++i;
     if (i == MACHINE_PRESETS) return -1;
+    host = (double)(machine_presets[i].host * MACHINE_GIB);
+    if (machine_presets[i].gpu == 0 && cli_memory(&host) != 0) return 1 + EXIT_RUN;
     memset(m, 0, sizeof *m);
     snprintf(m->name, sizeof m->name, "%s", name);
     m->ranks = machine_presets[i].ranks;
     m->ranks_node = machine_presets[i].ranks_node;
     m->gpu = machine_presets[i].gpu * MACHINE_GIB;
     m->reserve = m->gpu > 0 ? 5 * MACHINE_GIB : 0; /* context, NCCL, fragmentation */
-    m->host = m->gpu > 0 ? machine_presets[i].host * MACHINE_GIB : (int64_t)cli_memory();
+    m->host = (int64_t)host;
     for (k = 0; k < MACHINE_RATES; ++k) {
         const double factor = k <= MACHINE_DENSE   ? machine_presets[i].speed
                               : k <= MACHINE_MERGE ? machine_presets[i].link
@@ -222,7 +226,8 @@ static inline int machine_read(machine *m, const char *path, json_t *root)
         (status = machine_text(path, root, "base", &base)) != 0 ||
         (status = machine_text(path, root, "name", &name)) != 0)
         return status;
-    if (machine_preset(m, base) != 0) return cli_refuse("%s: base %s is no preset", path, base);
+    status = machine_preset(m, base);
+    if (status != 0) return status > 0 ? status : cli_refuse("%s: base %s is no preset", path, base);
     snprintf(m->name, sizeof m->name, "%s", name);
     if ((status = machine_count(path, root, "ranks", &m->ranks)) != 0 ||
         (status = machine_count(path, root, "ranks_per_node", &m->ranks_node)) != 0 ||
@@ -234,24 +239,44 @@ static inline int machine_read(machine *m, const char *path, json_t *root)
     return rates != NULL ? machine_rates(m, path, rates) : 0;
 }
 
+/* What is wrong with a file that a flag names: as a flag's reader. That it cannot be read, or that memory is out, is no
+ * wrong usage. */
+static inline int machine_unread(const upipe_err *e)
+{
+    if (e->status == UPIPE_ERR_ARG) return cli_refuse("%s", e->text);
+    return cli_fail("%s", e->text), 1 + EXIT_RUN;
+}
+
+/* machine_json -- a file's JSON, an object; json_decref(*root) where it is 0. Else as a flag's reader */
+static inline int machine_json(json_t **root, const char *path)
+{
+    char why[JSON_LOAD_WHY];
+    upipe_err e;
+    size_t bytes;
+    int lost;
+    char *text = llama_file(path, LLAMA_CONFIG_BYTES_MAX, &bytes, &e);
+    if (text == NULL) return machine_unread(&e);
+    *root = json_load(text, bytes, why);
+    lost = *root == NULL && errno == ENOMEM;
+    free(text);
+    if (lost) return cli_fail("%s: %s", path, why), 1 + EXIT_RUN;
+    if (*root == NULL) return cli_refuse("%s: %s", path, why);
+    if (json_is_object(*root)) return 0;
+    json_decref(*root);
+    return cli_refuse("%s: no JSON object", path);
+}
+
 /* machine_find -- 0, or as a flag's reader */
 static inline int machine_find(machine *m, const char *name)
 {
-    char why[JSON_LOAD_WHY], *text;
-    upipe_err e;
-    size_t bytes;
     json_t *root;
     int status;
-    if (machine_preset(m, name) == 0) return 0;
-    if (access(name, F_OK) != 0)
+    if ((status = machine_preset(m, name)) >= 0) return status;
+    if (access(name, F_OK) != 0 && (errno == ENOENT || errno == ENOTDIR))
         return cli_refuse(
             "--machine %s is neither a file nor one of h100x8, h100x16, h100x32, h200x8, a100x8, cpu", name);
-    text = llama_file(name, LLAMA_CONFIG_BYTES_MAX, &bytes, &e);
-    if (text == NULL) return cli_refuse("%s", e.text);
-    root = json_load(text, bytes, why);
-    free(text);
-    if (root == NULL) return cli_refuse("%s: %s", name, why);
-    status = json_is_object(root) ? machine_read(m, name, root) : cli_refuse("%s: no JSON object", name);
+    if ((status = machine_json(&root, name)) != 0) return status;
+    status = machine_read(m, name, root);
     json_decref(root);
     return status;
 }

@@ -9,7 +9,7 @@
 #define PLAN_PLANNER_H
 
 #include "exact.h"
-#include "titan.h"
+#include "../torchtitan/titan.h"
 
 typedef struct planner {
     const machine *m;
@@ -25,6 +25,15 @@ static void planner_estimate(const planner *p, const setting *s, estimate *e)
         exact_estimate(e, s, p->ops, p->m);
 }
 
+/* planner_balance -- of a setting with packed documents that has been estimated; free() its steps */
+static packed_balance planner_balance(const setting *s)
+{
+    upipe_plan_desc d = method_desc(&s->how, s->layout->config.heads, s->layout->config.kv_heads);
+    d.tokens = s->tokens;
+    d.batch = s->batch;
+    return packed_balance_of(&d, packed_window(&s->layout->config), s->borders, s->borders_n);
+}
+
 /* ---- what would help ---- */
 
 enum { ADVICE_MAX = 24, ADVICE_TEXT = 96 };
@@ -33,7 +42,7 @@ typedef struct advice_item {
     char flags[ADVICE_TEXT];
     double gpu, host; /* saved, of the largest rank and of the fullest node; below 0 it takes more */
     double seconds;   /* more */
-    int fits;
+    int fits, place;  /* place: in the order of tries, which is that of two that are equal */
 } advice_item;
 
 typedef struct advisor {
@@ -47,13 +56,11 @@ typedef struct advisor {
 /* Notes what another setting would save, if it saves something of what there is too little of. */
 static void advisor_try(advisor *a, const char *flags, const planner *p, const setting *s)
 {
-    estimate *e = (estimate *)malloc(sizeof *e);
+    estimate *e;
     const verdict v = estimate_verdict(a->now, a->p->m);
     advice_item *one = &a->out[a->n];
-    if (e == NULL || a->n == ADVICE_MAX) {
-        free(e);
-        return;
-    }
+    if (a->n == ADVICE_MAX) return;
+    e = (estimate *)estimate_memory(1, sizeof *e);
     planner_estimate(p, s, e);
     if (e->why[0] == '\0') {
         snprintf(one->flags, ADVICE_TEXT, "%s", flags);
@@ -61,6 +68,7 @@ static void advisor_try(advisor *a, const char *flags, const planner *p, const s
         one->host = a->now->host - e->host;
         one->seconds = e->seconds - a->now->seconds;
         one->fits = estimate_verdict(e, p->m).fits;
+        one->place = a->n;
         /* where it does not fit, less of what is missing; where it does, less of what is the fullest */
         if (v.fits ? (strcmp(v.binding, "gpu") == 0 ? one->gpu : one->host) > 0
                    : (v.gpu_over > 0 ? one->gpu : one->host) > 0)
@@ -76,8 +84,7 @@ static void advisor_activations(advisor *a)
     for (i = 0; i < (a->p->titan < TITANS ? 1 : sizeof kinds / sizeof *kinds); ++i) {
         setting s = *a->s;
         char flags[ADVICE_TEXT], now[ACTIVATIONS_TEXT];
-        if (activations_flag("activations", kinds[i], &s.activations) != 0 ||
-            s.activations.k > s.layout->config.layers ||
+        if (activations_parse(kinds[i], &s.activations) != 0 || s.activations.k > s.layout->config.layers ||
             strcmp(kinds[i], activations_text(now, &a->s->activations)) == 0)
             continue;
         snprintf(flags, sizeof flags, "--activations %s", kinds[i]);
@@ -138,8 +145,9 @@ static int advice_order(const void *x, const void *y)
 {
     const advice_item *a = (const advice_item *)x, *b = (const advice_item *)y;
     if (a->fits != b->fits) return b->fits - a->fits;
-    if (a->fits) return (a->seconds > b->seconds) - (a->seconds < b->seconds);
-    return (a->gpu < b->gpu) - (a->gpu > b->gpu);
+    if (a->fits && a->seconds != b->seconds) return a->seconds < b->seconds ? -1 : 1;
+    if (!a->fits && a->gpu != b->gpu) return a->gpu > b->gpu ? -1 : 1;
+    return a->place - b->place;
 }
 
 /* planner_advice -- other settings that need less, those that fit first, then by what they save; their number */

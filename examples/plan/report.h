@@ -57,17 +57,17 @@ static double report_rate(const setting *s, const estimate *e)
     return e->seconds > 0 ? (double)s->tokens * (double)s->batch / s->how.ranks / e->seconds : 0;
 }
 
-static void report_head(const options *o, const planner *p, const setting *s)
+static void report_head(const job *j, const planner *p, const setting *s)
 {
     char flags[256], tokens[32];
-    const llama_config *c = &o->config;
-    printf("%s, %lld layers of %lld, %d/%d heads of %d, on %d ranks of %s: %s tokens x %lld\n", o->model,
+    const llama_config *c = &j->config;
+    printf("%s, %lld layers of %lld, %d/%d heads of %d, on %d ranks of %s: %s tokens x %lld\n", j->o.model,
            (long long)c->layers, (long long)c->dim, c->heads, c->kv_heads, c->head_dim, s->how.ranks,
-           o->machine.name, report_tokens(tokens, s->tokens), (long long)s->batch);
+           j->machine.name, report_tokens(tokens, s->tokens), (long long)s->batch);
     printf("%s, %s\n", report_flags(flags, sizeof flags, &s->how, &s->activations, p->titan),
            p->titan < TITANS ? "as the paper ran it: a model of PyTorch's bytes, not this library's"
                              : p->ops->name);
-    if (o->note[0] != '\0') printf("the trainer refuses this model (%s); planned without that\n", o->note);
+    if (j->note[0] != '\0') printf("the trainer refuses this model (%s); planned without that\n", j->note);
 }
 
 static void report_resource(const char *name, double bytes, double limit, const char *of)
@@ -77,12 +77,45 @@ static void report_resource(const char *name, double bytes, double limit, const 
            report_bytes(c, fabs(limit - bytes)), bytes > limit ? "too much" : "left");
 }
 
-static void report_verdict(const options *o, const planner *p, const setting *s, const estimate *e)
+/* How even packed documents are over ranks. Teams have all tokens of their heads. */
+static void report_documents(const setting *s, const packed_balance *b)
+{
+    const double one = packed_one(s);
+    char a[32], c[32];
+    int64_t i, shortest = INT64_MAX, longest = 0;
+    int rank, step;
+    for (i = 0; i < s->borders_n; ++i) {
+        const int64_t n = s->borders[i + 1] - s->borders[i];
+        shortest = n < shortest ? n : shortest;
+        longest = n > longest ? n : longest;
+    }
+    printf(
+        "\n%lld documents with %s to %s tokens: %.4g pairs of a query and a key a head, %.3f of one document's\n",
+        (long long)s->borders_n, report_tokens(a, shortest), report_tokens(c, longest), b->all, b->all / one);
+    if (b->ring == 1) {
+        printf("every rank sees the same, for its heads\n");
+        return;
+    }
+    printf("  %-10s %12s %12s %20s\n", "ring rank", "pairs", "of the mean", "of a step at most");
+    for (rank = 0; rank < b->ring; ++rank) {
+        double sum = 0, most = 0;
+        for (step = 0; step < b->ring; ++step) {
+            sum += b->step[step * b->ring + rank];
+            most = fmax(most, b->step[step * b->ring + rank]);
+        }
+        printf("  %-10d %12.4g %12.2f %20.4g\n", rank, sum, sum * b->ring / b->all, most);
+    }
+    printf(
+        "used of the ranks' time: %.2f where they wait for each other in every step (P2P), %.2f where once\n",
+        b->all / (b->apart * b->ring), b->all / (b->sum * b->ring));
+}
+
+static void report_verdict(const job *j, const planner *p, const setting *s, const estimate *e)
 {
     const verdict v = estimate_verdict(e, p->m);
     char a[32];
     int i;
-    report_head(o, p, s);
+    report_head(j, p, s);
     printf("\n%s; the %s binds\n", v.fits ? "it fits" : "it does NOT fit",
            strcmp(v.binding, "gpu") == 0 ? "memory of the GPU" : "memory of the host");
     if (p->m->gpu > 0) report_resource("gpu", e->gpu, v.gpu_limit, "of the largest rank");
@@ -140,14 +173,13 @@ static void report_phases(const upipe_dry *dry, const setting *s, double unit, d
  * forward, a gradient of O, a backward. */
 static void report_block(const planner *p, const setting *s)
 {
-    upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
+    upipe_dry *dry = (upipe_dry *)estimate_memory(1, sizeof *dry);
     upipe_layer l;
     upipe_err err;
     model m;
     memset(&l, 0, sizeof l);
     memset(&err, 0, sizeof err);
-    if (dry != NULL && setting_model(&m, s, 0, &err) == UPIPE_OK &&
-        upipe_dry_init(dry, &m.plan, p->ops) == UPIPE_OK) {
+    if (setting_model(&m, s, 0, &err) == UPIPE_OK && upipe_dry_init(dry, &m.plan, p->ops) == UPIPE_OK) {
         l.plan = &m.plan;
         l.wq = l.wk = l.wv = l.wo = dry; /* never read */
         l.mask.causal = 1;
@@ -183,10 +215,13 @@ static void report_json_begin(FILE *f, const planner *p, const setting *s, const
     report_json_parts(f, "components", e->part, e->parts);
 }
 
-/* report_json -- of one setting; longest: below 0 where it was not looked for */
+/* report_json -- of one setting
+ *   longest   below 0 where it was not looked for
+ *   balance   of packed documents; without them there are no steps */
 static void report_json(FILE *f, const planner *p, const setting *s, const estimate *e,
-                        const advice_item *help, int n, int64_t longest)
+                        const advice_item *help, int n, int64_t longest, const packed_balance *balance)
 {
+    const packed_balance *b = balance;
     int i;
     report_json_begin(f, p, s, e, estimate_verdict(e, p->m).fits);
     fputs(",\n  \"advice\": [", f);
@@ -198,6 +233,17 @@ static void report_json(FILE *f, const planner *p, const setting *s, const estim
                 help[i].fits ? "true" : "false");
     fputs("\n  ]", f);
     if (longest >= 0) fprintf(f, ",\n  \"max_tokens\": %" PRId64, longest);
+    if (b->step != NULL) {
+        fprintf(
+            f, ",\n  \"documents\": {\"number\": %" PRId64 ", \"pairs\": %.0f, \"pairs_of_one\": %.0f,\n    ",
+            s->borders_n, b->all, packed_one(s));
+        fprintf(f, "\"used_p2p\": %.9g, \"used_all_gather\": %.9g, \"slowest_over_mean\": %.9g, \"steps\": [",
+                b->all / (b->apart * b->ring), b->all / (b->sum * b->ring), b->sum * b->ring / b->all);
+        for (i = 0; i < b->ring * b->ring; ++i)
+            fprintf(f, "%s%.0f%s", i % b->ring == 0 ? (i > 0 ? ", [" : "[") : ", ", b->step[i],
+                    i % b->ring == b->ring - 1 ? "]" : "");
+        fputs("]}", f);
+    }
     fputs("\n}\n", f);
 }
 

@@ -18,11 +18,12 @@ enum { SEARCH_MAX = 4096, SEARCH_SHOWN = 20 };
 typedef struct candidate {
     setting s;
     double gpu, host, seconds;
+    int place; /* in the order of tries: of two that are equal the first one stands first, also where qsort is unstable */
     int mark; /* best.h: of the Pareto set; longest.h: confirmed */
 } candidate;
 
 typedef struct search_state {
-    const options *o;
+    const job *j;
     const planner *p;
     candidate *all; /* [SEARCH_MAX] those that fit */
     int n, tried, refused, pruned;
@@ -134,7 +135,7 @@ static void search_activations(search_state *f, setting s, search_one *one)
         if (s.activations.k > layers || (kinds[i].quarters > 0 && s.activations.k == 0)) continue;
         if (f->n == SEARCH_MAX) return;
         ++f->tried;
-        if (f->o->progress)
+        if (f->j->o.progress)
             fprintf(stderr, "\r" PROGRAM ": %d settings tried, %d refused, %d pruned", f->tried, f->refused,
                     f->pruned);
         one(f, &s);
@@ -159,7 +160,7 @@ static void search_chunks(search_state *f, setting s, int overlaps, search_one *
 /* search_all -- overlaps: those too.  In order, contiguous and double rings are left out: another method is never worse */
 static void search_all(search_state *f, int overlaps, search_one *one)
 {
-    setting s = f->o->s;
+    setting s = f->j->s;
     const int ranks = s.how.ranks, heads = s.layout->config.heads;
     int method, ring, segments;
     for (method = 0; method < METHODS; ++method) {
@@ -177,7 +178,7 @@ static void search_all(search_state *f, int overlaps, search_one *one)
                     search_chunks(f, s, overlaps, one);
             }
     }
-    if (f->o->progress) fputs("\n", stderr);
+    if (f->j->o.progress) fputs("\n", stderr);
 }
 
 /* ---- what both say ---- */
@@ -202,7 +203,7 @@ static int search_json(const search_state *f, files *all, const setting *s, cons
     FILE *out;
     int i;
     files_begin(all);
-    out = files_open(all, f->o->json);
+    out = files_open(all, f->j->o.json);
     if (out == NULL) return EXIT_RUN;
     report_json_begin(out, f->p, s, e, fits);
     if (fits)
@@ -228,16 +229,16 @@ static int search_json(const search_state *f, files *all, const setting *s, cons
 /* search_end -- the verdict of the one that won, or, where none did (NULL), of what comes nearest; the exit status */
 static int search_end(const search_state *f, const candidate *won, estimate *e, files *all, int longest)
 {
-    const setting *s = won != NULL ? &won->s : f->pruned > 0 ? &f->nearest : &f->o->s;
+    const setting *s = won != NULL ? &won->s : f->pruned > 0 ? &f->nearest : &f->j->s;
     memset(e, 0, sizeof *e);
     if (won == NULL)
         puts(f->pruned > 0 ? "nothing fits; this comes nearest\n"
                            : "this model has no setting on these ranks");
     if (won != NULL || f->pruned > 0) {
         planner_estimate(f->p, s, e);
-        report_verdict(f->o, f->p, s, e);
+        report_verdict(f->j, f->p, s, e);
     }
-    if (f->o->json != NULL && search_json(f, all, s, e, won != NULL, longest) != 0) return EXIT_RUN;
+    if (f->j->o.json != NULL && search_json(f, all, s, e, won != NULL, longest) != 0) return EXIT_RUN;
     return won != NULL ? 0 : EXIT_NO_FIT;
 }
 

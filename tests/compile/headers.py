@@ -41,8 +41,8 @@ SIMD = {
 }
 # Headers that need other projects' headers: the words that name these.
 FOREIGN = {'cuda/upipe_cuda_bytes.h': 'cuda', 'cuda/upipe_cuda_device.h': 'cuda', 'net/upipe_net_nccl.h': 'cuda',
-           'net/upipe_net_nccl_stream.h': 'cuda', 'net/upipe_net_peer.h': 'cuda', 'net/upipe_net_peer_memory.h': 'cuda',
-           'net/upipe_net_mpi.h': 'mpi', 'cpu/upipe_cpu_cblas.h': 'cblas'}
+           'net/upipe_net_nccl_copy.h': 'cuda', 'net/upipe_net_nccl_stream.h': 'cuda', 'net/upipe_net_peer.h': 'cuda',
+           'net/upipe_net_peer_memory.h': 'cuda', 'net/upipe_net_mpi.h': 'mpi', 'cpu/upipe_cpu_cblas.h': 'cblas'}
 NVCC_PLACES = ['/usr/local/cuda/bin/nvcc', '/usr/lib/nvidia-cuda-toolkit/bin/nvcc']
 
 # language -> (compiler, flags, suffix of its units)
@@ -157,6 +157,15 @@ def compile_refused(label, compiler, flags, suffix, text, sentence, top):
         return label, ok == (sentence is None) and (sentence or '') in said, said or 'compiles'
 
 
+def documented_build(label, nvcc, top):
+    """The documented command for several devices embeds PTX of 8.0, which every later device takes, and Hopper's own code."""
+    with open(os.path.join(top, 'docs', 'backends.md'), encoding='utf-8') as page:
+        line = re.search(r'^nvcc (.*\.cu)$', page.read().replace('\\\n', ' '), re.M)
+    ok, said = run([nvcc, '--dryrun', *line.group(1).split()])
+    parts = ('kind=ptx,sm=80,', 'kind=elf,sm=80,', 'kind=elf,sm=90a,')
+    return label, ok and all(part in said for part in parts), said
+
+
 def fast_math_jobs(compiler, top):
     """Kernels, and a unit that only declares them: there a scale of NaN would pass."""
     jobs = []
@@ -216,7 +225,8 @@ def cuda_jobs(headers, flags_of, top):
     if not any(os.path.exists(os.path.join(place, 'nccl.h')) for place in NCCL_PLACES):
         headers = [name for name in headers if 'net/upipe_net_nccl' not in name]
         print('left out: net/upipe_net_nccl*.h as CUDA, as nccl.h is not in its usual places')
-    jobs = [(compile_pair, 'CUDA, nvcc: all headers', nvcc, real, '.cu', headers, top)]
+    jobs = [(compile_pair, 'CUDA, nvcc: all headers', nvcc, real, '.cu', headers, top),
+            (documented_build, 'CUDA, nvcc: the documented command', nvcc, top)]
     one = '#include "upipe/cuda/upipe_cuda_rows.h"\nvoid *cast(void) { return (void *)upi_cuda_cast; }\n'
     for flag in ('--use_fast_math', '-ftz=true', '-prec-div=false'):
         jobs.append((compile_refused, f'nvcc {flag} is refused', nvcc, ['-std=c++17', '-arch=sm_80', flag], '.cu', one,

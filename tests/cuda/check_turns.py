@@ -4,7 +4,8 @@
 Blocks of keys add to dQ of a tile of queries in the order of their numbers, whatever runs when. There are two models:
 
 - 9.0, upi_cuda_bwd90_sum in upipe/cuda/upipe_cuda_attn_bwd90.h: sums of bulk operations. Two slots, and the next turn is
-  asked for while a sum is on its way; above head dim 128 one slot, and two rounds a tile.
+  asked for while a sum is on its way; above head dim 128 one slot, and two rounds a tile. The slot of a tile's last round
+  goes back with the tile's turn, when its sum is in memory.
 - 8.0, upi_cuda_attn_bwd_kernel in upipe_cuda_attn_bwd.h: one thread asks, all add, another one gives on. The last block
   of a tile reads the sum.
 
@@ -150,9 +151,10 @@ class Hopper(Turns):
     def thread(self, state, block, own):
         at, r, mine, before, filled, emptied, slots, flying = own
         rest = (filled, emptied, slots)
+        given = (filled, emptied + 1, slots)  # the slot of the tile whose sum is there
         if r == self.count(block) * self.cells:  # bulk_wait<0>, the last release; the block ends with its last operation
             if before >= 0 and (not flying or self.bug == 'the last is not waited for'):
-                yield self.released(state, block, (at, r, mine, -1, *rest, flying), before)
+                yield self.released(state, block, (at, r, mine, -1, *given, flying), before)
             elif before < 0 and not flying:
                 yield self.replaced(state, block, 'end')
             return
@@ -166,28 +168,28 @@ class Hopper(Turns):
         elif at == 'give':  # bulk_wait<0>, then the release
             late = self.bug == 'released before its last round is there' and all(x == r - 1 for x, _ in flying)
             if not flying or late or self.bug == 'released before it is there':
-                yield self.released(state, block, ('wait', r, mine, -1, *rest, flying), before)
+                yield self.released(state, block, ('wait', r, mine, -1, *given, flying), before)
         elif at == 'wait':  # without the fence the operation need not be behind the turn that the thread has seen
             if mine or turn_is_here or self.bug == 'no fence before':
                 yield self.replaced(state, block, ('issue', r, mine or turn_is_here, before, *rest, flying))
         elif at == 'issue':
             if full or (self.bug == 'the second round is not waited for' and r % self.cells > 0):
-                then = 'read' if mine else 'issued'
+                then = ('pass' if last else 'read') if mine else 'issued'
                 yield self.replaced(state, block, (then, r, mine, before, *rest, flying + ((r, -1),)))
         elif at == 'issued':
             if turn_is_here:
-                yield self.replaced(state, block, ('read', r, mine, before, *rest, flying))
-        elif at == 'read':  # bulk_wait_read<0>, then the slot is the consumers'
+                yield self.replaced(state, block, ('pass' if last else 'read', r, mine, before, *rest, flying))
+        elif at == 'read':  # between rounds: bulk_wait_read<0>, then the slot is the consumers'
             if all(read >= 0 for _, read in flying) or self.bug == 'reads are not waited for':
-                more = 0 if self.bug == 'a slot is given back once a tile' and not last else 1
-                then = ('pass', r) if last else ('issue', r + 1)
-                yield self.replaced(state, block, (*then, mine, before, filled, emptied + more, slots, flying))
+                more = 0 if self.bug == 'a slot is given back once a tile' else 1
+                yield self.replaced(state, block, ('issue', r + 1, mine, before, filled, emptied + more, slots, flying))
         elif at == 'pass':  # bulk_wait<1>: all but the newest
-            own = ('poll', r + 1, False, tile, *rest, flying)
+            if self.bug == 'a slot is given back before its sum is there':
+                rest, given = given, given
             if before < 0:
-                yield self.replaced(state, block, own)
+                yield self.replaced(state, block, ('poll', r + 1, False, tile, *rest, flying))
             elif all(number == r for number, _ in flying) or self.bug == 'the one before is not waited for':
-                yield self.released(state, block, own, before)
+                yield self.released(state, block, ('poll', r + 1, False, tile, *given, flying), before)
 
 
 class Ampere(Turns):
@@ -196,7 +198,7 @@ class Ampere(Turns):
     six times the number of the tile and the step. The last block of a tile reads the sum and writes dQ, unless it merges:
     its entry is negative then."""
 
-    BEGIN, ASK, TURN, ADD, END, GIVE, STEPS = range(7)  # BEGIN, TURN and END are barriers
+    BEGIN, ASK, TURN, ADD, END, PASS, STEPS = range(7)  # BEGIN, TURN and END are barriers
     NEW = (0, 0, ())
 
     def __init__(self, covers, resident, merge, bug=''):
@@ -252,7 +254,7 @@ class Ampere(Turns):
                 yield self.replaced(state, block, on(flying), added=(cell, ~block))
             else:
                 yield self.replaced(state, block, on(flying + (cell,)))
-        elif step == self.GIVE:
+        elif step == self.PASS:
             # what the barrier has put before the release; without a barrier the thread's own
             ahead = [x for x in flying if self.bug != 'given on before all have added' or x % 2 == 0]
             if thread == 1 or self.is_last(block, tile):
@@ -273,8 +275,8 @@ ALL = tuple(COVERS)
 KERNELS = (
     ('9.0, two slots', Hopper, (2, 1), ALL,
      ('tickets fall', 'the first adds one', 'slots are not waited for', 'no fence before', 'turns are not waited for',
-      'released before it is there', 'reads are not waited for', 'the one before is not waited for',
-      'the last is not waited for')),
+      'released before it is there', 'a slot is given back before its sum is there',
+      'the one before is not waited for', 'the last is not waited for')),
     ('9.0, two rounds in one slot', Hopper, (1, 2), ('full',),
      ('slots are not waited for', 'reads are not waited for', 'released before its last round is there',
       'the second round is not waited for', 'a slot is given back once a tile')),

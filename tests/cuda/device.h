@@ -20,7 +20,7 @@
 #include "upipe/upipe_ops.h"
 #include "upipe/cuda/upipe_cuda_device.h"
 
-void device_cuda_ops(upipe_ops *ops, upipe_cuda *device); /* table.cpp */
+upipe_status device_cuda_ops(upipe_ops *ops, upipe_cuda *device, upipe_err *e); /* table.cpp */
 
 enum { WORKSPACE = 1 << 20 }; /* bytes */
 
@@ -40,19 +40,28 @@ __attribute__((unused)) static int device_check(cudaError_t r, const char *call,
     return test_check(r == cudaSuccess, __FILE__, line, "%s: %s", call, cudaGetErrorString(r));
 }
 
-__attribute__((unused)) static int device_open(device *d)
+/* first: for a side stream, whose kernels start before those of others. */
+__attribute__((unused)) static int device_open_as(device *d, int first)
 {
     memset(d, 0, sizeof *d);
-    if (!DEVICE_CHECK(cudaStreamCreateWithFlags(&d->stream, cudaStreamNonBlocking))) return 0;
+    if (first)
+        CHECK_STATUS(upipe_cuda_stream_first(&d->stream, &d->c.err), UPIPE_OK, d->c.err);
+    else if (!DEVICE_CHECK(cudaStreamCreateWithFlags(&d->stream, cudaStreamNonBlocking)))
+        return 0;
     if (!CHECK_SAY(cublasCreate(&d->blas) == CUBLAS_STATUS_SUCCESS, "no cuBLAS handle")) return 0;
     if (!DEVICE_CHECK(cudaMalloc(&d->workspace, WORKSPACE))) return 0;
     CHECK(cublasSetStream(d->blas, d->stream) == CUBLAS_STATUS_SUCCESS);
     CHECK(cublasSetWorkspace(d->blas, d->workspace, WORKSPACE) == CUBLAS_STATUS_SUCCESS);
     if (!CHECK_SAY(upipe_cuda_init(&d->cuda, d->blas, &d->c.err) == UPIPE_OK, "%s", d->c.err.text)) return 0;
-    device_cuda_ops(&d->ops, &d->cuda);
+    if (!CHECK_SAY(device_cuda_ops(&d->ops, &d->cuda, &d->c.err) == UPIPE_OK, "%s", d->c.err.text)) return 0;
     d->c.ops = &d->ops;
     d->c.stream = d->stream;
     return 1;
+}
+
+__attribute__((unused)) static int device_open(device *d)
+{
+    return device_open_as(d, 0);
 }
 
 __attribute__((unused)) static void device_close(device *d)

@@ -55,13 +55,13 @@ static int view_make(upipe_view *v, void *base, upipe_dtype dtype, int64_t n, in
     const int64_t each = 16 / (int64_t)upipe_dtype_bytes(dtype), row = (d + each - 1) / each * each;
     const int64_t longest = (INT64_C(1) << 36) - each;
     *v = upipe_view_packed(base, dtype, n, h, d);
-    v->h_step = row + (kind == 1 ? each : 0); /* heads inside of tokens; 1: with gaps */
-    v->n_step = h * v->h_step + (kind == 1 ? each : 0);
-    if (kind == 2) v->n_step = row, v->h_step = n * row; /* tokens inside of heads */
-    if (kind == 3) v->n_step = v->h_step = longest;
+    v->h_stride = row + (kind == 1 ? each : 0); /* heads inside of tokens; 1: with gaps */
+    v->n_stride = h * v->h_stride + (kind == 1 ? each : 0);
+    if (kind == 2) v->n_stride = row, v->h_stride = n * row; /* tokens inside of heads */
+    if (kind == 3) v->n_stride = v->h_stride = longest;
     if (kind == 4) { /* steps that are never taken */
-        if (n == 1) v->n_step = 0;
-        if (h == 1) v->h_step = 0;
+        if (n == 1) v->n_stride = 0;
+        if (h == 1) v->h_stride = 0;
     }
     return upi_tensor_map_fits(*v);
 }
@@ -83,7 +83,7 @@ static void test_maps(void *base)
                         if (!CHECK_SAY(upi_tensor_map_make(&c, &map, v, b->rows) == UPIPE_OK,
                                        "%s: boxes of %d rows of %lld x %d x %d %s, steps of %lld and %lld",
                                        c.err.text, b->rows, (long long)n, h, d, upipe_dtype_name(b->dtype),
-                                       (long long)v.n_step, (long long)v.h_step))
+                                       (long long)v.n_stride, (long long)v.h_stride))
                             return;
                     }
 }

@@ -27,7 +27,7 @@ static __thread struct {
     char rank[16], ranks[16], local[16], port[16], host[2];
     int parsing;
 } rank_env;
-static pthread_mutex_t rank_parsing = PTHREAD_MUTEX_INITIALIZER; /* getopt has one state for all threads */
+static pthread_mutex_t rank_parsing = PTHREAD_MUTEX_INITIALIZER; /* cli.h has one state for all threads */
 
 static char *rank_getenv(const char *name)
 {

@@ -7,7 +7,8 @@ OBJECT is an object file or a cubin with code for sm_90a. The checks, per kernel
   Otherwise softmax and product run one after the other (docs/kernels.md).
 - Each role (the warps behind setmaxnreg) names no register beyond those it has asked for.
 - No access to local memory: nothing is spilled.
-- PAGE, docs/kernels.md, has this table, and the registers of the kernels for 8.0, if it names the compiler's release.
+- PAGE, docs/kernels.md, has this table, and the registers of the kernels for 8.0, if it names the compiler's release. So
+  has tests/fake/fake_kernels.h, by which the fake says which blocks find a place on a multiprocessor.
 
 cuobjdump and nvdisasm are taken from PATH, from /usr/local/cuda, or from PyPI into CACHE (default: a temporary folder).
 Where they cannot be had, a sentence says so and the exit status is 77.
@@ -25,6 +26,7 @@ import zipfile
 
 PACKAGES = {'cuobjdump': 'nvidia-cuda-cuobjdump', 'nvdisasm': 'nvidia-cuda-nvdisasm'}
 VERSION = '13.*'  # reads code of every release before
+FAKE = os.path.join(os.path.dirname(os.path.abspath(__file__)), '../fake/fake_kernels.h')
 WAIT = 'WARPGROUP.DEPBAR.LE gsb0, 0x%d'
 KERNELS = re.compile(r'upi_cuda_(fwd90|bwd90)_kernelILi(\d+)E(?:Li(\d+)E)?')
 
@@ -62,7 +64,7 @@ def tool(name, cache):
 
 
 def disassemble(path, cache):
-    """The text of the kernels for sm_90a."""
+    """The text of the kernels for sm_90a, and the compiler's release, which the object itself may hold compressed."""
     with open(path, 'rb') as source:
         kind = source.read(20)
     with tempfile.TemporaryDirectory() as place:
@@ -73,8 +75,10 @@ def disassemble(path, cache):
             cubins = glob.glob(os.path.join(place, '*.cubin'))
         if not cubins:
             raise Missing(f'{path} has no code for sm_90a')
+        with open(cubins[0], 'rb') as source:
+            release = re.search(rb'release (\d+\.\d+), V', source.read())
         return ''.join(subprocess.run([tool('nvdisasm', cache), '-c', cubin], capture_output=True, text=True,
-                                      check=True).stdout for cubin in cubins)
+                                      check=True).stdout for cubin in cubins), release and release.group(1).decode()
 
 
 # ---- machine code ----
@@ -202,53 +206,84 @@ def look(name, lines):
 # ---- what the documentation says ----
 
 
-def registers(path, cache):
-    """{(fwd or bwd, columns, masked): 'on 8.0 / on 9.0'} of the kernels for 8.0 that the object has for both."""
+def resources(path, cache):
+    """What cuobjdump says of the registers of all kernels, in parts that begin with an architecture."""
     text = subprocess.run([os.path.abspath(tool('cuobjdump', cache)), '-res-usage', path], capture_output=True, text=True,
                           check=True).stdout
+    return text.split('arch = sm_')[1:]
+
+
+def registers(parts, path):
+    """{(fwd or bwd, columns, small, masked): 'on 8.0 / on 9.0'} of the kernels for 8.0 that the object has for both."""
     found = collections.defaultdict(dict)
-    for part in text.split('arch = sm_')[1:]:
-        for *kernel, used in re.findall(r'upi_cuda_attn_(fwd|bwd)_kernelILi(\d+)ELi(\d)E\S*\n\s*REG:(\d+)', part):
+    for part in parts:
+        for *kernel, used in re.findall(r'upi_cuda_attn_(fwd|bwd)_kernelILi(\d+)E(?:Li(\d)E)?Li(\d)E\S*\n\s*REG:(\d+)', part):
             found[tuple(kernel)][part[:2]] = used
     if not found:
         raise Wrong(f'cuobjdump tells no registers of {path}')
     return {kernel: f'{used["80"]} / {used["90"]}' for kernel, used in found.items() if len(used) == 2}
 
 
-def compare_page(page, path, cache, rows):
+def compare_fake(parts):
+    """Sentences about registers that tests/fake/fake_kernels.h has otherwise than the object."""
+    with open(FAKE, encoding='utf-8') as source:
+        text = source.read()
+    limit = int(re.search(r'FAKE_OTHER_REGISTERS = (\d+)', text).group(1))
+    listed = re.findall(r'X\((\w+), (\d+), (\d+), (\d+), \d+\)', text)
+    whole = {name for name, columns, *_ in listed if columns == '0'}
+    most, wrong = collections.Counter(), []
+    for part in parts:
+        for name, columns, used in re.findall(r'Function _Z\d+(upi_\w+?)I(?:Li(\d+))?\w*:\s*\n\s*REG:(\d+)', part):
+            key = name, '0' if name in whole else columns, part[:2]
+            most[key] = max(most[key], int(used))
+            if 'attn' not in name and '90' not in name and name not in whole and int(used) > limit:
+                wrong.append(f'{name}: {used} registers, more than {limit}')
+    if not listed:
+        wrong.append('no kernel')
+    for name, columns, *said in listed:
+        for arch, told in zip(('80', '90'), map(int, said)):
+            if told and told != most[name, columns, arch]:
+                wrong.append(f'{name}, {columns} columns: {most[name, columns, arch]} registers on sm_{arch}, not {told}')
+    return wrong
+
+
+def compare_page(page, path, cache, rows, release):
     """The tables say what the object has, where it is of the release that they are of."""
-    with open(path, 'rb') as source:
-        release = re.search(rb'release (\d+\.\d+), V', source.read())
     with open(page, encoding='utf-8') as source:
         text = source.read()
-    if not release or f'of CUDA {release.group(1).decode()}' not in text:
+    if not release or f'of CUDA {release}' not in text:
         print(f'left out: a comparison with {page}, whose tables are of another release')
         return
     lines = re.sub(r'(\d); [\d-]+ \|', r'\1 |', text).split('\n')  # without what was before
     missing = [row for row in rows if row not in lines]
-    for (direction, columns, masked), used in sorted(registers(path, cache).items()):
-        name = {'fwd': 'forward', 'bwd': 'backward'}[direction]
-        cell = {'64': 1, '128': 2, '256': 3}[columns]
+    parts = resources(path, cache)
+    for (direction, columns, small, masked), used in sorted(registers(parts, path).items()):
+        name = {'fwd': 'forward', 'bwd': 'backward'}[direction] + (', small' if small == '1' else '')
+        cell = {'64': 1, '96': 2, '128': 3, '192': 4, '256': 5}[columns]
         row = rf'\| {name} ' + r'\|[^|]*' * (cell - 1) + rf'\| {used}[ ,]' if masked == '1' \
             else rf'\| {name}, d ≤ {columns} \| \d+ \| {used} \|'
         if not any(re.match(row, line) for line in lines):
             missing.append(f'{name}, d ≤ {columns}{", with masks" if masked == "1" else ""}: {used} registers')
     if missing:
         raise Wrong(f'{page} does not say:\n' + '\n'.join(missing))
+    wrong = compare_fake(parts)
+    if wrong:
+        raise Wrong(f'{FAKE}:\n' + '\n'.join(wrong))
 
 
 def main():
     cache = sys.argv[2] if len(sys.argv) > 2 else tempfile.mkdtemp(prefix='sass')
     try:
         os.makedirs(cache, exist_ok=True)
-        sections = re.split(r'\n\s*\.section\s+\.text\.', disassemble(sys.argv[1], cache))
+        text, release = disassemble(sys.argv[1], cache)
+        sections = re.split(r'\n\s*\.section\s+\.text\.', text)
         kernels = [part.split('\n') for part in sections[1:] if KERNELS.search(part.split(',')[0])]
         if not kernels:
             raise Wrong('no kernel for 9.0 in this object')
         rows = sorted((look(lines[0].split(',')[0], lines) for lines in kernels),
                       key=lambda row: ('backward' in row, [int(x) for x in re.findall(r'\d+', row.split('|')[1])]))
         if len(sys.argv) > 3:
-            compare_page(sys.argv[3], sys.argv[1], cache, rows)
+            compare_page(sys.argv[3], sys.argv[1], cache, rows, release)
     except Missing as missing:
         print(f'left out: the check of the machine code: {missing}')
         return 77

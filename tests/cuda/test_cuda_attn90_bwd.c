@@ -5,11 +5,7 @@
  * tiles (64 keys a warpgroup, 128 a block, above head dim 128 64 of both; 64 or 128 queries), chains of many blocks
  * of keys, sums of dQ that are added to, calls that they leave to the others.
  */
-#include "cuda/attn_device.h"
-
-#ifdef FAKE_CUDA_RUNTIME_API_H
-#include "fake/fake.h"
-#endif
+#include "cuda/attn_place.h"
 
 /* ---- which kernel ---- */
 
@@ -17,8 +13,7 @@
 static void check_accepts(const upipe_attn_grad *g, int want)
 {
 #ifdef FAKE_CUDA_RUNTIME_API_H
-    long k;
-    for (k = 1; k < 20; ++k) {
+    for (long k = 1; k < 20; ++k) {
         upipe_status s;
         dev.c.err.text[0] = 0;
         fake_fail_at(k, -1, FAKE_ONCE);
@@ -34,20 +29,9 @@ static void check_accepts(const upipe_attn_grad *g, int want)
 #endif
 }
 
-/* A call that would work: 8 queries, 8 keys, 4 heads over 2, d 64; every pointer into one block. */
-static void small_call(upipe_attn_grad *g, void *block, void *work, size_t work_bytes)
+static void look(const upipe_attn_grad *g)
 {
-    upipe_view q = upipe_view_packed(block, UPIPE_BF16, 8, 4, 64),
-               k = upipe_view_packed(block, UPIPE_BF16, 8, 2, 64);
-    upipe_view row = upipe_view_packed(block, UPIPE_F32, 8, 4, 1),
-               sum = upipe_view_packed(block, UPIPE_F32, 8, 2, 64);
-    memset(g, 0, sizeof *g);
-    g->a.q = g->a.o = g->dout = g->dq = q;
-    g->a.k = g->a.v = k;
-    g->a.lse = g->delta = row;
-    g->dk = g->dv = sum;
-    g->a.work = work;
-    g->a.work_bytes = work_bytes;
+    check_accepts(g, 1);
 }
 
 /* What tensor maps can't say goes to the other kernels. */
@@ -57,11 +41,11 @@ static void test_left_to_others(void)
     char *block = (char *)device_new(&dev, bytes);
     void *work = device_new(&dev, buf);
     upipe_attn_grad g;
-#define LEFT(change, want)                \
-    do {                                  \
-        small_call(&g, block, work, buf); \
-        change;                           \
-        check_accepts(&g, want);          \
+#define LEFT(change, want)                            \
+    do {                                              \
+        valid_call(&g, UPIPE_BF16, block, work, buf); \
+        change;                                       \
+        check_accepts(&g, want);                      \
     } while (0)
     LEFT(g.a.scale = 1, 1);
     LEFT(g.a.q.d = g.dq.d = g.a.k.d = g.dk.d = 128, 1);
@@ -69,9 +53,9 @@ static void test_left_to_others(void)
     LEFT(g.a.v.d = g.dv.d = g.dout.d = g.a.o.d = 256, 1);
     LEFT(g.a.mask.window = 3, 1);
     LEFT((g.a.merge = 1, g.dq.dtype = UPIPE_F32), 1);
-    LEFT((g.a.merge = 1, g.dq.dtype = UPIPE_F32, g.dq.h_step = 0), 0);
-    LEFT(g.a.k.n_step = 0, 0);
-    LEFT(g.dout.n_step = 0, 0);
+    LEFT((g.a.merge = 1, g.dq.dtype = UPIPE_F32, g.dq.h_stride = 0), 0);
+    LEFT(g.a.k.n_stride = 0, 0);
+    LEFT(g.dout.n_stride = 0, 0);
     LEFT(g.a.k.n = g.a.v.n = g.dk.n = g.dv.n = 0, 0);
     LEFT(dev.cuda.capability = 100, 0); /* has other code for all this */
 #undef LEFT
@@ -85,9 +69,7 @@ static void test_left_to_others(void)
 static void run_case(const oracle_attn *t, int layout, uint64_t seed)
 {
     test_rng r = {seed};
-    values in = inputs_make(t, &r, 1);
-    check_case(t, layout, &in);
-    values_free(&in);
+    check_drawn(t, UPIPE_BF16, layout, &r, 1);
 }
 
 /* Around the edges of blocks and tiles, of all kernels. */
@@ -96,11 +78,10 @@ static void test_edges(void)
     static const int dims[] = {64, 128, 40, 72, 256, 192};
     static const int64_t queries[] = {64, 1, 63, 129, 65, 128, 191};
     static const int64_t keys[] = {128, 127, 65, 1, 64, 129, 193};
-    int i, j;
-    for (i = 0; i < 6; ++i)
-        for (j = 0; j < 7; j += BRIEF ? 2 : 1) {
+    for (int i = 0; i < 6; ++i)
+        for (int j = 0; j < 7; j += BRIEF ? 2 : 1) {
             oracle_attn t = shape(queries[(i + j) % 7], keys[j], 1, 1, dims[i], (i + j) % 2, keys[j] / 2, 0);
-            if (!brief() || (i + j) % 3 == 0) run_case(&t, j % LAYOUTS, (uint64_t)(100 + 10 * i + j));
+            if (!here.brief || (i + j) % 3 == 0) run_case(&t, j % ATTN_LAYOUTS, (uint64_t)(100 + 10 * i + j));
         }
 }
 
@@ -114,11 +95,10 @@ static void test_chains(void)
         {140, 500, 256, 2, 1, 1, 300}, {200, 250, 200, 3, 1, 0, 0},
     };
     /* clang-format on */
-    size_t i;
-    for (i = 0; i < sizeof cases / sizeof *cases; ++i) {
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i) {
         const int64_t *x = cases[i];
         oracle_attn t = shape(x[0], x[1], (int)x[3], (int)x[4], (int)x[2], (int)x[5], x[6], 0);
-        if (!brief() || i == 1 || i == 3 || i == 6) run_case(&t, (int)i % LAYOUTS, 200 + i);
+        if (!here.brief || i == 1 || i == 3 || i == 6) run_case(&t, (int)i % ATTN_LAYOUTS, 200 + i);
     }
 }
 
@@ -127,8 +107,7 @@ static void test_masked(void)
 {
     static const int64_t cu_seqlens[] = {3, 60, 60, 128, 131, 260, 300};
     static const float sinks[] = {0.5f, -2};
-    int i;
-    for (i = 0; i < 10; ++i) {
+    for (int i = 0; i < 10; ++i) {
         const int mask = i % 6, wide = i >= 6;
         oracle_attn t = shape(210, 280, 2, 1,
                               wide && mask != 1 ? 256
@@ -141,60 +120,11 @@ static void test_masked(void)
         if (mask >= 2) t.sinks = sinks;
         if (mask == 2 || mask == 3) t.softcap = 3;
         if (mask == 3) t.v_dim = wide ? 128 : 104, t.pos_step = 2;
-        if (!brief() || i % 3 == 1) run_case(&t, i % LAYOUTS, (uint64_t)(300 + i));
-    }
-}
-
-/* All scores are so far below zero that the zeros beyond the last key would outweigh every key, and overflow. */
-static void test_low_scores(void)
-{
-    int i;
-    for (i = 0; i < 3; ++i) {
-        oracle_attn t = shape(70, 150, 2, 1, 64 << i, 0, 0, 0);
-        test_rng r = {5};
-        values in = inputs_make(&t, &r, 1);
-        int64_t e;
-        for (e = 0; e < q_count(&t); ++e) in.q[e] = 4;
-        for (e = 0; e < k_count(&t); ++e)
-            in.k[e] = naive_store(storage, (float)(-5 - 0.25 * test_normal(&r)));
-        check_case(&t, PACKED, &in);
-        values_free(&in);
+        if (!here.brief || i % 3 == 1) run_case(&t, i % ATTN_LAYOUTS, (uint64_t)(300 + i));
     }
 }
 
 /* ---- the sums of dQ ---- */
-
-/* dq of a call that merges into `start`. */
-static void merge_bwd(const oracle_attn *t, int layout, const values *in, const values *all,
-                      const float *start, float *got)
-{
-    float *zeros = floats(k_count(t)), *deltas = floats(t->sq * t->h);
-    tensor q = tensor_make(storage, t->sq, t->h, t->d, layout, in->q);
-    tensor k = tensor_make(storage, t->sk, t->hkv, t->d, layout, in->k);
-    tensor v = tensor_make(storage, t->sk, t->hkv, t->d, layout, in->v);
-    tensor dout = tensor_make(storage, t->sq, t->h, t->d, layout, in->dout);
-    tensor o = tensor_make(storage, t->sq, t->h, t->d, layout, all->o);
-    tensor lse = tensor_make(UPIPE_F32, t->sq, t->h, 1, layout, all->lse);
-    tensor delta = tensor_make(UPIPE_F32, t->sq, t->h, 1, layout, deltas);
-    tensor dq = tensor_make(UPIPE_F32, t->sq, t->h, t->d, layout, start);
-    tensor dk = tensor_make(UPIPE_F32, t->sk, t->hkv, t->d, layout, zeros);
-    tensor dv = tensor_make(UPIPE_F32, t->sk, t->hkv, t->d, layout, zeros);
-    upipe_attn_grad g;
-    CHECK_STATUS(dev.ops.rowdot(&dev.c, delta.v, o.v, dout.v), UPIPE_OK, dev.c.err);
-    memset(&g, 0, sizeof g);
-    attn_set(&g.a, t, NULL);
-    g.a.merge = 1;
-    g.a.q = q.v, g.a.k = k.v, g.a.v = v.v, g.a.lse = lse.v;
-    g.dout = dout.v, g.delta = delta.v, g.dq = dq.v, g.dk = dk.v, g.dv = dv.v;
-    work_make(&g.a, 1);
-    check_accepts(&g, 1);
-    CHECK_STATUS(upipe_attn_bwd(&dev.c, &g), UPIPE_OK, dev.c.err);
-    device_free(&dev, g.a.work);
-    tensor_read(&q, NULL), tensor_read(&k, NULL), tensor_read(&v, NULL), tensor_read(&dout, NULL);
-    tensor_read(&o, NULL), tensor_read(&lse, NULL), tensor_read(&delta, NULL);
-    tensor_read(&dq, got), tensor_read(&dk, NULL), tensor_read(&dv, NULL);
-    free(zeros), free(deltas);
-}
 
 /* What is merged into zeros is, rounded, what another call writes; and a start that one block of keys adds to is
  * added to once. Rows that see no key stay as they are. */
@@ -202,23 +132,25 @@ static void test_merge(void)
 {
     static const int dims[] = {64, 64, 128, 128, 56, 64, 256, 256};
     static const int64_t keys[] = {100, 400, 100, 400, 100, 400, 60, 150}; /* one block, or several */
-    int i;
-    for (i = brief(); i < 8; i += brief() ? 3 : 1) {
+    for (int i = here.brief; i < 8; i += here.brief ? 3 : 1) {
         oracle_attn t = shape(150, keys[i], 2, 1, dims[i], i != 2, -20, 0);
         test_rng r = {(uint64_t)(400 + i)};
-        values in = inputs_make(&t, &r, 1), all = values_make(&t);
-        float *start = floats(q_count(&t)), *sum = floats(q_count(&t)), *got = floats(q_count(&t));
+        const values in = inputs_make(&t, UPIPE_BF16, &r, 1);
+        values all = values_make(&t), sum = values_make(&t), got = values_make(&t);
+        float *start = floats(q_count(&t));
         int64_t e, wrong = 0;
-        run_kernels(&t, i % LAYOUTS, t.h, &in, &all);
-        merge_bwd(&t, i % LAYOUTS, &in, &all, start, sum);
-        for (e = 0; e < q_count(&t); ++e) wrong += naive_store(storage, sum[e]) != all.dq[e];
+        run_kernels(&t, UPIPE_BF16, i % ATTN_LAYOUTS, t.h, &in, &all);
+        staged.look = look;
+        merge_bwd(&t, UPIPE_BF16, i % ATTN_LAYOUTS, &in, &all, &t.sk, 1, &sum);
+        for (e = 0; e < q_count(&t); ++e) wrong += naive_store(UPIPE_BF16, sum.dq[e]) != all.dq[e];
         fill(&r, start, q_count(&t), UPIPE_F32, 1);
-        merge_bwd(&t, (i + 1) % LAYOUTS, &in, &all, start, got);
+        memcpy(got.dq, start, (size_t)q_count(&t) * sizeof *start);
+        merge_bwd(&t, UPIPE_BF16, (i + 1) % ATTN_LAYOUTS, &in, &all, &t.sk, 1, &got);
+        staged.look = NULL;
         for (e = 0; e < q_count(&t); ++e)
-            if (i % 2 == 0 || (t.causal && e < 20 * t.h * t.d)) wrong += got[e] != start[e] + sum[e];
+            if (i % 2 == 0 || (t.causal && e < 20 * t.h * t.d)) wrong += got.dq[e] != start[e] + sum.dq[e];
         CHECK_INT(wrong, 0);
-        values_free(&in), values_free(&all);
-        free(start), free(sum), free(got);
+        buffers_free(0);
     }
 }
 
@@ -226,56 +158,41 @@ static void test_merge(void)
 static void test_parts(void)
 {
     static const int64_t lengths[] = {128, 1, 71};
-    int i;
-    for (i = brief(); i < 3; i += brief() ? 2 : 1) {
+    for (int i = here.brief; i < 3; i += here.brief ? 2 : 1) {
         oracle_attn t = shape(140, 200, 2, 1, 64 << i, i == 1, 60, 0);
         test_rng r = {(uint64_t)(450 + i)};
-        values in = inputs_make(&t, &r, 1);
-        check_merge(&t, i == 1 ? storage : UPIPE_F32, i % LAYOUTS, i == 1, &in, lengths, 3);
-        values_free(&in);
+        const values in = inputs_make(&t, UPIPE_BF16, &r, 1);
+        check_merge(&t, UPIPE_BF16, i == 1 ? UPIPE_BF16 : UPIPE_F32, i % ATTN_LAYOUTS, i == 1, &in, lengths,
+                    3);
+        buffers_free(0);
     }
 }
 
-/* A group's heads in one call or in several, in any layout, from a start that is not zero: the same bits. */
 static void test_same_bits(void)
 {
-    int i;
-    for (i = 0; i < 3; ++i) {
-        oracle_attn t = shape(200, 270, 4, 1, 64 << i, i > 0, 90, 20);
+    for (int i = 0; i < 3; ++i) {
+        const oracle_attn t = shape(200, 270, 4, 1, 64 << i, i > 0, 90, 20);
         test_rng r = {(uint64_t)(500 + i)};
-        values in = inputs_make(&t, &r, 3), one = values_make(&t), first, other;
-        int calls;
-        fill(&r, one.dk, k_count(&t), UPIPE_F32, 1);
-        fill(&r, one.dv, k_count(&t), UPIPE_F32, 1);
-        first = start_from(&t, &one);
-        run_kernels(&t, PACKED, t.h, &in, &first);
-        for (calls = brief() ? 4 : 1; calls <= 4; calls *= 2) {
-            other = start_from(&t, &one);
-            run_kernels(&t, (i + calls) % LAYOUTS, t.h / calls, &in, &other);
-            check_same(&t, &first, &other);
-            values_free(&other);
-        }
-        values_free(&in), values_free(&one), values_free(&first);
+        check_same_bits(&t, UPIPE_BF16, &r, here.brief ? 4 : 1, i);
     }
 }
 
 int main(void)
 {
+    int d;
     setenv("FAKE_CAPABILITY", "90", 1);
-    if (!device_open(&dev)) return test_end("cuda_attn90_bwd");
+    if (!place_open()) return test_end("cuda_attn90_bwd");
     if (dev.cuda.capability / 10 == 9) {
         test_left_to_others();
         test_edges();
         test_chains();
         test_masked();
-        if (!brief()) test_low_scores();
+        for (d = 64; d <= 256 && !here.brief; d *= 2) check_low_scores(d);
         test_merge();
         test_parts();
         test_same_bits();
     } else
         printf("device of compute capability %d.%d: nothing to test\n", dev.cuda.capability / 10,
                dev.cuda.capability % 10);
-    printf("digest %016llx\n", (unsigned long long)digest);
-    device_close(&dev);
-    return test_end("cuda_attn90_bwd");
+    return place_close("cuda_attn90_bwd");
 }

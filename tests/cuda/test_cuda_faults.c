@@ -5,7 +5,7 @@
  */
 #include "cuda/runner_cuda.h"
 
-#include "../lib/close_block.h"
+#include "../lib/close.h"
 
 /* A library's own text? */
 static int tells(const char *text)
@@ -50,7 +50,7 @@ static void test_setup(int sticky)
     upipe_ctx c;
     cudaStream_t stream;
     cublasHandle_t blas;
-    long k, calls;
+    long calls;
     memset(&c, 0, sizeof c);
     CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
     CHECK(cublasCreate(&blas) == CUBLAS_STATUS_SUCCESS);
@@ -59,7 +59,7 @@ static void test_setup(int sticky)
     CHECK_STATUS(setup(&c, blas), UPIPE_OK, c.err);
     calls = fake_calls(-1);
     CHECK(calls > 15);
-    for (k = 1; k <= calls; ++k) {
+    for (long k = 1; k <= calls; ++k) {
         upipe_status s;
         fake_fail_at(k, -1, sticky);
         memset(&c.err, 0, sizeof c.err);
@@ -107,7 +107,7 @@ static void check_fault(const cuda_case *clean, const f32_block *in, const f32_b
     cuda_case test = *clean;
     run_result r;
     upipe_status s;
-    int i, told = 0;
+    int told = 0;
     test.fail_at = k;
     test.fail_rank = rank;
     test.fail_sticky = sticky;
@@ -120,7 +120,7 @@ static void check_fault(const cuda_case *clean, const f32_block *in, const f32_b
     } else {
         CHECK_SAY(s == UPIPE_ERR_BACKEND || s == UPIPE_ERR_MEMORY, "rank %d, call %ld, %s, fails: %s", rank,
                   k, test.failed, upipe_status_name(s));
-        for (i = 0; i < RANKS; ++i) {
+        for (int i = 0; i < RANKS; ++i) {
             upipe_status one = r.statuses[i];
             int backend = one == UPIPE_ERR_BACKEND || one == UPIPE_ERR_MEMORY;
             told += backend && tells(r.errors[i].text);
@@ -133,7 +133,6 @@ static void check_fault(const cuda_case *clean, const f32_block *in, const f32_b
         CHECK_SAY(told > 0, "rank %d, call %ld, %s: no rank says why: %s", rank, k, test.failed,
                   r.errors[rank].text);
     }
-    run_free(&r);
 }
 
 static void test_block(int nccl, long seed, long draws)
@@ -142,8 +141,7 @@ static void test_block(int nccl, long seed, long draws)
     run_result first, last;
     f32_block in;
     test_rng rng;
-    long calls[RANKS], k;
-    int rank, sticky;
+    long calls[RANKS];
     memset(&test, 0, sizeof test);
     rng.state = (uint64_t)seed;
     shape_of(&test.run.shape);
@@ -153,12 +151,12 @@ static void test_block(int nccl, long seed, long draws)
     block_inputs(&test.run.shape, 5, &in);
     CHECK_STATUS(cuda_block(&test, &in, &first), UPIPE_OK, first.errors[0]);
     check_block(&test.run.shape, &in, &first.out);
-    for (rank = 0; rank < RANKS; ++rank) calls[rank] = test.calls[rank];
+    for (int rank = 0; rank < RANKS; ++rank) calls[rank] = test.calls[rank];
     printf("cuda_faults: %ld and %ld calls over %s\n", calls[0], calls[1], nccl ? "NCCL" : "threads");
-    for (rank = 0; rank < RANKS; ++rank)
-        for (sticky = FAKE_ONCE; sticky <= FAKE_STICKY; ++sticky) {
+    for (int rank = 0; rank < RANKS; ++rank)
+        for (int sticky = FAKE_ONCE; sticky <= FAKE_STICKY; ++sticky) {
             long n = draws > 0 && draws < calls[rank] ? draws : calls[rank];
-            for (k = 0; k < n; ++k) {
+            for (long k = 0; k < n; ++k) {
                 long at =
                     n == calls[rank] ? k : k * calls[rank] / n + test_below(&rng, (int)(calls[rank] / n));
                 fake_seed(test_u64(&rng) % 4);
@@ -169,9 +167,6 @@ static void test_block(int nccl, long seed, long draws)
     CHECK_STATUS(cuda_block(&test, &in, &last), UPIPE_OK, last.errors[0]);
     CHECK_BYTES(last.out.x, first.out.x, block_count(&test.run.shape, "x") * 4);
     CHECK_BYTES(last.out.wq, first.out.wq, block_count(&test.run.shape, "wq") * 4);
-    run_free(&first);
-    run_free(&last);
-    f32_block_free(&in);
 }
 
 int main(void)

@@ -5,7 +5,7 @@
  */
 #include "cuda/runner_cuda.h"
 
-#include "../lib/close_block.h"
+#include "../lib/close.h"
 
 static void make_team(run_case *test, int ranks, int chunk)
 {
@@ -20,8 +20,7 @@ enum { SIDE_INTS = 512 };
 
 static void fill_ints(int *p, int value)
 {
-    int i;
-    for (i = 0; i < SIDE_INTS; ++i) p[i] = value * 1000 + i;
+    for (int i = 0; i < SIDE_INTS; ++i) p[i] = value * 1000 + i;
 }
 
 static void test_slabs(void)
@@ -55,7 +54,7 @@ static void test_side(uint64_t seed, int eager)
 {
     device d;
     upipe_cuda_copy_stream side;
-    int *a, *b, *from, *host_a, *host_b, got[SIDE_INTS], want[SIDE_INTS], round;
+    int *a, *b, *from, *host_a, *host_b, got[SIDE_INTS], want[SIDE_INTS];
     const size_t bytes = sizeof got;
     fake_seed(seed);
     fake_eager(eager);
@@ -66,7 +65,7 @@ static void test_side(uint64_t seed, int eager)
     from = (int *)device_new(&d, bytes);
     CHECK_STATUS(upipe_cuda_host_slab((void **)&host_a, bytes, &d.c.err), UPIPE_OK, d.c.err);
     CHECK_STATUS(upipe_cuda_host_slab((void **)&host_b, bytes, &d.c.err), UPIPE_OK, d.c.err);
-    for (round = 0; round < 3; ++round) {
+    for (int round = 0; round < 3; ++round) {
         fill_ints(host_b, round);
         fill_ints(want, round + 10);
         CHECK_STATUS(d.ops.copy(&d.c, from, want, bytes), UPIPE_OK, d.c.err);
@@ -164,7 +163,6 @@ static void test_block(const path_case *p, int ranks, int chunk)
     block_shape shape;
     f32_block in;
     run_result first, again;
-    uint64_t seed;
     memset(&test, 0, sizeof test);
     shape_of(p, &shape);
     make_team(&test.run, ranks, chunk);
@@ -174,7 +172,8 @@ static void test_block(const path_case *p, int ranks, int chunk)
     fake_seed(0);
     CHECK_STATUS(cuda_block(&test, &in, &first), UPIPE_OK, first.errors[0]);
     check_block(&shape, &in, &first.out);
-    for (seed = 1; seed <= (first.plan.stages > 1 && first.plan.schedule != UPIPE_UNEVEN ? 11 : 5); ++seed) {
+    for (uint64_t seed = 1; seed <= (first.plan.stages > 1 && first.plan.schedule != UPIPE_UNEVEN ? 11 : 5);
+         ++seed) {
         fake_seed(seed % 5);
         fake_eager(seed == 3);
         test.run.overlap = seed > 5;
@@ -187,11 +186,8 @@ static void test_block(const path_case *p, int ranks, int chunk)
                   : test.peer ? "peers"
                               : "threads",
                   test.run.overlap ? ", overlap" : "");
-        run_free(&again);
     }
     fake_eager(0);
-    run_free(&first);
-    f32_block_free(&in);
 }
 
 /* Heads and lengths that do not divide: each rank has a plan of its own, and perhaps no heads in a stage, or
@@ -217,8 +213,7 @@ static void test_masked(void)
     /* heads enough for the sinks' gradients, a number each, to have a mean */
     static const path_case plain = {40, 1, 16, 8, 32, 0, 1, 0, 0}, batch = {20, 2, 12, 3, 32, 1, 0, 1, 1};
     static const int64_t cu_seqlens[] = {0, 3, 11, 11, 26, 40};
-    int kind;
-    for (kind = 0; kind < 8; ++kind) {
+    for (int kind = 0; kind < 8; ++kind) {
         cuda_case test;
         run_result r;
         f32_block in;
@@ -236,8 +231,6 @@ static void test_masked(void)
         fake_seed((uint64_t)kind);
         CHECK_STATUS(cuda_block(&test, &in, &r), UPIPE_OK, r.errors[0]);
         check_block(shape, &in, &r.out);
-        run_free(&r);
-        f32_block_free(&in);
     }
 }
 
@@ -328,7 +321,6 @@ static void test_refusals(void)
                                                 "cuda does not know a gradient of q that is added to yet",
                                                 "cuda does not know a gradient of q that is added to yet",
                                                 "cuda adds to no gradient of q, as segments need"};
-    int rank;
     refusal *f = (refusal *)calloc(1, sizeof *f);
     for (f->what = 0; f->what < REFUSALS; ++f->what) {
         const int rings = f->what == RING_P2P || f->what == RING_ALL_GATHER ? 2 : 1;
@@ -336,7 +328,7 @@ static void test_refusals(void)
         upipe_err e;
         CHECK_STATUS(grid_init(&f->grid, 2, rings, 0, 20, &e), UPIPE_OK, e);
         upipe_threads_run(&f->grid.world, refused_body, f, statuses, NULL);
-        for (rank = 0; rank < 2 * rings; ++rank) {
+        for (int rank = 0; rank < 2 * rings; ++rank) {
             CHECK_STATUS(statuses[rank], UPIPE_ERR_UNSUPPORTED, f->errors[rank]);
             CHECK_TEXT(f->errors[rank].text, words[f->what]);
         }
@@ -350,9 +342,8 @@ int main(void)
 {
     static const path_case plain = {32, 1, 4, 4, 64, 0, 0, 0, 0}, rich = {32, 1, 4, 2, 64, 0, 1, 1, 1};
     static const path_case grouped = {24, 2, 8, 2, 32, 1, 2, 0, 1}, stages = {32, 1, 8, 4, 64, 0, 1, 0, 1};
-    uint64_t seed;
     test_slabs();
-    for (seed = 0; seed < 24; ++seed) test_side(seed, seed == 23);
+    for (uint64_t seed = 0; seed < 24; ++seed) test_side(seed, seed == 23);
     test_side_unordered();
     test_block(&plain, 1, 4);   /* one rank, all heads at once */
     test_block(&rich, 1, 2);    /* in stages */

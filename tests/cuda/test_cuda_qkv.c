@@ -69,8 +69,7 @@ static void host_open(host *h, const job *j)
 static void host_close(host *h, int overlap)
 {
     void *const held[] = {h->fused, h->o, h->dout, h->stage, h->sinks, h->dsinks};
-    int i;
-    for (i = 0; i < 6; ++i) device_free(&h->d, held[i]);
+    for (int i = 0; i < 6; ++i) device_free(&h->d, held[i]);
     if (overlap) CHECK_STATUS(upipe_cuda_side_stream_free(&h->stream, &h->d.c.err), UPIPE_OK, h->d.c.err);
     if (overlap) device_close(&h->side);
     device_close(&h->d);
@@ -96,8 +95,8 @@ static upipe_status move(host *h, upipe_view v, float *natural, int out)
 static upipe_status steps(host *h, const job *j)
 {
     upipe_ctx *c = &h->d.c;
-    const int64_t lse_n =
-        upipe_plan_before(&h->plan, h->plan.stages, h->plan.desc.rank) * h->plan.seq * h->plan.desc.batch;
+    const int64_t lse_n = upipe_plan_before(&h->plan, h->plan.stages, h->plan.desc.rank) *
+                          h->plan.team_tokens * h->plan.desc.batch;
     float *lse = f32_buf(lse_n);
     upipe_saved save;
     upipe_status s = move(h, h->a.q, j->in->at[Q], 0);
@@ -120,8 +119,7 @@ static upipe_status steps(host *h, const job *j)
 static void check_bytes(const upipe_ctx *c, const upipe_plan *p, const upipe_dry *dry)
 {
     const upipe_bytes bytes = upipe_dry_bytes(dry);
-    int phase;
-    for (phase = 0; phase < UPIPE_PHASES; ++phase)
+    for (int phase = 0; phase < UPIPE_PHASES; ++phase)
         CHECK_SAY(c->mem->phase_peak[phase] == bytes.phase[phase], "%s holds %zu bytes, its dry run %zu",
                   upipe_phase_name(phase), c->mem->phase_peak[phase], bytes.phase[phase]);
     CHECK_INT(c->mem->peak, bytes.peak);
@@ -173,14 +171,13 @@ static void run(job *j)
 {
     const int heads = j->t.shape.h;
     upipe_err err;
-    int rank, i;
     tensors_make(&j->t.shape, j->out);
-    for (rank = 0; rank < j->t.ranks; ++rank) j->dsinks[rank] = f32_buf(heads);
+    for (int rank = 0; rank < j->t.ranks; ++rank) j->dsinks[rank] = f32_buf(heads);
     CHECK_STATUS(upipe_threads_init(&j->team, j->t.ranks, 60, &err), UPIPE_OK, err);
     CHECK_STATUS(upipe_threads_run(&j->team, body, j, NULL, &err), UPIPE_OK, err);
     upipe_threads_free(&j->team);
-    for (rank = 0; rank < j->t.ranks; ++rank) {
-        for (i = 0; i < heads; ++i) j->out->dsinks[i] += j->dsinks[rank][i];
+    for (int rank = 0; rank < j->t.ranks; ++rank) {
+        for (int i = 0; i < heads; ++i) j->out->dsinks[i] += j->dsinks[rank][i];
         free(j->dsinks[rank]);
     }
     CHECK(fake_check_clean());
@@ -199,35 +196,31 @@ static void test_case(const qkv_case *q)
     test_rng rng = {31};
     job j;
     block_shape *s = &j.t.shape;
-    int i, round;
     memset(&j, 0, sizeof j);
     s->tokens = q->tokens, s->batch = q->batch, s->h = q->h, s->hkv = q->hkv, s->d = q->d,
     s->v_dim = q->v_dim;
     s->dim = 32, s->dtype = q->dtype, s->scale = 1 / sqrt((double)q->d);
     s->window = q->masked ? 9 : 0, s->sinks = q->masked;
     j.t.ranks = q->ranks, j.t.chunk = q->chunk, j.wide = q->wide;
-    for (i = 0; i < q->h; ++i) sinks[i] = (float)(test_below(&rng, 2048) - 1024) / 512;
+    for (int i = 0; i < q->h; ++i) sinks[i] = (float)(test_below(&rng, 2048) - 1024) / 512;
     tensors_draw(s, &rng, &in);
     j.in = &in, j.out = &first, j.sinks = q->masked ? sinks : NULL;
     fake_seed(0);
     run(&j);
     check_oracle(s, &in, j.sinks, NAIVE_NARROW, &first);
     j.out = &again;
-    for (round = 1; round < 6;
+    for (int round = 1; round < 6;
          ++round) { /* from 3 on with a side stream, where there are stages and common rounds */
         j.t.overlap = round >= 3;
         if (j.t.overlap && (q->chunk == q->h || q->h % q->ranks != 0)) break;
         fake_seed((uint64_t)round);
         fake_eager(round == 2 || round == 5);
         run(&j);
-        for (i = O; i < TENSORS; ++i)
+        for (int i = O; i < TENSORS; ++i)
             if (i != DOUT) CHECK_BYTES(again.at[i], first.at[i], (size_t)count(s, i) * 4);
         CHECK_BYTES(again.dsinks, first.dsinks, (size_t)s->h * 4);
-        tensors_free(&again);
     }
     fake_eager(0);
-    tensors_free(&first);
-    tensors_free(&in);
 }
 
 int main(void)
@@ -242,7 +235,6 @@ int main(void)
          UPIPE_F32}, /* lengths that do not divide; values of another width */
         {19, 2, 9, 3, 32, 0, 2, 2, 0, 0, UPIPE_BF16}, /* heads that do not */
     };
-    int i;
-    for (i = 0; i < (int)(sizeof cases / sizeof *cases); ++i) test_case(&cases[i]);
+    for (int i = 0; i < (int)(sizeof cases / sizeof *cases); ++i) test_case(&cases[i]);
     return test_end("cuda_qkv");
 }

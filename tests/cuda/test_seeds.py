@@ -8,8 +8,10 @@ a share of their shapes; with UPIPE_FULL=1 every one.
 
 import os
 import re
-import subprocess
 import sys
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'lib'))
+from checks import run_command  # pylint: disable=wrong-import-position
 
 ORDERS = [{'SIMT_SEED': '5', 'FAKE_SEED': '11'},
           {'SIMT_SEED': '3', 'SIMT_EAGER': '1', 'FAKE_EAGER': '1', 'SIMT_THREADS': '1', 'TEST_DIGEST': '1'}]
@@ -20,7 +22,7 @@ def main():
     for program in sys.argv[1:]:
         seen = {}
         for order in ORDERS:
-            done = subprocess.run([program], capture_output=True, text=True, check=False, env={**os.environ, 'TEST_BRIEF': '1', **order})
+            done = run_command([program], None, {'TEST_BRIEF': 1, **order})
             digest = re.search(r'digest ([0-9a-f]+)', done.stdout)
             if done.returncode != 0 or not digest:
                 print(f'{os.path.basename(program)} {order}: status {done.returncode}\n{done.stderr}')

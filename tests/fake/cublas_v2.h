@@ -14,37 +14,20 @@ typedef enum {
     CUBLAS_STATUS_NOT_INITIALIZED = 1,
     CUBLAS_STATUS_ALLOC_FAILED = 3,
     CUBLAS_STATUS_INVALID_VALUE = 7,
-    CUBLAS_STATUS_ARCH_MISMATCH = 8,
-    CUBLAS_STATUS_MAPPING_ERROR = 11,
     CUBLAS_STATUS_EXECUTION_FAILED = 13,
     CUBLAS_STATUS_INTERNAL_ERROR = 14,
-    CUBLAS_STATUS_NOT_SUPPORTED = 15,
-    CUBLAS_STATUS_LICENSE_ERROR = 16
+    CUBLAS_STATUS_NOT_SUPPORTED = 15
 } cublasStatus_t;
 
-typedef enum { CUBLAS_OP_N = 0, CUBLAS_OP_T = 1, CUBLAS_OP_C = 2 } cublasOperation_t;
+typedef enum { CUBLAS_OP_N = 0, CUBLAS_OP_T = 1 } cublasOperation_t;
 
 typedef enum { CUBLAS_POINTER_MODE_HOST = 0, CUBLAS_POINTER_MODE_DEVICE = 1 } cublasPointerMode_t;
 
-typedef enum {
-    CUBLAS_DEFAULT_MATH = 0,
-    CUBLAS_TENSOR_OP_MATH = 1,
-    CUBLAS_PEDANTIC_MATH = 2,
-    CUBLAS_TF32_TENSOR_OP_MATH = 3,
-    CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION = 16
-} cublasMath_t;
+typedef enum { CUBLAS_DEFAULT_MATH = 0, CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION = 16 } cublasMath_t;
 
-typedef enum {
-    CUBLAS_COMPUTE_16F = 64,
-    CUBLAS_COMPUTE_32F = 68,
-    CUBLAS_COMPUTE_32F_PEDANTIC = 69,
-    CUBLAS_COMPUTE_64F = 70,
-    CUBLAS_COMPUTE_32F_FAST_16F = 74,
-    CUBLAS_COMPUTE_32F_FAST_16BF = 75,
-    CUBLAS_COMPUTE_32F_FAST_TF32 = 77
-} cublasComputeType_t;
+typedef enum { CUBLAS_COMPUTE_32F = 68 } cublasComputeType_t;
 
-typedef enum { CUBLAS_GEMM_DEFAULT = -1, CUBLAS_GEMM_DEFAULT_TENSOR_OP = 99 } cublasGemmAlgo_t;
+typedef enum { CUBLAS_GEMM_DEFAULT = -1 } cublasGemmAlgo_t;
 
 typedef struct cublasContext *cublasHandle_t;
 
@@ -58,28 +41,15 @@ cublasStatus_t cublasSetStream(cublasHandle_t h, cudaStream_t stream);
 cublasStatus_t cublasGetStream(cublasHandle_t h, cudaStream_t *out);
 cublasStatus_t cublasSetWorkspace(cublasHandle_t h, void *workspace, size_t bytes);
 cublasStatus_t cublasSetMathMode(cublasHandle_t h, cublasMath_t mode);
-cublasStatus_t cublasGetMathMode(cublasHandle_t h, cublasMath_t *out);
 cublasStatus_t cublasSetPointerMode(cublasHandle_t h, cublasPointerMode_t mode);
-cublasStatus_t cublasGetPointerMode(cublasHandle_t h, cublasPointerMode_t *out);
-cublasStatus_t cublasGetVersion(cublasHandle_t h, int *version);
 const char *cublasGetStatusName(cublasStatus_t s);
 const char *cublasGetStatusString(cublasStatus_t s);
 
-cublasStatus_t cublasGemmEx(cublasHandle_t h, cublasOperation_t ta, cublasOperation_t tb, int m, int n, int k,
-                            const void *alpha, const void *a, cudaDataType a_type, int lda, const void *b,
-                            cudaDataType b_type, int ldb, const void *beta, void *c, cudaDataType c_type,
-                            int ldc, cublasComputeType_t compute, cublasGemmAlgo_t algo);
 cublasStatus_t cublasGemmEx_64(cublasHandle_t h, cublasOperation_t ta, cublasOperation_t tb, int64_t m,
                                int64_t n, int64_t k, const void *alpha, const void *a, cudaDataType a_type,
                                int64_t lda, const void *b, cudaDataType b_type, int64_t ldb, const void *beta,
                                void *c, cudaDataType c_type, int64_t ldc, cublasComputeType_t compute,
                                cublasGemmAlgo_t algo);
-cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t h, cublasOperation_t ta, cublasOperation_t tb, int m,
-                                          int n, int k, const void *alpha, const void *a, cudaDataType a_type,
-                                          int lda, long long int a_stride, const void *b, cudaDataType b_type,
-                                          int ldb, long long int b_stride, const void *beta, void *c,
-                                          cudaDataType c_type, int ldc, long long int c_stride, int batches,
-                                          cublasComputeType_t compute, cublasGemmAlgo_t algo);
 cublasStatus_t cublasGemmStridedBatchedEx_64(
     cublasHandle_t h, cublasOperation_t ta, cublasOperation_t tb, int64_t m, int64_t n, int64_t k,
     const void *alpha, const void *a, cudaDataType a_type, int64_t lda, long long int a_stride, const void *b,

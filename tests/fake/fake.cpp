@@ -33,6 +33,14 @@ struct block {
     int device, rank;
 };
 
+/* A block on a multiprocessor. */
+struct resident {
+    CUstream_st *stream;
+    int processor;
+    fake_needs needs;
+    uint64_t end;
+};
+
 struct state {
     std::mutex lock;
     std::condition_variable news;
@@ -50,6 +58,14 @@ struct state {
     /* streams */
     std::vector<CUstream_st *> streams, retired; /* retired: destroyed, and without work */
     CUstream_st *legacy[FAKE_DEVICES];
+    uint64_t orders = 0;
+    /* residency */
+    fake_processors of = {}; /* count 0: it does not count */
+    struct device {
+        uint64_t clock;
+        std::vector<resident> blocks;
+        bool busy; /* a step of it is under way */
+    } devices[FAKE_DEVICES] = {};
     /* memory */
     std::map<uintptr_t, block> blocks; /* by p */
     std::deque<block> freed;
@@ -257,7 +273,9 @@ fake_call::fake_call(const char *name_, bool polls) : name(name_), fails(false),
             for (auto s : g.streams) {
                 s->queue.clear();
                 s->done = s->issued;
+                s->waiting = -1;
             }
+            for (auto &d : g.devices) d.blocks.clear();
             fake_nccl_drop();
             fake_changed();
         }
@@ -316,7 +334,7 @@ unsigned fake_random(unsigned n)
 
 /* ---- streams ---- */
 
-CUstream_st *fake_stream_new(int device, bool blocking)
+CUstream_st *fake_stream_new(int device, bool blocking, int priority)
 {
     state &g = all();
     CUstream_st *s = new CUstream_st{device, blocking, true, g.seed != 0 && fake_random(3) == 0, {}, 0, 0};
@@ -325,6 +343,7 @@ CUstream_st *fake_stream_new(int device, bool blocking)
             g.retired.push_back(g.streams[i]);
             g.streams.erase(g.streams.begin() + (long)i);
         }
+    s->priority = priority;
     g.streams.push_back(s);
     ++fake_handles;
     return s;
@@ -352,14 +371,15 @@ bool fake_passed(fake_point p)
 }
 
 fake_point fake_append(CUstream_st *s, const char *name, std::function<void()> work,
-                       const std::vector<fake_point> &after, const std::shared_ptr<fake_group> &group)
+                       const std::vector<fake_point> &after, const std::shared_ptr<fake_group> &group,
+                       const fake_needs &needs)
 {
     state &g = all();
     if (s->capture != nullptr) {
         fake_capture_add(s, name, std::move(work), group);
         return {s, 0};
     }
-    fake_op op = {name, std::move(work), after, group};
+    fake_op op = {name, std::move(work), after, group, needs, ++g.orders};
     if (s == g.legacy[s->device]) {
         for (auto t : g.streams)
             if (t != s && t->device == s->device && t->blocking && !t->queue.empty())
@@ -378,12 +398,166 @@ fake_point fake_append(CUstream_st *s, const char *name, std::function<void()> w
     return p;
 }
 
+/* The first operation is done. */
+static void finish(CUstream_st *s)
+{
+    s->queue.pop_front();
+    ++s->done;
+    s->waiting = -1;
+    fake_changed();
+}
+
+/* ---- residency ---- */
+
+static int registers_of(const fake_needs &n)
+{
+    return (n.registers + 7) / 8 * 8 * ((n.threads + 31) / 32 * 32);
+}
+
+/* What the system takes of shared memory, a block. */
+static const size_t system_shared = 1024;
+
+/* Starts the blocks of a stream's first operation that find a place; returns whether one did. */
+static bool start_blocks(state &g, CUstream_st *s)
+{
+    state::device &d = g.devices[s->device];
+    const fake_needs &n = s->queue.front().needs;
+    bool any = false;
+    for (int p = 0; p < g.of.count && s->waiting > 0;) {
+        int registers = registers_of(n), threads = n.threads, blocks = 1;
+        size_t shared = n.shared + system_shared;
+        for (auto &b : d.blocks)
+            if (b.processor == p) {
+                registers += registers_of(b.needs);
+                threads += b.needs.threads;
+                shared += b.needs.shared + system_shared;
+                ++blocks;
+            }
+        if (registers > g.of.registers || threads > g.of.threads || shared > (size_t)g.of.shared ||
+            blocks > g.of.blocks) {
+            if (blocks == 1)
+                fake_finding("a block of %s has no place on a multiprocessor", s->queue.front().name);
+            ++p;
+            continue;
+        }
+        d.blocks.push_back({s, p, n, n.ticks > 0 ? d.clock + n.ticks : UINT64_MAX});
+        --s->waiting;
+        ++s->running;
+        any = true;
+    }
+    return any;
+}
+
+/* The same for all operations of a device that have begun, the greatest priority first, then the oldest. While one has
+ * blocks that find no place, those behind it start none. */
+static bool start_all(state &g, int device)
+{
+    std::vector<CUstream_st *> begun;
+    bool any = false;
+    for (auto s : g.streams)
+        if (s->device == device && s->waiting > 0) begun.push_back(s);
+    std::sort(begun.begin(), begun.end(), [](const CUstream_st *a, const CUstream_st *b) {
+        return std::make_pair((int64_t)a->priority, a->queue.front().order) <
+               std::make_pair((int64_t)b->priority, b->queue.front().order);
+    });
+    for (auto s : begun) {
+        any = start_blocks(g, s) || any;
+        if (s->waiting > 0) break;
+    }
+    return any;
+}
+
+static void leave_processors(state &g, CUstream_st *s)
+{
+    auto &blocks = g.devices[s->device].blocks;
+    blocks.erase(
+        std::remove_if(blocks.begin(), blocks.end(), [=](const resident &b) { return b.stream == s; }),
+        blocks.end());
+    s->running = 0;
+}
+
+/* The first operation of a stream, which waits for nothing: what needs no multiprocessor is done, what needs some begins.
+ * *late: its group waits for another rank's host. */
+static fake_step first_step(CUstream_st *s, std::vector<CUstream_st *> &path, bool *late)
+{
+    state &g = all();
+    std::shared_ptr<fake_group> group = s->queue.front().group;
+    if (s->queue.front().needs.blocks > 0 && s->waiting < 0) s->waiting = s->queue.front().needs.blocks;
+    if (s->waiting > 0 || (s->waiting == 0 && group == nullptr))
+        return FAKE_STUCK; /* its blocks take their time */
+    if (group != nullptr) {
+        fake_step step = fake_group_step(group, path);
+        if (step == FAKE_STUCK) *late = *late || fake_group_late(group);
+        if (step != FAKE_DONE) return step;
+        leave_processors(g, s);
+    } else {
+        std::function<void()> work = std::move(s->queue.front().work);
+        fake_open();
+        if (work) work();
+    }
+    finish(s);
+    return FAKE_MOVED;
+}
+
+/* The next that happens on a device: something without a kernel, blocks that start, or the clock goes on to the first end
+ * of a block. Blocks that wait already take the place that it leaves before kernels come that it leads to: a launch takes
+ * a device some time. Hosts are never slow: while one has not enqueued what another rank waits for, clocks stand still. */
+static fake_step device_step(state &g, int device, std::vector<CUstream_st *> &path)
+{
+    state::device &d = g.devices[device];
+    bool late = false;
+    if (d.busy) return FAKE_STUCK;
+    d.busy = true;
+    fake_step step = FAKE_STUCK;
+    const std::vector<CUstream_st *> streams = g.streams;
+    for (size_t i = 0; i < streams.size() && step == FAKE_STUCK; ++i) {
+        CUstream_st *s = streams[i];
+        if (s->device != device || s->queue.empty()) continue;
+        bool waits = false;
+        const std::vector<fake_point> after = s->queue.front().after;
+        for (auto &q : after) {
+            if (fake_passed(q)) continue;
+            waits = true;
+            if (q.stream->device != device && fake_toward(q, path) == FAKE_MOVED) step = FAKE_MOVED;
+        }
+        if (!waits) step = first_step(s, path, &late);
+    }
+    if (step == FAKE_STUCK && start_all(g, device)) step = FAKE_MOVED;
+    uint64_t next = UINT64_MAX;
+    for (auto &b : d.blocks) next = std::min(next, b.end);
+    if (step == FAKE_STUCK && !late && next != UINT64_MAX) {
+        d.clock = next;
+        for (size_t i = d.blocks.size(); i-- > 0;)
+            if (d.blocks[i].end == next) {
+                --d.blocks[i].stream->running;
+                d.blocks.erase(d.blocks.begin() + (long)i);
+            }
+        (void)start_all(g, device);
+        for (auto s : streams)
+            if (s->device == device && s->waiting == 0 && s->running == 0 &&
+                s->queue.front().group == nullptr) {
+                std::function<void()> work = std::move(s->queue.front().work);
+                fake_open();
+                work();
+                finish(s);
+            }
+        step = FAKE_MOVED;
+    }
+    d.busy = false;
+    return step;
+}
+
 fake_step fake_toward(fake_point p, std::vector<CUstream_st *> &path)
 {
     CUstream_st *s = p.stream;
     if (fake_passed(p)) return FAKE_DONE;
     if (std::find(path.begin(), path.end(), s) != path.end()) return FAKE_STUCK; /* waits for itself */
     path.push_back(s);
+    if (all().of.count > 0) {
+        fake_step step = device_step(all(), s->device, path);
+        path.pop_back();
+        return step;
+    }
     /* no reference into the queue: what runs below may be what empties it */
     std::vector<fake_point> after = s->queue.front().after;
     std::shared_ptr<fake_group> group = s->queue.front().group;
@@ -403,9 +577,7 @@ fake_step fake_toward(fake_point p, std::vector<CUstream_st *> &path)
         step = FAKE_DONE;
     }
     if (step == FAKE_DONE) {
-        s->queue.pop_front();
-        ++s->done;
-        fake_changed();
+        finish(s);
         step = FAKE_MOVED;
     }
     path.pop_back();
@@ -603,6 +775,25 @@ void fake_set_device(int d)
 }
 
 /* ---- controls ---- */
+
+void fake_residency(const fake_processors *of)
+{
+    fake_look look;
+    state &g = all();
+    g.of = of != NULL ? *of : fake_processors();
+    for (auto &d : g.devices) d.clock = 0;
+}
+
+double fake_now(int device)
+{
+    if (all().of.count > 0) return (double)all().devices[device].clock * 1e-3;
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+int fake_processors_count()
+{
+    return all().of.count > 0 ? all().of.count : 4;
+}
 
 void fake_seed(uint64_t seed)
 {

@@ -20,8 +20,8 @@
  *
  * Environment: FAKE_SEED (0: nothing runs until it is forced), FAKE_EAGER=1 (everything runs at once),
  * FAKE_FAIL=k[s] (the k-th call of the process fails, 's': and all later ones), FAKE_PATIENCE (seconds that a
- * wait may see nothing move before it is a finding; 60), FAKE_CAPABILITY (of the devices: 80, or 90 with more
- * shared memory).
+ * wait may see nothing move before it is a finding; 60), FAKE_CAPABILITY (of the devices: 80, 86 with less
+ * shared memory, or 90 with more).
  */
 #ifndef FAKE_H
 #define FAKE_H
@@ -74,12 +74,30 @@ void fake_symmetric(int whom);
 void fake_domain(int ranks);
 /* What cudaDriverGetVersion says to this rank, that of fake_rank; 0: CUDART_VERSION, the default for all. */
 void fake_driver(int rank, int version);
+/* What ncclGetVersion says to this rank, that of fake_rank, and what its library then can do; -1: to every other one;
+ * 0: NCCL_VERSION_CODE, the default. Before 2.30.7 windows of unequal sizes are a finding, before 2.31 a call with a
+ * configuration of its own is. */
+void fake_nccl_version(int rank, int version);
 /* Which devices reach each other: 0: none; 1: all, the default. Of a process, and between processes. */
 void fake_peers(int on);
 /* Whether NCCL's operations of two communicators at the same time on one device are a finding; 0: no, the default. */
 void fake_one_at_a_time(int on);
 /* All-to-alls that went to the copy engines, all ranks together, since the last call. */
 long fake_engine_calls(void);
+/* All-gathers of bytes, likewise. */
+long fake_gather_calls(void);
+
+/* ---- residency ---- */
+
+/* A device: how many multiprocessors it has, and what each has for blocks. */
+typedef struct fake_processors {
+    int count, registers, shared, threads, blocks;
+} fake_processors;
+/* From now on blocks of kernels, of cuBLAS's and NCCL's too, take their part of a multiprocessor and time on the device's
+ * clock, and wait where there is no place. When several may start, the stream of the greater priority is first. A block
+ * that runs is never put off. What needs no multiprocessor takes no time; events between which cudaEventElapsedTime is
+ * asked say ticks. Before it, and before NULL, which ends it, no operation is enqueued. */
+void fake_residency(const fake_processors *of);
 
 /* ---- counts ---- */
 
@@ -98,8 +116,18 @@ int fake_check_clean(void);
 
 #include <functional>
 
-/* What a launch does: enqueues, and leaves its error to cudaGetLastError. */
-cudaError_t fake_enqueue(cudaStream_t stream, const char *name, std::function<void()> work);
+/* What a kernel's blocks need of a multiprocessor; no blocks: nothing. */
+struct fake_needs {
+    int64_t blocks;
+    int threads, registers;
+    size_t shared;
+    uint64_t ticks; /* that a block takes; 0: until its operation is done */
+};
+
+/* What a launch does: enqueues, and leaves its error to cudaGetLastError. Registers and ticks are those of
+ * fake_kernels.h for this name and these columns. */
+cudaError_t fake_enqueue(cudaStream_t stream, const char *name, std::function<void()> work,
+                         fake_needs needs = fake_needs(), int columns = 0);
 #endif
 
 #endif

@@ -12,6 +12,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -22,6 +23,32 @@
 
 /* Ends the process with a line on stderr. */
 [[noreturn]] void fake_finding(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+/* ---- handles ---- */
+
+extern long fake_handles; /* live ones of all kinds */
+
+/* Live and dead ones of a kind: the address of a dead one must not come again. */
+template <class T> std::set<T *> &fake_every()
+{
+    static auto *set = new std::set<T *>;
+    return *set;
+}
+
+template <class T> T *fake_made(T *h)
+{
+    fake_every<T>().insert(h);
+    ++fake_handles;
+    return h;
+}
+
+/* A live one; else a finding. */
+template <class T> T *fake_alive(T *h, const char *what, const char *who)
+{
+    if (fake_every<T>().count(h) == 0) fake_finding("%s: %p is no %s", who, (void *)h, what);
+    if (!h->live) fake_finding("%s: %s %p is used after it was destroyed", who, what, (void *)h);
+    return h;
+}
 
 /* ---- calls: the lock, and injected errors ---- */
 
@@ -70,6 +97,8 @@ struct fake_op {
     std::function<void()> work;
     std::vector<fake_point> after;
     std::shared_ptr<fake_group> group; /* instead of work */
+    fake_needs needs = {};
+    uint64_t order = 0; /* among those of all streams */
 };
 
 /* Never freed: a point may name a stream that was destroyed, whose work goes on. */
@@ -81,15 +110,19 @@ struct CUstream_st {
     uint64_t issued, done;
     std::shared_ptr<struct fake_capture> capture = nullptr; /* what it captures into now */
     std::vector<size_t> tail = {};                          /* nodes that its next one comes after */
+    int priority = 0;                                       /* less is greater */
+    /* of the first operation, where residency counts: blocks that have not started, -1: it has not begun; and that run */
+    int64_t waiting = -1, running = 0;
 };
 
-CUstream_st *fake_stream_new(int device, bool blocking);
+CUstream_st *fake_stream_new(int device, bool blocking, int priority = 0);
 /* A live stream from the host's handle; 0 is the current device's legacy stream. */
 CUstream_st *fake_stream(cudaStream_t handle);
 /* Appends; the call's own checks are done. Returns the operation's point; in a capture, one that is passed. */
 fake_point fake_append(CUstream_st *s, const char *name, std::function<void()> work,
                        const std::vector<fake_point> &after = {},
-                       const std::shared_ptr<fake_group> &group = nullptr);
+                       const std::shared_ptr<fake_group> &group = nullptr,
+                       const fake_needs &needs = fake_needs());
 bool fake_passed(fake_point p);
 /* Runs what leads to the point; returns false if that must wait for another thread. */
 bool fake_advance(fake_point p);
@@ -108,6 +141,13 @@ enum fake_step { FAKE_DONE, FAKE_MOVED, FAKE_STUCK };
 fake_step fake_toward(fake_point p, std::vector<CUstream_st *> &path);
 /* Something changed that another thread may be waiting for. */
 void fake_changed();
+
+/* Of a device, in seconds: the time, or, where residency counts, a thousandth a tick. */
+double fake_now(int device);
+/* Multiprocessors of a device. */
+int fake_processors_count();
+/* 80 or 90, fake_cuda.cpp */
+int fake_capability();
 
 /* The device's legacy stream? */
 bool fake_is_legacy(const CUstream_st *s);
@@ -176,12 +216,13 @@ int fake_device();           /* the thread's current one */
 int fake_this_rank();        /* as fake_rank named it */
 void fake_set_device(int d); /* no check */
 enum { FAKE_DEVICES = 16 };
-extern long fake_handles; /* live ones of all kinds */
 
 /* fake_cuda.cpp: memory is freed; another rank that has it open is a finding. */
 void fake_ipc_freed(const void *p, const char *who);
 /* fake_nccl.cpp, called while an operation of a group is first in its queue */
 fake_step fake_group_step(const std::shared_ptr<fake_group> &group, std::vector<CUstream_st *> &path);
+/* Whether it waits for what another rank's host has not enqueued yet. */
+bool fake_group_late(const std::shared_ptr<fake_group> &group);
 /* Every group is forgotten. */
 void fake_nccl_drop();
 

@@ -1,11 +1,11 @@
 /* fake_cublas.cpp -- matrix products in plain loops, summed in f32 in the order of k   tests */
 #include "fake_core.h"
+#include "fake_kernels.h"
 
 #include "cublas_v2.h"
 
 #include <algorithm>
 #include <cstring>
-#include <set>
 
 #pragma GCC optimize("O3")
 
@@ -21,13 +21,6 @@ struct cublasContext {
 namespace
 {
 
-/* Live and dead ones: the address of a dead one must not come again. */
-std::set<cublasHandle_t> &handles()
-{
-    static std::set<cublasHandle_t> *set = new std::set<cublasHandle_t>;
-    return *set;
-}
-
 cublasStatus_t fail(const fake_call &call, cublasStatus_t mine)
 {
     return call.error(mine, CUBLAS_STATUS_EXECUTION_FAILED);
@@ -35,9 +28,7 @@ cublasStatus_t fail(const fake_call &call, cublasStatus_t mine)
 
 cublasContext *handle(cublasHandle_t h)
 {
-    if (handles().count(h) == 0) fake_finding("%p is no cuBLAS handle", (void *)h);
-    if (!h->live) fake_finding("cuBLAS handle %p is used after it was destroyed", (void *)h);
-    return h;
+    return fake_alive(h, "cuBLAS handle", "a call");
 }
 
 size_t type_bytes(cudaDataType t)
@@ -140,7 +131,7 @@ cublasStatus_t gemm(const char *name, cublasHandle_t h, cublasOperation_t ta, cu
     if (call.fails) return fail(call, CUBLAS_STATUS_EXECUTION_FAILED);
     if (h->lost) fake_finding("%s: cublasSetStream has taken the host's workspace away", name);
     if (m < 0 || n < 0 || k < 0 || batches < 0) return CUBLAS_STATUS_INVALID_VALUE;
-    if ((unsigned)ta > CUBLAS_OP_C || (unsigned)tb > CUBLAS_OP_C) return CUBLAS_STATUS_INVALID_VALUE;
+    if ((unsigned)ta > CUBLAS_OP_T || (unsigned)tb > CUBLAS_OP_T) return CUBLAS_STATUS_INVALID_VALUE;
     int64_t a_rows = ta == CUBLAS_OP_N ? m : k, b_rows = tb == CUBLAS_OP_N ? k : n;
     if (lda < std::max<int64_t>(1, a_rows) || ldb < std::max<int64_t>(1, b_rows) ||
         ldc < std::max<int64_t>(1, m))
@@ -148,9 +139,7 @@ cublasStatus_t gemm(const char *name, cublasHandle_t h, cublasOperation_t ta, cu
     if (alpha == NULL || beta == NULL) return CUBLAS_STATUS_INVALID_VALUE;
     bool known = (a_type == CUDA_R_16BF || a_type == CUDA_R_32F) && b_type == a_type &&
                  (c_type == a_type || c_type == CUDA_R_32F);
-    if (!known || compute < CUBLAS_COMPUTE_32F || compute == CUBLAS_COMPUTE_64F)
-        return CUBLAS_STATUS_NOT_SUPPORTED;
-    if (algo != CUBLAS_GEMM_DEFAULT && algo != CUBLAS_GEMM_DEFAULT_TENSOR_OP)
+    if (!known || compute != CUBLAS_COMPUTE_32F || algo != CUBLAS_GEMM_DEFAULT)
         return CUBLAS_STATUS_NOT_SUPPORTED;
     if (h->pointers != CUBLAS_POINTER_MODE_HOST)
         fake_finding("%s: factors on the device are not modelled", name);
@@ -185,7 +174,13 @@ cublasStatus_t gemm(const char *name, cublasHandle_t h, cublasOperation_t ta, cu
         (uintptr_t)c % type_bytes(c_type))
         fake_finding("%s: an operand is not aligned to its elements", name);
     check(g);
-    fake_append(s, name, [g] { run(g); });
+    const bool on_90 = fake_capability() >= 90;
+    const int64_t tiles = (g.m + FAKE_PRODUCT_TILE - 1) / FAKE_PRODUCT_TILE *
+                          ((g.n + FAKE_PRODUCT_TILE - 1) / FAKE_PRODUCT_TILE) * g.batches;
+    fake_append(s, name, [g] { run(g); }, {}, nullptr,
+                {tiles, on_90 ? FAKE_PRODUCT_THREADS_90 : FAKE_PRODUCT_THREADS_80,
+                 on_90 ? FAKE_PRODUCT_REGISTERS_90 : FAKE_PRODUCT_REGISTERS_80,
+                 (size_t)(on_90 ? FAKE_PRODUCT_SHARED_90 : FAKE_PRODUCT_SHARED_80), 1});
     return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -196,10 +191,8 @@ cublasStatus_t cublasCreate(cublasHandle_t *out)
     fake_call call("cublasCreate");
     if (call.fails) return fail(call, CUBLAS_STATUS_ALLOC_FAILED);
     if (out == NULL) return CUBLAS_STATUS_INVALID_VALUE;
-    *out = new cublasContext{NULL, CUBLAS_DEFAULT_MATH, false, false, CUBLAS_POINTER_MODE_HOST, fake_device(),
-                             true};
-    handles().insert(*out);
-    ++fake_handles;
+    *out = fake_made(new cublasContext{NULL, CUBLAS_DEFAULT_MATH, false, false, CUBLAS_POINTER_MODE_HOST,
+                                       fake_device(), true});
     return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -254,46 +247,12 @@ cublasStatus_t cublasSetMathMode(cublasHandle_t h, cublasMath_t mode)
     return CUBLAS_STATUS_SUCCESS;
 }
 
-cublasStatus_t cublasGetMathMode(cublasHandle_t h, cublasMath_t *out)
-{
-    fake_call call("cublasGetMathMode");
-    if (call.fails) return fail(call, CUBLAS_STATUS_INTERNAL_ERROR);
-    *out = handle(h)->math;
-    return CUBLAS_STATUS_SUCCESS;
-}
-
 cublasStatus_t cublasSetPointerMode(cublasHandle_t h, cublasPointerMode_t mode)
 {
     fake_call call("cublasSetPointerMode");
     if (call.fails) return fail(call, CUBLAS_STATUS_INTERNAL_ERROR);
     handle(h)->pointers = mode;
     return CUBLAS_STATUS_SUCCESS;
-}
-
-cublasStatus_t cublasGetPointerMode(cublasHandle_t h, cublasPointerMode_t *out)
-{
-    fake_call call("cublasGetPointerMode");
-    if (call.fails) return fail(call, CUBLAS_STATUS_INTERNAL_ERROR);
-    *out = handle(h)->pointers;
-    return CUBLAS_STATUS_SUCCESS;
-}
-
-cublasStatus_t cublasGetVersion(cublasHandle_t h, int *version)
-{
-    fake_call call("cublasGetVersion");
-    (void)handle(h);
-    if (call.fails) return fail(call, CUBLAS_STATUS_INTERNAL_ERROR);
-    *version = 130000;
-    return CUBLAS_STATUS_SUCCESS;
-}
-
-cublasStatus_t cublasGemmEx(cublasHandle_t h, cublasOperation_t ta, cublasOperation_t tb, int m, int n, int k,
-                            const void *alpha, const void *a, cudaDataType a_type, int lda, const void *b,
-                            cudaDataType b_type, int ldb, const void *beta, void *c, cudaDataType c_type,
-                            int ldc, cublasComputeType_t compute, cublasGemmAlgo_t algo)
-{
-    return gemm("cublasGemmEx", h, ta, tb, m, n, k, alpha, a, a_type, lda, 0, b, b_type, ldb, 0, beta, c,
-                c_type, ldc, 0, 1, compute, algo);
 }
 
 cublasStatus_t cublasGemmEx_64(cublasHandle_t h, cublasOperation_t ta, cublasOperation_t tb, int64_t m,
@@ -306,17 +265,6 @@ cublasStatus_t cublasGemmEx_64(cublasHandle_t h, cublasOperation_t ta, cublasOpe
                 c_type, ldc, 0, 1, compute, algo);
 }
 
-cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t h, cublasOperation_t ta, cublasOperation_t tb, int m,
-                                          int n, int k, const void *alpha, const void *a, cudaDataType a_type,
-                                          int lda, long long int a_stride, const void *b, cudaDataType b_type,
-                                          int ldb, long long int b_stride, const void *beta, void *c,
-                                          cudaDataType c_type, int ldc, long long int c_stride, int batches,
-                                          cublasComputeType_t compute, cublasGemmAlgo_t algo)
-{
-    return gemm("cublasGemmStridedBatchedEx", h, ta, tb, m, n, k, alpha, a, a_type, lda, a_stride, b, b_type,
-                ldb, b_stride, beta, c, c_type, ldc, c_stride, batches, compute, algo);
-}
-
 cublasStatus_t cublasGemmStridedBatchedEx_64(
     cublasHandle_t h, cublasOperation_t ta, cublasOperation_t tb, int64_t m, int64_t n, int64_t k,
     const void *alpha, const void *a, cudaDataType a_type, int64_t lda, long long int a_stride, const void *b,
@@ -327,51 +275,34 @@ cublasStatus_t cublasGemmStridedBatchedEx_64(
                 b_type, ldb, b_stride, beta, c, c_type, ldc, c_stride, batches, compute, algo);
 }
 
+static const struct {
+    cublasStatus_t status;
+    const char *name, *text;
+} texts[] = {
+#define STATUS_TEXT(status, text) \
+    {                             \
+        status, #status, text     \
+    }
+    STATUS_TEXT(CUBLAS_STATUS_SUCCESS, "success"),
+    STATUS_TEXT(CUBLAS_STATUS_NOT_INITIALIZED, "the library was not initialized"),
+    STATUS_TEXT(CUBLAS_STATUS_ALLOC_FAILED, "the resource allocation failed"),
+    STATUS_TEXT(CUBLAS_STATUS_INVALID_VALUE, "an unsupported value or parameter was passed to the function"),
+    STATUS_TEXT(CUBLAS_STATUS_EXECUTION_FAILED, "the function failed to launch on the GPU"),
+    STATUS_TEXT(CUBLAS_STATUS_INTERNAL_ERROR, "an internal operation failed"),
+    STATUS_TEXT(CUBLAS_STATUS_NOT_SUPPORTED, "the functionality requested is not supported"),
+#undef STATUS_TEXT
+};
+
 const char *cublasGetStatusName(cublasStatus_t s)
 {
-    switch (s) {
-    case CUBLAS_STATUS_SUCCESS:
-        return "CUBLAS_STATUS_SUCCESS";
-    case CUBLAS_STATUS_NOT_INITIALIZED:
-        return "CUBLAS_STATUS_NOT_INITIALIZED";
-    case CUBLAS_STATUS_ALLOC_FAILED:
-        return "CUBLAS_STATUS_ALLOC_FAILED";
-    case CUBLAS_STATUS_INVALID_VALUE:
-        return "CUBLAS_STATUS_INVALID_VALUE";
-    case CUBLAS_STATUS_ARCH_MISMATCH:
-        return "CUBLAS_STATUS_ARCH_MISMATCH";
-    case CUBLAS_STATUS_MAPPING_ERROR:
-        return "CUBLAS_STATUS_MAPPING_ERROR";
-    case CUBLAS_STATUS_EXECUTION_FAILED:
-        return "CUBLAS_STATUS_EXECUTION_FAILED";
-    case CUBLAS_STATUS_INTERNAL_ERROR:
-        return "CUBLAS_STATUS_INTERNAL_ERROR";
-    case CUBLAS_STATUS_NOT_SUPPORTED:
-        return "CUBLAS_STATUS_NOT_SUPPORTED";
-    case CUBLAS_STATUS_LICENSE_ERROR:
-        return "CUBLAS_STATUS_LICENSE_ERROR";
-    }
+    for (auto &t : texts)
+        if (t.status == s) return t.name;
     return "unknown";
 }
 
 const char *cublasGetStatusString(cublasStatus_t s)
 {
-    switch (s) {
-    case CUBLAS_STATUS_SUCCESS:
-        return "success";
-    case CUBLAS_STATUS_NOT_INITIALIZED:
-        return "the library was not initialized";
-    case CUBLAS_STATUS_ALLOC_FAILED:
-        return "the resource allocation failed";
-    case CUBLAS_STATUS_INVALID_VALUE:
-        return "an unsupported value or parameter was passed to the function";
-    case CUBLAS_STATUS_EXECUTION_FAILED:
-        return "the function failed to launch on the GPU";
-    case CUBLAS_STATUS_INTERNAL_ERROR:
-        return "an internal operation failed";
-    case CUBLAS_STATUS_NOT_SUPPORTED:
-        return "the functionality requested is not supported";
-    default:
-        return "another error";
-    }
+    for (auto &t : texts)
+        if (t.status == s) return t.text;
+    return "another error";
 }

@@ -8,7 +8,6 @@
 #include "fake_core.h"
 
 #include <algorithm>
-#include <set>
 
 struct CUgraph_st {
     std::vector<fake_node> nodes;
@@ -28,27 +27,6 @@ std::vector<fake_capture_ref> &active()
 {
     static auto *list = new std::vector<fake_capture_ref>;
     return *list;
-}
-
-/* Live and dead ones: the address of a dead one must not come again. */
-std::set<const void *> &handles()
-{
-    static auto *set = new std::set<const void *>;
-    return *set;
-}
-
-template <class T> T *handle(T *h, const char *who)
-{
-    if (handles().count(h) == 0) fake_finding("%s: %p is no graph", who, (void *)h);
-    if (!h->live) fake_finding("%s: graph %p is used after it was destroyed", who, (void *)h);
-    return h;
-}
-
-template <class T> T *made(T *h)
-{
-    handles().insert(h);
-    ++fake_handles;
-    return h;
 }
 
 cudaError_t fail(const fake_call &call, cudaError_t mine)
@@ -202,7 +180,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *out)
         e = cudaErrorStreamCaptureUnjoined;
     end(c);
     if (call.fails) return fail(call, cudaErrorUnknown);
-    if (e == cudaSuccess) *out = made(new CUgraph_st{std::move(c->nodes), true});
+    if (e == cudaSuccess) *out = fake_made(new CUgraph_st{std::move(c->nodes), true});
     return fake_keep(e);
 }
 
@@ -221,10 +199,10 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureSta
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t *out, cudaGraph_t graph, unsigned long long flags)
 {
     fake_call call("cudaGraphInstantiate");
-    handle(graph, call.name);
+    fake_alive(graph, "graph", call.name);
     if (call.fails) return fail(call, cudaErrorMemoryAllocation);
     if (out == NULL || flags != 0) return fake_keep(cudaErrorInvalidValue);
-    *out = made(new CUgraphExec_st{graph->nodes, {NULL, 0}, true});
+    *out = fake_made(new CUgraphExec_st{graph->nodes, {NULL, 0}, true});
     return cudaSuccess;
 }
 
@@ -232,7 +210,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream)
 {
     fake_call call("cudaGraphLaunch");
     CUstream_st *s = fake_stream(stream);
-    handle(exec, call.name);
+    fake_alive(exec, "graph", call.name);
     if (call.fails) return fail(call, cudaErrorLaunchFailure);
     if (s->capture != nullptr) fake_finding("%s: a graph inside of a graph is not modelled", call.name);
     cudaError_t e = fake_may(s);
@@ -254,7 +232,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream)
 cudaError_t cudaGraphDestroy(cudaGraph_t graph)
 {
     fake_call call("cudaGraphDestroy");
-    handle(graph, call.name)->live = false;
+    fake_alive(graph, "graph", call.name)->live = false;
     graph->nodes.clear();
     --fake_handles;
     return call.fails ? fail(call, cudaErrorLaunchFailure) : cudaSuccess;
@@ -264,7 +242,7 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph)
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec)
 {
     fake_call call("cudaGraphExecDestroy");
-    handle(exec, call.name)->live = false;
+    fake_alive(exec, "graph", call.name)->live = false;
     exec->nodes.clear();
     --fake_handles;
     return call.fails ? fail(call, cudaErrorLaunchFailure) : cudaSuccess;

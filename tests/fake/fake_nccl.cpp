@@ -5,6 +5,7 @@
  * all its parts are.
  */
 #include "fake_core.h"
+#include "fake_kernels.h"
 
 #include "nccl.h"
 
@@ -109,18 +110,27 @@ std::map<uint64_t, std::shared_ptr<team>> &teams()
     return *map;
 }
 
-/* Live and dead ones: the address of a dead one must not come again. */
-std::set<ncclComm_t> &comms()
-{
-    static auto *set = new std::set<ncclComm_t>;
-    return *set;
-}
-
 uint64_t ids;
 int symmetric = 2;
 int domain; /* 0: all ranks; -1: nobody knows */
-long engine_calls;
+long engine_calls, gather_calls;
 bool one_at_a_time;
+
+std::map<int, int> &versions()
+{
+    static auto *map = new std::map<int, int>;
+    return *map;
+}
+
+/* The library's that this rank has. */
+int version_here()
+{
+    for (int rank : {fake_this_rank(), -1}) {
+        auto found = versions().find(rank);
+        if (found != versions().end() && found->second != 0) return found->second;
+    }
+    return NCCL_VERSION_CODE;
+}
 
 /* What ncclMemAlloc gave. */
 std::set<void *> &slabs()
@@ -163,9 +173,7 @@ ncclResult_t fail(const fake_call &call, ncclResult_t mine)
 
 ncclComm_t alive(ncclComm_t comm, const char *who)
 {
-    if (comms().count(comm) == 0) fake_finding("%s: %p is no communicator", who, (void *)comm);
-    if (!comm->live) fake_finding("%s: communicator %p is used after it was freed", who, (void *)comm);
-    return comm;
+    return fake_alive(comm, "communicator", who);
 }
 
 void prune(ncclComm_t comm)
@@ -193,7 +201,10 @@ bool lost(ncclComm_t comm)
 
 void enqueue(const group_ref &g)
 {
-    g->point = fake_append(g->stream, "ncclGroup", nullptr, {}, g);
+    /* copy engines take none */
+    bool kernel = g->parts.empty() || strstr(g->parts[0].call, "copy engines") == NULL;
+    g->point = fake_append(g->stream, "ncclGroup", nullptr, {}, g,
+                           {kernel, FAKE_NCCL_THREADS, FAKE_NCCL_REGISTERS, 0, 0});
     if (g->stream->capture != nullptr) return; /* fake_group_launch enqueues it, and again */
     g->comm->order.push_back(g);
     prune(g->comm);
@@ -321,7 +332,7 @@ ncclResult_t init(const fake_call &call, ncclComm_t *out, int ranks, ncclUniqueI
     if (t->ranks != ranks || t->members[(size_t)rank] != NULL)
         fake_finding("%s: rank %d of %d comes to a team of %d, or comes twice", call.name, rank, ranks,
                      t->ranks);
-    ncclComm_t comm = new ncclComm{};
+    ncclComm_t comm = fake_made(new ncclComm{});
     comm->of = t;
     comm->rank = rank;
     comm->device = device;
@@ -329,8 +340,6 @@ ncclResult_t init(const fake_call &call, ncclComm_t *out, int ranks, ncclUniqueI
     comm->live = true;
     comm->error = ncclSuccess;
     comm->polls = blocking ? 0 : fake_random(3);
-    comms().insert(comm);
-    ++fake_handles;
     for (auto m : t->members) t->duplicate = t->duplicate || (m != NULL && m->device == device);
     t->members[(size_t)rank] = comm;
     ++t->come;
@@ -421,28 +430,10 @@ ncclResult_t flush(const fake_call &call)
     return r;
 }
 
+/* 0: none that the fake knows. */
 size_t type_bytes(ncclDataType_t t)
 {
-    switch (t) {
-    case ncclInt8:
-    case ncclUint8:
-    case ncclFloat8e4m3:
-    case ncclFloat8e5m2:
-        return 1;
-    case ncclFloat16:
-    case ncclBfloat16:
-        return 2;
-    case ncclInt32:
-    case ncclUint32:
-    case ncclFloat32:
-        return 4;
-    case ncclInt64:
-    case ncclUint64:
-    case ncclFloat64:
-        return 8;
-    default:
-        return 0;
-    }
+    return t == ncclInt8 ? 1 : t == ncclInt32 ? 4 : t == ncclInt64 ? 8 : 0;
 }
 
 ncclResult_t check_type(ncclComm_t comm, ncclDataType_t t)
@@ -459,7 +450,7 @@ fake_step fake_group_step(const std::shared_ptr<fake_group> &g, std::vector<CUst
     int me = g->comm->rank;
     if (!g->started) {
         g->started = true;
-        for (auto other : comms())
+        for (auto other : fake_every<ncclComm>())
             for (auto &theirs : other->order)
                 if (one_at_a_time && other != g->comm && other->live && other->device == g->comm->device &&
                     theirs->started && !theirs->dropped && theirs->left > 0)
@@ -491,6 +482,16 @@ fake_step fake_group_step(const std::shared_ptr<fake_group> &g, std::vector<CUst
     return FAKE_STUCK;
 }
 
+bool fake_group_late(const std::shared_ptr<fake_group> &g)
+{
+    for (auto &p : g->parts) {
+        bool comes = p.done;
+        for (auto &theirs : g->comm->of->members[(size_t)p.peer]->order) comes = comes || !theirs->started;
+        if (!comes) return true;
+    }
+    return false;
+}
+
 void fake_group_launch(const group_ref &captured, CUstream_st *s)
 {
     group_ref g = std::make_shared<fake_group>(*captured);
@@ -501,7 +502,7 @@ void fake_group_launch(const group_ref &captured, CUstream_st *s)
 
 void fake_nccl_drop()
 {
-    for (auto comm : comms()) {
+    for (auto comm : fake_every<ncclComm>()) {
         comm->order.clear();
         comm->kept.clear();
         comm->of->channels.clear();
@@ -510,8 +511,15 @@ void fake_nccl_drop()
 
 ncclResult_t ncclGetVersion(int *version)
 {
-    *version = NCCL_VERSION_CODE;
+    fake_look look;
+    *version = version_here();
     return ncclSuccess;
+}
+
+void fake_nccl_version(int rank, int version)
+{
+    fake_look look;
+    versions()[rank] = version;
 }
 
 ncclResult_t ncclGetUniqueId(ncclUniqueId *out)
@@ -523,12 +531,6 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId *out)
     ++ids;
     memcpy(out->internal, &ids, sizeof ids);
     return ncclSuccess;
-}
-
-ncclResult_t ncclCommInitRank(ncclComm_t *out, int ranks, ncclUniqueId id, int rank)
-{
-    fake_call call("ncclCommInitRank");
-    return init(call, out, ranks, id, rank, true, fake_device());
 }
 
 ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int ranks, ncclUniqueId id, int rank,
@@ -614,29 +616,17 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *out)
     return ncclSuccess;
 }
 
-ncclResult_t ncclCommCount(const ncclComm_t comm, int *out)
-{
-    fake_call call("ncclCommCount");
-    if (call.fails) return fail(call, ncclInternalError);
-    *out = alive(comm, call.name)->of->ranks;
-    return ncclSuccess;
-}
-
-ncclResult_t ncclCommUserRank(const ncclComm_t comm, int *out)
-{
-    fake_call call("ncclCommUserRank");
-    if (call.fails) return fail(call, ncclInternalError);
-    *out = alive(comm, call.name)->rank;
-    return ncclSuccess;
-}
-
-ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int *out)
-{
-    fake_call call("ncclCommCuDevice");
-    if (call.fails) return fail(call, ncclInternalError);
-    *out = alive(comm, call.name)->device;
-    return ncclSuccess;
-}
+#define FAKE_NCCL_NUMBER(function, number)                    \
+    ncclResult_t function(const ncclComm_t comm, int *out)    \
+    {                                                         \
+        fake_call call(#function);                            \
+        if (call.fails) return fail(call, ncclInternalError); \
+        *out = alive(comm, call.name)->number;                \
+        return ncclSuccess;                                   \
+    }
+FAKE_NCCL_NUMBER(ncclCommCount, of->ranks)
+FAKE_NCCL_NUMBER(ncclCommUserRank, rank)
+FAKE_NCCL_NUMBER(ncclCommCuDevice, device)
 
 const char *ncclGetErrorString(ncclResult_t r)
 {
@@ -647,14 +637,16 @@ const char *ncclGetErrorString(ncclResult_t r)
                                         "invalid argument",
                                         "invalid usage",
                                         "remote process exited or there was a network error",
-                                        "NCCL operation in progress"};
+                                        "NCCL operation in progress",
+                                        "timeout"};
     return (unsigned)r < ncclNumResults ? texts[r] : "unknown result code";
 }
 
 const char *ncclGetLastError(ncclComm_t comm)
 {
     fake_look look;
-    if (comm != NULL && comms().count(comm) > 0) last_text = !comm->text.empty() ? comm->text : last_text;
+    if (comm != NULL && fake_every<ncclComm>().count(comm) > 0)
+        last_text = !comm->text.empty() ? comm->text : last_text;
     return last_text.c_str();
 }
 
@@ -676,7 +668,7 @@ ncclResult_t ncclMemFree(void *p)
     fake_call call("ncclMemFree");
     if (p == NULL) return ncclSuccess;
     if (slabs().erase(p) == 0) fake_finding("%s: %p is not of ncclMemAlloc", call.name, p);
-    for (auto comm : comms())
+    for (auto comm : fake_every<ncclComm>())
         for (auto w : comm->windows)
             if (live_window(w) && w->p == p) fake_finding("%s: %p is a window still", call.name, p);
     fake_release(p, FAKE_DEVICE, call.name);
@@ -698,9 +690,9 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *p, size_t bytes, nccl
     team &t = *comm->of;
     if (t.windows.size() == comm->registered) t.windows.push_back({bytes, 0});
     registration &w = t.windows[comm->registered++];
-    if (w.bytes != bytes)
-        fake_finding("%s: rank %d registers %zu bytes, another rank %zu", call.name, comm->rank, bytes,
-                     w.bytes);
+    if (w.bytes != bytes && version_here() < 23007)
+        fake_finding("%s: rank %d registers %zu bytes, another rank %zu, with NCCL %d", call.name, comm->rank,
+                     bytes, w.bytes, version_here());
     ++w.come;
     comm->windows.push_back(new ncclWindow_vidmem{(char *)p, bytes, (flags & NCCL_WIN_COLL_SYMMETRIC) != 0,
                                                   symmetric > (comm->rank == 0)});
@@ -761,6 +753,14 @@ long fake_engine_calls(void)
     return n;
 }
 
+long fake_gather_calls(void)
+{
+    fake_look look;
+    long n = gather_calls;
+    gather_calls = 0;
+    return n;
+}
+
 /* ---- operations ---- */
 
 ncclResult_t ncclGroupStart(void)
@@ -801,16 +801,23 @@ ncclResult_t ncclRecv(void *buffer, size_t count, ncclDataType_t type, int peer,
     return add(call, {p}, comm, stream, check_type(alive(comm, call.name), type));
 }
 
-ncclResult_t ncclAlltoAll(const void *send, void *receive, size_t count, ncclDataType_t type, ncclComm_t comm,
-                          cudaStream_t stream)
+static ncclResult_t all_to_all(const fake_call &call, const void *send, void *receive, size_t count,
+                               ncclDataType_t type, ncclComm_t comm, cudaStream_t stream,
+                               const ncclCollConfig_t *config)
 {
-    fake_call call("ncclAlltoAll");
     std::vector<part> parts;
     size_t bytes = count * type_bytes(type), place = 0;
     ncclWindow_t to = window_of(alive(comm, call.name), receive);
     const char *how = call.name;
     ncclResult_t bad = check_type(comm, type);
-    if (comm->policy == NCCL_CTA_POLICY_ZERO && to != NULL && window_of(comm, send) != NULL &&
+    int policy = comm->policy;
+    if (config != NULL && (config->magic != 0xcafebeef || config->size != sizeof *config))
+        bad = refuse(comm, ncclInvalidArgument, "the configuration was not initialized");
+    else if (config != NULL && config->CTAPolicy != NCCL_CONFIG_UNDEF_INT)
+        policy = config->CTAPolicy;
+    if (policy < NCCL_CTA_POLICY_DEFAULT || policy > NCCL_CTA_POLICY_ZERO)
+        bad = refuse(comm, ncclInvalidArgument, "an unknown CTAPolicy");
+    if (policy == NCCL_CTA_POLICY_ZERO && to != NULL && window_of(comm, send) != NULL &&
         domain_of(comm) == comm->of->ranks) {
         how = "ncclAlltoAll by copy engines";
         place = (size_t)((char *)receive - to->p);
@@ -827,12 +834,28 @@ ncclResult_t ncclAlltoAll(const void *send, void *receive, size_t count, ncclDat
     return add(call, parts, comm, stream, bad);
 }
 
+ncclResult_t ncclAlltoAll(const void *send, void *receive, size_t count, ncclDataType_t type, ncclComm_t comm,
+                          cudaStream_t stream)
+{
+    fake_call call("ncclAlltoAll");
+    return all_to_all(call, send, receive, count, type, comm, stream, NULL);
+}
+
+ncclResult_t ncclAlltoAllConfig(const void *send, void *receive, size_t count, ncclDataType_t type,
+                                ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t *config)
+{
+    fake_call call("ncclAlltoAllConfig");
+    if (version_here() < 23100) fake_finding("%s: NCCL %d does not have it", call.name, version_here());
+    return all_to_all(call, send, receive, count, type, comm, stream, config);
+}
+
 ncclResult_t ncclAllGather(const void *send, void *receive, size_t count, ncclDataType_t type,
                            ncclComm_t comm, cudaStream_t stream)
 {
     fake_call call("ncclAllGather");
     std::vector<part> parts;
     size_t bytes = count * type_bytes(type);
+    gather_calls += type == ncclInt8;
     for (int r = 0; r < alive(comm, call.name)->of->ranks; ++r) {
         parts.push_back({send, NULL, bytes, r, false, call.name, 0});
         parts.push_back({NULL, (char *)receive + (size_t)r * bytes, bytes, r, false, call.name, 0});

@@ -8,12 +8,13 @@
 #include "cuda_runtime_api.h"
 
 #include <limits.h>
+#include <stdint.h>
 
 #define NCCL_MAJOR        2
-#define NCCL_MINOR        28
-#define NCCL_PATCH        9
+#define NCCL_MINOR        32
+#define NCCL_PATCH        3
 #define NCCL_SUFFIX       ""
-#define NCCL_VERSION_CODE 22809
+#define NCCL_VERSION_CODE 23203
 #define NCCL_VERSION(major, minor, patch)                                  \
     (((major) <= 2 && (minor) <= 8) ? (major)*1000 + (minor)*100 + (patch) \
                                     : (major)*10000 + (minor)*100 + (patch))
@@ -51,31 +52,13 @@ typedef enum {
     ncclInvalidUsage = 5,
     ncclRemoteError = 6,
     ncclInProgress = 7,
-    ncclNumResults = 8
+    ncclTimeout = 8,
+    ncclNumResults = 9
 } ncclResult_t;
 
-typedef enum {
-    ncclInt8 = 0,
-    ncclChar = 0,
-    ncclUint8 = 1,
-    ncclInt32 = 2,
-    ncclInt = 2,
-    ncclUint32 = 3,
-    ncclInt64 = 4,
-    ncclUint64 = 5,
-    ncclFloat16 = 6,
-    ncclHalf = 6,
-    ncclFloat32 = 7,
-    ncclFloat = 7,
-    ncclFloat64 = 8,
-    ncclDouble = 8,
-    ncclBfloat16 = 9,
-    ncclFloat8e4m3 = 10,
-    ncclFloat8e5m2 = 11,
-    ncclNumTypes = 12
-} ncclDataType_t;
+typedef enum { ncclInt8 = 0, ncclInt32 = 2, ncclInt64 = 4 } ncclDataType_t;
 
-typedef struct ncclConfig_v22800 {
+typedef struct ncclConfig_v23100 {
     size_t size;
     unsigned int magic;
     unsigned int version;
@@ -93,7 +76,34 @@ typedef struct ncclConfig_v22800 {
     int nvlsCTAs;
     int nChannelsPerNetPeer;
     int nvlinkCentricSched;
+    int graphUsageMode;
+    int numRmaCtx;
+    int maxP2pPeers;
+    int graphStreamOrdering;
+    int launchOrderImplicit;
+    int numRmaSig;
+    int rmaEagerInit;
+    int hostCftMode;
+    int nvlsHostMode;
 } ncclConfig_t;
+
+typedef struct ncclConfigExt ncclConfigExt_t;
+
+typedef struct ncclCollConfig_v23200 {
+    size_t size;
+    unsigned int magic;
+    unsigned int version;
+    ncclConfigExt_t *ext;
+    int minCTAs;
+    int maxCTAs;
+    int nvlsCTAs;
+    int cgaClusterSize;
+    const char *algSelection;
+    int forceAlgSelection;
+    int CTAPolicy;
+    uint64_t userProfilerTag;
+    cudaEvent_t launchCompletionEvent;
+} ncclCollConfig_t;
 
 /* clang-format off */
 #define NCCL_CONFIG_INITIALIZER                                                                  \
@@ -103,7 +113,18 @@ typedef struct ncclConfig_v22800 {
         NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_PTR, NCCL_CONFIG_UNDEF_INT,                     \
         NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_PTR, NCCL_CONFIG_UNDEF_INT,                     \
         NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT,                     \
+        NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT,                     \
+        NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT,                     \
+        NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT,                     \
         NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT                                             \
+    }
+
+#define NCCL_COLLCONFIG_INITIALIZER                                                              \
+    {                                                                                            \
+        sizeof(ncclCollConfig_t), 0xcafebeef, NCCL_VERSION_CODE, NCCL_CONFIG_UNDEF_PTR,          \
+        NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT,                     \
+        NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_PTR, 1, NCCL_CONFIG_UNDEF_INT, 0,               \
+        NCCL_CONFIG_UNDEF_PTR                                                                    \
     }
 /* clang-format on */
 
@@ -113,7 +134,6 @@ extern "C" {
 
 ncclResult_t ncclGetVersion(int *version);
 ncclResult_t ncclGetUniqueId(ncclUniqueId *out);
-ncclResult_t ncclCommInitRank(ncclComm_t *out, int ranks, ncclUniqueId id, int rank);
 ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int ranks, ncclUniqueId id, int rank,
                                     ncclConfig_t *config);
 ncclResult_t ncclCommInitAll(ncclComm_t *out, int n, const int *devices);
@@ -140,6 +160,8 @@ ncclResult_t ncclRecv(void *buffer, size_t count, ncclDataType_t type, int peer,
                       cudaStream_t stream);
 ncclResult_t ncclAlltoAll(const void *send, void *receive, size_t count, ncclDataType_t type, ncclComm_t comm,
                           cudaStream_t stream);
+ncclResult_t ncclAlltoAllConfig(const void *send, void *receive, size_t count, ncclDataType_t type,
+                                ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t *config);
 ncclResult_t ncclAllGather(const void *send, void *receive, size_t count, ncclDataType_t type,
                            ncclComm_t comm, cudaStream_t stream);
 

@@ -10,7 +10,8 @@
 #include "fake.h"
 #include "nccl.h"
 
-#define OK(call) CHECK_SAY((call) == cudaSuccess, "%s", #call)
+#define OK(call)      CHECK_SAY((call) == cudaSuccess, "%s", #call)
+#define NCCL_OK(call) CHECK_SAY((call) == ncclSuccess, "%s", #call)
 
 static cudaStream_t stream_new(void)
 {
@@ -78,8 +79,7 @@ static void test_untouched(void)
 {
     enum { LARGE = 1 << 22 };
     char *dev = NULL;
-    int round;
-    for (round = 0; round < 2; ++round) {
+    for (int round = 0; round < 2; ++round) {
         dev = (char *)device_buf(LARGE);
         OK(cudaMemset(dev + LARGE / 2, 0, 4));
         OK(cudaDeviceSynchronize());
@@ -121,65 +121,8 @@ static void test_legacy(void)
 static char *dev_bytes, host_bytes[64];
 static cudaStream_t stream_now;
 
-static void find_past_the_end(void)
-{
-    cudaMemsetAsync(dev_bytes + 60, 0, 8, stream_now);
-}
-
-static void find_pageable(void)
-{
-    cudaMemsetAsync(host_bytes, 0, 8, stream_now);
-}
-
-static void find_freed(void)
-{
-    cudaFree(dev_bytes);
-    cudaMemcpy(host_bytes, dev_bytes, 8, cudaMemcpyDefault);
-}
-
-static void find_twice(void)
-{
-    cudaFree(dev_bytes);
-    cudaFree(dev_bytes);
-}
-
-static void find_host_access(void)
-{
-    host_bytes[0] = *(volatile char *)dev_bytes;
-}
-
-static void find_kind(void)
-{
-    cudaMemcpy(dev_bytes, host_bytes, 8, cudaMemcpyDeviceToDevice);
-}
-
-static void find_dead_stream(void)
-{
-    cudaStreamDestroy(stream_now);
-    cudaStreamSynchronize(stream_now);
-}
-
-static void find_overlap(void)
-{
-    cudaMemcpyAsync(dev_bytes, dev_bytes + 4, 8, cudaMemcpyDefault, stream_now);
-}
-
-static void find_gemm(void)
-{
-    float one = 1;
-    cublasHandle_t h;
-    cublasCreate(&h);
-    cublasGemmEx_64(h, CUBLAS_OP_N, CUBLAS_OP_N, 2, 2, 2, &one, dev_bytes, CUDA_R_32F, 2, host_bytes,
-                    CUDA_R_32F, 2, &one, dev_bytes, CUDA_R_32F, 2, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
-}
-
-static void find_leftover(void)
-{
-    _exit(fake_check_clean() ? 0 : 9); /* said on stderr */
-}
-
-/* Two ranks register a window each, and exchange inside them. */
-enum { WINDOW_FINE, WINDOW_PLACES, WINDOW_SIZES, WINDOW_ONE, WINDOW_FREED };
+/* Two ranks register a window each, and send inside them. */
+enum { WINDOW_FINE, WINDOW_PLACES, WINDOW_SIZES, WINDOW_ONE, WINDOW_FREED, WINDOW_CALL };
 
 typedef struct window_rank {
     ncclUniqueId id;
@@ -191,6 +134,7 @@ static void *window_main(void *p)
     const window_rank *me = (const window_rank *)p;
     int odd = me->rank == 1, what = me->what;
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    ncclCollConfig_t zero = NCCL_COLLCONFIG_INITIALIZER, raw;
     ncclWindow_t window = NULL;
     ncclComm_t comm;
     cudaStream_t s;
@@ -199,22 +143,28 @@ static void *window_main(void *p)
     OK(cudaSetDevice(me->rank));
     s = stream_new();
     config.blocking = 1;
-    config.CTAPolicy = NCCL_CTA_POLICY_ZERO;
-    CHECK(ncclCommInitRankConfig(&comm, 2, me->id, me->rank, &config) == ncclSuccess);
-    CHECK(ncclMemAlloc((void **)&slab, 8192) == ncclSuccess);
+    if (what != WINDOW_CALL) config.CTAPolicy = NCCL_CTA_POLICY_ZERO;
+    NCCL_OK(ncclCommInitRankConfig(&comm, 2, me->id, me->rank, &config));
+    NCCL_OK(ncclMemAlloc((void **)&slab, 8192));
     if (what != WINDOW_ONE || !odd)
-        CHECK(ncclCommWindowRegister(comm, slab, what == WINDOW_SIZES && odd ? 4096 : 8192, &window,
-                                     NCCL_WIN_COLL_SYMMETRIC) == ncclSuccess);
+        NCCL_OK(ncclCommWindowRegister(comm, slab, what == WINDOW_SIZES && odd ? 4096 : 8192, &window,
+                                       NCCL_WIN_COLL_SYMMETRIC));
     else /* a window, but of no use to the engines */
-        CHECK(ncclCommWindowRegister(comm, slab, 8192, &window, NCCL_WIN_DEFAULT) == ncclSuccess);
+        NCCL_OK(ncclCommWindowRegister(comm, slab, 8192, &window, NCCL_WIN_DEFAULT));
     CHECK(window != NULL);
     CHECK(ncclAlltoAll(slab, slab + 1024 + (what == WINDOW_PLACES && odd ? 64 : 0), 32, ncclInt8, comm, s) ==
           ncclSuccess);
+    if (what == WINDOW_CALL) {
+        memset(&raw, 0, sizeof raw);
+        CHECK(ncclAlltoAllConfig(slab, slab + 1024, 32, ncclInt8, comm, s, &raw) == ncclInvalidArgument);
+        zero.CTAPolicy = NCCL_CTA_POLICY_ZERO;
+        NCCL_OK(ncclAlltoAllConfig(slab, slab + 1024, 32, ncclInt8, comm, s, &zero));
+    }
     OK(cudaStreamSynchronize(s));
-    if (what == WINDOW_FREED) CHECK(ncclMemFree(slab) == ncclSuccess);
-    CHECK(ncclCommWindowDeregister(comm, window) == ncclSuccess);
-    CHECK(ncclMemFree(slab) == ncclSuccess);
-    CHECK(ncclCommDestroy(comm) == ncclSuccess);
+    if (what == WINDOW_FREED) NCCL_OK(ncclMemFree(slab));
+    NCCL_OK(ncclCommWindowDeregister(comm, window));
+    NCCL_OK(ncclMemFree(slab));
+    NCCL_OK(ncclCommDestroy(comm));
     OK(cudaStreamDestroy(s));
     return NULL;
 }
@@ -223,73 +173,121 @@ static void run_windows(int what)
 {
     window_rank ranks[2];
     pthread_t threads[2];
-    int r;
     memset(ranks, 0, sizeof ranks);
-    CHECK(ncclGetUniqueId(&ranks[0].id) == ncclSuccess);
-    for (r = 0; r < 2; ++r) {
+    NCCL_OK(ncclGetUniqueId(&ranks[0].id));
+    for (int r = 0; r < 2; ++r) {
         ranks[r].id = ranks[0].id;
         ranks[r].rank = r;
         ranks[r].what = what;
         CHECK(pthread_create(&threads[r], NULL, window_main, &ranks[r]) == 0);
     }
-    for (r = 0; r < 2; ++r) pthread_join(threads[r], NULL);
+    for (int r = 0; r < 2; ++r) pthread_join(threads[r], NULL);
 }
 
-static void find_places(void)
-{
-    run_windows(WINDOW_PLACES);
-}
+/* Each kind of misuse, and what must be said of it. */
+#define MISUSES(X)                                               \
+    X(PAST_THE_END, "8 bytes at byte 60 of an allocation of 64") \
+    X(PAGEABLE, "host memory that the device cannot reach")      \
+    X(FREED, "byte 0 of freed device memory")                    \
+    X(TWICE, "was freed before")                                 \
+    X(HOST_ACCESS, "the host touched live device memory")        \
+    X(KIND, "kind 3 does not fit")                               \
+    X(DEAD_STREAM, "used after it was destroyed")                \
+    X(OVERLAP, "overlap")                                        \
+    X(GEMM, "B at")                                              \
+    X(PLACES, "NCCL: rank")                                      \
+    X(SIZES, "another rank")                                     \
+    X(ONE_WINDOW, "by copy engines")                             \
+    X(WINDOW_MEMORY, "is a window still")                        \
+    X(NO_CONFIG, "NCCL 23007 does not have it")                  \
+    X(ACCESS, "device 1 has no access to device 0")              \
+    X(OPEN_MEMORY, "rank 1 has memory of rank 0 open")           \
+    X(OPEN_EVENT, "another rank has the event open")             \
+    X(LEFTOVER, "left 64 bytes of device memory")
 
-static void find_sizes(void)
-{
-    run_windows(WINDOW_SIZES);
-}
+#define MISUSE_NUMBER(name, words) name,
+#define MISUSE_ROW(name, words)    {#name, words},
+enum { MISUSES(MISUSE_NUMBER) MISUSES_N };
 
-static void find_one(void)
+static void misuse(int what)
 {
-    run_windows(WINDOW_ONE);
-}
-
-static void find_window(void)
-{
-    run_windows(WINDOW_FREED);
-}
-
-/* Device 0 to device 1, and nobody has asked for access. */
-static void find_access(void)
-{
-    void *a = device_buf(4), *b;
-    OK(cudaSetDevice(1));
-    b = device_buf(4);
-    OK(cudaMemcpyAsync(a, b, 4, cudaMemcpyDefault, stream_new()));
-}
-
-static void find_open_memory(void)
-{
-    cudaIpcMemHandle_t handle;
-    void *p = device_buf(64), *there;
-    fake_rank(0);
-    OK(cudaIpcGetMemHandle(&handle, p));
-    CHECK(cudaIpcOpenMemHandle(&there, handle, cudaIpcMemLazyEnablePeerAccess) == cudaErrorInvalidValue);
-    fake_rank(1);
-    OK(cudaIpcOpenMemHandle(&there, handle, cudaIpcMemLazyEnablePeerAccess));
-    OK(cudaFree(p));
-}
-
-static void find_open_event(void)
-{
+    cudaStream_t s = stream_now;
+    cudaIpcMemHandle_t memory;
     cudaIpcEventHandle_t handle;
-    cudaEvent_t plain, event, there;
-    OK(cudaEventCreateWithFlags(&plain, cudaEventDisableTiming));
-    OK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventInterprocess));
-    CHECK(cudaIpcGetEventHandle(&handle, plain) == cudaErrorInvalidResourceHandle);
-    OK(cudaIpcGetEventHandle(&handle, event));
-    fake_rank(1);
-    OK(cudaIpcOpenEventHandle(&there, handle));
-    OK(cudaEventDestroy(event));
+    cudaEvent_t plain, event, other;
+    cublasHandle_t blas;
+    float one = 1;
+    void *there;
+    switch (what) {
+    case PAST_THE_END:
+        cudaMemsetAsync(dev_bytes + 60, 0, 8, s);
+        break;
+    case PAGEABLE:
+        cudaMemsetAsync(host_bytes, 0, 8, s);
+        break;
+    case FREED:
+        cudaFree(dev_bytes);
+        cudaMemcpy(host_bytes, dev_bytes, 8, cudaMemcpyDefault);
+        break;
+    case TWICE:
+        cudaFree(dev_bytes);
+        cudaFree(dev_bytes);
+        break;
+    case HOST_ACCESS:
+        host_bytes[0] = *(volatile char *)dev_bytes;
+        break;
+    case KIND:
+        cudaMemcpy(dev_bytes, host_bytes, 8, cudaMemcpyDeviceToDevice);
+        break;
+    case DEAD_STREAM:
+        cudaStreamDestroy(s);
+        cudaStreamSynchronize(s);
+        break;
+    case OVERLAP:
+        cudaMemcpyAsync(dev_bytes, dev_bytes + 4, 8, cudaMemcpyDefault, s);
+        break;
+    case GEMM:
+        cublasCreate(&blas);
+        cublasGemmEx_64(blas, CUBLAS_OP_N, CUBLAS_OP_N, 2, 2, 2, &one, dev_bytes, CUDA_R_32F, 2, host_bytes,
+                        CUDA_R_32F, 2, &one, dev_bytes, CUDA_R_32F, 2, CUBLAS_COMPUTE_32F,
+                        CUBLAS_GEMM_DEFAULT);
+        break;
+    case PLACES:
+    case SIZES:
+    case ONE_WINDOW:
+    case WINDOW_MEMORY:
+    case NO_CONFIG:
+        fake_nccl_version(-1, what == NO_CONFIG ? 23007 : 23004);
+        run_windows(what - PLACES + WINDOW_PLACES);
+        break;
+    case ACCESS: /* device 0 to device 1, and nobody has asked for access */
+        OK(cudaSetDevice(1));
+        there = device_buf(4);
+        OK(cudaMemcpyAsync(dev_bytes, there, 4, cudaMemcpyDefault, stream_new()));
+        break;
+    case OPEN_MEMORY:
+        fake_rank(0);
+        OK(cudaIpcGetMemHandle(&memory, dev_bytes));
+        CHECK(cudaIpcOpenMemHandle(&there, memory, cudaIpcMemLazyEnablePeerAccess) == cudaErrorInvalidValue);
+        fake_rank(1);
+        OK(cudaIpcOpenMemHandle(&there, memory, cudaIpcMemLazyEnablePeerAccess));
+        OK(cudaFree(dev_bytes));
+        break;
+    case OPEN_EVENT:
+        OK(cudaEventCreateWithFlags(&plain, cudaEventDisableTiming));
+        OK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventInterprocess));
+        CHECK(cudaIpcGetEventHandle(&handle, plain) == cudaErrorInvalidResourceHandle);
+        OK(cudaIpcGetEventHandle(&handle, event));
+        fake_rank(1);
+        OK(cudaIpcOpenEventHandle(&other, handle));
+        OK(cudaEventDestroy(event));
+        break;
+    case LEFTOVER:
+        _exit(fake_check_clean() ? 0 : 9); /* said on stderr */
+    }
 }
 
-static void check_finding(const char *name, void (*body)(void), const char *part)
+static void check_finding(const char *name, int what, const char *part)
 {
     int ends[2], status;
     char text[512];
@@ -300,7 +298,7 @@ static void check_finding(const char *name, void (*body)(void), const char *part
     child = fork();
     if (child == 0) {
         dup2(ends[1], 2);
-        body();
+        misuse(what);
         _exit(0);
     }
     close(ends[1]);
@@ -315,25 +313,12 @@ static void check_finding(const char *name, void (*body)(void), const char *part
 
 static void test_findings(void)
 {
+    static const struct {
+        const char *name, *words;
+    } misuses[] = {MISUSES(MISUSE_ROW)};
     stream_now = stream_new();
     dev_bytes = (char *)device_buf(64);
-    check_finding("past the end", find_past_the_end, "8 bytes at byte 60 of an allocation of 64");
-    check_finding("pageable", find_pageable, "host memory that the device cannot reach");
-    check_finding("freed", find_freed, "byte 0 of freed device memory");
-    check_finding("twice", find_twice, "was freed before");
-    check_finding("host access", find_host_access, "the host touched live device memory");
-    check_finding("kind", find_kind, "kind 3 does not fit");
-    check_finding("dead stream", find_dead_stream, "used after it was destroyed");
-    check_finding("overlap", find_overlap, "overlap");
-    check_finding("gemm", find_gemm, "B at");
-    check_finding("places", find_places, "NCCL: rank");
-    check_finding("sizes", find_sizes, "another rank");
-    check_finding("one window", find_one, "by copy engines");
-    check_finding("a window's memory", find_window, "is a window still");
-    check_finding("access", find_access, "device 1 has no access to device 0");
-    check_finding("open memory", find_open_memory, "rank 1 has memory of rank 0 open");
-    check_finding("open event", find_open_event, "another rank has the event open");
-    check_finding("leftover", find_leftover, "left 64 bytes of device memory");
+    for (int i = 0; i < MISUSES_N; ++i) check_finding(misuses[i].name, i, misuses[i].words);
     OK(cudaFree(dev_bytes));
     OK(cudaStreamDestroy(stream_now));
     CHECK(fake_check_clean());
@@ -395,26 +380,25 @@ static void test_gemm(void)
     float *da = (float *)device_buf(sizeof a), *db = (float *)device_buf(sizeof b);
     float *dc = (float *)device_buf(sizeof c);
     cublasHandle_t h;
-    int ta, tb, i, j, l, z;
     CHECK(cublasCreate(&h) == CUBLAS_STATUS_SUCCESS);
-    for (i = 0; i < 2 * M * K; ++i) a[i] = (float)(i % 7 - 3);
-    for (i = 0; i < K * N; ++i) b[i] = (float)(i % 5 - 2);
+    for (int i = 0; i < 2 * M * K; ++i) a[i] = (float)(i % 7 - 3);
+    for (int i = 0; i < K * N; ++i) b[i] = (float)(i % 5 - 2);
     OK(cudaMemcpy(da, a, sizeof a, cudaMemcpyHostToDevice));
     OK(cudaMemcpy(db, b, sizeof b, cudaMemcpyHostToDevice));
-    for (ta = 0; ta < 2; ++ta)
-        for (tb = 0; tb < 2; ++tb) {
-            for (i = 0; i < 2 * M * N; ++i) c[i] = (float)i;
+    for (int ta = 0; ta < 2; ++ta)
+        for (int tb = 0; tb < 2; ++tb) {
+            for (int i = 0; i < 2 * M * N; ++i) c[i] = (float)i;
             OK(cudaMemcpy(dc, c, sizeof c, cudaMemcpyHostToDevice));
             CHECK(cublasGemmStridedBatchedEx_64(
                       h, (cublasOperation_t)ta, (cublasOperation_t)tb, M, N, K, &alpha, da, CUDA_R_32F,
                       ta ? K : M, M * K, db, CUDA_R_32F, tb ? N : K, 0, &beta, dc, CUDA_R_32F, M, M * N,
                       BATCHES, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT) == CUBLAS_STATUS_SUCCESS);
             OK(cudaMemcpy(c, dc, sizeof c, cudaMemcpyDeviceToHost));
-            for (z = 0; z < BATCHES; ++z)
-                for (i = 0; i < M; ++i)
-                    for (j = 0; j < N; ++j) {
+            for (int z = 0; z < BATCHES; ++z)
+                for (int i = 0; i < M; ++i)
+                    for (int j = 0; j < N; ++j) {
                         float sum = 0;
-                        for (l = 0; l < K; ++l)
+                        for (int l = 0; l < K; ++l)
                             sum +=
                                 a[z * M * K + (ta ? l + i * K : i + l * M)] * b[tb ? j + l * N : l + j * K];
                         CHECK_INT(c[z * M * N + i + j * M], 2 * sum + (float)(z * M * N + i + j * M));
@@ -431,6 +415,60 @@ static void test_gemm(void)
     OK(cudaFree(db));
     OK(cudaFree(dc));
     CHECK(fake_check_clean());
+}
+
+/* ---- residency ---- */
+
+/* On one multiprocessor, which two blocks of products fill: ticks at which a product of ten blocks has ended, and one of a
+ * single block that was enqueued behind it on another stream. */
+static void run_beside(int priority, float *ten, float *one)
+{
+    const fake_processors small = {1, 65536, 164 << 10, 2048, 32};
+    const float alpha = 1, beta = 0;
+    cudaStream_t s[2] = {stream_new(), NULL};
+    cudaEvent_t begin, end[2];
+    float *c = (float *)device_buf(11 * sizeof *c);
+    cublasHandle_t h;
+    fake_residency(&small);
+    OK(cudaStreamCreateWithPriority(&s[1], cudaStreamNonBlocking, priority));
+    CHECK(cublasCreate(&h) == CUBLAS_STATUS_SUCCESS);
+    OK(cudaEventCreate(&begin));
+    OK(cudaEventRecord(begin, s[0]));
+    for (int i = 0; i < 2; ++i) {
+        CHECK(cublasSetStream(h, s[i]) == CUBLAS_STATUS_SUCCESS);
+        CHECK(cublasGemmStridedBatchedEx_64(h, CUBLAS_OP_N, CUBLAS_OP_N, 1, 1, 0, &alpha, c, CUDA_R_32F, 1, 0,
+                                            c, CUDA_R_32F, 1, 0, &beta, c + 10 * i, CUDA_R_32F, 1, 1,
+                                            i == 0 ? 10 : 1, CUBLAS_COMPUTE_32F,
+                                            CUBLAS_GEMM_DEFAULT) == CUBLAS_STATUS_SUCCESS);
+        OK(cudaEventCreate(&end[i]));
+        OK(cudaEventRecord(end[i], s[i]));
+    }
+    OK(cudaDeviceSynchronize());
+    OK(cudaEventElapsedTime(ten, begin, end[0]));
+    OK(cudaEventElapsedTime(one, begin, end[1]));
+    CHECK(peek(c + 10) == 0);
+    CHECK(cublasDestroy(h) == CUBLAS_STATUS_SUCCESS);
+    for (int i = 0; i < 2; ++i) {
+        OK(cudaEventDestroy(end[i]));
+        OK(cudaStreamDestroy(s[i]));
+    }
+    OK(cudaEventDestroy(begin));
+    OK(cudaFree(c));
+    fake_residency(NULL);
+    CHECK(fake_check_clean());
+}
+
+static void test_residency(void)
+{
+    int least, greatest;
+    float ten, one;
+    OK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+    run_beside(least, &ten, &one); /* behind all blocks of the older one */
+    CHECK_INT((int)(ten + 0.5f), 5);
+    CHECK_INT((int)(one + 0.5f), 6);
+    run_beside(greatest, &ten, &one); /* before all that have not started */
+    CHECK_INT((int)(ten + 0.5f), 6);
+    CHECK_INT((int)(one + 0.5f), 1);
 }
 
 /* ---- capture ---- */
@@ -496,96 +534,57 @@ static void test_capture(int join)
     CHECK(fake_check_clean());
 }
 
-typedef cudaError_t captured_call(cudaStream_t s, cudaStream_t other, void *dev, cudaEvent_t event);
+/* What a capture forbids. */
+enum { SYNC, DEVICE_SYNC, MALLOC, FREE, PAGEABLE_COPY, BLOCKING_COPY, LEGACY, QUERY, OUTSIDE, FORBIDDEN };
 
-static cudaError_t capture_sync(cudaStream_t s, cudaStream_t other, void *dev, cudaEvent_t event)
-{
-    (void)other, (void)dev, (void)event;
-    return cudaStreamSynchronize(s);
-}
-
-static cudaError_t capture_device_sync(cudaStream_t s, cudaStream_t other, void *dev, cudaEvent_t event)
-{
-    (void)s, (void)other, (void)dev, (void)event;
-    return cudaDeviceSynchronize();
-}
-
-static cudaError_t capture_malloc(cudaStream_t s, cudaStream_t other, void *dev, cudaEvent_t event)
+static cudaError_t forbidden_call(int what, cudaStream_t s, cudaStream_t other, void *dev, cudaEvent_t event)
 {
     void *p;
-    (void)s, (void)other, (void)dev, (void)event;
-    return cudaMalloc(&p, 4);
-}
-
-static cudaError_t capture_free(cudaStream_t s, cudaStream_t other, void *dev, cudaEvent_t event)
-{
-    (void)s, (void)other, (void)event;
-    return cudaFree(dev);
-}
-
-static cudaError_t capture_pageable(cudaStream_t s, cudaStream_t other, void *dev, cudaEvent_t event)
-{
     int host = 0;
-    (void)other, (void)event;
-    return cudaMemcpyAsync(dev, &host, 4, cudaMemcpyDefault, s);
-}
-
-static cudaError_t capture_blocking(cudaStream_t s, cudaStream_t other, void *dev, cudaEvent_t event)
-{
-    int host = 0;
-    (void)s, (void)other, (void)event;
-    return cudaMemcpy(dev, &host, 4, cudaMemcpyDefault);
-}
-
-static cudaError_t capture_legacy(cudaStream_t s, cudaStream_t other, void *dev, cudaEvent_t event)
-{
-    (void)s, (void)other, (void)event;
-    return cudaMemsetAsync(dev, 0, 4, NULL);
-}
-
-static cudaError_t capture_query(cudaStream_t s, cudaStream_t other, void *dev, cudaEvent_t event)
-{
-    (void)other, (void)dev;
-    OK(cudaEventRecord(event, s));
-    return cudaEventQuery(event);
-}
-
-static cudaError_t capture_outside(cudaStream_t s, cudaStream_t other, void *dev, cudaEvent_t event)
-{
-    (void)dev;
-    OK(cudaEventRecord(event, other));
-    return cudaStreamWaitEvent(s, event, 0);
+    switch (what) {
+    case SYNC:
+        return cudaStreamSynchronize(s);
+    case DEVICE_SYNC:
+        return cudaDeviceSynchronize();
+    case MALLOC:
+        return cudaMalloc(&p, 4);
+    case FREE:
+        return cudaFree(dev);
+    case PAGEABLE_COPY:
+        return cudaMemcpyAsync(dev, &host, 4, cudaMemcpyDefault, s);
+    case BLOCKING_COPY:
+        return cudaMemcpy(dev, &host, 4, cudaMemcpyDefault);
+    case LEGACY:
+        return cudaMemsetAsync(dev, 0, 4, NULL);
+    case QUERY:
+        OK(cudaEventRecord(event, s));
+        return cudaEventQuery(event);
+    default:
+        OK(cudaEventRecord(event, other));
+        return cudaStreamWaitEvent(s, event, 0);
+    }
 }
 
 /* What CUDA forbids in a capture fails, and so do the capture's end and what is enqueued before that. */
 static void test_capture_forbidden(void)
 {
-    static const struct {
-        captured_call *call;
-        cudaError_t want;
-    } calls[] = {{capture_sync, cudaErrorStreamCaptureUnsupported},
-                 {capture_device_sync, cudaErrorStreamCaptureUnsupported},
-                 {capture_malloc, cudaErrorStreamCaptureUnsupported},
-                 {capture_free, cudaErrorStreamCaptureUnsupported},
-                 {capture_pageable, cudaErrorStreamCaptureUnsupported},
-                 {capture_blocking, cudaErrorStreamCaptureUnsupported},
-                 {capture_legacy, cudaErrorStreamCaptureImplicit},
-                 {capture_query, cudaErrorCapturedEvent},
-                 {capture_outside, cudaErrorStreamCaptureIsolation}};
     cudaStream_t s, other = stream_new();
     cudaEvent_t event;
     cudaGraph_t graph = (cudaGraph_t)&s;
     enum cudaStreamCaptureStatus state;
     int *dev = (int *)device_buf(4);
-    size_t i;
     OK(cudaStreamCreate(&s)); /* one that the legacy stream waits for */
     CHECK_INT(cudaStreamBeginCapture(NULL, cudaStreamCaptureModeGlobal), cudaErrorStreamCaptureUnsupported);
     CHECK_INT(cudaStreamEndCapture(s, &graph), cudaErrorIllegalState);
-    for (i = 0; i < sizeof calls / sizeof *calls; ++i) {
+    for (int i = 0; i < FORBIDDEN; ++i) {
+        const cudaError_t want = i == LEGACY    ? cudaErrorStreamCaptureImplicit
+                                 : i == QUERY   ? cudaErrorCapturedEvent
+                                 : i == OUTSIDE ? cudaErrorStreamCaptureIsolation
+                                                : cudaErrorStreamCaptureUnsupported;
         OK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
         OK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal));
         OK(cudaMemsetAsync(dev, 0, 4, s));
-        CHECK_INT(calls[i].call(s, other, dev, event), calls[i].want);
+        CHECK_INT(forbidden_call(i, s, other, dev, event), want);
         OK(cudaStreamIsCapturing(s, &state));
         CHECK_INT(state, cudaStreamCaptureStatusInvalidated);
         CHECK_INT(cudaMemsetAsync(dev, 0, 4, s), cudaErrorStreamCaptureInvalidated);
@@ -608,7 +607,7 @@ enum { RANKS = 3 };
 
 typedef struct nccl_rank {
     ncclUniqueId id;
-    int rank, absent; /* absent: a rank that does not come to the exchange */
+    int rank, absent; /* absent: a rank that does not come to the all-to-all */
     ncclResult_t end;
 } nccl_rank;
 
@@ -621,9 +620,8 @@ static void nap(void)
 static ncclResult_t settle(ncclComm_t comm)
 {
     ncclResult_t r = ncclInProgress;
-    int i;
-    for (i = 0; i < 5000 && r == ncclInProgress; ++i) {
-        CHECK(ncclCommGetAsyncError(comm, &r) == ncclSuccess);
+    for (int i = 0; i < 5000 && r == ncclInProgress; ++i) {
+        NCCL_OK(ncclCommGetAsyncError(comm, &r));
         if (r == ncclInProgress) nap();
     }
     return r;
@@ -637,7 +635,7 @@ static void *nccl_main(void *p)
     ncclComm_t comm = NULL;
     cudaStream_t s;
     ncclResult_t r;
-    int *dev, host[4 * RANKS], i, k;
+    int *dev, host[4 * RANKS];
     fake_rank(me->rank);
     OK(cudaSetDevice(me->rank));
     s = stream_new();
@@ -645,39 +643,39 @@ static void *nccl_main(void *p)
     config.blocking = 0;
     r = ncclCommInitRankConfig(&comm, RANKS, me->id, me->rank, &config);
     CHECK(r == ncclSuccess || r == ncclInProgress);
-    CHECK(settle(comm) == ncclSuccess);
-    for (i = 0; i < RANKS; ++i) {
+    NCCL_OK(settle(comm));
+    for (int i = 0; i < RANKS; ++i) {
         host[2 * i] = 10 * me->rank + i;
         host[2 * i + 1] = 100 + 10 * me->rank + i;
     }
     OK(cudaMemcpyAsync(dev, host, 2 * RANKS * sizeof *host, cudaMemcpyHostToDevice, s));
     if (me->absent == me->rank) {
-        CHECK(ncclCommAbort(comm) == ncclSuccess);
+        NCCL_OK(ncclCommAbort(comm));
     } else {
-        CHECK(ncclGroupStart() == ncclSuccess);
-        for (k = 0; k < 2; ++k)
-            for (i = 0; i < RANKS; ++i) {
-                CHECK(ncclSend(dev + 2 * i + k, 1, ncclInt32, i, comm, s) == ncclSuccess);
-                CHECK(ncclRecv(dev + 2 * RANKS + 2 * i + k, 4, ncclInt8, i, comm, s) == ncclSuccess);
+        NCCL_OK(ncclGroupStart());
+        for (int k = 0; k < 2; ++k)
+            for (int i = 0; i < RANKS; ++i) {
+                NCCL_OK(ncclSend(dev + 2 * i + k, 1, ncclInt32, i, comm, s));
+                NCCL_OK(ncclRecv(dev + 2 * RANKS + 2 * i + k, 4, ncclInt8, i, comm, s));
             }
         r = ncclGroupEnd();
         CHECK(r == ncclSuccess || r == ncclInProgress);
         me->end = settle(comm);
-        for (i = 0; i < 5000 && me->end == ncclSuccess && cudaStreamQuery(s) == cudaErrorNotReady; ++i) {
+        for (int i = 0; i < 5000 && me->end == ncclSuccess && cudaStreamQuery(s) == cudaErrorNotReady; ++i) {
             nap();
-            CHECK(ncclCommGetAsyncError(comm, &me->end) == ncclSuccess);
+            NCCL_OK(ncclCommGetAsyncError(comm, &me->end));
         }
         if (me->end == ncclSuccess) {
             OK(cudaMemcpyAsync(host, dev, 4 * RANKS * sizeof *host, cudaMemcpyDeviceToHost, s));
-            for (i = 0; i < RANKS; ++i) {
+            for (int i = 0; i < RANKS; ++i) {
                 CHECK_INT(host[2 * RANKS + 2 * i], 10 * i + me->rank);
                 CHECK_INT(host[2 * RANKS + 2 * i + 1], 100 + 10 * i + me->rank);
             }
             CHECK(ncclCommFinalize(comm) != ncclInternalError);
-            CHECK(settle(comm) == ncclSuccess);
-            CHECK(ncclCommDestroy(comm) == ncclSuccess);
+            NCCL_OK(settle(comm));
+            NCCL_OK(ncclCommDestroy(comm));
         } else {
-            CHECK(ncclCommAbort(comm) == ncclSuccess);
+            NCCL_OK(ncclCommAbort(comm));
         }
     }
     OK(cudaFree(dev));
@@ -689,24 +687,22 @@ static void test_nccl(int absent)
 {
     nccl_rank ranks[RANKS];
     pthread_t threads[RANKS];
-    int r;
     memset(ranks, 0, sizeof ranks);
-    CHECK(ncclGetUniqueId(&ranks[0].id) == ncclSuccess);
-    for (r = 0; r < RANKS; ++r) {
+    NCCL_OK(ncclGetUniqueId(&ranks[0].id));
+    for (int r = 0; r < RANKS; ++r) {
         ranks[r].id = ranks[0].id;
         ranks[r].rank = r;
         ranks[r].absent = absent;
         CHECK(pthread_create(&threads[r], NULL, nccl_main, &ranks[r]) == 0);
     }
-    for (r = 0; r < RANKS; ++r) pthread_join(threads[r], NULL);
-    for (r = 0; r < RANKS; ++r)
+    for (int r = 0; r < RANKS; ++r) pthread_join(threads[r], NULL);
+    for (int r = 0; r < RANKS; ++r)
         if (r != absent) CHECK_INT(ranks[r].end, absent < 0 ? ncclSuccess : ncclRemoteError);
     CHECK(fake_check_clean());
 }
 
 int main(void)
 {
-    uint64_t seed;
     fake_seed(0);
     test_lazy();
     test_untouched();
@@ -715,9 +711,14 @@ int main(void)
     fake_engine_calls();
     run_windows(WINDOW_FINE);
     CHECK_INT(fake_engine_calls(), 2);
+    run_windows(WINDOW_SIZES); /* which the newest NCCL has */
+    CHECK_INT(fake_engine_calls(), 2);
+    run_windows(WINDOW_CALL);
+    CHECK_INT(fake_engine_calls(), 2);
     CHECK(fake_check_clean());
     test_errors();
-    for (seed = 0; seed < 4; ++seed) {
+    test_residency();
+    for (uint64_t seed = 0; seed < 4; ++seed) {
         fake_seed(seed);
         test_gemm();
         test_capture(0);

@@ -1,18 +1,26 @@
 #!/usr/bin/env python3
-"""test_faults.py TRAIN LOGITS COMPARE FAULT TOP -- what the programs leave where an allocation, a thread or a write fails
+"""test_faults.py TRAIN LOGITS COMPARE PLAN FAULT [MPIRUN TRAIN_MPI LOGITS_MPI COMPARE_MPI] -- what the programs leave where
+an allocation, a thread, a write or a read fails; with MPIRUN those over MPI, in which it fails on one of two ranks
 
 FAULT is the library that fault.c describes. A run without a fault says how many calls of a kind there are and what the
 files are to be. Then call n fails, for n over all of them or, in the ordinary run, for a few. A run that ends with 0 has
 every file of the run without a fault. Any other ends with 1 and with sentences; every file is as it was before, or as it
-is to be; and where there was a checkpoint there is one.
+is to be; and where there was a checkpoint there is one. A planner that ends with 0 has said what it says without a fault.
+The sentence of a failure says what has failed: memory, a thread, or the system's own word.
 
-UPIPE_FAULT_SECONDS is the time for it (0); each scene has at least FEW tries, however long they take.
+Over MPI only calls of the program itself fail, as Open MPI does not bear that its own do. No rank may wait for the one that
+fails until the deadline is over, and what failed is said whichever rank it is, though rank 0 prints.
+
+UPIPE_FAULT_SECONDS is the time for it (0), over MPI a tenth; each kind in each scene has at least FEW tries, however long
+they take. Which ones, over MPI, and which are the others, is a matter of UPIPE_SEED.
 """
 
+import copy
 import json
 import os
 import random
 import re
+import shlex
 import shutil
 import struct
 import subprocess
@@ -20,28 +28,25 @@ import sys
 import tempfile
 import time
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'lib'))
-from checks import check, end  # pylint: disable=wrong-import-position
+sys.path.extend(os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', name) for name in ('lib', 'net'))
+from checks import check, end, read, run_command, tree as files_of, write  # pylint: disable=wrong-import-position
+from programs import BOOK, npy, safetensors  # pylint: disable=wrong-import-position
+from run_mpi import RANK, command, own  # pylint: disable=wrong-import-position
 
-TRAIN, LOGITS, COMPARE, FAULT, TOP = (os.path.abspath(word) for word in sys.argv[1:6])
-BOOK = os.path.join(TOP, 'examples', 'data', 'genesis_exodus.txt')
-SECONDS = float(os.environ.get('UPIPE_FAULT_SECONDS', '0'))
+TRAIN, LOGITS, COMPARE, PLAN, FAULT = (os.path.abspath(word) for word in sys.argv[1:6])
+MPIRUN = sys.argv[6] if len(sys.argv) > 6 else None
+TRAIN_MPI, LOGITS_MPI, COMPARE_MPI = (os.path.abspath(word) for word in sys.argv[7:10]) if MPIRUN else (None, None, None)
+PROCESSES = 2
+SECONDS = float(os.environ.get('UPIPE_FAULT_SECONDS', '0')) / (10 if MPIRUN else 1)
 SEED = int(os.environ.get('UPIPE_SEED', '1'))
-FEW = 4
+FEW = 1 if MPIRUN else 4
 ERRORS = ('EIO', 'ENOSPC', 'SHORT', 'EINTR')
 MODEL = ('--layers 1 --model-dim 8 --heads 2 --kv-heads 1 --head-dim 32 --ff-dim 8 --tokens 16 --data book').split()
 TRAINING = '--ranks 2 --deadline 20 --sample 2 --json j.json --trace t.json --save-every 1'.split()
+COMPARISON = ('--method ulysses --method upipe --ranks 2 --heads 2 --kv-heads 1 --head-dim 32 --model-dim 8 --tokens 16 '
+              '--deadline 20 --json j.json --trace traces --dump dump --data book').split()
+NAMED = 'Input/output error|No space left|Interrupted|the system does not say|a killed run has left'
 LEFT = re.compile(r'\.tmp(\.\d+)?(/|$)|\.old(\.\d+)?$|/\.lock$')  # what a call that removes it may leave where it fails
-
-
-def read(path):
-    with open(path, 'rb') as source:
-        return source.read()
-
-
-def write(path, data):
-    with open(path, 'wb') as out:
-        out.write(data)
 
 
 def without_times(value):
@@ -51,9 +56,8 @@ def without_times(value):
     return [without_times(one) for one in value] if isinstance(value, list) else value
 
 
-def content(path):
+def content(path, data):
     """What must not differ between two runs; a result that is no JSON is nothing that a run makes."""
-    data = read(path)
     if not path.endswith('.json') or data.startswith(b'old '):
         return data
     try:
@@ -63,21 +67,18 @@ def content(path):
 
 
 def tree(folder):
-    found = {}
-    for where, _, names in os.walk(folder):
-        for name in names:
-            path = os.path.join(where, name)
-            found[os.path.relpath(path, folder)] = content(path)
-    return found
+    return {path: content(path, data) for path, data in files_of(folder).items() if data is not None}
+
+
+def variables_of(fault, count):
+    if not fault:
+        return {}
+    return {'LD_PRELOAD': FAULT, 'UPIPE_FAULT': fault, **({'UPIPE_FAULT_COUNT': count} if count else {})}
 
 
 def run(words, folder, fault=None, count=None):
-    env = {**os.environ, 'OPENBLAS_NUM_THREADS': '1'}
-    if fault:
-        env.update(LD_PRELOAD=FAULT, UPIPE_FAULT=fault, **({'UPIPE_FAULT_COUNT': count} if count else {}))
     try:
-        return subprocess.run(words, cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                              encoding='utf-8', errors='backslashreplace', timeout=120, check=False)
+        return run_command(words, 120, {'OPENBLAS_NUM_THREADS': '1', **variables_of(fault, count)}, cwd=folder)
     except subprocess.TimeoutExpired as late:
         return subprocess.CompletedProcess(words, 'none: it hangs', '', str(late.stderr))
 
@@ -96,24 +97,34 @@ def part_of(got, want):
 
 
 class Scene:
-    """A program's command line in a folder with files of its own. keeps: it writes the same checkpoints, and all stay."""
+    """A program's command line in a folder with files of its own. keeps: it writes the same checkpoints, and all stay.
+    says: what it prints is a result too."""
 
-    def __init__(self, name, words, root, prepare, keeps=()):
+    killed = False  # other ranks end it, which then removes nothing
+    # what a thread needs the C library allocates itself
+    named = {'alloc:': 'memory|thread of rank \\d+ did not start: ', 'thread:': 'thread', 'file:': NAMED, 'read:': NAMED}
+
+    def __init__(self, name, words, root, prepare, keeps=(), says=False):
         self.name, self.words, self.root = name, words, os.path.join(root, name)
+        self.program = os.path.basename(words[0]).removesuffix('_mpi')
         self.template, self.work = os.path.join(self.root, 'template'), os.path.join(self.root, 'work')
         os.makedirs(self.template)
         prepare(self.template)
         self.before = tree(self.template)
         self.fresh()
-        done = run(words, self.work)
+        done = self.start(words)
         check((done.returncode, done.stderr) == (0, ''), f'{name} without a fault: {done.returncode} {done.stderr}')
         self.want = tree(self.work)
+        self.said = done.stdout if says else None
         self.between = {}
         if keeps:
             self.fresh()
-            run([*words, *keeps], self.work)
+            self.start([*words, *keeps])
             self.between = tree(self.work)
             check(len(checkpoints(self.between)) > len(checkpoints(self.want)), f'{name}: no checkpoint was removed')
+
+    def start(self, words, fault=None, count=None):
+        return run(words, self.work, fault, count)
 
     def fresh(self):
         shutil.rmtree(self.work, ignore_errors=True)
@@ -122,7 +133,7 @@ class Scene:
     def count(self, kind):
         self.fresh()
         path = os.path.join(self.root, 'count')
-        run(self.words, self.work, kind + ':0', path)
+        self.start(self.words, kind + ':0', path)
         check(tree(self.work) == self.want, f'{self.name}: other files under {os.path.basename(FAULT)}')
         return int(read(path))
 
@@ -134,20 +145,22 @@ class Scene:
 
     def attempt(self, fault):
         self.fresh()
-        done = run(self.words, self.work, fault)
+        done = self.start(self.words, fault)
         what = f'{self.name}, {fault}: status {done.returncode}, "{done.stderr.strip()}"'
         now = tree(self.work)
         left = {path for path in now if LEFT.search(path)}
-        if 'file:' in fault:
+        if self.killed or fault.startswith(('file:', 'read:')):
             now = {path: now[path] for path in now if path not in left}
         if done.returncode == 0:
             wrong = sorted(path for path in {**now, **self.want} if now.get(path) != self.want.get(path))
-            return check(not wrong, f'{what}: not what is to be: {wrong}')
-        program = os.path.basename(self.words[0])
+            ok = check(self.said is None or done.stdout == self.said, f'{what}: it says something else: {done.stdout}')
+            return check(not wrong, f'{what}: not what is to be: {wrong}') and ok
         lines = done.stderr.strip().split('\n')
-        said = all(re.match(f'{program}: .*[a-z]', line) and not line.endswith(': ') for line in lines)
-        if fault.startswith('thread:'):
-            check(re.search('thread', done.stderr) is not None, f'{what}: does not name the thread')
+        said = all(re.match(f'{self.program}: .*[a-z]', line) and not line.endswith(': ') for line in lines)
+        for kind, names in self.named.items():
+            if fault.startswith(kind):
+                check(re.search(names, done.stderr) is not None, f'{what}: does not name what failed')
+        check('deadline' not in done.stderr, f'{what}: a rank waits for the one that fails')
         wrong = sorted(path for path in now if not self.whole(path, now[path]))
         lost = sorted(path for path in self.before if path not in now and not path.startswith('s/'))
         ok = check(done.returncode == 1 and said, f'{what}: not a sentence and status 1')
@@ -158,9 +171,24 @@ class Scene:
         return ok
 
 
-def npy(values):
-    head = f"{{'descr': '<i4', 'fortran_order': False, 'shape': ({len(values)},), }}".ljust(117) + '\n'
-    return b'\x93NUMPY\x01\x00' + struct.pack('<H', len(head)) + head.encode() + struct.pack(f'<{len(values)}i', *values)
+class Job(Scene):
+    """The same over MPI; what is counted and what fails is on one rank."""
+
+    killed = True
+    rank = 0
+
+    def start(self, words, fault=None, count=None):
+        there = ' '.join(f'{name}={shlex.quote(value)}' for name, value in variables_of(fault, count).items())
+        shell = f'if [ {RANK} = {self.rank} ]; then exec env UPIPE_FAULT_OWN=1 {there} "$0" "$@"; else exec "$0" "$@"; fi'
+        done = run(command(MPIRUN, PROCESSES, ['sh', '-c', shell], *words, '--transport', 'mpi'), self.work)
+        done.stderr = '\n'.join(own(self.program, done.stderr))
+        return done
+
+    def ranks(self):
+        for rank in range(PROCESSES):
+            one = copy.copy(self)
+            one.rank, one.name = rank, f'{self.name}, rank {rank}'
+            yield one
 
 
 def scenes(root):
@@ -170,7 +198,18 @@ def scenes(root):
     def old(folder):
         book(folder)
         for name in ('j.json', 't.json'):
-            write(os.path.join(folder, name), b'old ' + name.encode())
+            write(os.path.join(folder, name), 'old ' + name)
+
+    def tokens(folder):
+        """Two files behind a list, one with an index, and a mask."""
+        old(folder)
+        ids = read(BOOK)[:2000]
+        write(os.path.join(folder, 'a.bin'), ids[:900])
+        write(os.path.join(folder, 'a.idx'), struct.pack('<9sQBQQ3i3q4q', b'MMIDIDX\0\0', 1, 1, 3, 4, 300, 0, 600, 0, 300, 300,
+                                                         0, 1, 2, 3))
+        write(os.path.join(folder, 'b.npy'), npy(ids[900:]))
+        write(os.path.join(folder, 'list'), 'a.bin\nb.npy\n')
+        write(os.path.join(folder, 'mask'), b'\1' * 2000)
 
     def trained(folder, steps):
         done = run([TRAIN, *MODEL, '--sample', '0', '--steps', str(steps), '--warmup', '0', '--save', 's'], folder)
@@ -185,24 +224,46 @@ def scenes(root):
         book(folder)
         trained(folder, 1)
         at = os.path.join(folder, 's', 'checkpoint-1')
-        data = read(os.path.join(at, 'model.safetensors'))
-        names = json.loads(data[8:8 + struct.unpack('<Q', data[:8])[0]]).keys() - {'__metadata__'}
+        names = safetensors(os.path.join(at, 'model.safetensors'))[1]
         os.rename(os.path.join(at, 'model.safetensors'), os.path.join(at, 'part'))
         index = {'weight_map': {name: 'part' for name in sorted(names)}}
-        write(os.path.join(at, 'model.safetensors.index.json'), json.dumps(index).encode())
+        write(os.path.join(at, 'model.safetensors.index.json'), json.dumps(index))
         write(os.path.join(folder, 'ids.npy'), npy([1, 2, 3, 250]))
 
+    def machine(folder):
+        config = {'model_type': 'llama', 'hidden_size': 64, 'intermediate_size': 96, 'num_hidden_layers': 1, 'vocab_size': 300,
+                  'num_attention_heads': 2, 'num_key_value_heads': 2, 'head_dim': 32}
+        os.mkdir(os.path.join(folder, 'model'))
+        write(os.path.join(folder, 'model', 'config.json'), json.dumps(config))
+        write(os.path.join(folder, 'machine.json'), json.dumps({
+            'base': 'cpu', 'ranks': 2, 'ranks_per_node': 2, 'host_memory': '2GiB', 'rates': {'dense_flops': 1e11}}))
+        write(os.path.join(folder, 'rates.json'), '{"op": "gemm", "gflops": 100, "threads": 2}\n')
+        for name in ('j.json', 'new.json'):
+            write(os.path.join(folder, name), 'old ' + name)
+
+    small = ['--model', 'model', '--machine', 'machine.json', '--json', 'j.json']
     save = [*TRAINING, '--save', 's']
-    made = [
-        Scene('train', [TRAIN, *MODEL, *save, '--steps', '2', '--keep', '2'], root, old),
+    train = ['--steps', '2', '--keep', '2']
+    logits = ['--load', 's', '--ids', 'ids.npy', '--out', 'out.npy', '--ranks', '2']
+    if MPIRUN:
+        return [one for job in (Job('train', [TRAIN_MPI, *MODEL, *save, *train], root, old),
+                                Job('logits', [LOGITS_MPI, *logits], root, model),
+                                Job('compare', [COMPARE_MPI, *COMPARISON], root, old)) for one in job.ranks()]
+    return [
+        Scene('train', [TRAIN, *MODEL[:-2], '--tokens-file', '@list', '--loss-mask', 'mask', '--shuffle', 'documents', *save,
+                        *train], root, tokens),
         Scene('resume', [TRAIN, '--data', 'book', '--resume', 's', *save, '--steps', '3'], root, begun,
               keeps=['--keep', '0']),
-        Scene('logits', [LOGITS, '--load', 's', '--ids', 'ids.npy', '--out', 'out.npy', '--ranks', '2'], root, model),
-        Scene('compare', [COMPARE, '--method', 'ulysses', '--method', 'upipe', '--ranks', '2', '--heads', '2', '--kv-heads',
-                          '1', '--head-dim', '32', '--model-dim', '8', '--tokens', '16', '--deadline', '20', '--json',
-                          'j.json', '--trace', 'traces', '--dump', 'dump', '--data', 'book'], root, old),
+        Scene('logits', [LOGITS, *logits], root, model),
+        Scene('compare', [COMPARE, *COMPARISON], root, old),
+        Scene('plan', [PLAN, *small, '--tokens', '4k', '--batch', '2', '--calibrate', 'rates.json', '--write-machine',
+                       'new.json'], root, machine, says=True),
+        Scene('plan_block', [PLAN, '--model', 'model', '--machine', 'cpu', '--ranks', '2', '--tokens', '4k', '--json',
+                             'j.json'], root, machine, says=True),
+        Scene('plan_longest', [PLAN, *small, '--max-tokens'], root, machine, says=True),
+        Scene('plan_best', [PLAN, *small, '--tokens', '4k', '--best'], root, machine, says=True),
+        Scene('plan_best_longest', [PLAN, *small, '--max-tokens', '--best'], root, machine, says=True),
     ]
-    return {scene.name: scene for scene in made}
 
 
 def faults(scene):
@@ -212,6 +273,8 @@ def faults(scene):
     yield 'all from one allocation on', [f'alloc:{n}+' for n in range(1, calls + 1)]
     calls = scene.count('file')
     yield 'a call that changes files', [f'file:{n}:{error}' for n in range(1, calls + 1) for error in ERRORS]
+    calls = scene.count('read')
+    yield 'a call that reads', [f'read:{n}:{error}' for n in range(1, calls + 1) for error in ERRORS]
     calls = scene.count('thread')
     yield 'a thread', [f'thread:{n}' for n in range(1, calls + 1)]
 
@@ -224,11 +287,11 @@ def spread(tries):
 def main():
     chance = random.Random(SEED)
     with tempfile.TemporaryDirectory() as root:
-        plans = [(scene, kind, tries) for scene in scenes(root).values() for kind, tries in faults(scene)]
+        plans = [(scene, kind, tries) for scene in scenes(root) for kind, tries in faults(scene)]
         every = sum(len(tries) for _, _, tries in plans)
         for scene, kind, tries in plans:
             began, share = time.monotonic(), SECONDS * len(tries) / every
-            chosen = spread(tries)
+            chosen = chance.sample(tries, min(FEW, len(tries))) if MPIRUN else spread(tries)
             rest = [fault for fault in tries if fault not in chosen]
             chance.shuffle(rest)
             for fault in chosen:

@@ -6,11 +6,16 @@
  *   h  its header alone: the length before it and 64 bytes of data behind it are added
  *   m  the metadata of a checkpoint's optimizer, a JSON object
  *   i  the index of a model in several files, one of which there is
+ *   t  a file of tokens that says what it is, and its own loss mask; u one of u16, whose documents end with token 7
+ *   x  the index of a Megatron file of 100 bytes
+ *   l  a list of token files
  */
 #define _GNU_SOURCE
+#define PROGRAM "fuzz_files"
 #include "fuzz.h"
 
-#include "examples/llama/checkpoint.h"
+#include "examples/llama/files/data.h"
+#include "examples/llama/state/checkpoint.h"
 
 enum { DATA = 64 };
 
@@ -46,8 +51,15 @@ static void put_safetensors(const char *name, const char *before, const char *te
 
 static void end(void)
 {
-    static const char *const names[] = {"config.json", "file.safetensors", "optimizer.safetensors",
-                                        "part.safetensors", "model.safetensors.index.json"};
+    static const char *const names[] = {"config.json",
+                                        "file.safetensors",
+                                        "optimizer.safetensors",
+                                        "part.safetensors",
+                                        "model.safetensors.index.json",
+                                        "ids",
+                                        "ids.bin",
+                                        "ids.idx",
+                                        "list"};
     size_t i;
     for (i = 0; i < sizeof names / sizeof *names; ++i) unlink(in(names[i]));
     rmdir(folder);
@@ -79,11 +91,11 @@ static void fuzz_config(const char *text, size_t n)
     upipe_dtype dtype;
     upipe_err err = {{0}, UPIPE_OK};
     put("config.json", text, n);
-    if (!accepted(llama_config_read(&c, &dtype, in("config.json"), &err), &err)) return;
+    if (!accepted(llama_config_read(&c, &dtype, in("config.json"), NULL, &err), &err)) return;
     CHECK(c.layers >= 1 && c.layers <= LLAMA_LAYERS_MAX && c.heads >= 1 && c.kv_heads >= 1 &&
           c.head_dim >= 2);
     CHECK(c.heads % c.kv_heads == 0 && c.rope_theta > 0 && c.norm_eps > 0 && c.window >= 0);
-    CHECK(llama_config_like(&c) >= 0);
+    CHECK(c.family >= 0 && c.family < LLAMA_FAMILIES && c.pad >= 0 && c.pad <= c.vocab);
     CHECK(llama_layout_init(&l, &c) == 0 && l.weights > 0);
     llama_layout_free(&l);
 }
@@ -151,8 +163,49 @@ static void fuzz_index(void)
     llama_layout_free(&l);
 }
 
+/* What is accepted can be read from end to end: ids below the vocabulary, borders that ascend. */
+static void fuzz_data(const char *name, token_type type)
+{
+    static int32_t inputs[8], targets[8];
+    static int64_t borders[16];
+    const upipe_shard s = upipe_shard_range(0, 8);
+    char path[128];
+    data_request q;
+    data_order order;
+    corpus d;
+    int64_t k, i, n, w;
+    data_request_init(&q);
+    snprintf(path, sizeof path, "%s%s", name[0] == '@' ? "@" : "", in(name + (name[0] == '@')));
+    q.files = path;
+    q.type = type;
+    q.tokens = 8;
+    q.vocab = 1 << 14;
+    q.end_token = type == TOKEN_U16 ? 7 : -1;
+    q.mask = type == TOKEN_AUTO ? path : NULL; /* which fits where it says its own type */
+    cli_holds = 1;
+    cli_held[0] = 0;
+    if (data_open(&d, &q) != 0) {
+        CHECK(strlen(cli_held) > 20);
+        return;
+    }
+    q.by_documents = d.by_documents = d.documents.n > 0 && d.ids.n % 2 == 0;
+    CHECK(data_scan(&d, &q) == 0 || strlen(cli_held) > 20);
+    data_order_init(&order);
+    for (k = 0; k < d.windows && cli_held[0] == 0; ++k) {
+        w = data_window(&d, &order, 1, k);
+        CHECK_INT(data_fill(&d, &order, w, &s, inputs, targets), 0);
+        for (i = 0; i < 8; ++i) CHECK(inputs[i] >= 0 && inputs[i] < q.vocab && targets[i] < q.vocab);
+        n = data_borders(&d, &order, w, 0, borders);
+        CHECK(n < data_borders_max(&d, 1) && borders[0] == 0 && borders[n] == 8);
+        for (i = 0; i < n; ++i) CHECK(borders[i] < borders[i + 1]);
+    }
+    data_order_free(&order);
+    data_close(&d);
+}
+
 static void fuzz_one(const char *input, size_t n)
 {
+    static const char hundred[100];
     if (n == 0) return;
     begin();
     ++input, --n;
@@ -176,6 +229,24 @@ static void fuzz_one(const char *input, size_t n)
     case 'i':
         put("model.safetensors.index.json", input, n);
         fuzz_index();
+        break;
+    case 't':
+        put("ids", input, n);
+        fuzz_data("ids", TOKEN_AUTO);
+        break;
+    case 'u':
+        put("ids", input, n);
+        fuzz_data("ids", TOKEN_U16);
+        break;
+    case 'x':
+        put("ids.bin", hundred, sizeof hundred);
+        put("ids.idx", input, n);
+        fuzz_data("ids.bin", TOKEN_AUTO);
+        break;
+    case 'l':
+        put("ids", hundred, sizeof hundred);
+        put("list", input, n);
+        fuzz_data("@list", TOKEN_U8);
         break;
     default:
         break;

@@ -1,14 +1,13 @@
-/* flags.h -- any words as a command line        included by a fuzzer with PROGRAM, flags_read and flags_used
+/* flags.h -- any words as a command line        included by a fuzzer with PROGRAM, options_read and words_used
  *
- * An input is words between blanks. What is accepted goes on to the plan: flags_used.
+ * An input is words between blanks. What is accepted goes on to the plan: words_used.
  */
 #ifndef UPIPE_FUZZ_FLAGS_H
 #define UPIPE_FUZZ_FLAGS_H
 
 enum { WORDS = 64 };
 
-static void flags_used(const options *o);
-static int flags_read(options *o, int count, char **words);
+static void words_used(const options *o);
 
 /* A plan of a rank, or a sentence. */
 static void flags_plan(const upipe_plan_desc *d, int segments)
@@ -34,6 +33,7 @@ static void fuzz_one(const char *input, size_t n)
     static FILE *nowhere;
     FILE *const out = stdout, *const err = stderr;
     options o;
+    struct world w;
     int count = 1, status;
     memcpy(text, input, n + 1);
     if (nowhere == NULL) nowhere = fopen("/dev/null", "w");
@@ -41,13 +41,13 @@ static void fuzz_one(const char *input, size_t n)
     words[0] = text + n; /* the program's name */
     for (at = strtok(text, " "); at != NULL && count < WORDS; at = strtok(NULL, " ")) words[count++] = at;
     words[count] = NULL;
-    optind = 0;                /* getopt begins anew, glibc's from within a word too */
     stdout = stderr = nowhere; /* its sentences are many */
-    status = flags_read(&o, count, words);
+    memset(&w, 0, sizeof w);
+    status = options_read(&o, &w, count, words);
     stdout = out;
     stderr = err;
     CHECK(status >= 0 && status <= 1 + EXIT_USAGE);
-    if (status == 0) flags_used(&o);
+    if (status == 0) words_used(&o);
 }
 
 #endif

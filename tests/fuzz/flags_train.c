@@ -3,30 +3,22 @@
 #define PROGRAM "train"
 #include "fuzz.h"
 
-#include "examples/llama/options.h"
+#include "examples/llama/run/options.h"
 
 #include "flags.h"
 
-static int flags_read(options *o, int count, char **words)
-{
-    struct world w;
-    memset(&w, 0, sizeof w);
-    return options_read(o, &w, count, words);
-}
-
 /* The plans of the first and the last rank. */
-static void flags_used(const options *o)
+static void words_used(const options *o)
 {
-    const llama_config *c = &o->config;
-    upipe_plan_desc d = method_desc(&o->how, c->heads, c->kv_heads);
+    const llama_config c = options_config(o);
+    upipe_plan_desc d = method_desc(&o->how, c.heads, c.kv_heads);
     int last;
-    CHECK(o->tokens >= 1 && o->batch >= 1 && o->steps >= 1 && o->adam_eps > 0 && c->dim >= 1 &&
-          c->hidden >= 1);
+    CHECK(o->tokens >= 1 && o->batch >= 1 && o->steps >= 1 && o->adam_eps > 0 && c.dim >= 1 && c.hidden >= 1);
     d.tokens = o->tokens;
     d.batch = o->batch;
-    d.model_dim = c->dim;
-    d.head_dim = c->head_dim;
-    d.dtype = o->dtype;
+    d.model_dim = c.dim;
+    d.head_dim = c.head_dim;
+    d.dtype = (upipe_dtype)o->dtype;
     for (last = 0; last < 2; ++last) {
         method_place(&d, last ? o->how.ranks - 1 : 0);
         flags_plan(&d, o->how.segments);

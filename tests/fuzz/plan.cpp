@@ -53,7 +53,7 @@ static int accepted(upipe_status s, const upipe_err *e)
 /* The heads of one rank in one stage. */
 static void walk_part(const upipe_plan *p, int stage, int rank)
 {
-    const upipe_span q = upipe_plan_q(p, stage, rank), kv = upipe_plan_kv(p, stage, rank);
+    const upipe_head_range q = upipe_plan_q(p, stage, rank), kv = upipe_plan_kv(p, stage, rank);
     int which, at_stage, at_rank;
     CHECK(q.count >= 0 && q.count <= p->per_rank && q.first >= 0 &&
           q.first + (int64_t)q.count <= p->desc.heads);
@@ -63,7 +63,7 @@ static void walk_part(const upipe_plan *p, int stage, int rank)
         const upipe_a2a_heads heads = (upipe_a2a_heads)which;
         const int64_t end =
             (int64_t)upipe_plan_offset(p, heads, stage, rank) + upipe_plan_part(p, heads, stage, rank).count;
-        CHECK(end >= 0 && end <= upipe_plan_buffer(p, heads, stage));
+        CHECK(end >= 0 && end <= upipe_plan_heads_sent(p, heads, stage));
     }
     if (q.count == 0) return;
     upipe_plan_q_place(p, q.first, &at_stage, &at_rank);
@@ -83,7 +83,8 @@ static void walk(const upipe_plan *p)
     const upipe_plan_desc *d = &p->desc;
     const int stages[] = {0, p->stages / 2, p->stages - 1},
               ranks[] = {0, d->rank, d->ranks / 2, d->ranks - 1};
-    upipe_buffers b = upipe_plan_buffers(p);
+    const upipe_mask full = upipe_mask();
+    upipe_buffers b = p->buffers;
     upipe_bytes bytes;
     upipe_err e;
     int64_t first;
@@ -96,16 +97,16 @@ static void walk(const upipe_plan *p)
         for (j = 0; j < 4; ++j) walk_part(p, stages[i], ranks[j]);
     }
     for (j = 0; j < 4; ++j)
-        CHECK(upipe_plan_tokens(p, ranks[j], &first) >= 1 && first >= 0 && first < p->seq);
+        CHECK(upipe_plan_tokens(p, ranks[j], &first) >= 1 && first >= 0 && first < p->team_tokens);
     CHECK_INT(upipe_plan_before(p, p->stages, -1), d->heads);
     CHECK(upipe_plan_sent(p, 0) >= 0 && upipe_plan_sent(p, 1) >= 0);
-    CHECK(upipe_plan_sent_ring(p, 0) >= 0 && upipe_plan_sent_ring(p, 1) >= upipe_plan_sent_ring(p, 0));
-    CHECK(p->seq <= upipe_plan_seq_most(p) && upipe_plan_unit_bytes(p) > 0);
+    CHECK(upipe_plan_sent_ring(p, &full, 0) >= 0 &&
+          upipe_plan_sent_ring(p, &full, 1) >= upipe_plan_sent_ring(p, &full, 0));
+    CHECK(p->team_tokens <= p->team_tokens_most && upipe_plan_unit_bytes(p) > 0);
     CHECK(b.slot >= b.q && b.send > 0 && b.lse > 0 && b.kv_send > 0);
-    walk_shard(&p->held, d->tokens);
+    walk_shard(&p->team_shard, d->tokens);
     walk_shard(&p->shard, d->tokens);
     accepted(upipe_even_bytes(&bytes, p, 64, 64, 64, 64, &e), &e);
-    (void)upipe_plan_even(p);
 }
 
 /* Scratch of a table that computes nothing. */
@@ -194,7 +195,8 @@ static void run_dry(const upipe_plan *p, const upipe_fpdt *segmented, const int6
               upipe_dry_bytes(&dry).peak == dry.mem.peak);
         if ((flags & 32) == 0) CHECK_INT(dry.team.sent_bytes, upipe_plan_sent(p, 0) + upipe_plan_sent(p, 1));
         if ((flags & 32) == 0)
-            CHECK_INT(dry.ring.sent_bytes, upipe_plan_sent_ring(p, 0) + upipe_plan_sent_ring(p, 1));
+            CHECK_INT(dry.ring.sent_bytes,
+                      upipe_plan_sent_ring(p, &l.mask, 0) + upipe_plan_sent_ring(p, &l.mask, 1));
     }
     if (f.segments > 8 || !accepted(upipe_dry_init(&dry, p, &ops), &dry.ctx.err)) return;
     f.layer = l;

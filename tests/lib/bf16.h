@@ -33,26 +33,25 @@ static inline float dot_pair(float sum, uint32_t x, uint32_t y)
 }
 
 /* An element of TDPBF16PS: 16 pairs. */
-static inline float dot_row(float sum, const uint32_t *x, const uint32_t *y, int y_step)
+static inline float dot_row(float sum, const uint32_t *x, const uint32_t *y, int y_stride)
 {
     float even = 0, odd = 0;
-    int p;
-    for (p = 0; p < UPI_BF16_STEP / 2; ++p) {
-        even = flushed(fmaf(low(x[p]), low(y[p * y_step]), even));
-        odd = flushed(fmaf(high(x[p]), high(y[p * y_step]), odd));
+    for (int p = 0; p < UPI_BF16_STEP / 2; ++p) {
+        even = flushed(fmaf(low(x[p]), low(y[p * y_stride]), even));
+        odd = flushed(fmaf(high(x[p]), high(y[p * y_stride]), odd));
     }
     return flushed(sum + flushed(even + odd));
 }
 
 /* Pairs `first` .. `last` - 1 of one sum, in steps of 16. */
-static inline float sum_of(int amx, const uint32_t *x, const uint32_t *y, int y_step, int first, int last)
+static inline float sum_of(int amx, const uint32_t *x, const uint32_t *y, int y_stride, int first, int last)
 {
     float sum = 0;
-    int p;
     if (amx)
-        for (p = first; p < last; p += UPI_BF16_STEP / 2) sum = dot_row(sum, x + p, y + p * y_step, y_step);
+        for (int p = first; p < last; p += UPI_BF16_STEP / 2)
+            sum = dot_row(sum, x + p, y + p * y_stride, y_stride);
     else
-        for (p = first; p < last; ++p) sum = dot_pair(sum, x[p], y[p * y_step]);
+        for (int p = first; p < last; ++p) sum = dot_pair(sum, x[p], y[p * y_stride]);
     return sum;
 }
 
@@ -63,12 +62,11 @@ static _Thread_local int plain_is_open;
 static inline void plain_tile(int amx, int depth, int sum_depth, const uint32_t *a, const uint32_t *b,
                               float *sums, int64_t next, int accumulate)
 {
-    int first, i, j;
     CHECK(plain_is_open);
-    for (first = 0; first < depth; first += sum_depth) {
+    for (int first = 0; first < depth; first += sum_depth) {
         const int last = first + sum_depth < depth ? first + sum_depth : depth;
-        for (i = 0; i < 2 * UPI_BF16_PANEL; ++i)
-            for (j = 0; j < 2 * UPI_BF16_PANEL; ++j) {
+        for (int i = 0; i < 2 * UPI_BF16_PANEL; ++i)
+            for (int j = 0; j < 2 * UPI_BF16_PANEL; ++j) {
                 const uint32_t *x = a + i * UPI_BF16_PAIRS;
                 const uint32_t *y = b + j / UPI_BF16_PANEL * UPI_BF16_PACKED + j % UPI_BF16_PANEL;
                 float *to = sums + i / UPI_BF16_PANEL * next + j / UPI_BF16_PANEL * UPI_BF16_TILE +
@@ -109,9 +107,8 @@ UPI_INLINE void flush_all(plain_floats *x)
 UPI_INLINE void plain_step(int amx, plain_floats *sum, const uint32_t *x, plain_floats (*y)[2])
 {
     plain_floats part[2] = {{0}, {0}};
-    int p, half;
-    for (p = 0; p < UPI_BF16_STEP / 2; ++p)
-        for (half = 1; half >= 0; --half) {
+    for (int p = 0; p < UPI_BF16_STEP / 2; ++p)
+        for (int half = 1; half >= 0; --half) {
             plain_floats *to = amx ? &part[half] : sum;
             *to = (half ? high(x[p]) : low(x[p])) * y[p][half] + *to;
             flush_all(to);
@@ -123,51 +120,50 @@ UPI_INLINE void plain_step(int amx, plain_floats *sum, const uint32_t *x, plain_
     flush_all(sum);
 }
 
-UPI_INLINE void plain_strip_of(int amx, int rows, int depth, const uint32_t *a, int64_t a_step,
-                               const uint32_t *b, int64_t b_step, float *sums, int64_t sums_step)
+UPI_INLINE void plain_strip_of(int amx, int rows, int depth, const uint32_t *a, int64_t a_stride,
+                               const uint32_t *b, int64_t b_stride, float *sums, int64_t sums_stride)
 {
     enum { STEP = UPI_BF16_STEP / 2 };
-    int i, p, k, half;
     CHECK(plain_is_open);
-    for (p = 0; p < depth / 2; p += STEP) {
+    for (int p = 0; p < depth / 2; p += STEP) {
         plain_floats y[STEP][2];
-        for (k = 0; k < STEP; ++k)
-            for (half = 0; half < 2; ++half) {
+        for (int k = 0; k < STEP; ++k)
+            for (int half = 0; half < 2; ++half) {
                 plain_bits pairs;
-                memcpy(&pairs, b + (p + k) * b_step, sizeof pairs);
+                memcpy(&pairs, b + (p + k) * b_stride, sizeof pairs);
                 y[k][half] = (plain_floats)(half ? pairs & 0xffff0000u : pairs << 16);
                 flush_all(&y[k][half]);
             }
-        for (i = 0; i < rows; ++i) {
+        for (int i = 0; i < rows; ++i) {
             plain_floats sum = {0};
-            if (p > 0) memcpy(&sum, sums + i * sums_step, sizeof sum);
-            plain_step(amx, &sum, a + i * a_step + p, y);
-            memcpy(sums + i * sums_step, &sum, sizeof sum);
+            if (p > 0) memcpy(&sum, sums + i * sums_stride, sizeof sum);
+            plain_step(amx, &sum, a + i * a_stride + p, y);
+            memcpy(sums + i * sums_stride, &sum, sizeof sum);
         }
     }
 }
 
-UPI_CPU_KERNEL void plain_strip(int amx, int rows, int depth, const uint32_t *a, int64_t a_step,
-                                const uint32_t *b, int64_t b_step, float *sums, int64_t sums_step)
+UPI_CPU_KERNEL void plain_strip(int amx, int rows, int depth, const uint32_t *a, int64_t a_stride,
+                                const uint32_t *b, int64_t b_stride, float *sums, int64_t sums_stride)
 {
     if (amx)
-        plain_strip_of(1, rows, depth, a, a_step, b, b_step, sums, sums_step);
+        plain_strip_of(1, rows, depth, a, a_stride, b, b_stride, sums, sums_stride);
     else
-        plain_strip_of(0, rows, depth, a, a_step, b, b_step, sums, sums_step);
+        plain_strip_of(0, rows, depth, a, a_stride, b, b_stride, sums, sums_stride);
 }
 
 UPI_KERNELS_END
 
-static inline void plain_strip_amx(int rows, int depth, const uint32_t *a, int64_t a_step, const uint32_t *b,
-                                   int64_t b_step, float *sums, int64_t sums_step)
+static inline void plain_strip_amx(int rows, int depth, const uint32_t *a, int64_t a_stride,
+                                   const uint32_t *b, int64_t b_stride, float *sums, int64_t sums_stride)
 {
-    plain_strip(1, rows, depth, a, a_step, b, b_step, sums, sums_step);
+    plain_strip(1, rows, depth, a, a_stride, b, b_stride, sums, sums_stride);
 }
 
-static inline void plain_strip_avx512(int rows, int depth, const uint32_t *a, int64_t a_step,
-                                      const uint32_t *b, int64_t b_step, float *sums, int64_t sums_step)
+static inline void plain_strip_avx512(int rows, int depth, const uint32_t *a, int64_t a_stride,
+                                      const uint32_t *b, int64_t b_stride, float *sums, int64_t sums_stride)
 {
-    plain_strip(0, rows, depth, a, a_step, b, b_step, sums, sums_step);
+    plain_strip(0, rows, depth, a, a_stride, b, b_stride, sums, sums_stride);
 }
 
 static inline void plain_open(void)

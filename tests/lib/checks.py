@@ -1,16 +1,30 @@
-"""checks.py -- the assertions of tests that are scripts: each counts, and one that fails says its line and goes on
+"""checks.py -- what tests that are scripts share: assertions, commands, what a folder holds
 
     sys.path.insert(0, ...)             # this folder
-    from checks import check, end, equal
+    from checks import equal, run_command, run_tests
 
-    equal(status, 2, 'the status of a wrong flag')
-    sys.exit(end('train'))
+    def test_flags(folder):
+        done = run_command([TRAIN, '--steps', 'x'], cwd=folder)
+        equal(done.returncode, 2, 'the status of a wrong flag')
+
+    sys.exit(run_tests('train', test_flags))
+
+Each assertion counts, and one that fails says its line and goes on; where the rest of a test would have nothing to look at,
+`needed` ends it.
 """
 
+import json
 import os
+import subprocess
 import sys
+import tempfile
+import time
 
 COUNTS = {'checks': 0, 'failed': 0}
+
+
+class Ended(Exception):
+    """What a test needs has failed, and was counted."""
 
 
 def check(ok, sentence):
@@ -18,7 +32,7 @@ def check(ok, sentence):
     if not ok:
         COUNTS['failed'] += 1
         caller = sys._getframe(1)
-        while caller.f_code.co_filename == __file__:
+        while os.path.dirname(caller.f_code.co_filename) == os.path.dirname(__file__):  # the test's own line
             caller = caller.f_back
         print(f'{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}: {sentence}', file=sys.stderr)
     return ok
@@ -26,6 +40,80 @@ def check(ok, sentence):
 
 def equal(got, want, what):
     return check(got == want, f'{what} is {str(got)[:500]}, not {str(want)[:500]}')
+
+
+def needed(ok, sentence):
+    """A check without which the test cannot go on."""
+    if not check(ok, sentence):
+        raise Ended
+
+
+def run_command(words, timeout=300, variables=None, **more):
+    """The finished command: text of both streams whatever bytes it wrote. variables: more of the environment."""
+    more = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'encoding': 'utf-8', 'errors': 'backslashreplace', **more}
+    if variables is not None:
+        more['env'] = {**os.environ, **{name: str(value) for name, value in variables.items()}}
+    words = [word if isinstance(word, bytes) else str(word) for word in words]
+    return subprocess.run(words, timeout=timeout, check=False, **more)
+
+
+def read(path):
+    with open(path, 'rb') as source:
+        return source.read()
+
+
+def write(path, data):
+    """Bytes, or a text."""
+    with open(path, 'wb') as out:
+        out.write(data.encode() if isinstance(data, str) else data)
+
+
+def load(path):
+    """Of a JSON file."""
+    return json.loads(read(path))
+
+
+def tree(folder):
+    """What lies below it: the bytes of files, None for folders."""
+    return {os.path.relpath(os.path.join(where, name), folder):
+            read(os.path.join(where, name)) if os.path.isfile(os.path.join(where, name)) else None
+            for where, folders, names in os.walk(folder) for name in folders + names}
+
+
+def wait_for(condition, seconds=60, pause=0.01):
+    """Whether it came true within this time."""
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(pause)
+    return True
+
+
+def other_python(*places):
+    """Starts the script again with the next of these Pythons, which may have a package that this one lacks: Debian's belong
+    to Debian's, which need not be the first in PATH. Returns where none is left."""
+    tried = os.environ.get('UPIPE_PYTHONS_TRIED', '').split(':')
+    for place in (*places, '/usr/bin/python3'):
+        if os.path.exists(place) and place not in tried:
+            os.environ['UPIPE_PYTHONS_TRIED'] = ':'.join([*tried, place])
+            os.execv(place, [place, *sys.argv])
+
+
+def run_tests(name, *tests):
+    """Each in a folder of its own, which is the current one. The exit status; with TEST_TIMES also the seconds of each."""
+    for test in tests:
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+            try:
+                test(folder)
+            except Ended:
+                pass
+            os.chdir('/')
+        if 'TEST_TIMES' in os.environ:
+            print(f'{test.__name__}: {time.monotonic() - began:.1f} s')
+    return end(name)
 
 
 def end(name):

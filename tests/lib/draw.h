@@ -8,6 +8,7 @@
 #ifndef UPIPE_TEST_DRAW_H
 #define UPIPE_TEST_DRAW_H
 
+#include "reads_o.h"
 #include "runner.h"
 
 enum { CU_SEQLENS_MAX = 12 };
@@ -24,9 +25,9 @@ static void draw_cu_seqlens(test_rng *rng, drawn *d)
 {
     block_shape *s = &d->t.shape;
     int64_t all = s->tokens * s->batch;
-    int i, j;
+    int j;
     s->cu_seqlens_n = 1 + test_below(rng, CU_SEQLENS_MAX);
-    for (i = 0; i <= s->cu_seqlens_n; ++i) {
+    for (int i = 0; i <= s->cu_seqlens_n; ++i) {
         int64_t at = test_below(rng, (int)all + 1);
         for (j = i; j > 0 && d->cu_seqlens[j - 1] > at; --j) d->cu_seqlens[j] = d->cu_seqlens[j - 1];
         d->cu_seqlens[j] = at;
@@ -110,6 +111,8 @@ static void draw(test_rng *rng, drawn *d)
     t->overlap = t->ring == 1 ? test_below(rng, 4) > 0 : test_below(rng, 60) == 0;
     if (t->overlap) t->side_stream_inline = test_below(rng, 4) == 0;
     t->shape.biased = test_below(rng, 3) == 0;
+    if (test_below(rng, 3) == 0) t->table = table_reads_o;
+    if (test_below(rng, 3) == 0) block_rope_own(&t->shape, 2 * test_below(rng, t->shape.d / 2 + 1));
 }
 
 /* What upipe_plan_init and the layer packed sequence, said a second time. */
@@ -144,13 +147,13 @@ static void say_replay(const run_case *t, long seed)
     fprintf(
         stderr,
         "replay: UPIPE_SEED=%ld UPIPE_DRAWS=1 (S %lld B %lld C %d R %d/%d %s mode %d H %d/%d d %d/%d D %lld "
-        "U %d %s%s%s%s%s%s%s%s%s)\n",
+        "U %d %s%s%s%s%s%s%s%s%s%s)\n",
         seed, (long long)s->tokens, (long long)s->batch, t->ranks, t->ring, t->inner,
         upipe_layout_name(t->layout), (int)t->ring_mode, s->h, s->hkv, s->d, s->v_dim > 0 ? s->v_dim : s->d,
         (long long)s->dim, t->chunk, upipe_dtype_name(s->dtype), t->naive ? " naive" : "",
         t->overlap ? " overlap" : "", s->full ? " full" : "", s->window ? " window" : "",
         s->cu_seqlens != NULL ? " cu_seqlens" : "", s->softcap > 0 ? " softcap" : "",
-        s->sinks ? " sinks" : "", s->biased ? " biased" : "");
+        s->sinks ? " sinks" : "", s->biased ? " biased" : "", t->table != NULL ? " reads O" : "");
 }
 
 #endif

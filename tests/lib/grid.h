@@ -44,10 +44,7 @@ static inline upipe_status grid_init(grid *g, int ranks, int rings, int ring_fir
                                      upipe_err *e)
 {
     upipe_status s;
-    memset(g, 0, sizeof *g);
-    g->ranks = ranks;
-    g->rings = rings;
-    g->ring_first = ring_first;
+    *g = (grid){.ranks = ranks, .rings = rings, .ring_first = ring_first};
     s = upipe_threads_init(&g->world, ranks * rings, deadline, e);
     while (s == UPIPE_OK && rings > 1 && g->teams_n < rings)
         s = upipe_threads_init(&g->team[g->teams_n++], ranks, deadline, e);

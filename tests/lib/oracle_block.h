@@ -16,13 +16,16 @@
 #ifndef UPIPE_TEST_ORACLE_BLOCK_H
 #define UPIPE_TEST_ORACLE_BLOCK_H
 
-#include "oracle.h"
+#include "oracle_linear.h"
 #include "test.h"
 
 typedef struct block_shape {
     int64_t tokens, batch, dim;
     int h, hkv, d, v_dim, full; /* v_dim: 0 = d */
     int rope;                   /* 0 none, 1 halves, 2 interleaved */
+    int rope_dims;              /* 0: all d */
+    double rope_factor;         /* 0: 1 */
+    const double *rope_rates;   /* NULL: by theta */
     int normed;                 /* QK norm */
     int projected;              /* with the output projection */
     int biased;                 /* bq, bk, bv, and bo with the output projection */
@@ -46,15 +49,6 @@ typedef struct block_shape {
     X(wo)                \
     X(q_norm_weight) X(k_norm_weight) X(sinks) X(bq) X(bk) X(bv) X(bo) X(o) X(dout) X(q) X(lse) X(y) X(dy)
 
-#define BLOCK_MEMBER(name) *name,
-typedef struct f64_block {
-    double BLOCK_TENSORS(BLOCK_MEMBER) * none;
-} f64_block;
-typedef struct f32_block {
-    float BLOCK_TENSORS(BLOCK_MEMBER) * none;
-} f32_block;
-#undef BLOCK_MEMBER
-
 static inline int64_t block_count(const block_shape *s, const char *name)
 {
     int64_t rows = s->batch * s->tokens, v_dim = s->v_dim > 0 ? s->v_dim : s->d, hd = (int64_t)s->h * s->d,
@@ -76,46 +70,39 @@ static inline int64_t block_count(const block_shape *s, const char *name)
     return rows * s->dim;
 }
 
-static inline double *f64_buf(int64_t n)
+/* RoPE with what Llama of old has not: a factor of 1.2, `dims` of a head, and rates that are no theta's. */
+static inline void block_rope_own(block_shape *s, int dims)
 {
-    return (double *)calloc((size_t)n + 1, sizeof(double));
+    static double rates[128];
+    for (int p = 0; p < 128; ++p) rates[p] = p % 5 == 4 ? 0 : 1.3 / (1 + 0.7 * p);
+    s->rope_rates = rates;
+    s->rope_factor = 1.2;
+    s->rope_dims = dims;
 }
 
-static inline float *f32_buf(int64_t n)
+/* The attention call of sequence b. */
+static inline oracle_attn block_attn(const block_shape *s, int64_t b, const float *sinks)
 {
-    return (float *)calloc((size_t)n + 1, sizeof(float));
+    oracle_attn a = {0};
+    a.sq = a.sk = s->tokens;
+    a.q_pos = a.k_pos = b * s->tokens;
+    a.h = s->h;
+    a.hkv = s->hkv;
+    a.d = s->d;
+    a.v_dim = s->v_dim;
+    a.causal = !s->full;
+    a.naive = s->naive;
+    a.scale = s->scale;
+    a.window = s->window;
+    a.cu_seqlens = s->cu_seqlens;
+    a.cu_seqlens_n = s->cu_seqlens_n;
+    a.softcap = s->softcap;
+    a.sinks = sinks;
+    return a;
 }
 
-/* Zeroed tensors; those that the shape lacks are NULL. */
-static inline void f64_block_make(const block_shape *s, f64_block *b)
-{
-    memset(b, 0, sizeof *b);
-#define BLOCK_MAKE(name) b->name = block_count(s, #name) > 0 ? f64_buf(block_count(s, #name)) : NULL;
-    BLOCK_TENSORS(BLOCK_MAKE)
-#undef BLOCK_MAKE
-}
-
-static inline void f32_block_make(const block_shape *s, f32_block *b)
-{
-    memset(b, 0, sizeof *b);
-#define BLOCK_MAKE(name) b->name = block_count(s, #name) > 0 ? f32_buf(block_count(s, #name)) : NULL;
-    BLOCK_TENSORS(BLOCK_MAKE)
-#undef BLOCK_MAKE
-}
-
-static inline void f64_block_free(f64_block *b)
-{
-#define BLOCK_FREE(name) free(b->name);
-    BLOCK_TENSORS(BLOCK_FREE)
-#undef BLOCK_FREE
-}
-
-static inline void f32_block_free(f32_block *b)
-{
-#define BLOCK_FREE(name) free(b->name);
-    BLOCK_TENSORS(BLOCK_FREE)
-#undef BLOCK_FREE
-}
+#define ORACLE_PART "oracle_block.inc"
+#include "oracle_twice.inc"
 
 static inline void f64_block_widen(const block_shape *s, const f32_block *in, f64_block *out)
 {
@@ -157,65 +144,5 @@ static inline void block_inputs(const block_shape *s, uint64_t seed, f32_block *
     /* few bits, so that a difference of two sinks is exact in f32 too */
     for (i = 0; s->sinks && i < s->h; ++i) in->sinks[i] = (float)(test_below(&rng, 2048) - 1024) / 512;
 }
-
-/* The attention call of sequence b. */
-static inline oracle_attn block_attn(const block_shape *s, int64_t b, const float *sinks)
-{
-    oracle_attn a;
-    memset(&a, 0, sizeof a);
-    a.sq = a.sk = s->tokens;
-    a.q_pos = a.k_pos = b * s->tokens;
-    a.h = s->h;
-    a.hkv = s->hkv;
-    a.d = s->d;
-    a.v_dim = s->v_dim;
-    a.causal = !s->full;
-    a.naive = s->naive;
-    a.scale = s->scale;
-    a.window = s->window;
-    a.cu_seqlens = s->cu_seqlens;
-    a.cu_seqlens_n = s->cu_seqlens_n;
-    a.softcap = s->softcap;
-    a.sinks = sinks;
-    return a;
-}
-
-#define REAL              double
-#define NAME(x)           f64_##x
-#define STORE(s, v)       (v)
-#define ADD(s, sum, a, b) ((sum) + (a) * (b))
-#define CARRY(sums, width, terms)
-#define TOTAL(sums, width, terms)
-#define ATTN_FWD(s, a, q, k, v, o, lse) oracle_attn_fwd(a, q, k, v, o, lse)
-#define ATTN_BWD(s, a, q, k, v, dout, o, lse, dq, dk, dv) \
-    oracle_attn_bwd(a, q, k, v, dout, o, lse, dq, dk, dv)
-#include "oracle_block.inc"
-#undef REAL
-#undef NAME
-#undef STORE
-#undef ADD
-#undef CARRY
-#undef TOTAL
-#undef ATTN_FWD
-#undef ATTN_BWD
-
-#define REAL                            float
-#define NAME(x)                         f32_##x
-#define STORE(s, v)                     naive_store((s)->dtype, v)
-#define ADD(s, sum, a, b)               naive_add(sum, a, b, (s)->naive)
-#define CARRY(sums, width, terms)       naive_carry(sums, width, terms)
-#define TOTAL(sums, width, terms)       naive_total(sums, width, terms)
-#define ATTN_FWD(s, a, q, k, v, o, lse) naive_attn_fwd(a, (s)->dtype, q, k, v, o, lse)
-#define ATTN_BWD(s, a, q, k, v, dout, o, lse, dq, dk, dv) \
-    naive_attn_bwd(a, (s)->dtype, q, k, v, dout, o, lse, dq, dk, dv)
-#include "oracle_block.inc"
-#undef REAL
-#undef NAME
-#undef STORE
-#undef ADD
-#undef CARRY
-#undef TOTAL
-#undef ATTN_FWD
-#undef ATTN_BWD
 
 #endif

@@ -14,7 +14,7 @@
 #ifndef UPIPE_TEST_ORACLE_TILE_H
 #define UPIPE_TEST_ORACLE_TILE_H
 
-#include "oracle.h"
+#include "oracle_linear.h"
 #include "test.h"
 
 typedef struct tile_shape {
@@ -29,15 +29,6 @@ typedef struct tile_shape {
 /* Inputs or results; elements in tile_count's order. */
 #define TILE_TENSORS(X) X(x) X(gate) X(up) X(down) X(head) X(norm_weight) X(y) X(dy) X(loss)
 
-#define TILE_MEMBER(name) *name,
-typedef struct f64_tile {
-    double TILE_TENSORS(TILE_MEMBER) * none;
-} f64_tile;
-typedef struct f32_tile {
-    float TILE_TENSORS(TILE_MEMBER) * none;
-} f32_tile;
-#undef TILE_MEMBER
-
 static int64_t tile_count(const tile_shape *s, const char *name)
 {
     int mlp = s->targets == NULL;
@@ -49,38 +40,8 @@ static int64_t tile_count(const tile_shape *s, const char *name)
     return s->rows * s->dim;
 }
 
-/* Zeroed tensors; those that the shape lacks are NULL. */
-static void f64_tile_make(const tile_shape *s, f64_tile *t)
-{
-    memset(t, 0, sizeof *t);
-#define TILE_MAKE(name) \
-    if (tile_count(s, #name) > 0) t->name = (double *)calloc((size_t)tile_count(s, #name), sizeof(double));
-    TILE_TENSORS(TILE_MAKE)
-#undef TILE_MAKE
-}
-
-static void f32_tile_make(const tile_shape *s, f32_tile *t)
-{
-    memset(t, 0, sizeof *t);
-#define TILE_MAKE(name) \
-    if (tile_count(s, #name) > 0) t->name = (float *)calloc((size_t)tile_count(s, #name), sizeof(float));
-    TILE_TENSORS(TILE_MAKE)
-#undef TILE_MAKE
-}
-
-static void f64_tile_free(f64_tile *t)
-{
-#define TILE_FREE(name) free(t->name);
-    TILE_TENSORS(TILE_FREE)
-#undef TILE_FREE
-}
-
-static void f32_tile_free(f32_tile *t)
-{
-#define TILE_FREE(name) free(t->name);
-    TILE_TENSORS(TILE_FREE)
-#undef TILE_FREE
-}
+#define ORACLE_PART "oracle_tile.inc"
+#include "oracle_twice.inc"
 
 static void f64_tile_widen(const tile_shape *s, const f32_tile *in, f64_tile *out)
 {
@@ -112,41 +73,5 @@ static void tile_inputs(const tile_shape *s, uint64_t seed, f32_tile *in)
 #undef TILE_FILL
     for (i = 0; s->normed && i < s->dim; ++i) in->norm_weight[i] = (float)(1 + 0.1 * test_normal(&rng));
 }
-
-#define REAL              double
-#define NAME(x)           f64_##x
-#define STORE(s, v)       (v)
-#define ADD(s, sum, a, b) ((sum) + (a) * (b))
-#define CARRY(sums, width, terms)
-#define TOTAL(sums, width, terms)
-#define EXP exp
-#define LOG log
-#include "oracle_tile.inc"
-#undef REAL
-#undef NAME
-#undef STORE
-#undef ADD
-#undef CARRY
-#undef TOTAL
-#undef EXP
-#undef LOG
-
-#define REAL                      float
-#define NAME(x)                   f32_##x
-#define STORE(s, v)               naive_store((s)->dtype, v)
-#define ADD(s, sum, a, b)         naive_add(sum, a, b, (s)->naive)
-#define CARRY(sums, width, terms) naive_carry(sums, width, terms)
-#define TOTAL(sums, width, terms) naive_total(sums, width, terms)
-#define EXP                       expf
-#define LOG                       logf
-#include "oracle_tile.inc"
-#undef REAL
-#undef NAME
-#undef STORE
-#undef ADD
-#undef CARRY
-#undef TOTAL
-#undef EXP
-#undef LOG
 
 #endif

@@ -4,7 +4,6 @@
  *     tensors_draw(&shape, &rng, &in);               Q, K, V, dO
  *     tensors_make(&shape, &out);                    O, lse, dQ, dK, dV, dsinks come here
  *     check_oracle(&shape, &in, sinks, 0, &out);
- *     tensors_free(&in);
  */
 #ifndef UPIPE_TEST_QKV_H
 #define UPIPE_TEST_QKV_H
@@ -37,34 +36,23 @@ static inline int64_t count(const block_shape *s, int which)
 
 static inline void tensors_make(const block_shape *s, tensors *t)
 {
-    int i;
-    for (i = 0; i < TENSORS; ++i) t->at[i] = f32_buf(count(s, i));
+    for (int i = 0; i < TENSORS; ++i) t->at[i] = f32_buf(count(s, i));
     t->dsinks = f32_buf(s->h);
-}
-
-static inline void tensors_free(tensors *t)
-{
-    int i;
-    for (i = 0; i < TENSORS; ++i) free(t->at[i]);
-    free(t->dsinks);
 }
 
 /* Q, K, V and dO, as the storage type has them. */
 static inline void tensors_draw(const block_shape *s, test_rng *rng, tensors *t)
 {
-    int64_t n;
-    int i;
     tensors_make(s, t);
-    for (i = 0; i < TENSORS; ++i)
-        for (n = 0; (i < O || i == DOUT) && n < count(s, i); ++n)
+    for (int i = 0; i < TENSORS; ++i)
+        for (int64_t n = 0; (i < O || i == DOUT) && n < count(s, i); ++n)
             t->at[i][n] = naive_store(s->dtype, (float)test_normal(rng));
 }
 
 static inline double *widen(const float *x, int64_t n)
 {
     double *y = f64_buf(n);
-    int64_t i;
-    for (i = 0; i < n; ++i) y[i] = (double)x[i];
+    for (int64_t i = 0; i < n; ++i) y[i] = (double)x[i];
     return y;
 }
 
@@ -72,20 +60,18 @@ static inline void naive_run(const block_shape *shape, const tensors *in, const 
                              tensors *r)
 {
     block_shape s = *shape;
-    int64_t b, n;
-    int i;
     s.naive = naive;
     tensors_make(&s, r);
-    for (b = 0; b < s.batch; ++b) {
+    for (int64_t b = 0; b < s.batch; ++b) {
         const oracle_attn a = block_attn(&s, b, sinks);
         float *x[TENSORS];
-        for (i = 0; i < TENSORS; ++i)
+        for (int i = 0; i < TENSORS; ++i)
             x[i] = (i < O || i == DOUT ? in : r)->at[i] + b * s.tokens * width(&s, i);
-        naive_attn_fwd(&a, s.dtype, x[Q], x[K], x[V], x[O], x[LSE]);
-        naive_attn_bwd(&a, s.dtype, x[Q], x[K], x[V], x[DOUT], x[O], x[LSE], x[DQ], x[DK], x[DV]);
+        f32_attn_fwd(&a, s.dtype, x[Q], x[K], x[V], x[O], x[LSE]);
+        f32_attn_bwd(&a, s.dtype, x[Q], x[K], x[V], x[DOUT], x[O], x[LSE], x[DQ], x[DK], x[DV]);
     }
-    for (i = DK; i <= DV; ++i)
-        for (n = 0; n < count(&s, i); ++n) r->at[i][n] = naive_store(s.dtype, r->at[i][n]);
+    for (int i = DK; i <= DV; ++i)
+        for (int64_t n = 0; n < count(&s, i); ++n) r->at[i][n] = naive_store(s.dtype, r->at[i][n]);
     if (s.sinks) f32_sinks_bwd(&s, sinks, in->at[DOUT], r->at[O], r->at[LSE], r->dsinks);
 }
 
@@ -93,32 +79,29 @@ static inline void naive_run(const block_shape *shape, const tensors *in, const 
 static inline void check_oracle(const block_shape *s, const tensors *in, const float *sinks, int kernels,
                                 const tensors *got)
 {
+    const int mark = buffers_n;
     double *x[TENSORS], *dsinks = f64_buf(s->h);
     tensors naive[NAIVE_WAYS];
     const float *runs[NAIVE_WAYS];
-    int64_t b;
-    int i, way;
-    for (i = 0; i < TENSORS; ++i)
+    for (int i = 0; i < TENSORS; ++i)
         x[i] = i < O || i == DOUT ? widen(in->at[i], count(s, i)) : f64_buf(count(s, i));
-    for (b = 0; b < s->batch; ++b) {
+    for (int64_t b = 0; b < s->batch; ++b) {
         const oracle_attn a = block_attn(s, b, sinks);
         double *at[TENSORS];
-        for (i = 0; i < TENSORS; ++i) at[i] = x[i] + b * s->tokens * width(s, i);
-        oracle_attn_fwd(&a, at[Q], at[K], at[V], at[O], at[LSE]);
-        oracle_attn_bwd(&a, at[Q], at[K], at[V], at[DOUT], at[O], at[LSE], at[DQ], at[DK], at[DV]);
+        for (int i = 0; i < TENSORS; ++i) at[i] = x[i] + b * s->tokens * width(s, i);
+        f64_attn_fwd(&a, UPIPE_F32, at[Q], at[K], at[V], at[O], at[LSE]);
+        f64_attn_bwd(&a, UPIPE_F32, at[Q], at[K], at[V], at[DOUT], at[O], at[LSE], at[DQ], at[DK], at[DV]);
     }
     if (s->sinks) f64_sinks_bwd(s, sinks, x[DOUT], x[O], x[LSE], dsinks);
-    for (way = 0; way < NAIVE_WAYS; ++way) naive_run(s, in, sinks, way | kernels, &naive[way]);
-    for (i = O; i < TENSORS; ++i) {
+    for (int way = 0; way < NAIVE_WAYS; ++way) naive_run(s, in, sinks, way | kernels, &naive[way]);
+    for (int i = O; i < TENSORS; ++i) {
         if (i == DOUT) continue;
-        for (way = 0; way < NAIVE_WAYS; ++way) runs[way] = naive[way].at[i];
+        for (int way = 0; way < NAIVE_WAYS; ++way) runs[way] = naive[way].at[i];
         CHECK_CLOSE(got->at[i], runs, NAIVE_WAYS, x[i], count(s, i), names[i]);
     }
-    for (way = 0; way < NAIVE_WAYS; ++way) runs[way] = naive[way].dsinks;
+    for (int way = 0; way < NAIVE_WAYS; ++way) runs[way] = naive[way].dsinks;
     if (s->sinks) CHECK_CLOSE(got->dsinks, runs, NAIVE_WAYS, dsinks, s->h, "dsinks");
-    for (way = 0; way < NAIVE_WAYS; ++way) tensors_free(&naive[way]);
-    for (i = 0; i < TENSORS; ++i) free(x[i]);
-    free(dsinks);
+    buffers_free(mark);
 }
 
 #endif

@@ -4,9 +4,8 @@
  *     test.ring = 2, test.layout = UPIPE_ZIGZAG;         0: no ring
  *     run_result r;
  *     if (run_block(&test, &in, &r) == UPIPE_OK) ...     r.out: as f32_block; r.bytes, r.plan, ...
- *     run_free(&r);
  *
- * Each rank has a plan of its own, and a slab of exactly the bytes that its dry run asked for, filled with
+ * r.out is on the list of memory.h. Each rank has a plan of its own, and a slab of exactly the bytes that its dry run asked for, filled with
  * NaN. Rows are scattered and gathered by the plan's positions. On every rank the peak of each phase is checked against
  * the dry run's, bytes sent and moved against the plan's, and live bytes at the end. Gradients of weights are summed over the world.
  */
@@ -14,10 +13,9 @@
 #define UPIPE_TEST_RUNNER_H
 
 #include "upipe/net/upipe_net_threads.h"
-#include "upipe/cpu/upipe_cpu.h"
-#include "upipe/cpu/upipe_cpu_side_stream.h"
 #include "upipe/upipe.h"
 
+#include "context.h"
 #include "grid.h"
 #include "oracle_block.h"
 
@@ -34,7 +32,7 @@ typedef struct run_case {
     int64_t tile_rows;
     upipe_dtype grad_dtype; /* of the weights; results are f32 */
     /* faults: a pool guard, asked on every rank */
-    upipe_status (*guard)(void *user, size_t bytes, const char *tag);
+    upipe_status (*guard)(void *user, size_t bytes, int use, const char *tag);
     void *guard_user[RUN_MAX];
     void (*table)(upipe_ops *ops); /* changes the compute table; NULL = none */
     double deadline;
@@ -58,6 +56,8 @@ typedef struct run_own {
     upipe_bytes bytes;
     size_t need;
     int blocks_max; /* exactly what the dry run says */
+    float *host;    /* [host_n], its rows on their way, in memory of the host whatever the table */
+    int64_t host_n;
 } run_own;
 
 typedef struct run_state {
@@ -70,8 +70,12 @@ typedef struct run_state {
     void *weights[RUN_WEIGHTS]; /* wq wk wv wo in the storage type */
 } run_state;
 
-static const char *const run_grads[RUN_GRADS] = {
-    "wq", "wk", "wv", "wo", "q_norm_weight", "k_norm_weight", "sinks", "bq", "bk", "bv", "bo"};
+/* Gradients in the order of every list of them. */
+#define RUN_GRADIENTS(X) \
+    X(wq) X(wk) X(wv) X(wo) X(q_norm_weight) X(k_norm_weight) X(sinks) X(bq) X(bk) X(bv) X(bo)
+#define RUN_NAME(name)   #name,
+#define RUN_RESULT(name) s->r->out.name,
+static const char *const run_grads[RUN_GRADS] = {RUN_GRADIENTS(RUN_NAME)};
 
 /* The most ranks of a team that read one key/value head. */
 static inline int run_sharers(const upipe_plan *p)
@@ -97,21 +101,19 @@ static inline int run_same_chains(const upipe_plan *p)
     return p->schedule != UPIPE_UNEVEN || p->stages == 1 || run_sharers(p) <= 2;
 }
 
-/* n values in the storage type; freed by the caller. */
+/* n values in the storage type. */
 static inline void *run_narrow(upipe_dtype dtype, const float *v, int64_t n)
 {
-    char *p = (char *)malloc((size_t)n * upipe_dtype_bytes(dtype) + 1);
-    int64_t i;
-    for (i = 0; v != NULL && i < n; ++i) upipe_cpu_put(p, dtype, i, v[i]);
+    char *p = (char *)zeroed((size_t)n * upipe_dtype_bytes(dtype));
+    for (int64_t i = 0; v != NULL && i < n; ++i) upipe_cpu_put(p, dtype, i, v[i]);
     return p;
 }
 
 /* Rows of a rank: [batch][S][width] in natural order <-> [batch][T][width] of the rank. */
 static inline void run_rows(const upipe_plan *p, float *natural, float *mine, int64_t width, int out)
 {
-    int64_t b, t;
-    for (b = 0; b < p->desc.batch; ++b)
-        for (t = 0; t < p->local; ++t) {
+    for (int64_t b = 0; b < p->desc.batch; ++b)
+        for (int64_t t = 0; t < p->local; ++t) {
             float *at = natural + (b * p->desc.tokens + upipe_shard_pos(&p->shard, t)) * width;
             float *row = mine + (b * p->local + t) * width;
             memcpy(out ? at : row, out ? row : at, (size_t)width * sizeof *at);
@@ -122,9 +124,8 @@ static inline void run_rows(const upipe_plan *p, float *natural, float *mine, in
 static inline upipe_status run_gather_q(upipe_ctx *c, const upipe_plan *p, upipe_view dst,
                                         const upipe_slots *slots)
 {
-    int stage, rank;
-    for (stage = 0; stage < p->stages; ++stage)
-        for (rank = 0; rank < p->desc.ranks; ++rank) {
+    for (int stage = 0; stage < p->stages; ++stage)
+        for (int rank = 0; rank < p->desc.ranks; ++rank) {
             upipe_view heads = upipe_slots_matrix(p, slots, stage, rank, p->desc.head_dim), columns = dst;
             size_t first = (size_t)upipe_plan_q(p, stage, rank).first * (size_t)p->desc.head_dim;
             if (heads.d == 0) continue;
@@ -138,140 +139,121 @@ static inline upipe_status run_gather_q(upipe_ctx *c, const upipe_plan *p, upipe
 /* lse of this rank's heads, [stage][batch][S/R][heads of the stage], to [batch][S][H]. */
 static inline void run_lse(const upipe_plan *p, float *natural, const float *mine)
 {
-    int64_t b, t;
-    int stage, j;
-    for (stage = 0; stage < p->stages; ++stage) {
-        upipe_span q = upipe_plan_q(p, stage, p->desc.rank);
-        for (b = 0; b < p->desc.batch; ++b)
-            for (t = 0; t < p->seq; ++t)
-                for (j = 0; j < q.count; ++j)
-                    natural[(b * p->desc.tokens + upipe_shard_pos(&p->held, t)) * p->desc.heads + q.first +
-                            j] = *mine++;
+    for (int stage = 0; stage < p->stages; ++stage) {
+        upipe_head_range q = upipe_plan_q(p, stage, p->desc.rank);
+        for (int64_t b = 0; b < p->desc.batch; ++b)
+            for (int64_t t = 0; t < p->team_tokens; ++t)
+                for (int j = 0; j < q.count; ++j)
+                    natural[(b * p->desc.tokens + upipe_shard_pos(&p->team_shard, t)) * p->desc.heads +
+                            q.first + j] = *mine++;
     }
 }
 
+/* A rank from x to the sums of the gradients. The table may be a device's: then `grads` lie there, and its cast takes
+ * rows of own->host too. */
 static inline upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float *const *grads, int64_t *moved)
 {
-    const run_own *own = &s->own[rank];
+    run_own *own = &s->own[rank];
     const upipe_plan *p = &own->plan;
     const upipe_layer *l = &own->layer;
     const block_shape *shape = &s->test->shape;
     upipe_dtype dtype = p->desc.dtype;
     int64_t hd = (int64_t)p->desc.heads * p->desc.head_dim, ho = (int64_t)p->desc.heads * p->desc.v_dim;
     int64_t dim = p->desc.model_dim;
-    float *host = (float *)malloc((size_t)(p->rows * (hd + ho + dim)) * sizeof *host);
-    float *const result[] = {s->r->out.wq,
-                             s->r->out.wk,
-                             s->r->out.wv,
-                             s->r->out.wo,
-                             s->r->out.q_norm_weight,
-                             s->r->out.k_norm_weight,
-                             s->r->out.sinks,
-                             s->r->out.bq,
-                             s->r->out.bk,
-                             s->r->out.bv,
-                             s->r->out.bo};
+    int64_t lse_n = upipe_plan_before(p, p->stages, p->desc.rank) * p->team_tokens * p->desc.batch;
+    float *host = floats(own->host_n = p->rows * (hd + ho + dim) + lse_n);
+    upipe_comm *world = c->ring != NULL ? upipe_threads_comm(&s->grid.world, rank) : c->team;
+    float *const result[] = {RUN_GRADIENTS(RUN_RESULT)};
     size_t unit = upipe_plan_unit_bytes(p);
-    upipe_saved save;
-    upipe_slots dout;
-    upipe_grads g;
+    upipe_saved save = {0};
+    upipe_slots dout = {0};
+    upipe_grads g = {0};
     upipe_view x, y, dx, wide = upipe_view_packed(host, UPIPE_F32, p->rows, 1, (int32_t)dim);
     upipe_view q = upipe_view_packed(host, UPIPE_F32, p->rows, 1, (int32_t)hd);
     upipe_view o = upipe_view_packed(host, UPIPE_F32, p->rows, 1, (int32_t)ho);
-    void *data, *narrow[4];
-    int phase, j;
-    int64_t i;
-    upipe_status status = UPIPE_OK;
-#define RUN_TRY(call)                      \
-    do {                                   \
-        status = (call);                   \
-        if (status != UPIPE_OK) goto done; \
-    } while (0)
-    memset(&g, 0, sizeof g);
-    for (j = 0; j < 4; ++j) {
-        const size_t bytes =
-            (size_t)block_count(shape, run_grads[j]) * upipe_dtype_bytes(s->test->grad_dtype);
-        narrow[j] = s->test->grad_dtype != UPIPE_F32 ? calloc(bytes + 1, 1) : NULL;
+    void *data, *at[RUN_GRADS];
+    int narrow = s->test->grad_dtype != UPIPE_F32, j = 0;
+    for (int k = 0; k < RUN_GRADS; ++k) {
+        const size_t n = (size_t)block_count(shape, run_grads[k]);
+        at[k] = k < RUN_WEIGHTS && narrow  ? zeroed(n * upipe_dtype_bytes(s->test->grad_dtype))
+                : k < RUN_WEIGHTS || n > 0 ? (void *)grads[k]
+                                           : NULL;
     }
-    g.wq = narrow[0] != NULL ? narrow[0] : grads[0];
-    g.wk = narrow[1] != NULL ? narrow[1] : grads[1];
-    g.wv = narrow[2] != NULL ? narrow[2] : grads[2];
-    g.wo = narrow[3] != NULL ? narrow[3] : grads[3];
-    g.bq = shape->biased ? grads[7] : NULL;
-    g.bk = shape->biased ? grads[8] : NULL;
-    g.bv = shape->biased ? grads[9] : NULL;
-    g.bo = shape->biased && shape->projected ? grads[10] : NULL;
-    g.q_norm_weight = shape->normed ? grads[4] : NULL;
-    g.k_norm_weight = shape->normed ? grads[5] : NULL;
-    g.sinks = shape->sinks ? grads[6] : NULL;
-    memset(&save, 0, sizeof save);
-    memset(&dout, 0, sizeof dout);
+    own->host = host;
+#define RUN_GRAD(name) g.name = at[j++];
+    RUN_GRADIENTS(RUN_GRAD)
 
-    RUN_TRY(upipe_mem_alloc(c->mem, &data, unit, "x", &c->err));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &data, unit, UPIPE_USE_OTHER, "x", &c->err));
     x = dx = upipe_view_packed(data, dtype, p->rows, 1, (int32_t)dim);
     run_rows(p, s->in->x, host, dim, 0);
-    RUN_TRY(c->ops->cast(c, x, wide));
-    RUN_TRY(upipe_layer_fwd(c, l, &save, x));
-    RUN_TRY(upipe_slots_gather(c, l->plan, o, &save.out));
+    UPIPE_TRY(c->ops->cast(c, x, wide));
+    UPIPE_TRY(upipe_layer_fwd(c, l, &save, x));
+    UPIPE_TRY(upipe_slots_gather(c, l->plan, o, &save.out));
     run_rows(p, s->r->out.o, host, ho, 1);
-    run_lse(p, s->r->out.lse, save.lse);
+    UPIPE_TRY(c->ops->copy(c, host, save.lse, (size_t)lse_n * sizeof *host));
+    run_lse(p, s->r->out.lse, host);
     if (shape->projected) {
-        RUN_TRY(upipe_mem_alloc(c->mem, &data, unit, "y", &c->err));
+        UPIPE_TRY(upipe_mem_alloc(c->mem, &data, unit, UPIPE_USE_OTHER, "y", &c->err));
         y = upipe_view_packed(data, dtype, p->rows, 1, (int32_t)dim);
-        RUN_TRY(upipe_layer_out_fwd(c, l, y, &save));
-        RUN_TRY(c->ops->cast(c, wide, y));
+        UPIPE_TRY(upipe_layer_out_fwd(c, l, y, &save));
+        UPIPE_TRY(c->ops->cast(c, wide, y));
         run_rows(p, s->r->out.y, host, dim, 1);
         run_rows(p, s->in->dy, host, dim, 0);
-        RUN_TRY(c->ops->cast(c, y, wide));
-        RUN_TRY(upipe_layer_out_bwd(c, l, &g, &save, y));
-        RUN_TRY(upipe_mem_free(c->mem, y.data, &c->err));
+        UPIPE_TRY(c->ops->cast(c, y, wide));
+        UPIPE_TRY(upipe_layer_out_bwd(c, l, &g, &save, y));
+        UPIPE_TRY(upipe_mem_free(c->mem, y.data, &c->err));
     } else {
-        RUN_TRY(upipe_slots_alloc(c, l->plan, &dout, UPIPE_SLOT_FULL, "dout"));
+        UPIPE_TRY(upipe_slots_alloc(c, l->plan, &dout, UPIPE_SLOT_FULL, "dout"));
         run_rows(p, s->in->dout, host, ho, 0);
-        RUN_TRY(upipe_slots_scatter(c, l->plan, &dout, o));
+        UPIPE_TRY(upipe_slots_scatter(c, l->plan, &dout, o));
     }
-    if (s->test->dx_apart) {
-        RUN_TRY(upipe_mem_alloc(c->mem, &dx.data, unit, "dx", &c->err));
-    }
-    RUN_TRY(upipe_layer_bwd(c, l, dx, &g, &save, shape->projected ? &save.out : &dout, x));
-    RUN_TRY(run_gather_q(c, p, q, shape->projected ? &save.out : &dout));
+    if (s->test->dx_apart) UPIPE_TRY(upipe_mem_alloc(c->mem, &dx.data, unit, UPIPE_USE_OTHER, "dx", &c->err));
+    UPIPE_TRY(upipe_layer_bwd(c, l, dx, &g, &save, shape->projected ? &save.out : &dout, x));
+    UPIPE_TRY(run_gather_q(c, p, q, shape->projected ? &save.out : &dout));
     run_rows(p, s->r->out.q, host, hd, 1);
-    RUN_TRY(c->ops->cast(c, wide, dx));
+    UPIPE_TRY(c->ops->cast(c, wide, dx));
     run_rows(p, s->r->out.x, host, dim, 1);
 
-    CHECK(save.lse == NULL && save.delta == NULL);
-    for (phase = 0; phase < UPIPE_PHASES; ++phase)
+    CHECK(save.lse == NULL && save.delta == NULL && save.o == NULL);
+    for (int phase = 0; phase < UPIPE_PHASES; ++phase)
         CHECK_SAY(c->mem->phase_peak[phase] == own->bytes.phase[phase],
                   "rank %d: %s holds %zu bytes, its dry run %zu", rank, upipe_phase_name(phase),
                   c->mem->phase_peak[phase], own->bytes.phase[phase]);
     /* the dry block also sums gradients, which the run does later */
     CHECK(shape->projected ? c->mem->need <= own->need : c->mem->need == own->need);
     CHECK(shape->projected ? c->mem->peak <= own->bytes.peak : c->mem->peak == own->bytes.peak);
-    CHECK_INT(c->team->sent_bytes, upipe_plan_sent(p, 0) + upipe_plan_sent(p, 1));
+    CHECK_INT(c->team->sent_bytes, upipe_plan_sent(p, 0) + upipe_plan_sent(p, 1 + c->ops->attn_reads_o));
     moved[rank] = c->team->moved_bytes;
     if (c->ring != NULL) {
-        CHECK_INT(c->ring->sent_bytes, upipe_plan_sent_ring(p, 0) + upipe_plan_sent_ring(p, 1));
+        CHECK_INT(c->ring->sent_bytes,
+                  upipe_plan_sent_ring(p, &l->mask, 0) + upipe_plan_sent_ring(p, &l->mask, 1));
         moved[rank] += c->ring->moved_bytes;
     }
-    RUN_TRY(upipe_mem_free(c->mem, dout.data, &c->err));
-    RUN_TRY(upipe_saved_free(c, &save));
-    if (s->test->dx_apart) RUN_TRY(upipe_mem_free(c->mem, dx.data, &c->err));
-    RUN_TRY(upipe_mem_free(c->mem, x.data, &c->err));
+    UPIPE_TRY(upipe_mem_free(c->mem, dout.data, &c->err));
+    UPIPE_TRY(upipe_saved_free(c, &save));
+    if (s->test->dx_apart) UPIPE_TRY(upipe_mem_free(c->mem, dx.data, &c->err));
+    UPIPE_TRY(upipe_mem_free(c->mem, x.data, &c->err));
 
-    /* every rank of the world has tokens of its own */
-    c->team = upipe_threads_comm(&s->grid.world, rank);
     for (j = 0; j < RUN_GRADS; ++j) {
         int64_t n = block_count(shape, run_grads[j]);
-        for (i = 0; j < 4 && narrow[j] != NULL && i < n; ++i)
-            grads[j][i] = upipe_cpu_get(narrow[j], s->test->grad_dtype, i);
-        RUN_TRY(upipe_all_reduce(c, grads[j], n));
-        if (rank == 0 && n > 0) memcpy(result[j], grads[j], (size_t)n * sizeof(float));
+        for (int64_t i = 0; j < RUN_WEIGHTS && narrow && i < n; ++i)
+            grads[j][i] = upipe_cpu_get(at[j], s->test->grad_dtype, i);
+        /* every rank of the world has tokens of its own */
+        UPIPE_TRY(upipe_all_reduce(c, world, grads[j], n));
+        if (rank == 0 && n > 0) UPIPE_TRY(c->ops->copy(c, result[j], grads[j], (size_t)n * sizeof(float)));
     }
-done:
-    for (j = 0; j < 4; ++j) free(narrow[j]);
-    free(host);
-    return status;
-#undef RUN_TRY
+    return c->ops->sync(c);
+}
+
+/* What a failed call took for itself is back; what the host holds, or the forward left it, may be live. */
+static inline void run_left(const upipe_mem *mem, int rank, int locked)
+{
+    static const char *const kept[] = {"x", "y", "dx", "dout", "final_out", "lse", "delta"};
+    for (int j = 0; j < mem->blocks_n; ++j) {
+        int k = 0;
+        while (k < 7 && strcmp(mem->blocks[j].tag, kept[k]) != 0) ++k;
+        CHECK_SAY(k < 7 || locked, "rank %d: '%s' is still live after the failure", rank, mem->blocks[j].tag);
+    }
 }
 
 typedef struct run_user {
@@ -279,7 +261,7 @@ typedef struct run_user {
     int64_t moved[RUN_MAX];
 } run_user;
 
-/* Gives up for the team and the ring too: upipe_threads_run tells the world alone. */
+/* Ends for the team and the ring too: upipe_threads_run tells the world alone. */
 static inline void run_abort(upipe_ctx *c, grid *g, int rank)
 {
     upipe_comm_abort(grid_team(g, rank), c->err.text);
@@ -293,50 +275,29 @@ static inline upipe_status run_body(void *user, int rank)
     const run_own *own = &s->own[rank];
     size_t sum_bytes = (size_t)s->grid.world.ranks * UPIPE_REDUCE_STRIP * 4 + 4096;
     size_t slab_bytes = own->need > sum_bytes ? own->need : sum_bytes;
-    void *slab = NULL;
-    upipe_mem_block *blocks = (upipe_mem_block *)malloc((size_t)own->blocks_max * sizeof *blocks);
     upipe_mem mem;
-    upipe_ctx c;
-    upipe_cpu_side_stream buf;
-    upipe_side_stream side_stream;
+    side_thread side;
     float *grads[RUN_GRADS];
-    int j, threaded = s->test->overlap && !s->test->side_stream_inline;
     upipe_status status;
-    memset(&c, 0, sizeof c);
-    if (posix_memalign(&slab, 256, slab_bytes) != 0) abort();
-    memset(slab, 0xff, slab_bytes); /* NaN in all types */
-    for (j = 0; j < RUN_GRADS; ++j) grads[j] = f32_buf(block_count(&s->test->shape, run_grads[j]));
-    upipe_mem_init(&mem, slab, slab_bytes, blocks, own->blocks_max);
+    upipe_ctx c = {0};
+    for (int j = 0; j < RUN_GRADS; ++j) grads[j] = f32_buf(block_count(&s->test->shape, run_grads[j]));
+    context_pool(&c, &mem, &s->ops, slab_bytes, own->blocks_max);
     mem.guard = s->test->guard;
     mem.user = s->test->guard_user[rank];
-    c.ops = &s->ops;
-    c.mem = &mem;
     c.team = grid_team(&s->grid, rank);
     c.ring = grid_ring(&s->grid, rank);
-    if (threaded && upipe_cpu_side_stream_init(&buf, &side_stream, &c.err) != UPIPE_OK) abort();
-    if (s->test->side_stream_inline) upipe_side_stream_inline(&side_stream, NULL);
-    if (s->test->overlap) c.side_stream = &side_stream;
+    if (s->test->overlap) side_begin(&c, &side, s->test->side_stream_inline);
     status = run_rank(&c, s, rank, grads, u->moved);
-    if (threaded) upipe_cpu_side_stream_free(&buf);
+    if (s->test->overlap) side_end(&side);
     s->r->errors[rank] = c.err;
     s->r->live[rank] = mem.live;
     if (status != UPIPE_OK) {
-        /* what a failed call took for itself is back; what the host holds, or the forward left it, may be
-         * live */
-        static const char *const kept[] = {"x", "y", "dx", "dout", "final_out", "lse", "delta"};
-        for (j = 0; j < mem.blocks_n; ++j) {
-            int k = 0;
-            while (k < 7 && strcmp(mem.blocks[j].tag, kept[k]) != 0) ++k;
-            CHECK_SAY(k < 7, "rank %d: '%s' is still live after the failure", rank, mem.blocks[j].tag);
-        }
+        run_left(&mem, rank, 0);
         run_abort(&c, &s->grid, rank);
         upipe_mem_rewind(&mem, 0);
     }
     if (status == UPIPE_OK) CHECK_INT(mem.live, 0);
     upipe_mem_destroy(&mem, NULL);
-    for (j = 0; j < RUN_GRADS; ++j) free(grads[j]);
-    free(blocks);
-    free(slab);
     return status;
 }
 
@@ -344,27 +305,25 @@ static inline upipe_status run_body(void *user, int rank)
 static inline upipe_plan_desc run_desc(const run_case *test, int team_rank, int ring_rank)
 {
     const block_shape *shape = &test->shape;
-    upipe_plan_desc d;
-    memset(&d, 0, sizeof d);
-    d.tokens = shape->tokens;
-    d.batch = shape->batch;
-    d.model_dim = shape->dim;
-    d.ranks = test->ranks;
-    d.rank = team_rank;
-    d.ring = test->ring;
-    d.ring_rank = ring_rank;
-    d.ring_inner = test->inner;
-    d.ring_prefetch = test->ahead;
-    d.overlap = test->overlap;
-    d.ring_mode = test->ring_mode;
-    d.layout = test->layout;
-    d.heads = shape->h;
-    d.kv_heads = shape->hkv;
-    d.head_dim = shape->d;
-    d.v_dim = shape->v_dim;
-    d.chunk = test->chunk;
-    d.naive = test->naive;
-    d.dtype = shape->dtype;
+    upipe_plan_desc d = {.tokens = shape->tokens,
+                         .batch = shape->batch,
+                         .model_dim = shape->dim,
+                         .ranks = test->ranks,
+                         .rank = team_rank,
+                         .ring = test->ring,
+                         .ring_rank = ring_rank,
+                         .ring_inner = test->inner,
+                         .ring_prefetch = test->ahead,
+                         .overlap = test->overlap,
+                         .ring_mode = test->ring_mode,
+                         .layout = test->layout,
+                         .heads = shape->h,
+                         .kv_heads = shape->hkv,
+                         .head_dim = shape->d,
+                         .v_dim = shape->v_dim,
+                         .chunk = test->chunk,
+                         .naive = test->naive,
+                         .dtype = shape->dtype};
     return d;
 }
 
@@ -372,27 +331,69 @@ static inline upipe_plan_desc run_desc(const run_case *test, int team_rank, int 
 static inline upipe_layer run_layer(const run_case *test)
 {
     const block_shape *shape = &test->shape;
-    upipe_layer l;
-    memset(&l, 0, sizeof l);
-    l.rope_theta = shape->rope ? shape->theta : 0;
-    l.rope_interleaved = shape->rope == 2;
-    l.norm_eps = shape->normed ? (float)shape->eps : 0;
-    l.scale = (float)shape->scale;
-    l.mask.causal = !shape->full;
-    l.mask.window = shape->window;
-    l.mask.cu_seqlens = shape->cu_seqlens;
-    l.mask.cu_seqlens_n = shape->cu_seqlens_n;
-    l.mask.softcap = (float)shape->softcap;
-    l.tile_rows = test->tile_rows;
-    l.grad_dtype = test->grad_dtype;
+    upipe_layer l = {.rope_theta = shape->rope ? shape->theta : 0,
+                     .rope_rates = shape->rope ? shape->rope_rates : NULL,
+                     .rope_factor = shape->rope ? shape->rope_factor : 0,
+                     .rope_dims = shape->rope ? shape->rope_dims : 0,
+                     .rope_interleaved = shape->rope == 2,
+                     .norm_eps = shape->normed ? (float)shape->eps : 0,
+                     .scale = (float)shape->scale,
+                     .mask.causal = !shape->full,
+                     .mask.window = shape->window,
+                     .mask.cu_seqlens = shape->cu_seqlens,
+                     .mask.cu_seqlens_n = shape->cu_seqlens_n,
+                     .mask.softcap = (float)shape->softcap,
+                     .tile_rows = test->tile_rows,
+                     .grad_dtype = test->grad_dtype};
     return l;
 }
+
+/* The same with its tensors; weights in the storage type. */
+static inline upipe_layer run_layer_with(const run_case *test, void *const *weights, const f32_block *in)
+{
+    upipe_layer l = run_layer(test);
+    l.wq = weights[0], l.wk = weights[1], l.wv = weights[2];
+    l.wo = test->shape.projected ? weights[3] : NULL;
+    l.bq = in->bq, l.bk = in->bk, l.bv = in->bv, l.bo = in->bo;
+    l.q_norm_weight = in->q_norm_weight, l.k_norm_weight = in->k_norm_weight;
+    l.mask.sinks = in->sinks;
+    return l;
+}
+
+/* Weights in the storage type. */
+static inline void run_weights(const block_shape *shape, const f32_block *in, void *weights[RUN_WEIGHTS])
+{
+    const float *const from[RUN_WEIGHTS] = {in->wq, in->wk, in->wv, in->wo};
+    for (int i = 0; i < RUN_WEIGHTS; ++i)
+        weights[i] = run_narrow(shape->dtype, from[i], block_count(shape, run_grads[i]));
+}
+
+/* A causal block of one sequence; scale 1 / sqrt(d). */
+static inline run_case run_of(int64_t tokens, int h, int hkv, int d, int64_t dim, int ranks, int chunk,
+                              upipe_dtype dtype)
+{
+    run_case t = {
+        .shape = {.tokens = tokens, .batch = 1, .dim = dim, .h = h, .hkv = hkv, .d = d, .dtype = dtype},
+        .ranks = ranks,
+        .chunk = chunk};
+    t.shape.scale = (double)(float)(1 / sqrt((double)d));
+    t.shape.theta = 10000;
+    t.shape.eps = 1e-5;
+    return t;
+}
+
+/* The same bits in a tensor of two results. */
+#define SAME_BITS(a, b, tensor, shape)                                                                       \
+    CHECK_SAY(memcmp((a).out.tensor, (b).out.tensor, (size_t)block_count(shape, #tensor) * sizeof(float)) == \
+                  0,                                                                                         \
+              "%s differs: C %d U %d against C %d U %d", #tensor, (a).plan.desc.ranks, (a).plan.desc.chunk,  \
+              (b).plan.desc.ranks, (b).plan.desc.chunk)
 
 /* The same sequence of allocations, dry, finds the size of a rank's slab. */
 static inline upipe_status run_dry(const run_case *test, const upipe_ops *ops, run_own *own, upipe_err *err)
 {
-    upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
-    upipe_status status = upipe_dry_init(dry, &own->plan, ops);
+    upipe_status status;
+    upipe_dry *dry = dry_begin(&own->plan, ops, &status);
     if (status == UPIPE_OK)
         status = test->shape.projected ? upipe_dry_block(dry, &own->layer, !test->dx_apart)
                                        : upipe_dry_layer(dry, &own->layer, !test->dx_apart);
@@ -401,7 +402,6 @@ static inline upipe_status run_dry(const run_case *test, const upipe_ops *ops, r
     own->bytes = upipe_dry_bytes(dry);
     own->need = dry->mem.need;
     own->blocks_max = dry->mem.blocks_peak;
-    free(dry);
     return status;
 }
 
@@ -410,25 +410,21 @@ static inline upipe_status run_block(const run_case *test, const f32_block *in, 
 {
     const block_shape *shape = &test->shape;
     int rings = test->ring > 0 ? test->ring : 1, ranks = test->ranks * rings, i;
-    run_state *s = (run_state *)calloc(1, sizeof *s);
-    grid *g = &s->grid;
-    run_user u;
+    run_state *s;
+    grid *g;
+    run_user u = {0};
     upipe_status status;
     int64_t moved = 0, sent = 0;
     upipe_err err;
-    memset(r, 0, sizeof *r);
-    memset(&u, 0, sizeof u);
+    int mark;
+    *r = (run_result){0};
     f32_block_make(shape, &r->out);
-    upipe_cpu_ops(&s->ops);
+    mark = buffers_n;
+    u.s = s = (run_state *)zeroed(sizeof *s);
+    g = &s->grid;
+    *s = (run_state){.test = test, .in = in, .r = r, .ops = cpu_table()};
     if (test->table != NULL) test->table(&s->ops);
-    s->test = test;
-    s->in = in;
-    s->r = r;
-    u.s = s;
-    s->weights[0] = run_narrow(shape->dtype, in->wq, block_count(shape, "wq"));
-    s->weights[1] = run_narrow(shape->dtype, in->wk, block_count(shape, "wk"));
-    s->weights[2] = run_narrow(shape->dtype, in->wv, block_count(shape, "wv"));
-    s->weights[3] = run_narrow(shape->dtype, in->wo, block_count(shape, "wo"));
+    run_weights(shape, in, s->weights);
     if (ranks > RUN_MAX) abort();
     status =
         grid_init(g, test->ranks, rings, test->ring_first, test->deadline > 0 ? test->deadline : 60, &err);
@@ -437,22 +433,12 @@ static inline upipe_status run_block(const run_case *test, const f32_block *in, 
         upipe_plan_desc d = run_desc(test, grid_team_rank(g, i), grid_ring_rank(g, i));
         status = upipe_plan_init(&own->plan, &d, &r->errors[0]);
         if (status != UPIPE_OK) break;
-        own->layer = run_layer(test);
+        own->layer = run_layer_with(test, s->weights, in);
         own->layer.plan = &own->plan;
-        own->layer.wq = s->weights[0];
-        own->layer.wk = s->weights[1];
-        own->layer.wv = s->weights[2];
-        own->layer.wo = shape->projected ? s->weights[3] : NULL;
-        own->layer.bq = in->bq;
-        own->layer.bk = in->bk;
-        own->layer.bv = in->bv;
-        own->layer.bo = in->bo;
-        own->layer.q_norm_weight = in->q_norm_weight;
-        own->layer.k_norm_weight = in->k_norm_weight;
-        own->layer.mask.sinks = in->sinks;
         status = run_dry(test, &s->ops, own, &r->errors[0]);
-        sent += upipe_plan_sent(&own->plan, 0) + upipe_plan_sent(&own->plan, 1);
-        sent += upipe_plan_sent_ring(&own->plan, 0) + upipe_plan_sent_ring(&own->plan, 1);
+        sent += upipe_plan_sent(&own->plan, 0) + upipe_plan_sent(&own->plan, 1 + s->ops.attn_reads_o);
+        sent += upipe_plan_sent_ring(&own->plan, &own->layer.mask, 0) +
+                upipe_plan_sent_ring(&own->plan, &own->layer.mask, 1);
     }
     r->plan = s->own[0].plan;
     r->bytes = s->own[0].bytes;
@@ -467,14 +453,8 @@ static inline upipe_status run_block(const run_case *test, const f32_block *in, 
                           r->errors[i].text);
     }
     grid_free(g);
-    for (i = 0; i < RUN_WEIGHTS; ++i) free(s->weights[i]);
-    free(s);
+    buffers_free(mark);
     return status;
-}
-
-static inline void run_free(run_result *r)
-{
-    f32_block_free(&r->out);
 }
 
 #endif

@@ -65,6 +65,12 @@ __attribute__((unused, format(printf, 4, 5))) static int test_check(int ok, cons
 #define CHECK_TEXT(text, part)                                                                           \
     test_check(strstr((text), (part)) != NULL, __FILE__, __LINE__, "\"%s\" does not say \"%s\"", (text), \
                (part))
+/* A call that must be refused with this status and these words. */
+#define CHECK_REFUSED(call, status, err, words) \
+    do {                                        \
+        CHECK_STATUS(call, status, err);        \
+        CHECK_TEXT((err).text, words);          \
+    } while (0)
 #define CHECK_BYTES(got, want, bytes)                                                                       \
     test_check(memcmp((got), (want), (size_t)(bytes)) == 0, __FILE__, __LINE__, "%s differs from %s", #got, \
                #want)
@@ -98,8 +104,7 @@ __attribute__((unused)) static int test_below(test_rng *r, int n)
 __attribute__((unused)) static double test_normal(test_rng *r)
 {
     double s = 0;
-    int i;
-    for (i = 0; i < 12; ++i) s += (double)(test_u64(r) >> 11) * 0x1p-53;
+    for (int i = 0; i < 12; ++i) s += (double)(test_u64(r) >> 11) * 0x1p-53;
     return s - 6;
 }
 
@@ -125,6 +130,14 @@ __attribute__((unused)) static double test_seconds(void)
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
+
+__attribute__((unused)) static void test_nap(double seconds)
+{
+    struct timespec t;
+    t.tv_sec = (time_t)seconds;
+    t.tv_nsec = (long)((seconds - (double)t.tv_sec) * 1e9);
+    while (nanosleep(&t, &t) != 0) continue;
 }
 
 /* The number of draws, for what has no time of its own: tests take a part of it. */

@@ -35,10 +35,8 @@ typedef struct tolerance_error {
 
 static inline tolerance_error tolerance_measure(const float *x, const double *reference, int64_t n)
 {
-    tolerance_error e;
-    int64_t i;
-    memset(&e, 0, sizeof e);
-    for (i = 0; i < n; ++i) {
+    tolerance_error e = {0};
+    for (int64_t i = 0; i < n; ++i) {
         double error = isinf(reference[i]) ? 0 : fabs((double)x[i] - reference[i]);
         if (isnan(x[i]) || isinf(error) || (isinf(reference[i]) && (double)x[i] != reference[i])) {
             ++e.impossible;
@@ -58,10 +56,8 @@ static inline tolerance_error tolerance_measure(const float *x, const double *re
 static inline tolerance_error tolerance_naive(const float *const *naive, int ways, const double *reference,
                                               int64_t n)
 {
-    tolerance_error m;
-    int way;
-    memset(&m, 0, sizeof m);
-    for (way = 0; way < ways; ++way) {
+    tolerance_error m = {0};
+    for (int way = 0; way < ways; ++way) {
         tolerance_error e = tolerance_measure(naive[way], reference, n);
         if (e.max > m.max) m.max = e.max;
         if (e.mean > m.mean) m.mean = e.mean;
@@ -75,9 +71,8 @@ static inline int tolerance_holds(const float *got, tolerance_error m, const dou
                                   tolerance_error *g, double *floor)
 {
     double largest = 0;
-    int64_t i;
     *g = tolerance_measure(got, reference, n);
-    for (i = 0; i < n; ++i)
+    for (int64_t i = 0; i < n; ++i)
         if (!isinf(reference[i]) && fabs(reference[i]) > largest) largest = fabs(reference[i]);
     *floor = 4 * (double)FLT_EPSILON * largest;
     return g->impossible == 0 && m.impossible == 0 && g->max <= 2 * m.max + *floor &&

@@ -21,7 +21,8 @@ import tempfile
 import threading
 import time
 
-from run_mpi import is_open_mpi, launcher
+from run_mpi import VERDICT, Job, is_open_mpi, launcher
+from checks import check, end, read, run_command, wait_for, write
 
 RANKS = 4  # two on each side
 CUTS = 5
@@ -40,7 +41,9 @@ def skip(why):
 
 
 def ip(*words):
-    return subprocess.run(['ip', *words], capture_output=True, text=True, check=True).stdout
+    done = run_command(['ip', *words])
+    done.check_returncode()
+    return done.stdout
 
 
 class Link(threading.Thread):
@@ -105,8 +108,8 @@ class Link(threading.Thread):
     def close(self):
         self.ends = []
         for name in self.names:  # a namespace ends some time after its last connection
-            subprocess.run(['ip', 'link', 'del', name], capture_output=True, check=False)
-            subprocess.run(['ip', 'netns', 'del', name], capture_output=True, check=False)
+            for what in 'link', 'netns':
+                run_command(['ip', what, 'del', name])
 
 
 def open_link(link, mpirun):
@@ -124,8 +127,7 @@ def open_link(link, mpirun):
 def agent_of(link, folder):
     """A program in the folder that starts commands on the second side."""
     agent = os.path.join(folder, 'agent')
-    with open(agent, 'w', encoding='utf-8') as out:
-        out.write(AGENT.format(b=link.names[1]))
+    write(agent, AGENT.format(b=link.names[1]))
     os.chmod(agent, 0o755)
     return agent
 
@@ -136,59 +138,58 @@ def hosts(agent):
             '10.77.0.0/24', '--mca', 'plm_rsh_agent', agent, '--host', f'10.77.0.1:{RANKS // 2},10.77.0.2:{RANKS // 2}']
 
 
-def verdicts(folder):
-    said = ''
-    for name in sorted(os.listdir(folder)):
-        with open(os.path.join(folder, name), encoding='utf-8', errors='replace') as file:
-            said += file.read()
-    return said
+def two_sides(link, mpirun_words, folder, body, *words):
+    """Starts a job of RANKS on both sides: a shell that runs this; what a rank says is in the folder, as a cut would keep it
+    from the launcher."""
+    said = os.path.join(folder, 'said')
+    os.makedirs(said)
+    return Job(['ip', 'netns', 'exec', link.names[0], *mpirun_words, *hosts(agent_of(link, folder)), '-np', str(RANKS), 'sh', '-c',
+                f'exec {body} > {said}/$OMPI_COMM_WORLD_RANK 2>&1', 'sh', *words])
+
+
+def sayings(folder):
+    """By rank."""
+    said = os.path.join(folder, 'said')
+    return {int(name): read(os.path.join(said, name)).decode(errors='replace') for name in sorted(os.listdir(said))}
 
 
 def run_job(link, mpirun, program, what, cut_after=None):
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as said_in:
-        body = f'exec {shlex.quote(program)} {what} > {said_in}/$OMPI_COMM_WORLD_RANK 2>&1'  # a cut does not lose it
-        command = ['ip', 'netns', 'exec', link.names[0], *launcher(mpirun), *hosts(agent_of(link, folder)), '-np', str(RANKS),
-                   'sh', '-c', body]
-        job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors='replace',
-                               start_new_session=True)
-        until, ended = time.monotonic() + SECONDS, 0
-        while ended < RANKS and time.monotonic() < until and job.poll() is None:
-            time.sleep(0.02)
-            said = verdicts(said_in)
+    with tempfile.TemporaryDirectory() as folder:
+        job = two_sides(link, launcher(mpirun), folder, f'{shlex.quote(program)} {what}')
+
+        def ended():
+            said = ''.join(sayings(folder).values())
             if link.up and cut_after is not None and said.count('running') == RANKS:
                 time.sleep(cut_after)
                 link.up = False
-            ended = len(re.findall(r'checks, \d+ failed$', said, re.M))
-        if cut_after is None and ended == RANKS:
-            job.wait(30)
+            return len(re.findall(r'checks, \d+ failed$', said, re.M)) == RANKS or not job.runs()
+
+        wait_for(ended, SECONDS, 0.02)
+        if cut_after is None and job.runs():
+            job.end(30)
         link.kill()
-        launched = job.communicate(timeout=30)[0]
-        link.up, said = True, verdicts(said_in)
-    passed = len(re.findall(r'^mpi, rank \d+ of \d+: \d+ checks, 0 failed$', said, re.M))
-    if passed != RANKS:
-        print(said, launched, sep='\n')
-    return passed == RANKS
+        job.end(30)
+        link.up, said = True, ''.join(sayings(folder).values())
+    return check(len(VERDICT.findall(said)) == RANKS, f'{what}: {said}\n{job.text()}')
 
 
 def main():
     mpirun, program = sys.argv[1], os.path.abspath(sys.argv[2])
-    link, failed = Link(), 0
+    link = Link()
     try:
         open_link(link, mpirun)
         link.loss, link.delay = 0.01, 0.001
-        failed += not run_job(link, mpirun, program, 'data')
+        run_job(link, mpirun, program, 'data')
         print(f'data: {link.passed} frames passed, {link.lost} lost')
-        failed += link.lost == 0
+        check(link.lost > 0, 'no frame was lost')
         link.loss = 0.0
         for _ in range(CUTS):
             after = link.random.uniform(0, 0.3)
             ok = run_job(link, mpirun, program, 'endure', after)
             print(f'cut after {after:.3f} s: {"every rank has returned" if ok else "FAILED"}', flush=True)
-            failed += not ok
     finally:
         link.close()
-    print(f'links: {1 + CUTS} jobs, {failed} failed')
-    return 1 if failed else 0
+    return end('links')
 
 
 if __name__ == '__main__':

@@ -10,7 +10,11 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'lib'))
+from checks import check, end, read, run_command, wait_for  # pylint: disable=wrong-import-position
 
 # what, processes, ranks that live to give a verdict
 OPEN_MPI = [('all', 1, 1), ('all', 2, 2), ('all', 7, 7), ('kill', 8, 1)]
@@ -19,10 +23,12 @@ OPEN_MPI_FULL = OPEN_MPI + [('all', 4, 4), ('kill', 4, 1)]
 OTHERS = [('all', 1, 1), ('all', 2, 2), ('all', 3, 3), ('all', 4, 4)]
 STOPPED = [('endure', 2, 2), ('endure', 4, 4), ('endure', 4, 4)]
 SECONDS = 120
+RANK = '${OMPI_COMM_WORLD_RANK:-$PMI_RANK}'  # for a shell
+VERDICT = re.compile(r'^mpi, rank \d+ of \d+: \d+ checks, 0 failed$', re.M)
 
 
 def is_open_mpi(mpirun):
-    said = subprocess.run([mpirun, '--version'], capture_output=True, text=True, check=False).stdout
+    said = run_command([mpirun, '--version']).stdout
     return 'Open MPI' in said or 'OpenRTE' in said
 
 
@@ -40,63 +46,94 @@ def user_launcher(mpirun):
     return [word for word in launcher(mpirun) if word != '--enable-recovery']
 
 
+def command(mpirun, processes, program, *flags):
+    """program: a path, or words that start it."""
+    return [*user_launcher(mpirun), '-np', str(processes), *([program] if isinstance(program, str) else program), *flags]
+
+
+def rank_one(program, *words):
+    """The program, which has more words on rank 1."""
+    return ['sh', '-c', f'if [ {RANK} = 1 ]; then exec "$0" "$@" {" ".join(words)}; else exec "$0" "$@"; fi', program]
+
+
+def own(program, stderr):
+    """What the program says, without what MPI does, which names what a machine lacks."""
+    return [line for line in stderr.splitlines() if line.startswith(program + ': ')]
+
+
+def newest(folder):
+    """The step of the last checkpoint, or 0."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return max((int(name[11:]) for name in names if re.fullmatch(r'checkpoint-\d+', name)), default=0)
+
+
+class Job:
+    """A command in a group of its own; what it says can be read while it runs."""
+
+    def __init__(self, words, **more):
+        self.said = tempfile.TemporaryFile()
+        self.process = subprocess.Popen(words, stdout=self.said, stderr=subprocess.STDOUT, start_new_session=True, **more)
+
+    def text(self):
+        return os.pread(self.said.fileno(), 1 << 24, 0).decode(errors='replace')
+
+    def runs(self):
+        return self.process.poll() is None
+
+    def end(self, seconds=SECONDS):
+        """Its status. One that hangs is killed, which is a failure."""
+        try:
+            return self.process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            check(False, f'{self.process.args} hangs: {self.text()}')
+            return None
+
+
 def alive(pid):
     try:
-        with open(f'/proc/{pid}/stat', 'rb') as file:
-            return file.read().rpartition(b')')[2].split()[0] != b'Z'
+        return read(f'/proc/{pid}/stat').rpartition(b')')[2].split()[0] != b'Z'
     except OSError:
         return False
 
 
 def all_gone(pids):
     """After the launcher's end: a rank that it has killed still takes the kernel a moment, long on a busy machine."""
-    end = time.monotonic() + 10
-    while any(map(alive, pids)) and time.monotonic() < end:
-        time.sleep(0.01)
-    return not any(map(alive, pids))
+    return wait_for(lambda: not any(map(alive, pids)), 10)
 
 
 def stop_one(job, processes):
     """Once all are in their transfers, the last one to say so is stopped past the deadline of 1 s."""
-    said, running = '', []
-    for line in job.stdout:
-        said += line
-        running += re.findall(r'^running, process (\d+)$', line)
-        if len(running) == processes:
-            time.sleep(0.1)
-            os.kill(int(running[-1]), signal.SIGSTOP)
-            time.sleep(2.5)
-            os.kill(int(running[-1]), signal.SIGCONT)
-            break
-    return said
+    def running():
+        return re.findall(r'^running, process (\d+)$', job.text(), re.M)
+
+    wait_for(lambda: len(running()) == processes or not job.runs(), SECONDS)
+    if job.runs():
+        time.sleep(0.1)
+        os.kill(int(running()[-1]), signal.SIGSTOP)
+        time.sleep(2.5)
+        os.kill(int(running()[-1]), signal.SIGCONT)
 
 
-def run_job(command, program, what, processes, verdicts):
-    job = subprocess.Popen(command + ['-np', str(processes), program, what], stdout=subprocess.PIPE,
-                           stderr=subprocess.STDOUT, text=True, errors='replace', start_new_session=True)
-    said, late = stop_one(job, processes) if what == 'endure' else '', False
-    try:
-        said += job.communicate(timeout=SECONDS)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(job.pid, signal.SIGKILL)
-        said, late = said + job.communicate()[0], True
-    passed = re.findall(r'^mpi, rank \d+ of \d+: \d+ checks, 0 failed$', said, re.M)
+def run_job(words, what, processes, verdicts):
+    job = Job(words + ['-np', str(processes), os.path.abspath(sys.argv[2]), what])
+    if what == 'endure':
+        stop_one(job, processes)
+    job.end()
+    said = job.text()
+    passed = VERDICT.findall(said)
     wrong = re.search(r'\.[ch]:\d+: |checks, [1-9]\d* failed|ERROR: \w+Sanitizer', said)
-    ok = not late and not wrong and len(passed) == verdicts
-    print(f'{what}, {processes} processes: {len(passed)} of {verdicts} verdicts' + (', hangs' if late else ''))
-    if not ok:
-        print(said)
-    return ok
+    print(f'{what}, {processes} processes: {len(passed)} of {verdicts} verdicts')
+    check(not wrong and len(passed) == verdicts, said)
 
 
 def main():
-    mpirun, program = sys.argv[1], os.path.abspath(sys.argv[2])
-    full = bool(os.environ.get('UPIPE_FULL'))
+    mpirun, full = sys.argv[1], bool(os.environ.get('UPIPE_FULL'))
     jobs = OTHERS if not is_open_mpi(mpirun) else OPEN_MPI_FULL if full else OPEN_MPI
-    jobs = jobs + (STOPPED if full else [])
-    results = [run_job(launcher(mpirun), program, *job) for job in jobs]
-    print(f'mpi: {len(results)} jobs, {results.count(False)} failed')
-    return 1 if False in results else 0
+    for job in jobs + (STOPPED if full else []):
+        run_job(launcher(mpirun), *job)
+    return end('mpi')
 
 
 if __name__ == '__main__':

@@ -14,10 +14,8 @@ import sys
 import tempfile
 import time
 
-from run_mpi import all_gone, is_open_mpi, user_launcher
-
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'lib'))
-from checks import check, end  # pylint: disable=wrong-import-position
+from run_mpi import RANK, SECONDS, all_gone, command, is_open_mpi, own, rank_one
+from checks import check, end, load, run_command, tree, write
 
 MPIRUN = sys.argv[1]
 COMPARE, COMPARE_MPI = (os.path.abspath(path) for path in sys.argv[2:4])
@@ -27,36 +25,17 @@ RINGS = ['usp', 'upipe-ring']
 EVERY = ['upipe', 'ulysses', 'upipe-naive', 'ring', 'zigzag', 'stripe', 'double-ring', 'allgather', *RINGS, 'fpdt', 'upipe-fpdt']
 OWN = {'seconds_fwd', 'seconds_bwd', 'transport', 'json', 'trace', 'dump'}  # of a run, beside the results
 MPI = ['--transport', 'mpi']
-SECONDS = 120
-
-
-def command(processes, *flags, program=COMPARE_MPI):
-    return [*user_launcher(MPIRUN), '-np', str(processes), *([program] if isinstance(program, str) else program), *flags]
 
 
 def run(words, folder):
-    job = subprocess.run(words, cwd=folder, capture_output=True, timeout=SECONDS, check=False)
-    return job.returncode, job.stdout.decode(errors='replace'), job.stderr.decode(errors='replace')
-
-
-def own(err):
-    """Without what MPI says, which names what a machine lacks."""
-    return [line for line in err.splitlines() if line.startswith('compare: ')]
-
-
-def tree(folder):
-    found = {}
-    for at, _, names in os.walk(folder):
-        for name in names:
-            with open(os.path.join(at, name), 'rb') as file:
-                found[os.path.relpath(os.path.join(at, name), folder)] = file.read()
-    return found
+    """Status, what the program says, stdout, and all of stderr."""
+    job = run_command(words, SECONDS, cwd=folder)
+    return job.returncode, own('compare', job.stderr), job.stdout, job.stderr
 
 
 def numbers(folder):
     """The JSON file without what two runs have apart."""
-    with open(os.path.join(folder, 'numbers.json'), encoding='utf-8') as file:
-        got = json.load(file)
+    got = load(os.path.join(folder, 'numbers.json'))
     transport = got['config']['transport']
     for part in [got['config'], *got['methods']]:
         for name in OWN & set(part):
@@ -74,11 +53,11 @@ def test_same(folder, processes, methods, *flags):
     words = [*MODEL, *cut, *flags, *(word for name in methods for word in ('--method', name)), '--check', 'on', '--json', 'numbers.json',
              '--trace', 'traces', '--dump', 'dump']
     what, results = f'{methods} {flags} on {processes} processes', []
-    for kind, start in (('threads', [COMPARE, '--ranks', str(processes)]), ('mpi', command(processes, *MPI))):
+    for kind, start in (('threads', [COMPARE, '--ranks', str(processes)]), ('mpi', command(MPIRUN, processes, COMPARE_MPI, *MPI))):
         top = os.path.join(folder, kind + '-'.join([str(processes), *methods, *flags]))
         os.mkdir(top)
-        status, said, err = run([*start, *words], top)
-        if not check(status == 0 and not own(err), f'{what}, {kind}: {status}: {err}'):
+        status, wrong, said, err = run([*start, *words], top)
+        if not check(status == 0 and not wrong, f'{what}, {kind}: {status}: {err}'):
             return
         transport, got = numbers(top)
         check(transport == kind, f'{what}: transport {transport}, not {kind}')
@@ -96,36 +75,37 @@ def test_same(folder, processes, methods, *flags):
 def test_voice(folder):
     """What is wrong is said once, by rank 0, whichever rank it is wrong at; and nothing is left."""
     book = os.path.join(folder, 'book')
-    with open(book, 'wb') as file:
-        file.write(bytes(range(256)))
+    write(book, bytes(range(256)))
     os.symlink(book, book + '0')
     outputs = ['--json', 'numbers.json', '--trace', 'traces', '--dump', 'dump']
-    each = ['sh', '-c', 'exec "$0" "$@" --data ' + book + '${OMPI_COMM_WORLD_RANK:-$PMI_RANK}', COMPARE_MPI]
-    cases = [(COMPARE_MPI, [*MPI, '--ranks', '4'], '--ranks 4, but the launcher has started 2'),
+    each = ['sh', '-c', f'exec "$0" "$@" --data {book}{RANK}', COMPARE_MPI]
+    cases = [(rank_one(COMPARE_MPI, '--softcap', '30'), MPI, 'ranks disagree: softcap is 30 on rank 1, not given on rank 0'),
+             (rank_one(COMPARE_MPI, '--method', 'ring'), MPI, 'ranks disagree: method is ring on rank 1, not given on rank 0'),
+             (rank_one(COMPARE_MPI, '--softcap', 'x'), MPI, 'rank 1: --softcap wants a number'),
+             (COMPARE_MPI, [*MPI, '--ranks', '4'], '--ranks 4, but the launcher has started 2'),
              (each, MPI, 'rank 1: the text'), (each, MPI, 'rank 1: --data finds something else')]
     if FULL:
         cases += [(COMPARE_MPI, [], 'a launcher has started 2 processes'), (COMPARE, MPI, 'built without MPI'),
                   (COMPARE_MPI, [*MPI, '--method', 'usp', '--ring', '3'], 'do not divide into rings'),
                   (COMPARE_MPI, [*MPI, '--json', '/dev/full/none'], 'cannot be written'),
-                  (COMPARE_MPI, [*MPI, '--deadline', '0.00001'], 'waited 1e-05 s')]
+                  # in MPI_Init, or in the first call after it
+                  (COMPARE_MPI, [*MPI, '--deadline', '0.00001'], '1e-05')]
     for program, flags, sentence in cases:
         with tempfile.TemporaryDirectory() as fresh:
             more = outputs if '--json' not in flags else []
-            status, out, err = run(command(2, *MODEL, *flags, *more, program=program), fresh)
-            said = own(err)
+            status, said, out, err = run(command(MPIRUN, 2, program, *MODEL, *flags, *more), fresh)
             check(status != 0 and len(said) == 1 and sentence in said[0] and out == '', f'{sentence}: {status}: {out}{err}')
             check(tree(fresh) == {}, f'{sentence}: leaves {tree(fresh).keys()}')
         if sentence == 'rank 1: the text':  # in the next case it can be read, and is another one
-            with open(book + '1', 'wb') as file:
-                file.write(b'\0' * 256)
+            write(book + '1', bytes(256))
 
 
 def test_lost(folder, what):
     """A rank is killed or stopped in the middle of a method: the job ends, and leaves no file."""
     top = os.path.join(folder, f'lost{what}')
     os.mkdir(top)
-    words = command(3, *MPI, '--tokens', '16384', '--heads', '6', '--head-dim', '32', '--check', 'off', '--method', 'ring', '--progress',
-                    '--deadline', '2', '--json', 'numbers.json', '--trace', 'traces', program=['sh', '-c', 'echo $$ >&2; exec "$0" "$@"', COMPARE_MPI])
+    words = command(MPIRUN, 3, ['sh', '-c', 'echo $$ >&2; exec "$0" "$@"', COMPARE_MPI], *MPI, *'--tokens 16384 --heads 6 --head-dim 32'.split(),
+                    *'--check off --method ring --progress --deadline 2 --json numbers.json --trace traces'.split())
     with subprocess.Popen(words, cwd=top, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True) as job:
         ranks, said = [], ''
         for line in job.stderr:

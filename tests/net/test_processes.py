@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""test_processes.py MPIRUN PROGRAM -- 08_processes under mpirun: its result, and what survivors of a dead rank say"""
+"""test_processes.py MPIRUN PROGRAM -- the example 08_mpi under mpirun: its result, a closed stdout, and what survivors of a dead rank say"""
 
 import os
 import re
@@ -9,10 +9,8 @@ import subprocess
 import sys
 import tempfile
 
-from run_mpi import is_open_mpi, launcher
-
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'lib'))
-from checks import check, end  # pylint: disable=wrong-import-position
+from run_mpi import RANK, is_open_mpi, launcher
+from checks import check, end, read, run_command, write
 
 RANKS = 4
 # The victim dies in making its inputs: it is a member of the team, and has met the others.
@@ -28,24 +26,42 @@ double cos(double x)
 '''
 
 
-def run(mpirun, program, folder, deadline=30, **variables):
-    """Each rank says with what status it has ended. Its sentences go to a file of its own: the launcher mixes them."""
-    errors = shlex.quote(folder) + '/"${OMPI_COMM_WORLD_RANK:-$PMI_RANK}"'
-    body = f'{shlex.quote(program)} --deadline {deadline} 2>{errors}; echo "a rank ends with $?"'
-    job = subprocess.run([*launcher(mpirun), '-np', str(RANKS), 'sh', '-c', body], capture_output=True, text=True, timeout=60,
-                         check=False, env={**os.environ, **variables})
+def run(mpirun, program, folder, deadline=30, output='', **variables):
+    """Each rank says with what status it has ended. Its sentences go to a file of its own: the launcher mixes them.
+
+    MPICH's launcher returns the status of what it has started, which is then the program's. Open MPI's goes by the
+    program itself, and would end the survivors of one that it sees fail.
+    """
+    errors = f'{shlex.quote(folder)}/"{RANK}"'
+    body = f'{shlex.quote(program)} {deadline} 2>{errors} {output}; status=$?; echo "a rank ends with $status"'
+    if not is_open_mpi(mpirun):
+        body += '; exit $status'
+    job = run_command([*launcher(mpirun), '-np', RANKS, 'sh', '-c', body], 60, variables)
     return job.returncode, job.stdout + job.stderr
 
 
 def sentences(folder, rank):
-    with open(os.path.join(folder, str(rank)), encoding='utf-8') as said:
-        return said.read()
+    return read(os.path.join(folder, str(rank))).decode()
 
 
 def test_result(mpirun, program, folder):
     status, said = run(mpirun, program, folder)
     check(status == 0 and 'the same bits as those of one rank alone' in said, f'{status}: {said}')
     check(said.count('a rank ends with 0') == RANKS, said)
+
+
+def test_closed(mpirun, program, folder):
+    """Nothing that MPI opens comes in the place of a closed stdout, and a result that cannot be written is none."""
+    status, said = run(mpirun, program, folder, output='>&-')
+    check((status == 0) == is_open_mpi(mpirun), f'{status}: {said}')
+    check(said.count('a rank ends with 0') == RANKS - 1 and said.count('a rank ends with 1') == 1, said)
+    check('the result cannot be written' in sentences(folder, 0), f'rank 0 says {sentences(folder, 0)}')
+
+
+def test_usage(program):
+    for words in (['0'], ['-1'], ['soon'], ['30', '30']):
+        done = run_command([program, *words], 60)
+        check(done.returncode == 2 and 'usage: ' in done.stderr and done.stdout == '', f'{words}: {done}')
 
 
 def test_death(mpirun, program, folder, victim, library):
@@ -56,7 +72,7 @@ def test_death(mpirun, program, folder, victim, library):
         return
     for rank in range(RANKS):
         own = sentences(folder, rank)
-        ok = re.search(rf'^08_processes: rank {rank}: no result: .*rank {victim} ', own, re.M) is not None
+        ok = re.search(rf'^08_mpi: rank {rank}: no result: .*rank {victim} ', own, re.M) is not None
         check(ok == (rank != victim), f'rank {rank} without rank {victim}: {own}')
     check(said.count('a rank ends with 1\n') == RANKS - 1, f'statuses of survivors: {said}')
 
@@ -66,10 +82,11 @@ def main():
     compiler = shlex.split(os.environ.get('CC', 'cc'))
     with tempfile.TemporaryDirectory() as folder:
         test_result(mpirun, program, folder)
+        test_closed(mpirun, program, folder)
+        test_usage(program)
         if shutil.which(compiler[0]):
             source, library = os.path.join(folder, 'death.c'), os.path.join(folder, 'death.so')
-            with open(source, 'w', encoding='utf-8') as out:
-                out.write(DEATH)
+            write(source, DEATH)
             subprocess.run([*compiler, '-shared', '-fPIC', '-fno-builtin', source, '-o', library], check=True)
             test_death(mpirun, program, folder, 0, library)  # the one that prints the result
     return end('processes')

@@ -31,12 +31,13 @@ TABLES = {'': 'libemulated_table.a.p', 'race': 'librace_table.a.p'}
 
 # The table with the entries of one header, or of those that include it.
 UNIT = '''{includes}
-extern "C" void base_cuda_ops(upipe_ops *ops, upipe_cuda *device);
-extern "C" void device_cuda_ops(upipe_ops *ops, upipe_cuda *device);
-extern "C" void device_cuda_ops(upipe_ops *ops, upipe_cuda *device)
+extern "C" upipe_status base_cuda_ops(upipe_ops *ops, upipe_cuda *device, upipe_err *e);
+extern "C" upipe_status device_cuda_ops(upipe_ops *ops, upipe_cuda *device, upipe_err *e);
+extern "C" upipe_status device_cuda_ops(upipe_ops *ops, upipe_cuda *device, upipe_err *e)
 {{
-    base_cuda_ops(ops, device);
-{entries}}}
+    UPIPE_TRY(base_cuda_ops(ops, device, e));
+{entries}    return UPIPE_OK;
+}}
 '''
 
 
@@ -45,29 +46,34 @@ class Broken(Exception):
 
 
 class Mutant:
-    def __init__(self, number, first, bug, old, new):
-        self.number, self.bug, self.old, self.new = number, bug, old, new
-        self.header, self.program, self.build = first.group(1), first.group(2), first.group(3) or ''
+    def __init__(self, number, header, program, bug):
+        self.number, self.header, self.program = number, header, program
+        self.build, self.bug = ('race', bug[6:]) if bug.startswith('race: ') else ('', bug)
+        self.old, self.new = '', ''
         race = ' under the race detector' if self.build else ''
         self.test = f'test_cuda_{self.program}{race}'
 
 
 def read_list(path):
     """The mutants of a file; its own comments say how it is written."""
-    mutants = []
+    mutants, below = [], None
     with open(path, encoding='utf-8') as source:
-        blocks = re.split(r'\n\s*\n', source.read())
-    for block in blocks:
-        lines = [line for line in block.split('\n') if line.strip() and not line.startswith('#')]
-        if not lines:
-            continue
-        old = [line[1:] for line in lines[2:] if line.startswith('-')]
-        new = [line[1:] for line in lines[2:] if line.startswith('+')]
-        first = re.fullmatch(r'(\S+\.h) (\w+)(?::(race))?', lines[0])
-        if not first or len(lines) < 3 or not old or len(old) + len(new) != len(lines) - 2:
-            raise Broken(f'{path}: no mutant: {block}')
-        mutants.append(Mutant(len(mutants) + 1, first, lines[1], ' '.join(' '.join(old).split()),
-                              ' '.join(' '.join(new).split())))
+        lines = [line.strip() for line in source if line.strip() and not line.startswith('#')]
+    for line in lines:
+        heading = re.fullmatch(r'(\S+\.h) (\w+)', line)
+        if heading:
+            below = heading.groups()
+        elif line[0] not in '-+' and below:
+            mutants.append(Mutant(len(mutants) + 1, *below, line))
+        elif line[0] == '-' and mutants and not mutants[-1].new:
+            mutants[-1].old = ' '.join([*mutants[-1].old.split(), *line[1:].split()])
+        elif line[0] == '+' and mutants and mutants[-1].old:
+            mutants[-1].new = ' '.join([*mutants[-1].new.split(), *line[1:].split()])
+        else:
+            raise Broken(f'{path}: no mutant: {line}')
+    for mutant in mutants:
+        if not mutant.old:
+            raise Broken(f'{path}: no code of {mutant.header}: {mutant.bug}')
     return mutants
 
 
@@ -120,10 +126,8 @@ class Workshop:
                 self.users.setdefault(used, []).append(name)
 
     def touched(self, header):
-        """The headers whose entries a change of this one must reach: its own, or those of all that use it."""
-        if self.entries[header]:
-            return {header}
-        found, left = set(), [header]
+        """The headers whose entries a change of this one must reach: its own, and those of all that use it."""
+        found, left = {header}, [header]
         while left:
             more = set(self.users.get(left.pop(), [])) - found
             found |= more
@@ -143,6 +147,11 @@ class Workshop:
             self.base[build] = os.path.join(self.scratch, f'base{build}.o')
             run(['objcopy', '--redefine-sym', 'device_cuda_ops=base_cuda_ops', whole, self.base[build]], whole)
 
+    def own_source(self, mutant):
+        """A test that has the kernels in its own unit, and no table."""
+        path = os.path.join(self.top, 'tests', 'cuda', f'{mutant.program}.cpp')
+        return path if os.path.exists(path) else None
+
     def test_object(self, mutant):
         name = f'test_cuda_{mutant.program}'
         folder = f'{name}_race.p' if mutant.build else f'{name}.p'
@@ -161,12 +170,17 @@ class Workshop:
                 out.write(text)
         mine = sorted(self.touched(mutant.header))
         unit = os.path.join(place, 'unit.cpp')
+        program = os.path.join(place, 'program')
+        own = self.own_source(mutant)
+        if own:
+            self.compile(own, BUILDS[mutant.build], unit + '.o', place)
+            run([CXX, unit + '.o', *self.fakes, '-pthread', '-lm', '-ldl', '-o', program], name)
+            return program
         with open(unit, 'w', encoding='utf-8') as out:
             out.write(UNIT.format(includes='\n'.join(f'#include "upipe/cuda/{name}"' for name in mine),
                                   entries=''.join(f'    ops->{entry} = {function};\n'
                                                   for name in mine for entry, function in self.entries[name])))
         self.compile(unit, BUILDS[mutant.build], unit + '.o', place)
-        program = os.path.join(place, 'program')
         run([CXX, self.test_object(mutant), unit + '.o', self.base[mutant.build], *self.fakes, '-pthread', '-lm', '-o',
              program], name)
         return program

@@ -112,23 +112,29 @@ inline cudaError_t simt_check_shape(const simt_shape &s, const void *kernel)
 
 /* Copies the arguments as the kernel's parameters are, and enqueues. */
 template <class... P, class... A>
-cudaError_t simt_launch_kernel(cudaStream_t stream, const char *name, void (*kernel)(P...), simt_size grid,
-                               simt_size block, size_t shared, A &&...args)
+cudaError_t simt_launch_kernel(cudaStream_t stream, int together, const char *name, const char *from,
+                               void (*kernel)(P...), simt_size grid, simt_size block, size_t shared,
+                               A &&...args)
 {
-    simt_shape shape = {grid.e, block.e, shared};
+    simt_shape shape = {grid.e, block.e, shared, together};
     cudaError_t r = simt_check_shape(shape, (const void *)kernel);
     static_assert((sizeof(P) + ... + 0) <= 4096, "a kernel has 4096 bytes of parameters at most");
     if (r != cudaSuccess) return r;
-    return fake_enqueue(stream, name, [=, params = std::tuple<P...>(args...)] {
-        simt_run(shape, [&] { std::apply(kernel, params); });
-    });
+    const char *columns = strstr(from, "D = "); /* a template's argument, in the function's name */
+    return fake_enqueue(
+        stream, name,
+        [=, params = std::tuple<P...>(args...)] { simt_run(shape, [&] { std::apply(kernel, params); }); },
+        {grid.e.x * grid.e.y * grid.e.z, (int)(block.e.x * block.e.y * block.e.z), 0, shared, 0},
+        columns != NULL ? atoi(columns + 4) : 0);
 }
 
-#define UPI_LAUNCH(c, kernel, grid, block, shared, ...)                                              \
-    upipe_cuda_check(&(c)->err,                                                                      \
-                     simt_launch_kernel((cudaStream_t)(c)->stream, #kernel, kernel, (grid), (block), \
-                                        (size_t)(shared), __VA_ARGS__),                              \
+#define UPI_LAUNCH_TOGETHER(c, count, kernel, grid, block, shared, ...)                                 \
+    upipe_cuda_check(&(c)->err,                                                                         \
+                     simt_launch_kernel((cudaStream_t)(c)->stream, count, #kernel, __PRETTY_FUNCTION__, \
+                                        kernel, (grid), (block), (size_t)(shared), __VA_ARGS__),        \
                      "launch of " #kernel)
+
+#define UPI_LAUNCH(c, kernel, ...) UPI_LAUNCH_TOGETHER(c, 1, kernel, __VA_ARGS__)
 
 #define UPI_ALLOW_SHARED(c, kernel, shared) \
     upipe_cuda_check(&(c)->err, simt_allow_shared(kernel, (size_t)(shared)), "cudaFuncSetAttribute")
@@ -320,72 +326,38 @@ UPI_DEVICE void upi_tma_prefetch(const upi_tensor_map *)
 }
 
 #define SIMT_CODE_HERE __builtin_return_address(0)
-#define SIMT_SEAM      SIMT_QUIET __attribute__((noinline)) inline
+#define SIMT_APART     SIMT_QUIET __attribute__((noinline)) inline
+/* A seam passes its arguments on. */
+#define SIMT_SEAM(type, name, parameters, ...) \
+    SIMT_APART type name parameters            \
+    {                                          \
+        return __VA_ARGS__;                    \
+    }
 
-SIMT_SEAM void upi_mbarrier_init(uint32_t barrier, int count)
-{
-    simt_mbarrier_init(barrier, count, SIMT_CODE_HERE);
-}
-
-SIMT_SEAM void upi_mbarrier_fence(void)
-{
-    simt_race_fence_async_shared();
-}
-
-SIMT_SEAM void upi_mbarrier_arrive(uint32_t barrier)
-{
-    simt_mbarrier_arrive(barrier, 0, SIMT_CODE_HERE);
-}
-
-SIMT_SEAM void upi_mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes)
-{
-    simt_mbarrier_arrive(barrier, bytes, SIMT_CODE_HERE);
-}
-
-SIMT_SEAM void upi_mbarrier_wait(uint32_t barrier, uint32_t parity, SIMT_HERE)
-{
-    simt_mbarrier_wait(barrier, parity, file, line, SIMT_CODE_HERE);
-}
-
-SIMT_SEAM int upi_mbarrier_test(uint32_t barrier, uint32_t parity)
-{
-    return simt_mbarrier_test(barrier, parity, SIMT_CODE_HERE);
-}
-
-SIMT_SEAM void upi_fence_async_shared(void)
-{
-    simt_race_fence_async_shared();
-}
-
-SIMT_SEAM void upi_fence_async_global(void)
-{
-    simt_race_fence_async_global();
-}
-
-SIMT_SEAM void upi_tma_load(uint32_t to, const upi_tensor_map *map, int x, int y, int z, uint32_t barrier)
-{
-    simt_load_box(to, map, x, y, z, barrier, SIMT_CODE_HERE);
-}
-
-SIMT_SEAM void upi_bulk_load(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier)
-{
-    simt_load_plain(to, from, bytes, barrier, SIMT_CODE_HERE);
-}
-
-SIMT_SEAM void upi_tma_store(const upi_tensor_map *map, int x, int y, int z, uint32_t from)
-{
-    simt_store_box(map, x, y, z, from, SIMT_CODE_HERE);
-}
-
-SIMT_SEAM void upi_tma_add(const upi_tensor_map *map, int x, int y, int z, uint32_t from)
-{
-    simt_add_box(map, x, y, z, from, SIMT_CODE_HERE);
-}
-
-SIMT_SEAM void upi_bulk_add(float *to, uint32_t from, uint32_t bytes)
-{
-    simt_add_plain(to, from, bytes, SIMT_CODE_HERE);
-}
+SIMT_SEAM(void, upi_mbarrier_init, (uint32_t barrier, int count),
+          simt_mbarrier_init(barrier, count, SIMT_CODE_HERE))
+SIMT_SEAM(void, upi_mbarrier_fence, (void), simt_race_fence_async_shared())
+SIMT_SEAM(void, upi_mbarrier_arrive, (uint32_t barrier), simt_mbarrier_arrive(barrier, 0, SIMT_CODE_HERE))
+SIMT_SEAM(void, upi_mbarrier_arrive_expect, (uint32_t barrier, uint32_t bytes),
+          simt_mbarrier_arrive(barrier, bytes, SIMT_CODE_HERE))
+#ifndef UPIPE_CUDA_WATCHDOG
+SIMT_SEAM(void, upi_mbarrier_wait, (uint32_t barrier, uint32_t parity, SIMT_HERE),
+          simt_mbarrier_wait(barrier, parity, file, line, SIMT_CODE_HERE))
+#endif
+SIMT_SEAM(int, upi_mbarrier_test, (uint32_t barrier, uint32_t parity),
+          simt_mbarrier_test(barrier, parity, SIMT_CODE_HERE))
+SIMT_SEAM(void, upi_fence_async_shared, (void), simt_race_fence_async_shared())
+SIMT_SEAM(void, upi_fence_async_global, (void), simt_race_fence_async_global())
+SIMT_SEAM(void, upi_tma_load, (uint32_t to, const upi_tensor_map *map, int x, int y, int z, uint32_t barrier),
+          simt_load_box(to, map, x, y, z, barrier, SIMT_CODE_HERE))
+SIMT_SEAM(void, upi_bulk_load, (uint32_t to, const void *from, uint32_t bytes, uint32_t barrier),
+          simt_load_plain(to, from, bytes, barrier, SIMT_CODE_HERE))
+SIMT_SEAM(void, upi_tma_store, (const upi_tensor_map *map, int x, int y, int z, uint32_t from),
+          simt_store_box(map, x, y, z, from, SIMT_CODE_HERE))
+SIMT_SEAM(void, upi_tma_add, (const upi_tensor_map *map, int x, int y, int z, uint32_t from),
+          simt_add_box(map, x, y, z, from, SIMT_CODE_HERE))
+SIMT_SEAM(void, upi_bulk_add, (float *to, uint32_t from, uint32_t bytes),
+          simt_add_plain(to, from, bytes, SIMT_CODE_HERE))
 
 UPI_DEVICE void upi_bulk_commit(void)
 {
@@ -468,13 +440,13 @@ template <int N> UPI_DEVICE void upi_registers_more(SIMT_HERE)
 
 /* ---- between threads and blocks ---- */
 
-SIMT_QUIET __attribute__((noinline)) inline int upi_load_acquire(const int *p)
+SIMT_APART int upi_load_acquire(const int *p)
 {
     simt_race_acquire(p);
     return __atomic_load_n(p, __ATOMIC_ACQUIRE);
 }
 
-SIMT_QUIET __attribute__((noinline)) inline void upi_add_release(int *p, int v)
+SIMT_APART void upi_add_release(int *p, int v)
 {
     simt_dawdle();
     simt_race_release(p);
@@ -489,7 +461,7 @@ UPI_DEVICE float simt_normal(float x)
 }
 
 /* For the race detector a plain access: nobody else may have the number. */
-SIMT_SEAM void upi_add_alone(float *p, float v)
+SIMT_APART void upi_add_alone(float *p, float v)
 {
     if ((uintptr_t)p % sizeof *p != 0) simt_finding("misaligned: a sum of 4 bytes to %p", (void *)p);
     simt_race_own(p, sizeof *p, SIMT_WRITE, SIMT_CODE_HERE);
@@ -501,13 +473,20 @@ UPI_DEVICE void upi_pause(SIMT_HERE)
     simt_pause(file, line);
 }
 
-SIMT_QUIET __attribute__((noinline)) inline void __threadfence(void)
+#ifdef UPIPE_CUDA_WATCHDOG
+UPI_DEVICE void upi_hang(const char *what, uint32_t which, uint32_t value)
+{
+    simt_finding("waits in vain for %s %u, value %u", what, which, value);
+}
+#endif
+
+SIMT_APART void __threadfence(void)
 {
     simt_race_fence();
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
 
-SIMT_QUIET __attribute__((noinline)) inline float atomicAdd(float *p, float v)
+SIMT_APART float atomicAdd(float *p, float v)
 {
     uint32_t *bits = (uint32_t *)p, was, will;
     float f;
@@ -523,30 +502,14 @@ SIMT_QUIET __attribute__((noinline)) inline float atomicAdd(float *p, float v)
     return f;
 }
 
-template <class T> SIMT_QUIET inline T simt_atomic_add(T *p, T v)
+/* Of int, unsigned and unsigned long long. */
+template <class T> SIMT_APART T atomicAdd(T *p, typename std::common_type<T>::type v)
 {
-    T was = __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST);
+    T was;
+    simt_race_atomic(p, sizeof *p);
+    was = __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST);
     simt_moved();
     return was;
-}
-
-SIMT_QUIET __attribute__((noinline)) inline int atomicAdd(int *p, int v)
-{
-    simt_race_atomic(p, sizeof *p);
-    return simt_atomic_add(p, v);
-}
-
-SIMT_QUIET __attribute__((noinline)) inline unsigned atomicAdd(unsigned *p, unsigned v)
-{
-    simt_race_atomic(p, sizeof *p);
-    return simt_atomic_add(p, v);
-}
-
-SIMT_QUIET __attribute__((noinline)) inline unsigned long long atomicAdd(unsigned long long *p,
-                                                                         unsigned long long v)
-{
-    simt_race_atomic(p, sizeof *p);
-    return simt_atomic_add(p, v);
 }
 
 #endif

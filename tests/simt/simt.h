@@ -19,7 +19,8 @@
  *                     take turns, which end at barriers, pauses and releases, so that a seed gives the same
  *                     run again
  *     SIMT_EAGER=1    asynchronous copies land at once, not as late as they may
- *     SIMT_THREADS=n  blocks that run side by side (default: the cores; 3 where they take turns)
+ *     SIMT_THREADS=n  blocks that run side by side (default: the cores; 3 where they take turns); more where the
+ *                     launch says that so many wait for one another
  *
  * What it can't show: speed, bank conflicts, the rounding inside a tensor core, a warp that runs ahead
  * between two barriers in the middle of another's instructions (the race detector stands for that).
@@ -88,6 +89,7 @@ struct simt_extent {
 struct simt_shape {
     simt_extent grid, block;
     size_t shared;
+    int together; /* blocks that wait for one another: so many run side by side at least */
 };
 
 struct uint3 {
@@ -759,6 +761,7 @@ SIMT_QUIET inline void simt_run_raw(const simt_shape &shape, void (*kernel)(void
     }
     l.alternates = SIMT_RACE_ON || simt_seed > 0;
     if (workers < 1) workers = l.alternates ? (long)SIMT_IN_TURN : sysconf(_SC_NPROCESSORS_ONLN);
+    if (workers < shape.together) workers = shape.together;
     l.workers = (unsigned)(workers < SIMT_WORKERS ? workers : (long)SIMT_WORKERS);
     if (l.workers > l.blocks) l.workers = (unsigned)l.blocks;
     l.there = l.workers < 64 ? ((uint64_t)1 << l.workers) - 1 : UINT64_MAX;

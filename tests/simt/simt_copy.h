@@ -65,7 +65,6 @@ SIMT_QUIET __attribute__((noinline)) inline void simt_copy_start(uint32_t dst, c
 SIMT_QUIET inline void simt_copy_commit(void)
 {
     ++simt_fiber_now->group;
-    simt_race_copy_commit();
 }
 
 /* All but the newest groups have landed. */

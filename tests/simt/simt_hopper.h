@@ -719,10 +719,10 @@ SIMT_QUIET inline void simt_product_commit(simt_warpgroup *g, void **)
 /* *args[0]: what a thread of the warpgroup has from now on; more than before, or less if negative. */
 SIMT_QUIET inline void simt_set_registers(simt_warpgroup *g, void **args)
 {
-    const int wish = *(const int *)args[0], r = wish < 0 ? -wish : wish;
+    const int request = *(const int *)args[0], r = request < 0 ? -request : request;
     if (r < 24 || r > 256 || r % 8 != 0) simt_finding("setmaxnreg to %d", r);
-    if (wish > 0 ? r < g->registers : r > g->registers)
-        simt_finding("setmaxnreg from %d %s to %d", g->registers, wish > 0 ? "up" : "down", r);
+    if (request > 0 ? r < g->registers : r > g->registers)
+        simt_finding("setmaxnreg from %d %s to %d", g->registers, request > 0 ? "up" : "down", r);
     simt_here->hopper->registers += (g->registers - r) * SIMT_GROUP;
     g->registers = r;
 }

@@ -42,81 +42,36 @@ enum {
 
 enum { SIMT_RACE_ON = 0 };
 
-SIMT_QUIET inline void simt_race_start(simt_launch *)
-{
-}
-SIMT_QUIET inline void simt_race_end(simt_launch *)
-{
-}
-SIMT_QUIET inline void simt_race_enter(simt_block *)
-{
-}
-SIMT_QUIET inline void simt_race_block(simt_block *)
-{
-}
-SIMT_QUIET inline void simt_race_barrier(simt_block *)
-{
-}
-SIMT_QUIET inline void simt_race_lanes(uint32_t)
-{
-}
-SIMT_QUIET inline void simt_race_copy(const void *, const void *, int, int)
-{
-}
-SIMT_QUIET inline void simt_race_copy_commit(void)
-{
-}
-SIMT_QUIET inline void simt_race_copy_wait(int)
-{
-}
-SIMT_QUIET inline void simt_race_matrix_row(unsigned, const void *, simt_kind)
-{
-}
-SIMT_QUIET inline void simt_race_atomic(const void *, unsigned)
-{
-}
-SIMT_QUIET inline void simt_race_release(const void *)
-{
-}
-SIMT_QUIET inline void simt_race_acquire(const void *)
-{
-}
-SIMT_QUIET inline void simt_race_fence(void)
-{
-}
-SIMT_QUIET inline void simt_race_fence_async_shared(void)
-{
-}
-SIMT_QUIET inline void simt_race_fence_async_global(void)
-{
-}
-SIMT_QUIET inline void simt_race_release(unsigned)
-{
-}
-SIMT_QUIET inline void simt_race_acquire(simt_fiber *, unsigned)
-{
-}
-SIMT_QUIET inline void simt_race_pass(unsigned, unsigned, unsigned, uint32_t)
-{
-}
-SIMT_QUIET inline void simt_race_own(const void *, size_t, simt_kind, const void *)
-{
-}
-SIMT_QUIET inline void simt_race_agent(unsigned, uint32_t, const void *, size_t, simt_kind, const void *)
-{
-}
-SIMT_QUIET inline void simt_race_learn(unsigned, uint32_t)
-{
-}
-SIMT_QUIET inline void simt_race_warpgroup(unsigned)
-{
-}
-SIMT_QUIET inline void simt_race_operand(unsigned, uint32_t, const void *)
-{
-}
-SIMT_QUIET inline void simt_race_products(unsigned, uint32_t)
-{
-}
+/* Nothing is noted. */
+#define SIMT_UNSEEN(name, ...)               \
+    SIMT_QUIET inline void name(__VA_ARGS__) \
+    {                                        \
+    }
+SIMT_UNSEEN(simt_race_start, simt_launch *)
+SIMT_UNSEEN(simt_race_end, simt_launch *)
+SIMT_UNSEEN(simt_race_enter, simt_block *)
+SIMT_UNSEEN(simt_race_block, simt_block *)
+SIMT_UNSEEN(simt_race_barrier, simt_block *)
+SIMT_UNSEEN(simt_race_lanes, uint32_t)
+SIMT_UNSEEN(simt_race_copy, const void *, const void *, int, int)
+SIMT_UNSEEN(simt_race_copy_wait, int)
+SIMT_UNSEEN(simt_race_matrix_row, unsigned, const void *, simt_kind)
+SIMT_UNSEEN(simt_race_atomic, const void *, unsigned)
+SIMT_UNSEEN(simt_race_release, const void *)
+SIMT_UNSEEN(simt_race_acquire, const void *)
+SIMT_UNSEEN(simt_race_fence)
+SIMT_UNSEEN(simt_race_fence_async_shared)
+SIMT_UNSEEN(simt_race_fence_async_global)
+SIMT_UNSEEN(simt_race_release, unsigned)
+SIMT_UNSEEN(simt_race_acquire, simt_fiber *, unsigned)
+SIMT_UNSEEN(simt_race_pass, unsigned, unsigned, unsigned, uint32_t)
+SIMT_UNSEEN(simt_race_own, const void *, size_t, simt_kind, const void *)
+SIMT_UNSEEN(simt_race_agent, unsigned, uint32_t, const void *, size_t, simt_kind, const void *)
+SIMT_UNSEEN(simt_race_learn, unsigned, uint32_t)
+SIMT_UNSEEN(simt_race_warpgroup, unsigned)
+SIMT_UNSEEN(simt_race_operand, unsigned, uint32_t, const void *)
+SIMT_UNSEEN(simt_race_products, unsigned, uint32_t)
+#undef SIMT_UNSEEN
 
 #else
 
@@ -701,10 +656,6 @@ SIMT_QUIET __attribute__((always_inline)) inline void simt_race_copy(const void 
     const void *code = __builtin_return_address(0);
     simt_access(f, agent, (uint32_t)f->group + 1, dst, (size_t)bytes, SIMT_WRITE, code);
     if (valid > 0) simt_access(f, agent, (uint32_t)f->group + 1, src, (size_t)valid, SIMT_READ, code);
-}
-
-SIMT_QUIET inline void simt_race_copy_commit(void)
-{
 }
 
 SIMT_QUIET inline void simt_race_copy_wait(int landed)

@@ -16,11 +16,13 @@
 
 /* ---- the frame ---- */
 
-static simt_shape shape_of(int blocks, int threads, size_t shared)
+/* Runs the kernel on `blocks` blocks of `threads` threads. */
+template <class F> static int launch(int blocks, int threads, size_t shared, F kernel)
 {
-    simt_shape s = {{blocks, 1, 1}, {threads, 1, 1}, shared};
-    return s;
+    simt_run({{blocks, 1, 1}, {threads, 1, 1}, shared, 1}, kernel);
+    return 0;
 }
+#define LAUNCH(blocks, threads, shared, ...) launch(blocks, threads, shared, [&] { __VA_ARGS__; })
 
 /* Runs body in another process. Returns its exit status, -1 for a signal; what it printed is in text. */
 template <class F> static int run_apart(char *text, size_t bytes, F body)
@@ -61,12 +63,20 @@ template <class F> static void must_find(int line, const char *words, int asan, 
     test_check(ok, __FILE__, line, "the status is %d, not %d, or the report does not say \"%s\":\n%.600s",
                status, SIMT_STATUS, words, text);
 }
-#define MUST_FIND(words, ...)         must_find(__LINE__, words, 0, __VA_ARGS__)
-#define MUST_FIND_OR_ASAN(words, ...) must_find(__LINE__, words, 1, __VA_ARGS__)
+#define MUST_FIND(words, ...)         must_find(__LINE__, words, 0, [&] { return (int)(__VA_ARGS__); })
+#define MUST_FIND_OR_ASAN(words, ...) must_find(__LINE__, words, 1, [&] { return (int)(__VA_ARGS__); })
 /* What only the race detector can show. */
-#define MUST_RACE(words, ...)                                         \
-    do {                                                              \
-        if (SIMT_RACE_ON) must_find(__LINE__, words, 0, __VA_ARGS__); \
+#define MUST_RACE(words, ...)                            \
+    do {                                                 \
+        if (SIMT_RACE_ON) MUST_FIND(words, __VA_ARGS__); \
+    } while (0)
+/* What shows as a wrong result where the race detector does not find it. */
+#define MUST_RACE_OR(wrong, words, ...)    \
+    do {                                   \
+        if (SIMT_RACE_ON)                  \
+            MUST_FIND(words, __VA_ARGS__); \
+        else                               \
+            CHECK(wrong);                  \
     } while (0)
 
 /* The same under several orders. */
@@ -93,7 +103,7 @@ static void test_places(void)
 {
     in_many_orders([] {
         std::vector<int> out(12 * 24);
-        simt_shape s = {{3, 2, 2}, {4, 3, 2}, 0};
+        simt_shape s = {{3, 2, 2}, {4, 3, 2}, 0, 1};
         simt_run(s, [&] { write_places(out.data()); });
         for (int i = 0; i < 12 * 24; ++i) CHECK_INT(out[i], i + 1);
     });
@@ -130,7 +140,7 @@ static float some[10000];
 template <int BUG> static float run_sum(size_t shared)
 {
     float out = 0;
-    simt_run(shape_of(8, 256, shared), [&] { sum_block<BUG>(some, 10000, &out); });
+    LAUNCH(8, 256, shared, sum_block<BUG>(some, 10000, &out));
     return out;
 }
 
@@ -139,18 +149,15 @@ static void test_sums(void)
     float want = 0;
     for (int i = 0; i < 10000; ++i) want += some[i] = (float)(i % 7);
     in_many_orders([&] { CHECK(run_sum<0>(1024) == want); });
-    MUST_FIND("shared memory out of bounds: byte 262144, the block has 1024",
-              [] { return run_sum<FAR_OUT>(1024) > 0; });
-    MUST_FIND("shared memory out of bounds: byte 1024", [] { return run_sum<RIM>(1024) > 0; });
-    MUST_FIND_OR_ASAN("shared memory out of bounds: byte -12", [] { return run_sum<BEFORE>(1024) > 0; });
-    MUST_FIND_OR_ASAN("shared memory out of bounds: byte 1000", [] { return run_sum<0>(1000) > 0; });
-    MUST_FIND("part of the block reached a barrier", [] { return run_sum<PART>(1024) > 0; });
-    MUST_FIND("threads 0 to 9 wait at __syncthreads", [] { return run_sum<PART>(1024) > 0; });
-    MUST_FIND("divergence: a barrier at", [] { return run_sum<OTHER_LINE>(1024) > 0; });
-    if (SIMT_RACE_ON)
-        MUST_FIND("nobody wrote it", [] { return run_sum<NO_BARRIER>(1024) > 0; });
-    else
-        CHECK(isnan(run_sum<NO_BARRIER>(1024))); /* what was not written yet is a NaN */
+    MUST_FIND("shared memory out of bounds: byte 262144, the block has 1024", run_sum<FAR_OUT>(1024) > 0);
+    MUST_FIND("shared memory out of bounds: byte 1024", run_sum<RIM>(1024) > 0);
+    MUST_FIND_OR_ASAN("shared memory out of bounds: byte -12", run_sum<BEFORE>(1024) > 0);
+    MUST_FIND_OR_ASAN("shared memory out of bounds: byte 1000", run_sum<0>(1000) > 0);
+    MUST_FIND("part of the block reached a barrier", run_sum<PART>(1024) > 0);
+    MUST_FIND("threads 0 to 9 wait at __syncthreads", run_sum<PART>(1024) > 0);
+    MUST_FIND("divergence: a barrier at", run_sum<OTHER_LINE>(1024) > 0);
+    /* what was not written yet is a NaN */
+    MUST_RACE_OR(isnan(run_sum<NO_BARRIER>(1024)), "nobody wrote it", run_sum<NO_BARRIER>(1024) > 0);
 }
 
 UPI_KERNEL(32, 1) void shuffle(int *out)
@@ -173,7 +180,7 @@ static void test_shuffles(void)
     in_many_orders([] {
         int out[32 * 8], thirds = 0;
         for (int l = 0; l < 32; l += 3) thirds |= 1 << l;
-        simt_run(shape_of(1, 32, 0), [&] { shuffle(out); });
+        LAUNCH(1, 32, 0, shuffle(out));
         for (int l = 0; l < 32; ++l) {
             CHECK_INT(out[l * 8], l ^ 5);
             CHECK_INT(out[l * 8 + 1], (l * 7 + 3) % 32);
@@ -209,14 +216,11 @@ template <int BUG> UPI_KERNEL(32, 1) void diverge(int *out)
 static void test_divergence(void)
 {
     static int out[32];
-    MUST_FIND("divergence", [] { return simt_run(shape_of(1, 32, 0), [] { diverge<BRANCH>(out); }), 0; });
-    MUST_FIND("wait at __shfl_xor_sync",
-              [] { return simt_run(shape_of(1, 32, 0), [] { diverge<ABSENT>(out); }), 0; });
-    MUST_FIND("divergence", [] { return simt_run(shape_of(1, 32, 0), [] { diverge<MASKS>(out); }), 0; });
-    MUST_FIND("takes a value of lane 20",
-              [] { return simt_run(shape_of(1, 32, 0), [] { diverge<OUTSIDE>(out); }), 0; });
-    MUST_FIND("is not in the mask",
-              [] { return simt_run(shape_of(1, 32, 0), [] { diverge<GONE>(out); }), 0; });
+    MUST_FIND("divergence", LAUNCH(1, 32, 0, diverge<BRANCH>(out)));
+    MUST_FIND("wait at __shfl_xor_sync", LAUNCH(1, 32, 0, diverge<ABSENT>(out)));
+    MUST_FIND("divergence", LAUNCH(1, 32, 0, diverge<MASKS>(out)));
+    MUST_FIND("takes a value of lane 20", LAUNCH(1, 32, 0, diverge<OUTSIDE>(out)));
+    MUST_FIND("is not in the mask", LAUNCH(1, 32, 0, diverge<GONE>(out)));
 }
 
 /* ---- results: matrices and numbers ---- */
@@ -240,23 +244,21 @@ static void test_load_matrices(void)
 {
     static uint32_t out[32 * 4];
     in_many_orders([] {
-        simt_run(shape_of(1, 32, 512), [] { load_matrices<0>(out, 0); });
+        LAUNCH(1, 32, 512, load_matrices<0>(out, 0));
         for (int l = 0; l < 32; ++l)
             for (int m = 0; m < 4; ++m) {
                 CHECK_INT(out[l * 4 + m] & 0xffff, m * 64 + l / 4 * 8 + l % 4 * 2);
                 CHECK_INT(out[l * 4 + m] >> 16, m * 64 + l / 4 * 8 + l % 4 * 2 + 1);
             }
-        simt_run(shape_of(1, 32, 512), [] { load_matrices<1>(out, 0); });
+        LAUNCH(1, 32, 512, load_matrices<1>(out, 0));
         for (int l = 0; l < 32; ++l)
             for (int m = 0; m < 4; ++m) {
                 CHECK_INT(out[l * 4 + m] & 0xffff, m * 64 + l / 4 + l % 4 * 2 * 8);
                 CHECK_INT(out[l * 4 + m] >> 16, m * 64 + l / 4 + (l % 4 * 2 + 1) * 8);
             }
     });
-    MUST_FIND("misaligned: ldmatrix",
-              [] { return simt_run(shape_of(1, 32, 512), [] { load_matrices<0>(out, 8); }), 0; });
-    MUST_FIND("out of bounds: ldmatrix at byte 512",
-              [] { return simt_run(shape_of(1, 32, 512), [] { load_matrices<1>(out, 16); }), 0; });
+    MUST_FIND("misaligned: ldmatrix", LAUNCH(1, 32, 512, load_matrices<0>(out, 8)));
+    MUST_FIND("out of bounds: ldmatrix at byte 512", LAUNCH(1, 32, 512, load_matrices<1>(out, 16)));
 }
 
 /* d = c + a b, everything in plain order in memory. */
@@ -285,7 +287,7 @@ static void test_multiply(void)
         for (int i = 0; i < 256; ++i) a[i] = one < 0 ? (float)(test_below(&r, 17) - 8) : (float)(i == one);
         for (int i = 0; i < 128; ++i) b[i] = (float)(test_below(&r, 17) - 8);
         for (int i = 0; i < 128; ++i) c[i] = (float)(test_below(&r, 17) - 8);
-        simt_run(shape_of(1, 32, 0), [&] { multiply(a, b, c, d); });
+        LAUNCH(1, 32, 0, multiply(a, b, c, d));
         for (int i = 0; i < 16; ++i)
             for (int j = 0; j < 8; ++j) {
                 float want = c[i * 8 + j];
@@ -352,30 +354,21 @@ template <int BUG> static int run_copies(void)
     alignas(16) static float from[1024], to[1024];
     int wrong = 0;
     for (int i = 0; i < 1024; ++i) from[i] = (float)i;
-    simt_run(shape_of(1, 64, 2048), [] { copy_tiles<BUG>(from, to); });
+    LAUNCH(1, 64, 2048, copy_tiles<BUG>(from, to));
     for (int i = 0; i < 1024; ++i) wrong += to[i] != (i % 512 < 256 || i / 4 % 2 ? from[i] : 0);
     return wrong;
 }
 
 static void test_copies(void)
 {
-    in_many_orders([] { CHECK_INT(run_copies<0>(), 0); });
-    simt_eager = 1;
-    in_many_orders([] { CHECK_INT(run_copies<0>(), 0); });
+    for (simt_eager = 0; simt_eager < 2; ++simt_eager) in_many_orders([] { CHECK_INT(run_copies<0>(), 0); });
     simt_eager = 0;
-    MUST_FIND("misaligned: an asynchronous copy of 16 bytes from", [] { return run_copies<ODD_SOURCE>(); });
-    MUST_FIND("misaligned: an asynchronous copy takes a shared address",
-              [] { return run_copies<ODD_TARGET>(); });
-    MUST_FIND("out of bounds: an asynchronous copy at byte 2048", [] { return run_copies<PAST_END>(); });
-    if (SIMT_RACE_ON) {
-        MUST_FIND("(its copy) before", [] { return run_copies<NO_WAIT>(); });
-        MUST_FIND("(its copy) before", [] { return run_copies<SHORT_WAIT>(); });
-        MUST_FIND("race: a write after a read", [] { return run_copies<REUSE>(); });
-    } else {
-        CHECK(run_copies<NO_WAIT>() > 0);
-        CHECK(run_copies<SHORT_WAIT>() > 0);
-        CHECK(run_copies<REUSE>() > 0);
-    }
+    MUST_FIND("misaligned: an asynchronous copy of 16 bytes from", run_copies<ODD_SOURCE>());
+    MUST_FIND("misaligned: an asynchronous copy takes a shared address", run_copies<ODD_TARGET>());
+    MUST_FIND("out of bounds: an asynchronous copy at byte 2048", run_copies<PAST_END>());
+    MUST_RACE_OR(run_copies<NO_WAIT>() > 0, "(its copy) before", run_copies<NO_WAIT>());
+    MUST_RACE_OR(run_copies<SHORT_WAIT>() > 0, "(its copy) before", run_copies<SHORT_WAIT>());
+    MUST_RACE_OR(run_copies<REUSE>() > 0, "race: a write after a read", run_copies<REUSE>());
 }
 
 /* ---- races in shared memory ---- */
@@ -405,17 +398,14 @@ static void test_shared_races(void)
 {
     static int out[64];
     in_many_orders([] {
-        simt_run(shape_of(1, 64, 512), [] { turn<0>(out); });
+        LAUNCH(1, 64, 512, turn<0>(out));
         for (int t = 0; t < 64; ++t) CHECK_INT(out[t], (t ^ 1) + (t ^ 32));
-        simt_run(shape_of(1, 64, 512), [] { turn<HALF_WORDS>(out); });
+        LAUNCH(1, 64, 512, turn<HALF_WORDS>(out));
     });
-    MUST_RACE("shared byte 4 is read and nobody wrote it",
-              [] { return simt_run(shape_of(1, 64, 512), [] { turn<NO_LANE_BARRIER>(out); }), 0; });
-    MUST_RACE("race: a read after a write, shared byte 0", [] {
-        return simt_run(shape_of(1, 64, 512), [] { turn<NO_LANE_BARRIER_BUT_FILLED>(out); }), 0;
-    });
-    MUST_RACE("race: a write after a write, shared byte 0",
-              [] { return simt_run(shape_of(1, 64, 512), [] { turn<ONE_FOR_ALL>(out); }), 0; });
+    MUST_RACE("shared byte 4 is read and nobody wrote it", LAUNCH(1, 64, 512, turn<NO_LANE_BARRIER>(out)));
+    MUST_RACE("race: a read after a write, shared byte 0",
+              LAUNCH(1, 64, 512, turn<NO_LANE_BARRIER_BUT_FILLED>(out)));
+    MUST_RACE("race: a write after a write, shared byte 0", LAUNCH(1, 64, 512, turn<ONE_FOR_ALL>(out)));
 }
 
 /* ---- between blocks ---- */
@@ -461,12 +451,12 @@ template <int BUG> UPI_KERNEL(64, 1) void in_turn(int *sync, float *row)
     }
 }
 
-template <int BUG> static float run_in_turn(void)
+template <int BUG> static float run_in_turn(int together = 1)
 {
     int sync[2] = {0, 0};
     float row[129];
     for (int i = 0; i < 129; ++i) row[i] = i < 64;
-    simt_run(shape_of(6, 64, 4), [&] { in_turn<BUG>(sync, row); });
+    simt_run({{6, 1, 1}, {64, 1, 1}, 4, together}, [&] { in_turn<BUG>(sync, row); });
     for (int i = 1; i < 64; ++i)
         if (row[i] != row[0] || row[64 + i] != 21) return -1;
     return row[0];
@@ -492,7 +482,7 @@ template <int BUG> static float run_hand_on(void)
 {
     int sync[4] = {0, 0, 0, 0};
     float row[3] = {1, 1, 1};
-    simt_run(shape_of(6, 32, 4), [&] { hand_on<BUG>(sync, row); });
+    LAUNCH(6, 32, 4, hand_on<BUG>(sync, row));
     return row[0] == row[1] && row[1] == row[2] ? row[0] : -1;
 }
 
@@ -519,7 +509,7 @@ template <int BUG> static int run_last_sums(void)
 {
     static float part[1001], out[32];
     int count = 0, wrong = 0;
-    simt_run(shape_of(5, 32, 4), [&] { last_sums<BUG>(&count, part, out); });
+    LAUNCH(5, 32, 4, last_sums<BUG>(&count, part, out));
     for (int t = 0; t < 32; ++t) wrong += out[t] != 5 * (float)t;
     return wrong;
 }
@@ -532,43 +522,43 @@ static void test_between_blocks(void)
         CHECK_INT(run_last_sums<0>(), 0);
     });
     float tiny = -0x1p-127f;
-    simt_run(shape_of(1, 32, 0), [&] {
-        if (threadIdx.x == 0) upi_add_alone(&tiny, -0x1p-127f);
-    });
+    LAUNCH(1, 1, 0, upi_add_alone(&tiny, -0x1p-127f));
     CHECK(tiny == 0 && signbit(tiny));
-    MUST_FIND("every running block waits", [] { return (int)run_in_turn<NEVER>(); });
-    MUST_RACE("race", [] { return (int)run_in_turn<NO_RELEASE>(); });
-    MUST_RACE("race", [] { return (int)run_in_turn<NO_ACQUIRE>(); });
-    MUST_RACE("race", [] { return (int)run_in_turn<LOOK_ONCE>(); });
-    MUST_RACE("race", [] { return (int)run_in_turn<NO_BARRIER_BEFORE>(); });
-    MUST_RACE("race", [] { return (int)run_in_turn<OUT_OF_TURN>(); });
-    MUST_FIND("misaligned: a sum of 4 bytes", [] { return (int)run_in_turn<ODD_SUM>(); });
-    MUST_RACE("race", [] { return (int)run_hand_on<LOOK_ONCE>(); });
-    MUST_RACE("race: a write after a write, global", [] { return run_last_sums<SAME_WORD>(); });
-    MUST_RACE("race: a read after a write, global", [] { return run_last_sums<NO_FENCE_BEFORE>(); });
-    MUST_RACE("race: a read after a write, global", [] { return run_last_sums<NO_FENCE_AFTER>(); });
-    MUST_RACE("race", [] { return run_last_sums<PLAIN_AND_ATOMIC>(); });
+    MUST_FIND("every running block waits", run_in_turn<NEVER>());
+    MUST_RACE("race", run_in_turn<NO_RELEASE>());
+    MUST_RACE("race", run_in_turn<NO_ACQUIRE>());
+    MUST_RACE("race", run_in_turn<LOOK_ONCE>());
+    MUST_RACE("race", run_in_turn<NO_BARRIER_BEFORE>());
+    MUST_RACE("race", run_in_turn<OUT_OF_TURN>());
+    MUST_FIND("misaligned: a sum of 4 bytes", run_in_turn<ODD_SUM>());
+    MUST_RACE("race", run_hand_on<LOOK_ONCE>());
+    MUST_RACE("race: a write after a write, global", run_last_sums<SAME_WORD>());
+    MUST_RACE("race: a read after a write, global", run_last_sums<NO_FENCE_BEFORE>());
+    MUST_RACE("race: a read after a write, global", run_last_sums<NO_FENCE_AFTER>());
+    MUST_RACE("race", run_last_sums<PLAIN_AND_ATOMIC>());
 }
 
-/* On one OS thread: the block that the first waits for has not started. */
+template <int BUG> static int run_on_threads(int threads, int together = 1)
+{
+    char number[16];
+    snprintf(number, sizeof number, "%d", threads);
+    setenv("SIMT_THREADS", number, 1);
+    return run_in_turn<BUG>(together) == 5040 ? 0 : 1;
+}
+
+/* On one OS thread: the block that the first waits for has not started, unless the launch says that all six wait for one
+ * another. */
 static void test_missing_ticket(void)
 {
-    MUST_FIND("every running block waits", [] {
-        setenv("SIMT_THREADS", "1", 1);
-        return (int)run_in_turn<NO_TICKET>();
-    });
-    MUST_FIND("wait at a pause", [] {
-        setenv("SIMT_THREADS", "3", 1);
-        return (int)run_in_turn<NO_TICKET>();
-    });
+    static char waits[4096];
+    const int together = run_apart(waits, sizeof waits, [] { return run_on_threads<NO_TICKET>(1, 6); });
+    CHECK_SAY(together == 0, "six blocks together: status %d, %s", together, waits);
+    MUST_FIND("every running block waits", run_on_threads<NO_TICKET>(1, 5));
+    MUST_FIND("every running block waits", run_on_threads<NO_TICKET>(1));
+    MUST_FIND("wait at a pause", run_on_threads<NO_TICKET>(3));
     for (int threads = 1; threads <= 4; ++threads) {
         static char text[4096];
-        int status = run_apart(text, sizeof text, [=] {
-            char number[16];
-            snprintf(number, sizeof number, "%d", threads);
-            setenv("SIMT_THREADS", number, 1);
-            return run_in_turn<0>() == 5040 ? 0 : 1;
-        });
+        int status = run_apart(text, sizeof text, [=] { return run_on_threads<0>(threads); });
         CHECK_SAY(status == 0, "%d OS threads: status %d, %s", threads, status, text);
     }
 }
@@ -636,31 +626,29 @@ template <int BUG> static int run_ring(void)
     alignas(16) static float from[TILES * TILE_FLOATS], to[TILES * TILE_FLOATS];
     int wrong = 0;
     for (int i = 0; i < TILES * TILE_FLOATS; ++i) from[i] = (float)i, to[i] = -1;
-    simt_run(shape_of(1, 96, 2 * TILE_FLOATS * 4 + 32), [] { ring<BUG>(from, to); });
+    LAUNCH(1, 96, 2 * TILE_FLOATS * 4 + 32, ring<BUG>(from, to));
     for (int i = 0; i < TILES * TILE_FLOATS; ++i) wrong += !(to[i] == from[i]);
     return wrong;
 }
 
 static void test_mbarriers(void)
 {
-    in_many_orders([] { CHECK_INT(run_ring<0>(), 0); });
-    simt_eager = 1;
-    in_many_orders([] { CHECK_INT(run_ring<0>(), 0); });
+    for (simt_eager = 0; simt_eager < 2; ++simt_eager) in_many_orders([] { CHECK_INT(run_ring<0>(), 0); });
     simt_eager = 0;
-    MUST_FIND("wait at mbarrier.try_wait", [] { return run_ring<FEW_BYTES>(); });
-    MUST_FIND("more arrivals than the count", [] { return run_ring<MANY_ARRIVE>(); });
-    MUST_FIND("no mbarrier at shared byte", [] { return run_ring<NO_INIT>(); });
-    MUST_FIND("was overwritten", [] { return run_ring<OVERWRITTEN>(); });
-    MUST_FIND("wait at mbarrier.try_wait", [] { return run_ring<NOBODY_WAITS>(); });
-    MUST_FIND("misaligned: a bulk load of 1020 bytes", [] { return run_ring<ODD_BYTES>(); });
-    MUST_FIND("out of bounds: a load", [] { return run_ring<LOAD_PAST_END>(); });
-    MUST_RACE("race: a read after a write, shared byte 2048", [] { return run_ring<NO_INIT_FENCE>(); });
-    MUST_RACE("race: a read after a write, shared byte", [] { return run_ring<NO_INIT_BARRIER>(); });
-    MUST_RACE("is read and nobody wrote it", [] { return run_ring<ONE_LANE_WAITS>(); });
-    MUST_RACE("race: a write after a read", [] { return run_ring<EARLY_ARRIVE>(); });
+    MUST_FIND("wait at mbarrier.try_wait", run_ring<FEW_BYTES>());
+    MUST_FIND("more arrivals than the count", run_ring<MANY_ARRIVE>());
+    MUST_FIND("no mbarrier at shared byte", run_ring<NO_INIT>());
+    MUST_FIND("was overwritten", run_ring<OVERWRITTEN>());
+    MUST_FIND("wait at mbarrier.try_wait", run_ring<NOBODY_WAITS>());
+    MUST_FIND("misaligned: a bulk load of 1020 bytes", run_ring<ODD_BYTES>());
+    MUST_FIND("out of bounds: a load", run_ring<LOAD_PAST_END>());
+    MUST_RACE("race: a read after a write, shared byte 2048", run_ring<NO_INIT_FENCE>());
+    MUST_RACE("race: a read after a write, shared byte", run_ring<NO_INIT_BARRIER>());
+    MUST_RACE("is read and nobody wrote it", run_ring<ONE_LANE_WAITS>());
+    MUST_RACE("race: a write after a read", run_ring<EARLY_ARRIVE>());
     MUST_FIND(SIMT_RACE_ON ? "is read and nobody wrote it" : "more arrivals than the count",
-              [] { return run_ring<NO_FULL_WAIT>(); });
-    MUST_FIND("more arrivals than the count", [] { return run_ring<NO_EMPTY_WAIT>(); });
+              run_ring<NO_FULL_WAIT>());
+    MUST_FIND("more arrivals than the count", run_ring<NO_EMPTY_WAIT>());
 }
 
 /* ---- tensor maps: loads and stores of boxes ---- */
@@ -713,8 +701,8 @@ template <int BUG> static int run_boxes(int y, int x, int y_to)
     box_args a;
     int wrong = 0;
     memset(&c, 0, sizeof c);
-    v.h_step = 48;
-    v.n_step = BOX_STEP;
+    v.h_stride = 48;
+    v.n_stride = BOX_STEP;
     CHECK(upi_tensor_map_fits(v));
     CHECK_STATUS(upi_tensor_map_make(&c, &a.from, v, 16), UPIPE_OK, c.err);
     v.data = to;
@@ -722,7 +710,7 @@ template <int BUG> static int run_boxes(int y, int x, int y_to)
     CHECK_INT((uintptr_t)&a.to % 64, 0);
     a.x = x, a.y = y, a.z = 1, a.x_to = x, a.y_to = y_to, a.z_to = 2, a.seen = seen;
     for (int i = 0; i < BOX_ROWS * BOX_STEP; ++i) from[i] = (uint16_t)(i + 1), to[i] = 0;
-    simt_run(shape_of(1, 64, 2048 + 136), [&] { move_box<BUG>(a); });
+    LAUNCH(1, 64, 2048 + 136, move_box<BUG>(a));
     for (int r = 0; r < 16; ++r)
         for (int k = 0; k < 64; ++k) {
             const int in = y + r >= 0 && y + r < BOX_ROWS && x + k < 40;
@@ -750,22 +738,20 @@ static void test_boxes(void)
     CHECK(upi_tensor_map_fits(v));
     v.data = (void *)72;
     CHECK(!upi_tensor_map_fits(v));
-    v.data = (void *)64, v.n_step = 84;
+    v.data = (void *)64, v.n_stride = 84;
     CHECK(!upi_tensor_map_fits(v));
-    v.n_step = 0;
+    v.n_stride = 0;
     CHECK(!upi_tensor_map_fits(v));
-    v.n = 1, v.n_step = 3; /* a step that is not taken */
+    v.n = 1, v.n_stride = 3; /* a step that is not taken */
     CHECK(upi_tensor_map_fits(v));
     v.n = 0;
     CHECK(!upi_tensor_map_fits(v));
-    MUST_FIND("misaligned: a load takes", [] { return run_boxes<ODD_TILE>(0, 0, 0); });
-    MUST_FIND("before its bulk store has read", [] { return run_boxes<NO_READ_WAIT>(0, 0, 0); });
-    MUST_RACE("race: a read after a write, shared", [] { return run_boxes<NO_STORE_FENCE>(0, 0, 0); });
-    MUST_RACE("race: a", [] { return run_boxes<NO_BARRIER_BEFORE_STORE>(0, 0, 0); });
-    if (SIMT_RACE_ON)
-        MUST_FIND("a bulk store of warp 0 before", [] { return run_boxes<OVER_SOURCE>(0, 0, 0); });
-    else
-        CHECK(run_boxes<OVER_SOURCE>(0, 0, 0) > 0);
+    MUST_FIND("misaligned: a load takes", run_boxes<ODD_TILE>(0, 0, 0));
+    MUST_FIND("before its bulk store has read", run_boxes<NO_READ_WAIT>(0, 0, 0));
+    MUST_RACE("race: a read after a write, shared", run_boxes<NO_STORE_FENCE>(0, 0, 0));
+    MUST_RACE("race: a", run_boxes<NO_BARRIER_BEFORE_STORE>(0, 0, 0));
+    MUST_RACE_OR(run_boxes<OVER_SOURCE>(0, 0, 0) > 0, "a bulk store of warp 0 before",
+                 run_boxes<OVER_SOURCE>(0, 0, 0));
 }
 
 enum { NO_WRITE_WAIT = 1, PLAIN_SUM };
@@ -794,7 +780,7 @@ template <int BUG> static float run_add_up(int blocks, float *back)
 {
     alignas(16) float sums[64];
     for (int i = 0; i < 64; ++i) sums[i] = 0;
-    simt_run(shape_of(blocks, 32, 256), [&] { add_up<BUG>(sums, back); });
+    LAUNCH(blocks, 32, 256, add_up<BUG>(sums, back));
     for (int i = 0; i < 64; ++i)
         if (sums[i] != (float)(blocks * i + blocks * (blocks - 1) / 2)) return -1;
     return sums[1];
@@ -807,12 +793,9 @@ static void test_bulk_sums(void)
         CHECK(run_add_up<0>(6, &back) == 21);
         CHECK(run_add_up<0>(1, &back) == 1 && back == 3);
     });
-    if (SIMT_RACE_ON)
-        MUST_FIND("race: a read after a write, global",
-                  [] { return (int)run_add_up<NO_WRITE_WAIT>(1, &back); });
-    else
-        CHECK(run_add_up<NO_WRITE_WAIT>(1, &back) == 1 && back == 0);
-    MUST_RACE("race", [] { return (int)run_add_up<PLAIN_SUM>(3, &back); });
+    MUST_RACE_OR(run_add_up<NO_WRITE_WAIT>(1, &back) == 1 && back == 0, "race: a read after a write, global",
+                 run_add_up<NO_WRITE_WAIT>(1, &back));
+    MUST_RACE("race", run_add_up<PLAIN_SUM>(3, &back));
 }
 
 enum { BF16_SUMS = 1, SUM_OVER_STORE };
@@ -842,10 +825,10 @@ template <int BUG> static int run_add_boxes(int blocks)
     upipe_ctx c;
     int wrong = 0;
     memset(&c, 0, sizeof c);
-    v.n_step = 80, v.h_step = 40;
+    v.n_stride = 80, v.h_stride = 40;
     CHECK_STATUS(upi_tensor_map_make(&c, &to, v, 16), UPIPE_OK, c.err);
     for (int i = 0; i < 19 * 80; ++i) sums[i] = 1;
-    simt_run(shape_of(blocks, 32, 2048), [&] { add_boxes<BUG>(to); });
+    LAUNCH(blocks, 32, 2048, add_boxes<BUG>(to));
     for (int i = 0; i < 19 * 80; ++i) {
         const int r = i / 80 - 5, k = i % 80 - 40 - 8, in = r >= 0 && k >= 0 && k < 28;
         wrong += sums[i] !=
@@ -857,8 +840,8 @@ template <int BUG> static int run_add_boxes(int blocks)
 static void test_box_sums(void)
 {
     in_many_orders([] { CHECK_INT(run_add_boxes<0>(1) + run_add_boxes<0>(5), 0); });
-    MUST_FIND("a bulk sum into elements of 2 bytes", [] { return run_add_boxes<BF16_SUMS>(1); });
-    MUST_RACE("race: a", [] { return run_add_boxes<SUM_OVER_STORE>(3); });
+    MUST_FIND("a bulk sum into elements of 2 bytes", run_add_boxes<BF16_SUMS>(1));
+    MUST_RACE("race: a", run_add_boxes<SUM_OVER_STORE>(3));
 }
 
 UPI_KERNEL(32, 1) void store_matrices(const uint32_t *in, uint16_t *out, int slip)
@@ -882,11 +865,10 @@ static void test_store_matrices(void)
                 const uint32_t first = (uint32_t)(m * 64 + l / 4 * 8 + l % 4 * 2);
                 in[l * 4 + m] = first | (first + 1) << 16;
             }
-        simt_run(shape_of(1, 32, 512), [] { store_matrices(in, out, 0); });
+        LAUNCH(1, 32, 512, store_matrices(in, out, 0));
         for (int i = 0; i < 256; ++i) CHECK_INT(out[i], i);
     });
-    MUST_FIND("misaligned: stmatrix",
-              [] { return simt_run(shape_of(1, 32, 512), [] { store_matrices(in, out, 8); }), 0; });
+    MUST_FIND("misaligned: stmatrix", LAUNCH(1, 32, 512, store_matrices(in, out, 8)));
 }
 
 /* ---- products of warpgroups ---- */
@@ -978,8 +960,7 @@ template <int N, int A, int B, int BUG> static int run_product(void)
         for (int j = 0; j < N; ++j)
             for (int k = 0; k < 64; ++k)
                 want[i * N + j] += 2 * a[i * 64 + k] * (B ? b[k * N + j] : b[j * 64 + k]);
-    simt_run(shape_of(1, 128, 8192 + 128 * N),
-             [] { warpgroup_product<N, A, B, BUG>(A == 1 ? turned : a, b, d); });
+    LAUNCH(1, 128, 8192 + 128 * N, warpgroup_product<N, A, B, BUG>(A == 1 ? turned : a, b, d));
     for (int i = 0; i < 64 * N; ++i) wrong += !(d[i] == want[i]);
     return wrong;
 }
@@ -998,24 +979,19 @@ static void test_products(void)
     CHECK_INT((run_product<176, 0, 0, 0>()), 0);
     CHECK_INT((run_product<192, 2, 1, 0>()), 0);
     CHECK_INT((run_product<32, 2, 0, 0>()), 0);
-    MUST_FIND("no wgmma.fence begins", [] { return run_product<64, 0, 0, NO_GROUP_FENCE>(); });
-    MUST_FIND("no wgmma.fence begins", [] { return run_product<64, 0, 0, LATE_FENCE>(); });
-    MUST_FIND("accumulator 3 of thread 9 changed", [] { return run_product<64, 0, 0, TOUCH_SUM>(); });
-    MUST_FIND("register 1 of operand a of thread 9 changed",
-              [] { return run_product<64, 2, 0, TOUCH_OPERAND>(); });
-    MUST_FIND("operands differ between threads", [] { return run_product<64, 0, 0, OTHER_OPERANDS>(); });
-    MUST_FIND("divergence: thread", [] { return run_product<64, 0, 0, PART_OF_GROUP>(); });
-    MUST_FIND("before a wgmma was waited for", [] { return run_product<64, 0, 0, NO_PRODUCT_WAIT>(); });
-    MUST_FIND("another swizzle", [] { return run_product<64, 0, 0, NO_SWIZZLE>(); });
-    MUST_RACE("race: a read after a write, shared", [] { return run_product<64, 0, 0, NO_PROXY_FENCE>(); });
-    MUST_RACE("race: a read after a write, shared",
-              [] { return run_product<64, 0, 0, NO_OPERAND_BARRIER>(); });
+    MUST_FIND("no wgmma.fence begins", run_product<64, 0, 0, NO_GROUP_FENCE>());
+    MUST_FIND("no wgmma.fence begins", run_product<64, 0, 0, LATE_FENCE>());
+    MUST_FIND("accumulator 3 of thread 9 changed", run_product<64, 0, 0, TOUCH_SUM>());
+    MUST_FIND("register 1 of operand a of thread 9 changed", run_product<64, 2, 0, TOUCH_OPERAND>());
+    MUST_FIND("operands differ between threads", run_product<64, 0, 0, OTHER_OPERANDS>());
+    MUST_FIND("divergence: thread", run_product<64, 0, 0, PART_OF_GROUP>());
+    MUST_FIND("before a wgmma was waited for", run_product<64, 0, 0, NO_PRODUCT_WAIT>());
+    MUST_FIND("another swizzle", run_product<64, 0, 0, NO_SWIZZLE>());
+    MUST_RACE("race: a read after a write, shared", run_product<64, 0, 0, NO_PROXY_FENCE>());
+    MUST_RACE("race: a read after a write, shared", run_product<64, 0, 0, NO_OPERAND_BARRIER>());
     CHECK((run_product<64, 0, 0, SHORT_PRODUCT_WAIT>()) > 0);
-    if (SIMT_RACE_ON)
-        MUST_FIND("a product of warpgroup 0 before",
-                  [] { return run_product<64, 0, 0, OVERWRITE_OPERAND>(); });
-    else
-        CHECK((run_product<64, 0, 0, OVERWRITE_OPERAND>()) > 0);
+    MUST_RACE_OR((run_product<64, 0, 0, OVERWRITE_OPERAND>() > 0), "a product of warpgroup 0 before",
+                 run_product<64, 0, 0, OVERWRITE_OPERAND>());
 }
 
 /* ---- barriers that have numbers, and registers ---- */
@@ -1045,7 +1021,7 @@ template <int BUG> static int run_pass_words(void)
 {
     static int out[3 * 64];
     int wrong = 0;
-    simt_run(shape_of(1, 128, 256), [] { pass_words<BUG>(out); });
+    LAUNCH(1, 128, 256, pass_words<BUG>(out));
     for (int i = 0; i < 3 * 64; ++i) wrong += out[i] != (i ^ 33);
     return wrong;
 }
@@ -1066,19 +1042,16 @@ static void test_parts_of_blocks(void)
     static int out[384];
     in_many_orders([] {
         CHECK_INT(run_pass_words<0>(), 0);
-        simt_run(shape_of(1, 384, 0), [] { move_registers<0>(out); });
+        LAUNCH(1, 384, 0, move_registers<0>(out));
     });
-    MUST_FIND("divergence: barrier 1 of", [] { return run_pass_words<OTHER_SIZE>(); });
-    MUST_FIND("wait at a named barrier", [] { return run_pass_words<NO_NAMED_ARRIVE>(); });
-    MUST_FIND("there is no barrier 0", [] { return run_pass_words<NUMBER_0>(); });
-    MUST_FIND("barrier 1 of 100 threads", [] { return run_pass_words<HALF_WARP>(); });
-    MUST_RACE("race", [] { return run_pass_words<NO_NAMED_WAIT>(); });
-    MUST_FIND("registers more than there are",
-              [] { return simt_run(shape_of(1, 384, 0), [] { move_registers<TOO_MANY>(out); }), 0; });
-    MUST_FIND("setmaxnreg to 20",
-              [] { return simt_run(shape_of(1, 384, 0), [] { move_registers<ODD_COUNT>(out); }), 0; });
-    MUST_FIND("setmaxnreg from 168 down to 176",
-              [] { return simt_run(shape_of(1, 384, 0), [] { move_registers<UPWARDS>(out); }), 0; });
+    MUST_FIND("divergence: barrier 1 of", run_pass_words<OTHER_SIZE>());
+    MUST_FIND("wait at a named barrier", run_pass_words<NO_NAMED_ARRIVE>());
+    MUST_FIND("there is no barrier 0", run_pass_words<NUMBER_0>());
+    MUST_FIND("barrier 1 of 100 threads", run_pass_words<HALF_WARP>());
+    MUST_RACE("race", run_pass_words<NO_NAMED_WAIT>());
+    MUST_FIND("registers more than there are", LAUNCH(1, 384, 0, move_registers<TOO_MANY>(out)));
+    MUST_FIND("setmaxnreg to 20", LAUNCH(1, 384, 0, move_registers<ODD_COUNT>(out)));
+    MUST_FIND("setmaxnreg from 168 down to 176", LAUNCH(1, 384, 0, move_registers<UPWARDS>(out)));
 }
 
 /* ---- addresses and stacks ---- */
@@ -1105,17 +1078,14 @@ static void test_addresses(void)
     alignas(16) static char from[512];
     static uint64_t out[32];
     static const char *volatile at = from; /* the compiler must not know */
-    simt_run(shape_of(1, 32, 0), [] { read_wide(at + 8, out); });
+    LAUNCH(1, 32, 0, read_wide(at + 8, out));
 #ifndef __clang__ /* whose callbacks for aligned accesses are those for all */
-    MUST_RACE("misaligned: 8 bytes",
-              [] { return simt_run(shape_of(1, 32, 0), [] { read_wide(at + 4, out); }), 0; });
+    MUST_RACE("misaligned: 8 bytes", LAUNCH(1, 32, 0, read_wide(at + 4, out)));
 #endif
-    MUST_FIND("outside of the block's shared memory",
-              [] { return simt_run(shape_of(1, 32, 64), [] { upi_shared_address(from); }), 0; });
+    MUST_FIND("outside of the block's shared memory", LAUNCH(1, 32, 64, upi_shared_address(from)));
     static int *volatile nowhere = (int *)64;
-    MUST_FIND_OR_ASAN("bad address 0x40",
-                      [] { return simt_run(shape_of(1, 32, 0), [] { write_to(nowhere); }), 0; });
-    MUST_FIND_OR_ASAN("stack ran over", [] { return simt_run(shape_of(1, 1, 0), [] { dig(at, 1000); }), 0; });
+    MUST_FIND_OR_ASAN("bad address 0x40", LAUNCH(1, 32, 0, write_to(nowhere)));
+    MUST_FIND_OR_ASAN("stack ran over", LAUNCH(1, 1, 0, dig(at, 1000)));
 }
 
 /* ---- launches ---- */
@@ -1159,7 +1129,7 @@ static void test_launches(void)
     CHECK_STATUS(UPI_LAUNCH(&c, put, dim3(1, 1, 65536), 32, 0, out, 1), UPIPE_ERR_BACKEND, c.err);
     CHECK_STATUS(UPI_LAUNCH(&c, put, 1u << 31, 32, 0, out, 1), UPIPE_ERR_BACKEND, c.err);
     CHECK_STATUS(UPI_LAUNCH(&c, put, 1, dim3(1, 1, 65), 0, out, 1), UPIPE_ERR_BACKEND, c.err);
-    MUST_FIND("cut to 32 bits", [&] { return (int)UPI_LAUNCH(&c, put, (int64_t)1 << 32, 32, 0, out, 1); });
+    MUST_FIND("cut to 32 bits", UPI_LAUNCH(&c, put, (int64_t)1 << 32, 32, 0, out, 1));
 
     CHECK(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0) == cudaSuccess);
     CHECK_STATUS(UPI_LAUNCH(&c, (fill_shared<0>), 1, 64, 48 << 10, out, 48 << 10), UPIPE_OK, c.err);

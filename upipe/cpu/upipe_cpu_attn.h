@@ -9,7 +9,7 @@
  *                    of rows
  *
  * A block of queries stays in scratch as panels while the loop over blocks of 64 keys runs. All rows are first
- * copied to scratch as f32, so results depend on the values alone, not on steps or addresses.
+ * copied to scratch as f32, so results depend on the values alone, not on strides or addresses.
  *
  * No sum is one long chain, whose rounding would grow with its length. What a block of 64 keys adds to an
  * element is a sum that starts from zero. These sums are added up over a section of 4,096 keys, and the
@@ -18,7 +18,8 @@
  *
  * Each lane sees one run of keys (upipe_attn_visible). Blocks of keys that a block of queries doesn't see are
  * skipped, and so are tiles of a block that a whole panel doesn't see. A key that single lanes don't see has
- * exactly the weight 0 there. Only keys at the end of a run are masked at all.
+ * exactly the weight 0 there, which a NaN survives (docs/numerics.md, "NaNs"). Only keys at the end of a run are
+ * masked at all.
  *
  * upipe_cpu_attn_fwd.h and upipe_cpu_attn_bwd.h are the kernels.
  */
@@ -35,24 +36,27 @@ enum {
     UPI_ATTN_TILE = UPIPE_CPU_AVX512 ? 8 : 4,     /* rows of it: 12 or 24 sums, of 16 or 32 registers */
     UPI_ATTN_PANEL = UPI_ATTN_VECTORS * UPI_WIDE, /* queries in the lanes of a panel */
     UPI_ATTN_STEPS = 4,                           /* of a tile's depth in a turn of its loop */
-    UPI_ATTN_APART = UPIPE_CPU_AVX512 ? 0 : UPI_ATTN_STEPS, /* at its end, which it takes row by row */
-    UPI_ATTN_KEYS = 64,                                     /* keys in a block */
-    UPI_ATTN_SECTION = 64 * UPI_ATTN_KEYS,                  /* keys whose sums are added to totals at once */
-    UPI_ATTN_PAD = 16, /* elements between copied rows: steps of a power of two would share few cache sets */
+    /* last steps of a tile, which go row by row (upi_attn_tile_row); none with 32 registers, where no machine
+     * has shown that it helps */
+    UPI_ATTN_APART = UPIPE_CPU_AVX512 ? 0 : UPI_ATTN_STEPS,
+    UPI_ATTN_KEYS = 64,                    /* keys in a block */
+    UPI_ATTN_SECTION = 64 * UPI_ATTN_KEYS, /* keys whose sums are added to totals at once */
+    UPI_ATTN_PAD = 16, /* elements between copied rows: strides of a power of two share few cache sets */
     UPI_ATTN_CAN = UPIPE_ATTN_WINDOW | UPIPE_ATTN_CU_SEQLENS | UPIPE_ATTN_SOFTCAP | UPIPE_ATTN_SINKS |
                    UPIPE_ATTN_V_DIM | UPIPE_ATTN_ADD_DQ
 };
 
 UPI_KERNELS_BEGIN
 
-/* One query head with its key/value head; steps in elements. dout .. dv only in the backward. */
+/* One query head with its key/value head; strides in elements. dout .. dv only in the backward. */
 typedef struct upi_attn_head {
     const upipe_attn *call;
     const void *q, *k, *v, *dout;
     void *o, *dq;
     float *lse, *dk, *dv;
     const float *delta, *sink; /* sink: NULL = none */
-    int64_t q_step, k_step, v_step, dout_step, o_step, dq_step, lse_step, dk_step, dv_step, delta_step;
+    int64_t q_stride, k_stride, v_stride, dout_stride, o_stride, dq_stride, lse_stride, dk_stride, dv_stride,
+        delta_stride;
     int d, v_dim, merge;
     float scale;
     /* With a soft-cap a score is unit * tanh(squash * product), without one unit * product and squash 0. */
@@ -77,7 +81,7 @@ UPI_INLINE float *upi_attn_carve(float *base, size_t *used, int64_t count)
     return at;
 }
 
-/* ---- rows of storage <-> f32 scratch; `rows` is row `first` of a matrix of steps `step` ---- */
+/* ---- rows of storage <-> f32 scratch; `rows` is row `first` of a matrix with rows `stride` apart ---- */
 
 /* UPI_BY_TYPE(f, dtype, arguments): the call with a constant storage type, for f inlines. */
 #define UPI_BY_TYPE(f, dtype, ...)      \
@@ -91,8 +95,8 @@ UPI_INLINE float *upi_attn_carve(float *base, size_t *used, int64_t count)
     } while (0)
 
 /* panel[k][lane] = rows[lane][k]; lanes from count on are 0. */
-UPI_INLINE void upi_attn_pack_panel_of(float *panel, const void *rows, int64_t first, int64_t step, int count,
-                                       int d, upipe_dtype dtype)
+UPI_INLINE void upi_attn_pack_panel_of(float *panel, const void *rows, int64_t first, int64_t stride,
+                                       int count, int d, upipe_dtype dtype)
 {
     int part, k, i;
     for (part = 0; part < UPI_ATTN_PANEL; part += UPI_LANES)
@@ -100,8 +104,8 @@ UPI_INLINE void upi_attn_pack_panel_of(float *panel, const void *rows, int64_t f
             upi_f8 r[UPI_LANES];
             UPI_CPU_UNROLL
             for (i = 0; i < UPI_LANES; ++i)
-                r[i] =
-                    part + i < count ? upi_f8_get(rows, dtype, (first + part + i) * step + k) : upi_f8_zero();
+                r[i] = part + i < count ? upi_f8_get(rows, dtype, (first + part + i) * stride + k)
+                                        : upi_f8_zero();
             upi_f8_transpose(r);
             UPI_CPU_UNROLL
             for (i = 0; i < UPI_LANES; ++i) upi_f8_store(panel + (k + i) * UPI_ATTN_PANEL + part, r[i]);
@@ -109,15 +113,15 @@ UPI_INLINE void upi_attn_pack_panel_of(float *panel, const void *rows, int64_t f
 }
 
 UPI_CPU_KERNEL void upi_attn_pack_panel(float *panel, const void *rows, upipe_dtype dtype, int64_t first,
-                                        int64_t step, int count, int d)
+                                        int64_t stride, int count, int d)
 {
-    UPI_BY_TYPE(upi_attn_pack_panel_of, dtype, panel, rows, first, step, count, d);
+    UPI_BY_TYPE(upi_attn_pack_panel_of, dtype, panel, rows, first, stride, count, d);
 }
 
 /* rows[lane][k] = panel[k][lane] * factor[lane] + 0 for lanes below count; with keep, + keep[lane] * what is
  * there, where keep[lane] is not 0. Without + 0 an underflow's -0 would tell whether a section ended behind
  * it. */
-UPI_CPU_KERNEL void upi_attn_unpack_panel(void *rows, upipe_dtype dtype, int64_t first, int64_t step,
+UPI_CPU_KERNEL void upi_attn_unpack_panel(void *rows, upipe_dtype dtype, int64_t first, int64_t stride,
                                           int count, int d, const float *panel, const float *factor,
                                           const float *keep)
 {
@@ -133,7 +137,7 @@ UPI_CPU_KERNEL void upi_attn_unpack_panel(void *rows, upipe_dtype dtype, int64_t
             UPI_CPU_UNROLL
             for (i = 0; i < UPI_LANES; ++i)
                 if (part + i < count) {
-                    const int64_t at = (first + part + i) * step + k;
+                    const int64_t at = (first + part + i) * stride + k;
                     if (keep != NULL && keep[part + i] != 0)
                         r[i] = upi_f8_fma(upi_f8_set1(keep[part + i]), upi_f8_get(rows, dtype, at), r[i]);
                     upi_f8_put(rows, dtype, at, r[i]);
@@ -143,22 +147,22 @@ UPI_CPU_KERNEL void upi_attn_unpack_panel(void *rows, upipe_dtype dtype, int64_t
 }
 
 /* out[i][d + pad] = rows[i][d] for a block of keys; zeros up to the next whole tile. */
-UPI_INLINE void upi_attn_pack_keys_of(float *out, const void *rows, int64_t first, int64_t step, int count,
+UPI_INLINE void upi_attn_pack_keys_of(float *out, const void *rows, int64_t first, int64_t stride, int count,
                                       int d, upipe_dtype dtype)
 {
     int i, k;
     for (i = 0; i < count; ++i, out += d + UPI_ATTN_PAD) {
         for (k = 0; k + UPI_WIDE <= d; k += UPI_WIDE)
-            upi_fw_store(out + k, upi_fw_get(rows, dtype, (first + i) * step + k));
-        if (k < d) upi_f8_store(out + k, upi_f8_get(rows, dtype, (first + i) * step + k));
+            upi_fw_store(out + k, upi_fw_get(rows, dtype, (first + i) * stride + k));
+        if (k < d) upi_f8_store(out + k, upi_f8_get(rows, dtype, (first + i) * stride + k));
     }
     for (; i % UPI_ATTN_TILE != 0; ++i, out += d + UPI_ATTN_PAD) memset(out, 0, (size_t)d * sizeof *out);
 }
 
 UPI_CPU_KERNEL void upi_attn_pack_keys(float *out, const void *rows, upipe_dtype dtype, int64_t first,
-                                       int64_t step, int count, int d)
+                                       int64_t stride, int count, int d)
 {
-    UPI_BY_TYPE(upi_attn_pack_keys_of, dtype, out, rows, first, step, count, d);
+    UPI_BY_TYPE(upi_attn_pack_keys_of, dtype, out, rows, first, stride, count, d);
 }
 
 /* ---- register tiles, summed over `depth`; tile and vectors are constant after inlining ----
@@ -166,17 +170,17 @@ UPI_CPU_KERNEL void upi_attn_pack_keys(float *out, const void *rows, upipe_dtype
  * Loops over tiles are kernels of their own: a tile fills the registers, and inside a larger function gcc keeps
  * some of its sums in memory. */
 
-/* sums[i][v] += a[i * row_step] * b[v * b_step], for vectors from .. end - 1 */
-UPI_INLINE void upi_attn_step(int tile, int from, int end, const float *a, int64_t row_step, const float *b,
-                              int64_t b_step, upi_fw sums[][UPI_ATTN_VECTORS])
+/* sums[i][v] += a[i * row_stride] * b[v * b_stride], for vectors from .. end - 1 */
+UPI_INLINE void upi_attn_step(int tile, int from, int end, const float *a, int64_t row_stride, const float *b,
+                              int64_t b_stride, upi_fw sums[][UPI_ATTN_VECTORS])
 {
     upi_fw column[UPI_ATTN_VECTORS];
     int i, v;
     UPI_CPU_UNROLL
-    for (v = from; v < end; ++v) column[v] = upi_fw_load(b + v * b_step);
+    for (v = from; v < end; ++v) column[v] = upi_fw_load(b + v * b_stride);
     UPI_CPU_UNROLL
     for (i = 0; i < tile; ++i) {
-        const upi_fw x = upi_fw_broadcast(a + i * row_step);
+        const upi_fw x = upi_fw_broadcast(a + i * row_stride);
         UPI_CPU_UNROLL
         for (v = from; v < end; ++v) upi_fw_accumulate(&sums[i][v], x, column[v]);
     }
@@ -188,38 +192,40 @@ typedef struct upi_attn_rows {
     int steps; /* UPI_ATTN_STEPS, or 0 */
 } upi_attn_rows;
 
-/* sums[i][v] += a[i * row_step + k * depth_step] * b[v * b_step + k * b_depth_step], k = 0 .. depth - 1 in
+/* sums[i][v] += a[i * row_stride + k * depth_stride] * b[v * b_stride + k * b_depth_stride], k = 0 .. depth - 1 in
  * order, for vectors from .. end - 1. If `even`, depth is a multiple of UPI_ATTN_STEPS, and not 0: a loop less.
  * The last `apart` steps, none or UPI_ATTN_STEPS, are left to upi_attn_tile_row. */
 UPI_INLINE upi_attn_rows upi_attn_tile(int even, int apart, int tile, int from, int end, int64_t depth,
-                                       const float *a, int64_t row_step, int64_t depth_step, const float *b,
-                                       int64_t b_step, int64_t b_depth_step, upi_fw sums[][UPI_ATTN_VECTORS])
+                                       const float *a, int64_t row_stride, int64_t depth_stride,
+                                       const float *b, int64_t b_stride, int64_t b_depth_stride,
+                                       upi_fw sums[][UPI_ATTN_VECTORS])
 {
     upi_attn_rows rows;
     int u;
     for (; depth >= apart + UPI_ATTN_STEPS; depth -= UPI_ATTN_STEPS) {
         UPI_CPU_UNROLL
         for (u = 0; u < UPI_ATTN_STEPS; ++u) {
-            const float *column = a + u * depth_step;
+            const float *column = a + u * depth_stride;
             UPI_OPAQUE_ADDRESS(column); /* or gcc has a register for each row and step */
-            upi_attn_step(tile, from, end, column, row_step, b + u * b_depth_step, b_step, sums);
+            upi_attn_step(tile, from, end, column, row_stride, b + u * b_depth_stride, b_stride, sums);
         }
-        a += UPI_ATTN_STEPS * depth_step;
-        b += UPI_ATTN_STEPS * b_depth_step;
+        a += UPI_ATTN_STEPS * depth_stride;
+        b += UPI_ATTN_STEPS * b_depth_stride;
     }
-    for (; !even && depth % UPI_ATTN_STEPS != 0; --depth, a += depth_step, b += b_depth_step)
-        upi_attn_step(tile, from, end, a, row_step, b, b_step, sums);
+    for (; !even && depth % UPI_ATTN_STEPS != 0; --depth, a += depth_stride, b += b_depth_stride)
+        upi_attn_step(tile, from, end, a, row_stride, b, b_stride, sums);
     UPI_CPU_UNROLL
-    for (u = 0; u < UPI_ATTN_STEPS; ++u) rows.a[u] = a + u * depth_step;
+    for (u = 0; u < UPI_ATTN_STEPS; ++u) rows.a[u] = a + u * depth_stride;
     rows.b = b;
     rows.steps = even ? apart : (int)depth;
     return rows;
 }
 
-/* The steps that upi_attn_tile left, for row i. Who stores a row before the next one spreads the tile's stores
- * over its products: a Zen 3 core gives up a cycle or two of both multipliers for each of many in a row. */
-UPI_INLINE void upi_attn_tile_row(const upi_attn_rows *rows, int i, int from, int end, int64_t row_step,
-                                  int64_t b_step, int64_t b_depth_step, upi_fw sums[][UPI_ATTN_VECTORS])
+/* The steps that upi_attn_tile left, for row i. A caller that stores row i before it asks for row i + 1 spreads
+ * the tile's stores over its products: in a run of stores each one costs a Zen 3 core one or two cycles of both
+ * multipliers. */
+UPI_INLINE void upi_attn_tile_row(const upi_attn_rows *rows, int i, int from, int end, int64_t row_stride,
+                                  int64_t b_stride, int64_t b_depth_stride, upi_fw sums[][UPI_ATTN_VECTORS])
 {
     const float *b = rows->b;
     int u;
@@ -227,7 +233,7 @@ UPI_INLINE void upi_attn_tile_row(const upi_attn_rows *rows, int i, int from, in
     UPI_OPAQUE_ADDRESS(b); /* or gcc keeps b for the next row, and sums in memory */
     UPI_CPU_UNROLL
     for (u = 0; u < UPI_ATTN_STEPS; ++u)
-        upi_attn_step(1, from, end, rows->a[u] + i * row_step, row_step, b + u * b_depth_step, b_step,
+        upi_attn_step(1, from, end, rows->a[u] + i * row_stride, row_stride, b + u * b_depth_stride, b_stride,
                       sums + i);
 }
 
@@ -236,7 +242,7 @@ UPI_INLINE void upi_attn_tile_row(const upi_attn_rows *rows, int i, int from, in
 UPI_INLINE void upi_attn_dot(int from, int d, const float *rows, const float *panel, float *__restrict out,
                              float *top)
 {
-    const int64_t step = d + UPI_ATTN_PAD;
+    const int64_t stride = d + UPI_ATTN_PAD;
     int c, i, v;
     for (c = 0; c < d; c += UPI_DOT_PIECE) {
         upi_fw sums[UPI_ATTN_TILE][UPI_ATTN_VECTORS];
@@ -245,15 +251,15 @@ UPI_INLINE void upi_attn_dot(int from, int d, const float *rows, const float *pa
         for (i = 0; i < UPI_ATTN_TILE; ++i) UPI_CPU_UNROLL
         for (v = from; v < UPI_ATTN_VECTORS; ++v) sums[i][v] = upi_fw_zero();
         last = upi_attn_tile(1, UPI_ATTN_APART, UPI_ATTN_TILE, from, UPI_ATTN_VECTORS,
-                             upi_attn_least(d - c, UPI_DOT_PIECE), rows + c, step, 1,
+                             upi_attn_least(d - c, UPI_DOT_PIECE), rows + c, stride, 1,
                              panel + c * UPI_ATTN_PANEL, UPI_WIDE, UPI_ATTN_PANEL, sums);
         UPI_CPU_UNROLL
         for (i = 0; i < UPI_ATTN_TILE; ++i) {
-            upi_attn_tile_row(&last, i, from, UPI_ATTN_VECTORS, step, UPI_WIDE, UPI_ATTN_PANEL, sums);
+            upi_attn_tile_row(&last, i, from, UPI_ATTN_VECTORS, stride, UPI_WIDE, UPI_ATTN_PANEL, sums);
             UPI_CPU_UNROLL
             for (v = from; v < UPI_ATTN_VECTORS; ++v) {
                 float *at = out + i * UPI_ATTN_PANEL + v * UPI_WIDE;
-                UPI_OPAQUE_ADDRESS(at);
+                UPI_OPAQUE_ADDRESS(at); /* or gcc reads the next piece's sums ahead */
                 if (c > 0) sums[i][v] = upi_fw_add(upi_fw_load(at), sums[i][v]);
                 upi_fw_store(at, sums[i][v]);
             }
@@ -289,12 +295,13 @@ UPI_CPU_KERNEL void upi_attn_products_rest(int from, int d, const float *rows, c
         upi_attn_dot(2, d, rows, panel, out, NULL);
 }
 
-/* sums += products of `count` rows of weights [count][panel] with a tile's columns of rows [count][step], from
+/* sums += products of `count` rows of weights [count][panel] with a tile's columns of rows [count][stride], from
  * vector `from` on; see upi_attn_tile for `apart`. */
-UPI_INLINE upi_attn_rows upi_attn_weigh_rows(int apart, int from, int count, const float *rows, int64_t step,
-                                             const float *weights, upi_fw sums[][UPI_ATTN_VECTORS])
+UPI_INLINE upi_attn_rows upi_attn_weigh_rows(int apart, int from, int count, const float *rows,
+                                             int64_t stride, const float *weights,
+                                             upi_fw sums[][UPI_ATTN_VECTORS])
 {
-    return upi_attn_tile(0, apart, UPI_ATTN_TILE, from, UPI_ATTN_VECTORS, count, rows, 1, step, weights,
+    return upi_attn_tile(0, apart, UPI_ATTN_TILE, from, UPI_ATTN_VECTORS, count, rows, 1, stride, weights,
                          UPI_WIDE, UPI_ATTN_PANEL, sums);
 }
 
@@ -303,18 +310,18 @@ UPI_INLINE upi_attn_rows upi_attn_weigh_rows(int apart, int from, int count, con
 UPI_INLINE void upi_attn_weigh_tile(int uneven, int d, const int *keys, const float *rows,
                                     const float *weights, float *__restrict out, const float *fold)
 {
-    const int64_t step = d + UPI_ATTN_PAD;
+    const int64_t stride = d + UPI_ATTN_PAD;
     upi_fw sums[UPI_ATTN_TILE][UPI_ATTN_VECTORS];
     upi_attn_rows last;
     int i, v;
     UPI_CPU_UNROLL
     for (i = 0; i < UPI_ATTN_TILE; ++i) UPI_CPU_UNROLL
     for (v = 0; v < UPI_ATTN_VECTORS; ++v) sums[i][v] = upi_fw_zero();
-    last = upi_attn_weigh_rows(uneven ? 0 : UPI_ATTN_APART, 0, keys[0], rows, step, weights, sums);
+    last = upi_attn_weigh_rows(uneven ? 0 : UPI_ATTN_APART, 0, keys[0], rows, stride, weights, sums);
     if (uneven) {
-        upi_attn_weigh_rows(0, 1, keys[1] - keys[0], rows + keys[0] * step, step,
+        upi_attn_weigh_rows(0, 1, keys[1] - keys[0], rows + keys[0] * stride, stride,
                             weights + keys[0] * UPI_ATTN_PANEL, sums);
-        last = upi_attn_weigh_rows(0, 2, keys[2] - keys[1], rows + keys[1] * step, step,
+        last = upi_attn_weigh_rows(0, 2, keys[2] - keys[1], rows + keys[1] * stride, stride,
                                    weights + keys[1] * UPI_ATTN_PANEL, sums);
     }
     UPI_CPU_UNROLL
@@ -324,7 +331,7 @@ UPI_INLINE void upi_attn_weigh_tile(int uneven, int d, const int *keys, const fl
         for (v = 0; v < UPI_ATTN_VECTORS; ++v) {
             const float *times = fold + v * UPI_WIDE;
             float *sum = out + i * UPI_ATTN_PANEL + v * UPI_WIDE;
-            UPI_OPAQUE_ADDRESS(times);
+            UPI_OPAQUE_ADDRESS(times); /* or gcc keeps fold in registers */
             upi_fw_store(sum, upi_fw_fma(upi_fw_load(times), upi_fw_load(sum), sums[i][v]));
         }
     }
@@ -376,7 +383,7 @@ typedef struct upi_attn_lanes {
     int64_t *first, *end;
 } upi_attn_lanes;
 
-/* Room for so many lanes, a multiple of 16. */
+/* Scratch for so many lanes, a multiple of 16. */
 UPI_INLINE upi_attn_lanes upi_attn_carve_lanes(float *base, size_t *used, int64_t count)
 {
     upi_attn_lanes lanes;
@@ -423,19 +430,19 @@ typedef struct upi_attn_part {
 UPI_INLINE void upi_attn_part_make(upi_attn_part *part, upi_attn_lanes lanes, int lane, int64_t k0, int keys)
 {
     const int64_t *first = lanes.first + lane, *end = lanes.end + lane;
-    const int top = UPI_ATTN_PANEL - 1, to = (int)upi_between(end[top] - k0, 0, keys);
+    const int top = UPI_ATTN_PANEL - 1, to = (int)upipe_clamp(end[top] - k0, 0, keys);
     int64_t base;
     int l, v;
-    part->from = (int)upi_between(first[0] - k0, 0, UPI_ATTN_KEYS) / UPI_ATTN_TILE * UPI_ATTN_TILE;
+    part->from = (int)upipe_clamp(first[0] - k0, 0, UPI_ATTN_KEYS) / UPI_ATTN_TILE * UPI_ATTN_TILE;
     part->count = to > part->from ? to - part->from : 0;
     base = k0 + part->from;
     part->masked = first[top] > base || end[0] < base + part->count;
     for (v = 0; v < UPI_ATTN_VECTORS; ++v)
-        part->seen[v] = (int)upi_between(end[(v + 1) * UPI_WIDE - 1] - base, 0, part->count);
+        part->seen[v] = (int)upipe_clamp(end[(v + 1) * UPI_WIDE - 1] - base, 0, part->count);
     if (!part->masked) return;
     for (l = 0; l < UPI_ATTN_PANEL; ++l) {
-        part->low[l] = (float)(int)upi_between(first[l] - base, 0, UPI_ATTN_KEYS);
-        part->high[l] = (float)(int)upi_between(end[l] - base, 0, UPI_ATTN_KEYS);
+        part->low[l] = (float)(int)upipe_clamp(first[l] - base, 0, UPI_ATTN_KEYS);
+        part->high[l] = (float)(int)upipe_clamp(end[l] - base, 0, UPI_ATTN_KEYS);
     }
 }
 
@@ -482,15 +489,15 @@ UPI_INLINE upi_attn_head upi_attn_head_make(const upipe_attn *a, int32_t j)
     h.k = upi_attn_view_head(a->k, kv);
     h.v = upi_attn_view_head(a->v, kv);
     h.lse = (float *)upi_attn_view_head(a->lse, j);
-    h.q_step = a->q.n_step;
-    h.k_step = a->k.n_step;
-    h.v_step = a->v.n_step;
-    h.lse_step = a->lse.n_step;
+    h.q_stride = a->q.n_stride;
+    h.k_stride = a->k.n_stride;
+    h.v_stride = a->v.n_stride;
+    h.lse_stride = a->lse.n_stride;
     h.sink = a->mask.sinks != NULL ? a->mask.sinks + j : NULL;
     h.d = a->q.d;
     h.v_dim = a->v.d;
     h.merge = a->merge;
-    h.scale = upi_attn_scale(a);
+    h.scale = upipe_attn_scale(a);
     h.unit = a->mask.softcap > 0 ? a->mask.softcap : h.scale;
     h.squash = a->mask.softcap > 0 ? h.scale / a->mask.softcap : 0;
     h.dtype = a->q.dtype;

@@ -16,8 +16,7 @@
  *     dv[key][d]       += P^T[key][rows] . pairs of dO[rows][d]         all rows of a block; dk the same
  *
  * Steps of the instructions are counted from a block's first key, and from its first query: a step of which a
- * panel sees nothing adds exactly nothing, and is left out. A key that is a NaN shows in the rows that see it, and
- * may show in rows up to a panel and a step away; in which of these, depends on threads too.
+ * panel sees nothing adds exactly nothing, and is left out.
  */
 #ifndef UPIPE_CPU_ATTN_BF16_H
 #define UPIPE_CPU_ATTN_BF16_H
@@ -55,42 +54,42 @@ UPI_INLINE uint32_t *upi_attn_bf16_carve(float *base, size_t *used, int64_t coun
 /* ---- operands ---- */
 
 /* Panels [panel][d / 2][lanes] of so many rows from row `first` on. */
-UPI_INLINE void upi_attn_bf16_pack_panels(uint32_t *to, const void *from, int64_t first, int64_t step,
+UPI_INLINE void upi_attn_bf16_pack_panels(uint32_t *to, const void *from, int64_t first, int64_t stride,
                                           int rows, int d)
 {
-    const uint16_t *at = (const uint16_t *)from + first * step;
-    for (; rows > 0; rows -= UPI_ATTN_PANEL, at += UPI_ATTN_PANEL * step) {
-        upi_bf16_pack(to, 1, UPI_ATTN_PANEL, at, step, 1, upi_attn_least(rows, UPI_ATTN_PANEL),
+    const uint16_t *at = (const uint16_t *)from + first * stride;
+    for (; rows > 0; rows -= UPI_ATTN_PANEL, at += UPI_ATTN_PANEL * stride) {
+        upi_bf16_pack(to, 1, UPI_ATTN_PANEL, at, stride, 1, upi_attn_least(rows, UPI_ATTN_PANEL),
                       UPI_ATTN_PANEL, d);
         to += upi_attn_bf16_words(d) * UPI_ATTN_PANEL;
     }
 }
 
 /* A block of keys: [key][d / 2 + pad], */
-UPI_INLINE void upi_attn_bf16_pack_keys(uint32_t *to, const void *from, int64_t k0, int64_t step, int keys,
+UPI_INLINE void upi_attn_bf16_pack_keys(uint32_t *to, const void *from, int64_t k0, int64_t stride, int keys,
                                         int d)
 {
-    upi_bf16_pack(to, upi_attn_bf16_words(d) + UPI_ATTN_PAD, 1, (const uint16_t *)from + k0 * step, step, 1,
-                  keys, upi_attn_bf16_tiles(keys), d);
+    upi_bf16_pack(to, upi_attn_bf16_words(d) + UPI_ATTN_PAD, 1, (const uint16_t *)from + k0 * stride, stride,
+                  1, keys, upi_attn_bf16_tiles(keys), d);
 }
 
 /* and turned: [d][key / 2 + pad]. The first `unseen` keys are zeros, as those behind the last one are: what no
  * row of the block sees may be a NaN. */
-UPI_INLINE void upi_attn_bf16_turn_keys(uint32_t *to, const void *from, int64_t k0, int64_t step, int unseen,
-                                        int keys, int d)
+UPI_INLINE void upi_attn_bf16_turn_keys(uint32_t *to, const void *from, int64_t k0, int64_t stride,
+                                        int unseen, int keys, int d)
 {
     int c;
-    upi_bf16_pack(to, UPI_ATTN_BF16_KEY_STEP, 1, (const uint16_t *)from + k0 * step, 1, step, d,
+    upi_bf16_pack(to, UPI_ATTN_BF16_KEY_STEP, 1, (const uint16_t *)from + k0 * stride, 1, stride, d,
                   upi_attn_bf16_tiles(d), keys);
     for (c = 0; c < d && unseen > 0; ++c)
         memset(to + c * UPI_ATTN_BF16_KEY_STEP, 0, (size_t)unseen * sizeof(uint16_t));
 }
 
 /* A block of queries as the depth: [row / 2][d]. */
-UPI_INLINE void upi_attn_bf16_pack_rows(uint32_t *to, const void *from, int64_t q0, int64_t step, int rows,
+UPI_INLINE void upi_attn_bf16_pack_rows(uint32_t *to, const void *from, int64_t q0, int64_t stride, int rows,
                                         int d)
 {
-    upi_bf16_pack(to, 1, upi_attn_bf16_tiles(d), (const uint16_t *)from + q0 * step, 1, step, d,
+    upi_bf16_pack(to, 1, upi_attn_bf16_tiles(d), (const uint16_t *)from + q0 * stride, 1, stride, d,
                   upi_attn_bf16_tiles(d), rows);
 }
 
@@ -137,12 +136,12 @@ UPI_CPU_KERNEL void upi_attn_bf16_rows(const float *p, const upi_attn_part *part
 /* out[rows][panel] = a[rows][depth / 2] . b[depth / 2][panel]. The last tile of lanes lies over the one before
  * where a panel has half a tile too many. */
 UPI_INLINE void upi_attn_bf16_product(const upi_bf16_unit *unit, int rows, int depth, const uint32_t *a,
-                                      int64_t a_step, const uint32_t *b, float *out)
+                                      int64_t a_stride, const uint32_t *b, float *out)
 {
     int lane;
     for (lane = 0; lane < UPI_ATTN_PANEL; lane += UPI_BF16_PANEL) {
         const int last = (int)UPI_ATTN_PANEL - (int)UPI_BF16_PANEL, at = lane < last ? lane : last;
-        unit->strip(rows, depth, a, a_step, b + at, UPI_ATTN_PANEL, out + at, UPI_ATTN_PANEL);
+        unit->strip(rows, depth, a, a_stride, b + at, UPI_ATTN_PANEL, out + at, UPI_ATTN_PANEL);
     }
 }
 
@@ -178,7 +177,7 @@ UPI_CPU_KERNEL void upi_attn_bf16_weigh(const upi_bf16_unit *unit, int d, const 
 /* grad[keys][d] += factor * weights[key][rows first .. end - 1] . rows[row / 2][d]; sums is scratch, [64][16]. */
 UPI_CPU_KERNEL void upi_attn_bf16_add_grad(const upi_bf16_unit *unit, int d, int keys, int first, int end,
                                            const uint32_t *weights, const uint32_t *rows, float factor,
-                                           float *grad, int64_t grad_step, float *sums)
+                                           float *grad, int64_t grad_stride, float *sums)
 {
     const upi_f8 times = upi_f8_set1(factor);
     const int wide = upi_attn_bf16_tiles(d);
@@ -188,7 +187,7 @@ UPI_CPU_KERNEL void upi_attn_bf16_add_grad(const upi_bf16_unit *unit, int d, int
                     rows + first / 2 * wide + c, wide, sums, UPI_BF16_PANEL);
         for (j = 0; j < keys; ++j)
             for (i = 0; i < upi_attn_least(d - c, UPI_BF16_PANEL); i += UPI_LANES) {
-                float *at = grad + j * grad_step + c + i;
+                float *at = grad + j * grad_stride + c + i;
                 upi_f8_store(at,
                              upi_f8_fma(times, upi_f8_load(sums + j * UPI_BF16_PANEL + i), upi_f8_load(at)));
             }
@@ -253,16 +252,16 @@ UPI_CPU_KERNEL void upi_attn_bf16_fwd_block(const upi_attn_fwd_job *job, const u
     is_long = upi_attn_is_long(begin, end);
     for (h = 0; h < count; ++h)
         upi_attn_bf16_pack_panels(w.q + h * panels * UPI_ATTN_PANEL * upi_attn_bf16_words(a->d), heads[h].q,
-                                  q0, a->q_step, rows, a->d);
+                                  q0, a->q_stride, rows, a->d);
     upi_attn_fwd_begin(&w.f32, count * panels, v_dim, is_long);
     job->unit->open();
     for (k0 = begin; k0 < end; k0 += UPI_ATTN_KEYS) {
         const int keys = upi_attn_least(end - k0, UPI_ATTN_KEYS);
-        const int unseen = (int)upi_between(w.f32.lanes.first[0] - k0, 0, keys);
+        const int unseen = (int)upipe_clamp(w.f32.lanes.first[0] - k0, 0, keys);
         if (k0 > begin && k0 % UPI_ATTN_SECTION == 0)
             upi_attn_fwd_end_section(&w.f32, count * panels, v_dim, rate);
-        upi_attn_bf16_pack_keys(w.k, a->k, k0, a->k_step, keys, a->d);
-        upi_attn_bf16_turn_keys(w.v, a->v, k0, a->v_step, unseen, keys, v_dim);
+        upi_attn_bf16_pack_keys(w.k, a->k, k0, a->k_stride, keys, a->d);
+        upi_attn_bf16_turn_keys(w.v, a->v, k0, a->v_stride, unseen, keys, v_dim);
         for (p = 0; p < panels; ++p) {
             upi_attn_part_make(&part, w.f32.lanes, p * UPI_ATTN_PANEL, k0, keys);
             for (h = 0; h < count && part.count > 0; ++h)
@@ -348,22 +347,22 @@ UPI_CPU_KERNEL void upi_attn_bf16_bwd_block(const upi_attn_bwd_job *job, const u
     end = w.f32.lanes.end[rows - 1];
     is_long = upi_attn_is_long(begin, end);
     upi_attn_bwd_begin(a, &w.f32, q0, rows, is_long);
-    upi_attn_bf16_pack_panels(w.q, a->q, q0, a->q_step, rows, d);
-    upi_attn_bf16_pack_panels(w.dout, a->dout, q0, a->dout_step, rows, v_dim);
-    upi_attn_bf16_pack_rows(w.q_rows, a->q, q0, a->q_step, rows, d);
-    upi_attn_bf16_pack_rows(w.dout_rows, a->dout, q0, a->dout_step, rows, v_dim);
+    upi_attn_bf16_pack_panels(w.q, a->q, q0, a->q_stride, rows, d);
+    upi_attn_bf16_pack_panels(w.dout, a->dout, q0, a->dout_stride, rows, v_dim);
+    upi_attn_bf16_pack_rows(w.q_rows, a->q, q0, a->q_stride, rows, d);
+    upi_attn_bf16_pack_rows(w.dout_rows, a->dout, q0, a->dout_stride, rows, v_dim);
     /* lanes behind the last panel, which its steps take along */
     memset(w.p, 0, (size_t)UPI_ATTN_KEYS * UPI_ATTN_BF16_ROW_STEP * sizeof *w.p);
     memset(w.s, 0, (size_t)UPI_ATTN_KEYS * UPI_ATTN_BF16_ROW_STEP * sizeof *w.s);
     job->unit->open();
     for (k0 = begin; k0 < end; k0 += UPI_ATTN_KEYS) {
         const int keys = upi_attn_least(end - k0, UPI_ATTN_KEYS);
-        const int unseen = (int)upi_between(w.f32.lanes.first[0] - k0, 0, keys);
+        const int unseen = (int)upipe_clamp(w.f32.lanes.first[0] - k0, 0, keys);
         if (k0 > begin && k0 % UPI_ATTN_SECTION == 0)
             upi_attn_end_section(panels * d, one, w.f32.dq_total, w.f32.dq);
-        upi_attn_bf16_pack_keys(w.k, a->k, k0, a->k_step, keys, d);
-        upi_attn_bf16_pack_keys(w.v, a->v, k0, a->v_step, keys, v_dim);
-        upi_attn_bf16_turn_keys(w.k_turned, a->k, k0, a->k_step, unseen, keys, d);
+        upi_attn_bf16_pack_keys(w.k, a->k, k0, a->k_stride, keys, d);
+        upi_attn_bf16_pack_keys(w.v, a->v, k0, a->v_stride, keys, v_dim);
+        upi_attn_bf16_turn_keys(w.k_turned, a->k, k0, a->k_stride, unseen, keys, d);
         for (p = 0, first = rows, last = 0; p < panels; ++p) {
             upi_attn_part_make(&part, w.f32.lanes, p * UPI_ATTN_PANEL, k0, keys);
             if (part.count > 0) {
@@ -379,9 +378,9 @@ UPI_CPU_KERNEL void upi_attn_bf16_bwd_block(const upi_attn_bwd_job *job, const u
         if (first < last) {
             last = (int)upi_bf16_up(last, UPI_BF16_STEP);
             upi_attn_bf16_add_grad(job->unit, v_dim, keys, first, last, w.p, w.dout_rows, 1,
-                                   a->dv + k0 * a->dv_step, a->dv_step, w.f32.p);
+                                   a->dv + k0 * a->dv_stride, a->dv_stride, w.f32.p);
             upi_attn_bf16_add_grad(job->unit, d, keys, first, last, w.s, w.q_rows, a->scale,
-                                   a->dk + k0 * a->dk_step, a->dk_step, w.f32.p);
+                                   a->dk + k0 * a->dk_stride, a->dk_stride, w.f32.p);
         }
         if (gates != NULL) upi_par_open(gates + k0 / UPI_ATTN_KEYS, turn + 1);
     }

@@ -76,8 +76,8 @@ UPI_INLINE size_t upi_attn_bwd_layout(upi_attn_bwd_work *w, float *base, const u
 
 /* out[k / wide][i][k % wide] = factor * rows[i][k]; zeros up to the next whole panel of rows, and to the next
  * whole vector of columns. */
-UPI_INLINE void upi_attn_pack_columns_of(float *out, const void *rows, int64_t first, int64_t step, int count,
-                                         int d, float factor, upipe_dtype dtype)
+UPI_INLINE void upi_attn_pack_columns_of(float *out, const void *rows, int64_t first, int64_t stride,
+                                         int count, int d, float factor, upipe_dtype dtype)
 {
     const upi_f8 times = upi_f8_set1(factor);
     int i, k;
@@ -85,15 +85,15 @@ UPI_INLINE void upi_attn_pack_columns_of(float *out, const void *rows, int64_t f
         float *column = out + k / UPI_WIDE * UPI_WIDE * UPI_ATTN_ROWS_BWD + k % UPI_WIDE;
         for (i = 0; i < count && k < d; ++i)
             upi_f8_store(column + i * UPI_WIDE,
-                         upi_f8_mul(times, upi_f8_get(rows, dtype, (first + i) * step + k)));
+                         upi_f8_mul(times, upi_f8_get(rows, dtype, (first + i) * stride + k)));
         for (; i < count || i % UPI_ATTN_PANEL != 0; ++i) upi_f8_store(column + i * UPI_WIDE, upi_f8_zero());
     }
 }
 
 UPI_CPU_KERNEL void upi_attn_pack_columns(float *out, const void *rows, upipe_dtype dtype, int64_t first,
-                                          int64_t step, int count, int d, float factor)
+                                          int64_t stride, int count, int d, float factor)
 {
-    UPI_BY_TYPE(upi_attn_pack_columns_of, dtype, out, rows, first, step, count, d, factor);
+    UPI_BY_TYPE(upi_attn_pack_columns_of, dtype, out, rows, first, stride, count, d, factor);
 }
 
 /* Vector v of a row of a panel: the product of a key and the query becomes the weight exp(score - lse), and that
@@ -142,7 +142,7 @@ UPI_CPU_KERNEL void upi_attn_weights_grad(const upi_attn_head *a, float *p, floa
  * weights[panel][row][lane] * columns[vector][panel][lane]. `rest` columns of the last vector are the row's;
  * the first `skip` lanes of the first panel see none of the rows. */
 UPI_INLINE void upi_attn_add_grad(int tile, int vectors, int rest, int panels, int skip, const float *weights,
-                                  const float *columns, float *grad, int64_t grad_step)
+                                  const float *columns, float *grad, int64_t grad_stride)
 {
     upi_fw sums[UPI_ATTN_TALL][UPI_ATTN_VECTORS];
     int panel, i, v;
@@ -150,7 +150,7 @@ UPI_INLINE void upi_attn_add_grad(int tile, int vectors, int rest, int panels, i
     for (i = 0; i < tile; ++i) UPI_CPU_UNROLL
     for (v = 0; v < vectors; ++v) {
         sums[i][v] = upi_fw_zero();
-        __builtin_prefetch(grad + i * grad_step + v * UPI_WIDE, 1); /* from the third cache, or memory */
+        __builtin_prefetch(grad + i * grad_stride + v * UPI_WIDE, 1); /* else waited for at the end */
     }
     for (panel = panels - 1; panel >= 0; --panel) {
         const int from = panel > 0 ? 0 : skip;
@@ -162,7 +162,7 @@ UPI_INLINE void upi_attn_add_grad(int tile, int vectors, int rest, int panels, i
     UPI_CPU_UNROLL
     for (i = 0; i < tile; ++i) UPI_CPU_UNROLL
     for (v = 0; v < vectors; ++v) {
-        float *at = grad + i * grad_step + v * UPI_WIDE;
+        float *at = grad + i * grad_stride + v * UPI_WIDE;
         if (v + 1 < vectors)
             upi_fw_store(at, upi_fw_add(upi_fw_load(at), sums[i][v]));
         else
@@ -186,7 +186,7 @@ UPI_INLINE int upi_attn_lanes_before(const upi_attn_part *part, int j)
  * weighs 0. */
 UPI_INLINE void upi_attn_add_grad_rows(int tile, int vectors, int rest, int j, const upi_attn_part *parts,
                                        int panels, const float *weights, const float *columns, float *grad,
-                                       int64_t grad_step)
+                                       int64_t grad_stride)
 {
     int first = 0;
     while (first < panels && parts[first].from + parts[first].count <= j) ++first;
@@ -194,27 +194,27 @@ UPI_INLINE void upi_attn_add_grad_rows(int tile, int vectors, int rest, int j, c
     if (first < panels)
         upi_attn_add_grad(tile, vectors, rest, panels - first, upi_attn_lanes_before(&parts[first], j),
                           weights + (first * UPI_ATTN_KEYS + j) * UPI_ATTN_PANEL,
-                          columns + first * UPI_ATTN_PANEL * UPI_WIDE, grad + j * grad_step, grad_step);
+                          columns + first * UPI_ATTN_PANEL * UPI_WIDE, grad + j * grad_stride, grad_stride);
 }
 
 /* Some vectors of a block's gradient, all `count` rows: the columns stay in the first-level cache. */
 UPI_INLINE void upi_attn_add_grad_columns(int tile, int vectors, int rest, int count,
                                           const upi_attn_part *parts, int panels, const float *weights,
-                                          const float *columns, float *grad, int64_t grad_step)
+                                          const float *columns, float *grad, int64_t grad_stride)
 {
     int j = 0;
     for (; j + tile <= count; j += tile)
-        upi_attn_add_grad_rows(tile, vectors, rest, j, parts, panels, weights, columns, grad, grad_step);
+        upi_attn_add_grad_rows(tile, vectors, rest, j, parts, panels, weights, columns, grad, grad_stride);
     for (; j + 4 <= count; j += 4)
-        upi_attn_add_grad_rows(4, vectors, rest, j, parts, panels, weights, columns, grad, grad_step);
+        upi_attn_add_grad_rows(4, vectors, rest, j, parts, panels, weights, columns, grad, grad_stride);
     for (; j < count; ++j)
-        upi_attn_add_grad_rows(1, vectors, rest, j, parts, panels, weights, columns, grad, grad_step);
+        upi_attn_add_grad_rows(1, vectors, rest, j, parts, panels, weights, columns, grad, grad_stride);
 }
 
 /* The whole block: three vectors at a time, two where one would be left. */
 UPI_CPU_KERNEL void upi_attn_add_grad_block(int d, int count, const upi_attn_part *parts, int panels,
                                             const float *weights, const float *columns, float *grad,
-                                            int64_t grad_step)
+                                            int64_t grad_stride)
 {
     int left = (d + UPI_WIDE - 1) / UPI_WIDE;
     const int last = d - (left - 1) * UPI_WIDE;
@@ -222,10 +222,10 @@ UPI_CPU_KERNEL void upi_attn_add_grad_block(int d, int count, const upi_attn_par
         int vectors = left == 2 || left == 4 ? 2 : 3, rest = left > vectors ? (int)UPI_WIDE : last;
         if (vectors == 2)
             upi_attn_add_grad_columns(UPI_ATTN_TALL, 2, rest, count, parts, panels, weights, columns, grad,
-                                      grad_step);
+                                      grad_stride);
         else
             upi_attn_add_grad_columns(UPI_ATTN_TILE, 3, rest, count, parts, panels, weights, columns, grad,
-                                      grad_step);
+                                      grad_stride);
         left -= vectors;
         grad += vectors * UPI_WIDE;
         columns += vectors * UPI_WIDE * UPI_ATTN_ROWS_BWD;
@@ -289,10 +289,10 @@ UPI_INLINE void upi_attn_bwd_begin(const upi_attn_head *a, const upi_attn_bwd_wo
     memset(w->dq, 0, (size_t)(lanes * a->d) * sizeof *w->dq);
     if (is_long) memset(w->dq_total, 0, (size_t)(lanes * a->d) * sizeof *w->dq);
     for (i = 0; i < lanes; ++i) {
-        float lse = i < rows ? a->lse[(q0 + i) * a->lse_step] : -INFINITY;
+        float lse = i < rows ? a->lse[(q0 + i) * a->lse_stride] : -INFINITY;
         /* A row that saw no key, and a lane that is no row, weighs every key 0. */
         w->lse[i] = lse == -INFINITY ? INFINITY : lse;
-        w->delta[i] = i < rows ? a->delta[(q0 + i) * a->delta_step] : 0;
+        w->delta[i] = i < rows ? a->delta[(q0 + i) * a->delta_stride] : 0;
     }
 }
 
@@ -307,7 +307,7 @@ UPI_INLINE void upi_attn_bwd_finish(const upi_attn_head *a, const upi_attn_bwd_w
     for (i = 0; i < UPI_ATTN_PANEL; ++i) factor[i] = a->scale;
     for (first = 0; first < rows; first += UPI_ATTN_PANEL) {
         if (is_long) upi_attn_end_section(d, one, w->dq_total + first * d, w->dq + first * d);
-        upi_attn_unpack_panel(a->dq, a->dq_dtype, q0 + first, a->dq_step,
+        upi_attn_unpack_panel(a->dq, a->dq_dtype, q0 + first, a->dq_stride,
                               upi_attn_least(rows - first, UPI_ATTN_PANEL), d, dq + first * d, factor,
                               a->merge ? one : NULL);
     }
@@ -320,12 +320,12 @@ UPI_INLINE void upi_attn_bwd_pack(const upi_attn_head *a, const upi_attn_bwd_wor
     int first;
     for (first = 0; first < rows; first += UPI_ATTN_PANEL) {
         int count = upi_attn_least(rows - first, UPI_ATTN_PANEL);
-        upi_attn_pack_panel(w->q + first * d, a->q, a->dtype, q0 + first, a->q_step, count, d);
-        upi_attn_pack_panel(w->dout + first * v_dim, a->dout, a->dtype, q0 + first, a->dout_step, count,
+        upi_attn_pack_panel(w->q + first * d, a->q, a->dtype, q0 + first, a->q_stride, count, d);
+        upi_attn_pack_panel(w->dout + first * v_dim, a->dout, a->dtype, q0 + first, a->dout_stride, count,
                             v_dim);
     }
-    upi_attn_pack_columns(w->q_rows, a->q, a->dtype, q0, a->q_step, rows, d, a->scale);
-    upi_attn_pack_columns(w->dout_rows, a->dout, a->dtype, q0, a->dout_step, rows, v_dim, 1);
+    upi_attn_pack_columns(w->q_rows, a->q, a->dtype, q0, a->q_stride, rows, d, a->scale);
+    upi_attn_pack_columns(w->dout_rows, a->dout, a->dtype, q0, a->dout_stride, rows, v_dim, 1);
 }
 
 /* ---- blocks, and their turns ---- */
@@ -395,8 +395,8 @@ UPI_CPU_KERNEL void upi_attn_bwd_block(const upi_attn_bwd_job *job, const upi_at
     for (k0 = begin; k0 < end; k0 += UPI_ATTN_KEYS) {
         int keys = upi_attn_least(end - k0, UPI_ATTN_KEYS);
         if (k0 > begin && k0 % UPI_ATTN_SECTION == 0) upi_attn_end_section(panels * d, one, w.dq_total, w.dq);
-        upi_attn_pack_keys(w.k, a->k, a->dtype, k0, a->k_step, keys, d);
-        upi_attn_pack_keys(w.v, a->v, a->dtype, k0, a->v_step, keys, v_dim);
+        upi_attn_pack_keys(w.k, a->k, a->dtype, k0, a->k_stride, keys, d);
+        upi_attn_pack_keys(w.v, a->v, a->dtype, k0, a->v_stride, keys, v_dim);
         for (p = 0; p < panels; ++p) {
             upi_attn_part_make(&parts[p], w.lanes, p * UPI_ATTN_PANEL, k0, keys);
             /* Without a row of its own too: its neighbours' tiles may take it along. */
@@ -404,9 +404,10 @@ UPI_CPU_KERNEL void upi_attn_bwd_block(const upi_attn_bwd_job *job, const upi_at
                 upi_attn_bwd_panel(&w, a, p, &parts[p], one);
         }
         if (gates != NULL) upi_par_wait(gates + k0 / UPI_ATTN_KEYS, upi_attn_turn_after(job, turn, k0));
-        upi_attn_add_grad_block(v_dim, keys, parts, panels, w.p, w.dout_rows, a->dv + k0 * a->dv_step,
-                                a->dv_step);
-        upi_attn_add_grad_block(d, keys, parts, panels, w.s, w.q_rows, a->dk + k0 * a->dk_step, a->dk_step);
+        upi_attn_add_grad_block(v_dim, keys, parts, panels, w.p, w.dout_rows, a->dv + k0 * a->dv_stride,
+                                a->dv_stride);
+        upi_attn_add_grad_block(d, keys, parts, panels, w.s, w.q_rows, a->dk + k0 * a->dk_stride,
+                                a->dk_stride);
         if (gates != NULL) upi_par_open(gates + k0 / UPI_ATTN_KEYS, turn + 1);
     }
     upi_attn_bwd_finish(a, &w, q0, rows, is_long, one);
@@ -428,12 +429,12 @@ UPIPE_API void upi_attn_bwd_item(void *arg, int64_t i, int32_t worker)
     h.dq = upi_attn_view_head(g->dq, j);
     h.dk = (float *)upi_attn_view_head(g->dk, kv);
     h.dv = (float *)upi_attn_view_head(g->dv, kv);
-    h.dout_step = g->dout.n_step;
-    h.delta_step = g->delta.n_step;
-    h.dq_step = g->dq.n_step;
+    h.dout_stride = g->dout.n_stride;
+    h.delta_stride = g->delta.n_stride;
+    h.dq_stride = g->dq.n_stride;
     h.dq_dtype = g->dq.dtype;
-    h.dk_step = g->dk.n_step;
-    h.dv_step = g->dv.n_step;
+    h.dk_stride = g->dk.n_stride;
+    h.dv_stride = g->dv.n_stride;
     job->block(job, &h, job->gates != NULL ? job->gates + kv * job->key_blocks : NULL, turn, q0,
                upi_attn_least(a->q.n - q0, UPI_ATTN_ROWS_BWD),
                (float *)a->work + (size_t)worker * job->floats);
@@ -451,7 +452,7 @@ UPIPE_API void upi_attn_sink_item(void *arg, int64_t j, int32_t worker)
     (void)worker;
     if (*h.sink == -INFINITY) return;
     for (i = 0; i < g->a.q.n; ++i)
-        sum += exp((double)*h.sink - (double)h.lse[i * h.lse_step]) * (double)delta[i * g->delta.n_step];
+        sum += exp((double)*h.sink - (double)h.lse[i * h.lse_stride]) * (double)delta[i * g->delta.n_stride];
     g->dsinks[j] -= (float)sum;
 }
 

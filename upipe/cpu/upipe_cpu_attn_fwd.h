@@ -216,10 +216,11 @@ UPI_INLINE void upi_attn_fwd_finish(const upi_attn_head *a, const upi_attn_fwd_w
             if (i >= count) continue;
             lse = sum == 0 ? -INFINITY : (float)(score + log((double)sum));
             if (a->sink != NULL) upi_attn_add_sink(*a->sink, score, sum, &lse, &inverse[i]);
-            if (a->merge) upi_attn_merge(a->lse[(q0 + first + i) * a->lse_step], &lse, &inverse[i], &keep[i]);
-            a->lse[(q0 + first + i) * a->lse_step] = lse;
+            if (a->merge)
+                upi_attn_merge(a->lse[(q0 + first + i) * a->lse_stride], &lse, &inverse[i], &keep[i]);
+            a->lse[(q0 + first + i) * a->lse_stride] = lse;
         }
-        upi_attn_unpack_panel(a->o, a->o_dtype, q0 + first, a->o_step, count, a->v_dim,
+        upi_attn_unpack_panel(a->o, a->o_dtype, q0 + first, a->o_stride, count, a->v_dim,
                               w->o + panel * UPI_ATTN_PANEL * a->v_dim, inverse, a->merge ? keep : NULL);
     }
 }
@@ -273,15 +274,15 @@ UPI_CPU_KERNEL void upi_attn_fwd_block(const upi_attn_fwd_job *job, const upi_at
         for (p = 0; p < panels; ++p) {
             int first = p * UPI_ATTN_PANEL;
             upi_attn_pack_panel(w.q + (h * panels + p) * UPI_ATTN_PANEL * d, heads[h].q, a->dtype, q0 + first,
-                                a->q_step, upi_attn_least(rows - first, UPI_ATTN_PANEL), d);
+                                a->q_stride, upi_attn_least(rows - first, UPI_ATTN_PANEL), d);
         }
     upi_attn_fwd_begin(&w, count * panels, v_dim, is_long);
     for (k0 = begin; k0 < end; k0 += UPI_ATTN_KEYS) {
         int keys = upi_attn_least(end - k0, UPI_ATTN_KEYS);
         if (k0 > begin && k0 % UPI_ATTN_SECTION == 0)
             upi_attn_fwd_end_section(&w, count * panels, v_dim, rate);
-        upi_attn_pack_keys(w.k, a->k, a->dtype, k0, a->k_step, keys, d);
-        upi_attn_pack_keys(w.v, a->v, a->dtype, k0, a->v_step, keys, v_dim);
+        upi_attn_pack_keys(w.k, a->k, a->dtype, k0, a->k_stride, keys, d);
+        upi_attn_pack_keys(w.v, a->v, a->dtype, k0, a->v_stride, keys, v_dim);
         for (p = 0; p < panels; ++p) {
             upi_attn_part_make(&part, w.lanes, p * UPI_ATTN_PANEL, k0, keys);
             for (h = 0; h < count && part.count > 0; ++h)
@@ -312,7 +313,7 @@ UPIPE_API void upi_attn_fwd_item(void *arg, int64_t i, int32_t worker)
     for (h = 0; h < count; ++h) {
         heads[h] = upi_attn_head_make(a, j + h);
         heads[h].o = upi_attn_view_head(a->o, j + h);
-        heads[h].o_step = a->o.n_step;
+        heads[h].o_stride = a->o.n_stride;
         heads[h].o_dtype = a->o.dtype;
     }
     job->block(job, heads, count, q0, upi_attn_least(a->q.n - q0, job->rows),

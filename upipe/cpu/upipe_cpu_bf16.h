@@ -51,11 +51,11 @@ enum {
 typedef void (*upi_bf16_tile)(int depth, int sum_depth, const uint32_t *a, const uint32_t *b, float *sums,
                               int64_t next, int accumulate);
 
-/* sums [rows][16], sums_step apart = a [rows][depth / 2] . b [depth / 2][16], rows of a and of b a_step and
- * b_step words apart: one sum from 0. For short depths, where 2 x 2 panels would share little.
+/* sums [rows][16], sums_stride apart = a [rows][depth / 2] . b [depth / 2][16], rows of a and of b a_stride and
+ * b_stride words apart: one sum from 0. For short depths, where 2 x 2 panels would share little.
  *   rows, depth  multiples of UPI_BF16_PANEL and of UPI_BF16_STEP */
-typedef void (*upi_bf16_strip)(int rows, int depth, const uint32_t *a, int64_t a_step, const uint32_t *b,
-                               int64_t b_step, float *sums, int64_t sums_step);
+typedef void (*upi_bf16_strip)(int rows, int depth, const uint32_t *a, int64_t a_stride, const uint32_t *b,
+                               int64_t b_stride, float *sums, int64_t sums_stride);
 
 /* An instruction's kernels, which are called between open and close by the same thread. */
 typedef struct upi_bf16_unit {
@@ -128,51 +128,53 @@ UPI_KERNELS_BEGIN
 /* ---- packing ---- */
 
 /* Two elements of the depth, the first one in the low half; 0 where the matrix has ended. */
-UPI_INLINE uint32_t upi_bf16_pair(const uint16_t *from, int64_t lane_step, int64_t depth_step, int64_t lane,
-                                  int64_t lanes, int64_t k, int64_t depth)
+UPI_INLINE uint32_t upi_bf16_pair(const uint16_t *from, int64_t lane_stride, int64_t depth_stride,
+                                  int64_t lane, int64_t lanes, int64_t k, int64_t depth)
 {
     uint32_t pair = 0;
-    if (lane < lanes && k < depth) pair = from[lane * lane_step + k * depth_step];
-    if (lane < lanes && k + 1 < depth) pair |= (uint32_t)from[lane * lane_step + (k + 1) * depth_step] << 16;
+    if (lane < lanes && k < depth) pair = from[lane * lane_stride + k * depth_stride];
+    if (lane < lanes && k + 1 < depth)
+        pair |= (uint32_t)from[lane * lane_stride + (k + 1) * depth_stride] << 16;
     return pair;
 }
 
 /* Eight lanes by eight pairs as they lie: rows of pairs where the depth is contiguous, else rows of lanes. */
-UPI_INLINE void upi_bf16_block(uint32_t (*block)[UPI_LANES], const uint16_t *from, int64_t lane_step,
-                               int64_t depth_step, int lane, int lanes, int k, int depth)
+UPI_INLINE void upi_bf16_block(uint32_t (*block)[UPI_LANES], const uint16_t *from, int64_t lane_stride,
+                               int64_t depth_stride, int lane, int lanes, int k, int depth)
 {
-    const int by_lanes = depth_step == 1;
+    const int by_lanes = depth_stride == 1;
     int i, j;
     if (lane + UPI_LANES > lanes || k + 2 * UPI_LANES > depth) {
         for (i = 0; i < UPI_LANES; ++i)
             for (j = 0; j < UPI_LANES; ++j)
-                block[i][j] = upi_bf16_pair(from, lane_step, depth_step, lane + (by_lanes ? i : j), lanes,
+                block[i][j] = upi_bf16_pair(from, lane_stride, depth_stride, lane + (by_lanes ? i : j), lanes,
                                             k + 2 * (by_lanes ? j : i), depth);
         return;
     }
-    from += lane * lane_step + k * depth_step;
+    from += lane * lane_stride + k * depth_stride;
     for (i = 0; i < UPI_LANES; ++i) {
         if (by_lanes) {
-            memcpy(block[i], from + i * lane_step, sizeof block[i]);
+            memcpy(block[i], from + i * lane_stride, sizeof block[i]);
             continue;
         }
         for (j = 0; j < UPI_LANES; ++j)
-            block[i][j] = from[2 * i * depth_step + j] | (uint32_t)from[(2 * i + 1) * depth_step + j] << 16;
+            block[i][j] = from[2 * i * depth_stride + j] | (uint32_t)from[(2 * i + 1) * depth_stride + j]
+                                                               << 16;
     }
 }
 
-/* A matrix of lanes x depth, one of whose steps is 1, in pairs that lie pair_step words apart, and lanes
+/* A matrix of lanes x depth, one of whose strides is 1, in pairs that lie pair_stride words apart, and lanes
  * lane_to apart; one of these is 1 too. Zeros up to `padded` lanes, a multiple of UPI_LANES, and to whole steps
  * of the depth. */
-UPI_CPU_KERNEL void upi_bf16_pack(uint32_t *to, int64_t lane_to, int64_t pair_step, const uint16_t *from,
-                                  int64_t lane_step, int64_t depth_step, int lanes, int padded, int depth)
+UPI_CPU_KERNEL void upi_bf16_pack(uint32_t *to, int64_t lane_to, int64_t pair_stride, const uint16_t *from,
+                                  int64_t lane_stride, int64_t depth_stride, int lanes, int padded, int depth)
 {
-    const int turn = (depth_step == 1) != (pair_step == 1), end = (int)upi_bf16_up(depth, UPI_BF16_STEP);
+    const int turn = (depth_stride == 1) != (pair_stride == 1), end = (int)upi_bf16_up(depth, UPI_BF16_STEP);
     int lane, k, i;
     for (lane = 0; lane < padded; lane += UPI_LANES)
         for (k = 0; k < end; k += 2 * UPI_LANES) {
-            uint32_t block[UPI_LANES][UPI_LANES], *at = to + lane * lane_to + k / 2 * pair_step;
-            upi_bf16_block(block, from, lane_step, depth_step, lane, lanes, k, depth);
+            uint32_t block[UPI_LANES][UPI_LANES], *at = to + lane * lane_to + k / 2 * pair_stride;
+            upi_bf16_block(block, from, lane_stride, depth_stride, lane, lanes, k, depth);
             if (turn) { /* as f32, which no move changes */
                 upi_f8 r[UPI_LANES];
                 memcpy(r, block, sizeof block);
@@ -180,17 +182,18 @@ UPI_CPU_KERNEL void upi_bf16_pack(uint32_t *to, int64_t lane_to, int64_t pair_st
                 memcpy(block, r, sizeof block);
             }
             for (i = 0; i < UPI_LANES; ++i)
-                memcpy(at + i * (pair_step == 1 ? lane_to : pair_step), block[i], sizeof block[i]);
+                memcpy(at + i * (pair_stride == 1 ? lane_to : pair_stride), block[i], sizeof block[i]);
         }
 }
 
 /* Panel `panel` of a side from depth k on. */
-UPI_INLINE void upi_bf16_pack_panel(const upi_gemm_side *s, uint32_t *to, int64_t lane_to, int64_t pair_step,
-                                    int64_t panel, int64_t k, int depth)
+UPI_INLINE void upi_bf16_pack_panel(const upi_gemm_side *s, uint32_t *to, int64_t lane_to,
+                                    int64_t pair_stride, int64_t panel, int64_t k, int depth)
 {
     int lanes;
     const uint16_t *from = (const uint16_t *)upi_gemm_panel(s, panel, k, &lanes);
-    upi_bf16_pack(to, lane_to, pair_step, from, s->lane_step, s->depth_step, lanes, UPI_BF16_PANEL, depth);
+    upi_bf16_pack(to, lane_to, pair_stride, from, s->lane_stride, s->depth_stride, lanes, UPI_BF16_PANEL,
+                  depth);
 }
 
 /* ---- kernels ---- */
@@ -220,10 +223,10 @@ UPIPE_API void upi_bf16_close_amx(void)
     __asm__ volatile("tilerelease" : : : "memory");
 }
 
-#define UPI_BF16_LOAD(tile, from, step) \
-    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile : : "r"(from), "r"((int64_t)(step)) : "memory")
-#define UPI_BF16_STORE(tile, to, step) \
-    __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" : : "r"(to), "r"((int64_t)(step)) : "memory")
+#define UPI_BF16_LOAD(tile, from, stride) \
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile : : "r"(from), "r"((int64_t)(stride)) : "memory")
+#define UPI_BF16_STORE(tile, to, stride) \
+    __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" : : "r"(to), "r"((int64_t)(stride)) : "memory")
 #define UPI_BF16_DOT(sum, a, b) \
     __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sum : : : "memory")
 #define UPI_BF16_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile : : : "memory")
@@ -231,7 +234,7 @@ UPIPE_API void upi_bf16_close_amx(void)
 UPI_CPU_KERNEL void upi_bf16_tile_amx(int depth, int sum_depth, const uint32_t *a, const uint32_t *b,
                                       float *sums, int64_t next, int accumulate)
 {
-    enum { A_STEP = 4 * UPI_BF16_PAIRS, LINE = 4 * UPI_BF16_PANEL };
+    enum { A_STRIDE = 4 * UPI_BF16_PAIRS, LINE = 4 * UPI_BF16_PANEL };
     float part[4][UPI_BF16_TILE];
     int first, k, i, j;
     for (first = 0; first < depth; first += sum_depth) {
@@ -241,8 +244,8 @@ UPI_CPU_KERNEL void upi_bf16_tile_amx(int depth, int sum_depth, const uint32_t *
         UPI_BF16_ZERO(2);
         UPI_BF16_ZERO(3);
         for (k = first; k < last; k += UPI_BF16_STEP) {
-            UPI_BF16_LOAD(4, a + k / 2, A_STEP);
-            UPI_BF16_LOAD(5, a + UPI_BF16_PACKED + k / 2, A_STEP);
+            UPI_BF16_LOAD(4, a + k / 2, A_STRIDE);
+            UPI_BF16_LOAD(5, a + UPI_BF16_PACKED + k / 2, A_STRIDE);
             UPI_BF16_LOAD(6, b + (int64_t)(k / 2) * UPI_BF16_PANEL, LINE);
             UPI_BF16_LOAD(7, b + UPI_BF16_PACKED + (int64_t)(k / 2) * UPI_BF16_PANEL, LINE);
             UPI_BF16_DOT(0, 4, 6);
@@ -263,11 +266,11 @@ UPI_CPU_KERNEL void upi_bf16_tile_amx(int depth, int sum_depth, const uint32_t *
 }
 
 /* 64 rows of a at a time, four tiles of sums, whose chains of additions hide each other's latency. */
-UPI_CPU_KERNEL void upi_bf16_strip_amx(int rows, int depth, const uint32_t *a, int64_t a_step,
-                                       const uint32_t *b, int64_t b_step, float *sums, int64_t sums_step)
+UPI_CPU_KERNEL void upi_bf16_strip_amx(int rows, int depth, const uint32_t *a, int64_t a_stride,
+                                       const uint32_t *b, int64_t b_stride, float *sums, int64_t sums_stride)
 {
     enum { TALL = 4 * UPI_BF16_PANEL };
-    const int64_t a_next = UPI_BF16_PANEL * a_step, sums_next = UPI_BF16_PANEL * sums_step;
+    const int64_t a_next = UPI_BF16_PANEL * a_stride, sums_next = UPI_BF16_PANEL * sums_stride;
     int p;
     for (; rows >= TALL; rows -= TALL, a += 4 * a_next, sums += 4 * sums_next) {
         UPI_BF16_ZERO(0);
@@ -275,29 +278,29 @@ UPI_CPU_KERNEL void upi_bf16_strip_amx(int rows, int depth, const uint32_t *a, i
         UPI_BF16_ZERO(2);
         UPI_BF16_ZERO(3);
         for (p = 0; p < depth / 2; p += UPI_BF16_STEP / 2) {
-            UPI_BF16_LOAD(7, b + p * b_step, 4 * b_step);
-            UPI_BF16_LOAD(4, a + p, 4 * a_step);
+            UPI_BF16_LOAD(7, b + p * b_stride, 4 * b_stride);
+            UPI_BF16_LOAD(4, a + p, 4 * a_stride);
             UPI_BF16_DOT(0, 4, 7);
-            UPI_BF16_LOAD(5, a + a_next + p, 4 * a_step);
+            UPI_BF16_LOAD(5, a + a_next + p, 4 * a_stride);
             UPI_BF16_DOT(1, 5, 7);
-            UPI_BF16_LOAD(6, a + 2 * a_next + p, 4 * a_step);
+            UPI_BF16_LOAD(6, a + 2 * a_next + p, 4 * a_stride);
             UPI_BF16_DOT(2, 6, 7);
-            UPI_BF16_LOAD(4, a + 3 * a_next + p, 4 * a_step);
+            UPI_BF16_LOAD(4, a + 3 * a_next + p, 4 * a_stride);
             UPI_BF16_DOT(3, 4, 7);
         }
-        UPI_BF16_STORE(0, sums, 4 * sums_step);
-        UPI_BF16_STORE(1, sums + sums_next, 4 * sums_step);
-        UPI_BF16_STORE(2, sums + 2 * sums_next, 4 * sums_step);
-        UPI_BF16_STORE(3, sums + 3 * sums_next, 4 * sums_step);
+        UPI_BF16_STORE(0, sums, 4 * sums_stride);
+        UPI_BF16_STORE(1, sums + sums_next, 4 * sums_stride);
+        UPI_BF16_STORE(2, sums + 2 * sums_next, 4 * sums_stride);
+        UPI_BF16_STORE(3, sums + 3 * sums_next, 4 * sums_stride);
     }
     for (; rows > 0; rows -= UPI_BF16_PANEL, a += a_next, sums += sums_next) {
         UPI_BF16_ZERO(0);
         for (p = 0; p < depth / 2; p += UPI_BF16_STEP / 2) {
-            UPI_BF16_LOAD(7, b + p * b_step, 4 * b_step);
-            UPI_BF16_LOAD(4, a + p, 4 * a_step);
+            UPI_BF16_LOAD(7, b + p * b_stride, 4 * b_stride);
+            UPI_BF16_LOAD(4, a + p, 4 * a_stride);
             UPI_BF16_DOT(0, 4, 7);
         }
-        UPI_BF16_STORE(0, sums, 4 * sums_step);
+        UPI_BF16_STORE(0, sums, 4 * sums_stride);
     }
 }
 
@@ -342,23 +345,23 @@ __attribute__((target("avx512f,avx512bf16"))) UPI_CPU_KERNEL void upi_bf16_tile_
 }
 
 __attribute__((target("avx512f,avx512bf16"))) UPI_CPU_KERNEL void upi_bf16_strip_avx512(
-    int rows, int depth, const uint32_t *a, int64_t a_step, const uint32_t *b, int64_t b_step, float *sums,
-    int64_t sums_step)
+    int rows, int depth, const uint32_t *a, int64_t a_stride, const uint32_t *b, int64_t b_stride,
+    float *sums, int64_t sums_stride)
 {
     enum { ROWS = UPI_BF16_PANEL };
     int p, i;
-    for (; rows > 0; rows -= ROWS, a += ROWS * a_step, sums += ROWS * sums_step) {
+    for (; rows > 0; rows -= ROWS, a += ROWS * a_stride, sums += ROWS * sums_stride) {
         __m512 sum[ROWS];
         UPI_CPU_UNROLL
         for (i = 0; i < ROWS; ++i) sum[i] = _mm512_setzero_ps();
         for (p = 0; p < depth / 2; ++p) {
-            const __m512bh y = (__m512bh)_mm512_loadu_si512(b + p * b_step);
+            const __m512bh y = (__m512bh)_mm512_loadu_si512(b + p * b_stride);
             UPI_CPU_UNROLL
             for (i = 0; i < ROWS; ++i)
-                sum[i] = _mm512_dpbf16_ps(sum[i], (__m512bh)_mm512_set1_epi32((int)a[i * a_step + p]), y);
+                sum[i] = _mm512_dpbf16_ps(sum[i], (__m512bh)_mm512_set1_epi32((int)a[i * a_stride + p]), y);
         }
         UPI_CPU_UNROLL
-        for (i = 0; i < ROWS; ++i) _mm512_storeu_ps(sums + i * sums_step, sum[i]);
+        for (i = 0; i < ROWS; ++i) _mm512_storeu_ps(sums + i * sums_stride, sum[i]);
     }
 }
 
@@ -380,7 +383,7 @@ UPI_INLINE void *upi_bf16_out(const upi_bf16_job *g, const upi_gemm_side *a, con
     const int64_t n = row % a->panels * UPI_BF16_PANEL, d = col % b->panels * UPI_BF16_PANEL;
     *rows = (int)upi_gemm_least(v->n - n, UPI_BF16_PANEL);
     *cols = (int)upi_gemm_least(v->d - d, UPI_BF16_PANEL);
-    return out + (head * v->h_step + n * v->n_step + d) * (int64_t)upipe_dtype_bytes(v->dtype);
+    return out + (head * v->h_stride + n * v->n_stride + d) * (int64_t)upipe_dtype_bytes(v->dtype);
 }
 
 /* Carries a block's sums into c, or the old c, which is f32, into them. */
@@ -395,7 +398,7 @@ UPI_CPU_KERNEL void upi_bf16_carry(const upi_bf16_job *g, const upi_gemm_side *a
             float *sum = sums + ((i - row0) * g->block_cols + j - col0) * UPI_BF16_TILE;
             char *c = (char *)upi_bf16_out(g, a, b, out, i, j, &rows, &cols);
             for (r = 0; r < rows; ++r, sum += UPI_BF16_PANEL) {
-                const int64_t at = r * g->out.n_step;
+                const int64_t at = r * g->out.n_stride;
                 if (!to_c)
                     memcpy(sum, (const float *)(const void *)c + at, (size_t)cols * 4);
                 else
@@ -415,7 +418,7 @@ UPIPE_API void upi_bf16_item(void *arg, int64_t item, int32_t worker)
     uint32_t *a_pack = (uint32_t *)(void *)(g->work + (size_t)worker * g->worker_bytes),
              *b_pack = a_pack + g->b_at;
     float *sums = (float *)(void *)(a_pack + g->sums_at);
-    char *out = (char *)g->out.data + head * g->out.h_step * (int64_t)upipe_dtype_bytes(g->out.dtype);
+    char *out = (char *)g->out.data + head * g->out.h_stride * (int64_t)upipe_dtype_bytes(g->out.dtype);
     upi_gemm_side a = g->a, b = g->b;
     int64_t m, k, i, j;
     int depth;

@@ -19,17 +19,17 @@
 #include "upipe_cpu.h"
 #include "upipe_cpu_gemm.h"
 
-/* BLAS's leading dimension: the step between rows. Where there is one row it says nothing, but BLAS checks
+/* BLAS's leading dimension: the stride between rows. Where there is one row it says nothing, but BLAS checks
  * it. */
-UPI_INLINE int64_t upi_cblas_step(upipe_view v)
+UPI_INLINE int64_t upi_cblas_stride(upipe_view v)
 {
-    return v.n > 1 ? v.n_step : v.d > 0 ? v.d : 1;
+    return v.n > 1 ? v.n_stride : v.d > 0 ? v.d : 1;
 }
 
 UPI_INLINE int upi_cblas_accepts(upipe_view v)
 {
-    int64_t step = upi_cblas_step(v);
-    return v.dtype == UPIPE_F32 && v.n <= INT_MAX && step >= v.d && step <= INT_MAX;
+    int64_t stride = upi_cblas_stride(v);
+    return v.dtype == UPIPE_F32 && v.n <= INT_MAX && stride >= v.d && stride <= INT_MAX;
 }
 
 UPIPE_API upipe_status upi_cblas_gemm(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags,
@@ -47,9 +47,9 @@ UPIPE_API upipe_status upi_cblas_gemm(upipe_ctx *c, upipe_view out, upipe_view a
     for (j = 0; j < out.h; ++j)
         cblas_sgemm(CblasRowMajor, trans_a ? CblasTrans : CblasNoTrans, trans_b ? CblasTrans : CblasNoTrans,
                     (int)out.n, out.d, (int)depth, 1.0f, (const float *)upipe_view_at(a, 0, a.h > 1 ? j : 0),
-                    (int)upi_cblas_step(a), (const float *)upipe_view_at(b, 0, b.h > 1 ? j : 0),
-                    (int)upi_cblas_step(b), (flags & UPIPE_GEMM_ACCUMULATE) != 0 ? 1.0f : 0.0f,
-                    (float *)upipe_view_at(out, 0, j), (int)upi_cblas_step(out));
+                    (int)upi_cblas_stride(a), (const float *)upipe_view_at(b, 0, b.h > 1 ? j : 0),
+                    (int)upi_cblas_stride(b), (flags & UPIPE_GEMM_ACCUMULATE) != 0 ? 1.0f : 0.0f,
+                    (float *)upipe_view_at(out, 0, j), (int)upi_cblas_stride(out));
     return UPIPE_OK;
 }
 

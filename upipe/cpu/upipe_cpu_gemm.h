@@ -1,6 +1,6 @@
 /* upipe_cpu_gemm.h -- matrix product on the CPU        backend cpu, includes cpu_par, check
  *
- * Fills two entries of the table (upi_cpu_gemm, upi_cpu_gemm_bytes). Any mix of f32, bf16 and f16, any steps.
+ * Fills two entries of the table (upi_cpu_gemm, upi_cpu_gemm_bytes). Any mix of f32, bf16 and f16, any strides.
  * The scheme is BLAS's usual one: pieces of a and b are packed as f32, a register tile of ROWS x COLS sums
  * runs over both, 8 x 48 with AVX-512 and 6 x 16 elsewhere.
  *
@@ -49,8 +49,8 @@ enum {
     /* A panel of a, 21 or 8 KiB, stays in a first-level cache while b, 720 or 160 KiB, streams by from the
      * second. */
     UPI_GEMM_DEPTH     = UPIPE_CPU_AVX512 ? 640 : 320,
-    UPI_GEMM_A_STEP    = UPI_GEMM_DEPTH + 16,
-    UPI_GEMM_A_PANEL   = UPI_GEMM_ROWS * UPI_GEMM_A_STEP,
+    UPI_GEMM_A_STRIDE  = UPI_GEMM_DEPTH + 16,
+    UPI_GEMM_A_PANEL   = UPI_GEMM_ROWS * UPI_GEMM_A_STRIDE,
     UPI_GEMM_A_PANELS  = UPIPE_CPU_AVX512 ? 4 : 8,
     UPI_GEMM_B_PANELS  = UPIPE_CPU_AVX512 ? 6 : 8,
     UPI_GEMM_BLOCK_ROWS = UPIPE_CPU_AVX512 ? 384 : 512, /* of a block: 984 or 669 KiB of packed a */
@@ -64,10 +64,10 @@ enum {
 /* clang-format on */
 
 /* One operand, a (lanes are rows of c) or b (lanes are columns of c). Element (head, lane, k) lies at
- * data + head * head_step + lane * lane_step + k * depth_step; one of the last two steps is 1. */
+ * data + head * head_stride + lane * lane_stride + k * depth_stride; one of the last two strides is 1. */
 typedef struct upi_gemm_side {
     const void *data;
-    int64_t lanes, lane_step, depth_step, head_step;
+    int64_t lanes, lane_stride, depth_stride, head_stride;
     int64_t panels; /* of one head; panel p of all belongs to head p / panels */
     int64_t all;    /* of the heads that this side counts through */
     int width;      /* lanes of a panel */
@@ -120,9 +120,9 @@ UPI_INLINE void upi_gemm_side_init(upi_gemm_side *s, upipe_view v, int64_t lanes
 {
     s->data = v.data;
     s->lanes = lanes;
-    s->lane_step = lanes_outer ? v.n_step : 1;
-    s->depth_step = lanes_outer ? 1 : v.n_step;
-    s->head_step = v.h > 1 ? v.h_step : 0;
+    s->lane_stride = lanes_outer ? v.n_stride : 1;
+    s->depth_stride = lanes_outer ? 1 : v.n_stride;
+    s->head_stride = v.h > 1 ? v.h_stride : 0;
     s->panels = (lanes + width - 1) / width;
     s->all = s->panels * heads;
     s->width = width;
@@ -212,12 +212,12 @@ UPI_INLINE void upi_gemm_fetch(const void *base, upipe_dtype dtype, int64_t at, 
 UPI_INLINE const void *upi_gemm_panel(const upi_gemm_side *s, int64_t panel, int64_t k, int *count)
 {
     int64_t head = panel / s->panels, lane = panel % s->panels * s->width;
-    int64_t at = head * s->head_step + lane * s->lane_step + k * s->depth_step;
+    int64_t at = head * s->head_stride + lane * s->lane_stride + k * s->depth_stride;
     *count = (int)upi_gemm_least(s->lanes - lane, s->width);
     return (const char *)s->data + at * (int64_t)upipe_dtype_bytes(s->dtype);
 }
 
-/* Rows of a as they lie, A_STEP apart. The kernel broadcasts from ROWS of them: no transpose. */
+/* Rows of a as they lie, A_STRIDE apart. The kernel broadcasts from ROWS of them: no transpose. */
 UPI_INLINE void upi_gemm_pack_rows(const upi_gemm_side *s, float *to, int64_t first, int64_t last, int64_t k0,
                                    int depth, upipe_dtype dtype)
 {
@@ -225,15 +225,15 @@ UPI_INLINE void upi_gemm_pack_rows(const upi_gemm_side *s, float *to, int64_t fi
     int i, k, count;
     for (p = first; p < last; ++p) {
         const void *from = upi_gemm_panel(s, p, k0, &count);
-        for (i = 0; i < UPI_GEMM_ROWS; ++i, to += UPI_GEMM_A_STEP) {
+        for (i = 0; i < UPI_GEMM_ROWS; ++i, to += UPI_GEMM_A_STRIDE) {
             if (i >= count) {
                 memset(to, 0, (size_t)depth * sizeof(float));
                 continue;
             }
-            if (i + 2 < count) upi_gemm_fetch(from, dtype, (i + 2) * s->lane_step, depth);
+            if (i + 2 < count) upi_gemm_fetch(from, dtype, (i + 2) * s->lane_stride, depth);
             for (k = 0; k + UPI_LANES <= depth; k += UPI_LANES)
-                upi_f8_store(to + k, upi_f8_get(from, dtype, i * s->lane_step + k));
-            for (; k < depth; ++k) to[k] = upipe_cpu_get(from, dtype, i * s->lane_step + k);
+                upi_f8_store(to + k, upi_f8_get(from, dtype, i * s->lane_stride + k));
+            for (; k < depth; ++k) to[k] = upipe_cpu_get(from, dtype, i * s->lane_stride + k);
         }
     }
 }
@@ -252,7 +252,7 @@ UPI_INLINE void upi_gemm_pack_columns_turned(const upi_gemm_side *s, float *to, 
                 upi_f8 r[UPI_LANES];
                 UPI_CPU_UNROLL
                 for (i = 0; i < UPI_LANES; ++i)
-                    r[i] = half + i < count ? upi_f8_get(from, dtype, (half + i) * s->lane_step + k)
+                    r[i] = half + i < count ? upi_f8_get(from, dtype, (half + i) * s->lane_stride + k)
                                             : upi_f8_zero();
                 upi_f8_transpose(r);
                 UPI_CPU_UNROLL
@@ -261,12 +261,12 @@ UPI_INLINE void upi_gemm_pack_columns_turned(const upi_gemm_side *s, float *to, 
             for (; k < depth; ++k)
                 for (i = 0; i < UPI_LANES; ++i)
                     t[k * UPI_GEMM_COLS + i] =
-                        half + i < count ? upipe_cpu_get(from, dtype, (half + i) * s->lane_step + k) : 0;
+                        half + i < count ? upipe_cpu_get(from, dtype, (half + i) * s->lane_stride + k) : 0;
         }
     }
 }
 
-/* a stored [depth][rows], turned into rows A_STEP apart: eight of the depth and eight rows at a time, of
+/* a stored [depth][rows], turned into rows A_STRIDE apart: eight of the depth and eight rows at a time, of
  * which the panel keeps those that are its own. */
 UPI_INLINE void upi_gemm_pack_rows_turned(const upi_gemm_side *s, float *to, int64_t first, int64_t last,
                                           int64_t k0, int depth, upipe_dtype dtype)
@@ -279,28 +279,28 @@ UPI_INLINE void upi_gemm_pack_rows_turned(const upi_gemm_side *s, float *to, int
         const void *from = upi_gemm_panel(s, first, k0, &count);
         for (k = 0; k < depth; k += UPI_LANES) {
             for (i = k + UPI_LANES; i < depth && i < k + 2 * UPI_LANES; ++i)
-                upi_gemm_fetch(from, dtype, i * s->depth_step, here);
+                upi_gemm_fetch(from, dtype, i * s->depth_stride, here);
             for (p = 0; p < next - first; ++p)
                 for (row = 0; row < UPI_GEMM_ROWS; row += UPI_LANES) {
-                    float *t = to + p * UPI_GEMM_A_PANEL + row * UPI_GEMM_A_STEP + k;
+                    float *t = to + p * UPI_GEMM_A_PANEL + row * UPI_GEMM_A_STRIDE + k;
                     int64_t lane = p * UPI_GEMM_ROWS + row;
                     const int keep = UPI_GEMM_ROWS - row < UPI_LANES ? UPI_GEMM_ROWS - row : UPI_LANES;
                     upi_f8 r[UPI_LANES];
                     if (k + UPI_LANES <= depth && lane + UPI_LANES <= lanes) {
                         UPI_CPU_UNROLL
                         for (i = 0; i < UPI_LANES; ++i)
-                            r[i] = upi_f8_get(from, dtype, (k + i) * s->depth_step + lane);
+                            r[i] = upi_f8_get(from, dtype, (k + i) * s->depth_stride + lane);
                         upi_f8_transpose(r);
                         UPI_CPU_UNROLL
                         for (i = 0; i < UPI_LANES; ++i)
-                            if (i < keep) upi_f8_store(t + i * UPI_GEMM_A_STEP, r[i]);
+                            if (i < keep) upi_f8_store(t + i * UPI_GEMM_A_STRIDE, r[i]);
                         continue;
                     }
                     for (i = 0; i < keep; ++i)
                         for (j = 0; j < UPI_LANES && k + j < depth; ++j)
-                            t[i * UPI_GEMM_A_STEP + j] =
+                            t[i * UPI_GEMM_A_STRIDE + j] =
                                 lane + i < lanes
-                                    ? upipe_cpu_get(from, dtype, (k + j) * s->depth_step + lane + i)
+                                    ? upipe_cpu_get(from, dtype, (k + j) * s->depth_stride + lane + i)
                                     : 0;
                 }
         }
@@ -320,10 +320,10 @@ UPI_INLINE void upi_gemm_pack_columns(const upi_gemm_side *s, float *to, int64_t
         int count, i, k;
         const void *from = upi_gemm_panel(s, first, k0, &count);
         for (k = 0; k < depth; ++k) {
-            if (k + 4 < depth) upi_gemm_fetch(from, dtype, (k + 4) * s->depth_step, here);
+            if (k + 4 < depth) upi_gemm_fetch(from, dtype, (k + 4) * s->depth_stride, here);
             for (p = 0; p < next - first; ++p) {
                 float *t = to + (p * depth + k) * UPI_GEMM_COLS;
-                int64_t at = k * s->depth_step + p * UPI_GEMM_COLS;
+                int64_t at = k * s->depth_stride + p * UPI_GEMM_COLS;
                 if ((p + 1) * UPI_GEMM_COLS <= lanes) {
                     UPI_CPU_UNROLL
                     for (i = 0; i < UPI_GEMM_COLS; i += UPI_LANES)
@@ -342,7 +342,7 @@ UPI_INLINE void upi_gemm_pack_columns(const upi_gemm_side *s, float *to, int64_t
 UPI_INLINE void upi_gemm_pack_a_as(const upi_gemm_side *s, float *to, int64_t first, int64_t last, int64_t k0,
                                    int depth, upipe_dtype dtype)
 {
-    if (s->depth_step == 1)
+    if (s->depth_stride == 1)
         upi_gemm_pack_rows(s, to, first, last, k0, depth, dtype);
     else
         upi_gemm_pack_rows_turned(s, to, first, last, k0, depth, dtype);
@@ -362,7 +362,7 @@ UPI_CPU_KERNEL void upi_gemm_pack_a(const upi_gemm_side *s, float *to, int64_t f
 UPI_INLINE void upi_gemm_pack_b_as(const upi_gemm_side *s, float *to, int64_t first, int64_t last, int64_t k0,
                                    int depth, upipe_dtype dtype)
 {
-    if (s->depth_step == 1)
+    if (s->depth_stride == 1)
         upi_gemm_pack_columns_turned(s, to, first, last, k0, depth, dtype);
     else
         upi_gemm_pack_columns(s, to, first, last, k0, depth, dtype);
@@ -396,13 +396,13 @@ UPI_INLINE void upi_gemm_ahead_of(upi_gemm_ahead *f, const upi_gemm_side *s, int
 {
     const int64_t bytes = (int64_t)upipe_dtype_bytes(s->dtype);
     int64_t lanes = upi_gemm_least(s->lanes - first % s->panels * s->width, (last - first) * s->width);
-    int64_t row = s->depth_step == 1 ? depth : lanes,
-            step = s->depth_step == 1 ? s->lane_step : s->depth_step;
+    int64_t row = s->depth_stride == 1 ? depth : lanes,
+            stride = s->depth_stride == 1 ? s->lane_stride : s->depth_stride;
     int count;
     f->at = (uintptr_t)upi_gemm_panel(s, first, k, &count);
     f->lines = f->left = (int)((row * bytes + UPI_GEMM_LINE - 1) / UPI_GEMM_LINE);
-    f->jump = (intptr_t)(step * bytes - f->lines * UPI_GEMM_LINE);
-    f->rows = s->depth_step == 1 ? lanes : depth;
+    f->jump = (intptr_t)(stride * bytes - f->lines * UPI_GEMM_LINE);
+    f->rows = s->depth_stride == 1 ? lanes : depth;
 }
 
 /* ---- kernel ---- */
@@ -417,16 +417,16 @@ UPI_INLINE void upi_gemm_tile_step(int rows, int vectors, const float *a, const 
     for (v = 0; v < vectors; ++v) y[v] = upi_fw_load(b + v * UPI_WIDE);
     UPI_CPU_UNROLL
     for (i = 0; i < rows; ++i) {
-        const upi_fw x = upi_fw_broadcast(a + i * UPI_GEMM_A_STEP);
+        const upi_fw x = upi_fw_broadcast(a + i * UPI_GEMM_A_STRIDE);
         UPI_CPU_UNROLL
         for (v = 0; v < vectors; ++v) upi_fw_accumulate(&sum[i][v], x, y[v]);
     }
 }
 
-/* c[rows][COLS], rows c_step apart, (+)= one sum over k of a[i * A_STEP + k] * b[k][COLS]; of the columns the
+/* c[rows][COLS], rows c_stride apart, (+)= one sum over k of a[i * A_STRIDE + k] * b[k][COLS]; of the columns the
  * first `vectors` vectors. */
 UPI_INLINE void upi_gemm_tile_sum(int rows, int vectors, int depth, const float *__restrict a,
-                                  const float *__restrict b, float *__restrict c, int64_t c_step,
+                                  const float *__restrict b, float *__restrict c, int64_t c_stride,
                                   int accumulate, upi_gemm_ahead *__restrict ahead)
 {
     upi_fw sum[UPI_GEMM_ROWS][UPI_GEMM_VECTORS];
@@ -455,7 +455,7 @@ UPI_INLINE void upi_gemm_tile_sum(int rows, int vectors, int depth, const float 
     for (i = 0; i < rows; ++i) {
         UPI_CPU_UNROLL
         for (v = 0; v < vectors; ++v) {
-            float *at = c + i * c_step + v * UPI_WIDE;
+            float *at = c + i * c_stride + v * UPI_WIDE;
             upi_fw_store(at, accumulate ? upi_fw_add(upi_fw_load(at), sum[i][v]) : sum[i][v]);
         }
     }
@@ -463,36 +463,36 @@ UPI_INLINE void upi_gemm_tile_sum(int rows, int vectors, int depth, const float 
 
 /* The same for a packed depth of several sums. */
 UPI_INLINE void upi_gemm_tile(int rows, int vectors, int depth, int sum_depth, const float *a, const float *b,
-                              float *c, int64_t c_step, int accumulate, upi_gemm_ahead *ahead)
+                              float *c, int64_t c_stride, int accumulate, upi_gemm_ahead *ahead)
 {
     int k;
     for (k = 0; k < depth; k += sum_depth)
         upi_gemm_tile_sum(rows, vectors, depth - k < sum_depth ? depth - k : sum_depth, a + k,
-                          b + (int64_t)k * UPI_GEMM_COLS, c, c_step, accumulate || k > 0, ahead);
+                          b + (int64_t)k * UPI_GEMM_COLS, c, c_stride, accumulate || k > 0, ahead);
 }
 
 UPI_CPU_KERNEL void upi_gemm_tile_3(int depth, int sum_depth, const float *a, const float *b, float *c,
-                                    int64_t c_step, int accumulate, upi_gemm_ahead *ahead)
+                                    int64_t c_stride, int accumulate, upi_gemm_ahead *ahead)
 {
-    upi_gemm_tile(UPI_GEMM_ROWS, UPI_GEMM_VECTORS, depth, sum_depth, a, b, c, c_step, accumulate, ahead);
+    upi_gemm_tile(UPI_GEMM_ROWS, UPI_GEMM_VECTORS, depth, sum_depth, a, b, c, c_stride, accumulate, ahead);
 }
 
 UPI_CPU_KERNEL void upi_gemm_tile_2(int depth, int sum_depth, const float *a, const float *b, float *c,
-                                    int64_t c_step, int accumulate, upi_gemm_ahead *ahead)
+                                    int64_t c_stride, int accumulate, upi_gemm_ahead *ahead)
 {
-    upi_gemm_tile(UPI_GEMM_ROWS, 2, depth, sum_depth, a, b, c, c_step, accumulate, ahead);
+    upi_gemm_tile(UPI_GEMM_ROWS, 2, depth, sum_depth, a, b, c, c_stride, accumulate, ahead);
 }
 
 UPI_CPU_KERNEL void upi_gemm_tile_1(int depth, int sum_depth, const float *a, const float *b, float *c,
-                                    int64_t c_step, int accumulate, upi_gemm_ahead *ahead)
+                                    int64_t c_stride, int accumulate, upi_gemm_ahead *ahead)
 {
-    upi_gemm_tile(UPI_GEMM_ROWS, 1, depth, sum_depth, a, b, c, c_step, accumulate, ahead);
+    upi_gemm_tile(UPI_GEMM_ROWS, 1, depth, sum_depth, a, b, c, c_stride, accumulate, ahead);
 }
 
 UPI_CPU_KERNEL void upi_gemm_tile_short(int depth, int sum_depth, const float *a, const float *b, float *c,
-                                        int64_t c_step, int accumulate, upi_gemm_ahead *ahead)
+                                        int64_t c_stride, int accumulate, upi_gemm_ahead *ahead)
 {
-    upi_gemm_tile(UPI_GEMM_SHORT, UPI_GEMM_VECTORS, depth, sum_depth, a, b, c, c_step, accumulate, ahead);
+    upi_gemm_tile(UPI_GEMM_SHORT, UPI_GEMM_VECTORS, depth, sum_depth, a, b, c, c_stride, accumulate, ahead);
 }
 
 /* A tile of which rows x cols count. A matrix's last columns take a narrow kernel, its last rows a short one;
@@ -505,17 +505,17 @@ UPI_INLINE void upi_gemm_kernel(int rows, int cols, int *kernel_rows, int *kerne
 }
 
 UPI_INLINE void upi_gemm_tile_any(int rows, int cols, int depth, int sum_depth, const float *a,
-                                  const float *b, float *c, int64_t c_step, int accumulate,
+                                  const float *b, float *c, int64_t c_stride, int accumulate,
                                   upi_gemm_ahead *ahead)
 {
     if (rows <= UPI_GEMM_SHORT)
-        upi_gemm_tile_short(depth, sum_depth, a, b, c, c_step, accumulate, ahead);
+        upi_gemm_tile_short(depth, sum_depth, a, b, c, c_stride, accumulate, ahead);
     else if (cols <= UPI_WIDE)
-        upi_gemm_tile_1(depth, sum_depth, a, b, c, c_step, accumulate, ahead);
+        upi_gemm_tile_1(depth, sum_depth, a, b, c, c_stride, accumulate, ahead);
     else if (UPI_GEMM_VECTORS == 2 || cols <= 2 * UPI_WIDE)
-        upi_gemm_tile_2(depth, sum_depth, a, b, c, c_step, accumulate, ahead);
+        upi_gemm_tile_2(depth, sum_depth, a, b, c, c_stride, accumulate, ahead);
     else
-        upi_gemm_tile_3(depth, sum_depth, a, b, c, c_step, accumulate, ahead);
+        upi_gemm_tile_3(depth, sum_depth, a, b, c, c_stride, accumulate, ahead);
 }
 
 /* Address of c at a row panel and a column panel, with the part of the tile that lies in the matrix. */
@@ -527,29 +527,30 @@ UPI_INLINE void *upi_gemm_out(const upi_gemm_block *t, int64_t row_panel, int64_
     int64_t row = row_panel % t->a.panels * UPI_GEMM_ROWS, col = col_panel % t->b.panels * UPI_GEMM_COLS;
     *rows = (int)upi_gemm_least(out->n - row, UPI_GEMM_ROWS);
     *cols = (int)upi_gemm_least(out->d - col, UPI_GEMM_COLS);
-    return t->out + (head * out->h_step + row * out->n_step + col) * (int64_t)upipe_dtype_bytes(out->dtype);
+    return t->out +
+           (head * out->h_stride + row * out->n_stride + col) * (int64_t)upipe_dtype_bytes(out->dtype);
 }
 
 /* A tile that overhangs an f32 c: its valid part is carried into a whole tile and back. */
 UPI_CPU_KERNEL void upi_gemm_tile_edge(int rows, int cols, int depth, int sum_depth, const float *a,
-                                       const float *b, float *c, int64_t c_step, int accumulate,
+                                       const float *b, float *c, int64_t c_stride, int accumulate,
                                        upi_gemm_ahead *ahead)
 {
     float t[UPI_GEMM_TILE];
     int i;
     memset(t, 0, sizeof t);
     for (i = 0; accumulate && i < rows; ++i)
-        memcpy(t + i * UPI_GEMM_COLS, c + i * c_step, (size_t)cols * sizeof(float));
+        memcpy(t + i * UPI_GEMM_COLS, c + i * c_stride, (size_t)cols * sizeof(float));
     upi_gemm_tile_any(rows, cols, depth, sum_depth, a, b, t, UPI_GEMM_COLS, accumulate, ahead);
-    for (i = 0; i < rows; ++i) memcpy(c + i * c_step, t + i * UPI_GEMM_COLS, (size_t)cols * sizeof(float));
+    for (i = 0; i < rows; ++i) memcpy(c + i * c_stride, t + i * UPI_GEMM_COLS, (size_t)cols * sizeof(float));
 }
 
 /* Fetches the tile on the right; as addresses, since it need not exist. */
-UPI_INLINE void upi_gemm_fetch_tile(const float *c, int64_t c_step)
+UPI_INLINE void upi_gemm_fetch_tile(const float *c, int64_t c_stride)
 {
     uintptr_t row = (uintptr_t)(c + UPI_GEMM_COLS);
     int r;
-    for (r = 0; r < UPI_GEMM_ROWS; ++r, row += (uintptr_t)c_step * sizeof(float)) {
+    for (r = 0; r < UPI_GEMM_ROWS; ++r, row += (uintptr_t)c_stride * sizeof(float)) {
         __builtin_prefetch((const void *)row);
         __builtin_prefetch((const void *)(row + UPI_GEMM_COLS * sizeof(float) - 1));
     }
@@ -558,7 +559,7 @@ UPI_INLINE void upi_gemm_fetch_tile(const float *c, int64_t c_step)
 /* Row panels first .. last - 1, which are packed, times the packed columns of the block. */
 UPI_INLINE void upi_gemm_strip(upi_gemm_block *t, int64_t first, int64_t last, int depth, int accumulate)
 {
-    const int64_t c_step = t->g->out.n_step, all = t->col1 - t->col0;
+    const int64_t c_stride = t->g->out.n_stride, all = t->col1 - t->col0;
     const int sum_depth = t->g->sum_depth;
     int64_t i, j;
     int rows, cols, kernel_rows, kernel_cols;
@@ -573,10 +574,10 @@ UPI_INLINE void upi_gemm_strip(upi_gemm_block *t, int64_t first, int64_t last, i
                 c = t->sums + ((i - t->row0) * all + j - t->col0) * UPI_GEMM_TILE;
                 upi_gemm_tile_any(rows, cols, depth, sum_depth, a, b, c, UPI_GEMM_COLS, accumulate, ahead);
             } else if (rows == kernel_rows && cols == kernel_cols) {
-                if (accumulate && j + 1 < t->part1) upi_gemm_fetch_tile(c, c_step);
-                upi_gemm_tile_any(rows, cols, depth, sum_depth, a, b, c, c_step, accumulate, ahead);
+                if (accumulate && j + 1 < t->part1) upi_gemm_fetch_tile(c, c_stride);
+                upi_gemm_tile_any(rows, cols, depth, sum_depth, a, b, c, c_stride, accumulate, ahead);
             } else {
-                upi_gemm_tile_edge(rows, cols, depth, sum_depth, a, b, c, c_step, accumulate, ahead);
+                upi_gemm_tile_edge(rows, cols, depth, sum_depth, a, b, c, c_stride, accumulate, ahead);
             }
         }
     }
@@ -585,14 +586,14 @@ UPI_INLINE void upi_gemm_strip(upi_gemm_block *t, int64_t first, int64_t last, i
 /* Rounds the finished sums of a block into a c of 16 bits. */
 UPI_INLINE void upi_gemm_round_as(const upi_gemm_block *t, upipe_dtype dtype)
 {
-    const int64_t all = t->col1 - t->col0, step = t->g->out.n_step;
+    const int64_t all = t->col1 - t->col0, stride = t->g->out.n_stride;
     int64_t i, j, at;
     int rows, cols, r, k;
     for (i = t->row0; i < t->row1; ++i)
         for (j = 0; j < all; ++j) {
             const float *sum = t->sums + ((i - t->row0) * all + j) * UPI_GEMM_TILE;
             void *c = upi_gemm_out(t, i, t->col0 + j, &rows, &cols);
-            for (r = 0, at = 0; r < rows; ++r, sum += UPI_GEMM_COLS, at += step) {
+            for (r = 0, at = 0; r < rows; ++r, sum += UPI_GEMM_COLS, at += stride) {
                 for (k = 0; k + UPI_LANES <= cols; k += UPI_LANES)
                     upi_f8_put(c, dtype, at + k, upi_f8_load(sum + k));
                 for (; k < cols; ++k) upipe_cpu_put(c, dtype, at + k, sum[k]);
@@ -657,7 +658,7 @@ UPI_INLINE void upi_gemm_add(upi_gemm_block *t, int accumulate)
 
 UPI_INLINE void upi_gemm_next_matrix(upi_gemm_side *s, int64_t heads)
 {
-    s->data = (const char *)s->data + heads * s->head_step * (int64_t)upipe_dtype_bytes(s->dtype);
+    s->data = (const char *)s->data + heads * s->head_stride * (int64_t)upipe_dtype_bytes(s->dtype);
 }
 
 /* One block of c, over the whole depth of all matrices that are added up. */
@@ -673,7 +674,7 @@ UPIPE_API void upi_gemm_item(void *arg, int64_t item, int32_t worker)
     t.b = g->b;
     upi_gemm_next_matrix(&t.a, head);
     upi_gemm_next_matrix(&t.b, head);
-    t.out = (char *)g->out.data + head * g->out.h_step * (int64_t)upipe_dtype_bytes(g->out.dtype);
+    t.out = (char *)g->out.data + head * g->out.h_stride * (int64_t)upipe_dtype_bytes(g->out.dtype);
     t.row0 = at / g->col_blocks * g->block_rows;
     t.row1 = upi_gemm_least(g->a.all, t.row0 + g->block_rows);
     t.col0 = at % g->col_blocks * g->block_cols;

@@ -8,7 +8,7 @@
  *     upi_cpu_rowdot(...)         [tokens][heads] = a . b
  *
  * A row is d contiguous elements, walked a vector at a time; its last few ride in a vector filled up with
- * zeros, through the same instructions. So the bits of a row depend on its values alone: not on steps, nor on
+ * zeros, through the same instructions. So the bits of a row depend on its values alone: not on strides, nor on
  * its neighbours, nor on how tokens are split over calls or shared among threads. Arithmetic is f32, rounded
  * once where a bf16 or f16 is stored.
  *
@@ -82,22 +82,22 @@ UPI_CPU_KERNEL void upi_cast_run(const void *call, int64_t first, int64_t last)
 
 /* ---- rope ---- */
 
-/* Angles of one position: cos and sin of position * theta^(-2p/d) for the pairs p < d/2.
+/* Angles of one position: cos and sin of position * theta^(-2p/dims), or of position * rates[p], for the pairs.
  *
  * In f64. sin and cos are called at multiples of 64 only; from there each position turns the one before it by
  * the frequency, which costs four products a pair and adds an error below 3e-14. The anchors are absolute
  * positions, so a position has the same angles whatever token a call, or a thread, starts with.
  */
 typedef struct upi_rope_angles {
-    double cos_now[UPI_ROPE_DIM_MAX / 2], sin_now[UPI_ROPE_DIM_MAX / 2];   /* of `position` */
-    double cos_step[UPI_ROPE_DIM_MAX / 2], sin_step[UPI_ROPE_DIM_MAX / 2]; /* of one position */
-    double frequency[UPI_ROPE_DIM_MAX / 2];                                /* radians a position */
+    double cos_now[UPIPE_ROPE_DIM_MAX / 2], sin_now[UPIPE_ROPE_DIM_MAX / 2];   /* of `position` */
+    double cos_step[UPIPE_ROPE_DIM_MAX / 2], sin_step[UPIPE_ROPE_DIM_MAX / 2]; /* of one position */
+    double frequency[UPIPE_ROPE_DIM_MAX / 2];                                  /* radians a position */
     /* Rounded, factors of an element and of its partner: [pairs], or for interleaved pairs [2 * pairs] with
      * the first element's sin negative. */
-    float cos_row[UPI_ROPE_DIM_MAX], sin_row[UPI_ROPE_DIM_MAX];
+    float cos_row[UPIPE_ROPE_DIM_MAX], sin_row[UPIPE_ROPE_DIM_MAX];
     int64_t position;
     int pairs, interleaved;
-    double sign; /* -1: turns back */
+    double cos_factor, sin_factor; /* the call's factor; sin's is negative to turn back */
 } upi_rope_angles;
 
 UPI_CPU_KERNEL void upi_rope_anchor(upi_rope_angles *g, int64_t position)
@@ -126,15 +126,15 @@ UPI_CPU_KERNEL void upi_rope_round(upi_rope_angles *g)
     int p;
     if (g->interleaved)
         for (p = 0; p < g->pairs; ++p) {
-            float s = (float)(g->sign * g->sin_now[p]);
-            g->cos_row[2 * p] = g->cos_row[2 * p + 1] = (float)g->cos_now[p];
+            float s = (float)(g->sin_factor * g->sin_now[p]);
+            g->cos_row[2 * p] = g->cos_row[2 * p + 1] = (float)(g->cos_factor * g->cos_now[p]);
             g->sin_row[2 * p] = -s;
             g->sin_row[2 * p + 1] = s;
         }
     else
         for (p = 0; p < g->pairs; ++p) {
-            g->cos_row[p] = (float)g->cos_now[p];
-            g->sin_row[p] = (float)(g->sign * g->sin_now[p]);
+            g->cos_row[p] = (float)(g->cos_factor * g->cos_now[p]);
+            g->sin_row[p] = (float)(g->sin_factor * g->sin_now[p]);
         }
 }
 
@@ -146,13 +146,15 @@ UPI_INLINE void upi_rope_seek(upi_rope_angles *g, int64_t position)
 
 UPI_INLINE void upi_rope_begin(upi_rope_angles *g, const upipe_rope *r)
 {
+    const int turned = r->dims > 0 ? r->dims : r->x.d;
     int p;
     memset(g, 0, sizeof *g); /* pairs behind the last are read as whole vectors */
-    g->pairs = r->x.d / 2;
+    g->pairs = turned / 2;
     g->interleaved = r->interleaved;
-    g->sign = r->inverse ? -1 : 1;
+    g->cos_factor = r->factor > 0 ? r->factor : 1;
+    g->sin_factor = r->inverse ? -g->cos_factor : g->cos_factor;
     for (p = 0; p < g->pairs; ++p) {
-        g->frequency[p] = pow(r->theta, -2.0 * p / r->x.d);
+        g->frequency[p] = r->rates != NULL ? r->rates[p] : pow(r->theta, -2.0 * p / turned);
         g->cos_step[p] = cos(g->frequency[p]);
         g->sin_step[p] = sin(g->frequency[p]);
     }
@@ -573,7 +575,7 @@ UPI_INLINE void upi_sum_step(const upi_flat *f, void *row, const float *src, int
     upi_fw sum = f->accumulate ? upi_row_get(row, UPIPE_F32, k, n) : upi_fw_zero();
     int part;
     for (part = 0; part < f->src_count; ++part)
-        sum = upi_fw_add(sum, upi_row_get(src + part * f->src_step, UPIPE_F32, k, n));
+        sum = upi_fw_add(sum, upi_row_get(src + part * f->src_stride, UPIPE_F32, k, n));
     upi_row_put(row, dtype, k, n, sum);
 }
 
@@ -723,7 +725,7 @@ UPIPE_API upipe_status upi_cpu_rowdot(upipe_ctx *c, upipe_view out, upipe_view a
     return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_cpu_sum(upipe_ctx *c, upipe_view dst, const float *src, int64_t step, int count,
+UPIPE_API upipe_status upi_cpu_sum(upipe_ctx *c, upipe_view dst, const float *src, int64_t stride, int count,
                                    int accumulate)
 {
     upi_flat f;
@@ -731,7 +733,7 @@ UPIPE_API upipe_status upi_cpu_sum(upipe_ctx *c, upipe_view dst, const float *sr
     if (dst.n == 0) return UPIPE_OK;
     f = upi_flat_make(&dst, 1);
     f.src = src;
-    f.src_step = step;
+    f.src_stride = stride;
     f.src_count = count;
     f.accumulate = accumulate;
     upi_rows_share(c->ops, f.rows, f.row_bytes * (1 + count), 1, upi_sum_run, &f);

@@ -77,7 +77,8 @@
 #endif
 
 /* gcc forgets what it knows of a pointer: it neither keeps for later what is read there, nor turns the pointer
- * into offsets from others, both of which cost registers that a tile needs. clang does neither. */
+ * into offsets from others, both of which cost registers that a tile needs. Empty with clang, which would keep
+ * an address for each row and step on the stack. */
 #if defined(__clang__)
 #define UPI_OPAQUE_ADDRESS(p)
 #else

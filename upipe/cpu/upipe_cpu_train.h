@@ -10,7 +10,7 @@
  *     upi_cpu_adamw(...)             w, m, v [n]
  *
  * As in upipe_cpu_rows.h every element goes through the same vector instructions, the last few of a row
- * padded, so its bits depend neither on steps nor on its place nor on how rows are split over calls or shared
+ * padded, so its bits depend neither on strides nor on its place nor on how rows are split over calls or shared
  * among threads.
  */
 #ifndef UPIPE_CPU_TRAIN_H

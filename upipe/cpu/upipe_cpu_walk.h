@@ -146,12 +146,12 @@ UPIPE_API void upi_rows_share(const upipe_ops *ops, int64_t rows, int64_t row_by
 /* Views of one shape for what is done element by element. Rows that follow each other without a gap in all of
  * them are one long row, and that is cut into rows of UPI_ROW_PIECE. */
 typedef struct upi_flat {
-    upipe_view v[3]; /* only their data, types and steps */
+    upipe_view v[3]; /* only their data, types and strides */
     int64_t rows, heads, d;
     int64_t last;      /* elements of the last row; d in all others */
     int64_t row_bytes; /* of all views together, a row with its heads */
     const float *src;  /* sum's */
-    int64_t src_step;
+    int64_t src_stride;
     int src_count, accumulate;
 } upi_flat;
 
@@ -167,8 +167,8 @@ UPI_INLINE upi_flat upi_flat_make(const upipe_view *v, int count)
     for (i = 0; i < count; ++i) {
         f.v[i] = v[i];
         bytes += (int64_t)upipe_dtype_bytes(v[i].dtype);
-        heads_join &= f.heads == 1 || v[i].h_step == f.d;
-        rows_join &= f.rows == 1 || v[i].n_step == f.heads * f.d;
+        heads_join &= f.heads == 1 || v[i].h_stride == f.d;
+        rows_join &= f.rows == 1 || v[i].n_stride == f.heads * f.d;
     }
     if (heads_join) {
         f.d *= f.heads;
@@ -180,7 +180,7 @@ UPI_INLINE upi_flat upi_flat_make(const upipe_view *v, int count)
         f.d = UPI_ROW_PIECE;
         f.rows = (all + f.d - 1) / f.d;
         f.last = all - (f.rows - 1) * f.d;
-        for (i = 0; i < count; ++i) f.v[i].n_step = f.d;
+        for (i = 0; i < count; ++i) f.v[i].n_stride = f.d;
     }
     f.row_bytes = f.heads * f.d * bytes;
     return f;

@@ -13,7 +13,9 @@
  * so that P^T and dS^T are, as they lie in registers, the A operands of dV and dK; dS also goes through
  * shared memory, for dQ sums over the keys of all warps. At head dim 256 two warps share 16 keys: each
  * computes half of their P and dS, which they share through shared memory, and half of the columns of dV and
- * dK. The scale is in dS before it is rounded, so that dK may go on from any start.
+ * dK. The scale is in dS before it is rounded, so that dK may go on from any start. Where a device gives a block
+ * too little shared memory for that (SMALL: 99 KiB must do), it takes half of the keys, and two warps share 16 of
+ * them above head dim 64 too; dO then has one slot, and the next tile's comes while dQ is computed.
  *
  * dQ of a tile of queries is a sum over blocks, in f32 in scratch, added up in the order of the keys: a
  * counter for each tile says whose turn it is. So results have the same bits under any schedule. A block
@@ -34,22 +36,27 @@
 #include "upipe_cuda_attn_bwd90.h"
 #include "upipe_cuda_attn_fwd.h"
 
-template <int D> struct upi_cuda_attn_bwd_shape {
+template <int DIM, int SMALL> struct upi_cuda_attn_bwd_shape {
     enum {
-        WARPS = 8,
+        D = DIM,
+        WARPS = SMALL && D > 128 ? 4 : 8,
         THREADS = WARPS * 32,
-        KEYS = D > 128 ? 64 : 128,
+        KEYS = (D > 128 ? 64 : 128) >> SMALL,
         ROWS = UPI_CUDA_ATTN_BWD_ROWS(D),
-        SHARES = WARPS * 16 / KEYS, /* warps that share 16 keys */
+        SHARES = WARPS * 16 / KEYS,    /* warps that share 16 keys */
+        DQ_SHARES = WARPS * 16 / ROWS, /* and 16 queries of dQ */
         /* Queries whose S and dP a warp holds at once. At head dim 64 few, for two blocks a processor: K
          * and V are read once more for each part, but one block computes while the other waits. */
         COLUMNS = D == 64 ? 16 : ROWS / SHARES,
         BLOCKS = D > 64 ? 1 : 2, /* a processor, by registers */
         S_ROW = 64,              /* elements in a row of P and dS */
-        AT_V = KEYS * D * 2,
-        AT_Q = 2 * KEYS * D * 2, /* two slots, and two of dO */
-        AT_DOUT = AT_Q + 2 * ROWS * D * 2,
-        AT_S = AT_DOUT + 2 * ROWS * D * 2,
+        ROW = upi_cuda_attn_row<D>::BYTES,
+        AT_V = KEYS * ROW,
+        TILE = ROWS * ROW,
+        DOUT_SLOTS = 2 - SMALL,
+        AT_Q = 2 * KEYS * ROW, /* two slots */
+        AT_DOUT = AT_Q + 2 * TILE,
+        AT_S = AT_DOUT + DOUT_SLOTS * TILE,
         AT_P = AT_S + KEYS * S_ROW * 2,
         AT_LSE = AT_P + (SHARES > 1 ? KEYS * S_ROW * 2 : 0), /* two slots, and two of delta */
         SHARED = AT_LSE + 4 * ROWS * 4
@@ -69,7 +76,7 @@ template <int D, int N> UPI_DEVICE void upi_cuda_attn_dots(float s[N][4], uint32
         UPI_UNROLL
         for (int j = 0; j < N; j += 2) {
             uint32_t y[4], low[2], high[2];
-            upi_load_matrix4(y, upi_cuda_attn_chunk(b, c) + j * 8 * D * 2);
+            upi_load_matrix4(y, upi_cuda_attn_chunk(b, c) + j * 8 * upi_cuda_attn_row<D>::BYTES);
             low[0] = y[0], low[1] = y[2];
             high[0] = y[1], high[1] = y[3];
             upi_mma(s[j], x, low);
@@ -78,24 +85,25 @@ template <int D, int N> UPI_DEVICE void upi_cuda_attn_dots(float s[N][4], uint32
     }
 }
 
-/* out [16][8 N] += x [16][16] times 16 rows of a tile; `b` is what this lane loads of the first columns. */
-template <int N> UPI_DEVICE void upi_cuda_attn_times(float out[N][4], const uint32_t x[4], uint32_t b)
+/* out [16][8 N] += x [16][16] times 16 rows of a tile, of which `shares` warps take two tiles of 8 columns each in turn; `b`
+ * is what this lane loads of its first columns. */
+template <int N, int SHARES>
+UPI_DEVICE void upi_cuda_attn_times(float out[N][4], const uint32_t x[4], uint32_t b)
 {
     UPI_UNROLL
     for (int i = 0; i < N; i += 2) {
         uint32_t y[4];
-        upi_load_matrix4_trans(y, upi_cuda_attn_chunk(b, i));
+        upi_load_matrix4_trans(y, upi_cuda_attn_chunk(b, i * SHARES));
         upi_mma(out[i], x, y);
         upi_mma(out[i + 1], x, y + 2);
     }
 }
 
 /* How many keys the block has. */
-template <int D> UPI_DEVICE int upi_cuda_attn_bwd_keys(const upi_cuda_attn_args &a, int block)
+template <class shape> UPI_DEVICE int upi_cuda_attn_bwd_keys(const upi_cuda_attn_args &a, int block)
 {
-    const int most = upi_cuda_attn_bwd_shape<D>::KEYS;
-    const int64_t left = a.keys - (int64_t)block * most;
-    return left < most ? (int)left : most;
+    const int64_t left = a.keys - (int64_t)block * shape::KEYS;
+    return left < shape::KEYS ? (int)left : (int)shape::KEYS;
 }
 
 /* What a thread works on, in a block. */
@@ -106,9 +114,8 @@ typedef struct upi_cuda_attn_bwd_place {
     uint32_t mine;         /* row and chunk of the four matrices that it loads at once, as in the forward */
 } upi_cuda_attn_bwd_place;
 
-template <int D> UPI_DEVICE upi_cuda_attn_bwd_place upi_cuda_attn_bwd_here(void)
+template <class shape> UPI_DEVICE upi_cuda_attn_bwd_place upi_cuda_attn_bwd_here(void)
 {
-    typedef upi_cuda_attn_bwd_shape<D> shape;
     upi_cuda_attn_bwd_place x;
     x.tid = upi_cuda_attn_anew((int)threadIdx.x);
     x.lane = x.tid % 32;
@@ -116,42 +123,46 @@ template <int D> UPI_DEVICE upi_cuda_attn_bwd_place upi_cuda_attn_bwd_here(void)
     x.row0 = (x.tid / 32 - x.share * (shape::KEYS / 16)) * 16;
     x.dq_share = x.tid / 32 / (shape::ROWS / 16);
     x.dq_row0 = x.tid / 32 % (shape::ROWS / 16) * 16;
-    x.mine = upi_cuda_attn_at<D>(x.lane % 16, x.lane / 16);
+    x.mine = upi_cuda_attn_at<shape::D>(x.lane % 16, x.lane / 16);
     return x;
 }
 
-/* Starts copying Q and dO of tile m of head h into their slot. */
-template <int D, int MASKED>
-UPI_DEVICE void upi_cuda_attn_bwd_load(const upi_cuda_attn_bwd_args &g, uint32_t base, int h, int m, int slot)
+/* Starts copying Q of tile m of head h into its slot, and dO. */
+template <class shape>
+UPI_DEVICE void upi_cuda_attn_bwd_load_q(const upi_cuda_attn_bwd_args &g, uint32_t base, int h, int m,
+                                         int slot)
 {
-    typedef upi_cuda_attn_bwd_shape<D> shape;
-    const int ROWS = shape::ROWS, THREADS = shape::THREADS;
-    const int64_t q0 = (int64_t)m * ROWS;
-    base += slot * ROWS * D * 2;
-    upi_cuda_attn_load<D, ROWS, THREADS>(base + shape::AT_Q, g.a.q + h * g.a.q_head, g.a.q_step, q0,
-                                         g.a.queries, g.a.d);
-    upi_cuda_attn_load<D, ROWS, THREADS>(base + shape::AT_DOUT, g.dout + h * g.dout_head, g.dout_step, q0,
-                                         g.a.queries, MASKED ? g.a.v_dim : g.a.d);
-    upi_copy_commit();
+    upi_cuda_attn_load<shape::D, shape::ROWS, shape::THREADS>(base + shape::AT_Q + slot * shape::TILE,
+                                                              g.a.q + h * g.a.q_head, g.a.q_stride,
+                                                              (int64_t)m * shape::ROWS, g.a.queries, g.a.d);
+}
+
+template <class shape, int MASKED>
+UPI_DEVICE void upi_cuda_attn_bwd_load_dout(const upi_cuda_attn_bwd_args &g, uint32_t base, int h, int m,
+                                            int slot)
+{
+    upi_cuda_attn_load<shape::D, shape::ROWS, shape::THREADS>(
+        base + shape::AT_DOUT + slot * shape::TILE, g.dout + h * g.dout_head, g.dout_stride,
+        (int64_t)m * shape::ROWS, g.a.queries, MASKED ? g.a.v_dim : g.a.d);
 }
 
 /* lse and delta of the thread's query of the tile: x[0] and x[1]. They wait in registers for their slot. */
-template <int D>
+template <class shape>
 UPI_DEVICE void upi_cuda_attn_bwd_stats(const upi_cuda_attn_bwd_args &g, int h, int m, float x[2])
 {
     const int tid = upi_cuda_attn_anew((int)threadIdx.x);
-    const int64_t row = (int64_t)m * upi_cuda_attn_bwd_shape<D>::ROWS + tid;
+    const int64_t row = (int64_t)m * shape::ROWS + tid;
     x[0] = -INFINITY;
     x[1] = 0;
-    if (tid < upi_cuda_attn_bwd_shape<D>::ROWS && row < g.a.queries) {
-        x[0] = g.a.lse[row * g.a.lse_step + h * g.a.lse_head];
-        x[1] = g.delta[row * g.delta_step + h * g.delta_head];
+    if (tid < shape::ROWS && row < g.a.queries) {
+        x[0] = g.a.lse[row * g.a.lse_stride + h * g.a.lse_head];
+        x[1] = g.delta[row * g.delta_stride + h * g.delta_head];
     }
 }
 
-template <int D> UPI_DEVICE void upi_cuda_attn_bwd_keep(unsigned char *shared, int slot, const float x[2])
+template <class shape>
+UPI_DEVICE void upi_cuda_attn_bwd_keep(unsigned char *shared, int slot, const float x[2])
 {
-    typedef upi_cuda_attn_bwd_shape<D> shape;
     const int tid = upi_cuda_attn_anew((int)threadIdx.x);
     float *to = (float *)(shared + shape::AT_LSE) + slot * shape::ROWS + tid;
     if (tid >= shape::ROWS) return;
@@ -162,10 +173,10 @@ template <int D> UPI_DEVICE void upi_cuda_attn_bwd_keep(unsigned char *shared, i
 
 /* Hides keys from the queries, the columns of s, that don't see them. `ahead`: query i of these sees the
  * block's keys up to i + ahead; `end` of them there are. */
-template <int D, int N>
+template <class shape, int N>
 UPI_DEVICE void upi_cuda_attn_bwd_hide(float s[N][4], int first_key, int lane, int ahead, int end)
 {
-    if (end < upi_cuda_attn_bwd_shape<D>::KEYS || ahead < upi_cuda_attn_bwd_shape<D>::KEYS - 1) {
+    if (end < shape::KEYS || ahead < shape::KEYS - 1) {
         UPI_UNROLL
         for (int half = 0; half < 2; ++half) {
             const int key = first_key + lane / 4 + half * 8;
@@ -206,11 +217,11 @@ UPI_DEVICE void upi_cuda_attn_bwd_hide_by(float s[N][4], const upi_cuda_attn_run
 }
 
 /* Turns scores s into weights and dp into gradients of the scores. */
-template <int D, int N>
+template <class shape, int N>
 UPI_DEVICE void upi_cuda_attn_bwd_weights(float s[N][4], float dp[N][4], const float *lse, float scale,
                                           int lane)
 {
-    const float *delta = lse + 2 * upi_cuda_attn_bwd_shape<D>::ROWS;
+    const float *delta = lse + 2 * shape::ROWS;
     UPI_UNROLL
     for (int j = 0; j < N; ++j) {
         UPI_UNROLL
@@ -225,11 +236,11 @@ UPI_DEVICE void upi_cuda_attn_bwd_weights(float s[N][4], float dp[N][4], const f
 }
 
 /* The same under a soft-cap, from products; -INFINITY is a hidden one. */
-template <int D, int N>
+template <class shape, int N>
 UPI_DEVICE void upi_cuda_attn_bwd_capped(float s[N][4], float dp[N][4], const float *lse,
                                          const upi_cuda_attn_args &a, int lane)
 {
-    const float *delta = lse + 2 * upi_cuda_attn_bwd_shape<D>::ROWS;
+    const float *delta = lse + 2 * shape::ROWS;
     UPI_UNROLL
     for (int j = 0; j < N; ++j) {
         UPI_UNROLL
@@ -244,31 +255,29 @@ UPI_DEVICE void upi_cuda_attn_bwd_capped(float s[N][4], float dp[N][4], const fl
 }
 
 /* Where two warps share 16 keys: dV and dK of half of the columns, from all of P and dS. */
-template <int D, int N>
+template <class shape, int N>
 UPI_DEVICE void upi_cuda_attn_bwd_times_shared(float dk[N][4], float dv[N][4], uint32_t base, uint32_t at_q,
                                                uint32_t at_dout)
 {
-    typedef upi_cuda_attn_bwd_shape<D> shape;
-    const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<D>();
+    const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<shape>();
     const uint32_t mine_s = upi_cuda_attn_at<shape::S_ROW>(at.lane % 16, at.lane / 16);
     UPI_UNROLL
     for (int k = 0; k < shape::ROWS / 16; ++k) {
         uint32_t x[4];
         const uint32_t from = base + at.row0 * shape::S_ROW * 2 + upi_cuda_attn_chunk(mine_s, 2 * k);
-        const uint32_t rows = upi_cuda_attn_chunk(at.mine, at.share * N) + k * 16 * D * 2;
+        const uint32_t rows = upi_cuda_attn_chunk(at.mine, at.share * 2) + k * 16 * shape::ROW;
         upi_load_matrix4(x, from + shape::AT_P);
-        upi_cuda_attn_times<N>(dv, x, at_dout + rows);
+        upi_cuda_attn_times<N, shape::SHARES>(dv, x, at_dout + rows);
         upi_load_matrix4(x, from + shape::AT_S);
-        upi_cuda_attn_times<N>(dk, x, at_q + rows);
+        upi_cuda_attn_times<N, shape::SHARES>(dk, x, at_q + rows);
     }
 }
 
 /* The block's part of dQ: the warp's 16 queries and N * 8 columns. */
-template <int D, int N> UPI_DEVICE void upi_cuda_attn_bwd_dq(float dq[N][4], uint32_t base)
+template <class shape, int N> UPI_DEVICE void upi_cuda_attn_bwd_dq(float dq[N][4], uint32_t base)
 {
-    typedef upi_cuda_attn_bwd_shape<D> shape;
-    const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<D>();
-    const uint32_t columns = base + upi_cuda_attn_chunk(at.mine, at.dq_share * N);
+    const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<shape>();
+    const uint32_t columns = base + upi_cuda_attn_chunk(at.mine, at.dq_share * 2);
     /* dS lies transposed: the four matrices come in the order of the A operand all the same */
     const uint32_t mine_s =
         base + shape::AT_S +
@@ -279,23 +288,21 @@ template <int D, int N> UPI_DEVICE void upi_cuda_attn_bwd_dq(float dq[N][4], uin
     for (int k = 0; k < shape::KEYS / 16; ++k) {
         uint32_t x[4];
         upi_load_matrix4_trans(x, mine_s + k * 16 * shape::S_ROW * 2);
-        upi_cuda_attn_times<N>(dq, x, columns + k * 16 * D * 2);
+        upi_cuda_attn_times<N, shape::DQ_SHARES>(dq, x, columns + k * 16 * shape::ROW);
     }
 }
 
 /* Whether no block before adds to dQ of the tile; whether none after does. */
-template <int D, int MASKED>
+template <class shape, int MASKED>
 UPI_DEVICE int upi_cuda_attn_bwd_is_first(const upi_cuda_attn_bwd_args &g, int m, int block)
 {
-    typedef upi_cuda_attn_bwd_shape<D> shape;
     return block == 0 ||
            (MASKED && upi_cuda_attn_bwd_tiles_of<shape::KEYS, shape::ROWS, MASKED>(g, block - 1).end <= m);
 }
 
-template <int D, int MASKED>
+template <class shape, int MASKED>
 UPI_DEVICE int upi_cuda_attn_bwd_is_last(const upi_cuda_attn_bwd_args &g, int m, int block)
 {
-    typedef upi_cuda_attn_bwd_shape<D> shape;
     return MASKED ? block + 1 == g.blocks ||
                         upi_cuda_attn_bwd_tiles_of<shape::KEYS, shape::ROWS, MASKED>(g, block + 1).first > m
                   : upi_cuda_attn_reach(g.a, (int64_t)m * shape::ROWS, shape::ROWS) <=
@@ -312,55 +319,54 @@ UPI_DEVICE int *upi_cuda_attn_bwd_turn(const upi_cuda_attn_bwd_args &g, int h, i
  * it is all there is. */
 enum { UPI_BWD_BEGIN, UPI_BWD_ADD, UPI_BWD_END, UPI_BWD_ALL };
 
-template <int D, int N, int WHAT>
+template <class shape, int N, int WHAT>
 UPI_DEVICE void upi_cuda_attn_bwd_part(const upi_cuda_attn_bwd_args &g, const float dq[N][4], int h, int m)
 {
-    typedef upi_cuda_attn_bwd_shape<D> shape;
-    const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<D>();
+    const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<shape>();
     UPI_UNROLL
     for (int half = 0; half < 2; ++half) {
         const int64_t row = (int64_t)m * shape::ROWS + at.dq_row0 + at.lane / 4 + half * 8;
-        const int first = at.dq_share * N * 8 + at.lane % 4 * 2;
-        float *sum = g.dq_sum + row * g.dq_sum_step + h * g.dq_sum_head + first;
-        upi_bf16 *to = g.dq + row * g.dq_step + h * g.dq_head + first;
+        const int first = at.dq_share * 16 + at.lane % 4 * 2;
+        float *sum = g.dq_sum + row * g.dq_sum_stride + h * g.dq_sum_head + first;
+        upi_bf16 *to = g.dq + row * g.dq_stride + h * g.dq_head + first;
         if (row >= g.a.queries) continue;
         UPI_UNROLL
         for (int i = 0; i < N; ++i) {
-            upi_cuda_attn_pair *pair = (upi_cuda_attn_pair *)(sum + i * 8);
+            const int c = upi_cuda_attn_column<shape::DQ_SHARES>(i);
+            upi_cuda_attn_pair *pair = (upi_cuda_attn_pair *)(sum + c);
             float x = dq[i][2 * half], y = dq[i][2 * half + 1];
-            if (first + i * 8 >= g.a.d) continue;
+            if (first + c >= g.a.d) continue;
             if (WHAT == UPI_BWD_BEGIN) pair->x = x, pair->y = y;
             if (WHAT == UPI_BWD_ADD) {
                 upi_add_alone(&pair->x, x);
                 upi_add_alone(&pair->y, y);
             }
             if (WHAT == UPI_BWD_END) x = pair->x + x, y = pair->y + y;
-            if (WHAT >= UPI_BWD_END) *(uint32_t *)(to + i * 8) = upi_pack_bf16(x, y);
+            if (WHAT >= UPI_BWD_END) *(uint32_t *)(to + c) = upi_pack_bf16(x, y);
         }
     }
 }
 
 /* Adds the block's part to dQ of a tile, whose turn it has: the first block finds nothing there, the last one
  * writes the sum to dq. With merge all of them add to dq. Only the last one waits for what is there. */
-template <int D, int N>
+template <class shape, int N>
 UPI_DEVICE void upi_cuda_attn_bwd_add(const upi_cuda_attn_bwd_args &g, const float dq[N][4], int h, int m,
                                       int is_first, int is_last)
 {
     if (g.a.merge || (!is_first && !is_last))
-        upi_cuda_attn_bwd_part<D, N, UPI_BWD_ADD>(g, dq, h, m);
+        upi_cuda_attn_bwd_part<shape, N, UPI_BWD_ADD>(g, dq, h, m);
     else if (!is_last)
-        upi_cuda_attn_bwd_part<D, N, UPI_BWD_BEGIN>(g, dq, h, m);
+        upi_cuda_attn_bwd_part<shape, N, UPI_BWD_BEGIN>(g, dq, h, m);
     else if (!is_first)
-        upi_cuda_attn_bwd_part<D, N, UPI_BWD_END>(g, dq, h, m);
+        upi_cuda_attn_bwd_part<shape, N, UPI_BWD_END>(g, dq, h, m);
     else
-        upi_cuda_attn_bwd_part<D, N, UPI_BWD_ALL>(g, dq, h, m);
+        upi_cuda_attn_bwd_part<shape, N, UPI_BWD_ALL>(g, dq, h, m);
 }
 
 /* Tiles first .. end - 1 see no key at all, and no block takes them: zeros for their gradients. */
-template <int D>
+template <class shape>
 UPI_DEVICE void upi_cuda_attn_bwd_zero(const upi_cuda_attn_bwd_args &g, int kv, int first, int end)
 {
-    typedef upi_cuda_attn_bwd_shape<D> shape;
     const int lane = (int)threadIdx.x % 32;
     const int64_t from = (int64_t)first * shape::ROWS, past = (int64_t)end * shape::ROWS;
     const int64_t to = past < g.a.queries ? past : g.a.queries;
@@ -368,32 +374,32 @@ UPI_DEVICE void upi_cuda_attn_bwd_zero(const upi_cuda_attn_bwd_args &g, int kv, 
     for (int h = kv * g.a.group; h < (kv + 1) * g.a.group; ++h)
         for (int64_t row = from + (int)threadIdx.x / 32; row < to; row += shape::WARPS)
             for (int c = lane * 2; c < g.a.d; c += 64)
-                *(uint32_t *)(g.dq + row * g.dq_step + h * g.dq_head + c) = 0;
+                *(uint32_t *)(g.dq + row * g.dq_stride + h * g.dq_head + c) = 0;
 }
 
 /* A block sees to the tiles between those of the block before and its own, the last one to those that are
  * left. */
-template <int D, int MASKED>
+template <class shape, int MASKED>
 UPI_DEVICE void upi_cuda_attn_bwd_zeros(const upi_cuda_attn_bwd_args &g, int kv, int block,
                                         upi_cuda_attn_bwd_tiles range)
 {
-    typedef upi_cuda_attn_bwd_shape<D> shape;
     const int before = MASKED && block > 0
                            ? upi_cuda_attn_bwd_tiles_of<shape::KEYS, shape::ROWS, MASKED>(g, block - 1).end
                            : 0;
-    if (MASKED || block == 0) upi_cuda_attn_bwd_zero<D>(g, kv, before, range.first);
-    if (MASKED && block + 1 == g.blocks) upi_cuda_attn_bwd_zero<D>(g, kv, range.end, g.tiles);
+    if (MASKED || block == 0) upi_cuda_attn_bwd_zero<shape>(g, kv, before, range.first);
+    if (MASKED && block + 1 == g.blocks) upi_cuda_attn_bwd_zero<shape>(g, kv, range.end, g.tiles);
 }
 
-template <int D, int MASKED>
-UPI_KERNEL(upi_cuda_attn_bwd_shape<D>::THREADS, upi_cuda_attn_bwd_shape<D>::BLOCKS)
+template <int D, int SMALL, int MASKED>
+UPI_KERNEL((upi_cuda_attn_bwd_shape<D, SMALL>::THREADS), (upi_cuda_attn_bwd_shape<D, SMALL>::BLOCKS))
 void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
 {
-    typedef upi_cuda_attn_bwd_shape<D> shape;
-    const int KEYS = shape::KEYS, ROWS = shape::ROWS, THREADS = shape::THREADS, SHARES = shape::SHARES;
+    typedef upi_cuda_attn_bwd_shape<D, SMALL> shape;
+    const int KEYS = shape::KEYS, ROWS = shape::ROWS, ROW = shape::ROW;
+    const int THREADS = shape::THREADS, SHARES = shape::SHARES;
     const int COLUMNS = MASKED && D == 128 ? 32 : (int)shape::COLUMNS;
-    const int OUT = D / SHARES / 8;                    /* tiles of 8 columns of dV and dK, a warp's */
-    const int DQ = D / (shape::WARPS * 16 / ROWS) / 8; /* the same of dQ */
+    const int OUT = D / SHARES / 8;          /* tiles of 8 columns of dV and dK, a warp's */
+    const int DQ = D / shape::DQ_SHARES / 8; /* the same of dQ */
     UPI_SHARED(unsigned char, shared);
     const uint32_t base = upi_shared_address(shared);
     const int kv_heads = g.a.heads / g.a.group;
@@ -405,60 +411,67 @@ void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
     const int last_head = (kv + 1) * g.a.group;
     const upi_cuda_attn_bwd_tiles range =
         upi_cuda_attn_bwd_tiles_of<shape::KEYS, shape::ROWS, MASKED>(g, block);
-    upi_cuda_attn_bwd_zeros<D, MASKED>(g, kv, block, range);
+    upi_cuda_attn_bwd_zeros<shape, MASKED>(g, kv, block, range);
     if (range.first >= range.end) return;
 
     int h = kv * g.a.group, m = range.end - 1, slot = 0;
     float dk[OUT][4], dv[OUT][4], stats[2];
     {
-        const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<D>();
+        const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<shape>();
         const int64_t k0 = (int64_t)block * KEYS;
-        const int end = upi_cuda_attn_bwd_keys<D>(g.a, block);
-        upi_cuda_attn_load<D, KEYS, THREADS>(base, g.a.k + kv * g.a.k_head, g.a.k_step, k0, g.a.keys, g.a.d);
-        upi_cuda_attn_load<D, KEYS, THREADS>(base + shape::AT_V, g.a.v + kv * g.a.v_head, g.a.v_step, k0,
+        const int end = upi_cuda_attn_bwd_keys<shape>(g.a, block);
+        upi_cuda_attn_load<D, KEYS, THREADS>(base, g.a.k + kv * g.a.k_head, g.a.k_stride, k0, g.a.keys,
+                                             g.a.d);
+        upi_cuda_attn_load<D, KEYS, THREADS>(base + shape::AT_V, g.a.v + kv * g.a.v_head, g.a.v_stride, k0,
                                              g.a.keys, MASKED ? g.a.v_dim : g.a.d);
-        upi_cuda_attn_bwd_load<D, MASKED>(g, base, h, m, 0);
-        upi_cuda_attn_bwd_stats<D>(g, h, m, stats);
-        upi_cuda_attn_bwd_keep<D>(shared, 0, stats);
-        upi_cuda_attn_grad_get<OUT>(dk, g.dk + kv * g.dk_head + k0 * g.dk_step, g.dk_step, end, at.row0,
-                                    at.share * OUT * 8, g.a.d);
-        upi_cuda_attn_grad_get<OUT>(dv, g.dv + kv * g.dv_head + k0 * g.dv_step, g.dv_step, end, at.row0,
-                                    at.share * OUT * 8, MASKED ? g.a.v_dim : g.a.d);
+        upi_cuda_attn_bwd_load_q<shape>(g, base, h, m, 0);
+        upi_cuda_attn_bwd_load_dout<shape, MASKED>(g, base, h, m, 0);
+        upi_copy_commit();
+        upi_cuda_attn_bwd_stats<shape>(g, h, m, stats);
+        upi_cuda_attn_bwd_keep<shape>(shared, 0, stats);
+        upi_cuda_attn_grad_get<OUT, SHARES>(dk, g.dk + kv * g.dk_head + k0 * g.dk_stride, g.dk_stride, end,
+                                            at.row0, at.share * 16, g.a.d);
+        upi_cuda_attn_grad_get<OUT, SHARES>(dv, g.dv + kv * g.dv_head + k0 * g.dv_stride, g.dv_stride, end,
+                                            at.row0, at.share * 16, MASKED ? g.a.v_dim : g.a.d);
         upi_copy_wait<0>();
         __syncthreads(); /* the first tile is there */
     }
 
     while (h < last_head) {
-        const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<D>();
+        const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<shape>();
         const int now = upi_cuda_attn_anew(block);
         const upi_cuda_attn_bwd_tiles mine =
             upi_cuda_attn_bwd_tiles_of<shape::KEYS, shape::ROWS, MASKED>(g, now);
         const int next_h = m > mine.first ? h : h + 1, next_m = m > mine.first ? m - 1 : mine.end - 1;
-        const uint32_t at_q = base + shape::AT_Q + slot * ROWS * D * 2,
-                       at_dout = at_q + (shape::AT_DOUT - shape::AT_Q);
-        if (next_h < last_head) upi_cuda_attn_bwd_load<D, MASKED>(g, base, next_h, next_m, slot ^ 1);
+        const uint32_t at_q = base + shape::AT_Q + slot * shape::TILE;
+        const uint32_t at_dout = (shape::DOUT_SLOTS > 1 ? at_q - shape::AT_Q : base) + shape::AT_DOUT;
+        if (next_h < last_head) {
+            upi_cuda_attn_bwd_load_q<shape>(g, base, next_h, next_m, slot ^ 1);
+            if (shape::DOUT_SLOTS > 1)
+                upi_cuda_attn_bwd_load_dout<shape, MASKED>(g, base, next_h, next_m, slot ^ 1);
+            upi_copy_commit();
+        }
         UPI_CUDA_ATTN_TURNS(1)
         for (int part = 0; part < ROWS / SHARES / COLUMNS; ++part) {
             const int c0 = at.share * (ROWS / SHARES) + part * COLUMNS; /* first query, in the tile */
             const float *lse = (const float *)(shared + shape::AT_LSE) + slot * ROWS + c0;
             float s[COLUMNS / 8][4], dp[COLUMNS / 8][4];
-            upi_cuda_attn_dots<D, COLUMNS / 8>(s, base + at.row0 * D * 2 + at.mine,
-                                               at_q + c0 * D * 2 + at.mine);
-            upi_cuda_attn_dots<D, COLUMNS / 8>(dp, base + shape::AT_V + at.row0 * D * 2 + at.mine,
-                                               at_dout + c0 * D * 2 + at.mine);
+            upi_cuda_attn_dots<D, COLUMNS / 8>(s, base + at.row0 * ROW + at.mine, at_q + c0 * ROW + at.mine);
+            upi_cuda_attn_dots<D, COLUMNS / 8>(dp, base + shape::AT_V + at.row0 * ROW + at.mine,
+                                               at_dout + c0 * ROW + at.mine);
             if (MASKED)
                 upi_cuda_attn_bwd_hide_by<COLUMNS / 8>(s, g.a.runs + (int64_t)now * KEYS + at.row0,
-                                                       upi_cuda_attn_bwd_keys<D>(g.a, now) - at.row0, at.lane,
-                                                       m * ROWS + c0);
+                                                       upi_cuda_attn_bwd_keys<shape>(g.a, now) - at.row0,
+                                                       at.lane, m * ROWS + c0);
             else
-                upi_cuda_attn_bwd_hide<D, COLUMNS / 8>(
+                upi_cuda_attn_bwd_hide<shape, COLUMNS / 8>(
                     s, at.row0, at.lane,
                     upi_cuda_attn_near((int64_t)m * ROWS + g.a.ahead - (int64_t)now * KEYS, g.a.causal) + c0,
-                    upi_cuda_attn_bwd_keys<D>(g.a, now));
+                    upi_cuda_attn_bwd_keys<shape>(g.a, now));
             if (MASKED && g.a.squash != 0)
-                upi_cuda_attn_bwd_capped<D, COLUMNS / 8>(s, dp, lse, g.a, at.lane);
+                upi_cuda_attn_bwd_capped<shape, COLUMNS / 8>(s, dp, lse, g.a, at.lane);
             else
-                upi_cuda_attn_bwd_weights<D, COLUMNS / 8>(s, dp, lse, g.a.scale, at.lane);
+                upi_cuda_attn_bwd_weights<shape, COLUMNS / 8>(s, dp, lse, g.a.scale, at.lane);
             UPI_UNROLL
             for (int k = 0; k < COLUMNS / 16; ++k) {
                 uint32_t p[4], ds[4];
@@ -474,26 +487,32 @@ void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
                     if (SHARES > 1) *(uint32_t *)(shared + shape::AT_P + to) = p[e];
                 }
                 if (SHARES == 1) {
-                    upi_cuda_attn_times<OUT>(dv, p, at_dout + (c0 + k * 16) * D * 2 + at.mine);
-                    upi_cuda_attn_times<OUT>(dk, ds, at_q + (c0 + k * 16) * D * 2 + at.mine);
+                    upi_cuda_attn_times<OUT, 1>(dv, p, at_dout + (c0 + k * 16) * ROW + at.mine);
+                    upi_cuda_attn_times<OUT, 1>(dk, ds, at_q + (c0 + k * 16) * ROW + at.mine);
                 }
             }
         }
         __syncthreads(); /* dS is there */
         /* One thread asks for the turn, while the others multiply; another gives it on. Barriers between make the
          * acquire of the one, and the release of the other, stand for all. */
-        if (threadIdx.x == 32 && !upi_cuda_attn_bwd_is_first<D, MASKED>(g, m, now))
-            while (upi_load_acquire(upi_cuda_attn_bwd_turn(g, h, m)) != now) upi_pause();
-        if (next_h < last_head) upi_cuda_attn_bwd_stats<D>(g, next_h, next_m, stats);
-        if (SHARES > 1) upi_cuda_attn_bwd_times_shared<D, OUT>(dk, dv, base, at_q, at_dout);
+        if (threadIdx.x == 32 && !upi_cuda_attn_bwd_is_first<shape, MASKED>(g, m, now))
+            for (int tries = 0; upi_load_acquire(upi_cuda_attn_bwd_turn(g, h, m)) != now; upi_pause())
+                UPI_WATCH(tries, "the turn at tile", (uint32_t)m, (uint32_t)now);
+        if (next_h < last_head) upi_cuda_attn_bwd_stats<shape>(g, next_h, next_m, stats);
+        if (SHARES > 1) upi_cuda_attn_bwd_times_shared<shape, OUT>(dk, dv, base, at_q, at_dout);
+        if (shape::DOUT_SLOTS == 1) {
+            __syncthreads(); /* every warp is through with dO: the next one comes while dQ is computed */
+            if (next_h < last_head) upi_cuda_attn_bwd_load_dout<shape, MASKED>(g, base, next_h, next_m, 0);
+            upi_copy_commit();
+        }
         {
             float dq[DQ][4];
-            upi_cuda_attn_bwd_dq<D, DQ>(dq, base);
-            if (next_h < last_head) upi_cuda_attn_bwd_keep<D>(shared, slot ^ 1, stats);
-            const int is_first = upi_cuda_attn_bwd_is_first<D, MASKED>(g, m, now);
-            const int is_last = upi_cuda_attn_bwd_is_last<D, MASKED>(g, m, now);
+            upi_cuda_attn_bwd_dq<shape, DQ>(dq, base);
+            if (next_h < last_head) upi_cuda_attn_bwd_keep<shape>(shared, slot ^ 1, stats);
+            const int is_first = upi_cuda_attn_bwd_is_first<shape, MASKED>(g, m, now);
+            const int is_last = upi_cuda_attn_bwd_is_last<shape, MASKED>(g, m, now);
             __syncthreads(); /* it is the block's turn */
-            upi_cuda_attn_bwd_add<D, DQ>(g, dq, h, m, is_first, is_last);
+            upi_cuda_attn_bwd_add<shape, DQ>(g, dq, h, m, is_first, is_last);
             upi_copy_wait<0>();
             __syncthreads(); /* every warp is through with the tile, has added, and the next one is there */
             if (threadIdx.x == 0 && !is_last)
@@ -502,42 +521,55 @@ void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
         h = next_h, m = next_m, slot ^= 1;
     }
     {
-        const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<D>();
-        const int last = upi_cuda_attn_anew(block), end = upi_cuda_attn_bwd_keys<D>(g.a, last);
+        const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<shape>();
+        const int last = upi_cuda_attn_anew(block), end = upi_cuda_attn_bwd_keys<shape>(g.a, last);
         const int64_t k0 = (int64_t)last * KEYS;
         const int kv_last = upi_cuda_attn_anew(last_head) / g.a.group - 1;
-        upi_cuda_attn_grad_put<OUT>(dk, g.dk + kv_last * g.dk_head + k0 * g.dk_step, g.dk_step, end, at.row0,
-                                    at.share * OUT * 8, g.a.d);
-        upi_cuda_attn_grad_put<OUT>(dv, g.dv + kv_last * g.dv_head + k0 * g.dv_step, g.dv_step, end, at.row0,
-                                    at.share * OUT * 8, MASKED ? g.a.v_dim : g.a.d);
+        upi_cuda_attn_grad_put<OUT, SHARES>(dk, g.dk + kv_last * g.dk_head + k0 * g.dk_stride, g.dk_stride,
+                                            end, at.row0, at.share * 16, g.a.d);
+        upi_cuda_attn_grad_put<OUT, SHARES>(dv, g.dv + kv_last * g.dv_head + k0 * g.dv_stride, g.dv_stride,
+                                            end, at.row0, at.share * 16, MASKED ? g.a.v_dim : g.a.d);
     }
 }
 
 /* ---- host ---- */
 
-template <int D, int MASKED>
+template <int D, int SMALL, int MASKED>
 UPIPE_API upipe_status upi_cuda_attn_bwd_launch(upipe_ctx *c, const upipe_attn *call,
                                                 upi_cuda_attn_bwd_args *g)
 {
-    typedef upi_cuda_attn_bwd_shape<D> shape;
+    typedef upi_cuda_attn_bwd_shape<D, SMALL> shape;
     const int64_t blocks = upi_cuda_attn_key_blocks(g->a.keys, shape::KEYS);
     const int64_t heads = g->a.heads / g->a.group;
     UPIPE_TRY(upi_cuda_attn_fits(c, upi_cuda_attn_columns(call), shape::SHARED, blocks, heads));
-    UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_cuda_attn_bwd_kernel<D, MASKED>), shape::SHARED));
+    UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_cuda_attn_bwd_kernel<D, SMALL, MASKED>), shape::SHARED));
     UPIPE_CUDA_TRY(&c->err,
                    cudaMemsetAsync(g->turns, 0, upi_cuda_attn_turns_bytes(call), (cudaStream_t)c->stream));
     if (MASKED) UPIPE_TRY(upi_cuda_attn_key_runs(c, call, (upi_cuda_attn_run *)g->a.runs));
     g->blocks = (int)blocks;
-    return UPI_LAUNCH(c, (upi_cuda_attn_bwd_kernel<D, MASKED>), (unsigned)(blocks * heads), shape::THREADS,
-                      shape::SHARED, *g);
+    return UPI_LAUNCH(c, (upi_cuda_attn_bwd_kernel<D, SMALL, MASKED>), (unsigned)(blocks * heads),
+                      shape::THREADS, shape::SHARED, *g);
+}
+
+/* The small tile where the other one does not fit: of whole rows, for what other kernels would save there is little. */
+template <int D, int MASKED>
+UPIPE_API upipe_status upi_cuda_attn_bwd_fitting(upipe_ctx *c, const upipe_attn *call,
+                                                 upi_cuda_attn_bwd_args *g)
+{
+    const int most = ((const upipe_cuda *)c->ops->self)->shared_most;
+    if (upi_cuda_attn_bwd_shape<D, 0>::SHARED > most)
+        return upi_cuda_attn_bwd_launch<upi_cuda_attn_row<D>::COLUMNS, 1, MASKED>(c, call, g);
+    return upi_cuda_attn_bwd_launch<D, 0, MASKED>(c, call, g);
 }
 
 template <int MASKED>
 UPIPE_API upipe_status upi_cuda_attn_bwd_any(upipe_ctx *c, const upipe_attn *call, upi_cuda_attn_bwd_args *g)
 {
-    if (upi_cuda_attn_columns(call) <= 64) return upi_cuda_attn_bwd_launch<64, MASKED>(c, call, g);
-    if (upi_cuda_attn_columns(call) <= 128) return upi_cuda_attn_bwd_launch<128, MASKED>(c, call, g);
-    return upi_cuda_attn_bwd_launch<256, MASKED>(c, call, g);
+    if (upi_cuda_attn_columns(call) <= 64) return upi_cuda_attn_bwd_launch<64, 0, MASKED>(c, call, g);
+    if (upi_cuda_attn_columns(call) <= 96) return upi_cuda_attn_bwd_fitting<96, MASKED>(c, call, g);
+    if (upi_cuda_attn_columns(call) <= 128) return upi_cuda_attn_bwd_fitting<128, MASKED>(c, call, g);
+    if (upi_cuda_attn_columns(call) <= 192) return upi_cuda_attn_bwd_fitting<192, MASKED>(c, call, g);
+    return upi_cuda_attn_bwd_fitting<256, MASKED>(c, call, g);
 }
 
 /* Entry of the table. */
@@ -566,20 +598,20 @@ UPIPE_API upipe_status upi_cuda_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
     x.delta = (const float *)g->delta.data;
     x.dk = (float *)g->dk.data;
     x.dv = (float *)g->dv.data;
-    x.dout_step = g->dout.n_step, x.dout_head = g->dout.h_step;
-    x.delta_step = g->delta.n_step, x.delta_head = g->delta.h_step;
-    x.dk_step = g->dk.n_step, x.dk_head = g->dk.h_step;
-    x.dv_step = g->dv.n_step, x.dv_head = g->dv.h_step;
+    x.dout_stride = g->dout.n_stride, x.dout_head = g->dout.h_stride;
+    x.delta_stride = g->delta.n_stride, x.delta_head = g->delta.h_stride;
+    x.dk_stride = g->dk.n_stride, x.dk_head = g->dk.h_stride;
+    x.dv_stride = g->dv.n_stride, x.dv_head = g->dv.h_stride;
     x.turns = (int *)a->work;
     x.tiles = (int)upi_cuda_attn_query_tiles(a);
     if (a->merge) {
         x.dq_sum = (float *)g->dq.data;
-        x.dq_sum_step = g->dq.n_step, x.dq_sum_head = g->dq.h_step;
+        x.dq_sum_stride = g->dq.n_stride, x.dq_sum_head = g->dq.h_stride;
     } else {
         x.dq_sum = (float *)(tables + (masked ? upi_cuda_attn_runs_bytes(a->k.n) : 0));
-        x.dq_sum_step = a->q.d, x.dq_sum_head = a->q.n * a->q.d;
+        x.dq_sum_stride = a->q.d, x.dq_sum_head = a->q.n * a->q.d;
         x.dq = (upi_bf16 *)g->dq.data;
-        x.dq_step = g->dq.n_step, x.dq_head = g->dq.h_step;
+        x.dq_stride = g->dq.n_stride, x.dq_head = g->dq.h_stride;
     }
     obstacle = upi_cuda_bwd90_obstacle(c, g);
     upi_cuda_attn_chosen(c, "backward", obstacle == NULL ? "9.0" : "8.0", obstacle);

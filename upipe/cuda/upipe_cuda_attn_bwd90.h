@@ -18,7 +18,7 @@
  * dV, dK and dQ.
  *
  * A third warpgroup has a warp for each other thing: one loads K, V, and Q and dO through rings of two slots
- * (one for dO above head dim 128); one brings lse and delta, whose steps TMA can't take; one hands dQ to the
+ * (one for dO above head dim 128); one brings lse and delta, whose strides TMA can't take; one hands dQ to the
  * sums in global memory, which TMA adds to, in the order of the keys: in f32, the first block of a tile of
  * queries stores, the others add when it is their turn, as upipe_cuda_attn_bwd.h says, and for the same
  * reasons without deadlock and with the same bits under any schedule. A second kernel makes bf16 of the sums;
@@ -227,8 +227,8 @@ UPI_DEVICE void upi_cuda_bwd90_stats(const upi_cuda_attn_bwd_args &g, const upi_
             const int row = t.m * shape::ROWS + i * 32 + lane;
             float lse = INFINITY, delta = 0; /* a row beyond the last weighs every key 0 */
             if (row < g.a.queries) {
-                lse = g.a.lse[row * g.a.lse_step + t.h * g.a.lse_head];
-                delta = g.delta[row * g.delta_step + t.h * g.delta_head];
+                lse = g.a.lse[row * g.a.lse_stride + t.h * g.a.lse_head];
+                delta = g.delta[row * g.delta_stride + t.h * g.delta_head];
             }
             if (lse == -INFINITY) lse = INFINITY; /* and so does one that saw no key */
             exact |= lse != INFINITY && upi_cuda_attn_huge(lse);
@@ -243,9 +243,22 @@ UPI_DEVICE void upi_cuda_bwd90_stats(const upi_cuda_attn_bwd_args &g, const upi_
     }
 }
 
+/* A tile's sum is in memory, the wait having been a fence between the proxies too: the place of its last round is
+ * the consumers', and the block after may add. */
+template <int D> UPI_DEVICE void upi_cuda_bwd90_pass_on(uint32_t bars, int n, int *turn, int add)
+{
+    const int r = (n + 1) * upi_cuda_bwd90_shape<D>::ROUNDS - 1;
+    upi_mbarrier_arrive(upi_cuda_bwd90_dq_barrier<D>(bars + UPI_BWD90_DQ_EMPTY, r));
+    upi_add_release(turn, add);
+}
+
 /* dQ of every tile to where it is summed, when it is the block's turn; one thread. It asks for the next turn
  * while a sum is on its way. Where turn and tile are there already, the tile goes first, so that sums overlap;
- * otherwise the block after gets its turn as soon as the sum is there, and not when the next tile has gone. */
+ * otherwise the block after gets its turn as soon as the sum is there, and not when the next tile has gone.
+ *
+ * A wait that its place has been read may last as long as one for the sum: both are one machine instruction. So a
+ * place goes back with the turn of its tile, and the newest sum is waited for where nothing else can be done. Only
+ * between two rounds of a tile, which share a place, is there a wait for reads. */
 template <int D>
 UPI_DEVICE void upi_cuda_bwd90_sum(const upi_cuda_bwd90_args &x, const upi_cuda_bwd90_place &b)
 {
@@ -262,13 +275,13 @@ UPI_DEVICE void upi_cuda_bwd90_sum(const upi_cuda_bwd90_args &x, const upi_cuda_
         if (before != NULL && !(shape::DQ_SLOTS > 1 && mine &&
                                 upi_mbarrier_test(upi_cuda_bwd90_dq_barrier<D>(bars + UPI_BWD90_DQ_FULL, t.n),
                                                   upi_cuda_bwd90_dq_parity<D>(t.n)))) {
-            upi_bulk_wait<0>(); /* the wait is a fence between the proxies too */
-            upi_add_release(before, add);
+            upi_bulk_wait<0>(); /* nothing else is to be done */
+            upi_cuda_bwd90_pass_on<D>(bars, t.n - 1, before, add);
             before = NULL;
         }
-        while (!mine) {
+        for (int tries = 0; !mine; mine = upi_load_acquire(turn) == b.block) {
+            UPI_WATCH(tries, "the turn at tile", (uint32_t)t.m, (uint32_t)b.block);
             upi_pause();
-            mine = upi_load_acquire(turn) == b.block;
         }
         upi_fence_async_global();
         UPI_CUDA_ATTN_TURNS(1)
@@ -288,18 +301,19 @@ UPI_DEVICE void upi_cuda_bwd90_sum(const upi_cuda_bwd90_args &x, const upi_cuda_
                     upi_tma_add(&x.dq, column, row, t.h, from);
             }
             upi_bulk_commit();
+            if (round == shape::ROUNDS - 1) break;
             upi_bulk_wait_read<0>();
             upi_mbarrier_arrive(upi_cuda_bwd90_dq_barrier<D>(bars + UPI_BWD90_DQ_EMPTY, r));
         }
         if (before != NULL) {
             upi_bulk_wait<1>(); /* the sum before */
-            upi_add_release(before, add);
+            upi_cuda_bwd90_pass_on<D>(bars, t.n - 1, before, add);
         }
         before = turn;
         add = is_first ? b.block + 1 : 1;
     }
     upi_bulk_wait<0>(); /* the last sum */
-    upi_add_release(before, add);
+    upi_cuda_bwd90_pass_on<D>(bars, b.count - 1, before, add);
 }
 
 /* ---- consumers ---- */
@@ -631,14 +645,14 @@ UPI_DEVICE void upi_cuda_bwd90_grads(const upi_cuda_attn_bwd_args &g, const upi_
     const int first =
         (shape::BY_KEYS ? group * 64 : 0) + upi_cuda_attn_anew((int)threadIdx.x) % 128 / 32 * 16;
     const int column = shape::BY_KEYS ? 0 : group * shape::COLUMNS;
-    float *dk_at = g.dk + b.kv * g.dk_head + k0 * g.dk_step,
-          *dv_at = g.dv + b.kv * g.dv_head + k0 * g.dv_step;
+    float *dk_at = g.dk + b.kv * g.dk_head + k0 * g.dk_stride,
+          *dv_at = g.dv + b.kv * g.dv_head + k0 * g.dv_stride;
     if (BACK) {
-        upi_cuda_attn_grad_put<N>(dk, dk_at, g.dk_step, left, first, column, g.a.d);
-        upi_cuda_attn_grad_put<N>(dv, dv_at, g.dv_step, left, first, column, g.a.v_dim);
+        upi_cuda_attn_grad_put<N, 1>(dk, dk_at, g.dk_stride, left, first, column, g.a.d);
+        upi_cuda_attn_grad_put<N, 1>(dv, dv_at, g.dv_stride, left, first, column, g.a.v_dim);
     } else {
-        upi_cuda_attn_grad_get<N>(dk, dk_at, g.dk_step, left, first, column, g.a.d);
-        upi_cuda_attn_grad_get<N>(dv, dv_at, g.dv_step, left, first, column, g.a.v_dim);
+        upi_cuda_attn_grad_get<N, 1>(dk, dk_at, g.dk_stride, left, first, column, g.a.d);
+        upi_cuda_attn_grad_get<N, 1>(dv, dv_at, g.dv_stride, left, first, column, g.a.v_dim);
     }
 }
 
@@ -716,7 +730,7 @@ template <int ROWS> UPI_KERNEL(256, 1) void upi_cuda_bwd90_round_kernel(const up
     for (int i = (int)threadIdx.x; i < ROWS * chunks; i += 256) {
         const int64_t row = (int64_t)m * ROWS + i / chunks;
         const int column = i % chunks * 8;
-        const float *from = g.dq_sum + row * g.dq_sum_step + h * g.dq_sum_head + column;
+        const float *from = g.dq_sum + row * g.dq_sum_stride + h * g.dq_sum_head + column;
         upi_cuda_attn_chunk16 out;
         if (row >= g.a.queries) return;
         UPI_UNROLL
@@ -725,7 +739,7 @@ template <int ROWS> UPI_KERNEL(256, 1) void upi_cuda_bwd90_round_kernel(const up
             const upi_cuda_attn_pair pair = summed ? ((const upi_cuda_attn_pair *)from)[e] : none;
             out.word[e] = upi_pack_bf16(pair.x, pair.y);
         }
-        *(upi_cuda_attn_chunk16 *)(g.dq + row * g.dq_step + h * g.dq_head + column) = out;
+        *(upi_cuda_attn_chunk16 *)(g.dq + row * g.dq_stride + h * g.dq_head + column) = out;
     }
 }
 
@@ -751,7 +765,7 @@ UPIPE_API const char *upi_cuda_bwd90_obstacle(upipe_ctx *c, const upipe_attn_gra
     if (self->capability / 10 != 9) return "the device is of another generation";
     if (!upi_tensor_map_fits(a->q) || !upi_tensor_map_fits(a->k) || !upi_tensor_map_fits(a->v) ||
         !upi_tensor_map_fits(g->dout) || (a->merge && !upi_tensor_map_fits(g->dq)))
-        return "no tensor map has these steps";
+        return "no tensor map has these strides";
     if ((a->q.n / 64 + 1) * a->q.h > INT32_MAX || (a->k.n / 64 + 1) * a->k.h > INT32_MAX)
         return "32 bits do not count the blocks";
     return columns <= 64    ? upi_cuda_bwd90_missing<64>(self)
@@ -773,7 +787,7 @@ UPIPE_API upipe_status upi_cuda_bwd90_launch(upipe_ctx *c, const upipe_attn_grad
     x.g.blocks = (int)upi_cuda_attn_key_blocks(a->k.n, shape::KEYS);
     sums.data = g->dq_sum;
     sums.dtype = UPIPE_F32;
-    sums.n_step = g->dq_sum_step, sums.h_step = g->dq_sum_head;
+    sums.n_stride = g->dq_sum_stride, sums.h_stride = g->dq_sum_head;
     UPIPE_TRY(upi_tensor_map_make(c, &x.q, a->q, shape::ROWS));
     UPIPE_TRY(upi_tensor_map_make(c, &x.k, a->k, shape::KEYS));
     UPIPE_TRY(upi_tensor_map_make(c, &x.v, a->v, shape::KEYS));

@@ -87,22 +87,22 @@ UPI_DEVICE float upi_f32_slope(const upi_f32_masks &x, float product)
 /* The rows held: [UPI_F32_HELD][d], zeros beyond the last row. */
 template <int N> UPI_DEVICE void upi_f32_hold(float *to, upipe_view v, int h, int64_t first)
 {
-    const float *from = (const float *)v.data + h * v.h_step;
+    const float *from = (const float *)v.data + h * v.h_stride;
     int i;
     for (i = (int)threadIdx.x; i < UPI_F32_HELD * v.d; i += UPI_F32_THREADS) {
         int64_t row = first + i / v.d;
-        to[i] = row < v.n ? from[row * v.n_step + i % v.d] : 0.0f;
+        to[i] = row < v.n ? from[row * v.n_stride + i % v.d] : 0.0f;
     }
 }
 
 /* The rows that pass: [UPI_F32_PASSING][d | 1], zeros beyond the last one. */
 template <int N> UPI_DEVICE void upi_f32_pass(float *to, upipe_view v, int h, int64_t first)
 {
-    const float *from = (const float *)v.data + h * v.h_step;
+    const float *from = (const float *)v.data + h * v.h_stride;
     int i;
     for (i = (int)threadIdx.x; i < UPI_F32_PASSING * v.d; i += UPI_F32_THREADS) {
         int64_t row = first + i / v.d;
-        to[i / v.d * (v.d | 1) + i % v.d] = row < v.n ? from[row * v.n_step + i % v.d] : 0.0f;
+        to[i / v.d * (v.d | 1) + i % v.d] = row < v.n ? from[row * v.n_stride + i % v.d] : 0.0f;
     }
 }
 
@@ -161,8 +161,8 @@ template <int N>
 UPI_DEVICE void upi_f32_finish(upipe_attn a, int h, int64_t i, const float o[N], float m, float l)
 {
     int lane = (int)(threadIdx.x % 32), n;
-    float *lse = (float *)a.lse.data + i * a.lse.n_step + h * a.lse.h_step;
-    float *out = (float *)a.o.data + i * a.o.n_step + h * a.o.h_step;
+    float *lse = (float *)a.lse.data + i * a.lse.n_stride + h * a.lse.h_stride;
+    float *out = (float *)a.o.data + i * a.o.n_stride + h * a.o.h_stride;
     /* not `l > 0`: a NaN must come out as one */
     float here = l == 0.0f ? -INFINITY : m + logf(l), mine = l == 0.0f ? 0.0f : 1.0f / l, old = 0.0f;
     if (a.mask.sinks != NULL) upi_cuda_attn_add_sink(a.mask.sinks[h], m, l, &here, &mine);
@@ -256,8 +256,8 @@ void upi_attn_f32_dq(const upipe_attn_grad g, const upi_f32_masks x)
     for (r = 0; r < UPI_F32_ROWS; ++r) {
         int64_t i = first + warp * UPI_F32_ROWS + r;
         int there = i < a.q.n;
-        lse[r] = there ? ((const float *)a.lse.data)[i * a.lse.n_step + h * a.lse.h_step] : -INFINITY;
-        delta[r] = there ? ((const float *)g.delta.data)[i * g.delta.n_step + h * g.delta.h_step] : 0.0f;
+        lse[r] = there ? ((const float *)a.lse.data)[i * a.lse.n_stride + h * a.lse.h_stride] : -INFINITY;
+        delta[r] = there ? ((const float *)g.delta.data)[i * g.delta.n_stride + h * g.delta.h_stride] : 0.0f;
         UPI_UNROLL
         for (n = 0; n < N; ++n) dq[r][n] = 0.0f;
     }
@@ -281,7 +281,7 @@ void upi_attn_f32_dq(const upipe_attn_grad g, const upi_f32_masks x)
     UPI_UNROLL
     for (r = 0; r < UPI_F32_ROWS; ++r) {
         int64_t i = first + warp * UPI_F32_ROWS + r;
-        float *out = (float *)g.dq.data + i * g.dq.n_step + h * g.dq.h_step;
+        float *out = (float *)g.dq.data + i * g.dq.n_stride + h * g.dq.h_stride;
         UPI_UNROLL
         for (n = 0; n < N; ++n)
             if (i < a.q.n && lane + 32 * n < d)
@@ -312,8 +312,8 @@ void upi_attn_f32_dkv(const upipe_attn_grad g, const upi_f32_masks x)
         UPI_UNROLL
         for (n = 0; n < N; ++n) {
             const int e = lane + 32 * n;
-            const float *at_k = (const float *)g.dk.data + j * g.dk.n_step + kv * g.dk.h_step + e;
-            const float *at_v = (const float *)g.dv.data + j * g.dv.n_step + kv * g.dv.h_step + e;
+            const float *at_k = (const float *)g.dk.data + j * g.dk.n_stride + kv * g.dk.h_stride + e;
+            const float *at_v = (const float *)g.dv.data + j * g.dv.n_stride + kv * g.dv.h_stride + e;
             dk[r][n] = j < a.k.n && e < d ? *at_k : 0.0f;
             dv[r][n] = j < a.k.n && e < v_dim ? *at_v : 0.0f;
         }
@@ -323,10 +323,10 @@ void upi_attn_f32_dkv(const upipe_attn_grad g, const upi_f32_masks x)
     for (h = kv * group; h < (kv + 1) * group; ++h) {
         for (i = begin; i < end; i += UPI_F32_PASSING) {
             int there = i + lane < a.q.n;
-            float lse =
-                there ? ((const float *)a.lse.data)[(i + lane) * a.lse.n_step + h * a.lse.h_step] : -INFINITY;
+            float lse = there ? ((const float *)a.lse.data)[(i + lane) * a.lse.n_stride + h * a.lse.h_stride]
+                              : -INFINITY;
             float delta =
-                there ? ((const float *)g.delta.data)[(i + lane) * g.delta.n_step + h * g.delta.h_step]
+                there ? ((const float *)g.delta.data)[(i + lane) * g.delta.n_stride + h * g.delta.h_stride]
                       : 0.0f;
             __syncthreads();
             upi_f32_pass<N>(q, a.q, h, i);
@@ -353,8 +353,8 @@ void upi_attn_f32_dkv(const upipe_attn_grad g, const upi_f32_masks x)
         for (n = 0; n < N; ++n) {
             const int e = lane + 32 * n;
             if (j >= a.k.n) continue;
-            if (e < d) ((float *)g.dk.data)[j * g.dk.n_step + kv * g.dk.h_step + e] = dk[r][n];
-            if (e < v_dim) ((float *)g.dv.data)[j * g.dv.n_step + kv * g.dv.h_step + e] = dv[r][n];
+            if (e < d) ((float *)g.dk.data)[j * g.dk.n_stride + kv * g.dk.h_stride + e] = dk[r][n];
+            if (e < v_dim) ((float *)g.dv.data)[j * g.dv.n_stride + kv * g.dv.h_stride + e] = dv[r][n];
         }
     }
 }
@@ -387,8 +387,8 @@ UPIPE_API upi_f32_masks upi_f32_masks_make(const upipe_attn *a, int backward)
     memset(&x, 0, sizeof x);
     if (masked) x.queries = (const upi_cuda_attn_run *)a->work;
     if (masked && backward) x.keys = (const upi_cuda_attn_run *)((const char *)a->work + queries);
-    x.ahead = upi_attn_ahead(a);
-    x.slope = upi_attn_scale(a);
+    x.ahead = upipe_attn_ahead(a);
+    x.slope = upipe_attn_scale(a);
     x.scale = a->mask.softcap > 0 ? a->mask.softcap : x.slope;
     x.squash = a->mask.softcap > 0 ? x.slope / a->mask.softcap : 0;
     return x;

@@ -4,8 +4,8 @@
  *
  *     q, k, v     bf16; products sum in f32. f32 storage goes to upipe_cuda_attn_f32.h: tensor cores round it
  *     o           bf16 or f32
- *     rows        of q, k, v, o begin at multiples of 16 bytes: base and steps
- *     head dims   32 .. 256 in steps of 8, by kernels for 64, 128 and 256 whose last columns are zeros; the
+ *     rows        of q, k, v, o begin at multiples of 16 bytes: base and strides
+ *     head dims   32 .. 256 in steps of 8, by kernels for 64, 96, 128, 192 and 256 whose last columns are zeros; the
  *                 greater of q's and v's counts
  *
  * A block takes 128 queries of one head (64 at head dim 256), a warp 32 of them as two tiles of 16, so that
@@ -35,11 +35,16 @@
 
 /* ---- tiles in shared memory ---- */
 
+/* A row of a tile has space for a power of two of columns: those beyond D are neither loaded nor read. */
+template <int D> struct upi_cuda_attn_row {
+    enum { COLUMNS = D > 128 ? 256 : D > 64 ? 128 : 64, BYTES = COLUMNS * 2 };
+};
+
 /* Byte offset of 16-byte chunk c of row r of a tile [rows][D] of bf16. Eight rows of one column of chunks,
  * what one matrix of an ldmatrix reads, lie in different banks. */
 template <int D> UPI_DEVICE uint32_t upi_cuda_attn_at(int r, int c)
 {
-    return (uint32_t)(r * D * 2 + (((c & ~7) | ((c ^ r) & 7)) << 4));
+    return (uint32_t)(r * upi_cuda_attn_row<D>::BYTES + (((c & ~7) | ((c ^ r) & 7)) << 4));
 }
 
 /* The address of chunk c + add of the row that `at`, upi_cuda_attn_at(r, c), belongs to: `add` has no bit in
@@ -56,8 +61,10 @@ UPI_DEVICE void upi_cuda_attn_load(uint32_t to, const upi_bf16 *from, int64_t st
                                    int64_t rows, int d)
 {
     const int tid = upi_cuda_attn_anew((int)threadIdx.x);
-    const int stride = THREADS / (D / 8), c = tid % (D / 8), r = tid / (D / 8);
+    const int chunks = upi_cuda_attn_row<D>::COLUMNS / 8, stride = THREADS / chunks;
+    const int c = tid % chunks, r = tid / chunks;
     const int end = c * 8 >= d ? 0 : rows - first < ROWS ? (int)(rows - first) : ROWS;
+    if (c * 8 >= D) return;
     from += (first + r) * step + c * 8;
     UPI_UNROLL
     for (int i = 0; i < ROWS; i += stride, from += stride * step)
@@ -79,8 +86,10 @@ template <int D> struct upi_cuda_attn_fwd_shape {
         ROWS = WARPS * TILES * 16,
         KEYS = D > 128 ? 32 : 64,
         SLOTS = 3,
-        BLOCKS = 2, /* a processor, by registers */
-        ASIDE = (ROWS + SLOTS * KEYS) * D * 2,
+        TURNS = D == 96 ? 2 : 4, /* of the loop over columns at once; 4 do not divide the 6 of head dim 96 */
+        BLOCKS = 2,              /* a processor, by registers */
+        ROW = upi_cuda_attn_row<D>::BYTES,
+        ASIDE = (ROWS + SLOTS * KEYS) * ROW,
         SHARED = ASIDE + (int)sizeof(upi_cuda_attn_fwd_aside)
     };
 };
@@ -88,7 +97,7 @@ template <int D> struct upi_cuda_attn_fwd_shape {
 /* The slot of the ring before that one: where the tile after the next goes. */
 template <int D> UPI_DEVICE uint32_t upi_cuda_attn_fwd_before(uint32_t at, uint32_t ring)
 {
-    const int slot = upi_cuda_attn_fwd_shape<D>::KEYS * D * 2;
+    const int slot = upi_cuda_attn_fwd_shape<D>::KEYS * upi_cuda_attn_fwd_shape<D>::ROW;
     return at == ring ? ring + 2 * slot : at - slot;
 }
 
@@ -98,6 +107,7 @@ void upi_cuda_attn_fwd_kernel(const upi_cuda_attn_args a)
 {
     typedef upi_cuda_attn_fwd_shape<D> shape;
     const int TILES = shape::TILES, ROWS = shape::ROWS, KEYS = shape::KEYS, THREADS = shape::THREADS;
+    const int ROW = shape::ROW;
     UPI_SHARED(unsigned char, shared);
     const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
     const int64_t blocks = (a.queries + ROWS - 1) / ROWS;
@@ -118,7 +128,7 @@ void upi_cuda_attn_fwd_kernel(const upi_cuda_attn_args a)
     const int end = upi_cuda_attn_near(a.keys - 1 - (int64_t)whole * KEYS, 1) - lane % 4 * 2;
     upi_cuda_attn_fwd_aside *aside = (upi_cuda_attn_fwd_aside *)(shared + shape::ASIDE);
     const uint32_t at_q = upi_shared_address(shared);
-    const uint32_t ring = at_q + ROWS * D * 2, slot = KEYS * D * 2;
+    const uint32_t ring = at_q + ROWS * ROW, slot = KEYS * ROW;
     uint32_t at = ring; /* of the tile in hand: K, then V */
     /* This lane's row and chunk of the four matrices that it loads at once: rows 0 to 7 and 8 to 15 of one
      * chunk, then of the next. */
@@ -138,10 +148,10 @@ void upi_cuda_attn_fwd_kernel(const upi_cuda_attn_args a)
 
     if (first < tiles) {
         const upi_bf16 *k = a.k + head / a.group * a.k_head, *v = a.v + head / a.group * a.v_head;
-        upi_cuda_attn_load<D, ROWS, THREADS>(at_q, a.q + head * a.q_head, a.q_step, q0, a.queries, a.d);
-        upi_cuda_attn_load<D, KEYS, THREADS>(ring, k, a.k_step, (int64_t)first * KEYS, a.keys, a.d);
+        upi_cuda_attn_load<D, ROWS, THREADS>(at_q, a.q + head * a.q_head, a.q_stride, q0, a.queries, a.d);
+        upi_cuda_attn_load<D, KEYS, THREADS>(ring, k, a.k_stride, (int64_t)first * KEYS, a.keys, a.d);
         upi_copy_commit();
-        upi_cuda_attn_load<D, KEYS, THREADS>(ring + slot, v, a.v_step, (int64_t)first * KEYS, a.keys,
+        upi_cuda_attn_load<D, KEYS, THREADS>(ring + slot, v, a.v_stride, (int64_t)first * KEYS, a.keys,
                                              MASKED ? a.v_dim : a.d);
         upi_copy_commit();
         if (threadIdx.x == 0) aside->k = k, aside->v = v;
@@ -152,7 +162,7 @@ void upi_cuda_attn_fwd_kernel(const upi_cuda_attn_args a)
         upi_copy_wait<1>();
         __syncthreads(); /* K is there, and every warp is through with the V before: its slot is free */
         if (n + 1 < tiles)
-            upi_cuda_attn_load<D, KEYS, THREADS>(upi_cuda_attn_fwd_before<D>(at, ring), aside->k, a.k_step,
+            upi_cuda_attn_load<D, KEYS, THREADS>(upi_cuda_attn_fwd_before<D>(at, ring), aside->k, a.k_stride,
                                                  (int64_t)(n + 1) * KEYS, a.keys, a.d);
         upi_copy_commit();
         if (n < seen_end && n >= seen.first) { /* a warp may have nothing to do where others have */
@@ -163,16 +173,16 @@ void upi_cuda_attn_fwd_kernel(const upi_cuda_attn_args a)
                 UPI_UNROLL
                 for (int j = 0; j < KEYS / 8; ++j) s[m][j][0] = s[m][j][1] = s[m][j][2] = s[m][j][3] = 0;
             }
-            UPI_CUDA_ATTN_TURNS(4)
+            UPI_CUDA_ATTN_TURNS(shape::TURNS)
             for (int c = 0; c < D / 8; c += 2) {
                 uint32_t x[TILES][4];
                 UPI_UNROLL
                 for (int m = 0; m < TILES; ++m)
-                    upi_load_matrix4(x[m], upi_cuda_attn_chunk(at_q + mine, c) + (row0 + m * 16) * D * 2);
+                    upi_load_matrix4(x[m], upi_cuda_attn_chunk(at_q + mine, c) + (row0 + m * 16) * ROW);
                 UPI_UNROLL
                 for (int j = 0; j < KEYS / 8; j += 2) {
                     uint32_t y[4], low[2], high[2];
-                    upi_load_matrix4(y, upi_cuda_attn_chunk(at + mine, c) + j * 8 * D * 2);
+                    upi_load_matrix4(y, upi_cuda_attn_chunk(at + mine, c) + j * 8 * ROW);
                     low[0] = y[0], low[1] = y[2];
                     high[0] = y[1], high[1] = y[3];
                     UPI_UNROLL
@@ -281,7 +291,7 @@ void upi_cuda_attn_fwd_kernel(const upi_cuda_attn_args a)
         upi_copy_wait<1>();
         __syncthreads(); /* V is there, and every warp is through with K */
         if (n + 1 < tiles)
-            upi_cuda_attn_load<D, KEYS, THREADS>(upi_cuda_attn_fwd_before<D>(at, ring), aside->v, a.v_step,
+            upi_cuda_attn_load<D, KEYS, THREADS>(upi_cuda_attn_fwd_before<D>(at, ring), aside->v, a.v_stride,
                                                  (int64_t)(n + 1) * KEYS, a.keys, MASKED ? a.v_dim : a.d);
         upi_copy_commit();
         if (n < seen_end && n >= seen.first) {
@@ -290,7 +300,7 @@ void upi_cuda_attn_fwd_kernel(const upi_cuda_attn_args a)
                 UPI_UNROLL
                 for (int i = 0; i < D / 8; i += 2) {
                     uint32_t y[4];
-                    upi_load_matrix4_trans(y, upi_cuda_attn_chunk(at + mine, i) + j * 16 * D * 2);
+                    upi_load_matrix4_trans(y, upi_cuda_attn_chunk(at + mine, i) + j * 16 * ROW);
                     UPI_UNROLL
                     for (int m = 0; m < TILES; ++m) {
                         upi_mma(o[m][i], p[m][j], y);
@@ -310,7 +320,7 @@ void upi_cuda_attn_fwd_kernel(const upi_cuda_attn_args a)
             const int row = row0 + m * 16 + lane / 4 + half * 8;
             const int64_t query = q0 + row;
             const int real = query < a.queries;
-            float *at_lse = a.lse + query * a.lse_step + head * a.lse_head;
+            float *at_lse = a.lse + query * a.lse_stride + head * a.lse_head;
             float all = sum[m][half], lse, weight, keep = 0;
             all += __shfl_xor_sync(0xffffffffu, all, 1);
             all += __shfl_xor_sync(0xffffffffu, all, 2);
@@ -332,7 +342,7 @@ void upi_cuda_attn_fwd_kernel(const upi_cuda_attn_args a)
             UPI_UNROLL
             for (int i = 0; i < D / 8; ++i) {
                 const int column = i * 8 + lane % 4 * 2;
-                const int64_t to = query * a.o_step + head * a.o_head + column;
+                const int64_t to = query * a.o_stride + head * a.o_head + column;
                 upi_cuda_attn_pair *pair = (upi_cuda_attn_pair *)((float *)a.o + to);
                 float x = o[m][i][2 * half] * weight, y = o[m][i][2 * half + 1] * weight;
                 if (a.merge && keep != 0 && real && i * 8 < a.v_dim) {
@@ -354,11 +364,11 @@ void upi_cuda_attn_fwd_kernel(const upi_cuda_attn_args a)
     if (a.wide) return;
     __syncwarp();
     {
-        const int chunks = D / 8, stride = 32 / chunks > 0 ? 32 / chunks : 1;
+        const int chunks = upi_cuda_attn_row<D>::COLUMNS / 8, stride = 32 / chunks;
         const int c = lane % chunks, r = row0 + lane / chunks;
-        upi_bf16 *to = (upi_bf16 *)a.o + (q0 + r) * a.o_step + head * a.o_head + c * 8;
+        upi_bf16 *to = (upi_bf16 *)a.o + (q0 + r) * a.o_stride + head * a.o_head + c * 8;
         UPI_UNROLL
-        for (int i = 0; i < TILES * 16; i += stride, to += stride * a.o_step)
+        for (int i = 0; i < TILES * 16; i += stride, to += stride * a.o_stride)
             if (q0 + r + i < a.queries && c * 8 < a.v_dim)
                 *(upi_cuda_attn_chunk16 *)to =
                     *(const upi_cuda_attn_chunk16 *)(shared + upi_cuda_attn_at<D>(r + i, c));
@@ -401,7 +411,9 @@ UPIPE_API upipe_status upi_cuda_attn_fwd_any(upipe_ctx *c, const upipe_attn *cal
                                              const upi_cuda_attn_args *a)
 {
     if (upi_cuda_attn_columns(call) <= 64) return upi_cuda_attn_fwd_launch<64, MASKED>(c, call, a);
+    if (upi_cuda_attn_columns(call) <= 96) return upi_cuda_attn_fwd_launch<96, MASKED>(c, call, a);
     if (upi_cuda_attn_columns(call) <= 128) return upi_cuda_attn_fwd_launch<128, MASKED>(c, call, a);
+    if (upi_cuda_attn_columns(call) <= 192) return upi_cuda_attn_fwd_launch<192, MASKED>(c, call, a);
     return upi_cuda_attn_fwd_launch<256, MASKED>(c, call, a);
 }
 
@@ -419,7 +431,7 @@ UPIPE_API upipe_status upi_cuda_attn_fwd(upipe_ctx *c, const upipe_attn *a)
     if (a->q.n == 0) return UPIPE_OK;
     x = upi_cuda_attn_args_make(a);
     x.o = a->o.data;
-    x.o_step = a->o.n_step, x.o_head = a->o.h_step;
+    x.o_stride = a->o.n_stride, x.o_head = a->o.h_stride;
     x.merge = a->merge;
     x.wide = a->o.dtype == UPIPE_F32;
     obstacle = upi_cuda_fwd90_obstacle(c, a);

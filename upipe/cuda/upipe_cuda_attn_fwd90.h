@@ -2,8 +2,9 @@
  *                                                         backend cuda, includes cuda_attn_tile, hopper
  *
  * The same contract, numbers and masks as upipe_cuda_attn_fwd.h, for compute capability 9.0. One block a
- * processor stays for the whole call and takes blocks of queries from a list, the longest rows first. Of its
- * warpgroups one thread loads (TMA), and two (three where D is 64) compute, 64 queries each:
+ * processor, but for those of upipe_cuda.margin, stays for the whole call and takes blocks of queries from a list,
+ * the longest rows first. Of its warpgroups one thread loads (TMA), and two (three where D is 64) compute, 64
+ * queries each:
  *
  *     Q    [64 .. 192 queries][D]    once an item, the next one while this one ends
  *     K V  [KEYS][D]                 through rings of two slots each
@@ -47,14 +48,18 @@ template <int D, int KEYS> struct upi_cuda_fwd90_shape {
 typedef struct upi_cuda_fwd90_args {
     upi_tensor_map q, k, v, o; /* o: where it is bf16 and not merged into */
     upi_cuda_attn_args a;
-    int items, blocks; /* blocks of queries: of all heads, of one */
-    int section; /* heads whose keys and values share the cache: all of their items come before others */
+    int blocks;       /* of queries, of one head */
+    int section;      /* heads whose keys and values share the cache: all of their items come before others */
+    int rounds, more; /* in which the items of a section are dealt, and the items of a short last one */
+    const int *order; /* [blocks]: the longest first; NULL: the last first */
 } upi_cuda_fwd90_args;
 
 typedef struct upi_cuda_fwd90_item {
     int q0, head;
     upi_cuda_attn_tiles tiles;
 } upi_cuda_fwd90_item;
+
+enum { UPI_FWD90_ORDER_THREADS = 256 };
 
 UPI_DEVICE upi_cuda_attn_tiles upi_cuda_fwd90_tiles(const upi_cuda_attn_args &a, int query, int count,
                                                     int keys)
@@ -63,20 +68,64 @@ UPI_DEVICE upi_cuda_attn_tiles upi_cuda_fwd90_tiles(const upi_cuda_attn_args &a,
                           : upi_cuda_attn_tiles_of<0>(a, query, count, keys);
 }
 
-/* The block's item of this turn; 0: it has no more. Every second round runs backwards, so that nobody has the
- * longest item of every one. */
+/* Tiles that a block of queries goes through, none where no query sees a key; of a block that there is not, -1. */
 template <int ROWS, int KEYS>
-UPI_DEVICE int upi_cuda_fwd90_item_of(const upi_cuda_fwd90_args &g, int turn, upi_cuda_fwd90_item *x)
+UPI_DEVICE int upi_cuda_fwd90_length(const upi_cuda_attn_args &a, int block, int blocks)
 {
-    const int place = (int)(turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-    const int item = turn * (int)gridDim.x + place, all = g.blocks * g.section;
-    const int first = item / all * g.section, rest = g.a.heads - first;
-    const int heads = rest < g.section ? rest : g.section;
-    if (item >= g.items) return 0;
-    x->head = first + item % all % heads;
-    x->q0 = (g.blocks - 1 - item % all / heads) * ROWS;
-    x->tiles = upi_cuda_fwd90_tiles(g.a, x->q0, ROWS, KEYS);
-    return 1;
+    const upi_cuda_attn_tiles x = upi_cuda_fwd90_tiles(a, block < blocks ? block * ROWS : 0, ROWS, KEYS);
+    if (block >= blocks) return -1;
+    return x.end > x.first ? x.end - x.first : 0;
+}
+
+/* The block's next item, of this turn or a later one; 0: it has no more.
+ *
+ * A section is dealt in rounds, the longest items first, and every second round runs backwards: then nobody has
+ * the longest item of every one. A last round that is short gives some blocks one item more, in the next section
+ * those behind them in a circle: over all sections no block has two items more than another. Every second section
+ * is mirrored about these blocks, which levels what an odd number of rounds leaves. */
+template <int ROWS, int KEYS>
+UPI_DEVICE int upi_cuda_fwd90_item_of(const upi_cuda_fwd90_args &g, int *turn, upi_cuda_fwd90_item *x)
+{
+    const int grid = (int)gridDim.x;
+    for (;; ++*turn) {
+        const int section = *turn / g.rounds, round = *turn % g.rounds, first = section * g.section;
+        const int heads = g.a.heads - first < g.section ? g.a.heads - first : g.section;
+        const int all = g.blocks * heads, more = all % grid;
+        int place = (int)blockIdx.x - section * g.more % grid; /* in the circle */
+        if (heads <= 0) return 0;
+        if (section % 2) place = more - 1 - place;
+        if (place < 0) place += grid;
+        if (place >= grid) place -= grid;
+        if ((all / grid - round) % 2) place = grid - 1 - place;
+        place += round * grid;
+        if (place >= all) continue; /* of a short round */
+        x->head = first + place % heads;
+        place /= heads;
+        x->q0 = (g.order != NULL ? g.order[place] : g.blocks - 1 - place) * ROWS;
+        x->tiles = upi_cuda_fwd90_tiles(g.a, x->q0, ROWS, KEYS);
+        return 1;
+    }
+}
+
+/* The order of the blocks of queries of packed sequences, whose lengths rise and fall: of two that are as long the
+ * later one comes first. A thread counts the blocks that come before its own. */
+template <int ROWS, int KEYS>
+UPI_KERNEL(UPI_FWD90_ORDER_THREADS, 1)
+void upi_cuda_fwd90_order_kernel(const upi_cuda_attn_args a, int *order, int blocks)
+{
+    UPI_SHARED(int, lengths);
+    const int mine = (int)(blockIdx.x * UPI_FWD90_ORDER_THREADS + threadIdx.x);
+    const int length = upi_cuda_fwd90_length<ROWS, KEYS>(a, mine, blocks);
+    int place = 0;
+    for (int from = 0; from < blocks; from += UPI_FWD90_ORDER_THREADS) {
+        lengths[threadIdx.x] = upi_cuda_fwd90_length<ROWS, KEYS>(a, from + (int)threadIdx.x, blocks);
+        __syncthreads();
+        UPI_UNROLL_4
+        for (int i = 0; i < UPI_FWD90_ORDER_THREADS; ++i)
+            place += lengths[i] > length || (lengths[i] == length && from + i > mine);
+        __syncthreads();
+    }
+    if (mine < blocks) order[place] = mine;
 }
 
 /* Barriers, as they lie behind the tiles: two of each, of the slots; of Q, full and empty. */
@@ -120,12 +169,13 @@ template <int D, int KEYS> UPI_DEVICE void upi_cuda_fwd90_produce(const upi_cuda
     upi_tma_prefetch(&g.q);
     upi_tma_prefetch(&g.k);
     upi_tma_prefetch(&g.v);
-    for (int turn = 0; upi_cuda_fwd90_item_of<shape::ROWS, KEYS>(g, turn, &x); ++turn) {
+    for (int turn = 0; upi_cuda_fwd90_item_of<shape::ROWS, KEYS>(g, &turn, &x); ++turn) {
         const int kv = x.head / g.a.group, tiles = x.tiles.end - x.tiles.first;
         if (tiles <= 0) continue;
         upi_mbarrier_wait(bars + UPI_FWD90_Q_EMPTY, q++ % 2 ^ 1);
         upi_cuda_fwd90_load<D, shape::ROWS>(base, &g.q, x.q0, x.head, bars + UPI_FWD90_Q_FULL);
         /* K of a tile comes before V of the tile before, as consumers want them */
+        UPI_CUDA_ATTN_TURNS(1)
         for (int n = 0; n <= tiles; ++n, ++i) {
             const int row = (x.tiles.end - 1 - n) * KEYS;
             if (n < tiles) {
@@ -174,7 +224,8 @@ template <int D, int KEYS> UPI_DEVICE void upi_cuda_fwd90_values(float *o, const
 /* A thread's first row of an item; the second lies 8 below. In its consumer, whose first query is q0. */
 UPI_DEVICE int upi_cuda_fwd90_row(void)
 {
-    return (int)threadIdx.x % 128 / 32 * 16 + (int)threadIdx.x % 32 / 4;
+    const int thread = upi_cuda_attn_anew((int)threadIdx.x);
+    return thread % 128 / 32 * 16 + thread % 32 / 4;
 }
 
 /* Masks a tile of scores of the 64 queries from q0. Cold: what it needs is made anew, not kept in
@@ -271,7 +322,7 @@ UPI_DEVICE float upi_cuda_fwd90_finish(const upi_cuda_attn_args &a, int head, in
                                        float sum, float *keep)
 {
     const int real = query < a.queries;
-    float *at_lse = a.lse + query * a.lse_step + head * a.lse_head;
+    float *at_lse = a.lse + query * a.lse_stride + head * a.lse_head;
     float weight = sum == 0 ? 0 : 1 / sum; /* not `sum > 0`: a NaN must come out as one */
     float lse = sum == 0 ? -INFINITY : fmaf(top, a.scale, logf(sum));
     *keep = 0;
@@ -316,7 +367,7 @@ UPI_DEVICE void upi_cuda_fwd90_output(const upi_cuda_fwd90_args &g, const upi_cu
 {
     typedef upi_cuda_fwd90_shape<D, KEYS> shape;
     const upi_cuda_attn_args &a = g.a;
-    const int lane = upi_cuda_attn_anew((int)threadIdx.x) % 32, warp = (int)threadIdx.x % 128 / 32;
+    const int thread = upi_cuda_attn_anew((int)threadIdx.x), lane = thread % 32, warp = thread % 128 / 32;
     const int staged = !a.merge && !a.wide && item.tiles.first < item.tiles.end;
     const int row = group * 64 + warp * 16, first = item.q0 + group * 64 + upi_cuda_fwd90_row();
     float keep[2];
@@ -336,7 +387,7 @@ UPI_DEVICE void upi_cuda_fwd90_output(const upi_cuda_fwd90_args &g, const upi_cu
         UPI_UNROLL
         for (int half = 0; half < 2; ++half) {
             const int64_t query = first + half * 8;
-            const int64_t to = query * a.o_step + item.head * a.o_head + lane % 4 * 2;
+            const int64_t to = query * a.o_stride + item.head * a.o_head + lane % 4 * 2;
             UPI_UNROLL
             for (int i = 0; i < D / 8; ++i)
                 if (query < a.queries && i * 8 < a.v_dim)
@@ -372,17 +423,18 @@ UPI_DEVICE void upi_cuda_fwd90_consume(const upi_cuda_fwd90_args &g, uint32_t ba
 {
     typedef upi_cuda_fwd90_shape<D, KEYS> shape;
     const uint32_t bars = base + shape::AT_BARRIERS, at_q = base + (uint32_t)group * 64 * 128;
-    /* each warp tells for itself that it is through: waits for products are a warp's own */
-    const int leads = threadIdx.x % 128 == 0, tells = threadIdx.x % 32 == 0, my_turn = 1 + group,
+    /* each warp arrives for itself when it is through: waits for products are a warp's own */
+    const int leads = threadIdx.x % 128 == 0, arrives = threadIdx.x % 32 == 0, my_turn = 1 + group,
               next_turn = 1 + (group + 1) % shape::CONSUMERS;
     uint32_t i = 0, q = 0; /* tiles and items so far */
     upi_cuda_fwd90_item item;
     if (shape::IN_TURN && group == shape::CONSUMERS - 1) upi_barrier_arrive(next_turn, 256);
-    for (int turn = 0; upi_cuda_fwd90_item_of<shape::ROWS, KEYS>(g, turn, &item); ++turn) {
+    for (int turn = 0; upi_cuda_fwd90_item_of<shape::ROWS, KEYS>(g, &turn, &item); ++turn) {
         const int q0 = item.q0 + group * 64;
         const upi_cuda_attn_tiles mine = upi_cuda_fwd90_tiles(g.a, q0, 64, KEYS);
         float o[D / 2], s[KEYS / 2], top[2], sum[2], fold[2];
         uint32_t p[KEYS / 4];
+        i = __shfl_sync(0xffffffffu, i, 0); /* the same in every lane: its addresses take uniform registers */
         UPI_UNROLL
         for (int e = 0; e < D / 2; ++e) o[e] = 0;
         top[0] = top[1] = -INFINITY;
@@ -395,7 +447,7 @@ UPI_DEVICE void upi_cuda_fwd90_consume(const upi_cuda_fwd90_args &g, uint32_t ba
             upi_cuda_fwd90_scores<D, KEYS>(s, at_q, base + shape::AT_K + i % 2 * shape::TILE);
             if (shape::IN_TURN) upi_barrier_arrive(next_turn, 256);
             upi_wgmma_wait<0>();
-            if (tells) upi_mbarrier_arrive(upi_cuda_fwd90_slot(bars + UPI_FWD90_K_EMPTY, i));
+            if (arrives) upi_mbarrier_arrive(upi_cuda_fwd90_slot(bars + UPI_FWD90_K_EMPTY, i));
             if (g.a.squash != 0) upi_cuda_fwd90_cap<KEYS>(s, g.a.squash);
             if (n < mine.whole || n >= mine.whole_end) upi_cuda_fwd90_hide<KEYS>(s, g.a, q0, n);
             upi_cuda_fwd90_weigh<KEYS>(s, top, sum, fold, g.a.rate);
@@ -409,26 +461,28 @@ UPI_DEVICE void upi_cuda_fwd90_consume(const upi_cuda_fwd90_args &g, uint32_t ba
                 upi_cuda_fwd90_values<D, KEYS>(o, p, base + shape::AT_V + (i - 1) % 2 * shape::TILE);
                 if (shape::IN_TURN) upi_barrier_arrive(next_turn, 256);
                 upi_wgmma_wait<1>(); /* the scores are there */
-                if (tells) upi_mbarrier_arrive(upi_cuda_fwd90_slot(bars + UPI_FWD90_K_EMPTY, i));
+                if (arrives) upi_mbarrier_arrive(upi_cuda_fwd90_slot(bars + UPI_FWD90_K_EMPTY, i));
                 if (g.a.squash != 0) upi_cuda_fwd90_cap<KEYS>(s, g.a.squash);
                 if (n < mine.whole || n >= mine.whole_end) upi_cuda_fwd90_hide<KEYS>(s, g.a, q0, n);
                 upi_cuda_fwd90_weigh<KEYS>(s, top, sum, fold, g.a.rate);
                 upi_computed_before(sum[0] + sum[1], base); /* the weights, under the values' product */
                 upi_wgmma_wait<0>();                        /* the values are, and p is free */
-                if (tells) upi_mbarrier_arrive(upi_cuda_fwd90_slot(bars + UPI_FWD90_V_EMPTY, i - 1));
-                UPI_UNROLL
-                for (int e = 0; e < D / 2; ++e) o[e] *= fold[e / 2 % 2];
+                if (arrives) upi_mbarrier_arrive(upi_cuda_fwd90_slot(bars + UPI_FWD90_V_EMPTY, i - 1));
+                if (__any_sync(0xffffffffu, fold[0] != 1 || fold[1] != 1)) { /* seldom, once a row is long */
+                    UPI_UNROLL
+                    for (int e = 0; e < D / 2; ++e) o[e] *= fold[e / 2 % 2];
+                }
                 upi_cuda_fwd90_pack<KEYS>(p, s);
             }
-            if (shape::O_APART && tells) upi_mbarrier_arrive(bars + UPI_FWD90_Q_EMPTY);
+            if (shape::O_APART && arrives) upi_mbarrier_arrive(bars + UPI_FWD90_Q_EMPTY);
             upi_mbarrier_wait(upi_cuda_fwd90_slot(bars + UPI_FWD90_V_FULL, i - 1),
                               upi_cuda_fwd90_parity(i - 1));
             upi_cuda_fwd90_values<D, KEYS>(o, p, base + shape::AT_V + (i - 1) % 2 * shape::TILE);
             upi_wgmma_wait<0>();
-            if (tells) upi_mbarrier_arrive(upi_cuda_fwd90_slot(bars + UPI_FWD90_V_EMPTY, i - 1));
+            if (arrives) upi_mbarrier_arrive(upi_cuda_fwd90_slot(bars + UPI_FWD90_V_EMPTY, i - 1));
         }
         upi_cuda_fwd90_output<D, KEYS>(g, item, base, group, o, top, sum);
-        if (!shape::O_APART && tells && item.tiles.first < item.tiles.end)
+        if (!shape::O_APART && arrives && item.tiles.first < item.tiles.end)
             upi_mbarrier_arrive(bars + UPI_FWD90_Q_EMPTY);
     }
     if (shape::IN_TURN && group == 0) upi_barrier_sync(my_turn, 256); /* the turn that nobody took */
@@ -493,7 +547,7 @@ UPIPE_API const char *upi_cuda_fwd90_obstacle(upipe_ctx *c, const upipe_attn *a)
     if (self->capability / 10 != 9) return "the device is of another generation";
     if (!upi_tensor_map_fits(a->q) || !upi_tensor_map_fits(a->k) || !upi_tensor_map_fits(a->v) ||
         (plain && !upi_tensor_map_fits(a->o)))
-        return "no tensor map has these steps";
+        return "no tensor map has these strides";
     if ((a->q.n / 128 + 1) * a->q.h > INT32_MAX / 2) return "32 bits do not count the blocks of queries";
     if (columns > 128) return upi_cuda_fwd90_missing<256, 80>(self);
     if (columns <= 64) return upi_cuda_fwd90_missing<64, 128>(self);
@@ -512,29 +566,48 @@ UPIPE_API int upi_cuda_fwd90_suits_176(const upipe_attn *a)
     return first == 0 && end == a->k.n && more - fewer <= fewer / 16;
 }
 
+/* The list of items of a call, with g->a; returns the blocks of the grid. */
+template <int D, int KEYS> UPIPE_API int upi_cuda_fwd90_deal(upi_cuda_fwd90_args *g, int processors)
+{
+    const upi_cuda_attn_args *a = &g->a;
+    const int rows = upi_cuda_fwd90_shape<D, KEYS>::ROWS;
+    const int64_t fit = UPI_FWD90_CACHE / ((int64_t)(a->d + a->v_dim) * 2) / a->keys * a->group;
+    int items, grid;
+    g->blocks = (int)((a->queries + rows - 1) / rows);
+    g->section = (int)upipe_clamp(fit, a->group, a->heads);
+    items = g->blocks * a->heads;
+    grid = items < processors ? items : processors;
+    g->rounds = (g->blocks * g->section + grid - 1) / grid;
+    g->more = g->blocks * g->section % grid;
+    return grid;
+}
+
 template <int D, int KEYS>
 UPIPE_API upipe_status upi_cuda_fwd90_launch(upipe_ctx *c, const upipe_attn *call,
                                              const upi_cuda_attn_args *a)
 {
     typedef upi_cuda_fwd90_shape<D, KEYS> shape;
     const upipe_cuda *self = (const upipe_cuda *)c->ops->self;
-    const int blocks = (int)((a->queries + shape::ROWS - 1) / shape::ROWS);
-    const int64_t fit = UPI_FWD90_CACHE / ((int64_t)(a->d + a->v_dim) * 2) / a->keys * a->group;
     upi_cuda_fwd90_args g;
+    int grid;
     memset(&g, 0, sizeof g);
     UPIPE_TRY(upi_tensor_map_make(c, &g.q, call->q, shape::ROWS));
     UPIPE_TRY(upi_tensor_map_make(c, &g.k, call->k, KEYS));
     UPIPE_TRY(upi_tensor_map_make(c, &g.v, call->v, KEYS));
     if (!a->merge && !a->wide) UPIPE_TRY(upi_tensor_map_make(c, &g.o, call->o, 64));
     g.a = *a;
-    g.blocks = blocks;
-    g.items = blocks * a->heads;
-    g.section = (int)upi_between(fit, a->group, a->heads);
+    grid = upi_cuda_fwd90_deal<D, KEYS>(&g, self->processors - self->margin);
     UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_cuda_fwd90_kernel<D, KEYS>), shape::SHARED));
     if (a->runs != NULL) UPIPE_TRY(upi_cuda_attn_query_runs(c, call, (upi_cuda_attn_run *)call->work));
-    return UPI_LAUNCH(c, (upi_cuda_fwd90_kernel<D, KEYS>),
-                      (unsigned)(g.items < self->processors ? g.items : self->processors), shape::THREADS,
-                      shape::SHARED, g);
+    if (call->mask.cu_seqlens != NULL) {
+        int *order = (int *)((char *)call->work + upi_cuda_attn_runs_bytes(a->queries));
+        UPIPE_TRY(UPI_LAUNCH(c, (upi_cuda_fwd90_order_kernel<shape::ROWS, KEYS>),
+                             (unsigned)((g.blocks + UPI_FWD90_ORDER_THREADS - 1) / UPI_FWD90_ORDER_THREADS),
+                             UPI_FWD90_ORDER_THREADS, UPI_FWD90_ORDER_THREADS * sizeof(int), *a, order,
+                             g.blocks));
+        g.order = order;
+    }
+    return UPI_LAUNCH(c, (upi_cuda_fwd90_kernel<D, KEYS>), (unsigned)grid, shape::THREADS, shape::SHARED, g);
 }
 
 /* Forward of a call that these kernels take. */

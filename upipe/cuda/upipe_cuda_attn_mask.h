@@ -137,14 +137,14 @@ void upi_cuda_attn_sink_kernel(float *dsinks, const float *sinks, upipe_view lse
 {
     UPI_SHARED(double, buf);
     const int h = (int)blockIdx.x, tid = (int)threadIdx.x;
-    const float *at_lse = (const float *)lse.data + h * lse.h_step;
-    const float *at_delta = (const float *)delta.data + h * delta.h_step;
+    const float *at_lse = (const float *)lse.data + h * lse.h_stride;
+    const float *at_delta = (const float *)delta.data + h * delta.h_stride;
     const double sink = (double)sinks[h];
     double sum = 0;
     if (sinks[h] == -INFINITY) return;
     UPI_UNROLL_4
     for (int64_t i = tid; i < lse.n; i += THREADS)
-        sum += exp(sink - (double)at_lse[i * lse.n_step]) * (double)at_delta[i * delta.n_step];
+        sum += exp(sink - (double)at_lse[i * lse.n_stride]) * (double)at_delta[i * delta.n_stride];
     buf[tid] = sum;
     for (int half = THREADS / 2; half > 0; half /= 2) {
         __syncthreads();
@@ -173,9 +173,10 @@ UPIPE_API upipe_status upi_cuda_attn_runs_make(upipe_ctx *c, upi_cuda_attn_side 
     do {
         const int64_t left = cu_seqlens_n - at, most = UPI_CUDA_ATTN_BORDERS - 1;
         const int64_t count = left < most ? left : most; /* packed sequences of this launch */
-        s->from = at == 0 ? 0 : upi_between(-upi_floor_div(s->pos - cu_seqlens[at], s->step), 0, rows);
-        s->to = left <= most ? rows
-                             : upi_between(-upi_floor_div(s->pos - cu_seqlens[at + count], s->step), 0, rows);
+        s->from = at == 0 ? 0 : upipe_clamp(-upipe_floor_div(s->pos - cu_seqlens[at], s->step), 0, rows);
+        s->to = left <= most
+                    ? rows
+                    : upipe_clamp(-upipe_floor_div(s->pos - cu_seqlens[at + count], s->step), 0, rows);
         s->borders = cu_seqlens != NULL ? (int)count + 1 : 0;
         if (cu_seqlens != NULL) memcpy(s->border, cu_seqlens + at, (size_t)s->borders * sizeof *cu_seqlens);
         if (s->from < s->to)
@@ -197,8 +198,8 @@ UPIPE_API upi_cuda_attn_side upi_cuda_attn_side_make(const upipe_attn *a, upi_cu
     s.runs = runs;
     s.others = a->k.n;
     s.step = a->pos_step > 0 ? a->pos_step : 1;
-    s.before = a->mask.window > 0 ? upi_floor_div(a->mask.window - 1 - (a->q_pos - a->k_pos), s.step) : far;
-    s.after = a->mask.causal ? upi_attn_ahead(a) : far;
+    s.before = a->mask.window > 0 ? upipe_floor_div(a->mask.window - 1 - (a->q_pos - a->k_pos), s.step) : far;
+    s.after = a->mask.causal ? upipe_attn_ahead(a) : far;
     s.pos = a->q_pos;
     s.other_pos = a->k_pos;
     return s;

@@ -13,12 +13,12 @@
 
 /* ---- on the device ---- */
 
-/* Steps in elements. */
+/* Strides in elements. */
 typedef struct upi_cuda_attn_args {
     const upi_bf16 *q, *k, *v;
     void *o;
     float *lse;
-    int64_t q_step, q_head, k_step, k_head, v_step, v_head, o_step, o_head, lse_step, lse_head;
+    int64_t q_stride, q_head, k_stride, k_head, v_stride, v_head, o_stride, o_head, lse_stride, lse_head;
     int64_t queries, keys;
     int64_t ahead; /* query i sees keys up to i + ahead */
     int heads, group, d, causal, merge;
@@ -114,11 +114,11 @@ typedef struct upi_cuda_attn_bwd_args {
     const float *delta;
     upi_bf16 *dq; /* not with merge */
     float *dk, *dv;
-    int64_t dout_step, dout_head, delta_step, delta_head, dq_step, dq_head, dk_step, dk_head, dv_step,
-        dv_head;
+    int64_t dout_stride, dout_head, delta_stride, delta_head, dq_stride, dq_head, dk_stride, dk_head,
+        dv_stride, dv_head;
     int *turns;    /* [1 + heads * tiles]: the next ticket; whose turn it is at each tile of queries */
     float *dq_sum; /* the sums: [heads][queries][d], or what is added to */
-    int64_t dq_sum_step, dq_sum_head;
+    int64_t dq_sum_stride, dq_sum_head;
     int tiles, blocks; /* of queries, of keys */
 } upi_cuda_attn_bwd_args;
 
@@ -145,9 +145,16 @@ UPI_DEVICE upi_cuda_attn_bwd_tiles upi_cuda_attn_bwd_tiles_of(const upi_cuda_att
     return x;
 }
 
+/* The first column of a warp's tile i of 8 columns, from its first tile on, where SHARES warps take two tiles each in
+ * turn. */
+template <int SHARES> UPI_DEVICE int upi_cuda_attn_column(int i)
+{
+    return (i / 2 * 2 * SHARES + i % 2) * 8;
+}
+
 /* A block's gradient of its keys, to or from registers: rows from `first`, columns from `column`. */
-template <int N>
-UPI_DEVICE void upi_cuda_attn_grad_get(float x[N][4], const float *from, int64_t step, int rows, int first,
+template <int N, int SHARES>
+UPI_DEVICE void upi_cuda_attn_grad_get(float x[N][4], const float *from, int64_t stride, int rows, int first,
                                        int column, int d)
 {
     const int lane = upi_cuda_attn_anew((int)threadIdx.x) % 32;
@@ -155,27 +162,27 @@ UPI_DEVICE void upi_cuda_attn_grad_get(float x[N][4], const float *from, int64_t
     for (int i = 0; i < N; ++i) {
         UPI_UNROLL
         for (int half = 0; half < 2; ++half) {
-            const int row = first + lane / 4 + half * 8, c = column + i * 8;
+            const int row = first + lane / 4 + half * 8, c = column + upi_cuda_attn_column<SHARES>(i);
             const int there = row < rows && c < d;
             const upi_cuda_attn_pair *pair =
-                (const upi_cuda_attn_pair *)(from + row * step + c + lane % 4 * 2);
+                (const upi_cuda_attn_pair *)(from + row * stride + c + lane % 4 * 2);
             x[i][2 * half] = there ? pair->x : 0;
             x[i][2 * half + 1] = there ? pair->y : 0;
         }
     }
 }
 
-template <int N>
-UPI_DEVICE void upi_cuda_attn_grad_put(const float x[N][4], float *to, int64_t step, int64_t rows, int first,
-                                       int column, int d)
+template <int N, int SHARES>
+UPI_DEVICE void upi_cuda_attn_grad_put(const float x[N][4], float *to, int64_t stride, int64_t rows,
+                                       int first, int column, int d)
 {
     const int lane = upi_cuda_attn_anew((int)threadIdx.x) % 32;
     UPI_UNROLL
     for (int i = 0; i < N; ++i) {
         UPI_UNROLL
         for (int half = 0; half < 2; ++half) {
-            const int row = first + lane / 4 + half * 8, c = column + i * 8;
-            upi_cuda_attn_pair *pair = (upi_cuda_attn_pair *)(to + row * step + c + lane % 4 * 2);
+            const int row = first + lane / 4 + half * 8, c = column + upi_cuda_attn_column<SHARES>(i);
+            upi_cuda_attn_pair *pair = (upi_cuda_attn_pair *)(to + row * stride + c + lane % 4 * 2);
             if (row < rows && c < d) pair->x = x[i][2 * half], pair->y = x[i][2 * half + 1];
         }
     }
@@ -188,19 +195,25 @@ UPIPE_API upipe_status upi_cuda_attn_aligned(upipe_ctx *c, const char *name, upi
 {
     const int64_t each = 16 / (int64_t)upipe_dtype_bytes(v.dtype);
     if (v.n == 0) return UPIPE_OK;
-    if ((uintptr_t)v.data % 16 == 0 && (v.n == 1 || v.n_step % each == 0) &&
-        (v.h == 1 || v.h_step % each == 0))
+    if ((uintptr_t)v.data % 16 == 0 && (v.n == 1 || v.n_stride % each == 0) &&
+        (v.h == 1 || v.h_stride % each == 0))
         return UPIPE_OK;
     return upipe_fail(
         &c->err, UPIPE_ERR_UNSUPPORTED,
-        "attention: %s at %p with steps of %lld and %lld %s elements; rows must begin at multiples "
+        "attention: %s at %p with strides of %lld and %lld %s elements; rows must begin at multiples "
         "of 16 bytes",
-        name, v.data, (long long)v.n_step, (long long)v.h_step, upipe_dtype_name(v.dtype));
+        name, v.data, (long long)v.n_stride, (long long)v.h_stride, upipe_dtype_name(v.dtype));
 }
 
 /* What both directions refuse. */
 UPIPE_API upipe_status upi_cuda_attn_check(upipe_ctx *c, const upipe_attn *a)
 {
+    const upipe_cuda *self = (const upipe_cuda *)c->ops->self;
+    if (self->margin < 0 || self->margin >= self->processors)
+        return upipe_fail(
+            &c->err, UPIPE_ERR_ARG,
+            "upipe_cuda.margin is %d: device %d has %d multiprocessors, so 0 to %d of them are left free",
+            self->margin, self->device, self->processors, self->processors - 1);
     UPIPE_TRY(upi_cuda_attn_check_masks(c, a));
     UPIPE_TRY(upi_cuda_attn_aligned(c, "q", a->q));
     UPIPE_TRY(upi_cuda_attn_aligned(c, "k", a->k));
@@ -215,13 +228,13 @@ UPIPE_API upi_cuda_attn_args upi_cuda_attn_args_make(const upipe_attn *a)
     x.k = (const upi_bf16 *)a->k.data;
     x.v = (const upi_bf16 *)a->v.data;
     x.lse = (float *)a->lse.data;
-    x.q_step = a->q.n_step, x.q_head = a->q.h_step;
-    x.k_step = a->k.n_step, x.k_head = a->k.h_step;
-    x.v_step = a->v.n_step, x.v_head = a->v.h_step;
-    x.lse_step = a->lse.n_step, x.lse_head = a->lse.h_step;
+    x.q_stride = a->q.n_stride, x.q_head = a->q.h_stride;
+    x.k_stride = a->k.n_stride, x.k_head = a->k.h_stride;
+    x.v_stride = a->v.n_stride, x.v_head = a->v.h_stride;
+    x.lse_stride = a->lse.n_stride, x.lse_head = a->lse.h_stride;
     x.queries = a->q.n;
     x.keys = a->k.n;
-    x.ahead = upi_attn_ahead(a);
+    x.ahead = upipe_attn_ahead(a);
     x.heads = a->q.h;
     x.group = a->q.h / a->k.h;
     x.d = a->q.d;
@@ -229,7 +242,7 @@ UPIPE_API upi_cuda_attn_args upi_cuda_attn_args_make(const upipe_attn *a)
     x.causal = a->mask.causal;
     x.sinks = a->mask.sinks;
     x.runs = upi_cuda_attn_masked(a) ? (const upi_cuda_attn_run *)a->work : NULL;
-    x.slope = upi_attn_scale(a);
+    x.slope = upipe_attn_scale(a);
     x.scale = a->mask.softcap > 0 ? a->mask.softcap : x.slope;
     x.squash = a->mask.softcap > 0 ? x.slope / a->mask.softcap : 0;
     x.rate = x.scale * UPI_CUDA_ATTN_LOG2E;

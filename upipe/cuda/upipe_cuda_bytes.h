@@ -10,10 +10,14 @@
 
 #include "../upipe_attn.h"
 
-/* Queries in a tile of the backward, by its head dim: 64, 128 or 256. */
+/* Queries in a tile of the backward, by its head dim. */
 #define UPI_CUDA_ATTN_BWD_ROWS(dim) ((dim) > 128 ? 32 : 64)
 
 enum { UPI_CUDA_ATTN_RUN = 8 }; /* bytes of upi_cuda_attn_run */
+
+/* Bytes of a tile of logits, 1,024 rows of Llama3-8B's: each tile reads the head's weights twice, and reads and writes
+ * their f32 gradient. */
+enum { UPIPE_CUDA_LOSS_BYTES = 800 << 20 };
 
 UPIPE_API size_t upi_cuda_gemm_bytes(const struct upipe_ops *ops, upipe_view out, upipe_view a, upipe_view b,
                                      int flags)
@@ -42,6 +46,13 @@ UPIPE_API size_t upi_cuda_attn_runs_bytes(int64_t rows)
     return ((size_t)bytes + 63) / 64 * 64;
 }
 
+/* Bytes of the order in which a forward takes the blocks of queries of packed sequences, a multiple of 64; a block
+ * has 128 queries or more. */
+UPIPE_API size_t upi_cuda_attn_order_bytes(const upipe_attn *a)
+{
+    return a->mask.cu_seqlens != NULL ? ((size_t)(a->q.n / 128 + 1) * 4 + 63) / 64 * 64 : 0;
+}
+
 UPIPE_API int64_t upi_cuda_attn_query_tiles(const upipe_attn *a)
 {
     const int rows = UPI_CUDA_ATTN_BWD_ROWS(upi_cuda_attn_columns(a));
@@ -64,19 +75,20 @@ UPIPE_API size_t upi_cuda_attn_sums_bytes(const upipe_attn *a)
     return upipe_mul(&bytes, a->q.n, (int64_t)a->q.h * a->q.d * 4) ? (size_t)bytes : SIZE_MAX;
 }
 
-/* Entry of the table. Forward: what the queries of a masked call see. Backward: as above; in f32, the tables
+/* Entry of the table. Forward: what the queries of a masked call see, and the order of its blocks. Backward: as above; in f32, the tables
  * of both sides. SIZE_MAX where the bytes leave 63 bits. */
 UPIPE_API size_t upi_cuda_attn_bytes(const struct upipe_ops *ops, const upipe_attn *a, int backward)
 {
     const int masked = upi_cuda_attn_masked(a), f32 = a->q.dtype == UPIPE_F32;
     const size_t parts[] = {masked && (!backward || f32) ? upi_cuda_attn_runs_bytes(a->q.n) : 0,
+                            !backward && !f32 ? upi_cuda_attn_order_bytes(a) : 0,
                             masked && backward ? upi_cuda_attn_runs_bytes(a->k.n) : 0,
                             backward && !f32 ? upi_cuda_attn_turns_bytes(a) : 0,
                             backward && !f32 ? upi_cuda_attn_sums_bytes(a) : 0};
     size_t all = 0;
     int i;
     (void)ops;
-    for (i = 0; i < 4; ++i) {
+    for (i = 0; i < 5; ++i) {
         if (parts[i] > (size_t)INT64_MAX - all) return SIZE_MAX;
         all += parts[i];
     }
@@ -90,6 +102,7 @@ UPIPE_API void upipe_cuda_plan_ops(upipe_ops *ops)
     ops->name = "cuda";
     ops->attn_can = UPIPE_ATTN_WINDOW | UPIPE_ATTN_CU_SEQLENS | UPIPE_ATTN_SOFTCAP | UPIPE_ATTN_SINKS |
                     UPIPE_ATTN_V_DIM | UPIPE_ATTN_ADD_DQ;
+    ops->loss_bytes = UPIPE_CUDA_LOSS_BYTES;
     ops->gemm_bytes = upi_cuda_gemm_bytes;
     ops->attn_bytes = upi_cuda_attn_bytes;
 }

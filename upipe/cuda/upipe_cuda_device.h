@@ -3,7 +3,7 @@
  *     upipe_cuda d;                                    one a rank, on the current device
  *     upipe_cuda_init(&d, blas, &err);                 blas: the host's own handle, for this rank alone
  *     upipe_cuda_slab(&slab, bytes, &err);             device memory for upipe_mem_init
- *     app_ops(&ops, &d);                               the table, see upipe_cuda.h
+ *     app_ops(&ops, &d, &err);                         the table, see upipe_cuda.h
  *     ctx.stream = stream;  ctx.ops = &ops;            stream: the host's own
  *
  * This header has no kernels: a plain C program includes it, and gets the table from one .cu unit. The
@@ -20,20 +20,21 @@
 #include "../upipe_comm.h"
 
 enum {
-    UPIPE_CUDA_SCRATCH = 1 << 20, /* bytes of device memory that a upipe_cuda holds, for sums over a tensor */
-    UPIPE_CUDA_RESULT = 256,      /* bytes of pinned host memory, where a sum arrives */
+    UPIPE_CUDA_SCRATCH = 4 << 20, /* bytes of device memory that a upipe_cuda holds, for sums over a tensor */
     UPIPE_CUDA_CHOICE = 160       /* bytes of a sentence about kernels */
 };
 
-/* Constant after init, but for `choice`. */
+/* Constant after init, but for `margin` and `choice`, which are the host's. */
 typedef struct upipe_cuda {
     cublasHandle_t blas; /* the host's */
     void *scratch;       /* device memory, UPIPE_CUDA_SCRATCH bytes */
-    void *result;        /* pinned host memory, UPIPE_CUDA_RESULT bytes */
     int device, processors;
     int capability;  /* 80 for 8.0 */
     int shared_most; /* bytes of shared memory that a block may ask for */
-    char *choice;    /* NULL, or the host's UPIPE_CUDA_CHOICE bytes: every attention call writes there which
+    int margin; /* multiprocessors that kernels leave free whose blocks stay for the whole call: the forward of
+                        attention on 9.0. 0 after init: none. They serve other streams meanwhile, such as a side
+                        stream; attention loses as large a part of its rate. 0 to processors - 1; no bit changes */
+    char *choice; /* NULL, or the host's UPIPE_CUDA_CHOICE bytes: every attention call writes there which
                         kernels it takes, and why not those for 9.0 */
 } upipe_cuda;
 
@@ -72,12 +73,40 @@ UPIPE_API upipe_status upi_cuda_host_waits(upipe_ctx *c, const char *what)
                       "%s waits for the stream, which is captured into a graph and runs nothing yet", what);
 }
 
+/* Whether the program has code of this kernel that the device can run: its own, or PTX of an earlier one. */
+UPIPE_API upipe_status upi_cuda_has_code(const upipe_cuda *d, const void *kernel, upipe_err *e)
+{
+    struct cudaFuncAttributes attributes;
+    cudaError_t r = cudaFuncGetAttributes(&attributes, kernel);
+    if (r != cudaErrorNoKernelImageForDevice && r != cudaErrorInvalidDeviceFunction)
+        return upipe_cuda_check(e, r, "cudaFuncGetAttributes");
+    (void)cudaGetLastError(); /* told here, and not again by the next call */
+    return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
+                      "this program has no code for device %d, of compute capability %d.%d: compile it with "
+                      "-gencode=arch=compute_80,code=compute_80 too, which later devices take",
+                      d->device, d->capability / 10, d->capability % 10);
+}
+
 /* Lets blocks of a kernel have more than 48 KiB of shared memory, and a processor as many of them as fit. */
 UPIPE_API upipe_status upi_cuda_allow_shared(upipe_err *e, const void *kernel, int bytes)
 {
     UPIPE_CUDA_TRY(e, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     UPIPE_CUDA_TRY(e, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                            cudaSharedmemCarveoutMaxShared));
+    return UPIPE_OK;
+}
+
+/* upipe_cuda_stream_first -- a stream whose blocks the device starts before those that wait on other streams: for a side
+ *                            stream, whose short kernels attention of ctx->stream would hold up
+ *   out     not blocking, of the greatest priority, on the current device; the host destroys it
+ *   errors  BACKEND; there is then no stream
+ */
+UPIPE_API upipe_status upipe_cuda_stream_first(cudaStream_t *out, upipe_err *e)
+{
+    int least, greatest;
+    *out = NULL;
+    UPIPE_CUDA_TRY(e, cudaDeviceGetStreamPriorityRange(&least, &greatest));
+    UPIPE_CUDA_TRY(e, cudaStreamCreateWithPriority(out, cudaStreamNonBlocking, greatest));
     return UPIPE_OK;
 }
 
@@ -123,23 +152,21 @@ UPIPE_API upipe_status upipe_cuda_host_slab_free(void *slab, upipe_err *e)
 UPIPE_API upipe_status upipe_cuda_free(upipe_cuda *d, upipe_err *e)
 {
     upipe_status s = upipe_cuda_slab_free(d->scratch, e);
-    upipe_status t = upipe_cuda_host_slab_free(d->result, e);
     memset(d, 0, sizeof *d);
-    return s != UPIPE_OK ? s : t;
+    return s;
 }
 
 /* upipe_cuda_init -- this rank's device, the current one
  *   blas    the host's handle, used on ctx->stream by this rank's calls alone; the host frees it. Its math
  *           mode is set, f32 products in f32, not TF32, and no partial sums in bf16, and its pointer mode:
  *           numbers on the host
- *   bytes   UPIPE_CUDA_SCRATCH on the device, UPIPE_CUDA_RESULT pinned
+ *   bytes   UPIPE_CUDA_SCRATCH on the device
  *   errors  UNSUPPORTED (a device below compute capability 8.0), MEMORY, BACKEND; there is then nothing to
  *           free
  */
 UPIPE_API upipe_status upipe_cuda_init(upipe_cuda *d, cublasHandle_t blas, upipe_err *e)
 {
     int major, minor;
-    upipe_status s;
     memset(d, 0, sizeof *d);
     UPIPE_CUDA_TRY(e, cudaGetDevice(&d->device));
     UPIPE_CUDA_TRY(e, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, d->device));
@@ -159,10 +186,7 @@ UPIPE_API upipe_status upipe_cuda_init(upipe_cuda *d, cublasHandle_t blas, upipe
                                                       CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION)));
         UPIPE_CUBLAS_TRY(e, cublasSetPointerMode(blas, CUBLAS_POINTER_MODE_HOST));
     }
-    s = upipe_cuda_slab(&d->scratch, UPIPE_CUDA_SCRATCH, e);
-    if (s == UPIPE_OK) s = upipe_cuda_host_slab(&d->result, UPIPE_CUDA_RESULT, e);
-    if (s != UPIPE_OK) upipe_cuda_free(d, NULL);
-    return s;
+    return upipe_cuda_slab(&d->scratch, UPIPE_CUDA_SCRATCH, e);
 }
 
 /* ---- copies beside the compute stream: the host tier of a pool ---- */
@@ -205,8 +229,7 @@ UPIPE_API upipe_status upipe_cuda_copy_stream_init(upipe_cuda_copy_stream *side,
 {
     upipe_status s;
     memset(side, 0, sizeof *side);
-    s = upipe_cuda_check(e, cudaStreamCreateWithFlags(&side->stream, cudaStreamNonBlocking),
-                         "cudaStreamCreateWithFlags");
+    s = upipe_cuda_stream_first(&side->stream, e);
     if (s == UPIPE_OK)
         s = upipe_cuda_check(e, cudaEventCreateWithFlags(&side->before, cudaEventDisableTiming),
                              "cudaEventCreateWithFlags");

@@ -1,12 +1,12 @@
 /* upipe_cuda_gemm.h -- matrix products by cuBLAS        backend cuda, includes cuda_device, check; C and C++
  *
  * Fills the table's gemm; upipe_cuda_bytes.h has gemm_bytes. Operands f32 and out f32, or operands bf16 and out bf16 or f32; sums
- * are f32 throughout, without TF32. Other mixes of types are refused. Steps between rows are at least their
+ * are f32 throughout, without TF32. Other mixes of types are refused. Strides between rows are at least their
  * length.
  *
  * cuBLAS counts by columns: what is a row-major matrix [n][d] here is there a column-major one of d rows, d
- * apart by its n_step. So c = op(a) * op(b) is asked for as c^T = op(b)^T * op(a)^T, with the operands
- * exchanged and no transpose of its own. Heads are a batch; an operand with one head has a step of 0. Products
+ * apart by its n_stride. So c = op(a) * op(b) is asked for as c^T = op(b)^T * op(a)^T, with the operands
+ * swapped and no transpose of its own. Heads are a batch; an operand with one head has a stride of 0. Products
  * that are added up are one product of a longer depth.
  *
  * cuBLAS chooses its order of summation from shapes and device: there is no promise of equal bits when rows,
@@ -20,11 +20,11 @@
 #include "upipe_cuda_bytes.h"
 #include "upipe_cuda_device.h"
 
-/* The leading dimension: the step between rows. Where there is one row it says nothing, but cuBLAS checks
+/* The leading dimension: the stride between rows. Where there is one row it says nothing, but cuBLAS checks
  * it. */
-UPIPE_API int64_t upi_cublas_step(upipe_view v)
+UPIPE_API int64_t upi_cublas_stride(upipe_view v)
 {
-    return v.n > 1 ? v.n_step : v.d > 0 ? v.d : 1;
+    return v.n > 1 ? v.n_stride : v.d > 0 ? v.d : 1;
 }
 
 UPIPE_API cudaDataType upi_cublas_type(upipe_dtype t)
@@ -38,11 +38,11 @@ UPIPE_API upipe_status upi_cublas_accepts(upipe_ctx *c, upipe_view out, upipe_vi
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
                           "gemm: %s times %s to %s; cuBLAS takes f32 to f32, bf16 to bf16 or f32",
                           upipe_dtype_name(a.dtype), upipe_dtype_name(b.dtype), upipe_dtype_name(out.dtype));
-    if (upi_cublas_step(out) < out.d || upi_cublas_step(a) < a.d || upi_cublas_step(b) < b.d)
+    if (upi_cublas_stride(out) < out.d || upi_cublas_stride(a) < a.d || upi_cublas_stride(b) < b.d)
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
                           "gemm: rows of %d, %d and %d elements (out, a, b) are %lld, %lld and %lld apart",
-                          out.d, a.d, b.d, (long long)upi_cublas_step(out), (long long)upi_cublas_step(a),
-                          (long long)upi_cublas_step(b));
+                          out.d, a.d, b.d, (long long)upi_cublas_stride(out), (long long)upi_cublas_stride(a),
+                          (long long)upi_cublas_stride(b));
     return UPIPE_OK;
 }
 
@@ -50,7 +50,7 @@ UPIPE_API upipe_status upi_cublas_accepts(upipe_ctx *c, upipe_view out, upipe_vi
 UPIPE_API upipe_status upi_cuda_gemm_zero(upipe_ctx *c, upipe_view out)
 {
     size_t row = (size_t)out.d * upipe_dtype_bytes(out.dtype);
-    int whole = out.n == 1 || out.n_step == out.d;
+    int whole = out.n == 1 || out.n_stride == out.d;
     int64_t i;
     int32_t j;
     for (j = 0; j < out.h; ++j)
@@ -85,19 +85,20 @@ UPIPE_API upipe_status upi_cuda_gemm(upipe_ctx *c, upipe_view out, upipe_view a,
     if (set != (cudaStream_t)c->stream)
         UPIPE_CUBLAS_TRY(&c->err, cublasSetStream(self->blas, (cudaStream_t)c->stream));
     if (out.h == 1)
-        UPIPE_CUBLAS_TRY(&c->err, cublasGemmEx_64(self->blas, op_b, op_a, out.d, out.n, depth, &alpha, b.data,
-                                                  upi_cublas_type(b.dtype), upi_cublas_step(b), a.data,
-                                                  upi_cublas_type(a.dtype), upi_cublas_step(a), &beta,
-                                                  out.data, upi_cublas_type(out.dtype), upi_cublas_step(out),
-                                                  CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+        UPIPE_CUBLAS_TRY(&c->err,
+                         cublasGemmEx_64(self->blas, op_b, op_a, out.d, out.n, depth, &alpha, b.data,
+                                         upi_cublas_type(b.dtype), upi_cublas_stride(b), a.data,
+                                         upi_cublas_type(a.dtype), upi_cublas_stride(a), &beta, out.data,
+                                         upi_cublas_type(out.dtype), upi_cublas_stride(out),
+                                         CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
     else
         UPIPE_CUBLAS_TRY(&c->err,
                          cublasGemmStridedBatchedEx_64(
                              self->blas, op_b, op_a, out.d, out.n, depth, &alpha, b.data,
-                             upi_cublas_type(b.dtype), upi_cublas_step(b), b.h > 1 ? b.h_step : 0, a.data,
-                             upi_cublas_type(a.dtype), upi_cublas_step(a), a.h > 1 ? a.h_step : 0, &beta,
-                             out.data, upi_cublas_type(out.dtype), upi_cublas_step(out), out.h_step, out.h,
-                             CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+                             upi_cublas_type(b.dtype), upi_cublas_stride(b), b.h > 1 ? b.h_stride : 0, a.data,
+                             upi_cublas_type(a.dtype), upi_cublas_stride(a), a.h > 1 ? a.h_stride : 0, &beta,
+                             out.data, upi_cublas_type(out.dtype), upi_cublas_stride(out), out.h_stride,
+                             out.h, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
     return UPIPE_OK;
 }
 

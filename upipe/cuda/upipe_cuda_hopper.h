@@ -58,10 +58,10 @@ UPIPE_API int upi_cuda_hopper_fits(const void *kernel, int threads, int register
 
 typedef CUtensorMap upi_tensor_map;
 
-/* dims from the innermost, in elements of 2 (bf16) or 4 bytes (f32); steps of the outer two in bytes. The
+/* dims from the innermost, in elements of 2 (bf16) or 4 bytes (f32); strides of the outer two in bytes. The
  * driver's function is asked for at every call: the library keeps no state, and links with no driver. */
 UPIPE_API upipe_status upi_tensor_map_encode(upipe_err *e, upi_tensor_map *map, int element, void *base,
-                                             const uint64_t dims[3], const uint64_t steps[2], uint32_t rows)
+                                             const uint64_t dims[3], const uint64_t strides[2], uint32_t rows)
 {
     typedef CUresult (*encoder)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
                                 const cuuint64_t *, const cuuint32_t *, const cuuint32_t *,
@@ -77,7 +77,7 @@ UPIPE_API upipe_status upi_tensor_map_encode(upipe_err *e, upi_tensor_map *map, 
         return upipe_fail(e, UPIPE_ERR_BACKEND, "the driver has no cuTensorMapEncodeTiled");
     r = ((encoder)encode)(
         map, element == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 3, base, dims,
-        steps, box, each, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+        strides, box, each, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
         CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (r == CUDA_SUCCESS) return UPIPE_OK;
     return upipe_fail(e, UPIPE_ERR_BACKEND, "cuTensorMapEncodeTiled: error %d", (int)r);
@@ -115,6 +115,7 @@ UPI_DEVICE void upi_mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes)
                  : "memory");
 }
 
+#ifndef UPIPE_CUDA_WATCHDOG
 /* Returns when the phase of this parity has ended; phases count from 0, so 1 returns at once at first. */
 UPI_DEVICE void upi_mbarrier_wait(uint32_t barrier, uint32_t parity)
 {
@@ -127,6 +128,7 @@ UPI_DEVICE void upi_mbarrier_wait(uint32_t barrier, uint32_t parity)
                  "r"(parity)
                  : "memory");
 }
+#endif
 
 /* Whether the phase of this parity has ended, which then shows what upi_mbarrier_wait would. */
 UPI_DEVICE int upi_mbarrier_test(uint32_t barrier, uint32_t parity)
@@ -271,6 +273,14 @@ template <int N> UPI_DEVICE void upi_registers_more(void)
 
 #include "upipe_cuda_wgmma.h"
 
+#ifdef UPIPE_CUDA_WATCHDOG
+UPI_DEVICE void upi_mbarrier_wait(uint32_t barrier, uint32_t parity)
+{
+    for (int tries = 0; !upi_mbarrier_test(barrier, parity);)
+        UPI_WATCH(tries, "the barrier at shared byte", barrier, parity);
+}
+#endif
+
 /* ---- operands of wgmma in shared memory ---- */
 
 /* Rows of the operand (M or N) are rows of a panel, K its columns: the operand begins at row 8 i of the
@@ -303,13 +313,13 @@ UPI_DEVICE uint32_t upi_panel_at(int rows, int r, int c)
 
 /* ---- tensor maps of views ---- */
 
-/* TMA takes the view: its rows begin at multiples of 16 bytes, a positive step apart that it can hold. */
+/* TMA takes the view: its rows begin at multiples of 16 bytes, a positive stride apart that it can hold. */
 UPIPE_API int upi_tensor_map_fits(upipe_view v)
 {
     const int64_t each = 16 / (int64_t)upipe_dtype_bytes(v.dtype), most = INT64_C(1) << 36;
     return v.n > 0 && v.n < INT32_MAX && v.h > 0 && (uintptr_t)v.data % 16 == 0 &&
-           (v.n == 1 || (v.n_step > 0 && v.n_step < most && v.n_step % each == 0)) &&
-           (v.h == 1 || (v.h_step > 0 && v.h_step < most && v.h_step % each == 0));
+           (v.n == 1 || (v.n_stride > 0 && v.n_stride < most && v.n_stride % each == 0)) &&
+           (v.h == 1 || (v.h_stride > 0 && v.h_stride < most && v.h_stride % each == 0));
 }
 
 /* Why the device cannot run a kernel: `code` 0, or fewer bytes of shared memory than it needs; NULL if it
@@ -325,10 +335,10 @@ UPIPE_API upipe_status upi_tensor_map_make(upipe_ctx *c, upi_tensor_map *map, up
 {
     const int64_t bytes = (int64_t)upipe_dtype_bytes(v.dtype);
     const uint64_t dims[3] = {(uint64_t)v.d, (uint64_t)v.n, (uint64_t)v.h};
-    const int64_t row = (v.d * bytes + 15) / 16 * 16; /* a step that is never taken */
-    const uint64_t steps[2] = {(uint64_t)(v.n > 1 ? v.n_step * bytes : row),
-                               (uint64_t)(v.h > 1 ? v.h_step * bytes : row)};
-    return upi_tensor_map_encode(&c->err, map, (int)bytes, v.data, dims, steps, (uint32_t)rows);
+    const int64_t row = (v.d * bytes + 15) / 16 * 16; /* a stride that is never used */
+    const uint64_t strides[2] = {(uint64_t)(v.n > 1 ? v.n_stride * bytes : row),
+                                 (uint64_t)(v.h > 1 ? v.h_stride * bytes : row)};
+    return upi_tensor_map_encode(&c->err, map, (int)bytes, v.data, dims, strides, (uint32_t)rows);
 }
 
 #endif

@@ -57,6 +57,10 @@ static __device__ __forceinline__ void upi_need_ieee(void)
      upipe_cuda_check(&(c)->err, cudaGetLastError(), "launch of " #kernel))
 /* clang-format on */
 
+/* The same for a kernel of which `count` blocks, started one after another, wait for one another: its launch bounds
+ * must make sure that a device holds so many. */
+#define UPI_LAUNCH_TOGETHER(c, count, kernel, ...) UPI_LAUNCH(c, kernel, __VA_ARGS__)
+
 /* More than 48 KiB of shared memory must be asked for, once a kernel and device. */
 #define UPI_ALLOW_SHARED(c, kernel, shared) \
     upi_cuda_allow_shared(&(c)->err, (const void *)(kernel), (int)(shared))
@@ -176,6 +180,27 @@ UPI_DEVICE void upi_pause(void)
     __nanosleep(20);
 }
 
+#ifdef UPIPE_CUDA_WATCHDOG
+#include <cstdio>
+
+UPI_DEVICE void upi_hang(const char *what, uint32_t which, uint32_t value)
+{
+    printf("upipe: block %u,%u,%u, warpgroup %u, thread %u waits in vain for %s %u, value %u\n", blockIdx.x,
+           blockIdx.y, blockIdx.z, threadIdx.x / 128, threadIdx.x, what, which, value);
+    __trap();
+}
+#endif
+
+#endif
+
+/* Inside every loop that waits for other threads; `tries` is the loop's own int, 0 before it. Where the unit is compiled
+ * with -DUPIPE_CUDA_WATCHDOG=N, N turns in vain end the kernel with a line that says who waited for what: a hang of a
+ * kernel that has met no such device yet becomes a sentence. */
+#ifdef UPIPE_CUDA_WATCHDOG
+#define UPI_WATCH(tries, what, which, value) \
+    (++(tries) < UPIPE_CUDA_WATCHDOG ? (void)0 : upi_hang(what, which, value))
+#else
+#define UPI_WATCH(tries, what, which, value) ((void)(tries))
 #endif
 
 /* For loops whose length is known at run time alone, or too long to unroll whole. */

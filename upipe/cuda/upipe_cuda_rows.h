@@ -1,16 +1,14 @@
 /* upipe_cuda_rows.h -- copies, casts, and all that works row by row
  *                                                             backend cuda, includes cuda_kernel, check
  *
- * Fills the table's sync, copy, zero, cast, rope, rmsnorm, rmsnorm_bwd, rowdot, sum and add.
+ * Fills the table's sync, copy, zero, cast, rowdot, sum and add.
  *
- *     upi_cuda_rope(&ctx, &r)      x [count][tokens][heads][d], in place; angles once for eight heads
- *     upi_cuda_rmsnorm(...)        y = norm of x [tokens][heads][d], in place or not
  *     upi_cuda_rowdot(...)         [tokens][heads] = a . b
  *
  * A thread works on eight neighbouring elements at a time, in 16-byte loads where every view's rows begin at
  * multiples of 16 bytes, otherwise one by one. A team of 1, 2, 4 .. 32 threads side by side, or a block,
  * works on a row, or on one piece of a row that is summed by nobody. Either way an element has one thread and
- * a sum one order, which follow from d alone: as on the CPU the bits of a row depend neither on steps, nor on
+ * a sum one order, which follow from d alone: as on the CPU the bits of a row depend neither on strides, nor on
  * its neighbours, nor on how tokens are split over calls. Arithmetic is f32, rounded once where a bf16 is
  * stored.
  */
@@ -23,10 +21,9 @@
 #include "upipe_cuda_kernel.h"
 
 enum {
-    UPI_EIGHT = 8,     /* elements that a thread holds */
-    UPI_BLOCK = 256,   /* threads of a block */
-    UPI_WAVES = 32,    /* blocks a processor at most, in a grid that strides over its work */
-    UPI_ROPE_HEADS = 8 /* heads that share one computation of angles */
+    UPI_EIGHT = 8,   /* elements that a thread holds */
+    UPI_BLOCK = 256, /* threads of a block */
+    UPI_WAVES = 32   /* blocks a processor at most, in a grid that strides over its work */
 };
 
 /* A kernel's storage types: all of its views have one of them, or each says itself. */
@@ -73,22 +70,22 @@ UPIPE_API upi_span upi_span_of(const upipe_view *v, int count, int join)
     s.d = v[0].d;
     s.vec = 1;
     for (i = 0; i < count; ++i)
-        if (v[i].h > 1 && v[i].h_step != v[i].d) heads_join = 0;
+        if (v[i].h > 1 && v[i].h_stride != v[i].d) heads_join = 0;
     if (heads_join) {
         s.d *= s.heads;
         s.heads = 1;
     }
     tokens_join = heads_join;
     for (i = 0; i < count; ++i)
-        if (v[i].n > 1 && v[i].n_step != s.d) tokens_join = 0;
+        if (v[i].n > 1 && v[i].n_stride != s.d) tokens_join = 0;
     if (tokens_join) {
         s.d *= s.tokens;
         s.tokens = 1;
     }
     for (i = 0; i < count; ++i) {
         int64_t size = (int64_t)upipe_dtype_bytes(v[i].dtype);
-        if ((uintptr_t)v[i].data % 16 != 0 || (s.tokens > 1 && v[i].n_step * size % 16 != 0) ||
-            (s.heads > 1 && v[i].h_step * size % 16 != 0))
+        if ((uintptr_t)v[i].data % 16 != 0 || (s.tokens > 1 && v[i].n_stride * size % 16 != 0) ||
+            (s.heads > 1 && v[i].h_stride * size % 16 != 0))
             s.vec = 0;
     }
     eights = (s.d + UPI_EIGHT - 1) / UPI_EIGHT;
@@ -271,7 +268,7 @@ template <int TYPES> UPI_DEVICE float upi_get1(const void *row, upipe_dtype dtyp
 
 UPI_DEVICE char *upi_row_at(const upipe_view &v, int64_t i, int64_t j)
 {
-    return (char *)v.data + (i * v.n_step + j * v.h_step) * (v.dtype == UPIPE_F32 ? 4 : 2);
+    return (char *)v.data + (i * v.n_stride + j * v.h_stride) * (v.dtype == UPIPE_F32 ? 4 : 2);
 }
 
 /* Of a view, at a place. */
@@ -410,10 +407,10 @@ UPIPE_API upipe_status upi_cuda_add(upipe_ctx *c, upipe_view y, upipe_view x)
     return UPI_LAUNCH_TYPES(c, upi_types(v, 2), upi_add_rows, upi_span_grid(c, s), UPI_BLOCK, 0, y, x, s);
 }
 
-/* src is a view of dst's shape, packed, for the first term; the others follow `step` floats apart. */
+/* src is a view of dst's shape, packed, for the first term; the others follow `stride` floats apart. */
 template <int TYPES>
 UPI_KERNEL(256, 1)
-void upi_sum_rows(upipe_view dst, upipe_view src, int64_t step, int count, int accumulate, upi_span s)
+void upi_sum_rows(upipe_view dst, upipe_view src, int64_t stride, int count, int accumulate, upi_span s)
 {
     UPI_EACH_TEAM(s, first)
     {
@@ -422,7 +419,7 @@ void upi_sum_rows(upipe_view dst, upipe_view src, int64_t step, int count, int a
         upi_numbers sum = {{0, 0, 0, 0, 0, 0, 0, 0}};
         int part, l;
         if (accumulate) sum = upi_view_get<TYPES>(dst, p, s.vec);
-        for (part = 0; part < count; ++part, from += step) {
+        for (part = 0; part < count; ++part, from += stride) {
             upi_numbers x = upi_get<UPI_ALL_F32>(from, UPIPE_F32, p.k, p.d, s.vec);
             UPI_UNROLL
             for (l = 0; l < UPI_EIGHT; ++l) sum.v[l] += x.v[l];
@@ -431,7 +428,7 @@ void upi_sum_rows(upipe_view dst, upipe_view src, int64_t step, int count, int a
     }
 }
 
-UPIPE_API upipe_status upi_cuda_sum(upipe_ctx *c, upipe_view dst, const float *src, int64_t step, int count,
+UPIPE_API upipe_status upi_cuda_sum(upipe_ctx *c, upipe_view dst, const float *src, int64_t stride, int count,
                                     int accumulate)
 {
     upipe_view v[2];
@@ -441,353 +438,9 @@ UPIPE_API upipe_status upi_cuda_sum(upipe_ctx *c, upipe_view dst, const float *s
     v[0] = dst;
     v[1] = upipe_view_packed((void *)(uintptr_t)src, UPIPE_F32, dst.n, dst.h, dst.d);
     s = upi_span_of(v, 2, 1);
-    if (step % 4 != 0 && count > 1) s.vec = 0;
+    if (stride % 4 != 0 && count > 1) s.vec = 0;
     return UPI_LAUNCH_TYPES(c, upi_types(v, 1), upi_sum_rows, upi_span_grid(c, s), UPI_BLOCK, 0, dst, v[1],
-                            step, count, accumulate, s);
-}
-
-/* ---- rope ---- */
-
-/* Turns a position of each pair, in whole circles. */
-typedef struct upi_rope_turns {
-    double turns[UPI_ROPE_DIM_MAX / 2];
-} upi_rope_turns;
-
-typedef struct upi_rope_job {
-    upipe_view x;
-    int64_t count, step, pos0, pos_step, groups, teams; /* groups of heads; teams = count * tokens * groups */
-    int shift, vec, interleaved, inverse;
-} upi_rope_job;
-
-/* cos and sin of a position's angle, rounded to f32 from f64.
- *
- * The angle is reduced in circles, where it costs no digits: what is lost of it is the rounding of one f64
- * product, 1e-9 at position 8,000,000. The polynomials are Taylor's, to 2e-10 within an eighth of a circle.
- */
-UPI_DEVICE void upi_rope_angle(double turns, float *cosine, float *sine)
-{
-    double r = turns - rint(turns), quarter = rint(4 * r), a, aa, s, c;
-    int q = (int)quarter & 3;
-    a = fma(quarter, -0.25, r) * 6.283185307179586477;
-    aa = a * a;
-    s = fma(aa, -1.0 / 39916800, 1.0 / 362880);
-    s = fma(aa, s, -1.0 / 5040);
-    s = fma(aa, s, 1.0 / 120);
-    s = fma(aa, s, -1.0 / 6);
-    s = fma(aa * a, s, a);
-    c = fma(aa, 1.0 / 479001600, -1.0 / 3628800);
-    c = fma(aa, c, 1.0 / 40320);
-    c = fma(aa, c, -1.0 / 720);
-    c = fma(aa, c, 1.0 / 24);
-    c = fma(aa, c, -0.5);
-    c = fma(aa, c, 1.0);
-    *cosine = (float)(q == 0 ? c : q == 1 ? -s : q == 2 ? -c : s);
-    *sine = (float)(q == 0 ? s : q == 1 ? c : q == 2 ? -s : -c);
-}
-
-/* Pairs (x, y) by the angles of eight pairs. */
-UPI_DEVICE void upi_rope_turn(const upi_numbers &cosine, const upi_numbers &sine, upi_numbers *x,
-                              upi_numbers *y)
-{
-    int l;
-    UPI_UNROLL
-    for (l = 0; l < UPI_EIGHT; ++l) {
-        float x0 = x->v[l], y0 = y->v[l];
-        x->v[l] = fmaf(x0, cosine.v[l], -upi_product(y0, sine.v[l]));
-        y->v[l] = fmaf(x0, sine.v[l], upi_product(y0, cosine.v[l]));
-    }
-}
-
-/* A team has one token of one block and up to eight of its heads, a thread eight of the pairs. */
-template <int TYPES> UPI_KERNEL(256, 1) void upi_rope_rows(upi_rope_job g, upi_rope_turns f)
-{
-    int64_t pairs = g.x.d / 2, p = (threadIdx.x & ((1u << g.shift) - 1)) * UPI_EIGHT;
-    int64_t per = UPI_BLOCK >> g.shift, team = blockIdx.x * per + (threadIdx.x >> g.shift);
-    for (; team < g.teams && p < pairs; team += gridDim.x * per) {
-        int64_t group = team % g.groups, row = team / g.groups, token = row % g.x.n, block = row / g.x.n;
-        int64_t head = group * UPI_ROPE_HEADS, last = head + UPI_ROPE_HEADS;
-        upi_numbers cosine, sine;
-        int l;
-        UPI_UNROLL
-        for (l = 0; l < UPI_EIGHT; ++l) {
-            double turns = p + l < pairs ? f.turns[p + l] : 0;
-            upi_rope_angle((double)(g.pos0 + token * g.pos_step) * turns, &cosine.v[l], &sine.v[l]);
-            if (g.inverse) sine.v[l] = -sine.v[l];
-        }
-        if (last > g.x.h) last = g.x.h;
-        for (; head < last; ++head) {
-            char *at = upi_row_at(g.x, token, head) + block * g.step * (TYPES == UPI_ALL_F32 ? 4 : 2);
-            if (g.interleaved) {
-                upi_numbers a = upi_get<TYPES>(at, g.x.dtype, 2 * p, g.x.d, g.vec);
-                upi_numbers b = upi_get<TYPES>(at, g.x.dtype, 2 * p + UPI_EIGHT, g.x.d, g.vec), x, y;
-                UPI_UNROLL
-                for (l = 0; l < UPI_EIGHT; ++l) {
-                    x.v[l] = l < 4 ? a.v[2 * l % 8] : b.v[2 * l % 8];
-                    y.v[l] = l < 4 ? a.v[2 * l % 8 + 1] : b.v[2 * l % 8 + 1];
-                }
-                upi_rope_turn(cosine, sine, &x, &y);
-                UPI_UNROLL
-                for (l = 0; l < UPI_EIGHT; ++l) {
-                    a.v[l] = l % 2 ? y.v[l / 2] : x.v[l / 2];
-                    b.v[l] = l % 2 ? y.v[4 + l / 2] : x.v[4 + l / 2];
-                }
-                upi_put<TYPES>(at, g.x.dtype, 2 * p, g.x.d, g.vec, a);
-                upi_put<TYPES>(at, g.x.dtype, 2 * p + UPI_EIGHT, g.x.d, g.vec, b);
-            } else {
-                char *half = at + pairs * (TYPES == UPI_ALL_F32 ? 4 : 2);
-                upi_numbers x = upi_get<TYPES>(at, g.x.dtype, p, pairs, g.vec);
-                upi_numbers y = upi_get<TYPES>(half, g.x.dtype, p, pairs, g.vec);
-                upi_rope_turn(cosine, sine, &x, &y);
-                upi_put<TYPES>(at, g.x.dtype, p, pairs, g.vec, x);
-                upi_put<TYPES>(half, g.x.dtype, p, pairs, g.vec, y);
-            }
-        }
-    }
-}
-
-UPIPE_API upipe_status upi_cuda_rope(upipe_ctx *c, const upipe_rope *r)
-{
-    upi_rope_turns f;
-    upi_rope_job g;
-    upi_span s;
-    int p, pairs = r->x.d / 2;
-    UPIPE_TRY(upipe_check_rope(c, r));
-    if (r->count == 0 || r->x.n == 0) return UPIPE_OK;
-    memset(&f, 0, sizeof f);
-    for (p = 0; p < pairs; ++p) f.turns[p] = pow(r->theta, -2.0 * p / r->x.d) / 6.283185307179586477;
-    s = upi_span_of(&r->x, 1, 0);
-    g.x = r->x;
-    g.count = r->count;
-    g.step = r->step;
-    g.pos0 = r->pos0;
-    g.pos_step = r->pos_step > 0 ? r->pos_step : 1;
-    g.groups = (r->x.h + UPI_ROPE_HEADS - 1) / UPI_ROPE_HEADS;
-    g.teams = g.count * g.x.n * g.groups;
-    g.interleaved = r->interleaved;
-    g.inverse = r->inverse;
-    g.vec = s.vec && (r->count == 1 || r->step * (int64_t)upipe_dtype_bytes(r->x.dtype) % 16 == 0) &&
-            (r->interleaved || pairs * (int64_t)upipe_dtype_bytes(r->x.dtype) % 16 == 0);
-    for (g.shift = 0; UPI_EIGHT << g.shift < pairs; ++g.shift) {
-    }
-    s.shift = g.shift;
-    s.teams = g.teams;
-    return r->x.dtype == UPIPE_F32
-               ? UPI_LAUNCH(c, (upi_rope_rows<UPI_ALL_F32>), upi_span_grid(c, s), UPI_BLOCK, 0, g, f)
-               : UPI_LAUNCH(c, (upi_rope_rows<UPI_ALL_BF16>), upi_span_grid(c, s), UPI_BLOCK, 0, g, f);
-}
-
-/* ---- rmsnorm ---- */
-
-/* 1 / sqrt(mean of the squares + eps), from the sum of the squares */
-UPI_DEVICE float upi_norm_scale(float squares, int64_t d, float eps)
-{
-    return 1.0f / sqrtf(squares / (float)d + eps);
-}
-
-template <int TYPES>
-UPI_KERNEL(256, 1)
-void upi_rmsnorm_rows(upipe_view y, upipe_view x, const float *weight, float eps, upi_span s)
-{
-    UPI_SHARED(float, buf);
-    UPI_EACH_TEAM(s, first)
-    {
-        upi_place p = upi_place_of(s, first);
-        int64_t begin = p.k;
-        float sum = 0;
-        int l;
-        for (; p.k < p.d; p.k += p.step) {
-            upi_numbers a = upi_view_get<TYPES>(x, p, s.vec);
-            UPI_UNROLL
-            for (l = 0; l < UPI_EIGHT; ++l) sum = fmaf(a.v[l], a.v[l], sum);
-        }
-        sum = upi_norm_scale(upi_team_sum(sum, s.shift, buf), s.d, eps);
-        for (p.k = begin; p.k < p.d; p.k += p.step) {
-            upi_numbers a = upi_view_get<TYPES>(x, p, s.vec);
-            upi_numbers w = upi_get<UPI_ALL_F32>(weight, UPIPE_F32, p.k, p.d, s.vec);
-            UPI_UNROLL
-            for (l = 0; l < UPI_EIGHT; ++l) a.v[l] = a.v[l] * sum * w.v[l];
-            upi_view_put<TYPES>(y, p, s.vec, a);
-        }
-    }
-}
-
-/* As above, with a norm weight that every row reads. */
-UPIPE_API upi_span upi_span_of_norm(const upipe_view *v, int count, const float *weight)
-{
-    upi_span s = upi_span_of_rows(v, count);
-    if ((uintptr_t)weight % 16 != 0) s.vec = 0;
-    return s;
-}
-
-UPIPE_API upipe_status upi_cuda_rmsnorm(upipe_ctx *c, upipe_view y, upipe_view x, const float *weight,
-                                        float eps)
-{
-    upipe_view v[2];
-    upi_span s;
-    UPIPE_TRY(upipe_check_rmsnorm(c, y, x, weight, eps));
-    if (x.n == 0) return UPIPE_OK;
-    v[0] = y;
-    v[1] = x;
-    s = upi_span_of_norm(v, 2, weight);
-    return UPI_LAUNCH_TYPES(c, upi_types(v, 2), upi_rmsnorm_rows, upi_span_grid(c, s), UPI_BLOCK,
-                            UPI_TEAM_BUF, y, x, weight, eps, s);
-}
-
-template <int TYPES>
-UPI_KERNEL(256, 1)
-void upi_rmsnorm_scales(float *scales, upipe_view x, float eps, upi_span s)
-{
-    UPI_SHARED(float, buf);
-    UPI_EACH_TEAM(s, first)
-    {
-        upi_place p = upi_place_of(s, first);
-        float sum = 0;
-        int l, writes = p.d > 0 && p.k == 0;
-        for (; p.k < p.d; p.k += p.step) {
-            upi_numbers a = upi_view_get<TYPES>(x, p, s.vec);
-            UPI_UNROLL
-            for (l = 0; l < UPI_EIGHT; ++l) sum = fmaf(a.v[l], a.v[l], sum);
-        }
-        sum = upi_norm_scale(upi_team_sum(sum, s.shift, buf), s.d, eps);
-        if (writes) scales[p.i * s.heads + p.j] = sum;
-    }
-}
-
-enum {
-    UPI_WEIGHT_COLUMNS = 32,                                                /* of a block, one a lane */
-    UPI_WEIGHT_TOKENS = UPIPE_SUM_ROWS,                                     /* in hand at once */
-    UPI_WEIGHT_EACH = UPI_WEIGHT_TOKENS / (UPI_BLOCK / UPI_WEIGHT_COLUMNS), /* of them, a thread fetches */
-    UPI_WEIGHT_BUF = 2 * UPI_WEIGHT_TOKENS * UPI_WEIGHT_COLUMNS * 4         /* bytes of shared memory */
-};
-
-/* Elements of one column of dy and x, and the scales of their rows, for the tokens that a thread fetches. */
-typedef struct upi_weight_tile {
-    float dy[UPI_WEIGHT_EACH], unit[UPI_WEIGHT_EACH];
-} upi_weight_tile;
-
-template <int TYPES>
-UPI_DEVICE void upi_weight_fetch(upi_weight_tile *t, const upipe_view &dy, const upipe_view &x,
-                                 const float *scales, int64_t token, int64_t j, int64_t k)
-{
-    int u;
-    UPI_UNROLL
-    for (u = 0; u < UPI_WEIGHT_EACH; ++u) {
-        int64_t i = token + u;
-        int here = k >= 0 && i < dy.n;
-        t->dy[u] = here ? upi_get1<TYPES>(upi_row_at(dy, i, j), dy.dtype, k) : 0.0f;
-        t->unit[u] = here ? upi_get1<TYPES>(upi_row_at(x, i, j), x.dtype, k) * scales[i * dy.h + j] : 0.0f;
-    }
-}
-
-/* dweight += dy * x * scale, down the columns: partial sums of UPI_WEIGHT_TOKENS, in the order of the tokens.
- * Eight warps fetch the next tokens while one lane a column adds up the last ones. */
-template <int TYPES>
-UPI_KERNEL(256, 1)
-void upi_rmsnorm_weight(float *dweight, upipe_view dy, upipe_view x, const float *scales)
-{
-    UPI_SHARED(float, buf);
-    float *units = buf + UPI_WEIGHT_TOKENS * UPI_WEIGHT_COLUMNS;
-    int lane = threadIdx.x % UPI_WEIGHT_COLUMNS, mine = threadIdx.x / UPI_WEIGHT_COLUMNS * UPI_WEIGHT_EACH, u;
-    int64_t column = (int64_t)blockIdx.x * UPI_WEIGHT_COLUMNS + lane, token, j = column / dy.d,
-            k = column % dy.d;
-    int adds = mine == 0 && column < (int64_t)dy.h * dy.d;
-    float sum = adds ? dweight[column] : 0, part;
-    upi_weight_tile t;
-    if (column >= (int64_t)dy.h * dy.d) k = -1;
-    upi_weight_fetch<TYPES>(&t, dy, x, scales, mine, j, k);
-    for (token = 0; token < dy.n; token += UPI_WEIGHT_TOKENS) {
-        UPI_UNROLL
-        for (u = 0; u < UPI_WEIGHT_EACH; ++u) {
-            buf[(mine + u) * UPI_WEIGHT_COLUMNS + lane] = t.dy[u];
-            units[(mine + u) * UPI_WEIGHT_COLUMNS + lane] = t.unit[u];
-        }
-        __syncthreads();
-        upi_weight_fetch<TYPES>(&t, dy, x, scales, token + UPI_WEIGHT_TOKENS + mine, j, k);
-        part = 0;
-        if (adds)
-            for (u = 0; u < UPI_WEIGHT_TOKENS && token + u < dy.n; ++u)
-                part = fmaf(buf[u * UPI_WEIGHT_COLUMNS + lane], units[u * UPI_WEIGHT_COLUMNS + lane], part);
-        sum += part;
-        __syncthreads();
-    }
-    if (adds) dweight[column] = sum;
-}
-
-/* With u = x * scale, the row of mean square 1:  dx = scale * (w dy - u * mean(u w dy)), w = norm weight. The
- * first walk over a row only reads dy and x, so that dx may be either. */
-template <int TYPES>
-UPI_KERNEL(256, 1)
-void upi_rmsnorm_bwd_rows(upipe_view dx, upipe_view dy, upipe_view x, const float *weight, float eps,
-                          int accumulate, upi_span s)
-{
-    UPI_SHARED(float, buf);
-    UPI_EACH_TEAM(s, first)
-    {
-        upi_place p = upi_place_of(s, first);
-        int64_t begin = p.k;
-        float squares = 0, sum = 0, scale, minus_mean;
-        int l;
-        for (; p.k < p.d; p.k += p.step) {
-            upi_numbers a = upi_view_get<TYPES>(x, p, s.vec), g = upi_view_get<TYPES>(dy, p, s.vec);
-            upi_numbers w = upi_get<UPI_ALL_F32>(weight, UPIPE_F32, p.k, p.d, s.vec);
-            UPI_UNROLL
-            for (l = 0; l < UPI_EIGHT; ++l) {
-                squares = fmaf(a.v[l], a.v[l], squares);
-                sum = fmaf(g.v[l] * w.v[l], a.v[l], sum);
-            }
-        }
-        scale = upi_norm_scale(upi_team_sum(squares, s.shift, buf), s.d, eps);
-        minus_mean = -(upi_team_sum(sum, s.shift, buf) * scale) / (float)s.d;
-        for (p.k = begin; p.k < p.d; p.k += p.step) {
-            upi_numbers a = upi_view_get<TYPES>(x, p, s.vec), g = upi_view_get<TYPES>(dy, p, s.vec);
-            upi_numbers w = upi_get<UPI_ALL_F32>(weight, UPIPE_F32, p.k, p.d, s.vec), old;
-            UPI_UNROLL
-            for (l = 0; l < UPI_EIGHT; ++l)
-                g.v[l] = upi_product(scale, fmaf(a.v[l] * scale, minus_mean, upi_product(g.v[l], w.v[l])));
-            if (accumulate) {
-                old = upi_view_get<TYPES>(dx, p, s.vec);
-                UPI_UNROLL
-                for (l = 0; l < UPI_EIGHT; ++l) g.v[l] += old.v[l];
-            }
-            upi_view_put<TYPES>(dx, p, s.vec, g);
-        }
-    }
-}
-
-/* Scales of as many tokens as the scratch holds, then the norm weight's gradient, then dx, which may
- * overwrite what the norm weight's needs. */
-UPIPE_API upipe_status upi_cuda_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upipe_view dy, upipe_view x,
-                                            const float *weight, float eps, float *dweight, int accumulate)
-{
-    float *scales = (float *)upi_cuda_self(c)->scratch;
-    const int heads = UPIPE_CUDA_SCRATCH / 4 / UPIPE_SUM_ROWS; /* whose scales the scratch holds, at most */
-    int64_t most = heads / (dy.h > 0 ? dy.h : 1) * UPIPE_SUM_ROWS, token, columns = (int64_t)dy.h * dy.d;
-    UPIPE_TRY(upipe_check_rmsnorm_bwd(c, dx, dy, x, weight, eps, accumulate));
-    if (dweight == NULL) most = dy.n;
-    if (most == 0 && dy.n > 0)
-        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "rmsnorm_bwd: %d heads, at most %d with dgain",
-                          dy.h, heads);
-    for (token = 0; token < dy.n; token += most) {
-        int64_t n = dy.n - token < most ? dy.n - token : most;
-        upipe_view v[3];
-        upi_span s;
-        int types;
-        v[0] = upipe_view_rows(dx, token, n);
-        v[1] = upipe_view_rows(dy, token, n);
-        v[2] = upipe_view_rows(x, token, n);
-        s = upi_span_of_norm(v, 3, weight);
-        types = upi_types(v, 3);
-        if (dweight != NULL) {
-            UPIPE_TRY(UPI_LAUNCH_TYPES(c, upi_types(v + 2, 1), upi_rmsnorm_scales, upi_span_grid(c, s),
-                                       UPI_BLOCK, UPI_TEAM_BUF, scales, v[2], eps, s));
-            UPIPE_TRY(UPI_LAUNCH_TYPES(c, upi_types(v + 1, 2), upi_rmsnorm_weight,
-                                       (unsigned)((columns + UPI_WEIGHT_COLUMNS - 1) / UPI_WEIGHT_COLUMNS),
-                                       UPI_BLOCK, UPI_WEIGHT_BUF, dweight, v[1], v[2], scales));
-        }
-        UPIPE_TRY(UPI_LAUNCH_TYPES(c, types, upi_rmsnorm_bwd_rows, upi_span_grid(c, s), UPI_BLOCK,
-                                   UPI_TEAM_BUF, v[0], v[1], v[2], weight, eps, accumulate, s));
-    }
-    return UPIPE_OK;
+                            stride, count, accumulate, s);
 }
 
 /* ---- rowdot ---- */

@@ -1,6 +1,8 @@
 /* upipe_cuda_side_stream.h -- a side stream on a device: a second CUDA stream
  *                                                                    backend cuda, includes side_stream
  *
+ *     cudaStream_t stream;
+ *     upipe_cuda_stream_first(&stream, &ctx.err);
  *     upipe_cuda_side_stream state;
  *     upipe_side_stream side;
  *     upipe_cuda_side_stream_init(&state, &side, stream, &ops, &ctx.err);     one a rank
@@ -11,6 +13,9 @@
  * Tasks run on the host's thread, as late as possible: the load of a stage is enqueued behind the attention
  * of the previous stage. So it overlaps with that attention even if the transport's wait blocks the host. The
  * two streams synchronize by events alone, so all of it can be captured into a graph.
+ *
+ * What overlaps needs free multiprocessors. A stream of the greatest priority gets what blocks of attention leave as they
+ * end; blocks that stay for the whole call, of the forward on 9.0, leave nothing but upipe_cuda.margin.
  */
 #ifndef UPIPE_CUDA_SIDE_STREAM_H
 #define UPIPE_CUDA_SIDE_STREAM_H
@@ -99,7 +104,8 @@ UPIPE_API upipe_status upipe_cuda_side_stream_free(upipe_cuda_side_stream *buf, 
 
 /* upipe_cuda_side_stream_init -- events on the current device, and the side stream
  *   buf     the host's, kept until upipe_cuda_side_stream_free
- *   stream  the host's, for this side stream alone: not the default stream, which would wait for all others
+ *   stream  the host's, for this side stream alone: not the default stream, which would wait for all others. Of
+ *           upipe_cuda_stream_first, or its kernels wait behind all blocks of attention
  *   ops     a table over a upipe_cuda of its own, whose cuBLAS handle is this stream's: a handle and its
  *           workspace belong to one stream
  *   errors  ARG (no table), BACKEND; there is then nothing to free

@@ -1,4 +1,4 @@
-/* upipe_cuda_train.h -- what a model needs around its attention        backend cuda, includes cuda_rows
+/* upipe_cuda_train.h -- what a model needs around its attention        backend cuda, includes cuda_norm
  *
  * Fills the table's swiglu, swiglu_bwd, cross_entropy, embed, embed_bwd, bias_bwd, total and adamw.
  *
@@ -16,7 +16,7 @@
 #ifndef UPIPE_CUDA_TRAIN_H
 #define UPIPE_CUDA_TRAIN_H
 
-#include "upipe_cuda_rows.h"
+#include "upipe_cuda_norm.h"
 
 #define UPI_NAN upi_as_float(0x7fc00000u)
 
@@ -110,7 +110,6 @@ UPI_DEVICE float upi_block_max(float x, float *buf)
 {
     int step, w;
     for (step = 1; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
-    __syncthreads();
     if (threadIdx.x % 32 == 0) buf[threadIdx.x / 32] = x;
     __syncthreads();
     x = buf[0];
@@ -118,79 +117,182 @@ UPI_DEVICE float upi_block_max(float x, float *buf)
     return x;
 }
 
-/* A block has a row, and walks along it once for the greatest logit and the sum, once for the gradient.
+enum {
+    UPI_ENTROPY_EACH = 4,                                        /* times eight logits that a thread holds */
+    UPI_ENTROPY_TURN = UPI_BLOCK * UPI_EIGHT * UPI_ENTROPY_EACH, /* logits that a block holds */
+    UPI_ENTROPY_BLOCKS = 3, /* of a processor at the same time, at least */
+    UPI_ENTROPY_PIECES = 16 /* of a row, at most */
+};
+
+/* A row lies in pieces of `width` logits, a block each. */
+typedef struct upi_entropy_job {
+    upipe_view logits, grad;
+    float *losses;
+    const int32_t *targets;
+    float *sums;  /* [rows][pieces][2]: the greatest logit of a piece; the sum of e^(logit - greatest) */
+    int *arrived; /* [1 + rows]: the next ticket; pieces of a row whose sums are there */
+    int64_t width;
+    float scale;
+    int pieces, vec;
+} upi_entropy_job;
+
+/* A thread's logits, of which the row has `left` from the first one on; -inf beyond. */
+UPI_DEVICE void upi_entropy_load(upi_numbers *x, const float *logits, int left, int vec)
+{
+    int e, l;
+    UPI_UNROLL
+    for (e = 0; e < UPI_ENTROPY_EACH; ++e) {
+        const int k = e * (UPI_BLOCK * UPI_EIGHT);
+        x[e] = upi_get<UPI_ALL_F32>(logits, UPIPE_F32, k, left, vec);
+        UPI_UNROLL
+        for (l = 0; l < UPI_EIGHT; ++l)
+            if (k + l >= left) x[e].v[l] = -INFINITY;
+    }
+}
+
+/* sum + the sum of e^(logit - base) of all but number `apart`. */
+UPI_DEVICE float upi_entropy_sum(const upi_numbers *x, int apart, float base, float sum)
+{
+    int e, l;
+    UPI_UNROLL
+    for (e = 0; e < UPI_ENTROPY_EACH; ++e) {
+        UPI_UNROLL
+        for (l = 0; l < UPI_EIGHT; ++l)
+            if (e * (UPI_BLOCK * UPI_EIGHT) + l != apart) sum += expf(x[e].v[l] - base);
+    }
+    return sum;
+}
+
+/* Blocks share a row, so that each holds its piece in registers from the sum to the gradient: a logit is read once.
+ * (Where a piece has more logits than that, they are read again.) A block waits for the others of its row. Tickets give
+ * these to blocks that start together, and no row has more pieces than the device holds blocks at a time.
  *
  * Each thread keeps the greatest logit that it has seen and the sum of e^(logit - greatest) of all others
  * than the target. With the target t apart, 1 - p[t] = others / sum: neither the gradient of a target whose
  * probability is almost 1 nor its loss, log(1 + others) where it is the greatest, is left to a difference.
  */
-template <int TYPES>
-UPI_KERNEL(256, 1)
-void upi_cross_entropy_rows(upipe_view logits, upipe_view grad, float *losses, const int32_t *targets,
-                            float scale, int vec)
+template <int TYPES> UPI_KERNEL(256, UPI_ENTROPY_BLOCKS) void upi_cross_entropy_rows(upi_entropy_job g)
 {
     UPI_SHARED(float, buf);
-    int64_t i, k, d = logits.d, begin = threadIdx.x * UPI_EIGHT, step = UPI_BLOCK * UPI_EIGHT;
-    for (i = blockIdx.x; i < logits.n; i += gridDim.x) {
-        const float *row = (const float *)upi_row_at(logits, i, 0);
-        char *to = grad.data != NULL ? upi_row_at(grad, i, 0) : NULL;
-        int64_t target = targets[i];
-        float most = -INFINITY, top, others = 0, at, sum, factor, own;
-        int l;
-        if (target < 0 || target >= d) {
-            upi_numbers same;
+    int64_t i = blockIdx.x, d = g.logits.d, target, begin;
+    int piece = 0, n, apart, first = threadIdx.x * UPI_EIGHT, k, e, l;
+    float most = -INFINITY, top, others = 0, at, sum, factor, own;
+    upi_numbers x[UPI_ENTROPY_EACH];
+    const float *logits;
+    char *to = NULL;
+    if (g.pieces > 1) {
+        int *ticket = (int *)(buf + UPI_TEAM_BUF / 4);
+        if (threadIdx.x == 0) *ticket = atomicAdd(g.arrived, 1);
+        __syncthreads();
+        i = *ticket / g.pieces;
+        piece = *ticket % g.pieces;
+    }
+    begin = piece * g.width;
+    n = (int)(begin + g.width < d ? g.width : d - begin);
+    logits = (const float *)upi_row_at(g.logits, i, 0) + begin;
+    if (g.grad.data != NULL)
+        to = upi_row_at(g.grad, i, 0) + begin * (upi_is_f32<TYPES>(g.grad.dtype) ? 4 : 2);
+    target = g.targets[i];
+    if (target < 0 || target >= d) {
+        upi_numbers same;
+        UPI_UNROLL
+        for (l = 0; l < UPI_EIGHT; ++l) same.v[l] = target < 0 ? 0.0f : UPI_NAN;
+        for (k = first; to != NULL && k < n; k += UPI_BLOCK * UPI_EIGHT)
+            upi_put<TYPES>(to, g.grad.dtype, k, n, g.vec, same);
+        if (piece == 0 && threadIdx.x == 0) g.losses[i] = target < 0 ? 0.0f : UPI_NAN;
+        return;
+    }
+    apart = target >= begin && target < begin + n ? (int)(target - begin) : INT32_MAX;
+    at = logits[target - begin];
+    for (k = first; k < n; k += UPI_ENTROPY_TURN) {
+        float before = most, base;
+        upi_entropy_load(x, logits + k, n - k, g.vec);
+        UPI_UNROLL
+        for (e = 0; e < UPI_ENTROPY_EACH; ++e) {
             UPI_UNROLL
-            for (l = 0; l < UPI_EIGHT; ++l) same.v[l] = target < 0 ? 0.0f : UPI_NAN;
-            for (k = begin; to != NULL && k < d; k += step) upi_put<TYPES>(to, grad.dtype, k, d, vec, same);
-            if (threadIdx.x == 0) losses[i] = target < 0 ? 0.0f : UPI_NAN;
-            continue;
+            for (l = 0; l < UPI_EIGHT; ++l) most = fmaxf(most, x[e].v[l]);
         }
-        for (k = begin; k < d; k += step) {
-            upi_numbers x = upi_get<UPI_ALL_F32>(row, UPIPE_F32, k, d, vec);
-            float before = most, base;
-            UPI_UNROLL
-            for (l = 0; l < UPI_EIGHT; ++l)
-                if (k + l < d) most = fmaxf(most, x.v[l]);
-            base = most == -INFINITY ? 0.0f : most; /* all are -inf so far: e^(-inf - -inf) is no number */
-            others *= expf(before - base);
-            UPI_UNROLL
-            for (l = 0; l < UPI_EIGHT; ++l)
-                if (k + l < d && k + l != target) others += expf(x.v[l] - base);
+        base = most == -INFINITY ? 0.0f : most; /* all are -inf so far: e^(-inf - -inf) is no number */
+        others = upi_entropy_sum(x, apart - k, base, others * expf(before - base));
+    }
+    top = upi_block_max(most, buf);
+    others = upi_team_sum(others * expf(most - (top == -INFINITY ? 0.0f : top)), 8, buf);
+    if (g.pieces > 1) {
+        float *sums = g.sums + i * g.pieces * 2;
+        const int goes_on = to != NULL || piece == 0;
+        if (threadIdx.x == 0) {
+            int tries = 0;
+            sums[2 * piece] = top;
+            sums[2 * piece + 1] = others;
+            upi_add_release(g.arrived + 1 + i, 1);
+            for (; goes_on && upi_load_acquire(g.arrived + 1 + i) != g.pieces; upi_pause())
+                UPI_WATCH(tries, "the sums of row", (uint32_t)i, (uint32_t)piece);
         }
-        at = row[target];
-        top = upi_block_max(most, buf);
-        others = upi_team_sum(others * expf(most - top), 8, buf);
-        own = expf(at - top);
-        sum = others + own;
-        factor = scale / sum;
-        if (threadIdx.x == 0) losses[i] = (at == top ? log1pf(others) : logf(sum)) + (top - at);
-        for (k = begin; to != NULL && k < d; k += step) {
-            upi_numbers x = upi_get<UPI_ALL_F32>(row, UPIPE_F32, k, d, vec);
+        __syncthreads();
+        if (!goes_on) return;
+        for (l = 0, top = -INFINITY; l < g.pieces; ++l) top = fmaxf(top, sums[2 * l]);
+        for (l = 0, others = 0; l < g.pieces; ++l) others += sums[2 * l + 1] * expf(sums[2 * l] - top);
+    } else {
+        others *= expf(top - top); /* nothing but -inf: no number */
+    }
+    sum = others + expf(at - top);
+    factor = g.scale / sum;
+    own = -(g.scale * (others / sum));
+    if (piece == 0 && threadIdx.x == 0) g.losses[i] = (at == top ? log1pf(others) : logf(sum)) + (top - at);
+    for (k = first; to != NULL && k < n; k += UPI_ENTROPY_TURN) {
+        if (n > UPI_ENTROPY_TURN) upi_entropy_load(x, logits + k, n - k, g.vec);
+        UPI_UNROLL
+        for (e = 0; e < UPI_ENTROPY_EACH; ++e) {
+            const int here = e * (UPI_BLOCK * UPI_EIGHT);
             UPI_UNROLL
             for (l = 0; l < UPI_EIGHT; ++l)
-                x.v[l] = k + l == target ? -(scale * (others / sum)) : expf(x.v[l] - top) * factor;
-            upi_put<TYPES>(to, grad.dtype, k, d, vec, x);
+                x[e].v[l] = here + l == apart - k ? own : expf(x[e].v[l] - top) * factor;
+            upi_put<TYPES>(to + k * (upi_is_f32<TYPES>(g.grad.dtype) ? 4 : 2), g.grad.dtype, here, n - k,
+                           g.vec, x[e]);
         }
     }
 }
 
 UPIPE_API upipe_status upi_cuda_cross_entropy(upipe_ctx *c, const upipe_cross_entropy *x)
 {
-    int64_t most = (int64_t)upi_cuda_self(c)->processors * UPI_WAVES;
+    const upipe_cuda *self = upi_cuda_self(c);
+    int64_t d = x->logits.d, row, most, held = (int64_t)self->processors * UPI_ENTROPY_BLOCKS;
+    upi_entropy_job g;
     upipe_view v[2];
-    unsigned grid;
-    int vec;
     UPIPE_TRY(upipe_check_cross_entropy(c, x));
     if (x->logits.n == 0) return UPIPE_OK;
     v[0] = x->logits;
     v[1] = x->grad.data != NULL ? x->grad : x->logits;
-    vec = upi_span_of(v, 2, 0).vec;
-    grid = (unsigned)(x->logits.n < most ? x->logits.n : most);
-    return v[1].dtype == UPIPE_F32
-               ? UPI_LAUNCH(c, (upi_cross_entropy_rows<UPI_ALL_F32>), grid, UPI_BLOCK, UPI_TEAM_BUF,
-                            x->logits, x->grad, x->loss, x->targets, x->scale, vec)
-               : UPI_LAUNCH(c, (upi_cross_entropy_rows<UPI_ALL_BF16>), grid, UPI_BLOCK, UPI_TEAM_BUF,
-                            x->logits, x->grad, x->loss, x->targets, x->scale, vec);
+    memset(&g, 0, sizeof g);
+    g.vec = upi_span_of(v, 2, 0).vec;
+    g.scale = x->scale;
+    if (held > UPI_ENTROPY_PIECES) held = UPI_ENTROPY_PIECES;
+    g.width = (d + held - 1) / held;
+    if (g.width < UPI_ENTROPY_TURN) g.width = UPI_ENTROPY_TURN;
+    g.pieces = (int)((d + g.width - 1) / g.width);
+    g.width = ((d + g.pieces - 1) / g.pieces + UPI_EIGHT - 1) / UPI_EIGHT * UPI_EIGHT; /* nearly equal ones */
+    most = (int64_t)self->processors * UPI_WAVES;                                      /* rows of a launch */
+    if (most > (UPIPE_CUDA_SCRATCH - 4) / (4 + 8 * g.pieces))
+        most = (UPIPE_CUDA_SCRATCH - 4) / (4 + 8 * g.pieces);
+    g.arrived = (int *)self->scratch;
+    g.sums = (float *)self->scratch + 1 + most;
+    for (row = 0; row < x->logits.n; row += most) {
+        int64_t rows = x->logits.n - row < most ? x->logits.n - row : most;
+        unsigned grid = (unsigned)(rows * g.pieces);
+        g.logits = upipe_view_rows(x->logits, row, rows);
+        g.grad = x->grad.data != NULL ? upipe_view_rows(x->grad, row, rows) : x->grad;
+        g.losses = x->loss + row;
+        g.targets = x->targets + row;
+        if (g.pieces > 1)
+            UPIPE_CUDA_TRY(&c->err, cudaMemsetAsync(g.arrived, 0, (size_t)(1 + rows) * sizeof *g.arrived,
+                                                    (cudaStream_t)c->stream));
+        UPIPE_TRY(v[1].dtype == UPIPE_F32
+                      ? UPI_LAUNCH_TOGETHER(c, g.pieces, (upi_cross_entropy_rows<UPI_ALL_F32>), grid,
+                                            UPI_BLOCK, UPI_TEAM_BUF + 4, g)
+                      : UPI_LAUNCH_TOGETHER(c, g.pieces, (upi_cross_entropy_rows<UPI_ALL_BF16>), grid,
+                                            UPI_BLOCK, UPI_TEAM_BUF + 4, g));
+    }
+    return UPIPE_OK;
 }
 
 /* ---- embedding ---- */
@@ -220,6 +322,18 @@ void upi_embed_rows(upipe_view x, upipe_view table, const int32_t *tokens, upi_s
     }
 }
 
+/* Rows of x, with those of a table, of which there may be more. */
+UPIPE_API upi_span upi_span_of_embed(upipe_view x, upipe_view table)
+{
+    upipe_view v[2];
+    upi_span s;
+    v[0] = x;
+    v[1] = table;
+    s = upi_span_of(v, 2, 0);
+    if (table.n > 1 && table.n_stride * (int64_t)upipe_dtype_bytes(table.dtype) % 16 != 0) s.vec = 0;
+    return s;
+}
+
 UPIPE_API upipe_status upi_cuda_embed(upipe_ctx *c, upipe_view x, upipe_view table, const int32_t *tokens)
 {
     upipe_view v[2];
@@ -228,26 +342,29 @@ UPIPE_API upipe_status upi_cuda_embed(upipe_ctx *c, upipe_view x, upipe_view tab
     if (x.n == 0) return UPIPE_OK;
     v[0] = x;
     v[1] = table;
-    s = upi_span_of(v, 2, 0);
-    if (table.n > 1 && table.n_step * (int64_t)upipe_dtype_bytes(table.dtype) % 16 != 0) s.vec = 0;
+    s = upi_span_of_embed(x, table);
     return UPI_LAUNCH_TYPES(c, upi_types(v, 2), upi_embed_rows, upi_span_grid(c, s), UPI_BLOCK, 0, x, table,
                             tokens, s);
 }
 
 enum {
-    UPI_EMBED_CLASSES = UPI_BLOCK / 32, /* one a warp of a block */
-    UPI_EMBED_WINDOW = 4                /* tokens in flight */
+    UPI_EMBED_WARP = 32 * UPI_EIGHT,                        /* of a warp */
+    UPI_EMBED_WARPS = UPI_BLOCK / 32,                       /* of a block */
+    UPI_EMBED_BLOCKS = 8,                                   /* for the same columns */
+    UPI_EMBED_CLASSES = UPI_EMBED_WARPS * UPI_EMBED_BLOCKS, /* of tokens, one a warp */
+    UPI_EMBED_WINDOW = 8                                    /* tokens in flight */
 };
 
-/* A block has 32 columns, one a lane; a warp has the tokens of one class (id mod 8), which meet no other
- * warp's rows, and adds them in order. It fetches the rows of a few tokens at once, so the first of equal
- * tokens in that window hands its sum to the next. */
+/* A warp has the tokens of one class (id mod 64), which meet no other warp's rows, and adds them in order, eight
+ * columns a lane. It fetches the rows of a few tokens at once, so the first of equal tokens in that window hands its
+ * sum to the next. */
 template <int TYPES>
 UPI_KERNEL(256, 1)
-void upi_embed_bwd_rows(upipe_view dtable, upipe_view dx, const int32_t *tokens)
+void upi_embed_bwd_rows(upipe_view dtable, upipe_view dx, const int32_t *tokens, int vec)
 {
-    int lane = threadIdx.x % 32, kind = threadIdx.x / 32, u, e;
-    int64_t k = (int64_t)blockIdx.x * 32 + lane, base;
+    int lane = threadIdx.x % 32, u, e, l;
+    int kind = blockIdx.x % UPI_EMBED_BLOCKS * UPI_EMBED_WARPS + threadIdx.x / 32;
+    int64_t k = (int64_t)(blockIdx.x / UPI_EMBED_BLOCKS) * UPI_EMBED_WARP + lane * UPI_EIGHT, base;
     int32_t next = lane < dx.n ? tokens[lane] : -1;
     for (base = 0; base < dx.n; base += 32) {
         int32_t id = next;
@@ -256,27 +373,27 @@ void upi_embed_bwd_rows(upipe_view dtable, upipe_view dx, const int32_t *tokens)
         next = base + 32 + lane < dx.n ? tokens[base + 32 + lane] : -1;
         while (left != 0) {
             int32_t ids[UPI_EMBED_WINDOW];
-            float sum[UPI_EMBED_WINDOW], x[UPI_EMBED_WINDOW];
+            upi_numbers sum[UPI_EMBED_WINDOW], x[UPI_EMBED_WINDOW];
             UPI_UNROLL
             for (u = 0; u < UPI_EMBED_WINDOW; ++u) {
                 uint32_t low = left & (0u - left);
                 int at = low != 0 ? (int)(upi_as_bits((float)low) >> 23) - 127 : 0; /* its bit's number */
                 int32_t row = __shfl_sync(0xffffffffu, id, at);
+                int64_t end = low != 0 ? dx.d : 0;
                 ids[u] = low != 0 ? row : -1;
                 left ^= low;
-                sum[u] = x[u] = 0;
-                if (ids[u] >= 0 && k < dx.d) {
-                    x[u] = upi_get1<TYPES>(upi_row_at(dx, base + at, 0), dx.dtype, k);
-                    sum[u] = *((const float *)upi_row_at(dtable, ids[u], 0) + k);
-                }
+                x[u] = upi_get<TYPES>(upi_row_at(dx, base + at, 0), dx.dtype, k, end, vec);
+                sum[u] = upi_get<UPI_ALL_F32>(upi_row_at(dtable, row, 0), UPIPE_F32, k, end, vec);
             }
             UPI_UNROLL
             for (u = 0; u < UPI_EMBED_WINDOW; ++u) {
-                sum[u] += x[u];
+                UPI_UNROLL
+                for (l = 0; l < UPI_EIGHT; ++l) sum[u].v[l] += x[u].v[l];
                 UPI_UNROLL
                 for (e = u + 1; e < UPI_EMBED_WINDOW; ++e)
                     if (ids[e] == ids[u]) sum[e] = sum[u];
-                if (ids[u] >= 0 && k < dx.d) *((float *)upi_row_at(dtable, ids[u], 0) + k) = sum[u];
+                if (ids[u] >= 0)
+                    upi_put<UPI_ALL_F32>(upi_row_at(dtable, ids[u], 0), UPIPE_F32, k, dx.d, vec, sum[u]);
             }
         }
     }
@@ -285,52 +402,64 @@ void upi_embed_bwd_rows(upipe_view dtable, upipe_view dx, const int32_t *tokens)
 UPIPE_API upipe_status upi_cuda_embed_bwd(upipe_ctx *c, upipe_view dtable, upipe_view dx,
                                           const int32_t *tokens)
 {
-    unsigned grid = (unsigned)((dx.d + 31) / 32);
+    unsigned grid = (unsigned)((dx.d + UPI_EMBED_WARP - 1) / UPI_EMBED_WARP) * UPI_EMBED_BLOCKS;
+    int vec;
     UPIPE_TRY(upipe_check_embed_bwd(c, dtable, dx, tokens));
     if (dx.n == 0) return UPIPE_OK;
+    vec = upi_span_of_embed(dx, dtable).vec;
     return dx.dtype == UPIPE_F32
-               ? UPI_LAUNCH(c, (upi_embed_bwd_rows<UPI_ALL_F32>), grid, UPI_BLOCK, 0, dtable, dx, tokens)
-               : UPI_LAUNCH(c, (upi_embed_bwd_rows<UPI_ALL_BF16>), grid, UPI_BLOCK, 0, dtable, dx, tokens);
+               ? UPI_LAUNCH(c, (upi_embed_bwd_rows<UPI_ALL_F32>), grid, UPI_BLOCK, 0, dtable, dx, tokens, vec)
+               : UPI_LAUNCH(c, (upi_embed_bwd_rows<UPI_ALL_BF16>), grid, UPI_BLOCK, 0, dtable, dx, tokens,
+                            vec);
 }
 
 /* ---- the gradient of a bias ---- */
 
-enum {
-    UPI_BIAS_COLUMNS = 32,
-    UPI_BIAS_PARTS = UPI_BLOCK / UPI_BIAS_COLUMNS
-}; /* of a block: a warp sums a part */
+enum { UPI_BIAS_WINDOW = 8 }; /* tokens in flight */
 
-/* db += sums down the columns: eight warps sum as many parts of UPIPE_SUM_ROWS tokens, which the first one adds
- * in their order. */
-template <int TYPES> UPI_KERNEL(256, 1) void upi_bias_columns(float *db, upipe_view dy)
+/* parts [part][h][d]: sums of UPIPE_SUM_ROWS tokens, eight columns a thread. */
+template <int TYPES> UPI_KERNEL(64, 1) void upi_bias_parts(float *parts, upipe_view dy, int vec)
 {
-    UPI_SHARED(float, buf);
-    int lane = threadIdx.x % UPI_BIAS_COLUMNS, warp = threadIdx.x / UPI_BIAS_COLUMNS, u;
-    int64_t column = (int64_t)blockIdx.x * UPI_BIAS_COLUMNS + lane, j = column / dy.d, k = column % dy.d,
-            token;
-    int here = column < (int64_t)dy.h * dy.d, adds = here && warp == 0;
-    float sum = adds ? db[column] : 0;
-    for (token = 0; token < dy.n; token += UPI_BIAS_PARTS * UPIPE_SUM_ROWS) {
-        int64_t i = token + warp * UPIPE_SUM_ROWS,
-                end = i + UPIPE_SUM_ROWS < dy.n ? i + UPIPE_SUM_ROWS : dy.n;
-        float part = 0;
-        for (; here && i < end; ++i) part += upi_get1<TYPES>(upi_row_at(dy, i, j), dy.dtype, k);
-        buf[threadIdx.x] = part;
-        __syncthreads();
-        for (u = 0; adds && u < UPI_BIAS_PARTS; ++u) sum += buf[u * UPI_BIAS_COLUMNS + lane];
-        __syncthreads();
+    const int64_t pieces = (dy.d + UPI_EIGHT - 1) / UPI_EIGHT, eights = dy.h * pieces;
+    const int64_t thread = (int64_t)blockIdx.x * UPI_COLUMNS + threadIdx.x, part = thread / eights;
+    const int64_t j = thread % eights / pieces, k = thread % eights % pieces * UPI_EIGHT;
+    int64_t i = part * UPIPE_SUM_ROWS, end = i + UPIPE_SUM_ROWS < dy.n ? i + UPIPE_SUM_ROWS : dy.n;
+    upi_numbers sum = {{0, 0, 0, 0, 0, 0, 0, 0}};
+    int u, l;
+    if (i >= dy.n) return;
+    for (; i < end; i += UPI_BIAS_WINDOW) {
+        upi_numbers x[UPI_BIAS_WINDOW];
+        UPI_UNROLL
+        for (u = 0; u < UPI_BIAS_WINDOW; ++u)
+            x[u] = upi_get<TYPES>(upi_row_at(dy, i + u, j), dy.dtype, k, i + u < end ? dy.d : 0, vec);
+        UPI_UNROLL
+        for (u = 0; u < UPI_BIAS_WINDOW; ++u) UPI_UNROLL
+        for (l = 0; l < UPI_EIGHT; ++l) sum.v[l] += x[u].v[l];
     }
-    if (adds) db[column] = sum;
+    upi_put<UPI_ALL_F32>(parts + (part * dy.h + j) * dy.d, UPIPE_F32, k, dy.d, dy.d % 4 == 0, sum);
 }
 
 UPIPE_API upipe_status upi_cuda_bias_bwd(upipe_ctx *c, float *db, upipe_view dy)
 {
-    int64_t columns = (int64_t)dy.h * dy.d;
+    float *parts = (float *)upi_cuda_self(c)->scratch;
+    int64_t columns = (int64_t)dy.h * dy.d, eights = dy.h * (((int64_t)dy.d + UPI_EIGHT - 1) / UPI_EIGHT);
+    int64_t token, most;
     UPIPE_TRY(upipe_check_bias_bwd(c, db, dy));
     if (dy.n == 0) return UPIPE_OK;
-    return UPI_LAUNCH_TYPES(c, upi_types(&dy, 1), upi_bias_columns,
-                            (unsigned)((columns + UPI_BIAS_COLUMNS - 1) / UPI_BIAS_COLUMNS), UPI_BLOCK,
-                            UPI_BLOCK * 4, db, dy);
+    most = upi_column_tokens(columns, UPIPE_SUM_ROWS);
+    if (most == 0)
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "bias_bwd: %lld columns, at most %d",
+                          (long long)columns, UPIPE_CUDA_SCRATCH / 4);
+    for (token = 0; token < dy.n; token += most) {
+        int64_t n = dy.n - token < most ? dy.n - token : most,
+                count = (n + UPIPE_SUM_ROWS - 1) / UPIPE_SUM_ROWS;
+        upipe_view rows = upipe_view_rows(dy, token, n);
+        UPIPE_TRY(UPI_LAUNCH_TYPES(c, upi_types(&dy, 1), upi_bias_parts, upi_column_grid(count * eights),
+                                   UPI_COLUMNS, 0, parts, rows, upi_span_of(&rows, 1, 0).vec));
+        UPIPE_TRY(UPI_LAUNCH(c, (upi_column_sums<1>), upi_column_grid(columns), UPI_COLUMNS, 0, db, parts,
+                             columns, count));
+    }
+    return UPIPE_OK;
 }
 
 /* ---- total ---- */
@@ -373,27 +502,24 @@ void upi_total_parts(double *sums, upipe_view x, int squares, upi_span s)
     if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
 
-/* sums[0] = all of them; the type is of no importance. */
-template <int TYPES> UPI_KERNEL(256, 1) void upi_total_whole(double *sums, int count)
+/* *out = all of them; the type is of no importance. */
+template <int TYPES> UPI_KERNEL(256, 1) void upi_total_whole(double *out, const double *sums, int count)
 {
     UPI_SHARED(double, buf);
     double sum = 0;
     int i;
     for (i = threadIdx.x; i < count; i += UPI_BLOCK) sum += sums[i];
     sum = upi_block_total(sum, buf);
-    if (threadIdx.x == 0) sums[0] = sum;
+    if (threadIdx.x == 0) *out = sum;
 }
 
 UPIPE_API upipe_status upi_cuda_total(upipe_ctx *c, double *out, upipe_view x, int squares)
 {
-    const upipe_cuda *self = upi_cuda_self(c);
-    double *sums = (double *)self->scratch;
+    double *sums = (double *)upi_cuda_self(c)->scratch;
     int64_t blocks;
     upi_span s;
     UPIPE_TRY(upipe_check_total(c, out, x));
-    UPIPE_TRY(upi_cuda_host_waits(c, "a total for the host"));
-    *out = 0;
-    if (x.n == 0) return UPIPE_OK;
+    if (x.n == 0) return c->ops->zero(c, out, sizeof *out);
     s = upi_span_of(&x, 1, 0); /* rows joined or not, the order would differ */
     blocks = (s.teams + (UPI_BLOCK >> s.shift) - 1) / (UPI_BLOCK >> s.shift);
     if (blocks > UPI_TOTAL_BLOCKS) blocks = UPI_TOTAL_BLOCKS;
@@ -401,13 +527,7 @@ UPIPE_API upipe_status upi_cuda_total(upipe_ctx *c, double *out, upipe_view x, i
                                                 UPI_BLOCK, UPI_TOTAL_BUF, sums, x, squares, s)
                                    : UPI_LAUNCH(c, (upi_total_parts<UPI_ALL_BF16>), (unsigned)blocks,
                                                 UPI_BLOCK, UPI_TOTAL_BUF, sums, x, squares, s));
-    UPIPE_TRY(UPI_LAUNCH(c, (upi_total_whole<0>), 1, UPI_BLOCK, UPI_TOTAL_BUF, sums, (int)blocks));
-    UPIPE_CUDA_TRY(&c->err, cudaMemcpyAsync(self->result, sums, sizeof *out, cudaMemcpyDeviceToHost,
-                                            (cudaStream_t)c->stream));
-    UPIPE_TRY(upi_cuda_sync(c));
-    UPIPE_TRY(upipe_comm_results(c));
-    memcpy(out, self->result, sizeof *out);
-    return UPIPE_OK;
+    return UPI_LAUNCH(c, (upi_total_whole<0>), 1, UPI_BLOCK, UPI_TOTAL_BUF, out, sums, (int)blocks);
 }
 
 /* ---- adamw ---- */

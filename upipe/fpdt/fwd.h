@@ -1,23 +1,20 @@
 /* fwd.h -- load, attend, store of a stage of one segment, forward        part of upipe_fpdt.h */
-#ifndef UPIPE_FPDT_H
-#include "../upipe_fpdt.h"
-#elif !defined(UPIPE_FPDT_FWD_H)
+#ifndef UPIPE_FPDT_FWD_H
 #define UPIPE_FPDT_FWD_H
 
 #include "stream.h"
 
 /* What a stage of one segment holds on the device. */
 typedef struct upi_fpdt_stage {
-    upi_kv_pair kv;
+    upipe_kv_pair kv;
     void *q, *sum, *lse; /* sum: O' in f32 */
 } upi_fpdt_stage;
 
 UPIPE_API upipe_status upi_fpdt_alloc_qkv(upipe_ctx *c, const upi_fpdt_pass *s, upi_fpdt_stage *st)
 {
-    const size_t kv[3] = {0, s->z.b.k, s->z.b.v};
     upipe_phase_set(c, UPIPE_FWD_IN);
-    UPIPE_TRY(upi_kv_alloc(c, &st->kv, kv, "k", "v"));
-    return upipe_alloc(c, &st->q, s->z.b.q, "q");
+    UPIPE_TRY(upi_kv_alloc(c, &st->kv, s->z.b.k, s->z.b.v, UPIPE_USE_QKV));
+    return upipe_alloc(c, &st->q, s->z.b.q, UPIPE_USE_QKV, "q");
 }
 
 UPIPE_API upipe_status upi_fpdt_free_qkv(upipe_ctx *c, upi_fpdt_stage *st)
@@ -27,17 +24,17 @@ UPIPE_API upipe_status upi_fpdt_free_qkv(upipe_ctx *c, upi_fpdt_stage *st)
 }
 
 /* K' or V' of a new round: projected, through inp_all_to_all, offloaded. */
-UPIPE_API upipe_status upi_fpdt_load_kv(upipe_ctx *c, upi_fpdt_pass *s, const upi_run *r, upi_proj which,
+UPIPE_API upipe_status upi_fpdt_load_kv(upipe_ctx *c, upi_fpdt_pass *s, const upipe_pass *f, upipe_proj which,
                                         int i, int stage, void *send, void *to)
 {
     const upi_segments *z = &s->z;
-    const int is_k = which == UPI_PROJ_K;
+    const int is_k = which == UPIPE_PROJ_K;
     const size_t block = is_k ? z->b.k : z->b.v;
-    UPIPE_TRY(upi_project(c, r, which, stage, send));
-    UPIPE_TRY(upipe_a2a_to_heads(c, to, send, r->p, stage, UPIPE_A2A_KV, r->each[which]));
+    UPIPE_TRY(f->fill(c, f, which, stage, send));
+    UPIPE_TRY(upipe_a2a_to_heads(c, to, send, f->plan, stage, UPIPE_A2A_KV, f->token_bytes[which]));
     return upi_fpdt_copy(c, s,
                          upi_fpdt_at(is_k ? s->save->k : s->save->v, block, z->rounds, i, stage / z->steps),
-                         to, upi_fpdt_kv_bytes(r->p, stage, 1, r->each[which]));
+                         to, upi_fpdt_kv_bytes(f->plan, stage, 1, f->token_bytes[which]));
 }
 
 /* Q', and in a new round K' and V': from x, through inp_all_to_all, offloaded. */
@@ -45,21 +42,22 @@ UPIPE_API upipe_status upi_fpdt_load(upipe_ctx *c, upi_fpdt_pass *s, const char 
                                      upi_fpdt_stage *st)
 {
     const upi_segments *z = &s->z;
-    upi_run r = upi_fpdt_run(s, i);
+    upipe_pass f;
     void *send;
+    upi_fpdt_segment_pass(s, i, &f);
     UPIPE_TRY(upi_fpdt_alloc_qkv(c, s, st));
-    UPIPE_TRY(upi_fpdt_fetch_x(c, s, &r, x, i));
-    UPIPE_TRY(upipe_alloc(c, &send, upipe_max_bytes(z->b.kv_send, z->b.send), "send"));
+    UPIPE_TRY(upi_fpdt_fetch_x(c, s, &f, x, i));
+    UPIPE_TRY(upipe_alloc(c, &send, upipe_max_bytes(z->b.kv_send, z->b.send), UPIPE_USE_QKV, "send"));
     if (stage % z->steps == 0) {
-        UPIPE_TRY(upi_fpdt_load_kv(c, s, &r, UPI_PROJ_K, i, stage, send, st->kv.k));
-        UPIPE_TRY(upi_fpdt_load_kv(c, s, &r, UPI_PROJ_V, i, stage, send, st->kv.v));
+        UPIPE_TRY(upi_fpdt_load_kv(c, s, &f, UPIPE_PROJ_K, i, stage, send, st->kv.k));
+        UPIPE_TRY(upi_fpdt_load_kv(c, s, &f, UPIPE_PROJ_V, i, stage, send, st->kv.v));
     }
-    UPIPE_TRY(upi_project(c, &r, UPI_PROJ_Q, stage, send));
-    UPIPE_TRY(upipe_a2a_to_heads(c, st->q, send, r.p, stage, UPIPE_A2A_Q, r.each[UPI_PROJ_Q]));
+    UPIPE_TRY(f.fill(c, &f, UPIPE_PROJ_Q, stage, send));
+    UPIPE_TRY(upipe_a2a_to_heads(c, st->q, send, f.plan, stage, UPIPE_A2A_Q, f.token_bytes[UPIPE_PROJ_Q]));
     UPIPE_TRY(upi_fpdt_copy(c, s, upi_fpdt_at(s->save->q, z->b.q, z->stages, i, stage), st->q,
-                            upi_fpdt_q_bytes(r.p, stage, 1, r.each[UPI_PROJ_Q])));
+                            upi_fpdt_q_bytes(f.plan, stage, 1, f.token_bytes[UPIPE_PROJ_Q])));
     UPIPE_TRY(upipe_free(c, send));
-    return upipe_free(c, r.x.data);
+    return upipe_free(c, f.x.data);
 }
 
 /* The same, where all of it has been offloaded: fetched. */
@@ -78,18 +76,20 @@ UPIPE_API upipe_status upi_fpdt_fetch(upipe_ctx *c, upi_fpdt_pass *s, int i, int
 UPIPE_API upipe_status upi_fpdt_attend(upipe_ctx *c, upi_fpdt_pass *s, int i, int stage, upi_fpdt_stage *st)
 {
     const upi_segments *z = &s->z;
-    upi_fpdt_stream v;
+    upi_stream v;
     upipe_phase_set(c, UPIPE_FWD_ATTN);
-    UPIPE_TRY(upipe_alloc(c, &st->sum, z->b.sum_o, "o_sum"));
-    UPIPE_TRY(upipe_alloc(c, &st->lse, z->b.stat, "lse"));
-    UPIPE_TRY(upi_fpdt_stream_begin(c, &v, s, i, stage, z->b.k + z->b.v, "host_kv"));
-    v.part.q = st->q;
-    v.part.o = st->sum;
-    v.part.lse = (float *)st->lse;
+    UPIPE_TRY(upipe_alloc(c, &st->sum, z->b.sum_o, UPIPE_USE_SCRATCH, "o_sum"));
+    UPIPE_TRY(upipe_alloc(c, &st->lse, z->b.stat, UPIPE_USE_STAT, "lse"));
+    UPIPE_TRY(upi_stream_begin(c, &v, s, i, stage, z->b.k + z->b.v, z->scratch.attn_fwd, "host_kv"));
+    v.a.q = st->q;
+    v.a.o = st->sum;
+    v.a.lse = (float *)st->lse;
     v.own.k = st->kv.k;
     v.own.v = st->kv.v;
-    UPIPE_TRY(upi_fpdt_stream_run(c, &v));
-    UPIPE_TRY(upi_fpdt_stream_end(c, &v));
+    UPIPE_TRY(upi_stream_run(c, &v, upi_segment_count(z->f, i, 1), upi_stream_fwd_fetch,
+                             upi_stream_fwd_attend, NULL));
+    UPIPE_TRY(upipe_free(c, v.a.work));
+    UPIPE_TRY(upipe_free(c, v.bufs));
     return upi_fpdt_free_qkv(c, st);
 }
 
@@ -98,15 +98,15 @@ UPIPE_API upipe_status upi_fpdt_store(upipe_ctx *c, upi_fpdt_pass *s, int i, int
 {
     const upi_segments *z = &s->z;
     const upipe_plan *p = upi_segment_plan(z, i);
-    const int dim = p->desc.v_dim, sent = upipe_plan_buffer(p, UPIPE_A2A_Q, stage);
+    const int dim = p->desc.v_dim, sent = upipe_plan_heads_sent(p, UPIPE_A2A_Q, stage);
     const int64_t rows = (int64_t)upi_fpdt_q_bytes(p, stage, 1, 1);
     void *send, *slot;
     upipe_phase_set(c, UPIPE_FWD_OUT);
-    UPIPE_TRY(upipe_alloc(c, &send, z->b.o, "o_send"));
+    UPIPE_TRY(upipe_alloc(c, &send, z->b.o, UPIPE_USE_SCRATCH, "o_send"));
     if (rows > 0)
         UPIPE_TRY(c->ops->cast(c, upipe_view_packed(send, p->desc.dtype, rows, 1, dim),
                                upipe_view_packed(st->sum, UPIPE_F32, rows, 1, dim)));
-    UPIPE_TRY(upipe_alloc(c, &slot, z->b.slot, "slot"));
+    UPIPE_TRY(upipe_alloc(c, &slot, z->b.slot, UPIPE_USE_OUT, "slot"));
     UPIPE_TRY(upipe_a2a_to_tokens(c, slot, send, p, stage, UPIPE_A2A_Q,
                                   (size_t)dim * upipe_dtype_bytes(p->desc.dtype)));
     UPIPE_TRY(upi_fpdt_copy(c, s, upi_fpdt_at(s->save->out, z->b.slot, z->stages, i, stage), slot,

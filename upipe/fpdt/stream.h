@@ -1,64 +1,122 @@
-/* stream.h -- the loop over the segments that are streamed for one that stays        part of upipe_fpdt.h */
-#ifndef UPIPE_FPDT_H
-#include "../upipe_fpdt.h"
-#elif !defined(UPIPE_FPDT_STREAM_H)
+/* stream.h -- the segments that are streamed for one that stays        part of upipe_fpdt.h
+ *
+ * Segment `at` of a stage stays on the device. The segments that it attends with are streamed, itself first: in the
+ * forward their keys and values, in the backward their queries. Two of them have buffers. The fetch of the next one
+ * is started before the attention of each.
+ */
+#ifndef UPIPE_FPDT_STREAM_H
 #define UPIPE_FPDT_STREAM_H
 
 #include "offload.h"
 
+typedef struct upi_stream {
+    upi_fpdt_pass *s;
+    upipe_attend a;     /* of the queries: those that stay, or the streamed ones */
+    upipe_kv_block own; /* keys and values that stay */
+    char *bufs;
+    int at, stage;
+    int segment[4]; /* the n-th that is streamed is at n % 4 */
+} upi_stream;
+
+/* Heads, scratch and buffers of a stage; the caller frees v->a.work, then v->bufs. */
+UPIPE_API upipe_status upi_stream_begin(upipe_ctx *c, upi_stream *v, upi_fpdt_pass *s, int at, int stage,
+                                        size_t buf_bytes, size_t work, const char *tag)
+{
+    const upipe_plan *p = upi_segment_plan(&s->z, at);
+    const upipe_head_range mine = upipe_plan_q(p, stage, p->desc.rank);
+    void *bufs;
+    memset(v, 0, sizeof *v);
+    v->s = s;
+    v->at = at;
+    v->stage = stage;
+    UPIPE_TRY(upipe_alloc(c, &bufs, 2 * buf_bytes, UPIPE_USE_SCRATCH, tag));
+    v->bufs = (char *)bufs;
+    v->a.plan = p;
+    v->a.mask = s->z.f->layer.mask;
+    v->a.scale = s->z.f->layer.scale;
+    v->a.tokens = s->z.f->desc.tokens;
+    v->a.stages = 1;
+    v->a.heads = mine.count;
+    v->a.first = mine.first;
+    v->a.kv_heads = upipe_plan_kv(p, stage, p->desc.rank).count;
+    v->a.sums = UPIPE_F32;
+    v->a.merge_dq = 1;
+    v->a.work_bytes = work;
+    return upipe_alloc(c, &v->a.work, work, UPIPE_USE_SCRATCH, "attn_work");
+}
+
+/* The tokens of segment i: the whole team's. */
+UPIPE_API upipe_shard upi_segment_tokens(const upipe_fpdt *f, int i)
+{
+    return upipe_shard_range(upi_segment_first(f, i), upi_segment_first(f, i + 1) - upi_segment_first(f, i));
+}
+
 /* ---- forward: keys and values are streamed ---- */
 
 /* Where the keys and values of the n-th segment lie. */
-UPIPE_API upi_kv_pair upi_fpdt_stream_kv(const upi_fpdt_stream *v, int n)
+UPIPE_API upipe_kv_pair upi_stream_kv(const upi_stream *v, int n)
 {
     const upipe_buffers *b = &v->s->z.b;
-    upi_kv_pair kv;
+    upipe_kv_pair kv;
     kv.k = upipe_offset(v->bufs, (size_t)(n % 2) * (b->k + b->v));
     kv.v = upipe_offset(kv.k, b->k);
     return kv;
 }
 
-UPIPE_API upipe_status upi_fpdt_fwd_pair(upipe_ctx *c, upi_fpdt_stream *v, int n)
+UPIPE_API upipe_status upi_stream_fwd_fetch(upipe_ctx *c, void *stream, int n)
 {
-    upi_ring_block block = v->own;
+    upi_stream *v = (upi_stream *)stream;
+    v->segment[n % 4] = upi_segment_next(v->s->z.f, v->at, n > 0 ? v->segment[(n - 1) % 4] : -1, 1);
+    return n > 0 ? upi_fpdt_fetch_kv(c, v->s, v->segment[n % 4], v->stage, upi_stream_kv(v, n)) : UPIPE_OK;
+}
+
+/* The queries that stay, and the keys of the n-th segment. */
+UPIPE_API upipe_status upi_stream_fwd_attend(upipe_ctx *c, void *stream, int n)
+{
+    upi_stream *v = (upi_stream *)stream;
+    upipe_kv_block block = v->own;
     if (n > 0) {
-        block.k = upi_fpdt_stream_kv(v, n).k;
-        block.v = upi_fpdt_stream_kv(v, n).v;
+        block.k = upi_stream_kv(v, n).k;
+        block.v = upi_stream_kv(v, n).v;
     }
-    return upi_fpdt_pair(c, v, &block, v->at, v->segment[n % 4]);
+    v->a.rows = upi_segment_tokens(v->s->z.f, v->at);
+    block.rows = upi_segment_tokens(v->s->z.f, v->segment[n % 4]);
+    return upipe_attend_fwd(c, &v->a, &block, n == 0);
 }
 
 /* ---- backward: queries are streamed, with their dQ' ---- */
 
 /* Bytes of Q', dO', dQ', lse and delta of a stage and a segment. */
-UPIPE_API size_t upi_fpdt_stream_q_bytes(const upi_segments *z)
+UPIPE_API size_t upi_stream_q_bytes(const upi_segments *z)
 {
     return z->b.q + z->b.o + z->b.sum_q + 2 * z->b.stat;
 }
 
 /* The buffers of the n-th segment. lse and delta of both buffers come last, so that rows of the others stay
  * at multiples of 16 bytes, as kernels need them. */
-UPIPE_API void upi_fpdt_stream_q(const upi_fpdt_stream *v, int n, upipe_ring_part *part)
+UPIPE_API void upi_stream_q(const upi_stream *v, int n, upipe_attend *a)
 {
     const upipe_buffers *b = &v->s->z.b;
     const size_t rows = b->q + b->o + b->sum_q;
-    part->q = upipe_offset(v->bufs, (size_t)(n % 2) * rows);
-    part->dout = upipe_offset(part->q, b->q);
-    part->dq = upipe_offset(part->dout, b->o);
-    part->lse = (float *)upipe_offset(v->bufs, 2 * (rows + (size_t)(n % 2) * b->stat));
-    part->delta = (float *)upipe_offset(part->lse, b->stat);
+    a->q = upipe_offset(v->bufs, (size_t)(n % 2) * rows);
+    a->dout = upipe_offset(a->q, b->q);
+    a->dq = upipe_offset(a->dout, b->o);
+    a->lse = (float *)upipe_offset(v->bufs, 2 * (rows + (size_t)(n % 2) * b->stat));
+    a->delta = (float *)upipe_offset(a->lse, b->stat);
 }
 
-UPIPE_API upipe_status upi_fpdt_bwd_fetch(upipe_ctx *c, upi_fpdt_stream *v, int n)
+UPIPE_API upipe_status upi_stream_bwd_fetch(upipe_ctx *c, void *stream, int n)
 {
+    upi_stream *v = (upi_stream *)stream;
     upi_fpdt_pass *s = v->s;
     const upi_segments *z = &s->z;
-    const int i = v->segment[n % 4], stage = v->stage;
+    const int i = upi_segment_next(z->f, v->at, n > 0 ? v->segment[(n - 1) % 4] : -1, 0), stage = v->stage;
     const upipe_plan *p = upi_segment_plan(z, i);
     const size_t e = upipe_dtype_bytes(p->desc.dtype), dq = upi_fpdt_q_bytes(p, stage, p->desc.head_dim, 4),
                  stat = upi_fpdt_q_bytes(p, stage, 1, 4);
-    upipe_ring_part to;
-    upi_fpdt_stream_q(v, n, &to);
+    upipe_attend to;
+    v->segment[n % 4] = i;
+    upi_stream_q(v, n, &to);
     UPIPE_TRY(upi_fpdt_copy(c, s, (void *)(uintptr_t)to.q,
                             upi_fpdt_at(s->save->q, z->b.q, z->stages, i, stage), dq / 4 * e));
     UPIPE_TRY(upi_fpdt_copy(c, s, (void *)(uintptr_t)to.dout,
@@ -72,58 +130,37 @@ UPIPE_API upipe_status upi_fpdt_bwd_fetch(upipe_ctx *c, upi_fpdt_stream *v, int 
     return c->ops->zero(c, to.dq, dq);
 }
 
-UPIPE_API upipe_status upi_fpdt_bwd_pair(upipe_ctx *c, upi_fpdt_stream *v, int n)
+/* The queries of the n-th segment, and the keys that stay. */
+UPIPE_API upipe_status upi_stream_bwd_attend(upipe_ctx *c, void *stream, int n)
 {
-    upi_fpdt_stream_q(v, n, &v->part);
-    return upi_fpdt_pair(c, v, &v->own, v->segment[n % 4], v->at);
+    upi_stream *v = (upi_stream *)stream;
+    upi_stream_q(v, n, &v->a);
+    v->a.rows = upi_segment_tokens(v->s->z.f, v->segment[n % 4]);
+    v->own.rows = upi_segment_tokens(v->s->z.f, v->at);
+    return upipe_attend_bwd(c, &v->a, &v->own, n == 0);
 }
 
-UPIPE_API upipe_status upi_fpdt_bwd_offload(upipe_ctx *c, upi_fpdt_stream *v, int n)
+/* dQ' of the n-th segment, back to the host. */
+UPIPE_API upipe_status upi_stream_bwd_offload(upipe_ctx *c, void *stream, int n)
 {
+    upi_stream *v = (upi_stream *)stream;
     const upi_segments *z = &v->s->z;
     const int i = v->segment[n % 4];
-    upipe_ring_part from;
-    upi_fpdt_stream_q(v, n, &from);
+    upipe_attend from;
+    upi_stream_q(v, n, &from);
     return upi_fpdt_copy(c, v->s, upi_fpdt_at(v->s->host.dq, z->b.sum_q, z->stages, i, v->stage), from.dq,
                          upi_fpdt_q_bytes(upi_segment_plan(z, i), v->stage, z->f->desc.head_dim, 4));
 }
 
-/* ---- the loop ---- */
-
-/* Copies of the n-th segment, to the device or back: on the side stream, or on ctx->stream. */
-UPIPE_API upipe_status upi_fpdt_side_call(upipe_ctx *side, void *stream, int store, int n)
+/* n segments are streamed: `fetch` and `offload` (NULL: nothing is copied back) run on the side stream, or on
+ * ctx->stream. */
+UPIPE_API upipe_status upi_stream_run(upipe_ctx *c, upi_stream *v, int n, upipe_stage_call *fetch,
+                                      upipe_stage_call *attend, upipe_stage_call *offload)
 {
-    upi_fpdt_stream *v = (upi_fpdt_stream *)stream;
-    const int backward = v->s->grads != NULL;
-    if (store) return backward ? upi_fpdt_bwd_offload(side, v, n) : UPIPE_OK;
-    v->segment[n % 4] = upi_segment_next(v->s->z.f, v->at, n > 0 ? v->segment[(n - 1) % 4] : -1, !backward);
-    if (backward) return upi_fpdt_bwd_fetch(side, v, n);
-    return n > 0 ? upi_fpdt_fetch_kv(side, v->s, v->segment[n % 4], v->stage, upi_fpdt_stream_kv(v, n))
-                 : UPIPE_OK;
-}
-
-/* Attention of segment v->at with all that it meets. The fetch of the next segment is started before the
- * attention of each. */
-UPIPE_API upipe_status upi_fpdt_stream_run(upipe_ctx *c, upi_fpdt_stream *v)
-{
-    const upipe_fpdt *f = v->s->z.f;
-    const int backward = v->s->grads != NULL;
-    upipe_side_stream none, *side;
-    upipe_pipeline q;
-    upipe_status s;
-    int i, n = 0;
-    for (i = v->at; i >= 0; i = upi_segment_next(f, v->at, i, !backward)) ++n;
+    upipe_side_stream none;
     upipe_side_stream_inline(&none, c->stream);
-    side = f->desc.overlap && n > 1 ? c->side_stream : &none;
-    s = upipe_pipeline_begin(&q, c, side, upi_fpdt_side_call, v);
-    if (s == UPIPE_OK) s = upipe_pipeline_load(&q, c, 0);
-    for (i = 0; i < n && s == UPIPE_OK; ++i) {
-        if (i + 1 < n) s = upipe_pipeline_load(&q, c, i + 1);
-        if (s == UPIPE_OK) s = upipe_pipeline_wait(&q, c, i);
-        if (s == UPIPE_OK) s = backward ? upi_fpdt_bwd_pair(c, v, i) : upi_fpdt_fwd_pair(c, v, i);
-        if (s == UPIPE_OK) s = upipe_pipeline_store(&q, c, i);
-    }
-    return upipe_pipeline_end(&q, c, s);
+    return upipe_pipeline_run(c, v->s->z.f->desc.overlap && n > 1 ? c->side_stream : &none, n, fetch, attend,
+                              offload, v);
 }
 
 #endif

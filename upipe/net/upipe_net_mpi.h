@@ -76,7 +76,7 @@ typedef struct upi_mpi_header {
     int64_t call;     /* number, from 1; of a failure the last call that every rank had come to */
     int64_t fragment; /* the sender's upipe_mpi.fragment */
     int32_t kind, n;  /* UPI_TEAM_..., UPI_MPI_FAILURE; n: numbers of an all-gather, status of a failure */
-    upi_mpi_volume volume[2]; /* of a transfer: UPI_SEND and UPI_RECV of the header's sender */
+    upi_mpi_volume volume[2]; /* of a transfer: UPIPE_MSG_SEND and UPIPE_MSG_RECV of the header's sender */
     /* An all-gather's numbers; of a transfer [way][UPI_MPI_SHOWN][bytes, count]; a failure's sentence. */
     int64_t values[UPIPE_ALL_GATHER_MAX];
 } upi_mpi_header;
@@ -188,7 +188,7 @@ UPIPE_API upipe_status upi_mpi_checked(upipe_ctx *c, upipe_mpi *m, int code, con
     upipe_err e;
     if (code == MPI_SUCCESS) return UPIPE_OK;
     upi_mpi_check(&e, code, what);
-    return upi_comm_fail(&c->err, &m->comm, UPIPE_ERR_BACKEND, "rank %d: %s", m->comm.rank, e.text);
+    return upipe_comm_fail(&c->err, &m->comm, UPIPE_ERR_BACKEND, "rank %d: %s", m->comm.rank, e.text);
 }
 
 #define UPI_MPI(c, m, call) UPIPE_TRY(upi_mpi_checked((c), (m), (call), #call))
@@ -206,7 +206,7 @@ UPIPE_API void upi_mpi_add(upi_mpi_header *header, int way, size_t bytes, int64_
         memcpy(header->values + 2 * (way * UPI_MPI_SHOWN + volume->messages), shape, sizeof shape);
     ++volume->messages;
     volume->bytes += shape[0] * count;
-    volume->hash = upi_hash_bytes(volume->hash, shape, sizeof shape);
+    volume->hash = upipe_hash_bytes(volume->hash, shape, sizeof shape);
 }
 
 /* Begins a call: sends a header to every peer. */
@@ -233,8 +233,8 @@ UPIPE_API upipe_status upi_mpi_begin(upipe_ctx *c, upipe_mpi *m, int kind, const
         }
     }
     for (i = 0; i < m->n; ++i) {
-        upi_mpi_add(&m->out[list[i].peer], UPI_SEND, list[i].send_bytes, list[i].count);
-        upi_mpi_add(&m->out[list[i].peer], UPI_RECV, list[i].recv_bytes, list[i].count);
+        upi_mpi_add(&m->out[list[i].peer], UPIPE_MSG_SEND, list[i].send_bytes, list[i].count);
+        upi_mpi_add(&m->out[list[i].peer], UPIPE_MSG_RECV, list[i].recv_bytes, list[i].count);
     }
     for (k = 1; k < ranks; ++k) { /* each rank begins with its neighbour, which spreads the targets */
         p = (m->comm.rank + k) % ranks;
@@ -249,8 +249,8 @@ UPIPE_API upipe_status upi_mpi_begin(upipe_ctx *c, upipe_mpi *m, int kind, const
 UPIPE_API upipe_status upi_mpi_accept(upipe_ctx *c, upipe_mpi *m, int p, const upi_mpi_header *header)
 {
     if (header->magic != UPI_MPI_MAGIC)
-        return upi_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
-                             "rank %d sends rank %d something else with tag %d", p, m->comm.rank, m->tag);
+        return upipe_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
+                               "rank %d sends rank %d something else with tag %d", p, m->comm.rank, m->tag);
     if (header->kind == UPI_MPI_FAILURE) {
         char why[sizeof m->failure.text];
         snprintf(why, sizeof why, "%.*s", (int)sizeof why - 1, (const char *)header->values);
@@ -258,9 +258,9 @@ UPIPE_API upipe_status upi_mpi_accept(upipe_ctx *c, upipe_mpi *m, int p, const u
         return UPIPE_OK; /* p has informed the others too */
     }
     if (header->call != m->peer[p].come + 1 || header->call > m->call + 1)
-        return upi_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
-                             "rank %d sends call %lld where rank %d expects %lld", p, (long long)header->call,
-                             m->comm.rank, (long long)m->peer[p].come + 1);
+        return upipe_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
+                               "rank %d sends call %lld where rank %d expects %lld", p,
+                               (long long)header->call, m->comm.rank, (long long)m->peer[p].come + 1);
     m->in[(header->call & 1) * m->comm.ranks + p] = *header;
     m->peer[p].come = header->call;
     return UPIPE_OK;
@@ -277,9 +277,9 @@ UPIPE_API upipe_status upi_mpi_poll(upipe_ctx *c, upipe_mpi *m, int *news)
         if (!there) return UPIPE_OK;
         UPI_MPI(c, m, MPI_Get_count(&status, MPI_BYTE, &bytes));
         if (bytes != 0 && bytes != (int)sizeof header)
-            return upi_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
-                                 "rank %d sends rank %d %d bytes with tag %d, where a header has %zu",
-                                 status.MPI_SOURCE, m->comm.rank, bytes, m->tag, sizeof header);
+            return upipe_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
+                                   "rank %d sends rank %d %d bytes with tag %d, where a header has %zu",
+                                   status.MPI_SOURCE, m->comm.rank, bytes, m->tag, sizeof header);
         UPI_MPI(c, m,
                 MPI_Recv(&header, (int)sizeof header, MPI_BYTE, status.MPI_SOURCE, m->tag, m->mpi, &status));
         if (bytes == 0)
@@ -294,14 +294,14 @@ UPIPE_API upipe_status upi_mpi_poll(upipe_ctx *c, upipe_mpi *m, int *news)
 UPIPE_API upipe_status upi_mpi_fit_way(upipe_ctx *c, upipe_mpi *m, const upi_mpi_header *sender, int from,
                                        const upi_mpi_header *receiver, int to)
 {
-    const upi_mpi_volume *out = &sender->volume[UPI_SEND], *in = &receiver->volume[UPI_RECV];
-    const int64_t *sent = sender->values, *wanted = receiver->values + 2 * UPI_MPI_SHOWN;
+    const upi_mpi_volume *out = &sender->volume[UPIPE_MSG_SEND], *in = &receiver->volume[UPIPE_MSG_RECV];
+    const int64_t *sent = sender->values, *due = receiver->values + 2 * UPI_MPI_SHOWN;
     int64_t i;
     UPIPE_TRY(upi_team_fit_count(&c->err, &m->comm, from, out->messages, to, in->messages));
-    for (i = 0; i < out->messages && i < UPI_MPI_SHOWN; ++i, sent += 2, wanted += 2)
-        UPIPE_TRY(upi_team_fit_blocks(&c->err, &m->comm, from, sent[1], sent[0], to, wanted[1], wanted[0]));
+    for (i = 0; i < out->messages && i < UPI_MPI_SHOWN; ++i, sent += 2, due += 2)
+        UPIPE_TRY(upi_team_fit_blocks(&c->err, &m->comm, from, sent[1], sent[0], to, due[1], due[0]));
     if (out->hash == in->hash) return UPIPE_OK;
-    return upi_comm_fail(
+    return upipe_comm_fail(
         &c->err, &m->comm, UPIPE_ERR_MISMATCH,
         "rank %d sends %lld messages of %lld bytes in all to rank %d, which receives %lld in "
         "other blocks",
@@ -315,9 +315,9 @@ UPIPE_API upipe_status upi_mpi_fit(upipe_ctx *c, upipe_mpi *m, int p)
     int rank = m->comm.rank;
     UPIPE_TRY(upi_team_same(&c->err, &m->comm, mine->kind, mine->n, p, theirs->kind, theirs->n));
     if (mine->fragment != theirs->fragment)
-        return upi_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
-                             "rank %d sends at most %lld bytes in an MPI message and rank %d at most %lld",
-                             rank, (long long)mine->fragment, p, (long long)theirs->fragment);
+        return upipe_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
+                               "rank %d sends at most %lld bytes in an MPI message and rank %d at most %lld",
+                               rank, (long long)mine->fragment, p, (long long)theirs->fragment);
     if (m->kind != UPI_TEAM_TRANSFER) return UPIPE_OK;
     UPIPE_TRY(upi_mpi_fit_way(c, m, theirs, p, mine, rank));
     return upi_mpi_fit_way(c, m, mine, rank, theirs, p);
@@ -325,9 +325,9 @@ UPIPE_API upipe_status upi_mpi_fit(upipe_ctx *c, upipe_mpi *m, int p)
 
 /* ---- data ---- */
 
-/* `blocks` blocks of `bytes` bytes, `step` apart, of message `msg` of the list. */
+/* `blocks` blocks of `bytes` bytes, `stride` apart, of message `msg` of the list. */
 typedef struct upi_mpi_fragment {
-    size_t at, bytes, step; /* at: bytes behind the message's address */
+    size_t offset, bytes, stride; /* offset: bytes behind the message's address */
     int blocks, msg;
 } upi_mpi_fragment;
 
@@ -337,13 +337,13 @@ UPIPE_API int upi_mpi_next(const upipe_mpi *m, int peer, int way, upi_mpi_flow *
 {
     size_t most = (size_t)m->fragment;
     for (; f->msg < m->n; ++f->msg, f->block = 0) {
-        const upipe_msg *s = &m->list[f->msg];
-        size_t bytes = way == UPI_SEND ? s->send_bytes : s->recv_bytes;
-        if (s->peer != peer || bytes == 0 || f->block == s->count) continue;
+        const upipe_msg *msg = &m->list[f->msg];
+        size_t bytes = way == UPIPE_MSG_SEND ? msg->send_bytes : msg->recv_bytes;
+        if (msg->peer != peer || bytes == 0 || f->block == msg->count) continue;
         out->msg = f->msg;
-        out->step = way == UPI_SEND ? s->send_step : s->recv_step;
-        out->at = (size_t)f->block * out->step + f->offset;
-        if (bytes > most) { /* part of one block */
+        out->stride = way == UPIPE_MSG_SEND ? msg->send_stride : msg->recv_stride;
+        out->offset = (size_t)f->block * out->stride + f->offset;
+        if (bytes > most) { /* a piece of one block */
             out->blocks = 1;
             out->bytes = bytes - f->offset < most ? bytes - f->offset : most;
             f->offset += out->bytes;
@@ -351,7 +351,7 @@ UPIPE_API int upi_mpi_next(const upipe_mpi *m, int peer, int way, upi_mpi_flow *
             f->offset = 0;
             ++f->block;
         } else {
-            int64_t fits = (int64_t)(most / bytes), left = s->count - f->block;
+            int64_t fits = (int64_t)(most / bytes), left = msg->count - f->block;
             out->blocks = (int)(left < fits ? left : fits);
             out->bytes = bytes;
             f->block += out->blocks;
@@ -365,25 +365,27 @@ UPIPE_API int upi_mpi_next(const upipe_mpi *m, int peer, int way, upi_mpi_flow *
 UPIPE_API upipe_status upi_mpi_post(upipe_ctx *c, upipe_mpi *m, int peer, int way, const upi_mpi_fragment *x,
                                     MPI_Request *request)
 {
-    const upipe_msg *s = &m->list[x->msg];
+    const upipe_msg *msg = &m->list[x->msg];
     MPI_Datatype type = MPI_BYTE;
-    int packed = x->blocks == 1 || x->step == x->bytes, n = packed ? (int)(x->bytes * (size_t)x->blocks) : 1;
+    int packed = x->blocks == 1 || x->stride == x->bytes,
+        n = packed ? (int)(x->bytes * (size_t)x->blocks) : 1;
     int code;
     if (!packed) {
-        UPI_MPI(c, m, MPI_Type_create_hvector(x->blocks, (int)x->bytes, (MPI_Aint)x->step, MPI_BYTE, &type));
+        UPI_MPI(c, m,
+                MPI_Type_create_hvector(x->blocks, (int)x->bytes, (MPI_Aint)x->stride, MPI_BYTE, &type));
         code = MPI_Type_commit(&type);
         if (code != MPI_SUCCESS) {
             MPI_Type_free(&type);
             return upi_mpi_checked(c, m, code, "MPI_Type_commit(");
         }
     }
-    if (way == UPI_SEND)
-        code = MPI_Isend((const char *)s->send + x->at, n, type, peer, m->tag + 1, m->mpi, request);
+    if (way == UPIPE_MSG_SEND)
+        code = MPI_Isend((const char *)msg->send + x->offset, n, type, peer, m->tag + 1, m->mpi, request);
     else
-        code = MPI_Irecv((char *)s->recv + x->at, n, type, peer, m->tag + 1, m->mpi, request);
+        code = MPI_Irecv((char *)msg->recv + x->offset, n, type, peer, m->tag + 1, m->mpi, request);
     if (!packed) MPI_Type_free(&type); /* the fragment keeps it as long as it needs it */
     if (code != MPI_SUCCESS) *request = MPI_REQUEST_NULL;
-    return upi_mpi_checked(c, m, code, way == UPI_SEND ? "MPI_Isend(" : "MPI_Irecv(");
+    return upi_mpi_checked(c, m, code, way == UPIPE_MSG_SEND ? "MPI_Isend(" : "MPI_Irecv(");
 }
 
 /* Fills the window of one way of one peer. */
@@ -411,17 +413,17 @@ UPIPE_API upipe_status upi_mpi_complete(upipe_ctx *c, upipe_mpi *m, int i, MPI_S
     upi_mpi_flow *f;
     if (i >= data) return UPIPE_OK;
     f = &m->peer[peer].flow[way];
-    if (way == UPI_RECV) UPI_MPI(c, m, MPI_Get_count(status, MPI_BYTE, &bytes));
+    if (way == UPIPE_MSG_RECV) UPI_MPI(c, m, MPI_Get_count(status, MPI_BYTE, &bytes));
     if (bytes == 0) { /* a goodbye: the peer has failed, its header says why, and the data do not come */
         m->peer[peer].left |= 1 << UPI_MPI_DATA;
         return UPIPE_OK;
     }
     --f->in_flight;
-    if (way == UPI_SEND) return UPIPE_OK;
+    if (way == UPIPE_MSG_SEND) return UPIPE_OK;
     if ((size_t)bytes != f->bytes[slot])
-        return upi_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
-                             "rank %d sends an MPI message of %d bytes to rank %d, not %zu", peer, bytes,
-                             m->comm.rank, f->bytes[slot]);
+        return upipe_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
+                               "rank %d sends an MPI message of %d bytes to rank %d, not %zu", peer, bytes,
+                               m->comm.rank, f->bytes[slot]);
     m->comm.moved_bytes += bytes;
     return UPIPE_OK;
 }
@@ -462,9 +464,9 @@ UPIPE_API upipe_status upi_mpi_progress(upipe_ctx *c, upipe_mpi *m, int *news, i
         upi_mpi_peer *peer = &m->peer[p];
         if (p == m->comm.rank || peer->open) continue;
         if (peer->come < m->call && peer->left)
-            return upi_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
-                                 "rank %d is in %s and rank %d has freed its team", m->comm.rank,
-                                 upi_team_kind(m->kind), p);
+            return upipe_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
+                                   "rank %d is in %s and rank %d has freed its team", m->comm.rank,
+                                   upi_team_kind(m->kind), p);
         if (peer->come < m->call) {
             ++*missing;
             continue;
@@ -504,7 +506,7 @@ UPIPE_API upipe_status upi_mpi_finish(upipe_ctx *c, upipe_mpi *m)
         /* An all-gather that the failing rank has completed reaches all: a rank that reads it first, and
          * aborts because of what it finds, must not keep the others from finding it. */
         certain = m->kind != UPI_TEAM_TRANSFER && m->failure_met >= m->call;
-        if (!certain) UPIPE_TRY(upi_comm_whole(c, &m->comm));
+        if (!certain) UPIPE_TRY(upipe_comm_whole(c, &m->comm));
         if (news) {
             idle = 0;
             continue;
@@ -558,7 +560,7 @@ UPIPE_API void upi_mpi_settle(upipe_ctx *c, upipe_mpi *m)
     }
     for (i = size; i < 2 * size; ++i)
         if (m->requests[i] != MPI_REQUEST_NULL) MPI_Cancel(&m->requests[i]);
-    if (upi_mpi_drain(m, UPI_RECV, upi_net_until(0.01)) > 0 || upi_mpi_drain(m, UPI_SEND, 0) > 0)
+    if (upi_mpi_drain(m, UPIPE_MSG_RECV, upi_net_until(0.01)) > 0 || upi_mpi_drain(m, UPIPE_MSG_SEND, 0) > 0)
         m->comm.quarantine = 1;
     c->err = kept;
 }
@@ -570,7 +572,7 @@ UPIPE_API upipe_status upi_mpi_ready(upipe_ctx *c, upipe_mpi *m)
 {
     int news;
     if (!upi_mpi_is_broken(m)) UPIPE_TRY(upi_mpi_poll(c, m, &news));
-    return upi_comm_whole(c, &m->comm);
+    return upipe_comm_whole(c, &m->comm);
 }
 
 UPIPE_API upipe_status upi_mpi_start(upipe_ctx *c, upipe_comm *comm, const upipe_msg *list, int n)
@@ -581,7 +583,8 @@ UPIPE_API upipe_status upi_mpi_start(upipe_ctx *c, upipe_comm *comm, const upipe
     UPIPE_TRY(upi_mpi_ready(c, m));
     s = c->ops->sync(c); /* MPI reads the buffers now: it knows no stream */
     if (s != UPIPE_OK)
-        return upi_comm_fail(&c->err, comm, s, "rank %d waiting for its device: %s", comm->rank, c->err.text);
+        return upipe_comm_fail(&c->err, comm, s, "rank %d waiting for its device: %s", comm->rank,
+                               c->err.text);
     UPIPE_TRY(upi_mpi_begin(c, m, UPI_TEAM_TRANSFER, list, NULL, n));
     /* Data begin to move between ranks that have come. What goes wrong now is returned by wait. */
     m->owed = upi_mpi_progress(c, m, &news, &missing, &left);
@@ -594,9 +597,9 @@ UPIPE_API upipe_status upi_mpi_wait(upipe_ctx *c, upipe_comm *comm)
     upipe_status s = m->owed;
     m->owed = UPIPE_OK;
     if (s != UPIPE_OK)
-        upi_comm_report(&c->err, comm, s);
+        upipe_comm_report(&c->err, comm, s);
     else if (!upi_mpi_is_broken(m))
-        s = upi_comm_copy_own(c, comm, m->list, m->n, c->ops->copy);
+        s = upipe_comm_copy_own(c, comm, m->list, m->n, c->ops->copy);
     if (s == UPIPE_OK) s = upi_mpi_finish(c, m);
     if (s != UPIPE_OK) upi_mpi_settle(c, m);
     return s;
@@ -627,30 +630,31 @@ UPIPE_API upipe_status upi_mpi_all_gather(upipe_ctx *c, upipe_comm *comm, int64_
 
 /* ---- the team ---- */
 
-/* The next part of the buffer, aligned for anything; NULL if there is no buffer yet. *at: bytes so far. */
-UPIPE_API void *upi_mpi_part(char *buf, size_t *at, size_t bytes)
+/* The next bytes of the buffer, aligned for anything; NULL if there is no buffer yet. *used: bytes so far. */
+UPIPE_API void *upi_mpi_carve(char *buf, size_t *used, size_t bytes)
 {
-    char *part = buf != NULL ? buf + *at : NULL;
-    *at += (bytes + 15) & ~(size_t)15;
-    return part;
+    char *next = buf != NULL ? buf + *used : NULL;
+    *used += (bytes + 15) & ~(size_t)15;
+    return next;
 }
 
 /* Lays out the buffer; returns its bytes. buf may be NULL. */
 UPIPE_API size_t upi_mpi_lay_out(upipe_mpi *m, char *buf)
 {
-    size_t n = (size_t)m->comm.ranks, at = 0;
+    size_t n = (size_t)m->comm.ranks, used = 0;
     size_t requests = (2 * UPI_MPI_WINDOW + 1) * n, others = (1 + UPIPE_MPI_TAGS) * n;
     m->requests_n = (int)requests;
-    m->peer = (upi_mpi_peer *)upi_mpi_part(buf, &at, n * sizeof *m->peer);
-    m->out = (upi_mpi_header *)upi_mpi_part(buf, &at, n * sizeof *m->out);
-    m->in = (upi_mpi_header *)upi_mpi_part(buf, &at, 2 * n * sizeof *m->in);
-    m->requests = (MPI_Request *)upi_mpi_part(buf, &at, (requests + others) * sizeof *m->requests);
+    m->peer = (upi_mpi_peer *)upi_mpi_carve(buf, &used, n * sizeof *m->peer);
+    m->out = (upi_mpi_header *)upi_mpi_carve(buf, &used, n * sizeof *m->out);
+    m->in = (upi_mpi_header *)upi_mpi_carve(buf, &used, 2 * n * sizeof *m->in);
+    m->requests = (MPI_Request *)upi_mpi_carve(buf, &used, (requests + others) * sizeof *m->requests);
     m->notices = buf != NULL ? m->requests + requests : NULL;
-    m->statuses = (MPI_Status *)upi_mpi_part(buf, &at, requests * sizeof *m->statuses);
-    m->done = (int *)upi_mpi_part(buf, &at, requests * sizeof *m->done);
-    m->comm.list = (upipe_msg *)upi_mpi_part(buf, &at, 2 * n * sizeof *m->comm.list);
-    m->comm.gathered = (int64_t *)upi_mpi_part(buf, &at, n * UPIPE_ALL_GATHER_MAX * sizeof *m->comm.gathered);
-    return at;
+    m->statuses = (MPI_Status *)upi_mpi_carve(buf, &used, requests * sizeof *m->statuses);
+    m->done = (int *)upi_mpi_carve(buf, &used, requests * sizeof *m->done);
+    m->comm.list = (upipe_msg *)upi_mpi_carve(buf, &used, 2 * n * sizeof *m->comm.list);
+    m->comm.gathered =
+        (int64_t *)upi_mpi_carve(buf, &used, n * UPIPE_ALL_GATHER_MAX * sizeof *m->comm.gathered);
+    return used;
 }
 
 /* A message that free throws away. */
@@ -749,7 +753,7 @@ UPIPE_API upipe_status upipe_mpi_free(upipe_mpi *m, upipe_err *e)
         e, UPIPE_ERR_BACKEND,
         "rank %d waited %g s for %s to free the team: messages may be in flight, and keep their "
         "memory",
-        rank, deadline, upi_team_names_say(&late, names));
+        rank, deadline, upi_team_names_text(&late, names));
 }
 
 /* The host's communicator must be able to report errors, and the tags must exist. */
@@ -785,8 +789,8 @@ UPIPE_API upipe_status upi_mpi_fit_comm(MPI_Comm mpi, int tag, upipe_err *e)
 UPIPE_API upipe_status upipe_mpi_init(upipe_mpi *m, MPI_Comm mpi, int tag, double deadline_s, upipe_err *e)
 {
     static const upipe_comm_ops ops = {
-        "mpi",           upi_mpi_start, upi_mpi_wait, upi_mpi_barrier, upi_mpi_all_gather,
-        upi_mpi_failure, upi_mpi_fail,  NULL};
+        "mpi",        upi_mpi_start, upi_mpi_wait, upi_mpi_barrier, upi_mpi_all_gather, upi_mpi_failure,
+        upi_mpi_fail, NULL,          NULL};
     int running = 0, ended = 0, i;
     memset(m, 0, sizeof *m);
     UPIPE_TRY(upi_team_deadline(e, deadline_s));

@@ -15,6 +15,11 @@
 
 /* nccl.h declares what copy engines need. */
 #define UPI_NCCL_ENGINES (NCCL_VERSION_CODE >= 22800)
+/* And ncclAlltoAllConfig, which asks for them call by call. An older library may be there at run time, without it. */
+#define UPI_NCCL_PER_CALL (NCCL_VERSION_CODE >= 23100)
+#if UPI_NCCL_PER_CALL
+#pragma weak ncclAlltoAllConfig
+#endif
 
 enum {
     UPIPE_NCCL_AHEAD = 32,  /* operations of a team in flight; with more the host waits for the oldest */
@@ -34,6 +39,13 @@ typedef struct upi_nccl_op {
     int kind;      /* UPI_TEAM_..., UPI_NCCL_SYNC */
 } upi_nccl_op;
 
+/* What a rank shows to the others' hosts, where they share memory. */
+typedef struct upi_nccl_card {
+    int64_t turn;                 /* of its newest row; 0: none yet */
+    int64_t gone;                 /* its team has failed */
+    int64_t row[2][UPI_NCCL_ROW]; /* of odd and even turns: the others read one while it writes the next */
+} upi_nccl_card;
+
 /* A rank's end of a team. The host's; must not move between init and free. */
 typedef struct upipe_nccl {
     upipe_comm comm;
@@ -43,7 +55,7 @@ typedef struct upipe_nccl {
     int grouped;
     int ahead;   /* wait orders ctx->stream, and the host runs ahead: 1 after init; 0: wait waits */
     int zero_sm; /* set by upipe_nccl_zero_sm, the same on all ranks: copy engines are used */
-    char zero_sm_says[200];   /* one sentence: what moves how, and why */
+    char zero_sm_text[200];   /* one sentence: what moves how, and why */
     int64_t engine_transfers; /* how many transfers copy engines have moved */
     /* the rest belongs to the transport */
     struct upipe_nccl *next; /* the teams of this rank, in a circle */
@@ -66,16 +78,27 @@ typedef struct upipe_nccl {
     void *buf;
     char *slab; /* the window's memory, the host's */
     size_t slab_bytes;
-    cudaStream_t side; /* of transfers by copy engines */
+    cudaStream_t side;    /* of transfers by copy engines */
+    upi_nccl_card *cards; /* [ranks], NULL: the hosts share no memory */
+    int64_t turn;         /* of the newest row in cards */
+    /* of upipe_net_nccl_copy.h, where they are used: rows through cards, a transfer in wait, and what ends with the
+     * team */
+    upipe_status (*share)(upipe_ctx *c, struct upipe_nccl *m);
+    upipe_status (*move)(upipe_ctx *c, struct upipe_nccl *m);
+    upipe_status (*leave)(struct upipe_nccl *m, upipe_err *e);
+    int per_call; /* each call asks for them, on all ranks */
 #if UPI_NCCL_ENGINES
     ncclWindow_t window;
+#endif
+#if UPI_NCCL_PER_CALL
+    ncclCollConfig_t policy; /* of such a call */
 #endif
 } upipe_nccl;
 
 /* ---- failure ---- */
 
 /* NCCL's own text behind the call's name. `what` is the call as written; nccl may be NULL. */
-UPIPE_API upipe_status upi_nccl_check(upipe_err *e, ncclComm_t nccl, ncclResult_t r, const char *what)
+UPIPE_API upipe_status upipe_nccl_check(upipe_err *e, ncclComm_t nccl, ncclResult_t r, const char *what)
 {
     const char *more;
     if (r == ncclSuccess) return UPIPE_OK;
@@ -86,7 +109,7 @@ UPIPE_API upipe_status upi_nccl_check(upipe_err *e, ncclComm_t nccl, ncclResult_
 }
 
 /* The CUDA runtime's own text behind the call's name. */
-UPIPE_API upipe_status upi_nccl_check_cuda(upipe_err *e, cudaError_t r, const char *what)
+UPIPE_API upipe_status upipe_nccl_check_cuda(upipe_err *e, cudaError_t r, const char *what)
 {
     if (r == cudaSuccess) return UPIPE_OK;
     (void)cudaGetLastError(); /* clears the error: the next call must not report it again */
@@ -135,6 +158,7 @@ UPIPE_API int upi_nccl_fail(upipe_comm *comm, upipe_status s, const char *why)
         if (t->broken) continue;
         t->broken = 1;
         upipe_fail(&t->failure, s, "%s", why);
+        if (t->cards != NULL) __atomic_store_n(&t->cards[t->comm.rank].gone, 1, __ATOMIC_RELEASE);
         if (t->nccl != NULL) (void)ncclCommAbort(t->nccl); /* frees it whatever it returns */
         t->nccl = NULL;
     } while ((t = t->next) != m);
@@ -144,17 +168,17 @@ UPIPE_API int upi_nccl_fail(upipe_comm *comm, upipe_status s, const char *why)
 UPIPE_API upipe_status upi_nccl_checked(upipe_ctx *c, upipe_nccl *m, ncclResult_t r, const char *what)
 {
     upipe_err e;
-    upipe_status s = upi_nccl_check(&e, m->nccl, r, what);
+    upipe_status s = upipe_nccl_check(&e, m->nccl, r, what);
     if (s == UPIPE_OK) return s;
-    return upi_comm_fail(&c->err, &m->comm, s, "rank %d: %s", m->comm.rank, e.text);
+    return upipe_comm_fail(&c->err, &m->comm, s, "rank %d: %s", m->comm.rank, e.text);
 }
 
 UPIPE_API upipe_status upi_nccl_checked_cuda(upipe_ctx *c, upipe_nccl *m, cudaError_t r, const char *what)
 {
     upipe_err e;
-    upipe_status s = upi_nccl_check_cuda(&e, r, what);
+    upipe_status s = upipe_nccl_check_cuda(&e, r, what);
     if (s == UPIPE_OK) return s;
-    return upi_comm_fail(&c->err, &m->comm, s, "rank %d: %s", m->comm.rank, e.text);
+    return upipe_comm_fail(&c->err, &m->comm, s, "rank %d: %s", m->comm.rank, e.text);
 }
 
 #define UPI_NCCL(c, m, call)      UPIPE_TRY(upi_nccl_checked((c), (m), (call), #call))
@@ -214,7 +238,7 @@ UPIPE_API upipe_status upi_nccl_look(upipe_ctx *c, upipe_nccl *m, int64_t *left)
     int busy;
     *left = 0;
     do {
-        UPIPE_TRY(upi_comm_whole(c, &t->comm));
+        UPIPE_TRY(upipe_comm_whole(c, &t->comm));
         UPIPE_TRY(upi_nccl_state(c, t, &busy));
         UPIPE_TRY(upi_nccl_sweep(c, t));
         *left += t->begun - t->ended;
@@ -246,7 +270,7 @@ UPIPE_API upipe_status upi_nccl_begin(upipe_ctx *c, upipe_nccl *m, int kind)
     enum cudaStreamCaptureStatus state;
     int64_t left;
     int busy;
-    UPIPE_TRY(upi_comm_whole(c, &m->comm));
+    UPIPE_TRY(upipe_comm_whole(c, &m->comm));
     UPI_NCCL_CUDA(c, m, cudaStreamIsCapturing((cudaStream_t)c->stream, &state));
     if (state != cudaStreamCaptureStatusNone && kind != UPI_TEAM_TRANSFER)
         return upipe_fail(

@@ -48,24 +48,24 @@
 /* ---- transfers ---- */
 
 /* `count` blocks on the transport's stream. */
-UPIPE_API upipe_status upi_peer_copy(upipe_err *e, upipe_peer *m, char *dst, size_t dst_step, const char *src,
-                                     size_t src_step, size_t bytes, int64_t count)
+UPIPE_API upipe_status upi_peer_copy(upipe_err *e, upipe_peer *m, char *dst, size_t dst_stride,
+                                     const char *src, size_t src_stride, size_t bytes, int64_t count)
 {
     int64_t i;
-    if (count > 1 && dst_step == bytes && src_step == bytes) {
+    if (count > 1 && dst_stride == bytes && src_stride == bytes) {
         bytes *= (size_t)count;
         count = 1;
     }
-    if (count > 1 && dst_step >= bytes && src_step >= bytes && dst_step <= UPI_PEER_PITCH &&
-        src_step <= UPI_PEER_PITCH) {
+    if (count > 1 && dst_stride >= bytes && src_stride >= bytes && dst_stride <= UPI_PEER_PITCH &&
+        src_stride <= UPI_PEER_PITCH) {
         UPI_PEER_CUDA(e, m,
-                      cudaMemcpy2DAsync(dst, dst_step, src, src_step, bytes, (size_t)count, cudaMemcpyDefault,
-                                        m->stream));
+                      cudaMemcpy2DAsync(dst, dst_stride, src, src_stride, bytes, (size_t)count,
+                                        cudaMemcpyDefault, m->stream));
         return UPIPE_OK;
     }
     for (i = 0; i < count; ++i)
         UPI_PEER_CUDA(e, m,
-                      cudaMemcpyAsync(dst + (size_t)i * dst_step, src + (size_t)i * src_step, bytes,
+                      cudaMemcpyAsync(dst + (size_t)i * dst_stride, src + (size_t)i * src_stride, bytes,
                                       cudaMemcpyDefault, m->stream));
     return UPIPE_OK;
 }
@@ -75,16 +75,16 @@ UPIPE_API upipe_status upi_peer_copy_own(upipe_err *e, upipe_peer *m, const upip
 {
     int from = -1, to = -1;
     for (;;) {
-        UPIPE_TRY(upi_msg_own(e, &m->comm, list, n, &from, &to));
+        UPIPE_TRY(upipe_msg_own(e, &m->comm, list, n, &from, &to));
         if (from == n) return UPIPE_OK;
-        UPIPE_TRY(upi_peer_copy(e, m, (char *)list[to].recv, list[to].recv_step,
-                                (const char *)list[from].send, list[from].send_step, list[from].send_bytes,
+        UPIPE_TRY(upi_peer_copy(e, m, (char *)list[to].recv, list[to].recv_stride,
+                                (const char *)list[from].send, list[from].send_stride, list[from].send_bytes,
                                 list[from].count));
     }
 }
 
 /* The slab that holds all blocks of a receive, and their offset in it; -1: none. */
-UPIPE_API int upi_peer_place(const upipe_peer *m, const upipe_msg *msg, int64_t *at)
+UPIPE_API int upi_peer_place(const upipe_peer *m, const upipe_msg *msg, int64_t *offset)
 {
     uintptr_t p = (uintptr_t)msg->recv;
     int i;
@@ -94,34 +94,35 @@ UPIPE_API int upi_peer_place(const upipe_peer *m, const upipe_msg *msg, int64_t 
         if (p < first || p - first > bytes) continue;
         left = bytes - (p - first);
         if (msg->recv_bytes > left) continue;
-        if (msg->count > 1 && msg->recv_step > 0 &&
-            (uint64_t)(msg->count - 1) > (left - msg->recv_bytes) / msg->recv_step)
+        if (msg->count > 1 && msg->recv_stride > 0 &&
+            (uint64_t)(msg->count - 1) > (left - msg->recv_bytes) / msg->recv_stride)
             continue;
-        *at = (int64_t)(p - first);
+        *offset = (int64_t)(p - first);
         return i;
     }
     return -1;
 }
 
 /* Fills in the post: what this rank receives. One that is not possible is refused without side effects. */
-UPIPE_API upipe_status upi_peer_offer(upipe_err *e, upipe_peer *m, const upipe_msg *list, int n, uint64_t s)
+UPIPE_API upipe_status upi_peer_offer(upipe_err *e, upipe_peer *m, const upipe_msg *list, int n,
+                                      uint64_t call)
 {
-    upi_peer_post *post = upi_peer_post_of(m, m->comm.rank, s);
-    upi_peer_recv *recv = upi_peer_recvs_of(m, m->comm.rank, s);
+    upi_peer_post *post = upi_peer_post_of(m, m->comm.rank, call);
+    upi_peer_recv *recv = upi_peer_recvs_of(m, m->comm.rank, call);
     int i, used = 0;
     for (i = 0; i < n; ++i) {
         if (list[i].peer == m->comm.rank || list[i].recv_bytes == 0) continue;
         if (used == m->comm.ranks * UPIPE_PEER_RECVS)
             return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
                               "rank %d receives more than %d messages in one transfer", m->comm.rank, used);
-        recv->slab = upi_peer_place(m, &list[i], &recv->at);
+        recv->slab = upi_peer_place(m, &list[i], &recv->offset);
         if (recv->slab < 0)
             return upipe_fail(
                 e, UPIPE_ERR_UNSUPPORTED,
                 "rank %d receives message %d, from rank %d, outside the slabs that peers can reach",
                 m->comm.rank, i, list[i].peer);
         recv->bytes = (int64_t)list[i].recv_bytes;
-        recv->step = (int64_t)list[i].recv_step;
+        recv->stride = (int64_t)list[i].recv_stride;
         recv->count = list[i].count;
         recv->from = list[i].peer;
         ++recv;
@@ -132,22 +133,22 @@ UPIPE_API upipe_status upi_peer_offer(upipe_err *e, upipe_peer *m, const upipe_m
     return UPIPE_OK;
 }
 
-/* The first receive at or after `at` that comes from this rank; n: there is none. */
-UPIPE_API int upi_peer_next_recv(const upi_peer_recv *recv, int n, int from, int at)
+/* The first receive at or after number i that comes from this rank; n: there is none. */
+UPIPE_API int upi_peer_next_recv(const upi_peer_recv *recv, int n, int from, int i)
 {
-    while (at < n && recv[at].from != from) ++at;
-    return at;
+    while (i < n && recv[i].from != from) ++i;
+    return i;
 }
 
 /* Compares what this rank sends to rank `to` with what that one receives. *any: there is something. */
-UPIPE_API upipe_status upi_peer_fit(upipe_err *e, upipe_peer *m, uint64_t s, int to, int *any)
+UPIPE_API upipe_status upi_peer_fit(upipe_err *e, upipe_peer *m, uint64_t call, int to, int *any)
 {
-    const upi_peer_recv *recv = upi_peer_recvs_of(m, to, s);
-    int n = upi_peer_post_of(m, to, s)->n, rank = m->comm.rank, sends = 0, receives = 0, i, k = -1;
+    const upi_peer_recv *recv = upi_peer_recvs_of(m, to, call);
+    int n = upi_peer_post_of(m, to, call)->n, rank = m->comm.rank, sends = 0, receives = 0, i, k = -1;
     for (i = 0; i < m->n; ++i) sends += m->list[i].peer == to && m->list[i].send_bytes > 0;
     for (i = 0; i < n; ++i) receives += recv[i].from == rank;
     UPIPE_TRY(upi_team_fit_count(e, &m->comm, rank, sends, to, receives));
-    for (i = -1; (i = upi_msg_next(m->list, m->n, to, UPI_SEND, i + 1)) < m->n;) {
+    for (i = -1; (i = upipe_msg_next(m->list, m->n, to, UPIPE_MSG_SEND, i + 1)) < m->n;) {
         k = upi_peer_next_recv(recv, n, rank, k + 1);
         UPIPE_TRY(upi_team_fit_blocks(e, &m->comm, rank, m->list[i].count, (int64_t)m->list[i].send_bytes, to,
                                       recv[k].count, recv[k].bytes));
@@ -161,24 +162,24 @@ UPIPE_API int32_t *upi_peer_busy(const upipe_peer *m, int to, int from)
     return &m->busy[to * m->comm.ranks + from];
 }
 
-/* Rank `to` has come to transfer s: enqueues the copies of what it receives from here, behind its event. */
-UPIPE_API upipe_status upi_peer_push(upipe_err *e, upipe_peer *m, uint64_t s, int to)
+/* Rank `to` has come to this transfer: enqueues the copies of what it receives from here, behind its event. */
+UPIPE_API upipe_status upi_peer_push(upipe_err *e, upipe_peer *m, uint64_t call, int to)
 {
-    const upi_peer_recv *recv = upi_peer_recvs_of(m, to, s);
-    int n = upi_peer_post_of(m, to, s)->n, any = 0, i = -1, k = -1;
-    UPIPE_TRY(upi_peer_same(e, m, s, to));
-    UPIPE_TRY(upi_peer_fit(e, m, s, to, &any));
+    const upi_peer_recv *recv = upi_peer_recvs_of(m, to, call);
+    int n = upi_peer_post_of(m, to, call)->n, any = 0, i = -1, k = -1;
+    UPIPE_TRY(upi_peer_same(e, m, call, to));
+    UPIPE_TRY(upi_peer_fit(e, m, call, to, &any));
     if (!any) return UPIPE_OK;
     /* Sets first and reads `broken` second; a failing receiver breaks first and reads the word second. So one
      * of the two sees the other, and no copy begins unseen. */
     __atomic_store_n(upi_peer_busy(m, to, m->comm.rank), 1, __ATOMIC_SEQ_CST);
-    m->held = 1;
-    if (upi_peer_broken(m)) return upi_comm_report(e, &m->comm, UPIPE_OK);
-    UPI_PEER_CUDA(e, m, cudaStreamWaitEvent(m->stream, m->link[to].event[UPI_PEER_READY][s & 1], 0));
-    while ((i = upi_msg_next(m->list, m->n, to, UPI_SEND, i + 1)) < m->n) {
+    m->busy_set = 1;
+    if (upi_peer_broken(m)) return upipe_comm_report(e, &m->comm, UPIPE_OK);
+    UPI_PEER_CUDA(e, m, cudaStreamWaitEvent(m->stream, m->link[to].event[UPI_PEER_READY][call & 1], 0));
+    while ((i = upipe_msg_next(m->list, m->n, to, UPIPE_MSG_SEND, i + 1)) < m->n) {
         k = upi_peer_next_recv(recv, n, m->comm.rank, k + 1);
-        UPIPE_TRY(upi_peer_copy(e, m, m->link[to].slab[recv[k].slab] + recv[k].at, (size_t)recv[k].step,
-                                (const char *)m->list[i].send, m->list[i].send_step, m->list[i].send_bytes,
+        UPIPE_TRY(upi_peer_copy(e, m, m->link[to].slab[recv[k].slab] + recv[k].offset, (size_t)recv[k].stride,
+                                (const char *)m->list[i].send, m->list[i].send_stride, m->list[i].send_bytes,
                                 m->list[i].count));
     }
     return UPIPE_OK;
@@ -188,63 +189,63 @@ UPIPE_API upipe_status upi_peer_push(upipe_err *e, upipe_peer *m, uint64_t s, in
 UPIPE_API void upi_peer_release(upipe_peer *m)
 {
     int r;
-    for (r = 0; r < m->comm.ranks && m->held; ++r)
+    for (r = 0; r < m->comm.ranks && m->busy_set; ++r)
         __atomic_store_n(upi_peer_busy(m, r, m->comm.rank), 0, __ATOMIC_SEQ_CST);
-    m->held = 0;
+    m->busy_set = 0;
 }
 
 /* Copies of a transfer that the host has run ahead of may have ended since. */
 UPIPE_API upipe_status upi_peer_catch_up(upipe_err *e, upipe_peer *m)
 {
     int passed;
-    if (!m->held) return UPIPE_OK;
+    if (!m->busy_set) return UPIPE_OK;
     UPIPE_TRY(upi_peer_passed(e, m, m->done, &passed));
     if (passed) upi_peer_release(m);
     return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_peer_progress_pushing(upipe_err *e, upipe_peer *m, uint64_t s)
+UPIPE_API upipe_status upi_peer_progress_pushing(upipe_err *e, upipe_peer *m, uint64_t call)
 {
     int ranks = m->comm.ranks, rank = m->comm.rank, k, missing = 0;
     for (k = 1; k < ranks; ++k) {
         int to = (rank + k) % ranks; /* each rank begins with its neighbour, which spreads the receivers */
-        if (m->link[to].pushed == s) continue;
-        if (!upi_peer_has_posted(m, to, s)) {
+        if (m->link[to].pushed == call) continue;
+        if (!upi_peer_has_posted(m, to, call)) {
             ++missing;
             continue;
         }
-        UPIPE_TRY(upi_peer_push(e, m, s, to));
-        m->link[to].pushed = s;
+        UPIPE_TRY(upi_peer_push(e, m, call, to));
+        m->link[to].pushed = call;
     }
     if (missing > 0) return UPIPE_OK;
-    UPI_PEER_CUDA(e, m, cudaEventRecord(m->link[rank].event[UPI_PEER_SENT][s & 1], m->stream));
-    __atomic_store_n(&m->slot[rank].sent, s, __ATOMIC_RELEASE);
+    UPI_PEER_CUDA(e, m, cudaEventRecord(m->link[rank].event[UPI_PEER_SENT][call & 1], m->stream));
+    __atomic_store_n(&m->slot[rank].sent, call, __ATOMIC_RELEASE);
     m->stage = UPI_PEER_RECEIVING;
     return UPIPE_OK;
 }
 
 /* The stream waits for the ranks' events only when all have recorded theirs: a rank that comes to the next
  * transfer knows that none waits any more for those of the transfer before this one. */
-UPIPE_API upipe_status upi_peer_progress_receiving(upipe_err *e, upipe_peer *m, uint64_t s)
+UPIPE_API upipe_status upi_peer_progress_receiving(upipe_err *e, upipe_peer *m, uint64_t call)
 {
     int r;
     for (r = 0; r < m->comm.ranks; ++r)
-        if (!upi_peer_has_sent(m, r, s)) return UPIPE_OK;
+        if (!upi_peer_has_sent(m, r, call)) return UPIPE_OK;
     for (r = 0; r < m->comm.ranks; ++r) {
-        if (r == m->comm.rank || upi_msg_next(m->list, m->n, r, UPI_RECV, 0) == m->n) continue;
-        UPI_PEER_CUDA(e, m, cudaStreamWaitEvent(m->stream, m->link[r].event[UPI_PEER_SENT][s & 1], 0));
+        if (r == m->comm.rank || upipe_msg_next(m->list, m->n, r, UPIPE_MSG_RECV, 0) == m->n) continue;
+        UPI_PEER_CUDA(e, m, cudaStreamWaitEvent(m->stream, m->link[r].event[UPI_PEER_SENT][call & 1], 0));
     }
     UPI_PEER_CUDA(e, m, cudaEventRecord(m->done, m->stream));
     m->stage = UPI_PEER_LANDING;
     return UPIPE_OK;
 }
 
-/* Advances transfer s as far as the other ranks allow. *complete: nothing is left to do here. */
-UPIPE_API upipe_status upi_peer_progress(upipe_ctx *c, upipe_peer *m, uint64_t s, int *complete)
+/* Advances this transfer as far as the other ranks allow. *complete: nothing is left to do here. */
+UPIPE_API upipe_status upi_peer_progress(upipe_ctx *c, upipe_peer *m, uint64_t call, int *complete)
 {
     *complete = 0;
-    if (m->stage == UPI_PEER_PUSHING) UPIPE_TRY(upi_peer_progress_pushing(&c->err, m, s));
-    if (m->stage == UPI_PEER_RECEIVING) UPIPE_TRY(upi_peer_progress_receiving(&c->err, m, s));
+    if (m->stage == UPI_PEER_PUSHING) UPIPE_TRY(upi_peer_progress_pushing(&c->err, m, call));
+    if (m->stage == UPI_PEER_RECEIVING) UPIPE_TRY(upi_peer_progress_receiving(&c->err, m, call));
     if (m->stage != UPI_PEER_LANDING) return UPIPE_OK;
     if (!m->ahead) return upi_peer_passed(&c->err, m, m->done, complete);
     UPI_PEER_CUDA(&c->err, m, cudaStreamWaitEvent((cudaStream_t)c->stream, m->done, 0));
@@ -256,21 +257,21 @@ UPIPE_API upipe_status upi_peer_progress(upipe_ctx *c, upipe_peer *m, uint64_t s
  * has run ahead of the transfer before, and that has not ended: then peers are waited for. */
 UPIPE_API upipe_status upi_peer_finish(upipe_ctx *c, upipe_peer *m)
 {
-    uint64_t s = m->call;
+    uint64_t call = m->call;
     int64_t until = upi_net_until(m->comm.deadline);
     int idle = 0, before = !m->ahead, reached = 0, complete;
     for (;;) {
         int late = (reached || !before) && upipe_net_now() >= until;
-        UPIPE_TRY(upi_peer_progress(c, m, s, &complete));
+        UPIPE_TRY(upi_peer_progress(c, m, call, &complete));
         if (complete) return UPIPE_OK;
-        UPIPE_TRY(upi_comm_whole(c, &m->comm));
-        if (late) UPIPE_TRY(upi_peer_late(&c->err, m, s));
+        UPIPE_TRY(upipe_comm_whole(c, &m->comm));
+        if (late) UPIPE_TRY(upi_peer_late(&c->err, m, call));
         if (late && !before)
             return upi_team_late(&c->err, &m->comm, "for the copies of the transfer before to end");
         if (!before) UPIPE_TRY(upi_peer_passed(&c->err, m, m->done, &before));
         if (before && !reached) {
             UPIPE_TRY(
-                upi_peer_passed(&c->err, m, m->link[m->comm.rank].event[UPI_PEER_READY][s & 1], &reached));
+                upi_peer_passed(&c->err, m, m->link[m->comm.rank].event[UPI_PEER_READY][call & 1], &reached));
             if (reached) until = upi_net_until(m->comm.deadline);
         }
         upi_net_rest(&idle, UPI_PEER_YIELDS, UPI_PEER_NAP);
@@ -336,13 +337,13 @@ UPIPE_API upipe_status upi_peer_start(upipe_ctx *c, upipe_comm *comm, const upip
 {
     upipe_peer *m = (upipe_peer *)comm->impl;
     upipe_err *e = &c->err;
-    uint64_t s = m->call + 1;
-    cudaEvent_t ready = m->link[comm->rank].event[UPI_PEER_READY][s & 1];
+    uint64_t call = m->call + 1;
+    cudaEvent_t ready = m->link[comm->rank].event[UPI_PEER_READY][call & 1];
     upipe_status status;
-    if (upi_peer_broken(m)) return upi_comm_report(e, &m->comm, UPIPE_OK);
+    if (upi_peer_broken(m)) return upipe_comm_report(e, &m->comm, UPIPE_OK);
     UPIPE_TRY(upi_peer_uncaptured(c, m));
     UPIPE_TRY(upi_peer_catch_up(e, m));
-    UPIPE_TRY(upi_peer_offer(e, m, list, n, s));
+    UPIPE_TRY(upi_peer_offer(e, m, list, n, call));
     m->list = list;
     m->n = n;
     m->stage = UPI_PEER_PUSHING;
@@ -353,7 +354,7 @@ UPIPE_API upipe_status upi_peer_start(upipe_ctx *c, upipe_comm *comm, const upip
         upi_peer_settle(m);
         return status;
     }
-    upi_peer_publish(m, s);
+    upi_peer_publish(m, call);
     return UPIPE_OK;
 }
 
@@ -387,7 +388,7 @@ UPIPE_API upipe_status upipe_peer_sync(upipe_ctx *c, upipe_peer *m)
         (void)cudaGetLastError();
         if (upi_peer_broken(m) || late) {
             upipe_status s = late ? upi_team_late(&c->err, &m->comm, "for its stream")
-                                  : upi_comm_report(&c->err, &m->comm, UPIPE_OK);
+                                  : upipe_comm_report(&c->err, &m->comm, UPIPE_OK);
             upi_peer_settle(m);
             return s;
         }
@@ -402,27 +403,27 @@ UPIPE_API upipe_status upipe_peer_sync(upipe_ctx *c, upipe_peer *m)
  * because of what it finds, must not keep the others from finding it. */
 UPIPE_API upipe_status upi_peer_meet(upipe_ctx *c, upipe_peer *m, int kind, const int64_t *values, int n)
 {
-    uint64_t s = m->call + 1;
-    upi_peer_post *post = upi_peer_post_of(m, m->comm.rank, s);
+    uint64_t call = m->call + 1;
+    upi_peer_post *post = upi_peer_post_of(m, m->comm.rank, call);
     int64_t until = upi_net_until(m->comm.deadline);
     int idle = 0;
-    UPIPE_TRY(upi_comm_whole(c, &m->comm));
+    UPIPE_TRY(upipe_comm_whole(c, &m->comm));
     UPIPE_TRY(upi_peer_catch_up(&c->err, m));
     post->kind = (int32_t)kind;
     post->n = n;
     if (n > 0) memcpy(post->values, values, (size_t)n * sizeof *values);
-    upi_peer_publish(m, s);
+    upi_peer_publish(m, call);
     for (;;) {
         int r, missing = 0, late = upipe_net_now() >= until;
         for (r = 0; r < m->comm.ranks; ++r) {
-            if (!upi_peer_has_posted(m, r, s))
+            if (!upi_peer_has_posted(m, r, call))
                 ++missing;
             else
-                UPIPE_TRY(upi_peer_same(&c->err, m, s, r));
+                UPIPE_TRY(upi_peer_same(&c->err, m, call, r));
         }
         if (missing == 0) return UPIPE_OK;
-        UPIPE_TRY(upi_comm_whole(c, &m->comm));
-        if (late) UPIPE_TRY(upi_peer_late(&c->err, m, s));
+        UPIPE_TRY(upipe_comm_whole(c, &m->comm));
+        if (late) UPIPE_TRY(upi_peer_late(&c->err, m, call));
         upi_net_rest(&idle, UPI_PEER_YIELDS, UPI_PEER_NAP);
     }
 }
@@ -458,7 +459,7 @@ UPIPE_API upipe_status upi_peer_phase(upipe_err *e, upipe_peer *m, int phase)
         for (r = 0; r < m->comm.ranks; ++r)
             if (__atomic_load_n(&m->slot[r].phase, __ATOMIC_ACQUIRE) < phase) break;
         if (r == m->comm.ranks) return UPIPE_OK;
-        if (upi_peer_broken(m)) return upi_comm_report(e, &m->comm, UPIPE_OK);
+        if (upi_peer_broken(m)) return upipe_comm_report(e, &m->comm, UPIPE_OK);
         if (late) return upi_team_late(e, &m->comm, "for rank %d to %s", r, names[phase]);
         upi_net_rest(&idle, UPI_PEER_YIELDS, UPI_PEER_NAP);
     }
@@ -470,25 +471,26 @@ UPIPE_API upipe_status upi_peer_meet_all(upipe_err *e, upipe_peer *m)
     const upi_peer_slot *mine = &m->slot[m->comm.rank];
     int r, can;
     for (r = 0; r < m->comm.ranks; ++r) {
-        const upi_peer_slot *s = &m->slot[r];
+        const upi_peer_slot *slot = &m->slot[r];
         if (r == m->comm.rank) continue;
-        if (s->ranks != mine->ranks || s->processes != mine->processes)
-            return upi_comm_fail(e, &m->comm, UPIPE_ERR_MISMATCH, "rank %d is of %d %s and rank %d of %d %s",
-                                 m->comm.rank, mine->ranks, mine->processes ? "processes" : "threads", r,
-                                 s->ranks, s->processes ? "processes" : "threads");
-        if ((s->pid == mine->pid) == (mine->processes != 0))
-            return upi_comm_fail(e, &m->comm, UPIPE_ERR_UNSUPPORTED,
-                                 "ranks %d and %d are %s, and init says %s", m->comm.rank, r,
-                                 mine->processes ? "in one process" : "two processes",
-                                 mine->processes ? "processes" : "threads");
-        if (m->processes || s->device == mine->device) continue;
-        UPI_PEER_CUDA(e, m, cudaDeviceCanAccessPeer(&can, m->device, s->device));
+        if (slot->ranks != mine->ranks || slot->processes != mine->processes)
+            return upipe_comm_fail(e, &m->comm, UPIPE_ERR_MISMATCH,
+                                   "rank %d is of %d %s and rank %d of %d %s", m->comm.rank, mine->ranks,
+                                   mine->processes ? "processes" : "threads", r, slot->ranks,
+                                   slot->processes ? "processes" : "threads");
+        if ((slot->pid == mine->pid) == (mine->processes != 0))
+            return upipe_comm_fail(e, &m->comm, UPIPE_ERR_UNSUPPORTED,
+                                   "ranks %d and %d are %s, and init says %s", m->comm.rank, r,
+                                   mine->processes ? "in one process" : "two processes",
+                                   mine->processes ? "processes" : "threads");
+        if (m->processes || slot->device == mine->device) continue;
+        UPI_PEER_CUDA(e, m, cudaDeviceCanAccessPeer(&can, m->device, slot->device));
         if (!can)
-            return upi_comm_fail(e, &m->comm, UPIPE_ERR_UNSUPPORTED,
-                                 "device %d of rank %d cannot reach the memory of device %d of rank %d",
-                                 m->device, m->comm.rank, s->device, r);
+            return upipe_comm_fail(e, &m->comm, UPIPE_ERR_UNSUPPORTED,
+                                   "device %d of rank %d cannot reach the memory of device %d of rank %d",
+                                   m->device, m->comm.rank, slot->device, r);
         {
-            cudaError_t on = cudaDeviceEnablePeerAccess(s->device, 0);
+            cudaError_t on = cudaDeviceEnablePeerAccess(slot->device, 0);
             if (on == cudaErrorPeerAccessAlreadyEnabled)
                 (void)cudaGetLastError();
             else
@@ -505,8 +507,9 @@ UPIPE_API upipe_status upi_peer_show(upipe_err *e, upipe_peer *m)
     upi_peer_link *own = &m->link[m->comm.rank];
     upipe_err why;
     unsigned how = cudaEventDisableTiming | (m->processes ? (unsigned)cudaEventInterprocess : 0u);
-    int i, k;
-    UPI_PEER_CUDA(e, m, cudaStreamCreateWithFlags(&m->stream, cudaStreamNonBlocking));
+    int i, k, least, greatest;
+    UPI_PEER_CUDA(e, m, cudaDeviceGetStreamPriorityRange(&least, &greatest));
+    UPI_PEER_CUDA(e, m, cudaStreamCreateWithPriority(&m->stream, cudaStreamNonBlocking, greatest));
     UPI_PEER_CUDA(e, m, cudaEventCreateWithFlags(&m->done, cudaEventDisableTiming));
     for (k = 0; k < UPI_PEER_EVENTS; ++k)
         for (i = 0; i < 2; ++i) {
@@ -520,34 +523,35 @@ UPIPE_API upipe_status upi_peer_show(upipe_err *e, upipe_peer *m)
         if (!m->processes) continue;
         if (upi_peer_check(&why, cudaIpcGetMemHandle(&mine->slab_handle[i], own->slab[i]),
                            "cudaIpcGetMemHandle(") != UPIPE_OK)
-            return upi_comm_fail(e, &m->comm, UPIPE_ERR_UNSUPPORTED, "rank %d cannot share slab %d: %s",
-                                 m->comm.rank, i, why.text);
+            return upipe_comm_fail(e, &m->comm, UPIPE_ERR_UNSUPPORTED, "rank %d cannot share slab %d: %s",
+                                   m->comm.rank, i, why.text);
     }
     return UPIPE_OK;
 }
 
 UPIPE_API upipe_status upi_peer_open(upipe_err *e, upipe_peer *m, int r)
 {
-    const upi_peer_slot *s = &m->slot[r];
+    const upi_peer_slot *slot = &m->slot[r];
     upi_peer_link *link = &m->link[r];
     upipe_err mine;
     int i, k;
-    for (i = 0; i < s->slabs_n; ++i) {
-        void *p = (void *)(uintptr_t)s->slab[i];
+    for (i = 0; i < slot->slabs_n; ++i) {
+        void *p = (void *)(uintptr_t)slot->slab[i];
         if (m->processes &&
-            upi_peer_check(&mine, cudaIpcOpenMemHandle(&p, s->slab_handle[i], cudaIpcMemLazyEnablePeerAccess),
+            upi_peer_check(&mine,
+                           cudaIpcOpenMemHandle(&p, slot->slab_handle[i], cudaIpcMemLazyEnablePeerAccess),
                            "cudaIpcOpenMemHandle(") != UPIPE_OK)
-            return upi_comm_fail(e, &m->comm, UPIPE_ERR_UNSUPPORTED,
-                                 "rank %d cannot reach slab %d of rank %d: %s", m->comm.rank, i, r,
-                                 mine.text);
+            return upipe_comm_fail(e, &m->comm, UPIPE_ERR_UNSUPPORTED,
+                                   "rank %d cannot reach slab %d of rank %d: %s", m->comm.rank, i, r,
+                                   mine.text);
         link->slab[i] = (char *)p;
     }
     for (k = 0; k < UPI_PEER_EVENTS; ++k)
         for (i = 0; i < 2; ++i)
             if (m->processes)
-                UPI_PEER_CUDA(e, m, cudaIpcOpenEventHandle(&link->event[k][i], s->event_handle[k][i]));
+                UPI_PEER_CUDA(e, m, cudaIpcOpenEventHandle(&link->event[k][i], slot->event_handle[k][i]));
             else
-                link->event[k][i] = (cudaEvent_t)(uintptr_t)s->event[k][i];
+                link->event[k][i] = (cudaEvent_t)(uintptr_t)slot->event[k][i];
     return UPIPE_OK;
 }
 
@@ -603,7 +607,7 @@ UPIPE_API upipe_status upi_peer_tried(upipe_err *e, upipe_peer *m)
         UPIPE_TRY(upi_peer_drain(e, m));
         for (r = 0; r < m->comm.ranks; ++r)
             if (r != rank && words[r] != upi_peer_word(r, rank, i))
-                return upi_comm_fail(
+                return upipe_comm_fail(
                     e, &m->comm, UPIPE_ERR_UNSUPPORTED,
                     "what rank %d writes to slab %d of rank %d does not arrive at its beginning: "
                     "is it what cudaMalloc returned?",
@@ -776,8 +780,8 @@ UPIPE_API upipe_status upi_peer_join(upipe_peer *m, upipe_err *e)
 UPIPE_API upipe_status upipe_peer_init(upipe_peer *m, const upipe_peer_desc *d, upipe_err *e)
 {
     static const upipe_comm_ops ops = {
-        "peer",           upi_peer_start, upi_peer_wait, upi_peer_barrier, upi_peer_all_gather,
-        upi_peer_failure, upi_peer_fail,  NULL};
+        "peer",        upi_peer_start, upi_peer_wait, upi_peer_barrier, upi_peer_all_gather, upi_peer_failure,
+        upi_peer_fail, NULL,           NULL};
     int device = -1, i;
     const upipe_err *first;
     upipe_status s;

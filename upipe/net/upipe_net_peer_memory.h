@@ -53,7 +53,7 @@ typedef struct upipe_peer_desc {
 
 /* One message of a transfer, as its receiver posts it. */
 typedef struct upi_peer_recv {
-    int64_t at, bytes, step, count; /* at: in the slab */
+    int64_t offset, bytes, stride, count; /* offset: in the slab */
     int32_t from, slab;
 } upi_peer_recv;
 
@@ -62,8 +62,8 @@ typedef struct upi_peer_post {
     int64_t values[UPIPE_ALL_GATHER_MAX];
 } upi_peer_post;
 
-/* What a rank publishes. Call number s lies in post[s & 1]: it is overwritten at call s + 2, when every rank
- * has come to s + 1 and so has finished s. The same holds for events. */
+/* What a rank publishes. Call number n lies in post[n & 1]: it is overwritten at call n + 2, when every rank
+ * has come to n + 1 and so has finished n. The same holds for events. */
 typedef struct upi_peer_slot {
     uint64_t posted; /* atomic: number of the last call posted */
     uint64_t sent; /* atomic: number of the last transfer all of whose copies, and the event, are enqueued */
@@ -119,7 +119,7 @@ typedef struct upipe_peer {
     const upipe_msg *list;
     int n;
     int stage;
-    int held; /* own busy words are set */
+    int busy_set; /* own busy words are set */
     void *memory;
 } upipe_peer;
 
@@ -163,7 +163,7 @@ UPIPE_API upipe_status upi_peer_checked(upipe_err *e, upipe_peer *m, cudaError_t
     upipe_err mine;
     upipe_status s = upi_peer_check(&mine, r, what);
     if (s == UPIPE_OK) return s;
-    return upi_comm_fail(e, &m->comm, s, "rank %d: %s", m->comm.rank, mine.text);
+    return upipe_comm_fail(e, &m->comm, s, "rank %d: %s", m->comm.rank, mine.text);
 }
 
 #define UPI_PEER_CUDA(e, m, call) UPIPE_TRY(upi_peer_checked((e), (m), (call), #call))
@@ -180,54 +180,55 @@ UPIPE_API upipe_status upi_peer_passed(upipe_err *e, upipe_peer *m, cudaEvent_t 
 
 /* ---- posts ---- */
 
-UPIPE_API upi_peer_post *upi_peer_post_of(const upipe_peer *m, int rank, uint64_t s)
+UPIPE_API upi_peer_post *upi_peer_post_of(const upipe_peer *m, int rank, uint64_t call)
 {
-    return &m->slot[rank].post[s & 1];
+    return &m->slot[rank].post[call & 1];
 }
 
-UPIPE_API upi_peer_recv *upi_peer_recvs_of(const upipe_peer *m, int rank, uint64_t s)
+UPIPE_API upi_peer_recv *upi_peer_recvs_of(const upipe_peer *m, int rank, uint64_t call)
 {
     size_t most = (size_t)m->comm.ranks * UPIPE_PEER_RECVS;
-    return m->recvs + ((size_t)rank * 2 + (size_t)(s & 1)) * most;
+    return m->recvs + ((size_t)rank * 2 + (size_t)(call & 1)) * most;
 }
 
-UPIPE_API int upi_peer_has_posted(const upipe_peer *m, int rank, uint64_t s)
+UPIPE_API int upi_peer_has_posted(const upipe_peer *m, int rank, uint64_t call)
 {
-    return __atomic_load_n(&m->slot[rank].posted, __ATOMIC_ACQUIRE) >= s;
+    return __atomic_load_n(&m->slot[rank].posted, __ATOMIC_ACQUIRE) >= call;
 }
 
-UPIPE_API int upi_peer_has_sent(const upipe_peer *m, int rank, uint64_t s)
+UPIPE_API int upi_peer_has_sent(const upipe_peer *m, int rank, uint64_t call)
 {
-    return __atomic_load_n(&m->slot[rank].sent, __ATOMIC_ACQUIRE) >= s;
+    return __atomic_load_n(&m->slot[rank].sent, __ATOMIC_ACQUIRE) >= call;
 }
 
-/* Makes this rank's post of call s visible. */
-UPIPE_API void upi_peer_publish(upipe_peer *m, uint64_t s)
+/* Makes this rank's post of this call visible. */
+UPIPE_API void upi_peer_publish(upipe_peer *m, uint64_t call)
 {
-    m->call = s;
-    __atomic_store_n(&m->slot[m->comm.rank].posted, s, __ATOMIC_RELEASE);
+    m->call = call;
+    __atomic_store_n(&m->slot[m->comm.rank].posted, call, __ATOMIC_RELEASE);
 }
 
-/* Compares what rank r has posted as call s with what this rank has. */
-UPIPE_API upipe_status upi_peer_same(upipe_err *e, upipe_peer *m, uint64_t s, int r)
+/* Compares what rank r has posted as this call with what this rank has. */
+UPIPE_API upipe_status upi_peer_same(upipe_err *e, upipe_peer *m, uint64_t call, int r)
 {
-    const upi_peer_post *mine = upi_peer_post_of(m, m->comm.rank, s), *theirs = upi_peer_post_of(m, r, s);
+    const upi_peer_post *mine = upi_peer_post_of(m, m->comm.rank, call),
+                        *theirs = upi_peer_post_of(m, r, call);
     return upi_team_same(e, &m->comm, mine->kind, mine->n, r, theirs->kind, theirs->n);
 }
 
-/* The deadline of call s has passed: names the ranks that have not come, or else those that have not sent.
+/* The deadline of this call has passed: names the ranks that have not come, or else those that have not sent.
  * Returns OK if the last of them has just come. */
-UPIPE_API upipe_status upi_peer_late(upipe_err *e, upipe_peer *m, uint64_t s)
+UPIPE_API upipe_status upi_peer_late(upipe_err *e, upipe_peer *m, uint64_t call)
 {
-    const int32_t kind = upi_peer_post_of(m, m->comm.rank, s)->kind;
+    const int32_t kind = upi_peer_post_of(m, m->comm.rank, call)->kind;
     upi_team_names absent = {"", 0, 0}, sending = {"", 0, 0};
     int r;
     if (kind == UPI_TEAM_TRANSFER && m->stage == UPI_PEER_LANDING)
         return upi_team_late(e, &m->comm, "in a transfer for the devices' copies to end");
     for (r = 0; r < m->comm.ranks; ++r) {
-        if (!upi_peer_has_posted(m, r, s))
+        if (!upi_peer_has_posted(m, r, call))
             upi_team_name(&absent, r);
-        else if (kind == UPI_TEAM_TRANSFER && !upi_peer_has_sent(m, r, s))
+        else if (kind == UPI_TEAM_TRANSFER && !upi_peer_has_sent(m, r, call))
             upi_team_name(&sending, r);
     }
     if (absent.count > 0) return upi_team_late_for(e, &m->comm, kind, &absent, "come");

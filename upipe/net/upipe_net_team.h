@@ -54,7 +54,7 @@ UPIPE_API void upi_team_name(upi_team_names *names, int rank)
 enum { UPI_TEAM_NAMES = 128 };
 
 /* "rank 3", "ranks 0, 2": returns text. */
-UPIPE_API const char *upi_team_names_say(const upi_team_names *names, char *text)
+UPIPE_API const char *upi_team_names_text(const upi_team_names *names, char *text)
 {
     int n = snprintf(text, UPI_TEAM_NAMES, "rank%s %s", names->count > 1 ? "s" : "", names->text);
     if (names->count > 8) snprintf(text + n, (size_t)(UPI_TEAM_NAMES - n), " and %d more", names->count - 8);
@@ -72,8 +72,8 @@ __attribute__((unused, format(printf, 3, 4))) static inline upipe_status upi_tea
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    return upi_comm_fail(e, comm, UPIPE_ERR_TIMEOUT, "rank %d waited %g s %s", comm->rank, comm->deadline,
-                         text);
+    return upipe_comm_fail(e, comm, UPIPE_ERR_TIMEOUT, "rank %d waited %g s %s", comm->rank, comm->deadline,
+                           text);
 }
 
 /* Fails with TIMEOUT in a call of this kind; what: "come", "finish", which the named ranks have not done. */
@@ -81,7 +81,7 @@ UPIPE_API upipe_status upi_team_late_for(upipe_err *e, upipe_comm *comm, int64_t
                                          const upi_team_names *names, const char *what)
 {
     char text[UPI_TEAM_NAMES];
-    return upi_team_late(e, comm, "in %s for %s to %s", upi_team_kind(kind), upi_team_names_say(names, text),
+    return upi_team_late(e, comm, "in %s for %s to %s", upi_team_kind(kind), upi_team_names_text(names, text),
                          what);
 }
 
@@ -98,12 +98,12 @@ UPIPE_API upipe_status upi_team_same(upipe_err *e, upipe_comm *comm, int64_t kin
                                      int64_t peer_kind, int64_t peer_n)
 {
     if (kind != peer_kind)
-        return upi_comm_fail(e, comm, UPIPE_ERR_MISMATCH, "rank %d is in %s and rank %d in %s", comm->rank,
-                             upi_team_kind(kind), peer, upi_team_kind(peer_kind));
+        return upipe_comm_fail(e, comm, UPIPE_ERR_MISMATCH, "rank %d is in %s and rank %d in %s", comm->rank,
+                               upi_team_kind(kind), peer, upi_team_kind(peer_kind));
     if (kind == UPI_TEAM_ALL_GATHER && n != peer_n)
-        return upi_comm_fail(e, comm, UPIPE_ERR_MISMATCH,
-                             "rank %d gathers %lld numbers and rank %d gathers %lld", comm->rank,
-                             (long long)n, peer, (long long)peer_n);
+        return upipe_comm_fail(e, comm, UPIPE_ERR_MISMATCH,
+                               "rank %d gathers %lld numbers and rank %d gathers %lld", comm->rank,
+                               (long long)n, peer, (long long)peer_n);
     return UPIPE_OK;
 }
 
@@ -112,9 +112,9 @@ UPIPE_API upipe_status upi_team_fit_count(upipe_err *e, upipe_comm *comm, int fr
                                           int64_t receives)
 {
     if (sends == receives) return UPIPE_OK;
-    return upi_comm_fail(e, comm, UPIPE_ERR_MISMATCH,
-                         "rank %d sends %lld messages to rank %d, which receives %lld", from,
-                         (long long)sends, to, (long long)receives);
+    return upipe_comm_fail(e, comm, UPIPE_ERR_MISMATCH,
+                           "rank %d sends %lld messages to rank %d, which receives %lld", from,
+                           (long long)sends, to, (long long)receives);
 }
 
 /* Compares the blocks of one message, as its sender and as its receiver list them. */
@@ -122,10 +122,10 @@ UPIPE_API upipe_status upi_team_fit_blocks(upipe_err *e, upipe_comm *comm, int f
                                            int64_t bytes, int to, int64_t recv_count, int64_t recv_bytes)
 {
     if (count == recv_count && bytes == recv_bytes) return UPIPE_OK;
-    return upi_comm_fail(e, comm, UPIPE_ERR_MISMATCH,
-                         "rank %d sends %lld blocks of %lld bytes to rank %d, which receives %lld of %lld",
-                         from, (long long)count, (long long)bytes, to, (long long)recv_count,
-                         (long long)recv_bytes);
+    return upipe_comm_fail(e, comm, UPIPE_ERR_MISMATCH,
+                           "rank %d sends %lld blocks of %lld bytes to rank %d, which receives %lld of %lld",
+                           from, (long long)count, (long long)bytes, to, (long long)recv_count,
+                           (long long)recv_bytes);
 }
 
 /* ---- bytes ---- */

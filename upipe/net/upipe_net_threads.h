@@ -58,8 +58,8 @@ typedef struct upi_threads_post {
 } upi_threads_post;
 
 typedef struct upi_threads_rank {
-    /* Written by the rank, read by all. Call number s lies in post[s & 1]: a rank overwrites it at call
-     * s + 2. By then it has completed s + 1, so that every rank has come to s + 1 and has finished s. */
+    /* Written by the rank, read by all. Call number n lies in post[n & 1]: a rank overwrites it at call
+     * n + 2. By then it has completed n + 1, so that every rank has come to n + 1 and has finished n. */
     uint64_t posted; /* atomic: number of the last call published */
     uint64_t done;   /* atomic: number of the last transfer whose blocks have all arrived here */
     upi_threads_post post[2];
@@ -169,40 +169,40 @@ UPIPE_API int upi_threads_fail(upipe_comm *comm, upipe_status s, const char *why
 
 /* ---- posts ---- */
 
-/* Row [ranks] of transfer s: how many messages `rank` sends to each. The rows belong to the team: unlike the
+/* Row [ranks] of this transfer: how many messages `rank` sends to each. The rows belong to the team: unlike the
  * lists they may be read long after their rank has completed the call. */
-UPIPE_API int *upi_threads_sends(const upipe_threads *team, uint64_t s, int rank)
+UPIPE_API int *upi_threads_sends(const upipe_threads *team, uint64_t call, int rank)
 {
     size_t ranks = (size_t)team->ranks;
-    return team->counts + ((size_t)(s & 1) * 2 * ranks + (size_t)rank) * ranks;
+    return team->counts + ((size_t)(call & 1) * 2 * ranks + (size_t)rank) * ranks;
 }
 
-/* Row [ranks] of transfer s: how many messages `rank` receives from each. */
-UPIPE_API int *upi_threads_receives(const upipe_threads *team, uint64_t s, int rank)
+/* Row [ranks] of this transfer: how many messages `rank` receives from each. */
+UPIPE_API int *upi_threads_receives(const upipe_threads *team, uint64_t call, int rank)
 {
     size_t ranks = (size_t)team->ranks;
-    return upi_threads_sends(team, s, rank) + ranks * ranks;
+    return upi_threads_sends(team, call, rank) + ranks * ranks;
 }
 
-UPIPE_API int upi_threads_has_posted(const upi_threads_rank *rank, uint64_t s)
+UPIPE_API int upi_threads_has_posted(const upi_threads_rank *rank, uint64_t call)
 {
-    return __atomic_load_n(&rank->posted, __ATOMIC_ACQUIRE) >= s;
+    return __atomic_load_n(&rank->posted, __ATOMIC_ACQUIRE) >= call;
 }
 
-UPIPE_API int upi_threads_is_done(const upi_threads_rank *rank, uint64_t s)
+UPIPE_API int upi_threads_is_done(const upi_threads_rank *rank, uint64_t call)
 {
-    return __atomic_load_n(&rank->done, __ATOMIC_ACQUIRE) >= s;
+    return __atomic_load_n(&rank->done, __ATOMIC_ACQUIRE) >= call;
 }
 
 /* Makes the post of upi_threads_next, which the caller has filled in, visible to all. Returns its number. */
 UPIPE_API uint64_t upi_threads_publish(upipe_threads *team, upi_threads_rank *me)
 {
-    uint64_t s = me->posted + 1;
+    uint64_t call = me->posted + 1;
     int r;
-    __atomic_store_n(&me->posted, s, __ATOMIC_RELEASE);
+    __atomic_store_n(&me->posted, call, __ATOMIC_RELEASE);
     for (r = 0; r < team->ranks; ++r)
         if (r != me->comm.rank) upi_threads_notify(&team->all[r]);
-    return s;
+    return call;
 }
 
 /* The post that this rank's next call is to fill in. */
@@ -211,28 +211,29 @@ UPIPE_API upi_threads_post *upi_threads_next(upi_threads_rank *me)
     return &me->post[(me->posted + 1) & 1];
 }
 
-/* Compares what rank r has posted as call s with what this rank has. */
-UPIPE_API upipe_status upi_threads_same(upipe_ctx *c, upipe_comm *comm, uint64_t s, int r)
+/* Compares what rank r has posted as this call with what this rank has. */
+UPIPE_API upipe_status upi_threads_same(upipe_ctx *c, upipe_comm *comm, uint64_t call, int r)
 {
     const upipe_threads *team = (const upipe_threads *)comm->impl;
-    const upi_threads_post *mine = &team->all[comm->rank].post[s & 1], *theirs = &team->all[r].post[s & 1];
+    const upi_threads_post *mine = &team->all[comm->rank].post[call & 1],
+                           *theirs = &team->all[r].post[call & 1];
     return upi_team_same(&c->err, comm, mine->kind, mine->n, r, theirs->kind, theirs->n);
 }
 
-/* The deadline of call s has passed: names the ranks that have not come, or else those that have not read.
+/* The deadline of this call has passed: names the ranks that have not come, or else those that have not read.
  * Returns OK if the last of them has just come. */
-UPIPE_API upipe_status upi_threads_late(upipe_ctx *c, upipe_comm *comm, uint64_t s)
+UPIPE_API upipe_status upi_threads_late(upipe_ctx *c, upipe_comm *comm, uint64_t call)
 {
     const upipe_threads *team = (const upipe_threads *)comm->impl;
-    const int kind = team->all[comm->rank].post[s & 1].kind;
-    const int *sends = upi_threads_sends(team, s, comm->rank);
+    const int kind = team->all[comm->rank].post[call & 1].kind;
+    const int *sends = upi_threads_sends(team, call, comm->rank);
     upi_team_names absent = {"", 0, 0}, reading = {"", 0, 0};
     int r;
     for (r = 0; r < team->ranks; ++r) {
         const upi_threads_rank *rank = &team->all[r];
-        if (!upi_threads_has_posted(rank, s))
+        if (!upi_threads_has_posted(rank, call))
             upi_team_name(&absent, r);
-        else if (kind == UPI_TEAM_TRANSFER && sends[r] && !upi_threads_is_done(rank, s))
+        else if (kind == UPI_TEAM_TRANSFER && sends[r] && !upi_threads_is_done(rank, call))
             upi_team_name(&reading, r);
     }
     if (absent.count > 0) return upi_team_late_for(&c->err, comm, kind, &absent, "come");
@@ -251,10 +252,11 @@ UPIPE_API upipe_status upi_threads_start(upipe_ctx *c, upipe_comm *comm, const u
     int *receives = upi_threads_receives(team, me->posted + 1, comm->rank);
     int i;
     upipe_status status;
-    UPIPE_TRY(upi_comm_whole(c, comm));
+    UPIPE_TRY(upipe_comm_whole(c, comm));
     status = c->ops->sync(c);
     if (status != UPIPE_OK)
-        return upi_comm_fail(&c->err, comm, status, "rank %d before a transfer: %s", comm->rank, c->err.text);
+        return upipe_comm_fail(&c->err, comm, status, "rank %d before a transfer: %s", comm->rank,
+                               c->err.text);
     post->kind = UPI_TEAM_TRANSFER;
     post->list = list;
     post->n = n;
@@ -268,32 +270,33 @@ UPIPE_API upipe_status upi_threads_start(upipe_ctx *c, upipe_comm *comm, const u
     return UPIPE_OK;
 }
 
-/* Copies what rank `from` sends here in transfer s. The number of messages matches, and this rank is counted
+/* Copies what rank `from` sends here in this transfer. The number of messages matches, and this rank is counted
  * in the owner's readers. An owner that has failed (the team is broken) may stop waiting for this rank during
  * a long copy, and use its list and buffers again: so `broken` is read before each access. */
-UPIPE_API upipe_status upi_threads_copy(upipe_ctx *c, upipe_comm *comm, uint64_t s, int from)
+UPIPE_API upipe_status upi_threads_copy(upipe_ctx *c, upipe_comm *comm, uint64_t call, int from)
 {
     upipe_threads *team = (upipe_threads *)comm->impl;
-    const upi_threads_post *mine = &team->all[comm->rank].post[s & 1], *theirs = &team->all[from].post[s & 1];
-    int i = -1, at = -1;
-    while ((i = upi_msg_next(mine->list, mine->n, from, UPI_RECV, i + 1)) < mine->n) {
+    const upi_threads_post *mine = &team->all[comm->rank].post[call & 1],
+                           *theirs = &team->all[from].post[call & 1];
+    int i = -1, k = -1;
+    while ((i = upipe_msg_next(mine->list, mine->n, from, UPIPE_MSG_RECV, i + 1)) < mine->n) {
         const upipe_msg *to = &mine->list[i];
         upipe_msg src;
         int64_t block;
-        UPIPE_TRY(upi_comm_whole(c, comm));
-        at = upi_msg_next(theirs->list, theirs->n, comm->rank, UPI_SEND, at + 1);
-        src = theirs->list[at];
+        UPIPE_TRY(upipe_comm_whole(c, comm));
+        k = upipe_msg_next(theirs->list, theirs->n, comm->rank, UPIPE_MSG_SEND, k + 1);
+        src = theirs->list[k];
         UPIPE_TRY(upi_team_fit_blocks(&c->err, comm, from, src.count, (int64_t)src.send_bytes, comm->rank,
                                       to->count, (int64_t)to->recv_bytes));
         for (block = 0; block < src.count; ++block) {
             upipe_status status;
-            UPIPE_TRY(upi_comm_whole(c, comm));
-            status = c->ops->copy(c, (char *)to->recv + (size_t)block * to->recv_step,
-                                  (const char *)src.send + (size_t)block * src.send_step, src.send_bytes);
+            UPIPE_TRY(upipe_comm_whole(c, comm));
+            status = c->ops->copy(c, (char *)to->recv + (size_t)block * to->recv_stride,
+                                  (const char *)src.send + (size_t)block * src.send_stride, src.send_bytes);
             if (status != UPIPE_OK) {
                 upipe_fail_reason(&c->err, status);
-                return upi_comm_fail(&c->err, comm, status, "rank %d copying from rank %d: %s", comm->rank,
-                                     from, c->err.text);
+                return upipe_comm_fail(&c->err, comm, status, "rank %d copying from rank %d: %s", comm->rank,
+                                       from, c->err.text);
             }
             if (from != comm->rank) comm->moved_bytes += (int64_t)src.send_bytes;
         }
@@ -302,31 +305,31 @@ UPIPE_API upipe_status upi_threads_copy(upipe_ctx *c, upipe_comm *comm, uint64_t
 }
 
 /* Compares the number of messages from rank `from` to rank `to`, as each of them lists it. */
-UPIPE_API upipe_status upi_threads_fit(upipe_ctx *c, upipe_comm *comm, uint64_t s, int from, int to)
+UPIPE_API upipe_status upi_threads_fit(upipe_ctx *c, upipe_comm *comm, uint64_t call, int from, int to)
 {
     const upipe_threads *team = (const upipe_threads *)comm->impl;
-    return upi_team_fit_count(&c->err, comm, from, upi_threads_sends(team, s, from)[to], to,
-                              upi_threads_receives(team, s, to)[from]);
+    return upi_team_fit_count(&c->err, comm, from, upi_threads_sends(team, call, from)[to], to,
+                              upi_threads_receives(team, call, to)[from]);
 }
 
-/* Rank `from` has come to transfer s: checks it, and copies what it sends here. *held: this rank is counted
+/* Rank `from` has come to this transfer: checks it, and copies what it sends here. *reading: this rank is counted
  * in the owner's readers, as the copies may only be enqueued. */
-UPIPE_API upipe_status upi_threads_pull(upipe_ctx *c, upipe_comm *comm, uint64_t s, int from, int *held)
+UPIPE_API upipe_status upi_threads_pull(upipe_ctx *c, upipe_comm *comm, uint64_t call, int from, int *reading)
 {
     upipe_threads *team = (upipe_threads *)comm->impl;
-    UPIPE_TRY(upi_threads_same(c, comm, s, from));
-    UPIPE_TRY(upi_threads_fit(c, comm, s, from, comm->rank));
-    UPIPE_TRY(upi_threads_fit(c, comm, s, comm->rank, from)); /* else this rank might see nothing wrong */
-    if (upi_threads_sends(team, s, from)[comm->rank] == 0) return UPIPE_OK;
+    UPIPE_TRY(upi_threads_same(c, comm, call, from));
+    UPIPE_TRY(upi_threads_fit(c, comm, call, from, comm->rank));
+    UPIPE_TRY(upi_threads_fit(c, comm, call, comm->rank, from)); /* else this rank might see nothing wrong */
+    if (upi_threads_sends(team, call, from)[comm->rank] == 0) return UPIPE_OK;
     /* Counts first and reads `broken` second; a failing owner breaks first and reads the count second. So one
      * of the two sees the other, and no reader begins unseen. */
     __atomic_fetch_add(&team->all[from].readers, 1, __ATOMIC_SEQ_CST);
-    *held = 1;
-    return upi_threads_copy(c, comm, s, from);
+    *reading = 1;
+    return upi_threads_copy(c, comm, call, from);
 }
 
 /* Waits for the copies enqueued so far; the ranks whose buffers they read may continue. */
-UPIPE_API upipe_status upi_threads_release(upipe_ctx *c, upipe_comm *comm, const int *held,
+UPIPE_API upipe_status upi_threads_release(upipe_ctx *c, upipe_comm *comm, const int *reading,
                                            upipe_status status)
 {
     upipe_threads *team = (upipe_threads *)comm->impl;
@@ -335,46 +338,46 @@ UPIPE_API upipe_status upi_threads_release(upipe_ctx *c, upipe_comm *comm, const
     int k;
     if (status != UPIPE_OK) c->err = first;
     for (k = 0; k < team->ranks; ++k) {
-        if (!held[k]) continue;
+        if (!reading[k]) continue;
         __atomic_fetch_sub(&team->all[k].readers, 1, __ATOMIC_SEQ_CST);
         if (upi_threads_is_broken(team)) upi_threads_notify(&team->all[k]);
     }
     if (status != UPIPE_OK || synced == UPIPE_OK) return status;
-    return upi_comm_fail(&c->err, comm, synced, "rank %d receiving: %s", comm->rank, c->err.text);
+    return upipe_comm_fail(&c->err, comm, synced, "rank %d receiving: %s", comm->rank, c->err.text);
 }
 
-/* Copies from the ranks that have come to transfer s since the last call. *complete: nothing is left. */
-UPIPE_API upipe_status upi_threads_progress(upipe_ctx *c, upipe_comm *comm, uint64_t s, int *complete)
+/* Copies from the ranks that have come to this transfer since the last call. *complete: nothing is left. */
+UPIPE_API upipe_status upi_threads_progress(upipe_ctx *c, upipe_comm *comm, uint64_t call, int *complete)
 {
     upipe_threads *team = (upipe_threads *)comm->impl;
     upi_threads_rank *me = &team->all[comm->rank];
-    const int *sends = upi_threads_sends(team, s, comm->rank);
-    int held[UPIPE_THREADS_MAX] = {0}, any = 0;
+    const int *sends = upi_threads_sends(team, call, comm->rank);
+    int reading[UPIPE_THREADS_MAX] = {0}, any = 0;
     upipe_status status = UPIPE_OK;
     int k, missing = 0;
     for (k = 0; k < team->ranks && status == UPIPE_OK; ++k) {
         int from =
             (comm->rank + k) % team->ranks; /* each rank begins with itself, which spreads the sources */
-        if (me->pulled[from] == s) continue;
-        if (!upi_threads_has_posted(&team->all[from], s)) {
+        if (me->pulled[from] == call) continue;
+        if (!upi_threads_has_posted(&team->all[from], call)) {
             ++missing;
             continue;
         }
-        status = upi_threads_pull(c, comm, s, from, &held[from]);
-        any |= held[from];
-        if (status == UPIPE_OK) me->pulled[from] = s;
+        status = upi_threads_pull(c, comm, call, from, &reading[from]);
+        any |= reading[from];
+        if (status == UPIPE_OK) me->pulled[from] = call;
     }
-    if (any) status = upi_threads_release(c, comm, held, status);
+    if (any) status = upi_threads_release(c, comm, reading, status);
     UPIPE_TRY(status);
     *complete = 0;
     if (missing > 0) return UPIPE_OK;
-    if (!upi_threads_is_done(me, s)) {
-        __atomic_store_n(&me->done, s, __ATOMIC_RELEASE);
+    if (!upi_threads_is_done(me, call)) {
+        __atomic_store_n(&me->done, call, __ATOMIC_RELEASE);
         for (k = 0; k < team->ranks; ++k)
-            if (k != comm->rank && upi_threads_sends(team, s, k)[comm->rank])
+            if (k != comm->rank && upi_threads_sends(team, call, k)[comm->rank])
                 upi_threads_notify(&team->all[k]);
     }
-    for (k = 0; k < team->ranks; ++k) missing += sends[k] && !upi_threads_is_done(&team->all[k], s);
+    for (k = 0; k < team->ranks; ++k) missing += sends[k] && !upi_threads_is_done(&team->all[k], call);
     *complete = missing == 0;
     return UPIPE_OK;
 }
@@ -383,15 +386,15 @@ UPIPE_API upipe_status upi_threads_finish(upipe_ctx *c, upipe_comm *comm)
 {
     upipe_threads *team = (upipe_threads *)comm->impl;
     upi_threads_rank *me = &team->all[comm->rank];
-    uint64_t s = me->posted;
+    uint64_t call = me->posted;
     int64_t until = upi_net_until(comm->deadline);
     for (;;) {
         uint64_t seen = __atomic_load_n(&me->events, __ATOMIC_ACQUIRE);
         int complete;
-        UPIPE_TRY(upi_threads_progress(c, comm, s, &complete));
+        UPIPE_TRY(upi_threads_progress(c, comm, call, &complete));
         if (complete) return UPIPE_OK;
-        UPIPE_TRY(upi_comm_whole(c, comm));
-        if (!upi_threads_await(me, seen, until)) UPIPE_TRY(upi_threads_late(c, comm, s));
+        UPIPE_TRY(upipe_comm_whole(c, comm));
+        if (!upi_threads_await(me, seen, until)) UPIPE_TRY(upi_threads_late(c, comm, call));
     }
 }
 
@@ -425,26 +428,26 @@ UPIPE_API upipe_status upi_threads_meet(upipe_ctx *c, upipe_comm *comm)
     upipe_threads *team = (upipe_threads *)comm->impl;
     upi_threads_rank *me = &team->all[comm->rank];
     int64_t until = upi_net_until(comm->deadline);
-    uint64_t s = upi_threads_publish(team, me);
+    uint64_t call = upi_threads_publish(team, me);
     for (;;) {
         uint64_t seen = __atomic_load_n(&me->events, __ATOMIC_ACQUIRE);
         int r, missing = 0;
         for (r = 0; r < team->ranks; ++r) {
-            if (!upi_threads_has_posted(&team->all[r], s))
+            if (!upi_threads_has_posted(&team->all[r], call))
                 ++missing;
             else
-                UPIPE_TRY(upi_threads_same(c, comm, s, r));
+                UPIPE_TRY(upi_threads_same(c, comm, call, r));
         }
         if (missing == 0) return UPIPE_OK;
-        UPIPE_TRY(upi_comm_whole(c, comm));
-        if (!upi_threads_await(me, seen, until)) UPIPE_TRY(upi_threads_late(c, comm, s));
+        UPIPE_TRY(upipe_comm_whole(c, comm));
+        if (!upi_threads_await(me, seen, until)) UPIPE_TRY(upi_threads_late(c, comm, call));
     }
 }
 
 UPIPE_API upipe_status upi_threads_barrier(upipe_ctx *c, upipe_comm *comm)
 {
     upipe_threads *team = (upipe_threads *)comm->impl;
-    UPIPE_TRY(upi_comm_whole(c, comm));
+    UPIPE_TRY(upipe_comm_whole(c, comm));
     upi_threads_next(&team->all[comm->rank])->kind = UPI_TEAM_BARRIER;
     return upi_threads_meet(c, comm);
 }
@@ -456,7 +459,7 @@ UPIPE_API upipe_status upi_threads_all_gather(upipe_ctx *c, upipe_comm *comm, in
     upi_threads_rank *me = &team->all[comm->rank];
     upi_threads_post *post = upi_threads_next(me);
     int r;
-    UPIPE_TRY(upi_comm_whole(c, comm));
+    UPIPE_TRY(upipe_comm_whole(c, comm));
     post->kind = UPI_TEAM_ALL_GATHER;
     post->n = n;
     memcpy(post->values, mine, (size_t)n * sizeof *mine);
@@ -528,6 +531,7 @@ UPIPE_API upipe_status upipe_threads_init(upipe_threads *team, int ranks, double
                                        upi_threads_all_gather,
                                        upi_threads_failure,
                                        upi_threads_fail,
+                                       NULL,
                                        NULL};
     size_t pulled = square * sizeof(uint64_t), counts = 4 * square * sizeof(int);
     char *buf;

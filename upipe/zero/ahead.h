@@ -1,8 +1,9 @@
 /* ahead.h -- a unit's parameters gathered on the side stream, and the end of a failed call       part of upipe_zero.h */
-#ifndef UPIPE_ZERO_H
-#include "../upipe_zero.h"
-#elif !defined(UPIPE_ZERO_AHEAD_H)
+#ifndef UPIPE_ZERO_AHEAD_H
 #define UPIPE_ZERO_AHEAD_H
+
+#include "../upipe_unwind.h"
+#include "shards.h"
 
 /* Ends what is being gathered ahead; its block is the pool's again, unless a peer or the device may still reach it. */
 UPIPE_API void upi_zero_join(upipe_ctx *c, upipe_zero *z)
@@ -19,29 +20,24 @@ UPIPE_API void upi_zero_join(upipe_ctx *c, upipe_zero *z)
         upipe_mem_free(c->mem, block, NULL);
 }
 
-/* After a failure: as upipe_unwind, of the world. */
+/* After a failure: as upipe_unwind, of both communicators of the world. */
 UPIPE_API upipe_status upi_zero_unwind(upipe_ctx *c, upipe_zero *z, upipe_status s, int64_t mark)
 {
-    upipe_comm *team = c->team;
     upipe_err first;
     upipe_fail_reason(&c->err, s);
     first = c->err;
-    upipe_comm_abort(team, first.text);
     upipe_comm_abort(z->side != NULL ? z->side_world : NULL, first.text);
     upi_zero_join(c, z);
     c->err = first;
-    c->team = z->world;
-    upipe_unwind(c, s, mark);
-    c->team = team;
-    return s;
+    return upipe_unwind(c, s, mark, z->world);
 }
 
 /* data = the whole unit, on the stream of c. */
 UPIPE_API upipe_status upi_zero_gather(upipe_ctx *c, upipe_comm *comm, const upipe_zero *z, int unit,
                                        void *data)
 {
-    return upi_gather(c, comm, data, upipe_zero_owned(z, UPIPE_ZERO_WEIGHTS, unit), upi_zero_n(z, unit),
-                      upipe_dtype_bytes(z->dtype));
+    return upipe_slices_gather(c, comm, data, upipe_zero_owned(z, UPIPE_ZERO_WEIGHTS, unit),
+                               upi_zero_n(z, unit), upipe_dtype_bytes(z->dtype));
 }
 
 /* On the side stream: behind the work that the compute stream had when it asked. */
@@ -59,8 +55,8 @@ UPIPE_API void upi_zero_ahead_run(void *arg)
 UPIPE_API upipe_status upi_zero_ahead(upipe_ctx *c, upipe_zero *z, int unit)
 {
     upipe_ctx *other = &z->side->ctx;
-    UPIPE_TRY(upipe_mem_alloc(c->mem, &z->ahead, upipe_zero_bytes(z, unit, UPIPE_ZERO_WEIGHTS), "weights",
-                              &c->err));
+    UPIPE_TRY(upipe_mem_alloc(c->mem, &z->ahead, upipe_zero_bytes(z, unit, UPIPE_ZERO_WEIGHTS),
+                              UPIPE_USE_WEIGHTS, "weights", &c->err));
     other->ops = z->side->ops != NULL ? z->side->ops : c->ops;
     other->mem = c->mem;
     other->team = z->side_world;

@@ -1,0 +1,402 @@
+/* options.h -- what the flags of all programs are, and what they say: one table
+ *
+ *     a flag is a member of options and a row of flag_rows; its reading, its range, --help, the agreement of ranks, the
+ *     settings in JSON and docs/flags.md follow from the row. What stays over a resume (FLAG_DATA, FLAG_SCHEDULE) is a
+ *     member and a row of llama_run too, and what config.json says (FLAG_MODEL) one of llama_config
+ *
+ *     const flag_row *row = flag_find(IN_TRAIN, "min_lr");        the flag min-lr: - and _ are the same
+ *     if (options_given(&o, &o.lr)) ...
+ *
+ * flags.h reads a command line by the table. A name stands in several rows where programs differ in its meaning.
+ */
+#ifndef COMMON_OPTIONS_H
+#define COMMON_OPTIONS_H
+
+#include <assert.h>
+#include <stddef.h>
+
+#include "upipe/upipe.h"
+
+#include "activations_flag.h"
+#include "flag_row.h"
+#include "methods.h"
+
+/* Programs. A checkpoint's numbers that no flag says are rows too. */
+enum { IN_TRAIN = 1, IN_COMPARE = 2, IN_LOGITS = 4, IN_PLAN = 8, IN_CHECKPOINT = 16 };
+
+/* Sections of --help, in which rows stand together. */
+static const char in_run[] = "";
+static const char in_model[] = "the model";
+static const char in_training[] = "the training";
+static const char in_memory[] = "where it is computed, and what is held";
+static const char in_mask[] = "the mask";
+static const char in_planning[] = "the plan";
+static const char in_files[] = "files";
+static const char in_sample[] = "the text written at the end";
+static const char in_processes[] = "ranks that are processes";
+static const char in_rest[] = "what is said";
+
+enum {
+    LLAMA_LAYERS_MAX = 4096, /* bounds the table of tensors that a file can make us allocate */
+    LLAMA_DIM_MAX = 1 << 24,
+    FLAG_RANKS_MAX = 256,
+    FLAG_CHUNK_MAX = 1 << 24,
+    FLAG_ROWS_MAX = 160
+};
+
+enum { CHECK_AUTO, CHECK_ON, CHECK_OFF };
+
+/* What the flags say, of all programs; each uses what is its own. */
+typedef struct options {
+    int program;              /* IN_... */
+    int given[FLAG_ROWS_MAX]; /* how often each row's flag came */
+
+    method_choice how;
+    method_list methods;     /* of compare */
+    const char *method_name; /* of upipe-plan, whose --as has other methods */
+    int ring_mode;           /* upipe_ring_mode */
+    int device, dtype, transport, node_ranks;
+    double deadline; /* seconds that a rank waits for the others */
+
+    int layers, heads, kv_heads, head_dim, v_dim, untied, qk_norm, attention_bias;
+    int64_t model_dim, ff_dim, vocab, window;
+    double rope_theta, rope_factor, norm_eps, softcap;
+    int64_t rope_original;
+    int full, sinks, rope, rope_type;
+    const char *cu_seqlens;
+    int64_t *borders,
+        borders_n; /* of cu_seqlens, the planned documents, or the first step's: [borders_n + 1]; NULL = none */
+
+    int64_t tokens, batch, steps, warmup, seed;
+    double lr, min_lr, weight_decay, beta1, beta2, adam_eps, clip;
+
+    activations_setting activations;
+    int offload, zero, zero_prefetch, reduce_dtype;
+    size_t tile_bytes;
+
+    const char *model, *machine, *lengths;
+    int as_titan, max_tokens, best, plan;
+    text_list calibrate, ignore_key;
+
+    const char *tokens_file, *end_token, *loss_mask;
+    int token_type, documents, shuffle;
+    int64_t end_id; /* what end_token comes to; -1 = none */
+
+    const char *data, *json, *log, *trace, *dump, *save, *resume, *load, *ids, *out, *write_machine;
+    int check, keep, progress;
+    int64_t save_every, sample;
+    const char *prompt;
+    double temperature;
+} options;
+
+#define AT(member) offsetof(options, member)
+
+/* clang-format off */
+static const flag_row flag_rows[] = {
+    /* who shares the sequence */
+    {"model", "NAME|DIR", IN_PLAN, in_run, FLAG_TEXT, AT(model), 0, 0, NULL, 0,
+     "a model by name (a wrong one lists them), or a folder with a config.json"},
+    {"machine", "NAME|FILE", IN_PLAN, in_run, FLAG_TEXT, AT(machine), 0, 0, "h100x8", 0,
+     "h100x8, h100x16 (two nodes), h100x32, h200x8, a100x8, cpu, or a file"},
+    {"method", "NAME", IN_TRAIN | IN_LOGITS, in_run, FLAG_METHOD, AT(how.method), 0, 0, "upipe", 0,
+     "one of those below"},
+    {"method", "NAME", IN_PLAN, in_run, FLAG_TEXT, AT(method_name), 0, 0, "upipe", 0,
+     "one of those below; with --as torchtitan native, ring, ulysses, fpdt or upipe"},
+    {"method", "NAME", IN_COMPARE, in_run, FLAG_METHODS, AT(methods), 0, 0, NULL, 0,
+     "one of the methods below; may come several times (ulysses and upipe)"},
+    {"ranks", "N", IN_TRAIN | IN_COMPARE, in_run, FLAG_INT, AT(how.ranks), 1, FLAG_RANKS_MAX, "4", 0,
+     "ranks that share the sequence; of processes as many as a launcher has started"},
+    {"ranks", "N", IN_LOGITS, in_run, FLAG_INT, AT(how.ranks), 1, FLAG_RANKS_MAX, "1", 0,
+     "ranks that share the tokens; of processes as many as a launcher has started"},
+    {"ranks", "N", IN_PLAN, in_run, FLAG_INT, AT(how.ranks), 1, FLAG_RANKS_MAX, NULL, 0, "of the machine's (all)"},
+    {"ring", "N", IN_TRAIN | IN_COMPARE | IN_LOGITS | IN_PLAN, in_run, FLAG_INT, AT(how.ring), 1, FLAG_RANKS_MAX, NULL, 0,
+     "ranks of a ring of usp and upipe-ring (2)"},
+    {"ring-mode", "auto|p2p|all-gather", IN_COMPARE, in_run, FLAG_CHOICE, AT(ring_mode), 0, 0, "auto", 0,
+     "of upipe-ring; auto: the one that holds less memory"},
+    {"inner", "N", IN_TRAIN | IN_COMPARE | IN_LOGITS | IN_PLAN, in_run, FLAG_INT, AT(how.inner), 1, FLAG_RANKS_MAX, NULL, 0,
+     "ranks of an inner ring of double-ring (2)"},
+    {"segments", "N", IN_TRAIN | IN_COMPARE | IN_LOGITS | IN_PLAN, in_run, FLAG_INT, AT(how.segments), 1, UPIPE_SEGMENTS_MAX, NULL, 0,
+     "parts of the sequence of fpdt and upipe-fpdt (4)"},
+    {"chunk", "N", IN_TRAIN | IN_COMPARE | IN_LOGITS | IN_PLAN, in_run, FLAG_INT, AT(how.chunk), 1, FLAG_CHUNK_MAX, NULL, FLAG_NULL,
+     "query heads of a stage of the methods with upipe in their names, over a team's ranks (their number)"},
+    {"overlap", NULL, IN_TRAIN | IN_COMPARE | IN_LOGITS | IN_PLAN, in_run, FLAG_SWITCH, AT(how.overlap), 0, 1, NULL, 0,
+     "upipe, upipe-naive: projections and all-to-alls of the next stage overlap attention, on a side stream and into "
+     "buffers of their own; fpdt, upipe-fpdt: copies between host and device overlap attention"},
+    {"tokens", "N", IN_TRAIN, in_run, FLAG_WHOLE, AT(tokens), 1, INT32_MAX, "1024", FLAG_DATA,
+     "tokens of a sequence, over all ranks; 128k is 128 x 2^10, 5M 5 x 2^20, 1e6 a million"},
+    {"tokens", "N", IN_COMPARE, in_run, FLAG_WHOLE, AT(tokens), 1, (double)INT64_MAX, "2048", 0,
+     "tokens of a sequence, over all ranks; 128k is 128 x 2^10, 5M 5 x 2^20, 1e6 a million"},
+    {"tokens", "N", IN_PLAN, in_run, FLAG_WHOLE, AT(tokens), 1, INT32_MAX, NULL, 0,
+     "tokens of a sequence, over all ranks; 128k is 128 x 2^10, 5M 5 x 2^20, 1e6 a million"},
+    {"batch", "N", IN_TRAIN | IN_PLAN, in_run, FLAG_WHOLE, AT(batch), 1, INT32_MAX, "1", FLAG_DATA,
+     "sequences of a step"},
+    {"batch", "N", IN_COMPARE, in_run, FLAG_WHOLE, AT(batch), 1, (double)INT64_MAX, "1", 0, "sequences"},
+
+    /* the model, or the block */
+    {"layers", "N", IN_TRAIN, in_model, FLAG_INT, AT(layers), 1, LLAMA_LAYERS_MAX, "4", FLAG_MODEL, "layers"},
+    {"layers", "N", IN_COMPARE, in_model, FLAG_INT, AT(layers), 1, LLAMA_LAYERS_MAX, "1", 0,
+     "of the model: a rank keeps the inputs of the other N - 1 for a backward"},
+    {"model-dim", "N", IN_TRAIN, in_model, FLAG_WHOLE, AT(model_dim), 1, LLAMA_DIM_MAX, "256", FLAG_MODEL,
+     "elements of a token"},
+    {"model-dim", "N", IN_COMPARE, in_model, FLAG_WHOLE, AT(model_dim), 1, INT32_MAX, NULL, 0,
+     "elements of a token (heads * head-dim)"},
+    {"heads", "N", IN_TRAIN, in_model, FLAG_INT, AT(heads), 1, LLAMA_DIM_MAX, "8", FLAG_MODEL, "query heads"},
+    {"heads", "N", IN_COMPARE, in_model, FLAG_INT, AT(heads), 1, INT32_MAX, "16", 0, "query heads"},
+    {"kv-heads", "N", IN_TRAIN, in_model, FLAG_INT, AT(kv_heads), 1, LLAMA_DIM_MAX, "4", FLAG_MODEL, "key/value heads"},
+    {"kv-heads", "N", IN_COMPARE, in_model, FLAG_INT, AT(kv_heads), 1, INT32_MAX, NULL, 0,
+     "key/value heads (as many as query heads)"},
+    {"head-dim", "N", IN_TRAIN, in_model, FLAG_INT, AT(head_dim), 1, LLAMA_DIM_MAX, NULL, FLAG_MODEL,
+     "elements of a head: 32 to 256 in steps of 8 (model-dim / heads, rounded up)"},
+    {"head-dim", "N", IN_COMPARE, in_model, FLAG_INT, AT(head_dim), 1, INT32_MAX, "64", 0,
+     "elements of a head: 32 to 256 in steps of 8"},
+    {"v-dim", "N", IN_COMPARE, in_model, FLAG_INT, AT(v_dim), 1, INT32_MAX, NULL, 0,
+     "elements of a head of V and of the result (head-dim)"},
+    {"ff-dim", "N", IN_TRAIN, in_model, FLAG_WHOLE, AT(ff_dim), 1, LLAMA_DIM_MAX, NULL, FLAG_MODEL,
+     "width of the MLP (8/3 model-dim, rounded up to a multiple of 64)"},
+    {"vocab", "N", IN_TRAIN, in_model, FLAG_WHOLE, AT(vocab), 256, INT32_MAX, "256", FLAG_MODEL,
+     "rows of the embedding, at least 256: a token is a byte"},
+    {"untied", NULL, IN_TRAIN, in_model, FLAG_SWITCH, AT(untied), 0, 1, NULL, FLAG_MODEL,
+     "the head is a matrix of its own, not the embedding"},
+    {"qk-norm", NULL, IN_TRAIN, in_model, FLAG_SWITCH, AT(qk_norm), 0, 1, NULL, FLAG_MODEL,
+     "RMS norm of every head of Q and K, as in Qwen3"},
+    {"attention-bias", "none|qkv|qkvo", IN_TRAIN, in_model, FLAG_CHOICE, AT(attention_bias), 0, 0, "none", FLAG_MODEL,
+     "qkv: of Q, K and V, as in Qwen2; qkvo: of the output projection too"},
+    {"rope-theta", "X", IN_TRAIN, in_model, FLAG_REAL, AT(rope_theta), 1, 1e12, "10000", FLAG_MODEL,
+     "base of the rotary position embedding; this and the three below may say otherwise than the folder of --load"},
+    {"rope-type", "default|linear|dynamic|llama3|yarn|longrope", IN_TRAIN, in_model, FLAG_CHOICE, AT(rope_type), 0, 0,
+     "default", FLAG_MODEL,
+     "how the rates of RoPE come from theta. dynamic and longrope go by --tokens; longrope is a folder's alone"},
+    {"rope-factor", "X", IN_TRAIN, in_model, FLAG_REAL, AT(rope_factor), 1, 1e6, NULL, FLAG_MODEL | FLAG_NULL,
+     "of the rope-type: by which positions are more than --rope-original"},
+    {"rope-original", "N", IN_TRAIN, in_model, FLAG_WHOLE, AT(rope_original), 1, INT32_MAX, NULL, FLAG_MODEL | FLAG_NULL,
+     "of dynamic, llama3 and yarn: tokens of the longest sequence before this training"},
+    {"rope", NULL, IN_COMPARE, in_model, FLAG_SWITCH, AT(rope), 0, 1, NULL, 0,
+     "rotary position embedding, rotate-half, theta 10000"},
+    {"norm-eps", "X", IN_TRAIN, in_model, FLAG_REAL, AT(norm_eps), 1e-12, 1, "1e-5", FLAG_MODEL,
+     "added to a mean square before its root"},
+    {"window", "N", IN_TRAIN, in_model, FLAG_WHOLE, AT(window), 0, INT32_MAX, "0", FLAG_MODEL,
+     "tokens that a token sees, its own included, as in Mistral; 0: all"},
+
+    /* what a token sees */
+    {"full", NULL, IN_COMPARE, in_mask, FLAG_SWITCH, AT(full), 0, 1, NULL, 0,
+     "every token sees all; otherwise causal"},
+    {"window", "N", IN_COMPARE, in_mask, FLAG_WHOLE, AT(window), 1, (double)INT64_MAX, NULL, FLAG_NULL,
+     "a token at position p sees no position below p - N + 1"},
+    {"cu-seqlens", "LIST", IN_COMPARE, in_mask, FLAG_LENGTHS, AT(cu_seqlens), 0, 0, NULL, 0,
+     "packed sequences: their lengths, as 100,28,..., together batch * tokens; or one number: so many packed "
+     "sequences of random lengths. A token sees its own one alone"},
+    {"softcap", "X", IN_COMPARE, in_mask, FLAG_REAL, AT(softcap), 1e-3, 1e6, NULL, FLAG_NULL,
+     "scores become X * tanh(score / X)"},
+    {"sinks", NULL, IN_COMPARE, in_mask, FLAG_SWITCH, AT(sinks), 0, 1, NULL, 0,
+     "one more score a head, random, whose value is 0"},
+
+    /* the training */
+    {"data", "FILE", IN_TRAIN, in_training, FLAG_TEXT, AT(data), 0, 0, NULL, FLAG_READ | FLAG_TRAINING,
+     "the text, at least tokens + 1 bytes (the book in examples/data)"},
+    {"tokens-file", "FILE|@LIST", IN_TRAIN, in_training, FLAG_TEXT, AT(tokens_file), 0, 0, NULL, FLAG_READ | FLAG_TRAINING,
+     "token ids in place of --data: .npy, llm.c's .bin, Megatron's .bin with its .idx, or raw; LIST has a path a line "
+     "(docs/data.md)"},
+    {"token-type", "auto|u8|u16|u32|i32", IN_TRAIN, in_training, FLAG_CHOICE, AT(token_type), 0, 0, "auto", FLAG_TRAINING,
+     "of the ids of raw files; the other ones say it themselves"},
+    {"end-token", "ID", IN_TRAIN, in_training, FLAG_TEXT, AT(end_token), 0, 0, NULL, FLAG_TRAINING,
+     "documents end with this token, whatever an .idx says"},
+    {"documents", "apart|joined", IN_TRAIN, in_training, FLAG_CHOICE, AT(documents), 0, 0, "apart", FLAG_TRAINING,
+     "where an .idx or --end-token says what they are: apart: a token sees its own alone; joined: they are one text"},
+    {"shuffle", "windows|documents", IN_TRAIN, in_training, FLAG_CHOICE, AT(shuffle), 0, 0, "windows", FLAG_TRAINING,
+     "what has another order in each epoch: the sequences that the files are cut into, or the documents before that"},
+    {"loss-mask", "FILE|@LIST", IN_TRAIN, in_training, FLAG_TEXT, AT(loss_mask), 0, 0, NULL, FLAG_READ | FLAG_TRAINING,
+     "a number for each token, of the same formats or raw u8: 0 where it is no target"},
+    {"steps", "N", IN_TRAIN, in_training, FLAG_WHOLE, AT(steps), 1, INT32_MAX, "100", FLAG_SCHEDULE | FLAG_TRAINING,
+     "of the whole training, those before a resume included"},
+    {"lr", "X", IN_TRAIN, in_training, FLAG_REAL, AT(lr), 0, 1000, "1e-3", FLAG_SCHEDULE | FLAG_TRAINING,
+     "learning rate after the warmup"},
+    {"min-lr", "X", IN_TRAIN, in_training, FLAG_REAL, AT(min_lr), 0, 1000, NULL, FLAG_SCHEDULE | FLAG_TRAINING,
+     "learning rate at the end of its cosine (lr / 10)"},
+    {"warmup", "N", IN_TRAIN, in_training, FLAG_WHOLE, AT(warmup), 0, INT32_MAX, NULL, FLAG_SCHEDULE | FLAG_TRAINING,
+     "steps in which the learning rate rises (steps / 10, at least 1)"},
+    {"weight-decay", "X", IN_TRAIN, in_training, FLAG_REAL, AT(weight_decay), 0, 1000, "0.1", FLAG_SCHEDULE | FLAG_TRAINING,
+     "of the matrices; norm weights and biases have none"},
+    {"beta1", "X", IN_TRAIN, in_training, FLAG_REAL, AT(beta1), 0, 0.99999, "0.9", FLAG_SCHEDULE | FLAG_TRAINING,
+     "of AdamW: decay of the mean of gradients"},
+    {"beta2", "X", IN_TRAIN, in_training, FLAG_REAL, AT(beta2), 0, 0.99999, "0.95", FLAG_SCHEDULE | FLAG_TRAINING,
+     "of AdamW: decay of the mean of their squares"},
+    {"adam-eps", "X", IN_TRAIN, in_training, FLAG_REAL, AT(adam_eps), 1e-20, 1, "1e-8", FLAG_SCHEDULE | FLAG_TRAINING,
+     "of AdamW: added to the root of that mean"},
+    {"clip", "X", IN_TRAIN, in_training, FLAG_REAL, AT(clip), 0, 1e30, "1", FLAG_SCHEDULE | FLAG_TRAINING,
+     "largest norm of the gradient; 0: any"},
+    {"seed", "N", IN_TRAIN, in_training, FLAG_WHOLE, AT(seed), 0, (double)INT64_MAX, "1", FLAG_DATA | FLAG_TRAINING,
+     "of the first weights, the order of the text and the sample"},
+    {"plan", NULL, IN_TRAIN, in_training, FLAG_SWITCH, AT(plan), 0, 1, NULL, 0,
+     "print the memory by component and what a token adds to it; train nothing"},
+
+    /* where, and what is held */
+    {"dtype", "f32|bf16", IN_TRAIN | IN_LOGITS, in_memory, FLAG_CHOICE, AT(dtype), 0, 0, "f32", FLAG_DATA,
+     "storage of activations and weights"},
+    {"dtype", "f32|bf16", IN_PLAN, in_memory, FLAG_CHOICE, AT(dtype), 0, 0, "bf16", 0,
+     "storage of activations and weights"},
+    {"dtype", "f32|bf16|f16", IN_COMPARE, in_memory, FLAG_CHOICE, AT(dtype), 0, 0, "f32", 0,
+     "storage of activations and weights"},
+    {"device", "cpu|cuda", IN_TRAIN | IN_COMPARE | IN_LOGITS, in_memory, FLAG_CHOICE, AT(device), 0, 0, "cpu", 0,
+     "where the ranks compute; cuda: a GPU that a process's ranks share"},
+    {"device", "cpu|cuda", IN_PLAN, in_memory, FLAG_CHOICE, AT(device), 0, 0, NULL, 0,
+     "whose kernels' scratch is counted (cuda where the machine has GPUs)"},
+    {"activations", "KIND", IN_TRAIN, in_memory, FLAG_ACTIVATIONS, AT(activations), 0, 0, "ac", 0,
+     "what is kept of each layer, see below"},
+    {"activations", "KIND", IN_PLAN, in_memory, FLAG_ACTIVATIONS, AT(activations), 0, 0, "offload", 0,
+     "what is kept of each layer, see below"},
+    {"offload", NULL, IN_TRAIN, in_memory, FLAG_SWITCH, AT(offload), 0, 1, NULL, 0, "--activations offload"},
+    {"offload", NULL, IN_COMPARE, in_memory, FLAG_SWITCH, AT(offload), 0, 1, NULL, 0,
+     "layers' inputs are offloaded to the host, as always in fpdt and upipe-fpdt"},
+    {"zero", "STAGE", IN_TRAIN, in_memory, FLAG_INT, AT(zero), 0, 3, "1", 0,
+     "sharded over the ranks: 0 nothing, 1 optimizer, 2 gradients too, 3 weights too"},
+    {"zero", "STAGE", IN_PLAN, in_memory, FLAG_INT, AT(zero), 0, 3, "3", 0,
+     "sharded over the ranks: 0 nothing, 1 optimizer, 2 gradients too, 3 weights too"},
+    {"zero-prefetch", NULL, IN_TRAIN | IN_PLAN, in_memory, FLAG_SWITCH, AT(zero_prefetch), 0, 1, NULL, 0,
+     "with --zero 3: the weights of the next half a layer are gathered while one computes"},
+    {"reduce-dtype", "f32|bf16", IN_TRAIN | IN_PLAN, in_memory, FLAG_CHOICE, AT(reduce_dtype), 0, 0, "f32", 0,
+     "in which gradients of matrices are sent to be summed; sums are f32"},
+    {"tile-bytes", "SIZE", IN_TRAIN | IN_PLAN, in_memory, FLAG_BYTES, AT(tile_bytes), 1, (double)(INT64_MAX / 2), NULL, 0,
+     "limit of a tile of MLP or loss with its unit (64KiB; 64 tokens or more), without product scratch (the paper's "
+     "square, about model-dim tokens; of logits on a GPU 800MiB)"},
+    {"seed", "N", IN_COMPARE, in_memory, FLAG_WHOLE, AT(seed), 0, (double)INT64_MAX, "1", 0,
+     "of all that is random: embedding table, weights, gradient of the result"},
+    {"check", "auto|on|off", IN_COMPARE, in_memory, FLAG_CHOICE, AT(check), 0, 0, "auto", 0,
+     "compare with a reference in f64; auto: up to 2048 tokens"},
+
+    /* the planner */
+    {"as", "torchtitan", IN_PLAN, in_planning, FLAG_CHOICE, AT(as_titan), 0, 0, NULL, 0,
+     "the paper's own setting instead of this library: what PyTorch holds and takes. Methods are native, ring, ulysses, "
+     "fpdt and upipe as the paper ran them; activations offload, of native ac"},
+    {"documents", "FILE|lognormal:MEDIAN,SIGMA,MOST", IN_PLAN, in_planning, FLAG_TEXT, AT(lengths), 0, 0, NULL, 0,
+     "sequences are packed with documents: lengths from a file, or drawn, as in lognormal:2k,1.5,128k; attention counts what "
+     "they see, and how evenly the ranks of a ring share it is shown"},
+    {"max-tokens", NULL, IN_PLAN, in_planning, FLAG_SWITCH, AT(max_tokens), 0, 1, NULL, 0,
+     "the longest sequence that fits, instead of --tokens; with --best of every setting"},
+    {"best", NULL, IN_PLAN, in_planning, FLAG_SWITCH, AT(best), 0, 1, NULL, 0,
+     "all methods, chunks, segments, rings, activations and overlaps: what fits, the fastest first, and which are the "
+     "fastest of their memory"},
+
+    /* files */
+    {"load", "DIR", IN_LOGITS, in_files, FLAG_TEXT, AT(load), 0, 0, NULL, FLAG_READ,
+     "folder with config.json and model.safetensors (or its index and parts)"},
+    {"ids", "FILE", IN_LOGITS, in_files, FLAG_TEXT, AT(ids), 0, 0, NULL, FLAG_READ,
+     "tokens: a .npy file, int32 or int64, one dimension"},
+    {"out", "FILE", IN_LOGITS, in_files, FLAG_TEXT, AT(out), 0, 0, NULL, 0,
+     "where the logits go: a .npy file, float32 [tokens][vocabulary]"},
+    {"data", "FILE", IN_COMPARE, in_files, FLAG_TEXT, AT(data), 0, 0, NULL, FLAG_READ,
+     "the text, at least batch * tokens bytes (the book in examples/data)"},
+    {"json", "FILE", IN_TRAIN | IN_COMPARE | IN_PLAN, in_files, FLAG_TEXT, AT(json), 0, 0, NULL, 0,
+     "write the numbers, settings included; of upipe-plan examples/plan/plot_plan.py draws them"},
+    {"log", "FILE", IN_TRAIN, in_files, FLAG_TEXT, AT(log), 0, 0, NULL, FLAG_TRAINING,
+     "write a line of JSON a step, when it ends: step, loss, norm, rate, tokens/s, seconds by phase, peak bytes; --resume "
+     "appends"},
+    {"trace", "FILE", IN_TRAIN, in_files, FLAG_TEXT, AT(trace), 0, 0, NULL, FLAG_TRAINING,
+     "write the traces of the ranks' pools up to the first step, for Perfetto"},
+    {"trace", "DIR", IN_COMPARE, in_files, FLAG_TEXT, AT(trace), 0, 0, NULL, 0,
+     "write the pools' traces: DIR/METHOD.json, for Perfetto or chrome://tracing"},
+    {"dump", "DIR", IN_COMPARE, in_files, FLAG_TEXT, AT(dump), 0, 0, NULL, 0,
+     "write inputs and results as NumPy files: DIR/METHOD/x.npy wq wk wv out dout dx dwq dwk dwv, and with --sinks "
+     "sinks dsinks"},
+    {"save", "DIR", IN_TRAIN, in_files, FLAG_TEXT, AT(save), 0, 0, NULL, FLAG_TRAINING,
+     "write checkpoints with the weights as Hugging Face has them"},
+    {"save-every", "N", IN_TRAIN, in_files, FLAG_WHOLE, AT(save_every), 0, INT32_MAX, "0", FLAG_TRAINING,
+     "steps between checkpoints; 0: one at the end"},
+    {"keep", "N", IN_TRAIN, in_files, FLAG_INT, AT(keep), 0, 1000000, "1", FLAG_TRAINING,
+     "checkpoints that stay; 0: all"},
+    {"resume", "DIR", IN_TRAIN, in_files, FLAG_TEXT, AT(resume), 0, 0, NULL, FLAG_READ,
+     "continue from a checkpoint: its model, data, seed, tokens, batch and dtype, and its schedule unless a flag says "
+     "otherwise; bit for bit on as many ranks"},
+    {"load", "DIR", IN_TRAIN, in_files, FLAG_TEXT, AT(load), 0, 0, NULL, FLAG_READ,
+     "start from the weights of a Hugging Face folder, whose config.json says what the model is"},
+    {"ignore-key", "NAME", IN_TRAIN | IN_LOGITS | IN_PLAN, in_files, FLAG_TEXTS, AT(ignore_key), 0, 0, NULL, 0,
+     "read the model's config.json as if it had no key of this name, which is refused otherwise; may come 16 times"},
+    {"calibrate", "FILE", IN_PLAN, in_files, FLAG_TEXTS, AT(calibrate), 0, 0, NULL, 0,
+     "rates from numbers of bench/run.sh attn, gemm or all: this machine's; may come 16 times"},
+    {"write-machine", "FILE", IN_PLAN, in_files, FLAG_TEXT, AT(write_machine), 0, 0, NULL, 0,
+     "write the machine, every rate with its origin, as --machine reads it"},
+
+    /* the sample */
+    {"sample", "N", IN_TRAIN, in_sample, FLAG_WHOLE, AT(sample), 0, 1 << 20, "200", FLAG_TRAINING, "bytes; 0: none"},
+    {"prompt", "TEXT", IN_TRAIN, in_sample, FLAG_TEXT, AT(prompt), 0, 0, "In the beginning ", FLAG_TRAINING,
+     "its last 256 bytes count, at most --tokens"},
+    {"temperature", "X", IN_TRAIN, in_sample, FLAG_REAL, AT(temperature), 0, 1000, "0.8", FLAG_TRAINING,
+     "0 samples the likeliest byte"},
+
+    /* processes, and the rest */
+    {"transport", "threads|mpi|nccl", IN_TRAIN | IN_COMPARE | IN_LOGITS, in_processes, FLAG_CHOICE, AT(transport), 0, 0,
+     "threads", 0,
+     "threads of this process; mpi: the processes of mpirun or srun; nccl: those of torchrun, srun or mpirun, with a "
+     "GPU each"},
+    {"node-ranks", "N", IN_TRAIN | IN_COMPARE | IN_LOGITS, in_processes, FLAG_INT, AT(node_ranks), 1, 1 << 20, NULL, FLAG_NULL,
+     "processes of a machine, neighbours in the launcher's order (what the machine says)"},
+    {"deadline", "SECONDS", IN_TRAIN | IN_COMPARE | IN_LOGITS, in_processes, FLAG_SECONDS, AT(deadline), 0, 1e6, "600", FLAG_TRAINING,
+     "how long a rank waits for another one before it aborts"},
+    {"progress", NULL, IN_TRAIN | IN_COMPARE | IN_PLAN, in_rest, FLAG_SWITCH, AT(progress), 0, 1, NULL, FLAG_FREE | FLAG_TRAINING,
+     "say on stderr what is being done, terminal or not"},
+    {"help", NULL, IN_TRAIN | IN_COMPARE | IN_LOGITS | IN_PLAN, in_rest, FLAG_HELP, 0, 0, 0, NULL, FLAG_FREE,
+     "this text"},
+    {"version", NULL, IN_TRAIN | IN_COMPARE | IN_LOGITS | IN_PLAN, in_rest, FLAG_VERSION, 0, 0, 0, NULL, FLAG_FREE,
+     "the version"},
+
+    /* a checkpoint's or a model's, which no flag says */
+    {"pad-token-id", NULL, IN_CHECKPOINT, in_model, FLAG_WHOLE, 0, -(double)INT32_MAX, INT32_MAX, NULL, 0,
+     "the token whose row of the embedding gets no gradient; below 0: from the end"},
+    {"model-type", NULL, IN_CHECKPOINT, in_model, FLAG_WHOLE, 0, 0, 100, NULL, 0, "row of the table of families"},
+    {"layer-types", NULL, IN_CHECKPOINT, in_model, FLAG_TEXT, 0, 0, 0, NULL, 0, "window and RoPE of each layer"},
+    {"rope-positions", NULL, IN_CHECKPOINT, in_model, FLAG_WHOLE, 0, 1, INT32_MAX, NULL, 0, "max_position_embeddings"},
+    {"rope-partial", NULL, IN_CHECKPOINT, in_model, FLAG_REAL, 0, 1e-3, 1, NULL, 0, "the part of a head that turns"},
+    {"rope-low", NULL, IN_CHECKPOINT, in_model, FLAG_REAL, 0, 1e-6, 1e6, NULL, 0, "turns within those, of llama3"},
+    {"rope-high", NULL, IN_CHECKPOINT, in_model, FLAG_REAL, 0, 1e-6, 1e6, NULL, 0, "turns within those, of llama3"},
+    {"rope-beta-fast", NULL, IN_CHECKPOINT, in_model, FLAG_REAL, 0, 1e-6, 1e6, NULL, 0, "turns, of yarn"},
+    {"rope-beta-slow", NULL, IN_CHECKPOINT, in_model, FLAG_REAL, 0, 1e-6, 1e6, NULL, 0, "turns, of yarn"},
+    {"rope-mscale", NULL, IN_CHECKPOINT, in_model, FLAG_REAL, 0, 0, 1e6, NULL, 0, "of yarn's factor"},
+    {"rope-mscale-all", NULL, IN_CHECKPOINT, in_model, FLAG_REAL, 0, 0, 1e6, NULL, 0, "of yarn's factor"},
+    {"rope-untruncated", NULL, IN_CHECKPOINT, in_model, FLAG_SWITCH, 0, 0, 1, NULL, 0, "yarn's borders as they are"},
+    {"rope-attention", NULL, IN_CHECKPOINT, in_model, FLAG_REAL, 0, 1e-6, 1e6, NULL, 0, "the factor of what turns"},
+    {"rope-short", NULL, IN_CHECKPOINT, in_model, FLAG_REAL, 0, 1e-6, 1e9, NULL, 0, "longrope's of each pair"},
+    {"rope-long", NULL, IN_CHECKPOINT, in_model, FLAG_REAL, 0, 1e-6, 1e9, NULL, 0, "longrope's of each pair"},
+    {"step", NULL, IN_CHECKPOINT, in_run, FLAG_WHOLE, 0, 0, INT32_MAX, NULL, 0, "steps done"},
+    {"text-bytes", NULL, IN_CHECKPOINT, in_run, FLAG_WHOLE, 0, 2, (double)INT64_MAX, NULL, 0, "of the text"},
+    {"format-version", NULL, IN_CHECKPOINT, in_run, FLAG_WHOLE, 0, 1, INT32_MAX, NULL, 0, "of the checkpoint"}};
+/* clang-format on */
+
+#undef AT
+
+enum { FLAG_ROWS = sizeof flag_rows / sizeof *flag_rows };
+
+/* The row of this name, of one of these programs; NULL if there is none. */
+static inline const flag_row *flag_find(int programs, const char *name)
+{
+    int i = 0;
+    while (i < FLAG_ROWS && !((flag_rows[i].programs & programs) && flag_same_name(flag_rows[i].name, name)))
+        ++i;
+    return i < FLAG_ROWS ? &flag_rows[i] : NULL;
+}
+
+/* What a number of a training or its checkpoint may be, whether a flag says it or a file. */
+static inline const flag_row *flag_limits(const char *name)
+{
+    const flag_row *row = flag_find(IN_TRAIN | IN_CHECKPOINT, name);
+    assert(row != NULL);
+    return row;
+}
+
+/* The row of this program whose flag says the member. */
+static inline int options_row(const options *o, const void *member)
+{
+    const size_t at = (size_t)((const char *)member - (const char *)o);
+    int i = 0;
+    while (i < FLAG_ROWS &&
+           !((flag_rows[i].programs & o->program) && flag_rows[i].at == at && flag_rows[i].kind < FLAG_HELP))
+        ++i;
+    assert(i < FLAG_ROWS);
+    return i;
+}
+
+/* How often its flag came. */
+static inline int options_given(const options *o, const void *member)
+{
+    return o->given[options_row(o, member)];
+}
+
+#endif

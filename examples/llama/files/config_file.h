@@ -1,0 +1,538 @@
+/* config_file.h -- config.json of a Llama, and of what its family does otherwise: read
+ *
+ *     upipe_err err;
+ *     llama_config config;
+ *     if (llama_config_read(&config, &dtype, "model/config.json", &ignored, &err)) fail(err.text);
+ *
+ * Every key is used, is known to change nothing (families.h), or is refused by its name. Functions return 0, or fill
+ * *err and return -1. Links with jansson (-ljansson); needs POSIX.
+ */
+#ifndef LLAMA_CONFIG_FILE_H
+#define LLAMA_CONFIG_FILE_H
+
+#include <unistd.h>
+
+#include "../model/families.h"
+#include "../model/layout.h"
+#include "json_load.h"
+#include "whole_file.h"
+
+enum { LLAMA_CONFIG_BYTES_MAX = 1 << 20 /* of a config.json */ };
+
+/* ---- a value ---- */
+
+/* A whole number that the flag may say, from 1 on unless it may be 0; absent is `otherwise`, or refused if that is 0. */
+static inline int llama_config_count(int64_t *out, const json_t *root, const char *key, const char *flag,
+                                     int64_t otherwise, const char *path, upipe_err *err)
+{
+    const json_t *j = json_object_get(root, key);
+    const flag_row *l = flag_limits(flag);
+    const int64_t most = flag_most(l), least = l->least < 0 ? (int64_t)l->least : 1;
+    if (j == NULL) {
+        if (otherwise == 0) return llama_config_fail(err, path, "%s is missing", key);
+        *out = otherwise;
+        return 0;
+    }
+    if (!json_is_integer(j)) return llama_config_fail(err, path, "%s is not an integer", key);
+    *out = json_integer_value(j);
+    if (*out < least || *out > most)
+        return llama_config_fail(err, path, "%s is %" PRId64 ", not in %" PRId64 " .. %" PRId64, key, *out,
+                                 least, most);
+    return 0;
+}
+
+static inline int llama_config_number(double *out, const json_t *j, const char *key, const char *flag,
+                                      const char *path, upipe_err *err)
+{
+    const flag_row *l = flag_limits(flag);
+    if (!json_is_number(j)) return llama_config_fail(err, path, "%s is not a number", key);
+    *out = json_number_value(j);
+    if (!(*out >= l->least && *out <= l->most))
+        return llama_config_fail(err, path, "%s is %g, not in %g .. %g", key, *out, l->least, l->most);
+    return 0;
+}
+
+/* A number that the flag may say; absent leaves *out as it is. */
+static inline int llama_config_real(double *out, const json_t *root, const char *key, const char *flag,
+                                    const char *path, upipe_err *err)
+{
+    const json_t *j = json_object_get(root, key);
+    return j == NULL ? 0 : llama_config_number(out, j, key, flag, path, err);
+}
+
+/* true or false; absent leaves *out as it is. */
+static inline int llama_config_flag(int *out, const json_t *root, const char *key, const char *path,
+                                    upipe_err *err)
+{
+    const json_t *j = json_object_get(root, key);
+    if (j == NULL) return 0;
+    if (!json_is_boolean(j)) return llama_config_fail(err, path, "%s is neither true nor false", key);
+    *out = json_is_true(j);
+    return 0;
+}
+
+/* What must not be there, or have no effect: a flag that is set, a number other than `neutral`. */
+static inline int llama_config_neutral(const json_t *root, const char *key, double neutral, const char *path,
+                                       upipe_err *err)
+{
+    const json_t *j = json_object_get(root, key);
+    if (j == NULL || json_is_false(j)) return 0;
+    if (json_is_number(j) && json_number_value(j) == neutral) return 0;
+    if (json_is_number(j))
+        return llama_config_fail(err, path, "%s is %g; only %g is built", key, json_number_value(j), neutral);
+    return llama_config_fail(err, path, json_is_null(j) ? "%s is null" : "%s is set, and not built", key);
+}
+
+/* The same of a key whose null is none. */
+static inline int llama_config_none(const json_t *root, const char *key, const char *path, upipe_err *err)
+{
+    return json_is_null(json_object_get(root, key)) ? 0 : llama_config_neutral(root, key, 0, path, err);
+}
+
+/* A list with an entry for each layer; absent or null: NULL. */
+static inline int llama_config_list(const json_t **out, const llama_config *c, const json_t *root,
+                                    const char *key, const char *path, upipe_err *err)
+{
+    const json_t *j = json_object_get(root, key);
+    *out = NULL;
+    if (j == NULL || json_is_null(j)) return 0;
+    if (!json_is_array(j)) return llama_config_fail(err, path, "%s is not a list", key);
+    if ((int64_t)json_array_size(j) != c->layers)
+        return llama_config_fail(err, path, "%s has %zu entries, not one for each of %" PRId64 " layers", key,
+                                 json_array_size(j), c->layers);
+    *out = j;
+    return 0;
+}
+
+/* ---- RoPE ---- */
+
+/* rope_scaling or its successor rope_parameters, which says the same in one file; NULL in *out: neither says anything. */
+static inline int llama_config_rope_object(const json_t **out, const char **key, const json_t *root,
+                                           const char *path, upipe_err *err)
+{
+    static const char *const keys[] = {"rope_scaling", "rope_parameters"};
+    int i;
+    *out = NULL;
+    for (i = 0; i < 2; ++i) {
+        const json_t *j = json_object_get(root, keys[i]);
+        if (j == NULL || json_is_null(j)) continue;
+        if (!json_is_object(j))
+            return llama_config_fail(err, path, "%s is neither null nor an object", keys[i]);
+        if (json_object_size(j) == 0) continue;
+        if (*out != NULL && !json_equal(*out, j))
+            return llama_config_fail(err, path, "%s and %s say different things", keys[0], keys[1]);
+        *out = j;
+        *key = keys[i];
+    }
+    return 0;
+}
+
+static inline int llama_config_rope_type(llama_config *c, const json_t *j, const char *key,
+                                         const llama_family *family, const char *path, upipe_err *err)
+{
+    const json_t *type = json_object_get(j, "rope_type");
+    const char *word = type != NULL ? "rope_type" : "type", *name;
+    if (type == NULL) type = json_object_get(j, "type");
+    if (type == NULL) return 0;
+    name = json_is_string(type) ? json_string_value(type) : "that is no string";
+    if (family->ropes != 0 && llama_is_word(" su yarn ", name)) name = "longrope"; /* Phi-3's names of it */
+    while (c->rope_type < LLAMA_ROPES && strcmp(llama_rope_names[c->rope_type], name) != 0) ++c->rope_type;
+    if (c->rope_type < LLAMA_ROPES && (family->ropes == 0 || family->ropes >> c->rope_type & 1)) return 0;
+    if (c->rope_type < LLAMA_ROPES)
+        return llama_config_fail(err, path, "%s has %s %.40s, which no %s has", key, word, name,
+                                 family->type);
+    return llama_config_fail(err, path,
+                             "%s has %s %.40s; default, linear, dynamic, llama3, yarn and longrope are known",
+                             key, word, name);
+}
+
+/* A list of numbers, one for each pair that turns. */
+static inline int llama_config_rope_list(double *out, const json_t *j, const field *f, int pairs,
+                                         const char *path, upipe_err *err)
+{
+    int i;
+    if (!json_is_array(j) || json_array_size(j) != (size_t)pairs || pairs > f->many)
+        return llama_config_fail(err, path, "%s is no list of %d numbers, one for each pair", f->key, pairs);
+    for (i = 0; i < pairs; ++i)
+        if (llama_config_number(&out[i], json_array_get(j, (size_t)i), f->key, f->flag, path, err)) return -1;
+    return 0;
+}
+
+static inline int llama_config_rope_field(llama_config *c, const json_t *j, const field *f, const char *key,
+                                          const char *path, upipe_err *err)
+{
+    void *at = (char *)c + f->at;
+    const json_t *value = json_object_get(j, f->key);
+    int on = 0;
+    if (value == NULL || json_is_null(value)) {
+        if (!(f->needed >> c->rope_type & 1)) return 0;
+        return llama_config_fail(err, path, "%s of the type %s has no %s", key,
+                                 llama_rope_names[c->rope_type], f->key);
+    }
+    if (f->many > 0) return llama_config_rope_list((double *)at, value, f, llama_rope_dims(c) / 2, path, err);
+    if (f->kind == FLAG_REAL) return llama_config_real((double *)at, j, f->key, f->flag, path, err);
+    if (f->kind == FLAG_WHOLE) return llama_config_count((int64_t *)at, j, f->key, f->flag, 1, path, err);
+    if (llama_config_flag(&on, j, f->key, path, err)) return -1;
+    *(int *)at = on ^ f->opposite;
+    return 0;
+}
+
+/* The object has no key but those of its type. */
+static inline int llama_config_rope_keys(const llama_config *c, const json_t *j, const char *key,
+                                         const char *path, upipe_err *err)
+{
+    const char *name;
+    json_t *value;
+    json_object_foreach((json_t *)(uintptr_t)j, name, value)
+    {
+        const field *f = llama_fields;
+        while (f < llama_fields + LLAMA_FIELDS &&
+               !(f->used >> c->rope_type & 1 && f->key != NULL && strcmp(f->key, name) == 0))
+            ++f;
+        if (f < llama_fields + LLAMA_FIELDS || json_is_null(value) ||
+            llama_is_word(" rope_type type rope_theta partial_rotary_factor ", name))
+            continue;
+        return llama_config_fail(err, path, "%s has %.40s, which its type %s does not use", key, name,
+                                 llama_rope_names[c->rope_type]);
+    }
+    return 0;
+}
+
+/* Numbers that stand beside the object, and what follows from them. */
+static inline int llama_config_rope_rest(llama_config *c, const json_t *root, const llama_family *family,
+                                         const char *path, upipe_err *err)
+{
+    int64_t positions = 0;
+    if (c->rope_type == LLAMA_ROPE_DEFAULT || c->rope_type == LLAMA_ROPE_LINEAR) return 0;
+    if (llama_config_count(&positions, root, "max_position_embeddings", "rope-positions", 0, path, err))
+        return -1;
+    if (c->rope_type == LLAMA_ROPE_DYNAMIC) {
+        c->rope_positions = positions;
+        return 0;
+    }
+    if (family->original > 0) c->rope_original = family->original;
+    if (c->rope_original == 0) c->rope_original = positions;
+    if (llama_config_count(&c->rope_original, root, "original_max_position_embeddings", "rope-original",
+                           c->rope_original, path, err))
+        return -1;
+    if (c->rope_factor == 0) c->rope_positions = positions;
+    if (c->rope_type == LLAMA_ROPE_LLAMA3 && c->rope_high <= c->rope_low)
+        return llama_config_fail(err, path, "high_freq_factor %g is not above low_freq_factor %g",
+                                 c->rope_high, c->rope_low);
+    if ((c->rope_beta_fast > 0 ? c->rope_beta_fast : 32) < (c->rope_beta_slow > 0 ? c->rope_beta_slow : 1))
+        return llama_config_fail(err, path, "beta_fast is below beta_slow");
+    return 0;
+}
+
+static inline int llama_config_rope(llama_config *c, const json_t *root, const llama_family *family,
+                                    const char *path, upipe_err *err)
+{
+    const json_t *j;
+    const char *key = NULL;
+    const field *f;
+    double partial = family->partial > 0 ? family->partial : 1;
+    if (llama_config_rope_object(&j, &key, root, path, err)) return -1;
+    if (j == NULL && family->rope_given)
+        return llama_config_fail(err, path, "rope_parameters is missing, and a %s has some", family->type);
+    if (llama_config_rope_type(c, j, key, family, path, err) ||
+        llama_config_rope_keys(c, j, key, path, err) ||
+        llama_config_real(&c->rope_theta, j, "rope_theta", "rope-theta", path, err) ||
+        llama_config_real(&partial, root, "partial_rotary_factor", "rope-partial", path, err) ||
+        llama_config_real(&partial, j, "partial_rotary_factor", "rope-partial", path, err))
+        return -1;
+    if (partial != 1 && family->partial == 0)
+        return llama_config_fail(err, path, "partial_rotary_factor is %g; only 1 is built", partial);
+    if (partial != 1) c->rope_partial = partial;
+    if (llama_rope_dims(c) < 2 || llama_rope_dims(c) % 2 != 0)
+        return llama_config_fail(err, path, "partial_rotary_factor %g of a head of %d are %d, no pairs",
+                                 partial, c->head_dim, llama_rope_dims(c));
+    for (f = llama_fields; f < llama_fields + LLAMA_FIELDS; ++f)
+        if (f->used >> c->rope_type & 1 && llama_config_rope_field(c, j, f, key, path, err)) return -1;
+    return llama_config_rope_rest(c, root, family, path, err);
+}
+
+/* ---- what model it is ---- */
+
+/* The row of llama_families; -1 with a sentence. A mistral with layer_types is a ministral, as AutoModel has it. */
+static inline int llama_config_model(const json_t *root, const char *path, upipe_err *err)
+{
+    const json_t *type = json_object_get(root, "model_type"), *all = json_object_get(root, "architectures");
+    const json_t *one = json_array_size(all) == 1 ? json_array_get(all, 0) : NULL;
+    char built[160];
+    int i;
+    if (type == NULL) return llama_config_fail(err, path, "model_type is missing");
+    if (!json_is_string(type)) return llama_config_fail(err, path, "model_type is not a string");
+    if (all != NULL && !json_is_null(all) && !json_is_string(one))
+        return llama_config_fail(err, path, "architectures is not a list of one name");
+    for (i = 0; i < LLAMA_FAMILIES; ++i) {
+        if (strcmp(json_string_value(type), llama_families[i].type) != 0) continue;
+        if (one != NULL && strcmp(json_string_value(one), llama_families[i].architecture) != 0) continue;
+        return i == LLAMA_IS_MISTRAL && json_object_get(root, "layer_types") != NULL ? LLAMA_IS_MINISTRAL : i;
+    }
+    return llama_config_fail(err, path, "model_type %.16s (%.28s) is not built; built are %s",
+                             json_string_value(type), one != NULL ? json_string_value(one) : "(none)",
+                             llama_family_list(built, sizeof built));
+}
+
+/* Every key is known: used, or without effect. */
+static inline int llama_config_known(const json_t *root, const llama_family *family, const char *path,
+                                     upipe_err *err)
+{
+    const char *name;
+    json_t *value;
+    json_object_foreach((json_t *)(uintptr_t)root, name, value)
+    {
+        if (llama_is_word(llama_keys, name) || llama_is_word(llama_keys_idle, name) ||
+            llama_is_word(family->keys, name) || llama_is_word(family->idle, name))
+            continue;
+        return llama_config_fail(err, path,
+                                 "%.60s is a key that is not known of a %s; --ignore-key reads on without it",
+                                 name, family->type);
+    }
+    return 0;
+}
+
+/* Everything that would change what is computed and is not built. */
+static inline int llama_config_unbuilt(const json_t *root, const char *path, upipe_err *err)
+{
+    const json_t *act = json_object_get(root, "hidden_act"), *causal = json_object_get(root, "is_causal");
+    if (act != NULL && (!json_is_string(act) || !llama_is_word(" silu swish ", json_string_value(act))))
+        return llama_config_fail(err, path, "hidden_act is %.40s; only silu is built",
+                                 json_is_string(act) ? json_string_value(act) : "no string");
+    if (llama_config_neutral(root, "mlp_bias", 0, path, err) ||
+        llama_config_neutral(root, "attention_dropout", 0, path, err) ||
+        llama_config_neutral(root, "residual_dropout", 0, path, err) ||
+        llama_config_neutral(root, "resid_pdrop", 0, path, err) ||
+        llama_config_neutral(root, "embd_pdrop", 0, path, err) ||
+        llama_config_neutral(root, "use_bias", 0, path, err) ||
+        llama_config_none(root, "quantization_config", path, err) ||
+        llama_config_none(root, "per_layer_config", path, err) ||
+        llama_config_none(root, "text_config", path, err) ||
+        llama_config_none(root, "auto_map", path, err)) /* code of its own */
+        return -1;
+    if (causal != NULL && !json_is_true(causal))
+        return llama_config_fail(err, path, "is_causal is not true; only causal attention is built");
+    return 0;
+}
+
+/* ---- numbers ---- */
+
+static inline int llama_config_bias(llama_config *c, const json_t *root, const llama_family *family,
+                                    const char *path, upipe_err *err)
+{
+    int on = family->bias_absent, out = 0;
+    if (family->bias == LLAMA_BIAS_NONE) return llama_config_neutral(root, "attention_bias", 0, path, err);
+    if (llama_config_flag(&on, root, "attention_bias", path, err)) return -1;
+    c->attention_bias = on || family->bias_always ? family->bias : LLAMA_BIAS_NONE;
+    if (!llama_is_word(family->keys, "attention_out_bias")) return 0;
+    if (llama_config_flag(&out, root, "attention_out_bias", path, err)) return -1;
+    if (out && !on)
+        return llama_config_fail(err, path, "attention_out_bias without attention_bias is not built");
+    if (out) c->attention_bias = LLAMA_BIAS_QKVO;
+    return 0;
+}
+
+/* What stands for a count that the file does not have; 0: it must have it. */
+static inline int64_t llama_config_otherwise(const llama_config *c, const field *f,
+                                             const llama_family *family)
+{
+    if (f->at == offsetof(llama_config, kv_heads)) return family->kv_heads ? c->heads : 0;
+    if (f->at != offsetof(llama_config, head_dim)) return 0;
+    if (family->head_dim != LLAMA_HEAD_DIVIDED) return family->head_dim > 0 ? family->head_dim : 0;
+    return c->dim % c->heads == 0 ? c->dim / c->heads : 0;
+}
+
+/* One of the table's numbers. */
+static inline int llama_config_field(llama_config *c, const field *f, json_t *root,
+                                     const llama_family *family, const char *path, upipe_err *err)
+{
+    void *at = (char *)c + f->at;
+    int64_t count = 0, otherwise;
+    int on;
+    if (f->kind == FLAG_REAL) return llama_config_real((double *)at, root, f->key, f->flag, path, err);
+    if (f->kind == FLAG_CHOICE) return llama_config_bias(c, root, family, path, err);
+    if (f->kind == FLAG_SWITCH) {
+        on = family->tied;
+        if (llama_config_flag(&on, root, f->key, path, err)) return -1;
+        *(int *)at = on;
+        return 0;
+    }
+    otherwise = llama_config_otherwise(c, f, family);
+    if (json_is_null(json_object_get(root, f->key)) && otherwise > 0 &&
+        (f->at == offsetof(llama_config, kv_heads) || family->head_dim == LLAMA_HEAD_DIVIDED))
+        json_object_del(root, f->key);
+    if (llama_config_count(&count, root, f->key, f->flag, otherwise, path, err)) return -1;
+    field_set(f->kind, at, count);
+    return 0;
+}
+
+/* pad_token_id, which counts from the end where it is below 0. */
+static inline int llama_config_pad(llama_config *c, const json_t *root, const llama_family *family,
+                                   const char *path, upipe_err *err)
+{
+    const json_t *j = json_object_get(root, "pad_token_id");
+    int64_t id = family->pad - 1;
+    if (json_is_null(j) || (j == NULL && id < 0)) return 0;
+    if (j != NULL && llama_config_count(&id, root, "pad_token_id", "pad-token-id", 0, path, err)) return -1;
+    if (id < -c->vocab || id >= c->vocab)
+        return llama_config_fail(err, path, "pad_token_id is %" PRId64 ", of %" PRId64 " tokens", id,
+                                 c->vocab);
+    c->pad = 1 + (id < 0 ? id + c->vocab : id);
+    return 0;
+}
+
+/* ---- layers ---- */
+
+/* Layers without RoPE: a list in which 1 stands for a layer that turns, or every so many-th. */
+static inline int llama_config_no_rope(llama_config *c, const json_t *root, const char *path, upipe_err *err)
+{
+    const json_t *list, *one;
+    int64_t every = 4, i;
+    if (llama_config_list(&list, c, root, "no_rope_layers", path, err) ||
+        llama_config_count(&every, root, "no_rope_layer_interval", "layers", every, path, err))
+        return -1;
+    for (i = 0; i < c->layers; ++i) {
+        one = json_array_get(list, (size_t)i);
+        if (one != NULL && (!json_is_integer(one) || json_integer_value(one) >> 1 != 0))
+            return llama_config_fail(err, path, "layer %" PRId64 " of no_rope_layers is neither 0 nor 1", i);
+        if (one != NULL ? json_integer_value(one) == 0 : (i + 1) % every == 0)
+            c->by_layer[i] |= LLAMA_NO_ROPE;
+    }
+    return 0;
+}
+
+/* Whether a layer has the window where layer_types does not say it. */
+static inline int llama_config_slides(const llama_config *c, const llama_family *family, int64_t layer,
+                                      int64_t from)
+{
+    if (family->full_every > 0) return layer % family->full_every != 0;
+    if (llama_is_word(family->keys, "no_rope_layers")) return (c->by_layer[layer] & LLAMA_NO_ROPE) != 0;
+    return family->windows != LLAMA_WINDOWS_SWITCH || layer >= from;
+}
+
+static inline int llama_config_windows(llama_config *c, const json_t *root, const llama_family *family,
+                                       const char *path, upipe_err *err)
+{
+    const json_t *types, *one;
+    int64_t i, from = 28, sliding = 0;
+    int on = family->windows == LLAMA_WINDOWS_ALL || family->windows == LLAMA_WINDOWS_TYPES, slides;
+    if (llama_config_list(&types, c, root, "layer_types", path, err)) return -1;
+    if (family->windows != LLAMA_WINDOWS_SWITCH &&
+        llama_config_neutral(root, "use_sliding_window", 0, path, err))
+        return -1;
+    if (family->windows == LLAMA_WINDOWS_SWITCH &&
+        (llama_config_flag(&on, root, "use_sliding_window", path, err) ||
+         llama_config_count(&from, root, "max_window_layers", "window", from, path, err)))
+        return -1;
+    c->window = on ? family->window : 0;
+    if (on && json_is_null(json_object_get(root, "sliding_window")))
+        c->window = 0;
+    else if (on && json_object_get(root, "sliding_window") != NULL &&
+             llama_config_count(&c->window, root, "sliding_window", "window", 0, path, err))
+        return -1;
+    for (i = 0; i < c->layers; ++i) {
+        one = json_array_get(types, (size_t)i);
+        slides = json_is_string(one) && strcmp(json_string_value(one), "sliding_attention") == 0;
+        if (one != NULL && !slides &&
+            (!json_is_string(one) || strcmp(json_string_value(one), "full_attention") != 0))
+            return llama_config_fail(
+                err, path, "layer %" PRId64 " of layer_types is neither full_attention nor sliding_attention",
+                i);
+        if (one == NULL) slides = c->window > 0 && llama_config_slides(c, family, i, from);
+        if (slides && c->window == 0)
+            return llama_config_fail(
+                err, path, "layer %" PRId64 " of layer_types is sliding_attention, and there is no window",
+                i);
+        if (!slides && c->window > 0) c->by_layer[i] |= LLAMA_SEES_ALL;
+        sliding += slides;
+    }
+    if (sliding > 0 || c->window == 0) return 0;
+    for (i = 0, c->window = 0; i < c->layers; ++i) c->by_layer[i] &= (unsigned char)~LLAMA_SEES_ALL;
+    return 0;
+}
+
+static inline int llama_config_numbers(llama_config *c, json_t *root, int like, const char *path,
+                                       upipe_err *err)
+{
+    const llama_family *family = &llama_families[like];
+    llama_layout layout;
+    int status, i;
+    memset(c, 0, sizeof *c);
+    c->norm_eps = family->norm_eps;
+    c->rope_theta = family->rope_theta;
+    c->family = like;
+    c->qk_norm = family->qk_norm;
+    for (i = 0; i < LLAMA_FIELDS; ++i)
+        if (llama_fields[i].key != NULL && llama_fields[i].used == 0 &&
+            llama_fields[i].at != offsetof(llama_config, window) &&
+            llama_config_field(c, &llama_fields[i], root, family, path, err))
+            return -1;
+    if (c->heads % c->kv_heads != 0)
+        return llama_config_fail(err, path, "%d heads do not divide among %d key/value heads", c->heads,
+                                 c->kv_heads);
+    if (c->head_dim % 2 != 0)
+        return llama_config_fail(err, path, "head_dim is %d, and odd: it has no rotary pairs", c->head_dim);
+    if ((int64_t)c->heads * c->head_dim > INT32_MAX)
+        return llama_config_fail(err, path, "%d heads of %d are more than %d", c->heads, c->head_dim,
+                                 INT32_MAX);
+    if (llama_config_pad(c, root, family, path, err) ||
+        (llama_is_word(family->keys, "no_rope_layers") && llama_config_no_rope(c, root, path, err)) ||
+        llama_config_windows(c, root, family, path, err) || llama_config_rope(c, root, family, path, err))
+        return -1;
+    status = llama_layout_init(&layout, c);
+    if (status == LLAMA_LAYOUT_MEMORY)
+        return llama_config_lost(err, UPIPE_ERR_MEMORY, path, "memory is out", "");
+    if (status != 0) return llama_config_fail(err, path, "the model's bytes leave 63 bits");
+    llama_layout_free(&layout);
+    return 0;
+}
+
+/* ---- the file ---- */
+
+/* llama_config_ignore -- the file as if it had no key of these names, each of which it has */
+static inline int llama_config_ignore(json_t *root, const text_list *ignored, const char *path,
+                                      upipe_err *err)
+{
+    int i;
+    for (i = 0; ignored != NULL && i < ignored->n; ++i)
+        if (json_object_del(root, ignored->at[i]) != 0)
+            return llama_config_fail(err, path, "has no key %.60s, which --ignore-key names", ignored->at[i]);
+    return 0;
+}
+
+/* llama_config_read -- fills *c from a config.json; every number is within its range afterwards
+ *
+ *   dtype    which storage type the file names: bf16 for bfloat16, else f32; NULL = not wanted
+ *   ignored  keys to read on without; NULL = none
+ */
+static inline int llama_config_read(llama_config *c, upipe_dtype *dtype, const char *path,
+                                    const text_list *ignored, upipe_err *err)
+{
+    char why[JSON_LOAD_WHY];
+    json_t *root;
+    const json_t *type;
+    size_t bytes;
+    int like, bad, lost;
+    char *text = llama_file(path, LLAMA_CONFIG_BYTES_MAX, &bytes, err);
+    if (text == NULL) return -1;
+    root = json_load(text, bytes, why);
+    lost = root == NULL && errno == ENOMEM;
+    free(text);
+    if (lost) return llama_config_lost(err, UPIPE_ERR_MEMORY, path, why, "");
+    if (root == NULL) return llama_config_fail(err, path, "%s", why);
+    like = !json_is_object(root) ? llama_config_fail(err, path, "is not a JSON object")
+           : llama_config_ignore(root, ignored, path, err) ? -1
+                                                           : llama_config_model(root, path, err);
+    bad = like < 0 || llama_config_unbuilt(root, path, err) ||
+          llama_config_numbers(c, root, like, path, err) ||
+          llama_config_known(root, &llama_families[like], path, err);
+    type = json_object_get(root, "torch_dtype");
+    if (type == NULL) type = json_object_get(root, "dtype");
+    if (dtype != NULL)
+        *dtype =
+            json_is_string(type) && strcmp(json_string_value(type), "bfloat16") == 0 ? UPIPE_BF16 : UPIPE_F32;
+    json_decref(root);
+    return bad ? -1 : 0;
+}
+
+#endif

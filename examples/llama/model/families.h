@@ -1,0 +1,168 @@
+/* families.h -- what a model's name in config.json means: one table, a row a family
+ *
+ * From a row come the reading and writing of config.json (config_file.h, config_write.h), which of its keys count, the
+ * presets of upipe-plan and docs/models.md. Said is what transformers does, of 5.23.
+ */
+#ifndef LLAMA_FAMILIES_H
+#define LLAMA_FAMILIES_H
+
+#include "config.h"
+
+/* Which layers have a window. */
+typedef enum llama_windows {
+    LLAMA_WINDOWS_NONE,   /* sliding_window is passed over */
+    LLAMA_WINDOWS_ALL,    /* all layers, of sliding_window */
+    LLAMA_WINDOWS_SWITCH, /* with use_sliding_window: those of layer_types, or from max_window_layers on */
+    LLAMA_WINDOWS_TYPES   /* those of layer_types */
+} llama_windows;
+
+enum {
+    LLAMA_HEAD_DIVIDED = 0, /* head_dim that is absent or null: hidden_size / num_attention_heads */
+    LLAMA_HEAD_GIVEN = -1,  /* it must be there */
+    LLAMA_FUSED_QKV = 1,    /* qkv_proj: the rows of q, then k, then v */
+    LLAMA_FUSED_MLP = 2     /* gate_up_proj: the rows of gate, then up */
+};
+
+/* llama_family -- what is 0 is as in a Llama
+ *   bias         what attention_bias gives; NONE: true is refused. bias_absent: it is true where it is absent; bias_always:
+ *                whatever it says
+ *   windows      sliding_window that is absent is `window` tokens, 0 none; every full_every-th layer from the first on has
+ *                none where layer_types is absent
+ *   kv_heads     1: as many as heads where num_key_value_heads is absent or null; 0: it must be there
+ *   head_dim     where it is absent; LLAMA_HEAD_...
+ *   pad          1 + pad_token_id where it is absent; 0: none
+ *   partial      partial_rotary_factor where it is absent; 0: only 1 is built
+ *   original     original_max_position_embeddings beside rope_scaling where it is absent, which counts more than that in
+ *                it; 0: that counts
+ *   ropes        bits of llama_rope: the types that the family has; 0: all
+ *   interleaved  RoPE turns pairs (2p, 2p+1)
+ *   fused        what is stored as one tensor; LLAMA_FUSED_...
+ *   rope_given   1: rope_scaling or rope_parameters must be there, as without them it is no RoPE of the type default
+ *   bos          1: bos_token_id cannot be null, and is not written
+ *   keys         that count beside llama_keys, a blank around each; idle: that change nothing, beside llama_keys_idle
+ */
+typedef struct llama_family {
+    const char *type, *architecture;
+    llama_bias bias;
+    int bias_absent, bias_always, qk_norm;
+    llama_windows windows;
+    int64_t window;
+    int full_every, kv_heads, head_dim, tied;
+    double norm_eps, rope_theta;
+    int64_t pad;
+    double partial;
+    int64_t original;
+    unsigned ropes;
+    int interleaved, fused, rope_given, bos;
+    const char *keys, *idle;
+} llama_family;
+
+enum {
+    LLAMA_IS_LLAMA,
+    LLAMA_IS_MISTRAL,
+    LLAMA_IS_QWEN2,
+    LLAMA_IS_QWEN3,
+    LLAMA_IS_MINISTRAL,
+    LLAMA_IS_CWM,
+    LLAMA_IS_SMOLLM3,
+    LLAMA_IS_SEED_OSS,
+    LLAMA_IS_ERNIE4_5,
+    LLAMA_IS_PHI3,
+    LLAMA_IS_GLM,
+    LLAMA_FAMILIES
+};
+
+/* clang-format off */
+static const llama_family llama_families[LLAMA_FAMILIES] = {
+    {.type = "llama", .architecture = "LlamaForCausalLM", .bias = LLAMA_BIAS_QKVO, .kv_heads = 1,
+     .norm_eps = 1e-6, .rope_theta = 1e4, .keys = "", .idle = " sliding_window "},
+    {.type = "mistral", .architecture = "MistralForCausalLM", .windows = LLAMA_WINDOWS_ALL, .window = 4096,
+     .norm_eps = 1e-6, .rope_theta = 1e4, .keys = " sliding_window ", .idle = ""},
+    {.type = "qwen2", .architecture = "Qwen2ForCausalLM", .bias = LLAMA_BIAS_QKV, .bias_always = 1,
+     .windows = LLAMA_WINDOWS_SWITCH, .window = 4096,
+     .norm_eps = 1e-6, .rope_theta = 1e4, .keys = " sliding_window max_window_layers ", .idle = ""},
+    {.type = "qwen3", .architecture = "Qwen3ForCausalLM", .bias = LLAMA_BIAS_QKVO, .qk_norm = 1,
+     .windows = LLAMA_WINDOWS_SWITCH, .window = 4096, .head_dim = 128,
+     .norm_eps = 1e-6, .rope_theta = 1e4, .keys = " sliding_window max_window_layers ", .idle = ""},
+    {.type = "ministral", .architecture = "MinistralForCausalLM", .windows = LLAMA_WINDOWS_TYPES, .window = 4096,
+     .head_dim = LLAMA_HEAD_GIVEN, .norm_eps = 1e-6, .rope_theta = 1e4, .keys = " sliding_window ", .idle = ""},
+    {.type = "cwm", .architecture = "CwmForCausalLM", .windows = LLAMA_WINDOWS_TYPES, .window = 8192, .full_every = 4,
+     .head_dim = 128, .rope_given = 1, .bos = 1, .norm_eps = 1e-5, .rope_theta = 1e6, .keys = " sliding_window ", .idle = ""},
+    {.type = "smollm3", .architecture = "SmolLM3ForCausalLM", .bias = LLAMA_BIAS_QKVO, .windows = LLAMA_WINDOWS_SWITCH,
+     .tied = 1, .norm_eps = 1e-6, .rope_theta = 2e6, .pad = 1 + 128004,
+     .keys = " sliding_window no_rope_layers no_rope_layer_interval ", .idle = " max_window_layers "},
+    {.type = "seed_oss", .architecture = "SeedOssForCausalLM", .bias = LLAMA_BIAS_QKV, .bias_absent = 1, .head_dim = 128,
+     .norm_eps = 1e-6, .rope_theta = 1e4, .pad = 1 + 1, .keys = " attention_out_bias residual_dropout ", .idle = ""},
+    {.type = "ernie4_5", .architecture = "Ernie4_5ForCausalLM", .head_dim = 128, .tied = 1,
+     .norm_eps = 1e-5, .rope_theta = 5e5, .pad = 1 + 0, .interleaved = 1, .keys = " use_bias ", .idle = ""},
+    {.type = "phi3", .architecture = "Phi3ForCausalLM", .windows = LLAMA_WINDOWS_ALL, .kv_heads = 1,
+     .norm_eps = 1e-5, .rope_theta = 1e4, .pad = 1 + 32000, .partial = 1, .original = 4096,
+     .ropes = 1u << LLAMA_ROPE_DEFAULT | 1u << LLAMA_ROPE_LONGROPE, .fused = LLAMA_FUSED_QKV | LLAMA_FUSED_MLP,
+     .keys = " sliding_window resid_pdrop embd_pdrop ", .idle = ""},
+    {.type = "glm", .architecture = "GlmForCausalLM", .bias = LLAMA_BIAS_QKV, .bias_absent = 1, .head_dim = 128,
+     .norm_eps = 1.5625e-07, .rope_theta = 1e4, .pad = 1 + 151329, .partial = 0.5, .interleaved = 1,
+     .fused = LLAMA_FUSED_MLP, .keys = "", .idle = ""}};
+/* clang-format on */
+
+/* Keys of every family that count: they are used, or must say what is built. */
+static const char llama_keys[] =
+    " hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+    "vocab_size rms_norm_eps rope_theta rope_scaling rope_parameters partial_rotary_factor "
+    "max_position_embeddings original_max_position_embeddings tie_word_embeddings attention_bias "
+    "pad_token_id "
+    "model_type architectures torch_dtype dtype hidden_act mlp_bias attention_dropout use_sliding_window "
+    "layer_types "
+    "is_causal quantization_config auto_map per_layer_config text_config ";
+
+/* Keys of every family that change neither what is computed nor what is learned. */
+static const char llama_keys_idle[] =
+    " _name_or_path _attn_implementation attn_implementation _commit_hash transformers_version "
+    "transformers.js_config "
+    "unsloth_version unsloth_fixed tokenizer_class bos_token_id eos_token_id sep_token_id cls_token_id "
+    "mask_token_id "
+    "decoder_start_token_id use_cache initializer_range pretraining_tp rope_interleaved is_llama_config "
+    "is_decoder "
+    "is_encoder_decoder add_cross_attention chunk_size_feed_forward torchscript use_bfloat16 return_dict "
+    "output_attentions output_hidden_states output_scores return_dict_in_generate id2label label2id "
+    "num_labels "
+    "problem_type finetuning_task task_specific_params prefix max_length min_length do_sample early_stopping "
+    "num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty "
+    "length_penalty "
+    "no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences "
+    "forced_bos_token_id "
+    "forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens "
+    "begin_suppress_tokens "
+    "max_new_tokens cache_implementation ";
+
+/* Whether one of the words, with a blank around each, is this one. */
+static inline int llama_is_word(const char *words, const char *name)
+{
+    const size_t n = strlen(name);
+    const char *at = words;
+    if (n == 0 || strchr(name, ' ') != NULL) return 0;
+    while ((at = strstr(at, name)) != NULL && (at[-1] != ' ' || at[n] != ' ')) ++at;
+    return at != NULL;
+}
+
+/* Types of all families, after each other. */
+static inline const char *llama_family_list(char *out, size_t n)
+{
+    size_t used = 0;
+    int i;
+    for (i = 0; i < LLAMA_FAMILIES && used < n; ++i)
+        used += (size_t)snprintf(out + used, n - used, "%s%s", i > 0 ? ", " : "", llama_families[i].type);
+    return out;
+}
+
+/* The family of a new model with these options; -1: none has them together. */
+static inline int llama_family_of(const llama_config *c)
+{
+    const int family = c->attention_bias == LLAMA_BIAS_QKV ? LLAMA_IS_QWEN2
+                       : c->window > 0                     ? LLAMA_IS_MISTRAL
+                       : c->qk_norm                        ? LLAMA_IS_QWEN3
+                                                           : LLAMA_IS_LLAMA;
+    if ((c->window > 0 && family != LLAMA_IS_MISTRAL) || (c->qk_norm && family != LLAMA_IS_QWEN3)) return -1;
+    return family == LLAMA_IS_MISTRAL && c->attention_bias != LLAMA_BIAS_NONE ? -1 : family;
+}
+
+#endif

@@ -1,0 +1,226 @@
+/* layout.h -- the tensors of a Llama by Hugging Face's names, and where each lies
+ *
+ *     llama_layout layout;
+ *     if (llama_layout_init(&layout, &config)) fail("too large");
+ *     const llama_tensor *q = llama_find(&layout, LLAMA_WQ, 3);       layer 3's q_proj: weights + q->at
+ *
+ * The tensors lie in two groups, each one flat array: weights (matrices, of the storage type; embed, then wq
+ * wk wv wo gate up down of every layer, then the head unless it is the embedding) and vectors (f32; norm1, q_norm
+ * and k_norm, the biases bq bk bv bo, norm2 of every layer, then the last norm; what the model has of these).
+ */
+#ifndef LLAMA_LAYOUT_H
+#define LLAMA_LAYOUT_H
+
+#include "../../../upipe/upipe_base.h"
+#include "families.h"
+
+typedef enum llama_kind {
+    LLAMA_EMBED,
+    LLAMA_NORM1,
+    LLAMA_WQ,
+    LLAMA_WK,
+    LLAMA_WV,
+    LLAMA_WO,
+    LLAMA_QNORM,
+    LLAMA_KNORM,
+    LLAMA_BQ,
+    LLAMA_BK,
+    LLAMA_BV,
+    LLAMA_BO,
+    LLAMA_NORM2,
+    LLAMA_GATE,
+    LLAMA_UP,
+    LLAMA_DOWN,
+    LLAMA_NORM,
+    LLAMA_HEAD,
+    LLAMA_KINDS
+} llama_kind;
+
+/* Groups of tensors. */
+enum { LLAMA_WEIGHTS, LLAMA_VECTORS, LLAMA_GROUPS };
+
+typedef struct llama_tensor {
+    char name[80];      /* Hugging Face's: model.layers.3.self_attn.q_proj.weight, or .bias */
+    int64_t rows, cols; /* a vector is [rows], cols = 1 */
+    int is_vector;      /* which group: weights (matrices, storage type) or vectors (f32) */
+    int64_t at, n;      /* first element in its group, elements */
+    int64_t layer;      /* -1 outside layers */
+    llama_kind kind;
+    int unit; /* of the weights group; -1 for a vector */
+} llama_tensor;
+
+typedef struct llama_layout {
+    llama_config config;
+    llama_tensor *tensors; /* [n]: the weights group in its order, then the vectors */
+    int n;
+    /* The same as files have them: a family may store neighbours of one unit as one tensor, their rows after each other. */
+    llama_tensor *stored; /* [stored_n]; of a family that stores all alone, tensors */
+    int stored_n;
+    int64_t weights, vectors; /* elements of both groups */
+    /* The weights group in units that are used together: the embedding, the attention half and the MLP half of each
+     * layer, the head where it is not tied. Unit u is elements first[u] .. first[u + 1] - 1. */
+    int64_t *first;
+    int units;
+    int64_t vectors_first[2]; /* the vectors are one unit */
+    int place[LLAMA_KINDS];   /* the tensor of layer 0, or outside layers; -1 = the model has none */
+    int step[LLAMA_GROUPS];   /* tensors from a layer to the next */
+} llama_layout;
+static inline int llama_is_bias(llama_kind kind)
+{
+    return kind >= LLAMA_BQ && kind <= LLAMA_BO;
+}
+
+static inline int llama_is_vector(llama_kind kind)
+{
+    return llama_is_bias(kind) || kind == LLAMA_NORM1 || kind == LLAMA_QNORM || kind == LLAMA_KNORM ||
+           kind == LLAMA_NORM2 || kind == LLAMA_NORM;
+}
+
+static inline int llama_add(llama_layout *l, llama_kind kind, int64_t layer, const char *part, int64_t rows,
+                            int64_t cols)
+{
+    llama_tensor *t = &l->tensors[l->n];
+    int64_t *group;
+    t->is_vector = llama_is_vector(kind);
+    group = t->is_vector ? &l->vectors : &l->weights;
+    t->kind = kind;
+    t->layer = layer;
+    t->rows = rows;
+    t->cols = cols;
+    t->at = *group;
+    if (layer < 0)
+        snprintf(t->name, sizeof t->name, "%s.weight", part);
+    else
+        snprintf(t->name, sizeof t->name, "model.layers.%" PRId64 ".%s.%s", layer, part,
+                 llama_is_bias(kind) ? "bias" : "weight");
+    if (layer <= 0) l->place[kind] = l->n;
+    if (layer == 0) ++l->step[t->is_vector];
+    /* bytes too are to stay within 63 bits */
+    if (!upipe_mul(&t->n, rows, cols) || t->n > INT64_MAX / 16 - *group) return -1;
+    t->unit = -1;
+    if (!t->is_vector) {
+        if (kind == LLAMA_EMBED || kind == LLAMA_WQ || kind == LLAMA_GATE || kind == LLAMA_HEAD)
+            l->first[l->units++] = t->at;
+        t->unit = l->units - 1;
+        l->first[l->units] = t->at + t->n;
+    }
+    *group += t->n;
+    ++l->n;
+    return 0;
+}
+
+static inline int llama_add_all(llama_layout *l)
+{
+    const llama_config *c = &l->config;
+    int64_t q = (int64_t)c->heads * c->head_dim, kv = (int64_t)c->kv_heads * c->head_dim, i;
+    if (llama_add(l, LLAMA_EMBED, -1, "model.embed_tokens", c->vocab, c->dim)) return -1;
+    for (i = 0; i < c->layers; ++i)
+        if (llama_add(l, LLAMA_WQ, i, "self_attn.q_proj", q, c->dim) ||
+            llama_add(l, LLAMA_WK, i, "self_attn.k_proj", kv, c->dim) ||
+            llama_add(l, LLAMA_WV, i, "self_attn.v_proj", kv, c->dim) ||
+            llama_add(l, LLAMA_WO, i, "self_attn.o_proj", c->dim, q) ||
+            llama_add(l, LLAMA_GATE, i, "mlp.gate_proj", c->hidden, c->dim) ||
+            llama_add(l, LLAMA_UP, i, "mlp.up_proj", c->hidden, c->dim) ||
+            llama_add(l, LLAMA_DOWN, i, "mlp.down_proj", c->dim, c->hidden))
+            return -1;
+    if (!c->tied && llama_add(l, LLAMA_HEAD, -1, "lm_head", c->vocab, c->dim)) return -1;
+    for (i = 0; i < c->layers; ++i) {
+        if (llama_add(l, LLAMA_NORM1, i, "input_layernorm", c->dim, 1)) return -1;
+        if (c->qk_norm && (llama_add(l, LLAMA_QNORM, i, "self_attn.q_norm", c->head_dim, 1) ||
+                           llama_add(l, LLAMA_KNORM, i, "self_attn.k_norm", c->head_dim, 1)))
+            return -1;
+        if (c->attention_bias != LLAMA_BIAS_NONE && (llama_add(l, LLAMA_BQ, i, "self_attn.q_proj", q, 1) ||
+                                                     llama_add(l, LLAMA_BK, i, "self_attn.k_proj", kv, 1) ||
+                                                     llama_add(l, LLAMA_BV, i, "self_attn.v_proj", kv, 1)))
+            return -1;
+        if (c->attention_bias == LLAMA_BIAS_QKVO && llama_add(l, LLAMA_BO, i, "self_attn.o_proj", c->dim, 1))
+            return -1;
+        if (llama_add(l, LLAMA_NORM2, i, "post_attention_layernorm", c->dim, 1)) return -1;
+    }
+    return llama_add(l, LLAMA_NORM, -1, "model.norm", c->dim, 1);
+}
+
+/* Whether the tensor's rows follow those of the one before in one stored tensor. */
+static inline int llama_is_joined(const llama_layout *l, llama_kind kind)
+{
+    const int fused = llama_families[l->config.family].fused;
+    return (fused & LLAMA_FUSED_QKV && (kind == LLAMA_WK || kind == LLAMA_WV)) ||
+           (fused & LLAMA_FUSED_MLP && kind == LLAMA_UP);
+}
+
+/* Fills stored. */
+static inline void llama_store_all(llama_layout *l)
+{
+    const int fused = llama_families[l->config.family].fused;
+    int i;
+    for (i = 0; i < l->n; ++i) {
+        llama_tensor *to = &l->stored[l->stored_n];
+        if (llama_is_joined(l, l->tensors[i].kind)) {
+            to[-1].rows += l->tensors[i].rows;
+            to[-1].n += l->tensors[i].n;
+            continue;
+        }
+        *to = l->tensors[i];
+        if (to->kind == LLAMA_WQ && fused & LLAMA_FUSED_QKV)
+            snprintf(to->name, sizeof to->name, "model.layers.%" PRId64 ".self_attn.qkv_proj.weight",
+                     to->layer);
+        if (to->kind == LLAMA_GATE && fused & LLAMA_FUSED_MLP)
+            snprintf(to->name, sizeof to->name, "model.layers.%" PRId64 ".mlp.gate_up_proj.weight",
+                     to->layer);
+        ++l->stored_n;
+    }
+}
+
+static inline void llama_layout_free(llama_layout *l)
+{
+    if (l->stored != l->tensors) free(l->stored);
+    free(l->tensors);
+    free(l->first);
+    memset(l, 0, sizeof *l);
+}
+
+/* llama_layout_init -- names, shapes and places of all tensors
+ *
+ * Returns -1 where a size is not positive, there are more than LLAMA_LAYERS_MAX layers, or the bytes leave 63 bits;
+ * LLAMA_LAYOUT_MEMORY where there is no memory for the table. Then nothing is to be freed.
+ */
+enum { LLAMA_LAYOUT_MEMORY = -2 };
+
+static inline int llama_layout_init(llama_layout *l, const llama_config *c)
+{
+    int kind, memory;
+    memset(l, 0, sizeof *l);
+    for (kind = 0; kind < LLAMA_KINDS; ++kind) l->place[kind] = -1;
+    if (c->layers < 1 || c->layers > LLAMA_LAYERS_MAX || c->dim < 1 || c->hidden < 1 || c->vocab < 1 ||
+        c->heads < 1 || c->kv_heads < 1 || c->head_dim < 1)
+        return -1;
+    l->config = *c;
+    l->vectors_first[0] = 0;
+    l->tensors = (llama_tensor *)calloc((size_t)c->layers * 15 + 3, sizeof *l->tensors);
+    l->first = (int64_t *)calloc((size_t)c->layers * 2 + 3, sizeof *l->first);
+    l->stored = l->tensors;
+    if (llama_families[c->family].fused)
+        l->stored = (llama_tensor *)calloc((size_t)c->layers * 15 + 3, sizeof *l->stored);
+    memory = l->tensors != NULL && l->first != NULL && l->stored != NULL;
+    if (memory && llama_add_all(l) == 0) {
+        l->vectors_first[1] = l->vectors;
+        if (l->stored != l->tensors)
+            llama_store_all(l);
+        else
+            l->stored_n = l->n;
+        return 0;
+    }
+    llama_layout_free(l);
+    return memory ? -1 : LLAMA_LAYOUT_MEMORY;
+}
+
+/* The tensor of this kind, layer -1 outside layers; NULL if the model has none. */
+static inline const llama_tensor *llama_find(const llama_layout *l, llama_kind kind, int64_t layer)
+{
+    const llama_tensor *first = l->place[kind] < 0 ? NULL : &l->tensors[l->place[kind]];
+    if (first == NULL || (layer < 0) != (first->layer < 0) || layer < -1 || layer >= l->config.layers)
+        return NULL;
+    return layer < 0 ? first : first + layer * l->step[first->is_vector];
+}
+
+#endif

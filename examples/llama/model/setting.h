@@ -1,0 +1,73 @@
+/* setting.h -- what decides what a rank of a training holds and does, and the model of each rank
+ *
+ *     setting s = {&layout, how, activations, tokens, 1, UPIPE_BF16, 0, 3};
+ *     setting_model(&m, &s, rank, &err);
+ */
+#ifndef LLAMA_SETTING_H
+#define LLAMA_SETTING_H
+
+#include "../../common/options.h"
+#include "model.h"
+#include "plans.h"
+
+/* how: resolved (method_resolve).  tokens: of a sequence, over all ranks.  tile_bytes: of MLP and loss, 0 = the
+ * library's default.  zero: what is sharded over the ranks, 0 nothing to 3 everything.  reduce: the type in which
+ * gradients are sent to be summed.  prefetch: with zero 3 the next unit's weights are gathered ahead.  borders: of the documents
+ * that are packed into a planned step, [borders_n + 1]; NULL = none */
+typedef struct setting {
+    const llama_layout *layout;
+    method_choice how;
+    activations_setting activations;
+    int64_t tokens, batch;
+    upipe_dtype dtype;
+    size_t tile_bytes;
+    int zero, prefetch;
+    upipe_dtype reduce;
+    const int64_t *borders;
+    int64_t borders_n;
+} setting;
+
+/* What the flags say of it. */
+static inline setting setting_of(const options *o, const llama_layout *layout)
+{
+    setting s;
+    s.layout = layout;
+    s.how = o->how;
+    s.activations = o->activations;
+    s.tokens = o->tokens;
+    s.batch = o->batch;
+    s.dtype = (upipe_dtype)o->dtype;
+    s.tile_bytes = o->tile_bytes;
+    s.zero = o->zero;
+    s.prefetch = o->zero_prefetch;
+    s.reduce = (upipe_dtype)o->reduce_dtype;
+    s.borders = o->borders;
+    s.borders_n = o->borders_n;
+    return s;
+}
+
+/* setting_model -- of one of all ranks
+ *   errors  those of model_init and model_cut; UNSUPPORTED: nothing to overlap
+ */
+static inline upipe_status setting_model(model *m, const setting *s, int rank, upipe_err *e)
+{
+    const llama_config *c = &s->layout->config;
+    upipe_plan_desc d = method_desc(&s->how, c->heads, c->kv_heads);
+    method_place(&d, rank);
+    d.tokens = s->tokens;
+    d.batch = s->batch;
+    d.dtype = s->dtype;
+    UPIPE_TRY(model_init(m, s->layout, &d, e));
+    UPIPE_TRY(method_overlapped(&s->how, &m->plan, e));
+    UPIPE_TRY(model_cut(m, s->how.segments, e));
+    m->tile_bytes = s->tile_bytes;
+    m->activations = s->activations;
+    m->zero = s->zero;
+    m->prefetch = s->prefetch;
+    m->reduce = s->reduce;
+    m->borders = s->borders;
+    m->borders_n = s->borders_n;
+    return UPIPE_OK;
+}
+
+#endif

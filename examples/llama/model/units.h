@@ -1,0 +1,187 @@
+/* units.h -- the weights and gradients of a model in units, and a layer's parts as the library describes them
+ *
+ * Weights and their gradients come in units, half a layer each (config.h): model_weights_begin and
+ * model_grads_begin bring one, and nothing reads a unit that has not begun.
+ */
+#ifndef LLAMA_UNITS_H
+#define LLAMA_UNITS_H
+
+#include "model.h"
+
+static inline const llama_tensor *model_tensor(const model_rank *r, llama_kind kind, int64_t layer)
+{
+    return llama_find(r->m->layout, kind, layer);
+}
+
+/* The head's matrix is the embedding table where they are tied. */
+static inline llama_kind model_head_kind(const model_rank *r)
+{
+    return r->m->layout->config.tied ? LLAMA_EMBED : LLAMA_HEAD;
+}
+
+static inline int model_unit_of(const model_rank *r, llama_kind kind, int64_t layer)
+{
+    return model_tensor(r, kind, layer)->unit;
+}
+
+static inline int model_unit_kind(const model_rank *r, int unit)
+{
+    if (unit == 0) return MODEL_UNIT_EMBED;
+    if (unit > 2 * r->m->layout->config.layers) return MODEL_UNIT_HEAD;
+    return unit % 2 != 0 ? MODEL_UNIT_ATTENTION : MODEL_UNIT_MLP;
+}
+
+/* The unit's weights can be read, by model_weight, until model_weights_end. Those of unit `next`, whose turn is next, may
+ * be gathered meanwhile; -1: it is not known. */
+static inline upipe_status model_weights_begin(model_rank *r, int unit, int next)
+{
+    UPIPE_TRY(upipe_zero_weights_begin(r->c, r->zero, unit, &r->weights[model_unit_kind(r, unit)]));
+    return next >= 0 ? upipe_zero_ahead(r->c, r->zero, next) : UPIPE_OK;
+}
+
+/* The first unit that the forward of a layer reads; behind the last layer the head. */
+static inline int model_unit_above(const model_rank *r, int64_t layer)
+{
+    return layer < r->m->layout->config.layers ? model_unit_of(r, LLAMA_WQ, layer)
+                                               : model_unit_of(r, model_head_kind(r), -1);
+}
+
+/* The first unit that the backward of the layers below this one reads: of the layer below, or of the first layer of its
+ * block, which runs again; -1: none. */
+static inline int model_unit_below(const model_rank *r, int64_t layer)
+{
+    if (--layer < 0) return -1;
+    while (r->kept.layer[layer].x == NULL) --layer;
+    return model_unit_of(r, LLAMA_WQ, layer);
+}
+
+static inline upipe_status model_weights_end(model_rank *r, int unit)
+{
+    const void **w = &r->weights[model_unit_kind(r, unit)];
+    UPIPE_TRY(upipe_zero_weights_end(r->c, r->zero, *w));
+    *w = NULL;
+    return UPIPE_OK;
+}
+
+/* Gradients can be added to the unit's, by model_grad, until model_grads_end. */
+static inline upipe_status model_grads_begin(model_rank *r, int unit)
+{
+    return upipe_zero_grads_begin(r->c, r->zero, unit, &r->grads[model_unit_kind(r, unit)]);
+}
+
+/* The same for the head, the first unit that ends: the largest one, and it takes no block. */
+static inline upipe_status model_grads_first(model_rank *r, int unit)
+{
+    return upipe_zero_grads_first(r->c, r->zero, unit, &r->grads[model_unit_kind(r, unit)]);
+}
+
+static inline upipe_status model_grads_end(model_rank *r, int unit)
+{
+    float **g = &r->grads[model_unit_kind(r, unit)];
+    UPIPE_TRY(upipe_zero_grads_end(r->c, r->zero, unit, *g));
+    *g = NULL;
+    return UPIPE_OK;
+}
+
+static inline const void *model_weight(const model_rank *r, llama_kind kind, int64_t layer)
+{
+    const llama_tensor *t = model_tensor(r, kind, layer);
+    return (const char *)r->weights[model_unit_kind(r, t->unit)] +
+           (size_t)(t->at - r->m->layout->first[t->unit]) * upipe_dtype_bytes(r->m->plan.desc.dtype);
+}
+
+/* NULL where the model has none of these: QK norm, biases. */
+static inline const float *model_vector(const model_rank *r, llama_kind kind, int64_t layer)
+{
+    const llama_tensor *t = model_tensor(r, kind, layer);
+    return t != NULL ? r->vectors + t->at : NULL;
+}
+
+static inline float *model_grad(const model_rank *r, llama_kind kind, int64_t layer)
+{
+    const llama_tensor *t = model_tensor(r, kind, layer);
+    if (t == NULL) return NULL;
+    return t->is_vector ? r->vector_grads + t->at
+                        : r->grads[model_unit_kind(r, t->unit)] + (t->at - r->m->layout->first[t->unit]);
+}
+
+/* ---- a layer's parts, as the library describes them ---- */
+
+static inline upipe_layer model_attention_layer(const model_rank *r, int64_t layer)
+{
+    const llama_config *config = &r->m->layout->config;
+    upipe_layer l;
+    memset(&l, 0, sizeof l);
+    l.plan = &r->m->plan;
+    l.id = layer + 1; /* sharded weights are gathered into other blocks for the backward */
+    l.wq = model_weight(r, LLAMA_WQ, layer);
+    l.wk = model_weight(r, LLAMA_WK, layer);
+    l.wv = model_weight(r, LLAMA_WV, layer);
+    l.wo = model_weight(r, LLAMA_WO, layer);
+    if (!(config->by_layer[layer] & LLAMA_NO_ROPE)) {
+        l.rope_theta = config->rope_theta;
+        l.rope_rates = r->m->rates.own ? r->m->rates.value : NULL;
+        l.rope_factor = r->m->rates.factor;
+        l.rope_dims = r->m->rates.dims;
+        l.rope_interleaved = llama_families[config->family].interleaved;
+    }
+    l.mask.causal = 1;
+    l.mask.window = llama_window(config, layer);
+    l.mask.cu_seqlens = r->borders;
+    l.mask.cu_seqlens_n = r->borders_n;
+    l.tile_rows = config->dim;
+    l.q_norm_weight = model_vector(r, LLAMA_QNORM, layer);
+    l.k_norm_weight = model_vector(r, LLAMA_KNORM, layer);
+    l.norm_eps = l.q_norm_weight != NULL ? (float)config->norm_eps : 0;
+    l.bq = model_vector(r, LLAMA_BQ, layer);
+    l.bk = model_vector(r, LLAMA_BK, layer);
+    l.bv = model_vector(r, LLAMA_BV, layer);
+    l.bo = model_vector(r, LLAMA_BO, layer);
+    return l;
+}
+
+static inline upipe_grads model_attention_grads(const model_rank *r, int64_t layer)
+{
+    upipe_grads g;
+    memset(&g, 0, sizeof g);
+    g.wq = model_grad(r, LLAMA_WQ, layer);
+    g.wk = model_grad(r, LLAMA_WK, layer);
+    g.wv = model_grad(r, LLAMA_WV, layer);
+    g.wo = model_grad(r, LLAMA_WO, layer);
+    g.q_norm_weight = model_grad(r, LLAMA_QNORM, layer);
+    g.k_norm_weight = model_grad(r, LLAMA_KNORM, layer);
+    g.bq = model_grad(r, LLAMA_BQ, layer);
+    g.bk = model_grad(r, LLAMA_BK, layer);
+    g.bv = model_grad(r, LLAMA_BV, layer);
+    g.bo = model_grad(r, LLAMA_BO, layer);
+    return g;
+}
+
+static inline upipe_mlp model_mlp(const model_rank *r, int64_t layer)
+{
+    upipe_mlp m;
+    memset(&m, 0, sizeof m);
+    m.w_gate = model_weight(r, LLAMA_GATE, layer);
+    m.w_up = model_weight(r, LLAMA_UP, layer);
+    m.w_down = model_weight(r, LLAMA_DOWN, layer);
+    m.norm_weight = model_vector(r, LLAMA_NORM2, layer);
+    m.norm_eps = (float)r->m->layout->config.norm_eps;
+    m.hidden = r->m->layout->config.hidden;
+    m.residual = 1;
+    m.tile_bytes = r->m->tile_bytes;
+    return m;
+}
+
+static inline upipe_head model_head(const model_rank *r)
+{
+    upipe_head h;
+    memset(&h, 0, sizeof h);
+    h.w = model_weight(r, model_head_kind(r), -1);
+    h.norm_weight = model_vector(r, LLAMA_NORM, -1);
+    h.norm_eps = (float)r->m->layout->config.norm_eps;
+    h.vocab = r->m->layout->config.vocab;
+    h.tile_bytes = r->m->tile_bytes;
+    return h;
+}
+
+#endif

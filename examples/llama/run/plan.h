@@ -1,0 +1,111 @@
+/* plan.h -- what every rank of a run will hold, before anything is allocated, and whether it fits */
+#ifndef LLAMA_PLAN_H
+#define LLAMA_PLAN_H
+
+#include "run.h"
+
+/* After a step of a dry rank: one token of a sample. */
+typedef struct run_sample {
+    const run *u;
+    const model *m;
+} run_sample;
+
+static inline upipe_status run_dry_sample(trainer *t, void *user)
+{
+    const run_sample *sample = (const run_sample *)user;
+    sample_request request = run_sample_request(sample->u);
+    int64_t made;
+    int32_t token;
+    t->r.m = sample->m;
+    return sample_text(&t->r, t->world, &request, &token, 1, &made, t->gathered);
+}
+
+/* The ranks of a machine share its memory: says no rather than to be killed for it.
+ *   planned   zero: before the dry runs, with what is known without them
+ */
+static inline int run_check_memory(const run *u, int planned)
+{
+    double slabs = 0, host = 16.0 * (double)u->o.steps, have;
+    const int all = u->net.all == NULL, first = all ? 0 : u->net.near_first;
+    int r;
+    if (cli_memory(&have) != 0) return -1;
+    for (r = first; r < (all ? u->o.how.ranks : first + u->net.near); ++r) {
+        const run_rank *k = &u->ranks[r];
+        double second;
+        const double least = memory_least(&k->m, &second);
+        if (u->net.transport != WORLD_NCCL || r == u->net.first) /* each has a device of its own */
+            slabs += planned ? (double)k->plan.need : least;
+        host += planned ? (double)k->plan.host_need : second;
+    }
+    if (u->o.device == DEVICE_CPU) host += slabs;
+    if (host > have)
+        return cli_fail(
+            "out of memory: the ranks share this machine's %.1f GiB, and the run takes %s%.1f GiB",
+            have / (1 << 30), planned ? "" : "at least ", host / (1 << 30));
+    return device_has_buf(u->o.device, slabs);
+}
+
+/* Plans of a rank's training and sample. */
+static inline upipe_status run_plan_rank(const run *u, run_rank *k, int rank, upipe_err *e)
+{
+    const setting s = setting_of(&u->o, &u->layout);
+    UPIPE_TRY(setting_model(&k->m, &s, rank, e));
+    return sample_model(&k->sampled, &k->m, e);
+}
+
+/* An earlier rank whose pool lives as this one's does; the rank itself if there is none. */
+static inline int run_like(const run *u, int rank)
+{
+    const run_rank *k = &u->ranks[rank], *all = u->ranks;
+    int r = 0;
+    while (r < rank && !(memory_same(&all[r].m, &k->m) && memory_same(&all[r].sampled, &k->sampled))) ++r;
+    return r;
+}
+
+/* Borders of the first step's packed documents, for what a ring sends then. 0, or -1 with the sentence out. */
+static inline int run_plan_borders(run *u)
+{
+    options *o = &u->o;
+    data_order order;
+    int64_t b, window = 0;
+    if (!u->text.packed) return 0;
+    o->borders = (int64_t *)malloc((size_t)data_borders_max(&u->text, o->batch) * sizeof *o->borders);
+    data_order_init(&order);
+    for (b = 0; o->borders != NULL && window >= 0 && b < o->batch; ++b) {
+        window = data_window(&u->text, &order, (uint64_t)o->seed, u->position.step * o->batch + b);
+        if (window >= 0)
+            o->borders_n += data_borders(&u->text, &order, window, b * o->tokens, o->borders + o->borders_n);
+    }
+    data_order_free(&order);
+    return o->borders != NULL && window >= 0 ? 0
+                                             : cli_fail("out of memory: the borders of a step's documents");
+}
+
+/* Plans and memory of every rank. 0, or -1 with the sentence out. */
+static inline int run_plan(run *u)
+{
+    const int ranks = u->o.how.ranks;
+    upipe_err e;
+    int r;
+    upipe_status s = UPIPE_OK;
+    memset(&e, 0, sizeof e);
+    u->ranks = (run_rank *)calloc((size_t)ranks, sizeof *u->ranks);
+    if (u->ranks == NULL) return cli_fail("out of memory: %d ranks", ranks);
+    if (run_plan_borders(u) != 0) return -1;
+    for (r = 0; r < ranks && s == UPIPE_OK; ++r) s = run_plan_rank(u, &u->ranks[r], r, &e);
+    /* A dry run walks through all sums: their number must make sense before. */
+    if (s == UPIPE_OK && !u->o.plan && run_check_memory(u, 0) != 0) return -1;
+    for (r = 0; r < ranks && s == UPIPE_OK; ++r) {
+        run_rank *k = &u->ranks[r];
+        const int like = run_like(u, r);
+        run_sample sample = {u, &k->sampled};
+        if (like < r)
+            k->plan = u->ranks[like].plan;
+        else
+            s = memory_plan_make(&k->plan, &k->m, &u->ops, u->o.sample > 0 ? run_dry_sample : NULL, &sample,
+                                 &e);
+    }
+    return s == UPIPE_OK ? 0 : run_fail(s, &e);
+}
+
+#endif

@@ -1,0 +1,227 @@
+/* rank.h -- the life of a rank: its pools and weights, its steps, its checkpoints, its part of the sample */
+#ifndef LLAMA_RANK_H
+#define LLAMA_RANK_H
+
+#include "../state/initial.h"
+#include "log.h"
+
+/* ---- before the first step ---- */
+
+static inline upipe_status run_allocate(const run *u, run_rank *k)
+{
+    const memory_plan *p = &k->plan;
+    UPIPE_TRY(pools_open(&k->p, &k->c, u->o.device, &u->o.how, p->need, p->host_need, p->blocks_max));
+    if (u->o.zero_prefetch) UPIPE_TRY(side_stream_make(&k->ahead, &k->p.d, 1, &k->c.err));
+    k->p.mem.clock = cli_clock;
+    if (u->o.trace == NULL) return UPIPE_OK;
+    k->p.mem.events = k->events = (upipe_mem_event *)calloc((size_t)p->events_max, sizeof *k->events);
+    k->p.mem.events_max = p->events_max;
+    return k->events != NULL ? UPIPE_OK : upipe_fail(&k->c.err, UPIPE_ERR_MEMORY, "no memory for a trace");
+}
+
+/* New weights, or those of a folder. */
+static inline upipe_status run_begin(const run *u, trainer *t)
+{
+    llama_run position;
+    if (u->from == NULL) return initial_weights(t, (uint64_t)u->o.seed);
+    UPIPE_TRY(llama_load_weights(t->r.c, u->from, &t->state));
+    if (u->o.resume == NULL) return UPIPE_OK;
+    return llama_load_optimizer(t->r.c, u->from, &t->state, &position);
+}
+
+/* All that stays over steps. */
+static inline upipe_status run_open(run *u, run_rank *k, int rank)
+{
+    upipe_comm *const world = world_all(&u->net, rank);
+    world_use(&u->net, rank, &k->c);
+    data_order_init(&k->order);
+    UPIPE_TRY(upipe_comm_barrier(&k->c, world)); /* all have started */
+    UPIPE_TRY(run_allocate(u, k));
+    UPIPE_TRY(trainer_open(&k->t, &k->m, &k->c, world, &k->p.host));
+    k->t.r.kept.side = &k->p.d;
+    k->t.timed = u->log != NULL && rank == u->net.first;
+    if (u->o.zero_prefetch) {
+        k->t.side = &k->ahead.side_stream;
+        k->t.side_world = world_side(&u->net, rank);
+    }
+    k->inputs = (int32_t *)malloc((size_t)k->m.rows * 2 * sizeof *k->inputs);
+    if (k->inputs == NULL)
+        return upipe_fail(&k->c.err, UPIPE_ERR_MEMORY, "no memory for the tokens of a step");
+    if (u->text.packed) {
+        k->borders = (int64_t *)malloc((size_t)data_borders_max(&u->text, u->o.batch) * sizeof *k->borders);
+        if (k->borders == NULL)
+            return upipe_fail(&k->c.err, UPIPE_ERR_MEMORY, "no memory for the borders of a step's documents");
+    }
+    UPIPE_TRY(trainer_alloc(&k->t));
+    UPIPE_TRY(run_begin(u, &k->t));
+    k->step = k->last = u->position.step;
+    k->keep = u->o.keep;
+    k->sent = trainer_sent(&k->t);
+    return UPIPE_OK;
+}
+
+/* ---- a step ---- */
+
+static inline trainer_rates run_rates(const run *u, int64_t step)
+{
+    const options *o = &u->o;
+    double progress = o->steps > o->warmup ? (double)(step - o->warmup) / (double)(o->steps - o->warmup) : 1;
+    trainer_rates r;
+    r.step = step;
+    r.rate = step <= o->warmup ? o->lr * (double)step / (double)o->warmup
+                               : o->min_lr + 0.5 * (o->lr - o->min_lr) * (1 + cos(acos(-1.0) * progress));
+    r.beta1 = o->beta1;
+    r.beta2 = o->beta2;
+    r.eps = o->adam_eps;
+    r.decay = o->weight_decay;
+    r.clip = o->clip;
+    return r;
+}
+
+/* This rank's tokens of the step's sequences, [part][batch][T], and the borders of their documents. */
+static inline upipe_status run_batch(const run *u, run_rank *k, trainer_batch *out)
+{
+    const model *m = &k->m;
+    const int64_t batch = m->plan.desc.batch;
+    int32_t *const inputs = k->inputs, *const targets = k->inputs + m->rows;
+    int64_t b, i;
+    int part, lost = 0;
+    memset(out, 0, sizeof *out);
+    out->inputs = inputs;
+    out->targets = targets;
+    out->borders = k->borders;
+    out->stop = run_signal;
+    for (b = 0; b < batch; ++b) {
+        const int64_t sample = (k->step - 1) * batch + b;
+        const int64_t window = data_window(&u->text, &k->order, (uint64_t)u->o.seed, sample);
+        int64_t at = 0;
+        if (window < 0) return upipe_fail(&k->c.err, UPIPE_ERR_MEMORY, "no memory for the order of the text");
+        if (k->borders != NULL)
+            out->borders_n +=
+                data_borders(&u->text, &k->order, window, b * u->o.tokens, k->borders + out->borders_n);
+        for (part = 0; part < model_parts(m); ++part) {
+            const upipe_shard s = model_shard(m, part);
+            lost |= data_fill(&u->text, &k->order, window, &s, inputs + at + b * s.n, targets + at + b * s.n);
+            at += batch * s.n;
+        }
+    }
+    for (i = 0; i < m->rows; ++i) out->valid += targets[i] >= 0;
+    if (lost) out->valid = -1;
+    return UPIPE_OK;
+}
+
+/* A rank's tokens are gone: the step was not done, and what was learnt before it is saved. */
+static inline void run_lost(run *u, run_rank *k, const trainer_result *result)
+{
+    k->ended = 1;
+    if (result->lost == 1 + k->t.world->rank)
+        u->lost = cli_fail(
+            "step %lld: %s has changed since the training began, or can no longer be read; nothing was "
+            "updated in this step",
+            (long long)k->step, k->order.lost);
+}
+
+static inline upipe_status run_save(run *u, trainer *t, int64_t step, int keep)
+{
+    llama_run position;
+    if (u->o.save == NULL || u->saved == step) return UPIPE_OK;
+    position.step = step;
+    position.text_bytes = u->text.ids.bytes;
+    position.text_hash = u->text.hash;
+    options_fields(&u->o, llama_run_fields, LLAMA_RUN_FIELDS, &position, 0);
+    UPIPE_TRY(llama_save(t->r.c, t->world, u->o.save, &t->state, &position, keep));
+    UPIPE_TRY(upipe_comm_barrier(t->r.c, t->world)); /* all have read `saved` */
+    if (t->world->rank == u->net.first) u->saved = step;
+    return upipe_comm_barrier(t->r.c, t->world);
+}
+
+/* The step's books and log, and its checkpoint. */
+static inline upipe_status run_after(run *u, run_rank *k, const trainer_rates *rates,
+                                     const trainer_result *result, double seconds)
+{
+    k->seconds += seconds;
+    if (k->sent_bytes == 0) k->sent_bytes = trainer_sent(&k->t) - k->sent;
+    k->p.mem.events = NULL; /* the first step is traced */
+    if (k->t.world->rank == u->net.first) {
+        run_log(u, k, result, rates, seconds);
+        run_note(u, result, rates, k->seconds);
+    }
+    k->ended = !result->finite || result->stop;
+    if (result->stop && run_signal == 0) run_signal = result->stop; /* it came to another process */
+    if (!result->finite) k->keep = 0; /* an older checkpoint may be the one to go on from */
+    if (result->finite) k->last = k->step;
+    if (k->ended || u->o.save_every == 0 || k->step % u->o.save_every != 0) return UPIPE_OK;
+    return run_save(u, &k->t, k->step, k->keep);
+}
+
+/* ---- after the last one ---- */
+
+static inline upipe_status run_write_sample(run *u, run_rank *k)
+{
+    trainer *t = &k->t;
+    const int is_first = t->world->rank == 0;
+    const sample_request request = run_sample_request(u);
+    int32_t *buf = is_first ? u->sample : (int32_t *)malloc((size_t)u->o.sample * sizeof *buf);
+    int64_t made = 0;
+    upipe_status s;
+    if (buf == NULL) return upipe_fail(&k->c.err, UPIPE_ERR_MEMORY, "no memory for the sample");
+    t->r.m = &k->sampled;
+    s = sample_text(&t->r, t->world, &request, buf, u->o.sample, &made, t->gathered);
+    if (is_first)
+        u->sample_n = made;
+    else
+        free(buf);
+    return s;
+}
+
+/* What was learnt is kept, however the training ended. */
+static inline upipe_status run_finish(run *u, run_rank *k)
+{
+    int phase;
+    if (k->last > 0) UPIPE_TRY(run_save(u, &k->t, k->last, k->keep));
+    k->events_n = k->p.mem.events_n;
+    for (phase = 0; phase < MODEL_PHASES; ++phase) k->phase[phase] = k->p.mem.phase_peak[phase];
+    k->peak = k->p.mem.peak;
+    k->host_peak = k->p.host.peak;
+    if (u->o.sample > 0 && !k->ended) UPIPE_TRY(run_write_sample(u, k));
+    return trainer_free_block(&k->t);
+}
+
+static inline upipe_status run_close(run_rank *k, upipe_status s)
+{
+    if (s != UPIPE_OK) trainer_stop(&k->t);
+    if (s == UPIPE_OK) s = pools_destroy(&k->p, &k->c.err);
+    trainer_close(&k->t);
+    data_order_free(&k->order);
+    free(k->borders);
+    free(k->inputs);
+    if (s != UPIPE_OK) k->peak = k->p.mem.peak;
+    return s;
+}
+
+/* ---- all of it ---- */
+
+static inline upipe_status run_rank_main(void *user, int rank, upipe_err *why)
+{
+    run *u = (run *)user;
+    run_rank *k = &u->ranks[rank];
+    upipe_status s = run_open(u, k, rank);
+    while (s == UPIPE_OK && k->step < u->o.steps && !k->ended) {
+        const double start = cli_clock(NULL);
+        const trainer_rates rates = run_rates(u, ++k->step);
+        trainer_batch batch;
+        trainer_result result;
+        s = run_batch(u, k, &batch);
+        if (s == UPIPE_OK) s = trainer_step(&k->t, &batch, &rates, &result);
+        if (s == UPIPE_OK && result.lost)
+            run_lost(u, k, &result);
+        else if (s == UPIPE_OK)
+            s = run_after(u, k, &rates, &result, cli_clock(NULL) - start);
+    }
+    if (s == UPIPE_OK) s = run_finish(u, k);
+    s = run_close(k, s);
+    *why = k->c.err;
+    return s;
+}
+
+#endif

@@ -1,0 +1,311 @@
+/* test_flags.c -- the table of flags: its rows, what a new one cannot escape, and the page that is printed from it
+ *
+ *     test_flags docs/flags.md            checks, the page too
+ *     test_flags > docs/flags.md          prints the page
+ */
+#define PROGRAM "train"
+#include "lib/test.h"
+
+#include "lib/page.h"
+
+#include "examples/common/flags.h"
+#include "examples/common/options.h"
+
+static const struct {
+    int bit;
+    const char *name;
+} programs[] = {{IN_TRAIN, "train"}, {IN_COMPARE, "compare"}, {IN_LOGITS, "logits"}, {IN_PLAN, "upipe-plan"}};
+
+enum { PROGRAMS = sizeof programs / sizeof *programs };
+
+static flag_set set_of(int bit)
+{
+    static const char *const none[] = {NULL};
+    flag_set set = {flag_rows, FLAG_ROWS, 0, "", none, ""};
+    set.programs = bit;
+    return set;
+}
+
+/* What a program starts from: its defaults. */
+static options defaults(int bit)
+{
+    char name[] = "program", *argv[] = {name, NULL};
+    const flag_set set = set_of(bit);
+    options o = {.program = bit};
+    CHECK_INT(flags_read(&set, &o, o.given, 1, argv), 0);
+    return o;
+}
+
+/* ---- the rows ---- */
+
+static int same_place(const flag_row *a, const flag_row *b)
+{
+    return a->kind < FLAG_HELP && b->kind < FLAG_HELP && a->at == b->at;
+}
+
+static void test_rows(void)
+{
+    CHECK((int)FLAG_ROWS <= (int)FLAG_ROWS_MAX);
+    for (int p = 0; p < PROGRAMS; ++p) {
+        const char *section = NULL;
+        for (int i = 0; i < FLAG_ROWS; ++i) {
+            const flag_row *row = &flag_rows[i];
+            if (!(row->programs & programs[p].bit)) continue;
+            for (int k = 0; k < i; ++k) {
+                const flag_row *other = &flag_rows[k];
+                if (!(other->programs & programs[p].bit)) continue;
+                CHECK(strcmp(row->name, other->name) !=
+                      0); /* a flag of a program has one row, and a member */
+                CHECK(!same_place(row, other));
+                CHECK(row->section == section ||
+                      other->section != row->section); /* sections are in one piece */
+            }
+            section = row->section;
+            CHECK((row->value == NULL) == (row->kind == FLAG_SWITCH || row->kind >= FLAG_HELP));
+            CHECK(row->help[0] != '\0' && row->least <= row->most);
+        }
+    }
+}
+
+/* ---- values ---- */
+
+static int read_words(int bit, options *o, int n, const char *const *words)
+{
+    const flag_set set = set_of(bit);
+    char text[8][32], *argv[10];
+    int i;
+    *o = (options){.program = bit};
+    argv[0] = text[0];
+    for (i = 0; i < n; ++i) {
+        snprintf(text[i], sizeof text[i], "%s", words[i]);
+        argv[i + 1] = text[i];
+    }
+    argv[n + 1] = NULL;
+    cli_holds = 1;
+    cli_held[0] = '\0';
+    i = flags_read(&set, o, o->given, n + 1, argv);
+    cli_holds = 0;
+    return i;
+}
+
+static void test_numbers(void)
+{
+    static const struct {
+        const char *text;
+        int64_t value; /* -1: refused */
+    } all[] = {{"64", 64},       {"64k", 65536}, {"64K", 65536},     {"1M", 1 << 20}, {"1.5M", 3 << 19},
+               {"1e6", 1000000}, {"0.5k", 512},  {"5m", -1},         {"1.5", -1},     {"", -1},
+               {"0x10", -1},     {"-1", -1},     {"+1", -1},         {" 1", -1},      {"1 ", -1},
+               {"1e", -1},       {"1e99", -1},   {"2147483648", -1}, {"1.", -1},      {"3G", -1},
+               {"1e-1", -1},     {"20e-1", -1}};
+    static const struct {
+        const char *text;
+        double value;
+    } reals[] = {{"0.5", 0.5}, {"1e-3", 1e-3}, {"2", 2},     {"0x1p3", -1}, {"1e999", -1}, {"nan", -1},
+                 {"inf", -1},  {"-1", -1},     {"1001", -1}, {"1k", -1},    {"1e", -1}};
+    static const double shown[] = {30, 0.5, 1e-5, 0.003, 1e12, 1.0 / 3, 1e-8, 1000000};
+    static const char *const as[] = {"30",    "0.5",  "1e-05", "0.003", "1e+12", "0.3333333333333333",
+                                     "1e-08", "1e+06"};
+    char text[FLAG_VALUE];
+    options o;
+    for (size_t i = 0; i < sizeof shown / sizeof *shown; ++i) {
+        flag_real_text(text, shown[i]);
+        CHECK_TEXT(text, as[i]);
+        CHECK(strtod(text, NULL) == shown[i]);
+    }
+    for (size_t i = 0; i < sizeof all / sizeof *all; ++i) {
+        const char *words[] = {"--tokens", all[i].text};
+        const int status = read_words(IN_TRAIN, &o, 2, words);
+        CHECK_INT(status, all[i].value < 0 ? 1 + EXIT_USAGE : 0);
+        if (all[i].value >= 0) CHECK_INT(o.tokens, all[i].value);
+    }
+    for (size_t i = 0; i < sizeof reals / sizeof *reals; ++i) {
+        const char *words[] = {"--lr", reals[i].text};
+        const int status = read_words(IN_TRAIN, &o, 2, words);
+        CHECK_INT(status, reals[i].value < 0 ? 1 + EXIT_USAGE : 0);
+        if (reals[i].value >= 0) CHECK(o.lr == reals[i].value);
+    }
+}
+
+/* The last one counts; after a wrong word the others are read, and the first sentence stays. */
+static void test_words(void)
+{
+    const char *const twice[] = {"--tokens", "64", "--tokens=32", "--overlap", "--overlap"};
+    const char *const wrong[] = {"--tokens", "1x", "--lr", "-1", "--transport", "mpi", "word"};
+    const char *const lists[] = {"--method", "ring", "--method", "usp", "--method", "ring"};
+    options o;
+    CHECK_INT(read_words(IN_TRAIN, &o, 5, twice), 0);
+    CHECK_INT(o.tokens, 32);
+    CHECK_INT(options_given(&o, &o.tokens), 2);
+    CHECK_INT(options_given(&o, &o.lr), 0);
+    CHECK_INT(read_words(IN_TRAIN, &o, 7, wrong), 1 + EXIT_USAGE);
+    CHECK(strstr(cli_held, "'1x'") != NULL);
+    CHECK_INT(o.transport, 1);
+    CHECK_INT(read_words(IN_COMPARE, &o, 6, lists), 1 + EXIT_USAGE);
+    CHECK_INT(o.methods.n, 2);
+    CHECK(strstr(cli_held, "given twice") != NULL);
+}
+
+/* Writes something else into a member than its default. */
+static void change(const flag_row *row, options *o)
+{
+    void *at = flag_member(row, o);
+    activations_setting *kept = (activations_setting *)at;
+    switch (row->kind) {
+    case FLAG_SWITCH:
+    case FLAG_INT:
+    case FLAG_CHOICE:
+    case FLAG_METHOD:
+        ++*(int *)at;
+        return;
+    case FLAG_WHOLE:
+        ++*(int64_t *)at;
+        return;
+    case FLAG_BYTES:
+        ++*(size_t *)at;
+        return;
+    case FLAG_REAL:
+    case FLAG_SECONDS: /* the smallest difference that there is */
+        *(double *)at = nextafter(*(double *)at, INFINITY);
+        return;
+    case FLAG_TEXTS:
+    case FLAG_METHODS:
+        ((method_list *)at)->n = 1;
+        if (row->kind == FLAG_TEXTS) ((text_list *)at)->at[0] = "other";
+        return;
+    case FLAG_ACTIVATIONS:
+        kept->grad = !kept->grad;
+        return;
+    default:
+        *(const char **)at = "other";
+    }
+}
+
+/* Ranks agree on every flag but those that say that they need not; a default, said as text, is what it was. */
+static void test_agreement(void)
+{
+    int differ = 0;
+    for (int p = 0; p < PROGRAMS; ++p) {
+        for (int i = 0; i < FLAG_ROWS; ++i) {
+            const flag_row *row = &flag_rows[i];
+            options one = defaults(programs[p].bit), two = one;
+            char text[FLAG_VALUE], other[FLAG_VALUE];
+            if (!(row->programs & programs[p].bit) || row->kind >= FLAG_HELP) continue;
+            CHECK(flag_hash(row, &one) == flag_hash(row, &two));
+            change(row, &two);
+            CHECK(flag_hash(row, &one) != flag_hash(row, &two));
+            CHECK(strcmp(flag_text(text, row, &one), flag_text(other, row, &two)) != 0);
+            flag_copy(row, &one, &two);
+            CHECK(flag_hash(row, &one) == flag_hash(row, &two));
+            differ += (row->traits & FLAG_FREE) != 0;
+            /* paths that may differ: whether there is one is compared */
+            if (!(row->traits & FLAG_READ)) continue;
+            *(const char **)flag_member(row, &one) = "elsewhere";
+            CHECK(flag_hash(row, &one) == flag_hash(row, &two));
+        }
+    }
+    CHECK_INT(differ, 3); /* --progress of three programs: whoever adds one to these means it */
+}
+
+/* ---- the page ---- */
+
+static void print_words(FILE *f, const char *words)
+{
+    for (; *words != '\0'; ++words)
+        if (*words == '|')
+            fputs(", ", f);
+        else
+            fputc(*words, f);
+}
+
+static void print_value(FILE *f, const flag_row *row)
+{
+    if (row->kind == FLAG_SWITCH || row->kind >= FLAG_HELP)
+        fputs("-", f);
+    else if (row->kind == FLAG_INT || row->kind == FLAG_WHOLE)
+        fprintf(f, "%lld to %lld", (long long)row->least, (long long)flag_most(row));
+    else if (row->kind == FLAG_REAL)
+        fprintf(f, "%g to %g", row->least, row->most);
+    else if (row->kind == FLAG_SECONDS)
+        fprintf(f, "seconds, above 0 to %g", row->most);
+    else if (row->kind == FLAG_BYTES)
+        fputs("a size with its unit", f);
+    else
+        print_words(f, row->value);
+}
+
+static void print_row(FILE *f, const flag_row *row)
+{
+    int some = 0;
+    fprintf(f, "| `--%s` | ", row->name);
+    for (int p = 0; p < PROGRAMS; ++p)
+        if (row->programs & programs[p].bit) fprintf(f, "%s%s", some++ ? ", " : "", programs[p].name);
+    fputs(" | ", f);
+    print_value(f, row);
+    fprintf(f, " | %s", row->standard != NULL ? "`" : "");
+    fprintf(f, "%s%s | ", row->standard != NULL ? row->standard : "-", row->standard != NULL ? "`" : "");
+    fputs(row->programs == IN_PLAN || row->kind >= FLAG_HELP ? "-"
+          : row->traits & FLAG_FREE                          ? "may differ"
+          : row->traits & FLAG_READ                          ? "content"
+                                                             : "agree",
+          f);
+    fprintf(f, " | %s | %s |\n",
+            row->traits & FLAG_MODEL      ? "the folder's"
+            : row->traits & FLAG_DATA     ? "the checkpoint's"
+            : row->traits & FLAG_SCHEDULE ? "the checkpoint's, or the flag's"
+                                          : "-",
+            row->help);
+}
+
+static void print_page(FILE *f)
+{
+    static const char *const more[] = {method_usage, activations_usage};
+    const char *section = NULL;
+    fputs(
+        "# Flags\n\n"
+        "All flags of `train`, `compare`, `logits` and `upipe-plan`, from the table in\n"
+        "[examples/common/options.h](../examples/common/options.h). Their forms with `_mpi` and `_nccl` have the same. A\n"
+        "flag's value is the next word, or stands behind `=`. A flag that is given twice counts as it comes last, and a\n"
+        "note says so; `--method` of compare and `--calibrate` are lists.\n\n"
+        "A whole number may be written `64k`, `1M` or `1e6`: k is 2^10, M is 2^20. A size of memory has a unit: `64KiB`,\n"
+        "`80GB`; GB is 10^9 bytes, GiB 2^30.\n\n"
+        "**Ranks** that are processes compare their flags before the first step, and end with a sentence where they\n"
+        "differ. Of a path that is read the content is compared, and the name may differ. **Resumed** runs: the column\n"
+        "says whose value counts. A flag that contradicts a folder of `--resume` or `--load`, or a checkpoint, is refused;\n"
+        "of the schedule the flag counts where it is given.\n\nA new flag is a member of `options` and a row of the table; "
+        "`test_flags > docs/flags.md` prints this page.\n"
+        "A flag that is the checkpoint's (`FLAG_DATA`, `FLAG_SCHEDULE`) is also a member and a row of `llama_run`\n"
+        "([checkpoint_run.h](../examples/llama/state/checkpoint_run.h)), one that is the folder's (`FLAG_MODEL`) of\n"
+        "`llama_config` ([config.h](../examples/llama/model/config.h)). The trait alone keeps nothing: a resumed run then\n"
+        "accepts any value. Older checkpoints lack the new number and are refused.\n",
+        f);
+    for (int i = 0; i < FLAG_ROWS; ++i) {
+        const flag_row *row = &flag_rows[i];
+        if (row->programs == IN_CHECKPOINT) continue;
+        if (row->section != section)
+            fprintf(
+                f,
+                "\n## %c%s\n\n| flag | program | value | default | ranks | resumed | |\n|---|---|---|---|---|---|---|\n",
+                row->section[0] == '\0' ? 'T' : row->section[0] - 32,
+                row->section[0] == '\0' ? "he sequence and its ranks" : row->section + 1);
+        section = row->section;
+        print_row(f, row);
+    }
+    fputs("\n## Words\n\n```\n", f);
+    for (size_t k = 0; k < sizeof more / sizeof *more; ++k) fputs(k == 0 ? more[k] + 1 : more[k], f);
+    fputs("```\n", f);
+}
+
+int main(int argc, char **argv)
+{
+    if (argc < 2) {
+        print_page(stdout);
+        return 0;
+    }
+    test_rows();
+    test_numbers();
+    test_words();
+    test_agreement();
+    page_check(argv[1], print_page);
+    return test_end("flags");
+}

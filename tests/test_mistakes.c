@@ -1,0 +1,618 @@
+/* test_mistakes.c -- what a host gets wrong: each mistake of a table has a status and a sentence, and none is silent
+ *
+ * A backward that is given another layer than its forward, a plan that was changed after upipe_plan_init, a null
+ * pointer, shards that were not checked. A list of what is no mistake follows: these calls must go through.
+ */
+#include "../upipe/net/upipe_net_threads.h"
+#include "../upipe/cpu/upipe_cpu.h"
+#include "../upipe/cpu/upipe_cpu_simd.h"
+#include "../upipe/upipe.h"
+#include "lib/test.h"
+
+enum {
+    TOKENS = 8,
+    HEADS = 4,
+    KV = 2,
+    DIM = 32,
+    MODEL = HEADS * DIM,
+    WQ = MODEL * MODEL,
+    WK = KV * DIM * MODEL
+};
+enum { LAYER = 2 * WQ + 2 * WK + MODEL + HEADS, POOL = 1 << 20, BLOCKS = 64, UNITS = 3, ELEMENTS = 16 };
+
+static const int64_t units[UNITS + 1] = {0, 4, 4, ELEMENTS};
+
+/* A rank, its layer, and what its calls leave. */
+typedef struct host {
+    upipe_plan plan;
+    upipe_layer l;
+    upipe_qkv q;
+    upipe_qkv_grads qg;
+    upipe_fpdt f;
+    upipe_grads g;
+    upipe_zero z;
+    upipe_saved save;
+    upipe_fpdt_saved offloaded;
+    upipe_mem mem, second;
+    upipe_mem_block blocks[BLOCKS], second_blocks[BLOCKS];
+    upipe_comm team;
+    upipe_comm_self_state state;
+    upipe_ops ops;
+    upipe_ctx c;
+    upipe_view x;
+    float *weights, *grads, *rows, *sharded;
+    void *slabs[2];
+} host;
+
+static void host_layer(host *h, int layer)
+{
+    float *at = h->weights + layer * LAYER;
+    h->l.wq = at, h->l.wk = at + WQ, h->l.wv = at + WQ + WK, h->l.wo = at + WQ + 2 * WK;
+    h->l.q_norm_weight = h->l.k_norm_weight = at + 2 * WQ + 2 * WK;
+    h->l.mask.sinks = h->l.q_norm_weight + MODEL;
+}
+
+static void host_plan(host *h, upipe_plan *p, int chunk)
+{
+    upipe_plan_desc d;
+    memset(&d, 0, sizeof d);
+    d.tokens = TOKENS, d.heads = HEADS, d.kv_heads = KV, d.head_dim = DIM, d.chunk = chunk;
+    h->f.desc = d;
+    CHECK_STATUS(upipe_plan_init(p, &d, &h->c.err), UPIPE_OK, h->c.err);
+}
+
+static host *host_begin(void)
+{
+    host *h = (host *)calloc(1, sizeof *h);
+    int i;
+    for (i = 0; i < 2; ++i)
+        if (posix_memalign(&h->slabs[i], 256, POOL) != 0) abort();
+    h->weights = (float *)calloc(2 * LAYER, sizeof(float));
+    h->grads = (float *)calloc(LAYER, sizeof(float));
+    h->rows = (float *)calloc(5 * TOKENS * MODEL, sizeof(float));
+    h->sharded = (float *)calloc(2 * ELEMENTS, sizeof(float));
+    for (i = 0; i < 2 * LAYER; ++i) h->weights[i] = (float)(i * 37 % 101 - 50) / 400;
+    for (i = 0; i < 5 * TOKENS * MODEL; ++i) h->rows[i] = (float)(i * 53 % 89 - 44) / 25;
+    upipe_cpu_ops(&h->ops);
+    upipe_mem_init(&h->mem, h->slabs[0], POOL, h->blocks, BLOCKS);
+    upipe_mem_init(&h->second, h->slabs[1], POOL, h->second_blocks, BLOCKS);
+    upipe_comm_self(&h->team, &h->state, h->ops.copy);
+    h->c.ops = &h->ops, h->c.mem = &h->mem, h->c.team = &h->team;
+    host_plan(h, &h->plan, 1);
+    h->x = upipe_view_packed(h->rows, UPIPE_F32, TOKENS, 1, MODEL);
+    h->l.plan = h->q.plan = &h->plan;
+    h->l.mask.causal = 1, h->l.rope_theta = 500000, h->l.norm_eps = 1e-5f;
+    host_layer(h, 0);
+    h->q.mask.causal = 1;
+    h->q.q = h->q.o = h->qg.dq = h->qg.dout = upipe_view_heads(h->x, HEADS);
+    h->q.k = h->q.v = h->qg.dk = h->qg.dv = upipe_view_packed(h->rows, UPIPE_F32, TOKENS, KV, DIM);
+    h->q.o.data = h->rows + TOKENS * MODEL, h->qg.dout.data = h->rows + 2 * TOKENS * MODEL;
+    h->qg.dq.data = h->rows + 3 * TOKENS * MODEL, h->qg.dk.data = h->rows + 4 * TOKENS * MODEL;
+    h->qg.dv.data = NULL;
+    h->f.layer = h->l, h->f.layer.plan = NULL, h->f.segments = 2, h->f.host = &h->second;
+    h->g.wq = h->grads, h->g.wk = h->grads + WQ, h->g.wv = h->grads + WQ + WK;
+    h->g.wo = h->grads + WQ + 2 * WK;
+    h->z.world = &h->team, h->z.ranks = 1, h->z.stage = 3, h->z.units = UNITS, h->z.first = units;
+    h->z.weights = h->sharded, h->z.grads = h->sharded + ELEMENTS;
+    return h;
+}
+
+static void host_end(host *h, const char *what)
+{
+    upipe_mem_release(&h->mem);
+    CHECK_STATUS(upipe_saved_free(&h->c, &h->save), UPIPE_OK, h->c.err);
+    h->f.host = &h->second;
+    CHECK_STATUS(upipe_fpdt_free(&h->f, &h->offloaded, &h->c.err), UPIPE_OK, h->c.err);
+    CHECK_SAY(h->mem.live == 0 && h->second.live == 0, "%s: %zu and %zu bytes are left", what, h->mem.live,
+              h->second.live);
+    upipe_mem_destroy(&h->mem, NULL);
+    upipe_mem_destroy(&h->second, NULL);
+    free(h->weights), free(h->grads), free(h->rows), free(h->sharded);
+    free(h->slabs[0]), free(h->slabs[1]);
+    free(h);
+}
+
+/* ---- the calls, up to the one with the mistake ---- */
+
+static upipe_status fwd(host *h)
+{
+    return upipe_layer_fwd(&h->c, &h->l, &h->save, h->x);
+}
+
+static upipe_status out_fwd(host *h)
+{
+    return upipe_layer_out_fwd(&h->c, &h->l, h->x, &h->save);
+}
+
+static upipe_status out_bwd(host *h)
+{
+    return upipe_layer_out_bwd(&h->c, &h->l, &h->g, &h->save, h->x);
+}
+
+static upipe_status bwd(host *h)
+{
+    return upipe_layer_bwd(&h->c, &h->l, h->x, &h->g, &h->save, &h->save.out, h->x);
+}
+
+static upipe_status qkv_fwd(host *h)
+{
+    return upipe_qkv_fwd(&h->c, &h->q, &h->save);
+}
+
+static upipe_status qkv_bwd(host *h)
+{
+    return upipe_qkv_bwd(&h->c, &h->q, &h->qg, &h->save);
+}
+
+static upipe_status fpdt_fwd(host *h)
+{
+    return upipe_fpdt_fwd(&h->c, &h->f, &h->offloaded, h->rows);
+}
+
+static upipe_status fpdt_bwd(host *h)
+{
+    float *dout = h->rows + 2 * TOKENS * MODEL;
+    return upipe_fpdt_bwd(&h->c, &h->f, h->rows, &h->g, &h->offloaded, dout, h->rows);
+}
+
+#define WELL(call) CHECK_STATUS(call, UPIPE_OK, h->c.err)
+
+/* All that comes before a backward: the forward, and the projection both ways. */
+static void up_to_bwd(host *h)
+{
+    WELL(fwd(h));
+    WELL(out_fwd(h));
+    WELL(out_bwd(h));
+}
+
+static const int64_t packed[2][3] = {{0, 3, TOKENS}, {0, 4, TOKENS}};
+
+static void pack(upipe_mask *m, const int64_t *cu_seqlens)
+{
+    m->cu_seqlens = cu_seqlens, m->cu_seqlens_n = 2;
+}
+
+/* What is wrong, the call that must say so, and what it must say. */
+typedef struct mistake {
+    const char *name;
+    upipe_status (*make)(host *h);
+    const char *words;
+} mistake;
+
+#define MISTAKE(name, ...)                   \
+    static upipe_status make_##name(host *h) \
+    {                                        \
+        __VA_ARGS__;                         \
+    }
+
+/* ---- another layer in the backward ---- */
+
+MISTAKE(layer_theta, up_to_bwd(h); h->l.rope_theta = 10000; return bwd(h))
+MISTAKE(layer_interleaved, up_to_bwd(h); h->l.rope_interleaved = 1; return bwd(h))
+MISTAKE(layer_scale, up_to_bwd(h); h->l.scale = 0.5f; return bwd(h))
+MISTAKE(layer_eps, up_to_bwd(h); h->l.norm_eps = 1e-6f; return bwd(h))
+MISTAKE(layer_causal, up_to_bwd(h); h->l.mask.causal = 0; return bwd(h))
+MISTAKE(layer_window, up_to_bwd(h); h->l.mask.window = 3; return bwd(h))
+MISTAKE(layer_softcap, up_to_bwd(h); h->l.mask.softcap = 30; return bwd(h))
+MISTAKE(layer_packed, pack(&h->l.mask, packed[0]); up_to_bwd(h); pack(&h->l.mask, packed[1]); return bwd(h))
+MISTAKE(layer_index, up_to_bwd(h); host_layer(h, 1); return bwd(h))
+MISTAKE(layer_wk, up_to_bwd(h); h->l.wk = h->l.wv; return bwd(h))
+MISTAKE(layer_norm, up_to_bwd(h); ++h->l.k_norm_weight; return bwd(h))
+MISTAKE(layer_sinks, up_to_bwd(h); ++h->l.mask.sinks; return bwd(h))
+MISTAKE(layer_bias, up_to_bwd(h); h->l.bq = h->weights; return bwd(h))
+MISTAKE(layer_id, h->l.id = 7; up_to_bwd(h); h->l.id = 8; return bwd(h))
+MISTAKE(layer_id_lost, h->l.id = 7; up_to_bwd(h); h->l.id = 0; return bwd(h))
+MISTAKE(layer_out_fwd, WELL(fwd(h)); host_layer(h, 1); return out_fwd(h))
+MISTAKE(layer_out_bwd, WELL(fwd(h)); WELL(out_fwd(h)); host_layer(h, 1); return out_bwd(h))
+MISTAKE(layer_chunk, upipe_plan other; host_plan(h, &other, 2); up_to_bwd(h); h->l.plan = &other;
+        return bwd(h))
+/* two stages of two heads either way, but other heads in them */
+MISTAKE(layer_order, upipe_plan other; upipe_plan_desc d = h->plan.desc; d.kv_heads = HEADS;
+        WELL(upipe_plan_init(&other, &d, &h->c.err)); WELL(fwd(h)); h->l.plan = &other; return out_fwd(h))
+MISTAKE(saved_of_nobody, up_to_bwd(h); memset(&h->save.given, 0, sizeof h->save.given); return bwd(h))
+MISTAKE(saved_twice, up_to_bwd(h); WELL(bwd(h)); return bwd(h))
+
+MISTAKE(qkv_scale, WELL(qkv_fwd(h)); h->q.scale = 0.5f; return qkv_bwd(h))
+MISTAKE(qkv_causal, WELL(qkv_fwd(h)); h->q.mask.causal = 0; return qkv_bwd(h))
+MISTAKE(qkv_sinks, h->q.mask.sinks = h->weights; WELL(qkv_fwd(h)); ++h->q.mask.sinks; return qkv_bwd(h))
+MISTAKE(qkv_id, h->q.id = 1; WELL(qkv_fwd(h)); h->q.id = 2; return qkv_bwd(h))
+MISTAKE(qkv_chunk, upipe_plan other; host_plan(h, &other, 2); WELL(qkv_fwd(h)); h->q.plan = &other;
+        return qkv_bwd(h))
+MISTAKE(qkv_of_layer, WELL(fwd(h)); return qkv_bwd(h))
+
+MISTAKE(fpdt_theta, WELL(fpdt_fwd(h)); h->f.layer.rope_theta = 10000; return fpdt_bwd(h))
+MISTAKE(fpdt_weights, WELL(fpdt_fwd(h)); h->f.layer.wv = h->weights; return fpdt_bwd(h))
+MISTAKE(fpdt_segments, WELL(fpdt_fwd(h)); h->f.segments = 4; return fpdt_bwd(h))
+MISTAKE(fpdt_tokens, WELL(fpdt_fwd(h)); h->f.desc.tokens = 2 * TOKENS; return fpdt_bwd(h))
+MISTAKE(fpdt_heads, WELL(fpdt_fwd(h)); h->f.desc.heads = 2 * HEADS; return fpdt_bwd(h))
+MISTAKE(fpdt_of_nobody, WELL(fpdt_fwd(h)); memset(&h->offloaded.given, 0, sizeof h->offloaded.given);
+        return fpdt_bwd(h))
+
+/* ---- a plan that was changed ---- */
+
+MISTAKE(plan_heads, h->plan.desc.heads = 2 * HEADS; return fwd(h))
+MISTAKE(plan_local, h->plan.local = 2 * TOKENS; return fwd(h))
+MISTAKE(plan_rows, h->plan.rows = h->x.n = 2 * TOKENS; return fwd(h))
+MISTAKE(plan_tokens, h->plan.desc.tokens = 2 * TOKENS; return qkv_fwd(h))
+MISTAKE(plan_team_tokens, h->plan.team_tokens = 2 * TOKENS; return qkv_fwd(h))
+MISTAKE(plan_buffers, h->plan.buffers.send = 4; return qkv_fwd(h))
+MISTAKE(plan_zero, memset(&h->plan, 0, sizeof h->plan); return fwd(h))
+MISTAKE(plan_between, up_to_bwd(h); h->plan.stages = 2; return bwd(h))
+MISTAKE(plan_between_out, WELL(fwd(h)); h->plan.desc.v_dim = 2 * DIM; return out_fwd(h))
+MISTAKE(plan_dry_layer, upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry); upipe_status s;
+        WELL(upipe_dry_init(dry, &h->plan, &h->ops)); h->plan.local = 1; s = upipe_dry_block(dry, &h->l, 1);
+        h->c.err = dry->ctx.err; free(dry); return s)
+
+/* ---- NULL ---- */
+
+MISTAKE(null_layer_plan, h->l.plan = NULL; return fwd(h))
+MISTAKE(null_layer, return upipe_layer_fwd(&h->c, NULL, &h->save, h->x))
+MISTAKE(null_save, return upipe_layer_fwd(&h->c, &h->l, NULL, h->x))
+MISTAKE(null_bwd_plan, up_to_bwd(h); h->l.plan = NULL; return bwd(h))
+MISTAKE(null_bwd_layer, up_to_bwd(h);
+        return upipe_layer_bwd(&h->c, NULL, h->x, &h->g, &h->save, &h->save.out, h->x))
+MISTAKE(null_bwd_grads, up_to_bwd(h);
+        return upipe_layer_bwd(&h->c, &h->l, h->x, NULL, &h->save, &h->save.out, h->x))
+MISTAKE(null_bwd_save, up_to_bwd(h);
+        return upipe_layer_bwd(&h->c, &h->l, h->x, &h->g, NULL, &h->save.out, h->x))
+MISTAKE(null_out_plan, WELL(fwd(h)); h->l.plan = NULL; return out_fwd(h))
+MISTAKE(null_out_layer, WELL(fwd(h)); return upipe_layer_out_fwd(&h->c, NULL, h->x, &h->save))
+MISTAKE(null_out_save, return upipe_layer_out_fwd(&h->c, &h->l, h->x, NULL))
+MISTAKE(null_out_bwd_save, return upipe_layer_out_bwd(&h->c, &h->l, &h->g, NULL, h->x))
+MISTAKE(null_out_bwd_grads, WELL(fwd(h)); return upipe_layer_out_bwd(&h->c, &h->l, NULL, &h->save, h->x))
+MISTAKE(null_saved_free, return upipe_saved_free(&h->c, NULL))
+MISTAKE(null_qkv, return upipe_qkv_fwd(&h->c, NULL, &h->save))
+MISTAKE(null_qkv_plan, h->q.plan = NULL; return qkv_fwd(h))
+MISTAKE(null_qkv_save, return upipe_qkv_fwd(&h->c, &h->q, NULL))
+MISTAKE(null_qkv_bwd, WELL(qkv_fwd(h)); return upipe_qkv_bwd(&h->c, NULL, &h->qg, &h->save))
+MISTAKE(null_qkv_bwd_grads, WELL(qkv_fwd(h)); return upipe_qkv_bwd(&h->c, &h->q, NULL, &h->save))
+MISTAKE(null_qkv_bwd_save, return upipe_qkv_bwd(&h->c, &h->q, &h->qg, NULL))
+MISTAKE(null_fpdt, return upipe_fpdt_fwd(&h->c, NULL, &h->offloaded, h->rows))
+MISTAKE(null_fpdt_save, return upipe_fpdt_fwd(&h->c, &h->f, NULL, h->rows))
+MISTAKE(null_fpdt_host, h->f.host = NULL; return fpdt_fwd(h))
+MISTAKE(null_fpdt_bwd, WELL(fpdt_fwd(h));
+        return upipe_fpdt_bwd(&h->c, NULL, h->rows, &h->g, &h->offloaded, h->rows, h->rows))
+MISTAKE(null_fpdt_bwd_save, return upipe_fpdt_bwd(&h->c, &h->f, h->rows, &h->g, NULL, h->rows, h->rows))
+MISTAKE(null_fpdt_bwd_grads, WELL(fpdt_fwd(h));
+        return upipe_fpdt_bwd(&h->c, &h->f, h->rows, NULL, &h->offloaded, h->rows + TOKENS * MODEL, h->rows))
+MISTAKE(null_fpdt_free, WELL(fpdt_fwd(h)); return upipe_fpdt_free(NULL, &h->offloaded, &h->c.err))
+MISTAKE(null_fpdt_free_host, WELL(fpdt_fwd(h)); h->f.host = NULL;
+        return upipe_fpdt_free(&h->f, &h->offloaded, &h->c.err))
+MISTAKE(null_fpdt_plan, return upipe_fpdt_plan(NULL, 0, &h->plan, &h->c.err))
+MISTAKE(null_desc, return upipe_plan_init(&h->plan, NULL, &h->c.err))
+MISTAKE(null_plan, return upipe_plan_init(NULL, &h->plan.desc, &h->c.err))
+MISTAKE(null_a2a, return upipe_a2a_to_heads(&h->c, h->rows, h->rows, NULL, 0, UPIPE_A2A_Q, 4))
+MISTAKE(null_pack, return upipe_a2a_pack(&h->c, h->rows, NULL, 0, UPIPE_A2A_Q, h->q.q))
+MISTAKE(null_slots_plan, return upipe_slots_alloc(&h->c, NULL, &h->save.out, UPIPE_SLOT_FULL, "dout"))
+MISTAKE(null_slots, return upipe_slots_gather(&h->c, &h->plan, h->x, NULL))
+MISTAKE(null_slots_gather_plan, WELL(fwd(h)); return upipe_slots_gather(&h->c, NULL, h->x, &h->save.out))
+MISTAKE(null_ring, return upipe_ring_fwd(&h->c, NULL, NULL))
+MISTAKE(null_attend, return upipe_attend_fwd(&h->c, NULL, NULL, 1))
+MISTAKE(null_attend_plan, upipe_attend a; upipe_kv_block b; memset(&a, 0, sizeof a); memset(&b, 0, sizeof b);
+        return upipe_attend_bwd(&h->c, &a, &b, 1))
+MISTAKE(null_attn, return upipe_attn_fwd(&h->c, NULL))
+MISTAKE(null_attn_bwd, return upipe_attn_bwd(&h->c, NULL))
+MISTAKE(null_mlp, return upipe_mlp_fwd(&h->c, NULL, h->x, h->x))
+MISTAKE(null_mlp_grads, upipe_mlp m; memset(&m, 0, sizeof m); m.w_gate = m.w_up = m.w_down = h->weights;
+        m.hidden = 4; return upipe_mlp_bwd(&h->c, &m, h->x, NULL, h->x, h->x))
+MISTAKE(null_mlp_bytes, size_t n; return upipe_mlp_bytes(&n, &h->ops, NULL, 8, 8, UPIPE_F32, 0, &h->c.err))
+MISTAKE(null_loss_bytes, size_t n; return upipe_loss_bytes(&n, &h->ops, NULL, 8, 8, UPIPE_F32, 0, &h->c.err))
+MISTAKE(null_loss_grads, upipe_head head; float loss; int32_t target = 0; memset(&head, 0, sizeof head);
+        return upipe_loss_bwd(&h->c, &head, h->x, NULL, &loss, h->x, &target))
+MISTAKE(null_loss, float loss; int32_t target = 0; return upipe_loss_fwd(&h->c, NULL, &loss, h->x, &target))
+MISTAKE(null_rope, return h->ops.rope(&h->c, NULL))
+MISTAKE(null_entropy, return h->ops.cross_entropy(&h->c, NULL))
+MISTAKE(null_adamw, return h->ops.adamw(&h->c, NULL))
+MISTAKE(null_fields, return upipe_comm_agree(&h->c, &h->team, NULL))
+MISTAKE(null_pool, void *out; return upipe_mem_alloc(NULL, &out, 4, UPIPE_USE_OTHER, "x", &h->c.err))
+MISTAKE(null_pool_free, return upipe_mem_free(NULL, h->rows, &h->c.err))
+MISTAKE(null_dry_table, upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
+        upipe_status s = upipe_dry_init(dry, &h->plan, NULL); h->c.err = dry->ctx.err; free(dry); return s)
+MISTAKE(null_dry_layer, upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry); upipe_status s;
+        WELL(upipe_dry_init(dry, &h->plan, &h->ops)); s = upipe_dry_layer(dry, NULL, 1);
+        h->c.err = dry->ctx.err; free(dry); return s)
+MISTAKE(null_dry_qkv, upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry); upipe_status s; h->q.plan = NULL;
+        WELL(upipe_dry_init(dry, &h->plan, &h->ops)); s = upipe_dry_qkv(dry, &h->q); h->c.err = dry->ctx.err;
+        free(dry); return s)
+MISTAKE(null_dry_fpdt, upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry); upipe_status s;
+        WELL(upipe_dry_init(dry, &h->plan, &h->ops)); s = upipe_dry_fpdt(dry, NULL); h->c.err = dry->ctx.err;
+        free(dry); return s)
+
+/* ---- shards ---- */
+
+MISTAKE(zero_null, const void *w; return upipe_zero_weights_begin(&h->c, NULL, 0, &w))
+MISTAKE(zero_check_null, return upipe_zero_check(&h->c, NULL))
+MISTAKE(zero_world, const void *w; h->z.world = NULL; return upipe_zero_weights_begin(&h->c, &h->z, 0, &w))
+MISTAKE(zero_ranks, float *g; h->z.ranks = 0; return upipe_zero_grads_begin(&h->c, &h->z, 0, &g))
+MISTAKE(zero_stage, const void *w; WELL(upipe_zero_check(&h->c, &h->z)); h->z.stage = 4;
+        return upipe_zero_weights_begin(&h->c, &h->z, 0, &w))
+MISTAKE(zero_units, const void *w; h->z.first = NULL; return upipe_zero_weights_begin(&h->c, &h->z, 0, &w))
+MISTAKE(zero_unit, const void *w; return upipe_zero_weights_begin(&h->c, &h->z, UNITS, &w))
+MISTAKE(zero_weights, const void *w; h->z.weights = NULL;
+        return upipe_zero_weights_begin(&h->c, &h->z, 0, &w))
+MISTAKE(zero_grads, float *g; h->z.grads = NULL; h->z.stage = 1;
+        return upipe_zero_grads_begin(&h->c, &h->z, 2, &g))
+MISTAKE(zero_clear, h->z.grads = NULL; return upipe_zero_grads_clear(&h->c, &h->z))
+MISTAKE(zero_out, return upipe_zero_weights_begin(&h->c, &h->z, 0, NULL))
+MISTAKE(zero_sum, h->z.stage = 0; h->z.ranks = 2; return upipe_zero_grads_sum(&h->c, &h->z))
+MISTAKE(zero_gather, h->z.stage = 1; h->z.first = NULL; return upipe_zero_weights_gather(&h->c, &h->z))
+
+#define CHANGED "the plan was changed after upipe_plan_init"
+#define ROW(name, words)          \
+    {                             \
+#name, make_##name, words \
+    }
+static const mistake mistakes[] = {
+    ROW(layer_theta, "rope_theta is not that of the forward"),
+    ROW(layer_interleaved, "rope_interleaved is not that of"),
+    ROW(layer_scale, "scale is not that of"),
+    ROW(layer_eps, "norm_eps is not that of"),
+    ROW(layer_causal, "causal is not that of"),
+    ROW(layer_window, "window is not that of"),
+    ROW(layer_softcap, "softcap is not that of"),
+    ROW(layer_packed, "cu_seqlens (hash) is not that of"),
+    ROW(layer_index, "wq is not where it was"),
+    ROW(layer_wk, "wk is not where it was"),
+    ROW(layer_norm, "k_norm_weight is not where it was"),
+    ROW(layer_sinks, "sinks is not where it was"),
+    ROW(layer_bias, "biases"),
+    ROW(layer_id, "layer id 8, and 7 in the forward"),
+    ROW(layer_id_lost, "layer id 0, and 7 in"),
+    ROW(layer_out_fwd, "wq is not where it was"),
+    ROW(layer_out_bwd, "wq is not where it was"),
+    ROW(layer_chunk, "chunk is not that of"),
+    ROW(layer_order, "another plan than in the forward"),
+    ROW(saved_of_nobody, "not there"),
+    ROW(saved_twice, "not there"),
+    ROW(qkv_scale, "scale is not that of"),
+    ROW(qkv_causal, "causal is not that of"),
+    ROW(qkv_sinks, "sinks is not where it was"),
+    ROW(qkv_id, "layer id 2, and 1 in"),
+    ROW(qkv_chunk, "chunk is not that of"),
+    ROW(qkv_of_layer, "not upipe_qkv_fwd's"),
+    ROW(fpdt_theta, "rope_theta is not that of"),
+    ROW(fpdt_weights, "wv is not where it was"),
+    ROW(fpdt_segments, "is not that of"),
+    ROW(fpdt_tokens, "tokens is not that of"),
+    ROW(fpdt_heads, "is not that of"),
+    ROW(fpdt_of_nobody, "results are not there"),
+    ROW(plan_heads, CHANGED),
+    ROW(plan_local, CHANGED),
+    ROW(plan_rows, CHANGED),
+    ROW(plan_tokens, CHANGED),
+    ROW(plan_team_tokens, CHANGED),
+    ROW(plan_buffers, CHANGED),
+    ROW(plan_zero, CHANGED),
+    ROW(plan_between, CHANGED),
+    ROW(plan_between_out, CHANGED),
+    ROW(plan_dry_layer, CHANGED),
+    ROW(null_layer_plan, "the layer or its plan is NULL"),
+    ROW(null_layer, "the layer or its plan is NULL"),
+    ROW(null_save, "save is NULL"),
+    ROW(null_bwd_plan, "the layer or its plan is NULL"),
+    ROW(null_bwd_layer, "the layer or its plan is NULL"),
+    ROW(null_bwd_grads, "grads is NULL"),
+    ROW(null_bwd_save, "save is NULL"),
+    ROW(null_out_plan, "the layer or its plan is NULL"),
+    ROW(null_out_layer, "the layer or its plan is NULL"),
+    ROW(null_out_save, "save is NULL"),
+    ROW(null_out_bwd_save, "save is NULL"),
+    ROW(null_out_bwd_grads, "grads is NULL"),
+    ROW(null_saved_free, "save is NULL"),
+    ROW(null_qkv, "tensors are NULL"),
+    ROW(null_qkv_plan, "plan is NULL"),
+    ROW(null_qkv_save, "save is NULL"),
+    ROW(null_qkv_bwd, "tensors are NULL"),
+    ROW(null_qkv_bwd_grads, "grads is NULL"),
+    ROW(null_qkv_bwd_save, "not upipe_qkv_fwd's"),
+    ROW(null_fpdt, "the segments or their pool"),
+    ROW(null_fpdt_save, "save is NULL"),
+    ROW(null_fpdt_host, "the segments or their pool"),
+    ROW(null_fpdt_bwd, "the segments or their pool"),
+    ROW(null_fpdt_bwd_save, "save is NULL"),
+    ROW(null_fpdt_bwd_grads, "grads is NULL"),
+    ROW(null_fpdt_free, "the segments or save are NULL"),
+    ROW(null_fpdt_free_host, "the pool is NULL"),
+    ROW(null_fpdt_plan, "the segments are NULL"),
+    ROW(null_desc, "the plan or desc is NULL"),
+    ROW(null_plan, "the plan or desc is NULL"),
+    ROW(null_a2a, "plan is NULL"),
+    ROW(null_pack, "plan or heads are NULL"),
+    ROW(null_slots_plan, "the plan or slots are NULL"),
+    ROW(null_slots, "slots, or its plan, is not there"),
+    ROW(null_slots_gather_plan, "slots, or its plan, is not there"),
+    ROW(null_ring, "the queries or block are NULL"),
+    ROW(null_attend, "attend: plan or block is NULL"),
+    ROW(null_attend_plan, "attend: plan or block is NULL"),
+    ROW(null_attn, "the call is NULL"),
+    ROW(null_attn_bwd, "the call is NULL"),
+    ROW(null_mlp, "the MLP, w_gate"),
+    ROW(null_mlp_grads, "grads is NULL"),
+    ROW(null_mlp_bytes, "mlp_bytes"),
+    ROW(null_loss_bytes, "loss_bytes"),
+    ROW(null_loss_grads, "grads is NULL"),
+    ROW(null_loss, "the head, w, losses"),
+    ROW(null_rope, "rope: the call is NULL"),
+    ROW(null_entropy, "cross_entropy: the call is NULL"),
+    ROW(null_adamw, "adamw: the call is NULL"),
+    ROW(null_fields, "a description of 0 fields"),
+    ROW(null_dry_table, "the compute table is NULL"),
+    ROW(null_pool, "the pool is NULL"),
+    ROW(null_pool_free, "the pool is NULL"),
+    ROW(null_dry_layer, "the layer or its plan is NULL"),
+    ROW(null_dry_qkv, "the call or its plan is NULL"),
+    ROW(null_dry_fpdt, "the segments are NULL"),
+    ROW(zero_null, "zero or its world is NULL"),
+    ROW(zero_check_null, "zero or its world is NULL"),
+    ROW(zero_world, "zero or its world is NULL"),
+    ROW(zero_ranks, "rank 0 of 0"),
+    ROW(zero_stage, "stage 4"),
+    ROW(zero_units, "do not begin at 0"),
+    ROW(zero_unit, "unit 3 of 3"),
+    ROW(zero_weights, "src is NULL"),
+    ROW(zero_grads, "grads is NULL"),
+    ROW(zero_clear, "dst is NULL"),
+    ROW(zero_out, "the place for the result is NULL"),
+    ROW(zero_sum, "rank 0 of 2"),
+    ROW(zero_gather, "do not begin at 0"),
+};
+
+static void test_table(void)
+{
+    size_t i;
+    for (i = 0; i < sizeof mistakes / sizeof *mistakes; ++i) {
+        host *h = host_begin();
+        upipe_status s;
+        memset(&h->c.err, 0, sizeof h->c.err);
+        s = mistakes[i].make(h);
+        CHECK_SAY(s == UPIPE_ERR_ARG && h->c.err.status == s &&
+                      strstr(h->c.err.text, mistakes[i].words) != NULL,
+                  "%s: %s (%s), not \"%s\"", mistakes[i].name, upipe_status_name(s), h->c.err.text,
+                  mistakes[i].words);
+        host_end(h, mistakes[i].name);
+    }
+}
+
+/* ---- what is no mistake ---- */
+
+static void well_moved(host *h)
+{
+    h->l.id = 3; /* its weights are gathered into other buffers for the backward */
+    WELL(fwd(h));
+    host_layer(h, 1);
+    WELL(out_fwd(h));
+    host_layer(h, 0);
+    WELL(out_bwd(h));
+    host_layer(h, 1);
+    WELL(bwd(h));
+}
+
+static void well_own_structs(host *h)
+{
+    static const int64_t again[3] = {0, 3, TOKENS};
+    upipe_plan copy;
+    pack(&h->l.mask, packed[0]);
+    up_to_bwd(h);
+    host_plan(h, &copy, 1); /* the same numbers */
+    h->l.plan = &copy;
+    pack(&h->l.mask, again);
+    h->l.tile_rows = 3;
+    h->l.grad_dtype = UPIPE_BF16;
+    h->l.wo = NULL;
+    WELL(bwd(h));
+}
+
+static void well_copied(host *h)
+{
+    upipe_saved kept;
+    upipe_plan copy = h->plan;
+    WELL(fwd(h));
+    kept = h->save;
+    memset(&h->save, 0, sizeof h->save);
+    h->save = kept;
+    h->l.plan = &copy;
+    WELL(out_fwd(h));
+    WELL(out_bwd(h));
+    WELL(bwd(h));
+}
+
+static void well_recomputed(host *h)
+{
+    WELL(qkv_fwd(h));
+    h->q.q.data = h->rows + 3 * TOKENS * MODEL; /* Q, K and V were formed again elsewhere */
+    h->q.k.data = h->q.v.data = h->rows + 4 * TOKENS * MODEL;
+    WELL(qkv_bwd(h));
+}
+
+static void well_segments(host *h)
+{
+    upipe_fpdt copy = h->f;
+    copy.layer.id = h->f.layer.id = 5;
+    copy.layer.wq = h->weights + LAYER;
+    WELL(fpdt_fwd(h));
+    h->f = copy;
+    WELL(fpdt_bwd(h));
+}
+
+static void well_without_world(host *h)
+{
+    const void *w = NULL;
+    float *g = NULL;
+    h->z.world = NULL, h->z.stage = 0; /* a rank that shares nothing */
+    WELL(upipe_zero_weights_begin(&h->c, &h->z, 2, &w));
+    WELL(upipe_zero_grads_begin(&h->c, &h->z, 2, &g));
+    CHECK(w == h->sharded + 4 && g == h->sharded + ELEMENTS + 4);
+    WELL(upipe_zero_grads_end(&h->c, &h->z, 2, g));
+    WELL(upipe_zero_grads_sum(&h->c, &h->z));
+}
+
+static void well_without_context(host *h)
+{
+    CHECK(upipe_layer_fwd(NULL, &h->l, &h->save, h->x) ==
+          UPIPE_ERR_ARG); /* there is no place for a sentence */
+    CHECK(upipe_qkv_fwd(NULL, &h->q, &h->save) == UPIPE_ERR_ARG);
+}
+
+typedef void well(host *h);
+
+static void test_well(void)
+{
+    static well *const cases[] = {well_moved,    well_own_structs,   well_copied,         well_recomputed,
+                                  well_segments, well_without_world, well_without_context};
+    size_t i;
+    for (i = 0; i < sizeof cases / sizeof *cases; ++i) {
+        host *h = host_begin();
+        cases[i](h);
+        host_end(h, "no mistake");
+    }
+}
+
+/* ---- one rank of two is wrong ---- */
+
+typedef struct pair {
+    upipe_threads team;
+    host *h[2];
+} pair;
+
+static upipe_status pair_body(void *user, int rank)
+{
+    pair *p = (pair *)user;
+    host *h = p->h[rank];
+    upipe_plan_desc d = h->plan.desc;
+    d.ranks = 2, d.rank = rank, d.chunk = 2;
+    h->c.team = upipe_threads_comm(&p->team, rank);
+    UPIPE_TRY(upipe_plan_init(&h->plan, &d, &h->c.err));
+    h->x.n = h->plan.rows;
+    UPIPE_TRY(fwd(h));
+    UPIPE_TRY(out_fwd(h));
+    UPIPE_TRY(out_bwd(h));
+    if (rank == 1) host_layer(h, 1);
+    return bwd(h);
+}
+
+/* The other rank is released, with the sentence of the one that is wrong. */
+static void test_pair(void)
+{
+    upipe_status statuses[2];
+    upipe_err e;
+    pair p;
+    int rank;
+    for (rank = 0; rank < 2; ++rank) p.h[rank] = host_begin();
+    CHECK_STATUS(upipe_threads_init(&p.team, 2, 20, &e), UPIPE_OK, e);
+    upipe_threads_run(&p.team, pair_body, &p, statuses, &e);
+    CHECK_INT(statuses[0], UPIPE_ERR_ABORTED);
+    CHECK_INT(statuses[1], UPIPE_ERR_ARG);
+    for (rank = 0; rank < 2; ++rank) {
+        CHECK_TEXT(p.h[rank]->c.err.text, "wq is not where it was");
+        host_end(p.h[rank], "two ranks");
+    }
+    upipe_threads_free(&p.team);
+}
+
+int main(void)
+{
+    test_table();
+    test_well();
+    test_pair();
+    return test_end("mistakes");
+}

@@ -1,0 +1,170 @@
+/* test_models.c -- the table of families: its rows, and the page that is printed from it
+ *
+ *     test_models docs/models.md            checks, the page too
+ *     test_models > docs/models.md          prints the page
+ */
+#define PROGRAM "train"
+#include "lib/test.h"
+
+#include "lib/page.h"
+
+#include "examples/llama/files/config_write.h"
+#include "examples/plan/preset.h"
+
+/* ---- the rows ---- */
+
+/* Words with a blank around each, none twice and none of `others`. */
+static void check_words(const char *words, const char *others)
+{
+    char word[80];
+    size_t n;
+    CHECK(words[0] == '\0' || (words[0] == ' ' && words[strlen(words) - 1] == ' '));
+    for (; *words != '\0'; words += n) {
+        n = strcspn(words, " ");
+        snprintf(word, sizeof word, "%.*s", (int)n, words);
+        n += words[n] == ' ';
+        if (word[0] == '\0') continue;
+        CHECK_SAY(!llama_is_word(others, word) && !(words[n] != '\0' && llama_is_word(words + n - 1, word)),
+                  "%s comes twice", word);
+    }
+}
+
+static void test_rows(void)
+{
+    int i, k;
+    check_words(llama_keys, llama_keys_idle);
+    check_words(llama_keys_idle, llama_keys);
+    for (i = 0; i < LLAMA_FAMILIES; ++i) {
+        const llama_family *f = &llama_families[i];
+        for (k = 0; k < i; ++k) CHECK(strcmp(llama_families[k].type, f->type) != 0);
+        check_words(f->keys, llama_keys);
+        check_words(f->idle, llama_keys);
+        check_words(f->idle, f->keys);
+        check_words(f->keys, llama_keys_idle);
+        check_words(f->idle, llama_keys_idle);
+        CHECK((f->windows != LLAMA_WINDOWS_NONE) == llama_is_word(f->keys, "sliding_window"));
+        CHECK(f->norm_eps > 0 && f->rope_theta >= 1 && f->window >= 0 && f->pad >= 0);
+    }
+}
+
+/* Presets are models that the trainer could make: what a family's file says gives the same numbers. */
+static void test_presets(void)
+{
+    int i;
+    for (i = 0; i < (int)PRESETS; ++i) {
+        const llama_family *f = &llama_families[presets[i].family];
+        llama_config c = {0}, back;
+        char note[PRESET_NOTE], path[] = "test_models.json";
+        upipe_err err;
+        CHECK_INT(preset_find(&c, note, presets[i].name, NULL), 0);
+        CHECK(c.qk_norm == f->qk_norm && c.family == presets[i].family);
+        unlink(path);
+        CHECK_SAY(llama_config_write(&c, UPIPE_BF16, 4096, path, &err) == 0, "%s", err.text);
+        CHECK_SAY(llama_config_read(&back, NULL, path, NULL, &err) == 0, "%s: %s", presets[i].name, err.text);
+        CHECK_BYTES(&back, &c, sizeof c);
+        unlink(path);
+    }
+}
+
+/* ---- the page ---- */
+
+static void print_keys(FILE *f, const char *words)
+{
+    size_t n;
+    int some = 0;
+    for (; *words != '\0'; words += n + (words[n] == ' ')) {
+        n = strcspn(words, " ");
+        if (n > 0) fprintf(f, "%s`%.*s`", some++ ? ", " : "", (int)n, words);
+    }
+    if (!some) fputc('-', f);
+}
+
+static void print_row(FILE *f, const llama_family *one)
+{
+    static const char *const windows[] = {"none", "all layers", "with `use_sliding_window`, by layer",
+                                          "by layer"};
+    static const char *const biases[] = {"none", "q, k, v", "q, k, v, o"};
+    fprintf(f, "| `%s` | %s | %s%s | %s%s |", one->type, one->architecture,
+            llama_is_word(one->keys, "attention_out_bias") ? "q, k, v; o" : biases[one->bias],
+            one->bias_always ? ", always" : "", windows[one->windows],
+            llama_is_word(one->keys, "no_rope_layers") ? "; layers without RoPE" : "");
+    fprintf(f, " %s%s%s%s |", one->qk_norm ? "QK norm; " : "", one->interleaved ? "interleaved pairs; " : "",
+            one->partial > 0 ? "a part of the head; " : "",
+            one->ropes ? "default and longrope alone" : "all types of RoPE");
+    fprintf(f, " %s%s |\n", one->fused & LLAMA_FUSED_QKV ? "`qkv_proj` " : "",
+            one->fused & LLAMA_FUSED_MLP ? "`gate_up_proj`"
+            : one->fused                 ? ""
+                                         : "-");
+}
+
+static void print_defaults(FILE *f, const llama_family *one)
+{
+    fprintf(f, "| `%s` | %s | ", one->type, one->kv_heads ? "as heads" : "must be there");
+    if (one->head_dim > 0) fprintf(f, "%d", one->head_dim);
+    if (one->head_dim == LLAMA_HEAD_DIVIDED) fputs("hidden_size / heads", f);
+    if (one->head_dim == LLAMA_HEAD_GIVEN) fputs("must be there", f);
+    fprintf(f, " | %g | %g | %s | ", one->norm_eps, one->rope_theta, one->tied ? "true" : "false");
+    if (one->pad > 0)
+        fprintf(f, "%" PRId64 " | ", one->pad - 1);
+    else
+        fputs("none | ", f);
+    if (one->window > 0)
+        fprintf(f, "%" PRId64 "%s |\n", one->window,
+                one->full_every ? ", every 4th layer from the first on all" : "");
+    else
+        fputs("none |\n", f);
+}
+
+static void print_page(FILE *f)
+{
+    int i;
+    fputs(
+        "# Models\n\n"
+        "Which models `train --load` and `logits --load` read, and `--save` writes again, from the table in\n"
+        "[families.h](../examples/llama/model/families.h). A new family is a row there; `test_models > docs/models.md`\n"
+        "prints this page. [checkpoints.md](checkpoints.md) says how a folder is read and what is refused.\n\n"
+        "A layer is that of a Llama: RMS norm, attention with RoPE, RMS norm, an MLP with SiLU and a gate. The families\n"
+        "differ in what the table says. Biases are those that `attention_bias` gives. Types of RoPE are default, linear,\n"
+        "dynamic, llama3, yarn and longrope. Tensors are named as in `transformers`; what a family stores as one tensor\n"
+        "is read and written as one.\n\n"
+        "| `model_type` | architecture | biases | windows | RoPE and norms | one tensor |\n|---|---|---|---|---|---|\n",
+        f);
+    for (i = 0; i < LLAMA_FAMILIES; ++i) print_row(f, &llama_families[i]);
+    fputs(
+        "\n## Where a key is absent\n\n"
+        "The values of `transformers`. A number of heads is not guessed.\n\n"
+        "| `model_type` | num_key_value_heads | head_dim | rms_norm_eps | rope_theta | tie_word_embeddings | pad_token_id |"
+        " sliding_window |\n|---|---|---|---|---|---|---|---|\n",
+        f);
+    for (i = 0; i < LLAMA_FAMILIES; ++i) print_defaults(f, &llama_families[i]);
+    fputs("\n## Keys\n\nThese count in every family: they are used, or must say what is built. ", f);
+    print_keys(f, llama_keys);
+    fputs(".\n\nThese change nothing in any: ", f);
+    print_keys(f, llama_keys_idle);
+    fputs(
+        ".\n\nAny other key is refused by its name, unless `--ignore-key NAME` says to read on without it.\n\n"
+        "| `model_type` | these count too | these change nothing |\n|---|---|---|\n",
+        f);
+    for (i = 0; i < LLAMA_FAMILIES; ++i) {
+        fprintf(f, "| `%s` | ", llama_families[i].type);
+        print_keys(f, llama_families[i].keys);
+        fputs(" | ", f);
+        print_keys(f, llama_families[i].idle);
+        fputs(" |\n", f);
+    }
+    fputs("\n## By name\n\n`upipe-plan --model NAME` knows these: ", f);
+    for (i = 0; i < (int)PRESETS; ++i) fprintf(f, "%s`%s`", i > 0 ? ", " : "", presets[i].name);
+    fputs(".\n", f);
+}
+
+int main(int argc, char **argv)
+{
+    if (argc < 2) {
+        print_page(stdout);
+        return 0;
+    }
+    test_rows();
+    test_presets();
+    page_check(argv[1], print_page);
+    return test_end("models");
+}

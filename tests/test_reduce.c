@@ -1,0 +1,131 @@
+/* test_reduce.c -- sums over a communicator that is not the team, and whom a failure of one releases
+ *
+ * Four ranks are two teams and two rings. test_a2a has the bits and bytes of a sum, test_zero those of sharded states.
+ */
+#include "../upipe/net/upipe_net_threads.h"
+#include "../upipe/upipe.h"
+#include "lib/context.h"
+#include "lib/grid.h"
+#include "lib/test.h"
+
+enum { TEAM = 2, RING = 2, RANKS = TEAM * RING, ELEMENTS = 1000, POOL = 1 << 20, BLOCKS = 8 };
+
+/* What rank 0 calls, whose pool is empty. */
+typedef enum call { BY_SCATTER, BY_ALL_REDUCE, BY_TEAM, BY_RING, BY_ZERO, CALLS } call;
+
+typedef struct job {
+    grid grid;
+    upipe_ops ops;
+    call call;
+} job;
+
+static void use(job *j, int rank, upipe_ctx *c, upipe_mem *mem)
+{
+    *c = (upipe_ctx){
+        .ops = &j->ops, .mem = mem, .team = grid_team(&j->grid, rank), .ring = grid_ring(&j->grid, rank)};
+}
+
+/* ---- whose sum it is ---- */
+
+/* Every rank brings 1, 10, 100 or 1000. */
+static float brought(int rank)
+{
+    static const float values[RANKS] = {1, 10, 100, 1000};
+    return values[rank];
+}
+
+static void check_sum(upipe_ctx *c, int rank, upipe_comm *comm, float want)
+{
+    upipe_comm *const team = c->team, *const ring = c->ring;
+    float data[ELEMENTS];
+    int wrong = 0;
+    for (int i = 0; i < ELEMENTS; ++i) data[i] = brought(rank);
+    CHECK_STATUS(upipe_all_reduce(c, comm, data, ELEMENTS), UPIPE_OK, c->err);
+    for (int i = 0; i < ELEMENTS; ++i) wrong += data[i] != want;
+    CHECK_SAY(wrong == 0, "rank %d has %g, not %g", rank, (double)data[0], (double)want);
+    CHECK(c->team == team && c->ring == ring);
+    CHECK_INT(c->mem->live, 0);
+}
+
+static upipe_status sums_body(void *user, int rank)
+{
+    job *j = (job *)user;
+    upipe_comm *const world = upipe_threads_comm(&j->grid.world, rank);
+    const int first = rank / TEAM * TEAM;
+    upipe_mem mem;
+    upipe_ctx c;
+    pool_begin(&mem, POOL, BLOCKS);
+    use(j, rank, &c, &mem);
+    check_sum(&c, rank, world, 1111);
+    check_sum(&c, rank, c.team, brought(first) + brought(first + 1));
+    check_sum(&c, rank, c.ring, brought(rank % TEAM) + brought(rank % TEAM + TEAM));
+    c.team = NULL;
+    check_sum(&c, rank, world, 1111);
+    CHECK_REFUSED(upipe_all_reduce(&c, NULL, NULL, 0), UPIPE_ERR_ARG, c.err, "the communicator is NULL");
+    CHECK_STATUS(upipe_reduce_scatter(&c, NULL, NULL, 0), UPIPE_ERR_ARG, c.err);
+    CHECK_STATUS(upipe_all_gather(&c, NULL, NULL, 0, 4), UPIPE_ERR_ARG, c.err);
+    upipe_mem_destroy(&mem, NULL);
+    return UPIPE_OK;
+}
+
+/* ---- whom a failure releases ---- */
+
+/* Rank 0 fails before it communicates. */
+static upipe_status fail_alone(job *j, upipe_ctx *c, upipe_comm *world)
+{
+    static const int64_t first[2] = {0, ELEMENTS};
+    float data[ELEMENTS] = {0}, *g;
+    upipe_zero z;
+    if (j->call == BY_SCATTER) return upipe_reduce_scatter(c, world, data, ELEMENTS);
+    if (j->call == BY_ALL_REDUCE) return upipe_all_reduce(c, world, data, ELEMENTS);
+    if (j->call == BY_TEAM) return upipe_all_reduce(c, c->team, data, ELEMENTS);
+    if (j->call == BY_RING) return upipe_all_reduce(c, c->ring, data, ELEMENTS);
+    z = (upipe_zero){.world = world, .ranks = RANKS, .stage = 2, .units = 1, .first = first};
+    return upipe_zero_grads_begin(c, &z, 0, &g);
+}
+
+static upipe_status failure_body(void *user, int rank)
+{
+    job *j = (job *)user;
+    upipe_mem_block blocks[BLOCKS];
+    upipe_comm *const world = upipe_threads_comm(&j->grid.world, rank);
+    upipe_mem mem;
+    upipe_ctx c;
+    upipe_mem_init(&mem, NULL, 0, blocks, BLOCKS);
+    use(j, rank, &c, &mem);
+    if (rank == 0) {
+        CHECK_STATUS(fail_alone(j, &c, world), UPIPE_ERR_MEMORY, c.err);
+        CHECK(c.team->ops.failure(c.team) != NULL);
+        CHECK(c.ring->ops.failure(c.ring) != NULL);
+        CHECK_INT(world->ops.failure(world) != NULL, j->call != BY_TEAM && j->call != BY_RING);
+        return UPIPE_OK;
+    }
+    /* rank 1 is its neighbour in the team, rank 2 in the ring */
+    if (rank == 3 && (j->call == BY_TEAM || j->call == BY_RING)) return UPIPE_OK;
+    CHECK_REFUSED(upipe_comm_barrier(&c, rank == 1   ? c.team
+                                         : rank == 2 ? c.ring
+                                                     : world),
+                  UPIPE_ERR_ABORTED, c.err, "do not fit");
+    return UPIPE_OK;
+}
+
+static void run(job *j, upipe_status (*body)(void *user, int rank))
+{
+    upipe_err e;
+    CHECK_STATUS(grid_init(&j->grid, TEAM, RING, 0, 20, &e), UPIPE_OK, e);
+    CHECK_STATUS(upipe_threads_run(&j->grid.world, body, j, NULL, &e), UPIPE_OK, e);
+    grid_free(&j->grid);
+    buffers_free(0);
+}
+
+int main(void)
+{
+    static job j;
+    j.ops = cpu_table();
+    run(&j, sums_body);
+    for (int i = 0; i < CALLS; ++i) {
+        j.call = (call)i;
+        run(&j, failure_body);
+    }
+    return test_end("reduce");
+}

@@ -1,0 +1,137 @@
+/* scratch.h -- the block's products and the scratch of all its calls        part of upipe_stage.h */
+#ifndef UPIPE_STAGE_SCRATCH_H
+#define UPIPE_STAGE_SCRATCH_H
+
+#include "types.h"
+
+/* The rows of a weight that make these heads, as a batch of matrices [each * dim][D]. */
+UPIPE_API upipe_view upi_weight_rows(const upipe_pass *f, const void *w, upipe_dtype dtype, upipe_head_run h,
+                                     upipe_proj which)
+{
+    int64_t dim = f->plan->desc.model_dim, head = f->dim[which] * dim;
+    void *at = (char *)(uintptr_t)w + (size_t)(h.first * head) * upipe_dtype_bytes(dtype);
+    return upipe_view_make(at, dtype, (int64_t)h.heads * f->dim[which], dim, h.blocks, h.stride * head,
+                           (int32_t)dim);
+}
+
+/* The largest scratch of a weight's products: with x, for its gradient, and with a tile for dX. */
+UPIPE_API size_t upi_product_scratch(const upipe_ops *ops, const upipe_pass *f, upipe_proj which,
+                                     upipe_head_run h)
+{
+    const upipe_plan *p = f->plan;
+    const upipe_dtype t = p->desc.dtype;
+    const int by_tokens =
+        f->layer->grad_dtype == UPIPE_F32 ? UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE : UPIPE_GEMM_TRANS_A;
+    const int32_t model = (int32_t)p->desc.model_dim, columns = h.heads * f->dim[which];
+    float none[1];
+    upipe_view x = upipe_view_packed(NULL, t, p->rows, 1, model), block, grad, w, cols, sum;
+    size_t most;
+    h.offset = h.first = 0;
+    block = upipe_head_run_matrix(p, NULL, h, f->dim[which]);
+    grad = upi_weight_rows(f, none, UPIPE_F32, h, which);
+    w = upi_weight_rows(f, none, t, h, which);
+    cols = upipe_view_packed(NULL, t, f->tile_rows, 1, columns);
+    sum = upipe_view_packed(NULL, UPIPE_F32, f->tile_rows, 1, model);
+    most = ops->gemm_bytes(ops, block, x, w, UPIPE_GEMM_TRANS_B);
+    most = upipe_max_bytes(most, ops->gemm_bytes(ops, grad, block, x, by_tokens));
+    w = upi_weight_rows(f, none, t, upipe_head_run_make(h.heads, 1, 0, 1), which);
+    cols = upipe_view_heads(cols, h.heads);
+    most = upipe_max_bytes(most, ops->gemm_bytes(ops, sum, cols, w, 0));
+    return upipe_max_bytes(most, ops->gemm_bytes(ops, sum, cols, w, UPIPE_GEMM_ACCUMULATE));
+}
+
+/* The largest scratch of the output projection's products with the heads of one stage and rank. */
+UPIPE_API size_t upi_out_scratch(const upipe_ops *ops, const upipe_pass *f, int heads)
+{
+    const upipe_plan *p = f->plan;
+    const upipe_dtype t = p->desc.dtype;
+    const int by_tokens =
+        f->layer->grad_dtype == UPIPE_F32 ? UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE : UPIPE_GEMM_TRANS_A;
+    const int32_t model = (int32_t)p->desc.model_dim, columns = heads * p->desc.v_dim,
+                  width = p->desc.heads * p->desc.v_dim;
+    upipe_view x = upipe_view_packed(NULL, t, p->rows, 1, model);
+    upipe_view wo = upipe_view_make(NULL, t, model, width, 1, columns, columns);
+    upipe_view block = upipe_view_packed(NULL, t, p->rows, 1, columns);
+    upipe_view grad = upipe_view_make(NULL, UPIPE_F32, model, width, 1, columns, columns);
+    upipe_view sum = upipe_view_packed(NULL, UPIPE_F32, f->tile_rows, 1, model);
+    upipe_view cols = upipe_view_packed(NULL, t, f->tile_rows, heads, p->desc.v_dim);
+    upipe_view by_head = upipe_view_heads(wo, heads);
+    size_t most = ops->gemm_bytes(ops, sum, cols, by_head, UPIPE_GEMM_TRANS_B);
+    most = upipe_max_bytes(
+        most, ops->gemm_bytes(ops, sum, cols, by_head, UPIPE_GEMM_TRANS_B | UPIPE_GEMM_ACCUMULATE));
+    most = upipe_max_bytes(most, ops->gemm_bytes(ops, block, x, wo, 0));
+    return upipe_max_bytes(most, ops->gemm_bytes(ops, grad, x, block, by_tokens));
+}
+
+/* Scratch of the pass, no less than f->scratch has: one size for all products, one for each attention kernel. A compute
+ * table may sum dQ' in f32 scratch. It adds to a sum in the send buffer instead, which is cast into the place of dO'
+ * afterwards, where the scratch that this saves is more than what the send buffer grows by.
+ *   merge   1: a row attends its keys in several calls, as in a ring and in segments
+ */
+UPIPE_API void upi_scratch_add(const upipe_ops *ops, upipe_pass *f, int merge)
+{
+    const upipe_plan *p = f->plan;
+    const upipe_layer *l = f->layer;
+    const upipe_buffers *b = &p->buffers;
+    const size_t dq_sum = b->q / upipe_dtype_bytes(p->desc.dtype) * 4;
+    upipe_scratch s = f->scratch;
+    size_t adding = 0;
+    upipe_head_run h;
+    int stage, rank;
+    if (p->kv_grads_accumulate) { /* all heads of K, then of V, are complete at once */
+        h = upipe_head_run_all_kv(p);
+        s.gemm = upipe_max_bytes(s.gemm, upi_product_scratch(ops, f, UPIPE_PROJ_K, h));
+        s.gemm = upipe_max_bytes(s.gemm, upi_product_scratch(ops, f, UPIPE_PROJ_V, h));
+    }
+    for (stage = 0; stage < p->stages; ++stage) {
+        for (rank = 0; upipe_head_run_next(p, UPIPE_A2A_Q, stage, &rank, &h);) {
+            s.gemm = upipe_max_bytes(s.gemm, upi_product_scratch(ops, f, UPIPE_PROJ_Q, h));
+            if (l->wo != NULL) s.gemm = upipe_max_bytes(s.gemm, upi_out_scratch(ops, f, h.heads));
+        }
+        for (rank = 0; upipe_head_run_next(p, UPIPE_A2A_KV, stage, &rank, &h);) {
+            s.gemm = upipe_max_bytes(s.gemm, upi_product_scratch(ops, f, UPIPE_PROJ_K, h));
+            s.gemm = upipe_max_bytes(s.gemm, upi_product_scratch(ops, f, UPIPE_PROJ_V, h));
+        }
+        s.attn_fwd =
+            upipe_max_bytes(s.attn_fwd, upipe_attend_bytes(ops, p, &l->mask, l->scale, stage, merge, 0));
+        s.attn_bwd =
+            upipe_max_bytes(s.attn_bwd, upipe_attend_bytes(ops, p, &l->mask, l->scale, stage, merge, 1));
+        adding = upipe_max_bytes(adding, upipe_attend_bytes(ops, p, &l->mask, l->scale, stage, 1, 1));
+    }
+    if (!merge && p->desc.dtype != UPIPE_F32 && !p->overlap && b->o >= b->q &&
+        (ops->attn_can & UPIPE_ATTN_ADD_DQ) != 0 &&
+        upipe_max_bytes(b->send, dq_sum) + adding < b->send + s.attn_bwd) {
+        s.attn_bwd = adding;
+        s.dq_sum = dq_sum;
+    }
+    if (p->desc.dtype != UPIPE_F32)
+        s.tile = upipe_max_bytes(s.tile, (size_t)(f->tile_rows * p->desc.model_dim) * 4);
+    f->scratch = s;
+}
+
+/* ---- products ---- */
+
+UPIPE_API upipe_status upi_gemm(upipe_ctx *c, const upipe_pass *f, upipe_view out, upipe_view a, upipe_view b,
+                                int flags)
+{
+    void *work;
+    UPIPE_TRY(upipe_alloc(c, &work, f->scratch.gemm, UPIPE_USE_SCRATCH, "gemm_work"));
+    UPIPE_TRY(c->ops->gemm(c, out, a, b, flags, work, f->scratch.gemm));
+    return upipe_free(c, work);
+}
+
+/* The gradient of a weight: dw += a^T * b. One that is not f32 is rounded once: the product comes in f32 first. */
+UPIPE_API upipe_status upi_gemm_grad(upipe_ctx *c, const upipe_pass *f, upipe_view dw, upipe_view a,
+                                     upipe_view b)
+{
+    void *sum;
+    upipe_view wide = upipe_view_make(NULL, UPIPE_F32, dw.n, dw.d, dw.h, dw.n * dw.d, dw.d);
+    if (dw.dtype == UPIPE_F32) return upi_gemm(c, f, dw, a, b, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE);
+    UPIPE_TRY(upipe_alloc(c, &sum, (size_t)(dw.n * dw.d * dw.h) * 4, UPIPE_USE_GRAD, "dw_sum"));
+    wide.data = sum;
+    UPIPE_TRY(upi_gemm(c, f, wide, a, b, UPIPE_GEMM_TRANS_A));
+    UPIPE_TRY(c->ops->add(c, dw, wide));
+    return upipe_free(c, sum);
+}
+
+#endif
