@@ -451,8 +451,8 @@ UPIPE_API upipe_status upi_attn_bwd_avx512(upipe_ctx *c, const upipe_attn_grad *
 #endif
 
 /* upipe_cpu_attn_bf16 -- replaces the table's attention by one in the processor's bf16 instructions, as
- *                        upipe_cpu_bf16 does for products; ops was filled by upipe_cpu_ops, err may be NULL
- * UPIPE_ERR_UNSUPPORTED where it has neither, and the table stays as it is. Another processor gives other bits.
+ *                        upipe_cpu_bf16 does for products; ops was filled by upipe_cpu_ops, err may be NULL.
+ *   errors  UNSUPPORTED where it has neither, and the table stays as it is. Another processor gives other bits.
  */
 UPIPE_API upipe_status upipe_cpu_attn_bf16(upipe_ops *ops, upipe_err *err)
 {

@@ -542,8 +542,8 @@ UPIPE_API const char *upipe_cpu_bf16_name(void)
 }
 
 /* upipe_cpu_bf16 -- replaces the table's matrix product by one in the processor's bf16 instructions, AMX where it
- *                   has it and else AVX512-BF16; ops was filled by upipe_cpu_ops, err may be NULL
- * UPIPE_ERR_UNSUPPORTED where it has neither, and the table stays as it is. Another processor gives other bits.
+ *                   has it and else AVX512-BF16; ops was filled by upipe_cpu_ops, err may be NULL.
+ *   errors  UNSUPPORTED where it has neither, and the table stays as it is. Another processor gives other bits.
  */
 UPIPE_API upipe_status upipe_cpu_bf16(upipe_ops *ops, upipe_err *err)
 {

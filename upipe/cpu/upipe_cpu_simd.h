@@ -177,6 +177,7 @@ UPI_INLINE float upi_f32_of_bits(uint32_t bits)
     return f;
 }
 
+/* The f32 of the same value. */
 UPI_INLINE float upipe_bf16_to_f32(uint16_t b)
 {
     return upi_f32_of_bits((uint32_t)b << 16);
@@ -550,6 +551,7 @@ UPI_INLINE void upi_f8_put(void *base, upipe_dtype dtype, int64_t i, upi_f8 v)
         upi_f8_store_f16((uint16_t *)base + i, v);
 }
 
+/* Element i of an array of this type, as f32. */
 UPI_INLINE float upipe_cpu_get(const void *base, upipe_dtype dtype, int64_t i)
 {
     return dtype == UPIPE_F32    ? ((const float *)base)[i]
@@ -557,6 +559,7 @@ UPI_INLINE float upipe_cpu_get(const void *base, upipe_dtype dtype, int64_t i)
                                  : upi_f16_to_f32(((const uint16_t *)base)[i]);
 }
 
+/* Element i = v, rounded to the array's type. */
 UPI_INLINE void upipe_cpu_put(void *base, upipe_dtype dtype, int64_t i, float v)
 {
     if (dtype == UPIPE_F32)
