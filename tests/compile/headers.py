@@ -272,6 +272,11 @@ def host_jobs(headers, flags_of, top):
                 flags = flags + flags_of.get(FOREIGN.get(name), [])
                 jobs.append((compile_one, f'{language}: {name}{note}', compiler,
                              standard + WARNINGS + READ_ONLY + flags, suffix, [name], top))
+        if FULL and suffix == '.cpp' and re.match('x86_64|amd64', machine):
+            # optimized, and not read alone: g++ 12 warns of its own header where intrinsics are inlined
+            jobs.append((compile_refused, 'C++17, g++: kernels of AVX-512', compiler,
+                         [*standard, *WARNINGS, '-O1', *PLAIN, *SIMD[' with AVX-512'][0], '-DUPIPE_CPU_DECLARE'], suffix,
+                         '#define UPIPE_CPU_DEFINE\n#include "upipe/cpu/upipe_cpu.h"\n', None, top))
         for note, (flags, machines) in SIMD.items():
             if note and suffix == '.cpp' and re.match(machines, machine):
                 jobs.append((compile_one, f'{language}: all headers{note}', compiler,

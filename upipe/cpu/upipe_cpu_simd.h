@@ -43,7 +43,15 @@
 #elif defined(__AVX2__) && defined(__FMA__)
 #undef UPIPE_CPU_AVX2
 #define UPIPE_CPU_AVX2 1
+/* Its undefined vectors begin as themselves, of which g++ 12 warns wherever they are inlined. */
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Winit-self"
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #if defined(__AVX512F__)
 #undef UPIPE_CPU_AVX512
 #define UPIPE_CPU_AVX512 1
