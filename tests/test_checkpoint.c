@@ -192,6 +192,8 @@ static void truth_fill(truth *t, int64_t step, uint64_t save)
     t->run.text_hash = ~save;
     t->run.steps = 1000;
     t->run.warmup = 10;
+    t->run.schedule = 3;
+    t->run.decay = 7;
     t->run.lr = 1e-3;
     t->run.min_lr = 1.0 / 3;
     t->run.weight_decay = 0.1;
@@ -1305,10 +1307,10 @@ static void check_optimizer(const truth *t, const char *says)
 static void write_optimizer(const truth *t, const char *key, const char *value, int missing, int kind,
                             const char *extra)
 {
-    static const char *const keys[] = {"step",           "tokens", "batch",     "text_bytes", "steps",
-                                       "warmup",         "seed",   "text_hash", "lr",         "min_lr",
-                                       "weight_decay",   "beta1",  "beta2",     "adam_eps",   "clip",
-                                       "format_version", "dtype"};
+    static const char *const keys[] = {"step",     "tokens",   "batch",          "text_bytes", "steps",
+                                       "warmup",   "schedule", "decay",          "seed",       "text_hash",
+                                       "lr",       "min_lr",   "weight_decay",   "beta1",      "beta2",
+                                       "adam_eps", "clip",     "format_version", "dtype"};
     enum { KEYS = sizeof keys / sizeof *keys };
     upipe_err err = no_err();
     st_writer w;
@@ -1379,7 +1381,9 @@ static void test_optimizers(void)
         {"tokens", "9223372036854775807", "tokens is 9223372036854775807, not"},
         {"batch", "0", "batch is 0, not a whole number from 1"},
         {"batch", "2147483648", "batch is 2147483648, not"},
-        {"steps", "0", "steps is 0, not"},
+        {"steps", "-1", "steps is -1, not"},
+        {"schedule", "4", "schedule is 4, not a whole number from 0 to 3"},
+        {"decay", NULL, "decay is missing"},
         {"step", "2147483648", "step is 2147483648, not"},
         {"warmup", "2147483648", "warmup is 2147483648, not"},
         {"seed", "9223372036854775808", "seed is 9223372036854775808, not"},

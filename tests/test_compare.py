@@ -488,7 +488,7 @@ def test_dumps(folder):
         ('--kv-heads 4 --dtype bf16 --rope', 'bf16'),
         ('--kv-heads 4 --batch 2 --window 20 --cu-seqlens 70,40,82 --softcap 2 --sinks --v-dim 48 --rope', 'masks'),
     ]:
-        dump = 'dump'
+        dump = 'deeper/dump'
         words = [*base, '--tokens', '96', *args.split(), *ALL, '--dump', dump]
         c = good(folder, words, what)['config']
         all_got = [check_dump(os.path.join(dump, name), c, f'{what}: {name}') for name in c['method']]
@@ -599,8 +599,10 @@ def test_refusals(folder):
         refused(folder, OUTPUTS + args.split(), 1, words)
 
     small = ['--tokens', '64']
+    refused(folder, small + ['--json', 'missing/deeper/out'], 1, ['missing/deeper/out', 'No such file'])
+    for flag in ('--trace', '--dump'):  # which make the folders above, and remove them after a failure
+        refused(folder, small + [flag, 'missing/deeper/out', '--json', 'empty.txt/out'], 1, ['Not a directory'])
     for flag in ('--json', '--trace', '--dump'):
-        refused(folder, small + [flag, 'missing/deeper/out'], 1, ['missing/deeper/out', 'No such file'])
         refused(folder, small + [flag, 'empty.txt/out'], 1, ['Not a directory'])
     for flag in ('--trace', '--dump'):
         refused(folder, small + [flag, 'empty.txt'], 1, ['empty.txt', 'no folder'])

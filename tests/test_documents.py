@@ -98,6 +98,10 @@ def test_alone(_):
             got = run(f'{method}, {ranks} ranks', method=method, **{**flags, 'ranks': ranks})
             near(got['loss'], first['loss'], f'{method}, {ranks} ranks: loss')
             near(got['grad_norm'], first['grad_norm'], f'{method}, {ranks} ranks: norm')
+    for method in ['upipe', 'upipe-ring']:  # nothing is learnt: the evaluation is of the same weights
+        got = run(f'{method}, evaluated', **{**flags, 'method': method, 'ranks': 4, 'eval': 'all.bin', 'lr': 0, 'min_lr': 0, 'steps': 1})
+        near([got['eval'][0]['loss']], got['loss'], f'{method}: evaluation', 1e-6)
+        equal(got['eval'][0]['targets'], sum(n - 1 for n in LENGTHS if n > 1), f'{method}: targets')
     # the same documents by a token at their ends
     ids, at = list(IDS), 0
     for n in LENGTHS:

@@ -25,10 +25,11 @@ from programs import (BOOK, METHODS, ODD_NAME, ODD_TEXT, flags_of, heed_signals,
                       replay, safetensors, sentences, watched, words_of)
 
 TRAIN, LOGITS = (os.path.abspath(path) for path in sys.argv[1:3])
-ROOT = {'config', 'first_step', 'loss', 'grad_norm', 'tokens_per_s', 'peak_bytes', 'plan_bytes', 'slab_bytes',
+ROOT = {'config', 'first_step', 'loss', 'grad_norm', 'eval', 'tokens_per_s', 'peak_bytes', 'plan_bytes', 'slab_bytes',
         'host_bytes', 'plan_sent_bytes', 'plan_moved_bytes', 'sent_bytes_per_step', 'memory'}
 MEASURED = {'text_bytes', 'products', 'kernels'}
 SEGMENTED = METHODS[-2:]
+SCHEDULES = ['cosine', 'linear', 'constant', 'wsd']
 PARTS = ['weights', 'gradients', 'optimizer', 'tokens', 'checkpoints', 'stream', 'attention', 'mlp', 'loss', 'sum']
 MODEL = {'layers': 2, 'model_dim': 64, 'heads': 4, 'kv_heads': 2}
 FLAGS = flags_of('IN_TRAIN')
@@ -497,7 +498,8 @@ def check_files(path, c, step, what):
         check(len(set(data[i:i + 4] for i in range(0, len(data), 4))) > len(data) // 64, f'{what}: {name} is flat')
     meta, moments, _, _ = safetensors(f'{path}/optimizer.safetensors')
     schedule = {key: '%.17g' % c[key] for key in ('lr', 'min_lr', 'weight_decay', 'beta1', 'beta2', 'adam_eps', 'clip')}
-    equal(meta, {**schedule, 'steps': str(c['steps']), 'warmup': str(c['warmup']),
+    equal(meta, {**schedule, 'steps': str(c['steps']), 'warmup': str(c['warmup']), 'decay': str(c['decay']),
+                 'schedule': str(SCHEDULES.index(c['schedule'])),
                  'dtype': c['dtype'], 'step': str(step), 'tokens': str(c['tokens']), 'batch': str(c['batch']),
                  'text_bytes': str(c['text_bytes']), 'seed': str(c['seed']),
                  'text_hash': str(fnv(read(c['data']))), 'format_version': '1'},
@@ -895,8 +897,10 @@ def test_signals(folder):
 
     args = given(steps=100000, progress=True, save='burst', json='burst.json', **EVEN)
     ended = watched([TRAIN, *args], folder, 'step 5/', twice, start_new_session=True)
-    equal(ended, (128 + signal.SIGTERM, 'train: ended by a signal: Terminated\n'), 'a burst in a step')
-    equal(os.listdir('burst'), [f'checkpoint-{len(numbers_of(folder, "burst.json")["loss"])}'], 'a burst in a step: checkpoints')
+    at = len(numbers_of(folder, 'burst.json')['loss'])
+    equal(ended, (128 + signal.SIGTERM, f'train: ended by a signal: Terminated; --resume burst continues after step {at}\n'),
+          'a burst in a step')
+    equal(os.listdir('burst'), [f'checkpoint-{at}'], 'a burst in a step: checkpoints')
     # A second later another one ends the program at once: here in a step of some minutes, in which it sleeps meanwhile.
     args = given(steps=1, layers=1, model_dim=8, tokens=131072, save='long', json='long.json')
     with subprocess.Popen([TRAIN, *args], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
@@ -973,7 +977,7 @@ def test_usage(folder):
     os.mkdir('old')
     for name, (values, *words) in {  # what the sentence has beside the flag and the value
         'ranks': (['12x', '-4', '0', '257'], '1 to 256'), 'layers': (['0', '999999999'], '4096'), 'model-dim': (['16777217'], '16777216'),
-        'vocab': (['255'], '256'), 'tokens': (['9e18', '9223372036854775808', ' 64'],), 'batch': (['0x10'],), 'steps': (['0'],),
+        'vocab': (['255'], '256'), 'tokens': (['9e18', '9223372036854775808', ' 64'],), 'batch': (['0x10'],), 'steps': (['-1'],), 'schedule': (['step'], 'cosine, linear, constant or wsd'), 'stop-token': (['-1'], "a token's number"),
         'lr': (['nan', '-1', '1e999'],), 'beta1': (['1'],), 'rope-theta': (['0'],), 'rope-type': (['ntk'], 'yarn'), 'rope-factor': (['0.5'],), 'norm-eps': (['0'],), 'seed': (['-1'],),
         'deadline': (['0'],), 'dtype': (['f16'], 'f32 or bf16'), 'method': (['rings'],), 'window': (['-1'],), 'keep': (['-1'],),
         'attention-bias': (['q'], 'none, qkv or qkvo'), 'tile-bytes': (['99999999999999999999B', '65536', '0B'], 'with its unit'),
@@ -1007,7 +1011,10 @@ def test_usage(folder):
         ('--json x --trace x', 'same file, x'), ('--log x --json x', '--json and --log name the same file, x'),
         ('--log x --save x', '--log names x', '--save'), ('--json x --save x', 'x', '--save'), ('--trace x --save x', 'x', '--save'),
         ('--lr 0.1 --min-lr 0.2', '0.2', '0.1'), ('--steps 5 --warmup 6', '6', '5'),
-        ('--steps 5 --save-every 6 --save x', '6', '5'),
+        ('--steps 5 --save-every 6 --save x', '6', '5'), ('--eval-every 2', '--eval-every wants --eval'),
+        ('--steps 5 --eval-every 6 --eval x', '--eval-every 6', '5'), ('--decay 3', '--decay', 'cosine'),
+        ('--schedule constant --min-lr 0', '--min-lr', 'constant'), ('--steps 5 --warmup 3 --schedule wsd --decay 3', '--decay 3', '3', '5'),
+        ('--sample 0 --stop-token 1', '--stop-token', '--sample is 0'),
     ]:
         failed(folder, args.split(), 2, words)
     # the last one counts, and one of several wrong words is said
@@ -1067,6 +1074,67 @@ def test_log(folder):
     check(read('long').endswith(b'}\n'), 'the log ends within a line')
 
 
+def rates(folder, what, **flags):
+    good(folder, what, **{'log': 'rates', 'steps': 10, 'lr': 1e-2, 'warmup': 2, **flags})
+    return [line['rate'] for line in lines_of('rates')]
+
+
+def test_schedules(folder):
+    """The rate of every step, and the same over a resume; a schedule is the checkpoint's unless a flag changes it."""
+    rise = [0.5e-2, 1e-2]
+    line = [1e-2 + (1e-3 - 1e-2) * k / 8 for k in range(1, 9)]
+    near(rates(folder, 'cosine'), rise + [1e-3 + 4.5e-3 * (1 + math.cos(math.pi * k / 8)) for k in range(1, 9)], 1e-12, 'cosine')
+    near(rates(folder, 'linear', schedule='linear', save='line'), rise + line, 1e-12, 'linear')
+    near(rates(folder, 'constant', schedule='constant'), rise + [1e-2] * 8, 1e-12, 'constant')
+    wsd = rise + [1e-2] * 5 + [1e-2 - 9e-3 * k / 3 for k in (1, 2, 3)]
+    near(rates(folder, 'wsd', schedule='wsd', decay=3), wsd, 1e-12, 'wsd')
+    near(rates(folder, 'wsd by itself', schedule='wsd', save='wsd'), rise + [1e-2] * 7 + [1e-3], 1e-12, 'wsd, a tenth')
+    on = {'lr': None, 'warmup': None, 'log': 'on'}
+    near(rates(folder, 'wsd', schedule='wsd', decay=3, save='part', steps=10, log='rates'), wsd, 1e-12, 'wsd, saved')
+    good(folder, 'wsd goes on', resume='part', steps=12, **on)
+    near([line['rate'] for line in lines_of('on')], [1e-2 - 9e-3 * 2 / 3, 1e-3], 1e-12, 'wsd over a resume')
+    good(folder, 'another schedule', resume='part', steps=12, schedule='constant', **on)
+    near([line['rate'] for line in lines_of('on')][2:], [1e-2, 1e-2], 1e-12, 'another schedule over a resume')
+
+
+def still(folder, what, **flags):
+    """The numbers of a run without a step, which has no peak of one."""
+    quiet(given(**{'json': 'still.json', 'steps': 0, **flags}), folder, what)
+    return load('still.json')
+
+
+def test_eval(folder):
+    """The loss of a text of which nothing is learnt: of all its windows, the same whoever computes it, and no bit of the training."""
+    write('held', read(BOOK)[5000:5000 + 331])
+    few = {'eval': 'held', 'layers': 1, 'batch': 2}
+    plain = good(folder, 'no evaluation', layers=1, batch=2, steps=4)
+    evaluated = good(folder, 'evaluations', **few, steps=4, eval_every=2, save='a/b/c', log='log')
+    same(evaluated, plain, 'an evaluation changes bits')
+    equal([(e['step'], e['targets']) for e in evaluated['eval']], [(2, 330), (4, 330)], 'evaluations')
+    equal([line['eval_loss'] for line in lines_of('log') if 'eval_loss' in line], [e['loss'] for e in evaluated['eval']], 'their log')
+    equal(os.listdir('a/b/c'), ['checkpoint-4'], 'parents of --save')
+    loaded = {'eval': 'held', 'load': 'a/b/c', 'layers': None}
+    values = [still(folder, f'evaluated by {method}, {ranks}', **{**loaded, 'method': method, 'ranks': ranks})['eval']
+              for method, ranks in [('ulysses', 1), ('upipe', 2), ('upipe', 3), ('upipe', 4)]]
+    equal([v[0]['loss'] for v in values], [evaluated['eval'][1]['loss']] * 4, 'evaluations by other ranks, methods and batches')
+    merged = [still(folder, f'evaluated by {method}', **loaded, method=method, ranks=ranks)['eval'][0]['loss']
+              for method, ranks in [('zigzag', 3), ('upipe-fpdt', 2)]]
+    near(merged, [values[0][0]['loss']] * 2, 1e-6, 'the loss where attention is merged')
+    parts = []
+    for at in range(0, 320, 64):  # each window alone
+        write('part', read('held')[at:at + 65])
+        parts.append(still(folder, f'window {at}', **{**loaded, 'eval': 'part', 'ranks': 1})['eval'][0]['loss'] * 64)
+    write('part', read('held')[:321])
+    near([sum(parts)], [still(folder, 'five windows', **{**loaded, 'eval': 'part'})['eval'][0]['loss'] * 320], 1e-12, 'windows alone')
+    first = still(folder, 'first weights', save='first', layers=1)
+    equal((first['loss'], first['eval'], os.listdir('first')), ([], [], ['checkpoint-0']), 'no step')
+    same(good(folder, 'from first weights', resume='first', steps=4, save='first', layers=None, batch=None, lr=1e-3, warmup=1, min_lr=1e-4),
+         good(folder, 'from the start', layers=1, lr=1e-3, warmup=1, min_lr=1e-4), 'exported first weights')
+    failed(folder, given(**{**few, 'eval': 'none'}), 1, ['none', 'No such file'])
+    shutil.copy('held', 'own')
+    failed(folder, given(**{**few, 'eval': 'own', 'json': 'own'}), 1, ['own', 'replace the file of --eval'])
+
+
 def test_refusals(folder):
     outputs = {'json': 'numbers.json', 'trace': 'trace.json', 'save': 'save'}
     write('empty', b'')
@@ -1090,7 +1158,7 @@ def test_refusals(folder):
         ({'model_dim': 65536, 'head_dim': 256, 'ff_dim': 1000000}, 'GiB', '[0-9]'),
         ({'layers': 4096, 'model_dim': 16777216, 'head_dim': 256, 'ff_dim': 16777216}, '[0-9]'),
         ({'resume': 'nowhere'}, 'nowhere', 'No such file'), ({'load': folder}, 'neither a config.json nor a checkpoint'),
-        *(({flag: 'missing/deeper'}, 'missing/deeper', 'No such file') for flag in ('json', 'trace', 'save', 'log')),
+        *(({flag: 'missing/deeper'}, 'missing/deeper', 'No such file') for flag in ('json', 'trace', 'log')),
         ({'save': 'text'}, 'text', 'Not a directory'), ({'json': folder}, 'directory'), ({'json': '/dev/full'}, '/dev/full'),
         ({'json': 'a' * 300}, 'too long'), ({'trace': './numbers.json'}, 'numbers.json', 'both'), ({'log': '/dev/full'}, '/dev/full'),
     ]:
@@ -1212,7 +1280,7 @@ def test_broken(folder):
         header_case('another name', name, lambda head: head.update(
             {'model.layers.9.mlp.gate_proj.weight': head.pop(prefix + gate)}), ['gate_proj'])
     for key, value in [('step', '-1'), ('step', 'x'), ('tokens', '1e3'), ('seed', '99999999999999999999'),
-                       ('format_version', '2'), ('dtype', 'f16'), ('tokens', '0'), ('batch', '0'), ('steps', '0'),
+                       ('format_version', '2'), ('dtype', 'f16'), ('tokens', '0'), ('batch', '0'), ('steps', '-1'), ('schedule', '4'),
                        ('tokens', str(2**63 - 1)), ('batch', str(2**31)), ('adam_eps', '0'), ('beta1', '1'), ('lr', '1e4'),
                        ('text_bytes', '1')]:
         header_case(f'{key} is {value}', optimizer, lambda head, key=key, value=value: head['__metadata__'].update({key: value}),
@@ -1420,6 +1488,12 @@ def test_sample(folder):
     texts = [out.stdout[out.stdout.find(prompt):] if prompt in out.stdout else '' for out in outs]
     check(all(len(text) > len(prompt) + 20 for text in texts[:5]), f'samples: {texts}')
     check(texts[0] == texts[1] == texts[2], f'the likeliest bytes differ: {texts[:3]}')
+    check('sample, temperature 0: what the model writes after the prompt\n' + prompt in outs[0].stdout, f'a heading: {outs[0].stdout}')
+    drawn = texts[0][len(prompt):]
+    stop = re.match(r'((?:\\x[0-9a-f]{2}|[^ -~])*)([ -~])', drawn)
+    needed(stop, f'no ASCII in {drawn!r}')
+    done = run(given(**flags, stop_token=ord(stop.group(2))), folder)
+    equal(done.stdout.split(prompt)[-1].rstrip('\n'), stop.group(1), 'a stop token')
     check(texts[3] == texts[4] != texts[0], f'with the temperature: {texts[3:5]}')
     equal(texts[5], '', 'no sample')
     # What a terminal would obey is written as numbers, of the prompt and of bytes that nothing was learnt of.
@@ -1447,7 +1521,7 @@ def test_sample(folder):
 
 
 if __name__ == '__main__':
-    sys.exit(run_tests('train', test_flags, test_usage, test_log, test_refusals, test_numbers, test_bits, test_methods, test_activations,
+    sys.exit(run_tests('train', test_flags, test_usage, test_log, test_schedules, test_eval, test_refusals, test_numbers, test_bits, test_methods, test_activations,
                        test_zero, test_prefetch, test_reduce_dtype, test_learning, test_checkpoints, test_loading, test_rope, test_qwen2, test_padding,
                        test_resume_refusals, test_renamed, test_broken, test_not_finite, test_disk, test_signals, test_two_writers, test_kills,
                        test_plan, test_trace, test_sample))

@@ -29,7 +29,7 @@
 #error "define PROGRAM, the name in sentences, before this"
 #endif
 
-enum { FILES_MAX = 192, FOLDERS_MAX = 16, FILES_PATH = 4096 };
+enum { FILES_MAX = 192, FOLDERS_MAX = 32, FILES_PATH = 4096 };
 
 typedef struct files {
     char final[FILES_MAX][FILES_PATH], temporary[FILES_MAX][FILES_PATH];
@@ -53,9 +53,30 @@ static inline int files_path(char *out, const char *folder, const char *name, co
     return files_fail(folder, "cannot be written");
 }
 
+/* Makes the folders above a path that are not there; files_abandon removes them, if all is not NULL. 0, or -1 with errno. */
+static inline int files_parents(files *all, const char *path)
+{
+    char above[FILES_PATH];
+    size_t i;
+    for (i = 1; path[0] != '\0' && path[i] != '\0' && i < sizeof above; ++i) {
+        if (path[i] != '/') continue;
+        memcpy(above, path, i);
+        above[i] = '\0';
+        if (mkdir(above, 0777) != 0) {
+            if (errno != EEXIST) return -1;
+        } else if (all != NULL) {
+            errno = ENAMETOOLONG;
+            if (all->folders_n == FOLDERS_MAX) return -1;
+            strcpy(all->folders[all->folders_n++], above);
+        }
+    }
+    return 0;
+}
+
 static inline int files_folder(files *all, const char *path)
 {
     struct stat about;
+    if (files_parents(all, path) != 0) return files_fail(path, "the folder cannot be made");
     if (strlen(path) >= FILES_PATH || all->folders_n == FOLDERS_MAX) {
         errno = ENAMETOOLONG;
         return files_fail(path, "the folder cannot be made");

@@ -45,6 +45,7 @@ enum {
 };
 
 enum { CHECK_AUTO, CHECK_ON, CHECK_OFF };
+enum { SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_CONSTANT, SCHEDULE_WSD, SCHEDULES };
 
 /* What the flags say, of all programs; each uses what is its own. */
 typedef struct options {
@@ -82,10 +83,11 @@ typedef struct options {
     int token_type, documents, shuffle;
     int64_t end_id; /* what end_token comes to; -1 = none */
 
-    const char *data, *json, *log, *trace, *dump, *save, *resume, *load, *ids, *out, *write_machine;
-    int check, keep, progress;
-    int64_t save_every, sample;
-    const char *prompt;
+    const char *data, *eval, *json, *log, *trace, *dump, *save, *resume, *load, *ids, *out, *write_machine;
+    int check, keep, progress, schedule;
+    int64_t save_every, eval_every, decay, sample;
+    const char *prompt, *stop_token;
+    int64_t stop_id; /* what stop_token comes to; -1 = none */
     double temperature;
 } options;
 
@@ -206,14 +208,24 @@ static const flag_row flag_rows[] = {
      "what has another order in each epoch: the sequences that the files are cut into, or the documents before that"},
     {"loss-mask", "FILE|@LIST", IN_TRAIN, in_training, FLAG_TEXT, AT(loss_mask), 0, 0, NULL, FLAG_READ | FLAG_TRAINING,
      "a number for each token, of the same formats or raw u8: 0 where it is no target"},
-    {"steps", "N", IN_TRAIN, in_training, FLAG_WHOLE, AT(steps), 1, INT32_MAX, "100", FLAG_SCHEDULE | FLAG_TRAINING,
-     "of the whole training, those before a resume included"},
+    {"eval", "FILE|@LIST", IN_TRAIN, in_training, FLAG_TEXT, AT(eval), 0, 0, NULL, FLAG_READ | FLAG_TRAINING,
+     "a text, or with --tokens-file files of tokens, of which nothing is learnt: its loss and perplexity after the last step"},
+    {"eval-every", "N", IN_TRAIN, in_training, FLAG_WHOLE, AT(eval_every), 0, INT32_MAX, "0", FLAG_TRAINING,
+     "steps between evaluations; 0: one after the last step"},
+    {"steps", "N", IN_TRAIN, in_training, FLAG_WHOLE, AT(steps), 0, INT32_MAX, "100", FLAG_SCHEDULE | FLAG_TRAINING,
+     "of the whole training, those before a resume included; 0: --save exports the first weights, --eval evaluates them"},
     {"lr", "X", IN_TRAIN, in_training, FLAG_REAL, AT(lr), 0, 1000, "1e-3", FLAG_SCHEDULE | FLAG_TRAINING,
      "learning rate after the warmup"},
     {"min-lr", "X", IN_TRAIN, in_training, FLAG_REAL, AT(min_lr), 0, 1000, NULL, FLAG_SCHEDULE | FLAG_TRAINING,
-     "learning rate at the end of its cosine (lr / 10)"},
+     "learning rate at the end of the schedule (lr / 10)"},
     {"warmup", "N", IN_TRAIN, in_training, FLAG_WHOLE, AT(warmup), 0, INT32_MAX, NULL, FLAG_SCHEDULE | FLAG_TRAINING,
      "steps in which the learning rate rises (steps / 10, at least 1)"},
+    {"schedule", "cosine|linear|constant|wsd", IN_TRAIN, in_training, FLAG_CHOICE, AT(schedule), 0, SCHEDULES - 1, "cosine",
+     FLAG_SCHEDULE | FLAG_TRAINING,
+     "of the learning rate after the warmup: along a cosine or a line to --min-lr, constant, or wsd: constant, then along a "
+     "line in the last --decay steps"},
+    {"decay", "N", IN_TRAIN, in_training, FLAG_WHOLE, AT(decay), 0, INT32_MAX, NULL, FLAG_SCHEDULE | FLAG_TRAINING,
+     "steps at the end of wsd in which the learning rate falls to --min-lr (steps / 10, at least 1)"},
     {"weight-decay", "X", IN_TRAIN, in_training, FLAG_REAL, AT(weight_decay), 0, 1000, "0.1", FLAG_SCHEDULE | FLAG_TRAINING,
      "of the matrices; norm weights and biases have none"},
     {"beta1", "X", IN_TRAIN, in_training, FLAG_REAL, AT(beta1), 0, 0.99999, "0.9", FLAG_SCHEDULE | FLAG_TRAINING,
@@ -298,7 +310,7 @@ static const flag_row flag_rows[] = {
      "write inputs and results as NumPy files: DIR/METHOD/x.npy wq wk wv out dout dx dwq dwk dwv, and with --sinks "
      "sinks dsinks"},
     {"save", "DIR", IN_TRAIN, in_files, FLAG_TEXT, AT(save), 0, 0, NULL, FLAG_TRAINING,
-     "write checkpoints with the weights as Hugging Face has them"},
+     "write checkpoints with the weights as Hugging Face has them; missing folders are made"},
     {"save-every", "N", IN_TRAIN, in_files, FLAG_WHOLE, AT(save_every), 0, INT32_MAX, "0", FLAG_TRAINING,
      "steps between checkpoints; 0: one at the end"},
     {"keep", "N", IN_TRAIN, in_files, FLAG_INT, AT(keep), 0, 1000000, "1", FLAG_TRAINING,
@@ -321,6 +333,8 @@ static const flag_row flag_rows[] = {
      "its last 256 bytes count, at most --tokens"},
     {"temperature", "X", IN_TRAIN, in_sample, FLAG_REAL, AT(temperature), 0, 1000, "0.8", FLAG_TRAINING,
      "0 samples the likeliest byte"},
+    {"stop-token", "ID", IN_TRAIN, in_sample, FLAG_TEXT, AT(stop_token), 0, 0, NULL, FLAG_TRAINING,
+     "a token, or a byte's number, that ends the text and is not written"},
 
     /* processes, and the rest */
     {"transport", "threads|mpi|nccl", IN_TRAIN | IN_COMPARE | IN_LOGITS, in_processes, FLAG_CHOICE, AT(transport), 0, 0,

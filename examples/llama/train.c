@@ -80,7 +80,8 @@ static int find_position(run *u)
 static int find_data(run *u)
 {
     const llama_config *config = &u->layout.config;
-    const data_request q = options_request(&u->o, config->vocab);
+    const data_request q = options_request(&u->o, config->vocab),
+                       held = options_eval_request(&u->o, config->vocab);
     if (q.end_token >= q.vocab)
         return cli_fail("--end-token %s: the vocabulary has %lld", u->o.end_token, (long long)q.vocab);
     if (data_open(&u->text, &q) != 0) return -1;
@@ -88,27 +89,35 @@ static int find_data(run *u)
         options_given(&u->o, &u->o.documents))
         return cli_fail(
             "--documents would have no effect: neither an .idx nor --end-token says what they are");
-    if (u->text.packed &&
+    if (u->o.eval != NULL && data_open(&u->held, &held) != 0) return -1;
+    if ((u->text.packed || u->held.packed) &&
         (config->rope_type == LLAMA_ROPE_DYNAMIC || config->rope_type == LLAMA_ROPE_LONGROPE))
         return cli_fail(
             "packed documents with RoPE of the type %s: its rates depend on the length, which is each "
             "document's own; --documents joined makes one text of them",
             llama_rope_names[config->rope_type]);
-    return world_is_root(&u->net) || q.end_token >= 0 ? data_scan(&u->text, &q) : 0;
+    if (!world_is_root(&u->net) && q.end_token < 0) return 0;
+    return data_scan(&u->text, &q) != 0 || (u->o.eval != NULL && data_scan(&u->held, &held) != 0) ? -1 : 0;
 }
 
 /* All processes read the same model and data; the hash of all of it is rank 0's. */
 static int find_same(run *u)
 {
-    uint64_t hash = UPIPE_HASH, parts = 0;
+    uint64_t hash = UPIPE_HASH, parts = 0, held = 0;
     upipe_err e;
     if (u->net.all == NULL) return 0;
-    if (world_agree(&u->net, data_probe(&u->text, &parts)) != 0) return -1;
+    if (world_agree(&u->net, data_probe(&u->text, &parts) != 0 ||
+                                     (u->o.eval != NULL && data_probe(&u->held, &held) != 0)
+                                 ? -1
+                                 : 0) != 0)
+        return -1;
     hash = upipe_hash_bytes(hash, &u->position.step, sizeof u->position.step);
     hash = upipe_hash_bytes(hash, &u->layout.config, sizeof u->layout.config) ^ parts;
+    hash = upipe_hash_bytes(hash, &held, sizeof held);
     if (world_same_flags(&u->net, &option_flags, &u->o) != 0)
         return -1; /* what folders have said is in them */
-    if (world_same(&u->net, "--data, --tokens-file, --resume or --load finds something else here", hash) != 0)
+    if (world_same(&u->net, "--data, --tokens-file, --eval, --resume or --load finds something else here",
+                   hash) != 0)
         return -1;
     return world_broadcast(&u->net, 0, &u->text.hash, sizeof u->text.hash, &e) == UPIPE_OK
                ? 0
@@ -215,7 +224,11 @@ int main(int argc, char **argv)
         status = bad ? EXIT_RUN : 0;
         files_abandon(all);
         if (status == 0 && run_signal != 0) {
-            cli_fail("ended by a signal: %s", strsignal(run_signal));
+            if (u->saved >= 0 && u->saved < u->o.steps)
+                cli_fail("ended by a signal: %s; --resume %s continues after step %lld",
+                         strsignal(run_signal), u->o.save, (long long)u->saved);
+            else
+                cli_fail("ended by a signal: %s", strsignal(run_signal));
             status = 128 + run_signal;
         }
     } else {

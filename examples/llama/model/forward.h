@@ -124,6 +124,20 @@ static inline upipe_status model_fwd(model_rank *r, upipe_view *x, int keep)
     return UPIPE_OK;
 }
 
+/* model_loss_fwd -- the loss of each token of the stream after the last layer, into r->losses */
+static inline upipe_status model_loss_fwd(model_rank *r, upipe_view x)
+{
+    const int unit = model_unit_of(r, model_head_kind(r), -1);
+    upipe_head h;
+    model_phase(r, MODEL_LOSS);
+    UPIPE_TRY(model_weights_begin(r, unit, -1));
+    h = model_head(r);
+    UPIPE_TRY(upipe_loss_fwd(r->c, &h, r->losses, x, r->targets));
+    UPIPE_TRY(model_weights_end(r, unit));
+    model_phase(r, UPIPE_PHASE_OTHER);
+    return UPIPE_OK;
+}
+
 /* model_logits -- f32 logits [n][vocab] of n rows of the stream, in the device's memory; the head's weights have begun */
 static inline upipe_status model_logits(model_rank *r, upipe_view logits, upipe_view x)
 {

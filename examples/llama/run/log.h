@@ -32,6 +32,15 @@ static inline void run_log_number(FILE *f, const char *name, double v)
         fputs("null", f);
 }
 
+/* A reader has the lines so far. What cannot be written is said once. */
+static inline void run_log_flush(run *u)
+{
+    if (fflush(u->log) == 0) return;
+    u->log_failed = cli_fail("--log %s cannot be written: %s", u->o.log, strerror(errno));
+    fclose(u->log);
+    u->log = NULL;
+}
+
 /* The step's line, which a reader has when the step ends. */
 static inline void run_log(run *u, const run_rank *k, const trainer_result *result,
                            const trainer_rates *rates, double seconds)
@@ -47,10 +56,7 @@ static inline void run_log(run *u, const run_rank *k, const trainer_result *resu
     fprintf(f, ", \"seconds\": {\"step\": %.17g", seconds);
     for (i = 0; i < TRAINER_PHASES; ++i) run_log_number(f, trainer_phase_names[i], result->seconds[i]);
     fprintf(f, "}, \"peak_bytes\": %zu}\n", k->p.mem.peak);
-    if (fflush(f) == 0) return;
-    u->log_failed = cli_fail("--log %s cannot be written: %s", u->o.log, strerror(errno));
-    fclose(f);
-    u->log = NULL;
+    run_log_flush(u);
 }
 
 static inline const char *run_number(char out[32], double v)

@@ -160,6 +160,7 @@ static inline int options_contradictions(const options *o)
 {
     const llama_config c = options_config(o);
     const void *const rope[] = {&o->rope_theta, &o->rope_type, &o->rope_factor, &o->rope_original};
+    const void *const sampled[] = {&o->prompt, &o->temperature, &o->stop_token};
     int status = 0, i;
     for (i = 0; i < 4 && o->resume != NULL; ++i)
         if (options_given(o, rope[i]))
@@ -185,29 +186,38 @@ static inline int options_contradictions(const options *o)
     for (i = 0; i < FLAG_ROWS && o->plan; ++i)
         if (o->given[i] && (flag_rows[i].traits & FLAG_TRAINING))
             return cli_refuse("--plan trains nothing, so --%s would have no effect", flag_rows[i].name);
+    if (o->eval == NULL && options_given(o, &o->eval_every)) return cli_refuse("--eval-every wants --eval");
     if (o->save == NULL && options_given(o, &o->save_every)) return cli_refuse("--save-every wants --save");
     if (o->save == NULL && options_given(o, &o->keep)) return cli_refuse("--keep wants --save");
-    if (o->sample == 0 && (options_given(o, &o->prompt) || options_given(o, &o->temperature)))
-        return cli_refuse("--%s would have no effect, as --sample is 0",
-                          options_given(o, &o->prompt) ? "prompt" : "temperature");
+    for (i = 0; i < 3 && o->sample == 0; ++i)
+        if (options_given(o, sampled[i]))
+            return cli_refuse("--%s would have no effect, as --sample is 0",
+                              flag_rows[options_row(o, sampled[i])].name);
     return options_files(o);
 }
 
-/* Flags of token files. */
+/* A token's number from its text; -1 of none. */
+static inline int options_id(const char *text, const char *flag, int64_t *id)
+{
+    *id = -1;
+    if (text == NULL || (number_whole(text, id) == 0 && *id <= INT32_MAX)) return 0;
+    return cli_refuse("--%s wants a token's number, not '%s'", flag, text);
+}
+
+/* Flags of tokens and their files. */
 static inline int options_tokens(options *o)
 {
     const void *const members[] = {&o->token_type, &o->end_token, &o->documents, &o->shuffle, &o->loss_mask};
     size_t i;
-    o->end_id = -1;
+    int status;
     if (o->tokens_file != NULL && o->data != NULL)
         return cli_refuse("--data %s and --tokens-file %s contradict each other: one of them is read",
                           o->data, o->tokens_file);
     for (i = 0; i < sizeof members / sizeof *members && o->tokens_file == NULL; ++i)
         if (options_given(o, members[i]))
             return cli_refuse("--%s wants --tokens-file", flag_rows[options_row(o, members[i])].name);
-    if (o->end_token != NULL && (number_whole(o->end_token, &o->end_id) != 0 || o->end_id > INT32_MAX))
-        return cli_refuse("--end-token wants a token's number, not '%s'", o->end_token);
-    return 0;
+    status = options_id(o->end_token, "end-token", &o->end_id);
+    return status != 0 ? status : options_id(o->stop_token, "stop-token", &o->stop_id);
 }
 
 /* What the flags say of the data, for a vocabulary. */
@@ -227,6 +237,17 @@ static inline data_request options_request(const options *o, int64_t vocab)
     return q;
 }
 
+/* And of what is evaluated, which is cut as it is: no order, and no loss mask. */
+static inline data_request options_eval_request(const options *o, int64_t vocab)
+{
+    data_request q = options_request(o, vocab);
+    q.text = o->data != NULL ? o->eval : NULL;
+    q.files = o->data != NULL ? NULL : o->eval;
+    q.by_documents = 0;
+    q.mask = NULL;
+    return q;
+}
+
 /* To stand before a flag's name: whose value it is. */
 static inline const char *options_whose(const options *o, const void *member)
 {
@@ -234,14 +255,29 @@ static inline const char *options_whose(const options *o, const void *member)
 }
 
 /* What must fit the schedule. */
-static inline int options_schedule(const options *o)
+static inline int options_schedule(options *o)
 {
+    char name[FLAG_VALUE];
+    if (o->schedule == SCHEDULE_WSD && o->decay == 0 && !options_given(o, &o->decay))
+        o->decay = o->steps < 10 ? 1 : o->steps / 10;
     if (o->min_lr > o->lr)
         return cli_refuse("%s--min-lr %g is above %s--lr %g", options_whose(o, &o->min_lr), o->min_lr,
                           options_whose(o, &o->lr), o->lr);
     if (o->warmup > o->steps)
         return cli_refuse("%s--warmup %lld is longer than the %lld steps of the training",
                           options_whose(o, &o->warmup), (long long)o->warmup, (long long)o->steps);
+    if (o->schedule == SCHEDULE_WSD && o->decay > o->steps - o->warmup)
+        return cli_refuse(
+            "%s--decay %lld and the %lld steps of the warmup are longer than the %lld steps of the training",
+            options_whose(o, &o->decay), (long long)o->decay, (long long)o->warmup, (long long)o->steps);
+    if (o->schedule != SCHEDULE_WSD && options_given(o, &o->decay))
+        return cli_refuse("--decay would have no effect with the schedule %s",
+                          flag_text(name, flag_find(IN_TRAIN, "schedule"), o));
+    if (o->schedule == SCHEDULE_CONSTANT && options_given(o, &o->min_lr))
+        return cli_refuse("--min-lr would have no effect with the schedule constant");
+    if (o->eval_every > o->steps)
+        return cli_refuse("--eval-every %lld is longer than the %lld steps of the training",
+                          (long long)o->eval_every, (long long)o->steps);
     if (o->save_every > o->steps)
         return cli_refuse("--save-every %lld is longer than the %lld steps of the training",
                           (long long)o->save_every, (long long)o->steps);
@@ -294,7 +330,7 @@ static inline int options_resolve(options *o)
     if (o->data == NULL && o->tokens_file == NULL) o->data = cli_book();
     if (o->resume != NULL) return 0; /* the checkpoint has the schedule: options_resume */
     if (!options_given(o, &o->min_lr)) o->min_lr = o->lr / 10;
-    if (!options_given(o, &o->warmup)) o->warmup = o->steps < 10 ? 1 : o->steps / 10;
+    if (!options_given(o, &o->warmup)) o->warmup = o->steps < 10 ? o->steps > 0 : o->steps / 10;
     return options_schedule(o);
 }
 

@@ -4,19 +4,27 @@
 
 #include "run.h"
 
-/* After a step of a dry rank: one token of a sample. */
-typedef struct run_sample {
+/* After a step of a dry rank: a batch of an evaluation, one token of a sample. */
+typedef struct run_after_step {
     const run *u;
-    const model *m;
-} run_sample;
+    const model *sampled;
+} run_after_step;
 
-static inline upipe_status run_dry_sample(trainer *t, void *user)
+static inline upipe_status run_dry_after(trainer *t, void *user)
 {
-    const run_sample *sample = (const run_sample *)user;
-    sample_request request = run_sample_request(sample->u);
+    const run_after_step *after = (const run_after_step *)user;
+    sample_request request = run_sample_request(after->u);
+    trainer_batch batch;
+    trainer_score score;
     int64_t made;
     int32_t token;
-    t->r.m = sample->m;
+    memset(&batch, 0, sizeof batch);
+    memset(&score, 0, sizeof score);
+    batch.borders = t->m.borders;
+    batch.borders_n = t->m.borders_n;
+    if (after->u->o.eval != NULL) UPIPE_TRY(trainer_evaluate(t, &batch, &score));
+    if (after->u->o.sample == 0) return UPIPE_OK;
+    t->r.m = after->sampled;
     return sample_text(&t->r, t->world, &request, &token, 1, &made, t->gathered);
 }
 
@@ -98,12 +106,11 @@ static inline int run_plan(run *u)
     for (r = 0; r < ranks && s == UPIPE_OK; ++r) {
         run_rank *k = &u->ranks[r];
         const int like = run_like(u, r);
-        run_sample sample = {u, &k->sampled};
+        run_after_step after = {u, &k->sampled};
         if (like < r)
             k->plan = u->ranks[like].plan;
         else
-            s = memory_plan_make(&k->plan, &k->m, &u->ops, u->o.sample > 0 ? run_dry_sample : NULL, &sample,
-                                 &e);
+            s = memory_plan_make(&k->plan, &k->m, &u->ops, run_dry_after, &after, &e);
     }
     return s == UPIPE_OK ? 0 : run_fail(s, &e);
 }

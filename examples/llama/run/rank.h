@@ -3,7 +3,7 @@
 #define LLAMA_RANK_H
 
 #include "../state/initial.h"
-#include "log.h"
+#include "eval.h"
 
 /* ---- before the first step ---- */
 
@@ -47,8 +47,10 @@ static inline upipe_status run_open(run *u, run_rank *k, int rank)
     k->inputs = (int32_t *)malloc((size_t)k->m.rows * 2 * sizeof *k->inputs);
     if (k->inputs == NULL)
         return upipe_fail(&k->c.err, UPIPE_ERR_MEMORY, "no memory for the tokens of a step");
-    if (u->text.packed) {
-        k->borders = (int64_t *)malloc((size_t)data_borders_max(&u->text, u->o.batch) * sizeof *k->borders);
+    if (u->text.packed || u->held.packed) {
+        const int64_t n = data_borders_max(&u->text, u->o.batch),
+                      more = data_borders_max(&u->held, u->o.batch);
+        k->borders = (int64_t *)malloc((size_t)(n > more ? n : more) * sizeof *k->borders);
         if (k->borders == NULL)
             return upipe_fail(&k->c.err, UPIPE_ERR_MEMORY, "no memory for the borders of a step's documents");
     }
@@ -62,63 +64,30 @@ static inline upipe_status run_open(run *u, run_rank *k, int rank)
 
 /* ---- a step ---- */
 
+/* The learning rate of a step: it rises to lr, and falls from there, to min_lr in the last step. */
+static inline double run_rate(const options *o, int64_t step)
+{
+    const int64_t from = o->schedule == SCHEDULE_WSD ? o->steps - o->decay : o->warmup;
+    const double progress = o->steps > from ? (double)(step - from) / (double)(o->steps - from) : 1;
+    if (step <= o->warmup) return o->lr * (double)step / (double)o->warmup;
+    if (step <= from || o->schedule == SCHEDULE_CONSTANT) return o->lr;
+    if (o->schedule == SCHEDULE_COSINE)
+        return o->min_lr + 0.5 * (o->lr - o->min_lr) * (1 + cos(acos(-1.0) * progress));
+    return o->lr + (o->min_lr - o->lr) * progress;
+}
+
 static inline trainer_rates run_rates(const run *u, int64_t step)
 {
     const options *o = &u->o;
-    double progress = o->steps > o->warmup ? (double)(step - o->warmup) / (double)(o->steps - o->warmup) : 1;
     trainer_rates r;
     r.step = step;
-    r.rate = step <= o->warmup ? o->lr * (double)step / (double)o->warmup
-                               : o->min_lr + 0.5 * (o->lr - o->min_lr) * (1 + cos(acos(-1.0) * progress));
+    r.rate = run_rate(o, step);
     r.beta1 = o->beta1;
     r.beta2 = o->beta2;
     r.eps = o->adam_eps;
     r.decay = o->weight_decay;
     r.clip = o->clip;
     return r;
-}
-
-/* This rank's tokens of the step's sequences, [part][batch][T], and the borders of their documents. */
-static inline upipe_status run_batch(const run *u, run_rank *k, trainer_batch *out)
-{
-    const model *m = &k->m;
-    const int64_t batch = m->plan.desc.batch;
-    int32_t *const inputs = k->inputs, *const targets = k->inputs + m->rows;
-    int64_t b, i;
-    int part, lost = 0;
-    memset(out, 0, sizeof *out);
-    out->inputs = inputs;
-    out->targets = targets;
-    out->borders = k->borders;
-    out->stop = run_signal;
-    for (b = 0; b < batch; ++b) {
-        const int64_t sample = (k->step - 1) * batch + b;
-        const int64_t window = data_window(&u->text, &k->order, (uint64_t)u->o.seed, sample);
-        int64_t at = 0;
-        if (window < 0) return upipe_fail(&k->c.err, UPIPE_ERR_MEMORY, "no memory for the order of the text");
-        if (k->borders != NULL)
-            out->borders_n +=
-                data_borders(&u->text, &k->order, window, b * u->o.tokens, k->borders + out->borders_n);
-        for (part = 0; part < model_parts(m); ++part) {
-            const upipe_shard s = model_shard(m, part);
-            lost |= data_fill(&u->text, &k->order, window, &s, inputs + at + b * s.n, targets + at + b * s.n);
-            at += batch * s.n;
-        }
-    }
-    for (i = 0; i < m->rows; ++i) out->valid += targets[i] >= 0;
-    if (lost) out->valid = -1;
-    return UPIPE_OK;
-}
-
-/* A rank's tokens are gone: the step was not done, and what was learnt before it is saved. */
-static inline void run_lost(run *u, run_rank *k, const trainer_result *result)
-{
-    k->ended = 1;
-    if (result->lost == 1 + k->t.world->rank)
-        u->lost = cli_fail(
-            "step %lld: %s has changed since the training began, or can no longer be read; nothing was "
-            "updated in this step",
-            (long long)k->step, k->order.lost);
 }
 
 static inline upipe_status run_save(run *u, trainer *t, int64_t step, int keep)
@@ -178,7 +147,7 @@ static inline upipe_status run_write_sample(run *u, run_rank *k)
 static inline upipe_status run_finish(run *u, run_rank *k)
 {
     int phase;
-    if (k->last > 0) UPIPE_TRY(run_save(u, &k->t, k->last, k->keep));
+    if (k->last > 0 || u->o.steps == 0) UPIPE_TRY(run_save(u, &k->t, k->last, k->keep));
     k->events_n = k->p.mem.events_n;
     for (phase = 0; phase < MODEL_PHASES; ++phase) k->phase[phase] = k->p.mem.phase_peak[phase];
     k->peak = k->p.mem.peak;
@@ -206,17 +175,19 @@ static inline upipe_status run_rank_main(void *user, int rank, upipe_err *why)
     run *u = (run *)user;
     run_rank *k = &u->ranks[rank];
     upipe_status s = run_open(u, k, rank);
+    if (s == UPIPE_OK && u->o.steps == 0 && run_evaluates(u, 0)) s = run_evaluate(u, k);
     while (s == UPIPE_OK && k->step < u->o.steps && !k->ended) {
         const double start = cli_clock(NULL);
         const trainer_rates rates = run_rates(u, ++k->step);
         trainer_batch batch;
         trainer_result result;
-        s = run_batch(u, k, &batch);
+        s = run_batch(u, k, &u->text, (k->step - 1) * u->o.batch, &batch);
         if (s == UPIPE_OK) s = trainer_step(&k->t, &batch, &rates, &result);
         if (s == UPIPE_OK && result.lost)
-            run_lost(u, k, &result);
+            s = run_lost(u, k, result.lost, "updated");
         else if (s == UPIPE_OK)
             s = run_after(u, k, &rates, &result, cli_clock(NULL) - start);
+        if (s == UPIPE_OK && !k->ended && run_evaluates(u, k->step)) s = run_evaluate(u, k);
     }
     if (s == UPIPE_OK) s = run_finish(u, k);
     s = run_close(k, s);

@@ -34,9 +34,11 @@ static inline void run_free(run *u)
     free(u->o.borders);
     free(u->loss);
     free(u->norm);
+    free(u->evals);
     free(u->sample);
     free(u->prompt);
     data_close(&u->text);
+    data_close(&u->held);
     llama_layout_free(&u->layout);
 }
 
@@ -47,10 +49,15 @@ static inline int run_train(run *u)
     upipe_err e;
     int bad;
     memset(&e, 0, sizeof e);
-    u->loss = (double *)calloc((size_t)u->o.steps, sizeof *u->loss);
-    u->norm = (double *)calloc((size_t)u->o.steps, sizeof *u->norm);
+    u->saved = u->sample_n = -1;
+    u->loss = (double *)calloc((size_t)u->o.steps + 1, sizeof *u->loss);
+    u->norm = (double *)calloc((size_t)u->o.steps + 1, sizeof *u->norm);
+    u->evals = (run_eval *)calloc((size_t)(u->o.eval_every > 0 ? u->o.steps / u->o.eval_every : 0) + 1,
+                                  sizeof *u->evals);
     u->sample = (int32_t *)calloc((size_t)u->o.sample + 1, sizeof *u->sample);
-    bad = u->loss == NULL || u->norm == NULL || u->sample == NULL ? cli_fail("out of memory") : 0;
+    bad = u->loss == NULL || u->norm == NULL || u->evals == NULL || u->sample == NULL
+              ? cli_fail("out of memory")
+              : 0;
     if (u->o.log != NULL && world_is_root(&u->net)) {
         u->log = fopen(u->o.log, u->o.resume != NULL ? "a" : "w");
         if (u->log == NULL) bad = cli_fail("--log %s cannot be written: %s", u->o.log, strerror(errno));

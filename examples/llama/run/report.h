@@ -173,6 +173,7 @@ static void report_table(const run *u)
 {
     const llama_config *c = &u->layout.config;
     double each = (double)u->o.tokens * (double)u->o.batch;
+    int64_t i;
     report_ranks(u);
     printf(", %s: %lld parameters in %lld layers, %lld x %lld tokens a step\n",
            upipe_dtype_name((upipe_dtype)u->o.dtype), (long long)(u->layout.weights + u->layout.vectors),
@@ -184,9 +185,13 @@ static void report_table(const run *u)
         report_memory(u, 0);
         printf("\nmeasured: the same to the byte, in every phase, on every rank\n");
     }
-    if (u->saved > 0) printf("checkpoint: %s/checkpoint-%lld\n", u->o.save, (long long)u->saved);
-    if (u->sample_n > 0) {
-        printf("\n");
+    for (i = 0; i < u->evals_n; ++i)
+        printf("evaluation after step %lld: loss %.4f, perplexity %.4f, %lld targets\n",
+               (long long)u->evals[i].step, u->evals[i].loss, exp(u->evals[i].loss),
+               (long long)u->evals[i].targets);
+    if (u->saved >= 0) printf("checkpoint: %s/checkpoint-%lld\n", u->o.save, (long long)u->saved);
+    if (u->sample_n >= 0) {
+        printf("\nsample, temperature %g: what the model writes after the prompt\n", u->o.temperature);
         if (u->o.tokens_file != NULL)
             report_ids(u);
         else
@@ -239,9 +244,18 @@ static void report_json_training(FILE *f, const run *u)
 {
     const run_rank *k = &u->ranks[0];
     double tokens = (double)u->o.tokens * (double)u->o.batch * (double)u->done;
+    int64_t i;
     fprintf(f, "  \"first_step\": %" PRId64 ",\n", u->position.step + 1);
     report_numbers(f, "loss", u->loss, u->done);
     report_numbers(f, "grad_norm", u->norm, u->done);
+    fputs("  \"eval\": [", f);
+    for (i = 0; i < u->evals_n; ++i) {
+        const run_eval *v = &u->evals[i];
+        fprintf(f, "%s\n    {\"step\": %" PRId64 ", \"loss\": ", i > 0 ? "," : "", v->step);
+        fprintf(f, isfinite(v->loss) ? "%.17g" : "null", v->loss);
+        fprintf(f, ", \"targets\": %" PRId64 "}", v->targets);
+    }
+    fputs("\n  ],\n", f);
     fprintf(f, "  \"tokens_per_s\": %.17g,\n", u->done > 0 ? tokens / u->seconds : 0);
     fprintf(f, "  \"peak_bytes\": %zu,\n  \"sent_bytes_per_step\": %" PRId64 ",\n", k->peak, k->sent_bytes);
 }
@@ -334,6 +348,7 @@ static int report_reserve_folder(run *u, const char *path)
     const char *what;
     upipe_err e;
     int there, same = 0, ours = 0;
+    if (files_parents(NULL, path) != 0) return cli_fail("%s: the folder cannot be made: %s", path, strerror(errno));
     if (llama_lock_init(&u->lock, path, &e) != 0) return cli_fail("%s", e.text);
     /* Pruning would remove another training's, and resuming could take them. */
     there = llama_names_fit(path, &e) != 0 ? -1 : llama_checkpoint_find(path, found, &e);
@@ -362,6 +377,8 @@ static int report_spare_tokens(const run *u, const char *path)
     int i;
     for (i = 0; i < u->text.ids.files && u->o.data == NULL; ++i)
         if (files_spare(path, "--tokens-file", u->text.ids.file[i].path) != 0) return -1;
+    for (i = 0; i < u->held.ids.files; ++i)
+        if (files_spare(path, "--eval", u->held.ids.file[i].path) != 0) return -1;
     for (i = 0; i < u->text.mask.files; ++i)
         if (files_spare(path, "--loss-mask", u->text.mask.file[i].path) != 0) return -1;
     return 0;

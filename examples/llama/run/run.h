@@ -46,12 +46,18 @@ typedef struct run_rank {
     int keep, ended;    /* checkpoints; whether the steps ended before their time, the same on all ranks */
 } run_rank;
 
+/* What an evaluation said. */
+typedef struct run_eval {
+    int64_t step, targets;
+    double loss; /* mean over the targets */
+} run_eval;
+
 typedef struct run {
     options o;
     llama_layout layout;
-    upipe_ops ops; /* of the device, for plans */
-    corpus text;
-    int32_t *prompt; /* of the sample */
+    upipe_ops ops;     /* of the device, for plans */
+    corpus text, held; /* of --eval; no windows: none */
+    int32_t *prompt;   /* of the sample */
     int64_t prompt_n;
     struct world net;
     run_rank *ranks;
@@ -61,16 +67,18 @@ typedef struct run {
     char folder[LLAMA_PATH];
     double *loss, *norm; /* [steps], of the steps done here, from number position.step + 1 on */
     int64_t done;        /* steps done here */
-    int64_t saved;       /* step of the newest checkpoint; 0 = none */
-    double seconds;      /* in steps */
-    double begun, line;  /* when the training began, and when the next line is due without a terminal */
-    FILE *log;           /* of --log */
-    int log_failed;      /* the sentence is out */
-    int32_t *sample;     /* bytes, or ids where tokens come from files */
-    int64_t sample_n;    /* of them */
-    int lost;            /* nonzero: a file of the data has changed; the sentence is out */
-    int failed;          /* a rank aborted, or a promise was broken */
-    int broke;           /* nonzero: a step's loss or gradient is not finite; the sentence is out */
+    int64_t saved;       /* step of the newest checkpoint; -1 = none */
+    run_eval *evals;     /* [evals_n] */
+    int64_t evals_n;
+    double seconds;     /* in steps */
+    double begun, line; /* when the training began, and when the next line is due without a terminal */
+    FILE *log;          /* of --log */
+    int log_failed;     /* the sentence is out */
+    int32_t *sample;    /* bytes, or ids where tokens come from files */
+    int64_t sample_n;   /* of them; -1: no sample was made */
+    int lost;           /* nonzero: a file of the data has changed; the sentence is out */
+    int failed;         /* a rank aborted, or a promise was broken */
+    int broke;          /* nonzero: a step's loss or gradient is not finite; the sentence is out */
 } run;
 static inline int run_fail(upipe_status s, const upipe_err *e)
 {
@@ -83,6 +91,7 @@ static inline sample_request run_sample_request(const run *u)
     w.prompt = u->prompt;
     w.prompt_n = u->prompt_n;
     w.kinds = u->o.tokens_file != NULL ? u->layout.config.vocab : SAMPLE_BYTES;
+    w.stop_token = u->o.stop_id;
     w.temperature = u->o.temperature;
     w.seed = (uint64_t)u->o.seed;
     w.stop = &run_signal;

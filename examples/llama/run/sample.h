@@ -19,7 +19,8 @@ enum { SAMPLE_CONTEXT = 256, SAMPLE_BYTES = 256 };
 typedef struct sample_request {
     const int32_t *prompt; /* [prompt_n] */
     int64_t prompt_n;
-    int64_t kinds; /* tokens from 0 on that can be sampled: 256 where they are bytes */
+    int64_t kinds;      /* tokens from 0 on that can be sampled: 256 where they are bytes */
+    int64_t stop_token; /* ends the text, and is not in it; -1: none does */
     double temperature;
     uint64_t seed;
     const volatile sig_atomic_t *stop; /* nonzero: this rank wants to end */
@@ -137,7 +138,7 @@ static inline upipe_status sample_text(model_rank *r, upipe_comm *world, const s
         double uniform =
             (double)(data_mix(request->seed + (uint64_t)i * 0x9e3779b97f4a7c15u) >> 11) * 0x1p-53;
         s = sample_next(r, world, &buf, used, request, uniform, &token, &stop);
-        if (s != UPIPE_OK) break;
+        if (s != UPIPE_OK || token == request->stop_token) break;
         if (used == context) {
             memmove(history, history + 1, (size_t)(context - 1) * sizeof *history);
             --used;

@@ -16,7 +16,7 @@ enum {
 /* What a run must know to go on: where it is, on what data, and the schedule that it follows. */
 typedef struct llama_run {
     int64_t step, tokens, batch, text_bytes; /* steps done; tokens of a sequence; sequences of a step */
-    int64_t steps, warmup;                   /* of the whole training */
+    int64_t steps, warmup, schedule, decay;  /* of the whole training */
     int64_t seed;
     uint64_t text_hash;
     double lr, min_lr, weight_decay, beta1, beta2, adam_eps, clip;
@@ -31,6 +31,8 @@ static const field llama_run_fields[] = {
     {"text_bytes", "text-bytes", FLAG_WHOLE, AT(text_bytes), 0, 0, 0, 0},
     {"steps", "steps", FLAG_WHOLE, AT(steps), 0, 0, 0, 0},
     {"warmup", "warmup", FLAG_WHOLE, AT(warmup), 0, 0, 0, 0},
+    {"schedule", "schedule", FLAG_WHOLE, AT(schedule), 0, 0, 0, 0},
+    {"decay", "decay", FLAG_WHOLE, AT(decay), 0, 0, 0, 0},
     {"seed", "seed", FLAG_WHOLE, AT(seed), 0, 0, 0, 0},
     {"lr", "lr", FLAG_REAL, AT(lr), 0, 0, 0, 0},
     {"min_lr", "min-lr", FLAG_REAL, AT(min_lr), 0, 0, 0, 0},

@@ -364,4 +364,69 @@ static inline upipe_status trainer_step(trainer *t, const trainer_batch *batch, 
     return s;
 }
 
+/* What an evaluation adds up over batches, the same on all ranks. */
+typedef struct trainer_score {
+    int64_t nats,
+        targets;    /* the sum of the targets' losses in units of 1 / TRAINER_NAT, each rounded; how many */
+    int64_t broken; /* targets whose loss is not finite */
+    int stop, lost; /* as in trainer_result */
+} trainer_score;
+
+enum { TRAINER_NAT = 1 << 24 };
+
+/* This rank's losses, which are on the device: their sum in whole numbers, and how many are not finite. */
+static inline upipe_status trainer_nats(trainer *t, int64_t sums[2])
+{
+    upipe_ctx *c = t->r.c;
+    float *losses = (float *)calloc((size_t)t->m.rows + 1, sizeof *losses);
+    upipe_status s;
+    int64_t i;
+    sums[0] = sums[1] = 0;
+    if (losses == NULL)
+        return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no memory for %lld losses", (long long)t->m.rows);
+    s = c->ops->copy(c, losses, t->r.losses, (size_t)t->m.rows * sizeof *losses);
+    for (i = 0; i < t->m.rows && s == UPIPE_OK; ++i)
+        if (isfinite(losses[i]))
+            sums[0] += llrint((double)losses[i] * TRAINER_NAT);
+        else
+            ++sums[1];
+    free(losses);
+    return s;
+}
+
+/* trainer_evaluate -- the losses of a batch are added to *sum: a forward that keeps nothing; all ranks together
+ *   errors  those of the library; MEMORY
+ */
+static inline upipe_status trainer_evaluate(trainer *t, const trainer_batch *batch, trainer_score *sum)
+{
+    upipe_ctx *c = t->r.c;
+    const size_t bytes = (size_t)t->m.rows * 4;
+    int64_t mine[2] = {batch->valid, batch->stop};
+    upipe_view x;
+    int r;
+    UPIPE_TRY(upipe_comm_all_gather(c, t->world, t->gathered, mine, 2));
+    for (r = 0; r < t->world->ranks; ++r) {
+        if (t->gathered[2 * r] < 0 && sum->lost == 0) sum->lost = r + 1;
+        if (t->gathered[2 * r + 1] > sum->stop) sum->stop = (int)t->gathered[2 * r + 1];
+    }
+    if (sum->lost || sum->stop) return UPIPE_OK;
+    for (r = 0; r < t->world->ranks; ++r) sum->targets += t->gathered[2 * r];
+    t->r.borders = batch->borders;
+    t->r.borders_n = batch->borders_n;
+    UPIPE_TRY(c->ops->copy(c, t->r.tokens, batch->inputs, bytes));
+    UPIPE_TRY(c->ops->copy(c, t->r.targets, batch->targets, bytes));
+    UPIPE_TRY(model_fwd(&t->r, &x, 0));
+    UPIPE_TRY(model_loss_fwd(&t->r, x));
+    UPIPE_TRY(model_free_block(&t->r, x));
+    t->r.borders = NULL; /* they are the batch's */
+    t->r.borders_n = 0;
+    UPIPE_TRY(trainer_nats(t, mine));
+    UPIPE_TRY(upipe_comm_all_gather(c, t->world, t->gathered, mine, 2));
+    for (r = 0; r < t->world->ranks; ++r) {
+        sum->nats += t->gathered[2 * r];
+        sum->broken += t->gathered[2 * r + 1];
+    }
+    return UPIPE_OK;
+}
+
 #endif
