@@ -348,7 +348,8 @@ static int report_reserve_folder(run *u, const char *path)
     const char *what;
     upipe_err e;
     int there, same = 0, ours = 0;
-    if (files_parents(NULL, path) != 0) return cli_fail("%s: the folder cannot be made: %s", path, strerror(errno));
+    if (files_parents(NULL, path) != 0)
+        return cli_fail("%s: the folder cannot be made: %s", path, strerror(errno));
     if (llama_lock_init(&u->lock, path, &e) != 0) return cli_fail("%s", e.text);
     /* Pruning would remove another training's, and resuming could take them. */
     there = llama_names_fit(path, &e) != 0 ? -1 : llama_checkpoint_find(path, found, &e);
