@@ -97,10 +97,12 @@ template <int D, int KEYS> static load deal(const upipe_attn *a, int processors)
 /* By the kernel that upi_cuda_attn_fwd90 takes. */
 static load deal_any(const upipe_attn *a, int processors)
 {
-    if (a->q.d > 128) return deal<256, 80>(a, processors);
-    if (a->q.d <= 64) return deal<64, 128>(a, processors);
-    if (upi_cuda_fwd90_suits_176(a)) return deal<128, 176>(a, processors);
-    return deal<128, 128>(a, processors);
+    const int d = (int)a->q.d, keys_176 = upi_cuda_fwd90_suits_176(a);
+    if (d <= 64) return deal<64, 128>(a, processors);
+    if (d <= 96) return keys_176 ? deal<96, 176>(a, processors) : deal<96, 128>(a, processors);
+    if (d <= 128) return keys_176 ? deal<128, 176>(a, processors) : deal<128, 128>(a, processors);
+    if (d <= 192) return deal<192, 112>(a, processors);
+    return deal<256, 80>(a, processors);
 }
 
 /* No block has much more than the mean and an item that could not be dealt otherwise. */
@@ -116,7 +118,7 @@ static void check_even(const upipe_attn *a, double factor)
 static const int64_t lengths[] = {4096,  6000,   8192,   16384,  24000,  32768,
                                   65536, 100000, 131072, 262144, 1 << 20};
 static const int heads[] = {1, 2, 3, 4, 5, 8, 12, 16, 32, 40, 64};
-static const int dims[] = {64, 128, 256};
+static const int dims[] = {64, 128, 192, 256};
 
 /* Every length, every number of heads, every kernel. */
 static void test_masks(void)

@@ -13,7 +13,7 @@
 
 #include "../lib/test.h"
 
-enum { BOXES = 6, STEPS = 5 };
+enum { BOXES = 7, STEPS = 5 };
 
 typedef struct box {
     upipe_dtype dtype;
@@ -21,7 +21,7 @@ typedef struct box {
 } box;
 
 /* What the launches pass to upi_tensor_map_make. */
-static const box boxes[BOXES] = {{UPIPE_BF16, 64},  {UPIPE_BF16, 80},  {UPIPE_BF16, 128},
+static const box boxes[BOXES] = {{UPIPE_BF16, 64},  {UPIPE_BF16, 80},  {UPIPE_BF16, 112}, {UPIPE_BF16, 128},
                                  {UPIPE_BF16, 176}, {UPIPE_BF16, 192}, {UPIPE_F32, 64}};
 
 #ifdef UPIPE_CUDA_SEAMS
@@ -36,11 +36,16 @@ static void has_rows(int rows)
 static void test_boxes(void)
 {
     has_rows(upi_cuda_fwd90_shape<64, 128>::ROWS), has_rows(128);
+    has_rows(upi_cuda_fwd90_shape<96, 128>::ROWS), has_rows(128);
+    has_rows(upi_cuda_fwd90_shape<96, 176>::ROWS), has_rows(176);
     has_rows(upi_cuda_fwd90_shape<128, 128>::ROWS), has_rows(128);
     has_rows(upi_cuda_fwd90_shape<128, 176>::ROWS), has_rows(176);
+    has_rows(upi_cuda_fwd90_shape<192, 112>::ROWS), has_rows(112);
     has_rows(upi_cuda_fwd90_shape<256, 80>::ROWS), has_rows(80);
     has_rows(upi_cuda_bwd90_shape<64>::ROWS), has_rows(upi_cuda_bwd90_shape<64>::KEYS);
+    has_rows(upi_cuda_bwd90_shape<96>::ROWS), has_rows(upi_cuda_bwd90_shape<96>::KEYS);
     has_rows(upi_cuda_bwd90_shape<128>::ROWS), has_rows(upi_cuda_bwd90_shape<128>::KEYS);
+    has_rows(upi_cuda_bwd90_shape<192>::ROWS), has_rows(upi_cuda_bwd90_shape<192>::KEYS);
     has_rows(upi_cuda_bwd90_shape<256>::ROWS), has_rows(upi_cuda_bwd90_shape<256>::KEYS);
 }
 #else

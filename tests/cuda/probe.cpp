@@ -111,7 +111,7 @@ template <int N, int A, int B> UPI_HOPPER_KERNEL(128) void product(const int *a,
 template <int N, int A, int B> static int run_product(void)
 {
     array<int> a(64 * 64), turned(64 * 64), b(64 * N), d(64 * N);
-    const int shared = 8192 + 128 * N;
+    const int shared = 8192 + (B ? (N + 63) / 64 * 8192 : 128 * N);
     test_rng r = {7};
     int wrong = 0;
     for (int i = 0; i < 64 * 64; ++i) turned.here[i % 64 * 64 + i / 64] = a.here[i] = test_below(&r, 17) - 8;
@@ -424,6 +424,10 @@ static const probe probes[] = {{"box", run_box},
                                PRODUCT(32, 2, 0),
                                PRODUCT(80, 0, 0),
                                PRODUCT(96, 2, 0),
+                               PRODUCT(96, 2, 1), /* the second panel filled to the half */
+                               PRODUCT(96, 0, 1),
+                               PRODUCT(96, 1, 1),
+                               PRODUCT(112, 0, 0),
                                PRODUCT(128, 0, 0),
                                PRODUCT(128, 1, 1),
                                PRODUCT(128, 2, 1),

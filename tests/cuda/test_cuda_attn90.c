@@ -2,7 +2,7 @@
  *
  * The fake is told to be such a device; test_cuda_attn runs there too, and holds these kernels to everything
  * that it knows. Here is what depends on their shapes: edges of their tiles (64 queries a warpgroup, two or
- * three of them a block; 128 or 80 keys), several items a block, lists in sections, calls that they leave to
+ * three of them a block; 80 to 176 keys), several items a block, lists in sections, calls that they leave to
  * the others.
  */
 #include "cuda/attn_place.h"
@@ -45,15 +45,17 @@ static void check_forward(const oracle_attn *t, uint64_t seed, int64_t keys)
     buffers_free(0);
 }
 
+static const int dims[] = {64, 96, 128, 192, 256}; /* of each kernel */
+enum { DIMS = 5 };
+
 /* Around the edges of blocks and tiles, for each of the kernels. */
 static void test_edges(void)
 {
-    static const int dims[] = {64, 128, 256};
     static const int64_t queries[] = {1, 63, 65, 128, 129, 192, 193};
-    static const int64_t keys[] = {79, 80, 81, 127, 128, 129, 160, 257};
+    static const int64_t keys[] = {79, 80, 111, 112, 113, 128, 129, 257};
     uint64_t seed = 100;
-    for (int i = 0; i < 3; ++i)
-        for (int j = 0; j < 8; ++j) {
+    for (int i = 0; i < DIMS; ++i)
+        for (int j = 0; j < 8; j += BRIEF ? 3 : 1) {
             oracle_attn t = shape(queries[(i + j) % 7], keys[j], 1, 1, dims[i], j % 2, keys[j] / 2, 0);
             check_forward(&t, ++seed, t.sk);
         }
@@ -66,7 +68,8 @@ static void test_wide_tiles(void)
         /* sq, sk, d, q_pos where causal, keys of a tile */
         {129, 176, 128, -1, 176}, {64, 175, 72, -1, 176},   {65, 140, 128, -1, 176},  {10, 177, 128, -1, 128},
         {130, 352, 96, -1, 176},  {70, 520, 128, 600, 176}, {70, 520, 128, 518, 128}, {70, 520, 64, -1, 128},
-        {64, 100, 128, -1, 128},  {20, 345, 128, 344, 176}, {64, 160, 136, -1, 80},
+        {64, 100, 128, -1, 128},  {20, 345, 128, 344, 176}, {64, 160, 136, -1, 112},  {64, 160, 200, -1, 80},
+        {65, 300, 96, 299, 176},  {65, 300, 72, 200, 128},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i) {
         const int64_t *x = cases[i];
@@ -85,6 +88,7 @@ static void test_items(void)
     static const int64_t cases[][7] = { /* sq, sk, d, query heads, key/value heads, causal, q_pos */
         {400, 150, 64, 6, 2, 1, -200}, {300, 140, 128, 6, 3, 1, -140}, {300, 100, 256, 4, 1, 1, -150},
         {150, 300, 256, 7, 7, 0, 0}, {200, 300, 128, 9, 3, 1, 100}, {64, 64, 40, 40, 8, 1, 0},
+        {300, 140, 96, 6, 3, 1, -140}, {300, 100, 192, 4, 1, 1, -150}, {150, 300, 160, 7, 7, 0, 0},
     };
     /* clang-format on */
     for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i) {
@@ -108,9 +112,8 @@ static void test_sections(void)
 static void test_packed(void)
 {
     static const int64_t cu_seqlens[] = {0, 130, 390, 400, 700};
-    static const int dims[] = {64, 128, 256};
     int i;
-    for (i = 0; i < 3; ++i) {
+    for (i = 0; i < DIMS; ++i) {
         oracle_attn t = shape(700, 700, 3, 3, dims[i], 1, 0, 0);
         t.cu_seqlens = cu_seqlens, t.cu_seqlens_n = 4;
         check_forward(&t, 400 + (uint64_t)i, t.sk);

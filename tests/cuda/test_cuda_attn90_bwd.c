@@ -75,7 +75,7 @@ static void run_case(const oracle_attn *t, int layout, uint64_t seed)
 /* Around the edges of blocks and tiles, of all kernels. */
 static void test_edges(void)
 {
-    static const int dims[] = {64, 128, 40, 72, 256, 192};
+    static const int dims[] = {64, 128, 40, 96, 256, 136};
     static const int64_t queries[] = {64, 1, 63, 129, 65, 128, 191};
     static const int64_t keys[] = {128, 127, 65, 1, 64, 129, 193};
     for (int i = 0; i < 6; ++i)
@@ -93,12 +93,13 @@ static void test_chains(void)
         {70, 1100, 64, 3, 3, 0, 0}, {300, 700, 64, 4, 2, 1, 400}, {150, 900, 128, 2, 1, 1, 600},
         {260, 300, 128, 6, 2, 1, -130}, {500, 200, 64, 2, 1, 1, -150}, {100, 600, 96, 2, 2, 1, 100},
         {140, 500, 256, 2, 1, 1, 300}, {200, 250, 200, 3, 1, 0, 0},
+        {140, 500, 192, 2, 1, 1, 300}, {260, 300, 160, 6, 2, 1, -130},
     };
     /* clang-format on */
     for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i) {
         const int64_t *x = cases[i];
         oracle_attn t = shape(x[0], x[1], (int)x[3], (int)x[4], (int)x[2], (int)x[5], x[6], 0);
-        if (!here.brief || i == 1 || i == 3 || i == 6) run_case(&t, (int)i % ATTN_LAYOUTS, 200 + i);
+        if (!here.brief || i == 1 || i == 3 || i == 8) run_case(&t, (int)i % ATTN_LAYOUTS, 200 + i);
     }
 }
 
@@ -110,7 +111,8 @@ static void test_masked(void)
     for (int i = 0; i < 10; ++i) {
         const int mask = i % 6, wide = i >= 6;
         oracle_attn t = shape(210, 280, 2, 1,
-                              wide && mask != 1 ? 256
+                              wide && mask != 1 ? (mask == 0 ? 256 : 192)
+                              : mask == 5       ? 96
                               : mask % 2        ? 64
                                                 : 128,
                               mask != 4, 30, 0);
@@ -130,9 +132,10 @@ static void test_masked(void)
  * added to once. Rows that see no key stay as they are. */
 static void test_merge(void)
 {
-    static const int dims[] = {64, 64, 128, 128, 56, 64, 256, 256};
-    static const int64_t keys[] = {100, 400, 100, 400, 100, 400, 60, 150}; /* one block, or several */
-    for (int i = here.brief; i < 8; i += here.brief ? 3 : 1) {
+    static const int dims[] = {64, 64, 128, 128, 56, 64, 256, 256, 96, 96, 192, 192};
+    static const int64_t keys[] = {100, 400, 100, 400, 100, 400,
+                                   60,  150, 100, 400, 60,  150}; /* one block, or several */
+    for (int i = here.brief; i < 12; i += here.brief ? 3 : 1) {
         oracle_attn t = shape(150, keys[i], 2, 1, dims[i], i != 2, -20, 0);
         test_rng r = {(uint64_t)(400 + i)};
         const values in = inputs_make(&t, UPIPE_BF16, &r, 1);
@@ -154,12 +157,15 @@ static void test_merge(void)
     }
 }
 
+static const int dims[] = {64, 128, 256, 96, 192}; /* of each kernel */
+enum { DIMS = 5 };
+
 /* The steps of a ring before a backward: keys in parts, merged by the forward kernels of this device. */
 static void test_parts(void)
 {
     static const int64_t lengths[] = {128, 1, 71};
-    for (int i = here.brief; i < 3; i += here.brief ? 2 : 1) {
-        oracle_attn t = shape(140, 200, 2, 1, 64 << i, i == 1, 60, 0);
+    for (int i = here.brief; i < DIMS; i += here.brief ? 2 : 1) {
+        oracle_attn t = shape(140, 200, 2, 1, dims[i], i == 1, 60, 0);
         test_rng r = {(uint64_t)(450 + i)};
         const values in = inputs_make(&t, UPIPE_BF16, &r, 1);
         check_merge(&t, UPIPE_BF16, i == 1 ? UPIPE_BF16 : UPIPE_F32, i % ATTN_LAYOUTS, i == 1, &in, lengths,
@@ -170,8 +176,8 @@ static void test_parts(void)
 
 static void test_same_bits(void)
 {
-    for (int i = 0; i < 3; ++i) {
-        const oracle_attn t = shape(200, 270, 4, 1, 64 << i, i > 0, 90, 20);
+    for (int i = 0; i < DIMS; ++i) {
+        const oracle_attn t = shape(200, 270, 4, 1, dims[i], i > 0, 90, 20);
         test_rng r = {(uint64_t)(500 + i)};
         check_same_bits(&t, UPIPE_BF16, &r, here.brief ? 4 : 1, i);
     }
@@ -179,7 +185,7 @@ static void test_same_bits(void)
 
 int main(void)
 {
-    int d;
+    int i;
     setenv("FAKE_CAPABILITY", "90", 1);
     if (!place_open()) return test_end("cuda_attn90_bwd");
     if (dev.cuda.capability / 10 == 9) {
@@ -187,7 +193,7 @@ int main(void)
         test_edges();
         test_chains();
         test_masked();
-        for (d = 64; d <= 256 && !here.brief; d *= 2) check_low_scores(d);
+        for (i = 0; i < DIMS && !here.brief; ++i) check_low_scores(dims[i]);
         test_merge();
         test_parts();
         test_same_bits();

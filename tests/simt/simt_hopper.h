@@ -406,14 +406,19 @@ SIMT_QUIET inline void simt_bulk_start(simt_bulk *s, const void *code)
         simt_finding("shared memory out of bounds: a bulk store of %u bytes at byte %u, the block has %zu",
                      s->bytes, s->source - SIMT_SHARED_START, simt_here->shared_bytes);
     s->group = f->bulk_group;
-    simt_race_agent(agent, clock, source, s->bytes, SIMT_READ, code);
-    if (s->sums != NULL) simt_race_agent(agent + 1, clock, s->sums, s->bytes, SIMT_ATOMIC_WRITE, code);
+    if (s->sums != NULL) {
+        simt_race_agent(agent, clock, source, s->bytes, SIMT_READ, code);
+        simt_race_agent(agent + 1, clock, s->sums, s->bytes, SIMT_ATOMIC_WRITE, code);
+    }
     for (row = 0; SIMT_RACE_ON && s->sums == NULL && row < s->map.rows; ++row)
         for (chunk = 0; chunk < 8; ++chunk) {
             char *to = simt_box_at(&s->map, s->from, row, chunk, &some);
-            if (some > 0)
-                simt_race_agent(agent + 1, clock, to, (size_t)some, s->adds ? SIMT_ATOMIC_WRITE : SIMT_WRITE,
-                                code);
+            const uint32_t at = s->source + (uint32_t)(row * 128 + chunk * 16);
+            if (some <= 0) continue; /* what goes nowhere need not have been written */
+            simt_race_agent(agent, clock, source + (simt_swizzle(at) - s->source), (size_t)some, SIMT_READ,
+                            code);
+            simt_race_agent(agent + 1, clock, to, (size_t)some, s->adds ? SIMT_ATOMIC_WRITE : SIMT_WRITE,
+                            code);
         }
     if (simt_eager) {
         simt_bulk_write(s);

@@ -898,7 +898,7 @@ UPI_DEVICE void put_panels(uint16_t *to, const float *from, int rows, int column
 }
 
 /* d [64][N] = d + a [64][64] b [64][N], twice over. a: as rows [64][64], as columns [64 k][64], or from
- * registers; b: as rows [N][64] or as columns [64 k][N]. N is a multiple of 64 where B is 1. */
+ * registers; b: as rows [N][64] or as columns [64 k][N]. */
 template <int N, int A, int B, int BUG>
 UPI_HOPPER_KERNEL(128)
 void warpgroup_product(const float *a, const float *b, float *d)
@@ -960,7 +960,8 @@ template <int N, int A, int B, int BUG> static int run_product(void)
         for (int j = 0; j < N; ++j)
             for (int k = 0; k < 64; ++k)
                 want[i * N + j] += 2 * a[i * 64 + k] * (B ? b[k * N + j] : b[j * 64 + k]);
-    LAUNCH(1, 128, 8192 + 128 * N, warpgroup_product<N, A, B, BUG>(A == 1 ? turned : a, b, d));
+    LAUNCH(1, 128, 8192 + (B ? (N + 63) / 64 * 8192 : 128 * N),
+           warpgroup_product<N, A, B, BUG>(A == 1 ? turned : a, b, d));
     for (int i = 0; i < 64 * N; ++i) wrong += !(d[i] == want[i]);
     return wrong;
 }
@@ -976,6 +977,9 @@ static void test_products(void)
     CHECK_INT((run_product<256, 0, 1, 0>()), 0);
     CHECK_INT((run_product<80, 0, 0, 0>()), 0);
     CHECK_INT((run_product<96, 2, 0, 0>()), 0);
+    CHECK_INT((run_product<96, 2, 1, 0>()), 0);
+    CHECK_INT((run_product<96, 1, 1, 0>()), 0);
+    CHECK_INT((run_product<112, 0, 0, 0>()), 0);
     CHECK_INT((run_product<176, 0, 0, 0>()), 0);
     CHECK_INT((run_product<192, 2, 1, 0>()), 0);
     CHECK_INT((run_product<32, 2, 0, 0>()), 0);

@@ -32,33 +32,25 @@
 #include "upipe_cuda_hopper.h"
 
 /* How the consumers divide a tile: by keys, or by queries and columns. */
-struct upi_cuda_bwd90_by_keys {
-    enum { BY_KEYS = 1 };
-};
-struct upi_cuda_bwd90_by_columns {
-    enum { BY_KEYS = 0 };
-};
-template <int D> struct upi_cuda_bwd90_division {
-    typedef upi_cuda_bwd90_by_keys type;
-};
-template <> struct upi_cuda_bwd90_division<256> {
-    typedef upi_cuda_bwd90_by_columns type;
+template <int BY_KEYS> struct upi_cuda_bwd90_division {
 };
 
 template <int D> struct upi_cuda_bwd90_shape {
-    typedef typename upi_cuda_bwd90_division<D>::type division;
     enum {
-        BY_KEYS = division::BY_KEYS,
+        BY_KEYS = D <= 128,
         CONSUMERS = 2,
         THREADS = 128 * (CONSUMERS + 1),
         KEYS = BY_KEYS ? 64 * CONSUMERS : 64,
         ROWS = D > 64 ? 64 : 128,              /* queries in a tile */
         COLUMNS = BY_KEYS ? D : D / CONSUMERS, /* of dK and dV, a consumer's */
-        ROUNDS = BY_KEYS ? 1 : COLUMNS / 64,   /* in which a consumer passes on its part of dQ */
+        PART = (COLUMNS + 63) / 64,            /* panels of so many columns, which begin at one */
+        PANELS = D / COLUMNS * PART,
+        APART = BY_KEYS ? 64 : COLUMNS, /* columns between the consumers' dQ, above head dim 64 */
+        ROUNDS = BY_KEYS ? 1 : PART,    /* in which a consumer passes on its part of dQ */
         HELPER_REGISTERS = 24,
         REGISTERS = 240,
-        KEPT = KEYS * D * 2, /* bytes */
-        TILE = ROWS * D * 2,
+        KEPT = KEYS * PANELS * 128, /* bytes */
+        TILE = ROWS * PANELS * 128,
         DOUT_SLOTS = BY_KEYS ? 2 : 1,
         DQ_SLOTS = BY_KEYS ? 2 : 1,
         DS = KEYS * ROWS * 2,
@@ -76,6 +68,7 @@ template <int D> struct upi_cuda_bwd90_shape {
         AT_EXACT = AT_TICKET + 4, /* two slots of a flag */
         SHARED = AT_EXACT + 12
     };
+    typedef upi_cuda_bwd90_division<BY_KEYS> division;
 };
 
 typedef struct upi_cuda_bwd90_args {
@@ -174,13 +167,17 @@ template <int D> UPI_DEVICE uint32_t upi_cuda_bwd90_at_dq(int r)
 
 /* ---- the helpers ---- */
 
-/* `rows` rows of one head, panel by panel. */
+/* `rows` rows of one head, panel by panel. A part of 96 columns fills its second panel to the half; what lies
+ * behind, zeros or columns of the next part, no product reads but that of dQ by keys, which drops it. */
 template <int D, int ROWS>
 UPI_DEVICE void upi_cuda_bwd90_load(uint32_t to, const upi_tensor_map *map, int row, int head, uint32_t full)
 {
-    upi_mbarrier_arrive_expect(full, ROWS * D * 2);
+    typedef upi_cuda_bwd90_shape<D> shape;
+    upi_mbarrier_arrive_expect(full, ROWS * shape::PANELS * 128);
     UPI_UNROLL
-    for (int c = 0; c < D / 64; ++c) upi_tma_load(to + c * ROWS * 128, map, c * 64, row, head, full);
+    for (int c = 0; c < shape::PANELS; ++c)
+        upi_tma_load(to + c * ROWS * 128, map, c / shape::PART * shape::COLUMNS + c % shape::PART * 64, row,
+                     head, full);
 }
 
 /* K, V, and every tile of Q and dO; one thread. */
@@ -292,9 +289,9 @@ UPI_DEVICE void upi_cuda_bwd90_sum(const upi_cuda_bwd90_args &x, const upi_cuda_
             UPI_UNROLL
             for (int i = 0; i < 4; ++i) { /* two panels of each consumer */
                 const uint32_t from = b.base + upi_cuda_bwd90_at_dq<D>(r) + i * (shape::DQ / 2);
-                const int column = (D > 64 ? i / 2 * (D / 2) + round * 64 : 0) + i % 2 * 32;
+                const int part = round * 64 + i % 2 * 32, column = (D > 64 ? i / 2 * shape::APART : 0) + part;
                 const int row = t.m * shape::ROWS + (D > 64 ? 0 : i / 2 * 64);
-                if (column >= x.g.a.d) continue;
+                if (part >= shape::APART || column >= x.g.a.d) continue;
                 if (is_first && !x.g.a.merge)
                     upi_tma_store(&x.dq, column, row, t.h, from);
                 else
@@ -329,11 +326,14 @@ template <int D, int N> UPI_DEVICE void upi_cuda_bwd90_dots(float *s, uint32_t a
 {
     typedef upi_cuda_bwd90_shape<D> shape;
     const uint64_t kept = upi_wgmma_rows(at_kept), tile = upi_wgmma_rows(at_tile);
+    const int steps = shape::COLUMNS / 16; /* of a part */
     upi_wgmma_fence();
     UPI_UNROLL
-    for (int i = 0; i < D / 16; ++i)
-        upi_wgmma_ss<N, 0, 0>(s, upi_wgmma_further(kept, i / 4 * shape::KEYS * 128 + i % 4 * 32),
-                              upi_wgmma_further(tile, i / 4 * shape::ROWS * 128 + i % 4 * 32), i > 0);
+    for (int i = 0; i < D / 16; ++i) {
+        const int panel = i / steps * shape::PART + i % steps / 4, column = i % steps % 4 * 32;
+        upi_wgmma_ss<N, 0, 0>(s, upi_wgmma_further(kept, panel * shape::KEYS * 128 + column),
+                              upi_wgmma_further(tile, panel * shape::ROWS * 128 + column), i > 0);
+    }
     upi_wgmma_commit();
 }
 
@@ -354,7 +354,7 @@ template <int D>
 UPI_DEVICE void upi_cuda_bwd90_times_shared(float *out, uint32_t at_x, uint32_t at_tile, int group)
 {
     typedef upi_cuda_bwd90_shape<D> shape;
-    const uint32_t columns = (uint32_t)group * (shape::COLUMNS / 64) * shape::ROWS * 128;
+    const uint32_t columns = (uint32_t)group * shape::PART * shape::ROWS * 128;
     const uint64_t x = upi_wgmma_rows(at_x), tile = upi_wgmma_columns(at_tile + columns, shape::ROWS * 128);
     upi_wgmma_fence();
     UPI_UNROLL
@@ -384,7 +384,7 @@ template <int D>
 UPI_DEVICE void upi_cuda_bwd90_dq_columns(float *dq, uint32_t at_ds, uint32_t at_k, int group)
 {
     typedef upi_cuda_bwd90_shape<D> shape;
-    const uint32_t columns = (uint32_t)group * (shape::COLUMNS / 64) * shape::KEYS * 128;
+    const uint32_t columns = (uint32_t)group * shape::PART * shape::KEYS * 128;
     const uint64_t ds = upi_wgmma_columns(at_ds, shape::KEYS * 128);
     const uint64_t k = upi_wgmma_columns(at_k + columns, shape::KEYS * 128);
     upi_wgmma_fence();
@@ -487,10 +487,10 @@ UPI_DEVICE void upi_cuda_bwd90_share(uint32_t panel, const uint32_t *x, int key,
     for (int i = 0; i < ROWS / 8; i += 2) upi_store_matrix4(to ^ i * 16, x + 2 * i);
 }
 
-/* 64 columns of the consumer's half of dQ, round r, go to its place in shared memory, as two panels of 32. Odd
- * rows take columns in another order: what a half warp writes at once lies in different banks. */
+/* `columns`, at most 64, of the consumer's half of dQ, round r, go to its place in shared memory, as panels of
+ * 32. Odd rows take columns in another order: what a half warp writes at once lies in different banks. */
 template <int D>
-UPI_DEVICE void upi_cuda_bwd90_store(unsigned char *shared, const float *dq, int group, int r)
+UPI_DEVICE void upi_cuda_bwd90_store(unsigned char *shared, const float *dq, int group, int r, int columns)
 {
     typedef upi_cuda_bwd90_shape<D> shape;
     const int thread = upi_cuda_attn_anew((int)threadIdx.x) % 128, row = thread / 32 * 16 + thread % 32 / 4;
@@ -501,6 +501,7 @@ UPI_DEVICE void upi_cuda_bwd90_store(unsigned char *shared, const float *dq, int
     for (int i = 0; i < 16; ++i) { /* eight columns of a row, then of the one 8 below */
         upi_cuda_attn_pair *pair =
             (upi_cuda_attn_pair *)(half_dq + (to ^ i / 2 % 4 * 32) + i % 2 * 1024 + i / 8 * 8192);
+        if (i / 8 * 32 >= columns) continue;
         pair->x = odd ? dq[2 * (i ^ 4)] : dq[2 * i];
         pair->y = odd ? dq[2 * (i ^ 4) + 1] : dq[2 * i + 1];
     }
@@ -532,7 +533,7 @@ UPI_DEVICE void upi_cuda_bwd90_weights(const upi_cuda_attn_args &a, float *s, ui
 /* One tile. Its dK is still under way at the end, and that of the one before at the beginning; until then ds
  * may not change. */
 template <int D>
-UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_by_keys, const upi_cuda_attn_args &a,
+UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_division<1>, const upi_cuda_attn_args &a,
                                     const upi_cuda_bwd90_place &b, const upi_cuda_bwd90_tile &t,
                                     unsigned char *shared, int group, uint32_t *ds, float *dk, float *dv)
 {
@@ -575,7 +576,7 @@ UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_by_keys, const upi_cuda_attn_
     upi_wgmma_wait<1>(); /* dV and dQ are */
     upi_mbarrier_wait(upi_cuda_bwd90_dq_barrier<D>(bars + UPI_BWD90_DQ_EMPTY, t.n),
                       upi_cuda_bwd90_dq_parity<D>(t.n) ^ 1);
-    upi_cuda_bwd90_store<D>(shared, dq, group, t.n);
+    upi_cuda_bwd90_store<D>(shared, dq, group, t.n, 64);
     upi_cuda_bwd90_done(upi_cuda_bwd90_dq_barrier<D>(bars + UPI_BWD90_DQ_FULL, t.n));
 }
 
@@ -583,7 +584,7 @@ UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_by_keys, const upi_cuda_attn_
  * that may not change. P needs no second slot: only dV reads it, and all of those are through when the next
  * dO is there. */
 template <int D>
-UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_by_columns, const upi_cuda_attn_args &a,
+UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_division<0>, const upi_cuda_attn_args &a,
                                     const upi_cuda_bwd90_place &b, const upi_cuda_bwd90_tile &t,
                                     unsigned char *shared, int group, uint32_t *ds, float *dk, float *dv)
 {
@@ -628,7 +629,7 @@ UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_by_columns, const upi_cuda_at
         const int r = t.n * shape::ROUNDS + round;
         upi_mbarrier_wait(upi_cuda_bwd90_dq_barrier<D>(bars + UPI_BWD90_DQ_EMPTY, r),
                           upi_cuda_bwd90_dq_parity<D>(r) ^ 1);
-        upi_cuda_bwd90_store<D>(shared, dq + 32 * round, group, r);
+        upi_cuda_bwd90_store<D>(shared, dq + 32 * round, group, r, shape::COLUMNS - round * 64);
         upi_cuda_bwd90_done(upi_cuda_bwd90_dq_barrier<D>(bars + UPI_BWD90_DQ_FULL, r));
     }
 }
@@ -769,7 +770,9 @@ UPIPE_API const char *upi_cuda_bwd90_obstacle(upipe_ctx *c, const upipe_attn_gra
     if ((a->q.n / 64 + 1) * a->q.h > INT32_MAX || (a->k.n / 64 + 1) * a->k.h > INT32_MAX)
         return "32 bits do not count the blocks";
     return columns <= 64    ? upi_cuda_bwd90_missing<64>(self)
+           : columns <= 96  ? upi_cuda_bwd90_missing<96>(self)
            : columns <= 128 ? upi_cuda_bwd90_missing<128>(self)
+           : columns <= 192 ? upi_cuda_bwd90_missing<192>(self)
                             : upi_cuda_bwd90_missing<256>(self);
 }
 
@@ -811,7 +814,9 @@ UPIPE_API upipe_status upi_cuda_attn_bwd90(upipe_ctx *c, const upipe_attn_grad *
 {
     const int columns = upi_cuda_attn_columns(&call->a);
     return columns <= 64    ? upi_cuda_bwd90_launch<64>(c, call, g)
+           : columns <= 96  ? upi_cuda_bwd90_launch<96>(c, call, g)
            : columns <= 128 ? upi_cuda_bwd90_launch<128>(c, call, g)
+           : columns <= 192 ? upi_cuda_bwd90_launch<192>(c, call, g)
                             : upi_cuda_bwd90_launch<256>(c, call, g);
 }
 

@@ -27,13 +27,13 @@ template <int D, int KEYS> struct upi_cuda_fwd90_shape {
         CONSUMERS = D > 64 ? 2 : 3,
         THREADS = 128 * (CONSUMERS + 1),
         ROWS = 64 * CONSUMERS,
-        PANELS = D / 64,
+        PANELS = (D + 63) / 64, /* the last one of 96 columns is filled to the half */
         SLOTS = 2,
         IN_TURN = D <= 128, /* longer products keep the tensor cores busy by themselves */
         LOADER_REGISTERS = CONSUMERS == 2 ? 24 : 32,
         REGISTERS = CONSUMERS == 2 ? 240 : 160,
-        Q = ROWS * D * 2, /* bytes */
-        TILE = KEYS * D * 2,
+        Q = ROWS * PANELS * 128, /* bytes */
+        TILE = KEYS * PANELS * 128,
         AT_K = Q,
         AT_V = AT_K + SLOTS * TILE,
         O_APART = 2 * Q + 2 * SLOTS * TILE + 128 <= 227 * 1024, /* else o takes the place of Q */
@@ -155,9 +155,10 @@ UPI_DEVICE uint32_t upi_cuda_fwd90_parity(uint32_t i)
 template <int D, int ROWS>
 UPI_DEVICE void upi_cuda_fwd90_load(uint32_t to, const upi_tensor_map *map, int row, int head, uint32_t full)
 {
-    upi_mbarrier_arrive_expect(full, ROWS * D * 2);
+    const int panels = (D + 63) / 64;
+    upi_mbarrier_arrive_expect(full, ROWS * panels * 128);
     UPI_UNROLL
-    for (int c = 0; c < D / 64; ++c) upi_tma_load(to + c * ROWS * 128, map, c * 64, row, head, full);
+    for (int c = 0; c < panels; ++c) upi_tma_load(to + c * ROWS * 128, map, c * 64, row, head, full);
 }
 
 template <int D, int KEYS> UPI_DEVICE void upi_cuda_fwd90_produce(const upi_cuda_fwd90_args &g, uint32_t base)
@@ -409,7 +410,7 @@ UPI_DEVICE void upi_cuda_fwd90_output(const upi_cuda_fwd90_args &g, const upi_cu
     upi_barrier_sync(8 + group, 128);
     if (threadIdx.x % 128 == 0) {
         UPI_UNROLL
-        for (int c = 0; c < D / 64; ++c)
+        for (int c = 0; c < shape::PANELS; ++c)
             if (c * 64 < a.v_dim)
                 upi_tma_store(&g.o, c * 64, item.q0 + group * 64, item.head,
                               base + shape::AT_O + (c * shape::ROWS + group * 64) * 128);
@@ -537,25 +538,32 @@ template <int D, int KEYS> UPIPE_API const char *upi_cuda_fwd90_missing(const up
                         128 * (shape::LOADER_REGISTERS + shape::CONSUMERS * shape::REGISTERS)));
 }
 
+/* The same where there are tiles of 128 and of 176 keys. */
+template <int D> UPIPE_API const char *upi_cuda_fwd90_missing_two(const upipe_cuda *device)
+{
+    const char *missing = upi_cuda_fwd90_missing<D, 128>(device);
+    return missing != NULL ? missing : upi_cuda_fwd90_missing<D, 176>(device);
+}
+
 /* Why these kernels do not take the call: the device, the unit's code, or shapes that tensor maps cannot say;
  * NULL if they do. */
 UPIPE_API const char *upi_cuda_fwd90_obstacle(upipe_ctx *c, const upipe_attn *a)
 {
     const upipe_cuda *self = (const upipe_cuda *)c->ops->self;
     const int columns = upi_cuda_attn_columns(a), plain = !a->merge && a->o.dtype != UPIPE_F32;
-    const char *missing;
     if (self->capability / 10 != 9) return "the device is of another generation";
     if (!upi_tensor_map_fits(a->q) || !upi_tensor_map_fits(a->k) || !upi_tensor_map_fits(a->v) ||
         (plain && !upi_tensor_map_fits(a->o)))
         return "no tensor map has these strides";
     if ((a->q.n / 128 + 1) * a->q.h > INT32_MAX / 2) return "32 bits do not count the blocks of queries";
-    if (columns > 128) return upi_cuda_fwd90_missing<256, 80>(self);
-    if (columns <= 64) return upi_cuda_fwd90_missing<64, 128>(self);
-    missing = upi_cuda_fwd90_missing<128, 128>(self);
-    return missing != NULL ? missing : upi_cuda_fwd90_missing<128, 176>(self);
+    return columns <= 64    ? upi_cuda_fwd90_missing<64, 128>(self)
+           : columns <= 96  ? upi_cuda_fwd90_missing_two<96>(self)
+           : columns <= 128 ? upi_cuda_fwd90_missing_two<128>(self)
+           : columns <= 192 ? upi_cuda_fwd90_missing<192, 112>(self)
+                            : upi_cuda_fwd90_missing<256, 80>(self);
 }
 
-/* Whether tiles of 176 keys serve a call better than those of 128, above head dim 64: every query sees every
+/* Whether tiles of 176 keys serve a call better than those of 128, where there are both: every query sees every
  * key, so no tile is cut by a mask, and the last one wastes little. A key then takes fewer instructions. */
 UPIPE_API int upi_cuda_fwd90_suits_176(const upipe_attn *a)
 {
@@ -616,14 +624,18 @@ UPIPE_API upipe_status upi_cuda_attn_fwd90(upipe_ctx *c, const upipe_attn *call,
     const int columns = upi_cuda_attn_columns(call),
               keys_176 = columns > 64 && columns <= 128 && upi_cuda_fwd90_suits_176(call);
     upi_cuda_attn_chosen(c, "forward",
-                         columns > 128 ? "9.0, tiles of 80 keys"
-                         : keys_176    ? "9.0, tiles of 176 keys"
-                                       : "9.0, tiles of 128 keys",
+                         columns > 192   ? "9.0, tiles of 80 keys"
+                         : columns > 128 ? "9.0, tiles of 112 keys"
+                         : keys_176      ? "9.0, tiles of 176 keys"
+                                         : "9.0, tiles of 128 keys",
                          NULL);
-    if (columns > 128) return upi_cuda_fwd90_launch<256, 80>(c, call, a);
     if (columns <= 64) return upi_cuda_fwd90_launch<64, 128>(c, call, a);
-    if (keys_176) return upi_cuda_fwd90_launch<128, 176>(c, call, a);
-    return upi_cuda_fwd90_launch<128, 128>(c, call, a);
+    if (columns <= 96 && keys_176) return upi_cuda_fwd90_launch<96, 176>(c, call, a);
+    if (columns <= 96) return upi_cuda_fwd90_launch<96, 128>(c, call, a);
+    if (columns <= 128 && keys_176) return upi_cuda_fwd90_launch<128, 176>(c, call, a);
+    if (columns <= 128) return upi_cuda_fwd90_launch<128, 128>(c, call, a);
+    if (columns <= 192) return upi_cuda_fwd90_launch<192, 112>(c, call, a);
+    return upi_cuda_fwd90_launch<256, 80>(c, call, a);
 }
 
 #endif

@@ -133,13 +133,13 @@ int main()
     rows_of<64, 64, 64>(), rows_of<64, 128, 64>(), rows_of<64, 256, 64>(), rows_of<80, 256, 80>(),
         rows_of<128, 64, 64>();
     rows_of<128, 64, 128>(), rows_of<128, 128, 64>(), rows_of<128, 128, 128>(), rows_of<128, 256, 64>();
-    rows_of<176, 128, 176>(), rows_of<192, 64, 64>();
+    rows_of<112, 192, 112>(), rows_of<176, 128, 176>(), rows_of<192, 64, 64>();
     columns_of<64, 64, 64>(), columns_of<64, 128, 128>(), columns_of<64, 256, 128>(),
         columns_of<80, 256, 256>();
     columns_of<128, 64, 64>(), columns_of<128, 128, 64>(), columns_of<128, 128, 128>(),
         columns_of<176, 128, 128>();
-    accumulators<32>(), accumulators<64>(), accumulators<80>(), accumulators<96>(), accumulators<128>(),
-        accumulators<176>();
+    accumulators<32>(), accumulators<64>(), accumulators<80>(), accumulators<96>(), accumulators<112>(),
+        accumulators<128>(), accumulators<176>();
     accumulators<192>(), accumulators<256>();
     products();
     printf("cute: %ld checks, %ld failed\n", checks, failed);
