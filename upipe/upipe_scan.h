@@ -2,7 +2,7 @@
  *
  * A layer of linear attention keeps a state instead of keys: a matrix a head, which every token changes. A rank begins
  * with the state that the rank before it ends with. This is communication alone: the rule that takes a rank's tokens from
- * one state to the next one is the host's, a function a direction (upipe_rule.h has two rules).
+ * one state to the next one is the host's, a function a direction (upipe_linear.h has two).
  *
  * States go in stages of some heads, so that rank r works on stage i while rank r + 1 works on stage i - 1:
  *
