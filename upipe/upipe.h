@@ -35,6 +35,9 @@
  *     upipe_all_reduce(&ctx, ctx.team, dwq, n);          sums over the ranks of a team       upipe_reduce.h
  *     upipe_zero_weights_begin(&ctx, &zero, unit, &w);   states sharded over all ranks       upipe_zero.h
  *
+ *     upipe_scan_fwd(&ctx, ctx.team, &s, states, NULL);  a state over ranks, by a rule       upipe_scan.h
+ *     upipe_linear_fwd(&ctx, &rules, &linear);           rules of linear attention           upipe_linear.h
+ *
  *     desc.ring = R; ctx.ring = &ring;                   ring attention, USP, UPipe x ring   upipe_ring.h
  *     upipe_shard_pos(&plan.shard, i);                   which token row i of a rank is      upipe_shard.h
  *     upipe_fpdt_fwd(&ctx, &fpdt, &saved, x);            FPDT, UPipe x FPDT                  upipe_fpdt.h
@@ -59,7 +62,10 @@
 #include "upipe_agree.h"
 #include "upipe_unwind.h"
 #include "upipe_a2a.h"
+#include "upipe_borders.h"
 #include "upipe_reduce.h"
+#include "upipe_linear.h"
+#include "upipe_scan.h"
 #include "upipe_zero.h"
 #include "upipe_attn.h"
 #include "upipe_attend.h"

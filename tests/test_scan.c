@@ -1,0 +1,479 @@
+/* test_scan -- a state over ranks with a rule of whole numbers, bit by bit: stages, borders, segments, halos, bytes
+ *
+ * The rule: a token multiplies a head's state by 1, -1 or 0 and adds a row of small numbers. One walk over the whole
+ * sequence is the oracle, and ranks must agree with it exactly, wherever tokens and heads are cut.
+ */
+#include "upipe/net/upipe_net_threads.h"
+#include "upipe/upipe.h"
+
+#include "lib/context.h"
+
+enum {
+    TOKENS_MAX = 64,
+    HEADS_MAX = 5,
+    KEY_DIM = 2,
+    VALUE_DIM = 3,
+    SIZE = KEY_DIM * VALUE_DIM,
+    WIDTH = 3,
+    SEGMENTS_MAX = 3
+};
+
+typedef float state[SIZE];
+
+typedef struct world {
+    upipe_threads team;
+    upipe_ops ops;
+    int64_t tokens;
+    int ranks, ring, segments, heads, stage_heads, halo;
+    upipe_borders borders;
+    /* the sequence, its states and their gradients: before each token, and behind it */
+    float times[TOKENS_MAX][HEADS_MAX];
+    state add[TOKENS_MAX][HEADS_MAX], dout[TOKENS_MAX][HEADS_MAX];
+    state before[TOKENS_MAX][HEADS_MAX], out[TOKENS_MAX][HEADS_MAX];
+    state dbefore[TOKENS_MAX][HEADS_MAX], dadd[TOKENS_MAX][HEADS_MAX];
+    float x[TOKENS_MAX][WIDTH],
+        dx[TOKENS_MAX][WIDTH]; /* rows for the halo, and the gradient that it must get */
+    /* faults: this rank's step of a stage fails, or the rank leaves */
+    int bad_rank, bad_stage, leaves;
+    double seconds[8];
+} world;
+
+/* One rank's part of a segment. */
+typedef struct part {
+    world *w;
+    upipe_plan plan;
+    upipe_scan scan;
+    int64_t pos;
+    int calls;
+} part;
+
+static int begins(const world *w, int64_t pos)
+{
+    for (int64_t i = 0; w->borders.cu_seqlens != NULL && i <= w->borders.cu_seqlens_n; ++i)
+        if (w->borders.cu_seqlens[i] == pos) return 1;
+    return 0;
+}
+
+static void check_state(const float *got, const float *want, const char *what, int64_t pos, int head)
+{
+    for (int e = 0; e < SIZE; ++e)
+        CHECK_SAY(got[e] == want[e], "%s at token %lld, head %d: element %d is %g, not %g", what,
+                  (long long)pos, head, e, (double)got[e], (double)want[e]);
+}
+
+/* ---- the rule, and its walk over the sequence ---- */
+
+static upipe_status step_fwd(upipe_ctx *c, void *user, int first, int heads, const float *in, float *out)
+{
+    part *p = (part *)user;
+    const world *w = p->w;
+    if (w->bad_stage == p->calls++ && w->bad_rank == p->plan.desc.rank)
+        return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "the rule fails");
+    if (c->mem->dry) return UPIPE_OK;
+    memcpy(out, in, (size_t)heads * sizeof(state));
+    for (int j = 0; j < heads; ++j, out += SIZE) {
+        check_state(out, w->before[p->pos][first + j], "the state", p->pos, first + j);
+        for (int64_t pos = p->pos; pos < p->pos + p->plan.local; ++pos) {
+            if (begins(w, pos)) memset(out, 0, sizeof(state));
+            for (int e = 0; e < SIZE; ++e)
+                out[e] = out[e] * w->times[pos][first + j] + w->add[pos][first + j][e];
+            check_state(out, w->out[pos][first + j], "out", pos, first + j);
+        }
+    }
+    return UPIPE_OK;
+}
+
+static upipe_status step_bwd(upipe_ctx *c, void *user, int first, int heads, const float *in, float *d)
+{
+    part *p = (part *)user;
+    const world *w = p->w;
+    if (w->bad_stage == p->calls++ && w->bad_rank == p->plan.desc.rank)
+        return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "the rule fails");
+    if (c->mem->dry) return UPIPE_OK;
+    for (int j = 0; j < heads; ++j, in += SIZE, d += SIZE) {
+        check_state(in, w->before[p->pos][first + j], "the kept state", p->pos, first + j);
+        for (int64_t pos = p->pos + p->plan.local - 1; pos >= p->pos; --pos) {
+            if (begins(w, pos + 1)) memset(d, 0, sizeof(state));
+            for (int e = 0; e < SIZE; ++e) d[e] += w->dout[pos][first + j][e];
+            check_state(d, w->dadd[pos][first + j], "the gradient", pos, first + j);
+            for (int e = 0; e < SIZE; ++e) d[e] *= w->times[pos][first + j];
+        }
+        check_state(d, w->dbefore[p->pos][first + j], "the state's gradient", p->pos, first + j);
+    }
+    return UPIPE_OK;
+}
+
+static void draw(world *w, uint64_t seed)
+{
+    test_rng r = {seed};
+    for (int64_t t = 0; t < w->tokens; ++t) {
+        for (int k = 0; k < WIDTH; ++k) w->x[t][k] = (float)(test_below(&r, 90) + 1);
+        for (int h = 0; h < w->heads; ++h) {
+            w->times[t][h] = (float)(test_below(&r, 8) == 0 ? 0 : test_below(&r, 2) ? 1 : -1);
+            for (int e = 0; e < SIZE; ++e) {
+                const float last = t > 0 && !begins(w, t) ? w->out[t - 1][h][e] : 0;
+                w->add[t][h][e] = (float)(test_below(&r, 19) - 9);
+                w->dout[t][h][e] = (float)(test_below(&r, 19) - 9);
+                w->before[t][h][e] = last;
+                w->out[t][h][e] = last * w->times[t][h] + w->add[t][h][e];
+            }
+        }
+    }
+    for (int64_t t = w->tokens - 1; t >= 0; --t)
+        for (int h = 0; h < w->heads; ++h)
+            for (int e = 0; e < SIZE; ++e) {
+                const float next = t + 1 < w->tokens && !begins(w, t + 1) ? w->dbefore[t + 1][h][e] : 0;
+                w->dadd[t][h][e] = next + w->dout[t][h][e];
+                w->dbefore[t][h][e] = w->dadd[t][h][e] * w->times[t][h];
+            }
+}
+
+/* ---- a rank ---- */
+
+static upipe_status part_init(world *w, int rank, int segment, part *p, upipe_err *e)
+{
+    const int64_t first = upipe_cut(w->tokens, w->segments, segment);
+    upipe_plan_desc d = {.ranks = w->ranks / w->ring, .ring = w->ring, .heads = 8, .head_dim = 32};
+    d.rank = rank % d.ranks;
+    d.ring_rank = rank / d.ranks;
+    d.tokens = upipe_cut(w->tokens, w->segments, segment + 1) - first;
+    memset(p, 0, sizeof *p);
+    UPIPE_TRY(upipe_plan_init(&p->plan, &d, e));
+    p->w = w;
+    p->pos = first + upipe_shard_pos(&p->plan.shard, 0);
+    p->scan = (upipe_scan){.plan = &p->plan,
+                           .first = first,
+                           .borders = w->borders,
+                           .heads = w->heads,
+                           .key_dim = KEY_DIM,
+                           .value_dim = VALUE_DIM,
+                           .stage_heads = w->stage_heads,
+                           .halo = w->halo,
+                           .fwd = step_fwd,
+                           .bwd = step_bwd,
+                           .user = p};
+    return UPIPE_OK;
+}
+
+/* Bytes of a call: sent as planned and as moved over the ranks, the pool as planned, and both as in a dry run. */
+typedef struct counts {
+    int64_t sent;
+    size_t peak;
+} counts;
+
+static void counts_begin(upipe_ctx *c, upipe_comm *comm, counts *n)
+{
+    n->sent = comm->sent_bytes;
+    c->mem->peak = c->mem->live;
+}
+
+static void counts_end(upipe_ctx *c, upipe_comm *comm, counts *n, int64_t sent, size_t bytes)
+{
+    CHECK_INT(comm->sent_bytes - n->sent, sent);
+    CHECK_INT(c->mem->peak, bytes);
+    CHECK_INT(c->mem->live, 0);
+}
+
+static upipe_status passes_dry(part *p, const upipe_ops *ops, int carried)
+{
+    upipe_status s;
+    upipe_dry *dry = dry_begin(&p->plan, ops, &s);
+    float *none = (float *)dry->mem.slab;
+    counts n;
+    UPIPE_TRY(s);
+    counts_begin(&dry->ctx, &dry->team, &n);
+    UPIPE_TRY(upipe_scan_fwd(&dry->ctx, &dry->team, &p->scan, none, carried ? none : NULL));
+    counts_end(&dry->ctx, &dry->team, &n, upipe_scan_fwd_sent(&p->scan, carried),
+               upipe_scan_fwd_bytes(&p->scan));
+    counts_begin(&dry->ctx, &dry->team, &n);
+    UPIPE_TRY(upipe_scan_bwd(&dry->ctx, &dry->team, &p->scan, none, carried ? none : NULL));
+    counts_end(&dry->ctx, &dry->team, &n, upipe_scan_bwd_sent(&p->scan, carried),
+               upipe_scan_bwd_bytes(&p->scan));
+    return UPIPE_OK;
+}
+
+/* The rows before a part are those of its first document. */
+static void check_halo(const part *p, upipe_view before)
+{
+    const world *w = p->w;
+    int inside = 1;
+    for (int i = 1; i <= w->halo; ++i) {
+        const int64_t pos = p->pos - i;
+        const float *row = (const float *)upipe_view_at(before, w->halo - i, 0);
+        inside = inside && pos >= 0 && !begins(w, pos + 1);
+        for (int k = 0; k < WIDTH; ++k)
+            CHECK_SAY(row[k] == (inside ? w->x[pos][k] : 0), "row %d before token %lld is %g", i,
+                      (long long)p->pos, (double)row[k]);
+    }
+}
+
+/* Every rank's gradient of x: 1 a row, and of the halo 10 a row and 100 times its distance. */
+static float halo_grad(int distance)
+{
+    return (float)(100 * distance + 10);
+}
+
+static void check_halo_grad(const part *p, upipe_view dx, const int64_t *starts, int starts_n)
+{
+    const world *w = p->w;
+    for (int64_t i = 0; i < p->plan.local; ++i) {
+        const int64_t pos = p->pos + i;
+        const float got = *(const float *)upipe_view_at(dx, i, 0);
+        float want = 1;
+        for (int k = 0; k < starts_n; ++k) {
+            int inside = starts[k] > pos && starts[k] <= pos + w->halo;
+            for (int64_t q = pos + 1; inside && q <= starts[k]; ++q) inside = !begins(w, q);
+            /* only the part that begins there has this row before it; parts between would hide it */
+            if (inside && starts[k] >= p->pos + p->plan.local) want += halo_grad((int)(starts[k] - pos));
+        }
+        CHECK_SAY(got == want, "dx of token %lld is %g, not %g", (long long)pos, (double)got, (double)want);
+    }
+}
+
+static upipe_status passes_body(void *user, int rank)
+{
+    world *w = (world *)user;
+    const int carried = w->segments > 1;
+    const size_t row = WIDTH * sizeof(float);
+    upipe_comm *comm = upipe_threads_comm(&w->team, rank);
+    upipe_comm_self_state alone;
+    upipe_comm self;
+    upipe_mem mem;
+    upipe_ctx c = {0};
+    part parts[SEGMENTS_MAX];
+    float *states[SEGMENTS_MAX], *x[SEGMENTS_MAX], *carry;
+    float before[WIDTH * 8], halo_carry[WIDTH * 8] = {0};
+    int64_t starts[8 * SEGMENTS_MAX];
+    const upipe_view halo = upipe_view_packed(before, UPIPE_F32, w->halo, 1, WIDTH),
+                     round = upipe_view_packed(halo_carry, UPIPE_F32, w->halo, 1, WIDTH);
+    counts n;
+    context_pool(&c, &mem, &w->ops, 1 << 16, 8);
+    upipe_comm_self(&self, &alone, w->ops.copy);
+    c.team = w->ring > 1 ? &self : comm;
+    carry = (float *)zeroed(sizeof(state) * HEADS_MAX);
+    for (int s = 0; s < w->segments; ++s) {
+        part *p = &parts[s];
+        for (int r = 0; r < w->ranks; ++r) {
+            UPIPE_TRY(part_init(w, r, s, p, &c.err));
+            starts[s * w->ranks + r] = p->pos;
+        }
+        UPIPE_TRY(part_init(w, rank, s, p, &c.err));
+        if (w->ring == 1) UPIPE_TRY(passes_dry(p, &w->ops, carried));
+        states[s] = floats(SIZE * HEADS_MAX);
+        x[s] = (float *)copy_of(w->x[p->pos], (size_t)p->plan.local * row);
+        counts_begin(&c, comm, &n);
+        UPIPE_TRY(upipe_scan_halo_fwd(&c, comm, &p->scan, halo,
+                                      upipe_view_packed(x[s], UPIPE_F32, p->plan.local, 1, WIDTH),
+                                      carried ? &round : NULL));
+        counts_end(&c, comm, &n, upipe_scan_halo_fwd_sent(&p->scan, (int64_t)row, carried), 0);
+        check_halo(p, halo);
+        counts_begin(&c, comm, &n);
+        UPIPE_TRY(upipe_scan_fwd(&c, comm, &p->scan, states[s], carried ? carry : NULL));
+        counts_end(&c, comm, &n, upipe_scan_fwd_sent(&p->scan, carried), upipe_scan_fwd_bytes(&p->scan));
+    }
+    memset(carry, 0, sizeof(state) * HEADS_MAX);
+    memset(halo_carry, 0, sizeof halo_carry);
+    for (int s = w->segments - 1; s >= 0; --s) {
+        part *p = &parts[s];
+        const upipe_view dx = upipe_view_packed(x[s], UPIPE_F32, p->plan.local, 1, WIDTH);
+        counts_begin(&c, comm, &n);
+        UPIPE_TRY(upipe_scan_bwd(&c, comm, &p->scan, states[s], carried ? carry : NULL));
+        counts_end(&c, comm, &n, upipe_scan_bwd_sent(&p->scan, carried), upipe_scan_bwd_bytes(&p->scan));
+        for (int64_t i = 0; i < p->plan.local * WIDTH; ++i) x[s][i] = 1;
+        for (int i = 0; i < w->halo * WIDTH; ++i) before[i] = halo_grad(w->halo - i / WIDTH);
+        counts_begin(&c, comm, &n);
+        UPIPE_TRY(upipe_scan_halo_bwd(&c, comm, &p->scan, dx, halo, carried ? &round : NULL));
+        counts_end(&c, comm, &n, upipe_scan_halo_bwd_sent(&p->scan, (int64_t)row, carried),
+                   (size_t)w->halo * row);
+        check_halo_grad(p, dx, starts, w->segments * w->ranks);
+    }
+    upipe_mem_destroy(&mem, NULL);
+    return UPIPE_OK;
+}
+
+static void run(world *w, double deadline, upipe_status (*body)(void *user, int rank), upipe_status *statuses)
+{
+    upipe_err e = {0};
+    upipe_status s;
+    CHECK_STATUS(upipe_threads_init(&w->team, w->ranks, deadline, &e), UPIPE_OK, e);
+    s = upipe_threads_run(&w->team, body, w, statuses, &e);
+    if (statuses == NULL)
+        CHECK_SAY(s == UPIPE_OK, "%d ranks, %d rings, %d segments, %d heads: %s", w->ranks, w->ring,
+                  w->segments, w->heads, e.text);
+    upipe_threads_free(&w->team);
+    buffers_free(0);
+}
+
+/* Ranks, rings, segments, stages and borders: on a rank's first token, inside a halo, empty documents, at both ends. */
+static void test_passes(world *w)
+{
+    static const int64_t inside[] = {0, 3, 11, 11, 30, 43}, at_ranks[] = {5, 14, 22, 29};
+    long draws = 0;
+    for (int ranks = 1; ranks <= 4; ++ranks)
+        for (int heads = 1; heads <= HEADS_MAX; heads += 2)
+            for (int stage_heads = 0; stage_heads <= 2; ++stage_heads)
+                for (int kind = 0; kind < 3; ++kind) {
+                    *w = (world){.ops = w->ops, .tokens = 43, .ranks = ranks, .ring = 1, .segments = 1};
+                    w->bad_stage = -1;
+                    w->halo = 3;
+                    w->heads = heads;
+                    w->stage_heads = stage_heads;
+                    if (kind == 1) w->borders = (upipe_borders){inside, 5};
+                    if (kind == 2) w->borders = (upipe_borders){at_ranks, 3};
+                    if (draws % 3 == 1) w->segments = SEGMENTS_MAX;
+                    if (draws % 3 == 2 && ranks == 4) w->ring = 2;
+                    draw(w, (uint64_t)++draws);
+                    run(w, 20, passes_body, NULL);
+                }
+}
+
+/* ---- failures ---- */
+
+enum { DEADLINE = 1 };
+
+/* Both passes; one rank's rule fails in a stage, or the rank leaves before the pass. */
+static upipe_status failing_body(void *user, int rank)
+{
+    world *w = (world *)user;
+    upipe_mem mem;
+    upipe_ctx c = {.team = upipe_threads_comm(&w->team, rank)};
+    part p;
+    float *states = floats(SIZE * HEADS_MAX);
+    double began;
+    upipe_status s;
+    context_pool(&c, &mem, &w->ops, 1 << 16, 8);
+    UPIPE_TRY(part_init(w, rank, 0, &p, &c.err));
+    if (w->leaves && rank == w->bad_rank) return UPIPE_OK;
+    began = test_seconds();
+    s = upipe_scan_fwd(&c, c.team, &p.scan, states, NULL);
+    if (s == UPIPE_OK) {
+        p.calls = HEADS_MAX; /* stages of the backward are counted on */
+        s = upipe_scan_bwd(&c, c.team, &p.scan, states, NULL);
+    }
+    w->seconds[rank] = test_seconds() - began;
+    CHECK_INT(mem.live, 0);
+    if (rank == w->bad_rank) CHECK_TEXT(c.err.text, "the rule fails");
+    upipe_mem_destroy(&mem, NULL);
+    return s;
+}
+
+/* A rank that fails in a stage, or is not there, releases the others. */
+static void test_faults(world *w)
+{
+    upipe_status statuses[8];
+    *w = (world){.ops = w->ops,
+                 .tokens = 40,
+                 .ranks = 4,
+                 .ring = 1,
+                 .segments = 1,
+                 .heads = HEADS_MAX,
+                 .stage_heads = 1};
+    draw(w, 1);
+    for (int stage = 0; stage <= 2 * HEADS_MAX; stage += 2)
+        for (w->bad_rank = 0; w->bad_rank < 4; w->bad_rank += 3) {
+            w->bad_stage = stage;
+            w->leaves = stage == 2 * HEADS_MAX;
+            run(w, DEADLINE, failing_body, statuses);
+            for (int r = 0; r < w->ranks; ++r) {
+                const upipe_status want = r != w->bad_rank ? w->leaves ? statuses[r] : UPIPE_ERR_ABORTED
+                                          : w->leaves      ? UPIPE_OK
+                                                           : UPIPE_ERR_BACKEND;
+                CHECK_SAY(statuses[r] == want && (statuses[r] != UPIPE_OK || r == w->bad_rank),
+                          "rank %d leaves with %s", r, upipe_status_name(statuses[r]));
+                CHECK_SAY(w->seconds[r] < 4 * DEADLINE, "rank %d leaves after %.1f s", r, w->seconds[r]);
+            }
+        }
+}
+
+/* ---- refusals ---- */
+
+static void test_refusals(world *w)
+{
+    upipe_comm_self_state alone;
+    upipe_comm self;
+    upipe_mem mem;
+    upipe_ctx c = {.team = &self};
+    float states[SIZE * 2], rows[WIDTH * 9];
+    const upipe_view x = upipe_view_packed(rows, UPIPE_F32, 9, 1, WIDTH),
+                     halo = upipe_view_packed(rows, UPIPE_F32, 3, 1, WIDTH);
+    const int64_t down[] = {3, 1};
+    upipe_plan_desc d = {.tokens = 9, .heads = 8, .head_dim = 32};
+    upipe_plan plan, zigzag, batch;
+    upipe_scan s = {.plan = &plan, .heads = 2, .key_dim = KEY_DIM, .value_dim = VALUE_DIM, .halo = 3}, t;
+    context_pool(&c, &mem, &w->ops, 1 << 16, 8);
+    upipe_comm_self(&self, &alone, w->ops.copy);
+    CHECK_STATUS(upipe_plan_init(&plan, &d, &c.err), UPIPE_OK, c.err);
+    d.batch = 2;
+    CHECK_STATUS(upipe_plan_init(&batch, &d, &c.err), UPIPE_OK, c.err);
+    d.batch = 1, d.ring = 2, d.layout = UPIPE_ZIGZAG;
+    CHECK_STATUS(upipe_plan_init(&zigzag, &d, &c.err), UPIPE_OK, c.err);
+#define REFUSED(change, status, words)                                                                \
+    do {                                                                                              \
+        t = s, change;                                                                                \
+        CHECK_REFUSED(upipe_scan_fwd(&c, &self, &t, states, NULL), UPIPE_ERR_##status, c.err, words); \
+        CHECK_REFUSED(upipe_scan_bwd(&c, &self, &t, states, NULL), UPIPE_ERR_##status, c.err, words); \
+    } while (0)
+    REFUSED(t.plan = NULL, ARG, "the scan or its plan is NULL");
+    REFUSED(t.plan = &zigzag, UNSUPPORTED, "neighbours of a zigzag ring hold no neighbouring tokens");
+    REFUSED(t.plan = &batch, UNSUPPORTED, "a scan of 2 sequences");
+    REFUSED(t.heads = 0, ARG, "a state of 0 heads of 2 x 3");
+    REFUSED(t.stage_heads = -1, ARG, "in stages of -1 heads");
+    REFUSED((t.key_dim = t.value_dim = t.heads = 1 << 30), OVERFLOW, "a state of 1073741824 heads");
+    REFUSED((t.borders = (upipe_borders){down, 1}), ARG, "packed document 0 is [3, 1)");
+    REFUSED(t.borders.cu_seqlens_n = 1, ARG, "1 packed documents, cu_seqlens is NULL");
+    REFUSED(t.user = NULL, ARG, "wd is NULL");
+#undef REFUSED
+    t = s;
+    CHECK_REFUSED(upipe_scan_fwd(&c, &self, &t, NULL, NULL), UPIPE_ERR_ARG, c.err, "the states are NULL");
+    CHECK_REFUSED(upipe_scan_fwd(&c, NULL, &t, states, NULL), UPIPE_ERR_ARG, c.err, "communicator is NULL");
+    d.ring = 3, d.layout = UPIPE_CONTIGUOUS;
+    CHECK_STATUS(upipe_plan_init(&zigzag, &d, &c.err), UPIPE_OK, c.err);
+    t.plan = &zigzag;
+    CHECK_REFUSED(upipe_scan_fwd(&c, &self, &t, states, NULL), UPIPE_ERR_ARG, c.err,
+                  "rank 0 of 3, on rank 0 of a communicator of 1");
+#define REFUSED(change, before, x, status, words)                                                     \
+    do {                                                                                              \
+        t = s, change;                                                                                \
+        CHECK_REFUSED(upipe_scan_halo_fwd(&c, &self, &t, before, x, NULL), UPIPE_ERR_##status, c.err, \
+                      words);                                                                         \
+        CHECK_REFUSED(upipe_scan_halo_bwd(&c, &self, &t, x, before, NULL), UPIPE_ERR_##status, c.err, \
+                      words);                                                                         \
+    } while (0)
+    REFUSED(t.halo = 0, halo, x, ARG, "a halo of 0 rows");
+    REFUSED(t.halo = 10, halo, x, UNSUPPORTED, "a halo of 10 rows where ranks have 9 tokens");
+    REFUSED(t.halo = 2, halo, x, ARG, "the halo is [3][1][3] with rows 3 apart, not [2][1][3], packed");
+    REFUSED(t.user = NULL, halo, upipe_view_rows(x, 0, 8), ARG, "x is [8][1][3]");
+    REFUSED(t.user = NULL, upipe_view_packed(rows, UPIPE_BF16, 3, 1, WIDTH), x, ARG,
+            "the halo is bf16, x is f32");
+#undef REFUSED
+    upipe_mem_destroy(&mem, NULL);
+}
+
+/* Ranks that do not agree say on what. */
+static upipe_status differing_body(void *user, int rank)
+{
+    world *w = (world *)user;
+    upipe_mem mem;
+    upipe_ctx c = {.team = upipe_threads_comm(&w->team, rank)};
+    part p;
+    context_pool(&c, &mem, &w->ops, 1 << 16, 8);
+    UPIPE_TRY(part_init(w, rank, 0, &p, &c.err));
+    p.scan.stage_heads = 1 + rank;
+    CHECK_REFUSED(upipe_scan_fwd(&c, c.team, &p.scan, floats(SIZE * HEADS_MAX), NULL), UPIPE_ERR_MISMATCH,
+                  c.err, "stage_heads is 1 on rank 0 and 2 on rank 1");
+    upipe_mem_destroy(&mem, NULL);
+    return UPIPE_OK;
+}
+
+int main(void)
+{
+    world *w = (world *)calloc(1, sizeof *w);
+    w->ops = cpu_table();
+    test_passes(w);
+    test_faults(w);
+    TEST(test_refusals(w));
+    w->ranks = 2;
+    run(w, 20, differing_body, NULL);
+    free(w);
+    return test_end("scan");
+}

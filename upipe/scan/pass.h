@@ -1,0 +1,277 @@
+/* pass.h -- the steps of a pass, and what it checks before it sends        part of upipe_scan.h */
+#ifndef UPIPE_SCAN_PASS_H
+#define UPIPE_SCAN_PASS_H
+
+#include "../upipe_agree.h"
+#include "../upipe_unwind.h"
+#include "types.h"
+
+/* ---- checks ---- */
+
+/* Plan and communicator of this rank; nothing is sent. */
+UPIPE_API upipe_status upi_scan_check_plan(upipe_ctx *c, const upipe_comm *comm, const upipe_scan *s)
+{
+    const upipe_plan_desc *d = s != NULL && s->plan != NULL ? &s->plan->desc : NULL;
+    UPIPE_TRY(upipe_ctx_check(c));
+    if (d == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "the scan or its plan is NULL");
+    UPIPE_TRY(upipe_comm_idle(c, comm));
+    if (d->ring > 1 && d->layout != UPIPE_CONTIGUOUS)
+        return upipe_fail(
+            &c->err, UPIPE_ERR_UNSUPPORTED,
+            "a state goes from token to token, and neighbours of a %s ring hold no neighbouring "
+            "tokens: contiguous is supported",
+            upipe_layout_name(d->layout));
+    if (d->batch != 1)
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
+                          "a scan of %lld sequences: each has a call of its own", (long long)d->batch);
+    if (comm->ranks != upi_scan_ranks(s) || comm->rank != upi_scan_rank(s))
+        return upipe_fail(
+            &c->err, UPIPE_ERR_ARG,
+            "a plan whose tokens are those of rank %d of %d, on rank %d of a communicator of %d",
+            upi_scan_rank(s), upi_scan_ranks(s), comm->rank, comm->ranks);
+    return upipe_borders_check(&c->err, &s->borders);
+}
+
+UPIPE_API upipe_status upi_scan_check(upipe_ctx *c, const upipe_comm *comm, const upipe_scan *s,
+                                      const float *states)
+{
+    int64_t size, all;
+    UPIPE_TRY(upi_scan_check_plan(c, comm, s));
+    if (s->heads < 1 || s->key_dim < 1 || s->value_dim < 1 || s->stage_heads < 0)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "a state of %d heads of %d x %d, in stages of %d heads",
+                          s->heads, s->key_dim, s->value_dim, s->stage_heads);
+    if (!upipe_mul(&size, s->key_dim, s->value_dim) || !upipe_mul(&all, size, 4 * (int64_t)s->heads))
+        return upipe_fail(&c->err, UPIPE_ERR_OVERFLOW, "a state of %d heads of %d x %d", s->heads, s->key_dim,
+                          s->value_dim);
+    if (states == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "the states are NULL");
+    return UPIPE_OK;
+}
+
+/* Rows of a halo's tensor: packed, of x's width and type. */
+UPIPE_API upipe_status upi_scan_check_rows(upipe_ctx *c, const char *name, upipe_view v, int64_t n,
+                                           upipe_view x)
+{
+    const int dtype = upipe_enum_number(&v.dtype, sizeof v.dtype);
+    if (dtype < 0 || dtype > UPIPE_F16 || dtype != upipe_enum_number(&x.dtype, sizeof x.dtype))
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s is %s, x is %s", name, upipe_dtype_name_of(&v.dtype),
+                          upipe_dtype_name_of(&x.dtype));
+    if (v.data == NULL || v.n != n || v.h != 1 || v.d != x.d || v.d < 1 || v.n_stride != v.d)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG,
+                          "%s is %s[%lld][%d][%d] with rows %lld apart, not [%lld][1][%d], packed", name,
+                          v.data == NULL ? "NULL, " : "", (long long)v.n, v.h, v.d, (long long)v.n_stride,
+                          (long long)n, x.d);
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_scan_check_halo(upipe_ctx *c, const upipe_comm *comm, const upipe_scan *s,
+                                           upipe_view halo, upipe_view x, const upipe_view *carry)
+{
+    int64_t least;
+    UPIPE_TRY(upi_scan_check_plan(c, comm, s));
+    least = s->plan->desc.tokens / s->plan->desc.ring / s->plan->desc.ranks;
+    if (s->halo < 1) return upipe_fail(&c->err, UPIPE_ERR_ARG, "a halo of %d rows", s->halo);
+    if (s->halo > least)
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
+                          "a halo of %d rows where ranks have %lld tokens: it comes from one rank", s->halo,
+                          (long long)least);
+    UPIPE_TRY(upi_scan_check_rows(c, "x", x, s->plan->local, x));
+    UPIPE_TRY(upi_scan_check_rows(c, "the halo", halo, s->halo, x));
+    return carry != NULL ? upi_scan_check_rows(c, "the carry", *carry, s->halo, x) : UPIPE_OK;
+}
+
+/* Compares a call with all ranks. */
+UPIPE_API upipe_status upi_scan_agree(upipe_ctx *c, upipe_comm *comm, const upipe_scan *s, int halo,
+                                      int64_t row_bytes, int carried)
+{
+    const upipe_borders *b = &s->borders;
+    const size_t borders = b->cu_seqlens != NULL ? (size_t)(b->cu_seqlens_n + 1) : 0;
+    upipe_fields f;
+    f.n = 0;
+    upipe_field_int(&f, "tokens of the scan", s->plan->desc.tokens);
+    upipe_field_int(&f, "its ranks in a ring", s->plan->desc.ring);
+    upipe_field_int(&f, "position of its first token", s->first);
+    upipe_field_int(&f, "heads of its state", s->heads);
+    upipe_field_int(&f, "key_dim", s->key_dim);
+    upipe_field_int(&f, "value_dim", s->value_dim);
+    upipe_field_int(&f, "stage_heads", upi_scan_stage_heads(s));
+    upipe_field_int(&f, "rows of the halo (0: a pass of the state)", halo);
+    upipe_field_int(&f, "bytes of a row", row_bytes);
+    upipe_field_int(&f, "carry", carried);
+    upipe_field_int(&f, "cu_seqlens_n", b->cu_seqlens_n);
+    upipe_field_int(
+        &f, "cu_seqlens (hash)",
+        (int64_t)(upipe_hash_bytes(UPIPE_HASH, b->cu_seqlens, borders * sizeof *b->cu_seqlens) >> 1));
+    return upipe_comm_agree(c, comm, &f);
+}
+
+/* ---- passes ---- */
+
+enum { UPI_SCAN_MESSAGES = 3 }; /* of one step: to the next rank, from the one before, into the carry */
+
+/* A pass of one rank. The message list outlives upipe_unwind. */
+typedef struct upi_scan_pass {
+    const upipe_scan *s;
+    upipe_comm *comm;
+    upipe_msg list[UPI_SCAN_MESSAGES];
+    int used, rank, last;
+} upi_scan_pass;
+
+UPIPE_API void upi_scan_begin(upi_scan_pass *p, upipe_comm *comm, const upipe_scan *s)
+{
+    memset(p, 0, sizeof *p);
+    p->s = s;
+    p->comm = comm;
+    p->rank = upi_scan_rank(s);
+    p->last = upi_scan_ranks(s) - 1;
+}
+
+/* Heads of stage i; 0: there is no such stage. *first: the first one. */
+UPIPE_API int upi_scan_stage(const upi_scan_pass *p, int i, int *first)
+{
+    const int most = upi_scan_stage_heads(p->s);
+    *first = i * most;
+    if (i < 0 || i >= upipe_scan_stages(p->s)) return 0;
+    return p->s->heads - *first < most ? p->s->heads - *first : most;
+}
+
+/* Lists a stage's state: what is sent to a peer, or where what comes from it lies. */
+UPIPE_API void upi_scan_move(upi_scan_pass *p, int peer, int heads, const float *send, float *recv)
+{
+    const size_t bytes = (size_t)(heads * upi_scan_size(p->s)) * 4;
+    upipe_msg_add(p->list, &p->used, peer, 1, send, send != NULL ? bytes : 0, 0, recv,
+                  recv != NULL ? bytes : 0, 0);
+}
+
+/* The listed transfer. All ranks take part in it, with messages or without. */
+UPIPE_API upipe_status upi_scan_transfer(upipe_ctx *c, upi_scan_pass *p)
+{
+    const int used = p->used;
+    p->used = 0;
+    UPIPE_TRY(upipe_comm_start(c, p->comm, p->list, used));
+    return upipe_comm_wait(c, p->comm);
+}
+
+UPIPE_API upipe_status upi_scan_fwd_run(upipe_ctx *c, upi_scan_pass *p, float *states, float *carry)
+{
+    const upipe_scan *s = p->s;
+    const int on = upi_scan_joined(s, p->rank + 1) && (p->rank < p->last || carry != NULL);
+    const int back = p->rank == 0 && carry != NULL && upi_scan_joined(s, p->last + 1);
+    const int depth = upi_scan_fwd_depth(s, p->rank), away = upi_scan_fwd_depth(s, p->last);
+    const int64_t size = upi_scan_size(s);
+    const int steps = upipe_scan_stages(s) + upi_scan_depth(s);
+    int step, first, n;
+    void *out;
+    UPIPE_TRY(upipe_alloc(c, &out, upipe_scan_fwd_bytes(s), UPIPE_USE_SCRATCH, "scan_state"));
+    if (depth == 0 && p->rank == 0 && carry != NULL && upi_scan_joined(s, 0))
+        UPIPE_TRY(c->ops->copy(c, states, carry, upipe_scan_state_bytes(s)));
+    else if (depth == 0)
+        UPIPE_TRY(c->ops->zero(c, states, upipe_scan_state_bytes(s)));
+    for (step = 0; step < steps; ++step) {
+        n = upi_scan_stage(p, step - depth, &first);
+        if (n > 0) UPIPE_TRY(s->fwd(c, s->user, first, n, states + first * size, (float *)out));
+        if (n > 0 && on) upi_scan_move(p, p->rank < p->last ? p->rank + 1 : 0, n, (float *)out, NULL);
+        n = upi_scan_stage(p, step + 1 - depth, &first);
+        if (n > 0 && depth > 0) upi_scan_move(p, p->rank - 1, n, NULL, states + first * size);
+        n = upi_scan_stage(p, step - away, &first);
+        if (n > 0 && back) upi_scan_move(p, p->last, n, NULL, carry + first * size);
+        UPIPE_TRY(upi_scan_transfer(c, p));
+    }
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_scan_bwd_run(upipe_ctx *c, upi_scan_pass *p, const float *states, float *carry)
+{
+    const upipe_scan *s = p->s;
+    const int on = upi_scan_joined(s, p->rank) && (p->rank > 0 || carry != NULL);
+    const int end = p->rank == p->last && carry != NULL, from = end && upi_scan_joined(s, p->last + 1);
+    const int back = end && upi_scan_joined(s, 0);
+    const int depth = upi_scan_bwd_depth(s, p->rank), away = upi_scan_bwd_depth(s, 0);
+    const int64_t size = upi_scan_size(s);
+    const int steps = upipe_scan_stages(s) + upi_scan_depth(s);
+    int step, first, n;
+    void *buf;
+    float *now, *next, *other;
+    UPIPE_TRY(upipe_alloc(c, &buf, upipe_scan_bwd_bytes(s), UPIPE_USE_GRAD, "scan_dstate"));
+    now = (float *)buf;
+    next = now + upipe_scan_fwd_bytes(s) / 4;
+    for (step = 0; step < steps; ++step, other = now, now = next, next = other) {
+        n = upi_scan_stage(p, step - depth, &first);
+        if (n > 0 && from)
+            UPIPE_TRY(c->ops->copy(c, now, carry + first * size, (size_t)(n * size) * 4));
+        else if (n > 0 && depth == 0)
+            UPIPE_TRY(c->ops->zero(c, now, (size_t)(n * size) * 4));
+        if (n > 0) UPIPE_TRY(s->bwd(c, s->user, first, n, states + first * size, now));
+        if (n > 0 && on) upi_scan_move(p, p->rank > 0 ? p->rank - 1 : p->last, n, now, NULL);
+        n = upi_scan_stage(p, step + 1 - depth, &first);
+        if (n > 0 && depth > 0) upi_scan_move(p, p->rank + 1, n, NULL, next);
+        n = upi_scan_stage(p, step - away, &first);
+        if (n > 0 && back) upi_scan_move(p, 0, n, NULL, carry + first * size);
+        UPIPE_TRY(upi_scan_transfer(c, p));
+    }
+    return UPIPE_OK;
+}
+
+/* The end of a pass: its buffers go back to the pool, and after a failure the others are released. */
+UPIPE_API upipe_status upi_scan_end(upipe_ctx *c, upipe_status s, int64_t mark, upipe_comm *comm)
+{
+    if (s != UPIPE_OK) return upipe_unwind(c, s, mark, comm);
+    upipe_mem_rewind(c->mem, mark);
+    return UPIPE_OK;
+}
+
+/* ---- the halo of a short convolution ---- */
+
+/* Bytes of a row of x. */
+UPIPE_API size_t upi_scan_row(upipe_view x)
+{
+    return (size_t)x.d * upipe_dtype_bytes(x.dtype);
+}
+
+UPIPE_API upipe_status upi_scan_halo_fwd_run(upipe_ctx *c, upi_scan_pass *p, upipe_view before, upipe_view x,
+                                             const upipe_view *carry)
+{
+    const upipe_scan *s = p->s;
+    const size_t row = upi_scan_row(x);
+    const int has = p->rank > 0 || carry != NULL, on = p->rank < p->last || carry != NULL;
+    const int64_t rows = has ? upi_scan_halo_rows(s, p->rank) : 0,
+                  next = on ? upi_scan_halo_rows(s, p->rank + 1) : 0;
+    const int64_t round = p->rank == 0 && carry != NULL ? upi_scan_halo_rows(s, p->last + 1) : 0;
+    void *const recv = upipe_view_at(before, s->halo - rows, 0);
+    if (rows < s->halo) UPIPE_TRY(c->ops->zero(c, before.data, (size_t)(s->halo - rows) * row));
+    if (p->rank == 0 && rows > 0)
+        UPIPE_TRY(c->ops->copy(c, recv, upipe_view_at(*carry, s->halo - rows, 0), (size_t)rows * row));
+    upipe_msg_add(p->list, &p->used, p->rank < p->last ? p->rank + 1 : 0, 1, upipe_view_at(x, x.n - next, 0),
+                  (size_t)next * row, 0, NULL, 0, 0);
+    if (p->rank > 0)
+        upipe_msg_add(p->list, &p->used, p->rank - 1, 1, NULL, 0, 0, recv, (size_t)rows * row, 0);
+    if (round > 0)
+        upipe_msg_add(p->list, &p->used, p->last, 1, NULL, 0, 0, upipe_view_at(*carry, s->halo - round, 0),
+                      (size_t)round * row, 0);
+    return upi_scan_transfer(c, p);
+}
+
+UPIPE_API upipe_status upi_scan_halo_bwd_run(upipe_ctx *c, upi_scan_pass *p, upipe_view dx,
+                                             upipe_view dbefore, const upipe_view *carry)
+{
+    const upipe_scan *s = p->s;
+    const size_t row = upi_scan_row(dx);
+    const int has = p->rank > 0 || carry != NULL, last = p->rank == p->last;
+    const int64_t rows = has ? upi_scan_halo_rows(s, p->rank) : 0;
+    const int64_t next = !last || carry != NULL ? upi_scan_halo_rows(s, p->rank + 1) : 0;
+    const int64_t round = last && carry != NULL ? upi_scan_halo_rows(s, 0) : 0;
+    const upipe_view end = upipe_view_rows(dx, dx.n - next, next);
+    upipe_view come = dbefore;
+    UPIPE_TRY(upipe_alloc(c, &come.data, (size_t)s->halo * row, UPIPE_USE_GRAD, "scan_halo"));
+    come.n = next;
+    if (last && next > 0) UPIPE_TRY(c->ops->add(c, end, upipe_view_rows(*carry, s->halo - next, next)));
+    upipe_msg_add(p->list, &p->used, p->rank > 0 ? p->rank - 1 : p->last, 1,
+                  upipe_view_at(dbefore, s->halo - rows, 0), (size_t)rows * row, 0, NULL, 0, 0);
+    if (!last) upipe_msg_add(p->list, &p->used, p->rank + 1, 1, NULL, 0, 0, come.data, (size_t)next * row, 0);
+    if (round > 0)
+        upipe_msg_add(p->list, &p->used, 0, 1, NULL, 0, 0, upipe_view_at(*carry, s->halo - round, 0),
+                      (size_t)round * row, 0);
+    UPIPE_TRY(upi_scan_transfer(c, p));
+    return !last && next > 0 ? c->ops->add(c, end, come) : UPIPE_OK;
+}
+
+#endif

@@ -1,0 +1,61 @@
+/* upipe_borders.h -- borders of packed documents: where a state begins anew        layer 1, includes upipe_base.h
+ *
+ * cu_seqlens has cu_seqlens_n + 1 ascending positions, in host memory, as in upipe_mask: document i is [cu_seqlens[i],
+ * cu_seqlens[i + 1]), which may be empty. Tokens before the first border are one more
+ * document, and so are those behind the last one. NULL: there are no borders.
+ */
+#ifndef UPIPE_BORDERS_H
+#define UPIPE_BORDERS_H
+
+#include "upipe_base.h"
+
+typedef struct upipe_borders {
+    const int64_t *cu_seqlens;
+    int64_t cu_seqlens_n;
+} upipe_borders;
+
+/* upipe_borders_check -- ARG unless the borders ascend and their number fits */
+UPIPE_API upipe_status upipe_borders_check(upipe_err *e, const upipe_borders *b)
+{
+    const int64_t limit = INT64_C(1) << 60;
+    int64_t i;
+    if (b->cu_seqlens_n < 0 || (b->cu_seqlens == NULL) != (b->cu_seqlens_n == 0))
+        return upipe_fail(e, UPIPE_ERR_ARG, "%lld packed documents, cu_seqlens is %sNULL",
+                          (long long)b->cu_seqlens_n, b->cu_seqlens != NULL ? "not " : "");
+    for (i = 0; i < b->cu_seqlens_n; ++i)
+        if (b->cu_seqlens[i] > b->cu_seqlens[i + 1] || b->cu_seqlens[i] < -limit ||
+            b->cu_seqlens[i + 1] > limit)
+            return upipe_fail(e, UPIPE_ERR_ARG, "packed document %lld is [%lld, %lld)", (long long)i,
+                              (long long)b->cu_seqlens[i], (long long)b->cu_seqlens[i + 1]);
+    return UPIPE_OK;
+}
+
+/* Borders at or before a position. */
+UPIPE_API int64_t upi_borders_until(const upipe_borders *b, int64_t pos)
+{
+    int64_t low = 0, high = b->cu_seqlens != NULL ? b->cu_seqlens_n + 1 : 0;
+    while (low < high) {
+        const int64_t middle = low + (high - low) / 2;
+        if (b->cu_seqlens[middle] <= pos)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* The last border at or before a position; INT64_MIN: there is none. */
+UPIPE_API int64_t upipe_border_before(const upipe_borders *b, int64_t pos)
+{
+    const int64_t n = upi_borders_until(b, pos);
+    return n > 0 ? b->cu_seqlens[n - 1] : INT64_MIN;
+}
+
+/* The first border behind a position; INT64_MAX: there is none. */
+UPIPE_API int64_t upipe_border_behind(const upipe_borders *b, int64_t pos)
+{
+    const int64_t n = upi_borders_until(b, pos);
+    return b->cu_seqlens != NULL && n <= b->cu_seqlens_n ? b->cu_seqlens[n] : INT64_MAX;
+}
+
+#endif

@@ -1,0 +1,208 @@
+/* upipe_linear.h -- linear attention: one call of its rule, for a rank's tokens and some heads        layer 2, includes ops
+ *
+ * A head keeps a state S, [key_dim][value_dim], which decays and to which every token adds:
+ *
+ *     gated delta rule   S' = e^g S;  S = S' + k (beta (v - S'^T k))^T        with beta
+ *     scalar decay       S' = e^g S;  S = S' + k v^T                          without: Mamba-2, where k = B, v = dt x,
+ *                                                                             g = dt A and q = C
+ *     output             o = scale S^T q
+ *
+ *     q k [n][key_heads][key_dim]   v o [n][heads][value_dim]   g beta f32 [n][heads], d = 1
+ *
+ * Value head h reads key head h / (heads / key_heads). Norms of q and k, gates and the convolution are the host's.
+ *
+ * The rule goes in chunks of tokens, whose products are those of matrices. A chunk ends at a multiple of `chunk` positions,
+ * and at a border of packed documents, where the state begins anew. So a sequence that is cut at a multiple of `chunk` has
+ * the bits of the whole one, and a document that begins at one has the bits of the document alone. Bits are promised for
+ * one value of chunk, and where the compute table's gemm keeps its own promise.
+ *
+ *     upipe_linear_ops rules;
+ *     upipe_cpu_linear(&rules);                                       cpu/upipe_cpu_linear.h
+ *     upipe_linear a = {0};
+ *     a.q = q; a.k = k; a.v = v; a.o = o; a.g = g; a.beta = beta;
+ *     a.state = before; a.out = behind;
+ *     a.work_bytes = upipe_linear_bytes(&ctx, &rules, &a, UPIPE_LINEAR_FWD);
+ *     a.work = ...; upipe_linear_fwd(&ctx, &rules, &a);
+ *
+ * upipe_scan.h brings the state from rank to rank.
+ */
+#ifndef UPIPE_LINEAR_H
+#define UPIPE_LINEAR_H
+
+#include "upipe_borders.h"
+#include "upipe_ops.h"
+
+enum { UPIPE_LINEAR_CHUNK = 64, UPIPE_LINEAR_CHUNK_MAX = 256, UPIPE_LINEAR_DIM_MAX = 256 };
+
+/* upipe_linear -- forward
+ *   q k v o     one storage type; o does not overlap the others
+ *   g           logarithm of the decay, f32: <= 0, -inf included
+ *   beta        f32; data NULL: scalar decay
+ *   state       f32 [heads][key_dim][value_dim]: before the first token
+ *   out         likewise, written: behind the last one. May be state
+ *   pos         position of row 0 among the borders, >= 0: chunks are counted from position 0
+ *   chunk       tokens of a chunk at most; 0 = 64
+ *   scale       0 = 1/sqrt(key_dim)
+ */
+typedef struct upipe_linear {
+    upipe_view q, k, v, o, g, beta;
+    const float *state;
+    float *out;
+    int64_t pos;
+    upipe_borders borders;
+    int chunk;
+    float scale;
+    void *work;
+    size_t work_bytes;
+} upipe_linear;
+
+/* upipe_linear_grad -- backward; everything between is computed again
+ *   a         the forward's arguments; o and out are not read
+ *   dout      gradient of o, shape and type of v
+ *   dq dk dv  shape and type of q, k, v, written
+ *   dg dbeta  f32, written; dbeta is not accessed without beta
+ *   dstate    f32 [heads][key_dim][value_dim]: the gradient of out; becomes that of state (0 where a document begins at the
+ *             first token)
+ */
+typedef struct upipe_linear_grad {
+    upipe_linear a;
+    upipe_view dout, dq, dk, dv, dg, dbeta;
+    float *dstate;
+} upipe_linear_grad;
+
+/* A direction's scratch. */
+typedef enum upipe_linear_pass { UPIPE_LINEAR_FWD, UPIPE_LINEAR_BWD } upipe_linear_pass;
+
+/* upipe_linear_ops -- what a backend implements; arguments are checked, and chunk and scale are set */
+typedef struct upipe_linear_ops {
+    const char *name;
+    upipe_status (*fwd)(upipe_ctx *c, const upipe_linear *a);
+    upipe_status (*bwd)(upipe_ctx *c, const upipe_linear_grad *g);
+    size_t (*bytes)(const upipe_ops *ops, const upipe_linear *a, upipe_linear_pass pass);
+} upipe_linear_ops;
+
+/* Row i's chunk ends before this row. */
+UPIPE_API int64_t upipe_linear_chunk_end(const upipe_linear *a, int64_t i)
+{
+    const int64_t pos = a->pos + i, border = upipe_border_behind(&a->borders, pos) - a->pos;
+    const int64_t end = (pos / a->chunk + 1) * a->chunk - a->pos;
+    const int64_t first = border < end ? border : end;
+    return first < a->q.n ? first : a->q.n;
+}
+
+/* Whether a document begins at row i. */
+UPIPE_API int upipe_linear_begins(const upipe_linear *a, int64_t i)
+{
+    return upipe_border_before(&a->borders, a->pos + i) == a->pos + i;
+}
+
+/* ---- checks ---- */
+
+UPIPE_API upipe_status upi_linear_like(upipe_ctx *c, const char *name, upipe_view v, int64_t n, int32_t h,
+                                       int32_t d, upipe_dtype dtype)
+{
+    if (v.n != n || v.h != h || v.d != d)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG,
+                          "linear attention: %s is [%lld][%d][%d], not [%lld][%d][%d]", name, (long long)v.n,
+                          v.h, v.d, (long long)n, h, d);
+    if (upipe_enum_number(&v.dtype, sizeof v.dtype) != (int)dtype)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear attention: %s is %s, not %s", name,
+                          upipe_dtype_name_of(&v.dtype), upipe_dtype_name(dtype));
+    if (v.data == NULL && n > 0)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear attention: %s is NULL", name);
+    return UPIPE_OK;
+}
+
+/* Shapes and numbers of a call; sets the defaults. */
+UPIPE_API upipe_status upi_linear_check(upipe_ctx *c, upipe_linear *a)
+{
+    const upipe_view q = a->q;
+    const int dtype = upipe_enum_number(&q.dtype, sizeof q.dtype);
+    const int32_t h = a->v.h, d = a->v.d;
+    if (dtype < 0 || dtype > UPIPE_F16)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG,
+                          "linear attention: data type %d is none of f32, bf16 and f16", dtype);
+    if (dtype == UPIPE_F16 && !c->ops->f16)
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "linear attention: %s does not take f16",
+                          c->ops->name);
+    if (q.n < 0 || q.h < 1 || h < 1 || h % q.h != 0)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear attention: %lld tokens, %d heads over %d key heads",
+                          (long long)q.n, h, q.h);
+    if (q.d < 1 || q.d > UPIPE_LINEAR_DIM_MAX || d < 1 || d > UPIPE_LINEAR_DIM_MAX)
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
+                          "linear attention: a state of %d x %d; 1 to %d each are built", q.d, d,
+                          UPIPE_LINEAR_DIM_MAX);
+    if (a->chunk < 0 || a->chunk > UPIPE_LINEAR_CHUNK_MAX || a->pos < 0 || a->pos > INT64_C(1) << 60 ||
+        !(a->scale >= 0) || !__builtin_isfinite(a->scale))
+        return upipe_fail(&c->err, UPIPE_ERR_ARG,
+                          "linear attention: chunks of %d tokens (at most %d), position %lld, scale %g",
+                          a->chunk, UPIPE_LINEAR_CHUNK_MAX, (long long)a->pos, (double)a->scale);
+    UPIPE_TRY(upi_linear_like(c, "q", q, q.n, q.h, q.d, q.dtype));
+    UPIPE_TRY(upi_linear_like(c, "k", a->k, q.n, q.h, q.d, q.dtype));
+    UPIPE_TRY(upi_linear_like(c, "v", a->v, q.n, h, d, q.dtype));
+    UPIPE_TRY(upi_linear_like(c, "g", a->g, q.n, h, 1, UPIPE_F32));
+    if (a->beta.data != NULL) UPIPE_TRY(upi_linear_like(c, "beta", a->beta, q.n, h, 1, UPIPE_F32));
+    if (a->state == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear attention: the state is NULL");
+    UPIPE_TRY(upipe_borders_check(&c->err, &a->borders));
+    if (a->chunk == 0) a->chunk = UPIPE_LINEAR_CHUNK;
+    if (a->scale == 0) a->scale = (float)(1.0 / __builtin_sqrt((double)q.d));
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_linear_check_work(upipe_ctx *c, const upipe_linear *a, size_t need)
+{
+    if (a->work_bytes >= need && a->work != NULL && (uintptr_t)a->work % 64 == 0) return UPIPE_OK;
+    return upipe_fail(&c->err, UPIPE_ERR_ARG,
+                      "linear attention: %zu bytes of scratch at %p; %zu at a multiple of 64 are needed",
+                      a->work_bytes, a->work, need);
+}
+
+/* ---- calls ---- */
+
+/* upipe_linear_bytes -- scratch of a call: shapes, positions, borders and chunk of `a` are read. 0 for what a call refuses */
+UPIPE_API size_t upipe_linear_bytes(upipe_ctx *c, const upipe_linear_ops *rules, const upipe_linear *a,
+                                    upipe_linear_pass pass)
+{
+    upipe_linear call = *a;
+    return upi_linear_check(c, &call) == UPIPE_OK ? rules->bytes(c->ops, &call, pass) : 0;
+}
+
+/* upipe_linear_fwd -- o and the state behind the last token
+ *   errors  ARG (shapes, too little scratch), UNSUPPORTED (dims, f16), the gemm's
+ *   order   enqueued on ctx->stream
+ */
+UPIPE_API upipe_status upipe_linear_fwd(upipe_ctx *c, const upipe_linear_ops *rules, const upipe_linear *a)
+{
+    upipe_linear call;
+    if (rules == NULL || a == NULL)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear attention: the rules or the call are NULL");
+    call = *a;
+    UPIPE_TRY(upi_linear_check(c, &call));
+    UPIPE_TRY(upi_linear_like(c, "o", a->o, a->q.n, a->v.h, a->v.d, a->q.dtype));
+    if (a->out == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear attention: out is NULL");
+    UPIPE_TRY(upi_linear_check_work(c, a, rules->bytes(c->ops, &call, UPIPE_LINEAR_FWD)));
+    return rules->fwd(c, &call);
+}
+
+/* upipe_linear_bwd -- gradients of q, k, v, g, beta and of the state. Errors and order as upipe_linear_fwd */
+UPIPE_API upipe_status upipe_linear_bwd(upipe_ctx *c, const upipe_linear_ops *rules,
+                                        const upipe_linear_grad *g)
+{
+    upipe_linear_grad call;
+    upipe_linear *a = &call.a;
+    if (rules == NULL || g == NULL)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear attention: the rules or the call are NULL");
+    call = *g;
+    UPIPE_TRY(upi_linear_check(c, a));
+    UPIPE_TRY(upi_linear_like(c, "dout", g->dout, a->q.n, a->v.h, a->v.d, a->q.dtype));
+    UPIPE_TRY(upi_linear_like(c, "dq", g->dq, a->q.n, a->q.h, a->q.d, a->q.dtype));
+    UPIPE_TRY(upi_linear_like(c, "dk", g->dk, a->q.n, a->q.h, a->q.d, a->q.dtype));
+    UPIPE_TRY(upi_linear_like(c, "dv", g->dv, a->q.n, a->v.h, a->v.d, a->q.dtype));
+    UPIPE_TRY(upi_linear_like(c, "dg", g->dg, a->q.n, a->v.h, 1, UPIPE_F32));
+    if (a->beta.data != NULL) UPIPE_TRY(upi_linear_like(c, "dbeta", g->dbeta, a->q.n, a->v.h, 1, UPIPE_F32));
+    if (g->dstate == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear attention: dstate is NULL");
+    UPIPE_TRY(upi_linear_check_work(c, a, rules->bytes(c->ops, a, UPIPE_LINEAR_BWD)));
+    return rules->bwd(c, &call);
+}
+
+#endif

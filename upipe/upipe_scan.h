@@ -1,0 +1,130 @@
+/* upipe_scan.h -- a state that goes over ranks in the order of their tokens: linear attention        layer 4
+ *
+ * A layer of linear attention keeps a state instead of keys: a matrix a head, which every token changes. A rank begins
+ * with the state that the rank before it ends with. This is communication alone: the rule that takes a rank's tokens from
+ * one state to the next one is the host's, a function a direction (upipe_linear.h has two).
+ *
+ * States go in stages of some heads, so that rank r works on stage i while rank r + 1 works on stage i - 1:
+ *
+ *     step       0  1  2  3  4  5            4 stages, 3 ranks; a transfer behind each step
+ *     rank 0     0  1  2  3  .  .
+ *     rank 1     .  0  1  2  3  .
+ *     rank 2     .  .  0  1  2  3
+ *
+ * The backward has the same stages, from the last rank to the first. A border of packed documents ends a state: a rank
+ * whose first token begins a document starts from zeros, receives nothing and waits for nobody.
+ *
+ *     upipe_scan s = {0};
+ *     s.plan = &plan; s.heads = 32; s.key_dim = s.value_dim = 128; s.stage_heads = 4;
+ *     s.fwd = my_rule_fwd; s.bwd = my_rule_bwd; s.user = &my;
+ *     upipe_scan_halo_fwd(&ctx, ctx.team, &s, before, x, NULL);     rows before this rank's, for a short convolution
+ *     upipe_scan_fwd(&ctx, ctx.team, &s, states, NULL);             states at this rank's first token, for the backward
+ *     upipe_scan_bwd(&ctx, ctx.team, &s, states, NULL);
+ *     upipe_scan_halo_bwd(&ctx, ctx.team, &s, dx, dbefore, NULL);
+ *
+ * Which ranks: neighbours hold neighbouring tokens, so the layout is contiguous. The communicator is the team, the ring, or
+ * both as one world, where ranks of a team are neighbours. Sequences of a batch: a call each.
+ *
+ * Segments of a sequence (upipe_segments.h): a call each, with the plan of the segment, its first token's position in
+ * s.first, and a carry, which brings what one call ends with to the rank where the next one begins.
+ */
+#ifndef UPIPE_SCAN_H
+#define UPIPE_SCAN_H
+
+#include "scan/pass.h"
+#include "scan/types.h"
+
+/* upipe_scan_fwd -- the state over all ranks
+ *   comm    its ranks hold the plan's tokens in their order
+ *   states  f32 [heads][key_dim][value_dim], written: before this rank's first token
+ *   carry   NULL, or on rank 0 as large as states: the state before the first token of all, which becomes that behind the
+ *           last one (where a document begins there it stays as it was). On other ranks it is not accessed, and NULL
+ *           where rank 0's is
+ *   bytes   upipe_scan_fwd_bytes of the pool; sends upipe_scan_fwd_sent
+ *   errors  ARG, UNSUPPORTED (layout, batch), OVERFLOW: nothing happens. MISMATCH, MEMORY, the step's, others as
+ *           upipe_comm_wait: team, ring and comm are aborted, and the pool is as before
+ */
+UPIPE_API upipe_status upipe_scan_fwd(upipe_ctx *c, upipe_comm *comm, const upipe_scan *s, float *states,
+                                      float *carry)
+{
+    upi_scan_pass p;
+    int64_t mark;
+    upipe_status status;
+    UPIPE_TRY(upi_scan_check(c, comm, s, states));
+    if (s->fwd == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "the scan's fwd is NULL");
+    mark = upipe_mem_mark(c->mem);
+    upi_scan_begin(&p, comm, s);
+    status = upi_scan_agree(c, comm, s, 0, 0, carry != NULL);
+    if (status == UPIPE_OK) status = upi_scan_fwd_run(c, &p, states, carry);
+    return upi_scan_end(c, status, mark, comm);
+}
+
+/* upipe_scan_bwd -- the state's gradient, from the last rank to the first
+ *   states  what the forward has written
+ *   carry   NULL, or on the last rank as large as states: the gradient of the state behind the last token of all, which
+ *           becomes that of the state before the first one (where a document begins there it stays as it was). On other
+ *           ranks it is not accessed, and NULL where the last rank's is
+ *   bytes   upipe_scan_bwd_bytes of the pool; sends upipe_scan_bwd_sent
+ *   errors  as upipe_scan_fwd
+ */
+UPIPE_API upipe_status upipe_scan_bwd(upipe_ctx *c, upipe_comm *comm, const upipe_scan *s,
+                                      const float *states, float *carry)
+{
+    upi_scan_pass p;
+    int64_t mark;
+    upipe_status status;
+    UPIPE_TRY(upi_scan_check(c, comm, s, states));
+    if (s->bwd == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "the scan's bwd is NULL");
+    mark = upipe_mem_mark(c->mem);
+    upi_scan_begin(&p, comm, s);
+    status = upi_scan_agree(c, comm, s, 0, 0, carry != NULL);
+    if (status == UPIPE_OK) status = upi_scan_bwd_run(c, &p, states, carry);
+    return upi_scan_end(c, status, mark, comm);
+}
+
+/* upipe_scan_halo_fwd -- the rows before this rank's
+ *   before  [halo][1][width], packed, written: rows of this rank's first document that other ranks hold, and zeros before
+ *           them
+ *   x       [tokens of this rank][1][width], packed, of the same type
+ *   carry   NULL, or on rank 0 like before: the rows before the first of all, which become the last ones of all. On other
+ *           ranks its data is not accessed, and it is NULL where rank 0's is
+ *   bytes   none of the pool; sends upipe_scan_halo_fwd_sent
+ *   errors  as upipe_scan_fwd; UNSUPPORTED where a rank has fewer tokens than the halo
+ */
+UPIPE_API upipe_status upipe_scan_halo_fwd(upipe_ctx *c, upipe_comm *comm, const upipe_scan *s,
+                                           upipe_view before, upipe_view x, const upipe_view *carry)
+{
+    upi_scan_pass p;
+    int64_t mark;
+    upipe_status status;
+    UPIPE_TRY(upi_scan_check_halo(c, comm, s, before, x, carry));
+    mark = upipe_mem_mark(c->mem);
+    upi_scan_begin(&p, comm, s);
+    status = upi_scan_agree(c, comm, s, s->halo, (int64_t)upi_scan_row(x), carry != NULL);
+    if (status == UPIPE_OK) status = upi_scan_halo_fwd_run(c, &p, before, x, carry);
+    return upi_scan_end(c, status, mark, comm);
+}
+
+/* upipe_scan_halo_bwd -- its gradient goes back: the last rows of dx += what the next rank has for them
+ *   dx       [tokens of this rank][1][width], packed: the gradient of x through this rank's own rows
+ *   dbefore  [halo][1][width], packed: that of `before`
+ *   carry    NULL, or on the last rank like dbefore: the gradient of the last rows of all, which becomes that of the rows
+ *            before the first one. On other ranks as in the forward
+ *   bytes    halo rows of the pool; sends upipe_scan_halo_bwd_sent
+ *   errors   as upipe_scan_halo_fwd
+ */
+UPIPE_API upipe_status upipe_scan_halo_bwd(upipe_ctx *c, upipe_comm *comm, const upipe_scan *s, upipe_view dx,
+                                           upipe_view dbefore, const upipe_view *carry)
+{
+    upi_scan_pass p;
+    int64_t mark;
+    upipe_status status;
+    UPIPE_TRY(upi_scan_check_halo(c, comm, s, dbefore, dx, carry));
+    mark = upipe_mem_mark(c->mem);
+    upi_scan_begin(&p, comm, s);
+    status = upi_scan_agree(c, comm, s, s->halo, (int64_t)upi_scan_row(dx), carry != NULL);
+    if (status == UPIPE_OK) status = upi_scan_halo_bwd_run(c, &p, dx, dbefore, carry);
+    return upi_scan_end(c, status, mark, comm);
+}
+
+#endif
