@@ -2,14 +2,18 @@
 """test_abi.py LIBRARY TOP -- the C ABI (examples/abi) from Python: several ranks against plain loops in double precision
 
 Gradients are compared with the formula, and O and all gradients of every team and chunk with those of one rank: O and dQ
-have the same bits. Two layers are in flight. Nothing but Python's own library is used.
+have the same bits. Two layers are in flight. Ranks that are processes have the bits of those that are threads. Nothing but
+Python's own library is used.
 """
 
 import ctypes
 import math
 import os
 import random
+import socket
+import struct
 import sys
+import tempfile
 import time
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
@@ -22,16 +26,21 @@ def floats(values):
     return (ctypes.c_float * len(values))(*values)
 
 
-def oracle(q, k, v, dout):
-    """O, dQ, dK, dV of causal attention in f64; flat lists [TOKENS][heads][DIM]."""
+def oracle(q, k, v, dout, softcap=0.0, borders=()):
+    """O, dQ, dK, dV of causal attention in f64; flat lists [TOKENS][heads][DIM]. borders: of packed sequences."""
     o, dq = [0.0] * len(q), [0.0] * len(q)
     dk, dv = [0.0] * len(k), [0.0] * len(v)
     scale = 1 / math.sqrt(DIM)
     for h in range(HEADS):
         for i in range(TOKENS):
             at = (i * HEADS + h) * DIM
-            keys = [(j * KV + h // (HEADS // KV)) * DIM for j in range(i + 1)]
+            begin = max((b for b in borders if b <= i), default=0)
+            keys = [(j * KV + h // (HEADS // KV)) * DIM for j in range(begin, i + 1)]
             scores = [scale * sum(q[at + c] * k[key + c] for c in range(DIM)) for key in keys]
+            slopes = [1.0] * len(keys)
+            if softcap:
+                slopes = [1 - math.tanh(s / softcap)**2 for s in scores]
+                scores = [softcap * math.tanh(s / softcap) for s in scores]
             top = max(scores)
             weights = [math.exp(s - top) for s in scores]
             total = sum(weights)
@@ -39,8 +48,8 @@ def oracle(q, k, v, dout):
             for c in range(DIM):
                 o[at + c] = sum(w * v[key + c] for w, key in zip(weights, keys))
             delta = sum(dout[at + c] * o[at + c] for c in range(DIM))
-            for w, key in zip(weights, keys):
-                slope = scale * w * (sum(dout[at + c] * v[key + c] for c in range(DIM)) - delta)
+            for w, key, capped in zip(weights, keys, slopes):
+                slope = capped * scale * w * (sum(dout[at + c] * v[key + c] for c in range(DIM)) - delta)
                 for c in range(DIM):
                     dv[key + c] += w * dout[at + c]
                     dk[key + c] += slope * q[at + c]
@@ -48,13 +57,15 @@ def oracle(q, k, v, dout):
     return o, dq, dk, dv
 
 
-def run(abi, library, ranks, chunk, layers):
+def run(abi, library, ranks, chunk, layers, borders=(), **more):
     """O, dQ, dK, dV of each layer as flat lists; layers are tuples q, k, v, dout."""
     u = abi.Attention(library, tokens=TOKENS, ranks=ranks, heads=HEADS, kv_heads=KV, head_dim=DIM, chunk=chunk, causal=1,
-                      layers=len(layers))
+                      layers=len(layers), **more)
     results = [[[0.0] * len(t) for t in (q, q, k, v)] for q, k, v, dout in layers]
+    floats, values = (halves, of_halves) if more.get('dtype') else (globals()['floats'], list)
 
     def body(rank):
+        u.pack(rank, borders)
         first, count = u.rows(rank)
         widths = [HEADS * DIM, KV * DIM, KV * DIM, HEADS * DIM]
         mine = [[floats(t[first * w:(first + count) * w]) for t, w in zip(layer, widths)] for layer in layers]
@@ -65,11 +76,120 @@ def run(abi, library, ranks, chunk, layers):
             (q, k, v, dout), (o, dq, dk, dv) = mine[n], out[n]
             u.qkv_bwd(rank, dq, dk, dv, dout, o, q, k, v, layer=n)
             for t, w, all_rows in zip(out[n], [HEADS * DIM, HEADS * DIM, KV * DIM, KV * DIM], results[n]):
-                all_rows[first * w:(first + count) * w] = list(t)
+                all_rows[first * w:(first + count) * w] = values(t)
 
-    u.run(body)
+    if 'rank' in more:
+        body(more['rank'])
+    else:
+        u.run(body)
     u.close()
     return results
+
+
+def halves(values):
+    """bf16, to the nearest even."""
+    bits = [struct.unpack('<I', struct.pack('<f', x))[0] for x in values]
+    return (ctypes.c_uint16 * len(bits))(*((b + 0x7fff + (b >> 16 & 1)) >> 16 if b & 0x7fffffff <= 0x7f800000 else 0x7fc0 for b in bits))
+
+
+def of_halves(numbers):
+    return [struct.unpack('<f', struct.pack('<I', b << 16))[0] for b in numbers]
+
+
+def in_process(body):
+    """Runs body in a process; its id. The process ends with 0 if body says so."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            status = 0 if body() else 1
+        finally:
+            os._exit(status)  # pylint: disable=protected-access
+    return pid
+
+
+def same_in_processes(abi, library, layers, ranks=3):
+    """Each rank is a process with two sockets to each other one."""
+    want = run(abi, library, ranks, 4, layers, (0, 5, TOKENS), softcap=2.0)
+    ends = {(r, p, which): None for r in range(ranks) for p in range(ranks) for which in range(2)}
+    for r, p, which in ends:
+        if r < p:
+            ends[r, p, which], ends[p, r, which] = socket.socketpair()
+
+    def body(rank):
+        for (r, _, _), end_of in ends.items():
+            if end_of and r != rank:
+                end_of.close()
+        fds = [[ends[rank, p, which].fileno() if p != rank else -1 for p in range(ranks)] for which in range(2)]
+        got = run(abi, library, ranks, 4, layers, (0, 5, TOKENS), softcap=2.0, rank=rank, headers=fds[0], data=fds[1])
+        # what other ranks have is zeros here
+        return all(x in (0.0, y) for a, b in zip(got, want) for t, u in zip(a, b) for x, y in zip(t, u)) and any(got[0][0])
+
+    pids = [in_process(lambda rank=rank: body(rank)) for rank in range(ranks)]
+    check([os.waitpid(pid, 0)[1] for pid in pids] == [0] * ranks, 'ranks that are processes have other bits than threads')
+    for end_of in ends.values():
+        if end_of:
+            end_of.close()
+    refused(abi, lambda: abi.Attention(library, tokens=8, ranks=2, heads=4, head_dim=32, rank=2, headers=[0, 0], data=[0, 0]), 'rank 2 of')
+    refused(abi, lambda: abi.Attention(library, tokens=8, ranks=2, heads=4, head_dim=32, rank=0, headers=[0], data=[0]), '2 ranks')
+    with tempfile.TemporaryFile() as plain:
+        fds = [-1, plain.fileno()]
+        refused(abi, lambda: abi.Attention(library, tokens=8, ranks=2, heads=4, head_dim=32, rank=0, headers=fds, data=fds), 'no stream socket')
+
+
+def asked(abi, library):
+    """What a caller may ask: the version, what there is, what a handle needs; and what is refused."""
+    u = abi.Attention(library, tokens=8, ranks=2, heads=4, head_dim=32, layers=3)
+    lib, why = u.lib, ctypes.create_string_buffer(256)
+    check(lib.upipe_abi_version() >= 100, f'version {lib.upipe_abi_version()}')
+    for name in 'cpu', 'f32', 'bf16', 'window', 'softcap', 'cu_seqlens', 'threads', 'sockets':
+        check(lib.upipe_abi_can(name.encode()) == 1, name)
+    check(lib.upipe_abi_can(b'teleport') == 0 and lib.upipe_abi_can(None) == 0, 'it has what there is not')
+    for rank in range(2):
+        check(lib.upipe_abi_need(ctypes.byref(u.desc), rank, why, len(why)) == u.bytes(rank), f'what rank {rank} needs: {why.value}')
+    check(lib.upipe_abi_need(ctypes.byref(u.desc), 2, why, len(why)) == -1 and b'rank 2 of 2' in why.value, why.value)
+    check(lib.upipe_abi_need(None, 0, why, len(why)) == -1 and b'desc is NULL' in why.value, why.value)
+    huge = abi.Desc(tokens=2**40, ranks=8, heads=64, head_dim=128)
+    check(lib.upipe_abi_need(ctypes.byref(huge), 0, why, len(why)) > 2**40, f'what nobody has: {why.value}')
+    refused(abi, lambda: abi.Attention(library, tokens=8, heads=4, head_dim=32, dtype=2), 'dtype 2; 0 is f32')
+    u.close()
+    t = floats([0.5] * 8 * 4 * 32)
+    for other in [0, 8], [0, 5, 8]:
+        u = abi.Attention(library, tokens=8, heads=4, head_dim=32, causal=1)
+        u.pack(0, [0, 4, 8])
+        u.qkv_fwd(0, t, t, t, t)
+        u.pack(0, other)
+        refused(abi, lambda u=u: u.qkv_bwd(0, t, t, t, t, t, t, t, t), 'of the forward')
+        u.close()
+    u = abi.Attention(library, tokens=8, heads=4, head_dim=32, causal=1)
+    u.pack(0, [0, 6, 4])
+    refused(abi, lambda: u.qkv_fwd(0, t, t, t, t), 'packed sequence 1 is [6, 4)')
+    u.close()
+    u = abi.Attention(library, tokens=8, heads=4, head_dim=32)
+
+    def forked():
+        return lib.upipe_abi_qkv_fwd(u.handle, 0, 0, t, t, t, t) != 0 and b'forked' in lib.upipe_abi_error(u.handle, 0)
+
+    check(os.waitpid(in_process(forked), 0)[1] == 0, 'a handle is used behind a fork')
+    u.qkv_fwd(0, t, t, t, t)
+    u.close()
+
+
+def masked(abi, library, layer):
+    """A soft-cap, packed sequences, and bf16: against the oracle on the same numbers."""
+    for softcap, borders in (2.0, ()), (0.0, (0, 5, 6, TOKENS)), (2.0, (0, 5, 6, TOKENS)):
+        want = oracle(*layer, softcap, borders)
+        for ranks in 1, 3:
+            got = run(abi, library, ranks, 0, [layer], borders, softcap=softcap)[0]
+            off = max(abs(a - b) for t, w in zip(got, want) for a, b in zip(t, w, strict=True))
+            check(off < 5e-6, f'soft-cap {softcap}, sequences {borders}, C {ranks}: off by {off:.3g}')
+    narrow = [of_halves(halves(t)) for t in layer]
+    want = oracle(*narrow)
+    for ranks in 1, 3:
+        got = run(abi, library, ranks, 0, [narrow], dtype=1)[0]
+        for name, t, w in zip(('o', 'dq', 'dk', 'dv'), got, want):
+            off, most = max(abs(a - b) for a, b in zip(t, w, strict=True)), max(map(abs, w))
+            check(off <= most / 64, f'bf16, C {ranks}: {name} is off by {off:.3g} of {most:.3g}')
 
 
 def refused(abi, what, words):
@@ -183,6 +303,9 @@ def main():
     u.close()
     refused(abi, lambda: u.bytes(0), 'the handle is closed')
     misused(abi, library)
+    asked(abi, library)
+    masked(abi, library, layers[0])
+    same_in_processes(abi, library, layers)
 
     def one_leaves(rank):
         if rank == 1:

@@ -18,7 +18,7 @@ import threading
 class Desc(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ('tokens', 'batch', 'window')] + [
         (name, ctypes.c_int32) for name in ('ranks', 'heads', 'kv_heads', 'head_dim', 'chunk', 'causal', 'layers')] + [
-            ('scale', ctypes.c_float)]
+            ('scale', ctypes.c_float), ('softcap', ctypes.c_float), ('dtype', ctypes.c_int32)]
 
 
 class Error(RuntimeError):
@@ -26,11 +26,19 @@ class Error(RuntimeError):
 
 
 class Attention:
-    def __init__(self, library, **desc):
+    def __init__(self, library, rank=None, headers=None, data=None, **desc):
+        """rank, headers, data: this process is one rank, with two connected sockets to each other one: lists of their numbers."""
         p, i = ctypes.c_void_p, ctypes.c_int
         self.lib = ctypes.CDLL(library)
         self.lib.upipe_abi_open.restype = p
         self.lib.upipe_abi_open.argtypes = [ctypes.POINTER(Desc), ctypes.c_char_p, ctypes.c_size_t]
+        self.lib.upipe_abi_open_sockets.restype = p
+        self.lib.upipe_abi_open_sockets.argtypes = [ctypes.POINTER(Desc), i, ctypes.POINTER(i), ctypes.POINTER(i), ctypes.c_char_p,
+                                                    ctypes.c_size_t]
+        self.lib.upipe_abi_need.restype = ctypes.c_int64
+        self.lib.upipe_abi_need.argtypes = [ctypes.POINTER(Desc), i, ctypes.c_char_p, ctypes.c_size_t]
+        self.lib.upipe_abi_can.argtypes = [ctypes.c_char_p]
+        self.lib.upipe_abi_pack.argtypes = [p, i, ctypes.POINTER(ctypes.c_int64), ctypes.c_int64]
         self.lib.upipe_abi_rows.restype = self.lib.upipe_abi_bytes.restype = ctypes.c_int64
         self.lib.upipe_abi_rows.argtypes = [p, i, ctypes.POINTER(ctypes.c_int64)]
         self.lib.upipe_abi_bytes.argtypes = [p, i]
@@ -47,12 +55,18 @@ class Attention:
             raise Error(f'no such option: {", ".join(sorted(unknown))}')
         self.desc = Desc(**desc)
         for name, value in desc.items():  # ctypes keeps the low bits of an integer
-            if name != 'scale' and getattr(self.desc, name) != value:
+            if name not in ('scale', 'softcap') and getattr(self.desc, name) != value:
                 raise Error(f'{name} is {value}, which its {8 * getattr(Desc, name).size} bits do not hold')
         for name, default in (('batch', 1), ('ranks', 1), ('layers', 1), ('kv_heads', self.desc.heads)):
             if getattr(self.desc, name) == 0:
                 setattr(self.desc, name, default)
-        self.handle = self.lib.upipe_abi_open(ctypes.byref(self.desc), why, len(why))
+        if rank is None:
+            self.handle = self.lib.upipe_abi_open(ctypes.byref(self.desc), why, len(why))
+        else:
+            both = [(i * len(fds))(*fds) for fds in (headers, data)]
+            if any(len(fds) != self.desc.ranks for fds in both):
+                raise Error(f'{len(headers)} and {len(data)} sockets, and {self.desc.ranks} ranks')
+            self.handle = self.lib.upipe_abi_open_sockets(ctypes.byref(self.desc), rank, *both, why, len(why))
         if not self.handle:
             raise Error(why.value.decode())
         self.held = [set() for _ in range(self.desc.ranks)]  # of each rank, layers whose backward is still to come
@@ -74,6 +88,11 @@ class Attention:
 
     def bytes(self, rank):
         return self.lib.upipe_abi_bytes(self.of(rank), rank)
+
+    def pack(self, rank, cu_seqlens):
+        """The rank's calls from now on see packed sequences: positions where they begin, and the end; []: none."""
+        numbers = (ctypes.c_int64 * len(cu_seqlens))(*cu_seqlens)
+        self.ask(rank, self.lib.upipe_abi_pack(self.of(rank), rank, numbers, max(len(cu_seqlens) - 1, 0)))
 
     def free_layer(self, rank):
         """A layer for the next forward."""

@@ -337,10 +337,10 @@ static const flag_row flag_rows[] = {
      "a token, or a byte's number, that ends the text and is not written"},
 
     /* processes, and the rest */
-    {"transport", "threads|mpi|nccl", IN_TRAIN | IN_COMPARE | IN_LOGITS, in_processes, FLAG_CHOICE, AT(transport), 0, 0,
+    {"transport", "threads|mpi|nccl|tcp", IN_TRAIN | IN_COMPARE | IN_LOGITS, in_processes, FLAG_CHOICE, AT(transport), 0, 0,
      "threads", 0,
      "threads of this process; mpi: the processes of mpirun or srun; nccl: those of torchrun, srun or mpirun, with a "
-     "GPU each"},
+     "GPU each; tcp: the same on CPUs, without a library"},
     {"node-ranks", "N", IN_TRAIN | IN_COMPARE | IN_LOGITS, in_processes, FLAG_INT, AT(node_ranks), 1, 1 << 20, NULL, FLAG_NULL,
      "processes of a machine, neighbours in the launcher's order (what the machine says)"},
     {"deadline", "SECONDS", IN_TRAIN | IN_COMPARE | IN_LOGITS, in_processes, FLAG_SECONDS, AT(deadline), 0, 1e6, "600", FLAG_TRAINING,

@@ -29,6 +29,8 @@
 #define COMMON_RENDEZVOUS_H
 
 #include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/socket.h>
 
@@ -103,12 +105,22 @@ enum {
 typedef struct rendezvous_call {
     const launch *l;
     const struct addrinfo *all; /* what MASTER_ADDR may be */
+    int listening;              /* rank 0's socket that listens already, or -1 */
+    int *fds;                   /* where connections go that have served; NULL: they are closed */
     secret secret;
     char *data;
     size_t bytes;
     char *message; /* what a proof is of: two peers, and the data behind them */
     double until, seconds;
 } rendezvous_call;
+
+/* A connection that has served outlives this one's end, where it is wanted; 0, or -1 with errno set. */
+static inline int rendezvous_keep(const rendezvous_call *k, int rank, int fd)
+{
+    if (k->fds == NULL) return 0;
+    k->fds[rank] = dup(fd);
+    return k->fds[rank] >= 0 ? 0 : -1;
+}
 
 /* This process, with a new nonce; -1 with errno set. */
 static inline int rendezvous_self(const rendezvous_call *k, rendezvous_peer *out)
@@ -209,7 +221,7 @@ static inline void rendezvous_accept(rendezvous_server *s)
 {
     rendezvous_conn *c = &s->conns[s->n];
     rendezvous_peer mine;
-    int fd = -1;
+    int fd = -1, now = 1;
     errno = EMFILE;
     if (s->n < s->most && rendezvous_self(s->k, &mine) == 0) fd = accept(s->polls[0].fd, NULL, NULL);
     s->error = fd < 0 ? errno : 0;
@@ -223,6 +235,7 @@ static inline void rendezvous_accept(rendezvous_server *s)
     s->polls[1 + s->n].fd = fd;
     s->polls[1 + s->n].events = POLLIN;
     ++s->n;
+    (void)setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &now, sizeof now);
     /* a new connection takes so few bytes at once */
     if (fcntl(fd, F_SETFL, O_NONBLOCK) != 0 ||
         send(fd, &mine, sizeof mine, MSG_NOSIGNAL) != (ssize_t)sizeof mine)
@@ -276,9 +289,11 @@ static inline int rendezvous_progress(rendezvous_server *s, int i)
     s->polls[1 + i].events = c->next < RENDEZVOUS_READ_ACK ? POLLOUT : POLLIN;
     if (now == RENDEZVOUS_READ_HELLO) return rendezvous_check(s, c, fd);
     if (now == RENDEZVOUS_WRITE_PROOF) return c->fits ? 0 : -1;
-    if (now == RENDEZVOUS_READ_ACK && c->ack == RENDEZVOUS_ACK && !s->seen[c->hello.peer.rank])
+    if (now != RENDEZVOUS_READ_ACK) return 0;
+    if (c->ack == RENDEZVOUS_ACK && !s->seen[c->hello.peer.rank] &&
+        rendezvous_keep(s->k, c->hello.peer.rank, fd) == 0)
         s->joined += s->seen[c->hello.peer.rank] = 1;
-    return now == RENDEZVOUS_READ_ACK ? -1 : 0;
+    return -1;
 }
 
 /* Until all ranks have joined, or the deadline. */
@@ -330,10 +345,13 @@ static inline int rendezvous_serve(const rendezvous_call *k)
     s.seen = (char *)calloc((size_t)ranks, 1);
     if (s.polls == NULL || s.conns == NULL || s.seen == NULL) {
         cli_fail("rank 0 is out of memory: %d ranks", ranks);
-    } else if ((s.polls[0].fd = rendezvous_listen(k, s.where, sizeof s.where)) < 0) {
+    } else if ((s.polls[0].fd =
+                    k->listening >= 0 ? k->listening : rendezvous_listen(k, s.where, sizeof s.where)) < 0) {
         cli_fail("rank 0 cannot listen at %s port %d: %s", s.where, k->l->port, strerror(errno));
     } else {
-        if (k->secret.bytes == 0 && strncmp(s.where, "127.", 4) != 0 && strcmp(s.where, "::1") != 0)
+        if (k->listening >= 0) snprintf(s.where, sizeof s.where, "%s", k->l->address);
+        if (k->listening < 0 && k->secret.bytes == 0 && strncmp(s.where, "127.", 4) != 0 &&
+            strcmp(s.where, "::1") != 0)
             cli_fail("rank 0 listens at %s port %d without a secret: whoever reaches it may come as a rank "
                      "(UPIPE_SECRET_FILE)",
                      s.where, k->l->port);
@@ -341,7 +359,7 @@ static inline int rendezvous_serve(const rendezvous_call *k)
         rendezvous_loop(&s);
         status = rendezvous_report(&s);
         while (s.n > 0) rendezvous_drop(&s, s.n - 1);
-        close(s.polls[0].fd);
+        if (k->listening < 0) close(s.polls[0].fd);
     }
     free(s.polls);
     free(s.conns);
@@ -428,6 +446,8 @@ static inline int rendezvous_join(const rendezvous_call *k)
                 continue;
             }
             status = rendezvous_handshake(k, fd, until, &last);
+            if (status == 0 && rendezvous_keep(k, 0, fd) != 0)
+                status = cli_fail("rank %d keeps no connection: %s", l->rank, strerror(errno));
             close(fd);
             if (status <= 0) return status;
             if (why == NULL || cli_clock(NULL) < k->until) why = last;
@@ -438,9 +458,13 @@ static inline int rendezvous_join(const rendezvous_call *k)
                     k->seconds, why != NULL ? why : strerror(error));
 }
 
-/* rendezvous -- rank 0's `bytes` bytes, at least one, come to all ranks; -1 with the sentence out if they do not in time,
- *               or cannot. Only the resolver of names has its own limits */
-static inline int rendezvous(const launch *l, void *data, size_t bytes, double seconds)
+/* rendezvous_connect_all -- as rendezvous, over TCP alone, and the connections stay
+ *   listening   rank 0's socket that listens at l's port and does not wait, or -1: it makes one
+ *   fds         [ranks] rank 0: the connection of each other rank; another rank: fds[0]. NULL: none stays
+ *   errors      -1 with the sentence out; some connections may be there, where fds was -1 before
+ */
+static inline int rendezvous_connect_all(const launch *l, int listening, void *data, size_t bytes,
+                                         double seconds, int *fds)
 {
     const double until = cli_clock(NULL) + seconds;
     struct addrinfo hints, *all = NULL;
@@ -448,8 +472,6 @@ static inline int rendezvous(const launch *l, void *data, size_t bytes, double s
     char port[16];
     int error, status;
     if (l->ranks == 1) return 0;
-    if (strchr(l->address, '/') != NULL)
-        return rendezvous_file(l->address, l->rank, l->ranks, data, bytes, until, seconds);
     memset(&k, 0, sizeof k);
     if (secret_read(&k.secret) != 0) return -1;
     memset(&hints, 0, sizeof hints);
@@ -461,6 +483,8 @@ static inline int rendezvous(const launch *l, void *data, size_t bytes, double s
                         error == EAI_SYSTEM ? strerror(errno) : gai_strerror(error));
     k.l = l;
     k.all = all;
+    k.listening = listening;
+    k.fds = fds;
     k.data = (char *)data;
     k.bytes = bytes;
     k.message = (char *)malloc(2 * sizeof(rendezvous_peer) + bytes);
@@ -475,6 +499,16 @@ static inline int rendezvous(const launch *l, void *data, size_t bytes, double s
     free(k.message);
     freeaddrinfo(all);
     return status;
+}
+
+/* rendezvous -- rank 0's `bytes` bytes, at least one, come to all ranks; -1 with the sentence out if they do not in time,
+ *               or cannot. Only the resolver of names has its own limits */
+static inline int rendezvous(const launch *l, void *data, size_t bytes, double seconds)
+{
+    if (l->ranks > 1 && strchr(l->address, '/') != NULL)
+        return rendezvous_file(l->address, l->rank, l->ranks, data, bytes, cli_clock(NULL) + seconds,
+                               seconds);
+    return rendezvous_connect_all(l, -1, data, bytes, seconds, NULL);
 }
 
 #endif

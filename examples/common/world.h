@@ -30,7 +30,7 @@
 #include "options.h"
 #include "rendezvous.h"
 
-enum { WORLD_THREADS, WORLD_MPI, WORLD_NCCL }; /* in the order of --transport */
+enum { WORLD_THREADS, WORLD_MPI, WORLD_NCCL, WORLD_TCP }; /* in the order of --transport */
 
 _Static_assert((int)FLAG_RANKS_MAX == (int)UPIPE_THREADS_MAX, "--ranks goes as far as a team of threads");
 
@@ -77,6 +77,24 @@ struct world {
     upipe_err *why; /* [here] */
 };
 
+/* Where this rank comes if machines come in the order of their first rank, and ranks of one in theirs. `node`: a number
+ * of each rank's machine, [ranks]. */
+static inline int world_place(const int64_t *node, int ranks, int me, int *near_first, int *near)
+{
+    int r, place = 0;
+    *near = *near_first = 0;
+    for (r = 0; r < ranks; ++r) {
+        int mine = 0, theirs = 0; /* first ranks of the two machines */
+        while (node[mine] != node[me]) ++mine;
+        while (node[theirs] != node[r]) ++theirs;
+        place += theirs < mine || (theirs == mine && r < me);
+        *near_first += theirs < mine;
+        *near += theirs == mine;
+    }
+    return place;
+}
+
+#include "world_tcp.h"
 #ifdef UPIPE_WITH_MPI
 #include "world_mpi.h"
 #endif
@@ -205,9 +223,7 @@ static inline int world_meet(struct world *w, const options *o)
 #ifdef UPIPE_WITH_NCCL
     if (w->transport == WORLD_NCCL) return world_nccl_begin(w, o);
 #endif
-    (void)w;
-    (void)o;
-    return 0;
+    return world_tcp_begin(w, o);
 }
 
 /* What a launcher and the transport contradict. */
@@ -220,11 +236,13 @@ static inline int world_refuses(const options *o)
                           world_lacks(o->transport));
     if (o->transport == WORLD_NCCL && o->device != DEVICE_CUDA)
         return cli_refuse("--transport nccl is for devices: it needs --device cuda");
+    if (o->transport == WORLD_TCP && o->device != DEVICE_CPU)
+        return cli_refuse("--transport tcp is for processes on CPUs: devices have --transport nccl");
     if (o->transport != WORLD_THREADS) return 0;
     if (started > 1 && !options_given(o, &o->transport))
         return cli_refuse(
             "a launcher has started %d processes, and each would make a run of its own: "
-            "--transport mpi or nccl makes them the ranks of one, --transport threads says that it is meant",
+            "--transport mpi, nccl or tcp makes them the ranks of one, --transport threads says that it is meant",
             started);
     if (o->node_ranks > 0)
         return cli_refuse("--node-ranks would have no effect, as the ranks are threads of one process");

@@ -129,23 +129,6 @@ static void world_nccl_stop(void)
     _exit(EXIT_RUN);
 }
 
-/* Where this rank comes if machines come in the order of their first rank, and ranks of one in theirs. `node`: a number
- * of each rank's machine, [ranks]. */
-static int world_nccl_rank(const int64_t *node, int ranks, int me, int *near_first, int *near)
-{
-    int r, place = 0;
-    *near = *near_first = 0;
-    for (r = 0; r < ranks; ++r) {
-        int mine = 0, theirs = 0; /* first ranks of the two machines */
-        while (node[mine] != node[me]) ++mine;
-        while (node[theirs] != node[r]) ++theirs;
-        place += theirs < mine || (theirs == mine && r < me);
-        *near_first += theirs < mine;
-        *near += theirs == mine;
-    }
-    return place;
-}
-
 /* Machines, and the communicator of all in their order. */
 static upipe_status world_nccl_place(struct world *w, const launch *l, int node_ranks, upipe_err *e)
 {
@@ -158,10 +141,10 @@ static upipe_status world_nccl_place(struct world *w, const launch *l, int node_
     w->all = &n->end[WORLD_NCCL_LAUNCHED].comm;
     s = upipe_comm_all_gather(&c, w->all, w->all->gathered, &node, 1);
     if (s != UPIPE_OK) return *e = c.err, s;
-    w->first = world_nccl_rank(w->all->gathered, l->ranks, l->rank, &w->near_first, &w->near);
+    w->first = world_place(w->all->gathered, l->ranks, l->rank, &w->near_first, &w->near);
     for (r = 0; r < l->ranks; ++r) {
         int first, near;
-        unlike |= world_nccl_rank(w->all->gathered, l->ranks, r, &first, &near) != r;
+        unlike |= world_place(w->all->gathered, l->ranks, r, &first, &near) != r;
     }
     if (!unlike) return UPIPE_OK;
     UPIPE_TRY(world_nccl_group(w, WORLD_NCCL_ALL, 0, w->first, l->ranks, e));

@@ -446,7 +446,7 @@ static void test_stranger(void)
     part_buf *k = part_begin(20);
     upipe_ctx *c = &k->ctx;
     for (int kind = 0; kind < 2; ++kind) {
-        char noise[sizeof(upi_mpi_header)];
+        char noise[sizeof(upi_header)];
         memset(noise, 0x55, sizeof noise);
         if (kind == 1) {
             upipe_err e;

@@ -199,7 +199,7 @@ def test_voice(folder):
     # words that one rank alone has otherwise: before the first step, in one sentence
     cases = [(one, 1, f'ranks disagree: {one.split()[0][2:]} is {says[0]} on rank 1, {says[1]} on rank 0') for one, *says in DISAGREE[:None if FULL else 6]]
     cases += [('--frobnicate', 2, "rank 1: '--frobnicate' is no flag"), ('--lr 1x', 2, 'rank 1: --lr wants a number'),
-              ('--transport wire', 2, "rank 1: --transport is threads, mpi or nccl, not 'wire'"), ('--lr', 2, 'rank 1: --lr wants a value'),
+              ('--transport wire', 2, "rank 1: --transport is threads, mpi, nccl or tcp, not 'wire'"), ('--lr', 2, 'rank 1: --lr wants a value'),
               ('--window 4 --qk-norm', 1, 'ranks disagree: qk-norm is given on rank 1')]
     for one, want, sentence in cases:
         status, out, err = run(mpi(2, *flags, program=rank_one(TRAIN_MPI, one)))

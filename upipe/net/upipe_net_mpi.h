@@ -1,4 +1,4 @@
-/* upipe_net_mpi.h -- a team of ranks that are processes, over MPI        backend, includes team, comm
+/* upipe_net_mpi.h -- a team of ranks that are processes, over MPI        backend, includes header, comm
  *
  *     MPI_Comm_dup(MPI_COMM_WORLD, &mine);                      the host makes it, and frees it
  *     MPI_Comm_set_errhandler(mine, MPI_ERRORS_RETURN);
@@ -42,44 +42,21 @@
 #ifndef UPIPE_NET_MPI_H
 #define UPIPE_NET_MPI_H
 
-#include "upipe_net_team.h"
+#include "upipe_net_header.h"
 
 #include <mpi.h>
 #include <stdlib.h>
 
 enum {
-    UPIPE_MPI_TAGS = 2,                       /* tags that a team uses, from its base: headers, data */
-    UPIPE_MPI_FRAGMENT = 1 << 30,             /* bytes of one MPI message at most: MPI counts in int */
-    UPI_MPI_WINDOW = 4,                       /* fragments in flight at a time, each way, with each peer */
-    UPI_MPI_SHOWN = UPIPE_ALL_GATHER_MAX / 4, /* messages, each way, whose shape a header spells out */
-    UPI_MPI_YIELDS = 2000,                    /* fruitless tests before a waiting rank sleeps */
-    UPI_MPI_NAP = 50000,                      /* ns */
-    UPI_MPI_FAILURE = UPI_TEAM_KINDS,         /* the header of a failure */
-    UPI_MPI_HEADERS = 0,                      /* the team's tags, from its base */
+    UPIPE_MPI_TAGS = 2,           /* tags that a team uses, from its base: headers, data */
+    UPIPE_MPI_FRAGMENT = 1 << 30, /* bytes of one MPI message at most: MPI counts in int */
+    UPI_MPI_WINDOW = 4,           /* fragments in flight at a time, each way, with each peer */
+    UPI_MPI_YIELDS = 2000,        /* fruitless tests before a waiting rank sleeps */
+    UPI_MPI_NAP = 50000,          /* ns */
+    UPI_MPI_HEADERS = 0,          /* the team's tags, from its base */
     UPI_MPI_DATA = 1,
-    UPI_MPI_LEFT = (1 << UPIPE_MPI_TAGS) - 1,
-    UPI_MPI_BREAKS = 1,
-    UPI_MPI_BROKEN = 2
+    UPI_MPI_LEFT = (1 << UPIPE_MPI_TAGS) - 1
 };
-
-#define UPI_MPI_MAGIC UINT64_C(0x3169706d65706975) /* "uipempi1" in memory, low byte first */
-
-/* What a rank sends to a peer, or receives from it, in one transfer. */
-typedef struct upi_mpi_volume {
-    int64_t messages, bytes;
-    uint64_t hash; /* of all block sizes and counts */
-} upi_mpi_volume;
-
-/* The same bytes on all machines of the team: one architecture. */
-typedef struct upi_mpi_header {
-    uint64_t magic;
-    int64_t call;     /* number, from 1; of a failure the last call that every rank had come to */
-    int64_t fragment; /* the sender's upipe_mpi.fragment */
-    int32_t kind, n;  /* UPI_TEAM_..., UPI_MPI_FAILURE; n: numbers of an all-gather, status of a failure */
-    upi_mpi_volume volume[2]; /* of a transfer: UPIPE_MSG_SEND and UPIPE_MSG_RECV of the header's sender */
-    /* An all-gather's numbers; of a transfer [way][UPI_MPI_SHOWN][bytes, count]; a failure's sentence. */
-    int64_t values[UPIPE_ALL_GATHER_MAX];
-} upi_mpi_header;
 
 /* One way of one peer: what is to be posted next, and the fragments in flight. */
 typedef struct upi_mpi_flow {
@@ -109,18 +86,16 @@ typedef struct upipe_mpi {
     const upipe_msg *list; /* [n] */
     int n;
     upi_mpi_peer *peer;    /* [ranks] */
-    upi_mpi_header *out;   /* [ranks]: this call's headers */
-    upi_mpi_header *in;    /* [2][ranks]: those of call s at [s & 1], as peers may be one call ahead */
+    upi_header *out;       /* [ranks]: this call's headers */
+    upi_header *in;        /* [2][ranks]: those of call s at [s & 1], as peers may be one call ahead */
     MPI_Request *requests; /* [2][ranks][UPI_MPI_WINDOW] data, then [ranks] headers */
     MPI_Request *notices;  /* [ranks] sends of `notice`, then [UPIPE_MPI_TAGS][ranks] goodbyes */
     MPI_Status *statuses;  /* [requests_n] */
     int *done;             /* [requests_n] */
     int requests_n;
-    upi_mpi_header notice; /* the failure */
-    upipe_err failure;     /* the first one, constant once broken */
-    int64_t failure_met;   /* the last call that all ranks had come to before it */
-    upipe_status owed;     /* found by start, returned by wait */
-    int broken; /* atomic: UPI_MPI_BROKEN once the failure is written; between, a thread writes it */
+    upi_header notice; /* of the failure */
+    upi_first first;   /* the failure */
+    upipe_status owed; /* found by start, returned by wait */
     void *buf;
 } upipe_mpi;
 
@@ -136,30 +111,10 @@ UPIPE_API upipe_status upi_mpi_check(upipe_err *e, int code, const char *what)
     return upipe_fail(e, UPIPE_ERR_BACKEND, "%.*s: %s", (int)strcspn(what, "("), what, text);
 }
 
-UPIPE_API int upi_mpi_is_broken(const upipe_mpi *m)
-{
-    return __atomic_load_n(&m->broken, __ATOMIC_ACQUIRE) == UPI_MPI_BROKEN;
-}
-
 UPIPE_API const upipe_err *upi_mpi_failure(const upipe_comm *comm)
 {
     const upipe_mpi *m = (const upipe_mpi *)comm->impl;
-    return upi_mpi_is_broken(m) ? &m->failure : NULL;
-}
-
-/* Writes the first failure, after which all ranks had come to call `met`; 0: there is one already. */
-UPIPE_API int upi_mpi_break(upipe_mpi *m, upipe_status s, int64_t met, const char *why)
-{
-    int whole = 0;
-    if (!__atomic_compare_exchange_n(&m->broken, &whole, UPI_MPI_BREAKS, 0, __ATOMIC_ACQ_REL,
-                                     __ATOMIC_ACQUIRE)) {
-        while (!upi_mpi_is_broken(m)) sched_yield(); /* another thread is writing it */
-        return 0;
-    }
-    m->failure_met = met;
-    upipe_fail(&m->failure, s, "%s", why);
-    __atomic_store_n(&m->broken, UPI_MPI_BROKEN, __ATOMIC_RELEASE);
-    return 1;
+    return upi_first_is_broken(&m->first) ? &m->first.err : NULL;
 }
 
 /* A rank that the header of the failure cannot be sent to reaches its own deadline. */
@@ -168,12 +123,8 @@ UPIPE_API int upi_mpi_fail(upipe_comm *comm, upipe_status s, const char *why)
     upipe_mpi *m = (upipe_mpi *)comm->impl;
     const int64_t met = __atomic_load_n(&m->met, __ATOMIC_RELAXED);
     int k;
-    if (!upi_mpi_break(m, s, met, why)) return 0;
-    m->notice.magic = UPI_MPI_MAGIC;
-    m->notice.kind = UPI_MPI_FAILURE;
-    m->notice.call = met;
-    m->notice.n = (int32_t)s;
-    snprintf((char *)m->notice.values, sizeof m->notice.values, "%s", why);
+    if (!upi_first_break(&m->first, s, met, why)) return 0;
+    upi_first_report(&m->notice, s, met, why);
     for (k = 1; k < comm->ranks; ++k) {
         int p = (comm->rank + k) % comm->ranks;
         if (MPI_Isend(&m->notice, (int)sizeof m->notice, MPI_BYTE, p, m->tag, m->mpi, &m->notices[p]) !=
@@ -195,46 +146,20 @@ UPIPE_API upipe_status upi_mpi_checked(upipe_ctx *c, upipe_mpi *m, int code, con
 
 /* ---- headers ---- */
 
-UPIPE_API void upi_mpi_add(upi_mpi_header *header, int way, size_t bytes, int64_t count)
-{
-    upi_mpi_volume *volume = &header->volume[way];
-    int64_t shape[2];
-    if (bytes == 0) return;
-    shape[0] = (int64_t)bytes;
-    shape[1] = count;
-    if (volume->messages < UPI_MPI_SHOWN)
-        memcpy(header->values + 2 * (way * UPI_MPI_SHOWN + volume->messages), shape, sizeof shape);
-    ++volume->messages;
-    volume->bytes += shape[0] * count;
-    volume->hash = upipe_hash_bytes(volume->hash, shape, sizeof shape);
-}
-
 /* Begins a call: sends a header to every peer. */
 UPIPE_API upipe_status upi_mpi_begin(upipe_ctx *c, upipe_mpi *m, int kind, const upipe_msg *list,
                                      const int64_t *values, int n)
 {
-    int ranks = m->comm.ranks, i, k, p;
+    int ranks = m->comm.ranks, k, p;
     ++m->call;
     m->kind = kind;
     m->list = list;
     m->n = list != NULL ? n : 0;
+    upi_header_fill(m->out, ranks, m->call, kind, list, values, n);
     for (p = 0; p < ranks; ++p) {
-        upi_mpi_header *header = &m->out[p];
-        memset(header, 0, sizeof *header);
         memset(m->peer[p].flow, 0, sizeof m->peer[p].flow);
         m->peer[p].open = 0;
-        header->magic = UPI_MPI_MAGIC;
-        header->call = m->call;
-        header->fragment = m->fragment;
-        header->kind = (int32_t)kind;
-        if (kind == UPI_TEAM_ALL_GATHER) {
-            header->n = n;
-            memcpy(header->values, values, (size_t)n * sizeof *values);
-        }
-    }
-    for (i = 0; i < m->n; ++i) {
-        upi_mpi_add(&m->out[list[i].peer], UPIPE_MSG_SEND, list[i].send_bytes, list[i].count);
-        upi_mpi_add(&m->out[list[i].peer], UPIPE_MSG_RECV, list[i].recv_bytes, list[i].count);
+        m->out[p].fragment = m->fragment;
     }
     for (k = 1; k < ranks; ++k) { /* each rank begins with its neighbour, which spreads the targets */
         p = (m->comm.rank + k) % ranks;
@@ -246,15 +171,13 @@ UPIPE_API upipe_status upi_mpi_begin(upipe_ctx *c, upipe_mpi *m, int kind, const
 }
 
 /* Stores a header from rank p. */
-UPIPE_API upipe_status upi_mpi_accept(upipe_ctx *c, upipe_mpi *m, int p, const upi_mpi_header *header)
+UPIPE_API upipe_status upi_mpi_accept(upipe_ctx *c, upipe_mpi *m, int p, const upi_header *header)
 {
-    if (header->magic != UPI_MPI_MAGIC)
+    if (header->magic != UPI_HEADER_MAGIC)
         return upipe_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
                                "rank %d sends rank %d something else with tag %d", p, m->comm.rank, m->tag);
-    if (header->kind == UPI_MPI_FAILURE) {
-        char why[sizeof m->failure.text];
-        snprintf(why, sizeof why, "%.*s", (int)sizeof why - 1, (const char *)header->values);
-        upi_mpi_break(m, header->n > 0 ? (upipe_status)header->n : UPIPE_ERR_ABORTED, header->call, why);
+    if (header->kind == UPI_HEADER_FAILURE) {
+        upi_first_hear(&m->first, header);
         return UPIPE_OK; /* p has informed the others too */
     }
     if (header->call != m->peer[p].come + 1 || header->call > m->call + 1)
@@ -271,7 +194,7 @@ UPIPE_API upipe_status upi_mpi_poll(upipe_ctx *c, upipe_mpi *m, int *news)
 {
     for (;;) {
         MPI_Status status;
-        upi_mpi_header header;
+        upi_header header;
         int there = 0, bytes = 0;
         UPI_MPI(c, m, MPI_Iprobe(MPI_ANY_SOURCE, m->tag, m->mpi, &there, &status));
         if (!there) return UPIPE_OK;
@@ -290,37 +213,10 @@ UPIPE_API upipe_status upi_mpi_poll(upipe_ctx *c, upipe_mpi *m, int *news)
     }
 }
 
-/* Compares what `from` sends with what `to` receives, by the header of each. */
-UPIPE_API upipe_status upi_mpi_fit_way(upipe_ctx *c, upipe_mpi *m, const upi_mpi_header *sender, int from,
-                                       const upi_mpi_header *receiver, int to)
-{
-    const upi_mpi_volume *out = &sender->volume[UPIPE_MSG_SEND], *in = &receiver->volume[UPIPE_MSG_RECV];
-    const int64_t *sent = sender->values, *due = receiver->values + 2 * UPI_MPI_SHOWN;
-    int64_t i;
-    UPIPE_TRY(upi_team_fit_count(&c->err, &m->comm, from, out->messages, to, in->messages));
-    for (i = 0; i < out->messages && i < UPI_MPI_SHOWN; ++i, sent += 2, due += 2)
-        UPIPE_TRY(upi_team_fit_blocks(&c->err, &m->comm, from, sent[1], sent[0], to, due[1], due[0]));
-    if (out->hash == in->hash) return UPIPE_OK;
-    return upipe_comm_fail(
-        &c->err, &m->comm, UPIPE_ERR_MISMATCH,
-        "rank %d sends %lld messages of %lld bytes in all to rank %d, which receives %lld in "
-        "other blocks",
-        from, (long long)out->messages, (long long)out->bytes, to, (long long)in->bytes);
-}
-
 /* Compares this call's header of rank p with what this rank does. */
 UPIPE_API upipe_status upi_mpi_fit(upipe_ctx *c, upipe_mpi *m, int p)
 {
-    const upi_mpi_header *mine = &m->out[p], *theirs = &m->in[(m->call & 1) * m->comm.ranks + p];
-    int rank = m->comm.rank;
-    UPIPE_TRY(upi_team_same(&c->err, &m->comm, mine->kind, mine->n, p, theirs->kind, theirs->n));
-    if (mine->fragment != theirs->fragment)
-        return upipe_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
-                               "rank %d sends at most %lld bytes in an MPI message and rank %d at most %lld",
-                               rank, (long long)mine->fragment, p, (long long)theirs->fragment);
-    if (m->kind != UPI_TEAM_TRANSFER) return UPIPE_OK;
-    UPIPE_TRY(upi_mpi_fit_way(c, m, theirs, p, mine, rank));
-    return upi_mpi_fit_way(c, m, mine, rank, theirs, p);
+    return upi_header_fit(&c->err, &m->comm, &m->out[p], p, &m->in[(m->call & 1) * m->comm.ranks + p]);
 }
 
 /* ---- data ---- */
@@ -500,13 +396,10 @@ UPIPE_API upipe_status upi_mpi_finish(upipe_ctx *c, upipe_mpi *m)
     int64_t until = upi_net_until(m->comm.deadline);
     int idle = 0;
     for (;;) {
-        int news = 0, missing, left, certain;
+        int news = 0, missing, left;
         UPIPE_TRY(upi_mpi_progress(c, m, &news, &missing, &left));
         if (missing == 0 && left == 0) return UPIPE_OK;
-        /* An all-gather that the failing rank has completed reaches all: a rank that reads it first, and
-         * aborts because of what it finds, must not keep the others from finding it. */
-        certain = m->kind != UPI_TEAM_TRANSFER && m->failure_met >= m->call;
-        if (!certain) UPIPE_TRY(upipe_comm_whole(c, &m->comm));
+        if (!upi_first_spares(&m->first, m->kind, m->call)) UPIPE_TRY(upipe_comm_whole(c, &m->comm));
         if (news) {
             idle = 0;
             continue;
@@ -571,7 +464,7 @@ UPIPE_API void upi_mpi_settle(upipe_ctx *c, upipe_mpi *m)
 UPIPE_API upipe_status upi_mpi_ready(upipe_ctx *c, upipe_mpi *m)
 {
     int news;
-    if (!upi_mpi_is_broken(m)) UPIPE_TRY(upi_mpi_poll(c, m, &news));
+    if (!upi_first_is_broken(&m->first)) UPIPE_TRY(upi_mpi_poll(c, m, &news));
     return upipe_comm_whole(c, &m->comm);
 }
 
@@ -598,7 +491,7 @@ UPIPE_API upipe_status upi_mpi_wait(upipe_ctx *c, upipe_comm *comm)
     m->owed = UPIPE_OK;
     if (s != UPIPE_OK)
         upipe_comm_report(&c->err, comm, s);
-    else if (!upi_mpi_is_broken(m))
+    else if (!upi_first_is_broken(&m->first))
         s = upipe_comm_copy_own(c, comm, m->list, m->n, c->ops->copy);
     if (s == UPIPE_OK) s = upi_mpi_finish(c, m);
     if (s != UPIPE_OK) upi_mpi_settle(c, m);
@@ -622,7 +515,7 @@ UPIPE_API upipe_status upi_mpi_all_gather(upipe_ctx *c, upipe_comm *comm, int64_
     UPIPE_TRY(upi_mpi_begin(c, m, UPI_TEAM_ALL_GATHER, NULL, mine, n));
     UPIPE_TRY(upi_mpi_finish(c, m));
     for (r = 0; r < comm->ranks; ++r) {
-        const upi_mpi_header *of = r == comm->rank ? &m->out[r] : &m->in[(m->call & 1) * comm->ranks + r];
+        const upi_header *of = r == comm->rank ? &m->out[r] : &m->in[(m->call & 1) * comm->ranks + r];
         memcpy(all + (size_t)r * (size_t)n, of->values, (size_t)n * sizeof *all);
     }
     return UPIPE_OK;
@@ -645,8 +538,8 @@ UPIPE_API size_t upi_mpi_lay_out(upipe_mpi *m, char *buf)
     size_t requests = (2 * UPI_MPI_WINDOW + 1) * n, others = (1 + UPIPE_MPI_TAGS) * n;
     m->requests_n = (int)requests;
     m->peer = (upi_mpi_peer *)upi_mpi_carve(buf, &used, n * sizeof *m->peer);
-    m->out = (upi_mpi_header *)upi_mpi_carve(buf, &used, n * sizeof *m->out);
-    m->in = (upi_mpi_header *)upi_mpi_carve(buf, &used, 2 * n * sizeof *m->in);
+    m->out = (upi_header *)upi_mpi_carve(buf, &used, n * sizeof *m->out);
+    m->in = (upi_header *)upi_mpi_carve(buf, &used, 2 * n * sizeof *m->in);
     m->requests = (MPI_Request *)upi_mpi_carve(buf, &used, (requests + others) * sizeof *m->requests);
     m->notices = buf != NULL ? m->requests + requests : NULL;
     m->statuses = (MPI_Status *)upi_mpi_carve(buf, &used, requests * sizeof *m->statuses);

@@ -1,0 +1,252 @@
+/* world_tcp.h -- a world whose ranks are processes on CPUs, over TCP; world.h includes it
+ *
+ * The launcher's environment says who a process is. All meet rank 0 of the launcher at MASTER_ADDR (rendezvous.h), which
+ * tells them at what address each of them listens. For a communicator each rank in turn is met by those behind it, twice:
+ * once for headers, once for data. So whoever connects proves the secret.
+ */
+#ifndef COMMON_WORLD_TCP_H
+#define COMMON_WORLD_TCP_H
+
+#include "upipe/net/upipe_net_tcp.h"
+
+/* TEAM, RING: of the first shape; two more of each other one */
+enum {
+    WORLD_TCP_ALL,
+    WORLD_TCP_SIDE,
+    WORLD_TCP_TEAM,
+    WORLD_TCP_RING,
+    WORLD_TCP_COMMS = WORLD_TCP_TEAM + 2 * WORLD_SHAPES
+};
+
+enum { WORLD_TCP_SOCKETS = 2 }; /* of a pair: headers, data */
+
+/* Where a rank listens for a communicator. */
+typedef struct world_tcp_door {
+    char host[64]; /* a number */
+    int32_t port[WORLD_TCP_SOCKETS];
+    int64_t node; /* of its machine */
+} world_tcp_door;
+
+typedef struct world_tcp {
+    upipe_tcp end[WORLD_TCP_COMMS];
+    int fds[WORLD_TCP_COMMS][WORLD_TCP_SOCKETS][UPIPE_TCP_MAX];
+    int listening[WORLD_TCP_SOCKETS]; /* of the communicator that is being made */
+    world_tcp_door door;              /* this rank's */
+    world_tcp_door doors[UPIPE_TCP_MAX];
+} world_tcp;
+
+static inline void world_tcp_close(int *fds, int n)
+{
+    int i;
+    for (i = 0; i < n; ++i) {
+        if (fds[i] >= 0) close(fds[i]);
+        fds[i] = -1;
+    }
+}
+
+/* Opens this rank's door, at ports that are free. */
+static inline int world_tcp_listen(world_tcp *t)
+{
+    struct addrinfo hints, *all = NULL;
+    struct sockaddr_storage at;
+    rendezvous_call k;
+    char where[64], port[16];
+    int i, bad;
+    memset(&k, 0, sizeof k);
+    memset(&hints, 0, sizeof hints);
+    hints.ai_socktype = SOCK_STREAM;
+    hints.ai_flags = AI_NUMERICHOST;
+    bad = getaddrinfo(t->door.host, "0", &hints, &all) != 0;
+    k.all = all;
+    for (i = 0; i < WORLD_TCP_SOCKETS && !bad; ++i) {
+        socklen_t size = sizeof at;
+        t->listening[i] = rendezvous_listen(&k, where, sizeof where);
+        bad = t->listening[i] < 0 || getsockname(t->listening[i], (struct sockaddr *)&at, &size) != 0 ||
+              getnameinfo((struct sockaddr *)&at, size, NULL, 0, port, sizeof port, NI_NUMERICSERV) != 0;
+        if (!bad) t->door.port[i] = atoi(port);
+    }
+    if (all != NULL) freeaddrinfo(all);
+    return bad ? cli_fail("no socket listens at %s: %s", t->door.host, strerror(errno)) : 0;
+}
+
+/* All doors are known. Connects a group, whose rank i is rank first + i * step of the world, and makes this rank's end. */
+static inline int world_tcp_connect(struct world *w, int which, int first, int step, int n)
+{
+    world_tcp *t = (world_tcp *)w->own;
+    const int me = (w->first - first) / step;
+    upipe_err e;
+    char byte = 0;
+    int p, i;
+    for (p = 0; p <= me && p < n - 1; ++p) {
+        const world_tcp_door *door = &t->doors[first + p * step];
+        for (i = 0; i < WORLD_TCP_SOCKETS; ++i) {
+            launch l;
+            memset(&l, 0, sizeof l);
+            l.address = door->host;
+            l.port = door->port[i];
+            l.rank = me - p;
+            l.ranks = n - p;
+            if (rendezvous_connect_all(&l, p == me ? t->listening[i] : -1, &byte, 1, w->deadline,
+                                       t->fds[which][i] + p) != 0)
+                return -1;
+        }
+    }
+    world_tcp_close(t->listening, WORLD_TCP_SOCKETS);
+    if (upipe_tcp_init(&t->end[which], t->fds[which][0], t->fds[which][1], me, n, w->deadline, &e) !=
+        UPIPE_OK)
+        return cli_fail("%s", e.text);
+    return 0;
+}
+
+/* The same for a later communicator: the doors go through that of all. */
+static inline upipe_status world_tcp_make(struct world *w, int which, int first, int step, int n,
+                                          upipe_err *e)
+{
+    enum { NUMBERS = sizeof(world_tcp_door) / sizeof(int64_t) };
+    world_tcp *t = (world_tcp *)w->own;
+    int64_t mine[NUMBERS];
+    upipe_ctx c;
+    memset(&c, 0, sizeof c);
+    if (world_tcp_listen(t) != 0) return upipe_fail(e, UPIPE_ERR_BACKEND, "%s", "no connections");
+    memcpy(mine, &t->door, sizeof mine);
+    if (upipe_comm_all_gather(&c, w->all, w->all->gathered, mine, NUMBERS) != UPIPE_OK)
+        return *e = c.err, e->status;
+    memcpy(t->doors, w->all->gathered, (size_t)w->ranks * sizeof *t->doors);
+    if (world_tcp_connect(w, which, first, step, n) != 0)
+        return upipe_fail(e, UPIPE_ERR_TIMEOUT, "rank %d has no connections", w->first);
+    return UPIPE_OK;
+}
+
+static inline upipe_status world_tcp_split(struct world *w, upipe_err *e)
+{
+    world_tcp *t = (world_tcp *)w->own;
+    const int team = w->first / w->in_team * w->in_team, at = 2 * w->shapes_n;
+    if (w->with_side && w->side == NULL) {
+        UPIPE_TRY(world_tcp_make(w, WORLD_TCP_SIDE, 0, 1, w->ranks, e));
+        w->side = &t->end[WORLD_TCP_SIDE].comm;
+    }
+    w->team = w->all;
+    if (w->in_ring == 1) return UPIPE_OK;
+    UPIPE_TRY(world_tcp_make(w, WORLD_TCP_TEAM + at, team, 1, w->in_team, e));
+    UPIPE_TRY(world_tcp_make(w, WORLD_TCP_RING + at, w->first - team, w->in_team, w->in_ring, e));
+    w->team = &t->end[WORLD_TCP_TEAM + at].comm;
+    w->ring = &t->end[WORLD_TCP_RING + at].comm;
+    return UPIPE_OK;
+}
+
+/* Closes what there is. */
+static inline void world_tcp_drop(struct world *w)
+{
+    world_tcp *t = (world_tcp *)w->own;
+    int i;
+    for (i = 0; i < WORLD_TCP_COMMS * WORLD_TCP_SOCKETS; ++i)
+        world_tcp_close(t->fds[i / WORLD_TCP_SOCKETS][i % WORLD_TCP_SOCKETS], UPIPE_TCP_MAX);
+    world_tcp_close(t->listening, WORLD_TCP_SOCKETS);
+    free(t);
+    w->own = NULL;
+}
+
+static inline int world_tcp_end(struct world *w)
+{
+    world_tcp *t = (world_tcp *)w->own;
+    upipe_err e;
+    int i, bad = 0;
+    for (i = 0; i < WORLD_TCP_COMMS; ++i)
+        if (upipe_tcp_free(&t->end[i], &e) != UPIPE_OK) bad = cli_fail("%s", e.text);
+    world_tcp_drop(w);
+    return bad;
+}
+
+/* What has been told is with the kernel. */
+static inline void world_tcp_flush(double seconds)
+{
+    struct timespec nap = {0, (long)(seconds * 1e9)};
+    nanosleep(&nap, NULL);
+}
+
+/* The others see that the connections have ended. */
+static inline void world_tcp_stop(void)
+{
+    _exit(EXIT_RUN);
+}
+
+/* Every rank's door comes to rank 0, over the connections at which all have met, and from there to all. */
+static inline int world_tcp_all_gather(world_tcp *t, const launch *l, int *star, double until)
+{
+    int r, bad = 0;
+    t->doors[l->rank] = t->door;
+    if (l->rank > 0)
+        return rendezvous_move(star[0], &t->door, sizeof t->door, 1, until) != 0 ||
+               rendezvous_move(star[0], t->doors, (size_t)l->ranks * sizeof *t->doors, 0, until) != 0;
+    for (r = 1; r < l->ranks && !bad; ++r)
+        bad = rendezvous_move(star[r], &t->doors[r], sizeof *t->doors, 0, until) != 0;
+    for (r = 1; r < l->ranks && !bad; ++r)
+        bad = rendezvous_move(star[r], t->doors, (size_t)l->ranks * sizeof *t->doors, 1, until) != 0;
+    return bad;
+}
+
+/* This rank's door is where it has met the others. */
+static inline int world_tcp_meet(struct world *w, const launch *l, int *star, int node_ranks)
+{
+    world_tcp *t = (world_tcp *)w->own;
+    const double until = cli_clock(NULL) + w->deadline;
+    struct sockaddr_storage at;
+    socklen_t size = sizeof at;
+    char name[256] = "", byte = 0;
+    if (rendezvous_connect_all(l, -1, &byte, 1, w->deadline, star) != 0) return -1;
+    snprintf(t->door.host, sizeof t->door.host, "127.0.0.1");
+    if (l->ranks > 1 && getsockname(star[l->rank == 0], (struct sockaddr *)&at, &size) == 0)
+        rendezvous_where(t->door.host, sizeof t->door.host, (struct sockaddr *)&at, size);
+    (void)gethostname(name, sizeof name - 1);
+    t->door.node = node_ranks > 0 ? l->rank / node_ranks : (int64_t)upipe_hash_bytes(0, name, strlen(name));
+    if (world_tcp_listen(t) != 0) return -1;
+    if (world_tcp_all_gather(t, l, star, until) == 0) return 0;
+    return cli_fail("rank %d does not learn where the others are: a rank has ended, or %g s have passed",
+                    l->rank, w->deadline);
+}
+
+/* Machines in the order of their first process, and on each the processes in theirs. */
+static inline void world_tcp_order(struct world *w, const launch *l)
+{
+    world_tcp *t = (world_tcp *)w->own;
+    world_tcp_door doors[UPIPE_TCP_MAX];
+    int64_t node[UPIPE_TCP_MAX];
+    int r, first, near;
+    for (r = 0; r < l->ranks; ++r) node[r] = t->doors[r].node;
+    for (r = 0; r < l->ranks; ++r) doors[world_place(node, l->ranks, r, &first, &near)] = t->doors[r];
+    w->first = world_place(node, l->ranks, l->rank, &w->near_first, &w->near);
+    memcpy(t->doors, doors, (size_t)l->ranks * sizeof *doors);
+}
+
+/* 0, or -1 with the sentence out. */
+static inline int world_tcp_begin(struct world *w, const options *o)
+{
+    static const world_kind kind = {world_tcp_split, world_tcp_end, world_tcp_flush, world_tcp_stop};
+    int star[UPIPE_TCP_MAX], bad;
+    launch l;
+    world_tcp *t;
+    w->kind = &kind;
+    if (launch_read(&l) != 0) return -1;
+    if (l.ranks > UPIPE_TCP_MAX)
+        return cli_fail("%d processes; a run has at most %d ranks", l.ranks, UPIPE_TCP_MAX);
+    if (strchr(l.address, '/') != NULL)
+        return cli_fail("--transport tcp needs an address in MASTER_ADDR, and %.200s is a file", l.address);
+    w->own = t = (world_tcp *)calloc(1, sizeof *t);
+    if (t == NULL) return cli_fail("out of memory");
+    memset(t->fds, 0xff, sizeof t->fds);
+    memset(t->listening, 0xff, sizeof t->listening);
+    memset(star, 0xff, sizeof star);
+    w->ranks = l.ranks;
+    w->here = 1;
+    bad = world_tcp_meet(w, &l, star, o->node_ranks) != 0;
+    world_tcp_close(star, UPIPE_TCP_MAX);
+    if (!bad) {
+        world_tcp_order(w, &l);
+        bad = world_tcp_connect(w, WORLD_TCP_ALL, 0, 1, l.ranks) != 0;
+    }
+    w->all = &t->end[WORLD_TCP_ALL].comm;
+    if (bad) world_tcp_drop(w);
+    return bad ? -1 : 0;
+}
+
+#endif

@@ -1,0 +1,142 @@
+#!/usr/bin/env python3
+"""test_world_tcp.py TRAIN LOGITS COMPARE -- programs whose ranks are processes over TCP, started as torchrun does: the threads'
+losses, checkpoints and logits bit for bit, and what is left when a rank dies or stops
+"""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+from test_rendezvous import CLEAN, SECRET, free_port
+from run_mpi import alive, newest, own
+from checks import check, end, load, needed, read, run_command, tree, wait_for, write
+from programs import npy
+
+TRAIN, LOGITS, COMPARE = (os.path.abspath(path) for path in sys.argv[1:4])
+FULL = bool(os.environ.get('UPIPE_FULL'))
+MODEL = '--layers 2 --model-dim 64 --heads 8 --kv-heads 4 --tokens 128'.split()
+CASES = [('upipe', ['--chunk', '4'], 4), ('usp', ['--zero', '3', '--zero-prefetch'], 4)]
+MORE = [('upipe-fpdt', ['--segments', '2'], 2), ('upipe-ring', ['--ring', '2'], 8), ('ulysses', [], 1)]
+SAME = ('loss', 'grad_norm', 'peak_bytes', 'plan_bytes', 'slab_bytes', 'plan_sent_bytes', 'sent_bytes_per_step', 'memory')
+DEADLINE = 2
+STEADY = '--warmup 0 --lr 1e-3 --min-lr 1e-3'.split()  # a rate that does not depend on the number of steps
+
+
+class Ranks:
+    """The processes of a run, and what each says; more: a dictionary of variables of a rank."""
+
+    def __init__(self, ranks, words, more=lambda r: {}):
+        port = free_port()
+        self.said = [tempfile.TemporaryFile() for _ in range(ranks)]
+        self.all = [subprocess.Popen(list(map(str, words)), stdout=f, stderr=subprocess.STDOUT, env={
+            **CLEAN, 'RANK': str(r), 'LOCAL_RANK': str(r), 'WORLD_SIZE': str(ranks), 'MASTER_ADDR': '127.0.0.1',
+            'MASTER_PORT': str(port), **more(r)}) for r, f in enumerate(self.said)]
+
+    def text(self, r):
+        return os.pread(self.said[r].fileno(), 1 << 20, 0).decode(errors='replace')
+
+    def end(self, seconds=120):
+        """The statuses; who hangs is killed, which is a failure."""
+        if not wait_for(lambda: all(p.poll() is not None for p in self.all), seconds):
+            check(False, f'ranks hang: {[self.text(r) for r in range(len(self.all))]}')
+            for p in self.all:
+                p.kill()
+        return [p.wait() for p in self.all]
+
+
+def run(ranks, *words, **more):
+    """Statuses, and what the ranks say."""
+    job = Ranks(ranks, words, **more)
+    return job.end(), [job.text(r) for r in range(ranks)]
+
+
+def test_same(folder, method, flags, ranks):
+    results, what = [], f'{method} on {ranks} processes'
+    for kind in 'threads', 'tcp':
+        top = os.path.join(folder, f'{method}{ranks}{kind}')
+        os.mkdir(top)
+        words = [TRAIN, *MODEL, '--sample', '8', '--method', method, *flags, '--steps', '3', '--save', top + '/c', '--json', top + '/j']
+        if kind == 'tcp':
+            statuses, said = run(ranks, *words, '--transport', 'tcp', more=lambda r: {'UPIPE_SECRET': SECRET})
+        else:
+            done = run_command([*words, '--ranks', ranks], 120)
+            statuses, said = [done.returncode], [done.stdout + done.stderr]
+        needed(not any(statuses), f'{what}, {kind}: {statuses}: {said}')
+        check(not any(said[1:]), f'{what}: others than rank 0 print: {said[1:]}')
+        results.append((load(top + '/j'), tree(top + '/c')))
+    (one, saved), (two, saved_two) = results
+    for name in SAME:
+        check(one[name] == two[name], f'{what}: {name} is {two[name]}, with threads {one[name]}')
+    check(saved == saved_two and len(saved) == 4, f'{what}: other checkpoints')
+
+
+def test_programs(folder):
+    """The other programs: the same logits, and a comparison that holds what it promises."""
+    model, ids, outs = (os.path.join(folder, name) for name in ('model', 'ids', 'out'))
+    run_command([TRAIN, *MODEL, '--ranks', 2, '--steps', 1, '--sample', 0, '--save', model], 120)
+    write(ids, npy(range(96)))
+    words = [LOGITS, '--load', model, '--ids', ids, '--method', 'upipe', '--out']
+    run_command([*words, outs + '0', '--ranks', 4], 120)
+    statuses, said = run(4, *words, outs + '1', '--transport', 'tcp')
+    check(not any(statuses) and read(outs + '0') == read(outs + '1'), f'logits: {statuses}: {said}')
+    statuses, said = run(2, COMPARE, *'--tokens 64 --heads 4 --kv-heads 2 --head-dim 32 --transport tcp'.split())
+    check(not any(statuses) and 'relative error' in said[0], f'compare: {statuses}: {said}')
+
+
+def test_voice(folder):
+    """What is wrong is said in a sentence; nobody trains."""
+    flags = [TRAIN, *MODEL, '--steps', 2, '--transport', 'tcp', '--deadline', DEADLINE]
+    for more, words, sentence in (
+            (lambda r: {}, ['--ranks', 4], '--ranks 4, but the launcher has started 2'),
+            (lambda r: {}, ['--data', folder + '/none'], 'cannot be read'),
+            (lambda r: {'MASTER_ADDR': folder + '/file'}, [], '--transport tcp needs an address in MASTER_ADDR'),
+            (lambda r: {'UPIPE_SECRET': SECRET + str(r)}, [], 'does not prove the secret'),
+            (lambda r: {'WORLD_SIZE': '3'}, [], '2 of 3 ranks have come')):
+        statuses, said = run(2, *flags, *words, more=more)
+        check(all(statuses) and sentence in said[0] and 'tokens/s' not in ''.join(said), f'{sentence}: {statuses}: {said}')
+
+
+def test_loss(folder, number, what, draw):
+    """A rank is killed or stopped at some instant; the others end in time, and what is saved goes on."""
+    saved = os.path.join(folder, f'loss{number}')
+    ahead = ['--zero', '3', '--zero-prefetch'] if number // 2 % 2 else []
+    job = Ranks(4, [TRAIN, '--transport', 'tcp', *MODEL, *ahead, '--sample', 0, '--steps', 100000, *STEADY, '--save', saved, '--save-every', 1,
+                    '--deadline', DEADLINE])
+    wait_for(lambda: newest(saved) > 0 or any(p.poll() is not None for p in job.all), 60)
+    time.sleep(draw.random() * 0.3)
+    check(all(p.poll() is None for p in job.all), f'4 ranks run: {[job.text(r) for r in range(4)]}')
+    victim = draw.choice(job.all)
+    victim.send_signal(what)
+    lost = time.monotonic()
+    wait_for(lambda: not any(alive(p.pid) for p in job.all if p is not victim), 30)
+    took, name = time.monotonic() - lost, signal.Signals(what).name
+    victim.send_signal(signal.SIGCONT)
+    statuses, text = job.end(20), [job.text(r) for r in range(4)]
+    missing = job.all.index(victim)
+    check(all(statuses) and took <= (1 if what == signal.SIGKILL else DEADLINE + 1), f'{name}: {statuses} after {took:.2f} s: {text}')
+    check(all(r == missing or re.search(rf'^train: .*rank \d', text[r], re.M) for r in range(4)), f'{name}: who is missing: {text}')
+    check(all(len(own('train', said)) <= 1 for said in text), f'{name}: more than a sentence: {text}')
+    step = newest(saved)
+    done = run_command([TRAIN, '--resume', saved, '--save', saved, '--ranks', 4, '--steps', step + 1, '--sample', 0, *STEADY], 120)
+    check(done.returncode == 0, f'{name}: what is left at step {step} does not go on: {done.stderr}')
+
+
+def main():
+    draw = random.Random(int(os.environ.get('UPIPE_SEED', '1')))
+    with tempfile.TemporaryDirectory() as folder:
+        for case in CASES + (MORE if FULL else []):
+            test_same(folder, *case)
+        test_programs(folder)
+        test_voice(folder)
+        for number in range(10 if FULL else 2):
+            test_loss(folder, number, (signal.SIGKILL, signal.SIGSTOP)[number % 2], draw)
+    return end('world_tcp')
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,159 @@
+/* upipe_net_header.h -- what ranks that are processes tell each other        backend, includes team
+ *
+ * Every call begins with a header to each peer: number and kind of the call, and what this rank sends to the
+ * peer and receives from it. A barrier and an all-gather consist of their headers. A failure is a header too.
+ */
+#ifndef UPIPE_NET_HEADER_H
+#define UPIPE_NET_HEADER_H
+
+#include "upipe_net_team.h"
+
+enum {
+    UPI_HEADER_SHOWN = UPIPE_ALL_GATHER_MAX / 4, /* messages, each way, whose shape a header spells out */
+    UPI_HEADER_FAILURE = UPI_TEAM_KINDS,
+    UPI_HEADER_GOODBYE,
+    UPI_FIRST_BREAKS = 1,
+    UPI_FIRST_BROKEN = 2
+};
+
+#define UPI_HEADER_MAGIC UINT64_C(0x3174656e70697075) /* "upipnet1" in memory, low byte first */
+
+/* What a rank sends to a peer, or receives from it, in one transfer. */
+typedef struct upi_volume {
+    int64_t messages, bytes;
+    uint64_t hash; /* of all block sizes and counts */
+} upi_volume;
+
+/* The same bytes on all machines of the team: one architecture. */
+typedef struct upi_header {
+    uint64_t magic;
+    int64_t call;         /* number, from 1; of a failure the last call that every rank had come to */
+    int64_t fragment;     /* bytes of one message of the transport at most, where it splits them */
+    int32_t kind, n;      /* UPI_TEAM_..., UPI_HEADER_...; n: numbers of an all-gather, status of a failure */
+    upi_volume volume[2]; /* of a transfer: UPIPE_MSG_SEND and UPIPE_MSG_RECV of the header's sender */
+    /* An all-gather's numbers; of a transfer [way][UPI_HEADER_SHOWN][bytes, count]; a failure's sentence. */
+    int64_t values[UPIPE_ALL_GATHER_MAX];
+} upi_header;
+
+UPIPE_API void upi_header_add(upi_header *header, int way, size_t bytes, int64_t count)
+{
+    upi_volume *volume = &header->volume[way];
+    int64_t shape[2];
+    if (bytes == 0) return;
+    shape[0] = (int64_t)bytes;
+    shape[1] = count;
+    if (volume->messages < UPI_HEADER_SHOWN)
+        memcpy(header->values + 2 * (way * UPI_HEADER_SHOWN + volume->messages), shape, sizeof shape);
+    ++volume->messages;
+    volume->bytes += shape[0] * count;
+    volume->hash = upipe_hash_bytes(volume->hash, shape, sizeof shape);
+}
+
+/* The headers [ranks] of a call. list: of a transfer, with n messages; values: n numbers of an all-gather. */
+UPIPE_API void upi_header_fill(upi_header *out, int ranks, int64_t call, int kind, const upipe_msg *list,
+                               const int64_t *values, int n)
+{
+    int i, p;
+    for (p = 0; p < ranks; ++p) {
+        memset(&out[p], 0, sizeof out[p]);
+        out[p].magic = UPI_HEADER_MAGIC;
+        out[p].call = call;
+        out[p].kind = (int32_t)kind;
+        if (kind == UPI_TEAM_ALL_GATHER) {
+            out[p].n = n;
+            memcpy(out[p].values, values, (size_t)n * sizeof *values);
+        }
+    }
+    for (i = 0; list != NULL && i < n; ++i) {
+        upi_header_add(&out[list[i].peer], UPIPE_MSG_SEND, list[i].send_bytes, list[i].count);
+        upi_header_add(&out[list[i].peer], UPIPE_MSG_RECV, list[i].recv_bytes, list[i].count);
+    }
+}
+
+/* Compares what `from` sends with what `to` receives, by the header of each. */
+UPIPE_API upipe_status upi_header_fit_way(upipe_err *e, upipe_comm *comm, const upi_header *sender, int from,
+                                          const upi_header *receiver, int to)
+{
+    const upi_volume *out = &sender->volume[UPIPE_MSG_SEND], *in = &receiver->volume[UPIPE_MSG_RECV];
+    const int64_t *sent = sender->values, *due = receiver->values + 2 * UPI_HEADER_SHOWN;
+    int64_t i;
+    UPIPE_TRY(upi_team_fit_count(e, comm, from, out->messages, to, in->messages));
+    for (i = 0; i < out->messages && i < UPI_HEADER_SHOWN; ++i, sent += 2, due += 2)
+        UPIPE_TRY(upi_team_fit_blocks(e, comm, from, sent[1], sent[0], to, due[1], due[0]));
+    if (out->hash == in->hash) return UPIPE_OK;
+    return upipe_comm_fail(
+        e, comm, UPIPE_ERR_MISMATCH,
+        "rank %d sends %lld messages of %lld bytes in all to rank %d, which receives %lld in "
+        "other blocks",
+        from, (long long)out->messages, (long long)out->bytes, to, (long long)in->bytes);
+}
+
+/* Compares this rank's header of a call with that of rank p. */
+UPIPE_API upipe_status upi_header_fit(upipe_err *e, upipe_comm *comm, const upi_header *mine, int p,
+                                      const upi_header *theirs)
+{
+    UPIPE_TRY(upi_team_same(e, comm, mine->kind, mine->n, p, theirs->kind, theirs->n));
+    if (mine->fragment != theirs->fragment)
+        return upipe_comm_fail(e, comm, UPIPE_ERR_MISMATCH,
+                               "rank %d sends at most %lld bytes in an MPI message and rank %d at most %lld",
+                               comm->rank, (long long)mine->fragment, p, (long long)theirs->fragment);
+    if (mine->kind != UPI_TEAM_TRANSFER) return UPIPE_OK;
+    UPIPE_TRY(upi_header_fit_way(e, comm, theirs, p, mine, comm->rank));
+    return upi_header_fit_way(e, comm, mine, comm->rank, theirs, p);
+}
+
+/* ---- the first failure ---- */
+
+typedef struct upi_first {
+    upipe_err err; /* constant once broken */
+    int64_t met;   /* the last call that all ranks had come to before it */
+    int broken;    /* atomic: UPI_FIRST_BROKEN once the failure is written; between, a thread writes it */
+} upi_first;
+
+UPIPE_API int upi_first_is_broken(const upi_first *first)
+{
+    return __atomic_load_n(&first->broken, __ATOMIC_ACQUIRE) == UPI_FIRST_BROKEN;
+}
+
+/* Writes the first failure, after which all ranks had come to call `met`; 0: there is one already. */
+UPIPE_API int upi_first_break(upi_first *first, upipe_status s, int64_t met, const char *why)
+{
+    int whole = 0;
+    if (!__atomic_compare_exchange_n(&first->broken, &whole, UPI_FIRST_BREAKS, 0, __ATOMIC_ACQ_REL,
+                                     __ATOMIC_ACQUIRE)) {
+        while (!upi_first_is_broken(first)) sched_yield(); /* another thread is writing it */
+        return 0;
+    }
+    first->met = met;
+    upipe_fail(&first->err, s, "%s", why);
+    __atomic_store_n(&first->broken, UPI_FIRST_BROKEN, __ATOMIC_RELEASE);
+    return 1;
+}
+
+/* Does a call go on despite the failure? An all-gather that the failing rank has completed reaches all: a rank that
+ * reads it first, and aborts because of what it finds, must not keep the others from finding it. */
+UPIPE_API int upi_first_spares(const upi_first *first, int kind, int64_t call)
+{
+    return kind != UPI_TEAM_TRANSFER && upi_first_is_broken(first) && first->met >= call;
+}
+
+/* The header that reports it to the others. */
+UPIPE_API void upi_first_report(upi_header *notice, upipe_status s, int64_t met, const char *why)
+{
+    memset(notice, 0, sizeof *notice);
+    notice->magic = UPI_HEADER_MAGIC;
+    notice->kind = UPI_HEADER_FAILURE;
+    notice->call = met;
+    notice->n = (int32_t)s;
+    snprintf((char *)notice->values, sizeof notice->values, "%s", why);
+}
+
+/* Such a header has come. */
+UPIPE_API void upi_first_hear(upi_first *first, const upi_header *notice)
+{
+    char why[sizeof first->err.text];
+    snprintf(why, sizeof why, "%.*s", (int)sizeof why - 1, (const char *)notice->values);
+    upi_first_break(first, notice->n > 0 ? (upipe_status)notice->n : UPIPE_ERR_ABORTED, notice->call, why);
+}
+
+#endif
