@@ -2,8 +2,8 @@
  *
  *     cc -O2 -march=native -I . examples/00_trainer.c -lm -pthread && ./a.out
  */
-#include "upipe/net/upipe_net_threads.h" /* ranks as threads of this process; needs POSIX clocks: include it first */
-#include "upipe/cpu/upipe_cpu.h"         /* the CPU's compute table */
+#include "upipe/net/upipe_net_threads_host.h" /* ranks as threads; needs POSIX clocks: include it first */
+#include "upipe/cpu/upipe_cpu.h"              /* the CPU's compute table */
 #include "upipe/upipe.h"
 
 enum {
@@ -18,13 +18,9 @@ enum {
 enum { WQ = MODEL * MODEL, WK = KV_HEADS * DIM * MODEL, WEIGHTS = 2 * WQ + 2 * WK, X = ROWS * MODEL };
 
 typedef struct trainer {
-    upipe_plan plans[RANKS]; /* a rank has its own, and a layer that points to it */
-    upipe_layer layers[RANKS];
-    upipe_ops ops;
-    upipe_dry dry;
-    upipe_threads team;
     float weights[WEIGHTS]; /* wq, wk, wv, wo, each [out][in] as in a Llama checkpoint */
     float grads[RANKS][WEIGHTS];
+    size_t peak; /* of rank 0 */
 } trainer;
 
 static void embed(float *x, int rank) /* the network before the block, which ends with a norm */
@@ -61,50 +57,48 @@ static upipe_status step(upipe_ctx *ctx, const upipe_layer *layer, float *grad)
     return upipe_all_reduce(ctx, ctx->team, grad, WEIGHTS); /* of all four weights; sums in rank order */
 }
 
-static upipe_status rank_main(void *user, int rank)
+/* The block, with the plan of a rank. */
+static upipe_layer block(const trainer *t, const upipe_plan *plan)
+{
+    upipe_layer layer = {0};
+    layer.plan = plan, layer.mask.causal = 1, layer.rope_theta = 500000;
+    layer.wq = t->weights, layer.wk = t->weights + WQ, layer.wv = t->weights + WQ + WK;
+    layer.wo = t->weights + WQ + 2 * WK;
+    return layer;
+}
+
+/* A dry run of the real code says how large a rank's slab must be. */
+static upipe_status dry_main(void *user, upipe_host *h)
+{
+    const upipe_layer layer = block((const trainer *)user, &h->plan);
+    return upipe_dry_block(&h->dry, &layer, 1);
+}
+
+static upipe_status rank_main(void *user, upipe_host *h)
 {
     trainer *t = (trainer *)user;
-    upipe_mem_block blocks[64]; /* dry.mem.blocks_peak of them are used */
-    upipe_mem mem;
-    upipe_ctx ctx = {0};
-    void *slab = aligned_alloc(UPIPE_MEM_ALIGN, t->dry.mem.need);
-    upipe_status s = UPIPE_OK;
-    upipe_mem_init(&mem, slab, slab != NULL ? t->dry.mem.need : 0, blocks, 64);
-    ctx.ops = &t->ops, ctx.mem = &mem, ctx.team = upipe_threads_comm(&t->team, rank);
-    for (int i = 0; i < 3 && s == UPIPE_OK; ++i) /* and the optimizer */
-        s = step(&ctx, &t->layers[rank], t->grads[rank]);
-    if (s == UPIPE_OK && mem.peak != t->dry.mem.peak) /* never */
-        s = upipe_fail(&ctx.err, UPIPE_ERR_MISMATCH, "a peak of %zu bytes", mem.peak);
-    if (s != UPIPE_OK) upipe_comm_abort(ctx.team, ctx.err.text); /* its sentence, if no call has left one */
-    free(slab);
-    return s;
+    const upipe_layer layer = block(t, &h->plan);
+    const int rank = h->ctx.team->rank;
+    for (int i = 0; i < 3; ++i) UPIPE_TRY(step(&h->ctx, &layer, t->grads[rank])); /* and the optimizer */
+    if (h->mem.peak != h->dry.mem.peak)                                           /* never */
+        return upipe_fail(&h->ctx.err, UPIPE_ERR_MISMATCH, "a peak of %zu bytes", h->mem.peak);
+    if (rank == 0) t->peak = h->mem.peak;
+    return UPIPE_OK;
 }
 
 int main(void)
 {
     static trainer t; /* zeros, as every struct begins */
-    upipe_plan_desc desc = {0};
-    upipe_layer layer = {0};
-    upipe_err err = {0};
-    desc.tokens = TOKENS, desc.ranks = RANKS, desc.heads = HEADS, desc.kv_heads = KV_HEADS;
-    desc.head_dim = DIM; /* desc.chunk = 0: UPipe with the smallest chunk; = heads: Ulysses */
-    upipe_cpu_ops(&t.ops);
+    upipe_host_desc desc = {0};
+    upipe_ops ops;
+    upipe_err err;
     for (int i = 0; i < WEIGHTS; ++i) t.weights[i] = (float)(i * 37 % 101 - 50) / 400;
-    layer.mask.causal = 1, layer.rope_theta = 500000;
-    layer.wq = t.weights, layer.wk = t.weights + WQ, layer.wv = t.weights + WQ + WK;
-    layer.wo = t.weights + WQ + 2 * WK;
-    for (int rank = 0; rank < RANKS; ++rank) {
-        desc.rank = rank;
-        if (upipe_plan_init(&t.plans[rank], &desc, &err)) return fprintf(stderr, "%s\n", err.text), 1;
-        t.layers[rank] = layer, t.layers[rank].plan = &t.plans[rank];
-    }
-    /* A dry run of the real code says how large the slab must be: here, where all divides, the same on every rank. */
-    if (upipe_dry_init(&t.dry, &t.plans[0], &t.ops) || upipe_dry_block(&t.dry, &t.layers[0], 1))
-        return fprintf(stderr, "%s\n", t.dry.ctx.err.text), 1;
-    if (upipe_threads_init(&t.team, RANKS, 0, &err) || upipe_threads_run(&t.team, rank_main, &t, NULL, &err))
-        return fprintf(stderr, "%s\n", err.text), 1;
-    printf("a peak of %zu bytes, as planned; gradients of wq begin with %g\n", t.dry.mem.peak,
-           (double)t.grads[0][0]);
-    upipe_threads_free(&t.team);
+    desc.plan.tokens = TOKENS, desc.plan.ranks = RANKS;
+    desc.plan.heads = HEADS, desc.plan.kv_heads = KV_HEADS;
+    desc.plan.head_dim = DIM; /* plan.chunk = 0: UPipe with the smallest chunk; = heads: Ulysses */
+    desc.dry = dry_main, desc.user = &t;
+    upipe_cpu_ops(&ops);
+    if (upipe_threads_hosts(&desc, &ops, 0, rank_main, &err)) return fprintf(stderr, "%s\n", err.text), 1;
+    printf("a peak of %zu bytes, as planned; gradients of wq begin with %g\n", t.peak, (double)t.grads[0][0]);
     return fflush(stdout) != 0;
 }

@@ -103,21 +103,15 @@ static upipe_status own_kernel(upipe_ctx *c, rank_data *r, int b)
     return UPIPE_OK;
 }
 
-static upipe_view part(upipe_view qkv, int which) /* 0 Q, 1 K, 2 V: nothing is copied */
-{
-    qkv.data = (float *)qkv.data + which * DIM, qkv.d = DIM;
-    return qkv;
-}
-
 static upipe_status library(upipe_ctx *c, rank_data *r, int b)
 {
-    const upipe_view qkv = sequence(r->in.qkv, b, 3 * DIM), dqkv = sequence(r->lib.qkv, b, 3 * DIM);
-    upipe_qkv a = {0};
-    upipe_qkv_grads g = {0};
+    upipe_qkv call = {0}, a, d;
+    upipe_qkv_grads g;
     upipe_saved saved;
-    a.plan = &r->plan, a.mask.causal = 1;
-    a.q = part(qkv, 0), a.k = part(qkv, 1), a.v = part(qkv, 2), a.o = sequence(r->lib.out, b, DIM);
-    g.dq = part(dqkv, 0), g.dk = part(dqkv, 1), g.dv = part(dqkv, 2), g.dout = sequence(r->in.out, b, DIM);
+    call.plan = &r->plan, call.mask.causal = 1;
+    a = upipe_qkv_sbh3d(&call, r->in.qkv, r->lib.out, UPIPE_F32, BATCH, b); /* views: nothing is copied */
+    d = upipe_qkv_sbh3d(&call, r->lib.qkv, r->in.out, UPIPE_F32, BATCH, b);
+    g = upipe_qkv_grads_of(&d);
     UPIPE_TRY(upipe_qkv_fwd(c, &a, &saved));
     return upipe_qkv_bwd(c, &a, &g, &saved);
 }

@@ -1,4 +1,4 @@
-/* upipe.h -- context parallelism for long-context training, in C: all of the core        layer 10
+/* upipe.h -- context parallelism for long-context training, in C: all of the core        layer 11
  *
  * What this library does NOT do: no training loop, no autograd, no tensor type beyond a view, no allocation,
  * no threads, no communicators or streams of its own, no printing, no exit, no global state. It does not own
@@ -30,6 +30,8 @@
  *
  *     upipe_qkv_fwd(&ctx, &qkv, &saved);                 attention of your own Q, K, V       upipe_qkv.h
  *     upipe_qkv_bwd(&ctx, &qkv, &grads, &saved);
+ *
+ *     upipe_host_open(&h, &desc);  ...                   plan, dry run, pool and context    upipe_host.h
  *
  *     upipe_mlp_fwd(&ctx, &mlp, y, x);                   MLP and loss, by tiles of tokens    upipe_tile.h
  *     upipe_all_reduce(&ctx, ctx.team, dwq, n);          sums over the ranks of a team       upipe_reduce.h
@@ -78,5 +80,6 @@
 #include "upipe_qkv.h"
 #include "upipe_tile.h"
 #include "upipe_dry.h"
+#include "upipe_host.h"
 
 #endif

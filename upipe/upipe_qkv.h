@@ -11,12 +11,14 @@
  *     upipe_qkv_bwd(&ctx, &a, &g, &saved);                 dq, dk, dv; lse is freed
  *
  * Row r is token r % T of this rank's part of sequence r / T, in the positions of upipe_plan.shard. Rotary
- * embeddings are the host's business. A fused product [rows][3][H][d] is three views of stride 3 * H * d:
+ * embeddings are the host's business. The views of a fused product have constructors, in qkv/types.h:
  *
- *     q = upipe_view_make(qkv, UPIPE_F32, rows, 3 * H * d, H, d, d);
- *     k = upipe_view_make(qkv + H * d, ...), v = upipe_view_make(qkv + 2 * H * d, ...);
+ *     upipe_qkv call = {&plan, id, mask};
+ *     a = upipe_qkv_fused(&call, qkv, o, UPIPE_F32);       [B][T][H + 2 Hkv][d], and so [B][T][3][H][d]
+ *     a = upipe_qkv_sbh3d(&call, qkv, o, UPIPE_F32, B, b); [T][B][H][3][d]: sequence b
+ *     g = upipe_qkv_grads_of(&d);                          d: the same constructor, over dqkv and dout
  *
- * upipe_qkv and upipe_qkv_grads are described in qkv/types.h. The stages are those of upipe_stage.h: load, attend,
+ * upipe_qkv and upipe_qkv_grads are described there too. The stages are those of upipe_stage.h: load, attend,
  * store. Both loops are below.
  */
 #ifndef UPIPE_QKV_H
@@ -107,6 +109,16 @@ UPIPE_API upipe_status upipe_qkv_fwd(upipe_ctx *c, const upipe_qkv *a, upipe_sav
     if (s == UPIPE_OK) s = upi_qkv_fwd(c, &f, save);
     if (s != UPIPE_OK && save != NULL) memset(save, 0, sizeof *save);
     return upi_pass_end(c, s, mark);
+}
+
+/* upipe_qkv_eval -- upipe_qkv_fwd without a backward: nothing is left in the pool
+ *   bytes, errors  as upipe_qkv_fwd
+ */
+UPIPE_API upipe_status upipe_qkv_eval(upipe_ctx *c, const upipe_qkv *a)
+{
+    upipe_saved save;
+    UPIPE_TRY(upipe_qkv_fwd(c, a, &save));
+    return upipe_saved_free(c, &save);
 }
 
 /* upipe_qkv_bwd -- the gradients of q, k and v; these are sent again

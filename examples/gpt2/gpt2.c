@@ -9,9 +9,8 @@
  * docs/porting.md walks through it.
  */
 #ifdef UPIPE
-#include "upipe/net/upipe_net_threads.h"
+#include "upipe/net/upipe_net_threads_host.h"
 #include "upipe/cpu/upipe_cpu.h"
-#include "upipe/upipe.h"
 #endif
 #include <math.h>
 #include <stdio.h>
@@ -27,7 +26,7 @@ enum {
     VOCAB = 64,
     TOKENS = 32
 };
-enum { STEPS = 5, RANKS_MAX = 4, SLAB = 1 << 21 };
+enum { STEPS = 5 };
 
 /* Parameters, and their gradients: one flat array each. */
 typedef struct layer_weights {
@@ -53,8 +52,7 @@ typedef struct part {
     int rows, position[TOKENS];
     kept layer[LAYERS + 1];
 #ifdef UPIPE
-    upipe_plan plan;
-    upipe_ctx ctx;
+    upipe_host *host;
     upipe_saved saved[LAYERS];
 #endif
 } part;
@@ -119,16 +117,7 @@ static void norm_bwd(float *dx, float dw[2][DIM], const float *dy, const float *
 
 /* ---- attention ---- */
 
-#ifdef UPIPE
-static upipe_qkv attention(part *p, float *heads, float *qkv)
-{
-    const upipe_view q = upipe_view_make(qkv, UPIPE_F32, p->rows, 3 * DIM, HEADS, HEAD_DIM, HEAD_DIM);
-    upipe_qkv a = {.plan = &p->plan, .mask = {.causal = 1}, .q = q, .k = q, .v = q};
-    a.k.data = qkv + DIM, a.v.data = qkv + 2 * DIM;
-    a.o = upipe_view_packed(heads, UPIPE_F32, p->rows, HEADS, HEAD_DIM);
-    return a;
-}
-#else
+#ifndef UPIPE
 /* Head h of query i over keys 0 .. i: o, or from its gradient g dq, dk and dv (+=). */
 static void attend(float *o, const float *g, float *dqkv, const float *qkv, int i, int h)
 {
@@ -167,8 +156,8 @@ static int attention_fwd(part *p, int l)
 {
     float *heads = p->layer[l].heads, *qkv = p->layer[l].qkv;
 #ifdef UPIPE
-    const upipe_qkv a = attention(p, heads, qkv);
-    return upipe_qkv_fwd(&p->ctx, &a, &p->saved[l]) != UPIPE_OK;
+    const upipe_qkv a = upipe_qkv_fused(&p->host->call, qkv, heads, UPIPE_F32);
+    return upipe_qkv_fwd(&p->host->ctx, &a, &p->saved[l]) != UPIPE_OK;
 #else
     for (int i = 0; i < p->rows; ++i)
         for (int h = 0; h < HEADS; ++h) attend(heads, NULL, NULL, qkv, i, h);
@@ -180,9 +169,10 @@ static int attention_bwd(part *p, int l, float *dqkv, float *dheads)
 {
     float *heads = p->layer[l].heads, *qkv = p->layer[l].qkv;
 #ifdef UPIPE
-    const upipe_qkv a = attention(p, heads, qkv), d = attention(p, dheads, dqkv);
-    const upipe_qkv_grads g = {d.o, d.q, d.k, d.v, NULL};
-    return upipe_qkv_bwd(&p->ctx, &a, &g, &p->saved[l]) != UPIPE_OK;
+    const upipe_qkv a = upipe_qkv_fused(&p->host->call, qkv, heads, UPIPE_F32);
+    const upipe_qkv d = upipe_qkv_fused(&p->host->call, dqkv, dheads, UPIPE_F32);
+    const upipe_qkv_grads g = upipe_qkv_grads_of(&d);
+    return upipe_qkv_bwd(&p->host->ctx, &a, &g, &p->saved[l]) != UPIPE_OK;
 #else
     memset(dqkv, 0, (size_t)p->rows * 3 * DIM * sizeof *dqkv);
     for (int i = 0; i < p->rows; ++i)
@@ -307,8 +297,9 @@ static int train(part *p, int first)
         memset(dw, 0, sizeof *dw);
         bad = forward_backward(p, w, dw, &loss);
 #ifdef UPIPE
-        bad = bad || upipe_all_reduce(&p->ctx, p->ctx.team, (float *)dw, WEIGHTS) ||
-              upipe_all_reduce(&p->ctx, p->ctx.team, &loss, 1);
+        upipe_ctx *c = &p->host->ctx;
+        bad = bad || upipe_all_reduce(c, c->team, (float *)dw, WEIGHTS);
+        bad = bad || upipe_all_reduce(c, c->team, &loss, 1);
 #endif
         for (int i = 0; i < WEIGHTS && !bad; ++i) ((float *)w)[i] -= 0.1f * ((float *)dw)[i];
         if (first && !bad) printf("%.9g\n", (double)loss);
@@ -319,35 +310,25 @@ static int train(part *p, int first)
 }
 
 #ifdef UPIPE
-static upipe_threads world;
-static upipe_plan_desc desc = {.tokens = TOKENS, .heads = HEADS, .head_dim = HEAD_DIM};
-
-static upipe_status rank_main(void *user, int rank)
+static upipe_status rank_main(void *user, upipe_host *h)
 {
-    static part parts[RANKS_MAX];
-    static _Alignas(UPIPE_MEM_ALIGN) char slabs[RANKS_MAX][SLAB];
-    part *p = &parts[rank];
-    upipe_plan_desc d = desc;
-    upipe_mem_block blocks[64];
-    upipe_mem mem;
-    upipe_mem_init(&mem, slabs[rank], SLAB, blocks, 64);
-    d.rank = rank, p->ctx.ops = user, p->ctx.mem = &mem, p->ctx.team = upipe_threads_comm(&world, rank);
-    UPIPE_TRY(upipe_plan_init(&p->plan, &d, &p->ctx.err));
-    for (p->rows = 0; p->rows < p->plan.rows; ++p->rows)
-        p->position[p->rows] = (int)upipe_shard_pos(&p->plan.shard, p->rows);
-    return train(p, rank == 0) ? p->ctx.err.status : UPIPE_OK;
+    static _Thread_local part p; /* a rank is a thread */
+    for ((void)user, p.host = h; p.rows < h->plan.rows; ++p.rows)
+        p.position[p.rows] = (int)upipe_shard_pos(&h->plan.shard, p.rows);
+    return train(&p, h->ctx.team->rank == 0) ? h->ctx.err.status : UPIPE_OK;
 }
 #endif
 
 int main(int argc, char **argv)
 {
 #ifdef UPIPE
+    upipe_host_desc desc = {.plan = {.tokens = TOKENS, .heads = HEADS, .head_dim = HEAD_DIM},
+                            .layers = LAYERS};
     upipe_ops ops;
-    upipe_err err = {{0}, UPIPE_OK};
-    upipe_cpu_ops(&ops), desc.ranks = argc > 1 ? atoi(argv[1]) : 1, desc.chunk = argc > 2 ? atoi(argv[2]) : 0;
-    upipe_status s = upipe_threads_init(&world, desc.ranks < RANKS_MAX ? desc.ranks : RANKS_MAX, 60, &err);
-    s = s ? s : upipe_threads_run(&world, rank_main, &ops, NULL, &err);
-    return s ? fprintf(stderr, "%s\n", err.text), 1 : 0;
+    upipe_err err;
+    upipe_cpu_ops(&ops), desc.call.mask.causal = 1;
+    desc.plan.ranks = argc > 1 ? atoi(argv[1]) : 1, desc.plan.chunk = argc > 2 ? atoi(argv[2]) : 0;
+    return upipe_threads_hosts(&desc, &ops, 60, rank_main, &err) && fprintf(stderr, "%s\n", err.text);
 #else
     static part p;
     (void)argc, (void)argv;

@@ -45,19 +45,15 @@ static void host_open(host *h, const job *j)
     const int64_t rows = h->plan.rows, q = (int64_t)d->heads * d->head_dim,
                   k = (int64_t)d->kv_heads * d->head_dim;
     const int64_t o = (int64_t)d->heads * d->v_dim, all = q + k + (int64_t)d->kv_heads * d->v_dim;
+    upipe_qkv grads;
     h->fused = (char *)device_new(&h->d, (size_t)(rows * all) * e);
     h->o = (char *)device_new(&h->d, (size_t)(rows * o) * e);
     h->dout = (char *)device_new(&h->d, (size_t)(rows * o) * e);
     h->stage = (char *)device_new(&h->d, (size_t)(rows * (q > o ? q : o)) * 4);
     h->a.plan = &h->plan, h->a.mask = run_layer(&j->t).mask, h->a.scale = (float)j->t.shape.scale;
-    h->a.q = upipe_view_make(h->fused, type, rows, all, d->heads, d->head_dim, d->head_dim);
-    h->a.k =
-        upipe_view_make(h->fused + (size_t)q * e, type, rows, all, d->kv_heads, d->head_dim, d->head_dim);
-    h->a.v =
-        upipe_view_make(h->fused + (size_t)(q + k) * e, type, rows, all, d->kv_heads, d->v_dim, d->v_dim);
-    h->a.o = upipe_view_packed(h->o, type, rows, d->heads, d->v_dim);
-    h->g.dout = upipe_view_packed(h->dout, type, rows, d->heads, d->v_dim);
-    h->g.dq = h->a.q, h->g.dk = h->a.k, h->g.dv = h->a.v;
+    h->a = upipe_qkv_fused(&h->a, h->fused, h->o, type);
+    grads = upipe_qkv_fused(&h->a, h->fused, h->dout, type);
+    h->g = upipe_qkv_grads_of(&grads);
     if (j->sinks == NULL) return;
     h->sinks = (float *)device_new(&h->d, (size_t)d->heads * 4);
     h->dsinks = (float *)device_new(&h->d, (size_t)d->heads * 4);

@@ -10,7 +10,7 @@
  */
 #define _POSIX_C_SOURCE 200809L
 #define _XOPEN_SOURCE   700
-#include "upipe/net/upipe_net_mpi.h"
+#include "upipe/net/upipe_net_mpi_host.h"
 #include "upipe/net/upipe_net_threads.h"
 
 #include <signal.h>
@@ -533,6 +533,59 @@ static void test_init(void)
     MPI_Comm_free(&mpi);
 }
 
+/* ---- a host ---- */
+
+static upipe_status host_fails(void *user, upipe_host *h)
+{
+    (void)user;
+    return upipe_fail(&h->dry.ctx.err, UPIPE_ERR_ARG, "this rank counts nothing");
+}
+
+/* Attention both ways and a sum in a host's slab; then one rank cannot open its own, and the others learn why. */
+static void test_host(int victim)
+{
+    enum { HEADS = 4, DIM = 32, ROWS_MAX = 8 };
+    static upipe_mpi_host h;
+    static float qkv[ROWS_MAX * 3 * HEADS * DIM], o[ROWS_MAX * HEADS * DIM];
+    upipe_ctx *c = &h.host.ctx;
+    upipe_host_desc d;
+    upipe_qkv a;
+    upipe_qkv_grads g;
+    upipe_saved saved;
+    upipe_ops ops;
+    upipe_err e;
+    upipe_status s;
+    MPI_Comm mpi;
+    double one = 1;
+    int rank, ranks;
+    MPI_Comm_dup(MPI_COMM_WORLD, &mpi);
+    MPI_Comm_rank(mpi, &rank);
+    MPI_Comm_size(mpi, &ranks);
+    upipe_cpu_ops(&ops);
+    memset(&d, 0, sizeof d);
+    d.plan.tokens = ROWS_MAX * ranks, d.plan.heads = HEADS, d.plan.head_dim = DIM, d.layers = 1;
+    CHECK_STATUS(upipe_mpi_host_open(&h, mpi, 0, 20, &d, &ops, &e), UPIPE_OK, e);
+    a = upipe_qkv_fused(&h.host.call, qkv, o, UPIPE_F32);
+    g = upipe_qkv_grads_of(&a);
+    CHECK_STATUS(upipe_qkv_fwd(c, &a, &saved), UPIPE_OK, c->err);
+    CHECK_STATUS(upipe_qkv_bwd(c, &a, &g, &saved), UPIPE_OK, c->err);
+    CHECK_INT(h.host.mem.peak, h.host.dry.mem.peak);
+    CHECK_STATUS(upipe_scalars_sum(c, c->team, &one, 1), UPIPE_OK, c->err);
+    CHECK_INT(one, ranks);
+    CHECK_STATUS(upipe_mpi_host_close(&h, &e), UPIPE_OK, e);
+
+    d.dry = rank == victim ? host_fails : NULL;
+    s = upipe_mpi_host_open(&h, mpi, 0, 20, &d, &ops, &e);
+    CHECK_INT(s, rank == victim ? UPIPE_ERR_ARG : UPIPE_OK);
+    if (s != UPIPE_OK) CHECK_TEXT(e.text, "counts nothing");
+    if (s == UPIPE_OK) {
+        CHECK_REFUSED(upipe_comm_barrier(c, c->team), UPIPE_ERR_ABORTED, c->err, "counts nothing");
+        CHECK_STATUS(upipe_mpi_host_close(&h, &e), UPIPE_OK, e);
+    }
+    CHECK_REFUSED(upipe_mpi_host_close(&h, &e), UPIPE_ERR_ARG, e, "is closed");
+    MPI_Comm_free(&mpi);
+}
+
 /* ---- one team after the other ---- */
 
 /* Frees the team and makes the next one with the same tags: on the same communicator, or on one to which MPI
@@ -861,6 +914,7 @@ int main(int argc, char **argv)
         _exit(i);
     }
     test_init();
+    test_host(ranks - 1);
     test_shift();
     test_meet();
     TEST(test_random(UPIPE_MPI_FRAGMENT));
