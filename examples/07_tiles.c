@@ -28,7 +28,7 @@ static double pass(upipe_ctx *c, tensors *t, weights *grad, size_t tile_bytes)
     upipe_view y = upipe_view_packed(t->stream, UPIPE_F32, ROWS, 1, DIM);
     upipe_mlp mlp = {0};
     upipe_head head = {0};
-    upipe_mlp_grads mlp_grads = {grad->gate, grad->up, grad->down, grad->norm_weight};
+    upipe_mlp_grads mlp_grads = {grad->gate, grad->up, grad->down, grad->norm_weight, NULL};
     upipe_head_grads head_grads = {grad->table, NULL};
     double sum = 0;
     mlp.w_gate = w->gate, mlp.w_up = w->up, mlp.w_down = w->down, mlp.hidden = HIDDEN;

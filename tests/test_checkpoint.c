@@ -1450,6 +1450,7 @@ static void test_optimizers(void)
 #define ERNIE       "\"model_type\":\"ernie4_5\",\"num_key_value_heads\":2," NUMBERS
 #define PHI3        "\"model_type\":\"phi3\",\"pad_token_id\":null," NUMBERS
 #define GLM         "\"model_type\":\"glm\",\"num_key_value_heads\":2,\"pad_token_id\":null," NUMBERS
+#define GLM4        "\"model_type\":\"glm4\",\"num_key_value_heads\":2,\"pad_token_id\":null," NUMBERS
 #define FULL        "\"full_attention\""
 #define SLIDES      "\"sliding_attention\""
 #define ROPE(words) ",\"max_position_embeddings\":64,\"rope_scaling\":{" words "}"
@@ -1479,7 +1480,7 @@ static const struct {
     {"{" NUMBERS ",\"model_type\":3}", "model_type is not a string"},
     {"{" NUMBERS ",\"model_type\":\"gemma\"}",
      "model_type gemma ((none)) is not built; built are llama, mistral, qwen2, qwen3, ministral, cwm, "
-     "smollm3, seed_oss, ernie4_5, phi3, glm"},
+     "smollm3, seed_oss, ernie4_5, phi3, glm, glm4"},
     {"{" LLAMA ",\"architectures\":[\"LlamaForSequenceClassification\"]}",
      "(LlamaForSequenceClassificati) is not"},
     {"{" LLAMA ",\"architectures\":[\"LlamaModel\"]}", "(LlamaModel) is not built"},
@@ -1576,6 +1577,8 @@ static const struct {
      "partial_rotary_factor 0.2 of a head of 128 are 25, no pairs"},
     {"{" GLM ",\"rope_scaling\":{\"type\":\"linear\",\"factor\":2}}", NULL},
     {"{" GLM ",\"attention_bias\":false}", NULL},
+    {"{" GLM4 "}", NULL},
+    {"{" GLM4 ",\"partial_rotary_factor\":1,\"attention_bias\":false}", NULL},
     /* RoPE */
     {"{" LLAMA ",\"partial_rotary_factor\":0.5}", "partial_rotary_factor is 0.5"},
     {"{" LLAMA ROPE("\"type\":\"linear\"") "}", "rope_scaling of the type linear has no factor"},
@@ -1785,7 +1788,7 @@ static void test_keys(void)
     static const char *const files[LLAMA_FAMILIES] = {
         "{" LLAMA ",%s1}",     "{" MISTRAL ",%s1}", "{" QWEN2 ",%s1}",   "{" QWEN3 ",%s1}",
         "{" MINISTRAL ",%s1}", "{" CWM ",%s1}",     "{" SMOLLM3 ",%s1}", "{" SEED ",%s1}",
-        "{" ERNIE ",%s1}",     "{" PHI3 ",%s1}",    "{" GLM ",%s1}"};
+        "{" ERNIE ",%s1}",     "{" PHI3 ",%s1}",    "{" GLM ",%s1}",     "{" GLM4 ",%s1}"};
     static const char *const unknown[] = {"attn_logit_softcapping",
                                           "embedding_multiplier",
                                           "use_cach",

@@ -613,7 +613,7 @@ static upipe_status life(upipe_dry *d, const upipe_layer *l, size_t tile_bytes, 
     const int32_t targets[1] = {0};
     const upipe_view x = upipe_view_packed(weight, l->plan->desc.dtype, l->plan->rows, 1, dim),
                      dy = upipe_view_packed(weight + 4, l->plan->desc.dtype, l->plan->rows, 1, dim);
-    const upipe_mlp_grads grads = {weight, weight, weight, NULL};
+    const upipe_mlp_grads grads = {weight, weight, weight, NULL, NULL};
     const upipe_head_grads head_grads = {weight, NULL};
     upipe_tiles at = {0, 0, 0};
     upipe_mlp m;

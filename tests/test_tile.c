@@ -13,9 +13,10 @@
 #include "upipe/cuda/upipe_cuda_bytes.h"
 
 /* Weight gradients, and the bits that leave them out. */
-enum { NO_GATE = 1, NO_UP = 2, NO_DOWN = 4, NO_HEAD = 8, NO_NORM_WEIGHT = 16 };
+enum { NO_GATE = 1, NO_UP = 2, NO_DOWN = 4, NO_HEAD = 8, NO_NORM_WEIGHT = 16, NO_POST = 32 };
 #define TILE_GRADIENTS(X) \
-    X(gate, NO_GATE) X(up, NO_UP) X(down, NO_DOWN) X(head, NO_HEAD) X(norm_weight, NO_NORM_WEIGHT)
+    X(gate, NO_GATE)      \
+    X(up, NO_UP) X(down, NO_DOWN) X(head, NO_HEAD) X(norm_weight, NO_NORM_WEIGHT) X(post_norm_weight, NO_POST)
 
 typedef struct tile_case {
     tile_shape shape;
@@ -131,7 +132,9 @@ static void args_make(const tile_case *t, f32_tile *got, tile_args *a)
     a->mlp.w_down = storage_make(in->down, s->dtype, weight);
     a->head.w = storage_make(in->head, s->dtype, weight);
     a->mlp.norm_weight = a->head.norm_weight = in->norm_weight;
-    a->mlp.norm_eps = a->head.norm_eps = s->normed ? (float)s->eps : 0;
+    a->mlp.post_norm_weight = in->post_norm_weight;
+    a->mlp.norm_eps = s->normed || s->posted ? (float)s->eps : 0;
+    a->head.norm_eps = s->normed ? (float)s->eps : 0;
     a->mlp.hidden = a->head.vocab = s->wide;
     a->mlp.residual = s->residual;
     a->mlp.tile_bytes = a->head.tile_bytes = t->tile_bytes;
@@ -147,6 +150,7 @@ static void args_make(const tile_case *t, f32_tile *got, tile_args *a)
     a->head_grads.w = t->unwanted & NO_HEAD ? NULL : got->head;
     a->mlp_grads.norm_weight = a->head_grads.norm_weight =
         t->unwanted & NO_NORM_WEIGHT ? NULL : got->norm_weight;
+    a->mlp_grads.post_norm_weight = t->unwanted & NO_POST ? NULL : got->post_norm_weight;
 }
 
 /* The call itself. */
@@ -280,15 +284,17 @@ static void test_finite_differences(void)
 {
     static const int32_t targets[] = {3, -1, 0, 8, 3};
     int kind;
-    for (kind = 0; kind < 6; ++kind) {
-        tile_case t = make_case(kind >= 4, 5, 6, 9, UPIPE_F32);
+    for (kind = 0; kind < 8; ++kind) {
+        const int loss = kind == 4 || kind == 5;
+        tile_case t = make_case(loss, 5, 6, 9, UPIPE_F32);
         const double h = 1e-5;
         f64_tile in64, at;
         int64_t i;
         t.shape.normed = kind & 1;
-        t.shape.residual = kind == 2 || kind == 3;
+        t.shape.posted = kind >= 6;
+        t.shape.residual = kind == 2 || kind == 3 || kind == 7;
         t.shape.eps = kind & 1 ? 1e-3 : 0;
-        if (kind >= 4) t.shape.targets = targets;
+        if (loss) t.shape.targets = targets;
         t.shape.scale = kind == 5 ? 0.25 : 1;
         tile_inputs(&t.shape, 7, &t.in);
         f64_tile_widen(&t.shape, &t.in, &in64);
@@ -312,6 +318,7 @@ static void test_finite_differences(void)
         DIFFERENCE(down)
         DIFFERENCE(head)
         DIFFERENCE(norm_weight)
+        DIFFERENCE(post_norm_weight)
 #undef DIFFERENCE
     }
 }
@@ -333,14 +340,15 @@ static void check_random(uint64_t seed)
     if (first == 2) t.shape.rows = 1 + (loss ? UPIPE_TILE_LOSS_ROWS : t.shape.dim);
     t.shape.normed = test_below(&r, 2);
     t.shape.residual = !loss && test_below(&r, 2);
-    t.shape.eps = t.shape.normed && test_below(&r, 4) ? 0.0625 : 0;
+    t.shape.posted = !loss && test_below(&r, 2);
+    t.shape.eps = (t.shape.normed || t.shape.posted) && test_below(&r, 4) ? 0.0625 : 0;
     t.scale = loss ? 1 / (float)t.shape.rows : 0;
     t.shape.scale = (double)t.scale;
     fill_case(&t, &r, seed);
     run_tile(&t, &got);
     check_tile(&t.shape, &t.in, &got);
     /* enough for the least tile of either direction */
-    row = UPIPE_SUM_ROWS * (size_t)(t.shape.dim * 8 + t.shape.wide * 12);
+    row = UPIPE_SUM_ROWS * (size_t)(t.shape.dim * 12 + t.shape.wide * 12);
     t.tile_bytes = row + (size_t)test_below(&r, 20) * row / 8;
     t.gap = test_below(&r, 9);
     t.in_place = test_below(&r, 2);
@@ -365,18 +373,19 @@ static size_t row_bytes(const tile_shape *s, int backward)
 {
     size_t el = upipe_dtype_bytes(s->dtype), dim = (size_t)s->dim, wide = (size_t)s->wide;
     size_t norm = s->normed ? dim * el : 0;
-    if (s->targets == NULL) return norm + (backward ? 3 : 2) * wide * el + 4 * dim;
+    if (s->targets == NULL)
+        return norm + (backward ? 3 * wide + (s->posted ? dim : 0) : 2 * wide) * el + 4 * dim;
     return norm + 4 * wide + (backward ? 4 * dim + (el < 4 ? wide * el : 0) : 0);
 }
 
-/* A case with everything: norm, residual, ignored targets; tiles are the least that there are. */
+/* A case with everything: norms, residual, ignored targets; tiles are the least that there are. */
 static tile_case full_case(int loss, upipe_dtype dtype, int64_t rows)
 {
     tile_case t = make_case(loss, rows, 20, 37, dtype);
     test_rng r = {99};
     t.shape.normed = 1;
+    t.shape.posted = t.shape.residual = !loss;
     t.shape.eps = 0.0625;
-    t.shape.residual = !loss;
     t.scale = loss ? 0.125f : 0;
     t.shape.scale = 0.125;
     fill_case(&t, &r, 5);
@@ -387,8 +396,9 @@ static tile_case full_case(int loss, upipe_dtype dtype, int64_t rows)
 static void without_norm(tile_case *t)
 {
     t->shape.normed = 0;
+    t->shape.posted = 0;
     t->shape.eps = 0;
-    t->in.norm_weight = NULL;
+    t->in.norm_weight = t->in.post_norm_weight = NULL;
     t->tile_bytes = UPIPE_SUM_ROWS * row_bytes(&t->shape, 1);
 }
 
@@ -447,7 +457,7 @@ static void test_unwanted(void)
         f32_tile all, got;
         tile_case t = full_case(kind & 1, (upipe_dtype)(kind >> 1), 70);
         run_tile(&t, &all);
-        for (int unwanted = 1; unwanted < 32; ++unwanted) {
+        for (int unwanted = 1; unwanted < 64; ++unwanted) {
             int64_t i, touched = 0;
             t.unwanted = unwanted;
             run_tile(&t, &got);
@@ -859,9 +869,14 @@ static int32_t *wrong_target(int32_t value)
     X(ANY, "norm_eps nan", a->mlp.norm_eps = a->head.norm_eps = NAN)                                      \
     X(ANY, "norm_eps inf", a->mlp.norm_eps = a->head.norm_eps = INFINITY)                                 \
     X(ANY, "norm_eps -1e-05", a->mlp.norm_eps = a->head.norm_eps = -1e-5f)                                \
-    X(ANY, "norm_eps without the norm weight of a norm", a->mlp.norm_weight = a->head.norm_weight = NULL) \
+    X(ANY, "norm_eps without the norm weight of a norm",                                                  \
+      a->mlp.norm_weight = a->mlp.post_norm_weight = a->head.norm_weight = NULL,                          \
+      a->mlp_grads.post_norm_weight = NULL)                                                               \
+    X(BWD | MLP, "a gradient of the norm weight without", a->mlp.norm_weight = NULL)                      \
+    X(BWD | MLP, "a gradient of the norm weight without", a->mlp.post_norm_weight = NULL)                 \
     X(BWD | MLP | LOSS, "a gradient of the norm weight without the norm weight of a norm",                \
-      a->mlp.norm_weight = a->head.norm_weight = NULL, a->mlp.norm_eps = a->head.norm_eps = 0)            \
+      a->mlp.norm_weight = a->mlp.post_norm_weight = a->head.norm_weight = NULL,                          \
+      a->mlp.norm_eps = a->head.norm_eps = 0)                                                             \
     X(BOTH | LOSS, "scale nan", a->head.scale = NAN)                                                      \
     X(BOTH | LOSS, "scale -inf", a->head.scale = -INFINITY)                                               \
     X(ANY, "tile_bytes allows", a->mlp.tile_bytes = a->head.tile_bytes = 1)                               \
@@ -891,22 +906,22 @@ static void test_wrong(void)
         for (int loss = 0; loss < 2; ++loss)
             for (int backward = 0; backward < 2; ++backward) {
                 f32_tile got;
-                const int64_t rows = i < 34 ? 6 : 2 * UPIPE_SUM_ROWS + 6;
+                const int64_t rows = i < 36 ? 6 : 2 * UPIPE_SUM_ROWS + 6;
                 tile_case t = full_case(loss, UPIPE_F32, rows);
                 tile_args a;
                 tile_pool p;
                 if (!(wrongs[i].calls & (loss ? LOSS : MLP)) || !(wrongs[i].calls & (backward ? BWD : FWD)))
                     continue;
-                t.tile_bytes = i < 34 ? 0 : UPIPE_SUM_ROWS * row_bytes(&t.shape, 1);
+                t.tile_bytes = i < 36 ? 0 : UPIPE_SUM_ROWS * row_bytes(&t.shape, 1);
                 args_make(&t, &got, &a);
                 wrong_apply(i, &a);
                 pool_make(&p, &ops, 1 << 20);
                 CHECK_REFUSED(call_tile(&p.ctx, &t, &a, backward), UPIPE_ERR_ARG, p.ctx.err, wrongs[i].words);
-                CHECK_TEXT(p.ctx.err.text, i >= 34 ? "of 37 columns"
+                CHECK_TEXT(p.ctx.err.text, i >= 36 ? "of 37 columns"
                                            : loss  ? (backward ? "loss_bwd: " : "loss_fwd: ")
                                                    : (backward ? "mlp_bwd: " : "mlp_fwd: "));
-                if (i < 34) CHECK_INT(p.mem.serial, 1);
-                if (i == 33) { /* the numbers of a tile that does not fit */
+                if (i < 36) CHECK_INT(p.mem.serial, 1);
+                if (i == 35) { /* the numbers of a tile that does not fit */
                     char words[80];
                     size_t bytes;
                     snprintf(words, sizeof words, "a tile of 6 rows takes %zu bytes, tile_bytes allows 1",

@@ -27,7 +27,8 @@ enum { UPIPE_TILE_LOSS_ROWS = 64 }; /* least rows of the default tile of logits 
  *   w_gate w_up  [hidden][D], of x's type
  *   w_down       [D][hidden], of x's type
  *   norm_weight  f32 [D]: RMS norm of x before the MLP; NULL = none
- *   norm_eps     of this norm; 0 without it
+ *   post_norm_weight  f32 [D]: RMS norm of the MLP's result, before x is added; NULL = none
+ *   norm_eps     of these norms; 0 without any
  *   hidden       width of the hidden layer, F
  *   residual     nonzero: x is added to the result
  *   tile_bytes   limit of a tile's tensors, without the product's scratch, at least that of UPIPE_SUM_ROWS
@@ -35,7 +36,7 @@ enum { UPIPE_TILE_LOSS_ROWS = 64 }; /* least rows of the default tile of logits 
  */
 typedef struct upipe_mlp {
     const void *w_gate, *w_up, *w_down;
-    const float *norm_weight;
+    const float *norm_weight, *post_norm_weight;
     int64_t hidden;
     float norm_eps;
     int residual;
@@ -44,7 +45,7 @@ typedef struct upipe_mlp {
 
 /* Gradients, f32, shapes of the weights, +=; NULL = not wanted. */
 typedef struct upipe_mlp_grads {
-    float *w_gate, *w_up, *w_down, *norm_weight;
+    float *w_gate, *w_up, *w_down, *norm_weight, *post_norm_weight;
 } upipe_mlp_grads;
 
 /* upipe_head -- final norm, projection to logits, softmax cross-entropy; zero fields are defaults
@@ -75,6 +76,7 @@ UPIPE_API upipe_status upi_mlp_tile_bytes(upi_tiling *t, const upipe_ops *ops, c
 {
     size_t el = upipe_dtype_bytes(x.dtype), dim = (size_t)x.d, hidden = (size_t)m->hidden;
     t->row_bytes = (m->norm_weight != NULL ? dim * el : 0) + (backward ? 3 : 2) * hidden * el + dim * 4;
+    if (backward && m->post_norm_weight != NULL) t->row_bytes += dim * el;
     UPIPE_TRY(upi_tiles_fit(t, x.n, x.d, m->tile_bytes, backward ? "mlp_bwd" : "mlp_fwd", e));
     /* gate and up; then down, whose input's gradient has x's type */
     t->work_bytes = upipe_max_bytes(
@@ -100,7 +102,7 @@ UPIPE_API upipe_status upipe_mlp_bytes(size_t *bytes, const upipe_ops *ops, cons
 }
 
 UPIPE_API upipe_status upi_mlp_check(upipe_ctx *c, const char *call, const upipe_mlp *m, upipe_view x,
-                                     const float *norm_weight_grad)
+                                     const upipe_mlp_grads *g)
 {
     upipe_view like = x;
     like.h = 1;
@@ -110,7 +112,12 @@ UPIPE_API upipe_status upi_mlp_check(upipe_ctx *c, const char *call, const upipe
     if (m->hidden < 1 || m->hidden > INT32_MAX)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: a hidden layer of %lld elements", call,
                           (long long)m->hidden);
-    return upi_tiles_norm_check(c, call, m->norm_weight, m->norm_eps, norm_weight_grad);
+    UPIPE_TRY(upi_tiles_norm_check(c, call, m->post_norm_weight,
+                                   m->post_norm_weight != NULL ? m->norm_eps : 0,
+                                   g != NULL ? g->post_norm_weight : NULL));
+    return upi_tiles_norm_check(c, call, m->norm_weight,
+                                m->norm_weight != NULL || m->post_norm_weight == NULL ? m->norm_eps : 0,
+                                g != NULL ? g->norm_weight : NULL);
 }
 
 /* A weight as a view for the table, whose entries only read it. */
@@ -164,13 +171,15 @@ UPIPE_API upipe_status upi_mlp_fwd(upipe_ctx *c, const upipe_mlp *m, upipe_view 
         UPIPE_TRY(c->ops->swiglu(c, gate, gate, up));
         UPIPE_TRY(c->ops->gemm(c, sum, gate, upi_tiles_weight(m->w_down, x.dtype, x.d, m->hidden),
                                UPIPE_GEMM_TRANS_B, buf.work, t.work_bytes));
+        if (m->post_norm_weight != NULL)
+            UPIPE_TRY(c->ops->rmsnorm(c, sum, sum, m->post_norm_weight, m->norm_eps));
         if (m->residual && to.data != from.data) UPIPE_TRY(c->ops->cast(c, to, from));
         UPIPE_TRY(m->residual ? c->ops->add(c, to, sum) : c->ops->cast(c, to, sum));
     }
     return upi_tiles_free(c, &buf);
 }
 
-/* upipe_mlp_fwd -- y = [x +] down(silu(gate(n)) * up(n)), n = norm(x) or x
+/* upipe_mlp_fwd -- y = [x +] [post_norm] down(silu(gate(n)) * up(n)), n = norm(x) or x
  *   y       [rows][1][D] view of x's type, written; may be x, otherwise does not overlap it
  *   x       [rows][1][D] view
  *   bytes   allocates upipe_mlp_bytes(..., 0)
@@ -208,6 +217,18 @@ UPIPE_API upipe_status upi_mlp_back(upipe_ctx *c, const upipe_mlp *m, const upi_
                         UPIPE_GEMM_ACCUMULATE, buf->work, t->work_bytes);
 }
 
+/* dy becomes the gradient of the MLP's result before its norm, in a block of its own; the result is made again. */
+UPIPE_API upipe_status upi_mlp_post_back(upipe_ctx *c, const upipe_mlp *m, const upi_tiling *t,
+                                         const upi_tiles_buf *buf, upipe_view sum, const upipe_mlp_grads *g,
+                                         upipe_view *dy, upipe_view hidden)
+{
+    const upipe_view from = *dy;
+    *dy = upipe_view_packed(buf->post, from.dtype, from.n, 1, from.d);
+    UPIPE_TRY(c->ops->gemm(c, sum, hidden, upi_tiles_weight(m->w_down, from.dtype, from.d, m->hidden),
+                           UPIPE_GEMM_TRANS_B, buf->work, t->work_bytes));
+    return c->ops->rmsnorm_bwd(c, *dy, from, sum, m->post_norm_weight, m->norm_eps, g->post_norm_weight, 0);
+}
+
 UPIPE_API upipe_status upi_mlp_bwd(upipe_ctx *c, const upipe_mlp *m, upipe_view dx, const upipe_mlp_grads *g,
                                    upipe_view dy, upipe_view x)
 {
@@ -218,23 +239,26 @@ UPIPE_API upipe_status upi_mlp_bwd(upipe_ctx *c, const upipe_mlp *m, upipe_view 
     UPIPE_TRY(upi_mlp_alloc(c, &buf, m, &t, x));
     UPIPE_TRY(upi_tiles_alloc(c, &buf.wide[2], t.rows, m->hidden, upipe_dtype_bytes(x.dtype), UPIPE_USE_MLP,
                               "mlp_hidden"));
+    if (m->post_norm_weight != NULL)
+        UPIPE_TRY(upi_tiles_alloc(c, &buf.post, t.rows, x.d, upipe_dtype_bytes(x.dtype), UPIPE_USE_MLP,
+                                  "mlp_post"));
     while (upipe_tiles_next(c->mem, &at, x.n, t.rows)) {
-        upipe_view from = upipe_view_rows(x, at.row, at.n), above = upipe_view_rows(dy, at.row, at.n);
-        upipe_view below = upipe_view_rows(dx, at.row, at.n), normed, gate, up;
+        upipe_view from = upipe_view_rows(x, at.row, at.n), result = upipe_view_rows(dy, at.row, at.n);
+        upipe_view below = upipe_view_rows(dx, at.row, at.n), above = result, normed, gate, up;
         upipe_view sum = upipe_view_packed(buf.sum, UPIPE_F32, at.n, 1, x.d);
         upipe_view hidden = upipe_view_packed(buf.wide[2], x.dtype, at.n, 1, (int32_t)m->hidden);
         UPIPE_TRY(upi_mlp_project(c, m, &t, &buf, from, &normed, &gate, &up));
-        if (g->w_down != NULL) {
-            UPIPE_TRY(c->ops->swiglu(c, hidden, gate, up));
+        if (g->w_down != NULL || m->post_norm_weight != NULL) UPIPE_TRY(c->ops->swiglu(c, hidden, gate, up));
+        if (m->post_norm_weight != NULL) UPIPE_TRY(upi_mlp_post_back(c, m, &t, &buf, sum, g, &above, hidden));
+        if (g->w_down != NULL)
             UPIPE_TRY(c->ops->gemm(c, upipe_view_packed(g->w_down, UPIPE_F32, x.d, 1, (int32_t)m->hidden),
                                    above, hidden, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE, buf.work,
                                    t.work_bytes));
-        }
         UPIPE_TRY(c->ops->gemm(c, hidden, above, upi_tiles_weight(m->w_down, x.dtype, x.d, m->hidden), 0,
                                buf.work, t.work_bytes));
         UPIPE_TRY(c->ops->swiglu_bwd(c, gate, up, hidden));
         UPIPE_TRY(upi_mlp_back(c, m, &t, &buf, sum, g, normed, gate, up));
-        if (m->residual && below.data != above.data) UPIPE_TRY(c->ops->cast(c, below, above));
+        if (m->residual && below.data != result.data) UPIPE_TRY(c->ops->cast(c, below, result));
         if (m->norm_weight != NULL)
             UPIPE_TRY(c->ops->rmsnorm_bwd(c, below, sum, from, m->norm_weight, m->norm_eps, g->norm_weight,
                                           m->residual));
@@ -258,7 +282,7 @@ UPIPE_API upipe_status upipe_mlp_bwd(upipe_ctx *c, const upipe_mlp *m, upipe_vie
     int64_t mark = upipe_mem_mark(c->mem);
     upipe_status s;
     if (grads == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "mlp_bwd: grads is NULL");
-    UPIPE_TRY(upi_mlp_check(c, "mlp_bwd", m, x, grads->norm_weight));
+    UPIPE_TRY(upi_mlp_check(c, "mlp_bwd", m, x, grads));
     UPIPE_TRY(upi_tiles_check(c, "mlp_bwd", "dx", dx, x));
     UPIPE_TRY(upi_tiles_check(c, "mlp_bwd", "dy", dy, x));
     UPIPE_TRY(upi_tiles_check_alias(c, "mlp_bwd", "dx", dx, "dy", dy));

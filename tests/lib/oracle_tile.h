@@ -1,9 +1,9 @@
 /* oracle_tile.h -- the MLP, and head with loss, of all tokens at once in plain loops: f64, the truth; f32,
  *                  the naive yardstick
  *
- * Layouts: x, y, dy [rows][D], gate, up [F][D], down [D][F], head [V][D], norm_weight [D], loss [rows]; F or
- * V is the shape's `wide`. The naive run rounds to the storage type what a plain implementation would store:
- * the norm's result, the hidden layer and its factors, their gradients, the gradient of the logits, y, dx.
+ * Layouts: x, y, dy [rows][D], gate, up [F][D], down [D][F], head [V][D], norm_weight and post_norm_weight [D], loss
+ * [rows]; F or V is the shape's `wide`. The naive run rounds to the storage type what a plain implementation would store:
+ * a norm's result, the hidden layer and its factors, their gradients, the gradient of the logits, y, dx.
  *
  *     tile_inputs(&shape, seed, &in);                   values that the storage type holds
  *     f64_tile_run(&shape, &in64, &want);               in64: the same values, f64_tile_widen
@@ -19,15 +19,16 @@
 
 typedef struct tile_shape {
     int64_t rows, dim, wide;
-    const int32_t *targets; /* [rows]: head and loss; NULL: the MLP */
-    int normed, residual;
-    int naive; /* naive runs alone: how sums run (oracle.h) */
+    const int32_t *targets;       /* [rows]: head and loss; NULL: the MLP */
+    int normed, posted, residual; /* posted: a norm of the MLP's result */
+    int naive;                    /* naive runs alone: how sums run (oracle.h) */
     upipe_dtype dtype;
     double eps, scale; /* scale of a loss's gradients, as it is */
 } tile_shape;
 
 /* Inputs or results; elements in tile_count's order. */
-#define TILE_TENSORS(X) X(x) X(gate) X(up) X(down) X(head) X(norm_weight) X(y) X(dy) X(loss)
+#define TILE_TENSORS(X) \
+    X(x) X(gate) X(up) X(down) X(head) X(norm_weight) X(post_norm_weight) X(y) X(dy) X(loss)
 
 static int64_t tile_count(const tile_shape *s, const char *name)
 {
@@ -37,6 +38,7 @@ static int64_t tile_count(const tile_shape *s, const char *name)
     if (!strcmp(name, "head")) return !mlp * s->wide * s->dim;
     if (!strcmp(name, "loss")) return !mlp * s->rows;
     if (!strcmp(name, "norm_weight")) return s->normed ? s->dim : 0;
+    if (!strcmp(name, "post_norm_weight")) return s->posted ? s->dim : 0;
     return s->rows * s->dim;
 }
 
@@ -72,6 +74,7 @@ static void tile_inputs(const tile_shape *s, uint64_t seed, f32_tile *in)
     TILE_FILL(dy, 1)
 #undef TILE_FILL
     for (i = 0; s->normed && i < s->dim; ++i) in->norm_weight[i] = (float)(1 + 0.1 * test_normal(&rng));
+    for (i = 0; s->posted && i < s->dim; ++i) in->post_norm_weight[i] = (float)(1 + 0.1 * test_normal(&rng));
 }
 
 #endif

@@ -99,9 +99,10 @@ UPIPE_API upipe_status upi_tiles_norm_check(upipe_ctx *c, const char *call, cons
     return UPIPE_OK;
 }
 
-/* Blocks of one call. wide: the MLP's gate, up and hidden layer; or the logits and their gradient. */
+/* Blocks of one call. wide: the MLP's gate, up and hidden layer; or the logits and their gradient. post: the gradient of the
+ * MLP's result before its norm. */
 typedef struct upi_tiles_buf {
-    void *norm, *wide[3], *sum, *work;
+    void *norm, *wide[3], *post, *sum, *work;
 } upi_tiles_buf;
 
 UPIPE_API upipe_status upi_tiles_alloc(upipe_ctx *c, void **out, int64_t rows, int64_t columns,
@@ -115,6 +116,7 @@ UPIPE_API upipe_status upi_tiles_free(upipe_ctx *c, upi_tiles_buf *buf)
     int i;
     UPIPE_TRY(upipe_mem_free(c->mem, buf->norm, &c->err));
     for (i = 0; i < 3; ++i) UPIPE_TRY(upipe_mem_free(c->mem, buf->wide[i], &c->err));
+    UPIPE_TRY(upipe_mem_free(c->mem, buf->post, &c->err));
     UPIPE_TRY(upipe_mem_free(c->mem, buf->sum, &c->err));
     return upipe_mem_free(c->mem, buf->work, &c->err);
 }

@@ -142,6 +142,7 @@ static inline upipe_status model_mlp_bwd(model_rank *r, int64_t layer, upipe_vie
     grads.w_up = model_grad(r, LLAMA_UP, layer);
     grads.w_down = model_grad(r, LLAMA_DOWN, layer);
     grads.norm_weight = model_grad(r, LLAMA_NORM2, layer);
+    grads.post_norm_weight = model_grad(r, LLAMA_POST_NORM2, layer);
     UPIPE_TRY(activations_tiles_begin(&r->kept, r->c, &t, x, away, NULL));
     while (t.tile.n > 0) {
         upipe_view rows = upipe_view_rows(g, t.at.row, t.tile.n);
@@ -155,17 +156,35 @@ static inline upipe_status model_mlp_bwd(model_rank *r, int64_t layer, upipe_vie
     return UPIPE_OK;
 }
 
-/* n = x + O * Wo^T, which the MLP reads; x lies in the second pool if it is `away`. */
+/* n = x + O * Wo^T, or with a norm of O * Wo^T, which the MLP reads; x lies in the second pool if it is `away`. */
 static inline upipe_status model_between(model_rank *r, attention *a, upipe_view n, upipe_view x, int away)
 {
+    const float *post = model_vector(r, LLAMA_POST_NORM1, a->at);
     int i;
     for (i = 0; i < model_parts(r->m); ++i) {
         const upipe_view there = model_part(r->m, n, i);
         upipe_view here = there;
         if (a->pool != r->c->mem) here.data = NULL;
         UPIPE_TRY(a->kind->out(a, i, &here));
+        if (post != NULL)
+            UPIPE_TRY(r->c->ops->rmsnorm(r->c, here, here, post, (float)r->m->layout->config.norm_eps));
         UPIPE_TRY(model_add(r, here, model_part(r->m, x, i), away));
         UPIPE_TRY(model_there(r, there, here));
+    }
+    return UPIPE_OK;
+}
+
+/* dy, a block taken here, = the gradient of O * Wo^T from that of its norm; O * Wo^T is made again. */
+static inline upipe_status model_post_norm_bwd(model_rank *r, attention *a, upipe_view *dy, upipe_view g)
+{
+    int i;
+    UPIPE_TRY(model_alloc(r, dy, UPIPE_USE_OTHER, "attended"));
+    for (i = 0; i < model_parts(r->m); ++i) {
+        upipe_view part = model_part(r->m, *dy, i);
+        UPIPE_TRY(a->kind->out(a, i, &part));
+        UPIPE_TRY(r->c->ops->rmsnorm_bwd(
+            r->c, part, model_part(r->m, g, i), part, model_vector(r, LLAMA_POST_NORM1, a->at),
+            (float)r->m->layout->config.norm_eps, model_grad(r, LLAMA_POST_NORM1, a->at), 0));
     }
     return UPIPE_OK;
 }
@@ -177,7 +196,7 @@ static inline upipe_status model_layer_bwd(model_rank *r, int64_t layer, upipe_v
     upipe_ctx *c = r->c;
     const int away = r->kept.layer[layer].away;
     const int unit = model_unit_of(r, LLAMA_WQ, layer), mlp = model_unit_of(r, LLAMA_GATE, layer);
-    upipe_view x = *g, n;
+    upipe_view x = *g, n, dy;
     attention a;
     upipe_grads grads;
     void *there;
@@ -197,7 +216,10 @@ static inline upipe_status model_layer_bwd(model_rank *r, int64_t layer, upipe_v
     grads = model_attention_grads(r, layer);
     UPIPE_TRY(model_norm(r, layer, n, x, away));
     UPIPE_TRY(model_grad_put(r, &there, *g));
-    UPIPE_TRY(a.kind->out_bwd(&a, &grads, *g)); /* g goes on down the stream */
+    dy = *g;
+    if (model_vector(r, LLAMA_POST_NORM1, layer) != NULL) UPIPE_TRY(model_post_norm_bwd(r, &a, &dy, *g));
+    UPIPE_TRY(a.kind->out_bwd(&a, &grads, dy)); /* g goes on down the stream */
+    if (dy.data != g->data) UPIPE_TRY(model_free_block(r, dy));
     UPIPE_TRY(model_grad_leave(r, there, *g));
     UPIPE_TRY(a.kind->bwd(&a, &grads, n));
     UPIPE_TRY(a.kind->free(&a, 0));

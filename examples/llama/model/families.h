@@ -23,6 +23,12 @@ enum {
     LLAMA_FUSED_MLP = 2     /* gate_up_proj: the rows of gate, then up */
 };
 
+/* The norms of a layer beside input_layernorm; layout.h has their names. */
+typedef enum llama_norms {
+    LLAMA_NORMS_PRE, /* one, of what the MLP reads */
+    LLAMA_NORMS_GLM4 /* and of both halves' results, before they are added */
+} llama_norms;
+
 /* llama_family -- what is 0 is as in a Llama
  *   bias         what attention_bias gives; NONE: true is refused. bias_absent: it is true where it is absent; bias_always:
  *                whatever it says
@@ -38,6 +44,7 @@ enum {
  *   interleaved  RoPE turns pairs (2p, 2p+1)
  *   fused        what is stored as one tensor; LLAMA_FUSED_...
  *   rope_given   1: rope_scaling or rope_parameters must be there, as without them it is no RoPE of the type default
+ *   norms        which ones a layer has
  *   bos          1: bos_token_id cannot be null, and is not written
  *   keys         that count beside llama_keys, a blank around each; idle: that change nothing, beside llama_keys_idle
  */
@@ -54,6 +61,7 @@ typedef struct llama_family {
     int64_t original;
     unsigned ropes;
     int interleaved, fused, rope_given, bos;
+    llama_norms norms;
     const char *keys, *idle;
 } llama_family;
 
@@ -69,6 +77,7 @@ enum {
     LLAMA_IS_ERNIE4_5,
     LLAMA_IS_PHI3,
     LLAMA_IS_GLM,
+    LLAMA_IS_GLM4,
     LLAMA_FAMILIES
 };
 
@@ -101,7 +110,10 @@ static const llama_family llama_families[LLAMA_FAMILIES] = {
      .keys = " sliding_window resid_pdrop embd_pdrop ", .idle = ""},
     {.type = "glm", .architecture = "GlmForCausalLM", .bias = LLAMA_BIAS_QKV, .bias_absent = 1, .head_dim = 128,
      .norm_eps = 1.5625e-07, .rope_theta = 1e4, .pad = 1 + 151329, .partial = 0.5, .interleaved = 1,
-     .fused = LLAMA_FUSED_MLP, .keys = "", .idle = ""}};
+     .fused = LLAMA_FUSED_MLP, .keys = "", .idle = ""},
+    {.type = "glm4", .architecture = "Glm4ForCausalLM", .bias = LLAMA_BIAS_QKV, .bias_absent = 1, .head_dim = 128,
+     .norm_eps = 1.5625e-07, .rope_theta = 1e4, .pad = 1 + 151329, .partial = 0.5, .interleaved = 1,
+     .fused = LLAMA_FUSED_MLP, .norms = LLAMA_NORMS_GLM4, .keys = "", .idle = ""}};
 /* clang-format on */
 
 /* Keys of every family that count: they are used, or must say what is built. */

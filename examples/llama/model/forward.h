@@ -79,6 +79,7 @@ static inline upipe_status model_layer_fwd(model_rank *r, int64_t layer, upipe_v
 {
     upipe_ctx *c = r->c;
     const int unit = model_unit_of(r, LLAMA_WQ, layer), mlp = model_unit_of(r, LLAMA_GATE, layer);
+    const float *post = model_vector(r, LLAMA_POST_NORM1, layer);
     attention a;
     upipe_view n, y;
     int i;
@@ -92,6 +93,7 @@ static inline upipe_status model_layer_fwd(model_rank *r, int64_t layer, upipe_v
     for (i = 0; i < model_parts(r->m); ++i) {
         y.data = NULL;
         UPIPE_TRY(a.kind->out(&a, i, &y));
+        if (post != NULL) UPIPE_TRY(c->ops->rmsnorm(c, y, y, post, (float)r->m->layout->config.norm_eps));
         UPIPE_TRY(activations_wait(&r->kept, c)); /* copies of O and x are made */
         UPIPE_TRY(c->ops->add(c, model_part(r->m, x, i), y));
         UPIPE_TRY(model_free_block(r, y));

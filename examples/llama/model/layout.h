@@ -6,7 +6,8 @@
  *
  * The tensors lie in two groups, each one flat array: weights (matrices, of the storage type; embed, then wq
  * wk wv wo gate up down of every layer, then the head unless it is the embedding) and vectors (f32; norm1, q_norm
- * and k_norm, the biases bq bk bv bo, norm2 of every layer, then the last norm; what the model has of these).
+ * and k_norm, the biases bq bk bv bo, norm2, the halves' post_norm1 and post_norm2 of every layer, then the last norm; what
+ * the model has of these).
  */
 #ifndef LLAMA_LAYOUT_H
 #define LLAMA_LAYOUT_H
@@ -28,6 +29,8 @@ typedef enum llama_kind {
     LLAMA_BV,
     LLAMA_BO,
     LLAMA_NORM2,
+    LLAMA_POST_NORM1,
+    LLAMA_POST_NORM2,
     LLAMA_GATE,
     LLAMA_UP,
     LLAMA_DOWN,
@@ -73,7 +76,7 @@ static inline int llama_is_bias(llama_kind kind)
 static inline int llama_is_vector(llama_kind kind)
 {
     return llama_is_bias(kind) || kind == LLAMA_NORM1 || kind == LLAMA_QNORM || kind == LLAMA_KNORM ||
-           kind == LLAMA_NORM2 || kind == LLAMA_NORM;
+           kind == LLAMA_NORM2 || kind == LLAMA_POST_NORM1 || kind == LLAMA_POST_NORM2 || kind == LLAMA_NORM;
 }
 
 static inline int llama_add(llama_layout *l, llama_kind kind, int64_t layer, const char *part, int64_t rows,
@@ -109,9 +112,15 @@ static inline int llama_add(llama_layout *l, llama_kind kind, int64_t layer, con
     return 0;
 }
 
+/* Names of norm2, post_norm1 and post_norm2 by llama_norms. */
+static const char *const llama_norm_names[][3] = {
+    {"post_attention_layernorm"},
+    {"post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"}};
+
 static inline int llama_add_all(llama_layout *l)
 {
     const llama_config *c = &l->config;
+    const char *const *norms = llama_norm_names[llama_families[c->family].norms];
     int64_t q = (int64_t)c->heads * c->head_dim, kv = (int64_t)c->kv_heads * c->head_dim, i;
     if (llama_add(l, LLAMA_EMBED, -1, "model.embed_tokens", c->vocab, c->dim)) return -1;
     for (i = 0; i < c->layers; ++i)
@@ -135,7 +144,10 @@ static inline int llama_add_all(llama_layout *l)
             return -1;
         if (c->attention_bias == LLAMA_BIAS_QKVO && llama_add(l, LLAMA_BO, i, "self_attn.o_proj", c->dim, 1))
             return -1;
-        if (llama_add(l, LLAMA_NORM2, i, "post_attention_layernorm", c->dim, 1)) return -1;
+        if (llama_add(l, LLAMA_NORM2, i, norms[0], c->dim, 1) ||
+            (norms[1] != NULL && (llama_add(l, LLAMA_POST_NORM1, i, norms[1], c->dim, 1) ||
+                                  llama_add(l, LLAMA_POST_NORM2, i, norms[2], c->dim, 1))))
+            return -1;
     }
     return llama_add(l, LLAMA_NORM, -1, "model.norm", c->dim, 1);
 }
@@ -196,11 +208,11 @@ static inline int llama_layout_init(llama_layout *l, const llama_config *c)
         return -1;
     l->config = *c;
     l->vectors_first[0] = 0;
-    l->tensors = (llama_tensor *)calloc((size_t)c->layers * 15 + 3, sizeof *l->tensors);
+    l->tensors = (llama_tensor *)calloc((size_t)c->layers * 17 + 3, sizeof *l->tensors);
     l->first = (int64_t *)calloc((size_t)c->layers * 2 + 3, sizeof *l->first);
     l->stored = l->tensors;
     if (llama_families[c->family].fused)
-        l->stored = (llama_tensor *)calloc((size_t)c->layers * 15 + 3, sizeof *l->stored);
+        l->stored = (llama_tensor *)calloc((size_t)c->layers * 17 + 3, sizeof *l->stored);
     memory = l->tensors != NULL && l->first != NULL && l->stored != NULL;
     if (memory && llama_add_all(l) == 0) {
         l->vectors_first[1] = l->vectors;

@@ -90,7 +90,7 @@ static inline const void *model_weight(const model_rank *r, llama_kind kind, int
            (size_t)(t->at - r->m->layout->first[t->unit]) * upipe_dtype_bytes(r->m->plan.desc.dtype);
 }
 
-/* NULL where the model has none of these: QK norm, biases. */
+/* NULL where the model has none of these: QK norm, biases, norms of results. */
 static inline const float *model_vector(const model_rank *r, llama_kind kind, int64_t layer)
 {
     const llama_tensor *t = model_tensor(r, kind, layer);
@@ -165,6 +165,7 @@ static inline upipe_mlp model_mlp(const model_rank *r, int64_t layer)
     m.w_up = model_weight(r, LLAMA_UP, layer);
     m.w_down = model_weight(r, LLAMA_DOWN, layer);
     m.norm_weight = model_vector(r, LLAMA_NORM2, layer);
+    m.post_norm_weight = model_vector(r, LLAMA_POST_NORM2, layer);
     m.norm_eps = (float)r->m->layout->config.norm_eps;
     m.hidden = r->m->layout->config.hidden;
     m.residual = 1;
