@@ -34,6 +34,7 @@ FAMILIES = [
     ('Ernie4_5', {'pad_token_id': PAD}),
     ('Phi3', {'sliding_window': 6, 'partial_rotary_factor': 0.75, 'pad_token_id': None}),
     ('Glm', {'pad_token_id': PAD}),
+    ('Glm4', {'pad_token_id': PAD}),
 ]
 FUSED = {'qkv_proj': [('q_proj', HEADS * HEAD_DIM), ('k_proj', KV_HEADS * HEAD_DIM), ('v_proj', KV_HEADS * HEAD_DIM)],
          'gate_up_proj': [('gate_proj', HIDDEN), ('up_proj', HIDDEN)]}
