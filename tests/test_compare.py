@@ -309,6 +309,9 @@ def test_methods(folder):
     for kept in ('--layers 3', '--layers 3 --offload', '--offload'):
         good(folder, [*small, *f'--heads 8 --kv-heads 4 --batch 2 {kept}'.split(), *EVERY], kept)
     good(folder, [*small, '--layers', '2', *pieces], 'layers in segments')
+    for kind in ('dynamic', 'llama3', 'yarn'):
+        words = f'--heads 8 --kv-heads 4 --rope --rope-type {kind} --rope-factor 4 --rope-original 32'
+        good(folder, [*small, *words.split(), *EVERY], f'{kind} RoPE')
     beside = good(folder, [*small, *'--heads 8 --kv-heads 4 --rope --overlap'.split(), *EVERY], 'overlap')
     good(folder, [*small, *'--ranks 1 --heads 4 --ring 1'.split(),
                   *named(['ring', 'zigzag', 'stripe', 'allgather', 'usp', 'upipe-ring'])], 'rings of one', ring=1)
@@ -383,11 +386,19 @@ def test_defaults(folder):
 # ---- dumps, against NumPy ----
 
 
-def rope(t, inverse=False):
+def rope(t, c, inverse=False):
     """t [batch, S, h, d], pairs (p, p + d/2)."""
-    half = t.shape[-1] // 2
-    angle = np.arange(t.shape[1])[:, None] * 10000.0 ** (-2.0 * np.arange(half) / (2 * half))
-    cos, sin = np.cos(angle)[None, :, None], np.sin(angle)[None, :, None] * (-1 if inverse else 1)
+    half, theta, more, by = t.shape[-1] // 2, c['rope_theta'], c['rope_factor'], 1
+    rates = theta ** (-np.arange(half) / half)
+    if c['rope_type'] == 'linear':
+        rates = rates / more
+    if c['rope_type'] == 'yarn':  # slow pairs are stretched, from the one that turns once to the one that turns 32 times
+        low, high = (half * math.log(c['rope_original'] / (2 * math.pi * turns)) / math.log(theta) for turns in (32, 1))
+        low, high = max(math.floor(low), 0), min(math.ceil(high), 2 * half - 1)
+        slow = np.clip((np.arange(half) - low) / (high - low), 0, 1)
+        rates, by = rates * (1 - slow) + rates / more * slow, 1 + 0.1 * math.log(more)
+    angle = np.arange(t.shape[1])[:, None] * rates
+    cos, sin = by * np.cos(angle)[None, :, None], by * np.sin(angle)[None, :, None] * (-1 if inverse else 1)
     a, b = t[..., :half], t[..., half:]
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
@@ -411,7 +422,7 @@ def reference(got, c):
     w = {name: got[name].astype(np.float64) for name in ('wq', 'wk', 'wv')}
     q, k, v = ((x @ w[name].T).reshape(B, S, -1, dim) for name, dim in [('wq', d), ('wk', d), ('wv', vd)])
     if c['rope']:
-        q, k = rope(q), rope(k)
+        q, k = rope(q, c), rope(k, c)
     repeat = H // K
     kk, vv = np.repeat(k, repeat, axis=2), np.repeat(v, repeat, axis=2)
     s = np.einsum('bihd,bjhd->bhij', q, kk) / math.sqrt(d)
@@ -434,7 +445,7 @@ def reference(got, c):
     dk = np.einsum('bhij,bihd->bjhd', ds, q).reshape(B, S, K, repeat, d).sum(axis=3)
     dv = np.einsum('bhij,bihd->bjhd', p, do).reshape(B, S, K, repeat, vd).sum(axis=3)
     if c['rope']:
-        dq, dk = rope(dq, True), rope(dk, True)
+        dq, dk = rope(dq, c, True), rope(dk, c, True)
     grads = {'wq': dq.reshape(B * S, -1), 'wk': dk.reshape(B * S, -1), 'wv': dv.reshape(B * S, -1)}
     want = {'out': out.reshape(B * S, H * vd), 'dx': sum(grads[name] @ w[name] for name in w)}
     want.update({'d' + name: grads[name].T @ x for name in w})
@@ -485,6 +496,8 @@ def test_dumps(folder):
         ('--kv-heads 4', 'causal'),
         ('--kv-heads 2 --ranks 2 --batch 2 --rope --full', 'full, RoPE, batch'),
         ('--kv-heads 2 --rope --batch 2 --seed 7', 'shared heads'),
+        ('--kv-heads 2 --rope --rope-type linear --rope-factor 4 --rope-theta 5e4', 'linear RoPE'),
+        ('--kv-heads 2 --rope --rope-type yarn --rope-factor 4 --rope-original 24', 'YaRN'),
         ('--kv-heads 4 --dtype bf16 --rope', 'bf16'),
         ('--kv-heads 4 --batch 2 --window 20 --cu-seqlens 70,40,82 --softcap 2 --sinks --v-dim 48 --rope', 'masks'),
     ]:
@@ -566,6 +579,10 @@ def test_refusals(folder):
         ('--cu-seqlens 1000,,1048', '--cu-seqlens', "''"), ('--frobnicate', '--frobnicate'), ('--full=yes', '--full=yes'),
         ('--he 4', '--he'), ('--ranks', '--ranks wants'), ('-r 4', '-r'), ('4', "'4'"),
         ('--trace here --dump here', 'same folder', 'here'), ('--json here --dump here', 'here'),
+        ('--rope-type yarn', '--rope-type', 'without --rope'),
+        ('--rope --rope-type yarn --rope-factor 2', 'yarn', 'wants --rope-original'),
+        ('--rope --rope-type linear', 'linear', 'wants --rope-factor'),
+        ('--rope --rope-factor 2', '--rope-factor', 'no effect', 'default'),
     ]:
         refused(folder, args.split(), 2, words)
 

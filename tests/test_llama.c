@@ -3,15 +3,17 @@
  *
  * golden/two_layers.safetensors has the weights of three small Llamas, two sequences of tokens, and what an
  * automatic differentiator says of them: the loss and all gradients. Its targets are ignored unevenly, so
- * that ranks hold different numbers of valid ones.
+ * that ranks hold different numbers of valid ones. golden/families.json has, of a small model of every family in
+ * families.h, the configuration, the loss, and numbers of each gradient; its weights and tokens are drawn here.
  *
- *     test_llama FILE
+ *     test_llama TWO_LAYERS FAMILIES
  */
 #include "upipe/net/upipe_net_threads.h"
 #include "upipe/upipe.h"
 
 #include "../examples/common/grid.h"
 #include "../examples/llama/state/memory.h"
+#include "../examples/llama/files/config_file.h"
 #include "../examples/llama/files/safetensors.h"
 #include "lib/context.h"
 #include "lib/test.h"
@@ -400,12 +402,116 @@ static void test_golden(const char *path, int kind)
     golden_close(&g);
 }
 
+/* ---- families ---- */
+
+/* A stream of the name's own, as golden/make_families.py has it. */
+static test_rng stream_of(const char *before, const char *name)
+{
+    test_rng r = {0};
+    for (; *before != '\0'; ++before) r.state = 31 * r.state + (unsigned char)*before;
+    for (; *name != '\0'; ++name) r.state = 31 * r.state + (unsigned char)*name;
+    return r;
+}
+
+/* Eleven bits each, which f32 holds with every scale here. */
+static void draw_tensor(const llama_tensor *t, float *out)
+{
+    test_rng r = stream_of("", t->name);
+    const int norm = t->is_vector && !llama_is_bias(t->kind);
+    const double scale = norm || !(t->is_vector || t->kind == LLAMA_EMBED) ? 0.25 : 0.5;
+    for (int64_t i = 0; i < t->n; ++i)
+        out[i] = (float)(norm + scale * ((double)(test_u64(&r) >> 53) / 1024 - 1));
+}
+
+static void draw_tokens(golden *g)
+{
+    test_rng r = stream_of("", "tokens");
+    for (int i = 0; i < BATCH * TOKENS; ++i) g->inputs[i] = test_below(&r, (int)g->layout.config.vocab);
+    for (int i = 0; i < BATCH * TOKENS; ++i) g->targets[i] = i % TOKENS == TOKENS - 1 ? -1 : g->inputs[i + 1];
+    g->valid = BATCH * (TOKENS - 1);
+}
+
+/* The model of a row, as the trainer reads its configuration. */
+static void family_open(golden *g, const json_t *row)
+{
+    const char *path = "test_llama.json";
+    llama_config c;
+    upipe_err e;
+    *g = (golden){0};
+    if (!CHECK(json_dump_file(json_object_get(row, "config"), path, 0) == 0)) exit(1);
+    if (!CHECK_SAY(llama_config_read(&c, NULL, path, NULL, &e) == 0, "%s", e.text)) exit(1);
+    unlink(path);
+    if (!CHECK(llama_layout_init(&g->layout, &c) == 0)) exit(1);
+    g->weights = floats(g->layout.weights);
+    g->vectors = floats(g->layout.vectors);
+    for (int i = 0; i < g->layout.n; ++i) {
+        const llama_tensor *t = &g->layout.tensors[i];
+        draw_tensor(t, (t->is_vector ? g->vectors : g->weights) + t->at);
+    }
+    draw_tokens(g);
+}
+
+static double number_at(const json_t *numbers, size_t at)
+{
+    return json_number_value(json_array_get(numbers, at));
+}
+
+/* The gradient's sum with random signs: its error is a random walk along the tensor's, whose length the rule allows to be
+ * 1.5 times the naive one's, and it stays within four times that. */
+static void check_family(const golden *g, const way *w, const json_t *row, const char *type)
+{
+    const json_t *grads = json_object_get(row, "grads"), *loss = json_object_get(row, "loss");
+    const double want = number_at(loss, 0);
+    CHECK_SAY(fabs(w->loss - want) <= 2 * number_at(loss, 1) + 4 * (double)FLT_EPSILON * want,
+              "%s: the loss is %.9g, not %.9g", type, w->loss, want);
+    CHECK_INT(json_object_size(grads), g->layout.n);
+    for (int i = 0; i < g->layout.n; ++i) {
+        const llama_tensor *t = &g->layout.tensors[i];
+        const json_t *numbers = json_object_get(grads, t->name);
+        const float *grad = w->grads[t->is_vector] + t->at;
+        const double limit = 4 * (1.5 * number_at(numbers, 2) + (double)FLT_EPSILON * number_at(numbers, 1));
+        test_rng r = stream_of("signs of ", t->name);
+        double sum = 0;
+        for (int64_t k = 0; k < t->n; ++k) sum += test_u64(&r) >> 63 ? -(double)grad[k] : (double)grad[k];
+        CHECK_SAY(limit > 0 && fabs(sum - number_at(numbers, 0)) <= limit,
+                  "%s: the gradient of %s, with signs, sums up to %.9g, not %.9g; at most %.3g off", type,
+                  t->name, sum, number_at(numbers, 0), limit);
+    }
+}
+
+/* Each family, alone, in a team, in a ring and in segments; in short, in one of these. */
+static void test_families(const char *path)
+{
+    upipe_plan_desc ways[4] = {team_of(1, 4), team_of(2, 2), team_of(1, 4), team_of(2, 2)};
+    json_t *root = json_load_file(path, 0, NULL);
+    ways[2].ring = 3;
+    ways[2].layout = UPIPE_ZIGZAG;
+    for (int i = 0; i < LLAMA_FAMILIES; ++i) {
+        const char *type = llama_families[i].type;
+        const json_t *row = json_object_get(root, type);
+        golden g;
+        if (!CHECK_SAY(row != NULL, "%s has no %s: make_families.py makes it", path, type)) continue;
+        family_open(&g, row);
+        CHECK_INT(g.layout.config.family, i);
+        for (int k = 0; k < 4; ++k) {
+            way w;
+            if (test_brief() && k != i % 4) continue;
+            way_run(&w, &g, ways[k], k == 3 ? 3 : 0, k == 3 ? ACTIVATIONS_OFFLOAD : ACTIVATIONS_AC);
+            check_family(&g, &w, row, type);
+        }
+        llama_layout_free(&g.layout);
+        buffers_free(0);
+    }
+    json_decref(root);
+}
+
 int main(int argc, char **argv)
 {
-    if (argc != 2) {
-        fprintf(stderr, "usage: test_llama FILE\n");
+    if (argc != 3) {
+        fprintf(stderr, "usage: test_llama TWO_LAYERS FAMILIES\n");
         return 2;
     }
     for (int kind = 0; kind < GOLDENS; ++kind) test_golden(argv[1], kind);
+    test_families(argv[2]);
     return test_end("llama");
 }

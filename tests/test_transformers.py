@@ -3,9 +3,9 @@
 
 Small random models that transformers has saved: Qwen2, and Llama and Qwen3 with biases of all four projections; Llama
 with every type of RoPE, whose rates are held to transformers' own to 1e-6. Loss, logits and the gradient of every tensor are
-compared with PyTorch in double precision; errors are held to those of
-transformers in f32, by the rule of lib/tolerance.h. What train saves, transformers reads. Where no Python here has both
-packages the test is left out (status 77).
+compared with PyTorch in double precision; errors are held to those of transformers in f32, by the rule of lib/tolerance.h.
+Losses of trainings, one of them at 4k with YaRN, are PyTorch's. What train saves, transformers reads. Where no Python here has
+both packages the test is left out (status 77).
 """
 
 import contextlib
@@ -211,6 +211,7 @@ def test_new(name, flags, ids, folder):
 
 LENGTHS = [40, 1, 90, 13, 0, 64, 200, 7, 105]  # of packed documents; the windows of an epoch cut them
 STEPS, BATCH, RATE, DECAY, EPS = 20, 2, 3e-3, 0.1, 1e-8
+LONG = 4096
 
 
 def mix(z):
@@ -241,6 +242,32 @@ def window_losses(model, ids, ends, first):
     return total, count
 
 
+def adamw_losses(exact, steps, loss_of):
+    """Those of so many steps of AdamW."""
+    groups = [{'params': [p for p in exact.parameters() if p.dim() == 2], 'weight_decay': DECAY},
+              {'params': [p for p in exact.parameters() if p.dim() < 2], 'weight_decay': 0}]
+    adamw, losses = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=EPS), []
+    for step in range(steps):
+        exact.zero_grad()
+        loss = loss_of(step)
+        loss.backward()
+        adamw.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train_losses(folder, way, *words):
+    """The numbers of a training with the same settings."""
+    run(TRAIN, folder, '--lr', RATE, '--min-lr', RATE, '--warmup', 0, '--weight-decay', DECAY, '--clip', 0, '--sample', 0, '--json',
+        'out.json', *words, *way)
+    return load(os.path.join(folder, 'out.json'))
+
+
+def check_losses(what, got, losses):
+    off = max(abs(a - b) / b for a, b in zip(got, losses))
+    check(len(got) == len(losses) and off <= 1e-5, f'{what}: {got}, PyTorch has {losses}: off by {off:.3g}')
+
+
 def test_packed(name, more, ids, folder):
     """Twenty steps of AdamW over two epochs and more of packed documents, in f64."""
     ids = torch.tensor(list(read(BOOK)[5000:5000 + sum(LENGTHS)]))
@@ -248,29 +275,44 @@ def test_packed(name, more, ids, folder):
     model = make_model(name, more)
     model.save_pretrained(os.path.join(folder, 'packed' + name))
     exact = widened(model)
-    groups = [{'params': [p for p in exact.parameters() if p.dim() == 2], 'weight_decay': DECAY},
-              {'params': [p for p in exact.parameters() if p.dim() < 2], 'weight_decay': 0}]
-    adamw, losses, windows = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=EPS), [], (len(ids) - 2) // TOKENS + 1
-    for step in range(STEPS):
-        exact.zero_grad()
+    windows = (len(ids) - 2) // TOKENS + 1
+
+    def loss_of(step):
         parts = []
         for at in range(step * BATCH, (step + 1) * BATCH):
             parts.append(window_losses(exact, ids, ends, TOKENS * order(windows, 1, at // windows)[at % windows]))
-        loss = sum(total for total, _ in parts) / sum(count for _, count in parts)
-        loss.backward()
-        adamw.step()
-        losses.append(loss.item())
+        return sum(total for total, _ in parts) / sum(count for _, count in parts)
+
+    losses = adamw_losses(exact, STEPS, loss_of)
     n = len(LENGTHS)
     write(os.path.join(folder, 'packed.bin'), bytes(ids.tolist()))
     write(os.path.join(folder, 'packed.idx'),
           struct.pack(f'<9sQBQQ{n}i{n}q{n + 1}q', b'MMIDIDX\0\0', 1, 1, n, n + 1, *LENGTHS, 0, *ends[:-1], *range(n + 1)))
     for way in WAYS:
-        run(TRAIN, folder, '--load', 'packed' + name, '--tokens-file', 'packed.bin', '--tokens', TOKENS, '--batch', BATCH, '--steps',
-            STEPS, '--lr', RATE, '--min-lr', RATE, '--warmup', 0, '--weight-decay', DECAY, '--clip', 0, '--sample', 0, '--json',
-            'out.json', *way)
-        got = load(os.path.join(folder, 'out.json'))['loss']
-        off = max(abs(a - b) / b for a, b in zip(got, losses))
-        check(len(got) == STEPS and off <= 1e-5, f'packed {name} {" ".join(way)}: {got}, PyTorch has {losses}: off by {off:.3g}')
+        got = train_losses(folder, way, '--load', 'packed' + name, '--tokens-file', 'packed.bin', '--tokens', TOKENS, '--batch', BATCH,
+                           '--steps', STEPS)
+        check_losses(f'packed {name} {" ".join(way)}', got['loss'], losses)
+
+
+def test_long(ids, folder):
+    """Three steps at 4k of a model that YaRN extends from 512, in f64."""
+    text = read(BOOK)[5000:5001 + 3 * LONG]
+    ids = torch.tensor(list(text))
+    model = make_model('Llama', {'tie_word_embeddings': True},
+                       {'rope_type': 'yarn', 'factor': LONG / 512, 'original_max_position_embeddings': 512}, LONG)
+    model.save_pretrained(os.path.join(folder, 'long'))
+    write(os.path.join(folder, 'longtext'), text)
+    got = [train_losses(folder, way, '--load', 'long', '--data', 'longtext', '--tokens', LONG, '--steps', 3) for way in WAYS]
+    exact = widened(model, got[0]['rope'])
+
+    def loss_of(step):
+        first = LONG * order(3, 1, 0)[step]
+        logits = exact(ids[None, first:first + LONG], use_cache=False).logits[0]
+        return torch.nn.functional.cross_entropy(logits, ids[first + 1:first + LONG + 1])
+
+    losses = adamw_losses(exact, 3, loss_of)
+    for way, numbers in zip(WAYS, got):
+        check_losses(f'{LONG} tokens, {" ".join(way)}', numbers['loss'], losses)
 
 
 def main():
@@ -284,7 +326,7 @@ def main():
                             *((test_model, *model, [WAYS[(i + 1) % len(WAYS)]]) for i, model in enumerate(FAMILIES)),
                             *((test_rope, *one) for one in enumerate(ROPES)), (test_new, 'Qwen2', ['--attention-bias', 'qkv']),
                             (test_new, 'Llama', ['--attention-bias', 'qkvo', '--untied']),
-                            (test_packed, 'Llama', {'tie_word_embeddings': False}),
+                            (test_packed, 'Llama', {'tie_word_embeddings': False}), (test_long,),
                             (test_new, 'Llama', ['--rope-type', 'yarn', '--rope-factor', '4', '--rope-original', '16']),
                             (test_new, 'Llama', ['--rope-type', 'dynamic', '--rope-factor', '4', '--rope-original', '16']),
                             (test_new, 'Qwen3', ['--attention-bias', 'qkvo', '--qk-norm']), (test_new, 'Mistral', ['--window', '9'])]:

@@ -190,7 +190,9 @@ static int run_reference(compare *c)
     in.cu_seqlens_n = c->o.borders_n;
     in.softcap = (double)(float)c->o.softcap; /* as the library rounds it */
     in.sinks = c->in.sinks;
-    in.theta = c->o.rope ? rope_theta : 0;
+    in.theta = c->o.rope ? c->o.rope_theta : 0;
+    in.rates = c->methods[0].ranks[0].layer.rope_rates;
+    in.factor = c->methods[0].ranks[0].rates.factor;
     in.threads = processors < 1 ? 1 : processors > ORACLE_THREADS_MAX ? ORACLE_THREADS_MAX : (int)processors;
     if (oracle_run(&in, &c->ref) == 0) return 0;
     return cli_fail("the reference in double precision found no memory or no threads");

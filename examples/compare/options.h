@@ -17,10 +17,9 @@
 #include "../common/methods.h"
 #include "../common/world.h"
 #include "../common/random.h"
+#include "../llama/run/rope_flags.h"
 
 enum { CHECK_AUTO_TOKENS = 2048, CU_SEQLENS_MAX = 65536 };
-
-static const double rope_theta = 10000;
 
 static const char usage_text[] =
     "usage: compare [flags]\n"
@@ -120,6 +119,28 @@ static int options_heeded(const options *o)
     return 0;
 }
 
+static llama_config options_rope_config(const options *o)
+{
+    llama_config c;
+    memset(&c, 0, sizeof c);
+    c.head_dim = o->head_dim;
+    c.rope_theta = o->rope_theta;
+    options_rope(o, &c);
+    return c;
+}
+
+static int options_rope_check(const options *o)
+{
+    const void *const of[] = {&o->rope_theta, &o->rope_type, &o->rope_factor, &o->rope_original};
+    const llama_config c = options_rope_config(o);
+    int i;
+    for (i = 0; i < 4 && !o->rope; ++i)
+        if (options_given(o, of[i]))
+            return cli_refuse("--%s would have no effect without --rope",
+                              flag_rows[options_row(o, of[i])].name);
+    return options_rope_lacks(o, &c);
+}
+
 /* Flags that exclude each other, and defaults that depend on other flags. */
 static int options_resolve(options *o)
 {
@@ -132,6 +153,7 @@ static int options_resolve(options *o)
     if (o->how.inner == 0) o->how.inner = 2;
     if (o->how.segments == 0) o->how.segments = 4;
     status = options_heeded(o);
+    if (status == 0) status = options_rope_check(o);
     if (status != 0) return status;
     if (o->trace != NULL && o->dump != NULL && strcmp(o->trace, o->dump) == 0)
         return cli_refuse("--trace and --dump name the same folder, %s", o->trace);

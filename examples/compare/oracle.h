@@ -28,8 +28,10 @@ typedef struct oracle_inputs {
     int64_t window;            /* 0 = none */
     const int64_t *cu_seqlens; /* borders in the flattened batch, [cu_seqlens_n + 1]; NULL = none */
     int64_t cu_seqlens_n;
-    double softcap; /* 0 = none */
-    double theta;   /* of RoPE; 0 = none */
+    double softcap;      /* 0 = none */
+    double theta;        /* of RoPE; 0 = none */
+    const double *rates; /* [d/2], radians a position; NULL = theta's */
+    double factor;       /* of what turns; 0 = 1 */
     int threads;
 } oracle_inputs;
 
@@ -101,15 +103,16 @@ static void oracle_add_f32(double *y, double a, const float *x, int64_t n)
     for (i = 0; i < n; ++i) y[i] += a * (double)x[i];
 }
 
-/* Turns every head of a row [width] by its position, or back. */
+/* Turns every head of a row [width] by its position, or back; either way what turns is multiplied by the factor. */
 static void oracle_rope(const oracle_inputs *in, double *row, int64_t width, int64_t pos, int inverse)
 {
     int64_t at;
     int p, half = in->head_dim / 2;
     if (in->theta == 0) return;
     for (p = 0; p < half; ++p) {
-        double angle = (double)pos * pow(in->theta, -2.0 * p / in->head_dim);
-        double c = cos(angle), s = inverse ? -sin(angle) : sin(angle);
+        double rate = in->rates != NULL ? in->rates[p] : pow(in->theta, -2.0 * p / in->head_dim);
+        double angle = (double)pos * rate, by = in->factor > 0 ? in->factor : 1;
+        double c = by * cos(angle), s = by * (inverse ? -sin(angle) : sin(angle));
         for (at = p; at < width; at += in->head_dim) {
             double a = row[at], b = row[at + half];
             row[at] = a * c - b * s;

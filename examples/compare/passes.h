@@ -13,6 +13,7 @@
 
 #include "../common/side_stream.h"
 #include "../common/world.h"
+#include "../llama/model/rope.h"
 #include "inputs.h"
 
 enum {
@@ -58,6 +59,7 @@ typedef struct method_bytes {
 /* What one rank plans and measures, and its memory, which a process has of its own rank alone. */
 typedef struct method_rank {
     upipe_plan plan;
+    llama_rates rates;
     upipe_layer layer;
     upipe_fpdt fpdt; /* of a segmented kind */
     int64_t rows;

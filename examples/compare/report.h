@@ -104,6 +104,7 @@ static void report_mask(const options *o)
     if (o->softcap > 0) printf(", soft-cap %g", o->softcap);
     if (o->sinks) printf(", sinks");
     if (o->rope) printf(", RoPE");
+    if (o->rope_type != LLAMA_ROPE_DEFAULT) printf(" %s", llama_rope_names[o->rope_type]);
     if (o->how.overlap) printf(", overlapped");
 }
 

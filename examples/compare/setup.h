@@ -57,13 +57,15 @@ static void method_weights(method_rank *rank, const void *wq, const void *wk, co
     rank->fpdt.layer = rank->layer;
 }
 
-static upipe_layer method_layer(const options *o, const upipe_plan *p)
+static upipe_layer method_layer(const options *o, const method_rank *rank)
 {
     static const float sink = 0; /* that there are some is all that a plan asks */
     upipe_layer l;
     memset(&l, 0, sizeof l);
-    l.plan = p;
-    l.rope_theta = o->rope ? rope_theta : 0;
+    l.plan = &rank->plan;
+    l.rope_theta = o->rope ? o->rope_theta : 0;
+    l.rope_rates = rank->rates.own ? rank->rates.value : NULL;
+    l.rope_factor = rank->rates.factor;
     l.mask.causal = !o->full;
     l.mask.window = o->window;
     l.mask.cu_seqlens = o->borders;
@@ -99,7 +101,11 @@ static upipe_status method_plan_rank(const method *m, method_rank *rank, int r, 
     rank->rows = rank->plan.rows;
     if (!upipe_mul(&all, m->o->layers, method_layer_bytes(rank)))
         return upipe_fail(e, UPIPE_ERR_OVERFLOW, "the inputs of %d layers", m->o->layers);
-    rank->layer = method_layer(m->o, &rank->plan);
+    if (d.head_dim <= 2 * LLAMA_ROPE_PAIRS) { /* larger ones are refused by the dry run */
+        const llama_config c = options_rope_config(m->o);
+        llama_rates_make(&rank->rates, &c, d.tokens);
+    }
+    rank->layer = method_layer(m->o, rank);
     for (pass = 0; pass < 2; ++pass) {
         rank->planned.sent[SENT_TEAM][pass] = upipe_plan_sent(&rank->plan, pass);
         rank->planned.sent[SENT_RING][pass] = upipe_plan_sent_ring(&rank->plan, &rank->layer.mask, pass);
