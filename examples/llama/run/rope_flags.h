@@ -2,6 +2,9 @@
 #ifndef LLAMA_ROPE_FLAGS_H
 #define LLAMA_ROPE_FLAGS_H
 
+#include <string.h>
+
+#include "../../common/cli.h"
 #include "../../common/options.h"
 #include "../model/families.h"
 
