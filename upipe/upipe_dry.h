@@ -1,6 +1,6 @@
 /* upipe_dry.h -- what will a run need? The real code over a pool and a team that only count        layer 9
  *
- *     upipe_dry *dry = malloc(sizeof *dry);              about 440 KB: too much for some stacks
+ *     upipe_dry *dry = malloc(sizeof *dry);              about 510 KB: too much for some stacks
  *     if (upipe_dry_init(dry, &plan, &ops)) ...             then any code may run with &dry->ctx
  *     upipe_dry_block(dry, &layer, 1);                   one block, forward and backward
  *     dry->mem.need, dry->mem.blocks_peak                slab bytes, with alignment and holes; live blocks
