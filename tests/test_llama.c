@@ -505,6 +505,55 @@ static void test_families(const char *path)
     json_decref(root);
 }
 
+/* Norms of what attention and MLP give: the loss grows along a step of all vectors as their gradients say; other pools and
+ * sharded gradients give the same bits. */
+static void test_post_norms(const char *path)
+{
+    static const struct {
+        int ranks, ring, chunk, segments;
+    } ways[] = {{1, 1, 4, 0}, {2, 1, 2, 0}, {1, 3, 4, 0}, {2, 1, 2, 3}};
+    const double h = 1.0 / 512;
+    golden g;
+    llama_layout plain;
+    float *from, *step;
+    test_rng r = {33};
+    golden_open(&g, path, BIASED);
+    plain = g.layout;
+    from = g.vectors;
+    plain.config.family = LLAMA_IS_GLM4;
+    if (!CHECK(llama_layout_init(&g.layout, &plain.config) == 0)) exit(1);
+    g.vectors = floats(g.layout.vectors);
+    for (int i = 0; i < g.layout.n; ++i) {
+        const llama_tensor *t = &g.layout.tensors[i], *of = llama_find(&plain, t->kind, t->layer);
+        for (int64_t k = 0; t->is_vector && k < t->n; ++k)
+            g.vectors[t->at + k] = of != NULL ? from[of->at + k] : 1 + 0.25f * (float)(k % 3);
+    }
+    from = (float *)copy_of(g.vectors, (size_t)g.layout.vectors * 4);
+    step = floats(g.layout.vectors);
+    for (int64_t k = 0; k < g.layout.vectors; ++k) step[k] = test_below(&r, 2) ? 1 : -1;
+    for (size_t i = 0; i < sizeof ways / sizeof *ways; ++i) {
+        upipe_plan_desc d = team_of(ways[i].ranks, ways[i].chunk);
+        way one, other;
+        double slope = 0, grows = 0;
+        d.ring = ways[i].ring;
+        memcpy(g.vectors, from, (size_t)g.layout.vectors * 4);
+        way_run(&one, &g, d, ways[i].segments, ACTIVATIONS_AC);
+        way_run_zero(&other, &g, d, ways[i].segments, ACTIVATIONS_OFFLOAD, 3);
+        CHECK_SAY(same_bits(&one, &other), "sharded gradients and a second pool give other bits, way %zu", i);
+        for (int sign = -1; sign < 2; sign += 2) {
+            for (int64_t k = 0; k < g.layout.vectors; ++k)
+                g.vectors[k] = from[k] + (float)(sign * h) * step[k];
+            way_run(&other, &g, d, ways[i].segments, ACTIVATIONS_AC);
+            grows += sign * other.loss / (2 * h);
+        }
+        for (int64_t k = 0; k < g.layout.vectors; ++k) slope += (double)(one.grads[1][k] * step[k]);
+        CHECK_SAY(fabs(grows - slope) <= 1e-3 * fabs(slope),
+                  "way %zu: the loss grows by %.9g, the gradients say %.9g", i, grows, slope);
+    }
+    llama_layout_free(&plain);
+    golden_close(&g);
+}
+
 int main(int argc, char **argv)
 {
     if (argc != 3) {
@@ -513,5 +562,6 @@ int main(int argc, char **argv)
     }
     for (int kind = 0; kind < GOLDENS; ++kind) test_golden(argv[1], kind);
     test_families(argv[2]);
+    test_post_norms(argv[1]);
     return test_end("llama");
 }
