@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """plot_training.py loss|memory PICTURE NUMBERS... -- what train wrote with --json, one NUMBERS a method
 
-loss: the loss of every step and its running mean; below, what the second method's losses differ by from the first's.
+loss: the loss of every step; below, what the second method's losses differ by from the first's.
 memory: what one rank holds at the peak of a step, by component, one bar a method; beside it each component's own
 largest, which need not be at the same moment. Runs of a device's size have a line at 80 GB, and runs with a second pool
 its bytes, in the host's memory.
@@ -31,7 +31,6 @@ OTHER = ['tokens', 'sum']  # small; together they are 'other'
 NAMES = {'ulysses': 'DeepSpeed-Ulysses', 'upipe': 'UPipe'}
 COLOURS = {'ulysses': '#e07a5f', 'upipe': '#2a9d8f'}
 H100 = 80e9  # bytes of a device of the size that the paper used
-MEAN = 9  # steps of the running mean
 # GiB of a GPU that the paper measured for Llama3-8B on 8 GPUs (its table of memory by sequence length), by 2^20 tokens;
 # None: out of memory.
 PAPER = {1: {'ulysses': 34.35, 'upipe': 29.9}, 2: {'ulysses': 49.49, 'upipe': 40.5}, 3: {'ulysses': 64.55, 'upipe': 51.1},
@@ -53,16 +52,6 @@ def tidy(axes):
     axes.set_axisbelow(True)
     for side in ('top', 'right'):
         axes.spines[side].set_visible(False)
-
-
-def running_mean(values):
-    """The mean over MEAN steps around each, over fewer at the ends."""
-    means = []
-    for at in range(len(values)):
-        reach = min(MEAN // 2, at, len(values) - 1 - at)
-        near = values[at - reach:at + reach + 1]
-        means.append(sum(near) / len(near))
-    return means
 
 
 def draw_difference(axes, first, second):
@@ -92,9 +81,7 @@ def draw_loss(runs):
     for place, run in enumerate(runs):
         method, steps = run['config']['method'], range(1, len(run['loss']) + 1)
         dashed = {'linestyle': (0, (4, 3))} if place > 0 else {}  # equal curves hide each other
-        axes.plot(steps, run['loss'], color=COLOURS[method], linewidth=0.9, alpha=0.6, **dashed)
-        axes.plot(steps, running_mean(run['loss']), color=COLOURS[method], linewidth=2 if place else 2.6,
-                  label=NAMES[method], **dashed)
+        axes.plot(steps, run['loss'], color=COLOURS[method], linewidth=1.6 if place else 2.4, label=NAMES[method], **dashed)
     axes.set_ylabel('loss, nats a byte')
     axes.grid(color='#dddddd', linewidth=0.6)
     axes.legend(frameon=False)
@@ -132,8 +119,10 @@ def paper_of(config):
 def draw_paper(axes, place, measured):
     """What the paper measured: a line across the bar, or a word below it."""
     if measured is not None:
-        axes.plot([place - 0.38, place + 0.38], [measured, measured], color='black', linewidth=1.2, linestyle='--')
-    return 'the paper: ' + ('out of memory' if measured is None else f'{measured:.1f}')
+        axes.plot([place - 0.38, place + 0.38], [measured, measured], color='#9c4a5b', linewidth=1.2)
+        axes.annotate('measured by the paper', (place, measured), xytext=(0, -3), textcoords='offset points', ha='center',
+                      va='top', fontsize=8, color='#9c4a5b')
+    return 'the paper: ' + ('out of memory' if measured is None else f'{measured:.1f} GiB')
 
 
 def draw_stacks(axes, runs, stacks, unit):
@@ -144,7 +133,7 @@ def draw_stacks(axes, runs, stacks, unit):
         for name, _, colour in COMPONENTS:
             height = stack[name] / unit
             axes.bar(place, height, 0.55, bottom, color=colour, edgecolor='white', linewidth=0.5)
-            if height > 0.035 * max(totals):
+            if height > 0.045 * max(totals):
                 dark = sum(int(colour[at:at + 2], 16) for at in (1, 3, 5)) < 400
                 axes.annotate(short(height), (place, bottom + height / 2), ha='center', va='center', fontsize=8,
                               color='white' if dark else 'black')
@@ -200,7 +189,7 @@ def draw_device(axes, runs, peak, unit, name):
     if peak > H100 / 4:
         axes.set_ylim(0, 1.14 * max(peak, H100) / unit)
         axes.axhline(H100 / unit, color='black', linewidth=0.8, linestyle=(0, (4, 3)))
-        axes.annotate('80 GB', (-0.47, H100 / unit), xytext=(0, 3), textcoords='offset points', fontsize=8)
+        axes.annotate('a GPU of 80 GB: 74.5 GiB', (-0.47, H100 / unit), xytext=(0, 3), textcoords='offset points', fontsize=8)
     if any(map(host_bytes, runs)):
         labels = [label.get_text() for label in axes.get_xticklabels()]
         axes.set_xticks(range(len(runs)), [f'{text}\n(host: {short(host_bytes(run) / unit)} {name})'

@@ -8,8 +8,8 @@ every='--method ulysses --method upipe --method upipe-naive --method ring --meth
     --method double-ring --method allgather --method usp --method upipe-ring --method fpdt --method upipe-fpdt'
 
 # The Llama that is trained with either method.
-model='--layers 2 --model-dim 256 --heads 16 --kv-heads 4 --head-dim 32'
-schedule='--ranks 4 --tokens 2048 --batch 1 --steps 40 --lr 2e-3 --seed 1 --sample 120'
+model='--layers 2 --model-dim 128 --heads 16 --kv-heads 4 --head-dim 32'
+schedule='--ranks 4 --tokens 4096 --batch 1 --steps 40 --lr 2e-3 --warmup 8 --zero 3 --seed 1 --sample 120'
 
 # Llama3-8B with 5M tokens on 8 GPUs, the paper's longest sequence, whose memory is planned with everything sharded.
 large='--layers 32 --model-dim 4096 --heads 32 --kv-heads 8 --ff-dim 14336 --vocab 128256 --untied --dtype bf16
