@@ -44,11 +44,12 @@ static inline upipe_status run_open(run *u, run_rank *k, int rank)
         k->t.side = &k->ahead.side_stream;
         k->t.side_world = world_side(&u->net, rank);
     }
-    k->inputs = (int32_t *)malloc((size_t)k->m.rows * 2 * sizeof *k->inputs);
+    k->inputs = (int32_t *)malloc((size_t)(k->m.rows * u->o.accumulate) * 2 * sizeof *k->inputs);
     if (k->inputs == NULL)
         return upipe_fail(&k->c.err, UPIPE_ERR_MEMORY, "no memory for the tokens of a step");
     if (u->text.packed) {
-        k->borders = (int64_t *)malloc((size_t)data_borders_max(&u->text, u->o.batch) * sizeof *k->borders);
+        k->borders = (int64_t *)malloc((size_t)(data_borders_max(&u->text, u->o.batch) * u->o.accumulate) *
+                                       sizeof *k->borders);
         if (k->borders == NULL)
             return upipe_fail(&k->c.err, UPIPE_ERR_MEMORY, "no memory for the borders of a step's documents");
     }
@@ -78,34 +79,36 @@ static inline trainer_rates run_rates(const run *u, int64_t step)
     return r;
 }
 
-/* This rank's tokens of the step's sequences, [part][batch][T], and the borders of their documents. */
+/* This rank's tokens of the step's sequences, [micro-batch][part][batch][T], and the borders of their documents. */
 static inline upipe_status run_batch(const run *u, run_rank *k, trainer_batch *out)
 {
     const model *m = &k->m;
     const int64_t batch = m->plan.desc.batch;
-    int32_t *const inputs = k->inputs, *const targets = k->inputs + m->rows;
-    int64_t b, i;
+    const int64_t rows = m->rows * u->o.accumulate, sequences = batch * u->o.accumulate;
+    int32_t *const inputs = k->inputs, *const targets = k->inputs + rows;
+    int64_t used = 0, n, i; /* used: numbers of the borders */
     int part, lost = 0;
     memset(out, 0, sizeof *out);
     out->inputs = inputs;
     out->targets = targets;
     out->borders = k->borders;
     out->stop = run_signal;
-    for (b = 0; b < batch; ++b) {
-        const int64_t sample = (k->step - 1) * batch + b;
+    for (n = 0; n < sequences; ++n) {
+        const int64_t sample = (k->step - 1) * sequences + n, b = n % batch;
         const int64_t window = data_window(&u->text, &k->order, (uint64_t)u->o.seed, sample);
-        int64_t at = 0;
+        int64_t at = n / batch * m->rows;
         if (window < 0) return upipe_fail(&k->c.err, UPIPE_ERR_MEMORY, "no memory for the order of the text");
-        if (k->borders != NULL)
-            out->borders_n +=
-                data_borders(&u->text, &k->order, window, b * u->o.tokens, k->borders + out->borders_n);
+        if (k->borders != NULL) {
+            used += b == 0 && n > 0; /* behind those of the micro-batch before */
+            used += data_borders(&u->text, &k->order, window, b * u->o.tokens, k->borders + used);
+        }
         for (part = 0; part < model_parts(m); ++part) {
             const upipe_shard s = model_shard(m, part);
             lost |= data_fill(&u->text, &k->order, window, &s, inputs + at + b * s.n, targets + at + b * s.n);
             at += batch * s.n;
         }
     }
-    for (i = 0; i < m->rows; ++i) out->valid += targets[i] >= 0;
+    for (i = 0; i < rows; ++i) out->valid += targets[i] >= 0;
     if (lost) out->valid = -1;
     return UPIPE_OK;
 }
